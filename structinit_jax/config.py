@@ -1,0 +1,161 @@
+"""The fields of a config, their defaults and the checks that need no data and no device."""
+
+from typing import Any
+
+from ml_collections import ConfigDict
+
+from structinit_jax import attention_init
+from structinit_jax.errors import InputError
+
+
+def base_config() -> ConfigDict:
+    """Every field there is. The files in `configs/` start from this and state what differs."""
+    return ConfigDict(
+        dict(
+            seed=0,
+            num_epochs=30.0,
+            num_steps=0,  # if not 0, in place of num_epochs
+            batch_size=128,  # global: over all devices of all hosts
+            learning_rate=1e-3,  # the peak, behind the warm-up
+            warmup_epochs=2.0,
+            warmup_learning_rate=0.0,  # where the linear warm-up starts
+            final_learning_rate=1e-6,  # where the cosine ends
+            cooldown_epochs=0.0,  # of num_epochs, spent at the final rate at the end
+            weight_decay=0.05,  # on matrices only: not on biases, norms, positions, class token
+            adam_b2=0.999,
+            adam_epsilon=1e-8,
+            clip_norm=1.0,  # global gradient norm; 0 turns clipping off
+            label_smoothing=0.1,
+            log_every_steps=20,
+            eval_every_epochs=5.0,
+            checkpoint_every_steps=500,
+            keep_checkpoints=2,  # the newest ones; the best one is kept besides
+            model=dict(
+                name="vit",
+                num_classes=10,
+                width=192,
+                depth=12,
+                num_heads=3,
+                mlp_ratio=4.0,
+                patch_size=16,
+                positions="sincos",  # or 'learned'
+                pool="mean",  # or 'class_token'
+                drop_path=0.0,
+                dropout=0.0,
+                dtype="float32",  # of the computation, or 'bfloat16'; parameters are float32
+                attention_implementation="auto",  # or 'xla', 'cudnn'
+                unroll=1,  # blocks to a scan step; more runs a little faster, compiles slower
+            ),
+            attention_init=dict(name="impulse", kernel_size=3),
+            data=dict(
+                name="",
+                data_dir="",  # empty: TFDS's own default
+                manual_dir="",  # where hand-downloaded files lie
+                train_split="train",
+                eval_split="test",
+                image_size=224,
+                crop_fraction=1.0,  # of the shorter side that the central test crop keeps
+                channels=3,
+                mean=(0.485, 0.456, 0.406),  # of pixels scaled to 0…1, per channel
+                std=(0.229, 0.224, 0.225),
+            ),
+        )
+    )
+
+
+def validate(config: ConfigDict) -> None:
+    """Checks everything that can be checked without data and without a device.
+
+    Raises:
+      InputError: naming the field, what it got, what it needs and the fix.
+    """
+    for field in ("batch_size", "log_every_steps", "checkpoint_every_steps", "keep_checkpoints"):
+        _require(config[field] >= 1, field, config[field], "a positive whole number")
+    _require(
+        config.num_steps > 0 or (config.num_steps == 0 and config.num_epochs > 0),
+        "num_steps" if config.num_steps else "num_epochs",
+        config.num_steps or config.num_epochs,
+        "to be positive, or there is nothing to train",
+    )
+    _require(config.eval_every_epochs > 0, "eval_every_epochs", config.eval_every_epochs, "> 0")
+    _require(config.learning_rate > 0, "learning_rate", config.learning_rate, "> 0")
+    for field in (
+        "warmup_epochs",
+        "cooldown_epochs",
+        "warmup_learning_rate",
+        "final_learning_rate",
+        "weight_decay",
+        "clip_norm",
+    ):
+        _require(config[field] >= 0, field, config[field], "zero or more")
+    _require(
+        0 <= config.label_smoothing < 1, "label_smoothing", config.label_smoothing, "in [0, 1)"
+    )
+    _validate_model(config.model)
+    _validate_data(config.data)
+    make_attention_init(config)
+
+
+def _validate_model(model: ConfigDict) -> None:
+    for field in ("num_classes", "width", "depth", "num_heads", "patch_size", "unroll"):
+        _require(model[field] >= 1, f"model.{field}", model[field], "a positive whole number")
+    _require(model.mlp_ratio > 0, "model.mlp_ratio", model.mlp_ratio, "> 0")
+    for field in ("drop_path", "dropout"):
+        _require(0 <= model[field] < 1, f"model.{field}", model[field], "a rate in [0, 1)")
+    implementations = ("auto", "xla", "cudnn")
+    _require(
+        model.attention_implementation in implementations,
+        "model.attention_implementation",
+        model.attention_implementation,
+        f"one of {', '.join(implementations)}",
+    )
+
+
+def _validate_data(data: ConfigDict) -> None:
+    _require(bool(data.name), "data.name", data.name, "the name of a TFDS data set")
+    for field in ("image_size", "channels"):
+        _require(data[field] >= 1, f"data.{field}", data[field], "a positive whole number")
+    _require(0 < data.crop_fraction <= 1, "data.crop_fraction", data.crop_fraction, "in (0, 1]")
+    for field in ("mean", "std"):
+        _require(
+            len(data[field]) == data.channels,
+            f"data.{field}",
+            tuple(data[field]),
+            f"one number for each of data.channels={data.channels}",
+        )
+    _require(min(data.std) > 0, "data.std", tuple(data.std), "positive numbers")
+
+
+def _require(holds: bool, field: str, value: Any, need: str) -> None:
+    if not holds:
+        raise InputError(f"config.{field}={value!r} does not fit: it needs to be {need}")
+
+
+def model_options(config: ConfigDict) -> dict[str, Any]:
+    """The fields of `config.model` as the model's own arguments."""
+    options = config.model.to_dict()
+    if options["attention_implementation"] == "auto":
+        options["attention_implementation"] = None
+    return options
+
+
+def make_attention_init(config: ConfigDict) -> attention_init.AttentionInit:
+    """The scheme that `config.attention_init` names."""
+    return attention_init.by_name(**config.attention_init)
+
+
+def drop_foreign_options(config: ConfigDict) -> list[str]:
+    """Removes options of `config.attention_init` that belong to other schemes only.
+
+    So `--config.attention_init.name=default` is enough to compare with a config whose `kernel_size`
+    the other scheme does not take. Returns the removed fields, for the caller to tell the user;
+    options that no scheme knows stay, to be refused.
+    """
+    section = config.attention_init
+    own = attention_init.scheme_options(section.name)
+    known = {o for name in attention_init.SCHEMES for o in attention_init.scheme_options(name)}
+    foreign = [field for field in section if field in known and field not in own]
+    with config.unlocked():
+        for field in foreign:
+            del section[field]
+    return foreign

@@ -1,0 +1,1 @@
+"""Data sets (TFDS without TensorFlow) and the batches of training and evaluation."""

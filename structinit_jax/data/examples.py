@@ -1,0 +1,210 @@
+"""Examples brought to one size: decoded once into memory, or one by one when that is too much."""
+
+import dataclasses
+import os
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any, Protocol, runtime_checkable
+
+import numpy as np
+from PIL import Image
+
+from structinit_jax.data.catalog import DatasetFacts
+from structinit_jax.errors import InputError
+
+IN_MEMORY_BYTES = 2_000_000_000
+READ_BLOCK = 256
+READ_THREADS = 16
+
+
+@runtime_checkable
+class Source(Protocol):
+    """A split of a data set; `Dataset.split` returns one."""
+
+    def __len__(self) -> int: ...
+
+    def __getitem__(self, index: int) -> dict[str, Any]:
+        """Returns `{"image": uint8 [h, w, C], "label": int}`."""
+        ...
+
+    def read(self, indices: list[int]) -> list[dict[str, Any]]:
+        """Returns several of them."""
+        ...
+
+
+@runtime_checkable  # for the run-time type checks of the tests
+class Examples(Protocol):
+    """What the loader needs; both classes below have it."""
+
+    def __len__(self) -> int: ...
+
+    def batches(
+        self, indices_of: Callable[[int], np.ndarray], num_batches: int, batch_size: int
+    ) -> Iterator[dict[str, np.ndarray]]:
+        """Yields `{"image": uint8 [b, H, W, C], "label": int32 [b]}`.
+
+        Args:
+            indices_of: The int64 [batch_size] example numbers of batch 0, 1, ...; a pure function.
+            num_batches: How many batches to yield.
+            batch_size: Examples in each of them.
+        """
+        ...
+
+
+@dataclasses.dataclass(frozen=True)
+class ArrayExamples:
+    """A whole split in memory.
+
+    Attributes:
+        images: uint8 [n, H, W, C].
+        labels: int32 [n].
+    """
+
+    images: np.ndarray
+    labels: np.ndarray
+
+    def __len__(self) -> int:
+        return len(self.labels)
+
+    def batches(
+        self, indices_of: Callable[[int], np.ndarray], num_batches: int, batch_size: int
+    ) -> Iterator[dict[str, np.ndarray]]:
+        """See `Examples.batches`."""
+        del batch_size
+        for number in range(num_batches):
+            indices = indices_of(number)
+            yield {"image": self.images[indices], "label": self.labels[indices]}
+
+
+@dataclasses.dataclass(frozen=True)
+class LazyExamples:
+    """A split decoded example by example, by threads ahead of the training loop.
+
+    Attributes:
+        source: The split, images of any size.
+        image_size: Height and width to return, in pixels.
+        crop_fraction: As in `fit_image`.
+    """
+
+    source: Source
+    image_size: int
+    crop_fraction: float
+
+    def __len__(self) -> int:
+        return len(self.source)
+
+    def __getitem__(self, index: int) -> dict[str, Any]:
+        """Returns `{"image": uint8 [image_size, image_size, C], "label": int32}`."""
+        example = self.source[index]
+        image = fit_image(example["image"], self.image_size, self.crop_fraction)
+        return {"image": image, "label": np.int32(example["label"])}
+
+    def batches(
+        self, indices_of: Callable[[int], np.ndarray], num_batches: int, batch_size: int
+    ) -> Iterator[dict[str, np.ndarray]]:
+        """See `Examples.batches`."""
+        import grain
+
+        stream = _Stream(self, indices_of, num_batches, batch_size)
+        options = grain.ReadOptions(num_threads=READ_THREADS, prefetch_buffer_size=2 * batch_size)
+        return iter(grain.MapDataset.source(stream).to_iter_dataset(options).batch(batch_size))
+
+
+@dataclasses.dataclass(frozen=True)
+class _Stream:
+    """The batches end to end, as the random-access source that Grain reads."""
+
+    examples: LazyExamples
+    indices_of: Callable[[int], np.ndarray]
+    num_batches: int
+    batch_size: int
+
+    def __len__(self) -> int:
+        return self.num_batches * self.batch_size
+
+    def __getitem__(self, position: int) -> dict[str, Any]:
+        number, offset = divmod(position, self.batch_size)
+        return self.examples[int(self.indices_of(number)[offset])]
+
+
+def fit_image(image: np.ndarray, image_size: int, crop_fraction: float) -> np.ndarray:
+    """Resizes (bicubic) and takes the centre crop.
+
+    Args:
+        image: uint8 [h, w, C].
+        image_size: Height and width of the result, in pixels.
+        crop_fraction: The shorter side becomes `image_size / crop_fraction` pixels; 0.875 is usual
+            in ImageNet evaluation, 1 keeps all of a square image.
+
+    Returns:
+        uint8 [image_size, image_size, C].
+    """
+    height, width, channels = image.shape
+    scale = round(image_size / crop_fraction) / min(height, width)
+    if scale != 1:
+        # Rounding must not leave a side shorter than the crop: the shorter one is exact.
+        size = (round(width * scale), round(height * scale))
+        pixels = image[..., 0] if channels == 1 else image
+        image = np.asarray(Image.fromarray(pixels).resize(size, Image.Resampling.BICUBIC))
+    top = (image.shape[0] - image_size) // 2
+    left = (image.shape[1] - image_size) // 2
+    crop = image[top : top + image_size, left : left + image_size]
+    return crop.reshape(image_size, image_size, channels)
+
+
+def load_examples(
+    source: Source,
+    facts: DatasetFacts,
+    image_size: int,
+    crop_fraction: float = 1.0,
+) -> Examples:
+    """Chooses between memory and lazy decoding by the decoded size (`IN_MEMORY_BYTES`).
+
+    Args:
+        source: A split from `Dataset.split`.
+        facts: Facts of its data set.
+        image_size: Height and width to return, in pixels.
+        crop_fraction: As in `fit_image`.
+
+    Returns:
+        The examples, in the order of `source`.
+    """
+    shape = (len(source), image_size, image_size, facts.image_shape[-1])
+    if np.prod(shape, dtype=np.int64) > IN_MEMORY_BYTES:
+        return LazyExamples(source, image_size, crop_fraction)
+    examples = ArrayExamples(np.empty(shape, np.uint8), np.empty(len(source), np.int32))
+
+    def decode(start: int) -> None:
+        indices = range(start, min(start + READ_BLOCK, len(source)))
+        for index, example in zip(indices, source.read(list(indices)), strict=True):
+            examples.images[index] = fit_image(example["image"], image_size, crop_fraction)
+            examples.labels[index] = example["label"]
+
+    # More threads than cores only contend for the interpreter lock when images are small.
+    with ThreadPoolExecutor(os.cpu_count()) as pool:
+        for _ in pool.map(decode, range(0, len(source), READ_BLOCK)):
+            pass
+    return examples
+
+
+def check_examples(facts: DatasetFacts, *, num_classes: int, channels: int) -> None:
+    """Compares the model's view of the data with the data.
+
+    Args:
+        facts: Facts of the data set.
+        num_classes: Width of the model's output.
+        channels: Channels of the model's input.
+
+    Raises:
+        InputError: One of them disagrees with `facts`.
+    """
+    if num_classes != facts.num_classes:
+        raise InputError(
+            f"model.num_classes={num_classes}: the data set has {facts.num_classes} classes."
+            f" Pass --config.model.num_classes={facts.num_classes}."
+        )
+    if channels != facts.image_shape[-1]:
+        raise InputError(
+            f"data.channels={channels}: the data set's images have {facts.image_shape[-1]}."
+            f" Pass --config.data.channels={facts.image_shape[-1]}."
+        )

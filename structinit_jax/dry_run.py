@@ -1,0 +1,75 @@
+"""What a config would train and cost, without data and without device memory."""
+
+import jax
+from ml_collections import ConfigDict
+
+from structinit_jax import config as config_lib
+from structinit_jax.data import catalog, datasets
+from structinit_jax.data.examples import check_examples
+from structinit_jax.train import build_program, parameter_table, plan_steps
+from structinit_jax.training import mesh as mesh_lib
+from structinit_jax.training.state import count_parameters
+
+
+def dry_run(config: ConfigDict) -> None:
+    """Builds model, state and step abstractly and prints their sizes and costs.
+
+    FLOPs are XLA's own count for the lowered step, with the stack of layers unrolled since XLA
+    counts a loop's body once. Memory is that of the step compiled for the devices at hand.
+
+    Raises:
+      InputError: for any mistake in the config that can be seen without data.
+    """
+    config_lib.validate(config)
+    data = config.data
+    if data.name in catalog.CATALOG:
+        facts = catalog.CATALOG[data.name]
+    else:
+        facts = datasets.open_dataset(data.name, data.data_dir or None).facts
+    check_examples(facts, num_classes=config.model.num_classes, channels=data.channels)
+    num_examples, num_eval = (
+        catalog.split_size(data.name, data[field], facts, f"data.{field}")
+        for field in ("train_split", "eval_split")
+    )
+    plan = plan_steps(config, num_examples)
+    program = build_program(config, plan)
+    print(parameter_table(program))
+
+    num_devices, num_hosts = program.mesh.size, jax.process_count()
+    memory = _step_memory(program)
+    flops = _step_flops(config, plan)
+    rows = {
+        "model": f"{config.model.name}, {count_parameters(program.abstract_state.params):,} "
+        "parameters",
+        "attention_init": ", ".join(f"{k}={v}" for k, v in config.attention_init.items()),
+        "devices": mesh_lib.describe(program.mesh),
+        "batch": f"{config.batch_size} global, {config.batch_size // num_devices} per device, "
+        f"{config.batch_size // num_hosts} per host",
+        "data": f"{data.name}, {num_examples:,} examples to train on ({data.train_split}), "
+        f"{num_eval:,} to test on ({data.eval_split})",
+        "steps": f"{plan.num_steps:,}, {plan.num_steps / plan.steps_per_epoch:.1f} epochs of "
+        f"{plan.steps_per_epoch:.1f}; {len(plan.eval_steps)} evaluations",
+        "FLOPs of a step": f"{flops:.3e}, {flops / config.batch_size:.3e} per image",
+        "memory per device": f"{_mib(memory.argument_size_in_bytes)} state and batch, "
+        f"{_mib(memory.temp_size_in_bytes)} activations and temporaries",
+    }
+    width = max(map(len, rows))
+    for name, value in rows.items():
+        print(f"{name:<{width}}  {value}")
+
+
+def _step_memory(program):
+    step = program.train_step.lower(program.abstract_state, program.abstract_batch)
+    return step.compile().memory_analysis()
+
+
+def _step_flops(config: ConfigDict, plan) -> float:
+    unrolled = config.copy_and_resolve_references()
+    unrolled.model.unroll = config.model.depth
+    program = build_program(unrolled, plan)
+    step = program.train_step.lower(program.abstract_state, program.abstract_batch)
+    return step.cost_analysis()["flops"]
+
+
+def _mib(size: int) -> str:
+    return f"{size / 2**20:,.0f} MiB"

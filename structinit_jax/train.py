@@ -1,0 +1,387 @@
+"""Training and evaluation, to be read top to bottom: data, model, steps, checkpoints, loop."""
+
+import contextlib
+import json
+import tempfile
+import time
+from collections.abc import Iterable
+from pathlib import Path
+from typing import NamedTuple
+
+import jax
+import numpy as np
+import optax
+from clu import parameter_overview
+from flax import nnx
+from ml_collections import ConfigDict
+
+from structinit_jax import config as config_lib
+from structinit_jax.data import datasets, loader
+from structinit_jax.data.examples import check_examples, load_examples
+from structinit_jax.errors import InputError
+from structinit_jax.models.registry import create_model
+from structinit_jax.training import mesh as mesh_lib
+from structinit_jax.training.checkpoint import BEST_METRIC, Checkpoints
+from structinit_jax.training.metrics import MetricsLog
+from structinit_jax.training.optimizer import make_optimizer
+from structinit_jax.training.progress import Progress
+from structinit_jax.training.schedule import learning_rate_schedule
+from structinit_jax.training.state import TrainState, init_state, split_model
+from structinit_jax.training.step import make_eval_step, make_train_step
+
+# A resumed run must see the data that the run it continues would have seen.
+DATA_ORDER_FIELDS = ("seed", "batch_size", "data.name", "data.train_split")
+
+
+class Plan(NamedTuple):
+    """Steps of a run.
+
+    Attributes:
+      num_steps: optimizer steps in all.
+      steps_per_epoch: fractional, since batches run on across the end of an epoch.
+      eval_steps: after which of them the model is evaluated; the last is one.
+    """
+
+    num_steps: int
+    steps_per_epoch: float
+    eval_steps: frozenset[int]
+
+
+def plan_steps(config: ConfigDict, num_examples: int) -> Plan:
+    """Turns epochs into steps."""
+    steps_per_epoch = num_examples / config.batch_size
+    num_steps = config.num_steps or max(1, round(config.num_epochs * steps_per_epoch))
+    interval = config.eval_every_epochs * steps_per_epoch
+    count = int(num_steps / interval)
+    eval_steps = frozenset(round(interval * (i + 1)) for i in range(count)) | {num_steps}
+    return Plan(num_steps, steps_per_epoch, eval_steps - {0})
+
+
+class Program(NamedTuple):
+    """The model and its steps, before anything is computed.
+
+    Attributes:
+      mesh: all devices.
+      graphdef: the model without its parameters.
+      init_params: key -> parameters with the model's default start values.
+      init_attention: (parameters, key) -> parameters with the scheme's, and the solve's report.
+      optimizer: for `init_state`.
+      train_step: (state, batch) -> (state, metrics), jitted; consumes the state.
+      eval_step: (parameters, batch) -> sums, jitted.
+      abstract_state: shapes, types and shardings of the state.
+      abstract_batch: the same of a global training batch.
+    """
+
+    mesh: jax.sharding.Mesh
+    graphdef: nnx.GraphDef
+    init_params: jax.stages.Wrapped
+    init_attention: jax.stages.Wrapped
+    optimizer: optax.GradientTransformation
+    train_step: jax.stages.Wrapped
+    eval_step: jax.stages.Wrapped
+    abstract_state: TrainState
+    abstract_batch: dict[str, jax.ShapeDtypeStruct]
+
+
+def build_program(config: ConfigDict, plan: Plan) -> Program:
+    """Builds model, optimizer and jitted steps. Allocates nothing on the devices."""
+    mesh = mesh_lib.make_mesh()
+    mesh_lib.check_batch_size(config.batch_size, mesh.size)
+    replicated, sharded = mesh_lib.replicated(mesh), mesh_lib.batch_sharding(mesh)
+    size = config.data.image_size
+
+    def make_model(key):
+        return create_model(
+            config_lib.model_options(config),
+            image_size=size,
+            channels=config.data.channels,
+            rngs=nnx.Rngs(params=key),
+        )
+
+    graphdef, abstract_params = split_model(nnx.eval_shape(make_model, jax.random.key(0)))
+    scheme = config_lib.make_attention_init(config)
+
+    def init_attention(params, key):
+        model = nnx.merge(graphdef, params)
+        report = model.initialize_attention(scheme, key)
+        return split_model(model)[1], report
+
+    # Traced once here, so that a scheme that does not fit the model says so before data is read.
+    jax.eval_shape(init_attention, abstract_params, jax.random.key(0))
+
+    schedule = learning_rate_schedule(
+        config, num_steps=plan.num_steps, steps_per_epoch=plan.steps_per_epoch
+    )
+    optimizer = make_optimizer(config, schedule)
+    abstract_state = jax.tree.map(
+        lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=replicated),
+        jax.eval_shape(lambda params: init_state(params, optimizer), abstract_params),
+    )
+    return Program(
+        mesh=mesh,
+        graphdef=graphdef,
+        init_params=jax.jit(lambda key: split_model(make_model(key))[1], out_shardings=replicated),
+        init_attention=jax.jit(init_attention, donate_argnums=0, out_shardings=replicated),
+        optimizer=optimizer,
+        train_step=jax.jit(
+            make_train_step(config, graphdef, optimizer, schedule),
+            in_shardings=(replicated, sharded),
+            out_shardings=replicated,
+            donate_argnums=0,
+        ),
+        eval_step=jax.jit(
+            make_eval_step(config, graphdef),
+            in_shardings=(replicated, sharded),
+            out_shardings=replicated,
+        ),
+        abstract_state=abstract_state,
+        abstract_batch={
+            "image": jax.ShapeDtypeStruct(
+                (config.batch_size, size, size, config.data.channels), np.uint8, sharding=sharded
+            ),
+            "label": jax.ShapeDtypeStruct((config.batch_size,), np.int32, sharding=sharded),
+        },
+    )
+
+
+def initialize(config: ConfigDict, program: Program) -> TrainState:
+    """Draws the start state and says how long the attention solve took and how close it came."""
+    params_key, attention_key = jax.random.split(jax.random.key(config.seed))
+    params = program.init_params(params_key)
+    start = time.perf_counter()
+    solve = program.init_attention.lower(params, attention_key).compile()
+    compiled = time.perf_counter()
+    params, report = jax.block_until_ready(solve(params, attention_key))
+    text = (
+        f"attention_init {config.attention_init.name}: {time.perf_counter() - compiled:.2f} s "
+        f"(and {compiled - start:.2f} s to compile)"
+    )
+    if report is not None:
+        text += (
+            f", loss {report.loss:.2e}, {100 * report.share:.1f} % of the attention on target, "
+            f"{report.steps:.0f} solver steps"
+        )
+    print(text, flush=True)
+    init = jax.jit(
+        lambda params: init_state(params, program.optimizer),
+        out_shardings=mesh_lib.replicated(program.mesh),
+        donate_argnums=0,
+    )
+    return init(params)
+
+
+def evaluate(program: Program, params: dict, batches: Iterable[dict]) -> dict[str, float]:
+    """Exact loss and accuracy over all examples; names start with 'test/' whatever the split."""
+    sums = [program.eval_step(params, batch) for batch in batches]
+    totals = jax.tree.map(lambda *leaves: float(np.sum(leaves)), *jax.device_get(sums))
+    return {
+        "test/loss": totals["loss"] / totals["count"],
+        BEST_METRIC: totals["correct"] / totals["count"],
+    }
+
+
+def _open_data(config: ConfigDict) -> datasets.Dataset:
+    data = config.data
+    dataset = datasets.open_dataset(data.name, data.data_dir or None, data.manual_dir or None)
+    check_examples(
+        dataset.facts,
+        num_classes=config.model.num_classes,
+        channels=data.channels,
+    )
+    return dataset
+
+
+def _eval_batches(config: ConfigDict, program: Program, examples) -> Iterable[dict]:
+    batches = loader.eval_batches(
+        examples,
+        batch_size=config.batch_size,
+        process_index=jax.process_index(),
+        process_count=jax.process_count(),
+    )
+    return loader.place_batches(batches, mesh_lib.batch_sharding(program.mesh))
+
+
+def parameter_table(program: Program) -> str:
+    """Name, shape and size of every weight; layers of a stack share a row."""
+    return parameter_overview.get_parameter_overview(
+        program.abstract_state.params, include_stats=False
+    )
+
+
+def prepare_workdir(workdir: str | Path) -> Path:
+    """Makes the run's folder and checks that it can be written to."""
+    path = Path(workdir).absolute()
+    try:
+        path.mkdir(parents=True, exist_ok=True)
+        tempfile.TemporaryFile(dir=path).close()
+    except OSError as error:
+        raise InputError(
+            f"--workdir={workdir} cannot be written to ({error.strerror}): give another folder"
+        ) from error
+    return path
+
+
+def train(config: ConfigDict, workdir: str | Path) -> dict[str, float]:
+    """Trains to the end of the plan, from the newest checkpoint in the workdir if there is one.
+
+    Args:
+      config: see `structinit_jax.config.base_config`.
+      workdir: gets `config.json`, `metrics.jsonl`, `tensorboard/` and `checkpoints/`.
+
+    Returns:
+      The last evaluation's metrics.
+
+    Raises:
+      InputError: for a mistake in the config, the data or the workdir.
+    """
+    with contextlib.ExitStack() as on_exit:
+        return _train(config, workdir, on_exit)
+
+
+def _train(
+    config: ConfigDict, workdir: str | Path, on_exit: contextlib.ExitStack
+) -> dict[str, float]:
+    began = time.perf_counter()
+    config_lib.validate(config)
+    workdir = prepare_workdir(workdir)
+
+    # -- data --------------------------------------------------------------------------------------
+    dataset = _open_data(config)
+    train_source = dataset.split(config.data.train_split, field="data.train_split")
+    eval_source = dataset.split(config.data.eval_split, field="data.eval_split")
+    plan = plan_steps(config, len(train_source))
+
+    # -- model and start state, or the newest checkpoint -------------------------------------------
+    program = build_program(config, plan)
+    print(f"devices: {mesh_lib.describe(program.mesh)}")
+    print(parameter_table(program))
+    checkpoints = on_exit.enter_context(
+        contextlib.closing(Checkpoints(workdir / "checkpoints", config.keep_checkpoints))
+    )
+    start_step = checkpoints.latest_step or 0
+    if start_step:
+        _check_same_data_order(config, checkpoints.run(start_step)["config"])
+        state = checkpoints.restore(start_step, program.abstract_state)
+        print(f"resumed from step {start_step} in {checkpoints.directory}")
+    else:
+        state = initialize(config, program)
+    (workdir / "config.json").write_text(config.to_json(indent=2) + "\n")
+
+    # -- batches -----------------------------------------------------------------------------------
+    size = config.data.image_size
+    train_examples = load_examples(train_source, dataset.facts, size)
+    eval_examples = load_examples(eval_source, dataset.facts, size, config.data.crop_fraction)
+    batches = loader.train_batches(
+        train_examples,
+        batch_size=config.batch_size,
+        seed=config.seed,
+        start_step=start_step,
+        num_steps=plan.num_steps,
+        process_index=jax.process_index(),
+        process_count=jax.process_count(),
+    )
+    batches = loader.place_batches(batches, mesh_lib.batch_sharding(program.mesh))
+
+    # -- loop --------------------------------------------------------------------------------------
+    print(
+        f"training on {len(train_source):,} examples for {plan.num_steps:,} steps "
+        f"({plan.num_steps / plan.steps_per_epoch:.1f} epochs), testing on {len(eval_source):,}",
+        flush=True,
+    )
+    # Compiled ahead, so that no other shape can slip in and compile again in the loop.
+    train_step = program.train_step.lower(program.abstract_state, program.abstract_batch).compile()
+    log = on_exit.enter_context(contextlib.closing(MetricsLog(workdir, start_step)))
+    progress = Progress(start_step, plan.num_steps, plan.steps_per_epoch, config.batch_size)
+    run = {"config": json.loads(config.to_json()), "num_steps": plan.num_steps}
+    results: dict[str, float] = {}
+    unread = []  # metrics of the steps since the last log line, still on the devices
+    with jax.transfer_guard("disallow"):
+        for step, batch in enumerate(batches, start=start_step + 1):
+            state, metrics = train_step(state, batch)
+            unread.append(metrics)
+            if step == start_step + 1:
+                jax.block_until_ready(metrics)
+                progress.note(f"first step after {time.perf_counter() - began:.1f} s")
+            if step % config.log_every_steps == 0 or step == plan.num_steps:
+                values = _average(jax.device_get(unread))
+                unread.clear()
+                values["images_per_second"] = progress.measure(step)
+                log.write(step, values)
+                progress.show(step, values)
+            evaluated = step in plan.eval_steps
+            if not evaluated and step % config.checkpoint_every_steps:
+                continue
+            jax.block_until_ready(state)  # steps still under way are no part of the pause
+            pause = time.perf_counter()
+            if evaluated:
+                results = evaluate(
+                    program, state.params, _eval_batches(config, program, eval_examples)
+                )
+                log.write(step, results)
+                progress.note(
+                    f"step {step}  test loss {results['test/loss']:.4f}  "
+                    f"test accuracy {results[BEST_METRIC]:.4f}"
+                )
+            checkpoints.save(step, state, run, results if evaluated else None)
+            progress.skip_pause(time.perf_counter() - pause)
+    if not results:  # the run had ended before; say again how
+        results = evaluate(program, state.params, _eval_batches(config, program, eval_examples))
+    print(
+        f"done: test accuracy {results[BEST_METRIC]:.4f} after {plan.num_steps} steps, "
+        f"{time.perf_counter() - began:.0f} s; results in {workdir}"
+    )
+    return results
+
+
+def evaluate_checkpoint(config: ConfigDict, workdir: str | Path) -> dict[str, float]:
+    """Restores the newest checkpoint of a workdir, evaluates it and prints the result.
+
+    Raises:
+      InputError: if there is no checkpoint, or it is of another architecture.
+    """
+    config_lib.validate(config)
+    directory = Path(workdir).absolute() / "checkpoints"
+    if not directory.is_dir():
+        raise InputError(f"--workdir={workdir} holds no checkpoints: train there first")
+    dataset = _open_data(config)
+    source = dataset.split(config.data.eval_split, field="data.eval_split")
+    program = build_program(config, plan_steps(config, len(source)))
+    with contextlib.closing(Checkpoints(directory, config.keep_checkpoints)) as checkpoints:
+        step = checkpoints.latest_step
+        if step is None:
+            raise InputError(f"--workdir={workdir} holds no finished checkpoint: train there first")
+        state = checkpoints.restore(step, program.abstract_state)
+    examples = load_examples(
+        source, dataset.facts, config.data.image_size, config.data.crop_fraction
+    )
+    results = evaluate(program, state.params, _eval_batches(config, program, examples))
+    print(
+        f"step {step}  test loss {results['test/loss']:.4f}  "
+        f"test accuracy {results[BEST_METRIC]:.4f} on {len(source):,} examples of "
+        f"{config.data.name} {config.data.eval_split}"
+    )
+    return results
+
+
+def _average(metrics: list[dict]) -> dict[str, float]:
+    """Means over steps under 'train/'; the learning rate is the last step's."""
+    values = {f"train/{k}": float(np.mean([m[k] for m in metrics])) for k in metrics[0]}
+    return values | {"train/learning_rate": float(metrics[-1]["learning_rate"])}
+
+
+def _check_same_data_order(config: ConfigDict, saved: dict) -> None:
+    saved = ConfigDict(saved)
+    for field in DATA_ORDER_FIELDS:
+        new, old = (_get(c, field) for c in (config, saved))
+        if new != old:
+            raise InputError(
+                f"config.{field}={new!r}, but the checkpoint to resume was trained with {old!r}, "
+                "so the data would come in another order: keep the old value, or start anew in "
+                "another --workdir"
+            )
+
+
+def _get(config: ConfigDict, field: str):
+    for name in field.split("."):
+        config = config[name]
+    return config

@@ -1,0 +1,64 @@
+"""What a person sees of a run: a bar on a terminal, plain lines in a log."""
+
+import sys
+import time
+
+BAR_WIDTH = 24
+
+
+class Progress:
+    """Prints step, epoch, metrics, speed and time left.
+
+    On a terminal the line is rewritten in place behind a bar; elsewhere each update is a line.
+
+    Args:
+      start_step: steps done before this run.
+      num_steps: steps of the whole training.
+      steps_per_epoch: may be fractional.
+      batch_size: images of a step, for images per second.
+    """
+
+    def __init__(self, start_step: int, num_steps: int, steps_per_epoch: float, batch_size: int):
+        self._num_steps = num_steps
+        self._steps_per_epoch = steps_per_epoch
+        self._batch_size = batch_size
+        self._bar = sys.stdout.isatty()
+        self._last_step, self._last_time = start_step, time.perf_counter()
+        self._training_steps, self._training_seconds = 0, 0.0
+
+    def measure(self, step: int) -> float:
+        """Images per second since the last call; pauses reported by `skip_pause` do not count."""
+        now = time.perf_counter()
+        steps, seconds = step - self._last_step, now - self._last_time
+        self._last_step, self._last_time = step, now
+        self._training_steps += steps
+        self._training_seconds += seconds
+        return steps * self._batch_size / seconds
+
+    def skip_pause(self, seconds: float) -> None:
+        """Takes time spent on evaluation and checkpoints out of the speed."""
+        self._last_time += seconds
+
+    def show(self, step: int, values: dict[str, float]) -> None:
+        """Prints one update."""
+        text = (
+            f"step {step}/{self._num_steps}  epoch {step / self._steps_per_epoch:.1f}  "
+            f"loss {values['train/loss']:.4f}  lr {values['train/learning_rate']:.2e}  "
+            f"{values['images_per_second']:.0f} images/s  {self._time_left(step)} left"
+        )
+        if self._bar:
+            done = BAR_WIDTH * step // self._num_steps
+            bar = "█" * done + "░" * (BAR_WIDTH - done)
+            print(f"\r\x1b[K{bar} {text}", end="", flush=True)
+        else:
+            print(text, flush=True)
+
+    def note(self, text: str) -> None:
+        """Prints a line of its own, above the bar."""
+        print(f"\r\x1b[K{text}" if self._bar else text, flush=True)
+
+    def _time_left(self, step: int) -> str:
+        seconds = self._training_seconds / self._training_steps * (self._num_steps - step)
+        minutes, seconds = divmod(round(seconds), 60)
+        hours, minutes = divmod(minutes, 60)
+        return f"{hours}:{minutes:02}:{seconds:02}" if hours else f"{minutes}:{seconds:02}"

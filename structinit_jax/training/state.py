@@ -1,0 +1,39 @@
+"""What a training run is at one step, as a pytree of arrays."""
+
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import optax
+from flax import nnx
+from jaxtyping import Array, Int
+
+
+class TrainState(NamedTuple):
+    """All that changes in training. Randomness and data order are functions of (seed, step).
+
+    Attributes:
+      step: optimizer steps taken.
+      params: the model's parameters as a nested dict of float32 arrays.
+      opt_state: the optimizer's state.
+    """
+
+    step: Int[Array, ""]
+    params: dict[str, Any]
+    opt_state: optax.OptState
+
+
+def split_model(model: nnx.Module) -> tuple[nnx.GraphDef, dict[str, Any]]:
+    """A model as its static definition and its parameters; `nnx.merge` puts them together."""
+    graphdef, state = nnx.split(model)
+    return graphdef, nnx.to_pure_dict(state)
+
+
+def init_state(params: dict[str, Any], optimizer: optax.GradientTransformation) -> TrainState:
+    """The state before the first step."""
+    return TrainState(jnp.zeros((), jnp.int32), params, optimizer.init(params))
+
+
+def count_parameters(params) -> int:
+    """Elements of all arrays of a tree."""
+    return sum(leaf.size for leaf in jax.tree.leaves(params))

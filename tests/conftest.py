@@ -1,0 +1,71 @@
+"""Runs the tests on eight virtual CPU devices, with shapes, types and promotions checked."""
+
+import os
+
+os.environ["XLA_FLAGS"] = os.environ.get("XLA_FLAGS", "") + (
+    " --xla_force_host_platform_device_count=8"
+)
+os.environ.setdefault("JAX_PLATFORMS", "cpu")
+
+from jaxtyping import install_import_hook
+
+install_import_hook("structinit_jax", "beartype.beartype")
+
+import jax
+import pytest
+
+jax.config.update("jax_numpy_dtype_promotion", "strict")
+jax.config.update("jax_numpy_rank_promotion", "raise")
+
+
+@pytest.fixture(scope="session", autouse=True)
+def compilation_cache(tmp_path_factory):
+    """Equal programs of different tests compile once."""
+    jax.config.update("jax_compilation_cache_dir", str(tmp_path_factory.mktemp("xla")))
+    jax.config.update("jax_persistent_cache_min_compile_time_secs", 0)
+    jax.config.update("jax_persistent_cache_min_entry_size_bytes", -1)
+
+
+@pytest.fixture(scope="session")
+def data_dir(tmp_path_factory):
+    """A TFDS folder in which digits are prepared once for all tests."""
+    from structinit_jax.data import datasets
+
+    path = tmp_path_factory.mktemp("tfds")
+    datasets.open_dataset("digits", str(path))
+    return str(path)
+
+
+@pytest.fixture
+def tiny_config(data_dir):
+    """Digits for two epochs of six steps, with a model that compiles in a second or two."""
+    from structinit_jax.config import base_config
+
+    config = base_config()
+    config.update(
+        num_epochs=2.0,
+        batch_size=64,
+        warmup_epochs=0.5,
+        log_every_steps=2,
+        eval_every_epochs=1.0,
+        checkpoint_every_steps=4,
+    )
+    config.model.update(width=16, depth=2, num_heads=2, patch_size=2)
+    config.data.update(
+        name="digits",
+        data_dir=data_dir,
+        train_split="train[:384]",
+        eval_split="test[:90]",  # no multiple of the batch size
+        image_size=8,
+        channels=1,
+        mean=(0.3,),
+        std=(0.4,),
+    )
+    return config
+
+
+@pytest.fixture
+def library_promotion():
+    """JAX's default promotion rules, for code of optax and Flax that relies on them."""
+    with jax.numpy_dtype_promotion("standard"), jax.numpy_rank_promotion("allow"):
+        yield

@@ -1,0 +1,65 @@
+import subprocess
+import sys
+
+import pytest
+
+from structinit_jax.data.catalog import CATALOG, DatasetFacts, parse_split, split_size
+from structinit_jax.errors import InputError
+
+FACTS = DatasetFacts(10, (8, 8, 1), {"train": 50, "test": 9})
+
+
+@pytest.mark.parametrize(
+    ("spec", "parts"),
+    [
+        ("train", [("train", 0, 50)]),
+        ("train[:20]", [("train", 0, 20)]),
+        ("train[10%:]", [("train", 5, 50)]),
+        ("train[-3:]", [("train", 47, 50)]),
+        ("train[:10]+test", [("train", 0, 10), ("test", 0, 9)]),
+        ("all", [("train", 0, 50), ("test", 0, 9)]),
+    ],
+)
+def test_split_syntax(spec, parts):
+    assert parse_split("toy", spec, FACTS, "data.train_split") == parts
+    size = sum(stop - start for _, start, stop in parts)
+    assert split_size("toy", spec, FACTS, "data.train_split") == size
+
+
+@pytest.mark.parametrize(
+    ("spec", "reason"),
+    [
+        ("trian", "Unknown split 'trian'"),
+        ("train[:51]", "incompatible with 50 examples"),
+        ("train[", "Unrecognized split format"),
+        ("", "Unrecognized split format"),
+        ("train[5:5]", "no example"),
+        ("train[90%:10%]", "no example"),
+        ("train[:1shard]", "shards are not supported"),
+    ],
+)
+def test_bad_split_names_field_and_splits(spec, reason):
+    with pytest.raises(InputError) as caught:
+        parse_split("toy", spec, FACTS, "data.eval_split")
+    message = str(caught.value)
+    assert message.startswith(f"data.eval_split={spec!r}: ")
+    assert reason in message
+    assert "splits of toy are 'train' (50), 'test' (9)" in message
+
+
+def test_catalog_agrees_with_the_stock_builders(tmp_path):
+    import tensorflow_datasets as tfds
+
+    for name, facts in CATALOG.items():
+        if name != "digits":
+            features = tfds.builder(name, data_dir=tmp_path).info.features
+            assert features["image"].shape == facts.image_shape, name
+            assert features["label"].num_classes == facts.num_classes, name
+
+
+def test_catalog_does_not_import_tfds():
+    code = (
+        "import sys, structinit_jax.data.catalog;"
+        "sys.exit(bool({'tensorflow_datasets', 'grain', 'sklearn'} & set(sys.modules)))"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True)

@@ -1,0 +1,46 @@
+import numpy as np
+import pytest
+from scipy.ndimage import correlate
+
+from structinit_jax.attention_init import filters
+from structinit_jax.errors import InputError
+
+
+@pytest.mark.parametrize("grid", [(5, 5), (4, 7)])
+@pytest.mark.parametrize("size", [1, 3])
+def test_maps_filter_images_as_scipy_does(grid, size):
+    rng = np.random.default_rng(0)
+    kernels = rng.normal(size=(3, size, size)).astype(np.float32)
+    image = rng.normal(size=grid)
+    for kernel, target in zip(kernels, filters.convolution_maps(kernels, grid), strict=True):
+        expected = correlate(image, kernel, mode="constant")
+        np.testing.assert_allclose((target @ image.ravel()).reshape(grid), expected, atol=1e-6)
+
+
+def test_impulse_maps_look_at_the_offset_neighbour():
+    offsets = filters.kernel_offsets(3)
+    maps = filters.convolution_maps(filters.impulse_kernels(3), (4, 4))
+    assert offsets.tolist()[0] == [-1, -1]
+    assert offsets.tolist()[5] == [0, 1]
+    token = 5  # row 1, column 1
+    for (dy, dx), target in zip(offsets, maps, strict=True):
+        assert target[token].argmax() == (1 + dy) * 4 + (1 + dx)
+        assert target[token].sum() == 1
+
+
+def test_rows_without_the_neighbour_are_zero():
+    right = filters.convolution_maps(filters.impulse_kernels(3), (2, 3))[5]
+    # The last column has no right neighbour, on a 2 x 3 grid tokens 2 and 5.
+    assert right.sum(axis=1).tolist() == [1, 1, 0, 1, 1, 0]
+
+
+@pytest.mark.parametrize("size", [0, -3, 2, 4])
+def test_even_and_empty_kernels_are_refused(size):
+    with pytest.raises(InputError, match=rf"attention_init\.kernel_size={size}: .* odd and pos"):
+        filters.check_kernel_size(size)
+
+
+def test_kernels_larger_than_the_grid_are_refused():
+    filters.check_kernel_size(3, (3, 9))
+    with pytest.raises(InputError, match=r"kernel_size=5 is larger than the token grid 3x9"):
+        filters.check_kernel_size(5, (3, 9))

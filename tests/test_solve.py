@@ -1,0 +1,71 @@
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from scipy.special import softmax
+
+from structinit_jax.attention_init import filters, pseudo_input, solve
+
+GRID, WIDTH, HEAD_DIM, NORM = (8, 8), 48, 16, 1.0
+SCALE = HEAD_DIM**-0.5
+
+
+@pytest.fixture(scope="module")
+def solved():
+    x = pseudo_input.layer_norm(pseudo_input.sincos_positions(GRID, WIDTH))
+    z, v = solve.row_space(x)
+    targets = filters.convolution_maps(filters.impulse_kernels(3), GRID)
+    bank = solve.solve_bank(
+        jax.random.key(0), z, targets, head_dim=HEAD_DIM, qk_scale=SCALE, norm=NORM, max_steps=200
+    )
+    return x, z, v, targets, bank
+
+
+def test_row_space_is_small_and_exact(solved):
+    x, z, v, _, _ = solved
+    assert z.shape[1] < 24
+    np.testing.assert_allclose(z @ v.T, x, atol=2e-3)
+    np.testing.assert_allclose(v.T @ v, np.eye(v.shape[1]), atol=1e-5)
+
+
+def test_row_space_of_a_traced_array_keeps_every_direction(solved):
+    x = jnp.asarray(solved[0], jnp.float32)
+    z, v = jax.jit(solve.row_space)(x)
+    assert z.shape == (64, WIDTH)
+    np.testing.assert_allclose(z @ v.T, x, atol=1e-4)
+
+
+def test_report_is_true_of_the_maps_that_the_weights_make(solved):
+    x, _, v, targets, bank = solved
+    query, key = (np.einsum("Dr,frk->fDk", v, factor) for factor in bank[:2])
+    logits = np.einsum("nD,fDk,fEk,mE->fnm", x, query, key, x, optimize=True)
+    maps = softmax(SCALE * logits, axis=-1)
+    np.testing.assert_allclose(bank.report.loss, np.mean((targets - maps) ** 2), rtol=1e-2)
+    share = np.sum(targets * maps) / np.sum(targets)
+    np.testing.assert_allclose(bank.report.share, share, rtol=1e-2)
+
+
+def test_solution_is_close_and_every_peak_in_place(solved):
+    _, z, _, targets, bank = solved
+    maps = solve.attention_maps(z, bank.query, bank.key, SCALE)
+    uniform = np.mean((targets - 1 / 64) ** 2)
+    assert bank.report.loss < 0.75 * uniform
+    rows = targets.sum(-1) > 0
+    assert np.all(maps.argmax(-1)[rows] == targets.argmax(-1)[rows])
+
+
+def test_norm_is_held(solved):
+    *_, bank = solved
+    for factor in bank[:2]:
+        column_norm = np.sqrt(np.sum(np.square(factor), axis=(1, 2)) / HEAD_DIM)
+        np.testing.assert_allclose(column_norm, NORM, rtol=1e-5)
+
+
+def test_solve_stops_when_it_has_converged_and_at_max_steps(solved):
+    _, z, _, targets, bank = solved
+    assert bank.report.steps < 200
+    short = solve.solve_bank(
+        jax.random.key(0), z, targets, head_dim=HEAD_DIM, qk_scale=SCALE, norm=NORM, max_steps=3
+    )
+    assert short.report.steps == 3
+    assert short.report.loss > bank.report.loss

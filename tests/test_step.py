@@ -1,0 +1,93 @@
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from scipy.special import log_softmax
+
+from structinit_jax.train import Plan, build_program, initialize
+from structinit_jax.training import step as step_lib
+
+pytestmark = pytest.mark.usefixtures("library_promotion")
+
+
+def make_batch(program, masked=0):
+    rng = np.random.default_rng(0)
+    batch = {
+        "image": rng.integers(0, 256, (64, 8, 8, 1), dtype=np.uint8),
+        "label": rng.integers(0, 10, 64, dtype=np.int32),
+    }
+    if masked:
+        batch["mask"] = (np.arange(64) < 64 - masked).astype(np.float32)
+    return batch
+
+
+@pytest.fixture
+def program(tiny_config):
+    return build_program(tiny_config, Plan(12, 6.0, frozenset({12})))
+
+
+def test_normalize_takes_uint8_to_zero_mean_and_unit_deviation():
+    images = jnp.array([[[[0, 255]]]], jnp.uint8)
+    normalized = step_lib.normalize(images, (0.5, 0.4), (0.25, 0.3))
+    np.testing.assert_allclose(normalized, [[[[-2, 2]]]], rtol=1e-6)
+
+
+def test_cross_entropy_agrees_with_scipy():
+    logits = jax.random.normal(jax.random.key(0), (5, 4))
+    labels = jnp.array([0, 1, 2, 3, 0])
+    log_p = log_softmax(np.asarray(logits), axis=-1)
+    targets = 0.9 * np.eye(4)[labels] + 0.1 / 4
+    losses = step_lib.cross_entropy(logits, labels, 0.1)
+    np.testing.assert_allclose(losses, -(targets * log_p).sum(-1), rtol=1e-5)
+
+
+def test_steps_lower_the_loss_and_compile_once(tiny_config, capsys):
+    tiny_config.learning_rate = 1e-2
+    program = build_program(tiny_config, Plan(12, 6.0, frozenset({12})))
+    state = initialize(tiny_config, program)
+    batch = make_batch(program)
+    losses = []
+    for _ in range(12):
+        state, metrics = program.train_step(state, batch)
+        losses.append(float(metrics["loss"]))
+    assert losses[-1] < losses[0] - 0.03
+    assert int(state.step) == 12
+    assert program.train_step._cache_size() == 1
+    assert "of the attention on target" in capsys.readouterr().out
+
+
+def test_padding_does_not_count_in_evaluation(tiny_config, program):
+    state = initialize(tiny_config, program)
+    batch = make_batch(program, masked=20)
+    padded = program.eval_step(state.params, batch)
+    batch["image"][44:] = 0  # whatever the padding holds
+    again = program.eval_step(state.params, batch)
+    assert float(padded["count"]) == 44
+    jax.tree.map(np.testing.assert_array_equal, padded, again)
+
+
+def test_one_and_eight_devices_take_the_same_steps(tiny_config, program, monkeypatch):
+    one_device = jax.devices()[:1]
+    state = initialize(tiny_config, program)
+    monkeypatch.setattr(jax, "devices", lambda: one_device)
+    single = build_program(tiny_config, Plan(12, 6.0, frozenset({12})))
+    assert (program.mesh.size, single.mesh.size) == (8, 1)
+    single_state = initialize(tiny_config, single)
+    batch = make_batch(program)
+    for _ in range(3):
+        state, metrics = program.train_step(state, batch)
+        single_state, single_metrics = single.train_step(single_state, batch)
+        np.testing.assert_allclose(metrics["loss"], single_metrics["loss"], rtol=1e-5)
+
+
+def test_drop_path_depends_on_seed_and_step_only(tiny_config):
+    tiny_config.model.drop_path = 0.5
+    program = build_program(tiny_config, Plan(12, 6.0, frozenset({12})))
+    batch = make_batch(program)
+
+    def loss_at(step):
+        state = initialize(tiny_config, program)._replace(step=jnp.int32(step))
+        return float(program.train_step(state, batch)[1]["loss"])
+
+    assert loss_at(3) == loss_at(3)
+    assert loss_at(3) != loss_at(4)

@@ -1,0 +1,177 @@
+import json
+
+import jax
+import numpy as np
+import pytest
+
+from structinit_jax import train
+from structinit_jax.errors import InputError
+
+pytestmark = pytest.mark.usefixtures("library_promotion")
+
+
+def read_metrics(workdir):
+    return [json.loads(line) for line in (workdir / "metrics.jsonl").read_text().splitlines()]
+
+
+def final_params(config, workdir):
+    plan = train.plan_steps(config, 384)
+    program = train.build_program(config, plan)
+    checkpoints = train.Checkpoints(workdir / "checkpoints", config.keep_checkpoints)
+    step = checkpoints.latest_step
+    state = checkpoints.restore(step, program.abstract_state)
+    checkpoints.close()
+    return step, jax.tree.map(np.asarray, state)
+
+
+@pytest.mark.parametrize(
+    ("num_examples", "fields", "steps", "evaluations"),
+    [
+        (384, {}, 12, {6, 12}),
+        (100, {"batch_size": 64, "num_epochs": 4.0}, 6, {2, 3, 5, 6}),
+        (384, {"num_steps": 7}, 7, {6, 7}),
+        (384, {"eval_every_epochs": 100.0}, 12, {12}),
+        (10, {"num_epochs": 1.0}, 1, {1}),
+    ],
+)
+def test_epochs_become_steps(tiny_config, num_examples, fields, steps, evaluations):
+    tiny_config.update(**fields)
+    plan = train.plan_steps(tiny_config, num_examples)
+    assert plan.num_steps == steps
+    assert plan.eval_steps == evaluations
+    assert plan.steps_per_epoch == num_examples / 64
+
+
+def test_training_leaves_the_documented_files_and_says_what_it_does(tiny_config, tmp_path, capsys):
+    results = train.train(tiny_config, tmp_path)
+    out = capsys.readouterr().out
+    for text in (
+        "devices: 8 × cpu",
+        "blocks/attention/query/kernel",
+        "attention_init impulse:",
+        "of the attention on target",
+        "training on 384 examples for 12 steps (2.0 epochs), testing on 90",
+        "first step after",
+        "step 12/12",
+        "images/s",
+        "done: test accuracy",
+    ):
+        assert text in out
+    assert sorted(p.name for p in tmp_path.iterdir()) == [
+        "checkpoints",
+        "config.json",
+        "metrics.jsonl",
+        "tensorboard",
+    ]
+    assert json.loads((tmp_path / "config.json").read_text())["model"]["width"] == 16
+    metrics = read_metrics(tmp_path)
+    assert [m["step"] for m in metrics] == [2, 4, 6, 6, 8, 10, 12, 12]
+    names = {"step", "train/loss", "train/accuracy", "train/learning_rate", "images_per_second"}
+    assert names <= metrics[0].keys()
+    assert metrics[-1]["test/accuracy"] == results["test/accuracy"]
+    # 90 examples, counted exactly: every accuracy is a multiple of 1/90.
+    assert (results["test/accuracy"] * 90) % 1 == pytest.approx(0, abs=1e-9)
+
+    evaluated = train.evaluate_checkpoint(tiny_config, tmp_path)
+    assert evaluated == pytest.approx(results, rel=1e-6)
+    assert "on 90 examples of digits test[:90]" in capsys.readouterr().out
+
+
+def test_a_run_interrupted_and_resumed_is_bit_equal_to_one_that_was_not(
+    tiny_config, tmp_path, monkeypatch, capsys
+):
+    tiny_config.model.drop_path = 0.2
+    train.train(tiny_config, tmp_path / "whole")
+    write = train.MetricsLog.write
+
+    def interrupted_write(log, step, values):
+        write(log, step, values)
+        if step == 10:  # checkpoints were at 4, 6 and 8
+            raise KeyboardInterrupt
+
+    monkeypatch.setattr(train.MetricsLog, "write", interrupted_write)
+    with pytest.raises(KeyboardInterrupt):
+        train.train(tiny_config, tmp_path / "stopped")
+    monkeypatch.undo()
+    capsys.readouterr()
+    train.train(tiny_config, tmp_path / "stopped")
+    assert "resumed from step 8" in capsys.readouterr().out
+    (step, whole), (_, resumed) = (
+        final_params(tiny_config, tmp_path / name) for name in ("whole", "stopped")
+    )
+    assert step == 12
+    jax.tree.map(np.testing.assert_array_equal, whole, resumed)
+    whole, resumed = (read_metrics(tmp_path / name) for name in ("whole", "stopped"))
+    for metrics in whole + resumed:
+        metrics.pop("images_per_second", None)
+    assert whole == resumed
+
+
+def test_a_finished_run_started_again_says_how_it_ended(tiny_config, tmp_path, capsys):
+    first = train.train(tiny_config, tmp_path)
+    again = train.train(tiny_config, tmp_path)
+    assert again == pytest.approx(first, rel=1e-6)
+    assert "resumed from step 12" in capsys.readouterr().out
+    assert [m["step"] for m in read_metrics(tmp_path)] == [2, 4, 6, 6, 8, 10, 12, 12]
+
+
+def test_newest_and_best_checkpoints_are_kept(tiny_config, tmp_path):
+    tiny_config.update(num_epochs=3.0, checkpoint_every_steps=3, keep_checkpoints=1)
+    train.train(tiny_config, tmp_path)
+    kept = {int(p.name) for p in (tmp_path / "checkpoints").iterdir() if p.name.isdigit()}
+    evaluated = {m["step"]: m["test/accuracy"] for m in read_metrics(tmp_path) if "test/loss" in m}
+    assert evaluated.keys() == {6, 12, 18}
+    best = max(evaluated.values())
+    assert 18 in kept
+    assert len(kept) <= 2
+    assert best in {evaluated[step] for step in kept}
+
+
+@pytest.mark.parametrize(
+    ("field", "value", "message"),
+    [
+        ("model.width", 32, r"another architecture .*weights 'blocks/attention/key/bias', shape"),
+        ("model.positions", "learned", r"'positions', missing in the checkpoint, shape \[16, 16\]"),
+        ("seed", 1, r"config\.seed=1, but the checkpoint to resume was trained with 0"),
+        ("batch_size", 32, r"config\.batch_size=32, but .* with 64"),
+        ("data.train_split", "train[:100]", r"config\.data\.train_split='train\[:100\]', but"),
+    ],
+)
+def test_resuming_with_another_config_is_refused(
+    tiny_config, tmp_path_factory, field, value, message
+):
+    workdir = tmp_path_factory.getbasetemp() / "resumed_with_another_config"
+    if not workdir.exists():
+        train.train(tiny_config, workdir)
+    tiny_config.update_from_flattened_dict({field: value})
+    with pytest.raises(InputError, match=message):
+        train.train(tiny_config, workdir)
+
+
+@pytest.mark.parametrize(
+    ("field", "value", "message"),
+    [
+        ("data.name", "digitz", r"digits"),
+        ("data.train_split", "trian", r"data\.train_split"),
+        ("data.eval_split", "validation", r"data\.eval_split"),
+        ("model.num_classes", 100, r"model\.num_classes=100"),
+        ("data.image_size", 9, r"data\.image_size=9 is not divisible by model\.patch_size=2"),
+        ("model.num_heads", 3, r"model\.width=16 is not divisible by model\.num_heads=3"),
+        ("model.name", "vitt", r"model\.name='vitt' is no model: did you mean 'vit'"),
+        ("batch_size", 60, r"config\.batch_size=60 .* divisible by the 8 devices.* 56 or 64"),
+        ("attention_init.kernel_size", 5, r"kernel_size=5 is larger than the token grid 4x4"),
+        ("num_steps", -1, r"config\.num_steps=-1"),
+    ],
+)
+def test_mistakes_are_refused_before_training(tiny_config, tmp_path, field, value, message):
+    tiny_config.update_from_flattened_dict({field: value})
+    with pytest.raises(InputError, match=message):
+        train.train(tiny_config, tmp_path)
+
+
+def test_unusable_workdirs_are_refused(tiny_config, tmp_path):
+    (tmp_path / "file").write_text("")
+    with pytest.raises(InputError, match=r"--workdir=.*file cannot be written to"):
+        train.train(tiny_config, tmp_path / "file")
+    with pytest.raises(InputError, match=r"holds no checkpoints: train there first"):
+        train.evaluate_checkpoint(tiny_config, tmp_path / "empty")
