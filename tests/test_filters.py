@@ -1,3 +1,4 @@
+import jax
 import numpy as np
 import pytest
 from scipy.ndimage import correlate
@@ -44,3 +45,45 @@ def test_kernels_larger_than_the_grid_are_refused():
     filters.check_kernel_size(3, (3, 9))
     with pytest.raises(InputError, match=r"kernel_size=5 is larger than the token grid 3x9"):
         filters.check_kernel_size(5, (3, 9))
+
+
+def test_dilation_moves_offsets_apart():
+    kernels = filters.impulse_kernels(3, dilation=2)
+    assert kernels.shape == (9, 5, 5)
+    assert np.argwhere(kernels[0]).tolist() == [[0, 0]]
+    assert np.argwhere(kernels[5]).tolist() == [[2, 4]]
+
+
+def test_smooth_kernels_are_bumps_at_the_offsets():
+    gaussians = filters.smooth_kernels(3, 0.7)
+    narrow = filters.smooth_kernels(3, 0.7, surround=1.4)
+    reach = gaussians.shape[-1] // 2
+    for kernel, sharp, offset in zip(gaussians, narrow, filters.kernel_offsets(3), strict=True):
+        np.testing.assert_allclose([kernel.sum(), sharp.sum()], 1, rtol=1e-6)
+        peak = np.unravel_index(kernel.argmax(), kernel.shape)
+        assert np.array_equal(peak - np.array(reach), offset)
+        # A Gaussian falls by exp(-1 / 2 sigma²) from its centre to the next token.
+        ratio = kernel[peak[0], peak[1] - 1] / kernel[peak]
+        np.testing.assert_allclose(ratio, np.exp(-1 / (2 * 0.49)), rtol=1e-5)
+        assert sharp.max() > kernel.max()
+        assert sharp.min() == 0
+
+
+def test_even_order_covers_all_filters_evenly():
+    dealt = filters.assign_filters(jax.random.key(0), (4, 9), 9, order="even")
+    assert np.all(np.sort(dealt, axis=1) == np.arange(9))
+    dealt = filters.assign_filters(jax.random.key(1), (12, 3), 9, order="even")
+    assert np.all(np.bincount(np.ravel(dealt), minlength=9) == 4)
+
+
+def test_random_order_repeats():
+    dealt = filters.assign_filters(jax.random.key(0), (50, 9), 9, order="random")
+    assert np.bincount(np.ravel(dealt), minlength=9).min() > 20
+    assert not np.all(np.sort(dealt, axis=1) == np.arange(9))
+
+
+def test_centre_first_is_the_papers_order():
+    dealt = filters.assign_filters(jax.random.key(0), (2, 12), 9, order="centre_first")
+    assert dealt.tolist() == [[4, 1, 5, 3, 7, 0, 2, 6, 8, 4, 1, 5]] * 2
+    distances = np.sum(filters.kernel_offsets(5)[filters.centre_first(25)] ** 2, axis=1)
+    assert np.all(np.diff(distances) >= 0)

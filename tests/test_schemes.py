@@ -6,11 +6,12 @@ import numpy as np
 import pytest
 
 from structinit_jax import attention_init
-from structinit_jax.attention_init import AttentionSite, schemes, sincos_positions
+from structinit_jax.attention_init import AttentionSite, filters, sincos_positions
 from structinit_jax.attention_init.pseudo_input import layer_norm
 from structinit_jax.errors import InputError
 
 GRID, WIDTH, HEADS, DIM, LAYERS = (6, 6), 32, 4, 8, 3
+OPTIONS = {"impulse_2024": {"max_steps": 20}}
 
 
 def make_site(**changes):
@@ -39,8 +40,10 @@ def head_maps(weights, positions):
 
 
 @pytest.mark.parametrize("name", sorted(attention_init.SCHEMES))
-def test_every_scheme_has_the_documented_shapes_also_when_traced(name):
-    scheme = attention_init.by_name(name)
+def test_every_scheme_has_the_documented_shapes_also_when_traced(name, request):
+    if name == "impulse_2024":  # Adam relies on promotion
+        request.getfixturevalue("library_promotion")
+    scheme = attention_init.by_name(name, **OPTIONS.get(name, {}))
     site = make_site()
     eager = scheme(jax.random.key(0), site)
     for field, shape in (
@@ -49,6 +52,10 @@ def test_every_scheme_has_the_documented_shapes_also_when_traced(name):
         ("value", (LAYERS, WIDTH, HEADS, DIM)),
         ("out", (LAYERS, HEADS, DIM, WIDTH)),
     ):
+        if getattr(eager, field) is None:
+            assert name == "impulse_2024"
+            assert field in ("value", "out")
+            continue
         assert getattr(eager, field).shape == shape
         assert getattr(eager, field).dtype == jnp.float32
         assert np.all(np.isfinite(getattr(eager, field)))
@@ -62,9 +69,7 @@ def test_every_scheme_has_the_documented_shapes_also_when_traced(name):
 
 def test_each_impulse_head_attends_to_one_neighbour(impulse_weights):
     maps = head_maps(impulse_weights, make_site().positions)
-    targets = attention_init.filters.convolution_maps(
-        attention_init.filters.impulse_kernels(3), GRID
-    )
+    targets = filters.convolution_maps(filters.impulse_kernels(3), GRID)
     for layer, head in itertools.product(range(LAYERS), range(HEADS)):
         peaks = maps[layer, head].argmax(-1)
         hits = [np.mean(peaks[t.sum(-1) > 0] == t.argmax(-1)[t.sum(-1) > 0]) for t in targets]
@@ -95,22 +100,6 @@ def test_impulse_queries_ignore_what_the_encoding_does_not_span(impulse_weights)
     assert np.abs(outside).max() < 1e-5
 
 
-def test_even_offsets_cover_all_filters_evenly():
-    filters = schemes.assign_filters(jax.random.key(0), (4, 9), 9, even=True)
-    assert np.all(np.sort(filters, axis=1) == np.arange(9))
-    counts = np.bincount(
-        np.ravel(schemes.assign_filters(jax.random.key(1), (12, 3), 9, even=True)), minlength=9
-    )
-    assert np.all(counts == 4)
-
-
-def test_random_offsets_repeat():
-    filters = schemes.assign_filters(jax.random.key(0), (50, 9), 9, even=False)
-    counts = np.bincount(np.ravel(filters), minlength=9)
-    assert counts.min() > 20
-    assert not np.all(np.sort(filters, axis=1) == np.arange(9))
-
-
 def test_trainable_positions_start_from_the_encoding_that_was_solved_for():
     site = make_site(positions=jnp.zeros((36, WIDTH)), positions_trainable=True)
     weights = attention_init.impulse(value_out="default")(jax.random.key(0), site)
@@ -138,7 +127,7 @@ def test_default_is_a_normal_of_deviation_002():
     ("name", "options", "message"),
     [
         ("impuls", {}, r"attention_init\.name='impuls' is no scheme: did you mean 'impulse'"),
-        ("xyz", {}, r"there are default, mimetic, impulse"),
+        ("xyz", {}, r"there are default, kaiming_uniform, mimetic, impulse_2024"),
         ("impulse", {"kernel": 3}, r"attention_init\.kernel: .*did you mean 'kernel_size'"),
         ("default", {"kernel_size": 3}, r"attention_init\.kernel_size: .*takes no options"),
         ("impulse", {"kernel_size": 4}, r"attention_init\.kernel_size=4: .*odd and positive"),

@@ -5,6 +5,7 @@ import pytest
 from scipy.special import softmax
 
 from structinit_jax.attention_init import filters, pseudo_input, solve
+from structinit_jax.errors import InputError
 
 GRID, WIDTH, HEAD_DIM, NORM = (8, 8), 48, 16, 1.0
 SCALE = HEAD_DIM**-0.5
@@ -16,7 +17,7 @@ def solved():
     z, v = solve.row_space(x)
     targets = filters.convolution_maps(filters.impulse_kernels(3), GRID)
     bank = solve.solve_bank(
-        jax.random.key(0), z, targets, head_dim=HEAD_DIM, qk_scale=SCALE, norm=NORM, max_steps=200
+        jax.random.key(0), z, targets, head_dim=HEAD_DIM, qk_scale=SCALE, norm=NORM
     )
     return x, z, v, targets, bank
 
@@ -43,11 +44,12 @@ def test_report_is_true_of_the_maps_that_the_weights_make(solved):
     np.testing.assert_allclose(bank.report.loss, np.mean((targets - maps) ** 2), rtol=1e-2)
     share = np.sum(targets * maps) / np.sum(targets)
     np.testing.assert_allclose(bank.report.share, share, rtol=1e-2)
+    assert bank.report.peaks == 1
 
 
 def test_solution_is_close_and_every_peak_in_place(solved):
     _, z, _, targets, bank = solved
-    maps = solve.attention_maps(z, bank.query, bank.key, SCALE)
+    maps = solve.attention_maps(z, z, bank.query, bank.key, SCALE)
     uniform = np.mean((targets - 1 / 64) ** 2)
     assert bank.report.loss < 0.75 * uniform
     rows = targets.sum(-1) > 0
@@ -63,9 +65,48 @@ def test_norm_is_held(solved):
 
 def test_solve_stops_when_it_has_converged_and_at_max_steps(solved):
     _, z, _, targets, bank = solved
-    assert bank.report.steps < 200
+    assert bank.report.steps < 100
     short = solve.solve_bank(
         jax.random.key(0), z, targets, head_dim=HEAD_DIM, qk_scale=SCALE, norm=NORM, max_steps=3
     )
     assert short.report.steps == 3
     assert short.report.loss > bank.report.loss
+
+
+def test_a_share_of_attention_is_reached_for_every_filter(solved):
+    _, z, _, targets, _ = solved
+    bank = solve.solve_bank(
+        jax.random.key(0), z, targets, head_dim=HEAD_DIM, qk_scale=SCALE, share=0.6
+    )
+    maps = solve.attention_maps(z, z, bank.query, bank.key, SCALE)
+    np.testing.assert_allclose(solve.overlap(jnp.asarray(targets), maps), 0.6, atol=0.01)
+    assert bank.report.norm > NORM
+
+
+def test_other_optimizers_come_to_the_same_solution(solved, library_promotion):
+    _, z, _, targets, bank = solved
+    adam = solve.solve_bank(
+        jax.random.key(0),
+        z,
+        targets,
+        head_dim=HEAD_DIM,
+        qk_scale=SCALE,
+        norm=NORM,
+        optimizer="adam",
+        learning_rate=2e-2,
+        max_steps=1000,
+    )
+    np.testing.assert_allclose(adam.report.loss, bank.report.loss, rtol=0.05)
+    with pytest.raises(InputError, match=r"attention_init\.optimizer='adamm'"):
+        solve.make_optimizer("adamm", 0.1)
+
+
+def test_part_of_the_rows_determines_the_solution(solved, monkeypatch):
+    _, z, _, targets, bank = solved
+    monkeypatch.setattr(solve, "MAX_ROWS", 32)
+    part = solve.solve_bank.__wrapped__(
+        jax.random.key(0), z, jnp.asarray(targets), head_dim=HEAD_DIM, qk_scale=SCALE, norm=NORM
+    )
+    maps = solve.attention_maps(z, z, part.query, part.key, SCALE)
+    loss = np.mean((targets - np.asarray(maps)) ** 2)
+    np.testing.assert_allclose(loss, bank.report.loss, rtol=0.1)

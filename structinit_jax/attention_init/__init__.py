@@ -8,19 +8,26 @@ attention layers looks like; `AttentionWeights` holds start values in Flax's own
                          qk_scale=64**-0.5, positions=sincos_positions((14, 14), 192))
     weights = init(jax.random.key(0), site)      # weights.query: [12, 192, 3, 64]
 
-Schemes: `default` (truncated normal), `mimetic` (Trockman & Kolter 2023) and `impulse` (Zheng et
-al., arXiv:2505.19985 and its 2024 precursor, solved by L-BFGS in the encoding's row space).
+Symbols, as in the papers: N tokens on a grid, D width, h heads, d = D / h, L layers, f kernel size,
+P [N, D] positions, X = LayerNorm(P), σ = d^-1/2, Q and K [D, d] of one head, H [N, N] the map of a
+convolution, M = softmax(σ X Q Kᵀ Xᵀ). The solve makes M as close to H as a given norm of Q and K
+lets it.
+
+Which scheme to use:
+
+- `impulse`: the default. The 2024 paper's problem solved by L-BFGS in the encoding's row space,
+  with every option of kernels, offsets and sharpness. For small data sets, and where in doubt.
+- `impulse_2024`, `impulse_2025`: as the papers did it, to compare with or reproduce. 2025 is made
+  for learned positions.
+- `mimetic` (Trockman & Kolter 2023): heads attend to tokens like themselves. The one to beat.
+- `default` (timm's truncated normal) and `kaiming_uniform` (PyTorch's): no structure.
 """
 
+from structinit_jax.attention_init.baselines import default, kaiming_uniform, mimetic
+from structinit_jax.attention_init.impulse import impulse
+from structinit_jax.attention_init.papers import impulse_2024, impulse_2025
 from structinit_jax.attention_init.pseudo_input import sincos_positions
-from structinit_jax.attention_init.schemes import (
-    SCHEMES,
-    by_name,
-    default,
-    impulse,
-    mimetic,
-    scheme_options,
-)
+from structinit_jax.attention_init.schemes import SCHEMES, by_name, scheme_options
 from structinit_jax.attention_init.site import (
     AttentionInit,
     AttentionSite,
@@ -37,6 +44,9 @@ __all__ = [
     "by_name",
     "default",
     "impulse",
+    "impulse_2024",
+    "impulse_2025",
+    "kaiming_uniform",
     "mimetic",
     "scheme_options",
     "sincos_positions",

@@ -1,10 +1,14 @@
 """Position encodings, and the pseudo input that stands for a layer's tokens in the solve."""
 
+import jax
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array, Float
+from jaxtyping import Array, Float, PRNGKeyArray
 
+from structinit_jax.attention_init.site import check_choice
 from structinit_jax.errors import InputError
+
+PSEUDO_INPUTS = ("positions", "uniform", "gaussian", "positions+uniform", "positions+gaussian")
 
 
 def sincos_positions(
@@ -38,3 +42,22 @@ def layer_norm(x: Float[Array | np.ndarray, "N D"], epsilon: float = 1e-6):
         x = x.astype(np.float64)
     x = x - x.mean(axis=1, keepdims=True)
     return x / xp.sqrt((x * x).mean(axis=1, keepdims=True) + epsilon)
+
+
+def draw_pseudo_input(
+    key: PRNGKeyArray, name: str, positions: Float[Array | np.ndarray, "N D"]
+) -> Float[Array | np.ndarray, "N D"]:
+    """The pseudo inputs of the 2024 paper's table 6, before LayerNorm.
+
+    'uniform' lies between -1 and 1; 'gaussian' is truncated normal noise of deviation (1/2)^1/2,
+    that of the sin-cos encoding; a sum adds the noise to the positions.
+    """
+    check_choice("pseudo input", name, PSEUDO_INPUTS)
+    if name == "positions":
+        return positions
+    if name.endswith("uniform"):
+        noise = jax.random.uniform(key, positions.shape, minval=-1.0, maxval=1.0)
+    else:
+        std = 0.5**0.5
+        noise = std * jax.random.truncated_normal(key, -2 / std, 2 / std, positions.shape)
+    return noise + positions if name.startswith("positions+") else noise

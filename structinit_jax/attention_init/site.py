@@ -6,7 +6,7 @@ from typing import NamedTuple
 
 import jax
 import numpy as np
-from jaxtyping import Array, Float
+from jaxtyping import Array, Float, Int
 
 from structinit_jax.errors import InputError
 
@@ -53,18 +53,23 @@ class AttentionSite:
 
 
 class SolveReport(NamedTuple):
-    """How close a solve came, as scalars averaged over the distinct filters.
+    """How close a solve came, as scalars averaged over the filters that were solved.
 
     Attributes:
       loss: mean squared difference between target and attention map.
-      share: mean attention on the true offset, over the rows whose neighbour is on the grid;
-        1 / N is what a uniform map has.
+      share: attention that lies where the target wants it, averaged over the rows that have a
+        target (an impulse row has none where its neighbour is off the grid); 1 / N is what a
+        uniform map has on an impulse.
+      peaks: the part of those rows whose strongest attention lies where the target is strongest.
+        Well below 1, the target is out of reach: the head dimension or the encoding's rank is too
+        low.
       steps: optimizer steps taken.
-      norm: mean Euclidean norm of the columns of Q and K.
+      norm: root mean square norm of the columns of Q and K.
     """
 
     loss: Float[Array, ""]
     share: Float[Array, ""]
+    peaks: Float[Array, ""]
     steps: Float[Array, ""]
     norm: Float[Array, ""]
 
@@ -81,6 +86,7 @@ class AttentionWeights(NamedTuple):
       out: [L, h, d, D], the projection behind the heads.
       positions: [N, D] start of a trainable position encoding.
       report: what a solve has to say of itself.
+      filters: [L, h], which of the scheme's filters each head was given.
     """
 
     query: Float[Array, "L D h d"] | None = None
@@ -89,7 +95,30 @@ class AttentionWeights(NamedTuple):
     out: Float[Array, "L h d D"] | None = None
     positions: Float[Array, "N D"] | None = None
     report: SolveReport | None = None
+    filters: Int[Array, "L h"] | None = None
 
 
 AttentionInit = Callable[[jax.Array, AttentionSite], AttentionWeights]
 """A scheme: `(key, site) -> weights`. Pure, and traceable by jit, vmap and eval_shape."""
+
+
+def require_positions(site: AttentionSite, scheme: str):
+    """The site's positions, which the maps are solved against; refuses a site that has none."""
+    if site.positions is None:
+        raise InputError(
+            f"attention_init.name={scheme!r} needs a model that adds positions to its tokens: "
+            "the maps are solved against them"
+        )
+    return site.positions
+
+
+def check_choice(field: str, value: str, choices: tuple[str, ...]) -> None:
+    """Raises `InputError` unless the option is one of the choices."""
+    if value not in choices:
+        raise InputError(f"attention_init.{field}={value!r}: choose one of {', '.join(choices)}")
+
+
+def check_positive(field: str, value: float | int) -> None:
+    """Raises `InputError` unless the option is above zero."""
+    if not value > 0:
+        raise InputError(f"attention_init.{field}={value!r}: it must be positive")

@@ -16,11 +16,17 @@ import optax
 from jaxtyping import Array, Float, PRNGKeyArray
 
 from structinit_jax.attention_init.site import SolveReport
+from structinit_jax.errors import InputError
 
 # Directions weaker than this, relative to the strongest, cannot move a map at a sane weight norm.
 RANK_TOLERANCE = 1e-4
 # The solve has converged when this many steps in a row lower the loss by less than this share.
-PATIENCE, MIN_IMPROVEMENT = 5, 1e-4
+PATIENCE, MIN_IMPROVEMENT = 5, 1e-3
+# Rows of the maps that enter the loss. All rows of a filter pose the same question at another
+# place, so for a larger grid an evenly spread part of them determines the solution.
+MAX_ROWS = 1024
+# When a share of attention is asked for, the norm is fitted to it between two solves.
+SHARE_ROUNDS, NORM_RANGE, NORM_GRID, NORM_BISECTIONS = 2, (0.05, 20.0), 24, 12
 
 
 class Bank(NamedTuple):
@@ -44,27 +50,68 @@ def row_space(x: np.ndarray | jax.Array) -> tuple[Float[Array, "N r"], Float[Arr
     shapes are fixed, so r is then min(N, D): the same solution at a higher price.
     """
     if isinstance(x, np.ndarray):
-        u, s, vt = np.linalg.svd(x, full_matrices=False)
-        r = int(np.sum(s > RANK_TOLERANCE * s[0]))
-        z, v = u[:, :r] * s[:r], vt[:r].T
-        return jnp.asarray(z, jnp.float32), jnp.asarray(v, jnp.float32)
+        # Through the smaller Gram matrix, which is many times faster for a long or wide X. Its
+        # rounding, in float64, is far below the tolerance squared.
+        gram = x.T @ x if x.shape[0] > x.shape[1] else x @ x.T
+        squared, vectors = np.linalg.eigh(gram)
+        kept = squared > RANK_TOLERANCE**2 * squared[-1]
+        s, vectors = np.sqrt(squared[kept][::-1]), vectors[:, kept][:, ::-1]
+        v = vectors if x.shape[0] > x.shape[1] else x.T @ (vectors / s)
+        return jnp.asarray(x @ v, jnp.float32), jnp.asarray(v, jnp.float32)
     u, s, vt = jnp.linalg.svd(x, full_matrices=False)
     return u * s[None, :], vt.T
 
 
 def attention_maps(
-    z: Float[Array, "N r"],
+    queries: Float[Array, "n r"],
+    keys: Float[Array, "m r"],
     query: Float[Array, "F r k"],
     key: Float[Array, "F r k"],
     qk_scale: float,
-) -> Float[Array, "F N N"]:
-    """softmax(σ Z Q Kᵀ Zᵀ) for every filter of the bank."""
-    queries = jnp.einsum("nr,frk->fnk", z, query) * qk_scale
-    keys = jnp.einsum("nr,frk->fnk", z, key)
-    return jax.nn.softmax(jnp.einsum("fnk,fmk->fnm", queries, keys), axis=-1)
+) -> Float[Array, "F n m"]:
+    """softmax(σ Z Q Kᵀ Zᵀ) for every filter, from the coordinates of querying and of all tokens."""
+    q = jnp.einsum("nr,frk->fnk", queries, query) * qk_scale
+    k = jnp.einsum("mr,frk->fmk", keys, key)
+    return jax.nn.softmax(jnp.einsum("fnk,fmk->fnm", q, k), axis=-1)
 
 
-@functools.partial(jax.jit, static_argnames=("head_dim", "qk_scale", "norm", "max_steps"))
+def overlap(targets: Float[Array, "F n m"], maps: Float[Array, "F n m"]) -> Float[Array, " F"]:
+    """Attention that lies where the target wants it, averaged over the rows that have a target."""
+    rows = jnp.sum(targets.max(axis=-1) > 0, axis=-1, dtype=jnp.float32)
+    return jnp.sum(jnp.minimum(targets, maps), axis=(1, 2)) / rows
+
+
+def closeness(targets, maps, *, steps, norm) -> SolveReport:
+    """What a `SolveReport` says of maps [F, n, m] and their targets."""
+    strongest = targets.max(axis=-1)
+    has_target = strongest > 0
+    peaks = jnp.take_along_axis(targets, maps.argmax(axis=-1)[..., None], axis=-1)[..., 0]
+    hits = has_target & (peaks == strongest)
+    return SolveReport(
+        loss=jnp.mean((targets - maps) ** 2),
+        share=jnp.mean(overlap(targets, maps)),
+        peaks=jnp.sum(hits, dtype=jnp.float32) / jnp.sum(has_target, dtype=jnp.float32),
+        steps=jnp.asarray(steps, jnp.float32),
+        norm=jnp.asarray(norm, jnp.float32),
+    )
+
+
+def make_optimizer(name: str, learning_rate: float) -> optax.GradientTransformationExtraArgs:
+    """L-BFGS with its own line search, or any other optax optimizer with a learning rate."""
+    if name == "lbfgs":
+        return optax.lbfgs()
+    if not callable(getattr(optax, name, None)):
+        raise InputError(
+            f"attention_init.optimizer={name!r}: optax has no such optimizer; use 'lbfgs', or "
+            "another one such as 'adam' together with max_steps and learning_rate"
+        )
+    return optax.with_extra_args_support(getattr(optax, name)(learning_rate))
+
+
+@functools.partial(
+    jax.jit,
+    static_argnames=("head_dim", "qk_scale", "share", "optimizer", "learning_rate", "max_steps"),
+)
 def solve_bank(
     rng: PRNGKeyArray,
     z: Float[Array, "N r"],
@@ -72,14 +119,17 @@ def solve_bank(
     *,
     head_dim: int,
     qk_scale: float,
-    norm: float,
-    max_steps: int,
+    norm: float | Array = 3**-0.5,
+    share: float | None = None,
+    optimizer: str = "lbfgs",
+    learning_rate: float = 1e-2,
+    max_steps: int = 100,
 ) -> Bank:
-    """Minimizes the mean of (H - M)² for each target H at a fixed weight norm, by L-BFGS.
+    """Minimizes the mean of (H - M)² for each target H at a fixed weight norm.
 
     The objective is equation 8 of the 2024 paper. Its algorithm 1 rescales the columns of Q and K
-    now and then; here the root mean square of the column norms is held at `norm` exactly, by
-    solving for the direction of Q and of K only.
+    now and then; here the root mean square of the column norms is held exactly, by solving for the
+    direction of Q and of K only.
 
     Args:
       rng: draws the start.
@@ -88,27 +138,54 @@ def solve_bank(
       head_dim: d, over whose columns the norm is shared when the factors are turned into weights.
       qk_scale: σ.
       norm: root mean square over the d columns of Q (and of K) of their Euclidean norms; bounds
-        the sharpness of the maps.
+        the sharpness of the maps. Where a share is asked for, only the start.
+      share: attention wanted on target; each filter's norm is then fitted to it.
+      optimizer: 'lbfgs' or the name of another optax optimizer.
+      learning_rate: of an optimizer other than L-BFGS.
       max_steps: the solve stops here if it has not converged before.
     """
-    shape = (len(targets), z.shape[1], min(head_dim, z.shape[1]))
-    frobenius_norm = norm * head_dim**0.5
-    rows = jnp.sum(targets.sum(axis=-1) > 0, dtype=jnp.float32)  # whose neighbour is on the grid
+    num_filters, num_tokens = targets.shape[:2]
+    rows = np.linspace(0, num_tokens - 1, min(num_tokens, MAX_ROWS)).round().astype(int)
+    queries, targets = z[rows], targets[:, rows]
+    shape = (num_filters, z.shape[1], min(head_dim, z.shape[1]))
+    start = tuple(jax.random.normal(k, shape) for k in jax.random.split(rng))
+    transform = make_optimizer(optimizer, learning_rate)
 
-    def at_norm(factor):
+    def at_norm(factor, norm):
         length = jnp.sqrt(jnp.sum(factor**2, axis=(1, 2), keepdims=True))
-        return factor * (frobenius_norm / length)
+        return factor * ((norm * head_dim**0.5)[:, None, None] / length)
 
-    def maps(factors):
-        query, key = factors
-        return attention_maps(z, at_norm(query), at_norm(key), qk_scale)
+    def maps(factors, norm):
+        query, key = (at_norm(factor, norm) for factor in factors)
+        return attention_maps(queries, z, query, key, qk_scale)
 
-    def loss(factors):
-        # A sum over filters keeps each filter's gradient independent of how many there are.
-        return jnp.mean((targets - maps(factors)) ** 2, axis=(1, 2)).sum()
+    def solve(factors, norm):
+        def loss(factors):
+            # A sum over filters keeps each one's gradient independent of how many there are.
+            return jnp.mean((targets - maps(factors, norm)) ** 2, axis=(1, 2)).sum()
 
-    optimizer = optax.lbfgs()
-    value_and_grad = optax.value_and_grad_from_state(loss)
+        # At unit norm, so that steps have the same meaning whatever the budget.
+        factors = tuple(at_norm(factor, jnp.ones(num_filters)) for factor in factors)
+        return _minimize(loss, factors, transform, optimizer == "lbfgs", max_steps)
+
+    norm = jnp.full(num_filters, norm, jnp.float32)
+    factors, steps = solve(start, norm)
+    for _ in range(SHARE_ROUNDS if share is not None else 0):
+        norm = _fit_norm(lambda norm, f=factors: overlap(targets, maps(f, norm)), norm, share)
+        factors, more = solve(factors, norm)
+        steps += more
+    if share is not None:
+        norm = _fit_norm(lambda norm: overlap(targets, maps(factors, norm)), norm, share)
+    report = closeness(targets, maps(factors, norm), steps=steps, norm=norm.mean())
+    return Bank(at_norm(factors[0], norm), at_norm(factors[1], norm), report)
+
+
+def _minimize(loss, factors, transform, line_search: bool, max_steps: int):
+    value_and_grad = (
+        optax.value_and_grad_from_state(loss)
+        if line_search
+        else lambda factors, state: jax.value_and_grad(loss)(factors)
+    )
 
     def keep_going(carry):
         _, _, step, _, stalled = carry
@@ -117,22 +194,36 @@ def solve_bank(
     def body(carry):
         factors, state, step, best, stalled = carry
         value, grad = value_and_grad(factors, state=state)
-        updates, state = optimizer.update(
+        updates, state = transform.update(
             grad, state, factors, value=value, grad=grad, value_fn=loss
         )
         stalled = jnp.where(value < best * (1 - MIN_IMPROVEMENT), 0, stalled + 1)
         factors = optax.apply_updates(factors, updates)
         return factors, state, step + 1, jnp.minimum(best, value), stalled
 
-    start = tuple(at_norm(jax.random.normal(k, shape)) for k in jax.random.split(rng))
-    carry = (start, optimizer.init(start), jnp.int32(0), jnp.float32(jnp.inf), jnp.int32(0))
+    zero = jnp.int32(0)
+    carry = (factors, transform.init(factors), zero, jnp.float32(jnp.inf), zero)
     factors, _, steps, _, _ = jax.lax.while_loop(keep_going, body, carry)
+    return factors, steps
 
-    solved = maps(factors)
-    report = SolveReport(
-        loss=jnp.mean((targets - solved) ** 2),
-        share=jnp.sum(targets * solved) / rows,
-        steps=steps.astype(jnp.float32),
-        norm=jnp.float32(norm),
-    )
-    return Bank(at_norm(factors[0]), at_norm(factors[1]), report)
+
+def _fit_norm(share_at, norm, share):
+    """Each filter's smallest norm that reaches the share, or the one that comes closest to it.
+
+    A grid finds it first, since beyond some norm a soft target loses what a sharper map takes away.
+    """
+    grid = jnp.geomspace(*NORM_RANGE, NORM_GRID)
+    shares = jax.lax.map(lambda value: share_at(jnp.full_like(norm, value)), grid)
+    enough = shares >= share
+    reached = enough.any(axis=0)
+    index = jnp.where(reached, enough.argmax(axis=0), shares.argmax(axis=0))
+    low, high = grid[jnp.maximum(index - 1, 0)], grid[index]
+
+    def bisect(_, bounds):
+        low, high = bounds
+        middle = jnp.sqrt(low * high)
+        enough = share_at(middle) >= share
+        return jnp.where(enough, low, middle), jnp.where(enough, middle, high)
+
+    fitted = jax.lax.fori_loop(0, NORM_BISECTIONS, bisect, (low, high))[1]
+    return jnp.where(reached, fitted, high)

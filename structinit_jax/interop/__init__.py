@@ -1,0 +1,14 @@
+"""Schemes for other projects' models: their parameters in, the same parameters initialized out.
+
+    state = timm.create_model("vit_tiny_patch16_224").state_dict()
+    params = {name: tensor.numpy() for name, tensor in state.items()}
+    params = initialize(params, impulse(), jax.random.key(0), num_heads=3)
+
+Layouts: timm, Hugging Face, big_vision, vit_jax, and any Flax NNX model of `MultiHeadAttention`s
+such as jimm's. Torch is not needed: state dicts come and go as NumPy or JAX arrays.
+"""
+
+from structinit_jax.interop.layouts import LAYOUTS
+from structinit_jax.interop.weights import attention_site, initialize, read, write
+
+__all__ = ["LAYOUTS", "attention_site", "initialize", "read", "write"]

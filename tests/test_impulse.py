@@ -1,0 +1,141 @@
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from structinit_jax.attention_init import AttentionSite, filters, impulse, sincos_positions
+from structinit_jax.attention_init.pseudo_input import layer_norm
+from structinit_jax.errors import InputError
+
+GRID, WIDTH, HEADS, DIM, LAYERS = (7, 5), 48, 3, 16, 4
+
+
+def make_site(**changes):
+    fields = dict(
+        grid=GRID,
+        width=WIDTH,
+        num_heads=HEADS,
+        head_dim=DIM,
+        num_layers=LAYERS,
+        qk_scale=DIM**-0.5,
+        positions=sincos_positions(GRID, WIDTH),
+    )
+    return AttentionSite(**(fields | changes))
+
+
+def make(**options):
+    return impulse(value_out="default", **options)(jax.random.key(0), make_site())
+
+
+def head_maps(weights):
+    x = layer_norm(sincos_positions(GRID, WIDTH))
+    logits = np.einsum("nD,LDhd,LEhd,mE->Lhnm", x, weights.query, weights.key, x, optimize=True)
+    return np.asarray(jax.nn.softmax(jnp.asarray(logits) * DIM**-0.5, axis=-1))
+
+
+def shares(maps, targets):
+    return np.minimum(maps, targets).sum((-1, -2)) / (targets.max(-1) > 0).sum(-1)
+
+
+def test_every_head_has_the_filter_that_the_weights_name():
+    weights = make(share=0.5)
+    targets = filters.convolution_maps(filters.impulse_kernels(3), GRID)[weights.filters]
+    np.testing.assert_allclose(shares(head_maps(weights), targets), 0.5, atol=0.01)
+    assert weights.report.peaks > 0.99
+
+
+@pytest.mark.parametrize("name", ["gaussian", "difference_of_gaussians", "box"])
+def test_other_filters_are_approached(name):
+    weights = make(filters=name, share=0.6)
+    np.testing.assert_allclose(weights.report.share, 0.6, atol=0.01)
+    if name == "box":
+        assert not np.any(weights.filters)
+
+
+def test_kernel_size_and_dilation_may_differ_by_layer():
+    weights = make(kernel_size=(1, 3, 3, 5), share=0.4)
+    assert not np.any(weights.filters[0])
+    assert np.all((weights.filters[1:3] >= 1) & (weights.filters[1:3] < 10))
+    assert np.all((weights.filters[3] >= 10) & (weights.filters[3] < 35))
+    assert len(np.unique(weights.filters[1:3])) == 6  # covered evenly over the two layers
+    dilated = make(dilation=(1, 1, 2, 2), share=0.4)
+    targets = filters.convolution_maps(filters.impulse_kernels(3, dilation=2), GRID)
+    chosen = targets[np.asarray(dilated.filters[2:]) - 9]
+    np.testing.assert_allclose(shares(head_maps(dilated)[2:], chosen), 0.4, atol=0.01)
+
+
+def test_given_kernels_and_maps_are_solved_alike():
+    kernels = filters.impulse_kernels(3)[[1, 5]]
+    by_kernel = make(filters=kernels, norm=1.0)
+    by_map = make(filters=filters.convolution_maps(kernels, GRID), norm=1.0)
+    np.testing.assert_allclose(by_kernel.query, by_map.query, atol=1e-6)
+
+
+def test_layers_are_equal_on_request():
+    weights = make(same_layers=True)
+    assert np.array_equal(weights.query[0], weights.query[3])
+    assert np.array_equal(weights.filters[0], weights.filters[3])
+    assert not np.array_equal(*make().query[:2])
+
+
+@pytest.mark.parametrize("order", ["random", "centre_first"])
+def test_offsets_follow_the_order(order):
+    weights = make(offsets=order)
+    if order == "centre_first":
+        assert weights.filters.tolist() == [[4, 1, 5]] * LAYERS
+    assert weights.filters.shape == (LAYERS, HEADS)
+
+
+def test_sharded_and_single_device_solves_agree():
+    from jax.sharding import AxisType, NamedSharding, PartitionSpec
+
+    mesh = jax.make_mesh((8,), ("data",), axis_types=(AxisType.Auto,))
+    replicated = NamedSharding(mesh, PartitionSpec())
+    site = make_site()
+    init = jax.jit(lambda key: impulse()(key, site), out_shardings=replicated)
+    weights = init(jax.device_put(jax.random.key(0), replicated))
+    alone = impulse()(jax.random.key(0), site)
+    np.testing.assert_allclose(weights.query, alone.query, atol=1e-4)
+
+
+def test_learned_random_positions_are_solved_at_full_rank():
+    rng = np.random.default_rng(0)
+    positions = rng.normal(size=(35, WIDTH)).astype(np.float32)
+    site = make_site(positions=positions)
+    weights = impulse(share=0.5, value_out="default")(jax.random.key(0), site)
+    np.testing.assert_allclose(weights.report.share, 0.5, atol=0.01)
+
+
+def test_targets_out_of_reach_are_told():
+    site = make_site(num_heads=24, head_dim=2, qk_scale=2**-0.5)
+    with pytest.warns(UserWarning, match=r"of the attention rows peak .* head_dim=2"):
+        impulse(kernel_size=5, value_out="default")(jax.random.key(0), site)
+
+
+@pytest.mark.slow
+def test_4096_tokens_are_solved_from_part_of_their_rows():
+    grid = (64, 64)
+    site = AttentionSite(grid, 64, 2, 32, 2, 32**-0.5, sincos_positions(grid, 64))
+    weights = impulse(norm=2.0, value_out="default", max_steps=30)(jax.random.key(0), site)
+    assert weights.report.share > 0.02  # a uniform map has 0.0002
+    assert np.all(np.isfinite(weights.query))
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (dict(share=0.0), r"attention_init\.share=0\.0"),
+        (dict(share=1.5), r"attention_init\.share=1\.5"),
+        (dict(filters="sobel"), r"attention_init\.filters='sobel': choose one of impulse, gauss"),
+        (dict(filters=np.ones((3, 3))), r"shape \(3, 3\): it needs kernels \[F, f, f\]"),
+        (dict(filters=np.ones((1, 4, 4))), r"shape \(1, 4, 4\).* f odd, or maps \[F, 35, 35\]"),
+        (dict(filters=-np.ones((1, 3, 3))), r"negative values"),
+        (dict(sigma=0.0, filters="gaussian"), r"attention_init\.sigma=0\.0"),
+        (dict(optimizer="sdg"), r"attention_init\.optimizer='sdg'"),
+        (dict(kernel_size=(3, 3)), r"kernel_size=\(3, 3\) has 2 values for 4 layers"),
+        (dict(kernel_size=7), r"kernel_size=7 is larger than the token grid 7x5"),
+    ],
+)
+def test_options_that_cannot_be_are_refused(options, message):
+    with pytest.raises(InputError, match=message):
+        make(**options)
