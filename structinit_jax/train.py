@@ -159,7 +159,7 @@ def initialize(config: ConfigDict, program: Program) -> TrainState:
     if report is not None:
         text += (
             f", loss {report.loss:.2e}, {100 * report.share:.1f} % of the attention on target, "
-            f"{report.steps:.0f} solver steps"
+            f"{100 * report.peaks:.0f} % of the rows peak there, {report.steps:.0f} solver steps"
         )
     print(text, flush=True)
     init = jax.jit(
@@ -180,7 +180,8 @@ def evaluate(program: Program, params: dict, batches: Iterable[dict]) -> dict[st
     }
 
 
-def _open_data(config: ConfigDict) -> datasets.Dataset:
+def open_data(config: ConfigDict) -> datasets.Dataset:
+    """Opens the config's data set and checks that the model fits it."""
     data = config.data
     dataset = datasets.open_dataset(data.name, data.data_dir or None, data.manual_dir or None)
     check_examples(
@@ -246,7 +247,7 @@ def _train(
     workdir = prepare_workdir(workdir)
 
     # -- data --------------------------------------------------------------------------------------
-    dataset = _open_data(config)
+    dataset = open_data(config)
     train_source = dataset.split(config.data.train_split, field="data.train_split")
     eval_source = dataset.split(config.data.eval_split, field="data.eval_split")
     plan = plan_steps(config, len(train_source))
@@ -333,6 +334,24 @@ def _train(
     return results
 
 
+def restore_newest(
+    config: ConfigDict, program: Program, workdir: str | Path
+) -> tuple[int, TrainState]:
+    """The newest checkpoint's step and state.
+
+    Raises:
+      InputError: if there is no checkpoint, or it is of another architecture.
+    """
+    directory = Path(workdir).absolute() / "checkpoints"
+    if not directory.is_dir():
+        raise InputError(f"--workdir={workdir} holds no checkpoints: train there first")
+    with contextlib.closing(Checkpoints(directory, config.keep_checkpoints)) as checkpoints:
+        step = checkpoints.latest_step
+        if step is None:
+            raise InputError(f"--workdir={workdir} holds no finished checkpoint: train there first")
+        return step, checkpoints.restore(step, program.abstract_state)
+
+
 def evaluate_checkpoint(config: ConfigDict, workdir: str | Path) -> dict[str, float]:
     """Restores the newest checkpoint of a workdir, evaluates it and prints the result.
 
@@ -340,17 +359,10 @@ def evaluate_checkpoint(config: ConfigDict, workdir: str | Path) -> dict[str, fl
       InputError: if there is no checkpoint, or it is of another architecture.
     """
     config_lib.validate(config)
-    directory = Path(workdir).absolute() / "checkpoints"
-    if not directory.is_dir():
-        raise InputError(f"--workdir={workdir} holds no checkpoints: train there first")
-    dataset = _open_data(config)
+    dataset = open_data(config)
     source = dataset.split(config.data.eval_split, field="data.eval_split")
     program = build_program(config, plan_steps(config, len(source)))
-    with contextlib.closing(Checkpoints(directory, config.keep_checkpoints)) as checkpoints:
-        step = checkpoints.latest_step
-        if step is None:
-            raise InputError(f"--workdir={workdir} holds no finished checkpoint: train there first")
-        state = checkpoints.restore(step, program.abstract_state)
+    step, state = restore_newest(config, program, workdir)
     examples = load_examples(
         source, dataset.facts, config.data.image_size, config.data.crop_fraction
     )

@@ -78,6 +78,19 @@ def test_layers_are_equal_on_request():
     assert not np.array_equal(*make().query[:2])
 
 
+def test_value_and_projection_leave_the_encoding_alone():
+    x = layer_norm(sincos_positions(GRID, WIDTH))
+    kept = impulse()(jax.random.key(0), make_site())
+    plain = impulse(keep_positions=False)(jax.random.key(0), make_site())
+    for name, letters in (("value", "nD,LDhd->Lnhd"), ("out", "nD,LhdD->Lnhd")):
+        in_row_space = [
+            np.abs(np.einsum(letters, x, getattr(w, name))).max() for w in (kept, plain)
+        ]
+        assert in_row_space[0] < 1e-2
+        assert in_row_space[1] > 1
+    np.testing.assert_array_equal(kept.query, plain.query)
+
+
 @pytest.mark.parametrize("order", ["random", "centre_first"])
 def test_offsets_follow_the_order(order):
     weights = make(offsets=order)

@@ -38,6 +38,7 @@ def impulse(
     norm: float = 3**-0.5,
     share: float | None = None,
     value_out: str = "mimetic",
+    keep_positions: bool = True,
     optimizer: str = "lbfgs",
     learning_rate: float = 1e-2,
     max_steps: int = 100,
@@ -68,6 +69,9 @@ def impulse(
         are. The default is what the start of the 2024 paper's algorithm 1 has.
       share: attention wanted on target, between 0 and 1, in place of a norm.
       value_out: 'mimetic' for V and projection as in `mimetic` (2025 paper), or 'default'.
+      keep_positions: whether mimetic V and projection leave the encoding's row space alone. Plain
+        mimetic ones subtract 0.4 of it from the residual stream in every layer, and with it what
+        the maps of the layers behind are made of.
       optimizer: 'lbfgs', or the name of another optax optimizer.
       learning_rate: of an optimizer other than L-BFGS.
       max_steps: an upper bound on solver steps.
@@ -119,6 +123,9 @@ def impulse(
         _warn_if_out_of_reach(weights.report, site, z.shape[1])
         if value_out == "mimetic":
             value, out = mimetic_value_out(vo_key, site)
+            if keep_positions:
+                value = value - jnp.einsum("Dr,Er,LEhd->LDhd", v, v, value)
+                out = out - jnp.einsum("LhdE,Er,Dr->LhdD", out, v, v)
             weights = weights._replace(value=value, out=out)
         if site.positions_trainable:
             weights = weights._replace(positions=jnp.asarray(positions))

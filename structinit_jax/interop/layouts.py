@@ -180,40 +180,36 @@ def _variants(name: str | None) -> Iterable[Layout]:
 
 
 def _stacks(leaves: Leaves, layout: Layout) -> list[Stack]:
-    suffixes = tuple(dict.fromkeys(layout.pieces[field] for field in layout.anchors))
-    groups: dict[tuple[str, str, str], dict[int | None, str]] = {}
-    for path in leaves:
-        for suffix in suffixes:
-            if not _ends(path, suffix):
+    numbered, single = [], []
+    for stem, layers in _attentions(leaves, layout):
+        attentions = tuple(layers[index] for index in sorted(layers))
+        query = leaves.get(_join(attentions[0], layout.pieces["query"]))
+        rank = len(getattr(query, "shape", (0, 0, 0)))
+        if layout.linear or rank == 3:
+            stacks = single if min(layers) < 0 else numbered
+            stacks.append(Stack(layout, stem, attentions, False))
+        elif rank == 4:
+            numbered += [Stack(layout, stem, (attention,), True) for attention in attentions]
+    return numbered or single  # an attention without a number beside numbered ones pools tokens
+
+
+def _attentions(leaves: Leaves, layout: Layout) -> list[tuple[str, dict[int, str]]]:
+    """The stem and the paths by number (-1 for none) of attentions with otherwise equal paths."""
+    groups: dict[tuple[str, str], tuple[str, dict[int, str]]] = {}
+    for suffix in dict.fromkeys(layout.pieces[field] for field in layout.anchors):
+        for path in leaves:
+            if path != suffix and not path.endswith("/" + suffix):
                 continue
             attention = path[: -len(suffix)].rstrip("/")
             match = re.fullmatch(layout.attention, attention)
             if match is None:
                 continue
-            index = match["index"] if "index" in match.groupdict() else None
-            before, after = attention, ""
-            if index is not None:
-                before, after = attention[: match.start("index")], attention[match.end("index") :]
-            groups.setdefault((match["stem"], before, after), {})[
-                None if index is None else int(index)
-            ] = attention
-    numbered, single = [], []
-    for (stem, _, _), members in groups.items():
-        order = sorted(members, key=lambda index: -1 if index is None else index)
-        attentions = tuple(members[index] for index in order)
-        ranks = {
-            len(getattr(leaves.get(_join(a, layout.pieces["query"])), "shape", (0, 0, 0)))
-            for a in attentions
-        }
-        stacked = not layout.linear and ranks == {4}
-        if not layout.linear and not ranks <= {3, 4}:
-            continue  # a projection of other rank is not Flax's MultiHeadAttention
-        if stacked:
-            numbered += [Stack(layout, stem, (attention,), True) for attention in attentions]
-        else:
-            stacks = single if order == [None] else numbered
-            stacks.append(Stack(layout, stem, attentions, False))
-    return numbered or single  # an attention without a number beside numbered ones pools tokens
+            index, around = -1, (attention, "")
+            if match["index"] is not None:
+                index = int(match["index"])
+                around = attention[: match.start("index")], attention[match.end("index") :]
+            groups.setdefault(around, (match["stem"], {}))[1][index] = attention
+    return list(groups.values())
 
 
 def _check_complete(leaves: Leaves, stack: Stack) -> None:
@@ -230,10 +226,6 @@ def _check_complete(leaves: Leaves, stack: Stack) -> None:
                     f"params: {path} normalizes queries or keys, so that no scheme can set their "
                     "maps: build the model without it"
                 )
-
-
-def _ends(path: str, suffix: str) -> bool:
-    return path == suffix or path.endswith("/" + suffix)
 
 
 def _join(*parts: str) -> str:

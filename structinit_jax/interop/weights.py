@@ -45,7 +45,8 @@ def initialize(
         such as `sincos_positions(grid, D)`. A table in `params` is then neither read nor written.
 
     Returns:
-      Parameters of the same structure, array kinds (NumPy or JAX), types and shardings.
+      Parameters of the same structure, array kinds (NumPy or JAX), types and shardings. Arrays
+      that stay as they are may be the caller's own.
 
     Raises:
       InputError: if something is missing, does not fit, or must be told by an argument.
