@@ -78,10 +78,13 @@ def test_layers_are_equal_on_request():
     assert not np.array_equal(*make().query[:2])
 
 
-def test_value_and_projection_leave_the_encoding_alone():
+@pytest.mark.parametrize("value_out", ["balanced", "mimetic"])
+def test_value_and_projection_leave_the_encoding_alone(value_out):
     x = layer_norm(sincos_positions(GRID, WIDTH))
-    kept = impulse()(jax.random.key(0), make_site())
-    plain = impulse(keep_positions=False)(jax.random.key(0), make_site())
+    kept, plain = (
+        impulse(value_out=value_out, keep_positions=keep)(jax.random.key(0), make_site())
+        for keep in (True, False)
+    )
     for name, letters in (("value", "nD,LDhd->Lnhd"), ("out", "nD,LhdD->Lnhd")):
         in_row_space = [
             np.abs(np.einsum(letters, x, getattr(w, name))).max() for w in (kept, plain)
@@ -89,6 +92,21 @@ def test_value_and_projection_leave_the_encoding_alone():
         assert in_row_space[0] < 1e-2
         assert in_row_space[1] > 1
     np.testing.assert_array_equal(kept.query, plain.query)
+
+
+def test_balanced_heads_are_equally_strong_and_their_product_near_minus_identity():
+    weights = impulse(keep_positions=False)(jax.random.key(0), make_site())
+    mimetic = impulse(keep_positions=False, value_out="mimetic")(jax.random.key(0), make_site())
+    for w in (weights, mimetic):
+        noise = np.einsum("LDhd,LhdE->LDE", w.value, w.out) + 0.4 * np.eye(WIDTH)
+        np.testing.assert_allclose(noise.std(), 0.4 * WIDTH**-0.5, rtol=0.3)
+        assert abs(noise.mean()) < 0.01
+    strengths = [
+        np.linalg.norm(np.einsum("LDhd,LhdE->LhDE", w.value, w.out), axis=(2, 3))
+        for w in (weights, mimetic)
+    ]
+    assert strengths[0].max() / strengths[0].min() < 1.3
+    assert strengths[1].max() / strengths[1].min() > 2  # sorted by singular values
 
 
 @pytest.mark.parametrize("order", ["random", "centre_first"])

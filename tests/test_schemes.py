@@ -132,7 +132,7 @@ def test_default_is_a_normal_of_deviation_002():
         ("default", {"kernel_size": 3}, r"attention_init\.kernel_size: .*takes no options"),
         ("impulse", {"kernel_size": 4}, r"attention_init\.kernel_size=4: .*odd and positive"),
         ("impulse", {"offsets": "all"}, r"attention_init\.offsets='all': choose one of even"),
-        ("impulse", {"value_out": "x"}, r"attention_init\.value_out='x': choose one of mimetic"),
+        ("impulse", {"value_out": "x"}, r"attention_init\.value_out='x': choose one of balanced"),
         ("impulse", {"norm": 0.0}, r"attention_init\.norm=0\.0: .* positive"),
         ("impulse", {"max_steps": 0}, r"attention_init\.max_steps=0"),
     ],

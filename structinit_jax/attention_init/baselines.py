@@ -63,24 +63,25 @@ def mimetic() -> AttentionInit:
             noise=0.7,
             identity=0.7,
         )
-        value, out = mimetic_value_out(vo_key, site)
+        value, out = mimetic_value_out(
+            vo_key, site.num_layers, site.width, site.num_heads, site.head_dim
+        )
         return AttentionWeights(jnp.moveaxis(query, 1, 2), jnp.moveaxis(key_, 1, 2), value, out)
 
     return init
 
 
 def mimetic_value_out(
-    key: PRNGKeyArray, site: AttentionSite
+    key: PRNGKeyArray, layers: int, width: int, num_heads: int, head_dim: int
 ) -> tuple[Float[Array, "L D h d"], Float[Array, "L h d D"]]:
     """V and projection with V Proj = 0.4 U - 0.4 I across the heads of a layer, U uniform noise."""
-    inner = site.num_heads * site.head_dim
     value, out = _factors_near_identity(
-        key, (site.num_layers, site.width), inner, noise=0.4, identity=-0.4
+        key, (layers, width), num_heads * head_dim, noise=0.4, identity=-0.4
     )
-    heads = (site.num_heads, site.head_dim)
+    heads = (num_heads, head_dim)
     return (
-        value.reshape(site.num_layers, site.width, *heads),
-        jnp.swapaxes(out, -1, -2).reshape(site.num_layers, *heads, site.width),
+        value.reshape(layers, width, *heads),
+        jnp.swapaxes(out, -1, -2).reshape(layers, *heads, width),
     )
 
 

@@ -37,7 +37,7 @@ def impulse(
     same_layers: bool = False,
     norm: float = 3**-0.5,
     share: float | None = None,
-    value_out: str = "mimetic",
+    value_out: str = "balanced",
     keep_positions: bool = True,
     optimizer: str = "lbfgs",
     learning_rate: float = 1e-2,
@@ -68,10 +68,12 @@ def impulse(
       norm: root mean square norm of the columns of Q and K, which bounds how sharp the maps
         are. The default is what the start of the 2024 paper's algorithm 1 has.
       share: attention wanted on target, between 0 and 1, in place of a norm.
-      value_out: 'mimetic' for V and projection as in `mimetic` (2025 paper), or 'default'.
-      keep_positions: whether mimetic V and projection leave the encoding's row space alone. Plain
-        mimetic ones subtract 0.4 of it from the residual stream in every layer, and with it what
-        the maps of the layers behind are made of.
+      value_out: V and projection. 'mimetic': V Proj near -0.4 I, as in `mimetic` (2025 paper).
+        'balanced': the same product without its decomposition, so that heads are equally strong
+        where a decomposition sorts them by singular values. 'default': the model's own.
+      keep_positions: whether V and projection leave the encoding's row space alone. Else they
+        subtract 0.4 of it from the residual stream in every layer, and with it what the maps of
+        the layers behind are made of. Without effect on the model's own.
       optimizer: 'lbfgs', or the name of another optax optimizer.
       learning_rate: of an optimizer other than L-BFGS.
       max_steps: an upper bound on solver steps.
@@ -89,7 +91,7 @@ def impulse(
             "maps [F, N, N]"
         )
     check_choice("offsets", offsets, ("even", "random", "centre_first"))
-    check_choice("value_out", value_out, ("mimetic", "default"))
+    check_choice("value_out", value_out, ("balanced", "mimetic", "default"))
     for field, value in (("norm", norm), ("sigma", sigma), ("max_steps", max_steps)):
         check_positive(field, value)
     if share is not None and not 0 < share < 1:
@@ -101,16 +103,18 @@ def impulse(
             positions = sincos_positions(site.grid, site.width)
         else:
             positions = require_positions(site, "impulse")
-        maps, members = _bank_of_layers(filters, kernel_size, dilation, sigma, site)
-        solve_key, order_key, vo_key = jax.random.split(key, 3)
-        chosen = _assign(order_key, members, site, offsets, same_layers)
+        maps, ranges = _bank_of_layers(filters, kernel_size, dilation, sigma, site)
         z, v = row_space(layer_norm(positions))
         weights = _solve_and_place(
-            solve_key,
+            key,
             z,
             v,
             maps,
-            chosen,
+            ranges=ranges,
+            num_heads=site.num_heads,
+            offsets=offsets,
+            value_out=value_out,
+            keep_positions=keep_positions,
             head_dim=site.head_dim,
             qk_scale=site.qk_scale,
             norm=norm,
@@ -121,12 +125,6 @@ def impulse(
             same_layers=same_layers,
         )
         _warn_if_out_of_reach(weights.report, site, z.shape[1])
-        if value_out == "mimetic":
-            value, out = mimetic_value_out(vo_key, site)
-            if keep_positions:
-                value = value - jnp.einsum("Dr,Er,LEhd->LDhd", v, v, value)
-                out = out - jnp.einsum("LhdE,Er,Dr->LhdD", out, v, v)
-            weights = weights._replace(value=value, out=out)
         if site.positions_trainable:
             weights = weights._replace(positions=jnp.asarray(positions))
         return weights
@@ -135,13 +133,13 @@ def impulse(
 
 
 def _bank_of_layers(filters, kernel_size, dilation, sigma, site):
-    """The distinct target maps [F, N, N], and for each layer the indices that it may draw."""
+    """The distinct target maps [F, N, N], and each layer's (start, stop) among them."""
     if not isinstance(filters, str):
         maps = _given_maps(np.asarray(filters, np.float32), site)
-        return maps, [np.arange(len(maps))] * site.num_layers
+        return maps, ((0, len(maps)),) * site.num_layers
     sizes = filters_lib.per_layer("kernel_size", kernel_size, site.num_layers)
     dilations = filters_lib.per_layer("dilation", dilation, site.num_layers)
-    bank, start, total = [], {}, 0
+    bank, ranges, total = [], {}, 0
     for size, step in dict.fromkeys(zip(sizes, dilations, strict=True)):
         filters_lib.check_kernel_size(size, site.grid)
         if filters == "impulse":
@@ -152,10 +150,10 @@ def _bank_of_layers(filters, kernel_size, dilation, sigma, site):
             surround = 2 * sigma if filters == "difference_of_gaussians" else None
             kernels = filters_lib.smooth_kernels(size, sigma, surround=surround)
         bank.append(_normalize_rows(filters_lib.convolution_maps(kernels, site.grid)))
-        start[size, step] = np.arange(total, total + len(kernels))
+        ranges[size, step] = (total, total + len(kernels))
         total += len(kernels)
-    members = [start[pair] for pair in zip(sizes, dilations, strict=True)]
-    return np.concatenate(bank), members
+    pairs = zip(sizes, dilations, strict=True)
+    return np.concatenate(bank), tuple(ranges[pair] for pair in pairs)
 
 
 def _given_maps(filters, site):
@@ -181,58 +179,97 @@ def _normalize_rows(maps):
     return (maps / np.where(total > 0, total, 1)).astype(np.float32)
 
 
-def _assign(key, members, site, offsets, same_layers) -> Int[Array, "L h"]:
-    """Each head's filter. Layers with the same filters to choose from are dealt with together."""
-    chosen = jnp.zeros((site.num_layers, site.num_heads), jnp.int32)
-    for first in dict.fromkeys(int(m[0]) for m in members):
-        layers = np.array([i for i, m in enumerate(members) if m[0] == first])
-        indices = jnp.asarray(members[layers[0]], jnp.int32)
-        dealt = filters_lib.assign_filters(
-            jax.random.fold_in(key, first),
-            (1 if same_layers else len(layers), site.num_heads),
-            len(indices),
-            order=offsets,
-        )
-        dealt = jnp.broadcast_to(indices[dealt], (len(layers), site.num_heads))
-        chosen = chosen.at[layers].set(dealt)
-    return chosen
-
-
 @functools.partial(
     jax.jit,
     static_argnames=(
+        "ranges",
+        "num_heads",
         "head_dim",
         "qk_scale",
+        "offsets",
+        "same_layers",
+        "value_out",
+        "keep_positions",
         "share",
         "optimizer",
         "learning_rate",
         "max_steps",
-        "same_layers",
     ),
 )
 def _solve_and_place(
     key: PRNGKeyArray,
     z: Float[Array, "N r"],
     v: Float[Array, "D r"],
-    targets: Float[Array, "F N N"],
-    chosen: Int[Array, "L h"],
+    targets: Float[Array | np.ndarray, "F N N"],
     *,
+    ranges: tuple[tuple[int, int], ...],
+    num_heads: int,
     head_dim: int,
+    offsets: str,
     same_layers: bool,
+    value_out: str,
+    keep_positions: bool,
     **options,
 ) -> AttentionWeights:
-    solve_key, turn_key = jax.random.split(key)
-    bank = solve_bank(solve_key, z, targets, head_dim=head_dim, **options)
-    rank = bank.query.shape[-1]
-    layers, heads = chosen.shape
-    shape = (1 if same_layers else layers, heads, head_dim, rank)
+    """The whole initialization as one program, so that it compiles and runs as one."""
+    solve_key, turn_key, order_key, vo_key = jax.random.split(key, 4)
+    bank = solve_bank(solve_key, z, jnp.asarray(targets), head_dim=head_dim, **options)
+    chosen = _assign(order_key, ranges, num_heads, offsets, same_layers)
+    layers, width, rank = len(ranges), len(v), bank.query.shape[-1]
+    shape = (1 if same_layers else layers, num_heads, head_dim, rank)
     turns, _ = jnp.linalg.qr(jax.random.normal(turn_key, shape))
     turns = jnp.broadcast_to(turns, (layers, *shape[1:]))
 
     def place(factors):
-        return jnp.einsum("Dr,Lhrk,Lhdk->LDhd", v, factors[chosen], turns)
+        turned = jnp.einsum("Lhrk,Lhdk->Lrhd", factors[chosen], turns)
+        return jnp.einsum("Dr,Lrhd->LDhd", v, turned)
 
-    return AttentionWeights(place(bank.query), place(bank.key), report=bank.report, filters=chosen)
+    weights = AttentionWeights(
+        place(bank.query), place(bank.key), report=bank.report, filters=chosen
+    )
+    if value_out == "default":
+        return weights
+    make = _balanced_value_out if value_out == "balanced" else mimetic_value_out
+    value, out = make(vo_key, layers, width, num_heads, head_dim)
+    if keep_positions:
+        value = value - jnp.einsum("Dr,Lrhd->LDhd", v, jnp.einsum("Er,LEhd->Lrhd", v, value))
+        out = out - jnp.einsum("Dr,Lhdr->LhdD", v, jnp.einsum("LhdE,Er->Lhdr", out, v))
+    return weights._replace(value=value, out=out)
+
+
+def _assign(key, ranges, num_heads, offsets, same_layers) -> Int[Array, "L h"]:
+    """Each head's filter. Layers with the same filters to choose from are dealt with together."""
+    chosen = jnp.zeros((len(ranges), num_heads), jnp.int32)
+    for start, stop in dict.fromkeys(ranges):
+        layers = np.array([i for i, pair in enumerate(ranges) if pair == (start, stop)])
+        dealt = filters_lib.assign_filters(
+            jax.random.fold_in(key, start),
+            (1 if same_layers else len(layers), num_heads),
+            stop - start,
+            order=offsets,
+        )
+        dealt = jnp.broadcast_to(start + dealt, (len(layers), num_heads))
+        chosen = chosen.at[layers].set(dealt.astype(jnp.int32))
+    return chosen
+
+
+def _balanced_value_out(key, layers, width, num_heads, head_dim):
+    """V = c (I - U / 2) Π and Proj = -c Πᵀ (I - U' / 2), c² = 0.4, so V Proj ≈ -0.4 (I - noise).
+
+    U and U' are uniform noise as in `mimetic`; the permutation Π deals the channels to the heads.
+    Heads that are together narrower than the model leave channels out, wider ones take some twice.
+    """
+    noise_key, deal_key = jax.random.split(key)
+    inner, bound = num_heads * head_dim, (3 / width) ** 0.5
+    dealt = jax.vmap(lambda k: jax.random.permutation(k, width))(jax.random.split(deal_key, layers))
+    dealt = jnp.tile(dealt, (1, -(-inner // width)))[:, :inner]
+    identity = jax.nn.one_hot(dealt, width)  # [L, inner, D], the rows of Πᵀ
+    # Sixteen random bits are plenty for noise, and cost half of what thirty-two do.
+    bits = jax.random.bits(noise_key, (2, *identity.shape), "uint16")
+    half_noise = bound * ((bits.astype(jnp.float32) + 0.5) / 2**16 - 0.5)
+    value, out = 0.4**0.5 * (identity[None] - half_noise)
+    heads = (layers, num_heads, head_dim, width)
+    return jnp.moveaxis(value.reshape(heads), -1, 1), -out.reshape(heads)
 
 
 def _warn_if_out_of_reach(report, site, rank):

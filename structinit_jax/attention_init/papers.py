@@ -182,7 +182,9 @@ def impulse_2025(kernel_size: int = 3) -> AttentionInit:
         query, key_, report = _solve_2025(
             noise_key, x, targets, filters, head_dim=site.head_dim, qk_scale=site.qk_scale
         )
-        value, out = mimetic_value_out(vo_key, site)
+        value, out = mimetic_value_out(
+            vo_key, site.num_layers, site.width, site.num_heads, site.head_dim
+        )
         return AttentionWeights(
             query,
             key_,

@@ -148,7 +148,7 @@ def solve_bank(
     rows = np.linspace(0, num_tokens - 1, min(num_tokens, MAX_ROWS)).round().astype(int)
     queries, targets = z[rows], targets[:, rows]
     shape = (num_filters, z.shape[1], min(head_dim, z.shape[1]))
-    start = tuple(jax.random.normal(k, shape) for k in jax.random.split(rng))
+    start = tuple(jax.random.uniform(rng, (2, *shape), minval=-1.0, maxval=1.0))
     transform = make_optimizer(optimizer, learning_rate)
 
     def at_norm(factor, norm):
