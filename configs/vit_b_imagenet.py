@@ -1,6 +1,6 @@
 """ViT-B/16 on ImageNet-1K: "Structured Initialization for Vision Transformers" (NeurIPS 2025).
 
-    python -m structinit_jax.main --config=configs/vit_b_imagenet.py --workdir=gs://... \
+    python -m structinit_jax.main --config=configs/vit_b_imagenet.py --workdir=DIR \
         --config.data.data_dir=DIR
 
 The paper's optimizer and schedule: 300 epochs and 10 more at the final rate, batch 1024. The paper

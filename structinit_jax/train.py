@@ -29,6 +29,8 @@ from structinit_jax.training.schedule import learning_rate_schedule
 from structinit_jax.training.state import TrainState, init_state, split_model
 from structinit_jax.training.step import make_eval_step, make_train_step
 
+# Steps dispatched ahead of the device: enough to keep it busy, few enough that their batches fit.
+MAX_IN_FLIGHT = 2
 # A resumed run must see the data that the run it continues would have seen.
 DATA_ORDER_FIELDS = ("seed", "batch_size", "data.name", "data.train_split")
 
@@ -172,7 +174,10 @@ def initialize(config: ConfigDict, program: Program) -> TrainState:
 
 def evaluate(program: Program, params: dict, batches: Iterable[dict]) -> dict[str, float]:
     """Exact loss and accuracy over all examples; names start with 'test/' whatever the split."""
-    sums = [program.eval_step(params, batch) for batch in batches]
+    sums = []
+    for batch in batches:
+        sums.append(program.eval_step(params, batch))
+        jax.block_until_ready(sums[-MAX_IN_FLIGHT - 1 : -MAX_IN_FLIGHT])
     totals = jax.tree.map(lambda *leaves: float(np.sum(leaves)), *jax.device_get(sums))
     return {
         "test/loss": totals["loss"] / totals["count"],
@@ -262,6 +267,11 @@ def _train(
     start_step = checkpoints.latest_step or 0
     if start_step:
         _check_same_data_order(config, checkpoints.run(start_step)["config"])
+        if start_step > plan.num_steps:
+            raise InputError(
+                f"--workdir={workdir} holds a checkpoint of step {start_step}, but the config ends "
+                f"at step {plan.num_steps}: raise config.num_epochs, or use another --workdir"
+            )
         state = checkpoints.restore(start_step, program.abstract_state)
         print(f"resumed from step {start_step} in {checkpoints.directory}")
     else:
@@ -300,6 +310,7 @@ def _train(
         for step, batch in enumerate(batches, start=start_step + 1):
             state, metrics = train_step(state, batch)
             unread.append(metrics)
+            jax.block_until_ready(unread[-MAX_IN_FLIGHT - 1 : -MAX_IN_FLIGHT])
             if step == start_step + 1:
                 jax.block_until_ready(metrics)
                 progress.note(f"first step after {time.perf_counter() - began:.1f} s")

@@ -132,6 +132,7 @@ def test_newest_and_best_checkpoints_are_kept(tiny_config, tmp_path):
     [
         ("model.width", 32, r"another architecture .*weights 'blocks/attention/key/bias', shape"),
         ("model.positions", "learned", r"'positions', missing in the checkpoint, shape \[16, 16\]"),
+        ("num_steps", 5, r"holds a checkpoint of step 12, but the config ends at step 5"),
         ("seed", 1, r"config\.seed=1, but the checkpoint to resume was trained with 0"),
         ("batch_size", 32, r"config\.batch_size=32, but .* with 64"),
         ("data.train_split", "train[:100]", r"config\.data\.train_split='train\[:100\]', but"),
