@@ -72,6 +72,7 @@ def draw(panels: dict[str, tuple[np.ndarray, Measures]], path: Path) -> None:
 
     layers, heads = next(iter(panels.values()))[0].shape[:2]
     cell = 0.62
+    brightest = max(_centre(kernels).max() for kernels, _ in panels.values())
     figure = plt.figure(
         figsize=(len(panels) * (heads * cell + 0.6), layers * cell + 0.7), layout="constrained"
     )
@@ -80,7 +81,7 @@ def draw(panels: dict[str, tuple[np.ndarray, Measures]], path: Path) -> None:
         subfigure.suptitle(f"{name}\n{100 * measures.share.mean():.0f} % on one neighbour", size=9)
         axes = subfigure.subplots(layers, heads, squeeze=False)
         for (layer, head), axis in np.ndenumerate(axes):
-            axis.imshow(_centre(kernels[layer, head]), cmap="magma", vmin=0)
+            axis.imshow(_centre(kernels[layer, head]), cmap="magma", vmin=0, vmax=brightest)
             axis.set(xticks=[], yticks=[])
             if head == 0:
                 axis.set_ylabel(f"{layer + 1}", size=7, rotation=0, labelpad=8, va="center")
@@ -90,10 +91,11 @@ def draw(panels: dict[str, tuple[np.ndarray, Measures]], path: Path) -> None:
     plt.close(figure)
 
 
-def _centre(kernel: np.ndarray, reach: int = 4) -> np.ndarray:
+def _centre(kernels: np.ndarray, reach: int = 4) -> np.ndarray:
     """The part around the centre: an impulse on a large grid would be a dot too small to see."""
-    row, col = (size // 2 for size in kernel.shape)
-    return kernel[max(row - reach, 0) : row + reach + 1, max(col - reach, 0) : col + reach + 1]
+    row, col = (size // 2 for size in kernels.shape[-2:])
+    rows, cols = (slice(max(at - reach, 0), at + reach + 1) for at in (row, col))
+    return kernels[..., rows, cols]
 
 
 def main(config: ConfigDict) -> None:
