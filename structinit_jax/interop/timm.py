@@ -11,7 +11,6 @@ Torch is not needed: a state dict is names and NumPy arrays. For tensors of torc
 
 from collections.abc import Mapping
 
-import jax.numpy as jnp
 import numpy as np
 from flax import nnx, traverse_util
 
@@ -27,10 +26,8 @@ def export(model: nnx.Module) -> dict[str, np.ndarray]:
     """The model's weights under timm's names and in timm's layout."""
     ours = _weights(model)
     return {
-        e.name: np.ascontiguousarray(
-            e.encode(*(ours[p] if e.layer is None else ours[p][e.layer] for p in e.paths))
-        )
-        for e in ENTRIES[type(model)](model)
+        entry.name: np.ascontiguousarray(entry.encode(*_arrays(ours, entry)))
+        for entry in ENTRIES[type(model)](model)
     }
 
 
@@ -42,7 +39,6 @@ def load(model: nnx.Module, state_dict: StateDict) -> None:
     """
     ours = {path: value.copy() for path, value in _weights(model).items()}
     remaining = dict(state_dict)
-    filled: dict[str, int] = {}
     for entry in ENTRIES[type(model)](model):
         if entry.name not in remaining:
             raise InputError(
@@ -50,30 +46,30 @@ def load(model: nnx.Module, state_dict: StateDict) -> None:
                 f"{', '.join(entry.paths)}: is it of the same architecture and depth?"
             )
         array = np.asarray(remaining.pop(entry.name))
-        targets = [ours[p] if entry.layer is None else ours[p][entry.layer] for p in entry.paths]
+        targets = _arrays(ours, entry)
         expected = np.shape(entry.encode(*targets))
-        if (
-            array.size != np.prod(expected)
-            or array.squeeze().shape != np.squeeze(np.empty(expected)).shape
-        ):
+        if array.shape != expected:
             raise InputError(
-                f"state_dict[{entry.name!r}] has shape {array.shape}, but the model needs {expected}"
+                f"state_dict[{entry.name!r}] has shape {array.shape}: the model needs {expected}"
             )
-        decoded = entry.decode(array.reshape(expected), [t.shape for t in targets])
-        for path, target, value in zip(entry.paths, targets, decoded, strict=True):
+        decoded = entry.decode(array, [target.shape for target in targets])
+        for target, value in zip(targets, decoded, strict=True):
             target[...] = value
-            filled[path] = filled.get(path, 0) + 1
     if remaining:
-        raise InputError(
-            f"state_dict has entries that the model has no place for: {', '.join(sorted(remaining))}"
-        )
+        names = ", ".join(sorted(remaining))
+        raise InputError(f"state_dict has entries that the model has no place for: {names}")
     state = nnx.state(model)
-    flat = dict(nnx.to_flat_state(state))
-    for keys in flat:
-        flat[keys][...] = jnp.asarray(ours["/".join(map(str, keys))])
-    nnx.update(model, nnx.from_flat_state(list(flat.items())))
+    nnx.replace_by_pure_dict(state, traverse_util.unflatten_dict(ours, sep="/"))
+    nnx.update(model, state)
 
 
 def _weights(model: nnx.Module) -> dict[str, np.ndarray]:
     pure = nnx.to_pure_dict(nnx.state(model))
     return {p: np.asarray(v) for p, v in traverse_util.flatten_dict(pure, sep="/").items()}
+
+
+def _arrays(ours, entry):
+    """The entry's arrays, as views."""
+    return [
+        ours[path] if entry.layer is None else ours[path][entry.layer, ...] for path in entry.paths
+    ]
