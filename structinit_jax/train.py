@@ -94,7 +94,7 @@ def build_program(config: ConfigDict, plan: Plan) -> Program:
 
     def make_model(key):
         return create_model(
-            config_lib.model_options(config),
+            config.model.to_dict(),
             image_size=size,
             channels=config.data.channels,
             rngs=nnx.Rngs(params=key),
