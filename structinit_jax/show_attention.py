@@ -40,9 +40,9 @@ def head_kernels(config: ConfigDict, workdir: str | Path | None) -> tuple[np.nda
     source = dataset.split(config.data.eval_split, field="data.eval_split")
     program = train.build_program(config, train.plan_steps(config, len(source)))
     if workdir is None:
-        params = train.initialize(config, program).params
+        state = train.initialize(config, program)
     else:
-        params = train.restore_newest(config, program, workdir)[1].params
+        _, state = train.restore_newest(config, program, workdir)
     examples = load_examples(
         source, dataset.facts, config.data.image_size, config.data.crop_fraction
     )
@@ -50,15 +50,15 @@ def head_kernels(config: ConfigDict, workdir: str | Path | None) -> tuple[np.nda
     batch = next(iter(examples.batches(lambda _: np.arange(count), 1, count)))
 
     @jax.jit
-    def compute(params, images):
-        model = nnx.merge(program.graphdef, params)
+    def compute(params, model_state, images):
+        model = nnx.merge(program.graphdef, params, model_state)
         images = normalize(images, config.data.mean, config.data.std)
         maps = model(images, with_maps=True)[1]["blocks"]["attention_maps"]
         tokens = model.grid[0] * model.grid[1]
         mean = maps.mean(axis=1)[..., -tokens:, -tokens:]
         return attention_by_offset(mean, model.grid), measure_maps(maps, model.grid)
 
-    return jax.device_get(compute(params, batch["image"]))
+    return jax.device_get(compute(state.params, state.model_state, batch["image"]))
 
 
 def draw(panels: dict[str, tuple[np.ndarray, Measures]], path: Path) -> None:

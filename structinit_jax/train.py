@@ -64,19 +64,20 @@ class Program(NamedTuple):
 
     Attributes:
       mesh: all devices.
-      graphdef: the model without its parameters.
-      init_params: key -> parameters with the model's default start values.
-      init_attention: (parameters, key) -> parameters with the scheme's, and the solve's report.
+      graphdef: the model without its arrays.
+      init_model: key -> (parameters, model state) with the model's default start values.
+      init_attention: (parameters, model state, key) -> the same two with the scheme's start values,
+        and the solve's report.
       optimizer: for `init_state`.
       train_step: (state, batch) -> (state, metrics), jitted; consumes the state.
-      eval_step: (parameters, batch) -> sums, jitted.
+      eval_step: (parameters, model state, batch) -> sums, jitted.
       abstract_state: shapes, types and shardings of the state.
       abstract_batch: the same of a global training batch.
     """
 
     mesh: jax.sharding.Mesh
     graphdef: nnx.GraphDef
-    init_params: jax.stages.Wrapped
+    init_model: jax.stages.Wrapped
     init_attention: jax.stages.Wrapped
     optimizer: optax.GradientTransformation
     train_step: jax.stages.Wrapped
@@ -100,16 +101,16 @@ def build_program(config: ConfigDict, plan: Plan) -> Program:
             rngs=nnx.Rngs(params=key),
         )
 
-    graphdef, abstract_params = split_model(nnx.eval_shape(make_model, jax.random.key(0)))
+    graphdef, *abstract_model = split_model(nnx.eval_shape(make_model, jax.random.key(0)))
     scheme = config_lib.make_attention_init(config)
 
-    def init_attention(params, key):
-        model = nnx.merge(graphdef, params)
+    def init_attention(params, model_state, key):
+        model = nnx.merge(graphdef, params, model_state)
         report = model.initialize_attention(scheme, key)
-        return split_model(model)[1], report
+        return *split_model(model)[1:], report
 
     # Traced once here, so that a scheme that does not fit the model says so before data is read.
-    jax.eval_shape(init_attention, abstract_params, jax.random.key(0))
+    jax.eval_shape(init_attention, *abstract_model, jax.random.key(0))
 
     schedule = learning_rate_schedule(
         config, num_steps=plan.num_steps, steps_per_epoch=plan.steps_per_epoch
@@ -117,13 +118,13 @@ def build_program(config: ConfigDict, plan: Plan) -> Program:
     optimizer = make_optimizer(config, schedule)
     abstract_state = jax.tree.map(
         lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=replicated),
-        jax.eval_shape(lambda params: init_state(params, optimizer), abstract_params),
+        jax.eval_shape(lambda *model: init_state(*model, optimizer), *abstract_model),
     )
     return Program(
         mesh=mesh,
         graphdef=graphdef,
-        init_params=jax.jit(lambda key: split_model(make_model(key))[1], out_shardings=replicated),
-        init_attention=jax.jit(init_attention, donate_argnums=0, out_shardings=replicated),
+        init_model=jax.jit(lambda key: split_model(make_model(key))[1:], out_shardings=replicated),
+        init_attention=jax.jit(init_attention, donate_argnums=(0, 1), out_shardings=replicated),
         optimizer=optimizer,
         train_step=jax.jit(
             make_train_step(config, graphdef, optimizer, schedule),
@@ -133,7 +134,7 @@ def build_program(config: ConfigDict, plan: Plan) -> Program:
         ),
         eval_step=jax.jit(
             make_eval_step(config, graphdef),
-            in_shardings=(replicated, sharded),
+            in_shardings=(replicated, replicated, sharded),
             out_shardings=replicated,
         ),
         abstract_state=abstract_state,
@@ -149,11 +150,11 @@ def build_program(config: ConfigDict, plan: Plan) -> Program:
 def initialize(config: ConfigDict, program: Program) -> TrainState:
     """Draws the start state and says how long the attention solve took and how close it came."""
     params_key, attention_key = jax.random.split(jax.random.key(config.seed))
-    params = program.init_params(params_key)
+    model = program.init_model(params_key)
     start = time.perf_counter()
-    solve = program.init_attention.lower(params, attention_key).compile()
+    solve = program.init_attention.lower(*model, attention_key).compile()
     compiled = time.perf_counter()
-    params, report = jax.block_until_ready(solve(params, attention_key))
+    *model, report = jax.block_until_ready(solve(*model, attention_key))
     text = (
         f"attention_init {config.attention_init.name}: {time.perf_counter() - compiled:.2f} s "
         f"(and {compiled - start:.2f} s to compile)"
@@ -165,18 +166,20 @@ def initialize(config: ConfigDict, program: Program) -> TrainState:
         )
     print(text, flush=True)
     init = jax.jit(
-        lambda params: init_state(params, program.optimizer),
+        lambda *model: init_state(*model, program.optimizer),
         out_shardings=mesh_lib.replicated(program.mesh),
-        donate_argnums=0,
+        donate_argnums=(0, 1),
     )
-    return init(params)
+    return init(*model)
 
 
-def evaluate(program: Program, params: dict, batches: Iterable[dict]) -> dict[str, float]:
+def evaluate(
+    program: Program, params: dict, model_state: dict, batches: Iterable[dict]
+) -> dict[str, float]:
     """Exact loss and accuracy over all examples; names start with 'test/' whatever the split."""
     sums = []
     for batch in batches:
-        sums.append(program.eval_step(params, batch))
+        sums.append(program.eval_step(params, model_state, batch))
         jax.block_until_ready(sums[-MAX_IN_FLIGHT - 1 : -MAX_IN_FLIGHT])
     totals = jax.tree.map(lambda *leaves: float(np.sum(leaves)), *jax.device_get(sums))
     return {
@@ -208,7 +211,7 @@ def _eval_batches(config: ConfigDict, program: Program, examples) -> Iterable[di
 
 
 def parameter_table(program: Program) -> str:
-    """Name, shape and size of every weight; layers of a stack share a row."""
+    """Name, shape and size of every trained weight; layers of a stack share a row."""
     return parameter_overview.get_parameter_overview(
         program.abstract_state.params, include_stats=False
     )
@@ -326,9 +329,8 @@ def _train(
             jax.block_until_ready(state)  # steps still under way are no part of the pause
             pause = time.perf_counter()
             if evaluated:
-                results = evaluate(
-                    program, state.params, _eval_batches(config, program, eval_examples)
-                )
+                eval_batches = _eval_batches(config, program, eval_examples)
+                results = evaluate(program, state.params, state.model_state, eval_batches)
                 log.write(step, results)
                 progress.note(
                     f"step {step}  test loss {results['test/loss']:.4f}  "
@@ -337,7 +339,8 @@ def _train(
             checkpoints.save(step, state, run, results if evaluated else None)
             progress.skip_pause(time.perf_counter() - pause)
     if not results:  # the run had ended before; say again how
-        results = evaluate(program, state.params, _eval_batches(config, program, eval_examples))
+        eval_batches = _eval_batches(config, program, eval_examples)
+        results = evaluate(program, state.params, state.model_state, eval_batches)
     print(
         f"done: test accuracy {results[BEST_METRIC]:.4f} after {plan.num_steps} steps, "
         f"{time.perf_counter() - began:.0f} s; results in {workdir}"
@@ -377,7 +380,8 @@ def evaluate_checkpoint(config: ConfigDict, workdir: str | Path) -> dict[str, fl
     examples = load_examples(
         source, dataset.facts, config.data.image_size, config.data.crop_fraction
     )
-    results = evaluate(program, state.params, _eval_batches(config, program, examples))
+    eval_batches = _eval_batches(config, program, examples)
+    results = evaluate(program, state.params, state.model_state, eval_batches)
     print(
         f"step {step}  test loss {results['test/loss']:.4f}  "
         f"test accuracy {results[BEST_METRIC]:.4f} on {len(source):,} examples of "

@@ -59,9 +59,9 @@ def test_steps_lower_the_loss_and_compile_once(tiny_config, capsys):
 def test_padding_does_not_count_in_evaluation(tiny_config, program):
     state = initialize(tiny_config, program)
     batch = make_batch(program, masked=20)
-    padded = program.eval_step(state.params, batch)
+    padded = program.eval_step(state.params, state.model_state, batch)
     batch["image"][44:] = 0  # whatever the padding holds
-    again = program.eval_step(state.params, batch)
+    again = program.eval_step(state.params, state.model_state, batch)
     assert float(padded["count"]) == 44
     jax.tree.map(np.testing.assert_array_equal, padded, again)
 

@@ -82,6 +82,7 @@ class Checkpoints:
         """
         saved = self._manager.item_metadata(step)["state"]
         self._check_same_weights(step, saved["params"], abstract_state.params)
+        self._check_same_weights(step, saved["model_state"], abstract_state.model_state)
         args = ocp.args.Composite(state=ocp.args.StandardRestore(abstract_state))
         return self._manager.restore(step, args=args)["state"]
 

@@ -14,24 +14,34 @@ class TrainState(NamedTuple):
 
     Attributes:
       step: optimizer steps taken.
-      params: the model's parameters as a nested dict of float32 arrays.
+      params: the model's trained parameters as a nested dict of float32 arrays.
+      model_state: what the model holds besides, in the same form: BatchNorm's running statistics,
+        which the forward pass moves, and fixed weights. Empty for a ViT.
       opt_state: the optimizer's state.
     """
 
     step: Int[Array, ""]
     params: dict[str, Any]
+    model_state: dict[str, Any]
     opt_state: optax.OptState
 
 
-def split_model(model: nnx.Module) -> tuple[nnx.GraphDef, dict[str, Any]]:
-    """A model as its static definition and its parameters; `nnx.merge` puts them together."""
-    graphdef, state = nnx.split(model)
-    return graphdef, nnx.to_pure_dict(state)
+def split_model(model: nnx.Module) -> tuple[nnx.GraphDef, dict[str, Any], dict[str, Any]]:
+    """A model as its static definition, its parameters and the state that is not trained.
+
+    `nnx.merge(graphdef, params, model_state)` puts them together.
+    """
+    graphdef, params, model_state = nnx.split(model, nnx.Param, ...)
+    return graphdef, nnx.to_pure_dict(params), nnx.to_pure_dict(model_state)
 
 
-def init_state(params: dict[str, Any], optimizer: optax.GradientTransformation) -> TrainState:
+def init_state(
+    params: dict[str, Any],
+    model_state: dict[str, Any],
+    optimizer: optax.GradientTransformation,
+) -> TrainState:
     """The state before the first step."""
-    return TrainState(jnp.zeros((), jnp.int32), params, optimizer.init(params))
+    return TrainState(jnp.zeros((), jnp.int32), params, model_state, optimizer.init(params))
 
 
 def count_parameters(params) -> int:

@@ -9,7 +9,7 @@ from flax import nnx
 from jaxtyping import Array, Float, Integer
 from ml_collections import ConfigDict
 
-from structinit_jax.training.state import TrainState
+from structinit_jax.training.state import TrainState, split_model
 
 Batch = dict[str, Array]
 Metrics = dict[str, Float[Array, ""]]
@@ -44,11 +44,13 @@ def make_train_step(
 
         def loss_fn(params):
             images = normalize(batch["image"], config.data.mean, config.data.std)
-            logits, _ = nnx.merge(graphdef, params)(images, key=key)
+            model = nnx.merge(graphdef, params, state.model_state)
+            logits, _ = model(images, key=key)
             losses = cross_entropy(logits, batch["label"], config.label_smoothing)
-            return losses.mean(), logits
+            return losses.mean(), (logits, split_model(model)[2])
 
-        (loss, logits), grads = jax.value_and_grad(loss_fn, has_aux=True)(state.params)
+        value_and_grad = jax.value_and_grad(loss_fn, has_aux=True)
+        (loss, (logits, model_state)), grads = value_and_grad(state.params)
         updates, opt_state = optimizer.update(grads, state.opt_state, state.params)
         params = optax.apply_updates(state.params, updates)
         metrics = {
@@ -57,17 +59,22 @@ def make_train_step(
             "learning_rate": jnp.asarray(schedule(state.step)),
             "gradient_norm": optax.tree.norm(grads),
         }
-        return TrainState(state.step + 1, params, opt_state), metrics
+        return TrainState(state.step + 1, params, model_state, opt_state), metrics
 
     return train_step
 
 
-def make_eval_step(config: ConfigDict, graphdef: nnx.GraphDef) -> Callable[[dict, Batch], Metrics]:
-    """Builds `(params, batch) -> sums` over the examples whose mask is 1: loss, correct, count."""
+def make_eval_step(
+    config: ConfigDict, graphdef: nnx.GraphDef
+) -> Callable[[dict, dict, Batch], Metrics]:
+    """Builds `(params, model_state, batch) -> sums` over the examples whose mask is 1.
 
-    def eval_step(params: dict, batch: Batch) -> Metrics:
+    The sums are loss, correct and count.
+    """
+
+    def eval_step(params: dict, model_state: dict, batch: Batch) -> Metrics:
         images = normalize(batch["image"], config.data.mean, config.data.std)
-        logits, _ = nnx.merge(graphdef, params)(images)
+        logits, _ = nnx.merge(graphdef, params, model_state)(images)
         losses = cross_entropy(logits, batch["label"], smoothing=0.0)
         correct = logits.argmax(-1) == batch["label"]
         mask = batch["mask"]
