@@ -34,10 +34,13 @@ def base_config(model: str = "vit") -> ConfigDict:
             final_learning_rate=1e-6,  # where the cosine ends
             cooldown_epochs=0.0,  # of num_epochs, spent at the final rate at the end
             weight_decay=0.05,  # on matrices only: not on biases, norms, positions, class token
+            layer_decay=1.0,  # factor on the learning rate from each block to the one before
             adam_b2=0.999,
             adam_epsilon=1e-8,
             clip_norm=1.0,  # global gradient norm; 0 turns clipping off
             label_smoothing=0.1,
+            ema_decay=0.0,  # of averaged weights, evaluated beside the others; 0 keeps none
+            accumulate_steps=1,  # parts of a batch, worked off one after another to save memory
             log_every_steps=20,
             eval_every_epochs=5.0,
             checkpoint_every_steps=500,
@@ -66,7 +69,13 @@ def validate(config: ConfigDict) -> None:
     Raises:
       InputError: naming the field, what it got, what it needs and the fix.
     """
-    for field in ("batch_size", "log_every_steps", "checkpoint_every_steps", "keep_checkpoints"):
+    for field in (
+        "batch_size",
+        "accumulate_steps",
+        "log_every_steps",
+        "checkpoint_every_steps",
+        "keep_checkpoints",
+    ):
         _require(config[field] >= 1, field, config[field], "a positive whole number")
     _require(
         config.num_steps > 0 or (config.num_steps == 0 and config.num_epochs > 0),
@@ -88,6 +97,8 @@ def validate(config: ConfigDict) -> None:
     _require(
         0 <= config.label_smoothing < 1, "label_smoothing", config.label_smoothing, "in [0, 1)"
     )
+    _require(0 < config.layer_decay <= 1, "layer_decay", config.layer_decay, "in (0, 1]")
+    _require(0 <= config.ema_decay < 1, "ema_decay", config.ema_decay, "in [0, 1)")
     _validate_model(config.model)
     _validate_data(config.data)
     make_attention_init(config)
