@@ -7,9 +7,10 @@ from typing import Any
 from flax import nnx
 
 from structinit_jax.errors import InputError
+from structinit_jax.models.convmixer import ConvMixer
 from structinit_jax.models.vit import VisionTransformer
 
-MODELS = {"vit": VisionTransformer}
+MODELS = {"vit": VisionTransformer, "convmixer": ConvMixer}
 
 
 def create_model(
