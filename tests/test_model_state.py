@@ -66,11 +66,14 @@ def test_steps_lower_the_loss_move_statistics_and_leave_fixed_filters(config):
     before, after = (s.model_state["blocks"]["spatial"]["kernel"] for s in (start, state))
     assert set(np.unique(before)) == {0, 1}  # the scheme's impulses
     np.testing.assert_array_equal(before, after)
+    old, new = (s.model_state["blocks"]["norm1"] for s in (start, state))
     for name in ("mean", "variance"):
-        moved = (
-            state.model_state["blocks"]["norm1"][name] - start.model_state["blocks"]["norm1"][name]
-        )
-        assert np.abs(moved).min() > 1e-4
+        assert np.abs(new[name] - old[name]).min() > 1e-4
+    batch["mask"] = np.ones(64, np.float32)
+    evaluated, stale = (
+        program.eval_step(state.params, s.model_state, batch) for s in (state, start)
+    )
+    assert abs(evaluated["loss"] - stale["loss"]) > 1  # it is the running statistics that count
     changed = jax.tree.map(lambda a, b: np.abs(a - b).max() > 1e-4, start.params, state.params)
     assert all(jax.tree.leaves(changed))
 
@@ -110,7 +113,6 @@ def test_one_and_eight_devices_normalize_by_the_global_batch(config, monkeypatch
 
 def test_a_run_interrupted_and_resumed_has_the_same_model_state(config, tmp_path, monkeypatch):
     results = train.train(config, tmp_path / "whole")
-    assert results["test/accuracy"] > 0.2
     write = train.MetricsLog.write
 
     def interrupted_write(log, step, values):
