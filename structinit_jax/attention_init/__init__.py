@@ -32,6 +32,8 @@ from structinit_jax.attention_init.site import (
     AttentionInit,
     AttentionSite,
     AttentionWeights,
+    ConvSite,
+    ConvWeights,
     SolveReport,
 )
 
@@ -40,6 +42,8 @@ __all__ = [
     "AttentionInit",
     "AttentionSite",
     "AttentionWeights",
+    "ConvSite",
+    "ConvWeights",
     "SolveReport",
     "by_name",
     "default",

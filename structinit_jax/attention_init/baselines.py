@@ -4,13 +4,26 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, PRNGKeyArray
 
-from structinit_jax.attention_init.site import AttentionInit, AttentionSite, AttentionWeights
+from structinit_jax.attention_init.conv_filters import random_filters
+from structinit_jax.attention_init.site import (
+    AttentionInit,
+    AttentionWeights,
+    ConvSite,
+    Site,
+    Weights,
+    refuse_convolutions,
+)
 
 
 def default() -> AttentionInit:
-    """Truncated normal of standard deviation 0.02 on query, key, value and projection (timm)."""
+    """Truncated normal of standard deviation 0.02 on query, key, value and projection (timm).
 
-    def init(key: PRNGKeyArray, site: AttentionSite) -> AttentionWeights:
+    Convolutions get PyTorch's default (`conv_filters.random_filters`), which timm leaves in place.
+    """
+
+    def init(key: PRNGKeyArray, site: Site) -> Weights:
+        if isinstance(site, ConvSite):
+            return random_filters(key, site)
         std = 0.02
         # timm cuts at ±2 in absolute terms, so 100 deviations away.
         return _draw_all(
@@ -25,10 +38,13 @@ def default() -> AttentionInit:
 def kaiming_uniform() -> AttentionInit:
     """Uniform between ±D^-1/2 on query, key, value and projection: PyTorch's Linear default.
 
-    PyTorch's call is He et al.'s Kaiming uniform with a = 5^1/2, which comes to this bound.
+    PyTorch's call is He et al.'s Kaiming uniform with a = 5^1/2, which comes to this bound; for the
+    filters of a depthwise convolution to ±1/f.
     """
 
-    def init(key: PRNGKeyArray, site: AttentionSite) -> AttentionWeights:
+    def init(key: PRNGKeyArray, site: Site) -> Weights:
+        if isinstance(site, ConvSite):
+            return random_filters(key, site)
         inner = site.num_heads * site.head_dim
         weights = _draw_all(
             key, site, lambda k, shape: jax.random.uniform(k, shape, minval=-1.0, maxval=1.0)
@@ -54,7 +70,8 @@ def mimetic() -> AttentionInit:
     factored by singular value decomposition.
     """
 
-    def init(key: PRNGKeyArray, site: AttentionSite) -> AttentionWeights:
+    def init(key: PRNGKeyArray, site: Site) -> AttentionWeights:
+        refuse_convolutions(site, "mimetic")
         qk_key, vo_key = jax.random.split(key)
         query, key_ = _factors_near_identity(
             qk_key,

@@ -11,11 +11,14 @@ from jaxtyping import Array, Float, Int, PRNGKeyArray
 
 from structinit_jax.attention_init import filters as filters_lib
 from structinit_jax.attention_init.baselines import mimetic_value_out
+from structinit_jax.attention_init.conv_filters import placed_filters
 from structinit_jax.attention_init.pseudo_input import layer_norm, sincos_positions
 from structinit_jax.attention_init.site import (
     AttentionInit,
-    AttentionSite,
     AttentionWeights,
+    ConvSite,
+    Site,
+    Weights,
     check_choice,
     check_positive,
     require_positions,
@@ -51,6 +54,11 @@ def impulse(
     Query and key are zero outside the encoding's row space: they see positions alone at first.
 
     Where the model's positions are trainable, they start from the sin-cos encoding.
+
+    The filters of a depthwise convolution (`ConvSite`) are set as such, one for each channel, see
+    `conv_filters.placed_filters`: they spread over the model's own kernel, even or odd, and of the
+    options only `filters`, `sigma`, `offsets` and `same_layers` have a part. `kernel_size` may be
+    at most the model's.
 
     Args:
       kernel_size: f, odd, at most the grid's shorter side; or one for each layer.
@@ -98,7 +106,17 @@ def impulse(
         raise InputError(f"attention_init.share={share}: a share of attention lies in (0, 1)")
     make_optimizer(optimizer, learning_rate)
 
-    def init(key: PRNGKeyArray, site: AttentionSite) -> AttentionWeights:
+    def init(key: PRNGKeyArray, site: Site) -> Weights:
+        if isinstance(site, ConvSite):
+            return placed_filters(
+                key,
+                site,
+                kernel_size=kernel_size,
+                filters=filters,
+                sigma=sigma,
+                order=offsets,
+                same_layers=same_layers,
+            )
         if site.positions_trainable:
             positions = sincos_positions(site.grid, site.width)
         else:

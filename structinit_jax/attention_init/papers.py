@@ -9,6 +9,7 @@ import optax
 from jaxtyping import Array, Float, Int, PRNGKeyArray
 
 from structinit_jax.attention_init.baselines import mimetic_value_out, split_product
+from structinit_jax.attention_init.conv_filters import placed_filters
 from structinit_jax.attention_init.filters import (
     assign_filters,
     check_kernel_size,
@@ -18,10 +19,13 @@ from structinit_jax.attention_init.filters import (
 from structinit_jax.attention_init.pseudo_input import draw_pseudo_input, layer_norm
 from structinit_jax.attention_init.site import (
     AttentionInit,
-    AttentionSite,
     AttentionWeights,
+    ConvSite,
+    Site,
     SolveReport,
+    Weights,
     check_positive,
+    refuse_convolutions,
     require_positions,
 )
 from structinit_jax.attention_init.solve import closeness
@@ -52,6 +56,10 @@ def impulse_2024(
     keep the model's default. Made for comparison: `impulse` solves the same problem closer, and
     thousands of times faster.
 
+    The filters of a depthwise convolution (`ConvSite`) are those of the paper's table 4: each
+    channel's an impulse at a place drawn independently from the model's own kernel. `kernel_size`
+    may be at most that, and the other options have no part.
+
     Args:
       kernel_size: f. Each head draws one of the f² offsets, with replacement.
       same_layers: whether all layers share their Q and K, as in the paper's main results.
@@ -65,7 +73,9 @@ def impulse_2024(
     check_positive("max_steps", max_steps)
     check_positive("learning_rate", learning_rate)
 
-    def init(key: PRNGKeyArray, site: AttentionSite) -> AttentionWeights:
+    def init(key: PRNGKeyArray, site: Site) -> Weights:
+        if isinstance(site, ConvSite):
+            return placed_filters(key, site, kernel_size=kernel_size)
         check_kernel_size(kernel_size, site.grid)
         positions = require_positions(site, "impulse_2024")
         offset_key, first_key, rest_key = jax.random.split(key, 3)
@@ -174,7 +184,8 @@ def impulse_2025(kernel_size: int = 3) -> AttentionInit:
     """
     check_kernel_size(kernel_size)
 
-    def init(key: PRNGKeyArray, site: AttentionSite) -> AttentionWeights:
+    def init(key: PRNGKeyArray, site: Site) -> AttentionWeights:
+        refuse_convolutions(site, "impulse_2025")
         check_kernel_size(kernel_size, site.grid)
         positions = require_positions(site, "impulse_2025")
         if site.positions_trainable:

@@ -98,7 +98,34 @@ class AttentionWeights(NamedTuple):
     filters: Int[Array, "L h"] | None = None
 
 
-AttentionInit = Callable[[jax.Array, AttentionSite], AttentionWeights]
+@dataclasses.dataclass(frozen=True)
+class ConvSite:
+    """A stack of equal depthwise convolutions, such as ConvMixer's.
+
+    Attributes:
+      kernel_size: f, even or odd.
+      width: D, the channels, each with a filter of its own.
+      num_layers: L, the convolutions in the stack.
+    """
+
+    kernel_size: int
+    width: int
+    num_layers: int
+
+
+class ConvWeights(NamedTuple):
+    """Start values for a `ConvSite`.
+
+    Attributes:
+      kernel: [L, f, f, D], the weight on the neighbour at each place of the kernel.
+    """
+
+    kernel: Float[Array, "L f f D"]
+
+
+Site = AttentionSite | ConvSite
+Weights = AttentionWeights | ConvWeights
+AttentionInit = Callable[[jax.Array, Site], Weights]
 """A scheme: `(key, site) -> weights`. Pure, and traceable by jit, vmap and eval_shape."""
 
 
@@ -110,6 +137,15 @@ def require_positions(site: AttentionSite, scheme: str):
             "the maps are solved against them"
         )
     return site.positions
+
+
+def refuse_convolutions(site: Site, scheme: str) -> None:
+    """Raises `InputError` for a `ConvSite`, for which the scheme has no published form."""
+    if isinstance(site, ConvSite):
+        raise InputError(
+            f"attention_init.name={scheme!r} is made for attention; the filters of a convolution "
+            "take default, kaiming_uniform, impulse or impulse_2024"
+        )
 
 
 def check_choice(field: str, value: str, choices: tuple[str, ...]) -> None:

@@ -15,18 +15,19 @@ import numpy as np
 from flax import nnx, traverse_util
 
 from structinit_jax.errors import InputError
-from structinit_jax.interop import timm_vit
+from structinit_jax.interop import timm_convmixer, timm_vit
+from structinit_jax.models.convmixer import ConvMixer
 from structinit_jax.models.vit import VisionTransformer
 
 StateDict = Mapping[str, np.ndarray]
-ENTRIES = {VisionTransformer: timm_vit.entries}
+ENTRIES = {VisionTransformer: timm_vit.entries, ConvMixer: timm_convmixer.entries}
 
 
 def export(model: nnx.Module) -> dict[str, np.ndarray]:
-    """The model's weights under timm's names and in timm's layout."""
+    """The model's weights, fixed ones and running statistics too, in timm's names and layout."""
     ours = _weights(model)
     return {
-        entry.name: np.ascontiguousarray(entry.encode(*_arrays(ours, entry)))
+        entry.name: np.asarray(entry.encode(*_arrays(ours, entry)), order="C")
         for entry in ENTRIES[type(model)](model)
     }
 

@@ -8,13 +8,18 @@ from typing import Any
 from flax import nnx
 
 from structinit_jax.errors import InputError
-from structinit_jax.models import vit
+from structinit_jax.models import convmixer, vit
 
-FAMILIES = {"vit": vit.VisionTransformer}
-VARIANTS = {name: ("vit", options) for name, options in vit.VARIANTS.items()}
+FAMILIES = {"vit": vit.VisionTransformer, "convmixer": convmixer.ConvMixer}
+VARIANTS = {
+    name: (family, options)
+    for family, module in (("vit", vit), ("convmixer", convmixer))
+    for name, options in module.VARIANTS.items()
+}
 # What a family is where a config names no variant.
 DEFAULT_SIZES = {
     "vit": dict(width=192, depth=12, num_heads=3, patch_size=16),
+    "convmixer": convmixer.VARIANTS["convmixer_256_8"],
 }
 NOT_OPTIONS = ("image_size", "channels", "attention_init", "rngs")  # config.model lacks them
 
@@ -22,7 +27,7 @@ NOT_OPTIONS = ("image_size", "channels", "attention_init", "rngs")  # config.mod
 def default_options(name: str) -> dict[str, Any]:
     """Every field of `config.model` for a family ('vit') or a variant ('vit_tiny_patch16_224').
 
-    A variant's `image_size` is among them; it belongs in `config.data`.
+    The variant's `image_size` is among them; it belongs in `config.data`.
 
     Raises:
       InputError: for an unknown name; it lists the near ones.

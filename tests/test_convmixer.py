@@ -1,0 +1,248 @@
+import json
+import pathlib
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from flax import nnx
+
+from structinit_jax import attention_init
+from structinit_jax.errors import InputError
+from structinit_jax.interop import timm
+from structinit_jax.models import convmixer
+from structinit_jax.models.convmixer import ConvMixer
+from structinit_jax.training.optimizer import decay_mask
+from structinit_jax.training.state import count_parameters, split_model
+
+REFERENCES = pathlib.Path(__file__).parent / "references"
+SIZES = dict(
+    image_size=(8, 12), patch_size=2, channels=1, num_classes=5, width=8, depth=2, kernel_size=3
+)
+RECORDED = {
+    "gelu_even": dict(kernel_size=8, activation="gelu"),
+    "relu_odd": dict(kernel_size=5, activation="relu"),
+}
+
+
+def make(**options):
+    return ConvMixer(**(SIZES | options), rngs=nnx.Rngs(0))
+
+
+def images(n=4):
+    return jax.random.normal(jax.random.key(1), (n, 8, 12, 1))
+
+
+def statistics(model):
+    return nnx.to_pure_dict(nnx.state(model, nnx.BatchStat))
+
+
+@jax.jit
+def train_forward(model, images):
+    logits, out = model(images, key=jax.random.key(0))
+    return logits, out, nnx.state(model, nnx.BatchStat)
+
+
+@pytest.fixture(scope="module", params=RECORDED)
+def reference(request):
+    """What timm recorded, by key, and our model with timm's weights."""
+    with np.load(REFERENCES / "convmixer.npz") as file:
+        prefix = request.param + "/"
+        arrays = {k.removeprefix(prefix): file[k] for k in file.files if k.startswith(prefix)}
+    model = make(image_size=(12, 20), channels=3, width=16, **RECORDED[request.param])
+    timm.load(model, part(arrays, "state"))
+    return arrays, model
+
+
+def part(arrays, name):
+    return {k.removeprefix(name + "/"): v for k, v in arrays.items() if k.startswith(name + "/")}
+
+
+@pytest.mark.parametrize("mode", ["evaluation", "training"])
+def test_logits_blocks_and_running_statistics_equal_timms(reference, mode):
+    arrays, model = reference
+    if mode == "training":
+        logits, out, after = train_forward(model, arrays["images"])
+        trained = nnx.clone(model)
+        nnx.update(trained, after)
+        exported, recorded = timm.export(trained), part(arrays, "after")
+        assert len(recorded) == 10
+        for name, expected in recorded.items():
+            np.testing.assert_allclose(exported[name], expected, atol=1e-5, err_msg=name)
+            assert np.abs(expected - arrays[f"state/{name}"]).max() > 1e-3
+    else:
+        logits, out = model(jnp.asarray(arrays["images"]))
+    for ours, theirs in zip(out["blocks"]["output"], arrays[f"{mode}/blocks"], strict=True):
+        np.testing.assert_allclose(ours, theirs, atol=1e-4)
+    np.testing.assert_allclose(logits, arrays[f"{mode}/logits"], atol=1e-4)
+
+
+def test_weights_come_back_to_timm_as_they_were(reference):
+    arrays, model = reference
+    recorded, exported = part(arrays, "state"), timm.export(model)
+    assert exported.keys() == recorded.keys()
+    for name, expected in recorded.items():
+        assert exported[name].dtype == expected.dtype
+        np.testing.assert_array_equal(exported[name], expected, err_msg=name)
+
+
+def test_timm_weights_of_another_kernel_are_refused(reference):
+    arrays, _ = reference
+    model = make(image_size=(12, 20), channels=3, width=16)
+    with pytest.raises(InputError, match=r"blocks\.0\.0\.fn\.0\.weight'\] has shape \(16, 1, "):
+        timm.load(model, part(arrays, "state"))
+
+
+def test_fixed_filters_load_too(reference):
+    arrays, _ = reference
+    state = part(arrays, "state")
+    size = state["blocks.0.0.fn.0.weight"].shape[-1]
+    options = dict(image_size=(12, 20), channels=3, width=16, kernel_size=size)
+    model = make(spatial_filters="fixed", **options)
+    timm.load(model, state)
+    theirs = state["blocks.1.0.fn.0.weight"][:, 0].transpose(1, 2, 0)
+    np.testing.assert_array_equal(model.blocks.spatial.kernel[...][1], theirs)
+
+
+def test_parameter_counts_equal_timms():
+    counts = json.loads((REFERENCES / "convmixer_counts.json").read_text())
+    assert counts.keys() < convmixer.VARIANTS.keys()
+    for name, count in counts.items():
+        sizes = convmixer.VARIANTS[name] | dict(channels=3, num_classes=1000)
+        model = nnx.eval_shape(lambda sizes=sizes: ConvMixer(**sizes, rngs=nnx.Rngs(0)))
+        assert count_parameters(split_model(model)[1]) == count
+
+
+def test_papers_variants_are_those_of_table_4():
+    for width in (256, 512):
+        sizes = convmixer.VARIANTS[f"convmixer_{width}_8"]
+        assert (sizes["width"], sizes["depth"], sizes["patch_size"]) == (width, 8, 2)
+        assert sizes["image_size"] == 32
+
+
+def test_intermediates_have_the_documented_shapes():
+    logits, out = make()(images())
+    assert (logits.shape, logits.dtype) == ((4, 5), jnp.float32)
+    assert out["stem"].shape == (4, 4, 6, 8)
+    assert out["blocks"]["spatial"].shape == out["blocks"]["output"].shape == (2, 4, 4, 6, 8)
+    assert out["pooled"].shape == (4, 8)
+
+
+@pytest.mark.parametrize("options", [dict(unroll=2), dict(remat=True)])
+def test_unrolled_and_rematerialized_stacks_learn_alike(options):
+    def gradient(model):
+        graphdef, params, model_state = split_model(model)
+
+        def loss(params):
+            model = nnx.merge(graphdef, params, model_state)
+            logits, _ = model(images(), key=jax.random.key(0))
+            return jnp.sum(logits**2), split_model(model)[2]
+
+        return jax.jit(jax.grad(loss, has_aux=True))(params)
+
+    expected, found = gradient(make()), gradient(make(**options))
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, atol=1e-4), found, expected)
+
+
+def test_training_moves_the_statistics_and_evaluation_does_not():
+    model = make()
+    start = statistics(model)
+    before = model(images())[0]
+    np.testing.assert_array_equal(before, model(images())[0])
+    jax.tree.map(np.testing.assert_array_equal, start, statistics(model))
+    for _ in range(60):  # 0.9^60 is 0.2 %
+        *_, after = train_forward(model, images())
+        nnx.update(model, after)
+    trained, _, _ = train_forward(model, images())
+    # The statistics of this one batch by now, but for n / (n - 1) in the variance.
+    np.testing.assert_allclose(model(images())[0], trained, atol=0.05)
+    assert np.abs(before - trained).max() > 0.2
+
+
+def test_drop_path_is_random_by_key():
+    model = make(drop_path=0.9)
+    one, again, other = (model(images(8), key=jax.random.key(k))[0] for k in (1, 1, 2))
+    np.testing.assert_array_equal(one, again)
+    assert np.abs(one - other).max() > 1e-3
+
+
+def test_bfloat16_computes_in_bfloat16_with_float32_state_and_finite_gradients(library_promotion):
+    graphdef, params, model_state = split_model(make(dtype="bfloat16"))
+
+    @jax.jit
+    def value_and_grad(params):
+        def loss(params):
+            model = nnx.merge(graphdef, params, model_state)
+            logits, out = model(images(), key=jax.random.key(0))
+            return optax.softmax_cross_entropy_with_integer_labels(
+                logits, jnp.array([0, 1, 2, 3])
+            ).mean(), (out, split_model(model)[2])
+
+        return jax.value_and_grad(loss, has_aux=True)(params)
+
+    (loss, (out, after)), grads = value_and_grad(params)
+    assert out["blocks"]["output"].dtype == jnp.bfloat16
+    assert {leaf.dtype for leaf in jax.tree.leaves((params, after, grads))} == {
+        jnp.dtype("float32")
+    }
+    assert np.isfinite(loss)
+    assert all(np.all(np.isfinite(leaf)) for leaf in jax.tree.leaves(grads))
+    np.testing.assert_allclose(
+        nnx.merge(graphdef, params, model_state)(images())[0], make()(images())[0], atol=0.03
+    )
+
+
+@pytest.mark.parametrize("kernel_size", [3, 8])
+def test_attention_init_sets_the_filters_also_when_traced(kernel_size):
+    options = dict(kernel_size=kernel_size, attention_init=attention_init.impulse())
+
+    def build():
+        return make(**options)
+
+    model = nnx.eval_shape(build)
+    assert model.conv_site == attention_init.ConvSite(kernel_size, 8, 2)
+    kernel = jax.jit(build)().blocks.spatial.kernel[...]
+    assert set(np.unique(kernel)) == {0, 1}
+    np.testing.assert_array_equal(kernel.sum(axis=(1, 2)), 1)
+    np.testing.assert_array_equal(kernel, build().blocks.spatial.kernel[...])
+
+
+def test_start_values_are_pytorchs():
+    model = make(width=64, depth=4)
+    for layer, bound in ((model.blocks.spatial, 1 / 3), (model.blocks.channel, 1 / 8)):
+        for values in (layer.kernel[...], layer.bias[...]):
+            assert 0.95 * bound < np.abs(values).max() <= bound
+            np.testing.assert_allclose(np.std(values), bound / 3**0.5, rtol=0.15)
+
+
+def test_fixed_filters_are_no_parameters_but_state():
+    _, params, model_state = split_model(make(spatial_filters="fixed"))
+    assert params["blocks"]["spatial"].keys() == {"bias"}
+    assert model_state["blocks"]["spatial"].keys() == {"kernel"}
+    assert split_model(make())[1]["blocks"]["spatial"].keys() == {"kernel", "bias"}
+    assert decay_mask(params)["blocks"]["spatial"] == {"bias": False}
+    assert decay_mask(params)["blocks"]["channel"] == {"kernel": True, "bias": False}
+    assert not any(jax.tree.leaves(decay_mask(params)["blocks"]["norm1"]))
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (dict(image_size=9), r"data\.image_size=9 is not divisible by model\.patch_size=2"),
+        (dict(image_size=(8, 9)), r"data\.image_size=\(8, 9\) is not divisible"),
+        (dict(activation="silu"), r"model\.activation='silu': choose one of gelu, relu"),
+        (dict(spatial_filters="random"), r"spatial_filters='random': choose one of trained, fixed"),
+        (dict(dtype="float16"), r"model\.dtype='float16'"),
+        (dict(kernel_size=0), r"model\.kernel_size=0: it must be positive"),
+        (dict(attention_init=attention_init.mimetic()), r"'mimetic' is made for attention"),
+    ],
+)
+def test_options_that_do_not_fit_are_refused_by_name(options, message):
+    with pytest.raises(InputError, match=message):
+        make(**options)
+
+
+def test_attention_maps_are_refused():
+    with pytest.raises(InputError, match=r"with_maps: model\.name='convmixer' has filters"):
+        make()(images(), with_maps=True)

@@ -1,0 +1,141 @@
+"""Training a model that holds more than parameters: running statistics and fixed filters."""
+
+import jax
+import numpy as np
+import optax
+import pytest
+from ml_collections import ConfigDict
+
+from structinit_jax import config as config_lib
+from structinit_jax import train
+from structinit_jax.errors import InputError
+from structinit_jax.train import Plan, build_program, initialize
+
+pytestmark = pytest.mark.usefixtures("library_promotion")
+PLAN = Plan(12, 6.0, frozenset({12}))
+
+
+@pytest.fixture
+def config(tiny_config, monkeypatch):
+    tiny_config.learning_rate = 1e-2
+    tiny_config.weight_decay = 0.5
+    tiny_config.model = ConfigDict(
+        dict(
+            name="convmixer",
+            num_classes=10,
+            width=16,
+            depth=2,
+            patch_size=2,
+            kernel_size=4,
+            spatial_filters="fixed",
+            drop_path=0.0,
+            unroll=1,
+        )
+    )
+    monkeypatch.setattr(config_lib, "validate", lambda config: None)
+    monkeypatch.setattr(config_lib, "model_options", lambda c: c.model.to_dict(), raising=False)
+    return tiny_config
+
+
+def make_batch():
+    rng = np.random.default_rng(0)
+    return {
+        "image": rng.integers(0, 256, (64, 8, 8, 1), dtype=np.uint8),
+        "label": rng.integers(0, 10, 64, dtype=np.int32),
+    }
+
+
+def copy(tree):
+    return jax.tree.map(np.array, tree)
+
+
+def paths(tree):
+    return {jax.tree_util.keystr(p) for p, _ in jax.tree_util.tree_leaves_with_path(tree)}
+
+
+def test_steps_lower_the_loss_move_statistics_and_leave_fixed_filters(config):
+    program = build_program(config, PLAN)
+    state = initialize(config, program)
+    start, batch, losses = copy(state), make_batch(), []
+    for _ in range(12):
+        state, metrics = program.train_step(state, batch)
+        losses.append(float(metrics["loss"]))
+    assert losses[-1] < losses[0] - 0.1
+    assert program.train_step._cache_size() == 1
+    state = copy(state)
+    before, after = (s.model_state["blocks"]["spatial"]["kernel"] for s in (start, state))
+    assert set(np.unique(before)) == {0, 1}  # the scheme's impulses
+    np.testing.assert_array_equal(before, after)
+    old, new = (s.model_state["blocks"]["norm1"] for s in (start, state))
+    for name in ("mean", "variance"):
+        assert np.abs(new[name] - old[name]).min() > 1e-4
+    batch["mask"] = np.ones(64, np.float32)
+    evaluated, stale = (
+        program.eval_step(state.params, s.model_state, batch) for s in (state, start)
+    )
+    assert abs(evaluated["loss"] - stale["loss"]) > 1  # it is the running statistics that count
+    changed = jax.tree.map(lambda a, b: np.abs(a - b).max() > 1e-4, start.params, state.params)
+    assert all(jax.tree.leaves(changed))
+
+
+def test_fixed_filters_have_no_optimizer_state_and_trained_ones_do(config):
+    def filters_of(spatial_filters):
+        config.model.spatial_filters = spatial_filters
+        state = build_program(config, PLAN).abstract_state
+        name = "['blocks']['spatial']['kernel']"
+        moments = optax.tree.get(state.opt_state, "mu")
+        return [name in paths(t) for t in (state.params, moments, state.model_state)]
+
+    assert filters_of("fixed") == [False, False, True]
+    assert filters_of("trained") == [True, True, False]
+
+
+def test_one_and_eight_devices_normalize_by_the_global_batch(config, monkeypatch):
+    one_device = jax.devices()[:1]
+    program = build_program(config, PLAN)
+    state = initialize(config, program)
+    monkeypatch.setattr(jax, "devices", lambda: one_device)
+    single = build_program(config, PLAN)
+    assert (program.mesh.size, single.mesh.size) == (8, 1)
+    single_state = initialize(config, single)
+    batch = make_batch()
+    batch["image"] = np.sort(batch["image"], axis=0)  # so that each device sees another mean
+    for _ in range(3):
+        state, metrics = program.train_step(state, batch)
+        single_state, single_metrics = single.train_step(single_state, batch)
+        np.testing.assert_allclose(metrics["loss"], single_metrics["loss"], rtol=1e-5)
+    jax.tree.map(
+        lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-3, atol=1e-5),
+        copy(state.model_state),
+        copy(single_state.model_state),
+    )
+
+
+def test_a_run_interrupted_and_resumed_has_the_same_model_state(config, tmp_path, monkeypatch):
+    results = train.train(config, tmp_path / "whole")
+    write = train.MetricsLog.write
+
+    def interrupted_write(log, step, values):
+        write(log, step, values)
+        if step == 10:
+            raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr(train.MetricsLog, "write", interrupted_write)
+        with pytest.raises(KeyboardInterrupt):
+            train.train(config, tmp_path / "stopped")
+    train.train(config, tmp_path / "stopped")
+    program = build_program(config, PLAN)
+    (step, whole), (_, resumed) = (
+        train.restore_newest(config, program, tmp_path / name) for name in ("whole", "stopped")
+    )
+    assert step == 12
+    jax.tree.map(np.testing.assert_array_equal, copy(whole), copy(resumed))
+    fresh = copy(initialize(config, program)).model_state["blocks"]
+    found = copy(whole).model_state["blocks"]
+    np.testing.assert_array_equal(found["spatial"]["kernel"], fresh["spatial"]["kernel"])
+    assert np.abs(found["norm1"]["mean"] - fresh["norm1"]["mean"]).max() > 1e-3
+    assert train.evaluate_checkpoint(config, tmp_path / "whole") == pytest.approx(results, rel=1e-6)
+    config.model.spatial_filters = "trained"
+    with pytest.raises(InputError, match=r"weights 'blocks/spatial/kernel', missing in the check"):
+        train.evaluate_checkpoint(config, tmp_path / "whole")
