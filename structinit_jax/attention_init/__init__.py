@@ -33,6 +33,7 @@ from structinit_jax.attention_init.site import (
     AttentionSite,
     AttentionWeights,
     SolveReport,
+    WindowSite,
 )
 
 __all__ = [
@@ -41,6 +42,7 @@ __all__ = [
     "AttentionSite",
     "AttentionWeights",
     "SolveReport",
+    "WindowSite",
     "by_name",
     "default",
     "impulse",

@@ -12,6 +12,8 @@ import jax.numpy as jnp
 from flax import nnx
 from jaxtyping import Array, Float, PRNGKeyArray
 
+from structinit_jax.errors import InputError
+
 Key = PRNGKeyArray | None
 
 
@@ -93,21 +95,30 @@ class Attention(nnx.Module):
         self.implementation = implementation
 
     def __call__(
-        self, x: Float[Array, "B N D"], *, key: Key = None, with_maps: bool = False
+        self,
+        x: Float[Array, "B N D"],
+        *,
+        bias: Float[Array, "#B h N N"] | None = None,
+        key: Key = None,
+        with_maps: bool = False,
     ) -> tuple[Float[Array, "B N D"], Float[Array, "B h N N"] | None]:
-        """Returns the output and, on request, the attention maps."""
+        """Returns the output and, on request, the attention maps; a bias is added to the logits."""
         query, key_, value = self.query(x), self.key(x), self.value(x)
-        y = jax.nn.dot_product_attention(query, key_, value, implementation=self.implementation)
+        if bias is not None and self.implementation == "cudnn":
+            bias = bias.astype(query.dtype)  # cuDNN takes no other; elsewhere logits are float32
+        y = jax.nn.dot_product_attention(
+            query, key_, value, bias=bias, implementation=self.implementation
+        )
         return dropout(self.out(y), self.dropout, key), (
-            _attention_maps(query, key_) if with_maps else None
+            _attention_maps(query, key_, bias) if with_maps else None
         )
 
 
-def _attention_maps(query, key):
+def _attention_maps(query, key, bias):
     """The maps again, in float32: fused implementations do not give them away."""
     query = query.astype(jnp.float32) * query.shape[-1] ** -0.5
     logits = jnp.einsum("bnhd,bmhd->bhnm", query, key.astype(jnp.float32))
-    return jax.nn.softmax(logits, axis=-1)
+    return jax.nn.softmax(logits if bias is None else logits + bias, axis=-1)
 
 
 class Mlp(nnx.Module):
@@ -186,3 +197,9 @@ def stack_layers(make_layer, num_layers: int, rngs: nnx.Rngs):
     """One module whose parameters carry a leading layer axis, each layer drawn by its own key."""
     keys = jax.random.split(rngs.params(), num_layers)
     return jax.vmap(lambda key: make_layer(rngs=nnx.Rngs(key)))(keys)
+
+
+def check_choice(field: str, value: str, choices: tuple[str, ...]) -> None:
+    """Raises `InputError` unless a field of `config.model` is one of the choices."""
+    if value not in choices:
+        raise InputError(f"model.{field}={value!r}: choose one of {', '.join(choices)}")

@@ -65,9 +65,9 @@ class VisionTransformer(nnx.Module):
         rngs: nnx.Rngs,
     ):
         _check_sizes(image_size, patch_size, width, num_heads)
-        _check_choice("positions", positions, ("sincos", "learned"))
-        _check_choice("pool", pool, ("mean", "class_token"))
-        _check_choice("dtype", dtype, ("float32", "bfloat16"))
+        layers.check_choice("positions", positions, ("sincos", "learned"))
+        layers.check_choice("pool", pool, ("mean", "class_token"))
+        layers.check_choice("dtype", dtype, ("float32", "bfloat16"))
         self.grid = (image_size // patch_size,) * 2
         self.pool = pool
         self.drop_path_rate = drop_path
@@ -204,8 +204,3 @@ def _check_sizes(image_size, patch_size, width, num_heads):
             f"model.width={width} is not divisible by model.num_heads={num_heads}: "
             "each head takes an equal share of the channels"
         )
-
-
-def _check_choice(field, value, choices):
-    if value not in choices:
-        raise InputError(f"model.{field}={value!r}: choose one of {', '.join(choices)}")
