@@ -108,7 +108,7 @@ def test_unrolled_and_rematerialized_models_agree():
     other = make("shifted", remat=True, unroll=2)
     timm.load(other, recorded("shifted", "weights"))
     graphdef, params = split_model(other)
-    images, cotangent = (REFERENCES[f"shifted/{k}"] for k in ("images", "cotangent"))
+    images, cotangent = (jnp.asarray(REFERENCES[f"shifted/{k}"]) for k in ("images", "cotangent"))
 
     @jax.jit
     def run(params):
@@ -127,7 +127,7 @@ def test_unrolled_and_rematerialized_models_agree():
 
 
 def test_intermediates_have_the_documented_shapes():
-    images = REFERENCES["padded/images"]
+    images = jnp.asarray(REFERENCES["padded/images"])
     logits, out = loaded("padded")(images, with_maps=True)
     assert logits.shape == (2, 5)
     assert out["patch_embedding"].shape == (2, 7, 11, 8)
@@ -168,12 +168,13 @@ def test_training_is_random_by_key_and_evaluation_is_not():
     assert np.abs(one - other).max() > 1e-4
 
 
+@pytest.mark.usefixtures("library_promotion")
 def test_bfloat16_has_finite_gradients_and_float32_parameters():
     scheme = attention_init.impulse()
     model = make("padded", dtype="bfloat16", attention_init=scheme)
     graphdef, params = split_model(model)
     assert {leaf.dtype for leaf in jax.tree.leaves(params)} == {jnp.dtype("float32")}
-    images = REFERENCES["padded/images"]
+    images = jnp.asarray(REFERENCES["padded/images"])
 
     @jax.jit
     def run(params):
@@ -183,8 +184,7 @@ def test_bfloat16_has_finite_gradients_and_float32_parameters():
 
         return jax.grad(loss, has_aux=True)(params)
 
-    with jax.numpy_dtype_promotion("standard"):
-        gradient, (logits, out) = run(params)
+    gradient, (logits, out) = run(params)
     assert out["stages"][1]["blocks"]["output"].dtype == jnp.bfloat16
     assert logits.dtype == jnp.float32
     assert all(np.isfinite(leaf).all() for leaf in jax.tree.leaves(gradient))
@@ -193,6 +193,7 @@ def test_bfloat16_has_finite_gradients_and_float32_parameters():
     np.testing.assert_allclose(logits, full, atol=0.02)
 
 
+@pytest.mark.usefixtures("library_promotion")
 def test_a_registered_model_learns():
     options = dict(name="swin", **(SMALL | CASES["shifted"] | dict(depths=[2, 2], drop_path=0.1)))
     size, channels = options.pop("image_size"), options.pop("channels")

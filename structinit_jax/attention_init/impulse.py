@@ -109,7 +109,7 @@ def impulse(
             return relative_bias.place_kernels(
                 key,
                 site,
-                *_kernel_banks(filters, kernel_size, dilation, sigma, site.num_layers),
+                *_kernel_banks(filters, kernel_size, dilation, sigma, site),
                 share=relative_bias.DEFAULT_SHARE if share is None else share,
                 offsets=offsets,
                 same_layers=same_layers,
@@ -148,12 +148,12 @@ def impulse(
     return init
 
 
-def _kernel_banks(filters, kernel_size, dilation, sigma, num_layers):
+def _kernel_banks(filters, kernel_size, dilation, sigma, site):
     """The distinct banks of kernels, each [F, g, g], and the index of each layer's bank."""
     if not isinstance(filters, str):
-        return [_given_kernels(filters)], (0,) * num_layers
-    sizes = filters_lib.per_layer("kernel_size", kernel_size, num_layers)
-    dilations = filters_lib.per_layer("dilation", dilation, num_layers)
+        return [_given_kernels(filters, site)], (0,) * site.num_layers
+    sizes = filters_lib.per_layer("kernel_size", kernel_size, site.num_layers)
+    dilations = filters_lib.per_layer("dilation", dilation, site.num_layers)
     pairs = list(zip(sizes, dilations, strict=True))
     distinct = list(dict.fromkeys(pairs))
     banks = [_kernels(filters, size, step, sigma) for size, step in distinct]
@@ -169,12 +169,14 @@ def _kernels(name, size, dilation, sigma):
     return filters_lib.smooth_kernels(size, sigma, surround=surround)
 
 
-def _given_kernels(filters):
+def _given_kernels(filters, site):
     filters = np.asarray(filters, np.float32)
     if filters.shape[1] != filters.shape[2] or filters.shape[1] % 2 == 0:
+        n = site.num_tokens
+        maps = "" if isinstance(site, WindowSite) else f", or maps [F, {n}, {n}] for {n} tokens"
         raise InputError(
             f"attention_init.filters has shape {filters.shape}: it needs kernels [F, f, f] with f "
-            "odd, or maps [F, N, N] for a site of N tokens that has positions"
+            f"odd{maps}"
         )
     if filters.min() < 0:
         raise InputError(
@@ -193,7 +195,7 @@ def _bank_of_layers(filters, kernel_size, dilation, sigma, site):
     if isinstance(filters, str):
         for size in np.ravel(kernel_size):
             filters_lib.check_kernel_size(int(size), site.grid)
-    banks, bank_of_layer = _kernel_banks(filters, kernel_size, dilation, sigma, site.num_layers)
+    banks, bank_of_layer = _kernel_banks(filters, kernel_size, dilation, sigma, site)
     maps = [_normalize_rows(filters_lib.convolution_maps(bank, site.grid)) for bank in banks]
     return np.concatenate(maps), filters_lib.bank_ranges(banks, bank_of_layer)
 

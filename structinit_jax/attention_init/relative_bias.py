@@ -6,6 +6,7 @@ every image, so a map that depends on the offset alone needs no positions at all
 """
 
 import dataclasses
+import functools
 from collections.abc import Sequence
 
 import jax
@@ -136,31 +137,57 @@ def place_kernels(
     used = [bank[index] for bank, index in zip(banks, kept, strict=True)]
     table = np.concatenate([bias_of_kernels(bank, site.grid, share) for bank in used])
     starts = np.cumsum([0] + [len(bank) for bank in banks[:-1]])
-    numbers = np.concatenate([start + i for start, i in zip(starts, kept, strict=True)])
+    numbers = [start + index for start, index in zip(starts, kept, strict=True)]
 
+    return _draw_and_place(
+        key,
+        table,
+        _targets(used, site.grid),
+        np.concatenate(numbers).astype(np.int32),
+        site=site,
+        ranges=bank_ranges(used, bank_of_layer),
+        offsets=offsets,
+        same_layers=same_layers,
+        value_out=value_out,
+    )
+
+
+@functools.partial(
+    jax.jit, static_argnames=("site", "ranges", "offsets", "same_layers", "value_out")
+)
+def _draw_and_place(
+    key: PRNGKeyArray,
+    table: Float[Array, "F R"],
+    targets: Float[Array, "F n n"],
+    numbers: Int[Array, " F"],
+    *,
+    site: WindowSite,
+    ranges: tuple[tuple[int, int], ...],
+    offsets: str,
+    same_layers: bool,
+    value_out: str,
+) -> AttentionWeights:
+    """All that is random, as one program, so that it compiles and runs as one."""
     order_key, qk_key, vo_key = jax.random.split(key, 3)
-    ranges = bank_ranges(used, bank_of_layer)
+    layers = site.num_layers
     chosen = assign_layers(
         order_key, ranges, site.num_heads, order=offsets, same_layers=same_layers
     )
-    drawn_layers = 1 if same_layers else site.num_layers
-    drawn = default()(qk_key, dataclasses.replace(site, num_layers=drawn_layers))
-    query, key_ = (
-        jnp.broadcast_to(w, (site.num_layers, *w.shape[1:])) for w in (drawn.query, drawn.key)
-    )
-    maps = bias_maps(jnp.asarray(table)[..., None], site.grid)[:, 0]
-    squared = jnp.mean(jnp.stack([query, key_]) ** 2) * site.width
+    drawn = default()(qk_key, dataclasses.replace(site, num_layers=1 if same_layers else layers))
+    query, key_ = (jnp.broadcast_to(w, (layers, *w.shape[1:])) for w in (drawn.query, drawn.key))
+    maps = bias_maps(table[..., None], site.grid)[:, 0]
+    norm = jnp.sqrt(jnp.mean(jnp.stack([query, key_]) ** 2) * site.width)
     weights = AttentionWeights(
         query,
         key_,
-        report=closeness(_targets(used, site.grid), maps, steps=0, norm=jnp.sqrt(squared)),
-        filters=jnp.asarray(numbers, jnp.int32)[chosen],
-        bias=jnp.swapaxes(jnp.asarray(table)[chosen], 1, 2),
+        report=closeness(targets, maps, steps=0, norm=norm),
+        filters=numbers[chosen],
+        bias=jnp.swapaxes(table[chosen], 1, 2),
     )
     if value_out == "default":
         return weights
     make = balanced_value_out if value_out == "balanced" else mimetic_value_out
-    value, out = make(vo_key, site.num_layers, site.width, site.num_heads, site.head_dim)
+    value, out = make(vo_key, layers, site.width, site.num_heads, site.head_dim)
     return weights._replace(value=value, out=out)
 
 
@@ -168,4 +195,4 @@ def _targets(banks, window):
     """Target maps [F, n, n] with rows of sum 1, or empty."""
     maps = np.concatenate([convolution_maps(bank, window) for bank in banks])
     total = maps.sum(axis=-1, keepdims=True)
-    return jnp.asarray(maps / np.where(total > 0, total, 1), jnp.float32)
+    return (maps / np.where(total > 0, total, 1)).astype(np.float32)
