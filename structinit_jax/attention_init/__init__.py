@@ -35,6 +35,7 @@ from structinit_jax.attention_init.site import (
     ConvSite,
     ConvWeights,
     SolveReport,
+    WindowSite,
 )
 
 __all__ = [
@@ -45,6 +46,7 @@ __all__ = [
     "ConvSite",
     "ConvWeights",
     "SolveReport",
+    "WindowSite",
     "by_name",
     "default",
     "impulse",

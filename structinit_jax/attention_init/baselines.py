@@ -102,6 +102,27 @@ def mimetic_value_out(
     )
 
 
+def balanced_value_out(
+    key: PRNGKeyArray, layers: int, width: int, num_heads: int, head_dim: int
+) -> tuple[Float[Array, "L D h d"], Float[Array, "L h d D"]]:
+    """V = c (I - U / 2) Π and Proj = -c Πᵀ (I - U' / 2), c² = 0.4, so V Proj ≈ -0.4 (I - noise).
+
+    U and U' are uniform noise as in `mimetic`; the permutation Π deals the channels to the heads.
+    Heads that are together narrower than the model leave channels out, wider ones take some twice.
+    """
+    noise_key, deal_key = jax.random.split(key)
+    inner, bound = num_heads * head_dim, (3 / width) ** 0.5
+    dealt = jax.vmap(lambda k: jax.random.permutation(k, width))(jax.random.split(deal_key, layers))
+    dealt = jnp.tile(dealt, (1, -(-inner // width)))[:, :inner]
+    identity = jax.nn.one_hot(dealt, width)  # [L, inner, D], the rows of Πᵀ
+    # Sixteen random bits are plenty for noise, and cost half of what thirty-two do.
+    bits = jax.random.bits(noise_key, (2, *identity.shape), "uint16")
+    half_noise = bound * ((bits.astype(jnp.float32) + 0.5) / 2**16 - 0.5)
+    value, out = 0.4**0.5 * (identity[None] - half_noise)
+    heads = (layers, num_heads, head_dim, width)
+    return jnp.moveaxis(value.reshape(heads), -1, 1), -out.reshape(heads)
+
+
 def _factors_near_identity(key, shape, rank, *, noise, identity):
     """Factors A, B [*shape, rank] with A Bᵀ closest to noise · U + identity · I.
 

@@ -122,6 +122,40 @@ def assign_filters(
     return permutations.reshape(-1)[: layers * heads].reshape(shape)
 
 
+def assign_layers(
+    key: PRNGKeyArray,
+    ranges: tuple[tuple[int, int], ...],
+    num_heads: int,
+    *,
+    order: str,
+    same_layers: bool,
+) -> Int[Array, "L h"]:
+    """Each head's filter, from its layer's (start, stop) in a bank of filters.
+
+    Layers with the same filters to choose from are dealt with together, by `assign_filters`.
+    """
+    chosen = jnp.zeros((len(ranges), num_heads), jnp.int32)
+    for start, stop in dict.fromkeys(ranges):
+        layers = np.array([i for i, pair in enumerate(ranges) if pair == (start, stop)])
+        dealt = assign_filters(
+            jax.random.fold_in(key, start),
+            (1 if same_layers else len(layers), num_heads),
+            stop - start,
+            order=order,
+        )
+        dealt = jnp.broadcast_to(start + dealt, (len(layers), num_heads))
+        chosen = chosen.at[layers].set(dealt.astype(jnp.int32))
+    return chosen
+
+
+def bank_ranges(
+    banks: Sequence[np.ndarray], bank_of_layer: Sequence[int]
+) -> tuple[tuple[int, int], ...]:
+    """Each layer's (start, stop) in the concatenated banks."""
+    stops = np.cumsum([len(bank) for bank in banks]).tolist()
+    return tuple((stops[i] - len(banks[i]), stops[i]) for i in bank_of_layer)
+
+
 def per_layer(field: str, value: int | Sequence[int], num_layers: int) -> tuple[int, ...]:
     """One value for each layer, from one for all or a sequence of that length."""
     values = (value,) * num_layers if np.ndim(value) == 0 else tuple(value)

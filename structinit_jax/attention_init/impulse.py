@@ -7,10 +7,11 @@ from collections.abc import Sequence
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array, Float, Int, PRNGKeyArray
+from jaxtyping import Array, Float, PRNGKeyArray
 
 from structinit_jax.attention_init import filters as filters_lib
-from structinit_jax.attention_init.baselines import mimetic_value_out
+from structinit_jax.attention_init import relative_bias
+from structinit_jax.attention_init.baselines import balanced_value_out, mimetic_value_out
 from structinit_jax.attention_init.conv_filters import placed_filters
 from structinit_jax.attention_init.pseudo_input import layer_norm, sincos_positions
 from structinit_jax.attention_init.site import (
@@ -19,6 +20,7 @@ from structinit_jax.attention_init.site import (
     ConvSite,
     Site,
     Weights,
+    WindowSite,
     check_choice,
     check_positive,
     require_positions,
@@ -59,6 +61,10 @@ def impulse(
     `conv_filters.placed_filters`: they spread over the model's own kernel, even or odd, and of the
     options only `filters`, `sigma`, `offsets` and `same_layers` have a part. `kernel_size` may be
     at most the model's.
+
+    Attention within windows (`WindowSite`) has no positions to solve against: the filters go into
+    its relative position bias, see `relative_bias.place_kernels`. `share` is then the only measure
+    of sharpness (0.5 if None); `norm`, `keep_positions` and the options of the solver have no part.
 
     Args:
       kernel_size: f, odd, at most the grid's shorter side; or one for each layer.
@@ -117,6 +123,16 @@ def impulse(
                 order=offsets,
                 same_layers=same_layers,
             )
+        if isinstance(site, WindowSite):
+            return relative_bias.place_kernels(
+                key,
+                site,
+                *_kernel_banks(filters, kernel_size, dilation, sigma, site),
+                share=relative_bias.DEFAULT_SHARE if share is None else share,
+                offsets=offsets,
+                same_layers=same_layers,
+                value_out=value_out,
+            )
         if site.positions_trainable:
             positions = sincos_positions(site.grid, site.width)
         else:
@@ -150,45 +166,56 @@ def impulse(
     return init
 
 
-def _bank_of_layers(filters, kernel_size, dilation, sigma, site):
-    """The distinct target maps [F, N, N], and each layer's (start, stop) among them."""
+def _kernel_banks(filters, kernel_size, dilation, sigma, site):
+    """The distinct banks of kernels, each [F, g, g], and the index of each layer's bank."""
     if not isinstance(filters, str):
-        maps = _given_maps(np.asarray(filters, np.float32), site)
-        return maps, ((0, len(maps)),) * site.num_layers
+        return [_given_kernels(filters, site)], (0,) * site.num_layers
     sizes = filters_lib.per_layer("kernel_size", kernel_size, site.num_layers)
     dilations = filters_lib.per_layer("dilation", dilation, site.num_layers)
-    bank, ranges, total = [], {}, 0
-    for size, step in dict.fromkeys(zip(sizes, dilations, strict=True)):
-        filters_lib.check_kernel_size(size, site.grid)
-        if filters == "impulse":
-            kernels = filters_lib.impulse_kernels(size, step)
-        elif filters == "box":
-            kernels = filters_lib.box_kernels(size)
-        else:
-            surround = 2 * sigma if filters == "difference_of_gaussians" else None
-            kernels = filters_lib.smooth_kernels(size, sigma, surround=surround)
-        bank.append(_normalize_rows(filters_lib.convolution_maps(kernels, site.grid)))
-        ranges[size, step] = (total, total + len(kernels))
-        total += len(kernels)
-    pairs = zip(sizes, dilations, strict=True)
-    return np.concatenate(bank), tuple(ranges[pair] for pair in pairs)
+    pairs = list(zip(sizes, dilations, strict=True))
+    distinct = list(dict.fromkeys(pairs))
+    banks = [_kernels(filters, size, step, sigma) for size, step in distinct]
+    return banks, tuple(distinct.index(pair) for pair in pairs)
 
 
-def _given_maps(filters, site):
-    tokens = site.num_tokens
-    if filters.shape[1:] == (tokens, tokens):
-        return filters
+def _kernels(name, size, dilation, sigma):
+    if name == "impulse":
+        return filters_lib.impulse_kernels(size, dilation)
+    if name == "box":
+        return filters_lib.box_kernels(size)
+    surround = 2 * sigma if name == "difference_of_gaussians" else None
+    return filters_lib.smooth_kernels(size, sigma, surround=surround)
+
+
+def _given_kernels(filters, site):
+    filters = np.asarray(filters, np.float32)
     if filters.shape[1] != filters.shape[2] or filters.shape[1] % 2 == 0:
+        n = site.num_tokens
+        maps = "" if isinstance(site, WindowSite) else f", or maps [F, {n}, {n}] for {n} tokens"
         raise InputError(
             f"attention_init.filters has shape {filters.shape}: it needs kernels [F, f, f] with f "
-            f"odd, or maps [F, {tokens}, {tokens}] for this site's {tokens} tokens"
+            f"odd{maps}"
         )
     if filters.min() < 0:
         raise InputError(
             "attention_init.filters has negative values: attention is never negative, so give the "
             "positive part"
         )
-    return _normalize_rows(filters_lib.convolution_maps(filters, site.grid))
+    return filters
+
+
+def _bank_of_layers(filters, kernel_size, dilation, sigma, site):
+    """The distinct target maps [F, N, N], and each layer's (start, stop) among them."""
+    tokens = site.num_tokens
+    if not isinstance(filters, str) and filters.shape[1:] == (tokens, tokens):
+        maps = np.asarray(filters, np.float32)
+        return maps, ((0, len(maps)),) * site.num_layers
+    if isinstance(filters, str):
+        for size in np.ravel(kernel_size):
+            filters_lib.check_kernel_size(int(size), site.grid)
+    banks, bank_of_layer = _kernel_banks(filters, kernel_size, dilation, sigma, site)
+    maps = [_normalize_rows(filters_lib.convolution_maps(bank, site.grid)) for bank in banks]
+    return np.concatenate(maps), filters_lib.bank_ranges(banks, bank_of_layer)
 
 
 def _normalize_rows(maps):
@@ -232,7 +259,9 @@ def _solve_and_place(
     """The whole initialization as one program, so that it compiles and runs as one."""
     solve_key, turn_key, order_key, vo_key = jax.random.split(key, 4)
     bank = solve_bank(solve_key, z, jnp.asarray(targets), head_dim=head_dim, **options)
-    chosen = _assign(order_key, ranges, num_heads, offsets, same_layers)
+    chosen = filters_lib.assign_layers(
+        order_key, ranges, num_heads, order=offsets, same_layers=same_layers
+    )
     layers, width, rank = len(ranges), len(v), bank.query.shape[-1]
     shape = (1 if same_layers else layers, num_heads, head_dim, rank)
     turns, _ = jnp.linalg.qr(jax.random.normal(turn_key, shape))
@@ -247,47 +276,12 @@ def _solve_and_place(
     )
     if value_out == "default":
         return weights
-    make = _balanced_value_out if value_out == "balanced" else mimetic_value_out
+    make = balanced_value_out if value_out == "balanced" else mimetic_value_out
     value, out = make(vo_key, layers, width, num_heads, head_dim)
     if keep_positions:
         value = value - jnp.einsum("Dr,Lrhd->LDhd", v, jnp.einsum("Er,LEhd->Lrhd", v, value))
         out = out - jnp.einsum("Dr,Lhdr->LhdD", v, jnp.einsum("LhdE,Er->Lhdr", out, v))
     return weights._replace(value=value, out=out)
-
-
-def _assign(key, ranges, num_heads, offsets, same_layers) -> Int[Array, "L h"]:
-    """Each head's filter. Layers with the same filters to choose from are dealt with together."""
-    chosen = jnp.zeros((len(ranges), num_heads), jnp.int32)
-    for start, stop in dict.fromkeys(ranges):
-        layers = np.array([i for i, pair in enumerate(ranges) if pair == (start, stop)])
-        dealt = filters_lib.assign_filters(
-            jax.random.fold_in(key, start),
-            (1 if same_layers else len(layers), num_heads),
-            stop - start,
-            order=offsets,
-        )
-        dealt = jnp.broadcast_to(start + dealt, (len(layers), num_heads))
-        chosen = chosen.at[layers].set(dealt.astype(jnp.int32))
-    return chosen
-
-
-def _balanced_value_out(key, layers, width, num_heads, head_dim):
-    """V = c (I - U / 2) Π and Proj = -c Πᵀ (I - U' / 2), c² = 0.4, so V Proj ≈ -0.4 (I - noise).
-
-    U and U' are uniform noise as in `mimetic`; the permutation Π deals the channels to the heads.
-    Heads that are together narrower than the model leave channels out, wider ones take some twice.
-    """
-    noise_key, deal_key = jax.random.split(key)
-    inner, bound = num_heads * head_dim, (3 / width) ** 0.5
-    dealt = jax.vmap(lambda k: jax.random.permutation(k, width))(jax.random.split(deal_key, layers))
-    dealt = jnp.tile(dealt, (1, -(-inner // width)))[:, :inner]
-    identity = jax.nn.one_hot(dealt, width)  # [L, inner, D], the rows of Πᵀ
-    # Sixteen random bits are plenty for noise, and cost half of what thirty-two do.
-    bits = jax.random.bits(noise_key, (2, *identity.shape), "uint16")
-    half_noise = bound * ((bits.astype(jnp.float32) + 0.5) / 2**16 - 0.5)
-    value, out = 0.4**0.5 * (identity[None] - half_noise)
-    heads = (layers, num_heads, head_dim, width)
-    return jnp.moveaxis(value.reshape(heads), -1, 1), -out.reshape(heads)
 
 
 def _warn_if_out_of_reach(report, site, rank):

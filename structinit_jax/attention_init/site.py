@@ -52,6 +52,18 @@ class AttentionSite:
         return self.grid[0] * self.grid[1]
 
 
+@dataclasses.dataclass(frozen=True)
+class WindowSite(AttentionSite):
+    """A stack of attention layers within windows, as in Swin: no positions, but a bias table.
+
+    `grid` is the window, whose tokens see one another only. A table of biases by relative position,
+    one column for each head, is added to the logits; a scheme sets it by `AttentionWeights.bias`.
+    """
+
+    positions: None = dataclasses.field(default=None, init=False)
+    positions_trainable: bool = dataclasses.field(default=False, init=False)
+
+
 class SolveReport(NamedTuple):
     """How close a solve came, as scalars averaged over the filters that were solved.
 
@@ -87,6 +99,8 @@ class AttentionWeights(NamedTuple):
       positions: [N, D] start of a trainable position encoding.
       report: what a solve has to say of itself.
       filters: [L, h], which of the scheme's filters each head was given.
+      bias: [L, R, h] relative position bias of a `WindowSite`, one row for each relative position
+        in timm's order (`relative_bias.relative_index`), R = (2 rows - 1) (2 cols - 1).
     """
 
     query: Float[Array, "L D h d"] | None = None
@@ -96,6 +110,7 @@ class AttentionWeights(NamedTuple):
     positions: Float[Array, "N D"] | None = None
     report: SolveReport | None = None
     filters: Int[Array, "L h"] | None = None
+    bias: Float[Array, "L R h"] | None = None
 
 
 @dataclasses.dataclass(frozen=True)
@@ -131,6 +146,12 @@ AttentionInit = Callable[[jax.Array, Site], Weights]
 
 def require_positions(site: AttentionSite, scheme: str):
     """The site's positions, which the maps are solved against; refuses a site that has none."""
+    if isinstance(site, WindowSite):
+        raise InputError(
+            f"attention_init.name={scheme!r} solves the maps against positions that the model adds "
+            "to its tokens; attention within windows has a relative position bias in their place: "
+            "use 'impulse', which sets that"
+        )
     if site.positions is None:
         raise InputError(
             f"attention_init.name={scheme!r} needs a model that adds positions to its tokens: "

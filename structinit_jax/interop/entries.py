@@ -39,7 +39,9 @@ def norm(name: str, path: str, layer: int | None = None) -> Iterator[Entry]:
     yield same(f"{name}.bias", f"{path}/bias", layer)
 
 
-def linear(name: str, path: str, layer: int | None = None, in_axes: int = 1) -> Iterator[Entry]:
+def linear(
+    name: str, path: str, layer: int | None = None, in_axes: int = 1, bias: bool = True
+) -> Iterator[Entry]:
     """A linear layer: timm [out, in], ours [in axes..., out axes...]."""
 
     def encode(kernel):
@@ -48,7 +50,10 @@ def linear(name: str, path: str, layer: int | None = None, in_axes: int = 1) -> 
     yield Entry(
         f"{name}.weight", (f"{path}/kernel",), layer, encode, lambda a, s: [a.T.reshape(s[0])]
     )
-    yield Entry(f"{name}.bias", (f"{path}/bias",), layer, np.ravel, lambda a, s: [a.reshape(s[0])])
+    if bias:
+        yield Entry(
+            f"{name}.bias", (f"{path}/bias",), layer, np.ravel, lambda a, s: [a.reshape(s[0])]
+        )
 
 
 def conv(name: str, path: str, layer: int | None = None) -> Iterator[Entry]:

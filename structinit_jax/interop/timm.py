@@ -15,12 +15,19 @@ import numpy as np
 from flax import nnx, traverse_util
 
 from structinit_jax.errors import InputError
-from structinit_jax.interop import timm_convmixer, timm_vit
+from structinit_jax.interop import timm_convmixer, timm_swin, timm_vit
 from structinit_jax.models.convmixer import ConvMixer
+from structinit_jax.models.swin import SwinTransformer
 from structinit_jax.models.vit import VisionTransformer
 
 StateDict = Mapping[str, np.ndarray]
-ENTRIES = {VisionTransformer: timm_vit.entries, ConvMixer: timm_convmixer.entries}
+ENTRIES = {
+    VisionTransformer: timm_vit.entries,
+    SwinTransformer: timm_swin.entries,
+    ConvMixer: timm_convmixer.entries,
+}
+# Names of entries that hold no weights, which `load` passes over.
+BUFFERS = {SwinTransformer: timm_swin.buffers}
 
 
 def export(model: nnx.Module) -> dict[str, np.ndarray]:
@@ -40,6 +47,9 @@ def load(model: nnx.Module, state_dict: StateDict) -> None:
     """
     ours = {path: value.copy() for path, value in _weights(model).items()}
     remaining = dict(state_dict)
+    if type(model) in BUFFERS:
+        for name in BUFFERS[type(model)](model):
+            remaining.pop(name, None)
     for entry in ENTRIES[type(model)](model):
         if entry.name not in remaining:
             raise InputError(

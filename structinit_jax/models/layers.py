@@ -6,7 +6,8 @@ whose parameters have a leading layer axis.
 """
 
 import dataclasses
-from collections.abc import Callable
+import functools
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -100,23 +101,32 @@ class Attention(nnx.Module):
         self.key_norm = layer_norm(heads[1], dtype=dtype, rngs=rngs) if qk_norm else None
 
     def __call__(
-        self, x: Float[Array, "B N D"], *, key: Key = None, with_maps: bool = False
+        self,
+        x: Float[Array, "B N D"],
+        *,
+        bias: Float[Array, "#B h N N"] | None = None,
+        key: Key = None,
+        with_maps: bool = False,
     ) -> tuple[Float[Array, "B N D"], Float[Array, "B h N N"] | None]:
-        """Returns the output and, on request, the attention maps."""
+        """Returns the output and, on request, the attention maps; a bias is added to the logits."""
         query, key_, value = self.query(x), self.key(x), self.value(x)
         if self.query_norm is not None:
             query, key_ = self.query_norm(query), self.key_norm(key_)
-        y = jax.nn.dot_product_attention(query, key_, value, implementation=self.implementation)
+        if bias is not None and self.implementation == "cudnn":
+            bias = bias.astype(query.dtype)  # cuDNN takes no other; elsewhere logits are float32
+        y = jax.nn.dot_product_attention(
+            query, key_, value, bias=bias, implementation=self.implementation
+        )
         return dropout(self.out(y), self.dropout, key), (
-            _attention_maps(query, key_) if with_maps else None
+            _attention_maps(query, key_, bias) if with_maps else None
         )
 
 
-def _attention_maps(query, key):
+def _attention_maps(query, key, bias):
     """The maps again, in float32: fused implementations do not give them away."""
     query = query.astype(jnp.float32) * query.shape[-1] ** -0.5
     logits = jnp.einsum("bnhd,bmhd->bhnm", query, key.astype(jnp.float32))
-    return jax.nn.softmax(logits, axis=-1)
+    return jax.nn.softmax(logits if bias is None else logits + bias, axis=-1)
 
 
 class Mlp(nnx.Module):
@@ -144,20 +154,20 @@ class BlockConfig:
       num_heads: h.
       mlp_ratio: hidden width of the channel MLP over D.
       dropout: rate behind the attention projection and both MLP layers.
-      layer_scale: start of a trained factor for each channel of both branches; 0 for none.
-      qk_norm: whether queries and keys of each head go through a LayerNorm.
       attention_implementation: 'auto' lets JAX choose; 'xla' or 'cudnn'.
       dtype: type of the computation; parameters stay float32.
+      layer_scale: start of a trained factor for each channel of both branches; 0 for none.
+      qk_norm: whether queries and keys of each head go through a LayerNorm.
     """
 
     width: int
     num_heads: int
     mlp_ratio: float
     dropout: float
-    layer_scale: float
-    qk_norm: bool
     attention_implementation: str
     dtype: jnp.dtype
+    layer_scale: float = 0.0
+    qk_norm: bool = False
 
 
 class Block(nnx.Module):
@@ -232,13 +242,15 @@ def run_layers(body: Callable, x: Array, stacked: Any, *, unroll: int, remat: st
     Returns:
       x behind the last layer, and the outputs stacked.
     """
-    policy = REMAT_POLICIES[remat]
-    if policy is not None:
-        body = jax.checkpoint(body, policy=policy, prevent_cse=False)
+    if REMAT_POLICIES[remat] is not None:
+        body = jax.checkpoint(body, policy=REMAT_POLICIES[remat], prevent_cse=False)
     return jax.lax.scan(body, x, stacked, unroll=unroll or True)
 
 
+ACTIVATIONS = {"gelu": functools.partial(jax.nn.gelu, approximate=False), "relu": jax.nn.relu}
 CHOICES = {
+    "activation": tuple(ACTIVATIONS),
+    "spatial_filters": ("trained", "fixed"),
     "positions": ("sincos", "learned"),
     "pool": ("mean", "class_token"),
     "dtype": ("float32", "bfloat16"),
@@ -263,13 +275,18 @@ def check_heads(width: int, num_heads: int) -> None:
         )
 
 
-def token_grid(image_size: int | tuple[int, int], patch_size: int) -> tuple[int, int]:
+def image_sides(image_size: int | Sequence[int]) -> tuple[int, int]:
+    """(height, width) of images, of which a single number is both."""
+    return (image_size, image_size) if isinstance(image_size, int) else tuple(image_size)
+
+
+def token_grid(image_size: int | Sequence[int], patch_size: int) -> tuple[int, int]:
     """(rows, cols) of the patches.
 
     Raises:
       InputError: if the patches do not fill the image.
     """
-    height, width = (image_size, image_size) if isinstance(image_size, int) else image_size
+    height, width = image_sides(image_size)
     if height % patch_size or width % patch_size:
         raise InputError(
             f"data.image_size={image_size} is not divisible by model.patch_size={patch_size}: "

@@ -1,0 +1,282 @@
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+
+from structinit_jax import attention_init
+from structinit_jax.attention_init import WindowSite, filters, impulse, relative_bias
+from structinit_jax.errors import InputError
+from structinit_jax.models import windows
+from structinit_jax.models.swin import SwinTransformer
+
+WINDOW = (4, 5)
+SITE = WindowSite(grid=WINDOW, width=24, num_heads=3, head_dim=8, num_layers=6, qk_scale=8**-0.5)
+KEY = jax.random.key(0)
+
+
+def maps_of(weights):
+    """Softmax of the bias, gathered by loops rather than by the index under test."""
+    rows, cols = WINDOW
+    n = rows * cols
+    table = np.asarray(weights.bias).reshape(-1, 2 * rows - 1, 2 * cols - 1, weights.bias.shape[-1])
+    logits = np.zeros((len(table), table.shape[-1], n, n))
+    for i in range(n):
+        for j in range(n):
+            dy, dx = i // cols - j // cols, i % cols - j % cols
+            logits[:, :, i, j] = table[:, dy + rows - 1, dx + cols - 1]
+    exponential = np.exp(logits)
+    return exponential / exponential.sum(-1, keepdims=True)
+
+
+@pytest.mark.parametrize("share", [0.3, 0.5, 0.9])
+def test_impulse_rows_have_exactly_the_share_and_others_are_uniform(share):
+    weights = impulse(share=share, value_out="default")(KEY, SITE)
+    maps = maps_of(weights)
+    targets = filters.convolution_maps(filters.impulse_kernels(3), WINDOW)[weights.filters]
+    has_target = targets.any(-1)
+    np.testing.assert_allclose((maps * targets).sum(-1)[has_target], share, rtol=1e-5)
+    np.testing.assert_allclose(maps[~has_target], 1 / 20, rtol=1e-5)
+    assert set(np.unique(weights.filters)) == set(range(9))
+    np.testing.assert_allclose(weights.bias.max(), np.log(19 * share / (1 - share)), rtol=1e-5)
+    assert weights.report.peaks == 1
+    np.testing.assert_allclose(weights.report.share, share, rtol=1e-5)
+    assert weights.value is None
+    assert weights.out is None
+
+
+def test_report_is_that_of_the_maps():
+    report = impulse()(KEY, SITE).report
+    targets = filters.convolution_maps(filters.impulse_kernels(3), WINDOW)
+    maps = 0.5 * targets + 0.5 / 19 * (1 - targets)
+    maps = np.where(targets.any(-1, keepdims=True), maps, 1 / 20)
+    np.testing.assert_allclose(report.loss, np.mean((maps - targets) ** 2), rtol=1e-5)
+    np.testing.assert_allclose(report.share, relative_bias.DEFAULT_SHARE, rtol=1e-5)
+    np.testing.assert_allclose(report.norm, 0.02 * 24**0.5, rtol=0.1)
+    assert report.steps == 0
+
+
+@pytest.mark.parametrize("name", ["gaussian", "difference_of_gaussians", "box", "given"])
+def test_other_kernels_are_mixed_with_a_uniform_floor(name):
+    window, share = (9, 9), 0.8
+    if name == "given":
+        kernels = np.zeros((1, 3, 3), np.float32)
+        kernels[0, 0, 1:] = (1, 3)
+        scheme = impulse(filters=kernels, share=share)
+    else:
+        scheme = impulse(filters=name, share=share)
+        kernels = {
+            "box": filters.box_kernels(3),
+            "gaussian": filters.smooth_kernels(3, 0.7),
+            "difference_of_gaussians": filters.smooth_kernels(3, 0.7, surround=1.4),
+        }[name]
+    weights = scheme(KEY, dataclasses.replace(SITE, grid=window))
+    maps = np.asarray(relative_bias.bias_maps(weights.bias, window))
+    target = filters.convolution_maps(kernels, window)[weights.filters][:, :, 40]  # the centre row
+    target = target / target.sum(-1, keepdims=True)
+    row = maps[:, :, 40]
+    np.testing.assert_allclose(np.minimum(row, target).sum(-1), share, rtol=1e-4)
+    floor = row.min(axis=-1, keepdims=True)
+    # Above the floor the row is the kernel.
+    shape = (row - floor) / (row - floor).sum(-1, keepdims=True)
+    np.testing.assert_allclose(shape, target, atol=1e-5)
+
+
+def test_kernel_size_and_dilation_may_differ_by_layer():
+    weights = impulse(kernel_size=(1, 3, 3, 3, 3, 3), dilation=(1, 1, 1, 2, 2, 2))(KEY, SITE)
+    bank = [filters.impulse_kernels(1), filters.impulse_kernels(3), filters.impulse_kernels(3, 2)]
+    targets = np.concatenate([filters.convolution_maps(k, WINDOW) for k in bank])[weights.filters]
+    np.testing.assert_allclose(
+        (maps_of(weights) * targets).sum(-1)[targets.any(-1)], 0.5, rtol=1e-5
+    )
+    assert not np.any(weights.filters[0])
+    assert np.all((weights.filters[1:3] >= 1) & (weights.filters[1:3] < 10))
+    assert np.all(weights.filters[3:] >= 10)
+
+
+def test_offsets_that_do_not_exist_in_the_window_go_to_no_head():
+    row = impulse()(KEY, dataclasses.replace(SITE, grid=(1, 3)))
+    assert set(np.unique(row.filters)) == {3, 4, 5}
+    assert row.bias.shape == (6, 5, 3)
+    single = impulse()(KEY, dataclasses.replace(SITE, grid=(1, 1)))
+    assert set(np.unique(single.filters)) == {4}
+    assert not np.any(single.bias)
+    corner = np.zeros((1, 3, 3), np.float32)
+    corner[0, 0, 0] = 1
+    with pytest.raises(InputError, match=r"no kernel has an offset within the window \(1, 3\)"):
+        impulse(filters=corner)(KEY, dataclasses.replace(SITE, grid=(1, 3)))
+
+
+def test_layers_are_equal_on_request():
+    weights = impulse(same_layers=True)(KEY, SITE)
+    for name in ("bias", "query", "key", "filters"):
+        value = getattr(weights, name)
+        assert np.array_equal(value[0], value[5])
+    assert not np.array_equal(*impulse()(KEY, SITE).bias[:2])
+
+
+@pytest.mark.parametrize("value_out", ["balanced", "mimetic"])
+def test_value_and_projection_are_near_minus_identity(value_out):
+    site = dataclasses.replace(SITE, width=96, num_heads=3, head_dim=32)
+    weights = impulse(value_out=value_out)(KEY, site)
+    noise = np.einsum("LDhd,LhdE->LDE", weights.value, weights.out) + 0.4 * np.eye(96)
+    np.testing.assert_allclose(noise.std(), 0.4 * 96**-0.5, rtol=0.3)
+    assert abs(noise.mean()) < 0.01
+
+
+@pytest.mark.parametrize("name", ["default", "kaiming_uniform", "mimetic"])
+def test_baselines_leave_the_bias_to_the_model(name):
+    weights = attention_init.by_name(name)(KEY, SITE)
+    assert weights.bias is None
+    assert weights.query.shape == (6, 24, 3, 8)
+    assert weights.report is None
+
+
+@pytest.mark.parametrize("name", ["impulse_2024", "impulse_2025"])
+def test_schemes_that_solve_against_positions_are_refused(name):
+    with pytest.raises(InputError, match=rf"'{name}' solves the maps against .*'impulse'"):
+        attention_init.by_name(name)(KEY, SITE)
+
+
+@pytest.mark.parametrize(
+    ("kernels", "message"),
+    [
+        (np.ones((2, 20, 20)), r"shape \(2, 20, 20\): it needs kernels \[F, f, f\] with f odd$"),
+        (-np.ones((1, 3, 3)), r"negative values"),
+    ],
+)
+def test_kernels_that_cannot_be_are_refused(kernels, message):
+    with pytest.raises(InputError, match=message):
+        impulse(filters=kernels)(KEY, SITE)
+
+
+def test_a_window_site_has_no_positions():
+    with pytest.raises(TypeError, match="positions"):
+        WindowSite(
+            grid=(2, 2),
+            width=4,
+            num_heads=1,
+            head_dim=4,
+            num_layers=1,
+            qk_scale=0.5,
+            positions=np.zeros((4, 4)),
+        )
+
+
+# -- in a Swin -------------------------------------------------------------------------------------
+
+SHARE = 0.6
+
+
+@pytest.fixture(scope="module")
+def swin():
+    """A model, its filters by stage, and the maps that it has on random images."""
+    model = SwinTransformer(
+        image_size=48,
+        channels=2,
+        num_classes=3,
+        width=32,
+        depths=(4, 2),
+        num_heads=(4, 8),
+        window_size=4,
+        rngs=nnx.Rngs(0),
+    )
+    chosen = []
+
+    def scheme(key, site):
+        weights = impulse(share=SHARE)(key, site)
+        chosen.append(weights.filters)
+        return weights
+
+    report = model.initialize_attention(scheme, KEY)
+    images = jax.random.normal(jax.random.key(1), (3, 48, 48, 2))
+    out = jax.jit(lambda images: model(images, with_maps=True)[1])(images)
+    return model, chosen, report, out
+
+
+def test_maps_on_images_have_the_share_in_shifted_and_unshifted_blocks(swin):
+    model, chosen, _, out = swin
+    n = 16
+    targets = filters.convolution_maps(filters.impulse_kernels(3), (4, 4))
+    boost = (n - 1) * SHARE / (1 - SHARE)  # the exponential of the bias
+    blocks_of_stages = [stage["blocks"] for stage in out["stages"]]
+    for stage, heads, blocks, grid in zip(
+        model.stages, chosen, blocks_of_stages, ((12, 12), (6, 6)), strict=True
+    ):
+        assert stage.shift == (2, 2)
+        maps = np.asarray(blocks["attention_maps"]).mean(axis=1)  # [L, W, h, n, n]
+        mask = windows.shift_mask(grid, (4, 4), (2, 2)) == 0  # [W, n, n], with itself
+        for layer in range(stage.depth):
+            shifted = layer % 2 == 1
+            for window in range(maps.shape[1]):
+                seen = mask[window] if shifted else np.ones((n, n), bool)
+                for head in range(maps.shape[2]):
+                    target = targets[heads[layer, head]] * seen
+                    has_target = target.any(-1)
+                    expected = np.where(has_target, boost / (boost + seen.sum(-1) - 1), 0)
+                    share = (maps[layer, window, head] * target).sum(-1)
+                    np.testing.assert_allclose(share, expected, atol=0.03)
+                    assert np.all(maps[layer, window, head][~seen] < 1e-6)
+            if shifted:
+                assert not mask.all()
+
+
+def test_reports_are_averaged_and_every_offset_is_used(swin):
+    _, chosen, report, _ = swin
+    np.testing.assert_allclose(report.share, SHARE, rtol=1e-5)
+    assert report.peaks == 1
+    # Rows of norm 0.02 D^1/2, averaged over the stages of width 32 and 64.
+    np.testing.assert_allclose(report.norm, 0.02 * (32**0.5 + 64**0.5) / 2, rtol=0.05)
+    for heads in chosen:
+        assert set(np.unique(heads)) == set(range(9))
+
+
+def test_sites_are_the_stages(swin):
+    first, second = swin[0].attention_sites
+    assert (first.grid, first.width, first.num_heads, first.head_dim) == ((4, 4), 32, 4, 8)
+    assert (second.width, second.num_heads, second.num_layers) == (64, 8, 2)
+    assert first.qk_scale == pytest.approx(8**-0.5)
+
+
+@pytest.mark.parametrize("name", ["default", "kaiming_uniform", "mimetic", "impulse"])
+def test_schemes_work_abstractly_and_under_jit(swin, name):
+    model, *_ = swin
+    graphdef, state = nnx.split(model)
+    scheme, key = attention_init.by_name(name), jax.random.key(5)
+
+    def initialize(state, key):
+        model = nnx.merge(graphdef, state)
+        report = model.initialize_attention(scheme, key)
+        return nnx.state(model), report
+
+    abstract, _ = jax.eval_shape(initialize, state, key)
+    assert jax.tree.map(jnp.shape, abstract) == jax.tree.map(jnp.shape, state)
+    jitted, report = jax.jit(initialize)(state, key)
+    assert (report is not None) == (name == "impulse")
+    bias, before = (s["stage1"]["blocks"]["relative_position_bias"] for s in (jitted, state))
+    assert np.array_equal(bias[...], before[...]) == (name != "impulse")
+    query, before = (s["stage2"]["blocks"]["attention"]["query"]["kernel"] for s in (jitted, state))
+    assert not np.array_equal(query[...], before[...])
+    if name == "mimetic":
+        product = np.einsum(
+            "DHd,EHd->HDE", query[0], jitted["stage2"]["blocks"]["attention"]["key"]["kernel"][0]
+        )
+        assert np.einsum("HDD->H", product).min() > 0.7 * 8 / 2
+
+
+def test_a_model_is_made_abstractly_with_a_scheme():
+    model = nnx.eval_shape(
+        lambda: SwinTransformer(
+            image_size=32,
+            channels=1,
+            num_classes=3,
+            width=8,
+            depths=(2, 2, 2, 2),  # down to a grid of one token
+            num_heads=(1, 2, 2, 2),
+            attention_init=impulse(),
+            rngs=nnx.Rngs(0),
+        )
+    )
+    assert model.stage4.blocks.relative_position_bias.shape == (2, 1, 2)

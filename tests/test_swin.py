@@ -1,0 +1,247 @@
+import functools
+import pathlib
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from flax import nnx, traverse_util
+
+from structinit_jax import attention_init
+from structinit_jax.errors import InputError
+from structinit_jax.interop import timm
+from structinit_jax.models.registry import create_model
+from structinit_jax.models.swin import VARIANTS, SwinTransformer
+from structinit_jax.training.state import count_parameters, split_model
+
+REFERENCES = np.load(pathlib.Path(__file__).parent / "references" / "swin.npz")
+SMALL = dict(channels=2, num_classes=5, width=8, num_heads=(2, 4), mlp_ratio=2.0)
+CASES = {
+    "shifted": dict(image_size=32, depths=(4, 2), window_size=4),
+    "padded": dict(image_size=(28, 44), depths=(2, 3), window_size=4),
+    "single": dict(image_size=30, depths=(2, 1), window_size=8),
+}
+
+
+def make(name, **options):
+    return SwinTransformer(**SMALL, **(CASES[name] | options), rngs=nnx.Rngs(0))
+
+
+def recorded(name, kind):
+    prefix = f"{name}/{kind}/"
+    return {k.removeprefix(prefix): v for k, v in REFERENCES.items() if k.startswith(prefix)}
+
+
+@functools.cache
+def loaded(name):
+    model = make(name)
+    timm.load(model, recorded(name, "weights"))
+    return model
+
+
+@functools.cache
+def outcome(name):
+    """Logits, intermediates and, in timm's layout, the gradient of sum(cotangent · logits)."""
+    model = loaded(name)
+    graphdef, params = split_model(model)
+
+    @jax.jit
+    def run(params, images, cotangent):
+        def loss(params):
+            logits, out = nnx.merge(graphdef, params)(images)
+            return jnp.sum(logits * cotangent), (logits, out)
+
+        return jax.grad(loss, has_aux=True)(params)
+
+    gradient, (logits, out) = run(
+        params, REFERENCES[f"{name}/images"], REFERENCES[f"{name}/cotangent"]
+    )
+    return logits, out, timm.export(nnx.merge(graphdef, gradient))
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_every_block_and_the_logits_equal_timm(name):
+    logits, out, _ = outcome(name)
+    expected = recorded(name, "blocks")
+    assert len(expected) == sum(CASES[name]["depths"])
+    for block, value in expected.items():
+        _, stage, _, layer = block.split(".")
+        ours = out["stages"][int(stage)]["blocks"]["output"][int(layer)]
+        np.testing.assert_allclose(ours, value, atol=1e-4, err_msg=block)
+    np.testing.assert_allclose(logits, REFERENCES[f"{name}/logits"], atol=1e-4)
+
+
+@pytest.mark.parametrize("name", ["shifted", "padded"])
+def test_gradients_equal_timm(name):
+    gradient, expected = outcome(name)[2], recorded(name, "gradients")
+    assert gradient.keys() == expected.keys()
+    for key, value in expected.items():
+        scale = np.abs(value).max()
+        np.testing.assert_allclose(gradient[key], value, atol=1e-3 * scale, err_msg=key)
+
+
+@pytest.mark.parametrize("name", VARIANTS)
+def test_parameter_count_equals_timm(name):
+    model = nnx.eval_shape(
+        lambda: SwinTransformer(**VARIANTS[name], channels=3, num_classes=1000, rngs=nnx.Rngs(0))
+    )
+    assert count_parameters(split_model(model)[1]) == REFERENCES[f"parameters/{name}"]
+
+
+def test_weights_return_to_timm_and_old_buffers_are_passed_over():
+    weights = recorded("padded", "weights")
+    again = timm.export(loaded("padded"))
+    assert again.keys() == weights.keys()
+    jax.tree.map(np.testing.assert_array_equal, again, weights)
+    old = weights | {
+        "layers.0.blocks.1.attn_mask": np.zeros((6, 16, 16)),
+        "layers.1.blocks.2.attn.relative_position_index": np.zeros((16, 16), int),
+    }
+    timm.load(make("padded"), old)
+    with pytest.raises(InputError, match=r"no place for: layers\.0\.blocks\.9\.attn_mask"):
+        timm.load(make("padded"), weights | {"layers.0.blocks.9.attn_mask": np.zeros(1)})
+
+
+def test_unrolled_and_rematerialized_models_agree():
+    logits, _, gradient = outcome("shifted")
+    other = make("shifted", remat="dots", unroll=0)
+    timm.load(other, recorded("shifted", "weights"))
+    graphdef, params = split_model(other)
+    images, cotangent = (jnp.asarray(REFERENCES[f"shifted/{k}"]) for k in ("images", "cotangent"))
+
+    @jax.jit
+    def run(params):
+        def loss(params):
+            logits = nnx.merge(graphdef, params)(images)[0]
+            return jnp.sum(logits * cotangent), logits
+
+        return jax.grad(loss, has_aux=True)(params)
+
+    again, same_logits = run(params)
+    np.testing.assert_allclose(same_logits, logits, atol=1e-5)
+    exported = timm.export(nnx.merge(graphdef, again))
+    for key, value in gradient.items():
+        np.testing.assert_allclose(exported[key], value, atol=1e-4 * np.abs(value).max())
+    assert "remat" in str(jax.make_jaxpr(run)(params))
+
+
+def test_intermediates_have_the_documented_shapes():
+    images = jnp.asarray(REFERENCES["padded/images"])
+    logits, out = loaded("padded")(images, with_maps=True)
+    assert logits.shape == (2, 5)
+    assert out["patch_embedding"].shape == (2, 7, 11, 8)
+    first, second = out["stages"]
+    assert "merged" not in first
+    assert second["merged"].shape == (2, 4, 6, 16)
+    assert first["blocks"]["attention"].shape == (2, 2, 7, 11, 8)
+    assert second["blocks"]["output"].shape == (3, 2, 4, 6, 16)
+    assert first["blocks"]["attention_maps"].shape == (2, 2, 6, 2, 16, 16)
+    assert second["blocks"]["attention_maps"].shape == (3, 2, 2, 4, 16, 16)
+    np.testing.assert_allclose(second["blocks"]["attention_maps"].sum(-1), 1, rtol=1e-5)
+    assert out["pooled"].shape == (2, 16)
+
+
+def test_maps_are_those_of_the_outputs():
+    """What the maps say an impulse in V would do is what the attention module does."""
+    model = loaded("shifted")
+    block = jax.tree.map(lambda leaf: leaf[1], model.stage1.blocks)
+    x = jax.random.normal(jax.random.key(0), (2, 8, 8, 8))
+    _, out = block(x, shift=(2, 2), drop_path_rate=jnp.zeros(()), with_maps=True)
+    normed = np.roll(block.norm1(x), (-2, -2), (1, 2))
+    windows = normed.reshape(2, 2, 4, 2, 4, 8).swapaxes(2, 3).reshape(2, 4, 16, 8)
+    value = np.einsum("bwnD,Dhd->bwhnd", windows, block.attention.value.kernel[...])
+    value = value + np.asarray(block.attention.value.bias[...])[None, None, :, None]
+    mixed = np.einsum("bwhnm,bwhmd->bwnhd", out["attention_maps"], value)
+    y = np.einsum("bwnhd,hdD->bwnD", mixed, block.attention.out.kernel[...])
+    y = (y + block.attention.out.bias[...]).reshape(2, 2, 2, 4, 4, 8).swapaxes(2, 3)
+    expected = np.roll(y.reshape(2, 8, 8, 8), (2, 2), (1, 2))
+    np.testing.assert_allclose(out["attention"], expected, atol=1e-5)
+
+
+def test_training_is_random_by_key_and_evaluation_is_not():
+    model = make("single", drop_path=0.5, dropout=0.1)
+    images = jnp.asarray(REFERENCES["single/images"])
+    run = jax.jit(lambda key: model(images, key=key)[0])
+    one, again, other = (run(jax.random.key(k)) for k in (1, 1, 2))
+    np.testing.assert_array_equal(one, again)
+    assert np.abs(one - other).max() > 1e-4
+
+
+@pytest.mark.usefixtures("library_promotion")
+def test_bfloat16_has_finite_gradients_and_float32_parameters():
+    scheme = attention_init.impulse()
+    model = make("padded", dtype="bfloat16", attention_init=scheme)
+    graphdef, params = split_model(model)
+    assert {leaf.dtype for leaf in jax.tree.leaves(params)} == {jnp.dtype("float32")}
+    images = jnp.asarray(REFERENCES["padded/images"])
+
+    @jax.jit
+    def run(params):
+        def loss(params):
+            logits, out = nnx.merge(graphdef, params)(images)
+            return jnp.sum(logits**2), (logits, out)
+
+        return jax.grad(loss, has_aux=True)(params)
+
+    gradient, (logits, out) = run(params)
+    assert out["stages"][1]["blocks"]["output"].dtype == jnp.bfloat16
+    assert logits.dtype == jnp.float32
+    assert all(np.isfinite(leaf).all() for leaf in jax.tree.leaves(gradient))
+    assert np.any(gradient["stage2"]["blocks"]["relative_position_bias"])
+    full = make("padded", attention_init=scheme)(images)[0]
+    np.testing.assert_allclose(logits, full, atol=0.02)
+
+
+@pytest.mark.usefixtures("library_promotion")
+def test_a_registered_model_learns():
+    options = dict(name="swin", **(SMALL | CASES["shifted"] | dict(depths=[2, 2], drop_path=0.1)))
+    size, channels = options.pop("image_size"), options.pop("channels")
+    model = create_model(options, image_size=size, channels=channels, rngs=nnx.Rngs(0))
+    model.initialize_attention(attention_init.impulse(), jax.random.key(1))
+    graphdef, params = split_model(model)
+    images = jax.random.normal(jax.random.key(2), (20, 32, 32, 2))
+    labels = jnp.arange(20) % 5
+    optimizer = optax.adam(1e-2)
+
+    @jax.jit
+    def step(params, state, key):
+        def loss(params):
+            logits = nnx.merge(graphdef, params)(images, key=key)[0]
+            return optax.softmax_cross_entropy_with_integer_labels(logits, labels).mean()
+
+        value, gradient = jax.value_and_grad(loss)(params)
+        updates, state = optimizer.update(gradient, state)
+        return optax.apply_updates(params, updates), state, value
+
+    state, losses = optimizer.init(params), []
+    for i in range(15):
+        params, state, value = step(params, state, jax.random.key(i))
+        losses.append(float(value))
+    assert losses[-1] < 0.7 * losses[0]
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (dict(image_size=3), r"data\.image_size=\(3, 3\) is smaller than model\.patch_size=4"),
+        (dict(depths=(2,)), r"model\.depths=\(2,\) has 1 stages, but model\.num_heads=\(2, 4\)"),
+        (dict(depths=(0, 2)), r"model\.depths=\(0, 2\): it needs a positive whole number"),
+        (dict(num_heads=(2, 3)), r"3 heads do not divide the 16 channels of stage 2"),
+        (dict(window_size=0), r"model\.window_size=0: it must be positive"),
+        (dict(dtype="float16"), r"model\.dtype='float16': choose one of float32, bfloat16"),
+    ],
+)
+def test_sizes_that_do_not_fit_are_refused_by_name(options, message):
+    with pytest.raises(InputError, match=message):
+        SwinTransformer(**(SMALL | CASES["shifted"] | options), rngs=nnx.Rngs(0))
+
+
+def test_images_of_another_size_are_refused():
+    with pytest.raises(InputError, match=r"images are \(28, 28\) pixels"):
+        loaded("shifted")(jnp.zeros((1, 28, 28, 2)))
+
+
+def test_names_of_weights_are_strings():
+    _, params = split_model(loaded("shifted"))
+    assert "stage2/merging/reduction/kernel" in traverse_util.flatten_dict(params, sep="/")
