@@ -172,7 +172,7 @@ def test_training_is_random_by_key_and_evaluation_is_not():
 @pytest.mark.usefixtures("library_promotion")
 def test_bfloat16_has_finite_gradients_and_float32_parameters():
     scheme = attention_init.impulse()
-    model = make("padded", dtype="bfloat16", attention_init=scheme)
+    model = make("padded", depths=(2, 2), dtype="bfloat16", attention_init=scheme)
     graphdef, params = split_model(model)
     assert {leaf.dtype for leaf in jax.tree.leaves(params)} == {jnp.dtype("float32")}
     images = jnp.asarray(REFERENCES["padded/images"])
@@ -190,7 +190,7 @@ def test_bfloat16_has_finite_gradients_and_float32_parameters():
     assert logits.dtype == jnp.float32
     assert all(np.isfinite(leaf).all() for leaf in jax.tree.leaves(gradient))
     assert np.any(gradient["stage2"]["blocks"]["relative_position_bias"])
-    full_graphdef, _ = split_model(make("padded"))
+    full_graphdef, _ = split_model(make("padded", depths=(2, 2)))
     full = jax.jit(lambda params: nnx.merge(full_graphdef, params)(images)[0])(params)
     np.testing.assert_allclose(logits, full, atol=0.02)
 
