@@ -128,7 +128,8 @@ def test_unrolled_and_rematerialized_models_agree():
 
 def test_intermediates_have_the_documented_shapes():
     images = jnp.asarray(REFERENCES["padded/images"])
-    logits, out = loaded("padded")(images, with_maps=True)
+    model = loaded("padded")
+    logits, out = jax.jit(lambda images: model(images, with_maps=True))(images)
     assert logits.shape == (2, 5)
     assert out["patch_embedding"].shape == (2, 7, 11, 8)
     first, second = out["stages"]
@@ -171,7 +172,7 @@ def test_training_is_random_by_key_and_evaluation_is_not():
 @pytest.mark.usefixtures("library_promotion")
 def test_bfloat16_has_finite_gradients_and_float32_parameters():
     scheme = attention_init.impulse()
-    model = make("padded", dtype="bfloat16", attention_init=scheme)
+    model = make("padded", depths=(2, 2), dtype="bfloat16", attention_init=scheme)
     graphdef, params = split_model(model)
     assert {leaf.dtype for leaf in jax.tree.leaves(params)} == {jnp.dtype("float32")}
     images = jnp.asarray(REFERENCES["padded/images"])
@@ -189,7 +190,8 @@ def test_bfloat16_has_finite_gradients_and_float32_parameters():
     assert logits.dtype == jnp.float32
     assert all(np.isfinite(leaf).all() for leaf in jax.tree.leaves(gradient))
     assert np.any(gradient["stage2"]["blocks"]["relative_position_bias"])
-    full = make("padded", attention_init=scheme)(images)[0]
+    full_graphdef, _ = split_model(make("padded", depths=(2, 2)))
+    full = jax.jit(lambda params: nnx.merge(full_graphdef, params)(images)[0])(params)
     np.testing.assert_allclose(logits, full, atol=0.02)
 
 
@@ -229,6 +231,10 @@ def test_a_registered_model_learns():
         (dict(depths=(0, 2)), r"model\.depths=\(0, 2\): it needs a positive whole number"),
         (dict(num_heads=(2, 3)), r"3 heads do not divide the 16 channels of stage 2"),
         (dict(window_size=0), r"model\.window_size=0: it must be positive"),
+        (
+            dict(attention_implementation="cudnn", window_size=5),
+            r"attention_implementation='cudnn': a window of stage 1 has 5x5 tokens.*use 'xla'",
+        ),
         (dict(dtype="float16"), r"model\.dtype='float16': choose one of float32, bfloat16"),
     ],
 )

@@ -8,6 +8,9 @@ attention layers looks like; `AttentionWeights` holds start values in Flax's own
                          qk_scale=64**-0.5, positions=sincos_positions((14, 14), 192))
     weights = init(jax.random.key(0), site)      # weights.query: [12, 192, 3, 64]
 
+Attention within windows, as in Swin, has a relative position bias in place of positions: it is a
+`WindowSite`, and `impulse` puts its filters into `weights.bias`.
+
 Symbols, as in the papers: N tokens on a grid, D width, h heads, d = D / h, L layers, f kernel size,
 P [N, D] positions, X = LayerNorm(P), σ = d^-1/2, Q and K [D, d] of one head, H [N, N] the map of a
 convolution, M = softmax(σ X Q Kᵀ Xᵀ). The solve makes M as close to H as a given norm of Q and K

@@ -46,7 +46,8 @@ class SwinTransformer(nnx.Module):
       drop_path: rate of the last block; it rises linearly from 0 at the first.
       dropout: rate behind projections and MLP layers.
       dtype: type of the computation ('float32' or 'bfloat16'); parameters are float32.
-      attention_implementation: 'auto' lets JAX choose; 'xla' or 'cudnn'.
+      attention_implementation: 'auto' lets JAX choose; 'xla', or 'cudnn', which needs an even number
+        of tokens in every window.
       unroll: pairs of blocks to a step of the loop over a stage; 0 unrolls it, for more compile
         time.
       remat: what a pair of blocks keeps for the gradient: 'none' keeps everything, 'dots', 'full'
@@ -111,6 +112,8 @@ class SwinTransformer(nnx.Module):
                 unroll=unroll,
                 rngs=rngs,
             )
+            if attention_implementation == "cudnn":
+                _check_even(i, stage.window)
             setattr(self, f"stage{i + 1}", stage)
         self.norm = layers.layer_norm(width, epsilon=EPSILON, **options)
         # The head is float32 whatever the blocks are: logits are what the loss exponentiates.
@@ -230,3 +233,12 @@ def _check_sizes(image_size, patch_size, width, depths, num_heads, window_size):
                 f"model.num_heads={tuple(num_heads)}: {heads} heads do not divide the "
                 f"{width * 2**stage} channels of stage {stage + 1}: each takes an equal share"
             )
+
+
+def _check_even(index, window):
+    if window[0] * window[1] % 2:
+        raise InputError(
+            f"model.attention_implementation='cudnn': a window of stage {index + 1} has "
+            f"{window[0]}x{window[1]} tokens, but with a bias cuDNN trains on even numbers only: "
+            "use 'xla', or an even model.window_size with grids that it divides"
+        )
