@@ -8,6 +8,8 @@ attention layers looks like; `AttentionWeights` holds start values in Flax's own
                          qk_scale=64**-0.5, positions=sincos_positions((14, 14), 192))
     weights = init(jax.random.key(0), site)      # weights.query: [12, 192, 3, 64]
 
+A stack of token-mixing MLPs is a `TokenMixingSite` and takes `TokenMixingWeights` (MLP-Mixer).
+
 Symbols, as in the papers: N tokens on a grid, D width, h heads, d = D / h, L layers, f kernel size,
 P [N, D] positions, X = LayerNorm(P), σ = d^-1/2, Q and K [D, d] of one head, H [N, N] the map of a
 convolution, M = softmax(σ X Q Kᵀ Xᵀ). The solve makes M as close to H as a given norm of Q and K
@@ -32,7 +34,11 @@ from structinit_jax.attention_init.site import (
     AttentionInit,
     AttentionSite,
     AttentionWeights,
+    Site,
     SolveReport,
+    TokenMixingSite,
+    TokenMixingWeights,
+    Weights,
 )
 
 __all__ = [
@@ -40,7 +46,11 @@ __all__ = [
     "AttentionInit",
     "AttentionSite",
     "AttentionWeights",
+    "Site",
     "SolveReport",
+    "TokenMixingSite",
+    "TokenMixingWeights",
+    "Weights",
     "by_name",
     "default",
     "impulse",

@@ -4,13 +4,26 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, PRNGKeyArray
 
-from structinit_jax.attention_init.site import AttentionInit, AttentionSite, AttentionWeights
+from structinit_jax.attention_init import token_mixing
+from structinit_jax.attention_init.site import (
+    AttentionInit,
+    AttentionWeights,
+    Site,
+    TokenMixingSite,
+    TokenMixingWeights,
+    Weights,
+)
 
 
 def default() -> AttentionInit:
-    """Truncated normal of standard deviation 0.02 on query, key, value and projection (timm)."""
+    """Truncated normal of standard deviation 0.02 on query, key, value and projection (timm).
 
-    def init(key: PRNGKeyArray, site: AttentionSite) -> AttentionWeights:
+    Token-mixing MLPs keep their model's start values, which are timm's too.
+    """
+
+    def init(key: PRNGKeyArray, site: Site) -> Weights:
+        if isinstance(site, TokenMixingSite):
+            return TokenMixingWeights()
         std = 0.02
         # timm cuts at ±2 in absolute terms, so 100 deviations away.
         return _draw_all(
@@ -28,7 +41,9 @@ def kaiming_uniform() -> AttentionInit:
     PyTorch's call is He et al.'s Kaiming uniform with a = 5^1/2, which comes to this bound.
     """
 
-    def init(key: PRNGKeyArray, site: AttentionSite) -> AttentionWeights:
+    def init(key: PRNGKeyArray, site: Site) -> Weights:
+        if isinstance(site, TokenMixingSite):
+            return token_mixing.kaiming_uniform(key, site)
         inner = site.num_heads * site.head_dim
         weights = _draw_all(
             key, site, lambda k, shape: jax.random.uniform(k, shape, minval=-1.0, maxval=1.0)
@@ -51,10 +66,12 @@ def mimetic() -> AttentionInit:
     """Mimetic initialization (Trockman & Kolter 2023, arXiv:2305.09828).
 
     Each head's Q Kᵀ is close to 0.7 I plus noise, and V Proj close to -0.4 I plus noise, both
-    factored by singular value decomposition.
+    factored by singular value decomposition. Token-mixing MLPs: see `token_mixing.mimetic`.
     """
 
-    def init(key: PRNGKeyArray, site: AttentionSite) -> AttentionWeights:
+    def init(key: PRNGKeyArray, site: Site) -> Weights:
+        if isinstance(site, TokenMixingSite):
+            return token_mixing.mimetic(key, site)
         qk_key, vo_key = jax.random.split(key)
         query, key_ = _factors_near_identity(
             qk_key,

@@ -10,12 +10,15 @@ import numpy as np
 from jaxtyping import Array, Float, Int, PRNGKeyArray
 
 from structinit_jax.attention_init import filters as filters_lib
+from structinit_jax.attention_init import token_mixing
 from structinit_jax.attention_init.baselines import mimetic_value_out
 from structinit_jax.attention_init.pseudo_input import layer_norm, sincos_positions
 from structinit_jax.attention_init.site import (
     AttentionInit,
-    AttentionSite,
     AttentionWeights,
+    Site,
+    TokenMixingSite,
+    Weights,
     check_choice,
     check_positive,
     require_positions,
@@ -51,6 +54,9 @@ def impulse(
     Query and key are zero outside the encoding's row space: they see positions alone at first.
 
     Where the model's positions are trainable, they start from the sin-cos encoding.
+
+    Token-mixing MLPs carry one filter a layer instead, exactly and without a solve
+    (`attention_init.token_mixing`); options from `norm` on are about attention only.
 
     Args:
       kernel_size: f, odd, at most the grid's shorter side; or one for each layer.
@@ -98,7 +104,12 @@ def impulse(
         raise InputError(f"attention_init.share={share}: a share of attention lies in (0, 1)")
     make_optimizer(optimizer, learning_rate)
 
-    def init(key: PRNGKeyArray, site: AttentionSite) -> AttentionWeights:
+    def init(key: PRNGKeyArray, site: Site) -> Weights:
+        if isinstance(site, TokenMixingSite):
+            maps, ranges = _bank_of_layers(filters, kernel_size, dilation, sigma, site)
+            return token_mixing.carry_filters(
+                key, site, maps, ranges, order=offsets, same_layers=same_layers
+            )
         if site.positions_trainable:
             positions = sincos_positions(site.grid, site.width)
         else:

@@ -18,10 +18,11 @@ from structinit_jax.attention_init.filters import (
 from structinit_jax.attention_init.pseudo_input import draw_pseudo_input, layer_norm
 from structinit_jax.attention_init.site import (
     AttentionInit,
-    AttentionSite,
     AttentionWeights,
+    Site,
     SolveReport,
     check_positive,
+    require_attention,
     require_positions,
 )
 from structinit_jax.attention_init.solve import closeness
@@ -60,7 +61,8 @@ def impulse_2024(
     check_positive("max_steps", max_steps)
     check_positive("learning_rate", learning_rate)
 
-    def init(key: PRNGKeyArray, site: AttentionSite) -> AttentionWeights:
+    def init(key: PRNGKeyArray, site: Site) -> AttentionWeights:
+        require_attention(site, "impulse_2024")
         check_kernel_size(kernel_size, site.grid)
         positions = require_positions(site, "impulse_2024")
         offset_key, first_key, rest_key = jax.random.split(key, 3)
@@ -169,7 +171,8 @@ def impulse_2025(kernel_size: int = 3) -> AttentionInit:
     """
     check_kernel_size(kernel_size)
 
-    def init(key: PRNGKeyArray, site: AttentionSite) -> AttentionWeights:
+    def init(key: PRNGKeyArray, site: Site) -> AttentionWeights:
+        require_attention(site, "impulse_2025")
         check_kernel_size(kernel_size, site.grid)
         positions = require_positions(site, "impulse_2025")
         if site.positions_trainable:

@@ -98,8 +98,57 @@ class AttentionWeights(NamedTuple):
     filters: Int[Array, "L h"] | None = None
 
 
-AttentionInit = Callable[[jax.Array, AttentionSite], AttentionWeights]
+@dataclasses.dataclass(frozen=True)
+class TokenMixingSite:
+    """A stack of equal token-mixing MLPs, such as MLP-Mixer's, over one grid of tokens.
+
+    Each maps a channel's N values through `hidden` units with an exact GELU, all channels alike.
+
+    Attributes:
+      grid: (rows, cols) of the tokens; N = rows × cols in row-major order.
+      hidden: the hidden units of one MLP.
+      num_layers: L, the MLPs in the stack.
+      width: D, the channels that are mixed alike.
+    """
+
+    grid: tuple[int, int]
+    hidden: int
+    num_layers: int
+    width: int
+
+    @property
+    def num_tokens(self) -> int:
+        """N, the tokens of the grid."""
+        return self.grid[0] * self.grid[1]
+
+
+class TokenMixingWeights(NamedTuple):
+    """Start values for a `TokenMixingSite`; None leaves the model's own. Biases start at zero.
+
+    Attributes:
+      fc1: [L, N, hidden], first layer.
+      fc2: [L, hidden, N], second layer.
+      filters: [L], which of the scheme's filters each layer was given.
+    """
+
+    fc1: Float[Array, "L N hidden"] | None = None
+    fc2: Float[Array, "L hidden N"] | None = None
+    filters: Int[Array, " L"] | None = None
+
+
+Site = AttentionSite | TokenMixingSite
+Weights = AttentionWeights | TokenMixingWeights
+AttentionInit = Callable[[jax.Array, Site], Weights]
 """A scheme: `(key, site) -> weights`. Pure, and traceable by jit, vmap and eval_shape."""
+
+
+def require_attention(site: Site, scheme: str) -> None:
+    """Refuses a site without the softmax attention whose query and key the scheme solves for."""
+    if not isinstance(site, AttentionSite):
+        raise InputError(
+            f"attention_init.name={scheme!r} solves for the query and key of softmax attention, "
+            f"which a model with a {type(site).__name__} has none of: use 'impulse'"
+        )
 
 
 def require_positions(site: AttentionSite, scheme: str):

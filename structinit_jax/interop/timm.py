@@ -15,11 +15,12 @@ import numpy as np
 from flax import nnx, traverse_util
 
 from structinit_jax.errors import InputError
-from structinit_jax.interop import timm_vit
+from structinit_jax.interop import timm_mixer, timm_vit
+from structinit_jax.models.mixer import MlpMixer
 from structinit_jax.models.vit import VisionTransformer
 
 StateDict = Mapping[str, np.ndarray]
-ENTRIES = {VisionTransformer: timm_vit.entries}
+ENTRIES = {VisionTransformer: timm_vit.entries, MlpMixer: timm_mixer.entries}
 
 
 def export(model: nnx.Module) -> dict[str, np.ndarray]:

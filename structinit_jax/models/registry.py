@@ -7,9 +7,10 @@ from typing import Any
 from flax import nnx
 
 from structinit_jax.errors import InputError
+from structinit_jax.models.mixer import MlpMixer
 from structinit_jax.models.vit import VisionTransformer
 
-MODELS = {"vit": VisionTransformer}
+MODELS = {"vit": VisionTransformer, "mixer": MlpMixer}
 
 
 def create_model(
