@@ -8,8 +8,9 @@ attention layers looks like; `AttentionWeights` holds start values in Flax's own
                          qk_scale=64**-0.5, positions=sincos_positions((14, 14), 192))
     weights = init(jax.random.key(0), site)      # weights.query: [12, 192, 3, 64]
 
-Attention within windows, as in Swin, has a relative position bias in place of positions: it is a
-`WindowSite`, and `impulse` puts its filters into `weights.bias`.
+Other models' sites: attention within windows, as in Swin, has a relative position bias in place of
+positions (`WindowSite`, `weights.bias`); MLP-Mixer's token-mixing MLPs are a `TokenMixingSite` and
+take `TokenMixingWeights`; ConvMixer's depthwise filters are a `ConvSite` and take `ConvWeights`.
 
 Symbols, as in the papers: N tokens on a grid, D width, h heads, d = D / h, L layers, f kernel size,
 P [N, D] positions, X = LayerNorm(P), σ = d^-1/2, Q and K [D, d] of one head, H [N, N] the map of a
@@ -37,7 +38,11 @@ from structinit_jax.attention_init.site import (
     AttentionWeights,
     ConvSite,
     ConvWeights,
+    Site,
     SolveReport,
+    TokenMixingSite,
+    TokenMixingWeights,
+    Weights,
     WindowSite,
 )
 
@@ -48,7 +53,11 @@ __all__ = [
     "AttentionWeights",
     "ConvSite",
     "ConvWeights",
+    "Site",
     "SolveReport",
+    "TokenMixingSite",
+    "TokenMixingWeights",
+    "Weights",
     "WindowSite",
     "by_name",
     "default",

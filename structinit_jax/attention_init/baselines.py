@@ -4,14 +4,17 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, PRNGKeyArray
 
+from structinit_jax.attention_init import token_mixing
 from structinit_jax.attention_init.conv_filters import random_filters
 from structinit_jax.attention_init.site import (
     AttentionInit,
     AttentionWeights,
     ConvSite,
     Site,
+    TokenMixingSite,
+    TokenMixingWeights,
     Weights,
-    refuse_convolutions,
+    require_attention,
 )
 
 
@@ -19,11 +22,14 @@ def default() -> AttentionInit:
     """Truncated normal of standard deviation 0.02 on query, key, value and projection (timm).
 
     Convolutions get PyTorch's default (`conv_filters.random_filters`), which timm leaves in place.
+    Token-mixing MLPs keep their model's start values, which are timm's too.
     """
 
     def init(key: PRNGKeyArray, site: Site) -> Weights:
         if isinstance(site, ConvSite):
             return random_filters(key, site)
+        if isinstance(site, TokenMixingSite):
+            return TokenMixingWeights()
         std = 0.02
         # timm cuts at ±2 in absolute terms, so 100 deviations away.
         return _draw_all(
@@ -45,6 +51,8 @@ def kaiming_uniform() -> AttentionInit:
     def init(key: PRNGKeyArray, site: Site) -> Weights:
         if isinstance(site, ConvSite):
             return random_filters(key, site)
+        if isinstance(site, TokenMixingSite):
+            return token_mixing.kaiming_uniform(key, site)
         inner = site.num_heads * site.head_dim
         weights = _draw_all(
             key, site, lambda k, shape: jax.random.uniform(k, shape, minval=-1.0, maxval=1.0)
@@ -67,11 +75,13 @@ def mimetic() -> AttentionInit:
     """Mimetic initialization (Trockman & Kolter 2023, arXiv:2305.09828).
 
     Each head's Q Kᵀ is close to 0.7 I plus noise, and V Proj close to -0.4 I plus noise, both
-    factored by singular value decomposition.
+    factored by singular value decomposition. Token-mixing MLPs: see `token_mixing.mimetic`.
     """
 
-    def init(key: PRNGKeyArray, site: Site) -> AttentionWeights:
-        refuse_convolutions(site, "mimetic")
+    def init(key: PRNGKeyArray, site: Site) -> Weights:
+        if isinstance(site, TokenMixingSite):
+            return token_mixing.mimetic(key, site)
+        require_attention(site, "mimetic")
         qk_key, vo_key = jax.random.split(key)
         query, key_ = _factors_near_identity(
             qk_key,

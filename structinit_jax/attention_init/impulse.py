@@ -10,7 +10,7 @@ import numpy as np
 from jaxtyping import Array, Float, PRNGKeyArray
 
 from structinit_jax.attention_init import filters as filters_lib
-from structinit_jax.attention_init import relative_bias
+from structinit_jax.attention_init import relative_bias, token_mixing
 from structinit_jax.attention_init.baselines import balanced_value_out, mimetic_value_out
 from structinit_jax.attention_init.conv_filters import placed_filters
 from structinit_jax.attention_init.pseudo_input import layer_norm, sincos_positions
@@ -19,6 +19,7 @@ from structinit_jax.attention_init.site import (
     AttentionWeights,
     ConvSite,
     Site,
+    TokenMixingSite,
     Weights,
     WindowSite,
     check_choice,
@@ -65,6 +66,9 @@ def impulse(
     Attention within windows (`WindowSite`) has no positions to solve against: the filters go into
     its relative position bias, see `relative_bias.place_kernels`. `share` is then the only measure
     of sharpness (0.5 if None); `norm`, `keep_positions` and the options of the solver have no part.
+
+    Token-mixing MLPs carry one filter a layer instead, exactly and without a solve
+    (`attention_init.token_mixing`); options from `norm` on are about attention only.
 
     Args:
       kernel_size: f, odd, at most the grid's shorter side; or one for each layer.
@@ -132,6 +136,11 @@ def impulse(
                 offsets=offsets,
                 same_layers=same_layers,
                 value_out=value_out,
+            )
+        if isinstance(site, TokenMixingSite):
+            maps, ranges = _bank_of_layers(filters, kernel_size, dilation, sigma, site)
+            return token_mixing.carry_filters(
+                key, site, maps, ranges, order=offsets, same_layers=same_layers
             )
         if site.positions_trainable:
             positions = sincos_positions(site.grid, site.width)

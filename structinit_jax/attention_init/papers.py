@@ -25,7 +25,7 @@ from structinit_jax.attention_init.site import (
     SolveReport,
     Weights,
     check_positive,
-    refuse_convolutions,
+    require_attention,
     require_positions,
 )
 from structinit_jax.attention_init.solve import closeness
@@ -76,6 +76,7 @@ def impulse_2024(
     def init(key: PRNGKeyArray, site: Site) -> Weights:
         if isinstance(site, ConvSite):
             return placed_filters(key, site, kernel_size=kernel_size)
+        require_attention(site, "impulse_2024")
         check_kernel_size(kernel_size, site.grid)
         positions = require_positions(site, "impulse_2024")
         offset_key, first_key, rest_key = jax.random.split(key, 3)
@@ -185,7 +186,7 @@ def impulse_2025(kernel_size: int = 3) -> AttentionInit:
     check_kernel_size(kernel_size)
 
     def init(key: PRNGKeyArray, site: Site) -> AttentionWeights:
-        refuse_convolutions(site, "impulse_2025")
+        require_attention(site, "impulse_2025")
         check_kernel_size(kernel_size, site.grid)
         positions = require_positions(site, "impulse_2025")
         if site.positions_trainable:

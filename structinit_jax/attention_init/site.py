@@ -138,10 +138,56 @@ class ConvWeights(NamedTuple):
     kernel: Float[Array, "L f f D"]
 
 
-Site = AttentionSite | ConvSite
-Weights = AttentionWeights | ConvWeights
+class TokenMixingSite:
+    """A stack of equal token-mixing MLPs, such as MLP-Mixer's, over one grid of tokens.
+
+    Each maps a channel's N values through `hidden` units with an exact GELU, all channels alike.
+
+    Attributes:
+      grid: (rows, cols) of the tokens; N = rows × cols in row-major order.
+      hidden: the hidden units of one MLP.
+      num_layers: L, the MLPs in the stack.
+      width: D, the channels that are mixed alike.
+    """
+
+    grid: tuple[int, int]
+    hidden: int
+    num_layers: int
+    width: int
+
+    @property
+    def num_tokens(self) -> int:
+        """N, the tokens of the grid."""
+        return self.grid[0] * self.grid[1]
+
+
+class TokenMixingWeights(NamedTuple):
+    """Start values for a `TokenMixingSite`; None leaves the model's own. Biases start at zero.
+
+    Attributes:
+      fc1: [L, N, hidden], first layer.
+      fc2: [L, hidden, N], second layer.
+      filters: [L], which of the scheme's filters each layer was given.
+    """
+
+    fc1: Float[Array, "L N hidden"] | None = None
+    fc2: Float[Array, "L hidden N"] | None = None
+    filters: Int[Array, " L"] | None = None
+
+
+Site = AttentionSite | TokenMixingSite | ConvSite
+Weights = AttentionWeights | TokenMixingWeights | ConvWeights
 AttentionInit = Callable[[jax.Array, Site], Weights]
 """A scheme: `(key, site) -> weights`. Pure, and traceable by jit, vmap and eval_shape."""
+
+
+def require_attention(site: Site, scheme: str) -> None:
+    """Refuses a site without softmax attention, for which the scheme has no published form."""
+    if not isinstance(site, AttentionSite):
+        raise InputError(
+            f"attention_init.name={scheme!r} is made for softmax attention, of which a model with a "
+            f"{type(site).__name__} has none: use 'impulse' or 'default'"
+        )
 
 
 def require_positions(site: AttentionSite, scheme: str):
@@ -158,15 +204,6 @@ def require_positions(site: AttentionSite, scheme: str):
             "the maps are solved against them"
         )
     return site.positions
-
-
-def refuse_convolutions(site: Site, scheme: str) -> None:
-    """Raises `InputError` for a `ConvSite`, for which the scheme has no published form."""
-    if isinstance(site, ConvSite):
-        raise InputError(
-            f"attention_init.name={scheme!r} is made for attention; the filters of a convolution "
-            "take default, kaiming_uniform, impulse or impulse_2024"
-        )
 
 
 def check_choice(field: str, value: str, choices: tuple[str, ...]) -> None:

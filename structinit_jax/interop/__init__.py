@@ -5,10 +5,12 @@
     params = initialize(params, impulse(), jax.random.key(0), num_heads=3)
 
 Layouts: timm, Hugging Face, big_vision, vit_jax, and any Flax NNX model of `MultiHeadAttention`s
-such as jimm's. Torch is not needed: state dicts come and go as NumPy or JAX arrays.
+such as jimm's. `select_weights` starts a smaller model from a larger one. Torch is not needed:
+state dicts come and go as NumPy or JAX arrays.
 """
 
 from structinit_jax.interop.layouts import LAYOUTS
+from structinit_jax.interop.select_weights import select_weights
 from structinit_jax.interop.weights import attention_site, initialize, read, write
 
-__all__ = ["LAYOUTS", "attention_site", "initialize", "read", "write"]
+__all__ = ["LAYOUTS", "attention_site", "initialize", "read", "select_weights", "write"]

@@ -15,8 +15,9 @@ import numpy as np
 from flax import nnx, traverse_util
 
 from structinit_jax.errors import InputError
-from structinit_jax.interop import timm_convmixer, timm_swin, timm_vit
+from structinit_jax.interop import timm_convmixer, timm_mixer, timm_swin, timm_vit
 from structinit_jax.models.convmixer import ConvMixer
+from structinit_jax.models.mixer import MlpMixer
 from structinit_jax.models.swin import SwinTransformer
 from structinit_jax.models.vit import VisionTransformer
 
@@ -24,6 +25,7 @@ StateDict = Mapping[str, np.ndarray]
 ENTRIES = {
     VisionTransformer: timm_vit.entries,
     SwinTransformer: timm_swin.entries,
+    MlpMixer: timm_mixer.entries,
     ConvMixer: timm_convmixer.entries,
 }
 # Names of entries that hold no weights, which `load` passes over.

@@ -130,10 +130,24 @@ def _attention_maps(query, key, bias):
 
 
 class Mlp(nnx.Module):
-    """Two linear layers with an exact (erf) GELU between them."""
+    """Two linear layers with an exact (erf) GELU between them.
 
-    def __init__(self, width: int, hidden: int, *, dropout: float = 0.0, dtype, rngs: nnx.Rngs):
-        options = dict(dtype=dtype, kernel_init=truncated_normal(), rngs=rngs)
+    Start values are truncated normal with zero biases, unless given as functions of (key, shape).
+    """
+
+    def __init__(
+        self,
+        width: int,
+        hidden: int,
+        *,
+        dropout: float = 0.0,
+        kernel_init: nnx.Initializer | None = None,
+        bias_init: nnx.Initializer = nnx.initializers.zeros,
+        dtype,
+        rngs: nnx.Rngs,
+    ):
+        kernel_init = kernel_init or truncated_normal()
+        options = dict(dtype=dtype, kernel_init=kernel_init, bias_init=bias_init, rngs=rngs)
         self.fc1 = nnx.Linear(width, hidden, **options)
         self.fc2 = nnx.Linear(hidden, width, **options)
         self.dropout = dropout

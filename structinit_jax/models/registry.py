@@ -8,22 +8,29 @@ from typing import Any
 from flax import nnx
 
 from structinit_jax.errors import InputError
-from structinit_jax.models import convmixer, swin, vit
+from structinit_jax.models import convmixer, mixer, swin, vit
 
 FAMILIES = {
     "vit": vit.VisionTransformer,
     "swin": swin.SwinTransformer,
+    "mixer": mixer.MlpMixer,
     "convmixer": convmixer.ConvMixer,
 }
 VARIANTS = {
     name: (family, options)
-    for family, module in (("vit", vit), ("swin", swin), ("convmixer", convmixer))
+    for family, module in (
+        ("vit", vit),
+        ("swin", swin),
+        ("mixer", mixer),
+        ("convmixer", convmixer),
+    )
     for name, options in module.VARIANTS.items()
 }
 # What a family is where a config names no variant.
 DEFAULT_SIZES = {
     "vit": dict(width=192, depth=12, num_heads=3, patch_size=16),
     "swin": swin.VARIANTS["swin_tiny_patch4_window7_224"],
+    "mixer": mixer.VARIANTS["mixer_s16_224"],
     "convmixer": convmixer.VARIANTS["convmixer_256_8"],
 }
 NOT_OPTIONS = ("image_size", "channels", "attention_init", "rngs")  # config.model lacks them

@@ -1,0 +1,44 @@
+"""Records a small MLP-Mixer of timm: weights, images, what every block and the head make of them.
+
+    python tests/references/make_mixer.py    # writes mixer.npz
+
+Made with timm 1.0.31 and torch 2.13.0. The input is not square, the weights are random also where
+timm's start values are not (norms, biases, the head).
+"""
+
+import contextlib
+import pathlib
+
+import torch
+
+# timm imports torchvision, whose compiled operators need not fit this torch: it uses none of them.
+_library = torch.library.Library("torchvision", "DEF")
+for _schema in ("nms(Tensor d, Tensor s, float t) -> Tensor", "qnms(Tensor d) -> Tensor"):
+    with contextlib.suppress(RuntimeError):
+        _library.define(_schema)
+
+import numpy as np  # noqa: E402
+from timm.models.mlp_mixer import MlpMixer  # noqa: E402
+
+
+def main():
+    torch.manual_seed(0)
+    model = MlpMixer(img_size=(8, 12), patch_size=2, embed_dim=16, num_blocks=2, num_classes=5)
+    model.eval()
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            scale = 0.3 if parameter.ndim == 1 else parameter[0].numel() ** -0.5
+            centre = 1.0 if "norm" in name and name.endswith("weight") else 0.0
+            parameter.normal_(centre, scale)
+        images = torch.randn(2, 3, 8, 12)
+        _, blocks = model.forward_intermediates(images, output_fmt="NLC")
+        logits = model(images)
+    arrays = {f"state/{name}": value.numpy() for name, value in model.state_dict().items()}
+    arrays["images"] = images.permute(0, 2, 3, 1).numpy()
+    arrays["blocks"] = torch.stack(blocks).numpy()
+    arrays["logits"] = logits.numpy()
+    np.savez_compressed(pathlib.Path(__file__).with_name("mixer.npz"), **arrays)
+
+
+if __name__ == "__main__":
+    main()

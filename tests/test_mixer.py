@@ -1,0 +1,283 @@
+import pathlib
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from flax import nnx
+
+from structinit_jax import attention_init
+from structinit_jax.attention_init import filters
+from structinit_jax.errors import InputError
+from structinit_jax.interop import timm
+from structinit_jax.models.mixer import VARIANTS, MlpMixer
+from structinit_jax.models.registry import create_model
+from structinit_jax.training.state import count_parameters, split_model
+
+SIZES = dict(image_size=(8, 12), patch_size=2, channels=3, num_classes=5, width=16, depth=2)
+REFERENCE = np.load(pathlib.Path(__file__).parent / "references/mixer.npz")
+# Parameter counts of timm 1.0.31.
+COUNTS = {
+    "mixer_s32_224": 19_104_624,
+    "mixer_s16_224": 18_528_264,
+    "mixer_b32_224": 60_293_428,
+    "mixer_b16_224": 59_880_472,
+    "mixer_l32_224": 206_939_264,
+    "mixer_l16_224": 208_196_168,
+}
+
+
+def make(**options):
+    return MlpMixer(**(SIZES | options), rngs=nnx.Rngs(0))
+
+
+def reference_state():
+    return {k.removeprefix("state/"): v for k, v in REFERENCE.items() if k.startswith("state/")}
+
+
+@pytest.fixture(scope="module")
+def loaded():
+    """A model with the weights of the recorded one."""
+    model = make()
+    timm.load(model, reference_state())
+    return model
+
+
+def test_every_block_and_the_logits_agree_with_timm(loaded):
+    logits, out = loaded(jnp.asarray(REFERENCE["images"]), with_maps=True)
+    np.testing.assert_allclose(out["blocks"]["output"], REFERENCE["blocks"], atol=1e-4)
+    np.testing.assert_allclose(logits, REFERENCE["logits"], atol=1e-4)
+    assert out["patch_embedding"].shape == (2, 24, 16)
+    assert out["pooled"].shape == (2, 16)
+    assert out["blocks"]["token_maps"].shape == (2, 2, 24, 24)
+
+
+def test_weights_go_to_timm_and_back(loaded):
+    exported = timm.export(loaded)
+    assert exported.keys() == reference_state().keys()
+    for name, value in reference_state().items():
+        np.testing.assert_array_equal(exported[name], value)
+
+
+@pytest.mark.parametrize("name", sorted(COUNTS))
+def test_parameter_counts_equal_timm(name):
+    options = VARIANTS[name] | dict(channels=3, num_classes=1000)
+    model = nnx.eval_shape(lambda: MlpMixer(**options, rngs=nnx.Rngs(0)))
+    assert count_parameters(split_model(model)[1]) == COUNTS[name]
+    assert VARIANTS.keys() == COUNTS.keys()
+
+
+def test_rematerialized_and_unrolled_stacks_agree_with_the_scanned(loaded):
+    images = jnp.asarray(REFERENCE["images"])
+
+    def logits_and_gradient(**options):
+        model = make(**options)
+        timm.load(model, reference_state())
+        graphdef, params = split_model(model)
+
+        def loss(params):
+            logits, _ = nnx.merge(graphdef, params)(images)
+            return (logits**2).sum(), logits
+
+        gradient, logits = jax.jit(jax.grad(loss, has_aux=True))(params)
+        return logits, gradient
+
+    expected = logits_and_gradient()
+    for options in (dict(remat=True), dict(unroll=2)):
+        found = logits_and_gradient(**options)
+        jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, atol=1e-4), found, expected)
+
+
+def test_start_values_are_timms():
+    model = make(width=64, depth=8)
+    for kernel, fans in (
+        (model.blocks.token_mlp.fc1.kernel, 24 + 32),
+        (model.blocks.mlp.fc2.kernel, 64 + 256),
+    ):
+        assert np.std(kernel[...]) == pytest.approx((2 / fans) ** 0.5, rel=0.03)
+        assert np.abs(kernel[...]).max() <= (6 / fans) ** 0.5
+    assert np.std(model.blocks.mlp.fc1.bias[...]) == pytest.approx(1e-6, rel=0.1)
+    assert np.std(model.patch_embedding.kernel[...]) == pytest.approx(12**-0.5, rel=0.1)
+    for zero in (model.patch_embedding.bias, model.head.kernel, model.head.bias):
+        assert not np.any(zero[...])
+
+
+def test_mlp_mean_moves_the_first_channel_layer_only():
+    plain, moved = make(), make(mlp_mean=0.1)
+    difference = jax.tree.map(
+        lambda a, b: np.asarray(b - a), *(split_model(m)[1] for m in (plain, moved))
+    )
+    np.testing.assert_allclose(difference["blocks"]["mlp"]["fc1"].pop("kernel"), 0.1, atol=1e-6)
+    assert not any(np.any(leaf) for leaf in jax.tree.leaves(difference))
+    # As the docstring says, LayerNorm hides it at first.
+    images = jnp.asarray(REFERENCE["images"])
+    outputs = [model(images)[1]["blocks"]["output"] for model in (plain, moved)]
+    np.testing.assert_allclose(*outputs, atol=1e-4)
+
+
+def test_training_is_random_by_key_and_evaluation_is_not():
+    model = make(drop_path=0.5, dropout=0.1)
+    images = jax.random.normal(jax.random.key(1), (8, 8, 12, 3))
+    run = jax.jit(lambda key: model(images, key=key)[1]["pooled"])
+    one, again, other = (run(jax.random.key(k)) for k in (1, 1, 2))
+    np.testing.assert_array_equal(one, again)
+    assert np.abs(one - other).max() > 1e-3
+
+
+def spatial_map(block, index=0):
+    """Derivative of one channel's token mixing by its normalized input, at a random one."""
+    normed = jax.random.normal(jax.random.key(3), (24, 16))
+    mlp = jax.tree.map(lambda leaf: leaf[index], block).token_mlp
+    return jax.jit(jax.jacobian(mlp))(normed[:, 5])
+
+
+@pytest.mark.parametrize(("ratio", "hidden"), [(3.0, 48), (4.6, 73), (0.5, 8), (0.6, 9)])
+def test_token_mixing_at_init_is_the_filter_or_its_documented_projection(ratio, hidden):
+    scheme = attention_init.impulse(3)
+    model = make(token_mlp_ratio=ratio)
+    site = model.token_mixing_site
+    assert (site.grid, site.hidden, site.num_layers, site.width) == ((4, 6), hidden, 2, 16)
+    chosen = scheme(jax.random.key(7), site).filters
+    model.initialize_attention(scheme, jax.random.key(7))
+    assert chosen[0] != chosen[1]
+    for layer in range(2):
+        target = filters.convolution_maps(filters.impulse_kernels(3), (4, 6))[chosen[layer]]
+        found = np.asarray(spatial_map(model.blocks, layer))
+        pairs = hidden // 2
+        if pairs >= 24:
+            np.testing.assert_allclose(found, target, atol=1e-5)
+            continue
+        # No map of so low a rank is closer in mean square over tokens of this covariance.
+        y, x = np.divmod(np.arange(24), 6)
+        covariance = 0.9 ** (np.abs(y[:, None] - y) + np.abs(x[:, None] - x))
+        root = np.linalg.cholesky(covariance)
+        singular = np.linalg.svd(target @ root, compute_uv=False)
+        error = np.linalg.norm((target - found) @ root) ** 2
+        assert np.linalg.matrix_rank(found, tol=1e-4) == pairs
+        assert error == pytest.approx((singular[pairs:] ** 2).sum(), rel=1e-3)
+        assert error < 0.4 * (singular**2).sum()
+
+
+def test_token_maps_are_the_mean_jacobian_over_channels(loaded):
+    images = jnp.asarray(REFERENCE["images"][:1])
+    maps = loaded(images, with_maps=True)[1]["blocks"]["token_maps"]
+    block = jax.tree.map(lambda leaf: leaf[0], loaded.blocks)
+    normed = block.norm1(loaded(images)[1]["patch_embedding"])[0]
+    jacobians = jax.vmap(jax.jacobian(block.token_mlp))(normed.T)
+    np.testing.assert_allclose(maps[0, 0], jacobians.mean(axis=0), atol=1e-5)
+
+
+def test_hidden_units_of_equal_filters_are_independent():
+    scheme = attention_init.impulse(filters="box")
+    site = make(token_mlp_ratio=3.0).token_mixing_site
+    weights = scheme(jax.random.key(0), site)
+    first, second = np.asarray(weights.fc1)
+    assert np.abs(first - second).max() > 0.1
+    same = attention_init.impulse(filters="box", same_layers=True)(jax.random.key(0), site)
+    np.testing.assert_array_equal(*same.fc1)
+
+
+def test_filters_may_be_given_and_walk_outwards():
+    site = make(token_mlp_ratio=3.0, depth=5).token_mixing_site
+    weights = attention_init.impulse(offsets="centre_first")(jax.random.key(0), site)
+    assert weights.filters.tolist() == [4, 1, 5, 3, 7]
+    maps = np.random.default_rng(0).standard_normal((1, 24, 24)).astype(np.float32)
+    model = make(token_mlp_ratio=3.0, attention_init=attention_init.impulse(filters=maps))
+    np.testing.assert_allclose(spatial_map(model.blocks), maps[0], atol=1e-5)
+
+
+def test_mimetic_and_the_baselines():
+    model = make(token_mlp_ratio=3.0, attention_init=attention_init.mimetic())
+    noise = np.asarray(spatial_map(model.blocks)) - 0.7 * np.eye(24)
+    assert np.std(noise) == pytest.approx(0.7 * 24**-0.5, rel=0.1)
+    assert np.abs(noise).max() <= 0.7 * (3 / 24) ** 0.5 + 1e-5
+    few = attention_init.mimetic()(jax.random.key(0), make().token_mixing_site)
+    assert few.fc1.shape == (2, 24, 8)
+    kaiming = attention_init.kaiming_uniform()(jax.random.key(0), model.token_mixing_site)
+    assert 0.9 * 24**-0.5 < np.abs(kaiming.fc1).max() <= 24**-0.5
+    assert 0.9 * 48**-0.5 < np.abs(kaiming.fc2).max() <= 48**-0.5
+    default = make(attention_init=attention_init.default())
+    np.testing.assert_array_equal(
+        default.blocks.token_mlp.fc1.kernel[...], make().blocks.token_mlp.fc1.kernel[...]
+    )
+
+
+@pytest.mark.parametrize("name", ["default", "kaiming_uniform", "mimetic", "impulse"])
+@pytest.mark.parametrize("ratio", [0.5, 3.0])
+def test_schemes_work_under_jit_and_eval_shape(name, ratio):
+    def build():
+        scheme = attention_init.by_name(name)
+        return split_model(make(token_mlp_ratio=ratio, attention_init=scheme))[1]
+
+    eager = build()
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, atol=1e-4), eager, jax.jit(build)())
+    abstract = jax.eval_shape(build)
+    assert jax.tree.map(jnp.shape, eager) == jax.tree.map(jnp.shape, abstract)
+
+
+def test_bfloat16_steps_lower_the_loss(library_promotion):
+    model = make(dtype="bfloat16", attention_init=attention_init.impulse())
+    graphdef, params = split_model(model)
+    assert {leaf.dtype for leaf in jax.tree.leaves(params)} == {jnp.dtype("float32")}
+    images = jax.random.normal(jax.random.key(1), (16, 8, 12, 3))
+    labels = jnp.arange(16) % 5
+    adam = optax.adam(1e-2)
+
+    @jax.jit
+    def step(params, state):
+        def loss_fn(params):
+            logits, out = nnx.merge(graphdef, params)(images)
+            assert out["blocks"]["output"].dtype == jnp.bfloat16
+            return optax.softmax_cross_entropy_with_integer_labels(logits, labels).mean()
+
+        loss, gradient = jax.value_and_grad(loss_fn)(params)
+        updates, state = adam.update(gradient, state)
+        return optax.apply_updates(params, updates), state, loss, gradient
+
+    state = adam.init(params)
+    losses = []
+    for _ in range(8):
+        params, state, loss, gradient = step(params, state)
+        losses.append(float(loss))
+    assert all(np.all(np.isfinite(leaf)) for leaf in jax.tree.leaves(gradient))
+    # Both units of a pair learn, and not the same.
+    halves = np.split(np.asarray(gradient["blocks"]["token_mlp"]["fc1"]["kernel"]), 2, axis=-1)
+    assert min(np.abs(half).max() for half in halves) > 0
+    assert np.abs(halves[0] - halves[1]).max() > 0
+    assert losses[-1] < losses[0] - 0.1
+
+
+def test_registry_knows_the_mixer():
+    model = create_model(
+        dict(name="mixer", patch_size=2, width=8, depth=1, num_classes=5),
+        image_size=8,
+        channels=1,
+        rngs=nnx.Rngs(0),
+    )
+    assert model(jnp.ones((1, 8, 8, 1)))[0].shape == (1, 5)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (dict(patch_size=5), r"data\.image_size=\(8, 12\) is not divisible by model\.patch_size=5"),
+        (dict(dtype="float16"), r"model\.dtype='float16'"),
+        (
+            dict(attention_init=attention_init.impulse_2024()),
+            r"'impulse_2024' solves for the query and key of softmax attention.* use 'impulse'",
+        ),
+        (dict(attention_init=attention_init.impulse_2025()), r"TokenMixingSite has none of"),
+        (
+            dict(attention_init=attention_init.impulse(5)),
+            r"kernel_size=5 is larger than the token grid 4x6",
+        ),
+        (
+            dict(token_mlp_ratio=0.1, attention_init=attention_init.impulse()),
+            r"model\.token_mlp_ratio leaves 1 hidden units",
+        ),
+    ],
+)
+def test_what_does_not_fit_is_refused_by_name(options, message):
+    with pytest.raises(InputError, match=message):
+        make(**options)
