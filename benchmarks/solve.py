@@ -107,7 +107,7 @@ def time_reference_in_torch(site: AttentionSite) -> dict | None:
     shape = (HEADS, site.width, site.head_dim)
     factors = [torch.empty(shape).uniform_(-bound, bound).requires_grad_() for _ in range(2)]
     norms = [f.detach().norm(dim=1).mean(dim=1)[:, None, None] for f in factors]
-    adam = torch.optim.Adam(factors, lr=1e-4)
+    adam = torch.optim.Adam(factors, lr=1e-4, eps=papers.ADAM_EPSILON_2024)
 
     def step(index):
         query, key = factors

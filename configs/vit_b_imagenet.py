@@ -12,7 +12,7 @@ from structinit_jax.config import base_config
 
 
 def get_config():
-    config = base_config()
+    config = base_config("vit_base_patch16_224")
     config.batch_size = 1024
     config.num_epochs = 310.0
     config.learning_rate = 5e-4 * config.batch_size / 512
@@ -27,18 +27,10 @@ def get_config():
     config.checkpoint_every_steps = 1250
     config.log_every_steps = 50
 
-    config.model.num_classes = 1000
-    config.model.width = 768
-    config.model.depth = 12
-    config.model.num_heads = 12
-    config.model.patch_size = 16
-    config.model.positions = "learned"
-    config.model.pool = "class_token"
     config.model.drop_path = 0.1
     config.model.dtype = "bfloat16"
 
     config.data.name = "imagenet2012"
     config.data.eval_split = "validation"
-    config.data.image_size = 224
     config.data.crop_fraction = 0.875
     return config

@@ -19,6 +19,7 @@ def get_config():
     config.log_every_steps = 50
     config.eval_every_epochs = 10.0
 
+    config.model.num_classes = 10
     config.model.width = 96
     config.model.depth = 6
     config.model.num_heads = 6

@@ -17,6 +17,7 @@ def get_config():
     config.log_every_steps = 50
     config.eval_every_epochs = 5.0
 
+    config.model.num_classes = 10
     config.model.width = 64
     config.model.depth = 4
     config.model.num_heads = 4

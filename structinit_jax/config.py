@@ -6,10 +6,22 @@ from ml_collections import ConfigDict
 
 from structinit_jax import attention_init
 from structinit_jax.errors import InputError
+from structinit_jax.models.layers import CHOICES, check_choices
+from structinit_jax.models.registry import default_options
+
+# Fields of `config.model` of which 0 has a meaning.
+MAY_BE_ZERO = ("unroll", "num_registers", "layer_scale")
 
 
-def base_config() -> ConfigDict:
-    """Every field there is. The files in `configs/` start from this and state what differs."""
+def base_config(model: str = "vit") -> ConfigDict:
+    """Every field there is. The files in `configs/` start from this and state what differs.
+
+    Args:
+      model: a family, which can then be sized by its fields, or a variant by timm's name, such as
+        'vit_tiny_patch16_224'. The fields of `config.model` are the arguments of its class.
+    """
+    options = default_options(model)
+    image_size = options.pop("image_size", 224)
     return ConfigDict(
         dict(
             seed=0,
@@ -22,30 +34,18 @@ def base_config() -> ConfigDict:
             final_learning_rate=1e-6,  # where the cosine ends
             cooldown_epochs=0.0,  # of num_epochs, spent at the final rate at the end
             weight_decay=0.05,  # on matrices only: not on biases, norms, positions, class token
+            layer_decay=1.0,  # factor on the learning rate from each block to the one before
             adam_b2=0.999,
             adam_epsilon=1e-8,
             clip_norm=1.0,  # global gradient norm; 0 turns clipping off
             label_smoothing=0.1,
+            ema_decay=0.0,  # of averaged weights, evaluated beside the others; 0 keeps none
+            accumulate_steps=1,  # parts of a batch, worked off one after another to save memory
             log_every_steps=20,
             eval_every_epochs=5.0,
             checkpoint_every_steps=500,
             keep_checkpoints=2,  # the newest ones; the best one is kept besides
-            model=dict(
-                name="vit",
-                num_classes=10,
-                width=192,
-                depth=12,
-                num_heads=3,
-                mlp_ratio=4.0,
-                patch_size=16,
-                positions="sincos",  # or 'learned'
-                pool="mean",  # or 'class_token'
-                drop_path=0.0,
-                dropout=0.0,
-                dtype="float32",  # of the computation, or 'bfloat16'; parameters are float32
-                attention_implementation="auto",  # or 'xla', 'cudnn'
-                unroll=1,  # blocks to a scan step; more runs a little faster, compiles slower
-            ),
+            model=options,
             attention_init=dict(name="impulse", kernel_size=3),
             data=dict(
                 name="",
@@ -53,7 +53,7 @@ def base_config() -> ConfigDict:
                 manual_dir="",  # where hand-downloaded files lie
                 train_split="train",
                 eval_split="test",
-                image_size=224,
+                image_size=image_size,
                 crop_fraction=1.0,  # of the shorter side that the central test crop keeps
                 channels=3,
                 mean=(0.485, 0.456, 0.406),  # of pixels scaled to 0…1, per channel
@@ -69,7 +69,13 @@ def validate(config: ConfigDict) -> None:
     Raises:
       InputError: naming the field, what it got, what it needs and the fix.
     """
-    for field in ("batch_size", "log_every_steps", "checkpoint_every_steps", "keep_checkpoints"):
+    for field in (
+        "batch_size",
+        "accumulate_steps",
+        "log_every_steps",
+        "checkpoint_every_steps",
+        "keep_checkpoints",
+    ):
         _require(config[field] >= 1, field, config[field], "a positive whole number")
     _require(
         config.num_steps > 0 or (config.num_steps == 0 and config.num_epochs > 0),
@@ -91,24 +97,25 @@ def validate(config: ConfigDict) -> None:
     _require(
         0 <= config.label_smoothing < 1, "label_smoothing", config.label_smoothing, "in [0, 1)"
     )
+    _require(0 < config.layer_decay <= 1, "layer_decay", config.layer_decay, "in (0, 1]")
+    _require(0 <= config.ema_decay < 1, "ema_decay", config.ema_decay, "in [0, 1)")
     _validate_model(config.model)
     _validate_data(config.data)
     make_attention_init(config)
 
 
 def _validate_model(model: ConfigDict) -> None:
-    for field in ("num_classes", "width", "depth", "num_heads", "patch_size", "unroll"):
-        _require(model[field] >= 1, f"model.{field}", model[field], "a positive whole number")
-    _require(model.mlp_ratio > 0, "model.mlp_ratio", model.mlp_ratio, "> 0")
-    for field in ("drop_path", "dropout"):
-        _require(0 <= model[field] < 1, f"model.{field}", model[field], "a rate in [0, 1)")
-    implementations = ("auto", "xla", "cudnn")
-    _require(
-        model.attention_implementation in implementations,
-        "model.attention_implementation",
-        model.attention_implementation,
-        f"one of {', '.join(implementations)}",
-    )
+    for field, value in model.items():
+        if field in MAY_BE_ZERO or isinstance(value, bool):
+            _require(value >= 0, f"model.{field}", value, "zero or more")
+        elif isinstance(value, int):
+            _require(value >= 1, f"model.{field}", value, "a positive whole number")
+        elif field.endswith("ratio"):
+            _require(value > 0, f"model.{field}", value, "> 0")
+        elif field in ("drop_path", "dropout"):
+            _require(0 <= value < 1, f"model.{field}", value, "a rate in [0, 1)")
+        elif field in CHOICES:
+            check_choices(**{field: value})
 
 
 def _validate_data(data: ConfigDict) -> None:
@@ -129,14 +136,6 @@ def _validate_data(data: ConfigDict) -> None:
 def _require(holds: bool, field: str, value: Any, need: str) -> None:
     if not holds:
         raise InputError(f"config.{field}={value!r} does not fit: it needs to be {need}")
-
-
-def model_options(config: ConfigDict) -> dict[str, Any]:
-    """The fields of `config.model` as the model's own arguments."""
-    options = config.model.to_dict()
-    if options["attention_implementation"] == "auto":
-        options["attention_implementation"] = None
-    return options
 
 
 def make_attention_init(config: ConfigDict) -> attention_init.AttentionInit:

@@ -65,7 +65,7 @@ def _step_memory(program):
 
 def _step_flops(config: ConfigDict, plan) -> float:
     unrolled = config.copy_and_resolve_references()
-    unrolled.model.unroll = config.model.depth
+    unrolled.model.unroll = 0
     program = build_program(unrolled, plan)
     step = program.train_step.lower(program.abstract_state, program.abstract_batch)
     return step.cost_analysis()["flops"]

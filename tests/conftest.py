@@ -51,7 +51,7 @@ def tiny_config(data_dir):
         eval_every_epochs=1.0,
         checkpoint_every_steps=4,
     )
-    config.model.update(width=16, depth=2, num_heads=2, patch_size=2)
+    config.model.update(num_classes=10, width=16, depth=2, num_heads=2, patch_size=2)
     config.data.update(
         name="digits",
         data_dir=data_dir,

@@ -39,7 +39,7 @@ def test_base_config_needs_nothing_but_a_data_set():
         ("model.num_heads", 0),
         ("model.num_classes", 0),
         ("model.patch_size", 0),
-        ("model.unroll", 0),
+        ("model.unroll", -1),
         ("model.mlp_ratio", 0.0),
         ("model.drop_path", 1.0),
         ("model.dropout", -0.1),

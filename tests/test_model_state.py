@@ -6,9 +6,9 @@ import optax
 import pytest
 from ml_collections import ConfigDict
 
-from structinit_jax import config as config_lib
 from structinit_jax import train
 from structinit_jax.errors import InputError
+from structinit_jax.models.registry import default_options
 from structinit_jax.train import Plan, build_program, initialize
 
 pytestmark = pytest.mark.usefixtures("library_promotion")
@@ -16,24 +16,13 @@ PLAN = Plan(12, 6.0, frozenset({12}))
 
 
 @pytest.fixture
-def config(tiny_config, monkeypatch):
+def config(tiny_config):
     tiny_config.learning_rate = 1e-2
     tiny_config.weight_decay = 0.5
-    tiny_config.model = ConfigDict(
-        dict(
-            name="convmixer",
-            num_classes=10,
-            width=16,
-            depth=2,
-            patch_size=2,
-            kernel_size=4,
-            spatial_filters="fixed",
-            drop_path=0.0,
-            unroll=1,
-        )
+    tiny_config.model = ConfigDict(default_options("convmixer"))
+    tiny_config.model.update(
+        num_classes=10, width=16, depth=2, kernel_size=4, spatial_filters="fixed"
     )
-    monkeypatch.setattr(config_lib, "validate", lambda config: None)
-    monkeypatch.setattr(config_lib, "model_options", lambda c: c.model.to_dict(), raising=False)
     return tiny_config
 
 

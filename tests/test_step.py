@@ -91,3 +91,28 @@ def test_drop_path_depends_on_seed_and_step_only(tiny_config):
 
     assert loss_at(3) == loss_at(3)
     assert loss_at(3) != loss_at(4)
+
+
+def test_a_batch_in_parts_takes_the_step_of_the_whole(tiny_config, program):
+    batch = make_batch(program)
+    whole, whole_metrics = program.train_step(initialize(tiny_config, program), batch)
+    tiny_config.accumulate_steps = 4
+    parts_program = build_program(tiny_config, Plan(12, 6.0, frozenset({12})))
+    parts, metrics = parts_program.train_step(initialize(tiny_config, parts_program), batch)
+    for name in ("loss", "accuracy", "gradient_norm"):
+        np.testing.assert_allclose(metrics[name], whole_metrics[name], rtol=1e-4)
+    jax.tree.map(
+        lambda a, b: np.testing.assert_allclose(a, b, atol=1e-5), parts.params, whole.params
+    )
+
+
+def test_averaged_weights_follow_the_weights(tiny_config):
+    tiny_config.ema_decay = 0.75
+    program = build_program(tiny_config, Plan(12, 6.0, frozenset({12})))
+    state = initialize(tiny_config, program)
+    expected = jax.device_get(state.params["head"]["kernel"])
+    np.testing.assert_array_equal(state.ema["head"]["kernel"], expected)
+    for _ in range(2):
+        state, _ = program.train_step(state, make_batch(program))
+        expected = 0.75 * expected + 0.25 * jax.device_get(state.params["head"]["kernel"])
+    np.testing.assert_allclose(state.ema["head"]["kernel"], expected, atol=1e-6)

@@ -158,7 +158,7 @@ def test_resuming_with_another_config_is_refused(
         ("model.num_classes", 100, r"model\.num_classes=100"),
         ("data.image_size", 9, r"data\.image_size=9 is not divisible by model\.patch_size=2"),
         ("model.num_heads", 3, r"model\.width=16 is not divisible by model\.num_heads=3"),
-        ("model.name", "vitt", r"model\.name='vitt' is no model: did you mean 'vit'"),
+        ("model.name", "vitt", r"model\.name='vitt' is no model: near ones are vit"),
         ("batch_size", 60, r"config\.batch_size=60 .* divisible by the 8 devices.* 56 or 64"),
         ("attention_init.kernel_size", 5, r"kernel_size=5 is larger than the token grid 4x4"),
         ("num_steps", -1, r"config\.num_steps=-1"),

@@ -44,7 +44,7 @@ def impulse(
     keep_positions: bool = True,
     optimizer: str = "lbfgs",
     learning_rate: float = 1e-2,
-    max_steps: int = 100,
+    max_steps: int = 400,
 ) -> AttentionInit:
     """Query and key solved so that each head's first map is an impulse convolution.
 

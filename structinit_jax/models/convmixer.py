@@ -64,8 +64,9 @@ class ConvMixer(nnx.Module):
       drop_path: rate of the last block's depthwise branch; it rises linearly from 0 at the first.
       dtype: type of the computation ('float32' or 'bfloat16'); parameters, statistics and what is
         computed of them are float32.
-      remat: whether the backward pass computes a block again instead of keeping what is in it.
-      unroll: blocks to a scan step; `depth` unrolls the stack, for more compile time.
+      unroll: blocks to a step of the loop over the stack; 0 unrolls it, for more compile time.
+      remat: what a block keeps for the gradient: 'none' keeps everything, 'dots', 'full'
+        (see `layers.run_layers`).
       attention_init: scheme for the depthwise filters; None keeps `attention_init.default`.
       rngs: its `params` stream draws the start values.
     """
@@ -84,15 +85,15 @@ class ConvMixer(nnx.Module):
         spatial_filters: str = "trained",
         drop_path: float = 0.0,
         dtype: str = "float32",
-        remat: bool = False,
         unroll: int = 1,
+        remat: str = "none",
         attention_init: AttentionInit | None = None,
         rngs: nnx.Rngs,
     ):
-        self.grid = _grid(image_size, patch_size)
-        _check_choice("activation", activation, tuple(ACTIVATIONS))
-        _check_choice("spatial_filters", spatial_filters, ("trained", "fixed"))
-        _check_choice("dtype", dtype, ("float32", "bfloat16"))
+        self.grid = layers.token_grid(image_size, patch_size)
+        layers.check_choices(
+            activation=activation, spatial_filters=spatial_filters, dtype=dtype, remat=remat
+        )
         if kernel_size < 1:
             raise InputError(f"model.kernel_size={kernel_size}: it must be positive, such as 5")
         self.drop_path_rate = drop_path
@@ -105,7 +106,7 @@ class ConvMixer(nnx.Module):
             patch_size, channels, width, dtype=config.dtype, rngs=rngs
         )
         self.activation = activation
-        self.norm = BatchNorm(width)
+        self.stem_norm = BatchNorm(width)
         self.blocks = layers.stack_layers(
             lambda rngs: ConvMixerBlock(config, rngs=rngs), depth, rngs
         )
@@ -143,7 +144,7 @@ class ConvMixer(nnx.Module):
             raise InputError("with_maps: model.name='convmixer' has filters, no attention maps")
         training = key is not None
         stem = ACTIVATIONS[self.activation](self.patch_embedding(images))
-        stem = self.norm(stem, training=training)
+        stem = self.stem_norm(stem, training=training)
         x, blocks = self._run_blocks(stem, key)
         pooled = x.astype(jnp.float32).mean(axis=(1, 2))
         return self.head(pooled), {"stem": stem, "blocks": blocks, "pooled": pooled}
@@ -159,8 +160,9 @@ class ConvMixer(nnx.Module):
             # The scan hands each block over as a copy: its new statistics have to come out.
             return x, (out, nnx.state(block, nnx.BatchStat))
 
-        body = jax.checkpoint(body) if self.remat else body
-        x, (out, statistics) = jax.lax.scan(body, x, (self.blocks, rates, keys), unroll=self.unroll)
+        x, (out, statistics) = layers.run_layers(
+            body, x, (self.blocks, rates, keys), unroll=self.unroll, remat=self.remat
+        )
         if key is not None:
             nnx.update(self.blocks, statistics)
         return x, out
@@ -282,18 +284,3 @@ def _uniform(bound: float):
         return jax.random.uniform(key, shape, dtype, -bound, bound)
 
     return init
-
-
-def _grid(image_size, patch_size):
-    size = (image_size,) * 2 if isinstance(image_size, int) else tuple(image_size)
-    if any(side % patch_size for side in size):
-        raise InputError(
-            f"data.image_size={image_size} is not divisible by model.patch_size={patch_size}: "
-            "choose sizes of which one divides the other"
-        )
-    return size[0] // patch_size, size[1] // patch_size
-
-
-def _check_choice(field, value, choices):
-    if value not in choices:
-        raise InputError(f"model.{field}={value!r}: choose one of {', '.join(choices)}")

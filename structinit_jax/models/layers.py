@@ -6,11 +6,15 @@ whose parameters have a leading layer axis.
 """
 
 import dataclasses
+from collections.abc import Callable
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 from flax import nnx
 from jaxtyping import Array, Float, PRNGKeyArray
+
+from structinit_jax.errors import InputError
 
 Key = PRNGKeyArray | None
 
@@ -79,7 +83,8 @@ class Attention(nnx.Module):
         num_heads: int,
         *,
         dropout: float = 0.0,
-        implementation: str | None = None,
+        qk_norm: bool = False,
+        implementation: str = "auto",
         dtype,
         rngs: nnx.Rngs,
     ):
@@ -90,13 +95,17 @@ class Attention(nnx.Module):
         self.value = nnx.LinearGeneral(width, heads, **options)
         self.out = nnx.LinearGeneral(heads, width, axis=(-2, -1), **options)
         self.dropout = dropout
-        self.implementation = implementation
+        self.implementation = None if implementation == "auto" else implementation
+        self.query_norm = layer_norm(heads[1], dtype=dtype, rngs=rngs) if qk_norm else None
+        self.key_norm = layer_norm(heads[1], dtype=dtype, rngs=rngs) if qk_norm else None
 
     def __call__(
         self, x: Float[Array, "B N D"], *, key: Key = None, with_maps: bool = False
     ) -> tuple[Float[Array, "B N D"], Float[Array, "B h N N"] | None]:
         """Returns the output and, on request, the attention maps."""
         query, key_, value = self.query(x), self.key(x), self.value(x)
+        if self.query_norm is not None:
+            query, key_ = self.query_norm(query), self.key_norm(key_)
         y = jax.nn.dot_product_attention(query, key_, value, implementation=self.implementation)
         return dropout(self.out(y), self.dropout, key), (
             _attention_maps(query, key_) if with_maps else None
@@ -135,7 +144,9 @@ class BlockConfig:
       num_heads: h.
       mlp_ratio: hidden width of the channel MLP over D.
       dropout: rate behind the attention projection and both MLP layers.
-      attention_implementation: None lets JAX choose; 'xla' or 'cudnn'.
+      layer_scale: start of a trained factor for each channel of both branches; 0 for none.
+      qk_norm: whether queries and keys of each head go through a LayerNorm.
+      attention_implementation: 'auto' lets JAX choose; 'xla' or 'cudnn'.
       dtype: type of the computation; parameters stay float32.
     """
 
@@ -143,7 +154,9 @@ class BlockConfig:
     num_heads: int
     mlp_ratio: float
     dropout: float
-    attention_implementation: str | None
+    layer_scale: float
+    qk_norm: bool
+    attention_implementation: str
     dtype: jnp.dtype
 
 
@@ -157,12 +170,17 @@ class Block(nnx.Module):
             config.width,
             config.num_heads,
             dropout=config.dropout,
+            qk_norm=config.qk_norm,
             implementation=config.attention_implementation,
             **options,
         )
         self.norm2 = layer_norm(config.width, **options)
         hidden = int(config.width * config.mlp_ratio)
         self.mlp = Mlp(config.width, hidden, dropout=config.dropout, **options)
+        if config.layer_scale:
+            self.scale1 = nnx.Param(jnp.full((config.width,), config.layer_scale))
+            self.scale2 = nnx.Param(jnp.full((config.width,), config.layer_scale))
+        self.layer_scale = config.layer_scale
 
     def __call__(
         self,
@@ -175,8 +193,12 @@ class Block(nnx.Module):
         """Returns the block's output and its intermediates by name."""
         keys = (None,) * 4 if key is None else jax.random.split(key, 4)
         attended, maps = self.attention(self.norm1(x), key=keys[0], with_maps=with_maps)
+        if self.layer_scale:
+            attended = attended * self.scale1[...].astype(attended.dtype)[None, None, :]
         x = x + drop_path(attended, drop_path_rate, keys[1])
         mixed = self.mlp(self.norm2(x), key=keys[2])
+        if self.layer_scale:
+            mixed = mixed * self.scale2[...].astype(mixed.dtype)[None, None, :]
         x = x + drop_path(mixed, drop_path_rate, keys[3])
         out = {"attention": attended, "mlp": mixed, "output": x}
         return x, out | ({"attention_maps": maps} if with_maps else {})
@@ -186,3 +208,73 @@ def stack_layers(make_layer, num_layers: int, rngs: nnx.Rngs):
     """One module whose parameters carry a leading layer axis, each layer drawn by its own key."""
     keys = jax.random.split(rngs.params(), num_layers)
     return jax.vmap(lambda key: make_layer(rngs=nnx.Rngs(key)))(keys)
+
+
+REMAT_POLICIES = {
+    "none": None,
+    "full": jax.checkpoint_policies.nothing_saveable,
+    "dots": jax.checkpoint_policies.dots_with_no_batch_dims_saveable,
+}
+
+
+def run_layers(body: Callable, x: Array, stacked: Any, *, unroll: int, remat: str):
+    """Runs `(x, layer) -> (x, outputs)` over the leading axis of a stack of layers.
+
+    Args:
+      body: one layer.
+      x: what the first layer gets.
+      stacked: pytree with a leading layer axis.
+      unroll: layers to a step of the loop; 0 unrolls it whole, for more compile time.
+      remat: what of a layer is kept for the gradient: 'none' keeps everything, 'dots' the outputs
+        of its linear layers, 'full' its input only. The rest is computed again: less memory, more
+        time.
+
+    Returns:
+      x behind the last layer, and the outputs stacked.
+    """
+    policy = REMAT_POLICIES[remat]
+    if policy is not None:
+        body = jax.checkpoint(body, policy=policy, prevent_cse=False)
+    return jax.lax.scan(body, x, stacked, unroll=unroll or True)
+
+
+CHOICES = {
+    "positions": ("sincos", "learned"),
+    "pool": ("mean", "class_token"),
+    "dtype": ("float32", "bfloat16"),
+    "attention_implementation": ("auto", "xla", "cudnn"),
+    "remat": tuple(REMAT_POLICIES),
+    "activation": ("gelu", "relu"),
+    "spatial_filters": ("trained", "fixed"),
+}
+
+
+def check_choices(**fields: str) -> None:
+    """Raises `InputError` unless each field of `config.model` is one of its choices."""
+    for field, value in fields.items():
+        if value not in CHOICES[field]:
+            raise InputError(f"model.{field}={value!r}: choose one of {', '.join(CHOICES[field])}")
+
+
+def check_heads(width: int, num_heads: int) -> None:
+    """Raises `InputError` unless the heads can share the channels evenly."""
+    if width % num_heads:
+        raise InputError(
+            f"model.width={width} is not divisible by model.num_heads={num_heads}: "
+            "each head takes an equal share of the channels"
+        )
+
+
+def token_grid(image_size: int | tuple[int, int], patch_size: int) -> tuple[int, int]:
+    """(rows, cols) of the patches.
+
+    Raises:
+      InputError: if the patches do not fill the image.
+    """
+    height, width = (image_size, image_size) if isinstance(image_size, int) else image_size
+    if height % patch_size or width % patch_size:
+        raise InputError(
+            f"data.image_size={image_size} is not divisible by model.patch_size={patch_size}: "
+            "choose sizes of which one divides the other"
+        )
+    return height // patch_size, width // patch_size

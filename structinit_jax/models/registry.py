@@ -1,16 +1,49 @@
-"""Models by config."""
+"""Models by config, and by timm's names."""
 
 import difflib
+import inspect
 from collections.abc import Mapping
 from typing import Any
 
 from flax import nnx
 
 from structinit_jax.errors import InputError
-from structinit_jax.models.convmixer import ConvMixer
-from structinit_jax.models.vit import VisionTransformer
+from structinit_jax.models import convmixer, vit
 
-MODELS = {"vit": VisionTransformer, "convmixer": ConvMixer}
+FAMILIES = {"vit": vit.VisionTransformer, "convmixer": convmixer.ConvMixer}
+VARIANTS = {
+    name: (family, options)
+    for family, module in (("vit", vit), ("convmixer", convmixer))
+    for name, options in module.VARIANTS.items()
+}
+# What a family is where a config names no variant.
+DEFAULT_SIZES = {
+    "vit": dict(width=192, depth=12, num_heads=3, patch_size=16),
+    "convmixer": dict(width=256, depth=8, kernel_size=5, patch_size=2),
+}
+NOT_OPTIONS = ("image_size", "channels", "attention_init", "rngs")  # config.model lacks them
+
+
+def default_options(name: str) -> dict[str, Any]:
+    """Every field of `config.model` for a family ('vit') or a variant ('vit_tiny_patch16_224').
+
+    A variant's `image_size` is among them; it belongs in `config.data`.
+
+    Raises:
+      InputError: for an unknown name; it lists the near ones.
+    """
+    if name in FAMILIES:
+        family, options = name, DEFAULT_SIZES[name]
+    else:
+        _check_known(name, [*FAMILIES, *VARIANTS])
+        family, options = VARIANTS[name]
+    parameters = inspect.signature(FAMILIES[family]).parameters
+    defaults = {
+        field: parameter.default
+        for field, parameter in parameters.items()
+        if field not in NOT_OPTIONS and parameter.default is not parameter.empty
+    }
+    return {"name": family, "num_classes": 1000} | defaults | options
 
 
 def create_model(
@@ -19,7 +52,7 @@ def create_model(
     """Builds the model that `config.model` describes, with its own default start values.
 
     Args:
-      options: the fields of `config.model`: `name` and the model's own arguments.
+      options: the fields of `config.model`: the family's `name` and the model's own arguments.
       image_size: side of the input in pixels.
       channels: input channels.
       rngs: draws the start values.
@@ -29,8 +62,19 @@ def create_model(
     """
     options = dict(options)
     name = options.pop("name")
-    if name not in MODELS:
-        near = difflib.get_close_matches(str(name), MODELS, n=1)
-        hint = f"did you mean {near[0]!r}? " if near else ""
-        raise InputError(f"model.name={name!r} is no model: {hint}there are {', '.join(MODELS)}")
-    return MODELS[name](**options, image_size=image_size, channels=channels, rngs=rngs)
+    if name in VARIANTS:
+        family, sizes = VARIANTS[name]
+        raise InputError(
+            f"model.name={name!r} is a variant of {family!r}: start the config from "
+            f"base_config({name!r}), or set {', '.join(f'{k}={v}' for k, v in sizes.items())}"
+        )
+    _check_known(name, list(FAMILIES))
+    return FAMILIES[name](**options, image_size=image_size, channels=channels, rngs=rngs)
+
+
+def _check_known(name: str, known: list[str]) -> None:
+    if name in known:
+        return
+    near = difflib.get_close_matches(str(name), known, n=5, cutoff=0.4)
+    hint = f"near ones are {', '.join(near)}" if near else f"there are {', '.join(known)}"
+    raise InputError(f"model.name={name!r} is no model: {hint}")

@@ -24,7 +24,7 @@ class VisionTransformer(nnx.Module):
     so that a deep model compiles as fast as a shallow one.
 
     Args:
-      image_size: side of the square input in pixels, a multiple of the patch size.
+      image_size: side of the input in pixels, or (height, width); multiples of the patch size.
       patch_size: side of a patch in pixels.
       channels: input channels.
       num_classes: logits.
@@ -33,12 +33,19 @@ class VisionTransformer(nnx.Module):
       num_heads: h.
       mlp_ratio: hidden width of the MLP over D.
       positions: 'sincos' (fixed) or 'learned'.
-      pool: 'mean' over the tokens, or 'class_token'; the final norm comes behind it.
+      pool: 'mean' over the image tokens, or 'class_token'; the final norm comes behind it.
+      num_registers: further tokens without a place on the grid (Darcet et al. 2024).
       drop_path: rate of the last block; it rises linearly from 0 at the first.
       dropout: rate behind positions, projections and MLP layers.
+      layer_scale: start of a trained factor for each channel of each branch (Touvron et al. 2021);
+        0 for none.
+      qk_norm: whether each head's queries and keys go through a LayerNorm (Dehghani et al. 2023).
+        No scheme that solves attention maps fits such a model.
       dtype: type of the computation ('float32' or 'bfloat16'); parameters are float32.
-      attention_implementation: None lets JAX choose; 'xla' or 'cudnn'.
-      unroll: blocks to a scan step; `depth` unrolls the stack, for more compile time.
+      attention_implementation: 'auto' lets JAX choose; 'xla' or 'cudnn'.
+      unroll: blocks to a step of the loop over the stack; 0 unrolls it, for more compile time.
+      remat: what a block keeps for the gradient: 'none' keeps everything, 'dots', 'full'
+        (see `layers.run_layers`).
       attention_init: scheme for the attention weights; None keeps `attention_init.default`.
       rngs: its `params` stream draws the start values.
     """
@@ -46,7 +53,7 @@ class VisionTransformer(nnx.Module):
     def __init__(
         self,
         *,
-        image_size: int,
+        image_size: int | tuple[int, int],
         patch_size: int,
         channels: int,
         num_classes: int,
@@ -56,38 +63,58 @@ class VisionTransformer(nnx.Module):
         mlp_ratio: float = 4.0,
         positions: str = "sincos",
         pool: str = "mean",
+        num_registers: int = 0,
         drop_path: float = 0.0,
         dropout: float = 0.0,
+        layer_scale: float = 0.0,
+        qk_norm: bool = False,
         dtype: str = "float32",
-        attention_implementation: str | None = None,
+        attention_implementation: str = "auto",
         unroll: int = 1,
+        remat: str = "none",
         attention_init: AttentionInit | None = None,
         rngs: nnx.Rngs,
     ):
-        _check_sizes(image_size, patch_size, width, num_heads)
-        _check_choice("positions", positions, ("sincos", "learned"))
-        _check_choice("pool", pool, ("mean", "class_token"))
-        _check_choice("dtype", dtype, ("float32", "bfloat16"))
-        self.grid = (image_size // patch_size,) * 2
+        self.grid = layers.token_grid(image_size, patch_size)
+        layers.check_heads(width, num_heads)
+        layers.check_choices(
+            positions=positions,
+            pool=pool,
+            dtype=dtype,
+            attention_implementation=attention_implementation,
+            remat=remat,
+        )
         self.pool = pool
+        self.num_registers = num_registers
+        self.num_prefix = num_registers + (pool == "class_token")
         self.drop_path_rate = drop_path
         self.dropout_rate = dropout
         self.dtype = jnp.dtype(dtype)
         self.unroll = unroll
+        self.remat = remat
 
         options = dict(dtype=self.dtype, rngs=rngs)
         self.patch_embedding = layers.PatchEmbedding(patch_size, channels, width, **options)
-        prefix = 1 if pool == "class_token" else 0
-        if prefix:
+        if pool == "class_token":
             self.class_token = nnx.Param(1e-6 * jax.random.normal(rngs.params(), (width,)))
+        if num_registers:
+            shape = (num_registers, width)
+            self.registers = nnx.Param(1e-6 * jax.random.normal(rngs.params(), shape))
         if positions == "learned":
-            shape = (prefix + self.grid[0] * self.grid[1], width)
+            shape = (self.num_prefix + self.grid[0] * self.grid[1], width)
             self.positions = nnx.Param(layers.truncated_normal()(rngs.params(), shape))
         else:
             sincos_positions(self.grid, width)  # refuses a width that it cannot encode
             self.positions = None
         config = layers.BlockConfig(
-            width, num_heads, mlp_ratio, dropout, attention_implementation, self.dtype
+            width=width,
+            num_heads=num_heads,
+            mlp_ratio=mlp_ratio,
+            dropout=dropout,
+            layer_scale=layer_scale,
+            qk_norm=qk_norm,
+            attention_implementation=attention_implementation,
+            dtype=self.dtype,
         )
         self.blocks = layers.stack_layers(lambda rngs: layers.Block(config, rngs=rngs), depth, rngs)
         self.norm = layers.layer_norm(width, **options)
@@ -121,6 +148,12 @@ class VisionTransformer(nnx.Module):
         """Puts a scheme's weights in place and returns what its solve reports."""
         weights: AttentionWeights = attention_init(key, self.attention_site)
         attention = self.blocks.attention
+        if attention.query_norm is not None and weights.filters is not None:
+            raise InputError(
+                "model.qk_norm=True does not fit this attention_init: its maps are solved for "
+                "queries and keys that no norm rescales; set model.qk_norm=False, or "
+                "attention_init.name='mimetic' or 'default'"
+            )
         for name in ("query", "key", "value", "out"):
             start = getattr(weights, name)
             if start is not None:
@@ -148,7 +181,8 @@ class VisionTransformer(nnx.Module):
 
         Returns:
           float32 logits [B, classes] and the intermediates by name: 'patch_embedding' [B, N, D],
-          'embedded' [B, T, D] with positions (T = N, or N + 1 with the class token first),
+          'embedded' [B, T, D] with positions (T = N and the class token and registers, which come
+          first),
           'blocks' (each with a leading layer axis L: 'attention', 'mlp', 'output' [L, B, T, D],
           'attention_maps' [L, B, h, T, T]), 'pooled' [B, D] behind the final norm.
         """
@@ -159,7 +193,10 @@ class VisionTransformer(nnx.Module):
         embedded = self._add_positions(patches)
         x = layers.dropout(embedded, self.dropout_rate, keys[0])
         x, blocks = self._run_blocks(x, keys[1], with_maps)
-        pooled = self.norm(x[:, 0] if self.pool == "class_token" else x.mean(axis=1))
+        if self.pool == "class_token":
+            pooled = self.norm(x[:, 0])
+        else:
+            pooled = self.norm(x[:, self.num_prefix :].mean(axis=1))
         logits = self.head(pooled.astype(jnp.float32))
         return logits, {
             "patch_embedding": patches,
@@ -170,15 +207,19 @@ class VisionTransformer(nnx.Module):
 
     def _add_positions(self, patches):
         batch, _, width = patches.shape
-        fixed = self.positions is None
-        positions = sincos_positions(self.grid, width) if fixed else self.positions[...]
+        prefix = [self.class_token[...][None]] if self.pool == "class_token" else []
+        if self.num_registers:
+            prefix.append(self.registers[...])
         tokens = patches
-        if self.pool == "class_token":
-            class_token = self.class_token[...].astype(self.dtype)
-            class_token = jnp.broadcast_to(class_token, (batch, 1, width))
-            tokens = jnp.concatenate([class_token, patches], axis=1)
-            if fixed:  # the class token has no place on the grid
-                positions = jnp.pad(positions, ((1, 0), (0, 0)))
+        if prefix:
+            prefix = jnp.concatenate(prefix).astype(self.dtype)
+            prefix = jnp.broadcast_to(prefix, (batch, *prefix.shape))
+            tokens = jnp.concatenate([prefix, patches], axis=1)
+        if self.positions is None:  # the prefix has no place on the grid
+            positions = sincos_positions(self.grid, width)
+            positions = jnp.pad(positions, ((self.num_prefix, 0), (0, 0)))
+        else:
+            positions = self.positions[...]
         return tokens + jnp.asarray(positions, self.dtype)[None]
 
     def _run_blocks(self, x, key, with_maps):
@@ -190,22 +231,66 @@ class VisionTransformer(nnx.Module):
             block, rate, key = layer
             return block(x, drop_path_rate=rate, key=key, with_maps=with_maps)
 
-        return jax.lax.scan(body, x, (self.blocks, rates, keys), unroll=self.unroll)
-
-
-def _check_sizes(image_size, patch_size, width, num_heads):
-    if image_size % patch_size:
-        raise InputError(
-            f"data.image_size={image_size} is not divisible by model.patch_size={patch_size}: "
-            "choose sizes of which one divides the other"
-        )
-    if width % num_heads:
-        raise InputError(
-            f"model.width={width} is not divisible by model.num_heads={num_heads}: "
-            "each head takes an equal share of the channels"
+        return layers.run_layers(
+            body, x, (self.blocks, rates, keys), unroll=self.unroll, remat=self.remat
         )
 
 
-def _check_choice(field, value, choices):
-    if value not in choices:
-        raise InputError(f"model.{field}={value!r}: choose one of {', '.join(choices)}")
+def resample_positions(
+    positions: Float[Array, "T D"], old_grid: tuple[int, int], new_grid: tuple[int, int]
+) -> Float[Array, "S D"]:
+    """Learned positions for another grid, bicubic with antialiasing as timm does it.
+
+    Args:
+      positions: of class token and registers, which stay as they are, then of the old grid.
+      old_grid: (rows, cols) of the tokens.
+      new_grid: the same of the result.
+
+    Raises:
+      InputError: if there are fewer positions than the old grid has tokens.
+    """
+    num_prefix = len(positions) - old_grid[0] * old_grid[1]
+    if num_prefix < 0:
+        raise InputError(
+            f"resample_positions: {len(positions)} positions are fewer than the {old_grid[0]}x"
+            f"{old_grid[1]} tokens of old_grid"
+        )
+    positions = jnp.asarray(positions)
+    prefix, grid = positions[:num_prefix], positions[num_prefix:]
+    grid = grid.reshape(*old_grid, -1)
+    grid = jax.image.resize(grid, (*new_grid, grid.shape[-1]), "cubic", antialias=True)
+    return jnp.concatenate([prefix, grid.reshape(-1, grid.shape[-1])])
+
+
+def _variants() -> dict[str, dict]:
+    sizes = {
+        "tiny": dict(width=192, depth=12, num_heads=3),
+        "small": dict(width=384, depth=12, num_heads=6),
+        "base": dict(width=768, depth=12, num_heads=12),
+        "large": dict(width=1024, depth=24, num_heads=16),
+    }
+    inputs = [(2, 32), (4, 32), *((p, size) for p in (8, 14, 16, 32) for size in (224, 384))]
+    timm = dict(positions="learned", pool="class_token")
+    named = {
+        f"vit_{size}_patch{patch}_{image}": options
+        | dict(patch_size=patch, image_size=image)
+        | timm
+        for size, options in sizes.items()
+        for patch, image in inputs
+        if image % patch == 0
+    }
+    # The 2024 paper's (section 5.2, tables 3 and 5): fixed sin-cos positions, average pooling.
+    small = dict(image_size=32, patch_size=2, positions="sincos", pool="mean")
+    named |= {
+        "vit_tiny_h8_patch2_32": dict(width=192, depth=12, num_heads=8) | small,
+        "vit_small_h16_patch2_32": dict(width=384, depth=12, num_heads=16) | small,
+    }
+    named |= {
+        f"vit_w{width}_h{heads}_patch2_32": dict(width=width, depth=8, num_heads=heads) | small
+        for width in (64, 128, 256, 512)
+        for heads in (4, 8, 16, 32)
+    }
+    return named
+
+
+VARIANTS = _variants()

@@ -23,13 +23,15 @@ def replicated(mesh: Mesh) -> NamedSharding:
     return NamedSharding(mesh, PartitionSpec())
 
 
-def check_batch_size(batch_size: int, num_devices: int) -> None:
-    """Raises `InputError` unless the devices can share a batch evenly."""
-    if batch_size % num_devices:
-        lower = batch_size // num_devices * num_devices
+def check_batch_size(batch_size: int, num_devices: int, accumulate_steps: int) -> None:
+    """Raises `InputError` unless devices and parts can share a batch evenly."""
+    shares = num_devices * accumulate_steps
+    if batch_size % shares:
+        lower = batch_size // shares * shares
+        parts = f", in config.accumulate_steps={accumulate_steps}" if accumulate_steps > 1 else ""
         raise InputError(
             f"config.batch_size={batch_size} is the global batch and must be divisible by the "
-            f"{num_devices} devices: for example {lower or num_devices} or {lower + num_devices}"
+            f"{num_devices} devices{parts}: for example {lower or shares} or {lower + shares}"
         )
 
 

@@ -18,12 +18,14 @@ class TrainState(NamedTuple):
       model_state: what the model holds besides, in the same form: BatchNorm's running statistics,
         which the forward pass moves, and fixed weights. Empty for a ViT.
       opt_state: the optimizer's state.
+      ema: exponential moving average of the parameters; empty where the config asks for none.
     """
 
     step: Int[Array, ""]
     params: dict[str, Any]
     model_state: dict[str, Any]
     opt_state: optax.OptState
+    ema: dict[str, Any]
 
 
 def split_model(model: nnx.Module) -> tuple[nnx.GraphDef, dict[str, Any], dict[str, Any]]:
@@ -39,9 +41,12 @@ def init_state(
     params: dict[str, Any],
     model_state: dict[str, Any],
     optimizer: optax.GradientTransformation,
+    *,
+    with_ema: bool = False,
 ) -> TrainState:
     """The state before the first step."""
-    return TrainState(jnp.zeros((), jnp.int32), params, model_state, optimizer.init(params))
+    ema = jax.tree.map(jnp.copy, params) if with_ema else {}
+    return TrainState(jnp.zeros((), jnp.int32), params, model_state, optimizer.init(params), ema)
 
 
 def count_parameters(params) -> int:

@@ -39,27 +39,56 @@ def make_train_step(
 ) -> Callable[[TrainState, Batch], tuple[TrainState, Metrics]]:
     """Builds `(state, batch) -> (state, metrics)`; all randomness comes from (seed, step)."""
 
+    def loss_fn(params, model_state, batch, key):
+        images = normalize(batch["image"], config.data.mean, config.data.std)
+        model = nnx.merge(graphdef, params, model_state)
+        logits, _ = model(images, key=key)
+        losses = cross_entropy(logits, batch["label"], config.label_smoothing)
+        correct = jnp.mean(logits.argmax(-1) == batch["label"])
+        return losses.mean(), (correct, split_model(model)[2])
+
+    value_and_grad = jax.value_and_grad(loss_fn, has_aux=True)
+
+    def accumulate(params, model_state, batch, key):
+        """Loss, accuracy and gradient of a batch that is worked off in parts, one after another."""
+        parts = config.accumulate_steps
+
+        def split(x):
+            # Strided, so that every device keeps an equal share of each part.
+            return jnp.moveaxis(x.reshape(len(x) // parts, parts, *x.shape[1:]), 1, 0)
+
+        def body(carry, part):
+            sums, model_state = carry
+            batch, number = part
+            (loss, (correct, model_state)), grads = value_and_grad(
+                params, model_state, batch, jax.random.fold_in(key, number)
+            )
+            return (jax.tree.map(jnp.add, sums, (loss, correct, grads)), model_state), None
+
+        zeros = (jnp.zeros(()), jnp.zeros(()), jax.tree.map(jnp.zeros_like, params))
+        inputs = (jax.tree.map(split, batch), jnp.arange(parts))
+        (sums, model_state), _ = jax.lax.scan(body, (zeros, model_state), inputs)
+        loss, correct, grads = jax.tree.map(lambda x: x / parts, sums)
+        return (loss, (correct, model_state)), grads
+
     def train_step(state: TrainState, batch: Batch) -> tuple[TrainState, Metrics]:
         key = jax.random.fold_in(jax.random.key(config.seed), state.step)
-
-        def loss_fn(params):
-            images = normalize(batch["image"], config.data.mean, config.data.std)
-            model = nnx.merge(graphdef, params, state.model_state)
-            logits, _ = model(images, key=key)
-            losses = cross_entropy(logits, batch["label"], config.label_smoothing)
-            return losses.mean(), (logits, split_model(model)[2])
-
-        value_and_grad = jax.value_and_grad(loss_fn, has_aux=True)
-        (loss, (logits, model_state)), grads = value_and_grad(state.params)
+        gradient_of = accumulate if config.accumulate_steps > 1 else value_and_grad
+        (loss, (correct, model_state)), grads = gradient_of(
+            state.params, state.model_state, batch, key
+        )
         updates, opt_state = optimizer.update(grads, state.opt_state, state.params)
         params = optax.apply_updates(state.params, updates)
+        ema = state.ema
+        if config.ema_decay:
+            ema = optax.incremental_update(params, ema, 1 - config.ema_decay)
         metrics = {
             "loss": loss,
-            "accuracy": jnp.mean(logits.argmax(-1) == batch["label"]),
+            "accuracy": correct,
             "learning_rate": jnp.asarray(schedule(state.step)),
             "gradient_norm": optax.tree.norm(grads),
         }
-        return TrainState(state.step + 1, params, model_state, opt_state), metrics
+        return TrainState(state.step + 1, params, model_state, opt_state, ema), metrics
 
     return train_step
 

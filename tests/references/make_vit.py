@@ -1,0 +1,92 @@
+"""Records what timm's ViT computes, for `test_timm_vit.py`, and the parameter counts of its sizes.
+
+    python tests/references/make_vit.py    # writes vit.npz and vit_parameters.json
+
+Made with timm 1.0.31 and torch 2.13.0. Weights are random, with biases, norms, scales and tokens
+moved off their start values, so that none can hide.
+"""
+
+# ruff: noqa: E402
+
+import contextlib
+import json
+import pathlib
+
+import numpy as np
+import torch
+
+# timm imports torchvision, whose compiled operators need not fit this torch: it uses none of them.
+_library = torch.library.Library("torchvision", "DEF")
+for _schema in ("nms(Tensor d, Tensor s, float t) -> Tensor", "qnms(Tensor d) -> Tensor"):
+    with contextlib.suppress(RuntimeError):
+        _library.define(_schema)
+
+from timm.layers import resample_abs_pos_embed
+from timm.models.vision_transformer import VisionTransformer
+
+HERE = pathlib.Path(__file__).parent
+SMALL = dict(patch_size=4, num_classes=5, embed_dim=16, depth=2, num_heads=2)
+CASES = {
+    "class_token": dict(img_size=(8, 12)),
+    "mean": dict(img_size=(8, 8), class_token=False, global_pool="avg"),
+    "registers": dict(img_size=(8, 8), reg_tokens=3, init_values=0.1, qk_norm=True),
+    "mean_registers": dict(img_size=(8, 8), class_token=False, global_pool="avg", reg_tokens=2),
+}
+SIZES = {
+    "tiny": (192, 12, 3),
+    "small": (384, 12, 6),
+    "base": (768, 12, 12),
+    "large": (1024, 24, 16),
+}
+INPUTS = [(2, 32), (4, 32), *((p, size) for p in (8, 14, 16, 32) for size in (224, 384))]
+
+
+def record(name, options):
+    torch.manual_seed(0)
+    model = VisionTransformer(**SMALL, **options).eval()
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter += 0.2 * torch.randn_like(parameter)
+    images = torch.randn(2, 3, *options["img_size"], requires_grad=True)
+    blocks = []
+    for block in model.blocks:
+        block.register_forward_hook(lambda module, inputs, output: blocks.append(output.detach()))
+    logits = model(images)
+    loss = torch.nn.functional.cross_entropy(logits, torch.tensor([1, 3]))
+    loss.backward()
+    arrays = {
+        "images": images.detach().permute(0, 2, 3, 1),
+        "logits": logits.detach(),
+        "blocks": torch.stack(blocks),
+        "image_gradient": images.grad.permute(0, 2, 3, 1),
+    }
+    arrays |= {f"state/{k}": v.detach() for k, v in model.state_dict().items()}
+    arrays |= {f"gradient/{k}": v.grad for k, v in model.named_parameters()}
+    return {f"{name}/{k}": v.numpy() for k, v in arrays.items()}
+
+
+def main():
+    arrays = {}
+    for name, options in CASES.items():
+        arrays |= record(name, options)
+    torch.manual_seed(0)
+    positions = torch.randn(1, 2 + 20, 8)
+    for name, grid in (("larger", (7, 9)), ("smaller", (3, 2))):
+        resampled = resample_abs_pos_embed(positions, grid, (4, 5), num_prefix_tokens=2)
+        arrays[f"positions/{name}"] = resampled[0].numpy()
+    arrays["positions/start"] = positions[0].numpy()
+    np.savez_compressed(HERE / "vit.npz", **arrays)
+
+    counts = {}
+    for size, (width, depth, heads) in SIZES.items():
+        for patch, image in INPUTS:
+            if image % patch:
+                continue
+            with torch.device("meta"):
+                model = VisionTransformer(image, patch, 3, 1000, "token", width, depth, heads)
+            counts[f"vit_{size}_patch{patch}_{image}"] = sum(p.numel() for p in model.parameters())
+    (HERE / "vit_parameters.json").write_text(json.dumps(counts, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()

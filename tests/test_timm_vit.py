@@ -1,0 +1,128 @@
+"""The ViT against what timm computed with the same weights (references/make_vit.py)."""
+
+import json
+import pathlib
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from flax import nnx
+
+from structinit_jax.errors import InputError
+from structinit_jax.interop import timm
+from structinit_jax.models.registry import VARIANTS, create_model, default_options
+from structinit_jax.models.vit import VisionTransformer, resample_positions
+from structinit_jax.training.state import count_parameters, split_model
+
+REFERENCES = pathlib.Path(__file__).parent / "references"
+SMALL = dict(patch_size=4, channels=3, num_classes=5, width=16, depth=2, num_heads=2)
+CASES = {
+    "class_token": dict(image_size=(8, 12), pool="class_token"),
+    "mean": dict(image_size=8),
+    "registers": dict(
+        image_size=8, pool="class_token", num_registers=3, layer_scale=0.1, qk_norm=True
+    ),
+    "mean_registers": dict(image_size=8, num_registers=2),
+}
+
+
+def make(**options):
+    return VisionTransformer(**(SMALL | dict(positions="learned") | options), rngs=nnx.Rngs(0))
+
+
+def read(case):
+    with np.load(REFERENCES / "vit.npz") as file:
+        arrays = {k.removeprefix(f"{case}/"): file[k] for k in file if k.startswith(f"{case}/")}
+
+    def part(name):
+        return {k.removeprefix(name): v for k, v in arrays.items() if k.startswith(name)}
+
+    return arrays, part("state/"), part("gradient/")
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_logits_blocks_and_gradients_equal_timm(case):
+    arrays, state_dict, gradients = read(case)
+    model = make(**CASES[case])
+    timm.load(model, state_dict)
+    graphdef, params = split_model(model)[:2]
+
+    def loss_fn(params, images):
+        logits, out = nnx.merge(graphdef, params)(images)
+        losses = optax.softmax_cross_entropy_with_integer_labels(logits, jnp.array([1, 3]))
+        return losses.mean(), (logits, out["blocks"]["output"])
+
+    grad_fn = jax.jit(jax.grad(loss_fn, argnums=(0, 1), has_aux=True))
+    (param_grads, image_grads), (logits, blocks) = grad_fn(params, jnp.asarray(arrays["images"]))
+    np.testing.assert_allclose(blocks, arrays["blocks"], atol=1e-4)
+    np.testing.assert_allclose(logits, arrays["logits"], atol=1e-4)
+    np.testing.assert_allclose(image_grads, arrays["image_gradient"], atol=1e-5, rtol=1e-3)
+    exported = timm.export(nnx.merge(graphdef, param_grads))
+    assert exported.keys() == gradients.keys()
+    for name, expected in gradients.items():
+        # Gradients that cancel out exactly (key biases) are rounding errors in both.
+        tolerance = 1e-3 * np.abs(expected).max() + 1e-6
+        np.testing.assert_allclose(exported[name], expected, atol=tolerance, err_msg=name)
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_weights_come_back_as_they_went(case):
+    _, state_dict, _ = read(case)
+    model = make(**CASES[case])
+    timm.load(model, state_dict)
+    back = timm.export(model)
+    assert back.keys() == state_dict.keys()
+    for name, array in state_dict.items():
+        assert np.array_equal(back[name], array), name
+
+
+def test_a_state_dict_that_does_not_fit_is_refused_and_changes_nothing():
+    _, state_dict, _ = read("mean")
+    model = make(**CASES["mean"])
+    before = timm.export(model)
+    missing = {k: v for k, v in state_dict.items() if k != "blocks.1.mlp.fc1.bias"}
+    with pytest.raises(InputError, match=r"no 'blocks\.1\.mlp\.fc1\.bias', which the model needs"):
+        timm.load(model, missing)
+    with pytest.raises(InputError, match=r"no place for: extra\.weight"):
+        timm.load(model, state_dict | {"extra.weight": np.ones(3)})
+    with pytest.raises(InputError, match=r"\['pos_embed'\] has shape \(1, 9, 16\).* \(1, 4, 16\)"):
+        timm.load(model, state_dict | {"pos_embed": np.ones((1, 9, 16))})
+    after = timm.export(model)
+    assert all(np.array_equal(before[name], after[name]) for name in before)
+
+
+def test_fixed_positions_are_timms_pos_embed():
+    model = make(positions="sincos", image_size=8)
+    state_dict = timm.export(model)
+    assert state_dict["pos_embed"].shape == (1, 4, 16)
+    timm.load(model, state_dict)
+    with pytest.raises(InputError, match="not the sin-cos encoding"):
+        timm.load(model, state_dict | {"pos_embed": np.ones((1, 4, 16), np.float32)})
+
+
+@pytest.mark.parametrize(("name", "grid"), [("larger", (7, 9)), ("smaller", (3, 2))])
+def test_positions_are_resampled_as_timm_does_it(name, grid):
+    arrays = read("positions")[0]
+    ours = resample_positions(jnp.asarray(arrays["start"]), (4, 5), grid)
+    np.testing.assert_allclose(ours, arrays[name], atol=1e-5)
+
+
+def test_more_tokens_than_positions_are_refused():
+    with pytest.raises(InputError, match="19 positions are fewer than the 4x5 tokens"):
+        resample_positions(jnp.zeros((19, 8)), (4, 5), (2, 2))
+
+
+def test_every_size_has_timms_parameter_count():
+    counts = json.loads((REFERENCES / "vit_parameters.json").read_text())
+    assert counts.keys() <= VARIANTS.keys()
+    for name, expected in counts.items():
+        options = default_options(name)
+        image_size = options.pop("image_size")
+        model = nnx.eval_shape(
+            lambda options=options, size=image_size: create_model(
+                options, image_size=size, channels=3, rngs=nnx.Rngs(0)
+            )
+        )
+        assert count_parameters(split_model(model)[1]) == expected, name
