@@ -4,11 +4,10 @@ import jax
 import numpy as np
 import optax
 import pytest
-from ml_collections import ConfigDict
 
 from structinit_jax import train
+from structinit_jax.config import base_config
 from structinit_jax.errors import InputError
-from structinit_jax.models.registry import default_options
 from structinit_jax.train import Plan, build_program, initialize
 
 pytestmark = pytest.mark.usefixtures("library_promotion")
@@ -19,7 +18,7 @@ PLAN = Plan(12, 6.0, frozenset({12}))
 def config(tiny_config):
     tiny_config.learning_rate = 1e-2
     tiny_config.weight_decay = 0.5
-    tiny_config.model = ConfigDict(default_options("convmixer"))
+    tiny_config.model = base_config("convmixer").model
     tiny_config.model.update(
         num_classes=10, width=16, depth=2, kernel_size=4, spatial_filters="fixed"
     )

@@ -19,7 +19,7 @@ VARIANTS = {
 # What a family is where a config names no variant.
 DEFAULT_SIZES = {
     "vit": dict(width=192, depth=12, num_heads=3, patch_size=16),
-    "convmixer": dict(width=256, depth=8, kernel_size=5, patch_size=2),
+    "convmixer": convmixer.VARIANTS["convmixer_256_8"],
 }
 NOT_OPTIONS = ("image_size", "channels", "attention_init", "rngs")  # config.model lacks them
 
@@ -27,7 +27,7 @@ NOT_OPTIONS = ("image_size", "channels", "attention_init", "rngs")  # config.mod
 def default_options(name: str) -> dict[str, Any]:
     """Every field of `config.model` for a family ('vit') or a variant ('vit_tiny_patch16_224').
 
-    A variant's `image_size` is among them; it belongs in `config.data`.
+    The variant's `image_size` is among them; it belongs in `config.data`.
 
     Raises:
       InputError: for an unknown name; it lists the near ones.
