@@ -122,8 +122,12 @@ def test_given_kernels_and_same_layers():
             3,
             r"filters has shape \(2, 5, 5\): model\.kernel_size=3 needs kernels \[F, 3, 3\]",
         ),
-        (attention_init.mimetic(), 3, r"'mimetic' is made for attention; .* take default, "),
-        (attention_init.impulse_2025(), 3, r"'impulse_2025' is made for attention"),
+        (
+            attention_init.mimetic(),
+            3,
+            r"'mimetic' is made for softmax attention.* ConvSite has none: use 'impulse'",
+        ),
+        (attention_init.impulse_2025(), 3, r"'impulse_2025' is made for softmax attention"),
     ],
 )
 def test_what_does_not_fit_a_convolution_is_refused(scheme, kernel_size, message):

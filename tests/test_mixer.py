@@ -265,7 +265,7 @@ def test_registry_knows_the_mixer():
         (dict(dtype="float16"), r"model\.dtype='float16'"),
         (
             dict(attention_init=attention_init.impulse_2024()),
-            r"'impulse_2024' solves for the query and key of softmax attention.* use 'impulse'",
+            r"'impulse_2024' is made for softmax attention.* TokenMixingSite has none: use 'impulse'",
         ),
         (dict(attention_init=attention_init.impulse_2025()), r"TokenMixingSite has none of"),
         (

@@ -4,10 +4,9 @@ import jax
 import numpy as np
 import optax
 import pytest
-from ml_collections import ConfigDict
 
-from structinit_jax import config as config_lib
 from structinit_jax import train
+from structinit_jax.config import base_config
 from structinit_jax.errors import InputError
 from structinit_jax.train import Plan, build_program, initialize
 
@@ -16,24 +15,13 @@ PLAN = Plan(12, 6.0, frozenset({12}))
 
 
 @pytest.fixture
-def config(tiny_config, monkeypatch):
+def config(tiny_config):
     tiny_config.learning_rate = 1e-2
     tiny_config.weight_decay = 0.5
-    tiny_config.model = ConfigDict(
-        dict(
-            name="convmixer",
-            num_classes=10,
-            width=16,
-            depth=2,
-            patch_size=2,
-            kernel_size=4,
-            spatial_filters="fixed",
-            drop_path=0.0,
-            unroll=1,
-        )
+    tiny_config.model = base_config("convmixer").model
+    tiny_config.model.update(
+        num_classes=10, width=16, depth=2, kernel_size=4, spatial_filters="fixed"
     )
-    monkeypatch.setattr(config_lib, "validate", lambda config: None)
-    monkeypatch.setattr(config_lib, "model_options", lambda c: c.model.to_dict(), raising=False)
     return tiny_config
 
 

@@ -185,7 +185,7 @@ def require_attention(site: Site, scheme: str) -> None:
     """Refuses a site without softmax attention, for which the scheme has no published form."""
     if not isinstance(site, AttentionSite):
         raise InputError(
-            f"attention_init.name={scheme!r} is made for softmax attention, of which a model with a "
+            f"attention_init.name={scheme!r} is made for softmax attention, and a "
             f"{type(site).__name__} has none: use 'impulse' or 'default'"
         )
 

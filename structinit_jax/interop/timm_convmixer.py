@@ -11,7 +11,7 @@ from structinit_jax.models.convmixer import ConvMixer
 def entries(model: ConvMixer) -> Iterator[Entry]:
     """Every weight and running statistic of the model, by timm's name."""
     yield from conv("stem.0", "patch_embedding")
-    yield from _batch_norm("stem.2", "norm")
+    yield from _batch_norm("stem.2", "stem_norm")
     for i in range(model.conv_site.num_layers):
         yield from _depthwise(f"blocks.{i}.0.fn.0", "blocks/spatial", i)
         yield from _batch_norm(f"blocks.{i}.0.fn.2", "blocks/norm1", i)

@@ -104,7 +104,7 @@ class ConvMixer(nnx.Module):
             patch_size, channels, width, dtype=config.dtype, rngs=rngs
         )
         self.activation = activation
-        self.norm = BatchNorm(width)
+        self.stem_norm = BatchNorm(width)
         self.blocks = layers.stack_layers(
             lambda rngs: ConvMixerBlock(config, rngs=rngs), depth, rngs
         )
@@ -142,7 +142,7 @@ class ConvMixer(nnx.Module):
             raise InputError("with_maps: model.name='convmixer' has filters, no attention maps")
         training = key is not None
         stem = layers.ACTIVATIONS[self.activation](self.patch_embedding(images))
-        stem = self.norm(stem, training=training)
+        stem = self.stem_norm(stem, training=training)
         x, blocks = self._run_blocks(stem, key)
         pooled = x.astype(jnp.float32).mean(axis=(1, 2))
         return self.head(pooled), {"stem": stem, "blocks": blocks, "pooled": pooled}
