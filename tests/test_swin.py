@@ -44,7 +44,7 @@ def loaded(name):
 def outcome(name):
     """Logits, intermediates and, in timm's layout, the gradient of sum(cotangent · logits)."""
     model = loaded(name)
-    graphdef, params = split_model(model)
+    graphdef, params, _ = split_model(model)
 
     @jax.jit
     def run(params, images, cotangent):
@@ -107,7 +107,7 @@ def test_unrolled_and_rematerialized_models_agree():
     logits, _, gradient = outcome("shifted")
     other = make("shifted", remat="dots", unroll=0)
     timm.load(other, recorded("shifted", "weights"))
-    graphdef, params = split_model(other)
+    graphdef, params, _ = split_model(other)
     images, cotangent = (jnp.asarray(REFERENCES[f"shifted/{k}"]) for k in ("images", "cotangent"))
 
     @jax.jit
@@ -173,7 +173,7 @@ def test_training_is_random_by_key_and_evaluation_is_not():
 def test_bfloat16_has_finite_gradients_and_float32_parameters():
     scheme = attention_init.impulse()
     model = make("padded", depths=(2, 2), dtype="bfloat16", attention_init=scheme)
-    graphdef, params = split_model(model)
+    graphdef, params, _ = split_model(model)
     assert {leaf.dtype for leaf in jax.tree.leaves(params)} == {jnp.dtype("float32")}
     images = jnp.asarray(REFERENCES["padded/images"])
 
@@ -190,7 +190,7 @@ def test_bfloat16_has_finite_gradients_and_float32_parameters():
     assert logits.dtype == jnp.float32
     assert all(np.isfinite(leaf).all() for leaf in jax.tree.leaves(gradient))
     assert np.any(gradient["stage2"]["blocks"]["relative_position_bias"])
-    full_graphdef, _ = split_model(make("padded", depths=(2, 2)))
+    full_graphdef, *_ = split_model(make("padded", depths=(2, 2)))
     full = jax.jit(lambda params: nnx.merge(full_graphdef, params)(images)[0])(params)
     np.testing.assert_allclose(logits, full, atol=0.02)
 
@@ -201,7 +201,7 @@ def test_a_registered_model_learns():
     size, channels = options.pop("image_size"), options.pop("channels")
     model = create_model(options, image_size=size, channels=channels, rngs=nnx.Rngs(0))
     model.initialize_attention(attention_init.impulse(), jax.random.key(1))
-    graphdef, params = split_model(model)
+    graphdef, params, _ = split_model(model)
     images = jax.random.normal(jax.random.key(2), (20, 32, 32, 2))
     labels = jnp.arange(20) % 5
     optimizer = optax.adam(1e-2)
@@ -249,5 +249,5 @@ def test_images_of_another_size_are_refused():
 
 
 def test_names_of_weights_are_strings():
-    _, params = split_model(loaded("shifted"))
+    _, params, _ = split_model(loaded("shifted"))
     assert "stage2/merging/reduction/kernel" in traverse_util.flatten_dict(params, sep="/")

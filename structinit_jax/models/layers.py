@@ -270,8 +270,6 @@ CHOICES = {
     "dtype": ("float32", "bfloat16"),
     "attention_implementation": ("auto", "xla", "cudnn"),
     "remat": tuple(REMAT_POLICIES),
-    "activation": ("gelu", "relu"),
-    "spatial_filters": ("trained", "fixed"),
 }
 
 

@@ -54,8 +54,9 @@ class MlpMixer(nnx.Module):
       drop_path: rate of every block (timm's Mixer does not let it rise with depth).
       dropout: rate behind both layers of both MLPs.
       dtype: type of the computation ('float32' or 'bfloat16'); parameters are float32.
-      remat: whether the backward pass computes a block again instead of keeping what is in it.
-      unroll: blocks to a scan step; `depth` unrolls the stack, for more compile time.
+      unroll: blocks to a step of the loop over the stack; 0 unrolls it, for more compile time.
+      remat: what a block keeps for the gradient: 'none' keeps everything, 'dots', 'full'
+        (see `layers.run_layers`).
       attention_init: scheme for the token-mixing MLPs; None keeps timm's start values.
       rngs: its `params` stream draws the start values.
     """
@@ -75,14 +76,13 @@ class MlpMixer(nnx.Module):
         drop_path: float = 0.0,
         dropout: float = 0.0,
         dtype: str = "float32",
-        remat: bool = False,
         unroll: int = 1,
+        remat: str = "none",
         attention_init: AttentionInit | None = None,
         rngs: nnx.Rngs,
     ):
-        self.grid = _grid(image_size, patch_size)
-        if dtype not in ("float32", "bfloat16"):
-            raise InputError(f"model.dtype={dtype!r}: choose one of float32, bfloat16")
+        self.grid = layers.token_grid(image_size, patch_size)
+        layers.check_choices(dtype=dtype, remat=remat)
         self.drop_path_rate = drop_path
         self.dtype = jnp.dtype(dtype)
         self.remat = remat
@@ -159,8 +159,7 @@ class MlpMixer(nnx.Module):
             block, key = layer
             return block(x, drop_path_rate=rate, key=key, with_maps=with_maps)
 
-        body = jax.checkpoint(body) if self.remat else body
-        return jax.lax.scan(body, x, (self.blocks, keys), unroll=self.unroll)
+        return layers.run_layers(body, x, (self.blocks, keys), unroll=self.unroll, remat=self.remat)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -235,13 +234,3 @@ class MixerBlock(nnx.Module):
 
 def _gelu(x):
     return jax.nn.gelu(x, approximate=False)
-
-
-def _grid(image_size, patch_size):
-    size = (image_size,) * 2 if isinstance(image_size, int) else tuple(image_size)
-    if any(side % patch_size for side in size):
-        raise InputError(
-            f"data.image_size={image_size} is not divisible by model.patch_size={patch_size}: "
-            "choose sizes of which one divides the other"
-        )
-    return size[0] // patch_size, size[1] // patch_size

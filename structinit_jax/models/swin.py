@@ -46,8 +46,8 @@ class SwinTransformer(nnx.Module):
       drop_path: rate of the last block; it rises linearly from 0 at the first.
       dropout: rate behind projections and MLP layers.
       dtype: type of the computation ('float32' or 'bfloat16'); parameters are float32.
-      attention_implementation: 'auto' lets JAX choose; 'xla', or 'cudnn', which needs an even number
-        of tokens in every window.
+      attention_implementation: 'auto' lets JAX choose; 'xla', or 'cudnn', which needs an even
+        number of tokens in every window.
       unroll: pairs of blocks to a step of the loop over a stage; 0 unrolls it, for more compile
         time.
       remat: what a pair of blocks keeps for the gradient: 'none' keeps everything, 'dots', 'full'
