@@ -8,7 +8,6 @@ from flax import nnx
 from jaxtyping import Array, Float
 
 from structinit_jax.attention_init import AttentionInit, TokenMixingSite
-from structinit_jax.errors import InputError
 from structinit_jax.models import layers
 from structinit_jax.models.layers import Key
 
