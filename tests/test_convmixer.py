@@ -235,7 +235,7 @@ def test_fixed_filters_are_no_parameters_but_state():
         (dict(spatial_filters="random"), r"spatial_filters='random': choose one of trained, fixed"),
         (dict(dtype="float16"), r"model\.dtype='float16'"),
         (dict(kernel_size=0), r"model\.kernel_size=0: it must be positive"),
-        (dict(attention_init=attention_init.mimetic()), r"'mimetic' is made for attention"),
+        (dict(attention_init=attention_init.mimetic()), r"'mimetic' is made for softmax attention"),
     ],
 )
 def test_options_that_do_not_fit_are_refused_by_name(options, message):

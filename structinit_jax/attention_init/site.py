@@ -138,6 +138,7 @@ class ConvWeights(NamedTuple):
     kernel: Float[Array, "L f f D"]
 
 
+@dataclasses.dataclass(frozen=True)
 class TokenMixingSite:
     """A stack of equal token-mixing MLPs, such as MLP-Mixer's, over one grid of tokens.
 
