@@ -1,0 +1,70 @@
+"""Color, contrast, brightness and sharpness, as in Pillow's ImageEnhance.
+
+Each blends an image with a plain version of itself: its luminance, its mean grey, black, its
+smoothed self. A factor of 1 leaves the image as it is, 0 gives the plain version, more than 1 goes
+beyond.
+"""
+
+import jax.numpy as jnp
+from jaxtyping import Array, Float, Int, UInt8
+
+from structinit_jax.augment.tables import LEVELS
+
+
+def blend(plain: Array, levels: Array, factor: Float[Array, "..."]) -> Int[Array, "..."]:
+    """`plain` + factor · (`levels` - `plain`) of integer arrays, cut off to whole levels."""
+    difference = (levels - plain).astype(jnp.float32)
+    mixed = plain.astype(jnp.float32) + factor * difference
+    return jnp.clip(mixed, 0, 255).astype(jnp.int32)
+
+
+def luminance(images: UInt8[Array, "B H W C"]) -> Int[Array, "B H W 1"]:
+    """The ITU-R 601 luma in Pillow's 16-bit integer weights; a single channel is its own."""
+    levels = images.astype(jnp.int32)
+    if images.shape[-1] == 1:
+        return levels
+    weights = jnp.asarray([19595, 38470, 7471], jnp.int32)[None, None, None, :]
+    return (jnp.sum(levels * weights, axis=-1, keepdims=True) + 0x8000) >> 16
+
+
+def color(images: UInt8[Array, "B H W C"], factor: Float[Array, " B"]) -> UInt8[Array, "B H W C"]:
+    """Blends with the luminance: the saturation. Images of one channel stay as they are."""
+    if images.shape[-1] == 1:
+        return images
+    mixed = blend(luminance(images), images.astype(jnp.int32), factor[:, None, None, None])
+    return mixed.astype(jnp.uint8)
+
+
+def sharpness(
+    images: UInt8[Array, "B H W C"], factor: Float[Array, " B"]
+) -> UInt8[Array, "B H W C"]:
+    """Blends with the smoothed image: below 1 blurs, above sharpens."""
+    levels = images.astype(jnp.int32)
+    mixed = blend(smooth(levels), levels, factor[:, None, None, None])
+    return mixed.astype(jnp.uint8)
+
+
+def smooth(levels: Int[Array, "B H W C"]) -> Int[Array, "B H W C"]:
+    """The 3×3 mean in which the centre counts five times; the border stays as it is."""
+    if min(levels.shape[1:3]) < 3:
+        return levels
+    box = levels[:, :-2] + levels[:, 1:-1] + levels[:, 2:]
+    box = box[:, :, :-2] + box[:, :, 1:-1] + box[:, :, 2:]
+    weighted = box + 4 * levels[:, 1:-1, 1:-1]
+    return levels.at[:, 1:-1, 1:-1].set((2 * weighted + 13) // 26)  # weighted / 13, rounded
+
+
+def brightness_tables(factor: Float[Array, " B"]) -> Int[Array, "B 1 256"]:
+    """Blends with black."""
+    level = jnp.asarray(LEVELS)[None, None, :]
+    return blend(jnp.zeros_like(level), level, factor[:, None, None])
+
+
+def contrast_tables(
+    images: UInt8[Array, "B H W C"], factor: Float[Array, " B"]
+) -> Int[Array, "B 1 256"]:
+    """Blends with the mean luminance of the whole image, rounded to a level."""
+    count = images.shape[1] * images.shape[2]
+    total = jnp.sum(luminance(images), axis=(1, 2))
+    mean = ((2 * total + count) // (2 * count))[..., None]
+    return blend(mean, jnp.asarray(LEVELS)[None, None, :], factor[:, None, None])
