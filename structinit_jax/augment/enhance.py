@@ -14,7 +14,10 @@ from structinit_jax.augment.tables import LEVELS
 def blend(plain: Array, levels: Array, factor: Float[Array, "..."]) -> Int[Array, "..."]:
     """`plain` + factor · (`levels` - `plain`) of integer arrays, cut off to whole levels."""
     difference = (levels - plain).astype(jnp.float32)
-    mixed = plain.astype(jnp.float32) + factor * difference
+    # Pillow rounds the product before it adds. Fused into one multiply-add, a whole level may come
+    # out one lower; compilers fuse no product that comes through a choice.
+    product = jnp.where(difference == 0, 0.0, factor * difference)
+    mixed = plain.astype(jnp.float32) + product
     return jnp.clip(mixed, 0, 255).astype(jnp.int32)
 
 

@@ -91,7 +91,7 @@ def mix(
     size = options.group or B
     drawn = draw_mixing(key, B // size, H, W, options)
     kept, use_cutmix, *edges = (
-        jnp.repeat(field, size, total_repeat_length=B)
+        jnp.broadcast_to(field[:, None], (B // size, size)).reshape(B)
         for field in (drawn.kept, drawn.use_cutmix, *drawn.boxes)
     )
     within = size if size > 1 else B

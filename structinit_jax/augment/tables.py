@@ -1,5 +1,6 @@
 """Operations that map each level of a channel to another, as in Pillow's ImageOps."""
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Bool, Int, UInt8
@@ -11,7 +12,10 @@ def apply_tables(
     images: UInt8[Array, "B H W C"], tables: UInt8[Array, "B C 256"]
 ) -> UInt8[Array, "B H W C"]:
     """Looks every pixel up in the table of its image and channel."""
-    return tables.reshape(-1).at[_entries(images)].get(mode="promise_in_bounds")
+    B, C, _ = tables.shape
+    # Under vmap, not by one flat index: so each device of a mesh works on its own images.
+    look_up = jax.vmap(lambda table, entries: table.at[entries].get(mode="promise_in_bounds"))
+    return look_up(tables.reshape(B, C * 256), _entries(images))
 
 
 def channel_histograms(
@@ -20,9 +24,12 @@ def channel_histograms(
     """How often each level occurs; all zero for images that are not wanted, which cost little."""
     B, _, _, C = images.shape
     # An index beyond the end is dropped.
-    index = jnp.where(wanted[:, None, None, None], _entries(images), B * C * 256)
-    counts = jnp.zeros(B * C * 256, jnp.int32).at[index.reshape(-1)].add(1, mode="drop")
-    return counts.reshape(B, C, 256)
+    entries = jnp.where(wanted[:, None, None, None], _entries(images), C * 256)
+
+    def count(entries: Int[Array, "H W C"]) -> Int[Array, " bins"]:
+        return jnp.zeros(C * 256, jnp.int32).at[entries].add(1, mode="drop")
+
+    return jax.vmap(count)(entries).reshape(B, C, 256)
 
 
 def autocontrast(images: UInt8[Array, "B H W C"]) -> Int[Array, "B C 256"]:
@@ -82,10 +89,9 @@ def solarize_add(amount: Int[Array, " B"]) -> Int[Array, "B 1 256"]:
 
 
 def _entries(images: UInt8[Array, "B H W C"]) -> Int[Array, "B H W C"]:
-    """Where in a flat [B, C, 256] array each pixel's level is."""
-    B, _, _, C = images.shape
-    row = jnp.arange(B)[:, None, None, None] * C + jnp.arange(C)[None, None, None, :]
-    return row * 256 + images.astype(jnp.int32)
+    """Where in an image's flat [C · 256] table each pixel's level is."""
+    start = 256 * jnp.arange(images.shape[-1])[None, None, None, :]
+    return start + images.astype(jnp.int32)
 
 
 def _double_rests() -> Int[np.ndarray, "256 256"]:
