@@ -213,7 +213,13 @@ def _tables(images, chosen, argument) -> UInt8[Array, "B C 256"]:
         "Contrast": enhance.contrast_tables(images, argument),
         "Brightness": enhance.brightness_tables(argument),
     }
-    table = jnp.broadcast_to(jnp.asarray(tables.LEVELS)[None, None, :], (B, C, 256))
-    for name, candidate in by_name.items():
-        table = jnp.where(chosen[name][:, None, None], candidate, table)
+    flags = jnp.stack([chosen[name] for name in by_name], axis=1)
+    flags = jnp.concatenate([flags, ~flags.any(axis=1, keepdims=True)], axis=1)
+    candidates = [*by_name.values(), jnp.asarray(tables.LEVELS)[None, None, :]]
+    candidates = [jnp.broadcast_to(table, (B, C, 256)) for table in candidates]
+    # Chosen by a product: XLA would fuse `where` into the look-up and build the tables anew for
+    # every pixel. Levels are exact in any floating-point format that a product may use.
+    table = jnp.einsum(
+        "bt,tbcl->bcl", flags.astype(jnp.float32), jnp.stack(candidates).astype(jnp.float32)
+    )
     return table.astype(jnp.uint8)

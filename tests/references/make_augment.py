@@ -117,7 +117,7 @@ def mixed_batch():
 
 def main():
     random.seed(0)
-    np.random.seed(0)  # noqa: NPY002: timm's generator
+    np.random.seed(0)  # noqa: NPY002
     arrays = {"levels": level_arguments().astype(np.float32)}
     for index, string in enumerate(STRINGS):
         operations, arguments = drawn_operations(string)
