@@ -1,0 +1,139 @@
+"""Records what timm's samplers draw: magnitudes, operations, λ, boxes and erased areas.
+
+    python tests/references/make_augment.py    # writes augment.npz
+
+Made with timm 1.0.31, torch 2.13.0, Pillow 13.0.0. Seeds are fixed; nothing is downloaded.
+"""
+
+# ruff: noqa: E402
+
+import contextlib
+import pathlib
+import random
+
+import torch
+
+# timm imports torchvision, whose compiled operators need not fit this torch: it uses none of them.
+_library = torch.library.Library("torchvision", "DEF")
+for _schema in ("nms(Tensor d, Tensor s, float t) -> Tensor", "qnms(Tensor d) -> Tensor"):
+    with contextlib.suppress(RuntimeError):
+        _library.define(_schema)
+
+import numpy as np
+from PIL import Image
+from timm.data import auto_augment, mixup, random_erasing
+from timm.data.transforms import RandomResizedCropAndInterpolation
+
+SAMPLES = 4000
+STRINGS = ("rand-m9-mstd0.5-inc1", "rand-m7-mstd101-n3-p0.8", "rand-m15-mstd3-mmax20-inc1")
+
+
+def level_arguments():
+    """[increasing, magnitude 0…20, operation, sign]: the argument, without noise; 0 for none."""
+    random_random = random.random
+    arguments = np.zeros((2, 21, 15, 2))
+    sets = (auto_augment._RAND_TRANSFORMS, auto_augment._RAND_INCREASING_TRANSFORMS)
+    for increasing, names in enumerate(sets):
+        for index, name in enumerate(names):
+            function = auto_augment.LEVEL_TO_ARG[name]
+            for magnitude in range(21):
+                for sign in range(2):
+                    auto_augment.random.random = lambda sign=sign: float(sign)
+                    if function is not None:
+                        value = function(magnitude, {})[0]
+                        arguments[increasing, magnitude, index, sign] = value
+    auto_augment.random.random = random_random
+    return arguments
+
+
+def drawn_operations(string):
+    """Operation [samples, n] (15: none) and argument of each, as its function gets it."""
+    seen = []
+    transform = auto_augment.rand_augment_transform(string)
+
+    def spy(index):
+        def function(img, *args, **_):
+            seen[-1].append((index, args[0] if args else 0.0))
+            return img
+
+        return function
+
+    for index, operation in enumerate(transform.ops):
+        operation.aug_fn = spy(index)
+    image = Image.new("RGB", (4, 4))
+    operations = np.full((SAMPLES, transform.num_layers), 15, np.int8)
+    arguments = np.zeros((SAMPLES, transform.num_layers), np.float32)
+    for row in range(SAMPLES):
+        seen.append([])
+        transform(image)
+        # Which of the n were left out cannot be seen, so those that were not come first.
+        for place, (index, argument) in enumerate(seen[-1]):
+            operations[row, place], arguments[row, place] = index, argument
+    return operations, arguments
+
+
+def mixes(height, width, **options):
+    """λ, whether a box was cut, and the box's place, for single draws of timm's Mixup."""
+    mixer = mixup.Mixup(mode="batch", num_classes=2, **options)
+    rows = np.zeros((SAMPLES, 6), np.float32)
+    for row in rows:
+        lam, use_cutmix = mixer._params_per_batch()
+        box = (0, 0, 0, 0)
+        if use_cutmix and lam != 1:
+            box, lam = mixup.cutmix_bbox_and_lam((1, 3, height, width), lam)
+        row[:] = (lam, use_cutmix, *box)
+    return rows
+
+
+def erased(height, width):
+    """Top, left, height, width of erased boxes; zeros where none was."""
+    eraser = random_erasing.RandomErasing(probability=0.25, mode="const", device="cpu")
+    rows = np.zeros((SAMPLES, 4), np.int16)
+    for row in rows:
+        gone = (eraser(torch.ones(1, height, width))[0] == 0).numpy()
+        if gone.any():
+            y, x = np.flatnonzero(gone.any(1)), np.flatnonzero(gone.any(0))
+            row[:] = (y[0], x[0], len(y), len(x))
+    return rows
+
+
+def crops(height, width, scale, ratio):
+    image = Image.new("RGB", (width, height))
+    draw = RandomResizedCropAndInterpolation.get_params
+    return np.array([draw(image, scale, ratio) for _ in range(SAMPLES)], np.int16)
+
+
+def mixed_batch():
+    """timm's Mixup on a small batch of random images with a known λ: images and targets."""
+    inputs = np.random.default_rng(0).normal(size=(6, 5, 7, 3)).astype(np.float32)
+    labels = np.array([0, 1, 2, 3, 1, 0])
+    mixer = mixup.Mixup(mixup_alpha=0.8, num_classes=4, label_smoothing=0.1)
+    mixer._params_per_batch = lambda: (0.3, False)
+    images, targets = mixer(
+        torch.from_numpy(inputs.transpose(0, 3, 1, 2).copy()), torch.tensor(labels)
+    )
+    return inputs, labels, images.numpy().transpose(0, 2, 3, 1), targets.numpy()
+
+
+def main():
+    random.seed(0)
+    np.random.seed(0)  # noqa: NPY002
+    arrays = {"levels": level_arguments().astype(np.float32)}
+    for index, string in enumerate(STRINGS):
+        operations, arguments = drawn_operations(string)
+        arrays[f"operations_{index}"], arrays[f"arguments_{index}"] = operations, arguments
+    both = dict(mixup_alpha=0.8, cutmix_alpha=1.0, prob=0.9, switch_prob=0.4)
+    arrays["mix_both"] = mixes(24, 40, **both)
+    arrays["mix_mixup"] = mixes(24, 40, mixup_alpha=0.2)[:, :1]
+    arrays["erased"] = erased(24, 40)
+    arrays["crops"] = crops(24, 40, (0.08, 1.0), (3 / 4, 4 / 3))
+    arrays["crops_wide"] = crops(10, 40, (0.9, 1.0), (3 / 4, 4 / 3))
+    names = ("mixed_inputs", "mixed_labels", "mixed_images", "mixed_targets")
+    arrays |= dict(zip(names, mixed_batch(), strict=True))
+    path = pathlib.Path(__file__).with_name("augment.npz")
+    np.savez_compressed(path, strings=np.array(STRINGS), **arrays)
+    print(f"{path.name}: {path.stat().st_size / 1000:.0f} kB")
+
+
+if __name__ == "__main__":
+    main()
