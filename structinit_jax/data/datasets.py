@@ -23,8 +23,8 @@ class ImageSource:
     """Random access to the decoded examples of a split.
 
     Args:
-        records: TFDS data source that yields encoded images.
-        channels: 1 or 3; images stored otherwise (grey, CMYK, palette) are converted.
+      records: TFDS data source that yields encoded images.
+      channels: 1 or 3; images stored otherwise (grey, CMYK, palette) are converted.
     """
 
     def __init__(self, records: Any, channels: int):
@@ -56,9 +56,9 @@ class Dataset:
     """A prepared data set.
 
     Attributes:
-        name: TFDS name.
-        facts: Classes, image shape and split sizes as prepared.
-        builder: The TFDS builder.
+      name: TFDS name.
+      facts: Classes, image shape and split sizes as prepared.
+      builder: The TFDS builder.
     """
 
     name: str
@@ -69,14 +69,14 @@ class Dataset:
         """Opens a split in TFDS syntax, such as `train[:2000]`.
 
         Args:
-            spec: The split.
-            field: The config field that `spec` comes from, for messages.
+          spec: The split.
+          field: The config field that `spec` comes from, for messages.
 
         Returns:
-            A sequence of `{"image": uint8 [H, W, C], "label": int}`.
+          A sequence of `{"image": uint8 [H, W, C], "label": int}`.
 
         Raises:
-            InputError: There is no such split, or it is empty.
+          InputError: There is no such split, or it is empty.
         """
         parse_split(self.name, spec, self.facts, field)
         # The images are decoded here rather than by TFDS, which knows no CMYK and picks its
@@ -98,17 +98,17 @@ def open_dataset(
     """Opens a data set; digits and fashion_mnist are prepared on first use.
 
     Args:
-        name: TFDS name, such as `cifar10`.
-        data_dir: Where TFDS data sets lie; None is TFDS's default (`$TFDS_DATA_DIR`, or
-            `~/tensorflow_datasets`).
-        manual_dir: Folder with the original files of fashion_mnist; None downloads them.
+      name: TFDS name, such as `cifar10`.
+      data_dir: Where TFDS data sets lie; None is TFDS's default (`$TFDS_DATA_DIR`, or
+        `~/tensorflow_datasets`).
+      manual_dir: Folder with the original files of fashion_mnist; None downloads them.
 
     Returns:
-        The data set, ready to read.
+      The data set, ready to read.
 
     Raises:
-        InputError: The name is unknown, the set is not prepared or not readable without
-            TensorFlow, or it cannot be prepared.
+      InputError: The name is unknown, the set is not prepared or not readable without
+        TensorFlow, or it cannot be prepared.
     """
     if name == "digits":
         from structinit_jax.data.digits import Digits

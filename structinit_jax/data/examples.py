@@ -44,9 +44,9 @@ class Examples(Protocol):
         """Yields `{"image": uint8 [b, H, W, C], "label": int32 [b]}`.
 
         Args:
-            indices_of: The int64 [batch_size] example numbers of batch 0, 1, ...; a pure function.
-            num_batches: How many batches to yield.
-            batch_size: Examples in each of them.
+          indices_of: The int64 [batch_size] example numbers of batch 0, 1, ...; a pure function.
+          num_batches: How many batches to yield.
+          batch_size: Examples in each of them.
         """
         ...
 
@@ -56,8 +56,8 @@ class ArrayExamples:
     """A whole split in memory.
 
     Attributes:
-        images: uint8 [n, H, W, C].
-        labels: int32 [n].
+      images: uint8 [n, H, W, C].
+      labels: int32 [n].
     """
 
     images: np.ndarray
@@ -81,9 +81,9 @@ class LazyExamples:
     """A split decoded example by example, by threads ahead of the training loop.
 
     Attributes:
-        source: The split, images of any size.
-        image_size: Height and width to return, in pixels.
-        crop_fraction: As in `fit_image`.
+      source: The split, images of any size.
+      image_size: Height and width to return, in pixels.
+      crop_fraction: As in `fit_image`.
     """
 
     source: Source
@@ -131,13 +131,13 @@ def fit_image(image: np.ndarray, image_size: int, crop_fraction: float) -> np.nd
     """Resizes (bicubic) and takes the centre crop.
 
     Args:
-        image: uint8 [h, w, C].
-        image_size: Height and width of the result, in pixels.
-        crop_fraction: The shorter side becomes `image_size / crop_fraction` pixels; 0.875 is usual
-            in ImageNet evaluation, 1 keeps all of a square image.
+      image: uint8 [h, w, C].
+      image_size: Height and width of the result, in pixels.
+      crop_fraction: The shorter side becomes `image_size / crop_fraction` pixels; 0.875 is usual
+        in ImageNet evaluation, 1 keeps all of a square image.
 
     Returns:
-        uint8 [image_size, image_size, C].
+      uint8 [image_size, image_size, C].
     """
     height, width, channels = image.shape
     scale = round(image_size / crop_fraction) / min(height, width)
@@ -161,13 +161,13 @@ def load_examples(
     """Chooses between memory and lazy decoding by the decoded size (`IN_MEMORY_BYTES`).
 
     Args:
-        source: A split from `Dataset.split`.
-        facts: Facts of its data set.
-        image_size: Height and width to return, in pixels.
-        crop_fraction: As in `fit_image`.
+      source: A split from `Dataset.split`.
+      facts: Facts of its data set.
+      image_size: Height and width to return, in pixels.
+      crop_fraction: As in `fit_image`.
 
     Returns:
-        The examples, in the order of `source`.
+      The examples, in the order of `source`.
     """
     shape = (len(source), image_size, image_size, facts.image_shape[-1])
     if np.prod(shape, dtype=np.int64) > IN_MEMORY_BYTES:
@@ -191,12 +191,12 @@ def check_examples(facts: DatasetFacts, *, num_classes: int, channels: int) -> N
     """Compares the model's view of the data with the data.
 
     Args:
-        facts: Facts of the data set.
-        num_classes: Width of the model's output.
-        channels: Channels of the model's input.
+      facts: Facts of the data set.
+      num_classes: Width of the model's output.
+      channels: Channels of the model's input.
 
     Raises:
-        InputError: One of them disagrees with `facts`.
+      InputError: One of them disagrees with `facts`.
     """
     if num_classes != facts.num_classes:
         raise InputError(
