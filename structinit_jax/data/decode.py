@@ -1,13 +1,13 @@
 """Encoded images of any kind -> uint8 pixels, or a refusal that names the image.
 
-JPEGs go through libjpeg-turbo (simplejpeg), which decodes to the bits of Pillow in half the time and
-can decode at a fraction of the size; everything else goes through Pillow.
+JPEGs go through libjpeg-turbo (simplejpeg), which gives the bits of Pillow in half the time and can
+decode at a fraction of the size; everything else goes through Pillow.
 """
 
 import io
 
 import numpy as np
-from PIL import ExifTags, Image
+from PIL import ExifTags, Image, UnidentifiedImageError
 from PIL.Image import DecompressionBombError
 
 from structinit_jax.errors import InputError
@@ -112,8 +112,10 @@ class EncodedImage:
         return np.asarray(Image.fromarray(pixels).convert(self._mode))
 
     def _bad(self, error: Exception) -> BadImageError:
+        unknown = isinstance(error, UnidentifiedImageError)  # its text shows an address in memory
+        reason = "no known image format" if unknown else str(error).rstrip(".")
         return BadImageError(
-            f"{self.name}: cannot be decoded ({str(error).rstrip('.')}). Replace or delete it, or"
+            f"{self.name}: cannot be decoded ({reason}). Replace or delete it, or"
             " leave such images out with data.on_bad_image='skip'."
         )
 

@@ -10,26 +10,11 @@ import numpy as np
 from PIL import Image
 
 from structinit_jax.data.catalog import DatasetFacts
+from structinit_jax.data.source import READ_BLOCK, Source
 from structinit_jax.errors import InputError
 
 IN_MEMORY_BYTES = 2_000_000_000
-READ_BLOCK = 256
 READ_THREADS = 16
-
-
-@runtime_checkable
-class Source(Protocol):
-    """A split of a data set; `Dataset.split` returns one."""
-
-    def __len__(self) -> int: ...
-
-    def __getitem__(self, index: int) -> dict[str, Any]:
-        """Returns `{"image": uint8 [h, w, C], "label": int}`."""
-        ...
-
-    def read(self, indices: list[int]) -> list[dict[str, Any]]:
-        """Returns several of them."""
-        ...
 
 
 @runtime_checkable  # for the run-time type checks of the tests
