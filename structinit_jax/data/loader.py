@@ -12,7 +12,7 @@ from collections.abc import Iterable, Iterator
 import jax
 import numpy as np
 
-from structinit_jax.data.examples import Examples
+from structinit_jax.data.examples import Examples, Piece
 from structinit_jax.errors import InputError
 
 
@@ -94,11 +94,11 @@ def train_batches(
     """
     local = _local_batch_size(batch_size, process_count)
 
-    def indices_of(number: int) -> np.ndarray:
+    def piece_of(number: int) -> Piece:
         start = (start_step + number) * batch_size + process_index * local
-        return stream_indices(seed, start, start + local, len(examples))
+        return Piece(stream_indices(seed, start, start + local, len(examples)), start)
 
-    return examples.batches(indices_of, max(0, num_steps - start_step), local)
+    return examples.batches(piece_of, max(0, num_steps - start_step), local)
 
 
 def eval_batches(
@@ -127,12 +127,12 @@ def eval_batches(
         start = number * batch_size + process_index * local
         return np.arange(start, start + local)
 
-    def indices_of(number: int) -> np.ndarray:
+    def piece_of(number: int) -> Piece:
         positions = positions_of(number)
-        return np.where(positions < len(examples), positions, 0)
+        return Piece(np.where(positions < len(examples), positions, 0), int(positions[0]))
 
     num_batches = -(-len(examples) // batch_size)
-    batches = examples.batches(indices_of, num_batches, local)
+    batches = examples.batches(piece_of, num_batches, local)
     return (
         {**batch, "mask": (positions_of(number) < len(examples)).astype(np.float32)}
         for number, batch in enumerate(batches)
