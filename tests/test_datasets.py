@@ -1,16 +1,14 @@
 import gzip
-import io
 import os
 import struct
 from pathlib import Path
 
 import numpy as np
 import pytest
-from PIL import Image
 
 from structinit_jax.data import datasets, fashion_mnist
 from structinit_jax.data.catalog import CATALOG
-from structinit_jax.data.datasets import ImageSource, open_dataset
+from structinit_jax.data.datasets import open_dataset
 from structinit_jax.errors import InputError
 
 
@@ -83,18 +81,6 @@ def test_slices_and_reads_agree(digits_dir):
         assert example["label"] == whole[100 + number]["label"]
     with pytest.raises(InputError, match=r"data\.eval_split='trian'.*'train' \(1,438\)"):
         dataset.split("trian", "data.eval_split")
-
-
-@pytest.mark.parametrize("mode", ["L", "CMYK", "P", "RGB"])
-def test_images_of_any_mode_become_rgb(mode):
-    buffer = io.BytesIO()
-    image = Image.new("RGB", (5, 4), (255, 0, 0)).convert(mode)
-    image.save(buffer, "PNG" if mode == "P" else "JPEG")
-    got = ImageSource([{"image": buffer.getvalue(), "label": np.int64(3)}], channels=3)[0]
-    assert got["image"].shape == (4, 5, 3)
-    expected = np.array([[[76] * 3]] if mode == "L" else [[[255, 0, 0]]])
-    np.testing.assert_allclose(got["image"], np.broadcast_to(expected, (4, 5, 3)), atol=4)
-    assert got["label"] == 3
 
 
 def test_unwritable_data_dir(tmp_path):

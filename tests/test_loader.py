@@ -36,6 +36,9 @@ class FakeSource:
     def __getitem__(self, index):
         return {"image": self.images[index], "label": index}
 
+    def open(self, index):
+        raise NotImplementedError
+
     def read(self, indices):
         return [self[index] for index in indices]
 

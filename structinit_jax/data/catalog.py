@@ -14,9 +14,9 @@ class DatasetFacts:
     """What the model and the schedule need to know about a data set.
 
     Attributes:
-        num_classes: Number of labels; labels run from 0 to `num_classes - 1`.
-        image_shape: Height and width in pixels and channels; None where the size varies.
-        num_examples: Number of examples of each TFDS split.
+      num_classes: Number of labels; labels run from 0 to `num_classes - 1`.
+      image_shape: Height and width in pixels and channels; None where the size varies.
+      num_examples: Number of examples of each TFDS split.
     """
 
     num_classes: int
@@ -49,16 +49,16 @@ def parse_split(
     """Resolves TFDS split syntax such as `train[10%:]` or `train[:2000]+test`.
 
     Args:
-        name: The data set's name, for messages.
-        spec: The split as the user wrote it.
-        facts: Facts holding the size of each split.
-        field: The config field that `spec` comes from, for messages.
+      name: The data set's name, for messages.
+      spec: The split as the user wrote it.
+      facts: Facts holding the size of each split.
+      field: The config field that `spec` comes from, for messages.
 
     Returns:
-        `(split name, start, stop)` for each term of the sum; `stop` is exclusive.
+      `(split name, start, stop)` for each term of the sum; `stop` is exclusive.
 
     Raises:
-        InputError: `spec` is malformed, names an unknown split or holds no example.
+      InputError: `spec` is malformed, names an unknown split or holds no example.
     """
     import tensorflow_datasets as tfds
 

@@ -1,54 +1,25 @@
-"""Opening TFDS data sets for random access, without TensorFlow."""
+"""Opening data sets for random access: TFDS ones without TensorFlow, and image folders."""
 
 import contextlib
 import dataclasses
 import difflib
+import functools
 import io
 import os
+from collections.abc import Callable, Sequence
 from typing import Any
 
-import numpy as np
 import tensorflow_datasets as tfds
-from PIL import Image
 
 from structinit_jax.data.catalog import CATALOG, DatasetFacts, parse_split
+from structinit_jax.data.decode import PIL_MODES
+from structinit_jax.data.folder import ImageFolder
+from structinit_jax.data.source import ImageSource, Records, leave_out_bad_images
 from structinit_jax.errors import InputError
 
 tfds.disable_progress_bar()
 
-PIL_MODES = {1: "L", 3: "RGB"}
-
-
-class ImageSource:
-    """Random access to the decoded examples of a split.
-
-    Args:
-        records: TFDS data source that yields encoded images.
-        channels: 1 or 3; images stored otherwise (grey, CMYK, palette) are converted.
-    """
-
-    def __init__(self, records: Any, channels: int):
-        self._records = records
-        self._mode = PIL_MODES[channels]
-
-    def __len__(self) -> int:
-        return len(self._records)
-
-    def __getitem__(self, index: int) -> dict[str, Any]:
-        """Returns `{"image": uint8 [H, W, C], "label": int}`; safe to call from many threads."""
-        return self._decode(self._records[index])
-
-    def read(self, indices: list[int]) -> list[dict[str, Any]]:
-        """Returns several examples; one read of many records is far faster than many reads."""
-        return [self._decode(record) for record in self._records.__getitems__(indices)]
-
-    def _decode(self, record: dict[str, Any]) -> dict[str, Any]:
-        with Image.open(io.BytesIO(record["image"])) as encoded:
-            right = encoded if encoded.mode == self._mode else encoded.convert(self._mode)
-            image = np.asarray(right)
-        if image.ndim == 2:
-            image = image[..., None]
-        return {"image": image, "label": int(record["label"])}
+ON_BAD_IMAGE = ("stop", "skip")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -56,38 +27,38 @@ class Dataset:
     """A prepared data set.
 
     Attributes:
-        name: TFDS name.
-        facts: Classes, image shape and split sizes as prepared.
-        builder: The TFDS builder.
+      name: TFDS name, or 'folder'.
+      facts: Classes, image shape and split sizes as prepared.
+      open_records: From what `parse_split` returns to the encoded examples.
     """
 
     name: str
     facts: DatasetFacts
-    builder: tfds.core.DatasetBuilder
+    open_records: Callable[[list[tuple[str, int, int]]], Records]
 
-    def split(self, spec: str, field: str = "data.train_split") -> ImageSource:
+    def split(
+        self, spec: str, field: str = "data.train_split", on_bad_image: str = "stop"
+    ) -> ImageSource:
         """Opens a split in TFDS syntax, such as `train[:2000]`.
 
         Args:
-            spec: The split.
-            field: The config field that `spec` comes from, for messages.
+          spec: The split.
+          field: The config field that `spec` comes from, for messages.
+          on_bad_image: 'stop' raises `BadImageError`, by name, when an image that cannot be decoded
+            is read; 'skip' looks for such images now and leaves them out (`leave_out_bad_images`).
 
         Returns:
-            A sequence of `{"image": uint8 [H, W, C], "label": int}`.
+          A sequence of `{"image": uint8 [H, W, C], "label": int}`.
 
         Raises:
-            InputError: There is no such split, or it is empty.
+          InputError: There is no such split or policy, or the split is empty.
         """
-        parse_split(self.name, spec, self.facts, field)
-        # The images are decoded here rather than by TFDS, which knows no CMYK and picks its
-        # decoder by what is installed. Other images of an example are never needed.
-        decoders = {
-            key: tfds.decode.SkipDecoding()
-            for key, feature in self.builder.info.features.items()
-            if isinstance(feature, tfds.features.Image)
-        }
-        records = self.builder.as_data_source(spec, decoders=decoders)
-        return ImageSource(records, self.facts.image_shape[-1])
+        if on_bad_image not in ON_BAD_IMAGE:
+            raise InputError(f"data.on_bad_image={on_bad_image!r}: must be 'stop' or 'skip'.")
+        parts = parse_split(self.name, spec, self.facts, field)
+        records = self.open_records(parts)
+        source = ImageSource(records, self.facts.image_shape[-1], f"{self.name} {spec!r}")
+        return leave_out_bad_images(source, field, spec) if on_bad_image == "skip" else source
 
 
 def open_dataset(
@@ -98,18 +69,21 @@ def open_dataset(
     """Opens a data set; digits and fashion_mnist are prepared on first use.
 
     Args:
-        name: TFDS name, such as `cifar10`.
-        data_dir: Where TFDS data sets lie; None is TFDS's default (`$TFDS_DATA_DIR`, or
-            `~/tensorflow_datasets`).
-        manual_dir: Folder with the original files of fashion_mnist; None downloads them.
+      name: TFDS name, such as `cifar10`; 'folder' for an image folder.
+      data_dir: Where TFDS data sets lie; None is TFDS's default (`$TFDS_DATA_DIR`, or
+        `~/tensorflow_datasets`). For 'folder', the image folder.
+      manual_dir: Folder with the original files of fashion_mnist; None downloads them.
 
     Returns:
-        The data set, ready to read.
+      The data set, ready to read.
 
     Raises:
-        InputError: The name is unknown, the set is not prepared or not readable without
-            TensorFlow, or it cannot be prepared.
+      InputError: The name is unknown, the set is not prepared or not readable without
+        TensorFlow, or it cannot be prepared.
     """
+    if name == "folder":
+        folder = ImageFolder(data_dir)
+        return Dataset(name, folder.facts, folder.open_records)
     if name == "digits":
         from structinit_jax.data.digits import Digits
 
@@ -127,7 +101,24 @@ def open_dataset(
             f" needed. Pass another --config.data.data_dir=DIR, or move that folder away."
             f" {_how_to_prepare(name, str(builder.data_dir_root))}"
         )
-    return Dataset(name, _facts(name, builder), builder)
+    return Dataset(name, _facts(name, builder), functools.partial(_open_records, builder))
+
+
+def _open_records(
+    builder: tfds.core.DatasetBuilder, parts: list[tuple[str, int, int]]
+) -> Sequence[dict[str, Any]]:
+    """Returns a TFDS data source of encoded images.
+
+    They are decoded here rather than by TFDS, which knows no CMYK and picks its decoder by what is
+    installed. Other images of an example are never needed.
+    """
+    decoders = {
+        key: tfds.decode.SkipDecoding()
+        for key, feature in builder.info.features.items()
+        if isinstance(feature, tfds.features.Image)
+    }
+    spec = "+".join(f"{split}[{start}:{stop}]" for split, start, stop in parts if start < stop)
+    return builder.as_data_source(spec, decoders=decoders)
 
 
 def _prepared(make_builder: Any) -> tfds.core.DatasetBuilder:
@@ -165,7 +156,8 @@ def _stock_builder(name: str, data_dir: str | os.PathLike | None) -> tfds.core.D
         raise InputError(
             f"data.name={name!r}: TFDS knows no such data set. {hint}The configs use"
             f" {', '.join(CATALOG)}; every other name of"
-            " https://www.tensorflow.org/datasets/catalog with an image and a label works too."
+            " https://www.tensorflow.org/datasets/catalog with an image and a label works too, and"
+            " 'folder' reads an image folder."
         ) from error
     except ImportError as error:
         raise InputError(

@@ -1,35 +1,34 @@
 """Examples brought to one size: decoded once into memory, or one by one when that is too much."""
 
 import dataclasses
+import functools
 import os
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from typing import Any, Protocol, runtime_checkable
+from typing import Any, NamedTuple, Protocol, runtime_checkable
 
 import numpy as np
 from PIL import Image
 
 from structinit_jax.data.catalog import DatasetFacts
+from structinit_jax.data.crop import CropOptions, crop_and_resize, draw_box
+from structinit_jax.data.source import READ_BLOCK, Source
 from structinit_jax.errors import InputError
 
 IN_MEMORY_BYTES = 2_000_000_000
-READ_BLOCK = 256
 READ_THREADS = 16
 
 
-@runtime_checkable
-class Source(Protocol):
-    """A split of a data set; `Dataset.split` returns one."""
+class Piece(NamedTuple):
+    """What a batch holds.
 
-    def __len__(self) -> int: ...
+    Attributes:
+      indices: Example numbers, int64 [b].
+      start: Position in the stream of the first of them; the others follow.
+    """
 
-    def __getitem__(self, index: int) -> dict[str, Any]:
-        """Returns `{"image": uint8 [h, w, C], "label": int}`."""
-        ...
-
-    def read(self, indices: list[int]) -> list[dict[str, Any]]:
-        """Returns several of them."""
-        ...
+    indices: np.ndarray
+    start: int
 
 
 @runtime_checkable  # for the run-time type checks of the tests
@@ -39,14 +38,14 @@ class Examples(Protocol):
     def __len__(self) -> int: ...
 
     def batches(
-        self, indices_of: Callable[[int], np.ndarray], num_batches: int, batch_size: int
+        self, piece_of: Callable[[int], Piece], num_batches: int, batch_size: int
     ) -> Iterator[dict[str, np.ndarray]]:
         """Yields `{"image": uint8 [b, H, W, C], "label": int32 [b]}`.
 
         Args:
-            indices_of: The int64 [batch_size] example numbers of batch 0, 1, ...; a pure function.
-            num_batches: How many batches to yield.
-            batch_size: Examples in each of them.
+          piece_of: The examples of batch 0, 1, ...; a pure function.
+          num_batches: How many batches to yield.
+          batch_size: Examples in each of them.
         """
         ...
 
@@ -56,8 +55,8 @@ class ArrayExamples:
     """A whole split in memory.
 
     Attributes:
-        images: uint8 [n, H, W, C].
-        labels: int32 [n].
+      images: uint8 [n, H, W, C].
+      labels: int32 [n].
     """
 
     images: np.ndarray
@@ -67,12 +66,12 @@ class ArrayExamples:
         return len(self.labels)
 
     def batches(
-        self, indices_of: Callable[[int], np.ndarray], num_batches: int, batch_size: int
+        self, piece_of: Callable[[int], Piece], num_batches: int, batch_size: int
     ) -> Iterator[dict[str, np.ndarray]]:
         """See `Examples.batches`."""
         del batch_size
         for number in range(num_batches):
-            indices = indices_of(number)
+            indices = piece_of(number).indices
             yield {"image": self.images[indices], "label": self.labels[indices]}
 
 
@@ -81,31 +80,50 @@ class LazyExamples:
     """A split decoded example by example, by threads ahead of the training loop.
 
     Attributes:
-        source: The split, images of any size.
-        image_size: Height and width to return, in pixels.
-        crop_fraction: As in `fit_image`.
+      source: The split, images of any size.
+      image_size: Height and width to return, in pixels.
+      crop_fraction: As in `fit_image`.
+      random_resized_crop: Takes a random part in place of the central one.
     """
 
     source: Source
     image_size: int
-    crop_fraction: float
+    crop_fraction: float = 1.0
+    random_resized_crop: CropOptions | None = None
 
     def __len__(self) -> int:
         return len(self.source)
 
-    def __getitem__(self, index: int) -> dict[str, Any]:
-        """Returns `{"image": uint8 [image_size, image_size, C], "label": int32}`."""
-        example = self.source[index]
-        image = fit_image(example["image"], self.image_size, self.crop_fraction)
-        return {"image": image, "label": np.int32(example["label"])}
+    def example(self, index: int, position: int) -> dict[str, Any]:
+        """Decodes one example.
+
+        Args:
+          index: Its number.
+          position: Where in the stream it stands, for the random crop.
+
+        Returns:
+          `{"image": uint8 [image_size, image_size, C], "label": int32}`.
+        """
+        if self.random_resized_crop is None:
+            example = self.source[index]
+            image, label = example["image"], example["label"]
+            image = fit_image(image, self.image_size, self.crop_fraction)
+        else:
+            encoded, label = self.source.open(index)
+            box = draw_box(encoded.size, self.random_resized_crop, position)
+            image = crop_and_resize(
+                encoded, box, self.image_size, self.random_resized_crop.interpolation
+            )
+        return {"image": image, "label": np.int32(label)}
 
     def batches(
-        self, indices_of: Callable[[int], np.ndarray], num_batches: int, batch_size: int
+        self, piece_of: Callable[[int], Piece], num_batches: int, batch_size: int
     ) -> Iterator[dict[str, np.ndarray]]:
         """See `Examples.batches`."""
         import grain
 
-        stream = _Stream(self, indices_of, num_batches, batch_size)
+        # Every example asks for its batch's piece: the threads work on a few batches at a time.
+        stream = _Stream(self, functools.lru_cache(maxsize=8)(piece_of), num_batches, batch_size)
         options = grain.ReadOptions(num_threads=READ_THREADS, prefetch_buffer_size=2 * batch_size)
         return iter(grain.MapDataset.source(stream).to_iter_dataset(options).batch(batch_size))
 
@@ -115,7 +133,7 @@ class _Stream:
     """The batches end to end, as the random-access source that Grain reads."""
 
     examples: LazyExamples
-    indices_of: Callable[[int], np.ndarray]
+    piece_of: Callable[[int], Piece]
     num_batches: int
     batch_size: int
 
@@ -124,20 +142,21 @@ class _Stream:
 
     def __getitem__(self, position: int) -> dict[str, Any]:
         number, offset = divmod(position, self.batch_size)
-        return self.examples[int(self.indices_of(number)[offset])]
+        piece = self.piece_of(number)
+        return self.examples.example(int(piece.indices[offset]), piece.start + offset)
 
 
 def fit_image(image: np.ndarray, image_size: int, crop_fraction: float) -> np.ndarray:
     """Resizes (bicubic) and takes the centre crop.
 
     Args:
-        image: uint8 [h, w, C].
-        image_size: Height and width of the result, in pixels.
-        crop_fraction: The shorter side becomes `image_size / crop_fraction` pixels; 0.875 is usual
-            in ImageNet evaluation, 1 keeps all of a square image.
+      image: uint8 [h, w, C].
+      image_size: Height and width of the result, in pixels.
+      crop_fraction: The shorter side becomes `image_size / crop_fraction` pixels; 0.875 is usual
+        in ImageNet evaluation, 1 keeps all of a square image.
 
     Returns:
-        uint8 [image_size, image_size, C].
+      uint8 [image_size, image_size, C].
     """
     height, width, channels = image.shape
     scale = round(image_size / crop_fraction) / min(height, width)
@@ -157,18 +176,26 @@ def load_examples(
     facts: DatasetFacts,
     image_size: int,
     crop_fraction: float = 1.0,
+    random_resized_crop: CropOptions | None = None,
 ) -> Examples:
-    """Chooses between memory and lazy decoding by the decoded size (`IN_MEMORY_BYTES`).
+    """Chooses between memory and lazy decoding.
+
+    A split goes into memory, at one size, if it takes less than `IN_MEMORY_BYTES`. With a random
+    crop it never does, since each crop is cut out of the original.
 
     Args:
-        source: A split from `Dataset.split`.
-        facts: Facts of its data set.
-        image_size: Height and width to return, in pixels.
-        crop_fraction: As in `fit_image`.
+      source: A split from `Dataset.split`.
+      facts: Facts of its data set.
+      image_size: Height and width to return, in pixels.
+      crop_fraction: As in `fit_image`.
+      random_resized_crop: For training on images that are larger than `image_size`; draws by
+        position in the stream.
 
     Returns:
-        The examples, in the order of `source`.
+      The examples, in the order of `source`.
     """
+    if random_resized_crop is not None:
+        return LazyExamples(source, image_size, random_resized_crop=random_resized_crop)
     shape = (len(source), image_size, image_size, facts.image_shape[-1])
     if np.prod(shape, dtype=np.int64) > IN_MEMORY_BYTES:
         return LazyExamples(source, image_size, crop_fraction)
@@ -191,12 +218,12 @@ def check_examples(facts: DatasetFacts, *, num_classes: int, channels: int) -> N
     """Compares the model's view of the data with the data.
 
     Args:
-        facts: Facts of the data set.
-        num_classes: Width of the model's output.
-        channels: Channels of the model's input.
+      facts: Facts of the data set.
+      num_classes: Width of the model's output.
+      channels: Channels of the model's input.
 
     Raises:
-        InputError: One of them disagrees with `facts`.
+      InputError: One of them disagrees with `facts`.
     """
     if num_classes != facts.num_classes:
         raise InputError(

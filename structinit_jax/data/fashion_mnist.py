@@ -44,10 +44,10 @@ def parse_idx(content: bytes) -> np.ndarray:
     """Reads the idx format: two zeros, type 8 (uint8), rank, big-endian sizes, then the values.
 
     Args:
-        content: A whole decompressed file.
+      content: A whole decompressed file.
 
     Returns:
-        A uint8 array of the shape that the header gives.
+      A uint8 array of the shape that the header gives.
     """
     rank = content[3]
     shape = np.frombuffer(content, ">i4", count=rank, offset=4)
@@ -58,14 +58,14 @@ def read_verified(path: Path, sha256: str) -> bytes:
     """Decompresses one of the files and checks what is in it.
 
     Args:
-        path: A gzip file.
-        sha256: The checksum that the decompressed content must have, in hexadecimal.
+      path: A gzip file.
+      sha256: The checksum that the decompressed content must have, in hexadecimal.
 
     Returns:
-        The decompressed content.
+      The decompressed content.
 
     Raises:
-        InputError: The file is missing, is no gzip file or holds something else.
+      InputError: The file is missing, is no gzip file or holds something else.
     """
     try:
         content = gzip.decompress(path.read_bytes())
@@ -86,10 +86,10 @@ def check_reachable(url: str) -> None:
     """Asks for `url` once, since TFDS itself would retry for minutes without a network.
 
     Args:
-        url: An http(s) address; proxies are taken from the environment.
+      url: An http(s) address; proxies are taken from the environment.
 
     Raises:
-        InputError: There is no answer within `PROBE_TIMEOUT_S` seconds.
+      InputError: There is no answer within `PROBE_TIMEOUT_S` seconds.
     """
     try:
         request = urllib.request.Request(url, method="HEAD")
@@ -109,8 +109,8 @@ with tfds.core.registered.skip_registration():
         """The stock builder with a TensorFlow-free preparation.
 
         Args:
-            manual_dir: Folder holding the four original files; None downloads them.
-            **kwargs: For the TFDS builder, such as `data_dir`.
+          manual_dir: Folder holding the four original files; None downloads them.
+          **kwargs: For the TFDS builder, such as `data_dir`.
         """
 
         name = "fashion_mnist"

@@ -12,7 +12,7 @@ from collections.abc import Iterable, Iterator
 import jax
 import numpy as np
 
-from structinit_jax.data.examples import Examples
+from structinit_jax.data.examples import Examples, Piece
 from structinit_jax.errors import InputError
 
 
@@ -36,13 +36,13 @@ def stream_indices(seed: int, start: int, stop: int, num_examples: int) -> np.nd
     epoch no example is lost or doubled.
 
     Args:
-        seed: Non-negative seed of the shuffles.
-        start: First position.
-        stop: Position after the last one.
-        num_examples: Size of an epoch.
+      seed: Non-negative seed of the shuffles.
+      start: First position.
+      stop: Position after the last one.
+      num_examples: Size of an epoch.
 
     Returns:
-        Example numbers, int64 [stop - start].
+      Example numbers, int64 [stop - start].
     """
     positions = np.arange(start, stop, dtype=np.int64)
     epochs, offsets = np.divmod(positions, num_examples)
@@ -78,27 +78,27 @@ def train_batches(
     process p has the p-th contiguous part of it.
 
     Args:
-        examples: The training split.
-        batch_size: Global batch size B.
-        seed: Seed of the shuffles.
-        start_step: First step to yield; the number of steps done before, when resuming.
-        num_steps: Step to stop before, counted from step 0.
-        process_index: Number of this process.
-        process_count: Number of processes P.
+      examples: The training split.
+      batch_size: Global batch size B.
+      seed: Seed of the shuffles.
+      start_step: First step to yield; the number of steps done before, when resuming.
+      num_steps: Step to stop before, counted from step 0.
+      process_index: Number of this process.
+      process_count: Number of processes P.
 
     Returns:
-        Iterator of `{"image": uint8 [B / P, H, W, C], "label": int32 [B / P]}`.
+      Iterator of `{"image": uint8 [B / P, H, W, C], "label": int32 [B / P]}`.
 
     Raises:
-        InputError: `batch_size` is no multiple of `process_count`.
+      InputError: `batch_size` is no multiple of `process_count`.
     """
     local = _local_batch_size(batch_size, process_count)
 
-    def indices_of(number: int) -> np.ndarray:
+    def piece_of(number: int) -> Piece:
         start = (start_step + number) * batch_size + process_index * local
-        return stream_indices(seed, start, start + local, len(examples))
+        return Piece(stream_indices(seed, start, start + local, len(examples)), start)
 
-    return examples.batches(indices_of, max(0, num_steps - start_step), local)
+    return examples.batches(piece_of, max(0, num_steps - start_step), local)
 
 
 def eval_batches(
@@ -109,17 +109,17 @@ def eval_batches(
     All processes get the same number of batches, since each global step needs all of them.
 
     Args:
-        examples: The split to evaluate on.
-        batch_size: Global batch size B.
-        process_index: Number of this process.
-        process_count: Number of processes P.
+      examples: The split to evaluate on.
+      batch_size: Global batch size B.
+      process_index: Number of this process.
+      process_count: Number of processes P.
 
     Returns:
-        Iterator of `{"image": uint8 [B / P, H, W, C], "label": int32 [B / P], "mask": float32
-        [B / P]}`; the mask is 1 for an example and 0 for padding.
+      Iterator of `{"image": uint8 [B / P, H, W, C], "label": int32 [B / P], "mask": float32
+      [B / P]}`; the mask is 1 for an example and 0 for padding.
 
     Raises:
-        InputError: `batch_size` is no multiple of `process_count`.
+      InputError: `batch_size` is no multiple of `process_count`.
     """
     local = _local_batch_size(batch_size, process_count)
 
@@ -127,12 +127,12 @@ def eval_batches(
         start = number * batch_size + process_index * local
         return np.arange(start, start + local)
 
-    def indices_of(number: int) -> np.ndarray:
+    def piece_of(number: int) -> Piece:
         positions = positions_of(number)
-        return np.where(positions < len(examples), positions, 0)
+        return Piece(np.where(positions < len(examples), positions, 0), int(positions[0]))
 
     num_batches = -(-len(examples) // batch_size)
-    batches = examples.batches(indices_of, num_batches, local)
+    batches = examples.batches(piece_of, num_batches, local)
     return (
         {**batch, "mask": (positions_of(number) < len(examples)).astype(np.float32)}
         for number, batch in enumerate(batches)
@@ -148,12 +148,12 @@ def place_batches(
     the steps before.
 
     Args:
-        batches: This process's batches, of arrays [B / P, ...].
-        sharding: Where the first axis of the global arrays is cut.
-        depth: How many placed batches wait while one is in use.
+      batches: This process's batches, of arrays [B / P, ...].
+      sharding: Where the first axis of the global arrays is cut.
+      depth: How many placed batches wait while one is in use.
 
     Yields:
-        The same batches as global arrays [B, ...].
+      The same batches as global arrays [B, ...].
     """
     iterator = iter(batches)
     waiting: collections.deque[dict[str, jax.Array]] = collections.deque()
