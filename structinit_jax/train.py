@@ -20,8 +20,10 @@ from structinit_jax.data import datasets, loader
 from structinit_jax.data.examples import check_examples, load_examples
 from structinit_jax.errors import InputError
 from structinit_jax.models.registry import create_model
+from structinit_jax.training import checkpoint
 from structinit_jax.training import mesh as mesh_lib
 from structinit_jax.training.checkpoint import BEST_METRIC, Checkpoints
+from structinit_jax.training.lock import lock_workdir
 from structinit_jax.training.metrics import MetricsLog
 from structinit_jax.training.optimizer import make_optimizer
 from structinit_jax.training.progress import Progress
@@ -253,6 +255,8 @@ def _train(
     began = time.perf_counter()
     config_lib.validate(config)
     workdir = prepare_workdir(workdir)
+    if jax.process_index() == 0:
+        on_exit.enter_context(lock_workdir(workdir))
 
     # -- data --------------------------------------------------------------------------------------
     dataset = open_data(config)
@@ -348,9 +352,7 @@ def _train(
     return results
 
 
-def restore_newest(
-    config: ConfigDict, program: Program, workdir: str | Path
-) -> tuple[int, TrainState]:
+def restore_newest(program: Program, workdir: str | Path) -> tuple[int, TrainState]:
     """The newest checkpoint's step and state.
 
     Raises:
@@ -359,11 +361,10 @@ def restore_newest(
     directory = Path(workdir).absolute() / "checkpoints"
     if not directory.is_dir():
         raise InputError(f"--workdir={workdir} holds no checkpoints: train there first")
-    with contextlib.closing(Checkpoints(directory, config.keep_checkpoints)) as checkpoints:
-        step = checkpoints.latest_step
-        if step is None:
-            raise InputError(f"--workdir={workdir} holds no finished checkpoint: train there first")
-        return step, checkpoints.restore(step, program.abstract_state)
+    restored = checkpoint.restore_newest(directory, program.abstract_state)
+    if restored is None:
+        raise InputError(f"--workdir={workdir} holds no whole checkpoint: train there first")
+    return restored
 
 
 def evaluate_checkpoint(config: ConfigDict, workdir: str | Path) -> dict[str, float]:
@@ -376,7 +377,7 @@ def evaluate_checkpoint(config: ConfigDict, workdir: str | Path) -> dict[str, fl
     dataset = open_data(config)
     source = dataset.split(config.data.eval_split, field="data.eval_split")
     program = build_program(config, plan_steps(config, len(source)))
-    step, state = restore_newest(config, program, workdir)
+    step, state = restore_newest(program, workdir)
     examples = load_examples(
         source, dataset.facts, config.data.image_size, config.data.crop_fraction
     )
