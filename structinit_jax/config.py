@@ -38,6 +38,7 @@ def base_config(model: str = "vit") -> ConfigDict:
             adam_epsilon=1e-8,
             clip_norm=1.0,  # global gradient norm; 0 turns clipping off
             label_smoothing=0.1,
+            on_nonfinite="stop",  # or "skip": what to do at a loss or gradient that is not finite
             log_every_steps=20,
             eval_every_epochs=5.0,
             checkpoint_every_steps=500,
@@ -88,6 +89,8 @@ def validate(config: ConfigDict) -> None:
     _require(
         0 <= config.label_smoothing < 1, "label_smoothing", config.label_smoothing, "in [0, 1)"
     )
+    policy = config.on_nonfinite
+    _require(policy in ("stop", "skip"), "on_nonfinite", policy, "'stop' or 'skip'")
     _validate_model(config.model)
     _validate_data(config.data)
     make_attention_init(config)

@@ -1,7 +1,7 @@
 """Checksums that tell a whole checkpoint from a damaged one.
 
 Orbax restores flipped bytes without a word, and fails on a truncated file with errors of many
-types. So every finished checkpoint is sealed: a manifest with the size and the BLAKE2 digest of each
+types. So every finished checkpoint is sealed: a manifest with the size and BLAKE2 digest of each
 of its files is written into its folder, last of all. A folder that is not as its manifest says, or
 that has none because the run was killed before the save was complete, is no checkpoint.
 """
