@@ -12,7 +12,7 @@ from absl import app, flags, logging
 from ml_collections import ConfigDict, config_flags
 
 from structinit_jax import config as config_lib
-from structinit_jax.errors import InputError
+from structinit_jax.errors import InputError, StoppedError
 
 _CONFIG = config_flags.DEFINE_config_file("config", help_string="Path of a config file.")
 
@@ -28,6 +28,9 @@ def run(main: Callable[[ConfigDict], None]) -> None:
             main(_config())
         except InputError as error:  # before app.run would print a traceback
             sys.exit(f"error: {error}")
+        except StoppedError as error:
+            print(error, file=sys.stderr)
+            sys.exit(error.exit_code)
 
     try:
         app.run(run_with_config, flags_parser=_parse_flags)

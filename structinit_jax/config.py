@@ -41,6 +41,7 @@ def base_config(model: str = "vit") -> ConfigDict:
             label_smoothing=0.1,
             ema_decay=0.0,  # of averaged weights, evaluated beside the others; 0 keeps none
             accumulate_steps=1,  # parts of a batch, worked off one after another to save memory
+            on_nonfinite="stop",  # or "skip": what to do at a loss or gradient that is not finite
             log_every_steps=20,
             eval_every_epochs=5.0,
             checkpoint_every_steps=500,
@@ -99,6 +100,8 @@ def validate(config: ConfigDict) -> None:
     )
     _require(0 < config.layer_decay <= 1, "layer_decay", config.layer_decay, "in (0, 1]")
     _require(0 <= config.ema_decay < 1, "ema_decay", config.ema_decay, "in [0, 1)")
+    policy = config.on_nonfinite
+    _require(policy in ("stop", "skip"), "on_nonfinite", policy, "'stop' or 'skip'")
     _validate_model(config.model)
     _validate_data(config.data)
     make_attention_init(config)

@@ -11,6 +11,7 @@ from ml_collections import ConfigDict
 
 from structinit_jax import command_line, dry_run, train
 from structinit_jax.errors import InputError
+from structinit_jax.training import distributed
 
 _WORKDIR = flags.DEFINE_string(
     "workdir", None, "Folder for checkpoints, metrics and the resolved config; resumed from."
@@ -21,10 +22,25 @@ _MODE = flags.DEFINE_enum(
 _DRY_RUN = flags.DEFINE_bool(
     "dry_run", False, "Build everything abstractly and print sizes and costs; reads no data."
 )
+_COORDINATOR_ADDRESS = flags.DEFINE_string(
+    "coordinator_address", None, "With several processes: host:port of process 0."
+)
+_NUM_PROCESSES = flags.DEFINE_integer(
+    "num_processes", None, "How many processes train together; found out on clusters that tell."
+)
+_PROCESS_ID = flags.DEFINE_integer(
+    "process_id", None, "Which of them this one is, from 0 to num_processes - 1."
+)
+_JOIN_TIMEOUT = flags.DEFINE_integer(
+    "join_timeout", 300, "Seconds to wait for the other processes to start.", lower_bound=1
+)
 
 
 def main(config: ConfigDict) -> None:
     """Runs the mode that the flags ask for."""
+    distributed.join(
+        _COORDINATOR_ADDRESS.value, _NUM_PROCESSES.value, _PROCESS_ID.value, _JOIN_TIMEOUT.value
+    )
     if _DRY_RUN.value:
         dry_run.dry_run(config)
     elif _WORKDIR.value is None:

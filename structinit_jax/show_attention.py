@@ -42,7 +42,7 @@ def head_kernels(config: ConfigDict, workdir: str | Path | None) -> tuple[np.nda
     if workdir is None:
         state = train.initialize(config, program)
     else:
-        _, state = train.restore_newest(config, program, workdir)
+        _, state = train.restore_newest(program, workdir)
     examples = load_examples(
         source, dataset.facts, config.data.image_size, config.data.crop_fraction
     )

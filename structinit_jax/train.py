@@ -18,11 +18,13 @@ from ml_collections import ConfigDict
 from structinit_jax import config as config_lib
 from structinit_jax.data import datasets, loader
 from structinit_jax.data.examples import Examples, check_examples, load_examples
-from structinit_jax.errors import InputError
+from structinit_jax.errors import InputError, StoppedError
 from structinit_jax.models.registry import create_model
+from structinit_jax.training import checkpoint, nonfinite, preemption
 from structinit_jax.training import mesh as mesh_lib
 from structinit_jax.training.checkpoint import BEST_METRIC, Checkpoints
-from structinit_jax.training.metrics import MetricsLog
+from structinit_jax.training.lock import lock_workdir
+from structinit_jax.training.metrics import MetricsLog, average
 from structinit_jax.training.optimizer import make_optimizer
 from structinit_jax.training.progress import Progress
 from structinit_jax.training.schedule import learning_rate_schedule
@@ -31,6 +33,8 @@ from structinit_jax.training.step import make_eval_step, make_train_step
 
 # Steps dispatched ahead of the device: enough to keep it busy, few enough that their batches fit.
 MAX_IN_FLIGHT = 2
+# Of a run that a signal stopped: EX_TEMPFAIL of sysexits.h, "try again later".
+PREEMPTED_EXIT_CODE = 75
 # A resumed run must see the data that the run it continues would have seen.
 DATA_ORDER_FIELDS = ("seed", "batch_size", "data.name", "data.train_split")
 
@@ -245,6 +249,7 @@ def train(config: ConfigDict, workdir: str | Path) -> dict[str, float]:
 
     Raises:
       InputError: for a mistake in the config, the data or the workdir.
+      StoppedError: if a signal asked for it or a step was not finite; checkpoints are whole.
     """
     with contextlib.ExitStack() as on_exit:
         return _train(config, workdir, on_exit)
@@ -256,6 +261,8 @@ def _train(
     began = time.perf_counter()
     config_lib.validate(config)
     workdir = prepare_workdir(workdir)
+    if jax.process_index() == 0:
+        on_exit.enter_context(lock_workdir(workdir))
 
     # -- data --------------------------------------------------------------------------------------
     dataset = open_data(config)
@@ -271,6 +278,7 @@ def _train(
         contextlib.closing(Checkpoints(workdir / "checkpoints", config.keep_checkpoints))
     )
     start_step = checkpoints.latest_step or 0
+    unread = []  # metrics of the steps since the last log line, fetched only when it is written
     if start_step:
         _check_same_data_order(config, checkpoints.run(start_step)["config"])
         if start_step > plan.num_steps:
@@ -279,10 +287,15 @@ def _train(
                 f"at step {plan.num_steps}: raise config.num_epochs, or use another --workdir"
             )
         state = checkpoints.restore(start_step, program.abstract_state)
+        unread = [
+            {k: np.float32(v) for k, v in metrics.items()}
+            for metrics in checkpoints.run(start_step)["unread"]
+        ]
         print(f"resumed from step {start_step} in {checkpoints.directory}")
     else:
         state = initialize(config, program)
-    (workdir / "config.json").write_text(config.to_json(indent=2) + "\n")
+    if jax.process_index() == 0:
+        (workdir / "config.json").write_text(config.to_json(indent=2) + "\n")
 
     # -- batches -----------------------------------------------------------------------------------
     size = config.data.image_size
@@ -311,7 +324,7 @@ def _train(
     progress = Progress(start_step, plan.num_steps, plan.steps_per_epoch, config.batch_size)
     run = {"config": json.loads(config.to_json()), "num_steps": plan.num_steps}
     results: dict[str, float] = {}
-    unread = []  # metrics of the steps since the last log line, still on the devices
+    stop_request = on_exit.enter_context(preemption.listen())
     with jax.transfer_guard("disallow"):
         for step, batch in enumerate(batches, start=start_step + 1):
             state, metrics = train_step(state, batch)
@@ -321,21 +334,38 @@ def _train(
                 jax.block_until_ready(metrics)
                 progress.note(f"first step after {time.perf_counter() - began:.1f} s")
             if step % config.log_every_steps == 0 or step == plan.num_steps:
-                values = _average(jax.device_get(unread))
-                unread.clear()
+                unread = jax.device_get(unread)
+                if config.on_nonfinite == "stop":
+                    nonfinite.stop_if_any(unread, step, config.seed, checkpoints.latest_step)
+                for text in nonfinite.find(unread, step).values():
+                    progress.note(f"{text}: skipped")
+                values = average(unread)
+                unread = []
                 values["images_per_second"] = progress.measure(step)
                 log.write(step, values)
                 progress.show(step, values)
             evaluated = step in plan.eval_steps
-            if not evaluated and step % config.checkpoint_every_steps:
+            stopping = stop_request.reached(step) and step < plan.num_steps
+            if not (evaluated or stopping or step % config.checkpoint_every_steps == 0):
                 continue
             jax.block_until_ready(state)  # steps still under way are no part of the pause
             pause = time.perf_counter()
+            unread = jax.device_get(unread)
+            if config.on_nonfinite == "stop":  # before it is past the step that would be replayed
+                nonfinite.stop_if_any(unread, step, config.seed, checkpoints.latest_step)
             if evaluated:
                 results = evaluate(config, program, state, eval_examples)
                 log.write(step, results)
                 progress.note(f"step {step}  {_describe(results)}")
+            run["unread"] = [{k: float(v) for k, v in m.items()} for m in unread]
             checkpoints.save(step, state, run, results if evaluated else None)
+            if stopping:
+                checkpoints.wait()
+                raise StoppedError(
+                    f"stopped by a signal after step {step} of {plan.num_steps}, with a checkpoint "
+                    "of it: give the same command again to go on",
+                    exit_code=PREEMPTED_EXIT_CODE,
+                )
             progress.skip_pause(time.perf_counter() - pause)
     if not results:  # the run had ended before; say again how
         results = evaluate(config, program, state, eval_examples)
@@ -346,9 +376,7 @@ def _train(
     return results
 
 
-def restore_newest(
-    config: ConfigDict, program: Program, workdir: str | Path
-) -> tuple[int, TrainState]:
+def restore_newest(program: Program, workdir: str | Path) -> tuple[int, TrainState]:
     """The newest checkpoint's step and state.
 
     Raises:
@@ -357,11 +385,10 @@ def restore_newest(
     directory = Path(workdir).absolute() / "checkpoints"
     if not directory.is_dir():
         raise InputError(f"--workdir={workdir} holds no checkpoints: train there first")
-    with contextlib.closing(Checkpoints(directory, config.keep_checkpoints)) as checkpoints:
-        step = checkpoints.latest_step
-        if step is None:
-            raise InputError(f"--workdir={workdir} holds no finished checkpoint: train there first")
-        return step, checkpoints.restore(step, program.abstract_state)
+    restored = checkpoint.restore_newest(directory, program.abstract_state)
+    if restored is None:
+        raise InputError(f"--workdir={workdir} holds no whole checkpoint: train there first")
+    return restored
 
 
 def evaluate_checkpoint(config: ConfigDict, workdir: str | Path) -> dict[str, float]:
@@ -374,7 +401,7 @@ def evaluate_checkpoint(config: ConfigDict, workdir: str | Path) -> dict[str, fl
     dataset = open_data(config)
     source = dataset.split(config.data.eval_split, field="data.eval_split")
     program = build_program(config, plan_steps(config, len(source)))
-    step, state = restore_newest(config, program, workdir)
+    step, state = restore_newest(program, workdir)
     examples = load_examples(
         source, dataset.facts, config.data.image_size, config.data.crop_fraction
     )
@@ -391,12 +418,6 @@ def _describe(results: dict[str, float]) -> str:
     return "  ".join(
         f"{name.replace('/', ' ').replace('_', ' ')} {value:.4f}" for name, value in results.items()
     )
-
-
-def _average(metrics: list[dict]) -> dict[str, float]:
-    """Means over steps under 'train/'; the learning rate is the last step's."""
-    values = {f"train/{k}": float(np.mean([m[k] for m in metrics])) for k in metrics[0]}
-    return values | {"train/learning_rate": float(metrics[-1]["learning_rate"])}
 
 
 def _check_same_data_order(config: ConfigDict, saved: dict) -> None:

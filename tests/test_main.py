@@ -105,12 +105,12 @@ def final_state(workdir, fields):
     return jax.tree.map(np.asarray, state)
 
 
-def test_a_run_killed_at_any_moment_ends_bit_equal(environment, run, tmp_path, data_dir):
+def test_a_run_killed_or_stopped_at_any_moment_ends_bit_equal(environment, run, tmp_path, data_dir):
     arguments = [
         *TINY,
         f"--config.data.data_dir={data_dir}",
         "--config.num_steps=400",
-        "--config.checkpoint_every_steps=20",
+        "--config.checkpoint_every_steps=18",  # not where lines are logged
         "--config.log_every_steps=5",
         "--config.model.drop_path=0.2",
     ]
@@ -118,21 +118,32 @@ def test_a_run_killed_at_any_moment_ends_bit_equal(environment, run, tmp_path, d
     assert run(*arguments, f"--workdir={whole}").returncode == 0
 
     metrics = killed / "metrics.jsonl"
-    for kill_after in (60, 150, 290):
+    for kill_after, number, exit_code in (
+        (60, signal.SIGKILL, -signal.SIGKILL),
+        (120, signal.SIGTERM, train.PREEMPTED_EXIT_CODE),
+        (200, signal.SIGINT, train.PREEMPTED_EXIT_CODE),
+        (290, signal.SIGKILL, -signal.SIGKILL),
+    ):
         process = subprocess.Popen(
             command(*arguments, f"--workdir={killed}"),
             cwd=ROOT,
             env=environment,
             stdout=subprocess.DEVNULL,
-            stderr=subprocess.DEVNULL,
+            stderr=subprocess.PIPE,
+            text=True,
         )
         deadline = time.monotonic() + 120
         while not metrics.exists() or f'"step": {kill_after},' not in metrics.read_text():
             assert process.poll() is None, "ended before it was killed"
             assert time.monotonic() < deadline
             time.sleep(0.002)
-        process.send_signal(signal.SIGKILL)
-        process.wait()
+        process.send_signal(number)
+        _, message = process.communicate(timeout=60)
+        assert process.returncode == exit_code
+        if number != signal.SIGKILL:
+            stopped_at = int(message.split("stopped by a signal after step ")[1].split()[0])
+            assert kill_after <= stopped_at < kill_after + 100
+            assert (killed / "checkpoints" / str(stopped_at) / "manifest.json").exists()
     result = run(*arguments, f"--workdir={killed}")
     assert "resumed from step" in result.stdout
     state, expected = (final_state(workdir, {"batch_size": 64}) for workdir in (killed, whole))

@@ -6,6 +6,7 @@ import pytest
 
 from structinit_jax import train
 from structinit_jax.errors import InputError
+from structinit_jax.training.lock import lock_workdir
 
 pytestmark = pytest.mark.usefixtures("library_promotion")
 
@@ -58,6 +59,7 @@ def test_training_leaves_the_documented_files_and_says_what_it_does(tiny_config,
     ):
         assert text in out
     assert sorted(p.name for p in tmp_path.iterdir()) == [
+        ".lock",
         "checkpoints",
         "config.json",
         "metrics.jsonl",
@@ -176,3 +178,5 @@ def test_unusable_workdirs_are_refused(tiny_config, tmp_path):
         train.train(tiny_config, tmp_path / "file")
     with pytest.raises(InputError, match=r"holds no checkpoints: train there first"):
         train.evaluate_checkpoint(tiny_config, tmp_path / "empty")
+    with lock_workdir(tmp_path), pytest.raises(InputError, match=r"in use by another run"):
+        train.train(tiny_config, tmp_path)

@@ -160,12 +160,14 @@ def place_batches(
 
     def place(number: int) -> None:
         for batch in itertools.islice(iterator, number):
-            waiting.append(
-                {
-                    key: jax.make_array_from_process_local_data(sharding, array)
-                    for key, array in batch.items()
-                }
-            )
+            # With several processes JAX takes this explicit transfer for an implicit one.
+            with jax.transfer_guard_host_to_device("allow"):
+                waiting.append(
+                    {
+                        key: jax.make_array_from_process_local_data(sharding, array)
+                        for key, array in batch.items()
+                    }
+                )
 
     place(depth)
     while waiting:

@@ -49,7 +49,8 @@ def default_options(name: str) -> dict[str, Any]:
     else:
         _check_known(name, [*FAMILIES, *VARIANTS])
         family, options = VARIANTS[name]
-    parameters = inspect.signature(FAMILIES[family]).parameters
+    # Of `__init__`: NNX gives the class itself a signature of `*args, **kwargs`.
+    parameters = inspect.signature(FAMILIES[family].__init__).parameters
     defaults = {
         field: parameter.default
         for field, parameter in parameters.items()

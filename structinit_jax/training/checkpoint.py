@@ -1,20 +1,32 @@
 """Checkpoints through orbax: the newest few and the best one, written beside the training."""
 
+import contextlib
+import re
+from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
 import jax
+import numpy as np
 import orbax.checkpoint as ocp
+from jax.experimental import multihost_utils
 from orbax.checkpoint import checkpoint_managers
 
 from structinit_jax.errors import InputError
+from structinit_jax.training import manifest
 from structinit_jax.training.state import TrainState
 
 BEST_METRIC = "test/accuracy"
+# Never the best. Orbax would warn of missing metrics at every save without an evaluation.
+NOT_EVALUATED = {BEST_METRIC: -1.0}
 
 
 class Checkpoints:
     """The checkpoints of one run.
+
+    A checkpoint counts once its manifest is written (see `training.manifest`). Before a run goes
+    on, all are verified, and damaged ones are named and moved to `damaged/`, so that the one before
+    them is the newest.
 
     Args:
       directory: an absolute path; made if it is missing.
@@ -22,28 +34,39 @@ class Checkpoints:
     """
 
     def __init__(self, directory: Path, keep: int):
+        self.directory = directory
+        if jax.process_index() == 0:
+            for folder in manifest.step_folders(directory):
+                if damage := manifest.find_damage(folder):
+                    target = manifest.set_aside(folder)
+                    print(f"note: checkpoint {folder} is damaged: {damage}. Moved to {target}")
+        if jax.process_count() > 1:
+            multihost_utils.sync_global_devices("checkpoints verified")
+
+        def accuracy(metrics):
+            return metrics[BEST_METRIC]
+
         # orbax's own `best_fn` with `max_to_keep` may drop the latest step, which resuming needs.
         policy = checkpoint_managers.AnyPreservationPolicy(
             [
                 checkpoint_managers.LatestN(keep),
                 checkpoint_managers.BestN(
-                    get_metric_fn=lambda metrics: metrics[BEST_METRIC],
+                    get_metric_fn=accuracy,
                     n=1,
                     keep_checkpoints_without_metrics=False,
                 ),
             ]
         )
-        self.directory = directory
-        self._manager = ocp.CheckpointManager(
+        self._manager = _open_manager(
             directory,
-            options=ocp.CheckpointManagerOptions(
-                preservation_policy=policy, cleanup_tmp_directories=True
-            ),
-            item_handlers={
-                "state": ocp.StandardCheckpointHandler(),
-                "run": ocp.JsonCheckpointHandler(),
-            },
+            preservation_policy=policy,
+            best_fn=accuracy,  # orbax writes metrics only where this is given
+            cleanup_tmp_directories=True,
+            # Made in the background, a folder that cannot be made is waited for for minutes.
+            async_options=ocp.AsyncOptions(create_directories_asynchronously=False),
         )
+        self._sealer = ThreadPoolExecutor(1, "seal_checkpoint")
+        self._sealing: Future | None = None  # of the newest step, while it is being written
 
     @property
     def latest_step(self) -> int | None:
@@ -60,14 +83,64 @@ class Checkpoints:
           state: the state at this step.
           run: a JSON object to save beside it.
           metrics: evaluation results at this step, if there are any.
+
+        Raises:
+          InputError: if the folder cannot be written to, now or since the save before.
         """
+        self.wait()
         if step in self._manager.all_steps():
             return
-        self._manager.save(
-            step,
-            args=ocp.args.Composite(state=ocp.args.StandardSave(state), run=ocp.args.JsonSave(run)),
-            metrics=metrics,
-        )
+        with self._explain_failure():
+            self._manager.save(
+                step,
+                args=ocp.args.Composite(
+                    state=ocp.args.StandardSave(state), run=ocp.args.JsonSave(run)
+                ),
+                metrics=metrics or NOT_EVALUATED,
+            )
+        self._sealing = self._sealer.submit(self._seal, step)
+
+    def _seal(self, step: int) -> None:
+        self._manager.wait_until_finished()
+        if jax.process_index() == 0:
+            manifest.seal(self.directory / str(step))
+
+    def wait(self) -> None:
+        """Waits until the newest checkpoint is whole and sealed.
+
+        Raises:
+          InputError: if it could not be written.
+        """
+        sealing, self._sealing = self._sealing, None
+        if sealing is not None:
+            with self._explain_failure():
+                # It raises once in each thread: in this one here, so not in `close`.
+                self._manager.wait_until_finished()
+                sealing.result()
+
+    @contextlib.contextmanager
+    def _explain_failure(self):
+        """Tells a full or read-only disk, in orbax's many types of errors, as what it is."""
+        try:
+            yield
+        except (OSError, ValueError) as error:
+            if isinstance(error, ValueError) and "os_error_code" not in str(error):
+                raise
+            reason = re.sub(r"\s*\[os_error_code.*", "", str(error).rsplit(": ", 1)[-1])
+            if isinstance(error, OSError):
+                reason = error.strerror
+            whole = [
+                p for p in manifest.step_folders(self.directory) if not manifest.find_damage(p)
+            ]
+            safe = (
+                f"the checkpoint of step {whole[0].name} is whole, and the steps since are lost"
+                if whole
+                else "there is no earlier checkpoint"
+            )
+            raise InputError(
+                f"a checkpoint could not be written to {self.directory}: {reason}. The run stops; "
+                f"{safe}. Make room there, or make it writable, and give the same command again"
+            ) from error
 
     def run(self, step: int) -> dict[str, Any]:
         """The JSON object of a checkpoint alone."""
@@ -80,28 +153,72 @@ class Checkpoints:
         Raises:
           InputError: if the checkpoint is of another architecture; names the first difference.
         """
-        saved = self._manager.item_metadata(step)["state"]
-        self._check_same_weights(step, saved["params"], abstract_state.params)
-        self._check_same_weights(step, saved["model_state"], abstract_state.model_state)
-        args = ocp.args.Composite(state=ocp.args.StandardRestore(abstract_state))
-        return self._manager.restore(step, args=args)["state"]
-
-    def _check_same_weights(self, step, saved, expected):
-        saved, expected = _shapes_by_name(saved), _shapes_by_name(expected)
-        for name in sorted(saved.keys() | expected.keys()):
-            if saved.get(name) != expected.get(name):
-                raise InputError(
-                    f"checkpoint {self.directory / str(step)} is of another architecture than "
-                    f"config.model: first difference at weights {name!r}, "
-                    f"{_describe(saved.get(name))} in the checkpoint, "
-                    f"{_describe(expected.get(name))} in the model. Give the config that it was "
-                    "trained with, or another --workdir"
-                )
+        return _restore(self._manager, step, abstract_state)
 
     def close(self) -> None:
         """Waits until everything is written."""
-        self._manager.wait_until_finished()
-        self._manager.close()
+        try:
+            self.wait()
+        finally:
+            self._sealer.shutdown()
+            self._manager.close()
+
+
+def restore_newest(directory: Path, abstract_state: TrainState) -> tuple[int, TrainState] | None:
+    """The step and state of the newest whole checkpoint, or None where there is none.
+
+    Changes nothing, so that it may read from a run that is under way.
+
+    Raises:
+      InputError: if the checkpoint is of another architecture; names the first difference.
+    """
+    step = -1
+    if jax.process_index() == 0:
+        for folder in manifest.step_folders(directory):
+            if damage := manifest.find_damage(folder):
+                print(f"note: checkpoint {folder} is not used: {damage}")
+            else:
+                step = int(folder.name)
+                break
+    if jax.process_count() > 1:
+        step = int(multihost_utils.broadcast_one_to_all(np.int32(step)))
+    if step < 0:
+        return None
+    manager = _open_manager(directory, read_only=True, lightweight_initialize=True)
+    with contextlib.closing(manager):
+        return step, _restore(manager, step, abstract_state)
+
+
+def _open_manager(directory: Path, **options) -> ocp.CheckpointManager:
+    return ocp.CheckpointManager(
+        directory,
+        options=ocp.CheckpointManagerOptions(**options),
+        item_handlers={
+            "state": ocp.StandardCheckpointHandler(),
+            "run": ocp.JsonCheckpointHandler(),
+        },
+    )
+
+
+def _restore(manager: ocp.CheckpointManager, step: int, abstract_state: TrainState) -> TrainState:
+    saved = manager.item_metadata(step)["state"]
+    folder = Path(manager.directory) / str(step)
+    _check_same_weights(folder, saved["params"], abstract_state.params)
+    _check_same_weights(folder, saved["model_state"], abstract_state.model_state)
+    args = ocp.args.Composite(state=ocp.args.StandardRestore(abstract_state))
+    return manager.restore(step, args=args)["state"]
+
+
+def _check_same_weights(folder: Path, saved, expected) -> None:
+    saved, expected = _shapes_by_name(saved), _shapes_by_name(expected)
+    for name in sorted(saved.keys() | expected.keys()):
+        if saved.get(name) != expected.get(name):
+            raise InputError(
+                f"checkpoint {folder} is of another architecture than config.model: first "
+                f"difference at weights {name!r}, {_describe(saved.get(name))} in the checkpoint, "
+                f"{_describe(expected.get(name))} in the model. Give the config that it was "
+                "trained with, or another --workdir"
+            )
 
 
 def _shapes_by_name(tree) -> dict[str, tuple[int, ...]]:

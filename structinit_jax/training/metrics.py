@@ -4,11 +4,30 @@ import json
 import os
 from pathlib import Path
 
+import jax
+import numpy as np
 from tensorboardX import SummaryWriter
+
+
+def average(metrics: list[dict]) -> dict[str, float]:
+    """Means under 'train/' over the steps that were finite; the learning rate is the last step's.
+
+    Args:
+      metrics: of consecutive steps, fetched from the devices.
+    """
+    finite = [m for m in metrics if not m["nonfinite"]] or metrics
+    values = {f"train/{k}": float(np.mean([m[k] for m in finite])) for k in metrics[0]}
+    del values["train/nonfinite"]
+    return values | {
+        "train/learning_rate": float(metrics[-1]["learning_rate"]),
+        "train/nonfinite_steps": sum(int(m["nonfinite"]) for m in metrics),
+    }
 
 
 class MetricsLog:
     """Appends to `metrics.jsonl` and to event files in `tensorboard/`, without TensorFlow.
+
+    Of several processes the first one writes.
 
     Args:
       workdir: the run's folder.
@@ -17,6 +36,9 @@ class MetricsLog:
     """
 
     def __init__(self, workdir: Path, start_step: int):
+        self._writes = jax.process_index() == 0
+        if not self._writes:
+            return
         self._path = workdir / "metrics.jsonl"
         self._drop_lines_after(start_step)
         self._file = self._path.open("a")
@@ -38,6 +60,8 @@ class MetricsLog:
 
     def write(self, step: int, values: dict[str, float]) -> None:
         """Writes one JSON line and one scalar per name."""
+        if not self._writes:
+            return
         self._file.write(json.dumps({"step": step, **values}) + "\n")
         self._file.flush()
         for name, value in values.items():
@@ -45,5 +69,7 @@ class MetricsLog:
 
     def close(self) -> None:
         """Writes out what is buffered."""
+        if not self._writes:
+            return
         self._file.close()
         self._tensorboard.close()

@@ -9,6 +9,7 @@ from flax import nnx
 from jaxtyping import Array, Float, Integer
 from ml_collections import ConfigDict
 
+from structinit_jax.training import nonfinite
 from structinit_jax.training.state import TrainState, split_model
 
 Batch = dict[str, Array]
@@ -88,7 +89,10 @@ def make_train_step(
             "learning_rate": jnp.asarray(schedule(state.step)),
             "gradient_norm": optax.tree.norm(grads),
         }
-        return TrainState(state.step + 1, params, model_state, opt_state, ema), metrics
+        finite = jnp.isfinite(loss) & jnp.isfinite(metrics["gradient_norm"])
+        metrics["nonfinite"] = 1.0 - finite.astype(jnp.float32)
+        new_state = TrainState(state.step + 1, params, model_state, opt_state, ema)
+        return nonfinite.apply_if(finite, new_state, state), metrics
 
     return train_step
 

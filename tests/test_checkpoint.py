@@ -1,0 +1,193 @@
+import contextlib
+import json
+import os
+import resource
+import shutil
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from structinit_jax.errors import InputError
+from structinit_jax.training import checkpoint, manifest
+from structinit_jax.training.state import TrainState
+
+
+def make_state(step):
+    values = jax.random.normal(jax.random.key(step), (200, 100))
+    return TrainState(jnp.int32(step), {"kernel": values}, {}, {"mu": values})
+
+
+ABSTRACT = jax.eval_shape(lambda: make_state(0))
+
+
+def opened(directory):
+    return contextlib.closing(checkpoint.Checkpoints(directory, 3))
+
+
+@pytest.fixture
+def directory(tmp_path):
+    """Three checkpoints; the first is the best."""
+    path = tmp_path / "checkpoints"
+    with opened(path) as checkpoints:
+        for step in (4, 8, 12):
+            metrics = {checkpoint.BEST_METRIC: 1 / step}
+            checkpoints.save(step, make_state(step), {"config": {"seed": 0}}, metrics)
+    return path
+
+
+def largest_file(folder):
+    return max((p for p in folder.rglob("*") if p.is_file()), key=lambda p: p.stat().st_size)
+
+
+def truncate(folder):
+    path = largest_file(folder)
+    os.truncate(path, path.stat().st_size // 2)
+    return f"{path.relative_to(folder)} has"
+
+
+def flip_byte(folder):
+    path = largest_file(folder)
+    data = bytearray(path.read_bytes())
+    data[len(data) // 2] ^= 16
+    path.write_bytes(data)
+    return f"{path.relative_to(folder)} does not match its checksum"
+
+
+def delete_file(folder):
+    path = largest_file(folder)
+    path.unlink()
+    return f"{path.relative_to(folder)} is missing"
+
+
+def truncate_metrics(folder):  # orbax's manager does not start with one of these
+    path = max((folder / "metrics").iterdir(), key=lambda p: p.stat().st_size)
+    os.truncate(path, path.stat().st_size - 3)
+    return f"metrics/{path.name} has"
+
+
+def delete_manifest(folder):
+    (folder / "manifest.json").unlink()
+    return "it has no manifest.json: the run ended before the save was complete"
+
+
+def truncate_manifest(folder):
+    os.truncate(folder / "manifest.json", 50)
+    return "manifest.json cannot be read"
+
+
+def empty_manifest_entry(folder):
+    files = json.loads((folder / "manifest.json").read_text())
+    name = next(iter(files))
+    (folder / "manifest.json").write_text(json.dumps({name: {}}))
+    return f"manifest.json has no size and checksum for {name}"
+
+
+DAMAGES = [
+    truncate,
+    flip_byte,
+    delete_file,
+    truncate_metrics,
+    delete_manifest,
+    truncate_manifest,
+    empty_manifest_entry,
+]
+
+
+@pytest.mark.parametrize("damage", DAMAGES)
+def test_a_damaged_checkpoint_is_named_set_aside_and_the_one_before_used(directory, damage, capsys):
+    message = damage(directory / "12")
+    content = sorted(p.name for p in (directory / "12").rglob("*"))
+
+    step, state = checkpoint.restore_newest(directory, ABSTRACT)  # only reads
+    assert step == 8
+    np.testing.assert_array_equal(state.params["kernel"], make_state(8).params["kernel"])
+    assert f"note: checkpoint {directory / '12'} is not used: {message}" in capsys.readouterr().out
+
+    with opened(directory) as checkpoints:
+        assert checkpoints.latest_step == 8
+        state = checkpoints.restore(8, ABSTRACT)
+        jax.tree.map(np.testing.assert_array_equal, state, make_state(8))
+        assert f"note: checkpoint {directory / '12'} is damaged: {message}" in (
+            capsys.readouterr().out
+        )
+        assert sorted(p.name for p in (directory / "damaged" / "12").rglob("*")) == content
+        checkpoints.save(12, make_state(12), {}, {checkpoint.BEST_METRIC: 0.1})
+    damage(directory / "12")
+    with opened(directory) as checkpoints:  # the same step, damaged once more
+        assert checkpoints.latest_step == 8
+    assert {p.name for p in (directory / "damaged").iterdir()} == {"12", "12.2"}
+
+
+def test_whole_checkpoints_pass_and_every_file_counts(directory):
+    folder = directory / "12"
+    assert [p.name for p in manifest.step_folders(directory)] == ["12", "8", "4"]
+    assert manifest.find_damage(folder) is None
+    names = json.loads((folder / "manifest.json").read_text()).keys()
+    files = {p.relative_to(folder).as_posix() for p in folder.rglob("*") if p.is_file()}
+    assert names == files - {"manifest.json"}
+    for name in names:
+        kept = (folder / name).read_bytes()
+        (folder / name).write_bytes(kept + b" ")
+        assert name in manifest.find_damage(folder)
+        (folder / name).write_bytes(kept)
+    assert manifest.find_damage(folder) is None
+
+
+def test_all_damaged_is_as_none(directory, capsys):
+    for folder in manifest.step_folders(directory):
+        delete_file(folder)
+    assert checkpoint.restore_newest(directory, ABSTRACT) is None
+    with opened(directory) as checkpoints:
+        assert checkpoints.latest_step is None
+    assert capsys.readouterr().out.count("Moved to") == 3
+
+
+def test_the_best_checkpoint_is_kept_after_a_resume_too(directory):
+    for step in (16, 20, 24, 28):
+        with opened(directory) as checkpoints:
+            metrics = {checkpoint.BEST_METRIC: 1 / step}
+            checkpoints.save(step, make_state(step), {}, metrics if step == 16 else None)
+    assert [p.name for p in manifest.step_folders(directory)] == ["28", "24", "20", "4"]
+
+
+@contextlib.contextmanager
+def small_files_only(num_bytes):
+    """As good as a full disk: the system refuses to make a file larger than this."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (num_bytes, hard))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+
+
+# Orbax leaves futures of its own behind when a write fails.
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
+def test_a_full_disk_stops_the_run_and_says_what_is_safe(directory):
+    message = (
+        rf"could not be written to {directory}: File too large\. The run stops; the checkpoint of "
+        r"step 12 is whole, and the steps since are lost\. Make room"
+    )
+    with opened(directory) as checkpoints, small_files_only(4096):
+        checkpoints.save(16, make_state(16), {}, None)
+        with pytest.raises(InputError, match=message):
+            checkpoints.save(20, make_state(20), {}, None)
+    with pytest.raises(InputError, match=message), small_files_only(4096):  # noqa: SIM117
+        with opened(directory) as checkpoints:  # closing waits for what is under way
+            checkpoints.save(16, make_state(16), {}, None)
+    with opened(directory) as checkpoints:
+        assert checkpoints.latest_step == 12
+        state = checkpoints.restore(12, ABSTRACT)
+        jax.tree.map(np.testing.assert_array_equal, state, make_state(12))
+
+
+def test_a_folder_that_cannot_be_written_to_stops_the_run(tmp_path):
+    directory = tmp_path / "checkpoints"
+    message = r"(Not a|No such file or) directory\. The run stops; there is no earlier checkpoint"
+    with opened(directory) as checkpoints:
+        shutil.rmtree(directory)
+        directory.write_text("")
+        with pytest.raises(InputError, match=message):
+            checkpoints.save(4, make_state(4), {}, None)
