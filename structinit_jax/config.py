@@ -1,16 +1,26 @@
 """The fields of a config, their defaults and the checks that need no data and no device."""
 
+import dataclasses
 from typing import Any
 
 from ml_collections import ConfigDict
 
 from structinit_jax import attention_init
+from structinit_jax.augment import AugmentOptions
 from structinit_jax.errors import InputError
 from structinit_jax.models.layers import CHOICES, check_choices
 from structinit_jax.models.registry import default_options
 
 # Fields of `config.model` of which 0 has a meaning.
 MAY_BE_ZERO = ("unroll", "num_registers", "layer_scale")
+
+# `config.augment`: the fields of `AugmentOptions`, but for those that the config has elsewhere.
+FROM_ELSEWHERE = ("num_classes", "mean", "std", "image_size", "label_smoothing")
+AUGMENT = {
+    field.name: field.default
+    for field in dataclasses.fields(AugmentOptions)
+    if field.name not in FROM_ELSEWHERE
+}
 
 
 def base_config(model: str = "vit") -> ConfigDict:
@@ -48,6 +58,7 @@ def base_config(model: str = "vit") -> ConfigDict:
             keep_checkpoints=2,  # the newest ones; the best one is kept besides
             model=options,
             attention_init=dict(name="impulse", kernel_size=3),
+            augment=AUGMENT,
             data=dict(
                 name="",
                 data_dir="",  # empty: TFDS's own default
@@ -104,6 +115,7 @@ def validate(config: ConfigDict) -> None:
     _require(policy in ("stop", "skip"), "on_nonfinite", policy, "'stop' or 'skip'")
     _validate_model(config.model)
     _validate_data(config.data)
+    augment_options(config)
     make_attention_init(config)
 
 
@@ -139,6 +151,22 @@ def _validate_data(data: ConfigDict) -> None:
 def _require(holds: bool, field: str, value: Any, need: str) -> None:
     if not holds:
         raise InputError(f"config.{field}={value!r} does not fit: it needs to be {need}")
+
+
+def augment_options(config: ConfigDict) -> AugmentOptions:
+    """What happens to the training images, from `config.augment` and where else it says so.
+
+    Raises:
+      InputError: naming a field that is unusable.
+    """
+    return AugmentOptions(
+        num_classes=config.model.num_classes,
+        mean=tuple(config.data.mean),
+        std=tuple(config.data.std),
+        image_size=config.data.image_size,
+        label_smoothing=config.label_smoothing,
+        **config.augment.to_dict(),
+    )
 
 
 def make_attention_init(config: ConfigDict) -> attention_init.AttentionInit:

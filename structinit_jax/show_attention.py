@@ -19,9 +19,9 @@ from ml_collections import ConfigDict
 from structinit_jax import command_line, train
 from structinit_jax import config as config_lib
 from structinit_jax.attention_init.measure import Measures, attention_by_offset, measure_maps
+from structinit_jax.augment import normalize
 from structinit_jax.data.examples import load_examples
 from structinit_jax.errors import InputError
-from structinit_jax.training.step import normalize
 
 _OUT = flags.DEFINE_string("out", "attention.png", "The picture to write.")
 _FROM = flags.DEFINE_string("workdir", None, "Take the model from the newest checkpoint here.")

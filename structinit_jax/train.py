@@ -16,6 +16,7 @@ from flax import nnx
 from ml_collections import ConfigDict
 
 from structinit_jax import config as config_lib
+from structinit_jax.augment import make_augment
 from structinit_jax.data import datasets, loader
 from structinit_jax.data.examples import Examples, check_examples, load_examples
 from structinit_jax.errors import InputError, StoppedError
@@ -120,6 +121,7 @@ def build_program(config: ConfigDict, plan: Plan) -> Program:
         config, num_steps=plan.num_steps, steps_per_epoch=plan.steps_per_epoch
     )
     optimizer = make_optimizer(config, schedule)
+    augment = make_augment(config_lib.augment_options(config))
     make_state = functools.partial(init_state, optimizer=optimizer, with_ema=bool(config.ema_decay))
     abstract_state = jax.tree.map(
         lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=replicated),
@@ -132,7 +134,7 @@ def build_program(config: ConfigDict, plan: Plan) -> Program:
         init_attention=jax.jit(init_attention, donate_argnums=(0, 1), out_shardings=replicated),
         init_state=jax.jit(make_state, out_shardings=replicated, donate_argnums=(0, 1)),
         train_step=jax.jit(
-            make_train_step(config, graphdef, optimizer, schedule),
+            make_train_step(config, graphdef, optimizer, schedule, augment),
             in_shardings=(replicated, sharded),
             out_shardings=replicated,
             donate_argnums=0,

@@ -2,10 +2,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from flax import nnx
 from scipy.special import log_softmax
 
 from structinit_jax.train import Plan, build_program, initialize
-from structinit_jax.training import step as step_lib
 
 pytestmark = pytest.mark.usefixtures("library_promotion")
 
@@ -26,19 +26,29 @@ def program(tiny_config):
     return build_program(tiny_config, Plan(12, 6.0, frozenset({12})))
 
 
-def test_normalize_takes_uint8_to_zero_mean_and_unit_deviation():
-    images = jnp.array([[[[0, 255]]]], jnp.uint8)
-    normalized = step_lib.normalize(images, (0.5, 0.4), (0.25, 0.3))
-    np.testing.assert_allclose(normalized, [[[[-2, 2]]]], rtol=1e-6)
+def test_losses_agree_with_scipy(tiny_config, program):
+    state, batch = initialize(tiny_config, program), make_batch(program)
+    images = (batch["image"] / 255 - 0.3) / 0.4
+    model = nnx.merge(program.graphdef, state.params, state.model_state)
+    log_p = log_softmax(np.asarray(model(jnp.asarray(images, jnp.float32))[0]), axis=-1)
+    sums = program.eval_step(state.params, state.model_state, batch | {"mask": np.ones(64, "f4")})
+    np.testing.assert_allclose(sums["loss"], -log_p[np.arange(64), batch["label"]].sum(), rtol=1e-5)
+    smoothed = 0.9 * np.eye(10)[batch["label"]] + 0.1 / 10
+    metrics = program.train_step(state, batch)[1]
+    np.testing.assert_allclose(metrics["loss"], -(smoothed * log_p).sum(-1).mean(), rtol=1e-5)
 
 
-def test_cross_entropy_agrees_with_scipy():
-    logits = jax.random.normal(jax.random.key(0), (5, 4))
-    labels = jnp.array([0, 1, 2, 3, 0])
-    log_p = log_softmax(np.asarray(logits), axis=-1)
-    targets = 0.9 * np.eye(4)[labels] + 0.1 / 4
-    losses = step_lib.cross_entropy(logits, labels, 0.1)
-    np.testing.assert_allclose(losses, -(targets * log_p).sum(-1), rtol=1e-5)
+def test_training_images_are_augmented_by_seed_and_step(tiny_config):
+    def loss_at(step):
+        program = build_program(tiny_config, Plan(12, 6.0, frozenset({12})))
+        state = initialize(tiny_config, program)._replace(step=jnp.int32(step))
+        return float(program.train_step(state, make_batch(program))[1]["loss"])
+
+    plain = loss_at(3)
+    tiny_config.augment.update(flip=0.5, crop="pad", mixup=0.8, erasing=0.25)
+    augmented = loss_at(3)
+    assert augmented == loss_at(3)
+    assert len({plain, augmented, loss_at(4)}) == 3
 
 
 def test_steps_lower_the_loss_and_compile_once(tiny_config, capsys):

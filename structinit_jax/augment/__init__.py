@@ -4,6 +4,6 @@
 """
 
 from structinit_jax.augment.options import AugmentOptions
-from structinit_jax.augment.pipeline import make_augment
+from structinit_jax.augment.pipeline import Augment, make_augment, normalize
 
-__all__ = ["AugmentOptions", "make_augment"]
+__all__ = ["Augment", "AugmentOptions", "make_augment", "normalize"]

@@ -6,9 +6,10 @@ import jax
 import jax.numpy as jnp
 import optax
 from flax import nnx
-from jaxtyping import Array, Float, Integer
+from jaxtyping import Array, Float
 from ml_collections import ConfigDict
 
+from structinit_jax.augment import Augment, normalize
 from structinit_jax.training import nonfinite
 from structinit_jax.training.state import TrainState, split_model
 
@@ -16,37 +17,22 @@ Batch = dict[str, Array]
 Metrics = dict[str, Float[Array, ""]]
 
 
-def normalize(
-    images: Integer[Array, "B H W C"], mean: tuple[float, ...], std: tuple[float, ...]
-) -> Float[Array, "B H W C"]:
-    """Turns uint8 pixels into (pixel / 255 - mean) / std, per channel."""
-    mean, std = (jnp.asarray(x, jnp.float32)[None, None, None, :] for x in (mean, std))
-    return (images.astype(jnp.float32) / 255 - mean) / std
-
-
-def cross_entropy(
-    logits: Float[Array, "B classes"], labels: Integer[Array, " B"], smoothing: float
-) -> Float[Array, " B"]:
-    """Softmax cross-entropy against labels mixed with `smoothing` of the uniform distribution."""
-    targets = optax.smooth_labels(jax.nn.one_hot(labels, logits.shape[-1]), smoothing)
-    return optax.softmax_cross_entropy(logits, targets)
-
-
 def make_train_step(
     config: ConfigDict,
     graphdef: nnx.GraphDef,
     optimizer: optax.GradientTransformation,
     schedule: optax.Schedule,
+    augment: Augment,
 ) -> Callable[[TrainState, Batch], tuple[TrainState, Metrics]]:
     """Builds `(state, batch) -> (state, metrics)`; all randomness comes from (seed, step)."""
 
     def loss_fn(params, model_state, batch, key):
-        images = normalize(batch["image"], config.data.mean, config.data.std)
+        images, targets = batch
         model = nnx.merge(graphdef, params, model_state)
         logits, _ = model(images, key=key)
-        losses = cross_entropy(logits, batch["label"], config.label_smoothing)
-        correct = jnp.mean(logits.argmax(-1) == batch["label"])
-        return losses.mean(), (correct, split_model(model)[2])
+        correct = jnp.mean(logits.argmax(-1) == targets.argmax(-1))
+        loss = optax.softmax_cross_entropy(logits, targets).mean()
+        return loss, (correct, split_model(model)[2])
 
     value_and_grad = jax.value_and_grad(loss_fn, has_aux=True)
 
@@ -74,6 +60,8 @@ def make_train_step(
 
     def train_step(state: TrainState, batch: Batch) -> tuple[TrainState, Metrics]:
         key = jax.random.fold_in(jax.random.key(config.seed), state.step)
+        augment_key, key = jax.random.split(key)
+        batch = augment(augment_key, batch["image"], batch["label"])
         gradient_of = accumulate if config.accumulate_steps > 1 else value_and_grad
         (loss, (correct, model_state)), grads = gradient_of(
             state.params, state.model_state, batch, key
@@ -106,9 +94,9 @@ def make_eval_step(
     """
 
     def eval_step(params: dict, model_state: dict, batch: Batch) -> Metrics:
-        images = normalize(batch["image"], config.data.mean, config.data.std)
+        images = normalize(batch["image"], tuple(config.data.mean), tuple(config.data.std))
         logits, _ = nnx.merge(graphdef, params, model_state)(images)
-        losses = cross_entropy(logits, batch["label"], smoothing=0.0)
+        losses = optax.softmax_cross_entropy_with_integer_labels(logits, batch["label"])
         correct = logits.argmax(-1) == batch["label"]
         mask = batch["mask"]
         return {
