@@ -3,6 +3,7 @@ import sys
 
 import pytest
 
+from structinit_jax.data import imagenet
 from structinit_jax.data.catalog import CATALOG, DatasetFacts, parse_split, split_size
 from structinit_jax.errors import InputError
 
@@ -54,7 +55,20 @@ def test_catalog_agrees_with_the_stock_builders(tmp_path):
         if name != "digits":
             features = tfds.builder(name, data_dir=tmp_path).info.features
             assert features["image"].shape == facts.image_shape, name
-            assert features["label"].num_classes == facts.num_classes, name
+            label = features["original_label" if name == "imagenet2012_real" else "label"]
+            assert label.num_classes == facts.num_classes, name
+
+
+def test_imagenets_test_sets_have_its_classes_in_its_order(tmp_path):
+    import tensorflow_datasets as tfds
+
+    classes = tfds.builder("imagenet2012", data_dir=tmp_path).info.features["label"].names
+    for name in imagenet.EVALUATION_SETS:
+        features = tfds.builder(name, data_dir=tmp_path).info.features
+        for key in {"label", "original_label"} & set(features):
+            assert features[key].names == classes
+        if name == "imagenet2012_real":
+            assert features["real_label"].feature.names == classes
 
 
 def test_catalog_does_not_import_tfds():

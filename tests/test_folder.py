@@ -44,7 +44,7 @@ def test_examples_of_a_folder(root):
     expected = {10 * i + n: labels[name] for i, name in enumerate(CLASSES) for n in range(10)}
     assert {int(e["image"][0, 0, 0]): e["label"] for e in examples} == expected
     assert examples[0]["image"].shape == (7, 9, 3)
-    np.testing.assert_array_equal(source.labels(), [e["label"] for e in examples])
+    assert source.column("label") == [e["label"] for e in examples]
     encoded, label = source.open(4)
     np.testing.assert_array_equal(encoded.decode(), source[4]["image"])
     assert label == source[4]["label"]
@@ -132,7 +132,7 @@ def test_bad_images_stop_or_are_left_out(root, capsys):
     values = [int(e["image"][0, 0, 0]) for e in source.read(list(range(len(source))))]
     assert sorted(values) == sorted(set(range(30)) - {1, 23})
     again = dataset.split("train", on_bad_image="skip")
-    assert [e["label"] for e in again.read(list(range(28)))] == list(source.labels())
+    assert [e["label"] for e in again.read(list(range(28)))] == source.column("label")
     with pytest.raises(BadImageError, match=r"\(.*apple/1\.PNG|\(.*cat/3"):
         dataset.split("train").read(list(range(30)))
 

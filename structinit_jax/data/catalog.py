@@ -40,6 +40,12 @@ CATALOG: dict[str, DatasetFacts] = {
     "oxford_iiit_pet": DatasetFacts(37, (None, None, 3), {"train": 3_680, "test": 3_669}),
     "food101": DatasetFacts(101, (None, None, 3), {"train": 75_750, "validation": 25_250}),
     "imagenet2012": DatasetFacts(1000, (None, None, 3), {"train": 1_281_167, "validation": 50_000}),
+    # Test sets for models of imagenet2012, with its classes; `data.imagenet` has their rules.
+    "imagenet2012_real": DatasetFacts(1000, (None, None, 3), {"validation": 50_000}),
+    "imagenet_v2": DatasetFacts(1000, (None, None, 3), {"test": 10_000}),
+    "imagenet_sketch": DatasetFacts(1000, (None, None, 3), {"test": 50_889}),
+    "imagenet_a": DatasetFacts(1000, (None, None, 3), {"test": 7_500}),
+    "imagenet_r": DatasetFacts(1000, (None, None, 3), {"test": 30_000}),
 }
 
 

@@ -20,6 +20,8 @@ from structinit_jax.errors import InputError
 tfds.disable_progress_bar()
 
 ON_BAD_IMAGE = ("stop", "skip")
+# Data sets whose label is not called "label".
+LABEL_KEYS = {"imagenet2012_real": "original_label"}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -104,9 +106,7 @@ def open_dataset(
     return Dataset(name, _facts(name, builder), functools.partial(_open_records, builder))
 
 
-def _open_records(
-    builder: tfds.core.DatasetBuilder, parts: list[tuple[str, int, int]]
-) -> Sequence[dict[str, Any]]:
+def _open_records(builder: tfds.core.DatasetBuilder, parts: list[tuple[str, int, int]]) -> Records:
     """Returns a TFDS data source of encoded images.
 
     They are decoded here rather than by TFDS, which knows no CMYK and picks its decoder by what is
@@ -118,7 +118,23 @@ def _open_records(
         if isinstance(feature, tfds.features.Image)
     }
     spec = "+".join(f"{split}[{start}:{stop}]" for split, start, stop in parts if start < stop)
-    return builder.as_data_source(spec, decoders=decoders)
+    records = builder.as_data_source(spec, decoders=decoders)
+    key = LABEL_KEYS.get(builder.name, "label")
+    return records if key == "label" else _Relabelled(records, key)
+
+
+class _Relabelled:
+    """Records with another of their entries as the label."""
+
+    def __init__(self, records: Records, key: str):
+        self._records, self._key = records, key
+
+    def __len__(self) -> int:
+        return len(self._records)
+
+    def __getitems__(self, indices: Sequence[int]) -> list[dict[str, Any]]:
+        records = self._records.__getitems__(indices)
+        return [{**record, "label": record[self._key]} for record in records]
 
 
 def _prepared(make_builder: Any) -> tfds.core.DatasetBuilder:
@@ -195,7 +211,7 @@ def _how_to_prepare(name: str, data_dir: str) -> str:
 def _facts(name: str, builder: tfds.core.DatasetBuilder) -> DatasetFacts:
     """Reads the facts from the prepared set."""
     features = dict(builder.info.features)
-    image, label = features.get("image"), features.get("label")
+    image, label = features.get("image"), features.get(LABEL_KEYS.get(builder.name, "label"))
     is_classification = isinstance(image, tfds.features.Image) and isinstance(
         label, tfds.features.ClassLabel
     )

@@ -76,13 +76,17 @@ class ImageSource:
         """Returns the image before it is decoded, and the label."""
         return self._open(index, self._fetch([index])[0])
 
-    def labels(self) -> np.ndarray:
-        """Returns all labels, int32 [n], without decoding an image."""
+    def column(self, key: str) -> list[Any]:
+        """Returns one entry of every record, such as "label", without decoding an image."""
         blocks = (
             self._fetch(range(start, min(start + READ_BLOCK, len(self))))
             for start in range(0, len(self), READ_BLOCK)
         )
-        return np.array([record["label"] for block in blocks for record in block], np.int32)
+        return [record[key] for block in blocks for record in block]
+
+    def select(self, wanted: np.ndarray) -> "ImageSource":
+        """Returns the examples where `wanted`, bool [n], is true, in the same order."""
+        return ImageSource(self._records, self._channels, self._name, self._kept[wanted])
 
     def split_bad_images(self) -> tuple["ImageSource", list[str]]:
         """Decodes every image once to find those that cannot be.
@@ -100,8 +104,7 @@ class ImageSource:
         with ThreadPoolExecutor(os.cpu_count()) as pool:
             blocks = pool.map(problems, range(0, len(self), READ_BLOCK))
             found = [problem for block in blocks for problem in block]
-        good = np.array([problem is None for problem in found], bool)
-        source = ImageSource(self._records, self._channels, self._name, self._kept[good])
+        source = self.select(np.array([problem is None for problem in found], bool))
         return source, [problem for problem in found if problem is not None]
 
     def _problem(self, index: int, record: dict[str, Any]) -> str | None:
