@@ -1,6 +1,6 @@
 """A small ConvMixer on scikit-learn's 8x8 digits: its depthwise filters start as impulses.
 
-    python -m structinit_jax.main --config=configs/convmixer_digits.py --workdir=/tmp/convmixer_digits
+    python -m structinit_jax.main --config=configs/convmixer_digits.py --workdir=/tmp/convmixer
 
 Every pixel is a token. Hardware: any; a laptop's two CPU cores do.
 """

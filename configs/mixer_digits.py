@@ -1,6 +1,6 @@
 """A small MLP-Mixer on scikit-learn's 8x8 digits: impulses through its token-mixing MLPs.
 
-    python -m structinit_jax.main --config=configs/mixer_digits.py --workdir=/tmp/mixer_digits
+    python -m structinit_jax.main --config=configs/mixer_digits.py --workdir=/tmp/mixer
 
 Every pixel is a token. Hardware: any; a laptop's two CPU cores do.
 """

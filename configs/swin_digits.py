@@ -1,6 +1,6 @@
 """A small Swin Transformer on scikit-learn's 8x8 digits: impulses in its relative position bias.
 
-    python -m structinit_jax.main --config=configs/swin_digits.py --workdir=/tmp/swin_digits
+    python -m structinit_jax.main --config=configs/swin_digits.py --workdir=/tmp/swin
 
 Every pixel is a token. Hardware: any; a laptop's two CPU cores do.
 """

@@ -63,8 +63,10 @@ def base_config(model: str = "vit") -> ConfigDict:
                 name="",
                 data_dir="",  # empty: TFDS's own default
                 manual_dir="",  # where hand-downloaded files lie
+                on_bad_image="stop",  # or 'skip': what to do about an image that cannot be decoded
                 train_split="train",
                 eval_split="test",
+                repeats=1,  # of each example in a row (repeated augmentation)
                 image_size=image_size,
                 crop_fraction=1.0,  # of the shorter side that the central test crop keeps
                 channels=3,
@@ -135,7 +137,7 @@ def _validate_model(model: ConfigDict) -> None:
 
 def _validate_data(data: ConfigDict) -> None:
     _require(bool(data.name), "data.name", data.name, "the name of a TFDS data set")
-    for field in ("image_size", "channels"):
+    for field in ("image_size", "channels", "repeats"):
         _require(data[field] >= 1, f"data.{field}", data[field], "a positive whole number")
     _require(0 < data.crop_fraction <= 1, "data.crop_fraction", data.crop_fraction, "in (0, 1]")
     for field in ("mean", "std"):

@@ -6,7 +6,7 @@ from ml_collections import ConfigDict
 from structinit_jax import config as config_lib
 from structinit_jax.data import catalog, datasets
 from structinit_jax.data.examples import check_examples
-from structinit_jax.train import build_program, parameter_table, plan_steps
+from structinit_jax.train import build_program, make_plan, parameter_table
 from structinit_jax.training import mesh as mesh_lib
 from structinit_jax.training.state import count_parameters
 
@@ -31,7 +31,7 @@ def dry_run(config: ConfigDict) -> None:
         catalog.split_size(data.name, data[field], facts, f"data.{field}")
         for field in ("train_split", "eval_split")
     )
-    plan = plan_steps(config, num_examples)
+    plan = make_plan(config, facts, num_examples)
     program = build_program(config, plan)
     print(parameter_table(program))
 

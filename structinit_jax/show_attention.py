@@ -21,6 +21,7 @@ from structinit_jax import config as config_lib
 from structinit_jax.attention_init.measure import Measures, attention_by_offset, measure_maps
 from structinit_jax.augment import normalize
 from structinit_jax.data.examples import load_examples
+from structinit_jax.data.loader import eval_batches
 from structinit_jax.errors import InputError
 
 _OUT = flags.DEFINE_string("out", "attention.png", "The picture to write.")
@@ -38,7 +39,7 @@ def head_kernels(config: ConfigDict, workdir: str | Path | None) -> tuple[np.nda
     config_lib.validate(config)
     dataset = train.open_data(config)
     source = dataset.split(config.data.eval_split, field="data.eval_split")
-    program = train.build_program(config, train.plan_steps(config, len(source)))
+    program = train.build_program(config, train.make_plan(config, dataset.facts, len(source)))
     if workdir is None:
         state = train.initialize(config, program)
     else:
@@ -47,7 +48,7 @@ def head_kernels(config: ConfigDict, workdir: str | Path | None) -> tuple[np.nda
         source, dataset.facts, config.data.image_size, config.data.crop_fraction
     )
     count = min(NUM_IMAGES, len(source))
-    batch = next(iter(examples.batches(lambda _: np.arange(count), 1, count)))
+    batch = next(eval_batches(examples, batch_size=count))
 
     @jax.jit
     def compute(params, model_state, images):

@@ -5,7 +5,6 @@ import functools
 import json
 import tempfile
 import time
-from collections.abc import Iterable
 from pathlib import Path
 from typing import NamedTuple
 
@@ -17,8 +16,10 @@ from ml_collections import ConfigDict
 
 from structinit_jax import config as config_lib
 from structinit_jax.augment import make_augment
-from structinit_jax.data import datasets, loader
-from structinit_jax.data.examples import Examples, check_examples, load_examples
+from structinit_jax.data import datasets
+from structinit_jax.data.catalog import DatasetFacts
+from structinit_jax.data.examples import check_examples, load_examples
+from structinit_jax.data.feed import Feed, Route, choose_route, make_feed
 from structinit_jax.errors import InputError, StoppedError
 from structinit_jax.models.registry import create_model
 from structinit_jax.training import checkpoint, nonfinite, preemption
@@ -37,7 +38,7 @@ MAX_IN_FLIGHT = 2
 # Of a run that a signal stopped: EX_TEMPFAIL of sysexits.h, "try again later".
 PREEMPTED_EXIT_CODE = 75
 # A resumed run must see the data that the run it continues would have seen.
-DATA_ORDER_FIELDS = ("seed", "batch_size", "data.name", "data.train_split")
+DATA_ORDER_FIELDS = ("seed", "batch_size", "data.name", "data.train_split", "data.repeats")
 
 
 class Plan(NamedTuple):
@@ -47,21 +48,25 @@ class Plan(NamedTuple):
       num_steps: optimizer steps in all.
       steps_per_epoch: fractional, since batches run on across the end of an epoch.
       eval_steps: after which of them the model is evaluated; the last is one.
+      route: where training images are cut.
     """
 
     num_steps: int
     steps_per_epoch: float
     eval_steps: frozenset[int]
+    route: Route
 
 
-def plan_steps(config: ConfigDict, num_examples: int) -> Plan:
-    """Turns epochs into steps."""
+def make_plan(config: ConfigDict, facts: DatasetFacts, num_examples: int) -> Plan:
+    """Turns epochs into steps, and chooses the way of the images."""
     steps_per_epoch = num_examples / config.batch_size
     num_steps = config.num_steps or max(1, round(config.num_epochs * steps_per_epoch))
     interval = config.eval_every_epochs * steps_per_epoch
     count = int(num_steps / interval)
     eval_steps = frozenset(round(interval * (i + 1)) for i in range(count)) | {num_steps}
-    return Plan(num_steps, steps_per_epoch, eval_steps - {0})
+    options = config_lib.augment_options(config)
+    route = choose_route(options, facts, num_examples, config.seed)
+    return Plan(num_steps, steps_per_epoch, eval_steps - {0}, route)
 
 
 class Program(NamedTuple):
@@ -96,7 +101,7 @@ def build_program(config: ConfigDict, plan: Plan) -> Program:
     mesh = mesh_lib.make_mesh()
     mesh_lib.check_batch_size(config.batch_size, mesh.size, config.accumulate_steps)
     replicated, sharded = mesh_lib.replicated(mesh), mesh_lib.batch_sharding(mesh)
-    size = config.data.image_size
+    size, stored = config.data.image_size, plan.route.image_size
 
     def make_model(key):
         return create_model(
@@ -121,7 +126,7 @@ def build_program(config: ConfigDict, plan: Plan) -> Program:
         config, num_steps=plan.num_steps, steps_per_epoch=plan.steps_per_epoch
     )
     optimizer = make_optimizer(config, schedule)
-    augment = make_augment(config_lib.augment_options(config))
+    augment = make_augment(plan.route.augment)
     make_state = functools.partial(init_state, optimizer=optimizer, with_ema=bool(config.ema_decay))
     abstract_state = jax.tree.map(
         lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=replicated),
@@ -147,7 +152,9 @@ def build_program(config: ConfigDict, plan: Plan) -> Program:
         abstract_state=abstract_state,
         abstract_batch={
             "image": jax.ShapeDtypeStruct(
-                (config.batch_size, size, size, config.data.channels), np.uint8, sharding=sharded
+                (config.batch_size, stored, stored, config.data.channels),
+                np.uint8,
+                sharding=sharded,
             ),
             "label": jax.ShapeDtypeStruct((config.batch_size,), np.int32, sharding=sharded),
         },
@@ -176,7 +183,7 @@ def initialize(config: ConfigDict, program: Program) -> TrainState:
 
 
 def evaluate(
-    config: ConfigDict, program: Program, state: TrainState, examples: Examples
+    config: ConfigDict, program: Program, state: TrainState, feed: Feed
 ) -> dict[str, float]:
     """Exact loss and accuracy over all examples, whatever the split: 'test/loss', 'test/accuracy'.
 
@@ -188,7 +195,7 @@ def evaluate(
     results = {}
     for prefix, params in weights.items():
         sums = []
-        for batch in _eval_batches(config, program, examples):
+        for batch in feed.eval_batches(batch_size=config.batch_size):
             sums.append(program.eval_step(params, state.model_state, batch))
             jax.block_until_ready(sums[-MAX_IN_FLIGHT - 1 : -MAX_IN_FLIGHT])
         totals = jax.tree.map(lambda *leaves: float(np.sum(leaves)), *jax.device_get(sums))
@@ -207,16 +214,6 @@ def open_data(config: ConfigDict) -> datasets.Dataset:
         channels=data.channels,
     )
     return dataset
-
-
-def _eval_batches(config: ConfigDict, program: Program, examples) -> Iterable[dict]:
-    batches = loader.eval_batches(
-        examples,
-        batch_size=config.batch_size,
-        process_index=jax.process_index(),
-        process_count=jax.process_count(),
-    )
-    return loader.place_batches(batches, mesh_lib.batch_sharding(program.mesh))
 
 
 def parameter_table(program: Program) -> str:
@@ -268,9 +265,11 @@ def _train(
 
     # -- data --------------------------------------------------------------------------------------
     dataset = open_data(config)
-    train_source = dataset.split(config.data.train_split, field="data.train_split")
-    eval_source = dataset.split(config.data.eval_split, field="data.eval_split")
-    plan = plan_steps(config, len(train_source))
+    train_source = dataset.split(
+        config.data.train_split, "data.train_split", config.data.on_bad_image
+    )
+    eval_source = dataset.split(config.data.eval_split, "data.eval_split", config.data.on_bad_image)
+    plan = make_plan(config, dataset.facts, len(train_source))
 
     # -- model and start state, or the newest checkpoint -------------------------------------------
     program = build_program(config, plan)
@@ -300,19 +299,21 @@ def _train(
         (workdir / "config.json").write_text(config.to_json(indent=2) + "\n")
 
     # -- batches -----------------------------------------------------------------------------------
-    size = config.data.image_size
-    train_examples = load_examples(train_source, dataset.facts, size)
-    eval_examples = load_examples(eval_source, dataset.facts, size, config.data.crop_fraction)
-    batches = loader.train_batches(
-        train_examples,
+    route = plan.route
+    train_examples = load_examples(
+        train_source, dataset.facts, route.image_size, random_resized_crop=route.host_crop
+    )
+    eval_examples = load_examples(
+        eval_source, dataset.facts, config.data.image_size, config.data.crop_fraction
+    )
+    train_feed, eval_feed = (make_feed(e, program.mesh) for e in (train_examples, eval_examples))
+    batches = train_feed.train_batches(
         batch_size=config.batch_size,
         seed=config.seed,
         start_step=start_step,
         num_steps=plan.num_steps,
-        process_index=jax.process_index(),
-        process_count=jax.process_count(),
+        repeats=config.data.repeats,
     )
-    batches = loader.place_batches(batches, mesh_lib.batch_sharding(program.mesh))
 
     # -- loop --------------------------------------------------------------------------------------
     print(
@@ -356,7 +357,7 @@ def _train(
             if config.on_nonfinite == "stop":  # before it is past the step that would be replayed
                 nonfinite.stop_if_any(unread, step, config.seed, checkpoints.latest_step)
             if evaluated:
-                results = evaluate(config, program, state, eval_examples)
+                results = evaluate(config, program, state, eval_feed)
                 log.write(step, results)
                 progress.note(f"step {step}  {_describe(results)}")
             run["unread"] = [{k: float(v) for k, v in m.items()} for m in unread]
@@ -370,7 +371,7 @@ def _train(
                 )
             progress.skip_pause(time.perf_counter() - pause)
     if not results:  # the run had ended before; say again how
-        results = evaluate(config, program, state, eval_examples)
+        results = evaluate(config, program, state, eval_feed)
     print(
         f"done: test accuracy {results[BEST_METRIC]:.4f} after {plan.num_steps} steps, "
         f"{time.perf_counter() - began:.0f} s; results in {workdir}"
@@ -401,13 +402,13 @@ def evaluate_checkpoint(config: ConfigDict, workdir: str | Path) -> dict[str, fl
     """
     config_lib.validate(config)
     dataset = open_data(config)
-    source = dataset.split(config.data.eval_split, field="data.eval_split")
-    program = build_program(config, plan_steps(config, len(source)))
+    source = dataset.split(config.data.eval_split, "data.eval_split", config.data.on_bad_image)
+    program = build_program(config, make_plan(config, dataset.facts, len(source)))
     step, state = restore_newest(program, workdir)
     examples = load_examples(
         source, dataset.facts, config.data.image_size, config.data.crop_fraction
     )
-    results = evaluate(config, program, state, examples)
+    results = evaluate(config, program, state, make_feed(examples, program.mesh))
     print(
         f"step {step}  {_describe(results)} on {len(source):,} examples of "
         f"{config.data.name} {config.data.eval_split}"

@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 
 from structinit_jax import train
+from structinit_jax.data.catalog import CATALOG
 
 ROOT = Path(__file__).parent.parent
 TINY = [
@@ -98,7 +99,7 @@ def final_state(workdir, fields):
 
     config = ConfigDict(json.loads((workdir / "config.json").read_text()))
     config.update_from_flattened_dict(fields)
-    program = train.build_program(config, train.plan_steps(config, 1_438))
+    program = train.build_program(config, train.make_plan(config, CATALOG["digits"], 1_438))
     checkpoints = train.Checkpoints(workdir / "checkpoints", 1)
     state = checkpoints.restore(checkpoints.latest_step, program.abstract_state)
     checkpoints.close()

@@ -7,11 +7,11 @@ import pytest
 
 from structinit_jax import train
 from structinit_jax.config import base_config
+from structinit_jax.data.catalog import CATALOG
 from structinit_jax.errors import InputError
-from structinit_jax.train import Plan, build_program, initialize
+from structinit_jax.train import build_program, initialize, make_plan
 
 pytestmark = pytest.mark.usefixtures("library_promotion")
-PLAN = Plan(12, 6.0, frozenset({12}))
 
 
 @pytest.fixture
@@ -42,7 +42,7 @@ def paths(tree):
 
 
 def test_steps_lower_the_loss_move_statistics_and_leave_fixed_filters(config):
-    program = build_program(config, PLAN)
+    program = build_program(config, make_plan(config, CATALOG["digits"], 384))
     state = initialize(config, program)
     start, batch, losses = copy(state), make_batch(), []
     for _ in range(12):
@@ -69,7 +69,7 @@ def test_steps_lower_the_loss_move_statistics_and_leave_fixed_filters(config):
 def test_fixed_filters_have_no_optimizer_state_and_trained_ones_do(config):
     def filters_of(spatial_filters):
         config.model.spatial_filters = spatial_filters
-        state = build_program(config, PLAN).abstract_state
+        state = build_program(config, make_plan(config, CATALOG["digits"], 384)).abstract_state
         name = "['blocks']['spatial']['kernel']"
         moments = optax.tree.get(state.opt_state, "mu")
         return [name in paths(t) for t in (state.params, moments, state.model_state)]
@@ -80,10 +80,10 @@ def test_fixed_filters_have_no_optimizer_state_and_trained_ones_do(config):
 
 def test_one_and_eight_devices_normalize_by_the_global_batch(config, monkeypatch):
     one_device = jax.devices()[:1]
-    program = build_program(config, PLAN)
+    program = build_program(config, make_plan(config, CATALOG["digits"], 384))
     state = initialize(config, program)
     monkeypatch.setattr(jax, "devices", lambda: one_device)
-    single = build_program(config, PLAN)
+    single = build_program(config, make_plan(config, CATALOG["digits"], 384))
     assert (program.mesh.size, single.mesh.size) == (8, 1)
     single_state = initialize(config, single)
     batch = make_batch()
@@ -113,7 +113,7 @@ def test_a_run_interrupted_and_resumed_has_the_same_model_state(config, tmp_path
         with pytest.raises(KeyboardInterrupt):
             train.train(config, tmp_path / "stopped")
     train.train(config, tmp_path / "stopped")
-    program = build_program(config, PLAN)
+    program = build_program(config, make_plan(config, CATALOG["digits"], 384))
     (step, whole), (_, resumed) = (
         train.restore_newest(config, program, tmp_path / name) for name in ("whole", "stopped")
     )

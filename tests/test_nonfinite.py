@@ -6,8 +6,9 @@ import numpy as np
 import pytest
 
 from structinit_jax import train
+from structinit_jax.data.catalog import CATALOG
+from structinit_jax.data.device import DeviceExamples
 from structinit_jax.errors import StoppedError
-from structinit_jax.training import step as step_lib
 
 pytestmark = pytest.mark.usefixtures("library_promotion")
 
@@ -15,30 +16,35 @@ pytestmark = pytest.mark.usefixtures("library_promotion")
 @pytest.fixture
 def bad_labels_give_nan(monkeypatch):
     """Any loss can be made to diverge: here a label of -1 does it."""
-    original = step_lib.cross_entropy
+    original = train.make_augment
 
-    def cross_entropy(logits, labels, smoothing):
-        return original(logits, labels, smoothing) * jnp.where(labels < 0, jnp.nan, 1.0)
+    def make_augment(options):
+        augment = original(options)
 
-    monkeypatch.setattr(step_lib, "cross_entropy", cross_entropy)
+        def with_nan(key, images, labels):
+            images, targets = augment(key, images, labels)
+            return images, targets * jnp.where(labels < 0, jnp.nan, 1.0)[:, None]
+
+        return with_nan
+
+    monkeypatch.setattr(train, "make_augment", make_augment)
 
 
 @pytest.fixture
 def bad_step_5(bad_labels_give_nan, monkeypatch):
-    train_batches = train.loader.train_batches
+    original = DeviceExamples.train_batches
+    spoil = jax.jit(lambda labels: jnp.where(jnp.arange(len(labels)) == 3, -1, labels))
 
-    def with_a_bad_one(*args, start_step, **kwargs):
-        batches = train_batches(*args, start_step=start_step, **kwargs)
+    def with_a_bad_one(self, *, start_step, **options):
+        batches = original(self, start_step=start_step, **options)
         for step, batch in enumerate(batches, start=start_step + 1):
-            if step == 5:
-                batch["label"][3] = -1
-            yield batch
+            yield batch | {"label": spoil(batch["label"])} if step == 5 else batch
 
-    monkeypatch.setattr(train.loader, "train_batches", with_a_bad_one)
+    monkeypatch.setattr(DeviceExamples, "train_batches", with_a_bad_one)
 
 
 def test_a_step_that_is_not_finite_changes_nothing_but_the_step(tiny_config, bad_labels_give_nan):
-    program = train.build_program(tiny_config, train.Plan(12, 6.0, frozenset({12})))
+    program = train.build_program(tiny_config, train.make_plan(tiny_config, CATALOG["digits"], 384))
     state = train.initialize(tiny_config, program)
     rng = np.random.default_rng(0)
     batch = {

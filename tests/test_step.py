@@ -5,7 +5,8 @@ import pytest
 from flax import nnx
 from scipy.special import log_softmax
 
-from structinit_jax.train import Plan, build_program, initialize
+from structinit_jax.data.catalog import CATALOG
+from structinit_jax.train import build_program, initialize, make_plan
 
 pytestmark = pytest.mark.usefixtures("library_promotion")
 
@@ -23,7 +24,7 @@ def make_batch(program, masked=0):
 
 @pytest.fixture
 def program(tiny_config):
-    return build_program(tiny_config, Plan(12, 6.0, frozenset({12})))
+    return build_program(tiny_config, make_plan(tiny_config, CATALOG["digits"], 384))
 
 
 def test_losses_agree_with_scipy(tiny_config, program):
@@ -40,7 +41,7 @@ def test_losses_agree_with_scipy(tiny_config, program):
 
 def test_training_images_are_augmented_by_seed_and_step(tiny_config):
     def loss_at(step):
-        program = build_program(tiny_config, Plan(12, 6.0, frozenset({12})))
+        program = build_program(tiny_config, make_plan(tiny_config, CATALOG["digits"], 384))
         state = initialize(tiny_config, program)._replace(step=jnp.int32(step))
         return float(program.train_step(state, make_batch(program))[1]["loss"])
 
@@ -53,7 +54,7 @@ def test_training_images_are_augmented_by_seed_and_step(tiny_config):
 
 def test_steps_lower_the_loss_and_compile_once(tiny_config, capsys):
     tiny_config.learning_rate = 1e-2
-    program = build_program(tiny_config, Plan(12, 6.0, frozenset({12})))
+    program = build_program(tiny_config, make_plan(tiny_config, CATALOG["digits"], 384))
     state = initialize(tiny_config, program)
     batch = make_batch(program)
     losses = []
@@ -80,7 +81,7 @@ def test_one_and_eight_devices_take_the_same_steps(tiny_config, program, monkeyp
     one_device = jax.devices()[:1]
     state = initialize(tiny_config, program)
     monkeypatch.setattr(jax, "devices", lambda: one_device)
-    single = build_program(tiny_config, Plan(12, 6.0, frozenset({12})))
+    single = build_program(tiny_config, make_plan(tiny_config, CATALOG["digits"], 384))
     assert (program.mesh.size, single.mesh.size) == (8, 1)
     single_state = initialize(tiny_config, single)
     batch = make_batch(program)
@@ -92,7 +93,7 @@ def test_one_and_eight_devices_take_the_same_steps(tiny_config, program, monkeyp
 
 def test_drop_path_depends_on_seed_and_step_only(tiny_config):
     tiny_config.model.drop_path = 0.5
-    program = build_program(tiny_config, Plan(12, 6.0, frozenset({12})))
+    program = build_program(tiny_config, make_plan(tiny_config, CATALOG["digits"], 384))
     batch = make_batch(program)
 
     def loss_at(step):
@@ -107,7 +108,7 @@ def test_a_batch_in_parts_takes_the_step_of_the_whole(tiny_config, program):
     batch = make_batch(program)
     whole, whole_metrics = program.train_step(initialize(tiny_config, program), batch)
     tiny_config.accumulate_steps = 4
-    parts_program = build_program(tiny_config, Plan(12, 6.0, frozenset({12})))
+    parts_program = build_program(tiny_config, make_plan(tiny_config, CATALOG["digits"], 384))
     parts, metrics = parts_program.train_step(initialize(tiny_config, parts_program), batch)
     for name in ("loss", "accuracy", "gradient_norm"):
         np.testing.assert_allclose(metrics[name], whole_metrics[name], rtol=1e-4)
@@ -118,7 +119,7 @@ def test_a_batch_in_parts_takes_the_step_of_the_whole(tiny_config, program):
 
 def test_averaged_weights_follow_the_weights(tiny_config):
     tiny_config.ema_decay = 0.75
-    program = build_program(tiny_config, Plan(12, 6.0, frozenset({12})))
+    program = build_program(tiny_config, make_plan(tiny_config, CATALOG["digits"], 384))
     state = initialize(tiny_config, program)
     expected = jax.device_get(state.params["head"]["kernel"])
     np.testing.assert_array_equal(state.ema["head"]["kernel"], expected)

@@ -5,6 +5,7 @@ import numpy as np
 import pytest
 
 from structinit_jax import train
+from structinit_jax.data.catalog import CATALOG
 from structinit_jax.errors import InputError
 from structinit_jax.training.lock import lock_workdir
 
@@ -16,7 +17,7 @@ def read_metrics(workdir):
 
 
 def final_params(config, workdir):
-    plan = train.plan_steps(config, 384)
+    plan = train.make_plan(config, CATALOG["digits"], 384)
     program = train.build_program(config, plan)
     checkpoints = train.Checkpoints(workdir / "checkpoints", config.keep_checkpoints)
     step = checkpoints.latest_step
@@ -37,7 +38,7 @@ def final_params(config, workdir):
 )
 def test_epochs_become_steps(tiny_config, num_examples, fields, steps, evaluations):
     tiny_config.update(**fields)
-    plan = train.plan_steps(tiny_config, num_examples)
+    plan = train.make_plan(tiny_config, CATALOG["digits"], num_examples)
     assert plan.num_steps == steps
     assert plan.eval_steps == evaluations
     assert plan.steps_per_epoch == num_examples / 64

@@ -19,8 +19,9 @@ INTERPOLATIONS = {
     "bilinear": Image.Resampling.BILINEAR,
 }
 ATTEMPTS = 10
-# Other counters of the same Philox key draw the shuffles of the stream.
+# Counters of one Philox key; the shuffles of the stream have another.
 CROP_COUNTER = np.array([0, 0, 0, 1], np.uint64)
+COIN_COUNTER = np.array([0, 0, 0, 2], np.uint64)
 
 
 class Box(NamedTuple):
@@ -40,7 +41,8 @@ class CropOptions:
       seed: Non-negative seed of the draws.
       scale: Smallest and largest part of the image's area.
       ratio: Smallest and largest width / height; drawn uniformly in the logarithm.
-      interpolation: 'bicubic' or 'bilinear', both antialiased.
+      interpolation: 'bicubic' or 'bilinear', both antialiased, or 'random', which tosses a coin
+        for each image.
     """
 
     seed: int
@@ -53,10 +55,11 @@ class CropOptions:
             raise InputError(f"crop scale={self.scale}: needs 0 < smallest <= largest <= 1.")
         if not 0 < self.ratio[0] <= self.ratio[1]:
             raise InputError(f"crop ratio={self.ratio}: needs 0 < smallest <= largest.")
-        if self.interpolation not in INTERPOLATIONS:
+        choices = (*INTERPOLATIONS, "random")
+        if self.interpolation not in choices:
             raise InputError(
                 f"crop interpolation={self.interpolation!r}: must be one of"
-                f" {', '.join(map(repr, INTERPOLATIONS))}."
+                f" {', '.join(map(repr, choices))}."
             )
 
 
@@ -84,6 +87,15 @@ def draw_box(size: tuple[int, int], options: CropOptions, position: int) -> Box:
     box_height = min(height, max(1, round(width / options.ratio[0])))
     box_width = min(width, max(1, round(height * options.ratio[1])))
     return Box((height - box_height) // 2, (width - box_width) // 2, box_height, box_width)
+
+
+def draw_interpolation(options: CropOptions, position: int) -> str:
+    """The name of the interpolation for the image at a position of the training stream."""
+    if options.interpolation != "random":
+        return options.interpolation
+    key = np.array([options.seed, position], np.uint64)
+    coin = int(np.random.Philox(key=key, counter=COIN_COUNTER).random_raw()) >> 63
+    return ("bilinear", "bicubic")[coin]
 
 
 def _uniforms(seed: int, position: int) -> list[list[float]]:

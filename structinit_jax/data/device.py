@@ -48,7 +48,7 @@ class DeviceExamples:
         return len(self._labels)
 
     def train_batches(
-        self, *, batch_size: int, seed: int, start_step: int, num_steps: int
+        self, *, batch_size: int, seed: int, start_step: int, num_steps: int, repeats: int = 1
     ) -> Iterator[Batch]:
         """The global training batches, on the devices.
 
@@ -57,6 +57,7 @@ class DeviceExamples:
           seed: Seed of the shuffles.
           start_step: First step to yield.
           num_steps: Step to stop before, counted from step 0.
+          repeats: As in `stream_indices`.
 
         Yields:
           `{"image": uint8 [B, H, W, C], "label": int32 [B]}`, split over the devices.
@@ -67,7 +68,8 @@ class DeviceExamples:
         for first in range(start_step * batch_size, num_steps * batch_size, batch_size):
             if first + batch_size > end:
                 end = first + window
-                order = self._send(stream_indices(seed, first, end, len(self)).astype(np.int32))
+                order = stream_indices(seed, first, end, len(self), repeats)
+                order = self._send(order.astype(np.int32))
                 start = self._send(np.zeros((), np.int32))
             batch, start = self._gather(
                 self._images, self._labels, order, start, batch_size=batch_size

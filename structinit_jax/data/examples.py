@@ -11,7 +11,7 @@ import numpy as np
 from PIL import Image
 
 from structinit_jax.data.catalog import DatasetFacts
-from structinit_jax.data.crop import CropOptions, crop_and_resize, draw_box
+from structinit_jax.data.crop import CropOptions, crop_and_resize, draw_box, draw_interpolation
 from structinit_jax.data.source import READ_BLOCK, Source
 from structinit_jax.errors import InputError
 
@@ -111,9 +111,8 @@ class LazyExamples:
         else:
             encoded, label = self.source.open(index)
             box = draw_box(encoded.size, self.random_resized_crop, position)
-            image = crop_and_resize(
-                encoded, box, self.image_size, self.random_resized_crop.interpolation
-            )
+            interpolation = draw_interpolation(self.random_resized_crop, position)
+            image = crop_and_resize(encoded, box, self.image_size, interpolation)
         return {"image": image, "label": np.int32(label)}
 
     def batches(

@@ -29,17 +29,24 @@ def _epoch_order(seed: int, epoch: int, num_examples: int) -> np.ndarray:
     return order
 
 
-def stream_indices(seed: int, start: int, stop: int, num_examples: int) -> np.ndarray:
+def stream_indices(
+    seed: int, start: int, stop: int, num_examples: int, repeats: int = 1
+) -> np.ndarray:
     """A piece of the training stream: independently shuffled epochs, end to end.
 
     Position i belongs to epoch i // num_examples. Batches may straddle two epochs, so within an
     epoch no example is lost or doubled.
+
+    With repeated augmentation (Hoffer et al. 2020) an epoch has as many positions as ever, but each
+    of its examples stands at `repeats` of them, one after another: it sees only the first part of
+    its shuffle, as in timm.
 
     Args:
       seed: Non-negative seed of the shuffles.
       start: First position.
       stop: Position after the last one.
       num_examples: Size of an epoch.
+      repeats: Consecutive positions that hold the same example.
 
     Returns:
       Example numbers, int64 [stop - start].
@@ -49,7 +56,7 @@ def stream_indices(seed: int, start: int, stop: int, num_examples: int) -> np.nd
     indices = np.empty_like(positions)
     for epoch in range(start // num_examples, -(-stop // num_examples)):
         inside = epochs == epoch
-        indices[inside] = _epoch_order(seed, epoch, num_examples)[offsets[inside]]
+        indices[inside] = _epoch_order(seed, epoch, num_examples)[offsets[inside] // repeats]
     return indices
 
 
@@ -69,6 +76,7 @@ def train_batches(
     seed: int,
     start_step: int,
     num_steps: int,
+    repeats: int = 1,
     process_index: int = 0,
     process_count: int = 1,
 ) -> Iterator[dict[str, np.ndarray]]:
@@ -83,6 +91,7 @@ def train_batches(
       seed: Seed of the shuffles.
       start_step: First step to yield; the number of steps done before, when resuming.
       num_steps: Step to stop before, counted from step 0.
+      repeats: As in `stream_indices`.
       process_index: Number of this process.
       process_count: Number of processes P.
 
@@ -96,7 +105,8 @@ def train_batches(
 
     def piece_of(number: int) -> Piece:
         start = (start_step + number) * batch_size + process_index * local
-        return Piece(stream_indices(seed, start, start + local, len(examples)), start)
+        indices = stream_indices(seed, start, start + local, len(examples), repeats)
+        return Piece(indices, start)
 
     return examples.batches(piece_of, max(0, num_steps - start_step), local)
 
