@@ -99,13 +99,10 @@ def test_unprepared_set_says_how(tmp_path):
     with pytest.raises(InputError) as caught:
         open_dataset("imagenet2012", tmp_path)
     message = str(caught.value)
-    command = (
-        f"tfds.builder('imagenet2012', data_dir='{tmp_path}',"
-        " file_format='array_record').download_and_prepare()"
-    )
+    command = f"python -m structinit_jax.data.prepare --name=imagenet2012 --data_dir={tmp_path}"
     for part in (
         "data.name='imagenet2012' is not prepared",
-        "pip install tensorflow-cpu",
+        "pip install '.[prepare]'",
         command,
         f"ILSVRC2012_img_val.tar (by hand, from https://image-net.org) into {tmp_path}/downloads",
     ):
@@ -118,7 +115,7 @@ def test_tfrecord_set_is_refused(tmp_path, digits_dir):
     shutil.copytree(digits_dir, tmp_path, dirs_exist_ok=True)
     info = tmp_path / "digits" / "1.0.0" / "dataset_info.json"
     info.write_text(info.read_text().replace("array_record", "tfrecord"))
-    with pytest.raises(InputError, match="is prepared as tfrecord, which only TensorFlow can read"):
+    with pytest.raises(InputError, match="is prepared as tfrecord; array_record is needed"):
         open_dataset("digits", tmp_path)
 
 

@@ -90,7 +90,7 @@ def test_imagenet_that_is_not_prepared_stops_with_instructions(run, tmp_path):
     assert time.perf_counter() - start < 30
     assert result.returncode != 0
     assert "ILSVRC2012_img_train.tar" in result.stderr
-    assert "file_format='array_record').download_and_prepare()" in result.stderr
+    assert "python -m structinit_jax.data.prepare --name=imagenet2012" in result.stderr
     assert "Traceback" not in result.stderr
 
 

@@ -20,6 +20,8 @@ from structinit_jax.errors import InputError
 tfds.disable_progress_bar()
 
 ON_BAD_IMAGE = ("stop", "skip")
+# Prepared by builders of this package, on first use.
+OWN_SETS = ("digits", "fashion_mnist")
 # Data sets whose label is not called "label".
 LABEL_KEYS = {"imagenet2012_real": "original_label"}
 
@@ -32,11 +34,13 @@ class Dataset:
       name: TFDS name, or 'folder'.
       facts: Classes, image shape and split sizes as prepared.
       open_records: From what `parse_split` returns to the encoded examples.
+      class_names: The name of each label.
     """
 
     name: str
     facts: DatasetFacts
     open_records: Callable[[list[tuple[str, int, int]]], Records]
+    class_names: list[str]
 
     def split(
         self, spec: str, field: str = "data.train_split", on_bad_image: str = "stop"
@@ -85,25 +89,30 @@ def open_dataset(
     """
     if name == "folder":
         folder = ImageFolder(data_dir)
-        return Dataset(name, folder.facts, folder.open_records)
-    if name == "digits":
-        from structinit_jax.data.digits import Digits
-
-        builder = _prepared(lambda: Digits(data_dir=data_dir))
-    elif name == "fashion_mnist":
-        from structinit_jax.data.fashion_mnist import FashionMNIST
-
-        builder = _prepared(lambda: FashionMNIST(data_dir=data_dir, manual_dir=manual_dir))
-    else:
-        builder = _stock_builder(name, data_dir)
-    if tfds.core.FileFormat.ARRAY_RECORD not in builder.info.available_file_formats():
+        return Dataset(name, folder.facts, folder.open_records, folder.classes)
+    builder = find_builder(name, data_dir, manual_dir)
+    if name in OWN_SETS and not builder.data_path.exists():
+        _prepare_own(builder)
+        builder = find_builder(name, data_dir, manual_dir)
+    if not builder.data_path.exists():
         raise InputError(
-            f"data.name={name!r}: {builder.data_path} is prepared as"
-            f" {builder.info.file_format.value}, which only TensorFlow can read; array_record is"
-            f" needed. Pass another --config.data.data_dir=DIR, or move that folder away."
+            f"data.name={name!r} is not prepared: there is no {builder.data_path}. If you have it"
+            f" elsewhere, pass --config.data.data_dir=DIR (the folder that holds {name}/)."
             f" {_how_to_prepare(name, str(builder.data_dir_root))}"
         )
-    return Dataset(name, _facts(name, builder), functools.partial(_open_records, builder))
+    array_record = tfds.core.FileFormat.ARRAY_RECORD
+    if array_record not in builder.info.available_file_formats():
+        # Formats that were added later are known to the builder made from the folder alone.
+        builder = tfds.builder_from_directory(builder.data_path)
+    if array_record not in builder.info.available_file_formats():
+        raise InputError(
+            f"data.name={name!r}: {builder.data_path} is prepared as"
+            f" {builder.info.file_format.value}; array_record is needed. Convert it, which needs no"
+            f" TensorFlow, with\n  {_prepare_command(name, str(builder.data_dir_root))}"
+        )
+    facts = _facts(name, builder)
+    label = builder.info.features[LABEL_KEYS.get(builder.name, "label")]
+    return Dataset(name, facts, functools.partial(_open_records, builder), label.names)
 
 
 def _open_records(builder: tfds.core.DatasetBuilder, parts: list[tuple[str, int, int]]) -> Records:
@@ -137,34 +146,24 @@ class _Relabelled:
         return [{**record, "label": record[self._key]} for record in records]
 
 
-def _prepared(make_builder: Any) -> tfds.core.DatasetBuilder:
-    """Prepares one of this package's own builders unless that is done already.
+def find_builder(
+    name: str, data_dir: str | os.PathLike | None, manual_dir: str | os.PathLike | None = None
+) -> tfds.core.DatasetBuilder:
+    """Finds the TFDS builder of a set, prepared or not; arguments as in `open_dataset`.
 
-    TFDS writes into a folder `incomplete.*` and renames it at the end, so a folder under the final
-    name is always whole.
+    Raises:
+      InputError: The name is unknown, or its builder needs a package that is not installed.
     """
-    builder = make_builder()
-    if builder.data_path.exists():
-        return builder
-    print(f"Preparing {builder.name} in {builder.data_path} (once).", flush=True)
-    try:
-        with contextlib.redirect_stdout(io.StringIO()):  # the line above says it shorter
-            builder.download_and_prepare(file_format="array_record")
-    except OSError as error:
-        # Another process may have prepared the same set in the meantime; its folder is as good.
-        if not builder.data_path.exists():
-            raise InputError(
-                f"data.data_dir={str(builder.data_dir_root)!r}: cannot prepare {builder.name}"
-                f" there: {error}. Pass --config.data.data_dir=DIR with a folder that you can"
-                " write to and that has space left."
-            ) from error
-    return make_builder()
+    if name == "digits":
+        from structinit_jax.data.digits import Digits
 
+        return Digits(data_dir=data_dir)
+    if name == "fashion_mnist":
+        from structinit_jax.data.fashion_mnist import FashionMNIST
 
-def _stock_builder(name: str, data_dir: str | os.PathLike | None) -> tfds.core.DatasetBuilder:
-    """Returns the builder of a set that somebody prepared before."""
+        return FashionMNIST(data_dir=data_dir, manual_dir=manual_dir)
     try:
-        builder = tfds.builder(name, data_dir=data_dir)
+        return tfds.builder(name, data_dir=data_dir)
     except tfds.core.DatasetNotFoundError as error:
         known = sorted({*CATALOG, *tfds.list_builders(with_community_datasets=False)})
         near = difflib.get_close_matches(name, known, n=3)
@@ -180,19 +179,30 @@ def _stock_builder(name: str, data_dir: str | os.PathLike | None) -> tfds.core.D
             f"data.name={name!r}: TFDS needs a package that is not installed to describe this data"
             f" set: {error}. Install it, or choose one of {', '.join(CATALOG)}."
         ) from error
-    if not builder.data_path.exists():
-        raise InputError(
-            f"data.name={name!r} is not prepared: there is no {builder.data_path}. If you have it"
-            f" elsewhere, pass --config.data.data_dir=DIR (the folder that holds {name}/)."
-            f" {_how_to_prepare(name, str(builder.data_dir_root))}"
-        )
-    return builder
+
+
+def _prepare_own(builder: tfds.core.DatasetBuilder) -> None:
+    """Runs one of this package's own builders.
+
+    TFDS writes into a folder `incomplete.*` and renames it at the end, so a folder under the final
+    name is always whole.
+    """
+    print(f"Preparing {builder.name} in {builder.data_path} (once).", flush=True)
+    try:
+        with contextlib.redirect_stdout(io.StringIO()):  # the line above says it shorter
+            builder.download_and_prepare(file_format="array_record")
+    except OSError as error:
+        # Another process may have prepared the same set in the meantime; its folder is as good.
+        if not builder.data_path.exists():
+            raise InputError(
+                f"data.data_dir={str(builder.data_dir_root)!r}: cannot prepare {builder.name}"
+                f" there: {error}. Pass --config.data.data_dir=DIR with a folder that you can"
+                " write to and that has space left."
+            ) from error
 
 
 def _how_to_prepare(name: str, data_dir: str) -> str:
     """The instructions for making an array_record set, as one or more sentences."""
-    if name in ("digits", "fashion_mnist"):
-        return "It is then prepared anew, which needs no TensorFlow."
     archives = (
         "\n  Put ILSVRC2012_img_train.tar and ILSVRC2012_img_val.tar (by hand, from"
         f" https://image-net.org) into {data_dir}/downloads/manual"
@@ -201,11 +211,12 @@ def _how_to_prepare(name: str, data_dir: str) -> str:
     )
     return (
         f"Preparing it needs TensorFlow once (training does not):{archives}"
-        "\n  pip install tensorflow-cpu"
-        '\n  python -c "import tensorflow_datasets as tfds;'
-        f" tfds.builder('{name}', data_dir='{data_dir}', file_format='array_record')"
-        '.download_and_prepare()"'
+        f"\n  pip install '.[prepare]'\n  {_prepare_command(name, data_dir)}"
     )
+
+
+def _prepare_command(name: str, data_dir: str) -> str:
+    return f"python -m structinit_jax.data.prepare --name={name} --data_dir={data_dir}"
 
 
 def _facts(name: str, builder: tfds.core.DatasetBuilder) -> DatasetFacts:

@@ -65,6 +65,11 @@ class EncodedImage:
             )
 
     @property
+    def num_bytes(self) -> int:
+        """Size of the file."""
+        return len(self._encoded)
+
+    @property
     def size(self) -> tuple[int, int]:
         """Height and width, upright."""
         width, height = self._file.size

@@ -1,0 +1,136 @@
+import json
+import shutil
+import struct
+
+import numpy as np
+import pytest
+from array_record.python import array_record_module
+from PIL import Image
+
+from structinit_jax.data import prepare
+from structinit_jax.data.datasets import open_dataset
+from structinit_jax.data.tfrecord import read_tfrecord
+from structinit_jax.errors import InputError
+
+
+def write_tfrecord(path, records):
+    with path.open("wb") as file:
+        for record in records:
+            file.write(struct.pack("<QI", len(record), 0) + record + b"\0\0\0\0")
+
+
+@pytest.fixture
+def tfrecord_dir(tmp_path, data_dir):
+    """Digits as TFDS would have prepared them in its default format."""
+    shutil.copytree(f"{data_dir}/digits", tmp_path / "digits")
+    folder = tmp_path / "digits" / "1.0.0"
+    for path in folder.glob("*.array_record-*"):
+        reader = array_record_module.ArrayRecordReader(str(path))
+        records = [reader.read([number])[0] for number in range(reader.num_records())]
+        write_tfrecord(path.with_name(path.name.replace("array_record", "tfrecord")), records)
+        path.unlink()
+    info = folder / "dataset_info.json"
+    info.write_text(info.read_text().replace("array_record", "tfrecord"))
+    return tmp_path
+
+
+def test_digits_are_reported(data_dir, capsys, tmp_path):
+    sheet = tmp_path / "sheet.png"
+    prepare.main(["--name=digits", f"--data_dir={data_dir}", f"--samples={sheet}", "--check=0"])
+    said = capsys.readouterr().out
+    labels = [
+        e["label"] for e in open_dataset("digits", data_dir).split("train").read([*range(1438)])
+    ]
+    counts = np.bincount(labels)
+    assert "digits: 10 classes (0, 1, 2, 3, 4, 5, 6, 7, 8, 9), 1 channels" in said
+    assert "train: 1,438 examples; checked all" in said
+    assert f"train: 10 of 10 classes, {counts.min()} to {counts.max()} of each" in said
+    assert "train: 8 to 8 pixels high, 8 to 8 wide" in said
+    assert "test: 359 examples" in said
+    with Image.open(sheet) as image:
+        assert image.size == (8 * 116 + 4, 6 * 132 + 4)
+        assert np.asarray(image).std() > 20
+
+
+def test_folder_report_names_bad_images(tmp_path, capsys):
+    for split in ("train", "val"):
+        for name in ("cat", "dog"):
+            (tmp_path / split / name).mkdir(parents=True)
+            for number in range(3):
+                image = Image.new("RGB", (20 + number, 10), "red")
+                image.save(tmp_path / split / name / f"{number}.png")
+    (tmp_path / "train" / "dog" / "1.png").write_bytes(b"nothing")
+    prepare.main(["--name=folder", f"--data_dir={tmp_path}"])
+    said = capsys.readouterr().out
+    assert "folder: 2 classes (cat, dog), 3 channels" in said
+    assert "train: 6 examples" in said
+    assert "train: 2 of 2 classes, 2 to 3 of each" in said
+    assert "val: 10 to 10 pixels high, 20 to 22 wide" in said
+    assert said.count("bad: ") == 1
+    assert "dog/1.png" in said
+
+
+def test_tfrecord_is_converted(tfrecord_dir, data_dir, capsys):
+    with pytest.raises(InputError, match=r"prepare --name=digits --data_dir="):
+        open_dataset("digits", tfrecord_dir)
+    prepare.main(["--name=digits", f"--data_dir={tfrecord_dir}", "--check=10"])
+    assert "Converting" in capsys.readouterr().out
+    for split in ("train", "test"):
+        ours, theirs = (open_dataset("digits", d).split(split) for d in (tfrecord_dir, data_dir))
+        assert len(ours) == len(theirs)
+        for index in (0, 7, len(ours) - 1):
+            np.testing.assert_array_equal(ours[index]["image"], theirs[index]["image"])
+            assert ours[index]["label"] == theirs[index]["label"]
+    prepare.prepare("digits", str(tfrecord_dir))
+    assert capsys.readouterr().out == ""
+
+
+@pytest.mark.parametrize("kept", [0.5, 0.999])
+def test_damaged_tfrecord_is_named_and_not_trusted(tfrecord_dir, kept):
+    (path,) = (tfrecord_dir / "digits" / "1.0.0").glob("*-test.tfrecord-*")
+    content = path.read_bytes()
+    path.write_bytes(content[: int(kept * len(content))])
+    with pytest.raises(InputError, match=r"test\.tfrecord-.*: ends within a record"):
+        prepare.prepare("digits", str(tfrecord_dir))
+    with pytest.raises(InputError, match="is prepared as tfrecord"):
+        open_dataset("digits", tfrecord_dir)
+    write_tfrecord(path, list(read_all(content, path))[:-1])
+    with pytest.raises(InputError, match="holds 358 examples, 359 are expected"):
+        prepare.prepare("digits", str(tfrecord_dir))
+
+
+def read_all(content, path):
+    path.write_bytes(content)
+    return list(read_tfrecord(path))
+
+
+def test_stock_builder_without_tensorflow_says_so(tmp_path, monkeypatch):
+    monkeypatch.setattr(prepare.importlib.util, "find_spec", lambda name: None)
+    with pytest.raises(InputError) as caught:
+        prepare.main(["--name=cifar10", f"--data_dir={tmp_path}"])
+    assert "data.name='cifar10': TFDS needs TensorFlow to prepare" in str(caught.value)
+    assert "pip install '.[prepare]'" in str(caught.value)
+    with pytest.raises(InputError, match="Did you mean 'cifar10'"):
+        prepare.main(["--name=cifr10", f"--data_dir={tmp_path}"])
+
+
+def test_archives_that_are_missing_are_explained(tmp_path, monkeypatch):
+    # As the stock builder of imagenet2012 ends when its archives are not there.
+    monkeypatch.setattr(prepare.importlib.util, "find_spec", lambda name: True)
+
+    def no_archive(self, **options):
+        assert options["file_format"] == "array_record"
+        assert options["download_config"].manual_dir == "archives"
+        raise AssertionError("ImageNet requires manual download of the data")
+
+    builder = type(prepare.datasets.find_builder("imagenet2012", tmp_path))
+    monkeypatch.setattr(builder, "download_and_prepare", no_archive)
+    with pytest.raises(InputError, match=r"requires manual download.*--manual_dir=DIR.*ILSVRC2012"):
+        prepare.prepare("imagenet2012", str(tmp_path), "archives")
+
+
+def test_converted_description_keeps_its_format(tfrecord_dir):
+    prepare.prepare("digits", str(tfrecord_dir))
+    info = json.loads((tfrecord_dir / "digits" / "1.0.0" / "dataset_info.json").read_text())
+    assert info["fileFormat"] == "tfrecord"
+    assert info["alternativeFileFormats"] == ["array_record"]
