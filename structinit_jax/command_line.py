@@ -4,6 +4,7 @@ import difflib
 import os
 import re
 import sys
+import traceback
 from collections.abc import Callable
 from pathlib import Path
 
@@ -13,6 +14,15 @@ from ml_collections import ConfigDict, config_flags
 
 from structinit_jax import config as config_lib
 from structinit_jax.errors import InputError, StoppedError
+
+# absl's words for a value of the wrong type, and ours.
+NEEDS = {
+    r"invalid literal for int\(\) with base 10: .*": "it needs to be a whole number",
+    r"could not convert string to float: .*": "it needs to be a number",
+    r"\('Non-boolean argument to boolean flag', .*": "it needs to be true or false",
+    r"Failed to parse .* as a ConfigDict: .*": "it is a section: set one of its fields, or write "
+    "all of it as a dict, such as \"{'name': 'impulse'}\"",
+}
 
 _CONFIG = config_flags.DEFINE_config_file("config", help_string="Path of a config file.")
 
@@ -63,14 +73,17 @@ def _config() -> ConfigDict:
 
 def _parse_flags(argv: list[str]) -> list[str]:
     """Parses flags; a config file or field that does not exist is refused by name."""
-    _check_config_exists(argv)
+    config = _read_config_file(argv)
     try:
         remaining = flags.FLAGS(argv)
-    except (AttributeError, KeyError, TypeError) as error:
-        _explain_unknown_field(argv)
-        raise InputError(f"--config could not be read: {error}") from error
     except flags.Error as error:
-        raise InputError(str(error)) from error
+        text = str(error)
+        for pattern, need in NEEDS.items():
+            text = re.sub(pattern, need, text)
+        raise InputError(text) from error
+    except (AttributeError, KeyError, TypeError, ValueError) as error:
+        _explain_unknown_field(argv, config)
+        raise InputError(f"a flag --config.FIELD=VALUE could not be read: {error}") from error
     if flags.FLAGS["verbosity"].using_default_value:
         flags.FLAGS.verbosity = logging.WARNING  # JAX, TFDS and orbax are chatty at INFO
     return remaining
@@ -86,25 +99,53 @@ def _config_arguments(argv: list[str]) -> list[str]:
     return []
 
 
-def _check_config_exists(argv: list[str]) -> None:
+def _read_config_file(argv: list[str]) -> ConfigDict | None:
+    """The config as its file has it, without the flags that change fields; None without --config.
+
+    Raises:
+      InputError: if the file is missing, fails, or returns no config of this package.
+    """
     arguments = _config_arguments(argv)
-    path = arguments[-1].split("=", 1)[-1].split(":")[0] if arguments else None
-    if path is not None and not Path(path).is_file():
+    if not arguments or arguments[-1].lstrip("-") == "config":  # absl says what is missing
+        return None
+    path = arguments[-1].split("=", 1)[-1].split(":")[0]
+    if not Path(path).is_file():
         raise InputError(
             f"--config={path}: there is no such file; the configs are in the folder configs/"
         )
-
-
-def _explain_unknown_field(argv: list[str]) -> None:
-    """Raises `InputError` for the first `--config.a.b=` in argv that the config does not have."""
-    # A flag set of its own, so that the file is read without the overrides that failed.
+    # A flag set of its own, so that nothing here is parsed twice.
     values = flags.FlagValues()
-    arguments = [argv[0], *_config_arguments(argv)]
-    holder = config_flags.DEFINE_config_file("config", flag_values=values, sys_argv=arguments)
-    values(arguments)
+    holder = config_flags.DEFINE_config_file("config", flag_values=values, sys_argv=[argv[0]])
+    try:
+        values([argv[0], *arguments])
+    except Exception as error:  # the file is the user's program: anything may happen in it
+        lines = [
+            frame.lineno
+            for frame in traceback.extract_tb(error.__traceback__)
+            if frame.filename == path
+        ]
+        line = getattr(error, "lineno", None) or (lines[-1] if lines else None)
+        place = f", line {line}" if line else ""
+        raise InputError(f"--config={path}{place}: {type(error).__name__}: {error}") from error
+    config = holder.value
+    missing = (
+        [field for field in config_lib.base_config() if field not in config]
+        if isinstance(config, ConfigDict)
+        else ["everything"]
+    )
+    if missing:
+        raise InputError(
+            f"--config={path}: what its get_config() returns lacks {', '.join(missing)}; start "
+            "from structinit_jax.config.base_config(), change its fields and return it"
+        )
+    return config
+
+
+def _explain_unknown_field(argv: list[str], config: ConfigDict | None) -> None:
+    """Raises `InputError` for the first `--config.a.b=` in argv that the config does not have."""
     for argument in argv[1:]:
         match = re.match(r"--?(?:no)?config\.([^=]+)", argument)
-        section, path = holder.value, []
+        section, path = config, []
         for name in match.group(1).split(".") if match else ():
             fields = list(section) if hasattr(section, "keys") else []
             if name not in fields:

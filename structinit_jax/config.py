@@ -1,6 +1,7 @@
 """The fields of a config, their defaults and the checks that need no data and no device."""
 
 import dataclasses
+from math import isfinite
 from typing import Any
 
 from ml_collections import ConfigDict
@@ -83,6 +84,9 @@ def validate(config: ConfigDict) -> None:
     Raises:
       InputError: naming the field, what it got, what it needs and the fix.
     """
+    for field, value in config.items():
+        _require(not isinstance(value, float) or isfinite(value), field, value, "a finite number")
+    _require(0 <= config.seed < 2**32, "seed", config.seed, "from 0 to 2³² - 1")
     for field in (
         "batch_size",
         "accumulate_steps",
@@ -95,10 +99,12 @@ def validate(config: ConfigDict) -> None:
         config.num_steps > 0 or (config.num_steps == 0 and config.num_epochs > 0),
         "num_steps" if config.num_steps else "num_epochs",
         config.num_steps or config.num_epochs,
-        "to be positive, or there is nothing to train",
+        "positive, or there is nothing to train",
     )
     _require(config.eval_every_epochs > 0, "eval_every_epochs", config.eval_every_epochs, "> 0")
-    _require(config.learning_rate > 0, "learning_rate", config.learning_rate, "> 0")
+    for field in ("learning_rate", "adam_epsilon"):
+        _require(config[field] > 0, field, config[field], "> 0")
+    _require(0 <= config.adam_b2 < 1, "adam_b2", config.adam_b2, "in [0, 1)")
     for field in (
         "warmup_epochs",
         "cooldown_epochs",
@@ -137,8 +143,9 @@ def _validate_model(model: ConfigDict) -> None:
 
 def _validate_data(data: ConfigDict) -> None:
     _require(bool(data.name), "data.name", data.name, "the name of a TFDS data set")
-    for field in ("image_size", "channels", "repeats"):
+    for field in ("image_size", "repeats"):
         _require(data[field] >= 1, f"data.{field}", data[field], "a positive whole number")
+    _require(data.channels in (1, 3), "data.channels", data.channels, "1 (grey) or 3 (colour)")
     _require(0 < data.crop_fraction <= 1, "data.crop_fraction", data.crop_fraction, "in (0, 1]")
     for field in ("mean", "std"):
         _require(
@@ -146,6 +153,12 @@ def _validate_data(data: ConfigDict) -> None:
             f"data.{field}",
             tuple(data[field]),
             f"one number for each of data.channels={data.channels}",
+        )
+        _require(
+            all(isinstance(x, int | float) and isfinite(x) for x in data[field]),
+            f"data.{field}",
+            tuple(data[field]),
+            "finite numbers",
         )
     _require(min(data.std) > 0, "data.std", tuple(data.std), "positive numbers")
 

@@ -43,7 +43,7 @@ def main(config: ConfigDict) -> None:
     )
     if _DRY_RUN.value:
         dry_run.dry_run(config)
-    elif _WORKDIR.value is None:
+    elif not _WORKDIR.value:
         raise InputError(
             "--workdir is required: the folder for checkpoints and metrics, such as "
             "--workdir=/tmp/digits (a run in it is resumed)"

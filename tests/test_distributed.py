@@ -85,7 +85,8 @@ def losses(workdir):
 def test_two_processes_train_as_one_and_stop_together(caches, data_dir, tmp_path):
     arguments = [*TINY, f"--config.data.data_dir={data_dir}"]
     one = start(caches, 8, *arguments, f"--workdir={tmp_path / 'one'}", "--config.num_steps=20")
-    assert one.wait(120) == 0, one.stderr.read()
+    output = one.communicate(timeout=120)
+    assert one.returncode == 0, output
 
     two = tmp_path / "two"
     pair = start_two(caches, *arguments, f"--workdir={two}", "--config.num_steps=10")

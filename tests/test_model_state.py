@@ -115,7 +115,7 @@ def test_a_run_interrupted_and_resumed_has_the_same_model_state(config, tmp_path
     train.train(config, tmp_path / "stopped")
     program = build_program(config, make_plan(config, CATALOG["digits"], 384))
     (step, whole), (_, resumed) = (
-        train.restore_newest(config, program, tmp_path / name) for name in ("whole", "stopped")
+        train.restore_newest(program, tmp_path / name) for name in ("whole", "stopped")
     )
     assert step == 12
     jax.tree.map(np.testing.assert_array_equal, copy(whole), copy(resumed))

@@ -184,7 +184,8 @@ def restore_newest(directory: Path, abstract_state: TrainState) -> tuple[int, Tr
         step = int(multihost_utils.broadcast_one_to_all(np.int32(step)))
     if step < 0:
         return None
-    manager = _open_manager(directory, read_only=True, lightweight_initialize=True)
+    # Metrics, which may be damaged in other checkpoints, are not read, and nothing is written.
+    manager = _open_manager(directory, create=False, lightweight_initialize=True)
     with contextlib.closing(manager):
         return step, _restore(manager, step, abstract_state)
 

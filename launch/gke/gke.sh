@@ -1,0 +1,69 @@
+#!/usr/bin/env bash
+# Trains on GPU nodes of GKE, by a JobSet.
+#
+#   launch/gke/gke.sh [options] -- --config=FILE --workdir=/workdir/DIR [flags of structinit_jax.main]
+#
+#   --name=NAME        of the JobSet (structinit-jax)
+#   --image=IMAGE      container with this package installed; its working folder has configs/
+#   --claim=CLAIM      ReadWriteMany volume claim for /workdir, such as Filestore's (workdir)
+#   --nodes=N          (1)
+#   --gpus=N           of each node (8)
+#   --accelerator=A    node label (nvidia-h100-80gb)
+#   --logs             follow the first pod's output
+#   --delete           end the run, which can be continued, and remove the JobSet
+#   --dry_run          print what would be done
+#   --help             this text
+#
+# Given again, the command leaves a run alone that is under way with the same settings.
+
+set -euo pipefail
+cd "$(dirname "$0")/../.."
+# shellcheck source=launch/common.sh
+source launch/common.sh
+
+name=structinit-jax image='' claim=workdir nodes=1 gpus=8 accelerator=nvidia-h100-80gb action=apply
+while (($#)); do
+  case $1 in
+    --name=*) name=$(value_of "$1") ;;
+    --image=*) image=$(value_of "$1") ;;
+    --claim=*) claim=$(value_of "$1") ;;
+    --nodes=*) nodes=$(value_of "$1") ;;
+    --gpus=*) gpus=$(value_of "$1") ;;
+    --accelerator=*) accelerator=$(value_of "$1") ;;
+    --logs) action=logs ;;
+    --delete) action=delete ;;
+    --dry_run) dry_run=true ;;
+    --help) show_help; exit ;;
+    --) shift; break ;;
+    *) fail "unknown option $1; flags of structinit_jax.main come behind --" ;;
+  esac
+  shift
+done
+need kubectl "see https://kubernetes.io/docs/tasks/tools"
+
+case $action in
+  logs)
+    run kubectl logs --follow --selector="jobset.sigs.k8s.io/jobset-name=$name,batch.kubernetes.io/job-completion-index=0"
+    ;;
+  delete) run kubectl delete jobset "$name" --ignore-not-found ;;
+  apply)
+    [[ -n $image ]] || fail "--image=IMAGE is needed: a container with structinit_jax installed"
+    (($#)) || fail "nothing to train: give the flags of structinit_jax.main behind --"
+    arguments=''
+    for argument in "$@"; do # as YAML's single-quoted strings
+      arguments+="                    - '${argument//\'/\'\'}'"$'\n'
+    done
+    manifest=$(< launch/gke/jobset.yaml)
+    manifest=${manifest//@NAME@/"$name"}
+    manifest=${manifest//@IMAGE@/"$image"}
+    manifest=${manifest//@CLAIM@/"$claim"}
+    manifest=${manifest//@NODES@/"$nodes"}
+    manifest=${manifest//@GPUS@/"$gpus"}
+    manifest=${manifest//@ACCELERATOR@/"$accelerator"}
+    manifest=${manifest//@ARGUMENTS@/"${arguments%$'\n'}"}
+    run kubectl apply --filename=- <<< "$manifest"
+    if $dry_run; then
+      printf '%s\n' "$manifest"
+    fi
+    ;;
+esac

@@ -1,0 +1,72 @@
+#!/usr/bin/env bash
+# Trains with several processes on this machine.
+#
+#   launch/local.sh [options] -- --config=FILE --workdir=DIR [flags of structinit_jax.main]
+#
+#   --processes=N    how many processes (2)
+#   --cpu_devices=N  virtual CPU devices of each process, instead of GPUs
+#   --port=PORT      of the coordinator on 127.0.0.1 (8476)
+#   --dry_run        print what would be started
+#   --help           this text
+#
+# Without --cpu_devices process i gets GPU i. A signal to this script, also Ctrl-C, lets all processes
+# save a checkpoint after one and the same step and end with status 75; the same command then goes
+# on from there. A second run on the same workdir is refused.
+
+set -euo pipefail
+cd "$(dirname "$0")/.."
+# shellcheck source=launch/common.sh
+source launch/common.sh
+
+processes=2 cpu_devices='' port=8476
+while (($#)); do
+  case $1 in
+    --processes=*) processes=$(value_of "$1") ;;
+    --cpu_devices=*) cpu_devices=$(value_of "$1") ;;
+    --port=*) port=$(value_of "$1") ;;
+    --dry_run) dry_run=true ;;
+    --help) show_help; exit ;;
+    --) shift; break ;;
+    *) fail "unknown option $1; flags of structinit_jax.main come behind --" ;;
+  esac
+  shift
+done
+(($#)) || fail "nothing to train: give the flags of structinit_jax.main behind --"
+[[ $processes =~ ^[1-9][0-9]*$ ]] || fail "--processes=$processes needs to be a positive number"
+
+pids=()
+for ((i = 0; i < processes; i++)); do
+  if [[ -n $cpu_devices ]]; then
+    devices=(JAX_PLATFORMS=cpu "XLA_FLAGS=--xla_force_host_platform_device_count=$cpu_devices")
+  else
+    devices=("CUDA_VISIBLE_DEVICES=$i")
+  fi
+  command=(env "${devices[@]}" "${PYTHON:-python}" -m structinit_jax.main "$@"
+    "--coordinator_address=127.0.0.1:$port" "--num_processes=$processes" "--process_id=$i")
+  if $dry_run; then
+    run "${command[@]}"
+  else
+    "${command[@]}" &
+    pids+=($!)
+  fi
+done
+$dry_run && exit
+
+stop_all() { kill -TERM "${pids[@]}" 2> /dev/null || true; }
+trap stop_all INT TERM
+
+# The first failure ends all: the others would wait for it in vain.
+status=0
+for ((left = processes; left > 0; left--)); do
+  code=0
+  wait -n || code=$?
+  while ((code > 128)) && (($(jobs -pr | wc -l) == left)); do # a signal to this script came in between
+    code=0
+    wait -n || code=$?
+  done
+  if ((code != 0 && status == 0)); then
+    status=$code
+    ((code == 75)) || stop_all
+  fi
+done
+exit "$status"

@@ -1,0 +1,97 @@
+#!/usr/bin/env bash
+# Trains on a Cloud TPU slice, from one host to a pod, by gcloud.
+#
+#   launch/tpu_pod.sh create  --name=NAME --zone=ZONE --type=TYPE [--spot] [--project=P]
+#   launch/tpu_pod.sh install --name=NAME --zone=ZONE
+#   launch/tpu_pod.sh run     --name=NAME --zone=ZONE -- --config=FILE --workdir=DIR [flags]
+#   launch/tpu_pod.sh logs    --name=NAME --zone=ZONE
+#   launch/tpu_pod.sh stop    --name=NAME --zone=ZONE    the run saves a checkpoint and ends
+#   launch/tpu_pod.sh delete  --name=NAME --zone=ZONE    what is not deleted costs money
+#
+#   --type=TYPE      such as v5litepod-8 or v4-32 (v5litepod-8)
+#   --version=V      runtime version, by the type (v2-alpha-tpuv5-lite)
+#   --spot           cheaper, and taken back at any moment
+#   --dry_run        print what would be done
+#   --help           this text
+#
+# Each may be given again: create waits for a slice that is asked for already, run leaves a run alone
+# that is under way. Every worker runs the same command at the same time; one alone would wait for
+# the others. On several hosts the workdir must be a folder that all of them have, such as a
+# mounted Filestore. install copies the last commit of this repository.
+
+set -euo pipefail
+cd "$(dirname "$0")/.."
+# shellcheck source=launch/common.sh
+source launch/common.sh
+
+[[ ${1:-} != --help ]] || { show_help; exit; }
+action=${1:-}
+shift || true
+name='' zone='' type=v5litepod-8 version=v2-alpha-tpuv5-lite project=() spot=()
+while (($#)); do
+  case $1 in
+    --name=*) name=$(value_of "$1") ;;
+    --zone=*) zone=$(value_of "$1") ;;
+    --type=*) type=$(value_of "$1") ;;
+    --version=*) version=$(value_of "$1") ;;
+    --project=*) project=("--project=$(value_of "$1")") ;;
+    --spot) spot=(--spot) ;;
+    --dry_run) dry_run=true ;;
+    --help) show_help; exit ;;
+    --) shift; break ;;
+    *) fail "unknown option $1; flags of structinit_jax.main come behind --" ;;
+  esac
+  shift
+done
+[[ -n $name ]] || fail "--name=NAME is needed: what the slice is or will be called"
+[[ -n $zone ]] || fail "--zone=ZONE is needed, such as us-west4-a"
+need gcloud "see https://cloud.google.com/sdk/docs/install"
+where=("--zone=$zone" "${project[@]}")
+
+on_workers() { # which workers, command
+  run gcloud compute tpus tpu-vm ssh "$name" "${where[@]}" --worker="$1" --command="$2"
+}
+
+state() {
+  gcloud compute tpus queued-resources describe "$name" "${where[@]}" \
+    --format='value(state.state)' 2> /dev/null || true
+}
+
+case $action in
+  create)
+    if $dry_run || [[ -z $(state) ]]; then
+      run gcloud compute tpus queued-resources create "$name" --node-id="$name" "${where[@]}" \
+        --accelerator-type="$type" --runtime-version="$version" "${spot[@]}"
+    fi
+    $dry_run && exit
+    while [[ $(state) != ACTIVE ]]; do
+      case $(state) in
+        FAILED | SUSPENDED) fail "the slice is $(state): delete it, then create it again" ;;
+      esac
+      echo "waiting for $name: $(state)"
+      sleep 20
+    done
+    ;;
+  install)
+    archive=$(mktemp -d)
+    trap 'rm -rf "$archive"' EXIT
+    run git archive --output="$archive/structinit_jax.tar.gz" --prefix=structinit_jax/ HEAD
+    run gcloud compute tpus tpu-vm scp "$archive/structinit_jax.tar.gz" "$name": "${where[@]}" \
+      --worker=all
+    on_workers all 'rm -rf structinit_jax && tar xzf structinit_jax.tar.gz &&
+      python3 -m venv ~/venv && ~/venv/bin/pip install --quiet "./structinit_jax[tpu]"'
+    ;;
+  run)
+    (($#)) || fail "nothing to train: give the flags of structinit_jax.main behind --"
+    arguments=$(printf '%q ' "$@")
+    # The lock goes with the process, so that a second `run` does nothing and one after a stop starts.
+    on_workers all "cd structinit_jax && { nohup flock --nonblock ~/run.lock \
+~/venv/bin/python -m structinit_jax.main $arguments >> ~/run.log 2>&1 < /dev/null & }"
+    ;;
+  logs) on_workers 0 'tail -n 50 -F ~/run.log' ;;
+  stop) on_workers all "pkill -TERM -f '[s]tructinit_jax.main' || true" ;;
+  delete)
+    run gcloud compute tpus queued-resources delete "$name" "${where[@]}" --force --quiet
+    ;;
+  *) fail "${action:-no action}: give create, install, run, logs, stop or delete; see --help" ;;
+esac

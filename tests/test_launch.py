@@ -1,0 +1,215 @@
+"""The launch scripts: what they would run, and the local one for real."""
+
+import json
+import os
+import shlex
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import yaml
+from test_distributed import TINY, free_port
+
+ROOT = Path(__file__).parent.parent
+ARGUMENTS = ["--config=configs/vit_t_digits.py", "--workdir=/shared/a run", "--config.seed=1"]
+SLICE = ["--name=slice", "--zone=us-west4-a", "--dry_run"]
+SCRIPTS = ["local.sh", "slurm.sh", "tpu_pod.sh", "gke/gke.sh"]
+
+
+def launch(script, *arguments, **environment):
+    return subprocess.run(
+        [ROOT / "launch" / script, *arguments],
+        env=os.environ | environment,
+        capture_output=True,
+        text=True,
+        timeout=200,
+    )
+
+
+def planned(script, *arguments):
+    """The commands that a dry run prints, as lists of words."""
+    result = launch(script, *arguments)
+    assert result.returncode == 0, result.stderr
+    lines = [line for line in result.stdout.splitlines() if line.startswith("+ ")]
+    return [shlex.split(line[2:]) for line in lines]
+
+
+@pytest.mark.parametrize("script", SCRIPTS)
+def test_help_tells_every_option(script):
+    result = launch(script, "--help")
+    assert result.returncode == 0
+    text = (ROOT / "launch" / script).read_text()
+    options = {word for word in text.split() if word.startswith("--") and word.endswith("=*)")}
+    assert options
+    for option in options:
+        assert option.removesuffix("*)") in result.stdout
+    assert "--dry_run" in result.stdout
+    assert "set -e" not in result.stdout
+
+
+def test_local_starts_one_process_for_each_gpu_or_on_virtual_devices():
+    gpus = planned("local.sh", "--processes=3", "--dry_run", "--", *ARGUMENTS)
+    assert len(gpus) == 3
+    for i, words in enumerate(gpus):
+        assert words[:2] == ["env", f"CUDA_VISIBLE_DEVICES={i}"]
+        assert words[3:8] == ["-m", "structinit_jax.main", *ARGUMENTS]
+        assert words[8:] == [
+            "--coordinator_address=127.0.0.1:8476",
+            "--num_processes=3",
+            f"--process_id={i}",
+        ]
+    words = planned("local.sh", "--cpu_devices=4", "--dry_run", "--", *ARGUMENTS)[1]
+    assert "XLA_FLAGS=--xla_force_host_platform_device_count=4" in words
+
+
+def test_slurm_submits_one_task_for_each_gpu():
+    options = ["--nodes=2", "--gpus=4", "--time=1:00:00", "--account=lab"]
+    (words,) = planned("slurm.sh", *options, "--dry_run", "--", *ARGUMENTS)
+    assert words[0] == "sbatch"
+    assert {"--nodes=2", "--ntasks-per-node=4", "--gpus-per-node=4"} <= set(words)
+    assert words[-6:] == ["--time=1:00:00", "--account=lab", "launch/slurm.sbatch", *ARGUMENTS]
+    assert planned("slurm.sh", "--cancel", "--dry_run") == [
+        ["scancel", "--name=structinit_jax", "--me"]
+    ]
+
+
+@pytest.fixture
+def slurm(tmp_path):
+    """An `srun` that runs here and an `scontrol` that writes down what it is asked for."""
+    for name, line in (
+        ("srun", 'shift; exec "$@"'),
+        ("scontrol", f'echo "$@" >> {tmp_path / "calls"}'),
+        ("trainer", 'exit "${4#--status=}"'),
+    ):
+        path = tmp_path / name
+        path.write_text(f"#!/usr/bin/env bash\n{line}\n")
+        path.chmod(0o755)
+    return {
+        "PATH": f"{tmp_path}:{os.environ['PATH']}",
+        "PYTHON": str(tmp_path / "trainer"),
+        "SLURM_JOB_ID": "42",
+    }
+
+
+@pytest.mark.parametrize("status", [0, 1, 75])
+def test_a_slurm_job_goes_back_into_the_queue_only_if_it_was_stopped(slurm, tmp_path, status):
+    # The trainer gets `-m structinit_jax.main` and then the arguments.
+    result = launch("slurm.sbatch", "--config=c", f"--status={status}", **slurm)
+    assert result.returncode == status
+    assert (tmp_path / "calls").exists() == (status == 75)
+    if status == 75:
+        assert (tmp_path / "calls").read_text() == "requeue 42\n"
+
+
+def test_tpu_runs_on_all_workers_at_once():
+    (create,) = planned("tpu_pod.sh", "create", *SLICE, "--type=v4-32", "--spot")
+    assert create[3:7] == ["queued-resources", "create", "slice", "--node-id=slice"]
+    assert {"--accelerator-type=v4-32", "--spot", "--zone=us-west4-a"} <= set(create)
+    install = planned("tpu_pod.sh", "install", *SLICE)
+    assert [words[0] for words in install] == ["git", "gcloud", "gcloud"]
+    assert all("--worker=all" in words for words in install[1:])
+    assert "structinit_jax[tpu]" in install[2][-1]
+    (run,) = planned("tpu_pod.sh", "run", *SLICE, "--", *ARGUMENTS)
+    assert "--worker=all" in run
+    remote = run[-1].removeprefix("--command=")
+    assert "nohup flock --nonblock ~/run.lock" in remote
+    assert shlex.split(remote)[10:14] == ["structinit_jax.main", *ARGUMENTS]
+    assert planned("tpu_pod.sh", "logs", *SLICE)[0][-2] == "--worker=0"
+    assert "pkill -TERM" in planned("tpu_pod.sh", "stop", *SLICE)[0][-1]
+    (delete,) = planned("tpu_pod.sh", "delete", *SLICE)
+    assert {"delete", "--force", "--quiet"} <= set(delete)
+
+
+def test_gke_applies_a_whole_manifest():
+    arguments = ["--config=configs/vit_b_imagenet.py", "--config.data.train_split='it''s'"]
+    options = ["--image=registry/x:1", "--nodes=4", "--claim=disk", "--dry_run"]
+    result = launch("gke/gke.sh", *options, "--", *arguments)
+    assert result.stdout.startswith("+ kubectl apply --filename=-")
+    manifest = yaml.safe_load(result.stdout.split("\n", 1)[1])
+    assert manifest["kind"] == "JobSet"
+    (job,) = manifest["spec"]["replicatedJobs"]
+    assert job["template"]["spec"]["completions"] == 4
+    pod = job["template"]["spec"]["template"]["spec"]
+    (container,) = pod["containers"]
+    assert container["image"] == "registry/x:1"
+    assert container["args"] == arguments
+    script = container["command"][2]
+    assert "--num_processes=4" in script
+    assert "--coordinator_address=structinit-jax-workers-0-0.structinit-jax:8476" in script
+    assert pod["volumes"][0]["persistentVolumeClaim"] == {"claimName": "disk"}
+    assert "@" not in result.stdout.replace('"$@"', "").split("apiVersion")[1]
+
+
+@pytest.mark.parametrize(
+    ("script", "arguments", "message"),
+    [
+        (
+            "local.sh",
+            [],
+            "error: nothing to train: give the flags of structinit_jax.main behind",
+        ),
+        ("local.sh", ["--config=x"], "unknown option --config=x; flags of structinit_jax.main"),
+        ("local.sh", ["--processes=none", "--", "x"], "--processes=none needs to be a positive"),
+        ("local.sh", ["--processes=", "--", "x"], "--processes needs a value"),
+        ("slurm.sh", ["--dry_run"], "nothing to train"),
+        ("slurm.sh", ["--node=2"], "unknown option --node=2"),
+        ("tpu_pod.sh", [], "--name=NAME is needed"),
+        ("tpu_pod.sh", ["run", "--name=x"], "--zone=ZONE is needed, such as us-west4-a"),
+        ("tpu_pod.sh", ["start", *SLICE], "start: give create, install, run, logs, stop or delete"),
+        ("tpu_pod.sh", ["run", *SLICE], "nothing to train"),
+        ("gke/gke.sh", ["--dry_run", "--", "x"], "--image=IMAGE is needed"),
+    ],
+)
+def test_mistakes_end_with_a_message(script, arguments, message):
+    result = launch(script, *arguments)
+    assert result.returncode == 1
+    assert message in result.stderr
+
+
+TRAINER = """#!/usr/bin/env bash
+trap 'exit 75' TERM
+[[ $* != *--process_id=1* ]] || {fails} || exit 3
+echo started
+while true; do sleep 0.05; done
+"""
+
+
+@pytest.mark.parametrize(("fails", "status"), [("true", 75), ("false", 3)])
+def test_local_ends_all_processes_together(tmp_path, fails, status):
+    trainer = tmp_path / "trainer"
+    trainer.write_text(TRAINER.replace("{fails}", fails))
+    trainer.chmod(0o755)
+    process = subprocess.Popen(
+        [ROOT / "launch" / "local.sh", "--", "--config=c"],
+        env=os.environ | {"PYTHON": str(trainer)},
+        stdout=subprocess.PIPE,
+        text=True,
+    )
+    with process:
+        assert process.stdout.readline() == "started\n"
+        if fails == "true":
+            assert process.stdout.readline() == "started\n"
+            process.terminate()
+        assert process.wait(10) == status
+
+
+@pytest.mark.slow
+def test_local_trains_with_two_processes(tmp_path, data_dir):
+    result = launch(
+        "local.sh",
+        "--processes=2",
+        "--cpu_devices=2",
+        f"--port={free_port()}",
+        "--",
+        *TINY,
+        "--config.num_steps=3",
+        f"--config.data.data_dir={data_dir}",
+        f"--workdir={tmp_path / 'run'}",
+        PYTHON=sys.executable,
+        XDG_CACHE_HOME=str(tmp_path),
+    )
+    assert result.returncode == 0, result.stderr
+    assert "devices: 4 × cpu (2 hosts)" in result.stdout
+    lines = (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()
+    assert [json.loads(line)["step"] for line in lines] == [1, 2, 3, 3]
