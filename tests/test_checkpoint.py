@@ -16,7 +16,7 @@ from structinit_jax.training.state import TrainState
 
 def make_state(step):
     values = jax.random.normal(jax.random.key(step), (200, 100))
-    return TrainState(jnp.int32(step), {"kernel": values}, {}, {"mu": values})
+    return TrainState(jnp.int32(step), {"kernel": values}, {}, {"mu": values}, {})
 
 
 ABSTRACT = jax.eval_shape(lambda: make_state(0))
