@@ -2,9 +2,11 @@ import numpy as np
 import pytest
 from PIL import Image
 
+from structinit_jax.data.crop import CropOptions
 from structinit_jax.data.datasets import open_dataset
 from structinit_jax.data.decode import BadImageError
-from structinit_jax.data.examples import load_examples
+from structinit_jax.data.examples import LazyExamples, load_examples
+from structinit_jax.data.loader import train_batches
 from structinit_jax.data.source import Source
 from structinit_jax.errors import InputError
 
@@ -146,3 +148,13 @@ def test_skip_says_nothing_of_good_images_and_refuses_all_bad(root, capsys):
         open_dataset("folder", root).split("val", "data.eval_split", "skip")
     with pytest.raises(InputError, match=r"data\.on_bad_image='ignore'"):
         open_dataset("folder", root).split("val", on_bad_image="ignore")
+
+
+def test_bad_image_stops_a_lazy_run_by_name(root):
+    (root / "train" / "cat" / "3.png").write_bytes(b"nothing")
+    source = open_dataset("folder", root).split("train")
+    for options in (None, CropOptions(seed=0)):
+        examples = LazyExamples(source, 8, random_resized_crop=options)
+        batches = train_batches(examples, batch_size=10, seed=0, start_step=0, num_steps=3)
+        with pytest.raises(BadImageError, match=r"^folder 'train', example \d+ \(.*cat/3\.png\)"):
+            list(batches)

@@ -19,7 +19,7 @@ import tensorflow_datasets as tfds
 
 from structinit_jax.data import datasets
 from structinit_jax.data.sample_sheet import draw_sheet
-from structinit_jax.data.source import READ_BLOCK, ImageSource
+from structinit_jax.data.source import ImageSource
 from structinit_jax.data.tfrecord import add_array_record
 from structinit_jax.errors import InputError
 
@@ -84,24 +84,17 @@ def describe_split(source: ImageSource, num_classes: int, num_checked: int) -> l
     chosen = np.zeros(len(source), bool)
     chosen[np.linspace(0, len(source) - 1, number).round().astype(int)] = True
     good, problems = source.select(chosen).split_bad_images()
-    heights, widths, num_bytes = [], [], 0
-    counts = np.zeros(num_classes, int)
-    for start in range(0, len(good), READ_BLOCK):
-        for index in range(start, min(start + READ_BLOCK, len(good))):
-            image, label = good.open(index)
-            height, width = image.size
-            heights.append(height)
-            widths.append(width)
-            num_bytes += image.num_bytes
-            counts[label] += 1
     every = "all" if number == len(source) else f"{number:,} of them at even distances"
     lines = [f"{len(source):,} examples; checked {every}"]
     if len(good):
+        sizes = np.array([(*image.size, image.num_bytes) for image, _ in good.open_all()])
+        counts = np.bincount(good.column("label"), minlength=num_classes)
+        low, high = sizes.min(axis=0), sizes.max(axis=0)
         lines += [
             f"{np.count_nonzero(counts)} of {num_classes} classes, {counts.min():,} to"
             f" {counts.max():,} of each",
-            f"{min(heights)} to {max(heights)} pixels high, {min(widths)} to {max(widths)} wide",
-            f"{num_bytes / len(good):,.0f} bytes an image",
+            f"{low[0]} to {high[0]} pixels high, {low[1]} to {high[1]} wide",
+            f"{sizes[:, 2].mean():,.0f} bytes an image",
         ]
     return lines + [f"bad: {problem}" for problem in problems]
 

@@ -1,7 +1,7 @@
 """Random access to the examples of a split, wherever they lie."""
 
 import os
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, Protocol, runtime_checkable
 
@@ -75,6 +75,12 @@ class ImageSource:
     def open(self, index: int) -> tuple[EncodedImage, int]:
         """Returns the image before it is decoded, and the label."""
         return self._open(index, self._fetch([index])[0])
+
+    def open_all(self) -> Iterator[tuple[EncodedImage, int]]:
+        """Yields what `open` returns for every example, in order."""
+        for start in range(0, len(self), READ_BLOCK):
+            indices = range(start, min(start + READ_BLOCK, len(self)))
+            yield from map(self._open, indices, self._fetch(indices))
 
     def column(self, key: str) -> list[Any]:
         """Returns one entry of every record, such as "label", without decoding an image."""
