@@ -11,7 +11,7 @@ from ml_collections import ConfigDict
 
 from structinit_jax import command_line, dry_run, train
 from structinit_jax.errors import InputError
-from structinit_jax.training import distributed
+from structinit_jax.training import distributed, profiling
 
 _WORKDIR = flags.DEFINE_string(
     "workdir", None, "Folder for checkpoints, metrics and the resolved config; resumed from."
@@ -21,6 +21,9 @@ _MODE = flags.DEFINE_enum(
 )
 _DRY_RUN = flags.DEFINE_bool(
     "dry_run", False, "Build everything abstractly and print sizes and costs; reads no data."
+)
+_PROFILE_STEPS = flags.DEFINE_string(
+    "profile_steps", None, "First and last step to trace into --workdir/profile, such as 10:13."
 )
 _COORDINATOR_ADDRESS = flags.DEFINE_string(
     "coordinator_address", None, "With several processes: host:port of process 0."
@@ -51,7 +54,7 @@ def main(config: ConfigDict) -> None:
     elif _MODE.value == "eval":
         train.evaluate_checkpoint(config, _WORKDIR.value)
     else:
-        train.train(config, _WORKDIR.value)
+        train.train(config, _WORKDIR.value, profiling.parse_steps(_PROFILE_STEPS.value))
 
 
 if __name__ == "__main__":

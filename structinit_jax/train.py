@@ -22,7 +22,14 @@ from structinit_jax.data.examples import check_examples, load_examples
 from structinit_jax.data.feed import Feed, Route, choose_route, make_feed
 from structinit_jax.errors import InputError, StoppedError
 from structinit_jax.models.registry import create_model
-from structinit_jax.training import checkpoint, nonfinite, preemption
+from structinit_jax.training import (
+    checkpoint,
+    compilations,
+    memory,
+    nonfinite,
+    preemption,
+    profiling,
+)
 from structinit_jax.training import mesh as mesh_lib
 from structinit_jax.training.checkpoint import BEST_METRIC, Checkpoints
 from structinit_jax.training.lock import lock_workdir
@@ -236,12 +243,17 @@ def prepare_workdir(workdir: str | Path) -> Path:
     return path
 
 
-def train(config: ConfigDict, workdir: str | Path) -> dict[str, float]:
+def train(
+    config: ConfigDict,
+    workdir: str | Path,
+    profile_steps: tuple[int, int] | tuple[None, None] = (None, None),
+) -> dict[str, float]:
     """Trains to the end of the plan, from the newest checkpoint in the workdir if there is one.
 
     Args:
       config: see `structinit_jax.config.base_config`.
       workdir: gets `config.json`, `metrics.jsonl`, `tensorboard/` and `checkpoints/`.
+      profile_steps: the first and the last step to trace into `profile/`.
 
     Returns:
       The last evaluation's metrics.
@@ -251,11 +263,11 @@ def train(config: ConfigDict, workdir: str | Path) -> dict[str, float]:
       StoppedError: if a signal asked for it or a step was not finite; checkpoints are whole.
     """
     with contextlib.ExitStack() as on_exit:
-        return _train(config, workdir, on_exit)
+        return _train(config, workdir, profile_steps, on_exit)
 
 
 def _train(
-    config: ConfigDict, workdir: str | Path, on_exit: contextlib.ExitStack
+    config: ConfigDict, workdir: str | Path, profile_steps, on_exit: contextlib.ExitStack
 ) -> dict[str, float]:
     began = time.perf_counter()
     config_lib.validate(config)
@@ -295,6 +307,7 @@ def _train(
         print(f"resumed from step {start_step} in {checkpoints.directory}")
     else:
         state = initialize(config, program)
+    profiling.check_steps(*profile_steps, start_step, plan.num_steps)
     if jax.process_index() == 0:
         (workdir / "config.json").write_text(config.to_json(indent=2) + "\n")
 
@@ -327,15 +340,21 @@ def _train(
     progress = Progress(start_step, plan.num_steps, plan.steps_per_epoch, config.batch_size)
     run = {"config": json.loads(config.to_json()), "num_steps": plan.num_steps}
     results: dict[str, float] = {}
+    trace = profiling.StepTrace(workdir / "profile", *profile_steps)
+    compiled = False  # whether everything that the loop calls has been called
     stop_request = on_exit.enter_context(preemption.listen())
     with jax.transfer_guard("disallow"):
         for step, batch in enumerate(batches, start=start_step + 1):
+            trace.before(step)
             state, metrics = train_step(state, batch)
+            if text := trace.after(step, state):
+                progress.note(text)
             unread.append(metrics)
             jax.block_until_ready(unread[-MAX_IN_FLIGHT - 1 : -MAX_IN_FLIGHT])
             if step == start_step + 1:
                 jax.block_until_ready(metrics)
-                progress.note(f"first step after {time.perf_counter() - began:.1f} s")
+                seconds = time.perf_counter() - began
+                progress.note(f"first step after {seconds:.1f} s{memory.describe()}")
             if step % config.log_every_steps == 0 or step == plan.num_steps:
                 unread = jax.device_get(unread)
                 if config.on_nonfinite == "stop":
@@ -347,6 +366,8 @@ def _train(
                 values["images_per_second"] = progress.measure(step)
                 log.write(step, values)
                 progress.show(step, values)
+                if (names := compilations.take()) and compiled:
+                    progress.note(compilations.warning(names))
             evaluated = step in plan.eval_steps
             stopping = stop_request.reached(step) and step < plan.num_steps
             if not (evaluated or stopping or step % config.checkpoint_every_steps == 0):
@@ -369,12 +390,15 @@ def _train(
                     "of it: give the same command again to go on",
                     exit_code=PREEMPTED_EXIT_CODE,
                 )
+            if evaluated and not compiled:
+                compilations.take()
+                compiled = True
             progress.skip_pause(time.perf_counter() - pause)
     if not results:  # the run had ended before; say again how
         results = evaluate(config, program, state, eval_feed)
     print(
         f"done: test accuracy {results[BEST_METRIC]:.4f} after {plan.num_steps} steps, "
-        f"{time.perf_counter() - began:.0f} s; results in {workdir}"
+        f"{time.perf_counter() - began:.0f} s{memory.describe()}; results in {workdir}"
     )
     return results
 
