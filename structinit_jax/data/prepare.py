@@ -61,10 +61,10 @@ def _run_stock_builder(builder: tfds.core.DatasetBuilder, manual_dir: str | None
     config = tfds.download.DownloadConfig(manual_dir=manual_dir)
     try:
         builder.download_and_prepare(file_format="array_record", download_config=config)
-    except (AssertionError, OSError, tfds.download.DownloadError) as error:
+    except Exception as error:  # of every kind: TensorFlow's are neither OSError nor ValueError
         by_hand = getattr(builder, "MANUAL_DOWNLOAD_INSTRUCTIONS", None)
         raise InputError(
-            f"data.name={builder.name!r} cannot be prepared: {error}."
+            f"data.name={builder.name!r} cannot be prepared: {type(error).__name__}: {error}."
             + (f" Pass --manual_dir=DIR. {by_hand}" if by_hand else "")
         ) from error
 
