@@ -52,8 +52,7 @@ for ((i = 0; i < processes; i++)); do
 done
 $dry_run && exit
 
-stop_all() { kill -TERM "${pids[@]}" 2> /dev/null || true; }
-trap stop_all INT TERM
+trap 'kill -TERM "${pids[@]}" 2> /dev/null || true' INT TERM
 
 # The first failure ends all: the others would wait for it in vain.
 status=0
@@ -66,7 +65,8 @@ for ((left = processes; left > 0; left--)); do
   done
   if ((code != 0 && status == 0)); then
     status=$code
-    ((code == 75)) || stop_all
+    # Not by TERM: they would want to agree on a step with the one that is gone.
+    ((code == 75)) || kill -KILL "${pids[@]}" 2> /dev/null || true
   fi
 done
 exit "$status"
