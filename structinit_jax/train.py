@@ -344,7 +344,7 @@ def _train(
     compiled = False  # whether everything that the loop calls has been called
     stop_request = on_exit.enter_context(preemption.listen())
     with jax.transfer_guard("disallow"):
-        for step, batch in enumerate(batches, start=start_step + 1):
+        for step, batch in enumerate(progress.watch(batches), start=start_step + 1):
             trace.before(step)
             state, metrics = train_step(state, batch)
             if text := trace.after(step, state):
@@ -363,7 +363,7 @@ def _train(
                     progress.note(f"{text}: skipped")
                 values = average(unread)
                 unread = []
-                values["images_per_second"] = progress.measure(step)
+                values |= progress.measure(step)
                 log.write(step, values)
                 progress.show(step, values)
                 if (names := compilations.take()) and compiled:

@@ -19,10 +19,29 @@ def test_a_log_gets_plain_lines_with_speed_and_time_left(monkeypatch, capsys):
     clock = Clock(monkeypatch)
     progress = Progress(0, 1000, 10.0, 64)
     clock.now = 8.0
-    assert progress.measure(100) == 800.0
+    assert progress.measure(100) == {"images_per_second": 800.0, "data_wait": 0.0}
     progress.show(100, VALUES)
     out = capsys.readouterr().out
     assert out == ("step 100/1000  epoch 10.0  loss 0.5000  lr 1.00e-03  800 images/s  1:12 left\n")
+
+
+def test_waiting_for_data_is_told_as_a_share_of_the_time(monkeypatch):
+    clock = Clock(monkeypatch)
+    progress = Progress(0, 1000, 10.0, 64)
+
+    def slow_batches():
+        for number in range(4):
+            clock.now += 0.5
+            yield number
+
+    seen = []
+    for number in progress.watch(slow_batches()):
+        clock.now += 1.5
+        seen.append(number)
+    assert seen == [0, 1, 2, 3]
+    assert progress.measure(4) == {"images_per_second": 32.0, "data_wait": 0.25}
+    clock.now += 1.0
+    assert progress.measure(5)["data_wait"] == 0.0
 
 
 def test_pauses_do_not_count_as_training(monkeypatch, capsys):
@@ -30,7 +49,7 @@ def test_pauses_do_not_count_as_training(monkeypatch, capsys):
     progress = Progress(50, 1_000_150, 10.0, 64)
     clock.now = 30.0
     progress.skip_pause(22.0)
-    assert progress.measure(150) == 800.0
+    assert progress.measure(150)["images_per_second"] == 800.0
     progress.show(150, VALUES)
     assert "22:13:20 left" in capsys.readouterr().out
 

@@ -2,6 +2,8 @@
 
 import sys
 import time
+from collections.abc import Iterable, Iterator
+from typing import Any
 
 BAR_WIDTH = 24
 
@@ -25,15 +27,35 @@ class Progress:
         self._bar = sys.stdout.isatty()
         self._last_step, self._last_time = start_step, time.perf_counter()
         self._training_steps, self._training_seconds = 0, 0.0
+        self._waited = 0.0
 
-    def measure(self, step: int) -> float:
-        """Images per second since the last call; pauses reported by `skip_pause` do not count."""
+    def watch(self, batches: Iterable[Any]) -> Iterator[Any]:
+        """The same batches; the time until each is at hand counts as waiting for data."""
+        batches = iter(batches)
+        while True:
+            start = time.perf_counter()
+            batch = next(batches, None)
+            self._waited += time.perf_counter() - start
+            if batch is None:
+                return
+            yield batch
+
+    def measure(self, step: int) -> dict[str, float]:
+        """Speed since the last call; pauses reported by `skip_pause` do not count.
+
+        Returns:
+          'images_per_second', and 'data_wait', the share of the time spent waiting for data.
+        """
         now = time.perf_counter()
         steps, seconds = step - self._last_step, now - self._last_time
+        waited, self._waited = self._waited, 0.0
         self._last_step, self._last_time = step, now
         self._training_steps += steps
         self._training_seconds += seconds
-        return steps * self._batch_size / seconds
+        return {
+            "images_per_second": steps * self._batch_size / seconds,
+            "data_wait": waited / seconds,
+        }
 
     def skip_pause(self, seconds: float) -> None:
         """Takes time spent on evaluation and checkpoints out of the speed."""
