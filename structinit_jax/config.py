@@ -174,13 +174,15 @@ def augment_options(config: ConfigDict) -> AugmentOptions:
     Raises:
       InputError: naming a field that is unusable.
     """
+    # A config that comes back from JSON has lists for tuples.
+    options = {k: tuple(v) if isinstance(v, list) else v for k, v in config.augment.items()}
     return AugmentOptions(
         num_classes=config.model.num_classes,
         mean=tuple(config.data.mean),
         std=tuple(config.data.std),
         image_size=config.data.image_size,
         label_smoothing=config.label_smoothing,
-        **config.augment.to_dict(),
+        **options,
     )
 
 
