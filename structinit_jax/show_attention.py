@@ -37,6 +37,8 @@ def head_kernels(config: ConfigDict, workdir: str | Path | None) -> tuple[np.nda
       Attention by offset [L, h, 2 rows - 1, 2 cols - 1], averaged over images, and the measures.
     """
     config_lib.validate(config)
+    if config.model.name != "vit":
+        raise InputError(f"model.name={config.model.name!r}: show_attention draws a 'vit'")
     dataset = train.open_data(config)
     source = dataset.split(config.data.eval_split, field="data.eval_split")
     program = train.build_program(config, train.make_plan(config, dataset.facts, len(source)))

@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 import optax
 from flax import nnx
-from jaxtyping import Array, Float
+from jaxtyping import Array, Float, PRNGKeyArray
 from ml_collections import ConfigDict
 
 from structinit_jax.augment import Augment, normalize
@@ -15,6 +15,12 @@ from structinit_jax.training.state import TrainState, split_model
 
 Batch = dict[str, Array]
 Metrics = dict[str, Float[Array, ""]]
+
+
+def train_step_keys(seed: int, step: int | Array) -> tuple[PRNGKeyArray, PRNGKeyArray]:
+    """Keys of the step that follows `step` others: of the augmentation, and of the model."""
+    augment_key, model_key = jax.random.split(jax.random.fold_in(jax.random.key(seed), step))
+    return augment_key, model_key
 
 
 def make_train_step(
@@ -59,8 +65,7 @@ def make_train_step(
         return (loss, (correct, model_state)), grads
 
     def train_step(state: TrainState, batch: Batch) -> tuple[TrainState, Metrics]:
-        key = jax.random.fold_in(jax.random.key(config.seed), state.step)
-        augment_key, key = jax.random.split(key)
+        augment_key, key = train_step_keys(config.seed, state.step)
         batch = augment(augment_key, batch["image"], batch["label"])
         gradient_of = accumulate if config.accumulate_steps > 1 else value_and_grad
         (loss, (correct, model_state)), grads = gradient_of(

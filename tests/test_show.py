@@ -1,0 +1,34 @@
+import numpy as np
+import pytest
+
+from structinit_jax.data import show
+
+pytestmark = pytest.mark.usefixtures("library_promotion")
+
+
+def test_a_batch_without_augmentation_is_the_data(tiny_config):
+    images, targets = show.training_batch(tiny_config, 3)
+    again, _ = show.training_batch(tiny_config, 3)
+    other, _ = show.training_batch(tiny_config, 4)
+    assert images.shape == (64, 8, 8, 1)
+    assert targets.shape == (64, 10)
+    np.testing.assert_array_equal(images, again)
+    assert np.any(images != other)
+    assert images.max() == 255
+    # Digits have 17 levels, which normalization and back must not move.
+    assert set(np.unique(images)) <= {round(255 * level / 16) for level in range(17)}
+
+
+def test_augmentation_is_seen_in_images_and_targets(tiny_config, tmp_path):
+    plain, _ = show.training_batch(tiny_config, 0)
+    tiny_config.augment.update(mixup=0.8, erasing=1.0, erasing_mode="const")
+    images, targets = show.training_batch(tiny_config, 0)
+    assert np.mean(np.any(images != plain, axis=(1, 2, 3))) > 0.9
+    np.testing.assert_allclose(targets.sum(axis=1), 1, rtol=1e-5)
+    assert np.mean((targets > 0.02).sum(axis=1) == 2) > 0.5
+
+
+def test_targets_are_described_without_their_smoothing():
+    mixed = 0.9 * (0.7 * np.eye(10)[3] + 0.3 * np.eye(10)[8]) + 0.01
+    assert show.describe_target(mixed, 0.1) == "3: 0.70  8: 0.30"
+    assert show.describe_target(0.9 * np.eye(10)[4] + 0.01, 0.1) == "4"
