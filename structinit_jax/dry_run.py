@@ -6,7 +6,7 @@ from ml_collections import ConfigDict
 from structinit_jax import config as config_lib
 from structinit_jax.data import catalog, datasets
 from structinit_jax.data.examples import check_examples
-from structinit_jax.train import build_program, make_plan, parameter_table
+from structinit_jax.program import build_program, make_plan, parameter_table
 from structinit_jax.training import mesh as mesh_lib
 from structinit_jax.training.state import count_parameters
 

@@ -23,6 +23,7 @@ from structinit_jax.augment import normalize
 from structinit_jax.data.examples import load_examples
 from structinit_jax.data.loader import eval_batches
 from structinit_jax.errors import InputError
+from structinit_jax.program import build_program, initialize, make_plan
 
 _OUT = flags.DEFINE_string("out", "attention.png", "The picture to write.")
 _FROM = flags.DEFINE_string("workdir", None, "Take the model from the newest checkpoint here.")
@@ -41,9 +42,9 @@ def head_kernels(config: ConfigDict, workdir: str | Path | None) -> tuple[np.nda
         raise InputError(f"model.name={config.model.name!r}: show_attention draws a 'vit'")
     dataset = train.open_data(config)
     source = dataset.split(config.data.eval_split, field="data.eval_split")
-    program = train.build_program(config, train.make_plan(config, dataset.facts, len(source)))
+    program = build_program(config, make_plan(config, dataset.facts, len(source)))
     if workdir is None:
-        state = train.initialize(config, program)
+        state = initialize(config, program)
     else:
         _, state = train.restore_newest(program, workdir)
     examples = load_examples(

@@ -14,6 +14,7 @@ import pytest
 
 from structinit_jax import train
 from structinit_jax.data.catalog import CATALOG
+from structinit_jax.program import build_program, make_plan
 
 ROOT = Path(__file__).parent.parent
 TINY = [
@@ -99,7 +100,7 @@ def final_state(workdir, fields):
 
     config = ConfigDict(json.loads((workdir / "config.json").read_text()))
     config.update_from_flattened_dict(fields)
-    program = train.build_program(config, train.make_plan(config, CATALOG["digits"], 1_438))
+    program = build_program(config, make_plan(config, CATALOG["digits"], 1_438))
     checkpoints = train.Checkpoints(workdir / "checkpoints", 1)
     state = checkpoints.restore(checkpoints.latest_step, program.abstract_state)
     checkpoints.close()

@@ -9,7 +9,7 @@ from structinit_jax import train
 from structinit_jax.config import base_config
 from structinit_jax.data.catalog import CATALOG
 from structinit_jax.errors import InputError
-from structinit_jax.train import build_program, initialize, make_plan
+from structinit_jax.program import build_program, initialize, make_plan
 
 pytestmark = pytest.mark.usefixtures("library_promotion")
 

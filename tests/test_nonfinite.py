@@ -5,10 +5,12 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from structinit_jax import program as program_lib
 from structinit_jax import train
 from structinit_jax.data.catalog import CATALOG
 from structinit_jax.data.device import DeviceExamples
 from structinit_jax.errors import StoppedError
+from structinit_jax.program import build_program, initialize, make_plan
 
 pytestmark = pytest.mark.usefixtures("library_promotion")
 
@@ -16,7 +18,7 @@ pytestmark = pytest.mark.usefixtures("library_promotion")
 @pytest.fixture
 def bad_labels_give_nan(monkeypatch):
     """Any loss can be made to diverge: here a label of -1 does it."""
-    original = train.make_augment
+    original = program_lib.make_augment
 
     def make_augment(options):
         augment = original(options)
@@ -27,7 +29,7 @@ def bad_labels_give_nan(monkeypatch):
 
         return with_nan
 
-    monkeypatch.setattr(train, "make_augment", make_augment)
+    monkeypatch.setattr(program_lib, "make_augment", make_augment)
 
 
 @pytest.fixture
@@ -44,8 +46,8 @@ def bad_step_5(bad_labels_give_nan, monkeypatch):
 
 
 def test_a_step_that_is_not_finite_changes_nothing_but_the_step(tiny_config, bad_labels_give_nan):
-    program = train.build_program(tiny_config, train.make_plan(tiny_config, CATALOG["digits"], 384))
-    state = train.initialize(tiny_config, program)
+    program = build_program(tiny_config, make_plan(tiny_config, CATALOG["digits"], 384))
+    state = initialize(tiny_config, program)
     rng = np.random.default_rng(0)
     batch = {
         "image": rng.integers(0, 256, (64, 8, 8, 1), dtype=np.uint8),

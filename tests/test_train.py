@@ -7,6 +7,7 @@ import pytest
 from structinit_jax import train
 from structinit_jax.data.catalog import CATALOG
 from structinit_jax.errors import InputError
+from structinit_jax.program import build_program, make_plan
 from structinit_jax.training.lock import lock_workdir
 
 pytestmark = pytest.mark.usefixtures("library_promotion")
@@ -17,8 +18,8 @@ def read_metrics(workdir):
 
 
 def final_params(config, workdir):
-    plan = train.make_plan(config, CATALOG["digits"], 384)
-    program = train.build_program(config, plan)
+    plan = make_plan(config, CATALOG["digits"], 384)
+    program = build_program(config, plan)
     checkpoints = train.Checkpoints(workdir / "checkpoints", config.keep_checkpoints)
     step = checkpoints.latest_step
     state = checkpoints.restore(step, program.abstract_state)
@@ -38,7 +39,7 @@ def final_params(config, workdir):
 )
 def test_epochs_become_steps(tiny_config, num_examples, fields, steps, evaluations):
     tiny_config.update(**fields)
-    plan = train.make_plan(tiny_config, CATALOG["digits"], num_examples)
+    plan = make_plan(tiny_config, CATALOG["digits"], num_examples)
     assert plan.num_steps == steps
     assert plan.eval_steps == evaluations
     assert plan.steps_per_epoch == num_examples / 64

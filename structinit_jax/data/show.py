@@ -18,6 +18,7 @@ from structinit_jax.augment import make_augment
 from structinit_jax.data.examples import load_examples
 from structinit_jax.data.feed import make_feed
 from structinit_jax.data.sample_sheet import COLUMNS, ROWS, draw_tiles
+from structinit_jax.program import make_plan
 from structinit_jax.training import mesh as mesh_lib
 from structinit_jax.training.step import train_step_keys
 
@@ -34,7 +35,7 @@ def training_batch(config: ConfigDict, step: int) -> tuple[np.ndarray, np.ndarra
     config_lib.validate(config)
     dataset = train.open_data(config)
     source = dataset.split(config.data.train_split, "data.train_split", config.data.on_bad_image)
-    route = train.make_plan(config, dataset.facts, len(source)).route
+    route = make_plan(config, dataset.facts, len(source)).route
     examples = load_examples(
         source, dataset.facts, route.image_size, random_resized_crop=route.host_crop
     )

@@ -1,0 +1,170 @@
+"""Model, optimizer and jitted steps of a run, before any data is read; and its start state."""
+
+import functools
+import time
+from typing import NamedTuple
+
+import jax
+import numpy as np
+from clu import parameter_overview
+from flax import nnx
+from ml_collections import ConfigDict
+
+from structinit_jax import config as config_lib
+from structinit_jax.augment import make_augment
+from structinit_jax.data.catalog import DatasetFacts
+from structinit_jax.data.feed import Route, choose_route
+from structinit_jax.models.registry import create_model
+from structinit_jax.training import mesh as mesh_lib
+from structinit_jax.training.optimizer import make_optimizer
+from structinit_jax.training.schedule import learning_rate_schedule
+from structinit_jax.training.state import TrainState, init_state, split_model
+from structinit_jax.training.step import make_eval_step, make_train_step
+
+
+class Plan(NamedTuple):
+    """Steps of a run.
+
+    Attributes:
+      num_steps: optimizer steps in all.
+      steps_per_epoch: fractional, since batches run on across the end of an epoch.
+      eval_steps: after which of them the model is evaluated; the last is one.
+      route: where training images are cut.
+    """
+
+    num_steps: int
+    steps_per_epoch: float
+    eval_steps: frozenset[int]
+    route: Route
+
+
+def make_plan(config: ConfigDict, facts: DatasetFacts, num_examples: int) -> Plan:
+    """Turns epochs into steps, and chooses the way of the images."""
+    steps_per_epoch = num_examples / config.batch_size
+    num_steps = config.num_steps or max(1, round(config.num_epochs * steps_per_epoch))
+    interval = config.eval_every_epochs * steps_per_epoch
+    count = int(num_steps / interval)
+    eval_steps = frozenset(round(interval * (i + 1)) for i in range(count)) | {num_steps}
+    options = config_lib.augment_options(config)
+    route = choose_route(options, facts, num_examples, config.seed)
+    return Plan(num_steps, steps_per_epoch, eval_steps - {0}, route)
+
+
+class Program(NamedTuple):
+    """The model and its steps, before anything is computed.
+
+    Attributes:
+      mesh: all devices.
+      graphdef: the model without its arrays.
+      init_model: key -> (parameters, model state) with the model's default start values.
+      init_attention: (parameters, model state, key) -> the same two with the scheme's start values,
+        and the solve's report.
+      init_state: (parameters, model state) -> the state before the first step; consumes them.
+      train_step: (state, batch) -> (state, metrics), jitted; consumes the state.
+      eval_step: (parameters, model state, batch) -> sums, jitted.
+      abstract_state: shapes, types and shardings of the state.
+      abstract_batch: the same of a global training batch.
+    """
+
+    mesh: jax.sharding.Mesh
+    graphdef: nnx.GraphDef
+    init_model: jax.stages.Wrapped
+    init_attention: jax.stages.Wrapped
+    init_state: jax.stages.Wrapped
+    train_step: jax.stages.Wrapped
+    eval_step: jax.stages.Wrapped
+    abstract_state: TrainState
+    abstract_batch: dict[str, jax.ShapeDtypeStruct]
+
+
+def build_program(config: ConfigDict, plan: Plan) -> Program:
+    """Builds model, optimizer and jitted steps. Allocates nothing on the devices."""
+    mesh = mesh_lib.make_mesh()
+    mesh_lib.check_batch_size(config.batch_size, mesh.size, config.accumulate_steps)
+    replicated, sharded = mesh_lib.replicated(mesh), mesh_lib.batch_sharding(mesh)
+    size, stored = config.data.image_size, plan.route.image_size
+
+    def make_model(key):
+        return create_model(
+            config.model.to_dict(),
+            image_size=size,
+            channels=config.data.channels,
+            rngs=nnx.Rngs(params=key),
+        )
+
+    graphdef, *abstract_model = split_model(nnx.eval_shape(make_model, jax.random.key(0)))
+    scheme = config_lib.make_attention_init(config)
+
+    def init_attention(params, model_state, key):
+        model = nnx.merge(graphdef, params, model_state)
+        report = model.initialize_attention(scheme, key)
+        return *split_model(model)[1:], report
+
+    # Traced once here, so that a scheme that does not fit the model says so before data is read.
+    jax.eval_shape(init_attention, *abstract_model, jax.random.key(0))
+
+    schedule = learning_rate_schedule(
+        config, num_steps=plan.num_steps, steps_per_epoch=plan.steps_per_epoch
+    )
+    optimizer = make_optimizer(config, schedule)
+    augment = make_augment(plan.route.augment)
+    make_state = functools.partial(init_state, optimizer=optimizer, with_ema=bool(config.ema_decay))
+    abstract_state = jax.tree.map(
+        lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=replicated),
+        jax.eval_shape(make_state, *abstract_model),
+    )
+    return Program(
+        mesh=mesh,
+        graphdef=graphdef,
+        init_model=jax.jit(lambda key: split_model(make_model(key))[1:], out_shardings=replicated),
+        init_attention=jax.jit(init_attention, donate_argnums=(0, 1), out_shardings=replicated),
+        init_state=jax.jit(make_state, out_shardings=replicated, donate_argnums=(0, 1)),
+        train_step=jax.jit(
+            make_train_step(config, graphdef, optimizer, schedule, augment),
+            in_shardings=(replicated, sharded),
+            out_shardings=replicated,
+            donate_argnums=0,
+        ),
+        eval_step=jax.jit(
+            make_eval_step(config, graphdef),
+            in_shardings=(replicated, replicated, sharded),
+            out_shardings=replicated,
+        ),
+        abstract_state=abstract_state,
+        abstract_batch={
+            "image": jax.ShapeDtypeStruct(
+                (config.batch_size, stored, stored, config.data.channels),
+                np.uint8,
+                sharding=sharded,
+            ),
+            "label": jax.ShapeDtypeStruct((config.batch_size,), np.int32, sharding=sharded),
+        },
+    )
+
+
+def initialize(config: ConfigDict, program: Program) -> TrainState:
+    """Draws the start state and says how long the attention solve took and how close it came."""
+    params_key, attention_key = jax.random.split(jax.random.key(config.seed))
+    model = program.init_model(params_key)
+    start = time.perf_counter()
+    solve = program.init_attention.lower(*model, attention_key).compile()
+    compiled = time.perf_counter()
+    *model, report = jax.block_until_ready(solve(*model, attention_key))
+    text = (
+        f"attention_init {config.attention_init.name}: {time.perf_counter() - compiled:.2f} s "
+        f"(and {compiled - start:.2f} s to compile)"
+    )
+    if report is not None:
+        text += (
+            f", loss {report.loss:.2e}, {100 * report.share:.1f} % of the attention on target, "
+            f"{100 * report.peaks:.0f} % of the rows peak there, {report.steps:.0f} solver steps"
+        )
+    print(text, flush=True)
+    return program.init_state(*model)
+
+
+def parameter_table(program: Program) -> str:
+    """Name, shape and size of every trained weight; layers of a stack share a row."""
+    return parameter_overview.get_parameter_overview(
+        program.abstract_state.params, include_stats=False
+    )
