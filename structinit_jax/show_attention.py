@@ -23,9 +23,9 @@ from structinit_jax.augment import normalize
 from structinit_jax.data.examples import load_examples
 from structinit_jax.data.loader import eval_batches
 from structinit_jax.errors import InputError
+from structinit_jax.out_flag import OUT
 from structinit_jax.program import build_program, initialize, make_plan
 
-_OUT = flags.DEFINE_string("out", "attention.png", "The picture to write.")
 _FROM = flags.DEFINE_string("workdir", None, "Take the model from the newest checkpoint here.")
 _SCHEMES = flags.DEFINE_list("schemes", [], "Initializations to draw side by side.")
 NUM_IMAGES = 64
@@ -120,7 +120,7 @@ def main(config: ConfigDict) -> None:
                 f"  {measures.distance[layer].mean():5.2f} tokens"
                 f"  {measures.entropy[layer].mean():5.2f} nats"
             )
-    path = Path(_OUT.value)
+    path = Path(OUT.value or "attention.png")
     draw(panels, path)
     print(f"wrote {path}")
 

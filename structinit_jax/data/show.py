@@ -18,11 +18,11 @@ from structinit_jax.augment import make_augment
 from structinit_jax.data.examples import load_examples
 from structinit_jax.data.feed import make_feed
 from structinit_jax.data.sample_sheet import COLUMNS, ROWS, draw_tiles
+from structinit_jax.out_flag import OUT
 from structinit_jax.program import make_plan
 from structinit_jax.training import mesh as mesh_lib
 from structinit_jax.training.step import train_step_keys
 
-_OUT = flags.DEFINE_string("out", "batch.png", "The picture to write.")
 _STEP = flags.DEFINE_integer("step", 0, "Steps before the one whose batch is drawn.", lower_bound=0)
 
 
@@ -68,7 +68,7 @@ def main(config: ConfigDict) -> None:
     images, targets = training_batch(config, _STEP.value)
     number = min(COLUMNS * ROWS, len(images))
     captions = [describe_target(t, config.label_smoothing) for t in targets[:number]]
-    path = Path(_OUT.value)
+    path = Path(OUT.value or "batch.png")
     draw_tiles(list(images[:number]), captions).save(path)
     print(f"wrote {path}: {number} of the {len(images)} images of step {_STEP.value + 1}")
 
