@@ -6,7 +6,13 @@ import numpy as np
 import pytest
 from scipy import stats
 
-from structinit_jax.augment.mix import MixOptions, draw_mixing, mix, smooth_one_hot
+from structinit_jax.augment.mix import (
+    MixOptions,
+    beta_quantile,
+    draw_mixing,
+    mix,
+    smooth_one_hot,
+)
 
 REFERENCE = np.load(pathlib.Path(__file__).with_name("references") / "augment.npz")
 KEY = jax.random.key(0)
@@ -94,3 +100,10 @@ def test_probability_zero_mixes_nothing():
     images, targets = mix(KEY, IMAGES, TARGETS, options)
     np.testing.assert_array_equal(images, IMAGES)
     np.testing.assert_array_equal(targets, TARGETS)
+
+
+@pytest.mark.parametrize("alpha", [0.2, 0.8, 1.0, 4.0])
+def test_quantiles_are_those_of_the_beta_distribution(alpha):
+    levels = np.linspace(0, 1, 1001, dtype=np.float32)
+    actual = jax.vmap(lambda level: beta_quantile(level, alpha))(jnp.asarray(levels))
+    np.testing.assert_allclose(actual, stats.beta.ppf(levels, alpha, alpha), atol=1e-3)

@@ -4,13 +4,18 @@ Zhang et al. 2018 (https://arxiv.org/abs/1710.09412) and Yun et al. 2019
 (https://arxiv.org/abs/1905.04899).
 """
 
+import functools
 from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jaxtyping import Array, Bool, Float, Integer, Key
+from scipy.special import betaincinv
 
 from structinit_jax.augment.boxes import Boxes, cutmix_boxes, inside
+
+NUM_QUANTILES = 4097
 
 
 class MixOptions(NamedTuple):
@@ -58,9 +63,13 @@ def draw_mixing(
     def draw(key: Key[Array, ""]) -> tuple[Array, Array, Array]:
         coin, which, beta, place = jax.random.split(key, 4)
         use_cutmix = jax.random.bernoulli(which, switch)
+        level = jax.random.uniform(beta)
         # Where one is off its α is not used, but Beta needs a positive one.
-        alpha = jnp.where(use_cutmix, options.cutmix or 1.0, options.mixup or 1.0)
-        kept = jax.random.beta(beta, alpha, alpha)
+        kept = jnp.where(
+            use_cutmix,
+            beta_quantile(level, options.cutmix or 1.0),
+            beta_quantile(level, options.mixup or 1.0),
+        )
         mixed = jax.random.bernoulli(coin, options.probability)
         return jnp.where(mixed, kept, 1.0), use_cutmix, place
 
@@ -68,6 +77,24 @@ def draw_mixing(
     boxes = cutmix_boxes(places, kept, height, width)
     outside = 1 - (boxes.height * boxes.width).astype(jnp.float32) / (height * width)
     return Mixing(jnp.where(use_cutmix, outside, kept), use_cutmix, boxes)
+
+
+def beta_quantile(level: Float[Array, ""], alpha: float) -> Float[Array, ""]:
+    """The value below which a Beta(α, α) variable stays with this probability, from a table.
+
+    `jax.random.beta` rejects samples in a loop, at every turn of which a GPU's host waits and
+    devices that share a batch exchange whether to go on.
+    """
+    table = jnp.asarray(_beta_quantiles(alpha))
+    position = level * (NUM_QUANTILES - 1)
+    below = jnp.clip(position.astype(jnp.int32), 0, NUM_QUANTILES - 2)
+    low, high = table[below], table[below + 1]
+    return low + (position - below.astype(jnp.float32)) * (high - low)
+
+
+@functools.cache
+def _beta_quantiles(alpha: float) -> np.ndarray:
+    return betaincinv(alpha, alpha, np.linspace(0, 1, NUM_QUANTILES)).astype(np.float32)
 
 
 def mix(
