@@ -51,6 +51,7 @@ def base_config(model: str = "vit") -> ConfigDict:
             clip_norm=1.0,  # global gradient norm; 0 turns clipping off
             label_smoothing=0.1,
             ema_decay=0.0,  # of averaged weights, evaluated beside the others; 0 keeps none
+            fsdp=1,  # devices that share one copy of weights and optimizer, to save memory
             accumulate_steps=1,  # parts of a batch, worked off one after another to save memory
             on_nonfinite="stop",  # or "skip": what to do at a loss or gradient that is not finite
             log_every_steps=20,
@@ -89,6 +90,7 @@ def validate(config: ConfigDict) -> None:
     _require(0 <= config.seed < 2**32, "seed", config.seed, "from 0 to 2³² - 1")
     for field in (
         "batch_size",
+        "fsdp",
         "accumulate_steps",
         "log_every_steps",
         "checkpoint_every_steps",

@@ -8,6 +8,7 @@ from structinit_jax.data import catalog, datasets
 from structinit_jax.data.examples import check_examples
 from structinit_jax.program import build_program, make_plan, parameter_table
 from structinit_jax.training import mesh as mesh_lib
+from structinit_jax.training.collectives import bytes_by_kind
 from structinit_jax.training.state import count_parameters
 
 
@@ -36,7 +37,8 @@ def dry_run(config: ConfigDict) -> None:
     print(parameter_table(program))
 
     num_devices, num_hosts = program.mesh.size, jax.process_count()
-    memory = _step_memory(program)
+    step = program.train_step.lower(program.abstract_state, program.abstract_batch).compile()
+    memory = step.memory_analysis()
     flops = _step_flops(config, plan)
     rows = {
         "model": f"{config.model.name}, {count_parameters(program.abstract_state.params):,} "
@@ -53,14 +55,13 @@ def dry_run(config: ConfigDict) -> None:
         "memory per device": f"{_mib(memory.argument_size_in_bytes)} state and batch, "
         f"{_mib(memory.temp_size_in_bytes)} activations and temporaries",
     }
+    if num_devices > 1:
+        rows["sent per step"] = ", ".join(
+            f"{kind} of {_mib(size)}" for kind, size in bytes_by_kind(step.as_text()).items()
+        )
     width = max(map(len, rows))
     for name, value in rows.items():
         print(f"{name:<{width}}  {value}")
-
-
-def _step_memory(program):
-    step = program.train_step.lower(program.abstract_state, program.abstract_batch)
-    return step.compile().memory_analysis()
 
 
 def _step_flops(config: ConfigDict, plan) -> float:

@@ -79,7 +79,7 @@ class Program(NamedTuple):
 
 def build_program(config: ConfigDict, plan: Plan) -> Program:
     """Builds model, optimizer and jitted steps. Allocates nothing on the devices."""
-    mesh = mesh_lib.make_mesh()
+    mesh = mesh_lib.make_mesh(config.fsdp)
     mesh_lib.check_batch_size(config.batch_size, mesh.size, config.accumulate_steps)
     replicated, sharded = mesh_lib.replicated(mesh), mesh_lib.batch_sharding(mesh)
     size, stored = config.data.image_size, plan.route.image_size
@@ -109,25 +109,28 @@ def build_program(config: ConfigDict, plan: Plan) -> Program:
     optimizer = make_optimizer(config, schedule)
     augment = make_augment(plan.route.augment)
     make_state = functools.partial(init_state, optimizer=optimizer, with_ema=bool(config.ema_decay))
-    abstract_state = jax.tree.map(
-        lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=replicated),
-        jax.eval_shape(make_state, *abstract_model),
-    )
+    abstract_state = mesh_lib.shard_state(mesh, jax.eval_shape(make_state, *abstract_model))
+    state_shardings = jax.tree.map(lambda x: x.sharding, abstract_state)
+    model_shardings = (state_shardings.params, state_shardings.model_state)
     return Program(
         mesh=mesh,
         graphdef=graphdef,
-        init_model=jax.jit(lambda key: split_model(make_model(key))[1:], out_shardings=replicated),
-        init_attention=jax.jit(init_attention, donate_argnums=(0, 1), out_shardings=replicated),
-        init_state=jax.jit(make_state, out_shardings=replicated, donate_argnums=(0, 1)),
+        init_model=jax.jit(
+            lambda key: tuple(split_model(make_model(key))[1:]), out_shardings=model_shardings
+        ),
+        init_attention=jax.jit(
+            init_attention, donate_argnums=(0, 1), out_shardings=(*model_shardings, replicated)
+        ),
+        init_state=jax.jit(make_state, out_shardings=state_shardings, donate_argnums=(0, 1)),
         train_step=jax.jit(
-            make_train_step(config, graphdef, optimizer, schedule, augment),
-            in_shardings=(replicated, sharded),
-            out_shardings=replicated,
+            make_train_step(config, graphdef, optimizer, schedule, augment, replicated),
+            in_shardings=(state_shardings, sharded),
+            out_shardings=(state_shardings, replicated),
             donate_argnums=0,
         ),
         eval_step=jax.jit(
-            make_eval_step(config, graphdef),
-            in_shardings=(replicated, replicated, sharded),
+            make_eval_step(config, graphdef, replicated),
+            in_shardings=(*model_shardings, sharded),
             out_shardings=replicated,
         ),
         abstract_state=abstract_state,

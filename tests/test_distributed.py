@@ -121,6 +121,33 @@ def test_two_processes_train_as_one_and_stop_together(caches, data_dir, tmp_path
     )
 
 
+@pytest.mark.slow
+def test_a_run_goes_on_with_other_numbers_of_devices(caches, data_dir, tmp_path):
+    arguments = [*TINY, f"--config.data.data_dir={data_dir}"]
+
+    def run(workdir, num_devices, num_steps, fsdp):
+        process = start(
+            caches,
+            num_devices,
+            *arguments,
+            "--config.model.width=128",  # wide enough for its matrices to be split
+            f"--config.fsdp={fsdp}",
+            f"--config.num_steps={num_steps}",
+            f"--workdir={tmp_path / workdir}",
+        )
+        output = process.communicate(timeout=120)
+        assert process.returncode == 0, output
+        return output[0]
+
+    run("one", num_devices=8, num_steps=20, fsdp=1)
+    run("many", num_devices=8, num_steps=7, fsdp=2)
+    assert "resumed from step 7" in run("many", num_devices=4, num_steps=14, fsdp=1)
+    assert "8 × cpu, each copy of the state on 4" in run("many", 8, num_steps=20, fsdp=4)
+    expected, actual = losses(tmp_path / "one"), losses(tmp_path / "many")
+    assert list(actual) == list(expected) == list(range(1, 21))
+    np.testing.assert_allclose(list(actual.values()), list(expected.values()), rtol=1e-5)
+
+
 @pytest.mark.parametrize("process_id", [0, 1])
 def test_a_process_started_alone_gives_up_with_a_message(caches, tmp_path, process_id):
     process = start(

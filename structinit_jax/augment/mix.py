@@ -28,7 +28,8 @@ class MixOptions(NamedTuple):
       switch: that it is cutmix, where both are on.
       group: how many consecutive images share one λ and one box. Each is mixed with its mirror
         image in the group: the first with the last. 0 makes the whole batch one group; 1 draws for
-        each image, whose partner is then its mirror image in the batch.
+        each image, whose partner is then its mirror image in the batch. With 0 and 1 devices that
+        share a batch exchange images.
     """
 
     mixup: float = 0.0

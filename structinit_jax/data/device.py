@@ -24,12 +24,12 @@ class DeviceExamples:
 
     Args:
       examples: The split, the same in every process.
-      mesh: The devices; batches are split over its first axis.
+      mesh: The devices; batches are split over all its axes.
     """
 
     def __init__(self, examples: ArrayExamples, mesh: Mesh):
         self._everywhere = NamedSharding(mesh, PartitionSpec())
-        self._split = NamedSharding(mesh, PartitionSpec(mesh.axis_names[0]))
+        self._split = NamedSharding(mesh, PartitionSpec(mesh.axis_names))
         self._image_shape = examples.images.shape[1:]
         # Flat rows: a TPU would pad a last axis of 3 channels to 128.
         self._images = self._send(examples.images.reshape(len(examples), -1))

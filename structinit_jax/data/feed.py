@@ -61,12 +61,12 @@ class HostFeed:
 
     Args:
       examples: the split.
-      mesh: the devices; batches are split over its first axis.
+      mesh: the devices; batches are split over all its axes.
     """
 
     def __init__(self, examples: LazyExamples, mesh: Mesh):
         self._examples = examples
-        self._sharding = NamedSharding(mesh, PartitionSpec(mesh.axis_names[0]))
+        self._sharding = NamedSharding(mesh, PartitionSpec(mesh.axis_names))
         self._process = dict(process_index=jax.process_index(), process_count=jax.process_count())
 
     def train_batches(self, **options) -> Iterator[dict[str, jax.Array]]:

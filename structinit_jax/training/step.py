@@ -6,6 +6,7 @@ import jax
 import jax.numpy as jnp
 import optax
 from flax import nnx
+from jax.sharding import Sharding
 from jaxtyping import Array, Float, PRNGKeyArray
 from ml_collections import ConfigDict
 
@@ -29,8 +30,19 @@ def make_train_step(
     optimizer: optax.GradientTransformation,
     schedule: optax.Schedule,
     augment: Augment,
+    replicated: Sharding,
 ) -> Callable[[TrainState, Batch], tuple[TrainState, Metrics]]:
-    """Builds `(state, batch) -> (state, metrics)`; all randomness comes from (seed, step)."""
+    """Builds `(state, batch) -> (state, metrics)`; all randomness comes from (seed, step).
+
+    Args:
+      config: see `structinit_jax.config.base_config`.
+      graphdef: the model without its arrays.
+      optimizer: turns gradients into updates.
+      schedule: its learning rate, to be told.
+      augment: what happens to a batch before the model sees it.
+      replicated: a whole copy on every device. Weights that the state has split are gathered once a
+        step; gradients, optimizer and new weights stay split.
+    """
 
     def loss_fn(params, model_state, batch, key):
         images, targets = batch
@@ -68,9 +80,9 @@ def make_train_step(
         augment_key, key = train_step_keys(config.seed, state.step)
         batch = augment(augment_key, batch["image"], batch["label"])
         gradient_of = accumulate if config.accumulate_steps > 1 else value_and_grad
-        (loss, (correct, model_state)), grads = gradient_of(
-            state.params, state.model_state, batch, key
-        )
+        # Without this XLA would split the images' channels as the weights, and exchange images.
+        params = jax.lax.with_sharding_constraint(state.params, replicated)
+        (loss, (correct, model_state)), grads = gradient_of(params, state.model_state, batch, key)
         updates, opt_state = optimizer.update(grads, state.opt_state, state.params)
         params = optax.apply_updates(state.params, updates)
         ema = state.ema
@@ -91,7 +103,7 @@ def make_train_step(
 
 
 def make_eval_step(
-    config: ConfigDict, graphdef: nnx.GraphDef
+    config: ConfigDict, graphdef: nnx.GraphDef, replicated: Sharding
 ) -> Callable[[dict, dict, Batch], Metrics]:
     """Builds `(params, model_state, batch) -> sums` over the examples whose mask is 1.
 
@@ -100,6 +112,7 @@ def make_eval_step(
 
     def eval_step(params: dict, model_state: dict, batch: Batch) -> Metrics:
         images = normalize(batch["image"], tuple(config.data.mean), tuple(config.data.std))
+        params = jax.lax.with_sharding_constraint(params, replicated)
         logits, _ = nnx.merge(graphdef, params, model_state)(images)
         losses = optax.softmax_cross_entropy_with_integer_labels(logits, batch["label"])
         correct = logits.argmax(-1) == batch["label"]

@@ -1,0 +1,109 @@
+"""What lies on which device, and what the devices send to one another in a step."""
+
+import jax
+import numpy as np
+import pytest
+from jax.sharding import PartitionSpec
+
+from structinit_jax.data.catalog import CATALOG
+from structinit_jax.errors import InputError
+from structinit_jax.program import build_program, initialize, make_plan
+from structinit_jax.recipes import RAND_AUGMENT
+from structinit_jax.training import mesh as mesh_lib
+from structinit_jax.training.collectives import bytes_by_kind, find_collectives
+
+pytestmark = pytest.mark.usefixtures("library_promotion")
+
+
+def num_bytes(tree):
+    return sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(tree))
+
+
+def compile_step(config):
+    plan = make_plan(config, CATALOG["digits"], 384)
+    program = build_program(config, plan)
+    step = program.train_step.lower(program.abstract_state, program.abstract_batch).compile()
+    return program, step
+
+
+@pytest.fixture
+def wide_config(tiny_config):
+    """A model whose matrices are large enough to be split."""
+    tiny_config.model.update(width=128, num_heads=2)
+    tiny_config.ema_decay = 0.9
+    return tiny_config
+
+
+@pytest.mark.slow
+def test_data_parallel_devices_exchange_gradients_and_nothing_else(wide_config):
+    wide_config.augment.update(
+        crop="resized",
+        flip=0.5,
+        rand_augment=RAND_AUGMENT,
+        erasing=0.25,
+        mixup=0.8,
+        cutmix=1.0,
+        mix_group=8,  # as many images as a device holds
+    )
+    wide_config.model.drop_path = 0.1
+    program, step = compile_step(wide_config)
+    two_scalars = 8  # loss and accuracy
+    gradients = num_bytes(program.abstract_state.params)
+    assert bytes_by_kind(step.as_text()) == {"all-reduce": gradients + two_scalars}
+    assert all(collective.repeats for collective in find_collectives(step.as_text()))
+    # The state is donated: the step writes the new one where the old one was.
+    assert step.memory_analysis().alias_size_in_bytes == num_bytes(program.abstract_state)
+
+
+def test_split_weights_are_gathered_and_images_stay_where_they_are(wide_config):
+    wide_config.fsdp = 4
+    program, step = compile_step(wide_config)
+    split = [
+        leaf
+        for leaf in jax.tree.leaves(program.abstract_state.params)
+        if "fsdp" in leaf.sharding.spec
+    ]
+    assert len(split) == 6  # query, key, value, out, fc1, fc2
+    sent = bytes_by_kind(step.as_text())
+    assert sent.keys() == {"all-gather", "all-reduce"}
+    assert sent["all-gather"] == num_bytes(split)
+    # Over 'fsdp' all of the gradient, over 'data' each device's share of the split part; scalars.
+    gradients = num_bytes(program.abstract_state.params) + num_bytes(split) // 4
+    assert gradients <= sent["all-reduce"] < gradients + 100
+    whole = num_bytes(program.abstract_state) - 4 * num_bytes(split)  # with Adam's two, and EMA
+    expected = whole + num_bytes(split)
+    assert step.memory_analysis().alias_size_in_bytes == pytest.approx(expected, rel=0.01)
+
+
+@pytest.mark.slow
+def test_a_split_state_trains_as_a_whole_one(wide_config):
+    images = np.random.default_rng(0).integers(0, 256, (64, 8, 8, 1), np.uint8)
+    labels = np.arange(64, dtype=np.int32) % 10
+    losses = {}
+    for fsdp in (1, 4):
+        wide_config.fsdp = fsdp
+        program, step = compile_step(wide_config)
+        state = initialize(wide_config, program)
+        sharding = mesh_lib.batch_sharding(program.mesh)
+        batch = jax.device_put({"image": images, "label": labels}, sharding)
+        metrics = []
+        for _ in range(4):
+            state, values = step(state, batch)
+            metrics.append(values["loss"])
+        losses[fsdp] = np.asarray(metrics)
+        fc1 = state.params["blocks"]["mlp"]["fc1"]["kernel"]
+        assert fc1.addressable_shards[0].data.size == fc1.size // fsdp
+    np.testing.assert_allclose(losses[4], losses[1], rtol=1e-5)
+    assert losses[1][-1] < losses[1][0]
+
+
+def test_batches_are_split_over_both_axes():
+    mesh = mesh_lib.make_mesh(fsdp=2)
+    assert mesh.shape == {"data": 4, "fsdp": 2}
+    assert mesh_lib.batch_sharding(mesh).spec == PartitionSpec(("data", "fsdp"))
+    assert "8 × cpu, each copy of the state on 2" in mesh_lib.describe(mesh)
+
+
+def test_copies_that_do_not_fit_the_devices_are_refused():
+    with pytest.raises(InputError, match=r"config\.fsdp=3 does not divide the 8 devices: choose"):
+        mesh_lib.make_mesh(fsdp=3)
