@@ -6,6 +6,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+import references
 from flax import nnx
 
 from structinit_jax import attention_init
@@ -16,7 +17,7 @@ from structinit_jax.models.convmixer import ConvMixer
 from structinit_jax.training.optimizer import decay_mask
 from structinit_jax.training.state import count_parameters, split_model
 
-REFERENCES = pathlib.Path(__file__).parent / "references"
+COUNTS = pathlib.Path(references.__file__).with_name("convmixer_counts.json")
 SIZES = dict(
     image_size=(8, 12), patch_size=2, channels=1, num_classes=5, width=8, depth=2, kernel_size=3
 )
@@ -47,9 +48,7 @@ def train_forward(model, images):
 @pytest.fixture(scope="module", params=RECORDED)
 def reference(request):
     """What timm recorded, by key, and our model with timm's weights."""
-    with np.load(REFERENCES / "convmixer.npz") as file:
-        prefix = request.param + "/"
-        arrays = {k.removeprefix(prefix): file[k] for k in file.files if k.startswith(prefix)}
+    arrays = part(references.load("convmixer"), request.param)
     model = make(image_size=(12, 20), channels=3, width=16, **RECORDED[request.param])
     timm.load(model, part(arrays, "state"))
     return arrays, model
@@ -106,7 +105,7 @@ def test_fixed_filters_load_too(reference):
 
 
 def test_parameter_counts_equal_timms():
-    counts = json.loads((REFERENCES / "convmixer_counts.json").read_text())
+    counts = json.loads(COUNTS.read_text())
     assert counts.keys() < convmixer.VARIANTS.keys()
     for name, count in counts.items():
         sizes = convmixer.VARIANTS[name] | dict(channels=3, num_classes=1000)

@@ -1,10 +1,9 @@
-import pathlib
-
 import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+import references
 from flax import nnx
 
 from structinit_jax import attention_init
@@ -16,7 +15,7 @@ from structinit_jax.models.registry import create_model
 from structinit_jax.training.state import count_parameters, split_model
 
 SIZES = dict(image_size=(8, 12), patch_size=2, channels=3, num_classes=5, width=16, depth=2)
-REFERENCE = np.load(pathlib.Path(__file__).parent / "references/mixer.npz")
+REFERENCE = references.load("mixer")
 # Parameter counts of timm 1.0.31.
 COUNTS = {
     "mixer_s32_224": 19_104_624,

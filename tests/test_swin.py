@@ -1,11 +1,11 @@
 import functools
-import pathlib
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+import references
 from flax import nnx, traverse_util
 
 from structinit_jax import attention_init
@@ -15,7 +15,7 @@ from structinit_jax.models.registry import create_model
 from structinit_jax.models.swin import VARIANTS, SwinTransformer
 from structinit_jax.training.state import count_parameters, split_model
 
-REFERENCES = np.load(pathlib.Path(__file__).parent / "references" / "swin.npz")
+REFERENCES = references.load("swin")
 SMALL = dict(channels=2, num_classes=5, width=8, num_heads=(2, 4), mlp_ratio=2.0)
 CASES = {
     "shifted": dict(image_size=32, depths=(4, 2), window_size=4),

@@ -1,5 +1,6 @@
-"""The ViT against what timm computed with the same weights (references/make_vit.py)."""
+"""The ViT against what timm computes with the same weights (references/make_vit.py)."""
 
+import functools
 import json
 import pathlib
 
@@ -8,6 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+import references
 from flax import nnx
 
 from structinit_jax.errors import InputError
@@ -16,7 +18,7 @@ from structinit_jax.models.registry import VARIANTS, create_model, default_optio
 from structinit_jax.models.vit import VisionTransformer, resample_positions
 from structinit_jax.training.state import count_parameters, split_model
 
-REFERENCES = pathlib.Path(__file__).parent / "references"
+COUNTS = pathlib.Path(references.__file__).with_name("vit_parameters.json")
 SMALL = dict(patch_size=4, channels=3, num_classes=5, width=16, depth=2, num_heads=2)
 CASES = {
     "class_token": dict(image_size=(8, 12), pool="class_token"),
@@ -32,9 +34,14 @@ def make(**options):
     return VisionTransformer(**(SMALL | dict(positions="learned") | options), rngs=nnx.Rngs(0))
 
 
+@functools.cache
+def recorded():
+    return references.load("vit")
+
+
 def read(case):
-    with np.load(REFERENCES / "vit.npz") as file:
-        arrays = {k.removeprefix(f"{case}/"): file[k] for k in file if k.startswith(f"{case}/")}
+    prefix = f"{case}/"
+    arrays = {k.removeprefix(prefix): v for k, v in recorded().items() if k.startswith(prefix)}
 
     def part(name):
         return {k.removeprefix(name): v for k, v in arrays.items() if k.startswith(name)}
@@ -115,7 +122,7 @@ def test_more_tokens_than_positions_are_refused():
 
 
 def test_every_size_has_timms_parameter_count():
-    counts = json.loads((REFERENCES / "vit_parameters.json").read_text())
+    counts = json.loads(COUNTS.read_text())
     assert counts.keys() <= VARIANTS.keys()
     for name, expected in counts.items():
         options = default_options(name)

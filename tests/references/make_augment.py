@@ -5,8 +5,6 @@
 Made with timm 1.0.31, torch 2.13.0, Pillow 13.0.0. Seeds are fixed; nothing is downloaded.
 """
 
-# ruff: noqa: E402
-
 import contextlib
 import pathlib
 import random
@@ -14,9 +12,9 @@ import random
 import torch
 
 # timm imports torchvision, whose compiled operators need not fit this torch: it uses none of them.
-_library = torch.library.Library("torchvision", "DEF")
-for _schema in ("nms(Tensor d, Tensor s, float t) -> Tensor", "qnms(Tensor d) -> Tensor"):
-    with contextlib.suppress(RuntimeError):
+with contextlib.suppress(RuntimeError):  # where they are defined already
+    _library = torch.library.Library("torchvision", "DEF")
+    for _schema in ("nms(Tensor d, Tensor s, float t) -> Tensor", "qnms(Tensor d) -> Tensor"):
         _library.define(_schema)
 
 import numpy as np

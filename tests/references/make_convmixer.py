@@ -15,14 +15,14 @@ import pathlib
 import torch
 
 # timm imports torchvision, whose compiled operators need not fit this torch: it uses none of them.
-_library = torch.library.Library("torchvision", "DEF")
-for _schema in ("nms(Tensor d, Tensor s, float t) -> Tensor", "qnms(Tensor d) -> Tensor"):
-    with contextlib.suppress(RuntimeError):
+with contextlib.suppress(RuntimeError):  # where they are defined already
+    _library = torch.library.Library("torchvision", "DEF")
+    for _schema in ("nms(Tensor d, Tensor s, float t) -> Tensor", "qnms(Tensor d) -> Tensor"):
         _library.define(_schema)
 
-import numpy as np  # noqa: E402
-import timm  # noqa: E402
-from timm.models.convmixer import ConvMixer  # noqa: E402
+import numpy as np
+import timm
+from timm.models.convmixer import ConvMixer
 
 FOLDER = pathlib.Path(__file__).parent
 MODELS = {
@@ -62,9 +62,13 @@ def record(options):
     return arrays
 
 
+def make():
+    """All arrays by name."""
+    return {f"{n}/{k}": v for n, o in MODELS.items() for k, v in record(o).items()}
+
+
 def main():
-    arrays = {f"{n}/{k}": v for n, o in MODELS.items() for k, v in record(o).items()}
-    np.savez_compressed(FOLDER / "convmixer.npz", **arrays)
+    np.savez_compressed(FOLDER / "convmixer.npz", **make())
     names = ("convmixer_768_32", "convmixer_1024_20_ks9_p14", "convmixer_1536_20")
     counts = {n: sum(p.numel() for p in timm.create_model(n).parameters()) for n in names}
     (FOLDER / "convmixer_counts.json").write_text(json.dumps(counts, indent=2) + "\n")

@@ -12,16 +12,17 @@ import pathlib
 import torch
 
 # timm imports torchvision, whose compiled operators need not fit this torch: it uses none of them.
-_library = torch.library.Library("torchvision", "DEF")
-for _schema in ("nms(Tensor d, Tensor s, float t) -> Tensor", "qnms(Tensor d) -> Tensor"):
-    with contextlib.suppress(RuntimeError):
+with contextlib.suppress(RuntimeError):  # where they are defined already
+    _library = torch.library.Library("torchvision", "DEF")
+    for _schema in ("nms(Tensor d, Tensor s, float t) -> Tensor", "qnms(Tensor d) -> Tensor"):
         _library.define(_schema)
 
-import numpy as np  # noqa: E402
-from timm.models.mlp_mixer import MlpMixer  # noqa: E402
+import numpy as np
+from timm.models.mlp_mixer import MlpMixer
 
 
-def main():
+def make():
+    """All arrays by name."""
     torch.manual_seed(0)
     model = MlpMixer(img_size=(8, 12), patch_size=2, embed_dim=16, num_blocks=2, num_classes=5)
     model.eval()
@@ -37,7 +38,11 @@ def main():
     arrays["images"] = images.permute(0, 2, 3, 1).numpy()
     arrays["blocks"] = torch.stack(blocks).numpy()
     arrays["logits"] = logits.numpy()
-    np.savez_compressed(pathlib.Path(__file__).with_name("mixer.npz"), **arrays)
+    return arrays
+
+
+def main():
+    np.savez_compressed(pathlib.Path(__file__).with_name("mixer.npz"), **make())
 
 
 if __name__ == "__main__":

@@ -10,8 +10,6 @@ makes of them with the weights in JAX: the attention maps of its projections, an
 attention modules, which split into heads themselves. Largest differences seen: 7e-6 and 3e-6.
 """
 
-# ruff: noqa: E402
-
 import contextlib
 import json
 import pathlib
@@ -21,9 +19,9 @@ import tempfile
 import torch
 
 # timm imports torchvision, whose compiled operators need not fit this torch: it uses none of them.
-_library = torch.library.Library("torchvision", "DEF")
-for _schema in ("nms(Tensor d, Tensor s, float t) -> Tensor", "qnms(Tensor d) -> Tensor"):
-    with contextlib.suppress(RuntimeError):
+with contextlib.suppress(RuntimeError):  # where they are defined already
+    _library = torch.library.Library("torchvision", "DEF")
+    for _schema in ("nms(Tensor d, Tensor s, float t) -> Tensor", "qnms(Tensor d) -> Tensor"):
         _library.define(_schema)
 
 import numpy as np

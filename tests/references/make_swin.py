@@ -9,8 +9,6 @@ sum(cotangent · logits) where windows are shifted. For the registered models: t
 parameters.
 """
 
-# ruff: noqa: E402
-
 import contextlib
 import pathlib
 
@@ -18,9 +16,9 @@ import numpy as np
 import torch
 
 # timm imports torchvision, whose compiled operators need not fit this torch: it uses none of them.
-_library = torch.library.Library("torchvision", "DEF")
-for _schema in ("nms(Tensor d, Tensor s, float t) -> Tensor", "qnms(Tensor d) -> Tensor"):
-    with contextlib.suppress(RuntimeError):
+with contextlib.suppress(RuntimeError):  # where they are defined already
+    _library = torch.library.Library("torchvision", "DEF")
+    for _schema in ("nms(Tensor d, Tensor s, float t) -> Tensor", "qnms(Tensor d) -> Tensor"):
         _library.define(_schema)
 
 import timm
@@ -74,7 +72,8 @@ def run(name, options):
     return {f"{name}/{key}": value.detach().numpy() for key, value in arrays.items()}
 
 
-def main():
+def make():
+    """All arrays by name."""
     arrays = {}
     for name, options in CASES.items():
         arrays |= run(name, options)
@@ -82,8 +81,11 @@ def main():
         with torch.device("meta"):
             model = timm.create_model(name)
         arrays[f"parameters/{name}"] = np.array(sum(p.numel() for p in model.parameters()))
-    path = pathlib.Path(__file__).with_name("swin.npz")
-    np.savez_compressed(path, **arrays)
+    return arrays
+
+
+def main():
+    np.savez_compressed(pathlib.Path(__file__).with_name("swin.npz"), **make())
 
 
 if __name__ == "__main__":

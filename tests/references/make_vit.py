@@ -6,8 +6,6 @@ Made with timm 1.0.31 and torch 2.13.0. Weights are random, with biases, norms, 
 moved off their start values, so that none can hide.
 """
 
-# ruff: noqa: E402
-
 import contextlib
 import json
 import pathlib
@@ -16,9 +14,9 @@ import numpy as np
 import torch
 
 # timm imports torchvision, whose compiled operators need not fit this torch: it uses none of them.
-_library = torch.library.Library("torchvision", "DEF")
-for _schema in ("nms(Tensor d, Tensor s, float t) -> Tensor", "qnms(Tensor d) -> Tensor"):
-    with contextlib.suppress(RuntimeError):
+with contextlib.suppress(RuntimeError):  # where they are defined already
+    _library = torch.library.Library("torchvision", "DEF")
+    for _schema in ("nms(Tensor d, Tensor s, float t) -> Tensor", "qnms(Tensor d) -> Tensor"):
         _library.define(_schema)
 
 from timm.layers import resample_abs_pos_embed
@@ -65,7 +63,8 @@ def record(name, options):
     return {f"{name}/{k}": v.numpy() for k, v in arrays.items()}
 
 
-def main():
+def make():
+    """All arrays by name."""
     arrays = {}
     for name, options in CASES.items():
         arrays |= record(name, options)
@@ -75,8 +74,11 @@ def main():
         resampled = resample_abs_pos_embed(positions, grid, (4, 5), num_prefix_tokens=2)
         arrays[f"positions/{name}"] = resampled[0].numpy()
     arrays["positions/start"] = positions[0].numpy()
-    np.savez_compressed(HERE / "vit.npz", **arrays)
+    return arrays
 
+
+def main():
+    np.savez_compressed(HERE / "vit.npz", **make())
     counts = {}
     for size, (width, depth, heads) in SIZES.items():
         for patch, image in INPUTS:
