@@ -11,6 +11,7 @@ import numpy as np
 from ml_collections import ConfigDict
 
 from structinit_jax import config as config_lib
+from structinit_jax import resume
 from structinit_jax.data import datasets
 from structinit_jax.data.examples import check_examples, load_examples
 from structinit_jax.data.feed import Feed, make_feed
@@ -35,8 +36,6 @@ from structinit_jax.training.state import TrainState
 MAX_IN_FLIGHT = 2
 # Of a run that a signal stopped: EX_TEMPFAIL of sysexits.h, "try again later".
 PREEMPTED_EXIT_CODE = 75
-# A resumed run must see the data that the run it continues would have seen.
-DATA_ORDER_FIELDS = ("seed", "batch_size", "data.name", "data.train_split", "data.repeats")
 
 
 def evaluate(
@@ -136,17 +135,17 @@ def _train(
     start_step = checkpoints.latest_step or 0
     unread = []  # metrics of the steps since the last log line, fetched only when it is written
     if start_step:
-        _check_same_data_order(config, checkpoints.run(start_step)["config"])
+        saved = checkpoints.run(start_step)
+        changed = resume.check(saved, config, len(train_source), f"step {start_step} in {workdir}")
+        if changed:
+            print("\n".join(["config changed since the checkpoint:", *changed]))
         if start_step > plan.num_steps:
             raise InputError(
                 f"--workdir={workdir} holds a checkpoint of step {start_step}, but the config ends "
                 f"at step {plan.num_steps}: raise config.num_epochs, or use another --workdir"
             )
         state = checkpoints.restore(start_step, program.abstract_state)
-        unread = [
-            {k: np.float32(v) for k, v in metrics.items()}
-            for metrics in checkpoints.run(start_step)["unread"]
-        ]
+        unread = [{k: np.float32(v) for k, v in metrics.items()} for metrics in saved["unread"]]
         print(f"resumed from step {start_step} in {checkpoints.directory}")
     else:
         state = initialize(config, program)
@@ -181,7 +180,7 @@ def _train(
     train_step = program.train_step.lower(program.abstract_state, program.abstract_batch).compile()
     log = on_exit.enter_context(contextlib.closing(MetricsLog(workdir, start_step)))
     progress = Progress(start_step, plan.num_steps, plan.steps_per_epoch, config.batch_size)
-    run = {"config": json.loads(config.to_json()), "num_steps": plan.num_steps}
+    run = {"config": json.loads(config.to_json()), "num_examples": len(train_source)}
     results: dict[str, float] = {}
     trace = profiling.StepTrace(workdir / "profile", *profile_steps)
     compiled = False  # whether everything that the loop calls has been called
@@ -288,21 +287,3 @@ def _describe(results: dict[str, float]) -> str:
     return "  ".join(
         f"{name.replace('/', ' ').replace('_', ' ')} {value:.4f}" for name, value in results.items()
     )
-
-
-def _check_same_data_order(config: ConfigDict, saved: dict) -> None:
-    saved = ConfigDict(saved)
-    for field in DATA_ORDER_FIELDS:
-        new, old = (_get(c, field) for c in (config, saved))
-        if new != old:
-            raise InputError(
-                f"config.{field}={new!r}, but the checkpoint to resume was trained with {old!r}, "
-                "so the data would come in another order: keep the old value, or start anew in "
-                "another --workdir"
-            )
-
-
-def _get(config: ConfigDict, field: str):
-    for name in field.split("."):
-        config = config[name]
-    return config

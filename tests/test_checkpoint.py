@@ -191,3 +191,14 @@ def test_a_folder_that_cannot_be_written_to_stops_the_run(tmp_path):
         directory.write_text("")
         with pytest.raises(InputError, match=message):
             checkpoints.save(4, make_state(4), {}, None)
+
+
+def test_averaged_weights_that_the_config_has_no_place_for_are_told(tmp_path):
+    state = make_state(4)
+    with opened(tmp_path) as checkpoints:
+        checkpoints.save(4, state._replace(ema=state.params), {}, None)
+    with (
+        opened(tmp_path) as checkpoints,
+        pytest.raises(InputError, match=r"4 holds averaged weights, which config\.ema_decay=0"),
+    ):
+        checkpoints.restore(4, ABSTRACT)

@@ -135,12 +135,15 @@ def test_newest_and_best_checkpoints_are_kept(tiny_config, tmp_path):
 @pytest.mark.parametrize(
     ("field", "value", "message"),
     [
-        ("model.width", 32, r"another architecture .*weights 'blocks/attention/key/bias', shape"),
-        ("model.positions", "learned", r"'positions', missing in the checkpoint, shape \[16, 16\]"),
+        (
+            "model.width",
+            32,
+            r"(?s)at step 12 in .*\n  model\.width: 16 -> 32  \(the architecture\)",
+        ),
+        ("attention_init.kernel_size", 1, r"attention_init\.kernel_size: 3 -> 1  \(the start weig"),
         ("num_steps", 5, r"holds a checkpoint of step 12, but the config ends at step 5"),
-        ("seed", 1, r"config\.seed=1, but the checkpoint to resume was trained with 0"),
-        ("batch_size", 32, r"config\.batch_size=32, but .* with 64"),
-        ("data.train_split", "train[:100]", r"config\.data\.train_split='train\[:100\]', but"),
+        ("seed", 1, r"seed: 0 -> 1  \(all randomness"),
+        ("ema_decay", 0.9, r"ema_decay: 0\.0 -> 0\.9  \(whether the checkpoint has averaged weigh"),
     ],
 )
 def test_resuming_with_another_config_is_refused(
@@ -155,6 +158,46 @@ def test_resuming_with_another_config_is_refused(
 
 
 @pytest.mark.parametrize(
+def test_a_run_goes_on_with_what_may_change_and_tells_it(tiny_config, tmp_path, capsys):
+    train.train(tiny_config, tmp_path)
+    capsys.readouterr()
+    # The optimizer's state keeps its form.
+    tiny_config.update(num_epochs=3.0, learning_rate=5e-4, clip_norm=0.0, layer_decay=0.75)
+    train.train(tiny_config, tmp_path)
+    out = capsys.readouterr().out
+    assert (
+        "config changed since the checkpoint:\n"
+        "  clip_norm: 1.0 -> 0.0\n"
+        "  layer_decay: 1.0 -> 0.75\n"
+        "  learning_rate: 0.001 -> 0.0005\n"
+        "  num_epochs: 2.0 -> 3.0\n"
+        "resumed from step 12"
+    ) in out
+    assert json.loads((tmp_path / "config.json").read_text())["layer_decay"] == 0.75
+    assert read_metrics(tmp_path)[-1]["step"] == 18
+
+
+@pytest.mark.parametrize(
+    ("field", "value", "message"),
+    [
+        ("model.width", 32, r"another architecture .*weights 'blocks/attention/key/bias', shape"),
+        ("model.positions", "learned", r"'positions', missing in the checkpoint, shape \[16, 16\]"),
+        (
+            "ema_decay",
+            0.9,
+            r"12 holds no averaged weights, which config\.ema_decay asks for: set it",
+        ),
+    ],
+)
+def test_evaluating_another_model_is_refused(tiny_config, tmp_path_factory, field, value, message):
+    workdir = tmp_path_factory.getbasetemp() / "evaluated_with_another_config"
+    if not workdir.exists():
+        train.train(tiny_config, workdir)
+    tiny_config.update_from_flattened_dict({field: value})
+    with pytest.raises(InputError, match=message):
+        train.evaluate_checkpoint(tiny_config, workdir)
+
+
     ("field", "value", "message"),
     [
         ("data.name", "digitz", r"digits"),

@@ -206,6 +206,16 @@ def _restore(manager: ocp.CheckpointManager, step: int, abstract_state: TrainSta
     folder = Path(manager.directory) / str(step)
     _check_same_weights(folder, saved["params"], abstract_state.params)
     _check_same_weights(folder, saved["model_state"], abstract_state.model_state)
+    if saved["ema"] and not abstract_state.ema:
+        raise InputError(
+            f"checkpoint {folder} holds averaged weights, which config.ema_decay=0 has no place "
+            "for: give the rate that it was trained with"
+        )
+    if abstract_state.ema and not saved["ema"]:
+        raise InputError(
+            f"checkpoint {folder} holds no averaged weights, which config.ema_decay asks for: set "
+            "it to 0"
+        )
     args = ocp.args.Composite(state=ocp.args.StandardRestore(abstract_state))
     return manager.restore(step, args=args)["state"]
 

@@ -47,22 +47,22 @@ def layer_rates(params, decay: float) -> dict:
 
 
 def make_optimizer(config: ConfigDict, schedule: optax.Schedule) -> optax.GradientTransformation:
-    """AdamW (Loshchilov & Hutter 2019) behind clipping by global norm."""
-    steps = []
-    if config.clip_norm:
-        steps.append(optax.clip_by_global_norm(config.clip_norm))
-    steps.append(
+    """AdamW (Loshchilov & Hutter 2019) behind clipping by global norm.
+
+    What is off keeps its place, so that a run can go on with it on: the state's form stays.
+    """
+    clip, by_layer = config.clip_norm, config.layer_decay
+    return optax.chain(
+        optax.clip_by_global_norm(clip) if clip else optax.identity(),
         optax.adamw(
             schedule,
             b2=config.adam_b2,
             eps=config.adam_epsilon,
             weight_decay=config.weight_decay,
             mask=decay_mask,
-        )
+        ),
+        _scale_by_layer(by_layer) if by_layer != 1 else optax.identity(),
     )
-    if config.layer_decay != 1:
-        steps.append(_scale_by_layer(config.layer_decay))
-    return optax.chain(*steps)
 
 
 def _scale_by_layer(decay: float) -> optax.GradientTransformation:

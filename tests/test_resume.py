@@ -1,0 +1,119 @@
+import json
+
+import pytest
+
+from structinit_jax import resume
+from structinit_jax.config import base_config
+from structinit_jax.errors import InputError
+
+PLACE = "step 400 in /runs/digits"
+
+
+def make_config(**fields):
+    config = base_config()
+    config.data.name = "digits"
+    for field, value in fields.items():
+        config.update_from_flattened_dict({field: value})
+    return config
+
+
+def saved(**fields):
+    """What a checkpoint holds of its run."""
+    return {"config": json.loads(make_config(**fields).to_json()), "num_examples": 100}
+
+
+def test_an_equal_config_has_no_changes():
+    assert resume.changes(saved()["config"], make_config()) == {}
+    assert resume.check(saved(), make_config(), 100, PLACE) == []
+
+
+@pytest.mark.parametrize(
+    ("field", "value", "line"),
+    [
+        ("num_epochs", 90.0, "  num_epochs: 30.0 -> 90.0"),
+        ("num_steps", 500, "  num_steps: 0 -> 500"),
+        ("learning_rate", 5e-4, "  learning_rate: 0.001 -> 0.0005"),
+        ("clip_norm", 0.0, "  clip_norm: 1.0 -> 0.0"),
+        ("layer_decay", 0.75, "  layer_decay: 1.0 -> 0.75"),
+        ("log_every_steps", 5, "  log_every_steps: 20 -> 5"),
+        ("keep_checkpoints", 5, "  keep_checkpoints: 2 -> 5"),
+        ("on_nonfinite", "skip", "  on_nonfinite: 'stop' -> 'skip'"),
+        ("accumulate_steps", 2, "  accumulate_steps: 1 -> 2"),
+        ("model.remat", "full", "  model.remat: 'none' -> 'full'"),
+        ("model.drop_path", 0.1, "  model.drop_path: 0.0 -> 0.1"),
+        ("augment.mixup", 0.8, "  augment.mixup: 0.0 -> 0.8"),
+        ("data.data_dir", "/moved", "  data.data_dir: '' -> '/moved'"),
+        ("data.eval_split", "train", "  data.eval_split: 'test' -> 'train'"),
+    ],
+)
+def test_what_a_researcher_may_change_is_told(field, value, line):
+    config = make_config(**{field: value})
+    assert resume.check(saved(), config, 100, PLACE) == [line]
+
+
+@pytest.mark.parametrize(
+    ("field", "value", "line"),
+    [
+        ("seed", 1, "seed: 0 -> 1  (all randomness, and the order of the data)"),
+        ("batch_size", 64, "batch_size: 128 -> 64  (the order of the data)"),
+        ("data.name", "cifar10", "data.name: 'digits' -> 'cifar10'  (the order of the data)"),
+        ("data.train_split", "test", "data.train_split: 'train' -> 'test'  (the order of the"),
+        ("data.repeats", 3, "data.repeats: 1 -> 3  (the order of the data)"),
+        ("data.image_size", 32, "data.image_size: 224 -> 32  (the architecture)"),
+        (
+            "data.std",
+            (1.0, 1.0, 1.0),
+            "data.std: [0.229, 0.224, 0.225] -> [1.0, 1.0, 1.0]  (what the model's input means)",
+        ),
+        ("model.depth", 6, "model.depth: 12 -> 6  (the architecture)"),
+        ("model.qk_norm", True, "model.qk_norm: False -> True  (the architecture)"),
+        ("model.pool", "class_token", "model.pool: 'mean' -> 'class_token'  (the architecture)"),
+        ("attention_init.kernel_size", 5, "kernel_size: 3 -> 5  (the start weights, which are dr"),
+        ("ema_decay", 0.99, "ema_decay: 0.0 -> 0.99  (whether the checkpoint has averaged weights"),
+    ],
+)
+def test_what_makes_another_run_is_refused_by_name(field, value, line):
+    config = make_config(**{field: value, "learning_rate": 0.5})
+    with pytest.raises(InputError) as caught:
+        resume.check(saved(), config, 100, PLACE)
+    first, *lines, last = str(caught.value).splitlines()
+    assert PLACE in first
+    assert len(lines) == 1  # the learning rate is not to blame
+    assert line in lines[0]
+    assert last == "Give the old values to go on, or another --workdir to start anew"
+
+
+def test_averaging_may_change_where_there_is_an_average():
+    config = make_config(ema_decay=0.999)
+    assert resume.check(saved(ema_decay=0.99), config, 100, PLACE) == ["  ema_decay: 0.99 -> 0.999"]
+
+
+def test_another_scheme_is_refused_with_its_options():
+    config = make_config()
+    config.attention_init = {"name": "mimetic"}
+    with pytest.raises(InputError) as caught:
+        resume.check(saved(), config, 100, PLACE)
+    assert "attention_init.name: 'impulse' -> 'mimetic'" in str(caught.value)
+    assert "attention_init.kernel_size: 3 -> (no such field)" in str(caught.value)
+
+
+def test_configs_of_older_and_newer_code_are_compared():
+    run = saved()
+    del run["num_examples"]
+    del run["config"]["clip_norm"], run["config"]["model"]["qk_norm"]
+    run["config"] |= {"gone": 1, "model": run["config"]["model"] | {"gone": 2}, "section": {"a": 3}}
+    # What the old code did not know counts as the default of the new.
+    assert resume.check(run, make_config(), 100, PLACE) == [
+        "  gone: 1 -> (no such field)",
+        "  model.gone: 2 -> (no such field)",
+        "  section.a: 3 -> (no such field)",
+    ]
+    assert "  clip_norm: 1.0 -> 3.0" in resume.check(run, make_config(clip_norm=3.0), 100, PLACE)
+    with pytest.raises(InputError, match=r"model\.qk_norm: False -> True"):
+        resume.check(run, make_config(**{"model.qk_norm": True}), 100, PLACE)
+
+
+def test_a_split_that_grew_is_refused():
+    message = r"data\.train_split='train' has 90 examples, but the run at step 400 .* on 100, and"
+    with pytest.raises(InputError, match=message):
+        resume.check(saved(), make_config(), 90, PLACE)
