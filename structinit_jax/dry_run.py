@@ -7,6 +7,7 @@ from structinit_jax import config as config_lib
 from structinit_jax.data import catalog, datasets
 from structinit_jax.data.examples import check_examples
 from structinit_jax.program import build_program, make_plan, parameter_table
+from structinit_jax.training import flops
 from structinit_jax.training import mesh as mesh_lib
 from structinit_jax.training.collectives import bytes_by_kind
 from structinit_jax.training.state import count_parameters
@@ -15,8 +16,8 @@ from structinit_jax.training.state import count_parameters
 def dry_run(config: ConfigDict) -> None:
     """Builds model, state and step abstractly and prints their sizes and costs.
 
-    FLOPs are XLA's own count for the lowered step, with the stack of layers unrolled since XLA
-    counts a loop's body once. Memory is that of the step compiled for the devices at hand.
+    FLOPs are those of the model's products, forward and backward (see `training.flops`). Memory is
+    that of the step compiled for the devices at hand.
 
     Raises:
       InputError: for any mistake in the config that can be seen without data.
@@ -39,7 +40,7 @@ def dry_run(config: ConfigDict) -> None:
     num_devices, num_hosts = program.mesh.size, jax.process_count()
     step = program.train_step.lower(program.abstract_state, program.abstract_batch).compile()
     memory = step.memory_analysis()
-    flops = _step_flops(config, plan)
+    per_image = flops.flops_per_image(config)
     rows = {
         "model": f"{config.model.name}, {count_parameters(program.abstract_state.params):,} "
         "parameters",
@@ -51,7 +52,7 @@ def dry_run(config: ConfigDict) -> None:
         f"{num_eval:,} to test on ({data.eval_split})",
         "steps": f"{plan.num_steps:,}, {plan.num_steps / plan.steps_per_epoch:.1f} epochs of "
         f"{plan.steps_per_epoch:.1f}; {len(plan.eval_steps)} evaluations",
-        "FLOPs of a step": f"{flops:.3e}, {flops / config.batch_size:.3e} per image",
+        "FLOPs of a step": f"{per_image * config.batch_size:.3e}, {per_image:.3e} per image",
         "memory per device": f"{_mib(memory.argument_size_in_bytes)} state and batch, "
         f"{_mib(memory.temp_size_in_bytes)} activations and temporaries",
     }
@@ -62,14 +63,6 @@ def dry_run(config: ConfigDict) -> None:
     width = max(map(len, rows))
     for name, value in rows.items():
         print(f"{name:<{width}}  {value}")
-
-
-def _step_flops(config: ConfigDict, plan) -> float:
-    unrolled = config.copy_and_resolve_references()
-    unrolled.model.unroll = 0
-    program = build_program(unrolled, plan)
-    step = program.train_step.lower(program.abstract_state, program.abstract_batch)
-    return step.cost_analysis()["flops"]
 
 
 def _mib(size: int) -> str:

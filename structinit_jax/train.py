@@ -20,6 +20,7 @@ from structinit_jax.program import Program, build_program, initialize, make_plan
 from structinit_jax.training import (
     checkpoint,
     compilations,
+    flops,
     memory,
     nonfinite,
     preemption,
@@ -179,7 +180,13 @@ def _train(
     # Compiled ahead, so that no other shape can slip in and compile again in the loop.
     train_step = program.train_step.lower(program.abstract_state, program.abstract_batch).compile()
     log = on_exit.enter_context(contextlib.closing(MetricsLog(workdir, start_step)))
-    progress = Progress(start_step, plan.num_steps, plan.steps_per_epoch, config.batch_size)
+    progress = Progress(
+        start_step,
+        plan.num_steps,
+        plan.steps_per_epoch,
+        config.batch_size,
+        flops.peak_speed(config, program.mesh),
+    )
     run = {"config": json.loads(config.to_json()), "num_examples": len(train_source)}
     results: dict[str, float] = {}
     trace = profiling.StepTrace(workdir / "profile", *profile_steps)
@@ -214,17 +221,18 @@ def _train(
             stopping = stop_request.reached(step) and step < plan.num_steps
             if not (evaluated or stopping or step % config.checkpoint_every_steps == 0):
                 continue
-            jax.block_until_ready(state)  # steps still under way are no part of the pause
-            pause = time.perf_counter()
+            jax.block_until_ready(state)  # steps still under way are no part of the pauses
             unread = jax.device_get(unread)
             if config.on_nonfinite == "stop":  # before it is past the step that would be replayed
                 nonfinite.stop_if_any(unread, step, config.seed, checkpoints.latest_step)
             if evaluated:
-                results = evaluate(config, program, state, eval_feed)
+                with progress.pause("evaluation"):
+                    results = evaluate(config, program, state, eval_feed)
                 log.write(step, results)
                 progress.note(f"step {step}  {_describe(results)}")
             run["unread"] = [{k: float(v) for k, v in m.items()} for m in unread]
-            checkpoints.save(step, state, run, results if evaluated else None)
+            with progress.pause("checkpoint"):
+                checkpoints.save(step, state, run, results if evaluated else None)
             if stopping:
                 checkpoints.wait()
                 raise StoppedError(
@@ -235,7 +243,6 @@ def _train(
             if evaluated and not compiled:
                 compilations.take()
                 compiled = True
-            progress.skip_pause(time.perf_counter() - pause)
     if not results:  # the run had ended before; say again how
         results = evaluate(config, program, state, eval_feed)
     print(

@@ -19,7 +19,12 @@ def test_a_log_gets_plain_lines_with_speed_and_time_left(monkeypatch, capsys):
     clock = Clock(monkeypatch)
     progress = Progress(0, 1000, 10.0, 64)
     clock.now = 8.0
-    assert progress.measure(100) == {"images_per_second": 800.0, "data_wait": 0.0}
+    assert progress.measure(100) == {
+        "images_per_second": 800.0,
+        "data_wait": 0.0,
+        "checkpoint_wait": 0.0,
+        "evaluation_wait": 0.0,
+    }
     progress.show(100, VALUES)
     out = capsys.readouterr().out
     assert out == ("step 100/1000  epoch 10.0  loss 0.5000  lr 1.00e-03  800 images/s  1:12 left\n")
@@ -39,19 +44,38 @@ def test_waiting_for_data_is_told_as_a_share_of_the_time(monkeypatch):
         clock.now += 1.5
         seen.append(number)
     assert seen == [0, 1, 2, 3]
-    assert progress.measure(4) == {"images_per_second": 32.0, "data_wait": 0.25}
+    values = progress.measure(4)
+    assert (values["images_per_second"], values["data_wait"]) == (32.0, 0.25)
     clock.now += 1.0
     assert progress.measure(5)["data_wait"] == 0.0
 
 
-def test_pauses_do_not_count_as_training(monkeypatch, capsys):
+def test_pauses_do_not_count_as_training_and_are_told_as_shares(monkeypatch, capsys):
     clock = Clock(monkeypatch)
     progress = Progress(50, 1_000_150, 10.0, 64)
-    clock.now = 30.0
-    progress.skip_pause(22.0)
-    assert progress.measure(150)["images_per_second"] == 800.0
+    clock.now = 8.0
+    with progress.pause("evaluation"):
+        clock.now += 4.0
+    for _ in range(2):
+        with progress.pause("checkpoint"):
+            clock.now += 2.0
+    values = progress.measure(150)
+    assert values["images_per_second"] == 800.0
+    assert (values["evaluation_wait"], values["checkpoint_wait"]) == (0.25, 0.25)
     progress.show(150, VALUES)
     assert "22:13:20 left" in capsys.readouterr().out
+    clock.now += 1.0
+    assert progress.measure(151)["checkpoint_wait"] == 0.0
+
+
+def test_the_share_of_the_peak_is_told_where_it_is_known(monkeypatch, capsys):
+    clock = Clock(monkeypatch)
+    progress = Progress(0, 1000, 10.0, 64, peak_speed=1600.0)
+    clock.now = 8.0
+    values = progress.measure(100)
+    assert values["mfu"] == 0.5
+    progress.show(100, VALUES | values)
+    assert "800 images/s  mfu 50.0 %  1:12 left" in capsys.readouterr().out
 
 
 def test_a_terminal_gets_a_bar_rewritten_in_place(monkeypatch):
