@@ -1,0 +1,190 @@
+"""Kills one run at fifty random moments and compares its end with that of an undisturbed run.
+
+    python benchmarks/soak.py --out=soak.json
+
+Real processes of the public command train a tiny ViT on digits and are ended by SIGKILL: some while
+they start or restore, most while they train, where a checkpoint is being written half of the time.
+The same command then goes on. In the end every array of the last checkpoint, optimizer state
+included, and every line of metrics.jsonl but for its times must be equal, bit for bit.
+"""
+
+import argparse
+import collections
+import json
+import random
+import re
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+
+import jax
+import numpy as np
+import orbax.checkpoint as ocp
+
+from structinit_jax.training import manifest
+
+ROOT = Path(__file__).parent.parent
+CONFIG = [
+    "--config=configs/vit_t_digits.py",
+    "--config.model.width=32",
+    "--config.model.depth=2",
+    "--config.model.num_heads=2",
+    "--config.model.patch_size=2",
+    "--config.model.drop_path=0.1",
+    "--config.ema_decay=0.99",
+    "--config.augment.mixup=0.8",
+    "--config.checkpoint_every_steps=15",
+    "--config.log_every_steps=10",
+    "--config.eval_every_epochs=10",
+]
+KILLS, STEPS = 50, 2000
+EARLY = 0.2  # share of the kills that may come before the first step
+TIMES = ("images_per_second", "data_wait", "checkpoint_wait", "evaluation_wait", "mfu")
+
+
+class Run:
+    """One process of the command, writing into a file that can be read meanwhile."""
+
+    def __init__(self, folder: Path, name: str, steps: int):
+        self.workdir = folder / name
+        self._output = folder / f"{name}.txt"
+        self._file = self._output.open("w")
+        self.began = time.perf_counter()
+        self.process = subprocess.Popen(
+            [
+                *(sys.executable, "-u", "-m", "structinit_jax.main", *CONFIG),
+                *(f"--config.num_steps={steps}", f"--workdir={self.workdir}"),
+                f"--config.data.data_dir={folder / 'tfds'}",
+            ],
+            cwd=ROOT,
+            stdout=self._file,
+            stderr=subprocess.STDOUT,
+        )
+
+    def text(self) -> str:
+        """What it printed so far."""
+        return self._output.read_text()
+
+    def wait_for(self, text: str) -> float:
+        """Waits until it has printed a text, or has ended; the seconds since it began."""
+        while text not in self.text() and self.process.poll() is None:
+            time.sleep(0.01)
+        return time.perf_counter() - self.began
+
+    def end(self, kill: bool) -> None:
+        """Waits for its end, or makes it; what it may not be ends the benchmark with its output."""
+        if kill:
+            self.process.kill()
+        code = self.process.wait()
+        self._file.close()
+        if code != (-9 if kill else 0):
+            sys.exit(f"a run ended with {code}:\n{self.text()[-2000:]}")
+
+
+def find_moment(run: Run) -> str:
+    """What the killed process was doing, by what it left behind."""
+    if "first step after" not in run.text():
+        return "starting"
+    checkpoints = run.workdir / "checkpoints"
+    if any("orbax-checkpoint-tmp" in path.name for path in checkpoints.iterdir()):
+        return "writing a checkpoint"
+    newest = manifest.step_folders(checkpoints)[:1]
+    unsealed = newest and manifest.find_damage(newest[0])
+    return "sealing a checkpoint" if unsealed else "training"
+
+
+def soak(folder: Path, kills: int, steps: int, seed: int) -> tuple[dict, Path, Path]:
+    """Both runs, told as they go; returns what happened, and the workdirs."""
+    whole = Run(folder, "whole", steps)
+    start = whole.wait_for("first step after")
+    whole.end(kill=False)
+    training = time.perf_counter() - whole.began - start
+    print(f"undisturbed: {start:.1f} s to the first step, {training:.1f} s from it", flush=True)
+
+    moments = random.Random(seed)
+    rows, damages = [], []
+    while len(rows) < kills:
+        run = Run(folder, "killed", steps)
+        if rows and moments.random() < EARLY:
+            time.sleep(moments.uniform(0, start))
+        else:
+            start = run.wait_for("first step after")  # with compiled programs in the cache
+            time.sleep(moments.uniform(0, training / kills))  # so half of the steps are left
+        if run.process.poll() is not None:
+            sys.exit(f"the run ended after {len(rows)} kills; give more --steps\n{run.text()}")
+        run.end(kill=True)
+        text = run.text()
+        damages += [line for line in text.splitlines() if line.startswith("note: checkpoint")]
+        resumed = re.search(r"resumed from step (\d+) ", text)
+        row = {
+            "killed_after_s": round(time.perf_counter() - run.began, 2),
+            "while": find_moment(run),
+            "resumed_from": int(resumed[1]) if resumed else None,  # killed before it came to that
+        }
+        rows.append(row)
+        print(
+            f"kill {len(rows):2}  {row['killed_after_s']:5.2f} s after its start, resumed from "
+            f"{row['resumed_from']}, {row['while']}",
+            flush=True,
+        )
+    run = Run(folder, "killed", steps)
+    run.end(kill=False)
+    damages += [line for line in run.text().splitlines() if line.startswith("note: checkpoint")]
+    return {"kills": rows, "set_aside": len(damages)}, whole.workdir, run.workdir
+
+
+def final_state(workdir: Path):
+    """Every array of the newest checkpoint."""
+    newest = manifest.step_folders(workdir / "checkpoints")[0]
+    with ocp.StandardCheckpointer() as checkpointer:
+        return jax.tree.map(np.asarray, checkpointer.restore(newest / "state"))
+
+
+def lines_without_times(workdir: Path) -> list[dict]:
+    """The content of metrics.jsonl that must not depend on the machine's speed."""
+    lines = [json.loads(line) for line in (workdir / "metrics.jsonl").read_text().splitlines()]
+    return [{k: v for k, v in line.items() if k not in TIMES} for line in lines]
+
+
+def main() -> None:
+    """Prints the kills and the verdict and writes them as JSON."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--out", default="soak.json")
+    parser.add_argument("--kills", type=int, default=KILLS)
+    parser.add_argument("--steps", type=int, default=STEPS)
+    parser.add_argument("--seed", type=int, default=0, help="of the moments")
+    arguments = parser.parse_args()
+    began = time.perf_counter()
+    with tempfile.TemporaryDirectory() as folder:
+        results, whole, killed = soak(
+            Path(folder), arguments.kills, arguments.steps, arguments.seed
+        )
+        expected, state = final_state(whole), final_state(killed)
+        assert jax.tree.structure(expected) == jax.tree.structure(state)
+        equal = jax.tree.map(lambda a, b: a.tobytes() == b.tobytes(), expected, state)
+        results |= {
+            "step": int(state["step"]),
+            "arrays": len(jax.tree.leaves(equal)),
+            "arrays_bit_equal": sum(jax.tree.leaves(equal)),
+            "metrics_equal": lines_without_times(killed) == lines_without_times(whole),
+        }
+    results["seconds"] = round(time.perf_counter() - began)
+    results["while"] = dict(collections.Counter(row["while"] for row in results["kills"]))
+    moments = ", ".join(f"{count} {moment}" for moment, count in results["while"].items())
+    print(
+        f"{arguments.kills} kills in {results['seconds']} s: {moments}; {results['set_aside']} "
+        f"unfinished checkpoints set aside\n"
+        f"step {results['step']}: {results['arrays_bit_equal']} of {results['arrays']} arrays are "
+        "bit-equal to the undisturbed run's; metrics.jsonl is "
+        f"{'equal' if results['metrics_equal'] else 'NOT equal'}"
+    )
+    Path(arguments.out).write_text(json.dumps(results, indent=2) + "\n")
+    print(f"wrote {arguments.out}")
+    if results["arrays_bit_equal"] != results["arrays"] or not results["metrics_equal"]:
+        sys.exit(1)
+
+
+if __name__ == "__main__":
+    main()
