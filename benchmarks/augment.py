@@ -2,25 +2,30 @@
 
     python benchmarks/augment.py --out=augment.json
 
-Each piece is jitted alone, so that the pieces need not sum to the whole, which fuses some of them.
-On a CPU a smaller batch is timed and scaled to 1,024 images, as the first line says.
+Each piece is jitted alone. Kernels are timed on every image; in a recipe each runs over the few
+images for which it is drawn. The last line is the whole training step of ViT-B/16, of which the
+recipe is a part. On a CPU smaller batches are timed and scaled to 1,024 images, as each line says.
 """
 
 import argparse
 import json
 import time
 from collections.abc import Callable
+from pathlib import Path
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
-from structinit_jax.augment import AugmentOptions, enhance, make_augment, tables
+from structinit_jax.augment import AugmentOptions, enhance, make_augment, normalize, tables
 from structinit_jax.augment.affine import affine_warp, rotation_matrices
 from structinit_jax.augment.crop import random_flip, random_resized_crop
 from structinit_jax.augment.erase import random_erasing
 from structinit_jax.augment.mix import MixOptions, mix
 from structinit_jax.augment.rand_augment import parse, rand_augment
+from structinit_jax.data.catalog import CATALOG
+from structinit_jax.program import build_program, make_plan
+from structinit_jax.recipes import imagenet_2025
 
 IMAGES = 1024
 RAND_AUGMENT = "rand-m9-mstd0.5-inc1"
@@ -43,8 +48,7 @@ def pieces(keys, images, labels, small) -> dict[str, tuple[Callable, tuple]]:
     count, size = images.shape[:2]
     factor = jnp.linspace(0.1, 1.9, count)
     matrices = rotation_matrices(60 * factor - 60, size, size)
-    bicubic = jnp.arange(count) % 2 == 0
-    wanted = jnp.arange(count) % 15 == 0  # as often as operations are drawn
+    planes = images.transpose(0, 3, 1, 2)
     lookups = jnp.broadcast_to(tables.invert(), (count, 3, 256)).astype(jnp.uint8)
     floats = images.astype(jnp.float32)
     targets = jax.nn.one_hot(labels, RECIPE.num_classes)
@@ -55,18 +59,12 @@ def pieces(keys, images, labels, small) -> dict[str, tuple[Callable, tuple]]:
             lambda k, x: rand_augment(k, x, policy, fill=FILL),
             (keys, images),
         ),
-        "kernel: affine warp, 16 taps": (
-            lambda x, m, b: affine_warp(x, m, b, FILL),
-            (images, matrices, bicubic),
-        ),
-        "kernel: affine warp, 4 taps": (
-            lambda x, m: affine_warp(x, m, None, FILL),
-            (images, matrices),
-        ),
-        "kernel: histograms": (tables.channel_histograms, (images, wanted)),
-        "kernel: tables": (tables.apply_tables, (images, lookups)),
-        "kernel: colour": (enhance.color, (images, factor)),
-        "kernel: sharpness": (enhance.sharpness, (images, factor)),
+        "kernel: bicubic warp": (lambda x, m: affine_warp(x, m, True, FILL), (planes, matrices)),
+        "kernel: bilinear warp": (lambda x, m: affine_warp(x, m, False, FILL), (planes, matrices)),
+        "kernel: tables": (tables.apply_tables, (planes, lookups)),
+        "kernel: equalization": (tables.equalize, (planes,)),
+        "kernel: colour": (enhance.color, (planes, factor)),
+        "kernel: sharpness": (enhance.sharpness, (planes, factor)),
         "flip": (lambda k, x: random_flip(k, x, 0.5), (keys, images)),
         "resized crop from 32²": (
             lambda k, x: random_resized_crop(
@@ -74,9 +72,31 @@ def pieces(keys, images, labels, small) -> dict[str, tuple[Callable, tuple]]:
             ),
             (keys, small),
         ),
+        "normalization": (lambda x: normalize(x, RECIPE.mean, RECIPE.std), (images,)),
         "erasing": (lambda k, x: random_erasing(k, x, 0.25, "pixel"), (keys, floats)),
         "mixing": (lambda k, x, t: mix(k, x, t, mixing), (keys[0], floats, targets)),
     }
+
+
+def measure_vit_b_step(batch: int, dtype: str, repeats: int) -> float:
+    """Median seconds of the trainer's step of configs/vit_b_imagenet.py on random images."""
+    config = imagenet_2025("vit_base_patch16_224")
+    config.update(batch_size=batch)
+    config.model.dtype, config.augment.mix_group = dtype, 0
+    facts = CATALOG["imagenet2012"]
+    program = build_program(config, make_plan(config, facts, facts.num_examples["train"]))
+    state = program.init_state(*program.init_model(jax.random.key(0)))
+    shape = program.abstract_batch["image"].shape
+    data = {
+        "image": np.random.default_rng(0).integers(0, 256, shape).astype(np.uint8),
+        "label": np.arange(batch, dtype=np.int32),
+    }
+    seconds = []
+    for _ in range(1 + repeats):
+        start = time.perf_counter()
+        state, _ = jax.block_until_ready(program.train_step(state, data))
+        seconds.append(time.perf_counter() - start)
+    return float(np.median(seconds[1:]))
 
 
 def measure(function: Callable, arguments: tuple, repeats: int) -> tuple[float, int]:
@@ -93,38 +113,50 @@ def measure(function: Callable, arguments: tuple, repeats: int) -> tuple[float, 
 
 def main() -> None:
     """Prints the table and writes it as JSON."""
-    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
-    parser.add_argument("--out", default="augment.json")
-    parser.add_argument("--batch", type=int, help="images timed; default 1024, on a CPU 32")
-    parser.add_argument("--size", type=int, default=224)
-    parser.add_argument("--repeats", type=int, default=5)
-    arguments = parser.parse_args()
     on_cpu = jax.default_backend() == "cpu"
-    batch = arguments.batch or (32 if on_cpu else IMAGES)
+    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    parser.add_argument("--out", help="JSON file for the results")
+    parser.add_argument("--batch", type=int, default=64 if on_cpu else IMAGES)
+    parser.add_argument("--vit_batch", type=int, default=8 if on_cpu else 128)
+    parser.add_argument("--size", type=int, default=224, help="height and width of the images")
+    parser.add_argument("--repeats", type=int, default=5)
+    flags = parser.parse_args()
     device = jax.devices()[0].device_kind
-    print(f"{device}: ms for {IMAGES} images of {arguments.size}², scaled from batches of {batch}")
+    print(f"{device}: ms for {IMAGES} images of {flags.size}², timed on batches of {flags.batch}")
     random = np.random.default_rng(0)
     images, small = (
-        jnp.asarray(random.integers(0, 256, (batch, side, side, 3)).astype(np.uint8))
-        for side in (arguments.size, 32)
+        jnp.asarray(random.integers(0, 256, (flags.batch, side, side, 3)).astype(np.uint8))
+        for side in (flags.size, 32)
     )
-    labels = jnp.asarray(random.integers(0, 1000, batch).astype(np.int32))
-    keys = jax.random.split(jax.random.key(0), batch)
-    results = {"device": device, "batch": batch, "size": arguments.size}
-    whole = None
+    labels = jnp.asarray(random.integers(0, 1000, flags.batch).astype(np.int32))
+    keys = jax.random.split(jax.random.key(0), flags.batch)
+    times = {}
     for name, (function, inputs) in pieces(keys, images, labels, small).items():
-        seconds, temporary = measure(function, inputs, arguments.repeats)
-        scaled = 1000 * seconds * IMAGES / batch
-        whole = whole or scaled
-        results[name] = {"ms": scaled, "share": scaled / whole, "temporary_bytes": temporary}
+        seconds, temporary = measure(function, inputs, flags.repeats)
+        times[name] = 1000 * seconds * IMAGES / flags.batch
         print(
-            f"  {name:30} {scaled:10.1f} ms  {100 * scaled / whole:6.1f} %  "
-            f"{temporary / batch / 1e6:6.2f} MB of temporaries an image",
+            f"  {name:26} {times[name]:10.1f} ms  {temporary / flags.batch / 1e6:6.2f} MB of "
+            "temporaries an image",
             flush=True,
         )
-    with open(arguments.out, "w") as file:
-        json.dump(results, file, indent=2)
-    print(f"wrote {arguments.out}")
+    dtype = "float32" if on_cpu else "bfloat16"
+    seconds = measure_vit_b_step(flags.vit_batch, dtype, flags.repeats)
+    step = 1000 * seconds * IMAGES / flags.vit_batch
+    share = times["whole recipe"] / step
+    print(
+        f"  ViT-B/16 step, {dtype:11} {step:10.1f} ms  on batches of {flags.vit_batch}; the "
+        f"recipe is {100 * share:.1f} % of it"
+    )
+    if flags.out:
+        results = {
+            "device": device,
+            "batch": flags.batch,
+            "size": flags.size,
+            f"ms_per_{IMAGES}_images": times,
+            "vit_b_step": {"batch": flags.vit_batch, "dtype": dtype, "ms": step},
+            "share_of_vit_b_step": share,
+        }
+        Path(flags.out).write_text(json.dumps(results, indent=2) + "\n")
 
 
 if __name__ == "__main__":

@@ -107,7 +107,7 @@ def build_program(config: ConfigDict, plan: Plan) -> Program:
         config, num_steps=plan.num_steps, steps_per_epoch=plan.steps_per_epoch
     )
     optimizer = make_optimizer(config, schedule)
-    augment = make_augment(plan.route.augment)
+    augment = make_augment(plan.route.augment, mesh)
     make_state = functools.partial(init_state, optimizer=optimizer, with_ema=bool(config.ema_decay))
     abstract_state = mesh_lib.shard_state(mesh, jax.eval_shape(make_state, *abstract_model))
     state_shardings = jax.tree.map(lambda x: x.sharding, abstract_state)

@@ -49,7 +49,7 @@ def test_result_is_the_same_on_one_and_on_eight_devices():
     mesh = Mesh(np.asarray(jax.devices()), ("data",), axis_types=(AxisType.Auto,))
     sharded = NamedSharding(mesh, PartitionSpec("data"))
     batch = jax.device_put((IMAGES, LABELS), sharded)
-    step = jax.jit(make_augment(RECIPE), out_shardings=sharded)
+    step = jax.jit(make_augment(RECIPE, mesh), out_shardings=sharded)
     key = jax.random.key(1)
     for a, b in zip(step(key, *batch), whole_recipe(key, IMAGES, LABELS), strict=True):
         np.testing.assert_allclose(a, b, atol=1e-5)

@@ -20,8 +20,8 @@ def bad_labels_give_nan(monkeypatch):
     """Any loss can be made to diverge: here a label of -1 does it."""
     original = program_lib.make_augment
 
-    def make_augment(options):
-        augment = original(options)
+    def make_augment(options, mesh):
+        augment = original(options, mesh)
 
         def with_nan(key, images, labels):
             images, targets = augment(key, images, labels)

@@ -1,5 +1,6 @@
 """Every operation against Pillow on photographs and digits, every draw against timm's."""
 
+import functools
 import pathlib
 
 import jax
@@ -26,7 +27,12 @@ FILL = (124, 116, 104)
 WARPS = ("Rotate", "ShearX", "ShearY", "TranslateXRel", "TranslateYRel")
 MAGNITUDES = np.repeat(np.arange(11, dtype=np.float32), 2)  # with either sign
 NEGATIVE = np.tile([False, True], 11)
-apply_jit = jax.jit(apply_operation, static_argnums=4)
+
+
+@functools.partial(jax.jit, static_argnums=4)
+def apply_jit(images, operation, argument, bicubic, fill):
+    planes = images.transpose(0, 3, 1, 2)
+    return apply_operation(planes, operation, argument, bicubic, fill).transpose(0, 2, 3, 1)
 
 
 def photographs():

@@ -1,15 +1,15 @@
 """The affine warp of a batch of images, as Pillow's `Image.transform` computes it."""
 
 import jax.numpy as jnp
-from jaxtyping import Array, Bool, Float, Float32, Int, UInt8
+from jaxtyping import Array, Float, Int, UInt8
 
 
 def affine_warp(
-    images: UInt8[Array, "B H W C"],
+    images: UInt8[Array, "B C H W"],
     matrices: Float[Array, "B 6"],
-    bicubic: Bool[Array, " B"] | None,
+    bicubic: bool,
     fill: tuple[int, ...],
-) -> UInt8[Array, "B H W C"]:
+) -> UInt8[Array, "B C H W"]:
     """Moves each image's pixels by an affine map of its own.
 
     Pixel centres lie at half integers, an output pixel whose source lies off the image gets the
@@ -21,45 +21,39 @@ def affine_warp(
       images: of four channels at most.
       matrices: the inverse maps (a, b, c, d, e, f): output pixel (x, y) shows the source at
         (a x + b y + c, d x + e y + f). The identity leaves an image exactly as it is.
-      bicubic: which images are interpolated bicubically; None interpolates all bilinearly, with 4
-        taps in place of 16.
+      bicubic: whether to interpolate between 16 pixels, or else bilinearly between 4.
       fill: one level for each channel.
 
     Returns:
       The warped images.
     """
-    _, H, W, C = images.shape
+    B, C, H, W = images.shape
     a, b, c, d, e, f = (matrices[:, i, None, None] for i in range(6))
     x = (jnp.arange(W, dtype=jnp.float32) + 0.5)[None, None, :]
     y = (jnp.arange(H, dtype=jnp.float32) + 0.5)[None, :, None]
     source_x, source_y = a * x + b * y + c, d * x + e * y + f
     inside = (source_x >= 0) & (source_x < W) & (source_y >= 0) & (source_y < H)
     left, top = jnp.floor(source_x - 0.5), jnp.floor(source_y - 0.5)
-    dx, dy = (source_x - 0.5 - left)[..., None], (source_y - 0.5 - top)[..., None]
+    dx, dy = source_x - 0.5 - left, source_y - 0.5 - top
     left, top = left.astype(jnp.int32), top.astype(jnp.int32)
-    packed = _pack(images)
+    reach, interpolate = ((-1, 0, 1, 2), _cubic) if bicubic else ((0, 1), _linear)
+    # All channels of a pixel in one word: one memory access for each tap.
+    words = sum(images[:, i].astype(jnp.int32) << 8 * i for i in range(C)).reshape(B, H * W)
 
-    def tap(row: int, column: int) -> Float32[Array, "B H W C"]:
+    def tap(row: int, column: int) -> Int[Array, "B H W"]:
         index = jnp.clip(top + row, 0, H - 1) * W + jnp.clip(left + column, 0, W - 1)
-        return _unpack(_take(packed, index), C)
+        flat = index.reshape(B, H * W)
+        taken = jnp.take_along_axis(words, flat, axis=1, mode="promise_in_bounds")
+        return taken.reshape(B, H, W)
 
-    def linear_row(row: int) -> Float32[Array, "B H W C"]:
-        return _linear(tap(row, 0), tap(row, 1), dx)
+    taps = [[tap(row, column) for column in reach] for row in reach]
 
-    if bicubic is None:
-        values = _linear(linear_row(0), linear_row(1), dy)
-    else:
-        choose = bicubic[:, None, None, None]
+    def channel(i: int) -> UInt8[Array, "B H W"]:
+        levels = [[((word >> 8 * i) & 255).astype(jnp.float32) for word in row] for row in taps]
+        value = interpolate(*(interpolate(*row, dx) for row in levels), dy)
+        return jnp.where(inside, jnp.clip(value, 0, 255).astype(jnp.uint8), jnp.uint8(fill[i]))
 
-        def row_value(row: int) -> Float32[Array, "B H W C"]:
-            taps = [tap(row, column) for column in (-1, 0, 1, 2)]
-            return jnp.where(choose, _cubic(*taps, dx), _linear(taps[1], taps[2], dx))
-
-        rows = [row_value(row) for row in (-1, 0, 1, 2)]
-        values = jnp.where(choose, _cubic(*rows, dy), _linear(rows[1], rows[2], dy))
-    values = jnp.clip(values, 0, 255).astype(jnp.uint8)
-    background = jnp.asarray(fill, jnp.uint8)[None, None, None, :]
-    return jnp.where(inside[..., None], values, background)
+    return jnp.stack([channel(i) for i in range(C)], axis=1)
 
 
 def rotation_matrices(degrees: Float[Array, " B"], height: int, width: int) -> Float[Array, "B 6"]:
@@ -81,25 +75,3 @@ def _linear(a: Array, b: Array, fraction: Array) -> Array:
 def _cubic(a: Array, b: Array, c: Array, d: Array, fraction: Array) -> Array:
     first, second, third = c - a, 2 * (a - b) + c - d, b - a - c + d
     return b + fraction * (first + fraction * (second + fraction * third))
-
-
-def _pack(images: UInt8[Array, "B H W C"]) -> Array:
-    """Pixels [B, H·W] of all channels in one word: one memory access for each tap."""
-    B, H, W, C = images.shape
-    if C == 1:
-        return images.reshape(B, H * W)
-    shifts = (8 * jnp.arange(C, dtype=jnp.uint32))[None, None, None, :]
-    return jnp.sum(images.astype(jnp.uint32) << shifts, axis=-1).reshape(B, H * W)
-
-
-def _take(packed: Array, index: Int[Array, "B H W"]) -> Array:
-    flat = index.reshape(index.shape[0], -1)
-    taken = jnp.take_along_axis(packed, flat, axis=1, mode="promise_in_bounds")
-    return taken.reshape(index.shape)
-
-
-def _unpack(words: Array, channels: int) -> Float32[Array, "B H W C"]:
-    if channels == 1:
-        return words[..., None].astype(jnp.float32)
-    shifts = (8 * jnp.arange(channels, dtype=jnp.uint32))[None, None, None, :]
-    return ((words[..., None] >> shifts) & 255).astype(jnp.float32)

@@ -21,42 +21,42 @@ def blend(plain: Array, levels: Array, factor: Float[Array, "..."]) -> Int[Array
     return jnp.clip(mixed, 0, 255).astype(jnp.int32)
 
 
-def luminance(images: UInt8[Array, "B H W C"]) -> Int[Array, "B H W 1"]:
+def luminance(images: UInt8[Array, "B C H W"]) -> Int[Array, "B 1 H W"]:
     """The ITU-R 601 luma in Pillow's 16-bit integer weights; a single channel is its own."""
     levels = images.astype(jnp.int32)
-    if images.shape[-1] == 1:
+    if images.shape[1] == 1:
         return levels
-    weights = jnp.asarray([19595, 38470, 7471], jnp.int32)[None, None, None, :]
-    return (jnp.sum(levels * weights, axis=-1, keepdims=True) + 0x8000) >> 16
+    red, green, blue = (levels[:, i : i + 1] for i in range(3))
+    return (19595 * red + 38470 * green + 7471 * blue + 0x8000) >> 16
 
 
-def color(images: UInt8[Array, "B H W C"], factor: Float[Array, " B"]) -> UInt8[Array, "B H W C"]:
+def color(images: UInt8[Array, "B C H W"], factor: Float[Array, " B"]) -> UInt8[Array, "B C H W"]:
     """Blends with the luminance: the saturation. Images of one channel stay as they are."""
-    if images.shape[-1] == 1:
+    if images.shape[1] == 1:
         return images
     mixed = blend(luminance(images), images.astype(jnp.int32), factor[:, None, None, None])
     return mixed.astype(jnp.uint8)
 
 
 def sharpness(
-    images: UInt8[Array, "B H W C"], factor: Float[Array, " B"]
-) -> UInt8[Array, "B H W C"]:
+    images: UInt8[Array, "B C H W"], factor: Float[Array, " B"]
+) -> UInt8[Array, "B C H W"]:
     """Blends with the smoothed image: below 1 blurs, above sharpens."""
     mixed = blend(smooth(images), images.astype(jnp.int32), factor[:, None, None, None])
     return mixed.astype(jnp.uint8)
 
 
-def smooth(images: UInt8[Array, "B H W C"]) -> Int[Array, "B H W C"]:
+def smooth(images: UInt8[Array, "B C H W"]) -> Int[Array, "B C H W"]:
     """The 3×3 mean in which the centre counts five times; the border stays as it is."""
-    _, H, W, _ = images.shape
+    H, W = images.shape[2:]
     levels = images.astype(jnp.float32)
-    padded = jnp.pad(levels, ((0, 0), (1, 1), (1, 1), (0, 0)))
-    box = padded[:, :-2] + padded[:, 1:-1] + padded[:, 2:]
-    box = box[:, :, :-2] + box[:, :, 1:-1] + box[:, :, 2:]
+    padded = jnp.pad(levels, ((0, 0), (0, 0), (1, 1), (1, 1)))
+    box = padded[..., :-2, :] + padded[..., 1:-1, :] + padded[..., 2:, :]
+    box = box[..., :-2] + box[..., 1:-1] + box[..., 2:]
     # No sum lies halfway between two multiples of 13, so single precision rounds it rightly.
     mean = jnp.floor((box + 4 * levels) * (1 / 13) + 0.5)
-    y = jnp.arange(H)[None, :, None, None]
-    x = jnp.arange(W)[None, None, :, None]
+    y = jnp.arange(H)[None, None, :, None]
+    x = jnp.arange(W)[None, None, None, :]
     inner = (y > 0) & (y < H - 1) & (x > 0) & (x < W - 1)
     return jnp.where(inner, mean, levels).astype(jnp.int32)
 
@@ -68,10 +68,10 @@ def brightness_tables(factor: Float[Array, " B"]) -> Int[Array, "B 1 256"]:
 
 
 def contrast_tables(
-    images: UInt8[Array, "B H W C"], factor: Float[Array, " B"]
+    images: UInt8[Array, "B C H W"], factor: Float[Array, " B"]
 ) -> Int[Array, "B 1 256"]:
     """Blends with the mean luminance of the whole image, rounded to a level."""
-    count = images.shape[1] * images.shape[2]
-    total = jnp.sum(luminance(images), axis=(1, 2))
+    count = images.shape[2] * images.shape[3]
+    total = jnp.sum(luminance(images), axis=(2, 3))
     mean = ((2 * total + count) // (2 * count))[..., None]
     return blend(mean, jnp.asarray(LEVELS)[None, None, :], factor[:, None, None])

@@ -5,6 +5,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Key
 
 from structinit_jax.augment.boxes import erasing_boxes, inside
+from structinit_jax.augment.chosen import apply_where
 
 MODES = ("const", "rand", "pixel")
 
@@ -27,10 +28,12 @@ def random_erasing(
     _, H, W, C = images.shape
     coins, places, colours = jax.vmap(lambda k: jax.random.split(k, 3), out_axes=1)(keys)
     chosen = jax.vmap(lambda key: jax.random.bernoulli(key, probability))(coins)
-    erased = inside(erasing_boxes(places, H, W), H, W) & chosen[:, None, None]
     shape = {"const": None, "rand": (1, 1, C), "pixel": (H, W, C)}[mode]
-    if shape is None:
+
+    def erase(images, places, colours):
         fill = jnp.zeros((1, 1, 1, 1), images.dtype)
-    else:
-        fill = jax.vmap(lambda key: jax.random.normal(key, shape, images.dtype))(colours)
-    return jnp.where(erased[..., None], fill, images)
+        if shape is not None:
+            fill = jax.vmap(lambda key: jax.random.normal(key, shape, images.dtype))(colours)
+        return jnp.where(inside(erasing_boxes(places, H, W), H, W)[..., None], fill, images)
+
+    return apply_where(erase, chosen, images, places, colours)

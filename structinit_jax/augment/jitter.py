@@ -28,12 +28,13 @@ def color_jitter(
         return jax.random.permutation(order, 3), factors
 
     order, factors = jax.vmap(draw)(keys)
+    images = images.transpose(0, 3, 1, 2)
     for position in range(3):
         images = _jitter_one(images, order[:, position], factors)
-    return images
+    return images.transpose(0, 2, 3, 1)
 
 
-def _jitter_one(images, which, factors) -> UInt8[Array, "B H W C"]:
+def _jitter_one(images, which, factors) -> UInt8[Array, "B C H W"]:
     """Applies one property's factor: brightness (0), contrast (1) or saturation (2)."""
     factor = [jnp.where(which == i, factors[:, i], 1.0) for i in range(3)]
     table = jnp.where(
@@ -41,5 +42,5 @@ def _jitter_one(images, which, factors) -> UInt8[Array, "B H W C"]:
         enhance.brightness_tables(factor[0]),
         enhance.contrast_tables(images, factor[1]),
     )
-    table = jnp.broadcast_to(table, (len(images), images.shape[-1], 256)).astype(jnp.uint8)
+    table = jnp.broadcast_to(table, (len(images), images.shape[1], 256)).astype(jnp.uint8)
     return enhance.color(tables.apply_tables(images, table), factor[2])

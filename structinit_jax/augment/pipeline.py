@@ -1,10 +1,12 @@
 """A whole training recipe's augmentation as one function of a key and a batch."""
 
+import functools
 from collections.abc import Callable
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Float, Integer, Key, UInt8
+from jax.sharding import Mesh, PartitionSpec
+from jaxtyping import Array, Float, Int, Integer, Key, UInt8
 
 from structinit_jax.augment.crop import random_flip, random_pad_crop, random_resized_crop
 from structinit_jax.augment.erase import random_erasing
@@ -20,7 +22,7 @@ Augment = Callable[
 ]
 
 
-def make_augment(options: AugmentOptions) -> Augment:
+def make_augment(options: AugmentOptions, mesh: Mesh | None = None) -> Augment:
     """Builds `(key, images, labels) -> (normalised images, targets)`, to be called under jit.
 
     The order is timm's: crop, flip, RandAugment or else colour jitter, normalisation, erasing,
@@ -30,14 +32,11 @@ def make_augment(options: AugmentOptions) -> Augment:
 
     Args:
       options: the recipe.
+      mesh: the devices over whose first axis the batch is split; None: it lies on one.
 
     Returns:
       A pure function. Images are uint8, all of one size; labels are class numbers.
     """
-    channels = len(options.mean)
-    policy = parse(options.rand_augment) if options.rand_augment else None
-    # timm's: the mean colour, as a level.
-    fill = tuple(min(255, round(255 * value)) for value in options.mean)
     mixing = MixOptions(
         options.mixup,
         options.cutmix,
@@ -45,51 +44,80 @@ def make_augment(options: AugmentOptions) -> Augment:
         options.mix_switch,
         options.mix_group,
     )
+    change, erase = (
+        _on_each_device(functools.partial(function, options), mesh)
+        for function in (_change, _erase)
+    )
 
     def augment(key, images, labels):
-        _check_batch(images.shape, channels, options)
-        index = jnp.arange(images.shape[0])
-
-        def image_keys(piece: int) -> Key[Array, " B"]:
-            stream = jax.random.fold_in(key, piece)
-            return jax.vmap(lambda i: jax.random.fold_in(stream, i))(index)
-
-        if options.crop == "pad":
-            images = random_pad_crop(image_keys(0), images, options.crop_padding)
-        elif options.crop == "resized":
-            images = random_resized_crop(
-                image_keys(0),
-                images,
-                options.image_size,
-                scale=options.crop_scale,
-                ratio=options.crop_ratio,
-                interpolation=options.interpolation,
-            )
-        if options.flip:
-            images = random_flip(image_keys(1), images, options.flip)
-        if policy is not None:
-            images = rand_augment(
-                image_keys(2), images, policy, fill=fill, interpolation=options.interpolation
-            )
-        elif any(options.color_jitter):
-            images = color_jitter(image_keys(3), images, options.color_jitter)
-        images = normalize(images, options.mean, options.std)
+        _check_batch(images.shape, len(options.mean), options)
+        places = jnp.arange(images.shape[0])
+        images = change(key, places, images)
         targets = smooth_one_hot(labels, options.num_classes, options.label_smoothing)
-
-        def erase(images):
-            if not options.erasing:
-                return images
-            return random_erasing(image_keys(4), images, options.erasing, options.erasing_mode)
-
         if not options.erase_after_mixing:
-            images = erase(images)
+            images = erase(key, places, images)
         if mixing.mixup or mixing.cutmix:
             images, targets = mix(jax.random.fold_in(key, 5), images, targets, mixing)
         if options.erase_after_mixing:
-            images = erase(images)
+            images = erase(key, places, images)
         return images, targets
 
     return augment
+
+
+def _change(
+    options: AugmentOptions, key: Key[Array, ""], places: Int[Array, " B"], images: Array
+) -> Float[Array, "B h w C"]:
+    """All that comes before erasing."""
+    if options.crop == "pad":
+        images = random_pad_crop(_keys(key, 0, places), images, options.crop_padding)
+    elif options.crop == "resized":
+        images = random_resized_crop(
+            _keys(key, 0, places),
+            images,
+            options.image_size,
+            scale=options.crop_scale,
+            ratio=options.crop_ratio,
+            interpolation=options.interpolation,
+        )
+    if options.flip:
+        images = random_flip(_keys(key, 1, places), images, options.flip)
+    if options.rand_augment:
+        images = rand_augment(
+            _keys(key, 2, places),
+            images,
+            parse(options.rand_augment),
+            # timm's: the mean colour, as a level.
+            fill=tuple(min(255, round(255 * value)) for value in options.mean),
+            interpolation=options.interpolation,
+        )
+    elif any(options.color_jitter):
+        images = color_jitter(_keys(key, 3, places), images, options.color_jitter)
+    return normalize(images, options.mean, options.std)
+
+
+def _erase(
+    options: AugmentOptions, key: Key[Array, ""], places: Int[Array, " B"], images: Array
+) -> Float[Array, "B h w C"]:
+    if not options.erasing:
+        return images
+    return random_erasing(_keys(key, 4, places), images, options.erasing, options.erasing_mode)
+
+
+def _keys(key: Key[Array, ""], piece: int, places: Int[Array, " B"]) -> Key[Array, " B"]:
+    """A key for each image, by its place in the whole batch."""
+    stream = jax.random.fold_in(key, piece)
+    return jax.vmap(lambda place: jax.random.fold_in(stream, place))(places)
+
+
+def _on_each_device(function: Callable[..., Array], mesh: Mesh | None) -> Callable[..., Array]:
+    """Each device works on its own images, as if there were no others."""
+    if mesh is None:
+        return function
+    split = PartitionSpec(mesh.axis_names[0])
+    return jax.shard_map(
+        function, mesh=mesh, in_specs=(PartitionSpec(), split, split), out_specs=split
+    )
 
 
 def normalize(

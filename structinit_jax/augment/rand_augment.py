@@ -2,11 +2,11 @@
 
 Cubuk et al. 2020 (https://arxiv.org/abs/1909.13719); strings such as 'rand-m9-mstd0.5-inc1' mean
 what they mean in timm. Every operation is a case of an affine warp, a table per channel, a blend
-with the luminance or a blend with the smoothed image. Each operation of a sequence runs all four
-over the batch, with parameters that leave an image as it is where its operation is another
-kernel's: a switch over 15 operations under vmap would run all 15.
+with the luminance or a blend with the smoothed image: four kernels, of which each runs over its own
+images only. A switch over 15 operations under vmap would run all 15 over all images.
 """
 
+import functools
 import re
 from typing import NamedTuple
 
@@ -16,10 +16,21 @@ from jaxtyping import Array, Bool, Float, Int, Key, UInt8
 
 from structinit_jax.augment import enhance, tables
 from structinit_jax.augment.affine import affine_warp, rotation_matrices
+from structinit_jax.augment.chosen import apply_where
 from structinit_jax.augment.levels import OPERATIONS, operation_arguments
 from structinit_jax.errors import InputError
 
 NO_OPERATION = len(OPERATIONS)
+WARPS = ("Rotate", "ShearX", "ShearY", "TranslateXRel", "TranslateYRel")
+TABLES = (
+    "AutoContrast",
+    "Invert",
+    "Posterize",
+    "Solarize",
+    "SolarizeAdd",
+    "Contrast",
+    "Brightness",
+)
 
 
 class Policy(NamedTuple):
@@ -141,28 +152,33 @@ def draw_operations(
 
 
 def apply_operation(
-    images: UInt8[Array, "B H W C"],
+    images: UInt8[Array, "B C H W"],
     operation: Int[Array, " B"],
     argument: Float[Array, " B"],
-    bicubic: Bool[Array, " B"] | None,
+    bicubic: Bool[Array, " B"],
     fill: tuple[int, ...],
-) -> UInt8[Array, "B H W C"]:
+) -> UInt8[Array, "B C H W"]:
     """Applies to each image an operation of its own.
 
     Args:
       images: of one or three channels. Color leaves images of one channel as they are.
       operation: indices into `OPERATIONS`; `NO_OPERATION` leaves an image as it is.
       argument: as `operation_arguments` gives it.
-      bicubic: which warps interpolate bicubically; None: no warp does.
+      bicubic: which warps interpolate bicubically.
       fill: the colour that warps show beyond the edge, one level for each channel.
     """
-    chosen = {name: operation == index for index, name in enumerate(OPERATIONS)}
-    matrices = _warp_matrices(chosen, argument, *images.shape[1:3])
-    lookups = _tables(images, chosen, argument)
-    images = affine_warp(images, matrices, bicubic, fill)
-    images = tables.apply_tables(images, lookups)
-    images = enhance.color(images, jnp.where(chosen["Color"], argument, 1.0))
-    return enhance.sharpness(images, jnp.where(chosen["Sharpness"], argument, 1.0))
+
+    def chosen(*names: str) -> Bool[Array, " B"]:
+        return jnp.isin(operation, jnp.array([OPERATIONS.index(name) for name in names]))
+
+    for cubic in (False, True):
+        warp = functools.partial(_warp, bicubic=cubic, fill=fill)
+        warped = chosen(*WARPS) & (bicubic == cubic)
+        images = apply_where(warp, warped, images, operation, argument)
+    images = apply_where(_look_up, chosen(*TABLES), images, operation, argument)
+    images = apply_where(tables.equalize, chosen("Equalize"), images)
+    images = apply_where(enhance.color, chosen("Color"), images, argument)
+    return apply_where(enhance.sharpness, chosen("Sharpness"), images, argument)
 
 
 def rand_augment(
@@ -175,37 +191,42 @@ def rand_augment(
 ) -> UInt8[Array, "B H W C"]:
     """Draws and applies each image's operations; arguments as of the functions above."""
     drawn = draw_operations(keys, policy, interpolation)
-    for i in range(policy.num_operations):
-        bicubic = None if interpolation == "bilinear" else drawn.bicubic[:, i]
-        images = apply_operation(images, drawn.operation[:, i], drawn.argument[:, i], bicubic, fill)
-    return images
+
+    def apply(images, drawn):
+        return apply_operation(images, *drawn, fill), None
+
+    in_turn = jax.tree.map(jnp.transpose, drawn)
+    images, _ = jax.lax.scan(apply, images.transpose(0, 3, 1, 2), in_turn)
+    return images.transpose(0, 2, 3, 1)
 
 
-def _warp_matrices(chosen, argument, height: int, width: int) -> Float[Array, "B 6"]:
-    """The inverse map of each image's warp: the identity where there is none."""
+def _warp(images, operation, argument, bicubic: bool, fill) -> UInt8[Array, "B C H W"]:
+    """Applies operations that are each an affine map."""
+    H, W = images.shape[2:]
     zero = jnp.zeros_like(argument)
-    pick = {name: jnp.where(chosen[name], argument, zero) for name in chosen}
+
+    def pick(name: str) -> Float[Array, " B"]:
+        return jnp.where(operation == OPERATIONS.index(name), argument, zero)
+
     # No angle gives the identity exactly, as cos 0 = 1 and sin 0 = 0.
-    matrices = rotation_matrices(pick["Rotate"], height, width)
+    turns = rotation_matrices(pick("Rotate"), H, W)
     moves = [
         zero,
-        pick["ShearX"],
-        pick["TranslateXRel"] * width,
-        pick["ShearY"],
+        pick("ShearX"),
+        pick("TranslateXRel") * W,
+        pick("ShearY"),
         zero,
-        pick["TranslateYRel"] * height,
+        pick("TranslateYRel") * H,
     ]
-    return matrices + jnp.stack(moves, axis=1)
+    return affine_warp(images, turns + jnp.stack(moves, axis=1), bicubic, fill)
 
 
-def _tables(images, chosen, argument) -> UInt8[Array, "B C 256"]:
-    """Each image's tables: the identity where its operation is no table."""
-    B, _, _, C = images.shape
+def _look_up(images, operation, argument) -> UInt8[Array, "B C H W"]:
+    """Applies operations that are each a table."""
+    B, C, _, _ = images.shape
     whole = argument.astype(jnp.int32)
-    histograms = tables.channel_histograms(images, chosen["Equalize"])
     by_name = {
         "AutoContrast": tables.autocontrast(images),
-        "Equalize": tables.equalize(histograms),
         "Invert": tables.invert(),
         "Posterize": tables.posterize(whole),
         "Solarize": tables.solarize(whole),
@@ -213,13 +234,11 @@ def _tables(images, chosen, argument) -> UInt8[Array, "B C 256"]:
         "Contrast": enhance.contrast_tables(images, argument),
         "Brightness": enhance.brightness_tables(argument),
     }
-    flags = jnp.stack([chosen[name] for name in by_name], axis=1)
-    flags = jnp.concatenate([flags, ~flags.any(axis=1, keepdims=True)], axis=1)
-    candidates = [*by_name.values(), jnp.asarray(tables.LEVELS)[None, None, :]]
-    candidates = [jnp.broadcast_to(table, (B, C, 256)) for table in candidates]
+    flags = jnp.stack([operation == OPERATIONS.index(name) for name in by_name], axis=1)
+    candidates = [jnp.broadcast_to(table, (B, C, 256)) for table in by_name.values()]
     # Chosen by a product: XLA would fuse `where` into the look-up and build the tables anew for
     # every pixel. Levels are exact in any floating-point format that a product may use.
     table = jnp.einsum(
         "bt,tbcl->bcl", flags.astype(jnp.float32), jnp.stack(candidates).astype(jnp.float32)
     )
-    return table.astype(jnp.uint8)
+    return tables.apply_tables(images, table.astype(jnp.uint8))

@@ -3,14 +3,14 @@
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array, Bool, Int, UInt8
+from jaxtyping import Array, Int, UInt8
 
 LEVELS = np.arange(256, dtype=np.int32)
 
 
 def apply_tables(
-    images: UInt8[Array, "B H W C"], tables: UInt8[Array, "B C 256"]
-) -> UInt8[Array, "B H W C"]:
+    images: UInt8[Array, "B C H W"], tables: UInt8[Array, "B C 256"]
+) -> UInt8[Array, "B C H W"]:
     """Looks every pixel up in the table of its image and channel."""
     B, C, _ = tables.shape
     # Under vmap, not by one flat index: so each device of a mesh works on its own images.
@@ -18,28 +18,24 @@ def apply_tables(
     return look_up(tables.reshape(B, C * 256), _entries(images))
 
 
-def channel_histograms(
-    images: UInt8[Array, "B H W C"], wanted: Bool[Array, " B"]
-) -> Int[Array, "B C 256"]:
-    """How often each level occurs; all zero for images that are not wanted, which cost little."""
-    B, _, _, C = images.shape
-    # An index beyond the end is dropped.
-    entries = jnp.where(wanted[:, None, None, None], _entries(images), C * 256)
+def channel_histograms(images: UInt8[Array, "B C H W"]) -> Int[Array, "B C 256"]:
+    """How often each level occurs."""
+    B, C, _, _ = images.shape
 
-    def count(entries: Int[Array, "H W C"]) -> Int[Array, " bins"]:
-        return jnp.zeros(C * 256, jnp.int32).at[entries].add(1, mode="drop")
+    def count(entries: Int[Array, "C H W"]) -> Int[Array, " bins"]:
+        return jnp.zeros(C * 256, jnp.int32).at[entries].add(1, mode="promise_in_bounds")
 
-    return jax.vmap(count)(entries).reshape(B, C, 256)
+    return jax.vmap(count)(_entries(images)).reshape(B, C, 256)
 
 
-def autocontrast(images: UInt8[Array, "B H W C"]) -> Int[Array, "B C 256"]:
+def autocontrast(images: UInt8[Array, "B C H W"]) -> Int[Array, "B C 256"]:
     """Stretches each channel's darkest to brightest level over 0…255.
 
     The exact quotient is rounded down. Pillow computes in double precision and cuts off, so that a
     quotient that should be whole may end one lower: this is reproduced too, by `_DOUBLE_REST`.
     """
-    low = images.min(axis=(1, 2)).astype(jnp.int32)[..., None]
-    high = images.max(axis=(1, 2)).astype(jnp.int32)[..., None]
+    low = images.min(axis=(2, 3)).astype(jnp.int32)[..., None]
+    high = images.max(axis=(2, 3)).astype(jnp.int32)[..., None]
     span = jnp.maximum(high - low, 1)
     level = jnp.asarray(LEVELS)[None, None, :]
     product = (level - low) * 255
@@ -53,16 +49,17 @@ def autocontrast(images: UInt8[Array, "B H W C"]) -> Int[Array, "B C 256"]:
     return jnp.where(high > low, jnp.clip(value, 0, 255), level)
 
 
-def equalize(histograms: Int[Array, "B C 256"]) -> Int[Array, "B C 256"]:
+def equalize(images: UInt8[Array, "B C H W"]) -> UInt8[Array, "B C H W"]:
     """Spreads each channel's levels so that every range of levels is about equally frequent."""
     level = jnp.asarray(LEVELS)[None, None, :]
+    histograms = channel_histograms(images)
     highest = jnp.max(jnp.where(histograms > 0, level, 0), axis=-1, keepdims=True)
     total = jnp.sum(histograms, axis=-1, keepdims=True)
     last = jnp.take_along_axis(histograms, highest, axis=-1)
     step = (total - last) // 255
     below = jnp.cumsum(histograms, axis=-1) - histograms
     value = jnp.minimum((step // 2 + below) // jnp.maximum(step, 1), 255)
-    return jnp.where(step > 0, value, level)
+    return apply_tables(images, jnp.where(step > 0, value, level).astype(jnp.uint8))
 
 
 def invert() -> Int[Array, "1 1 256"]:
@@ -88,9 +85,9 @@ def solarize_add(amount: Int[Array, " B"]) -> Int[Array, "B 1 256"]:
     return jnp.where(level < 128, jnp.minimum(level + amount[:, None, None], 255), level)
 
 
-def _entries(images: UInt8[Array, "B H W C"]) -> Int[Array, "B H W C"]:
+def _entries(images: UInt8[Array, "B C H W"]) -> Int[Array, "B C H W"]:
     """Where in an image's flat [C · 256] table each pixel's level is."""
-    start = 256 * jnp.arange(images.shape[-1])[None, None, None, :]
+    start = 256 * jnp.arange(images.shape[1])[None, :, None, None]
     return start + images.astype(jnp.int32)
 
 

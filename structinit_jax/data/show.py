@@ -39,7 +39,8 @@ def training_batch(config: ConfigDict, step: int) -> tuple[np.ndarray, np.ndarra
     examples = load_examples(
         source, dataset.facts, route.image_size, random_resized_crop=route.host_crop
     )
-    feed = make_feed(examples, mesh_lib.make_mesh())
+    mesh = mesh_lib.make_mesh()
+    feed = make_feed(examples, mesh)
     batches = feed.train_batches(
         batch_size=config.batch_size,
         seed=config.seed,
@@ -49,7 +50,8 @@ def training_batch(config: ConfigDict, step: int) -> tuple[np.ndarray, np.ndarra
     )
     batch = next(batches)
     key = train_step_keys(config.seed, step)[0]
-    images, targets = jax.jit(make_augment(route.augment))(key, batch["image"], batch["label"])
+    augment = jax.jit(make_augment(route.augment, mesh))
+    images, targets = augment(key, batch["image"], batch["label"])
     pixels = 255 * (np.asarray(images) * np.asarray(config.data.std) + np.asarray(config.data.mean))
     return np.clip(pixels.round(), 0, 255).astype(np.uint8), np.asarray(targets)
 
