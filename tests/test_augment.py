@@ -129,6 +129,8 @@ def test_grey_images_run_through_everything():
         ("crop_ratio", (0.0, 1.0)),
         ("image_size", 0),
         ("color_jitter", (0.4, 0.4, -1.0)),
+        ("color_jitter", (0.4, 0.4, 0.4, 0.6)),
+        ("color_jitter", (0.4,)),
         ("rand_augment", "rand-m9-q3"),
         ("std", (0.1, 0.2)),
     ],

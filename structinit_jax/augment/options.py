@@ -28,8 +28,8 @@ class AugmentOptions:
         which tosses a coin each time.
       flip: probability of a mirrored image.
       rand_augment: a string of timm's such as 'rand-m9-mstd0.5-inc1'; empty: none.
-      color_jitter: strengths of brightness, contrast, saturation. Without effect where there is
-        RandAugment, as in timm.
+      color_jitter: strengths of brightness, contrast, saturation and, as a fourth number if there
+        is one, hue (up to 0.5). Without effect where there is RandAugment, as in timm.
       erasing: probability of an erased box.
       erasing_mode: 'pixel', 'rand' or 'const'.
       erase_after_mixing: the order of timm's training script with its prefetcher (its default);
@@ -57,7 +57,7 @@ class AugmentOptions:
     interpolation: str = "random"
     flip: float = 0.0
     rand_augment: str = ""
-    color_jitter: tuple[float, float, float] = (0.0, 0.0, 0.0)
+    color_jitter: tuple[float, ...] = (0.0, 0.0, 0.0)
     erasing: float = 0.0
     erasing_mode: str = "pixel"
     erase_after_mixing: bool = False
@@ -96,9 +96,12 @@ class AugmentOptions:
             "the size of the images that augment.crop='resized' returns",
         )
         self._require(
-            len(self.color_jitter) == 3 and min(self.color_jitter) >= 0,
+            len(self.color_jitter) in (3, 4)
+            and min(self.color_jitter) >= 0
+            and max(self.color_jitter[3:], default=0) <= 0.5,
             "color_jitter",
-            "three numbers of zero or more: brightness, contrast, saturation",
+            "three numbers of zero or more (brightness, contrast, saturation), or four with that "
+            "of hue, at most 0.5",
         )
         if self.rand_augment:
             parse(self.rand_augment)

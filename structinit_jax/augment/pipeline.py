@@ -32,7 +32,7 @@ def make_augment(options: AugmentOptions, mesh: Mesh | None = None) -> Augment:
 
     Args:
       options: the recipe.
-      mesh: the devices over whose first axis the batch is split; None: it lies on one.
+      mesh: the devices over all of which the batch is split; None: it lies on one.
 
     Returns:
       A pure function. Images are uint8, all of one size; labels are class numbers.
@@ -114,7 +114,7 @@ def _on_each_device(function: Callable[..., Array], mesh: Mesh | None) -> Callab
     """Each device works on its own images, as if there were no others."""
     if mesh is None:
         return function
-    split = PartitionSpec(mesh.axis_names[0])
+    split = PartitionSpec(mesh.axis_names)
     return jax.shard_map(
         function, mesh=mesh, in_specs=(PartitionSpec(), split, split), out_specs=split
     )
