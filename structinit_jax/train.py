@@ -46,14 +46,14 @@ def evaluate(
 
     Where the state has averaged weights, 'test/ema_loss' and 'test/ema_accuracy' are theirs.
     """
-    weights = {"test/": state.params}
+    weights = {"test/": (state.params, state.model_state)}
     if state.ema:
-        weights["test/ema_"] = state.ema
+        weights["test/ema_"] = (state.ema["params"], state.ema["model_state"])
     results = {}
-    for prefix, params in weights.items():
+    for prefix, model in weights.items():
         sums = []
         for batch in feed.eval_batches(batch_size=config.batch_size):
-            sums.append(program.eval_step(params, state.model_state, batch))
+            sums.append(program.eval_step(*model, batch))
             jax.block_until_ready(sums[-MAX_IN_FLIGHT - 1 : -MAX_IN_FLIGHT])
         totals = jax.tree.map(lambda *leaves: float(np.sum(leaves)), *jax.device_get(sums))
         results[f"{prefix}loss"] = totals["loss"] / totals["count"]

@@ -8,6 +8,8 @@ import pytest
 from structinit_jax import train
 from structinit_jax.config import base_config
 from structinit_jax.data.catalog import CATALOG
+from structinit_jax.data.examples import ArrayExamples
+from structinit_jax.data.feed import make_feed
 from structinit_jax.errors import InputError
 from structinit_jax.program import build_program, initialize, make_plan
 
@@ -97,6 +99,36 @@ def test_one_and_eight_devices_normalize_by_the_global_batch(config, monkeypatch
         copy(state.model_state),
         copy(single_state.model_state),
     )
+
+
+def test_running_statistics_are_averaged_with_the_weights(config):
+    """As timm's ModelEmaV2 does with the buffers of a model."""
+    config.ema_decay = 0.75
+    program = build_program(config, make_plan(config, CATALOG["digits"], 384))
+    state = initialize(config, program)
+    statistics = copy(state.model_state["blocks"]["norm1"])
+    fixed = copy(state.model_state["blocks"]["spatial"]["kernel"])
+    for _ in range(3):
+        state, _ = program.train_step(state, make_batch())
+        now = copy(state.model_state["blocks"]["norm1"])
+        statistics = jax.tree.map(lambda a, b: 0.75 * a + 0.25 * b, statistics, now)
+    averaged = copy(state.ema["model_state"]["blocks"])
+    for name in ("mean", "variance"):
+        np.testing.assert_allclose(averaged["norm1"][name], statistics[name], rtol=1e-5)
+        assert np.abs(averaged["norm1"][name] - now[name]).min() > 1e-4
+    np.testing.assert_array_equal(averaged["spatial"]["kernel"], fixed)
+
+    batch = make_batch() | {"mask": np.ones(64, np.float32)}
+    feed = make_feed(ArrayExamples(batch["image"], batch["label"]), program.mesh)
+    results = train.evaluate(config, program, state, feed)
+    for prefix, weights, model_state in (
+        ("test/ema_", state.ema["params"], state.ema["model_state"]),
+        ("test/", state.params, state.model_state),
+    ):
+        loss = program.eval_step(weights, model_state, batch)["loss"] / 64
+        assert results[f"{prefix}loss"] == pytest.approx(float(loss), rel=1e-6)
+    mixed = program.eval_step(state.ema["params"], state.model_state, batch)["loss"] / 64
+    assert abs(results["test/ema_loss"] - float(mixed)) > 1e-4
 
 
 def test_a_run_interrupted_and_resumed_has_the_same_model_state(config, tmp_path, monkeypatch):

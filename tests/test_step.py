@@ -122,8 +122,8 @@ def test_averaged_weights_follow_the_weights(tiny_config):
     program = build_program(tiny_config, make_plan(tiny_config, CATALOG["digits"], 384))
     state = initialize(tiny_config, program)
     expected = jax.device_get(state.params["head"]["kernel"])
-    np.testing.assert_array_equal(state.ema["head"]["kernel"], expected)
+    np.testing.assert_array_equal(state.ema["params"]["head"]["kernel"], expected)
     for _ in range(2):
         state, _ = program.train_step(state, make_batch(program))
         expected = 0.75 * expected + 0.25 * jax.device_get(state.params["head"]["kernel"])
-    np.testing.assert_allclose(state.ema["head"]["kernel"], expected, atol=1e-6)
+    np.testing.assert_allclose(state.ema["params"]["head"]["kernel"], expected, atol=1e-6)

@@ -18,7 +18,8 @@ class TrainState(NamedTuple):
       model_state: what the model holds besides, in the same form: BatchNorm's running statistics,
         which the forward pass moves, and fixed weights. Empty for a ViT.
       opt_state: the optimizer's state.
-      ema: exponential moving average of the parameters; empty where the config asks for none.
+      ema: exponential moving averages under 'params' and 'model_state', BatchNorm's statistics
+        among them as in timm's ModelEmaV2 and V3; empty where the config asks for none.
     """
 
     step: Int[Array, ""]
@@ -45,7 +46,9 @@ def init_state(
     with_ema: bool = False,
 ) -> TrainState:
     """The state before the first step."""
-    ema = jax.tree.map(jnp.copy, params) if with_ema else {}
+    ema = {}
+    if with_ema:
+        ema = jax.tree.map(jnp.copy, {"params": params, "model_state": model_state})
     return TrainState(jnp.zeros((), jnp.int32), params, model_state, optimizer.init(params), ema)
 
 

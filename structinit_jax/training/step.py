@@ -87,7 +87,8 @@ def make_train_step(
         params = optax.apply_updates(state.params, updates)
         ema = state.ema
         if config.ema_decay:
-            ema = optax.incremental_update(params, ema, 1 - config.ema_decay)
+            new = {"params": params, "model_state": model_state}
+            ema = optax.incremental_update(new, ema, 1 - config.ema_decay)
         metrics = {
             "loss": loss,
             "accuracy": correct,
