@@ -108,7 +108,8 @@ def _read_config_file(argv: list[str]) -> ConfigDict | None:
     arguments = _config_arguments(argv)
     if not arguments or arguments[-1].lstrip("-") == "config":  # absl says what is missing
         return None
-    path = arguments[-1].split("=", 1)[-1].split(":")[0]
+    value = arguments[-1].split("=", 1)[-1]
+    path, _, row = value.partition(":")
     if not Path(path).is_file():
         raise InputError(
             f"--config={path}: there is no such file; the configs are in the folder configs/"
@@ -119,14 +120,7 @@ def _read_config_file(argv: list[str]) -> ConfigDict | None:
     try:
         values([argv[0], *arguments])
     except Exception as error:  # the file is the user's program: anything may happen in it
-        lines = [
-            frame.lineno
-            for frame in traceback.extract_tb(error.__traceback__)
-            if frame.filename == path
-        ]
-        line = getattr(error, "lineno", None) or (lines[-1] if lines else None)
-        place = f", line {line}" if line else ""
-        raise InputError(f"--config={path}{place}: {type(error).__name__}: {error}") from error
+        raise _explain_failed_file(path, row, error) from error
     config = holder.value
     missing = (
         [field for field in config_lib.base_config() if field not in config]
@@ -139,6 +133,24 @@ def _read_config_file(argv: list[str]) -> ConfigDict | None:
             "from structinit_jax.config.base_config(), change its fields and return it"
         )
     return config
+
+
+def _explain_failed_file(path: str, row: str, error: BaseException) -> InputError:
+    """The error that a config file raised, with its place in the file."""
+    while "Error whilst parsing config file" in str(error):  # as ml_collections and absl wrap it
+        error = error.__context__
+    if isinstance(error, InputError):
+        return InputError(f"--config={path}{row and f':{row}'}: {error}")
+    lines = [
+        frame.lineno
+        for frame in traceback.extract_tb(error.__traceback__)
+        if frame.filename == path
+    ]
+    if row and not lines and isinstance(error, TypeError):  # of the call of get_config itself
+        return InputError(f"--config={path}:{row}: this file has no rows: leave out ':{row}'")
+    line = getattr(error, "lineno", None) or (lines[-1] if lines else None)
+    place = f", line {line}" if line else ""
+    return InputError(f"--config={path}{place}: {type(error).__name__}: {error}")
 
 
 def _explain_unknown_field(argv: list[str], config: ConfigDict | None) -> None:

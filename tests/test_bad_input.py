@@ -159,6 +159,15 @@ COMMANDS = [
     ),
     ([None, "--config=FOLDER"], "FOLDER: there is no such file; the configs are in the folder"),
     ([None, "--config=configs/nope.py"], "--config=configs/nope.py: there is no such file"),
+    (
+        [None, "--config=configs/vit_2024_small.py:stl10"],
+        "--config=configs/vit_2024_small.py:stl10: 'stl10' is no data set: choose one of cifar10, ",
+    ),
+    (
+        [None, "--config", "configs/convmixer_2024.py:256,4"],
+        "--config=configs/convmixer_2024.py:256,4: '4' is no kernel size: choose one of 3, 5, 8;",
+    ),
+    ([None, f"{CONFIG}:cifar10"], "vit_t_digits.py:cifar10: this file has no rows: leave out"),
     ([None, CONFIG], "--workdir is required: the folder for checkpoints and metrics, such as"),
     ([None, CONFIG, "--workdir="], "--workdir is required: the folder for checkpoints"),
     (["--workdir=FOLDER/file"], "FOLDER/file cannot be written to (File exists): give another"),

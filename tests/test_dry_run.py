@@ -4,10 +4,8 @@ from pathlib import Path
 import jax
 import pytest
 
-from structinit_jax.config import validate
 from structinit_jax.dry_run import dry_run
 from structinit_jax.errors import InputError
-from structinit_jax.recipes import small_2024, small_2025
 
 CONFIGS = sorted((Path(__file__).parent.parent / "configs").glob("*.py"))
 
@@ -55,63 +53,6 @@ def test_flops_count_every_layer(tiny_config, capsys):
     images, tokens, width = 64, 16, 16
     products = 2 * images * tokens * (6 * 12 * width**2 + 12 * tokens * width)
     assert two_layers == pytest.approx(products, rel=2e-3)
-
-
-def test_the_imagenet_config_is_the_papers_vit_b():
-    config = load(next(path for path in CONFIGS if path.stem == "vit_b_imagenet"))
-    assert (config.model.width, config.model.depth, config.model.num_heads) == (768, 12, 12)
-    assert (config.batch_size, config.learning_rate, config.num_epochs) == (1024, 1e-3, 310)
-    assert (config.warmup_epochs, config.warmup_learning_rate) == (5, 1e-6)
-    assert (config.final_learning_rate, config.cooldown_epochs) == (1e-5, 10)
-    assert (config.weight_decay, config.adam_epsilon, config.clip_norm) == (0.05, 1e-8, 0)
-    _check_mixing(config)
-    assert config.data.repeats == 3
-
-
-def _check_mixing(config):
-    augment = config.augment
-    assert (augment.mixup, augment.cutmix, augment.erasing) == (0.8, 1.0, 0.25)
-    assert (augment.rand_augment, augment.crop) == ("rand-m9-mstd0.5-inc1", "resized")
-    assert (config.label_smoothing, config.model.drop_path) == (0.1, 0.1)
-    assert config.data.crop_fraction == 0.875
-
-
-@pytest.mark.parametrize(
-    ("dataset", "classes"),
-    [("cifar10", 10), ("cifar100", 100), ("stl10", 10), ("oxford_flowers102", 102)],
-)
-def test_the_2025_papers_small_sets(dataset, classes):
-    config = small_2025("vit_tiny_patch16_224", dataset)
-    assert (config.model.num_classes, config.data.image_size) == (classes, 224)
-    assert (config.model.width, config.model.patch_size) == (192, 16)
-    assert (config.num_epochs, config.batch_size, config.learning_rate) == (300, 512, 2e-3)
-    assert (config.weight_decay, config.warmup_epochs) == (0.05, 50)
-    assert config.final_learning_rate == 1e-6
-    _check_mixing(config)
-    validate(config)
-
-
-@pytest.mark.parametrize("model", ["vit_tiny_patch2_32", "vit_w256_h8_patch2_32"])
-@pytest.mark.parametrize("dataset", ["cifar10", "cifar100", "svhn_cropped"])
-def test_the_2024_papers_small_sets(dataset, model):
-    config = small_2024(model, dataset)
-    assert (config.num_epochs, config.batch_size, config.learning_rate) == (200, 512, 1e-3)
-    assert (config.weight_decay, config.warmup_epochs, config.adam_epsilon) == (0.01, 10, 1e-3)
-    assert (config.final_learning_rate, config.clip_norm) == (1e-6, 3)
-    assert (config.data.image_size, config.model.patch_size) == (32, 2)
-    assert (config.model.positions, config.model.pool) == ("sincos", "mean")
-    augment = config.augment
-    assert (augment.rand_augment, augment.erasing, augment.crop) == (
-        "rand-m9-mstd0.5-inc1",
-        0,
-        "none",
-    )
-    validate(config)
-
-
-def test_convmixer_has_the_2024_papers_rate_and_epochs():
-    config = small_2024("convmixer_256_8", "cifar10")
-    assert (config.num_epochs, config.learning_rate) == (100, 0.01)
 
 
 def test_mistakes_are_found_without_data(tiny_config):

@@ -122,7 +122,7 @@ def test_tpu_runs_on_all_workers_at_once():
 
 
 def test_gke_applies_a_whole_manifest():
-    arguments = ["--config=configs/vit_b_imagenet.py", "--config.data.train_split='it''s'"]
+    arguments = ["--config=configs/vit_2025_imagenet.py", "--config.data.train_split='it''s'"]
     options = ["--image=registry/x:1", "--nodes=4", "--claim=disk", "--dry_run"]
     result = launch("gke/gke.sh", *options, "--", *arguments)
     assert result.stdout.startswith("+ kubectl apply --filename=-")

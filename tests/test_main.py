@@ -84,7 +84,7 @@ def test_mistakes_end_with_a_message_and_no_traceback(run, arguments, message):
 def test_imagenet_that_is_not_prepared_stops_with_instructions(run, tmp_path):
     start = time.perf_counter()
     result = run(
-        "--config=configs/vit_b_imagenet.py",
+        "--config=configs/vit_2025_imagenet.py",
         f"--workdir={tmp_path}",
         f"--config.data.data_dir={tmp_path}",
     )
