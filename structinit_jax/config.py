@@ -85,6 +85,7 @@ def validate(config: ConfigDict) -> None:
     Raises:
       InputError: naming the field, what it got, what it needs and the fix.
     """
+    _validate_sections(config)
     for field, value in config.items():
         _require(not isinstance(value, float) or isfinite(value), field, value, "a finite number")
     _require(0 <= config.seed < 2**32, "seed", config.seed, "from 0 to 2³² - 1")
@@ -127,6 +128,23 @@ def validate(config: ConfigDict) -> None:
     _validate_data(config.data)
     augment_options(config)
     make_attention_init(config)
+
+
+def _validate_sections(config: ConfigDict) -> None:
+    """A section that was set as a whole, or is of another model, has other fields than it needs."""
+    name = config.model.get("name", "")
+    base = base_config(name)
+    for section in ("model", "augment", "data"):
+        missing = sorted(set(base[section]) - set(config[section]))
+        foreign = sorted(set(config[section]) - set(base[section]))
+        if missing or foreign:
+            what = [f"lacks {', '.join(missing)}"] if missing else []
+            what += [f"has no field {', '.join(map(repr, foreign))}"] if foreign else []
+            start = f" of base_config({name!r})" if section == "model" else ""
+            raise InputError(
+                f"config.{section} {' and '.join(what)}: keep the section{start} and set single "
+                f"fields of it, such as --config.{section}.{next(iter(base[section]))}=…"
+            )
 
 
 def _validate_model(model: ConfigDict) -> None:
@@ -190,7 +208,7 @@ def augment_options(config: ConfigDict) -> AugmentOptions:
 
 def make_attention_init(config: ConfigDict) -> attention_init.AttentionInit:
     """The scheme that `config.attention_init` names."""
-    return attention_init.by_name(**config.attention_init)
+    return attention_init.by_name(**{"name": "", **config.attention_init})
 
 
 def drop_foreign_options(config: ConfigDict) -> list[str]:
@@ -201,7 +219,7 @@ def drop_foreign_options(config: ConfigDict) -> list[str]:
     options that no scheme knows stay, to be refused.
     """
     section = config.attention_init
-    own = attention_init.scheme_options(section.name)
+    own = attention_init.scheme_options(section.get("name", ""))
     known = {o for name in attention_init.SCHEMES for o in attention_init.scheme_options(name)}
     foreign = [field for field in section if field in known and field not in own]
     with config.unlocked():

@@ -14,12 +14,15 @@ from structinit_jax import config as config_lib
 from structinit_jax.augment import make_augment
 from structinit_jax.data.catalog import DatasetFacts
 from structinit_jax.data.feed import Route, choose_route
+from structinit_jax.errors import InputError
 from structinit_jax.models.registry import create_model
 from structinit_jax.training import mesh as mesh_lib
 from structinit_jax.training.optimizer import make_optimizer
 from structinit_jax.training.schedule import learning_rate_schedule
 from structinit_jax.training.state import TrainState, init_state, split_model
 from structinit_jax.training.step import make_eval_step, make_train_step
+
+MAX_STEPS = 2**31 - 1  # the state counts them as int32
 
 
 class Plan(NamedTuple):
@@ -39,10 +42,20 @@ class Plan(NamedTuple):
 
 
 def make_plan(config: ConfigDict, facts: DatasetFacts, num_examples: int) -> Plan:
-    """Turns epochs into steps, and chooses the way of the images."""
+    """Turns epochs into steps, and chooses the way of the images.
+
+    Raises:
+      InputError: for more steps than can be counted, or an unusable augmentation.
+    """
     steps_per_epoch = num_examples / config.batch_size
     num_steps = config.num_steps or max(1, round(config.num_epochs * steps_per_epoch))
-    interval = config.eval_every_epochs * steps_per_epoch
+    if num_steps > MAX_STEPS:
+        field = "num_steps" if config.num_steps else "num_epochs"
+        raise InputError(
+            f"config.{field}={config[field]!r} makes {num_steps:,} steps; no more than "
+            f"{MAX_STEPS:,} can be counted"
+        )
+    interval = max(1.0, config.eval_every_epochs * steps_per_epoch)  # no step is evaluated twice
     count = int(num_steps / interval)
     eval_steps = frozenset(round(interval * (i + 1)) for i in range(count)) | {num_steps}
     options = config_lib.augment_options(config)

@@ -20,7 +20,7 @@ def run(arguments: list[str]) -> tuple[int, str, str]:
         if child == 0:
             os.dup2(stdout.fileno(), 1)
             os.dup2(stderr.fileno(), 2)
-            threading.Timer(20, os._exit, (124,)).start()  # it trains: no mistake was found
+            threading.Timer(60, os._exit, (124,)).start()  # it trains: no mistake was found
             sys.argv = ["main", *arguments]
             code = 1
             try:

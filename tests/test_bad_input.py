@@ -1,12 +1,16 @@
 """Bad flags, fields and files, each through the public command, with what a newcomer is told."""
 
+import io
 import json
 import os
+import struct
 import subprocess
 import sys
+import zlib
 from pathlib import Path
 
 import pytest
+from PIL import Image
 
 ROOT = Path(__file__).parent.parent
 CONFIG = "--config=configs/vit_t_digits.py"
@@ -42,6 +46,64 @@ CONFIG_FILES = {
     "binary.py": ("\0\0", "binary.py: SyntaxError"),
 }
 
+
+def picture(side=8, image_format="PNG"):
+    file = io.BytesIO()
+    Image.effect_noise((side, side), 50).convert("RGB").save(file, image_format)
+    return file.getvalue()
+
+
+def bomb():
+    """A PNG of a few bytes that claims to be 60,000 pixels wide and high."""
+
+    def chunk(name, content):
+        checksum = struct.pack(">I", zlib.crc32(name + content))
+        return struct.pack(">I", len(content)) + name + content + checksum
+
+    header = struct.pack(">IIBBBBB", 60_000, 60_000, 8, 2, 0, 0, 0)
+    chunks = [chunk(b"IHDR", header), chunk(b"IDAT", zlib.compress(b"0")), chunk(b"IEND", b"")]
+    return b"\x89PNG\r\n\x1a\n" + b"".join(chunks)
+
+
+# What is put into a good folder of images: content by path, None where something is taken out.
+IMAGE_FOLDERS = {
+    "text": {"train/a/1.png": b"no image"},
+    "empty": {"train/a/1.png": b""},
+    "cut_png": {"train/a/1.png": picture(64)[:2000]},
+    "cut_jpeg": {"train/a/1.jpg": picture(64, "JPEG")[:1000]},
+    "bomb": {"train/a/1.png": bomb()},
+    "no_val": {"val": None},
+    "other_class": {"val/b": None, "val/c/1.png": picture()},
+    "empty_class": {"train/a/1.png": None},
+    "no_class": {"train/a": None, "train/b": None, "val/a": None, "val/b": None},
+    "no_split": {"train": None, "val": None},
+    "good": {},
+}
+LAYOUT = "Wanted: DIR/train/CLASS/*.jpg and DIR/val/CLASS/*.jpg"
+SKIP = "Replace or delete it, or leave such images out with data.on_bad_image='skip'"
+
+
+IMAGES_CONFIG = """
+from structinit_jax.config import base_config
+
+def get_config():
+    config = base_config()
+    config.batch_size = 2
+    config.model.update(num_classes=2, width=8, depth=1, num_heads=1, patch_size=8)
+    config.attention_init = {"name": "default"}
+    config.data.update(name="folder", eval_split="val", image_size=8)
+    return config
+"""
+
+
+def images(name, *arguments):
+    """Arguments that train the smallest model there is on one of the folders."""
+    where = f"--config.data.data_dir=FOLDER/{name}"
+    return [None, "--config=FOLDER/images.py", "--workdir=FOLDER/images", where, *arguments]
+
+
+NO_NAME = "is no name of a data set: write it as TFDS does, such as 'cifar10' or"
+
 # Behind a good --config and --workdir, which are left out where None stands in their place.
 COMMANDS = [
     # Types of fields.
@@ -57,6 +119,14 @@ COMMANDS = [
     (["--config.attention_init=impulse"], "such as \"{'name': 'impulse'}\""),
     (["--config.data.mean=(0.5"], "config.data.mean=('(0.5',) does not fit"),
     (["--config.data.std=('a',)"], "config.data.std=('a',) does not fit: it needs to be finite"),
+    (["--config.attention_init={"], "it is a section: set one of its fields, or write all of it"),
+    (["--config.attention_init={'kernel_size': 3}"], "attention_init.name='' is no scheme: there"),
+    (
+        ["--config.model={'name': 'vit', 'depth': 3}"],
+        "config.model lacks attention_implementation, drop_path, dropout, dtype, layer_scale,",
+    ),
+    (["--config.model={}"], "model.name='' is no model: there are vit, swin, mixer, convmixer"),
+    (["--config.augment={'flip': 0.5, 'rotate': 1}"], "and has no field 'rotate': keep the sec"),
     # Names of fields and flags.
     (["--config.modle.width=5"], "config has no field 'modle'; did you mean 'model'?"),
     (["--config.model.widht=5"], "config.model has no field 'widht'; did you mean 'width'?"),
@@ -112,6 +182,27 @@ COMMANDS = [
     ),
     (["--config.data.std=(0.0,)"], "config.data.std=(0.0,) does not fit: it needs to be positive"),
     (["--config.data.crop_fraction=0"], "crop_fraction=0.0 does not fit: it needs to be in (0, 1]"),
+    (["--config.fsdp=0"], "config.fsdp=0 does not fit: it needs to be a positive whole number"),
+    (["--config.fsdp=3"], "config.fsdp=3 does not divide the 1 devices: choose a number that does"),
+    (["--config.clip_norm=-1"], "config.clip_norm=-1.0 does not fit: it needs to be zero or more"),
+    (["--config.layer_decay=0"], "layer_decay=0.0 does not fit: it needs to be in (0, 1]"),
+    (["--config.ema_decay=1"], "config.ema_decay=1.0 does not fit: it needs to be in [0, 1)"),
+    (["--config.accumulate_steps=3"], "in config.accumulate_steps=3: for example 63 or 66"),
+    (["--config.num_epochs=1e12"], "makes 22,468,750,000,000 steps; no more than 2,147,483,647"),
+    (["--config.keep_checkpoints=0"], "keep_checkpoints=0 does not fit: it needs to be a positive"),
+    (["--config.model.num_registers=-1"], "num_registers=-1 does not fit: it needs to be zero or"),
+    # Augmentation.
+    (["--config.augment.flip=2"], "augment.flip=2.0 does not fit: it needs to be a probability in"),
+    (["--config.augment.mixup=-1"], "augment.mixup=-1.0 does not fit: it needs to be zero or more"),
+    (["--config.augment.erasing=nan"], "augment.erasing=nan does not fit: it needs to be a prob"),
+    (["--config.augment.crop=random"], "it needs to be one of none, pad, resized"),
+    (["--config.augment.crop_scale=(0.5,0.1)"], "it needs to be two numbers, the lower first"),
+    (["--config.augment.color_jitter=(1,2)"], "it needs to be three numbers of zero or more"),
+    (
+        ["--config.augment.rand_augment=randaug"],
+        "is not understood: it needs to be 'rand' followed by any of -mM (magnitude), -mstdS",
+    ),
+    (["--config.augment.rand_augment=rand-m9-zz1"], "'rand-m9-zz1' is not understood: it needs"),
     # Choices.
     (["--config.model.pool=max"], "model.pool='max': choose one of mean, class_token"),
     (["--config.model.positions=rope"], "model.positions='rope': choose one of sincos, learned"),
@@ -126,6 +217,22 @@ COMMANDS = [
         ["--config.model.name=vit_tiny_patch16_224"],
         "is a variant of 'vit': start the config from base_config('vit_tiny_patch16_224')",
     ),
+    (
+        ["--config.model.name=swin"],
+        "config.model lacks depths, window_size and has no field 'depth', 'layer_scale', 'num_regi",
+    ),
+    # Options of the schemes.
+    (["--config.attention_init={'name': 'impulse', 'norm': -1.0}"], "norm=-1.0: it must be posit"),
+    (["--config.attention_init={'name': 'impulse', 'share': 2.0}"], "share of attention lies in"),
+    (
+        ["--config.attention_init={'name': 'impulse', 'filters': 'sobel'}"],
+        "attention_init.filters='sobel': choose one of impulse, gaussian, difference_of_gaussians",
+    ),
+    (
+        ["--config.attention_init={'name': 'impulse', 'kernel_size': (3, 3)}"],
+        "attention_init.kernel_size=(3, 3) has 2 values for 4 layers: give one for each layer",
+    ),
+    (["--config.model.qk_norm=True"], "model.qk_norm=True does not fit this attention_init"),
     # Sizes that do not fit one another.
     (["--config.model.num_heads=3"], "model.width=64 is not divisible by model.num_heads=3"),
     (["--config.model.patch_size=3"], "data.image_size=8 is not divisible by model.patch_size=3"),
@@ -150,6 +257,27 @@ COMMANDS = [
         "the data set has 10 classes. Pass --config.model.num_class",
     ),
     (["--config.data.data_dir=FOLDER/file"], "Pass --config.data.data_dir=DIR with a folder that"),
+    *(
+        ([f"--config.data.name={name}"], f"data.name={name!r} {NO_NAME}")
+        for name in ("../etc", "/etc/passwd", "digits/../x", "digits;ls", "$(ls)", "..", "a b", "~")
+    ),
+    (["--config.data.name=digits:9.9.9"], "TFDS knows no such data set. Did you mean 'digits'?"),
+    (["--config.data.name=cifar10"], "is not prepared: there is no "),
+    # Images.
+    (images("text"), f"1.png): cannot be decoded (no known image format). {SKIP}"),
+    (images("empty"), f"1.png): cannot be decoded (no known image format). {SKIP}"),
+    (images("cut_png"), f"1.png): cannot be decoded (image file is truncated). {SKIP}"),
+    (images("cut_jpeg"), "1.jpg): cannot be decoded (Premature end of JPEG file)"),
+    (images("bomb"), "1.png): cannot be decoded (Image size (3600000000 pixels) exceeds limit"),
+    (images("no_val"), "data.eval_split='val': Unknown split 'val'. The splits of folder are"),
+    (images("other_class"), f"train has 1 classes that val does not have: 'b'. {LAYOUT}"),
+    (images("empty_class"), "the class train/a holds no image (a file ending in .jpg, .jpeg,"),
+    (images("no_class"), f"the folder train holds no class, that is no folder. {LAYOUT}"),
+    (images("no_split"), f"no_split': it holds none of the folders train, val, test. {LAYOUT}"),
+    (images("missing"), f"missing': there is no such folder. {LAYOUT}"),
+    (images("good", "--config.data.data_dir="), f"'folder' needs the folder. {LAYOUT}"),
+    (images("good", "--config.model.num_classes=10"), "the data set has 2 classes. Pass --config"),
+    (images("good", "--config.data.on_bad_image=ignore"), "='ignore': must be 'stop' or 'skip'"),
     # Files.
     ([None, "--workdir=x"], "--config is required: the path of a config file, such as"),
     ([None, "--config"], "Missing value for flag --config"),
@@ -185,6 +313,15 @@ COMMANDS = [
     ),
     (["--process_id=0"], "--coordinator_address and --num_processes must be given too"),
     (["--coordinator_address=a:1"], "--num_processes and --process_id must be given too"),
+    (
+        ["--coordinator_address=host", "--num_processes=2", "--process_id=0"],
+        "--coordinator_address=host needs a host and a port, such as 10.0.0.1:1234",
+    ),
+    (
+        ["--coordinator_address=a:1", "--num_processes=2", "--process_id=2"],
+        "--process_id=2 needs to be from 0 to 1, since --num_processes=2",
+    ),
+    (["--profile_steps=5"], "--profile_steps=5 needs to be the first and the last step to trace"),
     (["--join_timeout=0"], "flag --join_timeout=0: 0 is not a positive integer"),
 ]
 
@@ -196,6 +333,15 @@ def results(tmp_path_factory, data_dir):
     (folder / "file").write_text("")
     for name, (text, _) in CONFIG_FILES.items():
         (folder / name).write_text(text)
+    (folder / "images.py").write_text(IMAGES_CONFIG)
+    for name, changes in IMAGE_FOLDERS.items():
+        good = {f"{s}/{c}/1.png": picture() for s in ("train", "val") for c in "ab"}
+        paths = {k: v for k, v in good.items() if not any(k.startswith(c) for c in changes)}
+        for path, content in (paths | changes).items():
+            path = folder / name / path
+            path.parent.mkdir(parents=True, exist_ok=True)
+            if content is not None:
+                path.write_bytes(content)
     common = [CONFIG, f"--workdir={folder / 'run'}", f"--config.data.data_dir={data_dir}"]
     commands = [
         arguments[1:] if arguments[0] is None else [*common, *arguments]

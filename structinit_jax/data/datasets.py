@@ -6,6 +6,7 @@ import difflib
 import functools
 import io
 import os
+import re
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -19,6 +20,8 @@ from structinit_jax.errors import InputError
 
 tfds.disable_progress_bar()
 
+# As TFDS writes them: 'cifar10', 'imagenet_v2/topimages', 'mnist:3.0.1', 'huggingface:mnist'.
+NAME = re.compile(r"(?:\w+:)?[A-Za-z]\w*(?:/\w[\w.+-]*)*(?::[\d.*]+)?")
 ON_BAD_IMAGE = ("stop", "skip")
 # Prepared by builders of this package, on first use.
 OWN_SETS = ("digits", "fashion_mnist")
@@ -152,8 +155,14 @@ def find_builder(
     """Finds the TFDS builder of a set, prepared or not; arguments as in `open_dataset`.
 
     Raises:
-      InputError: The name is unknown, or its builder needs a package that is not installed.
+      InputError: The name is none or unknown, or its builder needs a package that is not installed.
     """
+    if not NAME.fullmatch(name):
+        raise InputError(
+            f"data.name={name!r} is no name of a data set: write it as TFDS does, such as 'cifar10'"
+            " or 'imagenet_v2/topimages'. For a folder of images pass --config.data.name=folder"
+            " --config.data.data_dir=DIR."
+        )
     if name == "digits":
         from structinit_jax.data.digits import Digits
 
