@@ -73,9 +73,18 @@ def open_data(config: ConfigDict) -> datasets.Dataset:
     return dataset
 
 
+def _local_path(workdir: str | Path) -> Path:
+    if "://" in str(workdir):
+        raise InputError(
+            f"--workdir={workdir} is the address of a store, and needs to be a folder: mount the "
+            "store on every host (a bucket of Google Cloud with gcsfuse) and give its path"
+        )
+    return Path(workdir).absolute()
+
+
 def prepare_workdir(workdir: str | Path) -> Path:
     """Makes the run's folder and checks that it can be written to."""
-    path = Path(workdir).absolute()
+    path = _local_path(workdir)
     try:
         path.mkdir(parents=True, exist_ok=True)
         tempfile.TemporaryFile(dir=path).close()
@@ -258,7 +267,7 @@ def restore_newest(program: Program, workdir: str | Path) -> tuple[int, TrainSta
     Raises:
       InputError: if there is no checkpoint, or it is of another architecture.
     """
-    directory = Path(workdir).absolute() / "checkpoints"
+    directory = _local_path(workdir) / "checkpoints"
     if not directory.is_dir():
         raise InputError(f"--workdir={workdir} holds no checkpoints: train there first")
     restored = checkpoint.restore_newest(directory, program.abstract_state)

@@ -298,6 +298,8 @@ COMMANDS = [
     ([None, f"{CONFIG}:cifar10"], "vit_t_digits.py:cifar10: this file has no rows: leave out"),
     ([None, CONFIG], "--workdir is required: the folder for checkpoints and metrics, such as"),
     ([None, CONFIG, "--workdir="], "--workdir is required: the folder for checkpoints"),
+    (["--workdir=gs://bucket/run"], "gs://bucket/run is the address of a store, and needs to be a"),
+    (["--mode=eval", "--workdir=gs://bucket/run"], "mount the store on every host (a bucket of"),
     (["--workdir=FOLDER/file"], "FOLDER/file cannot be written to (File exists): give another"),
     (["--workdir=FOLDER/file/run"], "cannot be written to (Not a directory): give another folder"),
     (["--mode=eval"], "run holds no checkpoints: train there first"),
