@@ -8,6 +8,7 @@ from ml_collections import ConfigDict
 
 from structinit_jax import attention_init
 from structinit_jax.augment import AugmentOptions
+from structinit_jax.data.catalog import EVALUATION_SETS
 from structinit_jax.errors import InputError
 from structinit_jax.models.layers import CHOICES, check_choices
 from structinit_jax.models.registry import default_options
@@ -68,6 +69,7 @@ def base_config(model: str = "vit") -> ConfigDict:
                 on_bad_image="stop",  # or 'skip': what to do about an image that cannot be decoded
                 train_split="train",
                 eval_split="test",
+                eval_name="",  # a test set of ImageNet in place of eval_split, such as imagenet_v2
                 repeats=1,  # of each example in a row (repeated augmentation)
                 image_size=image_size,
                 crop_fraction=1.0,  # of the shorter side that the central test crop keeps
@@ -126,6 +128,13 @@ def validate(config: ConfigDict) -> None:
     _require(policy in ("stop", "skip"), "on_nonfinite", policy, "'stop' or 'skip'")
     _validate_model(config.model)
     _validate_data(config.data)
+    if name := config.data.eval_name:
+        known = name.split("/")[0] in EVALUATION_SETS
+        _require(known, "data.eval_name", name, f"one of {', '.join(EVALUATION_SETS)}")
+        need = f"1000, the classes of imagenet2012, for data.eval_name={name!r}"
+        _require(
+            config.model.num_classes == 1000, "model.num_classes", config.model.num_classes, need
+        )
     augment_options(config)
     make_attention_init(config)
 

@@ -29,10 +29,15 @@ def dry_run(config: ConfigDict) -> None:
     else:
         facts = datasets.open_dataset(data.name, data.data_dir or None).facts
     check_examples(facts, num_classes=config.model.num_classes, channels=data.channels)
-    num_examples, num_eval = (
-        catalog.split_size(data.name, data[field], facts, f"data.{field}")
-        for field in ("train_split", "eval_split")
-    )
+    num_examples = catalog.split_size(data.name, data.train_split, facts, "data.train_split")
+    if data.eval_name:
+        test_name = data.eval_name.split("/")[0]
+        test_split = catalog.EVALUATION_SETS[test_name][0]
+        num_eval = catalog.CATALOG[test_name].num_examples[test_split]
+        test_split = f"{data.eval_name} {test_split}"
+    else:
+        test_split = data.eval_split
+        num_eval = catalog.split_size(data.name, test_split, facts, "data.eval_split")
     plan = make_plan(config, facts, num_examples)
     program = build_program(config, plan)
     print(parameter_table(program))
@@ -49,7 +54,7 @@ def dry_run(config: ConfigDict) -> None:
         "batch": f"{config.batch_size} global, {config.batch_size // num_devices} per device, "
         f"{config.batch_size // num_hosts} per host",
         "data": f"{data.name}, {num_examples:,} examples to train on ({data.train_split}), "
-        f"{num_eval:,} to test on ({data.eval_split})",
+        f"{num_eval:,} to test on ({test_split})",
         "steps": f"{plan.num_steps:,}, {plan.num_steps / plan.steps_per_epoch:.1f} epochs of "
         f"{plan.steps_per_epoch:.1f}; {len(plan.eval_steps)} evaluations",
         "FLOPs of a step": f"{per_image * config.batch_size:.3e}, {per_image:.3e} per image",

@@ -14,6 +14,7 @@ from structinit_jax import config as config_lib
 from structinit_jax.augment import make_augment
 from structinit_jax.data.catalog import DatasetFacts
 from structinit_jax.data.feed import Route, choose_route
+from structinit_jax.data.imagenet import EvaluationSet
 from structinit_jax.errors import InputError
 from structinit_jax.models.registry import create_model
 from structinit_jax.training import mesh as mesh_lib
@@ -90,8 +91,16 @@ class Program(NamedTuple):
     abstract_batch: dict[str, jax.ShapeDtypeStruct]
 
 
-def build_program(config: ConfigDict, plan: Plan) -> Program:
-    """Builds model, optimizer and jitted steps. Allocates nothing on the devices."""
+def build_program(
+    config: ConfigDict, plan: Plan, evaluation_set: EvaluationSet | None = None
+) -> Program:
+    """Builds model, optimizer and jitted steps. Allocates nothing on the devices.
+
+    Args:
+      config: the run's.
+      plan: its steps.
+      evaluation_set: what `eval_step` judges by; None where its labels are classes.
+    """
     mesh = mesh_lib.make_mesh(config.fsdp)
     mesh_lib.check_batch_size(config.batch_size, mesh.size, config.accumulate_steps)
     replicated, sharded = mesh_lib.replicated(mesh), mesh_lib.batch_sharding(mesh)
@@ -125,6 +134,7 @@ def build_program(config: ConfigDict, plan: Plan) -> Program:
     abstract_state = mesh_lib.shard_state(mesh, jax.eval_shape(make_state, *abstract_model))
     state_shardings = jax.tree.map(lambda x: x.sharding, abstract_state)
     model_shardings = (state_shardings.params, state_shardings.model_state)
+    rule = (evaluation_set.classes, evaluation_set.answers) if evaluation_set else ()
     return Program(
         mesh=mesh,
         graphdef=graphdef,
@@ -142,7 +152,7 @@ def build_program(config: ConfigDict, plan: Plan) -> Program:
             donate_argnums=0,
         ),
         eval_step=jax.jit(
-            make_eval_step(config, graphdef, replicated),
+            make_eval_step(config, graphdef, replicated, *rule),
             in_shardings=(*model_shardings, sharded),
             out_shardings=replicated,
         ),

@@ -15,6 +15,7 @@ from structinit_jax import resume
 from structinit_jax.data import datasets
 from structinit_jax.data.examples import check_examples, load_examples
 from structinit_jax.data.feed import Feed, make_feed
+from structinit_jax.data.imagenet import EvaluationSet, open_imagenet_evaluation
 from structinit_jax.errors import InputError, StoppedError
 from structinit_jax.program import Program, build_program, initialize, make_plan, parameter_table
 from structinit_jax.training import (
@@ -71,6 +72,23 @@ def open_data(config: ConfigDict) -> datasets.Dataset:
         channels=data.channels,
     )
     return dataset
+
+
+def open_evaluation_set(
+    config: ConfigDict, dataset: datasets.Dataset | None = None
+) -> EvaluationSet:
+    """The config's test split of its own data set, or the test set of ImageNet that it names."""
+    data = config.data
+    if data.eval_name:  # its folder is TFDS's, where the training set's is an image folder
+        root = None if data.name == "folder" else data.data_dir or None
+        evaluation_set = open_imagenet_evaluation(data.eval_name, root, data.on_bad_image)
+        check_examples(
+            evaluation_set.facts, num_classes=config.model.num_classes, channels=data.channels
+        )
+        return evaluation_set
+    dataset = dataset or open_data(config)
+    source = dataset.split(data.eval_split, "data.eval_split", data.on_bad_image)
+    return EvaluationSet(f"{data.name} {data.eval_split}", source, dataset.facts)
 
 
 def _local_path(workdir: str | Path) -> Path:
@@ -132,11 +150,11 @@ def _train(
     train_source = dataset.split(
         config.data.train_split, "data.train_split", config.data.on_bad_image
     )
-    eval_source = dataset.split(config.data.eval_split, "data.eval_split", config.data.on_bad_image)
+    evaluation_set = open_evaluation_set(config, dataset)
     plan = make_plan(config, dataset.facts, len(train_source))
 
     # -- model and start state, or the newest checkpoint -------------------------------------------
-    program = build_program(config, plan)
+    program = build_program(config, plan, evaluation_set)
     print(f"devices: {mesh_lib.describe(program.mesh)}")
     print(parameter_table(program))
     checkpoints = on_exit.enter_context(
@@ -168,10 +186,8 @@ def _train(
     train_examples = load_examples(
         train_source, dataset.facts, route.image_size, random_resized_crop=route.host_crop
     )
-    eval_examples = load_examples(
-        eval_source, dataset.facts, config.data.image_size, config.data.crop_fraction
-    )
-    train_feed, eval_feed = (make_feed(e, program.mesh) for e in (train_examples, eval_examples))
+    train_feed = make_feed(train_examples, program.mesh)
+    eval_feed = make_eval_feed(config, program, evaluation_set)
     batches = train_feed.train_batches(
         batch_size=config.batch_size,
         seed=config.seed,
@@ -183,7 +199,8 @@ def _train(
     # -- loop --------------------------------------------------------------------------------------
     print(
         f"training on {len(train_source):,} examples for {plan.num_steps:,} steps "
-        f"({plan.num_steps / plan.steps_per_epoch:.1f} epochs), testing on {len(eval_source):,}",
+        f"({plan.num_steps / plan.steps_per_epoch:.1f} epochs), "
+        f"testing on {len(evaluation_set.source):,}",
         flush=True,
     )
     # Compiled ahead, so that no other shape can slip in and compile again in the loop.
@@ -276,6 +293,14 @@ def restore_newest(program: Program, workdir: str | Path) -> tuple[int, TrainSta
     return restored
 
 
+def make_eval_feed(config: ConfigDict, program: Program, evaluation_set: EvaluationSet) -> Feed:
+    """The test images at the model's size, on their way to the devices."""
+    size, crop = config.data.image_size, config.data.crop_fraction
+    return make_feed(
+        load_examples(evaluation_set.source, evaluation_set.facts, size, crop), program.mesh
+    )
+
+
 def evaluate_checkpoint(config: ConfigDict, workdir: str | Path) -> dict[str, float]:
     """Restores the newest checkpoint of a workdir, evaluates it and prints the result.
 
@@ -283,18 +308,13 @@ def evaluate_checkpoint(config: ConfigDict, workdir: str | Path) -> dict[str, fl
       InputError: if there is no checkpoint, or it is of another architecture.
     """
     config_lib.validate(config)
-    dataset = open_data(config)
-    source = dataset.split(config.data.eval_split, "data.eval_split", config.data.on_bad_image)
-    program = build_program(config, make_plan(config, dataset.facts, len(source)))
+    evaluation_set = open_evaluation_set(config)
+    plan = make_plan(config, evaluation_set.facts, len(evaluation_set.source))
+    program = build_program(config, plan, evaluation_set)
     step, state = restore_newest(program, workdir)
-    examples = load_examples(
-        source, dataset.facts, config.data.image_size, config.data.crop_fraction
-    )
-    results = evaluate(config, program, state, make_feed(examples, program.mesh))
-    print(
-        f"step {step}  {_describe(results)} on {len(source):,} examples of "
-        f"{config.data.name} {config.data.eval_split}"
-    )
+    results = evaluate(config, program, state, make_eval_feed(config, program, evaluation_set))
+    count = len(evaluation_set.source)
+    print(f"step {step}  {_describe(results)} on {count:,} examples of {evaluation_set.name}")
     return results
 
 

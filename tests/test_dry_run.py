@@ -55,6 +55,24 @@ def test_flops_count_every_layer(tiny_config, capsys):
     assert two_layers == pytest.approx(products, rel=2e-3)
 
 
+@pytest.mark.usefixtures("library_promotion")
+def test_another_test_set_is_counted(tiny_config, capsys):
+    tiny_config.model.update(num_classes=1000, depth=1)
+    tiny_config.data.update(
+        name="imagenet2012",
+        eval_split="validation",
+        eval_name="imagenet_v2/topimages",
+        channels=3,
+        mean=(0.5,) * 3,
+        std=(0.5,) * 3,
+    )
+    dry_run(tiny_config)
+    out = capsys.readouterr().out
+    assert (
+        "384 examples to train on (train[:384]), 10,000 to test on (imagenet_v2/topimages " in out
+    )
+
+
 def test_mistakes_are_found_without_data(tiny_config):
     tiny_config.model.num_classes = 3
     with pytest.raises(InputError, match=r"model\.num_classes=3"):

@@ -40,12 +40,24 @@ CATALOG: dict[str, DatasetFacts] = {
     "oxford_iiit_pet": DatasetFacts(37, (None, None, 3), {"train": 3_680, "test": 3_669}),
     "food101": DatasetFacts(101, (None, None, 3), {"train": 75_750, "validation": 25_250}),
     "imagenet2012": DatasetFacts(1000, (None, None, 3), {"train": 1_281_167, "validation": 50_000}),
-    # Test sets for models of imagenet2012, with its classes; `data.imagenet` has their rules.
+    # Test sets for models of imagenet2012, with its classes.
     "imagenet2012_real": DatasetFacts(1000, (None, None, 3), {"validation": 50_000}),
     "imagenet_v2": DatasetFacts(1000, (None, None, 3), {"test": 10_000}),
     "imagenet_sketch": DatasetFacts(1000, (None, None, 3), {"test": 50_889}),
     "imagenet_a": DatasetFacts(1000, (None, None, 3), {"test": 7_500}),
     "imagenet_r": DatasetFacts(1000, (None, None, 3), {"test": 30_000}),
+}
+
+
+# What `data.eval_name` may be: a test set for models of imagenet2012 -> its split and how many of
+# the 1,000 classes it holds. `data.imagenet` has their rules.
+EVALUATION_SETS = {
+    "imagenet2012": ("validation", 1000),
+    "imagenet2012_real": ("validation", 1000),
+    "imagenet_v2": ("test", 1000),
+    "imagenet_sketch": ("test", 1000),
+    "imagenet_a": ("test", 200),
+    "imagenet_r": ("test", 200),
 }
 
 

@@ -52,11 +52,20 @@ class ImageSource:
       channels: 1 or 3; images stored otherwise (grey, CMYK, palette) are converted.
       name: What messages call the split.
       kept: Which records are examples, int64 [n]; None for all of them.
+      labels: Their labels, int [n]; None for the records' own.
     """
 
-    def __init__(self, records: Records, channels: int, name: str, kept: np.ndarray | None = None):
+    def __init__(
+        self,
+        records: Records,
+        channels: int,
+        name: str,
+        kept: np.ndarray | None = None,
+        labels: np.ndarray | None = None,
+    ):
         self._records, self._channels, self._name = records, channels, name
         self._kept = np.arange(len(records)) if kept is None else kept
+        self._labels = labels
 
     def __len__(self) -> int:
         return len(self._kept)
@@ -92,7 +101,12 @@ class ImageSource:
 
     def select(self, wanted: np.ndarray) -> "ImageSource":
         """Returns the examples where `wanted`, bool [n], is true, in the same order."""
-        return ImageSource(self._records, self._channels, self._name, self._kept[wanted])
+        labels = None if self._labels is None else self._labels[wanted]
+        return ImageSource(self._records, self._channels, self._name, self._kept[wanted], labels)
+
+    def relabel(self, labels: np.ndarray) -> "ImageSource":
+        """Returns the same examples with other labels, int [n]."""
+        return ImageSource(self._records, self._channels, self._name, self._kept, labels)
 
     def split_bad_images(self) -> tuple["ImageSource", list[str]]:
         """Decodes every image once to find those that cannot be.
@@ -128,7 +142,8 @@ class ImageSource:
         file_name = record.get("file_name", b"")
         file_name = file_name.decode() if isinstance(file_name, bytes) else file_name
         name = f"{self._name}, example {self._kept[index]}" + (file_name and f" ({file_name})")
-        return EncodedImage(record["image"], self._channels, name), int(record["label"])
+        label = record["label"] if self._labels is None else self._labels[index]
+        return EncodedImage(record["image"], self._channels, name), int(label)
 
 
 def leave_out_bad_images(source: ImageSource, field: str, spec: str) -> ImageSource:

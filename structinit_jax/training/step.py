@@ -4,10 +4,11 @@ from collections.abc import Callable
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import optax
 from flax import nnx
 from jax.sharding import Sharding
-from jaxtyping import Array, Float, PRNGKeyArray
+from jaxtyping import Array, Bool, Float, PRNGKeyArray
 from ml_collections import ConfigDict
 
 from structinit_jax.augment import Augment, normalize
@@ -104,19 +105,42 @@ def make_train_step(
 
 
 def make_eval_step(
-    config: ConfigDict, graphdef: nnx.GraphDef, replicated: Sharding
+    config: ConfigDict,
+    graphdef: nnx.GraphDef,
+    replicated: Sharding,
+    classes: np.ndarray | None = None,
+    answers: np.ndarray | None = None,
 ) -> Callable[[dict, dict, Batch], Metrics]:
     """Builds `(params, model_state, batch) -> sums` over the examples whose mask is 1.
 
-    The sums are loss, correct and count.
+    The sums are loss, correct and count. A prediction is correct if it is any of the right classes;
+    the loss is minus the logarithm of the probability that these have together.
+
+    Args:
+      config: the run's.
+      graphdef: the model.
+      replicated: as for `make_train_step`.
+      classes: that predictions are chosen from, and probabilities spread over; None for all.
+      answers: the right classes of each label, int32 [labels, most], filled up with -1; None where
+        labels are classes.
     """
+    every_class = np.arange(config.model.num_classes)
+
+    def right_classes(labels) -> Bool[Array, "B classes"]:
+        rows = labels[:, None] if answers is None else jnp.take(answers, labels, axis=0)
+        return jnp.any(rows[:, :, None] == every_class[None, None], axis=1)
 
     def eval_step(params: dict, model_state: dict, batch: Batch) -> Metrics:
         images = normalize(batch["image"], tuple(config.data.mean), tuple(config.data.std))
         params = jax.lax.with_sharding_constraint(params, replicated)
         logits, _ = nnx.merge(graphdef, params, model_state)(images)
-        losses = optax.softmax_cross_entropy_with_integer_labels(logits, batch["label"])
-        correct = logits.argmax(-1) == batch["label"]
+        if classes is not None:
+            logits = jnp.where(np.isin(every_class, classes)[None], logits, -jnp.inf)
+        right = right_classes(batch["label"])
+        losses = jax.nn.logsumexp(logits, axis=-1) - jax.nn.logsumexp(
+            jnp.where(right, logits, -jnp.inf), axis=-1
+        )
+        correct = jnp.take_along_axis(right, logits.argmax(-1)[:, None], axis=1)[:, 0]
         mask = batch["mask"]
         return {
             "loss": jnp.sum(losses * mask),
