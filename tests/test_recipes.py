@@ -8,6 +8,8 @@ from pathlib import Path
 
 import jax
 import pytest
+from absl import flags
+from ml_collections import config_flags
 
 from structinit_jax.attention_init import SCHEMES
 from structinit_jax.config import drop_foreign_options, validate
@@ -223,6 +225,21 @@ def test_config_files_say_what_they_are(path):
         assert re.search(r"202[45]\W", text)
         assert re.search(r"\btables? \d", text)
         assert "Not run here" in text
+
+
+@pytest.mark.parametrize("path", CONFIGS, ids=lambda path: path.stem)
+def test_flags_that_config_files_name_work(path):
+    module = runpy.run_path(str(path))
+    pattern = r"--config\.([\w.]+)=(?:[\"'](.+)[\"']|([\w./]*\w))"
+    for field, quoted, plain in re.findall(pattern, module["__doc__"]):
+        argv = ["main", f"--config.{field}={quoted or plain}"]
+        config, values = module["get_config"](), flags.FlagValues()
+        config_flags.DEFINE_config_dict("config", config, flag_values=values, sys_argv=argv)
+        values(argv)
+        drop_foreign_options(config)
+        validate(config)
+        if plain:
+            assert str(get(config, field)) == plain
 
 
 @pytest.mark.usefixtures("library_promotion")
