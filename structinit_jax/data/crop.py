@@ -9,15 +9,11 @@ import math
 from typing import NamedTuple
 
 import numpy as np
-from PIL import Image
 
 from structinit_jax.data.decode import EncodedImage
+from structinit_jax.data.resize import INTERPOLATIONS, Region, resize
 from structinit_jax.errors import InputError
 
-INTERPOLATIONS = {
-    "bicubic": Image.Resampling.BICUBIC,
-    "bilinear": Image.Resampling.BILINEAR,
-}
 ATTEMPTS = 10
 # Counters of one Philox key; the shuffles of the stream have another.
 CROP_COUNTER = np.array([0, 0, 0, 1], np.uint64)
@@ -120,7 +116,7 @@ def crop_and_resize(
       image: The image.
       box: A part of it.
       image_size: Height and width of the result, in pixels.
-      interpolation: A name of `INTERPOLATIONS`.
+      interpolation: One of `INTERPOLATIONS`.
 
     Returns:
       uint8 [image_size, image_size, C].
@@ -141,15 +137,11 @@ def crop_and_resize(
         math.floor(top) : min(math.ceil(bottom), pixels.shape[0]),
         math.floor(left) : min(math.ceil(right), pixels.shape[1]),
     ]
-    inside = np.ascontiguousarray(inside[..., 0] if inside.shape[-1] == 1 else inside)
-    offset = (math.floor(left), math.floor(top))
-    corners = (
+    offset = math.floor(left), math.floor(top)
+    region = Region(
         left - offset[0],
         top - offset[1],
-        min(right - offset[0], inside.shape[1]),
-        min(bottom - offset[1], inside.shape[0]),
+        min(right, pixels.shape[1]) - left,
+        min(bottom, pixels.shape[0]) - top,
     )
-    resized = Image.fromarray(inside).resize(
-        (image_size, image_size), INTERPOLATIONS[interpolation], box=corners
-    )
-    return np.asarray(resized).reshape(image_size, image_size, -1)
+    return resize(inside, region, image_size, interpolation)
