@@ -13,6 +13,8 @@ from PIL.Image import DecompressionBombError
 from structinit_jax.errors import InputError
 
 PIL_MODES = {1: "L", 3: "RGB"}
+# Colour spaces that libjpeg-turbo decodes to what Pillow makes of them.
+JPEG_MODES = {"Gray": "L", "YCbCr": "RGB", "RGB": "RGB"}
 # How a stored image becomes the one to look at, by the value of the EXIF tag "Orientation".
 UPRIGHT = {
     2: lambda image: image[:, ::-1],
@@ -53,12 +55,16 @@ class EncodedImage:
 
     def __init__(self, encoded: bytes, channels: int, name: str):
         self._encoded, self._mode, self.name = encoded, PIL_MODES[channels], name
+        self._orientation, self._jpeg_mode = 1, None
         try:
-            self._file = Image.open(io.BytesIO(encoded))
-            self._orientation = _orientation(self._file)
+            # Pillow takes long over a header: it reads those of other kinds, or with metadata.
+            if encoded[:2] == b"\xff\xd8" and b"Exif\0\0" not in encoded:
+                self._read_jpeg_header()
+            if self._jpeg_mode is None:
+                self._read_header()
         except DECODER_ERRORS as error:
             raise self._bad(error) from error
-        if self._file.mode in ("I", "F"):
+        if self._jpeg_mode is None and self._file.mode in ("I", "F"):
             raise BadImageError(
                 f"{name}: its pixels are {'32-bit' if self._file.mode == 'I' else 'floating-point'}"
                 " numbers of unknown range; images of 8 or 16 bits are needed. Convert it."
@@ -72,7 +78,7 @@ class EncodedImage:
     @property
     def size(self) -> tuple[int, int]:
         """Height and width, upright."""
-        width, height = self._file.size
+        width, height = self._stored_size
         return (width, height) if self._orientation in (5, 6, 7, 8) else (height, width)
 
     def decode(self, at_least: tuple[int, int] = (0, 0)) -> np.ndarray:
@@ -92,7 +98,7 @@ class EncodedImage:
         if self._orientation in (5, 6, 7, 8):
             at_least = at_least[::-1]
         try:
-            if self._file.format in ("JPEG", "MPO") and self._file.mode in ("L", "RGB"):
+            if self._jpeg_mode is not None:
                 pixels = self._decode_jpeg(at_least)
             else:
                 pixels = np.asarray(_converted(self._file, self._mode))
@@ -101,18 +107,31 @@ class EncodedImage:
         pixels = UPRIGHT.get(self._orientation, lambda image: image)(pixels)
         return pixels[..., None] if pixels.ndim == 2 else pixels
 
-    def _decode_jpeg(self, at_least: tuple[int, int]) -> np.ndarray:
+    def _read_jpeg_header(self) -> None:
         import simplejpeg  # here, so that everything but JPEGs works without it
+
+        height, width, space, _ = simplejpeg.decode_jpeg_header(self._encoded)
+        if width * height <= Image.MAX_IMAGE_PIXELS:  # else Pillow has its say
+            self._stored_size, self._jpeg_mode = (width, height), JPEG_MODES.get(space)
+
+    def _read_header(self) -> None:
+        self._file = Image.open(io.BytesIO(self._encoded))
+        self._stored_size, self._orientation = self._file.size, _orientation(self._file)
+        if self._file.format in ("JPEG", "MPO") and self._file.mode in ("L", "RGB"):
+            self._jpeg_mode = self._file.mode
+
+    def _decode_jpeg(self, at_least: tuple[int, int]) -> np.ndarray:
+        import simplejpeg
 
         pixels = simplejpeg.decode_jpeg(
             self._encoded,
-            {"L": "GRAY", "RGB": "RGB"}[self._file.mode],
+            {"L": "GRAY", "RGB": "RGB"}[self._jpeg_mode],
             min_height=at_least[0],
             min_width=at_least[1],
             min_factor=2 if any(at_least) else 1,
         )
         pixels = pixels[..., 0] if pixels.shape[-1] == 1 else pixels
-        if self._file.mode == self._mode:
+        if self._jpeg_mode == self._mode:
             return pixels
         return np.asarray(Image.fromarray(pixels).convert(self._mode))
 
