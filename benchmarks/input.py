@@ -1,13 +1,17 @@
-"""Images per second from JPEG files to training crops, on one core, beside PyTorch's loader.
+"""Training images per second and core, beside PyTorch's loader with timm's transforms.
 
     python benchmarks/input.py --out=input.json
 
-JPEGs of 500×375 pixels, as most of ImageNet's, and of 1600×1200 become 224² random resized crops
-(bicubic), uint8. Ours is the pipeline of the trainer: decode, crop, resize, batch, read by Grain's
-threads. The peer is a DataLoader without workers and timm's transforms up to the same point: decode
-and RandomResizedCropAndInterpolation in Pillow, and NumPy's array as timm's fast collate takes it.
-Time is processor time, over all threads, so that other work on the machine counts little.
-PyTorch and timm are measured where they are
+- JPEGs of 500×375 pixels, as most of ImageNet's, and of 1600×1200 become 224² random resized crops
+  (bicubic), uint8. Ours is the pipeline of the trainer: decode, crop, resize, batch, read by
+  Grain's threads. The peer is a DataLoader without workers and timm's transforms up to the same
+  point: decode and RandomResizedCropAndInterpolation in Pillow, and NumPy's array as timm's fast
+  collate takes it. Decoding alone, in libjpeg-turbo and in Pillow, says what is left to gain.
+- 32² images in memory get a random resized crop, a flip, RandAugment and normalization. Ours is the
+  gather and the augmentation on the device, here the CPU; the peer timm's `create_transform`.
+
+Time is processor time, over all threads, and each loader's best of several rounds taken in turn, so
+that other work on the machine counts little. PyTorch and timm are measured where they are
 installed, by the interpreter --torch_python (by itself the one that runs this).
 """
 
@@ -27,6 +31,11 @@ from PIL import Image
 SIZES = ("500x375", "1600x1200")
 IMAGE_SIZE, BATCH_SIZE = 224, 64
 FILES = 32
+SMALL = "32x32"
+SMALL_IMAGES, SMALL_BATCH_SIZE = 10_000, 512
+# Without a spread of magnitudes, with which timm at times draws 0 bits, that Pillow 13 refuses.
+RAND_AUGMENT = "rand-m9-inc1"
+MEAN, STD = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)
 
 
 def write_images(folder: Path, width: int, height: int) -> None:
@@ -62,17 +71,27 @@ def our_batches(folder: Path, num_batches: int) -> Iterator[np.ndarray]:
     return (batch["image"] for batch in batches)
 
 
+def libjpeg_turbo(folder: Path, num_batches: int) -> Iterator[list[np.ndarray]]:
+    """Decodes and does nothing else."""
+    import simplejpeg
+
+    files = [file.read_bytes() for file in sorted((folder / "train" / "photo").iterdir())]
+    for _ in range(num_batches):
+        yield [simplejpeg.decode_jpeg(files[i % FILES]) for i in range(BATCH_SIZE)]
+
+
+def pillow(folder: Path, num_batches: int) -> Iterator[list[Image.Image]]:
+    """The same."""
+    files = [file.read_bytes() for file in sorted((folder / "train" / "photo").iterdir())]
+    for _ in range(num_batches):
+        yield [Image.open(io.BytesIO(files[i % FILES])).convert("RGB") for i in range(BATCH_SIZE)]
+
+
 def torch_batches(folder: Path, num_batches: int) -> Iterator[np.ndarray]:
     """PyTorch's DataLoader with timm's transforms."""
-    import torch
-
-    if not hasattr(torch.ops.torchvision, "nms"):  # a torchvision without its operators
-        library = torch.library.Library("torchvision", "DEF")
-        library.define("nms(Tensor a, Tensor b, float c) -> Tensor")
-        library.define("qnms(Tensor a, Tensor b, float c) -> Tensor")
+    torch = import_torch()
     from timm.data.transforms import RandomResizedCropAndInterpolation
 
-    torch.set_num_threads(1)
     files = sorted((folder / "train" / "photo").iterdir())
     crop = RandomResizedCropAndInterpolation(IMAGE_SIZE, interpolation="bicubic")
 
@@ -90,50 +109,141 @@ def torch_batches(folder: Path, num_batches: int) -> Iterator[np.ndarray]:
     return iter(torch.utils.data.DataLoader(Crops(), BATCH_SIZE, shuffle=True, collate_fn=collate))
 
 
-LOADERS = {"ours": our_batches, "torch": torch_batches}
+def small_images() -> np.ndarray:
+    """Windows of scikit-learn's two photographs, uint8 [n, 32, 32, 3]."""
+    from sklearn.datasets import load_sample_images
+
+    rng = np.random.default_rng(0)
+    photos = load_sample_images().images
+    corners = rng.integers(0, (photos[0].shape[0] - 32, photos[0].shape[1] - 32), (SMALL_IMAGES, 2))
+    return np.stack(
+        [photos[i % 2][y : y + 32, x : x + 32] for i, (y, x) in enumerate(corners.tolist())]
+    )
 
 
-def measure(loader: str, folder: Path, num_batches: int) -> float:
+def our_small_batches(folder: Path, num_batches: int) -> Iterator[np.ndarray]:
+    """Gathered and augmented on the device, as in the training step."""
+    import jax
+
+    from structinit_jax.augment import AugmentOptions, make_augment
+    from structinit_jax.data.device import DeviceExamples
+    from structinit_jax.data.examples import ArrayExamples
+    from structinit_jax.training.mesh import make_mesh
+
+    options = AugmentOptions(
+        num_classes=10,
+        mean=MEAN,
+        std=STD,
+        crop="resized",
+        image_size=32,
+        flip=0.5,
+        rand_augment=RAND_AUGMENT,
+    )
+    mesh, labels = make_mesh(), np.zeros(SMALL_IMAGES, np.int32)
+    augment = jax.jit(make_augment(options, mesh))
+    key = jax.random.key(0)
+    batches = DeviceExamples(ArrayExamples(small_images(), labels), mesh).train_batches(
+        batch_size=SMALL_BATCH_SIZE, seed=0, start_step=0, num_steps=num_batches
+    )
+    for step, batch in enumerate(batches):
+        images, _ = augment(jax.random.fold_in(key, step), batch["image"], batch["label"])
+        yield jax.block_until_ready(images)
+
+
+def torch_small_batches(folder: Path, num_batches: int) -> Iterator[np.ndarray]:
+    """PyTorch's DataLoader with timm's transforms."""
+    torch = import_torch()
+    from timm.data import create_transform
+
+    transform = create_transform(
+        32, is_training=True, auto_augment=RAND_AUGMENT, color_jitter=None, mean=MEAN, std=STD
+    )
+    images = small_images()
+
+    class Images(torch.utils.data.Dataset):
+        def __len__(self):
+            return num_batches * SMALL_BATCH_SIZE
+
+        def __getitem__(self, index):
+            return transform(Image.fromarray(images[index % SMALL_IMAGES]))
+
+    return iter(torch.utils.data.DataLoader(Images(), SMALL_BATCH_SIZE, shuffle=True))
+
+
+def import_torch():
+    """PyTorch on one thread, also beside a torchvision without its operators."""
+    import torch
+
+    if not hasattr(torch.ops.torchvision, "nms"):
+        library = torch.library.Library("torchvision", "DEF")
+        library.define("nms(Tensor a, Tensor b, float c) -> Tensor")
+        library.define("qnms(Tensor a, Tensor b, float c) -> Tensor")
+        import_torch.library = library  # its operators go when it goes
+    torch.set_num_threads(1)
+    return torch
+
+
+LOADERS = {
+    **{size: {"ours": our_batches, "torch": torch_batches} for size in SIZES},
+    SMALL: {"ours": our_small_batches, "torch": torch_small_batches},
+}
+LOADERS[SIZES[0]] |= {"libjpeg-turbo alone": libjpeg_turbo, "pillow alone": pillow}
+
+
+def measure(loader, folder: Path | None, num_batches: int) -> float:
     """Images per second of processor time, after two batches to warm up."""
-    batches = LOADERS[loader](folder, num_batches + 2)
+    batches = loader(folder, num_batches + 2)
     next(batches), next(batches)
     start = time.process_time()
     count = sum(len(batch) for batch in batches)
     return count / (time.process_time() - start)
 
 
+def measure_apart(size: str, loader: str, folder: str, flags) -> float | None:
+    """The same in a process of its own; None, and why, where the loader is not installed."""
+    python = flags.torch_python if loader == "torch" else sys.executable
+    command = [python, __file__, f"--measure={size}/{loader}", f"--folder={folder}"]
+    result = subprocess.run(
+        [*command, f"--batches={flags.batches}"], capture_output=True, text=True
+    )
+    if result.returncode == 0:
+        return float(result.stdout.split()[-1])
+    print(f"{size:<9}  {loader:<20}  {(result.stderr.strip().splitlines() or ['no output'])[-1]}")
+    return None
+
+
 def main() -> None:
-    """Runs each loader in a process of its own, prints a table and writes JSON."""
+    """Prints a table and writes JSON."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--out", help="JSON file for the results")
     parser.add_argument("--batches", type=int, default=30, help=f"of {BATCH_SIZE} images, timed")
+    parser.add_argument("--rounds", type=int, default=3, help="of which the best counts")
     parser.add_argument("--torch_python", default=sys.executable)
-    parser.add_argument("--measure", choices=LOADERS, help=argparse.SUPPRESS)
+    parser.add_argument("--measure", help=argparse.SUPPRESS)
     parser.add_argument("--folder", type=Path, help=argparse.SUPPRESS)
     flags = parser.parse_args()
     if flags.measure:
-        print(measure(flags.measure, flags.folder, flags.batches))
+        size, loader = flags.measure.split("/")
+        print(measure(LOADERS[size][loader], flags.folder, flags.batches))
         return
 
     results = {}
-    for size in SIZES:
-        speeds = results[size] = {}
+    for size, loaders in LOADERS.items():
+        rounds = []
         with tempfile.TemporaryDirectory() as folder:
-            write_images(Path(folder), *map(int, size.split("x")))
-            for loader in LOADERS:
-                python = sys.executable if loader == "ours" else flags.torch_python
-                command = [python, __file__, f"--measure={loader}", f"--folder={folder}"]
-                result = subprocess.run(
-                    [*command, f"--batches={flags.batches}"], capture_output=True, text=True
-                )
-                measured = result.returncode == 0
-                speeds[loader] = float(result.stdout.split()[-1]) if measured else None
-                reason = (result.stderr.strip().splitlines() or ["no output"])[-1]
-                said = f"{speeds[loader]:.0f} images/s" if measured else f"not measured: {reason}"
-                print(f"{size:<9}  {loader:<5}  {said}", flush=True)
-        if all(speeds.values()):
+            if size != SMALL:
+                write_images(Path(folder), *map(int, size.split("x")))
+            for _ in range(flags.rounds):
+                rounds.append({name: measure_apart(size, name, folder, flags) for name in loaders})
+        speeds = results[size] = {
+            name: max((speeds[name] for speeds in rounds if speeds[name]), default=None)
+            for name in loaders
+        }
+        if speeds["torch"]:
             speeds["ratio"] = speeds["ours"] / speeds["torch"]
-            print(f"{size:<9}  ratio  {speeds['ratio']:.2f}", flush=True)
+        for name, speed in speeds.items():
+            if speed is not None:
+                print(f"{size:<9}  {name:<20}  {speed:8.2f}{' images/s' * (name != 'ratio')}")
     if flags.out:
         results = dict(images_per_second_per_core=results, batches=flags.batches)
         Path(flags.out).write_text(json.dumps(results, indent=2) + "\n")
