@@ -21,6 +21,7 @@ from structinit_jax.program import Program, build_program, initialize, make_plan
 from structinit_jax.training import (
     checkpoint,
     compilations,
+    files,
     flops,
     memory,
     nonfinite,
@@ -105,7 +106,8 @@ def prepare_workdir(workdir: str | Path) -> Path:
     path = _local_path(workdir)
     try:
         path.mkdir(parents=True, exist_ok=True)
-        tempfile.TemporaryFile(dir=path).close()
+        with tempfile.TemporaryFile(dir=path) as file:
+            file.write(bytes(2**16))  # a full disk takes empty files
     except OSError as error:
         raise InputError(
             f"--workdir={workdir} cannot be written to ({error.strerror}): give another folder"
@@ -179,7 +181,8 @@ def _train(
         state = initialize(config, program)
     profiling.check_steps(*profile_steps, start_step, plan.num_steps)
     if jax.process_index() == 0:
-        (workdir / "config.json").write_text(config.to_json(indent=2) + "\n")
+        with files.explain_failure("the config", workdir):
+            files.write_whole(workdir / "config.json", config.to_json(indent=2) + "\n")
 
     # -- batches -----------------------------------------------------------------------------------
     route = plan.route

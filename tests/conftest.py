@@ -1,6 +1,8 @@
 """Runs the tests on eight virtual CPU devices, with shapes, types and promotions checked."""
 
+import contextlib
 import os
+import resource
 
 # Most of the tests' time is compilation, which a lower optimization level halves.
 os.environ["XLA_FLAGS"] = os.environ.get("XLA_FLAGS", "") + (
@@ -70,3 +72,19 @@ def library_promotion():
     """JAX's default promotion rules, for code of optax and Flax that relies on them."""
     with jax.numpy_dtype_promotion("standard"), jax.numpy_rank_promotion("allow"):
         yield
+
+
+@pytest.fixture
+def small_files_only():
+    """As good as a full disk: within `small_files_only(n)` no file can grow beyond n bytes."""
+
+    @contextlib.contextmanager
+    def limit(num_bytes):
+        soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+        resource.setrlimit(resource.RLIMIT_FSIZE, (num_bytes, hard))
+        try:
+            yield
+        finally:
+            resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+
+    return limit

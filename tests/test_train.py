@@ -219,10 +219,15 @@ def test_mistakes_are_refused_before_training(tiny_config, tmp_path, field, valu
         train.train(tiny_config, tmp_path)
 
 
-def test_unusable_workdirs_are_refused(tiny_config, tmp_path):
+def test_unusable_workdirs_are_refused(tiny_config, tmp_path, small_files_only):
     (tmp_path / "file").write_text("")
     with pytest.raises(InputError, match=r"--workdir=.*file cannot be written to"):
         train.train(tiny_config, tmp_path / "file")
+    with (
+        small_files_only(1000),
+        pytest.raises(InputError, match=r"cannot be written to \(File too large\)"),
+    ):
+        train.train(tiny_config, tmp_path / "full")
     with pytest.raises(InputError, match=r"holds no checkpoints: train there first"):
         train.evaluate_checkpoint(tiny_config, tmp_path / "empty")
     with lock_workdir(tmp_path), pytest.raises(InputError, match=r"in use by another run"):

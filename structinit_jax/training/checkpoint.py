@@ -1,6 +1,7 @@
 """Checkpoints through orbax: the newest few and the best one, written beside the training."""
 
 import contextlib
+import logging
 import re
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
@@ -124,7 +125,7 @@ class Checkpoints:
         try:
             yield
         except (OSError, ValueError) as error:
-            if isinstance(error, ValueError) and "os_error_code" not in str(error):
+            if not _is_failed_write(error):
                 raise
             reason = re.sub(r"\s*\[os_error_code.*", "", str(error).rsplit(": ", 1)[-1])
             if isinstance(error, OSError):
@@ -190,7 +191,25 @@ def restore_newest(directory: Path, abstract_state: TrainState) -> tuple[int, Tr
         return step, _restore(manager, step, abstract_state)
 
 
+def _is_failed_write(error: BaseException | None) -> bool:
+    """Whether an error is the disk's, in the types that orbax and TensorStore give it."""
+    return isinstance(error, OSError) or (
+        isinstance(error, ValueError) and "os_error_code" in str(error)
+    )
+
+
+def _is_worth_logging(record: logging.LogRecord) -> bool:
+    """False for failed writes that orbax logs from its threads and tasks, and raises besides.
+
+    Their tracebacks would bury what `Checkpoints` says of them.
+    """
+    from_orbax = "orbax" in record.pathname or record.name == "asyncio"
+    return not (from_orbax and record.exc_info and _is_failed_write(record.exc_info[1]))
+
+
 def _open_manager(directory: Path, **options) -> ocp.CheckpointManager:
+    for name in ("absl", "asyncio"):
+        logging.getLogger(name).addFilter(_is_worth_logging)
     return ocp.CheckpointManager(
         directory,
         options=ocp.CheckpointManagerOptions(**options),

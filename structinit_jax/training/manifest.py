@@ -8,8 +8,9 @@ that has none because the run was killed before the save was complete, is no che
 
 import hashlib
 import json
-import os
 from pathlib import Path
+
+from structinit_jax.training import files
 
 MANIFEST = "manifest.json"
 
@@ -27,9 +28,7 @@ def seal(folder: Path) -> None:
     Raises:
       OSError: if a file cannot be read or the manifest cannot be written.
     """
-    partial = folder / f"{MANIFEST}.partial"
-    partial.write_text(json.dumps(_describe_files(folder), indent=1) + "\n")
-    os.replace(partial, folder / MANIFEST)
+    files.write_whole(folder / MANIFEST, json.dumps(_describe_files(folder), indent=1) + "\n")
 
 
 def find_damage(folder: Path) -> str | None:
@@ -76,10 +75,10 @@ def _step(folder: Path) -> int:
 
 
 def _describe_files(folder: Path) -> dict[str, dict]:
-    files = sorted(p for p in folder.rglob("*") if p.is_file() and not p.name.startswith(MANIFEST))
+    paths = sorted(p for p in folder.rglob("*") if p.is_file() and not p.name.startswith(MANIFEST))
     return {
         p.relative_to(folder).as_posix(): {"size": p.stat().st_size, "blake2b": _digest(p)}
-        for p in files
+        for p in paths
     }
 
 

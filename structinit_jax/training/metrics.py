@@ -1,12 +1,14 @@
 """Where a run's numbers go: `metrics.jsonl` and TensorBoard event files."""
 
+import contextlib
 import json
-import os
 from pathlib import Path
 
 import jax
 import numpy as np
-from tensorboardX import SummaryWriter
+
+from structinit_jax.training import files
+from structinit_jax.training.event_file import EventFile
 
 
 def average(metrics: list[dict]) -> dict[str, float]:
@@ -33,43 +35,51 @@ class MetricsLog:
       workdir: the run's folder.
       start_step: the step that the run starts or resumes from. Lines beyond it are what a killed
         run wrote after its last checkpoint; the steps will be done again, so they are taken out.
+
+    Raises:
+      InputError: as the methods do, if the folder is full or not to be written to.
     """
 
     def __init__(self, workdir: Path, start_step: int):
         self._writes = jax.process_index() == 0
         if not self._writes:
             return
-        self._path = workdir / "metrics.jsonl"
-        self._drop_lines_after(start_step)
-        self._file = self._path.open("a")
-        self._tensorboard = SummaryWriter(
-            str(workdir / "tensorboard"), purge_step=start_step + 1 if start_step else None
-        )
-
-    def _drop_lines_after(self, step: int) -> None:
-        if not self._path.exists():
-            return
-        kept = []
-        for line in self._path.read_text().splitlines(keepends=True):
-            # A line cut short by a kill is the last one, written after the last checkpoint.
-            if line.endswith("\n") and json.loads(line)["step"] <= step:
-                kept.append(line)
-        partial = self._path.with_suffix(".jsonl.partial")
-        partial.write_text("".join(kept))
-        os.replace(partial, self._path)
+        self._workdir = workdir
+        self._on_close = contextlib.ExitStack()
+        with self._explain_failure():
+            path = workdir / "metrics.jsonl"
+            purge_step = start_step + 1 if start_step else None
+            _drop_lines_after(path, start_step)
+            self._lines = self._on_close.enter_context(path.open("a"))
+            events = EventFile(workdir / "tensorboard", purge_step)
+            self._events = self._on_close.enter_context(contextlib.closing(events))
 
     def write(self, step: int, values: dict[str, float]) -> None:
         """Writes one JSON line and one scalar per name."""
         if not self._writes:
             return
-        self._file.write(json.dumps({"step": step, **values}) + "\n")
-        self._file.flush()
-        for name, value in values.items():
-            self._tensorboard.add_scalar(name, value, step)
+        with self._explain_failure():
+            self._lines.write(json.dumps({"step": step, **values}) + "\n")
+            self._lines.flush()
+            self._events.write(step, values)
 
     def close(self) -> None:
-        """Writes out what is buffered."""
+        """Ends both files."""
         if not self._writes:
             return
-        self._file.close()
-        self._tensorboard.close()
+        with self._explain_failure():
+            self._on_close.close()
+
+    def _explain_failure(self):
+        return files.explain_failure("the metrics", self._workdir)
+
+
+def _drop_lines_after(path: Path, step: int) -> None:
+    if not path.exists():
+        return
+    kept = []
+    for line in path.read_text().splitlines(keepends=True):
+        # A line cut short by a kill is the last one, written after the last checkpoint.
+        if line.endswith("\n") and json.loads(line)["step"] <= step:
+            kept.append(line)
+    files.write_whole(path, "".join(kept))
