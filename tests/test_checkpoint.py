@@ -191,3 +191,12 @@ def test_averaged_weights_that_the_config_has_no_place_for_are_told(tmp_path):
         pytest.raises(InputError, match=r"4 holds averaged weights, which config\.ema_decay=0"),
     ):
         checkpoints.restore(4, ABSTRACT)
+
+
+def test_an_optimizer_state_of_another_form_is_told(directory):
+    other = ABSTRACT._replace(opt_state={"mu": ABSTRACT.opt_state["mu"], "nu": ABSTRACT.step})
+    message = (
+        r"12 is by another version .* at optimizer state 'nu', missing in the checkpoint, shape"
+    )
+    with opened(directory) as checkpoints, pytest.raises(InputError, match=message):
+        checkpoints.restore(12, other)

@@ -223,8 +223,9 @@ def _open_manager(directory: Path, **options) -> ocp.CheckpointManager:
 def _restore(manager: ocp.CheckpointManager, step: int, abstract_state: TrainState) -> TrainState:
     saved = manager.item_metadata(step)["state"]
     folder = Path(manager.directory) / str(step)
-    _check_same_weights(folder, saved["params"], abstract_state.params)
-    _check_same_weights(folder, saved["model_state"], abstract_state.model_state)
+    other = "of another architecture than config.model"
+    _check_same(folder, other, "weights", saved["params"], abstract_state.params)
+    _check_same(folder, other, "weights", saved["model_state"], abstract_state.model_state)
     if saved["ema"] and not abstract_state.ema:
         raise InputError(
             f"checkpoint {folder} holds averaged weights, which config.ema_decay=0 has no place "
@@ -235,19 +236,21 @@ def _restore(manager: ocp.CheckpointManager, step: int, abstract_state: TrainSta
             f"checkpoint {folder} holds no averaged weights, which config.ema_decay asks for: set "
             "it to 0"
         )
+    other = "by another version of this package"
+    _check_same(folder, other, "averaged weights", saved["ema"], abstract_state.ema)
+    _check_same(folder, other, "optimizer state", saved["opt_state"], abstract_state.opt_state)
     args = ocp.args.Composite(state=ocp.args.StandardRestore(abstract_state))
     return manager.restore(step, args=args)["state"]
 
 
-def _check_same_weights(folder: Path, saved, expected) -> None:
+def _check_same(folder: Path, other: str, part: str, saved, expected) -> None:
     saved, expected = _shapes_by_name(saved), _shapes_by_name(expected)
     for name in sorted(saved.keys() | expected.keys()):
         if saved.get(name) != expected.get(name):
             raise InputError(
-                f"checkpoint {folder} is of another architecture than config.model: first "
-                f"difference at weights {name!r}, {_describe(saved.get(name))} in the checkpoint, "
-                f"{_describe(expected.get(name))} in the model. Give the config that it was "
-                "trained with, or another --workdir"
+                f"checkpoint {folder} is {other}: first difference at {part} {name!r}, "
+                f"{_describe(saved.get(name))} in the checkpoint, {_describe(expected.get(name))} "
+                "in the model. Give what it was trained with, or another --workdir"
             )
 
 
