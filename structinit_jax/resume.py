@@ -10,6 +10,7 @@ from structinit_jax.config import base_config
 from structinit_jax.errors import InputError
 
 _ORDER = "the order of the data"
+_ARCHITECTURE = "the architecture"
 _PIXELS = "what the model's input means"
 # Fields and sections with which a run would be another run, and what each of them decides.
 FIXED = {
@@ -18,11 +19,11 @@ FIXED = {
     "data.name": _ORDER,
     "data.train_split": _ORDER,
     "data.repeats": _ORDER,
-    "data.image_size": "the architecture",
-    "data.channels": "the architecture",
+    "data.image_size": _ARCHITECTURE,
+    "data.channels": _ARCHITECTURE,
     "data.mean": _PIXELS,
     "data.std": _PIXELS,
-    "model": "the architecture",
+    "model": _ARCHITECTURE,
     "attention_init": "the start weights, which are drawn before step 1 only",
 }
 # Of these sections, but free: how a model is computed, and what training adds to it.
@@ -77,9 +78,7 @@ def check(run: Mapping[str, Any], config: ConfigDict, num_examples: int, place: 
     """
     changed = changes(run["config"], config)
     reasons = {field: _reason(field, *pair) for field, pair in changed.items()}
-    lines = {
-        field: f"  {field}: {_show(old)} -> {_show(new)}" for field, (old, new) in changed.items()
-    }
+    lines = {field: _line(field, *pair) for field, pair in changed.items()}
     refused = [f"{lines[field]}  ({reason})" for field, reason in reasons.items() if reason]
     if refused:
         raise InputError(
@@ -101,6 +100,20 @@ def check(run: Mapping[str, Any], config: ConfigDict, num_examples: int, place: 
     return list(lines.values())
 
 
+def differences_in_evaluation(run: Mapping[str, Any], config: ConfigDict) -> list[str]:
+    """What changed of that which gives trained weights their meaning, one line a field.
+
+    Args:
+      run: as in `check`.
+      config: the config to evaluate with.
+    """
+    return [
+        _line(field, *pair)
+        for field, pair in changes(run["config"], config).items()
+        if _reason(field, *pair) in (_ARCHITECTURE, _PIXELS)
+    ]
+
+
 def _reason(field: str, old: Any, new: Any) -> str | None:
     """Why a field must not change; None where it may."""
     if field == "ema_decay" and not (old and new):
@@ -110,8 +123,9 @@ def _reason(field: str, old: Any, new: Any) -> str | None:
     return FIXED.get(field) or FIXED.get(field.split(".")[0])
 
 
-def _show(value: Any) -> str:
-    return value if value is ABSENT else repr(value)
+def _line(field: str, old: Any, new: Any) -> str:
+    old, new = (value if value is ABSENT else repr(value) for value in (old, new))
+    return f"  {field}: {old} -> {new}"
 
 
 def _flatten(section: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:

@@ -315,6 +315,9 @@ def evaluate_checkpoint(config: ConfigDict, workdir: str | Path) -> dict[str, fl
     plan = make_plan(config, evaluation_set.facts, len(evaluation_set.source))
     program = build_program(config, plan, evaluation_set)
     step, state = restore_newest(program, workdir)
+    run = checkpoint.read_run(_local_path(workdir) / "checkpoints", step)
+    if changed := resume.differences_in_evaluation(run, config):
+        print("\n".join(["note: the checkpoint was trained with another config:", *changed]))
     results = evaluate(config, program, state, make_eval_feed(config, program, evaluation_set))
     count = len(evaluation_set.source)
     print(f"step {step}  {_describe(results)} on {count:,} examples of {evaluation_set.name}")

@@ -117,3 +117,10 @@ def test_a_split_that_grew_is_refused():
     message = r"data\.train_split='train' has 90 examples, but the run at step 400 .* on 100, and"
     with pytest.raises(InputError, match=message):
         resume.check(saved(), make_config(), 90, PLACE)
+
+
+def test_evaluation_is_told_of_what_changes_the_meaning_of_the_weights():
+    fields = {"data.mean": (0.0, 0.0, 0.0), "data.eval_split": "val", "batch_size": 7, "seed": 9}
+    assert resume.differences_in_evaluation(saved(), make_config(**fields)) == [
+        "  data.mean: [0.485, 0.456, 0.406] -> [0.0, 0.0, 0.0]"
+    ]

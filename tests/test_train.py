@@ -177,6 +177,17 @@ def test_a_run_goes_on_with_what_may_change_and_tells_it(tiny_config, tmp_path, 
     assert read_metrics(tmp_path)[-1]["step"] == 18
 
 
+def test_evaluating_with_other_pixels_is_told(tiny_config, tmp_path, capsys):
+    tiny_config.num_steps = 2
+    train.train(tiny_config, tmp_path)
+    capsys.readouterr()
+    train.evaluate_checkpoint(tiny_config, tmp_path)
+    assert "note:" not in capsys.readouterr().out
+    tiny_config.data.mean = (0.0,)
+    train.evaluate_checkpoint(tiny_config, tmp_path)
+    assert "trained with another config:\n  data.mean: [0.3] -> [0.0]" in capsys.readouterr().out
+
+
 @pytest.mark.parametrize(
     ("field", "value", "message"),
     [

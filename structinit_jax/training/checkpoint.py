@@ -191,6 +191,13 @@ def restore_newest(directory: Path, abstract_state: TrainState) -> tuple[int, Tr
         return step, _restore(manager, step, abstract_state)
 
 
+def read_run(directory: Path, step: int) -> dict[str, Any]:
+    """The JSON object of a checkpoint alone; changes nothing."""
+    manager = _open_manager(directory, create=False, lightweight_initialize=True)
+    with contextlib.closing(manager):
+        return manager.restore(step, args=ocp.args.Composite(run=ocp.args.JsonRestore()))["run"]
+
+
 def _is_failed_write(error: BaseException | None) -> bool:
     """Whether an error is the disk's, in the types that orbax and TensorStore give it."""
     return isinstance(error, OSError) or (
