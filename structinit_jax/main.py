@@ -9,7 +9,7 @@ Any field of the config can be set on the command line: --config.batch_size=256
 from absl import flags
 from ml_collections import ConfigDict
 
-from structinit_jax import command_line, dry_run, train
+from structinit_jax import command_line, dry_run, evaluate, train
 from structinit_jax.errors import InputError
 from structinit_jax.training import distributed, profiling
 
@@ -52,7 +52,7 @@ def main(config: ConfigDict) -> None:
             "--workdir=/tmp/digits (a run in it is resumed)"
         )
     elif _MODE.value == "eval":
-        train.evaluate_checkpoint(config, _WORKDIR.value)
+        evaluate.evaluate_checkpoint(config, _WORKDIR.value)
     else:
         train.train(config, _WORKDIR.value, profiling.parse_steps(_PROFILE_STEPS.value))
 

@@ -23,6 +23,8 @@ from structinit_jax.training.schedule import learning_rate_schedule
 from structinit_jax.training.state import TrainState, init_state, split_model
 from structinit_jax.training.step import make_eval_step, make_train_step
 
+# Steps dispatched ahead of the device: enough to keep it busy, few enough that their batches fit.
+MAX_IN_FLIGHT = 2
 MAX_STEPS = 2**31 - 1  # the state counts them as int32
 
 

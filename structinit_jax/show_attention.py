@@ -16,7 +16,7 @@ from absl import flags
 from flax import nnx
 from ml_collections import ConfigDict
 
-from structinit_jax import command_line, train
+from structinit_jax import command_line, evaluate
 from structinit_jax import config as config_lib
 from structinit_jax.attention_init.measure import Measures, attention_by_offset, measure_maps
 from structinit_jax.augment import normalize
@@ -40,13 +40,13 @@ def head_kernels(config: ConfigDict, workdir: str | Path | None) -> tuple[np.nda
     config_lib.validate(config)
     if config.model.name != "vit":
         raise InputError(f"model.name={config.model.name!r}: show_attention draws a 'vit'")
-    dataset = train.open_data(config)
+    dataset = evaluate.open_data(config)
     source = dataset.split(config.data.eval_split, field="data.eval_split")
     program = build_program(config, make_plan(config, dataset.facts, len(source)))
     if workdir is None:
         state = initialize(config, program)
     else:
-        _, state = train.restore_newest(program, workdir)
+        _, state = evaluate.restore_newest(program, workdir)
     examples = load_examples(
         source, dataset.facts, config.data.image_size, config.data.crop_fraction
     )

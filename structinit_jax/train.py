@@ -1,8 +1,7 @@
-"""Training and evaluation, to be read top to bottom: data, model, steps, checkpoints, loop."""
+"""Training, to be read top to bottom: data, model, steps, checkpoints, loop."""
 
 import contextlib
 import json
-import tempfile
 import time
 from pathlib import Path
 
@@ -12,14 +11,24 @@ from ml_collections import ConfigDict
 
 from structinit_jax import config as config_lib
 from structinit_jax import resume
-from structinit_jax.data import datasets
-from structinit_jax.data.examples import check_examples, load_examples
-from structinit_jax.data.feed import Feed, make_feed
-from structinit_jax.data.imagenet import EvaluationSet, open_imagenet_evaluation
+from structinit_jax.data.examples import load_examples
+from structinit_jax.data.feed import make_feed
 from structinit_jax.errors import InputError, StoppedError
-from structinit_jax.program import Program, build_program, initialize, make_plan, parameter_table
+from structinit_jax.evaluate import (
+    describe,
+    evaluate,
+    make_eval_feed,
+    open_data,
+    open_evaluation_set,
+)
+from structinit_jax.program import (
+    MAX_IN_FLIGHT,
+    build_program,
+    initialize,
+    make_plan,
+    parameter_table,
+)
 from structinit_jax.training import (
-    checkpoint,
     compilations,
     files,
     flops,
@@ -33,86 +42,9 @@ from structinit_jax.training.checkpoint import BEST_METRIC, Checkpoints
 from structinit_jax.training.lock import lock_workdir
 from structinit_jax.training.metrics import MetricsLog, average
 from structinit_jax.training.progress import Progress
-from structinit_jax.training.state import TrainState
 
-# Steps dispatched ahead of the device: enough to keep it busy, few enough that their batches fit.
-MAX_IN_FLIGHT = 2
 # Of a run that a signal stopped: EX_TEMPFAIL of sysexits.h, "try again later".
 PREEMPTED_EXIT_CODE = 75
-
-
-def evaluate(
-    config: ConfigDict, program: Program, state: TrainState, feed: Feed
-) -> dict[str, float]:
-    """Exact loss and accuracy over all examples, whatever the split: 'test/loss', 'test/accuracy'.
-
-    Where the state has averaged weights, 'test/ema_loss' and 'test/ema_accuracy' are theirs.
-    """
-    weights = {"test/": (state.params, state.model_state)}
-    if state.ema:
-        weights["test/ema_"] = (state.ema["params"], state.ema["model_state"])
-    results = {}
-    for prefix, model in weights.items():
-        sums = []
-        for batch in feed.eval_batches(batch_size=config.batch_size):
-            sums.append(program.eval_step(*model, batch))
-            jax.block_until_ready(sums[-MAX_IN_FLIGHT - 1 : -MAX_IN_FLIGHT])
-        totals = jax.tree.map(lambda *leaves: float(np.sum(leaves)), *jax.device_get(sums))
-        results[f"{prefix}loss"] = totals["loss"] / totals["count"]
-        results[f"{prefix}accuracy"] = totals["correct"] / totals["count"]
-    return results
-
-
-def open_data(config: ConfigDict) -> datasets.Dataset:
-    """Opens the config's data set and checks that the model fits it."""
-    data = config.data
-    dataset = datasets.open_dataset(data.name, data.data_dir or None, data.manual_dir or None)
-    check_examples(
-        dataset.facts,
-        num_classes=config.model.num_classes,
-        channels=data.channels,
-    )
-    return dataset
-
-
-def open_evaluation_set(
-    config: ConfigDict, dataset: datasets.Dataset | None = None
-) -> EvaluationSet:
-    """The config's test split of its own data set, or the test set of ImageNet that it names."""
-    data = config.data
-    if data.eval_name:  # its folder is TFDS's, where the training set's is an image folder
-        root = None if data.name == "folder" else data.data_dir or None
-        evaluation_set = open_imagenet_evaluation(data.eval_name, root, data.on_bad_image)
-        check_examples(
-            evaluation_set.facts, num_classes=config.model.num_classes, channels=data.channels
-        )
-        return evaluation_set
-    dataset = dataset or open_data(config)
-    source = dataset.split(data.eval_split, "data.eval_split", data.on_bad_image)
-    return EvaluationSet(f"{data.name} {data.eval_split}", source, dataset.facts)
-
-
-def _local_path(workdir: str | Path) -> Path:
-    if "://" in str(workdir):
-        raise InputError(
-            f"--workdir={workdir} is the address of a store, and needs to be a folder: mount the "
-            "store on every host (a bucket of Google Cloud with gcsfuse) and give its path"
-        )
-    return Path(workdir).absolute()
-
-
-def prepare_workdir(workdir: str | Path) -> Path:
-    """Makes the run's folder and checks that it can be written to."""
-    path = _local_path(workdir)
-    try:
-        path.mkdir(parents=True, exist_ok=True)
-        with tempfile.TemporaryFile(dir=path) as file:
-            file.write(bytes(2**16))  # a full disk takes empty files
-    except OSError as error:
-        raise InputError(
-            f"--workdir={workdir} cannot be written to ({error.strerror}): give another folder"
-        ) from error
-    return path
 
 
 def train(
@@ -143,7 +75,7 @@ def _train(
 ) -> dict[str, float]:
     began = time.perf_counter()
     config_lib.validate(config)
-    workdir = prepare_workdir(workdir)
+    workdir = files.prepare_workdir(workdir)
     if jax.process_index() == 0:
         on_exit.enter_context(lock_workdir(workdir))
 
@@ -258,7 +190,7 @@ def _train(
                 with progress.pause("evaluation"):
                     results = evaluate(config, program, state, eval_feed)
                 log.write(step, results)
-                progress.note(f"step {step}  {_describe(results)}")
+                progress.note(f"step {step}  {describe(results)}")
             run["unread"] = [{k: float(v) for k, v in m.items()} for m in unread]
             with progress.pause("checkpoint"):
                 checkpoints.save(step, state, run, results if evaluated else None)
@@ -279,53 +211,3 @@ def _train(
         f"{time.perf_counter() - began:.0f} s{memory.describe()}; results in {workdir}"
     )
     return results
-
-
-def restore_newest(program: Program, workdir: str | Path) -> tuple[int, TrainState]:
-    """The newest checkpoint's step and state.
-
-    Raises:
-      InputError: if there is no checkpoint, or it is of another architecture.
-    """
-    directory = _local_path(workdir) / "checkpoints"
-    if not directory.is_dir():
-        raise InputError(f"--workdir={workdir} holds no checkpoints: train there first")
-    restored = checkpoint.restore_newest(directory, program.abstract_state)
-    if restored is None:
-        raise InputError(f"--workdir={workdir} holds no whole checkpoint: train there first")
-    return restored
-
-
-def make_eval_feed(config: ConfigDict, program: Program, evaluation_set: EvaluationSet) -> Feed:
-    """The test images at the model's size, on their way to the devices."""
-    size, crop = config.data.image_size, config.data.crop_fraction
-    return make_feed(
-        load_examples(evaluation_set.source, evaluation_set.facts, size, crop), program.mesh
-    )
-
-
-def evaluate_checkpoint(config: ConfigDict, workdir: str | Path) -> dict[str, float]:
-    """Restores the newest checkpoint of a workdir, evaluates it and prints the result.
-
-    Raises:
-      InputError: if there is no checkpoint, or it is of another architecture.
-    """
-    config_lib.validate(config)
-    evaluation_set = open_evaluation_set(config)
-    plan = make_plan(config, evaluation_set.facts, len(evaluation_set.source))
-    program = build_program(config, plan, evaluation_set)
-    step, state = restore_newest(program, workdir)
-    run = checkpoint.read_run(_local_path(workdir) / "checkpoints", step)
-    if changed := resume.differences_in_evaluation(run, config):
-        print("\n".join(["note: the checkpoint was trained with another config:", *changed]))
-    results = evaluate(config, program, state, make_eval_feed(config, program, evaluation_set))
-    count = len(evaluation_set.source)
-    print(f"step {step}  {_describe(results)} on {count:,} examples of {evaluation_set.name}")
-    return results
-
-
-def _describe(results: dict[str, float]) -> str:
-    """Such as 'test loss 0.0613  test accuracy 0.9833'."""
-    return "  ".join(
-        f"{name.replace('/', ' ').replace('_', ' ')} {value:.4f}" for name, value in results.items()
-    )

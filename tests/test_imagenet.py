@@ -17,7 +17,7 @@ from flax import nnx
 from PIL import Image
 from scipy.special import logsumexp
 
-from structinit_jax import train
+from structinit_jax import evaluate, train
 from structinit_jax.config import validate
 from structinit_jax.data.catalog import CATALOG
 from structinit_jax.data.imagenet import open_imagenet_evaluation
@@ -257,4 +257,6 @@ def test_a_run_is_tested_on_the_set_that_it_names(trained, sets, tmp_path):
     config.data.eval_name = "imagenet2012_real"
     results = train.train(config, tmp_path / "run")
     assert 0.4 < results["test/accuracy"] < 0.8
-    assert train.evaluate_checkpoint(config, tmp_path / "run") == pytest.approx(results, rel=1e-5)
+    assert evaluate.evaluate_checkpoint(config, tmp_path / "run") == pytest.approx(
+        results, rel=1e-5
+    )

@@ -5,7 +5,7 @@ import numpy as np
 import optax
 import pytest
 
-from structinit_jax import train
+from structinit_jax import evaluate, train
 from structinit_jax.config import base_config
 from structinit_jax.data.catalog import CATALOG
 from structinit_jax.data.examples import ArrayExamples
@@ -120,7 +120,7 @@ def test_running_statistics_are_averaged_with_the_weights(config):
 
     batch = make_batch() | {"mask": np.ones(64, np.float32)}
     feed = make_feed(ArrayExamples(batch["image"], batch["label"]), program.mesh)
-    results = train.evaluate(config, program, state, feed)
+    results = evaluate.evaluate(config, program, state, feed)
     for prefix, weights, model_state in (
         ("test/ema_", state.ema["params"], state.ema["model_state"]),
         ("test/", state.params, state.model_state),
@@ -147,7 +147,7 @@ def test_a_run_interrupted_and_resumed_has_the_same_model_state(config, tmp_path
     train.train(config, tmp_path / "stopped")
     program = build_program(config, make_plan(config, CATALOG["digits"], 384))
     (step, whole), (_, resumed) = (
-        train.restore_newest(program, tmp_path / name) for name in ("whole", "stopped")
+        evaluate.restore_newest(program, tmp_path / name) for name in ("whole", "stopped")
     )
     assert step == 12
     jax.tree.map(np.testing.assert_array_equal, copy(whole), copy(resumed))
@@ -155,7 +155,9 @@ def test_a_run_interrupted_and_resumed_has_the_same_model_state(config, tmp_path
     found = copy(whole).model_state["blocks"]
     np.testing.assert_array_equal(found["spatial"]["kernel"], fresh["spatial"]["kernel"])
     assert np.abs(found["norm1"]["mean"] - fresh["norm1"]["mean"]).max() > 1e-3
-    assert train.evaluate_checkpoint(config, tmp_path / "whole") == pytest.approx(results, rel=1e-6)
+    assert evaluate.evaluate_checkpoint(config, tmp_path / "whole") == pytest.approx(
+        results, rel=1e-6
+    )
     config.model.spatial_filters = "trained"
     with pytest.raises(InputError, match=r"weights 'blocks/spatial/kernel', missing in the check"):
-        train.evaluate_checkpoint(config, tmp_path / "whole")
+        evaluate.evaluate_checkpoint(config, tmp_path / "whole")

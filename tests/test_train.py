@@ -4,7 +4,7 @@ import jax
 import numpy as np
 import pytest
 
-from structinit_jax import train
+from structinit_jax import evaluate, train
 from structinit_jax.data.catalog import CATALOG
 from structinit_jax.errors import InputError
 from structinit_jax.program import build_program, make_plan
@@ -77,7 +77,7 @@ def test_training_leaves_the_documented_files_and_says_what_it_does(tiny_config,
     # 90 examples, counted exactly: every accuracy is a multiple of 1/90.
     assert (results["test/accuracy"] * 90) % 1 == pytest.approx(0, abs=1e-9)
 
-    evaluated = train.evaluate_checkpoint(tiny_config, tmp_path)
+    evaluated = evaluate.evaluate_checkpoint(tiny_config, tmp_path)
     assert evaluated == pytest.approx(results, rel=1e-6)
     assert "on 90 examples of digits test[:90]" in capsys.readouterr().out
 
@@ -181,10 +181,10 @@ def test_evaluating_with_other_pixels_is_told(tiny_config, tmp_path, capsys):
     tiny_config.num_steps = 2
     train.train(tiny_config, tmp_path)
     capsys.readouterr()
-    train.evaluate_checkpoint(tiny_config, tmp_path)
+    evaluate.evaluate_checkpoint(tiny_config, tmp_path)
     assert "note:" not in capsys.readouterr().out
     tiny_config.data.mean = (0.0,)
-    train.evaluate_checkpoint(tiny_config, tmp_path)
+    evaluate.evaluate_checkpoint(tiny_config, tmp_path)
     assert "trained with another config:\n  data.mean: [0.3] -> [0.0]" in capsys.readouterr().out
 
 
@@ -206,7 +206,7 @@ def test_evaluating_another_model_is_refused(tiny_config, tmp_path_factory, fiel
         train.train(tiny_config, workdir)
     tiny_config.update_from_flattened_dict({field: value})
     with pytest.raises(InputError, match=message):
-        train.evaluate_checkpoint(tiny_config, workdir)
+        evaluate.evaluate_checkpoint(tiny_config, workdir)
 
 
 @pytest.mark.parametrize(
@@ -240,6 +240,6 @@ def test_unusable_workdirs_are_refused(tiny_config, tmp_path, small_files_only):
     ):
         train.train(tiny_config, tmp_path / "full")
     with pytest.raises(InputError, match=r"holds no checkpoints: train there first"):
-        train.evaluate_checkpoint(tiny_config, tmp_path / "empty")
+        evaluate.evaluate_checkpoint(tiny_config, tmp_path / "empty")
     with lock_workdir(tmp_path), pytest.raises(InputError, match=r"in use by another run"):
         train.train(tiny_config, tmp_path)

@@ -12,7 +12,7 @@ import numpy as np
 from absl import flags
 from ml_collections import ConfigDict
 
-from structinit_jax import command_line, train
+from structinit_jax import command_line, evaluate
 from structinit_jax import config as config_lib
 from structinit_jax.augment import make_augment
 from structinit_jax.data.examples import load_examples
@@ -33,7 +33,7 @@ def training_batch(config: ConfigDict, step: int) -> tuple[np.ndarray, np.ndarra
       uint8 images [B, H, W, C], normalization undone, and targets [B, classes].
     """
     config_lib.validate(config)
-    dataset = train.open_data(config)
+    dataset = evaluate.open_data(config)
     source = dataset.split(config.data.train_split, "data.train_split", config.data.on_bad_image)
     route = make_plan(config, dataset.facts, len(source)).route
     examples = load_examples(
