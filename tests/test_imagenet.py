@@ -116,7 +116,7 @@ def test_sets_of_some_classes_choose_among_these(folder):
 
 def test_real_has_all_right_labels_and_leaves_out_images_without(folder):
     evaluation = open_imagenet_evaluation("imagenet2012_real", folder)
-    assert evaluation.name.endswith("1 images without a label left out")
+    assert evaluation.name.endswith("images without a label left out: 1")
     numbers = numbers_of(evaluation.source)
     assert sorted(numbers) == [0, 2, 3]
     examples = evaluation.source.read([0, 1, 2])
@@ -125,6 +125,9 @@ def test_real_has_all_right_labels_and_leaves_out_images_without(folder):
         for number, example in zip(numbers, examples, strict=True)
     }
     assert answers == {0: {3}, 2: {4, 7}, 3: {9}}
+    chosen = evaluation.source.select(np.array([False, True, True]))
+    assert [example["label"] for example in chosen.read([0, 1])] == [1, 2]
+    assert chosen.open(1)[1] == 2
     facts = tfds.builder("imagenet2012_real", data_dir=folder).info
     assert facts.splits["validation"].num_examples == 4
 

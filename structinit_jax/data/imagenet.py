@@ -56,7 +56,7 @@ def open_imagenet_evaluation(
     """
     split, num_classes = EVALUATION_SETS[name.split("/")[0]]
     dataset = open_dataset(name, data_dir)
-    source = dataset.split(split, "data.eval_name", on_bad_image)
+    source = dataset.split(split, f"data.eval_name={name!r}, split", on_bad_image)
     if name == "imagenet2012_real":
         return _real(f"{name} {split}", source, dataset.facts)
     if num_classes == dataset.facts.num_classes:
@@ -78,7 +78,7 @@ def _real(name: str, source: ImageSource, facts: DatasetFacts) -> EvaluationSet:
     filled = np.full((len(source), counts.max()), -1, np.int32)
     for row, labels in zip(filled, (labels for labels in answers if len(labels)), strict=True):
         row[: len(labels)] = labels
-    rule = f"{np.sum(counts == 0):,} images without a label left out"
+    rule = f"images without a label left out: {np.sum(counts == 0):,}"
     return EvaluationSet(
         f"{name}, {rule}", source.relabel(np.arange(len(source))), facts, None, filled
     )
