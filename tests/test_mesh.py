@@ -5,6 +5,7 @@ import numpy as np
 import pytest
 from jax.sharding import PartitionSpec
 
+from structinit_jax.config import base_config
 from structinit_jax.data.catalog import CATALOG
 from structinit_jax.errors import InputError
 from structinit_jax.program import build_program, initialize, make_plan
@@ -73,6 +74,22 @@ def test_split_weights_are_gathered_and_images_stay_where_they_are(wide_config):
     whole = num_bytes(program.abstract_state) - 4 * num_bytes(split)  # with Adam's two, and EMA
     expected = whole + num_bytes(split)
     assert step.memory_analysis().alias_size_in_bytes == pytest.approx(expected, rel=0.01)
+
+
+def test_the_model_state_and_its_average_are_whole(tiny_config):
+    tiny_config.model = base_config("convmixer").model
+    tiny_config.model.update(
+        num_classes=10, width=128, depth=2, kernel_size=8, spatial_filters="fixed"
+    )
+    tiny_config.update(fsdp=4, ema_decay=0.9)
+    plan = make_plan(tiny_config, CATALOG["digits"], 384)
+    state = build_program(tiny_config, plan).abstract_state
+    kernel = state.model_state["blocks"]["spatial"]["kernel"]
+    assert kernel.size >= mesh_lib.MIN_SHARDED_SIZE
+    for model_state in (state.model_state, state.ema["model_state"]):
+        assert all(leaf.sharding.is_fully_replicated for leaf in jax.tree.leaves(model_state))
+    for params in (state.params, state.ema["params"]):
+        assert params["blocks"]["channel"]["kernel"].sharding.spec == PartitionSpec(None, "fsdp")
 
 
 @pytest.mark.slow

@@ -49,7 +49,7 @@ def shard_state(mesh: Mesh, abstract_state: TrainState) -> TrainState:
 
     Parameters, optimizer and averages are split over 'fsdp' along their longest axis that divides;
     arrays of fewer than `MIN_SHARDED_SIZE` elements are whole on every device, and so is the model
-    state.
+    state, averaged or not.
     """
     whole, fsdp = replicated(mesh), mesh.shape["fsdp"]
 
@@ -60,12 +60,12 @@ def shard_state(mesh: Mesh, abstract_state: TrainState) -> TrainState:
         longest = max(axes, key=lambda axis: shape[axis])
         return NamedSharding(mesh, PartitionSpec(*(None,) * longest, "fsdp"))
 
-    def place(leaf, sharding):
-        return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding)
+    def place(path, leaf):
+        names = jax.tree_util.keystr(path, simple=True, separator="/").split("/")
+        lies = whole if "model_state" in names[:2] else sharding(leaf.shape)
+        return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=lies)
 
-    split = jax.tree.map(lambda leaf: place(leaf, sharding(leaf.shape)), abstract_state)
-    model_state = jax.tree.map(lambda leaf: place(leaf, whole), abstract_state.model_state)
-    return split._replace(model_state=model_state)
+    return jax.tree_util.tree_map_with_path(place, abstract_state)
 
 
 def check_batch_size(batch_size: int, num_devices: int, accumulate_steps: int) -> None:
