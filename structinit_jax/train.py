@@ -1,6 +1,7 @@
 """Training, to be read top to bottom: data, model, steps, checkpoints, loop."""
 
 import contextlib
+import itertools
 import json
 import time
 from pathlib import Path
@@ -138,6 +139,8 @@ def _train(
         f"testing on {len(evaluation_set.source):,}",
         flush=True,
     )
+    # Drawn ahead: it compiles what gathers a batch, or starts the threads that decode.
+    batches = itertools.chain(list(itertools.islice(batches, 1)), batches)
     # Compiled ahead, so that no other shape can slip in and compile again in the loop.
     train_step = program.train_step.lower(program.abstract_state, program.abstract_batch).compile()
     log = on_exit.enter_context(contextlib.closing(MetricsLog(workdir, start_step)))
