@@ -121,7 +121,7 @@ def soak(folder: Path, kills: int, steps: int, seed: int) -> tuple[dict, Path, P
         row = {
             "killed_after_s": round(time.perf_counter() - run.began, 2),
             "while": find_moment(run),
-            "resumed_from": int(resumed[1]) if resumed else None,  # began anew, or not yet
+            "resumed_from": int(resumed[1]) if resumed else None,  # began anew, or killed before
         }
         rows.append(row)
         print(
