@@ -6,9 +6,11 @@ import pytest
 
 from structinit_jax import evaluate, train
 from structinit_jax.data.catalog import CATALOG
+from structinit_jax.data.device import DeviceExamples
 from structinit_jax.errors import InputError
 from structinit_jax.program import build_program, make_plan
 from structinit_jax.training.lock import lock_workdir
+from structinit_jax.training.progress import Progress
 
 pytestmark = pytest.mark.usefixtures("library_promotion")
 
@@ -111,6 +113,27 @@ def test_a_run_interrupted_and_resumed_is_bit_equal_to_one_that_was_not(
         for name in ("images_per_second", "data_wait", "checkpoint_wait", "evaluation_wait"):
             metrics.pop(name, None)
     assert whole == resumed
+
+
+def test_the_first_batch_is_no_wait(tiny_config, tmp_path, monkeypatch):
+    """What compiles for it, or is decoded first, comes before the clock of `data_wait`."""
+    events = []
+    draw, watch = DeviceExamples.train_batches, Progress.watch
+
+    def drawn(*args, **options):
+        for batch in draw(*args, **options):
+            events.append("drawn")
+            yield batch
+
+    def watched(*args):
+        events.append("watched")
+        return watch(*args)
+
+    monkeypatch.setattr(DeviceExamples, "train_batches", drawn)
+    monkeypatch.setattr(Progress, "watch", watched)
+    tiny_config.num_steps = 2
+    train.train(tiny_config, tmp_path)
+    assert events == ["drawn", "watched", "drawn"]
 
 
 def test_a_finished_run_started_again_says_how_it_ended(tiny_config, tmp_path, capsys):
