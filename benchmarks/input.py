@@ -10,14 +10,15 @@
 - 32² images in memory get a random resized crop, a flip, RandAugment and normalization. Ours is the
   gather and the augmentation on the device, here the CPU; the peer timm's `create_transform`.
 
-Time is processor time, over all threads, and each loader's best of several rounds taken in turn, so
-that other work on the machine counts little. PyTorch and timm are measured where they are
-installed, by the interpreter --torch_python (by itself the one that runs this).
+Each loader runs on one core. Time is processor time, and each loader's best of several rounds taken
+in turn, so that other work on the machine counts little. PyTorch and timm are measured where they
+are installed, by the interpreter --torch_python (by itself the one that runs this).
 """
 
 import argparse
 import io
 import json
+import os
 import subprocess
 import sys
 import tempfile
@@ -224,6 +225,8 @@ def main() -> None:
     flags = parser.parse_args()
     if flags.measure:
         size, loader = flags.measure.split("/")
+        if hasattr(os, "sched_setaffinity"):  # not on macOS
+            os.sched_setaffinity(0, {min(os.sched_getaffinity(0))})
         print(measure(LOADERS[size][loader], flags.folder, flags.batches))
         return
 
