@@ -58,7 +58,7 @@ def open_evaluation_set(
     """The config's test split of its own data set, or the test set of ImageNet that it names."""
     data = config.data
     if data.eval_name:  # its folder is TFDS's, where the training set's is an image folder
-        root = None if data.name == "folder" else data.data_dir or None
+        root = None if data.name in datasets.FILE_SETS else data.data_dir or None
         evaluation_set = open_imagenet_evaluation(data.eval_name, root, data.on_bad_image)
         check_examples(
             evaluation_set.facts, num_classes=config.model.num_classes, channels=data.channels

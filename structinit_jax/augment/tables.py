@@ -13,7 +13,6 @@ def apply_tables(
 ) -> UInt8[Array, "B C H W"]:
     """Looks every pixel up in the table of its image and channel."""
     B, C, _ = tables.shape
-    # Under vmap, not by one flat index: so each device of a mesh works on its own images.
     look_up = jax.vmap(lambda table, entries: table.at[entries].get(mode="promise_in_bounds"))
     return look_up(tables.reshape(B, C * 256), _entries(images))
 

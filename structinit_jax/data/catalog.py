@@ -39,6 +39,7 @@ CATALOG: dict[str, DatasetFacts] = {
     ),
     "oxford_iiit_pet": DatasetFacts(37, (None, None, 3), {"train": 3_680, "test": 3_669}),
     "food101": DatasetFacts(101, (None, None, 3), {"train": 75_750, "validation": 25_250}),
+    "tiny_imagenet": DatasetFacts(200, (64, 64, 3), {"train": 100_000, "val": 10_000}),
     "imagenet2012": DatasetFacts(1000, (None, None, 3), {"train": 1_281_167, "validation": 50_000}),
     # Test sets for models of imagenet2012, with its classes.
     "imagenet2012_real": DatasetFacts(1000, (None, None, 3), {"validation": 50_000}),

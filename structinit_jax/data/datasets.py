@@ -16,6 +16,7 @@ from structinit_jax.data.catalog import CATALOG, DatasetFacts, parse_split
 from structinit_jax.data.decode import PIL_MODES
 from structinit_jax.data.folder import ImageFolder
 from structinit_jax.data.source import ImageSource, Records, leave_out_bad_images
+from structinit_jax.data.tiny_imagenet import TinyImageNet
 from structinit_jax.errors import InputError
 
 tfds.disable_progress_bar()
@@ -25,6 +26,8 @@ NAME = re.compile(r"(?:\w+:)?[A-Za-z]\w*(?:/\w[\w.+-]*)*(?::[\d.*]+)?")
 ON_BAD_IMAGE = ("stop", "skip")
 # Prepared by builders of this package, on first use.
 OWN_SETS = ("digits", "fashion_mnist")
+# Read from their image files, without preparation.
+FILE_SETS = {"folder": ImageFolder, "tiny_imagenet": TinyImageNet}
 # Data sets whose label is not called "label".
 LABEL_KEYS = {"imagenet2012_real": "original_label"}
 
@@ -34,7 +37,7 @@ class Dataset:
     """A prepared data set.
 
     Attributes:
-      name: TFDS name, or 'folder'.
+      name: TFDS name, 'folder' or 'tiny_imagenet'.
       facts: Classes, image shape and split sizes as prepared.
       open_records: From what `parse_split` returns to the encoded examples.
       class_names: The name of each label.
@@ -78,9 +81,9 @@ def open_dataset(
     """Opens a data set; digits and fashion_mnist are prepared on first use.
 
     Args:
-      name: TFDS name, such as `cifar10`; 'folder' for an image folder.
+      name: TFDS name, such as `cifar10`; 'folder' for an image folder, or 'tiny_imagenet'.
       data_dir: Where TFDS data sets lie; None is TFDS's default (`$TFDS_DATA_DIR`, or
-        `~/tensorflow_datasets`). For 'folder', the image folder.
+        `~/tensorflow_datasets`). For 'folder' and 'tiny_imagenet', the folder with the images.
       manual_dir: Folder with the original files of fashion_mnist; None downloads them.
 
     Returns:
@@ -90,9 +93,9 @@ def open_dataset(
       InputError: The name is unknown, the set is not prepared or not readable without
         TensorFlow, or it cannot be prepared.
     """
-    if name == "folder":
-        folder = ImageFolder(data_dir)
-        return Dataset(name, folder.facts, folder.open_records, folder.classes)
+    if name in FILE_SETS:
+        files = FILE_SETS[name](data_dir)
+        return Dataset(name, files.facts, files.open_records, files.classes)
     builder = find_builder(name, data_dir, manual_dir)
     if name in OWN_SETS and not builder.data_path.exists():
         _prepare_own(builder)

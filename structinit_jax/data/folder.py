@@ -1,9 +1,4 @@
-"""Image folders: `root/{train,val,test}/class/**/*.jpg`, as torchvision's ImageFolder reads them.
-
-Tiny ImageNet, which TFDS does not have, comes with its training images in this layout but with all
-of val in one folder: move each file of val/images into a folder named by the second column of
-val/val_annotations.txt, and the folder test, which has no labels, out of the way.
-"""
+"""Image folders `root/{train,val,test}/class/**/*.jpg`, as torchvision's ImageFolder reads them."""
 
 import hashlib
 import os
@@ -108,24 +103,35 @@ class ImageFolder:
     def _find(self, split: str) -> list[tuple[str, int]]:
         files = []
         for label, name in enumerate(self.classes):
-            folder = self.root / split / name
-            found = [
-                os.path.join(parent, file)
-                for parent, _, names in os.walk(folder, followlinks=True)
-                for file in names
-                if file.lower().endswith(SUFFIXES) and not file.startswith(".")
-            ]
+            found = list_images(self.root / split / name)
             if not found:
                 raise self._problem(
                     f"the class {split}/{name} holds no image (a file ending in"
                     f" {', '.join(SUFFIXES)})"
                 )
             files += [(path, label) for path in found]
+        return mixed(files, self.root / split)
 
-        start = len(str(self.root / split)) + 1
 
-        def checksum(file: tuple[str, int]) -> bytes:
-            relative = file[0][start:].replace(os.sep, "/")
-            return hashlib.sha256(os.fsencode(relative)).digest()
+def list_images(folder: Path) -> list[str]:
+    """The images below a folder, in any order."""
+    return [
+        os.path.join(parent, file)
+        for parent, _, names in os.walk(folder, followlinks=True)
+        for file in names
+        if file.lower().endswith(SUFFIXES) and not file.startswith(".")
+    ]
 
-        return sorted(files, key=checksum)
+
+def mixed(files: Sequence[tuple[str, int]], root: Path) -> list[tuple[str, int]]:
+    """Files and their labels in an order that depends on the paths below `root` alone.
+
+    It follows a checksum, so that a slice holds some of every class.
+    """
+    start = len(str(root)) + 1
+
+    def checksum(file: tuple[str, int]) -> bytes:
+        relative = file[0][start:].replace(os.sep, "/")
+        return hashlib.sha256(os.fsencode(relative)).digest()
+
+    return sorted(files, key=checksum)

@@ -3,9 +3,9 @@
     python -m structinit_jax.data.prepare --name=cifar10 --samples=sheet.png
     python -m structinit_jax.data.prepare --name=folder --data_dir=DIR
 
-digits, fashion_mnist and image folders need no preparation beyond their first use. Sets prepared as
-tfrecord are converted, without TensorFlow. For the others TFDS's own builder downloads and
-prepares, which needs TensorFlow (`pip install '.[prepare]'`); training never does.
+digits, fashion_mnist, tiny_imagenet and image folders need no preparation beyond their first use.
+Sets prepared as tfrecord are converted, without TensorFlow. For the others TFDS's own builder
+downloads and prepares, which needs TensorFlow (`pip install '.[prepare]'`); training never does.
 """
 
 import argparse
@@ -30,14 +30,14 @@ def prepare(name: str, data_dir: str | None = None, manual_dir: str | None = Non
     """Makes sure that `open_dataset` can open a set.
 
     Args:
-      name: TFDS name, or 'folder'.
+      name: TFDS name, 'folder' or 'tiny_imagenet'.
       data_dir: As in `open_dataset`.
       manual_dir: Folder with archives that have to be fetched by hand.
 
     Raises:
       InputError: The name is unknown, TensorFlow is needed and missing, or the archives are.
     """
-    if name == "folder":
+    if name in datasets.FILE_SETS:
         return
     builder = datasets.find_builder(name, data_dir)
     if not builder.data_path.exists():
@@ -116,8 +116,11 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(
         prog="python -m structinit_jax.data.prepare", description=__doc__.splitlines()[0]
     )
-    parser.add_argument("--name", required=True, help="TFDS name, or 'folder'")
-    parser.add_argument("--data_dir", help="where TFDS sets lie; the folder itself for 'folder'")
+    parser.add_argument("--name", required=True, help="TFDS name, 'folder' or 'tiny_imagenet'")
+    parser.add_argument(
+        "--data_dir",
+        help="where TFDS sets lie; the images' own folder for 'folder' and 'tiny_imagenet'",
+    )
     parser.add_argument("--manual_dir", help="archives that have to be fetched by hand")
     parser.add_argument("--samples", help="PNG file to draw examples of the first split into")
     parser.add_argument(
