@@ -61,6 +61,9 @@ def base_config(model: str = "vit") -> ConfigDict:
             keep_checkpoints=2,  # the newest ones; the best one is kept besides
             model=options,
             attention_init=dict(name="impulse", kernel_size=3),
+            # In its place: a safetensors file of a timm model, as large or larger, from whose
+            # weights all but the head is selected (Xu et al. 2024). Empty for none.
+            start_from="",
             augment=AUGMENT,
             data=dict(
                 name="",

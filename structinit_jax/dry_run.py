@@ -4,7 +4,8 @@ import jax
 from ml_collections import ConfigDict
 
 from structinit_jax import config as config_lib
-from structinit_jax.data import catalog, datasets
+from structinit_jax.data import catalog
+from structinit_jax.data.datasets import find_facts
 from structinit_jax.data.examples import check_examples
 from structinit_jax.program import build_program, make_plan, parameter_table
 from structinit_jax.training import flops
@@ -24,10 +25,7 @@ def dry_run(config: ConfigDict) -> None:
     """
     config_lib.validate(config)
     data = config.data
-    if data.name in catalog.CATALOG:
-        facts = catalog.CATALOG[data.name]
-    else:
-        facts = datasets.open_dataset(data.name, data.data_dir or None).facts
+    facts = find_facts(data.name, data.data_dir or None)
     check_examples(facts, num_classes=config.model.num_classes, channels=data.channels)
     num_examples = catalog.split_size(data.name, data.train_split, facts, "data.train_split")
     if data.eval_name:

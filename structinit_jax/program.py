@@ -9,6 +9,8 @@ import numpy as np
 from clu import parameter_overview
 from flax import nnx
 from ml_collections import ConfigDict
+from safetensors import SafetensorError
+from safetensors.numpy import load_file
 
 from structinit_jax import config as config_lib
 from structinit_jax.augment import make_augment
@@ -16,6 +18,8 @@ from structinit_jax.data.catalog import DatasetFacts
 from structinit_jax.data.feed import Route, choose_route
 from structinit_jax.data.imagenet import EvaluationSet
 from structinit_jax.errors import InputError
+from structinit_jax.interop import timm
+from structinit_jax.interop.select_weights import select_weights
 from structinit_jax.models.registry import create_model
 from structinit_jax.training import mesh as mesh_lib
 from structinit_jax.training.optimizer import make_optimizer
@@ -171,8 +175,16 @@ def build_program(
 
 
 def initialize(config: ConfigDict, program: Program) -> TrainState:
-    """Draws the start state and says how long the attention solve took and how close it came."""
+    """Draws the start state and says how long the attention solve took and how close it came.
+
+    With `config.start_from` all but the head is selected from that file instead (Xu et al. 2024).
+
+    Raises:
+      InputError: if the file's weights do not fit the model.
+    """
     params_key, attention_key = jax.random.split(jax.random.key(config.seed))
+    if config.start_from:
+        return program.init_state(*_select_from_file(config.start_from, program, params_key))
     model = program.init_model(params_key)
     start = time.perf_counter()
     solve = program.init_attention.lower(*model, attention_key).compile()
@@ -189,6 +201,31 @@ def initialize(config: ConfigDict, program: Program) -> TrainState:
         )
     print(text, flush=True)
     return program.init_state(*model)
+
+
+def _select_from_file(path: str, program: Program, key: jax.Array) -> tuple[dict, dict]:
+    """Parameters and model state: a file's, in timm's names, and a head drawn by the key."""
+    try:
+        teacher = load_file(path)
+    except (OSError, SafetensorError) as error:
+        raise InputError(
+            f"config.start_from={path!r} cannot be read: {error}. It needs to be a safetensors file"
+            " with the weights of a model of timm"
+        ) from error
+    drawn = program.init_model(key)
+    gather = jax.jit(lambda model: model, out_shardings=mesh_lib.replicated(program.mesh))
+    student = nnx.merge(program.graphdef, *jax.device_get(gather(drawn)))
+    try:
+        timm.load(student, select_weights(teacher, timm.export(student)))
+    except InputError as error:
+        raise InputError(f"config.start_from={path!r} does not fit the model: {error}") from error
+
+    def place(weight, like):
+        return jax.make_array_from_callback(like.shape, like.sharding, lambda i: weight[i])
+
+    print(f"weights selected from {path}; attention_init is not used", flush=True)
+    selected = jax.tree.map(np.asarray, tuple(split_model(student)[1:]))
+    return jax.tree.map(place, selected, drawn)
 
 
 def parameter_table(program: Program) -> str:

@@ -25,6 +25,7 @@ FIXED = {
     "data.std": _PIXELS,
     "model": _ARCHITECTURE,
     "attention_init": "the start weights, which are drawn before step 1 only",
+    "start_from": "the start weights, which are taken before step 1 only",
 }
 # Of these sections, but free: how a model is computed, and what training adds to it.
 FREE = (
