@@ -131,7 +131,7 @@ def test_two_processes_share_each_batch():
     ]
     try:
         for process in processes:
-            output, _ = process.communicate(timeout=120)
+            output, _ = process.communicate(timeout=300)
             assert output.endswith("equal\n"), output
     finally:
         for process in processes:

@@ -85,12 +85,12 @@ def losses(workdir):
 def test_two_processes_train_as_one_and_stop_together(caches, data_dir, tmp_path):
     arguments = [*TINY, f"--config.data.data_dir={data_dir}"]
     one = start(caches, 8, *arguments, f"--workdir={tmp_path / 'one'}", "--config.num_steps=20")
-    output = one.communicate(timeout=120)
+    output = one.communicate(timeout=300)
     assert one.returncode == 0, output
 
     two = tmp_path / "two"
     pair = start_two(caches, *arguments, f"--workdir={two}", "--config.num_steps=10")
-    outputs = [process.communicate(timeout=120) for process in pair]
+    outputs = [process.communicate(timeout=300) for process in pair]
     assert [process.returncode for process in pair] == [0, 0], outputs
     assert "devices: 8 × cpu (2 hosts)" in outputs[0][0]
     assert "done: test accuracy" in outputs[0][0]
@@ -105,7 +105,7 @@ def test_two_processes_train_as_one_and_stop_together(caches, data_dir, tmp_path
         assert time.monotonic() < deadline
         time.sleep(0.1)
     pair[1].send_signal(signal.SIGTERM)
-    outputs = [process.communicate(timeout=60) for process in pair]
+    outputs = [process.communicate(timeout=300) for process in pair]
     assert [process.returncode for process in pair] == [train.PREEMPTED_EXIT_CODE] * 2, outputs
     messages = [text[text.index("stopped by a signal after step") :] for _, text in outputs]
     assert messages[0].splitlines()[0] == messages[1].splitlines()[0]
@@ -135,7 +135,7 @@ def test_a_run_goes_on_with_other_numbers_of_devices(caches, data_dir, tmp_path)
             f"--config.num_steps={num_steps}",
             f"--workdir={tmp_path / workdir}",
         )
-        output = process.communicate(timeout=120)
+        output = process.communicate(timeout=300)
         assert process.returncode == 0, output
         return output[0]
 
@@ -160,7 +160,7 @@ def test_a_process_started_alone_gives_up_with_a_message(caches, tmp_path, proce
         f"--process_id={process_id}",
         "--join_timeout=2",
     )
-    _, message = process.communicate(timeout=60)
+    _, message = process.communicate(timeout=300)
     assert process.returncode == 1
     assert f"error: process {process_id} of 2 (coordinator 127.0.0.1:" in message
     assert "waited 2 s and the others did not all come. Start the same command on all" in message

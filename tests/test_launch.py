@@ -23,7 +23,7 @@ def launch(script, *arguments, **environment):
         env=os.environ | environment,
         capture_output=True,
         text=True,
-        timeout=200,
+        timeout=300,
     )
 
 

@@ -140,7 +140,7 @@ def test_a_run_killed_or_stopped_at_any_moment_ends_bit_equal(environment, run, 
             assert time.monotonic() < deadline
             time.sleep(0.002)
         process.send_signal(number)
-        _, message = process.communicate(timeout=60)
+        _, message = process.communicate(timeout=300)
         assert process.returncode == exit_code
         if number != signal.SIGKILL:
             stopped_at = int(message.split("stopped by a signal after step ")[1].split()[0])

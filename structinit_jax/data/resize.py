@@ -7,7 +7,7 @@ from PIL import Image
 
 try:
     import cykooz_resizer as simd
-except ImportError:  # on ARM Linux, for which it has no wheel
+except ImportError:  # where it has no wheel, such as ARM Linux
     simd = None
 
 INTERPOLATIONS = ("bicubic", "bilinear")
