@@ -22,8 +22,8 @@ from structinit_jax.errors import InputError
 from structinit_jax.interop import timm
 from structinit_jax.out_flag import OUT
 from structinit_jax.program import build_program, make_plan
+from structinit_jax.workdir_flag import WORKDIR
 
-_FROM = flags.DEFINE_string("workdir", None, "The run whose newest checkpoint is taken.")
 _AVERAGED = flags.DEFINE_bool("averaged", False, "Take the averaged weights of config.ema_decay.")
 
 
@@ -63,10 +63,10 @@ def export(config: ConfigDict, workdir: str | Path, path: Path, averaged: bool =
 
 def main(config: ConfigDict) -> None:
     """Exports what the flags ask for."""
-    if _FROM.value is None:
+    if WORKDIR.value is None:
         raise InputError("--workdir is required: the folder of the run")
     path = Path(OUT.value or "model.safetensors")
-    step = export(config, _FROM.value, path, _AVERAGED.value)
+    step = export(config, WORKDIR.value, path, _AVERAGED.value)
     print(f"wrote the weights of step {step} to {path}")
 
 

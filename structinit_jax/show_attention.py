@@ -25,8 +25,8 @@ from structinit_jax.data.loader import eval_batches
 from structinit_jax.errors import InputError
 from structinit_jax.out_flag import OUT
 from structinit_jax.program import build_program, initialize, make_plan
+from structinit_jax.workdir_flag import WORKDIR
 
-_FROM = flags.DEFINE_string("workdir", None, "Take the model from the newest checkpoint here.")
 _SCHEMES = flags.DEFINE_list("schemes", [], "Initializations to draw side by side.")
 NUM_IMAGES = 64
 
@@ -104,14 +104,14 @@ def _centre(kernels: np.ndarray, reach: int = 4) -> np.ndarray:
 
 def main(config: ConfigDict) -> None:
     """Draws what the flags ask for and prints the measures by layer."""
-    if _SCHEMES.value and _FROM.value:
+    if _SCHEMES.value and WORKDIR.value:
         raise InputError("--schemes draws fresh initializations: leave out --workdir")
     panels = {}
     for scheme in _SCHEMES.value or [config.attention_init.name]:
         if _SCHEMES.value:
             config.attention_init = ConfigDict(dict(name=scheme))
-        name = scheme if _FROM.value is None else f"{scheme}, trained"
-        panels[name] = head_kernels(config, _FROM.value)
+        name = scheme if WORKDIR.value is None else f"{scheme}, trained"
+        panels[name] = head_kernels(config, WORKDIR.value)
         print(f"{name}: layer, attention on the strongest of 9 neighbours, distance, entropy")
         measures = panels[name][1]
         for layer in range(len(measures.share)):
