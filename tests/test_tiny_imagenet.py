@@ -20,7 +20,7 @@ def write_image(path, level):
 def root(tmp_path, monkeypatch):
     """The archive's layout, with three classes; an image's level is ten times its label."""
     sizes = {"train": 6, "val": 4}
-    small = dataclasses.replace(CATALOG["tiny_imagenet"], num_examples=sizes)
+    small = dataclasses.replace(CATALOG["tiny_imagenet"], num_classes=3, num_examples=sizes)
     monkeypatch.setitem(CATALOG, "tiny_imagenet", small)
     root = tmp_path / "tiny-imagenet-200"
     for name in CLASSES:

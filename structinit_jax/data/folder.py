@@ -2,7 +2,7 @@
 
 import hashlib
 import os
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +23,13 @@ class FolderRecords:
 
     def __init__(self, files: Sequence[tuple[str, int]]):
         self._files = files
+
+    @classmethod
+    def of_parts(
+        cls, files: Mapping[str, Sequence[tuple[str, int]]], parts: list[tuple[str, int, int]]
+    ) -> "FolderRecords":
+        """Records of what `parse_split` returned, from the files of each split."""
+        return cls([file for split, start, stop in parts for file in files[split][start:stop]])
 
     def __len__(self) -> int:
         return len(self._files)
@@ -70,9 +77,7 @@ class ImageFolder:
 
     def open_records(self, parts: list[tuple[str, int, int]]) -> FolderRecords:
         """Returns the records of what `parse_split` returned."""
-        return FolderRecords(
-            [file for split, start, stop in parts for file in self._files[split][start:stop]]
-        )
+        return FolderRecords.of_parts(self._files, parts)
 
     def _problem(self, what: str) -> InputError:
         return InputError(f"data.data_dir={str(self.root)!r}: {what}. {LAYOUT}")

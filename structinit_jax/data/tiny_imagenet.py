@@ -6,7 +6,6 @@ have it. Its layout is almost that of an image folder: training images lie below
 images have no labels and are left out.
 """
 
-import dataclasses
 import os
 from pathlib import Path
 
@@ -43,7 +42,7 @@ class TinyImageNet:
         labels = {name: label for label, name in enumerate(self.classes)}
         val = self.root / "val"
         rows = [line.split("\t")[:2] for line in (val / VAL_TABLE).read_text().splitlines()]
-        self._files = {
+        files = {
             "train": [
                 (path, label)
                 for name, label in labels.items()
@@ -51,18 +50,15 @@ class TinyImageNet:
             ],
             "val": [(str(val / "images" / file), labels[name]) for file, name in rows],
         }
-        published = CATALOG["tiny_imagenet"]
-        sizes = {split: len(files) for split, files in self._files.items()}
-        if sizes != published.num_examples:
+        self._files = {split: mixed(found, self.root) for split, found in files.items()}
+        self.facts = CATALOG["tiny_imagenet"]
+        sizes = {split: len(found) for split, found in files.items()}
+        if sizes != self.facts.num_examples:
             raise InputError(
                 f"data.data_dir={str(root or '')!r}: {self.root} holds {sizes} images, and the"
-                f" published set {dict(published.num_examples)}. Unpack the archive again."
+                f" published set {dict(self.facts.num_examples)}. Unpack the archive again."
             )
-        self.facts = dataclasses.replace(published, num_classes=len(self.classes))
 
     def open_records(self, parts: list[tuple[str, int, int]]) -> FolderRecords:
         """Returns the records of what `parse_split` returned."""
-        files = {split: mixed(files, self.root) for split, files in self._files.items()}
-        return FolderRecords(
-            [file for split, start, stop in parts for file in files[split][start:stop]]
-        )
+        return FolderRecords.of_parts(self._files, parts)
