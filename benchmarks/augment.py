@@ -23,7 +23,7 @@ from structinit_jax.augment.crop import random_flip, random_resized_crop
 from structinit_jax.augment.erase import random_erasing
 from structinit_jax.augment.mix import MixOptions, mix
 from structinit_jax.augment.rand_augment import parse, rand_augment
-from structinit_jax.data.catalog import CATALOG
+from structinit_jax.data.info import CATALOG
 from structinit_jax.program import build_program, make_plan
 from structinit_jax.recipes import imagenet_2025
 
@@ -83,8 +83,8 @@ def measure_vit_b_step(batch: int, dtype: str, repeats: int) -> float:
     config = imagenet_2025("vit_base_patch16_224")
     config.update(batch_size=batch)
     config.model.dtype, config.augment.mix_group = dtype, 0
-    facts = CATALOG["imagenet2012"]
-    program = build_program(config, make_plan(config, facts, facts.num_examples["train"]))
+    info = CATALOG["imagenet2012"]
+    program = build_program(config, make_plan(config, info, info.num_examples["train"]))
     state = program.init_state(*program.init_model(jax.random.key(0)))
     shape = program.abstract_batch["image"].shape
     data = {

@@ -60,11 +60,11 @@ def our_batches(folder: Path, num_batches: int) -> Iterator[np.ndarray]:
     from structinit_jax.data.crop import CropOptions
     from structinit_jax.data.datasets import open_dataset
     from structinit_jax.data.examples import load_examples
-    from structinit_jax.data.loader import train_batches
+    from structinit_jax.data.stream import train_batches
 
     dataset = open_dataset("folder", folder)
     examples = load_examples(
-        dataset.split("train"), dataset.facts, IMAGE_SIZE, random_resized_crop=CropOptions(seed=0)
+        dataset.split("train"), dataset.info, IMAGE_SIZE, random_resized_crop=CropOptions(seed=0)
     )
     batches = train_batches(
         examples, batch_size=BATCH_SIZE, seed=0, start_step=0, num_steps=num_batches

@@ -20,7 +20,7 @@ os.environ["JAX_PLATFORMS"] = "cpu"
 
 from typing import NamedTuple
 
-from structinit_jax.data.catalog import CATALOG
+from structinit_jax.data.info import CATALOG
 from structinit_jax.program import build_program, make_plan
 from structinit_jax.recipes import imagenet_2025
 from structinit_jax.training import flops
@@ -88,8 +88,8 @@ def measure(model: str) -> dict:
     row = {"flops_per_image": flops.flops_per_image(config)}
     for fsdp in (1, 8):
         config.fsdp = fsdp
-        facts = CATALOG["imagenet2012"]
-        program = build_program(config, make_plan(config, facts, facts.num_examples["train"]))
+        info = CATALOG["imagenet2012"]
+        program = build_program(config, make_plan(config, info, info.num_examples["train"]))
         step = program.train_step.lower(program.abstract_state, program.abstract_batch).compile()
         row[f"fsdp={fsdp}"] = bytes_by_kind(step.as_text())
     return row

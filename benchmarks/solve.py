@@ -19,7 +19,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from structinit_jax.attention_init import AttentionSite, impulse, papers, sincos_positions
-from structinit_jax.attention_init.filters import convolution_maps, impulse_kernels
+from structinit_jax.attention_init.kernels import convolution_maps, impulse_kernels
 from structinit_jax.attention_init.pseudo_input import layer_norm
 
 MODELS = {  # grid, width, heads, layers
@@ -42,9 +42,9 @@ def make_site(name: str) -> AttentionSite:
     return AttentionSite(grid, width, num_heads, head_dim, depth, head_dim**-0.5, positions)
 
 
-def time_impulse(site: AttentionSite, value_out: str) -> dict:
+def time_impulse(site: AttentionSite, vo_init: str) -> dict:
     """Seconds of the first and of later calls, and the report."""
-    init = impulse(value_out=value_out)
+    init = impulse(vo_init=vo_init)
     seconds = []
     for seed in range(6):
         start = time.perf_counter()
@@ -54,7 +54,7 @@ def time_impulse(site: AttentionSite, value_out: str) -> dict:
         "cold_s": seconds[0],
         "warm_s": float(np.median(seconds[1:])),
         "loss": float(weights.report.loss),
-        "share": float(weights.report.share),
+        "share": float(weights.report.target_mass),
         "steps": int(weights.report.steps),
     }
 
@@ -87,7 +87,7 @@ def time_reference_in_jax(site: AttentionSite, steps: int) -> dict:
     run(TIMED_STEPS)  # compiles
     seconds, _ = run(TIMED_STEPS)
     report = run(steps)[1]
-    solved = impulse(filters=np.asarray(targets), norm=float(report.norm), value_out="default")
+    solved = impulse(filters=np.asarray(targets), norm=float(report.norm), vo_init="default")
     ours = solved(jax.random.key(0), site).report
     return _scaled(seconds, site) | {
         "loss": float(report.loss),

@@ -4,7 +4,7 @@
 
 "Structured Initialization for Attention in Vision Transformers", section 5.5. Behind the colon: the
 width, 256 or 512; the kernel size, 3, 5 or 8; and the filters: trained, or fixed at random, impulse
-or box ones. What the fixed ones are: `attention_init.conv_filters`. Other filters, trained or fixed
+or box ones. What the fixed ones are: `attention_init.convolution`. Other filters, trained or fixed
 as the row says: --config.attention_init="{'name': 'impulse', 'filters': 'gaussian'}".
 
 The paper's top-1 accuracies in percent. Not run here. Hardware: one GPU.

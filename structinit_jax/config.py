@@ -8,7 +8,7 @@ from ml_collections import ConfigDict
 
 from structinit_jax import attention_init
 from structinit_jax.augment import AugmentOptions
-from structinit_jax.data.catalog import EVALUATION_SETS
+from structinit_jax.data.info import EVALUATION_SETS
 from structinit_jax.errors import InputError
 from structinit_jax.models.layers import CHOICES, check_choices
 from structinit_jax.models.registry import default_options

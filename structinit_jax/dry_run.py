@@ -4,8 +4,8 @@ import jax
 from ml_collections import ConfigDict
 
 from structinit_jax import config as config_lib
-from structinit_jax.data import catalog
-from structinit_jax.data.datasets import find_facts
+from structinit_jax.data import info as info_lib
+from structinit_jax.data.datasets import find_info
 from structinit_jax.data.examples import check_examples
 from structinit_jax.program import build_program, make_plan, parameter_table
 from structinit_jax.training import flops
@@ -25,18 +25,18 @@ def dry_run(config: ConfigDict) -> None:
     """
     config_lib.validate(config)
     data = config.data
-    facts = find_facts(data.name, data.data_dir or None)
-    check_examples(facts, num_classes=config.model.num_classes, channels=data.channels)
-    num_examples = catalog.split_size(data.name, data.train_split, facts, "data.train_split")
+    info = find_info(data.name, data.data_dir or None)
+    check_examples(info, num_classes=config.model.num_classes, channels=data.channels)
+    num_examples = info_lib.split_size(data.name, data.train_split, info, "data.train_split")
     if data.eval_name:
         test_name = data.eval_name.split("/")[0]
-        test_split = catalog.EVALUATION_SETS[test_name][0]
-        num_eval = catalog.CATALOG[test_name].num_examples[test_split]
+        test_split = info_lib.EVALUATION_SETS[test_name][0]
+        num_eval = info_lib.CATALOG[test_name].num_examples[test_split]
         test_split = f"{data.eval_name} {test_split}"
     else:
         test_split = data.eval_split
-        num_eval = catalog.split_size(data.name, test_split, facts, "data.eval_split")
-    plan = make_plan(config, facts, num_examples)
+        num_eval = info_lib.split_size(data.name, test_split, info, "data.eval_split")
+    plan = make_plan(config, info, num_examples)
     program = build_program(config, plan)
     print(parameter_table(program))
 

@@ -9,9 +9,9 @@ from ml_collections import ConfigDict
 from structinit_jax import config as config_lib
 from structinit_jax import resume
 from structinit_jax.data import datasets
-from structinit_jax.data.examples import check_examples, load_examples
-from structinit_jax.data.feed import Feed, make_feed
+from structinit_jax.data.examples import check_examples
 from structinit_jax.data.imagenet import EvaluationSet, open_imagenet_evaluation
+from structinit_jax.data.loader import Loader, make_loader
 from structinit_jax.errors import InputError
 from structinit_jax.program import MAX_IN_FLIGHT, Program, build_program, make_plan
 from structinit_jax.training import checkpoint, files
@@ -19,7 +19,7 @@ from structinit_jax.training.state import TrainState
 
 
 def evaluate(
-    config: ConfigDict, program: Program, state: TrainState, feed: Feed
+    config: ConfigDict, program: Program, state: TrainState, loader: Loader
 ) -> dict[str, float]:
     """Exact loss and accuracy over all examples, whatever the split: 'test/loss', 'test/accuracy'.
 
@@ -31,7 +31,7 @@ def evaluate(
     results = {}
     for prefix, model in weights.items():
         sums = []
-        for batch in feed.eval_batches(batch_size=config.batch_size):
+        for batch in loader.eval_batches(batch_size=config.batch_size):
             sums.append(program.eval_step(*model, batch))
             jax.block_until_ready(sums[-MAX_IN_FLIGHT - 1 : -MAX_IN_FLIGHT])
         totals = jax.tree.map(lambda *leaves: float(np.sum(leaves)), *jax.device_get(sums))
@@ -45,7 +45,7 @@ def open_data(config: ConfigDict) -> datasets.Dataset:
     data = config.data
     dataset = datasets.open_dataset(data.name, data.data_dir or None, data.manual_dir or None)
     check_examples(
-        dataset.facts,
+        dataset.info,
         num_classes=config.model.num_classes,
         channels=data.channels,
     )
@@ -61,12 +61,12 @@ def open_evaluation_set(
         root = None if data.name in datasets.FILE_SETS else data.data_dir or None
         evaluation_set = open_imagenet_evaluation(data.eval_name, root, data.on_bad_image)
         check_examples(
-            evaluation_set.facts, num_classes=config.model.num_classes, channels=data.channels
+            evaluation_set.info, num_classes=config.model.num_classes, channels=data.channels
         )
         return evaluation_set
     dataset = dataset or open_data(config)
     source = dataset.split(data.eval_split, "data.eval_split", data.on_bad_image)
-    return EvaluationSet(f"{data.name} {data.eval_split}", source, dataset.facts)
+    return EvaluationSet(f"{data.name} {data.eval_split}", source, dataset.info)
 
 
 def restore_newest(program: Program, workdir: str | Path) -> tuple[int, TrainState]:
@@ -84,11 +84,15 @@ def restore_newest(program: Program, workdir: str | Path) -> tuple[int, TrainSta
     return restored
 
 
-def make_eval_feed(config: ConfigDict, program: Program, evaluation_set: EvaluationSet) -> Feed:
+def make_eval_loader(config: ConfigDict, program: Program, evaluation_set: EvaluationSet) -> Loader:
     """The test images at the model's size, on their way to the devices."""
     size, crop = config.data.image_size, config.data.crop_fraction
-    return make_feed(
-        load_examples(evaluation_set.source, evaluation_set.facts, size, crop), program.mesh
+    return make_loader(
+        evaluation_set.source,
+        evaluation_set.info,
+        program.mesh,
+        image_size=size,
+        crop_fraction=crop,
     )
 
 
@@ -100,13 +104,13 @@ def evaluate_checkpoint(config: ConfigDict, workdir: str | Path) -> dict[str, fl
     """
     config_lib.validate(config)
     evaluation_set = open_evaluation_set(config)
-    plan = make_plan(config, evaluation_set.facts, len(evaluation_set.source))
+    plan = make_plan(config, evaluation_set.info, len(evaluation_set.source))
     program = build_program(config, plan, evaluation_set)
     step, state = restore_newest(program, workdir)
     run = checkpoint.read_run(files.local_path(workdir) / "checkpoints", step)
     if changed := resume.differences_in_evaluation(run, config):
         print("\n".join(["note: the checkpoint was trained with another config:", *changed]))
-    results = evaluate(config, program, state, make_eval_feed(config, program, evaluation_set))
+    results = evaluate(config, program, state, make_eval_loader(config, program, evaluation_set))
     count = len(evaluation_set.source)
     print(f"step {step}  {describe(results)} on {count:,} examples of {evaluation_set.name}")
     return results

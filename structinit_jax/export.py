@@ -17,9 +17,9 @@ from safetensors.numpy import save_file
 
 from structinit_jax import command_line, evaluate
 from structinit_jax import config as config_lib
-from structinit_jax.data.datasets import find_facts
+from structinit_jax.data.datasets import find_info
 from structinit_jax.errors import InputError
-from structinit_jax.interop import timm
+from structinit_jax.interop import to_timm
 from structinit_jax.out_flag import OUT
 from structinit_jax.program import build_program, make_plan
 from structinit_jax.workdir_flag import WORKDIR
@@ -46,14 +46,14 @@ def export(config: ConfigDict, workdir: str | Path, path: Path, averaged: bool =
     config_lib.validate(config)
     if averaged and not config.ema_decay:
         raise InputError("--averaged needs a run with averaged weights: config.ema_decay is 0")
-    facts = find_facts(config.data.name, config.data.data_dir or None)
+    info = find_info(config.data.name, config.data.data_dir or None)
     # The steps of the plan play no part in what is restored.
-    program = build_program(config, make_plan(config, facts, config.batch_size))
+    program = build_program(config, make_plan(config, info, config.batch_size))
     step, state = evaluate.restore_newest(program, workdir)
     params, model_state = state.params, state.model_state
     if averaged:
         params, model_state = state.ema["params"], state.ema["model_state"]
-    weights = timm.export(nnx.merge(program.graphdef, *jax.device_get((params, model_state))))
+    weights = to_timm(nnx.merge(program.graphdef, *jax.device_get((params, model_state))))
     try:
         save_file(weights, path)
     except (OSError, SafetensorError) as error:

@@ -14,11 +14,11 @@ from safetensors.numpy import load_file
 
 from structinit_jax import config as config_lib
 from structinit_jax.augment import make_augment
-from structinit_jax.data.catalog import DatasetFacts
-from structinit_jax.data.feed import Route, choose_route
 from structinit_jax.data.imagenet import EvaluationSet
+from structinit_jax.data.info import DatasetInfo
+from structinit_jax.data.loader import AugmentationSplit, split_augmentation
 from structinit_jax.errors import InputError
-from structinit_jax.interop import timm
+from structinit_jax.interop import from_timm, to_timm
 from structinit_jax.interop.select_weights import select_weights
 from structinit_jax.models.registry import create_model
 from structinit_jax.training import mesh as mesh_lib
@@ -39,16 +39,16 @@ class Plan(NamedTuple):
       num_steps: optimizer steps in all.
       steps_per_epoch: fractional, since batches run on across the end of an epoch.
       eval_steps: after which of them the model is evaluated; the last is one.
-      route: where training images are cut.
+      augmentation: where training images are cut.
     """
 
     num_steps: int
     steps_per_epoch: float
     eval_steps: frozenset[int]
-    route: Route
+    augmentation: AugmentationSplit
 
 
-def make_plan(config: ConfigDict, facts: DatasetFacts, num_examples: int) -> Plan:
+def make_plan(config: ConfigDict, info: DatasetInfo, num_examples: int) -> Plan:
     """Turns epochs into steps, and chooses the way of the images.
 
     Raises:
@@ -66,8 +66,8 @@ def make_plan(config: ConfigDict, facts: DatasetFacts, num_examples: int) -> Pla
     count = int(num_steps / interval)
     eval_steps = frozenset(round(interval * (i + 1)) for i in range(count)) | {num_steps}
     options = config_lib.augment_options(config)
-    route = choose_route(options, facts, num_examples, config.seed)
-    return Plan(num_steps, steps_per_epoch, eval_steps - {0}, route)
+    augmentation = split_augmentation(options, info, num_examples, config.seed)
+    return Plan(num_steps, steps_per_epoch, eval_steps - {0}, augmentation)
 
 
 class Program(NamedTuple):
@@ -110,7 +110,7 @@ def build_program(
     mesh = mesh_lib.make_mesh(config.fsdp)
     mesh_lib.check_batch_size(config.batch_size, mesh.size, config.accumulate_steps)
     replicated, sharded = mesh_lib.replicated(mesh), mesh_lib.batch_sharding(mesh)
-    size, stored = config.data.image_size, plan.route.image_size
+    size, stored = config.data.image_size, plan.augmentation.image_size
 
     def make_model(key):
         return create_model(
@@ -135,7 +135,7 @@ def build_program(
         config, num_steps=plan.num_steps, steps_per_epoch=plan.steps_per_epoch
     )
     optimizer = make_optimizer(config, schedule)
-    augment = make_augment(plan.route.augment, mesh)
+    augment = make_augment(plan.augmentation.on_device, mesh)
     make_state = functools.partial(init_state, optimizer=optimizer, with_ema=bool(config.ema_decay))
     abstract_state = mesh_lib.shard_state(mesh, jax.eval_shape(make_state, *abstract_model))
     state_shardings = jax.tree.map(lambda x: x.sharding, abstract_state)
@@ -196,8 +196,9 @@ def initialize(config: ConfigDict, program: Program) -> TrainState:
     )
     if report is not None:
         text += (
-            f", loss {report.loss:.2e}, {100 * report.share:.1f} % of the attention on target, "
-            f"{100 * report.peaks:.0f} % of the rows peak there, {report.steps:.0f} solver steps"
+            f", loss {report.loss:.2e}, {100 * report.target_mass:.1f} % of the attention on "
+            f"target, {100 * report.hit_rate:.0f} % of the rows peak there, "
+            f"{report.steps:.0f} solver steps"
         )
     print(text, flush=True)
     return program.init_state(*model)
@@ -216,7 +217,7 @@ def _select_from_file(path: str, program: Program, key: jax.Array) -> tuple[dict
     gather = jax.jit(lambda model: model, out_shardings=mesh_lib.replicated(program.mesh))
     student = nnx.merge(program.graphdef, *jax.device_get(gather(drawn)))
     try:
-        timm.load(student, select_weights(teacher, timm.export(student)))
+        from_timm(student, select_weights(teacher, to_timm(student)))
     except InputError as error:
         raise InputError(f"config.start_from={path!r} does not fit the model: {error}") from error
 

@@ -13,7 +13,7 @@ from collections.abc import Mapping, Sequence
 from ml_collections import ConfigDict
 
 from structinit_jax.config import base_config
-from structinit_jax.data.catalog import CATALOG
+from structinit_jax.data.info import CATALOG
 from structinit_jax.errors import InputError
 
 RAND_AUGMENT = "rand-m9-mstd0.5-inc1"
@@ -36,7 +36,7 @@ def small_2024(model: str, dataset: str) -> ConfigDict:
 
     Args:
       model: a name of `models.registry`, such as 'vit_tiny_patch2_32'.
-      dataset: a name of `data.catalog`.
+      dataset: a name of `data.info`.
     """
     config = base_config(model)
     _set_dataset(config, dataset, image_size=32)
@@ -91,7 +91,7 @@ def small_2025(model: str, dataset: str) -> ConfigDict:
 
     Args:
       model: a name of `models.registry`, such as 'vit_tiny_patch16_224'.
-      dataset: a name of `data.catalog`.
+      dataset: a name of `data.info`.
     """
     config = base_config(model)
     _set_dataset(config, dataset, image_size=224)

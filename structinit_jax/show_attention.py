@@ -21,7 +21,7 @@ from structinit_jax import config as config_lib
 from structinit_jax.attention_init.measure import Measures, attention_by_offset, measure_maps
 from structinit_jax.augment import normalize
 from structinit_jax.data.examples import load_examples
-from structinit_jax.data.loader import eval_batches
+from structinit_jax.data.stream import eval_batches
 from structinit_jax.errors import InputError
 from structinit_jax.out_flag import OUT
 from structinit_jax.program import build_program, initialize, make_plan
@@ -42,13 +42,13 @@ def head_kernels(config: ConfigDict, workdir: str | Path | None) -> tuple[np.nda
         raise InputError(f"model.name={config.model.name!r}: show_attention draws a 'vit'")
     dataset = evaluate.open_data(config)
     source = dataset.split(config.data.eval_split, field="data.eval_split")
-    program = build_program(config, make_plan(config, dataset.facts, len(source)))
+    program = build_program(config, make_plan(config, dataset.info, len(source)))
     if workdir is None:
         state = initialize(config, program)
     else:
         _, state = evaluate.restore_newest(program, workdir)
     examples = load_examples(
-        source, dataset.facts, config.data.image_size, config.data.crop_fraction
+        source, dataset.info, config.data.image_size, config.data.crop_fraction
     )
     count = min(NUM_IMAGES, len(source))
     batch = next(eval_batches(examples, batch_size=count))
@@ -82,7 +82,9 @@ def draw(panels: dict[str, tuple[np.ndarray, Measures]], path: Path) -> None:
     )
     subfigures = figure.subfigures(1, len(panels), squeeze=False)[0]
     for subfigure, (name, (kernels, measures)) in zip(subfigures, panels.items(), strict=True):
-        subfigure.suptitle(f"{name}\n{100 * measures.share.mean():.0f} % on one neighbour", size=9)
+        subfigure.suptitle(
+            f"{name}\n{100 * measures.target_mass.mean():.0f} % on one neighbour", size=9
+        )
         axes = subfigure.subplots(layers, heads, squeeze=False)
         for (layer, head), axis in np.ndenumerate(axes):
             axis.imshow(_centre(kernels[layer, head]), cmap="magma", vmin=0, vmax=brightest)
@@ -114,9 +116,9 @@ def main(config: ConfigDict) -> None:
         panels[name] = head_kernels(config, WORKDIR.value)
         print(f"{name}: layer, attention on the strongest of 9 neighbours, distance, entropy")
         measures = panels[name][1]
-        for layer in range(len(measures.share)):
+        for layer in range(len(measures.target_mass)):
             print(
-                f"  {layer + 1:2}  {100 * measures.share[layer].mean():5.1f} %"
+                f"  {layer + 1:2}  {100 * measures.target_mass[layer].mean():5.1f} %"
                 f"  {measures.distance[layer].mean():5.2f} tokens"
                 f"  {measures.entropy[layer].mean():5.2f} nats"
             )

@@ -12,13 +12,12 @@ from ml_collections import ConfigDict
 
 from structinit_jax import config as config_lib
 from structinit_jax import resume
-from structinit_jax.data.examples import load_examples
-from structinit_jax.data.feed import make_feed
+from structinit_jax.data.loader import make_loader
 from structinit_jax.errors import InputError, StoppedError
 from structinit_jax.evaluate import (
     describe,
     evaluate,
-    make_eval_feed,
+    make_eval_loader,
     open_data,
     open_evaluation_set,
 )
@@ -86,7 +85,7 @@ def _train(
         config.data.train_split, "data.train_split", config.data.on_bad_image
     )
     evaluation_set = open_evaluation_set(config, dataset)
-    plan = make_plan(config, dataset.facts, len(train_source))
+    plan = make_plan(config, dataset.info, len(train_source))
 
     # -- model and start state, or the newest checkpoint -------------------------------------------
     program = build_program(config, plan, evaluation_set)
@@ -118,13 +117,15 @@ def _train(
             files.write_whole(workdir / "config.json", config.to_json(indent=2) + "\n")
 
     # -- batches -----------------------------------------------------------------------------------
-    route = plan.route
-    train_examples = load_examples(
-        train_source, dataset.facts, route.image_size, random_resized_crop=route.host_crop
+    train_loader = make_loader(
+        train_source,
+        dataset.info,
+        program.mesh,
+        image_size=plan.augmentation.image_size,
+        random_crop=plan.augmentation.host_crop,
     )
-    train_feed = make_feed(train_examples, program.mesh)
-    eval_feed = make_eval_feed(config, program, evaluation_set)
-    batches = train_feed.train_batches(
+    eval_loader = make_eval_loader(config, program, evaluation_set)
+    batches = train_loader.train_batches(
         batch_size=config.batch_size,
         seed=config.seed,
         start_step=start_step,
@@ -191,7 +192,7 @@ def _train(
                 nonfinite.stop_if_any(unread, step, config.seed, checkpoints.latest_step)
             if evaluated:
                 with progress.pause("evaluation"):
-                    results = evaluate(config, program, state, eval_feed)
+                    results = evaluate(config, program, state, eval_loader)
                 log.write(step, results)
                 progress.note(f"step {step}  {describe(results)}")
             run["unread"] = [{k: float(v) for k, v in m.items()} for m in unread]
@@ -208,7 +209,7 @@ def _train(
                 compilations.take()
                 compiled = True
     if not results:  # the run had ended before; say again how
-        results = evaluate(config, program, state, eval_feed)
+        results = evaluate(config, program, state, eval_loader)
     print(
         f"done: test accuracy {results[BEST_METRIC]:.4f} after {plan.num_steps} steps, "
         f"{time.perf_counter() - began:.0f} s{memory.describe()}; results in {workdir}"

@@ -11,7 +11,7 @@ from flax import nnx
 
 from structinit_jax import attention_init
 from structinit_jax.errors import InputError
-from structinit_jax.interop import timm
+from structinit_jax.interop import from_timm, to_timm
 from structinit_jax.models import convmixer
 from structinit_jax.models.convmixer import ConvMixer
 from structinit_jax.training.optimizer import decay_mask
@@ -50,7 +50,7 @@ def reference(request):
     """What timm recorded, by key, and our model with timm's weights."""
     arrays = part(references.load("convmixer"), request.param)
     model = make(image_size=(12, 20), channels=3, width=16, **RECORDED[request.param])
-    timm.load(model, part(arrays, "state"))
+    from_timm(model, part(arrays, "state"))
     return arrays, model
 
 
@@ -65,7 +65,7 @@ def test_logits_blocks_and_running_statistics_equal_timms(reference, mode):
         logits, out, after = train_forward(model, arrays["images"])
         trained = nnx.clone(model)
         nnx.update(trained, after)
-        exported, recorded = timm.export(trained), part(arrays, "after")
+        exported, recorded = to_timm(trained), part(arrays, "after")
         assert len(recorded) == 10
         for name, expected in recorded.items():
             np.testing.assert_allclose(exported[name], expected, atol=1e-5, err_msg=name)
@@ -79,7 +79,7 @@ def test_logits_blocks_and_running_statistics_equal_timms(reference, mode):
 
 def test_weights_come_back_to_timm_as_they_were(reference):
     arrays, model = reference
-    recorded, exported = part(arrays, "state"), timm.export(model)
+    recorded, exported = part(arrays, "state"), to_timm(model)
     assert exported.keys() == recorded.keys()
     for name, expected in recorded.items():
         assert exported[name].dtype == expected.dtype
@@ -90,7 +90,7 @@ def test_timm_weights_of_another_kernel_are_refused(reference):
     arrays, _ = reference
     model = make(image_size=(12, 20), channels=3, width=16)
     with pytest.raises(InputError, match=r"blocks\.0\.0\.fn\.0\.weight'\] has shape \(16, 1, "):
-        timm.load(model, part(arrays, "state"))
+        from_timm(model, part(arrays, "state"))
 
 
 def test_fixed_filters_load_too(reference):
@@ -99,7 +99,7 @@ def test_fixed_filters_load_too(reference):
     size = state["blocks.0.0.fn.0.weight"].shape[-1]
     options = dict(image_size=(12, 20), channels=3, width=16, kernel_size=size)
     model = make(spatial_filters="fixed", **options)
-    timm.load(model, state)
+    from_timm(model, state)
     theirs = state["blocks.1.0.fn.0.weight"][:, 0].transpose(1, 2, 0)
     np.testing.assert_array_equal(model.blocks.spatial.kernel[...][1], theirs)
 

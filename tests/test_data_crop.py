@@ -7,16 +7,16 @@ from PIL import Image
 from scipy import stats
 
 from structinit_jax.data import resize
-from structinit_jax.data.catalog import DatasetFacts
 from structinit_jax.data.crop import Box, CropOptions, crop_and_resize, draw_box
 from structinit_jax.data.decode import EncodedImage
 from structinit_jax.data.examples import LazyExamples, load_examples
-from structinit_jax.data.loader import stream_indices, train_batches
+from structinit_jax.data.info import DatasetInfo
 from structinit_jax.data.source import ImageSource
+from structinit_jax.data.stream import stream_indices, train_batches
 from structinit_jax.errors import InputError
 
 REFERENCE = np.load(Path(__file__).parent / "references" / "random_resized_crop.npz")
-FACTS = DatasetFacts(10, (None, None, 3), {"train": 7})
+INFO = DatasetInfo(10, (None, None, 3), {"train": 7})
 
 
 @pytest.fixture(scope="module")
@@ -115,7 +115,7 @@ def test_grey_crop(photo):
 
 def test_training_batches_of_crops(source):
     options = CropOptions(seed=1)
-    examples = load_examples(source, FACTS, 16, random_resized_crop=options)
+    examples = load_examples(source, INFO, 16, random_resized_crop=options)
     assert isinstance(examples, LazyExamples)
     args = {"batch_size": 4, "seed": 1, "num_steps": 5}
     whole = list(train_batches(examples, start_step=0, **args))

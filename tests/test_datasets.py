@@ -7,8 +7,8 @@ import numpy as np
 import pytest
 
 from structinit_jax.data import datasets, fashion_mnist
-from structinit_jax.data.catalog import CATALOG
 from structinit_jax.data.datasets import open_dataset
+from structinit_jax.data.info import CATALOG
 from structinit_jax.errors import InputError
 
 
@@ -35,7 +35,7 @@ def test_digits_are_sklearns_in_the_documented_split(digits_dir):
 
     digits = load_digits()
     dataset = open_dataset("digits", digits_dir)
-    assert dataset.facts == CATALOG["digits"]
+    assert dataset.info == CATALOG["digits"]
     is_test = np.arange(1797) % 5 == 4
     for split, chosen in (("train", ~is_test), ("test", is_test)):
         source = dataset.split(split)
@@ -68,7 +68,7 @@ def test_interrupted_preparation_is_not_trusted(tmp_path, monkeypatch, capsys):
         patch.setattr("etils.epath.Path.rmtree", lambda *args, **kwargs: None, raising=False)
         with pytest.raises(KeyboardInterrupt):
             open_dataset("digits", tmp_path)
-    assert open_dataset("digits", tmp_path).facts == CATALOG["digits"]
+    assert open_dataset("digits", tmp_path).info == CATALOG["digits"]
     assert capsys.readouterr().out.count("Preparing digits") == 2
 
 
@@ -162,7 +162,7 @@ def test_fashion_mnist_prepares_small_files(tmp_path, monkeypatch):
         sums[name] = hashlib.sha256(idx_bytes(array)).hexdigest()
     monkeypatch.setattr(fashion_mnist, "CHECKSUMS", sums)
     dataset = open_dataset("fashion_mnist", tmp_path / "data", tmp_path)
-    assert dict(dataset.facts.num_examples) == {"train": 6, "test": 3}
+    assert dict(dataset.info.num_examples) == {"train": 6, "test": 3}
     got = dataset.split("train").read(list(range(6)))
     np.testing.assert_array_equal(
         as_rows([e["image"] for e in got], [e["label"] for e in got]),
@@ -176,7 +176,7 @@ def test_fashion_mnist_from_the_original_files(tmp_path):
     if not Path(folder).is_dir():
         pytest.skip(f"no {folder}; set FASHION_MNIST_DIR or apt-get install dataset-fashion-mnist")
     dataset = open_dataset("fashion_mnist", tmp_path, folder)
-    assert dataset.facts == CATALOG["fashion_mnist"]
+    assert dataset.info == CATALOG["fashion_mnist"]
     labels = [e["label"] for e in dataset.split("test").read(list(range(10_000)))]
     np.testing.assert_array_equal(np.bincount(labels), [1000] * 10)
     assert datasets.tfds.data_source("fashion_mnist", split="train[:10%]", data_dir=tmp_path)

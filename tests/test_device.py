@@ -10,7 +10,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from structinit_jax.data.device import DeviceExamples
 from structinit_jax.data.examples import ArrayExamples
-from structinit_jax.data.loader import eval_batches, place_batches, train_batches
+from structinit_jax.data.stream import eval_batches, place_batches, train_batches
 
 
 @pytest.fixture(scope="module")
@@ -98,7 +98,7 @@ jax.config.update("jax_num_cpu_devices", 2)
 jax.distributed.initialize(sys.argv[1], num_processes=2, process_id=int(sys.argv[2]))
 from structinit_jax.data.device import DeviceExamples
 from structinit_jax.data.examples import ArrayExamples
-from structinit_jax.data.loader import train_batches
+from structinit_jax.data.stream import train_batches
 images = np.random.default_rng(0).integers(0, 256, (13, 2, 2, 1), dtype=np.uint8)
 examples = ArrayExamples(images, np.arange(13, dtype=np.int32))
 mesh = jax.make_mesh((4,), ("data",), axis_types=(jax.sharding.AxisType.Auto,))

@@ -5,9 +5,9 @@ from flax import nnx
 from safetensors.numpy import load_file
 
 from structinit_jax import evaluate, export, train
-from structinit_jax.data.catalog import CATALOG
+from structinit_jax.data.info import CATALOG
 from structinit_jax.errors import InputError
-from structinit_jax.interop import timm
+from structinit_jax.interop import from_timm
 from structinit_jax.models.registry import create_model
 from structinit_jax.program import build_program, make_plan
 
@@ -26,7 +26,7 @@ def test_a_trained_model_is_the_one_in_the_file(tiny_config, tmp_path):
         assert export.export(tiny_config, tmp_path / "run", path, averaged) == step == 3
         options = tiny_config.model.to_dict()
         model = create_model(options, image_size=8, channels=1, rngs=nnx.Rngs(9))
-        timm.load(model, load_file(path))
+        from_timm(model, load_file(path))
         expected = nnx.merge(program.graphdef, params, {})(images)[0]
         np.testing.assert_allclose(model(images)[0], expected, atol=1e-6)
 

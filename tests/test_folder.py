@@ -6,8 +6,8 @@ from structinit_jax.data.crop import CropOptions
 from structinit_jax.data.datasets import open_dataset
 from structinit_jax.data.decode import BadImageError
 from structinit_jax.data.examples import LazyExamples, load_examples
-from structinit_jax.data.loader import train_batches
 from structinit_jax.data.source import Source
+from structinit_jax.data.stream import train_batches
 from structinit_jax.errors import InputError
 
 CLASSES = ["apple", "Birch", "cat"]
@@ -35,9 +35,9 @@ def root(tmp_path):
 
 def test_examples_of_a_folder(root):
     dataset = open_dataset("folder", root)
-    assert dataset.facts.num_classes == 3
-    assert dataset.facts.image_shape == (None, None, 3)
-    assert dataset.facts.num_examples == {"train": 30, "val": 6}
+    assert dataset.info.num_classes == 3
+    assert dataset.info.image_shape == (None, None, 3)
+    assert dataset.info.num_examples == {"train": 30, "val": 6}
     source = dataset.split("train")
     assert isinstance(source, Source)
     examples = source.read(list(range(30)))
@@ -124,7 +124,7 @@ def test_bad_images_stop_or_are_left_out(root, capsys):
     (root / "train" / "apple" / "1.PNG").write_bytes(b"<html>404</html>")
     dataset = open_dataset("folder", root)
     with pytest.raises(BadImageError, match=r"folder 'train', example \d+ \(.*(cat/3|apple/1)"):
-        load_examples(dataset.split("train"), dataset.facts, image_size=8)
+        load_examples(dataset.split("train"), dataset.info, image_size=8)
 
     source = dataset.split("train", on_bad_image="skip")
     said = capsys.readouterr().out

@@ -19,8 +19,8 @@ from scipy.special import logsumexp
 
 from structinit_jax import evaluate, train
 from structinit_jax.config import validate
-from structinit_jax.data.catalog import CATALOG
 from structinit_jax.data.imagenet import open_imagenet_evaluation
+from structinit_jax.data.info import CATALOG
 from structinit_jax.errors import InputError
 from structinit_jax.program import build_program, initialize, make_plan
 from structinit_jax.recipes import imagenet_2025
@@ -128,8 +128,8 @@ def test_real_has_all_right_labels_and_leaves_out_images_without(folder):
     chosen = evaluation.source.select(np.array([False, True, True]))
     assert [example["label"] for example in chosen.read([0, 1])] == [1, 2]
     assert chosen.open(1)[1] == 2
-    facts = tfds.builder("imagenet2012_real", data_dir=folder).info
-    assert facts.splits["validation"].num_examples == 4
+    info = tfds.builder("imagenet2012_real", data_dir=folder).info
+    assert info.splits["validation"].num_examples == 4
 
 
 def make_config(data_dir):

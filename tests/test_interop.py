@@ -270,7 +270,7 @@ def test_biases_beside_the_fused_weight_become_zero():
 def test_linen_trees_also_under_jit(kind):
     tree, scheme, key = linen_tree(kind), normal_scheme, jax.random.key(0)
     if kind == "big_vision":
-        scheme = impulse(value_out="default")
+        scheme = impulse(vo_init="default")
     new = interop.initialize(tree, scheme, key)
     weights = scheme(key, interop.attention_site(tree))
     read = interop.read(new)

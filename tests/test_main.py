@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 
 from structinit_jax import train
-from structinit_jax.data.catalog import CATALOG
+from structinit_jax.data.info import CATALOG
 from structinit_jax.program import build_program, make_plan
 
 ROOT = Path(__file__).parent.parent

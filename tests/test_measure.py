@@ -5,7 +5,7 @@ import pytest
 from flax import nnx
 
 from structinit_jax import attention_init
-from structinit_jax.attention_init import filters
+from structinit_jax.attention_init import kernels
 from structinit_jax.attention_init.measure import attention_by_offset, measure, measure_maps
 from structinit_jax.models.vit import VisionTransformer
 
@@ -18,13 +18,13 @@ def uniform(layers=1, images=2, heads=1):
 
 def impulse_maps(index):
     """The map of one impulse; rows without the neighbour attend evenly."""
-    target = filters.convolution_maps(filters.impulse_kernels(3), GRID)[index]
+    target = kernels.convolution_maps(kernels.impulse_kernels(3), GRID)[index]
     return jnp.asarray(np.where(target.sum(-1, keepdims=True), target, 1 / 20))[None, None, None]
 
 
 def test_uniform_attention_has_the_documented_values():
     measures = measure_maps(uniform(), GRID)
-    np.testing.assert_allclose(measures.share, 1 / 20, rtol=1e-5)
+    np.testing.assert_allclose(measures.target_mass, 1 / 20, rtol=1e-5)
     np.testing.assert_allclose(measures.entropy, np.log(20), rtol=1e-5)
     y, x = np.divmod(np.arange(20), 5)
     mean = np.hypot(y[:, None] - y, x[:, None] - x).mean()
@@ -34,11 +34,11 @@ def test_uniform_attention_has_the_documented_values():
 @pytest.mark.parametrize("index", [0, 4, 5])
 def test_an_impulse_is_recognized(index):
     measures = measure_maps(impulse_maps(index), GRID)
-    assert measures.filters.tolist() == [[index]]
-    np.testing.assert_allclose(measures.share, 1, rtol=1e-6)
+    assert measures.filter_index.tolist() == [[index]]
+    np.testing.assert_allclose(measures.target_mass, 1, rtol=1e-6)
     np.testing.assert_allclose(measures.rank, 1, rtol=1e-6)
-    asked = measure_maps(impulse_maps(index), GRID, filters=jnp.array([[8]]))
-    assert float(asked.share[0, 0]) < 0.1
+    asked = measure_maps(impulse_maps(index), GRID, filter_index=jnp.array([[8]]))
+    assert float(asked.target_mass[0, 0]) < 0.1
     assert float(asked.rank[0, 0]) > 1
 
 
@@ -46,7 +46,7 @@ def test_class_tokens_are_left_out():
     maps = impulse_maps(5)
     with_token = jnp.pad(0.7 * maps, [(0, 0)] * 3 + [(1, 0), (1, 0)], constant_values=0.3)
     measures = measure_maps(with_token, GRID)
-    np.testing.assert_allclose(measures.share, 1, rtol=1e-6)
+    np.testing.assert_allclose(measures.target_mass, 1, rtol=1e-6)
 
 
 def test_attention_by_offset_is_the_kernel():
@@ -65,14 +65,14 @@ def test_a_model_is_measured_on_images():
         width=32,
         depth=2,
         num_heads=2,
-        attention_init=attention_init.impulse(share=0.9),
+        attention_init=attention_init.impulse(target_mass=0.9),
         rngs=nnx.Rngs(0),
     )
     images = 0.1 * jax.random.normal(jax.random.key(1), (4, 8, 8, 1))
     measures = measure(model, images)
-    assert measures.share.shape == (2, 2)
-    assert np.all(measures.share > 3 / 64)
+    assert measures.target_mass.shape == (2, 2)
+    assert np.all(measures.target_mass > 3 / 64)
     # Faint images leave the encoding alone with the first layer: its heads are as solved.
-    weights = attention_init.impulse(share=0.9)
-    site_filters = weights(jax.random.key(0), model.attention_site).filters
-    assert site_filters.shape == measures.filters.shape
+    weights = attention_init.impulse(target_mass=0.9)
+    site_filters = weights(jax.random.key(0), model.attention_site).filter_index
+    assert site_filters.shape == measures.filter_index.shape

@@ -6,7 +6,7 @@ import pytest
 from jax.sharding import PartitionSpec
 
 from structinit_jax.config import base_config
-from structinit_jax.data.catalog import CATALOG
+from structinit_jax.data.info import CATALOG
 from structinit_jax.errors import InputError
 from structinit_jax.program import build_program, initialize, make_plan
 from structinit_jax.recipes import RAND_AUGMENT

@@ -7,9 +7,9 @@ import references
 from flax import nnx
 
 from structinit_jax import attention_init
-from structinit_jax.attention_init import filters
+from structinit_jax.attention_init import kernels
 from structinit_jax.errors import InputError
-from structinit_jax.interop import timm
+from structinit_jax.interop import from_timm, to_timm
 from structinit_jax.models.mixer import VARIANTS, MlpMixer
 from structinit_jax.models.registry import create_model
 from structinit_jax.training.state import count_parameters, split_model
@@ -39,7 +39,7 @@ def reference_state():
 def loaded():
     """A model with the weights of the recorded one."""
     model = make()
-    timm.load(model, reference_state())
+    from_timm(model, reference_state())
     return model
 
 
@@ -53,7 +53,7 @@ def test_every_block_and_the_logits_agree_with_timm(loaded):
 
 
 def test_weights_go_to_timm_and_back(loaded):
-    exported = timm.export(loaded)
+    exported = to_timm(loaded)
     assert exported.keys() == reference_state().keys()
     for name, value in reference_state().items():
         np.testing.assert_array_equal(exported[name], value)
@@ -72,7 +72,7 @@ def test_rematerialized_and_unrolled_stacks_agree_with_the_scanned(loaded):
 
     def logits_and_gradient(**options):
         model = make(**options)
-        timm.load(model, reference_state())
+        from_timm(model, reference_state())
         graphdef, params, _ = split_model(model)
 
         def loss(params):
@@ -137,11 +137,11 @@ def test_token_mixing_at_init_is_the_filter_or_its_documented_projection(ratio, 
     model = make(token_mlp_ratio=ratio)
     site = model.token_mixing_site
     assert (site.grid, site.hidden, site.num_layers, site.width) == ((4, 6), hidden, 2, 16)
-    chosen = scheme(jax.random.key(7), site).filters
+    chosen = scheme(jax.random.key(7), site).filter_index
     model.initialize_attention(scheme, jax.random.key(7))
     assert chosen[0] != chosen[1]
     for layer in range(2):
-        target = filters.convolution_maps(filters.impulse_kernels(3), (4, 6))[chosen[layer]]
+        target = kernels.convolution_maps(kernels.impulse_kernels(3), (4, 6))[chosen[layer]]
         found = np.asarray(spatial_map(model.blocks, layer))
         pairs = hidden // 2
         if pairs >= 24:
@@ -180,7 +180,7 @@ def test_hidden_units_of_equal_filters_are_independent():
 def test_filters_may_be_given_and_walk_outwards():
     site = make(token_mlp_ratio=3.0, depth=5).token_mixing_site
     weights = attention_init.impulse(offsets="centre_first")(jax.random.key(0), site)
-    assert weights.filters.tolist() == [4, 1, 5, 3, 7]
+    assert weights.filter_index.tolist() == [4, 1, 5, 3, 7]
     maps = np.random.default_rng(0).standard_normal((1, 24, 24)).astype(np.float32)
     model = make(token_mlp_ratio=3.0, attention_init=attention_init.impulse(filters=maps))
     np.testing.assert_allclose(spatial_map(model.blocks), maps[0], atol=1e-5)

@@ -7,9 +7,9 @@ import pytest
 
 from structinit_jax import evaluate, train
 from structinit_jax.config import base_config
-from structinit_jax.data.catalog import CATALOG
+from structinit_jax.data.device import DeviceExamples
 from structinit_jax.data.examples import ArrayExamples
-from structinit_jax.data.feed import make_feed
+from structinit_jax.data.info import CATALOG
 from structinit_jax.errors import InputError
 from structinit_jax.program import build_program, initialize, make_plan
 
@@ -119,8 +119,8 @@ def test_running_statistics_are_averaged_with_the_weights(config):
     np.testing.assert_array_equal(averaged["spatial"]["kernel"], fixed)
 
     batch = make_batch() | {"mask": np.ones(64, np.float32)}
-    feed = make_feed(ArrayExamples(batch["image"], batch["label"]), program.mesh)
-    results = evaluate.evaluate(config, program, state, feed)
+    loader = DeviceExamples(ArrayExamples(batch["image"], batch["label"]), program.mesh)
+    results = evaluate.evaluate(config, program, state, loader)
     for prefix, weights, model_state in (
         ("test/ema_", state.ema["params"], state.ema["model_state"]),
         ("test/", state.params, state.model_state),

@@ -7,8 +7,8 @@ import pytest
 
 from structinit_jax import program as program_lib
 from structinit_jax import train
-from structinit_jax.data.catalog import CATALOG
 from structinit_jax.data.device import DeviceExamples
+from structinit_jax.data.info import CATALOG
 from structinit_jax.errors import StoppedError
 from structinit_jax.program import build_program, initialize, make_plan
 

@@ -6,7 +6,7 @@ import scipy.linalg
 from scipy.special import softmax
 
 from structinit_jax import attention_init
-from structinit_jax.attention_init import AttentionSite, filters, papers, sincos_positions
+from structinit_jax.attention_init import AttentionSite, kernels, papers, sincos_positions
 from structinit_jax.attention_init.pseudo_input import draw_pseudo_input, layer_norm
 from structinit_jax.errors import InputError
 
@@ -28,9 +28,9 @@ def make_site(**changes):
 def test_2024_reaches_the_reference_programs_figures(library_promotion):
     """Its own run on the same offsets ends at loss 0.0021, share 0.28, 99.6 % of the peaks."""
     grid, width = (16, 16), 192
-    offsets = filters.kernel_offsets(3).tolist()
+    offsets = kernels.kernel_offsets(3).tolist()
     chosen = [offsets.index(o) for o in ([1, 1], [-1, -1], [-1, 1])]
-    targets = filters.convolution_maps(filters.impulse_kernels(3), grid)[chosen]
+    targets = kernels.convolution_maps(kernels.impulse_kernels(3), grid)[chosen]
     _, _, report = papers._solve_2024(
         jax.random.key(0),
         jnp.asarray(layer_norm(sincos_positions(grid, width)), jnp.float32),
@@ -41,8 +41,8 @@ def test_2024_reaches_the_reference_programs_figures(library_promotion):
         learning_rate=1e-4,
     )
     np.testing.assert_allclose(report.loss, 0.0021, rtol=0.1)
-    np.testing.assert_allclose(report.share, 0.28, atol=0.03)
-    assert report.peaks > 0.98
+    np.testing.assert_allclose(report.target_mass, 0.28, atol=0.03)
+    assert report.hit_rate > 0.98
 
 
 def test_2024_rescales_columns_and_lowers_the_loss(library_promotion):
@@ -52,7 +52,7 @@ def test_2024_rescales_columns_and_lowers_the_loss(library_promotion):
         for steps in (1, 201)
     )
     assert longer.report.loss < short.report.loss
-    assert jnp.array_equal(short.filters, longer.filters)
+    assert jnp.array_equal(short.filter_index, longer.filter_index)
     # Step 200 was a rescaling, to the mean column norm of a uniform start.
     norms = np.linalg.norm(longer.query, axis=1)
     np.testing.assert_allclose(norms, 3**-0.5, rtol=0.1)
@@ -71,7 +71,7 @@ def test_2024_layers_are_equal_or_fresh_and_take_their_pseudo_inputs(library_pro
     )
     assert not np.array_equal(mixed.query[0], mixed.query[1])
     assert np.array_equal(mixed.query[1], mixed.query[2])
-    assert np.array_equal(mixed.filters[0], mixed.filters[1])
+    assert np.array_equal(mixed.filter_index[0], mixed.filter_index[1])
     with pytest.raises(InputError, match=r"'noise': choose one of positions, uniform"):
         attention_init.impulse_2024(max_steps=2, first_input="noise")(jax.random.key(0), site)
 
@@ -116,7 +116,7 @@ def test_2025_weights_are_those_of_its_parts():
     )
     weights = attention_init.impulse_2025()(jax.random.key(0), site)
     np.testing.assert_allclose(weights.positions, 18 * site.positions, rtol=1e-6)
-    assert weights.filters.tolist() == [[4, 1, 5, 3]] * 3
+    assert weights.filter_index.tolist() == [[4, 1, 5, 3]] * 3
     for factor in (weights.query, weights.key):
         np.testing.assert_allclose(np.linalg.norm(factor, axis=(1, 3)), 7, rtol=1e-4)
     x = layer_norm(np.asarray(weights.positions))
@@ -125,8 +125,8 @@ def test_2025_weights_are_those_of_its_parts():
         * np.einsum("nD,LDhd,LEhd,mE->Lhnm", x, weights.query, weights.key, x, optimize=True),
         axis=-1,
     )
-    targets = filters.convolution_maps(filters.impulse_kernels(3), site.grid)[weights.filters]
+    targets = kernels.convolution_maps(kernels.impulse_kernels(3), site.grid)[weights.filter_index]
     share = np.mean(np.sum(maps * targets, axis=(2, 3)) / np.sum(targets, axis=(2, 3)))
-    np.testing.assert_allclose(weights.report.share, share, rtol=1e-3)
+    np.testing.assert_allclose(weights.report.target_mass, share, rtol=1e-3)
     np.testing.assert_allclose(weights.report.loss, np.mean((maps - targets) ** 2), rtol=1e-3)
     assert attention_init.impulse_2025()(jax.random.key(0), make_site()).positions is None

@@ -6,9 +6,9 @@ import pytest
 from flax import nnx
 from safetensors.numpy import save_file
 
-from structinit_jax.data.catalog import CATALOG
+from structinit_jax.data.info import CATALOG
 from structinit_jax.errors import InputError
-from structinit_jax.interop import timm
+from structinit_jax.interop import to_timm
 from structinit_jax.models.vit import VisionTransformer
 from structinit_jax.program import build_program, initialize, make_plan
 
@@ -33,7 +33,7 @@ def start_state(config):
 @pytest.fixture
 def teacher(tmp_path):
     """A larger model's weights in timm's names, and their file."""
-    weights = timm.export(VisionTransformer(**TEACHER, rngs=nnx.Rngs(5)))
+    weights = to_timm(VisionTransformer(**TEACHER, rngs=nnx.Rngs(5)))
     save_file(weights, tmp_path / "teacher.safetensors")
     return weights, str(tmp_path / "teacher.safetensors")
 
@@ -43,7 +43,7 @@ def test_a_run_starts_from_the_weights_of_a_larger_model(tiny_config, teacher, c
     tiny_config.model.positions = "learned"
     program, state = start_state(tiny_config)
     assert f"weights selected from {tiny_config.start_from}" in capsys.readouterr().out
-    student = timm.export(nnx.merge(program.graphdef, state.params, state.model_state))
+    student = to_timm(nnx.merge(program.graphdef, state.params, state.model_state))
     for i in range(2):
         name = f"blocks.{i}.mlp.fc1.weight"  # 128 × 32, of which the student has 64 × 16
         np.testing.assert_array_equal(student[name], weights[name][::2, ::2])

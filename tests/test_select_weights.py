@@ -8,7 +8,7 @@ from flax import nnx
 
 from structinit_jax import interop
 from structinit_jax.errors import InputError
-from structinit_jax.interop import timm
+from structinit_jax.interop import to_timm
 from structinit_jax.models.mixer import MlpMixer
 from structinit_jax.models.vit import VisionTransformer
 from structinit_jax.training.state import split_model
@@ -72,12 +72,12 @@ def teacher():
 @pytest.mark.parametrize("sizes", [(12, 2, 3, 5), (16, 3, 4, 5), (20, 4, 2, 7)])
 def test_models_agree_with_selection_on_timms_flat_weights(teacher, sizes):
     student = vit(*sizes, seed=1)
-    expected = by_hand(timm.export(teacher), timm.export(student))
+    expected = by_hand(to_timm(teacher), to_timm(student))
     found = interop.select_weights(teacher, student)
     assert type(found) is VisionTransformer
-    assert_equal(timm.export(found), expected)
-    assert_equal(interop.select_weights(timm.export(teacher), timm.export(student)), expected)
-    assert not np.array_equal(timm.export(student)["norm.weight"], expected["norm.weight"])
+    assert_equal(to_timm(found), expected)
+    assert_equal(interop.select_weights(to_timm(teacher), to_timm(student)), expected)
+    assert not np.array_equal(to_timm(student)["norm.weight"], expected["norm.weight"])
 
 
 def test_parameter_dicts_give_parameter_dicts(teacher):
@@ -89,8 +89,8 @@ def test_parameter_dicts_give_parameter_dicts(teacher):
 
 def test_mixers_are_selected_from_mixers():
     teacher, student = mixer(16, 3), mixer(12, 2, seed=1)
-    expected = by_hand(timm.export(teacher), timm.export(student))
-    assert_equal(timm.export(interop.select_weights(teacher, student)), expected)
+    expected = by_hand(to_timm(teacher), to_timm(student))
+    assert_equal(to_timm(interop.select_weights(teacher, student)), expected)
 
 
 def test_integers_stay_the_students_and_types_are_kept():
@@ -115,7 +115,7 @@ def drop(state, pattern):
         (lambda t: (t, vit(12, 5, 3)), r"needs 5 layers along axis 0 of blocks/.*teacher has 4"),
         (lambda t: (t, vit(32, 2, 4)), r"student needs \d+ elements along axis \d of .*teacher ha"),
         (
-            lambda t: (timm.export(t), timm.export(vit(12, 5, 3))),
+            lambda t: (to_timm(t), to_timm(vit(12, 5, 3))),
             r"student has blocks/4/\S+, a layer that teacher lacks",
         ),
         (
@@ -131,7 +131,7 @@ def drop(state, pattern):
             r"teacher is a VisionTransformer and student a MlpMixer",
         ),
         (
-            lambda t: (drop(timm.export(t), "blocks.0.norm1.bias"), timm.export(vit(12, 2, 3))),
+            lambda t: (drop(to_timm(t), "blocks.0.norm1.bias"), to_timm(vit(12, 2, 3))),
             r"student has blocks/0/norm1/bias, a layer",
         ),
         (

@@ -14,7 +14,7 @@ def test_heads_are_drawn_before_and_after_training(tiny_config, tmp_path):
     trained = show_attention.head_kernels(tiny_config, tmp_path / "run")
     for kernels, measures in (fresh, trained):
         assert kernels.shape == (2, 2, 7, 7)
-        assert measures.share.shape == (2, 2)
+        assert measures.target_mass.shape == (2, 2)
     assert np.abs(fresh[0] - trained[0]).max() > 1e-5
     path = tmp_path / "attention.png"
     show_attention.draw({"fresh": fresh, "trained": trained}, path)

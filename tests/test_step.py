@@ -5,7 +5,7 @@ import pytest
 from flax import nnx
 from scipy.special import log_softmax
 
-from structinit_jax.data.catalog import CATALOG
+from structinit_jax.data.info import CATALOG
 from structinit_jax.program import build_program, initialize, make_plan
 
 pytestmark = pytest.mark.usefixtures("library_promotion")

@@ -10,7 +10,7 @@ from flax import nnx, traverse_util
 
 from structinit_jax import attention_init
 from structinit_jax.errors import InputError
-from structinit_jax.interop import timm
+from structinit_jax.interop import from_timm, to_timm
 from structinit_jax.models.registry import create_model
 from structinit_jax.models.swin import VARIANTS, SwinTransformer
 from structinit_jax.training.state import count_parameters, split_model
@@ -36,7 +36,7 @@ def recorded(name, kind):
 @functools.cache
 def loaded(name):
     model = make(name)
-    timm.load(model, recorded(name, "weights"))
+    from_timm(model, recorded(name, "weights"))
     return model
 
 
@@ -57,7 +57,7 @@ def outcome(name):
     gradient, (logits, out) = run(
         params, REFERENCES[f"{name}/images"], REFERENCES[f"{name}/cotangent"]
     )
-    return logits, out, timm.export(nnx.merge(graphdef, gradient))
+    return logits, out, to_timm(nnx.merge(graphdef, gradient))
 
 
 @pytest.mark.parametrize("name", CASES)
@@ -91,22 +91,22 @@ def test_parameter_count_equals_timm(name):
 
 def test_weights_return_to_timm_and_old_buffers_are_passed_over():
     weights = recorded("padded", "weights")
-    again = timm.export(loaded("padded"))
+    again = to_timm(loaded("padded"))
     assert again.keys() == weights.keys()
     jax.tree.map(np.testing.assert_array_equal, again, weights)
     old = weights | {
         "layers.0.blocks.1.attn_mask": np.zeros((6, 16, 16)),
         "layers.1.blocks.2.attn.relative_position_index": np.zeros((16, 16), int),
     }
-    timm.load(make("padded"), old)
+    from_timm(make("padded"), old)
     with pytest.raises(InputError, match=r"no place for: layers\.0\.blocks\.9\.attn_mask"):
-        timm.load(make("padded"), weights | {"layers.0.blocks.9.attn_mask": np.zeros(1)})
+        from_timm(make("padded"), weights | {"layers.0.blocks.9.attn_mask": np.zeros(1)})
 
 
 def test_unrolled_and_rematerialized_models_agree():
     logits, _, gradient = outcome("shifted")
     other = make("shifted", remat="dots", unroll=0)
-    timm.load(other, recorded("shifted", "weights"))
+    from_timm(other, recorded("shifted", "weights"))
     graphdef, params, _ = split_model(other)
     images, cotangent = (jnp.asarray(REFERENCES[f"shifted/{k}"]) for k in ("images", "cotangent"))
 
@@ -120,7 +120,7 @@ def test_unrolled_and_rematerialized_models_agree():
 
     again, same_logits = run(params)
     np.testing.assert_allclose(same_logits, logits, atol=1e-5)
-    exported = timm.export(nnx.merge(graphdef, again))
+    exported = to_timm(nnx.merge(graphdef, again))
     for key, value in gradient.items():
         np.testing.assert_allclose(exported[key], value, atol=1e-4 * np.abs(value).max())
     assert "remat" in str(jax.make_jaxpr(run)(params))

@@ -2,7 +2,7 @@ import numpy as np
 import pytest
 from scipy.signal import correlate2d
 
-from structinit_jax.attention_init import filters, theory
+from structinit_jax.attention_init import kernels, theory
 
 
 def random_kernels(count, seed=0, size=3):
@@ -10,11 +10,11 @@ def random_kernels(count, seed=0, size=3):
 
 
 def impulses(indices):
-    return filters.impulse_kernels(3)[np.asarray(indices)]
+    return kernels.impulse_kernels(3)[np.asarray(indices)]
 
 
 def box(count):
-    return np.repeat(filters.box_kernels(3), count, axis=0)
+    return np.repeat(kernels.box_kernels(3), count, axis=0)
 
 
 def test_span_of_random_impulse_and_box_filters():

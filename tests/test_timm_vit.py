@@ -13,7 +13,7 @@ import references
 from flax import nnx
 
 from structinit_jax.errors import InputError
-from structinit_jax.interop import timm
+from structinit_jax.interop import from_timm, to_timm
 from structinit_jax.models.registry import VARIANTS, create_model, default_options
 from structinit_jax.models.vit import VisionTransformer, resample_positions
 from structinit_jax.training.state import count_parameters, split_model
@@ -53,7 +53,7 @@ def read(case):
 def test_logits_blocks_and_gradients_equal_timm(case):
     arrays, state_dict, gradients = read(case)
     model = make(**CASES[case])
-    timm.load(model, state_dict)
+    from_timm(model, state_dict)
     graphdef, params = split_model(model)[:2]
 
     def loss_fn(params, images):
@@ -66,7 +66,7 @@ def test_logits_blocks_and_gradients_equal_timm(case):
     np.testing.assert_allclose(blocks, arrays["blocks"], atol=1e-4)
     np.testing.assert_allclose(logits, arrays["logits"], atol=1e-4)
     np.testing.assert_allclose(image_grads, arrays["image_gradient"], atol=1e-5, rtol=1e-3)
-    exported = timm.export(nnx.merge(graphdef, param_grads))
+    exported = to_timm(nnx.merge(graphdef, param_grads))
     assert exported.keys() == gradients.keys()
     for name, expected in gradients.items():
         # Gradients that cancel out exactly (key biases) are rounding errors in both.
@@ -78,8 +78,8 @@ def test_logits_blocks_and_gradients_equal_timm(case):
 def test_weights_come_back_as_they_went(case):
     _, state_dict, _ = read(case)
     model = make(**CASES[case])
-    timm.load(model, state_dict)
-    back = timm.export(model)
+    from_timm(model, state_dict)
+    back = to_timm(model)
     assert back.keys() == state_dict.keys()
     for name, array in state_dict.items():
         assert np.array_equal(back[name], array), name
@@ -88,25 +88,25 @@ def test_weights_come_back_as_they_went(case):
 def test_a_state_dict_that_does_not_fit_is_refused_and_changes_nothing():
     _, state_dict, _ = read("mean")
     model = make(**CASES["mean"])
-    before = timm.export(model)
+    before = to_timm(model)
     missing = {k: v for k, v in state_dict.items() if k != "blocks.1.mlp.fc1.bias"}
     with pytest.raises(InputError, match=r"no 'blocks\.1\.mlp\.fc1\.bias', which the model needs"):
-        timm.load(model, missing)
+        from_timm(model, missing)
     with pytest.raises(InputError, match=r"no place for: extra\.weight"):
-        timm.load(model, state_dict | {"extra.weight": np.ones(3)})
+        from_timm(model, state_dict | {"extra.weight": np.ones(3)})
     with pytest.raises(InputError, match=r"\['pos_embed'\] has shape \(1, 9, 16\).* \(1, 4, 16\)"):
-        timm.load(model, state_dict | {"pos_embed": np.ones((1, 9, 16))})
-    after = timm.export(model)
+        from_timm(model, state_dict | {"pos_embed": np.ones((1, 9, 16))})
+    after = to_timm(model)
     assert all(np.array_equal(before[name], after[name]) for name in before)
 
 
 def test_fixed_positions_are_timms_pos_embed():
     model = make(positions="sincos", image_size=8)
-    state_dict = timm.export(model)
+    state_dict = to_timm(model)
     assert state_dict["pos_embed"].shape == (1, 4, 16)
-    timm.load(model, state_dict)
+    from_timm(model, state_dict)
     with pytest.raises(InputError, match="not the sin-cos encoding"):
-        timm.load(model, state_dict | {"pos_embed": np.ones((1, 4, 16), np.float32)})
+        from_timm(model, state_dict | {"pos_embed": np.ones((1, 4, 16), np.float32)})
 
 
 @pytest.mark.parametrize(("name", "grid"), [("larger", (7, 9)), ("smaller", (3, 2))])

@@ -4,8 +4,8 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from structinit_jax.data.catalog import CATALOG
 from structinit_jax.data.datasets import open_dataset
+from structinit_jax.data.info import CATALOG
 from structinit_jax.errors import InputError
 
 CLASSES = ["n02", "n03", "n01"]  # the archive's list is not sorted
@@ -43,7 +43,7 @@ def root(tmp_path, monkeypatch):
 def test_images_have_the_labels_of_folder_and_table(root, inside):
     dataset = open_dataset("tiny_imagenet", root if inside else root.parent)
     assert dataset.class_names == ["n01", "n02", "n03"]
-    assert dataset.facts.num_classes == 3
+    assert dataset.info.num_classes == 3
     for split, size in (("train", 6), ("val", 4), ("train+val", 10)):
         examples = dataset.split(split).read(list(range(size)))
         for example in examples:

@@ -5,8 +5,8 @@ import numpy as np
 import pytest
 
 from structinit_jax import evaluate, train
-from structinit_jax.data.catalog import CATALOG
 from structinit_jax.data.device import DeviceExamples
+from structinit_jax.data.info import CATALOG
 from structinit_jax.errors import InputError
 from structinit_jax.program import build_program, make_plan
 from structinit_jax.training.lock import lock_workdir

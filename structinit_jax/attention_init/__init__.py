@@ -28,11 +28,10 @@ Which scheme to use:
 """
 
 from structinit_jax.attention_init.baselines import default, kaiming_uniform, mimetic
-from structinit_jax.attention_init.impulse import impulse
 from structinit_jax.attention_init.papers import impulse_2024, impulse_2025
 from structinit_jax.attention_init.pseudo_input import sincos_positions
-from structinit_jax.attention_init.schemes import SCHEMES, by_name, scheme_options
-from structinit_jax.attention_init.site import (
+from structinit_jax.attention_init.registry import SCHEMES, by_name, scheme_options
+from structinit_jax.attention_init.sites import (
     AttentionInit,
     AttentionSite,
     AttentionWeights,
@@ -45,6 +44,7 @@ from structinit_jax.attention_init.site import (
     Weights,
     WindowSite,
 )
+from structinit_jax.attention_init.tokens import impulse
 
 __all__ = [
     "SCHEMES",

@@ -5,8 +5,8 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, PRNGKeyArray
 
 from structinit_jax.attention_init import token_mixing
-from structinit_jax.attention_init.conv_filters import random_filters
-from structinit_jax.attention_init.site import (
+from structinit_jax.attention_init.convolution import random_filters
+from structinit_jax.attention_init.sites import (
     AttentionInit,
     AttentionWeights,
     ConvSite,
@@ -21,7 +21,7 @@ from structinit_jax.attention_init.site import (
 def default() -> AttentionInit:
     """Truncated normal of standard deviation 0.02 on query, key, value and projection (timm).
 
-    Convolutions get PyTorch's default (`conv_filters.random_filters`), which timm leaves in place.
+    Convolutions get PyTorch's default (`convolution.random_filters`), which timm leaves in place.
     Token-mixing MLPs keep their model's start values, which are timm's too.
     """
 
@@ -90,15 +90,13 @@ def mimetic() -> AttentionInit:
             noise=0.7,
             identity=0.7,
         )
-        value, out = mimetic_value_out(
-            vo_key, site.num_layers, site.width, site.num_heads, site.head_dim
-        )
+        value, out = mimetic_vo(vo_key, site.num_layers, site.width, site.num_heads, site.head_dim)
         return AttentionWeights(jnp.moveaxis(query, 1, 2), jnp.moveaxis(key_, 1, 2), value, out)
 
     return init
 
 
-def mimetic_value_out(
+def mimetic_vo(
     key: PRNGKeyArray, layers: int, width: int, num_heads: int, head_dim: int
 ) -> tuple[Float[Array, "L D h d"], Float[Array, "L h d D"]]:
     """V and projection with V Proj = 0.4 U - 0.4 I across the heads of a layer, U uniform noise."""
@@ -112,7 +110,7 @@ def mimetic_value_out(
     )
 
 
-def balanced_value_out(
+def balanced_vo(
     key: PRNGKeyArray, layers: int, width: int, num_heads: int, head_dim: int
 ) -> tuple[Float[Array, "L D h d"], Float[Array, "L h d D"]]:
     """V = c (I - U / 2) Π and Proj = -c Πᵀ (I - U' / 2), c² = 0.4, so V Proj ≈ -0.4 (I - noise).

@@ -7,26 +7,26 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float, Int
 
-from structinit_jax.attention_init.filters import convolution_maps, impulse_kernels
+from structinit_jax.attention_init.kernels import convolution_maps, impulse_kernels
 
 
 class Measures(NamedTuple):
     """Per layer and head, averaged over images and tokens.
 
     Attributes:
-      share: attention on the head's offset, over the tokens that have that neighbour; a uniform
-        map has 1 / N.
+      target_mass: attention on the head's offset, over the tokens that have that neighbour; a
+        uniform map has 1 / N.
       rank: place of the offset among all N tokens by attention, 1 for the strongest.
       distance: mean distance between a token and what it attends to, in tokens.
       entropy: of a token's attention, in nats; a uniform map has ln N.
-      filters: the offset that share and rank speak of, an index of `filters.kernel_offsets`.
+      filter_index: the offset that share and rank speak of, an index of `kernels.kernel_offsets`.
     """
 
-    share: Float[Array, "L h"]
+    target_mass: Float[Array, "L h"]
     rank: Float[Array, "L h"]
     distance: Float[Array, "L h"]
     entropy: Float[Array, "L h"]
-    filters: Int[Array, "L h"]
+    filter_index: Int[Array, "L h"]
 
 
 def measure(
@@ -34,7 +34,7 @@ def measure(
     images: Float[Array, "B H W C"],
     *,
     kernel_size: int = 3,
-    filters: Int[Array, "L h"] | None = None,
+    filter_index: Int[Array, "L h"] | None = None,
 ) -> Measures:
     """Measures a model's attention maps on real images.
 
@@ -43,11 +43,11 @@ def measure(
         `out['blocks']['attention_maps']` [L, B, h, T, T], such as the package's ViT.
       images: normalized as in training.
       kernel_size: f of the offsets that are looked for.
-      filters: each head's offset (`AttentionWeights.filters`). None takes, for each head, the one
-        with the largest share: fair to schemes that plan no offsets, and to trained models.
+      filter_index: each head's offset (`AttentionWeights.filter_index`). None takes, for each head,
+        the one with the largest share: fair to schemes that plan no offsets, and to trained models.
     """
     maps = model(images, with_maps=True)[1]["blocks"]["attention_maps"]
-    return measure_maps(maps, model.grid, kernel_size=kernel_size, filters=filters)
+    return measure_maps(maps, model.grid, kernel_size=kernel_size, filter_index=filter_index)
 
 
 def measure_maps(
@@ -55,7 +55,7 @@ def measure_maps(
     grid: tuple[int, int],
     *,
     kernel_size: int = 3,
-    filters: Int[Array, "L h"] | None = None,
+    filter_index: Int[Array, "L h"] | None = None,
 ) -> Measures:
     """Measures attention maps; tokens in front of the grid's are left out, rows scaled to sum 1."""
     num_tokens = grid[0] * grid[1]
@@ -64,19 +64,19 @@ def measure_maps(
     targets = jnp.asarray(convolution_maps(impulse_kernels(kernel_size), grid))
     rows = targets.sum(axis=(1, 2))
     shares = jnp.einsum("LBhnm,fnm->Lhf", maps, targets) / (maps.shape[1] * rows)[None, None, :]
-    if filters is None:
-        filters = shares.argmax(axis=-1)
-    chosen = targets[filters]  # [L, h, N, N]
+    if filter_index is None:
+        filter_index = shares.argmax(axis=-1)
+    chosen = targets[filter_index]  # [L, h, N, N]
     on_target = jnp.einsum("LBhnm,Lhnm->LBhn", maps, chosen)
     has_target = chosen.sum(axis=-1)[:, None]  # [L, 1, h, N]
     stronger = jnp.sum(maps > on_target[..., None], axis=-1, dtype=jnp.float32)
-    rank = jnp.sum((1 + stronger) * has_target, axis=(1, 3)) / (maps.shape[1] * rows[filters])
+    rank = jnp.sum((1 + stronger) * has_target, axis=(1, 3)) / (maps.shape[1] * rows[filter_index])
     y, x = np.divmod(np.arange(num_tokens), grid[1])
     distances = jnp.asarray(np.hypot(y[:, None] - y, x[:, None] - x), jnp.float32)
     distance = jnp.einsum("LBhnm,nm->Lh", maps, distances) / (maps.shape[1] * num_tokens)
     entropy = -jnp.mean(jnp.sum(jax.scipy.special.xlogy(maps, maps), axis=-1), axis=(1, 3))
-    share = jnp.take_along_axis(shares, filters[..., None], axis=-1)[..., 0]
-    return Measures(share, rank, distance, entropy, filters)
+    target_mass = jnp.take_along_axis(shares, filter_index[..., None], axis=-1)[..., 0]
+    return Measures(target_mass, rank, distance, entropy, filter_index)
 
 
 def attention_by_offset(

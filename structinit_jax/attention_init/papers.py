@@ -8,16 +8,16 @@ import numpy as np
 import optax
 from jaxtyping import Array, Float, Int, PRNGKeyArray
 
-from structinit_jax.attention_init.baselines import mimetic_value_out, split_product
-from structinit_jax.attention_init.conv_filters import placed_filters
-from structinit_jax.attention_init.filters import (
+from structinit_jax.attention_init.baselines import mimetic_vo, split_product
+from structinit_jax.attention_init.convolution import placed_filters
+from structinit_jax.attention_init.kernels import (
     assign_filters,
     check_kernel_size,
     convolution_maps,
     impulse_kernels,
 )
 from structinit_jax.attention_init.pseudo_input import draw_pseudo_input, layer_norm
-from structinit_jax.attention_init.site import (
+from structinit_jax.attention_init.sites import (
     AttentionInit,
     AttentionWeights,
     ConvSite,
@@ -119,7 +119,9 @@ def impulse_2024(
         report = jax.tree.map(lambda *leaves: sum(leaves) / len(leaves), *[p[2] for p in parts])
         # The last solved layer stands for all that are equal to it.
         layer = np.minimum(np.arange(site.num_layers), len(query) - 1)
-        return AttentionWeights(query[layer], key_[layer], report=report, filters=filters[layer])
+        return AttentionWeights(
+            query[layer], key_[layer], report=report, filter_index=filters[layer]
+        )
 
     return init
 
@@ -199,9 +201,7 @@ def impulse_2025(kernel_size: int = 3) -> AttentionInit:
         query, key_, report = _solve_2025(
             noise_key, x, targets, filters, head_dim=site.head_dim, qk_scale=site.qk_scale
         )
-        value, out = mimetic_value_out(
-            vo_key, site.num_layers, site.width, site.num_heads, site.head_dim
-        )
+        value, out = mimetic_vo(vo_key, site.num_layers, site.width, site.num_heads, site.head_dim)
         return AttentionWeights(
             query,
             key_,

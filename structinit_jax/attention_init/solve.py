@@ -15,7 +15,7 @@ import numpy as np
 import optax
 from jaxtyping import Array, Float, PRNGKeyArray
 
-from structinit_jax.attention_init.site import SolveReport
+from structinit_jax.attention_init.sites import SolveReport
 from structinit_jax.errors import InputError
 
 # Directions weaker than this, relative to the strongest, cannot move a map at a sane weight norm.
@@ -89,8 +89,8 @@ def closeness(targets, maps, *, steps, norm) -> SolveReport:
     hits = has_target & (peaks == strongest)
     return SolveReport(
         loss=jnp.mean((targets - maps) ** 2),
-        share=jnp.mean(overlap(targets, maps)),
-        peaks=jnp.sum(hits, dtype=jnp.float32) / jnp.sum(has_target, dtype=jnp.float32),
+        target_mass=jnp.mean(overlap(targets, maps)),
+        hit_rate=jnp.sum(hits, dtype=jnp.float32) / jnp.sum(has_target, dtype=jnp.float32),
         steps=jnp.asarray(steps, jnp.float32),
         norm=jnp.asarray(norm, jnp.float32),
     )
@@ -111,7 +111,14 @@ def make_optimizer(name: str, learning_rate: float) -> optax.GradientTransformat
 
 @functools.partial(
     jax.jit,
-    static_argnames=("head_dim", "qk_scale", "share", "optimizer", "learning_rate", "max_steps"),
+    static_argnames=(
+        "head_dim",
+        "qk_scale",
+        "target_mass",
+        "optimizer",
+        "learning_rate",
+        "max_steps",
+    ),
 )
 def solve_bank(
     rng: PRNGKeyArray,
@@ -121,7 +128,7 @@ def solve_bank(
     head_dim: int,
     qk_scale: float,
     norm: float | Array = 3**-0.5,
-    share: float | None = None,
+    target_mass: float | None = None,
     optimizer: str = "lbfgs",
     learning_rate: float = 1e-2,
     max_steps: int = 400,
@@ -140,7 +147,7 @@ def solve_bank(
       qk_scale: σ.
       norm: root mean square over the d columns of Q (and of K) of their Euclidean norms; bounds
         the sharpness of the maps. Where a share is asked for, only the start.
-      share: attention wanted on target; each filter's norm is then fitted to it.
+      target_mass: attention wanted on target; each filter's norm is then fitted to it.
       optimizer: 'lbfgs' or the name of another optax optimizer.
       learning_rate: of an optimizer other than L-BFGS.
       max_steps: the solve stops here if it has not converged before.
@@ -171,12 +178,12 @@ def solve_bank(
 
     norm = jnp.full(num_filters, norm, jnp.float32)
     factors, steps = solve(start, norm)
-    for _ in range(SHARE_ROUNDS if share is not None else 0):
-        norm = _fit_norm(lambda norm, f=factors: overlap(targets, maps(f, norm)), norm, share)
+    for _ in range(SHARE_ROUNDS if target_mass is not None else 0):
+        norm = _fit_norm(lambda norm, f=factors: overlap(targets, maps(f, norm)), norm, target_mass)
         factors, more = solve(factors, norm)
         steps += more
-    if share is not None:
-        norm = _fit_norm(lambda norm: overlap(targets, maps(factors, norm)), norm, share)
+    if target_mass is not None:
+        norm = _fit_norm(lambda norm: overlap(targets, maps(factors, norm)), norm, target_mass)
     report = closeness(targets, maps(factors, norm), steps=steps, norm=norm.mean())
     return Bank(at_norm(factors[0], norm), at_norm(factors[1], norm), report)
 

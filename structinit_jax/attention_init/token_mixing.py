@@ -37,8 +37,8 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float, PRNGKeyArray
 
-from structinit_jax.attention_init.filters import assign_filters
-from structinit_jax.attention_init.site import TokenMixingSite, TokenMixingWeights
+from structinit_jax.attention_init.kernels import assign_filters
+from structinit_jax.attention_init.sites import TokenMixingSite, TokenMixingWeights
 from structinit_jax.errors import InputError
 
 # Between neighbours. Its value hardly matters: it shapes the spectrum, not the order in it.
@@ -85,7 +85,7 @@ def carry_filters(
     order: str,
     same_layers: bool,
 ) -> TokenMixingWeights:
-    """One filter in each layer, dealt as `filters.assign_filters` deals them to heads.
+    """One filter in each layer, dealt as `kernels.assign_filters` deals them to heads.
 
     Args:
       key: draws filters and rotations.

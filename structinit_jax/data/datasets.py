@@ -12,9 +12,9 @@ from typing import Any
 
 import tensorflow_datasets as tfds
 
-from structinit_jax.data.catalog import CATALOG, DatasetFacts, parse_split
 from structinit_jax.data.decode import PIL_MODES
 from structinit_jax.data.folder import ImageFolder
+from structinit_jax.data.info import CATALOG, DatasetInfo, parse_split
 from structinit_jax.data.source import ImageSource, Records, leave_out_bad_images
 from structinit_jax.data.tiny_imagenet import TinyImageNet
 from structinit_jax.errors import InputError
@@ -38,13 +38,13 @@ class Dataset:
 
     Attributes:
       name: TFDS name, 'folder' or 'tiny_imagenet'.
-      facts: Classes, image shape and split sizes as prepared.
+      info: Classes, image shape and split sizes as prepared.
       open_records: From what `parse_split` returns to the encoded examples.
       class_names: The name of each label.
     """
 
     name: str
-    facts: DatasetFacts
+    info: DatasetInfo
     open_records: Callable[[list[tuple[str, int, int]]], Records]
     class_names: list[str]
 
@@ -67,9 +67,9 @@ class Dataset:
         """
         if on_bad_image not in ON_BAD_IMAGE:
             raise InputError(f"data.on_bad_image={on_bad_image!r}: must be 'stop' or 'skip'.")
-        parts = parse_split(self.name, spec, self.facts, field)
+        parts = parse_split(self.name, spec, self.info, field)
         records = self.open_records(parts)
-        source = ImageSource(records, self.facts.image_shape[-1], f"{self.name} {spec!r}")
+        source = ImageSource(records, self.info.image_shape[-1], f"{self.name} {spec!r}")
         return leave_out_bad_images(source, field, spec) if on_bad_image == "skip" else source
 
 
@@ -95,7 +95,7 @@ def open_dataset(
     """
     if name in FILE_SETS:
         files = FILE_SETS[name](data_dir)
-        return Dataset(name, files.facts, files.open_records, files.classes)
+        return Dataset(name, files.info, files.open_records, files.classes)
     builder = find_builder(name, data_dir, manual_dir)
     if name in OWN_SETS and not builder.data_path.exists():
         _prepare_own(builder)
@@ -116,14 +116,14 @@ def open_dataset(
             f" {builder.info.file_format.value}; array_record is needed. Convert it, which needs no"
             f" TensorFlow, with\n  {_prepare_command(name, str(builder.data_dir_root))}"
         )
-    facts = _facts(name, builder)
+    info = _info(name, builder)
     label = builder.info.features[LABEL_KEYS.get(builder.name, "label")]
-    return Dataset(name, facts, functools.partial(_open_records, builder), label.names)
+    return Dataset(name, info, functools.partial(_open_records, builder), label.names)
 
 
-def find_facts(name: str, data_dir: str | os.PathLike | None = None) -> DatasetFacts:
+def find_info(name: str, data_dir: str | os.PathLike | None = None) -> DatasetInfo:
     """Facts of a set that need not be there, if the package knows it; arguments as above."""
-    return CATALOG[name] if name in CATALOG else open_dataset(name, data_dir).facts
+    return CATALOG[name] if name in CATALOG else open_dataset(name, data_dir).info
 
 
 def _open_records(builder: tfds.core.DatasetBuilder, parts: list[tuple[str, int, int]]) -> Records:
@@ -236,8 +236,8 @@ def _prepare_command(name: str, data_dir: str) -> str:
     return f"python -m structinit_jax.data.prepare --name={name} --data_dir={data_dir}"
 
 
-def _facts(name: str, builder: tfds.core.DatasetBuilder) -> DatasetFacts:
-    """Reads the facts from the prepared set."""
+def _info(name: str, builder: tfds.core.DatasetBuilder) -> DatasetInfo:
+    """Reads the info from the prepared set."""
     features = dict(builder.info.features)
     image, label = features.get("image"), features.get(LABEL_KEYS.get(builder.name, "label"))
     is_classification = isinstance(image, tfds.features.Image) and isinstance(
@@ -249,4 +249,4 @@ def _facts(name: str, builder: tfds.core.DatasetBuilder) -> DatasetFacts:
             f" got {sorted(features)}. Choose a data set for image classification."
         )
     sizes = {split: info.num_examples for split, info in builder.info.splits.items()}
-    return DatasetFacts(label.num_classes, image.shape, sizes)
+    return DatasetInfo(label.num_classes, image.shape, sizes)

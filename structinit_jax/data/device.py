@@ -9,7 +9,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from jaxtyping import Array, Float, Int32, UInt8
 
 from structinit_jax.data.examples import ArrayExamples
-from structinit_jax.data.loader import stream_indices
+from structinit_jax.data.stream import stream_indices
 
 Batch = dict[str, jax.Array]
 
@@ -18,7 +18,7 @@ class DeviceExamples:
     """A split of which every device holds all, uint8 [n, H, W, C] (under 2 GB, as in memory).
 
     Batches are gathered on the devices, each its own part, and equal those of
-    `loader.train_batches` and `loader.eval_batches` put through `loader.place_batches`. Per epoch
+    `stream.train_batches` and `stream.eval_batches` put through `stream.place_batches`. Per epoch
     the host sends its order, 4 bytes an example; per step it sends nothing, so the loop runs under
     `jax.transfer_guard("disallow")`. On several processes each must hold the whole split.
 

@@ -10,8 +10,8 @@ from typing import Any, NamedTuple, Protocol, runtime_checkable
 import numpy as np
 from PIL import Image
 
-from structinit_jax.data.catalog import DatasetFacts
 from structinit_jax.data.crop import CropOptions, crop_and_resize, draw_box, draw_interpolation
+from structinit_jax.data.info import DatasetInfo
 from structinit_jax.data.source import READ_BLOCK, Source
 from structinit_jax.errors import InputError
 
@@ -174,7 +174,7 @@ def fit_image(image: np.ndarray, image_size: int, crop_fraction: float) -> np.nd
 
 def load_examples(
     source: Source,
-    facts: DatasetFacts,
+    info: DatasetInfo,
     image_size: int,
     crop_fraction: float = 1.0,
     random_resized_crop: CropOptions | None = None,
@@ -186,7 +186,7 @@ def load_examples(
 
     Args:
       source: A split from `Dataset.split`.
-      facts: Facts of its data set.
+      info: Facts of its data set.
       image_size: Height and width to return, in pixels.
       crop_fraction: As in `fit_image`.
       random_resized_crop: For training on images that are larger than `image_size`; draws by
@@ -197,7 +197,7 @@ def load_examples(
     """
     if random_resized_crop is not None:
         return LazyExamples(source, image_size, random_resized_crop=random_resized_crop)
-    shape = (len(source), image_size, image_size, facts.image_shape[-1])
+    shape = (len(source), image_size, image_size, info.image_shape[-1])
     if np.prod(shape, dtype=np.int64) > IN_MEMORY_BYTES:
         return LazyExamples(source, image_size, crop_fraction)
     examples = ArrayExamples(np.empty(shape, np.uint8), np.empty(len(source), np.int32))
@@ -215,24 +215,24 @@ def load_examples(
     return examples
 
 
-def check_examples(facts: DatasetFacts, *, num_classes: int, channels: int) -> None:
+def check_examples(info: DatasetInfo, *, num_classes: int, channels: int) -> None:
     """Compares the model's view of the data with the data.
 
     Args:
-      facts: Facts of the data set.
+      info: Facts of the data set.
       num_classes: Width of the model's output.
       channels: Channels of the model's input.
 
     Raises:
-      InputError: One of them disagrees with `facts`.
+      InputError: One of them disagrees with `info`.
     """
-    if num_classes != facts.num_classes:
+    if num_classes != info.num_classes:
         raise InputError(
-            f"model.num_classes={num_classes}: the data set has {facts.num_classes} classes."
-            f" Pass --config.model.num_classes={facts.num_classes}."
+            f"model.num_classes={num_classes}: the data set has {info.num_classes} classes."
+            f" Pass --config.model.num_classes={info.num_classes}."
         )
-    if channels != facts.image_shape[-1]:
+    if channels != info.image_shape[-1]:
         raise InputError(
-            f"data.channels={channels}: the data set's images have {facts.image_shape[-1]}."
-            f" Pass --config.data.channels={facts.image_shape[-1]}."
+            f"data.channels={channels}: the data set's images have {info.image_shape[-1]}."
+            f" Pass --config.data.channels={info.image_shape[-1]}."
         )

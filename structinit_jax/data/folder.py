@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from structinit_jax.data.catalog import DatasetFacts
+from structinit_jax.data.info import DatasetInfo
 from structinit_jax.errors import InputError
 
 SPLITS = ("train", "val", "test")
@@ -73,7 +73,7 @@ class ImageFolder:
         self.classes = self._classes(splits)
         self._files = {split: self._find(split) for split in splits}
         sizes = {split: len(files) for split, files in self._files.items()}
-        self.facts = DatasetFacts(len(self.classes), (None, None, 3), sizes)
+        self.info = DatasetInfo(len(self.classes), (None, None, 3), sizes)
 
     def open_records(self, parts: list[tuple[str, int, int]]) -> FolderRecords:
         """Returns the records of what `parse_split` returned."""

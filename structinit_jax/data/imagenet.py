@@ -11,8 +11,8 @@ import os
 
 import numpy as np
 
-from structinit_jax.data.catalog import EVALUATION_SETS, DatasetFacts
 from structinit_jax.data.datasets import open_dataset
+from structinit_jax.data.info import EVALUATION_SETS, DatasetInfo
 from structinit_jax.data.source import ImageSource
 from structinit_jax.errors import InputError
 
@@ -24,7 +24,7 @@ class EvaluationSet:
     Attributes:
       name: Data set, split and rule, for messages.
       source: The images. Their labels are classes, or where there are `answers` rows of them.
-      facts: Facts of the data set.
+      info: Facts of the data set.
       classes: The classes that a prediction is chosen from, int64 [k], ascending; None for all.
       answers: The classes that are right, int32 [n, most], each row filled up with -1; None where
         the label is the only one.
@@ -32,7 +32,7 @@ class EvaluationSet:
 
     name: str
     source: ImageSource
-    facts: DatasetFacts
+    info: DatasetInfo
     classes: np.ndarray | None = None
     answers: np.ndarray | None = None
 
@@ -58,9 +58,9 @@ def open_imagenet_evaluation(
     dataset = open_dataset(name, data_dir)
     source = dataset.split(split, f"data.eval_name={name!r}, split", on_bad_image)
     if name == "imagenet2012_real":
-        return _real(f"{name} {split}", source, dataset.facts)
-    if num_classes == dataset.facts.num_classes:
-        return EvaluationSet(f"{name} {split}", source, dataset.facts)
+        return _real(f"{name} {split}", source, dataset.info)
+    if num_classes == dataset.info.num_classes:
+        return EvaluationSet(f"{name} {split}", source, dataset.info)
     classes = np.unique(np.asarray(source.column("label"), np.int64))
     if len(classes) != num_classes:
         raise InputError(
@@ -68,10 +68,10 @@ def open_imagenet_evaluation(
             " are expected. Prepare it again."
         )
     rule = f"the best of its {num_classes} classes"
-    return EvaluationSet(f"{name} {split}, {rule}", source, dataset.facts, classes)
+    return EvaluationSet(f"{name} {split}, {rule}", source, dataset.info, classes)
 
 
-def _real(name: str, source: ImageSource, facts: DatasetFacts) -> EvaluationSet:
+def _real(name: str, source: ImageSource, info: DatasetInfo) -> EvaluationSet:
     answers = source.column("real_label")
     counts = np.array([len(labels) for labels in answers])
     source = source.select(counts > 0)
@@ -80,5 +80,5 @@ def _real(name: str, source: ImageSource, facts: DatasetFacts) -> EvaluationSet:
         row[: len(labels)] = labels
     rule = f"images without a label left out: {np.sum(counts == 0):,}"
     return EvaluationSet(
-        f"{name}, {rule}", source.relabel(np.arange(len(source))), facts, None, filled
+        f"{name}, {rule}", source.relabel(np.arange(len(source))), info, None, filled
     )

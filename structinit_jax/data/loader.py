@@ -1,185 +1,109 @@
-"""Batches of a training run and of an evaluation.
+"""From a split to global batches on the devices."""
 
-The order of the training examples is a function of the seed and the step alone, so a run resumes by
-its step number: there is no iterator state to save, and the number of processes may change.
-"""
-
-import collections
-import functools
-import itertools
-from collections.abc import Iterable, Iterator
+import dataclasses
+from collections.abc import Iterator
+from typing import NamedTuple
 
 import jax
-import numpy as np
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from structinit_jax.data.examples import Examples, Piece
-from structinit_jax.errors import InputError
+from structinit_jax.augment import AugmentOptions
+from structinit_jax.data import stream
+from structinit_jax.data.crop import CropOptions
+from structinit_jax.data.device import DeviceExamples
+from structinit_jax.data.examples import IN_MEMORY_BYTES, LazyExamples, load_examples
+from structinit_jax.data.info import DatasetInfo
+from structinit_jax.data.source import Source
 
 
-@functools.lru_cache(maxsize=4)  # a stream reads two epochs at a time at most
-def _epoch_order(seed: int, epoch: int, num_examples: int) -> np.ndarray:
-    """The shuffle of one epoch, int64 [num_examples].
+class AugmentationSplit(NamedTuple):
+    """Where training images are cut to the model's size.
 
-    Sorting raw Philox output, since NumPy promises that it stays the same from version to version;
-    `Generator.permutation` may change, and with it the order of a resumed run.
+    Attributes:
+      image_size: side of the uint8 images that reach the training step.
+      host_crop: a random crop cut out with decoding, or None.
+      on_device: what is left to do in the step.
     """
-    key = np.array([seed, epoch], np.uint64)
-    order = np.argsort(np.random.Philox(key=key).random_raw(num_examples), kind="stable")
-    order.flags.writeable = False  # it is shared through the cache
-    return order
+
+    image_size: int
+    host_crop: CropOptions | None
+    on_device: AugmentOptions
 
 
-def stream_indices(
-    seed: int, start: int, stop: int, num_examples: int, repeats: int = 1
-) -> np.ndarray:
-    """A piece of the training stream: independently shuffled epochs, end to end.
-
-    Position i belongs to epoch i // num_examples. Batches may straddle two epochs, so within an
-    epoch no example is lost or doubled.
-
-    With repeated augmentation (Hoffer et al. 2020) an epoch has as many positions as ever, but each
-    of its examples stands at `repeats` of them, one after another: it sees only the first part of
-    its shuffle, as in timm.
+def split_augmentation(
+    options: AugmentOptions, info: DatasetInfo, num_examples: int, seed: int
+) -> AugmentationSplit:
+    """Crops on the devices where all images have one size and fit there; else with decoding.
 
     Args:
-      seed: Non-negative seed of the shuffles.
-      start: First position.
-      stop: Position after the last one.
-      num_examples: Size of an epoch.
-      repeats: Consecutive positions that hold the same example.
-
-    Returns:
-      Example numbers, int64 [stop - start].
+      options: the recipe.
+      info: of the data set.
+      num_examples: of the training split.
+      seed: of the crops on the host.
     """
-    positions = np.arange(start, stop, dtype=np.int64)
-    epochs, offsets = np.divmod(positions, num_examples)
-    indices = np.empty_like(positions)
-    for epoch in range(start // num_examples, -(-stop // num_examples)):
-        inside = epochs == epoch
-        indices[inside] = _epoch_order(seed, epoch, num_examples)[offsets[inside] // repeats]
-    return indices
-
-
-def _local_batch_size(batch_size: int, process_count: int) -> int:
-    if batch_size % process_count:
-        raise InputError(
-            f"batch_size={batch_size}: the global batch is shared by {process_count} processes."
-            f" Choose a multiple of {process_count}."
-        )
-    return batch_size // process_count
-
-
-def train_batches(
-    examples: Examples,
-    *,
-    batch_size: int,
-    seed: int,
-    start_step: int,
-    num_steps: int,
-    repeats: int = 1,
-    process_index: int = 0,
-    process_count: int = 1,
-) -> Iterator[dict[str, np.ndarray]]:
-    """This process's share of the training batches.
-
-    The global batch of step s holds positions `s * batch_size` and following of `stream_indices`;
-    process p has the p-th contiguous part of it.
-
-    Args:
-      examples: The training split.
-      batch_size: Global batch size B.
-      seed: Seed of the shuffles.
-      start_step: First step to yield; the number of steps done before, when resuming.
-      num_steps: Step to stop before, counted from step 0.
-      repeats: As in `stream_indices`.
-      process_index: Number of this process.
-      process_count: Number of processes P.
-
-    Returns:
-      Iterator of `{"image": uint8 [B / P, H, W, C], "label": int32 [B / P]}`.
-
-    Raises:
-      InputError: `batch_size` is no multiple of `process_count`.
-    """
-    local = _local_batch_size(batch_size, process_count)
-
-    def piece_of(number: int) -> Piece:
-        start = (start_step + number) * batch_size + process_index * local
-        indices = stream_indices(seed, start, start + local, len(examples), repeats)
-        return Piece(indices, start)
-
-    return examples.batches(piece_of, max(0, num_steps - start_step), local)
-
-
-def eval_batches(
-    examples: Examples, *, batch_size: int, process_index: int = 0, process_count: int = 1
-) -> Iterator[dict[str, np.ndarray]]:
-    """Every example once, in order; the end is padded with repeats of example 0.
-
-    All processes get the same number of batches, since each global step needs all of them.
-
-    Args:
-      examples: The split to evaluate on.
-      batch_size: Global batch size B.
-      process_index: Number of this process.
-      process_count: Number of processes P.
-
-    Returns:
-      Iterator of `{"image": uint8 [B / P, H, W, C], "label": int32 [B / P], "mask": float32
-      [B / P]}`; the mask is 1 for an example and 0 for padding.
-
-    Raises:
-      InputError: `batch_size` is no multiple of `process_count`.
-    """
-    local = _local_batch_size(batch_size, process_count)
-
-    def positions_of(number: int) -> np.ndarray:
-        start = number * batch_size + process_index * local
-        return np.arange(start, start + local)
-
-    def piece_of(number: int) -> Piece:
-        positions = positions_of(number)
-        return Piece(np.where(positions < len(examples), positions, 0), int(positions[0]))
-
-    num_batches = -(-len(examples) // batch_size)
-    batches = examples.batches(piece_of, num_batches, local)
-    return (
-        {**batch, "mask": (positions_of(number) < len(examples)).astype(np.float32)}
-        for number, batch in enumerate(batches)
+    if options.crop != "resized":
+        return AugmentationSplit(options.image_size, None, options)
+    height, width, channels = info.image_shape
+    if height is not None and height == width:
+        size = num_examples * height * width * channels
+        if size <= IN_MEMORY_BYTES:
+            return AugmentationSplit(height, None, options)
+    crop = CropOptions(
+        seed=seed,
+        scale=options.crop_scale,
+        ratio=options.crop_ratio,
+        interpolation=options.interpolation,
     )
+    return AugmentationSplit(options.image_size, crop, dataclasses.replace(options, crop="none"))
 
 
-def place_batches(
-    batches: Iterable[dict[str, np.ndarray]], sharding: jax.sharding.Sharding, depth: int = 2
-) -> Iterator[dict[str, jax.Array]]:
-    """Turns the local batches of all processes into global arrays.
-
-    Copies to the device are asynchronous: starting them `depth` batches ahead lets them overlap
-    the steps before.
+class HostLoader:
+    """A split that is decoded while the training runs; each process decodes its share.
 
     Args:
-      batches: This process's batches, of arrays [B / P, ...].
-      sharding: Where the first axis of the global arrays is cut.
-      depth: How many placed batches wait while one is in use.
-
-    Yields:
-      The same batches as global arrays [B, ...].
+      examples: the split.
+      mesh: the devices; batches are split over all its axes.
     """
-    iterator = iter(batches)
-    waiting: collections.deque[dict[str, jax.Array]] = collections.deque()
 
-    def place(number: int) -> None:
-        for batch in itertools.islice(iterator, number):
-            # With several processes JAX takes this explicit transfer for an implicit one.
-            with jax.transfer_guard_host_to_device("allow"):
-                waiting.append(
-                    {
-                        key: jax.make_array_from_process_local_data(sharding, array)
-                        for key, array in batch.items()
-                    }
-                )
+    def __init__(self, examples: LazyExamples, mesh: Mesh):
+        self._examples = examples
+        self._sharding = NamedSharding(mesh, PartitionSpec(mesh.axis_names))
+        self._process = dict(process_index=jax.process_index(), process_count=jax.process_count())
 
-    place(depth)
-    while waiting:
-        place(1)
-        yield waiting.popleft()
+    def train_batches(self, **options) -> Iterator[dict[str, jax.Array]]:
+        """See `DeviceExamples.train_batches`."""
+        batches = stream.train_batches(self._examples, **options, **self._process)
+        return stream.place_batches(batches, self._sharding)
+
+    def eval_batches(self, *, batch_size: int) -> Iterator[dict[str, jax.Array]]:
+        """See `DeviceExamples.eval_batches`."""
+        batches = stream.eval_batches(self._examples, batch_size=batch_size, **self._process)
+        return stream.place_batches(batches, self._sharding)
+
+
+Loader = DeviceExamples | HostLoader
+
+
+def make_loader(
+    source: Source,
+    info: DatasetInfo,
+    mesh: Mesh,
+    *,
+    image_size: int,
+    crop_fraction: float = 1.0,
+    random_crop: CropOptions | None = None,
+) -> Loader:
+    """Global batches of a split: gathered on the devices where it fits into memory.
+
+    Args:
+      source: A split from `Dataset.split`.
+      info: Of its data set.
+      mesh: The devices; batches are split over all its axes.
+      image_size: Height and width of the batches' images in pixels.
+      crop_fraction: Side of the central crop, as a fraction of the shorter side.
+      random_crop: Cuts a random box in place of the central crop.
+    """
+    examples = load_examples(source, info, image_size, crop_fraction, random_crop)
+    if isinstance(examples, LazyExamples):
+        return HostLoader(examples, mesh)
+    return DeviceExamples(examples, mesh)

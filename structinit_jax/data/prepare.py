@@ -103,10 +103,10 @@ def report(dataset: datasets.Dataset, num_checked: int) -> None:
     """Prints what a set holds; arguments as in `describe_split`."""
     names = dataset.class_names
     shown = ", ".join(names[:SHOWN_CLASSES]) + (", …" if len(names) > SHOWN_CLASSES else "")
-    channels = dataset.facts.image_shape[-1]
+    channels = dataset.info.image_shape[-1]
     print(f"{dataset.name}: {len(names)} classes ({shown}), {channels} channels")
-    for split in dataset.facts.num_examples:
-        if dataset.facts.num_examples[split]:
+    for split in dataset.info.num_examples:
+        if dataset.info.num_examples[split]:
             for line in describe_split(dataset.split(split), len(names), num_checked):
                 print(f"  {split}: {line}", flush=True)
 
@@ -131,7 +131,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     dataset = datasets.open_dataset(flags.name, flags.data_dir, flags.manual_dir)
     report(dataset, flags.check)
     if flags.samples:
-        first = next(split for split, size in dataset.facts.num_examples.items() if size)
+        first = next(split for split, size in dataset.info.num_examples.items() if size)
         sheet = draw_sheet(dataset.split(first), dataset.class_names)
         try:
             sheet.save(Path(flags.samples), "PNG")

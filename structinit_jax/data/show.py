@@ -15,8 +15,7 @@ from ml_collections import ConfigDict
 from structinit_jax import command_line, evaluate
 from structinit_jax import config as config_lib
 from structinit_jax.augment import make_augment
-from structinit_jax.data.examples import load_examples
-from structinit_jax.data.feed import make_feed
+from structinit_jax.data.loader import make_loader
 from structinit_jax.data.sample_sheet import COLUMNS, ROWS, draw_tiles
 from structinit_jax.out_flag import OUT
 from structinit_jax.program import make_plan
@@ -35,13 +34,16 @@ def training_batch(config: ConfigDict, step: int) -> tuple[np.ndarray, np.ndarra
     config_lib.validate(config)
     dataset = evaluate.open_data(config)
     source = dataset.split(config.data.train_split, "data.train_split", config.data.on_bad_image)
-    route = make_plan(config, dataset.facts, len(source)).route
-    examples = load_examples(
-        source, dataset.facts, route.image_size, random_resized_crop=route.host_crop
-    )
+    augmentation = make_plan(config, dataset.info, len(source)).augmentation
     mesh = mesh_lib.make_mesh()
-    feed = make_feed(examples, mesh)
-    batches = feed.train_batches(
+    loader = make_loader(
+        source,
+        dataset.info,
+        mesh,
+        image_size=augmentation.image_size,
+        random_crop=augmentation.host_crop,
+    )
+    batches = loader.train_batches(
         batch_size=config.batch_size,
         seed=config.seed,
         start_step=step,
@@ -50,7 +52,7 @@ def training_batch(config: ConfigDict, step: int) -> tuple[np.ndarray, np.ndarra
     )
     batch = next(batches)
     key = train_step_keys(config.seed, step)[0]
-    augment = jax.jit(make_augment(route.augment, mesh))
+    augment = jax.jit(make_augment(augmentation.on_device, mesh))
     images, targets = augment(key, batch["image"], batch["label"])
     pixels = 255 * (np.asarray(images) * np.asarray(config.data.std) + np.asarray(config.data.mean))
     return np.clip(pixels.round(), 0, 255).astype(np.uint8), np.asarray(targets)

@@ -9,8 +9,8 @@ images have no labels and are left out.
 import os
 from pathlib import Path
 
-from structinit_jax.data.catalog import CATALOG
 from structinit_jax.data.folder import FolderRecords, list_images, mixed
+from structinit_jax.data.info import CATALOG
 from structinit_jax.errors import InputError
 
 FOLDER = "tiny-imagenet-200"
@@ -51,12 +51,12 @@ class TinyImageNet:
             "val": [(str(val / "images" / file), labels[name]) for file, name in rows],
         }
         self._files = {split: mixed(found, self.root) for split, found in files.items()}
-        self.facts = CATALOG["tiny_imagenet"]
+        self.info = CATALOG["tiny_imagenet"]
         sizes = {split: len(found) for split, found in files.items()}
-        if sizes != self.facts.num_examples:
+        if sizes != self.info.num_examples:
             raise InputError(
                 f"data.data_dir={str(root or '')!r}: {self.root} holds {sizes} images, and the"
-                f" published set {dict(self.facts.num_examples)}. Unpack the archive again."
+                f" published set {dict(self.info.num_examples)}. Unpack the archive again."
             )
 
     def open_records(self, parts: list[tuple[str, int, int]]) -> FolderRecords:

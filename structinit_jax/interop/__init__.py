@@ -9,8 +9,18 @@ such as jimm's. `select_weights` starts a smaller model from a larger one. Torch
 state dicts come and go as NumPy or JAX arrays.
 """
 
+from structinit_jax.interop.convert import from_timm, to_timm
 from structinit_jax.interop.layouts import LAYOUTS
 from structinit_jax.interop.select_weights import select_weights
 from structinit_jax.interop.weights import attention_site, initialize, read, write
 
-__all__ = ["LAYOUTS", "attention_site", "initialize", "read", "select_weights", "write"]
+__all__ = [
+    "LAYOUTS",
+    "attention_site",
+    "from_timm",
+    "initialize",
+    "read",
+    "select_weights",
+    "to_timm",
+    "write",
+]

@@ -5,7 +5,7 @@ import jax.numpy as jnp
 from flax import nnx
 from jaxtyping import Array, Float
 
-from structinit_jax.attention_init.relative_bias import relative_index
+from structinit_jax.attention_init.windows import relative_index
 from structinit_jax.models import layers, windows
 from structinit_jax.models.layers import Key
 

@@ -148,7 +148,7 @@ class VisionTransformer(nnx.Module):
         """Puts a scheme's weights in place and returns what its solve reports."""
         weights: AttentionWeights = attention_init(key, self.attention_site)
         attention = self.blocks.attention
-        if attention.query_norm is not None and weights.filters is not None:
+        if attention.query_norm is not None and weights.filter_index is not None:
             raise InputError(
                 "model.qk_norm=True does not fit this attention_init: its maps are solved for "
                 "queries and keys that no norm rescales; set model.qk_norm=False, or "

@@ -7,9 +7,10 @@ import pytest
 from flax import nnx
 
 from structinit_jax import attention_init
-from structinit_jax.attention_init import WindowSite, filters, impulse, relative_bias
+from structinit_jax.attention_init import WindowSite, impulse, windows
+from structinit_jax.attention_init import kernels as kernels_lib
 from structinit_jax.errors import InputError
-from structinit_jax.models import windows
+from structinit_jax.models import windows as token_windows
 from structinit_jax.models.swin import SwinTransformer
 
 WINDOW = (4, 5)
@@ -33,27 +34,29 @@ def maps_of(weights):
 
 @pytest.mark.parametrize("share", [0.3, 0.5, 0.9])
 def test_impulse_rows_have_exactly_the_share_and_others_are_uniform(share):
-    weights = impulse(share=share, value_out="default")(KEY, SITE)
+    weights = impulse(target_mass=share, vo_init="default")(KEY, SITE)
     maps = maps_of(weights)
-    targets = filters.convolution_maps(filters.impulse_kernels(3), WINDOW)[weights.filters]
+    targets = kernels_lib.convolution_maps(kernels_lib.impulse_kernels(3), WINDOW)[
+        weights.filter_index
+    ]
     has_target = targets.any(-1)
     np.testing.assert_allclose((maps * targets).sum(-1)[has_target], share, rtol=1e-5)
     np.testing.assert_allclose(maps[~has_target], 1 / 20, rtol=1e-5)
-    assert set(np.unique(weights.filters)) == set(range(9))
+    assert set(np.unique(weights.filter_index)) == set(range(9))
     np.testing.assert_allclose(weights.bias.max(), np.log(19 * share / (1 - share)), rtol=1e-5)
-    assert weights.report.peaks == 1
-    np.testing.assert_allclose(weights.report.share, share, rtol=1e-5)
+    assert weights.report.hit_rate == 1
+    np.testing.assert_allclose(weights.report.target_mass, share, rtol=1e-5)
     assert weights.value is None
     assert weights.out is None
 
 
 def test_report_is_that_of_the_maps():
     report = impulse()(KEY, SITE).report
-    targets = filters.convolution_maps(filters.impulse_kernels(3), WINDOW)
+    targets = kernels_lib.convolution_maps(kernels_lib.impulse_kernels(3), WINDOW)
     maps = 0.5 * targets + 0.5 / 19 * (1 - targets)
     maps = np.where(targets.any(-1, keepdims=True), maps, 1 / 20)
     np.testing.assert_allclose(report.loss, np.mean((maps - targets) ** 2), rtol=1e-5)
-    np.testing.assert_allclose(report.share, relative_bias.DEFAULT_SHARE, rtol=1e-5)
+    np.testing.assert_allclose(report.target_mass, windows.DEFAULT_SHARE, rtol=1e-5)
     np.testing.assert_allclose(report.norm, 0.02 * 24**0.5, rtol=0.1)
     assert report.steps == 0
 
@@ -64,17 +67,19 @@ def test_other_kernels_are_mixed_with_a_uniform_floor(name):
     if name == "given":
         kernels = np.zeros((1, 3, 3), np.float32)
         kernels[0, 0, 1:] = (1, 3)
-        scheme = impulse(filters=kernels, share=share)
+        scheme = impulse(filters=kernels, target_mass=share)
     else:
-        scheme = impulse(filters=name, share=share)
+        scheme = impulse(filters=name, target_mass=share)
         kernels = {
-            "box": filters.box_kernels(3),
-            "gaussian": filters.smooth_kernels(3, 0.7),
-            "difference_of_gaussians": filters.smooth_kernels(3, 0.7, surround=1.4),
+            "box": kernels_lib.box_kernels(3),
+            "gaussian": kernels_lib.smooth_kernels(3, 0.7),
+            "difference_of_gaussians": kernels_lib.smooth_kernels(3, 0.7, surround=1.4),
         }[name]
     weights = scheme(KEY, dataclasses.replace(SITE, grid=window))
-    maps = np.asarray(relative_bias.bias_maps(weights.bias, window))
-    target = filters.convolution_maps(kernels, window)[weights.filters][:, :, 40]  # the centre row
+    maps = np.asarray(windows.bias_maps(weights.bias, window))
+    target = kernels_lib.convolution_maps(kernels, window)[weights.filter_index][
+        :, :, 40
+    ]  # the centre row
     target = target / target.sum(-1, keepdims=True)
     row = maps[:, :, 40]
     np.testing.assert_allclose(np.minimum(row, target).sum(-1), share, rtol=1e-4)
@@ -86,22 +91,28 @@ def test_other_kernels_are_mixed_with_a_uniform_floor(name):
 
 def test_kernel_size_and_dilation_may_differ_by_layer():
     weights = impulse(kernel_size=(1, 3, 3, 3, 3, 3), dilation=(1, 1, 1, 2, 2, 2))(KEY, SITE)
-    bank = [filters.impulse_kernels(1), filters.impulse_kernels(3), filters.impulse_kernels(3, 2)]
-    targets = np.concatenate([filters.convolution_maps(k, WINDOW) for k in bank])[weights.filters]
+    bank = [
+        kernels_lib.impulse_kernels(1),
+        kernels_lib.impulse_kernels(3),
+        kernels_lib.impulse_kernels(3, 2),
+    ]
+    targets = np.concatenate([kernels_lib.convolution_maps(k, WINDOW) for k in bank])[
+        weights.filter_index
+    ]
     np.testing.assert_allclose(
         (maps_of(weights) * targets).sum(-1)[targets.any(-1)], 0.5, rtol=1e-5
     )
-    assert not np.any(weights.filters[0])
-    assert np.all((weights.filters[1:3] >= 1) & (weights.filters[1:3] < 10))
-    assert np.all(weights.filters[3:] >= 10)
+    assert not np.any(weights.filter_index[0])
+    assert np.all((weights.filter_index[1:3] >= 1) & (weights.filter_index[1:3] < 10))
+    assert np.all(weights.filter_index[3:] >= 10)
 
 
 def test_offsets_that_do_not_exist_in_the_window_go_to_no_head():
     row = impulse()(KEY, dataclasses.replace(SITE, grid=(1, 3)))
-    assert set(np.unique(row.filters)) == {3, 4, 5}
+    assert set(np.unique(row.filter_index)) == {3, 4, 5}
     assert row.bias.shape == (6, 5, 3)
     single = impulse()(KEY, dataclasses.replace(SITE, grid=(1, 1)))
-    assert set(np.unique(single.filters)) == {4}
+    assert set(np.unique(single.filter_index)) == {4}
     assert not np.any(single.bias)
     corner = np.zeros((1, 3, 3), np.float32)
     corner[0, 0, 0] = 1
@@ -111,16 +122,16 @@ def test_offsets_that_do_not_exist_in_the_window_go_to_no_head():
 
 def test_layers_are_equal_on_request():
     weights = impulse(same_layers=True)(KEY, SITE)
-    for name in ("bias", "query", "key", "filters"):
+    for name in ("bias", "query", "key", "filter_index"):
         value = getattr(weights, name)
         assert np.array_equal(value[0], value[5])
     assert not np.array_equal(*impulse()(KEY, SITE).bias[:2])
 
 
-@pytest.mark.parametrize("value_out", ["balanced", "mimetic"])
-def test_value_and_projection_are_near_minus_identity(value_out):
+@pytest.mark.parametrize("vo_init", ["balanced", "mimetic"])
+def test_value_and_projection_are_near_minus_identity(vo_init):
     site = dataclasses.replace(SITE, width=96, num_heads=3, head_dim=32)
-    weights = impulse(value_out=value_out)(KEY, site)
+    weights = impulse(vo_init=vo_init)(KEY, site)
     noise = np.einsum("LDhd,LhdE->LDE", weights.value, weights.out) + 0.4 * np.eye(96)
     np.testing.assert_allclose(noise.std(), 0.4 * 96**-0.5, rtol=0.3)
     assert abs(noise.mean()) < 0.01
@@ -186,8 +197,8 @@ def swin():
     chosen = []
 
     def scheme(key, site):
-        weights = impulse(share=SHARE)(key, site)
-        chosen.append(weights.filters)
+        weights = impulse(target_mass=SHARE)(key, site)
+        chosen.append(weights.filter_index)
         return weights
 
     report = model.initialize_attention(scheme, KEY)
@@ -199,7 +210,7 @@ def swin():
 def test_maps_on_images_have_the_share_in_shifted_and_unshifted_blocks(swin):
     model, chosen, _, out = swin
     n = 16
-    targets = filters.convolution_maps(filters.impulse_kernels(3), (4, 4))
+    targets = kernels_lib.convolution_maps(kernels_lib.impulse_kernels(3), (4, 4))
     boost = (n - 1) * SHARE / (1 - SHARE)  # the exponential of the bias
     blocks_of_stages = [stage["blocks"] for stage in out["stages"]]
     for stage, heads, blocks, grid in zip(
@@ -207,7 +218,7 @@ def test_maps_on_images_have_the_share_in_shifted_and_unshifted_blocks(swin):
     ):
         assert stage.shift == (2, 2)
         maps = np.asarray(blocks["attention_maps"]).mean(axis=1)  # [L, W, h, n, n]
-        mask = windows.shift_mask(grid, (4, 4), (2, 2)) == 0  # [W, n, n], with itself
+        mask = token_windows.shift_mask(grid, (4, 4), (2, 2)) == 0  # [W, n, n], with itself
         for layer in range(stage.depth):
             shifted = layer % 2 == 1
             for window in range(maps.shape[1]):
@@ -225,8 +236,8 @@ def test_maps_on_images_have_the_share_in_shifted_and_unshifted_blocks(swin):
 
 def test_reports_are_averaged_and_every_offset_is_used(swin):
     _, chosen, report, _ = swin
-    np.testing.assert_allclose(report.share, SHARE, rtol=1e-5)
-    assert report.peaks == 1
+    np.testing.assert_allclose(report.target_mass, SHARE, rtol=1e-5)
+    assert report.hit_rate == 1
     # Rows of norm 0.02 D^1/2, averaged over the stages of width 32 and 64.
     np.testing.assert_allclose(report.norm, 0.02 * (32**0.5 + 64**0.5) / 2, rtol=0.05)
     for heads in chosen:

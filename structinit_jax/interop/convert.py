@@ -2,8 +2,8 @@
 
     from safetensors.numpy import load_file, save_file
 
-    timm.load(model, load_file("vit_tiny.safetensors"))
-    save_file(timm.export(model), "ours.safetensors")
+    from_timm(model, load_file("vit_tiny.safetensors"))
+    save_file(to_timm(model), "ours.safetensors")
 
 Torch is not needed: a state dict is names and NumPy arrays. For tensors of torch pass
 `{name: tensor.numpy() for name, tensor in state_dict.items()}`.
@@ -32,7 +32,7 @@ ENTRIES = {
 BUFFERS = {SwinTransformer: timm_swin.buffers}
 
 
-def export(model: nnx.Module) -> dict[str, np.ndarray]:
+def to_timm(model: nnx.Module) -> dict[str, np.ndarray]:
     """The model's weights, fixed ones and running statistics too, in timm's names and layout."""
     ours = _weights(model)
     return {
@@ -41,7 +41,7 @@ def export(model: nnx.Module) -> dict[str, np.ndarray]:
     }
 
 
-def load(model: nnx.Module, state_dict: StateDict) -> None:
+def from_timm(model: nnx.Module, state_dict: StateDict) -> None:
     """Puts timm's weights into a model of the same architecture, in place.
 
     Raises:

@@ -4,9 +4,9 @@ import difflib
 import inspect
 
 from structinit_jax.attention_init.baselines import default, kaiming_uniform, mimetic
-from structinit_jax.attention_init.impulse import impulse
 from structinit_jax.attention_init.papers import impulse_2024, impulse_2025
-from structinit_jax.attention_init.site import AttentionInit
+from structinit_jax.attention_init.sites import AttentionInit
+from structinit_jax.attention_init.tokens import impulse
 from structinit_jax.errors import InputError
 
 SCHEMES = {

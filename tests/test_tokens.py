@@ -3,7 +3,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from structinit_jax.attention_init import AttentionSite, filters, impulse, sincos_positions
+from structinit_jax.attention_init import AttentionSite, impulse, sincos_positions
+from structinit_jax.attention_init import kernels as kernels_lib
 from structinit_jax.attention_init.pseudo_input import layer_norm
 from structinit_jax.errors import InputError
 
@@ -24,7 +25,7 @@ def make_site(**changes):
 
 
 def make(**options):
-    return impulse(value_out="default", **options)(jax.random.key(0), make_site())
+    return impulse(vo_init="default", **options)(jax.random.key(0), make_site())
 
 
 def head_maps(weights):
@@ -38,51 +39,53 @@ def shares(maps, targets):
 
 
 def test_every_head_has_the_filter_that_the_weights_name():
-    weights = make(share=0.5)
-    targets = filters.convolution_maps(filters.impulse_kernels(3), GRID)[weights.filters]
+    weights = make(target_mass=0.5)
+    targets = kernels_lib.convolution_maps(kernels_lib.impulse_kernels(3), GRID)[
+        weights.filter_index
+    ]
     np.testing.assert_allclose(shares(head_maps(weights), targets), 0.5, atol=0.01)
-    assert weights.report.peaks > 0.99
+    assert weights.report.hit_rate > 0.99
 
 
 @pytest.mark.parametrize("name", ["gaussian", "difference_of_gaussians", "box"])
 def test_other_filters_are_approached(name):
-    weights = make(filters=name, share=0.6)
-    np.testing.assert_allclose(weights.report.share, 0.6, atol=0.01)
+    weights = make(filters=name, target_mass=0.6)
+    np.testing.assert_allclose(weights.report.target_mass, 0.6, atol=0.01)
     if name == "box":
-        assert not np.any(weights.filters)
+        assert not np.any(weights.filter_index)
 
 
 def test_kernel_size_and_dilation_may_differ_by_layer():
-    weights = make(kernel_size=(1, 3, 3, 5), share=0.4)
-    assert not np.any(weights.filters[0])
-    assert np.all((weights.filters[1:3] >= 1) & (weights.filters[1:3] < 10))
-    assert np.all((weights.filters[3] >= 10) & (weights.filters[3] < 35))
-    assert len(np.unique(weights.filters[1:3])) == 6  # covered evenly over the two layers
-    dilated = make(dilation=(1, 1, 2, 2), share=0.4)
-    targets = filters.convolution_maps(filters.impulse_kernels(3, dilation=2), GRID)
-    chosen = targets[np.asarray(dilated.filters[2:]) - 9]
+    weights = make(kernel_size=(1, 3, 3, 5), target_mass=0.4)
+    assert not np.any(weights.filter_index[0])
+    assert np.all((weights.filter_index[1:3] >= 1) & (weights.filter_index[1:3] < 10))
+    assert np.all((weights.filter_index[3] >= 10) & (weights.filter_index[3] < 35))
+    assert len(np.unique(weights.filter_index[1:3])) == 6  # covered evenly over the two layers
+    dilated = make(dilation=(1, 1, 2, 2), target_mass=0.4)
+    targets = kernels_lib.convolution_maps(kernels_lib.impulse_kernels(3, dilation=2), GRID)
+    chosen = targets[np.asarray(dilated.filter_index[2:]) - 9]
     np.testing.assert_allclose(shares(head_maps(dilated)[2:], chosen), 0.4, atol=0.01)
 
 
 def test_given_kernels_and_maps_are_solved_alike():
-    kernels = filters.impulse_kernels(3)[[1, 5]]
+    kernels = kernels_lib.impulse_kernels(3)[[1, 5]]
     by_kernel = make(filters=kernels, norm=1.0)
-    by_map = make(filters=filters.convolution_maps(kernels, GRID), norm=1.0)
+    by_map = make(filters=kernels_lib.convolution_maps(kernels, GRID), norm=1.0)
     np.testing.assert_allclose(by_kernel.query, by_map.query, atol=1e-6)
 
 
 def test_layers_are_equal_on_request():
     weights = make(same_layers=True)
     assert np.array_equal(weights.query[0], weights.query[3])
-    assert np.array_equal(weights.filters[0], weights.filters[3])
+    assert np.array_equal(weights.filter_index[0], weights.filter_index[3])
     assert not np.array_equal(*make().query[:2])
 
 
-@pytest.mark.parametrize("value_out", ["balanced", "mimetic"])
-def test_value_and_projection_leave_the_encoding_alone(value_out):
+@pytest.mark.parametrize("vo_init", ["balanced", "mimetic"])
+def test_value_and_projection_leave_the_encoding_alone(vo_init):
     x = layer_norm(sincos_positions(GRID, WIDTH))
     kept, plain = (
-        impulse(value_out=value_out, keep_positions=keep)(jax.random.key(0), make_site())
+        impulse(vo_init=vo_init, keep_positions=keep)(jax.random.key(0), make_site())
         for keep in (True, False)
     )
     for name, letters in (("value", "nD,LDhd->Lnhd"), ("out", "nD,LhdD->Lnhd")):
@@ -96,7 +99,7 @@ def test_value_and_projection_leave_the_encoding_alone(value_out):
 
 def test_balanced_heads_are_equally_strong_and_their_product_near_minus_identity():
     weights = impulse(keep_positions=False)(jax.random.key(0), make_site())
-    mimetic = impulse(keep_positions=False, value_out="mimetic")(jax.random.key(0), make_site())
+    mimetic = impulse(keep_positions=False, vo_init="mimetic")(jax.random.key(0), make_site())
     for w in (weights, mimetic):
         noise = np.einsum("LDhd,LhdE->LDE", w.value, w.out) + 0.4 * np.eye(WIDTH)
         np.testing.assert_allclose(noise.std(), 0.4 * WIDTH**-0.5, rtol=0.3)
@@ -113,8 +116,8 @@ def test_balanced_heads_are_equally_strong_and_their_product_near_minus_identity
 def test_offsets_follow_the_order(order):
     weights = make(offsets=order)
     if order == "centre_first":
-        assert weights.filters.tolist() == [[4, 1, 5]] * LAYERS
-    assert weights.filters.shape == (LAYERS, HEADS)
+        assert weights.filter_index.tolist() == [[4, 1, 5]] * LAYERS
+    assert weights.filter_index.shape == (LAYERS, HEADS)
 
 
 def test_sharded_and_single_device_solves_agree():
@@ -133,14 +136,14 @@ def test_learned_random_positions_are_solved_at_full_rank():
     rng = np.random.default_rng(0)
     positions = rng.normal(size=(35, WIDTH)).astype(np.float32)
     site = make_site(positions=positions)
-    weights = impulse(share=0.5, value_out="default")(jax.random.key(0), site)
-    np.testing.assert_allclose(weights.report.share, 0.5, atol=0.01)
+    weights = impulse(target_mass=0.5, vo_init="default")(jax.random.key(0), site)
+    np.testing.assert_allclose(weights.report.target_mass, 0.5, atol=0.01)
 
 
 def test_targets_out_of_reach_are_told():
     site = make_site(num_heads=24, head_dim=2, qk_scale=2**-0.5)
     with pytest.warns(UserWarning, match=r"of the attention rows peak .* head_dim=2"):
-        impulse(kernel_size=5, value_out="default")(jax.random.key(0), site)
+        impulse(kernel_size=5, vo_init="default")(jax.random.key(0), site)
 
 
 @pytest.mark.slow
@@ -148,16 +151,16 @@ def test_4096_tokens_are_solved_from_part_of_their_rows():
     grid = (64, 64)
     site = AttentionSite(grid, 64, 2, 32, 2, 32**-0.5, sincos_positions(grid, 64))
     with pytest.warns(UserWarning, match="of the attention rows peak"):  # 30 steps are few
-        weights = impulse(norm=2.0, value_out="default", max_steps=30)(jax.random.key(0), site)
-    assert weights.report.share > 0.02  # a uniform map has 0.0002
+        weights = impulse(norm=2.0, vo_init="default", max_steps=30)(jax.random.key(0), site)
+    assert weights.report.target_mass > 0.02  # a uniform map has 0.0002
     assert np.all(np.isfinite(weights.query))
 
 
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        (dict(share=0.0), r"attention_init\.share=0\.0"),
-        (dict(share=1.5), r"attention_init\.share=1\.5"),
+        (dict(target_mass=0.0), r"attention_init\.target_mass=0\.0"),
+        (dict(target_mass=1.5), r"attention_init\.target_mass=1\.5"),
         (dict(filters="sobel"), r"attention_init\.filters='sobel': choose one of impulse, gauss"),
         (dict(filters=np.ones((3, 3))), r"shape \(3, 3\): it needs kernels \[F, f, f\]"),
         (dict(filters=np.ones((1, 4, 4))), r"shape \(1, 4, 4\).* f odd, or maps \[F, 35, 35\]"),

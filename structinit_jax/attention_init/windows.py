@@ -15,12 +15,12 @@ import numpy as np
 from jaxtyping import Array, Float, Int, PRNGKeyArray
 
 from structinit_jax.attention_init.baselines import (
-    balanced_value_out,
+    balanced_vo,
     default,
-    mimetic_value_out,
+    mimetic_vo,
 )
-from structinit_jax.attention_init.filters import assign_layers, bank_ranges, convolution_maps
-from structinit_jax.attention_init.site import AttentionWeights, WindowSite
+from structinit_jax.attention_init.kernels import assign_layers, bank_ranges, convolution_maps
+from structinit_jax.attention_init.sites import AttentionWeights, WindowSite
 from structinit_jax.attention_init.solve import closeness
 from structinit_jax.errors import InputError
 
@@ -46,7 +46,7 @@ def bias_maps(table: Float[Array, "*L R h"], window: tuple[int, int]) -> Float[A
 
 
 def bias_of_kernels(
-    kernels: Float[np.ndarray, "F g g"], window: tuple[int, int], share: float
+    kernels: Float[np.ndarray, "F g g"], window: tuple[int, int], target_mass: float
 ) -> Float[np.ndarray, "F R"]:
     """Biases whose softmax is the kernel, mixed with as much of a uniform map as the share asks.
 
@@ -59,7 +59,7 @@ def bias_of_kernels(
     Args:
       kernels: none negative; offsets that no two tokens of the window have are cut off.
       window: (rows, cols).
-      share: in (0, 1).
+      target_mass: in (0, 1).
     """
     offsets = _within(kernels, window).astype(np.float64)
     weights = (offsets / offsets.sum(axis=(1, 2), keepdims=True)).reshape(len(kernels), -1)
@@ -68,7 +68,7 @@ def bias_of_kernels(
     for _ in range(BISECTIONS):
         middle = (low + high) / 2
         mixed = middle * weights + (1 - middle) / n
-        enough = np.minimum(weights, mixed).sum(axis=1, keepdims=True) >= share
+        enough = np.minimum(weights, mixed).sum(axis=1, keepdims=True) >= target_mass
         low, high = np.where(enough, low, middle), np.where(enough, middle, high)
     # A window of one token has one map, whatever its bias.
     mixture = low if n > 1 else np.zeros_like(low)
@@ -92,10 +92,10 @@ def place_kernels(
     banks: Sequence[Float[np.ndarray, "_ _ _"]],
     bank_of_layer: tuple[int, ...],
     *,
-    share: float,
+    target_mass: float,
     offsets: str,
     same_layers: bool,
-    value_out: str,
+    vo_init: str,
 ) -> AttentionWeights:
     """Each head's kernel in its column of the relative position bias.
 
@@ -120,10 +120,10 @@ def place_kernels(
       banks: the distinct banks of kernels. Kernels of which no offset lies within the window, as
         happens in the smallest maps, are given to no head.
       bank_of_layer: each layer's bank.
-      share: attention on target, see `bias_of_kernels`.
-      offsets: how filters go to heads, see `filters.assign_filters`.
+      target_mass: attention on target, see `bias_of_kernels`.
+      offsets: how filters go to heads, see `kernels.assign_filters`.
       same_layers: whether all layers have equal biases, query and key.
-      value_out: V and projection: 'balanced', 'mimetic' or 'default', see `impulse`.
+      vo_init: V and projection: 'balanced', 'mimetic' or 'default', see `impulse`.
 
     Returns:
       Query, key, bias and, but for 'default', value and out. `filters` counts through the
@@ -137,7 +137,7 @@ def place_kernels(
             "kernels with weight near their centre"
         )
     used = [bank[index] for bank, index in zip(banks, kept, strict=True)]
-    table = np.concatenate([bias_of_kernels(bank, site.grid, share) for bank in used])
+    table = np.concatenate([bias_of_kernels(bank, site.grid, target_mass) for bank in used])
     starts = np.cumsum([0] + [len(bank) for bank in banks[:-1]])
     numbers = [start + index for start, index in zip(starts, kept, strict=True)]
 
@@ -150,13 +150,11 @@ def place_kernels(
         ranges=bank_ranges(used, bank_of_layer),
         offsets=offsets,
         same_layers=same_layers,
-        value_out=value_out,
+        vo_init=vo_init,
     )
 
 
-@functools.partial(
-    jax.jit, static_argnames=("site", "ranges", "offsets", "same_layers", "value_out")
-)
+@functools.partial(jax.jit, static_argnames=("site", "ranges", "offsets", "same_layers", "vo_init"))
 def _draw_and_place(
     key: PRNGKeyArray,
     table: Float[Array, "F R"],
@@ -167,7 +165,7 @@ def _draw_and_place(
     ranges: tuple[tuple[int, int], ...],
     offsets: str,
     same_layers: bool,
-    value_out: str,
+    vo_init: str,
 ) -> AttentionWeights:
     """All that is random, as one program, so that it compiles and runs as one."""
     order_key, qk_key, vo_key = jax.random.split(key, 3)
@@ -183,12 +181,12 @@ def _draw_and_place(
         query,
         key_,
         report=closeness(targets, maps, steps=0, norm=norm),
-        filters=numbers[chosen],
+        filter_index=numbers[chosen],
         bias=jnp.swapaxes(table[chosen], 1, 2),
     )
-    if value_out == "default":
+    if vo_init == "default":
         return weights
-    make = balanced_value_out if value_out == "balanced" else mimetic_value_out
+    make = balanced_vo if vo_init == "balanced" else mimetic_vo
     value, out = make(vo_key, layers, site.width, site.num_heads, site.head_dim)
     return weights._replace(value=value, out=out)
 

@@ -69,10 +69,10 @@ class SolveReport(NamedTuple):
 
     Attributes:
       loss: mean squared difference between target and attention map.
-      share: attention that lies where the target wants it, averaged over the rows that have a
+      target_mass: attention that lies where the target wants it, averaged over the rows that have a
         target (an impulse row has none where its neighbour is off the grid); 1 / N is what a
         uniform map has on an impulse.
-      peaks: the part of those rows whose strongest attention lies where the target is strongest.
+      hit_rate: the part of those rows whose strongest attention lies where the target is strongest.
         Well below 1, the target is out of reach: the head dimension or the encoding's rank is too
         low.
       steps: optimizer steps taken.
@@ -80,8 +80,8 @@ class SolveReport(NamedTuple):
     """
 
     loss: Float[Array, ""]
-    share: Float[Array, ""]
-    peaks: Float[Array, ""]
+    target_mass: Float[Array, ""]
+    hit_rate: Float[Array, ""]
     steps: Float[Array, ""]
     norm: Float[Array, ""]
 
@@ -98,9 +98,9 @@ class AttentionWeights(NamedTuple):
       out: [L, h, d, D], the projection behind the heads.
       positions: [N, D] start of a trainable position encoding.
       report: what a solve has to say of itself.
-      filters: [L, h], which of the scheme's filters each head was given.
+      filter_index: [L, h], which of the scheme's filters each head was given.
       bias: [L, R, h] relative position bias of a `WindowSite`, one row for each relative position
-        in timm's order (`relative_bias.relative_index`), R = (2 rows - 1) (2 cols - 1).
+        in timm's order (`windows.relative_index`), R = (2 rows - 1) (2 cols - 1).
     """
 
     query: Float[Array, "L D h d"] | None = None
@@ -109,7 +109,7 @@ class AttentionWeights(NamedTuple):
     out: Float[Array, "L h d D"] | None = None
     positions: Float[Array, "N D"] | None = None
     report: SolveReport | None = None
-    filters: Int[Array, "L h"] | None = None
+    filter_index: Int[Array, "L h"] | None = None
     bias: Float[Array, "L R h"] | None = None
 
 
@@ -168,12 +168,12 @@ class TokenMixingWeights(NamedTuple):
     Attributes:
       fc1: [L, N, hidden], first layer.
       fc2: [L, hidden, N], second layer.
-      filters: [L], which of the scheme's filters each layer was given.
+      filter_index: [L], which of the scheme's filters each layer was given.
     """
 
     fc1: Float[Array, "L N hidden"] | None = None
     fc2: Float[Array, "L hidden N"] | None = None
-    filters: Int[Array, " L"] | None = None
+    filter_index: Int[Array, " L"] | None = None
 
 
 Site = AttentionSite | TokenMixingSite | ConvSite

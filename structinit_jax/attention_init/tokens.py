@@ -9,12 +9,11 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float, PRNGKeyArray
 
-from structinit_jax.attention_init import filters as filters_lib
-from structinit_jax.attention_init import relative_bias, token_mixing
-from structinit_jax.attention_init.baselines import balanced_value_out, mimetic_value_out
-from structinit_jax.attention_init.conv_filters import placed_filters
+from structinit_jax.attention_init import kernels, token_mixing, windows
+from structinit_jax.attention_init.baselines import balanced_vo, mimetic_vo
+from structinit_jax.attention_init.convolution import placed_filters
 from structinit_jax.attention_init.pseudo_input import layer_norm, sincos_positions
-from structinit_jax.attention_init.site import (
+from structinit_jax.attention_init.sites import (
     AttentionInit,
     AttentionWeights,
     ConvSite,
@@ -42,8 +41,8 @@ def impulse(
     offsets: str = "even",
     same_layers: bool = False,
     norm: float = 3**-0.5,
-    share: float | None = None,
-    value_out: str = "balanced",
+    target_mass: float | None = None,
+    vo_init: str = "balanced",
     keep_positions: bool = True,
     optimizer: str = "lbfgs",
     learning_rate: float = 1e-2,
@@ -59,12 +58,12 @@ def impulse(
     Where the model's positions are trainable, they start from the sin-cos encoding.
 
     The filters of a depthwise convolution (`ConvSite`) are set as such, one for each channel, see
-    `conv_filters.placed_filters`: they spread over the model's own kernel, even or odd, and of the
+    `convolution.placed_filters`: they spread over the model's own kernel, even or odd, and of the
     options only `filters`, `sigma`, `offsets` and `same_layers` have a part. `kernel_size` may be
     at most the model's.
 
     Attention within windows (`WindowSite`) has no positions to solve against: the filters go into
-    its relative position bias, see `relative_bias.place_kernels`. `share` is then the only measure
+    its relative position bias, see `windows.place_kernels`. `target_mass` is then the only measure
     of sharpness (0.5 if None); `norm`, `keep_positions` and the options of the solver have no part.
 
     Token-mixing MLPs carry one filter a layer instead, exactly and without a solve
@@ -85,8 +84,8 @@ def impulse(
       same_layers: whether all layers have equal weights.
       norm: root mean square norm of the columns of Q and K, which bounds how sharp the maps
         are. The default is what the start of the 2024 paper's algorithm 1 has.
-      share: attention wanted on target, between 0 and 1, in place of a norm.
-      value_out: V and projection. 'mimetic': V Proj near -0.4 I, as in `mimetic` (2025 paper).
+      target_mass: attention wanted on target, between 0 and 1, in place of a norm.
+      vo_init: V and projection. 'mimetic': V Proj near -0.4 I, as in `mimetic` (2025 paper).
         'balanced': the same product without its decomposition, so that heads are equally strong
         where a decomposition sorts them by singular values. 'default': the model's own.
       keep_positions: whether V and projection leave the encoding's row space alone. Else they
@@ -100,7 +99,7 @@ def impulse(
       InputError: for an option that is out of range, or does not fit the site.
     """
     for size in np.ravel(kernel_size):
-        filters_lib.check_kernel_size(int(size))
+        kernels.check_kernel_size(int(size))
     if isinstance(filters, str):
         check_choice("filters", filters, FILTERS)
     elif np.ndim(filters) != 3:
@@ -109,11 +108,13 @@ def impulse(
             "maps [F, N, N]"
         )
     check_choice("offsets", offsets, ("even", "random", "centre_first"))
-    check_choice("value_out", value_out, ("balanced", "mimetic", "default"))
+    check_choice("vo_init", vo_init, ("balanced", "mimetic", "default"))
     for field, value in (("norm", norm), ("sigma", sigma), ("max_steps", max_steps)):
         check_positive(field, value)
-    if share is not None and not 0 < share < 1:
-        raise InputError(f"attention_init.share={share}: a share of attention lies in (0, 1)")
+    if target_mass is not None and not 0 < target_mass < 1:
+        raise InputError(
+            f"attention_init.target_mass={target_mass}: a share of attention lies in (0, 1)"
+        )
     make_optimizer(optimizer, learning_rate)
 
     def init(key: PRNGKeyArray, site: Site) -> Weights:
@@ -128,14 +129,14 @@ def impulse(
                 same_layers=same_layers,
             )
         if isinstance(site, WindowSite):
-            return relative_bias.place_kernels(
+            return windows.place_kernels(
                 key,
                 site,
                 *_kernel_banks(filters, kernel_size, dilation, sigma, site),
-                share=relative_bias.DEFAULT_SHARE if share is None else share,
+                target_mass=windows.DEFAULT_SHARE if target_mass is None else target_mass,
                 offsets=offsets,
                 same_layers=same_layers,
-                value_out=value_out,
+                vo_init=vo_init,
             )
         if isinstance(site, TokenMixingSite):
             maps, ranges = _bank_of_layers(filters, kernel_size, dilation, sigma, site)
@@ -156,12 +157,12 @@ def impulse(
             ranges=ranges,
             num_heads=site.num_heads,
             offsets=offsets,
-            value_out=value_out,
+            vo_init=vo_init,
             keep_positions=keep_positions,
             head_dim=site.head_dim,
             qk_scale=site.qk_scale,
             norm=norm,
-            share=share,
+            target_mass=target_mass,
             optimizer=optimizer,
             learning_rate=learning_rate,
             max_steps=max_steps,
@@ -179,8 +180,8 @@ def _kernel_banks(filters, kernel_size, dilation, sigma, site):
     """The distinct banks of kernels, each [F, g, g], and the index of each layer's bank."""
     if not isinstance(filters, str):
         return [_given_kernels(filters, site)], (0,) * site.num_layers
-    sizes = filters_lib.per_layer("kernel_size", kernel_size, site.num_layers)
-    dilations = filters_lib.per_layer("dilation", dilation, site.num_layers)
+    sizes = kernels.per_layer("kernel_size", kernel_size, site.num_layers)
+    dilations = kernels.per_layer("dilation", dilation, site.num_layers)
     pairs = list(zip(sizes, dilations, strict=True))
     distinct = list(dict.fromkeys(pairs))
     banks = [_kernels(filters, size, step, sigma) for size, step in distinct]
@@ -189,11 +190,11 @@ def _kernel_banks(filters, kernel_size, dilation, sigma, site):
 
 def _kernels(name, size, dilation, sigma):
     if name == "impulse":
-        return filters_lib.impulse_kernels(size, dilation)
+        return kernels.impulse_kernels(size, dilation)
     if name == "box":
-        return filters_lib.box_kernels(size)
+        return kernels.box_kernels(size)
     surround = 2 * sigma if name == "difference_of_gaussians" else None
-    return filters_lib.smooth_kernels(size, sigma, surround=surround)
+    return kernels.smooth_kernels(size, sigma, surround=surround)
 
 
 def _given_kernels(filters, site):
@@ -221,10 +222,10 @@ def _bank_of_layers(filters, kernel_size, dilation, sigma, site):
         return maps, ((0, len(maps)),) * site.num_layers
     if isinstance(filters, str):
         for size in np.ravel(kernel_size):
-            filters_lib.check_kernel_size(int(size), site.grid)
+            kernels.check_kernel_size(int(size), site.grid)
     banks, bank_of_layer = _kernel_banks(filters, kernel_size, dilation, sigma, site)
-    maps = [_normalize_rows(filters_lib.convolution_maps(bank, site.grid)) for bank in banks]
-    return np.concatenate(maps), filters_lib.bank_ranges(banks, bank_of_layer)
+    maps = [_normalize_rows(kernels.convolution_maps(bank, site.grid)) for bank in banks]
+    return np.concatenate(maps), kernels.bank_ranges(banks, bank_of_layer)
 
 
 def _normalize_rows(maps):
@@ -242,9 +243,9 @@ def _normalize_rows(maps):
         "qk_scale",
         "offsets",
         "same_layers",
-        "value_out",
+        "vo_init",
         "keep_positions",
-        "share",
+        "target_mass",
         "optimizer",
         "learning_rate",
         "max_steps",
@@ -261,14 +262,14 @@ def _solve_and_place(
     head_dim: int,
     offsets: str,
     same_layers: bool,
-    value_out: str,
+    vo_init: str,
     keep_positions: bool,
     **options,
 ) -> AttentionWeights:
     """The whole initialization as one program, so that it compiles and runs as one."""
     solve_key, turn_key, order_key, vo_key = jax.random.split(key, 4)
     bank = solve_bank(solve_key, z, jnp.asarray(targets), head_dim=head_dim, **options)
-    chosen = filters_lib.assign_layers(
+    chosen = kernels.assign_layers(
         order_key, ranges, num_heads, order=offsets, same_layers=same_layers
     )
     layers, width, rank = len(ranges), len(v), bank.query.shape[-1]
@@ -281,11 +282,11 @@ def _solve_and_place(
         return jnp.einsum("Dr,Lrhd->LDhd", v, turned)
 
     weights = AttentionWeights(
-        place(bank.query), place(bank.key), report=bank.report, filters=chosen
+        place(bank.query), place(bank.key), report=bank.report, filter_index=chosen
     )
-    if value_out == "default":
+    if vo_init == "default":
         return weights
-    make = balanced_value_out if value_out == "balanced" else mimetic_value_out
+    make = balanced_vo if vo_init == "balanced" else mimetic_vo
     value, out = make(vo_key, layers, width, num_heads, head_dim)
     if keep_positions:
         value = value - jnp.einsum("Dr,Lrhd->LDhd", v, jnp.einsum("Er,LEhd->Lrhd", v, value))
@@ -294,10 +295,10 @@ def _solve_and_place(
 
 
 def _warn_if_out_of_reach(report, site, rank):
-    if isinstance(report.peaks, jax.core.Tracer) or report.peaks >= REACHED:
+    if isinstance(report.hit_rate, jax.core.Tracer) or report.hit_rate >= REACHED:
         return
     warnings.warn(
-        f"attention_init: only {100 * float(report.peaks):.0f} % of the attention rows peak on "
+        f"attention_init: only {100 * float(report.hit_rate):.0f} % of the attention rows peak on "
         f"their target. head_dim={site.head_dim} and the encoding's rank {rank} bound the rank of "
         "the maps: use fewer heads, a smaller kernel, or sincos positions",
         stacklevel=3,

@@ -1,6 +1,6 @@
-"""Public facts about the data sets of the recipes, and TFDS split syntax.
+"""Public info about the data sets of the recipes, and TFDS split syntax.
 
-The facts let a dry run build the model and count the steps without having any data.
+The info let a dry run build the model and count the steps without having any data.
 """
 
 import dataclasses
@@ -10,7 +10,7 @@ from structinit_jax.errors import InputError
 
 
 @dataclasses.dataclass(frozen=True)
-class DatasetFacts:
+class DatasetInfo:
     """What the model and the schedule need to know about a data set.
 
     Attributes:
@@ -25,28 +25,28 @@ class DatasetFacts:
 
 
 # Splits without labels (stl10's "unlabelled", imagenet2012's "test") are left out.
-CATALOG: dict[str, DatasetFacts] = {
-    "digits": DatasetFacts(10, (8, 8, 1), {"train": 1_438, "test": 359}),
-    "fashion_mnist": DatasetFacts(10, (28, 28, 1), {"train": 60_000, "test": 10_000}),
-    "cifar10": DatasetFacts(10, (32, 32, 3), {"train": 50_000, "test": 10_000}),
-    "cifar100": DatasetFacts(100, (32, 32, 3), {"train": 50_000, "test": 10_000}),
-    "svhn_cropped": DatasetFacts(
+CATALOG: dict[str, DatasetInfo] = {
+    "digits": DatasetInfo(10, (8, 8, 1), {"train": 1_438, "test": 359}),
+    "fashion_mnist": DatasetInfo(10, (28, 28, 1), {"train": 60_000, "test": 10_000}),
+    "cifar10": DatasetInfo(10, (32, 32, 3), {"train": 50_000, "test": 10_000}),
+    "cifar100": DatasetInfo(100, (32, 32, 3), {"train": 50_000, "test": 10_000}),
+    "svhn_cropped": DatasetInfo(
         10, (32, 32, 3), {"train": 73_257, "test": 26_032, "extra": 531_131}
     ),
-    "stl10": DatasetFacts(10, (96, 96, 3), {"train": 5_000, "test": 8_000}),
-    "oxford_flowers102": DatasetFacts(
+    "stl10": DatasetInfo(10, (96, 96, 3), {"train": 5_000, "test": 8_000}),
+    "oxford_flowers102": DatasetInfo(
         102, (None, None, 3), {"train": 1_020, "validation": 1_020, "test": 6_149}
     ),
-    "oxford_iiit_pet": DatasetFacts(37, (None, None, 3), {"train": 3_680, "test": 3_669}),
-    "food101": DatasetFacts(101, (None, None, 3), {"train": 75_750, "validation": 25_250}),
-    "tiny_imagenet": DatasetFacts(200, (64, 64, 3), {"train": 100_000, "val": 10_000}),
-    "imagenet2012": DatasetFacts(1000, (None, None, 3), {"train": 1_281_167, "validation": 50_000}),
+    "oxford_iiit_pet": DatasetInfo(37, (None, None, 3), {"train": 3_680, "test": 3_669}),
+    "food101": DatasetInfo(101, (None, None, 3), {"train": 75_750, "validation": 25_250}),
+    "tiny_imagenet": DatasetInfo(200, (64, 64, 3), {"train": 100_000, "val": 10_000}),
+    "imagenet2012": DatasetInfo(1000, (None, None, 3), {"train": 1_281_167, "validation": 50_000}),
     # Test sets for models of imagenet2012, with its classes.
-    "imagenet2012_real": DatasetFacts(1000, (None, None, 3), {"validation": 50_000}),
-    "imagenet_v2": DatasetFacts(1000, (None, None, 3), {"test": 10_000}),
-    "imagenet_sketch": DatasetFacts(1000, (None, None, 3), {"test": 50_889}),
-    "imagenet_a": DatasetFacts(1000, (None, None, 3), {"test": 7_500}),
-    "imagenet_r": DatasetFacts(1000, (None, None, 3), {"test": 30_000}),
+    "imagenet2012_real": DatasetInfo(1000, (None, None, 3), {"validation": 50_000}),
+    "imagenet_v2": DatasetInfo(1000, (None, None, 3), {"test": 10_000}),
+    "imagenet_sketch": DatasetInfo(1000, (None, None, 3), {"test": 50_889}),
+    "imagenet_a": DatasetInfo(1000, (None, None, 3), {"test": 7_500}),
+    "imagenet_r": DatasetInfo(1000, (None, None, 3), {"test": 30_000}),
 }
 
 
@@ -62,15 +62,13 @@ EVALUATION_SETS = {
 }
 
 
-def parse_split(
-    name: str, spec: str, facts: DatasetFacts, field: str
-) -> list[tuple[str, int, int]]:
+def parse_split(name: str, spec: str, info: DatasetInfo, field: str) -> list[tuple[str, int, int]]:
     """Resolves TFDS split syntax such as `train[10%:]` or `train[:2000]+test`.
 
     Args:
       name: The data set's name, for messages.
       spec: The split as the user wrote it.
-      facts: Facts holding the size of each split.
+      info: Facts holding the size of each split.
       field: The config field that `spec` comes from, for messages.
 
     Returns:
@@ -82,7 +80,7 @@ def parse_split(
     import tensorflow_datasets as tfds
 
     def problem(reason: str) -> InputError:
-        there_is = ", ".join(f"{split!r} ({n:,})" for split, n in facts.num_examples.items())
+        there_is = ", ".join(f"{split!r} ({n:,})" for split, n in info.num_examples.items())
         return InputError(
             f"{field}={spec!r}: {reason}. The splits of {name} are {there_is}; write for example"
             " 'train', 'train[:2000]', 'train[10%:]' or 'train+test'."
@@ -94,7 +92,7 @@ def parse_split(
     # A catalog entry knows no shards: one that holds everything gives the same boundaries.
     splits = {
         split: tfds.core.SplitInfo(name=split, shard_lengths=[n], num_bytes=0)
-        for split, n in facts.num_examples.items()
+        for split, n in info.num_examples.items()
     }
     try:
         absolute = tfds.core.ReadInstruction.from_spec(spec).to_absolute(splits)
@@ -104,13 +102,13 @@ def parse_split(
     parts = []
     for part in absolute:
         start = part.from_ or 0
-        stop = facts.num_examples[part.splitname] if part.to is None else part.to
+        stop = info.num_examples[part.splitname] if part.to is None else part.to
         parts.append((part.splitname, start, max(start, stop)))
     if all(start == stop for _, start, stop in parts):
         raise problem("it holds no example")
     return parts
 
 
-def split_size(name: str, spec: str, facts: DatasetFacts, field: str) -> int:
+def split_size(name: str, spec: str, info: DatasetInfo, field: str) -> int:
     """Number of examples in `spec`; arguments and errors as in `parse_split`."""
-    return sum(stop - start for _, start, stop in parse_split(name, spec, facts, field))
+    return sum(stop - start for _, start, stop in parse_split(name, spec, info, field))

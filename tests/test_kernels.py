@@ -3,7 +3,7 @@ import numpy as np
 import pytest
 from scipy.ndimage import correlate
 
-from structinit_jax.attention_init import filters
+from structinit_jax.attention_init import kernels as kernels_lib
 from structinit_jax.errors import InputError
 
 
@@ -13,14 +13,14 @@ def test_maps_filter_images_as_scipy_does(grid, size):
     rng = np.random.default_rng(0)
     kernels = rng.normal(size=(3, size, size)).astype(np.float32)
     image = rng.normal(size=grid)
-    for kernel, target in zip(kernels, filters.convolution_maps(kernels, grid), strict=True):
+    for kernel, target in zip(kernels, kernels_lib.convolution_maps(kernels, grid), strict=True):
         expected = correlate(image, kernel, mode="constant")
         np.testing.assert_allclose((target @ image.ravel()).reshape(grid), expected, atol=1e-6)
 
 
 def test_impulse_maps_look_at_the_offset_neighbour():
-    offsets = filters.kernel_offsets(3)
-    maps = filters.convolution_maps(filters.impulse_kernels(3), (4, 4))
+    offsets = kernels_lib.kernel_offsets(3)
+    maps = kernels_lib.convolution_maps(kernels_lib.impulse_kernels(3), (4, 4))
     assert offsets.tolist()[0] == [-1, -1]
     assert offsets.tolist()[5] == [0, 1]
     token = 5  # row 1, column 1
@@ -30,7 +30,7 @@ def test_impulse_maps_look_at_the_offset_neighbour():
 
 
 def test_rows_without_the_neighbour_are_zero():
-    right = filters.convolution_maps(filters.impulse_kernels(3), (2, 3))[5]
+    right = kernels_lib.convolution_maps(kernels_lib.impulse_kernels(3), (2, 3))[5]
     # The last column has no right neighbour, on a 2 x 3 grid tokens 2 and 5.
     assert right.sum(axis=1).tolist() == [1, 1, 0, 1, 1, 0]
 
@@ -38,27 +38,27 @@ def test_rows_without_the_neighbour_are_zero():
 @pytest.mark.parametrize("size", [0, -3, 2, 4])
 def test_even_and_empty_kernels_are_refused(size):
     with pytest.raises(InputError, match=rf"attention_init\.kernel_size={size}: .* odd and pos"):
-        filters.check_kernel_size(size)
+        kernels_lib.check_kernel_size(size)
 
 
 def test_kernels_larger_than_the_grid_are_refused():
-    filters.check_kernel_size(3, (3, 9))
+    kernels_lib.check_kernel_size(3, (3, 9))
     with pytest.raises(InputError, match=r"kernel_size=5 is larger than the token grid 3x9"):
-        filters.check_kernel_size(5, (3, 9))
+        kernels_lib.check_kernel_size(5, (3, 9))
 
 
 def test_dilation_moves_offsets_apart():
-    kernels = filters.impulse_kernels(3, dilation=2)
+    kernels = kernels_lib.impulse_kernels(3, dilation=2)
     assert kernels.shape == (9, 5, 5)
     assert np.argwhere(kernels[0]).tolist() == [[0, 0]]
     assert np.argwhere(kernels[5]).tolist() == [[2, 4]]
 
 
 def test_smooth_kernels_are_bumps_at_the_offsets():
-    gaussians = filters.smooth_kernels(3, 0.7)
-    narrow = filters.smooth_kernels(3, 0.7, surround=1.4)
+    gaussians = kernels_lib.smooth_kernels(3, 0.7)
+    narrow = kernels_lib.smooth_kernels(3, 0.7, surround=1.4)
     reach = gaussians.shape[-1] // 2
-    for kernel, sharp, offset in zip(gaussians, narrow, filters.kernel_offsets(3), strict=True):
+    for kernel, sharp, offset in zip(gaussians, narrow, kernels_lib.kernel_offsets(3), strict=True):
         np.testing.assert_allclose([kernel.sum(), sharp.sum()], 1, rtol=1e-6)
         peak = np.unravel_index(kernel.argmax(), kernel.shape)
         assert np.array_equal(peak - np.array(reach), offset)
@@ -70,20 +70,20 @@ def test_smooth_kernels_are_bumps_at_the_offsets():
 
 
 def test_even_order_covers_all_filters_evenly():
-    dealt = filters.assign_filters(jax.random.key(0), (4, 9), 9, order="even")
+    dealt = kernels_lib.assign_filters(jax.random.key(0), (4, 9), 9, order="even")
     assert np.all(np.sort(dealt, axis=1) == np.arange(9))
-    dealt = filters.assign_filters(jax.random.key(1), (12, 3), 9, order="even")
+    dealt = kernels_lib.assign_filters(jax.random.key(1), (12, 3), 9, order="even")
     assert np.all(np.bincount(np.ravel(dealt), minlength=9) == 4)
 
 
 def test_random_order_repeats():
-    dealt = filters.assign_filters(jax.random.key(0), (50, 9), 9, order="random")
+    dealt = kernels_lib.assign_filters(jax.random.key(0), (50, 9), 9, order="random")
     assert np.bincount(np.ravel(dealt), minlength=9).min() > 20
     assert not np.all(np.sort(dealt, axis=1) == np.arange(9))
 
 
 def test_centre_first_is_the_papers_order():
-    dealt = filters.assign_filters(jax.random.key(0), (2, 12), 9, order="centre_first")
+    dealt = kernels_lib.assign_filters(jax.random.key(0), (2, 12), 9, order="centre_first")
     assert dealt.tolist() == [[4, 1, 5, 3, 7, 0, 2, 6, 8, 4, 1, 5]] * 2
-    distances = np.sum(filters.kernel_offsets(5)[filters.centre_first(25)] ** 2, axis=1)
+    distances = np.sum(kernels_lib.kernel_offsets(5)[kernels_lib.centre_first(25)] ** 2, axis=1)
     assert np.all(np.diff(distances) >= 0)

@@ -13,8 +13,8 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Float, PRNGKeyArray
 
-from structinit_jax.attention_init.filters import assign_filters
-from structinit_jax.attention_init.site import ConvSite, ConvWeights
+from structinit_jax.attention_init.kernels import assign_filters
+from structinit_jax.attention_init.sites import ConvSite, ConvWeights
 from structinit_jax.errors import InputError
 
 FILTERS = ("impulse", "gaussian", "box")
@@ -47,7 +47,7 @@ def placed_filters(
       filters: 'impulse'; 'gaussian', a bump of deviation `sigma` cut at the kernel's edge; 'box',
         all ones, one filter in all; or an array of kernels [F, f, f].
       sigma: deviation of Gaussians.
-      order: how filters go to channels, see `filters.assign_filters`.
+      order: how filters go to channels, see `kernels.assign_filters`.
       same_layers: whether all layers have equal filters.
 
     Raises:

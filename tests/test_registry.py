@@ -6,7 +6,8 @@ import numpy as np
 import pytest
 
 from structinit_jax import attention_init
-from structinit_jax.attention_init import AttentionSite, filters, sincos_positions
+from structinit_jax.attention_init import AttentionSite, sincos_positions
+from structinit_jax.attention_init import kernels as kernels_lib
 from structinit_jax.attention_init.pseudo_input import layer_norm
 from structinit_jax.errors import InputError
 
@@ -30,7 +31,7 @@ def make_site(**changes):
 @pytest.fixture(scope="module")
 def impulse_weights():
     # Sharper than the default, which such a narrow model leaves soft.
-    return attention_init.impulse(value_out="default", norm=1.5)(jax.random.key(0), make_site())
+    return attention_init.impulse(vo_init="default", norm=1.5)(jax.random.key(0), make_site())
 
 
 def head_maps(weights, positions):
@@ -69,7 +70,7 @@ def test_every_scheme_has_the_documented_shapes_also_when_traced(name, request):
 
 def test_each_impulse_head_attends_to_one_neighbour(impulse_weights):
     maps = head_maps(impulse_weights, make_site().positions)
-    targets = filters.convolution_maps(filters.impulse_kernels(3), GRID)
+    targets = kernels_lib.convolution_maps(kernels_lib.impulse_kernels(3), GRID)
     for layer, head in itertools.product(range(LAYERS), range(HEADS)):
         peaks = maps[layer, head].argmax(-1)
         hits = [np.mean(peaks[t.sum(-1) > 0] == t.argmax(-1)[t.sum(-1) > 0]) for t in targets]
@@ -80,7 +81,7 @@ def test_each_impulse_head_attends_to_one_neighbour(impulse_weights):
 
 def test_equal_filters_have_equal_maps_and_independent_weights():
     site = make_site(num_heads=4, num_layers=5)  # 20 heads of 9 filters: some must repeat
-    weights = attention_init.impulse(value_out="default")(jax.random.key(0), site)
+    weights = attention_init.impulse(vo_init="default")(jax.random.key(0), site)
     maps = head_maps(weights, site.positions).reshape(20, -1)
     query = np.moveaxis(np.asarray(weights.query), 2, 1).reshape(20, -1)
     distance = np.abs(maps[:, None] - maps[None]).max(-1)
@@ -102,7 +103,7 @@ def test_impulse_queries_ignore_what_the_encoding_does_not_span(impulse_weights)
 
 def test_trainable_positions_start_from_the_encoding_that_was_solved_for():
     site = make_site(positions=jnp.zeros((36, WIDTH)), positions_trainable=True)
-    weights = attention_init.impulse(value_out="default")(jax.random.key(0), site)
+    weights = attention_init.impulse(vo_init="default")(jax.random.key(0), site)
     np.testing.assert_array_equal(weights.positions, sincos_positions(GRID, WIDTH))
     assert attention_init.impulse()(jax.random.key(0), make_site()).positions is None
 
@@ -132,7 +133,7 @@ def test_default_is_a_normal_of_deviation_002():
         ("default", {"kernel_size": 3}, r"attention_init\.kernel_size: .*takes no options"),
         ("impulse", {"kernel_size": 4}, r"attention_init\.kernel_size=4: .*odd and positive"),
         ("impulse", {"offsets": "all"}, r"attention_init\.offsets='all': choose one of even"),
-        ("impulse", {"value_out": "x"}, r"attention_init\.value_out='x': choose one of balanced"),
+        ("impulse", {"vo_init": "x"}, r"attention_init\.vo_init='x': choose one of balanced"),
         ("impulse", {"norm": 0.0}, r"attention_init\.norm=0\.0: .* positive"),
         ("impulse", {"max_steps": 0}, r"attention_init\.max_steps=0"),
     ],

@@ -4,10 +4,10 @@ import sys
 import pytest
 
 from structinit_jax.data import imagenet
-from structinit_jax.data.catalog import CATALOG, DatasetFacts, parse_split, split_size
+from structinit_jax.data.info import CATALOG, DatasetInfo, parse_split, split_size
 from structinit_jax.errors import InputError
 
-FACTS = DatasetFacts(10, (8, 8, 1), {"train": 50, "test": 9})
+INFO = DatasetInfo(10, (8, 8, 1), {"train": 50, "test": 9})
 
 
 @pytest.mark.parametrize(
@@ -22,9 +22,9 @@ FACTS = DatasetFacts(10, (8, 8, 1), {"train": 50, "test": 9})
     ],
 )
 def test_split_syntax(spec, parts):
-    assert parse_split("toy", spec, FACTS, "data.train_split") == parts
+    assert parse_split("toy", spec, INFO, "data.train_split") == parts
     size = sum(stop - start for _, start, stop in parts)
-    assert split_size("toy", spec, FACTS, "data.train_split") == size
+    assert split_size("toy", spec, INFO, "data.train_split") == size
 
 
 @pytest.mark.parametrize(
@@ -41,7 +41,7 @@ def test_split_syntax(spec, parts):
 )
 def test_bad_split_names_field_and_splits(spec, reason):
     with pytest.raises(InputError) as caught:
-        parse_split("toy", spec, FACTS, "data.eval_split")
+        parse_split("toy", spec, INFO, "data.eval_split")
     message = str(caught.value)
     assert message.startswith(f"data.eval_split={spec!r}: ")
     assert reason in message
@@ -51,12 +51,12 @@ def test_bad_split_names_field_and_splits(spec, reason):
 def test_catalog_agrees_with_the_stock_builders(tmp_path):
     import tensorflow_datasets as tfds
 
-    for name, facts in CATALOG.items():
+    for name, info in CATALOG.items():
         if name not in ("digits", "tiny_imagenet"):  # which TFDS does not have
             features = tfds.builder(name, data_dir=tmp_path).info.features
-            assert features["image"].shape == facts.image_shape, name
+            assert features["image"].shape == info.image_shape, name
             label = features["original_label" if name == "imagenet2012_real" else "label"]
-            assert label.num_classes == facts.num_classes, name
+            assert label.num_classes == info.num_classes, name
 
 
 def test_imagenets_test_sets_have_its_classes_in_its_order(tmp_path):
@@ -73,7 +73,7 @@ def test_imagenets_test_sets_have_its_classes_in_its_order(tmp_path):
 
 def test_catalog_does_not_import_tfds():
     code = (
-        "import sys, structinit_jax.data.catalog;"
+        "import sys, structinit_jax.data.info;"
         "sys.exit(bool({'tensorflow_datasets', 'grain', 'sklearn'} & set(sys.modules)))"
     )
     subprocess.run([sys.executable, "-c", code], check=True)

@@ -1,0 +1,33 @@
+"""Objects of the user's own, named in a config as `module:attribute`."""
+
+import importlib
+from typing import Any
+
+from structinit_jax.errors import InputError
+
+
+def is_reference(name: str) -> bool:
+    """Whether a config value names an object, as `my_module:my_function` does."""
+    return ":" in name
+
+
+def load(reference: str, field: str) -> Any:
+    """Imports the object that a config field names.
+
+    The module is found as `import` finds it: the working directory and `PYTHONPATH` count.
+
+    Args:
+      reference: `module:attribute`, such as `my_package.schemes:my_scheme`.
+      field: Config field, for error messages.
+
+    Raises:
+      InputError: The module cannot be imported or has no such attribute.
+    """
+    module_name, _, attribute = reference.partition(":")
+    try:
+        return getattr(importlib.import_module(module_name), attribute)
+    except (ImportError, AttributeError, ValueError) as error:
+        raise InputError(
+            f"config.{field}={reference!r} cannot be imported: {error}. It needs the form "
+            "'module:attribute', and the module must be importable from the working directory"
+        ) from error
