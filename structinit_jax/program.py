@@ -18,8 +18,7 @@ from structinit_jax.data.imagenet import EvaluationSet
 from structinit_jax.data.info import DatasetInfo
 from structinit_jax.data.loader import AugmentationSplit, split_augmentation
 from structinit_jax.errors import InputError
-from structinit_jax.interop import from_timm, to_timm
-from structinit_jax.interop.select_weights import select_weights
+from structinit_jax.interop import select_weights
 from structinit_jax.models.registry import create_model
 from structinit_jax.training import mesh as mesh_lib
 from structinit_jax.training.optimizer import make_optimizer
@@ -217,7 +216,7 @@ def _select_from_file(path: str, program: Program, key: jax.Array) -> tuple[dict
     gather = jax.jit(lambda model: model, out_shardings=mesh_lib.replicated(program.mesh))
     student = nnx.merge(program.graphdef, *jax.device_get(gather(drawn)))
     try:
-        from_timm(student, select_weights(teacher, to_timm(student)))
+        student = select_weights(teacher, student)
     except InputError as error:
         raise InputError(f"config.start_from={path!r} does not fit the model: {error}") from error
 

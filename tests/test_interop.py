@@ -153,7 +153,7 @@ def arguments(name):
 
 
 def by_path(params):
-    leaves, _ = interop.leaves.flatten(params)
+    leaves, _ = interop.params.flatten(params)
     return leaves
 
 

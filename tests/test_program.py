@@ -69,4 +69,4 @@ def test_a_file_that_cannot_be_the_start_is_refused(tiny_config, teacher, tmp_pa
     assert "It needs to be a safetensors file with the weights of a model of timm" in refusal()
     tiny_config.start_from = teacher[1]
     tiny_config.model.depth = 4
-    assert "does not fit the model: student has blocks/3/" in refusal()
+    assert "does not fit the model: student has blocks.3." in refusal()

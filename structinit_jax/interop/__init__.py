@@ -1,18 +1,22 @@
-"""Schemes for other projects' models: their parameters in, the same parameters initialized out.
+"""Exchange of weights with other projects.
 
-    state = timm.create_model("vit_tiny_patch16_224").state_dict()
-    params = {name: tensor.numpy() for name, tensor in state.items()}
+`initialize` puts an attention scheme into the parameters of another project's model:
+
+    state_dict = timm.create_model("vit_tiny_patch16_224").state_dict()
+    params = {name: tensor.numpy() for name, tensor in state_dict.items()}
     params = initialize(params, impulse(), jax.random.key(0), num_heads=3)
 
-Layouts: timm, Hugging Face, big_vision, vit_jax, and any Flax NNX model of `MultiHeadAttention`s
-such as jimm's. `select_weights` starts a smaller model from a larger one. Torch is not needed:
-state dicts come and go as NumPy or JAX arrays.
+It supports timm, Hugging Face, big_vision, vit_jax and Flax NNX models with `MultiHeadAttention`
+layers, for example jimm's. `attention_site`, `read` and `write` are its parts.
+
+`from_timm` and `to_timm` convert the weights of our own models. `select_weights` starts a smaller
+model from a larger one. State dicts hold NumPy or JAX arrays; torch is not needed.
 """
 
 from structinit_jax.interop.convert import from_timm, to_timm
+from structinit_jax.interop.initialize import attention_site, initialize, read, write
 from structinit_jax.interop.layouts import LAYOUTS
 from structinit_jax.interop.select_weights import select_weights
-from structinit_jax.interop.weights import attention_site, initialize, read, write
 
 __all__ = [
     "LAYOUTS",

@@ -1,88 +1,224 @@
-"""Weights of our models from timm and back: every name mapped, none left over.
+"""Weights of our models from timm and back, one converter per family.
 
     from safetensors.numpy import load_file, save_file
 
     from_timm(model, load_file("vit_tiny.safetensors"))
     save_file(to_timm(model), "ours.safetensors")
 
-Torch is not needed: a state dict is names and NumPy arrays. For tensors of torch pass
+State dicts hold NumPy arrays; torch is not needed. Convert torch tensors with
 `{name: tensor.numpy() for name, tensor in state_dict.items()}`.
+
+A converter lists the entries of timm's state dict for a model: timm's name on the left, the path of
+our arrays on the right. Layers that timm numbers are a leading axis of our arrays.
 """
 
-from collections.abc import Mapping
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
 
 import numpy as np
 from flax import nnx, traverse_util
 
+from structinit_jax.attention_init import sincos_positions
 from structinit_jax.errors import InputError
-from structinit_jax.interop import timm_convmixer, timm_mixer, timm_swin, timm_vit
+from structinit_jax.interop.entries import Entry, conv, linear, norm, same
+from structinit_jax.interop.layouts import TIMM
+from structinit_jax.interop.params import like
 from structinit_jax.models.convmixer import ConvMixer
 from structinit_jax.models.mixer import MlpMixer
 from structinit_jax.models.swin import SwinTransformer
 from structinit_jax.models.vit import VisionTransformer
 
-StateDict = Mapping[str, np.ndarray]
-ENTRIES = {
-    VisionTransformer: timm_vit.entries,
-    SwinTransformer: timm_swin.entries,
-    MlpMixer: timm_mixer.entries,
-    ConvMixer: timm_convmixer.entries,
-}
-# Names of entries that hold no weights, which `load` passes over.
-BUFFERS = {SwinTransformer: timm_swin.buffers}
-
 
 def to_timm(model: nnx.Module) -> dict[str, np.ndarray]:
-    """The model's weights, fixed ones and running statistics too, in timm's names and layout."""
-    ours = _weights(model)
+    """Returns a model's weights, fixed ones and running statistics included, as timm's state dict.
+
+    Raises:
+      InputError: The model's family has no converter.
+    """
+    ours = {path: np.asarray(array) for path, array in _arrays_by_path(model).items()}
     return {
-        entry.name: np.asarray(entry.encode(*_arrays(ours, entry)), order="C")
-        for entry in ENTRIES[type(model)](model)
+        entry.name: np.asarray(entry.encode(*entry.arrays(ours)), order="C")
+        for entry in timm_entries(model)
+        if entry.encode is not None
     }
 
 
-def from_timm(model: nnx.Module, state_dict: StateDict) -> None:
-    """Puts timm's weights into a model of the same architecture, in place.
+def from_timm(model: nnx.Module, state_dict: Mapping[str, np.ndarray]) -> None:
+    """Loads timm's weights into a model of the same architecture, in place.
 
     Raises:
-      InputError: if an entry is missing, left over or of another shape; nothing is changed then.
+      InputError: The model's family has no converter, or an entry is missing, unexpected or of
+        another shape. The model is then unchanged.
     """
-    ours = {path: value.copy() for path, value in _weights(model).items()}
+    old = _arrays_by_path(model)
+    ours = {path: np.array(array) for path, array in old.items()}
     remaining = dict(state_dict)
-    if type(model) in BUFFERS:
-        for name in BUFFERS[type(model)](model):
-            remaining.pop(name, None)
-    for entry in ENTRIES[type(model)](model):
+    for entry in timm_entries(model):
+        if entry.encode is None:
+            remaining.pop(entry.name, None)
+            continue
         if entry.name not in remaining:
             raise InputError(
                 f"state_dict has no {entry.name!r}, which the model needs for "
                 f"{', '.join(entry.paths)}: is it of the same architecture and depth?"
             )
-        array = np.asarray(remaining.pop(entry.name))
-        targets = _arrays(ours, entry)
-        expected = np.shape(entry.encode(*targets))
-        if array.shape != expected:
+        tensor = np.asarray(remaining.pop(entry.name))
+        targets = entry.arrays(ours)
+        shapes = [target.shape for target in targets]
+        expected = entry.shape(shapes)
+        if tensor.shape != expected:
             raise InputError(
-                f"state_dict[{entry.name!r}] has shape {array.shape}: the model needs {expected}"
+                f"state_dict[{entry.name!r}] has shape {tensor.shape}, but the model needs "
+                f"{expected}"
             )
-        decoded = entry.decode(array, [target.shape for target in targets])
-        for target, value in zip(targets, decoded, strict=True):
+        for target, value in zip(targets, entry.decode(tensor, shapes), strict=True):
             target[...] = value
     if remaining:
         names = ", ".join(sorted(remaining))
         raise InputError(f"state_dict has entries that the model has no place for: {names}")
+    new = {path: like(array, old[path]) for path, array in ours.items()}
     state = nnx.state(model)
-    nnx.replace_by_pure_dict(state, traverse_util.unflatten_dict(ours, sep="/"))
+    nnx.replace_by_pure_dict(state, traverse_util.unflatten_dict(new, sep="/"))
     nnx.update(model, state)
 
 
-def _weights(model: nnx.Module) -> dict[str, np.ndarray]:
+def timm_entries(model: nnx.Module) -> Iterator[Entry]:
+    """Yields the entries of timm's state dict for a model.
+
+    Raises:
+      InputError: The model's family has no converter.
+    """
+    if type(model) not in CONVERTERS:
+        raise InputError(
+            f"model is a {type(model).__name__}, which has no converter to timm: the families that "
+            f"have one are {', '.join(family.__name__ for family in CONVERTERS)}"
+        )
+    return CONVERTERS[type(model)](model)
+
+
+def vit(model: VisionTransformer) -> Iterator[Entry]:
+    """Maps timm's `VisionTransformer`."""
+    yield from conv("patch_embed.proj", "patch_embedding")
+    if model.pool == "class_token":
+        yield same("cls_token", "class_token", lead=2)
+    if model.num_registers:
+        yield same("reg_token", "registers", lead=1)
+    if model.positions is None:
+        yield _fixed_positions(model)
+    else:
+        yield same("pos_embed", "positions", lead=1)
+    for i in range(_depth(model.blocks)):
+        yield from norm(f"blocks.{i}.norm1", "blocks/norm1", i)
+        yield from TIMM.entries(f"blocks.{i}.attn", "blocks/attention", i)
+        if model.blocks.attention.query_norm is not None:
+            yield from norm(f"blocks.{i}.attn.q_norm", "blocks/attention/query_norm", i)
+            yield from norm(f"blocks.{i}.attn.k_norm", "blocks/attention/key_norm", i)
+        yield from norm(f"blocks.{i}.norm2", "blocks/norm2", i)
+        yield from linear(f"blocks.{i}.mlp.fc1", "blocks/mlp/fc1", layer=i)
+        yield from linear(f"blocks.{i}.mlp.fc2", "blocks/mlp/fc2", layer=i)
+        if model.blocks.layer_scale:
+            yield same(f"blocks.{i}.ls1.gamma", "blocks/scale1", i)
+            yield same(f"blocks.{i}.ls2.gamma", "blocks/scale2", i)
+    yield from norm("fc_norm" if model.pool == "mean" else "norm", "norm")
+    yield from linear("head", "head")
+
+
+def _fixed_positions(model: VisionTransformer) -> Entry:
+    """The sin-cos encoding, which timm stores as a weight and our model computes."""
+
+    def encoding(width):
+        return np.pad(sincos_positions(model.grid, width), ((model.num_prefix, 0), (0, 0)))[None]
+
+    def decode(tensor, shapes):
+        expected = encoding(tensor.shape[-1])
+        if tensor.shape != expected.shape or not np.allclose(tensor, expected, atol=1e-5):
+            raise InputError(
+                f"state_dict['pos_embed'] is not the sin-cos encoding of a {model.grid} grid, as "
+                "positions='sincos' needs: load it into a model with positions='learned'"
+            )
+        return []
+
+    return Entry("pos_embed", (), lambda: encoding(model.norm.scale.shape[0]), decode)
+
+
+def swin(model: SwinTransformer) -> Iterator[Entry]:
+    """Maps timm's `SwinTransformer`."""
+    yield from conv("patch_embed.proj", "patch_embedding")
+    yield from norm("patch_embed.norm", "patch_norm")
+    for s in range(len(model.depths)):
+        stage, ours = f"layers.{s}", f"stage{s + 1}"
+        if s:
+            yield from norm(f"{stage}.downsample.norm", f"{ours}/merging/norm")
+            reduction = f"{stage}.downsample.reduction"
+            yield from linear(reduction, f"{ours}/merging/reduction", bias=False)
+        for i in range(model.depths[s]):
+            block, blocks = f"{stage}.blocks.{i}", f"{ours}/blocks"
+            yield from norm(f"{block}.norm1", f"{blocks}/norm1", i)
+            table = f"{block}.attn.relative_position_bias_table"
+            yield same(table, f"{blocks}/relative_position_bias", i)
+            yield from TIMM.entries(f"{block}.attn", f"{blocks}/attention", i)
+            yield from norm(f"{block}.norm2", f"{blocks}/norm2", i)
+            yield from linear(f"{block}.mlp.fc1", f"{blocks}/mlp/fc1", layer=i)
+            yield from linear(f"{block}.mlp.fc2", f"{blocks}/mlp/fc2", layer=i)
+            # Buffers that timm no longer saves; both are functions of the sizes.
+            yield _ignored(f"{block}.attn.relative_position_index")
+            yield _ignored(f"{block}.attn_mask")
+    yield from norm("norm", "norm")
+    yield from linear("head.fc", "head")
+
+
+def mixer(model: MlpMixer) -> Iterator[Entry]:
+    """Maps timm's `MlpMixer`."""
+    yield from conv("stem.proj", "patch_embedding")
+    for i in range(_depth(model.blocks)):
+        yield from norm(f"blocks.{i}.norm1", "blocks/norm1", i)
+        yield from linear(f"blocks.{i}.mlp_tokens.fc1", "blocks/token_mlp/fc1", layer=i)
+        yield from linear(f"blocks.{i}.mlp_tokens.fc2", "blocks/token_mlp/fc2", layer=i)
+        yield from norm(f"blocks.{i}.norm2", "blocks/norm2", i)
+        yield from linear(f"blocks.{i}.mlp_channels.fc1", "blocks/mlp/fc1", layer=i)
+        yield from linear(f"blocks.{i}.mlp_channels.fc2", "blocks/mlp/fc2", layer=i)
+    yield from norm("norm", "norm")
+    yield from linear("head", "head")
+
+
+def convmixer(model: ConvMixer) -> Iterator[Entry]:
+    """Maps timm's `ConvMixer`."""
+    yield from conv("stem.0", "patch_embedding")
+    yield from _batch_norm("stem.2", "stem_norm")
+    for i in range(_depth(model.blocks)):
+        yield from conv(f"blocks.{i}.0.fn.0", "blocks/spatial", i)
+        yield from _batch_norm(f"blocks.{i}.0.fn.2", "blocks/norm1", i)
+        yield from conv(f"blocks.{i}.1", "blocks/channel", i)
+        yield from _batch_norm(f"blocks.{i}.3", "blocks/norm2", i)
+    yield from linear("head", "head")
+
+
+def _batch_norm(name: str, path: str, layer: int | None = None) -> Iterator[Entry]:
+    yield from norm(name, path, layer)
+    yield same(f"{name}.running_mean", f"{path}/mean", layer)
+    yield same(f"{name}.running_var", f"{path}/variance", layer)
+    # PyTorch uses the number of batches only with momentum=None, which timm does not set.
+    count = np.zeros((), np.int64)
+    yield Entry(f"{name}.num_batches_tracked", (), lambda: count, lambda tensor, shapes: [])
+
+
+def _ignored(name: str) -> Entry:
+    return Entry(name, (), None, lambda tensor, shapes: [])
+
+
+def _depth(blocks: nnx.Module) -> int:
+    """Number of layers in a stack."""
+    return blocks.norm1.scale.shape[0]
+
+
+def _arrays_by_path(model: nnx.Module) -> dict[str, Any]:
     pure = nnx.to_pure_dict(nnx.state(model))
-    return {p: np.asarray(v) for p, v in traverse_util.flatten_dict(pure, sep="/").items()}
+    return traverse_util.flatten_dict(pure, sep="/")
 
 
-def _arrays(ours, entry):
-    """The entry's arrays, as views."""
-    return [
-        ours[path] if entry.layer is None else ours[path][entry.layer, ...] for path in entry.paths
-    ]
+CONVERTERS: Mapping[type[nnx.Module], Callable[..., Iterator[Entry]]] = {
+    VisionTransformer: vit,
+    SwinTransformer: swin,
+    MlpMixer: mixer,
+    ConvMixer: convmixer,
+}

@@ -1,92 +1,127 @@
-"""Which tensor of timm holds which weights of ours, in both directions at once."""
+"""Entries: how a tensor of another project maps to arrays of ours, in both directions.
 
-from collections.abc import Callable, Iterator
-from typing import NamedTuple
+Ours are Flax's: kernels are [in, out] where torch has [out, in], convolutions [rows, cols, in, out]
+where it has [out, in, rows, cols], and attention keeps its heads h and their channels d as separate
+axes: query, key and value [D, h, d], output projection [h, d, D].
+"""
 
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
 import numpy as np
+
+Shape = tuple[int, ...]
 
 
 class Entry(NamedTuple):
-    """One tensor of timm, and the weights of ours that it holds.
+    """One tensor of another project.
 
     Attributes:
-      name: timm's.
-      paths: ours, with slashes; several where timm fuses them.
-      layer: index on the leading axis of our stacked layers, or None.
-      encode: our arrays -> timm's array.
-      decode: (timm's array, shapes of ours) -> our arrays.
+      name: Its name there, with dots.
+      paths: Paths of our arrays that it holds, with slashes. A fused tensor holds several, a tensor
+        that is computed rather than trained holds none.
+      encode: Turns our arrays into the tensor. None for a tensor that is accepted but never
+        written.
+      decode: Turns the tensor and the shapes of our arrays into our arrays.
+      layer: Index on the leading axis of our arrays if they stack all layers, else None.
     """
 
     name: str
     paths: tuple[str, ...]
-    layer: int | None
-    encode: Callable[..., np.ndarray]
-    decode: Callable[[np.ndarray, list[tuple[int, ...]]], list[np.ndarray]]
+    encode: Callable[..., Any] | None
+    decode: Callable[[Any, Sequence[Shape]], list[Any]]
+    layer: int | None = None
+
+    def arrays(self, ours: Mapping[str, Any]) -> list[Any]:
+        """Returns our arrays of this entry, without the layer axis; views if they are NumPy's."""
+        arrays = [ours[path] for path in self.paths]
+        return arrays if self.layer is None else [array[self.layer, ...] for array in arrays]
+
+    def shape(self, shapes: Sequence[Shape]) -> Shape:
+        """Returns the shape of the tensor, given the shapes of our arrays."""
+        return np.shape(self.encode(*(np.empty(shape, np.int8) for shape in shapes)))
 
 
 def same(name: str, path: str, layer: int | None = None, *, lead: int = 0) -> Entry:
-    """An array that both hold alike, but for `lead` leading axes of length one in timm's."""
+    """An array with the same axes in both, except for `lead` leading axes of length 1 in theirs."""
 
     def encode(array):
         return array.reshape((1,) * lead + array.shape)
 
-    return Entry(name, (path,), layer, encode, lambda a, shapes: [a.reshape(shapes[0])])
+    return Entry(name, (path,), encode, _reshape, layer)
 
 
 def norm(name: str, path: str, layer: int | None = None) -> Iterator[Entry]:
-    """A normalization's scale and bias."""
+    """Scale and bias of a normalization."""
     yield same(f"{name}.weight", f"{path}/scale", layer)
     yield same(f"{name}.bias", f"{path}/bias", layer)
 
 
 def linear(
-    name: str, path: str, layer: int | None = None, in_axes: int = 1, bias: bool = True
+    name: str, *paths: str, layer: int | None = None, in_axes: int = 1, bias: bool = True
 ) -> Iterator[Entry]:
-    """A linear layer: timm [out, in], ours [in axes..., out axes...]."""
+    """A linear layer of torch, [out, in], that holds one or more linear layers of ours.
 
-    def encode(kernel):
-        return kernel.reshape(np.prod(kernel.shape[:in_axes]), -1).T
+    Args:
+      name: Name of the torch module.
+      *paths: Paths of our modules. Several modules of equal sizes are fused along `out`.
+      layer: See `Entry`.
+      in_axes: Number of input axes of our kernels; the others are output axes.
+      bias: Whether the layer has a bias.
+    """
 
-    yield Entry(
-        f"{name}.weight", (f"{path}/kernel",), layer, encode, lambda a, s: [a.T.reshape(s[0])]
-    )
+    def encode(*kernels):
+        return _concatenate([k.reshape(math.prod(k.shape[:in_axes]), -1).T for k in kernels])
+
+    def decode(weight, shapes):
+        parts = weight.reshape(len(shapes), -1, weight.shape[-1])
+        return [part.T.reshape(shape) for part, shape in zip(parts, shapes, strict=True)]
+
+    kernels = tuple(f"{path}/kernel" for path in paths)
+    yield Entry(f"{name}.weight", kernels, encode, decode, layer)
     if bias:
-        yield Entry(
-            f"{name}.bias", (f"{path}/bias",), layer, np.ravel, lambda a, s: [a.reshape(s[0])]
-        )
+        yield linear_bias(f"{name}.bias", *paths, layer=layer)
+
+
+def linear_bias(name: str, *paths: str, layer: int | None) -> Entry:
+    """The bias of a linear layer. See `linear` for the arguments."""
+
+    def encode(*biases):
+        return _concatenate([bias.reshape(-1) for bias in biases])
+
+    def decode(bias, shapes):
+        parts = bias.reshape(len(shapes), -1)
+        return [part.reshape(shape) for part, shape in zip(parts, shapes, strict=True)]
+
+    return Entry(name, tuple(f"{path}/bias" for path in paths), encode, decode, layer)
 
 
 def conv(name: str, path: str, layer: int | None = None) -> Iterator[Entry]:
-    """A convolution: timm [out, in, rows, cols], ours [rows, cols, in, out]."""
-    yield Entry(
-        f"{name}.weight",
-        (f"{path}/kernel",),
-        layer,
-        lambda kernel: kernel.transpose(3, 2, 0, 1),
-        lambda a, shapes: [a.transpose(2, 3, 1, 0)],
-    )
+    """A convolution of torch.
+
+    Our kernels are [rows, cols, in, out], [rows, cols, out] if depthwise, [in, out] if pointwise.
+    """
+
+    def encode(kernel):
+        if kernel.ndim == 3:
+            kernel = kernel[:, :, None]
+        elif kernel.ndim == 2:
+            kernel = kernel[None, None]
+        return kernel.transpose(3, 2, 0, 1)
+
+    def decode(weight, shapes):
+        return _reshape(weight.transpose(2, 3, 1, 0), shapes)
+
+    yield Entry(f"{name}.weight", (f"{path}/kernel",), encode, decode, layer)
     yield same(f"{name}.bias", f"{path}/bias", layer)
 
 
-def fused_qkv(name: str, path: str, layer: int | None = None) -> Iterator[Entry]:
-    """The one linear layer [3 h d, D] of timm for our query, key and value [D, h, d]."""
-    parts = ("query", "key", "value")
+def _reshape(tensor, shapes):
+    return [tensor.reshape(shapes[0])]
 
-    def encode_kernel(*kernels):
-        return np.concatenate([k.reshape(k.shape[0], -1).T for k in kernels])
 
-    def decode_kernel(array, shapes):
-        return [a.T.reshape(s) for a, s in zip(np.split(array, 3), shapes, strict=True)]
-
-    def encode_bias(*biases):
-        return np.concatenate([b.ravel() for b in biases])
-
-    def decode_bias(array, shapes):
-        return [a.reshape(s) for a, s in zip(np.split(array, 3), shapes, strict=True)]
-
-    for suffix, leaf, encode, decode in (
-        ("weight", "kernel", encode_kernel, decode_kernel),
-        ("bias", "bias", encode_bias, decode_bias),
-    ):
-        paths = tuple(f"{path}/{part}/{leaf}" for part in parts)
-        yield Entry(f"{name}.{suffix}", paths, layer, encode, decode)
+def _concatenate(arrays):
+    return (jnp if isinstance(arrays[0], jax.Array) else np).concatenate(arrays)

@@ -1,137 +1,143 @@
-"""How other projects name and lay out the parts of attention, and where a model has them.
+"""How other projects name attention layers, and where a model has them.
 
-Paths here are written with slashes, also where a state dict has dots.
+Names have dots between the levels, for nested parameters as well as for state dicts.
 """
 
 import dataclasses
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterator, Mapping
 
 from structinit_jax.errors import InputError
-from structinit_jax.interop.leaves import Leaves, check_array
+from structinit_jax.interop.entries import Entry, linear, linear_bias, same
+from structinit_jax.interop.params import Leaves, check_array
 
 FIELDS = ("query", "key", "value", "out")
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Layout:
-    """One project's names.
+    """Names of one project.
 
     Attributes:
-      example: a name to look for, as the project writes it.
-      attention: pattern of the path of an attention layer. Its group `stem` is what precedes the
-        model; `index`, where it takes part, is the number of the layer.
-      pieces: name of the weight of each of `FIELDS` below the attention layer. Equal names for
-        query, key and value mean one fused weight, in this order.
-      biases: the same for the biases; absent ones are fine.
-      linear: whether weights are those of torch's Linear, [out, in], rather than Flax's
-        MultiHeadAttention, [D, h, d] and [h, d, D].
-      positions: names below the stem that a learned position table may have; a name is a pattern.
-      anchors: the fields of which one is enough to tell an attention layer.
+      example: A parameter name, for error messages.
+      attention: Pattern of the name of an attention layer. Group `stem` is the prefix of the whole
+        model, group `index` the layer number if there is one.
+      modules: Names of the modules of `FIELDS` below the attention layer. Equal names for query,
+        key and value stand for one fused module.
+      torch: Whether the modules are torch's Linear with weights [out, in], not the projections of
+        Flax's MultiHeadAttention with kernels [D, h, d] and [h, d, D].
+      positions: Patterns of the name of a learned position table below the stem.
+      anchors: Fields whose presence marks an attention layer.
+      separate_biases: Names of biases that belong to a fused module but are kept outside it.
     """
 
     example: str
     attention: str
-    pieces: Mapping[str, str]
-    biases: Mapping[str, tuple[str, ...]]
-    linear: bool
+    modules: tuple[str, str, str, str]
+    torch: bool
     positions: tuple[str, ...]
     anchors: tuple[str, ...] = FIELDS
+    separate_biases: Mapping[str, str] = dataclasses.field(default_factory=dict)
 
-    @property
-    def fused(self) -> bool:
-        """Whether query, key and value are rows of one weight."""
-        return self.pieces["query"] == self.pieces["key"]
+    def weight(self, attention: str, field: str) -> str:
+        """Returns the name of the weight that holds a field."""
+        leaf = "weight" if self.torch else "kernel"
+        return _join(attention, self.modules[FIELDS.index(field)], leaf)
+
+    def entries(self, attention: str, path: str, layer: int | None) -> Iterator[Entry]:
+        """Maps the weights and biases of one attention layer.
+
+        Args:
+          attention: Name of the layer.
+          path: Path of ours: an attention module as in `models.layers`.
+          layer: See `Entry`.
+        """
+        fields_of: dict[str, list[str]] = {}
+        for field, module in zip(FIELDS, self.modules, strict=True):
+            fields_of.setdefault(module, []).append(field)
+        for module, fields in fields_of.items():
+            name, paths = _join(attention, module), [f"{path}/{field}" for field in fields]
+            if self.torch:
+                in_axes = 2 if fields == ["out"] else 1
+                yield from linear(name, *paths, layer=layer, in_axes=in_axes)
+            else:
+                yield same(f"{name}.kernel", f"{paths[0]}/kernel", layer)
+                yield same(f"{name}.bias", f"{paths[0]}/bias", layer)
 
 
-def _layout(example, attention, names, *, leaf, extra_biases=None, **fields) -> Layout:
-    pieces = dict(zip(FIELDS, names, strict=True))
-    biases = {field: (f"{name}/bias",) for field, name in pieces.items()}
-    for field, name in (extra_biases or {}).items():
-        biases[field] += (name,)
-    pieces = {field: f"{name}/{leaf}" for field, name in pieces.items()}
-    return Layout(example, attention, pieces, biases, linear=leaf == "weight", **fields)
-
-
-_FLAX = ("query", "key", "value", "out")
-_STEM = r"(?P<stem>(?:.*/)?)"
-_LINEN = _layout(
-    "Transformer/encoderblock_0/MultiHeadDotProductAttention_0/query/kernel",
-    # One without a number is a scan over the layers. Checkpoints from before Linen count _1.
-    _STEM + r"Transformer/encoderblock(?:_(?P<index>\d+))?/MultiHeadDotProductAttention_[01]",
-    _FLAX,
-    leaf="kernel",
+_STEM = r"(?P<stem>(?:.*\.)?)"
+_LINEN = Layout(
+    example="Transformer.encoderblock_0.MultiHeadDotProductAttention_0.query.kernel",
+    # A block without a number is a scan over the layers. Checkpoints older than Linen count _1.
+    attention=_STEM
+    + r"Transformer\.encoderblock(?:_(?P<index>\d+))?\.MultiHeadDotProductAttention_[01]",
+    modules=FIELDS,
+    torch=False,
     positions=(
         "pos_embedding",
-        "Transformer/pos_embedding",
-        "Transformer/posembed_input/pos_embedding",
+        r"Transformer\.pos_embedding",
+        r"Transformer\.posembed_input\.pos_embedding",
     ),
 )
-_TIMM_BLOCK = _STEM + r"blocks/(?P<index>\d+)/attn"
+TIMM = Layout(
+    example="blocks.0.attn.qkv.weight",
+    attention=_STEM + r"blocks\.(?P<index>\d+)\.attn",
+    modules=("qkv", "qkv", "qkv", "proj"),
+    torch=True,
+    positions=("pos_embed",),
+    separate_biases={"query": "q_bias", "key": "k_bias", "value": "v_bias"},  # BEiT, EVA
+)
+_TIMM_SEPARATE = dataclasses.replace(
+    TIMM,
+    example="blocks.0.attn.q_proj.weight",
+    modules=("q_proj", "k_proj", "v_proj", "proj"),
+    anchors=("query", "key", "value"),
+    separate_biases={},
+)
+# Names in the files of every version, and in modules of transformers < 5.
+_HUGGING_FACE = Layout(
+    example="encoder.layer.0.attention.attention.query.weight",
+    attention=_STEM + r"encoder\.layer\.(?P<index>\d+)\.attention",
+    modules=("attention.query", "attention.key", "attention.value", "output.dense"),
+    torch=True,
+    positions=(r"embeddings\.position_embeddings",),
+)
+# Names in modules of transformers >= 5.
+_HUGGING_FACE_5 = dataclasses.replace(
+    _HUGGING_FACE,
+    example="layers.0.attention.q_proj.weight",
+    attention=_STEM + r"layers\.(?P<index>\d+)\.attention",
+    modules=("q_proj", "k_proj", "v_proj", "o_proj"),
+)
+_NNX = Layout(
+    example="attn.query.kernel",
+    # The last part of the name that ends in a number counts the layers, if there is one.
+    attention=r"(?P<stem>)(?:.*(?<!\d)(?P<index>\d+)(?=\.|$).*|.*)",
+    modules=FIELDS,
+    torch=False,
+    positions=(r"(?:.*\.)?[^.]*pos[^.]*(?:\.embedding)?",),
+    anchors=("query", "key"),
+)
 
 LAYOUTS: Mapping[str, tuple[Layout, ...]] = {
-    "timm": (
-        _layout(
-            "blocks.0.attn.q_proj.weight",
-            _TIMM_BLOCK,
-            ("q_proj", "k_proj", "v_proj", "proj"),
-            leaf="weight",
-            positions=("pos_embed",),
-            anchors=("query", "key", "value"),
-        ),
-        _layout(
-            "blocks.0.attn.qkv.weight",
-            _TIMM_BLOCK,
-            ("qkv", "qkv", "qkv", "proj"),
-            leaf="weight",
-            extra_biases={"query": "q_bias", "key": "k_bias", "value": "v_bias"},  # BEiT, EVA
-            positions=("pos_embed",),
-        ),
-    ),
-    "huggingface": (
-        # Names in files of every version, and of modules before transformers 5.
-        _layout(
-            "encoder.layer.0.attention.attention.query.weight",
-            _STEM + r"encoder/layer/(?P<index>\d+)/attention",
-            ("attention/query", "attention/key", "attention/value", "output/dense"),
-            leaf="weight",
-            positions=("embeddings/position_embeddings",),
-        ),
-        # Names of modules from transformers 5 on.
-        _layout(
-            "layers.0.attention.q_proj.weight",
-            _STEM + r"layers/(?P<index>\d+)/attention",
-            ("q_proj", "k_proj", "v_proj", "o_proj"),
-            leaf="weight",
-            positions=("embeddings/position_embeddings",),
-        ),
-    ),
+    "timm": (_TIMM_SEPARATE, TIMM),
+    "huggingface": (_HUGGING_FACE, _HUGGING_FACE_5),
     "big_vision": (_LINEN,),
     "vit_jax": (_LINEN,),
-    "nnx": (
-        _layout(
-            "attn/query/kernel",
-            # The last number that ends a part of the path counts the layers; none is one layer.
-            r"(?P<stem>)(?:.*(?<!\d)(?P<index>\d+)(?=/|$).*|.*)",
-            _FLAX,
-            leaf="kernel",
-            positions=(r"(?:.*/)?[^/]*pos[^/]*(?:/embedding)?",),
-            anchors=("query", "key"),
-        ),
-    ),
+    "nnx": (_NNX,),
 }
 """The layouts by name, each with its variants."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Stack:
-    """Where a model has its equal attention layers.
+    """A model's stack of equal attention layers.
 
     Attributes:
-      layout: how its parts are named.
-      stem: what precedes the model's own names.
-      attentions: path of every layer, in order, or of the only one where `stacked`.
-      stacked: whether its arrays have a leading layer axis.
+      layout: The names of its parts.
+      stem: Prefix of all names of the model.
+      attentions: Name of every layer in order, or the only name if `stacked`.
+      stacked: Whether the arrays have a leading layer axis.
     """
 
     layout: Layout
@@ -139,68 +145,73 @@ class Stack:
     attentions: tuple[str, ...]
     stacked: bool
 
-    def piece(self, attention: str, field: str) -> str:
-        """The path of the weight of a field."""
-        return _join(attention, self.layout.pieces[field])
-
-    def biases(self, leaves: Leaves, attention: str, field: str) -> list[str]:
-        """The paths of the biases that a field has."""
-        names = [_join(attention, name) for name in self.layout.biases[field]]
-        return [name for name in names if name in leaves]
+    def entries(self, leaves: Leaves, path: str) -> list[Entry]:
+        """Maps the weights and the existing biases of all layers; `path` as in `Layout.entries`."""
+        entries: list[Entry] = []
+        for i, attention in enumerate(self.attentions):
+            layer = None if self.stacked else i
+            entries += self.layout.entries(attention, path, layer)
+            for field, bias in self.layout.separate_biases.items():
+                name = _join(attention, bias)
+                entries.append(linear_bias(name, f"{path}/{field}", layer=layer))
+        return [entry for entry in entries if entry.name in leaves]
 
 
 def find_stack(leaves: Leaves, name: str | None) -> Stack:
     """Finds the attention layers by their names.
 
+    Args:
+      leaves: The parameters by name.
+      name: A key of `LAYOUTS`, or None to try them all.
+
     Raises:
-      InputError: if no layout fits, several models do, or a layer is incomplete.
+      InputError: No layout fits, several stacks do, or a layer is incomplete.
     """
     if name is not None and name not in LAYOUTS:
-        raise InputError(f"layout={name!r} is none: choose one of {', '.join(LAYOUTS)}")
-    for layout in _variants(name):
+        raise InputError(f"layout={name!r} is unknown: choose one of {', '.join(LAYOUTS)}")
+    names = LAYOUTS if name is None else [name]
+    layouts = list(dict.fromkeys(layout for name in names for layout in LAYOUTS[name]))
+    for layout in layouts:
         stacks = _stacks(leaves, layout)
         if len(stacks) > 1:
             found = "; ".join(f"{len(s.attentions)} × {s.attentions[0]}" for s in stacks)
             raise InputError(
-                f"params hold several stacks of attention layers ({found}): pass the part of the "
-                "tree that has one"
+                f"params hold several stacks of attention layers ({found}): pass the subtree of one"
             )
         if stacks:
             _check_complete(leaves, stacks[0])
             return stacks[0]
-    wanted = ", ".join(layout.example for layout in _variants(name))
-    have = ", ".join(list(leaves)[:4]) or "nothing"
+    wanted = ", ".join(layout.example for layout in layouts)
+    have = ", ".join([*list(leaves)[:4], "…"]) if leaves else "none"
     argument = "layout" if name is None else f"layout={name!r}"
-    raise InputError(f"{argument}: params have no names such as {wanted}; they have {have}, …")
-
-
-def _variants(name: str | None) -> Iterable[Layout]:
-    names = LAYOUTS if name is None else [name]
-    return dict.fromkeys(layout for name in names for layout in LAYOUTS[name])
+    raise InputError(f"{argument}: params have no name like {wanted}; their names: {have}")
 
 
 def _stacks(leaves: Leaves, layout: Layout) -> list[Stack]:
     numbered, single = [], []
     for stem, layers in _attentions(leaves, layout):
         attentions = tuple(layers[index] for index in sorted(layers))
-        query = leaves.get(_join(attentions[0], layout.pieces["query"]))
+        query = leaves.get(layout.weight(attentions[0], "query"))
         rank = len(getattr(query, "shape", (0, 0, 0)))
-        if layout.linear or rank == 3:
+        if layout.torch or rank == 3:
             stacks = single if min(layers) < 0 else numbered
-            stacks.append(Stack(layout, stem, attentions, False))
+            stacks.append(Stack(layout, stem, attentions, stacked=False))
         elif rank == 4:
-            numbered += [Stack(layout, stem, (attention,), True) for attention in attentions]
-    return numbered or single  # an attention without a number beside numbered ones pools tokens
+            numbered += [
+                Stack(layout, stem, (attention,), stacked=True) for attention in attentions
+            ]
+    # A single attention next to numbered ones pools tokens.
+    return numbered or single
 
 
 def _attentions(leaves: Leaves, layout: Layout) -> list[tuple[str, dict[int, str]]]:
-    """The stem and the paths by number (-1 for none) of attentions with otherwise equal paths."""
-    groups: dict[tuple[str, str], tuple[str, dict[int, str]]] = {}
-    for suffix in dict.fromkeys(layout.pieces[field] for field in layout.anchors):
-        for path in leaves:
-            if path != suffix and not path.endswith("/" + suffix):
+    """Returns, per group of names that differ in one number, the stem and the names by number."""
+    groups: dict[tuple[str, str], tuple[str, dict[int, str]]] = {}  # number -1 if there is none
+    for suffix in dict.fromkeys(layout.weight("", field) for field in layout.anchors):
+        for name in leaves:
+            if name != suffix and not name.endswith("." + suffix):
                 continue
-            attention = path[: -len(suffix)].rstrip("/")
+            attention = name[: -len(suffix)].rstrip(".")
             match = re.fullmatch(layout.attention, attention)
             if match is None:
                 continue
@@ -215,18 +226,18 @@ def _attentions(leaves: Leaves, layout: Layout) -> list[tuple[str, dict[int, str
 def _check_complete(leaves: Leaves, stack: Stack) -> None:
     for attention in stack.attentions:
         for field in FIELDS:
-            path = stack.piece(attention, field)
-            if path not in leaves:
-                raise InputError(f"params: {attention or 'the attention'} has no {path}")
-            check_array(path, leaves[path])
-        for path in leaves:
-            below = path[len(attention) :].lstrip("/") if path.startswith(attention) else ""
-            if re.fullmatch(r"(q_norm|k_norm|query_ln|key_ln)/.*", below):
+            name = stack.layout.weight(attention, field)
+            if name not in leaves:
+                raise InputError(f"params: {attention or 'the attention layer'} has no {name}")
+            check_array("params", name, leaves[name])
+        for name in leaves:
+            below = name[len(attention) :].lstrip(".") if name.startswith(attention) else ""
+            if re.fullmatch(r"(q_norm|k_norm|query_ln|key_ln)\..*", below):
                 raise InputError(
-                    f"params: {path} normalizes queries or keys, so that no scheme can set their "
-                    "maps: build the model without it"
+                    f"params: {name} normalizes queries or keys, so no scheme can set their "
+                    "attention maps: build the model without it"
                 )
 
 
 def _join(*parts: str) -> str:
-    return "/".join(part for part in parts if part)
+    return ".".join(part for part in parts if part)

@@ -1,158 +1,141 @@
-"""Weight selection: a smaller model takes evenly spaced elements of a larger one's weights.
+"""Weight selection: a smaller model starts from evenly spaced elements of a larger one.
 
 Xu et al. 2024, "Initializing Models with Larger Ones" (arXiv:2311.18823): the smaller model takes
-the first layers of the larger one, and of each weight evenly spaced elements along every axis. The
-head is left out.
+the first layers of the larger one, and evenly spaced elements of each weight along every axis. The
+classification head is left out.
 """
 
 import re
-from collections.abc import Iterator
-from typing import Any
+from collections.abc import Mapping
+from typing import Any, TypeVar
 
 import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 
 from structinit_jax.errors import InputError
-from structinit_jax.interop.leaves import Leaves, check_array, flatten, like
+from structinit_jax.interop.convert import from_timm, timm_entries, to_timm
+from structinit_jax.interop.params import check_array, like
 
-HEADS = ("head", "head_dist", "classifier")  # names of the parts that are left out
-STACK = "blocks"  # in our models, what is below this name has a leading layer axis
-QKV = ("query", "key", "value")
+StateDict = Mapping[str, Any]  # of NumPy or JAX arrays
+Student = TypeVar("Student", nnx.Module, StateDict)
+
+HEADS = ("head", "head_dist", "classifier")
 
 
-def select_weights(teacher: Any, student: Any) -> Any:
-    """Gives a smaller model the weights that weight selection takes from a larger one.
+def select_weights(teacher: nnx.Module | StateDict, student: Student) -> Student:
+    """Gives a smaller model the weights selected from a larger one.
 
-        student = select_weights(vit_small, vit_tiny)                       # modules or states
-        state = select_weights(timm_s.state_dict(), timm_ti.state_dict())   # of NumPy arrays
+        student = select_weights(vit_small, vit_tiny)                       # models
+        student = select_weights(load_file("vit_small.safetensors"), vit_tiny)
+        state_dict = select_weights(timm_s.state_dict(), timm_ti.state_dict())  # of NumPy arrays
 
-    Along an axis of n elements of which m are wanted, these are every (n / m)-th one from the first
-    on if m divides n, else the m elements nearest to evenly spaced ones from the first to the last.
-    Layers are not spread but the first ones.
+    If the student has m of the teacher's n elements along an axis, it takes every (n / m)-th one
+    from the first on if m divides n, else those nearest to m evenly spaced points from the first to
+    the last. Of the layers it takes the first ones.
 
-    Both layouts give the same weights. timm holds the heads of query, key and value one behind the
-    other, as 3 h d outputs of one layer, and the published program selects along that axis. Here
-    they are separate [D, h, d] arrays, so they are laid out like timm's for the selection and taken
-    apart again. In effect a head of the student draws from one or more heads of the teacher as the
-    flat numbers fall: heads do not stay whole.
+    Models are converted to timm's layout for the selection. As in the published program, query,
+    key and value are then 3 h d outputs of one linear layer, so a head of the student may mix
+    channels of several heads of the teacher.
 
-    Position tables are selected along their tokens as any axis is, which does not resample the
-    grid: take a larger model with the student's grid. What is no weight, such as counters and
-    index tables of integers, stays the student's.
+    Learned position tables are selected along their tokens like any axis, not resampled: use a
+    teacher with the student's grid. Fixed position encodings, counters and integer tables stay the
+    student's.
 
     Args:
-      teacher: the larger model: a module or state of NNX, a nested dict of parameters, or a timm
-        state dict of NumPy arrays.
-      student: the smaller one, of the same kind and family. It is not changed.
+      teacher: The larger model, or its state dict in timm's layout.
+      student: The smaller model of the same family, or its state dict. It is not changed.
 
     Returns:
-      What the student is, with the selected weights and its own head.
+      A model or state dict like `student` with the selected weights and the student's head.
 
     Raises:
-      InputError: naming the first weight that does not fit, if the student is larger than the
-        teacher or of another family.
+      InputError: The student is larger than the teacher or of another family. The message names
+        the first weight that does not fit.
     """
-    if isinstance(teacher, nnx.Module) and type(teacher) is not type(student):
+    both_models = isinstance(teacher, nnx.Module) and isinstance(student, nnx.Module)
+    if both_models and type(teacher) is not type(student):
         raise InputError(
             f"teacher is a {type(teacher).__name__} and student a {type(student).__name__}: "
             "weights are selected within a family"
         )
-    large, _ = flatten(teacher)
-    small, rebuild = flatten(student)
+    large = to_timm(teacher) if isinstance(teacher, nnx.Module) else teacher
+    if not isinstance(student, nnx.Module):
+        return _select_all(large, student)
+    small = to_timm(student)
+    selected = _select_all(large, small)
+    for entry in timm_entries(student):
+        if not entry.paths and entry.name in small:
+            entry.decode(np.asarray(large[entry.name]), [])  # refuses another position encoding
+            selected[entry.name] = small[entry.name]
+    model = nnx.clone(student)
+    from_timm(model, selected)
+    return model
+
+
+def _select_all(large: StateDict, small: StateDict) -> dict[str, Any]:
     _check_family(large, small)
-    new = dict(small)
-    for leaves in (large, small):
-        for path in small:
-            if path in leaves:
-                check_array(path, leaves[path])
-    for paths in _groups(small):
-        teachers, students = ([leaves[path] for path in paths] for leaves in (large, small))
-        selected = _select(paths, teachers, students)
-        new |= {path: like(w, small[path]) for path, w in zip(paths, selected, strict=True)}
-    return rebuild(new)
+    for argument, state_dict in (("teacher", large), ("student", small)):
+        for name in small.keys() & state_dict.keys():
+            check_array(argument, name, state_dict[name])
+    return {
+        name: w if _is_head(name) or not _is_floating(w) else like(_select(name, large[name], w), w)
+        for name, w in small.items()
+    }
 
 
-def _check_family(large: Leaves, small: Leaves) -> None:
-    """Both must have the same names, but for a head and for further layers of the teacher."""
-    parts_of_both = [set(map(_of_any_layer, leaves)) for leaves in (large, small)]
-    for path in small:
-        if path in large or _is_head(path):
+def _check_family(large: StateDict, small: StateDict) -> None:
+    """Requires equal names, except for a head and for more layers in the teacher."""
+    teachers, students = (set(map(_without_layers, state_dict)) for state_dict in (large, small))
+    for name in small:
+        if name in large or _is_head(name):
             continue
-        if _of_any_layer(path) in parts_of_both[0]:
+        if _without_layers(name) in teachers:
             raise InputError(
-                f"student has {path}, a layer that teacher lacks: weights are selected from a "
+                f"student has {name}, a layer that teacher lacks: weights are selected from a "
                 "model that is at least as deep"
             )
         raise InputError(
-            f"student has {path}, which teacher lacks: weights are selected within a family, from "
+            f"student has {name}, which teacher lacks: weights are selected within a family, from "
             "a model with the same parts under the same names"
         )
-    for path in large:
-        if _of_any_layer(path) not in parts_of_both[1] and not _is_head(path):
+    for name in large:
+        if _without_layers(name) not in students and not _is_head(name):
             raise InputError(
-                f"teacher has {path}, which student lacks: weights are selected within a family, "
+                f"teacher has {name}, which student lacks: weights are selected within a family, "
                 "for a model with the same parts under the same names"
             )
 
 
-def _groups(small: Leaves) -> Iterator[tuple[str, ...]]:
-    """The weights to select: query, key and value of a layer of ours together, others alone."""
-    for path, leaf in small.items():
-        if _is_head(path) or not jnp.issubdtype(leaf.dtype, jnp.floating):
-            continue
-        part = re.fullmatch(r"(.*/)(query|key|value)(/kernel|/bias)", path)
-        if part is None:
-            yield (path,)
-        elif part[2] == QKV[0]:
-            yield tuple(part[1] + name + part[3] for name in QKV)
-
-
-def _select(paths: tuple[str, ...], teachers: list[Any], students: list[Any]) -> list[Any]:
-    """What the student's arrays become."""
-    for path, teacher, student in zip(paths, teachers, students, strict=True):
-        if teacher.ndim != student.ndim:
-            raise InputError(
-                f"{path} has shape {teacher.shape} in teacher and {student.shape} in student: "
-                "weights are selected within a family, along equally many axes"
-            )
-    stacked = re.search(rf"(?:^|/){STACK}/(?!\d+/)", paths[0]) is not None
-    shapes = [_flat_shape(paths[0], arrays[0].shape) for arrays in (teachers, students)]
-    xp = np if isinstance(teachers[0], np.ndarray) else jnp
-    array = xp.concatenate([t.reshape(shapes[0]) for t in teachers], axis=-1)
-    wanted = (*shapes[1][:-1], len(paths) * shapes[1][-1])
-    for axis, (have, want) in enumerate(zip(array.shape, wanted, strict=True)):
-        of_layers = stacked and axis == 0
+def _select(name: str, teacher, student):
+    """Takes evenly spaced elements along every axis."""
+    if teacher.ndim != student.ndim:
+        raise InputError(
+            f"{name} has shape {teacher.shape} in teacher and {student.shape} in student: "
+            "weights are selected within a family, along equally many axes"
+        )
+    for axis, (have, want) in enumerate(zip(teacher.shape, student.shape, strict=True)):
         if want > have:
             raise InputError(
-                f"student needs {want} {'layers' if of_layers else 'elements'} along axis {axis} "
-                f"of {', '.join(paths)}, but teacher has {have}: the student must be the smaller"
+                f"student needs {want} elements along axis {axis} of {name}, but teacher has "
+                f"{have}: the student must be the smaller model"
             )
-        indices = np.arange(want) if of_layers else _evenly_spaced(have, want)
-        array = xp.take(array, indices, axis=axis)
-    parts = xp.split(array, len(paths), axis=-1)
-    return [part.reshape(s.shape) for part, s in zip(parts, students, strict=True)]
+        if have % want == 0:
+            indices = np.arange(want) * (have // want)
+        else:
+            indices = np.round(np.linspace(0, have - 1, want)).astype(np.int32)
+        teacher = teacher.take(indices, axis=axis)
+    return teacher
 
 
-def _flat_shape(path: str, shape: tuple[int, ...]) -> tuple[int, ...]:
-    """The shape in which heads and their channels are one axis, as in timm."""
-    if path.endswith(("/query/kernel", "/query/bias")):
-        return (*shape[:-2], shape[-2] * shape[-1])
-    if path.endswith("/out/kernel"):
-        return (*shape[:-3], shape[-3] * shape[-2], shape[-1])
-    return shape
+def _is_head(name: str) -> bool:
+    return any(part in HEADS for part in name.split("."))
 
 
-def _evenly_spaced(have: int, want: int) -> np.ndarray:
-    if have % want == 0:
-        return np.arange(want) * (have // want)
-    return np.round(np.linspace(0, have - 1, want)).astype(np.int32)
+def _is_floating(array) -> bool:
+    return jnp.issubdtype(array.dtype, jnp.floating)
 
 
-def _is_head(path: str) -> bool:
-    return any(part in HEADS for part in path.split("/"))
-
-
-def _of_any_layer(path: str) -> str:
-    """The path without the numbers of layers."""
-    return re.sub(r"(?:(?<=/)|(?<=_)|^)\d+(?=/)", "*", path)
+def _without_layers(name: str) -> str:
+    """Replaces the layer numbers in a name."""
+    return re.sub(r"(?:(?<=\.)|(?<=_)|^)\d+(?=\.)", "*", name)
