@@ -155,7 +155,7 @@ def test_maps_are_those_of_the_outputs():
     value = value + np.asarray(block.attention.value.bias[...])[None, None, :, None]
     mixed = np.einsum("bwhnm,bwhmd->bwnhd", out["attention_maps"], value)
     y = np.einsum("bwnhd,hdD->bwnD", mixed, block.attention.out.kernel[...])
-    y = (y + block.attention.out.bias[...]).reshape(2, 2, 2, 4, 4, 8).swapaxes(2, 3)
+    y = (y + np.asarray(block.attention.out.bias)).reshape(2, 2, 2, 4, 4, 8).swapaxes(2, 3)
     expected = np.roll(y.reshape(2, 8, 8, 8), (2, 2), (1, 2))
     np.testing.assert_allclose(out["attention"], expected, atol=1e-5)
 

@@ -165,7 +165,17 @@ def write(
                 "weights.positions: the scheme sets the position encoding, but params hold no "
                 "position table for it"
             )
-        new[table.name] = _with_positions(table, new[table.name], weights.positions)
+        kept, start = (
+            jnp.asarray(rows, jnp.float32)
+            for rows in (table.rows[: table.prefix], weights.positions)
+        )
+        expected = table.rows[table.prefix :].shape
+        if start.shape != expected:
+            raise InputError(
+                f"weights.positions has shape {start.shape}, but {table.name} needs {expected}"
+            )
+        old = model.leaves[table.name]
+        new[table.name] = like(jnp.concatenate([kept, start]).reshape(old.shape), old)
     return model.rebuild(new)
 
 
@@ -177,17 +187,6 @@ def _encode(entry: Entry, old: Any, ours: dict[str, Any], shapes: list[Shape]) -
         array = ours[path] if entry.layer is None else ours[path][entry.layer]
         current[path] = xp.asarray(array).astype(old.dtype)
     return like(entry.encode(*current.values()), old)
-
-
-def _with_positions(table: "_Table", old: Any, positions: Any) -> Any:
-    positions = jnp.asarray(positions, jnp.float32)
-    kept = jnp.asarray(table.rows[: table.prefix], jnp.float32)
-    expected = (len(table.rows) - table.prefix, table.rows.shape[1])
-    if positions.shape != expected:
-        raise InputError(
-            f"weights.positions has shape {positions.shape}, but {table.name} needs {expected}"
-        )
-    return like(jnp.concatenate([kept, positions]).reshape(old.shape), old)
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
