@@ -57,17 +57,21 @@ def write_images(folder: Path, width: int, height: int) -> None:
 
 def our_batches(folder: Path, num_batches: int) -> Iterator[np.ndarray]:
     """The trainer's own pipeline."""
-    from structinit_jax.data.crop import CropOptions
     from structinit_jax.data.datasets import open_dataset
-    from structinit_jax.data.examples import load_examples
-    from structinit_jax.data.stream import train_batches
+    from structinit_jax.data.images import RandomCrop
+    from structinit_jax.data.loader import make_loader
+    from structinit_jax.training.mesh import make_mesh
 
     dataset = open_dataset("folder", folder)
-    examples = load_examples(
-        dataset.split("train"), dataset.info, IMAGE_SIZE, random_resized_crop=CropOptions(seed=0)
+    loader = make_loader(
+        dataset.split("train"),
+        dataset.info,
+        make_mesh(),
+        image_size=IMAGE_SIZE,
+        random_crop=RandomCrop(seed=0),
     )
-    batches = train_batches(
-        examples, batch_size=BATCH_SIZE, seed=0, start_step=0, num_steps=num_batches
+    batches = loader.train_batches(
+        batch_size=BATCH_SIZE, seed=0, start_step=0, num_steps=num_batches
     )
     return (batch["image"] for batch in batches)
 
@@ -127,8 +131,7 @@ def our_small_batches(folder: Path, num_batches: int) -> Iterator[np.ndarray]:
     import jax
 
     from structinit_jax.augment import AugmentOptions, make_augment
-    from structinit_jax.data.device import DeviceExamples
-    from structinit_jax.data.examples import ArrayExamples
+    from structinit_jax.data.loader import DeviceLoader
     from structinit_jax.training.mesh import make_mesh
 
     options = AugmentOptions(
@@ -143,7 +146,7 @@ def our_small_batches(folder: Path, num_batches: int) -> Iterator[np.ndarray]:
     mesh, labels = make_mesh(), np.zeros(SMALL_IMAGES, np.int32)
     augment = jax.jit(make_augment(options, mesh))
     key = jax.random.key(0)
-    batches = DeviceExamples(ArrayExamples(small_images(), labels), mesh).train_batches(
+    batches = DeviceLoader(small_images(), labels, mesh).train_batches(
         batch_size=SMALL_BATCH_SIZE, seed=0, start_step=0, num_steps=num_batches
     )
     for step, batch in enumerate(batches):
