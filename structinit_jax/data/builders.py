@@ -51,52 +51,51 @@ MANUAL_DOWNLOAD = (
 )
 
 
-class Digits(tfds.core.GeneratorBasedBuilder):
-    """The 1,797 8x8 gray images that come with scikit-learn.
-
-    They are the test part of the UCI "Optical Recognition of Handwritten Digits" set. The gray
-    levels 0, ..., 16 are scaled to 0, ..., 255 and rounded. Every fifth image (index % 5 == 4) is
-    in `test` (359), the others are in `train` (1,438). The same writers appear in both.
-    """
-
-    name = "digits"
-    VERSION = tfds.core.Version("1.0.0")
-
-    def _info(self) -> tfds.core.DatasetInfo:
-        return tfds.core.DatasetInfo(
-            builder=self,
-            description=type(self).__doc__,
-            features=tfds.features.FeaturesDict(
-                {
-                    "image": tfds.features.Image(shape=(8, 8, 1)),
-                    "label": tfds.features.ClassLabel(num_classes=10),
-                }
-            ),
-            supervised_keys=("image", "label"),
-            homepage="https://doi.org/10.24432/C50P49",
-        )
-
-    def _split_generators(self, dl_manager: Any) -> dict[str, Iterator]:
-        del dl_manager
-        is_test = np.arange(1797) % 5 == 4
-        return {
-            "train": self._generate_examples(np.flatnonzero(~is_test)),
-            "test": self._generate_examples(np.flatnonzero(is_test)),
-        }
-
-    def _generate_examples(self, indices: np.ndarray) -> Iterator[tuple[int, dict[str, Any]]]:
-        from sklearn.datasets import load_digits
-
-        digits = load_digits()
-        pixels = np.rint(digits.images * (255 / 16)).astype(np.uint8)
-        for index in indices.tolist():
-            image = Image.fromarray(pixels[index])
-            yield index, {"image": image, "label": int(digits.target[index])}
-
-
 # Unregistered, so that `tfds.builder("fashion_mnist")` stays the stock builder. Both read and write
 # the same folder.
 with tfds.core.registered.skip_registration():
+
+    class Digits(tfds.core.GeneratorBasedBuilder):
+        """The 1,797 8x8 gray images that come with scikit-learn.
+
+        They are the test part of the UCI "Optical Recognition of Handwritten Digits" set. The gray
+        levels 0, ..., 16 are scaled to 0, ..., 255 and rounded. Every fifth image (index % 5 == 4) is
+        in `test` (359), the others are in `train` (1,438). The same writers appear in both.
+        """
+
+        name = "digits"
+        VERSION = tfds.core.Version("1.0.0")
+
+        def _info(self) -> tfds.core.DatasetInfo:
+            return tfds.core.DatasetInfo(
+                builder=self,
+                description=type(self).__doc__,
+                features=tfds.features.FeaturesDict(
+                    {
+                        "image": tfds.features.Image(shape=(8, 8, 1)),
+                        "label": tfds.features.ClassLabel(num_classes=10),
+                    }
+                ),
+                supervised_keys=("image", "label"),
+                homepage="https://doi.org/10.24432/C50P49",
+            )
+
+        def _split_generators(self, dl_manager: Any) -> dict[str, Iterator]:
+            del dl_manager
+            is_test = np.arange(1797) % 5 == 4
+            return {
+                "train": self._generate_examples(np.flatnonzero(~is_test)),
+                "test": self._generate_examples(np.flatnonzero(is_test)),
+            }
+
+        def _generate_examples(self, indices: np.ndarray) -> Iterator[tuple[int, dict[str, Any]]]:
+            from sklearn.datasets import load_digits
+
+            digits = load_digits()
+            pixels = np.rint(digits.images * (255 / 16)).astype(np.uint8)
+            for index in indices.tolist():
+                image = Image.fromarray(pixels[index])
+                yield index, {"image": image, "label": int(digits.target[index])}
 
     class FashionMNIST(mnist.FashionMNIST):
         """The stock builder, prepared without TensorFlow.
@@ -231,10 +230,10 @@ def find_builder(
             " https://www.tensorflow.org/datasets/catalog with an image and a label works too;"
             " 'folder' reads an image folder."
         ) from error
-    except ImportError as error:
+    except (ImportError, AssertionError) as error:  # a missing package; an unknown version
         raise InputError(
-            f"config.data.name={name!r}: TFDS needs a package that is not installed: {error}."
-            f" Install it, or choose one of {', '.join(CATALOG)}."
+            f"config.data.name={name!r}: TFDS cannot describe this data set: {error}. Install what"
+            f" is missing, or choose one of {', '.join(CATALOG)}."
         ) from error
 
 
@@ -265,11 +264,9 @@ def _read_verified(path: Path, sha256: str) -> bytes:
     """Decompresses a file and checks its content."""
     try:
         content = gzip.decompress(path.read_bytes())
-    except FileNotFoundError as error:
-        raise InputError(f"fashion_mnist: there is no file {path}. {MANUAL_DOWNLOAD}") from error
     except (OSError, EOFError, zlib.error) as error:
         raise InputError(
-            f"fashion_mnist: cannot read {path}: {error}. {MANUAL_DOWNLOAD}"
+            f"fashion_mnist: {path} cannot be read: {error}. {MANUAL_DOWNLOAD}"
         ) from error
     actual = hashlib.sha256(content).hexdigest()
     if actual != sha256:
