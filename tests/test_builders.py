@@ -116,7 +116,9 @@ def test_idx_parser():
 
 def test_fashion_mnist_refuses_other_files(tmp_path):
     manual, data = tmp_path / "manual", tmp_path / "data"
-    with pytest.raises(InputError, match=r"train-images.* cannot be read: .*No such file.*apt-get install"):
+    with pytest.raises(
+        InputError, match=r"train-images.* cannot be read: .*No such file.*apt-get install"
+    ):
         open_dataset("fashion_mnist", data, manual)
     manual.mkdir()
     for name in builders.CHECKSUMS:

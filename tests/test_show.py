@@ -2,6 +2,8 @@ import numpy as np
 import pytest
 
 from structinit_jax.data import show
+from structinit_jax.data.datasets import open_dataset
+from structinit_jax.data.order import stream_indices
 
 pytestmark = pytest.mark.usefixtures("library_promotion")
 
@@ -14,6 +16,10 @@ def test_a_batch_without_augmentation_is_the_data(tiny_config):
     assert targets.shape == (64, 10)
     np.testing.assert_array_equal(images, again)
     assert np.any(images != other)
+    source = open_dataset("digits", tiny_config.data.data_dir).split("train[:384]")
+    indices = stream_indices(tiny_config.seed, 3 * 64, 4 * 64, 384)  # steps count from 1
+    expected = [image.decode() for image, _ in source.read(indices.tolist())]
+    np.testing.assert_array_equal(images, expected)
     assert images.max() == 255
     # Digits have 17 levels, which normalization and back must not move.
     assert set(np.unique(images)) <= {round(255 * level / 16) for level in range(17)}

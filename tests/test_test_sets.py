@@ -1,50 +1,28 @@
-"""The test sets of ImageNet: their rules, and through the public command against NumPy."""
+"""The test sets of ImageNet and their rules, compared with NumPy."""
 
-import contextlib
-import json
-import os
-import re
-import shutil
-import subprocess
-import sys
-from pathlib import Path
-
-import jax.numpy as jnp
+import jax
 import numpy as np
 import pytest
 import tensorflow_datasets as tfds
 from flax import nnx
+from ml_collections import ConfigDict
 from PIL import Image
 from scipy.special import logsumexp
 
 from structinit_jax import evaluate, train
-from structinit_jax.config import validate
-from structinit_jax.data.imagenet import open_imagenet_evaluation
-from structinit_jax.data.info import CATALOG
+from structinit_jax.config import base_config, validate
+from structinit_jax.data.loader import make_loader
+from structinit_jax.data.test_sets import open_test_set
 from structinit_jax.errors import InputError
-from structinit_jax.program import build_program, initialize, make_plan
-from structinit_jax.recipes import imagenet_2025
+from structinit_jax.models.registry import create_model
+from structinit_jax.training import mesh as mesh_lib
+from structinit_jax.training.state import split_model
+from structinit_jax.training.step import make_eval_step
 
-ROOT = Path(__file__).parent.parent
+pytestmark = pytest.mark.usefixtures("library_promotion")
 # As many classes as ImageNet-A has, spread over the thousand.
 CLASSES = np.arange(200) * 5 + 2
 LABEL = tfds.features.ClassLabel(num_classes=1000)
-FIELDS = {
-    "num_steps": 2,
-    "batch_size": 64,
-    "model.width": 16,
-    "model.depth": 1,
-    "model.num_heads": 2,
-    "model.patch_size": 2,
-    "model.dtype": "float32",
-    "model.pool": "mean",
-    "attention_init.name": "default",
-    "data.image_size": 8,
-    "data.crop_fraction": 1.0,
-    "data.repeats": 1,
-    "augment.crop": "none",
-    "augment.rand_augment": "",
-}
 IMAGES = np.random.default_rng(0).integers(0, 256, (300, 1, 1, 3)) + np.zeros((1, 8, 8, 1))
 IMAGES = (IMAGES + np.random.default_rng(1).integers(-60, 60, (300, 8, 8, 3))).clip(0, 255)
 IMAGES = IMAGES.astype(np.uint8)
@@ -90,98 +68,50 @@ def labelled(labels):
     return [{"label": int(label)} for label in labels]
 
 
-def numbers_of(source):
-    """Which of `IMAGES` a source holds, in its order."""
-    read = [example["image"].tobytes() for example in source.read(list(range(len(source))))]
-    all_images = [image.tobytes() for image in IMAGES]
-    return [all_images.index(image) for image in read]
-
-
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory):
-    path = tmp_path_factory.mktemp("rules")
-    prepare("imagenet_a", "0.1.0", {"test": labelled(CLASSES)}, path)
-    prepare("imagenet_r", "0.2.0", {"test": labelled(CLASSES[:150])}, path)
-    prepare_real([[3], [], [4, 7], [9]], path)
-    return path
-
-
-def test_sets_of_some_classes_choose_among_these(folder):
-    evaluation = open_imagenet_evaluation("imagenet_a", folder)
-    np.testing.assert_array_equal(evaluation.classes, CLASSES)
-    assert evaluation.answers is None
-    with pytest.raises(InputError, match=r"holds 150 classes, 200 are expected"):
-        open_imagenet_evaluation("imagenet_r", folder)
-
-
-def test_real_has_all_right_labels_and_leaves_out_images_without(folder):
-    evaluation = open_imagenet_evaluation("imagenet2012_real", folder)
-    assert evaluation.name.endswith("images without a label left out: 1")
-    numbers = numbers_of(evaluation.source)
-    assert sorted(numbers) == [0, 2, 3]
-    examples = evaluation.source.read([0, 1, 2])
-    answers = {
-        number: {int(label) for label in evaluation.answers[example["label"]]} - {-1}
-        for number, example in zip(numbers, examples, strict=True)
-    }
-    assert answers == {0: {3}, 2: {4, 7}, 3: {9}}
-    chosen = evaluation.source.select(np.array([False, True, True]))
-    assert [example["label"] for example in chosen.read([0, 1])] == [1, 2]
-    assert chosen.open(1)[1] == 2
-    info = tfds.builder("imagenet2012_real", data_dir=folder).info
-    assert info.splits["validation"].num_examples == 4
-
-
-def make_config(data_dir):
-    config = imagenet_2025("vit_tiny_patch16_224")
-    config.update_from_flattened_dict(FIELDS)
-    del config.attention_init.kernel_size
-    config.data.data_dir = str(data_dir)
+def make_config(data_dir=""):
+    config = base_config("vit")
+    config.update(num_steps=1, batch_size=64)
+    config.attention_init = ConfigDict(dict(name="default"))
+    config.model.update(num_classes=1000, width=16, depth=1, num_heads=2, patch_size=2)
+    config.data.update(name="imagenet2012", data_dir=str(data_dir), image_size=8)
     return config
 
 
-@pytest.mark.parametrize(
-    ("name", "num_classes", "message"),
-    [
-        ("imagenet_c", 1000, r"config\.data\.eval_name='imagenet_c' does not fit.*imagenet_v2"),
-        ("imagenet_a", 10, r"config\.model\.num_classes=10 does not fit: it needs to be 1000"),
-    ],
-)
-def test_what_does_not_fit_is_refused_without_data(name, num_classes, message):
-    config = make_config("")
-    config.data.eval_name = name
-    config.model.num_classes = num_classes
-    with pytest.raises(InputError, match=message):
-        validate(config)
+@pytest.fixture(scope="module")
+def model():
+    """A small model whose predictions differ between images."""
+    config = make_config()
+    make = nnx.jit(
+        lambda rng: create_model(
+            config.model.to_dict(), image_size=8, channels=3, rngs=nnx.Rngs(params=rng)
+        )
+    )
+    model = make(jax.random.key(0))
+    for layer in (model.patch_embedding, model.head):
+        layer.kernel[...] *= 20
+    return model
 
 
 @pytest.fixture(scope="module")
-def trained(tmp_path_factory):
-    """A data folder, a workdir with a checkpoint of step 2, and the model's logits of `IMAGES`."""
-    path = tmp_path_factory.mktemp("trained")
-    rows = labelled(range(64))
-    prepare("imagenet2012", "5.1.0", {"train": rows, "validation": rows}, path / "data")
-    config = make_config(path / "data")
-    program = build_program(config, make_plan(config, CATALOG["imagenet2012"], 64))
-    state = initialize(config, program)
-    for name in ("patch_embedding", "head"):  # so that images differ in what is predicted
-        state.params[name]["kernel"] *= 20
-    state = state._replace(step=state.step + 2)
-    run = {"config": json.loads(config.to_json()), "num_steps": 2, "unread": []}
-    with contextlib.closing(train.Checkpoints(path / "run" / "checkpoints", 1)) as checkpoints:
-        checkpoints.save(2, state, run, None)
-    model = nnx.merge(program.graphdef, state.params, state.model_state)
-    mean, std = np.array(config.data.mean), np.array(config.data.std)
-    logits, _ = model(jnp.asarray((IMAGES / 255 - mean) / std, jnp.float32))
-    return path / "data", path / "run", np.asarray(logits, np.float64)
+def logits(model):
+    data = make_config().data
+    images = (IMAGES / 255 - np.array(data.mean)) / np.array(data.std)
+    graphdef, *state = split_model(model)
+    forward = jax.jit(lambda state, images: nnx.merge(graphdef, *state)(images)[0])
+    return np.asarray(forward(state, images.astype(np.float32)), np.float64)
 
 
 @pytest.fixture(scope="module")
-def sets(trained):
-    """Sets whose labels are in part what the model predicts, and what evaluation must find."""
-    data_dir, _, logits = trained
+def data_dir(tmp_path_factory):
+    return tmp_path_factory.mktemp("test_sets")
+
+
+@pytest.fixture(scope="module")
+def expected(data_dir, logits):
+    """Sets whose labels are in part the model's predictions -> accuracy, loss and size."""
     log_p = logits - logsumexp(logits, axis=1, keepdims=True)
     best = logits.argmax(axis=1)
+    assert len(set(best)) > 10
     expected = {}
 
     labels = np.where(np.arange(70) < 40, best[:70], (best[:70] + 1) % 1000)
@@ -193,7 +123,6 @@ def sets(trained):
     prepare("imagenet_a", "0.1.0", {"test": labelled(labels)}, data_dir)
     right = CLASSES[among[:260].argmax(axis=1)] == labels
     assert right.sum() >= 60 > np.sum(best[:260] == labels)
-    assert len(set(best)) > 10
     loss = logsumexp(among[:260], axis=1) - logits[np.arange(260), labels]
     expected["imagenet_a"] = (right.mean(), loss.mean(), 260)
 
@@ -212,54 +141,83 @@ def sets(trained):
     return expected
 
 
-def test_the_command_agrees_with_numpy(trained, sets, tmp_path):
-    data_dir, workdir, _ = trained
-    common = [
-        "--config=configs/vit_2025_imagenet.py:vit_tiny_patch16_224",
-        *(f"--config.{field}={value}" for field, value in FIELDS.items()),
-        f"--config.data.data_dir={data_dir}",
-        f"--workdir={workdir}",
-        "--mode=eval",
-    ]
-    commands = [[*common, f"--config.data.eval_name={name}"] for name in sets]
-    commands.append([*common, "--config.data.eval_name=imagenet_r"])
-    environment = {k: v for k, v in os.environ.items() if k != "XLA_FLAGS"} | {
-        "JAX_PLATFORMS": "cpu",
-        "XDG_CACHE_HOME": str(tmp_path),
+@pytest.mark.parametrize("name", ["imagenet_v2", "imagenet_a", "imagenet2012_real"])
+def test_rules_agree_with_numpy(model, data_dir, expected, name):
+    config, mesh = make_config(), mesh_lib.make_mesh()
+    test_set = open_test_set(name, data_dir)
+    assert test_set.name.startswith(name)
+    loader = make_loader(test_set.source, test_set.info, mesh, image_size=8)
+    graphdef, *state = split_model(model)
+    state = jax.device_put(state, mesh_lib.replicated(mesh))
+    eval_step = jax.jit(
+        make_eval_step(
+            config, graphdef, mesh_lib.replicated(mesh), test_set.classes, test_set.answers
+        )
+    )
+    sums = [eval_step(*state, batch) for batch in loader.eval_batches(batch_size=64)]
+    totals = jax.tree.map(lambda *leaves: float(np.sum(leaves)), *jax.device_get(sums))
+    accuracy, loss, count = expected[name]
+    assert totals["count"] == count == len(test_set.source)
+    assert totals["correct"] / count == pytest.approx(accuracy, abs=1e-6)
+    assert totals["loss"] / count == pytest.approx(loss, abs=2e-4)
+
+
+def test_real_has_all_labels_and_leaves_out_images_without(tmp_path):
+    prepare_real([[3], [], [4, 7], [9]], tmp_path)
+    test_set = open_test_set("imagenet2012_real", tmp_path)
+    assert test_set.name.endswith("images without a label left out: 1")
+    examples = test_set.source.read(range(3))
+    all_images = [image.tobytes() for image in IMAGES]
+    numbers = [all_images.index(image.decode().tobytes()) for image, _ in examples]
+    assert sorted(numbers) == [0, 2, 3]
+    answers = {
+        number: {int(answer) for answer in test_set.answers[label]} - {-1}
+        for number, (_, label) in zip(numbers, examples, strict=True)
     }
-    done = subprocess.run(
-        [sys.executable, "tests/fork_main.py"],
-        input=json.dumps(commands),
-        cwd=ROOT,
-        env=environment | {"PYTHONPATH": str(ROOT)},
-        capture_output=True,
-        text=True,
-        check=True,
-        timeout=300,
-    )
-    *results, missing = json.loads(done.stdout)
-    for (name, (accuracy, loss, count)), (code, stdout, stderr) in zip(
-        sets.items(), results, strict=True
-    ):
-        assert code == 0, stderr
-        found = re.search(r"test loss ([\d.]+)  test accuracy ([\d.]+) on (\d+) examples", stdout)
-        assert float(found[1]) == pytest.approx(loss, abs=2e-4)
-        assert float(found[2]) == pytest.approx(accuracy, abs=1e-4)
-        assert int(found[3]) == count
-        assert f"examples of {name}" in stdout
-    assert missing[0] == 1
-    assert "error: data.name='imagenet_r' is not prepared" in missing[2]
+    assert answers == {0: {3}, 2: {4, 7}, 3: {9}}
+    chosen = test_set.source.select(np.array([False, True, True]))
+    assert [label for _, label in chosen.read([0, 1])] == [1, 2]
 
 
-@pytest.mark.usefixtures("library_promotion")
-def test_a_run_is_tested_on_the_set_that_it_names(trained, sets, tmp_path):
-    data_dir, workdir, _ = trained
-    shutil.copytree(workdir, tmp_path / "run")
+def test_sets_of_some_classes_choose_among_these(tmp_path):
+    prepare("imagenet_a", "0.1.0", {"test": labelled(CLASSES)}, tmp_path)
+    prepare("imagenet_r", "0.2.0", {"test": labelled(CLASSES[:150])}, tmp_path)
+    test_set = open_test_set("imagenet_a", tmp_path)
+    np.testing.assert_array_equal(test_set.classes, CLASSES)
+    assert test_set.answers is None
+    with pytest.raises(InputError, match=r"holds 150 classes, 200 are expected"):
+        open_test_set("imagenet_r", tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("name", "num_classes", "message"),
+    [
+        ("imagenet_c", 1000, r"config\.data\.eval_name='imagenet_c'"),
+        ("imagenet_a", 10, r"config\.model\.num_classes=10 .*1000"),
+    ],
+)
+def test_what_does_not_fit_is_refused_without_data(name, num_classes, message):
+    config = make_config()
+    config.data.eval_name = name
+    config.model.num_classes = num_classes
+    with pytest.raises(InputError, match=message):
+        validate(config)
+
+
+def test_a_run_is_tested_on_the_set_that_it_names(data_dir, expected, tmp_path, capsys):
+    rows = labelled(range(64))
+    prepare("imagenet2012", "5.1.0", {"train": rows, "validation": rows}, data_dir)
     config = make_config(data_dir)
-    config.num_steps = 3
     config.data.eval_name = "imagenet2012_real"
-    results = train.train(config, tmp_path / "run")
-    assert 0.4 < results["test/accuracy"] < 0.8
-    assert evaluate.evaluate_checkpoint(config, tmp_path / "run") == pytest.approx(
-        results, rel=1e-5
-    )
+    results = train.train(config, tmp_path)
+    assert evaluate.evaluate_checkpoint(config, tmp_path) == pytest.approx(results, rel=1e-5)
+    assert "on 67 examples of imagenet2012_real" in capsys.readouterr().out
+    # The predictions are nearly uniform, so the loss shows the rule: of 1,000 classes, one or three
+    # are correct; then one of 200.
+    assert results["test/loss"] == pytest.approx(np.log(1000) - np.log(3) / 3, abs=0.1)
+    config.data.eval_name = "imagenet_a"
+    results = evaluate.evaluate_checkpoint(config, tmp_path)
+    assert results["test/loss"] == pytest.approx(np.log(200), abs=0.1)
+    config.data.eval_name = "imagenet_r"
+    with pytest.raises(InputError, match=r"config\.data\.name='imagenet_r' is not prepared"):
+        evaluate.evaluate_checkpoint(config, tmp_path)

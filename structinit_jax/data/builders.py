@@ -59,8 +59,8 @@ with tfds.core.registered.skip_registration():
         """The 1,797 8x8 gray images that come with scikit-learn.
 
         They are the test part of the UCI "Optical Recognition of Handwritten Digits" set. The gray
-        levels 0, ..., 16 are scaled to 0, ..., 255 and rounded. Every fifth image (index % 5 == 4) is
-        in `test` (359), the others are in `train` (1,438). The same writers appear in both.
+        levels 0, ..., 16 are scaled to 0, ..., 255 and rounded. Every fifth image (index % 5 == 4)
+        is in `test` (359), the others are in `train` (1,438). The same writers appear in both.
         """
 
         name = "digits"
