@@ -8,7 +8,7 @@ from array_record.python import array_record_module
 from PIL import Image
 
 from structinit_jax.data import prepare
-from structinit_jax.data.datasets import open_dataset
+from structinit_jax.data.datasets import Dataset, open_dataset
 from structinit_jax.errors import InputError
 
 
@@ -64,6 +64,17 @@ def test_folder_report_names_bad_images(tmp_path, capsys):
     assert "val: 10 to 10 pixels high, 20 to 22 wide" in said
     assert said.count("bad: ") == 1
     assert "dog/1.png" in said
+
+
+def test_splits_without_labels_are_described():
+    records = [{"image": np.zeros((4, 6, 3), np.uint8), "label": -1}] * 3
+    dataset = Dataset.from_records("unlabeled", {"test": records}, ["a", "b"])
+    assert prepare.describe_split(dataset.split("test"), 2, 0) == [
+        "3 examples; checked all",
+        "0 of 2 classes, 0 to 0 examples of each",
+        "4 to 4 pixels high, 6 to 6 wide",
+        "72 bytes per image",
+    ]
 
 
 def test_tfrecord_is_converted(tfrecord_dir, data_dir, capsys):

@@ -9,7 +9,7 @@ import dataclasses
 import itertools
 import os
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, Protocol, runtime_checkable
@@ -90,6 +90,11 @@ class ImageSource:
             (self._open(index, record), self._label(index, record))
             for index, record in zip(indices, self._fetch(indices), strict=True)
         ]
+
+    def images(self) -> Iterator[StoredImage]:
+        """Yields every image in order, not yet decoded."""
+        for indices in self._blocks():
+            yield from map(self._open, indices, self._fetch(indices))
 
     def column(self, key: str) -> list[Any]:
         """Returns one entry of every record without decoding the images."""
@@ -232,7 +237,7 @@ class Dataset:
         """
         if on_bad_image not in ON_BAD_IMAGE:
             raise InputError(
-                f"config.data.on_bad_image={on_bad_image!r}: must be 'stop' or 'skip'."
+                f"config.data.on_bad_image={on_bad_image!r} needs to be 'stop' or 'skip'."
             )
         parts = [
             (self.open_split(split), start, stop)

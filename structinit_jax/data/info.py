@@ -113,12 +113,7 @@ def split_size(name: str, spec: str, info: DatasetInfo, field: str) -> int:
 
 
 def check_examples(info: DatasetInfo, *, num_classes: int, channels: int) -> None:
-    """Checks that the model fits the data set.
-
-    Args:
-      info: The data set.
-      num_classes: Number of outputs of the model.
-      channels: Number of input channels of the model.
+    """Checks that a model with these outputs and input channels fits the data set.
 
     Raises:
       InputError: One of the numbers differs from the data set's.

@@ -155,14 +155,9 @@ def make_loader(
 
 
 class HostLoader(Loader):
-    """Decodes images while the devices train; each process decodes its share of every batch.
+    """Decodes images while the devices train; each process decodes its part of every batch.
 
-    Args:
-      source: A split from `Dataset.split`.
-      mesh: See `make_loader`, as for the other arguments.
-      image_size: Side of the images in pixels.
-      crop_fraction: Side of the central crop.
-      random_crop: Replaces the central crop.
+    For the arguments see `make_loader`.
     """
 
     def __init__(
@@ -309,21 +304,13 @@ def read_batches(
     process_index: int = 0,
     process_count: int = 1,
 ) -> Iterator[dict[str, np.ndarray]]:
-    """Reads this process's contiguous part of each global batch, with Grain's threads.
+    """Reads the contiguous part of each global batch that belongs to this process.
 
-    Args:
-      read: (position, example index) -> the example as a dict of arrays.
-      order: The example at each position.
-      steps: The steps whose batches are read.
-      batch_size: Global batch size B.
-      process_index: Index of this process, from 0 to `process_count - 1`.
-      process_count: Number of processes P.
-
-    Returns:
-      Iterator of dicts of arrays [B / P, ...].
+    `read(position, index)` returns an example as a dict of arrays. It is called by Grain's threads,
+    which also stack the arrays to `[batch_size / process_count, ...]`.
 
     Raises:
-      InputError: B is not divisible by P.
+      InputError: `batch_size` is not divisible by `process_count`.
     """
     import grain
 
@@ -350,18 +337,10 @@ def read_batches(
 def place_batches(
     batches: Iterable[dict[str, np.ndarray]], sharding: Sharding, depth: int = 2
 ) -> Iterator[Batch]:
-    """Combines the local batches of all processes into global arrays.
+    """Combines the local batches of all processes, arrays [B / P, ...], into global ones [B, ...].
 
     Copies to the devices are asynchronous. They start `depth` batches ahead, so that they overlap
     with the steps before.
-
-    Args:
-      batches: Batches of this process, arrays [B / P, ...].
-      sharding: Sharding of the global arrays, split along the first axis.
-      depth: Number of batches to copy ahead.
-
-    Yields:
-      Global arrays [B, ...].
     """
 
     def place(batch: dict[str, np.ndarray]) -> Batch:

@@ -128,12 +128,7 @@ def read_tfrecord(path: Path) -> Iterator[bytes]:
 
 
 def describe_split(source: ImageSource, num_classes: int, num_checked: int) -> list[str]:
-    """Decodes evenly spaced examples and describes them.
-
-    Args:
-      source: A split.
-      num_classes: Number of classes.
-      num_checked: Number of examples to decode; 0 for all.
+    """Decodes `num_checked` evenly spaced examples, or all if it is 0.
 
     Returns:
       Lines to print: classes, image sizes, bytes, and every image that cannot be decoded.
@@ -145,9 +140,9 @@ def describe_split(source: ImageSource, num_classes: int, num_checked: int) -> l
     extent = "all" if number == len(source) else f"{number:,} evenly spaced ones"
     lines = [f"{len(source):,} examples; checked {extent}"]
     if len(good):
-        images = [image for image, _ in good.read(range(len(good)))]
-        sizes = np.array([(*image.size, image.num_bytes) for image in images])
-        counts = np.bincount(good.labels(), minlength=num_classes)
+        sizes = np.array([(*image.size, image.num_bytes) for image in good.images()])
+        labels = good.labels()
+        counts = np.bincount(labels[labels >= 0], minlength=num_classes)  # -1 stands for no label
         low, high = sizes.min(axis=0), sizes.max(axis=0)
         lines += [
             f"{np.count_nonzero(counts)} of {num_classes} classes, {counts.min():,} to"
@@ -181,14 +176,9 @@ def draw_samples(source: ImageSource, class_names: Sequence[str]) -> Image.Image
 
 
 def draw_tiles(images: list[np.ndarray], captions: list[str]) -> Image.Image:
-    """Draws images, cropped to squares, in rows of eight.
+    """Draws images, uint8 [h, w, 1 or 3], in rows of eight, each cropped to a square.
 
-    Args:
-      images: uint8 [h, w, C] of 1 or 3 channels.
-      captions: Text below each image, cut off if it is too long.
-
-    Returns:
-      An RGB image.
+    Captions are written below the images and cut off where they are too long.
     """
     rows = -(-len(images) // COLUMNS)
     pitch = (TILE + MARGIN, TILE + CAPTION + MARGIN)
