@@ -6,7 +6,6 @@ from ml_collections import ConfigDict
 from structinit_jax import config as config_lib
 from structinit_jax.data import info as info_lib
 from structinit_jax.data.datasets import find_info
-from structinit_jax.data.examples import check_examples
 from structinit_jax.program import build_program, make_plan, parameter_table
 from structinit_jax.training import flops
 from structinit_jax.training import mesh as mesh_lib
@@ -26,7 +25,7 @@ def dry_run(config: ConfigDict) -> None:
     config_lib.validate(config)
     data = config.data
     info = find_info(data.name, data.data_dir or None)
-    check_examples(info, num_classes=config.model.num_classes, channels=data.channels)
+    info_lib.check_examples(info, num_classes=config.model.num_classes, channels=data.channels)
     num_examples = info_lib.split_size(data.name, data.train_split, info, "data.train_split")
     if data.eval_name:
         test_name = data.eval_name.split("/")[0]

@@ -9,9 +9,9 @@ from ml_collections import ConfigDict
 from structinit_jax import config as config_lib
 from structinit_jax import resume
 from structinit_jax.data import datasets
-from structinit_jax.data.examples import check_examples
-from structinit_jax.data.imagenet import EvaluationSet, open_imagenet_evaluation
+from structinit_jax.data.info import check_examples
 from structinit_jax.data.loader import Loader, make_loader
+from structinit_jax.data.test_sets import EvaluationSet, open_test_set
 from structinit_jax.errors import InputError
 from structinit_jax.program import MAX_IN_FLIGHT, Program, build_program, make_plan
 from structinit_jax.training import checkpoint, files
@@ -59,7 +59,7 @@ def open_evaluation_set(
     data = config.data
     if data.eval_name:  # its folder is TFDS's, where the training set's is an image folder
         root = None if data.name in datasets.FILE_SETS else data.data_dir or None
-        evaluation_set = open_imagenet_evaluation(data.eval_name, root, data.on_bad_image)
+        evaluation_set = open_test_set(data.eval_name, root, data.on_bad_image)
         check_examples(
             evaluation_set.info, num_classes=config.model.num_classes, channels=data.channels
         )

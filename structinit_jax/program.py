@@ -14,9 +14,9 @@ from safetensors.numpy import load_file
 
 from structinit_jax import config as config_lib
 from structinit_jax.augment import make_augment
-from structinit_jax.data.imagenet import EvaluationSet
 from structinit_jax.data.info import DatasetInfo
 from structinit_jax.data.loader import AugmentationSplit, split_augmentation
+from structinit_jax.data.test_sets import EvaluationSet
 from structinit_jax.errors import InputError
 from structinit_jax.interop import select_weights
 from structinit_jax.models.registry import create_model

@@ -20,8 +20,7 @@ from structinit_jax import command_line, evaluate
 from structinit_jax import config as config_lib
 from structinit_jax.attention_init.measure import Measures, attention_by_offset, measure_maps
 from structinit_jax.augment import normalize
-from structinit_jax.data.examples import load_examples
-from structinit_jax.data.stream import eval_batches
+from structinit_jax.data.loader import decode_all
 from structinit_jax.errors import InputError
 from structinit_jax.out_flag import OUT
 from structinit_jax.program import build_program, initialize, make_plan
@@ -47,11 +46,9 @@ def head_kernels(config: ConfigDict, workdir: str | Path | None) -> tuple[np.nda
         state = initialize(config, program)
     else:
         _, state = evaluate.restore_newest(program, workdir)
-    examples = load_examples(
-        source, dataset.info, config.data.image_size, config.data.crop_fraction
-    )
-    count = min(NUM_IMAGES, len(source))
-    batch = next(eval_batches(examples, batch_size=count))
+    data = config.data
+    shape = (min(NUM_IMAGES, len(source)), data.image_size, data.image_size, data.channels)
+    images, _ = decode_all(source, shape, data.crop_fraction)
 
     @jax.jit
     def compute(params, model_state, images):
@@ -62,7 +59,7 @@ def head_kernels(config: ConfigDict, workdir: str | Path | None) -> tuple[np.nda
         mean = maps.mean(axis=1)[..., -tokens:, -tokens:]
         return attention_by_offset(mean, model.grid), measure_maps(maps, model.grid)
 
-    return jax.device_get(compute(state.params, state.model_state, batch["image"]))
+    return jax.device_get(compute(state.params, state.model_state, images))
 
 
 def draw(panels: dict[str, tuple[np.ndarray, Measures]], path: Path) -> None:

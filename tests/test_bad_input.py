@@ -16,7 +16,7 @@ ROOT = Path(__file__).parent.parent
 CONFIG = "--config=configs/vit_t_digits.py"
 WHOLE = "it needs to be a whole number"
 NUMBER = "it needs to be a number"
-SPLITS = "The splits of digits are 'train' (1,438), 'test' (359); write for example 'train'"
+SPLITS = "The splits of digits are 'train' (1,438), 'test' (359); examples of the syntax are"
 ALL_THREE = "several processes need all of --coordinator_address=HOST:PORT, --num_processes and"
 
 CONFIG_FILES = {
@@ -79,8 +79,8 @@ IMAGE_FOLDERS = {
     "no_split": {"train": None, "val": None},
     "good": {},
 }
-LAYOUT = "Wanted: DIR/train/CLASS/*.jpg and DIR/val/CLASS/*.jpg"
-SKIP = "Replace or delete it, or leave such images out with data.on_bad_image='skip'"
+LAYOUT = "Expected DIR/train/CLASS/*.jpg and DIR/val/CLASS/*.jpg"
+SKIP = "Replace or delete it, or leave out such images with config.data.on_bad_image='skip'"
 
 
 IMAGES_CONFIG = """
@@ -102,7 +102,7 @@ def images(name, *arguments):
     return [None, "--config=FOLDER/images.py", "--workdir=FOLDER/images", where, *arguments]
 
 
-NO_NAME = "is no name of a data set: write it as TFDS does, such as 'cifar10' or"
+NO_NAME = "is not the name of a data set. Write it as TFDS does, for example 'cifar10' or"
 
 # Behind a good --config and --workdir, which are left out where None stands in their place.
 COMMANDS = [
@@ -246,7 +246,7 @@ COMMANDS = [
         ["--config.data.name="],
         "config.data.name='' does not fit: it needs to be the name of a TFDS",
     ),
-    (["--config.data.name=digitz"], "TFDS knows no such data set. Did you mean 'digits'?"),
+    (["--config.data.name=digitz"], "TFDS has no such data set. Did you mean 'digits'?"),
     (["--config.data.train_split=trian"], SPLITS),
     (["--config.data.train_split=train["], SPLITS),
     (["--config.data.train_split="], SPLITS),
@@ -256,28 +256,28 @@ COMMANDS = [
         ["--config.model.num_classes=5"],
         "the data set has 10 classes. Pass --config.model.num_class",
     ),
-    (["--config.data.data_dir=FOLDER/file"], "Pass --config.data.data_dir=DIR with a folder that"),
+    (["--config.data.data_dir=FOLDER/file"], "Pass --config.data.data_dir=DIR with a writable"),
     *(
         ([f"--config.data.name={name}"], f"data.name={name!r} {NO_NAME}")
         for name in ("../etc", "/etc/passwd", "digits/../x", "digits;ls", "$(ls)", "..", "a b", "~")
     ),
-    (["--config.data.name=digits:9.9.9"], "TFDS knows no such data set. Did you mean 'digits'?"),
+    (["--config.data.name=digits:9.9.9"], "TFDS has no such data set. Did you mean 'digits'?"),
     (["--config.data.name=cifar10"], "is not prepared: there is no "),
     # Images.
-    (images("text"), f"1.png): cannot be decoded (no known image format). {SKIP}"),
-    (images("empty"), f"1.png): cannot be decoded (no known image format). {SKIP}"),
+    (images("text"), f"1.png): cannot be decoded (unknown image format). {SKIP}"),
+    (images("empty"), f"1.png): cannot be decoded (unknown image format). {SKIP}"),
     (images("cut_png"), f"1.png): cannot be decoded (image file is truncated). {SKIP}"),
     (images("cut_jpeg"), "1.jpg): cannot be decoded (Premature end of JPEG file)"),
     (images("bomb"), "1.png): cannot be decoded (Image size (3600000000 pixels) exceeds limit"),
     (images("no_val"), "data.eval_split='val': Unknown split 'val'. The splits of folder are"),
     (images("other_class"), f"train has 1 classes that val does not have: 'b'. {LAYOUT}"),
     (images("empty_class"), "the class train/a holds no image (a file ending in .jpg, .jpeg,"),
-    (images("no_class"), f"the folder train holds no class, that is no folder. {LAYOUT}"),
+    (images("no_class"), f"the folder train holds no class (no subfolder). {LAYOUT}"),
     (images("no_split"), f"no_split': it holds none of the folders train, val, test. {LAYOUT}"),
     (images("missing"), f"missing': there is no such folder. {LAYOUT}"),
     (images("good", "--config.data.data_dir="), f"'folder' needs the folder. {LAYOUT}"),
     (images("good", "--config.model.num_classes=10"), "the data set has 2 classes. Pass --config"),
-    (images("good", "--config.data.on_bad_image=ignore"), "='ignore': must be 'stop' or 'skip'"),
+    (images("good", "--config.data.on_bad_image=ignore"), "='ignore' needs to be 'stop' or 'skip'"),
     # Files.
     ([None, "--workdir=x"], "--config is required: the path of a config file, such as"),
     ([None, "--config"], "Missing value for flag --config"),

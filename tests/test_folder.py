@@ -1,21 +1,37 @@
+import dataclasses
+import shutil
+
+import jax
 import numpy as np
 import pytest
 from PIL import Image
 
-from structinit_jax.data.crop import CropOptions
 from structinit_jax.data.datasets import open_dataset
-from structinit_jax.data.decode import BadImageError
-from structinit_jax.data.examples import LazyExamples, load_examples
-from structinit_jax.data.source import Source
-from structinit_jax.data.stream import train_batches
+from structinit_jax.data.images import BadImageError, RandomCrop
+from structinit_jax.data.info import CATALOG
+from structinit_jax.data.loader import HostLoader, make_loader
 from structinit_jax.errors import InputError
 
 CLASSES = ["apple", "Birch", "cat"]
 
 
+def mesh():
+    return jax.make_mesh((8,), ("data",), axis_types=(jax.sharding.AxisType.Auto,))
+
+
 def write_image(path, value, size=(9, 7)):
     path.parent.mkdir(parents=True, exist_ok=True)
     Image.new("RGB", size, (value, 255 - value, 0)).save(path)
+
+
+def read(source):
+    """Pixels and label of every example."""
+    return [(image.decode(), label) for image, label in source.read(range(len(source)))]
+
+
+def values(source):
+    """The red value of every example."""
+    return [int(pixels[0, 0, 0]) for pixels, _ in read(source)]
 
 
 @pytest.fixture
@@ -39,44 +55,35 @@ def test_examples_of_a_folder(root):
     assert dataset.info.image_shape == (None, None, 3)
     assert dataset.info.num_examples == {"train": 30, "val": 6}
     source = dataset.split("train")
-    assert isinstance(source, Source)
-    examples = source.read(list(range(30)))
+    examples = read(source)
     # Sorted as Python sorts: capitals first.
+    assert dataset.class_names == sorted(CLASSES)
     labels = {name: label for label, name in enumerate(sorted(CLASSES))}
     expected = {10 * i + n: labels[name] for i, name in enumerate(CLASSES) for n in range(10)}
-    assert {int(e["image"][0, 0, 0]): e["label"] for e in examples} == expected
-    assert examples[0]["image"].shape == (7, 9, 3)
-    assert source.column("label") == [e["label"] for e in examples]
-    encoded, label = source.open(4)
-    np.testing.assert_array_equal(encoded.decode(), source[4]["image"])
-    assert label == source[4]["label"]
+    assert {int(pixels[0, 0, 0]): label for pixels, label in examples} == expected
+    assert examples[0][0].shape == (7, 9, 3)
+    assert source.labels().tolist() == [label for _, label in examples]
 
 
 def test_slices_hold_some_of_every_class_and_partition_the_split(root):
     dataset = open_dataset("folder", root)
-
-    def values(spec):
-        source = dataset.split(spec)
-        return [int(source[i]["image"][0, 0, 0]) for i in range(len(source))]
-
-    first, rest = values("train[:80%]"), values("train[80%:]")
+    first, rest = values(dataset.split("train[:80%]")), values(dataset.split("train[80%:]"))
     assert (len(first), len(rest)) == (24, 6)
-    assert first + rest == values("train")
+    assert first + rest == values(dataset.split("train"))
     assert {value // 10 for value in first} == {0, 1, 2}
-    assert values("val[:1]+train[:2]") == values("val")[:1] + first[:2]
-    with pytest.raises(InputError, match=r"data\.eval_split='test'.*'train' \(30\), 'val' \(6\)"):
+    both = values(dataset.split("val[:1]+train[:2]"))
+    assert both == values(dataset.split("val"))[:1] + first[:2]
+    with pytest.raises(
+        InputError, match=r"config\.data\.eval_split='test'.*'train' \(30\), 'val' \(6\)"
+    ):
         dataset.split("test", "data.eval_split")
 
 
 def test_order_does_not_depend_on_where_the_folder_lies(root, tmp_path_factory):
-    import shutil
-
     other = tmp_path_factory.mktemp("elsewhere") / "copy"
     shutil.copytree(root, other)
     one, two = (open_dataset("folder", path).split("train") for path in (root, other))
-    assert [e["image"].sum() for e in one.read(list(range(30)))] == [
-        e["image"].sum() for e in two.read(list(range(30)))
-    ]
+    assert values(one) == values(two)
 
 
 @pytest.mark.parametrize(
@@ -109,12 +116,12 @@ def test_broken_folders_are_refused_by_name(root, change, reason):
     change(root)
     with pytest.raises(InputError, match=reason) as caught:
         open_dataset("folder", root)
-    assert str(caught.value).startswith(f"data.data_dir={str(root)!r}: ")
+    assert str(caught.value).startswith(f"config.data.data_dir={str(root)!r}: ")
     assert "DIR/train/CLASS/*.jpg" in str(caught.value)
 
 
 def test_folder_needs_a_data_dir():
-    with pytest.raises(InputError, match=r"data\.data_dir=''"):
+    with pytest.raises(InputError, match=r"config\.data\.data_dir=''"):
         open_dataset("folder", None)
 
 
@@ -124,19 +131,16 @@ def test_bad_images_stop_or_are_left_out(root, capsys):
     (root / "train" / "apple" / "1.PNG").write_bytes(b"<html>404</html>")
     dataset = open_dataset("folder", root)
     with pytest.raises(BadImageError, match=r"folder 'train', example \d+ \(.*(cat/3|apple/1)"):
-        load_examples(dataset.split("train"), dataset.info, image_size=8)
+        make_loader(dataset.split("train"), dataset.info, mesh(), image_size=8)
 
     source = dataset.split("train", on_bad_image="skip")
-    said = capsys.readouterr().out
-    assert said.startswith("data.train_split='train': 2 of 30 images are bad and left out:")
-    assert "cat/3.png" in said
-    assert "apple/1.PNG): cannot be decoded (no known image format)" in said
-    values = [int(e["image"][0, 0, 0]) for e in source.read(list(range(len(source))))]
-    assert sorted(values) == sorted(set(range(30)) - {1, 23})
+    output = capsys.readouterr().out
+    assert output.startswith("config.data.train_split='train': left out 2 bad images of 30:")
+    assert "cat/3.png" in output
+    assert "apple/1.PNG): cannot be decoded (unknown image format)" in output
+    assert sorted(values(source)) == sorted(set(range(30)) - {1, 23})
     again = dataset.split("train", on_bad_image="skip")
-    assert [e["label"] for e in again.read(list(range(28)))] == source.column("label")
-    with pytest.raises(BadImageError, match=r"\(.*apple/1\.PNG|\(.*cat/3"):
-        dataset.split("train").read(list(range(30)))
+    assert again.labels().tolist() == [label for _, label in read(source)]
 
 
 def test_skip_says_nothing_of_good_images_and_refuses_all_bad(root, capsys):
@@ -144,17 +148,70 @@ def test_skip_says_nothing_of_good_images_and_refuses_all_bad(root, capsys):
     assert capsys.readouterr().out == ""
     for path in (root / "val").rglob("*.png"):
         path.write_bytes(b"")
-    with pytest.raises(InputError, match=r"data\.eval_split='val': none of its 6 images"):
+    with pytest.raises(InputError, match=r"config\.data\.eval_split='val': none of its 6 images"):
         open_dataset("folder", root).split("val", "data.eval_split", "skip")
-    with pytest.raises(InputError, match=r"data\.on_bad_image='ignore'"):
+    with pytest.raises(InputError, match=r"config\.data\.on_bad_image='ignore'"):
         open_dataset("folder", root).split("val", on_bad_image="ignore")
 
 
-def test_bad_image_stops_a_lazy_run_by_name(root):
+def test_bad_image_stops_a_run_by_name(root):
     (root / "train" / "cat" / "3.png").write_bytes(b"nothing")
     source = open_dataset("folder", root).split("train")
-    for options in (None, CropOptions(seed=0)):
-        examples = LazyExamples(source, 8, random_resized_crop=options)
-        batches = train_batches(examples, batch_size=10, seed=0, start_step=0, num_steps=3)
+    for crop in (None, RandomCrop(seed=0)):
+        loader = HostLoader(source, mesh(), 8, random_crop=crop)
+        batches = loader.train_batches(batch_size=8, seed=0, start_step=0, num_steps=4)
         with pytest.raises(BadImageError, match=r"^folder 'train', example \d+ \(.*cat/3\.png\)"):
             list(batches)
+
+
+TINY_CLASSES = ["n02", "n03", "n01"]  # the archive's list is not sorted
+
+
+def write_gray_image(path, level):
+    path.parent.mkdir(parents=True, exist_ok=True)
+    Image.new("RGB", (64, 64), (level, level, level)).save(path, "JPEG")
+
+
+@pytest.fixture
+def tiny_root(tmp_path, monkeypatch):
+    """The archive's layout, with three classes; an image's level is ten times its label."""
+    sizes = {"train": 6, "val": 4}
+    small = dataclasses.replace(CATALOG["tiny_imagenet"], num_classes=3, num_examples=sizes)
+    monkeypatch.setitem(CATALOG, "tiny_imagenet", small)
+    root = tmp_path / "tiny-imagenet-200"
+    for name in TINY_CLASSES:
+        for i in range(2):
+            path = root / "train" / name / "images" / f"{name}_{i}.JPEG"
+            write_gray_image(path, 10 * sorted(TINY_CLASSES).index(name))
+        (root / "train" / name / f"{name}_boxes.txt").write_text("")
+    rows = [("val_0.JPEG", "n03"), ("val_1.JPEG", "n01"), ("val_2.JPEG", "n02")]
+    rows.append(("val_3.JPEG", "n03"))
+    for file, name in rows:
+        write_gray_image(root / "val" / "images" / file, 10 * sorted(TINY_CLASSES).index(name))
+    table = "".join(f"{file}\t{name}\t0\t32\t44\t62\n" for file, name in rows)
+    (root / "val" / "val_annotations.txt").write_text(table)
+    write_gray_image(root / "test" / "images" / "test_0.JPEG", 0)
+    (root / "wnids.txt").write_text("\n".join(TINY_CLASSES) + "\n")
+    return root
+
+
+@pytest.mark.parametrize("inside", [True, False])
+def test_images_have_the_labels_of_folder_and_table(tiny_root, inside):
+    dataset = open_dataset("tiny_imagenet", tiny_root if inside else tiny_root.parent)
+    assert dataset.class_names == ["n01", "n02", "n03"]
+    assert dataset.info.num_classes == 3
+    for split, size in (("train", 6), ("val", 4), ("train+val", 10)):
+        examples = read(dataset.split(split))
+        assert len(examples) == size
+        for pixels, label in examples:
+            assert pixels.shape == (64, 64, 3)
+            np.testing.assert_allclose(pixels, 10 * label, atol=1)
+    assert sorted(dataset.split("val").labels()) == [0, 1, 2, 2]
+
+
+def test_a_folder_without_the_set_or_with_half_of_it_is_refused(tiny_root, tmp_path):
+    with pytest.raises(InputError, match=r"there is no .*wnids\.txt.*unpacked tiny-imagenet-200"):
+        open_dataset("tiny_imagenet", tmp_path / "nothing")
+    next((tiny_root / "train" / "n01").rglob("*.JPEG")).unlink()
+    with pytest.raises(InputError, match=r"'train': 5, .*the published data set .*'train': 6"):
+        open_dataset("tiny_imagenet", tiny_root)

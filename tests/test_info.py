@@ -3,8 +3,14 @@ import sys
 
 import pytest
 
-from structinit_jax.data import imagenet
-from structinit_jax.data.info import CATALOG, DatasetInfo, parse_split, split_size
+from structinit_jax.data.info import (
+    CATALOG,
+    EVALUATION_SETS,
+    DatasetInfo,
+    check_examples,
+    parse_split,
+    split_size,
+)
 from structinit_jax.errors import InputError
 
 INFO = DatasetInfo(10, (8, 8, 1), {"train": 50, "test": 9})
@@ -43,7 +49,7 @@ def test_bad_split_names_field_and_splits(spec, reason):
     with pytest.raises(InputError) as caught:
         parse_split("toy", spec, INFO, "data.eval_split")
     message = str(caught.value)
-    assert message.startswith(f"data.eval_split={spec!r}: ")
+    assert message.startswith(f"config.data.eval_split={spec!r}: ")
     assert reason in message
     assert "splits of toy are 'train' (50), 'test' (9)" in message
 
@@ -63,7 +69,7 @@ def test_imagenets_test_sets_have_its_classes_in_its_order(tmp_path):
     import tensorflow_datasets as tfds
 
     classes = tfds.builder("imagenet2012", data_dir=tmp_path).info.features["label"].names
-    for name in imagenet.EVALUATION_SETS:
+    for name in EVALUATION_SETS:
         features = tfds.builder(name, data_dir=tmp_path).info.features
         for key in {"label", "original_label"} & set(features):
             assert features[key].names == classes
@@ -71,9 +77,20 @@ def test_imagenets_test_sets_have_its_classes_in_its_order(tmp_path):
             assert features["real_label"].feature.names == classes
 
 
-def test_catalog_does_not_import_tfds():
+def test_model_and_data_must_agree():
+    info = DatasetInfo(10, (None, None, 3), {"train": 23})
+    check_examples(info, num_classes=10, channels=3)
+    with pytest.raises(InputError, match=r"config\.model\.num_classes=100: .* 10 classes"):
+        check_examples(info, num_classes=100, channels=3)
+    with pytest.raises(InputError, match=r"config\.data\.channels=1: "):
+        check_examples(info, num_classes=10, channels=1)
+
+
+def test_heavy_libraries_are_imported_only_where_they_are_used():
     code = (
         "import sys, structinit_jax.data.info;"
+        "assert not {'jax', 'tensorflow_datasets'} & set(sys.modules);"
+        "import structinit_jax.data.loader, structinit_jax.data.test_sets;"
         "sys.exit(bool({'tensorflow_datasets', 'grain', 'sklearn'} & set(sys.modules)))"
     )
     subprocess.run([sys.executable, "-c", code], check=True)

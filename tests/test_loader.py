@@ -1,76 +1,307 @@
+import io
+import os
+import socket
+import subprocess
+import sys
+
 import jax
 import numpy as np
 import pytest
+from jax.sharding import NamedSharding, PartitionSpec
+from PIL import Image
 
 from structinit_jax.augment import AugmentOptions
-from structinit_jax.data import loader
-from structinit_jax.data.device import DeviceExamples
-from structinit_jax.data.examples import ArrayExamples, LazyExamples
+from structinit_jax.data import loader as loader_lib
+from structinit_jax.data.datasets import Dataset
+from structinit_jax.data.images import RandomCrop
 from structinit_jax.data.info import DatasetInfo
+from structinit_jax.data.loader import (
+    DeviceLoader,
+    HostLoader,
+    decode_all,
+    make_loader,
+    place_batches,
+    read_batches,
+    split_augmentation,
+)
+from structinit_jax.data.order import stream_indices
+from structinit_jax.errors import InputError
+
+NUM = 37
+
+
+def make_dataset():
+    """Gray images of several sizes; the label of each is its index."""
+    rng = np.random.default_rng(0)
+    sizes = [(8, 8), (9, 12), (20, 11)]
+    records = [
+        {"image": rng.integers(0, 256, (*sizes[i % 3], 1), dtype=np.uint8), "label": i}
+        for i in range(NUM)
+    ]
+    names = [str(i) for i in range(NUM)]
+    return Dataset.from_records("numbers", {"train": records}, names, (None, None, 1))
+
+
+DATASET = make_dataset()
+
+
+@pytest.fixture(scope="module")
+def mesh():
+    return jax.make_mesh((8,), ("data",), axis_types=(jax.sharding.AxisType.Auto,))
+
+
+@pytest.fixture(scope="module")
+def source():
+    return DATASET.split("train")
+
+
+@pytest.fixture(scope="module")
+def device_loader(source, mesh):
+    return make_loader(source, DATASET.info, mesh, image_size=8)
+
+
+@pytest.fixture(scope="module")
+def host_loader(source, mesh):
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(loader_lib, "IN_MEMORY_BYTES", 0)
+        return make_loader(source, DATASET.info, mesh, image_size=8)
+
+
+def labels_of(batches):
+    return [jax.device_get(batch["label"]).tolist() for batch in batches]
+
+
+def assert_same(ours, theirs, number):
+    ours, theirs = list(ours), list(theirs)
+    assert len(ours) == len(theirs) == number
+    for one, other in zip(ours, theirs, strict=True):
+        assert one.keys() == other.keys()
+        for key in one:
+            assert one[key].dtype == other[key].dtype
+            assert one[key].sharding == other[key].sharding
+            np.testing.assert_array_equal(jax.device_get(one[key]), jax.device_get(other[key]))
+
+
+def test_small_splits_are_kept_on_the_devices(device_loader, host_loader, source, mesh):
+    assert isinstance(device_loader, DeviceLoader)
+    assert isinstance(host_loader, HostLoader)
+    assert len(device_loader) == len(host_loader) == NUM
+    cropped = make_loader(source, DATASET.info, mesh, image_size=8, random_crop=RandomCrop(seed=0))
+    assert isinstance(cropped, HostLoader)
+
+
+def test_batches_follow_the_order(device_loader):
+    args = dict(batch_size=16, seed=1, num_steps=9)
+    batches = list(device_loader.train_batches(start_step=0, **args))
+    labels = labels_of(batches)
+    assert np.ravel(labels).tolist() == stream_indices(1, 0, 9 * 16, NUM).tolist()
+    for batch in batches:
+        assert batch["image"].shape == (16, 8, 8, 1)
+        assert (batch["image"].dtype, batch["label"].dtype) == (np.uint8, np.int32)
+    assert labels_of(device_loader.train_batches(start_step=5, **args)) == labels[5:]
+    assert labels_of(device_loader.train_batches(start_step=9, **args)) == []
+
+
+# 37 examples: batches that straddle an epoch, several, and more than one at once.
+@pytest.mark.parametrize(
+    ("batch_size", "start_step"), [(8, 0), (8, 11), (8, 12), (40, 0), (40, 4), (88, 4), (88, 11)]
+)
+@pytest.mark.parametrize("repeats", [1, 2])
+def test_both_loaders_return_the_same_training_batches(
+    device_loader, host_loader, batch_size, start_step, repeats
+):
+    args = dict(batch_size=batch_size, seed=3, start_step=start_step, num_steps=12, repeats=repeats)
+    ours, theirs = (loader.train_batches(**args) for loader in (device_loader, host_loader))
+    assert_same(ours, theirs, 12 - start_step)
+
+
+@pytest.mark.parametrize("batch_size", [8, 16, 40])
+def test_evaluation_sees_each_example_once(device_loader, host_loader, batch_size):
+    loaders = (device_loader, host_loader)
+    number = -(-NUM // batch_size)
+    assert_same(*(loader.eval_batches(batch_size=batch_size) for loader in loaders), number)
+    seen = []
+    for batch in jax.device_get(list(device_loader.eval_batches(batch_size=batch_size))):
+        assert batch["mask"].dtype == np.float32
+        seen += batch["label"][batch["mask"] == 1].tolist()
+        assert (batch["label"][batch["mask"] == 0] == 0).all()
+    assert seen == list(range(NUM))
+
+
+@pytest.mark.parametrize("process_count", [1, 2, 3])
+def test_processes_share_each_global_batch(process_count):
+    def order(start, stop):
+        return 100 + np.arange(start, stop)
+
+    def read(position, index):
+        return {"position": np.int64(position), "index": np.int64(index)}
+
+    parts = [
+        list(read_batches(read, order, range(2, 7), 6, number, process_count))
+        for number in range(process_count)
+    ]
+    for step, batches in enumerate(zip(*parts, strict=True), start=2):
+        whole = np.concatenate([batch["position"] for batch in batches])
+        np.testing.assert_array_equal(whole, np.arange(6 * step, 6 * step + 6))
+        index = np.concatenate([batch["index"] for batch in batches])
+        np.testing.assert_array_equal(index, whole + 100)
+
+
+def test_batch_size_must_fit_the_processes():
+    with pytest.raises(InputError, match=r"config\.batch_size=7"):
+        read_batches(lambda *args: {}, np.arange, range(3), 7, 0, 2)
+
+
+def test_host_batches_are_central_or_random_crops(mesh):
+    from sklearn.datasets import load_sample_image
+
+    photo = Image.fromarray(load_sample_image("china.jpg"))
+    records = []
+    for label in range(7):
+        file = io.BytesIO()
+        photo.rotate(15 * label).save(file, "JPEG")
+        records.append({"image": file.getvalue(), "label": label, "file_name": f"{label}.jpg"})
+    dataset = Dataset.from_records("photos", {"train": records}, list("abcdefg"))
+    source, crop = dataset.split("train"), RandomCrop(seed=1, interpolation="random")
+    loader = make_loader(source, dataset.info, mesh, image_size=16, random_crop=crop)
+    args = dict(batch_size=8, seed=1, num_steps=3)
+    whole = jax.device_get(list(loader.train_batches(start_step=0, **args)))
+    order = stream_indices(1, 0, 24, 7)
+    for position in (0, 6, 23):
+        image, label = source[int(order[position])]
+        batch, offset = whole[position // 8], position % 8
+        np.testing.assert_array_equal(batch["image"][offset], crop(image, position, 16))
+        assert batch["label"][offset] == label
+    for batch in loader.train_batches(start_step=2, **args):
+        np.testing.assert_array_equal(jax.device_get(batch["image"]), whole[2]["image"])
+    # The same example is cropped differently in another epoch.
+    images = np.concatenate([batch["image"] for batch in whole])
+    first, again = (np.argsort(order[start : start + 7]) + start for start in (0, 7))
+    assert np.all(np.any(images[first] != images[again], axis=(1, 2, 3)))
+
+
+def test_decode_all_stops_where_it_is_asked_to(source):
+    images, labels = decode_all(source, (5, 8, 8, 1), 0.875)
+    assert labels.tolist() == list(range(5))
+    np.testing.assert_array_equal(images, decode_all(source, (NUM, 8, 8, 1), 0.875)[0][:5])
+
 
 OPTIONS = AugmentOptions(
     num_classes=10, mean=(0.5,) * 3, std=(0.5,) * 3, image_size=16, crop="resized"
 )
 
 
-def route(options, shape, num_examples=100):
+def split(options, shape, num_examples=100):
     info = DatasetInfo(10, shape, {"train": num_examples})
-    return loader.split_augmentation(options, info, num_examples, seed=7)
+    return split_augmentation(options, info, num_examples, seed=7)
 
 
 def test_images_of_one_size_are_cropped_on_the_devices():
-    found = route(OPTIONS, (32, 32, 3))
-    assert (found.image_size, found.host_crop) == (32, None)
-    assert found.on_device is OPTIONS
+    result = split(OPTIONS, (32, 32, 3))
+    assert (result.image_size, result.host_crop) == (32, None)
+    assert result.on_device is OPTIONS
 
 
 @pytest.mark.parametrize(
     ("shape", "num_examples"), [((None, None, 3), 100), ((32, 48, 3), 100), ((32, 32, 3), 10**6)]
 )
-def test_other_images_are_cropped_with_decoding(shape, num_examples):
-    found = route(OPTIONS, shape, num_examples)
-    assert found.image_size == 16
-    assert (found.host_crop.seed, found.host_crop.scale) == (7, (0.08, 1.0))
-    assert found.on_device.crop == "none"
+def test_other_images_are_cropped_while_decoding(shape, num_examples):
+    result = split(OPTIONS, shape, num_examples)
+    assert result.image_size == 16
+    assert result.host_crop == RandomCrop(7, OPTIONS.crop_scale, OPTIONS.crop_ratio, "random")
+    assert result.on_device.crop == "none"
 
 
-def test_without_a_random_crop_images_come_at_the_models_size():
-    found = route(AugmentOptions(num_classes=10, mean=(0.5,), std=(0.5,), image_size=16), (8, 8, 1))
-    assert (found.image_size, found.host_crop) == (16, None)
+def test_without_a_random_crop_images_have_the_models_size():
+    options = AugmentOptions(num_classes=10, mean=(0.5,), std=(0.5,), image_size=16)
+    assert split(options, (8, 8, 1)) == (16, None, options)
 
 
-class Source:
-    """Twenty images whose pixels and labels are their numbers."""
+def test_placed_batches_run_ahead_and_keep_their_order(mesh):
+    taken = []
 
-    def __len__(self):
-        return 20
+    def local_batches():
+        for number in range(5):
+            taken.append(number)
+            yield {"image": np.full((8, 2), number, np.uint8)}
 
-    def __getitem__(self, index):
-        return {"image": np.full((4, 4, 1), index, np.uint8), "label": index}
+    sharding = NamedSharding(mesh, PartitionSpec("data"))
+    with jax.transfer_guard("disallow"):
+        placed = place_batches(local_batches(), sharding, depth=2)
+        first = next(placed)
+        assert taken == [0, 1, 2]
+        numbers = [first, *placed]
+    assert [int(np.asarray(batch["image"])[0, 0]) for batch in numbers] == [0, 1, 2, 3, 4]
+    assert first["image"].sharding == sharding
 
-    def open(self, index):
-        raise LookupError(index)
 
-    def read(self, indices):
-        return [self[index] for index in indices]
+def test_no_implicit_transfers_and_one_send_per_epoch(device_loader, monkeypatch):
+    sent = []
+    send = DeviceLoader._send
+    monkeypatch.setattr(
+        DeviceLoader, "_send", lambda self, array: sent.append(array.shape) or send(self, array)
+    )
+    with jax.transfer_guard("disallow"):
+        for _ in device_loader.train_batches(
+            batch_size=8, seed=0, start_step=0, num_steps=5 * NUM // 8
+        ):
+            pass
+        list(device_loader.eval_batches(batch_size=16))
+    orders = [shape for shape in sent if shape]
+    assert len(orders) == 5 + 1
 
 
-def test_both_feeds_give_the_same_batches_and_repeats_stand_together():
-    mesh = jax.make_mesh((8,), ("data",), axis_types=(jax.sharding.AxisType.Auto,))
-    images = np.stack([Source()[i]["image"] for i in range(20)])
-    kept = DeviceExamples(ArrayExamples(images, np.arange(20, dtype=np.int32)), mesh)
-    decoded = loader.HostLoader(LazyExamples(Source(), 4), mesh)
-    assert isinstance(kept, DeviceExamples)
-    assert isinstance(decoded, loader.HostLoader)
-    options = dict(batch_size=8, seed=1, start_step=1, num_steps=5, repeats=2)
-    batches = [list(f.train_batches(**options)) for f in (kept, decoded)]
-    batches += [list(f.eval_batches(batch_size=8)) for f in (kept, decoded)]
-    for one, other in (batches[:2], batches[2:]):
-        assert len(one) == len(other)
-        for a, b in zip(one, other, strict=True):
-            jax.tree.map(np.testing.assert_array_equal, jax.device_get(a), jax.device_get(b))
-    whole = list(kept.train_batches(**options | dict(start_step=0)))
-    labels = np.concatenate([jax.device_get(batch["label"]) for batch in whole])
-    epochs = labels.reshape(2, 10, 2)
-    assert np.all(epochs[..., 0] == epochs[..., 1])
-    assert all(len(set(epoch[:, 0].tolist())) == 10 for epoch in epochs)
+def test_each_device_gathers_its_own_part(device_loader):
+    arguments = (
+        device_loader._images,
+        device_loader._labels,
+        device_loader._send(np.zeros(53, np.int32)),
+        device_loader._send(np.zeros((), np.int32)),
+    )
+    text = device_loader._gather.lower(*arguments, 16, True).compile().as_text()
+    assert "gather" in text
+    assert not any(word in text for word in ("all-gather", "all-reduce", "all-to-all"))
+
+
+TWO_PROCESSES = """
+import os, sys
+import jax, numpy as np
+from structinit_jax.data.loader import DeviceLoader
+from structinit_jax.data.order import stream_indices
+child = os.fork()  # before a device is used, so that the imports are done once
+jax.config.update("jax_num_cpu_devices", 2)
+jax.distributed.initialize(sys.argv[1], num_processes=2, process_id=int(child == 0))
+images = np.random.default_rng(0).integers(0, 256, (13, 2, 2, 1), dtype=np.uint8)
+mesh = jax.make_mesh((4,), ("data",), axis_types=(jax.sharding.AxisType.Auto,))
+loader = DeviceLoader(images, np.arange(13, dtype=np.int32), mesh)
+batches = loader.train_batches(batch_size=8, seed=1, start_step=2, num_steps=7)
+for step, batch in enumerate(batches, start=2):
+    start = 8 * step + 4 * jax.process_index()
+    indices = stream_indices(1, start, start + 4, 13)
+    for key, expected in (("image", images[indices]), ("label", indices)):
+        shards = sorted(batch[key].addressable_shards, key=lambda shard: shard.index[0].start)
+        local = np.concatenate([np.asarray(shard.data) for shard in shards])
+        np.testing.assert_array_equal(local, expected)
+print("equal", flush=True)
+jax.distributed.shutdown()  # waits for the other process
+if child == 0:
+    os._exit(0)
+sys.exit(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))
+"""
+
+
+def test_two_processes_share_each_device_batch():
+    with socket.socket() as free:
+        free.bind(("localhost", 0))
+        address = f"localhost:{free.getsockname()[1]}"
+    environment = {key: value for key, value in os.environ.items() if key != "XLA_FLAGS"}
+    result = subprocess.run(
+        [sys.executable, "-W", "ignore", "-c", TWO_PROCESSES, address],
+        env={**environment, "JAX_PLATFORMS": "cpu"},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        timeout=120,
+    )
+    assert result.returncode == 0, result.stdout
+    assert result.stdout.count("equal\n") == 2, result.stdout

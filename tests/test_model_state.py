@@ -7,9 +7,8 @@ import pytest
 
 from structinit_jax import evaluate, train
 from structinit_jax.config import base_config
-from structinit_jax.data.device import DeviceExamples
-from structinit_jax.data.examples import ArrayExamples
 from structinit_jax.data.info import CATALOG
+from structinit_jax.data.loader import DeviceLoader
 from structinit_jax.errors import InputError
 from structinit_jax.program import build_program, initialize, make_plan
 
@@ -119,7 +118,7 @@ def test_running_statistics_are_averaged_with_the_weights(config):
     np.testing.assert_array_equal(averaged["spatial"]["kernel"], fixed)
 
     batch = make_batch() | {"mask": np.ones(64, np.float32)}
-    loader = DeviceExamples(ArrayExamples(batch["image"], batch["label"]), program.mesh)
+    loader = DeviceLoader(batch["image"], batch["label"], program.mesh)
     results = evaluate.evaluate(config, program, state, loader)
     for prefix, weights, model_state in (
         ("test/ema_", state.ema["params"], state.ema["model_state"]),

@@ -7,8 +7,8 @@ import pytest
 
 from structinit_jax import program as program_lib
 from structinit_jax import train
-from structinit_jax.data.device import DeviceExamples
 from structinit_jax.data.info import CATALOG
+from structinit_jax.data.loader import DeviceLoader
 from structinit_jax.errors import StoppedError
 from structinit_jax.program import build_program, initialize, make_plan
 
@@ -34,7 +34,7 @@ def bad_labels_give_nan(monkeypatch):
 
 @pytest.fixture
 def bad_step_5(bad_labels_give_nan, monkeypatch):
-    original = DeviceExamples.train_batches
+    original = DeviceLoader.train_batches
     spoil = jax.jit(lambda labels: jnp.where(jnp.arange(len(labels)) == 3, -1, labels))
 
     def with_a_bad_one(self, *, start_step, **options):
@@ -42,7 +42,7 @@ def bad_step_5(bad_labels_give_nan, monkeypatch):
         for step, batch in enumerate(batches, start=start_step + 1):
             yield batch | {"label": spoil(batch["label"])} if step == 5 else batch
 
-    monkeypatch.setattr(DeviceExamples, "train_batches", with_a_bad_one)
+    monkeypatch.setattr(DeviceLoader, "train_batches", with_a_bad_one)
 
 
 def test_a_step_that_is_not_finite_changes_nothing_but_the_step(tiny_config, bad_labels_give_nan):

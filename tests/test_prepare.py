@@ -8,8 +8,7 @@ from array_record.python import array_record_module
 from PIL import Image
 
 from structinit_jax.data import prepare
-from structinit_jax.data.datasets import open_dataset
-from structinit_jax.data.tfrecord import read_tfrecord
+from structinit_jax.data.datasets import Dataset, open_dataset
 from structinit_jax.errors import InputError
 
 
@@ -38,13 +37,10 @@ def test_digits_are_reported(data_dir, capsys, tmp_path):
     sheet = tmp_path / "sheet.png"
     prepare.main(["--name=digits", f"--data_dir={data_dir}", f"--samples={sheet}", "--check=0"])
     said = capsys.readouterr().out
-    labels = [
-        e["label"] for e in open_dataset("digits", data_dir).split("train").read([*range(1438)])
-    ]
-    counts = np.bincount(labels)
+    counts = np.bincount(open_dataset("digits", data_dir).split("train").labels())
     assert "digits: 10 classes (0, 1, 2, 3, 4, 5, 6, 7, 8, 9), 1 channels" in said
     assert "train: 1,438 examples; checked all" in said
-    assert f"train: 10 of 10 classes, {counts.min()} to {counts.max()} of each" in said
+    assert f"train: 10 of 10 classes, {counts.min()} to {counts.max()} examples of each" in said
     assert "train: 8 to 8 pixels high, 8 to 8 wide" in said
     assert "test: 359 examples" in said
     with Image.open(sheet) as image:
@@ -64,10 +60,21 @@ def test_folder_report_names_bad_images(tmp_path, capsys):
     said = capsys.readouterr().out
     assert "folder: 2 classes (cat, dog), 3 channels" in said
     assert "train: 6 examples" in said
-    assert "train: 2 of 2 classes, 2 to 3 of each" in said
+    assert "train: 2 of 2 classes, 2 to 3 examples of each" in said
     assert "val: 10 to 10 pixels high, 20 to 22 wide" in said
     assert said.count("bad: ") == 1
     assert "dog/1.png" in said
+
+
+def test_splits_without_labels_are_described():
+    records = [{"image": np.zeros((4, 6, 3), np.uint8), "label": -1}] * 3
+    dataset = Dataset.from_records("unlabeled", {"test": records}, ["a", "b"])
+    assert prepare.describe_split(dataset.split("test"), 2, 0) == [
+        "3 examples; checked all",
+        "0 of 2 classes, 0 to 0 examples of each",
+        "4 to 4 pixels high, 6 to 6 wide",
+        "72 bytes per image",
+    ]
 
 
 def test_tfrecord_is_converted(tfrecord_dir, data_dir, capsys):
@@ -79,8 +86,9 @@ def test_tfrecord_is_converted(tfrecord_dir, data_dir, capsys):
         ours, theirs = (open_dataset("digits", d).split(split) for d in (tfrecord_dir, data_dir))
         assert len(ours) == len(theirs)
         for index in (0, 7, len(ours) - 1):
-            np.testing.assert_array_equal(ours[index]["image"], theirs[index]["image"])
-            assert ours[index]["label"] == theirs[index]["label"]
+            (image, label), (other_image, other_label) = ours[index], theirs[index]
+            np.testing.assert_array_equal(image.decode(), other_image.decode())
+            assert label == other_label
     prepare.prepare("digits", str(tfrecord_dir))
     assert capsys.readouterr().out == ""
 
@@ -101,14 +109,14 @@ def test_damaged_tfrecord_is_named_and_not_trusted(tfrecord_dir, kept):
 
 def read_all(content, path):
     path.write_bytes(content)
-    return list(read_tfrecord(path))
+    return list(prepare.read_tfrecord(path))
 
 
 def test_stock_builder_without_tensorflow_says_so(tmp_path, monkeypatch):
     monkeypatch.setattr(prepare.importlib.util, "find_spec", lambda name: None)
     with pytest.raises(InputError) as caught:
         prepare.main(["--name=cifar10", f"--data_dir={tmp_path}"])
-    assert "data.name='cifar10': TFDS needs TensorFlow to prepare" in str(caught.value)
+    assert "config.data.name='cifar10': TFDS needs TensorFlow to prepare" in str(caught.value)
     assert "pip install '.[prepare]'" in str(caught.value)
     with pytest.raises(InputError, match="Did you mean 'cifar10'"):
         prepare.main(["--name=cifr10", f"--data_dir={tmp_path}"])
@@ -123,7 +131,7 @@ def test_archives_that_are_missing_are_explained(tmp_path, monkeypatch):
         assert options["download_config"].manual_dir == "archives"
         raise AssertionError("ImageNet requires manual download of the data")
 
-    builder = type(prepare.datasets.find_builder("imagenet2012", tmp_path))
+    builder = type(prepare.find_builder("imagenet2012", tmp_path))
     monkeypatch.setattr(builder, "download_and_prepare", no_archive)
     with pytest.raises(InputError, match=r"requires manual download.*--manual_dir=DIR.*ILSVRC2012"):
         prepare.prepare("imagenet2012", str(tmp_path), "archives")

@@ -2,27 +2,33 @@ import numpy as np
 import pytest
 
 from structinit_jax.data import show
+from structinit_jax.data.datasets import open_dataset
+from structinit_jax.data.order import stream_indices
 
 pytestmark = pytest.mark.usefixtures("library_promotion")
 
 
 def test_a_batch_without_augmentation_is_the_data(tiny_config):
-    images, targets = show.training_batch(tiny_config, 3)
-    again, _ = show.training_batch(tiny_config, 3)
-    other, _ = show.training_batch(tiny_config, 4)
+    images, targets = show.training_batch(tiny_config, 4)
+    again, _ = show.training_batch(tiny_config, 4)
+    other, _ = show.training_batch(tiny_config, 5)
     assert images.shape == (64, 8, 8, 1)
     assert targets.shape == (64, 10)
     np.testing.assert_array_equal(images, again)
     assert np.any(images != other)
+    source = open_dataset("digits", tiny_config.data.data_dir).split("train[:384]")
+    indices = stream_indices(tiny_config.seed, 3 * 64, 4 * 64, 384)  # steps count from 1
+    expected = [image.decode() for image, _ in source.read(indices.tolist())]
+    np.testing.assert_array_equal(images, expected)
     assert images.max() == 255
     # Digits have 17 levels, which normalization and back must not move.
     assert set(np.unique(images)) <= {round(255 * level / 16) for level in range(17)}
 
 
 def test_augmentation_is_seen_in_images_and_targets(tiny_config, tmp_path):
-    plain, _ = show.training_batch(tiny_config, 0)
+    plain, _ = show.training_batch(tiny_config, 1)
     tiny_config.augment.update(mixup=0.8, erasing=1.0, erasing_mode="const")
-    images, targets = show.training_batch(tiny_config, 0)
+    images, targets = show.training_batch(tiny_config, 1)
     assert np.mean(np.any(images != plain, axis=(1, 2, 3))) > 0.9
     np.testing.assert_allclose(targets.sum(axis=1), 1, rtol=1e-5)
     assert np.mean((targets > 0.02).sum(axis=1) == 2) > 0.5

@@ -5,8 +5,8 @@ import numpy as np
 import pytest
 
 from structinit_jax import evaluate, train
-from structinit_jax.data.device import DeviceExamples
 from structinit_jax.data.info import CATALOG
+from structinit_jax.data.loader import DeviceLoader
 from structinit_jax.errors import InputError
 from structinit_jax.program import build_program, make_plan
 from structinit_jax.training.lock import lock_workdir
@@ -118,7 +118,7 @@ def test_a_run_interrupted_and_resumed_is_bit_equal_to_one_that_was_not(
 def test_the_first_batch_is_no_wait(tiny_config, tmp_path, monkeypatch):
     """What compiles for it, or is decoded first, comes before the clock of `data_wait`."""
     events = []
-    draw, watch = DeviceExamples.train_batches, Progress.watch
+    draw, watch = DeviceLoader.train_batches, Progress.watch
 
     def drawn(*args, **options):
         for batch in draw(*args, **options):
@@ -129,7 +129,7 @@ def test_the_first_batch_is_no_wait(tiny_config, tmp_path, monkeypatch):
         events.append("watched")
         return watch(*args)
 
-    monkeypatch.setattr(DeviceExamples, "train_batches", drawn)
+    monkeypatch.setattr(DeviceLoader, "train_batches", drawn)
     monkeypatch.setattr(Progress, "watch", watched)
     tiny_config.num_steps = 2
     train.train(tiny_config, tmp_path)

@@ -1,76 +1,252 @@
-"""Opening data sets for random access: TFDS ones without TensorFlow, and image folders."""
+"""Data sets by name: each split is a random-access sequence of stored images and labels.
 
-import contextlib
+To use a data set of your own, write a function `my_dataset(data_dir) -> Dataset` that ends with
+`Dataset.from_records(...)`, and name it in the config: `data.name="my_module:my_dataset"`.
+"""
+
+import bisect
 import dataclasses
-import difflib
-import functools
-import io
+import itertools
 import os
 import re
-from collections.abc import Callable, Sequence
-from typing import Any
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any, Protocol, runtime_checkable
 
-import tensorflow_datasets as tfds
+import numpy as np
 
-from structinit_jax.data.decode import PIL_MODES
-from structinit_jax.data.folder import ImageFolder
+from structinit_jax import plugins
+from structinit_jax.data.images import BadImageError, StoredImage
 from structinit_jax.data.info import CATALOG, DatasetInfo, parse_split
-from structinit_jax.data.source import ImageSource, Records, leave_out_bad_images
-from structinit_jax.data.tiny_imagenet import TinyImageNet
 from structinit_jax.errors import InputError
 
-tfds.disable_progress_bar()
-
-# As TFDS writes them: 'cifar10', 'imagenet_v2/topimages', 'mnist:3.0.1', 'huggingface:mnist'.
-NAME = re.compile(r"(?:\w+:)?[A-Za-z]\w*(?:/\w[\w.+-]*)*(?::[\d.*]+)?")
+# Read from image files, without preparation.
+FILE_SETS = {
+    "folder": "structinit_jax.data.folder:open_folder",
+    "tiny_imagenet": "structinit_jax.data.folder:open_tiny_imagenet",
+}
+# 'my_package.my_module:my_dataset', but not TFDS's 'mnist:3.0.1' and 'huggingface:mnist'.
+OWN_SET = re.compile(r"(?!huggingface:)[A-Za-z_][\w.]*:[A-Za-z_]\w*")
 ON_BAD_IMAGE = ("stop", "skip")
-# Prepared by builders of this package, on first use.
-OWN_SETS = ("digits", "fashion_mnist")
-# Read from their image files, without preparation.
-FILE_SETS = {"folder": ImageFolder, "tiny_imagenet": TinyImageNet}
-# Data sets whose label is not called "label".
-LABEL_KEYS = {"imagenet2012_real": "original_label"}
+READ_BLOCK = 256
+MAX_SHOWN = 10
+
+
+@runtime_checkable
+class Records(Protocol):
+    """The examples of a split, as stored.
+
+    An example is a dict with an "image" (encoded bytes, the path of a file, or uint8 pixels [h, w,
+    C]), a "label" (an integer), and optionally a "file_name" for messages. If there is a method
+    `__getitems__(indices)`, it is used to read many examples at once.
+    """
+
+    def __len__(self) -> int: ...
+
+    def __getitem__(self, index: int) -> Mapping[str, Any]: ...
+
+
+class ImageSource:
+    """The examples of a split, to be decoded; may be read from many threads.
+
+    Args:
+      records: The stored examples.
+      info: The data set.
+      name: Name of the split in messages.
+      label_key: Key of the label in each record.
+      kept: Indices of the records that are part of the split, int64 [n]; None for all.
+      labels: Labels that replace those of the records, int [n].
+    """
+
+    def __init__(
+        self,
+        records: Records,
+        info: DatasetInfo,
+        name: str,
+        label_key: str = "label",
+        kept: np.ndarray | None = None,
+        labels: np.ndarray | None = None,
+    ):
+        self._records, self._info, self._name, self._label_key = records, info, name, label_key
+        self._kept = np.arange(len(records)) if kept is None else kept
+        self._labels = labels
+
+    def __len__(self) -> int:
+        return len(self._kept)
+
+    def __getitem__(self, index: int) -> tuple[StoredImage, int]:
+        """Returns an image and its label."""
+        return self.read([index])[0]
+
+    def read(self, indices: Sequence[int]) -> list[tuple[StoredImage, int]]:
+        """Returns several images, not yet decoded, and their labels.
+
+        Raises:
+          BadImageError: The header of an image is damaged.
+          InputError: A file cannot be read, or a label is out of range.
+        """
+        return [
+            (self._open(index, record), self._label(index, record))
+            for index, record in zip(indices, self._fetch(indices), strict=True)
+        ]
+
+    def images(self) -> Iterator[StoredImage]:
+        """Yields every image in order, not yet decoded."""
+        for indices in self._blocks():
+            yield from map(self._open, indices, self._fetch(indices))
+
+    def column(self, key: str) -> list[Any]:
+        """Returns one entry of every record without decoding the images."""
+        blocks = map(self._fetch, self._blocks())
+        return [record[key] for block in blocks for record in block]
+
+    def labels(self) -> np.ndarray:
+        """Returns all labels, int64 [n]."""
+        labels = self.column(self._label_key) if self._labels is None else self._labels
+        return np.asarray(labels, np.int64)
+
+    def select(self, wanted: np.ndarray) -> "ImageSource":
+        """Returns the examples where `wanted`, bool [n], is true, in the same order."""
+        labels = None if self._labels is None else self._labels[wanted]
+        return self._with(self._kept[wanted], labels)
+
+    def relabel(self, labels: np.ndarray) -> "ImageSource":
+        """Returns the same examples with other labels, int [n]."""
+        return self._with(self._kept, labels)
+
+    def split_bad_images(self) -> tuple["ImageSource", list[str]]:
+        """Decodes every image once to find the damaged ones.
+
+        Returns:
+          The source without the bad images, and a message for each bad image.
+        """
+
+        def problems(indices: range) -> list[str | None]:
+            records = self._fetch(indices)
+            return [self._problem(*pair) for pair in zip(indices, records, strict=True)]
+
+        with ThreadPoolExecutor(os.cpu_count()) as pool:
+            found = list(itertools.chain.from_iterable(pool.map(problems, self._blocks())))
+        good = self.select(np.array([problem is None for problem in found], bool))
+        return good, [problem for problem in found if problem is not None]
+
+    def _with(self, kept: np.ndarray, labels: np.ndarray | None) -> "ImageSource":
+        return ImageSource(self._records, self._info, self._name, self._label_key, kept, labels)
+
+    def _blocks(self) -> list[range]:
+        starts = range(0, len(self), READ_BLOCK)
+        return [range(start, min(start + READ_BLOCK, len(self))) for start in starts]
+
+    def _fetch(self, indices: Sequence[int]) -> list[Mapping[str, Any]]:
+        return read_records(self._records, self._kept[np.asarray(indices, np.int64)].tolist())
+
+    def _problem(self, index: int, record: Mapping[str, Any]) -> str | None:
+        try:
+            # Any size reads all of a JPEG's data; an eighth takes a third of the time.
+            self._open(index, record).decode(at_least=(1, 1))
+        except BadImageError as error:
+            return str(error)
+        return None
+
+    def _open(self, index: int, record: Mapping[str, Any]) -> StoredImage:
+        image, file_name = record["image"], record.get("file_name", "")
+        if isinstance(image, str | os.PathLike):
+            file_name = os.fspath(image)
+            try:
+                image = Path(image).read_bytes()
+            except OSError as error:
+                raise InputError(f"{file_name}: cannot be read ({error.strerror}).") from error
+        file_name = file_name.decode() if isinstance(file_name, bytes) else file_name
+        name = self._describe(index) + (file_name and f" ({file_name})")
+        return StoredImage(image, self._info.image_shape[-1], name)
+
+    def _label(self, index: int, record: Mapping[str, Any]) -> int:
+        if self._labels is not None:
+            return int(self._labels[index])
+        label, num_classes = int(record[self._label_key]), self._info.num_classes
+        if not 0 <= label < num_classes:
+            raise InputError(
+                f"{self._describe(index)}: its label is {label}; labels need to be from 0 to"
+                f" {num_classes - 1}."
+            )
+        return label
+
+    def _describe(self, index: int) -> str:
+        return f"{self._name}, example {self._kept[index]}"
 
 
 @dataclasses.dataclass(frozen=True)
 class Dataset:
-    """A prepared data set.
+    """A data set whose splits can be opened.
 
     Attributes:
-      name: TFDS name, 'folder' or 'tiny_imagenet'.
-      info: Classes, image shape and split sizes as prepared.
-      open_records: From what `parse_split` returns to the encoded examples.
-      class_names: The name of each label.
+      name: Name in messages.
+      info: Number of classes, image shape and split sizes.
+      class_names: Name of each class.
+      open_split: Returns the records of a split.
+      label_key: Key of the label in each record.
     """
 
     name: str
     info: DatasetInfo
-    open_records: Callable[[list[tuple[str, int, int]]], Records]
-    class_names: list[str]
+    class_names: Sequence[str]
+    open_split: Callable[[str], Records]
+    label_key: str = "label"
+
+    @classmethod
+    def from_records(
+        cls,
+        name: str,
+        splits: Mapping[str, Records],
+        class_names: Sequence[str],
+        image_shape: tuple[int | None, int | None, int] = (None, None, 3),
+    ) -> "Dataset":
+        """Makes a data set from its records.
+
+        Example: `Dataset.from_records("mine", {"train": records}, ["cat", "dog"])`, where `records`
+        is a list of `{"image": "cats/1.jpg", "label": 0}`.
+
+        Args:
+          name: Name in messages.
+          splits: The records of each split; a list, or any other object described in `Records`.
+          class_names: Name of each class, by label.
+          image_shape: Height, width and channels. Images of one known square size are cropped on
+            the device; None for height and width if they vary. Images are converted to this number
+            of channels, 1 or 3.
+        """
+        sizes = {split: len(records) for split, records in splits.items()}
+        info = DatasetInfo(len(class_names), image_shape, sizes)
+        return cls(name, info, class_names, splits.__getitem__)
 
     def split(
         self, spec: str, field: str = "data.train_split", on_bad_image: str = "stop"
     ) -> ImageSource:
-        """Opens a split in TFDS syntax, such as `train[:2000]`.
+        """Opens a split in TFDS syntax, for example `train[:2000]`.
 
         Args:
           spec: The split.
-          field: The config field that `spec` comes from, for messages.
-          on_bad_image: 'stop' raises `BadImageError`, by name, when an image that cannot be decoded
-            is read; 'skip' looks for such images now and leaves them out (`leave_out_bad_images`).
-
-        Returns:
-          A sequence of `{"image": uint8 [H, W, C], "label": int}`.
+          field: Config field that holds `spec`, for error messages.
+          on_bad_image: 'stop' raises `BadImageError` when an image that cannot be decoded is read.
+            'skip' decodes every image once now, reports the bad ones and leaves them out, so that
+            all processes and restarts number the examples alike. This takes 1 to 3 ms per image and
+            core at each start.
 
         Raises:
-          InputError: There is no such split or policy, or the split is empty.
+          InputError: There is no such split or policy, or no good image in the split.
         """
         if on_bad_image not in ON_BAD_IMAGE:
-            raise InputError(f"data.on_bad_image={on_bad_image!r}: must be 'stop' or 'skip'.")
-        parts = parse_split(self.name, spec, self.info, field)
-        records = self.open_records(parts)
-        source = ImageSource(records, self.info.image_shape[-1], f"{self.name} {spec!r}")
-        return leave_out_bad_images(source, field, spec) if on_bad_image == "skip" else source
+            raise InputError(
+                f"config.data.on_bad_image={on_bad_image!r} needs to be 'stop' or 'skip'."
+            )
+        parts = [
+            (self.open_split(split), start, stop)
+            for split, start, stop in parse_split(self.name, spec, self.info, field)
+        ]
+        source = ImageSource(
+            _Concatenation(parts), self.info, f"{self.name} {spec!r}", self.label_key
+        )
+        return source if on_bad_image == "stop" else _skip_bad_images(source, f"{field}={spec!r}")
 
 
 def open_dataset(
@@ -78,175 +254,77 @@ def open_dataset(
     data_dir: str | os.PathLike | None = None,
     manual_dir: str | os.PathLike | None = None,
 ) -> Dataset:
-    """Opens a data set; digits and fashion_mnist are prepared on first use.
+    """Opens a data set. digits and fashion_mnist are prepared on first use.
 
     Args:
-      name: TFDS name, such as `cifar10`; 'folder' for an image folder, or 'tiny_imagenet'.
-      data_dir: Where TFDS data sets lie; None is TFDS's default (`$TFDS_DATA_DIR`, or
-        `~/tensorflow_datasets`). For 'folder' and 'tiny_imagenet', the folder with the images.
+      name: 'folder', 'tiny_imagenet', a TFDS name or `module:function` (a data set of your own).
+      data_dir: Folder of the images for 'folder' and 'tiny_imagenet', TFDS's folder for its data
+        sets (None: `$TFDS_DATA_DIR` or `~/tensorflow_datasets`), or the argument of the function.
       manual_dir: Folder with the original files of fashion_mnist; None downloads them.
 
-    Returns:
-      The data set, ready to read.
-
     Raises:
-      InputError: The name is unknown, the set is not prepared or not readable without
-        TensorFlow, or it cannot be prepared.
+      InputError: The name is unknown, or the data set cannot be read or prepared.
     """
-    if name in FILE_SETS:
-        files = FILE_SETS[name](data_dir)
-        return Dataset(name, files.info, files.open_records, files.classes)
-    builder = find_builder(name, data_dir, manual_dir)
-    if name in OWN_SETS and not builder.data_path.exists():
-        _prepare_own(builder)
-        builder = find_builder(name, data_dir, manual_dir)
-    if not builder.data_path.exists():
-        raise InputError(
-            f"data.name={name!r} is not prepared: there is no {builder.data_path}. If you have it"
-            f" elsewhere, pass --config.data.data_dir=DIR (the folder that holds {name}/)."
-            f" {_how_to_prepare(name, str(builder.data_dir_root))}"
-        )
-    array_record = tfds.core.FileFormat.ARRAY_RECORD
-    if array_record not in builder.info.available_file_formats():
-        # Formats that were added later are known to the builder made from the folder alone.
-        builder = tfds.builder_from_directory(builder.data_path)
-    if array_record not in builder.info.available_file_formats():
-        raise InputError(
-            f"data.name={name!r}: {builder.data_path} is prepared as"
-            f" {builder.info.file_format.value}; array_record is needed. Convert it, which needs no"
-            f" TensorFlow, with\n  {_prepare_command(name, str(builder.data_dir_root))}"
-        )
-    info = _info(name, builder)
-    label = builder.info.features[LABEL_KEYS.get(builder.name, "label")]
-    return Dataset(name, info, functools.partial(_open_records, builder), label.names)
+    if name in FILE_SETS or OWN_SET.fullmatch(name):
+        dataset = plugins.load(FILE_SETS.get(name, name), "data.name")(data_dir)
+        if not isinstance(dataset, Dataset):
+            raise InputError(
+                f"config.data.name={name!r} returned {type(dataset).__name__}, expected a"
+                " structinit_jax.data.datasets.Dataset. Return Dataset.from_records(...)."
+            )
+        return dataset
+    from structinit_jax.data import builders  # imports TFDS
+
+    return builders.open_tfds(name, data_dir, manual_dir)
 
 
 def find_info(name: str, data_dir: str | os.PathLike | None = None) -> DatasetInfo:
-    """Facts of a set that need not be there, if the package knows it; arguments as above."""
+    """Returns the info of a data set, which need not be present if it is in `CATALOG`."""
     return CATALOG[name] if name in CATALOG else open_dataset(name, data_dir).info
 
 
-def _open_records(builder: tfds.core.DatasetBuilder, parts: list[tuple[str, int, int]]) -> Records:
-    """Returns a TFDS data source of encoded images.
-
-    They are decoded here rather than by TFDS, which knows no CMYK and picks its decoder by what is
-    installed. Other images of an example are never needed.
-    """
-    decoders = {
-        key: tfds.decode.SkipDecoding()
-        for key, feature in builder.info.features.items()
-        if isinstance(feature, tfds.features.Image)
-    }
-    spec = "+".join(f"{split}[{start}:{stop}]" for split, start, stop in parts if start < stop)
-    records = builder.as_data_source(spec, decoders=decoders)
-    key = LABEL_KEYS.get(builder.name, "label")
-    return records if key == "label" else _Relabelled(records, key)
+def read_records(records: Records, indices: Sequence[int]) -> list[Mapping[str, Any]]:
+    """Reads several records; in one call, which is far faster, if the records support it."""
+    read_many = getattr(records, "__getitems__", None)
+    return list(read_many(indices)) if read_many else [records[index] for index in indices]
 
 
-class _Relabelled:
-    """Records with another of their entries as the label."""
+class _Concatenation:
+    """Slices of records, one after another. `parts` holds (records, start, stop)."""
 
-    def __init__(self, records: Records, key: str):
-        self._records, self._key = records, key
+    def __init__(self, parts: list[tuple[Records, int, int]]):
+        self._parts = parts
+        sizes = [stop - start for _, start, stop in parts]
+        self._offsets = list(itertools.accumulate(sizes, initial=0))
 
     def __len__(self) -> int:
-        return len(self._records)
+        return self._offsets[-1]
 
-    def __getitems__(self, indices: Sequence[int]) -> list[dict[str, Any]]:
-        records = self._records.__getitems__(indices)
-        return [{**record, "label": record[self._key]} for record in records]
+    def __getitem__(self, index: int) -> Mapping[str, Any]:
+        return self.__getitems__([index])[0]
+
+    def __getitems__(self, indices: Sequence[int]) -> list[Mapping[str, Any]]:
+        by_part: dict[int, list[int]] = {}
+        for index in indices:
+            by_part.setdefault(bisect.bisect_right(self._offsets, index) - 1, []).append(index)
+        found = {}
+        for part, members in by_part.items():
+            records, start, _ = self._parts[part]
+            shift = start - self._offsets[part]
+            found |= zip(members, read_records(records, [i + shift for i in members]), strict=True)
+        return [found[index] for index in indices]
 
 
-def find_builder(
-    name: str, data_dir: str | os.PathLike | None, manual_dir: str | os.PathLike | None = None
-) -> tfds.core.DatasetBuilder:
-    """Finds the TFDS builder of a set, prepared or not; arguments as in `open_dataset`.
-
-    Raises:
-      InputError: The name is none or unknown, or its builder needs a package that is not installed.
-    """
-    if not NAME.fullmatch(name):
-        raise InputError(
-            f"data.name={name!r} is no name of a data set: write it as TFDS does, such as 'cifar10'"
-            " or 'imagenet_v2/topimages'. For a folder of images pass --config.data.name=folder"
-            " --config.data.data_dir=DIR."
+def _skip_bad_images(source: ImageSource, what: str) -> ImageSource:
+    """Leaves out the images that cannot be decoded and prints their names."""
+    good, problems = source.split_bad_images()
+    if problems:
+        shown = problems[:MAX_SHOWN] + ["…"] * (len(problems) > MAX_SHOWN)
+        print(
+            f"config.{what}: left out {len(problems):,} bad images of {len(source):,}:"
+            + "".join(f"\n  {problem}" for problem in shown),
+            flush=True,
         )
-    if name == "digits":
-        from structinit_jax.data.digits import Digits
-
-        return Digits(data_dir=data_dir)
-    if name == "fashion_mnist":
-        from structinit_jax.data.fashion_mnist import FashionMNIST
-
-        return FashionMNIST(data_dir=data_dir, manual_dir=manual_dir)
-    try:
-        return tfds.builder(name, data_dir=data_dir)
-    except tfds.core.DatasetNotFoundError as error:
-        known = sorted({*CATALOG, *tfds.list_builders(with_community_datasets=False)})
-        near = difflib.get_close_matches(name, known, n=3)
-        hint = f"Did you mean {' or '.join(map(repr, near))}? " if near else ""
-        raise InputError(
-            f"data.name={name!r}: TFDS knows no such data set. {hint}The configs use"
-            f" {', '.join(CATALOG)}; every other name of"
-            " https://www.tensorflow.org/datasets/catalog with an image and a label works too, and"
-            " 'folder' reads an image folder."
-        ) from error
-    except ImportError as error:
-        raise InputError(
-            f"data.name={name!r}: TFDS needs a package that is not installed to describe this data"
-            f" set: {error}. Install it, or choose one of {', '.join(CATALOG)}."
-        ) from error
-
-
-def _prepare_own(builder: tfds.core.DatasetBuilder) -> None:
-    """Runs one of this package's own builders.
-
-    TFDS writes into a folder `incomplete.*` and renames it at the end, so a folder under the final
-    name is always whole.
-    """
-    print(f"Preparing {builder.name} in {builder.data_path} (once).", flush=True)
-    try:
-        with contextlib.redirect_stdout(io.StringIO()):  # the line above says it shorter
-            builder.download_and_prepare(file_format="array_record")
-    except OSError as error:
-        # Another process may have prepared the same set in the meantime; its folder is as good.
-        if not builder.data_path.exists():
-            raise InputError(
-                f"data.data_dir={str(builder.data_dir_root)!r}: cannot prepare {builder.name}"
-                f" there: {error}. Pass --config.data.data_dir=DIR with a folder that you can"
-                " write to and that has space left."
-            ) from error
-
-
-def _how_to_prepare(name: str, data_dir: str) -> str:
-    """The instructions for making an array_record set, as one or more sentences."""
-    archives = (
-        "\n  Put ILSVRC2012_img_train.tar and ILSVRC2012_img_val.tar (by hand, from"
-        f" https://image-net.org) into {data_dir}/downloads/manual"
-        if name == "imagenet2012"
-        else ""
-    )
-    return (
-        f"Preparing it needs TensorFlow once (training does not):{archives}"
-        f"\n  pip install '.[prepare]'\n  {_prepare_command(name, data_dir)}"
-    )
-
-
-def _prepare_command(name: str, data_dir: str) -> str:
-    return f"python -m structinit_jax.data.prepare --name={name} --data_dir={data_dir}"
-
-
-def _info(name: str, builder: tfds.core.DatasetBuilder) -> DatasetInfo:
-    """Reads the info from the prepared set."""
-    features = dict(builder.info.features)
-    image, label = features.get("image"), features.get(LABEL_KEYS.get(builder.name, "label"))
-    is_classification = isinstance(image, tfds.features.Image) and isinstance(
-        label, tfds.features.ClassLabel
-    )
-    if not is_classification or image.shape[-1] not in PIL_MODES:
-        raise InputError(
-            f"data.name={name!r}: needs a feature 'image' with 1 or 3 channels and a class 'label',"
-            f" got {sorted(features)}. Choose a data set for image classification."
-        )
-    sizes = {split: info.num_examples for split, info in builder.info.splits.items()}
-    return DatasetInfo(label.num_classes, image.shape, sizes)
+    if not len(good):
+        raise InputError(f"config.{what}: none of its {len(source):,} images can be decoded.")
+    return good

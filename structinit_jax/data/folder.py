@@ -1,21 +1,26 @@
-"""Image folders `root/{train,val,test}/class/**/*.jpg`, as torchvision's ImageFolder reads them."""
+"""Data sets stored as image files: image folders and Tiny ImageNet."""
 
 import hashlib
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from structinit_jax.data.info import DatasetInfo
+from structinit_jax.data.datasets import Dataset
+from structinit_jax.data.info import CATALOG
 from structinit_jax.errors import InputError
 
 SPLITS = ("train", "val", "test")
 SUFFIXES = (".jpg", ".jpeg", ".png", ".webp", ".bmp", ".gif", ".tif", ".tiff", ".ppm", ".pgm")
-LAYOUT = "Wanted: DIR/train/CLASS/*.jpg and DIR/val/CLASS/*.jpg, with --config.data.data_dir=DIR."
+LAYOUT = "Expected DIR/train/CLASS/*.jpg and DIR/val/CLASS/*.jpg with --config.data.data_dir=DIR."
+TINY_IMAGENET = "tiny-imagenet-200"
+VAL_TABLE = "val_annotations.txt"
+
+Files = list[tuple[str, int]]  # path and label
 
 
-class FolderRecords:
-    """Files and their labels; the bytes are read on demand.
+class FileRecords:
+    """Image files and their labels, as records.
 
     Args:
       files: Path and label of each example.
@@ -24,102 +29,120 @@ class FolderRecords:
     def __init__(self, files: Sequence[tuple[str, int]]):
         self._files = files
 
-    @classmethod
-    def of_parts(
-        cls, files: Mapping[str, Sequence[tuple[str, int]]], parts: list[tuple[str, int, int]]
-    ) -> "FolderRecords":
-        """Records of what `parse_split` returned, from the files of each split."""
-        return cls([file for split, start, stop in parts for file in files[split][start:stop]])
-
     def __len__(self) -> int:
         return len(self._files)
 
-    def __getitems__(self, indices: Sequence[int]) -> list[dict[str, Any]]:
-        """Returns `{"image": bytes, "label": int, "file_name": str}` for each index."""
-        return [self._read(*self._files[index]) for index in indices]
-
-    def _read(self, path: str, label: int) -> dict[str, Any]:
-        try:
-            content = Path(path).read_bytes()
-        except OSError as error:
-            raise InputError(f"{path}: cannot be read ({error.strerror}).") from error
-        return {"image": content, "label": label, "file_name": path}
+    def __getitem__(self, index: int) -> dict[str, Any]:
+        """Returns the path and the label of an example."""
+        path, label = self._files[index]
+        return {"image": path, "label": label}
 
 
-class ImageFolder:
-    """The classes and files below a folder.
+def open_folder(root: str | os.PathLike | None) -> Dataset:
+    """Opens an image folder `root/{train,val,test}/class/**/*.jpg`, as torchvision's ImageFolder.
 
     Classes are numbered in the order of their sorted names. Files are ordered by a checksum of
-    class and path, so that a slice such as `train[:10%]` holds some of every class; the order does
-    not depend on the machine or on where the folder lies.
+    their path below the split, so a slice such as `train[:10%]` holds some of every class, on every
+    machine the same.
 
     Args:
-      root: The folder that holds train, val or test, or several of them.
+      root: Folder that holds one or more of train, val and test.
 
     Raises:
       InputError: There is no such folder, no split or no class; a class is empty; or the splits
         have different classes.
     """
+    if not root:
+        raise InputError(
+            f"config.data.data_dir='': config.data.name='folder' needs the folder. {LAYOUT}"
+        )
 
-    def __init__(self, root: str | os.PathLike | None):
-        if not root:
-            raise InputError(f"data.data_dir='': data.name='folder' needs the folder. {LAYOUT}")
-        self.root = Path(root).expanduser()
-        if not self.root.is_dir():
-            raise InputError(f"data.data_dir={str(root)!r}: there is no such folder. {LAYOUT}")
-        splits = [split for split in SPLITS if (self.root / split).is_dir()]
-        if not splits:
-            raise self._problem(f"it holds none of the folders {', '.join(SPLITS)}")
-        self.classes = self._classes(splits)
-        self._files = {split: self._find(split) for split in splits}
-        sizes = {split: len(files) for split, files in self._files.items()}
-        self.info = DatasetInfo(len(self.classes), (None, None, 3), sizes)
+    def problem(what: str) -> InputError:
+        return InputError(f"config.data.data_dir={str(root)!r}: {what}. {LAYOUT}")
 
-    def open_records(self, parts: list[tuple[str, int, int]]) -> FolderRecords:
-        """Returns the records of what `parse_split` returned."""
-        return FolderRecords.of_parts(self._files, parts)
-
-    def _problem(self, what: str) -> InputError:
-        return InputError(f"data.data_dir={str(self.root)!r}: {what}. {LAYOUT}")
-
-    def _classes(self, splits: list[str]) -> list[str]:
-        """Sorted class names, the same in every split."""
-        first, *others = splits
-        names = {
-            split: sorted(
-                entry.name
-                for entry in (self.root / split).iterdir()
-                if entry.is_dir() and not entry.name.startswith(".")
-            )
-            for split in splits
-        }
-        if not names[first]:
-            raise self._problem(f"the folder {first} holds no class, that is no folder")
-        for split in others:
-            for one, other in ((first, split), (split, first)):
-                only = sorted(set(names[one]) - set(names[other]))
-                if only:
-                    shown = ", ".join(map(repr, only[:5])) + (", …" if len(only) > 5 else "")
-                    raise self._problem(
-                        f"{one} has {len(only)} classes that {other} does not have: {shown}"
-                    )
-        return names[first]
-
-    def _find(self, split: str) -> list[tuple[str, int]]:
-        files = []
-        for label, name in enumerate(self.classes):
-            found = list_images(self.root / split / name)
-            if not found:
-                raise self._problem(
+    folder = Path(root).expanduser()
+    if not folder.is_dir():
+        raise problem("there is no such folder")
+    classes = {split: _subfolders(folder / split) for split in SPLITS if (folder / split).is_dir()}
+    if not classes:
+        raise problem(f"it holds none of the folders {', '.join(SPLITS)}")
+    first, *others = classes
+    if not classes[first]:
+        raise problem(f"the folder {first} holds no class (no subfolder)")
+    for split in others:
+        for one, other in ((first, split), (split, first)):
+            if extra := sorted(set(classes[one]) - set(classes[other])):
+                shown = ", ".join(map(repr, extra[:5])) + (", …" if len(extra) > 5 else "")
+                raise problem(f"{one} has {len(extra)} classes that {other} does not have: {shown}")
+    files: dict[str, Files] = {split: [] for split in classes}
+    for split in classes:
+        for label, name in enumerate(classes[first]):
+            paths = _find_images(folder / split / name)
+            if not paths:
+                raise problem(
                     f"the class {split}/{name} holds no image (a file ending in"
                     f" {', '.join(SUFFIXES)})"
                 )
-            files += [(path, label) for path in found]
-        return mixed(files, self.root / split)
+            files[split] += [(path, label) for path in paths]
+    splits = {split: FileRecords(_mix(found, folder / split)) for split, found in files.items()}
+    return Dataset.from_records("folder", splits, classes[first])
 
 
-def list_images(folder: Path) -> list[str]:
-    """The images below a folder, in any order."""
+def open_tiny_imagenet(root: str | os.PathLike | None) -> Dataset:
+    """Opens the unpacked http://cs231n.stanford.edu/tiny-imagenet-200.zip (Le & Yang 2015).
+
+    100,000 training and 10,000 validation images of 200 classes, 64×64. Training images are in
+    `train/CLASS/images/`, validation images in one folder with a table of their classes. The test
+    images have no labels and are left out.
+
+    Args:
+      root: The folder tiny-imagenet-200, or its parent.
+
+    Raises:
+      InputError: The data set is missing or incomplete.
+    """
+    field = f"config.data.data_dir={str(root or '')!r}"
+    folder = Path(root or ".").expanduser()
+    if (folder / TINY_IMAGENET).is_dir():
+        folder = folder / TINY_IMAGENET
+    for path in (folder / "wnids.txt", folder / "train", folder / "val" / VAL_TABLE):
+        if not path.exists():
+            raise InputError(
+                f"{field}: there is no {path}. config.data.name='tiny_imagenet' reads the unpacked"
+                f" {TINY_IMAGENET}.zip (from http://cs231n.stanford.edu). Pass its folder with"
+                " --config.data.data_dir=DIR."
+            )
+    classes = sorted((folder / "wnids.txt").read_text().split())
+    labels = {name: label for label, name in enumerate(classes)}
+    rows = [line.split("\t")[:2] for line in (folder / "val" / VAL_TABLE).read_text().splitlines()]
+    files = {
+        "train": [
+            (path, label)
+            for name, label in labels.items()
+            for path in _find_images(folder / "train" / name)
+        ],
+        "val": [(str(folder / "val" / "images" / file), labels[name]) for file, name in rows],
+    }
+    info = CATALOG["tiny_imagenet"]
+    sizes = {split: len(found) for split, found in files.items()}
+    if sizes != info.num_examples:
+        raise InputError(
+            f"{field}: {folder} holds {sizes} images, the published data set"
+            f" {dict(info.num_examples)}. Unpack the archive again."
+        )
+    splits = {split: FileRecords(_mix(found, folder)) for split, found in files.items()}
+    return Dataset.from_records("tiny_imagenet", splits, classes, info.image_shape)
+
+
+def _subfolders(folder: Path) -> list[str]:
+    return sorted(
+        entry.name
+        for entry in folder.iterdir()
+        if entry.is_dir() and not entry.name.startswith(".")
+    )
+
+
+def _find_images(folder: Path) -> list[str]:
     return [
         os.path.join(parent, file)
         for parent, _, names in os.walk(folder, followlinks=True)
@@ -128,11 +151,8 @@ def list_images(folder: Path) -> list[str]:
     ]
 
 
-def mixed(files: Sequence[tuple[str, int]], root: Path) -> list[tuple[str, int]]:
-    """Files and their labels in an order that depends on the paths below `root` alone.
-
-    It follows a checksum, so that a slice holds some of every class.
-    """
+def _mix(files: Files, root: Path) -> Files:
+    """Orders files by a checksum of their paths below `root`."""
     start = len(str(root)) + 1
 
     def checksum(file: tuple[str, int]) -> bytes:

@@ -1,6 +1,6 @@
-"""Public info about the data sets of the recipes, and TFDS split syntax.
+"""Sizes and classes of known data sets, and the syntax of splits.
 
-The info let a dry run build the model and count the steps without having any data.
+A dry run builds the model and counts the steps from these, without any data.
 """
 
 import dataclasses
@@ -14,9 +14,9 @@ class DatasetInfo:
     """What the model and the schedule need to know about a data set.
 
     Attributes:
-      num_classes: Number of labels; labels run from 0 to `num_classes - 1`.
-      image_shape: Height and width in pixels and channels; None where the size varies.
-      num_examples: Number of examples of each TFDS split.
+      num_classes: Number of classes. Labels are 0, ..., `num_classes - 1`.
+      image_shape: Height, width and channels; height and width are None if they vary.
+      num_examples: Number of examples in each split.
     """
 
     num_classes: int
@@ -24,7 +24,7 @@ class DatasetInfo:
     num_examples: Mapping[str, int]
 
 
-# Splits without labels (stl10's "unlabelled", imagenet2012's "test") are left out.
+# Splits without labels are left out: 'unlabelled' of stl10, 'test' of imagenet2012.
 CATALOG: dict[str, DatasetInfo] = {
     "digits": DatasetInfo(10, (8, 8, 1), {"train": 1_438, "test": 359}),
     "fashion_mnist": DatasetInfo(10, (28, 28, 1), {"train": 60_000, "test": 10_000}),
@@ -41,7 +41,7 @@ CATALOG: dict[str, DatasetInfo] = {
     "food101": DatasetInfo(101, (None, None, 3), {"train": 75_750, "validation": 25_250}),
     "tiny_imagenet": DatasetInfo(200, (64, 64, 3), {"train": 100_000, "val": 10_000}),
     "imagenet2012": DatasetInfo(1000, (None, None, 3), {"train": 1_281_167, "validation": 50_000}),
-    # Test sets for models of imagenet2012, with its classes.
+    # Test sets with the classes of imagenet2012.
     "imagenet2012_real": DatasetInfo(1000, (None, None, 3), {"validation": 50_000}),
     "imagenet_v2": DatasetInfo(1000, (None, None, 3), {"test": 10_000}),
     "imagenet_sketch": DatasetInfo(1000, (None, None, 3), {"test": 50_889}),
@@ -49,9 +49,8 @@ CATALOG: dict[str, DatasetInfo] = {
     "imagenet_r": DatasetInfo(1000, (None, None, 3), {"test": 30_000}),
 }
 
-
-# What `data.eval_name` may be: a test set for models of imagenet2012 -> its split and how many of
-# the 1,000 classes it holds. `data.imagenet` has their rules.
+# Values of `config.data.eval_name`, test sets for models trained on imagenet2012 -> the split and
+# how many of the 1,000 classes occur in it. `data.test_sets` opens them.
 EVALUATION_SETS = {
     "imagenet2012": ("validation", 1000),
     "imagenet2012_real": ("validation", 1000),
@@ -63,33 +62,32 @@ EVALUATION_SETS = {
 
 
 def parse_split(name: str, spec: str, info: DatasetInfo, field: str) -> list[tuple[str, int, int]]:
-    """Resolves TFDS split syntax such as `train[10%:]` or `train[:2000]+test`.
+    """Parses a split in TFDS syntax, for example `train[10%:]` or `train[:2000]+test`.
 
     Args:
-      name: The data set's name, for messages.
-      spec: The split as the user wrote it.
-      info: Facts holding the size of each split.
-      field: The config field that `spec` comes from, for messages.
+      name: Name of the data set, for error messages.
+      spec: The split.
+      info: Gives the size of each split.
+      field: Config field that holds `spec`, for error messages.
 
     Returns:
       `(split name, start, stop)` for each term of the sum; `stop` is exclusive.
 
     Raises:
-      InputError: `spec` is malformed, names an unknown split or holds no example.
+      InputError: `spec` is malformed, empty or names an unknown split.
     """
     import tensorflow_datasets as tfds
 
     def problem(reason: str) -> InputError:
-        there_is = ", ".join(f"{split!r} ({n:,})" for split, n in info.num_examples.items())
+        splits = ", ".join(f"{split!r} ({n:,})" for split, n in info.num_examples.items())
         return InputError(
-            f"{field}={spec!r}: {reason}. The splits of {name} are {there_is}; write for example"
-            " 'train', 'train[:2000]', 'train[10%:]' or 'train+test'."
+            f"config.{field}={spec!r}: {reason}. The splits of {name} are {splits}; examples of the"
+            " syntax are 'train', 'train[:2000]', 'train[10%:]' and 'train+test'."
         )
 
-    # How many shards a set has depends on who prepared it, so it is no stable unit.
+    # The number of shards depends on who prepared the set, so a slice in shards is not portable.
     if "shard" in spec:
         raise problem("slices in shards are not supported")
-    # A catalog entry knows no shards: one that holds everything gives the same boundaries.
     splits = {
         split: tfds.core.SplitInfo(name=split, shard_lengths=[n], num_bytes=0)
         for split, n in info.num_examples.items()
@@ -110,5 +108,23 @@ def parse_split(name: str, spec: str, info: DatasetInfo, field: str) -> list[tup
 
 
 def split_size(name: str, spec: str, info: DatasetInfo, field: str) -> int:
-    """Number of examples in `spec`; arguments and errors as in `parse_split`."""
+    """Returns the number of examples in a split; for arguments and errors see `parse_split`."""
     return sum(stop - start for _, start, stop in parse_split(name, spec, info, field))
+
+
+def check_examples(info: DatasetInfo, *, num_classes: int, channels: int) -> None:
+    """Checks that a model with these outputs and input channels fits the data set.
+
+    Raises:
+      InputError: One of the numbers differs from the data set's.
+    """
+    if num_classes != info.num_classes:
+        raise InputError(
+            f"config.model.num_classes={num_classes}: the data set has {info.num_classes} classes."
+            f" Pass --config.model.num_classes={info.num_classes}."
+        )
+    if channels != info.image_shape[-1]:
+        raise InputError(
+            f"config.data.channels={channels}: the images of the data set have"
+            f" {info.image_shape[-1]}. Pass --config.data.channels={info.image_shape[-1]}."
+        )

@@ -1,108 +1,162 @@
-"""Prepares a data set for training, once, and tells what is in it.
+"""Prepares a data set for training, once, and reports what it contains.
 
-    python -m structinit_jax.data.prepare --name=cifar10 --samples=sheet.png
+    python -m structinit_jax.data.prepare --name=cifar10 --samples=samples.png
     python -m structinit_jax.data.prepare --name=folder --data_dir=DIR
 
-digits, fashion_mnist, tiny_imagenet and image folders need no preparation beyond their first use.
-Sets prepared as tfrecord are converted, without TensorFlow. For the others TFDS's own builder
-downloads and prepares, which needs TensorFlow (`pip install '.[prepare]'`); training never does.
+digits, fashion_mnist, tiny_imagenet and image folders need no preparation; the command only reports
+on them. Data sets prepared as tfrecord are converted to array_record, without TensorFlow. All
+others are downloaded and prepared by TFDS's own builder, which needs TensorFlow
+(`pip install '.[prepare]'`); training never does.
 """
 
 import argparse
 import importlib.util
+import json
+import os
+import struct
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import numpy as np
 import tensorflow_datasets as tfds
+from PIL import Image, ImageDraw
 
-from structinit_jax.data import datasets
-from structinit_jax.data.sample_sheet import draw_sheet
-from structinit_jax.data.source import ImageSource
-from structinit_jax.data.tfrecord import add_array_record
+from structinit_jax.data.builders import ARRAY_RECORD, OWN_BUILDERS, find_builder
+from structinit_jax.data.datasets import FILE_SETS, OWN_SET, Dataset, ImageSource, open_dataset
+from structinit_jax.data.images import resize_and_center_crop
 from structinit_jax.errors import InputError
 
-SHOWN_CLASSES = 10
+MAX_SHOWN_CLASSES = 10
+COLUMNS, ROWS = 8, 6
+TILE, CAPTION, MARGIN = 112, 16, 4  # pixels
 
 
 def prepare(name: str, data_dir: str | None = None, manual_dir: str | None = None) -> None:
-    """Makes sure that `open_dataset` can open a set.
+    """Makes sure that `open_dataset` can open a data set.
 
     Args:
-      name: TFDS name, 'folder' or 'tiny_imagenet'.
-      data_dir: As in `open_dataset`.
-      manual_dir: Folder with archives that have to be fetched by hand.
+      name: See `open_dataset`.
+      data_dir: See `open_dataset`.
+      manual_dir: Folder with archives that have to be downloaded by hand.
 
     Raises:
-      InputError: The name is unknown, TensorFlow is needed and missing, or the archives are.
+      InputError: The name is unknown, or TensorFlow or an archive is missing.
     """
-    if name in datasets.FILE_SETS:
+    if name in FILE_SETS or OWN_SET.fullmatch(name):
         return
-    builder = datasets.find_builder(name, data_dir)
+    builder = find_builder(name, data_dir)
     if not builder.data_path.exists():
-        if name not in datasets.OWN_SETS:
+        if name not in OWN_BUILDERS:
             _run_stock_builder(builder, manual_dir)
         return
     builder = tfds.builder_from_directory(builder.data_path)
     if builder.info.available_file_formats() == {tfds.core.FileFormat.TFRECORD}:
         print(f"Converting {builder.data_path} to array_record (once).", flush=True)
-        add_array_record(builder)
+        _add_array_record(builder)
 
 
 def _run_stock_builder(builder: tfds.core.DatasetBuilder, manual_dir: str | None) -> None:
     if importlib.util.find_spec("tensorflow") is None:
         raise InputError(
-            f"data.name={builder.name!r}: TFDS needs TensorFlow to prepare this set, and it is not"
-            " installed. Install it for this command only, here or on another machine:\n"
-            "  pip install '.[prepare]'\nTraining does not use it, and reads the prepared folder"
-            " wherever it was made."
+            f"config.data.name={builder.name!r}: TFDS needs TensorFlow to prepare this data set,"
+            " and it is not installed. Install it for this command only, here or on another"
+            " machine:\n  pip install '.[prepare]'\nTraining does not need it."
         )
     config = tfds.download.DownloadConfig(manual_dir=manual_dir)
     try:
         builder.download_and_prepare(file_format="array_record", download_config=config)
-    except Exception as error:  # of every kind: TensorFlow's are neither OSError nor ValueError
+    except Exception as error:  # TensorFlow's errors have no common type
         by_hand = getattr(builder, "MANUAL_DOWNLOAD_INSTRUCTIONS", None)
         raise InputError(
-            f"data.name={builder.name!r} cannot be prepared: {type(error).__name__}: {error}."
-            + (f" Pass --manual_dir=DIR. {by_hand}" if by_hand else "")
+            f"config.data.name={builder.name!r} cannot be prepared: {type(error).__name__}:"
+            f" {error}." + (f" Pass --manual_dir=DIR. {by_hand}" if by_hand else "")
         ) from error
 
 
-def describe_split(source: ImageSource, num_classes: int, num_checked: int) -> list[str]:
-    """Decodes examples at even distances and says what they are.
+def _add_array_record(builder: tfds.core.DatasetBuilder) -> None:
+    """Copies the examples of a tfrecord data set into array_record files beside the old ones.
 
-    Args:
-      source: A split.
-      num_classes: Number of labels.
-      num_checked: How many examples to decode; 0 for all.
+    The serialized examples are the same in both formats. The description of the data set names the
+    new files only when all are written, so an interrupted conversion is repeated.
+    """
+    folder = Path(builder.data_path)
+    adapter = tfds.core.file_adapters.ADAPTER_FOR_FORMAT[ARRAY_RECORD]
+    try:
+        for split in builder.info.splits.values():
+            for name, count in zip(sorted(split.filenames), split.shard_lengths, strict=True):
+                source = folder / name
+                target = folder / name.replace(".tfrecord-", f".{ARRAY_RECORD.file_suffix}-")
+                adapter.write_examples(target, enumerate(read_tfrecord(source)))
+                written = adapter.num_examples(target) if count else 0
+                if written != count:
+                    raise InputError(
+                        f"{source}: holds {written:,} examples, {count:,} are expected. Prepare or"
+                        " copy the data set again."
+                    )
+        info_path = folder / "dataset_info.json"
+        info = json.loads(info_path.read_text())
+        info["alternativeFileFormats"] = [ARRAY_RECORD.value]
+        partial = info_path.with_suffix(".partial")
+        partial.write_text(json.dumps(info, indent=2))
+        os.replace(partial, info_path)
+    except OSError as error:
+        raise InputError(
+            f"config.data.data_dir={str(builder.data_dir_root)!r}: cannot convert {folder}:"
+            f" {error}."
+        ) from error
+
+
+def read_tfrecord(path: Path) -> Iterator[bytes]:
+    """Yields the records of a tfrecord file. The checksums (CRC-32C) are not verified.
+
+    A record is stored as its length, a checksum, the bytes and a checksum.
+
+    Raises:
+      InputError: The file ends within a record.
+    """
+    with path.open("rb") as file:
+        while header := file.read(12):
+            length = struct.unpack("<Q", header[:8])[0] if len(header) == 12 else 0
+            # Compared with the file first: a damaged length must not be allocated.
+            remaining = os.fstat(file.fileno()).st_size - file.tell()
+            if len(header) < 12 or length + 4 > remaining:
+                raise InputError(
+                    f"{path}: ends within a record. Prepare or copy the data set again."
+                )
+            yield file.read(length + 4)[:length]
+
+
+def describe_split(source: ImageSource, num_classes: int, num_checked: int) -> list[str]:
+    """Decodes `num_checked` evenly spaced examples, or all if it is 0.
 
     Returns:
-      Lines to print: classes, shapes, bytes and every image that cannot be decoded.
+      Lines to print: classes, image sizes, bytes, and every image that cannot be decoded.
     """
     number = min(num_checked or len(source), len(source))
     chosen = np.zeros(len(source), bool)
     chosen[np.linspace(0, len(source) - 1, number).round().astype(int)] = True
     good, problems = source.select(chosen).split_bad_images()
-    every = "all" if number == len(source) else f"{number:,} of them at even distances"
-    lines = [f"{len(source):,} examples; checked {every}"]
+    extent = "all" if number == len(source) else f"{number:,} evenly spaced ones"
+    lines = [f"{len(source):,} examples; checked {extent}"]
     if len(good):
-        sizes = np.array([(*image.size, image.num_bytes) for image, _ in good.open_all()])
-        counts = np.bincount(good.column("label"), minlength=num_classes)
+        sizes = np.array([(*image.size, image.num_bytes) for image in good.images()])
+        labels = good.labels()
+        counts = np.bincount(labels[labels >= 0], minlength=num_classes)  # -1 stands for no label
         low, high = sizes.min(axis=0), sizes.max(axis=0)
         lines += [
             f"{np.count_nonzero(counts)} of {num_classes} classes, {counts.min():,} to"
-            f" {counts.max():,} of each",
+            f" {counts.max():,} examples of each",
             f"{low[0]} to {high[0]} pixels high, {low[1]} to {high[1]} wide",
-            f"{sizes[:, 2].mean():,.0f} bytes an image",
+            f"{sizes[:, 2].mean():,.0f} bytes per image",
         ]
     return lines + [f"bad: {problem}" for problem in problems]
 
 
-def report(dataset: datasets.Dataset, num_checked: int) -> None:
-    """Prints what a set holds; arguments as in `describe_split`."""
+def report(dataset: Dataset, num_checked: int) -> None:
+    """Prints the contents of a data set; for `num_checked` see `describe_split`."""
     names = dataset.class_names
-    shown = ", ".join(names[:SHOWN_CLASSES]) + (", …" if len(names) > SHOWN_CLASSES else "")
+    shown = ", ".join(names[:MAX_SHOWN_CLASSES]) + (", …" * (len(names) > MAX_SHOWN_CLASSES))
     channels = dataset.info.image_shape[-1]
     print(f"{dataset.name}: {len(names)} classes ({shown}), {channels} channels")
     for split in dataset.info.num_examples:
@@ -111,30 +165,62 @@ def report(dataset: datasets.Dataset, num_checked: int) -> None:
                 print(f"  {split}: {line}", flush=True)
 
 
+def draw_samples(source: ImageSource, class_names: Sequence[str]) -> Image.Image:
+    """Draws up to 48 evenly spaced examples of a split with the names of their classes."""
+    number = min(COLUMNS * ROWS, len(source))
+    indices = np.linspace(0, len(source) - 1, number).round().astype(int).tolist()
+    examples = source.read(indices)
+    return draw_tiles(
+        [image.decode() for image, _ in examples], [class_names[label] for _, label in examples]
+    )
+
+
+def draw_tiles(images: list[np.ndarray], captions: list[str]) -> Image.Image:
+    """Draws images, uint8 [h, w, 1 or 3], in rows of eight, each cropped to a square.
+
+    Captions are written below the images and cut off where they are too long.
+    """
+    rows = -(-len(images) // COLUMNS)
+    pitch = (TILE + MARGIN, TILE + CAPTION + MARGIN)
+    sheet = Image.new("RGB", (COLUMNS * pitch[0] + MARGIN, rows * pitch[1] + MARGIN), "white")
+    draw = ImageDraw.Draw(sheet)
+    for number, (image, caption) in enumerate(zip(images, captions, strict=True)):
+        left = MARGIN + number % COLUMNS * pitch[0]
+        top = MARGIN + number // COLUMNS * pitch[1]
+        tile = resize_and_center_crop(image, TILE)
+        sheet.paste(Image.fromarray(np.repeat(tile, 3 // tile.shape[-1], axis=-1)), (left, top))
+        while draw.textlength(caption) > TILE:
+            caption = caption[:-1]
+        draw.text((left, top + TILE + 1), caption, fill="black")
+    return sheet
+
+
 def main(argv: Sequence[str] | None = None) -> None:
-    """Prepares, checks, prints and draws."""
+    """Prepares a data set, prints a report and draws examples."""
     parser = argparse.ArgumentParser(
         prog="python -m structinit_jax.data.prepare", description=__doc__.splitlines()[0]
     )
-    parser.add_argument("--name", required=True, help="TFDS name, 'folder' or 'tiny_imagenet'")
+    parser.add_argument(
+        "--name", required=True, help="TFDS name, 'folder', 'tiny_imagenet' or 'module:function'"
+    )
     parser.add_argument(
         "--data_dir",
-        help="where TFDS sets lie; the images' own folder for 'folder' and 'tiny_imagenet'",
+        help="folder of TFDS's data sets; the folder of the images for 'folder', 'tiny_imagenet'",
     )
-    parser.add_argument("--manual_dir", help="archives that have to be fetched by hand")
-    parser.add_argument("--samples", help="PNG file to draw examples of the first split into")
+    parser.add_argument("--manual_dir", help="folder of archives that are downloaded by hand")
+    parser.add_argument("--samples", help="PNG file for a drawing of examples of the first split")
     parser.add_argument(
         "--check", type=int, default=1000, help="images to decode in each split; 0 for all"
     )
     flags = parser.parse_args(argv)
     prepare(flags.name, flags.data_dir, flags.manual_dir)
-    dataset = datasets.open_dataset(flags.name, flags.data_dir, flags.manual_dir)
+    dataset = open_dataset(flags.name, flags.data_dir, flags.manual_dir)
     report(dataset, flags.check)
     if flags.samples:
         first = next(split for split, size in dataset.info.num_examples.items() if size)
-        sheet = draw_sheet(dataset.split(first), dataset.class_names)
+        samples = draw_samples(dataset.split(first), dataset.class_names)
         try:
-            sheet.save(Path(flags.samples), "PNG")
+            samples.save(Path(flags.samples), "PNG")
         except OSError as error:
             raise InputError(f"--samples={flags.samples}: cannot be written: {error}.") from error
 

@@ -1,8 +1,8 @@
-"""Draws a training batch as the model sees it, augmentation and all.
+"""Draws the batch of a training step as the model sees it, after augmentation.
 
-    python -m structinit_jax.data.show --config=configs/vit_t_digits.py --out=batch.png
+    python -m structinit_jax.data.show --config=configs/vit_t_digits.py --step=1 --out=batch.png
 
-With --config.augment.mixup=0.8 and the like it shows what a change of the recipe does.
+Change the recipe to see what it does, for example with --config.augment.mixup=0.8.
 """
 
 from pathlib import Path
@@ -12,30 +12,36 @@ import numpy as np
 from absl import flags
 from ml_collections import ConfigDict
 
-from structinit_jax import command_line, evaluate
+from structinit_jax import command_line
 from structinit_jax import config as config_lib
 from structinit_jax.augment import make_augment
-from structinit_jax.data.loader import make_loader
-from structinit_jax.data.sample_sheet import COLUMNS, ROWS, draw_tiles
+from structinit_jax.data.datasets import open_dataset
+from structinit_jax.data.info import check_examples
+from structinit_jax.data.loader import make_loader, split_augmentation
+from structinit_jax.data.prepare import COLUMNS, ROWS, draw_tiles
 from structinit_jax.out_flag import OUT
-from structinit_jax.program import make_plan
-from structinit_jax.training import mesh as mesh_lib
-from structinit_jax.training.step import train_step_keys
+from structinit_jax.training.mesh import make_mesh
+from structinit_jax.training.step import train_step_rngs
 
-_STEP = flags.DEFINE_integer("step", 0, "Steps before the one whose batch is drawn.", lower_bound=0)
+_STEP = flags.DEFINE_integer(
+    "step", 1, "Training step whose batch is drawn, counted from 1 as in the log.", lower_bound=1
+)
 
 
 def training_batch(config: ConfigDict, step: int) -> tuple[np.ndarray, np.ndarray]:
-    """The batch of the training step that follows `step` others.
+    """Computes the augmented batch of a training step, which counts from 1.
 
     Returns:
-      uint8 images [B, H, W, C], normalization undone, and targets [B, classes].
+      Images with the normalization undone, uint8 [B, H, W, C], and targets [B, classes].
     """
     config_lib.validate(config)
-    dataset = evaluate.open_data(config)
-    source = dataset.split(config.data.train_split, "data.train_split", config.data.on_bad_image)
-    augmentation = make_plan(config, dataset.info, len(source)).augmentation
-    mesh = mesh_lib.make_mesh()
+    data = config.data
+    dataset = open_dataset(data.name, data.data_dir or None, data.manual_dir or None)
+    check_examples(dataset.info, num_classes=config.model.num_classes, channels=data.channels)
+    source = dataset.split(data.train_split, "data.train_split", data.on_bad_image)
+    options = config_lib.augment_options(config)
+    augmentation = split_augmentation(options, dataset.info, len(source), config.seed)
+    mesh = make_mesh()
     loader = make_loader(
         source,
         dataset.info,
@@ -46,35 +52,35 @@ def training_batch(config: ConfigDict, step: int) -> tuple[np.ndarray, np.ndarra
     batches = loader.train_batches(
         batch_size=config.batch_size,
         seed=config.seed,
-        start_step=step,
-        num_steps=step + 1,
-        repeats=config.data.repeats,
+        start_step=step - 1,
+        num_steps=step,
+        repeats=data.repeats,
     )
     batch = next(batches)
-    key = train_step_keys(config.seed, step)[0]
     augment = jax.jit(make_augment(augmentation.on_device, mesh))
-    images, targets = augment(key, batch["image"], batch["label"])
-    pixels = 255 * (np.asarray(images) * np.asarray(config.data.std) + np.asarray(config.data.mean))
+    rng = train_step_rngs(config.seed, step - 1)[0]
+    images, targets = augment(rng, batch["image"], batch["label"])
+    pixels = 255 * (np.asarray(images) * np.asarray(data.std) + np.asarray(data.mean))
     return np.clip(pixels.round(), 0, 255).astype(np.uint8), np.asarray(targets)
 
 
 def describe_target(target: np.ndarray, smoothing: float) -> str:
-    """A target's classes without their share of the smoothing, such as '3: 0.7  8: 0.3'."""
-    shares = (target - smoothing / len(target)) / (1 - smoothing)
-    classes = [label for label in np.argsort(-shares, kind="stable")[:2] if shares[label] > 0.005]
+    """Returns the classes of a target without label smoothing, for example '3: 0.70  8: 0.30'."""
+    weights = (target - smoothing / len(target)) / (1 - smoothing)
+    classes = [label for label in np.argsort(-weights, kind="stable")[:2] if weights[label] > 0.005]
     if len(classes) == 1:
         return str(classes[0])
-    return "  ".join(f"{label}: {shares[label]:.2f}" for label in classes)
+    return "  ".join(f"{label}: {weights[label]:.2f}" for label in classes)
 
 
 def main(config: ConfigDict) -> None:
-    """Draws up to 48 images with their targets."""
+    """Draws up to 48 images of the batch with their targets."""
     images, targets = training_batch(config, _STEP.value)
     number = min(COLUMNS * ROWS, len(images))
     captions = [describe_target(t, config.label_smoothing) for t in targets[:number]]
     path = Path(OUT.value or "batch.png")
     draw_tiles(list(images[:number]), captions).save(path)
-    print(f"wrote {path}: {number} of the {len(images)} images of step {_STEP.value + 1}")
+    print(f"wrote {path}: {number} of the {len(images)} images of step {_STEP.value}")
 
 
 if __name__ == "__main__":

@@ -19,7 +19,7 @@ Batch = dict[str, Array]
 Metrics = dict[str, Float[Array, ""]]
 
 
-def train_step_keys(seed: int, step: int | Array) -> tuple[PRNGKeyArray, PRNGKeyArray]:
+def train_step_rngs(seed: int, step: int | Array) -> tuple[PRNGKeyArray, PRNGKeyArray]:
     """Keys of the step that follows `step` others: of the augmentation, and of the model."""
     augment_key, model_key = jax.random.split(jax.random.fold_in(jax.random.key(seed), step))
     return augment_key, model_key
@@ -78,7 +78,7 @@ def make_train_step(
         return (loss, (correct, model_state)), grads
 
     def train_step(state: TrainState, batch: Batch) -> tuple[TrainState, Metrics]:
-        augment_key, key = train_step_keys(config.seed, state.step)
+        augment_key, key = train_step_rngs(config.seed, state.step)
         batch = augment(augment_key, batch["image"], batch["label"])
         gradient_of = accumulate if config.accumulate_steps > 1 else value_and_grad
         # Without this XLA would split the images' channels as the weights, and exchange images.

@@ -1,0 +1,289 @@
+"""TFDS data sets without TensorFlow: finding and opening them, and two builders of our own.
+
+Training reads prepared sets only. digits and fashion_mnist are prepared here on first use; for the
+others see `data.prepare`.
+"""
+
+import contextlib
+import difflib
+import functools
+import gzip
+import hashlib
+import io
+import os
+import re
+import urllib.request
+import zlib
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import tensorflow_datasets as tfds
+from PIL import Image
+from tensorflow_datasets.image_classification import mnist
+
+from structinit_jax.data.datasets import Dataset
+from structinit_jax.data.images import PIL_MODES
+from structinit_jax.data.info import CATALOG, DatasetInfo
+from structinit_jax.errors import InputError
+
+tfds.disable_progress_bar()
+
+ARRAY_RECORD = tfds.core.FileFormat.ARRAY_RECORD
+# TFDS's syntax: 'cifar10', 'imagenet_v2/topimages', 'mnist:3.0.1', 'huggingface:mnist'.
+NAME = re.compile(r"(?:\w+:)?[A-Za-z]\w*(?:/\w[\w.+-]*)*(?::[\d.*]+)?")
+# Data sets whose label is not called "label".
+LABEL_KEYS = {"imagenet2012_real": "original_label"}
+# Original files of fashion_mnist (with the suffix .gz) -> SHA-256 of the decompressed content. The
+# compressed files differ between sources.
+CHECKSUMS = {
+    "train-images-idx3-ubyte": "c59f468a2f672dc815687fe0f83887768d799fd8a3f3276145d20f83aa44d888",
+    "train-labels-idx1-ubyte": "bad3541b69d912435c50bb6ba87bec294ff4f6a2e1246121d8633921760443d9",
+    "t10k-images-idx3-ubyte": "5b4141f0afbad91edebe8549f8fcffe087ea10ca49f1dbef5c9a5cd8815ce37b",
+    "t10k-labels-idx1-ubyte": "0402a96d92fd2663957122ceb108a494c5af83dab82d92729df917d7dec38c34",
+}
+PROBE_TIMEOUT_S = 5
+MANUAL_DOWNLOAD = (
+    f"Put the four files {', '.join(f'{name}.gz' for name in CHECKSUMS)} into a folder and pass"
+    " --config.data.manual_dir=DIR. On Debian and Ubuntu `apt-get install dataset-fashion-mnist`"
+    " installs them in /usr/share/datasets/fashion-mnist."
+)
+
+
+# Unregistered, so that `tfds.builder("fashion_mnist")` stays the stock builder. Both read and write
+# the same folder.
+with tfds.core.registered.skip_registration():
+
+    class Digits(tfds.core.GeneratorBasedBuilder):
+        """The 1,797 8x8 gray images that come with scikit-learn.
+
+        They are the test part of the UCI "Optical Recognition of Handwritten Digits" set. The gray
+        levels 0, ..., 16 are scaled to 0, ..., 255 and rounded. Every fifth image (index % 5 == 4)
+        is in `test` (359), the others are in `train` (1,438). The same writers appear in both.
+        """
+
+        name = "digits"
+        VERSION = tfds.core.Version("1.0.0")
+
+        def _info(self) -> tfds.core.DatasetInfo:
+            return tfds.core.DatasetInfo(
+                builder=self,
+                description=type(self).__doc__,
+                features=tfds.features.FeaturesDict(
+                    {
+                        "image": tfds.features.Image(shape=(8, 8, 1)),
+                        "label": tfds.features.ClassLabel(num_classes=10),
+                    }
+                ),
+                supervised_keys=("image", "label"),
+                homepage="https://doi.org/10.24432/C50P49",
+            )
+
+        def _split_generators(self, dl_manager: Any) -> dict[str, Iterator]:
+            del dl_manager
+            is_test = np.arange(1797) % 5 == 4
+            return {
+                "train": self._generate_examples(np.flatnonzero(~is_test)),
+                "test": self._generate_examples(np.flatnonzero(is_test)),
+            }
+
+        def _generate_examples(self, indices: np.ndarray) -> Iterator[tuple[int, dict[str, Any]]]:
+            from sklearn.datasets import load_digits
+
+            digits = load_digits()
+            pixels = np.rint(digits.images * (255 / 16)).astype(np.uint8)
+            for index in indices.tolist():
+                image = Image.fromarray(pixels[index])
+                yield index, {"image": image, "label": int(digits.target[index])}
+
+    class FashionMNIST(mnist.FashionMNIST):
+        """The stock builder, prepared without TensorFlow.
+
+        Args:
+          manual_dir: Folder with the four original files; None downloads them.
+          **kwargs: Arguments of the TFDS builder, for example `data_dir`.
+        """
+
+        name = "fashion_mnist"
+
+        def __init__(self, *, manual_dir: str | os.PathLike | None = None, **kwargs: Any):
+            self._manual_dir = manual_dir
+            super().__init__(**kwargs)
+
+        def _split_generators(self, dl_manager: Any) -> dict[str, Iterator]:
+            if self._manual_dir is not None:
+                folder = Path(self._manual_dir).expanduser()
+                paths = {name: folder / f"{name}.gz" for name in CHECKSUMS}
+            else:
+                urls = {name: f"{self.URL}{name}.gz" for name in CHECKSUMS}
+                _check_reachable(next(iter(urls.values())))
+                paths = dl_manager.download(urls)
+            arrays = {
+                name: parse_idx(_read_verified(Path(paths[name]), sha256))
+                for name, sha256 in CHECKSUMS.items()
+            }
+            return {
+                split: self._generate_examples(
+                    arrays[f"{prefix}-images-idx3-ubyte"], arrays[f"{prefix}-labels-idx1-ubyte"]
+                )
+                for split, prefix in (("train", "train"), ("test", "t10k"))
+            }
+
+        def _generate_examples(
+            self, images: np.ndarray, labels: np.ndarray
+        ) -> Iterator[tuple[int, dict[str, Any]]]:
+            for index, (image, label) in enumerate(zip(images, labels.tolist(), strict=True)):
+                yield index, {"image": Image.fromarray(image), "label": label}
+
+
+OWN_BUILDERS = {"digits": Digits, "fashion_mnist": FashionMNIST}
+
+
+def open_tfds(
+    name: str, data_dir: str | os.PathLike | None, manual_dir: str | os.PathLike | None
+) -> Dataset:
+    """Opens a TFDS data set; for arguments and errors see `datasets.open_dataset`."""
+    builder = find_builder(name, data_dir, manual_dir)
+    if name in OWN_BUILDERS and not builder.data_path.exists():
+        _prepare_own(builder)
+        builder = find_builder(name, data_dir, manual_dir)
+    root = builder.data_dir_root
+    command = f"python -m structinit_jax.data.prepare --name={name} --data_dir={root}"
+    if not builder.data_path.exists():
+        archives = (
+            "\n  Put ILSVRC2012_img_train.tar and ILSVRC2012_img_val.tar (by hand, from"
+            f" https://image-net.org) into {root}/downloads/manual"
+        )
+        raise InputError(
+            f"config.data.name={name!r} is not prepared: there is no {builder.data_path}. If you"
+            f" have it elsewhere, pass --config.data.data_dir=DIR (the folder that holds {name}/)."
+            " Preparing it needs TensorFlow once (training does not):"
+            f"{archives if name == 'imagenet2012' else ''}"
+            f"\n  pip install '.[prepare]'\n  {command}"
+        )
+    if ARRAY_RECORD not in builder.info.available_file_formats():
+        # Formats that were added later are known only to a builder made from the folder.
+        builder = tfds.builder_from_directory(builder.data_path)
+    if ARRAY_RECORD not in builder.info.available_file_formats():
+        raise InputError(
+            f"config.data.name={name!r}: {builder.data_path} is prepared as"
+            f" {builder.info.file_format.value}, array_record is needed. Convert it (this needs no"
+            f" TensorFlow):\n  {command}"
+        )
+    features = builder.info.features
+    label_key = LABEL_KEYS.get(builder.name, "label")
+    image, label = (dict(features).get(key) for key in ("image", label_key))
+    is_classification = isinstance(image, tfds.features.Image) and isinstance(
+        label, tfds.features.ClassLabel
+    )
+    if not is_classification or image.shape[-1] not in PIL_MODES:
+        raise InputError(
+            f"config.data.name={name!r} has the features {sorted(features)}, expected an 'image'"
+            " with 1 or 3 channels and a class 'label'. Choose a data set for image classification."
+        )
+    sizes = {split: info.num_examples for split, info in builder.info.splits.items()}
+    # Images are not decoded by TFDS, which cannot read CMYK.
+    decoders = {
+        key: tfds.decode.SkipDecoding()
+        for key, feature in features.items()
+        if isinstance(feature, tfds.features.Image)
+    }
+    return Dataset(
+        name,
+        DatasetInfo(label.num_classes, image.shape, sizes),
+        label.names,
+        functools.partial(builder.as_data_source, decoders=decoders),
+        label_key,
+    )
+
+
+def find_builder(
+    name: str, data_dir: str | os.PathLike | None, manual_dir: str | os.PathLike | None = None
+) -> tfds.core.DatasetBuilder:
+    """Finds the TFDS builder of a data set, prepared or not.
+
+    Raises:
+      InputError: The name is malformed or unknown, or its builder needs a package that is not
+        installed.
+    """
+    if not NAME.fullmatch(name):
+        raise InputError(
+            f"config.data.name={name!r} is not the name of a data set. Write it as TFDS does, for"
+            " example 'cifar10' or 'imagenet_v2/topimages'; or pass 'folder' and"
+            " --config.data.data_dir=DIR for a folder of images, or 'module:function' for a data"
+            " set of your own."
+        )
+    if name == "fashion_mnist":
+        return FashionMNIST(data_dir=data_dir, manual_dir=manual_dir)
+    if name == "digits":
+        return Digits(data_dir=data_dir)
+    try:
+        return tfds.builder(name, data_dir=data_dir)
+    except tfds.core.DatasetNotFoundError as error:
+        known = sorted({*CATALOG, *tfds.list_builders(with_community_datasets=False)})
+        near = difflib.get_close_matches(name, known, n=3)
+        hint = f"Did you mean {' or '.join(map(repr, near))}? " if near else ""
+        raise InputError(
+            f"config.data.name={name!r}: TFDS has no such data set. {hint}The configs use"
+            f" {', '.join(CATALOG)}. Every other name in"
+            " https://www.tensorflow.org/datasets/catalog with an image and a label works too;"
+            " 'folder' reads an image folder."
+        ) from error
+    except (ImportError, AssertionError) as error:  # a missing package; an unknown version
+        raise InputError(
+            f"config.data.name={name!r}: TFDS cannot describe this data set: {error}. Install what"
+            f" is missing, or choose one of {', '.join(CATALOG)}."
+        ) from error
+
+
+def _prepare_own(builder: tfds.core.DatasetBuilder) -> None:
+    """Prepares digits or fashion_mnist; TFDS renames the folder into place when it is complete."""
+    print(f"Preparing {builder.name} in {builder.data_path} (once).", flush=True)
+    try:
+        with contextlib.redirect_stdout(io.StringIO()):
+            builder.download_and_prepare(file_format="array_record")
+    except OSError as error:
+        # Another process may have prepared the same set in the meantime.
+        if not builder.data_path.exists():
+            raise InputError(
+                f"config.data.data_dir={str(builder.data_dir_root)!r}: cannot prepare"
+                f" {builder.name} there: {error}. Pass --config.data.data_dir=DIR with a writable"
+                " folder that has space left."
+            ) from error
+
+
+def parse_idx(content: bytes) -> np.ndarray:
+    """Reads the idx format: two zeros, type 8 (uint8), rank, big-endian sizes, values."""
+    rank = content[3]
+    shape = np.frombuffer(content, ">i4", count=rank, offset=4)
+    return np.frombuffer(content, np.uint8, offset=4 + 4 * rank).reshape(shape)
+
+
+def _read_verified(path: Path, sha256: str) -> bytes:
+    """Decompresses a file and checks its content."""
+    try:
+        content = gzip.decompress(path.read_bytes())
+    except (OSError, EOFError, zlib.error) as error:
+        raise InputError(
+            f"fashion_mnist: {path} cannot be read: {error}. {MANUAL_DOWNLOAD}"
+        ) from error
+    actual = hashlib.sha256(content).hexdigest()
+    if actual != sha256:
+        raise InputError(
+            f"fashion_mnist: {path} is not the original file: its decompressed content has SHA-256"
+            f" {actual}, expected {sha256}. Delete it and download it again. {MANUAL_DOWNLOAD}"
+        )
+    return content
+
+
+def _check_reachable(url: str) -> None:
+    """Requests a URL once, because TFDS would retry for minutes without a network."""
+    try:
+        request = urllib.request.Request(url, method="HEAD")
+        urllib.request.urlopen(request, timeout=PROBE_TIMEOUT_S).close()
+    except OSError as error:
+        raise InputError(
+            f"fashion_mnist is not prepared and cannot be downloaded from {url} ({error})."
+            f" {MANUAL_DOWNLOAD}"
+        ) from error

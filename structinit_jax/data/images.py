@@ -1,0 +1,347 @@
+"""Decodes, crops and resizes one stored image.
+
+JPEGs are decoded by libjpeg-turbo (simplejpeg), which returns Pillow's pixels in half the time and
+can decode at a fraction of the size. Every other format goes through Pillow.
+"""
+
+import dataclasses
+import io
+import math
+from typing import NamedTuple
+
+import numpy as np
+from PIL import ExifTags, Image, UnidentifiedImageError
+from PIL.Image import DecompressionBombError
+
+from structinit_jax.errors import InputError
+
+try:
+    import cykooz_resizer as simd  # six times as fast as Pillow
+except ImportError:  # there is no wheel for this platform, for example ARM Linux
+    simd = None
+
+PIL_MODES = {1: "L", 3: "RGB"}
+# JPEG color spaces that libjpeg-turbo converts as Pillow does.
+JPEG_MODES = {"Gray": "L", "YCbCr": "RGB", "RGB": "RGB"}
+# Undoes the rotation and reflection that each value of the EXIF orientation tag describes.
+UPRIGHT = {
+    2: lambda pixels: pixels[:, ::-1],
+    3: lambda pixels: pixels[::-1, ::-1],
+    4: lambda pixels: pixels[::-1],
+    5: lambda pixels: pixels.swapaxes(0, 1),
+    6: lambda pixels: np.rot90(pixels, -1),
+    7: lambda pixels: pixels[::-1, ::-1].swapaxes(0, 1),
+    8: lambda pixels: np.rot90(pixels, 1),
+}
+SIDEWAYS = (5, 6, 7, 8)  # orientations that swap height and width
+# What Pillow and simplejpeg raise for damaged files.
+DECODER_ERRORS = (OSError, ValueError, SyntaxError, EOFError, IndexError, DecompressionBombError)
+CROP_ATTEMPTS = 10
+# Counters of one Philox key. They differ from those of the epoch order.
+BOX_COUNTER = np.array([0, 0, 0, 1], np.uint64)
+INTERPOLATION_COUNTER = np.array([0, 0, 0, 2], np.uint64)
+
+
+class BadImageError(InputError):
+    """An image cannot be decoded, or the meaning of its values is unknown."""
+
+
+class StoredImage:
+    """An image whose header has been read; the pixels are decoded on demand.
+
+    - Gray, palette, CMYK and YCCK images are converted to RGB, or to gray for one channel, as
+      Pillow converts them.
+    - Of 16-bit values, the upper 8 bits are kept. 32-bit and floating-point images are refused
+      because their range is unknown.
+    - Transparency is dropped, as in timm and torchvision.
+    - The EXIF orientation is applied. (timm and torchvision ignore it.)
+    - Of an animation or a multi-page file, only the first picture is read.
+
+    Args:
+      data: An encoded file, or pixels: uint8 [h, w] or [h, w, 1 or 3].
+      channels: Number of channels to decode to, 1 or 3.
+      name: Name of the image in error messages.
+
+    Raises:
+      BadImageError: The header is damaged or the kind of image is not supported.
+    """
+
+    def __init__(self, data: bytes | np.ndarray, channels: int, name: str):
+        self.name, self._data, self._mode = name, data, PIL_MODES[channels]
+        self._orientation, self._jpeg_mode = 1, None
+        if isinstance(data, np.ndarray):
+            self._read_array()
+            return
+        try:
+            # Pillow is slow on headers, so it reads only those of other formats or with EXIF tags.
+            if data[:2] == b"\xff\xd8" and b"Exif\0\0" not in data:
+                self._read_jpeg_header()
+            if self._jpeg_mode is None:
+                self._read_header()
+        except DECODER_ERRORS as error:
+            raise self._bad(error) from error
+        if self._jpeg_mode is None and self._file.mode in ("I", "F"):
+            raise BadImageError(
+                f"{name}: its pixels are {'32-bit' if self._file.mode == 'I' else 'floating-point'}"
+                " numbers of unknown range. Convert it to 8 or 16 bits."
+            )
+
+    @property
+    def num_bytes(self) -> int:
+        """Stored size."""
+        return self._data.nbytes if isinstance(self._data, np.ndarray) else len(self._data)
+
+    @property
+    def size(self) -> tuple[int, int]:
+        """Height and width in pixels, after applying the orientation."""
+        width, height = self._stored_size
+        return (width, height) if self._orientation in SIDEWAYS else (height, width)
+
+    def decode(self, at_least: tuple[int, int] = (0, 0)) -> np.ndarray:
+        """Decodes the pixels.
+
+        Args:
+          at_least: Height and width that suffice. A JPEG may then be decoded at a fraction of its
+            size (in eighths) that is no smaller than this. (0, 0) decodes the full size.
+
+        Returns:
+          uint8 [h, w, C].
+
+        Raises:
+          BadImageError: The image is damaged or truncated.
+        """
+        if self._orientation in SIDEWAYS:
+            at_least = at_least[::-1]
+        try:
+            if self._jpeg_mode is not None:
+                pixels = self._decode_jpeg(at_least)
+            else:
+                pixels = np.asarray(_convert(self._file, self._mode))
+        except DECODER_ERRORS as error:
+            raise self._bad(error) from error
+        pixels = UPRIGHT.get(self._orientation, lambda pixels: pixels)(pixels)
+        return pixels[..., None] if pixels.ndim == 2 else pixels
+
+    def _read_array(self) -> None:
+        pixels = self._data
+        if pixels.ndim == 3 and pixels.shape[-1] == 1:
+            pixels = pixels[..., 0]
+        if pixels.dtype != np.uint8 or not (pixels.ndim == 2 or pixels.shape[2:] == (3,)):
+            raise BadImageError(
+                f"{self.name}: pixels need to be uint8 [h, w] or [h, w, 1 or 3], got"
+                f" {pixels.dtype} {list(pixels.shape)}."
+            )
+        self._file = Image.fromarray(np.ascontiguousarray(pixels))
+        self._stored_size = self._file.size
+
+    def _read_jpeg_header(self) -> None:
+        import simplejpeg  # imported here so that other formats can be read without it
+
+        height, width, space, _ = simplejpeg.decode_jpeg_header(self._data)
+        if width * height <= Image.MAX_IMAGE_PIXELS:  # otherwise Pillow warns or refuses
+            self._stored_size, self._jpeg_mode = (width, height), JPEG_MODES.get(space)
+
+    def _read_header(self) -> None:
+        self._file = Image.open(io.BytesIO(self._data))
+        self._stored_size, self._orientation = self._file.size, _orientation(self._file)
+        if self._file.format in ("JPEG", "MPO") and self._file.mode in ("L", "RGB"):
+            self._jpeg_mode = self._file.mode
+
+    def _decode_jpeg(self, at_least: tuple[int, int]) -> np.ndarray:
+        import simplejpeg
+
+        pixels = simplejpeg.decode_jpeg(
+            self._data,
+            {"L": "GRAY", "RGB": "RGB"}[self._jpeg_mode],
+            min_height=at_least[0],
+            min_width=at_least[1],
+            min_factor=2 if any(at_least) else 1,
+        )
+        pixels = pixels[..., 0] if pixels.shape[-1] == 1 else pixels
+        if self._jpeg_mode == self._mode:
+            return pixels
+        return np.asarray(Image.fromarray(pixels).convert(self._mode))
+
+    def _bad(self, error: Exception) -> BadImageError:
+        # Pillow's text for an unknown format contains a memory address.
+        unknown = isinstance(error, UnidentifiedImageError)
+        reason = "unknown image format" if unknown else str(error).rstrip(".")
+        return BadImageError(
+            f"{self.name}: cannot be decoded ({reason}). Replace or delete it, or leave out such"
+            " images with config.data.on_bad_image='skip'."
+        )
+
+
+def _orientation(image: Image.Image) -> int:
+    """Value of the EXIF orientation tag; 1 means upright."""
+    if image.format == "TIFF":
+        return 1  # Pillow applies it while loading
+    if image.format in ("JPEG", "MPO") and "exif" not in image.info:
+        return 1  # avoids a search that, for other formats, may have to decode the image
+    return image.getexif().get(ExifTags.Base.Orientation, 1)
+
+
+def _convert(image: Image.Image, mode: str) -> Image.Image:
+    if image.mode.startswith("I;16"):
+        # Pillow's own conversion clips at 255.
+        image = Image.fromarray((np.asarray(image) >> 8).astype(np.uint8))
+    if "transparency" in image.info:
+        image = image.convert("RGBA")  # Pillow warns when it drops a palette's transparency
+    return image if image.mode == mode else image.convert(mode)
+
+
+def resize_and_center_crop(
+    pixels: np.ndarray, image_size: int, crop_fraction: float = 1.0
+) -> np.ndarray:
+    """Resizes an image (bicubic) and takes the central square.
+
+    Args:
+      pixels: uint8 [h, w, C].
+      image_size: Side of the result in pixels.
+      crop_fraction: The shorter side is resized to `image_size / crop_fraction` pixels. ImageNet
+        evaluation usually takes 0.875; 1 keeps the whole of a square image.
+
+    Returns:
+      uint8 [image_size, image_size, C].
+    """
+    height, width, channels = pixels.shape
+    scale = round(image_size / crop_fraction) / min(height, width)
+    if scale != 1:
+        size = (round(width * scale), round(height * scale))
+        image = Image.fromarray(pixels[..., 0] if channels == 1 else pixels)
+        pixels = np.asarray(image.resize(size, Image.Resampling.BICUBIC))
+    top = (pixels.shape[0] - image_size) // 2
+    left = (pixels.shape[1] - image_size) // 2
+    crop = pixels[top : top + image_size, left : left + image_size]
+    return crop.reshape(image_size, image_size, channels)
+
+
+class Box(NamedTuple):
+    """A rectangle in an image, in pixels."""
+
+    top: int
+    left: int
+    height: int
+    width: int
+
+
+@dataclasses.dataclass(frozen=True)
+class RandomCrop:
+    """Random resized crop (Szegedy et al. 2015), distributed as timm's.
+
+    A crop depends only on the seed and on the position of the image in the training stream, so a
+    resumed run and a run on more processes see the same crops.
+
+    Attributes:
+      seed: Non-negative seed.
+      scale: Smallest and largest area, as fractions of the image's area.
+      ratio: Smallest and largest width / height, sampled uniformly in the logarithm.
+      interpolation: 'bicubic' or 'bilinear', both antialiased, or 'random', which picks one of the
+        two for each image.
+    """
+
+    seed: int
+    scale: tuple[float, float] = (0.08, 1.0)
+    ratio: tuple[float, float] = (3 / 4, 4 / 3)
+    interpolation: str = "bicubic"
+
+    def __call__(self, image: StoredImage, position: int, image_size: int) -> np.ndarray:
+        """Crops an image. Returns uint8 [image_size, image_size, C]."""
+        box = self.draw_box(image.size, position)
+        return crop_and_resize(image, box, image_size, self.draw_interpolation(position))
+
+    def draw_box(self, size: tuple[int, int], position: int) -> Box:
+        """Draws a box inside an image of the given height and width.
+
+        If no attempt fits into the image, the box is the largest central one of an allowed ratio.
+        """
+        height, width = size
+        for area, ratio, down, across in self._uniforms(position):
+            area = height * width * (self.scale[0] + area * (self.scale[1] - self.scale[0]))
+            low, high = map(math.log, self.ratio)
+            ratio = math.exp(low + ratio * (high - low))
+            box_height, box_width = round(math.sqrt(area / ratio)), round(math.sqrt(area * ratio))
+            if 0 < box_height <= height and 0 < box_width <= width:
+                top = int(down * (height - box_height + 1))
+                left = int(across * (width - box_width + 1))
+                return Box(top, left, box_height, box_width)
+        box_height = min(height, max(1, round(width / self.ratio[0])))
+        box_width = min(width, max(1, round(height * self.ratio[1])))
+        return Box((height - box_height) // 2, (width - box_width) // 2, box_height, box_width)
+
+    def draw_interpolation(self, position: int) -> str:
+        """Returns 'bicubic' or 'bilinear'."""
+        if self.interpolation != "random":
+            return self.interpolation
+        bits = self._random_bits(position, INTERPOLATION_COUNTER, 1)
+        return ("bilinear", "bicubic")[int(bits[0]) >> 63]
+
+    def _uniforms(self, position: int) -> list[list[float]]:
+        """Four numbers in [0, 1), of 53 random bits each, for every attempt."""
+        bits = self._random_bits(position, BOX_COUNTER, 4 * CROP_ATTEMPTS)
+        return ((bits >> np.uint64(11)) * 2.0**-53).reshape(CROP_ATTEMPTS, 4).tolist()
+
+    def _random_bits(self, position: int, counter: np.ndarray, count: int) -> np.ndarray:
+        # NumPy guarantees the raw output of Philox across versions, unlike that of Generator.
+        key = np.array([self.seed, position], np.uint64)
+        return np.random.Philox(key=key, counter=counter).random_raw(count)
+
+
+def crop_and_resize(
+    image: StoredImage, box: Box, image_size: int, interpolation: str
+) -> np.ndarray:
+    """Decodes a box of an image and resizes it to a square.
+
+    A JPEG is decoded at a fraction of its size if the box still has `image_size` pixels each way.
+
+    Args:
+      image: The image.
+      box: The part to return.
+      image_size: Side of the result in pixels.
+      interpolation: 'bicubic' or 'bilinear'.
+
+    Returns:
+      uint8 [image_size, image_size, C].
+    """
+    full = image.size
+    pixels = image.decode(
+        at_least=(
+            math.ceil(full[0] * image_size / box.height),
+            math.ceil(full[1] * image_size / box.width),
+        )
+    )
+    height, width = pixels.shape[:2]
+    # The decoded size is rounded up, but its pixels are exact eighths apart.
+    scale = round(8 * max(height, width) / max(full)) / 8
+    top, bottom = box.top * scale, min((box.top + box.height) * scale, height)
+    left, right = box.left * scale, min((box.left + box.width) * scale, width)
+    # Cut out first, as timm does, so that pixels outside the box do not bleed into its edge.
+    y, x = math.floor(top), math.floor(left)
+    inside = pixels[y : math.ceil(bottom), x : math.ceil(right)]
+    return _resize(inside, (left - x, top - y, right - x, bottom - y), image_size, interpolation)
+
+
+def _resize(
+    pixels: np.ndarray, box: tuple[float, float, float, float], size: int, interpolation: str
+) -> np.ndarray:
+    """Resizes a box (left, top, right, bottom) to a square, antialiased.
+
+    Pillow and SIMD round between rows and columns in different order: 3 values in 10,000 differ by
+    more than 1, and those of SIMD are closer to the exact ones.
+    """
+    height, width, channels = pixels.shape
+    if simd is None:
+        image = Image.fromarray(np.ascontiguousarray(pixels[..., 0] if channels == 1 else pixels))
+        resample = getattr(Image.Resampling, interpolation.upper())
+        return np.asarray(image.resize((size, size), resample, box)).reshape(size, size, channels)
+    left, top, right, bottom = box
+    pixel_type = {1: simd.PixelType.U8, 3: simd.PixelType.U8x3}[channels]
+    filters = {"bicubic": simd.FilterType.catmull_rom, "bilinear": simd.FilterType.bilinear}
+    options = simd.ResizeOptions(
+        simd.ResizeAlg.convolution(filters[interpolation]),
+        crop_box=simd.CropBox(left, top, right - left, bottom - top),
+    )
+    result = simd.ImageData(size, size, pixel_type)
+    source = simd.ImageData(width, height, pixel_type, pixels.tobytes())
+    simd.Resizer().resize(source, result, options)
+    return np.frombuffer(result.get_buffer(), np.uint8).reshape(size, size, channels)

@@ -1,0 +1,170 @@
+import gzip
+import hashlib
+import os
+import shutil
+import struct
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from structinit_jax.data import builders
+from structinit_jax.data.datasets import open_dataset
+from structinit_jax.data.info import CATALOG
+from structinit_jax.errors import InputError
+
+
+def idx_bytes(array):
+    header = struct.pack(f">BBBB{array.ndim}i", 0, 0, 8, array.ndim, *array.shape)
+    return header + array.astype(np.uint8).tobytes()
+
+
+def read(source):
+    """Pixels and labels of a whole split."""
+    examples = source.read(range(len(source)))
+    return [image.decode() for image, _ in examples], [label for _, label in examples]
+
+
+def as_rows(pixels, labels):
+    """Sorted rows of pixels and label, since TFDS shuffles while it prepares."""
+    rows = np.concatenate([np.reshape(pixels, (len(labels), -1)), np.c_[labels]], axis=1)
+    return rows[np.lexsort(rows.T)]
+
+
+def test_digits_are_sklearns_in_the_documented_split(data_dir):
+    from sklearn.datasets import load_digits
+
+    digits = load_digits()
+    dataset = open_dataset("digits", data_dir)
+    assert dataset.info == CATALOG["digits"]
+    is_test = np.arange(1797) % 5 == 4
+    for split, chosen in (("train", ~is_test), ("test", is_test)):
+        images, labels = read(dataset.split(split))
+        assert images[0].shape == (8, 8, 1)
+        assert images[0].dtype == np.uint8
+        pixels = np.rint(digits.images[chosen] * 255 / 16)
+        expected = as_rows(pixels, digits.target[chosen])
+        np.testing.assert_array_equal(as_rows(images, labels), expected)
+
+
+def test_second_open_does_not_prepare_again(data_dir, capsys):
+    files = list(Path(data_dir, "digits").rglob("*"))
+    before = [path.stat().st_mtime_ns for path in files]
+    open_dataset("digits", data_dir)
+    assert [path.stat().st_mtime_ns for path in files] == before
+    assert list(Path(data_dir, "digits").rglob("*")) == files
+    assert capsys.readouterr().out == ""
+
+
+def test_interrupted_preparation_is_not_trusted(tmp_path, monkeypatch, capsys):
+    from structinit_jax.data.builders import Digits
+
+    def stop_midway(self, indices):
+        yield from self.original(indices[:10])
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Digits, "original", Digits._generate_examples, raising=False)
+        patch.setattr(Digits, "_generate_examples", stop_midway)
+        # Keep the half-written folder, as a SIGKILL would.
+        patch.setattr("etils.epath.Path.rmtree", lambda *args, **kwargs: None, raising=False)
+        with pytest.raises(KeyboardInterrupt):
+            open_dataset("digits", tmp_path)
+    assert open_dataset("digits", tmp_path).info == CATALOG["digits"]
+    assert capsys.readouterr().out.count("Preparing digits") == 2
+
+
+def test_unwritable_data_dir(tmp_path):
+    occupied = tmp_path / "file"
+    occupied.touch()
+    with pytest.raises(InputError, match=r"config\.data\.data_dir=.*cannot prepare digits"):
+        open_dataset("digits", occupied / "below")
+
+
+def test_misspelt_name_suggests_near_ones(tmp_path):
+    with pytest.raises(InputError, match=r"config\.data\.name='cifr10'.*Did you mean 'cifar10'"):
+        open_dataset("cifr10", tmp_path)
+
+
+def test_unprepared_set_says_how(tmp_path):
+    with pytest.raises(InputError) as caught:
+        open_dataset("imagenet2012", tmp_path)
+    message = str(caught.value)
+    command = f"python -m structinit_jax.data.prepare --name=imagenet2012 --data_dir={tmp_path}"
+    for part in (
+        "config.data.name='imagenet2012' is not prepared",
+        "pip install '.[prepare]'",
+        command,
+        f"ILSVRC2012_img_val.tar (by hand, from https://image-net.org) into {tmp_path}/downloads",
+    ):
+        assert part in message
+
+
+def test_tfrecord_set_is_refused(tmp_path, data_dir):
+    shutil.copytree(Path(data_dir, "digits"), tmp_path / "digits")
+    info = tmp_path / "digits" / "1.0.0" / "dataset_info.json"
+    info.write_text(info.read_text().replace("array_record", "tfrecord"))
+    with pytest.raises(InputError, match="is prepared as tfrecord, array_record is needed"):
+        open_dataset("digits", tmp_path)
+
+
+def test_idx_parser():
+    array = np.arange(24).reshape(2, 3, 4)
+    np.testing.assert_array_equal(builders.parse_idx(idx_bytes(array)), array)
+    np.testing.assert_array_equal(builders.parse_idx(idx_bytes(array[0, 0])), array[0, 0])
+
+
+def test_fashion_mnist_refuses_other_files(tmp_path):
+    manual, data = tmp_path / "manual", tmp_path / "data"
+    with pytest.raises(
+        InputError, match=r"train-images.* cannot be read: .*No such file.*apt-get install"
+    ):
+        open_dataset("fashion_mnist", data, manual)
+    manual.mkdir()
+    for name in builders.CHECKSUMS:
+        (manual / f"{name}.gz").write_bytes(gzip.compress(idx_bytes(np.zeros((2, 28, 28)))))
+    with pytest.raises(InputError, match=r"train-images.* is not the original file: .*SHA-256"):
+        open_dataset("fashion_mnist", data, manual)
+    (manual / "train-images-idx3-ubyte.gz").write_bytes(b"<html>404</html>")
+    with pytest.raises(InputError, match=r"train-images.* cannot be read: .*[Nn]ot a gzip"):
+        open_dataset("fashion_mnist", data, manual)
+
+
+def test_fashion_mnist_without_network_says_how(tmp_path, monkeypatch):
+    # Port 9 of this host: refused at once, whatever network there is.
+    monkeypatch.setattr(builders.FashionMNIST, "URL", "http://127.0.0.1:9/")
+    monkeypatch.setenv("no_proxy", "127.0.0.1")
+    with pytest.raises(InputError, match=r"cannot be downloaded.*--config\.data\.manual_dir=DIR"):
+        open_dataset("fashion_mnist", tmp_path)
+
+
+def test_fashion_mnist_prepares_small_files(tmp_path, monkeypatch):
+    rng = np.random.default_rng(0)
+    sizes, sums = {"train": 6, "t10k": 3}, {}
+    written = {}
+    for name in builders.CHECKSUMS:
+        size = sizes[name.split("-")[0]]
+        is_images = "images" in name
+        array = rng.integers(0, 255 if is_images else 9, (size, 28, 28) if is_images else size)
+        written[name] = array
+        (tmp_path / f"{name}.gz").write_bytes(gzip.compress(idx_bytes(array)))
+        sums[name] = hashlib.sha256(idx_bytes(array)).hexdigest()
+    monkeypatch.setattr(builders, "CHECKSUMS", sums)
+    dataset = open_dataset("fashion_mnist", tmp_path / "data", tmp_path)
+    assert dict(dataset.info.num_examples) == {"train": 6, "test": 3}
+    np.testing.assert_array_equal(
+        as_rows(*read(dataset.split("train"))),
+        as_rows(written["train-images-idx3-ubyte"], written["train-labels-idx1-ubyte"]),
+    )
+
+
+@pytest.mark.slow
+def test_fashion_mnist_from_the_original_files(tmp_path):
+    folder = os.environ.get("FASHION_MNIST_DIR", "/usr/share/datasets/fashion-mnist")
+    if not Path(folder).is_dir():
+        pytest.skip(f"no {folder}; set FASHION_MNIST_DIR or apt-get install dataset-fashion-mnist")
+    dataset = open_dataset("fashion_mnist", tmp_path, folder)
+    assert dataset.info == CATALOG["fashion_mnist"]
+    labels = dataset.split("test").labels()
+    np.testing.assert_array_equal(np.bincount(labels), [1000] * 10)
+    assert builders.tfds.data_source("fashion_mnist", split="train[:10%]", data_dir=tmp_path)

@@ -1,0 +1,248 @@
+import io
+import itertools
+from pathlib import Path
+
+import numpy as np
+import pytest
+from PIL import Image, ImageOps
+from scipy import stats
+
+from structinit_jax.data import images
+from structinit_jax.data.images import (
+    BadImageError,
+    Box,
+    RandomCrop,
+    StoredImage,
+    crop_and_resize,
+    resize_and_center_crop,
+)
+
+REFERENCE = np.load(Path(__file__).parent / "references" / "random_resized_crop.npz")
+
+
+@pytest.fixture(scope="module")
+def large_photo():
+    from sklearn.datasets import load_sample_image
+
+    return Image.fromarray(load_sample_image("china.jpg"))  # 427 x 640
+
+
+@pytest.fixture(scope="module")
+def photo():
+    from sklearn.datasets import load_sample_image
+
+    return Image.fromarray(load_sample_image("flower.jpg")).resize((96, 64))
+
+
+def encoded(image, image_format, **options):
+    buffer = io.BytesIO()
+    image.save(buffer, image_format, **options)
+    return buffer.getvalue()
+
+
+def distance(pixels, image):
+    """Mean absolute difference to a Pillow image of the same mode."""
+    expected = np.asarray(image).reshape(pixels.shape)
+    return np.abs(pixels.astype(float) - expected).mean()
+
+
+@pytest.mark.parametrize("channels", [1, 3])
+@pytest.mark.parametrize(
+    ("mode", "image_format"),
+    [
+        ("RGB", "JPEG"),
+        ("L", "JPEG"),
+        ("CMYK", "JPEG"),
+        ("RGB", "PNG"),
+        ("RGBA", "PNG"),
+        ("LA", "PNG"),
+        ("L", "PNG"),
+        ("P", "PNG"),
+        ("1", "PNG"),
+        ("P", "GIF"),
+        ("RGB", "WEBP"),
+        ("CMYK", "TIFF"),
+        ("RGB", "BMP"),
+    ],
+)
+def test_every_kind_looks_like_the_picture(photo, mode, image_format, channels):
+    content = encoded(photo.convert(mode), image_format)
+    pixels = StoredImage(content, channels, "picture").decode()
+    assert pixels.shape == (64, 96, channels)
+    assert pixels.dtype == np.uint8
+    right = Image.open(io.BytesIO(content)).convert("RGB" if channels == 3 else "L")
+    assert distance(pixels, right) == 0
+    if mode != "1":
+        assert distance(pixels, photo.convert(mode).convert("RGB").convert(right.mode)) < 12
+
+
+@pytest.mark.parametrize("image_format", ["PNG", "TIFF"])
+def test_sixteen_bits_keep_the_upper_eight(image_format):
+    values = np.arange(65536, dtype=np.uint16).reshape(256, 256)
+    pixels = StoredImage(encoded(Image.fromarray(values), image_format), 3, "deep").decode()
+    np.testing.assert_array_equal(pixels, np.repeat((values // 256)[..., None], 3, axis=2))
+
+
+def test_transparent_palette(photo):
+    content = encoded(photo.convert("P"), "PNG", transparency=bytes(range(256)))
+    right = Image.open(io.BytesIO(content)).convert("RGBA").convert("RGB")
+    assert distance(StoredImage(content, 3, "palette").decode(), right) == 0
+
+
+@pytest.mark.parametrize("orientation", range(1, 9))
+@pytest.mark.parametrize("image_format", ["JPEG", "PNG", "TIFF"])
+def test_exif_orientation(photo, orientation, image_format):
+    exif = Image.Exif()
+    exif[0x0112] = orientation
+    content = encoded(photo, image_format, exif=exif)
+    right = ImageOps.exif_transpose(Image.open(io.BytesIO(content)))
+    image = StoredImage(content, 3, "rotated")
+    assert image.size == right.size[::-1]
+    assert distance(image.decode(), right) == 0
+
+
+@pytest.mark.parametrize("orientation", [1, 6])
+def test_scaled_decode_is_large_enough_and_alike(photo, orientation):
+    large = photo.resize((960, 640), Image.Resampling.BICUBIC)
+    exif = Image.Exif()
+    exif[0x0112] = orientation
+    content = encoded(large, "JPEG", quality=95, exif=exif)
+    upright = ImageOps.exif_transpose(Image.open(io.BytesIO(content)))
+    image = StoredImage(content, 3, "large")
+    width, height = upright.size
+    for part in (0.9, 0.5, 0.3, 0.2, 0.05):
+        wanted = (int(part * height), int(part * width))
+        pixels = image.decode(at_least=wanted)
+        assert pixels.shape[0] >= wanted[0]
+        assert pixels.shape[1] >= wanted[1]
+        assert (pixels.shape[0] < height) == (part <= 0.5)
+        box = upright.resize(pixels.shape[1::-1], Image.Resampling.BOX)
+        assert distance(pixels, box) < 2
+
+
+@pytest.mark.parametrize("image_format", ["JPEG", "PNG", "WEBP", "TIFF", "BMP", "GIF"])
+@pytest.mark.parametrize("kept", [0.0, 0.02, 0.5, 0.9])
+def test_truncated_images_are_refused_by_name(photo, image_format, kept):
+    content = encoded(photo, image_format)
+    with pytest.raises(
+        BadImageError, match=r"^cat\.img: cannot be decoded .*config\.data\.on_bad_image='skip'"
+    ):
+        StoredImage(content[: int(kept * len(content))], 3, "cat.img").decode()
+
+
+def test_images_of_unknown_range_are_refused(photo):
+    for mode, word in (("I", "32-bit"), ("F", "floating-point")):
+        content = encoded(photo.convert("L").convert(mode), "TIFF")
+        with pytest.raises(BadImageError, match=f"^deep.tif: its pixels are {word}"):
+            StoredImage(content, 3, "deep.tif").decode()
+
+
+@pytest.mark.filterwarnings("ignore::UserWarning")  # Pillow's, about odd metadata
+def test_damage_never_ends_in_another_error(photo):
+    rng = np.random.default_rng(0)
+    for image_format in ("JPEG", "PNG", "GIF", "WEBP", "TIFF", "BMP"):
+        content = np.frombuffer(encoded(photo, image_format), np.uint8)
+        for _ in range(40):
+            damaged = content.copy()
+            damaged[rng.integers(0, len(content), 8)] = rng.integers(0, 256, 8)
+            try:
+                pixels = StoredImage(damaged.tobytes(), 3, "damaged").decode()
+            except BadImageError:
+                continue
+            assert pixels.dtype == np.uint8
+            assert pixels.shape[2] == 3
+
+
+@pytest.mark.parametrize("size", ["375x500", "64x64", "300x60"])
+def test_boxes_are_distributed_as_timms(size):
+    shape = tuple(map(int, size.split("x")))
+    crop = RandomCrop(seed=0)
+    boxes = np.array([crop.draw_box(shape, position) for position in range(1000)])
+    for name, ours, theirs in zip(Box._fields, boxes.T, REFERENCE[size].T, strict=True):
+        assert stats.ks_2samp(ours, theirs).pvalue > 0.01, name
+    assert (boxes[:, :2] >= 0).all()
+    assert (boxes[:, :2] + boxes[:, 2:] <= shape).all()
+    assert (boxes[:, 2:] >= 1).all()
+
+
+@pytest.mark.parametrize("size", [(1, 1), (1, 50), (50, 1), (2, 3)])
+def test_tiny_images_have_boxes(size):
+    for position in range(50):
+        box = RandomCrop(seed=3).draw_box(size, position)
+        assert box.height >= 1
+        assert box.width >= 1
+        assert box.top + box.height <= size[0]
+        assert box.left + box.width <= size[1]
+
+
+def test_boxes_depend_on_seed_and_position_alone():
+    def draw(seed, position):
+        return RandomCrop(seed=seed).draw_box((375, 500), position)
+
+    # A change here would change the crops of every resumed run.
+    assert draw(3, 5) == (42, 61, 305, 320)
+    assert draw(3, 5) == draw(3, 5)
+    assert len({draw(seed, position) for seed in range(5) for position in range(20)}) == 100
+
+
+@pytest.mark.parametrize("simd", [True, False])
+@pytest.mark.parametrize("interpolation", ["bicubic", "bilinear"])
+@pytest.mark.parametrize("box", [Box(20, 30, 250, 300), Box(0, 0, 427, 640), Box(400, 600, 5, 7)])
+def test_crop_without_scaled_decode_is_pillows(large_photo, box, interpolation, simd, monkeypatch):
+    if not simd:  # as where there is no wheel
+        monkeypatch.setattr(images, "simd", None)
+    image = StoredImage(encoded(large_photo, "PNG"), 3, "photo")
+    got = crop_and_resize(image, box, 224, interpolation).astype(int)
+    part = large_photo.crop((box.left, box.top, box.left + box.width, box.top + box.height))
+    resample = getattr(Image.Resampling, interpolation.upper())
+    differences = np.abs(got - np.asarray(part.resize((224, 224), resample)))
+    assert np.mean(differences > 1) < 0.001
+    assert differences.max() <= (8 if simd else 0)
+
+
+@pytest.mark.parametrize("box", [Box(0, 0, 427, 640), Box(101, 203, 300, 233), Box(7, 1, 211, 411)])
+def test_crop_with_scaled_decode_is_close(large_photo, box):
+    image = StoredImage(encoded(large_photo, "JPEG", quality=95), 3, "photo")
+    got = crop_and_resize(image, box, 64, "bicubic")
+    part = large_photo.crop((box.left, box.top, box.left + box.width, box.top + box.height))
+    right = np.asarray(part.resize((64, 64), Image.Resampling.BICUBIC)).astype(float)
+    assert np.abs(got - right).mean() < 2
+    # A shift by one pixel would show.
+    assert np.abs(got - np.roll(right, 1, axis=0)).mean() > 8
+
+
+def test_gray_crop(large_photo):
+    image = StoredImage(encoded(large_photo, "JPEG"), 1, "photo")
+    assert crop_and_resize(image, Box(0, 0, 50, 60), 8, "bilinear").shape == (8, 8, 1)
+
+
+def test_random_interpolation_takes_both():
+    crop = RandomCrop(seed=0, interpolation="random")
+    names = [crop.draw_interpolation(position) for position in range(200)]
+    assert 70 < names.count("bicubic") < 130
+    assert names.count("bicubic") + names.count("bilinear") == 200
+
+
+def test_pixels_are_images_too(photo):
+    pixels = np.asarray(photo)
+    image = StoredImage(pixels, 3, "photo")
+    assert image.size == (64, 96)
+    np.testing.assert_array_equal(image.decode(), pixels)
+    gray = StoredImage(pixels[..., :1], 3, "photo").decode()
+    np.testing.assert_array_equal(gray, np.repeat(pixels[..., :1], 3, axis=2))
+    assert StoredImage(pixels, 1, "photo").decode().shape == (64, 96, 1)
+    for other in (pixels.astype(np.float32), pixels[..., :2], pixels[None]):
+        with pytest.raises(BadImageError, match=r"^photo: pixels need to be uint8"):
+            StoredImage(other, 3, "photo")
+
+
+def test_resize_and_center_crop():
+    rng = np.random.default_rng(0)
+    image = rng.integers(0, 256, (8, 8, 1), dtype=np.uint8)
+    np.testing.assert_array_equal(resize_and_center_crop(image, 8), image)
+    wide = np.zeros((10, 30, 3), np.uint8)
+    wide[:, 10:20] = 200  # the central square
+    np.testing.assert_array_equal(resize_and_center_crop(wide, 10), np.full((10, 10, 3), 200))
+    for height, width in itertools.product(range(5, 40, 7), repeat=2):
+        image = np.zeros((height, width, 1), np.uint8)
+        assert resize_and_center_crop(image, 14, 0.875).shape == (14, 14, 1)
