@@ -18,12 +18,12 @@ from PIL import Image
 from scipy.special import logsumexp
 
 from structinit_jax import evaluate, train
+from structinit_jax.command_line import load_config
 from structinit_jax.config import validate
 from structinit_jax.data.imagenet import open_imagenet_evaluation
 from structinit_jax.data.info import CATALOG
 from structinit_jax.errors import InputError
 from structinit_jax.program import build_program, initialize, make_plan
-from structinit_jax.recipes import imagenet_2025
 
 ROOT = Path(__file__).parent.parent
 # As many classes as ImageNet-A has, spread over the thousand.
@@ -133,7 +133,7 @@ def test_real_has_all_right_labels_and_leaves_out_images_without(folder):
 
 
 def make_config(data_dir):
-    config = imagenet_2025("vit_tiny_patch16_224")
+    config = load_config("configs/vit_2025_imagenet.py:vit_tiny_patch16_224")
     config.update_from_flattened_dict(FIELDS)
     del config.attention_init.kernel_size
     config.data.data_dir = str(data_dir)

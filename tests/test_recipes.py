@@ -10,13 +10,13 @@ import jax
 import pytest
 from absl import flags
 from ml_collections import config_flags
+from structinit_jax.recipes import choose, imagenet_2024, imagenet_2025, small_2024, small_2025
 
 from structinit_jax.attention_init import SCHEMES
 from structinit_jax.config import drop_foreign_options, validate
 from structinit_jax.data.info import CATALOG, split_size
 from structinit_jax.errors import InputError
 from structinit_jax.program import build_program, make_plan
-from structinit_jax.recipes import choose, imagenet_2024, imagenet_2025, small_2024, small_2025
 
 CONFIGS = sorted((Path(__file__).parent.parent / "configs").glob("*.py"))
 PAPERS = [path for path in CONFIGS if "202" in path.stem]

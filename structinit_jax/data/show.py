@@ -15,9 +15,9 @@ from ml_collections import ConfigDict
 from structinit_jax import command_line, evaluate
 from structinit_jax import config as config_lib
 from structinit_jax.augment import make_augment
+from structinit_jax.command_line import OUT
 from structinit_jax.data.loader import make_loader
 from structinit_jax.data.sample_sheet import COLUMNS, ROWS, draw_tiles
-from structinit_jax.out_flag import OUT
 from structinit_jax.program import make_plan
 from structinit_jax.training import mesh as mesh_lib
 from structinit_jax.training.step import train_step_keys
@@ -78,4 +78,4 @@ def main(config: ConfigDict) -> None:
 
 
 if __name__ == "__main__":
-    command_line.run(main)
+    command_line.run(main, shared=["out"])
