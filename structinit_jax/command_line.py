@@ -125,7 +125,7 @@ def _parse(argv: list[str]) -> ConfigDict:
         )
     config = load_config(CONFIG.value)
     for path, text in overrides:
-        _override(config, path, text)
+        override(config, path, text)
     for option in config_lib.drop_foreign_options(config):
         name = config.attention_init.name
         print(f"note: attention_init.{option} is not an option of {name!r} and is left out")
@@ -144,8 +144,17 @@ def _split(argv: list[str]) -> tuple[list[str], list[tuple[str, str]]]:
     return rest, overrides
 
 
-def _override(config: ConfigDict, path: str, text: str) -> None:
-    """Sets the field at `path`, such as 'model.depth', to the value that `text` stands for."""
+def override(config: ConfigDict, path: str, text: str) -> None:
+    """Sets a field of a config as `--config.FIELD=VALUE` does.
+
+    Args:
+      config: Config to change.
+      path: The field, such as 'model.depth'.
+      text: The value as written on the command line.
+
+    Raises:
+      InputError: There is no such field, or the value is not of the field's type.
+    """
     *sections, field = path.split(".")
     section = config
     for i, name in enumerate([*sections, field]):
@@ -175,7 +184,10 @@ def _read_tuple(text: str) -> tuple[float, ...]:
 
 
 def _read_section(text: str) -> ConfigDict:
-    return ConfigDict(ast.literal_eval(text))
+    value = ast.literal_eval(text)
+    if not isinstance(value, dict):
+        raise TypeError
+    return ConfigDict(value)
 
 
 # Type of a field -> how its text is read, and what it must be.
