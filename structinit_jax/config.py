@@ -127,7 +127,7 @@ def parse_row(row: str, columns: Mapping[str, Sequence[str]]) -> list[str]:
         raise InputError(f"{row!r} has {len(words)} words, expected {len(columns)}: {form}")
     for word, (column, choices) in zip(words, columns.items(), strict=False):
         if word not in choices:
-            raise InputError(f"{word!r} is not a {column} of {', '.join(choices)}; {form}")
+            raise InputError(f"{column} {word!r} is not one of {', '.join(choices)}; {form}")
     return words + [choices[0] for choices in list(columns.values())[len(words) :]]
 
 

@@ -23,7 +23,7 @@ class Command:
 
     Args:
       arguments: What follows on the command line.
-      module: The command's module.
+      module: The command's module, or the path of a script.
       environment: Variables that differ from those of this process.
     """
 
@@ -40,6 +40,10 @@ class Command:
         )
         self.process.start()
 
+    def kill(self, number):
+        """Sends a signal."""
+        os.kill(self.process.pid, number)
+
     def wait(self, timeout=300):
         """Returns the finished command as `subprocess.run` does."""
         self.process.join(timeout)
@@ -48,6 +52,7 @@ class Command:
             self.process.join()
             raise subprocess.TimeoutExpired(self.arguments, timeout)
         texts = [path.read_text() for path in self.paths]
+        self.directory.cleanup()
         return subprocess.CompletedProcess(self.arguments, self.process.exitcode, *texts)
 
 
@@ -63,7 +68,10 @@ def _run_module(module, arguments, paths, environment):
     os.environ.update(environment)
     os.chdir(ROOT)
     sys.argv = [module, *arguments]
-    runpy.run_module(module, run_name="__main__", alter_sys=True)
+    if module.endswith(".py"):
+        runpy.run_path(module, run_name="__main__")
+    else:
+        runpy.run_module(module, run_name="__main__", alter_sys=True)
 
 
 if __name__ == "__main__":
