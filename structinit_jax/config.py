@@ -64,8 +64,10 @@ def base_config(model: str = "vit") -> ConfigDict:
 
     # -- model and initialization ------------------------------------------------------------------
     config.model = model_fields
-    # The scheme's name (or your own scheme, as 'module:function') and its options.
+    # Name of the scheme, or your own as 'module:function', and its options.
     config.attention_init = dict(name="impulse", kernel_size=3)
+    if config.model.name == "convmixer":
+        del config.attention_init.kernel_size  # its layers have a kernel size of their own
     # Safetensors file of a timm model of the same size or larger. If given, all weights but the
     # head are selected from it (Xu et al. 2024), and attention_init is not used.
     config.start_from = ""
