@@ -143,8 +143,8 @@ def make_config(data_dir):
 @pytest.mark.parametrize(
     ("name", "num_classes", "message"),
     [
-        ("imagenet_c", 1000, r"config\.data\.eval_name='imagenet_c' does not fit.*imagenet_v2"),
-        ("imagenet_a", 10, r"config\.model\.num_classes=10 does not fit: it needs to be 1000"),
+        ("imagenet_c", 1000, r"config\.data\.eval_name='imagenet_c'.*imagenet_v2"),
+        ("imagenet_a", 10, r"config\.model\.num_classes=10 .*1000"),
     ],
 )
 def test_what_does_not_fit_is_refused_without_data(name, num_classes, message):
