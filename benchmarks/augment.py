@@ -23,9 +23,9 @@ from structinit_jax.augment.crop import random_flip, random_resized_crop
 from structinit_jax.augment.erase import random_erasing
 from structinit_jax.augment.mix import MixOptions, mix
 from structinit_jax.augment.rand_augment import parse, rand_augment
+from structinit_jax.command_line import load_config
 from structinit_jax.data.info import CATALOG
 from structinit_jax.program import build_program, make_plan
-from structinit_jax.recipes import imagenet_2025
 
 IMAGES = 1024
 RAND_AUGMENT = "rand-m9-mstd0.5-inc1"
@@ -80,7 +80,7 @@ def pieces(keys, images, labels, small) -> dict[str, tuple[Callable, tuple]]:
 
 def measure_vit_b_step(batch: int, dtype: str, repeats: int) -> float:
     """Median seconds of the trainer's step of configs/vit_b_imagenet.py on random images."""
-    config = imagenet_2025("vit_base_patch16_224")
+    config = load_config("configs/vit_2025_imagenet.py:vit_base_patch16_224")
     config.update(batch_size=batch)
     config.model.dtype, config.augment.mix_group = dtype, 0
     info = CATALOG["imagenet2012"]

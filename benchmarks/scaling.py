@@ -20,9 +20,9 @@ os.environ["JAX_PLATFORMS"] = "cpu"
 
 from typing import NamedTuple
 
+from structinit_jax.command_line import load_config
 from structinit_jax.data.info import CATALOG
 from structinit_jax.program import build_program, make_plan
-from structinit_jax.recipes import imagenet_2025
 from structinit_jax.training import flops
 from structinit_jax.training.collectives import bytes_by_kind
 
@@ -83,7 +83,7 @@ def efficiencies(num_bytes: int, compute: float, num_chips: int, chip: Chip) -> 
 
 def measure(model: str) -> dict:
     """Bytes of a step by kind, with a whole state on each device and with one split over all."""
-    config = imagenet_2025(model)
+    config = load_config(f"configs/vit_2025_imagenet.py:{model}")
     config.attention_init = dict(name="default")
     row = {"flops_per_image": flops.flops_per_image(config)}
     for fsdp in (1, 8):

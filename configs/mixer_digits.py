@@ -1,16 +1,33 @@
-"""A small MLP-Mixer on scikit-learn's 8x8 digits: impulses through its token-mixing MLPs.
+"""A small MLP-Mixer on scikit-learn's 8x8 handwritten digits.
 
     python -m structinit_jax.main --config=configs/mixer_digits.py --workdir=/tmp/mixer
 
-Every pixel is a token. Hardware: any; a laptop's two CPU cores do.
+Every pixel is a token. The token-mixing MLPs start as impulse filters.
+
+Hardware: two CPU cores. Time and accuracy: not measured.
 """
 
-from structinit_jax.recipes import digits
+from structinit_jax.config import base_config
 
 
 def get_config():
-    config = digits("mixer")
+    config = base_config("mixer")
+    config.num_epochs = 20.0
+    config.batch_size = 64
+    config.learning_rate = 2e-3
+    config.warmup_epochs = 3.0
+    config.log_every_steps = 50
+    config.eval_every_epochs = 5.0
+
+    config.model.num_classes = 10
     config.model.width = 64
     config.model.depth = 4
-    config.model.token_mlp_ratio = 2.0  # 128 hidden units carry any filter of the 64 tokens exactly
+    config.model.token_mlp_ratio = 2.0  # 128 hidden units represent any filter of 64 tokens exactly
+    config.model.patch_size = 1
+
+    config.data.name = "digits"
+    config.data.image_size = 8
+    config.data.channels = 1
+    config.data.mean = (0.305,)
+    config.data.std = (0.376,)
     return config

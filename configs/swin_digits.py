@@ -1,17 +1,34 @@
-"""A small Swin Transformer on scikit-learn's 8x8 digits: impulses in its relative position bias.
+"""A small Swin Transformer on scikit-learn's 8x8 handwritten digits.
 
     python -m structinit_jax.main --config=configs/swin_digits.py --workdir=/tmp/swin
 
-Every pixel is a token. Hardware: any; a laptop's two CPU cores do.
+Every pixel is a token. The relative position biases start as impulses.
+
+Hardware: two CPU cores. Time and accuracy: not measured.
 """
 
-from structinit_jax.recipes import digits
+from structinit_jax.config import base_config
 
 
 def get_config():
-    config = digits("swin")
+    config = base_config("swin")
+    config.num_epochs = 20.0
+    config.batch_size = 64
+    config.learning_rate = 2e-3
+    config.warmup_epochs = 3.0
+    config.log_every_steps = 50
+    config.eval_every_epochs = 5.0
+
+    config.model.num_classes = 10
     config.model.width = 32
     config.model.depths = (2, 2)
     config.model.num_heads = (4, 8)
     config.model.window_size = 4
+    config.model.patch_size = 1
+
+    config.data.name = "digits"
+    config.data.image_size = 8
+    config.data.channels = 1
+    config.data.mean = (0.305,)
+    config.data.std = (0.376,)
     return config

@@ -1,20 +1,22 @@
-"""What the maps are solved against, on CIFAR-10: the 2024 paper's table 6.
+"""Pseudo inputs of the solve, on CIFAR-10: the 2024 paper's table 6.
 
     python -m structinit_jax.main --workdir=DIR \
         --config=configs/vit_2024_pseudo_inputs.py:vit_tiny_h8_patch2_32,uniform,positions
 
-"Structured Initialization for Attention in Vision Transformers", appendix C.1. Behind the colon:
-vit_tiny_patch2_32 or vit_tiny_h8_patch2_32, the pseudo input of the first layer and that of the
-following ones: positions, uniform, positions+uniform, gaussian or positions+gaussian. All layers
-share their Q and K, the table's left half; --config.attention_init.same_layers=False is the right
-half. Its columns Imp.-5: --config.attention_init.kernel_size=5.
+Paper: "Structured Initialization for Attention in Vision Transformers" (2024), appendix C.1. Pass
+the row after a colon: the model, vit_tiny_patch2_32 or vit_tiny_h8_patch2_32; the pseudo input of
+the first layer; that of the other layers. A pseudo input is positions, uniform, positions+uniform,
+gaussian or positions+gaussian. All layers share Q and K, as in the left half of the table;
+--config.attention_init.same_layers=False gives the right half. Kernel size 5:
+--config.attention_init.kernel_size=5.
 
-The paper's top-1 accuracies in percent. Not run here. Hardware: one GPU. What it has for Gaussian
-inputs we do not know; it calls them better than uniform ones.
+Hardware: one GPU. Time: not measured.
+Accuracy to expect (published, top-1 in percent; not run here). The figures for Gaussian inputs are
+not known to us; the paper calls them better than those for uniform ones.
 
     first,              same Q and K                  different Q and K
-    following           T/h3          T/h8            T/h3          T/h8
-    kernel              3      5      3      5        3      5      3      5
+    other layers        T/h3          T/h8            T/h3          T/h8
+    kernel size         3      5      3      5        3      5      3      5
     P,P                 90.75  90.22  90.39  90.24    89.90  90.18  90.19  91.24
     P,U                 86.90  86.10  87.99  87.86    87.35  85.56  86.40  86.61
     P,P+U               89.62  88.40  89.61  89.50    88.99  89.29  89.05  89.47
@@ -26,7 +28,7 @@ inputs we do not know; it calls them better than uniform ones.
     P+U,P+U             89.63  89.33  90.02  88.92    89.52  89.28  89.29  89.33
 """
 
-from structinit_jax.recipes import choose, small_2024
+from structinit_jax.config import base_config, parse_row
 
 PSEUDO_INPUTS = ("positions", "uniform", "positions+uniform", "gaussian", "positions+gaussian")
 COLUMNS = {
@@ -37,7 +39,32 @@ COLUMNS = {
 
 
 def get_config(row=""):
-    model, first, following = choose(row, COLUMNS)
-    config = small_2024(model, "cifar10")
-    config.attention_init.update(first_input=first, following_input=following, same_layers=True)
+    model, first_input, following_input = parse_row(row, COLUMNS)
+    config = base_config(model)
+    config.num_epochs = 200.0
+    config.batch_size = 512
+    config.learning_rate = 1e-3
+    config.warmup_epochs = 10.0
+    config.final_learning_rate = 1e-6
+    config.weight_decay = 0.01
+    config.adam_epsilon = 1e-3
+    config.clip_norm = 3.0
+    config.eval_every_epochs = 10.0
+
+    config.model.num_classes = 10
+    config.model.positions = "sincos"
+    config.model.pool = "mean"
+    config.attention_init = dict(
+        name="impulse_2024",
+        kernel_size=3,
+        first_input=first_input,
+        following_input=following_input,
+        same_layers=True,
+    )
+
+    config.augment.flip = 0.5
+    config.augment.rand_augment = "rand-m9-mstd0.5-inc1"
+
+    config.data.name = "cifar10"
+    config.data.image_size = 32
     return config

@@ -1,5 +1,5 @@
 # shellcheck shell=bash
-# Shared by the scripts in this folder, which source it.
+# Functions shared by the scripts in this directory, which source this file.
 
 dry_run=false
 
@@ -8,12 +8,12 @@ fail() {
   exit 1
 }
 
-# Prints the comment at the head of the script: its manual.
+# Prints the comment at the top of the script, which is its manual.
 show_help() {
   sed -n '2,/^$/s/^# \{0,1\}//p' "$0"
 }
 
-# Runs a command that changes something, or prints it in a dry run.
+# Runs a command with side effects, or prints it in a dry run.
 run() {
   if $dry_run; then
     printf '+ %s\n' "$(printf '%q ' "$@")"
@@ -22,7 +22,7 @@ run() {
   fi
 }
 
-# For the value of an option such as --name=x.
+# Prints the value of an option such as --name=x.
 value_of() {
   [[ -n "${1#*=}" ]] || fail "${1%%=*} needs a value, such as ${1%%=*}=VALUE"
   printf '%s' "${1#*=}"
@@ -30,4 +30,13 @@ value_of() {
 
 need() {
   $dry_run || command -v "$1" > /dev/null || fail "$1 is not installed: $2"
+}
+
+# Fails unless flags of structinit_jax.main were given.
+need_flags() {
+  (($#)) || fail "nothing to train: pass the flags of structinit_jax.main after --"
+}
+
+unknown_option() {
+  fail "unknown option $1; pass the flags of structinit_jax.main after --"
 }

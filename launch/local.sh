@@ -3,15 +3,15 @@
 #
 #   launch/local.sh [options] -- --config=FILE --workdir=DIR [flags of structinit_jax.main]
 #
-#   --processes=N    how many processes (2)
-#   --cpu_devices=N  virtual CPU devices of each process, instead of GPUs
-#   --port=PORT      of the coordinator on 127.0.0.1 (8476)
-#   --dry_run        print what would be started
-#   --help           this text
+#   --processes=N    number of processes (default: 2)
+#   --cpu_devices=N  use N virtual CPU devices per process instead of GPUs
+#   --port=PORT      port of the coordinator on 127.0.0.1 (default: 8476)
+#   --dry_run        print the commands without running them
+#   --help           print this text
 #
-# Without --cpu_devices process i gets GPU i. A signal to this script, also Ctrl-C, lets all processes
-# save a checkpoint after one and the same step and end with status 75; the same command then goes
-# on from there. A second run on the same workdir is refused.
+# Without --cpu_devices, process i uses GPU i. When this script receives a signal (Ctrl-C included),
+# all processes save a checkpoint after the same step and exit with status 75. Run the same command
+# again to resume. A second run in the same workdir is refused.
 
 set -euo pipefail
 cd "$(dirname "$0")/.."
@@ -27,12 +27,12 @@ while (($#)); do
     --dry_run) dry_run=true ;;
     --help) show_help; exit ;;
     --) shift; break ;;
-    *) fail "unknown option $1; flags of structinit_jax.main come behind --" ;;
+    *) unknown_option "$1" ;;
   esac
   shift
 done
-(($#)) || fail "nothing to train: give the flags of structinit_jax.main behind --"
-[[ $processes =~ ^[1-9][0-9]*$ ]] || fail "--processes=$processes needs to be a positive number"
+need_flags "$@"
+[[ $processes =~ ^[1-9][0-9]*$ ]] || fail "--processes=$processes must be a positive number"
 
 pids=()
 for ((i = 0; i < processes; i++)); do
@@ -54,18 +54,18 @@ $dry_run && exit
 
 trap 'kill -TERM "${pids[@]}" 2> /dev/null || true' INT TERM
 
-# The first failure ends all: the others would wait for it in vain.
+# The first failure ends all processes: the others would wait for the failed one forever.
 status=0
 for ((left = processes; left > 0; left--)); do
   code=0
   wait -n || code=$?
-  while ((code > 128)) && (($(jobs -pr | wc -l) == left)); do # a signal to this script came in between
+  while ((code > 128)) && (($(jobs -pr | wc -l) == left)); do # this script received a signal
     code=0
     wait -n || code=$?
   done
   if ((code != 0 && status == 0)); then
     status=$code
-    # Not by TERM: they would want to agree on a step with the one that is gone.
+    # Not TERM: they would wait to agree on a step with the process that has exited.
     ((code == 75)) || kill -KILL "${pids[@]}" 2> /dev/null || true
   fi
 done

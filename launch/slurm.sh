@@ -1,20 +1,20 @@
 #!/usr/bin/env bash
-# Submits a training run to SLURM, with one process for each GPU.
+# Submits a training run to SLURM, with one process per GPU.
 #
 #   launch/slurm.sh [options] -- --config=FILE --workdir=DIR [flags of structinit_jax.main]
 #
-#   --name=NAME      of the job (structinit_jax); one that is queued or runs is not submitted again
-#   --nodes=N        (1)
-#   --gpus=N         of each node (8)
-#   --cpus=N         of each GPU, for reading images (8)
-#   --time=LIMIT     such as 12:00:00; at the limit the run saves, is queued again and goes on
-#   --partition=P, --account=A, --mem=M   as for sbatch
+#   --name=NAME      job name (default: structinit_jax); a queued or running job is not submitted twice
+#   --nodes=N        number of nodes (default: 1)
+#   --gpus=N         GPUs per node (default: 8)
+#   --cpus=N         CPU cores per GPU, for reading images (default: 8)
+#   --time=LIMIT     time limit such as 12:00:00; at the limit the run saves, requeues and resumes
+#   --partition=P, --account=A, --mem=M   passed to sbatch
 #   --logs           follow the job's output
-#   --cancel         end the job; its run can be continued
-#   --dry_run        print what would be done
-#   --help           this text
+#   --cancel         cancel the job; its run can be resumed
+#   --dry_run        print the commands without running them
+#   --help           print this text
 #
-# The workdir must be on a file system that all nodes share. PYTHON=... names another interpreter.
+# The workdir must be on a file system that all nodes share. PYTHON=... selects the interpreter.
 
 set -euo pipefail
 cd "$(dirname "$0")/.."
@@ -37,7 +37,7 @@ while (($#)); do
     --dry_run) dry_run=true ;;
     --help) show_help; exit ;;
     --) shift; break ;;
-    *) fail "unknown option $1; flags of structinit_jax.main come behind --" ;;
+    *) unknown_option "$1" ;;
   esac
   shift
 done
@@ -47,9 +47,9 @@ case $action in
   logs) run tail -n 50 -F "$name.log" ;;
   cancel) run scancel --name="$name" --me ;;
   submit)
-    (($#)) || fail "nothing to train: give the flags of structinit_jax.main behind --"
+    need_flags "$@"
     if ! $dry_run && [[ -n $(squeue --me --noheader --name="$name") ]]; then
-      echo "job $name is queued or runs already; --logs follows it, --cancel ends it"
+      echo "job $name is already queued or running; --logs follows it, --cancel cancels it"
       exit
     fi
     run sbatch --job-name="$name" --output="$name.log" --nodes="$nodes" \

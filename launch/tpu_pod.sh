@@ -1,23 +1,23 @@
 #!/usr/bin/env bash
-# Trains on a Cloud TPU slice, from one host to a pod, by gcloud.
+# Trains on a Cloud TPU slice, from one host to a pod, using gcloud.
 #
 #   launch/tpu_pod.sh create  --name=NAME --zone=ZONE --type=TYPE [--spot] [--project=P]
 #   launch/tpu_pod.sh install --name=NAME --zone=ZONE
 #   launch/tpu_pod.sh run     --name=NAME --zone=ZONE -- --config=FILE --workdir=DIR [flags]
 #   launch/tpu_pod.sh logs    --name=NAME --zone=ZONE
-#   launch/tpu_pod.sh stop    --name=NAME --zone=ZONE    the run saves a checkpoint and ends
-#   launch/tpu_pod.sh delete  --name=NAME --zone=ZONE    what is not deleted costs money
+#   launch/tpu_pod.sh stop    --name=NAME --zone=ZONE    save a checkpoint and stop the run
+#   launch/tpu_pod.sh delete  --name=NAME --zone=ZONE    delete the slice, which costs money until then
 #
-#   --type=TYPE      such as v5litepod-8 or v4-32 (v5litepod-8)
-#   --version=V      runtime version, by the type (v2-alpha-tpuv5-lite)
-#   --spot           cheaper, and taken back at any moment
-#   --dry_run        print what would be done
-#   --help           this text
+#   --type=TYPE      accelerator type, such as v4-32 (default: v5litepod-8)
+#   --version=V      runtime version for that type (default: v2-alpha-tpuv5-lite)
+#   --spot           use a spot slice: cheaper, but may be preempted at any time
+#   --dry_run        print the commands without running them
+#   --help           print this text
 #
-# Each may be given again: create waits for a slice that is asked for already, run leaves a run alone
-# that is under way. Every worker runs the same command at the same time; one alone would wait for
-# the others. On several hosts the workdir must be a folder that all of them have, such as a
-# mounted Filestore. install copies the last commit of this repository.
+# Every action can be repeated: create waits for a slice that was already requested, run does nothing
+# while a run is in progress. All workers start the same command at the same time, since each waits
+# for the others. With several hosts the workdir must be on a shared file system, such as a mounted
+# Filestore. install copies the last commit of this repository.
 
 set -euo pipefail
 cd "$(dirname "$0")/.."
@@ -39,16 +39,16 @@ while (($#)); do
     --dry_run) dry_run=true ;;
     --help) show_help; exit ;;
     --) shift; break ;;
-    *) fail "unknown option $1; flags of structinit_jax.main come behind --" ;;
+    *) unknown_option "$1" ;;
   esac
   shift
 done
-[[ -n $name ]] || fail "--name=NAME is needed: what the slice is or will be called"
-[[ -n $zone ]] || fail "--zone=ZONE is needed, such as us-west4-a"
+[[ -n $name ]] || fail "--name=NAME is required: the name of the slice"
+[[ -n $zone ]] || fail "--zone=ZONE is required, such as us-west4-a"
 need gcloud "see https://cloud.google.com/sdk/docs/install"
 where=("--zone=$zone" "${project[@]}")
 
-on_workers() { # which workers, command
+on_workers() { # arguments: workers, command
   run gcloud compute tpus tpu-vm ssh "$name" "${where[@]}" --worker="$1" --command="$2"
 }
 
@@ -82,9 +82,9 @@ case $action in
       python3 -m venv ~/venv && ~/venv/bin/pip install --quiet "./structinit_jax[tpu]"'
     ;;
   run)
-    (($#)) || fail "nothing to train: give the flags of structinit_jax.main behind --"
+    need_flags "$@"
     arguments=$(printf '%q ' "$@")
-    # The lock goes with the process, so that a second `run` does nothing and one after a stop starts.
+    # The lock ends with the process: a second `run` does nothing, a `run` after a stop starts.
     on_workers all "cd structinit_jax && { nohup flock --nonblock ~/run.lock \
 ~/venv/bin/python -m structinit_jax.main $arguments >> ~/run.log 2>&1 < /dev/null & }"
     ;;
@@ -93,5 +93,5 @@ case $action in
   delete)
     run gcloud compute tpus queued-resources delete "$name" "${where[@]}" --force --quiet
     ;;
-  *) fail "${action:-no action}: give create, install, run, logs, stop or delete; see --help" ;;
+  *) fail "unknown action '$action': use create, install, run, logs, stop or delete; see --help" ;;
 esac

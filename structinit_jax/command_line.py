@@ -1,171 +1,205 @@
-"""What the package's commands share: the --config flag, its errors, and the compilation cache."""
+"""What the package's commands share: flags, config files, error messages, compilation cache.
 
+`--config=FILE:ROW` and `--config.FIELD=VALUE` are read here. `ml_collections.config_flags` would
+print a traceback for a missing or failing file, an unknown field or a value of the wrong type.
+"""
+
+import ast
 import difflib
+import inspect
 import os
-import re
+import runpy
 import sys
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import Any
 
 import jax
 from absl import app, flags, logging
-from ml_collections import ConfigDict, config_flags
+from ml_collections import ConfigDict
 
 from structinit_jax import config as config_lib
 from structinit_jax.errors import InputError, StoppedError
 
-# absl's words for a value of the wrong type, and ours.
-NEEDS = {
-    r"invalid literal for int\(\) with base 10: .*": "it needs to be a whole number",
-    r"could not convert string to float: .*": "it needs to be a number",
-    r"\('Non-boolean argument to boolean flag', .*": "it needs to be true or false",
-    r"Failed to parse .* as a ConfigDict: .*": "it is a section: set one of its fields, or write "
-    "all of it as a dict, such as \"{'name': 'impulse'}\"",
-}
+CONFIG = flags.DEFINE_string(
+    "config", None, "Config file, FILE.py or FILE.py:ROW. --config.FIELD=VALUE sets a field."
+)
+WORKDIR = flags.DEFINE_string(
+    "workdir",
+    None,
+    "Output directory. If it holds a checkpoint, training resumes from it, and other commands read "
+    "the newest one.",
+)
+OUT = flags.DEFINE_string("out", None, "File to write.")
 
-_CONFIG = config_flags.DEFINE_config_file("config", help_string="Path of a config file.")
 
+def run(main: Callable[[ConfigDict], None], shared: Sequence[str] = ("workdir", "out")) -> None:
+    """Runs `main(config)` and exits. A user's mistake is printed without a traceback.
 
-def run(main: Callable[[ConfigDict], None]) -> None:
-    """Runs `main(config)`; a user's mistake ends with its message and no traceback."""
+    Args:
+      main: The command.
+      shared: Those of the flags --workdir and --out that the command takes.
+    """
+    for name in {"workdir", "out"}.difference(shared):
+        delattr(flags.FLAGS, name)
+    for name in ("config", *shared):  # --help lists the flags of the command's own module only
+        flags.FLAGS.register_key_flag_for_module(sys.argv[0], flags.FLAGS[name])
 
-    def run_with_config(argv: list[str]) -> None:
-        try:
-            if len(argv) > 1:
-                raise InputError(f"{argv[1]!r} is no flag: write --name=value")
-            use_compilation_cache()
-            main(_config())
-        except InputError as error:  # before app.run would print a traceback
-            sys.exit(f"error: {error}")
-        except StoppedError as error:
-            print(error, file=sys.stderr)
-            sys.exit(error.exit_code)
+    def run_main(config: ConfigDict) -> None:
+        use_compilation_cache()
+        main(config)
 
     try:
-        app.run(run_with_config, flags_parser=_parse_flags)
+        app.run(run_main, flags_parser=_parse)
     except InputError as error:
         sys.exit(f"error: {error}")
+    except StoppedError as error:
+        print(error, file=sys.stderr)
+        sys.exit(error.exit_code)
 
 
 def use_compilation_cache() -> None:
-    """Keeps compiled programs in the user's cache folder, unless JAX is told where already."""
+    """Keeps compiled programs in the user's cache directory, unless JAX has a place for them."""
     if jax.config.jax_compilation_cache_dir is None:
         root = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
         jax.config.update("jax_compilation_cache_dir", str(Path(root) / "structinit_jax" / "xla"))
         jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.5)
 
 
-def _config() -> ConfigDict:
-    config = _CONFIG.value
-    if config is None:
+def load_config(location: str) -> ConfigDict:
+    """Runs a config file and returns its config.
+
+    Args:
+      location: Path of the file, relative to the working directory or absolute. The table row may
+        follow after a colon: 'configs/vit_2025_small.py:food101'.
+
+    Raises:
+      InputError: The file is missing, fails, or does not return a config of this package.
+    """
+    path, _, row = location.partition(":")
+    if not Path(path).is_file():
+        raise InputError(f"--config={path}: there is no such file; see the configs in configs/")
+    try:
+        get_config = runpy.run_path(path).get("get_config")
+        if get_config is None:
+            raise InputError("the file does not define get_config()")
+        if row and not inspect.signature(get_config).parameters:
+            raise InputError(f"the file has no rows: leave out ':{row}'")
+        config = get_config(row) if row else get_config()
+        if not isinstance(config, ConfigDict):
+            raise InputError(
+                f"get_config() returns {type(config).__name__}, not a ConfigDict: start from "
+                "structinit_jax.config.base_config(), set its fields and return it"
+            )
+        config_lib.check_fields(config)
+    except InputError as error:
+        raise InputError(f"--config={location}: {error}") from error
+    except Exception as error:  # the file is the user's program: anything may happen in it
+        frames = traceback.extract_tb(error.__traceback__)
+        lines = [frame.lineno for frame in frames if frame.filename == path]
+        line = getattr(error, "lineno", None) or (lines[-1] if lines else None)
+        place = f"--config={path}, line {line}" if line else f"--config={path}"
+        raise InputError(f"{place}: {type(error).__name__}: {error}") from error
+    return config
+
+
+# -- parsing ---------------------------------------------------------------------------------------
+
+
+def _parse(argv: list[str]) -> ConfigDict:
+    """Parses all flags and returns the config that they describe."""
+    try:
+        argv, overrides = _split(flags.FLAGS.read_flags_from_files(argv, force_gnu=False))
+        remaining = flags.FLAGS(argv)
+    except flags.Error as error:
+        raise InputError(str(error)) from error
+    if flags.FLAGS["verbosity"].using_default_value:
+        flags.FLAGS.verbosity = logging.WARNING  # JAX, TFDS and orbax log much at INFO
+    if len(remaining) > 1:
+        raise InputError(f"unrecognized argument {remaining[1]!r}: write --name=value")
+    if CONFIG.value is None:
         raise InputError(
             "--config is required: the path of a config file, such as "
             "--config=configs/vit_t_digits.py"
         )
-    for field in config_lib.drop_foreign_options(config):
-        print(
-            f"note: attention_init.{field} has no meaning for {config.attention_init.name!r} "
-            "and is left out"
-        )
-    return config
+    config = load_config(CONFIG.value)
+    for path, text in overrides:
+        override(config, path, text)
+    for option in config_lib.drop_foreign_options(config):
+        name = config.attention_init.name
+        print(f"note: attention_init.{option} is not an option of {name!r} and is left out")
+    return config.lock()
 
 
-def _parse_flags(argv: list[str]) -> list[str]:
-    """Parses flags; a config file or field that does not exist is refused by name."""
-    config = _read_config_file(argv)
-    try:
-        remaining = flags.FLAGS(argv)
-    except flags.Error as error:
-        text = str(error)
-        for pattern, need in NEEDS.items():
-            text = re.sub(pattern, need, text)
-        raise InputError(text) from error
-    except (AttributeError, KeyError, TypeError, ValueError) as error:
-        _explain_unknown_field(argv, config)
-        raise InputError(f"a flag --config.FIELD=VALUE could not be read: {error}") from error
-    if flags.FLAGS["verbosity"].using_default_value:
-        flags.FLAGS.verbosity = logging.WARNING  # JAX, TFDS and orbax are chatty at INFO
-    return remaining
+def _split(argv: list[str]) -> tuple[list[str], list[tuple[str, str]]]:
+    """Separates `--config.FIELD=VALUE`, or `--config.FIELD VALUE`, from the other arguments."""
+    words, rest, overrides = iter(argv), [], []
+    for word in words:
+        if word.startswith(("--config.", "-config.")):
+            path, equals, text = word.split(".", 1)[1].partition("=")
+            overrides.append((path, text if equals else next(words, "")))
+        else:
+            rest.append(word)
+    return rest, overrides
 
 
-def _config_arguments(argv: list[str]) -> list[str]:
-    """The arguments that name the config file: `--config=path`, or `--config path`."""
-    for i, argument in enumerate(argv):
-        if re.fullmatch(r"--?config", argument):
-            return argv[i : i + 2]
-        if re.match(r"--?config=", argument):
-            return [argument]
-    return []
+def override(config: ConfigDict, path: str, text: str) -> None:
+    """Sets a field of a config as `--config.FIELD=VALUE` does.
 
-
-def _read_config_file(argv: list[str]) -> ConfigDict | None:
-    """The config as its file has it, without the flags that change fields; None without --config.
+    Args:
+      config: Config to change.
+      path: The field, such as 'model.depth'.
+      text: The value as written on the command line.
 
     Raises:
-      InputError: if the file is missing, fails, or returns no config of this package.
+      InputError: There is no such field, or the value is not of the field's type.
     """
-    arguments = _config_arguments(argv)
-    if not arguments or arguments[-1].lstrip("-") == "config":  # absl says what is missing
-        return None
-    value = arguments[-1].split("=", 1)[-1]
-    path, _, row = value.partition(":")
-    if not Path(path).is_file():
-        raise InputError(
-            f"--config={path}: there is no such file; the configs are in the folder configs/"
-        )
-    # A flag set of its own, so that nothing here is parsed twice.
-    values = flags.FlagValues()
-    holder = config_flags.DEFINE_config_file("config", flag_values=values, sys_argv=[argv[0]])
-    try:
-        values([argv[0], *arguments])
-    except Exception as error:  # the file is the user's program: anything may happen in it
-        raise _explain_failed_file(path, row, error) from error
-    config = holder.value
-    missing = (
-        [field for field in config_lib.base_config() if field not in config]
-        if isinstance(config, ConfigDict)
-        else ["everything"]
-    )
-    if missing:
-        raise InputError(
-            f"--config={path}: what its get_config() returns lacks {', '.join(missing)}; start "
-            "from structinit_jax.config.base_config(), change its fields and return it"
-        )
-    return config
-
-
-def _explain_failed_file(path: str, row: str, error: BaseException) -> InputError:
-    """The error that a config file raised, with its place in the file."""
-    while "Error whilst parsing config file" in str(error):  # as ml_collections and absl wrap it
-        error = error.__context__
-    if isinstance(error, InputError):
-        return InputError(f"--config={path}{row and f':{row}'}: {error}")
-    lines = [
-        frame.lineno
-        for frame in traceback.extract_tb(error.__traceback__)
-        if frame.filename == path
-    ]
-    if row and not lines and isinstance(error, TypeError):  # of the call of get_config itself
-        return InputError(f"--config={path}:{row}: this file has no rows: leave out ':{row}'")
-    line = getattr(error, "lineno", None) or (lines[-1] if lines else None)
-    place = f", line {line}" if line else ""
-    return InputError(f"--config={path}{place}: {type(error).__name__}: {error}")
-
-
-def _explain_unknown_field(argv: list[str], config: ConfigDict | None) -> None:
-    """Raises `InputError` for the first `--config.a.b=` in argv that the config does not have."""
-    for argument in argv[1:]:
-        match = re.match(r"--?(?:no)?config\.([^=]+)", argument)
-        section, path = config, []
-        for name in match.group(1).split(".") if match else ():
-            fields = list(section) if hasattr(section, "keys") else []
-            if name not in fields:
-                near = difflib.get_close_matches(name, fields, n=1)
-                hint = f"did you mean {near[0]!r}? " if near else ""
-                raise InputError(
-                    f"--config.{match.group(1)}: {'.'.join(['config', *path])} has no field "
-                    f"{name!r}; {hint}it has {', '.join(fields) or 'no fields'}"
-                )
+    *sections, field = path.split(".")
+    section = config
+    for i, name in enumerate([*sections, field]):
+        fields = list(section) if isinstance(section, ConfigDict) else []
+        if name not in fields:
+            near = difflib.get_close_matches(name, fields, n=1)
+            hint = f"did you mean {near[0]!r}? " if near else ""
+            raise InputError(
+                f"--config.{path}: {'.'.join(['config', *sections[:i]])} has no field {name!r}; "
+                f"{hint}it has {', '.join(fields) or 'no fields'}"
+            )
+        if i < len(sections):
             section = section[name]
-            path.append(name)
+    read, need = READERS.get(type(section[field]), (ast.literal_eval, "a Python literal"))
+    try:
+        section[field] = read(text)
+    except (TypeError, ValueError, SyntaxError) as error:
+        raise InputError(f"--config.{path}={text} must be {need}") from error
+
+
+def _read_tuple(text: str) -> tuple[float, ...]:
+    value = ast.literal_eval(text)
+    value = value if isinstance(value, list | tuple) else (value,)
+    if not all(isinstance(x, int | float) for x in value):
+        raise TypeError
+    return tuple(value)
+
+
+def _read_section(text: str) -> ConfigDict:
+    value = ast.literal_eval(text)
+    if not isinstance(value, dict):
+        raise TypeError
+    return ConfigDict(value)
+
+
+# Type of a field -> how its text is read, and what it must be.
+READERS: dict[type, tuple[Callable[[str], Any], str]] = {
+    bool: (flags.BooleanParser().parse, "true or false"),
+    int: (flags.IntegerParser().parse, "a whole number"),
+    float: (flags.FloatParser().parse, "a number"),
+    str: (str, "a string"),
+    tuple: (_read_tuple, "one or more numbers, such as (0.5, 0.5)"),
+    ConfigDict: (
+        _read_section,
+        "a section: set one of its fields, or pass all of it as a dict, such as "
+        "\"{'name': 'impulse'}\"",
+    ),
+}

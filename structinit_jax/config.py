@@ -1,212 +1,308 @@
-"""The fields of a config, their defaults and the checks that need no data and no device."""
+"""The config of a run: every field with its default, and the checks that need no data.
 
-import dataclasses
-from math import isfinite
-from typing import Any
+The files in `configs/` start from `base_config` and set what their recipe changes. Fields of
+`config.model` depend on the model family; each family spells them out in its own file.
+"""
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NamedTuple
 
 from ml_collections import ConfigDict
 
-from structinit_jax import attention_init
+from structinit_jax import attention_init, plugins
 from structinit_jax.augment import AugmentOptions
 from structinit_jax.data.info import EVALUATION_SETS
 from structinit_jax.errors import InputError
-from structinit_jax.models.layers import CHOICES, check_choices
-from structinit_jax.models.registry import default_options
-
-# Fields of `config.model` of which 0 has a meaning.
-MAY_BE_ZERO = ("unroll", "num_registers", "layer_scale")
-
-# `config.augment`: the fields of `AugmentOptions`, but for those that the config has elsewhere.
-FROM_ELSEWHERE = ("num_classes", "mean", "std", "image_size", "label_smoothing")
-AUGMENT = {
-    field.name: field.default
-    for field in dataclasses.fields(AugmentOptions)
-    if field.name not in FROM_ELSEWHERE
-}
+from structinit_jax.models.layers import CHOICES
+from structinit_jax.models.registry import default_options as default_config
 
 
 def base_config(model: str = "vit") -> ConfigDict:
-    """Every field there is. The files in `configs/` start from this and state what differs.
+    """Returns a config with every field at its default.
 
     Args:
-      model: a family, which can then be sized by its fields, or a variant by timm's name, such as
-        'vit_tiny_patch16_224'. The fields of `config.model` are the arguments of its class.
+      model: Model family ('vit', 'swin', 'mixer', 'convmixer'), a variant under timm's name
+        ('vit_tiny_patch16_224'), or a family of your own as 'module:Class'.
     """
-    options = default_options(model)
-    image_size = options.pop("image_size", 224)
-    return ConfigDict(
-        dict(
-            seed=0,
-            num_epochs=30.0,
-            num_steps=0,  # if not 0, in place of num_epochs
-            batch_size=128,  # global: over all devices of all hosts
-            learning_rate=1e-3,  # the peak, behind the warm-up
-            warmup_epochs=2.0,
-            warmup_learning_rate=0.0,  # where the linear warm-up starts
-            final_learning_rate=1e-6,  # where the cosine ends
-            cooldown_epochs=0.0,  # of num_epochs, spent at the final rate at the end
-            weight_decay=0.05,  # on matrices only: not on biases, norms, positions, class token
-            layer_decay=1.0,  # factor on the learning rate from each block to the one before
-            adam_b2=0.999,
-            adam_epsilon=1e-8,
-            clip_norm=1.0,  # global gradient norm; 0 turns clipping off
-            label_smoothing=0.1,
-            ema_decay=0.0,  # of averaged weights, evaluated beside the others; 0 keeps none
-            fsdp=1,  # devices that share one copy of weights and optimizer, to save memory
-            accumulate_steps=1,  # parts of a batch, worked off one after another to save memory
-            on_nonfinite="stop",  # or "skip": what to do at a loss or gradient that is not finite
-            log_every_steps=20,
-            eval_every_epochs=5.0,
-            checkpoint_every_steps=500,
-            keep_checkpoints=2,  # the newest ones; the best one is kept besides
-            model=options,
-            attention_init=dict(name="impulse", kernel_size=3),
-            # In its place: a safetensors file of a timm model, as large or larger, from whose
-            # weights all but the head is selected (Xu et al. 2024). Empty for none.
-            start_from="",
-            augment=AUGMENT,
-            data=dict(
-                name="",
-                data_dir="",  # empty: TFDS's own default
-                manual_dir="",  # where hand-downloaded files lie
-                on_bad_image="stop",  # or 'skip': what to do about an image that cannot be decoded
-                train_split="train",
-                eval_split="test",
-                eval_name="",  # a test set of ImageNet in place of eval_split, such as imagenet_v2
-                repeats=1,  # of each example in a row (repeated augmentation)
-                image_size=image_size,
-                crop_fraction=1.0,  # of the shorter side that the central test crop keeps
-                channels=3,
-                mean=(0.485, 0.456, 0.406),  # of pixels scaled to 0…1, per channel
-                std=(0.229, 0.224, 0.225),
-            ),
-        )
+    model_fields = default_config(model)
+    image_size = model_fields.pop("image_size", 224)
+    config = ConfigDict()
+
+    # -- schedule ----------------------------------------------------------------------------------
+    config.seed = 0  # of everything random: start weights, data order, augmentation
+    config.num_epochs = 30.0
+    config.num_steps = 0  # if positive, overrides num_epochs
+    config.batch_size = 128  # global: summed over all devices of all hosts
+
+    # -- loss and optimizer ------------------------------------------------------------------------
+    config.loss = "softmax_cross_entropy"  # or your own, as 'module:function'
+    config.label_smoothing = 0.1
+    config.optimizer = "adamw"  # or your own, as 'module:function'
+    config.learning_rate = 1e-3  # peak of the schedule
+    config.warmup_epochs = 2.0  # linear, from warmup_learning_rate to learning_rate
+    config.warmup_learning_rate = 0.0
+    config.final_learning_rate = 1e-6  # end of the cosine decay
+    config.cooldown_epochs = 0.0  # the last of num_epochs, spent at final_learning_rate
+    config.weight_decay = 0.05  # on matrices only: not on biases, norms, positions, class token
+    config.layer_decay = 1.0  # learning rate multiplier from each block to the one before it
+    config.adam_b2 = 0.999
+    config.adam_epsilon = 1e-8
+    config.clip_norm = 1.0  # global gradient norm; 0 disables clipping
+    config.ema_decay = 0.0  # of averaged weights, which are evaluated as well; 0 disables them
+
+    # -- devices -----------------------------------------------------------------------------------
+    config.fsdp = 1  # devices that share one copy of weights and optimizer state, to save memory
+    config.accumulate_steps = 1  # parts into which each batch is split, to save memory
+
+    # -- logging, evaluation, checkpoints ----------------------------------------------------------
+    config.on_nonfinite = "stop"  # or 'skip': what to do about a non-finite loss or gradient
+    config.log_every_steps = 20
+    config.eval_every_epochs = 5.0
+    config.checkpoint_every_steps = 500
+    config.keep_checkpoints = 2  # the newest ones; the best one is kept in addition
+
+    # -- model and initialization ------------------------------------------------------------------
+    config.model = model_fields
+    # Name of the scheme, or your own as 'module:function', and its options.
+    config.attention_init = dict(name="impulse", kernel_size=3)
+    if config.model.name == "convmixer":
+        del config.attention_init.kernel_size  # its layers have a kernel size of their own
+    # Safetensors file of a timm model of the same size or larger. If given, all weights but the
+    # head are selected from it (Xu et al. 2024), and attention_init is not used.
+    config.start_from = ""
+
+    # -- augmentation ------------------------------------------------------------------------------
+    config.augment = dict(
+        crop="none",  # 'none', 'pad' (pad, then crop to size), or 'resized' (random box, resized)
+        crop_padding=4,  # pixels on each side, for crop='pad'
+        crop_scale=(0.08, 1.0),  # range of the box's area, as a fraction, for crop='resized'
+        crop_ratio=(3 / 4, 4 / 3),  # range of the box's width over height, for crop='resized'
+        interpolation="random",  # 'bilinear', 'bicubic', or 'random': one of them at each use
+        flip=0.0,  # probability of a horizontal flip
+        rand_augment="",  # timm's notation, such as 'rand-m9-mstd0.5-inc1'; empty disables it
+        color_jitter=(0.0, 0.0, 0.0),  # brightness, contrast, saturation and optionally hue;
+        # without effect when rand_augment is set, as in timm
+        erasing=0.0,  # probability of random erasing
+        erasing_mode="pixel",  # what fills the box: 'pixel', 'rand' or 'const'
+        erase_after_mixing=False,  # True is the order of timm's train script with its prefetcher
+        mixup=0.0,  # alpha; 0 disables mixup
+        cutmix=0.0,  # alpha; 0 disables cutmix
+        mix_probability=1.0,  # probability that a group of images is mixed
+        mix_switch=0.5,  # probability of cutmix when both are enabled
+        mix_group=0,  # images that share one lambda; 0 is the whole batch, 1 one lambda per image
     )
+
+    # -- data --------------------------------------------------------------------------------------
+    config.data = dict(
+        name="",  # TFDS name, 'folder', or your own data set, as 'module:function'
+        data_dir="",  # empty: TFDS's default directory
+        manual_dir="",  # directory of files that you downloaded by hand
+        on_bad_image="stop",  # or 'skip': what to do about an image that cannot be decoded
+        train_split="train",  # TFDS syntax: 'train[:90%]', 'train+validation'
+        eval_split="test",
+        eval_name="",  # an ImageNet test set that replaces eval_split, such as 'imagenet_v2'
+        repeats=1,  # consecutive copies of each training example (repeated augmentation)
+        image_size=image_size,  # height and width of the model's input in pixels
+        crop_fraction=1.0,  # of the shorter side, kept by the center crop of test images
+        channels=3,
+        mean=(0.485, 0.456, 0.406),  # per channel, of pixels scaled to [0, 1]
+        std=(0.229, 0.224, 0.225),
+    )
+    return config
+
+
+def parse_row(row: str, columns: Mapping[str, Sequence[str]]) -> list[str]:
+    """Parses the table row after the colon of `--config=file.py:row`.
+
+    Args:
+      row: One choice for each column, separated by commas. Columns left out at the end take their
+        first choice.
+      columns: Choices of each column, by the column's name.
+
+    Raises:
+      InputError: A word is not among the choices, or there are too many words.
+    """
+    words = row.split(",") if row else []
+    form = f"the row is written as {','.join(columns)}"
+    if len(words) > len(columns):
+        raise InputError(f"{row!r} has {len(words)} words, expected {len(columns)}: {form}")
+    for word, (column, choices) in zip(words, columns.items(), strict=False):
+        if word not in choices:
+            raise InputError(f"{column} {word!r} is not one of {', '.join(choices)}; {form}")
+    return words + [choices[0] for choices in list(columns.values())[len(words) :]]
+
+
+# -- validation ------------------------------------------------------------------------------------
+
+
+class Need(NamedTuple):
+    """A requirement on one field.
+
+    Attributes:
+      text: What the value must be, for the error message.
+      holds: Whether a value meets the requirement. A TypeError counts as no.
+    """
+
+    text: str
+    holds: Callable[[Any], bool]
+
+
+def _is_count(value: Any) -> bool:
+    return isinstance(value, int) and value >= 1
+
+
+def _one_of(*choices: Any) -> Need:
+    return Need(f"one of {', '.join(map(repr, choices))}", lambda value: value in choices)
+
+
+COUNT = Need("a positive whole number", _is_count)
+COUNT_OR_ZERO = Need("a whole number, 0 or more", lambda x: isinstance(x, int) and x >= 0)
+COUNTS = Need(
+    "a positive whole number, or several",
+    lambda x: all(map(_is_count, x)) and len(x) if isinstance(x, list | tuple) else _is_count(x),
+)
+POSITIVE = Need("a finite number above 0", lambda x: 0 < x < math.inf)
+POSITIVE_OR_ZERO = Need("a finite number, 0 or more", lambda x: 0 <= x < math.inf)
+FINITE = Need("a finite number", math.isfinite)
+RATE = Need("a number in [0, 1)", lambda x: 0 <= x < 1)
+FRACTION = Need("a number in (0, 1]", lambda x: 0 < x <= 1)
+NAME = Need("a name", lambda x: isinstance(x, str) and x != "")
+
+NEEDS = {
+    "seed": Need("a whole number in [0, 2**32)", lambda x: isinstance(x, int) and 0 <= x < 2**32),
+    "num_epochs": POSITIVE,
+    "num_steps": COUNT_OR_ZERO,
+    "batch_size": COUNT,
+    "loss": NAME,
+    "label_smoothing": RATE,
+    "optimizer": NAME,
+    "learning_rate": POSITIVE,
+    "warmup_epochs": POSITIVE_OR_ZERO,
+    "warmup_learning_rate": POSITIVE_OR_ZERO,
+    "final_learning_rate": POSITIVE_OR_ZERO,
+    "cooldown_epochs": POSITIVE_OR_ZERO,
+    "weight_decay": POSITIVE_OR_ZERO,
+    "layer_decay": FRACTION,
+    "adam_b2": RATE,
+    "adam_epsilon": POSITIVE,
+    "clip_norm": POSITIVE_OR_ZERO,
+    "ema_decay": RATE,
+    "fsdp": COUNT,
+    "accumulate_steps": COUNT,
+    "on_nonfinite": _one_of("stop", "skip"),
+    "log_every_steps": COUNT,
+    "eval_every_epochs": POSITIVE,
+    "checkpoint_every_steps": COUNT,
+    "keep_checkpoints": COUNT,
+    "data.name": Need(
+        "the name of a data set, such as 'cifar10', 'folder' or 'my_module:my_dataset'", NAME.holds
+    ),
+    "data.on_bad_image": _one_of("stop", "skip"),
+    "data.eval_name": Need(
+        f"empty or one of {', '.join(EVALUATION_SETS)}",
+        lambda x: x == "" or x.split("/")[0] in EVALUATION_SETS,
+    ),
+    "data.repeats": COUNT,
+    "data.image_size": COUNT,
+    "data.crop_fraction": FRACTION,
+    "data.channels": Need("1 (grayscale) or 3 (RGB)", lambda x: x in (1, 3)),
+    "data.mean": Need("finite numbers", lambda x: all(map(math.isfinite, x))),
+    "data.std": Need("finite numbers above 0", lambda x: all(map(POSITIVE.holds, x))),
+}
+# Fields of the package's own model families; each family has some of them.
+MODEL_NEEDS = {
+    "num_classes": COUNT,
+    "patch_size": COUNT,
+    "width": COUNT,
+    "depth": COUNT,
+    "depths": COUNTS,
+    "num_heads": COUNTS,
+    "window_size": COUNT,
+    "kernel_size": COUNT,
+    "mlp_ratio": POSITIVE,
+    "token_mlp_ratio": POSITIVE,
+    "mlp_mean": FINITE,
+    "num_registers": COUNT_OR_ZERO,
+    "layer_scale": POSITIVE_OR_ZERO,
+    "drop_path": RATE,
+    "dropout": RATE,
+    "unroll": COUNT_OR_ZERO,
+    **{field: _one_of(*choices) for field, choices in CHOICES.items()},
+}
 
 
 def validate(config: ConfigDict) -> None:
     """Checks everything that can be checked without data and without a device.
 
     Raises:
-      InputError: naming the field, what it got, what it needs and the fix.
+      InputError: A field is missing, unknown or out of range. The message names the field, its
+        value and what it must be.
     """
-    _validate_sections(config)
-    for field, value in config.items():
-        _require(not isinstance(value, float) or isfinite(value), field, value, "a finite number")
-    _require(0 <= config.seed < 2**32, "seed", config.seed, "from 0 to 2³² - 1")
-    for field in (
-        "batch_size",
-        "fsdp",
-        "accumulate_steps",
-        "log_every_steps",
-        "checkpoint_every_steps",
-        "keep_checkpoints",
-    ):
-        _require(config[field] >= 1, field, config[field], "a positive whole number")
-    _require(
-        config.num_steps > 0 or (config.num_steps == 0 and config.num_epochs > 0),
-        "num_steps" if config.num_steps else "num_epochs",
-        config.num_steps or config.num_epochs,
-        "positive, or there is nothing to train",
-    )
-    _require(config.eval_every_epochs > 0, "eval_every_epochs", config.eval_every_epochs, "> 0")
-    for field in ("learning_rate", "adam_epsilon"):
-        _require(config[field] > 0, field, config[field], "> 0")
-    _require(0 <= config.adam_b2 < 1, "adam_b2", config.adam_b2, "in [0, 1)")
-    for field in (
-        "warmup_epochs",
-        "cooldown_epochs",
-        "warmup_learning_rate",
-        "final_learning_rate",
-        "weight_decay",
-        "clip_norm",
-    ):
-        _require(config[field] >= 0, field, config[field], "zero or more")
-    _require(
-        0 <= config.label_smoothing < 1, "label_smoothing", config.label_smoothing, "in [0, 1)"
-    )
-    _require(0 < config.layer_decay <= 1, "layer_decay", config.layer_decay, "in (0, 1]")
-    _require(0 <= config.ema_decay < 1, "ema_decay", config.ema_decay, "in [0, 1)")
-    policy = config.on_nonfinite
-    _require(policy in ("stop", "skip"), "on_nonfinite", policy, "'stop' or 'skip'")
-    _validate_model(config.model)
-    _validate_data(config.data)
+    check_fields(config)
+    needs = dict(NEEDS)
+    if not plugins.is_reference(config.model.name):
+        needs |= {f"model.{k}": need for k, need in MODEL_NEEDS.items() if k in config.model}
+    for path, need in needs.items():
+        _require(config, path, need)
+    channels = config.data.channels
+    text = f"a tuple of {channels}, one number for each of config.data.channels={channels}"
+    for path in ("data.mean", "data.std"):
+        _require(config, path, Need(text, lambda x: len(x) == channels))
     if name := config.data.eval_name:
-        known = name.split("/")[0] in EVALUATION_SETS
-        _require(known, "data.eval_name", name, f"one of {', '.join(EVALUATION_SETS)}")
-        need = f"1000, the classes of imagenet2012, for data.eval_name={name!r}"
-        _require(
-            config.model.num_classes == 1000, "model.num_classes", config.model.num_classes, need
-        )
+        text = f"1000, the classes of imagenet2012, for config.data.eval_name={name!r}"
+        _require(config, "model.num_classes", Need(text, lambda x: x == 1000))
     augment_options(config)
     make_attention_init(config)
 
 
-def _validate_sections(config: ConfigDict) -> None:
-    """A section that was set as a whole, or is of another model, has other fields than it needs."""
-    name = config.model.get("name", "")
+def check_fields(config: ConfigDict) -> None:
+    """Checks that the config has the fields of `base_config` and no others.
+
+    A section that was set as a whole, or that belongs to another model, may lack some.
+
+    Raises:
+      InputError: Naming the missing and the unknown fields.
+    """
+    name = config.get("model", {}).get("name", "vit")
     base = base_config(name)
-    for section in ("model", "augment", "data"):
-        missing = sorted(set(base[section]) - set(config[section]))
-        foreign = sorted(set(config[section]) - set(base[section]))
-        if missing or foreign:
-            what = [f"lacks {', '.join(missing)}"] if missing else []
-            what += [f"has no field {', '.join(map(repr, foreign))}"] if foreign else []
-            start = f" of base_config({name!r})" if section == "model" else ""
+    for section in ("", "model", "augment", "data"):
+        fields, wanted = (c[section] if section else c for c in (config, base))
+        path = f"config.{section}" if section else "config"
+        missing = sorted(set(wanted) - set(fields))
+        unknown = sorted(set(fields) - set(wanted))
+        if missing or unknown:
+            problems = [f"lacks {', '.join(missing)}"] if missing else []
+            problems += [f"has unknown fields {', '.join(unknown)}"] if unknown else []
             raise InputError(
-                f"config.{section} {' and '.join(what)}: keep the section{start} and set single "
-                f"fields of it, such as --config.{section}.{next(iter(base[section]))}=…"
+                f"{path} {' and '.join(problems)}: start from "
+                f"structinit_jax.config.base_config({name!r}) and set single fields, such as "
+                f"{path}.{next(iter(wanted))}"
             )
 
 
-def _validate_model(model: ConfigDict) -> None:
-    for field, value in model.items():
-        if field in MAY_BE_ZERO or isinstance(value, bool):
-            _require(value >= 0, f"model.{field}", value, "zero or more")
-        elif isinstance(value, int):
-            _require(value >= 1, f"model.{field}", value, "a positive whole number")
-        elif field.endswith("ratio"):
-            _require(value > 0, f"model.{field}", value, "> 0")
-        elif field in ("drop_path", "dropout"):
-            _require(0 <= value < 1, f"model.{field}", value, "a rate in [0, 1)")
-        elif field in CHOICES:
-            check_choices(**{field: value})
-
-
-def _validate_data(data: ConfigDict) -> None:
-    _require(bool(data.name), "data.name", data.name, "the name of a TFDS data set")
-    for field in ("image_size", "repeats"):
-        _require(data[field] >= 1, f"data.{field}", data[field], "a positive whole number")
-    _require(data.channels in (1, 3), "data.channels", data.channels, "1 (grey) or 3 (colour)")
-    _require(0 < data.crop_fraction <= 1, "data.crop_fraction", data.crop_fraction, "in (0, 1]")
-    for field in ("mean", "std"):
-        _require(
-            len(data[field]) == data.channels,
-            f"data.{field}",
-            tuple(data[field]),
-            f"one number for each of data.channels={data.channels}",
-        )
-        _require(
-            all(isinstance(x, int | float) and isfinite(x) for x in data[field]),
-            f"data.{field}",
-            tuple(data[field]),
-            "finite numbers",
-        )
-    _require(min(data.std) > 0, "data.std", tuple(data.std), "positive numbers")
-
-
-def _require(holds: bool, field: str, value: Any, need: str) -> None:
+def _require(config: ConfigDict, path: str, need: Need) -> None:
+    value = config
+    for name in path.split("."):
+        value = value[name]
+    try:
+        holds = need.holds(value)
+    except TypeError:
+        holds = False
     if not holds:
-        raise InputError(f"config.{field}={value!r} does not fit: it needs to be {need}")
+        raise InputError(f"config.{path}={value!r} must be {need.text}")
+
+
+# -- what sections stand for -----------------------------------------------------------------------
 
 
 def augment_options(config: ConfigDict) -> AugmentOptions:
-    """What happens to the training images, from `config.augment` and where else it says so.
+    """Returns the augmentation of training images, from `config.augment` and related fields.
 
     Raises:
-      InputError: naming a field that is unusable.
+      InputError: A field is out of range.
     """
-    # A config that comes back from JSON has lists for tuples.
+    # Tuples are lists in a config that was read from JSON.
     options = {k: tuple(v) if isinstance(v, list) else v for k, v in config.augment.items()}
     return AugmentOptions(
         num_classes=config.model.num_classes,
@@ -219,22 +315,38 @@ def augment_options(config: ConfigDict) -> AugmentOptions:
 
 
 def make_attention_init(config: ConfigDict) -> attention_init.AttentionInit:
-    """The scheme that `config.attention_init` names."""
-    return attention_init.by_name(**{"name": "", **config.attention_init})
+    """Returns the scheme that `config.attention_init` names.
+
+    Raises:
+      InputError: The scheme is unknown or does not take one of the options.
+    """
+    return _prefix_errors(attention_init.by_name, **{"name": "", **config.attention_init})
 
 
 def drop_foreign_options(config: ConfigDict) -> list[str]:
-    """Removes options of `config.attention_init` that belong to other schemes only.
+    """Removes options of `config.attention_init` that only other schemes take.
 
-    So `--config.attention_init.name=default` is enough to compare with a config whose `kernel_size`
-    the other scheme does not take. Returns the removed fields, for the caller to tell the user;
-    options that no scheme knows stay, to be refused.
+    With it `--config.attention_init.name=default` suffices to switch from a scheme that has a
+    `kernel_size` to one that has none. Options that no scheme knows stay and are refused later.
+
+    Returns:
+      The removed options.
     """
     section = config.attention_init
-    own = attention_init.scheme_options(section.get("name", ""))
+    own = _prefix_errors(attention_init.scheme_options, section.get("name", ""))
     known = {o for name in attention_init.SCHEMES for o in attention_init.scheme_options(name)}
-    foreign = [field for field in section if field in known and field not in own]
+    foreign = [option for option in section if option in known and option not in own]
     with config.unlocked():
-        for field in foreign:
-            del section[field]
+        for option in foreign:
+            del section[option]
     return foreign
+
+
+def _prefix_errors(function: Callable, *args, **kwargs) -> Any:
+    """Calls a function of `attention_init`, whose messages do not know about the config."""
+    try:
+        return function(*args, **kwargs)
+    except InputError as error:
+        if str(error).startswith("config."):
+            raise
+        raise InputError(f"config.attention_init: {error}") from error

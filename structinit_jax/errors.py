@@ -1,20 +1,20 @@
-"""The exception types: one for a user's mistakes, one for a run that ends early."""
+"""Exceptions for mistakes of the user and for runs that end early."""
 
 
 class InputError(ValueError):
-    """A flag, config field, file or argument is not usable as given.
+    """A flag, config field, file or argument cannot be used.
 
-    The message names the field, what it got, what it needs and the fix. `structinit_jax.main`
-    prints it without a traceback; library callers catch it as the `ValueError` that it is.
+    The message names the field, its value, what is needed and the fix. Commands print it without a
+    traceback; in a library it can be caught as a `ValueError`.
     """
 
 
 class StoppedError(RuntimeError):
-    """A run ended early and can be continued; the message says why and how.
+    """A run ended early and can be resumed.
 
     Args:
-      message: for the user.
-      exit_code: what `structinit_jax.main` exits with.
+      message: Why the run ended and how to resume it.
+      exit_code: Exit status of the command.
     """
 
     def __init__(self, message: str, exit_code: int):

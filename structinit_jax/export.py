@@ -17,12 +17,11 @@ from safetensors.numpy import save_file
 
 from structinit_jax import command_line, evaluate
 from structinit_jax import config as config_lib
+from structinit_jax.command_line import OUT, WORKDIR
 from structinit_jax.data.datasets import find_info
 from structinit_jax.errors import InputError
 from structinit_jax.interop import to_timm
-from structinit_jax.out_flag import OUT
 from structinit_jax.program import build_program, make_plan
-from structinit_jax.workdir_flag import WORKDIR
 
 _AVERAGED = flags.DEFINE_bool("averaged", False, "Take the averaged weights of config.ema_decay.")
 

@@ -1,4 +1,4 @@
-"""Trains or evaluates what a config file describes.
+"""Trains or evaluates the model that a config file describes.
 
     python -m structinit_jax.main --config=configs/vit_t_digits.py --workdir=/tmp/digits
 
@@ -10,52 +10,50 @@ from absl import flags
 from ml_collections import ConfigDict
 
 from structinit_jax import command_line, dry_run, evaluate, train
+from structinit_jax.command_line import WORKDIR
 from structinit_jax.errors import InputError
 from structinit_jax.training import distributed, profiling
 
-_WORKDIR = flags.DEFINE_string(
-    "workdir", None, "Folder for checkpoints, metrics and the resolved config; resumed from."
+MODE = flags.DEFINE_enum(
+    "mode", "train", ["train", "eval"], "Train, or evaluate the newest checkpoint in --workdir."
 )
-_MODE = flags.DEFINE_enum(
-    "mode", "train", ["train", "eval"], "Train, or evaluate the newest checkpoint of --workdir."
+DRY_RUN = flags.DEFINE_bool(
+    "dry_run", False, "Print sizes and costs without reading data or using device memory."
 )
-_DRY_RUN = flags.DEFINE_bool(
-    "dry_run", False, "Build everything abstractly and print sizes and costs; reads no data."
+PROFILE_STEPS = flags.DEFINE_string(
+    "profile_steps", None, "First and last step to trace into WORKDIR/profile, such as 10:13."
 )
-_PROFILE_STEPS = flags.DEFINE_string(
-    "profile_steps", None, "First and last step to trace into --workdir/profile, such as 10:13."
+COORDINATOR_ADDRESS = flags.DEFINE_string(
+    "coordinator_address", None, "Host and port of process 0, when several processes train."
 )
-_COORDINATOR_ADDRESS = flags.DEFINE_string(
-    "coordinator_address", None, "With several processes: host:port of process 0."
+NUM_PROCESSES = flags.DEFINE_integer(
+    "num_processes", None, "Number of processes that train together. Detected on known clusters."
 )
-_NUM_PROCESSES = flags.DEFINE_integer(
-    "num_processes", None, "How many processes train together; found out on clusters that tell."
+PROCESS_ID = flags.DEFINE_integer(
+    "process_id", None, "Index of this process, from 0 to num_processes - 1."
 )
-_PROCESS_ID = flags.DEFINE_integer(
-    "process_id", None, "Which of them this one is, from 0 to num_processes - 1."
-)
-_JOIN_TIMEOUT = flags.DEFINE_integer(
+JOIN_TIMEOUT = flags.DEFINE_integer(
     "join_timeout", 300, "Seconds to wait for the other processes to start.", lower_bound=1
 )
 
 
 def main(config: ConfigDict) -> None:
-    """Runs the mode that the flags ask for."""
+    """Runs the mode that the flags select."""
     distributed.join(
-        _COORDINATOR_ADDRESS.value, _NUM_PROCESSES.value, _PROCESS_ID.value, _JOIN_TIMEOUT.value
+        COORDINATOR_ADDRESS.value, NUM_PROCESSES.value, PROCESS_ID.value, JOIN_TIMEOUT.value
     )
-    if _DRY_RUN.value:
+    if DRY_RUN.value:
         dry_run.dry_run(config)
-    elif not _WORKDIR.value:
+    elif not WORKDIR.value:
         raise InputError(
-            "--workdir is required: the folder for checkpoints and metrics, such as "
-            "--workdir=/tmp/digits (a run in it is resumed)"
+            "--workdir is required: the output directory, such as --workdir=/tmp/digits. If it "
+            "holds a checkpoint, training resumes from it"
         )
-    elif _MODE.value == "eval":
-        evaluate.evaluate_checkpoint(config, _WORKDIR.value)
+    elif MODE.value == "eval":
+        evaluate.evaluate_checkpoint(config, WORKDIR.value)
     else:
-        train.train(config, _WORKDIR.value, profiling.parse_steps(_PROFILE_STEPS.value))
+        train.train(config, WORKDIR.value, profiling.parse_steps(PROFILE_STEPS.value))
 
 
 if __name__ == "__main__":
-    command_line.run(main)
+    command_line.run(main, shared=["workdir"])

@@ -20,11 +20,10 @@ from structinit_jax import command_line, evaluate
 from structinit_jax import config as config_lib
 from structinit_jax.attention_init.measure import Measures, attention_by_offset, measure_maps
 from structinit_jax.augment import normalize
+from structinit_jax.command_line import OUT, WORKDIR
 from structinit_jax.data.loader import decode_all
 from structinit_jax.errors import InputError
-from structinit_jax.out_flag import OUT
 from structinit_jax.program import build_program, initialize, make_plan
-from structinit_jax.workdir_flag import WORKDIR
 
 _SCHEMES = flags.DEFINE_list("schemes", [], "Initializations to draw side by side.")
 NUM_IMAGES = 64

@@ -9,11 +9,11 @@ from structinit_jax.config import base_config
 from structinit_jax.data.info import CATALOG
 from structinit_jax.errors import InputError
 from structinit_jax.program import build_program, initialize, make_plan
-from structinit_jax.recipes import RAND_AUGMENT
 from structinit_jax.training import mesh as mesh_lib
 from structinit_jax.training.collectives import bytes_by_kind, find_collectives
 
 pytestmark = pytest.mark.usefixtures("library_promotion")
+RAND_AUGMENT = "rand-m9-mstd0.5-inc1"
 
 
 def num_bytes(tree):

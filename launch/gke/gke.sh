@@ -1,20 +1,20 @@
 #!/usr/bin/env bash
-# Trains on GPU nodes of GKE, by a JobSet.
+# Trains on GPU nodes of GKE, as a JobSet.
 #
 #   launch/gke/gke.sh [options] -- --config=FILE --workdir=/workdir/DIR [flags of structinit_jax.main]
 #
-#   --name=NAME        of the JobSet (structinit-jax)
-#   --image=IMAGE      container with this package installed; its working folder has configs/
-#   --claim=CLAIM      ReadWriteMany volume claim for /workdir, such as Filestore's (workdir)
-#   --nodes=N          (1)
-#   --gpus=N           of each node (8)
-#   --accelerator=A    node label (nvidia-h100-80gb)
+#   --name=NAME        name of the JobSet (default: structinit-jax)
+#   --image=IMAGE      container image with this package; its working directory has configs/
+#   --claim=CLAIM      ReadWriteMany volume claim for /workdir, such as Filestore (default: workdir)
+#   --nodes=N          number of nodes (default: 1)
+#   --gpus=N           GPUs per node (default: 8)
+#   --accelerator=A    node label (default: nvidia-h100-80gb)
 #   --logs             follow the first pod's output
-#   --delete           end the run, which can be continued, and remove the JobSet
-#   --dry_run          print what would be done
-#   --help             this text
+#   --delete           stop the run, which can be resumed, and delete the JobSet
+#   --dry_run          print the commands without running them
+#   --help             print this text
 #
-# Given again, the command leaves a run alone that is under way with the same settings.
+# Repeating the command does nothing while a run with the same settings is in progress.
 
 set -euo pipefail
 cd "$(dirname "$0")/../.."
@@ -35,7 +35,7 @@ while (($#)); do
     --dry_run) dry_run=true ;;
     --help) show_help; exit ;;
     --) shift; break ;;
-    *) fail "unknown option $1; flags of structinit_jax.main come behind --" ;;
+    *) unknown_option "$1" ;;
   esac
   shift
 done
@@ -47,10 +47,10 @@ case $action in
     ;;
   delete) run kubectl delete jobset "$name" --ignore-not-found ;;
   apply)
-    [[ -n $image ]] || fail "--image=IMAGE is needed: a container with structinit_jax installed"
-    (($#)) || fail "nothing to train: give the flags of structinit_jax.main behind --"
+    [[ -n $image ]] || fail "--image=IMAGE is required: a container image with structinit_jax installed"
+    need_flags "$@"
     arguments=''
-    for argument in "$@"; do # as YAML's single-quoted strings
+    for argument in "$@"; do # as single-quoted YAML strings
       arguments+="                    - '${argument//\'/\'\'}'"$'\n'
     done
     manifest=$(< launch/gke/jobset.yaml)

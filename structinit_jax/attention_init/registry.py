@@ -3,6 +3,7 @@
 import difflib
 import inspect
 
+from structinit_jax import plugins
 from structinit_jax.attention_init.baselines import default, kaiming_uniform, mimetic
 from structinit_jax.attention_init.papers import impulse_2024, impulse_2025
 from structinit_jax.attention_init.sites import AttentionInit
@@ -21,6 +22,8 @@ SCHEMES = {
 
 def scheme_options(name: str) -> tuple[str, ...]:
     """The names of the options of a scheme."""
+    if plugins.is_reference(name):
+        return tuple(inspect.signature(plugins.load(name, "attention_init.name")).parameters)
     if name not in SCHEMES:
         near = difflib.get_close_matches(str(name), SCHEMES, n=1)
         hint = f"did you mean {near[0]!r}? " if near else ""
@@ -46,4 +49,6 @@ def by_name(name: str, **options) -> AttentionInit:
                 f"attention_init.{option}: scheme {name!r} has no such option{hint} "
                 f"(it takes {takes})"
             )
+    if plugins.is_reference(name):
+        return plugins.load(name, "attention_init.name")(**options)
     return SCHEMES[name](**options)

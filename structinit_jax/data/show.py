@@ -15,11 +15,11 @@ from ml_collections import ConfigDict
 from structinit_jax import command_line
 from structinit_jax import config as config_lib
 from structinit_jax.augment import make_augment
+from structinit_jax.command_line import OUT
 from structinit_jax.data.datasets import open_dataset
 from structinit_jax.data.info import check_examples
 from structinit_jax.data.loader import make_loader, split_augmentation
 from structinit_jax.data.prepare import COLUMNS, ROWS, draw_tiles
-from structinit_jax.out_flag import OUT
 from structinit_jax.training.mesh import make_mesh
 from structinit_jax.training.step import train_step_rngs
 
@@ -84,4 +84,4 @@ def main(config: ConfigDict) -> None:
 
 
 if __name__ == "__main__":
-    command_line.run(main)
+    command_line.run(main, shared=["out"])

@@ -1,0 +1,192 @@
+"""Every row of every file in configs/, against the papers' numbers and through the model."""
+
+import functools
+import itertools
+import json
+import re
+import runpy
+import tomllib
+from pathlib import Path
+
+import jax
+import pytest
+from flax import nnx
+
+from structinit_jax import command_line
+from structinit_jax.attention_init import SCHEMES
+from structinit_jax.command_line import load_config
+from structinit_jax.config import drop_foreign_options, make_attention_init, validate
+from structinit_jax.data.info import CATALOG, split_size
+from structinit_jax.errors import InputError
+from structinit_jax.models.registry import create_model
+from structinit_jax.program import build_program, make_plan
+
+ROOT = Path(__file__).parent.parent
+CONFIGS = sorted((ROOT / "configs").glob("*.py"))
+PAPERS = [path for path in CONFIGS if "202" in path.stem]
+REFERENCE = tomllib.loads((ROOT / "tests" / "references" / "recipes.toml").read_text())
+
+each_file = pytest.mark.parametrize("path", CONFIGS, ids=lambda path: path.stem)
+# Schemes of the papers that are not defined for a family's token mixing.
+WITHOUT_A_FORM = {
+    "swin": ("impulse_2024", "impulse_2025"),
+    "mixer": ("impulse_2024", "impulse_2025"),
+    "convmixer": ("mimetic", "impulse_2025"),
+}
+
+
+@functools.cache
+def load_rows(path):
+    """Config of every row of a file."""
+    columns = runpy.run_path(str(path)).get("COLUMNS", {})
+    rows = [",".join(words) for words in itertools.product(*columns.values())]
+    return {row: load_config(f"{path}:{row}").lock() for row in rows}
+
+
+def get(config, field):
+    return functools.reduce(lambda section, name: section[name], field.split("."), config)
+
+
+@pytest.mark.parametrize("name", REFERENCE["recipes"])
+def test_recipes_have_the_papers_numbers(name):
+    recipe = REFERENCE["recipes"][name]
+    assert recipe["source"]
+    for file in recipe["configs"]:
+        config = next(iter(load_rows(ROOT / "configs" / file).values()))
+        assert {field: get(config, field) for field in recipe["fields"]} == recipe["fields"]
+
+
+@each_file
+def test_every_row_is_a_valid_config_of_its_data_set_and_model(path):
+    for row, config in load_rows(path).items():
+        validate(config)
+        name = config.data.name
+        assert config.model.num_classes == CATALOG[name].num_classes
+        for field in ("train_split", "eval_split"):
+            assert split_size(name, config.data[field], CATALOG[name], f"data.{field}") > 0
+        for word in row.split(","):
+            if word in CATALOG:
+                assert name == word
+            if word in REFERENCE["models"]["sizes"]:
+                model = config.model
+                sizes = [model.width, model.depth, model.num_heads]
+                assert sizes == REFERENCE["models"]["sizes"][word]
+
+
+@each_file
+def test_the_docstring_gives_command_hardware_time_and_accuracy(path):
+    text = runpy.run_path(str(path))["__doc__"]
+    rows = re.findall(rf"--config=configs/{path.name}(?::(\S+))?", text)
+    assert rows
+    for row in rows:
+        assert not row or any(f"{name},".startswith(f"{row},") for name in load_rows(path))
+    for word in ("Hardware:", "Time", "ccuracy"):
+        assert word in text
+    if path in PAPERS:
+        assert re.search(r"202[45]\W", text)
+        assert re.search(r"\btables? \d", text)
+        assert "ot run here" in text
+
+
+@each_file
+def test_flags_in_the_docstring_work(path):
+    text = runpy.run_path(str(path))["__doc__"]
+    for field, quoted, plain in re.findall(
+        r"--config\.([\w.]+)=(?:[\"'](.+)[\"']|([\w./]*\w))", text
+    ):
+        config = load_config(str(path)).lock()
+        command_line.override(config, field, quoted or plain)
+        drop_foreign_options(config)
+        validate(config)
+        if plain:
+            assert str(get(config, field)) == plain
+
+
+def test_a_file_is_found_by_its_absolute_path_from_any_directory(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    for path in CONFIGS:
+        load_config(str(path))
+    with pytest.raises(InputError, match=r"configs/vit_t_digits\.py"):
+        load_config("configs/vit_t_digits.py")
+
+
+@functools.cache
+def abstract_model(fields, image_size, channels):
+    """Model state by shapes and types, without memory."""
+    options = json.loads(fields)
+    options = {k: tuple(v) if isinstance(v, list) else v for k, v in options.items()}
+
+    def make():
+        return create_model(options, image_size=image_size, channels=channels, rngs=nnx.Rngs(0))
+
+    return nnx.split(nnx.eval_shape(make))
+
+
+@functools.cache
+def check_start(model_fields, image_size, channels, scheme_fields):
+    """Draws the scheme's weights into the model, abstractly."""
+    graphdef, state = abstract_model(model_fields, image_size, channels)
+    config = load_config(str(ROOT / "configs" / "vit_t_digits.py"))
+    config.attention_init = json.loads(scheme_fields)
+
+    def start(state, rng):
+        model = nnx.merge(graphdef, state)
+        model.initialize_attention(make_attention_init(config), rng)
+        return nnx.state(model)
+
+    params = jax.eval_shape(start, state, jax.random.key(0))
+    assert jax.tree.structure(params) == jax.tree.structure(state)
+    dtypes = {leaf.dtype.name for leaf in jax.tree.leaves(nnx.filter_state(params, nnx.Param))}
+    assert dtypes == {"float32"}
+
+
+def start(config):
+    model = config.model.to_dict() | {"num_classes": 10}
+    check_start(
+        json.dumps(model, sort_keys=True),
+        config.data.image_size,
+        config.data.channels,
+        json.dumps(config.attention_init.to_dict(), sort_keys=True),
+    )
+
+
+@pytest.mark.usefixtures("library_promotion")
+@each_file
+def test_every_row_has_a_model_and_a_scheme_that_fit(path):
+    for config in load_rows(path).values():
+        start(config)
+
+
+@pytest.mark.usefixtures("library_promotion")
+@pytest.mark.parametrize("scheme", SCHEMES)
+@pytest.mark.parametrize("path", PAPERS, ids=lambda path: path.stem)
+def test_another_scheme_needs_its_name_only(path, scheme):
+    config = load_config(str(path))
+    config.attention_init.name = scheme
+    drop_foreign_options(config)
+    if scheme in WITHOUT_A_FORM.get(config.model.name, ()):
+        with pytest.raises(InputError, match="impulse"):
+            start(config)
+    else:
+        start(config)
+
+
+@pytest.fixture(scope="module")
+def traced():
+    """Family, image size and augmentation of the training steps that were traced."""
+    return set()
+
+
+@pytest.mark.usefixtures("library_promotion")
+@each_file
+def test_a_training_step_can_be_traced(path, traced):
+    config = load_config(str(path))
+    step = (config.model.name, config.data.image_size, config.augment.to_json())
+    if step in traced:
+        return
+    traced.add(step)
+    program = build_program(config, make_plan(config, CATALOG[config.data.name], 1000))
+    before = program.abstract_state
+    after, metrics = jax.eval_shape(program.train_step, before, program.abstract_batch)
+    assert metrics["loss"].shape == ()
+    assert jax.tree.structure(after) == jax.tree.structure(before)
