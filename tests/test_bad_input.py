@@ -192,17 +192,20 @@ COMMANDS = [
     (["--config.keep_checkpoints=0"], "keep_checkpoints=0 does not fit: it needs to be a positive"),
     (["--config.model.num_registers=-1"], "num_registers=-1 does not fit: it needs to be zero or"),
     # Augmentation.
-    (["--config.augment.flip=2"], "augment.flip=2.0 does not fit: it needs to be a probability in"),
-    (["--config.augment.mixup=-1"], "augment.mixup=-1.0 does not fit: it needs to be zero or more"),
-    (["--config.augment.erasing=nan"], "augment.erasing=nan does not fit: it needs to be a prob"),
-    (["--config.augment.crop=random"], "it needs to be one of none, pad, resized"),
-    (["--config.augment.crop_scale=(0.5,0.1)"], "it needs to be two numbers, the lower first"),
-    (["--config.augment.color_jitter=(1,2)"], "it needs to be three numbers of zero or more"),
+    (["--config.augment.flip=2"], "config.augment.flip=2.0 is not in [0, 1]"),
+    (["--config.augment.mixup=-1"], "config.augment.mixup=-1.0 is not at least 0"),
+    (["--config.augment.erasing=nan"], "config.augment.erasing=nan is not in [0, 1]"),
+    (
+        ["--config.augment.crop=random"],
+        "config.augment.crop='random' is not one of none, pad, resized",
+    ),
+    (["--config.augment.crop_scale=(0.5,0.1)"], "config.augment.crop_scale="),
+    (["--config.augment.color_jitter=(1,2)"], "config.augment.color_jitter="),
     (
         ["--config.augment.rand_augment=randaug"],
-        "is not understood: it needs to be 'rand' followed by any of -mM (magnitude), -mstdS",
+        "config.augment.rand_augment='randaug' is not",
     ),
-    (["--config.augment.rand_augment=rand-m9-zz1"], "'rand-m9-zz1' is not understood: it needs"),
+    (["--config.augment.rand_augment=rand-m9-zz1"], "rand_augment='rand-m9-zz1' is not"),
     # Choices.
     (["--config.model.pool=max"], "model.pool='max': choose one of mean, class_token"),
     (["--config.model.positions=rope"], "model.positions='rope': choose one of sincos, learned"),
