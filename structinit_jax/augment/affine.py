@@ -1,7 +1,7 @@
 """Affine warps as computed by Pillow's `Image.transform`."""
 
 import jax.numpy as jnp
-from jaxtyping import Array, Float, Int, UInt8
+from jaxtyping import Array, Float, UInt8
 
 
 def affine_warp(
@@ -10,7 +10,7 @@ def affine_warp(
     bicubic: bool,
     fill: tuple[int, ...],
 ) -> UInt8[Array, "C H W"]:
-    """Warps an image by an affine map.
+    """Warp an image by an affine map.
 
     Follows Pillow: pixel centers lie at half integers, neighbors outside of the image repeat its
     edge, the bicubic kernel has a = -1, and values are truncated to integers. Pillow computes in
@@ -37,24 +37,21 @@ def affine_warp(
     left, top = left.astype(jnp.int32), top.astype(jnp.int32)
     offsets, interpolate = ((-1, 0, 1, 2), _cubic) if bicubic else ((0, 1), _linear)
     # The channels of a pixel are packed into one integer, so that each neighbor is read once.
-    packed = sum(image[i].astype(jnp.int32) << 8 * i for i in range(C)).reshape(H * W)
+    shift = 8 * jnp.arange(C)[:, None, None]
+    packed = jnp.sum(image.astype(jnp.int32) << shift, axis=0)
 
-    def read(row: int, column: int) -> Int[Array, "H W"]:
-        index = jnp.clip(top + row, 0, H - 1) * W + jnp.clip(left + column, 0, W - 1)
-        return packed.at[index].get(mode="promise_in_bounds")
+    def read(row: int, column: int) -> Float[Array, "C H W"]:
+        y, x = jnp.clip(top + row, 0, H - 1), jnp.clip(left + column, 0, W - 1)
+        pixel = packed.reshape(H * W).at[y * W + x].get(mode="promise_in_bounds")
+        return ((pixel[None] >> shift) & 255).astype(jnp.float32)
 
-    neighbors = [[read(row, column) for column in offsets] for row in offsets]
-
-    def warp_channel(i: int) -> UInt8[Array, "H W"]:
-        values = [[((x >> 8 * i) & 255).astype(jnp.float32) for x in row] for row in neighbors]
-        value = interpolate(*(interpolate(*row, dx) for row in values), dy)
-        return jnp.where(inside, jnp.clip(value, 0, 255).astype(jnp.uint8), jnp.uint8(fill[i]))
-
-    return jnp.stack([warp_channel(i) for i in range(C)])
+    rows = [interpolate(*(read(row, column) for column in offsets), dx[None]) for row in offsets]
+    value = jnp.clip(interpolate(*rows, dy[None]), 0, 255).astype(jnp.uint8)
+    return jnp.where(inside[None], value, jnp.asarray(fill, jnp.uint8)[:, None, None])
 
 
 def rotation_matrix(degrees: Float[Array, ""], height: int, width: int) -> Float[Array, "6"]:
-    """Returns the inverse map of a counterclockwise rotation about the center of an image."""
+    """Return the inverse map of a counterclockwise rotation about the center of an image."""
     radians = -degrees * (jnp.pi / 180)
     cos, sin = jnp.cos(radians), jnp.sin(radians)
     x, y = width / 2, height / 2

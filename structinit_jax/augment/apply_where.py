@@ -1,4 +1,4 @@
-"""Conditional work on a batch: computes only the images that need it."""
+"""A `where` over the images of a batch that computes only the selected ones."""
 
 from collections.abc import Callable
 
@@ -15,7 +15,7 @@ def apply_where(
     images: Array,
     *arguments: Array,
 ) -> Array:
-    """Applies a function to the images selected by a mask and leaves the others unchanged.
+    """Apply a function to the images selected by a mask; leave the others unchanged.
 
     Equivalent to `jnp.where(mask, jax.vmap(function)(images, *arguments), images)`, which would
     compute the function for the whole batch. Here the selected images are gathered into chunks of a

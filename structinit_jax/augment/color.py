@@ -1,8 +1,7 @@
 """Color operations on a single uint8 image, with the arithmetic of Pillow and torchvision.
 
-Images have one or three channels, `[C, H, W]` or `[H, W, C]` as annotated; one channel has neither
-saturation nor hue. Use `jax.vmap` for a batch. Operations that map every pixel value to another
-one, whatever its position, are lookup tables (`lut`) of 256 entries.
+Images have one or three channels; a single channel has neither saturation nor hue. Use `jax.vmap`
+for a batch. Operations on each pixel value separately are lookup tables (`lut`) of 256 entries.
 """
 
 import jax
@@ -20,14 +19,16 @@ Channel = Int[Array, "H W"]
 def color_jitter(
     rng: Key[Array, ""], image: UInt8[Array, "H W C"], strengths: tuple[float, ...]
 ) -> UInt8[Array, "H W C"]:
-    """Changes brightness, contrast, saturation and hue in random order, as `ColorJitter` does.
+    """Change brightness, contrast, saturation and hue in random order.
+
+    Equivalent to torchvision's `ColorJitter`.
 
     Args:
       rng: A random key.
-      image: An image.
-      strengths: Strengths of brightness, contrast and saturation, whose factors are uniform in
-        `[max(0, 1 - strength), 1 + strength]`, and optionally of hue, whose shift is uniform in
-        `[-strength, strength]` (in parts of the color circle).
+      image: An image of one or three channels.
+      strengths: Strengths of brightness, contrast, saturation and (optionally) hue. The factors of
+        the first three are uniform in `[max(0, 1 - strength), 1 + strength]`, the shift of the hue
+        is uniform in `[-strength, strength]`, in turns of the color circle.
 
     Returns:
       The changed image.
@@ -52,17 +53,17 @@ def color_jitter(
 
 
 def apply_lut(image: UInt8[Array, "C H W"], lut: UInt8[Array, "C 256"]) -> UInt8[Array, "C H W"]:
-    """Looks up every pixel in the lookup table of its channel."""
+    """Look up every pixel in the lookup table of its channel."""
     return lut.reshape(-1).at[_lut_index(image)].get(mode="promise_in_bounds")
 
 
 def brightness_lut(factor: Float[Array, ""]) -> Int[Array, "256"]:
-    """Returns the lookup table that blends with black."""
+    """Return the lookup table that blends with black."""
     return blend(jnp.zeros_like(VALUES), VALUES, factor)
 
 
 def contrast_lut(image: UInt8[Array, "C H W"], factor: Float[Array, ""]) -> Int[Array, "256"]:
-    """Returns the lookup table that blends with the image's mean luminance, an integer."""
+    """Return the lookup table that blends with the mean luminance, rounded to an integer."""
     count = image.shape[1] * image.shape[2]
     total = jnp.sum(luminance(image))
     mean = (2 * total + count) // (2 * count)
@@ -70,10 +71,10 @@ def contrast_lut(image: UInt8[Array, "C H W"], factor: Float[Array, ""]) -> Int[
 
 
 def autocontrast_lut(image: UInt8[Array, "C H W"]) -> Int[Array, "C 256"]:
-    """Returns the lookup table that stretches the range of each channel to 0…255.
+    """Return the lookup table that stretches the range of each channel to 0…255.
 
-    The result is the exact quotient, rounded down. Pillow truncates a product of doubles, so that a
-    quotient that should be an integer may end one lower; this is reproduced as well.
+    Entries are exact quotients, rounded down. Pillow computes in double precision and truncates, so
+    that a quotient that is an integer may come out one lower. This is reproduced.
     """
     low = image.min(axis=(1, 2)).astype(jnp.int32)[:, None]
     high = image.max(axis=(1, 2)).astype(jnp.int32)[:, None]
@@ -89,7 +90,7 @@ def autocontrast_lut(image: UInt8[Array, "C H W"]) -> Int[Array, "C 256"]:
 
 
 def equalize(image: UInt8[Array, "C H W"]) -> UInt8[Array, "C H W"]:
-    """Equalizes the histogram of each channel."""
+    """Equalize the histogram of each channel."""
     C = len(image)
     counts = jnp.zeros(C * 256, jnp.int32).at[_lut_index(image)].add(1, mode="promise_in_bounds")
     counts = counts.reshape(C, 256)
@@ -103,7 +104,7 @@ def equalize(image: UInt8[Array, "C H W"]) -> UInt8[Array, "C H W"]:
 
 
 def blend(plain: ArrayLike, values: ArrayLike, factor: Float[Array, ""]) -> Int[Array, "..."]:
-    """Returns `plain + factor * (values - plain)` of integer arrays, truncated and clipped.
+    """Return `plain + factor * (values - plain)` of integer arrays, truncated and clipped.
 
     As in Pillow's ImageEnhance, a factor of 0 gives the plain image, 1 leaves the image unchanged,
     and larger factors extrapolate.
@@ -116,7 +117,7 @@ def blend(plain: ArrayLike, values: ArrayLike, factor: Float[Array, ""]) -> Int[
 
 
 def luminance(image: UInt8[Array, "C H W"]) -> Int[Array, "1 H W"]:
-    """Returns the ITU-R 601 luma with Pillow's 16-bit weights; a single channel is unchanged."""
+    """Return the ITU-R 601 luma with Pillow's 16-bit weights; a single channel is unchanged."""
     pixels = image.astype(jnp.int32)
     if len(image) == 1:
         return pixels
@@ -127,7 +128,7 @@ def luminance(image: UInt8[Array, "C H W"]) -> Int[Array, "1 H W"]:
 def adjust_saturation(
     image: UInt8[Array, "C H W"], factor: Float[Array, ""]
 ) -> UInt8[Array, "C H W"]:
-    """Blends with the luminance; Pillow's and timm's `Color`."""
+    """Blend with the luminance; Pillow's and timm's `Color`."""
     if len(image) == 1:
         return image
     return blend(luminance(image), image.astype(jnp.int32), factor).astype(jnp.uint8)
@@ -136,12 +137,12 @@ def adjust_saturation(
 def adjust_sharpness(
     image: UInt8[Array, "C H W"], factor: Float[Array, ""]
 ) -> UInt8[Array, "C H W"]:
-    """Blends with the smoothed image: factors below 1 blur, factors above 1 sharpen."""
+    """Blend with the smoothed image: factors below 1 blur, factors above 1 sharpen."""
     return blend(smooth(image), image.astype(jnp.int32), factor).astype(jnp.uint8)
 
 
 def smooth(image: UInt8[Array, "C H W"]) -> Int[Array, "C H W"]:
-    """Returns the 3×3 mean with a center weight of 5; pixels at the border are unchanged."""
+    """Return the 3×3 mean with a center weight of 5; pixels at the border are unchanged."""
     _, H, W = image.shape
     pixels = image.astype(jnp.float32)
     padded = jnp.pad(pixels, ((0, 0), (1, 1), (1, 1)))
@@ -155,16 +156,15 @@ def smooth(image: UInt8[Array, "C H W"]) -> Int[Array, "C H W"]:
 
 
 def adjust_hue(image: UInt8[Array, "C H W"], shift: Float[Array, ""]) -> UInt8[Array, "C H W"]:
-    """Shifts the hue of every pixel, like torchvision's `adjust_hue`.
+    """Shift the hue of every pixel, like torchvision's `adjust_hue`.
 
     Pillow's HSV images divide the color circle into 255 steps and store hues modulo 256, so colors
-    change slightly even if the shift is 0. Pillow converts in single precision, which takes some
-    hues for one step lower than the exact integer arithmetic used here: 0.3 % of random colors
-    differ by one step.
+    change slightly even if the shift is 0. Pillow converts in single precision, in which some hues
+    come out one step lower than in the exact integer arithmetic used here (0.3 % of random colors).
 
     Args:
       image: An image of one or three channels. One channel is returned unchanged.
-      shift: Shift in parts of the color circle, from -0.5 to 0.5.
+      shift: Shift in turns of the color circle, from -0.5 to 0.5.
     """
     if len(image) == 1:
         return image
@@ -191,7 +191,7 @@ def _hsv_to_rgb(hue: Channel, saturation: Channel, value: Channel) -> tuple[Chan
     sixth, rest = jnp.divmod(6 * hue, 255)
 
     def darken(amount: Channel) -> Channel:
-        """Returns `value * (1 - amount / 255²)`, rounded."""
+        """Return `value * (1 - amount / 255²)`, rounded."""
         return (2 * value * (65_025 - amount) + 65_025) // 130_050
 
     low = darken(255 * saturation)
@@ -210,10 +210,10 @@ def _lut_index(image: UInt8[Array, "C H W"]) -> Int[Array, "C H W"]:
 
 
 def _double_products() -> Int[np.ndarray, "256 256"]:
-    """For each range d and pixel value v, the double v * (255 / d) in units of 2**-52, mod 2**16.
+    """The doubles v * (255 / d) for each range d and pixel value v, in units of 2**-52, mod 2**16.
 
-    If the exact difference of two entries of a row is an integer, their 16-bit difference is the
-    rounding error of the two doubles.
+    If the exact difference of two products is an integer, then the 16-bit difference of their
+    entries is the rounding error.
     """
     products = np.zeros((256, 256), np.int16)
     for span in range(1, 256):

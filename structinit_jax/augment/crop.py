@@ -11,6 +11,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int, Key, UInt8
 
 ATTEMPTS = 10
+# Probability of bicubic rather than bilinear interpolation.
 BICUBIC_PROBABILITY = {"bilinear": 0.0, "bicubic": 1.0, "random": 0.5}
 
 
@@ -24,7 +25,7 @@ class Box(NamedTuple):
 
 
 def box_mask(box: Box, height: int, width: int) -> Bool[Array, "H W"]:
-    """Returns a mask of the pixels inside of the box."""
+    """Return a mask of the pixels inside of the box."""
     y, x = jnp.arange(height)[:, None], jnp.arange(width)[None, :]
     rows = (y >= box.top) & (y < box.top + box.height)
     return rows & (x >= box.left) & (x < box.left + box.width)
@@ -33,14 +34,14 @@ def box_mask(box: Box, height: int, width: int) -> Bool[Array, "H W"]:
 def random_flip(
     rng: Key[Array, ""], image: UInt8[Array, "H W C"], probability: float
 ) -> UInt8[Array, "H W C"]:
-    """Mirrors the image horizontally with the given probability."""
+    """Mirror the image horizontally with the given probability."""
     return jnp.where(jax.random.bernoulli(rng, probability), image[:, ::-1], image)
 
 
 def random_pad_crop(
     rng: Key[Array, ""], image: UInt8[Array, "H W C"], padding: int
 ) -> UInt8[Array, "H W C"]:
-    """Pads each side with `padding` black pixels and crops back to the original size."""
+    """Pad each side with `padding` black pixels and crop back to the original size."""
     padded = jnp.pad(image, ((padding, padding), (padding, padding), (0, 0)))
     top, left = jax.random.randint(rng, (2,), 0, 2 * padding + 1)
     return jax.lax.dynamic_slice(padded, (top, left, 0), image.shape)
@@ -55,7 +56,7 @@ def random_resized_crop(
     ratio: tuple[float, float],
     interpolation: str = "random",
 ) -> UInt8[Array, "size size C"]:
-    """Crops a random box and resizes it, like torchvision's `RandomResizedCrop`.
+    """Crop a random box and resize it, like torchvision's `RandomResizedCrop`.
 
     Args:
       rng: A random key.
@@ -81,10 +82,10 @@ def crop_box(
     scale: tuple[float, float],
     ratio: tuple[float, float],
 ) -> Box:
-    """Draws the box of `random_resized_crop` (Szegedy et al. 2015, arXiv:1409.4842).
+    """Draw the box of `random_resized_crop` (Szegedy et al. 2015, https://arxiv.org/abs/1409.4842).
 
-    If none of 10 attempts fits into the image, returns the largest central box with an aspect ratio
-    in the range, as torchvision does.
+    If none of 10 attempts fits into the image, the result is the largest central box with an aspect
+    ratio in the range, as in torchvision.
     """
     box_width, box_height, position = draw_attempts(rng, height * width, scale, ratio)
     fits = (box_width <= width) & (box_height <= height)
@@ -103,10 +104,11 @@ def crop_box(
 def draw_attempts(
     rng: Key[Array, ""], num_pixels: int, area: tuple[float, float], ratio: tuple[float, float]
 ) -> tuple[Int[Array, " n"], Int[Array, " n"], Float[Array, "2 n"]]:
-    """Draws 10 boxes of uniform area and log-uniform ratio; `place_first_fit` takes one of them.
+    """Draw 10 candidate boxes of uniform area and log-uniform aspect ratio for `place_first_fit`.
 
     Returns:
-      Two sides in pixels, whose ratio is first / second, and uniform numbers for top and left.
+      The two sides of each box in pixels, the ratio being first / second, and uniform numbers in
+      [0, 1) for its top and left.
     """
     uniform = jax.random.uniform(rng, (4, ATTEMPTS))
     low, high = math.log(ratio[0]), math.log(ratio[1])
@@ -125,7 +127,7 @@ def place_first_fit(
     height: int,
     width: int,
 ) -> Box:
-    """Places the first attempt that fits (or the first of all) uniformly within the image."""
+    """Place the first box that fits (or else the first box) uniformly within the image."""
     first = jnp.argmax(fits)
     box_height, box_width, (u, v) = box_height[first], box_width[first], position[:, first]
 
@@ -139,9 +141,9 @@ def place_first_fit(
 def resize_box(
     image: UInt8[Array, "H W C"], box: Box, size: int, bicubic: Bool[Array, ""]
 ) -> UInt8[Array, "size size C"]:
-    """Crops a box and resizes it with an antialiasing filter, as Pillow does.
+    """Crop a box and resize it with an antialiasing filter, as Pillow does.
 
-    Resizing is a product with a matrix along the rows and another one along the columns, each
+    The image is multiplied by one matrix along x, then by another one along y. Both results are
     rounded to integers.
     """
     H, W, _ = image.shape

@@ -18,7 +18,7 @@ def random_erasing(
     probability: float,
     mode: str,
 ) -> Float[Array, "B H W C"]:
-    """Fills a random box of some images (Zhong et al. 2017, https://arxiv.org/abs/1708.04896).
+    """Fill a random box of some images (Zhong et al. 2017, https://arxiv.org/abs/1708.04896).
 
     Args:
       rngs: A random key per image.
@@ -31,21 +31,23 @@ def random_erasing(
       The images.
     """
     _, H, W, C = images.shape
-    select_rngs, box_rngs, fill_rngs = jax.vmap(lambda k: jax.random.split(k, 3), out_axes=1)(rngs)
+    select_rngs, box_rngs, fill_rngs = jax.vmap(lambda rng: jax.random.split(rng, 3), out_axes=1)(
+        rngs
+    )
     mask = jax.vmap(lambda rng: jax.random.bernoulli(rng, probability))(select_rngs)
     fill_shape = (H, W, C) if mode == "pixel" else (1, 1, C)
 
     def erase(image, box_rng, fill_rng):
-        fill = jnp.zeros(fill_shape, image.dtype)
-        if mode != "const":
-            fill = jax.random.normal(fill_rng, fill_shape, image.dtype)
-        return jnp.where(box_mask(erasing_box(box_rng, H, W), H, W)[..., None], fill, image)
+        inside = box_mask(erasing_box(box_rng, H, W), H, W)[..., None]
+        if mode == "const":
+            return jnp.where(inside, 0.0, image)
+        return jnp.where(inside, jax.random.normal(fill_rng, fill_shape, image.dtype), image)
 
     return apply_where(erase, mask, images, box_rngs, fill_rngs)
 
 
 def erasing_box(rng: Key[Array, ""], height: int, width: int) -> Box:
-    """Draws a box of uniform area and log-uniform ratio height / width.
+    """Draw a box of uniform area and log-uniform aspect ratio.
 
     The box is empty if none of 10 attempts is smaller than the image in both directions.
     """

@@ -28,7 +28,7 @@ def mix(
     switch: float = 0.5,
     group: int = 0,
 ) -> tuple[Float[Array, "B H W C"], Float[Array, "B classes"]]:
-    """Mixes each image and its target with a partner's.
+    """Mix each image and its target with a partner's.
 
     Consecutive images form groups that share one λ and one box. The partner of an image is its
     mirror image in the group: the first image is mixed with the last.
@@ -41,9 +41,9 @@ def mix(
       cutmix: α of cutmix's λ ~ Beta(α, α). 0 disables cutmix.
       probability: Probability that a group is mixed.
       switch: Probability of cutmix if both are enabled.
-      group: Images per group, a divisor of B. 0 makes the whole batch one group. 1 draws λ for each
-        image, whose partner is then its mirror image in the batch. With 0 and 1, images move
-        between the devices that share a batch.
+      group: Number of images per group, a divisor of B. 0 makes the whole batch one group. With 1,
+        λ is drawn per image and the partner is the mirror image in the batch. With 0 and 1, the
+        devices that share a batch exchange images.
 
     Returns:
       The mixed images and targets.
@@ -76,7 +76,7 @@ def mix(
 
 
 def _mirror(array: Array, size: int) -> Array:
-    """Reverses the order within groups of `size`."""
+    """Reverse the order within groups of `size`."""
     groups = array.reshape(-1, size, *array.shape[1:])
     return groups[:, ::-1].reshape(array.shape)
 
@@ -91,20 +91,26 @@ def draw_mixing(
     probability: float,
     switch: float,
 ) -> tuple[Float[Array, ""], Bool[Array, ""], Box]:
-    """Draws λ, whether to use cutmix, and its box, for one group of images. See `mix`."""
+    """Draw λ, whether to use cutmix rather than mixup, and the box, for one group of images.
+
+    See `mix` for the arguments.
+    """
     mix_rng, switch_rng, lam_rng, box_rng = jax.random.split(rng, 4)
     use_cutmix = jax.random.bernoulli(switch_rng, switch)
     uniform = jax.random.uniform(lam_rng)
     lam = jnp.where(use_cutmix, beta_quantile(uniform, cutmix), beta_quantile(uniform, mixup))
     lam = jnp.where(jax.random.bernoulli(mix_rng, probability), lam, 1.0)
     box = cutmix_box(box_rng, lam, height, width)
-    # The image's border may cut off a part of the box, so λ is computed from what remains.
+    # The box may be clipped at the image's border, so λ follows from its actual area.
     outside = 1 - (box.height * box.width).astype(jnp.float32) / (height * width)
     return jnp.where(use_cutmix, outside, lam), use_cutmix, box
 
 
 def cutmix_box(rng: Key[Array, ""], lam: Float[Array, ""], height: int, width: int) -> Box:
-    """Draws a box of area `(1 - λ) * height * width` with its center anywhere in the image."""
+    """Draw a box that covers 1 - λ of an image, centered on a uniform pixel.
+
+    Returns the part of the box within the image.
+    """
     side = jnp.sqrt(1 - lam)
     box_height = jnp.floor(height * side).astype(jnp.int32)
     box_width = jnp.floor(width * side).astype(jnp.int32)
@@ -117,10 +123,10 @@ def cutmix_box(rng: Key[Array, ""], lam: Float[Array, ""], height: int, width: i
 
 
 def beta_quantile(probability: Float[Array, ""], alpha: float) -> Float[Array, ""]:
-    """Returns a quantile of Beta(α, α), interpolated in a table.
+    """Return a quantile of Beta(α, α), interpolated from a table.
 
-    `jax.random.beta` samples by rejection. On each iteration of its loop the host waits for a GPU,
-    and devices that share a batch communicate.
+    Unlike `jax.random.beta`, this needs no rejection loop, in which the host would wait for a GPU
+    and the devices that share a batch would communicate on each iteration.
     """
     table = jnp.asarray(_beta_quantiles(alpha))
     position = probability * (NUM_QUANTILES - 1)
@@ -137,5 +143,5 @@ def _beta_quantiles(alpha: float) -> np.ndarray:
 def smooth_one_hot(
     labels: Integer[Array, " B"], num_classes: int, smoothing: float
 ) -> Float[Array, "B classes"]:
-    """Returns one-hot targets with a fraction `smoothing` spread evenly over all classes."""
+    """Return one-hot targets with a fraction `smoothing` spread evenly over all classes."""
     return jax.nn.one_hot(labels, num_classes) * (1 - smoothing) + smoothing / num_classes

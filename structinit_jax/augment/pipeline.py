@@ -31,7 +31,6 @@ Augment = Callable[
     tuple[Float[Array, "B h w C"], Float[Array, "B classes"]],
 ]
 
-
 # Config sections of the fields that are not part of `config.augment`.
 _SECTIONS = {
     "num_classes": "config.model",
@@ -89,8 +88,8 @@ class AugmentOptions:
       cutmix: α of cutmix. 0 disables it.
       mix_probability: Probability that a group of images is mixed.
       mix_switch: Probability of cutmix rather than mixup if both are enabled.
-      mix_group: Number of consecutive images that share one λ; 0 for the whole batch. Programs with
-        one process per device share it within the batch of a device.
+      mix_group: Number of consecutive images that share one λ, or 0 for the whole batch. timm and
+        DeiT share it within the batch of each process.
       label_smoothing: Fraction of each target that is spread evenly over all classes.
 
     Raises:
@@ -147,7 +146,7 @@ class AugmentOptions:
         self._require(
             len(self.mean) in (1, 3) or not (self.rand_augment or any(self.color_jitter)),
             "mean",
-            "for 1 or 3 channels, which rand_augment and color_jitter of config.augment require",
+            "of length 1 or 3, which config.augment.rand_augment and color_jitter require",
         )
         self._require(
             self.crop != "resized" or self.image_size >= 1,
@@ -162,11 +161,11 @@ class AugmentOptions:
 
 
 def make_augment(options: AugmentOptions, mesh: Mesh | None = None) -> Augment:
-    """Builds the function `(rng, images, labels) -> (images, targets)` to call within jit.
+    """Build the function `(rng, images, labels) -> (images, targets)` to call within jit.
 
     The order of operations is timm's: crop, flip, RandAugment or else color jitter, normalization,
-    erasing, mixing. Up to mixing, the randomness of an image depends only on the random key and on
-    the image's index in the batch, so the result does not depend on the number of devices.
+    erasing, mixing. The random numbers for an image depend only on `rng` and on its index in the
+    batch, so the result does not depend on the number of devices.
 
     Args:
       options: The recipe's options.
@@ -178,7 +177,7 @@ def make_augment(options: AugmentOptions, mesh: Mesh | None = None) -> Augment:
       returns normalized float32 images and targets `[B, num_classes]`.
 
     Raises:
-      InputError: By the returned function, if the number of channels or the batch size does not
+      InputError: When the function is called, if the number of channels or the batch size does not
         match the options.
     """
     transform = _shard(functools.partial(_transform, options), mesh)
@@ -215,7 +214,7 @@ def _transform(
     index: Int[Array, " B"],
     images: UInt8[Array, "B H W C"],
 ) -> Float[Array, "B h w C"]:
-    """Applies all operations before erasing."""
+    """Apply all operations before erasing."""
 
     def apply(function, stream: int, **arguments):
         function = functools.partial(function, **arguments)
@@ -260,13 +259,13 @@ def _erase(
 
 
 def _image_rngs(rng: Key[Array, ""], stream: int, index: Int[Array, " B"]) -> Key[Array, " B"]:
-    """Returns a random key per image, from its index in the global batch."""
+    """Return a random key per image, from its index in the global batch."""
     stream_rng = jax.random.fold_in(rng, stream)
     return jax.vmap(lambda i: jax.random.fold_in(stream_rng, i))(index)
 
 
 def _shard(function: Callable[..., Array], mesh: Mesh | None) -> Callable[..., Array]:
-    """Runs a function of `(rng, index, images)` on each device's own part of the batch."""
+    """Run a function of `(rng, index, images)` on each device's own part of the batch."""
     if mesh is None:
         return function
     batch = PartitionSpec(mesh.axis_names)
@@ -278,7 +277,7 @@ def _shard(function: Callable[..., Array], mesh: Mesh | None) -> Callable[..., A
 def normalize(
     images: UInt8[Array, "B H W C"], mean: tuple[float, ...], std: tuple[float, ...]
 ) -> Float[Array, "B H W C"]:
-    """Converts uint8 pixels to `(pixel / 255 - mean) / std`, per channel."""
+    """Convert uint8 pixels to `(pixel / 255 - mean) / std`, per channel."""
     mean, std = (jnp.asarray(x, jnp.float32)[None, None, None, :] for x in (mean, std))
     return (images.astype(jnp.float32) / 255 - mean) / std
 

@@ -1,9 +1,8 @@
 """RandAugment as in timm (Cubuk et al. 2020, https://arxiv.org/abs/1909.13719).
 
-A `lax.switch` over 15 operations under `vmap` would run all of them on every image. Here each
-operation is a case of an affine warp, a lookup table, histogram equalization, a blend with the
-luminance or a blend with the smoothed image, and each of these runs only on the images that need
-it.
+Under `vmap`, a `lax.switch` over the 15 operations would compute all of them for every image. Here
+they are reduced to a few kernels, each of which runs only on the images that need it: affine warps,
+lookup tables, histogram equalization, saturation and sharpness.
 """
 
 import functools
@@ -21,7 +20,7 @@ from structinit_jax.augment.apply_where import apply_where
 from structinit_jax.augment.crop import BICUBIC_PROBABILITY
 from structinit_jax.errors import InputError
 
-# timm's operations in its order, with the function that computes each of them.
+# The operations in timm's order, and the kernel that computes each of them (see `apply_operation`).
 # timm's increasing set appends 'Increasing' to six of the names.
 _KERNELS = {
     "AutoContrast": "lut",
@@ -66,12 +65,12 @@ class Policy(NamedTuple):
 
 
 class DrawnOperations(NamedTuple):
-    """The operations drawn for an image.
+    """The `n` operations drawn for an image.
 
     Attributes:
-      operation: Index into `OPERATIONS`, or `NO_OPERATION`.
-      argument: Argument of the operation, see `operation_arguments`.
-      bicubic: Whether a warp interpolates bicubically.
+      operation: Indices into `OPERATIONS`, or `NO_OPERATION`.
+      argument: Arguments of the operations, see `operation_arguments`.
+      bicubic: Whether a warp interpolates bicubically or else bilinearly.
     """
 
     operation: Int[Array, " n"]
@@ -87,7 +86,7 @@ def rand_augment(
     fill: tuple[int, ...],
     interpolation: str = "random",
 ) -> UInt8[Array, "B H W C"]:
-    """Draws operations for each image and applies them.
+    """Draw operations for each image and apply them.
 
     Args:
       rngs: A random key per image.
@@ -121,7 +120,7 @@ _PATTERN = re.compile(r"rand(-(m|mstd|mmax|p)(\d+\.?\d*|inf)|-(n|inc)\d+)*")
 
 
 def parse(text: str) -> Policy:
-    """Parses a policy string of timm, e.g. 'rand-m9-mstd0.5-inc1'.
+    """Parse a policy string of timm, e.g. 'rand-m9-mstd0.5-inc1'.
 
     A standard deviation above 100 selects uniform magnitudes, as in timm. So does 'mstdinf', which
     timm ignores.
@@ -149,7 +148,7 @@ def parse(text: str) -> Policy:
 def draw_operations(
     rng: Key[Array, ""], policy: Policy, interpolation: str = "random"
 ) -> DrawnOperations:
-    """Draws the operations for an image, uniformly and with replacement.
+    """Draw the operations for an image, uniformly and with replacement.
 
     Args:
       rng: A random key.
@@ -181,12 +180,12 @@ def draw_operations(
 def operation_arguments(
     magnitude: Float[Array, "*n"], negative: Bool[Array, "*n"], *, increasing: bool
 ) -> Float[Array, "*n 15"]:
-    """Computes the argument of each of `OPERATIONS` at a magnitude.
+    """Compute the argument of each of `OPERATIONS` at a magnitude.
 
     Args:
       magnitude: Magnitude, 0…10 or more if the policy allows it.
-      negative: Whether to negate rotations, shears and translations, and in the increasing set
-        whether to decrease color, contrast, brightness and sharpness.
+      negative: Whether to negate rotations, shears and translations and, in the increasing set, to
+        reduce color, contrast, brightness and sharpness.
       increasing: Whether to use timm's increasing set. In its other set Posterize and Solarize are
         weaker at higher magnitudes, and Color, Contrast, Brightness and Sharpness have no effect at
         magnitude 5.
@@ -225,7 +224,7 @@ def operation_arguments(
 def apply_operation(
     images: UInt8[Array, "B C H W"], drawn: DrawnOperations, fill: tuple[int, ...]
 ) -> UInt8[Array, "B C H W"]:
-    """Applies one operation to each image; the fields of `drawn` have the shape `[B]`."""
+    """Apply one operation to each image; the fields of `drawn` have shape `[B]`."""
     operation, argument, bicubic = drawn
 
     def computed_by(kernel: str) -> Bool[Array, " B"]:
@@ -243,7 +242,7 @@ def apply_operation(
 
 
 def _warp(image, operation, argument, bicubic: bool, fill) -> UInt8[Array, "C H W"]:
-    """Applies an operation that is an affine map."""
+    """Apply an operation that is an affine map."""
     _, H, W = image.shape
     zero = jnp.zeros_like(argument)
 
@@ -264,7 +263,7 @@ def _warp(image, operation, argument, bicubic: bool, fill) -> UInt8[Array, "C H 
 
 
 def _apply_lut(image, operation, argument) -> UInt8[Array, "C H W"]:
-    """Applies an operation that is a lookup table."""
+    """Apply an operation that is a lookup table."""
     pixel = color.VALUES
     whole = argument.astype(jnp.int32)
     low_bits = 8 - jnp.clip(whole, 0, 8)
@@ -279,7 +278,7 @@ def _apply_lut(image, operation, argument) -> UInt8[Array, "C H W"]:
     }
     selected = jnp.stack([operation == OPERATIONS.index(name) for name in luts])
     candidates = jnp.stack([jnp.broadcast_to(lut, (len(image), 256)) for lut in luts.values()])
-    # Selected by a product: XLA would fuse a `where` into the lookup and recompute the tables for
+    # Select by a product: XLA would fuse a `where` into the lookup and recompute the tables for
     # every pixel. Pixel values are exact in any floating-point format that a product may use.
     lut = jnp.einsum("t,tcv->cv", selected.astype(jnp.float32), candidates.astype(jnp.float32))
     return color.apply_lut(image, lut.astype(jnp.uint8))
