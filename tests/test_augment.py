@@ -94,8 +94,14 @@ def test_erasing_comes_before_or_after_mixing():
 
 
 def test_gray_images_pass_through_everything():
-    options = dataclasses.replace(RECIPE, mean=(0.3,), std=(0.4,), crop="pad")
-    images, _ = jax.jit(make_augment(options))(jax.random.key(0), IMAGES[..., :1], LABELS)
+    recipe = dataclasses.replace(RECIPE, mean=(0.3,), std=(0.4,))
+    batch = jax.random.key(0), IMAGES[..., :1], LABELS
+    images, _ = jax.eval_shape(make_augment(recipe), *batch)
+    assert images.shape == (16, 20, 20, 1)
+    jitter = dataclasses.replace(
+        recipe, crop="pad", rand_augment="", color_jitter=(0.4, 0.4, 0.4, 0.1)
+    )
+    images, _ = jax.jit(make_augment(jitter))(*batch)
     assert images.shape == (16, 16, 16, 1)
     assert np.all(np.isfinite(images))
 

@@ -16,7 +16,7 @@ from structinit_jax.augment.rand_augment import (
     OPERATIONS,
     DrawnOperations,
     Policy,
-    apply_operation,
+    apply_operations,
     draw_operations,
     operation_arguments,
     parse,
@@ -33,8 +33,16 @@ NEGATIVE = np.tile([False, True], 11)
 
 @jax.jit
 def apply(images, drawn):
-    fill = FILL[: images.shape[-1]]
-    return apply_operation(images.transpose(0, 3, 1, 2), drawn, fill).transpose(0, 2, 3, 1)
+    return apply_operations(images, drawn, FILL[: images.shape[-1]])
+
+
+def one_operation(operation, argument, bicubic):
+    """Draws of two operations per image, the second of which is none."""
+    drawn = (
+        np.stack([x, np.full_like(x, none)], axis=1)
+        for x, none in ((operation, NO_OPERATION), (argument, 0), (bicubic, False))
+    )
+    return DrawnOperations(*drawn)
 
 
 @functools.partial(jax.jit, static_argnums=1)
@@ -107,7 +115,7 @@ def compare(name, images, bicubic=False):
             jnp.asarray(MAGNITUDES), jnp.asarray(NEGATIVE), increasing=increasing
         )
         argument = np.tile(np.asarray(arguments)[:, index], len(images))
-        drawn = DrawnOperations(np.full(count, index), argument, np.full(count, bicubic))
+        drawn = one_operation(np.full(count, index), argument, np.full(count, bicubic))
         theirs = to_batch(
             pillow(image, name, float(value), bicubic)
             for image, value in zip(sources, argument, strict=True)
@@ -146,7 +154,7 @@ def test_warps_match_pillow_within_rounding(name, bicubic, kind):
 def test_images_without_an_operation_are_unchanged():
     batch = to_batch(IMAGES["photographs"] * 22)
     operation = np.where(np.arange(44) % 2, NO_OPERATION, np.arange(44) % 15)
-    drawn = DrawnOperations(operation, np.full(44, 0.4, np.float32), np.ones(44, bool))
+    drawn = one_operation(operation, np.full(44, 0.4, np.float32), np.ones(44, bool))
     out = np.asarray(apply(batch, drawn))
     np.testing.assert_array_equal(out[1::2], batch[1::2])
     assert np.any(out[::2] != batch[::2])
@@ -202,9 +210,8 @@ def test_operations_are_applied_in_sequence():
     policy = parse("rand-m9-mstd0.5-inc1")._replace(num_operations=2, probability=1.0)
     sources = IMAGES["photographs"] * 22
     rngs = jax.random.split(jax.random.key(3), len(sources))
-    whole = jax.jit(functools.partial(rand_augment, policy=policy, fill=FILL))
-    out = whole(rngs, to_batch(sources))
     drawn = jax.tree.map(np.asarray, draw(rngs, policy))
+    out = apply(to_batch(sources), drawn)
     expected = []
     for row, image in enumerate(sources):
         for place in range(2):
@@ -216,3 +223,20 @@ def test_operations_are_applied_in_sequence():
         expected.append(image)
     # A difference of 1 after a warp may grow in the next operation.
     assert np.mean(np.abs(np.asarray(out, np.int32) - to_batch(expected)) > 2) < 0.002
+
+
+def test_rand_augment_applies_the_drawn_operations(monkeypatch):
+    applied = []
+
+    def record(images, drawn, fill):
+        applied.append((drawn, fill))
+        return images
+
+    monkeypatch.setattr("structinit_jax.augment.rand_augment.apply_operations", record)
+    augment = functools.partial(rand_augment, policy=parse("rand-n3"), fill=FILL)
+    jax.eval_shape(
+        augment, jax.random.split(jax.random.key(0), 4), np.zeros((4, 5, 5, 3), np.uint8)
+    )
+    drawn, fill = applied[0]
+    assert [field.shape for field in drawn] == [(4, 3)] * 3
+    assert fill == FILL

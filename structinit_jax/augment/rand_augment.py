@@ -20,7 +20,7 @@ from structinit_jax.augment.apply_where import apply_where
 from structinit_jax.augment.crop import BICUBIC_PROBABILITY
 from structinit_jax.errors import InputError
 
-# The operations in timm's order, and the kernel that computes each of them (see `apply_operation`).
+# The operations in timm's order, and the kernel that computes each (see `_apply_operation`).
 # timm's increasing set appends 'Increasing' to six of the names.
 _KERNELS = {
     "AutoContrast": "lut",
@@ -98,14 +98,8 @@ def rand_augment(
     Returns:
       The augmented images.
     """
-
-    def apply(images, drawn):
-        return apply_operation(images, drawn, fill), None
-
     draw = functools.partial(draw_operations, policy=policy, interpolation=interpolation)
-    drawn = jax.vmap(draw, out_axes=1)(rngs)
-    images, _ = jax.lax.scan(apply, images.transpose(0, 3, 1, 2), drawn)
-    return images.transpose(0, 2, 3, 1)
+    return apply_operations(images, jax.vmap(draw)(rngs), fill)
 
 
 _FIELDS = {
@@ -221,7 +215,29 @@ def operation_arguments(
     return jnp.stack([arguments.get(name, none) for name in OPERATIONS], axis=-1)
 
 
-def apply_operation(
+def apply_operations(
+    images: UInt8[Array, "B H W C"], drawn: DrawnOperations, fill: tuple[int, ...]
+) -> UInt8[Array, "B H W C"]:
+    """Apply `n` operations to each image, one after the other.
+
+    Args:
+      images: Images of one or three channels.
+      drawn: The operations of each image, with fields of shape `[B, n]`.
+      fill: Value per channel that warps show outside of the image.
+
+    Returns:
+      The changed images.
+    """
+
+    def apply(images, drawn):
+        return _apply_operation(images, drawn, fill), None
+
+    images = images.transpose(0, 3, 1, 2)
+    images, _ = jax.lax.scan(apply, images, jax.tree.map(jnp.transpose, drawn))
+    return images.transpose(0, 2, 3, 1)
+
+
+def _apply_operation(
     images: UInt8[Array, "B C H W"], drawn: DrawnOperations, fill: tuple[int, ...]
 ) -> UInt8[Array, "B C H W"]:
     """Apply one operation to each image; the fields of `drawn` have shape `[B]`."""
