@@ -22,9 +22,6 @@ def affine_warp(
         `(a x + b y + c, d x + e y + f)`, in pixels. The identity returns the image unchanged.
       bicubic: Whether to interpolate between 16 pixels (bicubic) or 4 (bilinear).
       fill: Value per channel for output pixels that are read from outside of the image.
-
-    Returns:
-      The warped image.
     """
     C, H, W = image.shape
     a, b, c, d, e, f = matrix

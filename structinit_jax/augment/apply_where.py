@@ -29,9 +29,6 @@ def apply_where(
       mask: Which images to change.
       images: `[B, ...]`.
       *arguments: Further inputs of the function, each `[B, ...]`.
-
-    Returns:
-      The images `[B, ...]`.
     """
     B = len(images)
     size = -(-B // CHUNKS)

@@ -29,9 +29,6 @@ def color_jitter(
       strengths: Strengths of brightness, contrast, saturation and (optionally) hue. The factors of
         the first three are uniform in `[max(0, 1 - strength), 1 + strength]`, the shift of the hue
         is uniform in `[-strength, strength]`, in turns of the color circle.
-
-    Returns:
-      The changed image.
     """
     count = len(strengths)
     strength = jnp.asarray(strengths, jnp.float32)

@@ -65,9 +65,6 @@ def random_resized_crop(
       scale: Range of the box's area, as a fraction of the image's area.
       ratio: Range of the box's aspect ratio, width / height.
       interpolation: 'bilinear', 'bicubic' or 'random' (one of the two with equal probability).
-
-    Returns:
-      The resized crop.
     """
     box_rng, bicubic_rng = jax.random.split(rng)
     box = crop_box(box_rng, *image.shape[:2], scale, ratio)

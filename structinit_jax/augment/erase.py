@@ -26,9 +26,6 @@ def random_erasing(
       probability: Probability that an image is changed.
       mode: Fill of the box: 'const' (zeros), 'rand' (one normally distributed color) or 'pixel' (a
         normally distributed color per pixel).
-
-    Returns:
-      The images.
     """
     _, H, W, C = images.shape
     select_rngs, box_rngs, fill_rngs = jax.vmap(lambda rng: jax.random.split(rng, 3), out_axes=1)(

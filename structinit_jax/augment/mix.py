@@ -44,9 +44,6 @@ def mix(
       group: Number of images per group, a divisor of B. 0 makes the whole batch one group. With 1,
         λ is drawn per image and the partner is the mirror image in the batch. With 0 and 1, the
         devices that share a batch exchange images.
-
-    Returns:
-      The mixed images and targets.
     """
     B, H, W, _ = images.shape
     size = group or B

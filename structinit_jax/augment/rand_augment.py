@@ -94,9 +94,6 @@ def rand_augment(
       policy: The policy to draw from.
       fill: Value per channel that warps show outside of the image.
       interpolation: Interpolation of warps, see `draw_operations`.
-
-    Returns:
-      The augmented images.
     """
     draw = functools.partial(draw_operations, policy=policy, interpolation=interpolation)
     return apply_operations(images, jax.vmap(draw)(rngs), fill)
@@ -224,9 +221,6 @@ def apply_operations(
       images: Images of one or three channels.
       drawn: The operations of each image, with fields of shape `[B, n]`.
       fill: Value per channel that warps show outside of the image.
-
-    Returns:
-      The changed images.
     """
 
     def apply(images, drawn):
