@@ -12,7 +12,7 @@ def affine_warp(
 ) -> UInt8[Array, "C H W"]:
     """Warp an image by an affine map.
 
-    Follows Pillow: pixel centers lie at half integers, neighbors outside of the image repeat its
+    Follows Pillow: pixel centers are at half integers, neighbors outside the image repeat its
     edge, the bicubic kernel has a = -1, and values are truncated to integers. Pillow computes in
     double precision, so results close to an integer may differ by 1.
 
@@ -21,7 +21,7 @@ def affine_warp(
       matrix: The inverse map `(a, b, c, d, e, f)`: output pixel `(x, y)` is read from the input at
         `(a x + b y + c, d x + e y + f)`, in pixels. The identity returns the image unchanged.
       bicubic: Whether to interpolate between 16 pixels (bicubic) or 4 (bilinear).
-      fill: Value per channel for output pixels that are read from outside of the image.
+      fill: Value per channel for output pixels that are read from outside the image.
     """
     C, H, W = image.shape
     a, b, c, d, e, f = matrix

@@ -28,7 +28,7 @@ def color_jitter(
       image: An image of one or three channels.
       strengths: Strengths of brightness, contrast, saturation and (optionally) hue. The factors of
         the first three are uniform in `[max(0, 1 - strength), 1 + strength]`, the shift of the hue
-        is uniform in `[-strength, strength]`, in turns of the color circle.
+        is uniform in `[-strength, strength]`, as a fraction of the color circle.
     """
     count = len(strengths)
     strength = jnp.asarray(strengths, jnp.float32)
@@ -161,7 +161,7 @@ def adjust_hue(image: UInt8[Array, "C H W"], shift: Float[Array, ""]) -> UInt8[A
 
     Args:
       image: An image of one or three channels. One channel is returned unchanged.
-      shift: Shift in turns of the color circle, from -0.5 to 0.5.
+      shift: Shift as a fraction of the color circle, from -0.5 to 0.5.
     """
     if len(image) == 1:
         return image

@@ -25,7 +25,7 @@ class Box(NamedTuple):
 
 
 def box_mask(box: Box, height: int, width: int) -> Bool[Array, "H W"]:
-    """Return a mask of the pixels inside of the box."""
+    """Return a mask of the pixels inside the box."""
     y, x = jnp.arange(height)[:, None], jnp.arange(width)[None, :]
     rows = (y >= box.top) & (y < box.top + box.height)
     return rows & (x >= box.left) & (x < box.left + box.width)

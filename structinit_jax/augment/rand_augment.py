@@ -92,7 +92,7 @@ def rand_augment(
       rngs: A random key per image.
       images: Images of one or three channels.
       policy: The policy to draw from.
-      fill: Value per channel that warps show outside of the image.
+      fill: Value per channel that warps show outside the image.
       interpolation: Interpolation of warps, see `draw_operations`.
     """
     draw = functools.partial(draw_operations, policy=policy, interpolation=interpolation)
@@ -220,7 +220,7 @@ def apply_operations(
     Args:
       images: Images of one or three channels.
       drawn: The operations of each image, with fields of shape `[B, n]`.
-      fill: Value per channel that warps show outside of the image.
+      fill: Value per channel that warps show outside the image.
     """
 
     def apply(images, drawn):
