@@ -105,7 +105,7 @@ def pillow_jitter(pixels, order, factors):
     ("strengths", "count"), [((0.4, 0.3, 1.5), 48), ((0.4, 0.3, 0.5, 0.2), 72)]
 )
 def test_color_jitter_matches_pillow_in_some_order(strengths, count):
-    """The factors are drawn from the random keys as in the function; the images come from Pillow."""
+    """Factors are drawn from the random keys as in the function; images come from Pillow."""
     image = Image.fromarray(sklearn.datasets.load_sample_images().images[1]).resize((20, 15))
     pixels, num = np.asarray(image), len(strengths)
     rngs = jax.random.split(jax.random.key(0), count)
