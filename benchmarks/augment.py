@@ -1,13 +1,15 @@
-"""Time of augmentation on the device at hand, for 1,024 images of 224², whole and by piece.
+"""Measures augmentation of 1,024 images of 224² on the current device, whole and by operation.
 
     python benchmarks/augment.py --out=augment.json
 
-Each piece is jitted alone. Kernels are timed on every image; in a recipe each runs over the few
-images for which it is drawn. The last line is the whole training step of ViT-B/16, of which the
-recipe is a part. On a CPU smaller batches are timed and scaled to 1,024 images, as each line says.
+Each operation is jitted separately. Kernels are timed on all images, whereas in a recipe each runs
+only on the images for which it is drawn. The last line is the whole training step of ViT-B/16,
+which includes the recipe. On a CPU the times are measured on smaller batches and scaled to 1,024
+images.
 """
 
 import argparse
+import functools
 import json
 import time
 from collections.abc import Callable
@@ -17,11 +19,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from structinit_jax.augment import AugmentOptions, enhance, make_augment, normalize, tables
-from structinit_jax.augment.affine import affine_warp, rotation_matrices
+from structinit_jax.augment import AugmentOptions, color, make_augment, normalize
+from structinit_jax.augment.affine import affine_warp, rotation_matrix
 from structinit_jax.augment.crop import random_flip, random_resized_crop
 from structinit_jax.augment.erase import random_erasing
-from structinit_jax.augment.mix import MixOptions, mix
+from structinit_jax.augment.mix import mix
 from structinit_jax.augment.rand_augment import parse, rand_augment
 from structinit_jax.command_line import load_config
 from structinit_jax.data.info import CATALOG
@@ -43,38 +45,49 @@ RECIPE = AugmentOptions(
 FILL = (124, 116, 104)
 
 
-def pieces(keys, images, labels, small) -> dict[str, tuple[Callable, tuple]]:
+def operations(rngs, images, labels, small) -> dict[str, tuple[Callable, tuple]]:
     """Functions and their arguments by name."""
     count, size = images.shape[:2]
     factor = jnp.linspace(0.1, 1.9, count)
-    matrices = rotation_matrices(60 * factor - 60, size, size)
+    matrices = jax.vmap(lambda degrees: rotation_matrix(degrees, size, size))(60 * factor - 60)
     planes = images.transpose(0, 3, 1, 2)
-    lookups = jnp.broadcast_to(tables.invert(), (count, 3, 256)).astype(jnp.uint8)
+    luts = jnp.broadcast_to(255 - color.VALUES, (count, 3, 256)).astype(jnp.uint8)
     floats = images.astype(jnp.float32)
     targets = jax.nn.one_hot(labels, RECIPE.num_classes)
-    policy, mixing = parse(RAND_AUGMENT), MixOptions(mixup=0.8, cutmix=1.0)
+    policy = parse(RAND_AUGMENT)
+    resized_crop = functools.partial(
+        random_resized_crop,
+        size=size,
+        scale=RECIPE.crop_scale,
+        ratio=RECIPE.crop_ratio,
+        interpolation="random",
+    )
     return {
-        "whole recipe": (make_augment(RECIPE), (keys[0], images, labels)),
+        "whole recipe": (make_augment(RECIPE), (rngs[0], images, labels)),
         "RandAugment, 2 operations": (
             lambda k, x: rand_augment(k, x, policy, fill=FILL),
-            (keys, images),
+            (rngs, images),
         ),
-        "kernel: bicubic warp": (lambda x, m: affine_warp(x, m, True, FILL), (planes, matrices)),
-        "kernel: bilinear warp": (lambda x, m: affine_warp(x, m, False, FILL), (planes, matrices)),
-        "kernel: tables": (tables.apply_tables, (planes, lookups)),
-        "kernel: equalization": (tables.equalize, (planes,)),
-        "kernel: colour": (enhance.color, (planes, factor)),
-        "kernel: sharpness": (enhance.sharpness, (planes, factor)),
-        "flip": (lambda k, x: random_flip(k, x, 0.5), (keys, images)),
-        "resized crop from 32²": (
-            lambda k, x: random_resized_crop(
-                k, x, size, scale=(0.08, 1.0), ratio=(3 / 4, 4 / 3), interpolation="random"
-            ),
-            (keys, small),
+        "kernel: bicubic warp": (
+            jax.vmap(lambda x, m: affine_warp(x, m, True, FILL)),
+            (planes, matrices),
         ),
+        "kernel: bilinear warp": (
+            jax.vmap(lambda x, m: affine_warp(x, m, False, FILL)),
+            (planes, matrices),
+        ),
+        "kernel: lookup tables": (jax.vmap(color.apply_lut), (planes, luts)),
+        "kernel: equalization": (jax.vmap(color.equalize), (planes,)),
+        "kernel: color": (jax.vmap(color.adjust_saturation), (planes, factor)),
+        "kernel: sharpness": (jax.vmap(color.adjust_sharpness), (planes, factor)),
+        "flip": (jax.vmap(lambda k, x: random_flip(k, x, 0.5)), (rngs, images)),
+        "resized crop from 32²": (jax.vmap(resized_crop), (rngs, small)),
         "normalization": (lambda x: normalize(x, RECIPE.mean, RECIPE.std), (images,)),
-        "erasing": (lambda k, x: random_erasing(k, x, 0.25, "pixel"), (keys, floats)),
-        "mixing": (lambda k, x, t: mix(k, x, t, mixing), (keys[0], floats, targets)),
+        "erasing": (lambda k, x: random_erasing(k, x, 0.25, "pixel"), (rngs, floats)),
+        "mixing": (
+            lambda k, x, t: mix(k, x, t, mixup=0.8, cutmix=1.0),
+            (rngs[0], floats, targets),
+        ),
     }
 
 
@@ -129,9 +142,9 @@ def main() -> None:
         for side in (flags.size, 32)
     )
     labels = jnp.asarray(random.integers(0, 1000, flags.batch).astype(np.int32))
-    keys = jax.random.split(jax.random.key(0), flags.batch)
+    rngs = jax.random.split(jax.random.key(0), flags.batch)
     times = {}
-    for name, (function, inputs) in pieces(keys, images, labels, small).items():
+    for name, (function, inputs) in operations(rngs, images, labels, small).items():
         seconds, temporary = measure(function, inputs, flags.repeats)
         times[name] = 1000 * seconds * IMAGES / flags.batch
         print(

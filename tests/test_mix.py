@@ -1,3 +1,4 @@
+import functools
 import pathlib
 
 import jax
@@ -6,30 +7,37 @@ import numpy as np
 import pytest
 from scipy import stats
 
-from structinit_jax.augment.mix import (
-    MixOptions,
-    beta_quantile,
-    draw_mixing,
-    mix,
-    smooth_one_hot,
-)
+from structinit_jax.augment import mix as mix_lib
 
 REFERENCE = np.load(pathlib.Path(__file__).with_name("references") / "augment.npz")
-KEY = jax.random.key(0)
+RNG = jax.random.key(0)
 BATCH = 12
-IMAGES = jnp.asarray(np.random.default_rng(0).normal(size=(BATCH, 6, 8, 3)), jnp.float32)
-TARGETS = jnp.eye(BATCH)
+IMAGES = np.random.default_rng(0).normal(size=(BATCH, 6, 8, 3)).astype(np.float32)
+TARGETS = np.eye(BATCH, dtype=np.float32)
 
 
-def test_draws_are_distributed_as_timms():
+def mix(images=IMAGES, targets=TARGETS, **options):
+    return jax.tree.map(
+        np.asarray, jax.jit(functools.partial(mix_lib.mix, **options))(RNG, images, targets)
+    )
+
+
+def draw(count, **options):
+    """λ, whether to use cutmix, and the fields of the boxes, each `[count]`."""
+    options = dict(height=24, width=40, mixup=1.0, cutmix=1.0, probability=1.0) | options
+    function = functools.partial(mix_lib.draw_mixing, **options)
+    lam, use_cutmix, box = jax.jit(jax.vmap(function))(jax.random.split(RNG, count))
+    return np.asarray(lam), np.asarray(use_cutmix), [np.asarray(field) for field in box]
+
+
+def test_draws_are_distributed_as_in_timm():
     theirs = REFERENCE["mix_both"]
-    options = MixOptions(mixup=0.8, cutmix=1.0, probability=0.9, switch=0.4)
-    drawn = draw_mixing(KEY, len(theirs), 24, 40, options)
+    lam, use_cutmix, box = draw(len(theirs), mixup=0.8, cutmix=1.0, probability=0.9, switch=0.4)
     # timm counts a batch that is not mixed as mixup.
-    boxed = np.asarray(drawn.use_cutmix & (drawn.kept < 1))
+    boxed = use_cutmix & (lam < 1)
     table = [np.bincount(flags.astype(int)) for flags in (boxed, theirs[:, 1] == 1)]
     assert stats.chi2_contingency(table).pvalue > 0.01
-    ours = np.stack([np.asarray(drawn.kept), *map(np.asarray, drawn.boxes)], axis=1)
+    ours = np.stack([lam, *box], axis=1)
     top, bottom, left, right = theirs[:, 2:].T
     sizes = np.stack([theirs[:, 0], top, left, bottom - top, right - left], axis=1)
     for a, b in zip(ours[boxed].T, sizes[(theirs[:, 1] == 1) & (theirs[:, 0] < 1)].T, strict=True):
@@ -37,25 +45,22 @@ def test_draws_are_distributed_as_timms():
     assert stats.ks_2samp(ours[~boxed, 0], theirs[theirs[:, 1] == 0, 0]).pvalue > 0.001
 
 
-@pytest.mark.parametrize("alpha", [0.2])
-def test_mixup_alone_is_distributed_as_timms(alpha):
+def test_mixup_alone_is_distributed_as_in_timm():
     theirs = REFERENCE["mix_mixup"][:, 0]
-    drawn = draw_mixing(KEY, len(theirs), 24, 40, MixOptions(mixup=alpha))
-    assert not drawn.use_cutmix.any()
-    assert stats.ks_2samp(np.asarray(drawn.kept), theirs).pvalue > 0.001
+    lam, use_cutmix, _ = draw(len(theirs), mixup=0.2, switch=0.0)
+    assert not use_cutmix.any()
+    assert stats.ks_2samp(lam, theirs).pvalue > 0.001
 
 
 def test_a_batch_is_mixed_as_by_timm(monkeypatch):
-    from structinit_jax.augment import mix as module
+    original = mix_lib.draw_mixing
 
-    def fixed(key, num_groups, height, width, options):
-        drawn = draw_mixing(key, num_groups, height, width, options)
-        return drawn._replace(kept=jnp.full(num_groups, 0.3))
+    def fixed(rng, **options):
+        return jnp.float32(0.3), *original(rng, **options)[1:]
 
-    monkeypatch.setattr(module, "draw_mixing", fixed)
-    targets = smooth_one_hot(jnp.asarray(REFERENCE["mixed_labels"]), 4, 0.1)
-    inputs = jnp.asarray(REFERENCE["mixed_inputs"])
-    images, targets = mix(KEY, inputs, targets, MixOptions(mixup=0.8))
+    monkeypatch.setattr(mix_lib, "draw_mixing", fixed)
+    targets = mix_lib.smooth_one_hot(jnp.asarray(REFERENCE["mixed_labels"]), 4, 0.1)
+    images, targets = mix(REFERENCE["mixed_inputs"], targets, mixup=0.8)
     np.testing.assert_allclose(images, REFERENCE["mixed_images"], atol=1e-6)
     np.testing.assert_allclose(targets, REFERENCE["mixed_targets"], atol=1e-6)
 
@@ -68,26 +73,25 @@ def partner_of(index, group):
 
 
 @pytest.mark.parametrize("group", [0, 1, 2, 4])
-def test_cutmix_targets_are_the_shares_of_the_pixels(group):
-    images, targets = mix(KEY, IMAGES, TARGETS, MixOptions(cutmix=1.0, group=group))
-    shares = set()
+def test_cutmix_targets_are_fractions_of_the_pixels(group):
+    images, targets = mix(cutmix=1.0, group=group)
+    masks = set()
     for i in range(BATCH):
         partner = partner_of(i, group)
-        own = np.all(np.asarray(images[i] == IMAGES[i]), axis=-1)
-        others = np.all(np.asarray(images[i] == IMAGES[partner]), axis=-1)
+        own = np.all(images[i] == IMAGES[i], axis=-1)
+        others = np.all(images[i] == IMAGES[partner], axis=-1)
         assert np.all(own | others)
         np.testing.assert_allclose(targets[i, i], own.mean(), atol=1e-6)
         np.testing.assert_allclose(targets[i, partner], 1 - own.mean(), atol=1e-6)
-        shares.add(own.tobytes())
+        masks.add(own.tobytes())
     groups = {0: 1, 1: BATCH, 2: 6, 4: 3}[group]
-    assert groups / 2 <= len(shares) <= groups
+    assert groups / 2 <= len(masks) <= groups
 
 
 @pytest.mark.parametrize("group", [0, 1, 4])
-def test_mixup_mixes_images_as_targets(group):
-    images, targets = mix(KEY, IMAGES, TARGETS, MixOptions(mixup=1.0, group=group))
-    expected = jnp.einsum("ij,jhwc->ihwc", targets, IMAGES)
-    np.testing.assert_allclose(images, expected, atol=1e-5)
+def test_mixup_interpolates_images_like_targets(group):
+    images, targets = mix(mixup=1.0, group=group)
+    np.testing.assert_allclose(images, np.einsum("ij,jhwc->ihwc", targets, IMAGES), atol=1e-5)
     own = np.diag(targets)
     assert np.all((own > 0) & (own < 1))
     assert len(np.unique(own)) == {0: 1, 1: BATCH, 4: 3}[group]
@@ -96,14 +100,14 @@ def test_mixup_mixes_images_as_targets(group):
 
 
 def test_probability_zero_mixes_nothing():
-    options = MixOptions(mixup=0.8, cutmix=1.0, probability=0.0, group=1)
-    images, targets = mix(KEY, IMAGES, TARGETS, options)
+    images, targets = mix(mixup=0.8, cutmix=1.0, probability=0.0, group=1)
     np.testing.assert_array_equal(images, IMAGES)
     np.testing.assert_array_equal(targets, TARGETS)
 
 
 @pytest.mark.parametrize("alpha", [0.2, 0.8, 1.0, 4.0])
 def test_quantiles_are_those_of_the_beta_distribution(alpha):
-    levels = np.linspace(0, 1, 1001, dtype=np.float32)
-    actual = jax.vmap(lambda level: beta_quantile(level, alpha))(jnp.asarray(levels))
-    np.testing.assert_allclose(actual, stats.beta.ppf(levels, alpha, alpha), atol=1e-3)
+    probabilities = np.linspace(0, 1, 1001, dtype=np.float32)
+    quantile = functools.partial(mix_lib.beta_quantile, alpha=alpha)
+    actual = jax.jit(jax.vmap(quantile))(probabilities)
+    np.testing.assert_allclose(actual, stats.beta.ppf(probabilities, alpha, alpha), atol=1e-3)

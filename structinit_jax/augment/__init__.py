@@ -1,9 +1,10 @@
-"""Augmentation inside the jitted step: pure functions of keys and uint8 batches, on JAX alone.
+"""Data augmentation that runs on the device, inside the jitted training step.
 
-`make_augment(AugmentOptions(...))` is a recipe's whole augmentation; the modules hold its pieces.
+`make_augment(AugmentOptions(...))` returns the augmentation of a whole training recipe as one pure
+function. The modules hold the individual operations, which follow timm, torchvision and Pillow:
+`crop` (crops and flips), `rand_augment`, `affine`, `color`, `erase` and `mix`.
 """
 
-from structinit_jax.augment.options import AugmentOptions
-from structinit_jax.augment.pipeline import Augment, make_augment, normalize
+from structinit_jax.augment.pipeline import Augment, AugmentOptions, make_augment, normalize
 
 __all__ = ["Augment", "AugmentOptions", "make_augment", "normalize"]

@@ -1,102 +1,175 @@
-"""Flips and crops of uint8 batches whose images lie whole on the device."""
+"""Random crops and flips of a single image, as in torchvision and timm.
+
+Use `jax.vmap` for a batch, with one random key per image.
+"""
+
+import math
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int, Key, UInt8
 
-from structinit_jax.augment.boxes import Boxes, crop_boxes
+ATTEMPTS = 10
+# Probability of bicubic rather than bilinear interpolation.
+BICUBIC_PROBABILITY = {"bilinear": 0.0, "bicubic": 1.0, "random": 0.5}
+
+
+class Box(NamedTuple):
+    """A rectangle within an image, in pixels."""
+
+    top: Int[Array, ""]
+    left: Int[Array, ""]
+    height: Int[Array, ""]
+    width: Int[Array, ""]
+
+
+def box_mask(box: Box, height: int, width: int) -> Bool[Array, "H W"]:
+    """Return a mask of the pixels inside the box."""
+    y, x = jnp.arange(height)[:, None], jnp.arange(width)[None, :]
+    rows = (y >= box.top) & (y < box.top + box.height)
+    return rows & (x >= box.left) & (x < box.left + box.width)
 
 
 def random_flip(
-    keys: Key[Array, " B"], images: UInt8[Array, "B H W C"], probability: float
-) -> UInt8[Array, "B H W C"]:
-    """Mirrors images left to right."""
-    flipped = jax.vmap(lambda key: jax.random.bernoulli(key, probability))(keys)
-    return jnp.where(flipped[:, None, None, None], images[:, :, ::-1], images)
+    rng: Key[Array, ""], image: UInt8[Array, "H W C"], probability: float
+) -> UInt8[Array, "H W C"]:
+    """Mirror the image horizontally with the given probability."""
+    return jnp.where(jax.random.bernoulli(rng, probability), image[:, ::-1], image)
 
 
 def random_pad_crop(
-    keys: Key[Array, " B"], images: UInt8[Array, "B H W C"], padding: int
-) -> UInt8[Array, "B H W C"]:
-    """Pads every side with black and cuts the original size out at a random place."""
-    _, H, W, _ = images.shape
-    padded = jnp.pad(images, ((0, 0), (padding, padding), (padding, padding), (0, 0)))
-
-    def cut(key: Key[Array, ""], image: UInt8[Array, "h w C"]) -> UInt8[Array, "H W C"]:
-        top, left = jax.random.randint(key, (2,), 0, 2 * padding + 1)
-        return jax.lax.dynamic_slice(image, (top, left, 0), (H, W, image.shape[-1]))
-
-    return jax.vmap(cut)(keys, padded)
+    rng: Key[Array, ""], image: UInt8[Array, "H W C"], padding: int
+) -> UInt8[Array, "H W C"]:
+    """Pad each side with `padding` black pixels and crop back to the original size."""
+    padded = jnp.pad(image, ((padding, padding), (padding, padding), (0, 0)))
+    top, left = jax.random.randint(rng, (2,), 0, 2 * padding + 1)
+    return jax.lax.dynamic_slice(padded, (top, left, 0), image.shape)
 
 
 def random_resized_crop(
-    keys: Key[Array, " B"],
-    images: UInt8[Array, "B H W C"],
+    rng: Key[Array, ""],
+    image: UInt8[Array, "H W C"],
     size: int,
     *,
     scale: tuple[float, float],
     ratio: tuple[float, float],
     interpolation: str = "random",
-) -> UInt8[Array, "B size size C"]:
-    """Cuts a random box out and resizes it, as torchvision's and timm's transform of that name.
+) -> UInt8[Array, "size size C"]:
+    """Crop a random box and resize it, like torchvision's `RandomResizedCrop`.
 
     Args:
-      keys: one for each image.
-      images: all of one size.
-      size: of the sides of what is returned.
-      scale: from which to which share of the area.
-      ratio: from which to which width over height.
-      interpolation: 'bilinear', 'bicubic' or 'random', which tosses a coin for each image.
+      rng: A random key.
+      image: An image of any size.
+      size: Height and width of the result in pixels.
+      scale: Range of the box's area, as a fraction of the image's area.
+      ratio: Range of the box's aspect ratio, width / height.
+      interpolation: 'bilinear', 'bicubic' or 'random' (one of the two with equal probability).
     """
-    places, coins = jax.vmap(jax.random.split, out_axes=1)(keys)
-    boxes = crop_boxes(places, *images.shape[1:3], scale, ratio)
-    bicubic = {
-        "random": jax.vmap(jax.random.bernoulli)(coins),
-        "bilinear": jnp.zeros(len(images), bool),
-        "bicubic": jnp.ones(len(images), bool),
-    }[interpolation]
-    return resize_boxes(images, boxes, size, bicubic)
+    box_rng, bicubic_rng = jax.random.split(rng)
+    box = crop_box(box_rng, *image.shape[:2], scale, ratio)
+    bicubic = jax.random.bernoulli(bicubic_rng, BICUBIC_PROBABILITY[interpolation])
+    return resize_box(image, box, size, bicubic)
 
 
-def resize_boxes(
-    images: UInt8[Array, "B H W C"], boxes: Boxes, size: int, bicubic: Bool[Array, " B"]
-) -> UInt8[Array, "B size size C"]:
-    """Cuts the boxes out and resizes them with an antialiasing filter, as Pillow does.
+def crop_box(
+    rng: Key[Array, ""],
+    height: int,
+    width: int,
+    scale: tuple[float, float],
+    ratio: tuple[float, float],
+) -> Box:
+    """Draw the box of `random_resized_crop` (Szegedy et al. 2015, https://arxiv.org/abs/1409.4842).
 
-    Two products with a matrix for each image, first along rows, then along columns, rounded to
-    whole levels after each.
+    If none of 10 attempts fits into the image, the result is the largest central box with an aspect
+    ratio in the range, as in torchvision.
     """
-    _, H, W, _ = images.shape
-    across = _resize_weights(boxes.left, boxes.width, W, size, bicubic)
-    down = _resize_weights(boxes.top, boxes.height, H, size, bicubic)
-    # Whole levels need more than the 8 bits of TensorFloat-32 and bfloat16 products.
+    box_width, box_height, position = draw_attempts(rng, height * width, scale, ratio)
+    fits = (box_width <= width) & (box_height <= height)
+    box = place_first_fit(fits, box_height, box_width, position, height, width)
+
+    central_height, central_width = height, width
+    if width / height < ratio[0]:
+        central_height = round(width / ratio[0])
+    elif width / height > ratio[1]:
+        central_width = round(height * ratio[1])
+    top, left = (height - central_height) // 2, (width - central_width) // 2
+    central = Box(*map(jnp.int32, (top, left, central_height, central_width)))
+    return jax.tree.map(lambda a, b: jnp.where(fits.any(), a, b), box, central)
+
+
+def draw_attempts(
+    rng: Key[Array, ""], num_pixels: int, area: tuple[float, float], ratio: tuple[float, float]
+) -> tuple[Int[Array, " n"], Int[Array, " n"], Float[Array, "2 n"]]:
+    """Draw 10 candidate boxes of uniform area and log-uniform aspect ratio for `place_first_fit`.
+
+    Returns:
+      The two sides of each box in pixels, the ratio being first / second, and uniform numbers in
+      [0, 1) for its top and left.
+    """
+    uniform = jax.random.uniform(rng, (4, ATTEMPTS))
+    low, high = math.log(ratio[0]), math.log(ratio[1])
+    pixels = (area[0] + (area[1] - area[0]) * uniform[0]) * num_pixels
+    aspect = jnp.exp(low + (high - low) * uniform[1])
+    first = jnp.round(jnp.sqrt(pixels * aspect)).astype(jnp.int32)
+    second = jnp.round(jnp.sqrt(pixels / aspect)).astype(jnp.int32)
+    return first, second, uniform[2:]
+
+
+def place_first_fit(
+    fits: Bool[Array, " n"],
+    box_height: Int[Array, " n"],
+    box_width: Int[Array, " n"],
+    position: Float[Array, "2 n"],
+    height: int,
+    width: int,
+) -> Box:
+    """Place the first box that fits (or else the first box) uniformly within the image."""
+    first = jnp.argmax(fits)
+    box_height, box_width, (u, v) = box_height[first], box_width[first], position[:, first]
+
+    def start(uniform: Float[Array, ""], room: Int[Array, ""]) -> Int[Array, ""]:
+        place = jnp.floor(uniform * (room + 1).astype(jnp.float32)).astype(jnp.int32)
+        return jnp.clip(place, 0, jnp.maximum(room, 0))
+
+    return Box(start(u, height - box_height), start(v, width - box_width), box_height, box_width)
+
+
+def resize_box(
+    image: UInt8[Array, "H W C"], box: Box, size: int, bicubic: Bool[Array, ""]
+) -> UInt8[Array, "size size C"]:
+    """Crop a box and resize it with an antialiasing filter, as Pillow does.
+
+    The image is multiplied by one matrix along x, then by another one along y. Both results are
+    rounded to integers.
+    """
+    H, W, _ = image.shape
+    along_x = _resize_weights(box.left, box.width, W, size, bicubic)
+    along_y = _resize_weights(box.top, box.height, H, size, bicubic)
+    # TensorFloat-32 and bfloat16 products have too few bits to round correctly.
     precision = jax.lax.Precision.HIGHEST
-    levels = images.astype(jnp.float32)
-    rows = _round(jnp.einsum("bhwc,bxw->bhxc", levels, across, precision=precision))
-    return _round(jnp.einsum("bhxc,byh->byxc", rows, down, precision=precision)).astype(jnp.uint8)
+    pixels = image.astype(jnp.float32)
+    rows = _round(jnp.einsum("hwc,xw->hxc", pixels, along_x, precision=precision))
+    return _round(jnp.einsum("hxc,yh->yxc", rows, along_y, precision=precision)).astype(jnp.uint8)
 
 
 def _resize_weights(
-    start: Int[Array, " B"],
-    length: Int[Array, " B"],
-    side: int,
-    size: int,
-    bicubic: Bool[Array, " B"],
-) -> Float[Array, "B size side"]:
-    """How much each input pixel of the box gives to each output pixel; rows of sum 1."""
-    scale = (length.astype(jnp.float32) / size)[:, None, None]
-    centre = (jnp.arange(size, dtype=jnp.float32)[None, :, None] + 0.5) * scale
-    place = jnp.arange(side)[None, None, :] - start[:, None, None]
-    distance = (place.astype(jnp.float32) + 0.5 - centre) / jnp.maximum(scale, 1)
+    start: Int[Array, ""], length: Int[Array, ""], side: int, size: int, bicubic: Bool[Array, ""]
+) -> Float[Array, "size side"]:
+    """Weight of each input pixel in each output pixel; rows add up to 1."""
+    scale = length.astype(jnp.float32) / size
+    center = (jnp.arange(size, dtype=jnp.float32)[:, None] + 0.5) * scale
+    place = jnp.arange(side)[None, :] - start
+    distance = (place.astype(jnp.float32) + 0.5 - center) / jnp.maximum(scale, 1)
     t = jnp.abs(distance)
-    triangle = jnp.maximum(1 - t, 0)
+    linear = jnp.maximum(1 - t, 0)
     near = (1.5 * t - 2.5) * t * t + 1
     far = ((-0.5 * t + 2.5) * t - 4) * t + 2
     cubic = jnp.where(t < 1, near, jnp.where(t < 2, far, 0))
-    weights = jnp.where(bicubic[:, None, None], cubic, triangle)
-    weights = jnp.where((place >= 0) & (place < length[:, None, None]), weights, 0)
+    weights = jnp.where(bicubic, cubic, linear)
+    weights = jnp.where((place >= 0) & (place < length), weights, 0)
     return weights / jnp.sum(weights, axis=-1, keepdims=True)
 
 
-def _round(levels: Float[Array, "..."]) -> Float[Array, "..."]:
-    return jnp.clip(jnp.floor(levels + 0.5), 0, 255)
+def _round(values: Float[Array, "..."]) -> Float[Array, "..."]:
+    return jnp.clip(jnp.floor(values + 0.5), 0, 255)

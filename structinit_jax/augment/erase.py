@@ -1,39 +1,54 @@
-"""Random erasing of normalised images, as in timm."""
+"""Random erasing of normalized images, as in timm."""
 
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Key
 
-from structinit_jax.augment.boxes import erasing_boxes, inside
-from structinit_jax.augment.chosen import apply_where
+from structinit_jax.augment.apply_where import apply_where
+from structinit_jax.augment.crop import Box, box_mask, draw_attempts, place_first_fit
 
 MODES = ("const", "rand", "pixel")
+AREA = (0.02, 1 / 3)  # as a fraction of the image's area
+RATIO = (0.3, 1 / 0.3)  # height / width
 
 
 def random_erasing(
-    keys: Key[Array, " B"],
+    rngs: Key[Array, " B"],
     images: Float[Array, "B H W C"],
     probability: float,
     mode: str,
 ) -> Float[Array, "B H W C"]:
-    """Fills one box of an image (Zhong et al. 2017, https://arxiv.org/abs/1708.04896).
+    """Fill a random box of some images (Zhong et al. 2017, https://arxiv.org/abs/1708.04896).
 
     Args:
-      keys: one for each image.
-      images: normalised: 0 is the mean colour.
-      probability: that an image gets a box.
-      mode: what fills it: 'const' zeros, 'rand' one normal colour for a box, 'pixel' a normal
-        colour for each pixel.
+      rngs: A random key per image.
+      images: Normalized images, for which 0 is the mean color.
+      probability: Probability that an image is changed.
+      mode: Fill of the box: 'const' (zeros), 'rand' (one normally distributed color) or 'pixel' (a
+        normally distributed color per pixel).
     """
     _, H, W, C = images.shape
-    coins, places, colours = jax.vmap(lambda k: jax.random.split(k, 3), out_axes=1)(keys)
-    chosen = jax.vmap(lambda key: jax.random.bernoulli(key, probability))(coins)
-    shape = {"const": None, "rand": (1, 1, C), "pixel": (H, W, C)}[mode]
+    select_rngs, box_rngs, fill_rngs = jax.vmap(lambda rng: jax.random.split(rng, 3), out_axes=1)(
+        rngs
+    )
+    mask = jax.vmap(lambda rng: jax.random.bernoulli(rng, probability))(select_rngs)
+    fill_shape = (H, W, C) if mode == "pixel" else (1, 1, C)
 
-    def erase(images, places, colours):
-        fill = jnp.zeros((1, 1, 1, 1), images.dtype)
-        if shape is not None:
-            fill = jax.vmap(lambda key: jax.random.normal(key, shape, images.dtype))(colours)
-        return jnp.where(inside(erasing_boxes(places, H, W), H, W)[..., None], fill, images)
+    def erase(image, box_rng, fill_rng):
+        inside = box_mask(erasing_box(box_rng, H, W), H, W)[..., None]
+        if mode == "const":
+            return jnp.where(inside, 0.0, image)
+        return jnp.where(inside, jax.random.normal(fill_rng, fill_shape, image.dtype), image)
 
-    return apply_where(erase, chosen, images, places, colours)
+    return apply_where(erase, mask, images, box_rngs, fill_rngs)
+
+
+def erasing_box(rng: Key[Array, ""], height: int, width: int) -> Box:
+    """Draw a box of uniform area and log-uniform aspect ratio.
+
+    The box is empty if none of 10 attempts is smaller than the image in both directions.
+    """
+    box_height, box_width, position = draw_attempts(rng, height * width, AREA, RATIO)
+    fits = (box_height < height) & (box_width < width)
+    box_height, box_width = jnp.where(fits, box_height, 0), jnp.where(fits, box_width, 0)
+    return place_first_fit(fits, box_height, box_width, position, height, width)

@@ -1,6 +1,8 @@
-"""A whole training recipe's augmentation as one function of a key and a batch."""
+"""The augmentation of a training recipe: its options and the function built from them."""
 
+import dataclasses
 import functools
+import math
 from collections.abc import Callable
 
 import jax
@@ -8,135 +10,288 @@ import jax.numpy as jnp
 from jax.sharding import Mesh, PartitionSpec
 from jaxtyping import Array, Float, Int, Integer, Key, UInt8
 
-from structinit_jax.augment.crop import random_flip, random_pad_crop, random_resized_crop
+from structinit_jax.augment.color import color_jitter
+from structinit_jax.augment.crop import (
+    BICUBIC_PROBABILITY,
+    random_flip,
+    random_pad_crop,
+    random_resized_crop,
+)
+from structinit_jax.augment.erase import MODES as ERASING_MODES
 from structinit_jax.augment.erase import random_erasing
-from structinit_jax.augment.jitter import color_jitter
-from structinit_jax.augment.mix import MixOptions, mix, smooth_one_hot
-from structinit_jax.augment.options import AugmentOptions
+from structinit_jax.augment.mix import mix, smooth_one_hot
 from structinit_jax.augment.rand_augment import parse, rand_augment
 from structinit_jax.errors import InputError
+
+# Each operation has its own random stream, so disabling one does not change the others' draws.
+CROP, FLIP, RAND_AUGMENT, COLOR_JITTER, ERASING, MIXING = range(6)
 
 Augment = Callable[
     [Key[Array, ""], UInt8[Array, "B H W C"], Integer[Array, " B"]],
     tuple[Float[Array, "B h w C"], Float[Array, "B classes"]],
 ]
 
+# Config sections of the fields that are not part of `config.augment`.
+_SECTIONS = {
+    "num_classes": "config.model",
+    "mean": "config.data",
+    "std": "config.data",
+    "image_size": "config.data",
+    "label_smoothing": "config",
+}
+# Lowest and highest valid values.
+_RANGES = {
+    "num_classes": (1, math.inf),
+    "crop_padding": (0, math.inf),
+    "flip": (0, 1),
+    "erasing": (0, 1),
+    "mixup": (0, math.inf),
+    "cutmix": (0, math.inf),
+    "mix_probability": (0, 1),
+    "mix_switch": (0, 1),
+    "mix_group": (0, math.inf),
+}
+_CHOICES = {
+    "crop": ("none", "pad", "resized"),
+    "interpolation": tuple(BICUBIC_PROBABILITY),
+    "erasing_mode": ERASING_MODES,
+}
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class AugmentOptions:
+    """Options of the augmentation. By default images are only normalized.
+
+    Attributes:
+      num_classes: Number of classes.
+      mean: Mean per channel of pixels scaled to [0, 1].
+      std: Standard deviation per channel of pixels scaled to [0, 1].
+      image_size: Height and width in pixels of the result of `crop='resized'`. Other crops keep the
+        image's size.
+      crop: 'none', 'pad' (pad and crop to the original size) or 'resized' (crop a random box and
+        resize it).
+      crop_padding: Padding per side in pixels for `crop='pad'`.
+      crop_scale: Range of the box's area for `crop='resized'`, as a fraction of the image's area.
+      crop_ratio: Range of the box's aspect ratio for `crop='resized'`, width / height.
+      interpolation: Interpolation of `crop='resized'` and of RandAugment's warps: 'bilinear',
+        'bicubic' or 'random' (one of the two with equal probability).
+      flip: Probability of a horizontal flip.
+      rand_augment: RandAugment policy in timm's syntax, e.g. 'rand-m9-mstd0.5-inc1'. Disabled if
+        empty.
+      color_jitter: Strengths of brightness, contrast and saturation and optionally of hue (at most
+        0.5). Ignored if `rand_augment` is set, as in timm.
+      erasing: Probability of random erasing.
+      erasing_mode: Fill of erased boxes: 'const', 'rand' or 'pixel'.
+      erase_after_mixing: Whether to erase after mixing, as timm's training script does with its
+        default prefetcher. DeiT, and timm without the prefetcher, erase before mixing.
+      mixup: α of mixup. 0 disables it.
+      cutmix: α of cutmix. 0 disables it.
+      mix_probability: Probability that a group of images is mixed.
+      mix_switch: Probability of cutmix rather than mixup if both are enabled.
+      mix_group: Number of consecutive images that share one λ, or 0 for the whole batch. timm and
+        DeiT share it within the batch of each process.
+      label_smoothing: Fraction of each target that is spread evenly over all classes.
+
+    Raises:
+      InputError: A field has an invalid value.
+    """
+
+    num_classes: int
+    mean: tuple[float, ...]
+    std: tuple[float, ...]
+    image_size: int = 0
+    crop: str = "none"
+    crop_padding: int = 4
+    crop_scale: tuple[float, float] = (0.08, 1.0)
+    crop_ratio: tuple[float, float] = (3 / 4, 4 / 3)
+    interpolation: str = "random"
+    flip: float = 0.0
+    rand_augment: str = ""
+    color_jitter: tuple[float, ...] = (0.0, 0.0, 0.0)
+    erasing: float = 0.0
+    erasing_mode: str = "pixel"
+    erase_after_mixing: bool = False
+    mixup: float = 0.0
+    cutmix: float = 0.0
+    mix_probability: float = 1.0
+    mix_switch: float = 0.5
+    mix_group: int = 0
+    label_smoothing: float = 0.0
+
+    def __post_init__(self):
+        for field, (low, high) in _RANGES.items():
+            interval = f"at least {low}" if high == math.inf else f"in [{low}, {high}]"
+            self._require(low <= getattr(self, field) <= high, field, interval)
+        for field, choices in _CHOICES.items():
+            self._require(getattr(self, field) in choices, field, f"one of {', '.join(choices)}")
+        for field, limit in (("crop_scale", 1.0), ("crop_ratio", math.inf)):
+            pair = getattr(self, field)
+            is_range = len(pair) == 2 and 0 < pair[0] <= pair[1] <= limit
+            self._require(is_range, field, f"a pair with 0 < low <= high <= {limit}")
+        self._require(0 <= self.label_smoothing < 1, "label_smoothing", "in [0, 1)")
+        self._require(
+            len(self.color_jitter) in (3, 4)
+            and min(self.color_jitter) >= 0
+            and max(self.color_jitter[3:], default=0) <= 0.5,
+            "color_jitter",
+            "three numbers >= 0 (brightness, contrast, saturation), or four with hue <= 0.5",
+        )
+        if self.rand_augment:
+            parse(self.rand_augment)
+        self._require(
+            len(self.std) == len(self.mean) and min(self.std) > 0,
+            "std",
+            f"one positive number for each of the {len(self.mean)} channels of config.data.mean",
+        )
+        self._require(
+            len(self.mean) in (1, 3) or not (self.rand_augment or any(self.color_jitter)),
+            "mean",
+            "of length 1 or 3, which config.augment.rand_augment and color_jitter require",
+        )
+        self._require(
+            self.crop != "resized" or self.image_size >= 1,
+            "image_size",
+            "a positive integer, which config.augment.crop='resized' requires",
+        )
+
+    def _require(self, condition: bool, field: str, requirement: str) -> None:
+        if not condition:
+            name = f"{_SECTIONS.get(field, 'config.augment')}.{field}"
+            raise InputError(f"{name}={getattr(self, field)!r} is not {requirement}")
+
 
 def make_augment(options: AugmentOptions, mesh: Mesh | None = None) -> Augment:
-    """Builds `(key, images, labels) -> (normalised images, targets)`, to be called under jit.
+    """Build the function `(rng, images, labels) -> (images, targets)` to call within jit.
 
-    The order is timm's: crop, flip, RandAugment or else colour jitter, normalisation, erasing,
-    mixing. An image's randomness depends on the key and on its place in the batch alone, so a batch
-    spread over any number of devices gives what one device gives. Flips and crops draw from keys of
-    their own: turning one piece off leaves the others' draws as they are.
+    The order of operations is timm's: crop, flip, RandAugment or else color jitter, normalization,
+    erasing, mixing. The random numbers for an image depend only on `rng` and on its index in the
+    batch, so the result does not depend on the number of devices.
 
     Args:
-      options: the recipe.
-      mesh: the devices over all of which the batch is split; None: it lies on one.
+      options: The recipe's options.
+      mesh: Devices over which the batch is sharded, along all axes of the mesh. None if the batch
+        is on a single device.
 
     Returns:
-      A pure function. Images are uint8, all of one size; labels are class numbers.
-    """
-    mixing = MixOptions(
-        options.mixup,
-        options.cutmix,
-        options.mix_probability,
-        options.mix_switch,
-        options.mix_group,
-    )
-    change, erase = (
-        _on_each_device(functools.partial(function, options), mesh)
-        for function in (_change, _erase)
-    )
+      A pure function of a random key, uint8 images `[B, H, W, C]` and integer labels `[B]`. It
+      returns normalized float32 images and targets `[B, num_classes]`.
 
-    def augment(key, images, labels):
-        _check_batch(images.shape, len(options.mean), options)
-        places = jnp.arange(images.shape[0])
-        images = change(key, places, images)
+    Raises:
+      InputError: When the function is called, if the number of channels or the batch size does not
+        match the options.
+    """
+    transform = _shard(functools.partial(_transform, options), mesh)
+    erase = _shard(functools.partial(_erase, options), mesh)
+
+    def augment(rng, images, labels):
+        _check_batch(images.shape, options)
+        index = jnp.arange(len(images))
+        images = transform(rng, index, images)
         targets = smooth_one_hot(labels, options.num_classes, options.label_smoothing)
         if not options.erase_after_mixing:
-            images = erase(key, places, images)
-        if mixing.mixup or mixing.cutmix:
-            images, targets = mix(jax.random.fold_in(key, 5), images, targets, mixing)
+            images = erase(rng, index, images)
+        if options.mixup or options.cutmix:
+            images, targets = mix(
+                jax.random.fold_in(rng, MIXING),
+                images,
+                targets,
+                mixup=options.mixup,
+                cutmix=options.cutmix,
+                probability=options.mix_probability,
+                switch=options.mix_switch,
+                group=options.mix_group,
+            )
         if options.erase_after_mixing:
-            images = erase(key, places, images)
+            images = erase(rng, index, images)
         return images, targets
 
     return augment
 
 
-def _change(
-    options: AugmentOptions, key: Key[Array, ""], places: Int[Array, " B"], images: Array
+def _transform(
+    options: AugmentOptions,
+    rng: Key[Array, ""],
+    index: Int[Array, " B"],
+    images: UInt8[Array, "B H W C"],
 ) -> Float[Array, "B h w C"]:
-    """All that comes before erasing."""
+    """Apply all operations before erasing."""
+
+    def apply(function, stream: int, **arguments):
+        function = functools.partial(function, **arguments)
+        return jax.vmap(function)(_image_rngs(rng, stream, index), images)
+
     if options.crop == "pad":
-        images = random_pad_crop(_keys(key, 0, places), images, options.crop_padding)
+        images = apply(random_pad_crop, CROP, padding=options.crop_padding)
     elif options.crop == "resized":
-        images = random_resized_crop(
-            _keys(key, 0, places),
-            images,
-            options.image_size,
+        images = apply(
+            random_resized_crop,
+            CROP,
+            size=options.image_size,
             scale=options.crop_scale,
             ratio=options.crop_ratio,
             interpolation=options.interpolation,
         )
     if options.flip:
-        images = random_flip(_keys(key, 1, places), images, options.flip)
+        images = apply(random_flip, FLIP, probability=options.flip)
     if options.rand_augment:
         images = rand_augment(
-            _keys(key, 2, places),
+            _image_rngs(rng, RAND_AUGMENT, index),
             images,
             parse(options.rand_augment),
-            # timm's: the mean colour, as a level.
-            fill=tuple(min(255, round(255 * value)) for value in options.mean),
+            fill=tuple(min(255, round(255 * mean)) for mean in options.mean),  # as in timm
             interpolation=options.interpolation,
         )
     elif any(options.color_jitter):
-        images = color_jitter(_keys(key, 3, places), images, options.color_jitter)
+        images = apply(color_jitter, COLOR_JITTER, strengths=options.color_jitter)
     return normalize(images, options.mean, options.std)
 
 
 def _erase(
-    options: AugmentOptions, key: Key[Array, ""], places: Int[Array, " B"], images: Array
-) -> Float[Array, "B h w C"]:
+    options: AugmentOptions,
+    rng: Key[Array, ""],
+    index: Int[Array, " B"],
+    images: Float[Array, "B H W C"],
+) -> Float[Array, "B H W C"]:
     if not options.erasing:
         return images
-    return random_erasing(_keys(key, 4, places), images, options.erasing, options.erasing_mode)
+    rngs = _image_rngs(rng, ERASING, index)
+    return random_erasing(rngs, images, options.erasing, options.erasing_mode)
 
 
-def _keys(key: Key[Array, ""], piece: int, places: Int[Array, " B"]) -> Key[Array, " B"]:
-    """A key for each image, by its place in the whole batch."""
-    stream = jax.random.fold_in(key, piece)
-    return jax.vmap(lambda place: jax.random.fold_in(stream, place))(places)
+def _image_rngs(rng: Key[Array, ""], stream: int, index: Int[Array, " B"]) -> Key[Array, " B"]:
+    """Return a random key per image, from its index in the global batch."""
+    stream_rng = jax.random.fold_in(rng, stream)
+    return jax.vmap(lambda i: jax.random.fold_in(stream_rng, i))(index)
 
 
-def _on_each_device(function: Callable[..., Array], mesh: Mesh | None) -> Callable[..., Array]:
-    """Each device works on its own images, as if there were no others."""
+def _shard(function: Callable[..., Array], mesh: Mesh | None) -> Callable[..., Array]:
+    """Run a function of `(rng, index, images)` on each device's own part of the batch."""
     if mesh is None:
         return function
-    split = PartitionSpec(mesh.axis_names)
+    batch = PartitionSpec(mesh.axis_names)
     return jax.shard_map(
-        function, mesh=mesh, in_specs=(PartitionSpec(), split, split), out_specs=split
+        function, mesh=mesh, in_specs=(PartitionSpec(), batch, batch), out_specs=batch
     )
 
 
 def normalize(
     images: UInt8[Array, "B H W C"], mean: tuple[float, ...], std: tuple[float, ...]
 ) -> Float[Array, "B H W C"]:
-    """Turns uint8 pixels into (pixel / 255 - mean) / std, per channel."""
+    """Convert uint8 pixels to `(pixel / 255 - mean) / std`, per channel."""
     mean, std = (jnp.asarray(x, jnp.float32)[None, None, None, :] for x in (mean, std))
     return (images.astype(jnp.float32) / 255 - mean) / std
 
 
-def _check_batch(shape: tuple[int, ...], channels: int, options: AugmentOptions) -> None:
-    if shape[-1] != channels:
+def _check_batch(shape: tuple[int, ...], options: AugmentOptions) -> None:
+    batch_size, channels = shape[0], shape[-1]
+    if channels != len(options.mean):
         raise InputError(
-            f"images of {shape[-1]} channels do not fit augment.mean of {channels} numbers: give "
-            "mean and std one number for each channel"
+            f"config.data.mean={options.mean} does not match images of {channels} channels: set "
+            "mean and std to one number per channel"
         )
-    size = options.mix_group
-    if size and shape[0] % size:
+    if options.mix_group and batch_size % options.mix_group:
         raise InputError(
-            f"augment.mix_group={size} does not divide the batch of {shape[0]} images: take a "
-            "divisor of the batch, or 0 for the whole batch"
+            f"the batch size {batch_size} is not divisible by "
+            f"config.augment.mix_group={options.mix_group}: choose a divisor, or 0 to mix within "
+            "the whole batch"
         )

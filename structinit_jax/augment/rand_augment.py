@@ -1,12 +1,12 @@
-"""RandAugment in timm's variant, through four batched kernels.
+"""RandAugment as in timm (Cubuk et al. 2020, https://arxiv.org/abs/1909.13719).
 
-Cubuk et al. 2020 (https://arxiv.org/abs/1909.13719); strings such as 'rand-m9-mstd0.5-inc1' mean
-what they mean in timm. Every operation is a case of an affine warp, a table per channel, a blend
-with the luminance or a blend with the smoothed image: four kernels, of which each runs over its own
-images only. A switch over 15 operations under vmap would run all 15 over all images.
+Under `vmap`, a `lax.switch` over the 15 operations would compute all of them for every image. Here
+they are reduced to a few kernels, each of which runs only on the images that need it: affine warps,
+lookup tables, histogram equalization, saturation and sharpness.
 """
 
 import functools
+import math
 import re
 from typing import NamedTuple
 
@@ -14,35 +14,46 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int, Key, UInt8
 
-from structinit_jax.augment import enhance, tables
-from structinit_jax.augment.affine import affine_warp, rotation_matrices
-from structinit_jax.augment.chosen import apply_where
-from structinit_jax.augment.levels import OPERATIONS, operation_arguments
+from structinit_jax.augment import color
+from structinit_jax.augment.affine import affine_warp, rotation_matrix
+from structinit_jax.augment.apply_where import apply_where
+from structinit_jax.augment.crop import BICUBIC_PROBABILITY
 from structinit_jax.errors import InputError
 
+# The operations in timm's order, and the kernel that computes each (see `_apply_operation`).
+# timm's increasing set appends 'Increasing' to six of the names.
+_KERNELS = {
+    "AutoContrast": "lut",
+    "Equalize": "equalize",
+    "Invert": "lut",
+    "Rotate": "warp",
+    "Posterize": "lut",
+    "Solarize": "lut",
+    "SolarizeAdd": "lut",
+    "Color": "saturation",
+    "Contrast": "lut",
+    "Brightness": "lut",
+    "Sharpness": "sharpness",
+    "ShearX": "warp",
+    "ShearY": "warp",
+    "TranslateXRel": "warp",
+    "TranslateYRel": "warp",
+}
+OPERATIONS = tuple(_KERNELS)
 NO_OPERATION = len(OPERATIONS)
-WARPS = ("Rotate", "ShearX", "ShearY", "TranslateXRel", "TranslateYRel")
-TABLES = (
-    "AutoContrast",
-    "Invert",
-    "Posterize",
-    "Solarize",
-    "SolarizeAdd",
-    "Contrast",
-    "Brightness",
-)
 
 
 class Policy(NamedTuple):
-    """What a string says.
+    """A parsed policy string.
 
     Attributes:
-      magnitude: the mean magnitude ('m').
-      magnitude_std: its standard deviation ('mstd'); infinite: uniform from 0 to `magnitude`.
-      magnitude_max: where drawn magnitudes are cut ('mmax').
-      num_operations: operations in sequence ('n').
-      probability: that each is applied ('p').
-      increasing: timm's set of that name ('inc').
+      magnitude: Mean magnitude ('m').
+      magnitude_std: Standard deviation of the magnitude ('mstd'). If infinite, magnitudes are
+        uniform from 0 to `magnitude`.
+      magnitude_max: Upper limit of the magnitude ('mmax').
+      num_operations: Number of operations applied in sequence ('n').
+      probability: Probability of applying each of them ('p').
+      increasing: Whether a higher magnitude always means a stronger change ('inc').
     """
 
     magnitude: float = 10.0
@@ -54,20 +65,41 @@ class Policy(NamedTuple):
 
 
 class DrawnOperations(NamedTuple):
-    """What happens to each image, in sequence.
+    """The `n` operations drawn for an image.
 
     Attributes:
-      operation: index into `OPERATIONS`, or `NO_OPERATION`.
-      argument: as `operation_arguments` gives it.
-      bicubic: how a warp interpolates.
+      operation: Indices into `OPERATIONS`, or `NO_OPERATION`.
+      argument: Arguments of the operations, see `operation_arguments`.
+      bicubic: Whether a warp interpolates bicubically or else bilinearly.
     """
 
-    operation: Int[Array, "B n"]
-    argument: Float[Array, "B n"]
-    bicubic: Bool[Array, "B n"]
+    operation: Int[Array, " n"]
+    argument: Float[Array, " n"]
+    bicubic: Bool[Array, " n"]
 
 
-_SECTIONS = {
+def rand_augment(
+    rngs: Key[Array, " B"],
+    images: UInt8[Array, "B H W C"],
+    policy: Policy,
+    *,
+    fill: tuple[int, ...],
+    interpolation: str = "random",
+) -> UInt8[Array, "B H W C"]:
+    """Draw operations for each image and apply them.
+
+    Args:
+      rngs: A random key per image.
+      images: Images of one or three channels.
+      policy: The policy to draw from.
+      fill: Value per channel that warps show outside the image.
+      interpolation: Interpolation of warps, see `draw_operations`.
+    """
+    draw = functools.partial(draw_operations, policy=policy, interpolation=interpolation)
+    return apply_operations(images, jax.vmap(draw)(rngs), fill)
+
+
+_FIELDS = {
     "m": ("magnitude", float),
     "mstd": ("magnitude_std", float),
     "mmax": ("magnitude_max", float),
@@ -75,170 +107,188 @@ _SECTIONS = {
     "p": ("probability", float),
     "inc": ("increasing", lambda text: bool(int(text))),
 }
+_PATTERN = re.compile(r"rand(-(m|mstd|mmax|p)(\d+\.?\d*|inf)|-(n|inc)\d+)*")
 
 
 def parse(text: str) -> Policy:
-    """Reads a string of timm's.
+    """Parse a policy string of timm, e.g. 'rand-m9-mstd0.5-inc1'.
 
-    A deviation above 100 means uniform magnitudes, as in timm; 'mstdinf' says the same here, where
-    timm passes over it.
+    A standard deviation above 100 selects uniform magnitudes, as in timm. So does 'mstdinf', which
+    timm ignores.
 
     Raises:
-      InputError: it is no such string, or names another set of operations ('t').
+      InputError: The string is malformed or selects another set of operations ('t').
     """
-    name, *sections = text.split("-")
-    fields = {}
-    for section in sections:
-        match = re.fullmatch(r"([a-z]+?)(\d+\.?\d*|inf)", section)
-        if name != "rand" or match is None or match[1] not in _SECTIONS:
-            break
-        field, read = _SECTIONS[match[1]]
-        try:
-            fields[field] = read(match[2])
-        except ValueError:
-            break
-    else:
+    if _PATTERN.fullmatch(text):
+        fields = {}
+        for prefix, number in re.findall(r"-([a-z]+?)(\d+\.?\d*|inf)", text):
+            name, convert = _FIELDS[prefix]
+            fields[name] = convert(number)
         policy = Policy(**fields)
-        if name == "rand" and policy.num_operations > 0 and policy.probability <= 1:
-            wide = policy.magnitude_std > 100
-            upper = policy.magnitude_max or 10.0
-            return policy._replace(
-                magnitude_std=float("inf") if wide else policy.magnitude_std, magnitude_max=upper
-            )
+        if policy.num_operations > 0 and policy.probability <= 1:
+            std = policy.magnitude_std if policy.magnitude_std <= 100 else math.inf
+            return policy._replace(magnitude_std=std, magnitude_max=policy.magnitude_max or 10.0)
     raise InputError(
-        f"augment.rand_augment={text!r} is not understood: it needs to be 'rand' followed by any "
-        "of -mM (magnitude), -mstdS (its deviation), -mmaxX (its limit), -nN (operations), -pP "
-        "(probability of each, at most 1) and -inc0 or -inc1, such as 'rand-m9-mstd0.5-inc1'"
+        f"config.augment.rand_augment={text!r} is not a policy of RandAugment: use 'rand' followed "
+        "by any of -mM (magnitude), -mstdS (its standard deviation), -mmaxX (its upper limit), -nN "
+        "(number of operations, at least 1), -pP (probability of each, at most 1) and -inc0 or "
+        "-inc1, e.g. 'rand-m9-mstd0.5-inc1'"
     )
 
 
 def draw_operations(
-    keys: Key[Array, " B"], policy: Policy, interpolation: str = "random"
+    rng: Key[Array, ""], policy: Policy, interpolation: str = "random"
 ) -> DrawnOperations:
-    """Draws each image's operations: uniformly and with replacement.
+    """Draw the operations for an image, uniformly and with replacement.
 
     Args:
-      keys: one for each image.
-      policy: what to draw from.
-      interpolation: 'bilinear', 'bicubic' or 'random', which tosses a coin for each warp.
+      rng: A random key.
+      policy: The policy to draw from.
+      interpolation: Interpolation of warps: 'bilinear', 'bicubic' or 'random' (one of the two with
+        equal probability).
     """
     n = policy.num_operations
-
-    def draw(key: Key[Array, ""]) -> DrawnOperations:
-        choice, applied, size, sign, coin = jax.random.split(key, 5)
-        operation = jax.random.randint(choice, (n,), 0, len(OPERATIONS))
-        if policy.magnitude_std == float("inf"):
-            magnitude = policy.magnitude * jax.random.uniform(size, (n,))
-        else:
-            magnitude = policy.magnitude + policy.magnitude_std * jax.random.normal(size, (n,))
-        arguments = operation_arguments(
-            jnp.clip(magnitude, 0, policy.magnitude_max),
-            jax.random.bernoulli(sign, shape=(n,)),
-            increasing=policy.increasing,
-        )
-        argument = jnp.take_along_axis(arguments, operation[:, None], axis=1)[:, 0]
-        skipped = jax.random.uniform(applied, (n,)) >= policy.probability
-        return DrawnOperations(
-            operation=jnp.where(skipped, NO_OPERATION, operation),
-            argument=argument,
-            bicubic={
-                "random": jax.random.bernoulli(coin, shape=(n,)),
-                "bilinear": jnp.zeros((n,), bool),
-                "bicubic": jnp.ones((n,), bool),
-            }[interpolation],
-        )
-
-    return jax.vmap(draw)(keys)
+    operation_rng, apply_rng, magnitude_rng, sign_rng, bicubic_rng = jax.random.split(rng, 5)
+    operation = jax.random.randint(operation_rng, (n,), 0, len(OPERATIONS))
+    if policy.magnitude_std == math.inf:
+        magnitude = policy.magnitude * jax.random.uniform(magnitude_rng, (n,))
+    else:
+        noise = jax.random.normal(magnitude_rng, (n,))
+        magnitude = policy.magnitude + policy.magnitude_std * noise
+    arguments = operation_arguments(
+        jnp.clip(magnitude, 0, policy.magnitude_max),
+        jax.random.bernoulli(sign_rng, shape=(n,)),
+        increasing=policy.increasing,
+    )
+    skip = jax.random.uniform(apply_rng, (n,)) >= policy.probability
+    return DrawnOperations(
+        operation=jnp.where(skip, NO_OPERATION, operation),
+        argument=jnp.take_along_axis(arguments, operation[:, None], axis=1)[:, 0],
+        bicubic=jax.random.bernoulli(bicubic_rng, BICUBIC_PROBABILITY[interpolation], (n,)),
+    )
 
 
-def apply_operation(
-    images: UInt8[Array, "B C H W"],
-    operation: Int[Array, " B"],
-    argument: Float[Array, " B"],
-    bicubic: Bool[Array, " B"],
-    fill: tuple[int, ...],
-) -> UInt8[Array, "B C H W"]:
-    """Applies to each image an operation of its own.
+def operation_arguments(
+    magnitude: Float[Array, "*n"], negative: Bool[Array, "*n"], *, increasing: bool
+) -> Float[Array, "*n 15"]:
+    """Compute the argument of each of `OPERATIONS` at a magnitude.
 
     Args:
-      images: of one or three channels. Color leaves images of one channel as they are.
-      operation: indices into `OPERATIONS`; `NO_OPERATION` leaves an image as it is.
-      argument: as `operation_arguments` gives it.
-      bicubic: which warps interpolate bicubically.
-      fill: the colour that warps show beyond the edge, one level for each channel.
+      magnitude: Magnitude, 0…10 or more if the policy allows it.
+      negative: Whether to negate rotations, shears and translations and, in the increasing set, to
+        reduce color, contrast, brightness and sharpness.
+      increasing: Whether to use timm's increasing set. In its other set Posterize and Solarize are
+        weaker at higher magnitudes, and Color, Contrast, Brightness and Sharpness have no effect at
+        magnitude 5.
+
+    Returns:
+      Degrees, numbers of bits, thresholds, added pixel values, enhancement factors, shears, and
+      translations as fractions of the image size. 0 for operations without an argument.
+    """
+    level = magnitude / 10
+    sign = jnp.where(negative, -1.0, 1.0)
+    bits = jnp.floor(level * 4)
+    threshold = jnp.minimum(jnp.floor(level * 256), 256)
+    factor = level * 1.8 + 0.1
+    if increasing:
+        bits, threshold = 4 - bits, 256 - threshold
+        factor = jnp.maximum(1 + sign * (level * 0.9), 0.1)
+    shear, translation = sign * (level * 0.3), sign * (level * 0.45)
+    arguments = {
+        "Rotate": sign * (level * 30),
+        "Posterize": bits,
+        "Solarize": threshold,
+        "SolarizeAdd": jnp.minimum(jnp.floor(level * 110), 128),
+        "Color": factor,
+        "Contrast": factor,
+        "Brightness": factor,
+        "Sharpness": factor,
+        "ShearX": shear,
+        "ShearY": shear,
+        "TranslateXRel": translation,
+        "TranslateYRel": translation,
+    }
+    none = jnp.zeros_like(level)
+    return jnp.stack([arguments.get(name, none) for name in OPERATIONS], axis=-1)
+
+
+def apply_operations(
+    images: UInt8[Array, "B H W C"], drawn: DrawnOperations, fill: tuple[int, ...]
+) -> UInt8[Array, "B H W C"]:
+    """Apply `n` operations to each image, one after the other.
+
+    Args:
+      images: Images of one or three channels.
+      drawn: The operations of each image, with fields of shape `[B, n]`.
+      fill: Value per channel that warps show outside the image.
     """
 
-    def chosen(*names: str) -> Bool[Array, " B"]:
-        return jnp.isin(operation, jnp.array([OPERATIONS.index(name) for name in names]))
-
-    for cubic in (False, True):
-        warp = functools.partial(_warp, bicubic=cubic, fill=fill)
-        warped = chosen(*WARPS) & (bicubic == cubic)
-        images = apply_where(warp, warped, images, operation, argument)
-    images = apply_where(_look_up, chosen(*TABLES), images, operation, argument)
-    images = apply_where(tables.equalize, chosen("Equalize"), images)
-    images = apply_where(enhance.color, chosen("Color"), images, argument)
-    return apply_where(enhance.sharpness, chosen("Sharpness"), images, argument)
-
-
-def rand_augment(
-    keys: Key[Array, " B"],
-    images: UInt8[Array, "B H W C"],
-    policy: Policy,
-    *,
-    fill: tuple[int, ...],
-    interpolation: str = "random",
-) -> UInt8[Array, "B H W C"]:
-    """Draws and applies each image's operations; arguments as of the functions above."""
-    drawn = draw_operations(keys, policy, interpolation)
-
     def apply(images, drawn):
-        return apply_operation(images, *drawn, fill), None
+        return _apply_operation(images, drawn, fill), None
 
-    in_turn = jax.tree.map(jnp.transpose, drawn)
-    images, _ = jax.lax.scan(apply, images.transpose(0, 3, 1, 2), in_turn)
+    images = images.transpose(0, 3, 1, 2)
+    images, _ = jax.lax.scan(apply, images, jax.tree.map(jnp.transpose, drawn))
     return images.transpose(0, 2, 3, 1)
 
 
-def _warp(images, operation, argument, bicubic: bool, fill) -> UInt8[Array, "B C H W"]:
-    """Applies operations that are each an affine map."""
-    H, W = images.shape[2:]
+def _apply_operation(
+    images: UInt8[Array, "B C H W"], drawn: DrawnOperations, fill: tuple[int, ...]
+) -> UInt8[Array, "B C H W"]:
+    """Apply one operation to each image; the fields of `drawn` have shape `[B]`."""
+    operation, argument, bicubic = drawn
+
+    def computed_by(kernel: str) -> Bool[Array, " B"]:
+        indices = [i for i, name in enumerate(OPERATIONS) if _KERNELS[name] == kernel]
+        return jnp.isin(operation, jnp.array(indices))
+
+    for cubic in (False, True):
+        warp = functools.partial(_warp, bicubic=cubic, fill=fill)
+        mask = computed_by("warp") & (bicubic == cubic)
+        images = apply_where(warp, mask, images, operation, argument)
+    images = apply_where(_apply_lut, computed_by("lut"), images, operation, argument)
+    images = apply_where(color.equalize, computed_by("equalize"), images)
+    images = apply_where(color.adjust_saturation, computed_by("saturation"), images, argument)
+    return apply_where(color.adjust_sharpness, computed_by("sharpness"), images, argument)
+
+
+def _warp(image, operation, argument, bicubic: bool, fill) -> UInt8[Array, "C H W"]:
+    """Apply an operation that is an affine map."""
+    _, H, W = image.shape
     zero = jnp.zeros_like(argument)
 
-    def pick(name: str) -> Float[Array, " B"]:
+    def argument_of(name: str) -> Float[Array, ""]:
         return jnp.where(operation == OPERATIONS.index(name), argument, zero)
 
-    # No angle gives the identity exactly, as cos 0 = 1 and sin 0 = 0.
-    turns = rotation_matrices(pick("Rotate"), H, W)
-    moves = [
+    # Rotation by 0 degrees is exactly the identity, since cos 0 = 1 and sin 0 = 0.
+    rotation = rotation_matrix(argument_of("Rotate"), H, W)
+    shear_and_translation = [
         zero,
-        pick("ShearX"),
-        pick("TranslateXRel") * W,
-        pick("ShearY"),
+        argument_of("ShearX"),
+        argument_of("TranslateXRel") * W,
+        argument_of("ShearY"),
         zero,
-        pick("TranslateYRel") * H,
+        argument_of("TranslateYRel") * H,
     ]
-    return affine_warp(images, turns + jnp.stack(moves, axis=1), bicubic, fill)
+    return affine_warp(image, rotation + jnp.stack(shear_and_translation), bicubic, fill)
 
 
-def _look_up(images, operation, argument) -> UInt8[Array, "B C H W"]:
-    """Applies operations that are each a table."""
-    B, C, _, _ = images.shape
+def _apply_lut(image, operation, argument) -> UInt8[Array, "C H W"]:
+    """Apply an operation that is a lookup table."""
+    pixel = color.VALUES
     whole = argument.astype(jnp.int32)
-    by_name = {
-        "AutoContrast": tables.autocontrast(images),
-        "Invert": tables.invert(),
-        "Posterize": tables.posterize(whole),
-        "Solarize": tables.solarize(whole),
-        "SolarizeAdd": tables.solarize_add(whole),
-        "Contrast": enhance.contrast_tables(images, argument),
-        "Brightness": enhance.brightness_tables(argument),
+    low_bits = 8 - jnp.clip(whole, 0, 8)
+    luts = {
+        "AutoContrast": color.autocontrast_lut(image),
+        "Invert": 255 - pixel,
+        "Posterize": (pixel >> low_bits) << low_bits,
+        "Solarize": jnp.where(pixel < whole, pixel, 255 - pixel),
+        "SolarizeAdd": jnp.where(pixel < 128, jnp.minimum(pixel + whole, 255), pixel),
+        "Contrast": color.contrast_lut(image, argument),
+        "Brightness": color.brightness_lut(argument),
     }
-    flags = jnp.stack([operation == OPERATIONS.index(name) for name in by_name], axis=1)
-    candidates = [jnp.broadcast_to(table, (B, C, 256)) for table in by_name.values()]
-    # Chosen by a product: XLA would fuse `where` into the look-up and build the tables anew for
-    # every pixel. Levels are exact in any floating-point format that a product may use.
-    table = jnp.einsum(
-        "bt,tbcl->bcl", flags.astype(jnp.float32), jnp.stack(candidates).astype(jnp.float32)
-    )
-    return tables.apply_tables(images, table.astype(jnp.uint8))
+    selected = jnp.stack([operation == OPERATIONS.index(name) for name in luts])
+    candidates = jnp.stack([jnp.broadcast_to(lut, (len(image), 256)) for lut in luts.values()])
+    # Select by a product: XLA would fuse a `where` into the lookup and recompute the tables for
+    # every pixel. Pixel values are exact in any floating-point format that a product may use.
+    lut = jnp.einsum("t,tcv->cv", selected.astype(jnp.float32), candidates.astype(jnp.float32))
+    return color.apply_lut(image, lut.astype(jnp.uint8))

@@ -1,4 +1,4 @@
-"""Records what timm's samplers draw: magnitudes, operations, λ, boxes and erased areas.
+"""Records the random draws of timm: magnitudes, operations, λ, boxes and erased areas.
 
     python tests/references/make_augment.py    # writes augment.npz
 
@@ -11,8 +11,9 @@ import random
 
 import torch
 
-# timm imports torchvision, whose compiled operators need not fit this torch: it uses none of them.
-with contextlib.suppress(RuntimeError):  # where they are defined already
+# timm imports torchvision, whose compiled operators may not match this torch. None of them is used,
+# so they are only declared, unless they exist already.
+with contextlib.suppress(RuntimeError):
     _library = torch.library.Library("torchvision", "DEF")
     for _schema in ("nms(Tensor d, Tensor s, float t) -> Tensor", "qnms(Tensor d) -> Tensor"):
         _library.define(_schema)
@@ -27,7 +28,7 @@ STRINGS = ("rand-m9-mstd0.5-inc1", "rand-m7-mstd101-n3-p0.8", "rand-m15-mstd3-mm
 
 
 def level_arguments():
-    """[increasing, magnitude 0…20, operation, sign]: the argument, without noise; 0 for none."""
+    """Arguments without noise `[increasing, magnitude 0…20, operation, sign]`; 0 for none."""
     random_random = random.random
     arguments = np.zeros((2, 21, 15, 2))
     sets = (auto_augment._RAND_TRANSFORMS, auto_augment._RAND_INCREASING_TRANSFORMS)
@@ -45,7 +46,7 @@ def level_arguments():
 
 
 def drawn_operations(string):
-    """Operation [samples, n] (15: none) and argument of each, as its function gets it."""
+    """Operations (15: none) and their arguments, each `[samples, n]`."""
     seen = []
     transform = auto_augment.rand_augment_transform(string)
 
@@ -64,14 +65,14 @@ def drawn_operations(string):
     for row in range(SAMPLES):
         seen.append([])
         transform(image)
-        # Which of the n were left out cannot be seen, so those that were not come first.
+        # Skipped operations are not observed, so the applied ones come first.
         for place, (index, argument) in enumerate(seen[-1]):
             operations[row, place], arguments[row, place] = index, argument
     return operations, arguments
 
 
 def mixes(height, width, **options):
-    """λ, whether a box was cut, and the box's place, for single draws of timm's Mixup."""
+    """λ, whether cutmix was used, and the box, for draws of timm's Mixup `[samples, 6]`."""
     mixer = mixup.Mixup(mode="batch", num_classes=2, **options)
     rows = np.zeros((SAMPLES, 6), np.float32)
     for row in rows:
@@ -84,7 +85,7 @@ def mixes(height, width, **options):
 
 
 def erased(height, width):
-    """Top, left, height, width of erased boxes; zeros where none was."""
+    """Top, left, height and width of erased boxes `[samples, 4]`; zeros if none was erased."""
     eraser = random_erasing.RandomErasing(probability=0.25, mode="const", device="cpu")
     rows = np.zeros((SAMPLES, 4), np.int16)
     for row in rows:
@@ -102,7 +103,7 @@ def crops(height, width, scale, ratio):
 
 
 def mixed_batch():
-    """timm's Mixup on a small batch of random images with a known λ: images and targets."""
+    """Inputs and outputs of timm's Mixup for a small batch of random images and λ = 0.3."""
     inputs = np.random.default_rng(0).normal(size=(6, 5, 7, 3)).astype(np.float32)
     labels = np.array([0, 1, 2, 3, 1, 0])
     mixer = mixup.Mixup(mixup_alpha=0.8, num_classes=4, label_smoothing=0.1)
