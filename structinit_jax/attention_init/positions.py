@@ -1,11 +1,10 @@
-"""Position encodings, and the pseudo input that stands for a layer's tokens in the solve."""
+"""Position encodings, and the pseudo inputs that stand for a layer's tokens in the solve."""
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float, PRNGKeyArray
 
-from structinit_jax.attention_init.sites import check_choice
 from structinit_jax.errors import InputError
 
 PSEUDO_INPUTS = ("positions", "uniform", "gaussian", "positions+uniform", "positions+gaussian")
@@ -14,17 +13,22 @@ PSEUDO_INPUTS = ("positions", "uniform", "gaussian", "positions+uniform", "posit
 def sincos_positions(
     grid: tuple[int, int], width: int, temperature: float = 10_000.0
 ) -> Float[np.ndarray, "N D"]:
-    """2-D sine-cosine encoding [N, D] in channel order sin x, cos x, sin y, cos y.
+    """Returns the 2-D sine-cosine encoding, channels in the order sin x, cos x, sin y, cos y.
 
     Frequencies are temperature^(-i / (D/4 - 1)), i = 0 … D/4 - 1, as in MoCo v3 and big_vision.
 
+    Args:
+      grid: Rows and columns; N = rows × cols in row-major order.
+      width: Channels D.
+      temperature: Ratio of the highest to the lowest frequency.
+
     Raises:
-      InputError: if the width is not a multiple of 4, or below 8.
+      InputError: The width is not a multiple of 4, or is less than 8.
     """
     if width % 4 or width < 8:
         raise InputError(
-            f"model.width={width}: sin-cos positions need a width divisible by 4 and at least 8 "
-            "(sine and cosine of x and of y); change it or set model.positions='learned'"
+            f"width={width}: sin-cos positions need a width of at least 8 that is divisible by 4 "
+            "(sine and cosine of x and y); change the width or use learned positions"
         )
     quarter = width // 4
     frequencies = temperature ** -(np.arange(quarter) / (quarter - 1))
@@ -36,7 +40,7 @@ def sincos_positions(
 
 
 def layer_norm(x: Float[Array | np.ndarray, "N D"], epsilon: float = 1e-6):
-    """LayerNorm without scale and bias; stays in NumPy float64 for a NumPy array."""
+    """LayerNorm without scale and bias; computed in float64 by NumPy for a NumPy array."""
     xp = jnp if not isinstance(x, np.ndarray) else np
     if xp is np:
         x = x.astype(np.float64)
@@ -45,19 +49,22 @@ def layer_norm(x: Float[Array | np.ndarray, "N D"], epsilon: float = 1e-6):
 
 
 def draw_pseudo_input(
-    key: PRNGKeyArray, name: str, positions: Float[Array | np.ndarray, "N D"]
+    rng: PRNGKeyArray, name: str, positions: Float[Array | np.ndarray, "N D"]
 ) -> Float[Array | np.ndarray, "N D"]:
-    """The pseudo inputs of the 2024 paper's table 6, before LayerNorm.
+    """Draws one of the pseudo inputs in table 6 of the 2024 paper, before LayerNorm.
 
-    'uniform' lies between -1 and 1; 'gaussian' is truncated normal noise of deviation (1/2)^1/2,
-    that of the sin-cos encoding; a sum adds the noise to the positions.
+    Args:
+      rng: Random key.
+      name: One of `PSEUDO_INPUTS`. 'uniform' noise is between -1 and 1; 'gaussian' noise is
+        truncated normal with standard deviation (1/2)^1/2, that of the sin-cos encoding; a sum adds
+        the noise to the positions.
+      positions: Position encoding.
     """
-    check_choice("pseudo input", name, PSEUDO_INPUTS)
     if name == "positions":
         return positions
     if name.endswith("uniform"):
-        noise = jax.random.uniform(key, positions.shape, minval=-1.0, maxval=1.0)
+        noise = jax.random.uniform(rng, positions.shape, minval=-1.0, maxval=1.0)
     else:
         std = 0.5**0.5
-        noise = std * jax.random.truncated_normal(key, -2 / std, 2 / std, positions.shape)
+        noise = std * jax.random.truncated_normal(rng, -2 / std, 2 / std, positions.shape)
     return noise + positions if name.startswith("positions+") else noise
