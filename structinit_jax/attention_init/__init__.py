@@ -8,7 +8,7 @@ weights are in Flax's layout:
                          qk_scale=64**-0.5, positions=sincos_positions((14, 14), 192))
     weights = init(jax.random.key(0), site)      # weights.query: [12, 192, 3, 64]
 
-There are four kinds of sites, and one module with the schemes for each:
+Each kind of site has a module with its schemes:
 
 - `AttentionSite`: attention with positions, as in ViT (`tokens`, and `papers` as published).
 - `WindowSite`: attention within windows, as in Swin (`windows`).
@@ -40,13 +40,8 @@ from structinit_jax.attention_init.positions import sincos_positions
 from structinit_jax.attention_init.registry import (
     SCHEMES,
     by_name,
-    default,
-    impulse,
-    impulse_2024,
-    impulse_2025,
-    kaiming_uniform,
-    mimetic,
     register,
+    scheme,
     scheme_options,
 )
 from structinit_jax.attention_init.sites import (
@@ -62,6 +57,13 @@ from structinit_jax.attention_init.sites import (
     Weights,
     WindowSite,
 )
+
+default = scheme("default")
+kaiming_uniform = scheme("kaiming_uniform")
+mimetic = scheme("mimetic")
+impulse = scheme("impulse")
+impulse_2024 = scheme("impulse_2024")
+impulse_2025 = scheme("impulse_2025")
 
 __all__ = [
     "SCHEMES",
@@ -86,6 +88,7 @@ __all__ = [
     "mimetic",
     "papers",
     "register",
+    "scheme",
     "scheme_options",
     "sincos_positions",
     "token_mixing",

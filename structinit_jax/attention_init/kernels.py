@@ -82,20 +82,30 @@ def check_kernel_size(kernel_size: int, grid: tuple[int, int] | None = None) -> 
 # -- target maps -----------------------------------------------------------------------------------
 
 
+def crop_kernels(
+    kernels: Float[np.ndarray, "F g w"], grid: tuple[int, int]
+) -> Float[np.ndarray, "F 2*r-1 2*c-1"]:
+    """Crops or pads kernels to the offsets (dy, dx) that tokens of a grid can have."""
+    cropped = np.zeros((len(kernels), 2 * grid[0] - 1, 2 * grid[1] - 1), kernels.dtype)
+    center = [size // 2 for size in kernels.shape[1:]]
+    y, x = (min(half, side - 1) for half, side in zip(center, grid, strict=True))
+    inside = (slice(grid[0] - 1 - y, grid[0] + y), slice(grid[1] - 1 - x, grid[1] + x))
+    source = (slice(center[0] - y, center[0] + y + 1), slice(center[1] - x, center[1] + x + 1))
+    cropped[:, *inside] = kernels[:, *source]
+    return cropped
+
+
 def convolution_maps(
-    kernels: Float[np.ndarray, "F f f"], grid: tuple[int, int]
+    kernels: Float[np.ndarray, "F g w"], grid: tuple[int, int]
 ) -> Float[np.ndarray, "F N N"]:
     """Returns target maps H: H[i, j] is the kernel's value at the offset from token i to token j.
 
     Neighbors off the grid are dropped (zero padding). The row of an impulse without its neighbor is
     all zero, and the softmax row closest to it is uniform.
     """
-    reach = kernels.shape[-1] // 2
-    tokens = np.stack(np.meshgrid(*map(np.arange, grid), indexing="ij"), axis=-1).reshape(-1, 2)
-    offset = tokens[None, :] - tokens[:, None]
-    inside = np.all(np.abs(offset) <= reach, axis=-1)
-    dy, dx = np.moveaxis(np.clip(offset + reach, 0, 2 * reach), -1, 0)
-    return np.where(inside, kernels[:, dy, dx], 0).astype(np.float32)
+    y, x = np.divmod(np.arange(grid[0] * grid[1]), grid[1])
+    dy, dx = y[None, :] - y[:, None], x[None, :] - x[:, None]
+    return crop_kernels(kernels, grid)[:, dy + grid[0] - 1, dx + grid[1] - 1].astype(np.float32)
 
 
 def normalize_rows(maps: Float[np.ndarray, "F N N"]) -> Float[np.ndarray, "F N N"]:
@@ -104,65 +114,57 @@ def normalize_rows(maps: Float[np.ndarray, "F N N"]) -> Float[np.ndarray, "F N N
     return (maps / np.where(total > 0, total, 1)).astype(np.float32)
 
 
-def kernel_banks(
+def target_kernels(
     site: AttentionSite | TokenMixingSite,
     *,
     filters: str | np.ndarray,
     kernel_size: int | Sequence[int],
     dilation: int | Sequence[int],
     sigma: float,
-) -> tuple[list[np.ndarray], tuple[int, ...]]:
-    """Builds the kernels that a scheme's options describe (see `impulse`).
+) -> tuple[np.ndarray, tuple[tuple[int, int], ...]]:
+    """Builds the distinct kernels that the options of `tokens.impulse` describe.
 
     Returns:
-      The distinct banks of kernels, each [F, g, g], and the index of each layer's bank.
+      Kernels [F, 2 rows - 1, 2 cols - 1] on all offsets of the site's grid, and the range
+      (start, stop) of them that each layer uses.
     """
-    if not isinstance(filters, str):
-        return [_check_kernels(np.asarray(filters, np.float32))], (0,) * site.num_layers
-    sizes = _per_layer("kernel_size", kernel_size, site.num_layers)
-    dilations = _per_layer("dilation", dilation, site.num_layers)
-    layers = list(zip(sizes, dilations, strict=True))
-    distinct = list(dict.fromkeys(layers))
-    make = {
-        "impulse": impulse_kernels,
-        "box": lambda size, _: box_kernels(size),
-        "gaussian": lambda size, _: smooth_kernels(size, sigma),
-        "difference_of_gaussians": lambda size, _: smooth_kernels(size, sigma, surround=2 * sigma),
-    }[filters]
-    return [make(*layer) for layer in distinct], tuple(distinct.index(layer) for layer in layers)
-
-
-def target_bank(
-    site: AttentionSite | TokenMixingSite,
-    *,
-    filters: str | np.ndarray,
-    kernel_size: int | Sequence[int],
-    dilation: int | Sequence[int],
-    sigma: float,
-) -> tuple[Float[np.ndarray, "F N N"], tuple[tuple[int, int], ...]]:
-    """Builds the target maps that a scheme's options describe (see `impulse`).
-
-    Returns:
-      The distinct target maps, and the range (start, stop) of them that each layer uses.
-    """
-    if not isinstance(filters, str) and filters.shape[1:] == (site.num_tokens,) * 2:
-        return np.asarray(filters, np.float32), ((0, len(filters)),) * site.num_layers
     if isinstance(filters, str):
-        for size in np.ravel(kernel_size):
+        sizes = _per_layer("kernel_size", kernel_size, site.num_layers)
+        dilations = _per_layer("dilation", dilation, site.num_layers)
+        layers = list(zip(sizes, dilations, strict=True))
+    else:
+        layers = [None] * site.num_layers
+    ranges, banks, stop = {}, [], 0
+    for layer in dict.fromkeys(layers):
+        if layer is None:
+            bank = _check_kernels(np.asarray(filters, np.float32))
+        elif filters == "impulse":
+            bank = impulse_kernels(*layer)
+        elif filters == "box":
+            bank = box_kernels(layer[0])
+        else:
+            surround = 2 * sigma if filters == "difference_of_gaussians" else None
+            bank = smooth_kernels(layer[0], sigma, surround=surround)
+        banks.append(crop_kernels(bank, site.grid))
+        ranges[layer] = (stop, stop := stop + len(bank))
+    return np.concatenate(banks), tuple(ranges[layer] for layer in layers)
+
+
+def target_maps(
+    site: AttentionSite | TokenMixingSite, *, filters: str | np.ndarray, **options
+) -> tuple[Float[np.ndarray, "F N N"], tuple[tuple[int, int], ...]]:
+    """Builds the distinct target maps, given as such or by the options of `target_kernels`.
+
+    Returns:
+      Target maps, and the range (start, stop) of them that each layer uses.
+    """
+    if isinstance(filters, str):
+        for size in np.ravel(options["kernel_size"]):
             check_kernel_size(int(size), site.grid)
-    banks, bank_of_layer = kernel_banks(
-        site, filters=filters, kernel_size=kernel_size, dilation=dilation, sigma=sigma
-    )
-    maps = [normalize_rows(convolution_maps(bank, site.grid)) for bank in banks]
-    return np.concatenate(maps), bank_ranges(banks, bank_of_layer)
-
-
-def bank_ranges(
-    banks: Sequence[np.ndarray], bank_of_layer: Sequence[int]
-) -> tuple[tuple[int, int], ...]:
-    """Returns each layer's (start, stop) in the concatenated banks."""
-    stops = np.cumsum([len(bank) for bank in banks]).tolist()
-    return tuple((stops[i] - len(banks[i]), stops[i]) for i in bank_of_layer)
+    elif filters.shape[1:] == (site.num_tokens,) * 2:
+        return np.asarray(filters, np.float32), ((0, len(filters)),) * site.num_layers
+    kernels, ranges = target_kernels(site, filters=filters, **options)
+    return normalize_rows(convolution_maps(kernels, site.grid)), ranges
 
 
 def _check_kernels(kernels):
@@ -178,11 +180,11 @@ def _check_kernels(kernels):
     return kernels
 
 
-def _per_layer(field, value, num_layers):
+def _per_layer(option, value, num_layers):
     values = (value,) * num_layers if np.ndim(value) == 0 else tuple(value)
     if len(values) != num_layers:
         raise InputError(
-            f"{field}={value!r} has {len(values)} values for {num_layers} layers: pass one per "
+            f"{option}={value!r} has {len(values)} values for {num_layers} layers: pass one per "
             "layer, or a single one for all"
         )
     return values

@@ -10,17 +10,11 @@ from structinit_jax.errors import InputError
 PSEUDO_INPUTS = ("positions", "uniform", "gaussian", "positions+uniform", "positions+gaussian")
 
 
-def sincos_positions(
-    grid: tuple[int, int], width: int, temperature: float = 10_000.0
-) -> Float[np.ndarray, "N D"]:
+def sincos_positions(grid: tuple[int, int], width: int) -> Float[np.ndarray, "N D"]:
     """Returns the 2-D sine-cosine encoding, channels in the order sin x, cos x, sin y, cos y.
 
-    Frequencies are temperature^(-i / (D/4 - 1)), i = 0 … D/4 - 1, as in MoCo v3 and big_vision.
-
-    Args:
-      grid: Rows and columns; N = rows × cols in row-major order.
-      width: Channels D.
-      temperature: Ratio of the highest to the lowest frequency.
+    Tokens are in row-major order. Frequencies are 10,000^(-i / (D/4 - 1)), i = 0 … D/4 - 1, as in
+    MoCo v3 and big_vision.
 
     Raises:
       InputError: The width is not a multiple of 4, or is less than 8.
@@ -31,7 +25,7 @@ def sincos_positions(
             "(sine and cosine of x and y); change the width or use learned positions"
         )
     quarter = width // 4
-    frequencies = temperature ** -(np.arange(quarter) / (quarter - 1))
+    frequencies = 10_000.0 ** -(np.arange(quarter) / (quarter - 1))
     y, x = np.meshgrid(*map(np.arange, grid), indexing="ij")
     x = x.reshape(-1, 1) * frequencies
     y = y.reshape(-1, 1) * frequencies
@@ -39,13 +33,13 @@ def sincos_positions(
     return encoding.astype(np.float32)
 
 
-def layer_norm(x: Float[Array | np.ndarray, "N D"], epsilon: float = 1e-6):
+def layer_norm(x: Float[Array | np.ndarray, "N D"]):
     """LayerNorm without scale and bias; computed in float64 by NumPy for a NumPy array."""
     xp = jnp if not isinstance(x, np.ndarray) else np
     if xp is np:
         x = x.astype(np.float64)
     x = x - x.mean(axis=1, keepdims=True)
-    return x / xp.sqrt((x * x).mean(axis=1, keepdims=True) + epsilon)
+    return x / xp.sqrt((x * x).mean(axis=1, keepdims=True) + 1e-6)
 
 
 def draw_pseudo_input(
@@ -53,12 +47,8 @@ def draw_pseudo_input(
 ) -> Float[Array | np.ndarray, "N D"]:
     """Draws one of the pseudo inputs in table 6 of the 2024 paper, before LayerNorm.
 
-    Args:
-      rng: Random key.
-      name: One of `PSEUDO_INPUTS`. 'uniform' noise is between -1 and 1; 'gaussian' noise is
-        truncated normal with standard deviation (1/2)^1/2, that of the sin-cos encoding; a sum adds
-        the noise to the positions.
-      positions: Position encoding.
+    'uniform' is noise between -1 and 1; 'gaussian' is truncated normal noise of standard deviation
+    (1/2)^1/2, that of the sin-cos encoding; a sum adds the noise to the positions.
     """
     if name == "positions":
         return positions

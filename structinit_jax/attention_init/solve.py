@@ -69,15 +69,7 @@ def attention_maps(
     key: Float[Array, "F r k"],
     qk_scale: float,
 ) -> Float[Array, "F n m"]:
-    """Returns softmax(σ Z Q Kᵀ Zᵀ) for every filter.
-
-    Args:
-      queries: Coordinates of the querying tokens.
-      keys: Coordinates of all tokens.
-      query: Q in the row space.
-      key: K in the row space.
-      qk_scale: σ.
-    """
+    """Returns softmax(σ Z Q Kᵀ Zᵀ) for every filter, given Z of querying and of all tokens."""
     q = jnp.einsum("nr,frk->fnk", queries, query) * qk_scale
     k = jnp.einsum("mr,frk->fmk", keys, key)
     return jax.nn.softmax(jnp.einsum("fnk,fmk->fnm", q, k), axis=-1)
@@ -105,15 +97,7 @@ def report_on_maps(targets, maps, *, steps, norm) -> SolveReport:
 
 
 def make_optimizer(name: str, learning_rate: float) -> optax.GradientTransformationExtraArgs:
-    """Returns L-BFGS with its own line search, or another optax optimizer.
-
-    Args:
-      name: 'lbfgs' or the name of a function of optax that takes a learning rate.
-      learning_rate: Learning rate of an optimizer other than L-BFGS.
-
-    Raises:
-      InputError: optax has no such function.
-    """
+    """Returns L-BFGS with its own line search, or another optax optimizer by its name."""
     if name == "lbfgs":
         # With sharp maps, twice optax's memory ends a third lower after the same number of steps.
         return optax.lbfgs(memory_size=20)

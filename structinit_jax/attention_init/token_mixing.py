@@ -4,32 +4,26 @@ The papers do not cover these; `impulse` and `mimetic` for them are our own.
 
 Token mixing computes y = A gelu(B u) for the N values u of each channel. GELU is z Φ(z), so
 gelu(z) - gelu(-z) = z: a pair of hidden units with opposite weights in both layers is linear. With
-B = [B'; -B'] and A = [A', -A'], y = A' B' u exactly. So every linear map M = A' B' of the tokens,
-and with it every convolution, fits into twice as many hidden units as its rank. The two units of a
-pair have different gradients, gelu'(z) and gelu'(-z): training makes them nonlinear from the first
-step.
+B = [B'; -B'] and A = [A', -A'], y = A' B' u exactly, so every linear map M = A' B' of the tokens
+fits into twice as many hidden units as its rank. The two units of a pair have different gradients,
+gelu'(z) and gelu'(-z): training makes them nonlinear from the first step.
 
 All channels share the weights, so a layer has one filter, where an attention layer has one per
-head; different layers get different offsets. The filter acts on the block's normalized input: the
-block returns x + M norm(x).
+head. The filter acts on the block's normalized input: the block returns x + M norm(x).
 
-With fewer hidden units, the rank has to be reduced. The singular values of a shift of the tokens
-are all equal, so its truncated SVD would keep an arbitrary part. But neighboring tokens are alike,
-and smooth patterns are most of what is mixed. With k pairs, the map is therefore U Uᵀ M, where
-U [N, k] are the first k principal components of M applied to tokens whose correlation falls with
-distance (`CORRELATION` to the power of the distance in rows plus in columns): the lowest spatial
-frequencies of the filter's output. No map of rank k is closer in mean square over such tokens. For
-the tokens of two photographs on a 14×14 grid, 128 pairs keep 97 % of the output of shifts, where a
-plain SVD keeps 72 %.
+With fewer hidden units the rank has to be reduced. The singular values of a shift of the tokens are
+all equal, so its truncated SVD would keep an arbitrary part. But neighboring tokens are alike. With
+k pairs, the map is therefore U Uᵀ M, where U [N, k] are the first k principal components of M
+applied to tokens whose correlation falls with distance: the lowest spatial frequencies of the
+filter's output. No map of rank k is closer in mean square over such tokens. For the tokens of two
+photographs on a 14×14 grid, 128 pairs keep 97 % of the output of shifts, a plain SVD 72 %.
 
-A rotation R of the pairs, Rᵀ R = I, does not change the map: A' = U Rᵀ, B' = R Uᵀ M. It is drawn at
-random, so that layers and hidden units are independent and no unit stands for one frequency.
+A random rotation R of the pairs, A' = U Rᵀ and B' = R Uᵀ M with Rᵀ R = I, keeps the map and makes
+layers and hidden units independent.
 
-The gain is 1: a neighbor is added at the scale of the normalized tokens, which is also the scale
-that the patch embedding gives normalized pixels; with timm's initialization the branch returns 0.6
-of that. The columns of B' and the rows of A' then have norms near 1, like timm's (0.93). Because
-neighbors are alike, they add up: over the 8 blocks of Mixer-S/16 the tokens of photographs grow
-from 1 to 8 in root mean square, with timm's initialization to 2.5. LayerNorm removes that again.
+The columns of B' and the rows of A' have norms near 1, like timm's (0.93). Because neighbors are
+alike, they add up: over the 8 blocks of Mixer-S/16 the tokens of photographs grow from 1 to 8 in
+root mean square, with timm's initialization to 2.5. LayerNorm removes that again.
 """
 
 import functools
@@ -40,7 +34,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float, PRNGKeyArray
 
-from structinit_jax.attention_init.kernels import assign, random_rotations, target_bank
+from structinit_jax.attention_init.kernels import assign, random_rotations, target_maps
 from structinit_jax.attention_init.registry import register
 from structinit_jax.attention_init.sites import TokenMixingSite, TokenMixingWeights
 from structinit_jax.errors import InputError
@@ -105,12 +99,12 @@ def impulse(
 ) -> TokenMixingWeights:
     """Gives each layer one filter, exactly or at the rank that its hidden units allow.
 
-    For the options see `attention_init.impulse`.
+    For the options see `tokens.impulse`.
 
     Raises:
       InputError: There are not enough hidden units for one pair.
     """
-    maps, ranges = target_bank(
+    maps, ranges = target_maps(
         site, filters=filters, kernel_size=kernel_size, dilation=dilation, sigma=sigma
     )
     order_rng, rotation_rng = jax.random.split(rng)

@@ -14,7 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float, PRNGKeyArray
 
-from structinit_jax.attention_init.kernels import assign, random_rotations, target_bank
+from structinit_jax.attention_init.kernels import assign, random_rotations, target_maps
 from structinit_jax.attention_init.positions import layer_norm, sincos_positions
 from structinit_jax.attention_init.registry import register
 from structinit_jax.attention_init.sites import AttentionSite, AttentionWeights, WindowSite
@@ -76,19 +76,53 @@ def impulse(
     learning_rate: float = 1e-2,
     max_steps: int = 400,
 ) -> AttentionWeights:
-    """Solves query and key so that each head's map is a convolution filter before training.
+    """Impulse initialization: layers that start as convolutions with one filter per head.
 
     The distinct filters are solved once in the row space of the position encoding (`solve`). Every
     head of every layer gets its own copy, multiplied by a random rotation R of the head's channels:
     Q R and K R have the same map as Q and K, but independent weights. Query and key are zero
     outside the encoding's row space, so at first they see positions alone. Trainable positions
-    start from the sin-cos encoding. For the options see `attention_init.impulse`.
+    start from the sin-cos encoding.
+
+    Args:
+      rng: Random key.
+      site: Layers to initialize.
+      kernel_size: Kernel size f, odd, at most the grid's shorter side; or one per layer. Not for
+        convolutions, whose filters fill the model's own kernel.
+      filters: What is at the f² offsets of the kernel. 'impulse': one token. 'gaussian': a Gaussian
+        of standard deviation `sigma`. 'difference_of_gaussians': the positive part of a Gaussian
+        minus one twice as wide; not for convolutions. 'box': the mean over the whole kernel, a
+        single filter. Or an array of kernels [F, f, f] (f odd, rows of the maps scaled to sum 1),
+        or of maps [F, N, N], which windows and convolutions do not take.
+      sigma: Standard deviation of Gaussians in tokens.
+      dilation: Tokens between neighboring offsets of 'impulse'; or one per layer. Not for
+        convolutions.
+      offsets: How filters are assigned to heads (channels of a convolution, layers of token
+        mixing). 'even' uses all equally often, as far as the heads of all layers allow; 'random'
+        draws each head's independently (2024 paper); 'center_first' goes outwards by head number,
+        the same in every layer (2025 paper).
+      same_layers: Whether all layers get equal weights.
+      norm: Root mean square norm of the columns of Q and K, which limits how sharp the maps are.
+        The default is that at the start of the 2024 paper's algorithm 1. Only for attention with
+        positions.
+      target_mass: Attention mass wanted on target, between 0 and 1. For attention with positions it
+        replaces `norm`; within windows its default is 0.5. Only for attention.
+      vo_init: Value and projection. 'mimetic': V Proj near -0.4 I, as in `mimetic` (2025 paper).
+        'balanced': the same product without the decomposition, so that heads are equally strong
+        instead of sorted by singular values. 'default': the model's own. Only for attention.
+      keep_positions: Whether value and projection leave the encoding's row space alone. Otherwise
+        every layer subtracts 0.4 of the encoding from the residual stream, and with it the input of
+        the later layers' maps. Only for attention with positions.
+      optimizer: 'lbfgs' or the name of another optax optimizer. This and the following are only for
+        attention with positions.
+      learning_rate: Learning rate of an optimizer other than L-BFGS.
+      max_steps: Maximum number of steps of a solve.
     """
     if site.positions_trainable:
         positions = sincos_positions(site.grid, site.width)
     else:
         positions = site.require_positions()
-    targets, ranges = target_bank(
+    targets, ranges = target_maps(
         site, filters=filters, kernel_size=kernel_size, dilation=dilation, sigma=sigma
     )
     z, v = row_space(layer_norm(positions))

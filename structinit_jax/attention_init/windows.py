@@ -19,10 +19,10 @@ from jaxtyping import Array, Float, Int, PRNGKeyArray
 from structinit_jax.attention_init import tokens
 from structinit_jax.attention_init.kernels import (
     assign,
-    bank_ranges,
     convolution_maps,
-    kernel_banks,
+    crop_kernels,
     normalize_rows,
+    target_kernels,
 )
 from structinit_jax.attention_init.registry import register
 from structinit_jax.attention_init.sites import AttentionWeights, WindowSite
@@ -50,48 +50,38 @@ def impulse(
     """Puts each head's kernel into its column of the relative position bias.
 
     This assumes that content logits are near zero at first. Query and key are drawn as in
-    `default`, truncated normal with standard deviation 0.02. After a LayerNorm the logits' standard
-    deviation is then about 0.02² D: 0.04 for D = 96 and 0.3 for D = 768. In Swin-T, on noise and on
-    smooth images, the target mass of a block averages 0.48 to 0.50 if 0.5 is requested; rows
-    deviate by 0.01 in the first stage and by 0.08 in the last.
+    `default`; after a LayerNorm the logits' standard deviation is then about 0.02² D. In Swin-T, on
+    noise and on smooth images, the target mass of a block averages 0.48 to 0.50 if 0.5 is
+    requested; rows deviate by 0.01 in the first stage and by 0.08 in the last.
 
-    The maps then have the requested mass in shifted and unshifted blocks alike:
-
-    - Rows with the whole kernel inside the window have exactly that mass. The weight of an offset
-      that leads out of the window goes to the rest of the row in proportion: an impulse without its
-      neighbor leaves the row uniform.
+    - Rows with the whole kernel inside the window have exactly the target mass. The weight of an
+      offset that leads out of the window goes to the rest of the row in proportion: an impulse
+      without its neighbor leaves the row uniform.
     - The mask of a shifted block leaves a row fewer tokens n'. The target then has
       e^b / (e^b + n' - 1), b its bias, which is more than requested.
     - Tokens that pad the grid to whole windows are attended to like others, as in timm.
 
-    Kernels without any offset inside the window, as in the smallest windows, go to no head.
-    For the options see `attention_init.impulse`.
-
-    Returns:
-      Query, key, bias and, unless vo_init='default', value and out. `filter_index` counts through
-      the concatenated banks of kernels. The report describes the bias maps of all filters in use;
-      its norm is that of the drawn query and key.
+    Kernels without any offset inside the window, as in the smallest windows, go to no head. The
+    report describes the bias maps of all others; its norm is that of the drawn query and key.
     """
-    banks, bank_of_layer = kernel_banks(
+    kernels, ranges = target_kernels(
         site, filters=filters, kernel_size=kernel_size, dilation=dilation, sigma=sigma
     )
-    kept = [np.flatnonzero(_crop(bank, site.grid).sum(axis=(1, 2)) > 0) for bank in banks]
-    if not all(map(len, kept)):
+    fits = kernels.sum(axis=(1, 2)) > 0
+    place = np.cumsum([0, *fits]).tolist()  # index of each kernel among those that fit
+    ranges = tuple((place[start], place[stop]) for start, stop in ranges)
+    if any(start == stop for start, stop in ranges):
         raise InputError(
             f"filters: no kernel has an offset within the window {site.grid}: pass kernels with "
             "weight near their center"
         )
-    starts = np.cumsum([0] + [len(bank) for bank in banks[:-1]])
-    kept_index = [start + index for start, index in zip(starts, kept, strict=True)]
-    banks = [bank[index] for bank, index in zip(banks, kept, strict=True)]
-    maps = [convolution_maps(bank, site.grid) for bank in banks]
     return _draw_and_place(
         rng,
-        np.concatenate([bias_of_kernels(bank, site.grid, target_mass) for bank in banks]),
-        normalize_rows(np.concatenate(maps)),
-        np.concatenate(kept_index).astype(np.int32),
+        bias_of_kernels(kernels[fits], site.grid, target_mass),
+        normalize_rows(convolution_maps(kernels[fits], site.grid)),
+        np.flatnonzero(fits).astype(np.int32),
         site=site,
-        ranges=bank_ranges(banks, bank_of_layer),
+        ranges=ranges,
         offsets=offsets,
         same_layers=same_layers,
         vo_init=vo_init,
@@ -103,7 +93,7 @@ def _draw_and_place(
     rng: PRNGKeyArray,
     table: Float[Array, "F R"],
     targets: Float[Array, "F n n"],
-    kept_index: Int[Array, " F"],
+    fitting: Int[Array, " F"],
     *,
     site: WindowSite,
     ranges: tuple[tuple[int, int], ...],
@@ -126,7 +116,7 @@ def _draw_and_place(
         query,
         key,
         report=report_on_maps(targets, maps, steps=0, norm=norm),
-        filter_index=kept_index[kernel],
+        filter_index=fitting[kernel],
         bias=jnp.swapaxes(table[kernel], 1, 2),
     )
     if vo_init == "default":
@@ -168,7 +158,7 @@ def bias_of_kernels(
       window: (rows, cols).
       target_mass: Attention mass on target, between 0 and 1.
     """
-    offsets = _crop(kernels, window).astype(np.float64)
+    offsets = crop_kernels(kernels, window).astype(np.float64)
     weights = (offsets / offsets.sum(axis=(1, 2), keepdims=True)).reshape(len(kernels), -1)
     n = window[0] * window[1]
     low, high = np.zeros((len(weights), 1)), np.ones((len(weights), 1))
@@ -181,13 +171,3 @@ def bias_of_kernels(
     mixture = low if n > 1 else np.zeros_like(low)
     bias = np.log1p(n * weights * mixture / (1 - mixture))
     return bias[:, ::-1].astype(np.float32)  # the table runs over query minus key
-
-
-def _crop(kernels, window):
-    """Crops or pads kernels to the offsets (key minus query) of a window: [F, 2 rows-1, 2 cols-1]."""
-    reach = kernels.shape[-1] // 2
-    cropped = np.zeros((len(kernels), 2 * window[0] - 1, 2 * window[1] - 1), kernels.dtype)
-    y, x = (min(reach, side - 1) for side in window)
-    inside = (slice(window[0] - 1 - y, window[0] + y), slice(window[1] - 1 - x, window[1] + x))
-    cropped[:, *inside] = kernels[:, reach - y : reach + y + 1, reach - x : reach + x + 1]
-    return cropped
