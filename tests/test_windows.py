@@ -56,7 +56,7 @@ def test_report_is_that_of_the_maps():
     maps = 0.5 * targets + 0.5 / 19 * (1 - targets)
     maps = np.where(targets.any(-1, keepdims=True), maps, 1 / 20)
     np.testing.assert_allclose(report.loss, np.mean((maps - targets) ** 2), rtol=1e-5)
-    np.testing.assert_allclose(report.target_mass, windows.DEFAULT_SHARE, rtol=1e-5)
+    np.testing.assert_allclose(report.target_mass, windows.DEFAULT_TARGET_MASS, rtol=1e-5)
     np.testing.assert_allclose(report.norm, 0.02 * 24**0.5, rtol=0.1)
     assert report.steps == 0
 
@@ -79,7 +79,7 @@ def test_other_kernels_are_mixed_with_a_uniform_floor(name):
     maps = np.asarray(windows.bias_maps(weights.bias, window))
     target = kernels_lib.convolution_maps(kernels, window)[weights.filter_index][
         :, :, 40
-    ]  # the centre row
+    ]  # the center row
     target = target / target.sum(-1, keepdims=True)
     row = maps[:, :, 40]
     np.testing.assert_allclose(np.minimum(row, target).sum(-1), share, rtol=1e-4)
@@ -116,7 +116,9 @@ def test_offsets_that_do_not_exist_in_the_window_go_to_no_head():
     assert not np.any(single.bias)
     corner = np.zeros((1, 3, 3), np.float32)
     corner[0, 0, 0] = 1
-    with pytest.raises(InputError, match=r"no kernel has an offset within the window \(1, 3\)"):
+    with pytest.raises(
+        InputError, match=r"filters: no kernel has an offset within the window \(1, 3\)"
+    ):
         impulse(filters=corner)(KEY, dataclasses.replace(SITE, grid=(1, 3)))
 
 
@@ -145,17 +147,11 @@ def test_baselines_leave_the_bias_to_the_model(name):
     assert weights.report is None
 
 
-@pytest.mark.parametrize("name", ["impulse_2024", "impulse_2025"])
-def test_schemes_that_solve_against_positions_are_refused(name):
-    with pytest.raises(InputError, match=rf"'{name}' solves the maps against .*'impulse'"):
-        attention_init.by_name(name)(KEY, SITE)
-
-
 @pytest.mark.parametrize(
     ("kernels", "message"),
     [
-        (np.ones((2, 20, 20)), r"shape \(2, 20, 20\): it needs kernels \[F, f, f\] with f odd$"),
-        (-np.ones((1, 3, 3)), r"negative values"),
+        (np.ones((2, 20, 20)), r"filters has shape \(2, 20, 20\)"),
+        (-np.ones((1, 3, 3)), "filters has negative values"),
     ],
 )
 def test_kernels_that_cannot_be_are_refused(kernels, message):
@@ -196,8 +192,8 @@ def swin():
     )
     chosen = []
 
-    def scheme(key, site):
-        weights = impulse(target_mass=SHARE)(key, site)
+    def scheme(rng, site):
+        weights = impulse(target_mass=SHARE)(rng, site)
         chosen.append(weights.filter_index)
         return weights
 
