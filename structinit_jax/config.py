@@ -60,7 +60,9 @@ def base_config(model: str = "vit") -> ConfigDict:
             checkpoint_every_steps=500,
             keep_checkpoints=2,  # the newest ones; the best one is kept besides
             model=options,
-            attention_init=dict(name="impulse", kernel_size=3),
+            attention_init=dict(name="impulse")
+            if options["name"] == "convmixer"  # whose filters have the size of the model's kernel
+            else dict(name="impulse", kernel_size=3),
             # In its place: a safetensors file of a timm model, as large or larger, from whose
             # weights all but the head is selected (Xu et al. 2024). Empty for none.
             start_from="",

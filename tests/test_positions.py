@@ -7,11 +7,11 @@ from structinit_jax.errors import InputError
 
 
 def test_sincos_channels_are_sin_x_cos_x_sin_y_cos_y():
-    positions = positions.sincos_positions((3, 5), 16)
+    encoding = positions.sincos_positions((3, 5), 16)
     y, x = 2, 4
     frequencies = 10_000.0 ** -(np.arange(4) / 3)
     expected = [f(v * frequencies) for v in (x, y) for f in (np.sin, np.cos)]
-    np.testing.assert_allclose(positions[y * 5 + x], np.concatenate(expected), atol=1e-6)
+    np.testing.assert_allclose(encoding[y * 5 + x], np.concatenate(expected), atol=1e-6)
 
 
 @pytest.mark.parametrize("width", [4, 18])

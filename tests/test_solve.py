@@ -97,7 +97,7 @@ def test_other_optimizers_come_to_the_same_solution(solved, library_promotion):
         max_steps=1000,
     )
     np.testing.assert_allclose(adam.report.loss, bank.report.loss, rtol=0.05)
-    with pytest.raises(InputError, match=r"attention_init\.optimizer='adamm'"):
+    with pytest.raises(InputError, match="optimizer='adamm'"):
         solve.make_optimizer("adamm", 0.1)
 
 

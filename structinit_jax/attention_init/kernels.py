@@ -84,8 +84,8 @@ def check_kernel_size(kernel_size: int, grid: tuple[int, int] | None = None) -> 
 
 def crop_kernels(
     kernels: Float[np.ndarray, "F g w"], grid: tuple[int, int]
-) -> Float[np.ndarray, "F 2*r-1 2*c-1"]:
-    """Crops or pads kernels to the offsets (dy, dx) that tokens of a grid can have."""
+) -> Float[np.ndarray, "F R C"]:
+    """Crops or pads kernels to the offsets on a grid: R = 2 rows - 1, C = 2 cols - 1."""
     cropped = np.zeros((len(kernels), 2 * grid[0] - 1, 2 * grid[1] - 1), kernels.dtype)
     center = [size // 2 for size in kernels.shape[1:]]
     y, x = (min(half, side - 1) for half, side in zip(center, grid, strict=True))

@@ -165,6 +165,11 @@ def impulse_2025(
     With X⁺ the pseudo-inverse over the top d singular values of X, X⁺ W X⁺ᵀ is factored by SVD, and
     Q and K are each scaled to Frobenius norm 7. Offsets go to heads in a fixed order, center first.
     V and projection are mimetic.
+
+    Args:
+      rng: Random key.
+      site: Layers to initialize.
+      kernel_size: Kernel size f, odd; 3 in the paper.
     """
     check_kernel_size(kernel_size, site.grid)
     positions = site.require_positions()

@@ -131,7 +131,8 @@ def impulse(
         z,
         v,
         targets,
-        site=dataclasses.replace(site, positions=None),  # hashable, as a static argument must be
+        # Without positions a site is hashable, as static arguments must be.
+        site=dataclasses.replace(site, positions=None, positions_trainable=False),
         ranges=ranges,
         offsets=offsets,
         same_layers=same_layers,

@@ -143,7 +143,7 @@ def bias_maps(table: Float[Array, "*L R h"], window: tuple[int, int]) -> Float[A
 
 
 def bias_of_kernels(
-    kernels: Float[np.ndarray, "F g g"], window: tuple[int, int], target_mass: float
+    kernels: Float[np.ndarray, "F g w"], window: tuple[int, int], target_mass: float
 ) -> Float[np.ndarray, "F R"]:
     """Returns biases whose softmax mixes the kernel with a uniform map to give the target mass.
 
