@@ -20,7 +20,7 @@ import numpy as np
 
 from structinit_jax.attention_init import AttentionSite, impulse, papers, sincos_positions
 from structinit_jax.attention_init.kernels import convolution_maps, impulse_kernels
-from structinit_jax.attention_init.pseudo_input import layer_norm
+from structinit_jax.attention_init.positions import layer_norm
 
 MODELS = {  # grid, width, heads, layers
     "ViT-T/16": ((14, 14), 192, 3, 12),
@@ -54,7 +54,7 @@ def time_impulse(site: AttentionSite, vo_init: str) -> dict:
         "cold_s": seconds[0],
         "warm_s": float(np.median(seconds[1:])),
         "loss": float(weights.report.loss),
-        "share": float(weights.report.target_mass),
+        "target_mass": float(weights.report.target_mass),
         "steps": int(weights.report.steps),
     }
 
@@ -141,7 +141,7 @@ def print_row(name: str, site: AttentionSite, row: dict) -> None:
         r = row[method]
         print(
             f"  {method:32} cold {r['cold_s']:.2f} s, warm {r['warm_s']:.3f} s, loss "
-            f"{r['loss']:.2e}, {100 * r['share']:.1f} % on target, {r['steps']} steps"
+            f"{r['loss']:.2e}, {100 * r['target_mass']:.1f} % on target, {r['steps']} steps"
         )
     warm = row["impulse, query and key"]["warm_s"]
     for method in list(row)[2:]:

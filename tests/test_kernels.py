@@ -18,7 +18,7 @@ def test_maps_filter_images_as_scipy_does(grid, size):
         np.testing.assert_allclose((target @ image.ravel()).reshape(grid), expected, atol=1e-6)
 
 
-def test_impulse_maps_look_at_the_offset_neighbour():
+def test_impulse_maps_look_at_the_offset_neighbor():
     offsets = kernels_lib.kernel_offsets(3)
     maps = kernels_lib.convolution_maps(kernels_lib.impulse_kernels(3), (4, 4))
     assert offsets.tolist()[0] == [-1, -1]
@@ -29,15 +29,15 @@ def test_impulse_maps_look_at_the_offset_neighbour():
         assert target[token].sum() == 1
 
 
-def test_rows_without_the_neighbour_are_zero():
+def test_rows_without_the_neighbor_are_zero():
     right = kernels_lib.convolution_maps(kernels_lib.impulse_kernels(3), (2, 3))[5]
-    # The last column has no right neighbour, on a 2 x 3 grid tokens 2 and 5.
+    # The last column has no right neighbor, on a 2 x 3 grid tokens 2 and 5.
     assert right.sum(axis=1).tolist() == [1, 1, 0, 1, 1, 0]
 
 
 @pytest.mark.parametrize("size", [0, -3, 2, 4])
 def test_even_and_empty_kernels_are_refused(size):
-    with pytest.raises(InputError, match=rf"attention_init\.kernel_size={size}: .* odd and pos"):
+    with pytest.raises(InputError, match=f"kernel_size={size}: .* odd"):
         kernels_lib.check_kernel_size(size)
 
 
@@ -62,7 +62,7 @@ def test_smooth_kernels_are_bumps_at_the_offsets():
         np.testing.assert_allclose([kernel.sum(), sharp.sum()], 1, rtol=1e-6)
         peak = np.unravel_index(kernel.argmax(), kernel.shape)
         assert np.array_equal(peak - np.array(reach), offset)
-        # A Gaussian falls by exp(-1 / 2 sigma²) from its centre to the next token.
+        # A Gaussian falls by exp(-1 / 2 sigma²) from its center to the next token.
         ratio = kernel[peak[0], peak[1] - 1] / kernel[peak]
         np.testing.assert_allclose(ratio, np.exp(-1 / (2 * 0.49)), rtol=1e-5)
         assert sharp.max() > kernel.max()
@@ -70,20 +70,55 @@ def test_smooth_kernels_are_bumps_at_the_offsets():
 
 
 def test_even_order_covers_all_filters_evenly():
-    dealt = kernels_lib.assign_filters(jax.random.key(0), (4, 9), 9, order="even")
-    assert np.all(np.sort(dealt, axis=1) == np.arange(9))
-    dealt = kernels_lib.assign_filters(jax.random.key(1), (12, 3), 9, order="even")
-    assert np.all(np.bincount(np.ravel(dealt), minlength=9) == 4)
+    filter_index = kernels_lib.assign(jax.random.key(0), (4, 9), 9, order="even")
+    assert np.all(np.sort(filter_index, axis=1) == np.arange(9))
+    filter_index = kernels_lib.assign(jax.random.key(1), (12, 3), 9, order="even")
+    assert np.all(np.bincount(np.ravel(filter_index), minlength=9) == 4)
 
 
 def test_random_order_repeats():
-    dealt = kernels_lib.assign_filters(jax.random.key(0), (50, 9), 9, order="random")
-    assert np.bincount(np.ravel(dealt), minlength=9).min() > 20
-    assert not np.all(np.sort(dealt, axis=1) == np.arange(9))
+    filter_index = kernels_lib.assign(jax.random.key(0), (50, 9), 9, order="random")
+    assert np.bincount(np.ravel(filter_index), minlength=9).min() > 20
+    assert not np.all(np.sort(filter_index, axis=1) == np.arange(9))
 
 
-def test_centre_first_is_the_papers_order():
-    dealt = kernels_lib.assign_filters(jax.random.key(0), (2, 12), 9, order="centre_first")
-    assert dealt.tolist() == [[4, 1, 5, 3, 7, 0, 2, 6, 8, 4, 1, 5]] * 2
-    distances = np.sum(kernels_lib.kernel_offsets(5)[kernels_lib.centre_first(25)] ** 2, axis=1)
+def test_center_first_is_the_papers_order():
+    filter_index = kernels_lib.assign(jax.random.key(0), (2, 12), 9, order="center_first")
+    assert filter_index.tolist() == [[4, 1, 5, 3, 7, 0, 2, 6, 8, 4, 1, 5]] * 2
+    distances = np.sum(kernels_lib.kernel_offsets(5)[kernels_lib.center_first(25)] ** 2, axis=1)
     assert np.all(np.diff(distances) >= 0)
+
+
+def test_center_first_may_go_along_layers():
+    filter_index = kernels_lib.assign(jax.random.key(0), (4, 1), 9, order="center_first", axis=0)
+    assert filter_index.tolist() == [[4], [1], [5], [3]]
+
+
+@pytest.mark.parametrize("order", ["even", "random", "center_first"])
+def test_layers_get_filters_of_their_own_range(order):
+    ranges = ((0, 1), (1, 10), (0, 1), (1, 10))
+    for same_layers in (False, True):
+        filter_index = np.asarray(
+            kernels_lib.assign(
+                jax.random.key(0), (4, 5), ranges, order=order, same_layers=same_layers
+            )
+        )
+        assert not np.any(filter_index[[0, 2]])
+        assert np.all((filter_index[[1, 3]] >= 1) & (filter_index[[1, 3]] < 10))
+        assert np.array_equal(filter_index[1], filter_index[3]) == (
+            same_layers or order == "center_first"
+        )
+
+
+def test_rows_are_normalized_and_empty_ones_stay_empty():
+    maps = np.array([[[1.0, 3.0], [0.0, 0.0]]], np.float32)
+    assert kernels_lib.normalize_rows(maps).tolist() == [[[0.25, 0.75], [0, 0]]]
+
+
+def test_rotations_have_orthonormal_columns():
+    rotations = kernels_lib.random_rotations(jax.random.key(0), (3, 2, 6, 4), same_layers=False)
+    gram = np.einsum("Lhmn,Lhmk->Lhnk", rotations, rotations)
+    np.testing.assert_allclose(gram, np.broadcast_to(np.eye(4), gram.shape), atol=1e-5)
+    assert not np.array_equal(rotations[0], rotations[1])
+    same = kernels_lib.random_rotations(jax.random.key(0), (3, 2, 6, 4), same_layers=True)
+    assert np.array_equal(same[0], same[2])

@@ -2,12 +2,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from flax import nnx
 
-from structinit_jax import attention_init
-from structinit_jax.attention_init import kernels
-from structinit_jax.attention_init.measure import attention_by_offset, measure, measure_maps
-from structinit_jax.models.vit import VisionTransformer
+from structinit_jax.attention_init import AttentionSite, impulse, kernels, sincos_positions
+from structinit_jax.attention_init.measure import attention_by_offset, measure_maps
+from structinit_jax.attention_init.positions import layer_norm
 
 GRID = (4, 5)
 
@@ -17,7 +15,7 @@ def uniform(layers=1, images=2, heads=1):
 
 
 def impulse_maps(index):
-    """The map of one impulse; rows without the neighbour attend evenly."""
+    """The map of one impulse; rows without the neighbor attend evenly."""
     target = kernels.convolution_maps(kernels.impulse_kernels(3), GRID)[index]
     return jnp.asarray(np.where(target.sum(-1, keepdims=True), target, 1 / 20))[None, None, None]
 
@@ -52,27 +50,17 @@ def test_class_tokens_are_left_out():
 def test_attention_by_offset_is_the_kernel():
     kernel = attention_by_offset(impulse_maps(5)[0, 0, 0] * 1.0, GRID)
     assert kernel.shape == (7, 9)
-    assert np.unravel_index(np.argmax(kernel), kernel.shape) == (3, 5)  # one right of the centre
+    assert np.unravel_index(np.argmax(kernel), kernel.shape) == (3, 5)  # one right of the center
     np.testing.assert_allclose(kernel[3, 5], 1)
 
 
-def test_a_model_is_measured_on_images():
-    model = VisionTransformer(
-        image_size=8,
-        patch_size=1,
-        channels=1,
-        num_classes=10,
-        width=32,
-        depth=2,
-        num_heads=2,
-        attention_init=attention_init.impulse(target_mass=0.9),
-        rngs=nnx.Rngs(0),
-    )
-    images = 0.1 * jax.random.normal(jax.random.key(1), (4, 8, 8, 1))
-    measures = measure(model, images)
-    assert measures.target_mass.shape == (2, 2)
-    assert np.all(measures.target_mass > 3 / 64)
-    # Faint images leave the encoding alone with the first layer: its heads are as solved.
-    weights = attention_init.impulse(target_mass=0.9)
-    site_filters = weights(jax.random.key(0), model.attention_site).filter_index
-    assert site_filters.shape == measures.filter_index.shape
+def test_the_filters_of_solved_heads_are_found():
+    positions = sincos_positions((8, 8), 32)
+    site = AttentionSite((8, 8), 32, 2, 16, 2, 0.25, positions)
+    weights = impulse(target_mass=0.9, vo_init="default")(jax.random.key(0), site)
+    x = layer_norm(positions)
+    logits = np.einsum("nD,LDhd,LEhd,mE->Lhnm", x, weights.query, weights.key, x, optimize=True)
+    maps = jax.nn.softmax(jnp.asarray(0.25 * logits, jnp.float32), axis=-1)
+    measures = measure_maps(maps[:, None], site.grid)
+    np.testing.assert_array_equal(measures.filter_index, weights.filter_index)
+    np.testing.assert_allclose(measures.target_mass, 0.9, atol=0.02)

@@ -7,7 +7,6 @@ import references
 from flax import nnx
 
 from structinit_jax import attention_init
-from structinit_jax.attention_init import kernels
 from structinit_jax.errors import InputError
 from structinit_jax.interop import from_timm, to_timm
 from structinit_jax.models.mixer import VARIANTS, MlpMixer
@@ -124,40 +123,6 @@ def test_training_is_random_by_key_and_evaluation_is_not():
     assert np.abs(one - other).max() > 1e-3
 
 
-def spatial_map(block, index=0):
-    """Derivative of one channel's token mixing by its normalized input, at a random one."""
-    normed = jax.random.normal(jax.random.key(3), (24, 16))
-    mlp = jax.tree.map(lambda leaf: leaf[index], block).token_mlp
-    return jax.jit(jax.jacobian(mlp))(normed[:, 5])
-
-
-@pytest.mark.parametrize(("ratio", "hidden"), [(3.0, 48), (4.6, 73), (0.5, 8), (0.6, 9)])
-def test_token_mixing_at_init_is_the_filter_or_its_documented_projection(ratio, hidden):
-    scheme = attention_init.impulse(3)
-    model = make(token_mlp_ratio=ratio)
-    site = model.token_mixing_site
-    assert (site.grid, site.hidden, site.num_layers, site.width) == ((4, 6), hidden, 2, 16)
-    chosen = scheme(jax.random.key(7), site).filter_index
-    model.initialize_attention(scheme, jax.random.key(7))
-    assert chosen[0] != chosen[1]
-    for layer in range(2):
-        target = kernels.convolution_maps(kernels.impulse_kernels(3), (4, 6))[chosen[layer]]
-        found = np.asarray(spatial_map(model.blocks, layer))
-        pairs = hidden // 2
-        if pairs >= 24:
-            np.testing.assert_allclose(found, target, atol=1e-5)
-            continue
-        # No map of so low a rank is closer in mean square over tokens of this covariance.
-        y, x = np.divmod(np.arange(24), 6)
-        covariance = 0.9 ** (np.abs(y[:, None] - y) + np.abs(x[:, None] - x))
-        root = np.linalg.cholesky(covariance)
-        singular = np.linalg.svd(target @ root, compute_uv=False)
-        error = np.linalg.norm((target - found) @ root) ** 2
-        assert np.linalg.matrix_rank(found, tol=1e-4) == pairs
-        assert error == pytest.approx((singular[pairs:] ** 2).sum(), rel=1e-3)
-        assert error < 0.4 * (singular**2).sum()
-
-
 def test_token_maps_are_the_mean_jacobian_over_channels(loaded):
     images = jnp.asarray(REFERENCE["images"][:1])
     maps = loaded(images, with_maps=True)[1]["blocks"]["token_maps"]
@@ -165,41 +130,6 @@ def test_token_maps_are_the_mean_jacobian_over_channels(loaded):
     normed = block.norm1(loaded(images)[1]["patch_embedding"])[0]
     jacobians = jax.vmap(jax.jacobian(block.token_mlp))(normed.T)
     np.testing.assert_allclose(maps[0, 0], jacobians.mean(axis=0), atol=1e-5)
-
-
-def test_hidden_units_of_equal_filters_are_independent():
-    scheme = attention_init.impulse(filters="box")
-    site = make(token_mlp_ratio=3.0).token_mixing_site
-    weights = scheme(jax.random.key(0), site)
-    first, second = np.asarray(weights.fc1)
-    assert np.abs(first - second).max() > 0.1
-    same = attention_init.impulse(filters="box", same_layers=True)(jax.random.key(0), site)
-    np.testing.assert_array_equal(*same.fc1)
-
-
-def test_filters_may_be_given_and_walk_outwards():
-    site = make(token_mlp_ratio=3.0, depth=5).token_mixing_site
-    weights = attention_init.impulse(offsets="centre_first")(jax.random.key(0), site)
-    assert weights.filter_index.tolist() == [4, 1, 5, 3, 7]
-    maps = np.random.default_rng(0).standard_normal((1, 24, 24)).astype(np.float32)
-    model = make(token_mlp_ratio=3.0, attention_init=attention_init.impulse(filters=maps))
-    np.testing.assert_allclose(spatial_map(model.blocks), maps[0], atol=1e-5)
-
-
-def test_mimetic_and_the_baselines():
-    model = make(token_mlp_ratio=3.0, attention_init=attention_init.mimetic())
-    noise = np.asarray(spatial_map(model.blocks)) - 0.7 * np.eye(24)
-    assert np.std(noise) == pytest.approx(0.7 * 24**-0.5, rel=0.1)
-    assert np.abs(noise).max() <= 0.7 * (3 / 24) ** 0.5 + 1e-5
-    few = attention_init.mimetic()(jax.random.key(0), make().token_mixing_site)
-    assert few.fc1.shape == (2, 24, 8)
-    kaiming = attention_init.kaiming_uniform()(jax.random.key(0), model.token_mixing_site)
-    assert 0.9 * 24**-0.5 < np.abs(kaiming.fc1).max() <= 24**-0.5
-    assert 0.9 * 48**-0.5 < np.abs(kaiming.fc2).max() <= 48**-0.5
-    default = make(attention_init=attention_init.default())
-    np.testing.assert_array_equal(
-        default.blocks.token_mlp.fc1.kernel[...], make().blocks.token_mlp.fc1.kernel[...]
-    )
 
 
 @pytest.mark.parametrize("name", ["default", "kaiming_uniform", "mimetic", "impulse"])
@@ -262,19 +192,6 @@ def test_registry_knows_the_mixer():
     [
         (dict(patch_size=5), r"data\.image_size=\(8, 12\) is not divisible by model\.patch_size=5"),
         (dict(dtype="float16"), r"model\.dtype='float16'"),
-        (
-            dict(attention_init=attention_init.impulse_2024()),
-            r"'impulse_2024' is made for softmax attention.* TokenMixingSite has none",
-        ),
-        (dict(attention_init=attention_init.impulse_2025()), r"TokenMixingSite has none"),
-        (
-            dict(attention_init=attention_init.impulse(5)),
-            r"kernel_size=5 is larger than the token grid 4x6",
-        ),
-        (
-            dict(token_mlp_ratio=0.1, attention_init=attention_init.impulse()),
-            r"model\.token_mlp_ratio leaves 1 hidden units",
-        ),
     ],
 )
 def test_what_does_not_fit_is_refused_by_name(options, message):

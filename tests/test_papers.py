@@ -7,8 +7,7 @@ from scipy.special import softmax
 
 from structinit_jax import attention_init
 from structinit_jax.attention_init import AttentionSite, kernels, papers, sincos_positions
-from structinit_jax.attention_init.pseudo_input import draw_pseudo_input, layer_norm
-from structinit_jax.errors import InputError
+from structinit_jax.attention_init.positions import draw_pseudo_input, layer_norm
 
 
 def make_site(**changes):
@@ -26,7 +25,7 @@ def make_site(**changes):
 
 @pytest.mark.slow
 def test_2024_reaches_the_reference_programs_figures(library_promotion):
-    """Its own run on the same offsets ends at loss 0.0021, share 0.28, 99.6 % of the peaks."""
+    """Its own run on the same offsets ends at loss 0.0021, mass 0.28, 99.6 % of the peaks."""
     grid, width = (16, 16), 192
     offsets = kernels.kernel_offsets(3).tolist()
     chosen = [offsets.index(o) for o in ([1, 1], [-1, -1], [-1, 1])]
@@ -72,8 +71,6 @@ def test_2024_layers_are_equal_or_fresh_and_take_their_pseudo_inputs(library_pro
     assert not np.array_equal(mixed.query[0], mixed.query[1])
     assert np.array_equal(mixed.query[1], mixed.query[2])
     assert np.array_equal(mixed.filter_index[0], mixed.filter_index[1])
-    with pytest.raises(InputError, match=r"'noise': choose one of positions, uniform"):
-        attention_init.impulse_2024(max_steps=2, first_input="noise")(jax.random.key(0), site)
 
 
 def test_pseudo_inputs_have_the_papers_distributions():
@@ -126,7 +123,7 @@ def test_2025_weights_are_those_of_its_parts():
         axis=-1,
     )
     targets = kernels.convolution_maps(kernels.impulse_kernels(3), site.grid)[weights.filter_index]
-    share = np.mean(np.sum(maps * targets, axis=(2, 3)) / np.sum(targets, axis=(2, 3)))
-    np.testing.assert_allclose(weights.report.target_mass, share, rtol=1e-3)
+    mass = np.mean(np.sum(maps * targets, axis=(2, 3)) / np.sum(targets, axis=(2, 3)))
+    np.testing.assert_allclose(weights.report.target_mass, mass, rtol=1e-3)
     np.testing.assert_allclose(weights.report.loss, np.mean((maps - targets) ** 2), rtol=1e-3)
     assert attention_init.impulse_2025()(jax.random.key(0), make_site()).positions is None

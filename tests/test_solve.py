@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 from scipy.special import softmax
 
-from structinit_jax.attention_init import kernels, pseudo_input, solve
+from structinit_jax.attention_init import kernels, positions, solve
 from structinit_jax.errors import InputError
 
 GRID, WIDTH, HEAD_DIM, NORM = (8, 8), 48, 16, 1.0
@@ -13,7 +13,7 @@ SCALE = HEAD_DIM**-0.5
 
 @pytest.fixture(scope="module")
 def solved():
-    x = pseudo_input.layer_norm(pseudo_input.sincos_positions(GRID, WIDTH))
+    x = positions.layer_norm(positions.sincos_positions(GRID, WIDTH))
     z, v = solve.row_space(x)
     targets = kernels.convolution_maps(kernels.impulse_kernels(3), GRID)
     bank = solve.solve_bank(
@@ -42,8 +42,8 @@ def test_report_is_true_of_the_maps_that_the_weights_make(solved):
     logits = np.einsum("nD,fDk,fEk,mE->fnm", x, query, key, x, optimize=True)
     maps = softmax(SCALE * logits, axis=-1)
     np.testing.assert_allclose(bank.report.loss, np.mean((targets - maps) ** 2), rtol=1e-2)
-    share = np.sum(targets * maps) / np.sum(targets)
-    np.testing.assert_allclose(bank.report.target_mass, share, rtol=1e-2)
+    mass = np.sum(targets * maps) / np.sum(targets)
+    np.testing.assert_allclose(bank.report.target_mass, mass, rtol=1e-2)
     assert bank.report.hit_rate == 1
 
 
@@ -73,7 +73,7 @@ def test_solve_stops_when_it_has_converged_and_at_max_steps(solved):
     assert short.report.loss > bank.report.loss
 
 
-def test_a_share_of_attention_is_reached_for_every_filter(solved):
+def test_a_target_mass_is_reached_for_every_filter(solved):
     _, z, _, targets, _ = solved
     bank = solve.solve_bank(
         jax.random.key(0), z, targets, head_dim=HEAD_DIM, qk_scale=SCALE, target_mass=0.6
@@ -97,7 +97,7 @@ def test_other_optimizers_come_to_the_same_solution(solved, library_promotion):
         max_steps=1000,
     )
     np.testing.assert_allclose(adam.report.loss, bank.report.loss, rtol=0.05)
-    with pytest.raises(InputError, match=r"attention_init\.optimizer='adamm'"):
+    with pytest.raises(InputError, match="optimizer='adamm'"):
         solve.make_optimizer("adamm", 0.1)
 
 

@@ -1,8 +1,9 @@
 import numpy as np
 import pytest
+import theory
 from scipy.signal import correlate2d
 
-from structinit_jax.attention_init import kernels, theory
+from structinit_jax.attention_init import kernels
 
 
 def random_kernels(count, seed=0, size=3):

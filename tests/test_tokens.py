@@ -1,11 +1,20 @@
+import itertools
+
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
-from structinit_jax.attention_init import AttentionSite, impulse, sincos_positions
+from structinit_jax.attention_init import (
+    AttentionSite,
+    default,
+    impulse,
+    mimetic,
+    sincos_positions,
+)
 from structinit_jax.attention_init import kernels as kernels_lib
-from structinit_jax.attention_init.pseudo_input import layer_norm
+from structinit_jax.attention_init.positions import layer_norm
 from structinit_jax.errors import InputError
 
 GRID, WIDTH, HEADS, DIM, LAYERS = (7, 5), 48, 3, 16, 4
@@ -34,8 +43,19 @@ def head_maps(weights):
     return np.asarray(jax.nn.softmax(jnp.asarray(logits) * DIM**-0.5, axis=-1))
 
 
-def shares(maps, targets):
+def target_mass(maps, targets):
     return np.minimum(maps, targets).sum((-1, -2)) / (targets.max(-1) > 0).sum(-1)
+
+
+@pytest.fixture(scope="module")
+def sharp():
+    # Sharper than the default, which so narrow a model leaves soft.
+    return make(norm=1.5)
+
+
+@pytest.fixture(scope="module")
+def plain():
+    return impulse()(jax.random.key(0), make_site())
 
 
 def test_every_head_has_the_filter_that_the_weights_name():
@@ -43,7 +63,7 @@ def test_every_head_has_the_filter_that_the_weights_name():
     targets = kernels_lib.convolution_maps(kernels_lib.impulse_kernels(3), GRID)[
         weights.filter_index
     ]
-    np.testing.assert_allclose(shares(head_maps(weights), targets), 0.5, atol=0.01)
+    np.testing.assert_allclose(target_mass(head_maps(weights), targets), 0.5, atol=0.01)
     assert weights.report.hit_rate > 0.99
 
 
@@ -64,7 +84,7 @@ def test_kernel_size_and_dilation_may_differ_by_layer():
     dilated = make(dilation=(1, 1, 2, 2), target_mass=0.4)
     targets = kernels_lib.convolution_maps(kernels_lib.impulse_kernels(3, dilation=2), GRID)
     chosen = targets[np.asarray(dilated.filter_index[2:]) - 9]
-    np.testing.assert_allclose(shares(head_maps(dilated)[2:], chosen), 0.4, atol=0.01)
+    np.testing.assert_allclose(target_mass(head_maps(dilated)[2:], chosen), 0.4, atol=0.01)
 
 
 def test_given_kernels_and_maps_are_solved_alike():
@@ -74,62 +94,60 @@ def test_given_kernels_and_maps_are_solved_alike():
     np.testing.assert_allclose(by_kernel.query, by_map.query, atol=1e-6)
 
 
-def test_layers_are_equal_on_request():
+def test_layers_are_equal_on_request(plain):
     weights = make(same_layers=True)
     assert np.array_equal(weights.query[0], weights.query[3])
     assert np.array_equal(weights.filter_index[0], weights.filter_index[3])
-    assert not np.array_equal(*make().query[:2])
+    assert not np.array_equal(*plain.query[:2])
+
+
+@pytest.fixture(scope="module")
+def by_vo_init():
+    """Weights with keep_positions=False, by vo_init."""
+    return {
+        name: impulse(keep_positions=False, vo_init=name)(jax.random.key(0), make_site())
+        for name in ("balanced", "mimetic")
+    }
 
 
 @pytest.mark.parametrize("vo_init", ["balanced", "mimetic"])
-def test_value_and_projection_leave_the_encoding_alone(vo_init):
+def test_value_and_projection_leave_the_encoding_alone(vo_init, by_vo_init):
     x = layer_norm(sincos_positions(GRID, WIDTH))
-    kept, plain = (
-        impulse(vo_init=vo_init, keep_positions=keep)(jax.random.key(0), make_site())
-        for keep in (True, False)
-    )
+    kept = impulse(vo_init=vo_init)(jax.random.key(0), make_site())
     for name, letters in (("value", "nD,LDhd->Lnhd"), ("out", "nD,LhdD->Lnhd")):
         in_row_space = [
-            np.abs(np.einsum(letters, x, getattr(w, name))).max() for w in (kept, plain)
+            np.abs(np.einsum(letters, x, getattr(w, name))).max()
+            for w in (kept, by_vo_init[vo_init])
         ]
         assert in_row_space[0] < 1e-2
         assert in_row_space[1] > 1
-    np.testing.assert_array_equal(kept.query, plain.query)
+    np.testing.assert_array_equal(kept.query, by_vo_init[vo_init].query)
 
 
-def test_balanced_heads_are_equally_strong_and_their_product_near_minus_identity():
-    weights = impulse(keep_positions=False)(jax.random.key(0), make_site())
-    mimetic = impulse(keep_positions=False, vo_init="mimetic")(jax.random.key(0), make_site())
-    for w in (weights, mimetic):
+def test_balanced_heads_are_equally_strong_and_their_product_near_minus_identity(by_vo_init):
+    strengths = {}
+    for name, w in by_vo_init.items():
         noise = np.einsum("LDhd,LhdE->LDE", w.value, w.out) + 0.4 * np.eye(WIDTH)
         np.testing.assert_allclose(noise.std(), 0.4 * WIDTH**-0.5, rtol=0.3)
         assert abs(noise.mean()) < 0.01
-    strengths = [
-        np.linalg.norm(np.einsum("LDhd,LhdE->LhDE", w.value, w.out), axis=(2, 3))
-        for w in (weights, mimetic)
-    ]
-    assert strengths[0].max() / strengths[0].min() < 1.3
-    assert strengths[1].max() / strengths[1].min() > 2  # sorted by singular values
+        products = np.einsum("LDhd,LhdE->LhDE", w.value, w.out)
+        strengths[name] = np.linalg.norm(products, axis=(2, 3))
+    assert strengths["balanced"].max() / strengths["balanced"].min() < 1.3
+    # Sorted by singular values.
+    assert strengths["mimetic"].max() / strengths["mimetic"].min() > 2
 
 
-@pytest.mark.parametrize("order", ["random", "centre_first"])
-def test_offsets_follow_the_order(order):
-    weights = make(offsets=order)
-    if order == "centre_first":
-        assert weights.filter_index.tolist() == [[4, 1, 5]] * LAYERS
-    assert weights.filter_index.shape == (LAYERS, HEADS)
+def test_offsets_follow_the_order():
+    assert make(offsets="center_first").filter_index.tolist() == [[4, 1, 5]] * LAYERS
 
 
-def test_sharded_and_single_device_solves_agree():
-    from jax.sharding import AxisType, NamedSharding, PartitionSpec
-
+def test_sharded_and_single_device_solves_agree(plain):
     mesh = jax.make_mesh((8,), ("data",), axis_types=(AxisType.Auto,))
     replicated = NamedSharding(mesh, PartitionSpec())
     site = make_site()
-    init = jax.jit(lambda key: impulse()(key, site), out_shardings=replicated)
+    init = jax.jit(lambda rng: impulse()(rng, site), out_shardings=replicated)
     weights = init(jax.device_put(jax.random.key(0), replicated))
-    alone = impulse()(jax.random.key(0), site)
-    np.testing.assert_allclose(weights.query, alone.query, atol=1e-4)
+    np.testing.assert_allclose(weights.query, plain.query, atol=1e-4)
 
 
 def test_learned_random_positions_are_solved_at_full_rank():
@@ -140,7 +158,7 @@ def test_learned_random_positions_are_solved_at_full_rank():
     np.testing.assert_allclose(weights.report.target_mass, 0.5, atol=0.01)
 
 
-def test_targets_out_of_reach_are_told():
+def test_targets_out_of_reach_warn():
     site = make_site(num_heads=24, head_dim=2, qk_scale=2**-0.5)
     with pytest.warns(UserWarning, match=r"of the attention rows peak .* head_dim=2"):
         impulse(kernel_size=5, vo_init="default")(jax.random.key(0), site)
@@ -156,21 +174,77 @@ def test_4096_tokens_are_solved_from_part_of_their_rows():
     assert np.all(np.isfinite(weights.query))
 
 
+def test_each_head_attends_to_one_neighbor(sharp):
+    maps = head_maps(sharp)
+    targets = kernels_lib.convolution_maps(kernels_lib.impulse_kernels(3), GRID)
+    for layer, head in itertools.product(range(LAYERS), range(HEADS)):
+        peaks = maps[layer, head].argmax(-1)
+        hits = [np.mean(peaks[t.sum(-1) > 0] == t.argmax(-1)[t.sum(-1) > 0]) for t in targets]
+        assert max(hits) > 0.9
+    mass = np.max(np.einsum("Lhnm,fnm->Lhf", maps, targets) / targets.sum((1, 2)), axis=-1)
+    assert mass.min() > 0.3  # a uniform map has 1/35
+
+
+def test_equal_filters_have_equal_maps_and_independent_weights(plain):
+    heads = LAYERS * HEADS  # 12 heads of 9 filters: three must repeat
+    maps = head_maps(plain).reshape(heads, -1)
+    query = np.moveaxis(np.asarray(plain.query), 2, 1).reshape(heads, -1)
+    distance = np.abs(maps[:, None] - maps[None]).max(-1)
+    pairs = [(i, j) for i, j in itertools.combinations(range(heads), 2) if distance[i, j] < 1e-3]
+    assert len(pairs) == 3
+    for i, j in pairs:
+        cosine = query[i] @ query[j] / np.linalg.norm(query[i]) / np.linalg.norm(query[j])
+        assert abs(cosine) < 0.6
+
+
+def test_queries_ignore_what_the_encoding_does_not_span(sharp):
+    x = layer_norm(sincos_positions(GRID, WIDTH))
+    _, s, vt = np.linalg.svd(x)
+    beyond = vt[np.sum(s > 1e-4 * s[0]) :]
+    assert len(beyond) > 0
+    outside = np.einsum("rD,LDhd->Lrhd", beyond, np.asarray(sharp.query))
+    assert np.abs(outside).max() < 1e-5
+
+
+def test_trainable_positions_start_from_the_encoding_that_was_solved_for(plain):
+    site = make_site(positions=jnp.zeros((35, WIDTH)), positions_trainable=True)
+    weights = impulse(vo_init="default")(jax.random.key(0), site)
+    np.testing.assert_array_equal(weights.positions, sincos_positions(GRID, WIDTH))
+    assert plain.positions is None
+
+
+def test_mimetic_products_are_near_the_identity():
+    weights = mimetic()(jax.random.key(0), make_site(num_heads=1, head_dim=WIDTH))
+    qk = np.einsum("LDhd,LEhd->LDE", weights.query, weights.key)
+    vo = np.einsum("LDhd,LhdE->LDE", weights.value, weights.out)
+    for product, scale, diagonal in ((qk, 0.7, 0.7), (vo, 0.4, -0.4)):
+        noise = product - diagonal * np.eye(WIDTH)
+        assert abs(noise.std() - scale * WIDTH**-0.5) < 0.1 * scale * WIDTH**-0.5
+        assert np.abs(noise).max() <= scale * (3 / WIDTH) ** 0.5 + 1e-4
+
+
+def test_default_is_a_normal_of_deviation_002():
+    weights = default()(jax.random.key(0), make_site(num_layers=40))
+    for array in weights[:4]:
+        assert abs(np.std(array) - 0.02) < 0.001
+
+
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        (dict(target_mass=0.0), r"attention_init\.target_mass=0\.0"),
-        (dict(target_mass=1.5), r"attention_init\.target_mass=1\.5"),
-        (dict(filters="sobel"), r"attention_init\.filters='sobel': choose one of impulse, gauss"),
-        (dict(filters=np.ones((3, 3))), r"shape \(3, 3\): it needs kernels \[F, f, f\]"),
-        (dict(filters=np.ones((1, 4, 4))), r"shape \(1, 4, 4\).* f odd, or maps \[F, 35, 35\]"),
-        (dict(filters=-np.ones((1, 3, 3))), r"negative values"),
-        (dict(sigma=0.0, filters="gaussian"), r"attention_init\.sigma=0\.0"),
-        (dict(optimizer="sdg"), r"attention_init\.optimizer='sdg'"),
+        (dict(filters=np.ones((1, 4, 4))), r"filters has shape \(1, 4, 4\)"),
+        (dict(filters=-np.ones((1, 3, 3))), "filters has negative values"),
         (dict(kernel_size=(3, 3)), r"kernel_size=\(3, 3\) has 2 values for 4 layers"),
-        (dict(kernel_size=7), r"kernel_size=7 is larger than the token grid 7x5"),
+        (dict(kernel_size=7), "kernel_size=7 is larger than the token grid 7x5"),
     ],
 )
-def test_options_that_cannot_be_are_refused(options, message):
+def test_options_that_do_not_fit_the_site_are_refused(options, message):
     with pytest.raises(InputError, match=message):
         make(**options)
+
+
+def test_positions_are_required_and_checked():
+    with pytest.raises(InputError, match=r"AttentionSite.positions=None"):
+        impulse()(jax.random.key(0), make_site(positions=None))
+    with pytest.raises(InputError, match=r"positions has shape \(37, 48\).* need \(35, 48\)"):
+        make_site(positions=np.zeros((37, WIDTH), np.float32))

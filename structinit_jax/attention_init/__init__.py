@@ -1,36 +1,49 @@
-"""Structured initialization of attention: pure JAX and optax, for any model.
+"""Structured initialization of attention: JAX and optax only, for any model.
 
-A scheme is a callable `(key, site) -> AttentionWeights`. `AttentionSite` says what a stack of equal
-attention layers looks like; `AttentionWeights` holds start values in Flax's own layout:
+A scheme is a function `(rng, site) -> weights`. A site describes a stack of equal layers; the
+weights are in Flax's layout:
 
     init = impulse(kernel_size=3)
     site = AttentionSite(grid=(14, 14), width=192, num_heads=3, head_dim=64, num_layers=12,
                          qk_scale=64**-0.5, positions=sincos_positions((14, 14), 192))
     weights = init(jax.random.key(0), site)      # weights.query: [12, 192, 3, 64]
 
-Other models' sites: attention within windows, as in Swin, has a relative position bias in place of
-positions (`WindowSite`, `weights.bias`); MLP-Mixer's token-mixing MLPs are a `TokenMixingSite` and
-take `TokenMixingWeights`; ConvMixer's depthwise filters are a `ConvSite` and take `ConvWeights`.
+Each kind of site has a module with its schemes:
 
-Symbols, as in the papers: N tokens on a grid, D width, h heads, d = D / h, L layers, f kernel size,
-P [N, D] positions, X = LayerNorm(P), σ = d^-1/2, Q and K [D, d] of one head, H [N, N] the map of a
-convolution, M = softmax(σ X Q Kᵀ Xᵀ). The solve makes M as close to H as a given norm of Q and K
-lets it.
+- `AttentionSite`: attention with positions, as in ViT (`tokens`, and `papers` as published).
+- `WindowSite`: attention within windows, as in Swin (`windows`).
+- `TokenMixingSite`: token-mixing MLPs, as in MLP-Mixer (`token_mixing`).
+- `ConvSite`: depthwise convolutions, as in ConvMixer (`convolution`).
+
+Symbols as in the papers: N tokens on a grid, D width, h heads, d = D / h, L layers, f kernel size,
+F filters, P [N, D] positions, X = LayerNorm(P), σ = d^-1/2, Q and K [D, d] of one head, H [N, N]
+the map of a convolution, M = softmax(σ X Q Kᵀ Xᵀ). The solve makes M as close to H as a given norm
+of Q and K allows.
 
 Which scheme to use:
 
 - `impulse`: the default. The 2024 paper's problem solved by L-BFGS in the encoding's row space,
-  with every option of kernels, offsets and sharpness. For small data sets, and where in doubt.
-- `impulse_2024`, `impulse_2025`: as the papers did it, to compare with or reproduce. 2025 is made
+  with options for kernels, offsets and sharpness. For small data sets, and when in doubt.
+- `impulse_2024`, `impulse_2025`: as in the papers, for comparison and reproduction. 2025 is made
   for learned positions.
-- `mimetic` (Trockman & Kolter 2023): heads attend to tokens like themselves. The one to beat.
+- `mimetic` (Trockman & Kolter 2023): heads attend to similar tokens. The baseline to beat.
 - `default` (timm's truncated normal) and `kaiming_uniform` (PyTorch's): no structure.
+
+To add a scheme, write `@register("my_scheme", AttentionSite) def my_scheme(rng, site, *, option=1)`
+in the module of that site. A scheme of your own outside the package is a function that takes the
+options and returns `(rng, site) -> weights`; name it as `by_name("my_module:my_scheme")`.
 """
 
-from structinit_jax.attention_init.baselines import default, kaiming_uniform, mimetic
-from structinit_jax.attention_init.papers import impulse_2024, impulse_2025
-from structinit_jax.attention_init.pseudo_input import sincos_positions
-from structinit_jax.attention_init.registry import SCHEMES, by_name, scheme_options
+# Importing these registers their schemes.
+from structinit_jax.attention_init import convolution, papers, token_mixing, tokens, windows
+from structinit_jax.attention_init.positions import sincos_positions
+from structinit_jax.attention_init.registry import (
+    SCHEMES,
+    by_name,
+    register,
+    scheme,
+    scheme_options,
+)
 from structinit_jax.attention_init.sites import (
     AttentionInit,
     AttentionSite,
@@ -44,7 +57,13 @@ from structinit_jax.attention_init.sites import (
     Weights,
     WindowSite,
 )
-from structinit_jax.attention_init.tokens import impulse
+
+default = scheme("default")
+kaiming_uniform = scheme("kaiming_uniform")
+mimetic = scheme("mimetic")
+impulse = scheme("impulse")
+impulse_2024 = scheme("impulse_2024")
+impulse_2025 = scheme("impulse_2025")
 
 __all__ = [
     "SCHEMES",
@@ -60,12 +79,19 @@ __all__ = [
     "Weights",
     "WindowSite",
     "by_name",
+    "convolution",
     "default",
     "impulse",
     "impulse_2024",
     "impulse_2025",
     "kaiming_uniform",
     "mimetic",
+    "papers",
+    "register",
+    "scheme",
     "scheme_options",
     "sincos_positions",
+    "token_mixing",
+    "tokens",
+    "windows",
 ]

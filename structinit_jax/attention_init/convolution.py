@@ -1,88 +1,75 @@
-"""Start values for the filters of depthwise convolutions, such as ConvMixer's.
+"""Schemes for the filters of depthwise convolutions (`ConvSite`), as in ConvMixer.
 
-The 2024 paper keeps such filters fixed at what they start with (section 5.5, table 4). It calls
-box filters "all ones"; of the rest it says no scale. Here every filter but the random ones has 1
-as its largest value: an impulse, and a Gaussian, which lies between impulse and box. The BatchNorm
-behind a filter scales by itself.
+The 2024 paper keeps such filters fixed at their initial values (section 5.5, table 4). It calls box
+filters "all ones" and gives no scale for the others. Here the largest value of every filter but the
+random ones is 1, also that of a Gaussian, which is between impulse and box. The BatchNorm after the
+filters makes the scale irrelevant.
 """
-
-from collections.abc import Sequence
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Float, PRNGKeyArray
 
-from structinit_jax.attention_init.kernels import assign_filters
+from structinit_jax.attention_init.kernels import assign
+from structinit_jax.attention_init.registry import register
 from structinit_jax.attention_init.sites import ConvSite, ConvWeights
 from structinit_jax.errors import InputError
 
 FILTERS = ("impulse", "gaussian", "box")
 
 
-def random_filters(key: PRNGKeyArray, site: ConvSite) -> ConvWeights:
-    """Uniform between ±1/f: PyTorch's default for a filter that sees one channel."""
+@register("default", ConvSite)
+@register("kaiming_uniform", ConvSite)
+def random_filters(rng: PRNGKeyArray, site: ConvSite) -> ConvWeights:
+    """Uniform between ±1/f, PyTorch's default for a filter that sees one channel."""
     shape = (site.num_layers, site.kernel_size, site.kernel_size, site.width)
     bound = 1 / site.kernel_size
-    return ConvWeights(jax.random.uniform(key, shape, minval=-bound, maxval=bound))
+    return ConvWeights(jax.random.uniform(rng, shape, minval=-bound, maxval=bound))
 
 
-def placed_filters(
-    key: PRNGKeyArray,
+@register("impulse", ConvSite)
+def impulse(
+    rng: PRNGKeyArray,
     site: ConvSite,
     *,
-    kernel_size: int | Sequence[int],
     filters: str | np.ndarray = "impulse",
     sigma: float = 0.7,
-    order: str = "random",
+    offsets: str = "even",
     same_layers: bool = False,
 ) -> ConvWeights:
-    """One filter of a bank for each channel: at each of the kernel's f² places one filter.
+    """Gives each channel a filter centered at one of the f² places of the kernel.
 
-    Args:
-      key: deals the filters to the channels.
-      site: f, even or odd, channels and layers.
-      kernel_size: the scheme's. The places are those of the site's own kernel; a scheme that asks
-        for a larger one is refused.
-      filters: 'impulse'; 'gaussian', a bump of deviation `sigma` cut at the kernel's edge; 'box',
-        all ones, one filter in all; or an array of kernels [F, f, f].
-      sigma: deviation of Gaussians.
-      order: how filters go to channels, see `kernels.assign_filters`.
-      same_layers: whether all layers have equal filters.
-
-    Raises:
-      InputError: for what does not fit the site.
+    For the options see `tokens.impulse`.
     """
-    if np.max(kernel_size) > site.kernel_size:
+    bank = _filter_bank(filters, site.kernel_size, sigma)
+    if offsets == "center_first" and site.kernel_size % 2 == 0:
         raise InputError(
-            f"attention_init.kernel_size={kernel_size} is larger than model.kernel_size="
-            f"{site.kernel_size}: filters spread over the model's own kernel, so leave it out"
+            f"offsets='center_first': the kernel of a ConvSite with kernel_size={site.kernel_size} "
+            "is even and has no center: use 'even' or 'random'"
         )
-    bank = _bank(filters, site.kernel_size, sigma)
-    if order == "centre_first" and site.kernel_size % 2 == 0:
-        raise InputError(
-            f"attention_init.offsets='centre_first': model.kernel_size={site.kernel_size} is even "
-            "and has no centre: use 'even' or 'random'"
-        )
-    shape = (1 if same_layers else site.num_layers, site.width)
-    chosen = assign_filters(key, shape, len(bank), order=order)
-    chosen = jnp.broadcast_to(chosen, (site.num_layers, site.width))
-    return ConvWeights(jnp.moveaxis(jnp.asarray(bank)[chosen], 1, -1))
+    shape = (site.num_layers, site.width)
+    filter_index = assign(rng, shape, len(bank), order=offsets, same_layers=same_layers)
+    return ConvWeights(jnp.moveaxis(jnp.asarray(bank)[filter_index], 1, -1))
 
 
-def _bank(filters, kernel_size: int, sigma: float) -> Float[np.ndarray, "F f f"]:
+@register("impulse_2024", ConvSite)
+def impulse_2024(rng: PRNGKeyArray, site: ConvSite) -> ConvWeights:
+    """The impulses of the 2024 paper's table 4, each channel's place drawn independently."""
+    return impulse(rng, site, offsets="random")
+
+
+def _filter_bank(filters, kernel_size: int, sigma: float) -> Float[np.ndarray, "F f f"]:
     if not isinstance(filters, str):
         bank = np.asarray(filters, np.float32)
         if bank.shape[1:] != (kernel_size, kernel_size):
             raise InputError(
-                f"attention_init.filters has shape {bank.shape}: model.kernel_size={kernel_size} "
-                f"needs kernels [F, {kernel_size}, {kernel_size}]"
+                f"filters has shape {bank.shape}: a ConvSite with kernel_size={kernel_size} needs "
+                f"kernels [F, {kernel_size}, {kernel_size}]"
             )
         return bank
     if filters not in FILTERS:
-        raise InputError(
-            f"attention_init.filters={filters!r}: a convolution takes {', '.join(FILTERS)}"
-        )
+        raise InputError(f"filters={filters!r}: a ConvSite takes {', '.join(FILTERS)}")
     if filters == "box":
         return np.ones((1, kernel_size, kernel_size), np.float32)
     bank = np.eye(kernel_size**2, dtype=np.float32)

@@ -7,33 +7,25 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float, Int, PRNGKeyArray
 
+from structinit_jax.attention_init.sites import AttentionSite, TokenMixingSite
 from structinit_jax.errors import InputError
 
+FILTERS = ("impulse", "gaussian", "difference_of_gaussians", "box")
+ORDERS = ("even", "random", "center_first")
 
-def check_kernel_size(kernel_size: int, grid: tuple[int, int] | None = None) -> None:
-    """Raises `InputError` unless the kernel size is odd, positive and fits the grid."""
-    if kernel_size < 1 or kernel_size % 2 == 0:
-        raise InputError(
-            f"attention_init.kernel_size={kernel_size}: an attention map has a centre, so the "
-            "kernel size must be odd and positive, such as 3 or 5"
-        )
-    if grid is not None and kernel_size > min(grid):
-        raise InputError(
-            f"attention_init.kernel_size={kernel_size} is larger than the token grid "
-            f"{grid[0]}x{grid[1]}: use a smaller kernel or a smaller model.patch_size"
-        )
+# -- kernels ---------------------------------------------------------------------------------------
 
 
 def kernel_offsets(kernel_size: int) -> Int[np.ndarray, "F 2"]:
-    """All offsets (dy, dx) of a kernel, row-major: (-1, -1), (-1, 0), … for size 3."""
+    """Returns all offsets (dy, dx) of a kernel, row-major: (-1, -1), (-1, 0), … for size 3."""
     reach = np.arange(kernel_size) - kernel_size // 2
     return np.stack(np.meshgrid(reach, reach, indexing="ij"), axis=-1).reshape(-1, 2)
 
 
 def impulse_kernels(kernel_size: int, dilation: int = 1) -> Float[np.ndarray, "F g g"]:
-    """The f² impulse kernels: kernel k is 1 at the k-th of `kernel_offsets`, else 0.
+    """Returns the f² impulse kernels: kernel k is 1 at the k-th of `kernel_offsets`, else 0.
 
-    A dilation moves the offsets apart: kernels are then g = (f - 1) · dilation + 1 wide.
+    Dilation spreads the offsets: kernels are g = (f - 1) · dilation + 1 wide.
     """
     f = kernel_size
     kernels = np.eye(f * f, dtype=np.float32).reshape(f * f, f, f)
@@ -45,123 +37,234 @@ def impulse_kernels(kernel_size: int, dilation: int = 1) -> Float[np.ndarray, "F
 def smooth_kernels(
     kernel_size: int, sigma: float, *, surround: float | None = None
 ) -> Float[np.ndarray, "F g g"]:
-    """Gaussians of deviation `sigma` centred at each of the f² offsets, of sum 1.
+    """Returns Gaussians centered at the f² offsets, each of sum 1.
 
-    With `surround`, the positive part of the difference of two Gaussians of deviations `sigma` and
-    `surround`: a narrower bump, since attention cannot be negative. Kernels reach 2 sigma beyond
-    the outermost offsets.
+    Args:
+      kernel_size: Size f of the kernel whose offsets are the centers. The Gaussians extend 2 sigma
+        beyond the outermost ones.
+      sigma: Standard deviation in tokens.
+      surround: Standard deviation of a wider Gaussian to subtract. Only the positive part of the
+        difference is kept, since attention cannot be negative: a narrower bump.
     """
     reach = kernel_size // 2 + int(np.ceil(2 * sigma))
     y, x = np.meshgrid(*(np.arange(-reach, reach + 1),) * 2, indexing="ij")
 
-    def bump(dy, dx, deviation):
+    def gaussian(dy, dx, deviation):
         squared = (y - dy) ** 2 + (x - dx) ** 2
         return np.exp(-squared / (2 * deviation**2)) / deviation**2
 
-    kernels = [bump(dy, dx, sigma) for dy, dx in kernel_offsets(kernel_size)]
+    kernels = [gaussian(dy, dx, sigma) for dy, dx in kernel_offsets(kernel_size)]
     if surround is not None:
-        wide = [bump(dy, dx, surround) for dy, dx in kernel_offsets(kernel_size)]
+        wide = [gaussian(dy, dx, surround) for dy, dx in kernel_offsets(kernel_size)]
         kernels = [np.maximum(a - b, 0) for a, b in zip(kernels, wide, strict=True)]
     return np.stack([k / k.sum() for k in kernels]).astype(np.float32)
 
 
 def box_kernels(kernel_size: int) -> Float[np.ndarray, "1 f f"]:
-    """The mean over the kernel: one filter, which spans one dimension only (corollary 3)."""
+    """Returns the mean filter, a single kernel that spans one dimension (2024, corollary 3)."""
     return np.full((1, kernel_size, kernel_size), kernel_size**-2, np.float32)
 
 
+def check_kernel_size(kernel_size: int, grid: tuple[int, int] | None = None) -> None:
+    """Raises `InputError` unless the kernel size is odd, positive and fits the grid."""
+    if kernel_size < 1 or kernel_size % 2 == 0:
+        raise InputError(
+            f"kernel_size={kernel_size}: needs an odd positive number such as 3 or 5, so that the "
+            "kernel has a center"
+        )
+    if grid is not None and kernel_size > min(grid):
+        raise InputError(
+            f"kernel_size={kernel_size} is larger than the token grid {grid[0]}x{grid[1]}: use a "
+            "smaller kernel or more tokens"
+        )
+
+
+# -- target maps -----------------------------------------------------------------------------------
+
+
+def crop_kernels(
+    kernels: Float[np.ndarray, "F g w"], grid: tuple[int, int]
+) -> Float[np.ndarray, "F R C"]:
+    """Crops or pads kernels to the offsets on a grid: R = 2 rows - 1, C = 2 cols - 1."""
+    cropped = np.zeros((len(kernels), 2 * grid[0] - 1, 2 * grid[1] - 1), kernels.dtype)
+    center = [size // 2 for size in kernels.shape[1:]]
+    y, x = (min(half, side - 1) for half, side in zip(center, grid, strict=True))
+    inside = (slice(grid[0] - 1 - y, grid[0] + y), slice(grid[1] - 1 - x, grid[1] + x))
+    source = (slice(center[0] - y, center[0] + y + 1), slice(center[1] - x, center[1] + x + 1))
+    cropped[:, *inside] = kernels[:, *source]
+    return cropped
+
+
 def convolution_maps(
-    kernels: Float[np.ndarray, "F f f"], grid: tuple[int, int]
+    kernels: Float[np.ndarray, "F g w"], grid: tuple[int, int]
 ) -> Float[np.ndarray, "F N N"]:
-    """Target maps H: H[i, j] is the kernel's value at the offset from token i to token j.
+    """Returns target maps H: H[i, j] is the kernel's value at the offset from token i to token j.
 
-    Neighbours that fall off the grid are left out (zero padding): the row of an impulse whose
-    neighbour is missing is all zero, and its best softmax row is uniform.
+    Neighbors off the grid are dropped (zero padding). The row of an impulse without its neighbor is
+    all zero, and the softmax row closest to it is uniform.
     """
-    reach = kernels.shape[-1] // 2
-    tokens = np.stack(np.meshgrid(*map(np.arange, grid), indexing="ij"), axis=-1).reshape(-1, 2)
-    offset = tokens[None, :] - tokens[:, None]
-    inside = np.all(np.abs(offset) <= reach, axis=-1)
-    dy, dx = np.moveaxis(np.clip(offset + reach, 0, 2 * reach), -1, 0)
-    return np.where(inside, kernels[:, dy, dx], 0).astype(np.float32)
+    y, x = np.divmod(np.arange(grid[0] * grid[1]), grid[1])
+    dy, dx = y[None, :] - y[:, None], x[None, :] - x[:, None]
+    return crop_kernels(kernels, grid)[:, dy + grid[0] - 1, dx + grid[1] - 1].astype(np.float32)
 
 
-def centre_first(num_filters: int) -> Int[np.ndarray, " F"]:
-    """Kernel indices from the centre outwards; for 3×3 the order of the 2025 paper's program."""
+def normalize_rows(maps: Float[np.ndarray, "F N N"]) -> Float[np.ndarray, "F N N"]:
+    """Scales rows to sum 1, like those of a softmax; all-zero rows stay zero."""
+    total = maps.sum(axis=-1, keepdims=True)
+    return (maps / np.where(total > 0, total, 1)).astype(np.float32)
+
+
+def target_kernels(
+    site: AttentionSite | TokenMixingSite,
+    *,
+    filters: str | np.ndarray,
+    kernel_size: int | Sequence[int],
+    dilation: int | Sequence[int],
+    sigma: float,
+) -> tuple[np.ndarray, tuple[tuple[int, int], ...]]:
+    """Builds the distinct kernels that the options of `tokens.impulse` describe.
+
+    Returns:
+      Kernels [F, 2 rows - 1, 2 cols - 1] on all offsets of the site's grid, and the range
+      (start, stop) of them that each layer uses.
+    """
+    if isinstance(filters, str):
+        sizes = _per_layer("kernel_size", kernel_size, site.num_layers)
+        dilations = _per_layer("dilation", dilation, site.num_layers)
+        layers = list(zip(sizes, dilations, strict=True))
+    else:
+        layers = [None] * site.num_layers
+    ranges, banks, stop = {}, [], 0
+    for layer in dict.fromkeys(layers):
+        if layer is None:
+            bank = _check_kernels(np.asarray(filters, np.float32))
+        elif filters == "impulse":
+            bank = impulse_kernels(*layer)
+        elif filters == "box":
+            bank = box_kernels(layer[0])
+        else:
+            surround = 2 * sigma if filters == "difference_of_gaussians" else None
+            bank = smooth_kernels(layer[0], sigma, surround=surround)
+        banks.append(crop_kernels(bank, site.grid))
+        ranges[layer] = (stop, stop := stop + len(bank))
+    return np.concatenate(banks), tuple(ranges[layer] for layer in layers)
+
+
+def target_maps(
+    site: AttentionSite | TokenMixingSite, *, filters: str | np.ndarray, **options
+) -> tuple[Float[np.ndarray, "F N N"], tuple[tuple[int, int], ...]]:
+    """Builds the distinct target maps, given as such or by the options of `target_kernels`.
+
+    Returns:
+      Target maps, and the range (start, stop) of them that each layer uses.
+    """
+    if isinstance(filters, str):
+        for size in np.ravel(options["kernel_size"]):
+            check_kernel_size(int(size), site.grid)
+    elif filters.shape[1:] == (site.num_tokens,) * 2:
+        return np.asarray(filters, np.float32), ((0, len(filters)),) * site.num_layers
+    kernels, ranges = target_kernels(site, filters=filters, **options)
+    return normalize_rows(convolution_maps(kernels, site.grid)), ranges
+
+
+def _check_kernels(kernels):
+    if kernels.shape[1] != kernels.shape[2] or kernels.shape[1] % 2 == 0:
+        raise InputError(
+            f"filters has shape {kernels.shape}: needs kernels [F, f, f] with odd f, or, except "
+            "for attention within windows, maps [F, N, N] for the N tokens"
+        )
+    if kernels.min() < 0:
+        raise InputError(
+            "filters has negative values, but attention is never negative: pass the positive part"
+        )
+    return kernels
+
+
+def _per_layer(option, value, num_layers):
+    values = (value,) * num_layers if np.ndim(value) == 0 else tuple(value)
+    if len(values) != num_layers:
+        raise InputError(
+            f"{option}={value!r} has {len(values)} values for {num_layers} layers: pass one per "
+            "layer, or a single one for all"
+        )
+    return values
+
+
+# -- which head gets which filter ------------------------------------------------------------------
+
+
+def center_first(num_filters: int) -> Int[np.ndarray, " F"]:
+    """Returns kernel indices from the center outwards; for 3×3 the order of the 2025 program."""
     if num_filters == 9:
         return np.array([4, 1, 5, 3, 7, 0, 2, 6, 8])
     size = round(num_filters**0.5)
-    if size**2 != num_filters:  # not the offsets of a square kernel: their own order
+    if size**2 != num_filters:  # not the offsets of a square kernel: keep their own order
         return np.arange(num_filters)
     return np.argsort(np.sum(kernel_offsets(size) ** 2, axis=1), kind="stable")
 
 
-def assign_filters(
-    key: PRNGKeyArray, shape: tuple[int, int], num_filters: int, *, order: str
-) -> Int[Array, "L h"]:
-    """The filter of every head.
-
-    Args:
-      key: draws them.
-      shape: (layers, heads).
-      num_filters: F.
-      order: 'even' covers all filters as evenly as there are heads in all layers, without repeats
-        in a run of F heads; 'random' draws each independently (2024); 'centre_first' walks from the
-        centre outwards by head number, alike in every layer (2025).
-    """
-    layers, heads = shape
-    if order == "random":
-        return jax.random.randint(key, shape, 0, num_filters)
-    if order == "centre_first":
-        filters = centre_first(num_filters)[np.arange(heads) % num_filters]
-        return jnp.broadcast_to(jnp.asarray(filters, jnp.int32)[None], shape)
-    rounds = -(-layers * heads // num_filters)
-    permutations = jax.vmap(lambda k: jax.random.permutation(k, num_filters))(
-        jax.random.split(key, rounds)
-    )
-    return permutations.reshape(-1)[: layers * heads].reshape(shape)
-
-
-def assign_layers(
-    key: PRNGKeyArray,
-    ranges: tuple[tuple[int, int], ...],
-    num_heads: int,
+def assign(
+    rng: PRNGKeyArray,
+    shape: tuple[int, int],
+    bank: int | tuple[tuple[int, int], ...],
     *,
     order: str,
-    same_layers: bool,
+    same_layers: bool = False,
+    axis: int = 1,
 ) -> Int[Array, "L h"]:
-    """Each head's filter, from its layer's (start, stop) in a bank of filters.
+    """Assigns one filter of a bank to every head.
 
-    Layers with the same filters to choose from are dealt with together, by `assign_filters`.
+    Args:
+      rng: Random key.
+      shape: (layers, heads).
+      bank: Number of filters F, all available to every layer, or one range (start, stop) of filters
+        per layer. Layers with the same range are assigned together.
+      order: 'even' uses all filters equally often, as far as the number of heads in all layers
+        allows, without repeats in a run of F heads. 'random' draws each head's independently (2024
+        paper). 'center_first' goes from the center outwards (2025 paper).
+      same_layers: Whether layers with the same filters available get the same ones.
+      axis: Axis of `shape` along which 'center_first' goes: 1 for heads, 0 for layers.
     """
-    chosen = jnp.zeros((len(ranges), num_heads), jnp.int32)
-    for start, stop in dict.fromkeys(ranges):
-        layers = np.array([i for i, pair in enumerate(ranges) if pair == (start, stop)])
-        dealt = assign_filters(
-            jax.random.fold_in(key, start),
-            (1 if same_layers else len(layers), num_heads),
-            stop - start,
-            order=order,
+    if not isinstance(bank, int):
+        filter_index = jnp.zeros(shape, jnp.int32)
+        for start, stop in dict.fromkeys(bank):
+            layers = np.array(
+                [i for i, layer_range in enumerate(bank) if layer_range == (start, stop)]
+            )
+            drawn = assign(
+                jax.random.fold_in(rng, start),
+                (len(layers), shape[1]),
+                stop - start,
+                order=order,
+                same_layers=same_layers,
+                axis=axis,
+            )
+            filter_index = filter_index.at[layers].set(start + drawn)
+        return filter_index
+    layers, heads = (1, shape[1]) if same_layers else shape
+    if order == "random":
+        drawn = jax.random.randint(rng, (layers, heads), 0, bank)
+    elif order == "center_first":
+        place = np.indices((layers, heads))[axis]
+        drawn = jnp.asarray(center_first(bank)[place % bank], jnp.int32)
+    else:
+        rounds = -(-layers * heads // bank)
+        permutations = jax.vmap(lambda rng: jax.random.permutation(rng, bank))(
+            jax.random.split(rng, rounds)
         )
-        dealt = jnp.broadcast_to(start + dealt, (len(layers), num_heads))
-        chosen = chosen.at[layers].set(dealt.astype(jnp.int32))
-    return chosen
+        drawn = permutations.reshape(-1)[: layers * heads].reshape(layers, heads)
+    return jnp.broadcast_to(drawn, shape)
 
 
-def bank_ranges(
-    banks: Sequence[np.ndarray], bank_of_layer: Sequence[int]
-) -> tuple[tuple[int, int], ...]:
-    """Each layer's (start, stop) in the concatenated banks."""
-    stops = np.cumsum([len(bank) for bank in banks]).tolist()
-    return tuple((stops[i] - len(banks[i]), stops[i]) for i in bank_of_layer)
+def random_rotations(
+    rng: PRNGKeyArray, shape: tuple[int, ...], *, same_layers: bool
+) -> Float[Array, "L *batch m n"]:
+    """Draws matrices with orthonormal columns, by which equal maps get independent weights.
 
-
-def per_layer(field: str, value: int | Sequence[int], num_layers: int) -> tuple[int, ...]:
-    """One value for each layer, from one for all or a sequence of that length."""
-    values = (value,) * num_layers if np.ndim(value) == 0 else tuple(value)
-    if len(values) != num_layers:
-        raise InputError(
-            f"attention_init.{field}={value!r} has {len(values)} values for {num_layers} layers: "
-            "give one for each layer, or a single one for all"
-        )
-    return values
+    Args:
+      rng: Random key.
+      shape: (layers, …, m, n) with m ≥ n.
+      same_layers: Whether all layers get the same matrices.
+    """
+    normal = jax.random.normal(rng, (1, *shape[1:]) if same_layers else shape)
+    return jnp.broadcast_to(jnp.linalg.qr(normal)[0], shape)

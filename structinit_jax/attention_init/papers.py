@@ -1,4 +1,4 @@
-"""The impulse initializations of the papers, as published: references for `impulse`, our own."""
+"""The impulse initializations of the papers as published, for comparison with our own `impulse`."""
 
 import functools
 
@@ -8,127 +8,108 @@ import numpy as np
 import optax
 from jaxtyping import Array, Float, Int, PRNGKeyArray
 
-from structinit_jax.attention_init.baselines import mimetic_vo, split_product
-from structinit_jax.attention_init.convolution import placed_filters
 from structinit_jax.attention_init.kernels import (
-    assign_filters,
+    assign,
     check_kernel_size,
     convolution_maps,
     impulse_kernels,
 )
-from structinit_jax.attention_init.pseudo_input import draw_pseudo_input, layer_norm
-from structinit_jax.attention_init.sites import (
-    AttentionInit,
-    AttentionWeights,
-    ConvSite,
-    Site,
-    SolveReport,
-    Weights,
-    check_positive,
-    require_attention,
-    require_positions,
-)
-from structinit_jax.attention_init.solve import closeness
+from structinit_jax.attention_init.positions import draw_pseudo_input, layer_norm
+from structinit_jax.attention_init.registry import register
+from structinit_jax.attention_init.sites import AttentionSite, AttentionWeights, SolveReport
+from structinit_jax.attention_init.solve import report_on_maps
+from structinit_jax.attention_init.tokens import mimetic_vo, split_product
 
 RESCALE_EVERY = 100  # steps of algorithm 1 between two rescalings of the columns
 # Gradients of equation 8 are so small that Adam's ε decides how far the columns drift outside the
-# encoding's row space. The paper leaves open how its loss is averaged over heads, and with it ε.
-# This one ends at the figures of the authors' program (loss 0.0021, share 0.28, norm 0.67); optax's
+# encoding's row space. The paper does not say how its loss is averaged over heads, which scales ε.
+# This value reproduces the authors' program (loss 0.0021, target mass 0.28, norm 0.67); optax's
 # default of 1e-8 ends at 0.0024 and 0.20.
 ADAM_EPSILON_2024 = 1.6e-7
 POSITION_SCALE_2025 = 18.0
 FROBENIUS_NORM_2025 = 7.0
 
 
+@register("impulse_2024", AttentionSite)
 def impulse_2024(
-    kernel_size: int = 3,
+    rng: PRNGKeyArray,
+    site: AttentionSite,
     *,
+    kernel_size: int = 3,
     same_layers: bool = True,
     first_input: str = "positions",
     following_input: str = "positions",
     max_steps: int = 10_000,
     learning_rate: float = 1e-4,
-) -> AttentionInit:
+) -> AttentionWeights:
     """Algorithm 1 of "Structured Initialization for Attention in Vision Transformers" (2024).
 
     Adam on the full Q and K of every head, against the mean squared error of its map (equation 8);
-    every 100 steps each column is rescaled to the mean column norm of the start. V and projection
-    keep the model's default. Made for comparison: `impulse` solves the same problem closer, and
+    every 100 steps each column is rescaled to the mean column norm at the start. V and projection
+    keep the model's initialization. For comparison: `impulse` gets closer to the same targets,
     thousands of times faster.
 
-    The filters of a depthwise convolution (`ConvSite`) are those of the paper's table 4: each
-    channel's an impulse at a place drawn independently from the model's own kernel. `kernel_size`
-    may be at most that, and the other options have no part.
-
     Args:
-      kernel_size: f. Each head draws one of the f² offsets, with replacement.
-      same_layers: whether all layers share their Q and K, as in the paper's main results.
-      first_input: pseudo input of the first layer (table 6): 'positions', 'uniform', 'gaussian',
+      rng: Random key.
+      site: Layers to initialize.
+      kernel_size: Kernel size f, odd. Each head draws one of the f² offsets, with replacement.
+      same_layers: Whether all layers share their Q and K, as in the paper's main results.
+      first_input: Pseudo input of the first layer (table 6): 'positions', 'uniform', 'gaussian',
         'positions+uniform' or 'positions+gaussian'.
-      following_input: the same for the layers behind it.
-      max_steps: Adam's steps; there is no other stop.
-      learning_rate: Adam's.
+      following_input: Pseudo input of the other layers.
+      max_steps: Number of Adam steps.
+      learning_rate: Adam's learning rate.
     """
-    check_kernel_size(kernel_size)
-    check_positive("max_steps", max_steps)
-    check_positive("learning_rate", learning_rate)
+    check_kernel_size(kernel_size, site.grid)
+    positions = site.require_positions()
+    offset_rng, first_rng, following_rng = jax.random.split(rng, 3)
+    targets = jnp.asarray(convolution_maps(impulse_kernels(kernel_size), site.grid))
 
-    def init(key: PRNGKeyArray, site: Site) -> Weights:
-        if isinstance(site, ConvSite):
-            return placed_filters(key, site, kernel_size=kernel_size)
-        require_attention(site, "impulse_2024")
-        check_kernel_size(kernel_size, site.grid)
-        positions = require_positions(site, "impulse_2024")
-        offset_key, first_key, rest_key = jax.random.split(key, 3)
-        targets = jnp.asarray(convolution_maps(impulse_kernels(kernel_size), site.grid))
-        solve = functools.partial(
-            _solve_2024,
+    def solve_layers(rng, pseudo_input, filter_index):
+        input_rng, solve_rng = jax.random.split(rng)
+        x = layer_norm(jnp.asarray(draw_pseudo_input(input_rng, pseudo_input, positions)))
+        query, key, report = _solve_2024(
+            solve_rng,
+            x,
+            targets[filter_index.reshape(-1)],
             qk_scale=site.qk_scale,
             head_dim=site.head_dim,
             max_steps=max_steps,
             learning_rate=learning_rate,
         )
-
-        def solve_layers(key, name, filters):
-            input_key, solve_key = jax.random.split(key)
-            x = layer_norm(jnp.asarray(draw_pseudo_input(input_key, name, positions)))
-            layers, heads = filters.shape
-            query, key_, report = solve(solve_key, x, targets[filters.reshape(-1)])
-            shape = (layers, heads, site.width, site.head_dim)
-            return (
-                jnp.moveaxis(query.reshape(shape), 1, 2),
-                jnp.moveaxis(key_.reshape(shape), 1, 2),
-                report,
-            )
-
-        # Layers of one pseudo input are solved together; equal layers are solved once.
-        split_inputs = first_input != following_input and site.num_layers > 1
-        if same_layers:
-            groups = [1, 1] if split_inputs else [1]
-        else:
-            groups = [1, site.num_layers - 1] if split_inputs else [site.num_layers]
-        filters = assign_filters(
-            offset_key, (sum(groups), site.num_heads), len(targets), order="random"
-        )
-        if same_layers:
-            filters = jnp.broadcast_to(filters[:1], filters.shape)
-        parts = [solve_layers(first_key, first_input, filters[: groups[0]])]
-        if split_inputs:
-            parts.append(solve_layers(rest_key, following_input, filters[groups[0] :]))
-        query, key_ = (jnp.concatenate([part[i] for part in parts]) for i in (0, 1))
-        report = jax.tree.map(lambda *leaves: sum(leaves) / len(leaves), *[p[2] for p in parts])
-        # The last solved layer stands for all that are equal to it.
-        layer = np.minimum(np.arange(site.num_layers), len(query) - 1)
-        return AttentionWeights(
-            query[layer], key_[layer], report=report, filter_index=filters[layer]
+        shape = (*filter_index.shape, site.width, site.head_dim)
+        return (
+            jnp.moveaxis(query.reshape(shape), 1, 2),
+            jnp.moveaxis(key.reshape(shape), 1, 2),
+            report,
         )
 
-    return init
+    # Layers with the same pseudo input are solved together; equal layers are solved once.
+    two_inputs = first_input != following_input and site.num_layers > 1
+    num_solved = 1 + two_inputs if same_layers else site.num_layers
+    filter_index = assign(
+        offset_rng,
+        (num_solved, site.num_heads),
+        len(targets),
+        order="random",
+        same_layers=same_layers,
+    )
+    first = 1 if two_inputs else num_solved
+    solved = [solve_layers(first_rng, first_input, filter_index[:first])]
+    if two_inputs:
+        solved.append(solve_layers(following_rng, following_input, filter_index[first:]))
+    query, key = (jnp.concatenate([part[i] for part in solved]) for i in (0, 1))
+    report = jax.tree.map(lambda *leaves: sum(leaves) / len(leaves), *[p[2] for p in solved])
+    # The last solved layer is repeated for all layers that are equal to it.
+    layer = np.minimum(np.arange(site.num_layers), len(query) - 1)
+    return AttentionWeights(
+        query[layer], key[layer], report=report, filter_index=filter_index[layer]
+    )
 
 
 @functools.partial(jax.jit, static_argnames=("qk_scale", "head_dim", "max_steps", "learning_rate"))
 def _solve_2024(
-    key: PRNGKeyArray,
+    rng: PRNGKeyArray,
     x: Float[Array, "N D"],
     targets: Float[Array, "H N N"],
     *,
@@ -140,7 +121,7 @@ def _solve_2024(
     shape = (len(targets), x.shape[1], head_dim)
     bound = x.shape[1] ** -0.5  # (1 / (d h))^1/2 with D = d h
     start = tuple(
-        jax.random.uniform(k, shape, minval=-bound, maxval=bound) for k in jax.random.split(key)
+        jax.random.uniform(r, shape, minval=-bound, maxval=bound) for r in jax.random.split(rng)
     )
     adam = optax.adam(learning_rate, eps=ADAM_EPSILON_2024)
 
@@ -167,96 +148,91 @@ def _solve_2024(
         )
         return factors, state
 
-    query, key_ = jax.lax.fori_loop(0, max_steps, body, (start, adam.init(start)))[0]
-    norm = jnp.mean(jnp.stack([column_norms(query), column_norms(key_)]))
-    report = closeness(targets, maps((query, key_)), steps=max_steps, norm=norm)
-    return query, key_, report
+    query, key = jax.lax.fori_loop(0, max_steps, body, (start, adam.init(start)))[0]
+    norm = jnp.mean(jnp.stack([column_norms(query), column_norms(key)]))
+    report = report_on_maps(targets, maps((query, key)), steps=max_steps, norm=norm)
+    return query, key, report
 
 
-def impulse_2025(kernel_size: int = 3) -> AttentionInit:
+@register("impulse_2025", AttentionSite)
+def impulse_2025(
+    rng: PRNGKeyArray, site: AttentionSite, *, kernel_size: int = 3
+) -> AttentionWeights:
     """The closed form of "Structured Initialization for Vision Transformers" (arXiv:2505.19985).
 
-    Learned positions are multiplied by 18; X is their LayerNorm. The wanted logits are W = 1000
-    where the target map is 1, and 3 times truncated normal noise of deviation 0.6 elsewhere. With
-    X⁺ the pseudo-inverse over X's top d singular values, X⁺ W X⁺ᵀ is factored by singular value
-    decomposition, and Q and K are each scaled to Frobenius norm 7. Offsets go to heads in a fixed
-    order, centre first. V and projection are mimetic.
+    Learned positions are multiplied by 18; X is their LayerNorm. The target logits W are 1000 where
+    the target map is 1, and 3 times truncated normal noise of standard deviation 0.6 elsewhere.
+    With X⁺ the pseudo-inverse over the top d singular values of X, X⁺ W X⁺ᵀ is factored by SVD, and
+    Q and K are each scaled to Frobenius norm 7. Offsets go to heads in a fixed order, center first.
+    V and projection are mimetic.
 
     Args:
-      kernel_size: f, 3 in the paper.
+      rng: Random key.
+      site: Layers to initialize.
+      kernel_size: Kernel size f, odd; 3 in the paper.
     """
-    check_kernel_size(kernel_size)
-
-    def init(key: PRNGKeyArray, site: Site) -> AttentionWeights:
-        require_attention(site, "impulse_2025")
-        check_kernel_size(kernel_size, site.grid)
-        positions = require_positions(site, "impulse_2025")
-        if site.positions_trainable:
-            positions = POSITION_SCALE_2025 * jnp.asarray(positions)
-        noise_key, vo_key, order_key = jax.random.split(key, 3)
-        targets = jnp.asarray(convolution_maps(impulse_kernels(kernel_size), site.grid))
-        shape = (site.num_layers, site.num_heads)
-        filters = assign_filters(order_key, shape, len(targets), order="centre_first")
-        x = layer_norm(jnp.asarray(positions))
-        query, key_, report = _solve_2025(
-            noise_key, x, targets, filters, head_dim=site.head_dim, qk_scale=site.qk_scale
-        )
-        value, out = mimetic_vo(vo_key, site.num_layers, site.width, site.num_heads, site.head_dim)
-        return AttentionWeights(
-            query,
-            key_,
-            value,
-            out,
-            positions if site.positions_trainable else None,
-            report,
-            filters,
-        )
-
-    return init
+    check_kernel_size(kernel_size, site.grid)
+    positions = site.require_positions()
+    if site.positions_trainable:
+        positions = POSITION_SCALE_2025 * jnp.asarray(positions)
+    noise_rng, vo_rng, offset_rng = jax.random.split(rng, 3)
+    targets = jnp.asarray(convolution_maps(impulse_kernels(kernel_size), site.grid))
+    shape = (site.num_layers, site.num_heads)
+    filter_index = assign(offset_rng, shape, len(targets), order="center_first")
+    x = layer_norm(jnp.asarray(positions))
+    query, key, report = _solve_2025(
+        noise_rng, x, targets, filter_index, head_dim=site.head_dim, qk_scale=site.qk_scale
+    )
+    value, out = mimetic_vo(vo_rng, site)
+    return AttentionWeights(
+        query,
+        key,
+        value,
+        out,
+        positions=positions if site.positions_trainable else None,
+        report=report,
+        filter_index=filter_index,
+    )
 
 
 @functools.partial(jax.jit, static_argnames=("head_dim", "qk_scale"))
 def _solve_2025(
-    key: PRNGKeyArray,
+    rng: PRNGKeyArray,
     x: Float[Array, "N D"],
     targets: Float[Array, "F N N"],
-    filters: Int[Array, "L h"],
+    filter_index: Int[Array, "L h"],
     *,
     head_dim: int,
     qk_scale: float,
 ) -> tuple[Float[Array, "L D h d"], Float[Array, "L D h d"], SolveReport]:
     std, cut = 0.6, 2 / 0.6  # truncated at ±2 in absolute terms, as timm does
-    layers, heads = filters.shape
+    layers, heads = filter_index.shape
 
-    def solve_head(head):
-        key, target = head
-        noise = std * jax.random.truncated_normal(key, -cut, cut, target.shape)
+    def solve_head(rng, target):
+        noise = std * jax.random.truncated_normal(rng, -cut, cut, target.shape)
         logits = 1000 * target + 3 * jnp.where(target == 0, noise, 0)
-        query, key_ = factor_logits(x, logits, head_dim)
-        maps = jax.nn.softmax(qk_scale * (x @ query) @ (x @ key_).T, axis=-1)
+        query, key = factor_logits(x, logits, head_dim)
+        maps = jax.nn.softmax(qk_scale * (x @ query) @ (x @ key).T, axis=-1)
         norm = FROBENIUS_NORM_2025 / head_dim**0.5
-        return query, key_, closeness(target[None], maps[None], steps=0, norm=norm)
+        return query, key, report_on_maps(target[None], maps[None], steps=0, norm=norm)
 
-    # One head after the other: the N × N logits of all heads of a large model do not fit at once.
-    keys = jax.random.split(key, filters.size)
-    solved = jax.lax.map(
-        lambda head: solve_head((head[0], targets[head[1]])), (keys, filters.ravel())
+    # One head at a time: the N × N logits of all heads of a large model do not fit into memory.
+    query, key, reports = jax.lax.map(
+        lambda head: solve_head(head[0], targets[head[1]]),
+        (jax.random.split(rng, filter_index.size), filter_index.ravel()),
     )
-    query, key_, reports = solved
-    query, key_ = (
-        jnp.moveaxis(f.reshape(layers, heads, *f.shape[1:]), 1, 2) for f in (query, key_)
-    )
-    return query, key_, jax.tree.map(jnp.mean, reports)
+    query, key = (jnp.moveaxis(f.reshape(layers, heads, *f.shape[1:]), 1, 2) for f in (query, key))
+    return query, key, jax.tree.map(jnp.mean, reports)
 
 
 def factor_logits(
     x: Float[Array, "N D"], logits: Float[Array, "N N"], head_dim: int
 ) -> tuple[Float[Array, "D d"], Float[Array, "D d"]]:
-    """Q and K of Frobenius norm 7 with Q Kᵀ ∝ X⁺ W X⁺ᵀ, X⁺ over X's top d singular values."""
+    """Returns Q, K of Frobenius norm 7 with Q Kᵀ ∝ X⁺ W X⁺ᵀ, X⁺ over X's top d singular values."""
     u, s, vt = jnp.linalg.svd(x, full_matrices=False)
     rank = min(head_dim, len(s))
     inverse = u[:, :rank] / s[None, :rank]
-    # X⁺ W X⁺ᵀ = V (S⁻¹ Uᵀ W U S⁻¹) Vᵀ: its decomposition is that of the small inner matrix.
+    # X⁺ W X⁺ᵀ = V (S⁻¹ Uᵀ W U S⁻¹) Vᵀ, so the SVD of the small inner matrix is enough.
     factors = split_product(inverse.T @ logits @ inverse, rank)
     query, key = (vt[:rank].T @ f for f in factors)
     return tuple(

@@ -1,54 +1,169 @@
-"""The initialization schemes by name."""
+"""Schemes by name: the table of their implementations and the checks of their options.
+
+A scheme has one implementation for each kind of site that it supports, a function
+`(rng, site, *, options…) -> weights` under `@register(name, site type)`. Its keyword arguments are
+the options that have a meaning for that kind of site; any other option is refused.
+"""
 
 import difflib
 import inspect
+from collections.abc import Callable
+
+import numpy as np
+from jaxtyping import PRNGKeyArray
 
 from structinit_jax import plugins
-from structinit_jax.attention_init.baselines import default, kaiming_uniform, mimetic
-from structinit_jax.attention_init.papers import impulse_2024, impulse_2025
-from structinit_jax.attention_init.sites import AttentionInit
-from structinit_jax.attention_init.tokens import impulse
+from structinit_jax.attention_init import kernels
+from structinit_jax.attention_init.positions import PSEUDO_INPUTS
+from structinit_jax.attention_init.sites import AttentionInit, Site, Weights
+from structinit_jax.attention_init.solve import make_optimizer
 from structinit_jax.errors import InputError
 
-SCHEMES = {
-    "default": default,
-    "kaiming_uniform": kaiming_uniform,
-    "mimetic": mimetic,
-    "impulse_2024": impulse_2024,
-    "impulse_2025": impulse_2025,
-    "impulse": impulse,
+SCHEMES: dict[str, dict[type, Callable[..., Weights]]] = {}
+"""Implementations by scheme and type of site."""
+
+CHOICES = {
+    "filters": kernels.FILTERS,
+    "offsets": kernels.ORDERS,
+    "vo_init": ("balanced", "mimetic", "default"),
+    "first_input": PSEUDO_INPUTS,
+    "following_input": PSEUDO_INPUTS,
 }
+POSITIVE = ("sigma", "dilation", "norm", "target_mass", "learning_rate", "max_steps")
+
+
+def register(name: str, *site_types: type) -> Callable[[Callable], Callable]:
+    """Registers the decorated function as a scheme's implementation for types of sites."""
+
+    def decorate(function):
+        SCHEMES.setdefault(name, {}).update(dict.fromkeys(site_types, function))
+        return function
+
+    return decorate
+
+
+def by_name(name: str, **options) -> AttentionInit:
+    """Returns a scheme by its name: `by_name("impulse", kernel_size=5)`.
+
+    Args:
+      name: Name of a scheme, or your own as 'module:function'. That function is called with the
+        options and returns the initializer `(rng, site) -> weights`.
+      **options: Options of the scheme. None stands for the default.
+
+    Raises:
+      InputError: There is no such scheme, or it does not take an option or its value. The returned
+        initializer raises it for sites that the scheme or one of the options does not support.
+    """
+    known = scheme_options(name)
+    if plugins.is_reference(name):
+        function = _load(name)
+        try:
+            inspect.signature(function).bind(**options)
+        except TypeError as error:
+            raise InputError(f"name={name!r} does not take these options: {error}") from error
+        return function(**options)
+    options = {option: value for option, value in options.items() if value is not None}
+    for option, value in options.items():
+        if option not in known:
+            near = difflib.get_close_matches(option, known, n=1)
+            hint = f", did you mean {near[0]!r}?" if near else ""
+            raise _refused(option, value, f"no option of {name!r}{hint}", known)
+        _check_value(option, value)
+
+    def init(rng: PRNGKeyArray, site: Site) -> Weights:
+        kind = type(site).__name__
+        implementation = SCHEMES[name].get(type(site))
+        if implementation is None:
+            fitting = sorted(n for n, sites in SCHEMES.items() if type(site) in sites)
+            raise InputError(
+                f"name={name!r} does not support a {kind}: use one of {', '.join(fitting)}"
+            )
+        takes = _options_of(implementation)
+        for option, value in options.items():
+            if option not in takes:
+                raise _refused(option, value, f"without meaning for {name!r} on a {kind}", takes)
+        return implementation(rng, site, **options)
+
+    return init
+
+
+def scheme(name: str) -> Callable[..., AttentionInit]:
+    """Returns a registered scheme as a documented function of its options.
+
+    `scheme("impulse")(norm=1.0)` is `by_name("impulse", norm=1.0)`.
+    """
+
+    def function(**options):
+        return by_name(name, **options)
+
+    sites = {}  # types of sites by implementation
+    for site_type in sorted(SCHEMES[name], key=lambda site_type: site_type.__name__):
+        sites.setdefault(SCHEMES[name][site_type], []).append(site_type.__name__)
+    parameters = {}
+    for implementation in sites:
+        parameters |= {k: v for k, v in _options_of(implementation).items() if k not in parameters}
+    function.__name__ = function.__qualname__ = name
+    function.__doc__ = "\n\n".join(f"{', '.join(s)}: {inspect.getdoc(f)}" for f, s in sites.items())
+    function.__signature__ = inspect.Signature(parameters.values())
+    return function
 
 
 def scheme_options(name: str) -> tuple[str, ...]:
-    """The names of the options of a scheme."""
-    if plugins.is_reference(name):
-        return tuple(inspect.signature(plugins.load(name, "attention_init.name")).parameters)
+    """Returns the names of all options of a scheme, for any kind of site.
+
+    Args:
+      name: Name of a scheme, or your own as 'module:function'.
+
+    Raises:
+      InputError: There is no such scheme.
+    """
+    if plugins.is_reference(str(name)):
+        return tuple(_options_of(_load(name)))
     if name not in SCHEMES:
         near = difflib.get_close_matches(str(name), SCHEMES, n=1)
         hint = f"did you mean {near[0]!r}? " if near else ""
         raise InputError(
-            f"attention_init.name={name!r} is no scheme: {hint}there are {', '.join(SCHEMES)}"
+            f"name={name!r}: unknown scheme; {hint}choose one of {', '.join(sorted(SCHEMES))}, or "
+            "name your own as 'module:function'"
         )
-    return tuple(inspect.signature(SCHEMES[name]).parameters)
+    return tuple(inspect.signature(scheme(name)).parameters)
 
 
-def by_name(name: str, **options) -> AttentionInit:
-    """The scheme of that name, such as `by_name('impulse', kernel_size=5)`.
+def _load(name):
+    function = plugins.load(name, "attention_init.name")
+    if not callable(function):
+        raise InputError(f"name={name!r} is not a function that returns (rng, site) -> weights")
+    return function
 
-    Raises:
-      InputError: if there is no such scheme, or it does not take one of the options.
-    """
-    known = scheme_options(name)
-    for option in options:
-        if option not in known:
-            near = difflib.get_close_matches(option, known, n=1)
-            hint = f", did you mean {near[0]!r}?" if near else ""
-            takes = ", ".join(known) if known else "no options"
-            raise InputError(
-                f"attention_init.{option}: scheme {name!r} has no such option{hint} "
-                f"(it takes {takes})"
-            )
-    if plugins.is_reference(name):
-        return plugins.load(name, "attention_init.name")(**options)
-    return SCHEMES[name](**options)
+
+def _options_of(function) -> dict[str, inspect.Parameter]:
+    """Arguments of a scheme's implementation, or of a user's function, that can be options."""
+    parameters = inspect.signature(function).parameters
+    return {
+        name: parameter
+        for name, parameter in parameters.items()
+        if name not in ("rng", "site") and parameter.kind != parameter.VAR_KEYWORD
+    }
+
+
+def _refused(option, value, reason, takes) -> InputError:
+    return InputError(f"{option}={value!r}: {reason} (it takes {', '.join(takes) or 'no options'})")
+
+
+def _check_value(option, value) -> None:
+    """Checks the value of an option by its name, as far as that is possible without a site."""
+    if option in CHOICES and isinstance(value, str) and value not in CHOICES[option]:
+        raise InputError(f"{option}={value!r}: choose one of {', '.join(CHOICES[option])}")
+    if option in POSITIVE and not np.all(np.asarray(value) > 0):
+        raise InputError(f"{option}={value!r}: must be positive")
+    if option == "target_mass" and value >= 1:
+        raise InputError(f"{option}={value!r}: must be less than 1")
+    if option == "kernel_size":
+        for size in np.ravel(value):
+            kernels.check_kernel_size(int(size))
+    if option == "filters" and not isinstance(value, str) and np.ndim(value) != 3:
+        raise InputError(
+            f"filters has shape {np.shape(value)}: needs kernels [F, f, f] or maps [F, N, N]"
+        )
+    if option == "optimizer":
+        make_optimizer(value, learning_rate=1e-2)

@@ -1,32 +1,29 @@
-"""Schemes for token-mixing MLPs, such as MLP-Mixer's: a spatial filter through a hidden layer.
+"""Schemes for token-mixing MLPs (`TokenMixingSite`), as in MLP-Mixer.
 
-Token mixing computes y = A gelu(B u) for the N values u of each channel. GELU is z Φ(z), so that
+The papers do not cover these; `impulse` and `mimetic` for them are our own.
+
+Token mixing computes y = A gelu(B u) for the N values u of each channel. GELU is z Φ(z), so
 gelu(z) - gelu(-z) = z: a pair of hidden units with opposite weights in both layers is linear. With
-B = [B'; -B'] and A = [A', -A'], y = A' B' u exactly: every linear map M = A' B' of the tokens, and
-so every convolution, fits into twice as many hidden units as its rank. The two units of a pair have
-different gradients, gelu'(z) and gelu'(-z): training makes them nonlinear from the first step.
+B = [B'; -B'] and A = [A', -A'], y = A' B' u exactly, so every linear map M = A' B' of the tokens
+fits into twice as many hidden units as its rank. The two units of a pair have different gradients,
+gelu'(z) and gelu'(-z): training makes them nonlinear from the first step.
 
-Mixing is shared by all channels, so a layer has one filter, where an attention layer has one for
-each head; different offsets go to different layers. What is filtered is the block's normalized
-input: the block puts out x + M norm(x).
+All channels share the weights, so a layer has one filter, where an attention layer has one per
+head. The filter acts on the block's normalized input: the block returns x + M norm(x).
 
-Fewer units than that. A shift of the tokens has equal singular values, so that its truncated
-singular value decomposition would keep an arbitrary part. But neighbouring tokens are alike, and
-smooth patterns are most of what there is to mix. So with k pairs the map is U Uᵀ M, where U [N, k]
-are the k first principal components of what M makes of tokens whose correlation falls with
-distance (`CORRELATION` to the power of the distance in rows plus in columns): the lowest spatial
-frequencies of the filter's output. In mean square over such tokens no map of rank k is closer. Of
-the tokens of two photographs on a 14×14 grid, 128 pairs keep 97 % of what shifts put out, where a
-plain singular value decomposition keeps 72 %.
+With fewer hidden units the rank has to be reduced. The singular values of a shift of the tokens are
+all equal, so its truncated SVD would keep an arbitrary part. But neighboring tokens are alike. With
+k pairs, the map is therefore U Uᵀ M, where U [N, k] are the first k principal components of M
+applied to tokens whose correlation falls with distance: the lowest spatial frequencies of the
+filter's output. No map of rank k is closer in mean square over such tokens. For the tokens of two
+photographs on a 14×14 grid, 128 pairs keep 97 % of the output of shifts, a plain SVD 72 %.
 
-Any rotation R of the pairs, with Rᵀ R = I, leaves the map as it is: A' = U Rᵀ, B' = R Uᵀ M. It is
-random, so that layers and hidden units are independent, and no unit stands for one frequency.
+A random rotation R of the pairs, A' = U Rᵀ and B' = R Uᵀ M with Rᵀ R = I, keeps the map and makes
+layers and hidden units independent.
 
-The gain is 1: mixing adds a neighbour as strong as normalized tokens are, which is what the patch
-embedding makes of normalized pixels; the same branch of timm's start values puts out 0.6 of that.
-The columns of B' and the rows of A' then have norms near 1, as timm's have (0.93). Neighbours are
-alike and so add up: over the 8 blocks of Mixer-S/16 the tokens of photographs grow from 1 to 8 in
-root mean square, where with timm's start values they grow to 2.5. LayerNorm takes that out again.
+The columns of B' and the rows of A' have norms near 1, like timm's (0.93). Because neighbors are
+alike, they add up: over the 8 blocks of Mixer-S/16 the tokens of photographs grow from 1 to 8 in
+root mean square, with timm's initialization to 2.5. LayerNorm removes that again.
 """
 
 import functools
@@ -37,98 +34,108 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float, PRNGKeyArray
 
-from structinit_jax.attention_init.kernels import assign_filters
+from structinit_jax.attention_init.kernels import assign, random_rotations, target_maps
+from structinit_jax.attention_init.registry import register
 from structinit_jax.attention_init.sites import TokenMixingSite, TokenMixingWeights
 from structinit_jax.errors import InputError
 
-# Between neighbours. Its value hardly matters: it shapes the spectrum, not the order in it.
+# Between neighbors. The value hardly matters: it shapes the spectrum, not the order in it.
 CORRELATION = 0.9
 MIMETIC_NOISE = MIMETIC_IDENTITY = 0.7  # those of query and key in mimetic attention
 
 
-def kaiming_uniform(key: PRNGKeyArray, site: TokenMixingSite) -> TokenMixingWeights:
-    """PyTorch's Linear default: uniform between ±(inputs)^-1/2."""
-    shape = (site.num_layers, site.num_tokens, site.hidden)
-    keys = jax.random.split(key)
+@register("default", TokenMixingSite)
+def default(rng: PRNGKeyArray, site: TokenMixingSite) -> TokenMixingWeights:
+    """Leaves the model's own initialization in place, which is timm's."""
+    del rng, site
+    return TokenMixingWeights()
 
-    def draw(key, shape):
+
+@register("kaiming_uniform", TokenMixingSite)
+def kaiming_uniform(rng: PRNGKeyArray, site: TokenMixingSite) -> TokenMixingWeights:
+    """Uniform between ±(inputs)^-1/2, PyTorch's default for Linear."""
+    layers, tokens, hidden = site.num_layers, site.num_tokens, site.hidden
+
+    def draw(rng, shape):
         bound = shape[1] ** -0.5
-        return jax.random.uniform(key, shape, minval=-bound, maxval=bound)
+        return jax.random.uniform(rng, shape, minval=-bound, maxval=bound)
 
-    return TokenMixingWeights(draw(keys[0], shape), draw(keys[1], (shape[0], shape[2], shape[1])))
+    fc1_rng, fc2_rng = jax.random.split(rng)
+    return TokenMixingWeights(
+        draw(fc1_rng, (layers, tokens, hidden)), draw(fc2_rng, (layers, hidden, tokens))
+    )
 
 
-def mimetic(key: PRNGKeyArray, site: TokenMixingSite) -> TokenMixingWeights:
-    """The map 0.7 U + 0.7 I, U uniform noise: mimetic attention's logits taken as the map itself.
+@register("mimetic", TokenMixingSite)
+def mimetic(rng: PRNGKeyArray, site: TokenMixingSite) -> TokenMixingWeights:
+    """The map 0.7 U + 0.7 I, U uniform noise: mimetic attention's logits used as the map itself.
 
-    Trockman & Kolter (2023) do not speak of token-mixing MLPs; tokens keep to themselves here as
-    they do in mimetic attention.
+    Trockman & Kolter (2023) do not cover token-mixing MLPs; as in mimetic attention, tokens mostly
+    keep to themselves.
     """
-    noise_key, turn_key = jax.random.split(key)
+    noise_rng, rotation_rng = jax.random.split(rng)
     tokens = site.num_tokens
     bound = (3 / tokens) ** 0.5
     noise = jax.random.uniform(
-        noise_key, (site.num_layers, tokens, tokens), minval=-bound, maxval=bound
+        noise_rng, (site.num_layers, tokens, tokens), minval=-bound, maxval=bound
     )
     maps = MIMETIC_NOISE * noise + MIMETIC_IDENTITY * jnp.eye(tokens)[None]
-    # One basis for all layers, that of a map which is nearly the identity.
+    # The basis of the identity serves all layers, since their maps are close to it.
     basis = output_basis(np.eye(tokens)[None], site)
-    return TokenMixingWeights(*_carry(turn_key, maps, jnp.asarray(basis), site.hidden))
+    return TokenMixingWeights(*_factor_maps(rotation_rng, maps, jnp.asarray(basis), site.hidden))
 
 
-def carry_filters(
-    key: PRNGKeyArray,
+@register("impulse", TokenMixingSite)
+def impulse(
+    rng: PRNGKeyArray,
     site: TokenMixingSite,
-    maps: Float[np.ndarray, "F N N"],
-    ranges: Sequence[tuple[int, int]],
     *,
-    order: str,
-    same_layers: bool,
+    kernel_size: int | Sequence[int] = 3,
+    filters: str | np.ndarray = "impulse",
+    sigma: float = 0.7,
+    dilation: int | Sequence[int] = 1,
+    offsets: str = "even",
+    same_layers: bool = False,
 ) -> TokenMixingWeights:
-    """One filter in each layer, dealt as `kernels.assign_filters` deals them to heads.
+    """Gives each layer one filter, exactly or at the rank that its hidden units allow.
 
-    Args:
-      key: draws filters and rotations.
-      site: the MLPs.
-      maps: the distinct filters as maps of the tokens.
-      ranges: each layer's (start, stop) among them.
-      order: 'even', 'random' or 'centre_first', which walks outwards from layer to layer.
-      same_layers: whether all layers have equal weights.
+    For the options see `tokens.impulse`.
 
     Raises:
-      InputError: if there are too few hidden units for one pair.
+      InputError: There are not enough hidden units for one pair.
     """
-    order_key, turn_key = jax.random.split(key)
-    bases = jnp.asarray(output_basis(maps, site))
-    chosen = jnp.zeros(site.num_layers, jnp.int32)
-    for start, stop in dict.fromkeys(ranges):
-        layers = np.array([i for i, pair in enumerate(ranges) if pair == (start, stop)])
-        shape = (1, 1 if same_layers else len(layers))
-        dealt = assign_filters(
-            jax.random.fold_in(order_key, start), shape, stop - start, order=order
-        )
-        chosen = chosen.at[layers].set(start + dealt[0].astype(jnp.int32))
-    fc1, fc2 = _carry(
-        turn_key, jnp.asarray(maps)[chosen], bases[chosen], site.hidden, same_turn=same_layers
+    maps, ranges = target_maps(
+        site, filters=filters, kernel_size=kernel_size, dilation=dilation, sigma=sigma
     )
-    return TokenMixingWeights(fc1, fc2, chosen)
+    order_rng, rotation_rng = jax.random.split(rng)
+    bases = jnp.asarray(output_basis(maps, site))
+    filter_index = assign(
+        order_rng, (site.num_layers, 1), ranges, order=offsets, same_layers=same_layers, axis=0
+    )[:, 0]
+    fc1, fc2 = _factor_maps(
+        rotation_rng,
+        jnp.asarray(maps)[filter_index],
+        bases[filter_index],
+        site.hidden,
+        same_layers=same_layers,
+    )
+    return TokenMixingWeights(fc1, fc2, filter_index)
 
 
 def output_basis(
     maps: Float[np.ndarray, "F N N"], site: TokenMixingSite
 ) -> Float[np.ndarray, "F N k"]:
-    """Orthonormal U, such that U Uᵀ M is what a site's hidden units hold of each map M.
+    """Returns the orthonormal U for which the site's hidden units hold U Uᵀ M of each map M.
 
-    The k = min(N, hidden // 2) first principal components of M u over tokens u whose correlation is
-    `CORRELATION` to the power of their distance in rows plus in columns.
+    These are the first k = min(N, hidden // 2) principal components of M u over tokens u whose
+    correlation is `CORRELATION` to the power of their distance in rows plus in columns.
 
     Raises:
-      InputError: if there are too few hidden units for one pair.
+      InputError: There are not enough hidden units for one pair.
     """
     if site.hidden < 2:
         raise InputError(
-            f"model.token_mlp_ratio leaves {site.hidden} hidden units for token mixing: a filter "
-            "needs two at least, so raise it"
+            f"TokenMixingSite.hidden={site.hidden}: a filter needs at least 2 hidden units"
         )
     count = min(site.num_tokens, site.hidden // 2)
     if count == site.num_tokens:
@@ -139,25 +146,23 @@ def output_basis(
     return np.linalg.eigh(covariance)[1][..., ::-1][..., :count].astype(np.float32)
 
 
-@functools.partial(jax.jit, static_argnames=("hidden", "same_turn"))
-def _carry(
-    key: PRNGKeyArray,
+@functools.partial(jax.jit, static_argnames=("hidden", "same_layers"))
+def _factor_maps(
+    rng: PRNGKeyArray,
     maps: Float[Array, "L N N"],
     bases: Float[Array, "#L N k"],
     hidden: int,
     *,
-    same_turn: bool = False,
+    same_layers: bool = False,
 ) -> tuple[Float[Array, "L N hidden"], Float[Array, "L hidden N"]]:
-    """Both layers, so that they map tokens u to U Uᵀ M u."""
+    """Returns both layers, so that they map tokens u to U Uᵀ M u."""
     layers, pairs, rank = len(maps), hidden // 2, bases.shape[-1]
-    shape = (1 if same_turn else layers, pairs, rank)
-    turns, _ = jnp.linalg.qr(jax.random.normal(key, shape))
-    turns = jnp.broadcast_to(turns, (layers, pairs, rank))
+    rotations = random_rotations(rng, (layers, pairs, rank), same_layers=same_layers)
     bases = jnp.broadcast_to(bases, (layers, *bases.shape[1:]))
-    second = jnp.einsum("Lmk,Lpk->Lpm", bases, turns)
+    second = jnp.einsum("Lmk,Lpk->Lpm", bases, rotations)
     first = jnp.einsum("Lpm,Lmn->Lnp", second, maps)
-    spare = hidden % 2  # an odd unit reads like the first pair and puts out nothing yet
+    odd = hidden % 2  # an unpaired unit copies the first pair's input weights and outputs nothing
     return (
-        jnp.concatenate([first, -first, first[:, :, :spare]], axis=2),
-        jnp.concatenate([second, -second, jnp.zeros_like(second[:, :spare])], axis=1),
+        jnp.concatenate([first, -first, first[:, :, :odd]], axis=2),
+        jnp.concatenate([second, -second, jnp.zeros_like(second[:, :odd])], axis=1),
     )

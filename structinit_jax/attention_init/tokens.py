@@ -1,5 +1,10 @@
-"""Impulse initialization as this package does it: solved closely, once per distinct filter."""
+"""Schemes for attention over a grid of tokens with positions (`AttentionSite`), as in ViT.
 
+`default`, `kaiming_uniform` and `mimetic` use no positions and serve attention within windows too.
+The impulse schemes of the papers are in `papers`.
+"""
+
+import dataclasses
 import functools
 import warnings
 from collections.abc import Sequence
@@ -9,32 +14,55 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float, PRNGKeyArray
 
-from structinit_jax.attention_init import kernels, token_mixing, windows
-from structinit_jax.attention_init.baselines import balanced_vo, mimetic_vo
-from structinit_jax.attention_init.convolution import placed_filters
-from structinit_jax.attention_init.pseudo_input import layer_norm, sincos_positions
-from structinit_jax.attention_init.sites import (
-    AttentionInit,
-    AttentionWeights,
-    ConvSite,
-    Site,
-    TokenMixingSite,
-    Weights,
-    WindowSite,
-    check_choice,
-    check_positive,
-    require_positions,
-)
-from structinit_jax.attention_init.solve import make_optimizer, row_space, solve_bank
-from structinit_jax.errors import InputError
+from structinit_jax.attention_init.kernels import assign, random_rotations, target_maps
+from structinit_jax.attention_init.positions import layer_norm, sincos_positions
+from structinit_jax.attention_init.registry import register
+from structinit_jax.attention_init.sites import AttentionSite, AttentionWeights, WindowSite
+from structinit_jax.attention_init.solve import row_space, solve_bank
 
-FILTERS = ("impulse", "gaussian", "difference_of_gaussians", "box")
-REACHED = 0.75  # of the rows must peak on target, or a warning says that the target is out of reach
+MIN_HIT_RATE = 0.75  # a solve with a lower one warns that its targets are out of reach
 
 
+@register("default", AttentionSite, WindowSite)
+def default(rng: PRNGKeyArray, site: AttentionSite) -> AttentionWeights:
+    """Truncated normal of standard deviation 0.02, as in timm."""
+    std = 0.02
+    # timm cuts at ±2 in absolute terms, that is, at 100 standard deviations.
+    return _draw_all(
+        rng,
+        site,
+        lambda rng, shape: std * jax.random.truncated_normal(rng, -2 / std, 2 / std, shape),
+    )
+
+
+@register("kaiming_uniform", AttentionSite, WindowSite)
+def kaiming_uniform(rng: PRNGKeyArray, site: AttentionSite) -> AttentionWeights:
+    """Uniform between ±(inputs)^-1/2, PyTorch's default for Linear."""
+    inner = site.num_heads * site.head_dim
+    weights = _draw_all(
+        rng, site, lambda rng, shape: jax.random.uniform(rng, shape, minval=-1.0, maxval=1.0)
+    )
+    return AttentionWeights(
+        *(site.width**-0.5 * w for w in weights[:3]), out=inner**-0.5 * weights.out
+    )
+
+
+@register("mimetic", AttentionSite, WindowSite)
+def mimetic(rng: PRNGKeyArray, site: AttentionSite) -> AttentionWeights:
+    """Factors each head's Q Kᵀ = 0.7 U + 0.7 I and V Proj = 0.4 U - 0.4 I by SVD, U uniform."""
+    qk_rng, vo_rng = jax.random.split(rng)
+    shape = (site.num_layers, site.num_heads, site.width)
+    query, key = _factors_near_identity(qk_rng, shape, site.head_dim, noise=0.7, identity=0.7)
+    value, out = mimetic_vo(vo_rng, site)
+    return AttentionWeights(jnp.moveaxis(query, 1, 2), jnp.moveaxis(key, 1, 2), value, out)
+
+
+@register("impulse", AttentionSite)
 def impulse(
-    kernel_size: int | Sequence[int] = 3,
+    rng: PRNGKeyArray,
+    site: AttentionSite,
     *,
+    kernel_size: int | Sequence[int] = 3,
     filters: str | np.ndarray = "impulse",
     sigma: float = 0.7,
     dilation: int | Sequence[int] = 1,
@@ -47,200 +75,86 @@ def impulse(
     optimizer: str = "lbfgs",
     learning_rate: float = 1e-2,
     max_steps: int = 400,
-) -> AttentionInit:
-    """Query and key solved so that each head's first map is an impulse convolution.
+) -> AttentionWeights:
+    """Impulse initialization: layers that start as convolutions with one filter per head.
 
-    The distinct filters are solved once in the row space of the position encoding
-    (`attention_init.solve`). Every head of every layer then gets its own copy, turned by a random
-    rotation of the head's channels: Q R and K R have the map of Q and K, but independent weights.
-    Query and key are zero outside the encoding's row space: they see positions alone at first.
-
-    Where the model's positions are trainable, they start from the sin-cos encoding.
-
-    The filters of a depthwise convolution (`ConvSite`) are set as such, one for each channel, see
-    `convolution.placed_filters`: they spread over the model's own kernel, even or odd, and of the
-    options only `filters`, `sigma`, `offsets` and `same_layers` have a part. `kernel_size` may be
-    at most the model's.
-
-    Attention within windows (`WindowSite`) has no positions to solve against: the filters go into
-    its relative position bias, see `windows.place_kernels`. `target_mass` is then the only measure
-    of sharpness (0.5 if None); `norm`, `keep_positions` and the options of the solver have no part.
-
-    Token-mixing MLPs carry one filter a layer instead, exactly and without a solve
-    (`attention_init.token_mixing`); options from `norm` on are about attention only.
+    The distinct filters are solved once in the row space of the position encoding (`solve`). Every
+    head of every layer gets its own copy, multiplied by a random rotation R of the head's channels:
+    Q R and K R have the same map as Q and K, but independent weights. Query and key are zero
+    outside the encoding's row space, so at first they see positions alone. Trainable positions
+    start from the sin-cos encoding.
 
     Args:
-      kernel_size: f, odd, at most the grid's shorter side; or one for each layer.
-      filters: what the heads look for at the f² offsets of the kernel. 'impulse': one token;
-        'gaussian': a bump of deviation `sigma` there; 'difference_of_gaussians': the positive part
-        of a bump minus one twice as wide; 'box': the mean over the whole kernel, one filter in all.
-        Or an array of kernels [F, f, f] (f odd, rows of the maps scaled to sum 1), or of maps
-        [F, N, N].
-      sigma: deviation of Gaussians, in tokens.
-      dilation: tokens between neighbouring offsets of 'impulse'; or one for each layer.
-      offsets: how filters go to heads: 'even' covers all as evenly as the heads of all layers
-        allow; 'random' draws each head's independently (2024 paper); 'centre_first' walks outwards
-        by head number, alike in every layer (2025 paper).
-      same_layers: whether all layers have equal weights.
-      norm: root mean square norm of the columns of Q and K, which bounds how sharp the maps
-        are. The default is what the start of the 2024 paper's algorithm 1 has.
-      target_mass: attention wanted on target, between 0 and 1, in place of a norm.
-      vo_init: V and projection. 'mimetic': V Proj near -0.4 I, as in `mimetic` (2025 paper).
-        'balanced': the same product without its decomposition, so that heads are equally strong
-        where a decomposition sorts them by singular values. 'default': the model's own.
-      keep_positions: whether V and projection leave the encoding's row space alone. Else they
-        subtract 0.4 of it from the residual stream in every layer, and with it what the maps of
-        the layers behind are made of. Without effect on the model's own.
-      optimizer: 'lbfgs', or the name of another optax optimizer.
-      learning_rate: of an optimizer other than L-BFGS.
-      max_steps: an upper bound on solver steps.
-
-    Raises:
-      InputError: for an option that is out of range, or does not fit the site.
+      rng: Random key.
+      site: Layers to initialize.
+      kernel_size: Kernel size f, odd, at most the grid's shorter side; or one per layer. Not for
+        convolutions, whose filters fill the model's own kernel.
+      filters: What is at the f² offsets of the kernel. 'impulse': one token. 'gaussian': a Gaussian
+        of standard deviation `sigma`. 'difference_of_gaussians': the positive part of a Gaussian
+        minus one twice as wide; not for convolutions. 'box': the mean over the whole kernel, a
+        single filter. Or an array of kernels [F, f, f] (f odd, rows of the maps scaled to sum 1),
+        or of maps [F, N, N], which windows and convolutions do not take.
+      sigma: Standard deviation of Gaussians in tokens.
+      dilation: Tokens between neighboring offsets of 'impulse'; or one per layer. Not for
+        convolutions.
+      offsets: How filters are assigned to heads (channels of a convolution, layers of token
+        mixing). 'even' uses all equally often, as far as the heads of all layers allow; 'random'
+        draws each head's independently (2024 paper); 'center_first' goes outwards by head number,
+        the same in every layer (2025 paper).
+      same_layers: Whether all layers get equal weights.
+      norm: Root mean square norm of the columns of Q and K, which limits how sharp the maps are.
+        The default is that at the start of the 2024 paper's algorithm 1. Only for attention with
+        positions.
+      target_mass: Attention mass wanted on target, between 0 and 1. For attention with positions it
+        replaces `norm`; within windows its default is 0.5. Only for attention.
+      vo_init: Value and projection. 'mimetic': V Proj near -0.4 I, as in `mimetic` (2025 paper).
+        'balanced': the same product without the decomposition, so that heads are equally strong
+        instead of sorted by singular values. 'default': the model's own. Only for attention.
+      keep_positions: Whether value and projection leave the encoding's row space alone. Otherwise
+        every layer subtracts 0.4 of the encoding from the residual stream, and with it the input of
+        the later layers' maps. Only for attention with positions.
+      optimizer: 'lbfgs' or the name of another optax optimizer. This and the following are only for
+        attention with positions.
+      learning_rate: Learning rate of an optimizer other than L-BFGS.
+      max_steps: Maximum number of steps of a solve.
     """
-    for size in np.ravel(kernel_size):
-        kernels.check_kernel_size(int(size))
-    if isinstance(filters, str):
-        check_choice("filters", filters, FILTERS)
-    elif np.ndim(filters) != 3:
-        raise InputError(
-            f"attention_init.filters has shape {np.shape(filters)}: it needs kernels [F, f, f] or "
-            "maps [F, N, N]"
-        )
-    check_choice("offsets", offsets, ("even", "random", "centre_first"))
-    check_choice("vo_init", vo_init, ("balanced", "mimetic", "default"))
-    for field, value in (("norm", norm), ("sigma", sigma), ("max_steps", max_steps)):
-        check_positive(field, value)
-    if target_mass is not None and not 0 < target_mass < 1:
-        raise InputError(
-            f"attention_init.target_mass={target_mass}: a share of attention lies in (0, 1)"
-        )
-    make_optimizer(optimizer, learning_rate)
-
-    def init(key: PRNGKeyArray, site: Site) -> Weights:
-        if isinstance(site, ConvSite):
-            return placed_filters(
-                key,
-                site,
-                kernel_size=kernel_size,
-                filters=filters,
-                sigma=sigma,
-                order=offsets,
-                same_layers=same_layers,
-            )
-        if isinstance(site, WindowSite):
-            return windows.place_kernels(
-                key,
-                site,
-                *_kernel_banks(filters, kernel_size, dilation, sigma, site),
-                target_mass=windows.DEFAULT_SHARE if target_mass is None else target_mass,
-                offsets=offsets,
-                same_layers=same_layers,
-                vo_init=vo_init,
-            )
-        if isinstance(site, TokenMixingSite):
-            maps, ranges = _bank_of_layers(filters, kernel_size, dilation, sigma, site)
-            return token_mixing.carry_filters(
-                key, site, maps, ranges, order=offsets, same_layers=same_layers
-            )
-        if site.positions_trainable:
-            positions = sincos_positions(site.grid, site.width)
-        else:
-            positions = require_positions(site, "impulse")
-        maps, ranges = _bank_of_layers(filters, kernel_size, dilation, sigma, site)
-        z, v = row_space(layer_norm(positions))
-        weights = _solve_and_place(
-            key,
-            z,
-            v,
-            maps,
-            ranges=ranges,
-            num_heads=site.num_heads,
-            offsets=offsets,
-            vo_init=vo_init,
-            keep_positions=keep_positions,
-            head_dim=site.head_dim,
-            qk_scale=site.qk_scale,
-            norm=norm,
-            target_mass=target_mass,
-            optimizer=optimizer,
-            learning_rate=learning_rate,
-            max_steps=max_steps,
-            same_layers=same_layers,
-        )
-        _warn_if_out_of_reach(weights.report, site, z.shape[1])
-        if site.positions_trainable:
-            weights = weights._replace(positions=jnp.asarray(positions))
-        return weights
-
-    return init
-
-
-def _kernel_banks(filters, kernel_size, dilation, sigma, site):
-    """The distinct banks of kernels, each [F, g, g], and the index of each layer's bank."""
-    if not isinstance(filters, str):
-        return [_given_kernels(filters, site)], (0,) * site.num_layers
-    sizes = kernels.per_layer("kernel_size", kernel_size, site.num_layers)
-    dilations = kernels.per_layer("dilation", dilation, site.num_layers)
-    pairs = list(zip(sizes, dilations, strict=True))
-    distinct = list(dict.fromkeys(pairs))
-    banks = [_kernels(filters, size, step, sigma) for size, step in distinct]
-    return banks, tuple(distinct.index(pair) for pair in pairs)
-
-
-def _kernels(name, size, dilation, sigma):
-    if name == "impulse":
-        return kernels.impulse_kernels(size, dilation)
-    if name == "box":
-        return kernels.box_kernels(size)
-    surround = 2 * sigma if name == "difference_of_gaussians" else None
-    return kernels.smooth_kernels(size, sigma, surround=surround)
-
-
-def _given_kernels(filters, site):
-    filters = np.asarray(filters, np.float32)
-    if filters.shape[1] != filters.shape[2] or filters.shape[1] % 2 == 0:
-        n = site.num_tokens
-        maps = "" if isinstance(site, WindowSite) else f", or maps [F, {n}, {n}] for {n} tokens"
-        raise InputError(
-            f"attention_init.filters has shape {filters.shape}: it needs kernels [F, f, f] with f "
-            f"odd{maps}"
-        )
-    if filters.min() < 0:
-        raise InputError(
-            "attention_init.filters has negative values: attention is never negative, so give the "
-            "positive part"
-        )
-    return filters
-
-
-def _bank_of_layers(filters, kernel_size, dilation, sigma, site):
-    """The distinct target maps [F, N, N], and each layer's (start, stop) among them."""
-    tokens = site.num_tokens
-    if not isinstance(filters, str) and filters.shape[1:] == (tokens, tokens):
-        maps = np.asarray(filters, np.float32)
-        return maps, ((0, len(maps)),) * site.num_layers
-    if isinstance(filters, str):
-        for size in np.ravel(kernel_size):
-            kernels.check_kernel_size(int(size), site.grid)
-    banks, bank_of_layer = _kernel_banks(filters, kernel_size, dilation, sigma, site)
-    maps = [_normalize_rows(kernels.convolution_maps(bank, site.grid)) for bank in banks]
-    return np.concatenate(maps), kernels.bank_ranges(banks, bank_of_layer)
-
-
-def _normalize_rows(maps):
-    """Rows of sum 1, as softmax has them; the empty rows of impulses stay empty."""
-    total = maps.sum(axis=-1, keepdims=True)
-    return (maps / np.where(total > 0, total, 1)).astype(np.float32)
+    if site.positions_trainable:
+        positions = sincos_positions(site.grid, site.width)
+    else:
+        positions = site.require_positions()
+    targets, ranges = target_maps(
+        site, filters=filters, kernel_size=kernel_size, dilation=dilation, sigma=sigma
+    )
+    z, v = row_space(layer_norm(positions))
+    weights = _solve_and_place(
+        rng,
+        z,
+        v,
+        targets,
+        # Without positions a site is hashable, as static arguments must be.
+        site=dataclasses.replace(site, positions=None, positions_trainable=False),
+        ranges=ranges,
+        offsets=offsets,
+        same_layers=same_layers,
+        vo_init=vo_init,
+        keep_positions=keep_positions,
+        norm=norm,
+        target_mass=target_mass,
+        optimizer=optimizer,
+        learning_rate=learning_rate,
+        max_steps=max_steps,
+    )
+    _warn_if_out_of_reach(weights.report, site, z.shape[1])
+    if site.positions_trainable:
+        weights = weights._replace(positions=jnp.asarray(positions))
+    return weights
 
 
 @functools.partial(
     jax.jit,
     static_argnames=(
+        "site",
         "ranges",
-        "num_heads",
-        "head_dim",
-        "qk_scale",
         "offsets",
         "same_layers",
         "vo_init",
@@ -252,42 +166,46 @@ def _normalize_rows(maps):
     ),
 )
 def _solve_and_place(
-    key: PRNGKeyArray,
+    rng: PRNGKeyArray,
     z: Float[Array, "N r"],
     v: Float[Array, "D r"],
     targets: Float[Array | np.ndarray, "F N N"],
     *,
+    site: AttentionSite,
     ranges: tuple[tuple[int, int], ...],
-    num_heads: int,
-    head_dim: int,
     offsets: str,
     same_layers: bool,
     vo_init: str,
     keep_positions: bool,
-    **options,
+    **solver_options,
 ) -> AttentionWeights:
-    """The whole initialization as one program, so that it compiles and runs as one."""
-    solve_key, turn_key, order_key, vo_key = jax.random.split(key, 4)
-    bank = solve_bank(solve_key, z, jnp.asarray(targets), head_dim=head_dim, **options)
-    chosen = kernels.assign_layers(
-        order_key, ranges, num_heads, order=offsets, same_layers=same_layers
+    """Runs the whole initialization as one compiled program."""
+    solve_rng, rotation_rng, order_rng, vo_rng = jax.random.split(rng, 4)
+    bank = solve_bank(
+        solve_rng,
+        z,
+        jnp.asarray(targets),
+        head_dim=site.head_dim,
+        qk_scale=site.qk_scale,
+        **solver_options,
     )
-    layers, width, rank = len(ranges), len(v), bank.query.shape[-1]
-    shape = (1 if same_layers else layers, num_heads, head_dim, rank)
-    turns, _ = jnp.linalg.qr(jax.random.normal(turn_key, shape))
-    turns = jnp.broadcast_to(turns, (layers, *shape[1:]))
+    layers, heads = site.num_layers, site.num_heads
+    filter_index = assign(
+        order_rng, (layers, heads), ranges, order=offsets, same_layers=same_layers
+    )
+    shape = (layers, heads, site.head_dim, bank.query.shape[-1])
+    rotations = random_rotations(rotation_rng, shape, same_layers=same_layers)
 
     def place(factors):
-        turned = jnp.einsum("Lhrk,Lhdk->Lrhd", factors[chosen], turns)
-        return jnp.einsum("Dr,Lrhd->LDhd", v, turned)
+        rotated = jnp.einsum("Lhrk,Lhdk->Lrhd", factors[filter_index], rotations)
+        return jnp.einsum("Dr,Lrhd->LDhd", v, rotated)
 
     weights = AttentionWeights(
-        place(bank.query), place(bank.key), report=bank.report, filter_index=chosen
+        place(bank.query), place(bank.key), report=bank.report, filter_index=filter_index
     )
     if vo_init == "default":
         return weights
-    make = balanced_vo if vo_init == "balanced" else mimetic_vo
-    value, out = make(vo_key, layers, width, num_heads, head_dim)
+    value, out = VO_INITS[vo_init](vo_rng, site)
     if keep_positions:
         value = value - jnp.einsum("Dr,Lrhd->LDhd", v, jnp.einsum("Er,LEhd->Lrhd", v, value))
         out = out - jnp.einsum("Dr,Lhdr->LhdD", v, jnp.einsum("LhdE,Er->Lhdr", out, v))
@@ -295,11 +213,84 @@ def _solve_and_place(
 
 
 def _warn_if_out_of_reach(report, site, rank):
-    if isinstance(report.hit_rate, jax.core.Tracer) or report.hit_rate >= REACHED:
+    if isinstance(report.hit_rate, jax.core.Tracer) or report.hit_rate >= MIN_HIT_RATE:
         return
     warnings.warn(
-        f"attention_init: only {100 * float(report.hit_rate):.0f} % of the attention rows peak on "
-        f"their target. head_dim={site.head_dim} and the encoding's rank {rank} bound the rank of "
-        "the maps: use fewer heads, a smaller kernel, or sincos positions",
-        stacklevel=3,
+        f"impulse: only {100 * float(report.hit_rate):.0f} % of the attention rows peak on their "
+        f"target. head_dim={site.head_dim} and the rank {rank} of the encoding limit the rank of "
+        "the maps: use fewer heads, a smaller kernel, or sin-cos positions",
+        stacklevel=4,
     )
+
+
+# -- value and projection --------------------------------------------------------------------------
+
+
+def mimetic_vo(
+    rng: PRNGKeyArray, site: AttentionSite
+) -> tuple[Float[Array, "L D h d"], Float[Array, "L h d D"]]:
+    """Returns V and projection with V Proj = 0.4 U - 0.4 I over all heads of a layer, U uniform."""
+    layers, width, heads = site.num_layers, site.width, (site.num_heads, site.head_dim)
+    value, out = _factors_near_identity(
+        rng, (layers, width), heads[0] * heads[1], noise=0.4, identity=-0.4
+    )
+    return (
+        value.reshape(layers, width, *heads),
+        jnp.swapaxes(out, -1, -2).reshape(layers, *heads, width),
+    )
+
+
+def balanced_vo(
+    rng: PRNGKeyArray, site: AttentionSite
+) -> tuple[Float[Array, "L D h d"], Float[Array, "L h d D"]]:
+    """Returns V = c (I - U / 2) Π and Proj = -c Πᵀ (I - U' / 2), so V Proj ≈ -0.4 (I - noise).
+
+    c² = 0.4, U and U' are uniform noise as in `mimetic`, and the permutation Π distributes the
+    channels over the heads. If all heads together are narrower than the model, some channels are
+    left out; if they are wider, some are used twice.
+    """
+    noise_rng, channel_rng = jax.random.split(rng)
+    layers, width = site.num_layers, site.width
+    inner, bound = site.num_heads * site.head_dim, (3 / width) ** 0.5
+    channels = jax.vmap(lambda rng: jax.random.permutation(rng, width))(
+        jax.random.split(channel_rng, layers)
+    )
+    channels = jnp.tile(channels, (1, -(-inner // width)))[:, :inner]
+    identity = jax.nn.one_hot(channels, width)  # [L, inner, D], the rows of Πᵀ
+    # 16 random bits are plenty for noise, and half the cost of 32.
+    bits = jax.random.bits(noise_rng, (2, *identity.shape), "uint16")
+    half_noise = bound * ((bits.astype(jnp.float32) + 0.5) / 2**16 - 0.5)
+    value, out = 0.4**0.5 * (identity[None] - half_noise)
+    heads = (layers, site.num_heads, site.head_dim, width)
+    return jnp.moveaxis(value.reshape(heads), -1, 1), -out.reshape(heads)
+
+
+VO_INITS = {"balanced": balanced_vo, "mimetic": mimetic_vo}
+
+
+def split_product(
+    product: Float[Array, "*batch D D"], rank: int
+) -> tuple[Float[Array, "*batch D k"], Float[Array, "*batch D k"]]:
+    """Returns A, B with A Bᵀ the best approximation of that rank, singular values split evenly."""
+    u, s, vt = jnp.linalg.svd(product, full_matrices=False)
+    root = jnp.sqrt(s[..., None, :rank])
+    return u[..., :rank] * root, jnp.swapaxes(vt, -1, -2)[..., :rank] * root
+
+
+def _factors_near_identity(rng, shape, rank, *, noise, identity):
+    """Returns A, B [*shape, rank] with A Bᵀ closest to noise · U + identity · I.
+
+    U is uniform between ±(3 / D)^1/2, D = shape[-1], so that its entries have variance 1 / D.
+    """
+    width = shape[-1]
+    bound = (3 / width) ** 0.5
+    uniform = jax.random.uniform(rng, (*shape, width), minval=-bound, maxval=bound)
+    eye = jnp.broadcast_to(jnp.eye(width), uniform.shape)
+    return split_product(noise * uniform + identity * eye, rank)
+
+
+def _draw_all(rng, site, draw) -> AttentionWeights:
+    layers, width, heads, dim = site.num_layers, site.width, site.num_heads, site.head_dim
+    rngs = jax.random.split(rng, 4)
+    query, key, value = (draw(r, (layers, width, heads, dim)) for r in rngs[:3])
+    return AttentionWeights(query, key, value, draw(rngs[3], (layers, heads, dim, width)))

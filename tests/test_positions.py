@@ -2,27 +2,27 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from structinit_jax.attention_init import pseudo_input
+from structinit_jax.attention_init import positions
 from structinit_jax.errors import InputError
 
 
 def test_sincos_channels_are_sin_x_cos_x_sin_y_cos_y():
-    positions = pseudo_input.sincos_positions((3, 5), 16)
+    encoding = positions.sincos_positions((3, 5), 16)
     y, x = 2, 4
     frequencies = 10_000.0 ** -(np.arange(4) / 3)
     expected = [f(v * frequencies) for v in (x, y) for f in (np.sin, np.cos)]
-    np.testing.assert_allclose(positions[y * 5 + x], np.concatenate(expected), atol=1e-6)
+    np.testing.assert_allclose(encoding[y * 5 + x], np.concatenate(expected), atol=1e-6)
 
 
 @pytest.mark.parametrize("width", [4, 18])
 def test_widths_that_sincos_cannot_encode_are_refused(width):
-    with pytest.raises(InputError, match=rf"model\.width={width}: .*model\.positions='learned'"):
-        pseudo_input.sincos_positions((4, 4), width)
+    with pytest.raises(InputError, match=rf"width={width}: .*learned"):
+        positions.sincos_positions((4, 4), width)
 
 
 def test_layer_norm_is_the_same_in_numpy_and_jax():
     x = np.random.default_rng(0).normal(2, 3, (6, 8)).astype(np.float32)
-    ours = pseudo_input.layer_norm(x)
-    np.testing.assert_allclose(ours, pseudo_input.layer_norm(jnp.asarray(x)), atol=1e-5)
+    ours = positions.layer_norm(x)
+    np.testing.assert_allclose(ours, positions.layer_norm(jnp.asarray(x)), atol=1e-5)
     np.testing.assert_allclose(ours.mean(1), 0, atol=1e-7)
     np.testing.assert_allclose(ours.std(1), 1, atol=1e-5)

@@ -1,0 +1,88 @@
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from structinit_jax import attention_init
+from structinit_jax.attention_init import TokenMixingSite, kernels
+from structinit_jax.errors import InputError
+
+RNG = jax.random.key(7)
+GRID, TOKENS = (4, 6), 24
+
+
+def make_site(hidden=48, num_layers=2):
+    return TokenMixingSite(grid=GRID, hidden=hidden, num_layers=num_layers, width=16)
+
+
+@jax.jit
+def spatial_maps(weights):
+    """Derivative of each layer's MLP by its N inputs, at a random input."""
+    u = jax.random.normal(jax.random.key(3), (TOKENS,))
+
+    def jacobian(fc1, fc2):
+        return jax.jacobian(lambda u: jax.nn.gelu(u @ fc1, approximate=False) @ fc2)(u)
+
+    return jax.vmap(jacobian)(weights.fc1, weights.fc2)
+
+
+@pytest.mark.parametrize("hidden", [48, 73, 8, 9])
+def test_the_map_is_the_filter_or_its_closest_map_of_the_possible_rank(hidden):
+    weights = attention_init.impulse()(RNG, make_site(hidden))
+    assert weights.filter_index[0] != weights.filter_index[1]
+    targets = kernels.convolution_maps(kernels.impulse_kernels(3), GRID)[weights.filter_index]
+    for target, found in zip(targets, np.asarray(spatial_maps(weights)), strict=True):
+        pairs = hidden // 2
+        if pairs >= TOKENS:
+            np.testing.assert_allclose(found, target, atol=1e-5)
+            continue
+        # No map of so low a rank is closer in mean square over tokens of this covariance.
+        y, x = np.divmod(np.arange(TOKENS), 6)
+        covariance = 0.9 ** (np.abs(y[:, None] - y) + np.abs(x[:, None] - x))
+        root = np.linalg.cholesky(covariance)
+        singular = np.linalg.svd(target @ root, compute_uv=False)
+        error = np.linalg.norm((target - found) @ root) ** 2
+        assert np.linalg.matrix_rank(found, tol=1e-4) == pairs
+        assert error == pytest.approx((singular[pairs:] ** 2).sum(), rel=1e-3)
+        assert error < 0.4 * (singular**2).sum()
+
+
+def test_layers_of_equal_filters_are_independent_unless_they_are_to_be_equal():
+    weights = attention_init.impulse(filters="box")(RNG, make_site())
+    first, second = np.asarray(weights.fc1)
+    assert np.abs(first - second).max() > 0.1
+    same = attention_init.impulse(filters="box", same_layers=True)(RNG, make_site())
+    np.testing.assert_array_equal(*same.fc1)
+
+
+def test_center_first_goes_outwards_from_layer_to_layer():
+    weights = attention_init.impulse(offsets="center_first")(RNG, make_site(num_layers=5))
+    assert weights.filter_index.tolist() == [4, 1, 5, 3, 7]
+
+
+def test_maps_may_be_given():
+    maps = np.random.default_rng(0).standard_normal((1, TOKENS, TOKENS)).astype(np.float32)
+    weights = attention_init.impulse(filters=maps)(RNG, make_site())
+    np.testing.assert_allclose(spatial_maps(weights)[0], maps[0], atol=1e-5)
+
+
+def test_mimetic_maps_are_near_the_identity():
+    noise = np.asarray(spatial_maps(attention_init.mimetic()(RNG, make_site())))
+    noise = noise - 0.7 * np.eye(TOKENS)
+    assert np.std(noise) == pytest.approx(0.7 * TOKENS**-0.5, rel=0.1)
+    assert np.abs(noise).max() <= 0.7 * (3 / TOKENS) ** 0.5 + 1e-5
+    assert attention_init.mimetic()(RNG, make_site(hidden=8)).fc1.shape == (2, TOKENS, 8)
+
+
+def test_baselines():
+    kaiming = attention_init.kaiming_uniform()(RNG, make_site())
+    assert 0.9 * TOKENS**-0.5 < jnp.abs(kaiming.fc1).max() <= TOKENS**-0.5
+    assert 0.9 * 48**-0.5 < jnp.abs(kaiming.fc2).max() <= 48**-0.5
+    assert attention_init.default()(RNG, make_site()) == (None, None, None)
+
+
+def test_options_that_do_not_fit_the_site_are_refused():
+    with pytest.raises(InputError, match="kernel_size=5 is larger than the token grid 4x6"):
+        attention_init.impulse(kernel_size=5)(RNG, make_site())
+    with pytest.raises(InputError, match=r"hidden=1: "):
+        attention_init.impulse()(RNG, make_site(hidden=1))
