@@ -11,7 +11,7 @@ from structinit_jax.augment import AugmentOptions
 from structinit_jax.data.info import EVALUATION_SETS
 from structinit_jax.errors import InputError
 from structinit_jax.models.layers import CHOICES, check_choices
-from structinit_jax.models.registry import default_options
+from structinit_jax.models.registry import default_config
 
 # Fields of `config.model` of which 0 has a meaning.
 MAY_BE_ZERO = ("unroll", "num_registers", "layer_scale")
@@ -32,7 +32,7 @@ def base_config(model: str = "vit") -> ConfigDict:
       model: a family, which can then be sized by its fields, or a variant by timm's name, such as
         'vit_tiny_patch16_224'. The fields of `config.model` are the arguments of its class.
     """
-    options = default_options(model)
+    options = default_config(model)
     image_size = options.pop("image_size", 224)
     return ConfigDict(
         dict(

@@ -125,7 +125,7 @@ COMMANDS = [
         ["--config.model={'name': 'vit', 'depth': 3}"],
         "config.model lacks attention_implementation, drop_path, dropout, dtype, layer_scale,",
     ),
-    (["--config.model={}"], "model.name='' is no model: there are vit, swin, mixer, convmixer"),
+    (["--config.model={}"], "model.name='' is not a known model: choose from vit, swin, mixer"),
     (["--config.augment={'flip': 0.5, 'rotate': 1}"], "and has no field 'rotate': keep the sec"),
     # Names of fields and flags.
     (["--config.modle.width=5"], "config has no field 'modle'; did you mean 'model'?"),
@@ -212,7 +212,7 @@ COMMANDS = [
         ["--config.attention_init.name=xavier"],
         "attention_init.name='xavier' is no scheme: there are",
     ),
-    (["--config.model.name=vitt"], "model.name='vitt' is no model: "),
+    (["--config.model.name=vitt"], "model.name='vitt' is not a known model: "),
     (
         ["--config.model.name=vit_tiny_patch16_224"],
         "is a variant of 'vit': start the config from base_config('vit_tiny_patch16_224')",
@@ -234,8 +234,8 @@ COMMANDS = [
     ),
     (["--config.model.qk_norm=True"], "model.qk_norm=True does not fit this attention_init"),
     # Sizes that do not fit one another.
-    (["--config.model.num_heads=3"], "model.width=64 is not divisible by model.num_heads=3"),
-    (["--config.model.patch_size=3"], "data.image_size=8 is not divisible by model.patch_size=3"),
+    (["--config.model.num_heads=3"], "model.width=64 is not divisible by config.model.num_heads=3"),
+    (["--config.model.patch_size=3"], "data.image_size=8 is not divisible by config.model.patch_s"),
     (["--config.attention_init.kernel_size=4"], "kernel size must be odd and positive, such as 3"),
     (
         ["--config.attention_init.kernel_size=99"],

@@ -74,5 +74,5 @@ def test_a_model_is_measured_on_images():
     assert np.all(measures.target_mass > 3 / 64)
     # Faint images leave the encoding alone with the first layer: its heads are as solved.
     weights = attention_init.impulse(target_mass=0.9)
-    site_filters = weights(jax.random.key(0), model.attention_site).filter_index
+    site_filters = weights(jax.random.key(0), model.sites()["blocks"]).filter_index
     assert site_filters.shape == measures.filter_index.shape

@@ -12,7 +12,7 @@ def entries(model: ConvMixer) -> Iterator[Entry]:
     """Every weight and running statistic of the model, by timm's name."""
     yield from conv("stem.0", "patch_embedding")
     yield from _batch_norm("stem.2", "stem_norm")
-    for i in range(model.conv_site.num_layers):
+    for i in range(model.sites()["blocks"].num_layers):
         yield from _depthwise(f"blocks.{i}.0.fn.0", "blocks/spatial", i)
         yield from _batch_norm(f"blocks.{i}.0.fn.2", "blocks/norm1", i)
         yield from _pointwise(f"blocks.{i}.1", "blocks/channel", i)
