@@ -15,7 +15,7 @@ from structinit_jax.augment import AugmentOptions
 from structinit_jax.data.info import EVALUATION_SETS
 from structinit_jax.errors import InputError
 from structinit_jax.models.layers import CHOICES
-from structinit_jax.models.registry import default_options as default_config
+from structinit_jax.models.registry import default_config
 
 
 def base_config(model: str = "vit") -> ConfigDict:

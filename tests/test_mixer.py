@@ -9,8 +9,7 @@ from flax import nnx
 from structinit_jax import attention_init
 from structinit_jax.errors import InputError
 from structinit_jax.interop import from_timm, to_timm
-from structinit_jax.models.mixer import VARIANTS, MlpMixer
-from structinit_jax.models.registry import create_model
+from structinit_jax.models.mixer import MlpMixer
 from structinit_jax.training.state import count_parameters, split_model
 
 SIZES = dict(image_size=(8, 12), patch_size=2, channels=3, num_classes=5, width=16, depth=2)
@@ -60,31 +59,10 @@ def test_weights_go_to_timm_and_back(loaded):
 
 @pytest.mark.parametrize("name", sorted(COUNTS))
 def test_parameter_counts_equal_timm(name):
-    options = VARIANTS[name] | dict(channels=3, num_classes=1000)
+    options = MlpMixer.VARIANTS[name] | dict(channels=3, num_classes=1000)
     model = nnx.eval_shape(lambda: MlpMixer(**options, rngs=nnx.Rngs(0)))
     assert count_parameters(split_model(model)[1]) == COUNTS[name]
-    assert VARIANTS.keys() == COUNTS.keys()
-
-
-def test_rematerialized_and_unrolled_stacks_agree_with_the_scanned(loaded):
-    images = jnp.asarray(REFERENCE["images"])
-
-    def logits_and_gradient(**options):
-        model = make(**options)
-        from_timm(model, reference_state())
-        graphdef, params, _ = split_model(model)
-
-        def loss(params):
-            logits, _ = nnx.merge(graphdef, params)(images)
-            return (logits**2).sum(), logits
-
-        gradient, logits = jax.jit(jax.grad(loss, has_aux=True))(params)
-        return logits, gradient
-
-    expected = logits_and_gradient()
-    for options in (dict(remat="full"), dict(unroll=0)):
-        found = logits_and_gradient(**options)
-        jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, atol=1e-4), found, expected)
+    assert MlpMixer.VARIANTS.keys() == COUNTS.keys()
 
 
 def test_start_values_are_timms():
@@ -112,15 +90,6 @@ def test_mlp_mean_moves_the_first_channel_layer_only():
     images = jnp.asarray(REFERENCE["images"])
     outputs = [model(images)[1]["blocks"]["output"] for model in (plain, moved)]
     np.testing.assert_allclose(*outputs, atol=1e-4)
-
-
-def test_training_is_random_by_key_and_evaluation_is_not():
-    model = make(drop_path=0.5, dropout=0.1)
-    images = jax.random.normal(jax.random.key(1), (8, 8, 12, 3))
-    run = jax.jit(lambda key: model(images, key=key)[1]["pooled"])
-    one, again, other = (run(jax.random.key(k)) for k in (1, 1, 2))
-    np.testing.assert_array_equal(one, again)
-    assert np.abs(one - other).max() > 1e-3
 
 
 def test_token_maps_are_the_mean_jacobian_over_channels(loaded):
@@ -177,20 +146,10 @@ def test_bfloat16_steps_lower_the_loss(library_promotion):
     assert losses[-1] < losses[0] - 0.1
 
 
-def test_registry_knows_the_mixer():
-    model = create_model(
-        dict(name="mixer", patch_size=2, width=8, depth=1, num_classes=5),
-        image_size=8,
-        channels=1,
-        rngs=nnx.Rngs(0),
-    )
-    assert model(jnp.ones((1, 8, 8, 1)))[0].shape == (1, 5)
-
-
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        (dict(patch_size=5), r"data\.image_size=\(8, 12\) is not divisible by model\.patch_size=5"),
+        (dict(patch_size=5), r"data\.image_size=\(8, 12\) .*model\.patch_size=5"),
         (dict(dtype="float16"), r"model\.dtype='float16'"),
     ],
 )

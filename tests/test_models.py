@@ -1,4 +1,7 @@
-"""Every model with every scheme that fits it: traced, sharded, in bfloat16, and able to learn."""
+"""Every model family: config, sites, every scheme, sharding, bfloat16, remat, training."""
+
+import functools
+import inspect
 
 import jax
 import jax.numpy as jnp
@@ -10,14 +13,22 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from structinit_jax import attention_init
 from structinit_jax.errors import InputError
-from structinit_jax.models.registry import FAMILIES, VARIANTS, create_model, default_options
+from structinit_jax.models import layers
+from structinit_jax.models.registry import FAMILIES, VARIANTS, create_model, default_config
 from structinit_jax.training.state import split_model
 
 SIZES = {
-    "vit": dict(width=16, depth=2, num_heads=2, patch_size=2),
-    "swin": dict(width=16, depths=(2, 1), num_heads=(2, 4), patch_size=1, window_size=4),
-    "mixer": dict(width=16, depth=2, patch_size=2, token_mlp_ratio=2.0),
+    "vit": dict(width=16, depth=2, num_heads=2, patch_size=2, dropout=0.1),
+    # Lists, as in a config read from JSON.
+    "swin": dict(width=16, depths=[2, 1], num_heads=[2, 4], patch_size=1, window_size=4),
+    "mixer": dict(width=16, depth=2, patch_size=2, token_mlp_ratio=2.0, dropout=0.1),
     "convmixer": dict(width=16, depth=2, patch_size=2, kernel_size=3),
+}
+SITES = {
+    "vit": {"blocks": attention_init.AttentionSite},
+    "swin": {"stage1": attention_init.WindowSite, "stage2": attention_init.WindowSite},
+    "mixer": {"blocks": attention_init.TokenMixingSite},
+    "convmixer": {"blocks": attention_init.ConvSite},
 }
 SCHEMES = {
     "vit": sorted(attention_init.SCHEMES),
@@ -26,59 +37,102 @@ SCHEMES = {
     "convmixer": ["default", "impulse", "impulse_2024", "kaiming_uniform"],
 }
 OPTIONS = {"impulse_2024": dict(max_steps=3)}
+MESH = Mesh(np.asarray(jax.devices()[:2]), ("data",))
+EVERYWHERE = NamedSharding(MESH, PartitionSpec())
+SPLIT = NamedSharding(MESH, PartitionSpec("data"))
+BATCH = jax.device_put(
+    (jax.random.normal(jax.random.key(1), (8, 8, 8, 1)), jnp.arange(8) % 4), SPLIT
+)
 pytestmark = pytest.mark.usefixtures("library_promotion")
 
 
+@functools.cache
 def make(family, **changes):
-    options = default_options(family) | SIZES[family] | dict(num_classes=4, dtype="bfloat16")
-    options.pop("image_size", None)
-    return create_model(options | changes, image_size=8, channels=1, rngs=nnx.Rngs(params=0))
+    options = default_config(family) | SIZES[family] | dict(num_classes=4, drop_path=0.5)
+    del options["image_size"]
+    model = create_model(options | changes, image_size=8, channels=1, rngs=nnx.Rngs(params=0))
+    # Mixer's starts at zero, and no gradient would reach its blocks.
+    model.head.kernel[...] = 0.1 * jax.random.normal(jax.random.key(2), model.head.kernel.shape)
+    return model
 
 
 def scheme_of(family, name):
-    options = dict(OPTIONS.get(name, {})) if family == "vit" else {}
-    return attention_init.by_name(name, **options)
+    return attention_init.by_name(name, **(OPTIONS.get(name, {}) if family == "vit" else {}))
+
+
+@functools.cache
+def train_fn(family, **changes):
+    """(params, state, rng) -> (loss, (logits, intermediates, new state)), gradient."""
+    graphdef, *_ = split_model(make(family, **changes))
+
+    def loss_fn(params, state, rng, images, labels):
+        model = nnx.merge(graphdef, params, state)
+        logits, out = model(images, rng=rng)
+        losses = optax.softmax_cross_entropy_with_integer_labels(logits, labels)
+        return losses.mean(), (logits, out, split_model(model)[2])
+
+    compiled = jax.jit(jax.value_and_grad(loss_fn, has_aux=True))
+    return lambda *args: compiled(*jax.device_put(args, EVERYWHERE), *BATCH)
+
+
+@functools.cache
+def train(family, rng=0, **changes):
+    start = split_model(make(family))[1:]
+    return train_fn(family, **changes)(*start, jax.random.key(rng))
 
 
 @pytest.mark.parametrize(
     ("family", "name"), [(family, name) for family in SCHEMES for name in SCHEMES[family]]
 )
 def test_every_model_learns_from_every_scheme(family, name):
-    graphdef, *start = split_model(make(family))
-    scheme = scheme_of(family, name)
-    mesh = Mesh(np.asarray(jax.devices()[:2]), ("data",))
-    everywhere, split = (
-        NamedSharding(mesh, spec) for spec in (PartitionSpec(), PartitionSpec("data"))
-    )
+    graphdef, *start = split_model(make(family, dtype="bfloat16"))
+    scheme, rng = scheme_of(family, name), jax.random.key(0)
 
-    def init(params, state, key):
+    def init(params, state, rng):
         model = nnx.merge(graphdef, params, state)
-        model.initialize_attention(scheme, key)
+        model.initialize_attention(scheme, rng)
         return split_model(model)[1:]
 
-    key = jax.random.key(0)
-    shapes = jax.eval_shape(init, *start, key)
-    params, state = jax.jit(init, out_shardings=everywhere)(*start, key)
+    shapes = jax.eval_shape(init, *start, rng)
+    params, state = jax.jit(init, out_shardings=EVERYWHERE)(*start, rng)
     assert jax.tree.map(jnp.shape, (params, state)) == jax.tree.map(jnp.shape, shapes)
-    assert {leaf.dtype.name for leaf in jax.tree.leaves((params, state))} == {"float32"}
-
-    images = jax.device_put(jax.random.normal(jax.random.key(1), (8, 8, 8, 1)), split)
-    labels = jax.device_put(jnp.arange(8) % 4, split)
-
-    @jax.jit
-    def loss_and_grads(params):
-        def loss(params):
-            logits, _ = nnx.merge(graphdef, params, state)(images, key=key)
-            losses = optax.softmax_cross_entropy_with_integer_labels(logits, labels)
-            return losses.mean()
-
-        return jax.value_and_grad(loss)(params)
-
-    before, grads = loss_and_grads(params)
-    assert all(bool(jnp.isfinite(g).all()) for g in jax.tree.leaves(grads))
+    loss_and_grads = train_fn(family, dtype="bfloat16")
+    (before, (_, _, after)), grads = loss_and_grads(params, state, rng)
+    assert {leaf.dtype.name for leaf in jax.tree.leaves((params, after, grads))} == {"float32"}
+    assert all(np.isfinite(leaf).all() for leaf in jax.tree.leaves(grads))
     norm = optax.tree.norm(grads)
-    after, _ = loss_and_grads(jax.tree.map(lambda p, g: p - 0.02 * g / norm, params, grads))
-    assert after < before
+    params = jax.tree.map(lambda p, g: p - 0.02 * g / norm, params, grads)
+    assert loss_and_grads(params, state, rng)[0][0] < before
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_bfloat16_is_computed_in_bfloat16_and_stays_close_to_float32(family):
+    (_, (logits, out, _)), _ = train(family, dtype="bfloat16")
+    blocks = out["stages"][0]["blocks"] if family == "swin" else out["blocks"]
+    assert (blocks["output"].dtype, logits.dtype) == (jnp.bfloat16, jnp.float32)
+    np.testing.assert_allclose(logits, train(family)[0][1][0], atol=0.03)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_unrolled_and_rematerialized_stacks_agree_with_the_scan(family):
+    changes = dict(unroll=0, remat="dots" if family in ("vit", "swin") else "full")
+    expected, found = train(family), train(family, **changes)
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, atol=1e-4), found, expected)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_training_is_random_by_rng(family):
+    one, again, other = (train(family, rng)[0][1][1]["pooled"] for rng in (1, 1, 2))
+    np.testing.assert_array_equal(one, again)
+    assert np.abs(one - other).max() > 1e-3
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_sites_name_the_stacks(family):
+    sites = make(family).sites()
+    assert {name: type(site) for name, site in sites.items()} == SITES[family]
+    abstract = nnx.eval_shape(lambda: make.__wrapped__(family)).sites()
+    assert [s.num_layers for s in abstract.values()] == [s.num_layers for s in sites.values()]
 
 
 @pytest.mark.parametrize(
@@ -92,18 +146,62 @@ def test_every_model_learns_from_every_scheme(family, name):
         ("convmixer", "mimetic"),
     ],
 )
-def test_schemes_that_do_not_fit_a_model_say_so(family, name):
-    with pytest.raises(InputError, match=rf"attention_init\.name='{name}'.* use 'impulse'"):
+def test_schemes_that_do_not_fit_a_model_are_refused(family, name):
+    with pytest.raises(InputError, match=rf"{name}.*'impulse'"):
         make(family).initialize_attention(scheme_of(family, name), jax.random.key(0))
 
 
-def test_names_are_found_and_wrong_ones_answered_with_near_ones():
+@pytest.mark.parametrize("family", FAMILIES)
+def test_default_config_agrees_with_the_constructor(family):
+    config = default_config(family)
+    assert config.pop("name") == family
+    # Of `__init__`, because NNX gives the class a signature of `*args, **kwargs`.
+    parameters = dict(inspect.signature(FAMILIES[family].__init__).parameters)
+    for own in ("self", "channels", "attention_init", "rngs"):
+        del parameters[own]
+    assert parameters.keys() == config.keys()
+    for field, parameter in parameters.items():
+        assert parameter.default in (config[field], parameter.empty), field
+    for changes in FAMILIES[family].VARIANTS.values():
+        assert changes.keys() <= config.keys()
+
+
+def test_variants_change_the_default_config_of_their_family():
     assert set(FAMILIES) == set(SIZES)
-    for name, (family, sizes) in VARIANTS.items():
-        options = default_options(name)
-        assert options["name"] == family
-        assert sizes.items() <= options.items()
-    with pytest.raises(InputError, match=r"'swin_tiny_224' is no model: near ones are swin_tiny_p"):
-        default_options("swin_tiny_224")
-    with pytest.raises(InputError, match=r"variant of 'vit': start the config from base_config\("):
+    for name, (family, changes) in VARIANTS.items():
+        assert default_config(name) == default_config(family) | changes
+
+
+def test_unknown_names_are_refused_with_similar_ones():
+    with pytest.raises(InputError, match=r"model\.name='swin_tiny_224' .*: .* swin_tiny_patch4"):
+        default_config("swin_tiny_224")
+    with pytest.raises(InputError, match=r"model\.name='vit_tiny_patch16_224' is a variant"):
         make("vit", name="vit_tiny_patch16_224")
+
+
+class OwnModel(layers.Model):
+    """A family outside the package: a linear model."""
+
+    def __init__(self, *, image_size, channels, num_classes, rngs):
+        self.head = nnx.Linear(image_size**2 * channels, num_classes, rngs=rngs)
+
+    @staticmethod
+    def default_config():
+        return dict(num_classes=7)
+
+    def sites(self):
+        return {}
+
+    def __call__(self, images, *, rng=None, with_maps=False):
+        return self.head(images.reshape(len(images), -1)), {}
+
+
+def test_a_class_of_the_users_own_is_a_family():
+    options = default_config("test_models:OwnModel")
+    assert options == {"name": "test_models:OwnModel", "num_classes": 7}
+    model = create_model(options, image_size=8, channels=1, rngs=nnx.Rngs(params=0))
+    assert model.initialize_attention(attention_init.default(), jax.random.key(0)) is None
+    assert model(BATCH[0])[0].shape == (8, 7)
+    for name in ("test_models:make", "test_models:Nothing"):
+        with pytest.raises(InputError, match=r"model\.name='test_models:"):
+            default_config(name)

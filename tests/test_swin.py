@@ -3,20 +3,18 @@ import functools
 import jax
 import jax.numpy as jnp
 import numpy as np
-import optax
 import pytest
 import references
 from flax import nnx, traverse_util
 
-from structinit_jax import attention_init
 from structinit_jax.errors import InputError
 from structinit_jax.interop import from_timm, to_timm
-from structinit_jax.models.registry import create_model
-from structinit_jax.models.swin import VARIANTS, SwinTransformer
+from structinit_jax.models.swin import SwinTransformer
 from structinit_jax.training.state import count_parameters, split_model
 
 REFERENCES = references.load("swin")
 SMALL = dict(channels=2, num_classes=5, width=8, num_heads=(2, 4), mlp_ratio=2.0)
+VARIANTS = SwinTransformer.VARIANTS
 CASES = {
     "shifted": dict(image_size=32, depths=(4, 2), window_size=4),
     "padded": dict(image_size=(28, 44), depths=(2, 3), window_size=4),
@@ -84,7 +82,9 @@ def test_gradients_equal_timm(name):
 @pytest.mark.parametrize("name", VARIANTS)
 def test_parameter_count_equals_timm(name):
     model = nnx.eval_shape(
-        lambda: SwinTransformer(**VARIANTS[name], channels=3, num_classes=1000, rngs=nnx.Rngs(0))
+        lambda: SwinTransformer(
+            **SwinTransformer.VARIANTS[name], channels=3, num_classes=1000, rngs=nnx.Rngs(0)
+        )
     )
     assert count_parameters(split_model(model)[1]) == REFERENCES[f"parameters/{name}"]
 
@@ -101,29 +101,6 @@ def test_weights_return_to_timm_and_old_buffers_are_passed_over():
     from_timm(make("padded"), old)
     with pytest.raises(InputError, match=r"no place for: layers\.0\.blocks\.9\.attn_mask"):
         from_timm(make("padded"), weights | {"layers.0.blocks.9.attn_mask": np.zeros(1)})
-
-
-def test_unrolled_and_rematerialized_models_agree():
-    logits, _, gradient = outcome("shifted")
-    other = make("shifted", remat="dots", unroll=0)
-    from_timm(other, recorded("shifted", "weights"))
-    graphdef, params, _ = split_model(other)
-    images, cotangent = (jnp.asarray(REFERENCES[f"shifted/{k}"]) for k in ("images", "cotangent"))
-
-    @jax.jit
-    def run(params):
-        def loss(params):
-            logits = nnx.merge(graphdef, params)(images)[0]
-            return jnp.sum(logits * cotangent), logits
-
-        return jax.grad(loss, has_aux=True)(params)
-
-    again, same_logits = run(params)
-    np.testing.assert_allclose(same_logits, logits, atol=1e-5)
-    exported = to_timm(nnx.merge(graphdef, again))
-    for key, value in gradient.items():
-        np.testing.assert_allclose(exported[key], value, atol=1e-4 * np.abs(value).max())
-    assert "remat" in str(jax.make_jaxpr(run)(params))
 
 
 def test_intermediates_have_the_documented_shapes():
@@ -160,82 +137,19 @@ def test_maps_are_those_of_the_outputs():
     np.testing.assert_allclose(out["attention"], expected, atol=1e-5)
 
 
-def test_training_is_random_by_key_and_evaluation_is_not():
-    model = make("single", drop_path=0.5, dropout=0.1)
-    images = jnp.asarray(REFERENCES["single/images"])
-    run = jax.jit(lambda key: model(images, key=key)[0])
-    one, again, other = (run(jax.random.key(k)) for k in (1, 1, 2))
-    np.testing.assert_array_equal(one, again)
-    assert np.abs(one - other).max() > 1e-4
-
-
-@pytest.mark.usefixtures("library_promotion")
-def test_bfloat16_has_finite_gradients_and_float32_parameters():
-    scheme = attention_init.impulse()
-    model = make("padded", depths=(2, 2), dtype="bfloat16", attention_init=scheme)
-    graphdef, params, _ = split_model(model)
-    assert {leaf.dtype for leaf in jax.tree.leaves(params)} == {jnp.dtype("float32")}
-    images = jnp.asarray(REFERENCES["padded/images"])
-
-    @jax.jit
-    def run(params):
-        def loss(params):
-            logits, out = nnx.merge(graphdef, params)(images)
-            return jnp.sum(logits**2), (logits, out)
-
-        return jax.grad(loss, has_aux=True)(params)
-
-    gradient, (logits, out) = run(params)
-    assert out["stages"][1]["blocks"]["output"].dtype == jnp.bfloat16
-    assert logits.dtype == jnp.float32
-    assert all(np.isfinite(leaf).all() for leaf in jax.tree.leaves(gradient))
-    assert np.any(gradient["stage2"]["blocks"]["relative_position_bias"])
-    full_graphdef, *_ = split_model(make("padded", depths=(2, 2)))
-    full = jax.jit(lambda params: nnx.merge(full_graphdef, params)(images)[0])(params)
-    np.testing.assert_allclose(logits, full, atol=0.02)
-
-
-@pytest.mark.usefixtures("library_promotion")
-def test_a_registered_model_learns():
-    options = dict(name="swin", **(SMALL | CASES["shifted"] | dict(depths=[2, 2], drop_path=0.1)))
-    size, channels = options.pop("image_size"), options.pop("channels")
-    model = create_model(options, image_size=size, channels=channels, rngs=nnx.Rngs(0))
-    model.initialize_attention(attention_init.impulse(), jax.random.key(1))
-    graphdef, params, _ = split_model(model)
-    images = jax.random.normal(jax.random.key(2), (20, 32, 32, 2))
-    labels = jnp.arange(20) % 5
-    optimizer = optax.adam(1e-2)
-
-    @jax.jit
-    def step(params, state, key):
-        def loss(params):
-            logits = nnx.merge(graphdef, params)(images, key=key)[0]
-            return optax.softmax_cross_entropy_with_integer_labels(logits, labels).mean()
-
-        value, gradient = jax.value_and_grad(loss)(params)
-        updates, state = optimizer.update(gradient, state)
-        return optax.apply_updates(params, updates), state, value
-
-    state, losses = optimizer.init(params), []
-    for i in range(15):
-        params, state, value = step(params, state, jax.random.key(i))
-        losses.append(float(value))
-    assert losses[-1] < 0.7 * losses[0]
-
-
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        (dict(image_size=3), r"data\.image_size=\(3, 3\) is smaller than model\.patch_size=4"),
-        (dict(depths=(2,)), r"model\.depths=\(2,\) has 1 stages, but model\.num_heads=\(2, 4\)"),
-        (dict(depths=(0, 2)), r"model\.depths=\(0, 2\): it needs a positive whole number"),
-        (dict(num_heads=(2, 3)), r"3 heads do not divide the 16 channels of stage 2"),
-        (dict(window_size=0), r"model\.window_size=0: it must be positive"),
+        (dict(image_size=3), r"data\.image_size=\(3, 3\) .*model\.patch_size=4"),
+        (dict(depths=(2,)), r"model\.depths=\(2,\) .*model\.num_heads=\(2, 4\)"),
+        (dict(depths=(0, 2)), r"model\.depths=\(0, 2\)"),
+        (dict(num_heads=(2, 3)), r"model\.num_heads=\(2, 3\): the 16 channels of stage 2"),
+        (dict(window_size=0), r"model\.window_size=0"),
         (
             dict(attention_implementation="cudnn", window_size=5),
-            r"attention_implementation='cudnn': a window of stage 1 has 5x5 tokens.*use 'xla'",
+            r"model\.attention_implementation='cudnn': windows of stage 1 have 5x5 tokens",
         ),
-        (dict(dtype="float16"), r"model\.dtype='float16': choose one of float32, bfloat16"),
+        (dict(dtype="float16"), r"model\.dtype='float16'"),
     ],
 )
 def test_sizes_that_do_not_fit_are_refused_by_name(options, message):
@@ -244,7 +158,7 @@ def test_sizes_that_do_not_fit_are_refused_by_name(options, message):
 
 
 def test_images_of_another_size_are_refused():
-    with pytest.raises(InputError, match=r"images are \(28, 28\) pixels"):
+    with pytest.raises(InputError, match=r"\(28, 28\) pixels.*data\.image_size=\(32, 32\)"):
         loaded("shifted")(jnp.zeros((1, 28, 28, 2)))
 
 

@@ -14,7 +14,7 @@ from flax import nnx
 
 from structinit_jax.errors import InputError
 from structinit_jax.interop import from_timm, to_timm
-from structinit_jax.models.registry import VARIANTS, create_model, default_options
+from structinit_jax.models.registry import VARIANTS, create_model, default_config
 from structinit_jax.models.vit import VisionTransformer, resample_positions
 from structinit_jax.training.state import count_parameters, split_model
 
@@ -90,7 +90,7 @@ def test_every_size_has_timms_parameter_count():
     counts = json.loads(COUNTS.read_text())
     assert counts.keys() <= VARIANTS.keys()
     for name, expected in counts.items():
-        options = default_options(name)
+        options = default_config(name)
         image_size = options.pop("image_size")
         model = nnx.eval_shape(
             lambda options=options, size=image_size: create_model(

@@ -1,7 +1,6 @@
 import dataclasses
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax import nnx
@@ -241,7 +240,7 @@ def test_reports_are_averaged_and_every_offset_is_used(swin):
 
 
 def test_sites_are_the_stages(swin):
-    first, second = swin[0].attention_sites
+    first, second = swin[0].sites().values()
     assert (first.grid, first.width, first.num_heads, first.head_dim) == ((4, 4), 32, 4, 8)
     assert (second.width, second.num_heads, second.num_layers) == (64, 8, 2)
     assert first.qk_scale == pytest.approx(8**-0.5)

@@ -1,73 +1,64 @@
 """ConvMixer (Trockman & Kolter 2022, arXiv:2201.09792) with timm's conventions, in Flax NNX."""
 
-import dataclasses
+from typing import Any, ClassVar
 
 import jax
 import jax.numpy as jnp
 from flax import nnx
 from jaxtyping import Array, Float
 
-from structinit_jax.attention_init import AttentionInit, ConvSite
+from structinit_jax.attention_init import AttentionInit, ConvSite, ConvWeights
 from structinit_jax.errors import InputError
 from structinit_jax.models import layers
-from structinit_jax.models.layers import Key
-
-
-def _variant(image_size, patch_size, width, depth, kernel_size, activation="gelu") -> dict:
-    return dict(
-        image_size=image_size,
-        patch_size=patch_size,
-        width=width,
-        depth=depth,
-        kernel_size=kernel_size,
-        activation=activation,
-    )
-
-
-VARIANTS = {
-    "convmixer_768_32": _variant(224, 7, 768, 32, 7, "relu"),
-    "convmixer_1024_20_ks9_p14": _variant(224, 14, 1024, 20, 9),
-    "convmixer_1536_20": _variant(224, 7, 1536, 20, 9),
-    "convmixer_256_8": _variant(32, 2, 256, 8, 5),
-    "convmixer_512_8": _variant(32, 2, 512, 8, 5),
-}
-"""timm's names, and the 2024 paper's CIFAR-10 models (table 4; it has kernels of 3 and 8 too)."""
+from structinit_jax.models.layers import Rng
 
 
 class FixedWeight(nnx.Variable):
-    """A weight that training leaves alone: no gradient, no decay, no optimizer state."""
+    """A weight that is not trained: it has no gradient, weight decay or optimizer state."""
 
 
-class ConvMixer(nnx.Module):
+class ConvMixer(layers.Model):
     """Patch embedding, a stack of depthwise and pointwise convolutions, average pooling, head.
 
-    The stack is one `ConvMixerBlock` whose parameters and running statistics have a leading layer
-    axis, run under `lax.scan`. Start values are PyTorch's, which timm leaves in place.
+    Start values are PyTorch's, as in timm. Training, that is, a call with `rng`, normalizes by the
+    statistics of the batch (the global batch, under `jit` over a mesh) and updates the running
+    statistics in place; evaluation uses the running ones.
 
-    Training, that is, a call with a key, normalizes by the statistics of the batch (under `jit`
-    over a mesh: of the global batch) and moves the running ones in place; evaluation uses those.
-
-    Args:
-      image_size: (height, width) of the input in pixels, or the side of a square one; multiples of
-        the patch size.
-      patch_size: side of a patch in pixels.
-      channels: input channels.
-      num_classes: logits.
-      width: D.
-      depth: L, the number of blocks.
-      kernel_size: f of the depthwise convolutions; an even one reaches one further down and right.
-      activation: 'gelu' (exact) or 'relu'.
-      spatial_filters: 'trained', or 'fixed' to keep the depthwise filters at their start values;
-        their biases are trained in either case.
-      drop_path: rate of the last block's depthwise branch; it rises linearly from 0 at the first.
-      dtype: type of the computation ('float32' or 'bfloat16'); parameters, statistics and what is
-        computed of them are float32.
-      unroll: blocks to a step of the loop over the stack; 0 unrolls it, for more compile time.
-      remat: what a block keeps for the gradient: 'none' keeps everything, 'dots', 'full'
-        (see `layers.run_layers`).
-      attention_init: scheme for the depthwise filters; None keeps `attention_init.default`.
-      rngs: its `params` stream draws the start values.
+    For the arguments see `layers.Model`.
     """
+
+    # timm's names, and the 2024 paper's CIFAR-10 models (table 4; also with kernel sizes 3 and 8).
+    VARIANTS: ClassVar = {
+        "convmixer_768_32": dict(
+            image_size=224, patch_size=7, width=768, depth=32, kernel_size=7, activation="relu"
+        ),
+        "convmixer_1024_20_ks9_p14": dict(
+            image_size=224, patch_size=14, width=1024, depth=20, kernel_size=9
+        ),
+        "convmixer_1536_20": dict(
+            image_size=224, patch_size=7, width=1536, depth=20, kernel_size=9
+        ),
+        "convmixer_256_8": dict(image_size=32, patch_size=2, width=256, depth=8, kernel_size=5),
+        "convmixer_512_8": dict(image_size=32, patch_size=2, width=512, depth=8, kernel_size=5),
+    }
+
+    @staticmethod
+    def default_config() -> dict[str, Any]:
+        """Returns the fields of `config.model` with their defaults, and their `image_size`."""
+        return dict(
+            image_size=32,
+            num_classes=1000,
+            patch_size=2,  # side of a patch in pixels
+            width=256,  # D
+            depth=8,  # L, the number of blocks
+            kernel_size=5,  # f of the depthwise convolutions; if even, longer down and to the right
+            activation="gelu",  # exact, or "relu"
+            spatial_filters="trained",  # or "fixed": depthwise filters keep their start values
+            drop_path=0.0,  # rate of the last depthwise branch; rises linearly from 0 in the first
+            dtype="float32",  # of the computation, or "bfloat16"; parameters are float32
+            unroll=1,  # blocks per step of the scan; 0 unrolls the stack, which compiles longer
+            remat="none",  # or "dots", "full": recompute to save memory (layers.run_stack)
+        )
 
     def __init__(
         self,
@@ -93,138 +84,126 @@ class ConvMixer(nnx.Module):
             activation=activation, spatial_filters=spatial_filters, dtype=dtype, remat=remat
         )
         if kernel_size < 1:
-            raise InputError(f"model.kernel_size={kernel_size}: it must be positive, such as 5")
-        self.drop_path_rate = drop_path
-        self.remat = remat
-        self.unroll = unroll
-        config = BlockConfig(
-            width, kernel_size, activation, spatial_filters == "fixed", jnp.dtype(dtype)
-        )
-        self.patch_embedding = layers.PatchEmbedding(
-            patch_size, channels, width, dtype=config.dtype, rngs=rngs
-        )
+            raise InputError(f"config.model.kernel_size={kernel_size} must be positive")
+        self.depth = depth
         self.activation = activation
-        self.stem_norm = BatchNorm(width)
-        self.blocks = layers.stack_layers(
-            lambda rngs: ConvMixerBlock(config, rngs=rngs), depth, rngs
+        self.drop_path_rate = drop_path
+        self.unroll = unroll
+        self.remat = remat
+
+        self.patch_embedding = layers.PatchEmbedding(
+            patch_size, channels, width, dtype=jnp.dtype(dtype), rngs=rngs
         )
-        # The head is float32 whatever the blocks are: logits are what the loss exponentiates.
+        self.stem_norm = BatchNorm(width)
+
+        def make_block(rngs):
+            return ConvMixerBlock(
+                width,
+                kernel_size,
+                activation=activation,
+                fixed_filters=spatial_filters == "fixed",
+                dtype=jnp.dtype(dtype),
+                rngs=rngs,
+            )
+
+        self.blocks = layers.make_stack(make_block, depth, rngs)
+        # float32 for every dtype, because the loss exponentiates the logits.
         self.head = _linear(width, num_classes, dtype=jnp.dtype("float32"), rngs=rngs)
         if attention_init is not None:
             self.initialize_attention(attention_init, rngs.params())
 
-    @property
-    def conv_site(self) -> ConvSite:
-        """What a scheme may know of this model."""
+    def sites(self) -> dict[str, ConvSite]:
+        """Describes the depthwise filters to initialization schemes."""
         depth, kernel_size, _, width = self.blocks.spatial.kernel.shape
-        return ConvSite(kernel_size=kernel_size, width=width, num_layers=depth)
-
-    def initialize_attention(self, attention_init: AttentionInit, key: jax.Array) -> None:
-        """Puts a scheme's depthwise filters in place; their biases stay as they are."""
-        self.blocks.spatial.kernel[...] = attention_init(key, self.conv_site).kernel
+        return {"blocks": ConvSite(kernel_size=kernel_size, width=width, num_layers=depth)}
 
     def __call__(
-        self, images: Float[Array, "B H W C"], *, key: Key = None, with_maps: bool = False
-    ) -> tuple[Float[Array, "B classes"], dict]:
-        """Computes logits and, in training, moves the running statistics.
+        self, images: Float[Array, "B H W C"], *, rng: Rng = None, with_maps: bool = False
+    ) -> tuple[Float[Array, "B classes"], dict[str, Any]]:
+        """Computes logits and, in training, updates the running statistics.
 
         Args:
-          images: normalized images.
-          key: draws drop path and marks training; None in evaluation.
-          with_maps: refused, since convolutions have no attention maps.
+          images: Normalized images.
+          rng: Random key for drop path in training; None in evaluation.
+          with_maps: Must be False, since convolutions have no attention maps.
 
         Returns:
-          float32 logits [B, classes] and the intermediates by name: 'stem' [B, rows, cols, D],
-          'blocks' (each with a leading layer axis L: 'spatial', 'output' [L, B, rows, cols, D]),
-          'pooled' [B, D].
+          float32 logits [B, classes], and the intermediates: 'stem' [B, rows, cols, D]; 'blocks'
+          with a leading layer axis: 'spatial', 'output' [L, B, rows, cols, D]; 'pooled' [B, D].
         """
         if with_maps:
-            raise InputError("with_maps: model.name='convmixer' has filters, no attention maps")
-        training = key is not None
+            raise InputError("with_maps=True: config.model.name='convmixer' has no attention maps")
         stem = layers.ACTIVATIONS[self.activation](self.patch_embedding(images))
-        stem = self.stem_norm(stem, training=training)
-        x, blocks = self._run_blocks(stem, key)
+        stem = self.stem_norm(stem, training=rng is not None)
+        x, blocks = layers.run_stack(
+            self.blocks,
+            stem,
+            drop_path_rates=jnp.linspace(0, self.drop_path_rate, self.depth),
+            rng=rng,
+            unroll=self.unroll,
+            remat=self.remat,
+        )
         pooled = x.astype(jnp.float32).mean(axis=(1, 2))
         return self.head(pooled), {"stem": stem, "blocks": blocks, "pooled": pooled}
 
-    def _run_blocks(self, x, key):
-        depth = self.conv_site.num_layers
-        rates = jnp.linspace(0, self.drop_path_rate, depth)
-        keys = None if key is None else jax.random.split(key, depth)
-
-        def body(x, layer):
-            block, rate, key = layer
-            x, out = block(x, drop_path_rate=rate, key=key)
-            # The scan hands each block over as a copy: its new statistics have to come out.
-            return x, (out, nnx.state(block, nnx.BatchStat))
-
-        x, (out, statistics) = layers.run_layers(
-            body, x, (self.blocks, rates, keys), unroll=self.unroll, remat=self.remat
-        )
-        if key is not None:
-            nnx.update(self.blocks, statistics)
-        return x, out
-
-
-@dataclasses.dataclass(frozen=True)
-class BlockConfig:
-    """What the blocks of a stack have in common.
-
-    Attributes:
-      width: D.
-      kernel_size: f of the depthwise convolution.
-      activation: a name of `layers.ACTIVATIONS`.
-      fixed_filters: whether the depthwise filters stay at their start values.
-      dtype: type of the computation.
-    """
-
-    width: int
-    kernel_size: int
-    activation: str
-    fixed_filters: bool
-    dtype: jnp.dtype
-
 
 class ConvMixerBlock(nnx.Module):
-    """x + norm(act(depthwise(x))), then norm(act(pointwise(x)))."""
+    """x + norm1(act(spatial(x))), then norm2(act(channel(x))): depthwise, then pointwise."""
 
-    def __init__(self, config: BlockConfig, *, rngs: nnx.Rngs):
-        self.spatial = DepthwiseConv(config, rngs=rngs)
-        self.norm1 = BatchNorm(config.width)
-        self.channel = _linear(config.width, config.width, dtype=config.dtype, rngs=rngs)
-        self.norm2 = BatchNorm(config.width)
-        self.activation = config.activation
+    def __init__(
+        self,
+        width: int,
+        kernel_size: int,
+        *,
+        activation: str,
+        fixed_filters: bool,
+        dtype,
+        rngs: nnx.Rngs,
+    ):
+        self.spatial = DepthwiseConv(
+            width, kernel_size, fixed=fixed_filters, dtype=dtype, rngs=rngs
+        )
+        self.norm1 = BatchNorm(width)
+        self.channel = _linear(width, width, dtype=dtype, rngs=rngs)
+        self.norm2 = BatchNorm(width)
+        self.activation = activation
 
     def __call__(
-        self, x: Float[Array, "B rows cols D"], *, drop_path_rate: Float[Array, ""], key: Key = None
+        self, x: Float[Array, "B rows cols D"], *, drop_path_rate: Float[Array, ""], rng: Rng = None
     ) -> tuple[Float[Array, "B rows cols D"], dict[str, Array]]:
         """Returns the block's output and its intermediates by name."""
-        activate, training = layers.ACTIVATIONS[self.activation], key is not None
+        activate, training = layers.ACTIVATIONS[self.activation], rng is not None
         mixed = self.norm1(activate(self.spatial(x)), training=training)
-        x = x + layers.drop_path(mixed, drop_path_rate, key)
+        x = x + layers.drop_path(mixed, drop_path_rate, rng)
         x = self.norm2(activate(self.channel(x)), training=training)
         return x, {"spatial": mixed, "output": x}
 
+    def set_weights(self, weights: ConvWeights) -> None:
+        """Replaces the depthwise filters of a stack of these blocks, but not their biases."""
+        self.spatial.kernel[...] = weights.kernel
+
 
 class DepthwiseConv(nnx.Module):
-    """One f × f filter for each channel, in PyTorch's 'same' padding, with a bias."""
+    """One f × f filter and a bias for each channel, with PyTorch's 'same' padding.
 
-    def __init__(self, config: BlockConfig, *, rngs: nnx.Rngs):
-        shape = (config.kernel_size, config.kernel_size, config.width)
-        init = _uniform(1 / config.kernel_size)
-        weight = FixedWeight if config.fixed_filters else nnx.Param
-        self.kernel = weight(init(rngs.params(), shape))
-        self.bias = nnx.Param(init(rngs.params(), shape[-1:]))
-        self.dtype = config.dtype
+    Not `nnx.Conv`, since the kernel [f, f, D] may be a `FixedWeight`.
+    """
+
+    def __init__(self, width: int, kernel_size: int, *, fixed: bool, dtype, rngs: nnx.Rngs):
+        init = layers.uniform(1 / kernel_size)
+        weight = FixedWeight if fixed else nnx.Param
+        self.kernel = weight(init(rngs.params(), (kernel_size, kernel_size, width)))
+        self.bias = nnx.Param(init(rngs.params(), (width,)))
+        self.dtype = dtype
 
     def __call__(self, x: Float[Array, "B rows cols D"]) -> Float[Array, "B rows cols D"]:
-        """Mixes each channel across its neighbours; zeros lie beyond the border."""
+        """Convolves each channel with its filter, padding with zeros."""
         kernel = self.kernel[...].astype(self.dtype)
         mixed = jax.lax.conv_general_dilated(
             x.astype(self.dtype),
             kernel[:, :, None, :],
             window_strides=(1, 1),
-            padding="SAME",  # of an even kernel's padding the odd row lies below, as in PyTorch
+            padding="SAME",  # pads an even kernel more at the end, as PyTorch does
             dimension_numbers=("NHWC", "HWIO", "NHWC"),
             feature_group_count=kernel.shape[-1],
         )
@@ -232,10 +211,9 @@ class DepthwiseConv(nnx.Module):
 
 
 class BatchNorm(nnx.Module):
-    """PyTorch's BatchNorm2d: momentum 0.1, epsilon 1e-5, in float32 whatever goes in.
+    """PyTorch's BatchNorm2d: momentum 0.1, epsilon 1e-5, computed in float32.
 
-    Flax's own keeps the biased variance in its running statistics, where PyTorch keeps the unbiased
-    one, though both normalize by the biased.
+    Not `nnx.BatchNorm`, whose running variance is the biased one; PyTorch's is unbiased.
     """
 
     momentum = 0.1
@@ -250,35 +228,25 @@ class BatchNorm(nnx.Module):
     def __call__(
         self, x: Float[Array, "B rows cols D"], *, training: bool
     ) -> Float[Array, "B rows cols D"]:
-        """Normalizes each channel; in training by the batch, whose statistics it takes in."""
+        """Normalizes each channel; training uses and records the statistics of the batch."""
         wide = x.astype(jnp.float32)
         mean, variance = self.mean[...], self.variance[...]
         if training:
-            old = mean, variance
             mean = wide.mean(axis=(0, 1, 2))
             variance = jnp.square(wide - mean[None, None, None, :]).mean(axis=(0, 1, 2))
             count = wide.size // len(mean)
-            unbiased = variance * (count / max(count - 1, 1))
-            for statistic, before, now in zip(
-                (self.mean, self.variance), old, (mean, unbiased), strict=True
-            ):
-                now = jax.lax.stop_gradient(now)
-                statistic[...] = (1 - self.momentum) * before + self.momentum * now
+            self._record(self.mean, mean)
+            self._record(self.variance, variance * (count / max(count - 1, 1)))
         scale = self.scale[...] * jax.lax.rsqrt(variance + self.epsilon)
-        centred = wide - mean[None, None, None, :]
-        normed = centred * scale[None, None, None, :] + self.bias[...][None, None, None, :]
+        centered = wide - mean[None, None, None, :]
+        normed = centered * scale[None, None, None, :] + self.bias[...][None, None, None, :]
         return normed.astype(x.dtype)
+
+    def _record(self, running, batch):
+        batch = jax.lax.stop_gradient(batch)
+        running[...] = (1 - self.momentum) * running[...] + self.momentum * batch
 
 
 def _linear(inputs: int, outputs: int, *, dtype, rngs: nnx.Rngs) -> nnx.Linear:
-    init = _uniform(inputs**-0.5)
+    init = layers.uniform(inputs**-0.5)
     return nnx.Linear(inputs, outputs, kernel_init=init, bias_init=init, dtype=dtype, rngs=rngs)
-
-
-def _uniform(bound: float):
-    """PyTorch's start values of weights and biases, `bound` being fan_in^-1/2."""
-
-    def init(key, shape, dtype=jnp.float32, out_sharding=None):
-        return jax.random.uniform(key, shape, dtype, -bound, bound)
-
-    return init

@@ -1,6 +1,7 @@
 """Swin Transformer (Liu et al. 2021, arXiv:2103.14030) with timm's conventions, in Flax NNX."""
 
 from collections.abc import Sequence
+from typing import Any, ClassVar
 
 import jax
 import jax.numpy as jnp
@@ -8,53 +9,57 @@ import numpy as np
 from flax import nnx
 from jaxtyping import Array, Float
 
-from structinit_jax.attention_init import AttentionInit, SolveReport, WindowSite
+from structinit_jax.attention_init import AttentionInit, AttentionWeights, WindowSite
+from structinit_jax.attention_init.windows import relative_index
 from structinit_jax.errors import InputError
-from structinit_jax.models import layers
-from structinit_jax.models.layers import Key
-from structinit_jax.models.swin_stage import EPSILON, SwinStage
+from structinit_jax.models import layers, windows
+from structinit_jax.models.layers import Rng
+from structinit_jax.models.windows import Sides
+
+EPSILON = 1e-5  # of every LayerNorm
+UNSHIFTED = (0, 0)
 
 _TINY = dict(width=96, depths=(2, 2, 6, 2), num_heads=(3, 6, 12, 24), image_size=224, window_size=7)
 _SMALL = _TINY | dict(depths=(2, 2, 18, 2))
 _BASE = _SMALL | dict(width=128, num_heads=(4, 8, 16, 32))
-VARIANTS = {
-    "swin_tiny_patch4_window7_224": _TINY,
-    "swin_small_patch4_window7_224": _SMALL,
-    "swin_base_patch4_window7_224": _BASE,
-    "swin_base_patch4_window12_384": _BASE | dict(image_size=384, window_size=12),
-    "swin_large_patch4_window7_224": _BASE | dict(width=192, num_heads=(6, 12, 24, 48)),
-}
 
 
-class SwinTransformer(nnx.Module):
+class SwinTransformer(layers.Model):
     """Patch embedding, stages of windowed attention with patch merging between, pooling and head.
 
-    Any image size goes: grids are padded with zeros to whole windows and to even sides before patch
-    merging. Pixels behind the last whole patch are left out. Both are timm's way.
+    As in timm, any image size is accepted: grids are padded with zeros to whole windows, and to
+    even sides before patch merging; pixels after the last whole patch are dropped.
 
-    Args:
-      image_size: (height, width) of the input in pixels, or the side of a square one.
-      patch_size: side of a patch in pixels.
-      channels: input channels.
-      num_classes: logits.
-      width: D of the first stage; each stage has twice that of the one before.
-      depths: the number of blocks of each stage.
-      num_heads: h of each stage.
-      window_size: side of a window in tokens. A stage whose grid is no larger has a single window
-        of the grid's size, and no shift.
-      mlp_ratio: hidden width of the MLP over D.
-      drop_path: rate of the last block; it rises linearly from 0 at the first.
-      dropout: rate behind projections and MLP layers.
-      dtype: type of the computation ('float32' or 'bfloat16'); parameters are float32.
-      attention_implementation: 'auto' lets JAX choose; 'xla', or 'cudnn', which needs an even
-        number of tokens in every window.
-      unroll: pairs of blocks to a step of the loop over a stage; 0 unrolls it, for more compile
-        time.
-      remat: what a pair of blocks keeps for the gradient: 'none' keeps everything, 'dots', 'full'
-        (see `layers.run_layers`).
-      attention_init: scheme for the attention weights; None keeps `attention_init.default`.
-      rngs: its `params` stream draws the start values.
+    For the arguments see `layers.Model`.
     """
+
+    VARIANTS: ClassVar = {
+        "swin_tiny_patch4_window7_224": _TINY,
+        "swin_small_patch4_window7_224": _SMALL,
+        "swin_base_patch4_window7_224": _BASE,
+        "swin_base_patch4_window12_384": _BASE | dict(image_size=384, window_size=12),
+        "swin_large_patch4_window7_224": _BASE | dict(width=192, num_heads=(6, 12, 24, 48)),
+    }
+
+    @staticmethod
+    def default_config() -> dict[str, Any]:
+        """Returns the fields of `config.model` with their defaults, and their `image_size`."""
+        return dict(
+            image_size=224,
+            num_classes=1000,
+            patch_size=4,  # side of a patch in pixels
+            width=96,  # D of the first stage; it doubles in each further stage
+            depths=(2, 2, 6, 2),  # number of blocks of each stage
+            num_heads=(3, 6, 12, 24),  # h of each stage
+            window_size=7,  # side of a window in tokens; a smaller grid is one window, unshifted
+            mlp_ratio=4.0,  # hidden width of the MLP over D
+            drop_path=0.0,  # rate of the last block; it rises linearly from 0 in the first
+            dropout=0.0,  # rate after attention projections and MLP layers
+            dtype="float32",  # of the computation, or "bfloat16"; parameters are float32
+            attention_implementation="auto",  # JAX chooses; or "xla", or "cudnn" for even windows
+            unroll=1,  # pairs of blocks per step of the scan; 0 unrolls it, which compiles longer
+            remat="none",  # or "dots", "full": recompute to save memory (layers.run_stack)
+        )
 
     def __init__(
         self,
@@ -82,126 +87,89 @@ class SwinTransformer(nnx.Module):
         layers.check_choices(
             dtype=dtype, attention_implementation=attention_implementation, remat=remat
         )
+        self.patch_size = patch_size
         self.depths = tuple(depths)
         self.drop_path_rate = drop_path
-        self.dropout_rate = dropout
-        self.dtype = jnp.dtype(dtype)
+        self.unroll = unroll
+        self.remat = remat
 
-        options = dict(dtype=self.dtype, rngs=rngs)
+        options = dict(dtype=jnp.dtype(dtype), rngs=rngs)
         self.patch_embedding = layers.PatchEmbedding(patch_size, channels, width, **options)
         self.patch_norm = layers.layer_norm(width, epsilon=EPSILON, **options)
         grid = tuple(side // patch_size for side in self.image_size)
         for i, (depth, heads) in enumerate(zip(depths, num_heads, strict=True)):
             if i:
                 grid, width = tuple(-(-side // 2) for side in grid), 2 * width
-            config = layers.BlockConfig(
-                width=width,
-                num_heads=heads,
-                mlp_ratio=mlp_ratio,
-                dropout=dropout,
-                attention_implementation=attention_implementation,
-                dtype=self.dtype,
-            )
             stage = SwinStage(
-                config,
+                width,
+                heads,
                 depth=depth,
                 grid=grid,
                 window_size=window_size,
                 merge=i > 0,
-                remat=remat,
-                unroll=unroll,
-                rngs=rngs,
+                mlp_ratio=mlp_ratio,
+                dropout=dropout,
+                attention_implementation=attention_implementation,
+                **options,
             )
             if attention_implementation == "cudnn":
                 _check_even(i, stage.window)
             setattr(self, f"stage{i + 1}", stage)
         self.norm = layers.layer_norm(width, epsilon=EPSILON, **options)
-        # The head is float32 whatever the blocks are: logits are what the loss exponentiates.
-        self.head = nnx.Linear(width, num_classes, kernel_init=layers.truncated_normal(), rngs=rngs)
+        # float32 for every dtype, because the loss exponentiates the logits.
+        self.head = nnx.Linear(width, num_classes, kernel_init=layers.truncated_normal, rngs=rngs)
         if attention_init is not None:
             self.initialize_attention(attention_init, rngs.params())
 
     @property
-    def stages(self) -> tuple[SwinStage, ...]:
+    def stages(self) -> tuple["SwinStage", ...]:
         """The stages, first to last."""
         return tuple(getattr(self, f"stage{i + 1}") for i in range(len(self.depths)))
 
-    @property
-    def attention_sites(self) -> tuple[WindowSite, ...]:
-        """What an attention scheme may know of each stage: its shifted and unshifted blocks."""
-        sites = []
-        for stage in self.stages:
-            depth, width, num_heads, head_dim = stage.blocks.attention.query.kernel.shape
-            sites.append(
-                WindowSite(
-                    grid=stage.window,
-                    width=width,
-                    num_heads=num_heads,
-                    head_dim=head_dim,
-                    num_layers=depth,
-                    qk_scale=head_dim**-0.5,
-                )
-            )
-        return tuple(sites)
-
-    def initialize_attention(
-        self, attention_init: AttentionInit, key: jax.Array
-    ) -> SolveReport | None:
-        """Puts a scheme's weights in place, stage by stage, and returns the mean of its reports."""
-        reports = []
-        sites = self.attention_sites
-        keys = jax.random.split(key, len(sites))
-        for stage, site, stage_key in zip(self.stages, sites, keys, strict=True):
-            weights = attention_init(stage_key, site)
-            if weights.positions is not None:
-                raise InputError(
-                    "attention_init: the scheme sets a position encoding, which Swin does not have"
-                )
-            for name in ("query", "key", "value", "out"):
-                start = getattr(weights, name)
-                if start is not None:
-                    getattr(stage.blocks.attention, name).kernel[...] = start
-            if weights.bias is not None:
-                stage.blocks.relative_position_bias[...] = weights.bias
-            if weights.report is not None:
-                reports.append(weights.report)
-        if not reports:
-            return None
-        return jax.tree.map(lambda *values: sum(values) / len(values), *reports)
+    def sites(self) -> dict[str, WindowSite]:
+        """Describes the blocks of each stage to initialization schemes."""
+        return {
+            f"stage{i + 1}": WindowSite(grid=stage.window, **stage.blocks.sizes())
+            for i, stage in enumerate(self.stages)
+        }
 
     def __call__(
-        self, images: Float[Array, "B H W C"], *, key: Key = None, with_maps: bool = False
-    ) -> tuple[Float[Array, "B classes"], dict]:
+        self, images: Float[Array, "B H W C"], *, rng: Rng = None, with_maps: bool = False
+    ) -> tuple[Float[Array, "B classes"], dict[str, Any]]:
         """Computes logits.
 
         Args:
-          images: normalized images.
-          key: draws dropout and drop path in training; None in evaluation.
-          with_maps: whether to return attention maps too.
+          images: Normalized images.
+          rng: Random key for dropout and drop path in training; None in evaluation.
+          with_maps: Whether to return attention maps.
 
         Returns:
-          float32 logits [B, classes] and the intermediates by name: 'patch_embedding'
-          [B, rows, cols, D] behind its norm, 'stages', a tuple of one dict each: 'merged'
-          [B, r, c, E] in all but the first, and 'blocks' (each with a leading layer axis L:
-          'attention', 'mlp', 'output' [L, B, r, c, E], 'attention_maps' [L, B, W, h, n, n] of the
-          W windows, cut from the shifted and padded grid); and 'pooled' [B, E] behind the norm.
+          float32 logits [B, classes], and the intermediates: 'patch_embedding' [B, rows, cols, D]
+          after its norm; 'stages', one dict each, of 'merged' [B, r, c, E] (not in the first) and
+          'blocks' with a leading layer axis: 'attention', 'mlp', 'output' [L, B, r, c, E] and
+          'attention_maps' [L, B, W, h, n, n] of the W windows of the shifted and padded grid;
+          'pooled' [B, E] after the final norm.
         """
         if images.shape[1:3] != self.image_size:
             raise InputError(
-                f"images are {images.shape[1:3]} pixels, but the model was made for "
-                f"data.image_size={self.image_size}: windows and shifts depend on it"
+                f"images have {images.shape[1:3]} pixels, but the model was built for "
+                f"config.data.image_size={self.image_size}, which determines windows and shifts"
             )
         rates = np.linspace(0, self.drop_path_rate, sum(self.depths), dtype=np.float32)
         rates = np.split(rates, np.cumsum(self.depths)[:-1])
         count = len(self.depths)
-        keys = (None,) * count if key is None else jax.random.split(key, count)
-        patch = self.patch_embedding.kernel.shape[0]
-        height, width = (side - side % patch for side in self.image_size)
+        rngs = (None,) * count if rng is None else jax.random.split(rng, count)
+        height, width = (side - side % self.patch_size for side in self.image_size)
         x = embedded = self.patch_norm(self.patch_embedding(images[:, :height, :width]))
         stages = []
-        for stage, stage_rates, stage_key in zip(self.stages, rates, keys, strict=True):
+        for stage, stage_rates, stage_rng in zip(self.stages, rates, rngs, strict=True):
             x, out = stage(
-                x, drop_path_rates=jnp.asarray(stage_rates), key=stage_key, with_maps=with_maps
+                x,
+                drop_path_rates=jnp.asarray(stage_rates),
+                rng=stage_rng,
+                unroll=self.unroll,
+                remat=self.remat,
+                with_maps=with_maps,
             )
             stages.append(out)
         pooled = self.norm(x).mean(axis=(1, 2))
@@ -209,36 +177,142 @@ class SwinTransformer(nnx.Module):
         return logits, {"patch_embedding": embedded, "stages": tuple(stages), "pooled": pooled}
 
 
+class SwinStage(nnx.Module):
+    """Patch merging, in all stages but the first, then a stack of blocks, every second shifted.
+
+    If one window covers the grid, no block is shifted.
+    """
+
+    def __init__(
+        self,
+        width: int,
+        num_heads: int,
+        *,
+        depth: int,
+        grid: Sides,
+        window_size: int,
+        merge: bool,
+        dtype,
+        rngs: nnx.Rngs,
+        **block_options,
+    ):
+        self.window, self.shift = windows.window_and_shift(grid, window_size)
+        self.merging = PatchMerging(width // 2, dtype=dtype, rngs=rngs) if merge else None
+
+        def make_block(rngs):
+            return SwinBlock(
+                width, num_heads, window=self.window, dtype=dtype, rngs=rngs, **block_options
+            )
+
+        self.blocks = layers.make_stack(make_block, depth, rngs)
+
+    def set_weights(self, weights: AttentionWeights) -> None:
+        """Replaces the weights of the blocks by those that a scheme sets."""
+        self.blocks.set_weights(weights)
+
+    def __call__(
+        self, x: Float[Array, "B rows cols D"], **run_options
+    ) -> tuple[Float[Array, "B r c E"], dict[str, Any]]:
+        """Returns the stage's output and its intermediates 'merged' and 'blocks'.
+
+        Args:
+          x: Output of the stage before.
+          **run_options: Arguments of `layers.run_stack` and 'with_maps'.
+        """
+        out = {}
+        if self.merging is not None:
+            x = out["merged"] = self.merging(x)
+        shifts = (UNSHIFTED,) if self.shift == UNSHIFTED else (UNSHIFTED, self.shift)
+        cycle = tuple({"shift": shift} for shift in shifts)
+        x, out["blocks"] = layers.run_stack(self.blocks, x, cycle=cycle, **run_options)
+        return x, out
+
+
+class PatchMerging(nnx.Module):
+    """Concatenates the channels of 2×2 neighbors, then a norm and a linear layer to 2 D channels.
+
+    A grid with an odd side is padded with zeros.
+    """
+
+    def __init__(self, width: int, *, dtype, rngs: nnx.Rngs):
+        self.norm = layers.layer_norm(4 * width, epsilon=EPSILON, dtype=dtype, rngs=rngs)
+        self.reduction = nnx.Linear(
+            4 * width,
+            2 * width,
+            use_bias=False,
+            kernel_init=layers.truncated_normal,
+            dtype=dtype,
+            rngs=rngs,
+        )
+
+    def __call__(self, x: Float[Array, "B rows cols D"]) -> Float[Array, "B r c E"]:
+        """Halves the grid and doubles the channels."""
+        batch, rows, cols, width = x.shape
+        x = jnp.pad(x, ((0, 0), (0, rows % 2), (0, cols % 2), (0, 0)))
+        x = x.reshape(batch, -(-rows // 2), 2, -(-cols // 2), 2, width)
+        # Channels in timm's order: column within the pair, row within the pair, channel.
+        x = jnp.einsum("brycxd->brcxyd", x).reshape(batch, x.shape[1], x.shape[3], 4 * width)
+        return self.reduction(self.norm(x))
+
+
+class SwinBlock(layers.Block):
+    """A pre-norm block that attends within windows, with a relative position bias."""
+
+    def __init__(self, width: int, num_heads: int, *, window: Sides, **options):
+        rows = (2 * window[0] - 1) * (2 * window[1] - 1)
+        super().__init__(width, num_heads, position_bias_rows=rows, epsilon=EPSILON, **options)
+        self.window = window
+
+    def mix(self, x, *, shift, rng, with_maps):
+        """Attends within the windows of the grid [B, rows, cols, D], cyclically shifted."""
+        batch, *grid, _ = x.shape
+        x = jnp.roll(x, (-shift[0], -shift[1]), axis=(1, 2))
+        tokens = windows.partition(x, self.window)
+        bias = self._bias(tuple(grid), shift, batch)
+        y, maps = self.attention(tokens, bias=bias, rng=rng, with_maps=with_maps)
+        y = jnp.roll(windows.unpartition(y, self.window, tuple(grid)), shift, axis=(1, 2))
+        return y, {name: m.reshape(batch, -1, *m.shape[1:]) for name, m in maps.items()}
+
+    def _bias(self, grid, shift, batch):
+        """[1, h, n, n], or with the mask of a shift [B W, h, n, n]."""
+        table = self.relative_position_bias[...]
+        bias = jnp.moveaxis(table[relative_index(self.window)], -1, 0)[None]
+        if shift == UNSHIFTED:
+            return bias
+        bias = bias + jnp.asarray(windows.shift_mask(grid, self.window, shift))[:, None]
+        return jnp.broadcast_to(bias[None], (batch, *bias.shape)).reshape(-1, *bias.shape[1:])
+
+
 def _check_sizes(image_size, patch_size, width, depths, num_heads, window_size):
     if min(image_size) < patch_size:
         raise InputError(
-            f"data.image_size={image_size} is smaller than model.patch_size={patch_size}: "
-            "choose a smaller patch"
+            f"config.data.image_size={image_size} is smaller than "
+            f"config.model.patch_size={patch_size}: choose a smaller patch"
         )
     if len(depths) != len(num_heads):
         raise InputError(
-            f"model.depths={tuple(depths)} has {len(depths)} stages, but "
-            f"model.num_heads={tuple(num_heads)} has {len(num_heads)}: give one number for each"
+            f"config.model.depths={tuple(depths)} has {len(depths)} stages, but "
+            f"config.model.num_heads={tuple(num_heads)} has {len(num_heads)}"
         )
     for field, values in (("depths", depths), ("num_heads", num_heads)):
         if not values or min(values) < 1:
             raise InputError(
-                f"model.{field}={tuple(values)}: it needs a positive whole number for each stage"
+                f"config.model.{field}={tuple(values)}: each stage needs a positive whole number"
             )
     if window_size < 1:
-        raise InputError(f"model.window_size={window_size}: it must be positive")
+        raise InputError(f"config.model.window_size={window_size} must be positive")
     for stage, heads in enumerate(num_heads):
         if width * 2**stage % heads:
             raise InputError(
-                f"model.num_heads={tuple(num_heads)}: {heads} heads do not divide the "
-                f"{width * 2**stage} channels of stage {stage + 1}: each takes an equal share"
+                f"config.model.num_heads={tuple(num_heads)}: the {width * 2**stage} channels of "
+                f"stage {stage + 1} are not divisible by {heads} heads"
             )
 
 
 def _check_even(index, window):
     if window[0] * window[1] % 2:
         raise InputError(
-            f"model.attention_implementation='cudnn': a window of stage {index + 1} has "
-            f"{window[0]}x{window[1]} tokens, but with a bias cuDNN trains on even numbers only: "
-            "use 'xla', or an even model.window_size with grids that it divides"
+            f"config.model.attention_implementation='cudnn': windows of stage {index + 1} have "
+            f"{window[0]}x{window[1]} tokens, but cuDNN needs an even number to train a bias: use "
+            "'xla', or an even config.model.window_size and grids divisible by it"
         )

@@ -1,17 +1,19 @@
-"""Windows of a token grid, as Swin (Liu et al. 2021, arXiv:2103.14030, section 3.2) cuts them."""
+"""Windows of a token grid, as in Swin (Liu et al. 2021, arXiv:2103.14030, section 3.2)."""
 
 import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float
 
 Sides = tuple[int, int]
-MASKED = -100.0  # added to the logits of tokens that a cyclic shift has brought together
+MASKED = (
+    -100.0
+)  # added to logits between tokens that only a cyclic shift made neighbors, as in timm
 
 
 def window_and_shift(grid: Sides, window_size: int) -> tuple[Sides, Sides]:
-    """Sides and shift of the windows on a grid.
+    """Returns the sides of the windows on a grid and their shift.
 
-    A side of the grid that is no longer than the window is one window, without a shift.
+    Along a side of the grid no longer than `window_size` there is one window and no shift.
     """
     window = tuple(min(side, window_size) for side in grid)
     shift = tuple(window_size // 2 if side > window_size else 0 for side in grid)
@@ -19,7 +21,7 @@ def window_and_shift(grid: Sides, window_size: int) -> tuple[Sides, Sides]:
 
 
 def partition(x: Float[Array, "B rows cols D"], window: Sides) -> Float[Array, "BW n D"]:
-    """Cuts a grid into windows, padding it with zeros at its ends; n tokens are in each."""
+    """Splits a grid, zero-padded at its ends, into windows of n tokens."""
     batch, rows, cols, width = x.shape
     down, right = (-side % size for side, size in zip((rows, cols), window, strict=True))
     x = jnp.pad(x, ((0, 0), (0, down), (0, right), (0, 0)))
@@ -31,7 +33,7 @@ def partition(x: Float[Array, "B rows cols D"], window: Sides) -> Float[Array, "
 def unpartition(
     windows: Float[Array, "BW n D"], window: Sides, grid: Sides
 ) -> Float[Array, "B rows cols D"]:
-    """Undoes `partition` and cuts the padding off."""
+    """Inverts `partition` and removes the padding."""
     (r, c), width = window, windows.shape[-1]
     down, across = (-(-side // size) for side, size in zip(grid, window, strict=True))
     x = windows.reshape(-1, down, across, r, c, width).swapaxes(2, 3)
@@ -39,10 +41,10 @@ def unpartition(
 
 
 def shift_mask(grid: Sides, window: Sides, shift: Sides) -> Float[np.ndarray, "W n n"]:
-    """What a shift adds to the logits of each window: 0 among tokens that were neighbours before.
+    """Returns what to add to the logits of each window of a shifted grid.
 
-    The windows at the ends hold tokens from both ends of the grid. As in timm, the two are told
-    apart by their places on the padded grid.
+    The last windows hold tokens from both ends of the grid, which must not attend to each other:
+    `MASKED` for such pairs, 0 for all others. As in timm, ends are those of the padded grid.
     """
     regions = []
     for side, size, move in zip(grid, window, shift, strict=True):

@@ -48,7 +48,7 @@ def make_train_step(
     def loss_fn(params, model_state, batch, key):
         images, targets = batch
         model = nnx.merge(graphdef, params, model_state)
-        logits, _ = model(images, key=key)
+        logits, _ = model(images, rng=key)
         correct = jnp.mean(logits.argmax(-1) == targets.argmax(-1))
         loss = optax.softmax_cross_entropy(logits, targets).mean()
         return loss, (correct, split_model(model)[2])
