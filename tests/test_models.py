@@ -147,7 +147,7 @@ def test_sites_name_the_stacks(family):
     ],
 )
 def test_schemes_that_do_not_fit_a_model_are_refused(family, name):
-    with pytest.raises(InputError, match=rf"{name}.*'impulse'"):
+    with pytest.raises(InputError, match=rf"name='{name}' .*use one of .*impulse"):
         make(family).initialize_attention(scheme_of(family, name), jax.random.key(0))
 
 
