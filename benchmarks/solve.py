@@ -2,12 +2,12 @@
 
     python benchmarks/solve.py --out=solve.json
 
-For the papers' models, with weights of their own in every layer. `impulse` is timed whole, cold
-(first call, compilation included, no cache) and warm. The reference procedure (10,000 Adam steps on
-the full Q and K of every head) is run for three heads and a part of its steps, and its time scaled
-to all heads, layers and steps. Its loss is that of the three heads after --reference_steps steps,
-beside that of `impulse` at the column norm that the reference ends with. PyTorch is timed where it
-is installed.
+The models are those of the papers, with different weights in every layer. All of `impulse` is
+timed, cold (first call, with compilation, no cache) and warm. The reference procedure (10,000 Adam
+steps on the full Q and K of every head) runs for three heads and some of its steps; its time is
+scaled to all heads, layers and steps. Its loss, of the three heads after --reference_steps steps,
+is compared with that of `impulse` at the reference's final column norm. PyTorch is timed if it is
+installed.
 """
 
 import argparse
@@ -60,7 +60,7 @@ def time_impulse(site: AttentionSite, vo_init: str) -> dict:
 
 
 def reference_problem(site: AttentionSite):
-    """Pseudo input and targets of three heads: centre, right neighbour, upper left neighbour."""
+    """Pseudo input and targets of three heads: center, right neighbor, upper left neighbor."""
     x = np.asarray(layer_norm(site.positions), np.float32)
     targets = convolution_maps(impulse_kernels(3), site.grid)[[4, 5, 0]]
     return x, targets

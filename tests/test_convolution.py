@@ -47,7 +47,7 @@ def test_the_papers_impulses_stand_at_independent_places():
 
 
 def test_filters_act_as_correlations_do():
-    """A place of the kernel is the neighbour that the same place of scipy's kernel looks at."""
+    """A place of the kernel is the neighbor that the same place of scipy's kernel looks at."""
     (kernel,) = kernels(attention_init.impulse(), kernel_size=8, width=6, num_layers=1)
     image = np.random.default_rng(0).standard_normal((10, 12, 6)).astype(np.float32)
     ours = jax.lax.conv_general_dilated(

@@ -1,10 +1,10 @@
-"""Why fixed spatial filters suffice: spans of filters, and proposition 1 of the 2024 paper.
+"""Why fixed spatial filters are enough: spans of filters, and proposition 1 of the 2024 paper.
 
 Section 3 and appendix A of "Structured Initialization for Attention in Vision Transformers". One
 output channel of a block with fixed filters h_i is y = Σ_i w_i h_i * x_i over channels x_i. Inputs
 of rank k are x_i = Σ_j a_ji z_j, so that y = Σ_j (Σ_i w_i a_ji h_i) * z_j: each z_j meets a filter
 of its own, and channel mixing w reaches every set of them if the D vectors a_i ⊗ h_i span k M
-dimensions, M being that of the filters' span.
+dimensions, M being the dimension of the filters' span.
 """
 
 from typing import NamedTuple
@@ -12,15 +12,15 @@ from typing import NamedTuple
 import numpy as np
 from jaxtyping import Float
 
-TOLERANCE = 1e-6  # of the largest singular value or entry: what is below it counts as zero
+TOLERANCE = 1e-6  # smaller values count as zero, relative to the largest
 
 
 class Spans(NamedTuple):
-    """That a set of vectors is M-k spanned (definition 1).
+    """M and k of a set of vectors that is M-k spanned (definition 1).
 
     Attributes:
-      dimension: M, of the space that all of them span.
-      count: k, the largest number of subsets without common members that each span it.
+      dimension: Dimension M of the space that the vectors span.
+      count: Largest number k of disjoint subsets that each span it.
     """
 
     dimension: int
@@ -94,7 +94,7 @@ def recovering_mixing(
 
 
 def _insert(vectors, bases, new) -> bool:
-    """Brings one more vector into the bases by the shortest chain of exchanges, if any does."""
+    """Adds a vector to the bases by the shortest chain of exchanges; returns whether one exists."""
     came_from = {new: None}  # vector -> (the one that would push it out, from which base)
     queue = [new]
     for i in queue:
@@ -124,7 +124,7 @@ def _circuit(vectors, base, i) -> list[int] | None:
 
 
 def _exchange(bases, came_from, i, number) -> None:
-    """Puts i into a base, what pushes i out of its own into that, and so on back to the start."""
+    """Moves i into a base, the vector that replaces it into the base of i, and so on."""
     while i is not None:
         step = came_from[i]
         if step is not None:

@@ -161,7 +161,7 @@ def target_maps(
     if isinstance(filters, str):
         for size in np.ravel(options["kernel_size"]):
             check_kernel_size(int(size), site.grid)
-    elif filters.shape[1:] == (site.num_tokens,) * 2:
+    elif np.shape(filters)[1:] == (site.num_tokens,) * 2:
         return np.asarray(filters, np.float32), ((0, len(filters)),) * site.num_layers
     kernels, ranges = target_kernels(site, filters=filters, **options)
     return normalize_rows(convolution_maps(kernels, site.grid)), ranges
