@@ -306,8 +306,8 @@ REMAT_POLICIES = {
 
 def make_stack(make_block, depth: int, rngs: nnx.Rngs):
     """Returns `depth` blocks, each made by `make_block(rngs=...)`, as one with a layer axis."""
-    keys = jax.random.split(rngs.params(), depth)
-    return jax.vmap(lambda key: make_block(rngs=nnx.Rngs(key)))(keys)
+    layer_rngs = jax.random.split(rngs.params(), depth)
+    return jax.vmap(lambda rng: make_block(rngs=nnx.Rngs(rng)))(layer_rngs)
 
 
 def run_stack(

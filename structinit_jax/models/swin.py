@@ -196,6 +196,7 @@ class SwinStage(nnx.Module):
         rngs: nnx.Rngs,
         **block_options,
     ):
+        self.depth = depth
         self.window, self.shift = windows.window_and_shift(grid, window_size)
         self.merging = PatchMerging(width // 2, dtype=dtype, rngs=rngs) if merge else None
 
