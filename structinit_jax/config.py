@@ -12,6 +12,7 @@ from structinit_jax.data.info import EVALUATION_SETS
 from structinit_jax.errors import InputError
 from structinit_jax.models.layers import CHOICES, check_choices
 from structinit_jax.models.registry import default_options
+from structinit_jax.training.optimizer import find_loss, find_optimizer
 
 # Fields of `config.model` of which 0 has a meaning.
 MAY_BE_ZERO = ("unroll", "num_registers", "layer_scale")
@@ -40,6 +41,8 @@ def base_config(model: str = "vit") -> ConfigDict:
             num_epochs=30.0,
             num_steps=0,  # if not 0, in place of num_epochs
             batch_size=128,  # global: over all devices of all hosts
+            loss="softmax_cross_entropy",  # or "module:function", see training/optimizer.py
+            optimizer="adamw",  # or "module:function", see training/optimizer.py
             learning_rate=1e-3,  # the peak, behind the warm-up
             warmup_epochs=2.0,
             warmup_learning_rate=0.0,  # where the linear warm-up starts
@@ -138,6 +141,8 @@ def validate(config: ConfigDict) -> None:
         _require(
             config.model.num_classes == 1000, "model.num_classes", config.model.num_classes, need
         )
+    find_loss(config.loss)
+    find_optimizer(config.optimizer)
     augment_options(config)
     make_attention_init(config)
 

@@ -22,7 +22,7 @@ from structinit_jax.config import validate
 from structinit_jax.data.imagenet import open_imagenet_evaluation
 from structinit_jax.data.info import CATALOG
 from structinit_jax.errors import InputError
-from structinit_jax.program import build_program, initialize, make_plan
+from structinit_jax.training.checkpoint import Checkpoints
 from structinit_jax.recipes import imagenet_2025
 
 ROOT = Path(__file__).parent.parent
@@ -162,15 +162,15 @@ def trained(tmp_path_factory):
     rows = labelled(range(64))
     prepare("imagenet2012", "5.1.0", {"train": rows, "validation": rows}, path / "data")
     config = make_config(path / "data")
-    program = build_program(config, make_plan(config, CATALOG["imagenet2012"], 64))
-    state = initialize(config, program)
+    setup = train.set_up(config, CATALOG["imagenet2012"], 64)
+    state = train.initialize(config, setup)
     for name in ("patch_embedding", "head"):  # so that images differ in what is predicted
         state.params[name]["kernel"] *= 20
     state = state._replace(step=state.step + 2)
-    run = {"config": json.loads(config.to_json()), "num_steps": 2, "unread": []}
-    with contextlib.closing(train.Checkpoints(path / "run" / "checkpoints", 1)) as checkpoints:
+    run = {"config": json.loads(config.to_json()), "num_examples": 64, "pending_metrics": []}
+    with contextlib.closing(Checkpoints(path / "run" / "checkpoints", 1)) as checkpoints:
         checkpoints.save(2, state, run, None)
-    model = nnx.merge(program.graphdef, state.params, state.model_state)
+    model = nnx.merge(setup.model.graphdef, state.params, state.model_state)
     mean, std = np.array(config.data.mean), np.array(config.data.std)
     logits, _ = model(jnp.asarray((IMAGES / 255 - mean) / std, jnp.float32))
     return path / "data", path / "run", np.asarray(logits, np.float64)

@@ -14,7 +14,7 @@ import pytest
 
 from structinit_jax import train
 from structinit_jax.data.info import CATALOG
-from structinit_jax.program import build_program, make_plan
+from structinit_jax.training import checkpoint
 
 ROOT = Path(__file__).parent.parent
 TINY = [
@@ -100,10 +100,10 @@ def final_state(workdir, fields):
 
     config = ConfigDict(json.loads((workdir / "config.json").read_text()))
     config.update_from_flattened_dict(fields)
-    program = build_program(config, make_plan(config, CATALOG["digits"], 1_438))
-    checkpoints = train.Checkpoints(workdir / "checkpoints", 1)
-    state = checkpoints.restore(checkpoints.latest_step, program.abstract_state)
-    checkpoints.close()
+    setup = train.set_up(config, CATALOG["digits"], 1_438)
+    directory = workdir / "checkpoints"
+    step = checkpoint.newest_step(directory)
+    state = checkpoint.restore(directory, step, setup.abstract_state)
     return jax.tree.map(np.asarray, state)
 
 

@@ -15,7 +15,7 @@ from structinit_jax.attention_init import SCHEMES
 from structinit_jax.config import drop_foreign_options, validate
 from structinit_jax.data.info import CATALOG, split_size
 from structinit_jax.errors import InputError
-from structinit_jax.program import build_program, make_plan
+from structinit_jax.train import set_up
 from structinit_jax.recipes import choose, imagenet_2024, imagenet_2025, small_2024, small_2025
 
 CONFIGS = sorted((Path(__file__).parent.parent / "configs").glob("*.py"))
@@ -284,7 +284,7 @@ def test_another_scheme_needs_its_name_only(path, scheme):
 
 def build(config):
     validate(config)
-    return build_program(config, make_plan(config, CATALOG[config.data.name], 1000))
+    return set_up(config, CATALOG[config.data.name], 1000)
 
 
 def test_a_word_that_is_no_choice_is_refused_with_the_choices():

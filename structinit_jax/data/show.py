@@ -15,12 +15,11 @@ from ml_collections import ConfigDict
 from structinit_jax import command_line, evaluate
 from structinit_jax import config as config_lib
 from structinit_jax.augment import make_augment
-from structinit_jax.data.loader import make_loader
+from structinit_jax.data.loader import make_loader, split_augmentation
 from structinit_jax.data.sample_sheet import COLUMNS, ROWS, draw_tiles
 from structinit_jax.out_flag import OUT
-from structinit_jax.program import make_plan
 from structinit_jax.training import mesh as mesh_lib
-from structinit_jax.training.step import train_step_keys
+from structinit_jax.training.step import step_rngs
 
 _STEP = flags.DEFINE_integer("step", 0, "Steps before the one whose batch is drawn.", lower_bound=0)
 
@@ -34,7 +33,8 @@ def training_batch(config: ConfigDict, step: int) -> tuple[np.ndarray, np.ndarra
     config_lib.validate(config)
     dataset = evaluate.open_data(config)
     source = dataset.split(config.data.train_split, "data.train_split", config.data.on_bad_image)
-    augmentation = make_plan(config, dataset.info, len(source)).augmentation
+    options = config_lib.augment_options(config)
+    augmentation = split_augmentation(options, dataset.info, len(source), config.seed)
     mesh = mesh_lib.make_mesh()
     loader = make_loader(
         source,
@@ -51,7 +51,7 @@ def training_batch(config: ConfigDict, step: int) -> tuple[np.ndarray, np.ndarra
         repeats=config.data.repeats,
     )
     batch = next(batches)
-    key = train_step_keys(config.seed, step)[0]
+    key = step_rngs(config.seed, step)[0]
     augment = jax.jit(make_augment(augmentation.on_device, mesh))
     images, targets = augment(key, batch["image"], batch["label"])
     pixels = 255 * (np.asarray(images) * np.asarray(config.data.std) + np.asarray(config.data.mean))
