@@ -115,6 +115,12 @@ def workdir(finished_run, tmp_path):
     return Path(shutil.copytree(finished_run.workdir, tmp_path / "run"))
 
 
+def place(state, setup):
+    """Puts a state from the host on the devices, as the training step of a `train.Setup` needs."""
+    shardings = jax.tree.map(lambda leaf: leaf.sharding, setup.abstract_state)
+    return jax.device_put(state, shardings)
+
+
 @contextlib.contextmanager
 def library_promotion_rules():
     with jax.numpy_dtype_promotion("standard"), jax.numpy_rank_promotion("allow"):

@@ -22,8 +22,8 @@ from structinit_jax.config import validate
 from structinit_jax.data.imagenet import open_imagenet_evaluation
 from structinit_jax.data.info import CATALOG
 from structinit_jax.errors import InputError
-from structinit_jax.training.checkpoint import Checkpoints
 from structinit_jax.recipes import imagenet_2025
+from structinit_jax.training.checkpoint import Checkpoints
 
 ROOT = Path(__file__).parent.parent
 # As many classes as ImageNet-A has, spread over the thousand.

@@ -15,8 +15,8 @@ from structinit_jax.attention_init import SCHEMES
 from structinit_jax.config import drop_foreign_options, validate
 from structinit_jax.data.info import CATALOG, split_size
 from structinit_jax.errors import InputError
-from structinit_jax.train import set_up
 from structinit_jax.recipes import choose, imagenet_2024, imagenet_2025, small_2024, small_2025
+from structinit_jax.train import set_up
 
 CONFIGS = sorted((Path(__file__).parent.parent / "configs").glob("*.py"))
 PAPERS = [path for path in CONFIGS if "202" in path.stem]
