@@ -27,7 +27,7 @@ from structinit_jax.augment.mix import mix
 from structinit_jax.augment.rand_augment import parse, rand_augment
 from structinit_jax.command_line import load_config
 from structinit_jax.data.info import CATALOG
-from structinit_jax.program import build_program, make_plan
+from structinit_jax.train import initialize, set_up
 
 IMAGES = 1024
 RAND_AUGMENT = "rand-m9-mstd0.5-inc1"
@@ -97,9 +97,10 @@ def measure_vit_b_step(batch: int, dtype: str, repeats: int) -> float:
     config.update(batch_size=batch)
     config.model.dtype, config.augment.mix_group = dtype, 0
     info = CATALOG["imagenet2012"]
-    program = build_program(config, make_plan(config, info, info.num_examples["train"]))
-    state = program.init_state(*program.init_model(jax.random.key(0)))
-    shape = program.abstract_batch["image"].shape
+    config.attention_init = dict(name="default")
+    setup = set_up(config, info, info.num_examples["train"])
+    state = initialize(config, setup)
+    shape = setup.abstract_batch["image"].shape
     data = {
         "image": np.random.default_rng(0).integers(0, 256, shape).astype(np.uint8),
         "label": np.arange(batch, dtype=np.int32),
@@ -107,7 +108,7 @@ def measure_vit_b_step(batch: int, dtype: str, repeats: int) -> float:
     seconds = []
     for _ in range(1 + repeats):
         start = time.perf_counter()
-        state, _ = jax.block_until_ready(program.train_step(state, data))
+        state, _ = jax.block_until_ready(setup.train_step(state, data))
         seconds.append(time.perf_counter() - start)
     return float(np.median(seconds[1:]))
 

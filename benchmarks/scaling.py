@@ -22,9 +22,8 @@ from typing import NamedTuple
 
 from structinit_jax.command_line import load_config
 from structinit_jax.data.info import CATALOG
-from structinit_jax.program import build_program, make_plan
+from structinit_jax.train import set_up
 from structinit_jax.training import flops
-from structinit_jax.training.collectives import bytes_by_kind
 
 MODELS = {f"ViT-{name[0].upper()}": f"vit_{name}_patch16_224" for name in ("tiny", "small", "base")}
 NUM_CHIPS = (8, 64, 256, 1024)
@@ -89,9 +88,9 @@ def measure(model: str) -> dict:
     for fsdp in (1, 8):
         config.fsdp = fsdp
         info = CATALOG["imagenet2012"]
-        program = build_program(config, make_plan(config, info, info.num_examples["train"]))
-        step = program.train_step.lower(program.abstract_state, program.abstract_batch).compile()
-        row[f"fsdp={fsdp}"] = bytes_by_kind(step.as_text())
+        setup = set_up(config, info, info.num_examples["train"])
+        step = setup.train_step.lower(setup.abstract_state, setup.abstract_batch).compile()
+        row[f"fsdp={fsdp}"] = flops.bytes_by_kind(step.as_text())
     return row
 
 

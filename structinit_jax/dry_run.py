@@ -1,4 +1,4 @@
-"""What a config would train and cost, without data and without device memory."""
+"""Prints the sizes and costs of a run without reading data or allocating device memory."""
 
 import jax
 from ml_collections import ConfigDict
@@ -6,26 +6,29 @@ from ml_collections import ConfigDict
 from structinit_jax import config as config_lib
 from structinit_jax.data import info as info_lib
 from structinit_jax.data.datasets import find_info
-from structinit_jax.program import build_program, make_plan, parameter_table
+from structinit_jax.data.info import check_examples
+from structinit_jax.train import parameter_table, set_up
 from structinit_jax.training import flops
 from structinit_jax.training import mesh as mesh_lib
-from structinit_jax.training.collectives import bytes_by_kind
 from structinit_jax.training.state import count_parameters
 
 
 def dry_run(config: ConfigDict) -> None:
-    """Builds model, state and step abstractly and prints their sizes and costs.
+    """Compiles the training step of a config and prints parameters, FLOPs and memory.
 
-    FLOPs are those of the model's products, forward and backward (see `training.flops`). Memory is
-    that of the step compiled for the devices at hand.
+    The FLOPs are those of the model's products, forward and backward (see `training.flops`). The
+    memory is that of the step compiled for the devices of this machine.
+
+    Args:
+      config: See `structinit_jax.config.base_config`.
 
     Raises:
-      InputError: for any mistake in the config that can be seen without data.
+      InputError: The config has a mistake that can be found without data.
     """
     config_lib.validate(config)
     data = config.data
     info = find_info(data.name, data.data_dir or None)
-    info_lib.check_examples(info, num_classes=config.model.num_classes, channels=data.channels)
+    check_examples(info, num_classes=config.model.num_classes, channels=data.channels)
     num_examples = info_lib.split_size(data.name, data.train_split, info, "data.train_split")
     if data.eval_name:
         test_name = data.eval_name.split("/")[0]
@@ -35,32 +38,31 @@ def dry_run(config: ConfigDict) -> None:
     else:
         test_split = data.eval_split
         num_eval = info_lib.split_size(data.name, test_split, info, "data.eval_split")
-    plan = make_plan(config, info, num_examples)
-    program = build_program(config, plan)
-    print(parameter_table(program))
+    setup = set_up(config, info, num_examples)
+    print(parameter_table(setup.model))
 
-    num_devices, num_hosts = program.mesh.size, jax.process_count()
-    step = program.train_step.lower(program.abstract_state, program.abstract_batch).compile()
+    schedule, mesh = setup.schedule, setup.model.mesh
+    step = setup.train_step.lower(setup.abstract_state, setup.abstract_batch).compile()
     memory = step.memory_analysis()
     per_image = flops.flops_per_image(config)
     rows = {
-        "model": f"{config.model.name}, {count_parameters(program.abstract_state.params):,} "
-        "parameters",
+        "model": f"{config.model.name}, {count_parameters(setup.model.params):,} parameters",
         "attention_init": ", ".join(f"{k}={v}" for k, v in config.attention_init.items()),
-        "devices": mesh_lib.describe(program.mesh),
-        "batch": f"{config.batch_size} global, {config.batch_size // num_devices} per device, "
-        f"{config.batch_size // num_hosts} per host",
-        "data": f"{data.name}, {num_examples:,} examples to train on ({data.train_split}), "
-        f"{num_eval:,} to test on ({test_split})",
-        "steps": f"{plan.num_steps:,}, {plan.num_steps / plan.steps_per_epoch:.1f} epochs of "
-        f"{plan.steps_per_epoch:.1f}; {len(plan.eval_steps)} evaluations",
-        "FLOPs of a step": f"{per_image * config.batch_size:.3e}, {per_image:.3e} per image",
+        "devices": mesh_lib.describe(mesh),
+        "batch": f"{config.batch_size} global, {config.batch_size // mesh.size} per device, "
+        f"{config.batch_size // jax.process_count()} per host",
+        "data": f"{data.name}, {num_examples:,} training examples ({data.train_split}), "
+        f"{num_eval:,} test examples ({test_split})",
+        "steps": f"{schedule.num_steps:,}, "
+        f"{schedule.num_steps / schedule.steps_per_epoch:.1f} epochs of "
+        f"{schedule.steps_per_epoch:.1f}; {len(schedule.eval_steps)} evaluations",
+        "FLOPs per step": f"{per_image * config.batch_size:.3e}, {per_image:.3e} per image",
         "memory per device": f"{_mib(memory.argument_size_in_bytes)} state and batch, "
         f"{_mib(memory.temp_size_in_bytes)} activations and temporaries",
     }
-    if num_devices > 1:
+    if mesh.size > 1:
         rows["sent per step"] = ", ".join(
-            f"{kind} of {_mib(size)}" for kind, size in bytes_by_kind(step.as_text()).items()
+            f"{kind} of {_mib(size)}" for kind, size in flops.bytes_by_kind(step.as_text()).items()
         )
     width = max(map(len, rows))
     for name, value in rows.items():

@@ -1,4 +1,4 @@
-"""Evaluation: the data for it, a model from a checkpoint, exact results."""
+"""Evaluation: opens the data, restores a model from a checkpoint, computes exact results."""
 
 from pathlib import Path
 
@@ -10,114 +10,162 @@ from structinit_jax import config as config_lib
 from structinit_jax import resume
 from structinit_jax.data import datasets
 from structinit_jax.data.info import check_examples
-from structinit_jax.data.loader import Loader, make_loader
+from structinit_jax.data.loader import make_loader
 from structinit_jax.data.test_sets import EvaluationSet, open_test_set
 from structinit_jax.errors import InputError
-from structinit_jax.program import MAX_IN_FLIGHT, Program, build_program, make_plan
-from structinit_jax.training import checkpoint, files
-from structinit_jax.training.state import TrainState
-
-
-def evaluate(
-    config: ConfigDict, program: Program, state: TrainState, loader: Loader
-) -> dict[str, float]:
-    """Exact loss and accuracy over all examples, whatever the split: 'test/loss', 'test/accuracy'.
-
-    Where the state has averaged weights, 'test/ema_loss' and 'test/ema_accuracy' are theirs.
-    """
-    weights = {"test/": (state.params, state.model_state)}
-    if state.ema:
-        weights["test/ema_"] = (state.ema["params"], state.ema["model_state"])
-    results = {}
-    for prefix, model in weights.items():
-        sums = []
-        for batch in loader.eval_batches(batch_size=config.batch_size):
-            sums.append(program.eval_step(*model, batch))
-            jax.block_until_ready(sums[-MAX_IN_FLIGHT - 1 : -MAX_IN_FLIGHT])
-        totals = jax.tree.map(lambda *leaves: float(np.sum(leaves)), *jax.device_get(sums))
-        results[f"{prefix}loss"] = totals["loss"] / totals["count"]
-        results[f"{prefix}accuracy"] = totals["correct"] / totals["count"]
-    return results
+from structinit_jax.training import checkpoint
+from structinit_jax.training import mesh as mesh_lib
+from structinit_jax.training.metrics import InFlight
+from structinit_jax.training.state import AbstractModel, TrainState, abstract_model
+from structinit_jax.training.step import make_eval_step
+from structinit_jax.training.workdir import local_path
 
 
 def open_data(config: ConfigDict) -> datasets.Dataset:
-    """Opens the config's data set and checks that the model fits it."""
+    """Opens the data set of a config.
+
+    Raises:
+      InputError: The data set does not exist, or does not fit the model.
+    """
     data = config.data
     dataset = datasets.open_dataset(data.name, data.data_dir or None, data.manual_dir or None)
-    check_examples(
-        dataset.info,
-        num_classes=config.model.num_classes,
-        channels=data.channels,
-    )
+    check_examples(dataset.info, num_classes=config.model.num_classes, channels=data.channels)
     return dataset
 
 
 def open_evaluation_set(
     config: ConfigDict, dataset: datasets.Dataset | None = None
 ) -> EvaluationSet:
-    """The config's test split of its own data set, or the test set of ImageNet that it names."""
-    data = config.data
-    if data.eval_name:  # its folder is TFDS's, where the training set's is an image folder
-        root = None if data.name in datasets.FILE_SETS else data.data_dir or None
-        evaluation_set = open_test_set(data.eval_name, root, data.on_bad_image)
-        check_examples(
-            evaluation_set.info, num_classes=config.model.num_classes, channels=data.channels
-        )
-        return evaluation_set
-    dataset = dataset or open_data(config)
-    source = dataset.split(data.eval_split, "data.eval_split", data.on_bad_image)
-    return EvaluationSet(f"{data.name} {data.eval_split}", source, dataset.info)
+    """Opens the test split of the config's data set, or the test set of `config.data.eval_name`.
 
-
-def restore_newest(program: Program, workdir: str | Path) -> tuple[int, TrainState]:
-    """The newest checkpoint's step and state.
+    Args:
+      config: See `structinit_jax.config.base_config`.
+      dataset: The config's data set, if it is open already.
 
     Raises:
-      InputError: if there is no checkpoint, or it is of another architecture.
+      InputError: The split or the test set does not exist, or does not fit the model.
     """
-    directory = files.local_path(workdir) / "checkpoints"
-    if not directory.is_dir():
-        raise InputError(f"--workdir={workdir} holds no checkpoints: train there first")
-    restored = checkpoint.restore_newest(directory, program.abstract_state)
-    if restored is None:
-        raise InputError(f"--workdir={workdir} holds no whole checkpoint: train there first")
-    return restored
-
-
-def make_eval_loader(config: ConfigDict, program: Program, evaluation_set: EvaluationSet) -> Loader:
-    """The test images at the model's size, on their way to the devices."""
-    size, crop = config.data.image_size, config.data.crop_fraction
-    return make_loader(
-        evaluation_set.source,
-        evaluation_set.info,
-        program.mesh,
-        image_size=size,
-        crop_fraction=crop,
+    data = config.data
+    if not data.eval_name:
+        dataset = dataset or open_data(config)
+        source = dataset.split(data.eval_split, "data.eval_split", data.on_bad_image)
+        return EvaluationSet(f"{data.name} {data.eval_split}", source, dataset.info)
+    # The test sets are prepared with TFDS; the data_dir of an image folder does not hold them.
+    root = None if data.name in datasets.FILE_SETS else data.data_dir or None
+    evaluation_set = open_test_set(data.eval_name, root, data.on_bad_image)
+    check_examples(
+        evaluation_set.info, num_classes=config.model.num_classes, channels=data.channels
     )
+    return evaluation_set
+
+
+class Evaluator:
+    """Computes loss and accuracy over all examples of an evaluation set.
+
+    Args:
+      config: See `structinit_jax.config.base_config`.
+      model: The model, on the mesh of the states to evaluate.
+      evaluation_set: Images and the classes that count as right.
+    """
+
+    def __init__(self, config: ConfigDict, model: AbstractModel, evaluation_set: EvaluationSet):
+        replicated = mesh_lib.replicated(model.mesh)
+        self._step = jax.jit(
+            make_eval_step(
+                config, model.graphdef, replicated, evaluation_set.classes, evaluation_set.answers
+            ),
+            out_shardings=replicated,
+        )
+        self._loader = make_loader(
+            evaluation_set.source,
+            evaluation_set.info,
+            model.mesh,
+            image_size=config.data.image_size,
+            crop_fraction=config.data.crop_fraction,
+        )
+        # Any batch size gives the same sums, so it is rounded up to a multiple of the devices.
+        self._batch_size = -(-config.batch_size // model.mesh.size) * model.mesh.size
+
+    def __call__(self, state: TrainState) -> dict[str, float]:
+        """Evaluates a state.
+
+        Returns:
+          'test/loss' and 'test/accuracy', and for averaged weights, if the state has them,
+          'test/ema_loss' and 'test/ema_accuracy'.
+        """
+        weights = {"test/": (state.params, state.model_state)}
+        if state.ema:
+            weights["test/ema_"] = (state.ema["params"], state.ema["model_state"])
+        results = {}
+        for prefix, (params, model_state) in weights.items():
+            sums, in_flight = [], InFlight()
+            for batch in self._loader.eval_batches(batch_size=self._batch_size):
+                sums.append(self._step(params, model_state, batch))
+                in_flight.add(sums[-1])
+            totals = jax.tree.map(lambda *leaves: float(np.sum(leaves)), *jax.device_get(sums))
+            results[f"{prefix}loss"] = totals["loss"] / totals["count"]
+            results[f"{prefix}accuracy"] = totals["correct"] / totals["count"]
+        return results
+
+
+def restore_model(
+    config: ConfigDict, workdir: str | Path, devices: list[jax.Device] | None = None
+) -> tuple[AbstractModel, TrainState]:
+    """Restores the newest model of a run, without optimizer state.
+
+    The number of devices and `config.batch_size` need not be those of the training.
+
+    Args:
+      config: Config of the run. Averaged weights are restored if its `ema_decay` is not 0.
+      workdir: Output directory of the run.
+      devices: Devices that get a full copy of the weights. The default is all.
+
+    Returns:
+      The model, and a state without optimizer state.
+
+    Raises:
+      InputError: There is no checkpoint, or it does not fit the config.
+    """
+    directory = local_path(workdir) / "checkpoints"
+    step = checkpoint.newest_step(directory)
+    if step is None:
+        raise InputError(f"--workdir={workdir} has no complete checkpoint: train there first")
+    model = abstract_model(config, mesh_lib.make_mesh(devices=devices))
+    weights = {"params": model.params, "model_state": model.model_state}
+    number = jax.ShapeDtypeStruct((), np.int32, sharding=mesh_lib.replicated(model.mesh))
+    ema = weights if config.ema_decay else {}
+    abstract_state = TrainState(step=number, **weights, opt_state={}, ema=ema)
+    return model, checkpoint.restore_weights(directory, step, abstract_state)
 
 
 def evaluate_checkpoint(config: ConfigDict, workdir: str | Path) -> dict[str, float]:
-    """Restores the newest checkpoint of a workdir, evaluates it and prints the result.
+    """Evaluates the newest checkpoint of a run and prints the results.
+
+    Args:
+      config: Config of the run. Its data may be others.
+      workdir: Output directory of the run.
+
+    Returns:
+      See `Evaluator`.
 
     Raises:
-      InputError: if there is no checkpoint, or it is of another architecture.
+      InputError: There is no checkpoint, or it does not fit the config, or the data cannot be used.
     """
     config_lib.validate(config)
     evaluation_set = open_evaluation_set(config)
-    plan = make_plan(config, evaluation_set.info, len(evaluation_set.source))
-    program = build_program(config, plan, evaluation_set)
-    step, state = restore_newest(program, workdir)
-    run = checkpoint.read_run(files.local_path(workdir) / "checkpoints", step)
-    if changed := resume.differences_in_evaluation(run, config):
+    model, state = restore_model(config, workdir)
+    step = int(state.step)
+    run = checkpoint.read_run(local_path(workdir) / "checkpoints", step)
+    if changed := resume.evaluation_changes(run, config):
         print("\n".join(["note: the checkpoint was trained with another config:", *changed]))
-    results = evaluate(config, program, state, make_eval_loader(config, program, evaluation_set))
+    results = Evaluator(config, model, evaluation_set)(state)
     count = len(evaluation_set.source)
     print(f"step {step}  {describe(results)} on {count:,} examples of {evaluation_set.name}")
     return results
 
 
 def describe(results: dict[str, float]) -> str:
-    """Such as 'test loss 0.0613  test accuracy 0.9833'."""
+    """Formats results, for example 'test loss 0.0613  test accuracy 0.9833'."""
     return "  ".join(
         f"{name.replace('/', ' ').replace('_', ' ')} {value:.4f}" for name, value in results.items()
     )

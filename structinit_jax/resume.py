@@ -1,4 +1,4 @@
-"""What may differ between the config of a checkpoint and that of the run that goes on from it."""
+"""Checks which config fields may change when a run is resumed."""
 
 import json
 from collections.abc import Mapping
@@ -9,25 +9,23 @@ from ml_collections import ConfigDict
 from structinit_jax.config import base_config
 from structinit_jax.errors import InputError
 
-_ORDER = "the order of the data"
-_ARCHITECTURE = "the architecture"
-_PIXELS = "what the model's input means"
-# Fields and sections with which a run would be another run, and what each of them decides.
+# Fields and sections that must not change on resume, and what each one affects.
 FIXED = {
-    "seed": "all randomness, and the order of the data",
-    "batch_size": _ORDER,
-    "data.name": _ORDER,
-    "data.train_split": _ORDER,
-    "data.repeats": _ORDER,
-    "data.image_size": _ARCHITECTURE,
-    "data.channels": _ARCHITECTURE,
-    "data.mean": _PIXELS,
-    "data.std": _PIXELS,
-    "model": _ARCHITECTURE,
-    "attention_init": "the start weights, which are drawn before step 1 only",
-    "start_from": "the start weights, which are taken before step 1 only",
+    "seed": "the data order and all randomness",
+    "batch_size": "the data order",
+    "optimizer": "the optimizer state",
+    "data.name": "the data order",
+    "data.train_split": "the data order",
+    "data.repeats": "the data order",
+    "data.image_size": "the architecture",
+    "data.channels": "the architecture",
+    "data.mean": "the model's input",
+    "data.std": "the model's input",
+    "model": "the architecture",
+    "attention_init": "the initial weights, which are set before step 1",
+    "start_from": "the initial weights, which are set before step 1",
 }
-# Of these sections, but free: how a model is computed, and what training adds to it.
+# Fields of these sections that may change: how the model is computed and regularized.
 FREE = (
     "model.attention_implementation",
     "model.drop_path",
@@ -36,91 +34,95 @@ FREE = (
     "model.remat",
     "model.unroll",
 )
-ABSENT = "(no such field)"
+# What a change also affects in a model that is only evaluated.
+EVALUATION = ("the architecture", "the model's input")
+ABSENT = "(absent)"
 
 
 def changes(old: Mapping[str, Any], config: ConfigDict) -> dict[str, tuple[Any, Any]]:
-    """The fields that differ, such as 'model.depth', with the old and the new value.
+    """Compares the config of a checkpoint with the current one.
 
-    A field that the code did not have when the checkpoint was written counts as its default then.
-    A field on one side only has `ABSENT` on the other.
+    A field that did not exist when the checkpoint was written counts as having its default.
 
     Args:
-      old: the checkpoint's config, from JSON.
-      config: the config to go on with.
+      old: Config of the checkpoint, from JSON.
+      config: Current config.
+
+    Returns:
+      Old and new value of every field that differs, by its path such as 'model.depth'. A field
+      that exists in one config only has the value `ABSENT` in the other.
     """
-    new = _flatten(json.loads(config.to_json()))  # tuples become lists, as on the other side
+    new = _flatten(json.loads(config.to_json()))  # with lists for tuples, as in the old config
     defaults = _flatten(json.loads(base_config(config.model.name).to_json()))
-    # What a scheme was not told is no field that was missing.
-    defaults = {k: v for k, v in defaults.items() if not k.startswith("attention_init.")}
-    old = _flatten(old)
+    # The fields of attention_init depend on the scheme, so none of them has a default here.
+    defaults = {k: v for k, v in defaults.items() if k in new and "attention_init." not in k}
+    old = defaults | _flatten(old)
     pairs = {
-        field: (
-            old.get(field, defaults.get(field, ABSENT) if field in new else ABSENT),
-            new.get(field, ABSENT),
-        )
+        field: (old.get(field, ABSENT), new.get(field, ABSENT))
         for field in sorted(new.keys() | old.keys())
     }
     return {field: pair for field, pair in pairs.items() if pair[0] != pair[1]}
 
 
 def check(run: Mapping[str, Any], config: ConfigDict, num_examples: int, place: str) -> list[str]:
-    """What changed since a checkpoint was written, one line a field.
+    """Checks that a config continues the run of a checkpoint.
 
     Args:
-      run: what the checkpoint holds beside the state: 'config', and 'num_examples' of the training
+      run: JSON object of the checkpoint, with 'config' and the 'num_examples' of the training
         split.
-      config: the config to go on with.
-      num_examples: of the training split now.
-      place: the checkpoint, such as 'step 400 in /tmp/digits'.
+      config: Current config.
+      num_examples: Current size of the training split.
+      place: Name of the checkpoint for messages, for example 'step 400 in /tmp/digits'.
+
+    Returns:
+      One line for each field that has changed and may change.
 
     Raises:
-      InputError: if it would not be the run that the checkpoint is of.
+      InputError: A field has changed that must not change on resume.
     """
     changed = changes(run["config"], config)
-    reasons = {field: _reason(field, *pair) for field, pair in changed.items()}
+    affected = {field: _affects(field, *pair) for field, pair in changed.items()}
     lines = {field: _line(field, *pair) for field, pair in changed.items()}
-    refused = [f"{lines[field]}  ({reason})" for field, reason in reasons.items() if reason]
+    refused = [f"{lines[field]}  (affects {what})" for field, what in affected.items() if what]
     if refused:
         raise InputError(
             "\n".join(
                 [
-                    f"this config does not continue the run at {place}; what differs and decides:",
+                    f"these fields of the config must not change when {place} is resumed:",
                     *refused,
-                    "Give the old values to go on, or another --workdir to start anew",
+                    "Restore the old values, or start a new run in another --workdir",
                 ]
             )
         )
-    trained_on = run.get("num_examples", num_examples)  # older checkpoints do not say
-    if trained_on != num_examples:
+    if run["num_examples"] != num_examples:
         raise InputError(
-            f"data.train_split={config.data.train_split!r} has {num_examples:,} examples, but the "
-            f"run at {place} was trained on {trained_on:,}, and would see them in another order: "
-            "bring the old data back, or start anew in another --workdir"
+            f"config.data.train_split={config.data.train_split!r} has {num_examples:,} examples, "
+            f"but {place} was trained on {run['num_examples']:,} in another order: restore the old "
+            "data, or start a new run in another --workdir"
         )
     return list(lines.values())
 
 
-def differences_in_evaluation(run: Mapping[str, Any], config: ConfigDict) -> list[str]:
-    """What changed of that which gives trained weights their meaning, one line a field.
+def evaluation_changes(run: Mapping[str, Any], config: ConfigDict) -> list[str]:
+    """Lists changed fields that affect what a trained model computes, one line each.
 
     Args:
-      run: as in `check`.
-      config: the config to evaluate with.
+      run: JSON object of the checkpoint, see `check`.
+      config: Config to evaluate with.
     """
     return [
         _line(field, *pair)
         for field, pair in changes(run["config"], config).items()
-        if _reason(field, *pair) in (_ARCHITECTURE, _PIXELS)
+        if _affects(field, *pair) in EVALUATION
     ]
 
 
-def _reason(field: str, old: Any, new: Any) -> str | None:
-    """Why a field must not change; None where it may."""
+def _affects(field: str, old: Any, new: Any) -> str | None:
+    """What the change of a field affects; None if the field may change."""
     if field == "ema_decay" and not (old and new):
-        return "whether the checkpoint has averaged weights"
+        return "whether there are averaged weights"
     if field in FREE or (ABSENT in (old, new) and not field.startswith("attention_init.")):
-        return None  # a weight that came or went with the field is found on restoring
+        return None  # weights that appear or disappear with the field are found on restoring
     return FIXED.get(field) or FIXED.get(field.split(".")[0])
 
 

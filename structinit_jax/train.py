@@ -1,49 +1,45 @@
-"""Training, to be read top to bottom: data, model, steps, checkpoints, loop."""
+"""The training loop, to be read from top to bottom."""
 
 import contextlib
+import functools
 import itertools
 import json
+import shlex
+import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any, NamedTuple
 
 import jax
 import numpy as np
+from clu import parameter_overview
 from ml_collections import ConfigDict
 
 from structinit_jax import config as config_lib
 from structinit_jax import resume
-from structinit_jax.data.loader import make_loader
+from structinit_jax.augment import make_augment
+from structinit_jax.data.info import DatasetInfo
+from structinit_jax.data.loader import AugmentationSplit, make_loader, split_augmentation
 from structinit_jax.errors import InputError, StoppedError
-from structinit_jax.evaluate import (
-    describe,
-    evaluate,
-    make_eval_loader,
-    open_data,
-    open_evaluation_set,
-)
-from structinit_jax.program import (
-    MAX_IN_FLIGHT,
-    build_program,
-    initialize,
-    make_plan,
-    parameter_table,
-)
-from structinit_jax.training import (
-    compilations,
-    files,
-    flops,
-    memory,
-    nonfinite,
-    preemption,
-    profiling,
-)
+from structinit_jax.evaluate import Evaluator, describe, open_data, open_evaluation_set
+from structinit_jax.training import checkpoint, flops, profiling
 from structinit_jax.training import mesh as mesh_lib
-from structinit_jax.training.checkpoint import BEST_METRIC, Checkpoints
-from structinit_jax.training.lock import lock_workdir
-from structinit_jax.training.metrics import MetricsLog, average
+from structinit_jax.training import workdir as workdir_lib
+from structinit_jax.training.metrics import MetricsLog, PendingMetrics
+from structinit_jax.training.optimizer import Schedule, find_optimizer, make_schedule
 from structinit_jax.training.progress import Progress
+from structinit_jax.training.state import (
+    AbstractModel,
+    TrainState,
+    abstract_model,
+    check_attention_init,
+    init_state,
+    initialize_model,
+)
+from structinit_jax.training.step import make_train_step
 
-# Of a run that a signal stopped: EX_TEMPFAIL of sysexits.h, "try again later".
+# Exit code of a run that a signal has stopped: EX_TEMPFAIL of sysexits.h, "try again later".
 PREEMPTED_EXIT_CODE = 75
 
 
@@ -52,19 +48,21 @@ def train(
     workdir: str | Path,
     profile_steps: tuple[int, int] | tuple[None, None] = (None, None),
 ) -> dict[str, float]:
-    """Trains to the end of the plan, from the newest checkpoint in the workdir if there is one.
+    """Trains a model. If the workdir holds a checkpoint, training resumes from it.
 
     Args:
-      config: see `structinit_jax.config.base_config`.
-      workdir: gets `config.json`, `metrics.jsonl`, `tensorboard/` and `checkpoints/`.
-      profile_steps: the first and the last step to trace into `profile/`.
+      config: See `structinit_jax.config.base_config`.
+      workdir: Output directory for `config.json`, `metrics.jsonl`, `tensorboard/` and
+        `checkpoints/`.
+      profile_steps: First and last step to trace to `profile/`.
 
     Returns:
-      The last evaluation's metrics.
+      The results of the last evaluation.
 
     Raises:
-      InputError: for a mistake in the config, the data or the workdir.
-      StoppedError: if a signal asked for it or a step was not finite; checkpoints are whole.
+      InputError: The config, the data or the workdir cannot be used.
+      StoppedError: A signal asked the run to stop, or a step was not finite. All checkpoints are
+        complete.
     """
     with contextlib.ExitStack() as on_exit:
         return _train(config, workdir, profile_steps, on_exit)
@@ -75,143 +73,287 @@ def _train(
 ) -> dict[str, float]:
     began = time.perf_counter()
     config_lib.validate(config)
-    workdir = files.prepare_workdir(workdir)
+    workdir = workdir_lib.prepare_workdir(workdir)
     if jax.process_index() == 0:
-        on_exit.enter_context(lock_workdir(workdir))
+        on_exit.enter_context(workdir_lib.lock_workdir(workdir))
 
-    # -- data --------------------------------------------------------------------------------------
+    # -- Data --------------------------------------------------------------------------------------
     dataset = open_data(config)
     train_source = dataset.split(
         config.data.train_split, "data.train_split", config.data.on_bad_image
     )
     evaluation_set = open_evaluation_set(config, dataset)
-    plan = make_plan(config, dataset.info, len(train_source))
 
-    # -- model and start state, or the newest checkpoint -------------------------------------------
-    program = build_program(config, plan, evaluation_set)
-    print(f"devices: {mesh_lib.describe(program.mesh)}")
-    print(parameter_table(program))
+    # -- Mesh, schedule, model, optimizer and training step; nothing is allocated yet --------------
+    setup = set_up(config, dataset.info, len(train_source))
+    schedule = setup.schedule
+    print(f"devices: {mesh_lib.describe(setup.model.mesh)}")
+    print(parameter_table(setup.model))
+
+    # -- Initialize the state, or restore it from the newest checkpoint ----------------------------
     checkpoints = on_exit.enter_context(
-        contextlib.closing(Checkpoints(workdir / "checkpoints", config.keep_checkpoints))
+        contextlib.closing(checkpoint.Checkpoints(workdir / "checkpoints", config.keep_checkpoints))
     )
     start_step = checkpoints.latest_step or 0
-    unread = []  # metrics of the steps since the last log line, fetched only when it is written
+    profiling.check_steps(*profile_steps, start_step, schedule.num_steps)
     if start_step:
-        saved = checkpoints.run(start_step)
+        saved = checkpoint.read_run(checkpoints.directory, start_step)
         changed = resume.check(saved, config, len(train_source), f"step {start_step} in {workdir}")
         if changed:
             print("\n".join(["config changed since the checkpoint:", *changed]))
-        if start_step > plan.num_steps:
+        if start_step > schedule.num_steps:
             raise InputError(
-                f"--workdir={workdir} holds a checkpoint of step {start_step}, but the config ends "
-                f"at step {plan.num_steps}: raise config.num_epochs, or use another --workdir"
+                f"--workdir={workdir} has a checkpoint of step {start_step}, but the config ends "
+                f"at step {schedule.num_steps}: raise config.num_epochs, or use another --workdir"
             )
-        state = checkpoints.restore(start_step, program.abstract_state)
-        unread = [{k: np.float32(v) for k, v in metrics.items()} for metrics in saved["unread"]]
+        state = checkpoint.restore(checkpoints.directory, start_step, setup.abstract_state)
+        pending = PendingMetrics(saved["pending_metrics"])
         print(f"resumed from step {start_step} in {checkpoints.directory}")
     else:
-        state = initialize(config, program)
-    profiling.check_steps(*profile_steps, start_step, plan.num_steps)
+        state = initialize(config, setup)
+        pending = PendingMetrics()
     if jax.process_index() == 0:
-        with files.explain_failure("the config", workdir):
-            files.write_whole(workdir / "config.json", config.to_json(indent=2) + "\n")
+        with workdir_lib.explain_failed_write("the config", workdir):
+            workdir_lib.write_atomically(workdir / "config.json", config.to_json(indent=2) + "\n")
 
-    # -- batches -----------------------------------------------------------------------------------
-    train_loader = make_loader(
+    # -- Batches -----------------------------------------------------------------------------------
+    loader = make_loader(
         train_source,
         dataset.info,
-        program.mesh,
-        image_size=plan.augmentation.image_size,
-        random_crop=plan.augmentation.host_crop,
+        setup.model.mesh,
+        image_size=setup.augmentation.image_size,
+        random_crop=setup.augmentation.host_crop,
     )
-    eval_loader = make_eval_loader(config, program, evaluation_set)
-    batches = train_loader.train_batches(
+    batches = loader.train_batches(
         batch_size=config.batch_size,
         seed=config.seed,
         start_step=start_step,
-        num_steps=plan.num_steps,
+        num_steps=schedule.num_steps,
         repeats=config.data.repeats,
     )
+    # The first batch is drawn here, since that compiles a gather or starts the decoding threads.
+    batches = itertools.chain(list(itertools.islice(batches, 1)), batches)
 
-    # -- loop --------------------------------------------------------------------------------------
+    # -- Steps -------------------------------------------------------------------------------------
+    # Compiled ahead of time, so that an unexpected shape is an error and not a recompilation.
+    train_step = setup.train_step.lower(setup.abstract_state, setup.abstract_batch).compile()
+    evaluate = Evaluator(config, setup.model, evaluation_set)
+
+    # -- Loop --------------------------------------------------------------------------------------
     print(
-        f"training on {len(train_source):,} examples for {plan.num_steps:,} steps "
-        f"({plan.num_steps / plan.steps_per_epoch:.1f} epochs), "
+        f"training on {len(train_source):,} examples for {schedule.num_steps:,} steps "
+        f"({schedule.num_steps / schedule.steps_per_epoch:.1f} epochs), "
         f"testing on {len(evaluation_set.source):,}",
         flush=True,
     )
-    # Drawn ahead: it compiles what gathers a batch, or starts the threads that decode.
-    batches = itertools.chain(list(itertools.islice(batches, 1)), batches)
-    # Compiled ahead, so that no other shape can slip in and compile again in the loop.
-    train_step = program.train_step.lower(program.abstract_state, program.abstract_batch).compile()
     log = on_exit.enter_context(contextlib.closing(MetricsLog(workdir, start_step)))
     progress = Progress(
         start_step,
-        plan.num_steps,
-        plan.steps_per_epoch,
+        schedule.num_steps,
+        schedule.steps_per_epoch,
         config.batch_size,
-        flops.peak_speed(config, program.mesh),
+        flops.peak_speed(config, setup.model.mesh),
     )
+    trace = profiling.StepTrace(workdir / "profile", *profile_steps)
+    recompilations = on_exit.enter_context(profiling.RecompilationWatch())
+    stop_request = on_exit.enter_context(workdir_lib.listen_for_signals())
     run = {"config": json.loads(config.to_json()), "num_examples": len(train_source)}
     results: dict[str, float] = {}
-    trace = profiling.StepTrace(workdir / "profile", *profile_steps)
-    compiled = False  # whether everything that the loop calls has been called
-    stop_request = on_exit.enter_context(preemption.listen())
     with jax.transfer_guard("disallow"):
         for step, batch in enumerate(progress.watch(batches), start=start_step + 1):
             trace.before(step)
             state, metrics = train_step(state, batch)
-            if text := trace.after(step, state):
-                progress.note(text)
-            unread.append(metrics)
-            jax.block_until_ready(unread[-MAX_IN_FLIGHT - 1 : -MAX_IN_FLIGHT])
+            pending.add(step, metrics)
+            if message := trace.after(step, state):
+                progress.note(message)
             if step == start_step + 1:
                 jax.block_until_ready(metrics)
                 seconds = time.perf_counter() - began
-                progress.note(f"first step after {seconds:.1f} s{memory.describe()}")
-            if step % config.log_every_steps == 0 or step == plan.num_steps:
-                unread = jax.device_get(unread)
-                if config.on_nonfinite == "stop":
-                    nonfinite.stop_if_any(unread, step, config.seed, checkpoints.latest_step)
-                for text in nonfinite.find(unread, step).values():
-                    progress.note(f"{text}: skipped")
-                values = average(unread)
-                unread = []
-                values |= progress.measure(step)
+                progress.note(f"first step after {seconds:.1f} s{profiling.describe_memory()}")
+
+            is_last = step == schedule.num_steps
+            log_now = is_last or step % config.log_every_steps == 0
+            evaluate_now = step in schedule.eval_steps
+            stop_now = stop_request.reached(step) and not is_last
+            save_now = evaluate_now or stop_now or step % config.checkpoint_every_steps == 0
+
+            if log_now or save_now:
+                # Before a checkpoint is written from which the step could not be repeated.
+                for message in check_finite(config, pending.fetch(), checkpoints.latest_step):
+                    progress.note(message)
+            if log_now:
+                values = pending.average() | progress.measure(step)
                 log.write(step, values)
                 progress.show(step, values)
-                if (names := compilations.take()) and compiled:
-                    progress.note(compilations.warning(names))
-            evaluated = step in plan.eval_steps
-            stopping = stop_request.reached(step) and step < plan.num_steps
-            if not (evaluated or stopping or step % config.checkpoint_every_steps == 0):
-                continue
-            jax.block_until_ready(state)  # steps still under way are no part of the pauses
-            unread = jax.device_get(unread)
-            if config.on_nonfinite == "stop":  # before it is past the step that would be replayed
-                nonfinite.stop_if_any(unread, step, config.seed, checkpoints.latest_step)
-            if evaluated:
+                if message := recompilations.report():
+                    progress.note(message)
+            if evaluate_now:
                 with progress.pause("evaluation"):
-                    results = evaluate(config, program, state, eval_loader)
+                    results = evaluate(state)
                 log.write(step, results)
                 progress.note(f"step {step}  {describe(results)}")
-            run["unread"] = [{k: float(v) for k, v in m.items()} for m in unread]
-            with progress.pause("checkpoint"):
-                checkpoints.save(step, state, run, results if evaluated else None)
-            if stopping:
+            if save_now:
+                run["pending_metrics"] = pending.to_json()
+                with progress.pause("checkpoint"):
+                    checkpoints.save(step, state, run, results if evaluate_now else None)
+            if evaluate_now:
+                recompilations.start()  # from here on everything has been compiled
+            if stop_now:
                 checkpoints.wait()
                 raise StoppedError(
-                    f"stopped by a signal after step {step} of {plan.num_steps}, with a checkpoint "
-                    "of it: give the same command again to go on",
+                    f"stopped by a signal after step {step} of {schedule.num_steps}, with a "
+                    "checkpoint: run the same command again to resume",
                     exit_code=PREEMPTED_EXIT_CODE,
                 )
-            if evaluated and not compiled:
-                compilations.take()
-                compiled = True
-    if not results:  # the run had ended before; say again how
-        results = evaluate(config, program, state, eval_loader)
+    if not results:  # the run had finished before
+        results = evaluate(state)
     print(
-        f"done: test accuracy {results[BEST_METRIC]:.4f} after {plan.num_steps} steps, "
-        f"{time.perf_counter() - began:.0f} s{memory.describe()}; results in {workdir}"
+        f"done: test accuracy {results[checkpoint.BEST_METRIC]:.4f} after {schedule.num_steps} "
+        f"steps, {time.perf_counter() - began:.0f} s{profiling.describe_memory()}; results in "
+        f"{workdir}"
     )
     return results
+
+
+class Setup(NamedTuple):
+    """The parts of a run that follow from its config. No arrays are allocated.
+
+    Attributes:
+      schedule: Number of steps, evaluations and the learning rate.
+      augmentation: Which part of the augmentation runs on the host and which in the step.
+      model: The model on the mesh of all devices.
+      init_state: `(params, model_state) -> state` before the first step.
+      train_step: `(state, batch) -> (state, metrics)`, jitted. Donates the state.
+      abstract_state: Shapes, types and shardings of the training state.
+      abstract_batch: Shapes, types and shardings of a global batch.
+    """
+
+    schedule: Schedule
+    augmentation: AugmentationSplit
+    model: AbstractModel
+    init_state: Callable[..., TrainState]
+    train_step: jax.stages.Wrapped
+    abstract_state: TrainState
+    abstract_batch: dict[str, jax.ShapeDtypeStruct]
+
+
+def set_up(config: ConfigDict, info: DatasetInfo, num_examples: int) -> Setup:
+    """Builds the schedule, the model, the optimizer and the training step of a run.
+
+    Args:
+      config: See `structinit_jax.config.base_config`.
+      info: Info of the training set.
+      num_examples: Size of the training split.
+
+    Raises:
+      InputError: The fields of the config do not fit together, the data or the devices.
+    """
+    # -- Mesh and schedule -------------------------------------------------------------------------
+    mesh = mesh_lib.make_mesh(config.fsdp)
+    mesh_lib.check_batch_size(config.batch_size, mesh.size, config.accumulate_steps)
+    replicated, sharded = mesh_lib.replicated(mesh), mesh_lib.batch_sharding(mesh)
+    schedule = make_schedule(config, num_examples)
+
+    # -- Model and optimizer -----------------------------------------------------------------------
+    model = abstract_model(config, mesh)
+    check_attention_init(config, model)
+    optimizer = find_optimizer(config.optimizer)(config, schedule.learning_rate)
+    make_state = functools.partial(init_state, optimizer=optimizer, with_ema=config.ema_decay > 0)
+    abstract_state = mesh_lib.shard(
+        mesh, jax.eval_shape(make_state, model.params, model.model_state)
+    )
+    shardings = jax.tree.map(lambda leaf: leaf.sharding, abstract_state)
+
+    # -- Training step -----------------------------------------------------------------------------
+    augmentation = split_augmentation(
+        config_lib.augment_options(config), info, num_examples, config.seed
+    )
+    augment = make_augment(augmentation.on_device, mesh)
+    train_step = make_train_step(
+        config, model.graphdef, optimizer, schedule.learning_rate, augment, replicated
+    )
+    size = augmentation.image_size
+    image_shape = (config.batch_size, size, size, config.data.channels)
+    return Setup(
+        schedule=schedule,
+        augmentation=augmentation,
+        model=model,
+        init_state=jax.jit(make_state, out_shardings=shardings, donate_argnums=(0, 1)),
+        train_step=jax.jit(
+            train_step,
+            in_shardings=(shardings, sharded),
+            out_shardings=(shardings, replicated),
+            donate_argnums=0,
+        ),
+        abstract_state=abstract_state,
+        abstract_batch={
+            "image": jax.ShapeDtypeStruct(image_shape, np.uint8, sharding=sharded),
+            "label": jax.ShapeDtypeStruct((config.batch_size,), np.int32, sharding=sharded),
+        },
+    )
+
+
+def initialize(config: ConfigDict, setup: Setup) -> TrainState:
+    """Returns the state before the first step, see `training.state.initialize_model`."""
+    return setup.init_state(*initialize_model(config, setup.model))
+
+
+def parameter_table(model: AbstractModel) -> str:
+    """Formats name, shape and size of all parameters. The layers of a stack share a row."""
+    return parameter_overview.get_parameter_overview(model.params, include_stats=False)
+
+
+def check_finite(
+    config: ConfigDict, metrics: dict[int, dict[str, Any]], checkpoint_step: int | None
+) -> list[str]:
+    """Checks whether the loss and the gradient of all steps are finite.
+
+    Args:
+      config: If its `on_nonfinite` is 'skip', bad steps are only reported.
+      metrics: Metrics of the training step, by step.
+      checkpoint_step: Step of the newest checkpoint, or None.
+
+    Returns:
+      A message for each step that was skipped.
+
+    Raises:
+      StoppedError: A step was not finite. The message says how to look at its batch.
+    """
+    messages = []
+    for step, values in metrics.items():
+        if not values["nonfinite"]:
+            continue
+        what = f"step {step}: loss {values['loss']}, gradient norm {values['gradient_norm']}"
+        if config.on_nonfinite == "skip":
+            messages.append(f"{what}: skipped")
+            continue
+        norms = [
+            f"  {layer}: {np.array2string(norm, precision=3, max_line_width=90, threshold=10**6)}"
+            for layer, norm in values["layer_gradient_norms"].items()
+        ]
+        start = f"from the checkpoint of step {checkpoint_step}" if checkpoint_step else "anew"
+        raise StoppedError(
+            "\n".join(
+                [
+                    f"{what}. Training stops; the checkpoints are not affected. Gradient norms of "
+                    "the layers:",
+                    *norms,
+                    f"To draw the batch of this step: {_show_command(step)}",
+                    f"Running the same command again starts {start} and repeats the step. Lower "
+                    "config.learning_rate, set config.clip_norm, or skip such steps with "
+                    "--config.on_nonfinite=skip",
+                ]
+            ),
+            exit_code=1,
+        )
+    return messages
+
+
+def _show_command(step: int) -> str:
+    """The command that draws the training batch of a step, with this process's config flags."""
+    config_flags = [a for a in sys.argv[1:] if a.lstrip("-").startswith("config")]
+    return shlex.join(
+        ["python", "-m", "structinit_jax.data.show"]
+        + (config_flags or ["--config=FILE"])
+        + [f"--step={step}", f"--out=step_{step}.png"]
+    )

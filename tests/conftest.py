@@ -1,8 +1,12 @@
 """Runs the tests on eight virtual CPU devices, with shapes, types and promotions checked."""
 
 import contextlib
+import io
 import os
 import resource
+import shutil
+from pathlib import Path
+from typing import NamedTuple
 
 # Most of the tests' time is compilation, which a lower optimization level halves.
 os.environ["XLA_FLAGS"] = os.environ.get("XLA_FLAGS", "") + (
@@ -39,8 +43,7 @@ def data_dir(tmp_path_factory):
     return str(path)
 
 
-@pytest.fixture
-def tiny_config(data_dir):
+def make_tiny_config(data_dir):
     """Digits for two epochs of six steps, with a model that compiles in a second or two."""
     from structinit_jax.config import base_config
 
@@ -58,7 +61,7 @@ def tiny_config(data_dir):
         name="digits",
         data_dir=data_dir,
         train_split="train[:384]",
-        eval_split="test[:90]",  # no multiple of the batch size
+        eval_split="test[:90]",  # not a multiple of the batch size
         image_size=8,
         channels=1,
         mean=(0.3,),
@@ -67,10 +70,67 @@ def tiny_config(data_dir):
     return config
 
 
+def make_run_config(data_dir):
+    """The config of `finished_run`, with drop path and averaged weights.
+
+    It logs at steps 5, 10 and 12 and saves at 4, 6, 8 and 12, so checkpoints have pending metrics.
+    """
+    config = make_tiny_config(data_dir)
+    config.log_every_steps = 5
+    config.model.drop_path = 0.2
+    config.ema_decay = 0.5
+    return config
+
+
+@pytest.fixture
+def tiny_config(data_dir):
+    return make_tiny_config(data_dir)
+
+
+@pytest.fixture
+def run_config(data_dir):
+    return make_run_config(data_dir)
+
+
+class Run(NamedTuple):
+    workdir: Path
+    results: dict[str, float]
+    output: str
+
+
+@pytest.fixture(scope="session")
+def finished_run(data_dir, tmp_path_factory):
+    """A run of 12 steps that the tests share; they must not write to its workdir."""
+    from structinit_jax import train
+
+    workdir, output = tmp_path_factory.mktemp("finished_run"), io.StringIO()
+    with library_promotion_rules(), contextlib.redirect_stdout(output):
+        results = train.train(make_run_config(data_dir), workdir)
+    return Run(workdir, results, output.getvalue())
+
+
+@pytest.fixture
+def workdir(finished_run, tmp_path):
+    """A copy of the workdir of `finished_run`."""
+    return Path(shutil.copytree(finished_run.workdir, tmp_path / "run"))
+
+
+def place(state, setup):
+    """Puts a state from the host on the devices, as the training step of a `train.Setup` needs."""
+    shardings = jax.tree.map(lambda leaf: leaf.sharding, setup.abstract_state)
+    return jax.device_put(state, shardings)
+
+
+@contextlib.contextmanager
+def library_promotion_rules():
+    with jax.numpy_dtype_promotion("standard"), jax.numpy_rank_promotion("allow"):
+        yield
+
+
 @pytest.fixture
 def library_promotion():
     """JAX's default promotion rules, for code of optax and Flax that relies on them."""
-    with jax.numpy_dtype_promotion("standard"), jax.numpy_rank_promotion("allow"):
+    with library_promotion_rules():
         yield
 
 

@@ -19,7 +19,7 @@ from structinit_jax.config import drop_foreign_options, make_attention_init, val
 from structinit_jax.data.info import CATALOG, split_size
 from structinit_jax.errors import InputError
 from structinit_jax.models.registry import create_model
-from structinit_jax.program import build_program, make_plan
+from structinit_jax.train import set_up
 
 ROOT = Path(__file__).parent.parent
 CONFIGS = sorted((ROOT / "configs").glob("*.py"))
@@ -185,8 +185,8 @@ def test_a_training_step_can_be_traced(path, traced):
     if step in traced:
         return
     traced.add(step)
-    program = build_program(config, make_plan(config, CATALOG[config.data.name], 1000))
-    before = program.abstract_state
-    after, metrics = jax.eval_shape(program.train_step, before, program.abstract_batch)
+    setup = set_up(config, CATALOG[config.data.name], 1000)
+    before = setup.abstract_state
+    after, metrics = jax.eval_shape(setup.train_step, before, setup.abstract_batch)
     assert metrics["loss"].shape == ()
     assert jax.tree.structure(after) == jax.tree.structure(before)

@@ -29,7 +29,7 @@ def test_every_config_builds_without_data_and_memory(path, capsys, monkeypatch):
         "head/kernel",
         "parameters",
         f"{config.batch_size} global",
-        "FLOPs of a step",
+        "FLOPs per step",
         "memory per device",
         "epochs of",
     ):
@@ -41,7 +41,7 @@ def test_flops_count_every_layer(tiny_config, capsys):
     def flops():
         dry_run(tiny_config)
         out = capsys.readouterr().out
-        return float(out.split("FLOPs of a step")[1].split(",")[0])
+        return float(out.split("FLOPs per step")[1].split(",")[0])
 
     counts = []
     for depth in (2, 4, 6):
@@ -70,7 +70,7 @@ def test_another_test_set_is_counted(tiny_config, capsys):
     dry_run(tiny_config)
     out = capsys.readouterr().out
     assert (
-        "384 examples to train on (train[:384]), 10,000 to test on (imagenet_v2/topimages " in out
+        "384 training examples (train[:384]), 10,000 test examples (imagenet_v2/topimages " in out
     )
 
 

@@ -4,34 +4,34 @@ import pytest
 from flax import nnx
 from safetensors.numpy import load_file
 
-from structinit_jax import evaluate, export, train
-from structinit_jax.data.info import CATALOG
+from structinit_jax import evaluate, export
 from structinit_jax.errors import InputError
 from structinit_jax.interop import from_timm
 from structinit_jax.models.registry import create_model
-from structinit_jax.program import build_program, make_plan
 
 pytestmark = pytest.mark.usefixtures("library_promotion")
 
 
-def test_a_trained_model_is_the_one_in_the_file(tiny_config, tmp_path):
-    tiny_config.num_epochs = 0.5
-    tiny_config.ema_decay = 0.5
-    train.train(tiny_config, tmp_path / "run")
-    program = build_program(tiny_config, make_plan(tiny_config, CATALOG["digits"], 384))
-    step, state = evaluate.restore_newest(program, tmp_path / "run")
+@pytest.mark.parametrize("averaged", [False, True])
+def test_the_file_has_the_weights_of_the_newest_checkpoint(
+    run_config, finished_run, tmp_path, averaged
+):
+    model, state = evaluate.restore_model(run_config, finished_run.workdir)
+    params = jax.device_get(state.ema["params"] if averaged else state.params)
+    path = tmp_path / "model.safetensors"
+    run_config.batch_size = 9  # does not fit the devices
+    assert export.export(run_config, finished_run.workdir, path, averaged) == 12
+    options = run_config.model.to_dict()
+    loaded = create_model(options, image_size=8, channels=1, rngs=nnx.Rngs(9))
+    from_timm(loaded, load_file(path))
     images = jax.random.normal(jax.random.key(0), (2, 8, 8, 1))
-    for averaged, params in ((False, state.params), (True, state.ema["params"])):
-        path = tmp_path / f"{averaged}.safetensors"
-        assert export.export(tiny_config, tmp_path / "run", path, averaged) == step == 3
-        options = tiny_config.model.to_dict()
-        model = create_model(options, image_size=8, channels=1, rngs=nnx.Rngs(9))
-        from_timm(model, load_file(path))
-        expected = nnx.merge(program.graphdef, params, {})(images)[0]
-        np.testing.assert_allclose(model(images)[0], expected, atol=1e-6)
+    expected = nnx.merge(model.graphdef, params, {})(images)[0]
+    np.testing.assert_allclose(loaded(images)[0], expected, atol=1e-6)
 
+
+def test_mistakes_are_refused(run_config, finished_run, tmp_path):
     with pytest.raises(InputError, match=r"--out=.*cannot be written"):
-        export.export(tiny_config, tmp_path / "run", tmp_path / "no" / "file")
-    tiny_config.ema_decay = 0.0
-    with pytest.raises(InputError, match="--averaged needs a run with averaged weights"):
-        export.export(tiny_config, tmp_path / "run", path, averaged=True)
+        export.export(run_config, finished_run.workdir, tmp_path / "no" / "file")
+    run_config.ema_decay = 0.0
+    with pytest.raises(InputError, match=r"--averaged .*config\.ema_decay is 0"):
+        export.export(run_config, finished_run.workdir, tmp_path / "file", averaged=True)

@@ -1,4 +1,4 @@
-"""What lies on which device, and what the devices send to one another in a step."""
+"""The placement of arrays, and what the devices exchange in a step."""
 
 import jax
 import numpy as np
@@ -8,12 +8,11 @@ from jax.sharding import PartitionSpec
 from structinit_jax.config import base_config
 from structinit_jax.data.info import CATALOG
 from structinit_jax.errors import InputError
-from structinit_jax.program import build_program, initialize, make_plan
+from structinit_jax.train import initialize, set_up
 from structinit_jax.training import mesh as mesh_lib
-from structinit_jax.training.collectives import bytes_by_kind, find_collectives
+from structinit_jax.training.flops import bytes_by_kind, find_collectives
 
 pytestmark = pytest.mark.usefixtures("library_promotion")
-RAND_AUGMENT = "rand-m9-mstd0.5-inc1"
 
 
 def num_bytes(tree):
@@ -21,10 +20,8 @@ def num_bytes(tree):
 
 
 def compile_step(config):
-    plan = make_plan(config, CATALOG["digits"], 384)
-    program = build_program(config, plan)
-    step = program.train_step.lower(program.abstract_state, program.abstract_batch).compile()
-    return program, step
+    setup = set_up(config, CATALOG["digits"], 384)
+    return setup, setup.train_step.lower(setup.abstract_state, setup.abstract_batch).compile()
 
 
 @pytest.fixture
@@ -40,50 +37,49 @@ def test_data_parallel_devices_exchange_gradients_and_nothing_else(wide_config):
     wide_config.augment.update(
         crop="resized",
         flip=0.5,
-        rand_augment=RAND_AUGMENT,
+        rand_augment="rand-m9-mstd0.5-inc1",
         erasing=0.25,
         mixup=0.8,
         cutmix=1.0,
         mix_group=8,  # as many images as a device holds
     )
     wide_config.model.drop_path = 0.1
-    program, step = compile_step(wide_config)
+    setup, step = compile_step(wide_config)
     two_scalars = 8  # loss and accuracy
-    gradients = num_bytes(program.abstract_state.params)
+    gradients = num_bytes(setup.abstract_state.params)
     assert bytes_by_kind(step.as_text()) == {"all-reduce": gradients + two_scalars}
     assert all(collective.repeats for collective in find_collectives(step.as_text()))
     # The state is donated: the step writes the new one where the old one was.
-    assert step.memory_analysis().alias_size_in_bytes == num_bytes(program.abstract_state)
+    assert step.memory_analysis().alias_size_in_bytes == num_bytes(setup.abstract_state)
 
 
 def test_split_weights_are_gathered_and_images_stay_where_they_are(wide_config):
     wide_config.fsdp = 4
-    program, step = compile_step(wide_config)
+    setup, step = compile_step(wide_config)
     split = [
         leaf
-        for leaf in jax.tree.leaves(program.abstract_state.params)
+        for leaf in jax.tree.leaves(setup.abstract_state.params)
         if "fsdp" in leaf.sharding.spec
     ]
     assert len(split) == 6  # query, key, value, out, fc1, fc2
     sent = bytes_by_kind(step.as_text())
     assert sent.keys() == {"all-gather", "all-reduce"}
     assert sent["all-gather"] == num_bytes(split)
-    # Over 'fsdp' all of the gradient, over 'data' each device's share of the split part; scalars.
-    gradients = num_bytes(program.abstract_state.params) + num_bytes(split) // 4
+    # Over 'fsdp' the whole gradient, over 'data' each device's share of the split part; scalars.
+    gradients = num_bytes(setup.abstract_state.params) + num_bytes(split) // 4
     assert gradients <= sent["all-reduce"] < gradients + 100
-    whole = num_bytes(program.abstract_state) - 4 * num_bytes(split)  # with Adam's two, and EMA
+    whole = num_bytes(setup.abstract_state) - 4 * num_bytes(split)  # with Adam's two, and EMA
     expected = whole + num_bytes(split)
     assert step.memory_analysis().alias_size_in_bytes == pytest.approx(expected, rel=0.01)
 
 
-def test_the_model_state_and_its_average_are_whole(tiny_config):
+def test_the_model_state_and_its_average_are_replicated(tiny_config):
     tiny_config.model = base_config("convmixer").model
     tiny_config.model.update(
         num_classes=10, width=128, depth=2, kernel_size=8, spatial_filters="fixed"
     )
     tiny_config.update(fsdp=4, ema_decay=0.9)
-    plan = make_plan(tiny_config, CATALOG["digits"], 384)
-    state = build_program(tiny_config, plan).abstract_state
+    state = set_up(tiny_config, CATALOG["digits"], 384).abstract_state
     kernel = state.model_state["blocks"]["spatial"]["kernel"]
     assert kernel.size >= mesh_lib.MIN_SHARDED_SIZE
     for model_state in (state.model_state, state.ema["model_state"]):
@@ -99,9 +95,9 @@ def test_a_split_state_trains_as_a_whole_one(wide_config):
     losses = {}
     for fsdp in (1, 4):
         wide_config.fsdp = fsdp
-        program, step = compile_step(wide_config)
-        state = initialize(wide_config, program)
-        sharding = mesh_lib.batch_sharding(program.mesh)
+        setup, step = compile_step(wide_config)
+        state = initialize(wide_config, setup)
+        sharding = mesh_lib.batch_sharding(setup.model.mesh)
         batch = jax.device_put({"image": images, "label": labels}, sharding)
         metrics = []
         for _ in range(4):
@@ -121,6 +117,6 @@ def test_batches_are_split_over_both_axes():
     assert "8 × cpu, each copy of the state on 2" in mesh_lib.describe(mesh)
 
 
-def test_copies_that_do_not_fit_the_devices_are_refused():
-    with pytest.raises(InputError, match=r"config\.fsdp=3 does not divide the 8 devices: choose"):
+def test_a_group_that_does_not_divide_the_devices_is_refused():
+    with pytest.raises(InputError, match=r"config\.fsdp=3 does not divide the 8 devices"):
         mesh_lib.make_mesh(fsdp=3)

@@ -1,11 +1,13 @@
 import contextlib
 import json
 
+import jax.numpy as jnp
+import numpy as np
 import pytest
 from tensorboardX import proto
 
 from structinit_jax.errors import InputError
-from structinit_jax.training.metrics import MetricsLog
+from structinit_jax.training.metrics import MetricsLog, PendingMetrics
 
 
 def lines(workdir):
@@ -36,7 +38,7 @@ def test_every_write_is_one_json_line_and_tensorboard_scalars(tmp_path):
     assert scalars == [(2, "train/loss", 1.5), (4, "train/loss", 1.0), (4, "test/accuracy", 0.5)]
 
 
-def test_resuming_takes_out_the_steps_that_will_be_done_again(tmp_path):
+def test_resuming_removes_the_steps_that_will_be_repeated(tmp_path):
     log = MetricsLog(tmp_path, 0)
     for step in (2, 4, 6):
         log.write(step, {"train/loss": float(step)})
@@ -49,14 +51,14 @@ def test_resuming_takes_out_the_steps_that_will_be_done_again(tmp_path):
     assert [line["step"] for line in lines(tmp_path)] == [2, 4, 6]
     events = [e for p in (tmp_path / "tensorboard").iterdir() for e in read_events(p)]
     restarts = [e.step for e in events if e.session_log.status == proto.event_pb2.SessionLog.START]
-    assert restarts == [5]  # from there on TensorBoard forgets what the killed run wrote
+    assert restarts == [5]  # TensorBoard drops what the killed run wrote from there on
 
 
 @pytest.mark.parametrize("limit", [100, 3000, 3200, 3400])
 def test_a_full_disk_ends_the_run_with_a_message_and_does_not_hang_it(
     tmp_path, small_files_only, limit
 ):
-    message = rf"the metrics could not be written to {tmp_path}: File too large\. The run stops and"
+    message = rf"the metrics could not be written to {tmp_path}: File too large"
 
     def write_until_full():
         with contextlib.closing(MetricsLog(tmp_path, 0)) as log:
@@ -70,5 +72,41 @@ def test_a_full_disk_ends_the_run_with_a_message_and_does_not_hang_it(
     resumed.close()
     *kept, last = [line["step"] for line in lines(tmp_path)]
     assert last == 11
-    assert kept == list(range(len(kept)))  # what is cut short is gone, and what comes after step 10
+    assert kept == list(range(len(kept)))  # no truncated line, none after step 10
     assert len(kept) == (1 if limit == 100 else 11)
+
+
+def test_pending_metrics_are_averaged_over_finite_steps_also_after_a_resume():
+    def metrics(step):
+        return {
+            "loss": jnp.float32(np.nan if step == 3 else 0.1 * step),
+            "learning_rate": jnp.float32(0.01 * step),
+            "layer_gradient_norms": {"head": jnp.float32(step)},
+            "nonfinite": jnp.float32(step == 3),
+        }
+
+    whole, first = PendingMetrics(), PendingMetrics()
+    for step in range(1, 7):
+        whole.add(step, metrics(step))
+    for step in range(1, 4):
+        first.add(step, metrics(step))
+    fetched = first.fetch()
+    assert list(fetched) == [1, 2, 3]
+    assert fetched[2]["layer_gradient_norms"] == {"head": 2}
+    assert first.fetch() == {}
+
+    saved = json.loads(json.dumps(first.to_json()))
+    assert saved[1].keys() == {"loss", "learning_rate", "nonfinite"}
+    resumed = PendingMetrics(saved)
+    for step in range(4, 7):
+        resumed.add(step, metrics(step))
+    assert list(whole.fetch()) == [1, 2, 3, 4, 5, 6]
+    assert list(resumed.fetch()) == [4, 5, 6]
+    values = whole.average()
+    assert values == resumed.average()
+    assert values == {
+        "train/loss": pytest.approx(0.36),
+        "train/learning_rate": pytest.approx(0.06),
+        "train/nonfinite_steps": 1,
+    }
+    assert whole.to_json() == []

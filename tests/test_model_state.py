@@ -1,29 +1,49 @@
-"""Training a model that holds more than parameters: running statistics and fixed filters."""
+"""Training a model with more than parameters: running statistics and fixed filters."""
+
+import json
+import shutil
 
 import jax
 import numpy as np
 import optax
 import pytest
+from conftest import library_promotion_rules, make_tiny_config, place
 
 from structinit_jax import evaluate, train
 from structinit_jax.config import base_config
 from structinit_jax.data.info import CATALOG
-from structinit_jax.data.loader import DeviceLoader
+from structinit_jax.data.loader import make_loader
 from structinit_jax.errors import InputError
-from structinit_jax.program import build_program, initialize, make_plan
+from structinit_jax.training import checkpoint
+from structinit_jax.training.mesh import replicated
+from structinit_jax.training.step import make_eval_step
 
 pytestmark = pytest.mark.usefixtures("library_promotion")
 
 
+def make_config(data_dir):
+    config = make_tiny_config(data_dir)
+    config.update(learning_rate=1e-2, weight_decay=0.5, ema_decay=0.75)
+    config.model = base_config("convmixer").model
+    config.model.update(num_classes=10, width=16, depth=2, kernel_size=4, spatial_filters="fixed")
+    return config
+
+
 @pytest.fixture
-def config(tiny_config):
-    tiny_config.learning_rate = 1e-2
-    tiny_config.weight_decay = 0.5
-    tiny_config.model = base_config("convmixer").model
-    tiny_config.model.update(
-        num_classes=10, width=16, depth=2, kernel_size=4, spatial_filters="fixed"
-    )
-    return tiny_config
+def config(data_dir):
+    return make_config(data_dir)
+
+
+@pytest.fixture(scope="module")
+def setup(data_dir):
+    with library_promotion_rules():
+        return train.set_up(make_config(data_dir), CATALOG["digits"], 384)
+
+
+@pytest.fixture(scope="module")
+def first_state(data_dir, setup):
+    with library_promotion_rules():
+        return jax.device_get(train.initialize(make_config(data_dir), setup))
 
 
 def make_batch():
@@ -34,43 +54,69 @@ def make_batch():
     }
 
 
-def copy(tree):
-    return jax.tree.map(np.array, tree)
-
-
 def paths(tree):
     return {jax.tree_util.keystr(p) for p, _ in jax.tree_util.tree_leaves_with_path(tree)}
 
 
-def test_steps_lower_the_loss_move_statistics_and_leave_fixed_filters(config):
-    program = build_program(config, make_plan(config, CATALOG["digits"], 384))
-    state = initialize(config, program)
-    start, batch, losses = copy(state), make_batch(), []
+def test_steps_update_statistics_and_their_average_but_not_fixed_filters(
+    config, setup, first_state
+):
+    state, batch, losses = place(first_state, setup), make_batch(), []
+    average = first_state.model_state["blocks"]["norm1"]
     for _ in range(12):
-        state, metrics = program.train_step(state, batch)
+        state, metrics = setup.train_step(state, batch)
         losses.append(float(metrics["loss"]))
+        now = jax.device_get(state.model_state["blocks"]["norm1"])
+        average = jax.tree.map(lambda a, b: 0.75 * a + 0.25 * b, average, now)
     assert losses[-1] < losses[0] - 0.1
-    assert program.train_step._cache_size() == 1
-    state = copy(state)
-    before, after = (s.model_state["blocks"]["spatial"]["kernel"] for s in (start, state))
+    assert setup.train_step._cache_size() == 1
+    state = jax.device_get(state)
+    before, after, averaged = (
+        model_state["blocks"]["spatial"]["kernel"]
+        for model_state in (first_state.model_state, state.model_state, state.ema["model_state"])
+    )
     assert set(np.unique(before)) == {0, 1}  # the scheme's impulses
     np.testing.assert_array_equal(before, after)
-    old, new = (s.model_state["blocks"]["norm1"] for s in (start, state))
+    np.testing.assert_array_equal(before, averaged)
+    old, new = (s.model_state["blocks"]["norm1"] for s in (first_state, state))
     for name in ("mean", "variance"):
         assert np.abs(new[name] - old[name]).min() > 1e-4
-    batch["mask"] = np.ones(64, np.float32)
-    evaluated, stale = (
-        program.eval_step(state.params, s.model_state, batch) for s in (state, start)
+        # As timm's ModelEmaV2 treats the buffers of a model.
+        found = state.ema["model_state"]["blocks"]["norm1"][name]
+        np.testing.assert_allclose(found, average[name], rtol=1e-5)
+        assert np.abs(found - new[name]).min() > 1e-4
+    changed = jax.tree.map(
+        lambda a, b: np.abs(a - b).max() > 1e-4, first_state.params, state.params
     )
-    assert abs(evaluated["loss"] - stale["loss"]) > 1  # it is the running statistics that count
-    changed = jax.tree.map(lambda a, b: np.abs(a - b).max() > 1e-4, start.params, state.params)
     assert all(jax.tree.leaves(changed))
+
+
+def test_evaluation_uses_the_running_statistics(config, setup, first_state):
+    state, batch = place(first_state, setup), make_batch()
+    for _ in range(12):
+        state, _ = setup.train_step(state, batch)
+    evaluation_set = evaluate.open_evaluation_set(config)
+    results = evaluate.Evaluator(config, setup.model, evaluation_set)(state)
+    loader = make_loader(evaluation_set.source, evaluation_set.info, setup.model.mesh, image_size=8)
+    whole_split = next(loader.eval_batches(batch_size=96))
+    step = jax.jit(make_eval_step(config, setup.model.graphdef, replicated(setup.model.mesh)))
+
+    def loss(params, model_state):
+        return float(step(params, model_state, whole_split)["loss"]) / 90
+
+    averaged = state.ema
+    assert results["test/loss"] == pytest.approx(loss(state.params, state.model_state), rel=1e-5)
+    assert results["test/ema_loss"] == pytest.approx(
+        loss(averaged["params"], averaged["model_state"]), rel=1e-5
+    )
+    assert abs(results["test/ema_loss"] - loss(averaged["params"], state.model_state)) > 1e-4
+    assert abs(results["test/loss"] - loss(state.params, first_state.model_state)) > 0.02
 
 
 def test_fixed_filters_have_no_optimizer_state_and_trained_ones_do(config):
     def filters_of(spatial_filters):
         config.model.spatial_filters = spatial_filters
-        state = build_program(config, make_plan(config, CATALOG["digits"], 384)).abstract_state
+        state = train.set_up(config, CATALOG["digits"], 384).abstract_state
         name = "['blocks']['spatial']['kernel']"
         moments = optax.tree.get(state.opt_state, "mu")
         return [name in paths(t) for t in (state.params, moments, state.model_state)]
@@ -79,84 +125,44 @@ def test_fixed_filters_have_no_optimizer_state_and_trained_ones_do(config):
     assert filters_of("trained") == [True, True, False]
 
 
-def test_one_and_eight_devices_normalize_by_the_global_batch(config, monkeypatch):
+def test_one_and_eight_devices_normalize_by_the_global_batch(
+    config, setup, first_state, monkeypatch
+):
     one_device = jax.devices()[:1]
-    program = build_program(config, make_plan(config, CATALOG["digits"], 384))
-    state = initialize(config, program)
     monkeypatch.setattr(jax, "devices", lambda: one_device)
-    single = build_program(config, make_plan(config, CATALOG["digits"], 384))
-    assert (program.mesh.size, single.mesh.size) == (8, 1)
-    single_state = initialize(config, single)
+    single = train.set_up(config, CATALOG["digits"], 384)
+    assert (setup.model.mesh.size, single.model.mesh.size) == (8, 1)
+    state, single_state = place(first_state, setup), place(first_state, single)
     batch = make_batch()
     batch["image"] = np.sort(batch["image"], axis=0)  # so that each device sees another mean
     for _ in range(3):
-        state, metrics = program.train_step(state, batch)
+        state, metrics = setup.train_step(state, batch)
         single_state, single_metrics = single.train_step(single_state, batch)
         np.testing.assert_allclose(metrics["loss"], single_metrics["loss"], rtol=1e-5)
     jax.tree.map(
         lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-3, atol=1e-5),
-        copy(state.model_state),
-        copy(single_state.model_state),
+        *jax.device_get((state.model_state, single_state.model_state)),
     )
 
 
-def test_running_statistics_are_averaged_with_the_weights(config):
-    """As timm's ModelEmaV2 does with the buffers of a model."""
-    config.ema_decay = 0.75
-    program = build_program(config, make_plan(config, CATALOG["digits"], 384))
-    state = initialize(config, program)
-    statistics = copy(state.model_state["blocks"]["norm1"])
-    fixed = copy(state.model_state["blocks"]["spatial"]["kernel"])
-    for _ in range(3):
-        state, _ = program.train_step(state, make_batch())
-        now = copy(state.model_state["blocks"]["norm1"])
-        statistics = jax.tree.map(lambda a, b: 0.75 * a + 0.25 * b, statistics, now)
-    averaged = copy(state.ema["model_state"]["blocks"])
-    for name in ("mean", "variance"):
-        np.testing.assert_allclose(averaged["norm1"][name], statistics[name], rtol=1e-5)
-        assert np.abs(averaged["norm1"][name] - now[name]).min() > 1e-4
-    np.testing.assert_array_equal(averaged["spatial"]["kernel"], fixed)
-
-    batch = make_batch() | {"mask": np.ones(64, np.float32)}
-    loader = DeviceLoader(batch["image"], batch["label"], program.mesh)
-    results = evaluate.evaluate(config, program, state, loader)
-    for prefix, weights, model_state in (
-        ("test/ema_", state.ema["params"], state.ema["model_state"]),
-        ("test/", state.params, state.model_state),
-    ):
-        loss = program.eval_step(weights, model_state, batch)["loss"] / 64
-        assert results[f"{prefix}loss"] == pytest.approx(float(loss), rel=1e-6)
-    mixed = program.eval_step(state.ema["params"], state.model_state, batch)["loss"] / 64
-    assert abs(results["test/ema_loss"] - float(mixed)) > 1e-4
-
-
-def test_a_run_interrupted_and_resumed_has_the_same_model_state(config, tmp_path, monkeypatch):
+def test_a_resumed_run_has_the_same_model_state(config, setup, first_state, tmp_path):
     results = train.train(config, tmp_path / "whole")
-    write = train.MetricsLog.write
-
-    def interrupted_write(log, step, values):
-        write(log, step, values)
-        if step == 10:
-            raise KeyboardInterrupt
-
-    with monkeypatch.context() as patch:
-        patch.setattr(train.MetricsLog, "write", interrupted_write)
-        with pytest.raises(KeyboardInterrupt):
-            train.train(config, tmp_path / "stopped")
-    train.train(config, tmp_path / "stopped")
-    program = build_program(config, make_plan(config, CATALOG["digits"], 384))
-    (step, whole), (_, resumed) = (
-        evaluate.restore_newest(program, tmp_path / name) for name in ("whole", "stopped")
+    shutil.copytree(tmp_path / "whole", tmp_path / "killed")
+    shutil.rmtree(tmp_path / "killed" / "checkpoints" / "12")  # as if killed before it was saved
+    train.train(config, tmp_path / "killed")
+    whole, resumed = (
+        checkpoint.restore(tmp_path / name / "checkpoints", 12, setup.abstract_state)
+        for name in ("whole", "killed")
     )
-    assert step == 12
-    jax.tree.map(np.testing.assert_array_equal, copy(whole), copy(resumed))
-    fresh = copy(initialize(config, program)).model_state["blocks"]
-    found = copy(whole).model_state["blocks"]
+    jax.tree.map(np.testing.assert_array_equal, *jax.device_get((whole, resumed)))
+    lines = (tmp_path / "killed" / "metrics.jsonl").read_text().splitlines()
+    steps = [json.loads(line)["step"] for line in lines]
+    assert steps == [2, 4, 6, 6, 8, 10, 12, 12]
+    fresh, found = first_state.model_state["blocks"], jax.device_get(whole.model_state)["blocks"]
     np.testing.assert_array_equal(found["spatial"]["kernel"], fresh["spatial"]["kernel"])
     assert np.abs(found["norm1"]["mean"] - fresh["norm1"]["mean"]).max() > 1e-3
-    assert evaluate.evaluate_checkpoint(config, tmp_path / "whole") == pytest.approx(
-        results, rel=1e-6
-    )
+    evaluated = evaluate.evaluate_checkpoint(config, tmp_path / "whole")
+    assert evaluated == pytest.approx(results, rel=1e-6)
     config.model.spatial_filters = "trained"
-    with pytest.raises(InputError, match=r"weights 'blocks/spatial/kernel', missing in the check"):
+    with pytest.raises(InputError, match=r"'blocks/spatial/kernel', missing in the checkpoint"):
         evaluate.evaluate_checkpoint(config, tmp_path / "whole")

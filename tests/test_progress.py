@@ -8,7 +8,7 @@ VALUES = {"train/loss": 0.5, "train/learning_rate": 1e-3, "images_per_second": 8
 
 
 class Clock:
-    """Time that passes when told."""
+    """A clock that is set by hand."""
 
     def __init__(self, monkeypatch):
         self.now = 0.0
@@ -30,7 +30,7 @@ def test_a_log_gets_plain_lines_with_speed_and_time_left(monkeypatch, capsys):
     assert out == ("step 100/1000  epoch 10.0  loss 0.5000  lr 1.00e-03  800 images/s  1:12 left\n")
 
 
-def test_waiting_for_data_is_told_as_a_share_of_the_time(monkeypatch):
+def test_waiting_for_data_is_a_fraction_of_the_time(monkeypatch):
     clock = Clock(monkeypatch)
     progress = Progress(0, 1000, 10.0, 64)
 
@@ -50,7 +50,7 @@ def test_waiting_for_data_is_told_as_a_share_of_the_time(monkeypatch):
     assert progress.measure(5)["data_wait"] == 0.0
 
 
-def test_pauses_do_not_count_as_training_and_are_told_as_shares(monkeypatch, capsys):
+def test_pauses_do_not_count_as_training(monkeypatch, capsys):
     clock = Clock(monkeypatch)
     progress = Progress(50, 1_000_150, 10.0, 64)
     clock.now = 8.0
@@ -68,7 +68,7 @@ def test_pauses_do_not_count_as_training_and_are_told_as_shares(monkeypatch, cap
     assert progress.measure(151)["checkpoint_wait"] == 0.0
 
 
-def test_the_share_of_the_peak_is_told_where_it_is_known(monkeypatch, capsys):
+def test_mfu_is_shown_if_the_peak_is_known(monkeypatch, capsys):
     clock = Clock(monkeypatch)
     progress = Progress(0, 1000, 10.0, 64, peak_speed=1600.0)
     clock.now = 8.0

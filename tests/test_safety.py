@@ -32,7 +32,7 @@ def find_dangers(code: str) -> list[str]:
 
 def test_nothing_runs_or_unpacks_what_it_reads():
     files = sorted(PACKAGE.rglob("*.py"))
-    assert len(files) > 50
+    assert len(files) > 30
     dangers = {str(path): find_dangers(path.read_text()) for path in files}
     assert {path: found for path, found in dangers.items() if found} == {}
 

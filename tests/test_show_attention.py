@@ -2,16 +2,16 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from structinit_jax import show_attention, train
+from structinit_jax import show_attention
+from structinit_jax.config import base_config
+from structinit_jax.errors import InputError
 
 pytestmark = pytest.mark.usefixtures("library_promotion")
 
 
-def test_heads_are_drawn_before_and_after_training(tiny_config, tmp_path):
-    tiny_config.num_epochs = 0.5
-    fresh = show_attention.head_kernels(tiny_config, None)
-    train.train(tiny_config, tmp_path / "run")
-    trained = show_attention.head_kernels(tiny_config, tmp_path / "run")
+def test_heads_are_drawn_before_and_after_training(run_config, finished_run, tmp_path):
+    fresh = show_attention.head_kernels(run_config, None)
+    trained = show_attention.head_kernels(run_config, finished_run.workdir)
     for kernels, measures in (fresh, trained):
         assert kernels.shape == (2, 2, 7, 7)
         assert measures.target_mass.shape == (2, 2)
@@ -21,3 +21,9 @@ def test_heads_are_drawn_before_and_after_training(tiny_config, tmp_path):
     picture = np.asarray(Image.open(path).convert("L"), np.float32)
     assert picture.shape[1] > 300
     assert picture.std() > 10  # something is drawn
+
+
+def test_other_families_are_refused(run_config):
+    run_config.model = base_config("mixer").model
+    with pytest.raises(InputError, match=r"config\.model\.name='mixer'"):
+        show_attention.head_kernels(run_config, None)

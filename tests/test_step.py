@@ -2,114 +2,140 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from conftest import library_promotion_rules, make_tiny_config, place
 from flax import nnx
 from scipy.special import log_softmax
 
 from structinit_jax.data.info import CATALOG
-from structinit_jax.program import build_program, initialize, make_plan
+from structinit_jax.train import initialize, set_up
+from structinit_jax.training.mesh import replicated
+from structinit_jax.training.step import layer_norms, make_eval_step
 
 pytestmark = pytest.mark.usefixtures("library_promotion")
 
 
-def make_batch(program, masked=0):
+def make_batch(**arrays):
     rng = np.random.default_rng(0)
-    batch = {
+    return {
         "image": rng.integers(0, 256, (64, 8, 8, 1), dtype=np.uint8),
         "label": rng.integers(0, 10, 64, dtype=np.int32),
+        **arrays,
     }
-    if masked:
-        batch["mask"] = (np.arange(64) < 64 - masked).astype(np.float32)
-    return batch
+
+
+@pytest.fixture(scope="module")
+def config(data_dir):
+    """Shared; tests that change it take a copy."""
+    config = make_tiny_config(data_dir)
+    config.update(learning_rate=1e-2, ema_decay=0.75)
+    return config
+
+
+@pytest.fixture(scope="module")
+def setup(config):
+    with library_promotion_rules():
+        return set_up(config, CATALOG["digits"], 384)
+
+
+@pytest.fixture(scope="module")
+def first_state(config, setup):
+    with library_promotion_rules():
+        return jax.device_get(initialize(config, setup))
 
 
 @pytest.fixture
-def program(tiny_config):
-    return build_program(tiny_config, make_plan(tiny_config, CATALOG["digits"], 384))
+def state(setup, first_state):
+    """A state that the step may consume."""
+    return place(first_state, setup)
 
 
-def test_losses_agree_with_scipy(tiny_config, program):
-    state, batch = initialize(tiny_config, program), make_batch(program)
+def make_eval(config, setup):
+    return jax.jit(make_eval_step(config, setup.model.graphdef, replicated(setup.model.mesh)))
+
+
+def test_losses_agree_with_scipy(config, setup, state):
+    batch = make_batch()
     images = (batch["image"] / 255 - 0.3) / 0.4
-    model = nnx.merge(program.graphdef, state.params, state.model_state)
+    model = nnx.merge(setup.model.graphdef, state.params, state.model_state)
     log_p = log_softmax(np.asarray(model(jnp.asarray(images, jnp.float32))[0]), axis=-1)
-    sums = program.eval_step(state.params, state.model_state, batch | {"mask": np.ones(64, "f4")})
+    sums = make_eval(config, setup)(
+        state.params, state.model_state, batch | {"mask": np.ones(64, np.float32)}
+    )
     np.testing.assert_allclose(sums["loss"], -log_p[np.arange(64), batch["label"]].sum(), rtol=1e-5)
     smoothed = 0.9 * np.eye(10)[batch["label"]] + 0.1 / 10
-    metrics = program.train_step(state, batch)[1]
+    metrics = setup.train_step(state, batch)[1]
     np.testing.assert_allclose(metrics["loss"], -(smoothed * log_p).sum(-1).mean(), rtol=1e-5)
 
 
-def test_training_images_are_augmented_by_seed_and_step(tiny_config):
-    def loss_at(step):
-        program = build_program(tiny_config, make_plan(tiny_config, CATALOG["digits"], 384))
-        state = initialize(tiny_config, program)._replace(step=jnp.int32(step))
-        return float(program.train_step(state, make_batch(program))[1]["loss"])
-
-    plain = loss_at(3)
-    tiny_config.augment.update(flip=0.5, crop="pad", mixup=0.8, erasing=0.25)
-    augmented = loss_at(3)
-    assert augmented == loss_at(3)
-    assert len({plain, augmented, loss_at(4)}) == 3
-
-
-def test_steps_lower_the_loss_and_compile_once(tiny_config, capsys):
-    tiny_config.learning_rate = 1e-2
-    program = build_program(tiny_config, make_plan(tiny_config, CATALOG["digits"], 384))
-    state = initialize(tiny_config, program)
-    batch = make_batch(program)
-    losses = []
-    for _ in range(12):
-        state, metrics = program.train_step(state, batch)
-        losses.append(float(metrics["loss"]))
-    assert losses[-1] < losses[0] - 0.03
-    assert int(state.step) == 12
-    assert program.train_step._cache_size() == 1
-    assert "of the attention on target" in capsys.readouterr().out
-
-
-def test_padding_does_not_count_in_evaluation(tiny_config, program):
-    state = initialize(tiny_config, program)
-    batch = make_batch(program, masked=20)
-    padded = program.eval_step(state.params, state.model_state, batch)
-    batch["image"][44:] = 0  # whatever the padding holds
-    again = program.eval_step(state.params, state.model_state, batch)
+def test_padding_does_not_count_in_evaluation(config, setup, state):
+    batch = make_batch(mask=(np.arange(64) < 44).astype(np.float32))
+    eval_step = make_eval(config, setup)
+    padded = eval_step(state.params, state.model_state, batch)
+    batch["image"][44:] = 0  # the content of the padding
+    again = eval_step(state.params, state.model_state, batch)
     assert float(padded["count"]) == 44
     jax.tree.map(np.testing.assert_array_equal, padded, again)
 
 
-def test_one_and_eight_devices_take_the_same_steps(tiny_config, program, monkeypatch):
+def test_steps_lower_the_loss_and_compile_once(setup, state):
+    losses = []
+    for _ in range(12):
+        state, metrics = setup.train_step(state, make_batch())
+        losses.append(float(metrics["loss"]))
+    assert losses[-1] < losses[0] - 0.03
+    assert int(state.step) == 12
+    assert setup.train_step._cache_size() == 1
+
+
+def test_averaged_weights_follow_the_weights(setup, state):
+    expected = jax.device_get(state.params["head"]["kernel"])
+    np.testing.assert_array_equal(state.ema["params"]["head"]["kernel"], expected)
+    for _ in range(2):
+        state, _ = setup.train_step(state, make_batch())
+        expected = 0.75 * expected + 0.25 * jax.device_get(state.params["head"]["kernel"])
+    np.testing.assert_allclose(state.ema["params"]["head"]["kernel"], expected, atol=1e-6)
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"model.drop_path": 0.5},
+        {"augment.flip": 0.5, "augment.mixup": 0.8, "augment.erasing": 0.25, "augment.crop": "pad"},
+    ],
+    ids=["drop path", "augmentation"],
+)
+def test_randomness_depends_on_seed_and_step_only(config, setup, first_state, fields):
+    config = config.copy_and_resolve_references()
+    config.update_from_flattened_dict(fields)
+    random_setup = set_up(config, CATALOG["digits"], 384)
+
+    def loss_at(step, setup):
+        state = place(first_state._replace(step=np.int32(step)), setup)
+        return float(setup.train_step(state, make_batch())[1]["loss"])
+
+    losses = [loss_at(step, random_setup) for step in (3, 4)]
+    assert losses == [loss_at(step, random_setup) for step in (3, 4)]
+    assert len({*losses, loss_at(3, setup)}) == 3
+
+
+def test_one_and_eight_devices_take_the_same_steps(config, setup, state, monkeypatch):
     one_device = jax.devices()[:1]
-    state = initialize(tiny_config, program)
     monkeypatch.setattr(jax, "devices", lambda: one_device)
-    single = build_program(tiny_config, make_plan(tiny_config, CATALOG["digits"], 384))
-    assert (program.mesh.size, single.mesh.size) == (8, 1)
-    single_state = initialize(tiny_config, single)
-    batch = make_batch(program)
+    single = set_up(config, CATALOG["digits"], 384)
+    assert (setup.model.mesh.size, single.model.mesh.size) == (8, 1)
+    single_state = place(jax.device_get(state), single)
     for _ in range(3):
-        state, metrics = program.train_step(state, batch)
-        single_state, single_metrics = single.train_step(single_state, batch)
+        state, metrics = setup.train_step(state, make_batch())
+        single_state, single_metrics = single.train_step(single_state, make_batch())
         np.testing.assert_allclose(metrics["loss"], single_metrics["loss"], rtol=1e-5)
 
 
-def test_drop_path_depends_on_seed_and_step_only(tiny_config):
-    tiny_config.model.drop_path = 0.5
-    program = build_program(tiny_config, make_plan(tiny_config, CATALOG["digits"], 384))
-    batch = make_batch(program)
-
-    def loss_at(step):
-        state = initialize(tiny_config, program)._replace(step=jnp.int32(step))
-        return float(program.train_step(state, batch)[1]["loss"])
-
-    assert loss_at(3) == loss_at(3)
-    assert loss_at(3) != loss_at(4)
-
-
-def test_a_batch_in_parts_takes_the_step_of_the_whole(tiny_config, program):
-    batch = make_batch(program)
-    whole, whole_metrics = program.train_step(initialize(tiny_config, program), batch)
-    tiny_config.accumulate_steps = 4
-    parts_program = build_program(tiny_config, make_plan(tiny_config, CATALOG["digits"], 384))
-    parts, metrics = parts_program.train_step(initialize(tiny_config, parts_program), batch)
+def test_a_batch_in_parts_takes_the_same_step(config, setup, first_state):
+    whole, whole_metrics = setup.train_step(place(first_state, setup), make_batch())
+    config = config.copy_and_resolve_references()
+    config.accumulate_steps = 4
+    in_parts = set_up(config, CATALOG["digits"], 384)
+    parts, metrics = in_parts.train_step(place(first_state, in_parts), make_batch())
     for name in ("loss", "accuracy", "gradient_norm"):
         np.testing.assert_allclose(metrics[name], whole_metrics[name], rtol=1e-4)
     jax.tree.map(
@@ -117,13 +143,39 @@ def test_a_batch_in_parts_takes_the_step_of_the_whole(tiny_config, program):
     )
 
 
-def test_averaged_weights_follow_the_weights(tiny_config):
-    tiny_config.ema_decay = 0.75
-    program = build_program(tiny_config, make_plan(tiny_config, CATALOG["digits"], 384))
-    state = initialize(tiny_config, program)
-    expected = jax.device_get(state.params["head"]["kernel"])
-    np.testing.assert_array_equal(state.ema["params"]["head"]["kernel"], expected)
-    for _ in range(2):
-        state, _ = program.train_step(state, make_batch(program))
-        expected = 0.75 * expected + 0.25 * jax.device_get(state.params["head"]["kernel"])
-    np.testing.assert_allclose(state.ema["params"]["head"]["kernel"], expected, atol=1e-6)
+def test_a_nonfinite_step_changes_nothing_but_the_step(setup, state):
+    state, metrics = setup.train_step(state, make_batch())
+    assert float(metrics["nonfinite"]) == 0
+    before = jax.device_get(state)
+    bad = before.params["head"]["kernel"].copy()
+    bad[0] = np.nan
+    params = before.params | {"head": before.params["head"] | {"kernel": bad}}
+    state, metrics = setup.train_step(place(before._replace(params=params), setup), make_batch())
+    assert np.isnan(float(metrics["loss"]))
+    assert float(metrics["nonfinite"]) == 1
+    assert int(state.step) == 2
+    after = jax.device_get(state)
+    np.testing.assert_array_equal(after.params["head"]["kernel"], bad)
+    after.params["head"]["kernel"] = before.params["head"]["kernel"]
+    jax.tree.map(np.testing.assert_array_equal, after._replace(step=before.step), before)
+    state, metrics = setup.train_step(place(before, setup), make_batch())
+    assert float(metrics["nonfinite"]) == 0
+    assert np.any(np.asarray(state.params["head"]["kernel"]) != before.params["head"]["kernel"])
+
+
+def test_gradient_norms_are_by_layer(setup, state):
+    norms = layer_norms(
+        {
+            "blocks": {"mlp": {"kernel": jnp.full((2, 2, 2), 2.0), "bias": jnp.zeros((2, 2))}},
+            "stage1": {"blocks": {"bias": jnp.array([[3.0, 4.0]])}},
+            "head": {"kernel": jnp.ones((4, 4)), "bias": jnp.full(2, 3.0)},
+            "positions": jnp.ones((3, 3)),
+        }
+    )
+    expected = {"blocks": [4, 4], "stage1/blocks": [5], "head": 34**0.5, "positions": 3}
+    assert norms.keys() == expected.keys()
+    for name, values in expected.items():
+        np.testing.assert_allclose(norms[name], values, rtol=1e-6)
+    _, metrics = setup.train_step(state, make_batch())
+    squares = [np.sum(norms**2) for norms in metrics["layer_gradient_norms"].values()]
+    np.testing.assert_allclose(sum(squares) ** 0.5, metrics["gradient_norm"], rtol=1e-5)

@@ -1,15 +1,18 @@
+import gzip
 import json
+import sys
 
 import jax
+import jax.numpy as jnp
 import numpy as np
+import optax
 import pytest
 
-from structinit_jax import evaluate, train
+from structinit_jax import train
 from structinit_jax.data.info import CATALOG
 from structinit_jax.data.loader import DeviceLoader
-from structinit_jax.errors import InputError
-from structinit_jax.program import build_program, make_plan
-from structinit_jax.training.lock import lock_workdir
+from structinit_jax.errors import InputError, StoppedError
+from structinit_jax.training import checkpoint, flops
 from structinit_jax.training.progress import Progress
 
 pytestmark = pytest.mark.usefixtures("library_promotion")
@@ -19,37 +22,26 @@ def read_metrics(workdir):
     return [json.loads(line) for line in (workdir / "metrics.jsonl").read_text().splitlines()]
 
 
-def final_params(config, workdir):
-    plan = make_plan(config, CATALOG["digits"], 384)
-    program = build_program(config, plan)
-    checkpoints = train.Checkpoints(workdir / "checkpoints", config.keep_checkpoints)
-    step = checkpoints.latest_step
-    state = checkpoints.restore(step, program.abstract_state)
-    checkpoints.close()
-    return step, jax.tree.map(np.asarray, state)
+def without_times(metrics):
+    times = ("images_per_second", "data_wait", "checkpoint_wait", "evaluation_wait")
+    return [{name: v for name, v in line.items() if name not in times} for line in metrics]
 
 
-@pytest.mark.parametrize(
-    ("num_examples", "fields", "steps", "evaluations"),
-    [
-        (384, {}, 12, {6, 12}),
-        (100, {"batch_size": 64, "num_epochs": 4.0}, 6, {2, 3, 5, 6}),
-        (384, {"num_steps": 7}, 7, {6, 7}),
-        (384, {"eval_every_epochs": 100.0}, 12, {12}),
-        (10, {"num_epochs": 1.0}, 1, {1}),
-    ],
-)
-def test_epochs_become_steps(tiny_config, num_examples, fields, steps, evaluations):
-    tiny_config.update(**fields)
-    plan = make_plan(tiny_config, CATALOG["digits"], num_examples)
-    assert plan.num_steps == steps
-    assert plan.eval_steps == evaluations
-    assert plan.steps_per_epoch == num_examples / 64
+def final_state(config, workdir):
+    setup = train.set_up(config, CATALOG["digits"], 384)
+    directory = workdir / "checkpoints"
+    step = checkpoint.newest_step(directory)
+    return jax.device_get(checkpoint.restore(directory, step, setup.abstract_state))
 
 
-def test_training_leaves_the_documented_files_and_says_what_it_does(tiny_config, tmp_path, capsys):
-    results = train.train(tiny_config, tmp_path)
-    out = capsys.readouterr().out
+@pytest.fixture
+def longer_config(run_config):
+    """Continues the finished run from step 12 to step 18."""
+    run_config.num_epochs = 3.0
+    return run_config
+
+
+def test_training_writes_the_documented_files_and_output(finished_run):
     for text in (
         "devices: 8 × cpu",
         "blocks/attention/query/kernel",
@@ -61,62 +53,53 @@ def test_training_leaves_the_documented_files_and_says_what_it_does(tiny_config,
         "images/s",
         "done: test accuracy",
     ):
-        assert text in out
-    assert sorted(p.name for p in tmp_path.iterdir()) == [
-        ".lock",
-        "checkpoints",
-        "config.json",
-        "metrics.jsonl",
-        "tensorboard",
-    ]
-    assert json.loads((tmp_path / "config.json").read_text())["model"]["width"] == 16
-    metrics = read_metrics(tmp_path)
-    assert [m["step"] for m in metrics] == [2, 4, 6, 6, 8, 10, 12, 12]
-    names = {"step", "train/loss", "train/accuracy", "train/learning_rate", "images_per_second"}
-    assert names | {"data_wait", "checkpoint_wait", "evaluation_wait"} <= metrics[0].keys()
-    assert "mfu" not in metrics[0]  # no peak is known of a CPU
-    assert metrics[-1]["test/accuracy"] == results["test/accuracy"]
+        assert text in finished_run.output
+    assert "warning: " not in finished_run.output
+    assert {path.name for path in finished_run.workdir.iterdir()} == {
+        *(".lock", "checkpoints", "config.json", "metrics.jsonl", "tensorboard")
+    }
+    saved = json.loads((finished_run.workdir / "config.json").read_text())
+    assert saved["model"]["width"] == 16
+    metrics = read_metrics(finished_run.workdir)
+    assert [m["step"] for m in metrics] == [5, 6, 10, 12, 12]
+    assert metrics[0].keys() == {
+        *("step", "train/loss", "train/accuracy", "train/learning_rate", "train/gradient_norm"),
+        *("train/nonfinite_steps", "images_per_second"),
+        *("data_wait", "checkpoint_wait", "evaluation_wait"),
+    }
+    results = finished_run.results
+    assert results.keys() == {*("test/loss", "test/accuracy", "test/ema_loss", "test/ema_accuracy")}
+    assert metrics[-1] == {"step": 12, **results}
     # 90 examples, counted exactly: every accuracy is a multiple of 1/90.
     assert (results["test/accuracy"] * 90) % 1 == pytest.approx(0, abs=1e-9)
 
-    evaluated = evaluate.evaluate_checkpoint(tiny_config, tmp_path)
-    assert evaluated == pytest.approx(results, rel=1e-6)
-    assert "on 90 examples of digits test[:90]" in capsys.readouterr().out
 
-
-def test_a_run_interrupted_and_resumed_is_bit_equal_to_one_that_was_not(
-    tiny_config, tmp_path, monkeypatch, capsys
+def test_an_interrupted_and_resumed_run_is_bit_equal(
+    run_config, finished_run, tmp_path, monkeypatch, capsys
 ):
-    tiny_config.model.drop_path = 0.2
-    train.train(tiny_config, tmp_path / "whole")
     write = train.MetricsLog.write
 
     def interrupted_write(log, step, values):
         write(log, step, values)
-        if step == 10:  # checkpoints were at 4, 6 and 8
+        if step == 10:  # checkpoints are at 4, 6 and 8
             raise KeyboardInterrupt
 
-    monkeypatch.setattr(train.MetricsLog, "write", interrupted_write)
-    with pytest.raises(KeyboardInterrupt):
-        train.train(tiny_config, tmp_path / "stopped")
-    monkeypatch.undo()
-    capsys.readouterr()
-    train.train(tiny_config, tmp_path / "stopped")
+    with monkeypatch.context() as patch:
+        patch.setattr(train.MetricsLog, "write", interrupted_write)
+        with pytest.raises(KeyboardInterrupt):
+            train.train(run_config, tmp_path)
+    train.train(run_config, tmp_path)
     assert "resumed from step 8" in capsys.readouterr().out
-    (step, whole), (_, resumed) = (
-        final_params(tiny_config, tmp_path / name) for name in ("whole", "stopped")
-    )
-    assert step == 12
+    assert len(checkpoint.read_run(tmp_path / "checkpoints", 8)["pending_metrics"]) == 3
+    whole, resumed = (final_state(run_config, d) for d in (finished_run.workdir, tmp_path))
+    assert whole.step == 12
     jax.tree.map(np.testing.assert_array_equal, whole, resumed)
-    whole, resumed = (read_metrics(tmp_path / name) for name in ("whole", "stopped"))
-    for metrics in whole + resumed:
-        for name in ("images_per_second", "data_wait", "checkpoint_wait", "evaluation_wait"):
-            metrics.pop(name, None)
+    whole, resumed = (without_times(read_metrics(d)) for d in (finished_run.workdir, tmp_path))
     assert whole == resumed
 
 
-def test_the_first_batch_is_no_wait(tiny_config, tmp_path, monkeypatch):
-    """What compiles for it, or is decoded first, comes before the clock of `data_wait`."""
+def test_the_first_batch_is_not_waiting_time(longer_config, workdir, monkeypatch):
+    """It may compile or decode; both happen before the clock of `data_wait` starts."""
     events = []
     draw, watch = DeviceLoader.train_batches, Progress.watch
 
@@ -131,105 +114,72 @@ def test_the_first_batch_is_no_wait(tiny_config, tmp_path, monkeypatch):
 
     monkeypatch.setattr(DeviceLoader, "train_batches", drawn)
     monkeypatch.setattr(Progress, "watch", watched)
-    tiny_config.num_steps = 2
-    train.train(tiny_config, tmp_path)
-    assert events == ["drawn", "watched", "drawn"]
+    train.train(longer_config, workdir)
+    assert events == ["drawn", "watched", *5 * ["drawn"]]
 
 
-def test_a_finished_run_started_again_says_how_it_ended(tiny_config, tmp_path, capsys):
-    first = train.train(tiny_config, tmp_path)
-    again = train.train(tiny_config, tmp_path)
-    assert again == pytest.approx(first, rel=1e-6)
+def test_a_finished_run_started_again_is_evaluated(run_config, finished_run, workdir, capsys):
+    again = train.train(run_config, workdir)
+    assert again == pytest.approx(finished_run.results, rel=1e-6)
     assert "resumed from step 12" in capsys.readouterr().out
-    assert [m["step"] for m in read_metrics(tmp_path)] == [2, 4, 6, 6, 8, 10, 12, 12]
+    assert read_metrics(workdir) == read_metrics(finished_run.workdir)
 
 
-def test_newest_and_best_checkpoints_are_kept(tiny_config, tmp_path):
-    tiny_config.update(num_epochs=3.0, checkpoint_every_steps=3, keep_checkpoints=1)
-    train.train(tiny_config, tmp_path)
-    kept = {int(p.name) for p in (tmp_path / "checkpoints").iterdir() if p.name.isdigit()}
-    evaluated = {m["step"]: m["test/accuracy"] for m in read_metrics(tmp_path) if "test/loss" in m}
-    assert evaluated.keys() == {6, 12, 18}
-    best = max(evaluated.values())
-    assert 18 in kept
-    assert len(kept) <= 2
-    assert best in {evaluated[step] for step in kept}
-
-
-@pytest.mark.parametrize(
-    ("field", "value", "message"),
-    [
-        (
-            "model.width",
-            32,
-            r"(?s)at step 12 in .*\n  model\.width: 16 -> 32  \(the architecture\)",
-        ),
-        ("attention_init.kernel_size", 1, r"attention_init\.kernel_size: 3 -> 1  \(the start weig"),
-        ("num_steps", 5, r"holds a checkpoint of step 12, but the config ends at step 5"),
-        ("seed", 1, r"seed: 0 -> 1  \(all randomness"),
-        ("ema_decay", 0.9, r"ema_decay: 0\.0 -> 0\.9  \(whether the checkpoint has averaged weigh"),
-    ],
-)
-def test_resuming_with_another_config_is_refused(
-    tiny_config, tmp_path_factory, field, value, message
-):
-    workdir = tmp_path_factory.getbasetemp() / "resumed_with_another_config"
-    if not workdir.exists():
-        train.train(tiny_config, workdir)
-    tiny_config.update_from_flattened_dict({field: value})
-    with pytest.raises(InputError, match=message):
-        train.train(tiny_config, workdir)
-
-
-def test_a_run_goes_on_with_what_may_change_and_tells_it(tiny_config, tmp_path, capsys):
-    train.train(tiny_config, tmp_path)
-    capsys.readouterr()
-    # The optimizer's state keeps its form.
-    tiny_config.update(num_epochs=3.0, learning_rate=5e-4, clip_norm=0.0, layer_decay=0.75)
-    train.train(tiny_config, tmp_path)
+def test_a_run_continues_with_fields_that_may_change(longer_config, workdir, capsys):
+    # Disabled parts of the optimizer keep their place in its state.
+    longer_config.update(learning_rate=5e-4, clip_norm=0.0, layer_decay=0.75)
+    longer_config.update(checkpoint_every_steps=3, eval_every_epochs=0.5, keep_checkpoints=1)
+    longer_config.loss = "test_train:weighted_cross_entropy"
+    train.train(longer_config, workdir)
     out = capsys.readouterr().out
     assert (
         "config changed since the checkpoint:\n"
+        "  checkpoint_every_steps: 4 -> 3\n"
         "  clip_norm: 1.0 -> 0.0\n"
+        "  eval_every_epochs: 1.0 -> 0.5\n"
+        "  keep_checkpoints: 2 -> 1\n"
         "  layer_decay: 1.0 -> 0.75\n"
         "  learning_rate: 0.001 -> 0.0005\n"
+        "  loss: 'softmax_cross_entropy' -> 'test_train:weighted_cross_entropy'\n"
         "  num_epochs: 2.0 -> 3.0\n"
         "resumed from step 12"
     ) in out
-    assert json.loads((tmp_path / "config.json").read_text())["layer_decay"] == 0.75
-    assert read_metrics(tmp_path)[-1]["step"] == 18
+    assert json.loads((workdir / "config.json").read_text())["layer_decay"] == 0.75
+    metrics = read_metrics(workdir)
+    assert metrics[-1]["step"] == 18
+    assert metrics[-2]["train/loss"] > 10  # the user's loss
+    # The newest checkpoint is kept, and the best.
+    kept = {int(p.name) for p in (workdir / "checkpoints").iterdir() if p.name.isdigit()}
+    evaluated = {m["step"]: m["test/accuracy"] for m in metrics if "test/loss" in m}
+    assert evaluated.keys() == {6, 12, 15, 18}
+    assert 18 in kept
+    assert len(kept) <= 2
+    assert max(evaluated.values()) in {evaluated[step] for step in kept}
 
 
-def test_evaluating_with_other_pixels_is_told(tiny_config, tmp_path, capsys):
-    tiny_config.num_steps = 2
-    train.train(tiny_config, tmp_path)
-    capsys.readouterr()
-    evaluate.evaluate_checkpoint(tiny_config, tmp_path)
-    assert "note:" not in capsys.readouterr().out
-    tiny_config.data.mean = (0.0,)
-    evaluate.evaluate_checkpoint(tiny_config, tmp_path)
-    assert "trained with another config:\n  data.mean: [0.3] -> [0.0]" in capsys.readouterr().out
+def weighted_cross_entropy(logits, targets):
+    return -10 * jnp.sum(targets * jax.nn.log_softmax(logits), axis=-1)
 
 
 @pytest.mark.parametrize(
     ("field", "value", "message"),
     [
-        ("model.width", 32, r"another architecture .*weights 'blocks/attention/key/bias', shape"),
-        ("model.positions", "learned", r"'positions', missing in the checkpoint, shape \[16, 16\]"),
-        (
-            "ema_decay",
-            0.9,
-            r"12 holds no averaged weights, which config\.ema_decay asks for: set it",
-        ),
+        ("model.width", 32, r"(?s)step 12 in .*\n  model\.width: 16 -> 32  \(.* architecture\)"),
+        ("attention_init.kernel_size", 1, r"attention_init\.kernel_size: 3 -> 1  \(.* weights"),
+        ("num_steps", 5, r"checkpoint of step 12, but the config ends at step 5"),
+        ("seed", 1, r"seed: 0 -> 1  \("),
+        ("ema_decay", 0.0, r"ema_decay: 0\.5 -> 0\.0  \(.* averaged weights"),
+        ("optimizer", "test_train:sgd", r"optimizer: 'adamw' -> .* \(.* optimizer state"),
     ],
 )
-def test_evaluating_another_model_is_refused(tiny_config, tmp_path_factory, field, value, message):
-    workdir = tmp_path_factory.getbasetemp() / "evaluated_with_another_config"
-    if not workdir.exists():
-        train.train(tiny_config, workdir)
-    tiny_config.update_from_flattened_dict({field: value})
+def test_resuming_with_another_config_is_refused(run_config, workdir, field, value, message):
+    run_config.update_from_flattened_dict({field: value})
     with pytest.raises(InputError, match=message):
-        evaluate.evaluate_checkpoint(tiny_config, workdir)
+        train.train(run_config, workdir)
+
+
+def sgd(config, learning_rate):
+    return optax.sgd(learning_rate)
 
 
 @pytest.mark.parametrize(
@@ -239,12 +189,14 @@ def test_evaluating_another_model_is_refused(tiny_config, tmp_path_factory, fiel
         ("data.train_split", "trian", r"data\.train_split"),
         ("data.eval_split", "validation", r"data\.eval_split"),
         ("model.num_classes", 100, r"model\.num_classes=100"),
-        ("data.image_size", 9, r"data\.image_size=9 is not divisible by config\.model\.pa"),
-        ("model.num_heads", 3, r"model\.width=16 is not divisible by config\.model\.num_heads=3"),
-        ("model.name", "vitt", r"model\.name='vitt' is not a known model: similar names are vit"),
-        ("batch_size", 60, r"config\.batch_size=60 .* divisible by the 8 devices.* 56 or 64"),
-        ("attention_init.kernel_size", 5, r"kernel_size=5 is larger than the token grid 4x4"),
+        ("data.image_size", 9, r"data\.image_size=9 .*model\.patch_size=2"),
+        ("model.num_heads", 3, r"model\.width=16 .*model\.num_heads=3"),
+        ("model.name", "vitt", r"model\.name='vitt' .*vit"),
+        ("batch_size", 60, r"config\.batch_size=60 .* 8 devices.* 56 or 64"),
+        ("attention_init.kernel_size", 5, r"kernel_size=5 .*4x4"),
         ("num_steps", -1, r"config\.num_steps=-1"),
+        ("loss", "hinge", r"config\.loss='hinge' .*softmax_cross_entropy"),
+        ("optimizer", "test_train:nothing", r"config\.optimizer='test_train:nothing'"),
     ],
 )
 def test_mistakes_are_refused_before_training(tiny_config, tmp_path, field, value, message):
@@ -253,16 +205,93 @@ def test_mistakes_are_refused_before_training(tiny_config, tmp_path, field, valu
         train.train(tiny_config, tmp_path)
 
 
-def test_unusable_workdirs_are_refused(tiny_config, tmp_path, small_files_only):
-    (tmp_path / "file").write_text("")
-    with pytest.raises(InputError, match=r"--workdir=.*file cannot be written to"):
-        train.train(tiny_config, tmp_path / "file")
-    with (
-        small_files_only(1000),
-        pytest.raises(InputError, match=r"cannot be written to \(File too large\)"),
-    ):
-        train.train(tiny_config, tmp_path / "full")
-    with pytest.raises(InputError, match=r"holds no checkpoints: train there first"):
-        evaluate.evaluate_checkpoint(tiny_config, tmp_path / "empty")
-    with lock_workdir(tmp_path), pytest.raises(InputError, match=r"in use by another run"):
-        train.train(tiny_config, tmp_path)
+def test_mfu_is_logged_if_the_peak_is_known(longer_config, workdir, monkeypatch, capsys):
+    monkeypatch.setitem(flops.PEAK, "cpu", 1e9)
+    train.train(longer_config, workdir)
+    assert "images/s  mfu " in capsys.readouterr().out
+    metrics = [line for line in read_metrics(workdir) if "mfu" in line]
+    assert [line["step"] for line in metrics] == [15, 18]
+    per_image = flops.flops_per_image(longer_config)
+    for values in metrics:  # of eight devices
+        assert values["mfu"] == pytest.approx(values["images_per_second"] * per_image / 8e9)
+
+
+@pytest.fixture
+def bad_step_15(monkeypatch):
+    """Gives step 15 a label of -1, and makes the targets of such labels NaN."""
+    make_augment, train_batches = train.make_augment, DeviceLoader.train_batches
+    spoil = jax.jit(lambda labels: jnp.where(jnp.arange(len(labels)) == 3, -1, labels))
+
+    def make_augment_with_nan(options, mesh):
+        augment = make_augment(options, mesh)
+
+        def with_nan(rng, images, labels):
+            images, targets = augment(rng, images, labels)
+            return images, targets * jnp.where(labels < 0, jnp.nan, 1.0)[:, None]
+
+        return with_nan
+
+    def batches_with_a_bad_one(self, *, start_step, **options):
+        batches = train_batches(self, start_step=start_step, **options)
+        for step, batch in enumerate(batches, start=start_step + 1):
+            yield batch | {"label": spoil(batch["label"])} if step == 15 else batch
+
+    monkeypatch.setattr(train, "make_augment", make_augment_with_nan)
+    monkeypatch.setattr(DeviceLoader, "train_batches", batches_with_a_bad_one)
+
+
+def test_a_nonfinite_step_stops_the_run(longer_config, workdir, bad_step_15, monkeypatch):
+    longer_config.update(log_every_steps=100, checkpoint_every_steps=2)
+    command = "structinit_jax/main.py --config=digits.py --config.batch_size=64 --workdir=x"
+    monkeypatch.setattr(sys, "argv", command.split())
+    for _ in range(2):  # the second run repeats the step
+        with pytest.raises(StoppedError) as caught:
+            train.train(longer_config, workdir)
+        assert caught.value.exit_code == 1
+        first, *_, show, again = str(caught.value).splitlines()
+        assert first.startswith("step 15: loss nan, gradient norm nan")
+        assert "  blocks: [nan nan]\n" in str(caught.value)
+        assert show.endswith(
+            ": python -m structinit_jax.data.show --config=digits.py --config.batch_size=64 "
+            "--step=15 --out=step_15.png"
+        )
+        assert "checkpoint of step 14" in again
+
+
+def test_a_nonfinite_step_is_skipped_and_counted(longer_config, workdir, bad_step_15, capsys):
+    longer_config.update(on_nonfinite="skip", log_every_steps=2)
+    results = train.train(longer_config, workdir)
+    assert np.isfinite(results["test/loss"])
+    assert capsys.readouterr().out.count("step 15: loss nan, gradient norm nan: skipped") == 1
+    metrics = [m for m in read_metrics(workdir) if m["step"] > 12 and "train/loss" in m]
+    assert {m["step"]: m["train/nonfinite_steps"] for m in metrics} == {14: 0, 16: 1, 18: 0}
+    assert all(np.isfinite(m["train/loss"]) for m in metrics)
+
+
+def test_a_run_traces_the_requested_steps(longer_config, workdir, capsys):
+    train.train(longer_config, workdir, (14, 15))
+    out = capsys.readouterr().out
+    assert f"traced steps 14 to 15 to {workdir / 'profile'}" in out
+    assert "warning: " not in out
+    (perfetto,) = (workdir / "profile").rglob("perfetto_trace.json.gz")
+    assert list((workdir / "profile").rglob("*.xplane.pb"))
+    events = json.loads(gzip.decompress(perfetto.read_bytes()))["traceEvents"]
+    assert len(events) > 10
+    with pytest.raises(InputError, match=r"--profile_steps=14:15: this run takes steps 19 to 18"):
+        train.train(longer_config, workdir, (14, 15))
+
+
+def test_recompilations_are_reported(longer_config, workdir, capsys, monkeypatch):
+    write = train.MetricsLog.write
+
+    def write_and_compile(log, step, values):
+        with jax.transfer_guard("allow"):
+            jax.jit(lambda x: x + step)(jnp.zeros(()))
+        write(log, step, values)
+
+    monkeypatch.setattr(train.MetricsLog, "write", write_and_compile)
+    longer_config.update(log_every_steps=1, eval_every_epochs=0.5)
+    train.train(longer_config, workdir)
+    before, after = capsys.readouterr().out.split("warning: ", maxsplit=1)
+    assert "recompilations, of" in after
+    assert "step 15  test loss" in before  # until the first evaluation compilation is expected

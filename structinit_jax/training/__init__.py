@@ -1,1 +1,1 @@
-"""One step of training, and what surrounds it."""
+"""The training step, its state, and everything around it."""

@@ -1,4 +1,4 @@
-"""Checkpoints through orbax: the newest few and the best one, written beside the training."""
+"""Checkpoints through Orbax: the newest few and the best one, written while training continues."""
 
 import contextlib
 import logging
@@ -18,20 +18,19 @@ from structinit_jax.training import manifest
 from structinit_jax.training.state import TrainState
 
 BEST_METRIC = "test/accuracy"
-# Never the best. Orbax would warn of missing metrics at every save without an evaluation.
+# Never the best. Orbax would warn about missing metrics at every save without an evaluation.
 NOT_EVALUATED = {BEST_METRIC: -1.0}
 
 
 class Checkpoints:
-    """The checkpoints of one run.
+    """The checkpoints of a run that is being trained.
 
-    A checkpoint counts once its manifest is written (see `training.manifest`). Before a run goes
-    on, all are verified, and damaged ones are named and moved to `damaged/`, so that the one before
-    them is the newest.
+    On creation all checkpoints are verified against their manifests (see `training.manifest`).
+    Damaged ones are reported and moved to `damaged/`, so that the newest intact one is the latest.
 
     Args:
-      directory: an absolute path; made if it is missing.
-      keep: how many of the newest to keep. The best by `BEST_METRIC` is kept besides.
+      directory: Absolute path, created if it does not exist.
+      keep: Number of newest checkpoints to keep. The best by `BEST_METRIC` is kept in addition.
     """
 
     def __init__(self, directory: Path, keep: int):
@@ -47,58 +46,51 @@ class Checkpoints:
         def accuracy(metrics):
             return metrics[BEST_METRIC]
 
-        # orbax's own `best_fn` with `max_to_keep` may drop the latest step, which resuming needs.
-        policy = checkpoint_managers.AnyPreservationPolicy(
-            [
-                checkpoint_managers.LatestN(keep),
-                checkpoint_managers.BestN(
-                    get_metric_fn=accuracy,
-                    n=1,
-                    keep_checkpoints_without_metrics=False,
-                ),
-            ]
+        # Orbax's own `best_fn` with `max_to_keep` may delete the latest step.
+        best = checkpoint_managers.BestN(
+            get_metric_fn=accuracy, n=1, keep_checkpoints_without_metrics=False
         )
-        self._manager = _open_manager(
+        newest = checkpoint_managers.LatestN(keep)
+        for name in ("absl", "asyncio"):
+            logging.getLogger(name).addFilter(_is_worth_logging)
+        self._manager = ocp.CheckpointManager(
             directory,
-            preservation_policy=policy,
-            best_fn=accuracy,  # orbax writes metrics only where this is given
-            cleanup_tmp_directories=True,
-            # Made in the background, a folder that cannot be made is waited for for minutes.
-            async_options=ocp.AsyncOptions(create_directories_asynchronously=False),
+            options=ocp.CheckpointManagerOptions(
+                preservation_policy=checkpoint_managers.AnyPreservationPolicy([newest, best]),
+                best_fn=accuracy,  # without it Orbax does not write metrics
+                cleanup_tmp_directories=True,
+                # In the background, Orbax waits minutes for a directory that cannot be created.
+                async_options=ocp.AsyncOptions(create_directories_asynchronously=False),
+            ),
         )
         self._sealer = ThreadPoolExecutor(1, "seal_checkpoint")
-        self._sealing: Future | None = None  # of the newest step, while it is being written
+        self._sealing: Future | None = None  # of the newest checkpoint, while it is being written
 
     @property
     def latest_step(self) -> int | None:
-        """The step of the newest checkpoint, or None where there is none."""
+        """Step of the newest checkpoint, or None if there is no checkpoint."""
         return self._manager.latest_step()
 
     def save(
         self, step: int, state: TrainState, run: dict[str, Any], metrics: dict[str, float] | None
     ) -> None:
-        """Starts to save; only the copy off the devices is waited for.
+        """Starts to save a checkpoint; blocks only for the copy to host memory.
 
         Args:
-          step: names the checkpoint. One that exists already is left as it is.
-          state: the state at this step.
-          run: a JSON object to save beside it.
-          metrics: evaluation results at this step, if there are any.
+          step: Number of the checkpoint. An existing one is not replaced.
+          state: Training state after this step.
+          run: JSON object to save with it; `read_run` reads it.
+          metrics: Evaluation results at this step, or None.
 
         Raises:
-          InputError: if the folder cannot be written to, now or since the save before.
+          InputError: The directory is full or not writable, now or at the previous save.
         """
         self.wait()
         if step in self._manager.all_steps():
             return
+        args = ocp.args.Composite(state=ocp.args.StandardSave(state), run=ocp.args.JsonSave(run))
         with self._explain_failure():
-            self._manager.save(
-                step,
-                args=ocp.args.Composite(
-                    state=ocp.args.StandardSave(state), run=ocp.args.JsonSave(run)
-                ),
-                metrics=metrics or NOT_EVALUATED,
-            )
+            self._manager.save(step, args=args, metrics=metrics or NOT_EVALUATED)
         self._sealing = self._sealer.submit(self._seal, step)
 
     def _seal(self, step: int) -> None:
@@ -107,54 +99,17 @@ class Checkpoints:
             manifest.seal(self.directory / str(step))
 
     def wait(self) -> None:
-        """Waits until the newest checkpoint is whole and sealed.
+        """Waits until the newest checkpoint is complete and sealed.
 
         Raises:
-          InputError: if it could not be written.
+          InputError: It could not be written.
         """
         sealing, self._sealing = self._sealing, None
         if sealing is not None:
             with self._explain_failure():
-                # It raises once in each thread: in this one here, so not in `close`.
+                # Raises once in each thread; here, so that `close` does not raise it again.
                 self._manager.wait_until_finished()
                 sealing.result()
-
-    @contextlib.contextmanager
-    def _explain_failure(self):
-        """Tells a full or read-only disk, in orbax's many types of errors, as what it is."""
-        try:
-            yield
-        except (OSError, ValueError) as error:
-            if not _is_failed_write(error):
-                raise
-            reason = re.sub(r"\s*\[os_error_code.*", "", str(error).rsplit(": ", 1)[-1])
-            if isinstance(error, OSError):
-                reason = error.strerror
-            whole = [
-                p for p in manifest.step_folders(self.directory) if not manifest.find_damage(p)
-            ]
-            safe = (
-                f"the checkpoint of step {whole[0].name} is whole, and the steps since are lost"
-                if whole
-                else "there is no earlier checkpoint"
-            )
-            raise InputError(
-                f"a checkpoint could not be written to {self.directory}: {reason}. The run stops; "
-                f"{safe}. Make room there, or make it writable, and give the same command again"
-            ) from error
-
-    def run(self, step: int) -> dict[str, Any]:
-        """The JSON object of a checkpoint alone."""
-        args = ocp.args.Composite(run=ocp.args.JsonRestore())
-        return self._manager.restore(step, args=args)["run"]
-
-    def restore(self, step: int, abstract_state: TrainState) -> TrainState:
-        """Restores a state into the shapes, types and shardings of an abstract one.
-
-        Raises:
-          InputError: if the checkpoint is of another architecture; names the first difference.
-        """
-        return _restore(self._manager, step, abstract_state)
 
     def close(self) -> None:
         """Waits until everything is written."""
@@ -164,110 +119,150 @@ class Checkpoints:
             self._sealer.shutdown()
             self._manager.close()
 
+    @contextlib.contextmanager
+    def _explain_failure(self):
+        """Turns Orbax's many errors for a full or read-only disk into one message."""
+        try:
+            yield
+        except (OSError, ValueError) as error:
+            if not _is_failed_write(error):
+                raise
+            reason = re.sub(r"\s*\[os_error_code.*", "", str(error).rsplit(": ", 1)[-1])
+            if isinstance(error, OSError):
+                reason = error.strerror
+            folders = manifest.step_folders(self.directory)
+            intact = [folder for folder in folders if not manifest.find_damage(folder)]
+            safe = (
+                f"the checkpoint of step {intact[0].name} is intact, later steps are lost"
+                if intact
+                else "there is no earlier checkpoint"
+            )
+            raise InputError(
+                f"a checkpoint could not be written to {self.directory}: {reason}. Training stops; "
+                f"{safe}. Free disk space or fix the permissions, then run the same command again "
+                "to resume"
+            ) from error
 
-def restore_newest(directory: Path, abstract_state: TrainState) -> tuple[int, TrainState] | None:
-    """The step and state of the newest whole checkpoint, or None where there is none.
 
-    Changes nothing, so that it may read from a run that is under way.
+def newest_step(directory: Path) -> int | None:
+    """Returns the step of the newest intact checkpoint, or None if there is none.
 
-    Raises:
-      InputError: if the checkpoint is of another architecture; names the first difference.
+    Changes nothing, so it can be used while a run is writing to the directory.
     """
     step = -1
     if jax.process_index() == 0:
         for folder in manifest.step_folders(directory):
             if damage := manifest.find_damage(folder):
-                print(f"note: checkpoint {folder} is not used: {damage}")
+                print(f"note: skipping checkpoint {folder}: {damage}")
             else:
                 step = int(folder.name)
                 break
     if jax.process_count() > 1:
         step = int(multihost_utils.broadcast_one_to_all(np.int32(step)))
-    if step < 0:
-        return None
-    # Metrics, which may be damaged in other checkpoints, are not read, and nothing is written.
-    manager = _open_manager(directory, create=False, lightweight_initialize=True)
-    with contextlib.closing(manager):
-        return step, _restore(manager, step, abstract_state)
+    return None if step < 0 else step
 
 
 def read_run(directory: Path, step: int) -> dict[str, Any]:
-    """The JSON object of a checkpoint alone; changes nothing."""
-    manager = _open_manager(directory, create=False, lightweight_initialize=True)
-    with contextlib.closing(manager):
-        return manager.restore(step, args=ocp.args.Composite(run=ocp.args.JsonRestore()))["run"]
+    """Reads the JSON object that was saved with a checkpoint."""
+    return ocp.JsonCheckpointHandler().restore(directory / str(step) / "run")
+
+
+def restore(directory: Path, step: int, abstract_state: TrainState) -> TrainState:
+    """Restores a training state with the shapes, types and shardings of an abstract one.
+
+    Raises:
+      InputError: The checkpoint does not fit; the message names the first difference.
+    """
+    folder = directory / str(step)
+    saved = _saved_shapes(folder)
+    if saved["ema"] and not abstract_state.ema:
+        raise InputError(
+            f"checkpoint {folder} has averaged weights, but config.ema_decay is 0: set it to the "
+            "value that the run was trained with"
+        )
+    _check_weights(folder, saved, abstract_state)
+    hint = "It was written by a different version of this package"
+    _check_equal(folder, hint, "optimizer state", saved["opt_state"], abstract_state.opt_state)
+    return _restore(folder, abstract_state)
+
+
+def restore_weights(directory: Path, step: int, abstract_state: TrainState) -> TrainState:
+    """Restores a training state without its optimizer state, for evaluation and export.
+
+    Args:
+      directory: Directory of the checkpoints.
+      step: Step to restore.
+      abstract_state: Shapes, types and shardings. If its `ema` is empty, averaged weights are not
+        restored. Its `opt_state` is ignored.
+
+    Raises:
+      InputError: The checkpoint does not fit; the message names the first difference.
+    """
+    folder = directory / str(step)
+    _check_weights(folder, _saved_shapes(folder), abstract_state)
+    fields = abstract_state._asdict()
+    del fields["opt_state"]
+    if not abstract_state.ema:
+        del fields["ema"]
+    return TrainState(**{"opt_state": {}, "ema": {}} | _restore(folder, fields, partial=True))
+
+
+def _saved_shapes(folder: Path) -> dict[str, Any]:
+    return ocp.PyTreeCheckpointHandler().metadata(folder / "state").tree
+
+
+def _restore(folder: Path, abstract: Any, partial: bool = False) -> Any:
+    args = ocp.args.PyTreeRestore(
+        abstract,
+        restore_args=ocp.checkpoint_utils.construct_restore_args(abstract),
+        partial_restore=partial,
+    )
+    return ocp.PyTreeCheckpointHandler().restore(folder / "state", args=args)
+
+
+def _check_weights(folder: Path, saved: dict[str, Any], abstract_state: TrainState) -> None:
+    hint = "It was trained with a different config.model"
+    _check_equal(folder, hint, "weights", saved["params"], abstract_state.params)
+    _check_equal(folder, hint, "weights", saved["model_state"], abstract_state.model_state)
+    if abstract_state.ema and not saved["ema"]:
+        raise InputError(
+            f"checkpoint {folder} has no averaged weights, which config.ema_decay requires: set it "
+            "to 0"
+        )
+    if abstract_state.ema:
+        _check_equal(folder, hint, "averaged weights", saved["ema"], abstract_state.ema)
+
+
+def _check_equal(folder: Path, hint: str, part: str, saved, expected) -> None:
+    saved, expected = _shapes_by_name(saved), _shapes_by_name(expected)
+    for name in sorted(saved.keys() | expected.keys()):
+        if saved.get(name) != expected.get(name):
+            raise InputError(
+                f"checkpoint {folder} does not fit: first difference at {part} {name!r}, "
+                f"{_describe(saved.get(name))} in the checkpoint, {_describe(expected.get(name))} "
+                f"in the model. {hint}: use that one, or another --workdir"
+            )
+
+
+def _shapes_by_name(tree) -> dict[str, tuple[int, ...]]:
+    return {
+        jax.tree_util.keystr(path, simple=True, separator="/"): tuple(leaf.shape)
+        for path, leaf in jax.tree_util.tree_leaves_with_path(tree)
+    }
+
+
+def _describe(shape: tuple[int, ...] | None) -> str:
+    return "missing" if shape is None else f"shape {list(shape)}"
 
 
 def _is_failed_write(error: BaseException | None) -> bool:
-    """Whether an error is the disk's, in the types that orbax and TensorStore give it."""
+    """Recognizes a disk error in the types that Orbax and TensorStore give it."""
     return isinstance(error, OSError) or (
         isinstance(error, ValueError) and "os_error_code" in str(error)
     )
 
 
 def _is_worth_logging(record: logging.LogRecord) -> bool:
-    """False for failed writes that orbax logs from its threads and tasks, and raises besides.
-
-    Their tracebacks would bury what `Checkpoints` says of them.
-    """
+    """Drops failed writes that Orbax logs with a traceback and raises as well."""
     from_orbax = "orbax" in record.pathname or record.name == "asyncio"
     return not (from_orbax and record.exc_info and _is_failed_write(record.exc_info[1]))
-
-
-def _open_manager(directory: Path, **options) -> ocp.CheckpointManager:
-    for name in ("absl", "asyncio"):
-        logging.getLogger(name).addFilter(_is_worth_logging)
-    return ocp.CheckpointManager(
-        directory,
-        options=ocp.CheckpointManagerOptions(**options),
-        item_handlers={
-            "state": ocp.StandardCheckpointHandler(),
-            "run": ocp.JsonCheckpointHandler(),
-        },
-    )
-
-
-def _restore(manager: ocp.CheckpointManager, step: int, abstract_state: TrainState) -> TrainState:
-    saved = manager.item_metadata(step)["state"]
-    folder = Path(manager.directory) / str(step)
-    other = "of another architecture than config.model"
-    _check_same(folder, other, "weights", saved["params"], abstract_state.params)
-    _check_same(folder, other, "weights", saved["model_state"], abstract_state.model_state)
-    if saved["ema"] and not abstract_state.ema:
-        raise InputError(
-            f"checkpoint {folder} holds averaged weights, which config.ema_decay=0 has no place "
-            "for: give the rate that it was trained with"
-        )
-    if abstract_state.ema and not saved["ema"]:
-        raise InputError(
-            f"checkpoint {folder} holds no averaged weights, which config.ema_decay asks for: set "
-            "it to 0"
-        )
-    other = "by another version of this package"
-    _check_same(folder, other, "averaged weights", saved["ema"], abstract_state.ema)
-    _check_same(folder, other, "optimizer state", saved["opt_state"], abstract_state.opt_state)
-    args = ocp.args.Composite(state=ocp.args.StandardRestore(abstract_state))
-    return manager.restore(step, args=args)["state"]
-
-
-def _check_same(folder: Path, other: str, part: str, saved, expected) -> None:
-    saved, expected = _shapes_by_name(saved), _shapes_by_name(expected)
-    for name in sorted(saved.keys() | expected.keys()):
-        if saved.get(name) != expected.get(name):
-            raise InputError(
-                f"checkpoint {folder} is {other}: first difference at {part} {name!r}, "
-                f"{_describe(saved.get(name))} in the checkpoint, {_describe(expected.get(name))} "
-                "in the model. Give what it was trained with, or another --workdir"
-            )
-
-
-def _shapes_by_name(tree) -> dict[str, tuple[int, ...]]:
-    leaves = jax.tree_util.tree_leaves_with_path(tree)
-    return {
-        jax.tree_util.keystr(path, simple=True, separator="/"): tuple(leaf.shape)
-        for path, leaf in leaves
-    }
-
-
-def _describe(shape: tuple[int, ...] | None) -> str:
-    return "missing" if shape is None else f"shape {list(shape)}"

@@ -1,4 +1,4 @@
-"""Joining the processes of one run, before anything touches a device."""
+"""Joins the processes of a run before JAX initializes the devices."""
 
 import importlib.util
 import os
@@ -17,19 +17,19 @@ def join(
     process_id: int | None = None,
     timeout: float = 300,
 ) -> None:
-    """Makes this process one of those of a run; the first alone prints to stdout from then on.
+    """Connects this process to the others of a run. Only process 0 prints to stdout afterwards.
 
-    Without arguments JAX finds the others by itself on Cloud TPU, SLURM and GKE's TPU jobs; on any
-    other machine the run is of this process alone.
+    Without arguments JAX finds the other processes on Cloud TPU, SLURM and GKE; on any other
+    machine the run has a single process.
 
     Args:
-      coordinator_address: host and port of process 0, such as '10.0.0.1:1234'.
-      num_processes: how many there are. 1, alone, turns the search for others off.
-      process_id: 0 to num_processes - 1, in each process another.
-      timeout: seconds after which a process that waits for others gives up and exits.
+      coordinator_address: Host and port of process 0, for example '10.0.0.1:1234'.
+      num_processes: Number of processes. 1 without the other arguments disables the search.
+      process_id: Index of this process, from 0 to num_processes - 1.
+      timeout: Seconds to wait for the other processes before this one exits.
 
     Raises:
-      InputError: if the arguments are incomplete or do not fit together.
+      InputError: The arguments are incomplete or do not fit together.
     """
     given = (coordinator_address, num_processes, process_id)
     if given == (None, 1, None):
@@ -48,19 +48,19 @@ def join(
     watchdog.daemon = True
     watchdog.start()
     try:
-        # JAX ends the process by abort() at its own limit, so the watchdog's comes first.
+        # JAX calls abort() at its own timeout, so the watchdog's must be shorter.
         jax.distributed.initialize(
             coordinator_address,
             num_processes,
             process_id,
-            # Where SLURM's variables lie about, explicit arguments still mean what they say.
+            # Explicit arguments take precedence over SLURM's environment variables.
             cluster_detection_method="deactivate" if coordinator_address else None,
             initialization_timeout=round(timeout) + 60,
         )
     except (RuntimeError, ValueError) as error:
         raise InputError(
-            f"{place} cannot join the others: {error}. To train on this machine alone, pass "
-            "--num_processes=1"
+            f"{place} cannot join the other processes: {error}. To train on this machine alone, "
+            "pass --num_processes=1"
         ) from error
     finally:
         watchdog.cancel()
@@ -77,32 +77,32 @@ def _check(coordinator_address: str | None, num_processes: int | None, process_i
     missing = [flag for flag, value in values.items() if value is None]
     if missing:
         raise InputError(
-            f"{' and '.join(missing)} must be given too: several processes need all of "
+            f"{' and '.join(missing)} must be set too: several processes need all of "
             "--coordinator_address=HOST:PORT, --num_processes and --process_id"
         )
     host, _, port = coordinator_address.rpartition(":")
     if not host or not port.isdigit():
         raise InputError(
-            f"--coordinator_address={coordinator_address} needs a host and a port, such as "
+            f"--coordinator_address={coordinator_address} must be a host and a port, for example "
             "10.0.0.1:1234"
         )
     if num_processes < 1:
-        raise InputError(f"--num_processes={num_processes} needs to be 1 or more")
+        raise InputError(f"--num_processes={num_processes} must be at least 1")
     if not 0 <= process_id < num_processes:
         raise InputError(
-            f"--process_id={process_id} needs to be from 0 to {num_processes - 1}, since "
+            f"--process_id={process_id} must be from 0 to {num_processes - 1}, since "
             f"--num_processes={num_processes}"
         )
 
 
 def _in_cluster(environment) -> bool:
-    """Whether this process was started as one of several, or on a Cloud TPU host."""
+    """Whether this process is one of several, or runs on a Cloud TPU host."""
     if int(environment.get("SLURM_STEP_NUM_TASKS", "1")) > 1:  # set by srun for its step
         return True
     if "," in environment.get("TPU_WORKER_HOSTNAMES", ""):  # set by GKE
         return True
-    # A Cloud TPU VM has libtpu and the chips' device files; notebook services that have them too
-    # set TPU_SKIP_MDS_QUERY, since they have no metadata server to ask.
+    # A Cloud TPU VM has libtpu and device files of its chips. Notebook services have both too, but
+    # no metadata server to query, and set TPU_SKIP_MDS_QUERY.
     chips = Path("/dev/accel0").exists() or Path("/dev/vfio/0").exists()
     libtpu = importlib.util.find_spec("libtpu") is not None
     return chips and libtpu and "TPU_SKIP_MDS_QUERY" not in environment
@@ -110,10 +110,10 @@ def _in_cluster(environment) -> bool:
 
 def _give_up(place: str, timeout: float) -> None:
     print(
-        f"error: {place} waited {timeout:.0f} s and the others did not all come. Start the same "
-        "command on all hosts at the same time, check that the coordinator's port is open "
-        "between them, or pass --num_processes=1 to train on this machine alone",
+        f"error: {place} waited {timeout:.0f} s, but not all processes joined. Start the same "
+        "command on all hosts at the same time, check that they can reach the coordinator's port, "
+        "or pass --num_processes=1 to train on this machine alone",
         file=sys.stderr,
         flush=True,
     )
-    os._exit(1)  # the main thread is inside a call that cannot be interrupted
+    os._exit(1)  # the main thread is blocked in a call that cannot be interrupted

@@ -1,26 +1,31 @@
-"""Model FLOPs of a training step, and how many the devices could do at most, for their ratio: MFU.
+"""Costs of a training step: FLOPs of the model, and bytes exchanged between devices.
 
-Model FLOPs utilization (Chowdhery et al. 2022, PaLM, appendix B) counts the products that the model
-needs, whatever the program does besides: rematerialization and augmentation lower it.
+Model FLOPs utilization (MFU; Chowdhery et al. 2022, PaLM, appendix B) counts the products that the
+model needs, not those that the program executes: rematerialization and augmentation lower it.
 """
 
+import collections
 import math
+import re
 from collections.abc import Iterator
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from flax import nnx
 from jax.extend.core import ClosedJaxpr, Jaxpr
 from ml_collections import ConfigDict
 
 from structinit_jax.models.registry import create_model
 
-# FLOP/s of one JAX device at dense bfloat16 products (float16 on V100 and T4, which have no
-# bfloat16), by `device_kind`. Exact names, since a part of a GPU is named with the GPU's as prefix.
+# Peak FLOP/s of one JAX device for dense bfloat16 products (float16 on V100 and T4, which lack
+# bfloat16), by `device_kind`. The names must match exactly: a partition of a GPU has a name that
+# starts with that of the GPU.
 PEAK = {
     # https://cloud.google.com/tpu/docs/system-architecture-tpu-vm and its pages on each version.
     "TPU v2": 46e12 / 2,  # a device is one of the chip's two cores
-    "TPU v3": 123e12 / 2,  # likewise
+    "TPU v3": 123e12 / 2,  # as above
     "TPU v4": 275e12,
     "TPU v5 lite": 197e12,  # v5e
     "TPU v5": 459e12,  # v5p
@@ -33,9 +38,9 @@ PEAK = {
     "Tesla V100-SXM2-32GB": 125e12,
     # https://www.nvidia.com/en-us/data-center/tesla-t4
     "Tesla T4": 65e12,
-    # https://www.nvidia.com/en-us/data-center/l4, halved: it is given with sparsity, as those below
+    # https://www.nvidia.com/en-us/data-center/l4; halved: with sparsity, as those below
     "NVIDIA L4": 242e12 / 2,
-    # https://www.nvidia.com/en-us/data-center/a100 (given without)
+    # https://www.nvidia.com/en-us/data-center/a100 (without sparsity)
     "NVIDIA A100-PCIE-40GB": 312e12,
     "NVIDIA A100 80GB PCIe": 312e12,
     "NVIDIA A100-SXM4-40GB": 312e12,
@@ -51,20 +56,20 @@ PEAK = {
 
 
 def peak_speed(config: ConfigDict, mesh: jax.sharding.Mesh) -> float | None:
-    """Training images per second if all devices ran at their peak; None where it is not known."""
+    """Returns training images per second at the devices' peak, or None if that is unknown."""
     peak = PEAK.get(mesh.devices.flat[0].device_kind)
     return peak and peak * mesh.size / flops_per_image(config)
 
 
 def flops_per_image(config: ConfigDict) -> float:
-    """Of the matrix products and convolutions for one training image, forward and backward.
+    """Counts the FLOPs of matrix products and convolutions for one training image.
 
-    The backward pass has two products for each of the forward pass: one for the gradient of each
-    factor.
+    The backward pass has two products for each one of the forward pass: the gradients of its two
+    factors.
     """
     options = config.model.to_dict() | {"remat": "none"}
     if "attention_implementation" in options:
-        options["attention_implementation"] = "xla"  # a fused kernel would hide its products
+        options["attention_implementation"] = "xla"  # products in a fused kernel are not visible
     size, channels = config.data.image_size, config.data.channels
     graphdef, state = nnx.split(
         nnx.eval_shape(
@@ -80,9 +85,9 @@ def flops_per_image(config: ConfigDict) -> float:
 
 
 def count(jaxpr: Jaxpr) -> float:
-    """FLOPs of the matrix products and convolutions of a traced function, loops counted out.
+    """Counts the FLOPs of matrix products and convolutions of a traced function.
 
-    Loops whose length is not known when tracing count once.
+    The body of a scan counts as often as it runs, that of a while loop once.
     """
     total = 0.0
     for equation in jaxpr.eqns:
@@ -97,12 +102,95 @@ def count(jaxpr: Jaxpr) -> float:
             total += 2 * equation.outvars[0].aval.size * math.prod(kernel) / outputs
         else:
             times = params["length"] if equation.primitive.name == "scan" else 1
-            total += times * sum(map(count, _inner(params)))
+            total += times * sum(map(count, _inner_jaxprs(params)))
     return total
 
 
-def _inner(params: dict) -> Iterator[Jaxpr]:
+def _inner_jaxprs(params: dict) -> Iterator[Jaxpr]:
     for value in params.values():
         for part in value if isinstance(value, tuple) else (value,):
             if isinstance(part, ClosedJaxpr | Jaxpr):
                 yield getattr(part, "jaxpr", part)
+
+
+_KINDS = "all-reduce|all-gather|reduce-scatter|all-to-all|collective-permute|collective-broadcast"
+_COMPUTATION = re.compile(r"^(?:ENTRY )?%?([\w.\-]+) \(.*\{$")
+_COLLECTIVE = re.compile(rf" = (.*?) ({_KINDS})(-start)?\(")
+_ARRAY = re.compile(r"\b([a-z]+)(\d*)\w*\[([\d,]*)\]")
+_CALL = re.compile(r"(?:body|to_apply|calls|\w+_computation)=%?([\w.\-]+)")
+_TRIP_COUNT = re.compile(r'"known_trip_count":\{"n":"(\d+)"\}')
+
+
+class Collective(NamedTuple):
+    """An exchange between devices.
+
+    Attributes:
+      kind: HLO instruction, for example 'all-reduce'.
+      num_bytes: Size of the result on one device.
+      repeats: How often it runs in loops. None if the length of a loop is unknown.
+    """
+
+    kind: str
+    num_bytes: int
+    repeats: int | None
+
+
+def find_collectives(hlo: str) -> list[Collective]:
+    """Finds the collectives of a compiled program.
+
+    Args:
+      hlo: Text of the program, from `compiled.as_text()`.
+    """
+    computations = _split_computations(hlo)
+    callers = {}  # name of a computation: (name of the one that calls it, how often)
+    for name, lines in computations.items():
+        for line in lines:
+            for callee in _CALL.findall(line):
+                is_loop = " while(" in line
+                trips = _TRIP_COUNT.search(line)
+                callers[callee] = (name, int(trips[1]) if trips else None if is_loop else 1)
+
+    def repeats(name: str) -> int | None:
+        if name not in callers:
+            return 1
+        caller, times = callers[name]
+        outer = repeats(caller)
+        return None if times is None or outer is None else times * outer
+
+    return [
+        Collective(match[2], _num_bytes(match), repeats(name))
+        for name, lines in computations.items()
+        for line in lines
+        if (match := _COLLECTIVE.search(line))
+    ]
+
+
+def bytes_by_kind(hlo: str) -> dict[str, int]:
+    """Sums the bytes of all collectives by kind. Loops of unknown length count once."""
+    total = collections.Counter()
+    for collective in find_collectives(hlo):
+        total[collective.kind] += collective.num_bytes * (collective.repeats or 1)
+    return dict(total)
+
+
+def _split_computations(text: str) -> dict[str, list[str]]:
+    """Lines of each computation by its name."""
+    computations: dict[str, list[str]] = {}
+    lines: list[str] = []
+    for line in text.splitlines():
+        if match := _COMPUTATION.match(line):
+            lines = computations.setdefault(match[1], [])
+        lines.append(line)
+    return computations
+
+
+def _num_bytes(match: re.Match) -> int:
+    sizes = [_array_bytes(*groups) for groups in _ARRAY.findall(match[1])]
+    if match[3] and match[2] in ("all-gather", "collective-permute"):
+        sizes = sizes[len(sizes) // 2 :]  # asynchronous forms return their operands too
+    return sum(sizes)
+
+
+def _array_bytes(letters: str, bits: str, shape: str) -> int:
+    size = 1 if letters == "pred" else int(bits or 8) // 8
+    return size * int(np.prod([int(n) for n in shape.split(",") if n], dtype=np.int64))

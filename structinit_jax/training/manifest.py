@@ -1,65 +1,69 @@
-"""Checksums that tell a whole checkpoint from a damaged one.
+"""Checksums that tell complete checkpoints from damaged ones.
 
-Orbax restores flipped bytes without a word, and fails on a truncated file with errors of many
-types. So every finished checkpoint is sealed: a manifest with the size and BLAKE2 digest of each
-of its files is written into its folder, last of all. A folder that is not as its manifest says, or
-that has none because the run was killed before the save was complete, is no checkpoint.
+Orbax restores flipped bytes without an error, and fails on a truncated file with errors of many
+types. Therefore every finished checkpoint is sealed: a manifest with the size and the BLAKE2 digest
+of each file is written to its directory last. A checkpoint that does not match its manifest is
+damaged, and one without a manifest is incomplete.
 """
 
 import hashlib
 import json
 from pathlib import Path
 
-from structinit_jax.training import files
+from structinit_jax.training import workdir
 
 MANIFEST = "manifest.json"
 
 
 def step_folders(directory: Path) -> list[Path]:
-    """The folders of a run's checkpoints, newest step first."""
+    """Lists the checkpoints in a directory, newest step first."""
     if not directory.is_dir():
         return []
-    return sorted((p for p in directory.iterdir() if p.name.isdigit()), key=_step, reverse=True)
+    folders = (path for path in directory.iterdir() if path.name.isdigit())
+    return sorted(folders, key=lambda path: int(path.name), reverse=True)
 
 
 def seal(folder: Path) -> None:
-    """Writes the manifest of a finished checkpoint, whole or not at all.
+    """Writes the manifest of a finished checkpoint atomically.
 
     Raises:
-      OSError: if a file cannot be read or the manifest cannot be written.
+      OSError: A file cannot be read, or the manifest cannot be written.
     """
-    files.write_whole(folder / MANIFEST, json.dumps(_describe_files(folder), indent=1) + "\n")
+    paths = sorted(p for p in folder.rglob("*") if p.is_file() and not p.name.startswith(MANIFEST))
+    files = {
+        path.relative_to(folder).as_posix(): {"size": path.stat().st_size, "blake2b": _digest(path)}
+        for path in paths
+    }
+    workdir.write_atomically(folder / MANIFEST, json.dumps(files, indent=1) + "\n")
 
 
 def find_damage(folder: Path) -> str | None:
-    """What is wrong with a checkpoint, naming a file; None if it is as it was sealed."""
+    """Returns what is wrong with a checkpoint, naming a file, or None if it is intact."""
     try:
-        expected = json.loads((folder / MANIFEST).read_text())
-        names = expected.keys()
+        files = json.loads((folder / MANIFEST).read_text()).items()
     except FileNotFoundError:
-        return f"it has no {MANIFEST}: the run ended before the save was complete"
+        return f"{MANIFEST} is missing: the run ended before the checkpoint was complete"
     except (OSError, ValueError, AttributeError) as error:
         return f"{MANIFEST} cannot be read: {error}"
-    for name in names:
+    for name, expected in files:
         path = folder / name
         if not path.is_file():
             return f"{name} is missing"
         try:
-            if path.stat().st_size != expected[name]["size"]:
-                return (
-                    f"{name} has {path.stat().st_size} bytes in place of {expected[name]['size']}"
-                )
-            if _digest(path) != expected[name]["blake2b"]:
+            size = path.stat().st_size
+            if size != expected["size"]:
+                return f"{name} has {size} bytes, expected {expected['size']}"
+            if _digest(path) != expected["blake2b"]:
                 return f"{name} does not match its checksum"
         except OSError as error:
             return f"{name} cannot be read: {error.strerror}"
         except (KeyError, TypeError):
-            return f"{MANIFEST} has no size and checksum for {name}"
+            return f"{MANIFEST} has no size or checksum for {name}"
     return None
 
 
 def set_aside(folder: Path) -> Path:
-    """Moves a checkpoint to `damaged/`, out of the run's way; returns its new path."""
+    """Moves a damaged checkpoint to `damaged/` and returns its new path."""
     damaged = folder.parent / "damaged"
     damaged.mkdir(exist_ok=True)
     target, number = damaged / folder.name, 1
@@ -68,18 +72,6 @@ def set_aside(folder: Path) -> Path:
         target = damaged / f"{folder.name}.{number}"
     folder.rename(target)
     return target
-
-
-def _step(folder: Path) -> int:
-    return int(folder.name)
-
-
-def _describe_files(folder: Path) -> dict[str, dict]:
-    paths = sorted(p for p in folder.rglob("*") if p.is_file() and not p.name.startswith(MANIFEST))
-    return {
-        p.relative_to(folder).as_posix(): {"size": p.stat().st_size, "blake2b": _digest(p)}
-        for p in paths
-    }
 
 
 def _digest(path: Path) -> str:

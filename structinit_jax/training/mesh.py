@@ -1,55 +1,61 @@
-"""The device mesh and how arrays lie on it."""
+"""The device mesh and the placement of arrays on it."""
+
+from typing import Any
 
 import jax
 import numpy as np
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
 from structinit_jax.errors import InputError
-from structinit_jax.training.state import TrainState
 
-# Smaller arrays are not worth a gather: norms, biases, class token.
+# Smaller arrays (norms, biases, the class token) are not worth an all-gather.
 MIN_SHARDED_SIZE = 2**14
 
 
-def make_mesh(fsdp: int = 1) -> Mesh:
-    """Every device of every process, on two axes, 'data' and 'fsdp'.
+def make_mesh(fsdp: int = 1, devices: list[jax.Device] | None = None) -> Mesh:
+    """Arranges devices on two axes, 'data' and 'fsdp'.
 
-    Batches are split over both axes. The state is split over 'fsdp' and repeated over 'data'; the
-    devices along 'fsdp' are neighbours.
+    Batches are split over both axes. The training state is split over 'fsdp' and replicated over
+    'data'. Devices along 'fsdp' are neighbors.
 
     Args:
-      fsdp: devices that share one copy of the state.
+      fsdp: Number of devices that share one copy of the state.
+      devices: Devices to use. The default is all devices of all processes.
 
     Raises:
-      InputError: if it does not divide the number of devices.
+      InputError: `fsdp` does not divide the number of devices.
     """
-    # The devices of a process in a row: it holds one stretch of every batch.
-    devices = sorted(jax.devices(), key=lambda device: (device.process_index, device.id))
+    # Sorted, so that the devices of a process hold one contiguous part of every batch.
+    devices = sorted(devices or jax.devices(), key=lambda d: (d.process_index, d.id))
     if len(devices) % fsdp:
         raise InputError(
             f"config.fsdp={fsdp} does not divide the {len(devices)} devices: choose a number that "
-            "does, or 1 for a whole copy of the weights on each"
+            "does, or 1 to replicate the weights on every device"
         )
     grid = np.asarray(devices).reshape(-1, fsdp)
     return Mesh(grid, ("data", "fsdp"), axis_types=(AxisType.Auto, AxisType.Auto))
 
 
 def batch_sharding(mesh: Mesh) -> NamedSharding:
-    """The leading axis split over the devices."""
+    """Splits the leading axis over all devices."""
     return NamedSharding(mesh, PartitionSpec(mesh.axis_names))
 
 
 def replicated(mesh: Mesh) -> NamedSharding:
-    """A whole copy on every device."""
+    """Places a full copy on every device."""
     return NamedSharding(mesh, PartitionSpec())
 
 
-def shard_state(mesh: Mesh, abstract_state: TrainState) -> TrainState:
-    """Adds to each array's shape and type how it lies on the mesh: one rule for all.
+def shard(mesh: Mesh, abstract_state: Any) -> Any:
+    """Adds a sharding to the shape and type of every array of a (part of a) training state.
 
-    Parameters, optimizer and averages are split over 'fsdp' along their longest axis that divides;
-    arrays of fewer than `MIN_SHARDED_SIZE` elements are whole on every device, and so is the model
-    state, averaged or not.
+    Parameters, optimizer state and moving averages are split over 'fsdp' along their longest
+    divisible axis. Arrays of fewer than `MIN_SHARDED_SIZE` elements and the model state, averaged
+    or not, are replicated.
+
+    Args:
+      mesh: The device mesh.
+      abstract_state: A `TrainState`, or a dict with some of its fields, of `ShapeDtypeStruct`s.
     """
     whole, fsdp = replicated(mesh), mesh.shape["fsdp"]
 
@@ -62,26 +68,26 @@ def shard_state(mesh: Mesh, abstract_state: TrainState) -> TrainState:
 
     def place(path, leaf):
         names = jax.tree_util.keystr(path, simple=True, separator="/").split("/")
-        lies = whole if "model_state" in names[:2] else sharding(leaf.shape)
-        return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=lies)
+        placement = whole if "model_state" in names[:2] else sharding(leaf.shape)
+        return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=placement)
 
     return jax.tree_util.tree_map_with_path(place, abstract_state)
 
 
 def check_batch_size(batch_size: int, num_devices: int, accumulate_steps: int) -> None:
-    """Raises `InputError` unless devices and parts can share a batch evenly."""
-    shares = num_devices * accumulate_steps
-    if batch_size % shares:
-        lower = batch_size // shares * shares
-        parts = f", in config.accumulate_steps={accumulate_steps}" if accumulate_steps > 1 else ""
+    """Raises `InputError` unless a batch divides evenly into its parts on all devices."""
+    divisor = num_devices * accumulate_steps
+    if batch_size % divisor:
+        lower = batch_size // divisor * divisor
+        parts = f" times config.accumulate_steps={accumulate_steps}" * (accumulate_steps > 1)
         raise InputError(
-            f"config.batch_size={batch_size} is the global batch and must be divisible by the "
-            f"{num_devices} devices{parts}: for example {lower or shares} or {lower + shares}"
+            f"config.batch_size={batch_size} is the global batch size and must be divisible by the "
+            f"{num_devices} devices{parts}: for example {lower or divisor} or {lower + divisor}"
         )
 
 
 def describe(mesh: Mesh) -> str:
-    """Such as '8 × TPU v4 (2 hosts), each copy of the state on 4'."""
+    """Formats a mesh, for example '8 × TPU v4 (2 hosts), each copy of the state on 4'."""
     devices = mesh.devices.flatten()
     hosts = f" ({jax.process_count()} hosts)" if jax.process_count() > 1 else ""
     fsdp = mesh.shape["fsdp"]

@@ -1,38 +1,160 @@
-"""AdamW as ViT recipes use it: clipped gradients, decay on matrices only, layer-wise rates."""
+"""What is minimized, for how many steps and at which rate: schedule, loss and optimizer.
+
+A new loss or optimizer is a function and an entry in `LOSSES` or `OPTIMIZERS`. A function in a
+user's own module needs no entry: `config.loss` and `config.optimizer` also take its name, as
+`my_module:my_function`.
+"""
+
+from collections.abc import Callable, Mapping
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import optax
 from ml_collections import ConfigDict
 
+from structinit_jax import plugins
 from structinit_jax.errors import InputError
 
-HEAD = ("norm", "head")  # behind the blocks
+MAX_STEPS = 2**31 - 1  # the training state counts steps as int32
+AFTER_BLOCKS = ("norm", "head")
 
 
-def decay_mask(params) -> dict:
-    """True where weight decay applies: on kernels, not on biases, norms, positions, class token.
+class Schedule(NamedTuple):
+    """Steps of a run.
 
-    Told by name and not by rank, since stacked layers give biases two axes.
+    Attributes:
+      num_steps: Total number of optimizer steps.
+      steps_per_epoch: Fractional, since batches continue across the end of an epoch.
+      eval_steps: Steps after which the model is evaluated. The last step is among them.
+      learning_rate: Learning rate at each step, counted from 0.
+    """
+
+    num_steps: int
+    steps_per_epoch: float
+    eval_steps: frozenset[int]
+    learning_rate: optax.Schedule
+
+
+def make_schedule(config: ConfigDict, num_examples: int) -> Schedule:
+    """Converts the epochs of a config to steps.
+
+    The learning rate rises linearly from `warmup_learning_rate` to `learning_rate`, falls to
+    `final_learning_rate` as a cosine and stays there for `cooldown_epochs`. A warm-up that is
+    longer than the rest of the run is shortened.
+
+    Args:
+      config: See `structinit_jax.config.base_config`.
+      num_examples: Size of the training split.
+
+    Raises:
+      InputError: The run has more steps than can be counted.
+    """
+    steps_per_epoch = num_examples / config.batch_size
+    num_steps = config.num_steps or max(1, round(config.num_epochs * steps_per_epoch))
+    if num_steps > MAX_STEPS:
+        field = "num_steps" if config.num_steps else "num_epochs"
+        raise InputError(
+            f"config.{field}={config[field]!r} results in {num_steps:,} steps; the maximum is "
+            f"{MAX_STEPS:,}"
+        )
+    interval = max(1.0, config.eval_every_epochs * steps_per_epoch)  # one evaluation a step at most
+    evaluations = range(1, int(num_steps / interval) + 1)
+    eval_steps = frozenset(round(interval * number) for number in evaluations) | {num_steps}
+
+    cosine_end = max(1, num_steps - round(config.cooldown_epochs * steps_per_epoch))
+    warmup_steps = min(round(config.warmup_epochs * steps_per_epoch), cosine_end - 1)
+    learning_rate = optax.warmup_cosine_decay_schedule(
+        init_value=config.warmup_learning_rate if warmup_steps else config.learning_rate,
+        peak_value=config.learning_rate,
+        warmup_steps=warmup_steps,
+        decay_steps=cosine_end,
+        end_value=min(config.final_learning_rate, config.learning_rate),
+    )
+    return Schedule(num_steps, steps_per_epoch, eval_steps, learning_rate)
+
+
+def adamw(config: ConfigDict, learning_rate: optax.Schedule) -> optax.GradientTransformation:
+    """AdamW (Loshchilov & Hutter 2019) as ViT recipes use it.
+
+    Gradients are clipped by their global norm, weight decay applies to matrices only, and the
+    learning rate may decrease from the head to the patch embedding. Disabled features keep their
+    place in the optimizer state, so that they can be enabled when a run is resumed.
+    """
+    clip, decay = config.clip_norm, config.layer_decay
+    return optax.chain(
+        optax.clip_by_global_norm(clip) if clip else optax.identity(),
+        optax.adamw(
+            learning_rate,
+            b2=config.adam_b2,
+            eps=config.adam_epsilon,
+            weight_decay=config.weight_decay,
+            mask=decay_mask,
+        ),
+        _scale_by_layer(decay) if decay != 1 else optax.identity(),
+    )
+
+
+# loss(logits [B, C], targets [B, C]) -> [B]; targets are probabilities, mixed and smoothed.
+LOSSES: Mapping[str, Callable] = {"softmax_cross_entropy": optax.softmax_cross_entropy}
+# optimizer(config, learning_rate_schedule) -> optax.GradientTransformation
+OPTIMIZERS: Mapping[str, Callable] = {"adamw": adamw}
+
+
+def find_loss(name: str) -> Callable:
+    """Returns the training loss that `config.loss` names.
+
+    Raises:
+      InputError: There is no such loss.
+    """
+    return _find(LOSSES, name, "loss")
+
+
+def find_optimizer(name: str) -> Callable:
+    """Returns the function that makes the optimizer that `config.optimizer` names.
+
+    Raises:
+      InputError: There is no such optimizer.
+    """
+    return _find(OPTIMIZERS, name, "optimizer")
+
+
+def _find(registry: Mapping[str, Callable], name: str, field: str) -> Callable:
+    if plugins.is_reference(name):
+        return plugins.load(name, field)
+    if name not in registry:
+        raise InputError(
+            f"config.{field}={name!r} is unknown: use one of {', '.join(registry)}, or "
+            "'module:function' for your own"
+        )
+    return registry[name]
+
+
+def decay_mask(params: Any) -> Any:
+    """Marks the weights that weight decay applies to: kernels.
+
+    Biases, norms, positions and the class token are excluded. The name decides and not the rank,
+    since the biases of stacked layers have two axes.
     """
     return jax.tree_util.tree_map_with_path(
         lambda path, _: jax.tree_util.keystr(path[-1:], simple=True) == "kernel", params
     )
 
 
-def layer_rates(params, decay: float) -> dict:
-    """Each weight's factor on the learning rate: 1 behind the blocks, `decay` less for each before.
+def layer_rates(params: Any, decay: float) -> Any:
+    """Returns the factor on the learning rate of every weight (Clark et al. 2020; Bao et al. 2022).
 
-    With L blocks, block i (from 1) has decay^(L + 1 - i) and what comes before them decay^(L + 1)
-    (Clark et al. 2020; Bao et al. 2022). Factors of stacked blocks vary along their leading axis.
+    With L blocks, block i (from 1) has the factor decay^(L + 1 - i), everything before the blocks
+    decay^(L + 1), and everything after them 1. The factors of stacked blocks vary along their
+    leading axis.
 
     Raises:
-      InputError: if the model's blocks are no one stack.
+      InputError: The model does not have a single stack of blocks.
     """
     if "blocks" not in params:
         raise InputError(
-            f"layer_decay={decay}: the model has no stack 'blocks' whose layers could be counted; "
-            "set layer_decay=1"
+            f"config.layer_decay={decay} needs a model with a single stack of blocks: set "
+            "config.layer_decay=1"
         )
     depth = len(jax.tree.leaves(params["blocks"])[0])
 
@@ -41,28 +163,10 @@ def layer_rates(params, decay: float) -> dict:
         if part == "blocks":
             rates = decay ** jnp.arange(depth, 0, -1, dtype=jnp.float32)
             return rates.reshape(depth, *(1,) * (leaf.ndim - 1))
-        return jnp.full((1,) * leaf.ndim, 1.0 if part in HEAD else decay ** (depth + 1))
+        factor = 1.0 if part in AFTER_BLOCKS else decay ** (depth + 1)
+        return jnp.full((1,) * leaf.ndim, factor)
 
     return jax.tree_util.tree_map_with_path(rate, params)
-
-
-def make_optimizer(config: ConfigDict, schedule: optax.Schedule) -> optax.GradientTransformation:
-    """AdamW (Loshchilov & Hutter 2019) behind clipping by global norm.
-
-    What is off keeps its place, so that a run can go on with it on: the state's form stays.
-    """
-    clip, by_layer = config.clip_norm, config.layer_decay
-    return optax.chain(
-        optax.clip_by_global_norm(clip) if clip else optax.identity(),
-        optax.adamw(
-            schedule,
-            b2=config.adam_b2,
-            eps=config.adam_epsilon,
-            weight_decay=config.weight_decay,
-            mask=decay_mask,
-        ),
-        _scale_by_layer(by_layer) if by_layer != 1 else optax.identity(),
-    )
 
 
 def _scale_by_layer(decay: float) -> optax.GradientTransformation:

@@ -1,4 +1,4 @@
-"""A trace of a few training steps, for XProf (TensorBoard) and Perfetto."""
+"""Traces of training steps, recompilations and device memory."""
 
 import re
 from pathlib import Path
@@ -7,47 +7,54 @@ import jax
 
 from structinit_jax.errors import InputError
 
+COMPILE_EVENT = "/jax/core/compile/backend_compile_duration"
+
 
 class StepTrace:
-    """Traces the steps `first` to `last`, both included, on the first process.
+    """Records a JAX profiler trace of some steps, on the first process.
 
     Args:
-      folder: gets `plugins/profile/<time>/` with the files of both viewers.
-      first: the first step to trace; None for no trace.
-      last: the last one.
+      directory: Receives `plugins/profile/<time>/` with files for XProf and Perfetto.
+      first: First step to trace, or None for no trace.
+      last: Last step to trace.
     """
 
-    def __init__(self, folder: Path, first: int | None, last: int | None):
-        self._folder = folder
+    # By hand, since clu.periodic_actions.Profile imports TensorFlow and writes no Perfetto file.
+
+    def __init__(self, directory: Path, first: int | None, last: int | None):
+        self._directory = directory
         self._first, self._last = (first, last) if jax.process_index() == 0 else (None, None)
 
     def before(self, step: int) -> None:
-        """To be called before the step is dispatched."""
+        """Starts the trace before the first step is dispatched."""
         if step == self._first:
             options = jax.profiler.ProfileOptions()
-            options.python_tracer_level = 0  # every Python call would slow the steps and bury them
+            options.python_tracer_level = 0  # tracing Python calls would slow the steps down
             jax.profiler.start_trace(
-                self._folder, create_perfetto_trace=True, profiler_options=options
+                self._directory, create_perfetto_trace=True, profiler_options=options
             )
 
     def after(self, step: int, state) -> str | None:
-        """Ends the trace when the last step's state is there; returns a note then."""
+        """Stops the trace when the last step has finished, and returns a message then."""
         if step != self._last:
             return None
         jax.block_until_ready(state)
         jax.profiler.stop_trace()
         return (
-            f"traced steps {self._first} to {self._last}: {self._folder}; open "
-            "perfetto_trace.json.gz at https://ui.perfetto.dev, or the folder in TensorBoard with "
-            "xprof"
+            f"traced steps {self._first} to {self._last} to {self._directory}: open "
+            "perfetto_trace.json.gz at https://ui.perfetto.dev, or the directory in TensorBoard "
+            "with xprof installed"
         )
 
 
 def parse_steps(text: str | None) -> tuple[int, int] | tuple[None, None]:
-    """Reads `--profile_steps`, such as '10:13', as its first and last step.
+    """Parses the flag --profile_steps, for example '10:13'.
+
+    Returns:
+      First and last step to trace, or (None, None) if the flag is not set.
 
     Raises:
-      InputError: if it is of another form.
+      InputError: The text is not a range of steps.
     """
     if text is None:
         return None, None
@@ -55,16 +62,68 @@ def parse_steps(text: str | None) -> tuple[int, int] | tuple[None, None]:
     first, last = map(int, match.groups()) if match else (0, 0)
     if not 1 <= first <= last:
         raise InputError(
-            f"--profile_steps={text} needs to be the first and the last step to trace, such as "
-            "10:13; steps count from 1, and the first of a run is slow for its own reasons"
+            f"--profile_steps={text} must be the first and the last step to trace, for example "
+            "10:13; steps count from 1, and the first steps of a run are slower than the others"
         )
     return first, last
 
 
 def check_steps(first: int | None, last: int | None, start_step: int, num_steps: int) -> None:
-    """Raises `InputError` for steps that a run from `start_step` to `num_steps` does not take."""
+    """Raises `InputError` if a run from `start_step` to `num_steps` does not take these steps."""
     if first is not None and not start_step < first <= last <= num_steps:
         raise InputError(
-            f"--profile_steps={first}:{last}: this run takes the steps {start_step + 1} to "
+            f"--profile_steps={first}:{last}: this run takes steps {start_step + 1} to "
             f"{num_steps}; choose among them"
         )
+
+
+class RecompilationWatch:
+    """Reports functions that JAX compiles when everything should be compiled already.
+
+    A context manager. Counting starts at the first call of `start`.
+    """
+
+    def __init__(self):
+        self._counting = False
+        self._names: list[str] = []
+
+    def __enter__(self):
+        jax.monitoring.register_event_duration_secs_listener(self._listen)
+        return self
+
+    def __exit__(self, *exception):
+        jax.monitoring.unregister_event_duration_listener(self._listen)
+
+    def start(self) -> None:
+        """Starts counting. Further calls have no effect."""
+        self._counting = True
+
+    def report(self) -> str | None:
+        """Returns a warning about the compilations since the last call, or None."""
+        names, self._names = self._names, []
+        if not names:
+            return None
+        return (
+            f"warning: {len(names)} recompilations, of {', '.join(sorted(set(names)))}: a shape or "
+            "a Python value differs between calls, and the devices are idle during compilation"
+        )
+
+    def _listen(self, event: str, duration: float, **details) -> None:
+        del duration
+        if self._counting and event == COMPILE_EVENT:
+            self._names.append(str(details.get("fun_name", "a function")))
+
+
+def describe_memory() -> str:
+    """Formats the memory use of this process's first device; the others hold about as much.
+
+    Returns:
+      For example ', device memory 1.20 GiB in use, peak 3.40 of 79.6 GiB'. The peak is since the
+      process started. Empty on backends that do not report memory, such as CPUs.
+    """
+    stats = jax.local_devices()[0].memory_stats()
+    if not stats or "peak_bytes_in_use" not in stats:
+        return ""
+    in_use, peak = (stats[name] / 2**30 for name in ("bytes_in_use", "peak_bytes_in_use"))
+    limit = f" of {stats['bytes_limit'] / 2**30:.1f}" if "bytes_limit" in stats else ""
+    return f", device memory {in_use:.2f} GiB in use, peak {peak:.2f}{limit} GiB"

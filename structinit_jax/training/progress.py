@@ -1,4 +1,4 @@
-"""What a person sees of a run: a bar on a terminal, plain lines in a log."""
+"""Progress display: a bar on a terminal, plain lines in a log file."""
 
 import contextlib
 import sys
@@ -11,16 +11,18 @@ PAUSES = ("checkpoint", "evaluation")
 
 
 class Progress:
-    """Prints step, epoch, metrics, speed and time left.
+    """Prints step, epoch, metrics, speed and remaining time.
 
-    On a terminal the line is rewritten in place behind a bar; elsewhere each update is a line.
+    On a terminal the line is rewritten in place, after a progress bar. By hand, since tqdm cannot
+    leave pauses out of the speed and the remaining time, nor write plain lines to a log file.
 
     Args:
-      start_step: steps done before this run.
-      num_steps: steps of the whole training.
-      steps_per_epoch: may be fractional.
-      batch_size: images of a step, for images per second.
-      peak_speed: images per second at the peak of the devices, for MFU; None where it is not known.
+      start_step: Steps taken before this run.
+      num_steps: Total number of steps.
+      steps_per_epoch: May be fractional.
+      batch_size: Images per step.
+      peak_speed: Images per second at the peak of the devices, for the model FLOPs utilization
+        (MFU). None if it is unknown.
     """
 
     def __init__(
@@ -42,7 +44,7 @@ class Progress:
         self._paused = dict.fromkeys(PAUSES, 0.0)
 
     def watch(self, batches: Iterable[Any]) -> Iterator[Any]:
-        """The same batches; the time until each is at hand counts as waiting for data."""
+        """Yields the batches, and counts the time until each is available as waiting for data."""
         batches = iter(batches)
         while True:
             start = time.perf_counter()
@@ -54,18 +56,18 @@ class Progress:
 
     @contextlib.contextmanager
     def pause(self, name: str) -> Iterator[None]:
-        """The time within is no training: one of `PAUSES`."""
+        """Counts the time within the context as one of `PAUSES` and not as training."""
         start = time.perf_counter()
         yield
         self._paused[name] += time.perf_counter() - start
 
     def measure(self, step: int) -> dict[str, float]:
-        """Speed and where the time went since the last call.
+        """Measures speed and waiting times since the last call.
 
         Returns:
-          'images_per_second', pauses left out; 'mfu', that speed over the peak speed, where it is
-          known; and shares of all the time: 'data_wait', 'checkpoint_wait' and 'evaluation_wait'.
-          The rest is the steps themselves.
+          'images_per_second' without pauses; 'mfu', this speed as a fraction of the peak speed, if
+          that is known; and 'data_wait', 'checkpoint_wait' and 'evaluation_wait' as fractions of
+          the elapsed time.
         """
         now = time.perf_counter()
         seconds = now - self._last_time
@@ -81,7 +83,7 @@ class Progress:
         return {"images_per_second": speed, **mfu, **waits}
 
     def show(self, step: int, values: dict[str, float]) -> None:
-        """Prints one update."""
+        """Prints the metrics of a step."""
         mfu = f"  mfu {100 * values['mfu']:.1f} %" if "mfu" in values else ""
         text = (
             f"step {step}/{self._num_steps}  epoch {step / self._steps_per_epoch:.1f}  "
@@ -96,7 +98,7 @@ class Progress:
             print(text, flush=True)
 
     def note(self, text: str) -> None:
-        """Prints a line of its own, above the bar."""
+        """Prints a separate line, above the bar."""
         print(f"\r\x1b[K{text}" if self._bar else text, flush=True)
 
     def _time_left(self, step: int) -> str:

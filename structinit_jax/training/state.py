@@ -1,25 +1,38 @@
-"""What a training run is at one step, as a pytree of arrays."""
+"""The model of a config and the training state, abstract or initialized."""
 
+import functools
+import time
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import optax
 from flax import nnx
-from jaxtyping import Array, Int
+from jaxtyping import Array, Int, PRNGKeyArray
+from ml_collections import ConfigDict
+from safetensors import SafetensorError
+from safetensors.numpy import load_file
+
+from structinit_jax import config as config_lib
+from structinit_jax.errors import InputError
+from structinit_jax.interop import select_weights
+from structinit_jax.models.registry import create_model
+from structinit_jax.training import mesh as mesh_lib
 
 
 class TrainState(NamedTuple):
-    """All that changes in training. Randomness and data order are functions of (seed, step).
+    """Everything that changes in training. Data order and randomness follow from (seed, step).
 
     Attributes:
-      step: optimizer steps taken.
-      params: the model's trained parameters as a nested dict of float32 arrays.
-      model_state: what the model holds besides, in the same form: BatchNorm's running statistics,
-        which the forward pass moves, and fixed weights. Empty for a ViT.
-      opt_state: the optimizer's state.
-      ema: exponential moving averages under 'params' and 'model_state', BatchNorm's statistics
-        among them as in timm's ModelEmaV2 and V3; empty where the config asks for none.
+      step: Number of optimizer steps taken.
+      params: Trained parameters of the model, a nested dict of float32 arrays.
+      model_state: The other arrays of the model, in the same form: BatchNorm's running statistics,
+        which the forward pass updates, and fixed weights. Empty for a ViT.
+      opt_state: State of the optimizer. Empty in a state that was restored for evaluation.
+      ema: Exponential moving averages of `params` and `model_state`, under these two names.
+        Running statistics are averaged too, as in timm's ModelEmaV2 and V3. Empty if
+        `config.ema_decay` is 0.
     """
 
     step: Int[Array, ""]
@@ -29,13 +42,92 @@ class TrainState(NamedTuple):
     ema: dict[str, Any]
 
 
-def split_model(model: nnx.Module) -> tuple[nnx.GraphDef, dict[str, Any], dict[str, Any]]:
-    """A model as its static definition, its parameters and the state that is not trained.
+class AbstractModel(NamedTuple):
+    """A model whose arrays are not allocated.
 
-    `nnx.merge(graphdef, params, model_state)` puts them together.
+    `nnx.merge(graphdef, params, model_state)` with real arrays makes the model.
+
+    Attributes:
+      mesh: Devices of the arrays.
+      graphdef: Static definition of the model.
+      params: Shapes, types and shardings of `TrainState.params`.
+      model_state: Shapes, types and shardings of `TrainState.model_state`.
     """
+
+    mesh: jax.sharding.Mesh
+    graphdef: nnx.GraphDef
+    params: dict[str, Any]
+    model_state: dict[str, Any]
+
+
+def split_model(model: nnx.Module) -> tuple[nnx.GraphDef, dict[str, Any], dict[str, Any]]:
+    """Splits a model into its definition, its parameters and its other arrays."""
     graphdef, params, model_state = nnx.split(model, nnx.Param, ...)
     return graphdef, nnx.to_pure_dict(params), nnx.to_pure_dict(model_state)
+
+
+def abstract_model(config: ConfigDict, mesh: jax.sharding.Mesh) -> AbstractModel:
+    """Builds the model of a config without allocating it.
+
+    Raises:
+      InputError: The fields of `config.model` do not fit together.
+    """
+    model = nnx.eval_shape(functools.partial(_build_model, config), jax.random.key(0))
+    graphdef, params, model_state = split_model(model)
+    shapes = mesh_lib.shard(mesh, {"params": params, "model_state": model_state})
+    return AbstractModel(mesh, graphdef, **shapes)
+
+
+def check_attention_init(config: ConfigDict, model: AbstractModel) -> None:
+    """Traces the initialization of attention, which costs no computation.
+
+    Raises:
+      InputError: The scheme of `config.attention_init` does not fit the model.
+    """
+    initialize = functools.partial(_initialize_attention, config, model.graphdef)
+    jax.eval_shape(initialize, model.params, model.model_state, jax.random.key(0))
+
+
+def initialize_model(config: ConfigDict, model: AbstractModel) -> tuple[dict, dict]:
+    """Initializes a model from `config.seed`, and prints the cost and quality of the solve.
+
+    If `config.start_from` is set, all weights but the head are selected from that file instead
+    (Xu et al. 2024, "Initializing Models with Larger Ones").
+
+    Returns:
+      Parameters and model state.
+
+    Raises:
+      InputError: The weights of `config.start_from` do not fit the model.
+    """
+    params_rng, attention_rng = jax.random.split(jax.random.key(config.seed))
+    if config.start_from:
+        return _select_from_file(config, model, params_rng)
+
+    shardings = jax.tree.map(lambda leaf: leaf.sharding, (model.params, model.model_state))
+    draw = jax.jit(functools.partial(_draw_weights, config), out_shardings=shardings)
+    weights = draw(params_rng)
+    start = time.perf_counter()
+    solve = jax.jit(
+        functools.partial(_initialize_attention, config, model.graphdef),
+        donate_argnums=(0, 1),
+        out_shardings=(*shardings, mesh_lib.replicated(model.mesh)),
+    )
+    solve = solve.lower(*weights, attention_rng).compile()
+    compiled = time.perf_counter()
+    params, model_state, report = jax.block_until_ready(solve(*weights, attention_rng))
+    text = (
+        f"attention_init {config.attention_init.name}: {time.perf_counter() - compiled:.2f} s "
+        f"(plus {compiled - start:.2f} s to compile)"
+    )
+    if report is not None:
+        text += (
+            f", loss {report.loss:.2e}, {100 * report.target_mass:.1f} % of the attention on "
+            f"target, {100 * report.hit_rate:.0f} % of the rows peak on target, "
+            f"{report.steps:.0f} solver steps"
+        )
+    print(text, flush=True)
+    return params, model_state
 
 
 def init_state(
@@ -45,7 +137,7 @@ def init_state(
     *,
     with_ema: bool = False,
 ) -> TrainState:
-    """The state before the first step."""
+    """Returns the state before the first step."""
     ema = {}
     if with_ema:
         ema = jax.tree.map(jnp.copy, {"params": params, "model_state": model_state})
@@ -53,5 +145,55 @@ def init_state(
 
 
 def count_parameters(params) -> int:
-    """Elements of all arrays of a tree."""
+    """Counts the elements of all arrays of a tree."""
     return sum(leaf.size for leaf in jax.tree.leaves(params))
+
+
+def _build_model(config: ConfigDict, rng: PRNGKeyArray) -> nnx.Module:
+    return create_model(
+        config.model.to_dict(),
+        image_size=config.data.image_size,
+        channels=config.data.channels,
+        rngs=nnx.Rngs(params=rng),
+    )
+
+
+def _draw_weights(config: ConfigDict, rng: PRNGKeyArray) -> tuple[dict, dict]:
+    """Parameters and model state with the model's default initialization."""
+    _, params, model_state = split_model(_build_model(config, rng))
+    return params, model_state
+
+
+def _initialize_attention(config, graphdef, params, model_state, rng):
+    model = nnx.merge(graphdef, params, model_state)
+    report = model.initialize_attention(config_lib.make_attention_init(config), rng)
+    _, params, model_state = split_model(model)
+    return params, model_state, report
+
+
+def _select_from_file(
+    config: ConfigDict, model: AbstractModel, rng: PRNGKeyArray
+) -> tuple[dict, dict]:
+    """Parameters and model state from `config.start_from`, with a head drawn by the rng."""
+    path = config.start_from
+    try:
+        teacher = load_file(path)
+    except (OSError, SafetensorError) as error:
+        raise InputError(
+            f"config.start_from={path!r} cannot be read: {error}. It must be a safetensors file "
+            "with the weights of a timm model"
+        ) from error
+    draw = jax.jit(functools.partial(_draw_weights, config))
+    student = nnx.merge(model.graphdef, *jax.device_get(draw(rng)))
+    try:
+        student = select_weights(teacher, student)
+    except InputError as error:
+        raise InputError(f"config.start_from={path!r} does not fit the model: {error}") from error
+    print(f"weights selected from {path}; config.attention_init is not used", flush=True)
+
+    def place(weight, like):
+        weight = np.asarray(weight)
+        return jax.make_array_from_callback(like.shape, like.sharding, lambda i: weight[i])
+
+    _, *weights = split_model(student)
+    return jax.tree.map(place, tuple(weights), (model.params, model.model_state))

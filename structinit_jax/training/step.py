@@ -1,6 +1,7 @@
-"""The training step and the evaluation step, as pure functions to be jitted once each."""
+"""The training step and the evaluation step as pure functions."""
 
 from collections.abc import Callable
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -12,96 +13,133 @@ from jaxtyping import Array, Bool, Float, PRNGKeyArray
 from ml_collections import ConfigDict
 
 from structinit_jax.augment import Augment, normalize
-from structinit_jax.training import nonfinite
+from structinit_jax.training.optimizer import find_loss
 from structinit_jax.training.state import TrainState, split_model
 
 Batch = dict[str, Array]
-Metrics = dict[str, Float[Array, ""]]
+Metrics = dict[str, Any]
 
 
-def train_step_rngs(seed: int, step: int | Array) -> tuple[PRNGKeyArray, PRNGKeyArray]:
-    """Keys of the step that follows `step` others: of the augmentation, and of the model."""
-    augment_key, model_key = jax.random.split(jax.random.fold_in(jax.random.key(seed), step))
-    return augment_key, model_key
+def step_rngs(seed: int, step: int | Array) -> tuple[PRNGKeyArray, PRNGKeyArray]:
+    """Returns the random keys of a training step.
+
+    Args:
+      seed: `config.seed`.
+      step: Number of steps taken before this one.
+
+    Returns:
+      The random key of the augmentation, and that of the model.
+    """
+    augment_rng, model_rng = jax.random.split(jax.random.fold_in(jax.random.key(seed), step))
+    return augment_rng, model_rng
 
 
 def make_train_step(
     config: ConfigDict,
     graphdef: nnx.GraphDef,
     optimizer: optax.GradientTransformation,
-    schedule: optax.Schedule,
+    learning_rate: optax.Schedule,
     augment: Augment,
     replicated: Sharding,
 ) -> Callable[[TrainState, Batch], tuple[TrainState, Metrics]]:
-    """Builds `(state, batch) -> (state, metrics)`; all randomness comes from (seed, step).
+    """Builds the training step, `(state, batch) -> (state, metrics)`.
+
+    All randomness follows from (seed, step). A step whose loss or gradient is not finite changes
+    nothing but the step number, and with it the data and the randomness of the next step.
+
+    The metrics are the scalars 'loss', 'accuracy', 'learning_rate', 'gradient_norm' and 'nonfinite'
+    (1.0 for a step that was not applied), and 'layer_gradient_norms', see `layer_norms`.
 
     Args:
-      config: see `structinit_jax.config.base_config`.
-      graphdef: the model without its arrays.
-      optimizer: turns gradients into updates.
-      schedule: its learning rate, to be told.
-      augment: what happens to a batch before the model sees it.
-      replicated: a whole copy on every device. Weights that the state has split are gathered once a
-        step; gradients, optimizer and new weights stay split.
+      config: See `structinit_jax.config.base_config`.
+      graphdef: Static definition of the model.
+      optimizer: Turns gradients into updates.
+      learning_rate: Schedule of the learning rate, for the metrics.
+      augment: Augmentation of a batch.
+      replicated: Sharding of a full copy on every device. Weights that are split in the state are
+        gathered once a step; gradients, optimizer state and new weights stay split.
     """
+    loss_of = find_loss(config.loss)
 
-    def loss_fn(params, model_state, batch, key):
+    def loss_fn(params, model_state, batch, rng):
         images, targets = batch
         model = nnx.merge(graphdef, params, model_state)
-        logits, _ = model(images, rng=key)
+        logits, _ = model(images, rng=rng)
         correct = jnp.mean(logits.argmax(-1) == targets.argmax(-1))
-        loss = optax.softmax_cross_entropy(logits, targets).mean()
+        loss = loss_of(logits, targets).mean()
         return loss, (correct, split_model(model)[2])
 
     value_and_grad = jax.value_and_grad(loss_fn, has_aux=True)
 
-    def accumulate(params, model_state, batch, key):
-        """Loss, accuracy and gradient of a batch that is worked off in parts, one after another."""
-        parts = config.accumulate_steps
+    def accumulate(params, model_state, batch, rng):
+        """Loss, accuracy and gradient of a batch that is processed in parts to save memory."""
+        num_parts = config.accumulate_steps
 
         def split(x):
             # Strided, so that every device keeps an equal share of each part.
-            return jnp.moveaxis(x.reshape(len(x) // parts, parts, *x.shape[1:]), 1, 0)
+            return jnp.moveaxis(x.reshape(len(x) // num_parts, num_parts, *x.shape[1:]), 1, 0)
 
         def body(carry, part):
             sums, model_state = carry
             batch, number = part
             (loss, (correct, model_state)), grads = value_and_grad(
-                params, model_state, batch, jax.random.fold_in(key, number)
+                params, model_state, batch, jax.random.fold_in(rng, number)
             )
             return (jax.tree.map(jnp.add, sums, (loss, correct, grads)), model_state), None
 
         zeros = (jnp.zeros(()), jnp.zeros(()), jax.tree.map(jnp.zeros_like, params))
-        inputs = (jax.tree.map(split, batch), jnp.arange(parts))
-        (sums, model_state), _ = jax.lax.scan(body, (zeros, model_state), inputs)
-        loss, correct, grads = jax.tree.map(lambda x: x / parts, sums)
+        parts = (jax.tree.map(split, batch), jnp.arange(num_parts))
+        (sums, model_state), _ = jax.lax.scan(body, (zeros, model_state), parts)
+        loss, correct, grads = jax.tree.map(lambda x: x / num_parts, sums)
         return (loss, (correct, model_state)), grads
 
     def train_step(state: TrainState, batch: Batch) -> tuple[TrainState, Metrics]:
-        augment_key, key = train_step_rngs(config.seed, state.step)
-        batch = augment(augment_key, batch["image"], batch["label"])
+        augment_rng, rng = step_rngs(config.seed, state.step)
+        batch = augment(augment_rng, batch["image"], batch["label"])
         gradient_of = accumulate if config.accumulate_steps > 1 else value_and_grad
-        # Without this XLA would split the images' channels as the weights, and exchange images.
+        # Without this, XLA would split activations along the channels like the weights, and the
+        # devices would exchange images.
         params = jax.lax.with_sharding_constraint(state.params, replicated)
-        (loss, (correct, model_state)), grads = gradient_of(params, state.model_state, batch, key)
+        (loss, (correct, model_state)), grads = gradient_of(params, state.model_state, batch, rng)
         updates, opt_state = optimizer.update(grads, state.opt_state, state.params)
         params = optax.apply_updates(state.params, updates)
         ema = state.ema
         if config.ema_decay:
             new = {"params": params, "model_state": model_state}
             ema = optax.incremental_update(new, ema, 1 - config.ema_decay)
+        gradient_norm = optax.tree.norm(grads)
+        finite = jnp.isfinite(loss) & jnp.isfinite(gradient_norm)
         metrics = {
             "loss": loss,
             "accuracy": correct,
-            "learning_rate": jnp.asarray(schedule(state.step)),
-            "gradient_norm": optax.tree.norm(grads),
+            "learning_rate": jnp.asarray(learning_rate(state.step)),
+            "gradient_norm": gradient_norm,
+            "layer_gradient_norms": layer_norms(grads),
+            "nonfinite": 1.0 - finite.astype(jnp.float32),
         }
-        finite = jnp.isfinite(loss) & jnp.isfinite(metrics["gradient_norm"])
-        metrics["nonfinite"] = 1.0 - finite.astype(jnp.float32)
         new_state = TrainState(state.step + 1, params, model_state, opt_state, ema)
-        return nonfinite.apply_if(finite, new_state, state), metrics
+        kept = jax.tree.map(lambda new, old: jnp.where(finite, new, old), new_state, state)
+        return kept._replace(step=new_state.step), metrics
 
     return train_step
+
+
+def layer_norms(grads: dict[str, Any]) -> dict[str, Float[Array, "..."]]:
+    """Computes the norm of each layer's gradient.
+
+    Returns:
+      A scalar for each layer by its path, such as 'head', and an array [L] for each stack of L
+      blocks, such as 'blocks' or 'stage1/blocks'.
+    """
+    squares = {}
+    for path, grad in jax.tree_util.tree_leaves_with_path(grads):
+        names = jax.tree_util.keystr(path, simple=True, separator="/").split("/")
+        stacked = "blocks" in names
+        layer = names[: names.index("blocks") + 1] if stacked else names[:-1] or names
+        square = jnp.sum(jnp.square(grad), axis=tuple(range(int(stacked), grad.ndim)))
+        name = "/".join(layer)
+        squares[name] = squares[name] + square if name in squares else square
+    return jax.tree.map(jnp.sqrt, squares)
 
 
 def make_eval_step(
@@ -111,18 +149,19 @@ def make_eval_step(
     classes: np.ndarray | None = None,
     answers: np.ndarray | None = None,
 ) -> Callable[[dict, dict, Batch], Metrics]:
-    """Builds `(params, model_state, batch) -> sums` over the examples whose mask is 1.
+    """Builds the evaluation step, `(params, model_state, batch) -> sums`.
 
-    The sums are loss, correct and count. A prediction is correct if it is any of the right classes;
-    the loss is minus the logarithm of the probability that these have together.
+    The sums 'loss', 'correct' and 'count' are over the examples whose mask is 1. A prediction is
+    correct if it is one of the right classes of the image; the loss is the negative logarithm of
+    the total probability of these classes.
 
     Args:
-      config: the run's.
-      graphdef: the model.
-      replicated: as for `make_train_step`.
-      classes: that predictions are chosen from, and probabilities spread over; None for all.
-      answers: the right classes of each label, int32 [labels, most], filled up with -1; None where
-        labels are classes.
+      config: See `structinit_jax.config.base_config`.
+      graphdef: Static definition of the model.
+      replicated: Sharding of a full copy on every device.
+      classes: Classes to predict, int [classes]. The default is all of them.
+      answers: Right classes of each label, int32 [labels, most], padded with -1. By default labels
+        are classes.
     """
     every_class = np.arange(config.model.num_classes)
 

@@ -1,0 +1,66 @@
+import jax
+import numpy as np
+import pytest
+from flax import nnx
+
+from structinit_jax import evaluate
+from structinit_jax.errors import InputError
+
+pytestmark = pytest.mark.usefixtures("library_promotion")
+
+
+def test_a_checkpoint_is_evaluated_as_in_training(run_config, finished_run, capsys):
+    results = evaluate.evaluate_checkpoint(run_config, finished_run.workdir)
+    assert results == pytest.approx(finished_run.results, rel=1e-6)
+    out = capsys.readouterr().out
+    assert "on 90 examples of digits test[:90]" in out
+    assert "note:" not in out
+
+
+def test_batch_size_and_devices_need_not_fit(run_config, finished_run, monkeypatch):
+    devices = jax.devices()[:3]
+    monkeypatch.setattr(jax, "devices", lambda: devices)
+    run_config.batch_size = 64
+    results = evaluate.evaluate_checkpoint(run_config, finished_run.workdir)
+    assert results == pytest.approx(finished_run.results, rel=1e-5)
+
+
+def test_averaged_weights_are_restored_if_the_config_has_them(run_config, finished_run):
+    model, state = evaluate.restore_model(run_config, finished_run.workdir, jax.devices()[:1])
+    assert state.opt_state == {}
+    assert all(leaf.devices() == {jax.devices()[0]} for leaf in jax.tree.leaves(state))
+    run_config.ema_decay = 0.0
+    _, without = evaluate.restore_model(run_config, finished_run.workdir, jax.devices()[:1])
+    assert without.ema == {}
+    jax.tree.map(np.testing.assert_array_equal, without.params, state.params)
+    images = jax.random.normal(jax.random.key(0), (2, 8, 8, 1))
+    logits = [
+        nnx.merge(model.graphdef, params, {})(images)[0]
+        for params in (state.params, state.ema["params"])
+    ]
+    assert np.abs(logits[0] - logits[1]).max() > 1e-4
+
+
+def test_evaluating_with_other_pixels_is_reported(run_config, finished_run, capsys):
+    run_config.data.mean = (0.0,)
+    evaluate.evaluate_checkpoint(run_config, finished_run.workdir)
+    assert "trained with another config:\n  data.mean: [0.3] -> [0.0]" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("field", "value", "message"),
+    [
+        ("model.width", 32, r"weights 'blocks/attention/key/bias', shape .* config\.model"),
+        ("model.positions", "learned", r"'positions', missing in the checkpoint, shape \[16, 16\]"),
+    ],
+)
+def test_another_model_is_refused(run_config, finished_run, field, value, message):
+    run_config.update_from_flattened_dict({field: value})
+    with pytest.raises(InputError, match=message):
+        evaluate.evaluate_checkpoint(run_config, finished_run.workdir)
+
+
+def test_a_workdir_without_checkpoints_is_refused(run_config, tmp_path):
+    for workdir in (tmp_path, tmp_path / "missing"):
+        with pytest.raises(InputError, match=r"--workdir=.* has no complete checkpoint"):
+            evaluate.evaluate_checkpoint(run_config, workdir)

@@ -1,0 +1,68 @@
+import jax
+import numpy as np
+import pytest
+from flax import nnx
+from safetensors.numpy import save_file
+
+from structinit_jax.errors import InputError
+from structinit_jax.interop import to_timm
+from structinit_jax.models.vit import VisionTransformer
+from structinit_jax.training.mesh import make_mesh
+from structinit_jax.training.state import abstract_model, initialize_model
+
+pytestmark = pytest.mark.usefixtures("library_promotion")
+TEACHER = dict(
+    image_size=8,
+    patch_size=2,
+    channels=1,
+    num_classes=7,
+    width=32,
+    depth=3,
+    num_heads=4,
+    positions="learned",
+)
+
+
+@pytest.fixture
+def teacher(tmp_path):
+    """Weights of a larger model with timm's names, and the path of their file."""
+    weights = to_timm(VisionTransformer(**TEACHER, rngs=nnx.Rngs(5)))
+    save_file(weights, tmp_path / "teacher.safetensors")
+    return weights, str(tmp_path / "teacher.safetensors")
+
+
+def test_weights_are_selected_from_a_larger_model(tiny_config, teacher, capsys):
+    weights, tiny_config.start_from = teacher
+    tiny_config.model.positions = "learned"
+    model = abstract_model(tiny_config, make_mesh(fsdp=2))
+    params, model_state = initialize_model(tiny_config, model)
+    assert f"weights selected from {tiny_config.start_from}" in capsys.readouterr().out
+    student = to_timm(nnx.merge(model.graphdef, params, model_state))
+    for i in range(2):
+        name = f"blocks.{i}.mlp.fc1.weight"  # 128 × 32, of which the student has 64 × 16
+        np.testing.assert_array_equal(student[name], weights[name][::2, ::2])
+    assert student["head.weight"].shape == (10, 16)
+    shardings, expected = (
+        jax.tree.map(lambda leaf: leaf.sharding, tree) for tree in (params, model.params)
+    )
+    assert shardings == expected
+    tiny_config.start_from = ""
+    drawn, _ = initialize_model(tiny_config, model)
+    np.testing.assert_array_equal(params["head"]["kernel"], drawn["head"]["kernel"])
+    assert "of the attention on target" in capsys.readouterr().out
+
+
+def test_a_file_that_does_not_fit_is_refused(tiny_config, teacher, tmp_path):
+    model = abstract_model(tiny_config, make_mesh())
+
+    def check(path, message):
+        tiny_config.start_from = str(path)
+        with pytest.raises(InputError, match=message):
+            initialize_model(tiny_config, model)
+
+    check(tmp_path / "nothing.safetensors", r"config\.start_from=.*nothing\.safetensors' cannot be")
+    (tmp_path / "text").write_text("not weights")
+    check(tmp_path / "text", "must be a safetensors file")
+    tiny_config.model.depth = 4
+    model = abstract_model(tiny_config, make_mesh())
+    check(teacher[1], "does not fit the model: .*blocks/3/")
