@@ -21,7 +21,7 @@ from structinit_jax.data.info import check_examples
 from structinit_jax.data.loader import make_loader, split_augmentation
 from structinit_jax.data.prepare import COLUMNS, ROWS, draw_tiles
 from structinit_jax.training.mesh import make_mesh
-from structinit_jax.training.step import train_step_rngs
+from structinit_jax.training.step import step_rngs
 
 _STEP = flags.DEFINE_integer(
     "step", 1, "Training step whose batch is drawn, counted from 1 as in the log.", lower_bound=1
@@ -58,7 +58,7 @@ def training_batch(config: ConfigDict, step: int) -> tuple[np.ndarray, np.ndarra
     )
     batch = next(batches)
     augment = jax.jit(make_augment(augmentation.on_device, mesh))
-    rng = train_step_rngs(config.seed, step - 1)[0]
+    rng = step_rngs(config.seed, step - 1)[0]
     images, targets = augment(rng, batch["image"], batch["label"])
     pixels = 255 * (np.asarray(images) * np.asarray(data.std) + np.asarray(data.mean))
     return np.clip(pixels.round(), 0, 255).astype(np.uint8), np.asarray(targets)
