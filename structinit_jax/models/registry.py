@@ -81,5 +81,5 @@ def _family(name: str, known: Iterable[str]) -> type[Model]:
             )
         return model
     near = difflib.get_close_matches(name, known, n=5, cutoff=0.4)
-    hint = f"similar names are {', '.join(near)}" if near else f"choose from {', '.join(known)}"
+    hint = f"similar names are {', '.join(near)}" if near else f"choose from {', '.join(FAMILIES)}"
     raise InputError(f"config.model.name={name!r} is not a known model: {hint}")
