@@ -114,7 +114,7 @@ def measure_vit_b_step(batch: int, dtype: str, repeats: int) -> float:
 
 
 def measure(function: Callable, arguments: tuple, repeats: int) -> tuple[float, int]:
-    """Median seconds of a warm call, and bytes of temporaries that the program asks for."""
+    """Returns the median seconds of a warm call and the bytes of temporaries."""
     compiled = jax.jit(function).lower(*arguments).compile()
     jax.block_until_ready(compiled(*arguments))
     seconds = []

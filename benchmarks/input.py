@@ -2,17 +2,17 @@
 
     python benchmarks/input.py --out=input.json
 
-- JPEGs of 500×375 pixels, as most of ImageNet's, and of 1600×1200 become 224² random resized crops
-  (bicubic), uint8. Ours is the pipeline of the trainer: decode, crop, resize, batch, read by
-  Grain's threads. The peer is a DataLoader without workers and timm's transforms up to the same
-  point: decode and RandomResizedCropAndInterpolation in Pillow, and NumPy's array as timm's fast
-  collate takes it. Decoding alone, in libjpeg-turbo and in Pillow, says what is left to gain.
-- 32² images in memory get a random resized crop, a flip, RandAugment and normalization. Ours is the
-  gather and the augmentation on the device, here the CPU; the peer timm's `create_transform`.
+- JPEGs of 500×375 (typical of ImageNet) and 1600×1200 pixels become 224² random resized crops
+  (bicubic), uint8. Ours is the trainer's pipeline: decode, crop, resize and batch in Grain's
+  threads. The peer is a DataLoader without workers, with timm's transforms up to the same point:
+  decoding and RandomResizedCropAndInterpolation in Pillow, and the array that timm's fast collate
+  takes. Decoding alone, with libjpeg-turbo and with Pillow, is the upper limit.
+- 32² images in memory get a random resized crop, a flip, RandAugment and normalization. Ours
+  gathers and augments on the device, here the CPU; the peer is timm's `create_transform`.
 
-Each loader runs on one core. Time is processor time, and each loader's best of several rounds taken
-in turn, so that other work on the machine counts little. PyTorch and timm are measured where they
-are installed, by the interpreter --torch_python (by itself the one that runs this).
+Each loader runs on one core. Times are processor times, the best of several interleaved rounds, to
+limit the influence of other processes. PyTorch and timm are measured if the interpreter given by
+--torch_python (by default the running one) has them.
 """
 
 import argparse
@@ -37,13 +37,13 @@ FILES = 32
 READ_AHEAD = 8
 SMALL = "32x32"
 SMALL_IMAGES, SMALL_BATCH_SIZE = 10_000, 512
-# Without a spread of magnitudes, with which timm at times draws 0 bits, that Pillow 13 refuses.
+# Without mstd, since timm may then draw 0 bits for Posterize, which Pillow 13 rejects.
 RAND_AUGMENT = "rand-m9-inc1"
 MEAN, STD = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)
 
 
 def write_images(folder: Path, width: int, height: int) -> None:
-    """Writes different cuts of scikit-learn's two photographs, enlarged if too small."""
+    """Writes random crops of scikit-learn's two photographs, enlarged if necessary."""
     from sklearn.datasets import load_sample_images
 
     rng = np.random.default_rng(0)
@@ -59,7 +59,7 @@ def write_images(folder: Path, width: int, height: int) -> None:
 
 
 def our_batches(folder: Path, num_batches: int) -> Iterator[np.ndarray]:
-    """The trainer's own pipeline."""
+    """Yields batches of the trainer's pipeline."""
     from structinit_jax.data.datasets import open_dataset
     from structinit_jax.data.images import RandomCrop
     from structinit_jax.data.loader import make_loader
@@ -80,7 +80,7 @@ def our_batches(folder: Path, num_batches: int) -> Iterator[np.ndarray]:
 
 
 def libjpeg_turbo(folder: Path, num_batches: int) -> Iterator[list[np.ndarray]]:
-    """Decodes and does nothing else."""
+    """Decodes with libjpeg-turbo and does nothing else."""
     import simplejpeg
 
     files = [file.read_bytes() for file in sorted((folder / "train" / "photo").iterdir())]
@@ -89,14 +89,14 @@ def libjpeg_turbo(folder: Path, num_batches: int) -> Iterator[list[np.ndarray]]:
 
 
 def pillow(folder: Path, num_batches: int) -> Iterator[list[Image.Image]]:
-    """The same."""
+    """Decodes with Pillow and does nothing else."""
     files = [file.read_bytes() for file in sorted((folder / "train" / "photo").iterdir())]
     for _ in range(num_batches):
         yield [Image.open(io.BytesIO(files[i % FILES])).convert("RGB") for i in range(BATCH_SIZE)]
 
 
 def torch_batches(folder: Path, num_batches: int) -> Iterator[np.ndarray]:
-    """PyTorch's DataLoader with timm's transforms."""
+    """Yields batches of PyTorch's DataLoader with timm's transforms."""
     torch = import_torch()
     from timm.data.transforms import RandomResizedCropAndInterpolation
 
@@ -118,7 +118,7 @@ def torch_batches(folder: Path, num_batches: int) -> Iterator[np.ndarray]:
 
 
 def small_images() -> np.ndarray:
-    """Windows of scikit-learn's two photographs, uint8 [n, 32, 32, 3]."""
+    """Returns crops of scikit-learn's two photographs, uint8 [n, 32, 32, 3]."""
     from sklearn.datasets import load_sample_images
 
     rng = np.random.default_rng(0)
@@ -130,7 +130,7 @@ def small_images() -> np.ndarray:
 
 
 def our_small_batches(folder: Path, num_batches: int) -> Iterator[np.ndarray]:
-    """Gathered and augmented on the device, as in the training step."""
+    """Yields batches gathered and augmented on the device, as in the training step."""
     import jax
 
     from structinit_jax.augment import AugmentOptions, make_augment
@@ -158,7 +158,7 @@ def our_small_batches(folder: Path, num_batches: int) -> Iterator[np.ndarray]:
 
 
 def torch_small_batches(folder: Path, num_batches: int) -> Iterator[np.ndarray]:
-    """PyTorch's DataLoader with timm's transforms."""
+    """Yields batches of PyTorch's DataLoader with timm's transforms."""
     torch = import_torch()
     from timm.data import create_transform
 
@@ -178,7 +178,7 @@ def torch_small_batches(folder: Path, num_batches: int) -> Iterator[np.ndarray]:
 
 
 def import_torch():
-    """PyTorch on one thread, also beside a torchvision without its operators."""
+    """Imports PyTorch on one thread, with a torchvision that lacks its operators if need be."""
     import torch
 
     if not hasattr(torch.ops.torchvision, "nms"):
@@ -198,7 +198,7 @@ LOADERS[SIZES[0]] |= {"libjpeg-turbo alone": libjpeg_turbo, "pillow alone": pill
 
 
 def measure(loader, folder: Path | None, num_batches: int) -> float:
-    """Images per second of processor time, after two batches to warm up."""
+    """Measures images per second of processor time, after two warm-up batches."""
     batches = loader(folder, num_batches + 2 + READ_AHEAD)
     next(batches), next(batches)
     start = time.process_time()
@@ -207,7 +207,7 @@ def measure(loader, folder: Path | None, num_batches: int) -> float:
 
 
 def measure_apart(size: str, loader: str, folder: str, flags) -> float | None:
-    """The same in a process of its own; None, and why, where the loader is not installed."""
+    """Measures in a separate process; None, with the reason, if the loader is not installed."""
     python = flags.torch_python if loader == "torch" else sys.executable
     command = [python, __file__, f"--measure={size}/{loader}", f"--folder={folder}"]
     result = subprocess.run(
@@ -220,7 +220,7 @@ def measure_apart(size: str, loader: str, folder: str, flags) -> float | None:
 
 
 def main() -> None:
-    """Prints a table and writes JSON."""
+    """Prints the table and writes it as JSON."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--out", help="JSON file for the results")
     parser.add_argument("--batches", type=int, default=30, help=f"of {BATCH_SIZE} images, timed")

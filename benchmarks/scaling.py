@@ -1,12 +1,11 @@
-"""What a training step sends between devices, and the efficiency to expect of many of them.
+"""Communication of a training step, and the efficiency it implies on many devices.
 
     python benchmarks/scaling.py --out=scaling.json
 
-Bytes are read from the paper's ImageNet step, compiled for eight virtual CPU devices. Efficiency is
-computed, not measured: from the bytes, the model's FLOPs and public figures of the chips, with each
-chip at `--mfu` of its peak while it computes. Latency is left out. The time to send is counted once
-in full ("in turn") and once hidden behind the computation as far as it goes ("overlapped"); XLA
-reduces each layer's gradient as soon as it is there, which comes nearer to the second.
+The bytes are those of the 2025 paper's ImageNet step, compiled for eight virtual CPU devices. The
+efficiency is computed, not measured: from the bytes, the model's FLOPs and the chips' published
+bandwidths, assuming that each chip reaches `--mfu` of its peak while it computes. Latency is
+ignored. Communication either follows the computation ("in turn") or overlaps it ("overlapped").
 """
 
 import argparse
@@ -32,13 +31,13 @@ GLOBAL_BATCH = 1024
 
 
 class Chip(NamedTuple):
-    """What a chip sends in one direction, bytes per second.
+    """Bandwidth of a chip in one direction, in bytes per second.
 
     Attributes:
-      kind: name in `flops.PEAK`.
-      near: to the chips of its group.
-      far: to other groups.
-      group: chips in a group.
+      kind: Name in `flops.PEAK`.
+      near: To chips of the same group.
+      far: To other groups.
+      group: Number of chips in a group.
     """
 
     kind: str
@@ -58,9 +57,9 @@ CHIPS = {
 
 
 def all_reduce_seconds(num_bytes: int, num_chips: int, chip: Chip) -> float | None:
-    """Least time of an all-reduce by rings; None for more chips than are connected.
+    """Returns the minimum time of a ring all-reduce, or None if so many chips are not connected.
 
-    Groups reduce and scatter, then each chip exchanges its share with its peers in other groups.
+    Groups reduce-scatter; then each chip exchanges its part with its peers in other groups.
     """
     inside = min(num_chips, chip.group)
     groups = num_chips // inside
@@ -73,7 +72,7 @@ def all_reduce_seconds(num_bytes: int, num_chips: int, chip: Chip) -> float | No
 
 
 def efficiencies(num_bytes: int, compute: float, num_chips: int, chip: Chip) -> dict | None:
-    """Share of the time that chips compute, for a step of which each computes `compute` seconds."""
+    """Returns the fraction of time spent computing, for steps of `compute` seconds per chip."""
     send = all_reduce_seconds(num_bytes, num_chips, chip)
     if send is None:
         return None
@@ -81,7 +80,7 @@ def efficiencies(num_bytes: int, compute: float, num_chips: int, chip: Chip) -> 
 
 
 def measure(model: str) -> dict:
-    """Bytes of a step by kind, with a whole state on each device and with one split over all."""
+    """Returns the bytes of a step by kind of collective, with replicated and with sharded state."""
     config = load_config(f"configs/vit_2025_imagenet.py:{model}")
     config.attention_init = dict(name="default")
     row = {"flops_per_image": flops.flops_per_image(config)}
@@ -98,7 +97,7 @@ def main() -> None:
     """Prints the tables and writes them as JSON."""
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--out", default="scaling.json")
-    parser.add_argument("--mfu", type=float, default=0.4, help="share of the peak, an assumption")
+    parser.add_argument("--mfu", type=float, default=0.4, help="assumed fraction of the peak")
     arguments = parser.parse_args()
     results = {"mfu": arguments.mfu}
     for name, model in MODELS.items():
@@ -124,9 +123,9 @@ def main() -> None:
 
 
 def _cell(item: tuple[int, dict | None]) -> str:
-    num_chips, shares = item
+    num_chips, values = item
     text = (
-        f"{100 * shares['in_turn']:3.0f} / {100 * shares['overlapped']:3.0f} %" if shares else "–"
+        f"{100 * values['in_turn']:3.0f} / {100 * values['overlapped']:3.0f} %" if values else "–"
     )
     return f"   {num_chips:4}: {text:13}"
 

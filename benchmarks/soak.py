@@ -1,11 +1,11 @@
-"""Kills one run at fifty random moments and compares its end with that of an undisturbed run.
+"""Kills a run at fifty random moments and compares the result with an undisturbed run.
 
     python benchmarks/soak.py --out=soak.json
 
-Real processes of the public command train a tiny ViT on digits and are ended by SIGKILL: some while
-they start or restore, most while they train, where a checkpoint is being written half of the time.
-The same command then goes on. In the end every array of the last checkpoint, optimizer state
-included, and every line of metrics.jsonl but for its times must be equal, bit for bit.
+Processes of the public command train a tiny ViT on digits and receive SIGKILL: some while they
+start or restore, most while they train and write checkpoints. The same command then resumes. At the
+end, all arrays of the last checkpoint (optimizer state included) and all lines of metrics.jsonl
+(except for timings) must be bit-identical to those of the undisturbed run.
 """
 
 import argparse
@@ -40,12 +40,12 @@ CONFIG = [
     "--config.eval_every_epochs=10",
 ]
 KILLS, STEPS = 50, 2000
-EARLY = 0.2  # share of the kills that may come before the first step
+EARLY = 0.2  # probability of a kill before the first step
 TIMES = ("images_per_second", "data_wait", "checkpoint_wait", "evaluation_wait", "mfu")
 
 
 class Run:
-    """One process of the command, writing into a file that can be read meanwhile."""
+    """A process of the command, whose output goes to a file that can be read while it runs."""
 
     def __init__(self, folder: Path, name: str, steps: int):
         self.workdir = folder / name
@@ -64,17 +64,17 @@ class Run:
         )
 
     def text(self) -> str:
-        """What it printed so far."""
+        """Returns the output so far."""
         return self._output.read_text()
 
     def wait_for(self, text: str) -> float:
-        """Waits until it has printed a text, or has ended; the seconds since it began."""
+        """Waits until a text is printed or the process ends; returns the seconds since start."""
         while text not in self.text() and self.process.poll() is None:
             time.sleep(0.01)
         return time.perf_counter() - self.began
 
     def end(self, kill: bool) -> None:
-        """Waits for its end, or makes it; what it may not be ends the benchmark with its output."""
+        """Waits for the process to end, or kills it; exits on an unexpected status."""
         if kill:
             self.process.kill()
         code = self.process.wait()
@@ -84,7 +84,7 @@ class Run:
 
 
 def find_moment(run: Run) -> str:
-    """What the killed process was doing, by what it left behind."""
+    """Infers from its files what the killed process was doing."""
     if "first step after" not in run.text():
         return "starting"
     checkpoints = run.workdir / "checkpoints"
@@ -96,7 +96,7 @@ def find_moment(run: Run) -> str:
 
 
 def soak(folder: Path, kills: int, steps: int, seed: int) -> tuple[dict, Path, Path]:
-    """Both runs, told as they go; returns what happened, and the workdirs."""
+    """Runs both and prints each kill; returns the kills and the two workdirs."""
     whole = Run(folder, "whole", steps)
     start = whole.wait_for("first step after")
     whole.end(kill=False)
@@ -111,7 +111,7 @@ def soak(folder: Path, kills: int, steps: int, seed: int) -> tuple[dict, Path, P
             time.sleep(moments.uniform(0, start))
         else:
             start = run.wait_for("first step after")  # with compiled programs in the cache
-            time.sleep(moments.uniform(0, training / kills))  # so half of the steps are left
+            time.sleep(moments.uniform(0, training / kills))  # leaves about half of the steps
         if run.process.poll() is not None:
             sys.exit(f"the run ended after {len(rows)} kills; give more --steps\n{run.text()}")
         run.end(kill=True)
@@ -121,11 +121,12 @@ def soak(folder: Path, kills: int, steps: int, seed: int) -> tuple[dict, Path, P
         row = {
             "killed_after_s": round(time.perf_counter() - run.began, 2),
             "while": find_moment(run),
-            "resumed_from": int(resumed[1]) if resumed else None,  # began anew, or killed before
+            # None: no checkpoint yet, or killed before restoring one.
+            "resumed_from": int(resumed[1]) if resumed else None,
         }
         rows.append(row)
         print(
-            f"kill {len(rows):2}  {row['killed_after_s']:5.2f} s after its start, resumed from "
+            f"kill {len(rows):2}  {row['killed_after_s']:5.2f} s after the start, resumed from "
             f"{row['resumed_from']}, {row['while']}",
             flush=True,
         )
@@ -136,25 +137,25 @@ def soak(folder: Path, kills: int, steps: int, seed: int) -> tuple[dict, Path, P
 
 
 def final_state(workdir: Path):
-    """Every array of the newest checkpoint."""
+    """Returns all arrays of the newest checkpoint."""
     newest = manifest.step_folders(workdir / "checkpoints")[0]
     with ocp.StandardCheckpointer() as checkpointer:
         return jax.tree.map(np.asarray, checkpointer.restore(newest / "state"))
 
 
 def lines_without_times(workdir: Path) -> list[dict]:
-    """The content of metrics.jsonl that must not depend on the machine's speed."""
+    """Returns metrics.jsonl without the fields that depend on speed."""
     lines = [json.loads(line) for line in (workdir / "metrics.jsonl").read_text().splitlines()]
     return [{k: v for k, v in line.items() if k not in TIMES} for line in lines]
 
 
 def main() -> None:
-    """Prints the kills and the verdict and writes them as JSON."""
+    """Prints the results and writes them as JSON."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--out", default="soak.json")
     parser.add_argument("--kills", type=int, default=KILLS)
     parser.add_argument("--steps", type=int, default=STEPS)
-    parser.add_argument("--seed", type=int, default=0, help="of the moments")
+    parser.add_argument("--seed", type=int, default=0, help="seed of the moments")
     arguments = parser.parse_args()
     began = time.perf_counter()
     with tempfile.TemporaryDirectory() as folder:

@@ -1,13 +1,12 @@
-"""Time and closeness of the attention solve against the 2024 paper's procedure, side by side.
+"""Time and loss of the attention solve beside the 2024 paper's procedure.
 
     python benchmarks/solve.py --out=solve.json
 
-The models are those of the papers, with different weights in every layer. All of `impulse` is
-timed, cold (first call, with compilation, no cache) and warm. The reference procedure (10,000 Adam
-steps on the full Q and K of every head) runs for three heads and some of its steps; its time is
-scaled to all heads, layers and steps. Its loss, of the three heads after --reference_steps steps,
-is compared with that of `impulse` at the reference's final column norm. PyTorch is timed if it is
-installed.
+The models are those of the papers, with different weights in every layer. `impulse` is timed as a
+whole, cold (first call, including compilation) and warm. The reference procedure (10,000 Adam
+steps on the full Q and K of every head) is timed on three heads and 200 steps, and its time scaled
+to all heads, layers and steps. Its loss on the three heads after --reference_steps is compared with
+that of `impulse` at the same column norm. PyTorch is timed if it is installed.
 """
 
 import argparse
@@ -35,7 +34,7 @@ TIMED_STEPS = 200
 
 
 def make_site(name: str) -> AttentionSite:
-    """All layers of one of `MODELS`."""
+    """Returns the site of a model in `MODELS`."""
     grid, width, num_heads, depth = MODELS[name]
     head_dim = width // num_heads
     positions = sincos_positions(grid, width)
@@ -43,7 +42,7 @@ def make_site(name: str) -> AttentionSite:
 
 
 def time_impulse(site: AttentionSite, vo_init: str) -> dict:
-    """Seconds of the first and of later calls, and the report."""
+    """Times the first and the later calls, and returns the report."""
     init = impulse(vo_init=vo_init)
     seconds = []
     for seed in range(6):
@@ -60,14 +59,14 @@ def time_impulse(site: AttentionSite, vo_init: str) -> dict:
 
 
 def reference_problem(site: AttentionSite):
-    """Pseudo input and targets of three heads: center, right neighbor, upper left neighbor."""
+    """Returns the pseudo input and the targets of three heads: center, right, upper left."""
     x = np.asarray(layer_norm(site.positions), np.float32)
     targets = convolution_maps(impulse_kernels(3), site.grid)[[4, 5, 0]]
     return x, targets
 
 
 def time_reference_in_jax(site: AttentionSite, steps: int) -> dict:
-    """The procedure of `impulse_2024`, jitted as one loop."""
+    """Times the procedure of `impulse_2024`, jitted as one loop."""
     x, targets = map(jnp.asarray, reference_problem(site))
 
     def run(steps):
@@ -97,7 +96,7 @@ def time_reference_in_jax(site: AttentionSite, steps: int) -> dict:
 
 
 def time_reference_in_torch(site: AttentionSite) -> dict | None:
-    """The same procedure written in PyTorch, eagerly, as the reference program runs it."""
+    """Times the same procedure in eager PyTorch, as the reference program runs it."""
     try:
         import torch
     except ImportError:
@@ -135,7 +134,7 @@ def _scaled(seconds: float, site: AttentionSite) -> dict:
 
 
 def print_row(name: str, site: AttentionSite, row: dict) -> None:
-    """One model's part of the table."""
+    """Prints the results of one model."""
     print(f"\n{name}: {site.num_layers} layers, {site.num_heads} heads", flush=True)
     for method in list(row)[:2]:
         r = row[method]
