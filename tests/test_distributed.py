@@ -1,42 +1,32 @@
-"""Several processes of one run, on this machine: real ones, through the public command."""
+"""Several processes of one run on this machine, through the public command."""
 
 import contextlib
 import json
-import os
-import signal
 import socket
-import subprocess
-import sys
 import time
-from pathlib import Path
 
 import numpy as np
 import pytest
+from forked import Command
 
 from structinit_jax import train
 from structinit_jax.errors import InputError
 from structinit_jax.training import distributed
 
-ROOT = Path(__file__).parent.parent
 TINY = [
     "--config=configs/vit_t_digits.py",
-    "--config.model.width=16",
+    "--config.model.width=128",  # wide enough for its matrices to be split
     "--config.model.depth=2",
     "--config.model.num_heads=2",
     "--config.model.patch_size=2",
     "--config.attention_init.name=default",
     "--config.log_every_steps=1",
     "--config.eval_every_epochs=1000.0",
-    # A rate that does not depend on the number of steps, so that a short run can be extended.
+    # A constant rate, so that a short run can be extended.
     "--config.warmup_epochs=0.0",
     "--config.learning_rate=1e-3",
     "--config.final_learning_rate=1e-3",
 ]
-
-
-@pytest.fixture(scope="module")
-def caches(tmp_path_factory):
-    return str(tmp_path_factory.mktemp("cache"))
 
 
 def free_port():
@@ -45,35 +35,41 @@ def free_port():
         return probe.getsockname()[1]
 
 
-def start(caches, num_devices, *arguments):
-    environment = os.environ | {
-        "XLA_FLAGS": f"--xla_force_host_platform_device_count={num_devices}",
-        "JAX_PLATFORMS": "cpu",
-        "XDG_CACHE_HOME": caches,
-    }
-    return subprocess.Popen(
-        [sys.executable, "-m", "structinit_jax.main", *arguments],
-        cwd=ROOT,
-        env=environment,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-    )
+@pytest.fixture(scope="module")
+def start(tmp_path_factory):
+    """Starts the command on a number of virtual devices."""
+    caches, output = str(tmp_path_factory.mktemp("cache")), tmp_path_factory.mktemp("output")
+
+    def start(num_devices, *arguments):
+        environment = {
+            "XLA_FLAGS": f"--xla_force_host_platform_device_count={num_devices} "
+            "--xla_backend_optimization_level=1",
+            "XDG_CACHE_HOME": caches,
+        }
+        return Command(arguments, environment, output)
+
+    return start
 
 
-def start_two(caches, *arguments):
-    port = free_port()
-    return [
-        start(
-            caches,
-            4,
-            *arguments,
-            f"--coordinator_address=127.0.0.1:{port}",
-            "--num_processes=2",
-            f"--process_id={i}",
-        )
-        for i in range(2)
-    ]
+@pytest.fixture(scope="module")
+def expected(start, data_dir, tmp_path_factory):
+    """The losses of a run of one process on eight devices, by step."""
+    workdir = tmp_path_factory.mktemp("one")
+    fields = [f"--config.data.data_dir={data_dir}", "--config.num_steps=20"]
+    code, *output = start(8, *TINY, *fields, f"--workdir={workdir}").wait()
+    assert code == 0, output
+    return losses(workdir)
+
+
+@pytest.fixture
+def start_two(start):
+    """Starts the command as two processes of one run, with four devices each."""
+
+    def start_two(*arguments):
+        shared = [*arguments, f"--coordinator_address=127.0.0.1:{free_port()}", "--num_processes=2"]
+        return [start(4, *shared, f"--process_id={i}") for i in range(2)]
+
+    return start_two
 
 
 def losses(workdir):
@@ -82,39 +78,35 @@ def losses(workdir):
 
 
 @pytest.mark.slow
-def test_two_processes_train_as_one_and_stop_together(caches, data_dir, tmp_path):
+def test_two_processes_train_as_one_and_stop_together(start_two, expected, data_dir, tmp_path):
     arguments = [*TINY, f"--config.data.data_dir={data_dir}"]
-    one = start(caches, 8, *arguments, f"--workdir={tmp_path / 'one'}", "--config.num_steps=20")
-    output = one.communicate(timeout=300)
-    assert one.returncode == 0, output
-
     two = tmp_path / "two"
-    pair = start_two(caches, *arguments, f"--workdir={two}", "--config.num_steps=10")
-    outputs = [process.communicate(timeout=300) for process in pair]
-    assert [process.returncode for process in pair] == [0, 0], outputs
-    assert "devices: 8 × cpu (2 hosts)" in outputs[0][0]
-    assert "done: test accuracy" in outputs[0][0]
-    assert "step" not in outputs[1][0]
+    pair = start_two(*arguments, f"--workdir={two}", "--config.num_steps=10")
+    (code, first, _), (other_code, second, _) = outputs = [command.wait() for command in pair]
+    assert code == other_code == 0, outputs
+    assert "devices: 8 × cpu (2 hosts)" in first
+    assert "done: test accuracy" in first
+    assert "step" not in second
     assert list(losses(two)) == list(range(1, 11))  # every line once
 
-    # The same run goes on, is stopped by a signal to one process, and both stop at one step.
-    pair = start_two(caches, *arguments, f"--workdir={two}", "--config.num_steps=100000")
+    # The run is resumed. A signal to one process stops both after the same step.
+    pair = start_two(*arguments, f"--workdir={two}", "--config.num_steps=100000")
     deadline = time.monotonic() + 120
     while max(losses(two)) < 20:
-        assert all(process.poll() is None for process in pair)
+        assert all(command.process.is_alive() for command in pair)
         assert time.monotonic() < deadline
         time.sleep(0.1)
-    pair[1].send_signal(signal.SIGTERM)
-    outputs = [process.communicate(timeout=300) for process in pair]
-    assert [process.returncode for process in pair] == [train.PREEMPTED_EXIT_CODE] * 2, outputs
-    messages = [text[text.index("stopped by a signal after step") :] for _, text in outputs]
+    pair[1].process.terminate()
+    outputs = [command.wait() for command in pair]
+    assert [code for code, *_ in outputs] == [train.PREEMPTED_EXIT_CODE] * 2, outputs
+    messages = [error[error.index("stopped by a signal after step") :] for *_, error in outputs]
     assert messages[0].splitlines()[0] == messages[1].splitlines()[0]
     stopped_at = int(messages[0].split()[6])
-    assert "resumed from step 10" in outputs[0][0]
+    assert "resumed from step 10" in outputs[0][1]
     assert (two / "checkpoints" / str(stopped_at) / "manifest.json").exists()
     assert max(losses(two)) == stopped_at
 
-    expected, actual = losses(tmp_path / "one"), losses(two)
+    actual = losses(two)
     steps = range(1, 21)
     np.testing.assert_allclose(
         [actual[step] for step in steps], [expected[step] for step in steps], rtol=1e-5
@@ -122,61 +114,55 @@ def test_two_processes_train_as_one_and_stop_together(caches, data_dir, tmp_path
 
 
 @pytest.mark.slow
-def test_a_run_goes_on_with_other_numbers_of_devices(caches, data_dir, tmp_path):
+def test_a_run_is_resumed_on_other_numbers_of_devices(start, expected, data_dir, tmp_path):
     arguments = [*TINY, f"--config.data.data_dir={data_dir}"]
 
-    def run(workdir, num_devices, num_steps, fsdp):
-        process = start(
-            caches,
+    def run(num_devices, num_steps, fsdp):
+        code, *output = start(
             num_devices,
             *arguments,
-            "--config.model.width=128",  # wide enough for its matrices to be split
             f"--config.fsdp={fsdp}",
             f"--config.num_steps={num_steps}",
-            f"--workdir={tmp_path / workdir}",
-        )
-        output = process.communicate(timeout=300)
-        assert process.returncode == 0, output
+            f"--workdir={tmp_path}",
+        ).wait()
+        assert code == 0, output
         return output[0]
 
-    run("one", num_devices=8, num_steps=20, fsdp=1)
-    run("many", num_devices=8, num_steps=7, fsdp=2)
-    assert "resumed from step 7" in run("many", num_devices=4, num_steps=14, fsdp=1)
-    assert "8 × cpu, each copy of the state on 4" in run("many", 8, num_steps=20, fsdp=4)
-    expected, actual = losses(tmp_path / "one"), losses(tmp_path / "many")
+    run(num_devices=8, num_steps=7, fsdp=2)
+    assert "resumed from step 7" in run(num_devices=4, num_steps=14, fsdp=1)
+    assert "8 × cpu, each copy of the state on 4" in run(num_devices=8, num_steps=20, fsdp=4)
+    actual = losses(tmp_path)
     assert list(actual) == list(expected) == list(range(1, 21))
     np.testing.assert_allclose(list(actual.values()), list(expected.values()), rtol=1e-5)
 
 
-@pytest.mark.parametrize("process_id", [0, 1])
-def test_a_process_started_alone_gives_up_with_a_message(caches, tmp_path, process_id):
-    process = start(
-        caches,
-        1,
-        *TINY,
-        f"--workdir={tmp_path}",
-        f"--coordinator_address=127.0.0.1:{free_port()}",
-        "--num_processes=2",
-        f"--process_id={process_id}",
-        "--join_timeout=2",
-    )
-    _, message = process.communicate(timeout=300)
-    assert process.returncode == 1
-    assert f"error: process {process_id} of 2 (coordinator 127.0.0.1:" in message
-    assert "waited 2 s and the others did not all come. Start the same command on all" in message
+def test_a_process_started_alone_gives_up_with_a_message(start, tmp_path):
+    alone = [
+        *(*TINY, f"--workdir={tmp_path}", f"--coordinator_address=127.0.0.1:{free_port()}"),
+        *("--num_processes=2", "--join_timeout=2"),
+    ]
+    # The other process id joins another coordinator.
+    commands = [start(1, *alone, "--process_id=0")]
+    alone[-3] = f"--coordinator_address=127.0.0.1:{free_port()}"
+    commands.append(start(1, *alone, "--process_id=1"))
+    for i, command in enumerate(commands):
+        code, _, message = command.wait()
+        assert code == 1
+        assert f"error: process {i} of 2 (coordinator 127.0.0.1:" in message
+        assert "waited 2 s, but not all processes joined" in message
 
 
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (("host:1", None, None), "--num_processes and --process_id must be given too"),
-        ((None, 2, 0), "--coordinator_address must be given too"),
-        ((None, 2, None), "--coordinator_address and --process_id must be given too"),
-        (("host", 2, 0), "--coordinator_address=host needs a host and a port"),
-        (("host:port", 2, 0), "--coordinator_address=host:port needs a host and a port"),
-        (("host:1", 0, 0), "--num_processes=0 needs to be 1 or more"),
-        (("host:1", 2, 2), "--process_id=2 needs to be from 0 to 1"),
-        (("host:1", 2, -1), "--process_id=-1 needs to be from 0 to 1"),
+        (("host:1", None, None), "--num_processes and --process_id must be set too"),
+        ((None, 2, 0), "--coordinator_address must be set too"),
+        ((None, 2, None), "--coordinator_address and --process_id must be set too"),
+        (("host", 2, 0), "--coordinator_address=host must be a host and a port"),
+        (("host:port", 2, 0), "--coordinator_address=host:port must be a host and a port"),
+        (("host:1", 0, 0), "--num_processes=0 must be at least 1"),
+        (("host:1", 2, 2), "--process_id=2 must be from 0 to 1"),
+        (("host:1", 2, -1), "--process_id=-1 must be from 0 to 1"),
     ],
 )
 def test_incomplete_arguments_are_refused(arguments, message):
@@ -200,5 +186,5 @@ def test_one_process_needs_no_others():
         ({"TPU_WORKER_HOSTNAMES": "host-0,host-1"}, True),
     ],
 )
-def test_clusters_are_told_by_their_environment(environment, found):
+def test_clusters_are_recognized_by_their_environment(environment, found):
     assert distributed._in_cluster(environment) == found

@@ -1,5 +1,6 @@
 import jax
 import jax.numpy as jnp
+import numpy as np
 import pytest
 from flax import nnx
 
@@ -51,6 +52,18 @@ def test_the_count_agrees_with_xla_up_to_elementwise_operations(family):
     xla = forward.lower(state, image).cost_analysis()["flops"]
     ours = flops.flops_per_image(config) / 3
     assert 0.9 * xla < ours < xla
+
+
+def test_every_layer_counts(tiny_config):
+    counts = []
+    for depth in (2, 4, 6):
+        tiny_config.model.depth = depth
+        counts.append(flops.flops_per_image(tiny_config))
+    # Forward and backward matrix products: 6 FLOPs for each of 12 D² weights and each token, and
+    # 12 N D for the attention scores and the weighted values.
+    tokens, width = 16, 16
+    two_layers = 2 * tokens * (6 * 12 * width**2 + 12 * tokens * width)
+    assert np.diff(counts).tolist() == [two_layers, two_layers]
 
 
 def test_neither_fused_kernels_nor_rematerialization_change_the_count():

@@ -29,6 +29,7 @@ def wide_config(tiny_config):
     """A model whose matrices are large enough to be split."""
     tiny_config.model.update(width=128, num_heads=2)
     tiny_config.ema_decay = 0.9
+    tiny_config.attention_init = dict(name="default")
     return tiny_config
 
 
@@ -65,9 +66,9 @@ def test_split_weights_are_gathered_and_images_stay_where_they_are(wide_config):
     sent = bytes_by_kind(step.as_text())
     assert sent.keys() == {"all-gather", "all-reduce"}
     assert sent["all-gather"] == num_bytes(split)
-    # Over 'fsdp' the whole gradient, over 'data' each device's share of the split part; scalars.
+    # Over 'fsdp' the whole gradient, over 'data' each device's share of the split part; norms.
     gradients = num_bytes(setup.abstract_state.params) + num_bytes(split) // 4
-    assert gradients <= sent["all-reduce"] < gradients + 100
+    assert gradients <= sent["all-reduce"] < gradients + 200
     whole = num_bytes(setup.abstract_state) - 4 * num_bytes(split)  # with Adam's two, and EMA
     expected = whole + num_bytes(split)
     assert step.memory_analysis().alias_size_in_bytes == pytest.approx(expected, rel=0.01)

@@ -28,6 +28,7 @@ def config(data_dir):
     """Shared; tests that change it take a copy."""
     config = make_tiny_config(data_dir)
     config.update(learning_rate=1e-2, ema_decay=0.75)
+    config.attention_init = dict(name="default")
     return config
 
 
