@@ -109,12 +109,10 @@ with tfds.core.registered.skip_registration():
                 urls = {name: f"{self.URL}{name}.gz" for name in CHECKSUMS}
                 _check_reachable(next(iter(urls.values())))
                 paths = dl_manager.download(urls)
-            images_and_labels = [
-                _read_idx(Path(paths[name]), CHECKSUMS[name]) for name in CHECKSUMS
-            ]
+            arrays = [_read_idx(Path(paths[name]), sha256) for name, sha256 in CHECKSUMS.items()]
             return {
-                "train": self._generate_examples(*images_and_labels[:2]),
-                "test": self._generate_examples(*images_and_labels[2:]),
+                "train": self._generate_examples(*arrays[:2]),
+                "test": self._generate_examples(*arrays[2:]),
             }
 
         def _generate_examples(self, images, labels):
@@ -138,10 +136,10 @@ def open_tfds(name: str, data_dir: Folder, manual_dir: Folder) -> Dataset:
             f" https://image-net.org) into {root}/downloads/manual"
         )
         raise InputError(
-            f"config.data.name={name!r} is not prepared: there is no {path}. If you have it"
-            f" elsewhere, pass --config.data.data_dir=DIR (the folder that holds {name}/)."
-            " Preparing it needs TensorFlow once (training does not):"
-            f"{archives if name == 'imagenet2012' else ''}\n  pip install '.[prepare]'\n  {command}"
+            f"config.data.name={name!r} is not prepared: there is no {path}. Pass"
+            f" --config.data.data_dir=DIR, the folder that holds {name}/, or prepare it. Only this"
+            f" needs TensorFlow:{archives if name == 'imagenet2012' else ''}\n"
+            f"  pip install '.[prepare]'\n  {command}"
         )
     builder = tfds.builder_from_directory(path)  # knows formats that were added later
     if ARRAY_RECORD not in builder.info.available_file_formats():
@@ -226,14 +224,13 @@ def _read_idx(path, sha256):
     try:
         content = gzip.decompress(path.read_bytes())
     except (OSError, EOFError, zlib.error) as error:
-        raise InputError(
-            f"fashion_mnist: {path} cannot be read: {error}. {MANUAL_DOWNLOAD}"
-        ) from error
+        message = f"fashion_mnist: {path} cannot be read: {error}. {MANUAL_DOWNLOAD}"
+        raise InputError(message) from error
     actual = hashlib.sha256(content).hexdigest()
     if actual != sha256:
         raise InputError(
             f"fashion_mnist: {path} is not the original file: its decompressed content has SHA-256"
-            f" {actual}, expected {sha256}. Delete it and download it again. {MANUAL_DOWNLOAD}"
+            f" {actual}, expected {sha256}. Download it again. {MANUAL_DOWNLOAD}"
         )
     return parse_idx(content)
 
@@ -251,7 +248,5 @@ def _check_reachable(url):
         request = urllib.request.Request(url, method="HEAD")
         urllib.request.urlopen(request, timeout=5).close()
     except OSError as error:
-        raise InputError(
-            f"fashion_mnist is not prepared and cannot be downloaded from {url} ({error})."
-            f" {MANUAL_DOWNLOAD}"
-        ) from error
+        message = f"fashion_mnist cannot be downloaded from {url} ({error}). {MANUAL_DOWNLOAD}"
+        raise InputError(message) from error

@@ -31,7 +31,6 @@ FILE_SETS = {
 # 'my_package.my_module:my_dataset', but not TFDS's 'mnist:3.0.1' and 'huggingface:mnist'.
 OWN_SET = re.compile(r"(?!huggingface:)[A-Za-z_][\w.]*:[A-Za-z_]\w*")
 READ_BLOCK = 256
-MAX_SHOWN = 10
 
 
 @runtime_checkable
@@ -50,7 +49,7 @@ class Records(Protocol):
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class ImageSource:
-    """The examples of a split, to be decoded; may be read from many threads.
+    """The examples of a split, decoded on demand, from any thread.
 
     Attributes:
       records: The stored examples.
@@ -288,7 +287,7 @@ def _skip_bad_images(source, what):
     good, problems = source.split_bad_images()
     if problems:
         print(f"config.{what}: left out {len(problems):,} bad images of {len(source):,}:")
-        shown = problems[:MAX_SHOWN] + ["…"] * (len(problems) > MAX_SHOWN)
+        shown = problems[:10] + ["…"] * (len(problems) > 10)
         print(*(f"  {problem}" for problem in shown), sep="\n", flush=True)
     if not len(good):
         raise InputError(f"config.{what}: none of its {len(source):,} images can be decoded.")

@@ -33,7 +33,7 @@ def open_folder(root: Folder) -> Dataset:
             f"config.data.data_dir='': config.data.name='folder' needs the folder. {LAYOUT}"
         )
 
-    def problem(what: str) -> InputError:
+    def problem(what):
         return InputError(f"config.data.data_dir={str(root)!r}: {what}. {LAYOUT}")
 
     folder = Path(root).expanduser()
@@ -56,10 +56,7 @@ def open_folder(root: Folder) -> Dataset:
         for label, name in enumerate(classes[first]):
             paths = _find_images(folder / split / name)
             if not paths:
-                suffixes = ", ".join(SUFFIXES)
-                raise problem(
-                    f"the class {split}/{name} holds no image (file ending in {suffixes})"
-                )
+                raise problem(f"the class {split}/{name} holds no image ({', '.join(SUFFIXES)})")
             files += [(path, label) for path in paths]
         splits[split] = FileRecords(files, folder / split)
     return Dataset.from_records("folder", splits, classes[first])

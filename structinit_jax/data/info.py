@@ -74,7 +74,7 @@ def parse_split(name: str, spec: str, info: DatasetInfo, field: str) -> list[tup
     """
     import tensorflow_datasets as tfds
 
-    def problem(reason: str) -> InputError:
+    def problem(reason):
         splits = ", ".join(f"{split!r} ({n:,})" for split, n in info.num_examples.items())
         return InputError(
             f"config.{field}={spec!r}: {reason}. The splits of {name} are {splits}. Examples:"
