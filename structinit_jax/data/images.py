@@ -99,14 +99,11 @@ class StoredImage:
         return (width, height) if self._upright[0] else (height, width)
 
     def decode(self, at_least: tuple[int, int] = (0, 0)) -> np.ndarray:
-        """Decodes the pixels.
+        """Returns the pixels, uint8 [h, w, C].
 
         Args:
-          at_least: Height and width that suffice. A JPEG may then be decoded at a fraction of its
-            size (in eighths) that is no smaller than this. (0, 0) decodes the full size.
-
-        Returns:
-          uint8 [h, w, C].
+          at_least: Height and width that suffice: a JPEG may be decoded at a smaller size, in
+            eighths of its own, that is no smaller than this. (0, 0) decodes the full size.
 
         Raises:
           BadImageError: The image is damaged or truncated.
@@ -191,14 +188,8 @@ def resize_and_center_crop(
 ) -> np.ndarray:
     """Resizes an image, uint8 [h, w, C], bicubically and takes the central square.
 
-    Args:
-      pixels: The image.
-      image_size: Side of the result in pixels.
-      crop_fraction: The shorter side is resized to `image_size / crop_fraction` pixels, usually
-        0.875 for ImageNet; 1 keeps the whole of a square image.
-
-    Returns:
-      uint8 [image_size, image_size, C].
+    The shorter side is resized to `image_size / crop_fraction` pixels; ImageNet evaluation usually
+    takes 0.875, and 1 keeps the whole of a square image. Returns uint8 [image_size, image_size, C].
     """
     height, width = pixels.shape[:2]
     scale = round(image_size / crop_fraction) / min(height, width)
@@ -285,18 +276,10 @@ class RandomCrop:
 def crop_and_resize(
     image: StoredImage, box: Box, image_size: int, interpolation: str
 ) -> np.ndarray:
-    """Decodes a box of an image and resizes it to a square.
+    """Decodes a box of an image and resizes it to uint8 [image_size, image_size, C].
 
+    `interpolation` is 'bicubic' or 'bilinear'.
     A JPEG is decoded at a fraction of its size if the box still has `image_size` pixels each way.
-
-    Args:
-      image: The image.
-      box: The part of it.
-      image_size: Side of the result in pixels.
-      interpolation: 'bicubic' or 'bilinear'.
-
-    Returns:
-      uint8 [image_size, image_size, C].
     """
     full, sides = image.size, (box.height, box.width)
     at_least = (math.ceil(size * image_size / side) for size, side in zip(full, sides, strict=True))

@@ -234,12 +234,7 @@ class DeviceLoader(Loader):
 def decode_all(
     source: ImageSource, shape: tuple[int, int, int, int], crop_fraction: float = 1.0
 ) -> tuple[np.ndarray, np.ndarray]:
-    """Decodes the first n images of a split into memory.
-
-    Args:
-      source: A split from `Dataset.split`.
-      shape: Shape of the result, (n, H, H, C).
-      crop_fraction: See `resize_and_center_crop`.
+    """Decodes the first n images of a split into memory, as `shape` (n, H, H, C).
 
     Returns:
       Images, uint8 [n, H, H, C], and labels, int32 [n].

@@ -45,7 +45,7 @@ def open_test_set(name: str, data_dir: Folder = None, on_bad_image: str = "stop"
       on_bad_image: See `Dataset.split`.
 
     Raises:
-      InputError: The set is not prepared or not complete.
+      InputError: The set is not prepared or is incomplete.
     """
     split, num_classes = EVALUATION_SETS[name.split("/")[0]]
     dataset = open_dataset(name, data_dir)
