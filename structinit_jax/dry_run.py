@@ -18,12 +18,6 @@ def dry_run(config: ConfigDict) -> None:
 
     The FLOPs are those of the model's products, forward and backward (see `training.flops`). The
     memory is that of the step compiled for the devices of this machine.
-
-    Args:
-      config: See `structinit_jax.config.base_config`.
-
-    Raises:
-      InputError: The config has a mistake that can be found without data.
     """
     config_lib.validate(config)
     data = config.data
@@ -64,9 +58,8 @@ def dry_run(config: ConfigDict) -> None:
         rows["sent per step"] = ", ".join(
             f"{kind} of {_mib(size)}" for kind, size in flops.bytes_by_kind(step.as_text()).items()
         )
-    width = max(map(len, rows))
     for name, value in rows.items():
-        print(f"{name:<{width}}  {value}")
+        print(f"{name:<{max(map(len, rows))}}  {value}")
 
 
 def _mib(size: int) -> str:

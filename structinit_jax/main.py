@@ -45,10 +45,7 @@ def main(config: ConfigDict) -> None:
     if DRY_RUN.value:
         dry_run.dry_run(config)
     elif not WORKDIR.value:
-        raise InputError(
-            "--workdir is required: the output directory, such as --workdir=/tmp/digits. If it "
-            "holds a checkpoint, training resumes from it"
-        )
+        raise InputError("--workdir is required: the output directory, such as /tmp/digits")
     elif MODE.value == "eval":
         evaluate.evaluate_checkpoint(config, WORKDIR.value)
     else:
