@@ -1,13 +1,14 @@
 """Prints the sizes and costs of a run without reading data or allocating device memory."""
 
 import jax
+from clu import parameter_overview
 from ml_collections import ConfigDict
 
 from structinit_jax import config as config_lib
 from structinit_jax.data import info as info_lib
 from structinit_jax.data.datasets import find_info
 from structinit_jax.data.info import check_examples
-from structinit_jax.train import parameter_table, set_up
+from structinit_jax.train import set_up
 from structinit_jax.training import flops
 from structinit_jax.training import mesh as mesh_lib
 from structinit_jax.training.state import count_parameters
@@ -33,7 +34,7 @@ def dry_run(config: ConfigDict) -> None:
         test_split = data.eval_split
         num_eval = info_lib.split_size(data.name, test_split, info, "data.eval_split")
     setup = set_up(config, info, num_examples)
-    print(parameter_table(setup.model))
+    print(parameter_overview.get_parameter_overview(setup.model.params, include_stats=False))
 
     schedule, mesh = setup.schedule, setup.model.mesh
     step = setup.train_step.lower(setup.abstract_state, setup.abstract_batch).compile()
@@ -58,8 +59,9 @@ def dry_run(config: ConfigDict) -> None:
         rows["sent per step"] = ", ".join(
             f"{kind} of {_mib(size)}" for kind, size in flops.bytes_by_kind(step.as_text()).items()
         )
+    width = max(map(len, rows))
     for name, value in rows.items():
-        print(f"{name:<{max(map(len, rows))}}  {value}")
+        print(f"{name:<{width}}  {value}")
 
 
 def _mib(size: int) -> str:
