@@ -25,18 +25,16 @@ CONFIG = flags.DEFINE_string(
     "config", None, "Config file, FILE.py or FILE.py:ROW. --config.FIELD=VALUE sets a field."
 )
 WORKDIR = flags.DEFINE_string(
-    "workdir",
-    None,
-    "Output directory. Training resumes from its newest checkpoint, others read it.",
+    "workdir", None, "Output directory. Training resumes from the newest checkpoint in it."
 )
 OUT = flags.DEFINE_string("out", None, "File to write.")
 
 
 def run(main: Callable[[ConfigDict], None], shared: Sequence[str] = ("workdir", "out")) -> None:
-    """Runs `main(config)` and exits. A user's mistake is printed without a traceback.
+    """Runs a command and exits. A user's mistake is printed without a traceback.
 
     Args:
-      main: The command.
+      main: The command, called with the config.
       shared: Those of the flags --workdir and --out that the command takes.
     """
     for name in {"workdir", "out"}.difference(shared):
@@ -131,11 +129,7 @@ def _parse(argv: list[str]) -> ConfigDict:
 
 
 def override(config: ConfigDict, path: str, text: str) -> None:
-    """Sets a field of a config, such as 'model.depth', as `--config.FIELD=VALUE` does.
-
-    Raises:
-      InputError: There is no such field, or the value is not of the field's type.
-    """
+    """Sets a field, such as 'model.depth', as `--config.FIELD=VALUE` does."""
     node, place = config, "config"
     for name in path.split("."):
         fields = list(node) if isinstance(node, ConfigDict) else []

@@ -185,11 +185,7 @@ NEEDS = {
 
 
 def validate(config: ConfigDict) -> None:
-    """Checks everything that can be checked without data and without a device.
-
-    Raises:
-      InputError: A field is missing, unknown or out of range.
-    """
+    """Raises `InputError` for everything that can be found without data and without a device."""
     check_fields(config)
     values = flatten_dict(config.to_dict(), sep=".")
     if plugins.is_reference(config.model.name):  # the user's family has fields of its own
@@ -210,12 +206,9 @@ def validate(config: ConfigDict) -> None:
 
 
 def check_fields(config: ConfigDict) -> None:
-    """Checks that the config has the fields of `base_config` and no others.
+    """Raises `InputError` unless the config has the fields of `base_config` and no others.
 
     A section that was set as a whole, or that belongs to another model, may lack some.
-
-    Raises:
-      InputError: Naming the missing and the unknown fields.
     """
     name = config.get("model", {}).get("name", "vit")
     base = base_config(name)

@@ -1,4 +1,4 @@
-"""Evaluation: opens the data, restores a model from a checkpoint, computes exact results."""
+"""Opens the data, restores a model from a checkpoint and evaluates it exactly."""
 
 from pathlib import Path
 
@@ -76,12 +76,7 @@ class Evaluator:
         self._batch_size = -(-config.batch_size // model.mesh.size) * model.mesh.size
 
     def __call__(self, state: TrainState) -> dict[str, float]:
-        """Evaluates a state.
-
-        Returns:
-          'test/loss' and 'test/accuracy', and for averaged weights, if the state has them,
-          'test/ema_loss' and 'test/ema_accuracy'.
-        """
+        """Returns 'test/loss' and 'test/accuracy', and 'test/ema_…' for averaged weights."""
         weights = {"test/": (state.params, state.model_state)}
         if state.ema:
             weights["test/ema_"] = (state.ema["params"], state.ema["model_state"])

@@ -29,9 +29,7 @@ COORDINATOR_ADDRESS = flags.DEFINE_string(
 NUM_PROCESSES = flags.DEFINE_integer(
     "num_processes", None, "Number of processes that train together. Detected on known clusters."
 )
-PROCESS_ID = flags.DEFINE_integer(
-    "process_id", None, "Index of this process, from 0 to num_processes - 1."
-)
+PROCESS_ID = flags.DEFINE_integer("process_id", None, "Index of this process, counted from 0.")
 JOIN_TIMEOUT = flags.DEFINE_integer(
     "join_timeout", 300, "Seconds to wait for the other processes to start.", lower_bound=1
 )

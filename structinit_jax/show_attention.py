@@ -68,12 +68,7 @@ def head_kernels(config: ConfigDict, workdir: str | Path | None) -> tuple[np.nda
 
 
 def draw(panels: dict[str, tuple[np.ndarray, Measures]], path: Path) -> None:
-    """Draws one panel per model, with layers as rows and heads as columns.
-
-    Args:
-      panels: Results of `head_kernels` by title.
-      path: Image file to write.
-    """
+    """Draws results of `head_kernels`, by title, with layers as rows and heads as columns."""
     try:
         import matplotlib
     except ImportError as error:
@@ -101,7 +96,7 @@ def draw(panels: dict[str, tuple[np.ndarray, Measures]], path: Path) -> None:
     plt.close(figure)
 
 
-def _crop_center(kernels: np.ndarray, reach: int = 4) -> np.ndarray:
+def _crop_center(kernels, reach=4):
     """Crops kernels to offsets up to `reach`; on a large grid an impulse would be too small."""
     row, col = (size // 2 for size in kernels.shape[-2:])
     rows, cols = (slice(max(at - reach, 0), at + reach + 1) for at in (row, col))

@@ -7,7 +7,7 @@ import json
 import shlex
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -44,9 +44,7 @@ PREEMPTED_EXIT_CODE = 75
 
 
 def train(
-    config: ConfigDict,
-    workdir: str | Path,
-    profile_steps: tuple[int, int] | tuple[None, None] = (None, None),
+    config: ConfigDict, workdir: str | Path, profile_steps: Sequence[int | None] = (None, None)
 ) -> dict[str, float]:
     """Trains a model. If the workdir holds a checkpoint, training resumes from it.
 
@@ -60,8 +58,7 @@ def train(
 
     Raises:
       InputError: The config, the data or the workdir cannot be used.
-      StoppedError: A signal asked the run to stop, or a step was not finite. All checkpoints are
-        complete.
+      StoppedError: A signal stopped the run, or a step was not finite. Checkpoints are complete.
     """
     with contextlib.ExitStack() as on_exit:
         return _train(config, workdir, profile_steps, on_exit)
@@ -305,28 +302,27 @@ def check_finite(
     Raises:
       StoppedError: A step was not finite.
     """
-    messages = []
-    for step, values in metrics.items():
-        if not values["nonfinite"]:
-            continue
-        what = f"step {step}: loss {values['loss']}, gradient norm {values['gradient_norm']}"
-        if config.on_nonfinite == "skip":
-            messages.append(f"{what}: skipped")
-            continue
-        norms = "".join(
-            f"  {layer}: {np.array2string(norm, precision=3, max_line_width=90, threshold=10**6)}\n"
-            for layer, norm in values["layer_gradient_norms"].items()
-        )
-        flags = [a for a in sys.argv[1:] if a.lstrip("-").startswith("config")] or ["--config=FILE"]
-        draw = ["python", "-m", "structinit_jax.data.show", *flags]
-        draw += [f"--step={step}", f"--out=step_{step}.png"]
-        start = f"from the checkpoint of step {checkpoint_step}" if checkpoint_step else "anew"
-        raise StoppedError(
-            f"{what}. Training stops; the checkpoints are not affected. Gradient norms of the "
-            f"layers:\n{norms}To draw the batch of this step: {shlex.join(draw)}\n"
-            f"Running the same command again starts {start} and repeats the step. Lower "
-            "config.learning_rate, set config.clip_norm, or skip such steps with "
-            "--config.on_nonfinite=skip",
-            exit_code=1,
-        )
-    return messages
+    bad = {step: values for step, values in metrics.items() if values["nonfinite"]}
+    lines = [
+        f"step {step}: loss {values['loss']}, gradient norm {values['gradient_norm']}"
+        for step, values in bad.items()
+    ]
+    if not bad or config.on_nonfinite == "skip":
+        return [f"{line}: skipped" for line in lines]
+    step, values = next(iter(bad.items()))
+    norms = "".join(
+        f"  {layer}: {np.array2string(norm, precision=3, max_line_width=90, threshold=10**6)}\n"
+        for layer, norm in values["layer_gradient_norms"].items()
+    )
+    config_flags = [a for a in sys.argv[1:] if a.lstrip("-").startswith("config")]
+    show = ["python", "-m", "structinit_jax.data.show", *(config_flags or ["--config=FILE"])]
+    show += [f"--step={step}", f"--out=step_{step}.png"]
+    start = f"from the checkpoint of step {checkpoint_step}" if checkpoint_step else "anew"
+    raise StoppedError(
+        f"{lines[0]}. Training stops; the checkpoints are not affected. Gradient norms of the "
+        f"layers:\n{norms}To draw the batch of this step: {shlex.join(show)}\n"
+        f"Running the same command again starts {start} and repeats the step. Lower "
+        "config.learning_rate, set config.clip_norm, or skip such steps with "
+        "--config.on_nonfinite=skip",
+        exit_code=1,
+    )
