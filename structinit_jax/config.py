@@ -4,6 +4,7 @@ The files in `configs/` start from `base_config` and set what their recipe chang
 `config.model` depend on the model family; each family spells them out in its own file.
 """
 
+import functools
 import math
 from collections.abc import Mapping, Sequence
 
@@ -253,7 +254,8 @@ def augment_options(config: ConfigDict) -> AugmentOptions:
 
 def make_attention_init(config: ConfigDict) -> attention_init.AttentionInit:
     """Returns the scheme that `config.attention_init` names."""
-    return _prefix_errors(attention_init.by_name, **{"name": "", **config.attention_init})
+    scheme = _prefix_errors(attention_init.by_name, **{"name": "", **config.attention_init})
+    return functools.partial(_prefix_errors, scheme)
 
 
 def drop_foreign_options(config: ConfigDict) -> list[str]:
