@@ -150,39 +150,58 @@ def _is_name(x):
     return isinstance(x, str) and x != ""
 
 
-# What a value must be, the test for it (a TypeError counts as no) -> the fields. Each model family
-# has some of the fields of `model`.
-NEEDS = {
-    ("a whole number in [0, 2**32)", lambda x: isinstance(x, int) and 0 <= x < 2**32): "seed",
-    ("a positive whole number", _is_count): "batch_size fsdp accumulate_steps log_every_steps "
-    "checkpoint_every_steps keep_checkpoints data.repeats data.image_size model.num_classes "
-    "model.patch_size model.width model.depth model.window_size model.kernel_size",
-    ("a positive whole number, or several", _are_counts): "model.num_heads model.depths",
-    ("a whole number, 0 or more", lambda x: isinstance(x, int) and x >= 0): "num_steps "
-    "model.num_registers model.unroll",
-    ("a finite number above 0", _is_positive): "num_epochs learning_rate adam_epsilon "
-    "eval_every_epochs model.mlp_ratio model.token_mlp_ratio",
-    ("a finite number, 0 or more", lambda x: 0 <= x < math.inf): "warmup_epochs "
-    "warmup_learning_rate final_learning_rate cooldown_epochs weight_decay clip_norm "
-    "model.layer_scale",
-    ("a finite number", math.isfinite): "model.mlp_mean",
-    ("a number in [0, 1)", lambda x: 0 <= x < 1): "label_smoothing adam_b2 ema_decay "
-    "model.drop_path model.dropout",
-    ("a number in (0, 1]", lambda x: 0 < x <= 1): "layer_decay data.crop_fraction",
-    ("a name", _is_name): "loss optimizer",
-    ("a data set, such as 'cifar10', 'folder' or 'my_module:my_dataset'", _is_name): "data.name",
-    ("'stop' or 'skip'", ("stop", "skip").__contains__): "on_nonfinite data.on_bad_image",
+# Requirements: what a value must be, the test for it (a TypeError counts as no), and the fields that
+# have to meet it, separated by spaces. Each model family has some of the fields of `model`.
+NEEDS = [
+    ("a whole number in [0, 2**32)", lambda x: isinstance(x, int) and 0 <= x < 2**32, "seed"),
+    (
+        "a positive whole number",
+        _is_count,
+        "batch_size fsdp accumulate_steps log_every_steps checkpoint_every_steps keep_checkpoints "
+        "data.repeats data.image_size model.num_classes model.patch_size model.width model.depth "
+        "model.window_size model.kernel_size",
+    ),
+    ("a positive whole number, or several", _are_counts, "model.num_heads model.depths"),
+    (
+        "a whole number, 0 or more",
+        lambda x: isinstance(x, int) and x >= 0,
+        "num_steps model.num_registers model.unroll",
+    ),
+    (
+        "a finite number above 0",
+        _is_positive,
+        "num_epochs learning_rate adam_epsilon eval_every_epochs model.mlp_ratio "
+        "model.token_mlp_ratio",
+    ),
+    (
+        "a finite number, 0 or more",
+        lambda x: 0 <= x < math.inf,
+        "warmup_epochs warmup_learning_rate final_learning_rate cooldown_epochs weight_decay "
+        "clip_norm model.layer_scale",
+    ),
+    ("a finite number", math.isfinite, "model.mlp_mean"),
+    (
+        "a number in [0, 1)",
+        lambda x: 0 <= x < 1,
+        "label_smoothing adam_b2 ema_decay model.drop_path model.dropout",
+    ),
+    ("a number in (0, 1]", lambda x: 0 < x <= 1, "layer_decay data.crop_fraction"),
+    ("a name", _is_name, "loss optimizer"),
+    ("a data set, such as 'cifar10', 'folder' or 'my_module:my_dataset'", _is_name, "data.name"),
+    ("'stop' or 'skip'", ("stop", "skip").__contains__, "on_nonfinite data.on_bad_image"),
     (
         f"empty or one of {', '.join(EVALUATION_SETS)}",
         lambda x: x == "" or x.split("/")[0] in EVALUATION_SETS,
-    ): "data.eval_name",
-    ("1 (grayscale) or 3 (RGB)", (1, 3).__contains__): "data.channels",
-    ("finite numbers", lambda x: all(map(math.isfinite, x))): "data.mean",
-    ("finite numbers above 0", lambda x: all(map(_is_positive, x))): "data.std",
-} | {
-    (f"one of {', '.join(map(repr, choices))}", choices.__contains__): f"model.{field}"
-    for field, choices in CHOICES.items()
-}
+        "data.eval_name",
+    ),
+    ("1 (grayscale) or 3 (RGB)", (1, 3).__contains__, "data.channels"),
+    ("finite numbers", lambda x: all(map(math.isfinite, x)), "data.mean"),
+    ("finite numbers above 0", lambda x: all(map(_is_positive, x)), "data.std"),
+    *(
+        (f"one of {', '.join(map(repr, choices))}", choices.__contains__, f"model.{field}")
+        for field, choices in CHOICES.items()
+    ),
+]
 
 
 def validate(config: ConfigDict) -> None:
@@ -191,10 +210,10 @@ def validate(config: ConfigDict) -> None:
     values = flatten_dict(config.to_dict(), sep=".")
     if plugins.is_reference(config.model.name):  # the user's family has fields of its own
         values = {k: v for k, v in values.items() if not k.startswith("model.")}
-    for need, fields in NEEDS.items():
+    for text, holds, fields in NEEDS:
         for field in fields.split():
             if field in values:
-                _require(field, values[field], *need)
+                _require(field, values[field], text, holds)
     channels, eval_name = config.data.channels, config.data.eval_name
     text = f"a tuple of {channels}, one number for each of config.data.channels={channels}"
     for field in ("data.mean", "data.std"):
