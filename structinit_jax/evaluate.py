@@ -116,7 +116,7 @@ def restore_model(
     number = jax.ShapeDtypeStruct((), np.int32, sharding=mesh_lib.replicated(model.mesh))
     ema = weights if config.ema_decay else {}
     abstract_state = TrainState(step=number, **weights, opt_state={}, ema=ema)
-    return model, checkpoint.restore_weights(directory, step, abstract_state)
+    return model, checkpoint.restore(directory, step, abstract_state, weights_only=True)
 
 
 def evaluate_checkpoint(config: ConfigDict, workdir: str | Path) -> dict[str, float]:

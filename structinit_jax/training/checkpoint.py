@@ -167,81 +167,53 @@ def read_run(directory: Path, step: int) -> dict[str, Any]:
     return ocp.JsonCheckpointHandler().restore(directory / str(step) / "run")
 
 
-def restore(directory: Path, step: int, abstract_state: TrainState) -> TrainState:
+def restore(
+    directory: Path, step: int, abstract_state: TrainState, *, weights_only: bool = False
+) -> TrainState:
     """Restores a training state with the shapes, types and shardings of an abstract one.
-
-    Raises:
-      InputError: The checkpoint does not fit; the message names the first difference.
-    """
-    folder = directory / str(step)
-    saved = _saved_shapes(folder)
-    if saved["ema"] and not abstract_state.ema:
-        raise InputError(
-            f"checkpoint {folder} has averaged weights, but config.ema_decay is 0: set it to the "
-            "value that the run was trained with"
-        )
-    _check_weights(folder, saved, abstract_state)
-    hint = "It was written by a different version of this package"
-    _check_equal(folder, hint, "optimizer state", saved["opt_state"], abstract_state.opt_state)
-    return _restore(folder, abstract_state)
-
-
-def restore_weights(directory: Path, step: int, abstract_state: TrainState) -> TrainState:
-    """Restores a training state without its optimizer state, for evaluation and export.
 
     Args:
       directory: Directory of the checkpoints.
       step: Step to restore.
-      abstract_state: Shapes, types and shardings. If its `ema` is empty, averaged weights are not
-        restored. Its `opt_state` is ignored.
+      abstract_state: Shapes, types and shardings.
+      weights_only: Restore no optimizer state, and averaged weights only if `abstract_state` has
+        them: for evaluation and export.
 
     Raises:
       InputError: The checkpoint does not fit; the message names the first difference.
     """
-    folder = directory / str(step)
-    _check_weights(folder, _saved_shapes(folder), abstract_state)
-    fields = abstract_state._asdict()
-    del fields["opt_state"]
-    if not abstract_state.ema:
-        del fields["ema"]
-    return TrainState(**{"opt_state": {}, "ema": {}} | _restore(folder, fields, partial=True))
-
-
-def _saved_shapes(folder: Path) -> dict[str, Any]:
-    return ocp.PyTreeCheckpointHandler().metadata(folder / "state").tree
-
-
-def _restore(folder: Path, abstract: Any, partial: bool = False) -> Any:
+    folder, handler = directory / str(step) / "state", ocp.PyTreeCheckpointHandler()
+    saved, expected = handler.metadata(folder).tree, abstract_state._asdict()
+    if weights_only:
+        del expected["opt_state"]
+    if weights_only and not expected["ema"]:
+        del expected["ema"]
+    _check_fits(folder.parent, saved, expected)
     args = ocp.args.PyTreeRestore(
-        abstract,
-        restore_args=ocp.checkpoint_utils.construct_restore_args(abstract),
-        partial_restore=partial,
+        expected,
+        restore_args=ocp.checkpoint_utils.construct_restore_args(expected),
+        partial_restore=weights_only,
     )
-    return ocp.PyTreeCheckpointHandler().restore(folder / "state", args=args)
+    return TrainState(**{"opt_state": {}, "ema": {}} | handler.restore(folder, args=args))
 
 
-def _check_weights(folder: Path, saved: dict[str, Any], abstract_state: TrainState) -> None:
-    hint = "It was trained with a different config.model"
-    _check_equal(folder, hint, "weights", saved["params"], abstract_state.params)
-    _check_equal(folder, hint, "weights", saved["model_state"], abstract_state.model_state)
-    if abstract_state.ema and not saved["ema"]:
+def _check_fits(folder: Path, saved: dict[str, Any], expected: dict[str, Any]) -> None:
+    if "ema" in expected and bool(saved["ema"]) != bool(expected["ema"]):
+        has, rate = ("has", "is 0") if saved["ema"] else ("has no", "is not 0")
         raise InputError(
-            f"checkpoint {folder} has no averaged weights, which config.ema_decay requires: set it "
-            "to 0"
+            f"checkpoint {folder} {has} averaged weights, but config.ema_decay {rate}: set it to "
+            "the value that the run was trained with"
         )
-    if abstract_state.ema:
-        _check_equal(folder, hint, "averaged weights", saved["ema"], abstract_state.ema)
-
-
-def _check_equal(folder: Path, hint: str, part: str, saved, expected) -> None:
-    saved, expected = _shapes_by_name(saved), _shapes_by_name(expected)
-    for name in sorted(saved.keys() | expected.keys()):
-        if saved.get(name) != expected.get(name):
-            raise InputError(
-                f"checkpoint {folder} does not fit: first difference at {part} {name!r}, "
-                f"{_describe(saved.get(name))} in the checkpoint, {_describe(expected.get(name))} "
-                f"in the model. {hint}: use that one, or another --workdir"
-            )
+    for part, tree in expected.items():
+        old, new = _shapes_by_name(saved[part]), _shapes_by_name(tree)
+        for name in sorted(old.keys() | new.keys()):
+            if old.get(name) != new.get(name):
+                raise InputError(
+                    f"checkpoint {folder} does not fit: {part} {name!r} is "
+                    f"{_describe(old.get(name))} in the checkpoint, {_describe(new.get(name))} in "
+                    "the model of this config. Use the config.model of the checkpoint, or another "
+                    "--workdir"
+                )
 
 
 def _shapes_by_name(tree) -> dict[str, tuple[int, ...]]:

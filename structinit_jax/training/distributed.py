@@ -31,14 +31,18 @@ def join(
     Raises:
       InputError: The arguments are incomplete or do not fit together.
     """
-    given = (coordinator_address, num_processes, process_id)
-    if given == (None, 1, None):
-        return
-    if given == (None, None, None):
+    given = {
+        "--coordinator_address": coordinator_address,
+        "--num_processes": num_processes,
+        "--process_id": process_id,
+    }
+    if all(value is None for value in given.values()):
         if not _in_cluster(os.environ):
             return
+    elif coordinator_address is process_id is None and num_processes == 1:
+        return
     else:
-        _check(coordinator_address, num_processes, process_id)
+        _check(given)
     place = (
         f"process {process_id} of {num_processes} (coordinator {coordinator_address})"
         if coordinator_address
@@ -68,30 +72,22 @@ def join(
         sys.stdout = Path(os.devnull).open("w")  # noqa: SIM115
 
 
-def _check(coordinator_address: str | None, num_processes: int | None, process_id: int | None):
-    values = {
-        "--coordinator_address": coordinator_address,
-        "--num_processes": num_processes,
-        "--process_id": process_id,
-    }
-    missing = [flag for flag, value in values.items() if value is None]
+def _check(given: dict) -> None:
+    missing = [flag for flag, value in given.items() if value is None]
     if missing:
         raise InputError(
             f"{' and '.join(missing)} must be set too: several processes need all of "
-            "--coordinator_address=HOST:PORT, --num_processes and --process_id"
+            f"{', '.join(given)}"
         )
-    host, _, port = coordinator_address.rpartition(":")
+    address, num_processes, process_id = given.values()
+    host, _, port = address.rpartition(":")
     if not host or not port.isdigit():
         raise InputError(
-            f"--coordinator_address={coordinator_address} must be a host and a port, for example "
-            "10.0.0.1:1234"
+            f"--coordinator_address={address} must be a host and a port, for example 10.0.0.1:1234"
         )
-    if num_processes < 1:
-        raise InputError(f"--num_processes={num_processes} must be at least 1")
     if not 0 <= process_id < num_processes:
         raise InputError(
-            f"--process_id={process_id} must be from 0 to {num_processes - 1}, since "
-            f"--num_processes={num_processes}"
+            f"--process_id={process_id} must be from 0 to --num_processes={num_processes} minus 1"
         )
 
 
