@@ -150,7 +150,7 @@ def _is_name(x):
     return isinstance(x, str) and x != ""
 
 
-# What a value must be, the test for it (a TypeError counts as no), and the fields that must meet it,
+# What a value must be, the test for it (a TypeError means no), and the fields that must meet it,
 # separated by spaces. Each model family has some of the fields of `model`.
 NEEDS = [
     ("a whole number in [0, 2**32)", lambda x: isinstance(x, int) and 0 <= x < 2**32, "seed"),
