@@ -162,12 +162,9 @@ def impulse_2025(
     query, key, report = _solve_2025(
         noise_rng, x, targets, filter_index, head_dim=site.head_dim, qk_scale=site.qk_scale
     )
-    return AttentionWeights(
-        *(query, key, *mimetic_vo(vo_rng, site)),
-        positions=positions if site.positions_trainable else None,
-        report=report,
-        filter_index=filter_index,
-    )
+    value, out = mimetic_vo(vo_rng, site)
+    initial = positions if site.positions_trainable else None
+    return AttentionWeights(query, key, value, out, initial, report, filter_index)
 
 
 @functools.partial(jax.jit, static_argnames=("head_dim", "qk_scale"))

@@ -64,8 +64,8 @@ class AttentionSite:
 class WindowSite(AttentionSite):
     """Stack of attention layers within windows, as in Swin; `grid` is the window.
 
-    Instead of positions the model has a relative position bias, a table with one column per head
-    that is added to the logits. A scheme sets it with `AttentionWeights.bias`.
+    Instead of positions the model adds a relative position bias to the logits, which a scheme sets
+    with `AttentionWeights.bias`.
     """
 
     positions: None = dataclasses.field(default=None, init=False)

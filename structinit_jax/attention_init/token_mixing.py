@@ -15,7 +15,9 @@ to tokens whose correlation falls with distance: the lowest spatial frequencies 
 72 %: the singular values of a shift are all equal, so it keeps an arbitrary part.
 
 A random rotation R of the pairs, A' = U Rᵀ and B' = R Uᵀ M with Rᵀ R = I, keeps the map and makes
-layers and hidden units independent.
+layers and hidden units independent. Neighboring tokens are alike, so outputs add up: in Mixer-S/16
+tokens of photographs grow to 8 in root mean square (timm's initialization: 2.5), which LayerNorm
+removes.
 """
 
 import functools

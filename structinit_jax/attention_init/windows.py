@@ -55,7 +55,7 @@ def impulse(
     - Rows with the whole kernel inside the window have exactly the target mass. The weight of an
       offset that leads out of the window goes to the rest of the row in proportion: an impulse
       without its neighbor leaves the row uniform.
-    - The mask of a shifted block leaves a row fewer tokens, and the target more than requested.
+    - The mask of a shifted block leaves fewer tokens in a row, so the target gets more of it.
     - Tokens that pad the grid to whole windows are attended to like others, as in timm.
 
     Kernels without any offset inside the window go to no head. The report describes the bias maps
@@ -96,11 +96,11 @@ def _draw_and_place(rng, table, targets, fitting, *, site, ranges, offsets, same
     query, key = (jnp.broadcast_to(w, (site.num_layers, *w.shape[1:])) for w in drawn[:2])
     maps = bias_maps(table[..., None], site.grid)[:, 0]
     norm = jnp.sqrt(jnp.mean(jnp.stack([query, key]) ** 2) * site.width)
+    report = report_on_maps(targets, maps, steps=0, norm=norm)
+    bias = jnp.swapaxes(table[kernel], 1, 2)
+    value, out = tokens.VO_INITS[vo_init](vo_rng, site)
     return AttentionWeights(
-        *(query, key, *tokens.VO_INITS[vo_init](vo_rng, site)),
-        report=report_on_maps(targets, maps, steps=0, norm=norm),
-        filter_index=fitting[kernel],
-        bias=jnp.swapaxes(table[kernel], 1, 2),
+        query, key, value, out, report=report, filter_index=fitting[kernel], bias=bias
     )
 
 
