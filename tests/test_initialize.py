@@ -12,7 +12,7 @@ from flax import nnx
 
 from structinit_jax import interop
 from structinit_jax.attention_init import AttentionWeights, impulse, sincos_positions
-from structinit_jax.attention_init.positions import layer_norm
+from structinit_jax.attention_init.solve import layer_norm
 from structinit_jax.errors import InputError
 from structinit_jax.models.vit import VisionTransformer
 
