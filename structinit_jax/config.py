@@ -15,7 +15,7 @@ from structinit_jax import attention_init, plugins
 from structinit_jax.augment import AugmentOptions
 from structinit_jax.data.info import EVALUATION_SETS
 from structinit_jax.errors import InputError
-from structinit_jax.models.layers import CHOICES
+from structinit_jax.models.model import CHOICES
 from structinit_jax.models.registry import default_config
 
 
