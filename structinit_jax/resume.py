@@ -81,26 +81,22 @@ def check(run: Mapping[str, Any], config: ConfigDict, num_examples: int, place: 
       InputError: A field has changed that must not change on resume.
     """
     changed = changes(run["config"], config)
-    affected = {field: _affects(field, *pair) for field, pair in changed.items()}
-    lines = {field: _line(field, *pair) for field, pair in changed.items()}
-    refused = [f"{lines[field]}  (affects {what})" for field, what in affected.items() if what]
-    if refused:
-        raise InputError(
-            "\n".join(
-                [
-                    f"these fields of the config must not change when {place} is resumed:",
-                    *refused,
-                    "Restore the old values, or start a new run in another --workdir",
-                ]
-            )
-        )
+    lines = [_line(field, *pair) for field, pair in changed.items()]
+    affected = [_affects(field, *pair) for field, pair in changed.items()]
+    if any(affected):
+        refused = [
+            f"{line}  (affects {what})" for line, what in zip(lines, affected, strict=True) if what
+        ]
+        first = f"these fields of the config must not change when {place} is resumed:"
+        last = "Restore the old values, or start a new run in another --workdir"
+        raise InputError("\n".join([first, *refused, last]))
     if run["num_examples"] != num_examples:
         raise InputError(
             f"config.data.train_split={config.data.train_split!r} has {num_examples:,} examples, "
             f"but {place} was trained on {run['num_examples']:,} in another order: restore the old "
             "data, or start a new run in another --workdir"
         )
-    return list(lines.values())
+    return lines
 
 
 def evaluation_changes(run: Mapping[str, Any], config: ConfigDict) -> list[str]:

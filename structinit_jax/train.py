@@ -188,13 +188,13 @@ def _train(
                 if message := recompilations.report():
                     progress.note(message)
             if evaluate_now:
-                with progress.pause("evaluation"):
+                with progress.wait("evaluation"):
                     results = evaluate(state)
                 log.write(step, results)
                 progress.note(f"step {step}  {describe(results)}")
             if save_now:
                 run["pending_metrics"] = pending.to_json()
-                with progress.pause("checkpoint"):
+                with progress.wait("checkpoint"):
                     checkpoints.save(step, state, run, results if evaluate_now else None)
             if evaluate_now:
                 recompilations.start()  # from here on everything has been compiled
@@ -216,7 +216,7 @@ def _train(
 
 
 class Setup(NamedTuple):
-    """The parts of a run that follow from its config. No arrays are allocated.
+    """The parts of a run that follow from its config, before any array is allocated.
 
     Attributes:
       schedule: Number of steps, evaluations and the learning rate.
@@ -306,10 +306,10 @@ def parameter_table(model: AbstractModel) -> str:
 def check_finite(
     config: ConfigDict, metrics: dict[int, dict[str, Any]], checkpoint_step: int | None
 ) -> list[str]:
-    """Checks whether the loss and the gradient of all steps are finite.
+    """Checks whether the loss and the gradient of steps are finite.
 
     Args:
-      config: If its `on_nonfinite` is 'skip', bad steps are only reported.
+      config: If its `on_nonfinite` is 'skip', other steps are only reported.
       metrics: Metrics of the training step, by step.
       checkpoint_step: Step of the newest checkpoint, or None.
 
@@ -323,37 +323,26 @@ def check_finite(
     for step, values in metrics.items():
         if not values["nonfinite"]:
             continue
-        what = f"step {step}: loss {values['loss']}, gradient norm {values['gradient_norm']}"
-        if config.on_nonfinite == "skip":
-            messages.append(f"{what}: skipped")
-            continue
-        norms = [
-            f"  {layer}: {np.array2string(norm, precision=3, max_line_width=90, threshold=10**6)}"
-            for layer, norm in values["layer_gradient_norms"].items()
-        ]
-        start = f"from the checkpoint of step {checkpoint_step}" if checkpoint_step else "anew"
-        raise StoppedError(
-            "\n".join(
-                [
-                    f"{what}. Training stops; the checkpoints are not affected. Gradient norms of "
-                    "the layers:",
-                    *norms,
-                    f"To draw the batch of this step: {_show_command(step)}",
-                    f"Running the same command again starts {start} and repeats the step. Lower "
-                    "config.learning_rate, set config.clip_norm, or skip such steps with "
-                    "--config.on_nonfinite=skip",
-                ]
-            ),
-            exit_code=1,
-        )
+        message = f"step {step}: loss {values['loss']}, gradient norm {values['gradient_norm']}"
+        if config.on_nonfinite == "stop":
+            norms = [
+                f"  {name}: {n.round(4)}" for name, n in values["layer_gradient_norms"].items()
+            ]
+            start = f"from the checkpoint of step {checkpoint_step}" if checkpoint_step else "anew"
+            lines = [
+                f"{message}. Training stops; the checkpoints are not affected. Gradient norms:",
+                *norms,
+                f"To draw the batch of this step: {_show_command(step)}",
+                f"The same command starts {start} and repeats the step. Lower config.learning_rate,"
+                " set config.clip_norm, or skip such steps with --config.on_nonfinite=skip",
+            ]
+            raise StoppedError("\n".join(lines), exit_code=1)
+        messages.append(f"{message}: skipped")
     return messages
 
 
 def _show_command(step: int) -> str:
     """The command that draws the training batch of a step, with this process's config flags."""
-    config_flags = [a for a in sys.argv[1:] if a.lstrip("-").startswith("config")]
-    return shlex.join(
-        ["python", "-m", "structinit_jax.data.show"]
-        + (config_flags or ["--config=FILE"])
-        + [f"--step={step}", f"--out=step_{step}.png"]
-    )
+    config_flags = [flag for flag in sys.argv[1:] if flag.lstrip("-").startswith("config")]
+    options = [*(config_flags or ["--config=FILE"]), f"--step={step}", f"--out=step_{step}.png"]
+    return shlex.join(["python", "-m", "structinit_jax.data.show", *options])
