@@ -19,9 +19,6 @@ def dry_run(config: ConfigDict) -> None:
     The FLOPs are those of the model's products, forward and backward (see `training.flops`). The
     memory is that of the step compiled for the devices of this machine.
 
-    Args:
-      config: See `structinit_jax.config.base_config`.
-
     Raises:
       InputError: The config has a mistake that can be found without data.
     """

@@ -38,10 +38,6 @@ def open_evaluation_set(
 ) -> EvaluationSet:
     """Opens the test split of the config's data set, or the test set of `config.data.eval_name`.
 
-    Args:
-      config: See `structinit_jax.config.base_config`.
-      dataset: The config's data set, if it is open already.
-
     Raises:
       InputError: The split or the test set does not exist, or does not fit the model.
     """
@@ -139,14 +135,7 @@ def restore_model(
 
 
 def evaluate_checkpoint(config: ConfigDict, workdir: str | Path) -> dict[str, float]:
-    """Evaluates the newest checkpoint of a run and prints the results.
-
-    Args:
-      config: Config of the run. Its data may be others.
-      workdir: Output directory of the run.
-
-    Returns:
-      See `Evaluator`.
+    """Evaluates the newest checkpoint of a run, possibly on other data, and prints the results.
 
     Raises:
       InputError: There is no checkpoint, or it does not fit the config, or the data cannot be used.

@@ -81,12 +81,12 @@ def check(run: Mapping[str, Any], config: ConfigDict, num_examples: int, place: 
       InputError: A field has changed that must not change on resume.
     """
     changed = changes(run["config"], config)
-    lines = [_line(field, *pair) for field, pair in changed.items()]
-    affected = [_affects(field, *pair) for field, pair in changed.items()]
-    if any(affected):
-        refused = [
-            f"{line}  (affects {what})" for line, what in zip(lines, affected, strict=True) if what
-        ]
+    refused = [
+        f"{_line(field, *pair)}  (affects {what})"
+        for field, pair in changed.items()
+        if (what := _affects(field, *pair))
+    ]
+    if refused:
         first = f"these fields of the config must not change when {place} is resumed:"
         last = "Restore the old values, or start a new run in another --workdir"
         raise InputError("\n".join([first, *refused, last]))
@@ -96,16 +96,11 @@ def check(run: Mapping[str, Any], config: ConfigDict, num_examples: int, place: 
             f"but {place} was trained on {run['num_examples']:,} in another order: restore the old "
             "data, or start a new run in another --workdir"
         )
-    return lines
+    return [_line(field, *pair) for field, pair in changed.items()]
 
 
 def evaluation_changes(run: Mapping[str, Any], config: ConfigDict) -> list[str]:
-    """Lists changed fields that affect what a trained model computes, one line each.
-
-    Args:
-      run: JSON object of the checkpoint, see `check`.
-      config: Config to evaluate with.
-    """
+    """Lists changed fields that affect what a trained model computes, one line each."""
     return [
         _line(field, *pair)
         for field, pair in changes(run["config"], config).items()

@@ -306,18 +306,15 @@ def parameter_table(model: AbstractModel) -> str:
 def check_finite(
     config: ConfigDict, metrics: dict[int, dict[str, Any]], checkpoint_step: int | None
 ) -> list[str]:
-    """Checks whether the loss and the gradient of steps are finite.
+    """Returns a message for each step whose loss or gradient was not finite.
 
     Args:
-      config: If its `on_nonfinite` is 'skip', other steps are only reported.
+      config: Its `on_nonfinite` is 'stop' or 'skip'.
       metrics: Metrics of the training step, by step.
       checkpoint_step: Step of the newest checkpoint, or None.
 
-    Returns:
-      A message for each step that was skipped.
-
     Raises:
-      StoppedError: A step was not finite. The message says how to look at its batch.
+      StoppedError: There is such a step, and `on_nonfinite` is 'stop'.
     """
     messages = []
     for step, values in metrics.items():

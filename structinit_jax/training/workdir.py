@@ -110,14 +110,7 @@ def explain_failed_write(what: str, directory: Path) -> Iterator[None]:
 def failed_write(
     what: str, directory: Path, reason: str, safe: str = "the checkpoints are not affected"
 ) -> InputError:
-    """Returns the error for something that could not be written.
-
-    Args:
-      what: What could not be written.
-      directory: Where it could not be written.
-      reason: Error of the operating system.
-      safe: What is left of the run.
-    """
+    """Returns the error for a write that failed, with the reason and what is left of the run."""
     return InputError(
         f"{what} could not be written to {directory}: {reason}. Training stops; {safe}. Free disk "
         "space or fix the permissions, then run the same command again to resume"
