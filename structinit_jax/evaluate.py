@@ -34,10 +34,6 @@ def open_evaluation_set(
 ) -> EvaluationSet:
     """Opens the test split of the config's data set, or the test set of `config.data.eval_name`.
 
-    Args:
-      config: Config of the run.
-      dataset: The config's data set, if it is open already.
-
     Raises:
       InputError: The split or the test set does not exist, or does not fit the model.
     """
@@ -120,11 +116,7 @@ def restore_model(
 
 
 def evaluate_checkpoint(config: ConfigDict, workdir: str | Path) -> dict[str, float]:
-    """Evaluates the newest checkpoint of a run, prints the results and returns them.
-
-    Args:
-      config: Config of the run. It may name other data.
-      workdir: Output directory of the run.
+    """Evaluates the newest checkpoint of a run, possibly on other data, and prints the results.
 
     Raises:
       InputError: There is no checkpoint, or it does not fit the config, or the data cannot be used.

@@ -178,13 +178,13 @@ def _train(config, workdir, profile_steps, on_exit):
                 if message := recompilations.report():
                     progress.note(message)
             if evaluate_now:
-                with progress.pause("evaluation"):
+                with progress.wait("evaluation"):
                     results = evaluate(state)
                 log.write(step, results)
                 progress.note(f"step {step}  {describe(results)}")
             if save_now:
                 run["pending_metrics"] = pending.to_json()
-                with progress.pause("checkpoint"):
+                with progress.wait("checkpoint"):
                     checkpoints.save(step, state, run, results if evaluate_now else None)
             if evaluate_now:
                 recompilations.start()  # from here on everything has been compiled
@@ -206,7 +206,7 @@ def _train(config, workdir, profile_steps, on_exit):
 
 
 class Setup(NamedTuple):
-    """The parts of a run that follow from its config. No arrays are allocated.
+    """The parts of a run that follow from its config, before any array is allocated.
 
     Attributes:
       schedule: Number of steps, evaluations and the learning rate.
@@ -289,15 +289,12 @@ def initialize(config: ConfigDict, setup: Setup) -> TrainState:
 def check_finite(
     config: ConfigDict, metrics: dict[int, dict[str, Any]], checkpoint_step: int | None
 ) -> list[str]:
-    """Checks whether the loss and the gradient of all steps are finite.
+    """Returns a message for each step whose loss or gradient was not finite.
 
     Args:
-      config: If its `on_nonfinite` is 'skip', bad steps are only reported.
+      config: Its `on_nonfinite` is 'stop' or 'skip'.
       metrics: Metrics of the training step, by step.
       checkpoint_step: Step of the newest checkpoint, or None.
-
-    Returns:
-      A message for each step that was skipped.
 
     Raises:
       StoppedError: A step was not finite.

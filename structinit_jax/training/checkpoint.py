@@ -16,6 +16,7 @@ from orbax.checkpoint import checkpoint_managers
 from structinit_jax.errors import InputError
 from structinit_jax.training import manifest
 from structinit_jax.training.state import TrainState
+from structinit_jax.training.workdir import failed_write
 
 BEST_METRIC = "test/accuracy"
 # Never the best. Orbax would warn about missing metrics at every save without an evaluation.
@@ -137,11 +138,7 @@ class Checkpoints:
                 if intact
                 else "there is no earlier checkpoint"
             )
-            raise InputError(
-                f"a checkpoint could not be written to {self.directory}: {reason}. Training stops; "
-                f"{safe}. Free disk space or fix the permissions, then run the same command again "
-                "to resume"
-            ) from error
+            raise failed_write("a checkpoint", self.directory, reason, safe) from error
 
 
 def newest_step(directory: Path) -> int | None:

@@ -98,21 +98,19 @@ class MetricsLog:
     """
 
     def __init__(self, workdir: Path, start_step: int):
-        self._writes = jax.process_index() == 0
-        if not self._writes:
-            return
         self._workdir = workdir
-        self._on_close = contextlib.ExitStack()
-        with self._explain_failure():
-            path = workdir / "metrics.jsonl"
-            _drop_lines_after(path, start_step)
-            self._lines = self._on_close.enter_context(path.open("a"))
-            events = EventFile(workdir / "tensorboard", start_step + 1 if start_step else None)
-            self._events = self._on_close.enter_context(contextlib.closing(events))
+        self._files = contextlib.ExitStack()
+        if jax.process_index() == 0:
+            with self._explain_failure():
+                path = workdir / "metrics.jsonl"
+                _drop_lines_after(path, start_step)
+                self._lines = self._files.enter_context(path.open("a"))
+                events = EventFile(workdir / "tensorboard", start_step + 1 if start_step else None)
+                self._events = self._files.enter_context(contextlib.closing(events))
 
     def write(self, step: int, values: dict[str, float]) -> None:
         """Writes one JSON line, and one TensorBoard scalar per name."""
-        if not self._writes:
+        if jax.process_index() != 0:
             return
         with self._explain_failure():
             self._lines.write(json.dumps({"step": step, **values}) + "\n")
@@ -121,9 +119,8 @@ class MetricsLog:
 
     def close(self) -> None:
         """Closes both files."""
-        if self._writes:
-            with self._explain_failure():
-                self._on_close.close()
+        with self._explain_failure():
+            self._files.close()
 
     def _explain_failure(self):
         return workdir_lib.explain_failed_write("the metrics", self._workdir)

@@ -48,10 +48,7 @@ class StepTrace:
 
 
 def parse_steps(text: str | None) -> tuple[int, int] | tuple[None, None]:
-    """Parses the flag --profile_steps, for example '10:13'.
-
-    Returns:
-      First and last step to trace, or (None, None) if the flag is not set.
+    """Parses the flag --profile_steps, for example '10:13'; None gives (None, None).
 
     Raises:
       InputError: The text is not a range of steps.

@@ -7,14 +7,14 @@ from collections.abc import Iterable, Iterator
 from typing import Any
 
 BAR_WIDTH = 24
-PAUSES = ("checkpoint", "evaluation")
+WAITS = ("data", "checkpoint", "evaluation")
 
 
 class Progress:
     """Prints step, epoch, metrics, speed and remaining time.
 
-    On a terminal the line is rewritten in place, after a progress bar. By hand, since tqdm cannot
-    leave pauses out of the speed and the remaining time, nor write plain lines to a log file.
+    On a terminal the line is rewritten in place, after a progress bar. By hand, since tqdm counts
+    evaluations as training time and writes no plain lines to a log file.
 
     Args:
       start_step: Steps taken before this run.
@@ -40,42 +40,40 @@ class Progress:
         self._bar = sys.stdout.isatty()
         self._last_step, self._last_time = start_step, time.perf_counter()
         self._training_steps, self._training_seconds = 0, 0.0
-        self._waited = 0.0
-        self._paused = dict.fromkeys(PAUSES, 0.0)
+        self._waited = dict.fromkeys(WAITS, 0.0)
+
+    @contextlib.contextmanager
+    def wait(self, name: str) -> Iterator[None]:
+        """Counts the time within the context as one of `WAITS`."""
+        start = time.perf_counter()
+        yield
+        self._waited[name] += time.perf_counter() - start
 
     def watch(self, batches: Iterable[Any]) -> Iterator[Any]:
         """Yields the batches, and counts the time until each is available as waiting for data."""
         batches = iter(batches)
         while True:
-            start = time.perf_counter()
-            batch = next(batches, None)
-            self._waited += time.perf_counter() - start
+            with self.wait("data"):
+                batch = next(batches, None)
             if batch is None:
                 return
             yield batch
-
-    @contextlib.contextmanager
-    def pause(self, name: str) -> Iterator[None]:
-        """Counts the time within the context as one of `PAUSES` and not as training."""
-        start = time.perf_counter()
-        yield
-        self._paused[name] += time.perf_counter() - start
 
     def measure(self, step: int) -> dict[str, float]:
         """Measures speed and waiting times since the last call.
 
         Returns:
-          'images_per_second' without pauses; 'mfu', this speed as a fraction of the peak speed, if
-          that is known; and 'data_wait', 'checkpoint_wait' and 'evaluation_wait' as fractions of
-          the elapsed time.
+          'images_per_second', without checkpoints and evaluations; 'mfu', this speed as a fraction
+          of the peak speed, if that is known; and 'data_wait', 'checkpoint_wait' and
+          'evaluation_wait' as fractions of the elapsed time.
         """
         now = time.perf_counter()
         seconds = now - self._last_time
-        waits = {"data_wait": self._waited / seconds}
-        waits |= {f"{name}_wait": paused / seconds for name, paused in self._paused.items()}
-        steps, training = step - self._last_step, seconds - sum(self._paused.values())
+        waits = {f"{name}_wait": waited / seconds for name, waited in self._waited.items()}
+        training = seconds - self._waited["checkpoint"] - self._waited["evaluation"]
+        steps = step - self._last_step
         self._last_step, self._last_time = step, now
-        self._waited, self._paused = 0.0, dict.fromkeys(PAUSES, 0.0)
+        self._waited = dict.fromkeys(WAITS, 0.0)
         self._training_steps += steps
         self._training_seconds += training
         speed = steps * self._batch_size / training

@@ -98,21 +98,23 @@ def write_atomically(path: Path, text: str) -> None:
 def explain_failed_write(what: str, directory: Path) -> Iterator[None]:
     """Turns the `OSError` of a full or read-only disk into a message for the user.
 
-    Args:
-      what: What is being written, for the message.
-      directory: Where it is being written.
-
     Raises:
       InputError: A write failed within the context.
     """
     try:
         yield
     except OSError as error:
-        raise InputError(
-            f"{what} could not be written to {directory}: {error.strerror}. Training stops; the "
-            "checkpoints are not affected. Free disk space or fix the permissions, then run the "
-            "same command again to resume"
-        ) from error
+        raise failed_write(what, directory, error.strerror) from error
+
+
+def failed_write(
+    what: str, directory: Path, reason: str, safe: str = "the checkpoints are not affected"
+) -> InputError:
+    """Returns the error for a write that failed, with the reason and what is left of the run."""
+    return InputError(
+        f"{what} could not be written to {directory}: {reason}. Training stops; {safe}. Free disk "
+        "space or fix the permissions, then run the same command again to resume"
+    )
 
 
 class StopRequest:
