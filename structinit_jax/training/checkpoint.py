@@ -1,8 +1,7 @@
 """Checkpoints through Orbax: the newest few and the best one, written while training continues."""
 
-import contextlib
 import logging
-import re
+import operator
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -14,23 +13,23 @@ from jax.experimental import multihost_utils
 from orbax.checkpoint import checkpoint_managers
 
 from structinit_jax.errors import InputError
-from structinit_jax.training import manifest
+from structinit_jax.training import manifest, workdir
 from structinit_jax.training.state import TrainState
 
 BEST_METRIC = "test/accuracy"
 # Never the best. Orbax would warn about missing metrics at every save without an evaluation.
 NOT_EVALUATED = {BEST_METRIC: -1.0}
+PARTS = {"opt_state": "optimizer state", "ema": "averaged weights"}  # all others: weights
 
 
 class Checkpoints:
     """The checkpoints of a run that is being trained.
 
-    On creation all checkpoints are verified against their manifests (see `training.manifest`).
-    Damaged ones are reported and moved to `damaged/`, so that the newest intact one is the latest.
+    Damaged checkpoints (see `training.manifest`) are reported and moved to `damaged/`.
 
     Args:
       directory: Absolute path, created if it does not exist.
-      keep: Number of newest checkpoints to keep. The best by `BEST_METRIC` is kept in addition.
+      keep: Number of newest checkpoints to keep, in addition to the best by `BEST_METRIC`.
     """
 
     def __init__(self, directory: Path, keep: int):
@@ -43,16 +42,14 @@ class Checkpoints:
         if jax.process_count() > 1:
             multihost_utils.sync_global_devices("checkpoints verified")
 
-        def accuracy(metrics):
-            return metrics[BEST_METRIC]
-
+        for name in ("absl", "asyncio"):
+            logging.getLogger(name).addFilter(_is_worth_logging)
+        accuracy = operator.itemgetter(BEST_METRIC)
+        newest = checkpoint_managers.LatestN(keep)
         # Orbax's own `best_fn` with `max_to_keep` may delete the latest step.
         best = checkpoint_managers.BestN(
             get_metric_fn=accuracy, n=1, keep_checkpoints_without_metrics=False
         )
-        newest = checkpoint_managers.LatestN(keep)
-        for name in ("absl", "asyncio"):
-            logging.getLogger(name).addFilter(_is_worth_logging)
         self._manager = ocp.CheckpointManager(
             directory,
             options=ocp.CheckpointManagerOptions(
@@ -119,29 +116,14 @@ class Checkpoints:
             self._sealer.shutdown()
             self._manager.close()
 
-    @contextlib.contextmanager
     def _explain_failure(self):
-        """Turns Orbax's many errors for a full or read-only disk into one message."""
-        try:
-            yield
-        except (OSError, ValueError) as error:
-            if not _is_failed_write(error):
-                raise
-            reason = re.sub(r"\s*\[os_error_code.*", "", str(error).rsplit(": ", 1)[-1])
-            if isinstance(error, OSError):
-                reason = error.strerror
-            folders = manifest.step_folders(self.directory)
-            intact = [folder for folder in folders if not manifest.find_damage(folder)]
-            safe = (
-                f"the checkpoint of step {intact[0].name} is intact, later steps are lost"
-                if intact
-                else "there is no earlier checkpoint"
-            )
-            raise InputError(
-                f"a checkpoint could not be written to {self.directory}: {reason}. Training stops; "
-                f"{safe}. Free disk space or fix the permissions, then run the same command again "
-                "to resume"
-            ) from error
+        return workdir.explain_failed_write("a checkpoint", self.directory, self._what_is_safe)
+
+    def _what_is_safe(self) -> str:
+        for folder in manifest.step_folders(self.directory):
+            if not manifest.find_damage(folder):
+                return f"the checkpoint of step {folder.name} is intact, later steps are lost"
+        return "there is no earlier checkpoint"
 
 
 def newest_step(directory: Path) -> int | None:
@@ -157,8 +139,7 @@ def newest_step(directory: Path) -> int | None:
             else:
                 step = int(folder.name)
                 break
-    if jax.process_count() > 1:
-        step = int(multihost_utils.broadcast_one_to_all(np.int32(step)))
+    step = int(multihost_utils.broadcast_one_to_all(np.int32(step)))
     return None if step < 0 else step
 
 
@@ -174,41 +155,22 @@ def restore(directory: Path, step: int, abstract_state: TrainState) -> TrainStat
       InputError: The checkpoint does not fit; the message names the first difference.
     """
     folder = directory / str(step)
-    saved = _saved_shapes(folder)
-    if saved["ema"] and not abstract_state.ema:
-        raise InputError(
-            f"checkpoint {folder} has averaged weights, but config.ema_decay is 0: set it to the "
-            "value that the run was trained with"
-        )
-    _check_weights(folder, saved, abstract_state)
-    hint = "It was written by a different version of this package"
-    _check_equal(folder, hint, "optimizer state", saved["opt_state"], abstract_state.opt_state)
+    _check(folder, abstract_state._asdict())
     return _restore(folder, abstract_state)
 
 
 def restore_weights(directory: Path, step: int, abstract_state: TrainState) -> TrainState:
-    """Restores a training state without its optimizer state, for evaluation and export.
+    """Restores a training state for evaluation and export; see `restore`.
 
-    Args:
-      directory: Directory of the checkpoints.
-      step: Step to restore.
-      abstract_state: Shapes, types and shardings. If its `ema` is empty, averaged weights are not
-        restored. Its `opt_state` is ignored.
-
-    Raises:
-      InputError: The checkpoint does not fit; the message names the first difference.
+    The optimizer state is not restored, nor are averaged weights if `abstract_state.ema` is empty.
     """
     folder = directory / str(step)
-    _check_weights(folder, _saved_shapes(folder), abstract_state)
     fields = abstract_state._asdict()
     del fields["opt_state"]
     if not abstract_state.ema:
         del fields["ema"]
+    _check(folder, fields)
     return TrainState(**{"opt_state": {}, "ema": {}} | _restore(folder, fields, partial=True))
-
-
-def _saved_shapes(folder: Path) -> dict[str, Any]:
-    return ocp.PyTreeCheckpointHandler().metadata(folder / "state").tree
 
 
 def _restore(folder: Path, abstract: Any, partial: bool = False) -> Any:
@@ -220,49 +182,37 @@ def _restore(folder: Path, abstract: Any, partial: bool = False) -> Any:
     return ocp.PyTreeCheckpointHandler().restore(folder / "state", args=args)
 
 
-def _check_weights(folder: Path, saved: dict[str, Any], abstract_state: TrainState) -> None:
-    hint = "It was trained with a different config.model"
-    _check_equal(folder, hint, "weights", saved["params"], abstract_state.params)
-    _check_equal(folder, hint, "weights", saved["model_state"], abstract_state.model_state)
-    if abstract_state.ema and not saved["ema"]:
-        raise InputError(
-            f"checkpoint {folder} has no averaged weights, which config.ema_decay requires: set it "
-            "to 0"
+def _check(folder: Path, fields: dict[str, Any]) -> None:
+    """Compares the shapes in some fields of a training state with those in a checkpoint."""
+    saved = ocp.PyTreeCheckpointHandler().metadata(folder / "state").tree
+    if "ema" in fields and bool(saved["ema"]) != bool(fields["ema"]):
+        problem = (
+            "averaged weights, but config.ema_decay is 0: set it to the value of that run"
+            if saved["ema"]
+            else "no averaged weights, which config.ema_decay requires: set it to 0"
         )
-    if abstract_state.ema:
-        _check_equal(folder, hint, "averaged weights", saved["ema"], abstract_state.ema)
+        raise InputError(f"checkpoint {folder} has {problem}")
+    for field in fields:
+        ours, theirs = _shapes_by_name(fields[field]), _shapes_by_name(saved[field])
+        for name in sorted(ours.keys() | theirs.keys()):
+            if ours.get(name) != theirs.get(name):
+                cause = "version of this package" if field == "opt_state" else "config.model"
+                raise InputError(
+                    f"checkpoint {folder} does not fit: first difference at "
+                    f"{PARTS.get(field, 'weights')} {name!r}, {theirs.get(name, 'missing')} in the "
+                    f"checkpoint, {ours.get(name, 'missing')} in the model. It was written with a "
+                    f"different {cause}: use that one, or another --workdir"
+                )
 
 
-def _check_equal(folder: Path, hint: str, part: str, saved, expected) -> None:
-    saved, expected = _shapes_by_name(saved), _shapes_by_name(expected)
-    for name in sorted(saved.keys() | expected.keys()):
-        if saved.get(name) != expected.get(name):
-            raise InputError(
-                f"checkpoint {folder} does not fit: first difference at {part} {name!r}, "
-                f"{_describe(saved.get(name))} in the checkpoint, {_describe(expected.get(name))} "
-                f"in the model. {hint}: use that one, or another --workdir"
-            )
-
-
-def _shapes_by_name(tree) -> dict[str, tuple[int, ...]]:
+def _shapes_by_name(tree) -> dict[str, str]:
     return {
-        jax.tree_util.keystr(path, simple=True, separator="/"): tuple(leaf.shape)
+        jax.tree_util.keystr(path, simple=True, separator="/"): f"shape {list(leaf.shape)}"
         for path, leaf in jax.tree_util.tree_leaves_with_path(tree)
     }
-
-
-def _describe(shape: tuple[int, ...] | None) -> str:
-    return "missing" if shape is None else f"shape {list(shape)}"
-
-
-def _is_failed_write(error: BaseException | None) -> bool:
-    """Recognizes a disk error in the types that Orbax and TensorStore give it."""
-    return isinstance(error, OSError) or (
-        isinstance(error, ValueError) and "os_error_code" in str(error)
-    )
 
 
 def _is_worth_logging(record: logging.LogRecord) -> bool:
     """Drops failed writes that Orbax logs with a traceback and raises as well."""
     from_orbax = "orbax" in record.pathname or record.name == "asyncio"
-    return not (from_orbax and record.exc_info and _is_failed_write(record.exc_info[1]))
+    return not (from_orbax and record.exc_info and workdir.is_failed_write(record.exc_info[1]))

@@ -2,6 +2,7 @@
 
 import importlib.util
 import os
+import re
 import sys
 import threading
 from pathlib import Path
@@ -19,12 +20,12 @@ def join(
 ) -> None:
     """Connects this process to the others of a run. Only process 0 prints to stdout afterwards.
 
-    Without arguments JAX finds the other processes on Cloud TPU, SLURM and GKE; on any other
-    machine the run has a single process.
+    Without arguments JAX finds the other processes on Cloud TPU, SLURM and GKE; elsewhere the run
+    has a single process.
 
     Args:
       coordinator_address: Host and port of process 0, for example '10.0.0.1:1234'.
-      num_processes: Number of processes. 1 without the other arguments disables the search.
+      num_processes: Number of processes. 1 alone disables the search.
       process_id: Index of this process, from 0 to num_processes - 1.
       timeout: Seconds to wait for the other processes before this one exits.
 
@@ -32,18 +33,12 @@ def join(
       InputError: The arguments are incomplete or do not fit together.
     """
     given = (coordinator_address, num_processes, process_id)
-    if given == (None, 1, None):
+    if given == (None, 1, None) or (given == (None, None, None) and not _in_cluster(os.environ)):
         return
-    if given == (None, None, None):
-        if not _in_cluster(os.environ):
-            return
-    else:
-        _check(coordinator_address, num_processes, process_id)
-    place = (
-        f"process {process_id} of {num_processes} (coordinator {coordinator_address})"
-        if coordinator_address
-        else "this process"
-    )
+    place = "this process"
+    if given != (None, None, None):
+        _check(*given)
+        place = f"process {process_id} of {num_processes} (coordinator {coordinator_address})"
     watchdog = threading.Timer(timeout, _give_up, (place, timeout))
     watchdog.daemon = True
     watchdog.start()
@@ -68,20 +63,18 @@ def join(
         sys.stdout = Path(os.devnull).open("w")  # noqa: SIM115
 
 
-def _check(coordinator_address: str | None, num_processes: int | None, process_id: int | None):
+def _check(coordinator_address, num_processes, process_id) -> None:
     values = {
         "--coordinator_address": coordinator_address,
         "--num_processes": num_processes,
         "--process_id": process_id,
     }
-    missing = [flag for flag, value in values.items() if value is None]
-    if missing:
+    if missing := [flag for flag, value in values.items() if value is None]:
         raise InputError(
             f"{' and '.join(missing)} must be set too: several processes need all of "
             "--coordinator_address=HOST:PORT, --num_processes and --process_id"
         )
-    host, _, port = coordinator_address.rpartition(":")
-    if not host or not port.isdigit():
+    if not re.fullmatch(r".+:\d+", coordinator_address):
         raise InputError(
             f"--coordinator_address={coordinator_address} must be a host and a port, for example "
             "10.0.0.1:1234"
@@ -97,15 +90,13 @@ def _check(coordinator_address: str | None, num_processes: int | None, process_i
 
 def _in_cluster(environment) -> bool:
     """Whether this process is one of several, or runs on a Cloud TPU host."""
-    if int(environment.get("SLURM_STEP_NUM_TASKS", "1")) > 1:  # set by srun for its step
-        return True
-    if "," in environment.get("TPU_WORKER_HOSTNAMES", ""):  # set by GKE
-        return True
+    srun = int(environment.get("SLURM_STEP_NUM_TASKS", "1")) > 1
+    gke = "," in environment.get("TPU_WORKER_HOSTNAMES", "")
     # A Cloud TPU VM has libtpu and device files of its chips. Notebook services have both too, but
     # no metadata server to query, and set TPU_SKIP_MDS_QUERY.
     chips = Path("/dev/accel0").exists() or Path("/dev/vfio/0").exists()
     libtpu = importlib.util.find_spec("libtpu") is not None
-    return chips and libtpu and "TPU_SKIP_MDS_QUERY" not in environment
+    return srun or gke or (chips and libtpu and "TPU_SKIP_MDS_QUERY" not in environment)
 
 
 def _give_up(place: str, timeout: float) -> None:

@@ -8,11 +8,9 @@ import collections
 import math
 import re
 from collections.abc import Iterator
-from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from flax import nnx
 from jax.extend.core import ClosedJaxpr, Jaxpr
 from ml_collections import ConfigDict
@@ -20,8 +18,7 @@ from ml_collections import ConfigDict
 from structinit_jax.models.registry import create_model
 
 # Peak FLOP/s of one JAX device for dense bfloat16 products (float16 on V100 and T4, which lack
-# bfloat16), by `device_kind`. The names must match exactly: a partition of a GPU has a name that
-# starts with that of the GPU.
+# bfloat16), by `device_kind`. Exact names: those of partitions of a GPU start with its name.
 PEAK = {
     # https://cloud.google.com/tpu/docs/system-architecture-tpu-vm and its pages on each version.
     "TPU v2": 46e12 / 2,  # a device is one of the chip's two cores
@@ -64,8 +61,8 @@ def peak_speed(config: ConfigDict, mesh: jax.sharding.Mesh) -> float | None:
 def flops_per_image(config: ConfigDict) -> float:
     """Counts the FLOPs of matrix products and convolutions for one training image.
 
-    The backward pass has two products for each one of the forward pass: the gradients of its two
-    factors.
+    The backward pass has two products, the gradients of the factors, for each one of the forward
+    pass.
     """
     options = config.model.to_dict() | {"remat": "none"}
     if "attention_implementation" in options:
@@ -121,34 +118,28 @@ _CALL = re.compile(r"(?:body|to_apply|calls|\w+_computation)=%?([\w.\-]+)")
 _TRIP_COUNT = re.compile(r'"known_trip_count":\{"n":"(\d+)"\}')
 
 
-class Collective(NamedTuple):
-    """An exchange between devices.
-
-    Attributes:
-      kind: HLO instruction, for example 'all-reduce'.
-      num_bytes: Size of the result on one device.
-      repeats: How often it runs in loops. None if the length of a loop is unknown.
-    """
-
-    kind: str
-    num_bytes: int
-    repeats: int | None
-
-
-def find_collectives(hlo: str) -> list[Collective]:
-    """Finds the collectives of a compiled program.
+def find_collectives(hlo: str) -> list[tuple[str, int, int | None]]:
+    """Finds the exchanges between devices in a compiled program.
 
     Args:
       hlo: Text of the program, from `compiled.as_text()`.
+
+    Returns:
+      The kind of each, for example 'all-reduce', the bytes of its result on one device, and how
+      often it runs in loops. The latter is None if the length of a loop is unknown.
     """
-    computations = _split_computations(hlo)
+    computations = collections.defaultdict(list)  # lines by name
+    name = ""
+    for line in hlo.splitlines():
+        if match := _COMPUTATION.match(line):
+            name = match[1]
+        computations[name].append(line)
     callers = {}  # name of a computation: (name of the one that calls it, how often)
     for name, lines in computations.items():
         for line in lines:
-            for callee in _CALL.findall(line):
-                is_loop = " while(" in line
-                trips = _TRIP_COUNT.search(line)
-                callers[callee] = (name, int(trips[1]) if trips else None if is_loop else 1)
+            trips = _TRIP_COUNT.search(line)
+            times = int(trips[1]) if trips else None if " while(" in line else 1
+            callers |= dict.fromkeys(_CALL.findall(line), (name, times))
 
     def repeats(name: str) -> int | None:
         if name not in callers:
@@ -158,7 +149,7 @@ def find_collectives(hlo: str) -> list[Collective]:
         return None if times is None or outer is None else times * outer
 
     return [
-        Collective(match[2], _num_bytes(match), repeats(name))
+        (match[2], _num_bytes(match), repeats(name))
         for name, lines in computations.items()
         for line in lines
         if (match := _COLLECTIVE.search(line))
@@ -168,29 +159,16 @@ def find_collectives(hlo: str) -> list[Collective]:
 def bytes_by_kind(hlo: str) -> dict[str, int]:
     """Sums the bytes of all collectives by kind. Loops of unknown length count once."""
     total = collections.Counter()
-    for collective in find_collectives(hlo):
-        total[collective.kind] += collective.num_bytes * (collective.repeats or 1)
+    for kind, num_bytes, repeats in find_collectives(hlo):
+        total[kind] += num_bytes * (repeats or 1)
     return dict(total)
 
 
-def _split_computations(text: str) -> dict[str, list[str]]:
-    """Lines of each computation by its name."""
-    computations: dict[str, list[str]] = {}
-    lines: list[str] = []
-    for line in text.splitlines():
-        if match := _COMPUTATION.match(line):
-            lines = computations.setdefault(match[1], [])
-        lines.append(line)
-    return computations
-
-
 def _num_bytes(match: re.Match) -> int:
-    sizes = [_array_bytes(*groups) for groups in _ARRAY.findall(match[1])]
+    sizes = []
+    for letters, bits, shape in _ARRAY.findall(match[1]):
+        itemsize = 1 if letters == "pred" else int(bits or 8) // 8
+        sizes.append(itemsize * math.prod(int(n) for n in shape.split(",") if n))
     if match[3] and match[2] in ("all-gather", "collective-permute"):
         sizes = sizes[len(sizes) // 2 :]  # asynchronous forms return their operands too
     return sum(sizes)
-
-
-def _array_bytes(letters: str, bits: str, shape: str) -> int:
-    size = 1 if letters == "pred" else int(bits or 8) // 8
-    return size * int(np.prod([int(n) for n in shape.split(",") if n], dtype=np.int64))
