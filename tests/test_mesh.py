@@ -49,7 +49,7 @@ def test_data_parallel_devices_exchange_gradients_and_nothing_else(wide_config):
     two_scalars = 8  # loss and accuracy
     gradients = num_bytes(setup.abstract_state.params)
     assert bytes_by_kind(step.as_text()) == {"all-reduce": gradients + two_scalars}
-    assert all(collective.repeats for collective in find_collectives(step.as_text()))
+    assert all(repeats for *_, repeats in find_collectives(step.as_text()))
     # The state is donated: the step writes the new one where the old one was.
     assert step.memory_analysis().alias_size_in_bytes == num_bytes(setup.abstract_state)
 
@@ -80,6 +80,7 @@ def test_the_model_state_and_its_average_are_replicated(tiny_config):
         num_classes=10, width=128, depth=2, kernel_size=8, spatial_filters="fixed"
     )
     tiny_config.update(fsdp=4, ema_decay=0.9)
+    tiny_config.attention_init = dict(name="default")
     state = set_up(tiny_config, CATALOG["digits"], 384).abstract_state
     kernel = state.model_state["blocks"]["spatial"]["kernel"]
     assert kernel.size >= mesh_lib.MIN_SHARDED_SIZE

@@ -101,9 +101,9 @@ def _in_cluster(environment) -> bool:
 
 def _give_up(place: str, timeout: float) -> None:
     print(
-        f"error: {place} waited {timeout:.0f} s, but not all processes joined. Start the same "
-        "command on all hosts at the same time, check that they can reach the coordinator's port, "
-        "or pass --num_processes=1 to train on this machine alone",
+        f"error: {place} waited {timeout:.0f} s, but not all processes joined. Start it on all "
+        "hosts at the same time, check that they can reach the coordinator's port, or pass "
+        "--num_processes=1 to train on this machine alone",
         file=sys.stderr,
         flush=True,
     )

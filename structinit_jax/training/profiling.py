@@ -101,8 +101,7 @@ class RecompilationWatch:
             "a Python value differs between calls, and the devices are idle during compilation"
         )
 
-    def _listen(self, event: str, duration: float, **details) -> None:
-        del duration
+    def _listen(self, event: str, _duration: float, **details) -> None:
         if self._counting and event == COMPILE_EVENT:
             self._names.append(str(details.get("fun_name", "a function")))
 

@@ -122,9 +122,8 @@ class StopRequest:
 
     _received = False
 
-    def receive(self, number: int, frame) -> None:
+    def receive(self, _number: int, _frame) -> None:
         """Handles the first signal, and restores the default handlers for the second."""
-        del number, frame
         signal.signal(signal.SIGINT, signal.default_int_handler)
         if jax.process_count() > 1:
             signal.raise_signal(signal.SIGTERM)  # JAX passes it on to all processes
@@ -149,9 +148,10 @@ def listen_for_signals() -> Iterator[StopRequest]:
     cannot be handled outside the main thread.
     """
     request = StopRequest()
+    single = jax.process_count() == 1
+    numbers = (signal.SIGINT, signal.SIGTERM) if single else (signal.SIGINT,)
     with contextlib.ExitStack() as on_exit:
         if threading.current_thread() is threading.main_thread():
-            single = jax.process_count() == 1
-            for number in (signal.SIGINT, signal.SIGTERM) if single else (signal.SIGINT,):
+            for number in numbers:
                 on_exit.callback(signal.signal, number, signal.signal(number, request.receive))
         yield request
