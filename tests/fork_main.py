@@ -4,7 +4,7 @@ Imports take most of a short command's time. Like `python -m`, a fork is a proce
 signals, exit status, output and devices.
 """
 
-import json
+import atexit
 import multiprocessing
 import os
 import runpy
@@ -36,7 +36,7 @@ class Command:
             "JAX_PLATFORMS": "cpu",
         } | environment
         self.process = CONTEXT.Process(
-            target=_run_module, args=(module, self.arguments, self.paths, environment)
+            target=_run_module, args=(module, self.arguments, self.paths, environment), daemon=True
         )
         self.process.start()
 
@@ -68,12 +68,10 @@ def _run_module(module, arguments, paths, environment):
     os.environ.update(environment)
     os.chdir(ROOT)
     sys.argv = [module, *arguments]
-    if module.endswith(".py"):
-        runpy.run_path(module, run_name="__main__")
-    else:
-        runpy.run_module(module, run_name="__main__", alter_sys=True)
-
-
-if __name__ == "__main__":
-    results = [run(*arguments) for arguments in json.load(sys.stdin)]
-    json.dump([[r.returncode, r.stdout, r.stderr] for r in results], sys.stdout)
+    try:
+        if module.endswith(".py"):
+            runpy.run_path(module, run_name="__main__")
+        else:
+            runpy.run_module(module, run_name="__main__", alter_sys=True)
+    finally:
+        atexit._run_exitfuncs()  # multiprocessing would not; JAX leaves the other processes here

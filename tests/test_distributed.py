@@ -2,12 +2,14 @@
 
 import contextlib
 import json
+import re
+import signal
 import socket
 import time
 
+import fork_main
 import numpy as np
 import pytest
-from forked import Command
 
 from structinit_jax import train
 from structinit_jax.errors import InputError
@@ -38,15 +40,14 @@ def free_port():
 @pytest.fixture(scope="module")
 def start(tmp_path_factory):
     """Starts the command on a number of virtual devices."""
-    caches, output = str(tmp_path_factory.mktemp("cache")), tmp_path_factory.mktemp("output")
+    cache = str(tmp_path_factory.mktemp("cache"))
 
     def start(num_devices, *arguments):
-        environment = {
-            "XLA_FLAGS": f"--xla_force_host_platform_device_count={num_devices} "
-            "--xla_backend_optimization_level=1",
-            "XDG_CACHE_HOME": caches,
-        }
-        return Command(arguments, environment, output)
+        xla_flags = (
+            f"--xla_force_host_platform_device_count={num_devices} "
+            "--xla_backend_optimization_level=1"
+        )
+        return fork_main.Command(*arguments, XLA_FLAGS=xla_flags, XDG_CACHE_HOME=cache)
 
     return start
 
@@ -56,8 +57,8 @@ def expected(start, data_dir, tmp_path_factory):
     """The losses of a run of one process on eight devices, by step."""
     workdir = tmp_path_factory.mktemp("one")
     fields = [f"--config.data.data_dir={data_dir}", "--config.num_steps=20"]
-    code, *output = start(8, *TINY, *fields, f"--workdir={workdir}").wait()
-    assert code == 0, output
+    result = start(8, *TINY, *fields, f"--workdir={workdir}").wait()
+    assert result.returncode == 0, result
     return losses(workdir)
 
 
@@ -82,11 +83,11 @@ def test_two_processes_train_as_one_and_stop_together(start_two, expected, data_
     arguments = [*TINY, f"--config.data.data_dir={data_dir}"]
     two = tmp_path / "two"
     pair = start_two(*arguments, f"--workdir={two}", "--config.num_steps=10")
-    (code, first, _), (other_code, second, _) = outputs = [command.wait() for command in pair]
-    assert code == other_code == 0, outputs
-    assert "devices: 8 × cpu (2 hosts)" in first
-    assert "done: test accuracy" in first
-    assert "step" not in second
+    first, second = results = [command.wait() for command in pair]
+    assert first.returncode == second.returncode == 0, results
+    assert "devices: 8 × cpu (2 hosts)" in first.stdout
+    assert "done: test accuracy" in first.stdout
+    assert "step" not in second.stdout
     assert list(losses(two)) == list(range(1, 11))  # every line once
 
     # The run is resumed. A signal to one process stops both after the same step.
@@ -96,13 +97,14 @@ def test_two_processes_train_as_one_and_stop_together(start_two, expected, data_
         assert all(command.process.is_alive() for command in pair)
         assert time.monotonic() < deadline
         time.sleep(0.1)
-    pair[1].process.terminate()
-    outputs = [command.wait() for command in pair]
-    assert [code for code, *_ in outputs] == [train.PREEMPTED_EXIT_CODE] * 2, outputs
-    messages = [error[error.index("stopped by a signal after step") :] for *_, error in outputs]
-    assert messages[0].splitlines()[0] == messages[1].splitlines()[0]
-    stopped_at = int(messages[0].split()[6])
-    assert "resumed from step 10" in outputs[0][1]
+    pair[1].kill(signal.SIGTERM)
+    results = [command.wait() for command in pair]
+    assert [result.returncode for result in results] == [train.PREEMPTED_EXIT_CODE] * 2, results
+    (stopped_at,) = {
+        int(re.search(r"stopped by a signal after step (\d+)", result.stderr)[1])
+        for result in results
+    }
+    assert "resumed from step 10" in results[0].stdout
     assert (two / "checkpoints" / str(stopped_at) / "manifest.json").exists()
     assert max(losses(two)) == stopped_at
 
@@ -118,15 +120,15 @@ def test_a_run_is_resumed_on_other_numbers_of_devices(start, expected, data_dir,
     arguments = [*TINY, f"--config.data.data_dir={data_dir}"]
 
     def run(num_devices, num_steps, fsdp):
-        code, *output = start(
+        result = start(
             num_devices,
             *arguments,
             f"--config.fsdp={fsdp}",
             f"--config.num_steps={num_steps}",
             f"--workdir={tmp_path}",
         ).wait()
-        assert code == 0, output
-        return output[0]
+        assert result.returncode == 0, result
+        return result.stdout
 
     run(num_devices=8, num_steps=7, fsdp=2)
     assert "resumed from step 7" in run(num_devices=4, num_steps=14, fsdp=1)
@@ -146,10 +148,10 @@ def test_a_process_started_alone_gives_up_with_a_message(start, tmp_path):
     alone[-3] = f"--coordinator_address=127.0.0.1:{free_port()}"
     commands.append(start(1, *alone, "--process_id=1"))
     for i, command in enumerate(commands):
-        code, _, message = command.wait()
-        assert code == 1
-        assert f"error: process {i} of 2 (coordinator 127.0.0.1:" in message
-        assert "waited 2 s, but not all processes joined" in message
+        result = command.wait()
+        assert result.returncode == 1
+        assert f"error: process {i} of 2 (coordinator 127.0.0.1:" in result.stderr
+        assert "waited 2 s, but not all processes joined" in result.stderr
 
 
 @pytest.mark.parametrize(

@@ -69,4 +69,4 @@ def test_a_file_that_does_not_fit_is_refused(tiny_config, teacher, tmp_path):
     check(tmp_path / "text", "must be a safetensors file")
     tiny_config.model.depth = 4
     model = abstract_model(tiny_config, make_mesh())
-    check(teacher[1], "does not fit the model: .*blocks/3/")
+    check(teacher[1], r"does not fit the model: .*blocks\.3\.")

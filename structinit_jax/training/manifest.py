@@ -1,9 +1,8 @@
 """Checksums that tell complete checkpoints from damaged ones.
 
 Orbax restores flipped bytes without an error, and fails on a truncated file with errors of many
-types. Therefore every finished checkpoint is sealed: a manifest with the size and the BLAKE2 digest
-of each file is written to its directory last. A checkpoint that does not match its manifest is
-damaged, and one without a manifest is incomplete.
+types. Therefore every finished checkpoint is sealed with a manifest: the size and the BLAKE2 digest
+of each file. A checkpoint without a manifest is incomplete.
 """
 
 import hashlib
@@ -17,18 +16,12 @@ MANIFEST = "manifest.json"
 
 def step_folders(directory: Path) -> list[Path]:
     """Lists the checkpoints in a directory, newest step first."""
-    if not directory.is_dir():
-        return []
-    folders = (path for path in directory.iterdir() if path.name.isdigit())
+    folders = (path for path in directory.glob("*") if path.name.isdigit())
     return sorted(folders, key=lambda path: int(path.name), reverse=True)
 
 
 def seal(folder: Path) -> None:
-    """Writes the manifest of a finished checkpoint atomically.
-
-    Raises:
-      OSError: A file cannot be read, or the manifest cannot be written.
-    """
+    """Writes the manifest of a finished checkpoint."""
     paths = sorted(p for p in folder.rglob("*") if p.is_file() and not p.name.startswith(MANIFEST))
     files = {
         path.relative_to(folder).as_posix(): {"size": path.stat().st_size, "blake2b": _digest(path)}
@@ -70,8 +63,7 @@ def set_aside(folder: Path) -> Path:
     while target.exists():  # the same step was damaged before
         number += 1
         target = damaged / f"{folder.name}.{number}"
-    folder.rename(target)
-    return target
+    return folder.rename(target)
 
 
 def _digest(path: Path) -> str:

@@ -13,10 +13,9 @@ MIN_SHARDED_SIZE = 2**14
 
 
 def make_mesh(fsdp: int = 1, devices: list[jax.Device] | None = None) -> Mesh:
-    """Arranges devices on two axes, 'data' and 'fsdp'.
+    """Arranges devices on two axes, 'data' and 'fsdp'. Devices along 'fsdp' are neighbors.
 
-    Batches are split over both axes. The training state is split over 'fsdp' and replicated over
-    'data'. Devices along 'fsdp' are neighbors.
+    Batches are split over both axes, the training state over 'fsdp' only.
 
     Args:
       fsdp: Number of devices that share one copy of the state.
@@ -49,9 +48,8 @@ def replicated(mesh: Mesh) -> NamedSharding:
 def shard(mesh: Mesh, abstract_state: Any) -> Any:
     """Adds a sharding to the shape and type of every array of a (part of a) training state.
 
-    Parameters, optimizer state and moving averages are split over 'fsdp' along their longest
-    divisible axis. Arrays of fewer than `MIN_SHARDED_SIZE` elements and the model state, averaged
-    or not, are replicated.
+    Arrays are split over 'fsdp' along their longest divisible axis. Those of fewer than
+    `MIN_SHARDED_SIZE` elements and the model state, averaged or not, are replicated.
 
     Args:
       mesh: The device mesh.
@@ -59,17 +57,15 @@ def shard(mesh: Mesh, abstract_state: Any) -> Any:
     """
     whole, fsdp = replicated(mesh), mesh.shape["fsdp"]
 
-    def sharding(shape: tuple[int, ...]) -> NamedSharding:
-        axes = [axis for axis, size in enumerate(shape) if size % fsdp == 0]
-        if fsdp == 1 or not axes or np.prod(shape) < MIN_SHARDED_SIZE:
-            return whole
-        longest = max(axes, key=lambda axis: shape[axis])
-        return NamedSharding(mesh, PartitionSpec(*(None,) * longest, "fsdp"))
-
     def place(path, leaf):
         names = jax.tree_util.keystr(path, simple=True, separator="/").split("/")
-        placement = whole if "model_state" in names[:2] else sharding(leaf.shape)
-        return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=placement)
+        axes = [axis for axis, size in enumerate(leaf.shape) if size % fsdp == 0]
+        small = fsdp == 1 or not axes or leaf.size < MIN_SHARDED_SIZE
+        sharding = whole
+        if not small and "model_state" not in names[:2]:
+            longest = max(axes, key=lambda axis: leaf.shape[axis])
+            sharding = NamedSharding(mesh, PartitionSpec(*(None,) * longest, "fsdp"))
+        return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding)
 
     return jax.tree_util.tree_map_with_path(place, abstract_state)
 

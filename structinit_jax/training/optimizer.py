@@ -1,8 +1,7 @@
-"""What is minimized, for how many steps and at which rate: schedule, loss and optimizer.
+"""Schedule, loss and optimizer.
 
-A new loss or optimizer is a function and an entry in `LOSSES` or `OPTIMIZERS`. A function in a
-user's own module needs no entry: `config.loss` and `config.optimizer` also take its name, as
-`my_module:my_function`.
+A new loss or optimizer is a function and an entry in `LOSSES` or `OPTIMIZERS`. `config.loss` and
+`config.optimizer` also take the name of a user's own function, as `my_module:my_function`.
 """
 
 from collections.abc import Callable, Mapping
@@ -17,7 +16,6 @@ from structinit_jax import plugins
 from structinit_jax.errors import InputError
 
 MAX_STEPS = 2**31 - 1  # the training state counts steps as int32
-AFTER_BLOCKS = ("norm", "head")
 
 
 class Schedule(NamedTuple):
@@ -55,8 +53,7 @@ def make_schedule(config: ConfigDict, num_examples: int) -> Schedule:
     if num_steps > MAX_STEPS:
         field = "num_steps" if config.num_steps else "num_epochs"
         raise InputError(
-            f"config.{field}={config[field]!r} results in {num_steps:,} steps; the maximum is "
-            f"{MAX_STEPS:,}"
+            f"config.{field}={config[field]!r} gives {num_steps:,} steps, more than {MAX_STEPS:,}"
         )
     interval = max(1.0, config.eval_every_epochs * steps_per_epoch)  # one evaluation a step at most
     evaluations = range(1, int(num_steps / interval) + 1)
@@ -82,6 +79,10 @@ def adamw(config: ConfigDict, learning_rate: optax.Schedule) -> optax.GradientTr
     place in the optimizer state, so that they can be enabled when a run is resumed.
     """
     clip, decay = config.clip_norm, config.layer_decay
+
+    def scale_layers(updates, params):
+        return jax.tree.map(jnp.multiply, updates, layer_rates(params, decay))
+
     return optax.chain(
         optax.clip_by_global_norm(clip) if clip else optax.identity(),
         optax.adamw(
@@ -91,7 +92,7 @@ def adamw(config: ConfigDict, learning_rate: optax.Schedule) -> optax.GradientTr
             weight_decay=config.weight_decay,
             mask=decay_mask,
         ),
-        _scale_by_layer(decay) if decay != 1 else optax.identity(),
+        optax.stateless(scale_layers) if decay != 1 else optax.identity(),
     )
 
 
@@ -102,20 +103,12 @@ OPTIMIZERS: Mapping[str, Callable] = {"adamw": adamw}
 
 
 def find_loss(name: str) -> Callable:
-    """Returns the training loss that `config.loss` names.
-
-    Raises:
-      InputError: There is no such loss.
-    """
+    """Returns the training loss that `config.loss` names, or raises `InputError`."""
     return _find(LOSSES, name, "loss")
 
 
 def find_optimizer(name: str) -> Callable:
-    """Returns the function that makes the optimizer that `config.optimizer` names.
-
-    Raises:
-      InputError: There is no such optimizer.
-    """
+    """Returns the maker of the optimizer that `config.optimizer` names, or raises `InputError`."""
     return _find(OPTIMIZERS, name, "optimizer")
 
 
@@ -131,10 +124,9 @@ def _find(registry: Mapping[str, Callable], name: str, field: str) -> Callable:
 
 
 def decay_mask(params: Any) -> Any:
-    """Marks the weights that weight decay applies to: kernels.
+    """Marks the weights that weight decay applies to: kernels, not biases, norms or positions.
 
-    Biases, norms, positions and the class token are excluded. The name decides and not the rank,
-    since the biases of stacked layers have two axes.
+    The name decides and not the rank, since the biases of stacked layers have two axes.
     """
     return jax.tree_util.tree_map_with_path(
         lambda path, _: jax.tree_util.keystr(path[-1:], simple=True) == "kernel", params
@@ -153,8 +145,7 @@ def layer_rates(params: Any, decay: float) -> Any:
     """
     if "blocks" not in params:
         raise InputError(
-            f"config.layer_decay={decay} needs a model with a single stack of blocks: set "
-            "config.layer_decay=1"
+            f"config.layer_decay={decay} needs a model with a single stack of blocks: set it to 1"
         )
     depth = len(jax.tree.leaves(params["blocks"])[0])
 
@@ -163,14 +154,7 @@ def layer_rates(params: Any, decay: float) -> Any:
         if part == "blocks":
             rates = decay ** jnp.arange(depth, 0, -1, dtype=jnp.float32)
             return rates.reshape(depth, *(1,) * (leaf.ndim - 1))
-        factor = 1.0 if part in AFTER_BLOCKS else decay ** (depth + 1)
+        factor = 1.0 if part in ("norm", "head") else decay ** (depth + 1)
         return jnp.full((1,) * leaf.ndim, factor)
 
     return jax.tree_util.tree_map_with_path(rate, params)
-
-
-def _scale_by_layer(decay: float) -> optax.GradientTransformation:
-    def scale(updates, params):
-        return jax.tree.map(lambda u, r: u * r, updates, layer_rates(params, decay))
-
-    return optax.stateless(scale)

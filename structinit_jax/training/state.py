@@ -27,12 +27,11 @@ class TrainState(NamedTuple):
     Attributes:
       step: Number of optimizer steps taken.
       params: Trained parameters of the model, a nested dict of float32 arrays.
-      model_state: The other arrays of the model, in the same form: BatchNorm's running statistics,
-        which the forward pass updates, and fixed weights. Empty for a ViT.
+      model_state: The other arrays of the model, in the same form: fixed weights, and running
+        statistics, which the forward pass updates. Empty for a ViT.
       opt_state: State of the optimizer. Empty in a state that was restored for evaluation.
-      ema: Exponential moving averages of `params` and `model_state`, under these two names.
-        Running statistics are averaged too, as in timm's ModelEmaV2 and V3. Empty if
-        `config.ema_decay` is 0.
+      ema: Exponential moving averages of `params` and `model_state` (as in timm's ModelEmaV2 and
+        V3) under these names. Empty if `config.ema_decay` is 0.
     """
 
     step: Int[Array, ""]
@@ -79,11 +78,7 @@ def abstract_model(config: ConfigDict, mesh: jax.sharding.Mesh) -> AbstractModel
 
 
 def check_attention_init(config: ConfigDict, model: AbstractModel) -> None:
-    """Traces the initialization of attention, which costs no computation.
-
-    Raises:
-      InputError: The scheme of `config.attention_init` does not fit the model.
-    """
+    """Raises `InputError` if `config.attention_init` does not fit the model. Computes nothing."""
     initialize = functools.partial(_initialize_attention, config, model.graphdef)
     jax.eval_shape(initialize, model.params, model.model_state, jax.random.key(0))
 
@@ -138,9 +133,8 @@ def init_state(
     with_ema: bool = False,
 ) -> TrainState:
     """Returns the state before the first step."""
-    ema = {}
-    if with_ema:
-        ema = jax.tree.map(jnp.copy, {"params": params, "model_state": model_state})
+    weights = {"params": params, "model_state": model_state}
+    ema = jax.tree.map(jnp.copy, weights) if with_ema else {}
     return TrainState(jnp.zeros((), jnp.int32), params, model_state, optimizer.init(params), ema)
 
 
@@ -159,29 +153,24 @@ def _build_model(config: ConfigDict, rng: PRNGKeyArray) -> nnx.Module:
 
 
 def _draw_weights(config: ConfigDict, rng: PRNGKeyArray) -> tuple[dict, dict]:
-    """Parameters and model state with the model's default initialization."""
-    _, params, model_state = split_model(_build_model(config, rng))
-    return params, model_state
+    return split_model(_build_model(config, rng))[1:]
 
 
 def _initialize_attention(config, graphdef, params, model_state, rng):
     model = nnx.merge(graphdef, params, model_state)
     report = model.initialize_attention(config_lib.make_attention_init(config), rng)
-    _, params, model_state = split_model(model)
-    return params, model_state, report
+    return *split_model(model)[1:], report
 
 
-def _select_from_file(
-    config: ConfigDict, model: AbstractModel, rng: PRNGKeyArray
-) -> tuple[dict, dict]:
-    """Parameters and model state from `config.start_from`, with a head drawn by the rng."""
+def _select_from_file(config: ConfigDict, model: AbstractModel, rng) -> tuple[dict, dict]:
+    """Selects all weights but the head, which is drawn, from `config.start_from`."""
     path = config.start_from
     try:
         teacher = load_file(path)
     except (OSError, SafetensorError) as error:
         raise InputError(
-            f"config.start_from={path!r} cannot be read: {error}. It must be a safetensors file "
-            "with the weights of a timm model"
+            f"config.start_from={path!r} cannot be read: {error}. It must be a safetensors file of "
+            "a timm model"
         ) from error
     draw = jax.jit(functools.partial(_draw_weights, config))
     student = nnx.merge(model.graphdef, *jax.device_get(draw(rng)))
@@ -195,5 +184,4 @@ def _select_from_file(
         weight = np.asarray(weight)
         return jax.make_array_from_callback(like.shape, like.sharding, lambda i: weight[i])
 
-    _, *weights = split_model(student)
-    return jax.tree.map(place, tuple(weights), (model.params, model.model_state))
+    return jax.tree.map(place, split_model(student)[1:], (model.params, model.model_state))
