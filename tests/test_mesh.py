@@ -74,7 +74,8 @@ def test_split_weights_are_gathered_and_images_stay_where_they_are(wide_config):
 
 
 def test_the_model_state_and_its_average_are_replicated(tiny_config):
-    tiny_config.model = base_config("convmixer").model
+    base = base_config("convmixer")
+    tiny_config.model, tiny_config.attention_init = base.model, base.attention_init
     tiny_config.model.update(
         num_classes=10, width=128, depth=2, kernel_size=8, spatial_filters="fixed"
     )
