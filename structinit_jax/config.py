@@ -17,6 +17,7 @@ from structinit_jax.data.info import EVALUATION_SETS
 from structinit_jax.errors import InputError
 from structinit_jax.models.model import CHOICES
 from structinit_jax.models.registry import default_config
+from structinit_jax.training.optimizer import find_loss, find_optimizer
 
 
 def base_config(model: str = "vit") -> ConfigDict:
@@ -221,6 +222,8 @@ def validate(config: ConfigDict) -> None:
     if eval_name:
         text = f"1000, the classes of imagenet2012, for config.data.eval_name={eval_name!r}"
         _require("model.num_classes", config.model.num_classes, text, lambda x: x == 1000)
+    find_loss(config.loss)
+    find_optimizer(config.optimizer)
     augment_options(config)
     make_attention_init(config)
 

@@ -153,6 +153,9 @@ FIELDS = [
     "augment.rand_augment=randaug",
     "augment.rand_augment=rand-m9-zz1",
     # Choices.
+    "loss=hinge",
+    "optimizer=sgd",
+    "optimizer=no_such_module:adam",
     "model.pool=max",
     "model.positions=rope",
     "model.dtype=int8",
