@@ -19,7 +19,7 @@ import numpy as np
 
 from structinit_jax.attention_init import AttentionSite, impulse, papers, sincos_positions
 from structinit_jax.attention_init.kernels import convolution_maps, impulse_kernels
-from structinit_jax.attention_init.positions import layer_norm
+from structinit_jax.attention_init.solve import layer_norm
 
 MODELS = {  # grid, width, heads, layers
     "ViT-T/16": ((14, 14), 192, 3, 12),

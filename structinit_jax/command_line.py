@@ -13,7 +13,6 @@ import sys
 import traceback
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any
 
 import jax
 from absl import app, flags, logging
@@ -26,19 +25,16 @@ CONFIG = flags.DEFINE_string(
     "config", None, "Config file, FILE.py or FILE.py:ROW. --config.FIELD=VALUE sets a field."
 )
 WORKDIR = flags.DEFINE_string(
-    "workdir",
-    None,
-    "Output directory. If it holds a checkpoint, training resumes from it, and other commands read "
-    "the newest one.",
+    "workdir", None, "Output directory. Training resumes from the newest checkpoint in it."
 )
 OUT = flags.DEFINE_string("out", None, "File to write.")
 
 
 def run(main: Callable[[ConfigDict], None], shared: Sequence[str] = ("workdir", "out")) -> None:
-    """Runs `main(config)` and exits. A user's mistake is printed without a traceback.
+    """Runs a command and exits. A user's mistake is printed without a traceback.
 
     Args:
-      main: The command.
+      main: The command, called with the config.
       shared: Those of the flags --workdir and --out that the command takes.
     """
     for name in {"workdir", "out"}.difference(shared):
@@ -71,8 +67,7 @@ def load_config(location: str) -> ConfigDict:
     """Runs a config file and returns its config.
 
     Args:
-      location: Path of the file, relative to the working directory or absolute. The table row may
-        follow after a colon: 'configs/vit_2025_small.py:food101'.
+      location: Path of the file, optionally with a table row: 'configs/vit_2025_small.py:food101'.
 
     Raises:
       InputError: The file is missing, fails, or does not return a config of this package.
@@ -90,7 +85,7 @@ def load_config(location: str) -> ConfigDict:
         if not isinstance(config, ConfigDict):
             raise InputError(
                 f"get_config() returns {type(config).__name__}, not a ConfigDict: start from "
-                "structinit_jax.config.base_config(), set its fields and return it"
+                "structinit_jax.config.base_config()"
             )
         config_lib.check_fields(config)
     except InputError as error:
@@ -99,19 +94,23 @@ def load_config(location: str) -> ConfigDict:
         frames = traceback.extract_tb(error.__traceback__)
         lines = [frame.lineno for frame in frames if frame.filename == path]
         line = getattr(error, "lineno", None) or (lines[-1] if lines else None)
-        place = f"--config={path}, line {line}" if line else f"--config={path}"
-        raise InputError(f"{place}: {type(error).__name__}: {error}") from error
+        place = f"{path}, line {line}" if line else path
+        raise InputError(f"--config={place}: {type(error).__name__}: {error}") from error
     return config
-
-
-# -- parsing ---------------------------------------------------------------------------------------
 
 
 def _parse(argv: list[str]) -> ConfigDict:
     """Parses all flags and returns the config that they describe."""
+    words, overrides = [], []
     try:
-        argv, overrides = _split(flags.FLAGS.read_flags_from_files(argv, force_gnu=False))
-        remaining = flags.FLAGS(argv)
+        unread = iter(flags.FLAGS.read_flags_from_files(argv, force_gnu=False))
+        for word in unread:
+            if word.startswith(("--config.", "-config.")):
+                path, equals, text = word.split(".", 1)[1].partition("=")
+                overrides.append((path, text if equals else next(unread, "")))
+            else:
+                words.append(word)
+        remaining = flags.FLAGS(words)
     except flags.Error as error:
         raise InputError(str(error)) from error
     if flags.FLAGS["verbosity"].using_default_value:
@@ -119,10 +118,7 @@ def _parse(argv: list[str]) -> ConfigDict:
     if len(remaining) > 1:
         raise InputError(f"unrecognized argument {remaining[1]!r}: write --name=value")
     if CONFIG.value is None:
-        raise InputError(
-            "--config is required: the path of a config file, such as "
-            "--config=configs/vit_t_digits.py"
-        )
+        raise InputError("--config is required, such as --config=configs/vit_t_digits.py")
     config = load_config(CONFIG.value)
     for path, text in overrides:
         override(config, path, text)
@@ -132,45 +128,22 @@ def _parse(argv: list[str]) -> ConfigDict:
     return config.lock()
 
 
-def _split(argv: list[str]) -> tuple[list[str], list[tuple[str, str]]]:
-    """Separates `--config.FIELD=VALUE`, or `--config.FIELD VALUE`, from the other arguments."""
-    words, rest, overrides = iter(argv), [], []
-    for word in words:
-        if word.startswith(("--config.", "-config.")):
-            path, equals, text = word.split(".", 1)[1].partition("=")
-            overrides.append((path, text if equals else next(words, "")))
-        else:
-            rest.append(word)
-    return rest, overrides
-
-
 def override(config: ConfigDict, path: str, text: str) -> None:
-    """Sets a field of a config as `--config.FIELD=VALUE` does.
-
-    Args:
-      config: Config to change.
-      path: The field, such as 'model.depth'.
-      text: The value as written on the command line.
-
-    Raises:
-      InputError: There is no such field, or the value is not of the field's type.
-    """
-    *sections, field = path.split(".")
-    section = config
-    for i, name in enumerate([*sections, field]):
-        fields = list(section) if isinstance(section, ConfigDict) else []
+    """Sets a field, such as 'model.depth', as `--config.FIELD=VALUE` does."""
+    node, place = config, "config"
+    for name in path.split("."):
+        fields = list(node) if isinstance(node, ConfigDict) else []
         if name not in fields:
             near = difflib.get_close_matches(name, fields, n=1)
             hint = f"did you mean {near[0]!r}? " if near else ""
             raise InputError(
-                f"--config.{path}: {'.'.join(['config', *sections[:i]])} has no field {name!r}; "
-                f"{hint}it has {', '.join(fields) or 'no fields'}"
+                f"--config.{path}: {place} has no field {name!r}; {hint}it has "
+                f"{', '.join(fields) or 'no fields'}"
             )
-        if i < len(sections):
-            section = section[name]
-    read, need = READERS.get(type(section[field]), (ast.literal_eval, "a Python literal"))
+        section, node, place = node, node[name], f"{place}.{name}"
+    read, need = READERS.get(type(node), (ast.literal_eval, "a Python literal"))
     try:
-        section[field] = read(text)
+        section[name] = read(text)
     except (TypeError, ValueError, SyntaxError) as error:
         raise InputError(f"--config.{path}={text} must be {need}") from error
 
@@ -183,23 +156,12 @@ def _read_tuple(text: str) -> tuple[float, ...]:
     return tuple(value)
 
 
-def _read_section(text: str) -> ConfigDict:
-    value = ast.literal_eval(text)
-    if not isinstance(value, dict):
-        raise TypeError
-    return ConfigDict(value)
-
-
 # Type of a field -> how its text is read, and what it must be.
-READERS: dict[type, tuple[Callable[[str], Any], str]] = {
+READERS = {
     bool: (flags.BooleanParser().parse, "true or false"),
     int: (flags.IntegerParser().parse, "a whole number"),
     float: (flags.FloatParser().parse, "a number"),
     str: (str, "a string"),
     tuple: (_read_tuple, "one or more numbers, such as (0.5, 0.5)"),
-    ConfigDict: (
-        _read_section,
-        "a section: set one of its fields, or pass all of it as a dict, such as "
-        "\"{'name': 'impulse'}\"",
-    ),
+    ConfigDict: (ast.literal_eval, "a dict; or set its fields one by one"),
 }

@@ -4,17 +4,18 @@ The files in `configs/` start from `base_config` and set what their recipe chang
 `config.model` depend on the model family; each family spells them out in its own file.
 """
 
+import functools
 import math
-from collections.abc import Callable, Mapping, Sequence
-from typing import Any, NamedTuple
+from collections.abc import Mapping, Sequence
 
+from flax.traverse_util import flatten_dict
 from ml_collections import ConfigDict
 
 from structinit_jax import attention_init, plugins
 from structinit_jax.augment import AugmentOptions
 from structinit_jax.data.info import EVALUATION_SETS
 from structinit_jax.errors import InputError
-from structinit_jax.models.layers import CHOICES
+from structinit_jax.models.model import CHOICES
 from structinit_jax.models.registry import default_config
 
 
@@ -119,9 +120,6 @@ def parse_row(row: str, columns: Mapping[str, Sequence[str]]) -> list[str]:
       row: One choice for each column, separated by commas. Columns left out at the end take their
         first choice.
       columns: Choices of each column, by the column's name.
-
-    Raises:
-      InputError: A word is not among the choices, or there are too many words.
     """
     words = row.split(",") if row else []
     form = f"the row is written as {','.join(columns)}"
@@ -136,172 +134,131 @@ def parse_row(row: str, columns: Mapping[str, Sequence[str]]) -> list[str]:
 # -- validation ------------------------------------------------------------------------------------
 
 
-class Need(NamedTuple):
-    """A requirement on one field.
-
-    Attributes:
-      text: What the value must be, for the error message.
-      holds: Whether a value meets the requirement. A TypeError counts as no.
-    """
-
-    text: str
-    holds: Callable[[Any], bool]
+def _is_count(x):
+    return isinstance(x, int) and x >= 1
 
 
-def _is_count(value: Any) -> bool:
-    return isinstance(value, int) and value >= 1
+def _are_counts(x):
+    return len(x) > 0 and all(map(_is_count, x)) if isinstance(x, list | tuple) else _is_count(x)
 
 
-def _one_of(*choices: Any) -> Need:
-    return Need(f"one of {', '.join(map(repr, choices))}", lambda value: value in choices)
+def _is_positive(x):
+    return 0 < x < math.inf
 
 
-COUNT = Need("a positive whole number", _is_count)
-COUNT_OR_ZERO = Need("a whole number, 0 or more", lambda x: isinstance(x, int) and x >= 0)
-COUNTS = Need(
-    "a positive whole number, or several",
-    lambda x: all(map(_is_count, x)) and len(x) if isinstance(x, list | tuple) else _is_count(x),
-)
-POSITIVE = Need("a finite number above 0", lambda x: 0 < x < math.inf)
-POSITIVE_OR_ZERO = Need("a finite number, 0 or more", lambda x: 0 <= x < math.inf)
-FINITE = Need("a finite number", math.isfinite)
-RATE = Need("a number in [0, 1)", lambda x: 0 <= x < 1)
-FRACTION = Need("a number in (0, 1]", lambda x: 0 < x <= 1)
-NAME = Need("a name", lambda x: isinstance(x, str) and x != "")
+def _is_name(x):
+    return isinstance(x, str) and x != ""
 
-NEEDS = {
-    "seed": Need("a whole number in [0, 2**32)", lambda x: isinstance(x, int) and 0 <= x < 2**32),
-    "num_epochs": POSITIVE,
-    "num_steps": COUNT_OR_ZERO,
-    "batch_size": COUNT,
-    "loss": NAME,
-    "label_smoothing": RATE,
-    "optimizer": NAME,
-    "learning_rate": POSITIVE,
-    "warmup_epochs": POSITIVE_OR_ZERO,
-    "warmup_learning_rate": POSITIVE_OR_ZERO,
-    "final_learning_rate": POSITIVE_OR_ZERO,
-    "cooldown_epochs": POSITIVE_OR_ZERO,
-    "weight_decay": POSITIVE_OR_ZERO,
-    "layer_decay": FRACTION,
-    "adam_b2": RATE,
-    "adam_epsilon": POSITIVE,
-    "clip_norm": POSITIVE_OR_ZERO,
-    "ema_decay": RATE,
-    "fsdp": COUNT,
-    "accumulate_steps": COUNT,
-    "on_nonfinite": _one_of("stop", "skip"),
-    "log_every_steps": COUNT,
-    "eval_every_epochs": POSITIVE,
-    "checkpoint_every_steps": COUNT,
-    "keep_checkpoints": COUNT,
-    "data.name": Need(
-        "the name of a data set, such as 'cifar10', 'folder' or 'my_module:my_dataset'", NAME.holds
+
+# What a value must be, the test for it (a TypeError means no), and the fields that must meet it,
+# separated by spaces. Each model family has some of the fields of `model`.
+NEEDS = [
+    ("a whole number in [0, 2**32)", lambda x: isinstance(x, int) and 0 <= x < 2**32, "seed"),
+    (
+        "a positive whole number",
+        _is_count,
+        "batch_size fsdp accumulate_steps log_every_steps checkpoint_every_steps keep_checkpoints "
+        "data.repeats data.image_size model.num_classes model.patch_size model.width model.depth "
+        "model.window_size model.kernel_size",
     ),
-    "data.on_bad_image": _one_of("stop", "skip"),
-    "data.eval_name": Need(
+    ("a positive whole number, or several", _are_counts, "model.num_heads model.depths"),
+    (
+        "a whole number, 0 or more",
+        lambda x: isinstance(x, int) and x >= 0,
+        "num_steps model.num_registers model.unroll",
+    ),
+    (
+        "a finite number above 0",
+        _is_positive,
+        "num_epochs learning_rate adam_epsilon eval_every_epochs model.mlp_ratio "
+        "model.token_mlp_ratio",
+    ),
+    (
+        "a finite number, 0 or more",
+        lambda x: 0 <= x < math.inf,
+        "warmup_epochs warmup_learning_rate final_learning_rate cooldown_epochs weight_decay "
+        "clip_norm model.layer_scale",
+    ),
+    ("a finite number", math.isfinite, "model.mlp_mean"),
+    (
+        "a number in [0, 1)",
+        lambda x: 0 <= x < 1,
+        "label_smoothing adam_b2 ema_decay model.drop_path model.dropout",
+    ),
+    ("a number in (0, 1]", lambda x: 0 < x <= 1, "layer_decay data.crop_fraction"),
+    ("a name", _is_name, "loss optimizer"),
+    ("a data set, such as 'cifar10', 'folder' or 'my_module:my_dataset'", _is_name, "data.name"),
+    ("'stop' or 'skip'", ("stop", "skip").__contains__, "on_nonfinite data.on_bad_image"),
+    (
         f"empty or one of {', '.join(EVALUATION_SETS)}",
         lambda x: x == "" or x.split("/")[0] in EVALUATION_SETS,
+        "data.eval_name",
     ),
-    "data.repeats": COUNT,
-    "data.image_size": COUNT,
-    "data.crop_fraction": FRACTION,
-    "data.channels": Need("1 (grayscale) or 3 (RGB)", lambda x: x in (1, 3)),
-    "data.mean": Need("finite numbers", lambda x: all(map(math.isfinite, x))),
-    "data.std": Need("finite numbers above 0", lambda x: all(map(POSITIVE.holds, x))),
-}
-# Fields of the package's own model families; each family has some of them.
-MODEL_NEEDS = {
-    "num_classes": COUNT,
-    "patch_size": COUNT,
-    "width": COUNT,
-    "depth": COUNT,
-    "depths": COUNTS,
-    "num_heads": COUNTS,
-    "window_size": COUNT,
-    "kernel_size": COUNT,
-    "mlp_ratio": POSITIVE,
-    "token_mlp_ratio": POSITIVE,
-    "mlp_mean": FINITE,
-    "num_registers": COUNT_OR_ZERO,
-    "layer_scale": POSITIVE_OR_ZERO,
-    "drop_path": RATE,
-    "dropout": RATE,
-    "unroll": COUNT_OR_ZERO,
-    **{field: _one_of(*choices) for field, choices in CHOICES.items()},
-}
+    ("1 (grayscale) or 3 (RGB)", (1, 3).__contains__, "data.channels"),
+    ("finite numbers", lambda x: all(map(math.isfinite, x)), "data.mean"),
+    ("finite numbers above 0", lambda x: all(map(_is_positive, x)), "data.std"),
+    *(
+        (f"one of {', '.join(map(repr, choices))}", choices.__contains__, f"model.{field}")
+        for field, choices in CHOICES.items()
+    ),
+]
 
 
 def validate(config: ConfigDict) -> None:
-    """Checks everything that can be checked without data and without a device.
-
-    Raises:
-      InputError: A field is missing, unknown or out of range. The message names the field, its
-        value and what it must be.
-    """
+    """Raises `InputError` for everything that can be found without data and without a device."""
     check_fields(config)
-    needs = dict(NEEDS)
-    if not plugins.is_reference(config.model.name):
-        needs |= {f"model.{k}": need for k, need in MODEL_NEEDS.items() if k in config.model}
-    for path, need in needs.items():
-        _require(config, path, need)
-    channels = config.data.channels
+    values = flatten_dict(config.to_dict(), sep=".")
+    if plugins.is_reference(config.model.name):  # the user's family has fields of its own
+        values = {k: v for k, v in values.items() if not k.startswith("model.")}
+    for text, holds, fields in NEEDS:
+        for field in fields.split():
+            if field in values:
+                _require(field, values[field], text, holds)
+    channels, eval_name = config.data.channels, config.data.eval_name
     text = f"a tuple of {channels}, one number for each of config.data.channels={channels}"
-    for path in ("data.mean", "data.std"):
-        _require(config, path, Need(text, lambda x: len(x) == channels))
-    if name := config.data.eval_name:
-        text = f"1000, the classes of imagenet2012, for config.data.eval_name={name!r}"
-        _require(config, "model.num_classes", Need(text, lambda x: x == 1000))
+    for field in ("data.mean", "data.std"):
+        _require(field, values[field], text, lambda x: len(x) == channels)
+    if eval_name:
+        text = f"1000, the classes of imagenet2012, for config.data.eval_name={eval_name!r}"
+        _require("model.num_classes", config.model.num_classes, text, lambda x: x == 1000)
     augment_options(config)
     make_attention_init(config)
 
 
 def check_fields(config: ConfigDict) -> None:
-    """Checks that the config has the fields of `base_config` and no others.
+    """Raises `InputError` unless the config has the fields of `base_config` and no others.
 
     A section that was set as a whole, or that belongs to another model, may lack some.
-
-    Raises:
-      InputError: Naming the missing and the unknown fields.
     """
     name = config.get("model", {}).get("name", "vit")
     base = base_config(name)
     for section in ("", "model", "augment", "data"):
         fields, wanted = (c[section] if section else c for c in (config, base))
-        path = f"config.{section}" if section else "config"
-        missing = sorted(set(wanted) - set(fields))
-        unknown = sorted(set(fields) - set(wanted))
-        if missing or unknown:
-            problems = [f"lacks {', '.join(missing)}"] if missing else []
-            problems += [f"has unknown fields {', '.join(unknown)}"] if unknown else []
+        missing, unknown = set(wanted) - set(fields), set(fields) - set(wanted)
+        problems = {"lacks": missing, "has unknown fields": unknown}
+        text = " and ".join(f"{k} {', '.join(sorted(v))}" for k, v in problems.items() if v)
+        if text:
+            path = f"config.{section}".rstrip(".")
             raise InputError(
-                f"{path} {' and '.join(problems)}: start from "
-                f"structinit_jax.config.base_config({name!r}) and set single fields, such as "
-                f"{path}.{next(iter(wanted))}"
+                f"{path} {text}: start from structinit_jax.config.base_config({name!r}) and set "
+                f"single fields, such as {path}.{next(iter(wanted))}"
             )
 
 
-def _require(config: ConfigDict, path: str, need: Need) -> None:
-    value = config
-    for name in path.split("."):
-        value = value[name]
+def _require(field, value, text, holds):
     try:
-        holds = need.holds(value)
+        if holds(value):
+            return
     except TypeError:
-        holds = False
-    if not holds:
-        raise InputError(f"config.{path}={value!r} must be {need.text}")
+        pass
+    raise InputError(f"config.{field}={value!r} must be {text}")
 
 
 # -- what sections stand for -----------------------------------------------------------------------
 
 
 def augment_options(config: ConfigDict) -> AugmentOptions:
-    """Returns the augmentation of training images, from `config.augment` and related fields.
-
-    Raises:
-      InputError: A field is out of range.
-    """
+    """Returns the augmentation of training images, from `config.augment` and related fields."""
     # Tuples are lists in a config that was read from JSON.
     options = {k: tuple(v) if isinstance(v, list) else v for k, v in config.augment.items()}
     return AugmentOptions(
@@ -315,22 +272,16 @@ def augment_options(config: ConfigDict) -> AugmentOptions:
 
 
 def make_attention_init(config: ConfigDict) -> attention_init.AttentionInit:
-    """Returns the scheme that `config.attention_init` names.
-
-    Raises:
-      InputError: The scheme is unknown or does not take one of the options.
-    """
-    return _prefix_errors(attention_init.by_name, **{"name": "", **config.attention_init})
+    """Returns the scheme that `config.attention_init` names."""
+    scheme = _prefix_errors(attention_init.by_name, **{"name": "", **config.attention_init})
+    return functools.partial(_prefix_errors, scheme)
 
 
 def drop_foreign_options(config: ConfigDict) -> list[str]:
-    """Removes options of `config.attention_init` that only other schemes take.
+    """Removes options of `config.attention_init` that only other schemes take, and returns them.
 
     With it `--config.attention_init.name=default` suffices to switch from a scheme that has a
     `kernel_size` to one that has none. Options that no scheme knows stay and are refused later.
-
-    Returns:
-      The removed options.
     """
     section = config.attention_init
     own = _prefix_errors(attention_init.scheme_options, section.get("name", ""))
@@ -342,7 +293,7 @@ def drop_foreign_options(config: ConfigDict) -> list[str]:
     return foreign
 
 
-def _prefix_errors(function: Callable, *args, **kwargs) -> Any:
+def _prefix_errors(function, *args, **kwargs):
     """Calls a function of `attention_init`, whose messages do not know about the config."""
     try:
         return function(*args, **kwargs)

@@ -1,13 +1,14 @@
 """Prints the sizes and costs of a run without reading data or allocating device memory."""
 
 import jax
+from clu import parameter_overview
 from ml_collections import ConfigDict
 
 from structinit_jax import config as config_lib
 from structinit_jax.data import info as info_lib
 from structinit_jax.data.datasets import find_info
 from structinit_jax.data.info import check_examples
-from structinit_jax.train import parameter_table, set_up
+from structinit_jax.train import set_up
 from structinit_jax.training import flops
 from structinit_jax.training import mesh as mesh_lib
 from structinit_jax.training.state import count_parameters
@@ -18,12 +19,6 @@ def dry_run(config: ConfigDict) -> None:
 
     The FLOPs are those of the model's products, forward and backward (see `training.flops`). The
     memory is that of the step compiled for the devices of this machine.
-
-    Args:
-      config: See `structinit_jax.config.base_config`.
-
-    Raises:
-      InputError: The config has a mistake that can be found without data.
     """
     config_lib.validate(config)
     data = config.data
@@ -39,7 +34,7 @@ def dry_run(config: ConfigDict) -> None:
         test_split = data.eval_split
         num_eval = info_lib.split_size(data.name, test_split, info, "data.eval_split")
     setup = set_up(config, info, num_examples)
-    print(parameter_table(setup.model))
+    print(parameter_overview.get_parameter_overview(setup.model.params, include_stats=False))
 
     schedule, mesh = setup.schedule, setup.model.mesh
     step = setup.train_step.lower(setup.abstract_state, setup.abstract_batch).compile()

@@ -1,4 +1,4 @@
-"""Evaluation: opens the data, restores a model from a checkpoint, computes exact results."""
+"""Opens the data, restores a model from a checkpoint and evaluates it exactly."""
 
 from pathlib import Path
 
@@ -22,11 +22,7 @@ from structinit_jax.training.workdir import local_path
 
 
 def open_data(config: ConfigDict) -> datasets.Dataset:
-    """Opens the data set of a config.
-
-    Raises:
-      InputError: The data set does not exist, or does not fit the model.
-    """
+    """Opens the data set of a config; raises `InputError` if it does not fit the model."""
     data = config.data
     dataset = datasets.open_dataset(data.name, data.data_dir or None, data.manual_dir or None)
     check_examples(dataset.info, num_classes=config.model.num_classes, channels=data.channels)
@@ -38,10 +34,6 @@ def open_evaluation_set(
 ) -> EvaluationSet:
     """Opens the test split of the config's data set, or the test set of `config.data.eval_name`.
 
-    Args:
-      config: See `structinit_jax.config.base_config`.
-      dataset: The config's data set, if it is open already.
-
     Raises:
       InputError: The split or the test set does not exist, or does not fit the model.
     """
@@ -52,47 +44,35 @@ def open_evaluation_set(
         return EvaluationSet(f"{data.name} {data.eval_split}", source, dataset.info)
     # The test sets are prepared with TFDS; the data_dir of an image folder does not hold them.
     root = None if data.name in datasets.FILE_SETS else data.data_dir or None
-    evaluation_set = open_test_set(data.eval_name, root, data.on_bad_image)
-    check_examples(
-        evaluation_set.info, num_classes=config.model.num_classes, channels=data.channels
-    )
-    return evaluation_set
+    test_set = open_test_set(data.eval_name, root, data.on_bad_image)
+    check_examples(test_set.info, num_classes=config.model.num_classes, channels=data.channels)
+    return test_set
 
 
 class Evaluator:
     """Computes loss and accuracy over all examples of an evaluation set.
 
     Args:
-      config: See `structinit_jax.config.base_config`.
+      config: Config of the run.
       model: The model, on the mesh of the states to evaluate.
-      evaluation_set: Images and the classes that count as right.
+      test_set: Images and the classes that count as right.
     """
 
-    def __init__(self, config: ConfigDict, model: AbstractModel, evaluation_set: EvaluationSet):
+    def __init__(self, config: ConfigDict, model: AbstractModel, test_set: EvaluationSet):
         replicated = mesh_lib.replicated(model.mesh)
-        self._step = jax.jit(
-            make_eval_step(
-                config, model.graphdef, replicated, evaluation_set.classes, evaluation_set.answers
-            ),
-            out_shardings=replicated,
+        step = make_eval_step(
+            config, model.graphdef, replicated, test_set.classes, test_set.answers
         )
+        self._step = jax.jit(step, out_shardings=replicated)
+        size, fraction = config.data.image_size, config.data.crop_fraction
         self._loader = make_loader(
-            evaluation_set.source,
-            evaluation_set.info,
-            model.mesh,
-            image_size=config.data.image_size,
-            crop_fraction=config.data.crop_fraction,
+            test_set.source, test_set.info, model.mesh, image_size=size, crop_fraction=fraction
         )
         # Any batch size gives the same sums, so it is rounded up to a multiple of the devices.
         self._batch_size = -(-config.batch_size // model.mesh.size) * model.mesh.size
 
     def __call__(self, state: TrainState) -> dict[str, float]:
-        """Evaluates a state.
-
-        Returns:
-          'test/loss' and 'test/accuracy', and for averaged weights, if the state has them,
-          'test/ema_loss' and 'test/ema_accuracy'.
-        """
+        """Returns 'test/loss' and 'test/accuracy', and 'test/ema_…' for averaged weights."""
         weights = {"test/": (state.params, state.model_state)}
         if state.ema:
             weights["test/ema_"] = (state.ema["params"], state.ema["model_state"])
@@ -120,9 +100,6 @@ def restore_model(
       workdir: Output directory of the run.
       devices: Devices that get a full copy of the weights. The default is all.
 
-    Returns:
-      The model, and a state without optimizer state.
-
     Raises:
       InputError: There is no checkpoint, or it does not fit the config.
     """
@@ -135,37 +112,29 @@ def restore_model(
     number = jax.ShapeDtypeStruct((), np.int32, sharding=mesh_lib.replicated(model.mesh))
     ema = weights if config.ema_decay else {}
     abstract_state = TrainState(step=number, **weights, opt_state={}, ema=ema)
-    return model, checkpoint.restore_weights(directory, step, abstract_state)
+    return model, checkpoint.restore(directory, step, abstract_state, weights_only=True)
 
 
 def evaluate_checkpoint(config: ConfigDict, workdir: str | Path) -> dict[str, float]:
-    """Evaluates the newest checkpoint of a run and prints the results.
-
-    Args:
-      config: Config of the run. Its data may be others.
-      workdir: Output directory of the run.
-
-    Returns:
-      See `Evaluator`.
+    """Evaluates the newest checkpoint of a run, possibly on other data, and prints the results.
 
     Raises:
       InputError: There is no checkpoint, or it does not fit the config, or the data cannot be used.
     """
     config_lib.validate(config)
-    evaluation_set = open_evaluation_set(config)
+    test_set = open_evaluation_set(config)
     model, state = restore_model(config, workdir)
     step = int(state.step)
     run = checkpoint.read_run(local_path(workdir) / "checkpoints", step)
     if changed := resume.evaluation_changes(run, config):
         print("\n".join(["note: the checkpoint was trained with another config:", *changed]))
-    results = Evaluator(config, model, evaluation_set)(state)
-    count = len(evaluation_set.source)
-    print(f"step {step}  {describe(results)} on {count:,} examples of {evaluation_set.name}")
+    results = Evaluator(config, model, test_set)(state)
+    count = len(test_set.source)
+    print(f"step {step}  {describe(results)} on {count:,} examples of {test_set.name}")
     return results
 
 
 def describe(results: dict[str, float]) -> str:
     """Formats results, for example 'test loss 0.0613  test accuracy 0.9833'."""
-    return "  ".join(
-        f"{name.replace('/', ' ').replace('_', ' ')} {value:.4f}" for name, value in results.items()
-    )
+    text = "  ".join(f"{name} {value:.4f}" for name, value in results.items())
+    return text.replace("/", " ").replace("_", " ")

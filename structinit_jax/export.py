@@ -28,7 +28,7 @@ _AVERAGED = flags.DEFINE_bool(
 
 
 def export(config: ConfigDict, workdir: str | Path, path: Path, averaged: bool = False) -> int:
-    """Exports the weights of the newest checkpoint. Needs no data.
+    """Exports the weights of the newest checkpoint and returns its step. Needs no data.
 
     Args:
       config: Config of the run.
@@ -36,21 +36,16 @@ def export(config: ConfigDict, workdir: str | Path, path: Path, averaged: bool =
       path: File to write.
       averaged: Whether to export the averaged weights.
 
-    Returns:
-      The step of the checkpoint.
-
     Raises:
-      InputError: There is no such checkpoint or no averaged weights, or the file cannot be
-        written.
+      InputError: There is no checkpoint or no averaged weights, or the file cannot be written.
     """
     config_lib.validate(config)
     if averaged and not config.ema_decay:
         raise InputError("--averaged needs a run with averaged weights, but config.ema_decay is 0")
     model, state = restore_model(config, workdir, jax.local_devices()[:1])
-    params, model_state = state.params, state.model_state
-    if averaged:
-        params, model_state = state.ema["params"], state.ema["model_state"]
-    weights = to_timm(nnx.merge(model.graphdef, *jax.device_get((params, model_state))))
+    source = state.ema if averaged else state._asdict()
+    weights = jax.device_get((source["params"], source["model_state"]))
+    weights = to_timm(nnx.merge(model.graphdef, *weights))
     try:
         save_file(weights, path)
     except (OSError, SafetensorError) as error:

@@ -29,9 +29,7 @@ COORDINATOR_ADDRESS = flags.DEFINE_string(
 NUM_PROCESSES = flags.DEFINE_integer(
     "num_processes", None, "Number of processes that train together. Detected on known clusters."
 )
-PROCESS_ID = flags.DEFINE_integer(
-    "process_id", None, "Index of this process, from 0 to num_processes - 1."
-)
+PROCESS_ID = flags.DEFINE_integer("process_id", None, "Index of this process, counted from 0.")
 JOIN_TIMEOUT = flags.DEFINE_integer(
     "join_timeout", 300, "Seconds to wait for the other processes to start.", lower_bound=1
 )
@@ -45,10 +43,7 @@ def main(config: ConfigDict) -> None:
     if DRY_RUN.value:
         dry_run.dry_run(config)
     elif not WORKDIR.value:
-        raise InputError(
-            "--workdir is required: the output directory, such as --workdir=/tmp/digits. If it "
-            "holds a checkpoint, training resumes from it"
-        )
+        raise InputError("--workdir is required: the output directory, such as /tmp/digits")
     elif MODE.value == "eval":
         evaluate.evaluate_checkpoint(config, WORKDIR.value)
     else:

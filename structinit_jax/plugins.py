@@ -12,12 +12,12 @@ def is_reference(name: str) -> bool:
 
 
 def load(reference: str, field: str) -> Any:
-    """Imports the object that a config field names.
+    """Imports the object that a config field names, such as 'my_package.schemes:my_scheme'.
 
     The module is found as `import` finds it: the working directory and `PYTHONPATH` count.
 
     Args:
-      reference: `module:attribute`, such as `my_package.schemes:my_scheme`.
+      reference: 'module:attribute'.
       field: Config field, for error messages.
 
     Raises:

@@ -4,6 +4,7 @@ import json
 from collections.abc import Mapping
 from typing import Any
 
+from flax.traverse_util import flatten_dict
 from ml_collections import ConfigDict
 
 from structinit_jax.config import base_config
@@ -26,37 +27,32 @@ FIXED = {
     "start_from": "the initial weights, which are set before step 1",
 }
 # Fields of these sections that may change: how the model is computed and regularized.
-FREE = (
-    "model.attention_implementation",
-    "model.drop_path",
-    "model.dropout",
-    "model.dtype",
-    "model.remat",
-    "model.unroll",
-)
+FREE = [
+    f"model.{field}"
+    for field in ("attention_implementation", "drop_path", "dropout", "dtype", "remat", "unroll")
+]
 # What a change also affects in a model that is only evaluated.
 EVALUATION = ("the architecture", "the model's input")
 ABSENT = "(absent)"
 
 
 def changes(old: Mapping[str, Any], config: ConfigDict) -> dict[str, tuple[Any, Any]]:
-    """Compares the config of a checkpoint with the current one.
+    """Compares the config of a checkpoint, from JSON, with the current one.
 
     A field that did not exist when the checkpoint was written counts as having its default.
-
-    Args:
-      old: Config of the checkpoint, from JSON.
-      config: Current config.
 
     Returns:
       Old and new value of every field that differs, by its path such as 'model.depth'. A field
       that exists in one config only has the value `ABSENT` in the other.
     """
-    new = _flatten(json.loads(config.to_json()))  # with lists for tuples, as in the old config
-    defaults = _flatten(json.loads(base_config(config.model.name).to_json()))
+    # Through JSON, which makes lists of tuples as in the old config.
+    new, defaults = (
+        flatten_dict(json.loads(c.to_json()), sep=".")
+        for c in (config, base_config(config.model.name))
+    )
     # The fields of attention_init depend on the scheme, so none of them has a default here.
     defaults = {k: v for k, v in defaults.items() if k in new and "attention_init." not in k}
-    old = defaults | _flatten(old)
+    old = defaults | flatten_dict(old, sep=".")
     pairs = {
         field: (old.get(field, ABSENT), new.get(field, ABSENT))
         for field in sorted(new.keys() | old.keys())
@@ -68,8 +64,7 @@ def check(run: Mapping[str, Any], config: ConfigDict, num_examples: int, place: 
     """Checks that a config continues the run of a checkpoint.
 
     Args:
-      run: JSON object of the checkpoint, with 'config' and the 'num_examples' of the training
-        split.
+      run: JSON object of the checkpoint: its 'config' and the 'num_examples' of its training split.
       config: Current config.
       num_examples: Current size of the training split.
       place: Name of the checkpoint for messages, for example 'step 400 in /tmp/digits'.
@@ -81,35 +76,26 @@ def check(run: Mapping[str, Any], config: ConfigDict, num_examples: int, place: 
       InputError: A field has changed that must not change on resume.
     """
     changed = changes(run["config"], config)
-    affected = {field: _affects(field, *pair) for field, pair in changed.items()}
-    lines = {field: _line(field, *pair) for field, pair in changed.items()}
-    refused = [f"{lines[field]}  (affects {what})" for field, what in affected.items() if what]
+    refused = [
+        f"{_line(field, *pair)}  (affects {what})"
+        for field, pair in changed.items()
+        if (what := _affects(field, *pair))
+    ]
     if refused:
-        raise InputError(
-            "\n".join(
-                [
-                    f"these fields of the config must not change when {place} is resumed:",
-                    *refused,
-                    "Restore the old values, or start a new run in another --workdir",
-                ]
-            )
-        )
+        first = f"these fields of the config must not change when {place} is resumed:"
+        last = "Restore the old values, or start a new run in another --workdir"
+        raise InputError("\n".join([first, *refused, last]))
     if run["num_examples"] != num_examples:
         raise InputError(
             f"config.data.train_split={config.data.train_split!r} has {num_examples:,} examples, "
             f"but {place} was trained on {run['num_examples']:,} in another order: restore the old "
             "data, or start a new run in another --workdir"
         )
-    return list(lines.values())
+    return [_line(field, *pair) for field, pair in changed.items()]
 
 
 def evaluation_changes(run: Mapping[str, Any], config: ConfigDict) -> list[str]:
-    """Lists changed fields that affect what a trained model computes, one line each.
-
-    Args:
-      run: JSON object of the checkpoint, see `check`.
-      config: Config to evaluate with.
-    """
+    """Lists changed fields that affect what a trained model computes, one line each."""
     return [
         _line(field, *pair)
         for field, pair in changes(run["config"], config).items()
@@ -117,7 +103,7 @@ def evaluation_changes(run: Mapping[str, Any], config: ConfigDict) -> list[str]:
     ]
 
 
-def _affects(field: str, old: Any, new: Any) -> str | None:
+def _affects(field, old, new):
     """What the change of a field affects; None if the field may change."""
     if field == "ema_decay" and not (old and new):
         return "whether there are averaged weights"
@@ -126,14 +112,6 @@ def _affects(field: str, old: Any, new: Any) -> str | None:
     return FIXED.get(field) or FIXED.get(field.split(".")[0])
 
 
-def _line(field: str, old: Any, new: Any) -> str:
+def _line(field, old, new):
     old, new = (value if value is ABSENT else repr(value) for value in (old, new))
     return f"  {field}: {old} -> {new}"
-
-
-def _flatten(section: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
-    fields = {}
-    for name, value in section.items():
-        nested = isinstance(value, Mapping)
-        fields |= _flatten(value, f"{prefix}{name}.") if nested else {f"{prefix}{name}": value}
-    return fields

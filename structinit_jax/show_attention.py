@@ -31,7 +31,7 @@ NUM_IMAGES = 64
 
 
 def head_kernels(config: ConfigDict, workdir: str | Path | None) -> tuple[np.ndarray, Measures]:
-    """Computes the attention of a model on test images.
+    """Computes the attention of a ViT on test images.
 
     Args:
       config: Config of the model and its data.
@@ -39,15 +39,12 @@ def head_kernels(config: ConfigDict, workdir: str | Path | None) -> tuple[np.nda
 
     Returns:
       Attention by offset [L, h, 2 rows - 1, 2 cols - 1], averaged over images, and measures of it.
-
-    Raises:
-      InputError: The model is not a ViT, or the checkpoint or the data cannot be used.
     """
     config_lib.validate(config)
     if config.model.name != "vit":
         raise InputError(f"config.model.name={config.model.name!r}: show_attention needs a 'vit'")
-    dataset = evaluate.open_data(config)
-    source = dataset.split(config.data.eval_split, field="data.eval_split")
+    data = config.data
+    source = evaluate.open_data(config).split(data.eval_split, field="data.eval_split")
     device = jax.devices()[:1]
     if workdir is None:
         model = abstract_model(config, make_mesh(devices=device))
@@ -55,14 +52,13 @@ def head_kernels(config: ConfigDict, workdir: str | Path | None) -> tuple[np.nda
     else:
         model, state = evaluate.restore_model(config, workdir, device)
         params, model_state = state.params, state.model_state
-    data = config.data
     shape = (min(NUM_IMAGES, len(source)), data.image_size, data.image_size, data.channels)
     images, _ = decode_all(source, shape, data.crop_fraction)
 
     @jax.jit
     def compute(params, model_state, images):
         vit = nnx.merge(model.graphdef, params, model_state)
-        images = normalize(images, tuple(config.data.mean), tuple(config.data.std))
+        images = normalize(images, tuple(data.mean), tuple(data.std))
         maps = vit(images, with_maps=True)[1]["blocks"]["attention_maps"]
         num_tokens = vit.grid[0] * vit.grid[1]
         mean = maps.mean(axis=1)[..., -num_tokens:, -num_tokens:]
@@ -72,15 +68,7 @@ def head_kernels(config: ConfigDict, workdir: str | Path | None) -> tuple[np.nda
 
 
 def draw(panels: dict[str, tuple[np.ndarray, Measures]], path: Path) -> None:
-    """Draws one panel per model, with layers as rows and heads as columns.
-
-    Args:
-      panels: Results of `head_kernels` by title.
-      path: Image file to write.
-
-    Raises:
-      InputError: matplotlib is not installed.
-    """
+    """Draws results of `head_kernels`, by title, with layers as rows and heads as columns."""
     try:
         import matplotlib
     except ImportError as error:
@@ -89,17 +77,13 @@ def draw(panels: dict[str, tuple[np.ndarray, Measures]], path: Path) -> None:
     import matplotlib.pyplot as plt
 
     num_layers, num_heads = next(iter(panels.values()))[0].shape[:2]
-    cell = 0.62
     brightest = max(_crop_center(kernels).max() for kernels, _ in panels.values())
-    figure = plt.figure(
-        figsize=(len(panels) * (num_heads * cell + 0.6), num_layers * cell + 0.7),
-        layout="constrained",
-    )
+    size = (len(panels) * (num_heads * 0.62 + 0.6), num_layers * 0.62 + 0.7)  # inches
+    figure = plt.figure(figsize=size, layout="constrained")
     subfigures = figure.subfigures(1, len(panels), squeeze=False)[0]
     for subfigure, (name, (kernels, measures)) in zip(subfigures, panels.items(), strict=True):
-        subfigure.suptitle(
-            f"{name}\n{100 * measures.target_mass.mean():.0f} % on one neighbor", size=9
-        )
+        percent = 100 * measures.target_mass.mean()
+        subfigure.suptitle(f"{name}\n{percent:.0f} % on one neighbor", size=9)
         axes = subfigure.subplots(num_layers, num_heads, squeeze=False)
         for (layer, head), axis in np.ndenumerate(axes):
             axis.imshow(_crop_center(kernels[layer, head]), cmap="magma", vmin=0, vmax=brightest)
@@ -112,7 +96,7 @@ def draw(panels: dict[str, tuple[np.ndarray, Measures]], path: Path) -> None:
     plt.close(figure)
 
 
-def _crop_center(kernels: np.ndarray, reach: int = 4) -> np.ndarray:
+def _crop_center(kernels, reach=4):
     """Crops kernels to offsets up to `reach`; on a large grid an impulse would be too small."""
     row, col = (size // 2 for size in kernels.shape[-2:])
     rows, cols = (slice(max(at - reach, 0), at + reach + 1) for at in (row, col))
@@ -131,12 +115,10 @@ def main(config: ConfigDict) -> None:
         panels[name] = head_kernels(config, WORKDIR.value)
         print(f"{name}: layer, attention on the strongest of 9 neighbors, distance, entropy")
         measures = panels[name][1]
-        for layer in range(len(measures.target_mass)):
-            print(
-                f"  {layer + 1:2}  {100 * measures.target_mass[layer].mean():5.1f} %"
-                f"  {measures.distance[layer].mean():5.2f} tokens"
-                f"  {measures.entropy[layer].mean():5.2f} nats"
-            )
+        columns = (measures.target_mass, measures.distance, measures.entropy)
+        rows = zip(*(column.mean(axis=1) for column in columns), strict=True)
+        for layer, (mass, distance, entropy) in enumerate(rows, start=1):
+            print(f"  {layer:2}  {100 * mass:5.1f} %  {distance:5.2f} tokens  {entropy:5.2f} nats")
     path = Path(OUT.value or "attention.png")
     draw(panels, path)
     print(f"wrote {path}")

@@ -7,7 +7,7 @@ import json
 import shlex
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -43,16 +43,13 @@ PREEMPTED_EXIT_CODE = 75
 
 
 def train(
-    config: ConfigDict,
-    workdir: str | Path,
-    profile_steps: tuple[int, int] | tuple[None, None] = (None, None),
+    config: ConfigDict, workdir: str | Path, profile_steps: Sequence[int | None] = (None, None)
 ) -> dict[str, float]:
     """Trains a model. If the workdir holds a checkpoint, training resumes from it.
 
     Args:
       config: See `structinit_jax.config.base_config`.
-      workdir: Output directory for `config.json`, `metrics.jsonl`, `tensorboard/` and
-        `checkpoints/`.
+      workdir: Gets `config.json`, `metrics.jsonl`, `tensorboard/` and `checkpoints/`.
       profile_steps: First and last step to trace to `profile/`.
 
     Returns:
@@ -60,16 +57,13 @@ def train(
 
     Raises:
       InputError: The config, the data or the workdir cannot be used.
-      StoppedError: A signal asked the run to stop, or a step was not finite. All checkpoints are
-        complete.
+      StoppedError: A signal stopped the run, or a step was not finite. Checkpoints are complete.
     """
     with contextlib.ExitStack() as on_exit:
         return _train(config, workdir, profile_steps, on_exit)
 
 
-def _train(
-    config: ConfigDict, workdir: str | Path, profile_steps, on_exit: contextlib.ExitStack
-) -> dict[str, float]:
+def _train(config, workdir, profile_steps, on_exit):
     began = time.perf_counter()
     config_lib.validate(config)
     workdir = workdir_lib.prepare_workdir(workdir)
@@ -77,17 +71,16 @@ def _train(
         on_exit.enter_context(workdir_lib.lock_workdir(workdir))
 
     # -- Data --------------------------------------------------------------------------------------
+    data = config.data
     dataset = open_data(config)
-    train_source = dataset.split(
-        config.data.train_split, "data.train_split", config.data.on_bad_image
-    )
-    evaluation_set = open_evaluation_set(config, dataset)
+    train_source = dataset.split(data.train_split, "data.train_split", data.on_bad_image)
+    test_set = open_evaluation_set(config, dataset)
 
     # -- Mesh, schedule, model, optimizer and training step; nothing is allocated yet --------------
     setup = set_up(config, dataset.info, len(train_source))
-    schedule = setup.schedule
-    print(f"devices: {mesh_lib.describe(setup.model.mesh)}")
-    print(parameter_table(setup.model))
+    schedule, mesh = setup.schedule, setup.model.mesh
+    print(f"devices: {mesh_lib.describe(mesh)}")
+    print(parameter_overview.get_parameter_overview(setup.model.params, include_stats=False))
 
     # -- Initialize the state, or restore it from the newest checkpoint ----------------------------
     checkpoints = on_exit.enter_context(
@@ -99,7 +92,7 @@ def _train(
         saved = checkpoint.read_run(checkpoints.directory, start_step)
         changed = resume.check(saved, config, len(train_source), f"step {start_step} in {workdir}")
         if changed:
-            print("\n".join(["config changed since the checkpoint:", *changed]))
+            print("config changed since the checkpoint:", *changed, sep="\n")
         if start_step > schedule.num_steps:
             raise InputError(
                 f"--workdir={workdir} has a checkpoint of step {start_step}, but the config ends "
@@ -119,7 +112,7 @@ def _train(
     loader = make_loader(
         train_source,
         dataset.info,
-        setup.model.mesh,
+        mesh,
         image_size=setup.augmentation.image_size,
         random_crop=setup.augmentation.host_crop,
     )
@@ -128,7 +121,7 @@ def _train(
         seed=config.seed,
         start_step=start_step,
         num_steps=schedule.num_steps,
-        repeats=config.data.repeats,
+        repeats=data.repeats,
     )
     # The first batch is drawn here, since that compiles a gather or starts the decoding threads.
     batches = itertools.chain(list(itertools.islice(batches, 1)), batches)
@@ -136,22 +129,19 @@ def _train(
     # -- Steps -------------------------------------------------------------------------------------
     # Compiled ahead of time, so that an unexpected shape is an error and not a recompilation.
     train_step = setup.train_step.lower(setup.abstract_state, setup.abstract_batch).compile()
-    evaluate = Evaluator(config, setup.model, evaluation_set)
+    evaluate = Evaluator(config, setup.model, test_set)
 
     # -- Loop --------------------------------------------------------------------------------------
     print(
         f"training on {len(train_source):,} examples for {schedule.num_steps:,} steps "
         f"({schedule.num_steps / schedule.steps_per_epoch:.1f} epochs), "
-        f"testing on {len(evaluation_set.source):,}",
+        f"testing on {len(test_set.source):,}",
         flush=True,
     )
     log = on_exit.enter_context(contextlib.closing(MetricsLog(workdir, start_step)))
+    peak = flops.peak_speed(config, mesh)
     progress = Progress(
-        start_step,
-        schedule.num_steps,
-        schedule.steps_per_epoch,
-        config.batch_size,
-        flops.peak_speed(config, setup.model.mesh),
+        start_step, schedule.num_steps, schedule.steps_per_epoch, config.batch_size, peak
     )
     trace = profiling.StepTrace(workdir / "profile", *profile_steps)
     recompilations = on_exit.enter_context(profiling.RecompilationWatch())
@@ -187,13 +177,13 @@ def _train(
                 if message := recompilations.report():
                     progress.note(message)
             if evaluate_now:
-                with progress.pause("evaluation"):
+                with progress.wait("evaluation"):
                     results = evaluate(state)
                 log.write(step, results)
                 progress.note(f"step {step}  {describe(results)}")
             if save_now:
                 run["pending_metrics"] = pending.to_json()
-                with progress.pause("checkpoint"):
+                with progress.wait("checkpoint"):
                     checkpoints.save(step, state, run, results if evaluate_now else None)
             if evaluate_now:
                 recompilations.start()  # from here on everything has been compiled
@@ -215,13 +205,13 @@ def _train(
 
 
 class Setup(NamedTuple):
-    """The parts of a run that follow from its config. No arrays are allocated.
+    """The parts of a run that follow from its config, before any array is allocated.
 
     Attributes:
       schedule: Number of steps, evaluations and the learning rate.
       augmentation: Which part of the augmentation runs on the host and which in the step.
       model: The model on the mesh of all devices.
-      init_state: `(params, model_state) -> state` before the first step.
+      init_state: `(params, model_state) -> state` before the first step, jitted.
       train_step: `(state, batch) -> (state, metrics)`, jitted. Donates the state.
       abstract_state: Shapes, types and shardings of the training state.
       abstract_batch: Shapes, types and shardings of a global batch.
@@ -245,7 +235,7 @@ def set_up(config: ConfigDict, info: DatasetInfo, num_examples: int) -> Setup:
       num_examples: Size of the training split.
 
     Raises:
-      InputError: The fields of the config do not fit together, the data or the devices.
+      InputError: The fields of the config do not fit together, or the data or devices.
     """
     # -- Mesh and schedule -------------------------------------------------------------------------
     mesh = mesh_lib.make_mesh(config.fsdp)
@@ -258,15 +248,13 @@ def set_up(config: ConfigDict, info: DatasetInfo, num_examples: int) -> Setup:
     check_attention_init(config, model)
     optimizer = find_optimizer(config.optimizer)(config, schedule.learning_rate)
     make_state = functools.partial(init_state, optimizer=optimizer, with_ema=config.ema_decay > 0)
-    abstract_state = mesh_lib.shard(
-        mesh, jax.eval_shape(make_state, model.params, model.model_state)
-    )
+    shapes = jax.eval_shape(make_state, model.params, model.model_state)
+    abstract_state = mesh_lib.shard(mesh, shapes)
     shardings = jax.tree.map(lambda leaf: leaf.sharding, abstract_state)
 
     # -- Training step -----------------------------------------------------------------------------
-    augmentation = split_augmentation(
-        config_lib.augment_options(config), info, num_examples, config.seed
-    )
+    options = config_lib.augment_options(config)
+    augmentation = split_augmentation(options, info, num_examples, config.seed)
     augment = make_augment(augmentation.on_device, mesh)
     train_step = make_train_step(
         config, model.graphdef, optimizer, schedule.learning_rate, augment, replicated
@@ -297,62 +285,40 @@ def initialize(config: ConfigDict, setup: Setup) -> TrainState:
     return setup.init_state(*initialize_model(config, setup.model))
 
 
-def parameter_table(model: AbstractModel) -> str:
-    """Formats name, shape and size of all parameters. The layers of a stack share a row."""
-    return parameter_overview.get_parameter_overview(model.params, include_stats=False)
-
-
 def check_finite(
     config: ConfigDict, metrics: dict[int, dict[str, Any]], checkpoint_step: int | None
 ) -> list[str]:
-    """Checks whether the loss and the gradient of all steps are finite.
+    """Returns a message for each step whose loss or gradient was not finite.
 
     Args:
-      config: If its `on_nonfinite` is 'skip', bad steps are only reported.
+      config: Its `on_nonfinite` is 'stop' or 'skip'.
       metrics: Metrics of the training step, by step.
       checkpoint_step: Step of the newest checkpoint, or None.
 
-    Returns:
-      A message for each step that was skipped.
-
     Raises:
-      StoppedError: A step was not finite. The message says how to look at its batch.
+      StoppedError: A step was not finite.
     """
-    messages = []
-    for step, values in metrics.items():
-        if not values["nonfinite"]:
-            continue
-        what = f"step {step}: loss {values['loss']}, gradient norm {values['gradient_norm']}"
-        if config.on_nonfinite == "skip":
-            messages.append(f"{what}: skipped")
-            continue
-        norms = [
-            f"  {layer}: {np.array2string(norm, precision=3, max_line_width=90, threshold=10**6)}"
-            for layer, norm in values["layer_gradient_norms"].items()
-        ]
-        start = f"from the checkpoint of step {checkpoint_step}" if checkpoint_step else "anew"
-        raise StoppedError(
-            "\n".join(
-                [
-                    f"{what}. Training stops; the checkpoints are not affected. Gradient norms of "
-                    "the layers:",
-                    *norms,
-                    f"To draw the batch of this step: {_show_command(step)}",
-                    f"Running the same command again starts {start} and repeats the step. Lower "
-                    "config.learning_rate, set config.clip_norm, or skip such steps with "
-                    "--config.on_nonfinite=skip",
-                ]
-            ),
-            exit_code=1,
-        )
-    return messages
-
-
-def _show_command(step: int) -> str:
-    """The command that draws the training batch of a step, with this process's config flags."""
+    bad = {step: values for step, values in metrics.items() if values["nonfinite"]}
+    lines = [
+        f"step {step}: loss {values['loss']}, gradient norm {values['gradient_norm']}"
+        for step, values in bad.items()
+    ]
+    if not bad or config.on_nonfinite == "skip":
+        return [f"{line}: skipped" for line in lines]
+    step, values = next(iter(bad.items()))
+    norms = "".join(
+        f"  {layer}: {np.array2string(norm, precision=3, max_line_width=90, threshold=10**6)}\n"
+        for layer, norm in values["layer_gradient_norms"].items()
+    )
     config_flags = [a for a in sys.argv[1:] if a.lstrip("-").startswith("config")]
-    return shlex.join(
-        ["python", "-m", "structinit_jax.data.show"]
-        + (config_flags or ["--config=FILE"])
-        + [f"--step={step}", f"--out=step_{step}.png"]
+    show = ["python", "-m", "structinit_jax.data.show", *(config_flags or ["--config=FILE"])]
+    show += [f"--step={step}", f"--out=step_{step}.png"]
+    start = f"from the checkpoint of step {checkpoint_step}" if checkpoint_step else "anew"
+    raise StoppedError(
+        f"{lines[0]}. Training stops; the checkpoints are not affected. Gradient norms of the "
+        f"layers:\n{norms}To draw the batch of this step: {shlex.join(show)}\n"
+        f"Running the same command again starts {start} and repeats the step. Lower "
+        "config.learning_rate, set config.clip_norm, or skip such steps with "
+        "--config.on_nonfinite=skip",
+        exit_code=1,
     )

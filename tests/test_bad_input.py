@@ -246,7 +246,7 @@ COMMANDS = [
     (["--mode=eval", "--workdir=gs://bucket/run"], "gs://bucket/run"),
     (["--workdir=FOLDER/file"], "FOLDER/file.*File exists"),
     (["--workdir=FOLDER/file/run"], "FOLDER/file/run.*Not a directory"),
-    (["--mode=eval"], "run holds no checkpoint"),
+    (["--mode=eval"], "run has no complete checkpoint"),
     *(
         ([None, f"--config=FOLDER/{name}", "--workdir=x"], message)
         for name, (_, message) in CONFIG_FILES.items()
@@ -266,7 +266,11 @@ COMMANDS = [
     ),
     (["--join_timeout=0"], "--join_timeout=0"),
 ]
-ALL = [([f"--config.{field}"], re.escape(field.split("=")[0])) for field in FIELDS] + COMMANDS
+# Messages about the options of a scheme read 'config.attention_init: kernel_size=4 ...'.
+ALL = [
+    ([f"--config.{field}"], re.escape(field.split("=")[0]).replace("init\\.", r"init(\.|: )"))
+    for field in FIELDS
+] + COMMANDS
 
 
 @pytest.fixture(scope="module")

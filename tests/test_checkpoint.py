@@ -190,19 +190,19 @@ def test_averaged_weights_must_fit_the_config(tmp_path):
     assert checkpoint.read_run(tmp_path, 4) == {"seed": 1}
     with pytest.raises(InputError, match=r"8 has averaged weights, but config\.ema_decay is 0"):
         checkpoint.restore(tmp_path, 8, ABSTRACT)
-    for restore in (checkpoint.restore, checkpoint.restore_weights):
-        with pytest.raises(InputError, match=r"4 has no averaged weights, which config\.ema_decay"):
-            restore(tmp_path, 4, averaged)
+    for weights_only in (False, True):
+        with pytest.raises(InputError, match=r"4 has no averaged weights, but config\.ema_decay"):
+            checkpoint.restore(tmp_path, 4, averaged, weights_only=weights_only)
     # Evaluation may leave them out.
-    restored = checkpoint.restore_weights(tmp_path, 8, ABSTRACT)
+    restored = checkpoint.restore(tmp_path, 8, ABSTRACT, weights_only=True)
     assert restored.ema == restored.opt_state == {}
     np.testing.assert_array_equal(restored.params["kernel"], state.params["kernel"])
-    restored = checkpoint.restore_weights(tmp_path, 8, averaged)
+    restored = checkpoint.restore(tmp_path, 8, averaged, weights_only=True)
     np.testing.assert_array_equal(restored.ema["kernel"], state.params["kernel"])
 
 
 def test_another_optimizer_state_is_refused(directory):
     other = ABSTRACT._replace(opt_state={"mu": ABSTRACT.opt_state["mu"], "nu": ABSTRACT.step})
-    with pytest.raises(InputError, match=r"12 .* optimizer state 'nu', missing in the checkpoint"):
+    with pytest.raises(InputError, match=r"12 .* opt_state 'nu' is missing in the checkpoint"):
         checkpoint.restore(directory, 12, other)
-    checkpoint.restore_weights(directory, 12, other)  # does not need it
+    checkpoint.restore(directory, 12, other, weights_only=True)  # does not need it

@@ -38,6 +38,11 @@ def statistics(model):
 
 
 @jax.jit
+def evaluate(model, images):
+    return model(images)
+
+
+@jax.jit
 def train_forward(model, images):
     logits, out = model(images, rng=jax.random.key(0))
     return logits, out, nnx.state(model, nnx.BatchStat)
@@ -47,7 +52,8 @@ def train_forward(model, images):
 def reference(request):
     """What timm recorded, by key, and our model with timm's weights."""
     arrays = part(references.load("convmixer"), request.param)
-    model = make(image_size=(12, 20), channels=3, width=16, **RECORDED[request.param])
+    options = dict(image_size=(12, 20), channels=3, width=16) | RECORDED[request.param]
+    model = jax.jit(lambda: make(**options))()
     from_timm(model, part(arrays, "state"))
     return arrays, model
 
@@ -69,7 +75,7 @@ def test_logits_blocks_and_running_statistics_equal_timms(reference, mode):
             np.testing.assert_allclose(exported[name], expected, atol=1e-5, err_msg=name)
             assert np.abs(expected - arrays[f"state/{name}"]).max() > 1e-3
     else:
-        logits, out = model(jnp.asarray(arrays["images"]))
+        logits, out = evaluate(model, arrays["images"])
     for ours, theirs in zip(out["blocks"]["output"], arrays[f"{mode}/blocks"], strict=True):
         np.testing.assert_allclose(ours, theirs, atol=1e-4)
     np.testing.assert_allclose(logits, arrays[f"{mode}/logits"], atol=1e-4)
@@ -129,15 +135,15 @@ def test_intermediates_have_the_documented_shapes():
 def test_training_moves_the_statistics_and_evaluation_does_not():
     model = make()
     start = statistics(model)
-    before = model(images())[0]
-    np.testing.assert_array_equal(before, model(images())[0])
+    before = evaluate(model, images())[0]
+    np.testing.assert_array_equal(before, evaluate(model, images())[0])
     jax.tree.map(np.testing.assert_array_equal, start, statistics(model))
     for _ in range(60):  # 0.9^60 is 0.2 %
         *_, after = train_forward(model, images())
         nnx.update(model, after)
     trained, _, _ = train_forward(model, images())
     # The statistics of this one batch by now, but for n / (n - 1) in the variance.
-    np.testing.assert_allclose(model(images())[0], trained, atol=0.05)
+    np.testing.assert_allclose(evaluate(model, images())[0], trained, atol=0.05)
     assert np.abs(before - trained).max() > 0.2
 
 
@@ -157,7 +163,7 @@ def test_attention_init_sets_the_filters_also_when_traced(kernel_size):
 
 
 def test_start_values_are_pytorchs():
-    model = make(width=64, depth=4)
+    model = jax.jit(lambda: make(width=64, depth=4))()
     for layer, bound in ((model.blocks.spatial, 1 / 3), (model.blocks.channel, 1 / 8)):
         for values in (layer.kernel[...], layer.bias[...]):
             assert 0.95 * bound < np.abs(values).max() <= bound
@@ -193,4 +199,4 @@ def test_options_that_do_not_fit_are_refused_by_name(options, message):
 
 def test_attention_maps_are_refused():
     with pytest.raises(InputError, match=r"with_maps=True: config\.model\.name='convmixer'"):
-        make()(images(), with_maps=True)
+        jax.eval_shape(lambda: make()(images(), with_maps=True))

@@ -120,7 +120,9 @@ def test_images_are_files_bytes_or_pixels(tmp_path):
 def test_labels_out_of_range_are_refused_by_name(tmp_path):
     source = make_dataset(tmp_path, labels=(1, 2, 3)).split("train")
     assert [label for _, label in source.read([0, 1])] == [1, 2]
-    with pytest.raises(InputError, match=r"^mixed 'train', example 2: its label is 3; .* 0 to 2"):
+    with pytest.raises(
+        InputError, match=r"^mixed 'train', example 2: its label is 3, expected 0 to 2"
+    ):
         source[2]
 
 

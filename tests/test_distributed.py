@@ -162,9 +162,9 @@ def test_a_process_started_alone_gives_up_with_a_message(start, tmp_path):
         ((None, 2, None), "--coordinator_address and --process_id must be set too"),
         (("host", 2, 0), "--coordinator_address=host must be a host and a port"),
         (("host:port", 2, 0), "--coordinator_address=host:port must be a host and a port"),
-        (("host:1", 0, 0), "--num_processes=0 must be at least 1"),
-        (("host:1", 2, 2), "--process_id=2 must be from 0 to 1"),
-        (("host:1", 2, -1), "--process_id=-1 must be from 0 to 1"),
+        (("host:1", 0, 0), "--process_id=0 must be from 0 to --num_processes=0"),
+        (("host:1", 2, 2), "--process_id=2 must be from 0 to --num_processes=2"),
+        (("host:1", 2, -1), "--process_id=-1 must be from 0 to --num_processes=2"),
     ],
 )
 def test_incomplete_arguments_are_refused(arguments, message):

@@ -50,8 +50,12 @@ def test_evaluating_with_other_pixels_is_reported(run_config, finished_run, caps
 @pytest.mark.parametrize(
     ("field", "value", "message"),
     [
-        ("model.width", 32, r"weights 'blocks/attention/key/bias', shape .* config\.model"),
-        ("model.positions", "learned", r"'positions', missing in the checkpoint, shape \[16, 16\]"),
+        ("model.width", 32, r"params 'blocks/attention/key/bias' is shape .*config\.model"),
+        (
+            "model.positions",
+            "learned",
+            r"'positions' is missing in the checkpoint, shape \[16, 16\]",
+        ),
     ],
 )
 def test_another_model_is_refused(run_config, finished_run, field, value, message):

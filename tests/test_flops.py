@@ -101,12 +101,6 @@ metadata={op_name="jit(step)/gather"}
 
 
 def test_collectives_of_asynchronous_programs_and_loops_are_counted():
-    found = [tuple(collective) for collective in flops.find_collectives(HLO)]
-    assert found == [
-        ("all-reduce", 4 * 8 + 2 * 16, 6),
-        ("collective-permute", 5, None),
-        ("all-gather", 4 * 64, 1),
-    ]
     assert flops.bytes_by_kind(HLO) == {
         "all-reduce": 6 * (4 * 8 + 2 * 16),
         "collective-permute": 5,

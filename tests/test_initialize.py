@@ -12,8 +12,9 @@ from flax import nnx
 
 from structinit_jax import interop
 from structinit_jax.attention_init import AttentionWeights, impulse, sincos_positions
-from structinit_jax.attention_init.positions import layer_norm
+from structinit_jax.attention_init.solve import layer_norm
 from structinit_jax.errors import InputError
+from structinit_jax.interop.layouts import flatten
 from structinit_jax.models.vit import VisionTransformer
 
 WIDTH, HEADS, DIM, LAYERS, GRID = 32, 4, 8, 2, (4, 4)
@@ -162,7 +163,7 @@ def arguments(name):
 
 
 def by_path(params):
-    leaves, _ = interop.params.flatten(params)
+    leaves, _ = flatten(params)
     return leaves
 
 

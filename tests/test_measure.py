@@ -5,7 +5,7 @@ import pytest
 
 from structinit_jax.attention_init import AttentionSite, impulse, kernels, sincos_positions
 from structinit_jax.attention_init.measure import attention_by_offset, measure_maps
-from structinit_jax.attention_init.positions import layer_norm
+from structinit_jax.attention_init.solve import layer_norm
 
 GRID = (4, 5)
 

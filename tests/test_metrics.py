@@ -160,14 +160,14 @@ def test_waiting_for_data_is_a_fraction_of_the_time(monkeypatch):
     assert progress.measure(5)["data_wait"] == 0.0
 
 
-def test_pauses_do_not_count_as_training(monkeypatch, capsys):
+def test_checkpoints_and_evaluations_do_not_count_as_training(monkeypatch, capsys):
     clock = Clock(monkeypatch)
     progress = Progress(50, 1_000_150, 10.0, 64)
     clock.now = 8.0
-    with progress.pause("evaluation"):
+    with progress.wait("evaluation"):
         clock.now += 4.0
     for _ in range(2):
-        with progress.pause("checkpoint"):
+        with progress.wait("checkpoint"):
             clock.now += 2.0
     values = progress.measure(150)
     assert values["images_per_second"] == 800.0

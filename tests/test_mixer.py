@@ -33,16 +33,21 @@ def reference_state():
     return {k.removeprefix("state/"): v for k, v in REFERENCE.items() if k.startswith("state/")}
 
 
+@jax.jit
+def run(model):
+    return model(jnp.asarray(REFERENCE["images"]), with_maps=True)
+
+
 @pytest.fixture(scope="module")
 def loaded():
     """A model with the weights of the recorded one."""
-    model = make()
+    model = jax.jit(make)()
     from_timm(model, reference_state())
     return model
 
 
 def test_every_block_and_the_logits_agree_with_timm(loaded):
-    logits, out = loaded(jnp.asarray(REFERENCE["images"]), with_maps=True)
+    logits, out = run(loaded)
     np.testing.assert_allclose(out["blocks"]["output"], REFERENCE["blocks"], atol=1e-4)
     np.testing.assert_allclose(logits, REFERENCE["logits"], atol=1e-4)
     assert out["patch_embedding"].shape == (2, 24, 16)
@@ -66,7 +71,7 @@ def test_parameter_counts_equal_timm(name):
 
 
 def test_start_values_are_timms():
-    model = make(width=64, depth=8)
+    model = jax.jit(lambda: make(width=64, depth=8))()
     for kernel, fans in (
         (model.blocks.token_mlp.fc1.kernel, 24 + 32),
         (model.blocks.mlp.fc2.kernel, 64 + 256),
@@ -80,70 +85,54 @@ def test_start_values_are_timms():
 
 
 def test_mlp_mean_moves_the_first_channel_layer_only():
-    plain, moved = make(), make(mlp_mean=0.1)
+    plain, moved = jax.jit(make)(), jax.jit(lambda: make(mlp_mean=0.1))()
     difference = jax.tree.map(
         lambda a, b: np.asarray(b - a), *(split_model(m)[1] for m in (plain, moved))
     )
     np.testing.assert_allclose(difference["blocks"]["mlp"]["fc1"].pop("kernel"), 0.1, atol=1e-6)
     assert not any(np.any(leaf) for leaf in jax.tree.leaves(difference))
     # As the docstring says, LayerNorm hides it at first.
-    images = jnp.asarray(REFERENCE["images"])
-    outputs = [model(images)[1]["blocks"]["output"] for model in (plain, moved)]
+    outputs = [run(model)[1]["blocks"]["output"] for model in (plain, moved)]
     np.testing.assert_allclose(*outputs, atol=1e-4)
 
 
 def test_token_maps_are_the_mean_jacobian_over_channels(loaded):
-    images = jnp.asarray(REFERENCE["images"][:1])
-    maps = loaded(images, with_maps=True)[1]["blocks"]["token_maps"]
+    _, out = run(loaded)
     block = jax.tree.map(lambda leaf: leaf[0], loaded.blocks)
-    normed = block.norm1(loaded(images)[1]["patch_embedding"])[0]
-    jacobians = jax.vmap(jax.jacobian(block.token_mlp))(normed.T)
+    normed = block.norm1(out["patch_embedding"][:1])[0]
+    jacobians = jax.jit(jax.vmap(jax.jacobian(block.token_mlp)))(normed.T)
+    maps = out["blocks"]["token_maps"]
     np.testing.assert_allclose(maps[0, 0], jacobians.mean(axis=0), atol=1e-5)
 
 
-@pytest.mark.parametrize("name", ["default", "kaiming_uniform", "mimetic", "impulse"])
-@pytest.mark.parametrize("ratio", [0.5, 3.0])
-def test_schemes_work_under_jit_and_eval_shape(name, ratio):
+@pytest.mark.parametrize(("name", "ratio"), [("mimetic", 3.0), ("impulse", 0.5)])
+def test_schemes_are_the_same_under_jit(name, ratio):
     def build():
         scheme = attention_init.by_name(name)
         return split_model(make(token_mlp_ratio=ratio, attention_init=scheme))[1]
 
-    eager = build()
-    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, atol=1e-4), eager, jax.jit(build)())
-    abstract = jax.eval_shape(build)
-    assert jax.tree.map(jnp.shape, eager) == jax.tree.map(jnp.shape, abstract)
+    jax.tree.map(
+        lambda a, b: np.testing.assert_allclose(a, b, atol=1e-4), build(), jax.jit(build)()
+    )
 
 
-def test_bfloat16_steps_lower_the_loss(library_promotion):
-    model = make(dtype="bfloat16", attention_init=attention_init.impulse())
-    graphdef, params, _ = split_model(model)
-    assert {leaf.dtype for leaf in jax.tree.leaves(params)} == {jnp.dtype("float32")}
-    images = jax.random.normal(jax.random.key(1), (16, 8, 12, 3))
-    labels = jnp.arange(16) % 5
-    adam = optax.adam(1e-2)
-
+def test_both_units_of_a_pair_learn_and_not_the_same(library_promotion):
     @jax.jit
-    def step(params, state):
+    def gradient():
+        model = make(attention_init=attention_init.impulse())
+        model.head.kernel[...] = 0.1 * jax.random.normal(jax.random.key(2), (16, 5))
+        graphdef, params, _ = split_model(model)
+
         def loss_fn(params):
-            logits, out = nnx.merge(graphdef, params)(images)
-            assert out["blocks"]["output"].dtype == jnp.bfloat16
+            logits, _ = nnx.merge(graphdef, params)(jnp.asarray(REFERENCE["images"]))
+            labels = jnp.arange(len(logits))
             return optax.softmax_cross_entropy_with_integer_labels(logits, labels).mean()
 
-        loss, gradient = jax.value_and_grad(loss_fn)(params)
-        updates, state = adam.update(gradient, state)
-        return optax.apply_updates(params, updates), state, loss, gradient
+        return jax.grad(loss_fn)(params)["blocks"]["token_mlp"]["fc1"]["kernel"]
 
-    state = adam.init(params)
-    losses = []
-    for _ in range(8):
-        params, state, loss, gradient = step(params, state)
-        losses.append(float(loss))
-    assert all(np.all(np.isfinite(leaf)) for leaf in jax.tree.leaves(gradient))
-    # Both units of a pair learn, and not the same.
-    halves = np.split(np.asarray(gradient["blocks"]["token_mlp"]["fc1"]["kernel"]), 2, axis=-1)
+    halves = np.split(np.asarray(gradient()), 2, axis=-1)
     assert min(np.abs(half).max() for half in halves) > 0
     assert np.abs(halves[0] - halves[1]).max() > 0
-    assert losses[-1] < losses[0] - 0.1
 
 
 @pytest.mark.parametrize(

@@ -25,6 +25,7 @@ def make_config(data_dir):
     config = make_tiny_config(data_dir)
     config.update(learning_rate=1e-2, weight_decay=0.5, ema_decay=0.75)
     config.model = base_config("convmixer").model
+    config.attention_init = dict(name="impulse")
     config.model.update(num_classes=10, width=16, depth=2, kernel_size=4, spatial_filters="fixed")
     return config
 
@@ -164,5 +165,5 @@ def test_a_resumed_run_has_the_same_model_state(config, setup, first_state, tmp_
     evaluated = evaluate.evaluate_checkpoint(config, tmp_path / "whole")
     assert evaluated == pytest.approx(results, rel=1e-6)
     config.model.spatial_filters = "trained"
-    with pytest.raises(InputError, match=r"'blocks/spatial/kernel', missing in the checkpoint"):
+    with pytest.raises(InputError, match=r"'blocks/spatial/kernel' is missing in the checkpoint"):
         evaluate.evaluate_checkpoint(config, tmp_path / "whole")

@@ -7,7 +7,7 @@ from scipy.special import softmax
 
 from structinit_jax import attention_init
 from structinit_jax.attention_init import AttentionSite, kernels, papers, sincos_positions
-from structinit_jax.attention_init.positions import draw_pseudo_input, layer_norm
+from structinit_jax.attention_init.solve import draw_pseudo_input, layer_norm
 
 
 def make_site(**changes):

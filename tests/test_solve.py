@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 from scipy.special import softmax
 
-from structinit_jax.attention_init import kernels, positions, solve
+from structinit_jax.attention_init import kernels, solve
 from structinit_jax.errors import InputError
 
 GRID, WIDTH, HEAD_DIM, NORM = (8, 8), 48, 16, 1.0
@@ -13,7 +13,7 @@ SCALE = HEAD_DIM**-0.5
 
 @pytest.fixture(scope="module")
 def solved():
-    x = positions.layer_norm(positions.sincos_positions(GRID, WIDTH))
+    x = solve.layer_norm(solve.sincos_positions(GRID, WIDTH))
     z, v = solve.row_space(x)
     targets = kernels.convolution_maps(kernels.impulse_kernels(3), GRID)
     bank = solve.solve_bank(
@@ -110,3 +110,25 @@ def test_part_of_the_rows_determines_the_solution(solved, monkeypatch):
     maps = solve.attention_maps(z, z, part.query, part.key, SCALE)
     loss = np.mean((targets - np.asarray(maps)) ** 2)
     np.testing.assert_allclose(loss, bank.report.loss, rtol=0.1)
+
+
+def test_sincos_channels_are_sin_x_cos_x_sin_y_cos_y():
+    encoding = solve.sincos_positions((3, 5), 16)
+    y, x = 2, 4
+    frequencies = 10_000.0 ** -(np.arange(4) / 3)
+    expected = [f(v * frequencies) for v in (x, y) for f in (np.sin, np.cos)]
+    np.testing.assert_allclose(encoding[y * 5 + x], np.concatenate(expected), atol=1e-6)
+
+
+@pytest.mark.parametrize("width", [4, 18])
+def test_widths_that_sincos_cannot_encode_are_refused(width):
+    with pytest.raises(InputError, match=rf"width={width}: .*learned"):
+        solve.sincos_positions((4, 4), width)
+
+
+def test_layer_norm_is_the_same_in_numpy_and_jax():
+    x = np.random.default_rng(0).normal(2, 3, (6, 8)).astype(np.float32)
+    ours = solve.layer_norm(x)
+    np.testing.assert_allclose(ours, solve.layer_norm(jnp.asarray(x)), atol=1e-5)
+    np.testing.assert_allclose(ours.mean(1), 0, atol=1e-7)
+    np.testing.assert_allclose(ours.std(1), 1, atol=1e-5)

@@ -9,8 +9,7 @@ from structinit_jax import attention_init
 from structinit_jax.attention_init import WindowSite, impulse, windows
 from structinit_jax.attention_init import kernels as kernels_lib
 from structinit_jax.errors import InputError
-from structinit_jax.models import windows as token_windows
-from structinit_jax.models.swin import SwinTransformer
+from structinit_jax.models.swin import SwinTransformer, shift_mask
 
 WINDOW = (4, 5)
 SITE = WindowSite(grid=WINDOW, width=24, num_heads=3, head_dim=8, num_layers=6, qk_scale=8**-0.5)
@@ -213,7 +212,7 @@ def test_maps_on_images_have_the_mass_in_shifted_and_unshifted_blocks(swin):
     ):
         assert stage.shift == (2, 2)
         maps = np.asarray(blocks["attention_maps"]).mean(axis=1)  # [L, W, h, n, n]
-        mask = token_windows.shift_mask(grid, (4, 4), (2, 2)) == 0  # [W, n, n], with itself
+        mask = shift_mask(grid, (4, 4), (2, 2)) == 0  # [W, n, n], with itself
         for layer in range(stage.depth):
             shifted = layer % 2 == 1
             for window in range(maps.shape[1]):

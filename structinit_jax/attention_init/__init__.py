@@ -17,26 +17,23 @@ Each kind of site has a module with its schemes:
 
 Symbols as in the papers: N tokens on a grid, D width, h heads, d = D / h, L layers, f kernel size,
 F filters, P [N, D] positions, X = LayerNorm(P), σ = d^-1/2, Q and K [D, d] of one head, H [N, N]
-the map of a convolution, M = softmax(σ X Q Kᵀ Xᵀ). The solve makes M as close to H as a given norm
-of Q and K allows.
+the map of a convolution, M = softmax(σ X Q Kᵀ Xᵀ).
 
 Which scheme to use:
 
-- `impulse`: the default. The 2024 paper's problem solved by L-BFGS in the encoding's row space,
-  with options for kernels, offsets and sharpness. For small data sets, and when in doubt.
-- `impulse_2024`, `impulse_2025`: as in the papers, for comparison and reproduction. 2025 is made
-  for learned positions.
+- `impulse`: the default. Solves for the M closest to H that a given norm of Q and K allows. For
+  small data sets, and when in doubt.
+- `impulse_2024`, `impulse_2025`: as in the papers, for reproduction. 2025 is for learned positions.
 - `mimetic` (Trockman & Kolter 2023): heads attend to similar tokens. The baseline to beat.
 - `default` (timm's truncated normal) and `kaiming_uniform` (PyTorch's): no structure.
 
 To add a scheme, write `@register("my_scheme", AttentionSite) def my_scheme(rng, site, *, option=1)`
-in the module of that site. A scheme of your own outside the package is a function that takes the
-options and returns `(rng, site) -> weights`; name it as `by_name("my_module:my_scheme")`.
+in the module of that site. Outside the package, write a function that takes the options and returns
+`(rng, site) -> weights`; `by_name("my_module:my_scheme")` finds it.
 """
 
 # Importing these registers their schemes.
 from structinit_jax.attention_init import convolution, papers, token_mixing, tokens, windows
-from structinit_jax.attention_init.positions import sincos_positions
 from structinit_jax.attention_init.registry import (
     SCHEMES,
     by_name,
@@ -57,6 +54,7 @@ from structinit_jax.attention_init.sites import (
     Weights,
     WindowSite,
 )
+from structinit_jax.attention_init.solve import sincos_positions
 
 default = scheme("default")
 kaiming_uniform = scheme("kaiming_uniform")

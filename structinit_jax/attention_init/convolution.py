@@ -1,17 +1,16 @@
 """Schemes for the filters of depthwise convolutions (`ConvSite`), as in ConvMixer.
 
 The 2024 paper keeps such filters fixed at their initial values (section 5.5, table 4). It calls box
-filters "all ones" and gives no scale for the others. Here the largest value of every filter but the
-random ones is 1, also that of a Gaussian, which is between impulse and box. The BatchNorm after the
-filters makes the scale irrelevant.
+filters "all ones" and gives no scale for the others; here the largest value of every filter is 1,
+except for random ones. The BatchNorm after the filters makes the scale irrelevant.
 """
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Float, PRNGKeyArray
+from jaxtyping import PRNGKeyArray
 
-from structinit_jax.attention_init.kernels import assign
+from structinit_jax.attention_init.kernels import assign, kernel_offsets
 from structinit_jax.attention_init.registry import register
 from structinit_jax.attention_init.sites import ConvSite, ConvWeights
 from structinit_jax.errors import InputError
@@ -59,22 +58,22 @@ def impulse_2024(rng: PRNGKeyArray, site: ConvSite) -> ConvWeights:
     return impulse(rng, site, offsets="random")
 
 
-def _filter_bank(filters, kernel_size: int, sigma: float) -> Float[np.ndarray, "F f f"]:
+def _filter_bank(filters, size, sigma):
     if not isinstance(filters, str):
         bank = np.asarray(filters, np.float32)
-        if bank.shape[1:] != (kernel_size, kernel_size):
+        if bank.shape[1:] != (size, size):
             raise InputError(
-                f"filters has shape {bank.shape}: a ConvSite with kernel_size={kernel_size} needs "
-                f"kernels [F, {kernel_size}, {kernel_size}]"
+                f"filters has shape {bank.shape}: a ConvSite with kernel_size={size} needs kernels "
+                f"[F, {size}, {size}]"
             )
         return bank
     if filters not in FILTERS:
         raise InputError(f"filters={filters!r}: a ConvSite takes {', '.join(FILTERS)}")
     if filters == "box":
-        return np.ones((1, kernel_size, kernel_size), np.float32)
-    bank = np.eye(kernel_size**2, dtype=np.float32)
+        return np.ones((1, size, size), np.float32)
+    bank = np.eye(size**2, dtype=np.float32)
     if filters == "gaussian":
-        places = np.stack(np.divmod(np.arange(kernel_size**2), kernel_size), axis=-1)
-        squared = np.sum((places[:, None] - places[None]) ** 2, axis=-1)
+        places = kernel_offsets(size)
+        squared = np.sum((places[:, None] - places) ** 2, axis=-1)
         bank = np.exp(-squared / (2 * sigma**2)).astype(np.float32)
-    return bank.reshape(-1, kernel_size, kernel_size)
+    return bank.reshape(-1, size, size)

@@ -27,36 +27,26 @@ def impulse_kernels(kernel_size: int, dilation: int = 1) -> Float[np.ndarray, "F
 
     Dilation spreads the offsets: kernels are g = (f - 1) · dilation + 1 wide.
     """
-    f = kernel_size
-    kernels = np.eye(f * f, dtype=np.float32).reshape(f * f, f, f)
-    wide = np.zeros((f * f,) + ((f - 1) * dilation + 1,) * 2, np.float32)
-    wide[:, ::dilation, ::dilation] = kernels
-    return wide
+    count, wide = kernel_size**2, (kernel_size - 1) * dilation + 1
+    kernels = np.zeros((count, wide, wide), np.float32)
+    kernels[:, ::dilation, ::dilation] = np.eye(count).reshape(count, kernel_size, kernel_size)
+    return kernels
 
 
 def smooth_kernels(
     kernel_size: int, sigma: float, *, surround: float | None = None
 ) -> Float[np.ndarray, "F g g"]:
-    """Returns Gaussians centered at the f² offsets, each of sum 1.
+    """Returns Gaussians of deviation `sigma` (tokens) centered at the f² offsets, each of sum 1.
 
-    Args:
-      kernel_size: Size f of the kernel whose offsets are the centers. The Gaussians extend 2 sigma
-        beyond the outermost ones.
-      sigma: Standard deviation in tokens.
-      surround: Standard deviation of a wider Gaussian to subtract. Only the positive part of the
-        difference is kept, since attention cannot be negative: a narrower bump.
+    With `surround`, a wider Gaussian of that deviation is subtracted, and only the positive part
+    kept, since attention cannot be negative: a narrower bump.
     """
     reach = kernel_size // 2 + int(np.ceil(2 * sigma))
     y, x = np.meshgrid(*(np.arange(-reach, reach + 1),) * 2, indexing="ij")
-
-    def gaussian(dy, dx, deviation):
-        squared = (y - dy) ** 2 + (x - dx) ** 2
-        return np.exp(-squared / (2 * deviation**2)) / deviation**2
-
-    kernels = [gaussian(dy, dx, sigma) for dy, dx in kernel_offsets(kernel_size)]
+    squared = np.stack([(y - dy) ** 2 + (x - dx) ** 2 for dy, dx in kernel_offsets(kernel_size)])
+    kernels = np.exp(-squared / (2 * sigma**2)) / sigma**2
     if surround is not None:
-        wide = [gaussian(dy, dx, surround) for dy, dx in kernel_offsets(kernel_size)]
-        kernels = [np.maximum(a - b, 0) for a, b in zip(kernels, wide, strict=True)]
+        kernels = np.maximum(kernels - np.exp(-squared / (2 * surround**2)) / surround**2, 0)
     return np.stack([k / k.sum() for k in kernels]).astype(np.float32)
 
 
@@ -69,8 +59,7 @@ def check_kernel_size(kernel_size: int, grid: tuple[int, int] | None = None) -> 
     """Raises `InputError` unless the kernel size is odd, positive and fits the grid."""
     if kernel_size < 1 or kernel_size % 2 == 0:
         raise InputError(
-            f"kernel_size={kernel_size}: needs an odd positive number such as 3 or 5, so that the "
-            "kernel has a center"
+            f"kernel_size={kernel_size}: needs an odd positive number, so that it has a center"
         )
     if grid is not None and kernel_size > min(grid):
         raise InputError(
@@ -80,6 +69,17 @@ def check_kernel_size(kernel_size: int, grid: tuple[int, int] | None = None) -> 
 
 
 # -- target maps -----------------------------------------------------------------------------------
+
+
+def relative_index(grid: tuple[int, int]) -> Int[np.ndarray, "N N"]:
+    """Returns the row of a bias table for query i and key j, tokens in row-major order.
+
+    As in timm, rows run over query minus key: (dy + rows - 1) (2 cols - 1) + dx + cols - 1.
+    """
+    rows, cols = grid
+    y, x = np.divmod(np.arange(rows * cols), cols)
+    dy, dx = y[:, None] - y[None, :], x[:, None] - x[None, :]
+    return (dy + rows - 1) * (2 * cols - 1) + dx + cols - 1
 
 
 def crop_kernels(
@@ -100,12 +100,11 @@ def convolution_maps(
 ) -> Float[np.ndarray, "F N N"]:
     """Returns target maps H: H[i, j] is the kernel's value at the offset from token i to token j.
 
-    Neighbors off the grid are dropped (zero padding). The row of an impulse without its neighbor is
-    all zero, and the softmax row closest to it is uniform.
+    Neighbors off the grid are dropped (zero padding). The softmax row closest to an impulse without
+    its neighbor, a row of zeros, is uniform.
     """
-    y, x = np.divmod(np.arange(grid[0] * grid[1]), grid[1])
-    dy, dx = y[None, :] - y[:, None], x[None, :] - x[:, None]
-    return crop_kernels(kernels, grid)[:, dy + grid[0] - 1, dx + grid[1] - 1].astype(np.float32)
+    kernels = crop_kernels(kernels, grid).reshape(len(kernels), -1)
+    return kernels[:, relative_index(grid).T].astype(np.float32)
 
 
 def normalize_rows(maps: Float[np.ndarray, "F N N"]) -> Float[np.ndarray, "F N N"]:
@@ -121,19 +120,18 @@ def target_kernels(
     kernel_size: int | Sequence[int],
     dilation: int | Sequence[int],
     sigma: float,
-) -> tuple[np.ndarray, tuple[tuple[int, int], ...]]:
+) -> tuple[Float[np.ndarray, "F R C"], tuple[tuple[int, int], ...]]:
     """Builds the distinct kernels that the options of `tokens.impulse` describe.
 
     Returns:
-      Kernels [F, 2 rows - 1, 2 cols - 1] on all offsets of the site's grid, and the range
+      Kernels on all offsets of the site's grid, R = 2 rows - 1 and C = 2 cols - 1, and the range
       (start, stop) of them that each layer uses.
     """
+    layers = [None] * site.num_layers
     if isinstance(filters, str):
         sizes = _per_layer("kernel_size", kernel_size, site.num_layers)
         dilations = _per_layer("dilation", dilation, site.num_layers)
         layers = list(zip(sizes, dilations, strict=True))
-    else:
-        layers = [None] * site.num_layers
     ranges, banks, stop = {}, [], 0
     for layer in dict.fromkeys(layers):
         if layer is None:
@@ -153,11 +151,7 @@ def target_kernels(
 def target_maps(
     site: AttentionSite | TokenMixingSite, *, filters: str | np.ndarray, **options
 ) -> tuple[Float[np.ndarray, "F N N"], tuple[tuple[int, int], ...]]:
-    """Builds the distinct target maps, given as such or by the options of `target_kernels`.
-
-    Returns:
-      Target maps, and the range (start, stop) of them that each layer uses.
-    """
+    """Like `target_kernels`, but returns the target maps, which `filters` can also be itself."""
     if isinstance(filters, str):
         for size in np.ravel(options["kernel_size"]):
             check_kernel_size(int(size), site.grid)
@@ -174,9 +168,7 @@ def _check_kernels(kernels):
             "for attention within windows, maps [F, N, N] for the N tokens"
         )
     if kernels.min() < 0:
-        raise InputError(
-            "filters has negative values, but attention is never negative: pass the positive part"
-        )
+        raise InputError("filters has negative values, but attention cannot be negative")
     return kernels
 
 
@@ -184,8 +176,8 @@ def _per_layer(option, value, num_layers):
     values = (value,) * num_layers if np.ndim(value) == 0 else tuple(value)
     if len(values) != num_layers:
         raise InputError(
-            f"{option}={value!r} has {len(values)} values for {num_layers} layers: pass one per "
-            "layer, or a single one for all"
+            f"{option}={value!r} has {len(values)} values for {num_layers} layers: pass one for "
+            "each layer, or a single one"
         )
     return values
 
@@ -219,52 +211,39 @@ def assign(
       shape: (layers, heads).
       bank: Number of filters F, all available to every layer, or one range (start, stop) of filters
         per layer. Layers with the same range are assigned together.
-      order: 'even' uses all filters equally often, as far as the number of heads in all layers
-        allows, without repeats in a run of F heads. 'random' draws each head's independently (2024
-        paper). 'center_first' goes from the center outwards (2025 paper).
+      order: 'even', 'random' or 'center_first', see `tokens.impulse`. With 'even', a run of F heads
+        has no repeats.
       same_layers: Whether layers with the same filters available get the same ones.
       axis: Axis of `shape` along which 'center_first' goes: 1 for heads, 0 for layers.
     """
-    if not isinstance(bank, int):
-        filter_index = jnp.zeros(shape, jnp.int32)
-        for start, stop in dict.fromkeys(bank):
-            layers = np.array(
-                [i for i, layer_range in enumerate(bank) if layer_range == (start, stop)]
-            )
-            drawn = assign(
-                jax.random.fold_in(rng, start),
-                (len(layers), shape[1]),
-                stop - start,
-                order=order,
-                same_layers=same_layers,
-                axis=axis,
-            )
-            filter_index = filter_index.at[layers].set(start + drawn)
-        return filter_index
+    if isinstance(bank, int):
+        return _assign(rng, shape, bank, order, same_layers, axis)
+    filter_index = jnp.zeros(shape, jnp.int32)
+    for start, stop in dict.fromkeys(bank):
+        layers = np.flatnonzero([available == (start, stop) for available in bank])
+        range_rng, part = jax.random.fold_in(rng, start), (len(layers), shape[1])
+        drawn = _assign(range_rng, part, stop - start, order, same_layers, axis)
+        filter_index = filter_index.at[layers].set(start + drawn)
+    return filter_index
+
+
+def _assign(rng, shape, num_filters, order, same_layers, axis):
     layers, heads = (1, shape[1]) if same_layers else shape
     if order == "random":
-        drawn = jax.random.randint(rng, (layers, heads), 0, bank)
+        drawn = jax.random.randint(rng, (layers, heads), 0, num_filters)
     elif order == "center_first":
         place = np.indices((layers, heads))[axis]
-        drawn = jnp.asarray(center_first(bank)[place % bank], jnp.int32)
+        drawn = jnp.asarray(center_first(num_filters)[place % num_filters], jnp.int32)
     else:
-        rounds = -(-layers * heads // bank)
-        permutations = jax.vmap(lambda rng: jax.random.permutation(rng, bank))(
-            jax.random.split(rng, rounds)
-        )
-        drawn = permutations.reshape(-1)[: layers * heads].reshape(layers, heads)
+        rngs = jax.random.split(rng, -(-layers * heads // num_filters))
+        rounds = jax.vmap(lambda rng: jax.random.permutation(rng, num_filters))(rngs)
+        drawn = rounds.reshape(-1)[: layers * heads].reshape(layers, heads)
     return jnp.broadcast_to(drawn, shape)
 
 
 def random_rotations(
     rng: PRNGKeyArray, shape: tuple[int, ...], *, same_layers: bool
 ) -> Float[Array, "L *batch m n"]:
-    """Draws matrices with orthonormal columns, by which equal maps get independent weights.
-
-    Args:
-      rng: Random key.
-      shape: (layers, …, m, n) with m ≥ n.
-      same_layers: Whether all layers get the same matrices.
-    """
+    """Draws matrices of orthonormal columns (m ≥ n) that give equal maps independent weights."""
     normal = jax.random.normal(rng, (1, *shape[1:]) if same_layers else shape)
     return jnp.broadcast_to(jnp.linalg.qr(normal)[0], shape)

@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float, Int
 
-from structinit_jax.attention_init.kernels import convolution_maps, impulse_kernels
+from structinit_jax.attention_init.kernels import convolution_maps, impulse_kernels, relative_index
 
 
 class Measures(NamedTuple):
@@ -44,8 +44,8 @@ def measure_maps(
         the rows scaled to sum 1.
       grid: Rows and columns of the tokens.
       kernel_size: Size f of the kernel whose offsets are searched.
-      filter_index: Each head's offset (`AttentionWeights.filter_index`). None picks the offset with
-        the largest mass for each head, which also suits trained models and schemes without offsets.
+      filter_index: Each head's offset (`AttentionWeights.filter_index`). None picks each head's
+        offset of the largest mass, which also suits trained models and schemes without offsets.
     """
     num_tokens = grid[0] * grid[1]
     maps = maps[..., -num_tokens:, -num_tokens:]
@@ -81,12 +81,10 @@ def attention_by_offset(
       [*batch, 2 rows - 1, 2 cols - 1]; the center is a token's attention to itself. Each offset is
       averaged over the tokens that have that neighbor.
     """
-    rows, cols = grid
-    y, x = np.divmod(np.arange(rows * cols), cols)
-    place = (y - y[:, None] + rows - 1) * (2 * cols - 1) + x - x[:, None] + cols - 1
-    size = (2 * rows - 1) * (2 * cols - 1)
-    count = np.bincount(place.ravel(), minlength=size)
+    shape = (2 * grid[0] - 1, 2 * grid[1] - 1)
+    place = relative_index(grid).T.ravel()  # from query to key
+    count = np.bincount(place, minlength=shape[0] * shape[1])
     flat = maps.reshape(-1, place.size)
-    total = jnp.zeros((len(flat), size)).at[:, place.ravel()].add(flat)
+    total = jnp.zeros((len(flat), count.size)).at[:, place].add(flat)
     kernels = total / jnp.asarray(count, jnp.float32)[None]
-    return kernels.reshape(*maps.shape[:-2], 2 * rows - 1, 2 * cols - 1)
+    return kernels.reshape(*maps.shape[:-2], *shape)

@@ -1,4 +1,4 @@
-"""The impulse initializations of the papers as published, for comparison with our own `impulse`."""
+"""The impulse initializations of the papers as published, for comparison with our `impulse`."""
 
 import functools
 
@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
-from jaxtyping import Array, Float, Int, PRNGKeyArray
+from jaxtyping import Array, Float, PRNGKeyArray
 
 from structinit_jax.attention_init.kernels import (
     assign,
@@ -14,17 +14,15 @@ from structinit_jax.attention_init.kernels import (
     convolution_maps,
     impulse_kernels,
 )
-from structinit_jax.attention_init.positions import draw_pseudo_input, layer_norm
 from structinit_jax.attention_init.registry import register
-from structinit_jax.attention_init.sites import AttentionSite, AttentionWeights, SolveReport
-from structinit_jax.attention_init.solve import report_on_maps
+from structinit_jax.attention_init.sites import AttentionSite, AttentionWeights
+from structinit_jax.attention_init.solve import draw_pseudo_input, layer_norm, report_on_maps
 from structinit_jax.attention_init.tokens import mimetic_vo, split_product
 
 RESCALE_EVERY = 100  # steps of algorithm 1 between two rescalings of the columns
 # Gradients of equation 8 are so small that Adam's ε decides how far the columns drift outside the
 # encoding's row space. The paper does not say how its loss is averaged over heads, which scales ε.
-# This value reproduces the authors' program (loss 0.0021, target mass 0.28, norm 0.67); optax's
-# default of 1e-8 ends at 0.0024 and 0.20.
+# This value reproduces the authors' program (loss 0.0021, mass 0.28); 1e-8 ends at 0.0024, 0.20.
 ADAM_EPSILON_2024 = 1.6e-7
 POSITION_SCALE_2025 = 18.0
 FROBENIUS_NORM_2025 = 7.0
@@ -44,10 +42,9 @@ def impulse_2024(
 ) -> AttentionWeights:
     """Algorithm 1 of "Structured Initialization for Attention in Vision Transformers" (2024).
 
-    Adam on the full Q and K of every head, against the mean squared error of its map (equation 8);
-    every 100 steps each column is rescaled to the mean column norm at the start. V and projection
-    keep the model's initialization. For comparison: `impulse` gets closer to the same targets,
-    thousands of times faster.
+    Adam on Q and K of every head, against the mean squared error of its map (equation 8); every 100
+    steps each column is rescaled to the mean column norm at the start. V and projection keep the
+    model's initialization. `impulse` gets closer to the same targets, much faster.
 
     Args:
       rng: Random key.
@@ -68,7 +65,7 @@ def impulse_2024(
     def solve_layers(rng, pseudo_input, filter_index):
         input_rng, solve_rng = jax.random.split(rng)
         x = layer_norm(jnp.asarray(draw_pseudo_input(input_rng, pseudo_input, positions)))
-        query, key, report = _solve_2024(
+        *factors, report = _solve_2024(
             solve_rng,
             x,
             targets[filter_index.reshape(-1)],
@@ -78,28 +75,20 @@ def impulse_2024(
             learning_rate=learning_rate,
         )
         shape = (*filter_index.shape, site.width, site.head_dim)
-        return (
-            jnp.moveaxis(query.reshape(shape), 1, 2),
-            jnp.moveaxis(key.reshape(shape), 1, 2),
-            report,
-        )
+        return *(jnp.moveaxis(f.reshape(shape), 1, 2) for f in factors), report
 
     # Layers with the same pseudo input are solved together; equal layers are solved once.
     two_inputs = first_input != following_input and site.num_layers > 1
     num_solved = 1 + two_inputs if same_layers else site.num_layers
-    filter_index = assign(
-        offset_rng,
-        (num_solved, site.num_heads),
-        len(targets),
-        order="random",
-        same_layers=same_layers,
-    )
+    shape = (num_solved, site.num_heads)
+    filter_index = assign(offset_rng, shape, len(targets), order="random", same_layers=same_layers)
     first = 1 if two_inputs else num_solved
     solved = [solve_layers(first_rng, first_input, filter_index[:first])]
     if two_inputs:
         solved.append(solve_layers(following_rng, following_input, filter_index[first:]))
-    query, key = (jnp.concatenate([part[i] for part in solved]) for i in (0, 1))
-    report = jax.tree.map(lambda *leaves: sum(leaves) / len(leaves), *[p[2] for p in solved])
+    queries, keys, reports = zip(*solved, strict=True)
+    query, key = jnp.concatenate(queries), jnp.concatenate(keys)
+    report = jax.tree.map(lambda *leaves: sum(leaves) / len(leaves), *reports)
     # The last solved layer is repeated for all layers that are equal to it.
     layer = np.minimum(np.arange(site.num_layers), len(query) - 1)
     return AttentionWeights(
@@ -108,21 +97,12 @@ def impulse_2024(
 
 
 @functools.partial(jax.jit, static_argnames=("qk_scale", "head_dim", "max_steps", "learning_rate"))
-def _solve_2024(
-    rng: PRNGKeyArray,
-    x: Float[Array, "N D"],
-    targets: Float[Array, "H N N"],
-    *,
-    qk_scale: float,
-    head_dim: int,
-    max_steps: int,
-    learning_rate: float,
-) -> tuple[Float[Array, "H D d"], Float[Array, "H D d"], SolveReport]:
+def _solve_2024(rng, x, targets, *, qk_scale, head_dim, max_steps, learning_rate):
+    """Returns Q and K [H, D, d] and a report for pseudo input x [N, D] and targets [H, N, N]."""
     shape = (len(targets), x.shape[1], head_dim)
     bound = x.shape[1] ** -0.5  # (1 / (d h))^1/2 with D = d h
-    start = tuple(
-        jax.random.uniform(r, shape, minval=-bound, maxval=bound) for r in jax.random.split(rng)
-    )
+    uniform = functools.partial(jax.random.uniform, shape=shape, minval=-bound, maxval=bound)
+    start = tuple(map(uniform, jax.random.split(rng)))
     adam = optax.adam(learning_rate, eps=ADAM_EPSILON_2024)
 
     def column_norms(factor):
@@ -161,10 +141,9 @@ def impulse_2025(
     """The closed form of "Structured Initialization for Vision Transformers" (arXiv:2505.19985).
 
     Learned positions are multiplied by 18; X is their LayerNorm. The target logits W are 1000 where
-    the target map is 1, and 3 times truncated normal noise of standard deviation 0.6 elsewhere.
-    With X⁺ the pseudo-inverse over the top d singular values of X, X⁺ W X⁺ᵀ is factored by SVD, and
-    Q and K are each scaled to Frobenius norm 7. Offsets go to heads in a fixed order, center first.
-    V and projection are mimetic.
+    the target map is 1, and 3 times truncated normal noise of standard deviation 0.6 elsewhere;
+    `factor_logits` gives Q and K. Offsets go to heads in a fixed order, center first. V and
+    projection are mimetic.
 
     Args:
       rng: Random key.
@@ -184,27 +163,13 @@ def impulse_2025(
         noise_rng, x, targets, filter_index, head_dim=site.head_dim, qk_scale=site.qk_scale
     )
     value, out = mimetic_vo(vo_rng, site)
-    return AttentionWeights(
-        query,
-        key,
-        value,
-        out,
-        positions=positions if site.positions_trainable else None,
-        report=report,
-        filter_index=filter_index,
-    )
+    initial = positions if site.positions_trainable else None
+    return AttentionWeights(query, key, value, out, initial, report, filter_index)
 
 
 @functools.partial(jax.jit, static_argnames=("head_dim", "qk_scale"))
-def _solve_2025(
-    rng: PRNGKeyArray,
-    x: Float[Array, "N D"],
-    targets: Float[Array, "F N N"],
-    filter_index: Int[Array, "L h"],
-    *,
-    head_dim: int,
-    qk_scale: float,
-) -> tuple[Float[Array, "L D h d"], Float[Array, "L D h d"], SolveReport]:
+def _solve_2025(rng, x, targets, filter_index, *, head_dim, qk_scale):
+    """Returns Q and K [L, D, h, d] and a report; each head's target is targets[filter_index]."""
     std, cut = 0.6, 2 / 0.6  # truncated at ±2 in absolute terms, as timm does
     layers, heads = filter_index.shape
 

@@ -1,8 +1,8 @@
-"""Schemes by name: the table of their implementations and the checks of their options.
+"""Schemes by name: their implementations for kinds of sites, and the checks of their options.
 
-A scheme has one implementation for each kind of site that it supports, a function
-`(rng, site, *, options…) -> weights` under `@register(name, site type)`. Its keyword arguments are
-the options that have a meaning for that kind of site; any other option is refused.
+An implementation is a function `(rng, site, *, options…) -> weights` under `@register(name, site
+type)`. Its keyword arguments are the options that have a meaning for that kind of site; any other
+option is refused.
 """
 
 import difflib
@@ -14,9 +14,8 @@ from jaxtyping import PRNGKeyArray
 
 from structinit_jax import plugins
 from structinit_jax.attention_init import kernels
-from structinit_jax.attention_init.positions import PSEUDO_INPUTS
 from structinit_jax.attention_init.sites import AttentionInit, Site, Weights
-from structinit_jax.attention_init.solve import make_optimizer
+from structinit_jax.attention_init.solve import PSEUDO_INPUTS, make_optimizer
 from structinit_jax.errors import InputError
 
 SCHEMES: dict[str, dict[type, Callable[..., Weights]]] = {}
@@ -46,7 +45,7 @@ def by_name(name: str, **options) -> AttentionInit:
     """Returns a scheme by its name: `by_name("impulse", kernel_size=5)`.
 
     Args:
-      name: Name of a scheme, or your own as 'module:function'. That function is called with the
+      name: Name of a scheme, or 'module:function' for your own function, which is called with the
         options and returns the initializer `(rng, site) -> weights`.
       **options: Options of the scheme. None stands for the default.
 
@@ -65,23 +64,20 @@ def by_name(name: str, **options) -> AttentionInit:
     options = {option: value for option, value in options.items() if value is not None}
     for option, value in options.items():
         if option not in known:
-            near = difflib.get_close_matches(option, known, n=1)
-            hint = f", did you mean {near[0]!r}?" if near else ""
-            raise _refused(option, value, f"no option of {name!r}{hint}", known)
+            hint = _did_you_mean(option, known)
+            raise _refused(option, value, f"not an option of {name!r};{hint}", known)
         _check_value(option, value)
 
     def init(rng: PRNGKeyArray, site: Site) -> Weights:
         kind = type(site).__name__
-        implementation = SCHEMES[name].get(type(site))
-        if implementation is None:
-            fitting = sorted(n for n, sites in SCHEMES.items() if type(site) in sites)
-            raise InputError(
-                f"name={name!r} does not support a {kind}: use one of {', '.join(fitting)}"
-            )
+        if type(site) not in SCHEMES[name]:
+            fitting = ", ".join(sorted(n for n, sites in SCHEMES.items() if type(site) in sites))
+            raise InputError(f"name={name!r} does not support a {kind}: use one of {fitting}")
+        implementation = SCHEMES[name][type(site)]
         takes = _options_of(implementation)
         for option, value in options.items():
             if option not in takes:
-                raise _refused(option, value, f"without meaning for {name!r} on a {kind}", takes)
+                raise _refused(option, value, f"has no meaning for {name!r} on a {kind};", takes)
         return implementation(rng, site, **options)
 
     return init
@@ -99,20 +95,17 @@ def scheme(name: str) -> Callable[..., AttentionInit]:
     sites = {}  # types of sites by implementation
     for site_type in sorted(SCHEMES[name], key=lambda site_type: site_type.__name__):
         sites.setdefault(SCHEMES[name][site_type], []).append(site_type.__name__)
-    parameters = {}
+    options = {}
     for implementation in sites:
-        parameters |= {k: v for k, v in _options_of(implementation).items() if k not in parameters}
+        options = options | _options_of(implementation) | options
     function.__name__ = function.__qualname__ = name
     function.__doc__ = "\n\n".join(f"{', '.join(s)}: {inspect.getdoc(f)}" for f, s in sites.items())
-    function.__signature__ = inspect.Signature(parameters.values())
+    function.__signature__ = inspect.Signature(options.values())
     return function
 
 
 def scheme_options(name: str) -> tuple[str, ...]:
-    """Returns the names of all options of a scheme, for any kind of site.
-
-    Args:
-      name: Name of a scheme, or your own as 'module:function'.
+    """Returns the names of all options of a scheme, or of your own 'module:function'.
 
     Raises:
       InputError: There is no such scheme.
@@ -120,11 +113,9 @@ def scheme_options(name: str) -> tuple[str, ...]:
     if plugins.is_reference(str(name)):
         return tuple(_options_of(_load(name)))
     if name not in SCHEMES:
-        near = difflib.get_close_matches(str(name), SCHEMES, n=1)
-        hint = f"did you mean {near[0]!r}? " if near else ""
         raise InputError(
-            f"name={name!r}: unknown scheme; {hint}choose one of {', '.join(sorted(SCHEMES))}, or "
-            "name your own as 'module:function'"
+            f"name={name!r}: unknown scheme;{_did_you_mean(name, SCHEMES)} choose one of "
+            f"{', '.join(sorted(SCHEMES))}, or name your own as 'module:function'"
         )
     return tuple(inspect.signature(scheme(name)).parameters)
 
@@ -136,22 +127,23 @@ def _load(name):
     return function
 
 
-def _options_of(function) -> dict[str, inspect.Parameter]:
-    """Arguments of a scheme's implementation, or of a user's function, that can be options."""
-    parameters = inspect.signature(function).parameters
-    return {
-        name: parameter
-        for name, parameter in parameters.items()
-        if name not in ("rng", "site") and parameter.kind != parameter.VAR_KEYWORD
-    }
+def _options_of(function):
+    parameters = inspect.signature(function).parameters.items()
+    no_options = ("rng", "site")
+    return {k: p for k, p in parameters if k not in no_options and p.kind != p.VAR_KEYWORD}
 
 
-def _refused(option, value, reason, takes) -> InputError:
-    return InputError(f"{option}={value!r}: {reason} (it takes {', '.join(takes) or 'no options'})")
+def _did_you_mean(word, known):
+    near = difflib.get_close_matches(str(word), known, n=1)
+    return f" did you mean {near[0]!r}?" if near else ""
 
 
-def _check_value(option, value) -> None:
-    """Checks the value of an option by its name, as far as that is possible without a site."""
+def _refused(option, value, reason, takes):
+    return InputError(f"{option}={value!r}: {reason} it takes {', '.join(takes) or 'no options'}")
+
+
+def _check_value(option, value):
+    """Checks an option's value as far as that is possible without a site."""
     if option in CHOICES and isinstance(value, str) and value not in CHOICES[option]:
         raise InputError(f"{option}={value!r}: choose one of {', '.join(CHOICES[option])}")
     if option in POSITIVE and not np.all(np.asarray(value) > 0):

@@ -23,10 +23,9 @@ class AttentionSite:
       num_layers: Number of layers L.
       qk_scale: Factor σ on query-key products before the softmax, usually d^-1/2.
       positions: Position encoding [N, D] that the model adds to its tokens, N = rows × cols in
-        row-major order, or None if it adds none. Pass a NumPy array for a fixed encoding: its rank
-        is then known at trace time, which makes the solve cheaper.
-      positions_trainable: Whether the model can start from another encoding, that is, whether it
-        uses `AttentionWeights.positions`.
+        row-major order, or None. The rank of a NumPy array is known at trace time, which makes the
+        solve cheaper.
+      positions_trainable: Whether the model uses `AttentionWeights.positions`.
     """
 
     grid: tuple[int, int]
@@ -52,26 +51,21 @@ class AttentionSite:
         return self.grid[0] * self.grid[1]
 
     def require_positions(self) -> np.ndarray | jax.Array:
-        """Returns `positions`, for schemes that solve attention maps against them.
-
-        Raises:
-          InputError: The site has no positions.
-        """
+        """Returns `positions`; raises `InputError` if there are none."""
         if self.positions is None:
             raise InputError(
                 "AttentionSite.positions=None: this scheme solves the attention maps against the "
-                "position encoding; give one, or use 'mimetic' or 'default'"
+                "position encoding; pass one, or use 'mimetic' or 'default'"
             )
         return self.positions
 
 
 @dataclasses.dataclass(frozen=True)
 class WindowSite(AttentionSite):
-    """Stack of attention layers within windows, as in Swin.
+    """Stack of attention layers within windows, as in Swin; `grid` is the window.
 
-    `grid` is the window; only tokens of the same window attend to each other. Instead of positions
-    the model has a relative position bias, a table with one column per head that is added to the
-    logits. A scheme sets it with `AttentionWeights.bias`.
+    Instead of positions the model adds a relative position bias to the logits, which a scheme sets
+    with `AttentionWeights.bias`.
     """
 
     positions: None = dataclasses.field(default=None, init=False)
@@ -80,16 +74,13 @@ class WindowSite(AttentionSite):
 
 @dataclasses.dataclass(frozen=True)
 class TokenMixingSite:
-    """Stack of equal token-mixing MLPs, as in MLP-Mixer, over one grid of tokens.
-
-    Each maps the N values of a channel through `hidden` units with an exact GELU. All channels
-    share the weights.
+    """Stack of equal token-mixing MLPs with exact GELU, as in MLP-Mixer, over one grid of tokens.
 
     Attributes:
       grid: Rows and columns of the tokens; N = rows × cols in row-major order.
       hidden: Hidden units of one MLP.
       num_layers: Number of MLPs L.
-      width: Channels D.
+      width: Channels D; they share the weights.
     """
 
     grid: tuple[int, int]
@@ -126,8 +117,7 @@ class SolveReport(NamedTuple):
       target_mass: Attention on the target, averaged over the rows that have one (an impulse row
         has none if its neighbor is off the grid). A uniform map has 1 / N on an impulse.
       hit_rate: Fraction of those rows whose strongest attention is where the target is strongest
-        (top-1). Well below 1, the target is out of reach: the head dimension or the rank of the
-        encoding is too low.
+        (top-1). Well below 1, the head dimension or the rank of the encoding is too low.
       steps: Optimizer steps taken.
       norm: Root mean square norm of the columns of Q and K.
     """
@@ -167,9 +157,7 @@ class AttentionWeights(NamedTuple):
 
 
 class TokenMixingWeights(NamedTuple):
-    """Initial weights for a `TokenMixingSite`.
-
-    None leaves the model's own initialization. Biases start at zero.
+    """Initial weights for a `TokenMixingSite`; None leaves the model's own. Biases start at zero.
 
     Attributes:
       fc1: First layer [L, N, hidden].
@@ -183,11 +171,7 @@ class TokenMixingWeights(NamedTuple):
 
 
 class ConvWeights(NamedTuple):
-    """Initial weights for a `ConvSite`.
-
-    Attributes:
-      kernel: [L, f, f, D].
-    """
+    """Initial weights for a `ConvSite`: the kernels [L, f, f, D]."""
 
     kernel: Float[Array, "L f f D"]
 

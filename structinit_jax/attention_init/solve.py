@@ -1,9 +1,8 @@
 """The solve: query and key factors whose softmax maps come closest to given targets.
 
-With the thin singular value decomposition X = Z Vᵀ of the pseudo input (Z [N, r], V [D, r]), the
-map softmax(σ X Q Kᵀ Xᵀ) depends only on VᵀQ and VᵀK. A sin-cos encoding has r of about 20 at any
-width, so the problem is solved for factors [r, k], k = min(d, r), instead of [D, d], and once for
-each distinct filter of a bank.
+With X = Z Vᵀ (Z [N, r], V [D, r] orthonormal), the map softmax(σ X Q Kᵀ Xᵀ) depends only on VᵀQ and
+VᵀK. A sin-cos encoding has rank r of about 20 at any width, so factors [r, k], k = min(d, r), are
+solved for instead of [D, d], once for each distinct filter.
 """
 
 import functools
@@ -27,20 +26,66 @@ PATIENCE, MIN_IMPROVEMENT = 5, 1e-3
 MAX_ROWS = 1024
 # With a target mass, the norm is fitted to it between solves: a grid search, then bisection.
 MASS_ROUNDS, NORM_RANGE, NORM_GRID, NORM_BISECTIONS = 2, (0.05, 20.0), 24, 12
+PSEUDO_INPUTS = ("positions", "uniform", "gaussian", "positions+uniform", "positions+gaussian")
+# Options of `solve_bank` that are fixed at compile time.
+STATIC_OPTIONS = ("target_mass", "optimizer", "learning_rate", "max_steps")
 
 
 class Bank(NamedTuple):
-    """Factors for every filter of a bank; one head's Q is V query, its K is V key.
-
-    Attributes:
-      query: [F, r, k].
-      key: [F, r, k].
-      report: How close their maps are to the targets.
-    """
+    """Factors for every filter of a bank: a head's Q is V query, its K is V key."""
 
     query: Float[Array, "F r k"]
     key: Float[Array, "F r k"]
     report: SolveReport
+
+
+# -- pseudo inputs: what stands for a layer's tokens in the solve ----------------------------------
+
+
+def sincos_positions(grid: tuple[int, int], width: int) -> Float[np.ndarray, "N D"]:
+    """Returns the 2-D sine-cosine encoding, channels in the order sin x, cos x, sin y, cos y.
+
+    Frequencies are 10,000^(-i / (D/4 - 1)), i = 0 … D/4 - 1, as in MoCo v3 and big_vision. The
+    width D has to be a multiple of 4, at least 8, else `InputError` is raised.
+    """
+    if width % 4 or width < 8:
+        raise InputError(
+            f"width={width}: sin-cos positions need a width of at least 8 that is divisible by 4; "
+            "change the width or use learned positions"
+        )
+    quarter = width // 4
+    frequencies = 10_000.0 ** -(np.arange(quarter) / (quarter - 1))
+    y, x = np.meshgrid(*map(np.arange, grid), indexing="ij")
+    x, y = (axis.reshape(-1, 1) * frequencies for axis in (x, y))
+    encoding = np.concatenate([np.sin(x), np.cos(x), np.sin(y), np.cos(y)], axis=1)
+    return encoding.astype(np.float32)
+
+
+def layer_norm(x: Float[Array | np.ndarray, "N D"]):
+    """LayerNorm without scale and bias; computed in float64 by NumPy for a NumPy array."""
+    xp = jnp
+    if isinstance(x, np.ndarray):
+        xp, x = np, x.astype(np.float64)
+    x = x - x.mean(axis=1, keepdims=True)
+    return x / xp.sqrt((x * x).mean(axis=1, keepdims=True) + 1e-6)
+
+
+def draw_pseudo_input(
+    rng: PRNGKeyArray, name: str, positions: Float[Array | np.ndarray, "N D"]
+) -> Float[Array | np.ndarray, "N D"]:
+    """Draws one of the pseudo inputs in table 6 of the 2024 paper, before LayerNorm.
+
+    'uniform' is noise between -1 and 1; 'gaussian' is truncated normal noise of standard deviation
+    (1/2)^1/2, that of the sin-cos encoding; a sum adds the noise to the positions.
+    """
+    if name == "positions":
+        return positions
+    if name.endswith("uniform"):
+        noise = jax.random.uniform(rng, positions.shape, minval=-1.0, maxval=1.0)
+    else:
+        std = 0.5**0.5
+        noise = std * jax.random.truncated_normal(rng, -2 / std, 2 / std, positions.shape)
+    return noise + positions if name.startswith("positions+") else noise
 
 
 def row_space(x: np.ndarray | jax.Array) -> tuple[Float[Array, "N r"], Float[Array, "D r"]]:
@@ -50,8 +95,8 @@ def row_space(x: np.ndarray | jax.Array) -> tuple[Float[Array, "N r"], Float[Arr
     are fixed, so r is then min(N, D): the same solution at a higher cost.
     """
     if isinstance(x, np.ndarray):
-        # The smaller Gram matrix is many times faster for a long or wide X. Its rounding error, in
-        # float64, is far below the squared tolerance.
+        # The smaller Gram matrix is many times faster than an SVD for a long or wide X. Its
+        # rounding error, in float64, is far below the squared tolerance.
         gram = x.T @ x if x.shape[0] > x.shape[1] else x @ x.T
         squared, vectors = np.linalg.eigh(gram)
         kept = squared > RANK_TOLERANCE**2 * squared[-1]
@@ -60,6 +105,9 @@ def row_space(x: np.ndarray | jax.Array) -> tuple[Float[Array, "N r"], Float[Arr
         return jnp.asarray(x @ v, jnp.float32), jnp.asarray(v, jnp.float32)
     u, s, vt = jnp.linalg.svd(x, full_matrices=False)
     return u * s[None, :], vt.T
+
+
+# -- the problem and its solution -----------------------------------------------------------------
 
 
 def attention_maps(
@@ -103,23 +151,13 @@ def make_optimizer(name: str, learning_rate: float) -> optax.GradientTransformat
         return optax.lbfgs(memory_size=20)
     if not callable(getattr(optax, name, None)):
         raise InputError(
-            f"optimizer={name!r}: unknown to optax; use 'lbfgs', or another one such as 'adam' "
-            "together with max_steps and learning_rate"
+            f"optimizer={name!r}: unknown to optax; use 'lbfgs', or for example 'adam' with "
+            "max_steps and learning_rate"
         )
     return optax.with_extra_args_support(getattr(optax, name)(learning_rate))
 
 
-@functools.partial(
-    jax.jit,
-    static_argnames=(
-        "head_dim",
-        "qk_scale",
-        "target_mass",
-        "optimizer",
-        "learning_rate",
-        "max_steps",
-    ),
-)
+@functools.partial(jax.jit, static_argnames=("head_dim", "qk_scale", *STATIC_OPTIONS))
 def solve_bank(
     rng: PRNGKeyArray,
     z: Float[Array, "N r"],
@@ -133,11 +171,10 @@ def solve_bank(
     learning_rate: float = 1e-2,
     max_steps: int = 400,
 ) -> Bank:
-    """Minimizes the mean of (H - M)² for each target H at a fixed norm of the weights.
+    """Minimizes the mean of (H - M)² (2024, equation 8) for each target H at a fixed norm.
 
-    The objective is equation 8 of the 2024 paper. Its algorithm 1 rescales the columns of Q and K
-    from time to time; here the root mean square of the column norms is held exactly, by optimizing
-    only the directions of Q and K.
+    Algorithm 1 of the 2024 paper rescales the columns of Q and K from time to time; here the root
+    mean square of the column norms is held exactly: only the directions are optimized.
 
     Args:
       rng: Random key for the starting point.
@@ -145,8 +182,8 @@ def solve_bank(
       targets: H, one map per filter.
       head_dim: Number of columns d over which the norm is spread.
       qk_scale: σ.
-      norm: Root mean square over the d columns of Q (and of K) of their Euclidean norms, which
-        limits how sharp the maps are. Only the starting point if `target_mass` is given.
+      norm: Root mean square norm of the d columns of Q (and of K), which limits how sharp the maps
+        are. Only the starting point if `target_mass` is given.
       target_mass: Attention mass wanted on target, to which each filter's norm is fitted.
       optimizer: 'lbfgs' or the name of another optax optimizer.
       learning_rate: Learning rate of an optimizer other than L-BFGS.
@@ -176,35 +213,33 @@ def solve_bank(
         factors = tuple(at_norm(factor, jnp.ones(num_filters)) for factor in factors)
         return _minimize(loss, factors, transform, optimizer == "lbfgs", max_steps)
 
+    def fit_norm(factors):
+        return _fit_norm(lambda norm: overlap(targets, maps(factors, norm)), norm, target_mass)
+
     norm = jnp.full(num_filters, norm, jnp.float32)
     factors, steps = solve(start, norm)
-    for _ in range(MASS_ROUNDS if target_mass is not None else 0):
-        norm = _fit_norm(lambda norm, f=factors: overlap(targets, maps(f, norm)), norm, target_mass)
-        factors, more = solve(factors, norm)
-        steps += more
     if target_mass is not None:
-        norm = _fit_norm(lambda norm: overlap(targets, maps(factors, norm)), norm, target_mass)
+        for _ in range(MASS_ROUNDS):
+            factors, more = solve(factors, fit_norm(factors))
+            steps += more
+        norm = fit_norm(factors)
     report = report_on_maps(targets, maps(factors, norm), steps=steps, norm=norm.mean())
     return Bank(at_norm(factors[0], norm), at_norm(factors[1], norm), report)
 
 
-def _minimize(loss, factors, transform, line_search: bool, max_steps: int):
-    value_and_grad = (
-        optax.value_and_grad_from_state(loss)
-        if line_search
-        else lambda factors, state: jax.value_and_grad(loss)(factors)
-    )
-
+def _minimize(loss, factors, transform, line_search, max_steps):
     def keep_going(carry):
         _, _, step, _, stalled = carry
         return (step < max_steps) & (stalled < PATIENCE)
 
     def body(carry):
         factors, state, step, best, stalled = carry
-        value, grad = value_and_grad(factors, state=state)
-        updates, state = transform.update(
-            grad, state, factors, value=value, grad=grad, value_fn=loss
-        )
+        if line_search:
+            value, grad = optax.value_and_grad_from_state(loss)(factors, state=state)
+        else:
+            value, grad = jax.value_and_grad(loss)(factors)
+        extra = dict(value=value, grad=grad, value_fn=loss)
+        updates, state = transform.update(grad, state, factors, **extra)
         stalled = jnp.where(value < best * (1 - MIN_IMPROVEMENT), 0, stalled + 1)
         factors = optax.apply_updates(factors, updates)
         return factors, state, step + 1, jnp.minimum(best, value), stalled

@@ -3,27 +3,21 @@
 The papers do not cover these; `impulse` and `mimetic` for them are our own.
 
 Token mixing computes y = A gelu(B u) for the N values u of each channel. GELU is z Φ(z), so
-gelu(z) - gelu(-z) = z: a pair of hidden units with opposite weights in both layers is linear. With
-B = [B'; -B'] and A = [A', -A'], y = A' B' u exactly, so every linear map M = A' B' of the tokens
-fits into twice as many hidden units as its rank. The two units of a pair have different gradients,
-gelu'(z) and gelu'(-z): training makes them nonlinear from the first step.
+gelu(z) - gelu(-z) = z: with B = [B'; -B'] and A = [A', -A'], y = A' B' u exactly. Every linear map
+M = A' B' of the tokens thus fits into twice as many hidden units as its rank. The two units of a
+pair have different gradients, so training makes them nonlinear from the first step.
 
-All channels share the weights, so a layer has one filter, where an attention layer has one per
-head. The filter acts on the block's normalized input: the block returns x + M norm(x).
+All channels share the weights, so a layer has one filter: the block returns x + M norm(x).
 
-With fewer hidden units the rank has to be reduced. The singular values of a shift of the tokens are
-all equal, so its truncated SVD would keep an arbitrary part. But neighboring tokens are alike. With
-k pairs, the map is therefore U Uᵀ M, where U [N, k] are the first k principal components of M
-applied to tokens whose correlation falls with distance: the lowest spatial frequencies of the
-filter's output. No map of rank k is closer in mean square over such tokens. For the tokens of two
-photographs on a 14×14 grid, 128 pairs keep 97 % of the output of shifts, a plain SVD 72 %.
+With k < N pairs the map is U Uᵀ M, where U [N, k] are the first k principal components of M applied
+to tokens whose correlation falls with distance: the lowest spatial frequencies of the output. On a
+14×14 grid, 128 pairs keep 97 % of the output of shifts of photographs. A truncated SVD of M keeps
+72 %: the singular values of a shift are all equal, so it keeps an arbitrary part.
 
 A random rotation R of the pairs, A' = U Rᵀ and B' = R Uᵀ M with Rᵀ R = I, keeps the map and makes
-layers and hidden units independent.
-
-The columns of B' and the rows of A' have norms near 1, like timm's (0.93). Because neighbors are
-alike, they add up: over the 8 blocks of Mixer-S/16 the tokens of photographs grow from 1 to 8 in
-root mean square, with timm's initialization to 2.5. LayerNorm removes that again.
+layers and hidden units independent. Neighboring tokens are alike, so outputs add up: in Mixer-S/16
+tokens of photographs grow to 8 in root mean square (timm's initialization: 2.5), which LayerNorm
+removes.
 """
 
 import functools
@@ -32,15 +26,14 @@ from collections.abc import Sequence
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array, Float, PRNGKeyArray
+from jaxtyping import Float, PRNGKeyArray
 
 from structinit_jax.attention_init.kernels import assign, random_rotations, target_maps
 from structinit_jax.attention_init.registry import register
 from structinit_jax.attention_init.sites import TokenMixingSite, TokenMixingWeights
 from structinit_jax.errors import InputError
 
-# Between neighbors. The value hardly matters: it shapes the spectrum, not the order in it.
-CORRELATION = 0.9
+CORRELATION = 0.9  # between neighbors; the exact value hardly matters
 MIMETIC_NOISE = MIMETIC_IDENTITY = 0.7  # those of query and key in mimetic attention
 
 
@@ -54,31 +47,27 @@ def default(rng: PRNGKeyArray, site: TokenMixingSite) -> TokenMixingWeights:
 @register("kaiming_uniform", TokenMixingSite)
 def kaiming_uniform(rng: PRNGKeyArray, site: TokenMixingSite) -> TokenMixingWeights:
     """Uniform between ±(inputs)^-1/2, PyTorch's default for Linear."""
-    layers, tokens, hidden = site.num_layers, site.num_tokens, site.hidden
 
     def draw(rng, shape):
         bound = shape[1] ** -0.5
         return jax.random.uniform(rng, shape, minval=-bound, maxval=bound)
 
-    fc1_rng, fc2_rng = jax.random.split(rng)
-    return TokenMixingWeights(
-        draw(fc1_rng, (layers, tokens, hidden)), draw(fc2_rng, (layers, hidden, tokens))
-    )
+    layers, tokens, hidden = site.num_layers, site.num_tokens, site.hidden
+    rngs = jax.random.split(rng)
+    shapes = (layers, tokens, hidden), (layers, hidden, tokens)
+    return TokenMixingWeights(*map(draw, rngs, shapes))
 
 
 @register("mimetic", TokenMixingSite)
 def mimetic(rng: PRNGKeyArray, site: TokenMixingSite) -> TokenMixingWeights:
     """The map 0.7 U + 0.7 I, U uniform noise: mimetic attention's logits used as the map itself.
 
-    Trockman & Kolter (2023) do not cover token-mixing MLPs; as in mimetic attention, tokens mostly
-    keep to themselves.
+    As in mimetic attention (Trockman & Kolter 2023), tokens mostly keep to themselves.
     """
     noise_rng, rotation_rng = jax.random.split(rng)
     tokens = site.num_tokens
-    bound = (3 / tokens) ** 0.5
-    noise = jax.random.uniform(
-        noise_rng, (site.num_layers, tokens, tokens), minval=-bound, maxval=bound
-    )
+    shape, bound = (site.num_layers, tokens, tokens), (3 / tokens) ** 0.5
+    noise = jax.random.uniform(noise_rng, shape, minval=-bound, maxval=bound)
     maps = MIMETIC_NOISE * noise + MIMETIC_IDENTITY * jnp.eye(tokens)[None]
     # The basis of the identity serves all layers, since their maps are close to it.
     basis = output_basis(np.eye(tokens)[None], site)
@@ -100,26 +89,18 @@ def impulse(
     """Gives each layer one filter, exactly or at the rank that its hidden units allow.
 
     For the options see `tokens.impulse`.
-
-    Raises:
-      InputError: There are not enough hidden units for one pair.
     """
     maps, ranges = target_maps(
         site, filters=filters, kernel_size=kernel_size, dilation=dilation, sigma=sigma
     )
     order_rng, rotation_rng = jax.random.split(rng)
-    bases = jnp.asarray(output_basis(maps, site))
-    filter_index = assign(
-        order_rng, (site.num_layers, 1), ranges, order=offsets, same_layers=same_layers, axis=0
-    )[:, 0]
+    maps, bases = jnp.asarray(maps), jnp.asarray(output_basis(maps, site))
+    shape = (site.num_layers, 1)
+    index = assign(order_rng, shape, ranges, order=offsets, same_layers=same_layers, axis=0)[:, 0]
     fc1, fc2 = _factor_maps(
-        rotation_rng,
-        jnp.asarray(maps)[filter_index],
-        bases[filter_index],
-        site.hidden,
-        same_layers=same_layers,
+        rotation_rng, maps[index], bases[index], site.hidden, same_layers=same_layers
     )
-    return TokenMixingWeights(fc1, fc2, filter_index)
+    return TokenMixingWeights(fc1, fc2, index)
 
 
 def output_basis(
@@ -128,10 +109,8 @@ def output_basis(
     """Returns the orthonormal U for which the site's hidden units hold U Uᵀ M of each map M.
 
     These are the first k = min(N, hidden // 2) principal components of M u over tokens u whose
-    correlation is `CORRELATION` to the power of their distance in rows plus in columns.
-
-    Raises:
-      InputError: There are not enough hidden units for one pair.
+    correlation is `CORRELATION` to the power of their distance in rows plus in columns. Raises
+    `InputError` if there are not enough hidden units for one pair.
     """
     if site.hidden < 2:
         raise InputError(
@@ -147,15 +126,8 @@ def output_basis(
 
 
 @functools.partial(jax.jit, static_argnames=("hidden", "same_layers"))
-def _factor_maps(
-    rng: PRNGKeyArray,
-    maps: Float[Array, "L N N"],
-    bases: Float[Array, "#L N k"],
-    hidden: int,
-    *,
-    same_layers: bool = False,
-) -> tuple[Float[Array, "L N hidden"], Float[Array, "L hidden N"]]:
-    """Returns both layers, so that they map tokens u to U Uᵀ M u."""
+def _factor_maps(rng, maps, bases, hidden, *, same_layers=False):
+    """Returns fc1 and fc2 that map u to U Uᵀ M u; M [L, N, N], U [#L, N, k]."""
     layers, pairs, rank = len(maps), hidden // 2, bases.shape[-1]
     rotations = random_rotations(rng, (layers, pairs, rank), same_layers=same_layers)
     bases = jnp.broadcast_to(bases, (layers, *bases.shape[1:]))

@@ -15,10 +15,15 @@ import numpy as np
 from jaxtyping import Array, Float, PRNGKeyArray
 
 from structinit_jax.attention_init.kernels import assign, random_rotations, target_maps
-from structinit_jax.attention_init.positions import layer_norm, sincos_positions
 from structinit_jax.attention_init.registry import register
 from structinit_jax.attention_init.sites import AttentionSite, AttentionWeights, WindowSite
-from structinit_jax.attention_init.solve import row_space, solve_bank
+from structinit_jax.attention_init.solve import (
+    STATIC_OPTIONS,
+    layer_norm,
+    row_space,
+    sincos_positions,
+    solve_bank,
+)
 
 MIN_HIT_RATE = 0.75  # a solve with a lower one warns that its targets are out of reach
 
@@ -27,24 +32,21 @@ MIN_HIT_RATE = 0.75  # a solve with a lower one warns that its targets are out o
 def default(rng: PRNGKeyArray, site: AttentionSite) -> AttentionWeights:
     """Truncated normal of standard deviation 0.02, as in timm."""
     std = 0.02
-    # timm cuts at ±2 in absolute terms, that is, at 100 standard deviations.
-    return _draw_all(
-        rng,
-        site,
-        lambda rng, shape: std * jax.random.truncated_normal(rng, -2 / std, 2 / std, shape),
-    )
+    cut = 2 / std  # timm cuts at ±2 in absolute terms, that is, at 100 standard deviations
+
+    def draw(rng, shape):
+        return std * jax.random.truncated_normal(rng, -cut, cut, shape)
+
+    return _draw_all(rng, site, draw)
 
 
 @register("kaiming_uniform", AttentionSite, WindowSite)
 def kaiming_uniform(rng: PRNGKeyArray, site: AttentionSite) -> AttentionWeights:
     """Uniform between ±(inputs)^-1/2, PyTorch's default for Linear."""
     inner = site.num_heads * site.head_dim
-    weights = _draw_all(
-        rng, site, lambda rng, shape: jax.random.uniform(rng, shape, minval=-1.0, maxval=1.0)
-    )
-    return AttentionWeights(
-        *(site.width**-0.5 * w for w in weights[:3]), out=inner**-0.5 * weights.out
-    )
+    weights = _draw_all(rng, site, functools.partial(jax.random.uniform, minval=-1.0, maxval=1.0))
+    query, key, value = (site.width**-0.5 * w for w in weights[:3])
+    return AttentionWeights(query, key, value, inner**-0.5 * weights.out)
 
 
 @register("mimetic", AttentionSite, WindowSite)
@@ -79,21 +81,21 @@ def impulse(
     """Impulse initialization: layers that start as convolutions with one filter per head.
 
     The distinct filters are solved once in the row space of the position encoding (`solve`). Every
-    head of every layer gets its own copy, multiplied by a random rotation R of the head's channels:
-    Q R and K R have the same map as Q and K, but independent weights. Query and key are zero
-    outside the encoding's row space, so at first they see positions alone. Trainable positions
-    start from the sin-cos encoding.
+    head gets a copy multiplied by its own random rotation R of the head's channels: Q R and K R
+    have the same map as Q and K, but independent weights. Query and key are zero outside the row
+    space, so at first they see positions alone. Trainable positions start from the sin-cos
+    encoding.
 
     Args:
       rng: Random key.
       site: Layers to initialize.
       kernel_size: Kernel size f, odd, at most the grid's shorter side; or one per layer. Not for
         convolutions, whose filters fill the model's own kernel.
-      filters: What is at the f² offsets of the kernel. 'impulse': one token. 'gaussian': a Gaussian
-        of standard deviation `sigma`. 'difference_of_gaussians': the positive part of a Gaussian
-        minus one twice as wide; not for convolutions. 'box': the mean over the whole kernel, a
-        single filter. Or an array of kernels [F, f, f] (f odd, rows of the maps scaled to sum 1),
-        or of maps [F, N, N], which windows and convolutions do not take.
+      filters: 'impulse': one token. 'gaussian': a Gaussian of standard deviation `sigma`.
+        'difference_of_gaussians': the positive part of a Gaussian minus one twice as wide; not for
+        convolutions. 'box': the mean over the whole kernel, a single filter. Or an array of kernels
+        [F, f, f] (f odd, rows of the maps scaled to sum 1), or of maps [F, N, N], which windows and
+        convolutions do not take.
       sigma: Standard deviation of Gaussians in tokens.
       dilation: Tokens between neighboring offsets of 'impulse'; or one per layer. Not for
         convolutions.
@@ -103,25 +105,21 @@ def impulse(
         the same in every layer (2025 paper).
       same_layers: Whether all layers get equal weights.
       norm: Root mean square norm of the columns of Q and K, which limits how sharp the maps are.
-        The default is that at the start of the 2024 paper's algorithm 1. Only for attention with
-        positions.
+        The default is that at the start of the 2024 paper's algorithm 1. This and all options below
+        except `target_mass` and `vo_init` are only for attention with positions.
       target_mass: Attention mass wanted on target, between 0 and 1. For attention with positions it
         replaces `norm`; within windows its default is 0.5. Only for attention.
       vo_init: Value and projection. 'mimetic': V Proj near -0.4 I, as in `mimetic` (2025 paper).
         'balanced': the same product without the decomposition, so that heads are equally strong
         instead of sorted by singular values. 'default': the model's own. Only for attention.
       keep_positions: Whether value and projection leave the encoding's row space alone. Otherwise
-        every layer subtracts 0.4 of the encoding from the residual stream, and with it the input of
-        the later layers' maps. Only for attention with positions.
-      optimizer: 'lbfgs' or the name of another optax optimizer. This and the following are only for
-        attention with positions.
+        every layer subtracts 0.4 of the encoding from the residual stream.
+      optimizer: 'lbfgs' or the name of another optax optimizer.
       learning_rate: Learning rate of an optimizer other than L-BFGS.
       max_steps: Maximum number of steps of a solve.
     """
-    if site.positions_trainable:
-        positions = sincos_positions(site.grid, site.width)
-    else:
-        positions = site.require_positions()
+    trainable = site.positions_trainable
+    positions = sincos_positions(site.grid, site.width) if trainable else site.require_positions()
     targets, ranges = target_maps(
         site, filters=filters, kernel_size=kernel_size, dilation=dilation, sigma=sigma
     )
@@ -145,71 +143,37 @@ def impulse(
         max_steps=max_steps,
     )
     _warn_if_out_of_reach(weights.report, site, z.shape[1])
-    if site.positions_trainable:
-        weights = weights._replace(positions=jnp.asarray(positions))
-    return weights
+    return weights._replace(positions=jnp.asarray(positions)) if trainable else weights
 
 
-@functools.partial(
-    jax.jit,
-    static_argnames=(
-        "site",
-        "ranges",
-        "offsets",
-        "same_layers",
-        "vo_init",
-        "keep_positions",
-        "target_mass",
-        "optimizer",
-        "learning_rate",
-        "max_steps",
-    ),
-)
+STATIC = ("site", "ranges", "offsets", "same_layers", "vo_init", "keep_positions")
+
+
+@functools.partial(jax.jit, static_argnames=(*STATIC, *STATIC_OPTIONS))
 def _solve_and_place(
-    rng: PRNGKeyArray,
-    z: Float[Array, "N r"],
-    v: Float[Array, "D r"],
-    targets: Float[Array | np.ndarray, "F N N"],
-    *,
-    site: AttentionSite,
-    ranges: tuple[tuple[int, int], ...],
-    offsets: str,
-    same_layers: bool,
-    vo_init: str,
-    keep_positions: bool,
-    **solver_options,
-) -> AttentionWeights:
-    """Runs the whole initialization as one compiled program."""
+    rng, z, v, targets, *, site, ranges, offsets, same_layers, vo_init, keep_positions, **solver
+):
+    """Runs the whole initialization as one compiled program, X = z vᵀ."""
     solve_rng, rotation_rng, order_rng, vo_rng = jax.random.split(rng, 4)
+    targets = jnp.asarray(targets)
     bank = solve_bank(
-        solve_rng,
-        z,
-        jnp.asarray(targets),
-        head_dim=site.head_dim,
-        qk_scale=site.qk_scale,
-        **solver_options,
+        solve_rng, z, targets, head_dim=site.head_dim, qk_scale=site.qk_scale, **solver
     )
-    layers, heads = site.num_layers, site.num_heads
-    filter_index = assign(
-        order_rng, (layers, heads), ranges, order=offsets, same_layers=same_layers
-    )
-    shape = (layers, heads, site.head_dim, bank.query.shape[-1])
+    shape = (site.num_layers, site.num_heads)
+    filter_index = assign(order_rng, shape, ranges, order=offsets, same_layers=same_layers)
+    shape = (*shape, site.head_dim, bank.query.shape[-1])
     rotations = random_rotations(rotation_rng, shape, same_layers=same_layers)
 
     def place(factors):
         rotated = jnp.einsum("Lhrk,Lhdk->Lrhd", factors[filter_index], rotations)
         return jnp.einsum("Dr,Lrhd->LDhd", v, rotated)
 
-    weights = AttentionWeights(
-        place(bank.query), place(bank.key), report=bank.report, filter_index=filter_index
-    )
-    if vo_init == "default":
-        return weights
+    query, key = place(bank.query), place(bank.key)
     value, out = VO_INITS[vo_init](vo_rng, site)
-    if keep_positions:
+    if keep_positions and vo_init != "default":
         value = value - jnp.einsum("Dr,Lrhd->LDhd", v, jnp.einsum("Er,LEhd->Lrhd", v, value))
         out = out - jnp.einsum("Dr,Lhdr->LhdD", v, jnp.einsum("LhdE,Er->Lhdr", out, v))
-    return weights._replace(value=value, out=out)
+    return AttentionWeights(query, key, value, out, report=bank.report, filter_index=filter_index)
 
 
 def _warn_if_out_of_reach(report, site, rank):
@@ -231,13 +195,10 @@ def mimetic_vo(
 ) -> tuple[Float[Array, "L D h d"], Float[Array, "L h d D"]]:
     """Returns V and projection with V Proj = 0.4 U - 0.4 I over all heads of a layer, U uniform."""
     layers, width, heads = site.num_layers, site.width, (site.num_heads, site.head_dim)
-    value, out = _factors_near_identity(
-        rng, (layers, width), heads[0] * heads[1], noise=0.4, identity=-0.4
-    )
-    return (
-        value.reshape(layers, width, *heads),
-        jnp.swapaxes(out, -1, -2).reshape(layers, *heads, width),
-    )
+    inner = heads[0] * heads[1]
+    value, out = _factors_near_identity(rng, (layers, width), inner, noise=0.4, identity=-0.4)
+    out = jnp.swapaxes(out, -1, -2).reshape(layers, *heads, width)
+    return value.reshape(layers, width, *heads), out
 
 
 def balanced_vo(
@@ -246,15 +207,13 @@ def balanced_vo(
     """Returns V = c (I - U / 2) Π and Proj = -c Πᵀ (I - U' / 2), so V Proj ≈ -0.4 (I - noise).
 
     c² = 0.4, U and U' are uniform noise as in `mimetic`, and the permutation Π distributes the
-    channels over the heads. If all heads together are narrower than the model, some channels are
-    left out; if they are wider, some are used twice.
+    channels over the heads: some are left out or used twice unless h d = D.
     """
     noise_rng, channel_rng = jax.random.split(rng)
     layers, width = site.num_layers, site.width
     inner, bound = site.num_heads * site.head_dim, (3 / width) ** 0.5
-    channels = jax.vmap(lambda rng: jax.random.permutation(rng, width))(
-        jax.random.split(channel_rng, layers)
-    )
+    rngs = jax.random.split(channel_rng, layers)
+    channels = jax.vmap(lambda rng: jax.random.permutation(rng, width))(rngs)
     channels = jnp.tile(channels, (1, -(-inner // width)))[:, :inner]
     identity = jax.nn.one_hot(channels, width)  # [L, inner, D], the rows of Πᵀ
     # 16 random bits are plenty for noise, and half the cost of 32.
@@ -265,7 +224,11 @@ def balanced_vo(
     return jnp.moveaxis(value.reshape(heads), -1, 1), -out.reshape(heads)
 
 
-VO_INITS = {"balanced": balanced_vo, "mimetic": mimetic_vo}
+VO_INITS = {
+    "balanced": balanced_vo,
+    "mimetic": mimetic_vo,
+    "default": lambda rng, site: (None, None),
+}
 
 
 def split_product(
@@ -289,7 +252,7 @@ def _factors_near_identity(rng, shape, rank, *, noise, identity):
     return split_product(noise * uniform + identity * eye, rank)
 
 
-def _draw_all(rng, site, draw) -> AttentionWeights:
+def _draw_all(rng, site, draw):
     layers, width, heads, dim = site.num_layers, site.width, site.num_heads, site.head_dim
     rngs = jax.random.split(rng, 4)
     query, key, value = (draw(r, (layers, width, heads, dim)) for r in rngs[:3])

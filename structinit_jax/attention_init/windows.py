@@ -1,10 +1,8 @@
 """Schemes for attention within windows (`WindowSite`), as in Swin; the impulse is our own.
 
-The logits of windowed attention are content (σ x Q Kᵀ xᵀ) plus a bias by relative position. If the
-content is near zero, the softmax of the bias alone is the map, the same in every window and for
-every image. A map that depends only on the offset therefore needs no positions and no solve.
-
-`default`, `kaiming_uniform` and `mimetic` are those of `tokens`; they leave the bias to the model.
+The logits of windowed attention are content plus a bias by relative position. While the content is
+near zero, the softmax of the bias alone is the map, in every window: no positions, no solve. The
+other schemes are those of `tokens`; they leave the bias to the model.
 """
 
 import dataclasses
@@ -14,7 +12,7 @@ from collections.abc import Sequence
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array, Float, Int, PRNGKeyArray
+from jaxtyping import Array, Float, PRNGKeyArray
 
 from structinit_jax.attention_init import tokens
 from structinit_jax.attention_init.kernels import (
@@ -22,6 +20,7 @@ from structinit_jax.attention_init.kernels import (
     convolution_maps,
     crop_kernels,
     normalize_rows,
+    relative_index,
     target_kernels,
 )
 from structinit_jax.attention_init.registry import register
@@ -49,20 +48,18 @@ def impulse(
 ) -> AttentionWeights:
     """Puts each head's kernel into its column of the relative position bias.
 
-    This assumes that content logits are near zero at first. Query and key are drawn as in
-    `default`; after a LayerNorm the logits' standard deviation is then about 0.02² D. In Swin-T, on
-    noise and on smooth images, the target mass of a block averages 0.48 to 0.50 if 0.5 is
-    requested; rows deviate by 0.01 in the first stage and by 0.08 in the last.
+    Query and key are drawn as in `default`; after a LayerNorm the content logits' standard
+    deviation is then about 0.02² D. If a target mass of 0.5 is requested, the blocks of Swin-T
+    average 0.48 to 0.50.
 
     - Rows with the whole kernel inside the window have exactly the target mass. The weight of an
       offset that leads out of the window goes to the rest of the row in proportion: an impulse
       without its neighbor leaves the row uniform.
-    - The mask of a shifted block leaves a row fewer tokens n'. The target then has
-      e^b / (e^b + n' - 1), b its bias, which is more than requested.
+    - The mask of a shifted block leaves fewer tokens in a row, so the target gets more of it.
     - Tokens that pad the grid to whole windows are attended to like others, as in timm.
 
-    Kernels without any offset inside the window, as in the smallest windows, go to no head. The
-    report describes the bias maps of all others; its norm is that of the drawn query and key.
+    Kernels without any offset inside the window go to no head. The report describes the bias maps
+    of all others; its norm is that of the drawn query and key.
     """
     kernels, ranges = target_kernels(
         site, filters=filters, kernel_size=kernel_size, dilation=dilation, sigma=sigma
@@ -89,51 +86,22 @@ def impulse(
 
 
 @functools.partial(jax.jit, static_argnames=("site", "ranges", "offsets", "same_layers", "vo_init"))
-def _draw_and_place(
-    rng: PRNGKeyArray,
-    table: Float[Array, "F R"],
-    targets: Float[Array, "F n n"],
-    fitting: Int[Array, " F"],
-    *,
-    site: WindowSite,
-    ranges: tuple[tuple[int, int], ...],
-    offsets: str,
-    same_layers: bool,
-    vo_init: str,
-) -> AttentionWeights:
-    """Runs everything random as one compiled program."""
+def _draw_and_place(rng, table, targets, fitting, *, site, ranges, offsets, same_layers, vo_init):
+    """Runs everything random as one compiled program, given biases [F, R] and maps [F, n, n]."""
     order_rng, qk_rng, vo_rng = jax.random.split(rng, 3)
-    layers = site.num_layers
-    kernel = assign(
-        order_rng, (layers, site.num_heads), ranges, order=offsets, same_layers=same_layers
-    )
-    drawn_layers = 1 if same_layers else layers
+    shape = (site.num_layers, site.num_heads)
+    kernel = assign(order_rng, shape, ranges, order=offsets, same_layers=same_layers)
+    drawn_layers = 1 if same_layers else site.num_layers
     drawn = tokens.default(qk_rng, dataclasses.replace(site, num_layers=drawn_layers))
-    query, key = (jnp.broadcast_to(w, (layers, *w.shape[1:])) for w in (drawn.query, drawn.key))
+    query, key = (jnp.broadcast_to(w, (site.num_layers, *w.shape[1:])) for w in drawn[:2])
     maps = bias_maps(table[..., None], site.grid)[:, 0]
     norm = jnp.sqrt(jnp.mean(jnp.stack([query, key]) ** 2) * site.width)
-    weights = AttentionWeights(
-        query,
-        key,
-        report=report_on_maps(targets, maps, steps=0, norm=norm),
-        filter_index=fitting[kernel],
-        bias=jnp.swapaxes(table[kernel], 1, 2),
-    )
-    if vo_init == "default":
-        return weights
+    report = report_on_maps(targets, maps, steps=0, norm=norm)
+    bias = jnp.swapaxes(table[kernel], 1, 2)
     value, out = tokens.VO_INITS[vo_init](vo_rng, site)
-    return weights._replace(value=value, out=out)
-
-
-def relative_index(window: tuple[int, int]) -> Int[np.ndarray, "n n"]:
-    """Returns the row of a bias table for query i and key j, tokens in row-major order.
-
-    As in timm, rows run over query minus key: (dy + rows - 1) (2 cols - 1) + dx + cols - 1.
-    """
-    rows, cols = window
-    y, x = np.divmod(np.arange(rows * cols), cols)
-    dy, dx = y[:, None] - y[None, :], x[:, None] - x[None, :]
-    return (dy + rows - 1) * (2 * cols - 1) + dx + cols - 1
+    return AttentionWeights(
+        query, key, value, out, report=report, filter_index=fitting[kernel], bias=bias
+    )
 
 
 def bias_maps(table: Float[Array, "*L R h"], window: tuple[int, int]) -> Float[Array, "*L h n n"]:
@@ -147,11 +115,11 @@ def bias_of_kernels(
 ) -> Float[np.ndarray, "F R"]:
     """Returns biases whose softmax mixes the kernel with a uniform map to give the target mass.
 
-    With n tokens in a window, kernel values w of sum 1 and a mixture of m kernel and 1 - m uniform,
-    attention at an offset is m w + (1 - m) / n, which is a bias of ln(1 + n w m / (1 - m)) there
-    and 0 where w = 0. The mixture m is chosen so that the overlap with the kernel, the sum of
-    min(w, m w + (1 - m) / n), is the target mass p. For an impulse the bias is
-    ln((n - 1) p / (1 - p)) at the offset. A mass below that of a uniform map gives the uniform map.
+    For n tokens, kernel values w of sum 1 and a mixture of m kernel and 1 - m uniform, attention at
+    an offset is m w + (1 - m) / n, which is a bias of ln(1 + n w m / (1 - m)). The mixture m is
+    chosen so that the overlap with the kernel, the sum of min(w, m w + (1 - m) / n), is the target
+    mass p. For an impulse the bias is ln((n - 1) p / (1 - p)) at the offset. A mass below that of a
+    uniform map gives the uniform map.
 
     Args:
       kernels: Nonnegative kernels; offsets that no two tokens of the window have are cropped.

@@ -5,10 +5,7 @@ from jaxtyping import Array, Float, UInt8
 
 
 def affine_warp(
-    image: UInt8[Array, "C H W"],
-    matrix: Float[Array, "6"],
-    bicubic: bool,
-    fill: tuple[int, ...],
+    image: UInt8[Array, "C H W"], matrix: Float[Array, "6"], bicubic: bool, fill: tuple[int, ...]
 ) -> UInt8[Array, "C H W"]:
     """Warp an image by an affine map.
 
@@ -37,7 +34,7 @@ def affine_warp(
     shift = 8 * jnp.arange(C)[:, None, None]
     packed = jnp.sum(image.astype(jnp.int32) << shift, axis=0)
 
-    def read(row: int, column: int) -> Float[Array, "C H W"]:
+    def read(row, column):
         y, x = jnp.clip(top + row, 0, H - 1), jnp.clip(left + column, 0, W - 1)
         pixel = packed.reshape(H * W).at[y * W + x].get(mode="promise_in_bounds")
         return ((pixel[None] >> shift) & 255).astype(jnp.float32)
@@ -59,10 +56,10 @@ def rotation_matrix(degrees: Float[Array, ""], height: int, width: int) -> Float
 # whereas weights whose sum is rounded below 1 would darken plain areas by 1.
 
 
-def _linear(a: Array, b: Array, fraction: Array) -> Array:
+def _linear(a, b, fraction):
     return a + (b - a) * fraction
 
 
-def _cubic(a: Array, b: Array, c: Array, d: Array, fraction: Array) -> Array:
+def _cubic(a, b, c, d, fraction):
     first, second, third = c - a, 2 * (a - b) + c - d, b - a - c + d
     return b + fraction * (first + fraction * (second + fraction * third))

@@ -10,19 +10,13 @@ CHUNKS = 16
 
 
 def apply_where(
-    function: Callable[..., Array],
-    mask: Bool[Array, " B"],
-    images: Array,
-    *arguments: Array,
+    function: Callable[..., Array], mask: Bool[Array, " B"], images: Array, *arguments: Array
 ) -> Array:
     """Apply a function to the images selected by a mask; leave the others unchanged.
 
-    Equivalent to `jnp.where(mask, jax.vmap(function)(images, *arguments), images)`, which would
-    compute the function for the whole batch. Here the selected images are gathered into chunks of a
-    sixteenth of the batch, and a loop runs over as many chunks as they fill.
-
-    A batch that is sharded over devices must be split by `jax.shard_map` first, since the number of
-    selected images differs between devices.
+    The selected images are gathered into chunks of a sixteenth of the batch, and a loop runs over
+    as many chunks as they fill. Split a batch that is sharded over devices by `jax.shard_map`
+    first, since the number of selected images differs between devices.
 
     Args:
       function: Maps `(image, *arguments)` of a single example to an image of the same shape.
@@ -35,7 +29,7 @@ def apply_where(
     # B pads the indices to full chunks. It is out of bounds: reads clip it, writes drop it.
     selected = jnp.nonzero(mask, size=CHUNKS * size, fill_value=B)[0]
 
-    def update_chunk(chunk: Array, images: Array) -> Array:
+    def update_chunk(chunk, images):
         index = jax.lax.dynamic_slice_in_dim(selected, chunk * size, size)
         inputs = (x.at[index].get(mode="clip") for x in (images, *arguments))
         return images.at[index].set(jax.vmap(function)(*inputs), mode="drop")

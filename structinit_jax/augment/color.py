@@ -1,7 +1,7 @@
 """Color operations on a single uint8 image, with the arithmetic of Pillow and torchvision.
 
-Images have one or three channels; a single channel has neither saturation nor hue. Use `jax.vmap`
-for a batch. Operations on each pixel value separately are lookup tables (`lut`) of 256 entries.
+Images have one or three channels; a single channel has neither saturation nor hue. Operations on
+each pixel value separately are lookup tables (`lut`) of 256 entries.
 """
 
 import jax
@@ -13,15 +13,11 @@ from jaxtyping import Array, Float, Int, Key, UInt8
 VALUES = np.arange(256, dtype=np.int32)
 """All pixel values, the identity as a lookup table."""
 
-Channel = Int[Array, "H W"]
-
 
 def color_jitter(
     rng: Key[Array, ""], image: UInt8[Array, "H W C"], strengths: tuple[float, ...]
 ) -> UInt8[Array, "H W C"]:
-    """Change brightness, contrast, saturation and hue in random order.
-
-    Equivalent to torchvision's `ColorJitter`.
+    """Change brightness, contrast, saturation and hue in random order, as torchvision does.
 
     Args:
       rng: A random key.
@@ -170,24 +166,21 @@ def adjust_hue(image: UInt8[Array, "C H W"], shift: Float[Array, ""]) -> UInt8[A
     return jnp.stack(_hsv_to_rgb((hue + steps) % 256, saturation, value)).astype(jnp.uint8)
 
 
-def _rgb_to_hsv(red: Channel, green: Channel, blue: Channel) -> tuple[Channel, Channel, Channel]:
+def _rgb_to_hsv(red, green, blue):
     value = jnp.maximum(red, jnp.maximum(green, blue))
     spread = value - jnp.minimum(red, jnp.minimum(green, blue))
     # Sixths of the circle from red, times the spread.
-    sixths = jnp.where(
-        red == value,
-        green - blue,
-        jnp.where(green == value, 2 * spread + blue - red, 4 * spread + red - green),
-    )
+    green_or_blue = jnp.where(green == value, 2 * spread + blue - red, 4 * spread + red - green)
+    sixths = jnp.where(red == value, green - blue, green_or_blue)
     divisor = jnp.maximum(spread, 1)  # gray has neither hue nor saturation
     hue = 85 * (sixths % (6 * divisor)) // (2 * divisor)
     return hue, 255 * spread // jnp.maximum(value, 1), value
 
 
-def _hsv_to_rgb(hue: Channel, saturation: Channel, value: Channel) -> tuple[Channel, ...]:
+def _hsv_to_rgb(hue, saturation, value):
     sixth, rest = jnp.divmod(6 * hue, 255)
 
-    def darken(amount: Channel) -> Channel:
+    def darken(amount):
         """Return `value * (1 - amount / 255²)`, rounded."""
         return (2 * value * (65_025 - amount) + 65_025) // 130_050
 
@@ -201,7 +194,7 @@ def _hsv_to_rgb(hue: Channel, saturation: Channel, value: Channel) -> tuple[Chan
     )
 
 
-def _lut_index(image: UInt8[Array, "C H W"]) -> Int[Array, "C H W"]:
+def _lut_index(image):
     """Index of each pixel's value in a flattened `[C, 256]` table."""
     return 256 * jnp.arange(len(image))[:, None, None] + image.astype(jnp.int32)
 

@@ -1,7 +1,4 @@
-"""Random crops and flips of a single image, as in torchvision and timm.
-
-Use `jax.vmap` for a batch, with one random key per image.
-"""
+"""Random crops and flips of a single image, as in torchvision and timm."""
 
 import math
 from typing import NamedTuple
@@ -128,7 +125,7 @@ def place_first_fit(
     first = jnp.argmax(fits)
     box_height, box_width, (u, v) = box_height[first], box_width[first], position[:, first]
 
-    def start(uniform: Float[Array, ""], room: Int[Array, ""]) -> Int[Array, ""]:
+    def start(uniform, room):
         place = jnp.floor(uniform * (room + 1).astype(jnp.float32)).astype(jnp.int32)
         return jnp.clip(place, 0, jnp.maximum(room, 0))
 
@@ -138,11 +135,7 @@ def place_first_fit(
 def resize_box(
     image: UInt8[Array, "H W C"], box: Box, size: int, bicubic: Bool[Array, ""]
 ) -> UInt8[Array, "size size C"]:
-    """Crop a box and resize it with an antialiasing filter, as Pillow does.
-
-    The image is multiplied by one matrix along x, then by another one along y. Both results are
-    rounded to integers.
-    """
+    """Crop a box and resize it as Pillow does: along x, then along y, each rounded to integers."""
     H, W, _ = image.shape
     along_x = _resize_weights(box.left, box.width, W, size, bicubic)
     along_y = _resize_weights(box.top, box.height, H, size, bicubic)
@@ -153,9 +146,7 @@ def resize_box(
     return _round(jnp.einsum("hxc,yh->yxc", rows, along_y, precision=precision)).astype(jnp.uint8)
 
 
-def _resize_weights(
-    start: Int[Array, ""], length: Int[Array, ""], side: int, size: int, bicubic: Bool[Array, ""]
-) -> Float[Array, "size side"]:
+def _resize_weights(start, length, side, size, bicubic) -> Float[Array, "size side"]:
     """Weight of each input pixel in each output pixel; rows add up to 1."""
     scale = length.astype(jnp.float32) / size
     center = (jnp.arange(size, dtype=jnp.float32)[:, None] + 0.5) * scale
@@ -171,5 +162,5 @@ def _resize_weights(
     return weights / jnp.sum(weights, axis=-1, keepdims=True)
 
 
-def _round(values: Float[Array, "..."]) -> Float[Array, "..."]:
+def _round(values):
     return jnp.clip(jnp.floor(values + 0.5), 0, 255)

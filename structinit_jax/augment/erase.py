@@ -7,16 +7,12 @@ from jaxtyping import Array, Float, Key
 from structinit_jax.augment.apply_where import apply_where
 from structinit_jax.augment.crop import Box, box_mask, draw_attempts, place_first_fit
 
-MODES = ("const", "rand", "pixel")
 AREA = (0.02, 1 / 3)  # as a fraction of the image's area
 RATIO = (0.3, 1 / 0.3)  # height / width
 
 
 def random_erasing(
-    rngs: Key[Array, " B"],
-    images: Float[Array, "B H W C"],
-    probability: float,
-    mode: str,
+    rngs: Key[Array, " B"], images: Float[Array, "B H W C"], probability: float, mode: str
 ) -> Float[Array, "B H W C"]:
     """Fill a random box of some images (Zhong et al. 2017, https://arxiv.org/abs/1708.04896).
 
@@ -28,14 +24,13 @@ def random_erasing(
         normally distributed color per pixel).
     """
     _, H, W, C = images.shape
-    select_rngs, box_rngs, fill_rngs = jax.vmap(lambda rng: jax.random.split(rng, 3), out_axes=1)(
-        rngs
-    )
+    split = jax.vmap(lambda rng: jax.random.split(rng, 3), out_axes=1)
+    select_rngs, box_rngs, fill_rngs = split(rngs)
     mask = jax.vmap(lambda rng: jax.random.bernoulli(rng, probability))(select_rngs)
     fill_shape = (H, W, C) if mode == "pixel" else (1, 1, C)
 
     def erase(image, box_rng, fill_rng):
-        inside = box_mask(erasing_box(box_rng, H, W), H, W)[..., None]
+        inside = box_mask(_erasing_box(box_rng, H, W), H, W)[..., None]
         if mode == "const":
             return jnp.where(inside, 0.0, image)
         return jnp.where(inside, jax.random.normal(fill_rng, fill_shape, image.dtype), image)
@@ -43,11 +38,8 @@ def random_erasing(
     return apply_where(erase, mask, images, box_rngs, fill_rngs)
 
 
-def erasing_box(rng: Key[Array, ""], height: int, width: int) -> Box:
-    """Draw a box of uniform area and log-uniform aspect ratio.
-
-    The box is empty if none of 10 attempts is smaller than the image in both directions.
-    """
+def _erasing_box(rng, height, width) -> Box:
+    """Draw a box, empty if none of 10 attempts is smaller than the image in both directions."""
     box_height, box_width, position = draw_attempts(rng, height * width, AREA, RATIO)
     fits = (box_height < height) & (box_width < width)
     box_height, box_width = jnp.where(fits, box_height, 0), jnp.where(fits, box_width, 0)

@@ -49,17 +49,10 @@ def mix(
     size = group or B
     if not (mixup and cutmix):
         switch = float(cutmix > 0)
+    # λ is drawn from both distributions. If one is disabled, any positive α will do.
+    options = dict(mixup=mixup or 1.0, cutmix=cutmix or 1.0, probability=probability, switch=switch)
+    draw = functools.partial(draw_mixing, height=H, width=W, **options)
     rngs = jax.vmap(lambda i: jax.random.fold_in(rng, i))(jnp.arange(B // size))
-    draw = functools.partial(
-        draw_mixing,
-        height=H,
-        width=W,
-        # λ is drawn from both distributions. If one is disabled, any positive α will do.
-        mixup=mixup or 1.0,
-        cutmix=cutmix or 1.0,
-        probability=probability,
-        switch=switch,
-    )
     lam, use_cutmix, box = jax.tree.map(lambda x: jnp.repeat(x, size), jax.vmap(draw)(rngs))
 
     def mix_images(image, partner, lam, use_cutmix, box):
@@ -72,7 +65,7 @@ def mix(
     return images, lam[:, None] * targets + (1 - lam[:, None]) * partner_targets
 
 
-def _mirror(array: Array, size: int) -> Array:
+def _mirror(array, size):
     """Reverse the order within groups of `size`."""
     groups = array.reshape(-1, size, *array.shape[1:])
     return groups[:, ::-1].reshape(array.shape)
@@ -88,26 +81,20 @@ def draw_mixing(
     probability: float,
     switch: float,
 ) -> tuple[Float[Array, ""], Bool[Array, ""], Box]:
-    """Draw λ, whether to use cutmix rather than mixup, and the box, for one group of images.
-
-    See `mix` for the arguments.
-    """
+    """Draw λ, whether to use cutmix, and the box of one group of images. See `mix`."""
     mix_rng, switch_rng, lam_rng, box_rng = jax.random.split(rng, 4)
     use_cutmix = jax.random.bernoulli(switch_rng, switch)
     uniform = jax.random.uniform(lam_rng)
     lam = jnp.where(use_cutmix, beta_quantile(uniform, cutmix), beta_quantile(uniform, mixup))
     lam = jnp.where(jax.random.bernoulli(mix_rng, probability), lam, 1.0)
-    box = cutmix_box(box_rng, lam, height, width)
+    box = _cutmix_box(box_rng, lam, height, width)
     # The box may be clipped at the image's border, so λ follows from its actual area.
     outside = 1 - (box.height * box.width).astype(jnp.float32) / (height * width)
     return jnp.where(use_cutmix, outside, lam), use_cutmix, box
 
 
-def cutmix_box(rng: Key[Array, ""], lam: Float[Array, ""], height: int, width: int) -> Box:
-    """Draw a box that covers 1 - λ of an image, centered on a uniform pixel.
-
-    Returns the part of the box within the image.
-    """
+def _cutmix_box(rng, lam, height, width) -> Box:
+    """Draw a box that covers 1 - λ of an image around a uniform pixel; clip it to the image."""
     side = jnp.sqrt(1 - lam)
     box_height = jnp.floor(height * side).astype(jnp.int32)
     box_width = jnp.floor(width * side).astype(jnp.int32)
@@ -122,8 +109,8 @@ def cutmix_box(rng: Key[Array, ""], lam: Float[Array, ""], height: int, width: i
 def beta_quantile(probability: Float[Array, ""], alpha: float) -> Float[Array, ""]:
     """Return a quantile of Beta(α, α), interpolated from a table.
 
-    Unlike `jax.random.beta`, this needs no rejection loop, in which the host would wait for a GPU
-    and the devices that share a batch would communicate on each iteration.
+    Unlike `jax.random.beta`, this needs no rejection loop, on each iteration of which the devices
+    that share a batch would communicate.
     """
     table = jnp.asarray(_beta_quantiles(alpha))
     position = probability * (NUM_QUANTILES - 1)

@@ -8,16 +8,10 @@ from collections.abc import Callable
 import jax
 import jax.numpy as jnp
 from jax.sharding import Mesh, PartitionSpec
-from jaxtyping import Array, Float, Int, Integer, Key, UInt8
+from jaxtyping import Array, Float, Integer, Key, UInt8
 
 from structinit_jax.augment.color import color_jitter
-from structinit_jax.augment.crop import (
-    BICUBIC_PROBABILITY,
-    random_flip,
-    random_pad_crop,
-    random_resized_crop,
-)
-from structinit_jax.augment.erase import MODES as ERASING_MODES
+from structinit_jax.augment.crop import random_flip, random_pad_crop, random_resized_crop
 from structinit_jax.augment.erase import random_erasing
 from structinit_jax.augment.mix import mix, smooth_one_hot
 from structinit_jax.augment.rand_augment import parse, rand_augment
@@ -53,8 +47,8 @@ _RANGES = {
 }
 _CHOICES = {
     "crop": ("none", "pad", "resized"),
-    "interpolation": tuple(BICUBIC_PROBABILITY),
-    "erasing_mode": ERASING_MODES,
+    "interpolation": ("bilinear", "bicubic", "random"),
+    "erasing_mode": ("const", "rand", "pixel"),
 }
 
 
@@ -66,18 +60,15 @@ class AugmentOptions:
       num_classes: Number of classes.
       mean: Mean per channel of pixels scaled to [0, 1].
       std: Standard deviation per channel of pixels scaled to [0, 1].
-      image_size: Height and width in pixels of the result of `crop='resized'`. Other crops keep the
-        image's size.
-      crop: 'none', 'pad' (pad and crop to the original size) or 'resized' (crop a random box and
-        resize it).
+      image_size: Height and width in pixels after `crop='resized'`. Other crops keep the size.
+      crop: 'none', 'pad' (`random_pad_crop`) or 'resized' (`random_resized_crop`).
       crop_padding: Padding per side in pixels for `crop='pad'`.
       crop_scale: Range of the box's area for `crop='resized'`, as a fraction of the image's area.
       crop_ratio: Range of the box's aspect ratio for `crop='resized'`, width / height.
       interpolation: Interpolation of `crop='resized'` and of RandAugment's warps: 'bilinear',
         'bicubic' or 'random' (one of the two with equal probability).
       flip: Probability of a horizontal flip.
-      rand_augment: RandAugment policy in timm's syntax, e.g. 'rand-m9-mstd0.5-inc1'. Disabled if
-        empty.
+      rand_augment: RandAugment policy of timm, e.g. 'rand-m9-mstd0.5-inc1', or '' for none.
       color_jitter: Strengths of brightness, contrast and saturation and optionally of hue (at most
         0.5). Ignored if `rand_augment` is set, as in timm.
       erasing: Probability of random erasing.
@@ -120,8 +111,7 @@ class AugmentOptions:
 
     def __post_init__(self):
         for field, (low, high) in _RANGES.items():
-            interval = f"at least {low}" if high == math.inf else f"in [{low}, {high}]"
-            self._require(low <= getattr(self, field) <= high, field, interval)
+            self._require(low <= getattr(self, field) <= high, field, f"in [{low}, {high}]")
         for field, choices in _CHOICES.items():
             self._require(getattr(self, field) in choices, field, f"one of {', '.join(choices)}")
         for field, limit in (("crop_scale", 1.0), ("crop_ratio", math.inf)):
@@ -129,30 +119,17 @@ class AugmentOptions:
             is_range = len(pair) == 2 and 0 < pair[0] <= pair[1] <= limit
             self._require(is_range, field, f"a pair with 0 < low <= high <= {limit}")
         self._require(0 <= self.label_smoothing < 1, "label_smoothing", "in [0, 1)")
-        self._require(
-            len(self.color_jitter) in (3, 4)
-            and min(self.color_jitter) >= 0
-            and max(self.color_jitter[3:], default=0) <= 0.5,
-            "color_jitter",
-            "three numbers >= 0 (brightness, contrast, saturation), or four with hue <= 0.5",
-        )
+        jitter, channels = self.color_jitter, len(self.mean)
+        valid = len(jitter) in (3, 4) and min(jitter) >= 0 and max(jitter[3:], default=0) <= 0.5
+        self._require(valid, "color_jitter", "three numbers >= 0, or four with hue <= 0.5")
         if self.rand_augment:
             parse(self.rand_augment)
-        self._require(
-            len(self.std) == len(self.mean) and min(self.std) > 0,
-            "std",
-            f"one positive number for each of the {len(self.mean)} channels of config.data.mean",
-        )
-        self._require(
-            len(self.mean) in (1, 3) or not (self.rand_augment or any(self.color_jitter)),
-            "mean",
-            "of length 1 or 3, which config.augment.rand_augment and color_jitter require",
-        )
-        self._require(
-            self.crop != "resized" or self.image_size >= 1,
-            "image_size",
-            "a positive integer, which config.augment.crop='resized' requires",
-        )
+        valid = len(self.std) == channels and min(self.std) > 0
+        self._require(valid, "std", f"one positive number for each of {channels} channels")
+        valid = channels in (1, 3) or not (self.rand_augment or any(jitter))
+        self._require(valid, "mean", "of length 1 or 3, as RandAugment and color jitter require")
+        valid = self.crop != "resized" or self.image_size >= 1
+        self._require(valid, "image_size", "positive, as config.augment.crop='resized' requires")
 
     def _require(self, condition: bool, field: str, requirement: str) -> None:
         if not condition:
@@ -169,16 +146,12 @@ def make_augment(options: AugmentOptions, mesh: Mesh | None = None) -> Augment:
 
     Args:
       options: The recipe's options.
-      mesh: Devices over which the batch is sharded, along all axes of the mesh. None if the batch
-        is on a single device.
+      mesh: Devices over which the batch is sharded, along all axes. None for a single device.
 
     Returns:
       A pure function of a random key, uint8 images `[B, H, W, C]` and integer labels `[B]`. It
-      returns normalized float32 images and targets `[B, num_classes]`.
-
-    Raises:
-      InputError: When the function is called, if the number of channels or the batch size does not
-        match the options.
+      returns normalized float32 images and targets `[B, num_classes]`, and raises `InputError` if
+      the number of channels or the batch size does not match the options.
     """
     transform = _shard(functools.partial(_transform, options), mesh)
     erase = _shard(functools.partial(_erase, options), mesh)
@@ -208,15 +181,22 @@ def make_augment(options: AugmentOptions, mesh: Mesh | None = None) -> Augment:
     return augment
 
 
-def _transform(
-    options: AugmentOptions,
-    rng: Key[Array, ""],
-    index: Int[Array, " B"],
-    images: UInt8[Array, "B H W C"],
-) -> Float[Array, "B h w C"]:
+def _check_batch(shape, options):
+    if shape[-1] != len(options.mean):
+        raise InputError(
+            f"config.data.mean={options.mean} does not match images of {shape[-1]} channels"
+        )
+    if options.mix_group and shape[0] % options.mix_group:
+        raise InputError(
+            f"config.augment.mix_group={options.mix_group} does not divide the batch size "
+            f"{shape[0]}: choose a divisor, or 0 to mix within the whole batch"
+        )
+
+
+def _transform(options, rng, index, images):
     """Apply all operations before erasing."""
 
-    def apply(function, stream: int, **arguments):
+    def apply(function, stream, **arguments):
         function = functools.partial(function, **arguments)
         return jax.vmap(function)(_image_rngs(rng, stream, index), images)
 
@@ -246,25 +226,20 @@ def _transform(
     return normalize(images, options.mean, options.std)
 
 
-def _erase(
-    options: AugmentOptions,
-    rng: Key[Array, ""],
-    index: Int[Array, " B"],
-    images: Float[Array, "B H W C"],
-) -> Float[Array, "B H W C"]:
+def _erase(options, rng, index, images):
     if not options.erasing:
         return images
     rngs = _image_rngs(rng, ERASING, index)
     return random_erasing(rngs, images, options.erasing, options.erasing_mode)
 
 
-def _image_rngs(rng: Key[Array, ""], stream: int, index: Int[Array, " B"]) -> Key[Array, " B"]:
+def _image_rngs(rng, stream, index):
     """Return a random key per image, from its index in the global batch."""
     stream_rng = jax.random.fold_in(rng, stream)
     return jax.vmap(lambda i: jax.random.fold_in(stream_rng, i))(index)
 
 
-def _shard(function: Callable[..., Array], mesh: Mesh | None) -> Callable[..., Array]:
+def _shard(function, mesh):
     """Run a function of `(rng, index, images)` on each device's own part of the batch."""
     if mesh is None:
         return function
@@ -280,18 +255,3 @@ def normalize(
     """Convert uint8 pixels to `(pixel / 255 - mean) / std`, per channel."""
     mean, std = (jnp.asarray(x, jnp.float32)[None, None, None, :] for x in (mean, std))
     return (images.astype(jnp.float32) / 255 - mean) / std
-
-
-def _check_batch(shape: tuple[int, ...], options: AugmentOptions) -> None:
-    batch_size, channels = shape[0], shape[-1]
-    if channels != len(options.mean):
-        raise InputError(
-            f"config.data.mean={options.mean} does not match images of {channels} channels: set "
-            "mean and std to one number per channel"
-        )
-    if options.mix_group and batch_size % options.mix_group:
-        raise InputError(
-            f"the batch size {batch_size} is not divisible by "
-            f"config.augment.mix_group={options.mix_group}: choose a divisor, or 0 to mix within "
-            "the whole batch"
-        )

@@ -1,8 +1,7 @@
 """RandAugment as in timm (Cubuk et al. 2020, https://arxiv.org/abs/1909.13719).
 
 Under `vmap`, a `lax.switch` over the 15 operations would compute all of them for every image. Here
-they are reduced to a few kernels, each of which runs only on the images that need it: affine warps,
-lookup tables, histogram equalization, saturation and sharpness.
+they are reduced to five kernels, each of which runs only on the images that need it.
 """
 
 import functools
@@ -48,8 +47,7 @@ class Policy(NamedTuple):
 
     Attributes:
       magnitude: Mean magnitude ('m').
-      magnitude_std: Standard deviation of the magnitude ('mstd'). If infinite, magnitudes are
-        uniform from 0 to `magnitude`.
+      magnitude_std: Its standard deviation ('mstd'). Infinite for magnitudes uniform in [0, m].
       magnitude_max: Upper limit of the magnitude ('mmax').
       num_operations: Number of operations applied in sequence ('n').
       probability: Probability of applying each of them ('p').
@@ -70,7 +68,7 @@ class DrawnOperations(NamedTuple):
     Attributes:
       operation: Indices into `OPERATIONS`, or `NO_OPERATION`.
       argument: Arguments of the operations, see `operation_arguments`.
-      bicubic: Whether a warp interpolates bicubically or else bilinearly.
+      bicubic: Whether a warp interpolates bicubically rather than bilinearly.
     """
 
     operation: Int[Array, " n"]
@@ -93,7 +91,8 @@ def rand_augment(
       images: Images of one or three channels.
       policy: The policy to draw from.
       fill: Value per channel that warps show outside the image.
-      interpolation: Interpolation of warps, see `draw_operations`.
+      interpolation: Interpolation of warps: 'bilinear', 'bicubic' or 'random' (one of the two with
+        equal probability).
     """
     draw = functools.partial(draw_operations, policy=policy, interpolation=interpolation)
     return apply_operations(images, jax.vmap(draw)(rngs), fill)
@@ -129,24 +128,16 @@ def parse(text: str) -> Policy:
             std = policy.magnitude_std if policy.magnitude_std <= 100 else math.inf
             return policy._replace(magnitude_std=std, magnitude_max=policy.magnitude_max or 10.0)
     raise InputError(
-        f"config.augment.rand_augment={text!r} is not a policy of RandAugment: use 'rand' followed "
-        "by any of -mM (magnitude), -mstdS (its standard deviation), -mmaxX (its upper limit), -nN "
-        "(number of operations, at least 1), -pP (probability of each, at most 1) and -inc0 or "
-        "-inc1, e.g. 'rand-m9-mstd0.5-inc1'"
+        f"config.augment.rand_augment={text!r} is not a RandAugment policy: use 'rand' followed by "
+        "any of -mM, -mstdS, -mmaxX, -nN (N >= 1), -pP (P <= 1), -inc0 or -inc1, for example "
+        "'rand-m9-mstd0.5-inc1'"
     )
 
 
 def draw_operations(
     rng: Key[Array, ""], policy: Policy, interpolation: str = "random"
 ) -> DrawnOperations:
-    """Draw the operations for an image, uniformly and with replacement.
-
-    Args:
-      rng: A random key.
-      policy: The policy to draw from.
-      interpolation: Interpolation of warps: 'bilinear', 'bicubic' or 'random' (one of the two with
-        equal probability).
-    """
+    """Draw the operations for an image, uniformly and with replacement. See `rand_augment`."""
     n = policy.num_operations
     operation_rng, apply_rng, magnitude_rng, sign_rng, bicubic_rng = jax.random.split(rng, 5)
     operation = jax.random.randint(operation_rng, (n,), 0, len(OPERATIONS))
@@ -178,8 +169,7 @@ def operation_arguments(
       negative: Whether to negate rotations, shears and translations and, in the increasing set, to
         reduce color, contrast, brightness and sharpness.
       increasing: Whether to use timm's increasing set. In its other set Posterize and Solarize are
-        weaker at higher magnitudes, and Color, Contrast, Brightness and Sharpness have no effect at
-        magnitude 5.
+        weaker at higher magnitudes, and enhancement factors are 1 at magnitude 5.
 
     Returns:
       Degrees, numbers of bits, thresholds, added pixel values, enhancement factors, shears, and
@@ -215,13 +205,7 @@ def operation_arguments(
 def apply_operations(
     images: UInt8[Array, "B H W C"], drawn: DrawnOperations, fill: tuple[int, ...]
 ) -> UInt8[Array, "B H W C"]:
-    """Apply `n` operations to each image, one after the other.
-
-    Args:
-      images: Images of one or three channels.
-      drawn: The operations of each image, with fields of shape `[B, n]`.
-      fill: Value per channel that warps show outside the image.
-    """
+    """Apply the `n` operations of `drawn`, of fields `[B, n]`, to each image in sequence."""
 
     def apply(images, drawn):
         return _apply_operation(images, drawn, fill), None
@@ -231,13 +215,11 @@ def apply_operations(
     return images.transpose(0, 2, 3, 1)
 
 
-def _apply_operation(
-    images: UInt8[Array, "B C H W"], drawn: DrawnOperations, fill: tuple[int, ...]
-) -> UInt8[Array, "B C H W"]:
-    """Apply one operation to each image; the fields of `drawn` have shape `[B]`."""
+def _apply_operation(images, drawn, fill):
+    """Apply one operation to each image `[B, C, H, W]`; fields of `drawn` have shape `[B]`."""
     operation, argument, bicubic = drawn
 
-    def computed_by(kernel: str) -> Bool[Array, " B"]:
+    def computed_by(kernel):
         indices = [i for i, name in enumerate(OPERATIONS) if _KERNELS[name] == kernel]
         return jnp.isin(operation, jnp.array(indices))
 
@@ -251,28 +233,22 @@ def _apply_operation(
     return apply_where(color.adjust_sharpness, computed_by("sharpness"), images, argument)
 
 
-def _warp(image, operation, argument, bicubic: bool, fill) -> UInt8[Array, "C H W"]:
+def _warp(image, operation, argument, bicubic, fill):
     """Apply an operation that is an affine map."""
     _, H, W = image.shape
     zero = jnp.zeros_like(argument)
 
-    def argument_of(name: str) -> Float[Array, ""]:
+    def argument_of(name):
         return jnp.where(operation == OPERATIONS.index(name), argument, zero)
 
     # Rotation by 0 degrees is exactly the identity, since cos 0 = 1 and sin 0 = 0.
     rotation = rotation_matrix(argument_of("Rotate"), H, W)
-    shear_and_translation = [
-        zero,
-        argument_of("ShearX"),
-        argument_of("TranslateXRel") * W,
-        argument_of("ShearY"),
-        zero,
-        argument_of("TranslateYRel") * H,
-    ]
-    return affine_warp(image, rotation + jnp.stack(shear_and_translation), bicubic, fill)
+    x = [zero, argument_of("ShearX"), argument_of("TranslateXRel") * W]
+    y = [argument_of("ShearY"), zero, argument_of("TranslateYRel") * H]
+    return affine_warp(image, rotation + jnp.stack(x + y), bicubic, fill)
 
 
-def _apply_lut(image, operation, argument) -> UInt8[Array, "C H W"]:
+def _apply_lut(image, operation, argument):
     """Apply an operation that is a lookup table."""
     pixel = color.VALUES
     whole = argument.astype(jnp.int32)

@@ -10,20 +10,17 @@ import functools
 import gzip
 import hashlib
 import io
-import os
 import re
 import urllib.request
 import zlib
-from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import tensorflow_datasets as tfds
 from PIL import Image
 from tensorflow_datasets.image_classification import mnist
 
-from structinit_jax.data.datasets import Dataset
+from structinit_jax.data.datasets import Dataset, Folder
 from structinit_jax.data.images import PIL_MODES
 from structinit_jax.data.info import CATALOG, DatasetInfo
 from structinit_jax.errors import InputError
@@ -43,7 +40,6 @@ CHECKSUMS = {
     "t10k-images-idx3-ubyte": "5b4141f0afbad91edebe8549f8fcffe087ea10ca49f1dbef5c9a5cd8815ce37b",
     "t10k-labels-idx1-ubyte": "0402a96d92fd2663957122ceb108a494c5af83dab82d92729df917d7dec38c34",
 }
-PROBE_TIMEOUT_S = 5
 MANUAL_DOWNLOAD = (
     f"Put the four files {', '.join(f'{name}.gz' for name in CHECKSUMS)} into a folder and pass"
     " --config.data.manual_dir=DIR. On Debian and Ubuntu `apt-get install dataset-fashion-mnist`"
@@ -66,29 +62,27 @@ with tfds.core.registered.skip_registration():
         name = "digits"
         VERSION = tfds.core.Version("1.0.0")
 
-        def _info(self) -> tfds.core.DatasetInfo:
+        def _info(self):
+            features = {
+                "image": tfds.features.Image(shape=(8, 8, 1)),
+                "label": tfds.features.ClassLabel(num_classes=10),
+            }
             return tfds.core.DatasetInfo(
                 builder=self,
                 description=type(self).__doc__,
-                features=tfds.features.FeaturesDict(
-                    {
-                        "image": tfds.features.Image(shape=(8, 8, 1)),
-                        "label": tfds.features.ClassLabel(num_classes=10),
-                    }
-                ),
+                features=tfds.features.FeaturesDict(features),
                 supervised_keys=("image", "label"),
                 homepage="https://doi.org/10.24432/C50P49",
             )
 
-        def _split_generators(self, dl_manager: Any) -> dict[str, Iterator]:
-            del dl_manager
+        def _split_generators(self, dl_manager):
             is_test = np.arange(1797) % 5 == 4
             return {
                 "train": self._generate_examples(np.flatnonzero(~is_test)),
                 "test": self._generate_examples(np.flatnonzero(is_test)),
             }
 
-        def _generate_examples(self, indices: np.ndarray) -> Iterator[tuple[int, dict[str, Any]]]:
+        def _generate_examples(self, indices):
             from sklearn.datasets import load_digits
 
             digits = load_digits()
@@ -100,39 +94,28 @@ with tfds.core.registered.skip_registration():
     class FashionMNIST(mnist.FashionMNIST):
         """The stock builder, prepared without TensorFlow.
 
-        Args:
+        Attributes:
           manual_dir: Folder with the four original files; None downloads them.
-          **kwargs: Arguments of the TFDS builder, for example `data_dir`.
         """
 
         name = "fashion_mnist"
+        manual_dir = None
 
-        def __init__(self, *, manual_dir: str | os.PathLike | None = None, **kwargs: Any):
-            self._manual_dir = manual_dir
-            super().__init__(**kwargs)
-
-        def _split_generators(self, dl_manager: Any) -> dict[str, Iterator]:
-            if self._manual_dir is not None:
-                folder = Path(self._manual_dir).expanduser()
+        def _split_generators(self, dl_manager):
+            if self.manual_dir is not None:
+                folder = Path(self.manual_dir).expanduser()
                 paths = {name: folder / f"{name}.gz" for name in CHECKSUMS}
             else:
                 urls = {name: f"{self.URL}{name}.gz" for name in CHECKSUMS}
                 _check_reachable(next(iter(urls.values())))
                 paths = dl_manager.download(urls)
-            arrays = {
-                name: parse_idx(_read_verified(Path(paths[name]), sha256))
-                for name, sha256 in CHECKSUMS.items()
-            }
+            arrays = [_read_idx(Path(paths[name]), sha256) for name, sha256 in CHECKSUMS.items()]
             return {
-                split: self._generate_examples(
-                    arrays[f"{prefix}-images-idx3-ubyte"], arrays[f"{prefix}-labels-idx1-ubyte"]
-                )
-                for split, prefix in (("train", "train"), ("test", "t10k"))
+                "train": self._generate_examples(*arrays[:2]),
+                "test": self._generate_examples(*arrays[2:]),
             }
 
-        def _generate_examples(
-            self, images: np.ndarray, labels: np.ndarray
-        ) -> Iterator[tuple[int, dict[str, Any]]]:
+        def _generate_examples(self, images, labels):
             for index, (image, label) in enumerate(zip(images, labels.tolist(), strict=True)):
                 yield index, {"image": Image.fromarray(image), "label": label}
 
@@ -140,44 +123,38 @@ with tfds.core.registered.skip_registration():
 OWN_BUILDERS = {"digits": Digits, "fashion_mnist": FashionMNIST}
 
 
-def open_tfds(
-    name: str, data_dir: str | os.PathLike | None, manual_dir: str | os.PathLike | None
-) -> Dataset:
+def open_tfds(name: str, data_dir: Folder, manual_dir: Folder) -> Dataset:
     """Opens a TFDS data set; for arguments and errors see `datasets.open_dataset`."""
-    builder = find_builder(name, data_dir, manual_dir)
-    if name in OWN_BUILDERS and not builder.data_path.exists():
-        _prepare_own(builder)
-        builder = find_builder(name, data_dir, manual_dir)
-    root = builder.data_dir_root
+    builder = find_builder(name, data_dir)
+    path, root = builder.data_path, builder.data_dir_root
+    if name in OWN_BUILDERS and not path.exists():
+        _prepare_own(builder, manual_dir)
     command = f"python -m structinit_jax.data.prepare --name={name} --data_dir={root}"
-    if not builder.data_path.exists():
+    if not path.exists():
         archives = (
             "\n  Put ILSVRC2012_img_train.tar and ILSVRC2012_img_val.tar (by hand, from"
             f" https://image-net.org) into {root}/downloads/manual"
         )
         raise InputError(
-            f"config.data.name={name!r} is not prepared: there is no {builder.data_path}. If you"
-            f" have it elsewhere, pass --config.data.data_dir=DIR (the folder that holds {name}/)."
-            " Preparing it needs TensorFlow once (training does not):"
-            f"{archives if name == 'imagenet2012' else ''}"
-            f"\n  pip install '.[prepare]'\n  {command}"
+            f"config.data.name={name!r} is not prepared: there is no {path}. Pass"
+            f" --config.data.data_dir=DIR, the folder that holds {name}/, or prepare it. Only this"
+            f" needs TensorFlow:{archives if name == 'imagenet2012' else ''}\n"
+            f"  pip install '.[prepare]'\n  {command}"
         )
-    if ARRAY_RECORD not in builder.info.available_file_formats():
-        # Formats that were added later are known only to a builder made from the folder.
-        builder = tfds.builder_from_directory(builder.data_path)
+    builder = tfds.builder_from_directory(path)  # knows formats that were added later
     if ARRAY_RECORD not in builder.info.available_file_formats():
         raise InputError(
-            f"config.data.name={name!r}: {builder.data_path} is prepared as"
-            f" {builder.info.file_format.value}, array_record is needed. Convert it (this needs no"
-            f" TensorFlow):\n  {command}"
+            f"config.data.name={name!r}: {path} is prepared as {builder.info.file_format.value},"
+            f" array_record is needed. Convert it (without TensorFlow):\n  {command}"
         )
     features = builder.info.features
     label_key = LABEL_KEYS.get(builder.name, "label")
     image, label = (dict(features).get(key) for key in ("image", label_key))
-    is_classification = isinstance(image, tfds.features.Image) and isinstance(
-        label, tfds.features.ClassLabel
-    )
-    if not is_classification or image.shape[-1] not in PIL_MODES:
+    if not (
+        isinstance(image, tfds.features.Image)
+        and isinstance(label, tfds.features.ClassLabel)
+        and image.shape[-1] in PIL_MODES
+    ):
         raise InputError(
             f"config.data.name={name!r} has the features {sorted(features)}, expected an 'image'"
             " with 1 or 3 channels and a class 'label'. Choose a data set for image classification."
@@ -189,35 +166,25 @@ def open_tfds(
         for key, feature in features.items()
         if isinstance(feature, tfds.features.Image)
     }
-    return Dataset(
-        name,
-        DatasetInfo(label.num_classes, image.shape, sizes),
-        label.names,
-        functools.partial(builder.as_data_source, decoders=decoders),
-        label_key,
-    )
+    info = DatasetInfo(label.num_classes, image.shape, sizes)
+    open_split = functools.partial(builder.as_data_source, decoders=decoders)
+    return Dataset(name, info, label.names, open_split, label_key)
 
 
-def find_builder(
-    name: str, data_dir: str | os.PathLike | None, manual_dir: str | os.PathLike | None = None
-) -> tfds.core.DatasetBuilder:
+def find_builder(name: str, data_dir: Folder) -> tfds.core.DatasetBuilder:
     """Finds the TFDS builder of a data set, prepared or not.
 
     Raises:
-      InputError: The name is malformed or unknown, or its builder needs a package that is not
-        installed.
+      InputError: The name is malformed or unknown, or its builder needs a missing package.
     """
     if not NAME.fullmatch(name):
         raise InputError(
-            f"config.data.name={name!r} is not the name of a data set. Write it as TFDS does, for"
-            " example 'cifar10' or 'imagenet_v2/topimages'; or pass 'folder' and"
-            " --config.data.data_dir=DIR for a folder of images, or 'module:function' for a data"
-            " set of your own."
+            f"config.data.name={name!r} is not the name of a data set. Use a TFDS name such as"
+            " 'cifar10' or 'imagenet_v2/topimages', 'folder' with --config.data.data_dir=DIR for a"
+            " folder of images, or 'module:function' for a data set of your own."
         )
-    if name == "fashion_mnist":
-        return FashionMNIST(data_dir=data_dir, manual_dir=manual_dir)
-    if name == "digits":
-        return Digits(data_dir=data_dir)
+    if name in OWN_BUILDERS:
+        return OWN_BUILDERS[name](data_dir=data_dir)
     try:
         return tfds.builder(name, data_dir=data_dir)
     except tfds.core.DatasetNotFoundError as error:
@@ -226,9 +193,8 @@ def find_builder(
         hint = f"Did you mean {' or '.join(map(repr, near))}? " if near else ""
         raise InputError(
             f"config.data.name={name!r}: TFDS has no such data set. {hint}The configs use"
-            f" {', '.join(CATALOG)}. Every other name in"
-            " https://www.tensorflow.org/datasets/catalog with an image and a label works too;"
-            " 'folder' reads an image folder."
+            f" {', '.join(CATALOG)}. Any other set in https://www.tensorflow.org/datasets/catalog"
+            " with an image and a label works too; 'folder' reads an image folder."
         ) from error
     except (ImportError, AssertionError) as error:  # a missing package; an unknown version
         raise InputError(
@@ -237,9 +203,10 @@ def find_builder(
         ) from error
 
 
-def _prepare_own(builder: tfds.core.DatasetBuilder) -> None:
+def _prepare_own(builder, manual_dir):
     """Prepares digits or fashion_mnist; TFDS renames the folder into place when it is complete."""
     print(f"Preparing {builder.name} in {builder.data_path} (once).", flush=True)
+    builder.manual_dir = manual_dir
     try:
         with contextlib.redirect_stdout(io.StringIO()):
             builder.download_and_prepare(file_format="array_record")
@@ -248,9 +215,24 @@ def _prepare_own(builder: tfds.core.DatasetBuilder) -> None:
         if not builder.data_path.exists():
             raise InputError(
                 f"config.data.data_dir={str(builder.data_dir_root)!r}: cannot prepare"
-                f" {builder.name} there: {error}. Pass --config.data.data_dir=DIR with a writable"
-                " folder that has space left."
+                f" {builder.name}: {error}. Pass --config.data.data_dir=DIR, a writable folder with"
+                " space left."
             ) from error
+
+
+def _read_idx(path, sha256):
+    try:
+        content = gzip.decompress(path.read_bytes())
+    except (OSError, EOFError, zlib.error) as error:
+        message = f"fashion_mnist: {path} cannot be read: {error}. {MANUAL_DOWNLOAD}"
+        raise InputError(message) from error
+    actual = hashlib.sha256(content).hexdigest()
+    if actual != sha256:
+        raise InputError(
+            f"fashion_mnist: {path} is not the original file: its decompressed content has SHA-256"
+            f" {actual}, expected {sha256}. Download it again. {MANUAL_DOWNLOAD}"
+        )
+    return parse_idx(content)
 
 
 def parse_idx(content: bytes) -> np.ndarray:
@@ -260,30 +242,11 @@ def parse_idx(content: bytes) -> np.ndarray:
     return np.frombuffer(content, np.uint8, offset=4 + 4 * rank).reshape(shape)
 
 
-def _read_verified(path: Path, sha256: str) -> bytes:
-    """Decompresses a file and checks its content."""
-    try:
-        content = gzip.decompress(path.read_bytes())
-    except (OSError, EOFError, zlib.error) as error:
-        raise InputError(
-            f"fashion_mnist: {path} cannot be read: {error}. {MANUAL_DOWNLOAD}"
-        ) from error
-    actual = hashlib.sha256(content).hexdigest()
-    if actual != sha256:
-        raise InputError(
-            f"fashion_mnist: {path} is not the original file: its decompressed content has SHA-256"
-            f" {actual}, expected {sha256}. Delete it and download it again. {MANUAL_DOWNLOAD}"
-        )
-    return content
-
-
-def _check_reachable(url: str) -> None:
+def _check_reachable(url):
     """Requests a URL once, because TFDS would retry for minutes without a network."""
     try:
         request = urllib.request.Request(url, method="HEAD")
-        urllib.request.urlopen(request, timeout=PROBE_TIMEOUT_S).close()
+        urllib.request.urlopen(request, timeout=5).close()
     except OSError as error:
-        raise InputError(
-            f"fashion_mnist is not prepared and cannot be downloaded from {url} ({error})."
-            f" {MANUAL_DOWNLOAD}"
-        ) from error
+        message = f"fashion_mnist cannot be downloaded from {url} ({error}). {MANUAL_DOWNLOAD}"
+        raise InputError(message) from error

@@ -5,6 +5,7 @@ To use a data set of your own, write a function `my_dataset(data_dir) -> Dataset
 """
 
 import bisect
+import collections
 import dataclasses
 import itertools
 import os
@@ -21,6 +22,7 @@ from structinit_jax.data.images import BadImageError, StoredImage
 from structinit_jax.data.info import CATALOG, DatasetInfo, parse_split
 from structinit_jax.errors import InputError
 
+Folder = str | os.PathLike | None
 # Read from image files, without preparation.
 FILE_SETS = {
     "folder": "structinit_jax.data.folder:open_folder",
@@ -28,9 +30,7 @@ FILE_SETS = {
 }
 # 'my_package.my_module:my_dataset', but not TFDS's 'mnist:3.0.1' and 'huggingface:mnist'.
 OWN_SET = re.compile(r"(?!huggingface:)[A-Za-z_][\w.]*:[A-Za-z_]\w*")
-ON_BAD_IMAGE = ("stop", "skip")
 READ_BLOCK = 256
-MAX_SHOWN = 10
 
 
 @runtime_checkable
@@ -38,8 +38,8 @@ class Records(Protocol):
     """The examples of a split, as stored.
 
     An example is a dict with an "image" (encoded bytes, the path of a file, or uint8 pixels [h, w,
-    C]), a "label" (an integer), and optionally a "file_name" for messages. If there is a method
-    `__getitems__(indices)`, it is used to read many examples at once.
+    C]), a "label" (an integer), and optionally a "file_name" for messages. The optional method
+    `__getitems__(indices)` reads many examples at once.
     """
 
     def __len__(self) -> int: ...
@@ -47,33 +47,28 @@ class Records(Protocol):
     def __getitem__(self, index: int) -> Mapping[str, Any]: ...
 
 
+@dataclasses.dataclass(frozen=True, eq=False)
 class ImageSource:
-    """The examples of a split, to be decoded; may be read from many threads.
+    """The examples of a split, decoded on demand, from any thread.
 
-    Args:
+    Attributes:
       records: The stored examples.
       info: The data set.
       name: Name of the split in messages.
       label_key: Key of the label in each record.
-      kept: Indices of the records that are part of the split, int64 [n]; None for all.
-      labels: Labels that replace those of the records, int [n].
+      kept: Indices of the records that are part of the split, int64 [n].
+      new_labels: Labels that replace those of the records, int [n].
     """
 
-    def __init__(
-        self,
-        records: Records,
-        info: DatasetInfo,
-        name: str,
-        label_key: str = "label",
-        kept: np.ndarray | None = None,
-        labels: np.ndarray | None = None,
-    ):
-        self._records, self._info, self._name, self._label_key = records, info, name, label_key
-        self._kept = np.arange(len(records)) if kept is None else kept
-        self._labels = labels
+    records: "_Slices"
+    info: DatasetInfo
+    name: str
+    label_key: str
+    kept: np.ndarray
+    new_labels: np.ndarray | None = None
 
     def __len__(self) -> int:
-        return len(self._kept)
+        return len(self.kept)
 
     def __getitem__(self, index: int) -> tuple[StoredImage, int]:
         """Returns an image and its label."""
@@ -103,53 +98,45 @@ class ImageSource:
 
     def labels(self) -> np.ndarray:
         """Returns all labels, int64 [n]."""
-        labels = self.column(self._label_key) if self._labels is None else self._labels
+        labels = self.column(self.label_key) if self.new_labels is None else self.new_labels
         return np.asarray(labels, np.int64)
 
     def select(self, wanted: np.ndarray) -> "ImageSource":
         """Returns the examples where `wanted`, bool [n], is true, in the same order."""
-        labels = None if self._labels is None else self._labels[wanted]
-        return self._with(self._kept[wanted], labels)
+        labels = None if self.new_labels is None else self.new_labels[wanted]
+        return dataclasses.replace(self, kept=self.kept[wanted], new_labels=labels)
 
     def relabel(self, labels: np.ndarray) -> "ImageSource":
         """Returns the same examples with other labels, int [n]."""
-        return self._with(self._kept, labels)
+        return dataclasses.replace(self, new_labels=labels)
 
     def split_bad_images(self) -> tuple["ImageSource", list[str]]:
-        """Decodes every image once to find the damaged ones.
+        """Returns the source without the images that cannot be decoded, and a message for each."""
 
-        Returns:
-          The source without the bad images, and a message for each bad image.
-        """
+        def problem(index, record):
+            try:
+                # Any size reads all of a JPEG's data; an eighth takes a third of the time.
+                self._open(index, record).decode(at_least=(1, 1))
+            except BadImageError as error:
+                return str(error)
+            return None
 
-        def problems(indices: range) -> list[str | None]:
-            records = self._fetch(indices)
-            return [self._problem(*pair) for pair in zip(indices, records, strict=True)]
+        def problems(indices):
+            return list(map(problem, indices, self._fetch(indices)))
 
         with ThreadPoolExecutor(os.cpu_count()) as pool:
             found = list(itertools.chain.from_iterable(pool.map(problems, self._blocks())))
-        good = self.select(np.array([problem is None for problem in found], bool))
-        return good, [problem for problem in found if problem is not None]
+        good = self.select(np.array([text is None for text in found], bool))
+        return good, [text for text in found if text is not None]
 
-    def _with(self, kept: np.ndarray, labels: np.ndarray | None) -> "ImageSource":
-        return ImageSource(self._records, self._info, self._name, self._label_key, kept, labels)
-
-    def _blocks(self) -> list[range]:
+    def _blocks(self):
         starts = range(0, len(self), READ_BLOCK)
         return [range(start, min(start + READ_BLOCK, len(self))) for start in starts]
 
-    def _fetch(self, indices: Sequence[int]) -> list[Mapping[str, Any]]:
-        return read_records(self._records, self._kept[np.asarray(indices, np.int64)].tolist())
+    def _fetch(self, indices):
+        return self.records.read(self.kept[np.asarray(indices, np.int64)].tolist())
 
-    def _problem(self, index: int, record: Mapping[str, Any]) -> str | None:
-        try:
-            # Any size reads all of a JPEG's data; an eighth takes a third of the time.
-            self._open(index, record).decode(at_least=(1, 1))
-        except BadImageError as error:
-            return str(error)
-        return None
-
-    def _open(self, index: int, record: Mapping[str, Any]) -> StoredImage:
+    def _open(self, index, record):
         image, file_name = record["image"], record.get("file_name", "")
         if isinstance(image, str | os.PathLike):
             file_name = os.fspath(image)
@@ -159,21 +146,20 @@ class ImageSource:
                 raise InputError(f"{file_name}: cannot be read ({error.strerror}).") from error
         file_name = file_name.decode() if isinstance(file_name, bytes) else file_name
         name = self._describe(index) + (file_name and f" ({file_name})")
-        return StoredImage(image, self._info.image_shape[-1], name)
+        return StoredImage(image, self.info.image_shape[-1], name)
 
-    def _label(self, index: int, record: Mapping[str, Any]) -> int:
-        if self._labels is not None:
-            return int(self._labels[index])
-        label, num_classes = int(record[self._label_key]), self._info.num_classes
+    def _label(self, index, record):
+        if self.new_labels is not None:
+            return int(self.new_labels[index])
+        label, num_classes = int(record[self.label_key]), self.info.num_classes
         if not 0 <= label < num_classes:
             raise InputError(
-                f"{self._describe(index)}: its label is {label}; labels need to be from 0 to"
-                f" {num_classes - 1}."
+                f"{self._describe(index)}: its label is {label}, expected 0 to {num_classes - 1}."
             )
         return label
 
-    def _describe(self, index: int) -> str:
-        return f"{self._name}, example {self._kept[index]}"
+    def _describe(self, index):
+        return f"{self.name}, example {self.kept[index]}"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -209,11 +195,10 @@ class Dataset:
 
         Args:
           name: Name in messages.
-          splits: The records of each split; a list, or any other object described in `Records`.
+          splits: The records of each split; a list or other `Records`.
           class_names: Name of each class, by label.
-          image_shape: Height, width and channels. Images of one known square size are cropped on
-            the device; None for height and width if they vary. Images are converted to this number
-            of channels, 1 or 3.
+          image_shape: Height, width (None if they vary) and channels, 1 or 3. Images are converted
+            to this number of channels, and those of one square size are cropped on the device.
         """
         sizes = {split: len(records) for split, records in splits.items()}
         info = DatasetInfo(len(class_names), image_shape, sizes)
@@ -228,32 +213,22 @@ class Dataset:
           spec: The split.
           field: Config field that holds `spec`, for error messages.
           on_bad_image: 'stop' raises `BadImageError` when an image that cannot be decoded is read.
-            'skip' decodes every image once now, reports the bad ones and leaves them out, so that
-            all processes and restarts number the examples alike. This takes 1 to 3 ms per image and
-            core at each start.
+            'skip' decodes every image once now (1 to 3 ms per image and core), reports the bad ones
+            and leaves them out, so that all processes and restarts number the examples alike.
 
         Raises:
           InputError: There is no such split or policy, or no good image in the split.
         """
-        if on_bad_image not in ON_BAD_IMAGE:
-            raise InputError(
-                f"config.data.on_bad_image={on_bad_image!r} needs to be 'stop' or 'skip'."
-            )
-        parts = [
-            (self.open_split(split), start, stop)
-            for split, start, stop in parse_split(self.name, spec, self.info, field)
-        ]
-        source = ImageSource(
-            _Concatenation(parts), self.info, f"{self.name} {spec!r}", self.label_key
-        )
+        if on_bad_image not in ("stop", "skip"):
+            raise InputError(f"config.data.on_bad_image={on_bad_image!r} is not 'stop' or 'skip'.")
+        parts = parse_split(self.name, spec, self.info, field)
+        records = _Slices([(self.open_split(split), *slice_) for split, *slice_ in parts])
+        name, everything = f"{self.name} {spec!r}", np.arange(len(records))
+        source = ImageSource(records, self.info, name, self.label_key, everything)
         return source if on_bad_image == "stop" else _skip_bad_images(source, f"{field}={spec!r}")
 
 
-def open_dataset(
-    name: str,
-    data_dir: str | os.PathLike | None = None,
-    manual_dir: str | os.PathLike | None = None,
-) -> Dataset:
+def open_dataset(name: str, data_dir: Folder = None, manual_dir: Folder = None) -> Dataset:
     """Opens a data set. digits and fashion_mnist are prepared on first use.
 
     Args:
@@ -269,8 +244,8 @@ def open_dataset(
         dataset = plugins.load(FILE_SETS.get(name, name), "data.name")(data_dir)
         if not isinstance(dataset, Dataset):
             raise InputError(
-                f"config.data.name={name!r} returned {type(dataset).__name__}, expected a"
-                " structinit_jax.data.datasets.Dataset. Return Dataset.from_records(...)."
+                f"config.data.name={name!r} returned {type(dataset).__name__}, expected a Dataset."
+                " Return structinit_jax.data.datasets.Dataset.from_records(...)."
             )
         return dataset
     from structinit_jax.data import builders  # imports TFDS
@@ -278,53 +253,42 @@ def open_dataset(
     return builders.open_tfds(name, data_dir, manual_dir)
 
 
-def find_info(name: str, data_dir: str | os.PathLike | None = None) -> DatasetInfo:
+def find_info(name: str, data_dir: Folder = None) -> DatasetInfo:
     """Returns the info of a data set, which need not be present if it is in `CATALOG`."""
     return CATALOG[name] if name in CATALOG else open_dataset(name, data_dir).info
 
 
-def read_records(records: Records, indices: Sequence[int]) -> list[Mapping[str, Any]]:
-    """Reads several records; in one call, which is far faster, if the records support it."""
-    read_many = getattr(records, "__getitems__", None)
-    return list(read_many(indices)) if read_many else [records[index] for index in indices]
-
-
-class _Concatenation:
+class _Slices:
     """Slices of records, one after another. `parts` holds (records, start, stop)."""
 
-    def __init__(self, parts: list[tuple[Records, int, int]]):
+    def __init__(self, parts):
         self._parts = parts
         sizes = [stop - start for _, start, stop in parts]
         self._offsets = list(itertools.accumulate(sizes, initial=0))
 
-    def __len__(self) -> int:
+    def __len__(self):
         return self._offsets[-1]
 
-    def __getitem__(self, index: int) -> Mapping[str, Any]:
-        return self.__getitems__([index])[0]
-
-    def __getitems__(self, indices: Sequence[int]) -> list[Mapping[str, Any]]:
-        by_part: dict[int, list[int]] = {}
+    def read(self, indices):
+        by_part, found = collections.defaultdict(list), {}
         for index in indices:
-            by_part.setdefault(bisect.bisect_right(self._offsets, index) - 1, []).append(index)
-        found = {}
+            by_part[bisect.bisect_right(self._offsets, index) - 1].append(index)
         for part, members in by_part.items():
             records, start, _ = self._parts[part]
-            shift = start - self._offsets[part]
-            found |= zip(members, read_records(records, [i + shift for i in members]), strict=True)
+            wanted = [index + start - self._offsets[part] for index in members]
+            # One call for many examples is far faster.
+            read_many = getattr(records, "__getitems__", None)
+            values = read_many(wanted) if read_many else [records[index] for index in wanted]
+            found |= zip(members, values, strict=True)
         return [found[index] for index in indices]
 
 
-def _skip_bad_images(source: ImageSource, what: str) -> ImageSource:
-    """Leaves out the images that cannot be decoded and prints their names."""
+def _skip_bad_images(source, what):
     good, problems = source.split_bad_images()
     if problems:
-        shown = problems[:MAX_SHOWN] + ["…"] * (len(problems) > MAX_SHOWN)
-        print(
-            f"config.{what}: left out {len(problems):,} bad images of {len(source):,}:"
-            + "".join(f"\n  {problem}" for problem in shown),
-            flush=True,
-        )
+        print(f"config.{what}: left out {len(problems):,} bad images of {len(source):,}:")
+        shown = problems[:10] + ["…"] * (len(problems) > 10)
+        print(*(f"  {problem}" for problem in shown), sep="\n", flush=True)
     if not len(good):
         raise InputError(f"config.{what}: none of its {len(source):,} images can be decoded.")
     return good

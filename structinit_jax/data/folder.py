@@ -2,11 +2,9 @@
 
 import hashlib
 import os
-from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
-from structinit_jax.data.datasets import Dataset
+from structinit_jax.data.datasets import Dataset, Folder
 from structinit_jax.data.info import CATALOG
 from structinit_jax.errors import InputError
 
@@ -16,34 +14,12 @@ LAYOUT = "Expected DIR/train/CLASS/*.jpg and DIR/val/CLASS/*.jpg with --config.d
 TINY_IMAGENET = "tiny-imagenet-200"
 VAL_TABLE = "val_annotations.txt"
 
-Files = list[tuple[str, int]]  # path and label
 
-
-class FileRecords:
-    """Image files and their labels, as records.
-
-    Args:
-      files: Path and label of each example.
-    """
-
-    def __init__(self, files: Sequence[tuple[str, int]]):
-        self._files = files
-
-    def __len__(self) -> int:
-        return len(self._files)
-
-    def __getitem__(self, index: int) -> dict[str, Any]:
-        """Returns the path and the label of an example."""
-        path, label = self._files[index]
-        return {"image": path, "label": label}
-
-
-def open_folder(root: str | os.PathLike | None) -> Dataset:
+def open_folder(root: Folder) -> Dataset:
     """Opens an image folder `root/{train,val,test}/class/**/*.jpg`, as torchvision's ImageFolder.
 
     Classes are numbered in the order of their sorted names. Files are ordered by a checksum of
-    their path below the split, so a slice such as `train[:10%]` holds some of every class, on every
-    machine the same.
+    their path below the split, so `train[:10%]` holds a mix of classes, the same on every machine.
 
     Args:
       root: Folder that holds one or more of train, val and test.
@@ -57,7 +33,7 @@ def open_folder(root: str | os.PathLike | None) -> Dataset:
             f"config.data.data_dir='': config.data.name='folder' needs the folder. {LAYOUT}"
         )
 
-    def problem(what: str) -> InputError:
+    def problem(what):
         return InputError(f"config.data.data_dir={str(root)!r}: {what}. {LAYOUT}")
 
     folder = Path(root).expanduser()
@@ -74,26 +50,23 @@ def open_folder(root: str | os.PathLike | None) -> Dataset:
             if extra := sorted(set(classes[one]) - set(classes[other])):
                 shown = ", ".join(map(repr, extra[:5])) + (", …" if len(extra) > 5 else "")
                 raise problem(f"{one} has {len(extra)} classes that {other} does not have: {shown}")
-    files: dict[str, Files] = {split: [] for split in classes}
+    splits = {}
     for split in classes:
+        files = []
         for label, name in enumerate(classes[first]):
             paths = _find_images(folder / split / name)
             if not paths:
-                raise problem(
-                    f"the class {split}/{name} holds no image (a file ending in"
-                    f" {', '.join(SUFFIXES)})"
-                )
-            files[split] += [(path, label) for path in paths]
-    splits = {split: FileRecords(_mix(found, folder / split)) for split, found in files.items()}
+                raise problem(f"the class {split}/{name} holds no image ({', '.join(SUFFIXES)})")
+            files += [(path, label) for path in paths]
+        splits[split] = FileRecords(files, folder / split)
     return Dataset.from_records("folder", splits, classes[first])
 
 
-def open_tiny_imagenet(root: str | os.PathLike | None) -> Dataset:
+def open_tiny_imagenet(root: Folder) -> Dataset:
     """Opens the unpacked http://cs231n.stanford.edu/tiny-imagenet-200.zip (Le & Yang 2015).
 
-    100,000 training and 10,000 validation images of 200 classes, 64×64. Training images are in
-    `train/CLASS/images/`, validation images in one folder with a table of their classes. The test
-    images have no labels and are left out.
+    100,000 training and 10,000 validation images of 200 classes, 64×64. The test images have no
+    labels and are left out.
 
     Args:
       root: The folder tiny-imagenet-200, or its parent.
@@ -108,9 +81,8 @@ def open_tiny_imagenet(root: str | os.PathLike | None) -> Dataset:
     for path in (folder / "wnids.txt", folder / "train", folder / "val" / VAL_TABLE):
         if not path.exists():
             raise InputError(
-                f"{field}: there is no {path}. config.data.name='tiny_imagenet' reads the unpacked"
-                f" {TINY_IMAGENET}.zip (from http://cs231n.stanford.edu). Pass its folder with"
-                " --config.data.data_dir=DIR."
+                f"{field}: there is no {path}. Pass --config.data.data_dir=DIR with the unpacked"
+                f" {TINY_IMAGENET}.zip from http://cs231n.stanford.edu."
             )
     classes = sorted((folder / "wnids.txt").read_text().split())
     labels = {name: label for label, name in enumerate(classes)}
@@ -130,33 +102,38 @@ def open_tiny_imagenet(root: str | os.PathLike | None) -> Dataset:
             f"{field}: {folder} holds {sizes} images, the published data set"
             f" {dict(info.num_examples)}. Unpack the archive again."
         )
-    splits = {split: FileRecords(_mix(found, folder)) for split, found in files.items()}
+    splits = {split: FileRecords(found, folder) for split, found in files.items()}
     return Dataset.from_records("tiny_imagenet", splits, classes, info.image_shape)
 
 
-def _subfolders(folder: Path) -> list[str]:
-    return sorted(
-        entry.name
-        for entry in folder.iterdir()
-        if entry.is_dir() and not entry.name.startswith(".")
-    )
+class FileRecords:
+    """Image files and their labels as records, ordered by a checksum of the paths below `root`."""
+
+    def __init__(self, files: list[tuple[str, int]], root: Path):
+        start = len(str(root)) + 1
+
+        def checksum(file):
+            relative = file[0][start:].replace(os.sep, "/")
+            return hashlib.sha256(os.fsencode(relative)).digest()
+
+        self._files = sorted(files, key=checksum)
+
+    def __len__(self) -> int:
+        return len(self._files)
+
+    def __getitem__(self, index: int) -> dict[str, str | int]:
+        return dict(zip(("image", "label"), self._files[index], strict=True))
 
 
-def _find_images(folder: Path) -> list[str]:
+def _subfolders(folder):
+    names = (entry.name for entry in folder.iterdir() if entry.is_dir())
+    return sorted(name for name in names if not name.startswith("."))
+
+
+def _find_images(folder):
     return [
         os.path.join(parent, file)
         for parent, _, names in os.walk(folder, followlinks=True)
         for file in names
         if file.lower().endswith(SUFFIXES) and not file.startswith(".")
     ]
-
-
-def _mix(files: Files, root: Path) -> Files:
-    """Orders files by a checksum of their paths below `root`."""
-    start = len(str(root)) + 1
-
-    def checksum(file: tuple[str, int]) -> bytes:
-        relative = file[0][start:].replace(os.sep, "/")
-        return hashlib.sha256(os.fsencode(relative)).digest()
-
-    return sorted(files, key=checksum)

@@ -23,17 +23,17 @@ except ImportError:  # there is no wheel for this platform, for example ARM Linu
 PIL_MODES = {1: "L", 3: "RGB"}
 # JPEG color spaces that libjpeg-turbo converts as Pillow does.
 JPEG_MODES = {"Gray": "L", "YCbCr": "RGB", "RGB": "RGB"}
-# Undoes the rotation and reflection that each value of the EXIF orientation tag describes.
+# EXIF orientation -> whether to swap height and width, then the steps along rows and columns.
 UPRIGHT = {
-    2: lambda pixels: pixels[:, ::-1],
-    3: lambda pixels: pixels[::-1, ::-1],
-    4: lambda pixels: pixels[::-1],
-    5: lambda pixels: pixels.swapaxes(0, 1),
-    6: lambda pixels: np.rot90(pixels, -1),
-    7: lambda pixels: pixels[::-1, ::-1].swapaxes(0, 1),
-    8: lambda pixels: np.rot90(pixels, 1),
+    1: (False, 1, 1),
+    2: (False, 1, -1),
+    3: (False, -1, -1),
+    4: (False, -1, 1),
+    5: (True, 1, 1),
+    6: (True, 1, -1),
+    7: (True, -1, -1),
+    8: (True, -1, 1),
 }
-SIDEWAYS = (5, 6, 7, 8)  # orientations that swap height and width
 # What Pillow and simplejpeg raise for damaged files.
 DECODER_ERRORS = (OSError, ValueError, SyntaxError, EOFError, IndexError, DecompressionBombError)
 CROP_ATTEMPTS = 10
@@ -51,11 +51,11 @@ class StoredImage:
 
     - Gray, palette, CMYK and YCCK images are converted to RGB, or to gray for one channel, as
       Pillow converts them.
-    - Of 16-bit values, the upper 8 bits are kept. 32-bit and floating-point images are refused
-      because their range is unknown.
+    - 16-bit values keep their upper 8 bits. 32-bit and floating-point images, whose range is
+      unknown, are refused.
     - Transparency is dropped, as in timm and torchvision.
     - The EXIF orientation is applied. (timm and torchvision ignore it.)
-    - Of an animation or a multi-page file, only the first picture is read.
+    - Only the first picture of an animation or a multi-page file is read.
 
     Args:
       data: An encoded file, or pixels: uint8 [h, w] or [h, w, 1 or 3].
@@ -68,7 +68,7 @@ class StoredImage:
 
     def __init__(self, data: bytes | np.ndarray, channels: int, name: str):
         self.name, self._data, self._mode = name, data, PIL_MODES[channels]
-        self._orientation, self._jpeg_mode = 1, None
+        self._upright, self._jpeg_mode = UPRIGHT[1], None
         if isinstance(data, np.ndarray):
             self._read_array()
             return
@@ -80,10 +80,11 @@ class StoredImage:
                 self._read_header()
         except DECODER_ERRORS as error:
             raise self._bad(error) from error
-        if self._jpeg_mode is None and self._file.mode in ("I", "F"):
+        kind = {"I": "32-bit", "F": "floating-point"}
+        if self._jpeg_mode is None and self._file.mode in kind:
             raise BadImageError(
-                f"{name}: its pixels are {'32-bit' if self._file.mode == 'I' else 'floating-point'}"
-                " numbers of unknown range. Convert it to 8 or 16 bits."
+                f"{name}: its pixels are {kind[self._file.mode]} numbers of unknown range. Convert"
+                " it to 8 or 16 bits."
             )
 
     @property
@@ -95,59 +96,60 @@ class StoredImage:
     def size(self) -> tuple[int, int]:
         """Height and width in pixels, after applying the orientation."""
         width, height = self._stored_size
-        return (width, height) if self._orientation in SIDEWAYS else (height, width)
+        return (width, height) if self._upright[0] else (height, width)
 
     def decode(self, at_least: tuple[int, int] = (0, 0)) -> np.ndarray:
-        """Decodes the pixels.
+        """Returns the pixels, uint8 [h, w, C].
 
         Args:
-          at_least: Height and width that suffice. A JPEG may then be decoded at a fraction of its
-            size (in eighths) that is no smaller than this. (0, 0) decodes the full size.
-
-        Returns:
-          uint8 [h, w, C].
+          at_least: Height and width that suffice: a JPEG may be decoded at a smaller size, in
+            eighths of its own, that is no smaller than this. (0, 0) decodes the full size.
 
         Raises:
           BadImageError: The image is damaged or truncated.
         """
-        if self._orientation in SIDEWAYS:
-            at_least = at_least[::-1]
+        swap, down, across = self._upright
         try:
             if self._jpeg_mode is not None:
-                pixels = self._decode_jpeg(at_least)
+                pixels = self._decode_jpeg(at_least[::-1] if swap else at_least)
             else:
                 pixels = np.asarray(_convert(self._file, self._mode))
         except DECODER_ERRORS as error:
             raise self._bad(error) from error
-        pixels = UPRIGHT.get(self._orientation, lambda pixels: pixels)(pixels)
+        pixels = (pixels.swapaxes(0, 1) if swap else pixels)[::down, ::across]
         return pixels[..., None] if pixels.ndim == 2 else pixels
 
-    def _read_array(self) -> None:
+    def _read_array(self):
         pixels = self._data
         if pixels.ndim == 3 and pixels.shape[-1] == 1:
             pixels = pixels[..., 0]
         if pixels.dtype != np.uint8 or not (pixels.ndim == 2 or pixels.shape[2:] == (3,)):
             raise BadImageError(
-                f"{self.name}: pixels need to be uint8 [h, w] or [h, w, 1 or 3], got"
-                f" {pixels.dtype} {list(pixels.shape)}."
+                f"{self.name}: pixels need to be uint8 [h, w] or [h, w, 1 or 3], got {pixels.dtype}"
+                f" {list(pixels.shape)}."
             )
         self._file = Image.fromarray(np.ascontiguousarray(pixels))
         self._stored_size = self._file.size
 
-    def _read_jpeg_header(self) -> None:
+    def _read_jpeg_header(self):
         import simplejpeg  # imported here so that other formats can be read without it
 
         height, width, space, _ = simplejpeg.decode_jpeg_header(self._data)
         if width * height <= Image.MAX_IMAGE_PIXELS:  # otherwise Pillow warns or refuses
             self._stored_size, self._jpeg_mode = (width, height), JPEG_MODES.get(space)
 
-    def _read_header(self) -> None:
-        self._file = Image.open(io.BytesIO(self._data))
-        self._stored_size, self._orientation = self._file.size, _orientation(self._file)
-        if self._file.format in ("JPEG", "MPO") and self._file.mode in ("L", "RGB"):
-            self._jpeg_mode = self._file.mode
+    def _read_header(self):
+        self._file = file = Image.open(io.BytesIO(self._data))
+        self._stored_size, is_jpeg = file.size, file.format in ("JPEG", "MPO")
+        # Pillow applies the orientation of a TIFF while loading. For formats other than JPEG, the
+        # search for EXIF tags may have to decode the image.
+        if file.format != "TIFF" and not (is_jpeg and "exif" not in file.info):
+            orientation = file.getexif().get(ExifTags.Base.Orientation, 1)
+            self._upright = UPRIGHT.get(orientation, UPRIGHT[1])
+        if is_jpeg and file.mode in ("L", "RGB"):
+            self._jpeg_mode = file.mode
 
-    def _decode_jpeg(self, at_least: tuple[int, int]) -> np.ndarray:
+    def _decode_jpeg(self, at_least):
         import simplejpeg
 
         pixels = simplejpeg.decode_jpeg(
@@ -162,7 +164,7 @@ class StoredImage:
             return pixels
         return np.asarray(Image.fromarray(pixels).convert(self._mode))
 
-    def _bad(self, error: Exception) -> BadImageError:
+    def _bad(self, error):
         # Pillow's text for an unknown format contains a memory address.
         unknown = isinstance(error, UnidentifiedImageError)
         reason = "unknown image format" if unknown else str(error).rstrip(".")
@@ -172,16 +174,7 @@ class StoredImage:
         )
 
 
-def _orientation(image: Image.Image) -> int:
-    """Value of the EXIF orientation tag; 1 means upright."""
-    if image.format == "TIFF":
-        return 1  # Pillow applies it while loading
-    if image.format in ("JPEG", "MPO") and "exif" not in image.info:
-        return 1  # avoids a search that, for other formats, may have to decode the image
-    return image.getexif().get(ExifTags.Base.Orientation, 1)
-
-
-def _convert(image: Image.Image, mode: str) -> Image.Image:
+def _convert(image, mode):
     if image.mode.startswith("I;16"):
         # Pillow's own conversion clips at 255.
         image = Image.fromarray((np.asarray(image) >> 8).astype(np.uint8))
@@ -193,27 +186,25 @@ def _convert(image: Image.Image, mode: str) -> Image.Image:
 def resize_and_center_crop(
     pixels: np.ndarray, image_size: int, crop_fraction: float = 1.0
 ) -> np.ndarray:
-    """Resizes an image (bicubic) and takes the central square.
+    """Resizes an image, uint8 [h, w, C], bicubically and takes the central square.
 
-    Args:
-      pixels: uint8 [h, w, C].
-      image_size: Side of the result in pixels.
-      crop_fraction: The shorter side is resized to `image_size / crop_fraction` pixels. ImageNet
-        evaluation usually takes 0.875; 1 keeps the whole of a square image.
-
-    Returns:
-      uint8 [image_size, image_size, C].
+    The shorter side is resized to `image_size / crop_fraction` pixels; ImageNet evaluation usually
+    takes 0.875, and 1 keeps the whole of a square image. Returns uint8 [image_size, image_size, C].
     """
-    height, width, channels = pixels.shape
+    height, width = pixels.shape[:2]
     scale = round(image_size / crop_fraction) / min(height, width)
     if scale != 1:
-        size = (round(width * scale), round(height * scale))
-        image = Image.fromarray(pixels[..., 0] if channels == 1 else pixels)
-        pixels = np.asarray(image.resize(size, Image.Resampling.BICUBIC))
+        pixels = _pillow_resize(pixels, (round(width * scale), round(height * scale)), "bicubic")
     top = (pixels.shape[0] - image_size) // 2
     left = (pixels.shape[1] - image_size) // 2
-    crop = pixels[top : top + image_size, left : left + image_size]
-    return crop.reshape(image_size, image_size, channels)
+    return pixels[top : top + image_size, left : left + image_size]
+
+
+def _pillow_resize(pixels, size, interpolation, box=None):
+    image = np.ascontiguousarray(pixels[..., 0] if pixels.shape[-1] == 1 else pixels)
+    resample = getattr(Image.Resampling, interpolation.upper())
+    resized = np.asarray(Image.fromarray(image).resize(size, resample, box))
+    return resized[..., None] if resized.ndim == 2 else resized
 
 
 class Box(NamedTuple):
@@ -229,15 +220,13 @@ class Box(NamedTuple):
 class RandomCrop:
     """Random resized crop (Szegedy et al. 2015), distributed as timm's.
 
-    A crop depends only on the seed and on the position of the image in the training stream, so a
-    resumed run and a run on more processes see the same crops.
+    A crop depends only on the seed and on the position of the image in the training stream.
 
     Attributes:
       seed: Non-negative seed.
       scale: Smallest and largest area, as fractions of the image's area.
       ratio: Smallest and largest width / height, sampled uniformly in the logarithm.
-      interpolation: 'bicubic' or 'bilinear', both antialiased, or 'random', which picks one of the
-        two for each image.
+      interpolation: 'bicubic', 'bilinear' (both antialiased) or 'random', one of them per image.
     """
 
     seed: int
@@ -256,7 +245,9 @@ class RandomCrop:
         If no attempt fits into the image, the box is the largest central one of an allowed ratio.
         """
         height, width = size
-        for area, ratio, down, across in self._uniforms(position):
+        bits = self._random_bits(position, BOX_COUNTER, 4 * CROP_ATTEMPTS)
+        uniforms = ((bits >> np.uint64(11)) * 2.0**-53).reshape(CROP_ATTEMPTS, 4)  # in [0, 1)
+        for area, ratio, down, across in uniforms.tolist():
             area = height * width * (self.scale[0] + area * (self.scale[1] - self.scale[0]))
             low, high = map(math.log, self.ratio)
             ratio = math.exp(low + ratio * (high - low))
@@ -276,12 +267,7 @@ class RandomCrop:
         bits = self._random_bits(position, INTERPOLATION_COUNTER, 1)
         return ("bilinear", "bicubic")[int(bits[0]) >> 63]
 
-    def _uniforms(self, position: int) -> list[list[float]]:
-        """Four numbers in [0, 1), of 53 random bits each, for every attempt."""
-        bits = self._random_bits(position, BOX_COUNTER, 4 * CROP_ATTEMPTS)
-        return ((bits >> np.uint64(11)) * 2.0**-53).reshape(CROP_ATTEMPTS, 4).tolist()
-
-    def _random_bits(self, position: int, counter: np.ndarray, count: int) -> np.ndarray:
+    def _random_bits(self, position, counter, count):
         # NumPy guarantees the raw output of Philox across versions, unlike that of Generator.
         key = np.array([self.seed, position], np.uint64)
         return np.random.Philox(key=key, counter=counter).random_raw(count)
@@ -290,26 +276,14 @@ class RandomCrop:
 def crop_and_resize(
     image: StoredImage, box: Box, image_size: int, interpolation: str
 ) -> np.ndarray:
-    """Decodes a box of an image and resizes it to a square.
+    """Decodes a box of an image and resizes it to uint8 [image_size, image_size, C].
 
+    `interpolation` is 'bicubic' or 'bilinear'.
     A JPEG is decoded at a fraction of its size if the box still has `image_size` pixels each way.
-
-    Args:
-      image: The image.
-      box: The part to return.
-      image_size: Side of the result in pixels.
-      interpolation: 'bicubic' or 'bilinear'.
-
-    Returns:
-      uint8 [image_size, image_size, C].
     """
-    full = image.size
-    pixels = image.decode(
-        at_least=(
-            math.ceil(full[0] * image_size / box.height),
-            math.ceil(full[1] * image_size / box.width),
-        )
-    )
+    full, sides = image.size, (box.height, box.width)
+    at_least = (math.ceil(size * image_size / side) for size, side in zip(full, sides, strict=True))
+    pixels = image.decode(tuple(at_least))
     height, width = pixels.shape[:2]
     # The decoded size is rounded up, but its pixels are exact eighths apart.
     scale = round(8 * max(height, width) / max(full)) / 8
@@ -321,19 +295,14 @@ def crop_and_resize(
     return _resize(inside, (left - x, top - y, right - x, bottom - y), image_size, interpolation)
 
 
-def _resize(
-    pixels: np.ndarray, box: tuple[float, float, float, float], size: int, interpolation: str
-) -> np.ndarray:
-    """Resizes a box (left, top, right, bottom) to a square, antialiased.
+def _resize(pixels, box, size, interpolation):
+    """Resizes a box (left, top, right, bottom) to a square.
 
-    Pillow and SIMD round between rows and columns in different order: 3 values in 10,000 differ by
-    more than 1, and those of SIMD are closer to the exact ones.
+    Pillow and SIMD round in different places: 3 values in 10,000 differ by more than 1.
     """
     height, width, channels = pixels.shape
     if simd is None:
-        image = Image.fromarray(np.ascontiguousarray(pixels[..., 0] if channels == 1 else pixels))
-        resample = getattr(Image.Resampling, interpolation.upper())
-        return np.asarray(image.resize((size, size), resample, box)).reshape(size, size, channels)
+        return _pillow_resize(pixels, (size, size), interpolation, box)
     left, top, right, bottom = box
     pixel_type = {1: simd.PixelType.U8, 3: simd.PixelType.U8x3}[channels]
     filters = {"bicubic": simd.FilterType.catmull_rom, "bilinear": simd.FilterType.bilinear}

@@ -64,11 +64,7 @@ EVALUATION_SETS = {
 def parse_split(name: str, spec: str, info: DatasetInfo, field: str) -> list[tuple[str, int, int]]:
     """Parses a split in TFDS syntax, for example `train[10%:]` or `train[:2000]+test`.
 
-    Args:
-      name: Name of the data set, for error messages.
-      spec: The split.
-      info: Gives the size of each split.
-      field: Config field that holds `spec`, for error messages.
+    `name` and `field` (the config field that holds `spec`) are for error messages.
 
     Returns:
       `(split name, start, stop)` for each term of the sum; `stop` is exclusive.
@@ -78,11 +74,11 @@ def parse_split(name: str, spec: str, info: DatasetInfo, field: str) -> list[tup
     """
     import tensorflow_datasets as tfds
 
-    def problem(reason: str) -> InputError:
+    def problem(reason):
         splits = ", ".join(f"{split!r} ({n:,})" for split, n in info.num_examples.items())
         return InputError(
-            f"config.{field}={spec!r}: {reason}. The splits of {name} are {splits}; examples of the"
-            " syntax are 'train', 'train[:2000]', 'train[10%:]' and 'train+test'."
+            f"config.{field}={spec!r}: {reason}. The splits of {name} are {splits}. Examples:"
+            " 'train', 'train[:2000]', 'train[10%:]', 'train+test'."
         )
 
     # The number of shards depends on who prepared the set, so a slice in shards is not portable.
@@ -113,11 +109,7 @@ def split_size(name: str, spec: str, info: DatasetInfo, field: str) -> int:
 
 
 def check_examples(info: DatasetInfo, *, num_classes: int, channels: int) -> None:
-    """Checks that a model with these outputs and input channels fits the data set.
-
-    Raises:
-      InputError: One of the numbers differs from the data set's.
-    """
+    """Raises an `InputError` if a model's outputs or input channels do not fit the data set."""
     if num_classes != info.num_classes:
         raise InputError(
             f"config.model.num_classes={num_classes}: the data set has {info.num_classes} classes."
@@ -125,6 +117,6 @@ def check_examples(info: DatasetInfo, *, num_classes: int, channels: int) -> Non
         )
     if channels != info.image_shape[-1]:
         raise InputError(
-            f"config.data.channels={channels}: the images of the data set have"
-            f" {info.image_shape[-1]}. Pass --config.data.channels={info.image_shape[-1]}."
+            f"config.data.channels={channels}: the images have {info.image_shape[-1]}."
+            f" Pass --config.data.channels={info.image_shape[-1]}."
         )

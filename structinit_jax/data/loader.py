@@ -1,8 +1,7 @@
 """Batches of a split as global arrays on the devices, for training and evaluation.
 
-A split that fits into device memory is decoded once and kept there (`DeviceLoader`). Otherwise
-Grain's threads decode its images while the devices train (`HostLoader`). Both return the same
-batches in the order of `data.order`.
+A small split is decoded once and kept in device memory (`DeviceLoader`). The images of a large one
+are decoded by Grain's threads while the devices train (`HostLoader`). Both return the same batches.
 """
 
 import abc
@@ -19,7 +18,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec, Sharding
-from jaxtyping import Array, Int32, UInt8
 
 from structinit_jax.augment import AugmentOptions
 from structinit_jax.data.datasets import READ_BLOCK, ImageSource
@@ -34,8 +32,6 @@ IN_MEMORY_BYTES = 2_000_000_000
 READ_THREADS = min(16, (os.cpu_count() or 1) + 1)
 
 Batch = dict[str, jax.Array]
-# (start, stop) -> the examples at these positions, int64 [stop - start]; -1 marks padding.
-Order = Callable[[int, int], np.ndarray]
 
 
 class AugmentationSplit(NamedTuple):
@@ -57,14 +53,8 @@ def split_augmentation(
 ) -> AugmentationSplit:
     """Assigns the random crop to the devices or to the decoder.
 
-    The devices crop images that all have one square size and fit into device memory. Other images
-    are cropped while they are decoded.
-
-    Args:
-      options: The whole augmentation.
-      info: The data set.
-      num_examples: Size of the training split.
-      seed: Seed of the crops on the host.
+    Images of one square size that fit into device memory are cropped there. Others are cropped by
+    the host, with `seed`, while they are decoded. `num_examples` is the size of the split.
     """
     if options.crop != "resized":
         return AugmentationSplit(options.image_size, None, options)
@@ -77,35 +67,35 @@ def split_augmentation(
 
 
 class Loader(abc.ABC):
-    """The batches of a split."""
+    """The batches of a split; `len` gives the number of its examples."""
 
     @abc.abstractmethod
-    def __len__(self) -> int:
-        """Number of examples in the split."""
+    def __len__(self) -> int: ...
 
     @abc.abstractmethod
-    def _batches(
-        self, order: Order, steps: range, batch_size: int, with_mask: bool = False
-    ) -> Iterator[Batch]:
-        """Yields the batch of each step, which starts at position `step * batch_size`."""
+    def _batches(self, order, steps, batch_size, with_mask=False) -> Iterator[Batch]:
+        """Yields the batch of each step, which starts at position `step * batch_size`.
+
+        `order(start, stop)` gives the examples at these positions, int64; -1 marks padding.
+        """
 
     def train_batches(
         self, *, batch_size: int, seed: int, start_step: int, num_steps: int, repeats: int = 1
     ) -> Iterator[Batch]:
-        """Yields the global training batches.
+        """Yields the batches of the steps from `start_step` (counted from 0) to `num_steps - 1`.
 
         Args:
           batch_size: Global batch size B, a multiple of the number of devices.
           seed: Seed of the order.
-          start_step: Number of steps already done; 0 at the start of a run.
-          num_steps: Number of steps of the whole run, so `num_steps - start_step` are left.
+          start_step: Number of steps already done.
+          num_steps: Number of steps of the whole run.
           repeats: See `stream_indices`.
 
         Yields:
           `{"image": uint8 [B, H, W, C], "label": int32 [B]}`, split over the devices.
         """
 
-        def order(start: int, stop: int) -> np.ndarray:
+        def order(start, stop):
             return stream_indices(seed, start, stop, len(self), repeats)
 
         return self._batches(order, range(start_step, num_steps), batch_size)
@@ -113,15 +103,11 @@ class Loader(abc.ABC):
     def eval_batches(self, *, batch_size: int) -> Iterator[Batch]:
         """Yields every example once, in order; the last batch is padded with example 0.
 
-        Args:
-          batch_size: Global batch size B, a multiple of the number of devices.
-
-        Yields:
-          `{"image": uint8 [B, H, W, C], "label": int32 [B], "mask": float32 [B]}`, split over the
-          devices. The mask is 1 for an example and 0 for padding.
+        The batches are those of `train_batches` with a "mask", float32 [B]: 1 for an example and 0
+        for padding.
         """
 
-        def order(start: int, stop: int) -> np.ndarray:
+        def order(start, stop):
             positions = np.arange(start, stop)
             return np.where(positions < len(self), positions, -1)
 
@@ -144,9 +130,8 @@ def make_loader(
       info: The data set.
       mesh: The devices; batches are split over all its axes.
       image_size: Side of the images in the batches, in pixels.
-      crop_fraction: Side of the central crop as a fraction of the shorter side.
-      random_crop: Replaces the central crop. Crops are taken from the stored images, so such a
-        split is never kept in device memory.
+      crop_fraction: See `resize_and_center_crop`.
+      random_crop: Random crop of the stored images instead; never kept in device memory.
     """
     shape = (len(source), image_size, image_size, info.image_shape[-1])
     if random_crop is None and np.prod(shape, dtype=np.int64) <= IN_MEMORY_BYTES:
@@ -154,51 +139,41 @@ def make_loader(
     return HostLoader(source, mesh, image_size, crop_fraction, random_crop)
 
 
+@dataclasses.dataclass
 class HostLoader(Loader):
     """Decodes images while the devices train; each process decodes its part of every batch.
 
     For the arguments see `make_loader`.
     """
 
-    def __init__(
-        self,
-        source: ImageSource,
-        mesh: Mesh,
-        image_size: int,
-        crop_fraction: float = 1.0,
-        random_crop: RandomCrop | None = None,
-    ):
-        self._source, self._image_size = source, image_size
-        self._crop_fraction, self._random_crop = crop_fraction, random_crop
-        self._sharding = NamedSharding(mesh, PartitionSpec(mesh.axis_names))
+    source: ImageSource
+    mesh: Mesh
+    image_size: int
+    crop_fraction: float = 1.0
+    random_crop: RandomCrop | None = None
 
     def __len__(self) -> int:
-        return len(self._source)
+        return len(self.source)
 
-    def _batches(
-        self, order: Order, steps: range, batch_size: int, with_mask: bool = False
-    ) -> Iterator[Batch]:
-        def read(position: int, index: int) -> dict[str, Any]:
-            image, label = self._source[max(index, 0)]
-            if self._random_crop is None:
-                pixels = image.decode()
-                pixels = resize_and_center_crop(pixels, self._image_size, self._crop_fraction)
+    def _batches(self, order, steps, batch_size, with_mask=False):
+        def read(position, index):
+            image, label = self.source[max(index, 0)]
+            if self.random_crop is None:
+                pixels = resize_and_center_crop(image.decode(), self.image_size, self.crop_fraction)
             else:
-                pixels = self._random_crop(image, position, self._image_size)
+                pixels = self.random_crop(image, position, self.image_size)
             mask = {"mask": np.float32(index >= 0)} if with_mask else {}
             return {"image": pixels, "label": np.int32(label), **mask}
 
-        processes = (jax.process_index(), jax.process_count())
-        return place_batches(
-            read_batches(read, order, steps, batch_size, *processes), self._sharding
-        )
+        process = (jax.process_index(), jax.process_count())
+        batches = read_batches(read, order, steps, batch_size, *process)
+        return place_batches(batches, NamedSharding(self.mesh, PartitionSpec(self.mesh.axis_names)))
 
 
 class DeviceLoader(Loader):
     """Keeps a whole split in the memory of every device and gathers batches there.
 
-    For each epoch the host sends the order, 4 bytes per example. It sends nothing for a step, so
-    the loop runs under `jax.transfer_guard("disallow")`.
+    The host sends the order of each epoch, 4 bytes per example, and nothing for a step.
 
     Args:
       images: uint8 [n, H, W, C], the same in every process.
@@ -223,9 +198,7 @@ class DeviceLoader(Loader):
     def __len__(self) -> int:
         return len(self._labels)
 
-    def _batches(
-        self, order: Order, steps: range, batch_size: int, with_mask: bool = False
-    ) -> Iterator[Batch]:
+    def _batches(self, order, steps, batch_size, with_mask=False):
         # An epoch, and what its last batch may need of the next one.
         window = len(self) + batch_size
         indices, offset, end = None, None, -1
@@ -240,21 +213,10 @@ class DeviceLoader(Loader):
             )
             yield batch
 
-    def _send(self, array: np.ndarray) -> jax.Array:
-        """Copies an array to every device."""
-        # With several processes, JAX mistakes this explicit transfer for an implicit one.
-        with jax.transfer_guard("allow"):
-            return jax.make_array_from_process_local_data(self._replicated, array)
+    def _send(self, array):
+        return _make_global(array, self._replicated)
 
-    def _gather_batch(
-        self,
-        images: UInt8[Array, "n pixels"],
-        labels: Int32[Array, " n"],
-        order: Int32[Array, " window"],
-        offset: Int32[Array, ""],
-        batch_size: int,
-        with_mask: bool,
-    ) -> tuple[Batch, Int32[Array, ""]]:
+    def _gather_batch(self, images, labels, order, offset, batch_size, with_mask):
         """Returns the examples order[offset : offset + batch_size], and the next offset."""
         indices = jax.lax.dynamic_slice_in_dim(order, offset, batch_size)
         # Each device gathers its own part only.
@@ -272,19 +234,14 @@ class DeviceLoader(Loader):
 def decode_all(
     source: ImageSource, shape: tuple[int, int, int, int], crop_fraction: float = 1.0
 ) -> tuple[np.ndarray, np.ndarray]:
-    """Decodes a split into memory.
-
-    Args:
-      source: A split from `Dataset.split`.
-      shape: Shape of the images, (n, H, H, C) with n of at most `len(source)`.
-      crop_fraction: See `resize_and_center_crop`.
+    """Decodes the first n images of a split into memory, as `shape` (n, H, H, C).
 
     Returns:
-      The first n images, uint8 [n, H, H, C], and their labels, int32 [n].
+      Images, uint8 [n, H, H, C], and labels, int32 [n].
     """
     images, labels = np.empty(shape, np.uint8), np.empty(shape[0], np.int32)
 
-    def decode(start: int) -> None:
+    def decode(start):
         indices = range(start, min(start + READ_BLOCK, shape[0]))
         for index, (image, label) in zip(indices, source.read(indices), strict=True):
             images[index] = resize_and_center_crop(image.decode(), shape[1], crop_fraction)
@@ -298,7 +255,7 @@ def decode_all(
 
 def read_batches(
     read: Callable[[int, int], dict[str, Any]],
-    order: Order,
+    order: Callable[[int, int], np.ndarray],
     steps: range,
     batch_size: int,
     process_index: int = 0,
@@ -306,8 +263,8 @@ def read_batches(
 ) -> Iterator[dict[str, np.ndarray]]:
     """Reads the contiguous part of each global batch that belongs to this process.
 
-    `read(position, index)` returns an example as a dict of arrays. It is called by Grain's threads,
-    which also stack the arrays to `[batch_size / process_count, ...]`.
+    Grain's threads call `read(position, index)`, which returns an example as a dict of arrays, and
+    stack the arrays to `[batch_size / process_count, ...]`.
 
     Raises:
       InputError: `batch_size` is not divisible by `process_count`.
@@ -316,16 +273,16 @@ def read_batches(
 
     if batch_size % process_count:
         raise InputError(
-            f"config.batch_size={batch_size} is not divisible by the {process_count} processes."
+            f"config.batch_size={batch_size} is not divisible by {process_count} processes."
         )
     size = batch_size // process_count
 
     @functools.lru_cache(maxsize=8)  # the threads work on a few batches at a time
-    def part(step: int) -> tuple[int, np.ndarray]:
+    def part(step):
         start = step * batch_size + process_index * size
         return start, order(start, start + size)
 
-    def read_number(number: int) -> dict[str, Any]:
+    def read_number(number):
         start, indices = part(steps[number // size])
         return read(start + number % size, int(indices[number % size]))
 
@@ -339,18 +296,17 @@ def place_batches(
 ) -> Iterator[Batch]:
     """Combines the local batches of all processes, arrays [B / P, ...], into global ones [B, ...].
 
-    Copies to the devices are asynchronous. They start `depth` batches ahead, so that they overlap
-    with the steps before.
+    Copies to the devices are asynchronous and start `depth` batches ahead.
     """
-
-    def place(batch: dict[str, np.ndarray]) -> Batch:
-        # With several processes, JAX mistakes this explicit transfer for an implicit one.
-        with jax.transfer_guard_host_to_device("allow"):
-            make_global = functools.partial(jax.make_array_from_process_local_data, sharding)
-            return jax.tree.map(make_global, batch)
-
-    placed = map(place, batches)
+    placed = (_make_global(batch, sharding) for batch in batches)
     ahead = collections.deque(itertools.islice(placed, depth))
     while ahead:
         ahead.extend(itertools.islice(placed, 1))
         yield ahead.popleft()
+
+
+def _make_global(arrays, sharding):
+    # With several processes, JAX mistakes this explicit transfer for an implicit one.
+    with jax.transfer_guard("allow"):
+        make = functools.partial(jax.make_array_from_process_local_data, sharding)
+        return jax.tree.map(make, arrays)

@@ -1,9 +1,7 @@
 """The order of the training examples, a function of the seed and the position in the stream.
 
-A run therefore resumes by its step number alone: there is no iterator state to save, and the number
-of processes may change. Grain's `shuffle` and `repeat` are not used for it because they do not
-promise the same order in later versions, and because data sets in device memory need the order
-without reading an example.
+A run therefore resumes by its step number alone, on any number of processes. Grain's `shuffle` does
+not promise the same order in later versions.
 """
 
 import functools
@@ -12,11 +10,8 @@ import numpy as np
 
 
 @functools.lru_cache(maxsize=4)  # a batch reads at most two epochs at a time
-def _epoch_order(seed: int, epoch: int, num_examples: int) -> np.ndarray:
-    """The permutation of one epoch, int64 [num_examples].
-
-    NumPy guarantees the raw output of Philox across versions, unlike `Generator.permutation`.
-    """
+def _epoch_order(seed, epoch, num_examples):
+    # NumPy guarantees the raw output of Philox across versions, unlike `Generator.permutation`.
     key = np.array([seed, epoch], np.uint64)
     order = np.argsort(np.random.Philox(key=key).random_raw(num_examples), kind="stable")
     order.flags.writeable = False  # the cache returns the same array again
@@ -28,12 +23,9 @@ def stream_indices(
 ) -> np.ndarray:
     """Returns a part of the training stream: independently shuffled epochs, one after another.
 
-    Position i belongs to epoch i // num_examples. A batch may straddle two epochs, so no example is
-    lost or doubled within an epoch.
-
-    With repeated augmentation (Hoffer et al. 2020), an epoch keeps its length, but each example
-    occupies `repeats` consecutive positions. An epoch then holds only the first part of its
-    permutation, as in timm.
+    A batch may straddle two epochs, so each epoch contains every example exactly once. With
+    repeated augmentation (Hoffer et al. 2020), each example occupies `repeats` consecutive
+    positions, and an epoch of the same length uses the first part of its permutation, as in timm.
 
     Args:
       seed: Non-negative seed of the permutations.

@@ -3,10 +3,9 @@
     python -m structinit_jax.data.prepare --name=cifar10 --samples=samples.png
     python -m structinit_jax.data.prepare --name=folder --data_dir=DIR
 
-digits, fashion_mnist, tiny_imagenet and image folders need no preparation; the command only reports
-on them. Data sets prepared as tfrecord are converted to array_record, without TensorFlow. All
-others are downloaded and prepared by TFDS's own builder, which needs TensorFlow
-(`pip install '.[prepare]'`); training never does.
+digits, fashion_mnist, tiny_imagenet and image folders are only reported on. Data sets prepared as
+tfrecord are converted to array_record. All others are downloaded and prepared by TFDS's own
+builder; only this needs TensorFlow (`pip install '.[prepare]'`).
 """
 
 import argparse
@@ -23,22 +22,28 @@ import tensorflow_datasets as tfds
 from PIL import Image, ImageDraw
 
 from structinit_jax.data.builders import ARRAY_RECORD, OWN_BUILDERS, find_builder
-from structinit_jax.data.datasets import FILE_SETS, OWN_SET, Dataset, ImageSource, open_dataset
+from structinit_jax.data.datasets import (
+    FILE_SETS,
+    OWN_SET,
+    Dataset,
+    Folder,
+    ImageSource,
+    open_dataset,
+)
 from structinit_jax.data.images import resize_and_center_crop
 from structinit_jax.errors import InputError
 
+AGAIN = "Prepare or copy the data set again."
 MAX_SHOWN_CLASSES = 10
-COLUMNS, ROWS = 8, 6
+MAX_TILES, COLUMNS = 48, 8
 TILE, CAPTION, MARGIN = 112, 16, 4  # pixels
 
 
-def prepare(name: str, data_dir: str | None = None, manual_dir: str | None = None) -> None:
-    """Makes sure that `open_dataset` can open a data set.
+def prepare(name: str, data_dir: Folder = None, manual_dir: Folder = None) -> None:
+    """Prepares a data set so that `open_dataset` can open it.
 
-    Args:
-      name: See `open_dataset`.
-      data_dir: See `open_dataset`.
-      manual_dir: Folder with archives that have to be downloaded by hand.
+    `name` and `data_dir` are those of `open_dataset`; `manual_dir` holds archives downloaded by
+    hand.
 
     Raises:
       InputError: The name is unknown, or TensorFlow or an archive is missing.
@@ -46,22 +51,21 @@ def prepare(name: str, data_dir: str | None = None, manual_dir: str | None = Non
     if name in FILE_SETS or OWN_SET.fullmatch(name):
         return
     builder = find_builder(name, data_dir)
-    if not builder.data_path.exists():
-        if name not in OWN_BUILDERS:
-            _run_stock_builder(builder, manual_dir)
-        return
-    builder = tfds.builder_from_directory(builder.data_path)
-    if builder.info.available_file_formats() == {tfds.core.FileFormat.TFRECORD}:
-        print(f"Converting {builder.data_path} to array_record (once).", flush=True)
-        _add_array_record(builder)
+    if builder.data_path.exists():
+        builder = tfds.builder_from_directory(builder.data_path)
+        if builder.info.available_file_formats() == {tfds.core.FileFormat.TFRECORD}:
+            print(f"Converting {builder.data_path} to array_record (once).", flush=True)
+            _add_array_record(builder)
+    elif name not in OWN_BUILDERS:
+        _run_stock_builder(builder, manual_dir)
 
 
-def _run_stock_builder(builder: tfds.core.DatasetBuilder, manual_dir: str | None) -> None:
+def _run_stock_builder(builder, manual_dir):
     if importlib.util.find_spec("tensorflow") is None:
         raise InputError(
-            f"config.data.name={builder.name!r}: TFDS needs TensorFlow to prepare this data set,"
-            " and it is not installed. Install it for this command only, here or on another"
-            " machine:\n  pip install '.[prepare]'\nTraining does not need it."
+            f"config.data.name={builder.name!r}: TFDS needs TensorFlow to prepare this data set."
+            " Install it, here or on another machine:\n  pip install '.[prepare]'\n"
+            "Training does not need it."
         )
     config = tfds.download.DownloadConfig(manual_dir=manual_dir)
     try:
@@ -74,11 +78,11 @@ def _run_stock_builder(builder: tfds.core.DatasetBuilder, manual_dir: str | None
         ) from error
 
 
-def _add_array_record(builder: tfds.core.DatasetBuilder) -> None:
-    """Copies the examples of a tfrecord data set into array_record files beside the old ones.
+def _add_array_record(builder):
+    """Copies the serialized examples of a tfrecord data set into array_record files next to it.
 
-    The serialized examples are the same in both formats. The description of the data set names the
-    new files only when all are written, so an interrupted conversion is repeated.
+    dataset_info.json names the new files only when all are written, so an interrupted conversion
+    is repeated.
     """
     folder = Path(builder.data_path)
     adapter = tfds.core.file_adapters.ADAPTER_FOR_FORMAT[ARRAY_RECORD]
@@ -91,8 +95,7 @@ def _add_array_record(builder: tfds.core.DatasetBuilder) -> None:
                 written = adapter.num_examples(target) if count else 0
                 if written != count:
                     raise InputError(
-                        f"{source}: holds {written:,} examples, {count:,} are expected. Prepare or"
-                        " copy the data set again."
+                        f"{source}: holds {written:,} examples, {count:,} are expected. {AGAIN}"
                     )
         info_path = folder / "dataset_info.json"
         info = json.loads(info_path.read_text())
@@ -101,16 +104,13 @@ def _add_array_record(builder: tfds.core.DatasetBuilder) -> None:
         partial.write_text(json.dumps(info, indent=2))
         os.replace(partial, info_path)
     except OSError as error:
-        raise InputError(
-            f"config.data.data_dir={str(builder.data_dir_root)!r}: cannot convert {folder}:"
-            f" {error}."
-        ) from error
+        raise InputError(f"{folder}: cannot be converted to array_record: {error}.") from error
 
 
 def read_tfrecord(path: Path) -> Iterator[bytes]:
-    """Yields the records of a tfrecord file. The checksums (CRC-32C) are not verified.
+    """Yields the records of a tfrecord file.
 
-    A record is stored as its length, a checksum, the bytes and a checksum.
+    A record is stored as its length, a checksum (CRC-32C, not verified), the bytes and a checksum.
 
     Raises:
       InputError: The file ends within a record.
@@ -121,9 +121,7 @@ def read_tfrecord(path: Path) -> Iterator[bytes]:
             # Compared with the file first: a damaged length must not be allocated.
             remaining = os.fstat(file.fileno()).st_size - file.tell()
             if len(header) < 12 or length + 4 > remaining:
-                raise InputError(
-                    f"{path}: ends within a record. Prepare or copy the data set again."
-                )
+                raise InputError(f"{path}: ends within a record. {AGAIN}")
             yield file.read(length + 4)[:length]
 
 
@@ -133,11 +131,9 @@ def describe_split(source: ImageSource, num_classes: int, num_checked: int) -> l
     Returns:
       Lines to print: classes, image sizes, bytes, and every image that cannot be decoded.
     """
-    number = min(num_checked or len(source), len(source))
-    chosen = np.zeros(len(source), bool)
-    chosen[np.linspace(0, len(source) - 1, number).round().astype(int)] = True
-    good, problems = source.select(chosen).split_bad_images()
-    extent = "all" if number == len(source) else f"{number:,} evenly spaced ones"
+    indices = _evenly_spaced(source, num_checked or len(source))
+    good, problems = source.select(np.isin(np.arange(len(source)), indices)).split_bad_images()
+    extent = "all" if len(indices) == len(source) else f"{len(indices):,} evenly spaced ones"
     lines = [f"{len(source):,} examples; checked {extent}"]
     if len(good):
         sizes = np.array([(*image.size, image.num_bytes) for image in good.images()])
@@ -153,32 +149,34 @@ def describe_split(source: ImageSource, num_classes: int, num_checked: int) -> l
     return lines + [f"bad: {problem}" for problem in problems]
 
 
+def _evenly_spaced(source, most):
+    return np.linspace(0, len(source) - 1, min(most, len(source))).round().astype(int)
+
+
 def report(dataset: Dataset, num_checked: int) -> None:
     """Prints the contents of a data set; for `num_checked` see `describe_split`."""
     names = dataset.class_names
     shown = ", ".join(names[:MAX_SHOWN_CLASSES]) + (", …" * (len(names) > MAX_SHOWN_CLASSES))
     channels = dataset.info.image_shape[-1]
     print(f"{dataset.name}: {len(names)} classes ({shown}), {channels} channels")
-    for split in dataset.info.num_examples:
-        if dataset.info.num_examples[split]:
+    for split, size in dataset.info.num_examples.items():
+        if size:
             for line in describe_split(dataset.split(split), len(names), num_checked):
                 print(f"  {split}: {line}", flush=True)
 
 
 def draw_samples(source: ImageSource, class_names: Sequence[str]) -> Image.Image:
     """Draws up to 48 evenly spaced examples of a split with the names of their classes."""
-    number = min(COLUMNS * ROWS, len(source))
-    indices = np.linspace(0, len(source) - 1, number).round().astype(int).tolist()
-    examples = source.read(indices)
+    images, labels = zip(*source.read(_evenly_spaced(source, MAX_TILES).tolist()), strict=True)
     return draw_tiles(
-        [image.decode() for image, _ in examples], [class_names[label] for _, label in examples]
+        [image.decode() for image in images], [class_names[label] for label in labels]
     )
 
 
 def draw_tiles(images: list[np.ndarray], captions: list[str]) -> Image.Image:
-    """Draws images, uint8 [h, w, 1 or 3], in rows of eight, each cropped to a square.
+    """Draws images, uint8 [h, w, 1 or 3], cropped to squares, in rows of eight.
 
-    Captions are written below the images and cut off where they are too long.
+    Captions are written below the images and shortened to fit.
     """
     rows = -(-len(images) // COLUMNS)
     pitch = (TILE + MARGIN, TILE + CAPTION + MARGIN)
@@ -197,21 +195,14 @@ def draw_tiles(images: list[np.ndarray], captions: list[str]) -> Image.Image:
 
 def main(argv: Sequence[str] | None = None) -> None:
     """Prepares a data set, prints a report and draws examples."""
-    parser = argparse.ArgumentParser(
-        prog="python -m structinit_jax.data.prepare", description=__doc__.splitlines()[0]
-    )
-    parser.add_argument(
-        "--name", required=True, help="TFDS name, 'folder', 'tiny_imagenet' or 'module:function'"
-    )
-    parser.add_argument(
-        "--data_dir",
-        help="folder of TFDS's data sets; the folder of the images for 'folder', 'tiny_imagenet'",
-    )
-    parser.add_argument("--manual_dir", help="folder of archives that are downloaded by hand")
-    parser.add_argument("--samples", help="PNG file for a drawing of examples of the first split")
-    parser.add_argument(
-        "--check", type=int, default=1000, help="images to decode in each split; 0 for all"
-    )
+    command = "python -m structinit_jax.data.prepare"
+    parser = argparse.ArgumentParser(prog=command, description=__doc__.splitlines()[0])
+    add = parser.add_argument
+    add("--name", required=True, help="TFDS name, 'folder', 'tiny_imagenet' or 'module:function'")
+    add("--data_dir", help="folder of TFDS's data sets, or of the images ('folder')")
+    add("--manual_dir", help="folder of archives that are downloaded by hand")
+    add("--samples", help="PNG file for a drawing of examples of the first split")
+    add("--check", type=int, default=1000, help="images to decode in each split; 0 for all")
     flags = parser.parse_args(argv)
     prepare(flags.name, flags.data_dir, flags.manual_dir)
     dataset = open_dataset(flags.name, flags.data_dir, flags.manual_dir)

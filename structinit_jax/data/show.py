@@ -19,7 +19,7 @@ from structinit_jax.command_line import OUT
 from structinit_jax.data.datasets import open_dataset
 from structinit_jax.data.info import check_examples
 from structinit_jax.data.loader import make_loader, split_augmentation
-from structinit_jax.data.prepare import COLUMNS, ROWS, draw_tiles
+from structinit_jax.data.prepare import MAX_TILES, draw_tiles
 from structinit_jax.training.mesh import make_mesh
 from structinit_jax.training.step import step_rngs
 
@@ -29,7 +29,7 @@ _STEP = flags.DEFINE_integer(
 
 
 def training_batch(config: ConfigDict, step: int) -> tuple[np.ndarray, np.ndarray]:
-    """Computes the augmented batch of a training step, which counts from 1.
+    """Computes the augmented batch of training step `step`, counted from 1.
 
     Returns:
       Images with the normalization undone, uint8 [B, H, W, C], and targets [B, classes].
@@ -42,21 +42,10 @@ def training_batch(config: ConfigDict, step: int) -> tuple[np.ndarray, np.ndarra
     options = config_lib.augment_options(config)
     augmentation = split_augmentation(options, dataset.info, len(source), config.seed)
     mesh = make_mesh()
-    loader = make_loader(
-        source,
-        dataset.info,
-        mesh,
-        image_size=augmentation.image_size,
-        random_crop=augmentation.host_crop,
-    )
-    batches = loader.train_batches(
-        batch_size=config.batch_size,
-        seed=config.seed,
-        start_step=step - 1,
-        num_steps=step,
-        repeats=data.repeats,
-    )
-    batch = next(batches)
+    crop = dict(image_size=augmentation.image_size, random_crop=augmentation.host_crop)
+    loader = make_loader(source, dataset.info, mesh, **crop)
+    order = dict(batch_size=config.batch_size, seed=config.seed, repeats=data.repeats)
+    batch = next(loader.train_batches(start_step=step - 1, num_steps=step, **order))
     augment = jax.jit(make_augment(augmentation.on_device, mesh))
     rng = step_rngs(config.seed, step - 1)[0]
     images, targets = augment(rng, batch["image"], batch["label"])
@@ -76,11 +65,10 @@ def describe_target(target: np.ndarray, smoothing: float) -> str:
 def main(config: ConfigDict) -> None:
     """Draws up to 48 images of the batch with their targets."""
     images, targets = training_batch(config, _STEP.value)
-    number = min(COLUMNS * ROWS, len(images))
-    captions = [describe_target(t, config.label_smoothing) for t in targets[:number]]
+    captions = [describe_target(t, config.label_smoothing) for t in targets[:MAX_TILES]]
     path = Path(OUT.value or "batch.png")
-    draw_tiles(list(images[:number]), captions).save(path)
-    print(f"wrote {path}: {number} of the {len(images)} images of step {_STEP.value}")
+    draw_tiles(list(images[:MAX_TILES]), captions).save(path)
+    print(f"wrote {path}: {len(captions)} of the {len(images)} images of step {_STEP.value}")
 
 
 if __name__ == "__main__":

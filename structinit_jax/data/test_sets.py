@@ -1,17 +1,16 @@
 """Test sets for models trained on ImageNet-1K, and which predictions count as correct in each.
 
-TFDS labels all of them with the 1,000 classes of imagenet2012. Two rules differ from top-1
-accuracy. ImageNet-A and ImageNet-R contain 200 of the classes, and their authors take the best of
-these 200 as the prediction. ReaL gives each image a set of correct labels; images with an empty set
-are left out.
+TFDS labels all of them with the classes of imagenet2012. Two rules differ from top-1 accuracy:
+ImageNet-A and ImageNet-R contain 200 classes, and the best of these 200 is the prediction. ReaL has
+a set of correct labels for each image; images with an empty set are left out.
 """
 
 import dataclasses
-import os
+import itertools
 
 import numpy as np
 
-from structinit_jax.data.datasets import ImageSource, open_dataset
+from structinit_jax.data.datasets import Folder, ImageSource, open_dataset
 from structinit_jax.data.info import EVALUATION_SETS, DatasetInfo
 from structinit_jax.errors import InputError
 
@@ -36,9 +35,7 @@ class EvaluationSet:
     answers: np.ndarray | None = None
 
 
-def open_test_set(
-    name: str, data_dir: str | os.PathLike | None = None, on_bad_image: str = "stop"
-) -> EvaluationSet:
+def open_test_set(name: str, data_dir: Folder = None, on_bad_image: str = "stop") -> EvaluationSet:
     """Opens a test set of ImageNet.
 
     Args:
@@ -48,7 +45,7 @@ def open_test_set(
       on_bad_image: See `Dataset.split`.
 
     Raises:
-      InputError: The set is not prepared or not complete.
+      InputError: The set is not prepared or is incomplete.
     """
     split, num_classes = EVALUATION_SETS[name.split("/")[0]]
     dataset = open_dataset(name, data_dir)
@@ -60,20 +57,19 @@ def open_test_set(
     classes = np.unique(source.labels())
     if len(classes) != num_classes:
         raise InputError(
-            f"config.data.eval_name={name!r}: the prepared set holds {len(classes)} classes,"
-            f" {num_classes} are expected. Prepare it again."
+            f"config.data.eval_name={name!r}: the set holds {len(classes)} classes, {num_classes}"
+            " are expected. Prepare it again."
         )
     rule = f"the best of its {num_classes} classes"
     return EvaluationSet(f"{name} {split}, {rule}", source, dataset.info, classes)
 
 
-def _open_real(name: str, source: ImageSource, info: DatasetInfo) -> EvaluationSet:
+def _open_real(name, source, info):
     """Leaves out images without a label; the label of the others is their row of `answers`."""
     labels = source.column("real_label")
     counts = np.array([len(row) for row in labels])
     source = source.select(counts > 0)
-    answers = np.full((len(source), counts.max()), -1, np.int32)
-    for row, row_labels in zip(answers, (row for row in labels if len(row)), strict=True):
-        row[: len(row_labels)] = row_labels
+    labelled = (row for row in labels if len(row))
+    answers = np.array(list(itertools.zip_longest(*labelled, fillvalue=-1)), np.int32).T
     name = f"{name}, images without a label left out: {np.sum(counts == 0):,}"
     return EvaluationSet(name, source.relabel(np.arange(len(source))), info, answers=answers)

@@ -5,9 +5,6 @@
     from_timm(model, load_file("vit_tiny.safetensors"))
     save_file(to_timm(model), "ours.safetensors")
 
-State dicts hold NumPy arrays; torch is not needed. Convert torch tensors with
-`{name: tensor.numpy() for name, tensor in state_dict.items()}`.
-
 A converter lists the entries of timm's state dict for a model: timm's name on the left, the path of
 our arrays on the right. Layers that timm numbers are a leading axis of our arrays.
 """
@@ -20,9 +17,8 @@ from flax import nnx, traverse_util
 
 from structinit_jax.attention_init import sincos_positions
 from structinit_jax.errors import InputError
-from structinit_jax.interop.entries import Entry, conv, linear, norm, same
+from structinit_jax.interop.entries import Entry, conv, like, linear, norm, same
 from structinit_jax.interop.layouts import TIMM
-from structinit_jax.interop.params import like
 from structinit_jax.models.convmixer import ConvMixer
 from structinit_jax.models.mixer import MlpMixer
 from structinit_jax.models.swin import SwinTransformer
@@ -59,23 +55,20 @@ def from_timm(model: nnx.Module, state_dict: Mapping[str, np.ndarray]) -> None:
             continue
         if entry.name not in remaining:
             raise InputError(
-                f"state_dict has no {entry.name!r}, which the model needs for "
-                f"{', '.join(entry.paths)}: is it of the same architecture and depth?"
+                f"state_dict has no {entry.name!r}: is it of the same architecture and depth?"
             )
         tensor = np.asarray(remaining.pop(entry.name))
         targets = entry.arrays(ours)
         shapes = [target.shape for target in targets]
-        expected = entry.shape(shapes)
-        if tensor.shape != expected:
+        if tensor.shape != entry.shape(shapes):
             raise InputError(
                 f"state_dict[{entry.name!r}] has shape {tensor.shape}, but the model needs "
-                f"{expected}"
+                f"{entry.shape(shapes)}"
             )
         for target, value in zip(targets, entry.decode(tensor, shapes), strict=True):
             target[...] = value
     if remaining:
-        names = ", ".join(sorted(remaining))
-        raise InputError(f"state_dict has entries that the model has no place for: {names}")
+        raise InputError(f"the model has no place for: {', '.join(sorted(remaining))}")
     new = {path: like(array, old[path]) for path, array in ours.items()}
     state = nnx.state(model)
     nnx.replace_by_pure_dict(state, traverse_util.unflatten_dict(new, sep="/"))
@@ -83,16 +76,10 @@ def from_timm(model: nnx.Module, state_dict: Mapping[str, np.ndarray]) -> None:
 
 
 def timm_entries(model: nnx.Module) -> Iterator[Entry]:
-    """Yields the entries of timm's state dict for a model.
-
-    Raises:
-      InputError: The model's family has no converter.
-    """
+    """Yields the entries of timm's state dict for a model; `InputError` without a converter."""
     if type(model) not in CONVERTERS:
-        raise InputError(
-            f"model is a {type(model).__name__}, which has no converter to timm: the families that "
-            f"have one are {', '.join(family.__name__ for family in CONVERTERS)}"
-        )
+        families = ", ".join(family.__name__ for family in CONVERTERS)
+        raise InputError(f"no converter to timm for {type(model).__name__}, only for {families}")
     return CONVERTERS[type(model)](model)
 
 
@@ -108,14 +95,10 @@ def vit(model: VisionTransformer) -> Iterator[Entry]:
     else:
         yield same("pos_embed", "positions", lead=1)
     for i in range(_depth(model.blocks)):
-        yield from norm(f"blocks.{i}.norm1", "blocks/norm1", i)
-        yield from TIMM.entries(f"blocks.{i}.attn", "blocks/attention", i)
+        yield from _block(f"blocks.{i}", "blocks", i)
         if model.blocks.attention.query_norm is not None:
             yield from norm(f"blocks.{i}.attn.q_norm", "blocks/attention/query_norm", i)
             yield from norm(f"blocks.{i}.attn.k_norm", "blocks/attention/key_norm", i)
-        yield from norm(f"blocks.{i}.norm2", "blocks/norm2", i)
-        yield from linear(f"blocks.{i}.mlp.fc1", "blocks/mlp/fc1", layer=i)
-        yield from linear(f"blocks.{i}.mlp.fc2", "blocks/mlp/fc2", layer=i)
         if model.blocks.layer_scale:
             yield same(f"blocks.{i}.ls1.gamma", "blocks/scale1", i)
             yield same(f"blocks.{i}.ls2.gamma", "blocks/scale2", i)
@@ -133,8 +116,8 @@ def _fixed_positions(model: VisionTransformer) -> Entry:
         expected = encoding(tensor.shape[-1])
         if tensor.shape != expected.shape or not np.allclose(tensor, expected, atol=1e-5):
             raise InputError(
-                f"state_dict['pos_embed'] is not the sin-cos encoding of a {model.grid} grid, as "
-                "positions='sincos' needs: load it into a model with positions='learned'"
+                f"state_dict['pos_embed'] is not the sin-cos encoding of a {model.grid} grid: load "
+                "it into a model with positions='learned'"
             )
         return []
 
@@ -153,16 +136,12 @@ def swin(model: SwinTransformer) -> Iterator[Entry]:
             yield from linear(reduction, f"{ours}/merging/reduction", bias=False)
         for i in range(model.depths[s]):
             block, blocks = f"{stage}.blocks.{i}", f"{ours}/blocks"
-            yield from norm(f"{block}.norm1", f"{blocks}/norm1", i)
+            yield from _block(block, blocks, i)
             table = f"{block}.attn.relative_position_bias_table"
             yield same(table, f"{blocks}/relative_position_bias", i)
-            yield from TIMM.entries(f"{block}.attn", f"{blocks}/attention", i)
-            yield from norm(f"{block}.norm2", f"{blocks}/norm2", i)
-            yield from linear(f"{block}.mlp.fc1", f"{blocks}/mlp/fc1", layer=i)
-            yield from linear(f"{block}.mlp.fc2", f"{blocks}/mlp/fc2", layer=i)
             # Buffers that timm no longer saves; both are functions of the sizes.
-            yield _ignored(f"{block}.attn.relative_position_index")
-            yield _ignored(f"{block}.attn_mask")
+            for buffer in ("attn.relative_position_index", "attn_mask"):
+                yield Entry(f"{block}.{buffer}", (), None, lambda tensor, shapes: [])
     yield from norm("norm", "norm")
     yield from linear("head.fc", "head")
 
@@ -193,6 +172,15 @@ def convmixer(model: ConvMixer) -> Iterator[Entry]:
     yield from linear("head", "head")
 
 
+def _block(name: str, path: str, layer: int) -> Iterator[Entry]:
+    """The parts of a transformer block that ViT and Swin have in common."""
+    yield from norm(f"{name}.norm1", f"{path}/norm1", layer)
+    yield from TIMM.entries(f"{name}.attn", f"{path}/attention", layer)
+    yield from norm(f"{name}.norm2", f"{path}/norm2", layer)
+    yield from linear(f"{name}.mlp.fc1", f"{path}/mlp/fc1", layer=layer)
+    yield from linear(f"{name}.mlp.fc2", f"{path}/mlp/fc2", layer=layer)
+
+
 def _batch_norm(name: str, path: str, layer: int | None = None) -> Iterator[Entry]:
     yield from norm(name, path, layer)
     yield same(f"{name}.running_mean", f"{path}/mean", layer)
@@ -202,18 +190,13 @@ def _batch_norm(name: str, path: str, layer: int | None = None) -> Iterator[Entr
     yield Entry(f"{name}.num_batches_tracked", (), lambda: count, lambda tensor, shapes: [])
 
 
-def _ignored(name: str) -> Entry:
-    return Entry(name, (), None, lambda tensor, shapes: [])
-
-
 def _depth(blocks: nnx.Module) -> int:
     """Number of layers in a stack."""
     return blocks.norm1.scale.shape[0]
 
 
 def _arrays_by_path(model: nnx.Module) -> dict[str, Any]:
-    pure = nnx.to_pure_dict(nnx.state(model))
-    return traverse_util.flatten_dict(pure, sep="/")
+    return traverse_util.flatten_dict(nnx.to_pure_dict(nnx.state(model)), sep="/")
 
 
 CONVERTERS: Mapping[type[nnx.Module], Callable[..., Iterator[Entry]]] = {

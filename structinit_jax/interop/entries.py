@@ -13,6 +13,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from structinit_jax.errors import InputError
+
 Shape = tuple[int, ...]
 
 
@@ -21,10 +23,9 @@ class Entry(NamedTuple):
 
     Attributes:
       name: Its name there, with dots.
-      paths: Paths of our arrays that it holds, with slashes. A fused tensor holds several, a tensor
-        that is computed rather than trained holds none.
-      encode: Turns our arrays into the tensor. None for a tensor that is accepted but never
-        written.
+      paths: Paths of our arrays that it holds, with slashes: several if they are fused, none if the
+        tensor is computed rather than trained.
+      encode: Turns our arrays into the tensor. None if it is accepted but never written.
       decode: Turns the tensor and the shapes of our arrays into our arrays.
       layer: Index on the leading axis of our arrays if they stack all layers, else None.
     """
@@ -51,7 +52,7 @@ def same(name: str, path: str, layer: int | None = None, *, lead: int = 0) -> En
     def encode(array):
         return array.reshape((1,) * lead + array.shape)
 
-    return Entry(name, (path,), encode, _reshape, layer)
+    return Entry(name, (path,), encode, lambda tensor, shapes: [tensor.reshape(shapes[0])], layer)
 
 
 def norm(name: str, path: str, layer: int | None = None) -> Iterator[Entry]:
@@ -63,11 +64,11 @@ def norm(name: str, path: str, layer: int | None = None) -> Iterator[Entry]:
 def linear(
     name: str, *paths: str, layer: int | None = None, in_axes: int = 1, bias: bool = True
 ) -> Iterator[Entry]:
-    """A linear layer of torch, [out, in], that holds one or more linear layers of ours.
+    """A linear layer that holds one or more linear layers of ours.
 
     Args:
       name: Name of the torch module.
-      *paths: Paths of our modules. Several modules of equal sizes are fused along `out`.
+      *paths: Paths of our modules, which have equal sizes and are fused along `out`.
       layer: See `Entry`.
       in_axes: Number of input axes of our kernels; the others are output axes.
       bias: Whether the layer has a bias.
@@ -100,10 +101,7 @@ def linear_bias(name: str, *paths: str, layer: int | None) -> Entry:
 
 
 def conv(name: str, path: str, layer: int | None = None) -> Iterator[Entry]:
-    """A convolution of torch.
-
-    Our kernels are [rows, cols, in, out], [rows, cols, out] if depthwise, [in, out] if pointwise.
-    """
+    """A convolution. Ours may be [rows, cols, out] if depthwise and [in, out] if pointwise."""
 
     def encode(kernel):
         if kernel.ndim == 3:
@@ -113,14 +111,29 @@ def conv(name: str, path: str, layer: int | None = None) -> Iterator[Entry]:
         return kernel.transpose(3, 2, 0, 1)
 
     def decode(weight, shapes):
-        return _reshape(weight.transpose(2, 3, 1, 0), shapes)
+        return [weight.transpose(2, 3, 1, 0).reshape(shapes[0])]
 
     yield Entry(f"{name}.weight", (f"{path}/kernel",), encode, decode, layer)
     yield same(f"{name}.bias", f"{path}/bias", layer)
 
 
-def _reshape(tensor, shapes):
-    return [tensor.reshape(shapes[0])]
+def check_array(argument: str, name: str, leaf: Any) -> None:
+    """Raises `InputError` for anything but a NumPy or JAX array, such as a torch tensor."""
+    if not isinstance(leaf, np.ndarray | jax.Array):
+        raise InputError(
+            f"{argument}: {name} is a {type(leaf).__module__}.{type(leaf).__name__}, not a NumPy "
+            "or JAX array: convert torch tensors with {k: v.numpy() for k, v in state_dict.items()}"
+        )
+
+
+def like(new: Any, old: np.ndarray | jax.Array) -> np.ndarray | jax.Array:
+    """Converts new values to the array kind (NumPy or JAX), dtype and sharding of the old ones."""
+    if isinstance(old, np.ndarray):
+        return np.array(new, old.dtype, order="C")
+    new = jnp.asarray(new).astype(old.dtype)
+    if isinstance(old, jax.core.Tracer) or not old.committed:
+        return new
+    return jax.device_put(new, old.sharding)
 
 
 def _concatenate(arrays):

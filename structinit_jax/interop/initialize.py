@@ -1,9 +1,7 @@
 """Attention schemes for models that were built elsewhere."""
 
-import dataclasses
 import math
 import re
-from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax
@@ -12,9 +10,8 @@ import numpy as np
 
 from structinit_jax.attention_init import AttentionInit, AttentionSite, AttentionWeights
 from structinit_jax.errors import InputError
-from structinit_jax.interop.entries import Entry, Shape
-from structinit_jax.interop.layouts import FIELDS, Stack, find_stack
-from structinit_jax.interop.params import Leaves, check_array, flatten, like
+from structinit_jax.interop.entries import Entry, Shape, check_array, like
+from structinit_jax.interop.layouts import FIELDS, find_stack, flatten
 
 
 def initialize(
@@ -67,29 +64,26 @@ def attention_site(
     positions: np.ndarray | jax.Array | None = None,
 ) -> AttentionSite:
     """Describes the model's attention layers for a scheme. See `initialize` for the arguments."""
-    model = _find_model(params, layout, num_heads)
+    model = _Model(params, layout, num_heads)
     trainable = positions is None
     if positions is None:
         table = _find_table(model, grid)
         if table is None:
             names = ", ".join(model.stack.layout.positions).replace("\\", "")
             raise InputError(
-                f"positions: params hold no position table of width {model.width} (looked for "
-                f"{names}): pass the encoding that the model adds as positions=[N, D], for example "
-                "attention_init.sincos_positions(grid, D)"
+                f"positions: params hold no position table of width {model.width} ({names}): pass "
+                "the encoding that the model adds as positions=[N, D]"
             )
         grid, positions = table.grid, jnp.asarray(table.rows[table.prefix :], jnp.float32)
     elif positions.ndim != 2 or positions.shape[1] != model.width:
         raise InputError(
-            f"positions has shape {positions.shape}, but the model needs [N, {model.width}] "
-            "without class and register tokens"
+            f"positions has shape {positions.shape}, but the model needs [N, {model.width}]"
         )
-    elif grid is None:
-        grid = _square(len(positions))
-        if grid is None:
-            raise InputError(
-                f"grid: {len(positions)} positions do not form a square: pass grid=(rows, cols)"
-            )
+    grid = grid or _square(len(positions))
+    if grid is None:
+        raise InputError(
+            f"grid: {len(positions)} positions are not a square: pass grid=(rows, cols)"
+        )
     return AttentionSite(
         grid=grid,
         width=model.width,
@@ -114,13 +108,13 @@ def read(
     Returns:
       The weights as a scheme returns them; `positions` is None if `params` hold no position table.
     """
-    model = _find_model(params, layout, num_heads)
+    model = _Model(params, layout, num_heads)
     layers: dict[str, list[jax.Array]] = {}
     for entry in model.entries:
         arrays = entry.decode(jnp.asarray(model.leaves[entry.name]), model.shapes_of(entry))
         for path, array in zip(entry.paths, arrays, strict=True):
             layers.setdefault(path, []).append(array)
-    kernels = {field: layers[_path(field, "kernel")] for field in FIELDS}
+    kernels = {field: layers[f"attention/{field}/kernel"] for field in FIELDS}
     stacked = model.stack.stacked
     weights = {field: k[0] if stacked else jnp.stack(k) for field, k in kernels.items()}
     table = _find_table(model, grid)
@@ -140,20 +134,16 @@ def write(
 
     Biases of the projections that they set become zero. See `initialize` for the other arguments.
     """
-    model = _find_model(params, layout, num_heads)
+    model = _Model(params, layout, num_heads)
     ours = {}
     for field in FIELDS:
         kernel = getattr(weights, field)
-        if kernel is None:
-            continue
-        expected = (model.num_layers, *model.shapes[_path(field, "kernel")])
-        if kernel.shape != expected:
-            raise InputError(
-                f"weights.{field} has shape {kernel.shape}, but the model needs {expected}"
-            )
-        ours[_path(field, "kernel")] = kernel
-        bias_shape = model.shapes[_path(field, "bias")]
-        ours[_path(field, "bias")] = np.zeros((model.num_layers, *bias_shape), np.float32)
+        if kernel is not None:
+            path = f"attention/{field}"
+            _check_shape(field, kernel, (model.num_layers, *model.shapes[f"{path}/kernel"]))
+            ours[f"{path}/kernel"] = kernel
+            bias_shape = (model.num_layers, *model.shapes[f"{path}/bias"])
+            ours[f"{path}/bias"] = np.zeros(bias_shape, np.float32)
     new = dict(model.leaves)
     for entry in model.entries:
         if any(path in ours for path in entry.paths):
@@ -161,25 +151,21 @@ def write(
     if weights.positions is not None:
         table = _find_table(model, grid)
         if table is None:
-            raise InputError(
-                "weights.positions: the scheme sets the position encoding, but params hold no "
-                "position table for it"
-            )
-        kept, start = (
-            jnp.asarray(rows, jnp.float32)
-            for rows in (table.rows[: table.prefix], weights.positions)
-        )
-        expected = table.rows[table.prefix :].shape
-        if start.shape != expected:
-            raise InputError(
-                f"weights.positions has shape {start.shape}, but {table.name} needs {expected}"
-            )
+            raise InputError("weights.positions: params hold no position table to write them to")
+        _check_shape("positions", weights.positions, table.rows[table.prefix :].shape)
+        rows = [table.rows[: table.prefix], weights.positions]
+        rows = jnp.concatenate([jnp.asarray(x, jnp.float32) for x in rows])
         old = model.leaves[table.name]
-        new[table.name] = like(jnp.concatenate([kept, start]).reshape(old.shape), old)
+        new[table.name] = like(rows.reshape(old.shape), old)
     return model.rebuild(new)
 
 
-def _encode(entry: Entry, old: Any, ours: dict[str, Any], shapes: list[Shape]) -> Any:
+def _check_shape(field, array, expected):
+    if array.shape != expected:
+        raise InputError(f"weights.{field} has shape {array.shape}, but the model needs {expected}")
+
+
+def _encode(entry, old, ours, shapes):
     """Encodes our arrays; those that `ours` lacks keep the old value."""
     xp = np if isinstance(old, np.ndarray) else jnp
     current = dict(zip(entry.paths, entry.decode(old, shapes), strict=True))
@@ -189,87 +175,56 @@ def _encode(entry: Entry, old: Any, ours: dict[str, Any], shapes: list[Shape]) -
     return like(entry.encode(*current.values()), old)
 
 
-@dataclasses.dataclass(frozen=True, eq=False)
 class _Model:
-    """A model's parameters by name, its stack of attention layers and their sizes."""
+    """A model's parameters by name, the entries of its attention layers, and their sizes.
 
-    leaves: Leaves
-    rebuild: Callable[[Leaves], Any]
-    stack: Stack
-    width: int
-    num_heads: int
-    head_dim: int
-    num_layers: int
+    `shapes` are those of our arrays by path, without the layer axis.
+    """
 
-    @property
-    def entries(self) -> list[Entry]:
-        """Entries of all attention weights, onto the paths of `shapes`."""
-        return self.stack.entries(self.leaves, "attention")
-
-    @property
-    def shapes(self) -> dict[str, Shape]:
-        """Shapes of our arrays by path, without the layer axis."""
-        width, heads = self.width, (self.num_heads, self.head_dim)
-        shapes = {_path("out", "kernel"): (*heads, width), _path("out", "bias"): (width,)}
+    def __init__(self, params: Any, layout: str | None, num_heads: int | None):
+        self.leaves, self.rebuild = flatten(params)
+        self.stack = find_stack(self.leaves, layout)
+        self.entries = self.stack.entries(self.leaves, "attention")
+        for entry in self.entries:
+            check_array("params", entry.name, self.leaves[entry.name])
+        self._set_sizes(num_heads)
+        heads = (self.num_heads, self.head_dim)
+        self.shapes = {"attention/out/kernel": (*heads, self.width)}
+        self.shapes["attention/out/bias"] = (self.width,)
         for field in ("query", "key", "value"):
-            shapes |= {_path(field, "kernel"): (width, *heads), _path(field, "bias"): heads}
-        return shapes
+            self.shapes[f"attention/{field}/kernel"] = (self.width, *heads)
+            self.shapes[f"attention/{field}/bias"] = heads
+        for entry in self.entries:
+            shape, expected = self.leaves[entry.name].shape, entry.shape(self.shapes_of(entry))
+            if shape != expected:
+                raise InputError(
+                    f"params: {entry.name} has shape {shape}, but needs {expected}: schemes need "
+                    "equal layers with as many keys as queries"
+                )
+
+    def _set_sizes(self, num_heads: int | None) -> None:
+        layout, attentions = self.stack.layout, self.stack.attentions
+        name = layout.weight(attentions[0], "out" if layout.torch else "query")
+        shape = self.leaves[name].shape
+        self.num_layers = shape[0] if self.stack.stacked else len(attentions)
+        if not layout.torch:
+            self.width, self.num_heads, self.head_dim = shape[-3:]
+            if num_heads not in (None, self.num_heads):
+                raise InputError(f"num_heads={num_heads}, but {name} has {self.num_heads} heads")
+            return
+        if len(shape) != 2:
+            raise InputError(f"params: {name} has shape {shape}, but needs two axes")
+        self.width, inner = shape
+        if num_heads is None:
+            raise InputError(f"num_heads: pass the number of heads that share {inner} channels")
+        if num_heads < 1 or inner % num_heads:
+            raise InputError(f"num_heads={num_heads} does not divide the {inner} channels")
+        self.num_heads, self.head_dim = num_heads, inner // num_heads
 
     def shapes_of(self, entry: Entry) -> list[Shape]:
         """Shapes of our arrays in an entry, with the layer axis if the model stacks its layers."""
         lead = (self.num_layers,) if entry.layer is None else ()
         return [(*lead, *self.shapes[path]) for path in entry.paths]
-
-
-def _path(field: str, leaf: str) -> str:
-    return f"attention/{field}/{leaf}"
-
-
-def _find_model(params: Any, layout: str | None, num_heads: int | None) -> _Model:
-    leaves, rebuild = flatten(params)
-    stack = find_stack(leaves, layout)
-    first = stack.attentions[0]
-    num_layers = len(stack.attentions)
-    if stack.layout.torch:
-        width, inner = _shape(leaves, stack.layout.weight(first, "out"), 2)
-        num_heads = _check_heads(num_heads, inner)
-        head_dim = inner // num_heads
-    else:
-        name = stack.layout.weight(first, "query")
-        *lead, width, heads, head_dim = _shape(leaves, name, 4 if stack.stacked else 3)
-        if num_heads not in (None, heads):
-            raise InputError(f"num_heads={num_heads}, but {name} has {heads} heads")
-        num_heads, num_layers = heads, lead[0] if lead else num_layers
-    model = _Model(leaves, rebuild, stack, width, num_heads, head_dim, num_layers)
-    for entry in model.entries:
-        check_array("params", entry.name, leaves[entry.name])
-        shape, expected = leaves[entry.name].shape, entry.shape(model.shapes_of(entry))
-        if shape != expected:
-            raise InputError(
-                f"params: {entry.name} has shape {shape}, but the other layers need {expected}: "
-                "schemes need equal layers with as many keys as queries"
-            )
-    return model
-
-
-def _shape(leaves: Leaves, name: str, rank: int) -> Shape:
-    shape = leaves[name].shape
-    if len(shape) != rank:
-        raise InputError(f"params: {name} has shape {shape}, but needs {rank} axes")
-    return shape
-
-
-def _check_heads(num_heads: int | None, inner: int) -> int:
-    if num_heads is None:
-        raise InputError(
-            f"num_heads: names and shapes do not show how many heads share the {inner} channels of "
-            "the attention: pass num_heads=…"
-        )
-    if num_heads < 1 or inner % num_heads:
-        raise InputError(
-            f"num_heads={num_heads} does not divide the {inner} channels of the attention"
-        )
-    return num_heads
 
 
 class _Table(NamedTuple):
@@ -282,24 +237,18 @@ class _Table(NamedTuple):
 
 
 def _find_table(model: _Model, grid: tuple[int, int] | None) -> _Table | None:
-    stem = model.stack.stem
+    stem, patterns = re.escape(model.stack.stem), "|".join(model.stack.layout.positions)
     found = []
     for name, leaf in model.leaves.items():
-        shape = getattr(leaf, "shape", ())
-        if (
-            name.startswith(stem)
-            and any(re.fullmatch(p, name[len(stem) :]) for p in model.stack.layout.positions)
-            and len(shape) >= 2
-            and shape[-1] == model.width
-            and math.prod(shape[:-2]) == 1 < shape[-2]
-        ):
-            found.append(name)
+        if re.fullmatch(f"{stem}(?:{patterns})", name):
+            *lead, rows, width = (1, 1, *getattr(leaf, "shape", ()))
+            if math.prod(lead) == 1 < rows and width == model.width:
+                found.append(name)
     if not found:
         return None
     if len(found) > 1:
         raise InputError(
-            f"params hold several position tables ({', '.join(found)}): pass the subtree that has "
-            "only one"
+            f"params hold several position tables ({', '.join(found)}): pass the subtree of one"
         )
     name, leaf = found[0], model.leaves[found[0]]
     check_array("params", name, leaf)
@@ -307,9 +256,7 @@ def _find_table(model: _Model, grid: tuple[int, int] | None) -> _Table | None:
     return _Table(name, rows, *_split_rows(name, len(rows), _num_extra_tokens(model), grid))
 
 
-def _split_rows(
-    name: str, rows: int, extra: int, grid: tuple[int, int] | None
-) -> tuple[int, tuple[int, int]]:
+def _split_rows(name, rows, extra, grid):
     """Returns the number of rows before those of the grid, and the grid.
 
     Of the `extra` class and register tokens, some may have no row.
@@ -322,14 +269,14 @@ def _split_rows(
                 f"{extra} of them for class and register tokens"
             )
         return prefix, grid
-    grids = {n: _square(rows - n) for n in sorted({0, min(1, extra), extra})}
-    grids = {n: square for n, square in grids.items() if square is not None}
-    if len(grids) != 1:
+    squares = {n: _square(rows - n) for n in sorted({0, min(1, extra), extra})}
+    found = [(n, square) for n, square in squares.items() if square is not None]
+    if len(found) != 1:
         raise InputError(
             f"grid: the {rows} rows of {name}, at most {extra} of them for class and register "
             "tokens, do not determine a square of image tokens: pass grid=(rows, cols)"
         )
-    return next(iter(grids.items()))
+    return found[0]
 
 
 def _num_extra_tokens(model: _Model) -> int:

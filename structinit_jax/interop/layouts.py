@@ -1,17 +1,41 @@
-"""How other projects name attention layers, and where a model has them.
-
-Names have dots between the levels, for nested parameters as well as for state dicts.
-"""
+"""How other projects name their parameters, and where a model has its attention layers."""
 
 import dataclasses
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
+
+import jax
+from flax import nnx
 
 from structinit_jax.errors import InputError
 from structinit_jax.interop.entries import Entry, linear, linear_bias, same
-from structinit_jax.interop.params import Leaves, check_array
 
 FIELDS = ("query", "key", "value", "out")
+Leaves = dict[str, Any]
+
+
+def flatten(params: Any) -> tuple[Leaves, Callable[[Leaves], Any]]:
+    """Flattens a state dict, Linen tree, NNX module or NNX state.
+
+    Returns:
+      The leaves by name, with dots between the levels ('blocks.0.attn.qkv.weight'), and the
+      function that rebuilds `params` from such a dict.
+    """
+    if isinstance(params, nnx.Module):
+        graphdef, state = nnx.split(params)
+        leaves, rebuild = flatten(state)
+        return leaves, lambda new: nnx.merge(graphdef, rebuild(new))
+    flat, treedef = jax.tree_util.tree_flatten_with_path(params)
+    leaves = {_name(path): leaf for path, leaf in flat}
+    return leaves, lambda new: jax.tree_util.tree_unflatten(treedef, new.values())
+
+
+def _name(path) -> str:
+    # The box around an array (nnx.Variable, nn.Partitioned) adds a last attribute `value`.
+    if path and isinstance(path[-1], jax.tree_util.GetAttrKey) and path[-1].name == "value":
+        path = path[:-1]
+    return jax.tree_util.keystr(path, simple=True, separator=".").replace("/", ".")
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -22,10 +46,9 @@ class Layout:
       example: A parameter name, for error messages.
       attention: Pattern of the name of an attention layer. Group `stem` is the prefix of the whole
         model, group `index` the layer number if there is one.
-      modules: Names of the modules of `FIELDS` below the attention layer. Equal names for query,
-        key and value stand for one fused module.
-      torch: Whether the modules are torch's Linear with weights [out, in], not the projections of
-        Flax's MultiHeadAttention with kernels [D, h, d] and [h, d, D].
+      modules: Names of the modules of `FIELDS` below the attention layer; a fused module is
+        repeated for query, key and value.
+      torch: Whether the modules are torch's Linear, rather than Flax's MultiHeadAttention's.
       positions: Patterns of the name of a learned position table below the stem.
       anchors: Fields whose presence marks an attention layer.
       separate_biases: Names of biases that belong to a fused module but are kept outside it.
@@ -45,13 +68,7 @@ class Layout:
         return _join(attention, self.modules[FIELDS.index(field)], leaf)
 
     def entries(self, attention: str, path: str, layer: int | None) -> Iterator[Entry]:
-        """Maps the weights and biases of one attention layer.
-
-        Args:
-          attention: Name of the layer.
-          path: Path of ours: an attention module as in `models.layers`.
-          layer: See `Entry`.
-        """
+        """Maps the weights and biases of the layer `attention` to our module at `path`."""
         fields_of: dict[str, list[str]] = {}
         for field, module in zip(FIELDS, self.modules, strict=True):
             fields_of.setdefault(module, []).append(field)
@@ -146,7 +163,7 @@ class Stack:
     stacked: bool
 
     def entries(self, leaves: Leaves, path: str) -> list[Entry]:
-        """Maps the weights and the existing biases of all layers; `path` as in `Layout.entries`."""
+        """Maps the weights and the existing biases of all layers, as `Layout.entries` does."""
         entries: list[Entry] = []
         for i, attention in enumerate(self.attentions):
             layer = None if self.stacked else i
@@ -175,11 +192,9 @@ def find_stack(leaves: Leaves, name: str | None) -> Stack:
         stacks = _stacks(leaves, layout)
         if len(stacks) > 1:
             found = "; ".join(f"{len(s.attentions)} × {s.attentions[0]}" for s in stacks)
-            raise InputError(
-                f"params hold several stacks of attention layers ({found}): pass the subtree of one"
-            )
+            raise InputError(f"params hold several stacks ({found}): pass the subtree of one")
         if stacks:
-            _check_complete(leaves, stacks[0])
+            _check_stack(leaves, stacks[0])
             return stacks[0]
     wanted = ", ".join(layout.example for layout in layouts)
     have = ", ".join([*list(leaves)[:4], "…"]) if leaves else "none"
@@ -197,9 +212,7 @@ def _stacks(leaves: Leaves, layout: Layout) -> list[Stack]:
             stacks = single if min(layers) < 0 else numbered
             stacks.append(Stack(layout, stem, attentions, stacked=False))
         elif rank == 4:
-            numbered += [
-                Stack(layout, stem, (attention,), stacked=True) for attention in attentions
-            ]
+            numbered += [Stack(layout, stem, (name,), stacked=True) for name in attentions]
     # A single attention next to numbered ones pools tokens.
     return numbered or single
 
@@ -209,11 +222,9 @@ def _attentions(leaves: Leaves, layout: Layout) -> list[tuple[str, dict[int, str
     groups: dict[tuple[str, str], tuple[str, dict[int, str]]] = {}  # number -1 if there is none
     for suffix in dict.fromkeys(layout.weight("", field) for field in layout.anchors):
         for name in leaves:
-            if name != suffix and not name.endswith("." + suffix):
-                continue
-            attention = name[: -len(suffix)].rstrip(".")
-            match = re.fullmatch(layout.attention, attention)
-            if match is None:
+            attention = ("." + name).removesuffix("." + suffix)[1:]
+            match = attention != name and re.fullmatch(layout.attention, attention)
+            if not match:
                 continue
             index, around = -1, (attention, "")
             if match["index"] is not None:
@@ -223,16 +234,14 @@ def _attentions(leaves: Leaves, layout: Layout) -> list[tuple[str, dict[int, str
     return list(groups.values())
 
 
-def _check_complete(leaves: Leaves, stack: Stack) -> None:
+def _check_stack(leaves: Leaves, stack: Stack) -> None:
     for attention in stack.attentions:
         for field in FIELDS:
             name = stack.layout.weight(attention, field)
             if name not in leaves:
                 raise InputError(f"params: {attention or 'the attention layer'} has no {name}")
-            check_array("params", name, leaves[name])
         for name in leaves:
-            below = name[len(attention) :].lstrip(".") if name.startswith(attention) else ""
-            if re.fullmatch(r"(q_norm|k_norm|query_ln|key_ln)\..*", below):
+            if re.match(rf"{re.escape(attention)}\.?(q_norm|k_norm|query_ln|key_ln)\.", name):
                 raise InputError(
                     f"params: {name} normalizes queries or keys, so no scheme can set their "
                     "attention maps: build the model without it"

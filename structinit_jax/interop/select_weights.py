@@ -1,8 +1,6 @@
 """Weight selection: a smaller model starts from evenly spaced elements of a larger one.
 
-Xu et al. 2024, "Initializing Models with Larger Ones" (arXiv:2311.18823): the smaller model takes
-the first layers of the larger one, and evenly spaced elements of each weight along every axis. The
-classification head is left out.
+Xu et al. 2024, "Initializing Models with Larger Ones" (arXiv:2311.18823).
 """
 
 import re
@@ -15,11 +13,10 @@ from flax import nnx
 
 from structinit_jax.errors import InputError
 from structinit_jax.interop.convert import from_timm, timm_entries, to_timm
-from structinit_jax.interop.params import check_array, like
+from structinit_jax.interop.entries import check_array, like
 
 StateDict = Mapping[str, Any]  # of NumPy or JAX arrays
 Student = TypeVar("Student", nnx.Module, StateDict)
-
 HEADS = ("head", "head_dist", "classifier")
 
 
@@ -30,17 +27,15 @@ def select_weights(teacher: nnx.Module | StateDict, student: Student) -> Student
         student = select_weights(load_file("vit_small.safetensors"), vit_tiny)
         state_dict = select_weights(timm_s.state_dict(), timm_ti.state_dict())  # of NumPy arrays
 
-    If the student has m of the teacher's n elements along an axis, it takes every (n / m)-th one
-    from the first on if m divides n, else those nearest to m evenly spaced points from the first to
-    the last. Of the layers it takes the first ones.
+    The student takes the teacher's first layers. If it has m of the teacher's n elements along an
+    axis, it takes every (n / m)-th one from the first on if m divides n, else those nearest to m
+    evenly spaced points from the first to the last.
 
-    Models are converted to timm's layout for the selection. As in the published program, query,
-    key and value are then 3 h d outputs of one linear layer, so a head of the student may mix
-    channels of several heads of the teacher.
+    Models are selected in timm's layout. As in the published program, query, key and value are then
+    3 h d outputs of one linear layer, so a student's head may mix channels of several heads.
 
-    Learned position tables are selected along their tokens like any axis, not resampled: use a
-    teacher with the student's grid. Fixed position encodings, counters and integer tables stay the
-    student's.
+    Learned position tables are selected along their tokens, not resampled: use a teacher with the
+    student's grid. The head, fixed position encodings and integers stay the student's.
 
     Args:
       teacher: The larger model, or its state dict in timm's layout.
@@ -53,8 +48,8 @@ def select_weights(teacher: nnx.Module | StateDict, student: Student) -> Student
       InputError: The student is larger than the teacher or of another family. The message names
         the first weight that does not fit.
     """
-    both_models = isinstance(teacher, nnx.Module) and isinstance(student, nnx.Module)
-    if both_models and type(teacher) is not type(student):
+    families = {type(model) for model in (teacher, student) if isinstance(model, nnx.Module)}
+    if len(families) > 1:
         raise InputError(
             f"teacher is a {type(teacher).__name__} and student a {type(student).__name__}: "
             "weights are selected within a family"
@@ -74,47 +69,37 @@ def select_weights(teacher: nnx.Module | StateDict, student: Student) -> Student
 
 
 def _select_all(large: StateDict, small: StateDict) -> dict[str, Any]:
-    _check_family(large, small)
-    for argument, state_dict in (("teacher", large), ("student", small)):
-        for name in small.keys() & state_dict.keys():
-            check_array(argument, name, state_dict[name])
-    return {
-        name: w if _is_head(name) or not _is_floating(w) else like(_select(name, large[name], w), w)
-        for name, w in small.items()
-    }
+    _check_names(large, small)
+    selected = {}
+    for name, array in small.items():
+        for argument, state_dict in (("student", small), ("teacher", large)):
+            if name in state_dict:  # the teacher may lack a head
+                check_array(argument, name, state_dict[name])
+        kept = _is_head(name) or not jnp.issubdtype(array.dtype, jnp.floating)
+        selected[name] = array if kept else like(_select(name, large[name], array.shape), array)
+    return selected
 
 
-def _check_family(large: StateDict, small: StateDict) -> None:
+def _check_names(large: StateDict, small: StateDict) -> None:
     """Requires equal names, except for a head and for more layers in the teacher."""
-    teachers, students = (set(map(_without_layers, state_dict)) for state_dict in (large, small))
+    teachers, students = (set(map(_without_layers, names)) for names in (large, small))
     for name in small:
-        if name in large or _is_head(name):
-            continue
-        if _without_layers(name) in teachers:
-            raise InputError(
-                f"student has {name}, a layer that teacher lacks: weights are selected from a "
-                "model that is at least as deep"
-            )
-        raise InputError(
-            f"student has {name}, which teacher lacks: weights are selected within a family, from "
-            "a model with the same parts under the same names"
-        )
+        if name not in large and not _is_head(name):
+            if _without_layers(name) in teachers:
+                raise InputError(
+                    f"student has {name}, a layer that teacher lacks: use a deeper one"
+                )
+            raise InputError(f"student has {name}, which teacher lacks: use models of one family")
     for name in large:
         if _without_layers(name) not in students and not _is_head(name):
-            raise InputError(
-                f"teacher has {name}, which student lacks: weights are selected within a family, "
-                "for a model with the same parts under the same names"
-            )
+            raise InputError(f"teacher has {name}, which student lacks: use models of one family")
 
 
-def _select(name: str, teacher, student):
+def _select(name, teacher, shape):
     """Takes evenly spaced elements along every axis."""
-    if teacher.ndim != student.ndim:
-        raise InputError(
-            f"{name} has shape {teacher.shape} in teacher and {student.shape} in student: "
-            "weights are selected within a family, along equally many axes"
-        )
-    for axis, (have, want) in enumerate(zip(teacher.shape, student.shape, strict=True)):
+    if teacher.ndim != len(shape):
+        raise InputError(f"{name} has shape {teacher.shape} in teacher and {shape} in student")
+    for axis, (have, want) in enumerate(zip(teacher.shape, shape, strict=True)):
         if want > have:
             raise InputError(
                 f"student needs {want} elements along axis {axis} of {name}, but teacher has "
@@ -130,10 +115,6 @@ def _select(name: str, teacher, student):
 
 def _is_head(name: str) -> bool:
     return any(part in HEADS for part in name.split("."))
-
-
-def _is_floating(array) -> bool:
-    return jnp.issubdtype(array.dtype, jnp.floating)
 
 
 def _without_layers(name: str) -> str:

@@ -11,20 +11,21 @@ from structinit_jax.attention_init import AttentionInit, ConvSite, ConvWeights
 from structinit_jax.errors import InputError
 from structinit_jax.models import layers
 from structinit_jax.models.layers import Rng
+from structinit_jax.models.model import Model, check_choices, make_stack, run_stack, token_grid
 
 
 class FixedWeight(nnx.Variable):
     """A weight that is not trained: it has no gradient, weight decay or optimizer state."""
 
 
-class ConvMixer(layers.Model):
+class ConvMixer(Model):
     """Patch embedding, a stack of depthwise and pointwise convolutions, average pooling, head.
 
     Start values are PyTorch's, as in timm. Training, that is, a call with `rng`, normalizes by the
     statistics of the batch (the global batch, under `jit` over a mesh) and updates the running
     statistics in place; evaluation uses the running ones.
 
-    For the arguments see `layers.Model`.
+    For the arguments see `Model` and `default_config`.
     """
 
     # timm's names, and the 2024 paper's CIFAR-10 models (table 4; also with kernel sizes 3 and 8).
@@ -44,7 +45,7 @@ class ConvMixer(layers.Model):
 
     @staticmethod
     def default_config() -> dict[str, Any]:
-        """Returns the fields of `config.model` with their defaults, and their `image_size`."""
+        """See `Model.default_config`."""
         return dict(
             image_size=32,
             num_classes=1000,
@@ -57,7 +58,7 @@ class ConvMixer(layers.Model):
             drop_path=0.0,  # rate of the last depthwise branch; rises linearly from 0 in the first
             dtype="float32",  # of the computation, or "bfloat16"; parameters are float32
             unroll=1,  # blocks per step of the scan; 0 unrolls the stack, which compiles longer
-            remat="none",  # or "dots", "full": recompute to save memory (layers.run_stack)
+            remat="none",  # or "dots", "full": recompute to save memory (model.run_stack)
         )
 
     def __init__(
@@ -79,8 +80,8 @@ class ConvMixer(layers.Model):
         attention_init: AttentionInit | None = None,
         rngs: nnx.Rngs,
     ):
-        self.grid = layers.token_grid(image_size, patch_size)
-        layers.check_choices(
+        self.grid = token_grid(image_size, patch_size)
+        check_choices(
             activation=activation, spatial_filters=spatial_filters, dtype=dtype, remat=remat
         )
         if kernel_size < 1:
@@ -91,51 +92,42 @@ class ConvMixer(layers.Model):
         self.unroll = unroll
         self.remat = remat
 
-        self.patch_embedding = layers.PatchEmbedding(
-            patch_size, channels, width, dtype=jnp.dtype(dtype), rngs=rngs
-        )
+        options = dict(dtype=jnp.dtype(dtype), rngs=rngs)
+        self.patch_embedding = layers.PatchEmbedding(patch_size, channels, width, **options)
         self.stem_norm = BatchNorm(width)
 
-        def make_block(rngs):
-            return ConvMixerBlock(
-                width,
-                kernel_size,
-                activation=activation,
-                fixed_filters=spatial_filters == "fixed",
-                dtype=jnp.dtype(dtype),
-                rngs=rngs,
-            )
-
-        self.blocks = layers.make_stack(make_block, depth, rngs)
-        # float32 for every dtype, because the loss exponentiates the logits.
-        self.head = _linear(width, num_classes, dtype=jnp.dtype("float32"), rngs=rngs)
+        self.blocks = make_stack(
+            ConvMixerBlock,
+            depth,
+            width=width,
+            kernel_size=kernel_size,
+            activation=activation,
+            fixed_filters=spatial_filters == "fixed",
+            **options,
+        )
+        self.head = _linear(width, num_classes, dtype=jnp.float32, rngs=rngs)
         if attention_init is not None:
             self.initialize_attention(attention_init, rngs.params())
 
     def sites(self) -> dict[str, ConvSite]:
-        """Describes the depthwise filters to initialization schemes."""
+        """See `Model.sites`."""
         depth, kernel_size, _, width = self.blocks.spatial.kernel.shape
         return {"blocks": ConvSite(kernel_size=kernel_size, width=width, num_layers=depth)}
 
     def __call__(
         self, images: Float[Array, "B H W C"], *, rng: Rng = None, with_maps: bool = False
     ) -> tuple[Float[Array, "B classes"], dict[str, Any]]:
-        """Computes logits and, in training, updates the running statistics.
+        """Returns logits and intermediates; in training, updates the running statistics.
 
-        Args:
-          images: Normalized images.
-          rng: Random key for drop path in training; None in evaluation.
-          with_maps: Must be False, since convolutions have no attention maps.
-
-        Returns:
-          float32 logits [B, classes], and the intermediates: 'stem' [B, rows, cols, D]; 'blocks'
-          with a leading layer axis: 'spatial', 'output' [L, B, rows, cols, D]; 'pooled' [B, D].
+        See `Model.__call__`; `with_maps` must be False. The intermediates are
+        'stem' [B, rows, cols, D]; 'blocks' with 'spatial', 'output' [L, B, rows, cols, D];
+        'pooled' [B, D].
         """
         if with_maps:
             raise InputError("with_maps=True: config.model.name='convmixer' has no attention maps")
         stem = layers.ACTIVATIONS[self.activation](self.patch_embedding(images))
         stem = self.stem_norm(stem, training=rng is not None)
-        x, blocks = layers.run_stack(
+        x, blocks = run_stack(
             self.blocks,
             stem,
             drop_path_rates=jnp.linspace(0, self.drop_path_rate, self.depth),
@@ -144,7 +136,7 @@ class ConvMixer(layers.Model):
             remat=self.remat,
         )
         pooled = x.astype(jnp.float32).mean(axis=(1, 2))
-        return self.head(pooled), {"stem": stem, "blocks": blocks, "pooled": pooled}
+        return self.head(pooled), dict(stem=stem, blocks=blocks, pooled=pooled)
 
 
 class ConvMixerBlock(nnx.Module):
@@ -152,9 +144,9 @@ class ConvMixerBlock(nnx.Module):
 
     def __init__(
         self,
+        *,
         width: int,
         kernel_size: int,
-        *,
         activation: str,
         fixed_filters: bool,
         dtype,
@@ -171,7 +163,7 @@ class ConvMixerBlock(nnx.Module):
     def __call__(
         self, x: Float[Array, "B rows cols D"], *, drop_path_rate: Float[Array, ""], rng: Rng = None
     ) -> tuple[Float[Array, "B rows cols D"], dict[str, Array]]:
-        """Returns the block's output and its intermediates by name."""
+        """Returns the output and the intermediates."""
         activate, training = layers.ACTIVATIONS[self.activation], rng is not None
         mixed = self.norm1(activate(self.spatial(x)), training=training)
         x = x + layers.drop_path(mixed, drop_path_rate, rng)
@@ -184,7 +176,7 @@ class ConvMixerBlock(nnx.Module):
 
 
 class DepthwiseConv(nnx.Module):
-    """One f × f filter and a bias for each channel, with PyTorch's 'same' padding.
+    """One f × f filter and a bias for each channel, zero-padded like PyTorch's 'same'.
 
     Not `nnx.Conv`, since the kernel [f, f, D] may be a `FixedWeight`.
     """
@@ -197,7 +189,7 @@ class DepthwiseConv(nnx.Module):
         self.dtype = dtype
 
     def __call__(self, x: Float[Array, "B rows cols D"]) -> Float[Array, "B rows cols D"]:
-        """Convolves each channel with its filter, padding with zeros."""
+        """Convolves each channel with its filter."""
         kernel = self.kernel[...].astype(self.dtype)
         mixed = jax.lax.conv_general_dilated(
             x.astype(self.dtype),
@@ -247,6 +239,6 @@ class BatchNorm(nnx.Module):
         running[...] = (1 - self.momentum) * running[...] + self.momentum * batch
 
 
-def _linear(inputs: int, outputs: int, *, dtype, rngs: nnx.Rngs) -> nnx.Linear:
+def _linear(inputs, outputs, *, dtype, rngs):
     init = layers.uniform(inputs**-0.5)
     return nnx.Linear(inputs, outputs, kernel_init=init, bias_init=init, dtype=dtype, rngs=rngs)

@@ -1,12 +1,10 @@
-"""What the model families share: layers, blocks, the stack and the base class `Model`.
+"""Layers and blocks that the model families share, with timm's conventions.
 
-Layers follow timm: exact (erf) GELU, LayerNorm with epsilon 1e-6. Modules hold parameters and no
-random state: a call takes a random key `rng`, and `rng=None` means evaluation. A module is thus a
-plain pytree, and a stack of equal blocks is one block whose variables have a leading layer axis.
+That is, exact (erf) GELU and LayerNorm with epsilon 1e-6. `dtype` is the type of the computation;
+parameters are float32. Their start values come from the `params` stream of `rngs`.
 """
 
 import functools
-from collections.abc import Mapping, Sequence
 from typing import Any, ClassVar
 
 import jax
@@ -14,16 +12,11 @@ import jax.numpy as jnp
 from flax import nnx
 from jaxtyping import Array, Float, PRNGKeyArray
 
-from structinit_jax.attention_init import (
-    AttentionInit,
-    AttentionWeights,
-    Site,
-    SolveReport,
-    Weights,
-)
+from structinit_jax.attention_init import AttentionWeights
 from structinit_jax.errors import InputError
 
 Rng = PRNGKeyArray | None
+ACTIVATIONS = {"gelu": functools.partial(jax.nn.gelu, approximate=False), "relu": jax.nn.relu}
 
 # timm's `trunc_normal_(std=0.02)`, which cuts at ±2 (not ±2 std), that is, practically never.
 truncated_normal = nnx.initializers.truncated_normal(0.02, lower=-100.0, upper=100.0)
@@ -119,7 +112,7 @@ class Attention(nnx.Module):
         rng: Rng = None,
         with_maps: bool = False,
     ) -> tuple[Float[Array, "B N D"], dict[str, Float[Array, "B h N N"]]]:
-        """Returns the output and, if requested, 'attention_maps'; `bias` is added to the logits."""
+        """Returns the output and, if requested, 'attention_maps'; adds `bias` to the logits."""
         query, key, value = self.query(x), self.key(x), self.value(x)
         if self.query_norm is not None:
             query, key = self.query_norm(query), self.key_norm(key)
@@ -140,7 +133,7 @@ def _attention_maps(query, key, bias):
 
 
 class Mlp(nnx.Module):
-    """Two linear layers with an exact GELU between them."""
+    """Two linear layers, each followed by dropout, with a GELU between them."""
 
     def __init__(
         self,
@@ -159,9 +152,9 @@ class Mlp(nnx.Module):
         self.dropout = dropout
 
     def __call__(self, x: Float[Array, "*B D"], *, rng: Rng = None) -> Float[Array, "*B D"]:
-        """Applies both layers, each followed by dropout."""
+        """Applies both layers."""
         rngs = (None, None) if rng is None else jax.random.split(rng)
-        hidden = dropout(jax.nn.gelu(self.fc1(x), approximate=False), self.dropout, rngs[0])
+        hidden = dropout(ACTIVATIONS["gelu"](self.fc1(x)), self.dropout, rngs[0])
         return dropout(self.fc2(hidden), self.dropout, rngs[1])
 
 
@@ -169,16 +162,11 @@ class PreNormBlock(nnx.Module):
     """A residual block: x + mix(norm1(x)), then x + mlp(norm2(x)).
 
     A subclass creates `norm1`, `norm2` and `mlp` and defines `mix`.
-
-    Attributes:
-      mix_name: Name of the output of `mix` among the block's intermediates.
-      scale1: Trained factor [D] on the output of `mix` (Touvron et al. 2021), or None.
-      scale2: Trained factor [D] on the output of `mlp`, or None.
     """
 
-    mix_name: ClassVar[str]
-    scale1: nnx.Param | None = None
-    scale2: nnx.Param | None = None
+    mix_name: ClassVar[str]  # of the output of `mix` among the block's intermediates
+    scale1: nnx.Param | None = None  # trained factor [D] on the output of `mix`
+    scale2: nnx.Param | None = None  # and of `mlp` (LayerScale, Touvron et al. 2021)
 
     def mix(
         self, x: Float[Array, "B *grid D"], *, rng: Rng, with_maps: bool
@@ -214,19 +202,9 @@ def _scale_channels(x, scale):
 class Block(PreNormBlock):
     """A pre-norm transformer block.
 
-    Args:
-      width: D.
-      num_heads: h.
-      mlp_ratio: Hidden width of the MLP over D.
-      dropout: Rate after the attention projection and both MLP layers.
-      layer_scale: Start value of `scale1` and `scale2`; 0 omits them.
-      qk_norm: Whether to apply a LayerNorm to the queries and keys of each head.
-      attention_implementation: 'auto' lets JAX choose; 'xla' or 'cudnn'.
-      position_bias_rows: Rows of the table `relative_position_bias` [rows, h] for subclasses whose
-        `mix` adds it to the logits; 0 omits it.
-      epsilon: LayerNorm epsilon.
-      dtype: Type of the computation; parameters are float32.
-      rngs: Its `params` stream draws the start values.
+    For most arguments see `VisionTransformer.default_config`. `position_bias_rows` is the number of
+    rows of a table `relative_position_bias` [rows, h], for subclasses whose `mix` adds it to the
+    logits; 0 omits it.
     """
 
     mix_name = "attention"
@@ -272,22 +250,16 @@ class Block(PreNormBlock):
 
     def sizes(self) -> dict[str, Any]:
         """Returns the sizes of a stack of these blocks, named as in `AttentionSite`."""
-        depth, width, num_heads, head_dim = self.attention.query.kernel.shape
-        return dict(
-            width=width,
-            num_heads=num_heads,
-            head_dim=head_dim,
-            num_layers=depth,
-            qk_scale=head_dim**-0.5,
-        )
+        names = ("num_layers", "width", "num_heads", "head_dim")
+        sizes = dict(zip(names, self.attention.query.kernel.shape, strict=True))
+        return sizes | dict(qk_scale=sizes["head_dim"] ** -0.5)
 
     def set_weights(self, weights: AttentionWeights) -> None:
         """Replaces the weights of a stack of these blocks by those that a scheme sets."""
         if self.attention.query_norm is not None and weights.filter_index is not None:
             raise InputError(
-                "config.model.qk_norm=True does not fit this attention_init, which solves for "
-                "attention maps: the norm would rescale its queries and keys. Set qk_norm=False, "
-                "or config.attention_init.name='mimetic' or 'default'"
+                "config.model.qk_norm=True would rescale the queries and keys that this scheme "
+                "solves for: set it to False, or config.attention_init.name='mimetic' or 'default'"
             )
         for name in ("query", "key", "value", "out"):
             kernel = getattr(weights, name)
@@ -295,193 +267,3 @@ class Block(PreNormBlock):
                 getattr(self.attention, name).kernel[...] = kernel
         if weights.bias is not None:
             self.relative_position_bias[...] = weights.bias
-
-
-REMAT_POLICIES = {
-    "none": None,
-    "full": jax.checkpoint_policies.nothing_saveable,
-    "dots": jax.checkpoint_policies.dots_with_no_batch_dims_saveable,
-}
-
-
-def make_stack(make_block, depth: int, rngs: nnx.Rngs):
-    """Returns `depth` blocks, each made by `make_block(rngs=...)`, as one with a layer axis."""
-    layer_rngs = jax.random.split(rngs.params(), depth)
-    return jax.vmap(lambda rng: make_block(rngs=nnx.Rngs(rng)))(layer_rngs)
-
-
-def run_stack(
-    blocks: nnx.Module,
-    x: Float[Array, "B *grid D"],
-    *,
-    drop_path_rates: Float[Array, " L"],
-    rng: Rng,
-    unroll: int,
-    remat: str,
-    cycle: Sequence[Mapping[str, Any]] = ({},),
-    **options,
-) -> tuple[Float[Array, "B *grid D"], dict[str, Array]]:
-    """Runs a stack of blocks under `lax.scan`, so that deep models compile as fast as shallow ones.
-
-    Blocks may update their `nnx.BatchStat` variables in training.
-
-    Args:
-      blocks: The stack, from `make_stack`; a block is called as
-        `block(x, drop_path_rate=..., rng=..., **options) -> (x, intermediates)`.
-      x: Input of the first block.
-      drop_path_rates: One for each block.
-      rng: Split among the blocks; None in evaluation.
-      unroll: Steps of the scan to unroll; 0 unrolls all, for faster code that compiles longer.
-      remat: What a step keeps for the gradient: 'none' keeps everything, 'dots' the outputs of its
-        linear layers, 'full' only its input. The rest is recomputed, which saves memory.
-      cycle: Further static arguments of successive blocks, repeated along the stack. One cycle is
-        one step of the scan.
-      **options: Further arguments of all blocks.
-
-    Returns:
-      The output of the last block, and the intermediates with a leading layer axis.
-    """
-    depth, period = len(drop_path_rates), len(cycle)
-
-    def run_block(x, layer, static):
-        block, rate, rng = layer
-        x, out = block(x, drop_path_rate=rate, rng=rng, **static, **options)
-        # The scan passes a copy of each block, so updated statistics are returned.
-        return x, (out, nnx.state(block, nnx.BatchStat))
-
-    def step(x, layers):
-        outs = []
-        for i, static in enumerate(cycle):
-            x, out = run_block(x, _layer(layers, i), static)
-            outs.append(out)
-        return x, jax.tree.map(lambda *leaves: jnp.stack(leaves), *outs)
-
-    if REMAT_POLICIES[remat] is not None:
-        step = jax.checkpoint(step, policy=REMAT_POLICIES[remat], prevent_cse=False)
-    rngs = None if rng is None else jax.random.split(rng, depth)
-    layers, whole = (blocks, drop_path_rates, rngs), depth - depth % period
-    steps = jax.tree.map(
-        lambda leaf: leaf[:whole].reshape(whole // period, period, *leaf.shape[1:]), layers
-    )
-    x, outs = jax.lax.scan(step, x, steps, unroll=unroll or True)
-    outs = jax.tree.map(lambda leaf: leaf.reshape(whole, *leaf.shape[2:]), outs)
-    for i in range(whole, depth):  # an incomplete last cycle
-        x, last = run_block(x, _layer(layers, i), cycle[i - whole])
-        outs = jax.tree.map(lambda a, b: jnp.concatenate([a, b[None]]), outs, last)
-    out, statistics = outs
-    if rng is not None:
-        nnx.update(blocks, statistics)
-    return x, out
-
-
-def _layer(layers, index):
-    return jax.tree.map(lambda leaf: leaf[index], layers)
-
-
-class Model(nnx.Module):
-    """Base class of the model families.
-
-    A family defines `default_config`, `sites` and
-    `__call__(images, *, rng=None, with_maps=False) -> (logits, intermediates)`.
-
-    Args:
-      image_size: Side of the input in pixels, or (height, width).
-      channels: Input channels.
-      attention_init: Scheme for the start values of the stacks; None keeps the family's own.
-      rngs: Its `params` stream draws the start values.
-      **fields: Any field of `default_config`.
-
-    Attributes:
-      VARIANTS: Named sizes of the family, as changes to `default_config`.
-
-    Raises:
-      InputError: The sizes do not fit each other.
-    """
-
-    VARIANTS: ClassVar[Mapping[str, dict[str, Any]]] = {}
-
-    @staticmethod
-    def default_config() -> dict[str, Any]:
-        """Returns the fields of `config.model` with their defaults, and their `image_size`."""
-        raise NotImplementedError
-
-    def sites(self) -> dict[str, Site]:
-        """Describes each stack to initialization schemes, by the name of the model's attribute.
-
-        The attribute has a method `set_weights` for what a scheme returns.
-        """
-        raise NotImplementedError
-
-    def initialize_attention(self, scheme: AttentionInit, rng: PRNGKeyArray) -> SolveReport | None:
-        """Replaces the start values of every stack by those of a scheme.
-
-        Args:
-          scheme: `(rng, site) -> weights`, such as `attention_init.impulse()`.
-          rng: Passed to the scheme; split among the stacks if there are several.
-
-        Returns:
-          The report of the scheme's solve, averaged over the stacks; None if it does not solve.
-
-        Raises:
-          InputError: The scheme does not fit the model.
-        """
-        sites = self.sites()
-        rngs = [rng] if len(sites) == 1 else jax.random.split(rng, len(sites))
-        reports = []
-        for (name, site), stack_rng in zip(sites.items(), rngs, strict=True):
-            weights = scheme(stack_rng, site)
-            getattr(self, name).set_weights(weights)
-            self._set_positions(site, weights)
-            if getattr(weights, "report", None) is not None:
-                reports.append(weights.report)
-        if not reports:
-            return None
-        return jax.tree.map(lambda *values: sum(values) / len(values), *reports)
-
-    def _set_positions(self, site: Site, weights: Weights) -> None:
-        positions = getattr(weights, "positions", None)
-        if positions is None:
-            return
-        if not site.positions_trainable:
-            raise InputError(
-                "the scheme sets the position encoding, but this model has no trainable one: use a "
-                "ViT with config.model.positions='learned'"
-            )
-        # Those of class and register tokens come first and are kept.
-        self.positions[...] = self.positions[...].at[-len(positions) :].set(positions)
-
-
-ACTIVATIONS = {"gelu": functools.partial(jax.nn.gelu, approximate=False), "relu": jax.nn.relu}
-CHOICES = {
-    "activation": tuple(ACTIVATIONS),
-    "spatial_filters": ("trained", "fixed"),
-    "positions": ("sincos", "learned"),
-    "pool": ("mean", "class_token"),
-    "dtype": ("float32", "bfloat16"),
-    "attention_implementation": ("auto", "xla", "cudnn"),
-    "remat": tuple(REMAT_POLICIES),
-}
-
-
-def check_choices(**fields: str) -> None:
-    """Raises `InputError` unless each field of `config.model` is one of its `CHOICES`."""
-    for field, value in fields.items():
-        if value not in CHOICES[field]:
-            choices = ", ".join(CHOICES[field])
-            raise InputError(f"config.model.{field}={value!r}: choose one of {choices}")
-
-
-def image_sides(image_size: int | Sequence[int]) -> tuple[int, int]:
-    """Returns (height, width); a single number is both."""
-    return (image_size, image_size) if isinstance(image_size, int) else tuple(image_size)
-
-
-def token_grid(image_size: int | Sequence[int], patch_size: int) -> tuple[int, int]:
-    """Returns (rows, cols) of the patches; raises `InputError` if they do not fill the image."""
-    height, width = image_sides(image_size)
-    if height % patch_size or width % patch_size:
-        raise InputError(
-            f"config.data.image_size={image_size} is not divisible by "
-            f"config.model.patch_size={patch_size}: change one of them"
-        )
-    return height // patch_size, width // patch_size

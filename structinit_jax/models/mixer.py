@@ -10,16 +10,16 @@ from jaxtyping import Array, Float
 from structinit_jax.attention_init import AttentionInit, TokenMixingSite, TokenMixingWeights
 from structinit_jax.models import layers
 from structinit_jax.models.layers import Rng
+from structinit_jax.models.model import Model, check_choices, make_stack, run_stack, token_grid
 
 
-class MlpMixer(layers.Model):
+class MlpMixer(Model):
     """Patch embedding, a stack of token- and channel-mixing blocks, norm, pooling and linear head.
 
-    There are no positions: the token-mixing MLP has separate weights for each token. Start values
-    are timm's: Xavier uniform with biases of standard deviation 1e-6 in the MLPs, LeCun normal in
-    the patch embedding, and zero in the head.
+    It needs no positions: token mixing has separate weights for each token. Start values are as in
+    timm: Xavier uniform in the MLPs, LeCun normal in the patch embedding, zero in the head.
 
-    For the arguments see `layers.Model`.
+    For the arguments see `Model` and `default_config`.
     """
 
     VARIANTS: ClassVar = {
@@ -33,7 +33,7 @@ class MlpMixer(layers.Model):
 
     @staticmethod
     def default_config() -> dict[str, Any]:
-        """Returns the fields of `config.model` with their defaults, and their `image_size`."""
+        """See `Model.default_config`."""
         return dict(
             image_size=224,
             num_classes=1000,
@@ -50,7 +50,7 @@ class MlpMixer(layers.Model):
             dropout=0.0,  # rate after both layers of both MLPs
             dtype="float32",  # of the computation, or "bfloat16"; parameters are float32
             unroll=1,  # blocks per step of the scan; 0 unrolls the stack, which compiles longer
-            remat="none",  # or "dots", "full": recompute to save memory (layers.run_stack)
+            remat="none",  # or "dots", "full": recompute to save memory (model.run_stack)
         )
 
     def __init__(
@@ -73,8 +73,8 @@ class MlpMixer(layers.Model):
         attention_init: AttentionInit | None = None,
         rngs: nnx.Rngs,
     ):
-        self.grid = layers.token_grid(image_size, patch_size)
-        layers.check_choices(dtype=dtype, remat=remat)
+        self.grid = token_grid(image_size, patch_size)
+        check_choices(dtype=dtype, remat=remat)
         self.depth = depth
         self.drop_path_rate = drop_path
         self.unroll = unroll
@@ -86,27 +86,24 @@ class MlpMixer(layers.Model):
         kernel[...] = nnx.initializers.lecun_normal()(rngs.params(), kernel.shape)
         bias[...] = jnp.zeros(bias.shape)
 
-        def make_block(rngs):
-            return MixerBlock(
-                self.grid[0] * self.grid[1],
-                width,
-                token_hidden=int(width * token_mlp_ratio),
-                channel_hidden=int(width * mlp_ratio),
-                mlp_mean=mlp_mean,
-                dropout=dropout,
-                dtype=jnp.dtype(dtype),
-                rngs=rngs,
-            )
-
-        self.blocks = layers.make_stack(make_block, depth, rngs)
+        self.blocks = make_stack(
+            MixerBlock,
+            depth,
+            num_tokens=self.grid[0] * self.grid[1],
+            width=width,
+            token_hidden=int(width * token_mlp_ratio),
+            channel_hidden=int(width * mlp_ratio),
+            mlp_mean=mlp_mean,
+            dropout=dropout,
+            **options,
+        )
         self.norm = layers.layer_norm(width, **options)
-        # float32 for every dtype, because the loss exponentiates the logits.
         self.head = nnx.Linear(width, num_classes, kernel_init=nnx.initializers.zeros, rngs=rngs)
         if attention_init is not None:
             self.initialize_attention(attention_init, rngs.params())
 
     def sites(self) -> dict[str, TokenMixingSite]:
-        """Describes the stack of blocks to initialization schemes."""
+        """See `Model.sites`."""
         depth, _, hidden = self.blocks.token_mlp.fc1.kernel.shape
         width = self.norm.scale.shape[0]
         site = TokenMixingSite(grid=self.grid, hidden=hidden, num_layers=depth, width=width)
@@ -115,21 +112,15 @@ class MlpMixer(layers.Model):
     def __call__(
         self, images: Float[Array, "B H W C"], *, rng: Rng = None, with_maps: bool = False
     ) -> tuple[Float[Array, "B classes"], dict[str, Any]]:
-        """Computes logits.
+        """Returns logits and intermediates; see `Model.__call__`.
 
-        Args:
-          images: Normalized images.
-          rng: Random key for dropout and drop path in training; None in evaluation.
-          with_maps: Whether to return the maps of token mixing, whose memory grows with N².
-
-        Returns:
-          float32 logits [B, classes], and the intermediates: 'patch_embedding' [B, N, D]; 'blocks'
-          with a leading layer axis: 'token_mixing', 'mlp', 'output' [L, B, N, D] and 'token_maps'
-          [L, B, N, N] (`MixerBlock.token_map`); 'pooled' [B, D] after the final norm.
+        The intermediates are 'patch_embedding' [B, N, D]; 'blocks' with 'token_mixing', 'mlp',
+        'output' [L, B, N, D] and the maps 'token_maps' [L, B, N, N] of `MixerBlock.token_map`;
+        'pooled' [B, D] after the norm.
         """
         patches = self.patch_embedding(images)
         patches = patches.reshape(len(images), -1, patches.shape[-1])
-        x, blocks = layers.run_stack(
+        x, blocks = run_stack(
             self.blocks,
             patches,
             drop_path_rates=jnp.full((self.depth,), self.drop_path_rate),
@@ -139,8 +130,8 @@ class MlpMixer(layers.Model):
             with_maps=with_maps,
         )
         pooled = self.norm(x).mean(axis=1)
-        logits = self.head(pooled.astype(jnp.float32))
-        return logits, {"patch_embedding": patches, "blocks": blocks, "pooled": pooled}
+        out = dict(patch_embedding=patches, blocks=blocks, pooled=pooled)
+        return self.head(pooled.astype(jnp.float32)), out
 
 
 class MixerBlock(layers.PreNormBlock):
@@ -150,9 +141,9 @@ class MixerBlock(layers.PreNormBlock):
 
     def __init__(
         self,
+        *,
         num_tokens: int,
         width: int,
-        *,
         token_hidden: int,
         channel_hidden: int,
         mlp_mean: float,

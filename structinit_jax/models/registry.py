@@ -9,8 +9,8 @@ from flax import nnx
 from structinit_jax import plugins
 from structinit_jax.errors import InputError
 from structinit_jax.models.convmixer import ConvMixer
-from structinit_jax.models.layers import Model
 from structinit_jax.models.mixer import MlpMixer
+from structinit_jax.models.model import Model
 from structinit_jax.models.swin import SwinTransformer
 from structinit_jax.models.vit import VisionTransformer
 
@@ -32,7 +32,7 @@ def default_config(name: str) -> dict[str, Any]:
 
     Args:
       name: A family such as 'vit', a variant such as 'vit_tiny_patch16_224', or a class of the
-        user's own as 'module:Class' (see `layers.Model`).
+        user's own as 'module:Class' (see `model.Model`).
 
     Raises:
       InputError: The name is unknown; the message suggests similar ones.
@@ -48,8 +48,8 @@ def create_model(
     """Builds a model with its default start values.
 
     Args:
-      options: `config.model`: the `name` of the family and arguments of its class.
-      image_size: Side of the input in pixels.
+      options: `config.model`: the `name` of the family and fields of its `default_config`.
+      image_size: As for `Model`, like `channels` and `rngs`.
       channels: Input channels.
       rngs: Its `params` stream draws the start values.
 
@@ -77,7 +77,7 @@ def _family(name: str, known: Iterable[str]) -> type[Model]:
         if not hasattr(model, "default_config"):
             raise InputError(
                 f"config.model.name={name!r} has no static method default_config(): derive the "
-                "class from structinit_jax.models.layers.Model"
+                "class from structinit_jax.models.model.Model"
             )
         return model
     near = difflib.get_close_matches(name, known, n=5, cutoff=0.4)

@@ -1,5 +1,6 @@
 """Swin Transformer (Liu et al. 2021, arXiv:2103.14030) with timm's conventions, in Flax NNX."""
 
+import math
 from collections.abc import Sequence
 from typing import Any, ClassVar
 
@@ -12,25 +13,27 @@ from jaxtyping import Array, Float
 from structinit_jax.attention_init import AttentionInit, AttentionWeights, WindowSite
 from structinit_jax.attention_init.windows import relative_index
 from structinit_jax.errors import InputError
-from structinit_jax.models import layers, windows
+from structinit_jax.models import layers
 from structinit_jax.models.layers import Rng
-from structinit_jax.models.windows import Sides
+from structinit_jax.models.model import Model, check_choices, image_sides, make_stack, run_stack
 
+Sides = tuple[int, int]
 EPSILON = 1e-5  # of every LayerNorm
 UNSHIFTED = (0, 0)
+MASKED = -100.0  # added to logits between tokens that are neighbors only by a shift, as in timm
 
 _TINY = dict(width=96, depths=(2, 2, 6, 2), num_heads=(3, 6, 12, 24), image_size=224, window_size=7)
 _SMALL = _TINY | dict(depths=(2, 2, 18, 2))
 _BASE = _SMALL | dict(width=128, num_heads=(4, 8, 16, 32))
 
 
-class SwinTransformer(layers.Model):
+class SwinTransformer(Model):
     """Patch embedding, stages of windowed attention with patch merging between, pooling and head.
 
     As in timm, any image size is accepted: grids are padded with zeros to whole windows, and to
     even sides before patch merging; pixels after the last whole patch are dropped.
 
-    For the arguments see `layers.Model`.
+    For the arguments see `Model` and `default_config`.
     """
 
     VARIANTS: ClassVar = {
@@ -43,7 +46,7 @@ class SwinTransformer(layers.Model):
 
     @staticmethod
     def default_config() -> dict[str, Any]:
-        """Returns the fields of `config.model` with their defaults, and their `image_size`."""
+        """See `Model.default_config`."""
         return dict(
             image_size=224,
             num_classes=1000,
@@ -58,7 +61,7 @@ class SwinTransformer(layers.Model):
             dtype="float32",  # of the computation, or "bfloat16"; parameters are float32
             attention_implementation="auto",  # JAX chooses; or "xla", or "cudnn" for even windows
             unroll=1,  # pairs of blocks per step of the scan; 0 unrolls it, which compiles longer
-            remat="none",  # or "dots", "full": recompute to save memory (layers.run_stack)
+            remat="none",  # or "dots", "full": recompute to save memory (model.run_stack)
         )
 
     def __init__(
@@ -82,11 +85,9 @@ class SwinTransformer(layers.Model):
         attention_init: AttentionInit | None = None,
         rngs: nnx.Rngs,
     ):
-        self.image_size = layers.image_sides(image_size)
+        self.image_size = image_sides(image_size)
         _check_sizes(self.image_size, patch_size, width, depths, num_heads, window_size)
-        layers.check_choices(
-            dtype=dtype, attention_implementation=attention_implementation, remat=remat
-        )
+        check_choices(dtype=dtype, attention_implementation=attention_implementation, remat=remat)
         self.patch_size = patch_size
         self.depths = tuple(depths)
         self.drop_path_rate = drop_path
@@ -101,8 +102,8 @@ class SwinTransformer(layers.Model):
             if i:
                 grid, width = tuple(-(-side // 2) for side in grid), 2 * width
             stage = SwinStage(
-                width,
-                heads,
+                width=width,
+                num_heads=heads,
                 depth=depth,
                 grid=grid,
                 window_size=window_size,
@@ -112,11 +113,15 @@ class SwinTransformer(layers.Model):
                 attention_implementation=attention_implementation,
                 **options,
             )
-            if attention_implementation == "cudnn":
-                _check_even(i, stage.window)
+            if attention_implementation == "cudnn" and math.prod(stage.window) % 2:
+                raise InputError(
+                    f"config.model.attention_implementation='cudnn': windows of stage {i + 1} have "
+                    f"{stage.window[0]}x{stage.window[1]} tokens, but cuDNN needs an even number "
+                    "to train a bias: use 'xla', or an even config.model.window_size and grids "
+                    "divisible by it"
+                )
             setattr(self, f"stage{i + 1}", stage)
         self.norm = layers.layer_norm(width, epsilon=EPSILON, **options)
-        # float32 for every dtype, because the loss exponentiates the logits.
         self.head = nnx.Linear(width, num_classes, kernel_init=layers.truncated_normal, rngs=rngs)
         if attention_init is not None:
             self.initialize_attention(attention_init, rngs.params())
@@ -127,7 +132,7 @@ class SwinTransformer(layers.Model):
         return tuple(getattr(self, f"stage{i + 1}") for i in range(len(self.depths)))
 
     def sites(self) -> dict[str, WindowSite]:
-        """Describes the blocks of each stage to initialization schemes."""
+        """See `Model.sites`."""
         return {
             f"stage{i + 1}": WindowSite(grid=stage.window, **stage.blocks.sizes())
             for i, stage in enumerate(self.stages)
@@ -136,19 +141,12 @@ class SwinTransformer(layers.Model):
     def __call__(
         self, images: Float[Array, "B H W C"], *, rng: Rng = None, with_maps: bool = False
     ) -> tuple[Float[Array, "B classes"], dict[str, Any]]:
-        """Computes logits.
+        """Returns logits and intermediates; see `Model.__call__`.
 
-        Args:
-          images: Normalized images.
-          rng: Random key for dropout and drop path in training; None in evaluation.
-          with_maps: Whether to return attention maps.
-
-        Returns:
-          float32 logits [B, classes], and the intermediates: 'patch_embedding' [B, rows, cols, D]
-          after its norm; 'stages', one dict each, of 'merged' [B, r, c, E] (not in the first) and
-          'blocks' with a leading layer axis: 'attention', 'mlp', 'output' [L, B, r, c, E] and
-          'attention_maps' [L, B, W, h, n, n] of the W windows of the shifted and padded grid;
-          'pooled' [B, E] after the final norm.
+        The intermediates are 'patch_embedding' [B, rows, cols, D] after its norm; 'stages', one
+        dict each, with 'merged' [B, r, c, E] (not in the first) and 'blocks': 'attention', 'mlp',
+        'output' [L, B, r, c, E] and 'attention_maps' [L, B, W, h, n, n] of the W windows of the
+        shifted and padded grid; 'pooled' [B, E] after the norm.
         """
         if images.shape[1:3] != self.image_size:
             raise InputError(
@@ -157,12 +155,12 @@ class SwinTransformer(layers.Model):
             )
         rates = np.linspace(0, self.drop_path_rate, sum(self.depths), dtype=np.float32)
         rates = np.split(rates, np.cumsum(self.depths)[:-1])
-        count = len(self.depths)
-        rngs = (None,) * count if rng is None else jax.random.split(rng, count)
+        stages = self.stages
+        rngs = [None] * len(stages) if rng is None else jax.random.split(rng, len(stages))
         height, width = (side - side % self.patch_size for side in self.image_size)
         x = embedded = self.patch_norm(self.patch_embedding(images[:, :height, :width]))
-        stages = []
-        for stage, stage_rates, stage_rng in zip(self.stages, rates, rngs, strict=True):
+        outs = []
+        for stage, stage_rates, stage_rng in zip(stages, rates, rngs, strict=True):
             x, out = stage(
                 x,
                 drop_path_rates=jnp.asarray(stage_rates),
@@ -171,23 +169,23 @@ class SwinTransformer(layers.Model):
                 remat=self.remat,
                 with_maps=with_maps,
             )
-            stages.append(out)
+            outs.append(out)
         pooled = self.norm(x).mean(axis=(1, 2))
-        logits = self.head(pooled.astype(jnp.float32))
-        return logits, {"patch_embedding": embedded, "stages": tuple(stages), "pooled": pooled}
+        out = dict(patch_embedding=embedded, stages=tuple(outs), pooled=pooled)
+        return self.head(pooled.astype(jnp.float32)), out
 
 
 class SwinStage(nnx.Module):
     """Patch merging, in all stages but the first, then a stack of blocks, every second shifted.
 
-    If one window covers the grid, no block is shifted.
+    Along a side of the grid no longer than `window_size` there is one window and no shift. For
+    `block_options` see `layers.Block`.
     """
 
     def __init__(
         self,
-        width: int,
-        num_heads: int,
         *,
+        width: int,
         depth: int,
         grid: Sides,
         window_size: int,
@@ -197,15 +195,13 @@ class SwinStage(nnx.Module):
         **block_options,
     ):
         self.depth = depth
-        self.window, self.shift = windows.window_and_shift(grid, window_size)
-        self.merging = PatchMerging(width // 2, dtype=dtype, rngs=rngs) if merge else None
-
-        def make_block(rngs):
-            return SwinBlock(
-                width, num_heads, window=self.window, dtype=dtype, rngs=rngs, **block_options
-            )
-
-        self.blocks = layers.make_stack(make_block, depth, rngs)
+        self.window = tuple(min(side, window_size) for side in grid)
+        self.shift = tuple(window_size // 2 if side > window_size else 0 for side in grid)
+        options = dict(dtype=dtype, rngs=rngs)
+        self.merging = PatchMerging(width // 2, **options) if merge else None
+        self.blocks = make_stack(
+            SwinBlock, depth, width=width, window=self.window, **options, **block_options
+        )
 
     def set_weights(self, weights: AttentionWeights) -> None:
         """Replaces the weights of the blocks by those that a scheme sets."""
@@ -214,18 +210,13 @@ class SwinStage(nnx.Module):
     def __call__(
         self, x: Float[Array, "B rows cols D"], **run_options
     ) -> tuple[Float[Array, "B r c E"], dict[str, Any]]:
-        """Returns the stage's output and its intermediates 'merged' and 'blocks'.
-
-        Args:
-          x: Output of the stage before.
-          **run_options: Arguments of `layers.run_stack` and 'with_maps'.
-        """
+        """Returns the output and the intermediates; `run_options` are those of `run_stack`."""
         out = {}
         if self.merging is not None:
             x = out["merged"] = self.merging(x)
         shifts = (UNSHIFTED,) if self.shift == UNSHIFTED else (UNSHIFTED, self.shift)
         cycle = tuple({"shift": shift} for shift in shifts)
-        x, out["blocks"] = layers.run_stack(self.blocks, x, cycle=cycle, **run_options)
+        x, out["blocks"] = run_stack(self.blocks, x, cycle=cycle, **run_options)
         return x, out
 
 
@@ -236,14 +227,10 @@ class PatchMerging(nnx.Module):
     """
 
     def __init__(self, width: int, *, dtype, rngs: nnx.Rngs):
-        self.norm = layers.layer_norm(4 * width, epsilon=EPSILON, dtype=dtype, rngs=rngs)
+        options = dict(dtype=dtype, rngs=rngs)
+        self.norm = layers.layer_norm(4 * width, epsilon=EPSILON, **options)
         self.reduction = nnx.Linear(
-            4 * width,
-            2 * width,
-            use_bias=False,
-            kernel_init=layers.truncated_normal,
-            dtype=dtype,
-            rngs=rngs,
+            4 * width, 2 * width, use_bias=False, kernel_init=layers.truncated_normal, **options
         )
 
     def __call__(self, x: Float[Array, "B rows cols D"]) -> Float[Array, "B r c E"]:
@@ -268,10 +255,10 @@ class SwinBlock(layers.Block):
         """Attends within the windows of the grid [B, rows, cols, D], cyclically shifted."""
         batch, *grid, _ = x.shape
         x = jnp.roll(x, (-shift[0], -shift[1]), axis=(1, 2))
-        tokens = windows.partition(x, self.window)
+        tokens = partition(x, self.window)
         bias = self._bias(tuple(grid), shift, batch)
         y, maps = self.attention(tokens, bias=bias, rng=rng, with_maps=with_maps)
-        y = jnp.roll(windows.unpartition(y, self.window, tuple(grid)), shift, axis=(1, 2))
+        y = jnp.roll(unpartition(y, self.window, tuple(grid)), shift, axis=(1, 2))
         return y, {name: m.reshape(batch, -1, *m.shape[1:]) for name, m in maps.items()}
 
     def _bias(self, grid, shift, batch):
@@ -280,8 +267,46 @@ class SwinBlock(layers.Block):
         bias = jnp.moveaxis(table[relative_index(self.window)], -1, 0)[None]
         if shift == UNSHIFTED:
             return bias
-        bias = bias + jnp.asarray(windows.shift_mask(grid, self.window, shift))[:, None]
+        bias = bias + jnp.asarray(shift_mask(grid, self.window, shift))[:, None]
         return jnp.broadcast_to(bias[None], (batch, *bias.shape)).reshape(-1, *bias.shape[1:])
+
+
+def partition(x: Float[Array, "B rows cols D"], window: Sides) -> Float[Array, "BW n D"]:
+    """Splits a grid, zero-padded at its ends, into windows of n tokens."""
+    batch, rows, cols, width = x.shape
+    r, c = window
+    down, right = -rows % r, -cols % c
+    x = jnp.pad(x, ((0, 0), (0, down), (0, right), (0, 0)))
+    x = x.reshape(batch, (rows + down) // r, r, (cols + right) // c, c, width)
+    return x.swapaxes(2, 3).reshape(-1, r * c, width)
+
+
+def unpartition(
+    windows: Float[Array, "BW n D"], window: Sides, grid: Sides
+) -> Float[Array, "B rows cols D"]:
+    """Inverts `partition` and removes the padding."""
+    (rows, cols), (r, c), width = grid, window, windows.shape[-1]
+    down, across = -(-rows // r), -(-cols // c)
+    x = windows.reshape(-1, down, across, r, c, width).swapaxes(2, 3)
+    return x.reshape(-1, down * r, across * c, width)[:, :rows, :cols]
+
+
+def shift_mask(grid: Sides, window: Sides, shift: Sides) -> Float[np.ndarray, "W n n"]:
+    """Returns what to add to the logits of each window of a shifted grid.
+
+    The last windows hold tokens from both ends of the grid, which must not attend to each other:
+    `MASKED` for such pairs, 0 for all others. As in timm, ends are those of the padded grid.
+    """
+    regions = []
+    for side, size, move in zip(grid, window, shift, strict=True):
+        place = np.arange(side + -side % size)
+        last, wrapped = place >= len(place) - size, place >= len(place) - move
+        regions.append(last.astype(int) + wrapped if move else np.zeros_like(place))
+    labels = 3 * regions[0][:, None] + regions[1][None, :]
+    r, c = window
+    labels = labels.reshape(len(labels) // r, r, -1, c).swapaxes(1, 2).reshape(-1, r * c)
+    apart = labels[:, :, None] != labels[:, None, :]
+    return np.where(apart, np.float32(MASKED), np.float32(0))
 
 
 def _check_sizes(image_size, patch_size, width, depths, num_heads, window_size):
@@ -292,8 +317,8 @@ def _check_sizes(image_size, patch_size, width, depths, num_heads, window_size):
         )
     if len(depths) != len(num_heads):
         raise InputError(
-            f"config.model.depths={tuple(depths)} has {len(depths)} stages, but "
-            f"config.model.num_heads={tuple(num_heads)} has {len(num_heads)}"
+            f"config.model.depths={tuple(depths)} and config.model.num_heads={tuple(num_heads)} "
+            "must have one number for each stage"
         )
     for field, values in (("depths", depths), ("num_heads", num_heads)):
         if not values or min(values) < 1:
@@ -308,12 +333,3 @@ def _check_sizes(image_size, patch_size, width, depths, num_heads, window_size):
                 f"config.model.num_heads={tuple(num_heads)}: the {width * 2**stage} channels of "
                 f"stage {stage + 1} are not divisible by {heads} heads"
             )
-
-
-def _check_even(index, window):
-    if window[0] * window[1] % 2:
-        raise InputError(
-            f"config.model.attention_implementation='cudnn': windows of stage {index + 1} have "
-            f"{window[0]}x{window[1]} tokens, but cuDNN needs an even number to train a bias: use "
-            "'xla', or an even config.model.window_size and grids divisible by it"
-        )

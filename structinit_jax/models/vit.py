@@ -11,6 +11,7 @@ from structinit_jax.attention_init import AttentionInit, AttentionSite, sincos_p
 from structinit_jax.errors import InputError
 from structinit_jax.models import layers
 from structinit_jax.models.layers import Rng
+from structinit_jax.models.model import Model, check_choices, make_stack, run_stack, token_grid
 
 
 def _variants() -> dict[str, dict[str, Any]]:
@@ -39,17 +40,17 @@ def _variants() -> dict[str, dict[str, Any]]:
     }
 
 
-class VisionTransformer(layers.Model):
+class VisionTransformer(Model):
     """Patch embedding, positions, a stack of pre-norm blocks, pooling, norm and a linear head.
 
-    For the arguments see `layers.Model`.
+    For the arguments see `Model` and `default_config`.
     """
 
     VARIANTS: ClassVar = _variants()
 
     @staticmethod
     def default_config() -> dict[str, Any]:
-        """Returns the fields of `config.model` with their defaults, and their `image_size`."""
+        """See `Model.default_config`."""
         return dict(
             image_size=224,
             num_classes=1000,
@@ -68,7 +69,7 @@ class VisionTransformer(layers.Model):
             dtype="float32",  # of the computation, or "bfloat16"; parameters are float32
             attention_implementation="auto",  # JAX chooses; or "xla", "cudnn"
             unroll=1,  # blocks per step of the scan; 0 unrolls the stack, which compiles longer
-            remat="none",  # or "dots", "full": recompute to save memory (layers.run_stack)
+            remat="none",  # or "dots", "full": recompute to save memory (model.run_stack)
         )
 
     def __init__(
@@ -96,12 +97,12 @@ class VisionTransformer(layers.Model):
         attention_init: AttentionInit | None = None,
         rngs: nnx.Rngs,
     ):
-        self.grid = layers.token_grid(image_size, patch_size)
+        self.grid = token_grid(image_size, patch_size)
         if width % num_heads:
             raise InputError(
                 f"config.model.width={width} is not divisible by config.model.num_heads={num_heads}"
             )
-        layers.check_choices(
+        check_choices(
             positions=positions,
             pool=pool,
             dtype=dtype,
@@ -123,8 +124,8 @@ class VisionTransformer(layers.Model):
         if pool == "class_token":
             self.class_token = nnx.Param(1e-6 * jax.random.normal(rngs.params(), (width,)))
         if num_registers:
-            shape = (num_registers, width)
-            self.registers = nnx.Param(1e-6 * jax.random.normal(rngs.params(), shape))
+            registers = jax.random.normal(rngs.params(), (num_registers, width))
+            self.registers = nnx.Param(1e-6 * registers)
         if positions == "learned":
             shape = (self.num_prefix + self.grid[0] * self.grid[1], width)
             self.positions = nnx.Param(layers.truncated_normal(rngs.params(), shape))
@@ -132,34 +133,30 @@ class VisionTransformer(layers.Model):
             sincos_positions(self.grid, width)  # raises if it cannot encode this width
             self.positions = None
 
-        def make_block(rngs):
-            return layers.Block(
-                width,
-                num_heads,
-                mlp_ratio=mlp_ratio,
-                dropout=dropout,
-                layer_scale=layer_scale,
-                qk_norm=qk_norm,
-                attention_implementation=attention_implementation,
-                dtype=self.dtype,
-                rngs=rngs,
-            )
-
-        self.blocks = layers.make_stack(make_block, depth, rngs)
+        self.blocks = make_stack(
+            layers.Block,
+            depth,
+            width=width,
+            num_heads=num_heads,
+            mlp_ratio=mlp_ratio,
+            dropout=dropout,
+            layer_scale=layer_scale,
+            qk_norm=qk_norm,
+            attention_implementation=attention_implementation,
+            **options,
+        )
         self.norm = layers.layer_norm(width, **options)
-        # float32 for every dtype, because the loss exponentiates the logits.
         self.head = nnx.Linear(width, num_classes, kernel_init=layers.truncated_normal, rngs=rngs)
         if attention_init is not None:
             self.initialize_attention(attention_init, rngs.params())
 
     def sites(self) -> dict[str, AttentionSite]:
-        """Describes the stack of blocks to initialization schemes."""
-        sizes = self.blocks.sizes()
-        if self.positions is None:
-            positions = sincos_positions(self.grid, sizes["width"])
-        else:
+        """See `Model.sites`."""
+        sizes, trainable = self.blocks.sizes(), self.positions is not None
+        if trainable:
             positions = self.positions[...][self.num_prefix :]
-        trainable = self.positions is not None
+        else:
+            positions = sincos_positions(self.grid, sizes["width"])
         site = AttentionSite(
             grid=self.grid, positions=positions, positions_trainable=trainable, **sizes
         )
@@ -168,24 +165,17 @@ class VisionTransformer(layers.Model):
     def __call__(
         self, images: Float[Array, "B H W C"], *, rng: Rng = None, with_maps: bool = False
     ) -> tuple[Float[Array, "B classes"], dict[str, Any]]:
-        """Computes logits.
+        """Returns logits and intermediates; see `Model.__call__`.
 
-        Args:
-          images: Normalized images.
-          rng: Random key for dropout and drop path in training; None in evaluation.
-          with_maps: Whether to return attention maps, whose memory grows with T².
-
-        Returns:
-          float32 logits [B, classes], and the intermediates: 'patch_embedding' [B, N, D];
-          'embedded' [B, T, D] with positions, T counting the class token and registers, which come
-          first; 'blocks' with a leading layer axis: 'attention', 'mlp', 'output' [L, B, T, D] and
-          'attention_maps' [L, B, h, T, T]; 'pooled' [B, D] after the final norm.
+        The intermediates are 'patch_embedding' [B, N, D]; 'embedded' [B, T, D] with positions, T
+        counting the class token and registers, which come first; 'blocks' with 'attention', 'mlp',
+        'output' [L, B, T, D] and 'attention_maps' [L, B, h, T, T]; 'pooled' [B, D] after the norm.
         """
         dropout_rng, blocks_rng = (None, None) if rng is None else jax.random.split(rng)
         patches = self.patch_embedding(images)
         patches = patches.reshape(len(patches), -1, patches.shape[-1])
         embedded = self._add_prefix_and_positions(patches)
-        x, blocks = layers.run_stack(
+        x, blocks = run_stack(
             self.blocks,
             layers.dropout(embedded, self.dropout_rate, dropout_rng),
             drop_path_rates=jnp.linspace(0, self.drop_path_rate, self.depth),
@@ -198,30 +188,24 @@ class VisionTransformer(layers.Model):
             pooled = self.norm(x[:, 0])
         else:
             pooled = self.norm(x[:, self.num_prefix :].mean(axis=1))
-        logits = self.head(pooled.astype(jnp.float32))
-        return logits, {
-            "patch_embedding": patches,
-            "embedded": embedded,
-            "blocks": blocks,
-            "pooled": pooled,
-        }
+        out = dict(patch_embedding=patches, embedded=embedded, blocks=blocks, pooled=pooled)
+        return self.head(pooled.astype(jnp.float32)), out
 
     def _add_prefix_and_positions(self, patches):
         batch, _, width = patches.shape
         prefix = [self.class_token[...][None]] if self.pool == "class_token" else []
         if self.num_registers:
             prefix.append(self.registers[...])
-        tokens = patches
         if prefix:
             prefix = jnp.concatenate(prefix).astype(self.dtype)
             prefix = jnp.broadcast_to(prefix, (batch, *prefix.shape))
-            tokens = jnp.concatenate([prefix, patches], axis=1)
+            patches = jnp.concatenate([prefix, patches], axis=1)
         if self.positions is None:  # zero for the prefix, which is not on the grid
             positions = sincos_positions(self.grid, width)
             positions = jnp.pad(positions, ((self.num_prefix, 0), (0, 0)))
         else:
             positions = self.positions[...]
-        return tokens + jnp.asarray(positions, self.dtype)[None]
+        return patches + jnp.asarray(positions, self.dtype)[None]
 
 
 def resample_positions(
@@ -229,13 +213,8 @@ def resample_positions(
 ) -> Float[Array, "S D"]:
     """Resamples learned positions to another grid, bicubic with antialiasing as in timm.
 
-    Args:
-      positions: Those of class token and registers, which are kept, then those of the old grid.
-      old_grid: (rows, cols) of the tokens.
-      new_grid: (rows, cols) of the result.
-
-    Raises:
-      InputError: There are fewer positions than tokens on the old grid.
+    `positions` begins with those of class token and registers, which are kept. Grids are
+    (rows, cols). Raises `InputError` if there are fewer positions than tokens on the old grid.
     """
     num_prefix = len(positions) - old_grid[0] * old_grid[1]
     if num_prefix < 0:
@@ -243,8 +222,7 @@ def resample_positions(
             f"resample_positions: {len(positions)} positions are fewer than the "
             f"{old_grid[0]}x{old_grid[1]} tokens of old_grid"
         )
-    positions = jnp.asarray(positions)
-    prefix, grid = positions[:num_prefix], positions[num_prefix:]
-    grid = grid.reshape(*old_grid, -1)
-    grid = jax.image.resize(grid, (*new_grid, grid.shape[-1]), "cubic", antialias=True)
-    return jnp.concatenate([prefix, grid.reshape(-1, grid.shape[-1])])
+    width = positions.shape[-1]
+    prefix, grid = positions[:num_prefix], positions[num_prefix:].reshape(*old_grid, width)
+    grid = jax.image.resize(grid, (*new_grid, width), "cubic", antialias=True)
+    return jnp.concatenate([prefix, grid.reshape(-1, width)])

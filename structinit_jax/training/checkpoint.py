@@ -19,7 +19,6 @@ from structinit_jax.training.state import TrainState
 BEST_METRIC = "test/accuracy"
 # Never the best. Orbax would warn about missing metrics at every save without an evaluation.
 NOT_EVALUATED = {BEST_METRIC: -1.0}
-PARTS = {"opt_state": "optimizer state", "ema": "averaged weights"}  # all others: weights
 
 
 class Checkpoints:
@@ -148,60 +147,52 @@ def read_run(directory: Path, step: int) -> dict[str, Any]:
     return ocp.JsonCheckpointHandler().restore(directory / str(step) / "run")
 
 
-def restore(directory: Path, step: int, abstract_state: TrainState) -> TrainState:
+def restore(
+    directory: Path, step: int, abstract_state: TrainState, *, weights_only: bool = False
+) -> TrainState:
     """Restores a training state with the shapes, types and shardings of an abstract one.
+
+    Args:
+      directory: Directory of the checkpoints.
+      step: Step to restore.
+      abstract_state: Shapes, types and shardings.
+      weights_only: Restore no optimizer state, and averaged weights only if `abstract_state` has
+        them: for evaluation and export.
 
     Raises:
       InputError: The checkpoint does not fit; the message names the first difference.
     """
-    folder = directory / str(step)
-    _check(folder, abstract_state._asdict())
-    return _restore(folder, abstract_state)
-
-
-def restore_weights(directory: Path, step: int, abstract_state: TrainState) -> TrainState:
-    """Restores a training state for evaluation and export; see `restore`.
-
-    The optimizer state is not restored, nor are averaged weights if `abstract_state.ema` is empty.
-    """
-    folder = directory / str(step)
-    fields = abstract_state._asdict()
-    del fields["opt_state"]
-    if not abstract_state.ema:
-        del fields["ema"]
-    _check(folder, fields)
-    return TrainState(**{"opt_state": {}, "ema": {}} | _restore(folder, fields, partial=True))
-
-
-def _restore(folder: Path, abstract: Any, partial: bool = False) -> Any:
+    folder, handler = directory / str(step) / "state", ocp.PyTreeCheckpointHandler()
+    saved, expected = handler.metadata(folder).tree, abstract_state._asdict()
+    if weights_only:
+        del expected["opt_state"]
+    if weights_only and not expected["ema"]:
+        del expected["ema"]
+    _check_fits(folder.parent, saved, expected)
     args = ocp.args.PyTreeRestore(
-        abstract,
-        restore_args=ocp.checkpoint_utils.construct_restore_args(abstract),
-        partial_restore=partial,
+        expected,
+        restore_args=ocp.checkpoint_utils.construct_restore_args(expected),
+        partial_restore=weights_only,
     )
-    return ocp.PyTreeCheckpointHandler().restore(folder / "state", args=args)
+    return TrainState(**{"opt_state": {}, "ema": {}} | handler.restore(folder, args=args))
 
 
-def _check(folder: Path, fields: dict[str, Any]) -> None:
-    """Compares the shapes in some fields of a training state with those in a checkpoint."""
-    saved = ocp.PyTreeCheckpointHandler().metadata(folder / "state").tree
-    if "ema" in fields and bool(saved["ema"]) != bool(fields["ema"]):
-        problem = (
-            "averaged weights, but config.ema_decay is 0: set it to the value of that run"
-            if saved["ema"]
-            else "no averaged weights, which config.ema_decay requires: set it to 0"
+def _check_fits(folder: Path, saved: dict[str, Any], expected: dict[str, Any]) -> None:
+    if "ema" in expected and bool(saved["ema"]) != bool(expected["ema"]):
+        has, rate = ("has", "is 0") if saved["ema"] else ("has no", "is not 0")
+        raise InputError(
+            f"checkpoint {folder} {has} averaged weights, but config.ema_decay {rate}: set it to "
+            "the value that the run was trained with"
         )
-        raise InputError(f"checkpoint {folder} has {problem}")
-    for field in fields:
-        ours, theirs = _shapes_by_name(fields[field]), _shapes_by_name(saved[field])
-        for name in sorted(ours.keys() | theirs.keys()):
-            if ours.get(name) != theirs.get(name):
-                cause = "version of this package" if field == "opt_state" else "config.model"
+    for part, tree in expected.items():
+        old, new = _shapes_by_name(saved[part]), _shapes_by_name(tree)
+        for name in sorted(old.keys() | new.keys()):
+            if old.get(name) != new.get(name):
                 raise InputError(
-                    f"checkpoint {folder} does not fit: first difference at "
-                    f"{PARTS.get(field, 'weights')} {name!r}, {theirs.get(name, 'missing')} in the "
-                    f"checkpoint, {ours.get(name, 'missing')} in the model. It was written with a "
-                    f"different {cause}: use that one, or another --workdir"
+                    f"checkpoint {folder} does not fit: {part} {name!r} is "
+                    f"{old.get(name, 'missing')} in the checkpoint, {new.get(name, 'missing')} in "
+                    "the model of this config. Use the config.model of the checkpoint, or another "
+                    "--workdir"
                 )
 
 

@@ -32,12 +32,17 @@ def join(
     Raises:
       InputError: The arguments are incomplete or do not fit together.
     """
-    given = (coordinator_address, num_processes, process_id)
-    if given == (None, 1, None) or (given == (None, None, None) and not _in_cluster(os.environ)):
+    given = {
+        "--coordinator_address": coordinator_address,
+        "--num_processes": num_processes,
+        "--process_id": process_id,
+    }
+    flags = tuple(given.values())
+    if flags == (None, 1, None) or (flags == (None, None, None) and not _in_cluster(os.environ)):
         return
     place = "this process"
-    if given != (None, None, None):
-        _check(*given)
+    if flags != (None, None, None):
+        _check(given)
         place = f"process {process_id} of {num_processes} (coordinator {coordinator_address})"
     watchdog = threading.Timer(timeout, _give_up, (place, timeout))
     watchdog.daemon = True
@@ -63,28 +68,20 @@ def join(
         sys.stdout = Path(os.devnull).open("w")  # noqa: SIM115
 
 
-def _check(coordinator_address, num_processes, process_id) -> None:
-    values = {
-        "--coordinator_address": coordinator_address,
-        "--num_processes": num_processes,
-        "--process_id": process_id,
-    }
-    if missing := [flag for flag, value in values.items() if value is None]:
+def _check(given: dict) -> None:
+    if missing := [flag for flag, value in given.items() if value is None]:
         raise InputError(
             f"{' and '.join(missing)} must be set too: several processes need all of "
-            "--coordinator_address=HOST:PORT, --num_processes and --process_id"
+            f"{', '.join(given)}"
         )
-    if not re.fullmatch(r".+:\d+", coordinator_address):
+    address, num_processes, process_id = given.values()
+    if not re.fullmatch(r".+:\d+", address):
         raise InputError(
-            f"--coordinator_address={coordinator_address} must be a host and a port, for example "
-            "10.0.0.1:1234"
+            f"--coordinator_address={address} must be a host and a port, for example 10.0.0.1:1234"
         )
-    if num_processes < 1:
-        raise InputError(f"--num_processes={num_processes} must be at least 1")
     if not 0 <= process_id < num_processes:
         raise InputError(
-            f"--process_id={process_id} must be from 0 to {num_processes - 1}, since "
-            f"--num_processes={num_processes}"
+            f"--process_id={process_id} must be from 0 to --num_processes={num_processes} minus 1"
         )
 
 

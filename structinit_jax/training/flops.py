@@ -112,63 +112,50 @@ def _inner_jaxprs(params: dict) -> Iterator[Jaxpr]:
 
 _KINDS = "all-reduce|all-gather|reduce-scatter|all-to-all|collective-permute|collective-broadcast"
 _COMPUTATION = re.compile(r"^(?:ENTRY )?%?([\w.\-]+) \(.*\{$")
-_COLLECTIVE = re.compile(rf" = (.*?) ({_KINDS})(-start)?\(")
+_COLLECTIVE = re.compile(rf" = (?P<result>.*?) (?P<kind>{_KINDS})(?P<start>-start)?\(")
 _ARRAY = re.compile(r"\b([a-z]+)(\d*)\w*\[([\d,]*)\]")
 _CALL = re.compile(r"(?:body|to_apply|calls|\w+_computation)=%?([\w.\-]+)")
 _TRIP_COUNT = re.compile(r'"known_trip_count":\{"n":"(\d+)"\}')
 
 
-def find_collectives(hlo: str) -> list[tuple[str, int, int | None]]:
-    """Finds the exchanges between devices in a compiled program.
+def bytes_by_kind(hlo: str) -> dict[str, int]:
+    """Sums what one device receives in the collectives of a compiled program.
 
     Args:
       hlo: Text of the program, from `compiled.as_text()`.
 
     Returns:
-      The kind of each, for example 'all-reduce', the bytes of its result on one device, and how
-      often it runs in loops. The latter is None if the length of a loop is unknown.
+      Bytes by HLO instruction, for example 'all-reduce'. A collective in a loop counts as often as
+      it runs, and once if the length of the loop is unknown.
     """
-    computations = collections.defaultdict(list)  # lines by name
+    total = collections.Counter()
+    callers = {}  # name of a computation: the one that calls it, and how often
+    found = []
     name = ""
     for line in hlo.splitlines():
         if match := _COMPUTATION.match(line):
             name = match[1]
-        computations[name].append(line)
-    callers = {}  # name of a computation: (name of the one that calls it, how often)
-    for name, lines in computations.items():
-        for line in lines:
-            trips = _TRIP_COUNT.search(line)
-            times = int(trips[1]) if trips else None if " while(" in line else 1
-            callers |= dict.fromkeys(_CALL.findall(line), (name, times))
+        trips = _TRIP_COUNT.search(line)
+        callers |= {callee: (name, int(trips[1]) if trips else 1) for callee in _CALL.findall(line)}
+        if match := _COLLECTIVE.search(line):
+            found.append((name, match))
 
-    def repeats(name: str) -> int | None:
+    def repeats(name: str) -> int:
         if name not in callers:
             return 1
         caller, times = callers[name]
-        outer = repeats(caller)
-        return None if times is None or outer is None else times * outer
+        return times * repeats(caller)
 
-    return [
-        (match[2], _num_bytes(match), repeats(name))
-        for name, lines in computations.items()
-        for line in lines
-        if (match := _COLLECTIVE.search(line))
-    ]
-
-
-def bytes_by_kind(hlo: str) -> dict[str, int]:
-    """Sums the bytes of all collectives by kind. Loops of unknown length count once."""
-    total = collections.Counter()
-    for kind, num_bytes, repeats in find_collectives(hlo):
-        total[kind] += num_bytes * (repeats or 1)
+    for name, match in found:
+        total[match["kind"]] += _num_bytes(match) * repeats(name)
     return dict(total)
 
 
-def _num_bytes(match: re.Match) -> int:
+def _num_bytes(collective: re.Match) -> int:
     sizes = []
-    for letters, bits, shape in _ARRAY.findall(match[1]):
-        itemsize = 1 if letters == "pred" else int(bits or 8) // 8
-        sizes.append(itemsize * math.prod(int(n) for n in shape.split(",") if n))
-    if match[3] and match[2] in ("all-gather", "collective-permute"):
-        sizes = sizes[len(sizes) // 2 :]  # asynchronous forms return their operands too
+    for letters, bits, shape in _ARRAY.findall(collective["result"]):
+        item = 1 if letters == "pred" else int(bits or 8) // 8
+        sizes.append(item * math.prod(int(size) for size in shape.split(",") if size))
+    if collective["start"] and collective["kind"] in ("all-gather", "collective-permute"):
+        sizes = sizes[len(sizes) // 2 :]  # these asynchronous forms return their operands too
     return sum(sizes)

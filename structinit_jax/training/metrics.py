@@ -22,7 +22,7 @@ from structinit_jax.training import workdir as workdir_lib
 # Steps dispatched ahead of the devices: enough to keep them busy, with few batches in memory.
 MAX_IN_FLIGHT = 2
 BAR_WIDTH = 24
-PAUSES = ("checkpoint", "evaluation")
+WAITS = ("data", "checkpoint", "evaluation")
 
 
 class InFlight:
@@ -99,31 +99,32 @@ class MetricsLog:
     """
 
     def __init__(self, workdir: Path, start_step: int):
-        self._writes = jax.process_index() == 0
-        if not self._writes:
-            return
         self._workdir = workdir
-        self._on_close = contextlib.ExitStack()
-        with self._explain_failure():
-            path, folder = workdir / "metrics.jsonl", workdir / "tensorboard"
-            if path.exists():
-                # A line that a kill has truncated is the last one, after the last checkpoint.
-                lines = path.read_text().splitlines(keepends=True)
-                whole = [line for line in lines if line.endswith("\n")]
-                kept = [line for line in whole if json.loads(line)["step"] <= start_step]
-                workdir_lib.write_atomically(path, "".join(kept))
-            self._lines = self._on_close.enter_context(path.open("a"))
-            folder.mkdir(exist_ok=True)
-            name = f"events.out.tfevents.{time.time():.0f}.{socket.gethostname()}"
-            self._events = self._on_close.enter_context((folder / name).open("ab"))
-            self._write_event(file_version="brain.Event:2")
-            if start_step:  # TensorBoard drops the events of earlier files from this step on
-                restart = SessionLog(status=SessionLog.START)
-                self._write_event(step=start_step + 1, session_log=restart)
+        self._files = contextlib.ExitStack()
+        if jax.process_index() == 0:
+            with self._explain_failure():
+                self._open(start_step)
+
+    def _open(self, start_step: int) -> None:
+        path, folder = self._workdir / "metrics.jsonl", self._workdir / "tensorboard"
+        if path.exists():
+            # A line that a kill has truncated is the last one, after the last checkpoint.
+            lines = path.read_text().splitlines(keepends=True)
+            whole = [line for line in lines if line.endswith("\n")]
+            kept = [line for line in whole if json.loads(line)["step"] <= start_step]
+            workdir_lib.write_atomically(path, "".join(kept))
+        self._lines = self._files.enter_context(path.open("a"))
+        folder.mkdir(exist_ok=True)
+        name = f"events.out.tfevents.{time.time():.0f}.{socket.gethostname()}"
+        self._events = self._files.enter_context((folder / name).open("ab"))
+        self._write_event(file_version="brain.Event:2")
+        if start_step:  # TensorBoard drops the events of earlier files from this step on
+            restart = SessionLog(status=SessionLog.START)
+            self._write_event(step=start_step + 1, session_log=restart)
 
     def write(self, step: int, values: dict[str, float]) -> None:
         """Writes one JSON line, and one TensorBoard scalar per name."""
-        if not self._writes:
+        if jax.process_index() != 0:
             return
         scalars = [Summary.Value(tag=tag, simple_value=value) for tag, value in values.items()]
         with self._explain_failure():
@@ -133,9 +134,8 @@ class MetricsLog:
 
     def close(self) -> None:
         """Closes both files."""
-        if self._writes:
-            with self._explain_failure():
-                self._on_close.close()
+        with self._explain_failure():
+            self._files.close()
 
     def _explain_failure(self):
         return workdir_lib.explain_failed_write("the metrics", self._workdir)
@@ -152,7 +152,7 @@ class MetricsLog:
 class Progress:
     """Prints step, epoch, metrics, speed and remaining time: a bar on a terminal, lines in a log.
 
-    By hand, since tqdm cannot leave pauses out of the speed, nor write plain lines to a log file.
+    By hand, since tqdm counts evaluations as training time and writes no plain lines to a log.
 
     Args:
       start_step: Steps taken before this run.
@@ -177,38 +177,40 @@ class Progress:
         self._bar = sys.stdout.isatty()
         self._last_step, self._last_time = start_step, time.perf_counter()
         self._training_steps, self._training_seconds = 0, 0.0
-        self._waited = 0.0
-        self._paused = dict.fromkeys(PAUSES, 0.0)
+        self._waited = dict.fromkeys(WAITS, 0.0)
+
+    @contextlib.contextmanager
+    def wait(self, name: str) -> Iterator[None]:
+        """Counts the time within the context as one of `WAITS`."""
+        start = time.perf_counter()
+        yield
+        self._waited[name] += time.perf_counter() - start
 
     def watch(self, batches: Iterable[Any]) -> Iterator[Any]:
         """Yields the batches, and counts the time until each is available as waiting for data."""
-        start = time.perf_counter()
-        for batch in batches:
-            self._waited += time.perf_counter() - start
+        batches = iter(batches)
+        while True:
+            with self.wait("data"):
+                batch = next(batches, None)
+            if batch is None:
+                return
             yield batch
-            start = time.perf_counter()
-
-    @contextlib.contextmanager
-    def pause(self, name: str) -> Iterator[None]:
-        """Counts the time within the context as one of `PAUSES` and not as training."""
-        start = time.perf_counter()
-        yield
-        self._paused[name] += time.perf_counter() - start
 
     def measure(self, step: int) -> dict[str, float]:
         """Measures speed and waiting times since the last call.
 
         Returns:
-          'images_per_second' without pauses; 'mfu', its fraction of the peak speed, if that is
-          known; and 'data_wait', 'checkpoint_wait' and 'evaluation_wait', fractions of the time.
+          'images_per_second', without checkpoints and evaluations; 'mfu', this speed as a fraction
+          of the peak speed, if that is known; and 'data_wait', 'checkpoint_wait' and
+          'evaluation_wait' as fractions of the elapsed time.
         """
         now = time.perf_counter()
         seconds = now - self._last_time
-        waits = {"data_wait": self._waited / seconds}
-        waits |= {f"{name}_wait": paused / seconds for name, paused in self._paused.items()}
-        steps, training = step - self._last_step, seconds - sum(self._paused.values())
+        waits = {f"{name}_wait": waited / seconds for name, waited in self._waited.items()}
+        training = seconds - self._waited["checkpoint"] - self._waited["evaluation"]
+        steps = step - self._last_step
         self._last_step, self._last_time = step, now
-        self._waited, self._paused = 0.0, dict.fromkeys(PAUSES, 0.0)
+        self._waited = dict.fromkeys(WAITS, 0.0)
         self._training_steps += steps
         self._training_seconds += training
         speed = steps * self._batch_size / training

@@ -47,7 +47,7 @@ class StepTrace:
 
 
 def parse_steps(text: str | None) -> tuple[int, int] | tuple[None, None]:
-    """Parses --profile_steps, for example '10:13', to the first and the last step to trace.
+    """Parses the flag --profile_steps, for example '10:13'; None gives (None, None).
 
     Raises:
       InputError: The text is not a range of steps.

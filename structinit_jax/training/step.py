@@ -21,12 +21,7 @@ Metrics = dict[str, Any]
 
 
 def step_rngs(seed: int, step: int | Array) -> tuple[PRNGKeyArray, PRNGKeyArray]:
-    """Returns the random keys of the augmentation and of the model in a training step.
-
-    Args:
-      seed: `config.seed`.
-      step: Number of steps taken before this one.
-    """
+    """Returns the random keys of the augmentation and the model, after a number of steps."""
     augment_rng, model_rng = jax.random.split(jax.random.fold_in(jax.random.key(seed), step))
     return augment_rng, model_rng
 

@@ -1,0 +1,213 @@
+"""The base class of the model families, and stacks of equal blocks.
+
+Modules hold parameters and no random state: a call takes a random key `rng`, and `rng=None` means
+evaluation. A module is thus a plain pytree, and a stack is one block whose variables have a leading
+layer axis.
+"""
+
+from collections.abc import Mapping, Sequence
+from typing import Any, ClassVar
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+from jaxtyping import Array, Float, PRNGKeyArray
+
+from structinit_jax.attention_init import AttentionInit, Site, SolveReport
+from structinit_jax.errors import InputError
+from structinit_jax.models.layers import ACTIVATIONS, Rng
+
+REMAT_POLICIES = {
+    "none": None,
+    "full": jax.checkpoint_policies.nothing_saveable,
+    "dots": jax.checkpoint_policies.dots_with_no_batch_dims_saveable,
+}
+CHOICES = {
+    "activation": tuple(ACTIVATIONS),
+    "spatial_filters": ("trained", "fixed"),
+    "positions": ("sincos", "learned"),
+    "pool": ("mean", "class_token"),
+    "dtype": ("float32", "bfloat16"),
+    "attention_implementation": ("auto", "xla", "cudnn"),
+    "remat": tuple(REMAT_POLICIES),
+}
+
+
+class Model(nnx.Module):
+    """Base class of the model families.
+
+    A family defines `default_config`, `sites` and `__call__`.
+
+    Args:
+      image_size: Side of the input in pixels, or (height, width).
+      channels: Input channels.
+      attention_init: Scheme for the start values of the stacks; None keeps the family's own.
+      rngs: Its `params` stream draws the start values.
+      **fields: Any field of `default_config`.
+
+    Raises:
+      InputError: The sizes do not fit each other.
+    """
+
+    VARIANTS: ClassVar[Mapping[str, dict[str, Any]]] = {}  # named changes to `default_config`
+
+    @staticmethod
+    def default_config() -> dict[str, Any]:
+        """Returns the fields of `config.model` with their defaults, and their `image_size`."""
+        raise NotImplementedError
+
+    def sites(self) -> dict[str, Site]:
+        """Describes each stack to initialization schemes, by the name of the model's attribute.
+
+        The attribute has a method `set_weights` for what a scheme returns.
+        """
+        raise NotImplementedError
+
+    def __call__(
+        self, images: Float[Array, "B H W C"], *, rng: Rng = None, with_maps: bool = False
+    ) -> tuple[Float[Array, "B classes"], dict[str, Any]]:
+        """Computes logits.
+
+        Args:
+          images: Normalized images.
+          rng: Random key for dropout and drop path in training; None in evaluation.
+          with_maps: Whether to return attention maps, whose memory grows with the tokens squared.
+
+        Returns:
+          Logits and the intermediates by name. Logits are float32 for every dtype, because the
+          loss exponentiates them.
+        """
+        raise NotImplementedError
+
+    def initialize_attention(self, scheme: AttentionInit, rng: PRNGKeyArray) -> SolveReport | None:
+        """Replaces the start values of every stack by those of a scheme.
+
+        Args:
+          scheme: `(rng, site) -> weights`, such as `attention_init.impulse()`.
+          rng: Passed to the scheme; split among the stages of a model that has them.
+
+        Returns:
+          The report of the scheme's solve, averaged over the stacks; None if it does not solve.
+
+        Raises:
+          InputError: The scheme does not fit the model.
+        """
+        sites = self.sites()
+        # Split for a single stage too, so that this does not depend on the number of stages.
+        rngs = [rng] if list(sites) == ["blocks"] else jax.random.split(rng, len(sites))
+        reports = []
+        for (name, site), stack_rng in zip(sites.items(), rngs, strict=True):
+            weights = scheme(stack_rng, site)
+            getattr(self, name).set_weights(weights)
+            positions = getattr(weights, "positions", None)
+            if positions is not None:
+                if not site.positions_trainable:
+                    raise InputError(
+                        "the scheme sets the position encoding, but this model has no trainable "
+                        "one: use a ViT with config.model.positions='learned'"
+                    )
+                # Those of class and register tokens come first and are kept.
+                self.positions[...] = self.positions[...].at[-len(positions) :].set(positions)
+            if getattr(weights, "report", None) is not None:
+                reports.append(weights.report)
+        if not reports:
+            return None
+        return jax.tree.map(lambda *values: sum(values) / len(values), *reports)
+
+
+def make_stack(block: type[nnx.Module], depth: int, *, rngs: nnx.Rngs, **options) -> nnx.Module:
+    """Returns `depth` blocks, each made by `block(**options, rngs=...)`, as one module."""
+    layer_rngs = jax.random.split(rngs.params(), depth)
+    return jax.vmap(lambda rng: block(**options, rngs=nnx.Rngs(rng)))(layer_rngs)
+
+
+def run_stack(
+    blocks: nnx.Module,
+    x: Float[Array, "B *grid D"],
+    *,
+    drop_path_rates: Float[Array, " L"],
+    rng: Rng,
+    unroll: int,
+    remat: str,
+    cycle: Sequence[Mapping[str, Any]] = ({},),
+    **options,
+) -> tuple[Float[Array, "B *grid D"], dict[str, Array]]:
+    """Runs a stack of blocks under `lax.scan`, so that deep models compile as fast as shallow ones.
+
+    Blocks may update their `nnx.BatchStat` variables in training.
+
+    Args:
+      blocks: The stack, from `make_stack`; a block is called as
+        `block(x, drop_path_rate=..., rng=..., **options) -> (x, intermediates)`.
+      x: Input of the first block.
+      drop_path_rates: One for each block.
+      rng: Split among the blocks; None in evaluation.
+      unroll: Steps of the scan to unroll; 0 unrolls all, for faster code that compiles longer.
+      remat: What a step keeps for the gradient: 'none' keeps everything, 'dots' the outputs of its
+        linear layers, 'full' only its input. The rest is recomputed, which saves memory.
+      cycle: Further static arguments of successive blocks, repeated along the stack. One cycle is
+        one step of the scan.
+      **options: Further arguments of all blocks.
+
+    Returns:
+      The output of the last block, and the intermediates with a leading layer axis.
+    """
+    depth, period = len(drop_path_rates), len(cycle)
+    whole = depth - depth % period  # blocks in whole cycles
+
+    def take(layers, index):
+        return jax.tree.map(lambda leaf: leaf[index], layers)
+
+    def run_block(x, layer, static):
+        block, rate, rng = layer
+        x, out = block(x, drop_path_rate=rate, rng=rng, **static, **options)
+        # The scan passes a copy of each block, so updated statistics are returned.
+        return x, (out, nnx.state(block, nnx.BatchStat))
+
+    def step(x, layers):
+        outs = []
+        for i, static in enumerate(cycle):
+            x, out = run_block(x, take(layers, i), static)
+            outs.append(out)
+        return x, jax.tree.map(lambda *leaves: jnp.stack(leaves), *outs)
+
+    if REMAT_POLICIES[remat] is not None:
+        step = jax.checkpoint(step, policy=REMAT_POLICIES[remat], prevent_cse=False)
+    rngs = None if rng is None else jax.random.split(rng, depth)
+    layers = (blocks, drop_path_rates, rngs)
+    steps = jax.tree.map(
+        lambda leaf: leaf[:whole].reshape(whole // period, period, *leaf.shape[1:]), layers
+    )
+    x, outs = jax.lax.scan(step, x, steps, unroll=unroll or True)
+    outs = jax.tree.map(lambda leaf: leaf.reshape(whole, *leaf.shape[2:]), outs)
+    for i in range(whole, depth):  # an incomplete last cycle
+        x, last = run_block(x, take(layers, i), cycle[i - whole])
+        outs = jax.tree.map(lambda a, b: jnp.concatenate([a, b[None]]), outs, last)
+    out, statistics = outs
+    if rng is not None:
+        nnx.update(blocks, statistics)
+    return x, out
+
+
+def check_choices(**fields: str) -> None:
+    """Raises `InputError` unless each field of `config.model` is one of its `CHOICES`."""
+    for field, value in fields.items():
+        if value not in CHOICES[field]:
+            choices = ", ".join(CHOICES[field])
+            raise InputError(f"config.model.{field}={value!r}: choose one of {choices}")
+
+
+def image_sides(image_size: int | Sequence[int]) -> tuple[int, int]:
+    """Returns (height, width); a single number is both."""
+    return (image_size, image_size) if isinstance(image_size, int) else tuple(image_size)
+
+
+def token_grid(image_size: int | Sequence[int], patch_size: int) -> tuple[int, int]:
+    """Returns (rows, cols) of the patches; raises `InputError` if they do not fill the image."""
+    height, width = image_sides(image_size)
+    if height % patch_size or width % patch_size:
+        raise InputError(
+            f"config.data.image_size={image_size} is not divisible by "
+            f"config.model.patch_size={patch_size}: change one of them"
+        )
+    return height // patch_size, width // patch_size
