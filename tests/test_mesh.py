@@ -74,12 +74,12 @@ def test_split_weights_are_gathered_and_images_stay_where_they_are(wide_config):
 
 
 def test_the_model_state_and_its_average_are_replicated(tiny_config):
-    tiny_config.model = base_config("convmixer").model
+    base = base_config("convmixer")
+    tiny_config.model, tiny_config.attention_init = base.model, base.attention_init
     tiny_config.model.update(
         num_classes=10, width=128, depth=2, kernel_size=8, spatial_filters="fixed"
     )
     tiny_config.update(fsdp=4, ema_decay=0.9)
-    tiny_config.attention_init = dict(name="default")
     state = set_up(tiny_config, CATALOG["digits"], 384).abstract_state
     kernel = state.model_state["blocks"]["spatial"]["kernel"]
     assert kernel.size >= mesh_lib.MIN_SHARDED_SIZE

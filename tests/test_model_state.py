@@ -24,8 +24,8 @@ pytestmark = pytest.mark.usefixtures("library_promotion")
 def make_config(data_dir):
     config = make_tiny_config(data_dir)
     config.update(learning_rate=1e-2, weight_decay=0.5, ema_decay=0.75)
-    config.model = base_config("convmixer").model
-    config.attention_init = dict(name="impulse")
+    base = base_config("convmixer")
+    config.model, config.attention_init = base.model, base.attention_init
     config.model.update(num_classes=10, width=16, depth=2, kernel_size=4, spatial_filters="fixed")
     return config
 
