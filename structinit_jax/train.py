@@ -26,9 +26,8 @@ from structinit_jax.evaluate import Evaluator, describe, open_data, open_evaluat
 from structinit_jax.training import checkpoint, flops, profiling
 from structinit_jax.training import mesh as mesh_lib
 from structinit_jax.training import workdir as workdir_lib
-from structinit_jax.training.metrics import MetricsLog, PendingMetrics
+from structinit_jax.training.metrics import MetricsLog, PendingMetrics, Progress
 from structinit_jax.training.optimizer import Schedule, find_optimizer, make_schedule
-from structinit_jax.training.progress import Progress
 from structinit_jax.training.state import (
     AbstractModel,
     TrainState,

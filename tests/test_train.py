@@ -13,7 +13,7 @@ from structinit_jax.data.info import CATALOG
 from structinit_jax.data.loader import DeviceLoader
 from structinit_jax.errors import InputError, StoppedError
 from structinit_jax.training import checkpoint, flops
-from structinit_jax.training.progress import Progress
+from structinit_jax.training.metrics import Progress
 
 pytestmark = pytest.mark.usefixtures("library_promotion")
 

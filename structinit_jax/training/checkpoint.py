@@ -1,8 +1,7 @@
 """Checkpoints through Orbax: the newest few and the best one, written while training continues."""
 
-import contextlib
 import logging
-import re
+import operator
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -14,9 +13,8 @@ from jax.experimental import multihost_utils
 from orbax.checkpoint import checkpoint_managers
 
 from structinit_jax.errors import InputError
-from structinit_jax.training import manifest
+from structinit_jax.training import manifest, workdir
 from structinit_jax.training.state import TrainState
-from structinit_jax.training.workdir import failed_write
 
 BEST_METRIC = "test/accuracy"
 # Never the best. Orbax would warn about missing metrics at every save without an evaluation.
@@ -26,12 +24,11 @@ NOT_EVALUATED = {BEST_METRIC: -1.0}
 class Checkpoints:
     """The checkpoints of a run that is being trained.
 
-    On creation all checkpoints are verified against their manifests (see `training.manifest`).
-    Damaged ones are reported and moved to `damaged/`, so that the newest intact one is the latest.
+    Damaged checkpoints (see `training.manifest`) are reported and moved to `damaged/`.
 
     Args:
       directory: Absolute path, created if it does not exist.
-      keep: Number of newest checkpoints to keep. The best by `BEST_METRIC` is kept in addition.
+      keep: Number of newest checkpoints to keep, in addition to the best by `BEST_METRIC`.
     """
 
     def __init__(self, directory: Path, keep: int):
@@ -44,16 +41,14 @@ class Checkpoints:
         if jax.process_count() > 1:
             multihost_utils.sync_global_devices("checkpoints verified")
 
-        def accuracy(metrics):
-            return metrics[BEST_METRIC]
-
+        for name in ("absl", "asyncio"):
+            logging.getLogger(name).addFilter(_is_worth_logging)
+        accuracy = operator.itemgetter(BEST_METRIC)
+        newest = checkpoint_managers.LatestN(keep)
         # Orbax's own `best_fn` with `max_to_keep` may delete the latest step.
         best = checkpoint_managers.BestN(
             get_metric_fn=accuracy, n=1, keep_checkpoints_without_metrics=False
         )
-        newest = checkpoint_managers.LatestN(keep)
-        for name in ("absl", "asyncio"):
-            logging.getLogger(name).addFilter(_is_worth_logging)
         self._manager = ocp.CheckpointManager(
             directory,
             options=ocp.CheckpointManagerOptions(
@@ -120,25 +115,14 @@ class Checkpoints:
             self._sealer.shutdown()
             self._manager.close()
 
-    @contextlib.contextmanager
     def _explain_failure(self):
-        """Turns Orbax's many errors for a full or read-only disk into one message."""
-        try:
-            yield
-        except (OSError, ValueError) as error:
-            if not _is_failed_write(error):
-                raise
-            reason = re.sub(r"\s*\[os_error_code.*", "", str(error).rsplit(": ", 1)[-1])
-            if isinstance(error, OSError):
-                reason = error.strerror
-            folders = manifest.step_folders(self.directory)
-            intact = [folder for folder in folders if not manifest.find_damage(folder)]
-            safe = (
-                f"the checkpoint of step {intact[0].name} is intact, later steps are lost"
-                if intact
-                else "there is no earlier checkpoint"
-            )
-            raise failed_write("a checkpoint", self.directory, reason, safe) from error
+        return workdir.explain_failed_write("a checkpoint", self.directory, self._what_is_safe)
+
+    def _what_is_safe(self) -> str:
+        for folder in manifest.step_folders(self.directory):
+            if not manifest.find_damage(folder):
+                return f"the checkpoint of step {folder.name} is intact, later steps are lost"
+        return "there is no earlier checkpoint"
 
 
 def newest_step(directory: Path) -> int | None:
@@ -154,8 +138,7 @@ def newest_step(directory: Path) -> int | None:
             else:
                 step = int(folder.name)
                 break
-    if jax.process_count() > 1:
-        step = int(multihost_utils.broadcast_one_to_all(np.int32(step)))
+    step = int(multihost_utils.broadcast_one_to_all(np.int32(step)))
     return None if step < 0 else step
 
 
@@ -207,31 +190,20 @@ def _check_fits(folder: Path, saved: dict[str, Any], expected: dict[str, Any]) -
             if old.get(name) != new.get(name):
                 raise InputError(
                     f"checkpoint {folder} does not fit: {part} {name!r} is "
-                    f"{_describe(old.get(name))} in the checkpoint, {_describe(new.get(name))} in "
+                    f"{old.get(name, 'missing')} in the checkpoint, {new.get(name, 'missing')} in "
                     "the model of this config. Use the config.model of the checkpoint, or another "
                     "--workdir"
                 )
 
 
-def _shapes_by_name(tree) -> dict[str, tuple[int, ...]]:
+def _shapes_by_name(tree) -> dict[str, str]:
     return {
-        jax.tree_util.keystr(path, simple=True, separator="/"): tuple(leaf.shape)
+        jax.tree_util.keystr(path, simple=True, separator="/"): f"shape {list(leaf.shape)}"
         for path, leaf in jax.tree_util.tree_leaves_with_path(tree)
     }
-
-
-def _describe(shape: tuple[int, ...] | None) -> str:
-    return "missing" if shape is None else f"shape {list(shape)}"
-
-
-def _is_failed_write(error: BaseException | None) -> bool:
-    """Recognizes a disk error in the types that Orbax and TensorStore give it."""
-    return isinstance(error, OSError) or (
-        isinstance(error, ValueError) and "os_error_code" in str(error)
-    )
 
 
 def _is_worth_logging(record: logging.LogRecord) -> bool:
     """Drops failed writes that Orbax logs with a traceback and raises as well."""
     from_orbax = "orbax" in record.pathname or record.name == "asyncio"
-    return not (from_orbax and record.exc_info and _is_failed_write(record.exc_info[1]))
+    return not (from_orbax and record.exc_info and workdir.is_failed_write(record.exc_info[1]))

@@ -2,6 +2,7 @@
 
 import importlib.util
 import os
+import re
 import sys
 import threading
 from pathlib import Path
@@ -19,12 +20,12 @@ def join(
 ) -> None:
     """Connects this process to the others of a run. Only process 0 prints to stdout afterwards.
 
-    Without arguments JAX finds the other processes on Cloud TPU, SLURM and GKE; on any other
-    machine the run has a single process.
+    Without arguments JAX finds the other processes on Cloud TPU, SLURM and GKE; elsewhere the run
+    has a single process.
 
     Args:
       coordinator_address: Host and port of process 0, for example '10.0.0.1:1234'.
-      num_processes: Number of processes. 1 without the other arguments disables the search.
+      num_processes: Number of processes. 1 alone disables the search.
       process_id: Index of this process, from 0 to num_processes - 1.
       timeout: Seconds to wait for the other processes before this one exits.
 
@@ -36,18 +37,13 @@ def join(
         "--num_processes": num_processes,
         "--process_id": process_id,
     }
-    if all(value is None for value in given.values()):
-        if not _in_cluster(os.environ):
-            return
-    elif coordinator_address is process_id is None and num_processes == 1:
+    flags = tuple(given.values())
+    if flags == (None, 1, None) or (flags == (None, None, None) and not _in_cluster(os.environ)):
         return
-    else:
+    place = "this process"
+    if flags != (None, None, None):
         _check(given)
-    place = (
-        f"process {process_id} of {num_processes} (coordinator {coordinator_address})"
-        if coordinator_address
-        else "this process"
-    )
+        place = f"process {process_id} of {num_processes} (coordinator {coordinator_address})"
     watchdog = threading.Timer(timeout, _give_up, (place, timeout))
     watchdog.daemon = True
     watchdog.start()
@@ -73,15 +69,13 @@ def join(
 
 
 def _check(given: dict) -> None:
-    missing = [flag for flag, value in given.items() if value is None]
-    if missing:
+    if missing := [flag for flag, value in given.items() if value is None]:
         raise InputError(
             f"{' and '.join(missing)} must be set too: several processes need all of "
             f"{', '.join(given)}"
         )
     address, num_processes, process_id = given.values()
-    host, _, port = address.rpartition(":")
-    if not host or not port.isdigit():
+    if not re.fullmatch(r".+:\d+", address):
         raise InputError(
             f"--coordinator_address={address} must be a host and a port, for example 10.0.0.1:1234"
         )
@@ -93,22 +87,20 @@ def _check(given: dict) -> None:
 
 def _in_cluster(environment) -> bool:
     """Whether this process is one of several, or runs on a Cloud TPU host."""
-    if int(environment.get("SLURM_STEP_NUM_TASKS", "1")) > 1:  # set by srun for its step
-        return True
-    if "," in environment.get("TPU_WORKER_HOSTNAMES", ""):  # set by GKE
-        return True
+    srun = int(environment.get("SLURM_STEP_NUM_TASKS", "1")) > 1
+    gke = "," in environment.get("TPU_WORKER_HOSTNAMES", "")
     # A Cloud TPU VM has libtpu and device files of its chips. Notebook services have both too, but
     # no metadata server to query, and set TPU_SKIP_MDS_QUERY.
     chips = Path("/dev/accel0").exists() or Path("/dev/vfio/0").exists()
     libtpu = importlib.util.find_spec("libtpu") is not None
-    return chips and libtpu and "TPU_SKIP_MDS_QUERY" not in environment
+    return srun or gke or (chips and libtpu and "TPU_SKIP_MDS_QUERY" not in environment)
 
 
 def _give_up(place: str, timeout: float) -> None:
     print(
-        f"error: {place} waited {timeout:.0f} s, but not all processes joined. Start the same "
-        "command on all hosts at the same time, check that they can reach the coordinator's port, "
-        "or pass --num_processes=1 to train on this machine alone",
+        f"error: {place} waited {timeout:.0f} s, but not all processes joined. Start it on all "
+        "hosts at the same time, check that they can reach the coordinator's port, or pass "
+        "--num_processes=1 to train on this machine alone",
         file=sys.stderr,
         flush=True,
     )

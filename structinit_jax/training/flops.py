@@ -18,8 +18,7 @@ from ml_collections import ConfigDict
 from structinit_jax.models.registry import create_model
 
 # Peak FLOP/s of one JAX device for dense bfloat16 products (float16 on V100 and T4, which lack
-# bfloat16), by `device_kind`. The names must match exactly: a partition of a GPU has a name that
-# starts with that of the GPU.
+# bfloat16), by `device_kind`. Exact names: those of partitions of a GPU start with its name.
 PEAK = {
     # https://cloud.google.com/tpu/docs/system-architecture-tpu-vm and its pages on each version.
     "TPU v2": 46e12 / 2,  # a device is one of the chip's two cores
@@ -62,8 +61,8 @@ def peak_speed(config: ConfigDict, mesh: jax.sharding.Mesh) -> float | None:
 def flops_per_image(config: ConfigDict) -> float:
     """Counts the FLOPs of matrix products and convolutions for one training image.
 
-    The backward pass has two products for each one of the forward pass: the gradients of its two
-    factors.
+    The backward pass has two products, the gradients of the factors, for each one of the forward
+    pass.
     """
     options = config.model.to_dict() | {"remat": "none"}
     if "attention_implementation" in options:

@@ -1,12 +1,13 @@
-"""Training metrics: pending on the devices, averaged, and written to disk."""
+"""Training metrics: pending on the devices, averaged, written to disk, and shown."""
 
 import collections
 import contextlib
 import json
 import socket
 import struct
+import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +21,8 @@ from structinit_jax.training import workdir as workdir_lib
 
 # Steps dispatched ahead of the devices: enough to keep them busy, with few batches in memory.
 MAX_IN_FLIGHT = 2
+BAR_WIDTH = 24
+WAITS = ("data", "checkpoint", "evaluation")
 
 
 class InFlight:
@@ -38,8 +41,7 @@ class InFlight:
 class PendingMetrics:
     """Metrics of the steps since the last log line.
 
-    They stay on the devices until they are needed, since reading them after every step would leave
-    the devices idle.
+    Reading them after every step would leave the devices idle.
 
     Args:
       saved: Result of `to_json` at the checkpoint to resume from.
@@ -70,8 +72,8 @@ class PendingMetrics:
         """Averages the scalars among the fetched metrics over the finite steps, and clears them.
 
         Returns:
-          Means under 'train/…', the last step's 'train/learning_rate', and the number of
-          'train/nonfinite_steps'.
+          Means under 'train/…', except for 'train/learning_rate', which is that of the last step,
+          and the number of 'train/nonfinite_steps'.
         """
         steps, self._fetched = self._fetched, []
         finite = [m for m in steps if not m["nonfinite"]] or steps
@@ -84,17 +86,16 @@ class PendingMetrics:
 
 
 class MetricsLog:
-    """Appends metrics to `metrics.jsonl` and to TensorBoard event files in `tensorboard/`.
+    """Appends metrics to `metrics.jsonl` and to a TensorBoard event file in `tensorboard/`.
 
-    With several processes, only the first one writes.
+    Only the first process writes. All methods raise `InputError` if the disk is full or read-only.
+    Events are written by hand, since the thread of tensorboardX's writer dies on a full disk, and
+    then its queue blocks the training loop forever.
 
     Args:
       workdir: Output directory of the run.
       start_step: Step that the run starts or resumes from. Later lines, which a killed run wrote
         after its last checkpoint, are removed, since their steps will be repeated.
-
-    Raises:
-      InputError: The directory is full or not writable. The methods raise it too.
     """
 
     def __init__(self, workdir: Path, start_step: int):
@@ -102,20 +103,34 @@ class MetricsLog:
         self._files = contextlib.ExitStack()
         if jax.process_index() == 0:
             with self._explain_failure():
-                path = workdir / "metrics.jsonl"
-                _drop_lines_after(path, start_step)
-                self._lines = self._files.enter_context(path.open("a"))
-                events = EventFile(workdir / "tensorboard", start_step + 1 if start_step else None)
-                self._events = self._files.enter_context(contextlib.closing(events))
+                self._open(start_step)
+
+    def _open(self, start_step: int) -> None:
+        path, folder = self._workdir / "metrics.jsonl", self._workdir / "tensorboard"
+        if path.exists():
+            # A line that a kill has truncated is the last one, after the last checkpoint.
+            lines = path.read_text().splitlines(keepends=True)
+            whole = [line for line in lines if line.endswith("\n")]
+            kept = [line for line in whole if json.loads(line)["step"] <= start_step]
+            workdir_lib.write_atomically(path, "".join(kept))
+        self._lines = self._files.enter_context(path.open("a"))
+        folder.mkdir(exist_ok=True)
+        name = f"events.out.tfevents.{time.time():.0f}.{socket.gethostname()}"
+        self._events = self._files.enter_context((folder / name).open("ab"))
+        self._write_event(file_version="brain.Event:2")
+        if start_step:  # TensorBoard drops the events of earlier files from this step on
+            restart = SessionLog(status=SessionLog.START)
+            self._write_event(step=start_step + 1, session_log=restart)
 
     def write(self, step: int, values: dict[str, float]) -> None:
         """Writes one JSON line, and one TensorBoard scalar per name."""
         if jax.process_index() != 0:
             return
+        scalars = [Summary.Value(tag=tag, simple_value=value) for tag, value in values.items()]
         with self._explain_failure():
             self._lines.write(json.dumps({"step": step, **values}) + "\n")
             self._lines.flush()
-            self._events.write(step, values)
+            self._write_event(step=step, summary=Summary(value=scalars))
 
     def close(self) -> None:
         """Closes both files."""
@@ -125,55 +140,104 @@ class MetricsLog:
     def _explain_failure(self):
         return workdir_lib.explain_failed_write("the metrics", self._workdir)
 
-
-class EventFile:
-    """A TensorBoard event file of scalars.
-
-    By hand, since the thread of tensorboardX's writer dies on a full disk, and then its queue
-    blocks the training loop forever.
-
-    Args:
-      directory: Created if it does not exist.
-      purge_step: TensorBoard drops the events of earlier files in the directory from this step on.
-        None keeps them.
-
-    Raises:
-      OSError: The file cannot be written. The methods raise it too.
-    """
-
-    def __init__(self, directory: Path, purge_step: int | None):
-        directory.mkdir(exist_ok=True)
-        name = f"events.out.tfevents.{time.time():.0f}.{socket.gethostname()}"
-        self._file = (directory / name).open("ab")
-        self._write(Event(wall_time=time.time(), file_version="brain.Event:2"))
-        if purge_step is not None:
-            restart = SessionLog(status=SessionLog.START)
-            self._write(Event(wall_time=time.time(), step=purge_step, session_log=restart))
-
-    def write(self, step: int, values: dict[str, float]) -> None:
-        """Appends one scalar per name."""
-        scalars = [Summary.Value(tag=tag, simple_value=value) for tag, value in values.items()]
-        self._write(Event(wall_time=time.time(), step=step, summary=Summary(value=scalars)))
-
-    def close(self) -> None:
-        """Closes the file."""
-        self._file.close()
-
-    def _write(self, event: Event) -> None:
+    def _write_event(self, **fields):
         """Frames an event as a TFRecord: length, its checksum, content, its checksum."""
-        content = event.SerializeToString()
+        content = Event(wall_time=time.time(), **fields).SerializeToString()
         length = struct.pack("<Q", len(content))
         checksums = [struct.pack("<I", masked_crc32c(part)) for part in (length, content)]
-        self._file.write(length + checksums[0] + content + checksums[1])
-        self._file.flush()
+        self._events.write(length + checksums[0] + content + checksums[1])
+        self._events.flush()
 
 
-def _drop_lines_after(path: Path, step: int) -> None:
-    if not path.exists():
-        return
-    kept = []
-    for line in path.read_text().splitlines(keepends=True):
-        # A line that a kill has truncated is the last one, written after the last checkpoint.
-        if line.endswith("\n") and json.loads(line)["step"] <= step:
-            kept.append(line)
-    workdir_lib.write_atomically(path, "".join(kept))
+class Progress:
+    """Prints step, epoch, metrics, speed and remaining time: a bar on a terminal, lines in a log.
+
+    By hand, since tqdm counts evaluations as training time and writes no plain lines to a log.
+
+    Args:
+      start_step: Steps taken before this run.
+      num_steps: Total number of steps.
+      steps_per_epoch: May be fractional.
+      batch_size: Images per step.
+      peak_speed: Images per second at the peak of the devices, if known; see `training.flops`.
+    """
+
+    def __init__(
+        self,
+        start_step: int,
+        num_steps: int,
+        steps_per_epoch: float,
+        batch_size: int,
+        peak_speed: float | None = None,
+    ):
+        self._num_steps = num_steps
+        self._steps_per_epoch = steps_per_epoch
+        self._batch_size = batch_size
+        self._peak_speed = peak_speed
+        self._bar = sys.stdout.isatty()
+        self._last_step, self._last_time = start_step, time.perf_counter()
+        self._training_steps, self._training_seconds = 0, 0.0
+        self._waited = dict.fromkeys(WAITS, 0.0)
+
+    @contextlib.contextmanager
+    def wait(self, name: str) -> Iterator[None]:
+        """Counts the time within the context as one of `WAITS`."""
+        start = time.perf_counter()
+        yield
+        self._waited[name] += time.perf_counter() - start
+
+    def watch(self, batches: Iterable[Any]) -> Iterator[Any]:
+        """Yields the batches, and counts the time until each is available as waiting for data."""
+        batches = iter(batches)
+        while True:
+            with self.wait("data"):
+                batch = next(batches, None)
+            if batch is None:
+                return
+            yield batch
+
+    def measure(self, step: int) -> dict[str, float]:
+        """Measures speed and waiting times since the last call.
+
+        Returns:
+          'images_per_second', without checkpoints and evaluations; 'mfu', this speed as a fraction
+          of the peak speed, if that is known; and 'data_wait', 'checkpoint_wait' and
+          'evaluation_wait' as fractions of the elapsed time.
+        """
+        now = time.perf_counter()
+        seconds = now - self._last_time
+        waits = {f"{name}_wait": waited / seconds for name, waited in self._waited.items()}
+        training = seconds - self._waited["checkpoint"] - self._waited["evaluation"]
+        steps = step - self._last_step
+        self._last_step, self._last_time = step, now
+        self._waited = dict.fromkeys(WAITS, 0.0)
+        self._training_steps += steps
+        self._training_seconds += training
+        speed = steps * self._batch_size / training
+        mfu = {"mfu": speed / self._peak_speed} if self._peak_speed else {}
+        return {"images_per_second": speed, **mfu, **waits}
+
+    def show(self, step: int, values: dict[str, float]) -> None:
+        """Prints the metrics of a step."""
+        mfu = f"  mfu {100 * values['mfu']:.1f} %" if "mfu" in values else ""
+        text = (
+            f"step {step}/{self._num_steps}  epoch {step / self._steps_per_epoch:.1f}  "
+            f"loss {values['train/loss']:.4f}  lr {values['train/learning_rate']:.2e}  "
+            f"{values['images_per_second']:.0f} images/s{mfu}  {self._time_left(step)} left"
+        )
+        if self._bar:
+            done = BAR_WIDTH * step // self._num_steps
+            bar = "█" * done + "░" * (BAR_WIDTH - done)
+            print(f"\r\x1b[K{bar} {text}", end="", flush=True)
+        else:
+            print(text, flush=True)
+
+    def note(self, text: str) -> None:
+        """Prints a separate line, above the bar."""
+        print(f"\r\x1b[K{text}" if self._bar else text, flush=True)
+
+    def _time_left(self, step: int) -> str:
+        seconds = self._training_seconds / self._training_steps * (self._num_steps - step)
+        minutes, seconds = divmod(round(seconds), 60)
+        hours, minutes = divmod(minutes, 60)
+        return f"{hours}:{minutes:02}:{seconds:02}" if hours else f"{minutes}:{seconds:02}"

@@ -13,13 +13,13 @@ COMPILE_EVENT = "/jax/core/compile/backend_compile_duration"
 class StepTrace:
     """Records a JAX profiler trace of some steps, on the first process.
 
+    By hand, since clu.periodic_actions.Profile imports TensorFlow and writes no Perfetto file.
+
     Args:
       directory: Receives `plugins/profile/<time>/` with files for XProf and Perfetto.
       first: First step to trace, or None for no trace.
       last: Last step to trace.
     """
-
-    # By hand, since clu.periodic_actions.Profile imports TensorFlow and writes no Perfetto file.
 
     def __init__(self, directory: Path, first: int | None, last: int | None):
         self._directory = directory
@@ -42,8 +42,7 @@ class StepTrace:
         jax.profiler.stop_trace()
         return (
             f"traced steps {self._first} to {self._last} to {self._directory}: open "
-            "perfetto_trace.json.gz at https://ui.perfetto.dev, or the directory in TensorBoard "
-            "with xprof installed"
+            "perfetto_trace.json.gz at https://ui.perfetto.dev, or the directory with XProf"
         )
 
 
@@ -59,8 +58,8 @@ def parse_steps(text: str | None) -> tuple[int, int] | tuple[None, None]:
     first, last = map(int, match.groups()) if match else (0, 0)
     if not 1 <= first <= last:
         raise InputError(
-            f"--profile_steps={text} must be the first and the last step to trace, for example "
-            "10:13; steps count from 1, and the first steps of a run are slower than the others"
+            f"--profile_steps={text} must be the first and the last step to trace, counted from "
+            "1, for example 10:13; the first steps of a run are slower than the others"
         )
     return first, last
 
@@ -75,10 +74,7 @@ def check_steps(first: int | None, last: int | None, start_step: int, num_steps:
 
 
 class RecompilationWatch:
-    """Reports functions that JAX compiles when everything should be compiled already.
-
-    A context manager. Counting starts at the first call of `start`.
-    """
+    """A context that reports what JAX compiles after `start`, when all should be compiled."""
 
     def __init__(self):
         self._counting = False
@@ -92,7 +88,7 @@ class RecompilationWatch:
         jax.monitoring.unregister_event_duration_listener(self._listen)
 
     def start(self) -> None:
-        """Starts counting. Further calls have no effect."""
+        """Starts counting, if it has not started yet."""
         self._counting = True
 
     def report(self) -> str | None:
@@ -105,18 +101,16 @@ class RecompilationWatch:
             "a Python value differs between calls, and the devices are idle during compilation"
         )
 
-    def _listen(self, event: str, duration: float, **details) -> None:
-        del duration
+    def _listen(self, event: str, _duration: float, **details) -> None:
         if self._counting and event == COMPILE_EVENT:
             self._names.append(str(details.get("fun_name", "a function")))
 
 
 def describe_memory() -> str:
-    """Formats the memory use of this process's first device; the others hold about as much.
+    """Formats the memory use of this process's first device, for the end of a message.
 
-    Returns:
-      For example ', device memory 1.20 GiB in use, peak 3.40 of 79.6 GiB'. The peak is since the
-      process started. Empty on backends that do not report memory, such as CPUs.
+    For example ', device memory 1.20 GiB in use, peak 3.40 of 79.6 GiB'. The peak is since the
+    process started. Empty on backends that do not report memory, such as CPUs.
     """
     stats = jax.local_devices()[0].memory_stats()
     if not stats or "peak_bytes_in_use" not in stats:

@@ -9,7 +9,7 @@ import numpy as np
 import optax
 from flax import nnx
 from jax.sharding import Sharding
-from jaxtyping import Array, Bool, Float, PRNGKeyArray
+from jaxtyping import Array, Float, PRNGKeyArray
 from ml_collections import ConfigDict
 
 from structinit_jax.augment import Augment, normalize
@@ -37,10 +37,9 @@ def make_train_step(
     """Builds the training step, `(state, batch) -> (state, metrics)`.
 
     All randomness follows from (seed, step). A step whose loss or gradient is not finite changes
-    nothing but the step number, and with it the data and the randomness of the next step.
-
-    The metrics are the scalars 'loss', 'accuracy', 'learning_rate', 'gradient_norm' and 'nonfinite'
-    (1.0 for a step that was not applied), and 'layer_gradient_norms', see `layer_norms`.
+    the step number only, and with it the data and the randomness of the next step. The metrics are
+    the scalars 'loss', 'accuracy', 'learning_rate', 'gradient_norm' and 'nonfinite' (1.0 for a step
+    that was not applied), and 'layer_gradient_norms', see `layer_norms`.
 
     Args:
       config: See `structinit_jax.config.base_config`.
@@ -48,8 +47,8 @@ def make_train_step(
       optimizer: Turns gradients into updates.
       learning_rate: Schedule of the learning rate, for the metrics.
       augment: Augmentation of a batch.
-      replicated: Sharding of a full copy on every device. Weights that are split in the state are
-        gathered once a step; gradients, optimizer state and new weights stay split.
+      replicated: Sharding of a full copy on every device. Split weights are gathered once a step;
+        gradients, optimizer state and new weights stay split.
     """
     loss_of = find_loss(config.loss)
 
@@ -64,7 +63,7 @@ def make_train_step(
     value_and_grad = jax.value_and_grad(loss_fn, has_aux=True)
 
     def accumulate(params, model_state, batch, rng):
-        """Loss, accuracy and gradient of a batch that is processed in parts to save memory."""
+        """Computes `value_and_grad` of a batch in parts, to save memory."""
         num_parts = config.accumulate_steps
 
         def split(x):
@@ -117,11 +116,9 @@ def make_train_step(
 
 
 def layer_norms(grads: dict[str, Any]) -> dict[str, Float[Array, "..."]]:
-    """Computes the norm of each layer's gradient.
+    """Computes the norm of each layer's gradient, by path.
 
-    Returns:
-      A scalar for each layer by its path, such as 'head', and an array [L] for each stack of L
-      blocks, such as 'blocks' or 'stage1/blocks'.
+    Layers like 'head' have a scalar, and stacks of L blocks, like 'stage1/blocks', an array [L].
     """
     squares = {}
     for path, grad in jax.tree_util.tree_leaves_with_path(grads):
@@ -144,8 +141,8 @@ def make_eval_step(
     """Builds the evaluation step, `(params, model_state, batch) -> sums`.
 
     The sums 'loss', 'correct' and 'count' are over the examples whose mask is 1. A prediction is
-    correct if it is one of the right classes of the image; the loss is the negative logarithm of
-    the total probability of these classes.
+    correct if it is one of the image's right classes; the loss is the negative log of their total
+    probability.
 
     Args:
       config: See `structinit_jax.config.base_config`.
@@ -157,20 +154,17 @@ def make_eval_step(
     """
     every_class = np.arange(config.model.num_classes)
 
-    def right_classes(labels) -> Bool[Array, "B classes"]:
-        rows = labels[:, None] if answers is None else jnp.take(answers, labels, axis=0)
-        return jnp.any(rows[:, :, None] == every_class[None, None], axis=1)
-
     def eval_step(params: dict, model_state: dict, batch: Batch) -> Metrics:
         images = normalize(batch["image"], tuple(config.data.mean), tuple(config.data.std))
         params = jax.lax.with_sharding_constraint(params, replicated)
         logits, _ = nnx.merge(graphdef, params, model_state)(images)
         if classes is not None:
             logits = jnp.where(np.isin(every_class, classes)[None], logits, -jnp.inf)
-        right = right_classes(batch["label"])
-        losses = jax.nn.logsumexp(logits, axis=-1) - jax.nn.logsumexp(
-            jnp.where(right, logits, -jnp.inf), axis=-1
-        )
+        labels = batch["label"]
+        rows = labels[:, None] if answers is None else jnp.take(answers, labels, axis=0)
+        right = jnp.any(rows[:, :, None] == every_class[None, None], axis=1)  # [B, classes]
+        right_logits = jnp.where(right, logits, -jnp.inf)
+        losses = jax.nn.logsumexp(logits, axis=-1) - jax.nn.logsumexp(right_logits, axis=-1)
         correct = jnp.take_along_axis(right, logits.argmax(-1)[:, None], axis=1)[:, 0]
         mask = batch["mask"]
         return {

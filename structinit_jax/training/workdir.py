@@ -4,11 +4,12 @@ import contextlib
 import errno
 import fcntl
 import os
+import re
 import signal
 import socket
 import tempfile
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import jax
@@ -21,11 +22,7 @@ LOCKS_UNSUPPORTED = (errno.ENOLCK, errno.ENOTSUP, errno.ENOSYS)
 
 
 def local_path(workdir: str | Path) -> Path:
-    """Returns the directory that --workdir names as an absolute path.
-
-    Raises:
-      InputError: The name is a URL.
-    """
+    """Returns --workdir as an absolute path; raises `InputError` if it is a URL."""
     if "://" in str(workdir):
         raise InputError(
             f"--workdir={workdir} is a URL, but must be a directory: mount the bucket on every "
@@ -35,7 +32,7 @@ def local_path(workdir: str | Path) -> Path:
 
 
 def prepare_workdir(workdir: str | Path) -> Path:
-    """Creates the output directory, checks that it is writable and returns its absolute path.
+    """Creates the output directory and returns its absolute path.
 
     Raises:
       InputError: The directory cannot be created or written to.
@@ -56,9 +53,8 @@ def prepare_workdir(workdir: str | Path) -> Path:
 def lock_workdir(workdir: Path) -> Iterator[None]:
     """Holds an exclusive lock on the directory within the context.
 
-    The operating system releases the lock when the process ends, even after a SIGKILL. The lock
-    works between the processes of one host, and between hosts only if the network file system
-    supports it.
+    The operating system releases the lock when the process ends, even after a SIGKILL. Between
+    hosts the lock works only if the network file system supports it.
 
     Raises:
       InputError: Another run holds the lock.
@@ -84,48 +80,50 @@ def lock_workdir(workdir: Path) -> Iterator[None]:
 
 
 def write_atomically(path: Path, text: str) -> None:
-    """Replaces the content of a file. After a failure or a kill the old content is still there.
-
-    Raises:
-      OSError: The file cannot be written.
-    """
+    """Replaces the content of a file. After a failure or a kill the old content is still there."""
     partial = path.with_name(f"{path.name}.partial")
     partial.write_text(text)
     os.replace(partial, path)
 
 
 @contextlib.contextmanager
-def explain_failed_write(what: str, directory: Path) -> Iterator[None]:
-    """Turns the `OSError` of a full or read-only disk into a message for the user.
+def explain_failed_write(
+    what: str, directory: Path, safe: Callable[[], str] = lambda: "the checkpoints are not affected"
+) -> Iterator[None]:
+    """Turns the errors of a full or read-only disk within the context into an `InputError`.
 
-    Raises:
-      InputError: A write failed within the context.
+    Args:
+      what: What is written, for the message.
+      directory: Where it is written.
+      safe: Describes what a failure leaves intact.
     """
     try:
         yield
-    except OSError as error:
-        raise failed_write(what, directory, error.strerror) from error
+    except (OSError, ValueError) as error:
+        if not is_failed_write(error):
+            raise
+        text = re.sub(r"\s*\[os_error_code.*", "", str(error).rsplit(": ", 1)[-1])
+        reason = getattr(error, "strerror", None) or text
+        raise InputError(
+            f"{what} could not be written to {directory}: {reason}. Training stops; {safe()}. Free "
+            "disk space or fix the permissions, then run the same command again to resume"
+        ) from error
 
 
-def failed_write(
-    what: str, directory: Path, reason: str, safe: str = "the checkpoints are not affected"
-) -> InputError:
-    """Returns the error for a write that failed, with the reason and what is left of the run."""
-    return InputError(
-        f"{what} could not be written to {directory}: {reason}. Training stops; {safe}. Free disk "
-        "space or fix the permissions, then run the same command again to resume"
+def is_failed_write(error: BaseException | None) -> bool:
+    """Recognizes disk errors, also those that TensorStore raises as `ValueError`."""
+    return isinstance(error, OSError) or (
+        isinstance(error, ValueError) and "os_error_code" in str(error)
     )
 
 
 class StopRequest:
     """Whether SIGTERM or SIGINT has asked the run to stop; see `listen_for_signals`."""
 
-    def __init__(self):
-        self._received = False
+    _received = False
 
-    def receive(self, number: int, frame) -> None:
+    def receive(self, _number: int, _frame) -> None:
         """Handles the first signal, and restores the default handlers for the second."""
-        del number, frame
         signal.signal(signal.SIGINT, signal.default_int_handler)
         if jax.process_count() > 1:
             signal.raise_signal(signal.SIGTERM)  # JAX passes it on to all processes
@@ -144,16 +142,16 @@ class StopRequest:
 def listen_for_signals() -> Iterator[StopRequest]:
     """Treats SIGTERM and SIGINT as requests to stop within the context.
 
-    A scheduler sends SIGTERM before it takes a machine away: 30 s before on spot VMs and GKE, and
-    as long before as `--signal=TERM@120` says on SLURM. Ctrl-C sends SIGINT.
-
-    With several processes JAX itself handles SIGTERM, and a signal to any of them stops all of them
-    after the same step. Outside the main thread signals cannot be handled and are ignored here.
+    Schedulers send SIGTERM before they take a machine away: 30 s before on spot VMs and GKE, 120 s
+    with `--signal=TERM@120` on SLURM. Ctrl-C sends SIGINT. With several processes JAX itself
+    handles SIGTERM, and a signal to any of them stops all of them after the same step. Signals
+    cannot be handled outside the main thread.
     """
     request = StopRequest()
+    single = jax.process_count() == 1
+    numbers = (signal.SIGINT, signal.SIGTERM) if single else (signal.SIGINT,)
     with contextlib.ExitStack() as on_exit:
         if threading.current_thread() is threading.main_thread():
-            single = jax.process_count() == 1
-            for number in (signal.SIGINT, signal.SIGTERM) if single else (signal.SIGINT,):
+            for number in numbers:
                 on_exit.callback(signal.signal, number, signal.signal(number, request.receive))
         yield request
