@@ -32,7 +32,7 @@ class Command:
         self.directory = tempfile.TemporaryDirectory()
         self.paths = [Path(self.directory.name, name) for name in ("stdout", "stderr")]
         environment = {
-            "XLA_FLAGS": "--xla_backend_optimization_level=1",  # halves the time to compile
+            "XLA_FLAGS": "--xla_backend_optimization_level=0",  # halves the time to compile
             "JAX_PLATFORMS": "cpu",
         } | environment
         self.process = CONTEXT.Process(

@@ -45,7 +45,7 @@ def start(tmp_path_factory):
     def start(num_devices, *arguments):
         xla_flags = (
             f"--xla_force_host_platform_device_count={num_devices} "
-            "--xla_backend_optimization_level=1"
+            "--xla_backend_optimization_level=0"
         )
         return fork_main.Command(*arguments, XLA_FLAGS=xla_flags, XDG_CACHE_HOME=cache)
 
