@@ -9,8 +9,8 @@ from structinit_jax.errors import InputError
 from structinit_jax.training.flops import flops_per_image
 
 CONFIGS = Path(__file__).parent.parent / "configs"
-# One file per family and a paper's recipe at 224 pixels. `test_config_files` traces the step of every
-# other one, which compiles to the same operations.
+# One file per family and a paper's recipe at 224 pixels. `test_config_files` traces the step of the
+# others, which compiles to the same operations.
 FILES = ["vit_t_digits", "swin_digits", "mixer_digits", "convmixer_digits", "vit_2024_imagenet"]
 
 
