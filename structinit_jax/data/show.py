@@ -16,10 +16,9 @@ from structinit_jax import command_line
 from structinit_jax import config as config_lib
 from structinit_jax.augment import make_augment
 from structinit_jax.command_line import OUT
-from structinit_jax.data.datasets import open_dataset
-from structinit_jax.data.info import check_examples
 from structinit_jax.data.loader import make_loader, split_augmentation
 from structinit_jax.data.prepare import MAX_TILES, draw_tiles
+from structinit_jax.evaluate import open_data
 from structinit_jax.training.mesh import make_mesh
 from structinit_jax.training.step import step_rngs
 
@@ -36,8 +35,7 @@ def training_batch(config: ConfigDict, step: int) -> tuple[np.ndarray, np.ndarra
     """
     config_lib.validate(config)
     data = config.data
-    dataset = open_dataset(data.name, data.data_dir or None, data.manual_dir or None)
-    check_examples(dataset.info, num_classes=config.model.num_classes, channels=data.channels)
+    dataset = open_data(config)
     source = dataset.split(data.train_split, "data.train_split", data.on_bad_image)
     options = config_lib.augment_options(config)
     augmentation = split_augmentation(options, dataset.info, len(source), config.seed)
