@@ -26,6 +26,7 @@ class AttentionSite:
         row-major order, or None. The rank of a NumPy array is known at trace time, which makes the
         solve cheaper.
       positions_trainable: Whether the model uses `AttentionWeights.positions`.
+      base_init: Start values of the model's other layers, 'timm' or 'pytorch'.
     """
 
     grid: tuple[int, int]
@@ -36,6 +37,7 @@ class AttentionSite:
     qk_scale: float
     positions: np.ndarray | jax.Array | None = None
     positions_trainable: bool = False
+    base_init: str = "timm"
 
     def __post_init__(self):
         expected = (self.num_tokens, self.width)

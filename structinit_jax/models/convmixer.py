@@ -21,9 +21,11 @@ class FixedWeight(nnx.Variable):
 class ConvMixer(Model):
     """Patch embedding, a stack of depthwise and pointwise convolutions, average pooling, head.
 
-    Start values are PyTorch's, as in timm. Training, that is, a call with `rng`, normalizes by the
-    statistics of the batch (the global batch, under `jit` over a mesh) and updates the running
-    statistics in place; evaluation uses the running ones.
+    Both choices of `base_init` are PyTorch's defaults, which timm keeps.
+
+    Training, that is, a call with `rng`, normalizes by the statistics of the batch (the global
+    batch, under `jit` over a mesh) and updates the running statistics in place; evaluation uses the
+    running ones.
 
     For the arguments see `Model` and `default_config`.
     """
@@ -56,6 +58,7 @@ class ConvMixer(Model):
             activation="gelu",  # exact, or "relu"
             spatial_filters="trained",  # or "fixed": depthwise filters keep their start values
             drop_path=0.0,  # rate of the last depthwise branch; rises linearly from 0 in the first
+            base_init="timm",  # or "pytorch", which is the same for this family
             dtype="float32",  # of the computation, or "bfloat16"; parameters are float32
             unroll=1,  # blocks per step of the scan; 0 unrolls the stack, which compiles longer
             remat="none",  # or "dots", "full": recompute to save memory (model.run_stack)
@@ -74,6 +77,7 @@ class ConvMixer(Model):
         activation: str = "gelu",
         spatial_filters: str = "trained",
         drop_path: float = 0.0,
+        base_init: str = "timm",
         dtype: str = "float32",
         unroll: int = 1,
         remat: str = "none",
@@ -82,7 +86,11 @@ class ConvMixer(Model):
     ):
         self.grid = token_grid(image_size, patch_size)
         check_choices(
-            activation=activation, spatial_filters=spatial_filters, dtype=dtype, remat=remat
+            activation=activation,
+            spatial_filters=spatial_filters,
+            base_init=base_init,
+            dtype=dtype,
+            remat=remat,
         )
         if kernel_size < 1:
             raise InputError(f"config.model.kernel_size={kernel_size} must be positive")
@@ -105,7 +113,7 @@ class ConvMixer(Model):
             fixed_filters=spatial_filters == "fixed",
             **options,
         )
-        self.head = _linear(width, num_classes, dtype=jnp.float32, rngs=rngs)
+        self.head = nnx.Linear(width, num_classes, **layers.pytorch_init(width), rngs=rngs)
         if attention_init is not None:
             self.initialize_attention(attention_init, rngs.params())
 
@@ -156,7 +164,8 @@ class ConvMixerBlock(nnx.Module):
             width, kernel_size, fixed=fixed_filters, dtype=dtype, rngs=rngs
         )
         self.norm1 = BatchNorm(width)
-        self.channel = _linear(width, width, dtype=dtype, rngs=rngs)
+        init = layers.pytorch_init(width)
+        self.channel = nnx.Linear(width, width, dtype=dtype, **init, rngs=rngs)
         self.norm2 = BatchNorm(width)
         self.activation = activation
 
@@ -237,8 +246,3 @@ class BatchNorm(nnx.Module):
     def _record(self, running, batch):
         batch = jax.lax.stop_gradient(batch)
         running[...] = (1 - self.momentum) * running[...] + self.momentum * batch
-
-
-def _linear(inputs, outputs, *, dtype, rngs):
-    init = layers.uniform(inputs**-0.5)
-    return nnx.Linear(inputs, outputs, kernel_init=init, bias_init=init, dtype=dtype, rngs=rngs)
