@@ -159,7 +159,7 @@ class AttentionWeights(NamedTuple):
 
 
 class TokenMixingWeights(NamedTuple):
-    """Initial weights for a `TokenMixingSite`; None leaves the model's own. Biases start at zero.
+    """Initial weights for a `TokenMixingSite`; None leaves the model's own.
 
     Attributes:
       fc1: First layer [L, N, hidden].

@@ -187,9 +187,7 @@ class MixerBlock(layers.PreNormBlock):
         for name in ("fc1", "fc2"):
             kernel = getattr(weights, name)
             if kernel is not None:
-                layer = getattr(self.token_mlp, name)
-                layer.kernel[...] = kernel
-                layer.bias[...] = jnp.zeros(layer.bias.shape)
+                getattr(self.token_mlp, name).kernel[...] = kernel
 
 
 def _timm_mlp_init(fan_in: int) -> dict[str, nnx.Initializer]:
