@@ -31,6 +31,7 @@ class ConvMixer(Model):
     """
 
     # timm's names, and the 2024 paper's CIFAR-10 models (table 4; also with kernel sizes 3 and 8).
+    # Depth 6 for width 512 is the program's; the paper's text says 8.
     VARIANTS: ClassVar = {
         "convmixer_768_32": dict(
             image_size=224, patch_size=7, width=768, depth=32, kernel_size=7, activation="relu"
@@ -42,6 +43,7 @@ class ConvMixer(Model):
             image_size=224, patch_size=7, width=1536, depth=20, kernel_size=9
         ),
         "convmixer_256_8": dict(image_size=32, patch_size=2, width=256, depth=8, kernel_size=5),
+        "convmixer_512_6": dict(image_size=32, patch_size=2, width=512, depth=6, kernel_size=5),
         "convmixer_512_8": dict(image_size=32, patch_size=2, width=512, depth=8, kernel_size=5),
     }
 
@@ -56,7 +58,7 @@ class ConvMixer(Model):
             depth=8,  # L, the number of blocks
             kernel_size=5,  # f of the depthwise convolutions; if even, longer down and to the right
             activation="gelu",  # exact, or "relu"
-            spatial_filters="trained",  # or "fixed": depthwise filters keep their start values
+            spatial_filters="trained",  # or "fixed": they and their biases keep their start values
             drop_path=0.0,  # rate of the last depthwise branch; rises linearly from 0 in the first
             base_init="timm",  # or "pytorch", which is the same for this family
             dtype="float32",  # of the computation, or "bfloat16"; parameters are float32
@@ -187,14 +189,14 @@ class ConvMixerBlock(nnx.Module):
 class DepthwiseConv(nnx.Module):
     """One f × f filter and a bias for each channel, zero-padded like PyTorch's 'same'.
 
-    Not `nnx.Conv`, since the kernel [f, f, D] may be a `FixedWeight`.
+    Not `nnx.Conv`, since kernel [f, f, D] and bias may each be a `FixedWeight`.
     """
 
     def __init__(self, width: int, kernel_size: int, *, fixed: bool, dtype, rngs: nnx.Rngs):
         init = layers.uniform(1 / kernel_size)
         weight = FixedWeight if fixed else nnx.Param
         self.kernel = weight(init(rngs.params(), (kernel_size, kernel_size, width)))
-        self.bias = nnx.Param(init(rngs.params(), (width,)))
+        self.bias = weight(init(rngs.params(), (width,)))
         self.dtype = dtype
 
     def __call__(self, x: Float[Array, "B rows cols D"]) -> Float[Array, "B rows cols D"]:
