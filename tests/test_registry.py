@@ -20,7 +20,7 @@ from structinit_jax.errors import InputError
 
 RNG = jax.random.key(0)
 SITES = {
-    AttentionSite: AttentionSite((6, 6), 32, 4, 8, 3, 8**-0.5, sincos_positions((6, 6), 32)),
+    AttentionSite: AttentionSite((5, 6), 32, 4, 8, 3, 8**-0.5, sincos_positions((5, 6), 32)),
     WindowSite: WindowSite((3, 4), 32, 4, 8, 3, 8**-0.5),
     TokenMixingSite: TokenMixingSite((3, 4), 10, 3, 16),
     ConvSite: ConvSite(3, 16, 3),

@@ -42,32 +42,47 @@ class Bank(NamedTuple):
 # -- pseudo inputs: what stands for a layer's tokens in the solve ----------------------------------
 
 
-def sincos_positions(grid: tuple[int, int], width: int) -> Float[np.ndarray, "N D"]:
-    """Returns the 2-D sine-cosine encoding, channels in the order sin x, cos x, sin y, cos y.
+def sincos_positions(
+    grid: tuple[int, int], width: int, convention: str = "timm"
+) -> Float[np.ndarray, "N D"]:
+    """Returns the 2-D sine-cosine encoding with temperature 10,000; N = rows × cols, row-major.
 
-    Frequencies are 10,000^(-i / (D/4 - 1)), i = 0 … D/4 - 1, as in MoCo v3 and big_vision. The
-    width D has to be a multiple of 4, at least 8, else `InputError` is raised.
+    Args:
+      grid: (rows, cols).
+      width: Channels D, a multiple of 4 and at least 8.
+      convention: 'timm' is timm's `build_sincos2d_pos_embed`, which the 2024 paper uses: channels
+        sin y, sin x, cos y, cos x and frequencies 10,000^(-4 i / D), i = 0 … D/4 - 1. 'moco' is
+        that of MoCo v3 and big_vision: sin x, cos x, sin y, cos y and 10,000^(-i / (D/4 - 1)).
+
+    Raises:
+      InputError: The width cannot be encoded, or the convention is unknown.
     """
     if width % 4 or width < 8:
         raise InputError(
             f"width={width}: sin-cos positions need a width of at least 8 that is divisible by 4; "
             "change the width or use learned positions"
         )
+    if convention not in ("timm", "moco"):
+        raise InputError(f"convention={convention!r}: choose 'timm' or 'moco'")
     quarter = width // 4
-    frequencies = 10_000.0 ** -(np.arange(quarter) / (quarter - 1))
+    steps = quarter if convention == "timm" else quarter - 1
+    frequencies = 10_000.0 ** -(np.arange(quarter) / steps)
     y, x = np.meshgrid(*map(np.arange, grid), indexing="ij")
-    x, y = (axis.reshape(-1, 1) * frequencies for axis in (x, y))
-    encoding = np.concatenate([np.sin(x), np.cos(x), np.sin(y), np.cos(y)], axis=1)
-    return encoding.astype(np.float32)
+    y, x = (axis.reshape(-1, 1) * frequencies for axis in (y, x))
+    if convention == "timm":
+        channels = [np.sin(y), np.sin(x), np.cos(y), np.cos(x)]
+    else:
+        channels = [np.sin(x), np.cos(x), np.sin(y), np.cos(y)]
+    return np.concatenate(channels, axis=1).astype(np.float32)
 
 
-def layer_norm(x: Float[Array | np.ndarray, "N D"]):
+def layer_norm(x: Float[Array | np.ndarray, "N D"], epsilon: float = 1e-6):
     """LayerNorm without scale and bias; computed in float64 by NumPy for a NumPy array."""
     xp = jnp
     if isinstance(x, np.ndarray):
         xp, x = np, x.astype(np.float64)
     x = x - x.mean(axis=1, keepdims=True)
-    return x / xp.sqrt((x * x).mean(axis=1, keepdims=True) + 1e-6)
+    return x / xp.sqrt((x * x).mean(axis=1, keepdims=True) + epsilon)
 
 
 def draw_pseudo_input(
