@@ -21,8 +21,6 @@ from structinit_jax.attention_init.tokens import mimetic_vo, split_product
 
 PSEUDO_INPUT_EPSILON = 1e-5  # PyTorch's default for LayerNorm; the models themselves use 1e-6
 RESCALE_EVERY = 100  # steps of algorithm 1 between two rescalings
-POSITION_SCALE_2025 = 18.0
-FROBENIUS_NORM_2025 = 7.0
 
 
 @register("impulse_2024", AttentionSite)
@@ -148,39 +146,55 @@ def optimize_2024(
 
 @register("impulse_2025", AttentionSite)
 def impulse_2025(
-    rng: PRNGKeyArray, site: AttentionSite, *, kernel_size: int = 3
+    rng: PRNGKeyArray,
+    site: AttentionSite,
+    *,
+    kernel_size: int = 3,
+    position_scale: float = 18.0,
+    query_key_norm: float = 7.0,
+    value_out_scale: float = 1.0,
 ) -> AttentionWeights:
     """The closed form of "Structured Initialization for Vision Transformers" (arXiv:2505.19985).
 
-    Learned positions are multiplied by 18; X is their LayerNorm. The target logits W are 1000 where
-    the target map is 1, and 3 times truncated normal noise of standard deviation 0.6 elsewhere;
+    Learned positions are scaled; X is their LayerNorm. The target logits W are 1000 where the
+    target map is 1, and 3 times truncated normal noise of standard deviation 0.6 elsewhere;
     `factor_logits` gives Q and K. Offsets go to heads in a fixed order, center first. V and
-    projection are mimetic.
+    projection are mimetic, in the orientation of `mimetic_vo`, as in the program.
 
     Args:
       rng: Random key.
       site: Layers to initialize.
       kernel_size: Kernel size f, odd; 3 in the paper.
+      position_scale: Factor on learned positions; fixed ones stay as they are.
+      query_key_norm: Frobenius norm of each head's Q and K.
+      value_out_scale: Factor on value and projection.
     """
     check_kernel_size(kernel_size, site.grid)
-    positions = site.require_positions()
-    if site.positions_trainable:
-        positions = POSITION_SCALE_2025 * jnp.asarray(positions)
+    positions = jnp.asarray(site.require_positions())
+    scale = position_scale if site.positions_trainable else None
+    if scale is not None:
+        positions = scale * positions
     noise_rng, vo_rng, offset_rng = jax.random.split(rng, 3)
     targets = jnp.asarray(convolution_maps(impulse_kernels(kernel_size), site.grid))
     shape = (site.num_layers, site.num_heads)
     filter_index = assign(offset_rng, shape, len(targets), order="center_first")
-    x = layer_norm(jnp.asarray(positions))
     query, key, report = _solve_2025(
-        noise_rng, x, targets, filter_index, head_dim=site.head_dim, qk_scale=site.qk_scale
+        noise_rng,
+        layer_norm(positions, PSEUDO_INPUT_EPSILON),
+        targets,
+        filter_index,
+        head_dim=site.head_dim,
+        qk_scale=site.qk_scale,
+        norm=query_key_norm,
     )
-    value, out = mimetic_vo(vo_rng, site)
-    initial = positions if site.positions_trainable else None
-    return AttentionWeights(query, key, value, out, initial, report, filter_index)
+    value, out = (value_out_scale * w for w in mimetic_vo(vo_rng, site))
+    return AttentionWeights(
+        query, key, value, out, report=report, filter_index=filter_index, position_scale=scale
+    )
 
 
 @functools.partial(jax.jit, static_argnames=("head_dim", "qk_scale"))
-def _solve_2025(rng, x, targets, filter_index, *, head_dim, qk_scale):
+def _solve_2025(rng, x, targets, filter_index, *, head_dim, qk_scale, norm):
     """Returns Q and K [L, D, h, d] and a report; each head's target is targets[filter_index]."""
     std, cut = 0.6, 2 / 0.6  # truncated at ±2 in absolute terms, as timm does
     layers, heads = filter_index.shape
@@ -188,10 +202,10 @@ def _solve_2025(rng, x, targets, filter_index, *, head_dim, qk_scale):
     def solve_head(rng, target):
         noise = std * jax.random.truncated_normal(rng, -cut, cut, target.shape)
         logits = 1000 * target + 3 * jnp.where(target == 0, noise, 0)
-        query, key = factor_logits(x, logits, head_dim)
+        query, key = (norm * factor for factor in factor_logits(x, logits, head_dim))
         maps = jax.nn.softmax(qk_scale * (x @ query) @ (x @ key).T, axis=-1)
-        norm = FROBENIUS_NORM_2025 / head_dim**0.5
-        return query, key, report_on_maps(target[None], maps[None], steps=0, norm=norm)
+        report = report_on_maps(target[None], maps[None], steps=0, norm=norm / head_dim**0.5)
+        return query, key, report
 
     # One head at a time: the N × N logits of all heads of a large model do not fit into memory.
     query, key, reports = jax.lax.map(
@@ -205,7 +219,7 @@ def _solve_2025(rng, x, targets, filter_index, *, head_dim, qk_scale):
 def factor_logits(
     x: Float[Array, "N D"], logits: Float[Array, "N N"], head_dim: int
 ) -> tuple[Float[Array, "D d"], Float[Array, "D d"]]:
-    """Returns Q, K of Frobenius norm 7 with Q Kᵀ ∝ X⁺ W X⁺ᵀ, X⁺ over X's top d singular values."""
+    """Returns Q, K of Frobenius norm 1 with Q Kᵀ ∝ X⁺ W X⁺ᵀ, X⁺ over X's top d singular values."""
     u, s, vt = jnp.linalg.svd(x, full_matrices=False)
     rank = min(head_dim, len(s))
     inverse = u[:, :rank] / s[None, :rank]
@@ -213,6 +227,5 @@ def factor_logits(
     factors = split_product(inverse.T @ logits @ inverse, rank)
     query, key = (vt[:rank].T @ f for f in factors)
     return tuple(
-        jnp.pad(FROBENIUS_NORM_2025 / jnp.linalg.norm(f) * f, ((0, 0), (0, head_dim - rank)))
-        for f in (query, key)
+        jnp.pad(f / jnp.linalg.norm(f), ((0, 0), (0, head_dim - rank))) for f in (query, key)
     )

@@ -26,6 +26,7 @@ PATIENCE, MIN_IMPROVEMENT = 5, 1e-3
 MAX_ROWS = 1024
 # With a target mass, the norm is fitted to it between solves: a grid search, then bisection.
 MASS_ROUNDS, NORM_RANGE, NORM_GRID, NORM_BISECTIONS = 2, (0.05, 20.0), 24, 12
+MIN_HIT_RATE = 0.75  # below it, targets count as out of reach
 PSEUDO_INPUTS = ("positions", "uniform", "gaussian", "positions+uniform", "positions+gaussian")
 # Options of `solve_bank` that are fixed at compile time.
 STATIC_OPTIONS = ("target_mass", "optimizer", "learning_rate", "max_steps")
@@ -156,6 +157,17 @@ def report_on_maps(targets, maps, *, steps, norm) -> SolveReport:
         hit_rate=jnp.sum(hits, dtype=jnp.float32) / jnp.sum(has_target, dtype=jnp.float32),
         steps=jnp.asarray(steps, jnp.float32),
         norm=jnp.asarray(norm, jnp.float32),
+    )
+
+
+def out_of_reach(report: SolveReport) -> str | None:
+    """Returns a warning if too few rows peak on their target, else None."""
+    if report.hit_rate >= MIN_HIT_RATE:
+        return None
+    return (
+        f"only {100 * float(report.hit_rate):.0f} % of the attention rows peak on their target, "
+        "since the head dimension and the rank of the position encoding limit the rank of the "
+        "maps: use fewer heads, a smaller kernel, or sin-cos positions"
     )
 
 
