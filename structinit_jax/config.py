@@ -17,7 +17,7 @@ from structinit_jax.data.info import EVALUATION_SETS
 from structinit_jax.errors import InputError
 from structinit_jax.models.model import CHOICES
 from structinit_jax.models.registry import default_config
-from structinit_jax.training.optimizer import find_loss, find_optimizer
+from structinit_jax.training.optimizer import SCHEDULES, find_loss, find_optimizer
 
 
 def base_config(model: str = "vit") -> ConfigDict:
@@ -41,6 +41,7 @@ def base_config(model: str = "vit") -> ConfigDict:
     config.loss = "softmax_cross_entropy"  # or your own, as 'module:function'
     config.label_smoothing = 0.1
     config.optimizer = "adamw"  # or your own, as 'module:function'
+    config.schedule = "cosine"  # or 'timm_cosine', by epoch as in timm's train.py
     config.learning_rate = 1e-3  # peak of the schedule
     config.warmup_epochs = 2.0  # linear, from warmup_learning_rate to learning_rate
     config.warmup_learning_rate = 0.0
@@ -187,6 +188,7 @@ NEEDS = [
         "label_smoothing adam_b2 ema_decay model.drop_path model.dropout",
     ),
     ("a number in (0, 1]", lambda x: 0 < x <= 1, "layer_decay data.crop_fraction"),
+    (f"one of {', '.join(map(repr, SCHEDULES))}", SCHEDULES.__contains__, "schedule"),
     ("a name", _is_name, "loss optimizer"),
     ("a data set, such as 'cifar10', 'folder' or 'my_module:my_dataset'", _is_name, "data.name"),
     ("'stop' or 'skip'", ("stop", "skip").__contains__, "on_nonfinite data.on_bad_image"),
