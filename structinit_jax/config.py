@@ -105,6 +105,7 @@ def base_config(model: str = "vit") -> ConfigDict:
         train_split="train",  # TFDS syntax: 'train[:90%]', 'train+validation'
         eval_split="test",
         eval_name="",  # an ImageNet test set that replaces eval_split, such as 'imagenet_v2'
+        drop_remainder=False,  # whether each epoch leaves out its last partial batch
         repeats=1,  # consecutive copies of each training example (repeated augmentation)
         image_size=image_size,  # height and width of the model's input in pixels
         crop_fraction=1.0,  # of the shorter side, kept by the center crop of test images
@@ -197,6 +198,7 @@ NEEDS = [
         lambda x: x == "" or x.split("/")[0] in EVALUATION_SETS,
         "data.eval_name",
     ),
+    ("true or false", lambda x: isinstance(x, bool), "data.drop_remainder"),
     ("1 (grayscale) or 3 (RGB)", (1, 3).__contains__, "data.channels"),
     ("finite numbers", lambda x: all(map(math.isfinite, x)), "data.mean"),
     ("finite numbers above 0", lambda x: all(map(_is_positive, x)), "data.std"),

@@ -105,15 +105,25 @@ def test_layer_decay_needs_a_stack():
         (384, {"num_steps": 7}, 7, {6, 7}),
         (384, {"eval_every_epochs": 100.0}, 12, {12}),
         (10, {"num_epochs": 1.0}, 1, {1}),
+        (120, {"num_epochs": 4.0, "data.drop_remainder": True}, 4, {1, 2, 3, 4}),
     ],
 )
 def test_epochs_become_steps(num_examples, fields, steps, evaluations):
     config = base_config()
-    config.update(dict(batch_size=64, num_epochs=2.0, eval_every_epochs=1.0) | fields)
+    fields = dict(batch_size=64, num_epochs=2.0, eval_every_epochs=1.0) | fields
+    config.update_from_flattened_dict(fields)
     schedule = make_schedule(config, num_examples)
     assert schedule.num_steps == steps
     assert schedule.eval_steps == evaluations
-    assert schedule.steps_per_epoch == num_examples / 64
+    whole = config.data.drop_remainder
+    assert schedule.steps_per_epoch == (num_examples // 64 if whole else num_examples / 64)
+
+
+def test_an_epoch_without_a_whole_batch_is_refused():
+    config = base_config()
+    config.data.drop_remainder = True
+    with pytest.raises(InputError, match=r"config\.data\.drop_remainder=True .*127 training ex"):
+        make_schedule(config, 127)
 
 
 def test_more_steps_than_can_be_counted_are_refused():
@@ -177,16 +187,18 @@ RECIPES = ["2024_small", "2024_imagenet", "2024_convmixer", "2025_small", "2025_
 
 
 @pytest.mark.parametrize("recipe", RECIPES)
-@pytest.mark.parametrize("num_examples", [320, 337])
-def test_timm_cosine_equals_timm_in_every_step_of_every_epoch(recipe, num_examples):
+@pytest.mark.parametrize(("num_examples", "drop"), [(320, False), (337, False), (337, True)])
+def test_timm_cosine_equals_timm_in_every_step_of_every_epoch(recipe, num_examples, drop):
     config = base_config()
     config.update(dict(zip(RATE_FIELDS, REFERENCE[f"settings/{recipe}"].tolist(), strict=True)))
     config.num_epochs += config.cooldown_epochs
     config.update(schedule="timm_cosine", batch_size=32)
+    config.data.drop_remainder = drop
+    epoch_length = num_examples - drop * num_examples % 32
     schedule = make_schedule(config, num_examples)
     steps = np.arange(schedule.num_steps, dtype=np.int32)
     ours = jax.jit(jax.vmap(schedule.learning_rate))(steps)
-    expected = REFERENCE[f"rates/{recipe}"][steps * 32 // num_examples]
+    expected = REFERENCE[f"rates/{recipe}"][steps * 32 // epoch_length]
     np.testing.assert_allclose(ours, expected, rtol=1e-6)
     assert schedule.learning_rate(0) == np.float32(config.warmup_learning_rate)
 

@@ -44,8 +44,15 @@ def make_schedule(config: ConfigDict, num_examples: int) -> Schedule:
       num_examples: Size of the training split.
 
     Raises:
-      InputError: The run has more steps than can be counted.
+      InputError: An epoch has no whole batch, or the run more steps than can be counted.
     """
+    if config.data.drop_remainder:
+        if num_examples < config.batch_size:
+            raise InputError(
+                f"config.data.drop_remainder=True leaves no batch of {num_examples:,} training "
+                f"examples: lower config.batch_size={config.batch_size}, or set it to False"
+            )
+        num_examples -= num_examples % config.batch_size
     steps_per_epoch = num_examples / config.batch_size
     num_steps = config.num_steps or max(1, round(config.num_epochs * steps_per_epoch))
     if num_steps > MAX_STEPS:
