@@ -1,9 +1,10 @@
-"""Records what timm's train.py does in a run: learning rates and the optimizer's parameter groups.
+"""Records what timm's train.py does: learning rates, weight decay, and the augmentation's order.
 
     python tests/references/make_train_script.py    # writes train_script.npz
 
 Made with timm 1.0.31 and torch 2.13.0. The schedules are those of the papers' public commands;
-`create_scheduler_v2` and `create_optimizer_v2` get the arguments that train.py passes on.
+`create_scheduler_v2`, `create_optimizer_v2` and `create_loader` get the arguments that train.py
+passes on.
 """
 
 import contextlib
@@ -18,6 +19,8 @@ with contextlib.suppress(RuntimeError):  # where they are defined already
         _library.define(_schema)
 
 import numpy as np
+from PIL import Image
+from timm.data import FastCollateMixup, create_loader
 from timm.models.convmixer import ConvMixer
 from timm.models.mlp_mixer import MlpMixer
 from timm.models.swin_transformer import SwinTransformer
@@ -78,10 +81,64 @@ def decayed(model):
     return np.array(list(parameters)), np.array([decay[id(p)] > 0 for p in parameters.values()])
 
 
+class Spy:
+    """Calls a function and notes its name; also notes where images were normalized on the way."""
+
+    def __init__(self, function, calls):
+        self.function, self.calls = function, calls
+
+    def __call__(self, images, *rest):
+        if isinstance(images, torch.Tensor) and images.is_floating_point():
+            self.calls.append("normalized")
+        self.calls.append(type(self.function).__name__)
+        return self.function(images, *rest)
+
+
+def training_batch(images, collate, **options):
+    """The loader that train.py makes, on PIL images with labels 0, 1, …: its one batch."""
+
+    class Images(torch.utils.data.Dataset):
+        transform = None
+
+        def __len__(self):
+            return len(images)
+
+        def __getitem__(self, index):
+            return self.transform(images[index]), index
+
+    cpu = dict(device=torch.device("cpu"), num_workers=0, persistent_workers=False)
+    options = dict(is_training=True, collate_fn=collate, **cpu) | options
+    loader = create_loader(Images(), (3, 8, 8), len(images), **options)
+    calls = []
+    steps = loader.dataset.transform.transforms
+    steps[:] = [Spy(step, calls) for step in steps]
+    loader.loader.collate_fn = Spy(collate, calls)
+    if loader.random_erasing:
+        loader.random_erasing = Spy(loader.random_erasing, calls)
+    batch, targets = next(iter(loader))
+    return batch.permute(0, 2, 3, 1).numpy(), targets.numpy(), list(dict.fromkeys(calls))
+
+
+def augmentation():
+    """The order of the operations with everything on, and a batch with mixup alone, λ = 0.3."""
+    pixels = np.random.default_rng(0).integers(0, 256, (4, 8, 8, 3), dtype=np.uint8)
+    images = [Image.fromarray(image) for image in pixels]
+    collate = FastCollateMixup(mixup_alpha=0.8, num_classes=4, label_smoothing=0.1)
+    collate._params_per_batch = lambda: (0.3, False)
+    everything = dict(auto_augment="rand-m9-mstd0.5-inc1", re_prob=1.0, re_mode="pixel")
+    order = training_batch(images, collate, **everything)[2]
+    batch, targets, _ = training_batch(images, collate, no_aug=True)
+    labels = targets.argmax(1)[::-1]  # the larger share is that of the mirror image
+    names = ("order", "inputs", "labels", "images", "targets")
+    return dict(zip(names, (np.array(order), pixels[labels], labels, batch, targets), strict=True))
+
+
 def make():
     """All arrays by name."""
+    torch.manual_seed(0)
     arrays = {f"rates/{name}": learning_rates(*row) for name, row in SCHEDULES.items()}
     arrays |= {f"settings/{name}": np.array(row) for name, row in SCHEDULES.items()}
+    arrays |= {f"augmentation/{key}": value for key, value in augmentation().items()}
     for family, model in models().items():
         arrays[f"names/{family}"], arrays[f"decayed/{family}"] = decayed(model)
     return arrays
