@@ -15,7 +15,12 @@ from flax import nnx
 from structinit_jax import command_line
 from structinit_jax.attention_init import SCHEMES
 from structinit_jax.command_line import load_config
-from structinit_jax.config import drop_foreign_options, make_attention_init, validate
+from structinit_jax.config import (
+    drop_foreign_options,
+    make_attention_init,
+    set_base_init,
+    validate,
+)
 from structinit_jax.data.info import CATALOG, split_size
 from structinit_jax.errors import InputError
 from structinit_jax.models.registry import create_model
@@ -97,6 +102,7 @@ def test_flags_in_the_docstring_work(path):
         config = load_config(str(path)).lock()
         command_line.override(config, field, quoted or plain)
         drop_foreign_options(config)
+        set_base_init(config)
         validate(config)
         if plain:
             assert str(get(config, field)) == plain

@@ -30,6 +30,7 @@ CHOICES = {
 }
 POSITIVE = (
     "sigma",
+    "variance",
     "dilation",
     "norm",
     "target_mass",

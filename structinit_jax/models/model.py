@@ -15,7 +15,7 @@ from jaxtyping import Array, Float, PRNGKeyArray
 
 from structinit_jax.attention_init import AttentionInit, Site, SolveReport
 from structinit_jax.errors import InputError
-from structinit_jax.models.layers import ACTIVATIONS, Rng
+from structinit_jax.models.layers import ACTIVATIONS, BASE_INITS, Rng
 
 REMAT_POLICIES = {
     "none": None,
@@ -26,6 +26,7 @@ CHOICES = {
     "activation": tuple(ACTIVATIONS),
     "spatial_filters": ("trained", "fixed"),
     "positions": ("sincos", "learned"),
+    "base_init": tuple(BASE_INITS),
     "pool": ("mean", "class_token"),
     "dtype": ("float32", "bfloat16"),
     "attention_implementation": ("auto", "xla", "cudnn"),
