@@ -63,6 +63,7 @@ def test_augment_section_agrees_with_augment_options():
         ("checkpoint_every_steps", 0),
         ("keep_checkpoints", 0),
         ("on_nonfinite", "ignore"),
+        ("schedule", "linear"),
         ("model.depth", 0),
         ("model.width", -64),
         ("model.num_heads", 0),

@@ -65,6 +65,14 @@ def test_a_file_of_another_resolution_fits_too(tiny_config, teacher):
     np.testing.assert_allclose(params["positions"], table[:, ::2], atol=1e-6)
 
 
+@pytest.mark.parametrize(("heads", "warned"), [(2, False), (8, True)])
+def test_targets_out_of_reach_are_reported_once(tiny_config, heads, warned, capsys):
+    tiny_config.model.update(num_heads=heads, depth=1)
+    tiny_config.attention_init.norm = 2.0  # so narrow a model has soft maps otherwise
+    initialize_model(tiny_config, abstract_model(tiny_config, make_mesh()))
+    assert capsys.readouterr().out.count("warning: only") == warned
+
+
 def test_a_file_that_does_not_fit_is_refused(tiny_config, teacher, tmp_path):
     model = abstract_model(tiny_config, make_mesh())
 

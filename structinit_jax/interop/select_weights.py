@@ -1,6 +1,14 @@
 """Weight selection: a smaller model starts from evenly spaced elements of a larger one.
 
-Xu et al. 2024, "Initializing Models with Larger Ones" (arXiv:2311.18823).
+Xu et al. 2024, "Initializing Models with Larger Ones" (arXiv:2311.18823). From the command line:
+train a larger model, export it, start a smaller one from it.
+
+    C="--config=configs/vit_t_digits.py --config.model.patch_size=2"
+    LARGE="--workdir=/tmp/large --config.model.width=128 --config.model.num_heads=8"
+    python -m structinit_jax.main $C $LARGE
+    python -m structinit_jax.export $C $LARGE --out=/tmp/large.safetensors
+    python -m structinit_jax.main $C --workdir=/tmp/small --config.num_epochs=5.0 \
+        --config.start_from=/tmp/large.safetensors
 """
 
 import math
