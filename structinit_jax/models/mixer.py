@@ -48,7 +48,7 @@ class MlpMixer(Model):
             mlp_mean=0.0,
             drop_path=0.0,  # rate of every block (constant over depth, as in timm)
             dropout=0.0,  # rate after both layers of both MLPs
-            base_init="timm",  # of all weights and biases; or "pytorch": its layers' defaults
+            base_init="timm",  # start values: timm's, or "pytorch": the defaults of its layers
             dtype="float32",  # of the computation, or "bfloat16"; parameters are float32
             unroll=1,  # blocks per step of the scan; 0 unrolls the stack, which compiles longer
             remat="none",  # or "dots", "full": recompute to save memory (model.run_stack)
