@@ -13,7 +13,7 @@ from structinit_jax.data.info import check_examples
 from structinit_jax.data.loader import make_loader
 from structinit_jax.data.test_sets import EvaluationSet, open_test_set
 from structinit_jax.errors import InputError
-from structinit_jax.training import checkpoint
+from structinit_jax.training import checkpoint, manifest
 from structinit_jax.training import mesh as mesh_lib
 from structinit_jax.training.metrics import InFlight
 from structinit_jax.training.state import AbstractModel, TrainState, abstract_model
@@ -49,6 +49,11 @@ def open_evaluation_set(
     return test_set
 
 
+def evaluation_name(config: ConfigDict) -> str:
+    """Returns the name of the evaluation set in metrics, such as 'test' or 'imagenet_v2'."""
+    return config.data.eval_name or config.data.eval_split
+
+
 class Evaluator:
     """Computes loss and accuracy over all examples of an evaluation set.
 
@@ -56,9 +61,13 @@ class Evaluator:
       config: Config of the run.
       model: The model, on the mesh of the states to evaluate.
       test_set: Images and the classes that count as right.
+      name: Name of the set in the metrics, by default that of `evaluation_name`.
     """
 
-    def __init__(self, config: ConfigDict, model: AbstractModel, test_set: EvaluationSet):
+    def __init__(
+        self, config: ConfigDict, model: AbstractModel, test_set: EvaluationSet, name: str = ""
+    ):
+        self._name = name or evaluation_name(config)
         replicated = mesh_lib.replicated(model.mesh)
         step = make_eval_step(
             config, model.graphdef, replicated, test_set.classes, test_set.answers
@@ -72,10 +81,10 @@ class Evaluator:
         self._batch_size = -(-config.batch_size // model.mesh.size) * model.mesh.size
 
     def __call__(self, state: TrainState) -> dict[str, float]:
-        """Returns 'test/loss' and 'test/accuracy', and 'test/ema_…' for averaged weights."""
-        weights = {"test/": (state.params, state.model_state)}
+        """Returns 'NAME/loss' and 'NAME/accuracy', and 'NAME/ema_…' for averaged weights."""
+        weights = {f"{self._name}/": (state.params, state.model_state)}
         if state.ema:
-            weights["test/ema_"] = (state.ema["params"], state.ema["model_state"])
+            weights[f"{self._name}/ema_"] = (state.ema["params"], state.ema["model_state"])
         results = {}
         for prefix, (params, model_state) in weights.items():
             sums, in_flight = [], InFlight()
@@ -89,9 +98,12 @@ class Evaluator:
 
 
 def restore_model(
-    config: ConfigDict, workdir: str | Path, devices: list[jax.Device] | None = None
+    config: ConfigDict,
+    workdir: str | Path,
+    devices: list[jax.Device] | None = None,
+    step: str = "newest",
 ) -> tuple[AbstractModel, TrainState]:
-    """Restores the newest model of a run, without optimizer state.
+    """Restores the model of a run, without optimizer state.
 
     The number of devices and `config.batch_size` need not be those of the training.
 
@@ -99,42 +111,56 @@ def restore_model(
       config: Config of the run. Averaged weights are restored if its `ema_decay` is not 0.
       workdir: Output directory of the run.
       devices: Devices that get a full copy of the weights. The default is all.
+      step: 'newest', 'best' or a number; see `checkpoint.find_step`.
 
     Raises:
-      InputError: There is no checkpoint, or it does not fit the config.
+      InputError: There is no such checkpoint, or it does not fit the config.
     """
     directory = local_path(workdir) / "checkpoints"
-    step = checkpoint.newest_step(directory)
-    if step is None:
-        raise InputError(f"--workdir={workdir} has no complete checkpoint: train there first")
+    number = checkpoint.find_step(directory, step)
+    if number is None:
+        problem = f"--workdir={workdir} has no complete checkpoint"
+        if step == "newest":
+            raise InputError(f"{problem}: train there first")
+        steps = [folder.name for folder in manifest.step_folders(directory)]
+        which = "that was evaluated" if step == "best" else f"of --step={step}"
+        raise InputError(f"{problem} {which}: it has those of steps {', '.join(steps) or 'none'}")
     model = abstract_model(config, mesh_lib.make_mesh(devices=devices))
     weights = {"params": model.params, "model_state": model.model_state}
-    number = jax.ShapeDtypeStruct((), np.int32, sharding=mesh_lib.replicated(model.mesh))
+    count = jax.ShapeDtypeStruct((), np.int32, sharding=mesh_lib.replicated(model.mesh))
     ema = weights if config.ema_decay else {}
-    abstract_state = TrainState(step=number, **weights, opt_state={}, ema=ema)
-    return model, checkpoint.restore(directory, step, abstract_state, weights_only=True)
+    abstract_state = TrainState(step=count, **weights, opt_state={}, ema=ema)
+    return model, checkpoint.restore(directory, number, abstract_state, weights_only=True)
 
 
-def evaluate_checkpoint(config: ConfigDict, workdir: str | Path) -> dict[str, float]:
-    """Evaluates the newest checkpoint of a run, possibly on other data, and prints the results.
+def evaluate_checkpoint(
+    config: ConfigDict, workdir: str | Path, step: str = "newest"
+) -> dict[str, float]:
+    """Evaluates a checkpoint of a run, possibly on other data, and prints the results.
+
+    Args:
+      config: Config of the run. `data.train_eval_split` is not evaluated.
+      workdir: Output directory of the run.
+      step: 'newest', 'best' or a number; see `checkpoint.find_step`.
 
     Raises:
-      InputError: There is no checkpoint, or it does not fit the config, or the data cannot be used.
+      InputError: There is no such checkpoint, it does not fit the config, or the data cannot be
+        used.
     """
     config_lib.validate(config)
     test_set = open_evaluation_set(config)
-    model, state = restore_model(config, workdir)
-    step = int(state.step)
-    run = checkpoint.read_run(local_path(workdir) / "checkpoints", step)
+    model, state = restore_model(config, workdir, step=step)
+    number = int(state.step)
+    run = checkpoint.read_run(local_path(workdir) / "checkpoints", number)
     if changed := resume.evaluation_changes(run, config):
         print("\n".join(["note: the checkpoint was trained with another config:", *changed]))
     results = Evaluator(config, model, test_set)(state)
     count = len(test_set.source)
-    print(f"step {step}  {describe(results)} on {count:,} examples of {test_set.name}")
+    print(f"step {number}  {describe(results)} on {count:,} examples of {test_set.name}")
     return results
 
 
 def describe(results: dict[str, float]) -> str:
     """Formats results, for example 'test loss 0.0613  test accuracy 0.9833'."""
-    text = "  ".join(f"{name} {value:.4f}" for name, value in results.items())
-    return text.replace("/", " ").replace("_", " ")
+    parts = ((*name.rpartition("/")[::2], value) for name, value in results.items())
+    return "  ".join(f"{part} {name.replace('_', ' ')} {value:.4f}" for part, name, value in parts)
