@@ -1,5 +1,6 @@
 """Opens the data, restores a model from a checkpoint and evaluates it exactly."""
 
+import itertools
 from pathlib import Path
 
 import jax
@@ -54,46 +55,54 @@ def evaluation_name(config: ConfigDict) -> str:
     return config.data.eval_name or config.data.eval_split
 
 
+def open_evaluation_sets(config: ConfigDict, dataset: datasets.Dataset) -> dict[str, EvaluationSet]:
+    """Opens what is evaluated in training: the evaluation set, and 'train_eval' if there is one."""
+    data, sets = config.data, {evaluation_name(config): open_evaluation_set(config, dataset)}
+    if spec := data.train_eval_split:
+        source = dataset.split(spec, "data.train_eval_split", data.on_bad_image)
+        sets["train_eval"] = EvaluationSet(f"{data.name} {spec}", source, dataset.info)
+    return sets
+
+
 class Evaluator:
-    """Computes loss and accuracy over all examples of an evaluation set.
+    """Computes loss and accuracy over all examples of evaluation sets.
 
     Args:
       config: Config of the run.
       model: The model, on the mesh of the states to evaluate.
-      test_set: Images and the classes that count as right.
-      name: Name of the set in the metrics, by default that of `evaluation_name`.
+      test_sets: Images and the classes that count as right, by their name in the metrics.
     """
 
     def __init__(
-        self, config: ConfigDict, model: AbstractModel, test_set: EvaluationSet, name: str = ""
+        self, config: ConfigDict, model: AbstractModel, test_sets: dict[str, EvaluationSet]
     ):
-        self._name = name or evaluation_name(config)
         replicated = mesh_lib.replicated(model.mesh)
-        step = make_eval_step(
-            config, model.graphdef, replicated, test_set.classes, test_set.answers
-        )
-        self._step = jax.jit(step, out_shardings=replicated)
-        size, fraction = config.data.image_size, config.data.crop_fraction
-        self._loader = make_loader(
-            test_set.source, test_set.info, model.mesh, image_size=size, crop_fraction=fraction
-        )
+        sizes = dict(image_size=config.data.image_size, crop_fraction=config.data.crop_fraction)
+        self._parts = {}
+        for name, test_set in test_sets.items():
+            rule = (test_set.classes, test_set.answers)
+            step = make_eval_step(config, model.graphdef, replicated, *rule)
+            loader = make_loader(test_set.source, test_set.info, model.mesh, **sizes)
+            self._parts[name] = jax.jit(step, out_shardings=replicated), loader
         # Any batch size gives the same sums, so it is rounded up to a multiple of the devices.
         self._batch_size = -(-config.batch_size // model.mesh.size) * model.mesh.size
 
     def __call__(self, state: TrainState) -> dict[str, float]:
         """Returns 'NAME/loss' and 'NAME/accuracy', and 'NAME/ema_…' for averaged weights."""
-        weights = {f"{self._name}/": (state.params, state.model_state)}
+        weights = {"": (state.params, state.model_state)}
         if state.ema:
-            weights[f"{self._name}/ema_"] = (state.ema["params"], state.ema["model_state"])
+            weights["ema_"] = (state.ema["params"], state.ema["model_state"])
         results = {}
-        for prefix, (params, model_state) in weights.items():
+        for (name, (step, loader)), (kind, (params, model_state)) in itertools.product(
+            self._parts.items(), weights.items()
+        ):
             sums, in_flight = [], InFlight()
-            for batch in self._loader.eval_batches(batch_size=self._batch_size):
-                sums.append(self._step(params, model_state, batch))
+            for batch in loader.eval_batches(batch_size=self._batch_size):
+                sums.append(step(params, model_state, batch))
                 in_flight.add(sums[-1])
             totals = jax.tree.map(lambda *leaves: float(np.sum(leaves)), *jax.device_get(sums))
-            results[f"{prefix}loss"] = totals["loss"] / totals["count"]
-            results[f"{prefix}accuracy"] = totals["correct"] / totals["count"]
+            results[f"{name}/{kind}loss"] = totals["loss"] / totals["count"]
+            results[f"{name}/{kind}accuracy"] = totals["correct"] / totals["count"]
         return results
 
 
@@ -154,7 +163,7 @@ def evaluate_checkpoint(
     run = checkpoint.read_run(local_path(workdir) / "checkpoints", number)
     if changed := resume.evaluation_changes(run, config):
         print("\n".join(["note: the checkpoint was trained with another config:", *changed]))
-    results = Evaluator(config, model, test_set)(state)
+    results = Evaluator(config, model, {evaluation_name(config): test_set})(state)
     count = len(test_set.source)
     print(f"step {number}  {describe(results)} on {count:,} examples of {test_set.name}")
     return results

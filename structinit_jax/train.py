@@ -21,14 +21,13 @@ from structinit_jax import resume
 from structinit_jax.augment import make_augment
 from structinit_jax.data.info import DatasetInfo
 from structinit_jax.data.loader import AugmentationSplit, make_loader, split_augmentation
-from structinit_jax.data.test_sets import EvaluationSet
 from structinit_jax.errors import InputError, StoppedError
 from structinit_jax.evaluate import (
     Evaluator,
     describe,
     evaluation_name,
     open_data,
-    open_evaluation_set,
+    open_evaluation_sets,
 )
 from structinit_jax.training import checkpoint, flops, profiling
 from structinit_jax.training import mesh as mesh_lib
@@ -81,12 +80,7 @@ def _train(config, workdir, profile_steps, on_exit):
     data = config.data
     dataset = open_data(config)
     train_source = dataset.split(data.train_split, "data.train_split", data.on_bad_image)
-    test_set, test_name = open_evaluation_set(config, dataset), evaluation_name(config)
-    train_set = None
-    if data.train_eval_split:
-        field = "data.train_eval_split"
-        source = dataset.split(data.train_eval_split, field, data.on_bad_image)
-        train_set = EvaluationSet(data.train_eval_split, source, dataset.info)
+    test_name, test_sets = evaluation_name(config), open_evaluation_sets(config, dataset)
 
     # -- Mesh, schedule, model, optimizer and training step; nothing is allocated yet --------------
     setup = set_up(config, dataset.info, len(train_source))
@@ -142,17 +136,13 @@ def _train(config, workdir, profile_steps, on_exit):
     # -- Steps -------------------------------------------------------------------------------------
     # Compiled ahead of time, so that an unexpected shape is an error and not a recompilation.
     train_step = setup.train_step.lower(setup.abstract_state, setup.abstract_batch).compile()
-    evaluate_test = Evaluator(config, setup.model, test_set)
-    evaluate_train = train_set and Evaluator(config, setup.model, train_set, "train_eval")
-
-    def evaluate(state):
-        return evaluate_test(state) | (evaluate_train(state) if evaluate_train else {})
+    evaluate = Evaluator(config, setup.model, test_sets)
 
     # -- Loop --------------------------------------------------------------------------------------
     print(
         f"training on {len(train_source):,} examples for {schedule.num_steps:,} steps "
         f"({schedule.num_steps / schedule.steps_per_epoch:.1f} epochs), "
-        f"testing on {len(test_set.source):,}",
+        f"testing on {len(test_sets[test_name].source):,}",
         flush=True,
     )
     log = on_exit.enter_context(contextlib.closing(MetricsLog(workdir, start_step)))
