@@ -231,6 +231,11 @@ def validate(config: ConfigDict) -> None:
     find_optimizer(config.optimizer)
     augment_options(config)
     make_attention_init(config)
+    if _needs_pytorch_init(config):
+        raise InputError(
+            "config.attention_init.name='kaiming_uniform' is PyTorch's initialization of the whole "
+            f"model, but config.model.base_init={config.model.base_init!r}: set it to 'pytorch'"
+        )
 
 
 def check_fields(config: ConfigDict) -> None:
@@ -299,6 +304,19 @@ def drop_foreign_options(config: ConfigDict) -> list[str]:
         for option in foreign:
             del section[option]
     return foreign
+
+
+def set_base_init(config: ConfigDict) -> bool:
+    """Sets `config.model.base_init` as 'kaiming_uniform' needs it; returns whether it did."""
+    needed = _needs_pytorch_init(config)
+    if needed:
+        config.model.base_init = "pytorch"
+    return needed
+
+
+def _needs_pytorch_init(config):
+    base_init = config.model.get("base_init", "pytorch")  # a family of the user's may have none
+    return config.attention_init.get("name") == "kaiming_uniform" and base_init != "pytorch"
 
 
 def _prefix_errors(function, *args, **kwargs):

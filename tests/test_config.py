@@ -118,6 +118,18 @@ def test_options_that_no_scheme_knows_stay_and_are_refused():
         config_lib.validate(config)
 
 
+@pytest.mark.parametrize("model", ["vit", "convmixer"])
+def test_kaiming_uniform_is_pytorchs_initialization_of_the_whole_model(model):
+    config = config_lib.base_config(model)
+    config.data.name = "digits"
+    config.attention_init = dict(name="kaiming_uniform")
+    with pytest.raises(InputError, match=r"model\.base_init='timm': set it to 'pytorch'"):
+        config_lib.validate(config)
+    assert config_lib.set_base_init(config)
+    config_lib.validate(config)
+    assert not config_lib.set_base_init(config)
+
+
 SCHEME = """
 def keep(strength=1.0):
     return lambda rng, site: strength

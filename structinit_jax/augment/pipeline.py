@@ -183,9 +183,11 @@ def make_augment(options: AugmentOptions, mesh: Mesh | None = None) -> Augment:
 def describe(options: AugmentOptions) -> list[str]:
     """List the operations of `make_augment` in their order, such as 'flip 0.5'."""
     before, after = _operations(options)
-    alphas = {"mixup": options.mixup, "cutmix": options.cutmix}
-    mixing = " or ".join(f"{name} {alpha}" for name, alpha in alphas.items() if alpha)
-    return [*before, *([mixing] if mixing else []), *after]
+    mixing = []
+    if options.mixup or options.cutmix:
+        group = options.mix_group or "batch"
+        mixing = [f"mixup {options.mixup:g}, cutmix {options.cutmix:g}, one lambda per {group}"]
+    return [*before, *mixing, *after]
 
 
 def _check_batch(shape, options):
@@ -213,7 +215,8 @@ def _operations(options):
         padding = options.crop_padding
         pixels[f"crop after padding {padding}"] = each(random_pad_crop, CROP, padding=padding)
     elif options.crop == "resized":
-        pixels[f"crop resized, scale {options.crop_scale}, ratio {options.crop_ratio}"] = each(
+        smallest, largest = options.crop_scale
+        pixels[f"crop area {smallest:g}-{largest:g}"] = each(
             random_resized_crop,
             CROP,
             size=options.image_size,
@@ -222,7 +225,7 @@ def _operations(options):
             interpolation=options.interpolation,
         )
     if options.flip:
-        pixels[f"flip {options.flip}"] = each(random_flip, FLIP, probability=options.flip)
+        pixels[f"flip {options.flip:g}"] = each(random_flip, FLIP, probability=options.flip)
     if options.rand_augment:
         pixels[options.rand_augment] = lambda rng, index, images: rand_augment(
             _image_rngs(rng, RAND_AUGMENT, index),
@@ -241,7 +244,7 @@ def _operations(options):
 
     normalized = {"normalize": lambda rng, index, x: normalize(x, options.mean, options.std)}
     if options.erasing:
-        normalized[f"erase {options.erasing}, {options.erasing_mode}"] = erase
+        normalized[f"erase {options.erasing:g} {options.erasing_mode}"] = erase
     return (pixels, normalized) if options.erase_after_mixing else (pixels | normalized, {})
 
 
