@@ -130,7 +130,7 @@ def _parse(argv: list[str]) -> ConfigDict:
         name = config.attention_init.name
         print(f"note: attention_init.{option} is not an option of {name!r} and is left out")
     if config_lib.set_base_init(config):
-        print("note: model.base_init is set to 'pytorch', since 'kaiming_uniform' is of all layers")
+        print("note: kaiming_uniform is of the whole model: config.model.base_init='pytorch'")
     return config.lock()
 
 
