@@ -54,7 +54,7 @@ def test_training_writes_the_documented_files_and_output(finished_run):
         "done: test[:90] accuracy",
     ):
         assert text in finished_run.output
-    assert "warning: " not in finished_run.output
+    assert "recompilation" not in finished_run.output
     assert {path.name for path in finished_run.workdir.iterdir()} == {
         *(".lock", "checkpoints", "config.json", "metrics.jsonl", "tensorboard")
     }
