@@ -1,11 +1,20 @@
 """ConvMixer on CIFAR-10 with trained and with fixed spatial filters: the 2024 paper's table 4.
 
-    python -m structinit_jax.main --config=configs/convmixer_2024.py:512,5,impulse --workdir=DIR
+    python -m structinit_jax.main --workdir=DIR \
+        --config=configs/convmixer_2024.py:convmixer_512_6,5,impulse
 
 Paper: "Structured Initialization for Attention in Vision Transformers" (2024), section 5.5. Pass
-the row after a colon: the width, 256 or 512; the kernel size, 3, 5 or 8; the filters, trained or
-fixed at random, impulse or box values (see `attention_init.convolution`). Other filters, trained or
-fixed according to the row: --config.attention_init="{'name': 'impulse', 'filters': 'gaussian'}".
+the row after a colon: the model, convmixer_256_8, convmixer_512_6 or convmixer_512_8; the kernel
+size, 3, 5 or 8; the filters, trained or fixed at random, impulse or box values. Fixed filters keep
+their biases too. Other filters of the program, trained or fixed according to the row:
+
+    4 taps in random places     --config.attention_init="{'name': 'impulse_2024', 'taps': 4}"
+    Gaussians                   --config.attention_init="{'name': 'impulse_2024', 'variance': 0.5}"
+    32 filters in each layer    --config.attention_init.num_filters=32 (rows of impulse and box)
+
+From the text: learning rate 0.01, 100 epochs, all else as for ViT (vit_2024_small.py). From the
+program (github.com/osiriszjq/structured_init): the scale of the filters, and depth 6 at width 512,
+where the text says 8. In no source: the command for ConvMixer.
 
 Hardware: one GPU. Time: not measured.
 Accuracy to expect (published, top-1 in percent; not run here):
@@ -19,26 +28,22 @@ Accuracy to expect (published, top-1 in percent; not run here):
 
 from structinit_jax.config import base_config, parse_row
 
-ATTENTION_INIT = {
-    "trained": dict(name="default"),
-    "random": dict(name="default"),
-    "impulse": dict(name="impulse_2024"),
-    "box": dict(name="impulse", filters="box"),
-}
 COLUMNS = {
-    "width": ("256", "512"),
+    "model": ("convmixer_256_8", "convmixer_512_6", "convmixer_512_8"),
     "kernel size": ("3", "5", "8"),
-    "filters": tuple(ATTENTION_INIT),
+    "filters": ("trained", "random", "impulse", "box"),
 }
 
 
 def get_config(row=""):
-    width, kernel_size, filters = parse_row(row, COLUMNS)
-    config = base_config(f"convmixer_{width}_8")
+    model, kernel_size, filters = parse_row(row, COLUMNS)
+    config = base_config(model)
     config.num_epochs = 100.0
     config.batch_size = 512
+    config.schedule = "timm_cosine"
     config.learning_rate = 0.01
     config.warmup_epochs = 10.0
+    config.warmup_learning_rate = 1e-5
     config.final_learning_rate = 1e-6
     config.weight_decay = 0.01
     config.adam_epsilon = 1e-3
@@ -48,11 +53,17 @@ def get_config(row=""):
     config.model.num_classes = 10
     config.model.kernel_size = int(kernel_size)
     config.model.spatial_filters = "trained" if filters == "trained" else "fixed"
-    config.attention_init = ATTENTION_INIT[filters]
+    config.attention_init = dict(name="default")
+    if filters in ("impulse", "box"):
+        taps = 1 if filters == "impulse" else int(kernel_size) ** 2
+        config.attention_init = dict(name="impulse_2024", taps=taps, num_filters=None)
 
     config.augment.flip = 0.5
     config.augment.rand_augment = "rand-m9-mstd0.5-inc1"
 
     config.data.name = "cifar10"
+    config.data.drop_remainder = True
     config.data.image_size = 32
+    config.data.mean = (0.4914, 0.4822, 0.4465)
+    config.data.std = (0.2470, 0.2435, 0.2616)
     return config

@@ -8,7 +8,8 @@ the row after a colon: the model, vit_tiny_patch2_32 or vit_tiny_h8_patch2_32; t
 the first layer; that of the other layers. A pseudo input is positions, uniform, positions+uniform,
 gaussian or positions+gaussian. All layers share Q and K, as in the left half of the table;
 --config.attention_init.same_layers=False gives the right half. Kernel size 5:
---config.attention_init.kernel_size=5.
+--config.attention_init.kernel_size=5. The recipe is that of vit_2024_small.py. From the program:
+where the two inputs differ, the second layer draws new offsets, which the layers after it share.
 
 Hardware: one GPU. Time: not measured.
 Accuracy to expect (published, top-1 in percent; not run here). The figures for Gaussian inputs are
@@ -43,8 +44,10 @@ def get_config(row=""):
     config = base_config(model)
     config.num_epochs = 200.0
     config.batch_size = 512
+    config.schedule = "timm_cosine"
     config.learning_rate = 1e-3
     config.warmup_epochs = 10.0
+    config.warmup_learning_rate = 1e-5
     config.final_learning_rate = 1e-6
     config.weight_decay = 0.01
     config.adam_epsilon = 1e-3
@@ -52,6 +55,7 @@ def get_config(row=""):
     config.eval_every_epochs = 10.0
 
     config.model.num_classes = 10
+    config.model.base_init = "pytorch"
     config.model.positions = "sincos"
     config.model.pool = "mean"
     config.attention_init = dict(
@@ -66,5 +70,8 @@ def get_config(row=""):
     config.augment.rand_augment = "rand-m9-mstd0.5-inc1"
 
     config.data.name = "cifar10"
+    config.data.drop_remainder = True
     config.data.image_size = 32
+    config.data.mean = (0.4914, 0.4822, 0.4465)
+    config.data.std = (0.2470, 0.2435, 0.2616)
     return config

@@ -6,9 +6,9 @@
 Paper: "Structured Initialization for Attention in Vision Transformers" (2024), table 1. Pass the
 row after a colon: the positions, sincos or learned; then the pooling, mean or class_token.
 
-The paper does not name the initialization of this table. The row `sincos,mean` is the model of its
-table 2, which has 86.36 with Kaiming uniform and 88.63 with truncated normal. This file uses
-truncated normal; --config.attention_init.name=kaiming_uniform is the other.
+The recipe is that of vit_2024_small.py. In no source is the initialization of this table. The row
+`sincos,mean` is the model of table 2, which has 86.36 with Kaiming uniform and 88.63 with truncated
+normal. This file uses truncated normal; --config.attention_init.name=kaiming_uniform is the other.
 
 Hardware: one GPU. Time: not measured.
 Accuracy to expect (published, top-1 in percent; not run here):
@@ -28,8 +28,10 @@ def get_config(row=""):
     config = base_config("vit_tiny_patch2_32")
     config.num_epochs = 200.0
     config.batch_size = 512
+    config.schedule = "timm_cosine"
     config.learning_rate = 1e-3
     config.warmup_epochs = 10.0
+    config.warmup_learning_rate = 1e-5
     config.final_learning_rate = 1e-6
     config.weight_decay = 0.01
     config.adam_epsilon = 1e-3
@@ -45,5 +47,8 @@ def get_config(row=""):
     config.augment.rand_augment = "rand-m9-mstd0.5-inc1"
 
     config.data.name = "cifar10"
+    config.data.drop_remainder = True
     config.data.image_size = 32
+    config.data.mean = (0.4914, 0.4822, 0.4465)
+    config.data.std = (0.2470, 0.2435, 0.2616)
     return config

@@ -1,20 +1,21 @@
 """ViTs on CIFAR-10, CIFAR-100 and SVHN: tables 2, 3, 5 and 7 of the 2024 paper.
 
-    python -m structinit_jax.main --config=configs/vit_2024_small.py:cifar100,vit_small_patch2_32 \
-        --workdir=DIR
+    python -m structinit_jax.main --workdir=DIR \
+        --config=configs/vit_2024_small.py:cifar100,vit_small_patch2_32,mimetic
 
 Paper: "Structured Initialization for Attention in Vision Transformers" (2024), section 5.2. Pass
 the row after a colon: the data set, cifar10, cifar100 or svhn_cropped; then the model,
 vit_tiny_patch2_32 (the default), vit_tiny_h8_patch2_32, vit_small_patch2_32,
 vit_small_h16_patch2_32, or of depth 8 vit_wD_hH_patch2_32 with width D of 64, 128, 256 or 512 and
-H of 4, 8, 16 or 32 heads. The initializations of the tables:
+H of 4, 8, 16 or 32 heads; then the initialization, impulse3 (the default), impulse5, mimetic,
+truncated_normal or kaiming_uniform. Our own scheme: --config.attention_init.name=impulse.
 
-    impulse-3          no flag; the paper's scheme, `impulse_2024`
-    impulse-5          --config.attention_init.kernel_size=5
-    mimetic            --config.attention_init.name=mimetic
-    truncated normal   --config.attention_init.name=default
-    Kaiming uniform    --config.attention_init.name=kaiming_uniform
-    ours               --config.attention_init.name=impulse
+From the text: AdamW, learning rate 1e-3, weight decay 0.01, batch 512, 200 epochs, RandAugment.
+From the authors' command (github.com/osiriszjq/structured_init): the schedule, epsilon 1e-3,
+clipping at 3, timm's variant of RandAugment, no crops, label smoothing 0.1. From their program: all
+but truncated_normal start the whole model from PyTorch's defaults (`model.base_init`). In no
+source: the mean and standard deviation of the pixels, which the command leaves open (here the data
+set's own), and the command for a width of 64 to 512 (here the same recipe).
 
 Hardware: one GPU. Time: not measured.
 Accuracy to expect (published, top-1 in percent; not run here):
@@ -46,10 +47,23 @@ Accuracy to expect (published, top-1 in percent; not run here):
 
 from structinit_jax.config import base_config, parse_row
 
-NUM_CLASSES = {"cifar10": 10, "cifar100": 100, "svhn_cropped": 10}
+# Data set -> number of classes, mean and standard deviation of its pixels.
+DATASETS = {
+    "cifar10": (10, (0.4914, 0.4822, 0.4465), (0.2470, 0.2435, 0.2616)),
+    "cifar100": (100, (0.5071, 0.4867, 0.4408), (0.2675, 0.2565, 0.2761)),
+    "svhn_cropped": (10, (0.4377, 0.4438, 0.4728), (0.1980, 0.2010, 0.1970)),
+}
+# Initialization -> that of the whole model, and the scheme for attention.
+INITS = {
+    "impulse3": ("pytorch", dict(name="impulse_2024", kernel_size=3)),
+    "impulse5": ("pytorch", dict(name="impulse_2024", kernel_size=5)),
+    "mimetic": ("pytorch", dict(name="mimetic")),
+    "truncated_normal": ("timm", dict(name="default")),
+    "kaiming_uniform": ("pytorch", dict(name="kaiming_uniform")),
+}
 DEPTH_8 = [f"vit_w{d}_h{h}_patch2_32" for d in (64, 128, 256, 512) for h in (4, 8, 16, 32)]
 COLUMNS = {
-    "data set": tuple(NUM_CLASSES),
+    "data set": tuple(DATASETS),
     "model": (
         "vit_tiny_patch2_32",
         "vit_tiny_h8_patch2_32",
@@ -57,30 +71,37 @@ COLUMNS = {
         "vit_small_h16_patch2_32",
         *DEPTH_8,
     ),
+    "initialization": tuple(INITS),
 }
 
 
 def get_config(row=""):
-    dataset, model = parse_row(row, COLUMNS)
+    dataset, model, init = parse_row(row, COLUMNS)
+    num_classes, mean, std = DATASETS[dataset]
     config = base_config(model)
     config.num_epochs = 200.0
     config.batch_size = 512
+    config.schedule = "timm_cosine"
     config.learning_rate = 1e-3
     config.warmup_epochs = 10.0
+    config.warmup_learning_rate = 1e-5
     config.final_learning_rate = 1e-6
     config.weight_decay = 0.01
     config.adam_epsilon = 1e-3
     config.clip_norm = 3.0
     config.eval_every_epochs = 10.0
 
-    config.model.num_classes = NUM_CLASSES[dataset]
+    config.model.num_classes = num_classes
     config.model.positions = "sincos"
     config.model.pool = "mean"
-    config.attention_init.name = "impulse_2024"
+    config.model.base_init, config.attention_init = INITS[init]
 
     config.augment.flip = 0.5
     config.augment.rand_augment = "rand-m9-mstd0.5-inc1"
 
     config.data.name = dataset
+    config.data.drop_remainder = True
     config.data.image_size = 32
+    config.data.mean = mean
+    config.data.std = std
     return config

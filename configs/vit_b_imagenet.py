@@ -18,6 +18,7 @@ def get_config():
     config.cooldown_epochs = 10.0  # of the 310
     config.batch_size = 1024
     config.label_smoothing = 0.1
+    config.schedule = "timm_cosine"
     config.learning_rate = 1e-3  # 5e-4 * batch_size / 512
     config.warmup_epochs = 5.0
     config.warmup_learning_rate = 1e-6
@@ -36,6 +37,7 @@ def get_config():
     config.augment.flip = 0.5
     config.augment.rand_augment = "rand-m9-mstd0.5-inc1"  # color jitter has no effect beside it
     config.augment.erasing = 0.25
+    config.augment.erase_after_mixing = True
     config.augment.mixup = 0.8
     config.augment.cutmix = 1.0
     config.augment.mix_group = 64  # one lambda for the images of one process, as in the program
@@ -43,6 +45,7 @@ def get_config():
     config.data.name = "imagenet2012"
     config.data.eval_split = "validation"
     config.data.repeats = 3  # repeated augmentation
+    config.data.drop_remainder = True
     config.data.image_size = 224
     config.data.crop_fraction = 0.875
     return config

@@ -125,6 +125,8 @@ def _parse(argv: list[str]) -> ConfigDict:
     for option in config_lib.drop_foreign_options(config):
         name = config.attention_init.name
         print(f"note: attention_init.{option} is not an option of {name!r} and is left out")
+    if config_lib.set_base_init(config):
+        print("note: model.base_init is set to 'pytorch', since 'kaiming_uniform' is of all layers")
     return config.lock()
 
 

@@ -17,7 +17,7 @@ from structinit_jax.data.info import EVALUATION_SETS
 from structinit_jax.errors import InputError
 from structinit_jax.models.model import CHOICES
 from structinit_jax.models.registry import default_config
-from structinit_jax.training.optimizer import find_loss, find_optimizer
+from structinit_jax.training.optimizer import SCHEDULES, find_loss, find_optimizer
 
 
 def base_config(model: str = "vit") -> ConfigDict:
@@ -41,6 +41,7 @@ def base_config(model: str = "vit") -> ConfigDict:
     config.loss = "softmax_cross_entropy"  # or your own, as 'module:function'
     config.label_smoothing = 0.1
     config.optimizer = "adamw"  # or your own, as 'module:function'
+    config.schedule = "cosine"  # or 'timm_cosine', by epoch as in timm's train.py
     config.learning_rate = 1e-3  # peak of the schedule
     config.warmup_epochs = 2.0  # linear, from warmup_learning_rate to learning_rate
     config.warmup_learning_rate = 0.0
@@ -104,6 +105,7 @@ def base_config(model: str = "vit") -> ConfigDict:
         train_split="train",  # TFDS syntax: 'train[:90%]', 'train+validation'
         eval_split="test",
         eval_name="",  # an ImageNet test set that replaces eval_split, such as 'imagenet_v2'
+        drop_remainder=False,  # whether each epoch leaves out its last partial batch
         repeats=1,  # consecutive copies of each training example (repeated augmentation)
         image_size=image_size,  # height and width of the model's input in pixels
         crop_fraction=1.0,  # of the shorter side, kept by the center crop of test images
@@ -187,6 +189,7 @@ NEEDS = [
         "label_smoothing adam_b2 ema_decay model.drop_path model.dropout",
     ),
     ("a number in (0, 1]", lambda x: 0 < x <= 1, "layer_decay data.crop_fraction"),
+    (f"one of {', '.join(map(repr, SCHEDULES))}", SCHEDULES.__contains__, "schedule"),
     ("a name", _is_name, "loss optimizer"),
     ("a data set, such as 'cifar10', 'folder' or 'my_module:my_dataset'", _is_name, "data.name"),
     ("'stop' or 'skip'", ("stop", "skip").__contains__, "on_nonfinite data.on_bad_image"),
@@ -195,6 +198,7 @@ NEEDS = [
         lambda x: x == "" or x.split("/")[0] in EVALUATION_SETS,
         "data.eval_name",
     ),
+    ("true or false", lambda x: isinstance(x, bool), "data.drop_remainder"),
     ("1 (grayscale) or 3 (RGB)", (1, 3).__contains__, "data.channels"),
     ("finite numbers", lambda x: all(map(math.isfinite, x)), "data.mean"),
     ("finite numbers above 0", lambda x: all(map(_is_positive, x)), "data.std"),
@@ -226,6 +230,11 @@ def validate(config: ConfigDict) -> None:
     find_optimizer(config.optimizer)
     augment_options(config)
     make_attention_init(config)
+    if _needs_pytorch_init(config):
+        raise InputError(
+            "config.attention_init.name='kaiming_uniform' is PyTorch's initialization of the whole "
+            f"model, but config.model.base_init={config.model.base_init!r}: set it to 'pytorch'"
+        )
 
 
 def check_fields(config: ConfigDict) -> None:
@@ -294,6 +303,19 @@ def drop_foreign_options(config: ConfigDict) -> list[str]:
         for option in foreign:
             del section[option]
     return foreign
+
+
+def set_base_init(config: ConfigDict) -> bool:
+    """Sets `config.model.base_init` as 'kaiming_uniform' needs it; returns whether it did."""
+    needed = _needs_pytorch_init(config)
+    if needed:
+        config.model.base_init = "pytorch"
+    return needed
+
+
+def _needs_pytorch_init(config):
+    base_init = config.model.get("base_init", "pytorch")  # a family of the user's may have none
+    return config.attention_init.get("name") == "kaiming_uniform" and base_init != "pytorch"
 
 
 def _prefix_errors(function, *args, **kwargs):

@@ -18,6 +18,7 @@ FIXED = {
     "data.name": "the data order",
     "data.train_split": "the data order",
     "data.repeats": "the data order",
+    "data.drop_remainder": "the data order",
     "data.image_size": "the architecture",
     "data.channels": "the architecture",
     "data.mean": "the model's input",

@@ -122,6 +122,7 @@ def _train(config, workdir, profile_steps, on_exit):
         start_step=start_step,
         num_steps=schedule.num_steps,
         repeats=data.repeats,
+        drop_remainder=data.drop_remainder,
     )
     # The first batch is drawn here, since that compiles a gather or starts the decoding threads.
     batches = itertools.chain(list(itertools.islice(batches, 1)), batches)

@@ -5,11 +5,14 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+import references
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
-from structinit_jax.augment import AugmentOptions, make_augment
+from structinit_jax.augment import AugmentOptions, describe, make_augment
+from structinit_jax.augment import mix as mix_lib
 from structinit_jax.errors import InputError
 
+REFERENCE = references.load("train_script")
 MEAN, STD = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)
 RECIPE = AugmentOptions(
     num_classes=5,
@@ -91,6 +94,45 @@ def test_erasing_comes_before_or_after_mixing():
     before, after = erased(False), erased(True)
     assert after > 0.1  # whole boxes of the mean color
     assert before < after / 2  # only where two boxes overlap
+
+
+def test_erasing_after_mixing_is_the_order_of_timms_train_script():
+    order = {
+        "RandomResizedCropAndInterpolation": "crop",
+        "RandomHorizontalFlip": "flip",
+        "RandAugment": "rand-m9-mstd0.5-inc1",
+        "MaybePILToTensor": None,
+        "FastCollateMixup": "mixup",
+        "normalized": "normalize",
+        "RandomErasing": "erase",
+    }
+    theirs = [order[name] for name in REFERENCE["augmentation/order"].tolist() if order[name]]
+    ours = describe(dataclasses.replace(RECIPE, erase_after_mixing=True))
+    assert [text.split()[0] for text in ours] == theirs
+    mixing = "mixup 0.8, cutmix 1, one lambda per 2"
+    assert ours[-3:] == [mixing, "normalize", "erase 0.5 pixel"]
+    assert describe(RECIPE)[-3:] == ["normalize", "erase 0.5 pixel", mixing]
+    assert describe(only()) == ["normalize"]
+
+
+def test_pixels_are_mixed_as_by_timms_train_script(monkeypatch):
+    inputs, labels, images, targets = (
+        REFERENCE[f"augmentation/{name}"] for name in ("inputs", "labels", "images", "targets")
+    )
+    draw = mix_lib.draw_mixing
+    fixed = lambda *args, **options: (jnp.float32(0.3), *draw(*args, **options)[1:])  # noqa: E731
+    monkeypatch.setattr(mix_lib, "draw_mixing", fixed)
+    options = dataclasses.replace(only(label_smoothing=0.1, mixup=0.8), num_classes=4)
+
+    def augmented(**changes):
+        augment = jax.jit(make_augment(dataclasses.replace(options, **changes)))
+        return augment(jax.random.key(0), jnp.asarray(inputs), jnp.asarray(labels))
+
+    ours = augmented(erase_after_mixing=True)
+    np.testing.assert_allclose(ours[0], images, atol=2e-6)
+    np.testing.assert_allclose(ours[1], targets, atol=1e-6)
+    levels = 255 * np.asarray(STD) * np.abs(augmented()[0] - images)
+    assert 0.4 < levels.max() < 0.501  # without the prefetcher, pixels are not rounded
 
 
 def test_gray_images_pass_through_everything():

@@ -63,6 +63,7 @@ def test_augment_section_agrees_with_augment_options():
         ("checkpoint_every_steps", 0),
         ("keep_checkpoints", 0),
         ("on_nonfinite", "ignore"),
+        ("schedule", "linear"),
         ("model.depth", 0),
         ("model.width", -64),
         ("model.num_heads", 0),
@@ -114,6 +115,18 @@ def test_options_that_no_scheme_knows_stay_and_are_refused():
     assert config_lib.drop_foreign_options(config) == []
     with pytest.raises(InputError, match=r"kernel_sise.*'kernel_size'"):
         config_lib.validate(config)
+
+
+@pytest.mark.parametrize("model", ["vit", "convmixer"])
+def test_kaiming_uniform_is_pytorchs_initialization_of_the_whole_model(model):
+    config = config_lib.base_config(model)
+    config.data.name = "digits"
+    config.attention_init = dict(name="kaiming_uniform")
+    with pytest.raises(InputError, match=r"model\.base_init='timm': set it to 'pytorch'"):
+        config_lib.validate(config)
+    assert config_lib.set_base_init(config)
+    config_lib.validate(config)
+    assert not config_lib.set_base_init(config)
 
 
 SCHEME = """

@@ -15,7 +15,12 @@ from flax import nnx
 from structinit_jax import command_line
 from structinit_jax.attention_init import SCHEMES
 from structinit_jax.command_line import load_config
-from structinit_jax.config import drop_foreign_options, make_attention_init, validate
+from structinit_jax.config import (
+    drop_foreign_options,
+    make_attention_init,
+    set_base_init,
+    validate,
+)
 from structinit_jax.data.info import CATALOG, split_size
 from structinit_jax.errors import InputError
 from structinit_jax.models.registry import create_model
@@ -54,6 +59,29 @@ def test_recipes_have_the_papers_numbers(name):
     for file in recipe["configs"]:
         config = next(iter(load_rows(ROOT / "configs" / file).values()))
         assert {field: get(config, field) for field in recipe["fields"]} == recipe["fields"]
+
+
+def test_recipes_are_those_of_the_programs():
+    fidelity = runpy.run_path(str(ROOT / "benchmarks" / "fidelity.py"))
+    rows = fidelity["compare_recipes"](json.loads(fidelity["PROGRAMS"].read_text()))
+    assert len(rows) > 50
+    assert not [row for row in rows if "DIFFERS" in row]
+
+
+@pytest.mark.parametrize(
+    ("file", "recipe"),
+    [
+        ("vit_2024_settings.py", "vit_2024_small.py"),
+        ("vit_2024_pseudo_inputs.py", "vit_2024_small.py"),
+        ("swin_mixer_2025_small.py", "vit_2025_small.py"),
+        ("vit_b_imagenet.py", "vit_2025_imagenet.py"),
+    ],
+)
+def test_files_that_name_another_one_have_its_recipe(file, recipe):
+    ours, wanted = (load_config(str(ROOT / "configs" / name)) for name in (file, recipe))
+    for section in ("model", "attention_init"):
+        del ours[section], wanted[section]
+    assert ours.to_dict() == wanted.to_dict()
 
 
 @each_file
@@ -97,6 +125,7 @@ def test_flags_in_the_docstring_work(path):
         config = load_config(str(path)).lock()
         command_line.override(config, field, quoted or plain)
         drop_foreign_options(config)
+        set_base_init(config)
         validate(config)
         if plain:
             assert str(get(config, field)) == plain

@@ -1,12 +1,20 @@
+import json
+import pathlib
+
 import jax
 import numpy as np
 import pytest
+import references
 from scipy import ndimage
 
 from structinit_jax import attention_init
 from structinit_jax.attention_init import ConvSite
 from structinit_jax.errors import InputError
 
+# Recorded by references/make_convmixer_filters.py from the 2024 paper's program.
+PROGRAM = json.loads(
+    pathlib.Path(references.__file__).with_name("convmixer_filters.json").read_text()
+)
 SCHEMES = ("default", "kaiming_uniform", "impulse", "impulse_2024")
 
 
@@ -37,13 +45,32 @@ def test_impulses_stand_at_every_place_equally_often():
     np.testing.assert_array_equal(values.sum(axis=3), 4)
 
 
-def test_the_papers_impulses_stand_at_independent_places():
-    values = kernels(attention_init.impulse_2024(), kernel_size=3, width=36, num_layers=50)
-    np.testing.assert_array_equal(values.sum(axis=(1, 2)), 1)
-    counts = values.sum(axis=3)  # binomial: mean 4, variance 36 · 1/9 · 8/9
-    np.testing.assert_allclose(counts.mean(), 4)
-    assert 2.5 < counts.var() < 4.6
-    assert np.abs(counts.mean(axis=0) - 4).max() < 1.2
+@pytest.mark.parametrize("case", PROGRAM)
+def test_filters_of_2024_have_the_moments_of_the_program(case):
+    name, size = case.split()
+    size = int(size)
+    scheme = attention_init.default()
+    if name != "random":
+        options = {"gau": ("variance", float), "box": ("taps", int)}.get(name[:3])
+        options = {options[0]: options[1](name[3:])} if options else {}
+        scheme = attention_init.impulse_2024(**options)
+    filters = kernels(scheme, size, width=1000, num_layers=20)
+    filters = np.moveaxis(filters, -1, 1).reshape(20_000, size**2)
+    squares, expected = filters**2, {k: np.asarray(v) for k, v in PROGRAM[case].items()}
+    errors = 5 * (2 / len(filters)) ** 0.5  # five standard errors of the difference of two samples
+    tolerance = errors * expected["square"] ** 0.5
+    assert np.all(np.abs(filters.mean(axis=0) - expected["weight"]) <= tolerance)
+    tolerance = tolerance * np.abs(filters).max() + 1e-6
+    assert np.all(np.abs(squares.mean(axis=0) - expected["square"]) <= tolerance)
+    np.testing.assert_allclose((squares.sum(axis=1) ** 2).mean(), expected["norm4"], rtol=0.02)
+
+
+def test_filters_may_be_shared_by_channels():
+    (values,) = kernels(attention_init.impulse_2024(taps=5, num_filters=4), 8, 200, num_layers=1)
+    distinct, counts = np.unique(values.reshape(64, -1), axis=1, return_counts=True)
+    assert distinct.shape == (64, 4)
+    assert 30 < counts.min() < counts.max() < 70
+    np.testing.assert_array_equal((distinct > 0).sum(axis=0), 5)
 
 
 def test_filters_act_as_correlations_do():
@@ -103,6 +130,9 @@ def test_given_kernels_and_same_layers():
 @pytest.mark.parametrize(
     ("options", "kernel_size", "message"),
     [
+        (dict(name="impulse_2024", taps=10), 3, "taps=10.*kernel_size=3.*1 to 9"),
+        (dict(name="impulse_2024", num_filters=37), 3, "num_filters=37.*width=36"),
+        (dict(name="impulse_2024", variance=0.0), 3, r"variance=0\.0: must be positive"),
         (dict(offsets="center_first"), 8, "offsets='center_first'.*kernel_size=8"),
         (dict(filters="difference_of_gaussians"), 3, "filters=.*impulse, gaussian, box"),
         (
@@ -114,4 +144,4 @@ def test_given_kernels_and_same_layers():
 )
 def test_options_that_do_not_fit_a_convolution_are_refused(options, kernel_size, message):
     with pytest.raises(InputError, match=message):
-        kernels(attention_init.impulse(**options), kernel_size)
+        kernels(attention_init.by_name(**dict(name="impulse") | options), kernel_size)

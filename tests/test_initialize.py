@@ -11,7 +11,7 @@ import pytest
 from flax import nnx
 
 from structinit_jax import interop
-from structinit_jax.attention_init import AttentionWeights, impulse, sincos_positions
+from structinit_jax.attention_init import AttentionWeights, impulse, impulse_2025, sincos_positions
 from structinit_jax.attention_init.solve import layer_norm
 from structinit_jax.errors import InputError
 from structinit_jax.interop.layouts import flatten
@@ -247,6 +247,12 @@ def test_torch_projections_have_the_maps_of_the_scheme(name):
         query, key = (t.reshape(len(x), heads, -1).swapaxes(0, 1) for t in (query, key))
         scores = query @ key.swapaxes(1, 2) * query.shape[-1] ** -0.5
         np.testing.assert_allclose(jax.nn.softmax(scores, axis=-1), maps, atol=1e-5)
+
+
+def test_position_scale_multiplies_the_whole_table():
+    params = state_dict("timm")
+    new = interop.initialize(params, impulse_2025(), RNG, num_heads=3)
+    np.testing.assert_allclose(new["pos_embed"], 18 * params["pos_embed"], rtol=1e-6)
 
 
 def test_parts_of_a_fused_tensor_that_a_scheme_does_not_set_stay():

@@ -102,15 +102,27 @@ def test_batches_follow_the_order(device_loader):
     assert labels_of(device_loader.train_batches(start_step=9, **args)) == []
 
 
+def test_the_last_partial_batch_of_each_epoch_is_dropped(device_loader):
+    args = dict(batch_size=16, seed=1, num_steps=6, drop_remainder=True)
+    labels = labels_of(device_loader.train_batches(start_step=0, **args))
+    epochs = [stream_indices(1, start, start + 32, NUM) for start in (0, NUM, 2 * NUM)]
+    np.testing.assert_array_equal(np.reshape(labels, (3, 32)), epochs)
+    assert labels_of(device_loader.train_batches(start_step=3, **args)) == labels[3:]
+
+
 # 37 examples: batches that straddle an epoch, several, and more than one at once.
 @pytest.mark.parametrize(
     ("batch_size", "start_step"), [(8, 0), (8, 11), (8, 12), (40, 0), (40, 4), (88, 4), (88, 11)]
 )
 @pytest.mark.parametrize("repeats", [1, 2])
+@pytest.mark.parametrize("drop_remainder", [False, True])
 def test_both_loaders_return_the_same_training_batches(
-    device_loader, host_loader, batch_size, start_step, repeats
+    device_loader, host_loader, batch_size, start_step, repeats, drop_remainder
 ):
-    args = dict(batch_size=batch_size, seed=3, start_step=start_step, num_steps=12, repeats=repeats)
+    if drop_remainder and batch_size > NUM:
+        pytest.skip("an epoch has no whole batch")
+    args = dict(batch_size=batch_size, seed=3, start_step=start_step, num_steps=12)
+    args |= dict(repeats=repeats, drop_remainder=drop_remainder)
     ours, theirs = (loader.train_batches(**args) for loader in (device_loader, host_loader))
     assert_same(ours, theirs, 12 - start_step)
 

@@ -3,11 +3,13 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+import references
 from flax import nnx
 
 from structinit_jax.config import base_config
 from structinit_jax.errors import InputError
-from structinit_jax.models.vit import VisionTransformer
+from structinit_jax.interop import to_timm
+from structinit_jax.models.registry import create_model, default_config
 from structinit_jax.training.optimizer import (
     adamw,
     decay_mask,
@@ -18,33 +20,43 @@ from structinit_jax.training.optimizer import (
 )
 from structinit_jax.training.state import split_model
 
+REFERENCE = references.load("train_script")
 
-def test_decay_reaches_kernels_and_nothing_else():
+
+# The models of references/make_train_script.py.
+MODELS = {
+    "vit": dict(
+        image_size=8,
+        patch_size=4,
+        depth=2,
+        num_heads=2,
+        positions="learned",
+        pool="class_token",
+        num_registers=3,
+        layer_scale=0.1,
+        qk_norm=True,
+    ),
+    "swin": dict(image_size=16, patch_size=2, window_size=4, depths=(2, 1), num_heads=(2, 4)),
+    "mixer": dict(image_size=8, patch_size=2, depth=2),
+    "convmixer": dict(image_size=8, patch_size=2, depth=2, kernel_size=3),
+}
+
+
+@pytest.mark.parametrize("family", MODELS)
+def test_weight_decay_applies_to_the_same_weights_as_in_timm(family):
+    options = default_config(family) | {"num_classes": 5, "width": 16} | MODELS[family]
+    size = options.pop("image_size")
     model = nnx.eval_shape(
-        lambda: VisionTransformer(
-            image_size=8,
-            patch_size=2,
-            channels=1,
-            num_classes=10,
-            width=16,
-            depth=2,
-            num_heads=2,
-            positions="learned",
-            pool="class_token",
-            rngs=nnx.Rngs(0),
-        )
+        lambda: create_model(options, image_size=size, channels=3, rngs=nnx.Rngs(0))
     )
-    mask = decay_mask(split_model(model)[1])
-    names = {
-        jax.tree_util.keystr(path, simple=True, separator="/"): decayed
-        for path, decayed in jax.tree_util.tree_leaves_with_path(mask)
-    }
-    decayed = {name for name, value in names.items() if value}
-    layers = ("attention/query", "attention/key", "attention/value", "attention/out")
-    layers += ("mlp/fc1", "mlp/fc2")
-    expected = {f"blocks/{layer}/kernel" for layer in layers}
-    assert decayed == expected | {"patch_embedding/kernel", "head/kernel"}
-    assert {"positions", "class_token", "blocks/norm1/scale", "head/bias"} <= names.keys()
+    graphdef, params, model_state = split_model(model)
+    fill = {True: jnp.ones, False: jnp.zeros}
+    marks = jax.tree.map(lambda leaf, decay: fill[decay](leaf.shape), params, decay_mask(params))
+    rest = jax.tree.map(lambda leaf: jnp.zeros(leaf.shape), model_state)
+    ours = to_timm(nnx.merge(graphdef, marks, rest))
+    names, decayed = (REFERENCE[f"{key}/{family}"] for key in ("names", "decayed"))
+    for name, expected in zip(names, decayed, strict=True):
+        np.testing.assert_array_equal(ours[str(name)], float(expected), err_msg=name)
 
 
 def test_updates_are_clipped_adamw(library_promotion):
@@ -93,15 +105,25 @@ def test_layer_decay_needs_a_stack():
         (384, {"num_steps": 7}, 7, {6, 7}),
         (384, {"eval_every_epochs": 100.0}, 12, {12}),
         (10, {"num_epochs": 1.0}, 1, {1}),
+        (120, {"num_epochs": 4.0, "data.drop_remainder": True}, 4, {1, 2, 3, 4}),
     ],
 )
 def test_epochs_become_steps(num_examples, fields, steps, evaluations):
     config = base_config()
-    config.update(dict(batch_size=64, num_epochs=2.0, eval_every_epochs=1.0) | fields)
+    fields = dict(batch_size=64, num_epochs=2.0, eval_every_epochs=1.0) | fields
+    config.update_from_flattened_dict(fields)
     schedule = make_schedule(config, num_examples)
     assert schedule.num_steps == steps
     assert schedule.eval_steps == evaluations
-    assert schedule.steps_per_epoch == num_examples / 64
+    whole = config.data.drop_remainder
+    assert schedule.steps_per_epoch == (num_examples // 64 if whole else num_examples / 64)
+
+
+def test_an_epoch_without_a_whole_batch_is_refused():
+    config = base_config()
+    config.data.drop_remainder = True
+    with pytest.raises(InputError, match=r"config\.data\.drop_remainder=True .*127 training ex"):
+        make_schedule(config, 127)
 
 
 def test_more_steps_than_can_be_counted_are_refused():
@@ -155,3 +177,39 @@ def test_runs_shorter_than_the_warm_up_have_finite_rates(num_steps):
 
 def test_no_warm_up_starts_at_the_peak():
     np.testing.assert_allclose(make_rate(warmup_epochs=0.0)(0), 1.0)
+
+
+RATE_FIELDS = [
+    *("num_epochs", "learning_rate", "warmup_epochs", "warmup_learning_rate"),
+    *("final_learning_rate", "cooldown_epochs"),
+]
+RECIPES = ["2024_small", "2024_imagenet", "2024_convmixer", "2025_small", "2025_imagenet"]
+
+
+@pytest.mark.parametrize("recipe", RECIPES)
+@pytest.mark.parametrize(("num_examples", "drop"), [(320, False), (337, False), (337, True)])
+def test_timm_cosine_equals_timm_in_every_step_of_every_epoch(recipe, num_examples, drop):
+    config = base_config()
+    config.update(dict(zip(RATE_FIELDS, REFERENCE[f"settings/{recipe}"].tolist(), strict=True)))
+    config.num_epochs += config.cooldown_epochs
+    config.update(schedule="timm_cosine", batch_size=32)
+    config.data.drop_remainder = drop
+    epoch_length = num_examples - drop * num_examples % 32
+    schedule = make_schedule(config, num_examples)
+    steps = np.arange(schedule.num_steps, dtype=np.int32)
+    ours = jax.jit(jax.vmap(schedule.learning_rate))(steps)
+    expected = REFERENCE[f"rates/{recipe}"][steps * 32 // epoch_length]
+    np.testing.assert_allclose(ours, expected, rtol=1e-6)
+    assert schedule.learning_rate(0) == np.float32(config.warmup_learning_rate)
+
+
+@pytest.mark.parametrize("num_steps", [1, 15, 40])
+def test_timm_cosine_fits_the_given_number_of_steps(num_steps):
+    fields = dict(schedule="timm_cosine", cooldown_epochs=1.0, warmup_epochs=1.0)
+    schedule = make_rate(num_steps=num_steps, **fields)
+    later = 0.1 + 0.9 * (1 + np.cos(np.pi * np.array([1, 2]) / 3)) / 2
+    expected = np.repeat([0.2, *later, 0.1], 10)
+    if num_steps == 15:  # the cosine ends after half an epoch
+        expected[10:] = 0.1
+    ours = [schedule(step) for step in range(num_steps)]
+    np.testing.assert_allclose(ours, expected[:num_steps], rtol=1e-6)

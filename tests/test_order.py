@@ -29,6 +29,14 @@ def test_any_part_of_the_stream_equals_the_whole(start, stop):
     np.testing.assert_array_equal(stream_indices(5, start, stop, 10), whole[start:stop])
 
 
+@pytest.mark.parametrize("repeats", [1, 3])
+def test_a_shorter_epoch_is_the_first_part_of_its_permutation(repeats):
+    whole = stream_indices(1, 0, 44, 11, repeats).reshape(4, 11)
+    shorter = stream_indices(1, 0, 32, 11, repeats, epoch_length=8).reshape(4, 8)
+    np.testing.assert_array_equal(shorter, whole[:, :8])
+    np.testing.assert_array_equal(stream_indices(1, 5, 19, 11, repeats, 8), shorter.ravel()[5:19])
+
+
 def test_repeated_examples_stand_together():
     epochs = stream_indices(1, 0, 40, 20, repeats=2).reshape(2, 10, 2)
     np.testing.assert_array_equal(epochs[..., 0], epochs[..., 1])

@@ -1,8 +1,11 @@
+import functools
+
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 import scipy.linalg
+from references import load
 from scipy.special import softmax
 
 from structinit_jax import attention_init
@@ -23,28 +26,74 @@ def make_site(**changes):
     return AttentionSite(**(fields | changes))
 
 
-@pytest.mark.slow
-def test_2024_reaches_the_reference_programs_figures(library_promotion):
-    """Its own run on the same offsets ends at loss 0.0021, mass 0.28, 99.6 % of the peaks."""
-    grid, width = (16, 16), 192
-    offsets = kernels.kernel_offsets(3).tolist()
-    chosen = [offsets.index(o) for o in ([1, 1], [-1, -1], [-1, 1])]
-    targets = kernels.convolution_maps(kernels.impulse_kernels(3), grid)[chosen]
-    _, _, report = papers._solve_2024(
-        jax.random.key(0),
-        jnp.asarray(layer_norm(sincos_positions(grid, width)), jnp.float32),
-        jnp.asarray(targets),
-        qk_scale=64**-0.5,
-        head_dim=64,
-        max_steps=10_000,
-        learning_rate=1e-4,
+def optimize_2024(query, key, positions, targets, steps):
+    """Runs the algorithm on factors as the program stores them: [h, D, d] and [h, d, D]."""
+    start = jnp.asarray(query), jnp.asarray(key).swapaxes(1, 2)
+    run = jax.jit(
+        functools.partial(
+            papers.optimize_2024,
+            qk_scale=query.shape[2] ** -0.5,
+            max_steps=steps,
+            learning_rate=1e-4,
+        )
     )
-    np.testing.assert_allclose(report.loss, 0.0021, rtol=0.1)
-    np.testing.assert_allclose(report.target_mass, 0.28, atol=0.03)
-    assert report.hit_rate > 0.98
+    query, key, report = run(start, jnp.asarray(positions), jnp.asarray(targets))
+    return np.moveaxis(query, 1, 0), np.transpose(key, (1, 2, 0)), report
 
 
-def test_2024_rescales_columns_and_lowers_the_loss(library_promotion):
+def test_2024_takes_the_programs_steps(library_promotion):
+    ref = load("impulse_2024")
+    np.testing.assert_allclose(sincos_positions((5, 5), 32), ref["positions"], atol=1e-6)
+    start = ref["query/start"], ref["key/start"], ref["positions"], ref["targets"]
+    for step in (1, 101):
+        _, _, report = optimize_2024(*start, step)
+        np.testing.assert_allclose(report.loss, ref["losses"][step], rtol=1e-5)
+    query, key, _ = optimize_2024(*start, 300)
+    np.testing.assert_allclose(query, ref["query"], atol=1e-5)
+    np.testing.assert_allclose(key, ref["key"], atol=1e-5)
+
+
+def draw_as_torch(heads, width, head_dim):
+    """The program's offsets, Q and K after `torch.manual_seed(0)`: NumPy has the same generator."""
+    rng = np.random.RandomState(0)
+
+    def raw(*shape):
+        return rng.randint(0, 2**32, shape, dtype=np.uint32)
+
+    offsets = raw(heads) % 9
+    bound = (head_dim * heads) ** -0.5
+    query, key = (
+        np.float32(bound * (2 * (raw(*shape) % 2**24) / 2**24 - 1))
+        for shape in ((heads, width, head_dim), (heads, head_dim, width))
+    )
+    return offsets, query, key
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("side", "heads", "loss", "mass", "norms"),
+    [
+        (16, 3, 0.00205, 0.283, (5.42, 8.79)),
+        (16, 8, 0.00219, 0.264, (3.33, 8.40)),
+        (8, 8, 0.00331, 0.609, (3.26, 8.46)),
+        (8, 16, 0.00373, 0.579, (2.33, 8.27)),
+    ],
+)
+def test_2024_reaches_the_programs_figures(side, heads, loss, mass, norms, library_promotion):
+    """Those of the authors' program after 3,000 steps, seed 0, width 192."""
+    offsets, query, key = draw_as_torch(heads, 192, 192 // heads)
+    targets = kernels.convolution_maps(kernels.impulse_kernels(3), (side, side))[offsets]
+    positions = sincos_positions((side, side), 192)
+    query, key, report = optimize_2024(query, key, positions, targets, 3000)
+    np.testing.assert_allclose(report.loss, loss, rtol=0.01)
+    np.testing.assert_allclose(report.target_mass, mass, rtol=0.01)
+    found = [np.linalg.norm(f, axis=(1, 2)).mean() for f in (query, key)]
+    np.testing.assert_allclose(found, norms, rtol=0.01)
+    geometric = np.sqrt(np.prod(norms) * heads / 192)
+    np.testing.assert_allclose(report.norm, geometric, rtol=0.01)
+
+
+def test_2024_lowers_the_loss_and_leaves_value_alone(library_promotion):
     site = make_site()
     short, longer = (
         attention_init.impulse_2024(max_steps=steps, learning_rate=1e-2)(jax.random.key(0), site)
@@ -52,10 +101,6 @@ def test_2024_rescales_columns_and_lowers_the_loss(library_promotion):
     )
     assert longer.report.loss < short.report.loss
     assert jnp.array_equal(short.filter_index, longer.filter_index)
-    # Step 200 was a rescaling, to the mean column norm of a uniform start.
-    norms = np.linalg.norm(longer.query, axis=1)
-    np.testing.assert_allclose(norms, 3**-0.5, rtol=0.1)
-    assert norms.std() < 0.01
     assert longer.value is None
 
 
@@ -68,9 +113,21 @@ def test_2024_layers_are_equal_or_fresh_and_take_their_pseudo_inputs(library_pro
     mixed = attention_init.impulse_2024(max_steps=2, following_input="gaussian")(
         jax.random.key(0), site
     )
-    assert not np.array_equal(mixed.query[0], mixed.query[1])
     assert np.array_equal(mixed.query[1], mixed.query[2])
-    assert np.array_equal(mixed.filter_index[0], mixed.filter_index[1])
+    assert not np.array_equal(mixed.filter_index[0], mixed.filter_index[1])
+
+
+def test_2024_layers_that_are_not_shared_draw_their_own_noise(library_promotion, monkeypatch):
+    drawn = []
+    monkeypatch.setattr(
+        papers,
+        "draw_pseudo_input",
+        lambda *args: drawn.append(draw_pseudo_input(*args)) or drawn[-1],
+    )
+    options = dict(max_steps=1, first_input="uniform", following_input="uniform")
+    attention_init.impulse_2024(same_layers=False, **options)(jax.random.key(0), make_site())
+    assert len(drawn) == 3
+    assert not np.array_equal(drawn[0], drawn[1])
 
 
 def test_pseudo_inputs_have_the_papers_distributions():
@@ -96,15 +153,15 @@ def test_2025_factors_agree_with_an_independent_float64_evaluation():
     x_plus = top @ np.diag(1 / eigenvalues[-head_dim:]) @ top.T @ x.T
     u, s, vt = scipy.linalg.svd(x_plus @ logits @ x_plus.T)
     expected = [
-        7 * f / np.linalg.norm(f)
+        f / np.linalg.norm(f)
         for f in (u[:, :head_dim] * np.sqrt(s[:head_dim]), vt[:head_dim].T * np.sqrt(s[:head_dim]))
     ]
     query, key = papers.factor_logits(
         jnp.asarray(x, jnp.float32), jnp.asarray(logits, jnp.float32), head_dim
     )
     # Columns of a decomposition are determined up to a common sign.
-    np.testing.assert_allclose(np.abs(query), np.abs(expected[0]), atol=2e-3)
-    np.testing.assert_allclose(query @ key.T, expected[0] @ expected[1].T, atol=2e-3)
+    np.testing.assert_allclose(np.abs(query), np.abs(expected[0]), atol=3e-4)
+    np.testing.assert_allclose(query @ key.T, expected[0] @ expected[1].T, atol=3e-4)
 
 
 def test_2025_weights_are_those_of_its_parts():
@@ -112,11 +169,11 @@ def test_2025_weights_are_those_of_its_parts():
         positions=0.02 * jax.random.normal(jax.random.key(5), (36, 32)), positions_trainable=True
     )
     weights = attention_init.impulse_2025()(jax.random.key(0), site)
-    np.testing.assert_allclose(weights.positions, 18 * site.positions, rtol=1e-6)
+    assert (weights.positions, weights.position_scale) == (None, 18)
     assert weights.filter_index.tolist() == [[4, 1, 5, 3]] * 3
     for factor in (weights.query, weights.key):
         np.testing.assert_allclose(np.linalg.norm(factor, axis=(1, 3)), 7, rtol=1e-4)
-    x = layer_norm(np.asarray(weights.positions))
+    x = layer_norm(18 * np.asarray(site.positions), 1e-5)
     maps = softmax(
         8**-0.5
         * np.einsum("nD,LDhd,LEhd,mE->Lhnm", x, weights.query, weights.key, x, optimize=True),
@@ -126,4 +183,39 @@ def test_2025_weights_are_those_of_its_parts():
     mass = np.mean(np.sum(maps * targets, axis=(2, 3)) / np.sum(targets, axis=(2, 3)))
     np.testing.assert_allclose(weights.report.target_mass, mass, rtol=1e-3)
     np.testing.assert_allclose(weights.report.loss, np.mean((maps - targets) ** 2), rtol=1e-3)
-    assert attention_init.impulse_2025()(jax.random.key(0), make_site()).positions is None
+    assert attention_init.impulse_2025()(jax.random.key(0), make_site()).position_scale is None
+
+
+def test_2025_takes_the_programs_three_factors():
+    positions = 0.02 * jax.random.normal(jax.random.key(5), (36, 32))
+    site = make_site(positions=positions, positions_trainable=True)
+    plain = attention_init.impulse_2025()(jax.random.key(0), site)
+    options = dict(position_scale=9.0, query_key_norm=3.5, value_out_scale=0.5)
+    halved = attention_init.impulse_2025(**options)(jax.random.key(0), site)
+    assert halved.position_scale == 9
+    np.testing.assert_allclose(np.linalg.norm(halved.query, axis=(1, 3)), 3.5, rtol=1e-4)
+    np.testing.assert_allclose(halved.out, 0.5 * plain.out, rtol=1e-6)
+    np.testing.assert_allclose(halved.report.norm, plain.report.norm / 2, rtol=1e-6)
+
+
+def head_norms(weights):
+    """‖V‖ and ‖Proj‖ of each head."""
+    axes = ((1, 3), (2, 3))
+    return [np.linalg.norm(w, axis=a)[0] for w, a in zip(weights[2:4], axes, strict=True)]
+
+
+def test_value_and_projection_of_vit_tiny_have_the_programs_norms():
+    """V Proj is transposed in the 2025 impulse, but not in `mimetic`."""
+    site = make_site(
+        grid=(4, 4),
+        width=192,
+        num_heads=3,
+        head_dim=64,
+        num_layers=1,
+        positions=0.02 * jax.random.normal(jax.random.key(5), (16, 192)),
+        positions_trainable=True,
+    )
+    impulse = attention_init.impulse_2025()(jax.random.key(0), site)
+    np.testing.assert_allclose(head_norms(impulse), [(7.17, 5.65, 3.57)] * 2, rtol=0.02)
+    mimetic = attention_init.mimetic()(jax.random.key(0), site)
+    np.testing.assert_allclose(head_norms(mimetic), [(5.65, 5.67, 5.65)] * 2, rtol=0.02)

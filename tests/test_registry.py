@@ -20,7 +20,7 @@ from structinit_jax.errors import InputError
 
 RNG = jax.random.key(0)
 SITES = {
-    AttentionSite: AttentionSite((6, 6), 32, 4, 8, 3, 8**-0.5, sincos_positions((6, 6), 32)),
+    AttentionSite: AttentionSite((5, 6), 32, 4, 8, 3, 8**-0.5, sincos_positions((5, 6), 32)),
     WindowSite: WindowSite((3, 4), 32, 4, 8, 3, 8**-0.5),
     TokenMixingSite: TokenMixingSite((3, 4), 10, 3, 16),
     ConvSite: ConvSite(3, 16, 3),
@@ -88,7 +88,8 @@ def test_public_functions_show_the_options_that_they_take(name):
         ("impuls", {}, "name='impuls'.*did you mean 'impulse'"),
         ("xyz", {}, "name='xyz'.*default, impulse, impulse_2024"),
         ("impulse", {"kernel": 3}, "kernel=3.*did you mean 'kernel_size'"),
-        ("default", {"kernel_size": 3}, "kernel_size=3.*no options"),
+        ("default", {"kernel_size": 3}, "kernel_size=3.*takes position_scale"),
+        ("impulse_2025", {"query_key_norm": 0.0}, "query_key_norm=0.0: must be positive"),
         ("impulse", {"kernel_size": 4}, "kernel_size=4: .*odd"),
         ("impulse", {"offsets": "all"}, "offsets='all': choose one of even"),
         ("impulse", {"vo_init": "x"}, "vo_init='x': choose one of balanced"),

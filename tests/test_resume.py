@@ -60,6 +60,11 @@ def test_fields_that_may_change_are_listed(field, value, line):
         ("data.name", "cifar10", "data.name: 'digits' -> 'cifar10'  (affects the data order)"),
         ("data.train_split", "test", "data.train_split: 'train' -> 'test'  (affects the data"),
         ("data.repeats", 3, "data.repeats: 1 -> 3  (affects the data order)"),
+        (
+            "data.drop_remainder",
+            True,
+            "data.drop_remainder: False -> True  (affects the data",
+        ),
         ("data.image_size", 32, "data.image_size: 224 -> 32  (affects the architecture)"),
         (
             "data.std",

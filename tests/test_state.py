@@ -56,6 +56,14 @@ def test_weights_are_selected_from_a_larger_model(tiny_config, teacher, capsys):
     np.testing.assert_array_equal(params["head"]["kernel"], drawn["head"]["kernel"])
 
 
+@pytest.mark.parametrize(("heads", "warned"), [(2, False), (8, True)])
+def test_targets_out_of_reach_are_reported_once(tiny_config, heads, warned, capsys):
+    tiny_config.model.update(num_heads=heads, depth=1)
+    tiny_config.attention_init.norm = 2.0  # so narrow a model has soft maps otherwise
+    initialize_model(tiny_config, abstract_model(tiny_config, make_mesh()))
+    assert capsys.readouterr().out.count("warning: only") == warned
+
+
 def test_a_file_that_does_not_fit_is_refused(tiny_config, teacher, tmp_path):
     model = abstract_model(tiny_config, make_mesh())
 

@@ -160,7 +160,7 @@ def test_learned_random_positions_are_solved_at_full_rank():
 
 def test_targets_out_of_reach_warn():
     site = make_site(num_heads=24, head_dim=2, qk_scale=2**-0.5)
-    with pytest.warns(UserWarning, match=r"of the attention rows peak .* head_dim=2"):
+    with pytest.warns(UserWarning, match="of the attention rows peak .*fewer heads"):
         impulse(kernel_size=5, vo_init="default")(jax.random.key(0), site)
 
 
@@ -213,20 +213,40 @@ def test_trainable_positions_start_from_the_encoding_that_was_solved_for(plain):
     assert plain.positions is None
 
 
-def test_mimetic_products_are_near_the_identity():
+def test_mimetic_weights_are_the_programs_factors_as_stored_by_pytorch():
     weights = mimetic()(jax.random.key(0), make_site(num_heads=1, head_dim=WIDTH))
     qk = np.einsum("LDhd,LEhd->LDE", weights.query, weights.key)
-    vo = np.einsum("LDhd,LhdE->LDE", weights.value, weights.out)
-    for product, scale, diagonal in ((qk, 0.7, 0.7), (vo, 0.4, -0.4)):
+    # As PyTorch's [out, in] weights of all heads, V is U S^1/2 and Proj is S^1/2 Vᵀ.
+    v, out = (np.swapaxes(w, 1, 2) for w in (weights.value[:, :, 0], weights.out[:, 0]))
+    v, out = np.asarray(v), np.asarray(out)
+    for product, scale, diagonal in ((qk, 0.7, 0.7), (v @ out, 0.4, -0.4)):
         noise = product - diagonal * np.eye(WIDTH)
         assert abs(noise.std() - scale * WIDTH**-0.5) < 0.1 * scale * WIDTH**-0.5
         assert np.abs(noise).max() <= scale * (3 / WIDTH) ** 0.5 + 1e-4
+    singular = np.swapaxes(v, 1, 2) @ v
+    np.testing.assert_allclose(singular, out @ np.swapaxes(out, 1, 2), atol=1e-4)
+    np.testing.assert_allclose(singular, singular * np.eye(WIDTH), atol=1e-4)
 
 
-def test_default_is_a_normal_of_deviation_002():
-    weights = default()(jax.random.key(0), make_site(num_layers=40))
-    for array in weights[:4]:
-        assert abs(np.std(array) - 0.02) < 0.001
+@pytest.mark.parametrize(
+    ("base_init", "std"), [("timm", (0.02, 0.02)), ("pytorch", ((3 * WIDTH) ** -0.5, 9**-0.5))]
+)
+def test_default_is_the_base_init(base_init, std):
+    site = make_site(num_layers=40, num_heads=1, head_dim=3, base_init=base_init)
+    weights = default()(jax.random.key(0), site)
+    deviations = [np.std(array) for array in weights[:4]]
+    np.testing.assert_allclose(deviations, [std[0]] * 3 + [std[1]], rtol=0.03)
+
+
+@pytest.mark.parametrize("scheme", [default, mimetic])
+def test_baselines_take_the_factors_of_the_2025_program(scheme):
+    plain = scheme()(jax.random.key(0), make_site())
+    options = dict(position_scale=2.0, query_key_scale=3.0, value_out_scale=0.5)
+    scaled = scheme(**options)(jax.random.key(0), make_site())
+    assert (plain.position_scale, scaled.position_scale) == (None, 2)
+    for field, factor in (("query", 3), ("key", 3), ("value", 0.5), ("out", 0.5)):
+        expected = factor * getattr(plain, field)
+        np.testing.assert_allclose(getattr(scaled, field), expected, rtol=1e-6)
 
 
 @pytest.mark.parametrize(

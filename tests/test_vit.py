@@ -132,6 +132,13 @@ def test_attention_init_is_asked_once_and_put_in_place(pool):
     assert not np.any(model.blocks.attention.key.kernel[...] == 2)
 
 
+def test_position_scale_multiplies_the_whole_table():
+    options = dict(pool="class_token", num_registers=2, positions="learned")
+    model = make(**options)
+    scaled = make(**options, attention_init=lambda rng, site: AttentionWeights(position_scale=18.0))
+    np.testing.assert_allclose(scaled.positions[...], 18 * model.positions[...], rtol=1e-6)
+
+
 def test_scheme_that_sets_positions_is_refused_by_fixed_positions():
     def init(rng, site):
         return AttentionWeights(positions=jnp.zeros((16, 16)))

@@ -1,8 +1,9 @@
 """Schemes for the filters of depthwise convolutions (`ConvSite`), as in ConvMixer.
 
-The 2024 paper keeps such filters fixed at their initial values (section 5.5, table 4). It calls box
-filters "all ones" and gives no scale for the others; here the largest value of every filter is 1,
-except for random ones. The BatchNorm after the filters makes the scale irrelevant.
+The 2024 paper keeps such filters fixed at their initial values (section 5.5, table 4). GELU comes
+between them and BatchNorm, so their scale matters: it decides how nonlinear a layer is. That of
+`impulse_2024` is the program's, a squared norm of 1/f. `impulse` is our own; the largest value of
+each of its filters is 1.
 """
 
 import jax
@@ -53,9 +54,48 @@ def impulse(
 
 
 @register("impulse_2024", ConvSite)
-def impulse_2024(rng: PRNGKeyArray, site: ConvSite) -> ConvWeights:
-    """The impulses of the 2024 paper's table 4, each channel's place drawn independently."""
-    return impulse(rng, site, offsets="random")
+def impulse_2024(
+    rng: PRNGKeyArray,
+    site: ConvSite,
+    *,
+    taps: int = 1,
+    variance: float | None = None,
+    num_filters: int | None = None,
+) -> ConvWeights:
+    """The filters of the 2024 program, drawn independently for each channel.
+
+    Args:
+      rng: Random key.
+      site: The layers.
+      taps: Number of places with a weight, all with the same one. 1 is the impulse of table 4, and
+        f² its box.
+      variance: If given, filters are Gaussians of this variance around one place instead.
+      num_filters: Number of distinct filters of a layer, from which each channel draws one; None
+        gives each channel its own. If filters are trained, they do not stay equal.
+    """
+    size, shape = site.kernel_size, (site.num_layers, site.width)
+    if not 1 <= taps <= size**2:
+        raise InputError(
+            f"taps={taps}: a ConvSite with kernel_size={size} needs a number from 1 to {size**2}"
+        )
+    if num_filters is not None and not 1 <= num_filters <= site.width:
+        raise InputError(
+            f"num_filters={num_filters}: a ConvSite with width={site.width} needs a number from 1 "
+            f"to {site.width}"
+        )
+    filter_rng, share_rng = jax.random.split(rng)
+    if variance is None:
+        order = jnp.argsort(jax.random.uniform(filter_rng, (*shape, size**2)), axis=-1)
+        filters = jnp.where(order < taps, (taps * size) ** -0.5, 0.0)
+    else:
+        bank = jnp.asarray(_filter_bank("gaussian", size, variance**0.5))
+        filters = bank.reshape(size**2, -1)[jax.random.randint(filter_rng, shape, 0, size**2)]
+        squared_norm = jnp.square(filters).sum(axis=-1).mean(axis=1)
+        filters = filters * ((squared_norm * size) ** -0.5)[:, None, None]
+    if num_filters is not None:
+        chosen = jax.random.randint(share_rng, shape, 0, num_filters)
+        filters = jnp.take_along_axis(filters, chosen[:, :, None], axis=1)
+    return ConvWeights(jnp.moveaxis(filters, 1, -1).reshape(-1, size, size, site.width))
 
 
 def _filter_bank(filters, size, sigma):

@@ -15,17 +15,12 @@ from structinit_jax.attention_init.kernels import (
     impulse_kernels,
 )
 from structinit_jax.attention_init.registry import register
-from structinit_jax.attention_init.sites import AttentionSite, AttentionWeights
+from structinit_jax.attention_init.sites import AttentionSite, AttentionWeights, SolveReport
 from structinit_jax.attention_init.solve import draw_pseudo_input, layer_norm, report_on_maps
 from structinit_jax.attention_init.tokens import mimetic_vo, split_product
 
-RESCALE_EVERY = 100  # steps of algorithm 1 between two rescalings of the columns
-# Gradients of equation 8 are so small that Adam's ε decides how far the columns drift outside the
-# encoding's row space. The paper does not say how its loss is averaged over heads, which scales ε.
-# This value reproduces the authors' program (loss 0.0021, mass 0.28); 1e-8 ends at 0.0024, 0.20.
-ADAM_EPSILON_2024 = 1.6e-7
-POSITION_SCALE_2025 = 18.0
-FROBENIUS_NORM_2025 = 7.0
+PSEUDO_INPUT_EPSILON = 1e-5  # PyTorch's default for LayerNorm; the models themselves use 1e-6
+RESCALE_EVERY = 100  # steps of algorithm 1 between two rescalings
 
 
 @register("impulse_2024", AttentionSite)
@@ -42,15 +37,18 @@ def impulse_2024(
 ) -> AttentionWeights:
     """Algorithm 1 of "Structured Initialization for Attention in Vision Transformers" (2024).
 
-    Adam on Q and K of every head, against the mean squared error of its map (equation 8); every 100
-    steps each column is rescaled to the mean column norm at the start. V and projection keep the
-    model's initialization. `impulse` gets closer to the same targets, much faster.
+    Adam on Q and K of every head, against the mean squared error of its map (equation 8). The paper
+    rescales the weights every 100 steps; details that it leaves open are those of its program. V
+    and projection keep the model's initialization. `impulse` gets closer to the same targets, much
+    faster.
 
     Args:
       rng: Random key.
       site: Layers to initialize.
       kernel_size: Kernel size f, odd. Each head draws one of the f² offsets, with replacement.
-      same_layers: Whether all layers share their Q and K, as in the paper's main results.
+      same_layers: Whether all layers share their Q and K, as in the paper's main results. With two
+        pseudo inputs, the first layer still has its own. Layers that are not shared draw their own
+        offsets and noise.
       first_input: Pseudo input of the first layer (table 6): 'positions', 'uniform', 'gaussian',
         'positions+uniform' or 'positions+gaussian'.
       following_input: Pseudo input of the other layers.
@@ -59,116 +57,144 @@ def impulse_2024(
     """
     check_kernel_size(kernel_size, site.grid)
     positions = site.require_positions()
-    offset_rng, first_rng, following_rng = jax.random.split(rng, 3)
+    offset_rng, input_rng, solve_rng = jax.random.split(rng, 3)
     targets = jnp.asarray(convolution_maps(impulse_kernels(kernel_size), site.grid))
-
-    def solve_layers(rng, pseudo_input, filter_index):
-        input_rng, solve_rng = jax.random.split(rng)
-        x = layer_norm(jnp.asarray(draw_pseudo_input(input_rng, pseudo_input, positions)))
-        *factors, report = _solve_2024(
-            solve_rng,
-            x,
-            targets[filter_index.reshape(-1)],
-            qk_scale=site.qk_scale,
-            head_dim=site.head_dim,
-            max_steps=max_steps,
-            learning_rate=learning_rate,
-        )
-        shape = (*filter_index.shape, site.width, site.head_dim)
-        return *(jnp.moveaxis(f.reshape(shape), 1, 2) for f in factors), report
-
-    # Layers with the same pseudo input are solved together; equal layers are solved once.
-    two_inputs = first_input != following_input and site.num_layers > 1
-    num_solved = 1 + two_inputs if same_layers else site.num_layers
-    shape = (num_solved, site.num_heads)
-    filter_index = assign(offset_rng, shape, len(targets), order="random", same_layers=same_layers)
-    first = 1 if two_inputs else num_solved
-    solved = [solve_layers(first_rng, first_input, filter_index[:first])]
-    if two_inputs:
-        solved.append(solve_layers(following_rng, following_input, filter_index[first:]))
-    queries, keys, reports = zip(*solved, strict=True)
-    query, key = jnp.concatenate(queries), jnp.concatenate(keys)
-    report = jax.tree.map(lambda *leaves: sum(leaves) / len(leaves), *reports)
+    shared = 1 + (first_input != following_input) if same_layers else site.num_layers
+    num_solved = min(shared, site.num_layers)
+    filter_index = assign(offset_rng, (num_solved, site.num_heads), len(targets), order="random")
+    names = [first_input] + [following_input] * (num_solved - 1)
+    inputs = [
+        draw_pseudo_input(rng, name, jnp.asarray(positions))
+        for rng, name in zip(jax.random.split(input_rng, num_solved), names, strict=True)
+    ]
+    solve = functools.partial(
+        _solve_2024,
+        head_dim=site.head_dim,
+        qk_scale=site.qk_scale,
+        max_steps=max_steps,
+        learning_rate=learning_rate,
+    )
+    query, key, report = jax.vmap(solve)(
+        jax.random.split(solve_rng, num_solved), jnp.stack(inputs), targets[filter_index]
+    )
     # The last solved layer is repeated for all layers that are equal to it.
-    layer = np.minimum(np.arange(site.num_layers), len(query) - 1)
+    layer = np.minimum(np.arange(site.num_layers), num_solved - 1)
     return AttentionWeights(
-        query[layer], key[layer], report=report, filter_index=filter_index[layer]
+        query[layer],
+        key[layer],
+        report=jax.tree.map(jnp.mean, report),
+        filter_index=filter_index[layer],
     )
 
 
-@functools.partial(jax.jit, static_argnames=("qk_scale", "head_dim", "max_steps", "learning_rate"))
-def _solve_2024(rng, x, targets, *, qk_scale, head_dim, max_steps, learning_rate):
-    """Returns Q and K [H, D, d] and a report for pseudo input x [N, D] and targets [H, N, N]."""
-    shape = (len(targets), x.shape[1], head_dim)
-    bound = x.shape[1] ** -0.5  # (1 / (d h))^1/2 with D = d h
-    uniform = functools.partial(jax.random.uniform, shape=shape, minval=-bound, maxval=bound)
-    start = tuple(map(uniform, jax.random.split(rng)))
-    adam = optax.adam(learning_rate, eps=ADAM_EPSILON_2024)
+@functools.partial(jax.jit, static_argnames=("head_dim", "qk_scale", "max_steps", "learning_rate"))
+def _solve_2024(rng, pseudo_input, targets, *, head_dim, **options):
+    """Solves one layer: `optimize_2024` from a random start."""
+    heads, width = len(targets), pseudo_input.shape[1]
+    bound = (head_dim * heads) ** -0.5
+    start = jax.random.uniform(rng, (2, heads, width, head_dim), minval=-bound, maxval=bound)
+    return optimize_2024(tuple(start), pseudo_input, targets, **options)
 
-    def column_norms(factor):
-        return jnp.sqrt(jnp.sum(factor**2, axis=1, keepdims=True))
 
-    start_norms = tuple(column_norms(f).mean(axis=(1, 2), keepdims=True) for f in start)
+def optimize_2024(
+    start: tuple[Float[Array, "h D d"], Float[Array, "h D d"]],
+    pseudo_input: Float[Array, "N D"],
+    targets: Float[Array, "h N N"],
+    *,
+    qk_scale: float,
+    max_steps: int,
+    learning_rate: float,
+) -> tuple[Float[Array, "D h d"], Float[Array, "D h d"], SolveReport]:
+    """Returns Q, K and a report for one layer after `max_steps` from the start values of Q and K.
+
+    Before steps 0, 100, 200, …, every column of Q (norm over D) and every row of K (norm over d) is
+    rescaled to n, the mean column norm of Q at the start. Hence ‖Q‖ = n d^1/2, but ‖K‖ = n D^1/2.
+    """
+    x = layer_norm(pseudo_input, PSEUDO_INPUT_EPSILON)
+    adam = optax.adam(learning_rate, eps=1e-8)
+    norm = jnp.linalg.norm(start[0], axis=1).mean()
+
+    def rescale(factors):
+        query, key = factors
+        query *= norm / jnp.linalg.norm(query, axis=1, keepdims=True)
+        return query, key * (norm / jnp.linalg.norm(key, axis=2, keepdims=True))
 
     def maps(factors):
-        queries, keys = (jnp.einsum("nD,HDd->Hnd", x, f) for f in factors)
-        return jax.nn.softmax(qk_scale * jnp.einsum("Hnd,Hmd->Hnm", queries, keys), axis=-1)
+        queries, keys = (jnp.einsum("nD,hDd->hnd", x, f) for f in factors)
+        return jax.nn.softmax(qk_scale * jnp.einsum("hnd,hmd->hnm", queries, keys), axis=-1)
 
     def loss(factors):
-        return jnp.mean((targets - maps(factors)) ** 2, axis=(1, 2)).sum()
+        # A mean over heads too, which matters because of Adam's ε.
+        return jnp.mean((targets - maps(factors)) ** 2)
 
     def body(step, carry):
         factors, state = carry
+        factors = jax.lax.cond(step % RESCALE_EVERY == 0, rescale, lambda same: same, factors)
         updates, state = adam.update(jax.grad(loss)(factors), state)
-        factors = optax.apply_updates(factors, updates)
-        due = step % RESCALE_EVERY == 0
-        factors = tuple(
-            jnp.where(due, f * (n / column_norms(f)), f)
-            for f, n in zip(factors, start_norms, strict=True)
-        )
-        return factors, state
+        return optax.apply_updates(factors, updates), state
 
-    query, key = jax.lax.fori_loop(0, max_steps, body, (start, adam.init(start)))[0]
-    norm = jnp.mean(jnp.stack([column_norms(query), column_norms(key)]))
-    report = report_on_maps(targets, maps((query, key)), steps=max_steps, norm=norm)
-    return query, key, report
+    query, key = factors = jax.lax.fori_loop(0, max_steps, body, (start, adam.init(start)))[0]
+    lengths = [jnp.linalg.norm(f, axis=(1, 2)) for f in factors]
+    report = report_on_maps(
+        targets,
+        maps(factors),
+        steps=max_steps,
+        norm=jnp.sqrt(lengths[0] * lengths[1] / query.shape[-1]).mean(),
+    )
+    return jnp.moveaxis(query, 0, 1), jnp.moveaxis(key, 0, 1), report
 
 
 @register("impulse_2025", AttentionSite)
 def impulse_2025(
-    rng: PRNGKeyArray, site: AttentionSite, *, kernel_size: int = 3
+    rng: PRNGKeyArray,
+    site: AttentionSite,
+    *,
+    kernel_size: int = 3,
+    position_scale: float = 18.0,
+    query_key_norm: float = 7.0,
+    value_out_scale: float = 1.0,
 ) -> AttentionWeights:
     """The closed form of "Structured Initialization for Vision Transformers" (arXiv:2505.19985).
 
-    Learned positions are multiplied by 18; X is their LayerNorm. The target logits W are 1000 where
-    the target map is 1, and 3 times truncated normal noise of standard deviation 0.6 elsewhere;
+    Learned positions are scaled; X is their LayerNorm. The target logits W are 1000 where the
+    target map is 1, and 3 times truncated normal noise of standard deviation 0.6 elsewhere;
     `factor_logits` gives Q and K. Offsets go to heads in a fixed order, center first. V and
-    projection are mimetic.
+    projection are mimetic, in the orientation of `mimetic_vo`, as in the program.
 
     Args:
       rng: Random key.
       site: Layers to initialize.
       kernel_size: Kernel size f, odd; 3 in the paper.
+      position_scale: Factor on learned positions; fixed ones stay as they are.
+      query_key_norm: Frobenius norm of each head's Q and K.
+      value_out_scale: Factor on value and projection.
     """
     check_kernel_size(kernel_size, site.grid)
-    positions = site.require_positions()
-    if site.positions_trainable:
-        positions = POSITION_SCALE_2025 * jnp.asarray(positions)
+    positions = jnp.asarray(site.require_positions())
+    scale = position_scale if site.positions_trainable else None
+    if scale is not None:
+        positions = scale * positions
     noise_rng, vo_rng, offset_rng = jax.random.split(rng, 3)
     targets = jnp.asarray(convolution_maps(impulse_kernels(kernel_size), site.grid))
     shape = (site.num_layers, site.num_heads)
     filter_index = assign(offset_rng, shape, len(targets), order="center_first")
-    x = layer_norm(jnp.asarray(positions))
     query, key, report = _solve_2025(
-        noise_rng, x, targets, filter_index, head_dim=site.head_dim, qk_scale=site.qk_scale
+        noise_rng,
+        layer_norm(positions, PSEUDO_INPUT_EPSILON),
+        targets,
+        filter_index,
+        head_dim=site.head_dim,
+        qk_scale=site.qk_scale,
+        norm=query_key_norm,
     )
-    value, out = mimetic_vo(vo_rng, site)
-    initial = positions if site.positions_trainable else None
-    return AttentionWeights(query, key, value, out, initial, report, filter_index)
+    value, out = (value_out_scale * w for w in mimetic_vo(vo_rng, site))
+    return AttentionWeights(
+        query, key, value, out, report=report, filter_index=filter_index, position_scale=scale
+    )
 
 
 @functools.partial(jax.jit, static_argnames=("head_dim", "qk_scale"))
-def _solve_2025(rng, x, targets, filter_index, *, head_dim, qk_scale):
+def _solve_2025(rng, x, targets, filter_index, *, head_dim, qk_scale, norm):
     """Returns Q and K [L, D, h, d] and a report; each head's target is targets[filter_index]."""
     std, cut = 0.6, 2 / 0.6  # truncated at ±2 in absolute terms, as timm does
     layers, heads = filter_index.shape
@@ -176,10 +202,10 @@ def _solve_2025(rng, x, targets, filter_index, *, head_dim, qk_scale):
     def solve_head(rng, target):
         noise = std * jax.random.truncated_normal(rng, -cut, cut, target.shape)
         logits = 1000 * target + 3 * jnp.where(target == 0, noise, 0)
-        query, key = factor_logits(x, logits, head_dim)
+        query, key = (norm * factor for factor in factor_logits(x, logits, head_dim))
         maps = jax.nn.softmax(qk_scale * (x @ query) @ (x @ key).T, axis=-1)
-        norm = FROBENIUS_NORM_2025 / head_dim**0.5
-        return query, key, report_on_maps(target[None], maps[None], steps=0, norm=norm)
+        report = report_on_maps(target[None], maps[None], steps=0, norm=norm / head_dim**0.5)
+        return query, key, report
 
     # One head at a time: the N × N logits of all heads of a large model do not fit into memory.
     query, key, reports = jax.lax.map(
@@ -193,7 +219,7 @@ def _solve_2025(rng, x, targets, filter_index, *, head_dim, qk_scale):
 def factor_logits(
     x: Float[Array, "N D"], logits: Float[Array, "N N"], head_dim: int
 ) -> tuple[Float[Array, "D d"], Float[Array, "D d"]]:
-    """Returns Q, K of Frobenius norm 7 with Q Kᵀ ∝ X⁺ W X⁺ᵀ, X⁺ over X's top d singular values."""
+    """Returns Q, K of Frobenius norm 1 with Q Kᵀ ∝ X⁺ W X⁺ᵀ, X⁺ over X's top d singular values."""
     u, s, vt = jnp.linalg.svd(x, full_matrices=False)
     rank = min(head_dim, len(s))
     inverse = u[:, :rank] / s[None, :rank]
@@ -201,6 +227,5 @@ def factor_logits(
     factors = split_product(inverse.T @ logits @ inverse, rank)
     query, key = (vt[:rank].T @ f for f in factors)
     return tuple(
-        jnp.pad(FROBENIUS_NORM_2025 / jnp.linalg.norm(f) * f, ((0, 0), (0, head_dim - rank)))
-        for f in (query, key)
+        jnp.pad(f / jnp.linalg.norm(f), ((0, 0), (0, head_dim - rank))) for f in (query, key)
     )

@@ -28,7 +28,17 @@ CHOICES = {
     "first_input": PSEUDO_INPUTS,
     "following_input": PSEUDO_INPUTS,
 }
-POSITIVE = ("sigma", "dilation", "norm", "target_mass", "learning_rate", "max_steps")
+POSITIVE = (
+    "sigma",
+    "variance",
+    "dilation",
+    "norm",
+    "target_mass",
+    "learning_rate",
+    "max_steps",
+    "position_scale",
+    "query_key_norm",
+)
 
 
 def register(name: str, *site_types: type) -> Callable[[Callable], Callable]:

@@ -26,6 +26,7 @@ class AttentionSite:
         row-major order, or None. The rank of a NumPy array is known at trace time, which makes the
         solve cheaper.
       positions_trainable: Whether the model uses `AttentionWeights.positions`.
+      base_init: Start values of the model's other layers, 'timm' or 'pytorch'.
     """
 
     grid: tuple[int, int]
@@ -36,6 +37,7 @@ class AttentionSite:
     qk_scale: float
     positions: np.ndarray | jax.Array | None = None
     positions_trainable: bool = False
+    base_init: str = "timm"
 
     def __post_init__(self):
         expected = (self.num_tokens, self.width)
@@ -119,7 +121,8 @@ class SolveReport(NamedTuple):
       hit_rate: Fraction of those rows whose strongest attention is where the target is strongest
         (top-1). Well below 1, the head dimension or the rank of the encoding is too low.
       steps: Optimizer steps taken.
-      norm: Root mean square norm of the columns of Q and K.
+      norm: Norm of a head's Q and K as the root mean square of their d columns' norms; the
+        geometric mean of both, since the maps depend on their product.
     """
 
     loss: Float[Array, ""]
@@ -132,7 +135,7 @@ class SolveReport(NamedTuple):
 class AttentionWeights(NamedTuple):
     """Initial weights for an `AttentionSite`, laid out as Flax's `MultiHeadAttention` kernels.
 
-    None leaves the model's own initialization. Biases start at zero in every scheme.
+    None leaves the model's own initialization, as with all biases.
 
     Attributes:
       query: [L, D, h, d].
@@ -140,6 +143,8 @@ class AttentionWeights(NamedTuple):
       value: [L, D, h, d].
       out: Output projection [L, h, d, D].
       positions: Initial value [N, D] of a trainable position encoding.
+      position_scale: Factor on the model's own trainable positions, including those of class token
+        and registers.
       report: Result of the solve.
       filter_index: Index [L, h] of each head's filter among the scheme's filters.
       bias: Relative position bias [L, R, h] of a `WindowSite`, R = (2 rows - 1) (2 cols - 1), rows
@@ -154,10 +159,11 @@ class AttentionWeights(NamedTuple):
     report: SolveReport | None = None
     filter_index: Int[Array, "L h"] | None = None
     bias: Float[Array, "L R h"] | None = None
+    position_scale: float | Float[Array, ""] | None = None
 
 
 class TokenMixingWeights(NamedTuple):
-    """Initial weights for a `TokenMixingSite`; None leaves the model's own. Biases start at zero.
+    """Initial weights for a `TokenMixingSite`; None leaves the model's own.
 
     Attributes:
       fc1: First layer [L, N, hidden].

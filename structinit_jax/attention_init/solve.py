@@ -26,6 +26,7 @@ PATIENCE, MIN_IMPROVEMENT = 5, 1e-3
 MAX_ROWS = 1024
 # With a target mass, the norm is fitted to it between solves: a grid search, then bisection.
 MASS_ROUNDS, NORM_RANGE, NORM_GRID, NORM_BISECTIONS = 2, (0.05, 20.0), 24, 12
+MIN_HIT_RATE = 0.75  # below it, targets count as out of reach
 PSEUDO_INPUTS = ("positions", "uniform", "gaussian", "positions+uniform", "positions+gaussian")
 # Options of `solve_bank` that are fixed at compile time.
 STATIC_OPTIONS = ("target_mass", "optimizer", "learning_rate", "max_steps")
@@ -42,32 +43,47 @@ class Bank(NamedTuple):
 # -- pseudo inputs: what stands for a layer's tokens in the solve ----------------------------------
 
 
-def sincos_positions(grid: tuple[int, int], width: int) -> Float[np.ndarray, "N D"]:
-    """Returns the 2-D sine-cosine encoding, channels in the order sin x, cos x, sin y, cos y.
+def sincos_positions(
+    grid: tuple[int, int], width: int, convention: str = "timm"
+) -> Float[np.ndarray, "N D"]:
+    """Returns the 2-D sine-cosine encoding with temperature 10,000; N = rows × cols, row-major.
 
-    Frequencies are 10,000^(-i / (D/4 - 1)), i = 0 … D/4 - 1, as in MoCo v3 and big_vision. The
-    width D has to be a multiple of 4, at least 8, else `InputError` is raised.
+    Args:
+      grid: (rows, cols).
+      width: Channels D, a multiple of 4 and at least 8.
+      convention: 'timm' is timm's `build_sincos2d_pos_embed`, which the 2024 paper uses: channels
+        sin y, sin x, cos y, cos x and frequencies 10,000^(-4 i / D), i = 0 … D/4 - 1. 'moco' is
+        that of MoCo v3 and big_vision: sin x, cos x, sin y, cos y and 10,000^(-i / (D/4 - 1)).
+
+    Raises:
+      InputError: The width cannot be encoded, or the convention is unknown.
     """
     if width % 4 or width < 8:
         raise InputError(
             f"width={width}: sin-cos positions need a width of at least 8 that is divisible by 4; "
             "change the width or use learned positions"
         )
+    if convention not in ("timm", "moco"):
+        raise InputError(f"convention={convention!r}: choose 'timm' or 'moco'")
     quarter = width // 4
-    frequencies = 10_000.0 ** -(np.arange(quarter) / (quarter - 1))
+    steps = quarter if convention == "timm" else quarter - 1
+    frequencies = 10_000.0 ** -(np.arange(quarter) / steps)
     y, x = np.meshgrid(*map(np.arange, grid), indexing="ij")
-    x, y = (axis.reshape(-1, 1) * frequencies for axis in (x, y))
-    encoding = np.concatenate([np.sin(x), np.cos(x), np.sin(y), np.cos(y)], axis=1)
-    return encoding.astype(np.float32)
+    y, x = (axis.reshape(-1, 1) * frequencies for axis in (y, x))
+    if convention == "timm":
+        channels = [np.sin(y), np.sin(x), np.cos(y), np.cos(x)]
+    else:
+        channels = [np.sin(x), np.cos(x), np.sin(y), np.cos(y)]
+    return np.concatenate(channels, axis=1).astype(np.float32)
 
 
-def layer_norm(x: Float[Array | np.ndarray, "N D"]):
+def layer_norm(x: Float[Array | np.ndarray, "N D"], epsilon: float = 1e-6):
     """LayerNorm without scale and bias; computed in float64 by NumPy for a NumPy array."""
     xp = jnp
     if isinstance(x, np.ndarray):
         xp, x = np, x.astype(np.float64)
     x = x - x.mean(axis=1, keepdims=True)
-    return x / xp.sqrt((x * x).mean(axis=1, keepdims=True) + 1e-6)
+    return x / xp.sqrt((x * x).mean(axis=1, keepdims=True) + epsilon)
 
 
 def draw_pseudo_input(
@@ -141,6 +157,17 @@ def report_on_maps(targets, maps, *, steps, norm) -> SolveReport:
         hit_rate=jnp.sum(hits, dtype=jnp.float32) / jnp.sum(has_target, dtype=jnp.float32),
         steps=jnp.asarray(steps, jnp.float32),
         norm=jnp.asarray(norm, jnp.float32),
+    )
+
+
+def out_of_reach(report: SolveReport) -> str | None:
+    """Returns a warning if too few rows peak on their target, else None."""
+    if report.hit_rate >= MIN_HIT_RATE:
+        return None
+    return (
+        f"only {100 * float(report.hit_rate):.0f} % of the attention rows peak on their target, "
+        "since the head dimension and the rank of the position encoding limit the rank of the "
+        "maps: use fewer heads, a smaller kernel, or sin-cos positions"
     )
 
 

@@ -20,24 +20,42 @@ from structinit_jax.attention_init.sites import AttentionSite, AttentionWeights,
 from structinit_jax.attention_init.solve import (
     STATIC_OPTIONS,
     layer_norm,
+    out_of_reach,
     row_space,
     sincos_positions,
     solve_bank,
 )
 
-MIN_HIT_RATE = 0.75  # a solve with a lower one warns that its targets are out of reach
-
 
 @register("default", AttentionSite, WindowSite)
-def default(rng: PRNGKeyArray, site: AttentionSite) -> AttentionWeights:
-    """Truncated normal of standard deviation 0.02, as in timm."""
-    std = 0.02
-    cut = 2 / std  # timm cuts at ±2 in absolute terms, that is, at 100 standard deviations
+def default(
+    rng: PRNGKeyArray,
+    site: AttentionSite,
+    *,
+    position_scale: float = 1.0,
+    query_key_scale: float = 1.0,
+    value_out_scale: float = 1.0,
+) -> AttentionWeights:
+    """The model's `base_init`: timm's truncated normal of deviation 0.02, or PyTorch's uniform.
 
-    def draw(rng, shape):
-        return std * jax.random.truncated_normal(rng, -cut, cut, shape)
+    Args:
+      rng: Random key.
+      site: Layers to initialize.
+      position_scale: Factor on learned positions, as in the 2025 program; likewise the others.
+      query_key_scale: Factor on query and key.
+      value_out_scale: Factor on value and projection.
+    """
+    if site.base_init == "pytorch":
+        weights = kaiming_uniform(rng, site)
+    else:
+        std = 0.02
+        cut = 2 / std  # timm cuts at ±2 in absolute terms, that is, at 100 standard deviations
 
-    return _draw_all(rng, site, draw)
+        def draw(rng, shape):
+            return std * jax.random.truncated_normal(rng, -cut, cut, shape)
+
+        weights = _draw_all(rng, site, draw)
+    return _scale(weights, position_scale, query_key_scale, value_out_scale)
 
 
 @register("kaiming_uniform", AttentionSite, WindowSite)
@@ -50,13 +68,38 @@ def kaiming_uniform(rng: PRNGKeyArray, site: AttentionSite) -> AttentionWeights:
 
 
 @register("mimetic", AttentionSite, WindowSite)
-def mimetic(rng: PRNGKeyArray, site: AttentionSite) -> AttentionWeights:
-    """Factors each head's Q Kᵀ = 0.7 U + 0.7 I and V Proj = 0.4 U - 0.4 I by SVD, U uniform."""
+def mimetic(
+    rng: PRNGKeyArray,
+    site: AttentionSite,
+    *,
+    position_scale: float = 1.0,
+    query_key_scale: float = 1.0,
+    value_out_scale: float = 1.0,
+) -> AttentionWeights:
+    """Trockman & Kolter (2023): Q Kᵀ = 0.7 U + 0.7 I per head and V Proj ≈ -0.4 I, by SVD.
+
+    As in the programs of both papers, which store the factors of A Bᵀ = 0.4 U - 0.4 I untransposed
+    as PyTorch weights: V = Aᵀ, Proj = B. The heads are then equally strong. With V = A, Proj = Bᵀ,
+    the formula's form, they are sorted by singular values (`mimetic_vo`).
+
+    Args:
+      rng: Random key.
+      site: Layers to initialize.
+      position_scale: Factor on learned positions, as in the 2025 program; likewise the others.
+      query_key_scale: Factor on query and key.
+      value_out_scale: Factor on value and projection.
+    """
     qk_rng, vo_rng = jax.random.split(rng)
-    shape = (site.num_layers, site.num_heads, site.width)
-    query, key = _factors_near_identity(qk_rng, shape, site.head_dim, noise=0.7, identity=0.7)
-    value, out = mimetic_vo(vo_rng, site)
-    return AttentionWeights(jnp.moveaxis(query, 1, 2), jnp.moveaxis(key, 1, 2), value, out)
+    layers, width, heads = site.num_layers, site.width, (site.num_heads, site.head_dim)
+    query, key = _factors_near_identity(
+        qk_rng, (layers, site.num_heads, width), site.head_dim, noise=0.7, identity=0.7
+    )
+    a, b = _factors_near_identity(vo_rng, (layers, width), width, noise=0.4, identity=-0.4)
+    inner = heads[0] * heads[1]
+    value = jnp.swapaxes(a, -1, -2)[..., :inner].reshape(layers, width, *heads)
+    out = b[:, :inner].reshape(layers, *heads, width)
+    weights = AttentionWeights(jnp.moveaxis(query, 1, 2), jnp.moveaxis(key, 1, 2), value, out)
+    return _scale(weights, position_scale, query_key_scale, value_out_scale)
 
 
 @register("impulse", AttentionSite)
@@ -105,11 +148,11 @@ def impulse(
         the same in every layer (2025 paper).
       same_layers: Whether all layers get equal weights.
       norm: Root mean square norm of the columns of Q and K, which limits how sharp the maps are.
-        The default is that at the start of the 2024 paper's algorithm 1. This and all options below
+        The default is that of Q in the 2024 paper's algorithm 1. This and all options below
         except `target_mass` and `vo_init` are only for attention with positions.
       target_mass: Attention mass wanted on target, between 0 and 1. For attention with positions it
         replaces `norm`; within windows its default is 0.5. Only for attention.
-      vo_init: Value and projection. 'mimetic': V Proj near -0.4 I, as in `mimetic` (2025 paper).
+      vo_init: Value and projection. 'mimetic': V Proj near -0.4 I, as in `impulse_2025`.
         'balanced': the same product without the decomposition, so that heads are equally strong
         instead of sorted by singular values. 'default': the model's own. Only for attention.
       keep_positions: Whether value and projection leave the encoding's row space alone. Otherwise
@@ -142,7 +185,10 @@ def impulse(
         learning_rate=learning_rate,
         max_steps=max_steps,
     )
-    _warn_if_out_of_reach(weights.report, site, z.shape[1])
+    if not isinstance(weights.report.hit_rate, jax.core.Tracer):
+        message = out_of_reach(weights.report)
+        if message:
+            warnings.warn(message, stacklevel=3)
     return weights._replace(positions=jnp.asarray(positions)) if trainable else weights
 
 
@@ -176,24 +222,16 @@ def _solve_and_place(
     return AttentionWeights(query, key, value, out, report=bank.report, filter_index=filter_index)
 
 
-def _warn_if_out_of_reach(report, site, rank):
-    if isinstance(report.hit_rate, jax.core.Tracer) or report.hit_rate >= MIN_HIT_RATE:
-        return
-    warnings.warn(
-        f"impulse: only {100 * float(report.hit_rate):.0f} % of the attention rows peak on their "
-        f"target. head_dim={site.head_dim} and the rank {rank} of the encoding limit the rank of "
-        "the maps: use fewer heads, a smaller kernel, or sin-cos positions",
-        stacklevel=4,
-    )
-
-
 # -- value and projection --------------------------------------------------------------------------
 
 
 def mimetic_vo(
     rng: PRNGKeyArray, site: AttentionSite
 ) -> tuple[Float[Array, "L D h d"], Float[Array, "L h d D"]]:
-    """Returns V and projection with V Proj = 0.4 U - 0.4 I over all heads of a layer, U uniform."""
+    """Returns V and projection with V Proj = 0.4 U - 0.4 I over all heads of a layer, U uniform.
+
+    Heads are sorted by singular values, the strongest first.
+    """
     layers, width, heads = site.num_layers, site.width, (site.num_heads, site.head_dim)
     inner = heads[0] * heads[1]
     value, out = _factors_near_identity(rng, (layers, width), inner, noise=0.4, identity=-0.4)
@@ -250,6 +288,17 @@ def _factors_near_identity(rng, shape, rank, *, noise, identity):
     uniform = jax.random.uniform(rng, (*shape, width), minval=-bound, maxval=bound)
     eye = jnp.broadcast_to(jnp.eye(width), uniform.shape)
     return split_product(noise * uniform + identity * eye, rank)
+
+
+def _scale(weights, position_scale, query_key_scale, value_out_scale):
+    """Multiplies weights and positions by the options of the 2025 program."""
+    return AttentionWeights(
+        query_key_scale * weights.query,
+        query_key_scale * weights.key,
+        value_out_scale * weights.value,
+        value_out_scale * weights.out,
+        position_scale=None if position_scale == 1 else position_scale,
+    )
 
 
 def _draw_all(rng, site, draw):

@@ -48,8 +48,8 @@ def impulse(
 ) -> AttentionWeights:
     """Puts each head's kernel into its column of the relative position bias.
 
-    Query and key are drawn as in `default`; after a LayerNorm the content logits' standard
-    deviation is then about 0.02² D. If a target mass of 0.5 is requested, the blocks of Swin-T
+    Query and key are drawn as timm's; after a LayerNorm the content logits' standard deviation is
+    then about 0.02² D. If a target mass of 0.5 is requested, the blocks of Swin-T
     average 0.48 to 0.50.
 
     - Rows with the whole kernel inside the window have exactly the target mass. The weight of an
@@ -92,7 +92,8 @@ def _draw_and_place(rng, table, targets, fitting, *, site, ranges, offsets, same
     shape = (site.num_layers, site.num_heads)
     kernel = assign(order_rng, shape, ranges, order=offsets, same_layers=same_layers)
     drawn_layers = 1 if same_layers else site.num_layers
-    drawn = tokens.default(qk_rng, dataclasses.replace(site, num_layers=drawn_layers))
+    drawn_site = dataclasses.replace(site, num_layers=drawn_layers, base_init="timm")
+    drawn = tokens.default(qk_rng, drawn_site)
     query, key = (jnp.broadcast_to(w, (site.num_layers, *w.shape[1:])) for w in drawn[:2])
     maps = bias_maps(table[..., None], site.grid)[:, 0]
     norm = jnp.sqrt(jnp.mean(jnp.stack([query, key]) ** 2) * site.width)

@@ -5,6 +5,12 @@ function. The modules hold the individual operations, which follow timm, torchvi
 `crop` (crops and flips), `rand_augment`, `affine`, `color`, `erase` and `mix`.
 """
 
-from structinit_jax.augment.pipeline import Augment, AugmentOptions, make_augment, normalize
+from structinit_jax.augment.pipeline import (
+    Augment,
+    AugmentOptions,
+    describe,
+    make_augment,
+    normalize,
+)
 
-__all__ = ["Augment", "AugmentOptions", "make_augment", "normalize"]
+__all__ = ["Augment", "AugmentOptions", "describe", "make_augment", "normalize"]

@@ -35,7 +35,7 @@ def mix(
 
     Args:
       rng: A random key for the whole batch.
-      images: Normalized images.
+      images: Images, normalized or not.
       targets: Class probabilities.
       mixup: α of mixup's λ ~ Beta(α, α). 0 disables mixup.
       cutmix: α of cutmix's λ ~ Beta(α, α). 0 disables cutmix.

@@ -8,7 +8,7 @@ from collections.abc import Callable
 import jax
 import jax.numpy as jnp
 from jax.sharding import Mesh, PartitionSpec
-from jaxtyping import Array, Float, Integer, Key, UInt8
+from jaxtyping import Array, Float, Integer, Key, Real, UInt8
 
 from structinit_jax.augment.color import color_jitter
 from structinit_jax.augment.crop import random_flip, random_pad_crop, random_resized_crop
@@ -74,7 +74,8 @@ class AugmentOptions:
       erasing: Probability of random erasing.
       erasing_mode: Fill of erased boxes: 'const', 'rand' or 'pixel'.
       erase_after_mixing: Whether to erase after mixing, as timm's training script does with its
-        default prefetcher. DeiT, and timm without the prefetcher, erase before mixing.
+        default prefetcher, which also mixes the uint8 images before normalization and rounds the
+        result. DeiT, and timm without the prefetcher, erase and then mix normalized images.
       mixup: α of mixup. 0 disables it.
       cutmix: α of cutmix. 0 disables it.
       mix_probability: Probability that a group of images is mixed.
@@ -141,8 +142,9 @@ def make_augment(options: AugmentOptions, mesh: Mesh | None = None) -> Augment:
     """Build the function `(rng, images, labels) -> (images, targets)` to call within jit.
 
     The order of operations is timm's: crop, flip, RandAugment or else color jitter, normalization,
-    erasing, mixing. The random numbers for an image depend only on `rng` and on its index in the
-    batch, so the result does not depend on the number of devices.
+    erasing, mixing; or with `erase_after_mixing` mixing, normalization, erasing. The random numbers
+    for an image depend only on `rng` and on its index in the batch, so the result does not depend
+    on the number of devices.
 
     Args:
       options: The recipe's options.
@@ -153,20 +155,18 @@ def make_augment(options: AugmentOptions, mesh: Mesh | None = None) -> Augment:
       returns normalized float32 images and targets `[B, num_classes]`, and raises `InputError` if
       the number of channels or the batch size does not match the options.
     """
-    transform = _shard(functools.partial(_transform, options), mesh)
-    erase = _shard(functools.partial(_erase, options), mesh)
+    before, after = (_shard(_chain(part), mesh) for part in _operations(options))
 
     def augment(rng, images, labels):
         _check_batch(images.shape, options)
         index = jnp.arange(len(images))
-        images = transform(rng, index, images)
+        images = before(rng, index, images)
         targets = smooth_one_hot(labels, options.num_classes, options.label_smoothing)
-        if not options.erase_after_mixing:
-            images = erase(rng, index, images)
         if options.mixup or options.cutmix:
+            pixels = options.erase_after_mixing  # not normalized yet
             images, targets = mix(
                 jax.random.fold_in(rng, MIXING),
-                images,
+                images.astype(jnp.float32),
                 targets,
                 mixup=options.mixup,
                 cutmix=options.cutmix,
@@ -174,11 +174,20 @@ def make_augment(options: AugmentOptions, mesh: Mesh | None = None) -> Augment:
                 switch=options.mix_switch,
                 group=options.mix_group,
             )
-        if options.erase_after_mixing:
-            images = erase(rng, index, images)
-        return images, targets
+            images = jnp.round(images) if pixels else images  # to a uint8 value, as in timm
+        return after(rng, index, images), targets
 
     return augment
+
+
+def describe(options: AugmentOptions) -> list[str]:
+    """List the operations of `make_augment` in their order, such as 'flip 0.5'."""
+    before, after = _operations(options)
+    mixing = []
+    if options.mixup or options.cutmix:
+        group = options.mix_group or "batch"
+        mixing = [f"mixup {options.mixup:g}, cutmix {options.cutmix:g}, one lambda per {group}"]
+    return [*before, *mixing, *after]
 
 
 def _check_batch(shape, options):
@@ -193,17 +202,21 @@ def _check_batch(shape, options):
         )
 
 
-def _transform(options, rng, index, images):
-    """Apply all operations before erasing."""
+def _operations(options):
+    """Return the operations on single images before and after mixing, in order, by description."""
 
-    def apply(function, stream, **arguments):
-        function = functools.partial(function, **arguments)
-        return jax.vmap(function)(_image_rngs(rng, stream, index), images)
+    def each(function, stream, **arguments):
+        """Apply a function of one image and its key."""
+        function = jax.vmap(functools.partial(function, **arguments))
+        return lambda rng, index, images: function(_image_rngs(rng, stream, index), images)
 
+    pixels = {}
     if options.crop == "pad":
-        images = apply(random_pad_crop, CROP, padding=options.crop_padding)
+        padding = options.crop_padding
+        pixels[f"crop after padding {padding}"] = each(random_pad_crop, CROP, padding=padding)
     elif options.crop == "resized":
-        images = apply(
+        smallest, largest = options.crop_scale
+        pixels[f"crop area {smallest:g}-{largest:g}"] = each(
             random_resized_crop,
             CROP,
             size=options.image_size,
@@ -212,9 +225,9 @@ def _transform(options, rng, index, images):
             interpolation=options.interpolation,
         )
     if options.flip:
-        images = apply(random_flip, FLIP, probability=options.flip)
+        pixels[f"flip {options.flip:g}"] = each(random_flip, FLIP, probability=options.flip)
     if options.rand_augment:
-        images = rand_augment(
+        pixels[options.rand_augment] = lambda rng, index, images: rand_augment(
             _image_rngs(rng, RAND_AUGMENT, index),
             images,
             parse(options.rand_augment),
@@ -222,15 +235,26 @@ def _transform(options, rng, index, images):
             interpolation=options.interpolation,
         )
     elif any(options.color_jitter):
-        images = apply(color_jitter, COLOR_JITTER, strengths=options.color_jitter)
-    return normalize(images, options.mean, options.std)
+        jitter = options.color_jitter
+        pixels[f"jitter {jitter}"] = each(color_jitter, COLOR_JITTER, strengths=jitter)
+
+    def erase(rng, index, images):
+        rngs = _image_rngs(rng, ERASING, index)
+        return random_erasing(rngs, images, options.erasing, options.erasing_mode)
+
+    normalized = {"normalize": lambda rng, index, x: normalize(x, options.mean, options.std)}
+    if options.erasing:
+        normalized[f"erase {options.erasing:g} {options.erasing_mode}"] = erase
+    return (pixels, normalized) if options.erase_after_mixing else (pixels | normalized, {})
 
 
-def _erase(options, rng, index, images):
-    if not options.erasing:
+def _chain(operations):
+    def apply(rng, index, images):
+        for operation in operations.values():
+            images = operation(rng, index, images)
         return images
-    rngs = _image_rngs(rng, ERASING, index)
-    return random_erasing(rngs, images, options.erasing, options.erasing_mode)
+
+    return apply
 
 
 def _image_rngs(rng, stream, index):
@@ -250,8 +274,8 @@ def _shard(function, mesh):
 
 
 def normalize(
-    images: UInt8[Array, "B H W C"], mean: tuple[float, ...], std: tuple[float, ...]
+    images: Real[Array, "B H W C"], mean: tuple[float, ...], std: tuple[float, ...]
 ) -> Float[Array, "B H W C"]:
-    """Convert uint8 pixels to `(pixel / 255 - mean) / std`, per channel."""
+    """Convert pixels from 0 to 255 to `(pixel / 255 - mean) / std`, per channel."""
     mean, std = (jnp.asarray(x, jnp.float32)[None, None, None, :] for x in (mean, std))
     return (images.astype(jnp.float32) / 255 - mean) / std

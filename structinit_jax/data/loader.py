@@ -80,7 +80,14 @@ class Loader(abc.ABC):
         """
 
     def train_batches(
-        self, *, batch_size: int, seed: int, start_step: int, num_steps: int, repeats: int = 1
+        self,
+        *,
+        batch_size: int,
+        seed: int,
+        start_step: int,
+        num_steps: int,
+        repeats: int = 1,
+        drop_remainder: bool = False,
     ) -> Iterator[Batch]:
         """Yields the batches of the steps from `start_step` (counted from 0) to `num_steps - 1`.
 
@@ -90,13 +97,15 @@ class Loader(abc.ABC):
           start_step: Number of steps already done.
           num_steps: Number of steps of the whole run.
           repeats: See `stream_indices`.
+          drop_remainder: Whether each epoch ends after its last whole batch.
 
         Yields:
           `{"image": uint8 [B, H, W, C], "label": int32 [B]}`, split over the devices.
         """
+        length = len(self) - (len(self) % batch_size if drop_remainder else 0)
 
         def order(start, stop):
-            return stream_indices(seed, start, stop, len(self), repeats)
+            return stream_indices(seed, start, stop, len(self), repeats, length)
 
         return self._batches(order, range(start_step, num_steps), batch_size)
 

@@ -19,28 +19,36 @@ def _epoch_order(seed, epoch, num_examples):
 
 
 def stream_indices(
-    seed: int, start: int, stop: int, num_examples: int, repeats: int = 1
+    seed: int,
+    start: int,
+    stop: int,
+    num_examples: int,
+    repeats: int = 1,
+    epoch_length: int | None = None,
 ) -> np.ndarray:
     """Returns a part of the training stream: independently shuffled epochs, one after another.
 
-    A batch may straddle two epochs, so each epoch contains every example exactly once. With
-    repeated augmentation (Hoffer et al. 2020), each example occupies `repeats` consecutive
-    positions, and an epoch of the same length uses the first part of its permutation, as in timm.
+    By default a batch may straddle two epochs, so each epoch contains every example exactly once. A
+    shorter epoch uses the first part of its permutation. With repeated augmentation (Hoffer et al.
+    2020), each example occupies `repeats` consecutive positions, and an epoch of the same length
+    also uses the first part of its permutation, as in timm.
 
     Args:
       seed: Non-negative seed of the permutations.
       start: First position.
       stop: Position after the last one.
-      num_examples: Length of an epoch.
+      num_examples: Number of examples.
       repeats: Number of consecutive positions that hold the same example.
+      epoch_length: Number of positions in an epoch, at most `num_examples` and by default equal.
 
     Returns:
       Example indices, int64 [stop - start].
     """
     positions = np.arange(start, stop, dtype=np.int64)
-    epochs, offsets = np.divmod(positions, num_examples)
+    length = epoch_length or num_examples
+    epochs, offsets = np.divmod(positions, length)
     indices = np.empty_like(positions)
-    for epoch in range(start // num_examples, -(-stop // num_examples)):
+    for epoch in range(start // length, -(-stop // length)):
         inside = epochs == epoch
         indices[inside] = _epoch_order(seed, epoch, num_examples)[offsets[inside] // repeats]
     return indices

@@ -31,7 +31,8 @@ def initialize(
     that query-key products are scaled by d^-1/2.
 
     A learned position table is offered to the scheme as trainable and takes the encoding that the
-    scheme returns. Its rows for class and register tokens stay as they are.
+    scheme returns. Its rows for class and register tokens change only if the scheme scales the
+    whole table.
 
     Args:
       params: A state dict, Linen tree, NNX module, NNX state or pure dict. It is not changed.
@@ -41,7 +42,8 @@ def initialize(
       num_heads: Number of heads h; required for state dicts of torch, whose shapes do not show it.
       grid: (rows, cols) of the image tokens; None assumes a square.
       positions: [N, D] encoding that the model adds to its tokens without storing it in `params`,
-        for example `sincos_positions(grid, D)`. A table in `params` is then ignored.
+        for example `sincos_positions(grid, D)`, or for MoCo v3 and big_vision
+        `sincos_positions(grid, D, convention="moco")`. A table in `params` is then ignored.
 
     Returns:
       Parameters of the same structure, array kinds (NumPy or JAX), dtypes and shardings. Arrays
@@ -148,13 +150,16 @@ def write(
     for entry in model.entries:
         if any(path in ours for path in entry.paths):
             new[entry.name] = _encode(entry, new[entry.name], ours, model.shapes_of(entry))
-    if weights.positions is not None:
+    if weights.positions is not None or weights.position_scale is not None:
         table = _find_table(model, grid)
         if table is None:
             raise InputError("weights.positions: params hold no position table to write them to")
-        _check_shape("positions", weights.positions, table.rows[table.prefix :].shape)
-        rows = [table.rows[: table.prefix], weights.positions]
-        rows = jnp.concatenate([jnp.asarray(x, jnp.float32) for x in rows])
+        rows = jnp.asarray(table.rows, jnp.float32)
+        if weights.positions is not None:
+            _check_shape("positions", weights.positions, table.rows[table.prefix :].shape)
+            rows = rows.at[table.prefix :].set(weights.positions)
+        if weights.position_scale is not None:
+            rows = weights.position_scale * rows
         old = model.leaves[table.name]
         new[table.name] = like(rows.reshape(old.shape), old)
     return model.rebuild(new)

@@ -5,6 +5,8 @@ parameters are float32. Their start values come from the `params` stream of `rng
 """
 
 import functools
+import math
+from collections.abc import Callable
 from typing import Any, ClassVar
 
 import jax
@@ -29,6 +31,22 @@ def uniform(bound: float) -> nnx.Initializer:
         return jax.random.uniform(rng, shape, dtype, -bound, bound)
 
     return init
+
+
+def pytorch_init(fan_in: int) -> dict[str, nnx.Initializer]:
+    """Returns PyTorch's default `kernel_init` and `bias_init` of a Linear or Conv2d layer."""
+    init = uniform(fan_in**-0.5)
+    return dict(kernel_init=init, bias_init=init)
+
+
+def timm_init(fan_in: int) -> dict[str, nnx.Initializer]:
+    """Returns the `kernel_init` and `bias_init` of linear layers in timm's ViT and Swin."""
+    del fan_in
+    return dict(kernel_init=truncated_normal, bias_init=nnx.initializers.zeros)
+
+
+LinearInit = Callable[[int], dict[str, nnx.Initializer]]
+BASE_INITS: dict[str, LinearInit] = {"timm": timm_init, "pytorch": pytorch_init}
 
 
 def dropout(x: Array, rate: float, rng: Rng) -> Array:
@@ -61,8 +79,9 @@ class PatchEmbedding(nnx.Module):
     """
 
     def __init__(self, patch_size: int, channels: int, width: int, *, dtype, rngs: nnx.Rngs):
-        init = uniform((patch_size * patch_size * channels) ** -0.5)
-        self.kernel = nnx.Param(init(rngs.params(), (patch_size, patch_size, channels, width)))
+        shape = (patch_size, patch_size, channels, width)
+        init = uniform(math.prod(shape[:-1]) ** -0.5)
+        self.kernel = nnx.Param(init(rngs.params(), shape))
         self.bias = nnx.Param(init(rngs.params(), (width,)))
         self.dtype = dtype
 
@@ -90,11 +109,12 @@ class Attention(nnx.Module):
         dropout: float = 0.0,
         qk_norm: bool = False,
         implementation: str = "auto",
+        init: LinearInit = timm_init,
         dtype,
         rngs: nnx.Rngs,
     ):
         heads = (num_heads, width // num_heads)
-        options = dict(dtype=dtype, kernel_init=truncated_normal, rngs=rngs)
+        options = dict(dtype=dtype, rngs=rngs, **init(width))
         self.query = nnx.LinearGeneral(width, heads, **options)
         self.key = nnx.LinearGeneral(width, heads, **options)
         self.value = nnx.LinearGeneral(width, heads, **options)
@@ -141,14 +161,13 @@ class Mlp(nnx.Module):
         hidden: int,
         *,
         dropout: float = 0.0,
-        kernel_init: nnx.Initializer = truncated_normal,
-        bias_init: nnx.Initializer = nnx.initializers.zeros,
+        init: LinearInit = timm_init,
         dtype,
         rngs: nnx.Rngs,
     ):
-        options = dict(dtype=dtype, kernel_init=kernel_init, bias_init=bias_init, rngs=rngs)
-        self.fc1 = nnx.Linear(width, hidden, **options)
-        self.fc2 = nnx.Linear(hidden, width, **options)
+        options = dict(dtype=dtype, rngs=rngs)
+        self.fc1 = nnx.Linear(width, hidden, **init(width), **options)
+        self.fc2 = nnx.Linear(hidden, width, **init(hidden), **options)
         self.dropout = dropout
 
     def __call__(self, x: Float[Array, "*B D"], *, rng: Rng = None) -> Float[Array, "*B D"]:
@@ -221,10 +240,11 @@ class Block(PreNormBlock):
         attention_implementation: str = "auto",
         position_bias_rows: int = 0,
         epsilon: float = 1e-6,
+        base_init: str = "timm",
         dtype,
         rngs: nnx.Rngs,
     ):
-        options = dict(dtype=dtype, rngs=rngs)
+        options, init = dict(dtype=dtype, rngs=rngs), BASE_INITS[base_init]
         self.norm1 = layer_norm(width, epsilon=epsilon, **options)
         self.attention = Attention(
             width,
@@ -232,13 +252,14 @@ class Block(PreNormBlock):
             dropout=dropout,
             qk_norm=qk_norm,
             implementation=attention_implementation,
+            init=init,
             **options,
         )
         if position_bias_rows:
             table = truncated_normal(rngs.params(), (position_bias_rows, num_heads))
             self.relative_position_bias = nnx.Param(table)
         self.norm2 = layer_norm(width, epsilon=epsilon, **options)
-        self.mlp = Mlp(width, int(width * mlp_ratio), dropout=dropout, **options)
+        self.mlp = Mlp(width, int(width * mlp_ratio), dropout=dropout, init=init, **options)
         self.layer_scale = layer_scale
         if layer_scale:
             self.scale1 = nnx.Param(jnp.full((width,), layer_scale))

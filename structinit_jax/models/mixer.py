@@ -16,8 +16,8 @@ from structinit_jax.models.model import Model, check_choices, make_stack, run_st
 class MlpMixer(Model):
     """Patch embedding, a stack of token- and channel-mixing blocks, norm, pooling and linear head.
 
-    It needs no positions: token mixing has separate weights for each token. Start values are as in
-    timm: Xavier uniform in the MLPs, LeCun normal in the patch embedding, zero in the head.
+    It needs no positions: token mixing has separate weights for each token. timm's start values are
+    Xavier uniform in the MLPs, LeCun normal in the patch embedding, zero in the head.
 
     For the arguments see `Model` and `default_config`.
     """
@@ -48,6 +48,7 @@ class MlpMixer(Model):
             mlp_mean=0.0,
             drop_path=0.0,  # rate of every block (constant over depth, as in timm)
             dropout=0.0,  # rate after both layers of both MLPs
+            base_init="timm",  # of all weights and biases; or "pytorch": its layers' defaults
             dtype="float32",  # of the computation, or "bfloat16"; parameters are float32
             unroll=1,  # blocks per step of the scan; 0 unrolls the stack, which compiles longer
             remat="none",  # or "dots", "full": recompute to save memory (model.run_stack)
@@ -67,6 +68,7 @@ class MlpMixer(Model):
         mlp_mean: float = 0.0,
         drop_path: float = 0.0,
         dropout: float = 0.0,
+        base_init: str = "timm",
         dtype: str = "float32",
         unroll: int = 1,
         remat: str = "none",
@@ -74,7 +76,7 @@ class MlpMixer(Model):
         rngs: nnx.Rngs,
     ):
         self.grid = token_grid(image_size, patch_size)
-        check_choices(dtype=dtype, remat=remat)
+        check_choices(base_init=base_init, dtype=dtype, remat=remat)
         self.depth = depth
         self.drop_path_rate = drop_path
         self.unroll = unroll
@@ -82,9 +84,12 @@ class MlpMixer(Model):
 
         options = dict(dtype=jnp.dtype(dtype), rngs=rngs)
         self.patch_embedding = layers.PatchEmbedding(patch_size, channels, width, **options)
-        kernel, bias = self.patch_embedding.kernel, self.patch_embedding.bias
-        kernel[...] = nnx.initializers.lecun_normal()(rngs.params(), kernel.shape)
-        bias[...] = jnp.zeros(bias.shape)
+        mlp_init, head_init = layers.pytorch_init, layers.pytorch_init(width)
+        if base_init == "timm":
+            mlp_init, head_init = _timm_mlp_init, dict(kernel_init=nnx.initializers.zeros)
+            kernel, bias = self.patch_embedding.kernel, self.patch_embedding.bias
+            kernel[...] = nnx.initializers.lecun_normal()(rngs.params(), kernel.shape)
+            bias[...] = jnp.zeros(bias.shape)
 
         self.blocks = make_stack(
             MixerBlock,
@@ -95,10 +100,11 @@ class MlpMixer(Model):
             channel_hidden=int(width * mlp_ratio),
             mlp_mean=mlp_mean,
             dropout=dropout,
+            init=mlp_init,
             **options,
         )
         self.norm = layers.layer_norm(width, **options)
-        self.head = nnx.Linear(width, num_classes, kernel_init=nnx.initializers.zeros, rngs=rngs)
+        self.head = nnx.Linear(width, num_classes, **head_init, rngs=rngs)
         if attention_init is not None:
             self.initialize_attention(attention_init, rngs.params())
 
@@ -148,15 +154,12 @@ class MixerBlock(layers.PreNormBlock):
         channel_hidden: int,
         mlp_mean: float,
         dropout: float,
+        init: layers.LinearInit,
         dtype,
         rngs: nnx.Rngs,
     ):
         options = dict(dtype=dtype, rngs=rngs)
-        mlp_options = options | dict(
-            dropout=dropout,
-            kernel_init=nnx.initializers.xavier_uniform(),
-            bias_init=nnx.initializers.normal(1e-6),
-        )
+        mlp_options = options | dict(dropout=dropout, init=init)
         self.norm1 = layers.layer_norm(width, **options)
         self.token_mlp = layers.Mlp(num_tokens, token_hidden, **mlp_options)
         self.norm2 = layers.layer_norm(width, **options)
@@ -184,6 +187,10 @@ class MixerBlock(layers.PreNormBlock):
         for name in ("fc1", "fc2"):
             kernel = getattr(weights, name)
             if kernel is not None:
-                layer = getattr(self.token_mlp, name)
-                layer.kernel[...] = kernel
-                layer.bias[...] = jnp.zeros(layer.bias.shape)
+                getattr(self.token_mlp, name).kernel[...] = kernel
+
+
+def _timm_mlp_init(fan_in: int) -> dict[str, nnx.Initializer]:
+    del fan_in
+    initializers = nnx.initializers
+    return dict(kernel_init=initializers.xavier_uniform(), bias_init=initializers.normal(1e-6))

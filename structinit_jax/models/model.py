@@ -15,7 +15,7 @@ from jaxtyping import Array, Float, PRNGKeyArray
 
 from structinit_jax.attention_init import AttentionInit, Site, SolveReport
 from structinit_jax.errors import InputError
-from structinit_jax.models.layers import ACTIVATIONS, Rng
+from structinit_jax.models.layers import ACTIVATIONS, BASE_INITS, Rng
 
 REMAT_POLICIES = {
     "none": None,
@@ -26,6 +26,7 @@ CHOICES = {
     "activation": tuple(ACTIVATIONS),
     "spatial_filters": ("trained", "fixed"),
     "positions": ("sincos", "learned"),
+    "base_init": tuple(BASE_INITS),
     "pool": ("mean", "class_token"),
     "dtype": ("float32", "bfloat16"),
     "attention_implementation": ("auto", "xla", "cudnn"),
@@ -100,14 +101,18 @@ class Model(nnx.Module):
             weights = scheme(stack_rng, site)
             getattr(self, name).set_weights(weights)
             positions = getattr(weights, "positions", None)
+            scale = getattr(weights, "position_scale", None)
+            sets_positions = positions is not None or scale is not None
+            if sets_positions and not site.positions_trainable:
+                raise InputError(
+                    "the scheme sets the position encoding, but this model has no trainable one: "
+                    "use a ViT with config.model.positions='learned'"
+                )
             if positions is not None:
-                if not site.positions_trainable:
-                    raise InputError(
-                        "the scheme sets the position encoding, but this model has no trainable "
-                        "one: use a ViT with config.model.positions='learned'"
-                    )
                 # Those of class and register tokens come first and are kept.
                 self.positions[...] = self.positions[...].at[-len(positions) :].set(positions)
+            if scale is not None:
+                self.positions[...] = scale * self.positions[...]
             if getattr(weights, "report", None) is not None:
                 reports.append(weights.report)
         if not reports:

@@ -58,6 +58,7 @@ class SwinTransformer(Model):
             mlp_ratio=4.0,  # hidden width of the MLP over D
             drop_path=0.0,  # rate of the last block; it rises linearly from 0 in the first
             dropout=0.0,  # rate after attention projections and MLP layers
+            base_init="timm",  # of all weights and biases; or "pytorch": its layers' defaults
             dtype="float32",  # of the computation, or "bfloat16"; parameters are float32
             attention_implementation="auto",  # JAX chooses; or "xla", or "cudnn" for even windows
             unroll=1,  # pairs of blocks per step of the scan; 0 unrolls it, which compiles longer
@@ -78,6 +79,7 @@ class SwinTransformer(Model):
         mlp_ratio: float = 4.0,
         drop_path: float = 0.0,
         dropout: float = 0.0,
+        base_init: str = "timm",
         dtype: str = "float32",
         attention_implementation: str = "auto",
         unroll: int = 1,
@@ -87,10 +89,16 @@ class SwinTransformer(Model):
     ):
         self.image_size = image_sides(image_size)
         _check_sizes(self.image_size, patch_size, width, depths, num_heads, window_size)
-        check_choices(dtype=dtype, attention_implementation=attention_implementation, remat=remat)
+        check_choices(
+            base_init=base_init,
+            dtype=dtype,
+            attention_implementation=attention_implementation,
+            remat=remat,
+        )
         self.patch_size = patch_size
         self.depths = tuple(depths)
         self.drop_path_rate = drop_path
+        self.base_init = base_init
         self.unroll = unroll
         self.remat = remat
 
@@ -110,6 +118,7 @@ class SwinTransformer(Model):
                 merge=i > 0,
                 mlp_ratio=mlp_ratio,
                 dropout=dropout,
+                base_init=base_init,
                 attention_implementation=attention_implementation,
                 **options,
             )
@@ -122,7 +131,8 @@ class SwinTransformer(Model):
                 )
             setattr(self, f"stage{i + 1}", stage)
         self.norm = layers.layer_norm(width, epsilon=EPSILON, **options)
-        self.head = nnx.Linear(width, num_classes, kernel_init=layers.truncated_normal, rngs=rngs)
+        head_init = layers.BASE_INITS[base_init](width)
+        self.head = nnx.Linear(width, num_classes, **head_init, rngs=rngs)
         if attention_init is not None:
             self.initialize_attention(attention_init, rngs.params())
 
@@ -134,7 +144,9 @@ class SwinTransformer(Model):
     def sites(self) -> dict[str, WindowSite]:
         """See `Model.sites`."""
         return {
-            f"stage{i + 1}": WindowSite(grid=stage.window, **stage.blocks.sizes())
+            f"stage{i + 1}": WindowSite(
+                grid=stage.window, base_init=self.base_init, **stage.blocks.sizes()
+            )
             for i, stage in enumerate(self.stages)
         }
 
@@ -190,6 +202,7 @@ class SwinStage(nnx.Module):
         grid: Sides,
         window_size: int,
         merge: bool,
+        base_init: str,
         dtype,
         rngs: nnx.Rngs,
         **block_options,
@@ -197,7 +210,7 @@ class SwinStage(nnx.Module):
         self.depth = depth
         self.window = tuple(min(side, window_size) for side in grid)
         self.shift = tuple(window_size // 2 if side > window_size else 0 for side in grid)
-        options = dict(dtype=dtype, rngs=rngs)
+        options = dict(base_init=base_init, dtype=dtype, rngs=rngs)
         self.merging = PatchMerging(width // 2, **options) if merge else None
         self.blocks = make_stack(
             SwinBlock, depth, width=width, window=self.window, **options, **block_options
@@ -226,12 +239,11 @@ class PatchMerging(nnx.Module):
     A grid with an odd side is padded with zeros.
     """
 
-    def __init__(self, width: int, *, dtype, rngs: nnx.Rngs):
-        options = dict(dtype=dtype, rngs=rngs)
-        self.norm = layers.layer_norm(4 * width, epsilon=EPSILON, **options)
-        self.reduction = nnx.Linear(
-            4 * width, 2 * width, use_bias=False, kernel_init=layers.truncated_normal, **options
-        )
+    def __init__(self, width: int, *, base_init: str, dtype, rngs: nnx.Rngs):
+        options, inputs = dict(dtype=dtype, rngs=rngs), 4 * width
+        self.norm = layers.layer_norm(inputs, epsilon=EPSILON, **options)
+        init = layers.BASE_INITS[base_init](inputs)
+        self.reduction = nnx.Linear(inputs, 2 * width, use_bias=False, **init, **options)
 
     def __call__(self, x: Float[Array, "B rows cols D"]) -> Float[Array, "B r c E"]:
         """Halves the grid and doubles the channels."""

@@ -66,6 +66,7 @@ class VisionTransformer(Model):
             dropout=0.0,  # rate after positions, attention projections and MLP layers
             layer_scale=0.0,  # start of a trained factor per channel of each branch; 0 omits it
             qk_norm=False,  # LayerNorm on each head's queries and keys (Dehghani et al. 2023)
+            base_init="timm",  # of all weights and biases; or "pytorch": its layers' defaults
             dtype="float32",  # of the computation, or "bfloat16"; parameters are float32
             attention_implementation="auto",  # JAX chooses; or "xla", "cudnn"
             unroll=1,  # blocks per step of the scan; 0 unrolls the stack, which compiles longer
@@ -90,6 +91,7 @@ class VisionTransformer(Model):
         dropout: float = 0.0,
         layer_scale: float = 0.0,
         qk_norm: bool = False,
+        base_init: str = "timm",
         dtype: str = "float32",
         attention_implementation: str = "auto",
         unroll: int = 1,
@@ -105,6 +107,7 @@ class VisionTransformer(Model):
         check_choices(
             positions=positions,
             pool=pool,
+            base_init=base_init,
             dtype=dtype,
             attention_implementation=attention_implementation,
             remat=remat,
@@ -115,17 +118,19 @@ class VisionTransformer(Model):
         self.num_prefix = num_registers + (pool == "class_token")
         self.drop_path_rate = drop_path
         self.dropout_rate = dropout
+        self.base_init = base_init
         self.dtype = jnp.dtype(dtype)
         self.unroll = unroll
         self.remat = remat
 
         options = dict(dtype=self.dtype, rngs=rngs)
         self.patch_embedding = layers.PatchEmbedding(patch_size, channels, width, **options)
+        tiny = 1e-6 if base_init == "timm" else 0.0
         if pool == "class_token":
-            self.class_token = nnx.Param(1e-6 * jax.random.normal(rngs.params(), (width,)))
+            self.class_token = nnx.Param(tiny * jax.random.normal(rngs.params(), (width,)))
         if num_registers:
             registers = jax.random.normal(rngs.params(), (num_registers, width))
-            self.registers = nnx.Param(1e-6 * registers)
+            self.registers = nnx.Param(tiny * registers)
         if positions == "learned":
             shape = (self.num_prefix + self.grid[0] * self.grid[1], width)
             self.positions = nnx.Param(layers.truncated_normal(rngs.params(), shape))
@@ -142,11 +147,13 @@ class VisionTransformer(Model):
             dropout=dropout,
             layer_scale=layer_scale,
             qk_norm=qk_norm,
+            base_init=base_init,
             attention_implementation=attention_implementation,
             **options,
         )
         self.norm = layers.layer_norm(width, **options)
-        self.head = nnx.Linear(width, num_classes, kernel_init=layers.truncated_normal, rngs=rngs)
+        head_init = layers.BASE_INITS[base_init](width)
+        self.head = nnx.Linear(width, num_classes, **head_init, rngs=rngs)
         if attention_init is not None:
             self.initialize_attention(attention_init, rngs.params())
 
@@ -158,7 +165,11 @@ class VisionTransformer(Model):
         else:
             positions = sincos_positions(self.grid, sizes["width"])
         site = AttentionSite(
-            grid=self.grid, positions=positions, positions_trainable=trainable, **sizes
+            grid=self.grid,
+            positions=positions,
+            positions_trainable=trainable,
+            base_init=self.base_init,
+            **sizes,
         )
         return {"blocks": site}
 

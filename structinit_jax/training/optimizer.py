@@ -4,11 +4,13 @@ A new loss or optimizer is a function and an entry in `LOSSES` or `OPTIMIZERS`. 
 `config.optimizer` also take the name of a user's own function, as `my_module:my_function`.
 """
 
+import math
 from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import optax
 from ml_collections import ConfigDict
 
@@ -23,7 +25,7 @@ class Schedule(NamedTuple):
 
     Attributes:
       num_steps: Total number of optimizer steps.
-      steps_per_epoch: Fractional, since batches continue across the end of an epoch.
+      steps_per_epoch: Fractional if batches continue across the end of an epoch.
       eval_steps: Steps after which the model is evaluated. The last step is among them.
       learning_rate: Learning rate at each step, counted from 0.
     """
@@ -37,17 +39,20 @@ class Schedule(NamedTuple):
 def make_schedule(config: ConfigDict, num_examples: int) -> Schedule:
     """Converts the epochs of a config to steps.
 
-    The learning rate rises linearly from `warmup_learning_rate` to `learning_rate`, falls to
-    `final_learning_rate` as a cosine and stays there for `cooldown_epochs`. A warm-up that is
-    longer than the rest of the run is shortened.
-
     Args:
       config: See `structinit_jax.config.base_config`.
       num_examples: Size of the training split.
 
     Raises:
-      InputError: The run has more steps than can be counted.
+      InputError: An epoch has no whole batch, or the run more steps than can be counted.
     """
+    if config.data.drop_remainder:
+        if num_examples < config.batch_size:
+            raise InputError(
+                f"config.data.drop_remainder=True leaves no batch of {num_examples:,} training "
+                f"examples: lower config.batch_size={config.batch_size}, or set it to False"
+            )
+        num_examples -= num_examples % config.batch_size
     steps_per_epoch = num_examples / config.batch_size
     num_steps = config.num_steps or max(1, round(config.num_epochs * steps_per_epoch))
     if num_steps > MAX_STEPS:
@@ -58,17 +63,63 @@ def make_schedule(config: ConfigDict, num_examples: int) -> Schedule:
     interval = max(1.0, config.eval_every_epochs * steps_per_epoch)  # one evaluation a step at most
     evaluations = range(1, int(num_steps / interval) + 1)
     eval_steps = frozenset(round(interval * number) for number in evaluations) | {num_steps}
+    learning_rate = SCHEDULES[config.schedule](config, num_steps, num_examples)
+    return Schedule(num_steps, steps_per_epoch, eval_steps, learning_rate)
 
+
+def cosine(config: ConfigDict, num_steps: int, num_examples: int) -> optax.Schedule:
+    """Linear warm-up, then a cosine over the rest of the run, both by step.
+
+    The learning rate rises from `warmup_learning_rate` to `learning_rate`, falls to
+    `final_learning_rate` and stays there for `cooldown_epochs`. A warm-up that is longer than the
+    rest of the run is shortened.
+
+    Args:
+      config: See `structinit_jax.config.base_config`.
+      num_steps: Total number of steps.
+      num_examples: Number of examples in an epoch.
+    """
+    steps_per_epoch = num_examples / config.batch_size
     cosine_end = max(1, num_steps - round(config.cooldown_epochs * steps_per_epoch))
     warmup_steps = min(round(config.warmup_epochs * steps_per_epoch), cosine_end - 1)
-    learning_rate = optax.warmup_cosine_decay_schedule(
+    return optax.warmup_cosine_decay_schedule(
         init_value=config.warmup_learning_rate if warmup_steps else config.learning_rate,
         peak_value=config.learning_rate,
         warmup_steps=warmup_steps,
         decay_steps=cosine_end,
         end_value=min(config.final_learning_rate, config.learning_rate),
     )
-    return Schedule(num_steps, steps_per_epoch, eval_steps, learning_rate)
+
+
+def timm_cosine(config: ConfigDict, num_steps: int, num_examples: int) -> optax.Schedule:
+    """The schedule of timm's train.py, which changes the learning rate once per epoch.
+
+    In epoch e (from 0) it is linear in e during the warm-up, so the whole first epoch runs at
+    `warmup_learning_rate`. Then it continues a cosine that began at epoch 0, not at the end of the
+    warm-up, and reaches `final_learning_rate` when the `cooldown_epochs` begin. A step that
+    straddles two epochs belongs to the one of its first example. For arguments see `cosine`.
+    """
+    num_epochs = num_steps * config.batch_size / num_examples
+    length = (num_epochs if config.num_steps else config.num_epochs) - config.cooldown_epochs
+    start, warmup = config.warmup_learning_rate, config.warmup_epochs
+    peak, final = config.learning_rate, config.final_learning_rate
+
+    def epoch_rate(epoch):
+        if epoch < warmup:
+            return start + (peak - start) * epoch / warmup
+        if epoch < length:
+            return final + (peak - final) * (1 + math.cos(math.pi * epoch / length)) / 2
+        return final
+
+    epochs = range(math.ceil(num_epochs))
+    rates = np.array([epoch_rate(epoch) for epoch in epochs], np.float32)
+    first_steps = np.array([-(-e * num_examples // config.batch_size) for e in epochs], np.int32)
+
+    def learning_rate(step):
+        epoch = jnp.searchsorted(first_steps, step, side="right") - 1
+        return jnp.asarray(rates)[epoch]
+
+    return learning_rate
 
 
 def adamw(config: ConfigDict, learning_rate: optax.Schedule) -> optax.GradientTransformation:
@@ -96,6 +147,8 @@ def adamw(config: ConfigDict, learning_rate: optax.Schedule) -> optax.GradientTr
     )
 
 
+# schedule(config, num_steps, num_examples) -> (step, counted from 0) -> learning rate
+SCHEDULES: Mapping[str, Callable] = {"cosine": cosine, "timm_cosine": timm_cosine}
 # loss(logits [B, C], targets [B, C]) -> [B]; targets are probabilities, mixed and smoothed.
 LOSSES: Mapping[str, Callable] = {"softmax_cross_entropy": optax.softmax_cross_entropy}
 # optimizer(config, learning_rate_schedule) -> optax.GradientTransformation

@@ -15,6 +15,7 @@ from safetensors import SafetensorError
 from safetensors.numpy import load_file
 
 from structinit_jax import config as config_lib
+from structinit_jax.attention_init.solve import out_of_reach
 from structinit_jax.errors import InputError
 from structinit_jax.interop import select_weights
 from structinit_jax.models.registry import create_model
@@ -121,6 +122,8 @@ def initialize_model(config: ConfigDict, model: AbstractModel) -> tuple[dict, di
             f"target, {100 * report.hit_rate:.0f} % of the rows peak on target, "
             f"{report.steps:.0f} solver steps"
         )
+        warning = out_of_reach(report)
+        text += f"\nwarning: {warning}" if warning else ""
     print(text, flush=True)
     return params, model_state
 

@@ -1,0 +1,56 @@
+"""Records moments of the 2024 program's ConvMixer filters.
+
+    python tests/references/make_convmixer_filters.py CONVMIXER_PY    # writes the .json
+
+CONVMIXER_PY is pytorch-image-models/timm/models/convmixer.py of
+https://github.com/osiriszjq/structured_init at commit 9c2d0e0. Made with torch 2.13.0.
+"""
+
+import ast
+import json
+import pathlib
+import sys
+
+import numpy as np
+import torch
+
+CHANNELS = 20_000
+CASES = (("impulse", 3), ("box1", 3), ("box4", 3), ("box9", 3), ("box7", 8), ("gau0.5", 3))
+CASES += (("gau2", 5), ("gau0.01", 4), ("random", 5))
+
+
+def load(path):
+    """Returns the program's function that draws filters, without its imports."""
+    tree = ast.parse(pathlib.Path(path).read_text())
+    tree.body = [node for node in tree.body if getattr(node, "name", "") == "SpatialConv2d_init"]
+    names = {"torch": torch, "np": np}
+    exec(compile(tree, path, "exec"), names)
+    return names["SpatialConv2d_init"]
+
+
+def moments(filters):
+    """Means over the filters [C, f²] and by place: of the weights, of their squares, and of
+    the fourth power of a filter's norm."""
+    squares = filters.square()
+    return dict(
+        weight=[float(f"{x:.5g}") for x in filters.mean(0)],
+        square=[float(f"{x:.5g}") for x in squares.mean(0)],
+        norm4=float(f"{squares.sum(1).square().mean():.5g}"),
+    )
+
+
+def main():
+    draw = load(sys.argv[1])
+    torch.manual_seed(0)
+    np.random.seed(0)  # noqa: NPY002 - the program draws from it
+    figures = {}
+    for init, size in CASES:
+        filters = torch.as_tensor(draw(CHANNELS, size, init=init)).float().reshape(CHANNELS, -1)
+        figures[f"{init} {size}"] = moments(filters)
+    lines = [f"{json.dumps(case)}: {json.dumps(values)}" for case, values in figures.items()]
+    path = pathlib.Path(__file__).with_name("convmixer_filters.json")
+    path.write_text("{\n" + ",\n".join(lines) + "\n}\n")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,249 @@
+"""Records what the authors' programs do for each recipe: `programs.json`.
+
+    python tests/references/make_programs.py 2024 CHECKOUT   # github.com/osiriszjq/structured_init
+    python tests/references/make_programs.py 2025 CHECKOUT   # .../structured_initialization
+
+CHECKOUT is the timm folder inside the repository, at commit 48b59c3 or 2623dcc. The commands are
+those of its README; the models, schedules, optimizers and transforms are built by its own
+functions. Made with torch 2.13.0 on a CPU, for which the GPU calls are removed. Takes 20 minutes.
+"""
+
+import json
+import pathlib
+import re
+import sys
+
+import numpy as np
+import torch
+
+# timm imports torchvision, whose compiled operators need not fit this torch: it uses none of them.
+_library = torch.library.Library("torchvision", "DEF")
+for _schema in ("nms(Tensor d, Tensor s, float t) -> Tensor", "qnms(Tensor d) -> Tensor"):
+    _library.define(_schema)
+
+OUT = pathlib.Path(__file__).with_name("programs.json")
+SHARED = "--opt adamw --sched cosine --aa rand-m9-mstd0.5-inc1"
+MIXED_2025 = (
+    "--input-size 3 224 224 --mean 0.485 0.456 0.406 --std 0.229 0.224 0.225 --warmup-lr 1e-6 "
+    "--weight-decay 0.05 --opt-eps 1e-8 --epochs 300 --cutmix 1.0 --mixup 0.8 --reprob 0.25 "
+    "--smoothing 0.1 --drop 0.0 --color-jitter 0.4 --drop-path 0.1 --crop-pct 0.875"
+)
+SMALL_2024 = (
+    "--input-size 3 32 32 --mean 0.4914 0.4822 0.4465 --std 0.2470 0.2435 0.2616 -b 512 "
+    "--min-lr 0.000001 --warmup-epochs 10 --opt-eps 1e-3 --clip-grad 3.0 --weight-decay 0.01 "
+    "--scale 1.0 1.0 --ratio 1.0 1.0 --crop-pct 1.0 --reprob 0.0 --num-classes 10"
+)
+# Paper -> recipe -> our config, images in a batch, command. There is no command for ConvMixer; the
+# 2024 paper trains it like its small ViTs, with learning rate 0.01 for 100 epochs.
+RECIPES = {
+    "2024": {
+        "small_2024": (
+            "vit_2024_small.py",
+            512,
+            f"{SMALL_2024} --model vit_tiny_patch2_32 --gp avg --epochs 200 --lr 0.001",
+        ),
+        "convmixer_2024": (
+            "convmixer_2024.py",
+            512,
+            f"{SMALL_2024} --model convmixer_256_8_3_train --epochs 100 --lr 0.01",
+        ),
+        "imagenet_2024": (
+            "vit_2024_imagenet.py",
+            8 * 512,
+            "--model vit_tiny_patch16_224 --gp avg -b 512 --epochs 300 --input-size 3 224 224 "
+            "--lr 0.004 --weight-decay 0.05 --cutmix 0.8 --mixup 1.0 --reprob 0.25 --remode pixel "
+            "--num-classes 1000 --warmup-epochs 50",
+        ),
+    },
+    "2025": {
+        "small_2025": (
+            "vit_2025_small.py",
+            8 * 64,
+            f"{MIXED_2025} --model vit_tiny_patch16_224 -b 64 --lr 2e-3 --min-lr 1e-6 "
+            "--warmup-epochs 50 --num-classes 10 --layer-decay 1.0",
+        ),
+        "imagenet_2025": (
+            "vit_2025_imagenet.py",
+            16 * 64,
+            f"{MIXED_2025} --model vit_base_patch16_224 -b 64 --lr 0.001 --min-lr 1e-5 "
+            "--warmup-epochs 5 --cooldown-epochs 10 --aug-repeats 3.0 --num-classes 1000",
+        ),
+    },
+}
+# Paper -> our config and row up to the initialization -> timm's name, its arguments, classes.
+TINY, POOLED = "vit_tiny_patch2_32", dict(sin_pe=True, class_token=False, global_pool="avg")
+SIZES = {
+    "vit_tiny_patch2_32": {},
+    "vit_tiny_h8_patch2_32": dict(num_heads=8),
+    "vit_small_patch2_32": dict(embed_dim=384, num_heads=6),
+    "vit_small_h16_patch2_32": dict(embed_dim=384, num_heads=16),
+    "vit_w64_h4_patch2_32": dict(embed_dim=64, num_heads=4, depth=8),
+    "vit_w512_h32_patch2_32": dict(embed_dim=512, num_heads=32, depth=8),
+}
+MODELS = {
+    "2024": {
+        **{
+            f"vit_2024_small.py:cifar10,{name}": (TINY, POOLED | size, 10)
+            for name, size in SIZES.items()
+        },
+        "vit_2024_imagenet.py:": ("vit_tiny_patch16_224", POOLED | dict(img_size=(224, 224)), 1000),
+    },
+    "2025": {
+        "vit_2025_small.py:cifar10,vit_tiny_patch16_224": ("vit_tiny_patch16_224", {}, 10),
+        "vit_2025_imagenet.py:vit_base_patch16_224": ("vit_base_patch16_224", {}, 1000),
+    },
+}
+# Paper -> initialization, as our configs name it -> arguments of the model.
+INITS = {
+    "2024": {
+        "truncated_normal": dict(weight_init=""),
+        "kaiming_uniform": dict(weight_init="skip"),
+        "mimetic": dict(weight_init="mimetic0.7_0.7"),
+        "impulse3": dict(weight_init="impulse3"),
+        "impulse5": dict(weight_init="impulse5"),
+    },
+    "2025": {
+        name: dict(weight_init="skip", post_weight_init=name, img_size=224)
+        for name in ("default", "mimetic", "impulse")
+    },
+}
+CONVMIXERS = ("256_8_3", "512_6_3", "512_6_5")  # width, depth, kernel size
+FILTERS = {"trained": "train", "random": "random", "impulse": "impulse", "box": "box"}
+
+
+def main(paper, checkout):
+    sys.path.insert(0, checkout)
+    torch.Tensor.cuda = torch.nn.Module.cuda = lambda self, *_, **__: self
+    import train
+    from timm.models import vision_transformer
+
+    results = json.loads(OUT.read_text()) if OUT.exists() else {"recipes": {}, "models": {}}
+    recipes, models = results["recipes"], results["models"]
+    if paper == "2024":
+        encode = vision_transformer.build_sincos2d_pos_embed
+        vision_transformer.build_sincos2d_pos_embed = lambda shape, dim, device: encode(shape, dim)
+        for name in CONVMIXERS:
+            model, size = name.rsplit("_", 1)
+            models[f"convmixer_2024.py:convmixer_{model},{size}"] = {
+                filters: statistics(train.create_model(f"convmixer_{name}_{kind}", num_classes=10))
+                for filters, kind in FILTERS.items()
+            }
+    for name, (config, batch_size, command) in RECIPES[paper].items():
+        size = {"img_size": 224} if paper == "2025" else {}
+        recipe = record_recipe(train, f"{SHARED} {command}", batch_size, **size)
+        recipes[name] = {"config": config} | recipe
+    for name, (model, arguments, classes) in MODELS[paper].items():
+        models[name] = {}
+        for init, options in INITS[paper].items():
+            torch.manual_seed(0)
+            np.random.seed(0)  # noqa: NPY002
+            network = train.create_model(model, num_classes=classes, **arguments | options)
+            models[name][init] = statistics(network)
+            print(name, init, flush=True)
+    text = json.dumps(results, indent=1)
+    text = re.sub(r"\[\s+([^\[\]]*?)\s+\]", lambda m: f"[{' '.join(m[1].split())}]", text)
+    OUT.write_text(text + "\n")
+
+
+def record_recipe(train, command, batch_size, **arguments):
+    """Builds what one command trains with; the arguments are the model's."""
+    sys.argv = ["train.py", "DATA", *command.split()]
+    args, _ = train._parse_args()
+    model = train.create_model(args.model, num_classes=args.num_classes, **arguments)
+    optimizer = train.create_optimizer_v2(model, **train.optimizer_kwargs(cfg=args))
+    scheduler, num_epochs = train.create_scheduler_v2(optimizer, **train.scheduler_kwargs(args))
+    rates = {}
+    for epoch in np.linspace(0, num_epochs - 1, 10).round().astype(int).tolist():
+        scheduler.step(epoch)
+        rates[epoch] = optimizer.param_groups[0]["lr"]
+    names = {id(parameter): name for name, parameter in model.named_parameters()}
+    decayed = {
+        kind(names[id(parameter)])
+        for group in optimizer.param_groups
+        if group["weight_decay"]
+        for parameter in group["params"]
+    }
+    data = train.resolve_data_config(vars(args), model=model)
+    group = optimizer.param_groups[0]
+    return {
+        "command": command,
+        "batch_size": batch_size,
+        "num_epochs": num_epochs,
+        "learning_rate": rates,
+        "weight_decay": max(g["weight_decay"] for g in optimizer.param_groups),
+        "adam": [*group["betas"], group["eps"]],
+        "clip_norm": args.clip_grad or 0.0,
+        "decayed": sorted(decayed),
+        "mean": data["mean"],
+        "std": data["std"],
+        "crop_fraction": data["crop_pct"],
+        "drop_path": args.drop_path or 0.0,
+        "repeats": int(args.aug_repeats) or 1,
+        "label_smoothing": args.smoothing,
+        "augmentation": record_augmentation(args, data),
+    }
+
+
+def record_augmentation(args, data):
+    """Lists the steps between a decoded image and the model, in the order of timm's loader."""
+    from timm.data import create_transform
+
+    transform = create_transform(
+        data["input_size"],
+        is_training=True,
+        use_prefetcher=True,
+        scale=args.scale,
+        ratio=args.ratio,
+        hflip=args.hflip,
+        color_jitter=args.color_jitter,
+        auto_augment=args.aa,
+        interpolation=args.train_interpolation,
+        mean=data["mean"],
+        std=data["std"],
+        re_prob=args.reprob,
+    )
+    steps = []
+    for step in transform.transforms:
+        name = type(step).__name__
+        if name == "RandomResizedCropAndInterpolation":
+            if args.scale != args.ratio:  # both are (1, 1) where images have the input's size
+                steps.append(f"crop area {step.scale[0]:g}-{step.scale[1]:g}")
+        elif name == "RandomHorizontalFlip":
+            steps.append(f"flip {step.p:g}")
+        elif name == "RandAugment":
+            steps.append(args.aa)
+        elif name not in ("ToNumpy", "MaybePILToTensor", "PILToTensor"):
+            raise ValueError(f"unknown step {step}")
+    # The prefetching loader mixes while it collates, then normalizes and erases on the device.
+    if args.mixup or args.cutmix:
+        group = args.batch_size
+        steps.append(f"mixup {args.mixup:g}, cutmix {args.cutmix:g}, one lambda per {group}")
+    steps.append("normalize")
+    if args.reprob:
+        steps.append(f"erase {args.reprob:g} {args.remode}")
+    return steps
+
+
+def statistics(model):
+    """Returns the root mean square of every kind of weight, one number for each layer."""
+    values = {}
+    for name, parameter in model.named_parameters():
+        parts = {name: parameter}
+        if ".qkv." in name:
+            parts = {
+                name.replace("qkv", part): chunk
+                for part, chunk in zip("qkv", parameter.chunk(3), strict=True)
+            }
+        for part, value in parts.items():
+            size = float(value.detach().square().mean().sqrt())
+            values.setdefault(kind(part), []).append(float(f"{size:.4g}"))
+    return values
+
+
+def kind(name):
+    """Returns a parameter's name without the number of its block."""
+    return re.sub(r"^blocks\.\d+\.", "blocks.", name)
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])

@@ -1,0 +1,55 @@
+"""`base_init` of every family against the start values of timm's models."""
+
+import jax
+import numpy as np
+import pytest
+import references
+from flax import nnx
+
+from structinit_jax.interop import to_timm
+from structinit_jax.models.registry import FAMILIES, create_model, default_config
+
+REFERENCE = references.load("base_init")
+SIZES = {
+    "vit": dict(width=128, depth=1, num_heads=4, positions="learned", pool="class_token")
+    | dict(num_registers=40),
+    "swin": dict(width=64, depths=(1, 1), num_heads=(8, 16), window_size=8),
+    "mixer": dict(width=128, depth=1),
+    "convmixer": dict(width=128, depth=1, kernel_size=5),
+}
+
+
+def start_values(family, base_init):
+    options = default_config(family) | SIZES[family]
+    options |= dict(patch_size=4, num_classes=200, base_init=base_init)
+    options.pop("image_size")
+    model = jax.jit(
+        lambda: create_model(options, image_size=32, channels=3, rngs=nnx.Rngs(params=1))
+    )()
+    return to_timm(model)
+
+
+@pytest.mark.parametrize("base_init", ["timm", "pytorch"])
+@pytest.mark.parametrize("family", FAMILIES)
+def test_start_values_are_distributed_as_timms(family, base_init):
+    prefix = f"{family} {base_init}/"
+    values = start_values(family, base_init)
+    names, statistics = REFERENCE[prefix + "names"], REFERENCE[prefix + "statistics"]
+    assert set(names) | {"cls_token", "reg_token", "pos_embed"} >= {
+        name for name in values if "running" not in name and "num_batches" not in name
+    }
+    for name, (mean, std, largest) in zip(names, statistics, strict=True):
+        ours, count = values[name], values[name].size
+        # Five standard errors of the difference of two samples.
+        assert abs(ours.mean() - mean) <= 5 * std * (2 / count) ** 0.5, name
+        assert abs(ours.std() - std) <= 5 * std * count**-0.5, name
+        uniform = largest < 1.8 * std
+        tolerance = 10 / count if uniform else 0.5
+        assert abs(np.abs(ours).max() - largest) <= tolerance * largest, name
+
+
+def test_tokens_start_at_zero_with_pytorchs_defaults_and_positions_do_not():
+    values = start_values("vit", "pytorch")
+    assert np.std(values["pos_embed"]) == pytest.approx(0.02, rel=0.05)
+    assert not np.any(values["cls_token"])
+    assert not np.any(values["reg_token"])
