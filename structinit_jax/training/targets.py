@@ -3,10 +3,10 @@
 The compilers are libtpu and JAX's CUDA plugin, which `pip install '.[targets]'` installs.
 """
 
-import contextlib
-import importlib
+import importlib.util
 import os
 import re
+from collections.abc import Mapping
 from typing import NamedTuple
 
 import jax
@@ -14,11 +14,14 @@ from jax.experimental import topologies
 
 from structinit_jax.errors import InputError
 
-TPU_MEMORY = {"v4": 31.75, "v5e": 15.75, "v5p": 95.74, "v6e": 31.25}  # GiB per device for programs
-FORMS = (
-    "'tpu-' and the name of a slice, such as 'tpu-v5e:4x8' or 'tpu-v4:2x2x4', or 'h100' for one "
-    "machine of 8 GPUs, 'h100:4x8' for four"
-)
+# Memory of one device that programs can use, as libtpu states it when a program needs more.
+MEMORY = {
+    "TPU v4": 30.75 * 2**30,
+    "TPU v5 lite": 15.75 * 2**30,
+    "TPU v5": 95.74 * 2**30,
+    "TPU v6 lite": 31.25 * 2**30,
+    "NVIDIA H100 80GB HBM3": 0.75 * 84_929_347_584,  # JAX's default share of a GPU's memory
+}
 # What XLA has to know about an H100 SXM that is not there: a GpuTargetConfigProto.
 H100 = """
 gpu_device_info {
@@ -46,3 +49,71 @@ dnn_version_info { major: 9 minor: 8 }
 runtime_version { major: 12 minor: 8 }
 device_description_str: "NVIDIA H100 80GB HBM3"
 """
+
+
+class Target(NamedTuple):
+    """Devices to compile for.
+
+    Attributes:
+      devices: All devices of the target; None for those of this machine.
+      memory: Bytes of one device that programs can use; None if that is not known.
+      compiler_options: Options without which the program cannot be compiled on this machine.
+    """
+
+    devices: list[jax.Device] | None
+    memory: float | None
+    compiler_options: Mapping[str, bool | int]
+
+
+THIS_MACHINE = Target(None, None, {})
+
+
+def find_target(name: str) -> Target:
+    """Returns the target of a name like 'tpu-v5e:4x8' or 'h100:2x8' (machines × GPUs).
+
+    Raises:
+      InputError: There is no such target, or its compiler is not installed.
+    """
+    if name.startswith("tpu-"):
+        return _tpu(name)
+    if match := re.fullmatch(r"h100(?::(\d+)x(\d+))?", name):
+        return _h100(*(int(number or default) for number, default in zip(match.groups(), (1, 8))))
+    raise InputError(
+        f"--target={name!r} is unknown: use 'tpu-' and the name of a slice, such as 'tpu-v5e:4x8' "
+        "or 'tpu-v4:2x2x4', or 'h100:2x8' for two machines of eight GPUs"
+    )
+
+
+def _tpu(name):
+    _require("libtpu", name)
+    os.environ["TPU_SKIP_MDS_QUERY"] = "1"  # do not ask Google Cloud which TPU this machine has
+    # A v4 chip has two cores that programs see as one device, which is not libtpu's default here.
+    options = {"chip_config_name": "megacore"} if name.startswith("tpu-v4:") else {}
+    try:
+        slice_ = topologies.get_topology_desc(name.removeprefix("tpu-"), platform="tpu", **options)
+    except jax.errors.JaxRuntimeError as error:
+        raise InputError(f"--target={name!r} is not a TPU slice: {error}") from error
+    return Target(slice_.devices, MEMORY.get(slice_.devices[0].device_kind), {})
+
+
+def _h100(machines, gpus):
+    _require("jax_plugins.xla_cuda12", "h100")
+    topology = topologies.get_topology_desc(
+        "h100", platform="cuda", target_config=H100, topology=f"1x{machines}x{gpus}"
+    )
+    memory = MEMORY[topology.devices[0].device_kind]
+    # Both would time kernels on a GPU.
+    options = {"xla_gpu_enable_triton_gemm": False, "xla_gpu_autotune_level": 0}
+    return Target(topology.devices, memory, options)
+
+
+def _require(module, name):
+    try:
+        found = importlib.util.find_spec(module)
+    except ModuleNotFoundError:
+        found = None
+    if not found:
+        raise InputError(
+            f"--target={name!r} needs {module}, which is not installed: "
+            "pip install 'structinit-jax[targets]'"
+        )
