@@ -27,17 +27,21 @@ CONFIG = flags.DEFINE_string(
 WORKDIR = flags.DEFINE_string(
     "workdir", None, "Output directory. Training resumes from the newest checkpoint in it."
 )
+STEP = flags.DEFINE_string(
+    "step", None, "Step of the run: a number, or 'newest' (default) or 'best' of the checkpoints."
+)
 OUT = flags.DEFINE_string("out", None, "File to write.")
+SHARED = ("workdir", "step", "out")
 
 
-def run(main: Callable[[ConfigDict], None], shared: Sequence[str] = ("workdir", "out")) -> None:
+def run(main: Callable[[ConfigDict], None], shared: Sequence[str] = SHARED) -> None:
     """Runs a command and exits. A user's mistake is printed without a traceback.
 
     Args:
       main: The command, called with the config.
-      shared: Those of the flags --workdir and --out that the command takes.
+      shared: Those of the flags --workdir, --step and --out that the command takes.
     """
-    for name in {"workdir", "out"}.difference(shared):
+    for name in set(SHARED).difference(shared):
         delattr(flags.FLAGS, name)
     for name in ("config", *shared):  # --help lists the flags of the command's own module only
         flags.FLAGS.register_key_flag_for_module(sys.argv[0], flags.FLAGS[name])
@@ -126,7 +130,7 @@ def _parse(argv: list[str]) -> ConfigDict:
         name = config.attention_init.name
         print(f"note: attention_init.{option} is not an option of {name!r} and is left out")
     if config_lib.set_base_init(config):
-        print("note: model.base_init is set to 'pytorch', since 'kaiming_uniform' is of all layers")
+        print("note: kaiming_uniform is of the whole model: config.model.base_init='pytorch'")
     return config.lock()
 
 

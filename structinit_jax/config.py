@@ -71,8 +71,8 @@ def base_config(model: str = "vit") -> ConfigDict:
     config.attention_init = dict(name="impulse", kernel_size=3)
     if config.model.name == "convmixer":
         del config.attention_init.kernel_size  # its layers have a kernel size of their own
-    # Safetensors file of a timm model of the same size or larger. If given, all weights but the
-    # head are selected from it (Xu et al. 2024), and attention_init is not used.
+    # Safetensors file of a timm model of the same size or larger, at any resolution. If given, all
+    # weights but the head are selected from it (Xu et al. 2024), and attention_init is not used.
     config.start_from = ""
 
     # -- augmentation ------------------------------------------------------------------------------
@@ -103,7 +103,8 @@ def base_config(model: str = "vit") -> ConfigDict:
         manual_dir="",  # directory of files that you downloaded by hand
         on_bad_image="stop",  # or 'skip': what to do about an image that cannot be decoded
         train_split="train",  # TFDS syntax: 'train[:90%]', 'train+validation'
-        eval_split="test",
+        eval_split="test",  # a split of your own, such as 'train[90%:]', may choose the best step
+        train_eval_split="",  # training images to evaluate too, without augmentation, if not empty
         eval_name="",  # an ImageNet test set that replaces eval_split, such as 'imagenet_v2'
         drop_remainder=False,  # whether each epoch leaves out its last partial batch
         repeats=1,  # consecutive copies of each training example (repeated augmentation)

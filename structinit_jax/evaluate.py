@@ -1,5 +1,6 @@
 """Opens the data, restores a model from a checkpoint and evaluates it exactly."""
 
+import itertools
 from pathlib import Path
 
 import jax
@@ -13,7 +14,7 @@ from structinit_jax.data.info import check_examples
 from structinit_jax.data.loader import make_loader
 from structinit_jax.data.test_sets import EvaluationSet, open_test_set
 from structinit_jax.errors import InputError
-from structinit_jax.training import checkpoint
+from structinit_jax.training import checkpoint, manifest
 from structinit_jax.training import mesh as mesh_lib
 from structinit_jax.training.metrics import InFlight
 from structinit_jax.training.state import AbstractModel, TrainState, abstract_model
@@ -49,49 +50,69 @@ def open_evaluation_set(
     return test_set
 
 
+def evaluation_name(config: ConfigDict) -> str:
+    """Returns the name of the evaluation set in metrics, such as 'test' or 'imagenet_v2'."""
+    return config.data.eval_name or config.data.eval_split
+
+
+def open_evaluation_sets(config: ConfigDict, dataset: datasets.Dataset) -> dict[str, EvaluationSet]:
+    """Opens what is evaluated in training: the evaluation set, and 'train_eval' if there is one."""
+    data, sets = config.data, {evaluation_name(config): open_evaluation_set(config, dataset)}
+    if spec := data.train_eval_split:
+        source = dataset.split(spec, "data.train_eval_split", data.on_bad_image)
+        sets["train_eval"] = EvaluationSet(f"{data.name} {spec}", source, dataset.info)
+    return sets
+
+
 class Evaluator:
-    """Computes loss and accuracy over all examples of an evaluation set.
+    """Computes loss and accuracy over all examples of evaluation sets.
 
     Args:
       config: Config of the run.
       model: The model, on the mesh of the states to evaluate.
-      test_set: Images and the classes that count as right.
+      test_sets: Images and the classes that count as right, by their name in the metrics.
     """
 
-    def __init__(self, config: ConfigDict, model: AbstractModel, test_set: EvaluationSet):
+    def __init__(
+        self, config: ConfigDict, model: AbstractModel, test_sets: dict[str, EvaluationSet]
+    ):
         replicated = mesh_lib.replicated(model.mesh)
-        step = make_eval_step(
-            config, model.graphdef, replicated, test_set.classes, test_set.answers
-        )
-        self._step = jax.jit(step, out_shardings=replicated)
-        size, fraction = config.data.image_size, config.data.crop_fraction
-        self._loader = make_loader(
-            test_set.source, test_set.info, model.mesh, image_size=size, crop_fraction=fraction
-        )
+        sizes = dict(image_size=config.data.image_size, crop_fraction=config.data.crop_fraction)
+        self._parts = {}
+        for name, test_set in test_sets.items():
+            rule = (test_set.classes, test_set.answers)
+            step = make_eval_step(config, model.graphdef, replicated, *rule)
+            loader = make_loader(test_set.source, test_set.info, model.mesh, **sizes)
+            self._parts[name] = jax.jit(step, out_shardings=replicated), loader
         # Any batch size gives the same sums, so it is rounded up to a multiple of the devices.
         self._batch_size = -(-config.batch_size // model.mesh.size) * model.mesh.size
 
     def __call__(self, state: TrainState) -> dict[str, float]:
-        """Returns 'test/loss' and 'test/accuracy', and 'test/ema_…' for averaged weights."""
-        weights = {"test/": (state.params, state.model_state)}
+        """Returns 'NAME/loss' and 'NAME/accuracy', and 'NAME/ema_…' for averaged weights."""
+        weights = {"": (state.params, state.model_state)}
         if state.ema:
-            weights["test/ema_"] = (state.ema["params"], state.ema["model_state"])
+            weights["ema_"] = (state.ema["params"], state.ema["model_state"])
         results = {}
-        for prefix, (params, model_state) in weights.items():
+        for (name, (step, loader)), (kind, (params, model_state)) in itertools.product(
+            self._parts.items(), weights.items()
+        ):
             sums, in_flight = [], InFlight()
-            for batch in self._loader.eval_batches(batch_size=self._batch_size):
-                sums.append(self._step(params, model_state, batch))
+            for batch in loader.eval_batches(batch_size=self._batch_size):
+                sums.append(step(params, model_state, batch))
                 in_flight.add(sums[-1])
             totals = jax.tree.map(lambda *leaves: float(np.sum(leaves)), *jax.device_get(sums))
-            results[f"{prefix}loss"] = totals["loss"] / totals["count"]
-            results[f"{prefix}accuracy"] = totals["correct"] / totals["count"]
+            results[f"{name}/{kind}loss"] = totals["loss"] / totals["count"]
+            results[f"{name}/{kind}accuracy"] = totals["correct"] / totals["count"]
         return results
 
 
 def restore_model(
-    config: ConfigDict, workdir: str | Path, devices: list[jax.Device] | None = None
+    config: ConfigDict,
+    workdir: str | Path,
+    devices: list[jax.Device] | None = None,
+    step: str = "newest",
 ) -> tuple[AbstractModel, TrainState]:
-    """Restores the newest model of a run, without optimizer state.
+    """Restores the model of a run, without optimizer state.
 
     The number of devices and `config.batch_size` need not be those of the training.
 
@@ -99,42 +120,56 @@ def restore_model(
       config: Config of the run. Averaged weights are restored if its `ema_decay` is not 0.
       workdir: Output directory of the run.
       devices: Devices that get a full copy of the weights. The default is all.
+      step: 'newest', 'best' or a number; see `checkpoint.find_step`.
 
     Raises:
-      InputError: There is no checkpoint, or it does not fit the config.
+      InputError: There is no such checkpoint, or it does not fit the config.
     """
     directory = local_path(workdir) / "checkpoints"
-    step = checkpoint.newest_step(directory)
-    if step is None:
-        raise InputError(f"--workdir={workdir} has no complete checkpoint: train there first")
+    number = checkpoint.find_step(directory, step)
+    if number is None:
+        problem = f"--workdir={workdir} has no complete checkpoint"
+        if step == "newest":
+            raise InputError(f"{problem}: train there first")
+        steps = [folder.name for folder in manifest.step_folders(directory)]
+        which = "that was evaluated" if step == "best" else f"of --step={step}"
+        raise InputError(f"{problem} {which}: it has those of steps {', '.join(steps) or 'none'}")
     model = abstract_model(config, mesh_lib.make_mesh(devices=devices))
     weights = {"params": model.params, "model_state": model.model_state}
-    number = jax.ShapeDtypeStruct((), np.int32, sharding=mesh_lib.replicated(model.mesh))
+    count = jax.ShapeDtypeStruct((), np.int32, sharding=mesh_lib.replicated(model.mesh))
     ema = weights if config.ema_decay else {}
-    abstract_state = TrainState(step=number, **weights, opt_state={}, ema=ema)
-    return model, checkpoint.restore(directory, step, abstract_state, weights_only=True)
+    abstract_state = TrainState(step=count, **weights, opt_state={}, ema=ema)
+    return model, checkpoint.restore(directory, number, abstract_state, weights_only=True)
 
 
-def evaluate_checkpoint(config: ConfigDict, workdir: str | Path) -> dict[str, float]:
-    """Evaluates the newest checkpoint of a run, possibly on other data, and prints the results.
+def evaluate_checkpoint(
+    config: ConfigDict, workdir: str | Path, step: str = "newest"
+) -> dict[str, float]:
+    """Evaluates a checkpoint of a run, possibly on other data, and prints the results.
+
+    Args:
+      config: Config of the run. `data.train_eval_split` is not evaluated.
+      workdir: Output directory of the run.
+      step: 'newest', 'best' or a number; see `checkpoint.find_step`.
 
     Raises:
-      InputError: There is no checkpoint, or it does not fit the config, or the data cannot be used.
+      InputError: There is no such checkpoint, it does not fit the config, or the data cannot be
+        used.
     """
     config_lib.validate(config)
     test_set = open_evaluation_set(config)
-    model, state = restore_model(config, workdir)
-    step = int(state.step)
-    run = checkpoint.read_run(local_path(workdir) / "checkpoints", step)
+    model, state = restore_model(config, workdir, step=step)
+    number = int(state.step)
+    run = checkpoint.read_run(local_path(workdir) / "checkpoints", number)
     if changed := resume.evaluation_changes(run, config):
         print("\n".join(["note: the checkpoint was trained with another config:", *changed]))
-    results = Evaluator(config, model, test_set)(state)
+    results = Evaluator(config, model, {evaluation_name(config): test_set})(state)
     count = len(test_set.source)
-    print(f"step {step}  {describe(results)} on {count:,} examples of {test_set.name}")
+    print(f"step {number}  {describe(results)} on {count:,} examples of {test_set.name}")
     return results
 
 
 def describe(results: dict[str, float]) -> str:
     """Formats results, for example 'test loss 0.0613  test accuracy 0.9833'."""
-    text = "  ".join(f"{name} {value:.4f}" for name, value in results.items())
-    return text.replace("/", " ").replace("_", " ")
+    parts = ((*name.rpartition("/")[::2], value) for name, value in results.items())
+    return "  ".join(f"{part} {name.replace('_', ' ')} {value:.4f}" for part, name, value in parts)

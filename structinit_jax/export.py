@@ -2,6 +2,8 @@
 
     python -m structinit_jax.export --config=FILE --workdir=DIR --out=model.safetensors
 
+The checkpoint is the newest one, or that of --step=best or --step=N.
+
 timm loads it with `model.load_state_dict(safetensors.torch.load_file("model.safetensors"))`, and a
 new run starts from it with `--config.start_from=model.safetensors`.
 """
@@ -17,7 +19,7 @@ from safetensors.numpy import save_file
 
 from structinit_jax import command_line
 from structinit_jax import config as config_lib
-from structinit_jax.command_line import OUT, WORKDIR
+from structinit_jax.command_line import OUT, STEP, WORKDIR
 from structinit_jax.errors import InputError
 from structinit_jax.evaluate import restore_model
 from structinit_jax.interop import to_timm
@@ -27,14 +29,21 @@ _AVERAGED = flags.DEFINE_bool(
 )
 
 
-def export(config: ConfigDict, workdir: str | Path, path: Path, averaged: bool = False) -> int:
-    """Exports the weights of the newest checkpoint and returns its step. Needs no data.
+def export(
+    config: ConfigDict,
+    workdir: str | Path,
+    path: Path,
+    averaged: bool = False,
+    step: str = "newest",
+) -> int:
+    """Exports the weights of a checkpoint and returns its step. Needs no data.
 
     Args:
       config: Config of the run.
       workdir: Output directory of the run.
       path: File to write.
       averaged: Whether to export the averaged weights.
+      step: 'newest', 'best' or a number; see `checkpoint.find_step`.
 
     Raises:
       InputError: There is no checkpoint or no averaged weights, or the file cannot be written.
@@ -42,7 +51,7 @@ def export(config: ConfigDict, workdir: str | Path, path: Path, averaged: bool =
     config_lib.validate(config)
     if averaged and not config.ema_decay:
         raise InputError("--averaged needs a run with averaged weights, but config.ema_decay is 0")
-    model, state = restore_model(config, workdir, jax.local_devices()[:1])
+    model, state = restore_model(config, workdir, jax.local_devices()[:1], step)
     source = state.ema if averaged else state._asdict()
     weights = jax.device_get((source["params"], source["model_state"]))
     weights = to_timm(nnx.merge(model.graphdef, *weights))
@@ -58,7 +67,7 @@ def main(config: ConfigDict) -> None:
     if WORKDIR.value is None:
         raise InputError("--workdir is required: the output directory of the run")
     path = Path(OUT.value or "model.safetensors")
-    step = export(config, WORKDIR.value, path, _AVERAGED.value)
+    step = export(config, WORKDIR.value, path, _AVERAGED.value, STEP.value or "newest")
     print(f"wrote the weights of step {step} to {path}")
 
 

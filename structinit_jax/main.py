@@ -2,6 +2,11 @@
 
     python -m structinit_jax.main --config=configs/vit_t_digits.py --workdir=/tmp/digits
 
+--mode=eval evaluates the newest checkpoint, or with --step=best the one with the highest accuracy
+on config.data.eval_split. To keep this choice off the test images, train with a validation split,
+such as --config.data.train_split=train[:90%] --config.data.eval_split=train[90%:], and evaluate
+with --mode=eval --step=best --config.data.eval_split=test.
+
 Any field of the config can be set on the command line: --config.batch_size=256
 --config.model.depth=6 --config.attention_init.name=mimetic
 """
@@ -10,12 +15,12 @@ from absl import flags
 from ml_collections import ConfigDict
 
 from structinit_jax import command_line, dry_run, evaluate, train
-from structinit_jax.command_line import WORKDIR
+from structinit_jax.command_line import STEP, WORKDIR
 from structinit_jax.errors import InputError
 from structinit_jax.training import distributed, profiling
 
 MODE = flags.DEFINE_enum(
-    "mode", "train", ["train", "eval"], "Train, or evaluate the newest checkpoint in --workdir."
+    "mode", "train", ["train", "eval"], "Train, or evaluate a checkpoint in --workdir."
 )
 DRY_RUN = flags.DEFINE_bool(
     "dry_run", False, "Print sizes and costs without reading data or using device memory."
@@ -45,10 +50,12 @@ def main(config: ConfigDict) -> None:
     elif not WORKDIR.value:
         raise InputError("--workdir is required: the output directory, such as /tmp/digits")
     elif MODE.value == "eval":
-        evaluate.evaluate_checkpoint(config, WORKDIR.value)
+        evaluate.evaluate_checkpoint(config, WORKDIR.value, STEP.value or "newest")
+    elif STEP.value:
+        raise InputError(f"--step={STEP.value} is the checkpoint to evaluate: add --mode=eval")
     else:
         train.train(config, WORKDIR.value, profiling.parse_steps(PROFILE_STEPS.value))
 
 
 if __name__ == "__main__":
-    command_line.run(main, shared=["workdir"])
+    command_line.run(main, shared=["workdir", "step"])

@@ -4,8 +4,8 @@
 
 Each cell shows the attention by offset: the center is a token's attention to itself, the pixel to
 its right the attention to its right neighbor. With --workdir the model is restored from the newest
-checkpoint, otherwise it is freshly initialized. --schemes=default,mimetic,impulse draws several
-initializations side by side.
+checkpoint (or that of --step=best or --step=N), otherwise it is freshly initialized.
+--schemes=default,mimetic,impulse draws several initializations side by side.
 """
 
 from pathlib import Path
@@ -20,7 +20,7 @@ from structinit_jax import command_line, evaluate
 from structinit_jax import config as config_lib
 from structinit_jax.attention_init.measure import Measures, attention_by_offset, measure_maps
 from structinit_jax.augment import normalize
-from structinit_jax.command_line import OUT, WORKDIR
+from structinit_jax.command_line import OUT, STEP, WORKDIR
 from structinit_jax.data.loader import decode_all
 from structinit_jax.errors import InputError
 from structinit_jax.training.mesh import make_mesh
@@ -30,12 +30,15 @@ _SCHEMES = flags.DEFINE_list("schemes", [], "Initializations to draw side by sid
 NUM_IMAGES = 64
 
 
-def head_kernels(config: ConfigDict, workdir: str | Path | None) -> tuple[np.ndarray, Measures]:
+def head_kernels(
+    config: ConfigDict, workdir: str | Path | None, step: str = "newest"
+) -> tuple[np.ndarray, Measures]:
     """Computes the attention of a ViT on test images.
 
     Args:
       config: Config of the model and its data.
       workdir: Output directory of the run to restore, or None for a fresh initialization.
+      step: 'newest', 'best' or a number; see `checkpoint.find_step`.
 
     Returns:
       Attention by offset [L, h, 2 rows - 1, 2 cols - 1], averaged over images, and measures of it.
@@ -50,7 +53,7 @@ def head_kernels(config: ConfigDict, workdir: str | Path | None) -> tuple[np.nda
         model = abstract_model(config, make_mesh(devices=device))
         params, model_state = initialize_model(config, model)
     else:
-        model, state = evaluate.restore_model(config, workdir, device)
+        model, state = evaluate.restore_model(config, workdir, device, step)
         params, model_state = state.params, state.model_state
     shape = (min(NUM_IMAGES, len(source)), data.image_size, data.image_size, data.channels)
     images, _ = decode_all(source, shape, data.crop_fraction)
@@ -107,12 +110,14 @@ def main(config: ConfigDict) -> None:
     """Runs the command and prints the measures of each layer."""
     if _SCHEMES.value and WORKDIR.value:
         raise InputError("--schemes draws fresh initializations and cannot be used with --workdir")
+    if STEP.value and not WORKDIR.value:
+        raise InputError(f"--step={STEP.value} needs --workdir, the output directory of the run")
     panels = {}
     for scheme in _SCHEMES.value or [config.attention_init.name]:
         if _SCHEMES.value:
             config.attention_init = ConfigDict(dict(name=scheme))
         name = scheme if WORKDIR.value is None else f"{scheme}, trained"
-        panels[name] = head_kernels(config, WORKDIR.value)
+        panels[name] = head_kernels(config, WORKDIR.value, STEP.value or "newest")
         print(f"{name}: layer, attention on the strongest of 9 neighbors, distance, entropy")
         measures = panels[name][1]
         columns = (measures.target_mass, measures.distance, measures.entropy)

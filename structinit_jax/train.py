@@ -22,7 +22,13 @@ from structinit_jax.augment import make_augment
 from structinit_jax.data.info import DatasetInfo
 from structinit_jax.data.loader import AugmentationSplit, make_loader, split_augmentation
 from structinit_jax.errors import InputError, StoppedError
-from structinit_jax.evaluate import Evaluator, describe, open_data, open_evaluation_set
+from structinit_jax.evaluate import (
+    Evaluator,
+    describe,
+    evaluation_name,
+    open_data,
+    open_evaluation_sets,
+)
 from structinit_jax.training import checkpoint, flops, profiling
 from structinit_jax.training import mesh as mesh_lib
 from structinit_jax.training import workdir as workdir_lib
@@ -74,7 +80,7 @@ def _train(config, workdir, profile_steps, on_exit):
     data = config.data
     dataset = open_data(config)
     train_source = dataset.split(data.train_split, "data.train_split", data.on_bad_image)
-    test_set = open_evaluation_set(config, dataset)
+    test_name, test_sets = evaluation_name(config), open_evaluation_sets(config, dataset)
 
     # -- Mesh, schedule, model, optimizer and training step; nothing is allocated yet --------------
     setup = set_up(config, dataset.info, len(train_source))
@@ -130,13 +136,13 @@ def _train(config, workdir, profile_steps, on_exit):
     # -- Steps -------------------------------------------------------------------------------------
     # Compiled ahead of time, so that an unexpected shape is an error and not a recompilation.
     train_step = setup.train_step.lower(setup.abstract_state, setup.abstract_batch).compile()
-    evaluate = Evaluator(config, setup.model, test_set)
+    evaluate = Evaluator(config, setup.model, test_sets)
 
     # -- Loop --------------------------------------------------------------------------------------
     print(
         f"training on {len(train_source):,} examples for {schedule.num_steps:,} steps "
         f"({schedule.num_steps / schedule.steps_per_epoch:.1f} epochs), "
-        f"testing on {len(test_set.source):,}",
+        f"testing on {len(test_sets[test_name].source):,}",
         flush=True,
     )
     log = on_exit.enter_context(contextlib.closing(MetricsLog(workdir, start_step)))
@@ -185,7 +191,8 @@ def _train(config, workdir, profile_steps, on_exit):
             if save_now:
                 run["pending_metrics"] = pending.to_json()
                 with progress.wait("checkpoint"):
-                    checkpoints.save(step, state, run, results if evaluate_now else None)
+                    accuracy = results[f"{test_name}/accuracy"] if evaluate_now else None
+                    checkpoints.save(step, state, run, accuracy)
             if evaluate_now:
                 recompilations.start()  # from here on everything has been compiled
             if stop_now:
@@ -198,9 +205,9 @@ def _train(config, workdir, profile_steps, on_exit):
     if not results:  # the run had finished before
         results = evaluate(state)
     print(
-        f"done: test accuracy {results[checkpoint.BEST_METRIC]:.4f} after {schedule.num_steps} "
-        f"steps, {time.perf_counter() - began:.0f} s{profiling.describe_memory()}; results in "
-        f"{workdir}"
+        f"done: {test_name} accuracy {results[f'{test_name}/accuracy']:.4f} after "
+        f"{schedule.num_steps} steps, {time.perf_counter() - began:.0f} s"
+        f"{profiling.describe_memory()}; results in {workdir}"
     )
     return results
 

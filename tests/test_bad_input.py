@@ -129,6 +129,7 @@ FIELDS = [
     "label_smoothing=1",
     "eval_every_epochs=0",
     "on_nonfinite=ignore",
+    "schedule=linear",
     "clip_norm=-1",
     "layer_decay=0",
     "ema_decay=1",
@@ -176,6 +177,7 @@ FIELDS = [
     "data.train_split=",
     "data.train_split=train[:200%]",
     "data.eval_split=test[5:5]",
+    "data.train_eval_split=trian",
     "data.data_dir=FOLDER/file",
 ]
 
@@ -210,6 +212,8 @@ COMMANDS = [
     (["--dry_run=perhaps"], "--dry_run=perhaps"),
     (["--profile_steps=5"], "--profile_steps=5"),
     (["--out=x"], "'out'"),
+    (["--step=best"], "--step=best .*--mode=eval"),
+    (["--mode=eval", "--step=last"], "--step=last must be 'newest', 'best' or"),
     # Images.
     (images("text"), "1.png.*cannot be decoded.*data.on_bad_image='skip'"),
     (images("empty"), "1.png.*cannot be decoded"),

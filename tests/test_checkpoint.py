@@ -31,8 +31,7 @@ def directory(tmp_path):
     path = tmp_path / "checkpoints"
     with opened(path) as checkpoints:
         for step in (4, 8, 12):
-            metrics = {checkpoint.BEST_METRIC: 1 / step}
-            checkpoints.save(step, make_state(step), {"config": {"seed": 0}}, metrics)
+            checkpoints.save(step, make_state(step), {"config": {"seed": 0}}, 1 / step)
     return path
 
 
@@ -99,7 +98,7 @@ def test_a_damaged_checkpoint_is_set_aside_and_the_one_before_used(directory, da
     message = damage(directory / "12")
     content = sorted(p.name for p in (directory / "12").rglob("*"))
 
-    assert checkpoint.newest_step(directory) == 8  # only reads
+    assert checkpoint.find_step(directory) == 8  # only reads
     state = checkpoint.restore(directory, 8, ABSTRACT)
     np.testing.assert_array_equal(state.params["kernel"], make_state(8).params["kernel"])
     assert f"note: skipping checkpoint {directory / '12'}: {message}" in capsys.readouterr().out
@@ -112,7 +111,7 @@ def test_a_damaged_checkpoint_is_set_aside_and_the_one_before_used(directory, da
             capsys.readouterr().out
         )
         assert sorted(p.name for p in (directory / "damaged" / "12").rglob("*")) == content
-        checkpoints.save(12, make_state(12), {}, {checkpoint.BEST_METRIC: 0.1})
+        checkpoints.save(12, make_state(12), {}, 0.1)
     damage(directory / "12")
     with opened(directory) as checkpoints:  # the same step, damaged once more
         assert checkpoints.latest_step == 8
@@ -137,7 +136,7 @@ def test_intact_checkpoints_pass_and_every_file_counts(directory):
 def test_if_all_are_damaged_there_is_none(directory, capsys):
     for folder in manifest.step_folders(directory):
         delete_file(folder)
-    assert checkpoint.newest_step(directory) is None
+    assert checkpoint.find_step(directory) is None
     with opened(directory) as checkpoints:
         assert checkpoints.latest_step is None
     assert capsys.readouterr().out.count("Moved to") == 3
@@ -146,9 +145,38 @@ def test_if_all_are_damaged_there_is_none(directory, capsys):
 def test_the_best_checkpoint_is_kept_after_a_resume_too(directory):
     for step in (16, 20, 24, 28):
         with opened(directory) as checkpoints:
-            metrics = {checkpoint.BEST_METRIC: 1 / step}
-            checkpoints.save(step, make_state(step), {}, metrics if step == 16 else None)
+            checkpoints.save(step, make_state(step), {}, 1 / step if step == 16 else None)
     assert [p.name for p in manifest.step_folders(directory)] == ["28", "24", "20", "4"]
+
+
+def test_the_newest_the_best_or_any_checkpoint_is_found(directory, capsys):
+    steps = {wanted: checkpoint.find_step(directory, wanted) for wanted in ("newest", "best", "8")}
+    assert steps == {"newest": 12, "best": 4, "8": 8}
+    assert checkpoint.find_step(directory, "5") is None
+    with pytest.raises(InputError, match=r"--step=last must be 'newest', 'best' or the number"):
+        checkpoint.find_step(directory, "last")
+    message = truncate_metrics(directory / "4")
+    assert checkpoint.find_step(directory, "best") == 8
+    assert f"note: skipping checkpoint {directory / '4'}: {message}" in capsys.readouterr().out
+
+
+def test_the_best_needs_an_evaluation(tmp_path):
+    with opened(tmp_path) as checkpoints:
+        checkpoints.save(4, make_state(4), {}, None)
+    assert checkpoint.find_step(tmp_path, "best") is None
+    assert checkpoint.find_step(tmp_path) == 4
+
+
+def test_the_best_of_an_older_run_is_found(directory):
+    for step, accuracy in ((4, 0.1), (8, 0.3), (12, 0.2)):
+        path = directory / str(step) / "metrics" / "metrics"
+        path.write_text(json.dumps({"test/loss": 1.0, "test/accuracy": accuracy}))
+        manifest.seal(directory / str(step))
+    assert checkpoint.find_step(directory, "best") == 8
+    for step in (16, 20, 24):
+        with opened(directory) as checkpoints:
+            checkpoints.save(step, make_state(step), {}, None)
+    assert [p.name for p in manifest.step_folders(directory)] == ["24", "20", "16", "8"]
 
 
 # Orbax leaves futures of its own behind when a write fails.

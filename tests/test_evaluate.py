@@ -1,3 +1,5 @@
+import json
+
 import jax
 import numpy as np
 import pytest
@@ -62,6 +64,19 @@ def test_another_model_is_refused(run_config, finished_run, field, value, messag
     run_config.update_from_flattened_dict({field: value})
     with pytest.raises(InputError, match=message):
         evaluate.evaluate_checkpoint(run_config, finished_run.workdir)
+
+
+def test_the_checkpoint_can_be_chosen(run_config, finished_run, capsys):
+    evaluate.evaluate_checkpoint(run_config, finished_run.workdir, "8")
+    assert "step 8  test[:90] loss" in capsys.readouterr().out
+    lines = (finished_run.workdir / "metrics.jsonl").read_text().splitlines()
+    metrics = [line for line in map(json.loads, lines) if "test[:90]/accuracy" in line]
+    best = max(metrics, key=lambda line: (line["test[:90]/accuracy"], line["step"]))
+    _, state = evaluate.restore_model(run_config, finished_run.workdir, step="best")
+    assert state.step == best["step"]
+    message = r"--workdir=.* has no complete checkpoint of --step=5: it has those of steps 12, 8"
+    with pytest.raises(InputError, match=message):
+        evaluate.evaluate_checkpoint(run_config, finished_run.workdir, "5")
 
 
 def test_a_workdir_without_checkpoints_is_refused(run_config, tmp_path):

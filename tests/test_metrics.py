@@ -81,6 +81,16 @@ def test_a_full_disk_ends_the_run_with_a_message_and_does_not_hang_it(
     assert len(kept) == (1 if limit == 100 else 11)
 
 
+def test_a_metric_that_some_steps_lack_is_left_out():
+    common = {"loss": 1.0, "learning_rate": 0.1, "nonfinite": 0.0}
+    pending = PendingMetrics([common | {"accuracy": 0.5}])  # saved before mixing was switched on
+    pending.add(2, {name: np.float32(value) for name, value in common.items()})
+    pending.fetch()
+    assert pending.average().keys() == {f"train/{name}" for name in ("loss", "learning_rate")} | {
+        "train/nonfinite_steps"
+    }
+
+
 def test_pending_metrics_are_averaged_over_finite_steps_also_after_a_resume():
     def metrics(step):
         return {

@@ -11,9 +11,11 @@ from structinit_jax.attention_init import sincos_positions
 from structinit_jax.errors import InputError
 from structinit_jax.interop import to_timm
 from structinit_jax.models.mixer import MlpMixer
-from structinit_jax.models.vit import VisionTransformer
+from structinit_jax.models.swin import SwinTransformer
+from structinit_jax.models.vit import VisionTransformer, resample_positions
 
 INPUT = dict(image_size=8, patch_size=4, channels=1)
+TABLE = "layers.0.blocks.0.attn.relative_position_bias_table"
 LEARNED = dict(positions="learned", pool="class_token")
 
 
@@ -24,8 +26,8 @@ def vit(width, depth, num_heads, num_classes=5, seed=0, **options):
     return filled(VisionTransformer, seed, **INPUT | LEARNED | sizes | options)
 
 
-def mixer(width, depth, seed=0):
-    return filled(MlpMixer, seed, **INPUT, num_classes=3, width=width, depth=depth)
+def mixer(width, depth, seed=0, **options):
+    return filled(MlpMixer, seed, **INPUT | options, num_classes=3, width=width, depth=depth)
 
 
 def filled(family, seed, **options):
@@ -83,12 +85,34 @@ def test_selection_equals_that_on_timms_weights(case):
 
 
 def test_fixed_positions_stay_the_students():
-    teacher, student = (vit(*sizes, positions="sincos") for sizes in (TEACHER, (12, 2, 3)))
+    student = vit(12, 2, 3, positions="sincos")
+    teacher = vit(*TEACHER, positions="sincos", image_size=16)
     found = to_timm(interop.select_weights(to_timm(teacher), student))
     np.testing.assert_array_equal(found["pos_embed"][0, 1:], sincos_positions((2, 2), 12))
     np.testing.assert_array_equal(found["norm.bias"], to_timm(teacher)["norm.bias"][::2])
     with pytest.raises(InputError, match=r"pos_embed.*positions='learned'"):
         interop.select_weights(to_timm(vit(*TEACHER)), student)
+
+
+def test_positions_of_another_grid_are_resampled_before_the_selection():
+    teacher, student = vit(*TEACHER, image_size=16), vit(12, 2, 3, image_size=12, seed=1)
+    found = interop.select_weights(teacher, student).positions[...]
+    table = teacher.positions[...]
+    np.testing.assert_array_equal(found[0], table[0, ::2])
+    expected = resample_positions(table, (4, 4), (3, 3))[1:, ::2]
+    np.testing.assert_allclose(found[1:], expected, atol=1e-6)
+    uneven = to_timm(teacher) | {"pos_embed": np.ones((1, 6, 24), np.float32)}
+    with pytest.raises(InputError, match=r"5 image tokens are not a square grid.* \(3, 3\)"):
+        interop.select_weights(uneven, student)
+
+
+def test_buffers_of_older_files_are_ignored():
+    sizes = dict(INPUT, patch_size=1, num_classes=3, depths=(2,), num_heads=(2,), window_size=4)
+    teacher, student = (filled(SwinTransformer, 0, **sizes, width=width) for width in (16, 8))
+    names = ("attn_mask", "attn.relative_position_index")
+    old = {f"layers.0.blocks.1.{name}": np.ones(1) for name in names}
+    found = interop.select_weights(to_timm(teacher) | old, student)
+    assert_equal(to_timm(found), to_timm(interop.select_weights(teacher, student)))
 
 
 def test_integers_stay_the_students_and_dtypes_are_kept():
@@ -117,6 +141,12 @@ def without(model, dropped):
         (
             lambda t: (to_timm(t), without(vit(12, 2, 3), "cls_token")),
             r"teacher has cls_token, which student lacks",
+        ),
+        (lambda t: (t, vit(12, 2, 3, patch_size=2)), r"patch_embed\S+ has .* the same patch size"),
+        (lambda t: (mixer(16, 3), mixer(8, 1, image_size=4)), "use .* the same number of tokens"),
+        (
+            lambda t: ({TABLE: np.ones((25, 4))}, {TABLE: np.ones((9, 2))}),
+            "use models of the same window size",
         ),
         (lambda t: (t, mixer(8, 1)), r"teacher is a VisionTransformer and student a MlpMixer"),
         (

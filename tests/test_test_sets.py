@@ -214,10 +214,10 @@ def test_a_run_is_tested_on_the_set_that_it_names(data_dir, expected, tmp_path, 
     assert "on 67 examples of imagenet2012_real" in capsys.readouterr().out
     # The predictions are nearly uniform, so the loss shows the rule: of 1,000 classes, one or three
     # are correct; then one of 200.
-    assert results["test/loss"] == pytest.approx(np.log(1000) - np.log(3) / 3, abs=0.1)
+    assert results["imagenet2012_real/loss"] == pytest.approx(np.log(1000) - np.log(3) / 3, abs=0.1)
     config.data.eval_name = "imagenet_a"
     results = evaluate.evaluate_checkpoint(config, tmp_path)
-    assert results["test/loss"] == pytest.approx(np.log(200), abs=0.1)
+    assert results["imagenet_a/loss"] == pytest.approx(np.log(200), abs=0.1)
     config.data.eval_name = "imagenet_r"
     with pytest.raises(InputError, match=r"config\.data\.name='imagenet_r' is not prepared"):
         evaluate.evaluate_checkpoint(config, tmp_path)

@@ -13,7 +13,7 @@ import references
 from flax import nnx
 
 from structinit_jax.errors import InputError
-from structinit_jax.interop import from_timm, to_timm
+from structinit_jax.interop import from_timm, select_weights, to_timm
 from structinit_jax.models.registry import VARIANTS, create_model, default_config
 from structinit_jax.models.vit import VisionTransformer, resample_positions
 from structinit_jax.training.state import count_parameters, split_model
@@ -96,6 +96,15 @@ def test_positions_are_resampled_as_timm_does_it(name, grid):
     arrays = read("positions")[0]
     ours = resample_positions(jnp.asarray(arrays["start"]), (4, 5), grid)
     np.testing.assert_allclose(ours, arrays[name], atol=1e-5)
+
+
+def test_weights_are_loaded_at_another_resolution_as_timm_does_it():
+    arrays, (_, state_dict, _) = read("larger_images")[0], read("registers")
+    student = make(**CASES["registers"] | dict(image_size=12, num_classes=7))
+    model = select_weights(state_dict, student)
+    pooled = jax.jit(model)(jnp.asarray(arrays["images"]))[1]["pooled"]
+    np.testing.assert_allclose(pooled, arrays["pooled"], atol=1e-4)
+    np.testing.assert_array_equal(model.head.kernel[...], student.head.kernel[...])
 
 
 def test_more_tokens_than_positions_are_refused():

@@ -8,7 +8,7 @@ import numpy as np
 import optax
 import pytest
 
-from structinit_jax import train
+from structinit_jax import evaluate, train
 from structinit_jax.data.info import CATALOG
 from structinit_jax.data.loader import DeviceLoader
 from structinit_jax.errors import InputError, StoppedError
@@ -30,7 +30,7 @@ def without_times(metrics):
 def final_state(config, workdir):
     setup = train.set_up(config, CATALOG["digits"], 384)
     directory = workdir / "checkpoints"
-    step = checkpoint.newest_step(directory)
+    step = checkpoint.find_step(directory)
     return jax.device_get(checkpoint.restore(directory, step, setup.abstract_state))
 
 
@@ -51,10 +51,10 @@ def test_training_writes_the_documented_files_and_output(finished_run):
         "first step after",
         "step 12/12",
         "images/s",
-        "done: test accuracy",
+        "done: test[:90] accuracy",
     ):
         assert text in finished_run.output
-    assert "warning: " not in finished_run.output
+    assert "recompilation" not in finished_run.output
     assert {path.name for path in finished_run.workdir.iterdir()} == {
         *(".lock", "checkpoints", "config.json", "metrics.jsonl", "tensorboard")
     }
@@ -68,10 +68,11 @@ def test_training_writes_the_documented_files_and_output(finished_run):
         *("data_wait", "checkpoint_wait", "evaluation_wait"),
     }
     results = finished_run.results
-    assert results.keys() == {*("test/loss", "test/accuracy", "test/ema_loss", "test/ema_accuracy")}
+    names = ("loss", "accuracy", "ema_loss", "ema_accuracy")
+    assert results.keys() == {f"test[:90]/{name}" for name in names}
     assert metrics[-1] == {"step": 12, **results}
     # 90 examples, counted exactly: every accuracy is a multiple of 1/90.
-    assert (results["test/accuracy"] * 90) % 1 == pytest.approx(0, abs=1e-9)
+    assert (results["test[:90]/accuracy"] * 90) % 1 == pytest.approx(0, abs=1e-9)
 
 
 def test_an_interrupted_and_resumed_run_is_bit_equal(
@@ -150,7 +151,8 @@ def test_a_run_continues_with_fields_that_may_change(longer_config, workdir, cap
     assert metrics[-2]["train/loss"] > 10  # the user's loss
     # The newest checkpoint is kept, and the best.
     kept = {int(p.name) for p in (workdir / "checkpoints").iterdir() if p.name.isdigit()}
-    evaluated = {m["step"]: m["test/accuracy"] for m in metrics if "test/loss" in m}
+    name = "test[:90]/accuracy"
+    evaluated = {m["step"]: m[name] for m in metrics if name in m}
     assert evaluated.keys() == {6, 12, 15, 18}
     assert 18 in kept
     assert len(kept) <= 2
@@ -203,6 +205,24 @@ def test_mistakes_are_refused_before_training(tiny_config, tmp_path, field, valu
     tiny_config.update_from_flattened_dict({field: value})
     with pytest.raises(InputError, match=message):
         train.train(tiny_config, tmp_path)
+
+
+def test_training_images_are_evaluated_too(longer_config, workdir, capsys):
+    longer_config.data.train_eval_split = "train[:100]"
+    longer_config.augment.update(mixup=0.8, crop="pad")
+    longer_config.eval_every_epochs = 0.5
+    results = train.train(longer_config, workdir)
+    # 100 examples, counted exactly.
+    assert (results["train_eval/accuracy"] * 100) % 1 == pytest.approx(0, abs=1e-9)
+    assert "  train_eval loss " in capsys.readouterr().out
+    lines = [line for line in read_metrics(workdir) if "train_eval/loss" in line]
+    assert [line["step"] for line in lines] == [15, 18]
+    # The images of a mixed batch have two classes each.
+    logged = [line for line in read_metrics(workdir) if "train/loss" in line]
+    assert ["train/accuracy" in line for line in logged] == 3 * [True] + 2 * [False]
+    longer_config.data.update(eval_split="train[:100]", train_eval_split="")
+    evaluated = evaluate.evaluate_checkpoint(longer_config, workdir)
+    assert evaluated["train[:100]/loss"] == pytest.approx(results["train_eval/loss"], rel=1e-5)
 
 
 def test_mfu_is_logged_if_the_peak_is_known(longer_config, workdir, monkeypatch, capsys):
@@ -261,7 +281,7 @@ def test_a_nonfinite_step_stops_the_run(longer_config, workdir, bad_step_15, mon
 def test_a_nonfinite_step_is_skipped_and_counted(longer_config, workdir, bad_step_15, capsys):
     longer_config.update(on_nonfinite="skip", log_every_steps=2)
     results = train.train(longer_config, workdir)
-    assert np.isfinite(results["test/loss"])
+    assert np.isfinite(results["test[:90]/loss"])
     assert capsys.readouterr().out.count("step 15: loss nan, gradient norm nan: skipped") == 1
     metrics = [m for m in read_metrics(workdir) if m["step"] > 12 and "train/loss" in m]
     assert {m["step"]: m["train/nonfinite_steps"] for m in metrics} == {14: 0, 16: 1, 18: 0}
@@ -294,4 +314,4 @@ def test_recompilations_are_reported(longer_config, workdir, capsys, monkeypatch
     train.train(longer_config, workdir)
     before, after = capsys.readouterr().out.split("warning: ", maxsplit=1)
     assert "recompilations, of" in after
-    assert "step 15  test loss" in before  # until the first evaluation compilation is expected
+    assert "step 15  test[:90] loss" in before  # until the first evaluation compilation is expected

@@ -2,29 +2,26 @@
 
     python -m structinit_jax.data.show --config=configs/vit_t_digits.py --step=1 --out=batch.png
 
-Change the recipe to see what it does, for example with --config.augment.mixup=0.8.
+Steps are counted from 1 as in the log. Change the recipe to see what it does, for example with
+--config.augment.mixup=0.8.
 """
 
 from pathlib import Path
 
 import jax
 import numpy as np
-from absl import flags
 from ml_collections import ConfigDict
 
 from structinit_jax import command_line
 from structinit_jax import config as config_lib
 from structinit_jax.augment import make_augment
-from structinit_jax.command_line import OUT
+from structinit_jax.command_line import OUT, STEP
 from structinit_jax.data.loader import make_loader, split_augmentation
 from structinit_jax.data.prepare import MAX_TILES, draw_tiles
+from structinit_jax.errors import InputError
 from structinit_jax.evaluate import open_data
 from structinit_jax.training.mesh import make_mesh
 from structinit_jax.training.step import step_rngs
-
-_STEP = flags.DEFINE_integer(
-    "step", 1, "Training step whose batch is drawn, counted from 1 as in the log.", lower_bound=1
-)
 
 
 def training_batch(config: ConfigDict, step: int) -> tuple[np.ndarray, np.ndarray]:
@@ -63,12 +60,15 @@ def describe_target(target: np.ndarray, smoothing: float) -> str:
 
 def main(config: ConfigDict) -> None:
     """Draws up to 48 images of the batch with their targets."""
-    images, targets = training_batch(config, _STEP.value)
+    step = STEP.value or "1"
+    if not step.isdecimal() or int(step) < 1:
+        raise InputError(f"--step={step} must be a training step: 1 or more")
+    images, targets = training_batch(config, int(step))
     captions = [describe_target(t, config.label_smoothing) for t in targets[:MAX_TILES]]
     path = Path(OUT.value or "batch.png")
     draw_tiles(list(images[:MAX_TILES]), captions).save(path)
-    print(f"wrote {path}: {len(captions)} of the {len(images)} images of step {_STEP.value}")
+    print(f"wrote {path}: {len(captions)} of the {len(images)} images of step {step}")
 
 
 if __name__ == "__main__":
-    command_line.run(main, shared=["out"])
+    command_line.run(main, shared=["step", "out"])

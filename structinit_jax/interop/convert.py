@@ -9,6 +9,7 @@ A converter lists the entries of timm's state dict for a model: timm's name on t
 our arrays on the right. Layers that timm numbers are a leading axis of our arrays.
 """
 
+import math
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
@@ -109,19 +110,22 @@ def vit(model: VisionTransformer) -> Iterator[Entry]:
 def _fixed_positions(model: VisionTransformer) -> Entry:
     """The sin-cos encoding, which timm stores as a weight and our model computes."""
 
-    def encoding(width):
-        return np.pad(sincos_positions(model.grid, width), ((model.num_prefix, 0), (0, 0)))[None]
+    def encoding(grid, width):
+        return np.pad(sincos_positions(grid, width), ((model.num_prefix, 0), (0, 0)))[None]
 
     def decode(tensor, shapes):
-        expected = encoding(tensor.shape[-1])
-        if tensor.shape != expected.shape or not np.allclose(tensor, expected, atol=1e-5):
-            raise InputError(
-                f"state_dict['pos_embed'] is not the sin-cos encoding of a {model.grid} grid: load "
-                "it into a model with positions='learned'"
-            )
-        return []
+        *_, num_tokens, width = tensor.shape
+        side = math.isqrt(max(num_tokens - model.num_prefix, 0))
+        for grid in (model.grid, (side, side)):  # the weights may be of another image size
+            expected = encoding(grid, width)
+            if tensor.shape == expected.shape and np.allclose(tensor, expected, atol=1e-5):
+                return []
+        raise InputError(
+            "state_dict['pos_embed'] is not the sin-cos encoding of a grid: load it into a model "
+            "with positions='learned'"
+        )
 
-    return Entry("pos_embed", (), lambda: encoding(model.norm.scale.shape[0]), decode)
+    return Entry("pos_embed", (), lambda: encoding(model.grid, model.norm.scale.shape[0]), decode)
 
 
 def swin(model: SwinTransformer) -> Iterator[Entry]:

@@ -1,8 +1,17 @@
 """Weight selection: a smaller model starts from evenly spaced elements of a larger one.
 
-Xu et al. 2024, "Initializing Models with Larger Ones" (arXiv:2311.18823).
+Xu et al. 2024, "Initializing Models with Larger Ones" (arXiv:2311.18823). From the command line:
+train a larger model, export it, start a smaller one from it.
+
+    C="--config=configs/vit_t_digits.py --config.model.patch_size=2"
+    LARGE="--workdir=/tmp/large --config.model.width=128 --config.model.num_heads=8"
+    python -m structinit_jax.main $C $LARGE
+    python -m structinit_jax.export $C $LARGE --out=/tmp/large.safetensors
+    python -m structinit_jax.main $C --workdir=/tmp/small --config.num_epochs=5.0 \
+        --config.start_from=/tmp/large.safetensors
 """
 
+import math
 import re
 from collections.abc import Mapping
 from typing import Any, TypeVar
@@ -14,10 +23,19 @@ from flax import nnx
 from structinit_jax.errors import InputError
 from structinit_jax.interop.convert import from_timm, timm_entries, to_timm
 from structinit_jax.interop.entries import check_array, like
+from structinit_jax.models.vit import VisionTransformer, resample_positions
 
 StateDict = Mapping[str, Any]  # of NumPy or JAX arrays
 Student = TypeVar("Student", nnx.Module, StateDict)
 HEADS = ("head", "head_dist", "classifier")
+# Axes along which elements are places, and what must therefore be equal.
+PLACES = {
+    "patch_embed.proj.weight": (slice(2, 4), "patch size"),
+    "stem.proj.weight": (slice(2, 4), "patch size"),
+    "stem.0.weight": (slice(2, 4), "patch size"),
+    "relative_position_bias_table": (slice(0, 1), "window size"),
+    "mlp_tokens.fc1.weight": (slice(1, 2), "number of tokens"),
+}
 
 
 def select_weights(teacher: nnx.Module | StateDict, student: Student) -> Student:
@@ -34,8 +52,9 @@ def select_weights(teacher: nnx.Module | StateDict, student: Student) -> Student
     Models are selected in timm's layout. As in the published program, query, key and value are then
     3 h d outputs of one linear layer, so a student's head may mix channels of several heads.
 
-    Learned position tables are selected along their tokens, not resampled: use a teacher with the
-    student's grid. The head, fixed position encodings and integers stay the student's.
+    Patch and window size must be equal. A learned position table of another grid is first resampled
+    if the student is a model, as timm does it; the table's grid is taken to be square. The head,
+    fixed position encodings and integers stay the student's.
 
     Args:
       teacher: The larger model, or its state dict in timm's layout.
@@ -56,8 +75,15 @@ def select_weights(teacher: nnx.Module | StateDict, student: Student) -> Student
         )
     large = to_timm(teacher) if isinstance(teacher, nnx.Module) else teacher
     if not isinstance(student, nnx.Module):
+        _check_names(large, student)
         return _select_all(large, student)
+    # Older files of timm hold buffers that are functions of the sizes.
+    buffers = {_without_layers(e.name) for e in timm_entries(student) if e.encode is None}
+    large = {name: array for name, array in large.items() if _without_layers(name) not in buffers}
     small = to_timm(student)
+    _check_names(large, small)
+    if isinstance(student, VisionTransformer) and student.positions is not None:
+        large["pos_embed"] = _fit_positions(large["pos_embed"], student)
     selected = _select_all(large, small)
     for entry in timm_entries(student):
         if not entry.paths and entry.name in small:
@@ -68,8 +94,22 @@ def select_weights(teacher: nnx.Module | StateDict, student: Student) -> Student
     return model
 
 
+def _fit_positions(table: Any, student: VisionTransformer) -> Any:
+    """Resamples learned positions to the student's grid."""
+    check_array("teacher", "pos_embed", table)
+    num_tokens = table.shape[-2] - student.num_prefix
+    if num_tokens == math.prod(student.grid):
+        return table
+    side = math.isqrt(max(num_tokens, 0))
+    if side**2 != num_tokens:
+        raise InputError(
+            f"pos_embed has shape {table.shape} in teacher: its {num_tokens} image tokens are not "
+            f"a square grid, so it cannot be resampled to {student.grid}"
+        )
+    return resample_positions(jnp.asarray(table[0], jnp.float32), (side, side), student.grid)[None]
+
+
 def _select_all(large: StateDict, small: StateDict) -> dict[str, Any]:
-    _check_names(large, small)
     selected = {}
     for name, array in small.items():
         for argument, state_dict in (("student", small), ("teacher", large)):
@@ -99,6 +139,12 @@ def _select(name, teacher, shape):
     """Takes evenly spaced elements along every axis."""
     if teacher.ndim != len(shape):
         raise InputError(f"{name} has shape {teacher.shape} in teacher and {shape} in student")
+    for end, (axes, what) in PLACES.items():
+        if name.endswith(end) and teacher.shape[axes] != shape[axes]:
+            raise InputError(
+                f"{name} has shape {teacher.shape} in teacher and {shape} in student: use models "
+                f"of the same {what}"
+            )
     for axis, (have, want) in enumerate(zip(teacher.shape, shape, strict=True)):
         if want > have:
             raise InputError(

@@ -1,7 +1,8 @@
 """Checkpoints through Orbax: the newest few and the best one, written while training continues."""
 
+import json
 import logging
-import operator
+import math
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -16,9 +17,7 @@ from structinit_jax.errors import InputError
 from structinit_jax.training import manifest, workdir
 from structinit_jax.training.state import TrainState
 
-BEST_METRIC = "test/accuracy"
-# Never the best. Orbax would warn about missing metrics at every save without an evaluation.
-NOT_EVALUATED = {BEST_METRIC: -1.0}
+NOT_EVALUATED = -1.0  # accuracy of such a checkpoint; Orbax would warn at every save without one
 
 
 class Checkpoints:
@@ -28,7 +27,7 @@ class Checkpoints:
 
     Args:
       directory: Absolute path, created if it does not exist.
-      keep: Number of newest checkpoints to keep, in addition to the best by `BEST_METRIC`.
+      keep: Number of newest checkpoints to keep, in addition to the one of the highest accuracy.
     """
 
     def __init__(self, directory: Path, keep: int):
@@ -43,17 +42,16 @@ class Checkpoints:
 
         for name in ("absl", "asyncio"):
             logging.getLogger(name).addFilter(_is_worth_logging)
-        accuracy = operator.itemgetter(BEST_METRIC)
         newest = checkpoint_managers.LatestN(keep)
         # Orbax's own `best_fn` with `max_to_keep` may delete the latest step.
         best = checkpoint_managers.BestN(
-            get_metric_fn=accuracy, n=1, keep_checkpoints_without_metrics=False
+            get_metric_fn=_accuracy, n=1, keep_checkpoints_without_metrics=False
         )
         self._manager = ocp.CheckpointManager(
             directory,
             options=ocp.CheckpointManagerOptions(
                 preservation_policy=checkpoint_managers.AnyPreservationPolicy([newest, best]),
-                best_fn=accuracy,  # without it Orbax does not write metrics
+                best_fn=_accuracy,  # without it Orbax does not write metrics
                 cleanup_tmp_directories=True,
                 # In the background, Orbax waits minutes for a directory that cannot be created.
                 async_options=ocp.AsyncOptions(create_directories_asynchronously=False),
@@ -68,7 +66,7 @@ class Checkpoints:
         return self._manager.latest_step()
 
     def save(
-        self, step: int, state: TrainState, run: dict[str, Any], metrics: dict[str, float] | None
+        self, step: int, state: TrainState, run: dict[str, Any], accuracy: float | None
     ) -> None:
         """Starts to save a checkpoint; blocks only for the copy to host memory.
 
@@ -76,7 +74,7 @@ class Checkpoints:
           step: Number of the checkpoint. An existing one is not replaced.
           state: Training state after this step.
           run: JSON object to save with it; `read_run` reads it.
-          metrics: Evaluation results at this step, or None.
+          accuracy: Accuracy at this step if it was evaluated, which decides about the best.
 
         Raises:
           InputError: The directory is full or not writable, now or at the previous save.
@@ -86,7 +84,8 @@ class Checkpoints:
             return
         args = ocp.args.Composite(state=ocp.args.StandardSave(state), run=ocp.args.JsonSave(run))
         with self._explain_failure():
-            self._manager.save(step, args=args, metrics=metrics or NOT_EVALUATED)
+            accuracy = NOT_EVALUATED if accuracy is None else accuracy
+            self._manager.save(step, args=args, metrics={"accuracy": accuracy})
         self._sealing = self._sealer.submit(self._seal, step)
 
     def _seal(self, step: int) -> None:
@@ -125,14 +124,31 @@ class Checkpoints:
         return "there is no earlier checkpoint"
 
 
-def newest_step(directory: Path) -> int | None:
-    """Returns the step of the newest intact checkpoint, or None if there is none.
+def find_step(directory: Path, wanted: str = "newest") -> int | None:
+    """Returns the step of an intact checkpoint, or None if there is none.
 
     Changes nothing, so it can be used while a run is writing to the directory.
+
+    Args:
+      directory: Directory of the checkpoints.
+      wanted: 'newest', 'best' (of the highest accuracy on the split that training evaluated, among
+        those that are kept), or the number of a step.
+
+    Raises:
+      InputError: `wanted` is none of these.
     """
+    if wanted not in ("newest", "best") and not wanted.isdecimal():
+        raise InputError(f"--step={wanted} must be 'newest', 'best' or the number of a step")
     step = -1
     if jax.process_index() == 0:
-        for folder in manifest.step_folders(directory):
+        folders = manifest.step_folders(directory)
+        if wanted == "best":
+            accuracies = {folder: _read_accuracy(folder) for folder in folders}
+            folders = [folder for folder in folders if accuracies[folder] >= 0]
+            folders.sort(key=accuracies.__getitem__, reverse=True)  # of equals, the newest
+        elif wanted != "newest":
+            folders = [folder for folder in folders if int(folder.name) == int(wanted)]
+        for folder in folders:
             if damage := manifest.find_damage(folder):
                 print(f"note: skipping checkpoint {folder}: {damage}")
             else:
@@ -201,6 +217,18 @@ def _shapes_by_name(tree) -> dict[str, str]:
         jax.tree_util.keystr(path, simple=True, separator="/"): f"shape {list(leaf.shape)}"
         for path, leaf in jax.tree_util.tree_leaves_with_path(tree)
     }
+
+
+def _accuracy(metrics: dict[str, float]) -> float:
+    """Reads the metrics of a checkpoint. 'test/accuracy' is the name in older ones."""
+    return metrics.get("accuracy", metrics.get("test/accuracy", NOT_EVALUATED))
+
+
+def _read_accuracy(folder: Path) -> float:
+    try:
+        return _accuracy(json.loads((folder / "metrics" / "metrics").read_text()))
+    except (OSError, ValueError):
+        return math.inf  # looked at first, and found to be damaged
 
 
 def _is_worth_logging(record: logging.LogRecord) -> bool:

@@ -77,7 +77,9 @@ class PendingMetrics:
         """
         steps, self._fetched = self._fetched, []
         finite = [m for m in steps if not m["nonfinite"]] or steps
-        means = {f"train/{name}": float(np.mean([m[name] for m in finite])) for name in steps[0]}
+        # A run may resume with other metrics: the accuracy is left out while images are mixed.
+        names = [name for name in steps[0] if all(name in m for m in steps)]
+        means = {f"train/{name}": float(np.mean([m[name] for m in finite])) for name in names}
         del means["train/nonfinite"]
         return means | {
             "train/learning_rate": float(steps[-1]["learning_rate"]),

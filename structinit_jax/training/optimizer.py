@@ -50,7 +50,7 @@ def make_schedule(config: ConfigDict, num_examples: int) -> Schedule:
         if num_examples < config.batch_size:
             raise InputError(
                 f"config.data.drop_remainder=True leaves no batch of {num_examples:,} training "
-                f"examples: lower config.batch_size={config.batch_size}, or set it to False"
+                f"examples: lower config.batch_size={config.batch_size}, or set the former to False"
             )
         num_examples -= num_examples % config.batch_size
     steps_per_epoch = num_examples / config.batch_size
@@ -95,9 +95,10 @@ def timm_cosine(config: ConfigDict, num_steps: int, num_examples: int) -> optax.
     """The schedule of timm's train.py, which changes the learning rate once per epoch.
 
     In epoch e (from 0) it is linear in e during the warm-up, so the whole first epoch runs at
-    `warmup_learning_rate`. Then it continues a cosine that began at epoch 0, not at the end of the
-    warm-up, and reaches `final_learning_rate` when the `cooldown_epochs` begin. A step that
-    straddles two epochs belongs to the one of its first example. For arguments see `cosine`.
+    `warmup_learning_rate`, which should not be 0. Then it continues a cosine that began at epoch 0,
+    not at the end of the warm-up, and reaches `final_learning_rate` when the `cooldown_epochs`
+    begin. A step that straddles two epochs belongs to the one of its first example. For arguments
+    see `cosine`.
     """
     num_epochs = num_steps * config.batch_size / num_examples
     length = (num_epochs if config.num_steps else config.num_epochs) - config.cooldown_epochs

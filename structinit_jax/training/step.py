@@ -38,8 +38,9 @@ def make_train_step(
 
     All randomness follows from (seed, step). A step whose loss or gradient is not finite changes
     the step number only, and with it the data and the randomness of the next step. The metrics are
-    the scalars 'loss', 'accuracy', 'learning_rate', 'gradient_norm' and 'nonfinite' (1.0 for a step
-    that was not applied), and 'layer_gradient_norms', see `layer_norms`.
+    the scalars 'loss', 'accuracy' (not with mixup or cutmix, whose images have two classes),
+    'learning_rate', 'gradient_norm' and 'nonfinite' (1.0 for a step that was not applied), and
+    'layer_gradient_norms', see `layer_norms`.
 
     Args:
       config: See `structinit_jax.config.base_config`.
@@ -51,6 +52,7 @@ def make_train_step(
         gradients, optimizer state and new weights stay split.
     """
     loss_of = find_loss(config.loss)
+    mixes = config.augment.mixup > 0 or config.augment.cutmix > 0
 
     def loss_fn(params, model_state, batch, rng):
         images, targets = batch
@@ -102,7 +104,7 @@ def make_train_step(
         finite = jnp.isfinite(loss) & jnp.isfinite(gradient_norm)
         metrics = {
             "loss": loss,
-            "accuracy": correct,
+            **({} if mixes else {"accuracy": correct}),
             "learning_rate": jnp.asarray(learning_rate(state.step)),
             "gradient_norm": gradient_norm,
             "layer_gradient_norms": layer_norms(grads),

@@ -20,7 +20,7 @@ with contextlib.suppress(RuntimeError):  # where they are defined already
         _library.define(_schema)
 
 from timm.layers import resample_abs_pos_embed
-from timm.models.vision_transformer import VisionTransformer
+from timm.models.vision_transformer import VisionTransformer, checkpoint_filter_fn
 
 HERE = pathlib.Path(__file__).parent
 SMALL = dict(patch_size=4, num_classes=5, embed_dim=16, depth=2, num_heads=2)
@@ -63,11 +63,27 @@ def record(name, options):
     return {f"{name}/{k}": v.numpy() for k, v in arrays.items()}
 
 
+def load_at_another_resolution(state_dict):
+    """What the model of the case 'registers' computes from images of 12 rather than 8 pixels."""
+    options = CASES["registers"] | dict(img_size=12, num_classes=0)
+    model = VisionTransformer(**SMALL | options).eval()
+    state_dict = {k: v for k, v in state_dict.items() if not k.startswith("head.")}
+    model.load_state_dict(checkpoint_filter_fn(state_dict, model))
+    images = torch.randn(2, 3, 12, 12)
+    return {
+        "larger_images/images": images.permute(0, 2, 3, 1).numpy(),
+        "larger_images/pooled": model(images).detach().numpy(),
+    }
+
+
 def make():
     """All arrays by name."""
     arrays = {}
     for name, options in CASES.items():
         arrays |= record(name, options)
+    start = "registers/state/"
+    state_dict = {k.removeprefix(start): v for k, v in arrays.items() if k.startswith(start)}
+    arrays |= load_at_another_resolution({k: torch.tensor(v) for k, v in state_dict.items()})
     torch.manual_seed(0)
     positions = torch.randn(1, 2 + 20, 8)
     for name, grid in (("larger", (7, 9)), ("smaller", (3, 2))):
