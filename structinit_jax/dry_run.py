@@ -10,8 +10,9 @@ from structinit_jax import config as config_lib
 from structinit_jax.data import info as info_lib
 from structinit_jax.data.datasets import find_info
 from structinit_jax.data.info import check_examples
+from structinit_jax.errors import InputError
 from structinit_jax.train import set_up
-from structinit_jax.training import flops
+from structinit_jax.training import collectives, flops
 from structinit_jax.training import mesh as mesh_lib
 from structinit_jax.training.state import count_parameters
 from structinit_jax.training.targets import THIS_MACHINE, find_target
@@ -87,14 +88,14 @@ def dry_run(config: ConfigDict, target: str | None = None) -> None:
     if memory_limit:
         rows["memory per device"] += f"; {_mib(memory_limit)} available"
     if mesh.size > 1:
-        rows["sent per step"] = _describe_collectives(step.as_text())
+        rows["sent per step"] = collectives.describe(step.as_text())
     width = max(map(len, rows))
     for name, value in rows.items():
         print(f"{name:<{width}}  {value}")
     if memory_limit and needed > memory_limit:
         raise InputError(
-            f"the step needs {_mib(needed)} on each device, but {_mib(memory_limit)} are available. "
-            f"To save memory: {TO_SAVE_MEMORY}"
+            f"the step needs {_mib(needed)} on each device, of {_mib(memory_limit)}. To save "
+            f"memory: {TO_SAVE_MEMORY}"
         )
 
 

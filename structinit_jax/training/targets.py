@@ -16,11 +16,11 @@ from structinit_jax.errors import InputError
 
 # Memory of one device that programs can use, as libtpu states it when a program needs more.
 MEMORY = {
-    "TPU v4": 30.75 * 2**30,
-    "TPU v5 lite": 15.75 * 2**30,
-    "TPU v5": 95.74 * 2**30,
-    "TPU v6 lite": 31.25 * 2**30,
-    "NVIDIA H100 80GB HBM3": 0.75 * 84_929_347_584,  # JAX's default share of a GPU's memory
+    "TPU v4": int(30.75 * 2**30),
+    "TPU v5 lite": int(15.75 * 2**30),
+    "TPU v5": int(95.74 * 2**30),
+    "TPU v6 lite": int(31.25 * 2**30),
+    "NVIDIA H100 80GB HBM3": 84_929_347_584 * 3 // 4,  # JAX's default share of a GPU's memory
 }
 # What XLA has to know about an H100 SXM that is not there: a GpuTargetConfigProto.
 H100 = """
@@ -61,7 +61,7 @@ class Target(NamedTuple):
     """
 
     devices: list[jax.Device] | None
-    memory: float | None
+    memory: int | None
     compiler_options: Mapping[str, bool | int]
 
 
@@ -77,7 +77,7 @@ def find_target(name: str) -> Target:
     if name.startswith("tpu-"):
         return _tpu(name)
     if match := re.fullmatch(r"h100(?::(\d+)x(\d+))?", name):
-        return _h100(*(int(number or default) for number, default in zip(match.groups(), (1, 8))))
+        return _h100(name, machines=match[1] or "1", gpus=match[2] or "8")
     raise InputError(
         f"--target={name!r} is unknown: use 'tpu-' and the name of a slice, such as 'tpu-v5e:4x8' "
         "or 'tpu-v4:2x2x4', or 'h100:2x8' for two machines of eight GPUs"
@@ -86,7 +86,11 @@ def find_target(name: str) -> Target:
 
 def _tpu(name):
     _require("libtpu", name)
-    os.environ["TPU_SKIP_MDS_QUERY"] = "1"  # do not ask Google Cloud which TPU this machine has
+    # Without these, libtpu asks Google Cloud which TPU this machine has, and complains that it has
+    # none.
+    os.environ["TPU_SKIP_MDS_QUERY"] = "1"
+    os.environ.setdefault("TPU_ACCELERATOR_TYPE", "v5litepod-4")
+    os.environ.setdefault("TPU_WORKER_HOSTNAMES", "localhost")
     # A v4 chip has two cores that programs see as one device, which is not libtpu's default here.
     options = {"chip_config_name": "megacore"} if name.startswith("tpu-v4:") else {}
     try:
@@ -96,8 +100,8 @@ def _tpu(name):
     return Target(slice_.devices, MEMORY.get(slice_.devices[0].device_kind), {})
 
 
-def _h100(machines, gpus):
-    _require("jax_plugins.xla_cuda12", "h100")
+def _h100(name, machines, gpus):
+    _require("jax_plugins.xla_cuda12", name)
     topology = topologies.get_topology_desc(
         "h100", platform="cuda", target_config=H100, topology=f"1x{machines}x{gpus}"
     )
