@@ -23,7 +23,7 @@ TO_SAVE_MEMORY = (
 )
 
 
-def dry_run(config: ConfigDict, target: str | None = None) -> None:
+def dry_run(config: ConfigDict, target: str | None = None) -> dict[str, str]:
     """Compiles the training step of a config and prints parameters, FLOPs and memory.
 
     The FLOPs are those of the model's products, forward and backward (see `training.flops`).
@@ -32,6 +32,9 @@ def dry_run(config: ConfigDict, target: str | None = None) -> None:
       config: See `structinit_jax.config.base_config`.
       target: Devices to compile for, see `training.targets.find_target`. The default is the devices
         of this machine.
+
+    Returns:
+      The printed lines by their name.
 
     Raises:
       InputError: The config, the data or the target cannot be used, or the step needs more memory
@@ -97,6 +100,7 @@ def dry_run(config: ConfigDict, target: str | None = None) -> None:
             f"the step needs {_mib(needed)} on each device, of {_mib(memory_limit)}. To save "
             f"memory: {TO_SAVE_MEMORY}"
         )
+    return rows
 
 
 def _mib(size: int) -> str:
