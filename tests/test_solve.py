@@ -11,14 +11,18 @@ GRID, WIDTH, HEAD_DIM, NORM = (8, 8), 48, 16, 1.0
 SCALE = HEAD_DIM**-0.5
 
 
+def solve_bank(z, targets, head_dim=HEAD_DIM, **options):
+    starts = solve.start_factors(np.asarray(z), targets, head_dim)
+    options = dict(head_dim=head_dim, qk_scale=head_dim**-0.5) | options
+    return solve.solve_bank(starts, z, targets, **options)
+
+
 @pytest.fixture(scope="module")
 def solved():
     x = solve.layer_norm(solve.sincos_positions(GRID, WIDTH))
-    z, v = solve.row_space(x)
+    z, v = map(jnp.asarray, solve.row_space(x))
     targets = kernels.convolution_maps(kernels.impulse_kernels(3), GRID)
-    bank = solve.solve_bank(
-        jax.random.key(0), z, targets, head_dim=HEAD_DIM, qk_scale=SCALE, norm=NORM
-    )
+    bank = solve_bank(z, targets, norm=NORM)
     return x, z, v, targets, bank
 
 
@@ -34,6 +38,14 @@ def test_row_space_of_a_traced_array_keeps_every_direction(solved):
     z, v = jax.jit(solve.row_space)(x)
     assert z.shape == (64, WIDTH)
     np.testing.assert_allclose(z @ v.T, x, atol=1e-4)
+
+
+def test_traced_encodings_start_alike(solved):
+    _, z, _, targets, _ = solved
+    starts = solve.start_factors(np.asarray(z), targets, HEAD_DIM)
+    traced = jax.jit(solve.start_factors, static_argnums=2)(z, targets, HEAD_DIM)
+    products = [np.einsum("sfrk,sftk->sfrt", *map(np.asarray, s)) for s in (starts, traced)]
+    np.testing.assert_allclose(*products, rtol=1e-2, atol=1e-4 * np.abs(products[0]).max())
 
 
 def test_report_is_true_of_the_maps_that_the_weights_make(solved):
@@ -66,18 +78,24 @@ def test_norm_is_held(solved):
 def test_solve_stops_when_it_has_converged_and_at_max_steps(solved):
     _, z, _, targets, bank = solved
     assert bank.report.steps < 100
-    short = solve.solve_bank(
-        jax.random.key(0), z, targets, head_dim=HEAD_DIM, qk_scale=SCALE, norm=NORM, max_steps=3
-    )
+    short = solve_bank(z, targets, norm=NORM, max_steps=3)
     assert short.report.steps == 3
     assert short.report.loss > bank.report.loss
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("norm", [0.6, 1.1, 1.8])
+def test_sharp_maps_come_close_at_any_norm(norm):
+    """The reference procedure ends at 4.7e-5 for ViT-B/16, with a norm of 1.08."""
+    z, _ = solve.row_space(solve.layer_norm(solve.sincos_positions((14, 14), 768)))
+    targets = kernels.convolution_maps(kernels.impulse_kernels(3), (14, 14))
+    bank = solve_bank(z, targets, head_dim=64, norm=norm)
+    assert bank.report.loss < 3.5e-5
+
+
 def test_a_target_mass_is_reached_for_every_filter(solved):
     _, z, _, targets, _ = solved
-    bank = solve.solve_bank(
-        jax.random.key(0), z, targets, head_dim=HEAD_DIM, qk_scale=SCALE, target_mass=0.6
-    )
+    bank = solve_bank(z, targets, target_mass=0.6)
     maps = solve.attention_maps(z, z, bank.query, bank.key, SCALE)
     np.testing.assert_allclose(solve.overlap(jnp.asarray(targets), maps), 0.6, atol=0.01)
     assert bank.report.norm > NORM
@@ -85,18 +103,15 @@ def test_a_target_mass_is_reached_for_every_filter(solved):
 
 def test_other_optimizers_come_to_the_same_solution(solved, library_promotion):
     _, z, _, targets, bank = solved
-    adam = solve.solve_bank(
-        jax.random.key(0),
+    adam = solve_bank(
         z,
         targets,
-        head_dim=HEAD_DIM,
-        qk_scale=SCALE,
         norm=NORM,
         optimizer="adam",
         learning_rate=2e-2,
         max_steps=1000,
     )
-    np.testing.assert_allclose(adam.report.loss, bank.report.loss, rtol=0.05)
+    np.testing.assert_allclose(adam.report.loss, bank.report.loss, rtol=0.1)
     with pytest.raises(InputError, match="optimizer='adamm'"):
         solve.make_optimizer("adamm", 0.1)
 
@@ -104,9 +119,8 @@ def test_other_optimizers_come_to_the_same_solution(solved, library_promotion):
 def test_part_of_the_rows_determines_the_solution(solved, monkeypatch):
     _, z, _, targets, bank = solved
     monkeypatch.setattr(solve, "MAX_ROWS", 32)
-    part = solve.solve_bank.__wrapped__(
-        jax.random.key(0), z, jnp.asarray(targets), head_dim=HEAD_DIM, qk_scale=SCALE, norm=NORM
-    )
+    jax.clear_caches()
+    part = solve_bank(z, targets, norm=NORM)
     maps = solve.attention_maps(z, z, part.query, part.key, SCALE)
     loss = np.mean((targets - np.asarray(maps)) ** 2)
     np.testing.assert_allclose(loss, bank.report.loss, rtol=0.15)

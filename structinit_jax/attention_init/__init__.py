@@ -25,7 +25,8 @@ Which scheme to use:
   small data sets, and when in doubt.
 - `impulse_2024`, `impulse_2025`: as in the papers, for reproduction. 2025 is for learned positions.
 - `mimetic` (Trockman & Kolter 2023): heads attend to similar tokens. The baseline to beat.
-- `default` (timm's truncated normal) and `kaiming_uniform` (PyTorch's): no structure.
+- `default` (the model's base init: timm's or PyTorch's) and `kaiming_uniform` (PyTorch's): no
+  structure.
 
 To add a scheme, write `@register("my_scheme", AttentionSite) def my_scheme(rng, site, *, option=1)`
 in the module of that site. Outside the package, write a function that takes the options and returns

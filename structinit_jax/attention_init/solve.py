@@ -19,8 +19,11 @@ from structinit_jax.errors import InputError
 
 # Directions weaker than this, relative to the strongest, cannot move a map at a reasonable norm.
 RANK_TOLERANCE = 1e-4
+# Starts of the solve, as regularizations of a pseudo-inverse relative to the strongest direction.
+# The one is taken that would be best at a higher norm, of which the solve makes better use.
+START_REGULARIZATIONS, START_HEADROOM = np.geomspace(3e-5, 3e-2, 7), 2.0
 # The solve has converged when this many steps in a row lower the loss by less than this fraction.
-PATIENCE, MIN_IMPROVEMENT = 5, 1e-3
+PATIENCE, MIN_IMPROVEMENT = 5, 2e-3
 # Rows of the maps that enter the loss. All rows of a filter pose the same problem at another place,
 # so on a larger grid an evenly spaced subset determines the solution.
 MAX_ROWS = 1024
@@ -104,7 +107,9 @@ def draw_pseudo_input(
     return noise + positions if name.startswith("positions+") else noise
 
 
-def row_space(x: np.ndarray | jax.Array) -> tuple[Float[Array, "N r"], Float[Array, "D r"]]:
+def row_space(
+    x: np.ndarray | jax.Array,
+) -> tuple[Float[Array | np.ndarray, "N r"], Float[Array | np.ndarray, "D r"]]:
     """Splits X [N, D] into coordinates Z [N, r] and an orthonormal basis V [D, r], X ≈ Z Vᵀ.
 
     For a NumPy array, r is the numerical rank. The values of a traced array are unknown when shapes
@@ -118,9 +123,17 @@ def row_space(x: np.ndarray | jax.Array) -> tuple[Float[Array, "N r"], Float[Arr
         kept = squared > RANK_TOLERANCE**2 * squared[-1]
         s, vectors = np.sqrt(squared[kept][::-1]), vectors[:, kept][:, ::-1]
         v = vectors if x.shape[0] > x.shape[1] else x.T @ (vectors / s)
-        return jnp.asarray(x @ v, jnp.float32), jnp.asarray(v, jnp.float32)
+        return (x @ v).astype(np.float32), v.astype(np.float32)
     u, s, vt = jnp.linalg.svd(x, full_matrices=False)
     return u * s[None, :], vt.T
+
+
+def split_product(product: Float[Array | np.ndarray, "*batch D D"], rank: int):
+    """Returns A, B [..., D, k] with A Bᵀ closest to the product, singular values split evenly."""
+    xp = np if isinstance(product, np.ndarray) else jnp
+    u, s, vt = xp.linalg.svd(product, full_matrices=False)
+    root = xp.sqrt(s[..., None, :rank])
+    return u[..., :rank] * root, xp.swapaxes(vt, -1, -2)[..., :rank] * root
 
 
 # -- the problem and its solution -----------------------------------------------------------------
@@ -174,8 +187,7 @@ def out_of_reach(report: SolveReport) -> str | None:
 def make_optimizer(name: str, learning_rate: float) -> optax.GradientTransformationExtraArgs:
     """Returns L-BFGS with its own line search, or another optax optimizer by its name."""
     if name == "lbfgs":
-        # With sharp maps, twice optax's memory ends a third lower after the same number of steps.
-        return optax.lbfgs(memory_size=20)
+        return optax.lbfgs()
     if not callable(getattr(optax, name, None)):
         raise InputError(
             f"optimizer={name!r}: unknown to optax; use 'lbfgs', or for example 'adam' with "
@@ -184,9 +196,31 @@ def make_optimizer(name: str, learning_rate: float) -> optax.GradientTransformat
     return optax.with_extra_args_support(getattr(optax, name)(learning_rate))
 
 
+def start_factors(
+    z: Float[Array | np.ndarray, "N r"],
+    targets: Float[Array | np.ndarray, "F N N"],
+    head_dim: int,
+):
+    """Returns start values of Q and K [S, F, r, k] for the solve, one for each regularization.
+
+    Z⁺ H Z⁺ᵀ is split into factors of rank k = min(d, r), as in `papers.factor_logits`, but with
+    regularized pseudo-inverses Z⁺ of `row_space`'s Z. Rows without a target stay flat. NumPy arrays
+    are computed by NumPy: XLA's decompositions can deadlock on several virtual CPU devices.
+    """
+    xp = np if isinstance(z, np.ndarray) else jnp
+    # The columns of Z are orthogonal, so Z⁺ needs no decomposition.
+    squared = (z * z).sum(axis=0)
+    centered = targets @ z - targets.mean(axis=-1)[..., None] * z.sum(axis=0)[None, None]
+    projected = xp.einsum("nr,fns->frs", z, centered)
+    ridges = START_REGULARIZATIONS.astype(np.float32)[:, None] ** 2 * squared.max()
+    inverse = 1 / (squared[None] + ridges)
+    product = xp.einsum("sr,frt,st->sfrt", inverse, projected, inverse)
+    return split_product(product, min(head_dim, z.shape[1]))
+
+
 @functools.partial(jax.jit, static_argnames=("head_dim", "qk_scale", *STATIC_OPTIONS))
 def solve_bank(
-    rng: PRNGKeyArray,
+    starts: tuple[Float[Array, "S F r k"], Float[Array, "S F r k"]],
     z: Float[Array, "N r"],
     targets: Float[Array, "F N N"],
     *,
@@ -201,10 +235,11 @@ def solve_bank(
     """Minimizes the mean of (H - M)² (2024, equation 8) for each target H at a fixed norm.
 
     Algorithm 1 of the 2024 paper rescales the columns of Q and K from time to time; here the root
-    mean square of the column norms is held exactly: only the directions are optimized.
+    mean square of the column norms is held exactly: only the directions are optimized, starting
+    from a pseudo-inverse as in the 2025 paper.
 
     Args:
-      rng: Random key for the starting point.
+      starts: Start values to choose from, from `start_factors`.
       z: Coordinates of the pseudo input, from `row_space`.
       targets: H, one map per filter.
       head_dim: Number of columns d over which the norm is spread.
@@ -219,8 +254,6 @@ def solve_bank(
     num_filters, num_tokens = targets.shape[:2]
     rows = np.linspace(0, num_tokens - 1, min(num_tokens, MAX_ROWS)).round().astype(int)
     queries, targets = z[rows], targets[:, rows]
-    shape = (num_filters, z.shape[1], min(head_dim, z.shape[1]))
-    start = tuple(jax.random.uniform(rng, (2, *shape), minval=-1.0, maxval=1.0))
     transform = make_optimizer(optimizer, learning_rate)
 
     def at_norm(factor, norm):
@@ -231,10 +264,18 @@ def solve_bank(
         query, key = (at_norm(factor, norm) for factor in factors)
         return attention_maps(queries, z, query, key, qk_scale)
 
+    def losses(factors, norm):
+        return jnp.mean((targets - maps(factors, norm)) ** 2, axis=(1, 2))
+
+    def best_start(norm):
+        by_start = jax.lax.map(lambda start: losses(start, START_HEADROOM * norm), starts)
+        best = by_start.argmin(axis=0)
+        return tuple(factor[best, np.arange(num_filters)] for factor in starts)
+
     def solve(factors, norm):
         def loss(factors):
             # A sum over filters keeps each one's gradient independent of how many there are.
-            return jnp.mean((targets - maps(factors, norm)) ** 2, axis=(1, 2)).sum()
+            return losses(factors, norm).sum()
 
         # At unit norm, so that step sizes mean the same at any norm of the weights.
         factors = tuple(at_norm(factor, jnp.ones(num_filters)) for factor in factors)
@@ -244,7 +285,7 @@ def solve_bank(
         return _fit_norm(lambda norm: overlap(targets, maps(factors, norm)), norm, target_mass)
 
     norm = jnp.full(num_filters, norm, jnp.float32)
-    factors, steps = solve(start, norm)
+    factors, steps = solve(best_start(norm), norm)
     if target_mass is not None:
         for _ in range(MASS_ROUNDS):
             factors, more = solve(factors, fit_norm(factors))

@@ -24,6 +24,8 @@ from structinit_jax.attention_init.solve import (
     row_space,
     sincos_positions,
     solve_bank,
+    split_product,
+    start_factors,
 )
 
 
@@ -169,6 +171,7 @@ def impulse(
     z, v = row_space(layer_norm(positions))
     weights = _solve_and_place(
         rng,
+        start_factors(z, targets, site.head_dim),
         z,
         v,
         targets,
@@ -197,14 +200,24 @@ STATIC = ("site", "ranges", "offsets", "same_layers", "vo_init", "keep_positions
 
 @functools.partial(jax.jit, static_argnames=(*STATIC, *STATIC_OPTIONS))
 def _solve_and_place(
-    rng, z, v, targets, *, site, ranges, offsets, same_layers, vo_init, keep_positions, **solver
+    rng,
+    starts,
+    z,
+    v,
+    targets,
+    *,
+    site,
+    ranges,
+    offsets,
+    same_layers,
+    vo_init,
+    keep_positions,
+    **solver,
 ):
     """Runs the whole initialization as one compiled program, X = z vᵀ."""
-    solve_rng, rotation_rng, order_rng, vo_rng = jax.random.split(rng, 4)
+    rotation_rng, order_rng, vo_rng = jax.random.split(rng, 3)
     targets = jnp.asarray(targets)
-    bank = solve_bank(
-        solve_rng, z, targets, head_dim=site.head_dim, qk_scale=site.qk_scale, **solver
-    )
+    bank = solve_bank(starts, z, targets, head_dim=site.head_dim, qk_scale=site.qk_scale, **solver)
     shape = (site.num_layers, site.num_heads)
     filter_index = assign(order_rng, shape, ranges, order=offsets, same_layers=same_layers)
     shape = (*shape, site.head_dim, bank.query.shape[-1])
@@ -267,15 +280,6 @@ VO_INITS = {
     "mimetic": mimetic_vo,
     "default": lambda rng, site: (None, None),
 }
-
-
-def split_product(
-    product: Float[Array, "*batch D D"], rank: int
-) -> tuple[Float[Array, "*batch D k"], Float[Array, "*batch D k"]]:
-    """Returns A, B with A Bᵀ the best approximation of that rank, singular values split evenly."""
-    u, s, vt = jnp.linalg.svd(product, full_matrices=False)
-    root = jnp.sqrt(s[..., None, :rank])
-    return u[..., :rank] * root, jnp.swapaxes(vt, -1, -2)[..., :rank] * root
 
 
 def _factors_near_identity(rng, shape, rank, *, noise, identity):
