@@ -17,9 +17,10 @@ class MlpMixer(Model):
     """Patch embedding, a stack of token- and channel-mixing blocks, norm, pooling and linear head.
 
     It needs no positions: token mixing has separate weights for each token. timm's start values are
-    Xavier uniform in the MLPs, LeCun normal in the patch embedding, zero in the head. With patches of
-    one pixel use base_init='pytorch': without a bias, an embedded pixel is a multiple of one vector,
-    of which LayerNorm leaves only the sign.
+    Xavier uniform in the MLPs, LeCun normal in the patch embedding, zero in the head.
+
+    With gray patches of one pixel use base_init='pytorch': without biases, an embedded pixel is a
+    multiple of one vector, of which LayerNorm leaves only the sign.
 
     For the arguments see `Model` and `default_config`.
     """
