@@ -12,13 +12,42 @@ from typing import Any, ClassVar
 import jax
 import jax.numpy as jnp
 from flax import nnx
+from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Array, Float, PRNGKeyArray
 
 from structinit_jax.attention_init import AttentionWeights
 from structinit_jax.errors import InputError
 
 Rng = PRNGKeyArray | None
-ACTIVATIONS = {"gelu": functools.partial(jax.nn.gelu, approximate=False), "relu": jax.nn.relu}
+
+
+# Name for `jax.checkpoint` of what a training step keeps besides the results of products.
+RESIDUAL = "residual"
+
+
+@jax.custom_jvp
+def gelu(x: Float[Array, "..."]) -> Float[Array, "..."]:
+    """Exact GELU, x Φ(x), computed in float32.
+
+    `jax.nn.gelu` is written with erfc, which takes several times as long as erf on CPUs.
+    """
+    return (x * _normal_cdf(x)).astype(x.dtype)
+
+
+@gelu.defjvp
+def _gelu_jvp(primals, tangents):
+    (x,), (tangent,) = primals, tangents
+    wide = x.astype(jnp.float32)
+    density = jnp.exp(-0.5 * jnp.square(wide)) * (2 * math.pi) ** -0.5
+    slope = (_normal_cdf(x) + wide * density).astype(x.dtype)
+    return gelu(x), slope * tangent
+
+
+def _normal_cdf(x):
+    return 0.5 + 0.5 * jax.lax.erf(x.astype(jnp.float32) * 0.5**0.5)
+
+
+ACTIVATIONS = {"gelu": gelu, "relu": jax.nn.relu}
 
 # timm's `trunc_normal_(std=0.02)`, which cuts at ±2 (not ±2 std), that is, practically never.
 truncated_normal = nnx.initializers.truncated_normal(0.02, lower=-100.0, upper=100.0)
@@ -54,15 +83,18 @@ def dropout(x: Array, rate: float, rng: Rng) -> Array:
     return x if rate == 0 else _drop(x, rate, rng, x.shape)
 
 
-def drop_path(x: Float[Array, "B *rest"], rate: Float[Array, ""], rng: Rng) -> Array:
-    """Drops the residual branch of whole examples (stochastic depth, Huang et al. 2016)."""
-    return _drop(x, rate, rng, (len(x),) + (1,) * (x.ndim - 1))
+def drop_path(x: Float[Array, "B *rest"], rate: Float[Array, ""] | None, rng: Rng) -> Array:
+    """Drops the residual branch of whole examples (stochastic depth, Huang et al. 2016).
+
+    Identity without `rate` or `rng`.
+    """
+    return x if rate is None else _drop(x, rate, rng, (len(x),) + (1,) * (x.ndim - 1))
 
 
 def _drop(x, rate, rng, mask_shape):
     if rng is None:
         return x
-    keep = jax.random.bernoulli(rng, 1 - rate, mask_shape)
+    keep = checkpoint_name(jax.random.bernoulli(rng, 1 - rate, mask_shape), RESIDUAL)
     return jnp.where(keep, x / (1 - rate), 0).astype(x.dtype)
 
 
@@ -120,7 +152,7 @@ class Attention(nnx.Module):
         self.value = nnx.LinearGeneral(width, heads, **options)
         self.out = nnx.LinearGeneral(heads, width, axis=(-2, -1), **options)
         self.dropout = dropout
-        self.implementation = None if implementation == "auto" else implementation
+        self.implementation = implementation
         self.query_norm = layer_norm(heads[1], dtype=dtype, rngs=rngs) if qk_norm else None
         self.key_norm = layer_norm(heads[1], dtype=dtype, rngs=rngs) if qk_norm else None
 
@@ -136,13 +168,59 @@ class Attention(nnx.Module):
         query, key, value = self.query(x), self.key(x), self.value(x)
         if self.query_norm is not None:
             query, key = self.query_norm(query), self.key_norm(key)
-        if bias is not None and self.implementation == "cudnn":
-            bias = bias.astype(query.dtype)  # cuDNN requires it; elsewhere logits are float32
-        y = jax.nn.dot_product_attention(
-            query, key, value, bias=bias, implementation=self.implementation
-        )
+        if self.implementation == "cudnn":
+            if bias is not None:
+                bias = bias.astype(query.dtype)  # cuDNN requires it; elsewhere logits are float32
+            y = jax.nn.dot_product_attention(query, key, value, bias=bias, implementation="cudnn")
+        else:
+            y = dot_product_attention(query, key, value, bias)
         maps = {"attention_maps": _attention_maps(query, key, bias)} if with_maps else {}
         return dropout(self.out(y), self.dropout, rng), maps
+
+
+@jax.custom_vjp
+def dot_product_attention(
+    query: Float[Array, "B N h d"],
+    key: Float[Array, "B M h d"],
+    value: Float[Array, "B M h d"],
+    bias: Float[Array, "#B h N M"] | None = None,
+) -> Float[Array, "B N h d"]:
+    """Returns softmax(query·key / √d + bias)·value, with logits and softmax in float32.
+
+    Unlike `jax.nn.dot_product_attention`, it keeps one array [B, h, N, M] for the gradient, the
+    maps in the type of the values.
+    """
+    return _attention_forward(query, key, value, bias)[0]
+
+
+def _attention_forward(query, key, value, bias):
+    query, key, value = (checkpoint_name(x, RESIDUAL) for x in (query, key, value))
+    logits = jnp.einsum("bnhd,bmhd->bhnm", query, key, preferred_element_type=jnp.float32)
+    logits = logits * query.shape[-1] ** -0.5
+    logits = logits if bias is None else logits + bias
+    maps = checkpoint_name(jax.nn.softmax(logits, axis=-1).astype(value.dtype), RESIDUAL)
+    y = jnp.einsum("bhnm,bmhd->bnhd", maps, value)
+    return y, (query, key, value, bias, maps, y)
+
+
+def _attention_backward(residuals, gradient):
+    query, key, value, bias, maps, y = residuals
+    wide = functools.partial(jnp.einsum, preferred_element_type=jnp.float32)
+    value_gradient = jnp.einsum("bhnm,bnhd->bmhd", maps, gradient)
+    map_gradient = wide("bnhd,bmhd->bhnm", gradient, value)
+    mean = wide("bnhd,bnhd->bhn", gradient, y)  # of map_gradient, weighted by maps
+    logit_gradient = maps * (map_gradient - mean[..., None])
+    bias_gradient = None
+    if bias is not None:
+        shared = logit_gradient.sum(axis=0, keepdims=True) if len(bias) == 1 else logit_gradient
+        bias_gradient = shared.astype(bias.dtype)
+    scaled = (logit_gradient * query.shape[-1] ** -0.5).astype(query.dtype)
+    query_gradient = jnp.einsum("bhnm,bmhd->bnhd", scaled, key)
+    key_gradient = jnp.einsum("bhnm,bnhd->bmhd", scaled, query)
+    return query_gradient, key_gradient, value_gradient, bias_gradient
+
+
+dot_product_attention.defvjp(_attention_forward, _attention_backward)
 
 
 def _attention_maps(query, key, bias):
@@ -173,7 +251,8 @@ class Mlp(nnx.Module):
     def __call__(self, x: Float[Array, "*B D"], *, rng: Rng = None) -> Float[Array, "*B D"]:
         """Applies both layers."""
         rngs = (None, None) if rng is None else jax.random.split(rng)
-        hidden = dropout(ACTIVATIONS["gelu"](self.fc1(x)), self.dropout, rngs[0])
+        hidden = checkpoint_name(self.fc1(x), RESIDUAL)
+        hidden = dropout(gelu(hidden), self.dropout, rngs[0])
         return dropout(self.fc2(hidden), self.dropout, rngs[1])
 
 
@@ -197,7 +276,7 @@ class PreNormBlock(nnx.Module):
         self,
         x: Float[Array, "B *grid D"],
         *,
-        drop_path_rate: Float[Array, ""],
+        drop_path_rate: Float[Array, ""] | None,
         rng: Rng = None,
         with_maps: bool = False,
         **mix_options,
@@ -206,7 +285,7 @@ class PreNormBlock(nnx.Module):
         rngs = (None,) * 4 if rng is None else jax.random.split(rng, 4)
         mixed, maps = self.mix(self.norm1(x), rng=rngs[0], with_maps=with_maps, **mix_options)
         mixed = _scale_channels(mixed, self.scale1)
-        x = x + drop_path(mixed, drop_path_rate, rngs[1])
+        x = checkpoint_name(x + drop_path(mixed, drop_path_rate, rngs[1]), RESIDUAL)
         hidden = _scale_channels(self.mlp(self.norm2(x), rng=rngs[2]), self.scale2)
         x = x + drop_path(hidden, drop_path_rate, rngs[3])
         return x, {self.mix_name: mixed, "mlp": hidden, "output": x} | maps

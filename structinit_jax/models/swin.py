@@ -175,7 +175,7 @@ class SwinTransformer(Model):
         for stage, stage_rates, stage_rng in zip(stages, rates, rngs, strict=True):
             x, out = stage(
                 x,
-                drop_path_rates=jnp.asarray(stage_rates),
+                drop_path_rates=stage_rates,
                 rng=stage_rng,
                 unroll=self.unroll,
                 remat=self.remat,

@@ -4,6 +4,7 @@ from typing import Any, ClassVar
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from flax import nnx
 from jaxtyping import Array, Float
 
@@ -189,7 +190,7 @@ class VisionTransformer(Model):
         x, blocks = run_stack(
             self.blocks,
             layers.dropout(embedded, self.dropout_rate, dropout_rng),
-            drop_path_rates=jnp.linspace(0, self.drop_path_rate, self.depth),
+            drop_path_rates=np.linspace(0, self.drop_path_rate, self.depth, dtype=np.float32),
             rng=blocks_rng,
             unroll=self.unroll,
             remat=self.remat,
