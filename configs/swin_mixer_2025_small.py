@@ -55,6 +55,7 @@ def get_config(row=""):
     config.clip_norm = 0.0
     config.eval_every_epochs = 10.0
 
+    config.attention_init = dict(name="impulse", kernel_size=3)
     config.model.num_classes = num_classes
     config.model.drop_path = 0.1
     config.model.dtype = "bfloat16"

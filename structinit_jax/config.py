@@ -71,6 +71,8 @@ def base_config(model: str = "vit") -> ConfigDict:
     config.attention_init = dict(name="impulse", kernel_size=3)
     if config.model.name == "convmixer":
         del config.attention_init.kernel_size  # its layers have a kernel size of their own
+    elif config.model.name == "mixer":  # the others do not help it: attention_init.token_mixing
+        config.attention_init = dict(name="default")
     # Safetensors file of a timm model of the same size or larger, at any resolution. If given, all
     # weights but the head are selected from it (Xu et al. 2024), and attention_init is not used.
     config.start_from = ""

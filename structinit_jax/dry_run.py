@@ -1,5 +1,7 @@
 """Prints the sizes and costs of a run without reading data or allocating device memory."""
 
+import time
+
 import jax
 from clu import parameter_overview
 from ml_collections import ConfigDict
@@ -8,19 +10,38 @@ from structinit_jax import config as config_lib
 from structinit_jax.data import info as info_lib
 from structinit_jax.data.datasets import find_info
 from structinit_jax.data.info import check_examples
+from structinit_jax.errors import InputError
 from structinit_jax.train import set_up
-from structinit_jax.training import flops
+from structinit_jax.training import collectives, flops
 from structinit_jax.training import mesh as mesh_lib
 from structinit_jax.training.state import count_parameters
+from structinit_jax.training.targets import THIS_MACHINE, find_target
+
+TO_SAVE_MEMORY = (
+    "--config.model.remat=dots (or full), --config.accumulate_steps=2 (or more), "
+    "--config.fsdp=N for weights and optimizer state, or more devices"
+)
 
 
-def dry_run(config: ConfigDict) -> None:
+def dry_run(config: ConfigDict, target: str | None = None) -> dict[str, str]:
     """Compiles the training step of a config and prints parameters, FLOPs and memory.
 
-    The FLOPs are those of the model's products, forward and backward (see `training.flops`). The
-    memory is that of the step compiled for the devices of this machine.
+    The FLOPs are those of the model's products, forward and backward (see `training.flops`).
+
+    Args:
+      config: See `structinit_jax.config.base_config`.
+      target: Devices to compile for, see `training.targets.find_target`. The default is the devices
+        of this machine.
+
+    Returns:
+      The printed lines by their name.
+
+    Raises:
+      InputError: The config, the data or the target cannot be used, or the step needs more memory
+        than a device of the target has.
     """
     config_lib.validate(config)
+    devices, memory_limit, compiler_options = find_target(target) if target else THIS_MACHINE
     data = config.data
     info = find_info(data.name, data.data_dir or None)
     check_examples(info, num_classes=config.model.num_classes, channels=data.channels)
@@ -33,19 +54,30 @@ def dry_run(config: ConfigDict) -> None:
     else:
         test_split = data.eval_split
         num_eval = info_lib.split_size(data.name, test_split, info, "data.eval_split")
-    setup = set_up(config, info, num_examples)
+    setup = set_up(config, info, num_examples, devices)
     print(parameter_overview.get_parameter_overview(setup.model.params, include_stats=False))
 
     schedule, mesh = setup.schedule, setup.model.mesh
-    step = setup.train_step.lower(setup.abstract_state, setup.abstract_batch).compile()
+    lowered = setup.train_step.lower(setup.abstract_state, setup.abstract_batch)
+    start = time.perf_counter()
+    try:
+        step = lowered.compile(compiler_options)
+    except jax.errors.JaxRuntimeError as error:
+        if "RESOURCE_EXHAUSTED" not in str(error):
+            raise
+        reason = str(error).split(": ", 1)[1].split(". ")[0]
+        raise InputError(f"{reason}. To save memory: {TO_SAVE_MEMORY}") from error
+    compile_seconds = time.perf_counter() - start
     memory = step.memory_analysis()
+    needed = memory.argument_size_in_bytes + memory.temp_size_in_bytes
+    num_processes = len({device.process_index for device in mesh.devices.flat})
     per_image = flops.flops_per_image(config)
     rows = {
         "model": f"{config.model.name}, {count_parameters(setup.model.params):,} parameters",
         "attention_init": ", ".join(f"{k}={v}" for k, v in config.attention_init.items()),
         "devices": mesh_lib.describe(mesh),
         "batch": f"{config.batch_size} global, {config.batch_size // mesh.size} per device, "
-        f"{config.batch_size // jax.process_count()} per host",
+        f"{config.batch_size // num_processes} per host",
         "data": f"{data.name}, {num_examples:,} training examples ({data.train_split}), "
         f"{num_eval:,} test examples ({test_split})",
         "steps": f"{schedule.num_steps:,}, "
@@ -54,14 +86,21 @@ def dry_run(config: ConfigDict) -> None:
         "FLOPs per step": f"{per_image * config.batch_size:.3e}, {per_image:.3e} per image",
         "memory per device": f"{_mib(memory.argument_size_in_bytes)} state and batch, "
         f"{_mib(memory.temp_size_in_bytes)} activations and temporaries",
+        "compiled in": f"{compile_seconds:.0f} s",
     }
+    if memory_limit:
+        rows["memory per device"] += f"; {_mib(memory_limit)} available"
     if mesh.size > 1:
-        rows["sent per step"] = ", ".join(
-            f"{kind} of {_mib(size)}" for kind, size in flops.bytes_by_kind(step.as_text()).items()
-        )
+        rows["sent per step"] = collectives.describe(step.as_text())
     width = max(map(len, rows))
     for name, value in rows.items():
         print(f"{name:<{width}}  {value}")
+    if memory_limit and needed > memory_limit:
+        raise InputError(
+            f"the step needs {_mib(needed)} on each device, of {_mib(memory_limit)}. To save "
+            f"memory: {TO_SAVE_MEMORY}"
+        )
+    return rows
 
 
 def _mib(size: int) -> str:

@@ -25,6 +25,9 @@ MODE = flags.DEFINE_enum(
 DRY_RUN = flags.DEFINE_bool(
     "dry_run", False, "Print sizes and costs without reading data or using device memory."
 )
+TARGET = flags.DEFINE_string(
+    "target", None, "With --dry_run: devices to compile for, such as tpu-v5e:4x8 or h100:2x8."
+)
 PROFILE_STEPS = flags.DEFINE_string(
     "profile_steps", None, "First and last step to trace into WORKDIR/profile, such as 10:13."
 )
@@ -42,11 +45,13 @@ JOIN_TIMEOUT = flags.DEFINE_integer(
 
 def main(config: ConfigDict) -> None:
     """Runs the mode that the flags select."""
+    if TARGET.value and not DRY_RUN.value:
+        raise InputError(f"--target={TARGET.value} is only compiled for: add --dry_run")
     distributed.join(
         COORDINATOR_ADDRESS.value, NUM_PROCESSES.value, PROCESS_ID.value, JOIN_TIMEOUT.value
     )
     if DRY_RUN.value:
-        dry_run.dry_run(config)
+        dry_run.dry_run(config, TARGET.value)
     elif not WORKDIR.value:
         raise InputError("--workdir is required: the output directory, such as /tmp/digits")
     elif MODE.value == "eval":

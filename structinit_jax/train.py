@@ -234,19 +234,25 @@ class Setup(NamedTuple):
     abstract_batch: dict[str, jax.ShapeDtypeStruct]
 
 
-def set_up(config: ConfigDict, info: DatasetInfo, num_examples: int) -> Setup:
+def set_up(
+    config: ConfigDict,
+    info: DatasetInfo,
+    num_examples: int,
+    devices: list[jax.Device] | None = None,
+) -> Setup:
     """Builds the schedule, the model, the optimizer and the training step of a run.
 
     Args:
       config: See `structinit_jax.config.base_config`.
       info: Info of the training set.
       num_examples: Size of the training split.
+      devices: Devices to compile for. The default is all devices of all processes.
 
     Raises:
       InputError: The fields of the config do not fit together, or the data or devices.
     """
     # -- Mesh and schedule -------------------------------------------------------------------------
-    mesh = mesh_lib.make_mesh(config.fsdp)
+    mesh = mesh_lib.make_mesh(config.fsdp, devices)
     mesh_lib.check_batch_size(config.batch_size, mesh.size, config.accumulate_steps)
     replicated, sharded = mesh_lib.replicated(mesh), mesh_lib.batch_sharding(mesh)
     schedule = make_schedule(config, num_examples)

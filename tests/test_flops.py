@@ -71,38 +71,3 @@ def test_neither_fused_kernels_nor_rematerialization_change_the_count():
     count = flops.flops_per_image(config)
     config.model.update(attention_implementation="cudnn", remat="full", dtype="bfloat16", unroll=0)
     assert flops.flops_per_image(config) == count
-
-
-HLO = """HloModule jit_step, is_scheduled=true
-
-%body (p: (s32[], f32[8])) -> (s32[], f32[8]) {
-  %r = (f32[2,4]{1,0}, bf16[16]{0}) all-reduce-start(%x, %y), replica_groups={}, to_apply=%add
-  ROOT %t = (s32[], f32[8]) tuple(%i, %d)
-}
-
-%outer.1 (p: (s32[], f32[8])) -> (s32[], f32[8]) {
-  ROOT %w = (s32[], f32[8]) while(%t), condition=%c, body=%body, \
-backend_config={"known_trip_count":{"n":"3"}}
-}
-
-%endless (p: s32[]) -> s32[] {
-  %c = pred[5]{0} collective-permute(%p), source_target_pairs={{0,1}}
-}
-
-ENTRY %main (a: f32[8]) -> f32[8] {
-  %w2 = (s32[], f32[8]) while(%t), condition=%c, body=%outer.1, \
-backend_config={"known_trip_count":{"n":"2"}}
-  %w3 = s32[] while(%t), condition=%c, body=%endless
-  %g = (f32[16]{0}, f32[64]{0}) all-gather-start(%a), dimensions={0}, \
-metadata={op_name="jit(step)/gather"}
-  ROOT %g2 = f32[64]{0} all-gather-done(%g)
-}
-"""
-
-
-def test_collectives_of_asynchronous_programs_and_loops_are_counted():
-    assert flops.bytes_by_kind(HLO) == {
-        "all-reduce": 6 * (4 * 8 + 2 * 16),
-        "collective-permute": 5,
-        "all-gather": 4 * 64,
-    }

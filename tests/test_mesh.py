@@ -10,7 +10,7 @@ from structinit_jax.data.info import CATALOG
 from structinit_jax.errors import InputError
 from structinit_jax.train import initialize, set_up
 from structinit_jax.training import mesh as mesh_lib
-from structinit_jax.training.flops import bytes_by_kind
+from structinit_jax.training.collectives import traffic_by_kind
 
 pytestmark = pytest.mark.usefixtures("library_promotion")
 
@@ -48,7 +48,9 @@ def test_data_parallel_devices_exchange_gradients_and_nothing_else(wide_config):
     setup, step = compile_step(wide_config)
     two_scalars = 8  # loss and accuracy
     gradients = num_bytes(setup.abstract_state.params)
-    assert bytes_by_kind(step.as_text()) == {"all-reduce": gradients + two_scalars}
+    sent = traffic_by_kind(step.as_text())
+    assert sent.keys() == {"all-reduce"}
+    assert sent["all-reduce"].total == gradients + two_scalars
     # The state is donated: the step writes the new one where the old one was.
     assert step.memory_analysis().alias_size_in_bytes == num_bytes(setup.abstract_state)
 
@@ -62,12 +64,12 @@ def test_split_weights_are_gathered_and_images_stay_where_they_are(wide_config):
         if "fsdp" in leaf.sharding.spec
     ]
     assert len(split) == 6  # query, key, value, out, fc1, fc2
-    sent = bytes_by_kind(step.as_text())
+    sent = traffic_by_kind(step.as_text())
     assert sent.keys() == {"all-gather", "all-reduce"}
-    assert sent["all-gather"] == num_bytes(split)
+    assert sent["all-gather"].total == num_bytes(split)
     # Over 'fsdp' the whole gradient, over 'data' each device's share of the split part; norms.
     gradients = num_bytes(setup.abstract_state.params) + num_bytes(split) // 4
-    assert gradients <= sent["all-reduce"] < gradients + 200
+    assert gradients <= sent["all-reduce"].total < gradients + 200
     whole = num_bytes(setup.abstract_state) - 4 * num_bytes(split)  # with Adam's two, and EMA
     expected = whole + num_bytes(split)
     assert step.memory_analysis().alias_size_in_bytes == pytest.approx(expected, rel=0.01)

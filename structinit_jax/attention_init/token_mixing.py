@@ -2,7 +2,13 @@
 
 The papers do not cover these; `impulse` and `mimetic` for them are our own.
 
-Token mixing computes y = A gelu(B u) for the N values u of each channel. GELU is z Φ(z), so
+Neither is better than the model's own initialization on the digits (configs/mixer_digits.py), which
+is therefore the default of a Mixer's config. All channels share the token mixing, and shifts by the
+same offset at every token do not tell positions apart, which random weights do. Smaller gains, one
+filter for each token or hidden unit, filters added to the model's own weights, and smooth or local
+random weights were not better either.
+
+Token mixing computes y = A gelu(B u) for the N values u of each channel, without biases. GELU is z Φ(z), so
 gelu(z) - gelu(-z) = z: with B = [B'; -B'] and A = [A', -A'], y = A' B' u exactly. Every linear map
 M = A' B' of the tokens thus fits into twice as many hidden units as its rank. The two units of a
 pair have different gradients, so training makes them nonlinear from the first step.

@@ -18,7 +18,9 @@ class MlpMixer(Model):
     """Patch embedding, a stack of token- and channel-mixing blocks, norm, pooling and linear head.
 
     It needs no positions: token mixing has separate weights for each token. timm's start values are
-    Xavier uniform in the MLPs, LeCun normal in the patch embedding, zero in the head.
+    Xavier uniform in the MLPs, LeCun normal in the patch embedding, zero in the head. With patches of
+    one pixel use base_init='pytorch': without a bias, an embedded pixel is a multiple of one vector,
+    of which LayerNorm leaves only the sign.
 
     For the arguments see `Model` and `default_config`.
     """
@@ -49,7 +51,7 @@ class MlpMixer(Model):
             mlp_mean=0.0,
             drop_path=0.0,  # rate of every block (constant over depth, as in timm)
             dropout=0.0,  # rate after both layers of both MLPs
-            base_init="timm",  # of all weights and biases; or "pytorch": its layers' defaults
+            base_init="timm",  # start values: timm's, or "pytorch": the defaults of its layers
             dtype="float32",  # of the computation, or "bfloat16"; parameters are float32
             unroll=1,  # blocks per step of the scan; 0 unrolls the stack, which compiles longer
             remat="none",  # or "dots", "full": recompute to save memory (model.run_stack)

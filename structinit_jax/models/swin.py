@@ -58,7 +58,7 @@ class SwinTransformer(Model):
             mlp_ratio=4.0,  # hidden width of the MLP over D
             drop_path=0.0,  # rate of the last block; it rises linearly from 0 in the first
             dropout=0.0,  # rate after attention projections and MLP layers
-            base_init="timm",  # of all weights and biases; or "pytorch": its layers' defaults
+            base_init="timm",  # start values: timm's, or "pytorch": the defaults of its layers
             dtype="float32",  # of the computation, or "bfloat16"; parameters are float32
             attention_implementation="auto",  # JAX chooses; or "xla", or "cudnn" for even windows
             unroll=1,  # pairs of blocks per step of the scan; 0 unrolls it, which compiles longer

@@ -1,12 +1,10 @@
-"""Costs of a training step: FLOPs of the model, and bytes exchanged between devices.
+"""FLOPs of a model and the peak speed of devices.
 
 Model FLOPs utilization (MFU; Chowdhery et al. 2022, PaLM, appendix B) counts the products that the
 model needs, not those that the program executes: rematerialization and augmentation lower it.
 """
 
-import collections
 import math
-import re
 from collections.abc import Iterator
 
 import jax
@@ -108,54 +106,3 @@ def _inner_jaxprs(params: dict) -> Iterator[Jaxpr]:
         for part in value if isinstance(value, tuple) else (value,):
             if isinstance(part, ClosedJaxpr | Jaxpr):
                 yield getattr(part, "jaxpr", part)
-
-
-_KINDS = "all-reduce|all-gather|reduce-scatter|all-to-all|collective-permute|collective-broadcast"
-_COMPUTATION = re.compile(r"^(?:ENTRY )?%?([\w.\-]+) \(.*\{$")
-_COLLECTIVE = re.compile(rf" = (?P<result>.*?) (?P<kind>{_KINDS})(?P<start>-start)?\(")
-_ARRAY = re.compile(r"\b([a-z]+)(\d*)\w*\[([\d,]*)\]")
-_CALL = re.compile(r"(?:body|to_apply|calls|\w+_computation)=%?([\w.\-]+)")
-_TRIP_COUNT = re.compile(r'"known_trip_count":\{"n":"(\d+)"\}')
-
-
-def bytes_by_kind(hlo: str) -> dict[str, int]:
-    """Sums what one device receives in the collectives of a compiled program.
-
-    Args:
-      hlo: Text of the program, from `compiled.as_text()`.
-
-    Returns:
-      Bytes by HLO instruction, for example 'all-reduce'. A collective in a loop counts as often as
-      it runs, and once if the length of the loop is unknown.
-    """
-    total = collections.Counter()
-    callers = {}  # name of a computation: the one that calls it, and how often
-    found = []
-    name = ""
-    for line in hlo.splitlines():
-        if match := _COMPUTATION.match(line):
-            name = match[1]
-        trips = _TRIP_COUNT.search(line)
-        callers |= {callee: (name, int(trips[1]) if trips else 1) for callee in _CALL.findall(line)}
-        if match := _COLLECTIVE.search(line):
-            found.append((name, match))
-
-    def repeats(name: str) -> int:
-        if name not in callers:
-            return 1
-        caller, times = callers[name]
-        return times * repeats(caller)
-
-    for name, match in found:
-        total[match["kind"]] += _num_bytes(match) * repeats(name)
-    return dict(total)
-
-
-def _num_bytes(collective: re.Match) -> int:
-    sizes = []
-    for letters, bits, shape in _ARRAY.findall(collective["result"]):
-        item = 1 if letters == "pred" else int(bits or 8) // 8
-        sizes.append(item * math.prod(int(size) for size in shape.split(",") if size))
-    if collective["start"] and collective["kind"] in ("all-gather", "collective-permute"):
-        sizes = sizes[len(sizes) // 2 :]  # these asynchronous forms return their operands too
-    return sum(sizes)

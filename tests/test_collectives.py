@@ -1,0 +1,77 @@
+from structinit_jax.training import collectives
+
+HLO = """HloModule jit_step, is_scheduled=true
+
+%body (p: (s32[], f32[8])) -> (s32[], f32[8]) {
+  %r = (f32[2,4]{1,0}, bf16[16]{0}) all-reduce-start(%x, %y), replica_groups={}, to_apply=%add
+  ROOT %t = (s32[], f32[8]) tuple(%i, %d)
+}
+
+%outer.1 (p: (s32[], f32[8])) -> (s32[], f32[8]) {
+  ROOT %w = (s32[], f32[8]) while(%t), condition=%c, body=%body, \
+backend_config={"known_trip_count":{"n":"3"}}
+}
+
+%until_seven (p: s32[]) -> pred[] {
+  %n = s32[]{:T(128)} constant(7)
+  ROOT %lt = pred[]{:T(512)} compare(%p, %n), direction=LT
+}
+
+%seven_times (p: s32[]) -> s32[] {
+  %b = f32[]{:T(128)} collective-broadcast(%p), channel_id=7
+}
+
+%endless (p: s32[]) -> s32[] {
+  %c = pred[5]{0} collective-permute(%p), source_target_pairs={{0,1}}
+}
+
+%wrapped (p: bf16[8]) -> bf16[2] {
+  ROOT %s = bf16[2]{0} reduce-scatter(%p), channel_id=9, dimensions={0}
+}
+
+%fusion.1 (p: bf16[8]) -> bf16[32] {
+  %f = bf16[32]{0} all-gather(%p), channel_id=4, frontend_attributes={chain_id="0"}
+}
+
+%fusion.2 (p: bf16[8]) -> bf16[32] {
+  %h = bf16[32]{0} all-gather(%p), channel_id=4, frontend_attributes={chain_id="0"}
+}
+
+ENTRY %main (a: f32[8]) -> f32[8] {
+  %w2 = (s32[], f32[8]) while(%t), condition=%c, body=%outer.1, \
+backend_config={"known_trip_count":{"n":"2"}}
+  %w4 = s32[] while(%t), condition=%until_seven, body=%seven_times
+  %w3 = s32[] while(%t), condition=%c, body=%endless
+  %g = (f32[16]{0}, f32[64]{0}) all-gather-start(%a), dimensions={0}, \
+metadata={op_name="jit(step)/gather"}
+  %s2 = ((bf16[8]{0}), bf16[2]{0}) async-start(%x), calls=%wrapped
+  %h2 = bf16[32]{0} fusion(%x), kind=kCustom, calls=%fusion.1
+  %h3 = bf16[32]{0} fusion(%x), kind=kCustom, calls=%fusion.2
+  %k = (f32[4]{0}, f32[4]{0}, u32[]{:S(2)}, u32[]{:S(2)}) collective-permute-start(%a), channel_id=5
+  ROOT %g2 = f32[64]{0} all-gather-done(%g)
+}
+"""
+
+
+def test_collectives_in_loops_count_as_often_as_they_run():
+    traffic = collectives.traffic_by_kind(HLO)
+    assert {kind: total for kind, (total, _) in traffic.items()} == {
+        "all-reduce": 6 * (4 * 8 + 2 * 16),
+        "collective-permute": 5 + 4 * 4,
+        "collective-broadcast": 7 * 4,
+        "reduce-scatter": 2 * 2,
+        "all-gather": 4 * 64 + 2 * 32,
+    }
+
+
+def test_asynchronous_forms_overlap_with_computation():
+    traffic = collectives.traffic_by_kind(HLO)
+    hidden = {kind: overlapped for kind, (_, overlapped) in traffic.items()}
+    assert hidden.pop("collective-permute") == 4 * 4  # the other one blocks
+    assert hidden.pop("collective-broadcast") == 0
+    assert all(hidden[kind] == traffic[kind].total for kind in hidden)
+
+
+def test_the_description_is_in_mebibytes():
+    program = "%r = f32[1048576]{0} all-reduce(%x)\n%s = f32[1048576]{0} all-reduce-start(%x)"
+    assert collectives.describe(program) == "all-reduce 8 MiB (50% overlapped)"

@@ -1,0 +1,43 @@
+import importlib.util
+
+import pytest
+
+from structinit_jax.dry_run import dry_run
+from structinit_jax.errors import InputError
+from structinit_jax.training.targets import find_target
+
+
+@pytest.mark.usefixtures("library_promotion")
+def test_a_step_is_compiled_for_a_tpu_slice(tiny_config, capsys):
+    dry_run(tiny_config, "tpu-v5e:2x2")
+    out = capsys.readouterr().out
+    assert "4 × TPU v5 lite" in out
+    assert "64 global, 16 per device, 64 per host" in out
+    assert "16,128 MiB available" in out
+    assert "all-reduce 0 MiB" in out
+
+
+@pytest.mark.usefixtures("library_promotion")
+def test_a_step_that_does_not_fit_is_refused_with_remedies(tiny_config):
+    tiny_config.batch_size = 2**25
+    with pytest.raises(InputError, match=r"15\.75G.*config\.model\.remat=dots"):
+        dry_run(tiny_config, "tpu-v5e:2x2")
+
+
+def test_slices_of_several_hosts_have_their_devices():
+    target = find_target("tpu-v4:2x2x4")
+    assert len(target.devices) == 16  # one a chip, not one a core
+    assert {device.process_index for device in target.devices} == set(range(4))
+
+
+@pytest.mark.parametrize("name", ["tpu-v5e:3x5", "tpu-v99:2x2", "a100", "h100:8", ""])
+def test_unknown_targets_are_refused(name):
+    with pytest.raises(InputError, match=f"--target='{name}' is"):
+        find_target(name)
+
+
+def test_a_missing_compiler_is_named_with_its_installation(monkeypatch):
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
+    for name, module in (("tpu-v5e:2x2", "libtpu"), ("h100", "jax_plugins.xla_cuda12")):
+        with pytest.raises(InputError, match=rf"{module}.*structinit-jax\[targets\]"):
+            find_target(name)
