@@ -173,7 +173,11 @@ class ConvMixerBlock(nnx.Module):
         self.activation = activation
 
     def __call__(
-        self, x: Float[Array, "B rows cols D"], *, drop_path_rate: Float[Array, ""] | None, rng: Rng = None
+        self,
+        x: Float[Array, "B rows cols D"],
+        *,
+        drop_path_rate: Float[Array, ""] | None,
+        rng: Rng = None,
     ) -> tuple[Float[Array, "B rows cols D"], dict[str, Array]]:
         """Returns the output and the intermediates."""
         activate, training = layers.ACTIVATIONS[self.activation], rng is not None

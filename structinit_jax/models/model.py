@@ -19,9 +19,11 @@ from structinit_jax.errors import InputError
 from structinit_jax.models.layers import ACTIVATIONS, BASE_INITS, RESIDUAL, Rng
 
 
-
 def _keep_products(primitive, *args, **params):
-    """Keeps what is costly to compute; the rest is elementwise, and is recomputed as it is read."""
+    """Keeps what is costly to compute. The rest is elementwise, and cheaper to repeat than to read.
+
+    Names that start with 'dot' include the fused attention of cuDNN.
+    """
     named = _KEEP_NAMED(primitive, *args, **params)
     return named or primitive.name.startswith(("dot", "conv_general"))
 
@@ -158,8 +160,9 @@ def run_stack(
       drop_path_rates: One for each block; blocks get None if all are zero.
       rng: Split among the blocks; None in evaluation.
       unroll: Steps of the scan to unroll; 0 unrolls all, for faster code that compiles longer.
-      remat: What a step keeps for the gradient: 'none' keeps everything, 'dots' the outputs of its
-        linear layers, 'full' only its input. The rest is recomputed, which saves memory.
+      remat: What a step keeps for the gradient: 'none' keeps what is costly to compute (products,
+        and arrays named `layers.RESIDUAL`), 'dots' the outputs of its linear layers, 'full' only
+        its input. The rest is recomputed, which saves memory.
       cycle: Further static arguments of successive blocks, repeated along the stack. One cycle is
         one step of the scan.
       **options: Further arguments of all blocks.
