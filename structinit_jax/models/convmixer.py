@@ -4,6 +4,7 @@ from typing import Any, ClassVar
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from flax import nnx
 from jaxtyping import Array, Float
 
@@ -140,7 +141,7 @@ class ConvMixer(Model):
         x, blocks = run_stack(
             self.blocks,
             stem,
-            drop_path_rates=jnp.linspace(0, self.drop_path_rate, self.depth),
+            drop_path_rates=np.linspace(0, self.drop_path_rate, self.depth, dtype=np.float32),
             rng=rng,
             unroll=self.unroll,
             remat=self.remat,
@@ -172,7 +173,11 @@ class ConvMixerBlock(nnx.Module):
         self.activation = activation
 
     def __call__(
-        self, x: Float[Array, "B rows cols D"], *, drop_path_rate: Float[Array, ""], rng: Rng = None
+        self,
+        x: Float[Array, "B rows cols D"],
+        *,
+        drop_path_rate: Float[Array, ""] | None,
+        rng: Rng = None,
     ) -> tuple[Float[Array, "B rows cols D"], dict[str, Array]]:
         """Returns the output and the intermediates."""
         activate, training = layers.ACTIVATIONS[self.activation], rng is not None

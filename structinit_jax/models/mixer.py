@@ -4,6 +4,7 @@ from typing import Any, ClassVar
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from flax import nnx
 from jaxtyping import Array, Float
 
@@ -132,7 +133,7 @@ class MlpMixer(Model):
         x, blocks = run_stack(
             self.blocks,
             patches,
-            drop_path_rates=jnp.full((self.depth,), self.drop_path_rate),
+            drop_path_rates=np.full((self.depth,), self.drop_path_rate, np.float32),
             rng=rng,
             unroll=self.unroll,
             remat=self.remat,

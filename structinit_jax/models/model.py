@@ -10,15 +10,27 @@ from typing import Any, ClassVar
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from flax import nnx
 from jaxtyping import Array, Float, PRNGKeyArray
 
 from structinit_jax.attention_init import AttentionInit, Site, SolveReport
 from structinit_jax.errors import InputError
-from structinit_jax.models.layers import ACTIVATIONS, BASE_INITS, Rng
+from structinit_jax.models.layers import ACTIVATIONS, BASE_INITS, RESIDUAL, Rng
 
+
+def _keep_products(primitive, *args, **params):
+    """Keeps what is costly to compute. The rest is elementwise, and cheaper to repeat than to read.
+
+    Names that start with 'dot' include the fused attention of cuDNN.
+    """
+    named = _KEEP_NAMED(primitive, *args, **params)
+    return named or primitive.name.startswith(("dot", "conv_general"))
+
+
+_KEEP_NAMED = jax.checkpoint_policies.save_only_these_names(RESIDUAL)
 REMAT_POLICIES = {
-    "none": None,
+    "none": _keep_products,
     "full": jax.checkpoint_policies.nothing_saveable,
     "dots": jax.checkpoint_policies.dots_with_no_batch_dims_saveable,
 }
@@ -130,7 +142,7 @@ def run_stack(
     blocks: nnx.Module,
     x: Float[Array, "B *grid D"],
     *,
-    drop_path_rates: Float[Array, " L"],
+    drop_path_rates: Float[np.ndarray, " L"],
     rng: Rng,
     unroll: int,
     remat: str,
@@ -145,11 +157,12 @@ def run_stack(
       blocks: The stack, from `make_stack`; a block is called as
         `block(x, drop_path_rate=..., rng=..., **options) -> (x, intermediates)`.
       x: Input of the first block.
-      drop_path_rates: One for each block.
+      drop_path_rates: One for each block; blocks get None if all are zero.
       rng: Split among the blocks; None in evaluation.
-      unroll: Steps of the scan to unroll; 0 unrolls all, for faster code that compiles longer.
-      remat: What a step keeps for the gradient: 'none' keeps everything, 'dots' the outputs of its
-        linear layers, 'full' only its input. The rest is recomputed, which saves memory.
+      unroll: Steps of the scan to unroll; 0 unrolls all: slower to compile, and on CPUs.
+      remat: What a step keeps for the gradient: 'none' keeps what is costly to compute (products,
+        and arrays named `layers.RESIDUAL`), 'dots' the outputs of its linear layers, 'full' only
+        its input. The rest is recomputed, which saves memory.
       cycle: Further static arguments of successive blocks, repeated along the stack. One cycle is
         one step of the scan.
       **options: Further arguments of all blocks.
@@ -176,10 +189,11 @@ def run_stack(
             outs.append(out)
         return x, jax.tree.map(lambda *leaves: jnp.stack(leaves), *outs)
 
-    if REMAT_POLICIES[remat] is not None:
-        step = jax.checkpoint(step, policy=REMAT_POLICIES[remat], prevent_cse=False)
+    # In a loop, XLA cannot merge what the backward pass recomputes with the forward pass.
+    unrolled = unroll in (0, whole // period)
+    step = jax.checkpoint(step, policy=REMAT_POLICIES[remat], prevent_cse=unrolled)
     rngs = None if rng is None else jax.random.split(rng, depth)
-    layers = (blocks, drop_path_rates, rngs)
+    layers = (blocks, jnp.asarray(drop_path_rates) if drop_path_rates.any() else None, rngs)
     steps = jax.tree.map(
         lambda leaf: leaf[:whole].reshape(whole // period, period, *leaf.shape[1:]), layers
     )

@@ -60,7 +60,7 @@ class SwinTransformer(Model):
             dropout=0.0,  # rate after attention projections and MLP layers
             base_init="timm",  # start values: timm's, or "pytorch": the defaults of its layers
             dtype="float32",  # of the computation, or "bfloat16"; parameters are float32
-            attention_implementation="auto",  # JAX chooses; or "xla", or "cudnn" for even windows
+            attention_implementation="auto",  # or "xla", the same; or "cudnn" for even windows
             unroll=1,  # pairs of blocks per step of the scan; 0 unrolls it, which compiles longer
             remat="none",  # or "dots", "full": recompute to save memory (model.run_stack)
         )
@@ -175,7 +175,7 @@ class SwinTransformer(Model):
         for stage, stage_rates, stage_rng in zip(stages, rates, rngs, strict=True):
             x, out = stage(
                 x,
-                drop_path_rates=jnp.asarray(stage_rates),
+                drop_path_rates=stage_rates,
                 rng=stage_rng,
                 unroll=self.unroll,
                 remat=self.remat,

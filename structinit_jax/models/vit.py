@@ -4,6 +4,7 @@ from typing import Any, ClassVar
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from flax import nnx
 from jaxtyping import Array, Float
 
@@ -68,7 +69,7 @@ class VisionTransformer(Model):
             qk_norm=False,  # LayerNorm on each head's queries and keys (Dehghani et al. 2023)
             base_init="timm",  # start values: timm's, or "pytorch": the defaults of its layers
             dtype="float32",  # of the computation, or "bfloat16"; parameters are float32
-            attention_implementation="auto",  # JAX chooses; or "xla", "cudnn"
+            attention_implementation="auto",  # or "xla", the same; or "cudnn", a fused kernel
             unroll=1,  # blocks per step of the scan; 0 unrolls the stack, which compiles longer
             remat="none",  # or "dots", "full": recompute to save memory (model.run_stack)
         )
@@ -189,7 +190,7 @@ class VisionTransformer(Model):
         x, blocks = run_stack(
             self.blocks,
             layers.dropout(embedded, self.dropout_rate, dropout_rng),
-            drop_path_rates=jnp.linspace(0, self.drop_path_rate, self.depth),
+            drop_path_rates=np.linspace(0, self.drop_path_rate, self.depth, dtype=np.float32),
             rng=blocks_rng,
             unroll=self.unroll,
             remat=self.remat,

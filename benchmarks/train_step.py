@@ -1,0 +1,263 @@
+"""Speed, memory and compile time of one float32 training step, beside timm and big_vision.
+
+    python benchmarks/train_step.py --torch_python=TORCH/bin/python --big_vision=CHECKOUT \
+        --out=train_step.json
+
+A step is forward pass, backward pass and AdamW on random images. Ours is the trainer's own step,
+which also computes gradient norms, without augmentation. timm runs eagerly. big_vision is its
+models/vit.py with a class token and optax's AdamW, unrolled, and under its scan, which recomputes
+every block. Its GELU is the tanh approximation ("as published"); the other rows replace it by the
+exact one, which timm and ours compute.
+
+Every program runs in a process of its own, and those of a row take turns, so that other load on
+the machine meets all of them. Peers that are not given are left out. Temporaries are those of XLA's
+compiled step; timm has no such number.
+"""
+
+import argparse
+import contextlib
+import json
+import os
+import subprocess
+import sys
+import time
+import types
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+
+
+class Row(NamedTuple):
+    """A model under its names in each program, and the size of a batch and an image."""
+
+    ours: str
+    timm: str
+    batch: int
+    timm_options: Mapping[str, int] = types.MappingProxyType({})
+    big_vision: str = ""
+    size: int = 224
+
+
+ROWS = {
+    "ViT-Ti/16": Row("vit_tiny_patch16_224", "vit_tiny_patch16_224", 16, big_vision="Ti/16"),
+    "ViT-S/16": Row("vit_small_patch16_224", "vit_small_patch16_224", 16, big_vision="S/16"),
+    "ViT-T/2 at 32²": Row(
+        "vit_tiny_patch2_32",
+        "vit_tiny_patch16_224",
+        32,
+        timm_options=dict(img_size=32, patch_size=2),
+        big_vision="Ti/2",
+        size=32,
+    ),
+    "Swin-T": Row("swin_tiny_patch4_window7_224", "swin_tiny_patch4_window7_224", 8),
+    "Mixer-B/16": Row("mixer_b16_224", "mixer_b16_224", 8),
+}
+BIG_VISION = {  # options of the model, and whether its GELU is exact
+    "big_vision": (dict(scan=False), True),
+    "big_vision as published": (dict(scan=False), False),
+    "big_vision, scan with remat": (dict(scan=True), True),
+}
+Step = Callable[[], Any]  # runs one step to its end
+
+
+def compile_step(step, *arguments) -> tuple[Any, dict[str, float]]:
+    """Compiles a jitted step; returns it and its costs."""
+    start = time.perf_counter()
+    compiled = step.lower(*arguments).compile()
+    seconds = time.perf_counter() - start
+    temporaries = compiled.memory_analysis().temp_size_in_bytes
+    return compiled, {"compile_seconds": seconds, "temporary_bytes": temporaries}
+
+
+def make_ours(row: Row) -> tuple[Step, dict[str, float]]:
+    """Returns the trainer's step and its costs."""
+    import jax
+
+    from structinit_jax.config import base_config
+    from structinit_jax.data.info import DatasetInfo
+    from structinit_jax.train import initialize, set_up
+
+    config = base_config(row.ours)
+    config.update(batch_size=row.batch, clip_norm=0.0, label_smoothing=0.0)
+    config.attention_init = dict(name="default")
+    setup = set_up(config, DatasetInfo(1000, (row.size, row.size, 3), {}), 100 * row.batch)
+    state = initialize(config, setup)
+    images, labels = random_batch(row)
+    images = (127 + 40 * images).clip(0, 255).astype(np.uint8)
+    shardings = {name: array.sharding for name, array in setup.abstract_batch.items()}
+    batch = jax.device_put({"image": images, "label": labels}, shardings)
+    step, costs = compile_step(setup.train_step, setup.abstract_state, setup.abstract_batch)
+
+    def run():
+        nonlocal state
+        state, _ = jax.block_until_ready(step(state, batch))
+
+    return run, costs
+
+
+def make_big_vision(row: Row, program: str, checkout: str) -> tuple[Step, dict[str, float]]:
+    """Returns a step of big_vision's ViT and its costs."""
+    import jax
+    import jax.numpy as jnp
+    import optax
+    from flax import linen
+
+    sys.path.insert(0, checkout)
+    # vit.py imports these for checkpoints only, and they need TensorFlow.
+    for name in ("big_vision.utils", "big_vision.models.common"):
+        sys.modules[name] = types.ModuleType(name)
+    import big_vision
+
+    big_vision.utils = sys.modules["big_vision.utils"]
+    import big_vision.models
+
+    big_vision.models.common = sys.modules["big_vision.models.common"]
+    from big_vision.models import vit
+
+    options, exact = BIG_VISION[program]
+    if exact:
+        linen.gelu = lambda x: jax.nn.gelu(x, approximate=False)
+    model = vit.Model(1000, variant=row.big_vision, pool_type="tok", **options)
+    batch = jax.tree.map(jnp.asarray, random_batch(row))
+    params = jax.jit(model.init)(jax.random.key(0), batch[0])
+    optimizer = optax.adamw(1e-3)
+    state = (params, optimizer.init(params))
+
+    def train_step(state, images, labels):
+        params, opt_state = state
+
+        def loss_fn(params):
+            logits, _ = model.apply(params, images, train=True)
+            return optax.softmax_cross_entropy_with_integer_labels(logits, labels).mean()
+
+        loss, grads = jax.value_and_grad(loss_fn)(params)
+        updates, opt_state = optimizer.update(grads, opt_state, params)
+        return (optax.apply_updates(params, updates), opt_state), loss
+
+    step, costs = compile_step(jax.jit(train_step, donate_argnums=0), state, *batch)
+
+    def run():
+        nonlocal state
+        state, _ = jax.block_until_ready(step(state, *batch))
+
+    return run, costs
+
+
+def make_timm(row: Row) -> tuple[Step, dict[str, float]]:
+    """Returns an eager step of timm's model."""
+    import torch
+
+    # timm imports torchvision, whose compiled operators need not fit this torch: it uses none.
+    with contextlib.suppress(RuntimeError):  # where they are defined already
+        library = torch.library.Library("torchvision", "DEF")
+        for schema in ("nms(Tensor d, Tensor s, float t) -> Tensor", "qnms(Tensor d) -> Tensor"):
+            library.define(schema)
+    import timm
+
+    model = timm.create_model(row.timm, **row.timm_options).train()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    images, labels = map(torch.from_numpy, random_batch(row))
+    images = images.permute(0, 3, 1, 2).contiguous()
+
+    def run():
+        loss = torch.nn.functional.cross_entropy(model(images), labels)
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+
+    return run, {}
+
+
+def random_batch(row: Row) -> tuple[np.ndarray, np.ndarray]:
+    """Returns normalized images and labels."""
+    images = np.random.default_rng(0).normal(size=(row.batch, row.size, row.size, 3))
+    dtype = np.int64 if "torch" in sys.modules else np.int32
+    return images.astype(np.float32), np.arange(row.batch, dtype=dtype)
+
+
+def work(program: str, row: Row, checkout: str) -> None:
+    """Prints the costs of a program's step, then its seconds for each line that is read."""
+    with contextlib.redirect_stdout(sys.stderr):
+        if program == "timm":
+            run, costs = make_timm(row)
+        elif program in BIG_VISION:
+            run, costs = make_big_vision(row, program, checkout)
+        else:
+            run, costs = make_ours(row)
+        run()
+        run()
+    print(json.dumps(costs), flush=True)
+    for _ in sys.stdin:
+        start = time.perf_counter()
+        run()
+        print(time.perf_counter() - start, flush=True)
+
+
+def measure(name: str, row: Row, flags: argparse.Namespace) -> dict[str, dict[str, float]]:
+    """Returns the results of all programs for a row."""
+    pythons = {"structinit_jax": sys.executable}
+    if flags.torch_python:
+        pythons["timm"] = flags.torch_python
+    if flags.big_vision and row.big_vision:
+        pythons |= dict.fromkeys(BIG_VISION, flags.big_vision_python)
+    workers, results = {}, {}
+    with contextlib.ExitStack() as stack:
+        for program, python in pythons.items():
+            command = [python, __file__, "--worker", program, "--rows", name]
+            command += ["--big_vision", flags.big_vision]
+            worker = subprocess.Popen(
+                command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+            )
+            workers[program] = stack.enter_context(worker)
+            results[program] = json.loads(worker.stdout.readline()) | {"seconds": []}
+        for _ in range(flags.rounds):
+            for program, worker in workers.items():
+                for _ in range(flags.steps):
+                    worker.stdin.write("\n")
+                    worker.stdin.flush()
+                    results[program]["seconds"].append(float(worker.stdout.readline()))
+    for result in results.values():
+        speeds = row.batch / np.asarray(result.pop("seconds"))
+        low, median, high = np.quantile(speeds, [0, 0.5, 1]).round(2).tolist()
+        result |= {"images_per_second": median, "range": [low, high]}
+    return results
+
+
+def main() -> None:
+    """Prints the table and writes it as JSON."""
+    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    parser.add_argument("--out", help="JSON file for the results")
+    parser.add_argument("--rows", nargs="+", default=list(ROWS), choices=ROWS)
+    parser.add_argument("--rounds", type=int, default=6)
+    parser.add_argument("--steps", type=int, default=3, help="steps of each program in a round")
+    parser.add_argument("--torch_python", default="", help="Python that has torch and timm")
+    parser.add_argument("--big_vision", default="", help="checkout of google-research/big_vision")
+    parser.add_argument("--big_vision_python", default=sys.executable, help="Python that has flax")
+    parser.add_argument("--worker", help=argparse.SUPPRESS)
+    flags = parser.parse_args()
+    if flags.worker:
+        work(flags.worker, ROWS[flags.rows[0]], flags.big_vision)
+        return
+    rows = {}
+    for name in flags.rows:
+        row = ROWS[name]
+        print(f"{name}, {row.size}² pixels, batch of {row.batch}: images/s", flush=True)
+        programs = measure(name, row, flags)
+        rows[name] = {"batch": row.batch, "image_size": row.size, "programs": programs}
+        for program, result in programs.items():
+            low, high = result["range"]
+            line = f"  {program:28} {result['images_per_second']:6.1f}  ({low:.1f} to {high:.1f})"
+            if "compile_seconds" in result:
+                line += f"  {result['temporary_bytes'] / 1e6:6.0f} MB of temporaries"
+                line += f"  compiled in {result['compile_seconds']:.1f} s"
+            print(line, flush=True)
+    if flags.out:
+        cores = len(os.sched_getaffinity(0))
+        results = {"cores": cores, "rounds": flags.rounds, "steps": flags.steps, "rows": rows}
+        Path(flags.out).write_text(json.dumps(results, indent=2, ensure_ascii=False) + "\n")
+
+
+if __name__ == "__main__":
+    main()

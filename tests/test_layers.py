@@ -1,0 +1,55 @@
+"""GELU and attention: values and gradients against JAX's own, in float32 and bfloat16."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from structinit_jax.models import layers
+from structinit_jax.models.model import REMAT_POLICIES
+
+SHAPE = (2, 5, 3, 4)  # B, N, h, d
+
+
+def value_and_gradients(function, *arrays):
+    y, pull_back = jax.vjp(function, *arrays)
+    return (y, *pull_back(jnp.cos(jnp.arange(y.size).reshape(y.shape)).astype(y.dtype)))
+
+
+def close(found, expected, tolerance):
+    for a, b in zip(found, expected, strict=True):
+        np.testing.assert_allclose(np.float32(a), np.float32(b), atol=tolerance, rtol=tolerance)
+
+
+@pytest.mark.parametrize(("dtype", "tolerance"), [("float32", 1e-6), ("bfloat16", 1e-2)])
+def test_gelu_and_its_gradient_are_exact(dtype, tolerance):
+    x = jnp.linspace(-8, 8, 201, dtype=dtype)
+    exact = value_and_gradients(lambda x: jax.nn.gelu(x, approximate=False), x.astype(jnp.float32))
+    close(value_and_gradients(layers.gelu, x), exact, tolerance)
+
+
+@pytest.mark.parametrize("bias_batch", [0, 1, 2])
+@pytest.mark.parametrize(("dtype", "tolerance"), [("float32", 1e-5), ("bfloat16", 3e-2)])
+def test_attention_and_its_gradients_equal_those_of_jax(dtype, tolerance, bias_batch):
+    rngs = jax.random.split(jax.random.key(0), 4)
+    query, key, value = (jax.random.normal(rng, SHAPE).astype(dtype) for rng in rngs[:3])
+    bias = [jax.random.normal(rngs[3], (bias_batch, 3, 5, 5))] if bias_batch else []
+
+    def reference(query, key, value, bias=None):
+        return jax.nn.dot_product_attention(query, key, value, bias=bias)
+
+    wide = [x.astype(jnp.float32) for x in (query, key, value)]
+    found = value_and_gradients(layers.dot_product_attention, query, key, value, *bias)
+    assert found[0].dtype == dtype
+    close(found, value_and_gradients(reference, *wide, *bias), tolerance)
+
+
+def test_a_step_without_remat_keeps_no_attention_maps():
+    x = jnp.ones((2, 50, 3, 4))
+
+    def attend(x):
+        return layers.dot_product_attention(x, x, x).sum()
+
+    attend = jax.checkpoint(attend, policy=REMAT_POLICIES["none"])
+    kept = jax.tree.leaves(jax.linearize(attend, x)[1])
+    assert max(leaf.size for leaf in kept) == x.size
