@@ -15,6 +15,7 @@ from jaxtyping import Array, Float, PRNGKeyArray
 
 from structinit_jax.attention_init import AttentionInit, Site, SolveReport
 from structinit_jax.errors import InputError
+from structinit_jax.models import sharding
 from structinit_jax.models.layers import ACTIVATIONS, BASE_INITS, Rng
 
 REMAT_POLICIES = {
@@ -165,6 +166,7 @@ def run_stack(
 
     def run_block(x, layer, static):
         block, rate, rng = layer
+        block = sharding.gather(block)
         x, out = block(x, drop_path_rate=rate, rng=rng, **static, **options)
         # The scan passes a copy of each block, so updated statistics are returned.
         return x, (out, nnx.state(block, nnx.BatchStat))
@@ -176,8 +178,11 @@ def run_stack(
             outs.append(out)
         return x, jax.tree.map(lambda *leaves: jnp.stack(leaves), *outs)
 
-    if REMAT_POLICIES[remat] is not None:
-        step = jax.checkpoint(step, policy=REMAT_POLICIES[remat], prevent_cse=False)
+    policy = REMAT_POLICIES[remat]
+    if policy is None and not jax.sharding.get_abstract_mesh().empty:
+        policy = sharding.all_but_gathered
+    if policy is not None:
+        step = jax.checkpoint(step, policy=policy, prevent_cse=False)
     rngs = None if rng is None else jax.random.split(rng, depth)
     layers = (blocks, drop_path_rates, rngs)
     steps = jax.tree.map(
