@@ -10,7 +10,7 @@ their biases too. Other filters of the program, trained or fixed according to th
 
     4 taps in random places     --config.attention_init="{'name': 'impulse_2024', 'taps': 4}"
     Gaussians                   --config.attention_init="{'name': 'impulse_2024', 'variance': 0.5}"
-    32 filters in each layer    --config.attention_init.num_filters=32 (rows of impulse and box)
+    32 filters in each layer    --config.attention_init="{'name': 'impulse_2024', 'num_filters': 32}"
 
 From the text: learning rate 0.01, 100 epochs, all else as for ViT (vit_2024_small.py). From the
 program (github.com/osiriszjq/structured_init): the scale of the filters, and depth 6 at width 512,
@@ -56,7 +56,7 @@ def get_config(row=""):
     config.attention_init = dict(name="default")
     if filters in ("impulse", "box"):
         taps = 1 if filters == "impulse" else int(kernel_size) ** 2
-        config.attention_init = dict(name="impulse_2024", taps=taps, num_filters=None)
+        config.attention_init = dict(name="impulse_2024", taps=taps)
 
     config.augment.flip = 0.5
     config.augment.rand_augment = "rand-m9-mstd0.5-inc1"

@@ -271,7 +271,7 @@ def set_up(
     augmentation = split_augmentation(options, info, num_examples, config.seed)
     augment = make_augment(augmentation.on_device, mesh)
     train_step = make_train_step(
-        config, model.graphdef, optimizer, schedule.learning_rate, augment, replicated
+        config, model.graphdef, optimizer, schedule.learning_rate, augment, mesh
     )
     size = augmentation.image_size
     image_shape = (config.batch_size, size, size, config.data.channels)

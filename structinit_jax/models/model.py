@@ -16,6 +16,7 @@ from jaxtyping import Array, Float, PRNGKeyArray
 
 from structinit_jax.attention_init import AttentionInit, Site, SolveReport
 from structinit_jax.errors import InputError
+from structinit_jax.models import sharding
 from structinit_jax.models.layers import ACTIVATIONS, BASE_INITS, RESIDUAL, Rng
 
 
@@ -178,6 +179,7 @@ def run_stack(
 
     def run_block(x, layer, static):
         block, rate, rng = layer
+        block = sharding.gather(block)
         x, out = block(x, drop_path_rate=rate, rng=rng, **static, **options)
         # The scan passes a copy of each block, so updated statistics are returned.
         return x, (out, nnx.state(block, nnx.BatchStat))

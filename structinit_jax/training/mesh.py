@@ -7,9 +7,7 @@ import numpy as np
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
 from structinit_jax.errors import InputError
-
-# Smaller arrays (norms, biases, the class token) are not worth an all-gather.
-MIN_SHARDED_SIZE = 2**14
+from structinit_jax.models.sharding import AXIS, weight_spec
 
 
 def make_mesh(fsdp: int = 1, devices: list[jax.Device] | None = None) -> Mesh:
@@ -48,23 +46,22 @@ def replicated(mesh: Mesh) -> NamedSharding:
 def shard(mesh: Mesh, abstract_state: Any) -> Any:
     """Adds a sharding to the shape and type of every array of a (part of a) training state.
 
-    Arrays are split over 'fsdp' along their longest divisible axis. Those of fewer than
-    `MIN_SHARDED_SIZE` elements and the model state, averaged or not, are replicated.
+    Arrays are split over 'fsdp' as in `models.sharding.weight_spec`, those of stacked blocks as the
+    array of one block. The model state, averaged or not, is replicated.
 
     Args:
       mesh: The device mesh.
       abstract_state: A `TrainState`, or a dict with some of its fields, of `ShapeDtypeStruct`s.
     """
-    whole, fsdp = replicated(mesh), mesh.shape["fsdp"]
 
     def place(path, leaf):
         names = jax.tree_util.keystr(path, simple=True, separator="/").split("/")
-        axes = [axis for axis, size in enumerate(leaf.shape) if size % fsdp == 0]
-        small = fsdp == 1 or not axes or leaf.size < MIN_SHARDED_SIZE
-        sharding = whole
-        if not small and "model_state" not in names[:2]:
-            longest = max(axes, key=lambda axis: leaf.shape[axis])
-            sharding = NamedSharding(mesh, PartitionSpec(*(None,) * longest, "fsdp"))
+        stacked = int("blocks" in names)
+        spec = weight_spec(leaf.shape[stacked:], mesh.shape[AXIS])
+        spec = PartitionSpec(*(None,) * stacked, *spec)
+        sharding = NamedSharding(mesh, spec)
+        if "model_state" in names[:2]:
+            sharding = replicated(mesh)
         return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding)
 
     return jax.tree_util.tree_map_with_path(place, abstract_state)
@@ -85,7 +82,8 @@ def check_batch_size(batch_size: int, num_devices: int, accumulate_steps: int) -
 def describe(mesh: Mesh) -> str:
     """Formats a mesh, for example '8 × TPU v4 (2 hosts), each copy of the state on 4'."""
     devices = mesh.devices.flatten()
-    hosts = f" ({jax.process_count()} hosts)" if jax.process_count() > 1 else ""
+    num_hosts = len({device.process_index for device in devices})
+    hosts = f" ({num_hosts} hosts)" if num_hosts > 1 else ""
     fsdp = mesh.shape["fsdp"]
     copies = f", each copy of the state on {fsdp}" if fsdp > 1 else ""
     return f"{len(devices)} × {devices[0].device_kind}{hosts}{copies}"

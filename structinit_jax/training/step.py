@@ -1,6 +1,7 @@
 """The training step and the evaluation step as pure functions."""
 
 from collections.abc import Callable
+from contextlib import nullcontext
 from typing import Any
 
 import jax
@@ -8,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 from flax import nnx
-from jax.sharding import Sharding
+from jax.sharding import Mesh, NamedSharding, PartitionSpec, Sharding
 from jaxtyping import Array, Float, PRNGKeyArray
 from ml_collections import ConfigDict
 
@@ -32,7 +33,7 @@ def make_train_step(
     optimizer: optax.GradientTransformation,
     learning_rate: optax.Schedule,
     augment: Augment,
-    replicated: Sharding,
+    mesh: Mesh,
 ) -> Callable[[TrainState, Batch], tuple[TrainState, Metrics]]:
     """Builds the training step, `(state, batch) -> (state, metrics)`.
 
@@ -48,8 +49,8 @@ def make_train_step(
       optimizer: Turns gradients into updates.
       learning_rate: Schedule of the learning rate, for the metrics.
       augment: Augmentation of a batch.
-      replicated: Sharding of a full copy on every device. Split weights are gathered once a step;
-        gradients, optimizer state and new weights stay split.
+      mesh: Devices of the state and the batch. Split weights are gathered layer by layer, forward
+        and backward; gradients, optimizer state and new weights stay split.
     """
     loss_of = find_loss(config.loss)
     mixes = config.augment.mixup > 0 or config.augment.cutmix > 0
@@ -90,10 +91,12 @@ def make_train_step(
         augment_rng, rng = step_rngs(config.seed, state.step)
         batch = augment(augment_rng, batch["image"], batch["label"])
         gradient_of = accumulate if config.accumulate_steps > 1 else value_and_grad
-        # Without this, XLA would split activations along the channels like the weights, and the
-        # devices would exchange images.
-        params = jax.lax.with_sharding_constraint(state.params, replicated)
-        (loss, (correct, model_state)), grads = gradient_of(params, state.model_state, batch, rng)
+        params = _gather_outside_stacks(state.params, mesh)
+        # Tells stacks of blocks to gather the weights of each block (`models.model.gather`).
+        split = mesh.shape["fsdp"] > 1
+        with jax.sharding.use_abstract_mesh(mesh.abstract_mesh) if split else nullcontext():
+            gradient = gradient_of(params, state.model_state, batch, rng)
+        (loss, (correct, model_state)), grads = gradient
         updates, opt_state = optimizer.update(grads, state.opt_state, state.params)
         params = optax.apply_updates(state.params, updates)
         ema = state.ema
@@ -115,6 +118,17 @@ def make_train_step(
         return kept._replace(step=new_state.step), metrics
 
     return train_step
+
+
+def _gather_outside_stacks(params, mesh):
+    """Without this, XLA would split activations along the channels like the weights."""
+    replicated = NamedSharding(mesh, PartitionSpec())
+
+    def gather(path, leaf):
+        stacked = "blocks" in jax.tree_util.keystr(path, simple=True, separator="/").split("/")
+        return leaf if stacked else jax.lax.with_sharding_constraint(leaf, replicated)
+
+    return jax.tree_util.tree_map_with_path(gather, params)
 
 
 def layer_norms(grads: dict[str, Any]) -> dict[str, Float[Array, "..."]]:

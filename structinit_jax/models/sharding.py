@@ -1,0 +1,39 @@
+"""Weights that are split over devices, and gathered where they are used (FSDP)."""
+
+import math
+from typing import Any
+
+import jax
+from jax.sharding import PartitionSpec
+
+AXIS = "fsdp"  # of the mesh
+# Smaller arrays (norms, biases, the class token) are not worth an all-gather.
+MIN_SPLIT_SIZE = 2**14
+
+
+def weight_spec(shape: tuple[int, ...], parts: int) -> PartitionSpec:
+    """Splits an array along its longest axis that is divisible by `parts`, unless it is small."""
+    axes = [axis for axis, size in enumerate(shape) if size % parts == 0]
+    if parts == 1 or not axes or math.prod(shape) < MIN_SPLIT_SIZE:
+        return PartitionSpec()
+    longest = max(axes, key=lambda axis: shape[axis])
+    return PartitionSpec(*(None,) * longest, AXIS)
+
+
+def gather(block: Any) -> Any:
+    """Returns one block of a stack with all of its weights on every device.
+
+    The training step sets the mesh that this works on, if it splits the weights; else the block is
+    returned as it is. Called for one block at a time, so that the others stay split.
+    """
+    mesh = jax.sharding.get_abstract_mesh()
+    if mesh.empty:
+        return block
+
+    def gather_weight(weight):
+        # Pinned first, since XLA would else keep the full copy for the gradient.
+        spec = weight_spec(weight.shape, mesh.shape[AXIS])
+        weight = jax.lax.with_sharding_constraint(weight, spec)
+        return jax.lax.with_sharding_constraint(weight, PartitionSpec())
+
+    return jax.tree.map(gather_weight, block)
