@@ -8,9 +8,9 @@ the row after a colon: the model, convmixer_256_8, convmixer_512_6 or convmixer_
 size, 3, 5 or 8; the filters, trained or fixed at random, impulse or box values. Fixed filters keep
 their biases too. Other filters of the program, trained or fixed according to the row:
 
-    4 taps in random places     --config.attention_init="{'name': 'impulse_2024', 'taps': 4}"
-    Gaussians                   --config.attention_init="{'name': 'impulse_2024', 'variance': 0.5}"
-    32 filters in each layer    --config.attention_init="{'name': 'impulse_2024', 'num_filters': 32}"
+    4 taps, drawn          --config.attention_init="{'name': 'impulse_2024', 'taps': 4}"
+    Gaussians              --config.attention_init="{'name': 'impulse_2024', 'variance': 0.5}"
+    32 filters in a layer  --config.attention_init="{'name': 'impulse_2024', 'num_filters': 32}"
 
 From the text: learning rate 0.01, 100 epochs, all else as for ViT (vit_2024_small.py). From the
 program (github.com/osiriszjq/structured_init): the scale of the filters, and depth 6 at width 512,
