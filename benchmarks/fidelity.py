@@ -118,7 +118,7 @@ def compare_weights(programs: dict, chosen: str) -> list[str]:
     for model, inits in programs["models"].items():
         for init, reference in inits.items():
             row = f"{model},{init}".replace(":,", ":")
-            if chosen not in row:
+            if not re.search(chosen, row):
                 continue
             ours = start_weights(load_config(str(ROOT / "configs" / row)))
             for name, wanted in reference.items():
@@ -138,7 +138,7 @@ def main():
     """Prints the tables and writes them to --out."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--out", help="file for the tables, in Markdown")
-    parser.add_argument("--rows", default="", help="only rows of the configs that contain this")
+    parser.add_argument("--rows", default="", help="only rows of the configs that match this pattern")
     args = parser.parse_args()
     programs = json.loads(PROGRAMS.read_text())
     recipes = compare_recipes(programs)

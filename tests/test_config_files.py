@@ -214,7 +214,7 @@ def test_a_training_step_can_be_traced(path, traced):
     if step in traced:
         return
     traced.add(step)
-    setup = set_up(config, CATALOG[config.data.name], 1000)
+    setup = set_up(config, CATALOG[config.data.name], 10_000)
     before = setup.abstract_state
     after, metrics = jax.eval_shape(setup.train_step, before, setup.abstract_batch)
     assert metrics["loss"].shape == ()

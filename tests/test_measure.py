@@ -57,10 +57,10 @@ def test_attention_by_offset_is_the_kernel():
 def test_the_filters_of_solved_heads_are_found():
     positions = sincos_positions((8, 8), 32)
     site = AttentionSite((8, 8), 32, 2, 16, 2, 0.25, positions)
-    weights = impulse(target_mass=0.9, vo_init="default")(jax.random.key(0), site)
+    weights = impulse(target_mass=0.8, vo_init="default")(jax.random.key(0), site)
     x = layer_norm(positions)
     logits = np.einsum("nD,LDhd,LEhd,mE->Lhnm", x, weights.query, weights.key, x, optimize=True)
     maps = jax.nn.softmax(jnp.asarray(0.25 * logits, jnp.float32), axis=-1)
     measures = measure_maps(maps[:, None], site.grid)
     np.testing.assert_array_equal(measures.filter_index, weights.filter_index)
-    np.testing.assert_allclose(measures.target_mass, 0.9, atol=0.02)
+    np.testing.assert_allclose(measures.target_mass, 0.8, atol=0.02)
