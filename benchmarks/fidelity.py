@@ -138,7 +138,9 @@ def main():
     """Prints the tables and writes them to --out."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--out", help="file for the tables, in Markdown")
-    parser.add_argument("--rows", default="", help="only rows of the configs that match this pattern")
+    parser.add_argument(
+        "--rows", default="", help="only rows of the configs that match this pattern"
+    )
     args = parser.parse_args()
     programs = json.loads(PROGRAMS.read_text())
     recipes = compare_recipes(programs)

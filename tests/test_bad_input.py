@@ -245,7 +245,10 @@ COMMANDS = [
     ([None, "--config=FOLDER"], "--config=FOLDER: there is no such file"),
     ([None, "--config=configs/nope.py"], "--config=configs/nope.py: there is no such file"),
     ([None, "--config=configs/vit_2024_small.py:stl10"], "small.py:stl10: .*'stl10'.*cifar10, "),
-    ([None, "--config", "configs/convmixer_2024.py:convmixer_256_8,4"], "2024.py:convmixer_256_8,4: .*'4'.*3, 5, 8"),
+    (
+        [None, "--config", "configs/convmixer_2024.py:convmixer_256_8,4"],
+        "2024.py:convmixer_256_8,4: .*'4'.*3, 5, 8",
+    ),
     ([None, f"{CONFIG}:cifar10"], "vit_t_digits.py:cifar10: .*no rows"),
     ([None, CONFIG], "--workdir is required"),
     ([None, CONFIG, "--workdir="], "--workdir is required"),
