@@ -21,8 +21,8 @@ SLICES = (
     "tpu-v6e:2x4",  # v6e-8
     "h100",  # one machine of eight
 )
-PROGRAMS = [(IMAGENET, target, {}) for target in SLICES] + [
-    (config, target, {})
+PROGRAMS = [(IMAGENET, target) for target in SLICES] + [
+    (config, target)
     for config in (
         "configs/vit_2024_imagenet.py",
         "configs/vit_2025_small.py",
@@ -34,20 +34,17 @@ PROGRAMS = [(IMAGENET, target, {}) for target in SLICES] + [
 ]
 
 
-def measure(config: str, target: str, flags: dict[str, str]) -> dict[str, str]:
+def measure(config: str, target: str) -> dict[str, str]:
     """Returns the lines of a dry run that concern the compiled program, or why there is none."""
     import jax
 
     jax.config.update("jax_platforms", "cpu")
-    from structinit_jax.command_line import load_config, override
+    from structinit_jax.command_line import load_config
     from structinit_jax.dry_run import dry_run
     from structinit_jax.errors import InputError
 
-    settings = load_config(config).lock()
-    for field, value in flags.items():
-        override(settings, field, value)
     try:
-        rows = dry_run(settings, target)
+        rows = dry_run(load_config(config), target)
     except InputError as error:
         return {"does not fit": str(error)}
     names = ("devices", "batch", "memory per device", "sent per step", "compiled in")
@@ -61,12 +58,12 @@ def main():
     parser.add_argument("--only", default="", help="only targets whose name contains this")
     args = parser.parse_args()
     results = []
-    for config, target, flags in PROGRAMS:
+    for config, target in PROGRAMS:
         if args.only not in target:
             continue
         with ProcessPoolExecutor(1, mp_context=get_context("spawn")) as process:
-            result = process.submit(measure, config, target, flags).result()
-        results.append({"config": config, "target": target, **flags, **result})
+            result = process.submit(measure, config, target).result()
+        results.append({"config": config, "target": target, **result})
         print(json.dumps(results[-1], indent=2), flush=True)
         with open(args.out, "w") as file:
             json.dump(results, file, indent=2, ensure_ascii=False)
