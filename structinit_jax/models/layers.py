@@ -202,10 +202,19 @@ def _attend(query, key, value, bias):
 
 def _attend_forward(query, key, value, bias):
     logits = _logits(query, key, bias)
-    normalizer = jax.nn.logsumexp(logits, axis=-1, keepdims=True)
-    maps = jnp.exp(logits - normalizer).astype(value.dtype)
-    y = jnp.einsum("bhnm,bhmd->bhnd", maps, value)
-    return y, (query, key, value, bias, y, checkpoint_name(normalizer, RESIDUAL))
+    largest = logits.max(axis=-1, keepdims=True)
+    exponentials = jnp.exp(logits - largest)
+    total = exponentials.sum(axis=-1, keepdims=True)
+    # Divided by the sum after the product, which has d columns instead of M.
+    y = jnp.einsum(
+        "bhnm,bhmd->bhnd",
+        exponentials.astype(value.dtype),
+        value,
+        preferred_element_type=jnp.float32,
+    )
+    y = checkpoint_name((y / total).astype(value.dtype), RESIDUAL)
+    normalizer = checkpoint_name(largest + jnp.log(total), RESIDUAL)
+    return y, (query, key, value, bias, y, normalizer)
 
 
 def _logits(query, key, bias):
