@@ -4,9 +4,9 @@
         --out=gpu_programs.json
 
 Compares the variants of our step and big_vision's (see train_step.py) as XLA compiles them for one
-H100 in bfloat16. Nothing is measured: kernels and bytes are counted in the program (see hlo.py), and
-kernels are not tuned, since that takes a GPU. Steps that launch fewer kernels and move fewer bytes
-tend to be faster; by how much only a GPU can tell.
+H100 in bfloat16. Nothing is measured: kernels and bytes are counted in the program (see hlo.py),
+and kernels are not tuned, since that takes a GPU. Steps that launch fewer kernels and move fewer
+bytes tend to be faster; by how much only a GPU can tell.
 
 Loops of the augmentation that depend on the drawn operations count with their expected length.
 cuDNN's attention is compiled without cuDNN, so its workspace is not among the temporaries.

@@ -95,7 +95,9 @@ def _executed(computations, name, times, lengths) -> Iterator:
         called = re.findall(r"(?:body|to_apply|calls)=%?([\w.\-]+)", instruction.rest)
         if instruction.opcode == "while":
             known = _TRIP_COUNT.search(instruction.rest)
-            trips = int(known[1]) if known else next(lengths)
+            trips = int(known[1]) if known else next(lengths, None)
+            if trips is None:
+                raise ValueError(f"the length of {instruction.name} is not known")
             yield from _executed(computations, called[0], times * trips, lengths)
         elif instruction.opcode in ("call", "async-start"):
             yield from _executed(computations, called[0], times, lengths)

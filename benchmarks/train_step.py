@@ -80,9 +80,7 @@ BIG_VISION = {  # options of the model, and whether its GELU is exact
     "big_vision, scan with remat": (dict(scan=True), True),
 }
 DEFAULT_PROGRAMS = ("structinit_jax", "timm", *BIG_VISION)
-AUGMENT = dict(
-    flip=0.5, rand_augment="rand-m9-mstd0.5-inc1", erasing=0.25, mixup=0.8, cutmix=1.0
-)
+AUGMENT = dict(flip=0.5, rand_augment="rand-m9-mstd0.5-inc1", erasing=0.25, mixup=0.8, cutmix=1.0)
 Step = Callable[[], Any]  # runs one step to its end
 
 
@@ -99,8 +97,8 @@ def make_ours(row: Row, program: str, dtype: str) -> tuple[Step, dict[str, Any]]
     """Returns the trainer's step and its costs."""
     import jax
 
-    from structinit_jax.training.flops import flops_per_image
     from structinit_jax.train import initialize
+    from structinit_jax.training.flops import flops_per_image
 
     config, setup = set_up_ours(row, program, dtype)
     state = initialize(config, setup)
