@@ -7,7 +7,11 @@ for eight H100s (`--dry_run --target=`), which takes about a minute each on two 
 efficiency is computed, not measured: from the bytes, the model's FLOPs and the chips' published
 bandwidths, assuming that each chip reaches `--mfu` of its peak while it computes. Latency is
 ignored. Communication either follows the computation ("in turn") or overlaps it ("overlapped");
-`overlapped` of a program says for how many bytes it has computation to run meanwhile.
+`overlapped` of a program says for how many bytes it has computation to run meanwhile. TPU programs
+have it with the options of `ASYNCHRONOUS`, which a run takes from the environment:
+
+    LIBTPU_INIT_ARGS='--xla_enable_async_all_reduce=true
+        --xla_tpu_enable_async_collective_fusion_fuse_all_reduce=true'
 
 With fsdp=8, the weights of one block are gathered at a time: compare `largest` of the all-gather
 with the bytes of one block and of all of them, in the type of the computation.
@@ -35,21 +39,31 @@ IMAGES_PER_CHIP = 128
 GLOBAL_BATCH = 1024
 
 
-TARGETS = ("tpu-v5e:2x4", "h100")
+ASYNCHRONOUS = {
+    "xla_enable_async_all_reduce": True,
+    "xla_tpu_enable_async_collective_fusion_fuse_all_reduce": True,
+}
+PROGRAMS = {  # target, fsdp, further options of the compiler
+    "tpu-v5e:2x4, fsdp=1": ("tpu-v5e:2x4", 1, {}),
+    "tpu-v5e:2x4, fsdp=1, asynchronous": ("tpu-v5e:2x4", 1, ASYNCHRONOUS),
+    "tpu-v5e:2x4, fsdp=8": ("tpu-v5e:2x4", 8, {}),
+    "h100, fsdp=1": ("h100", 1, {}),
+    "h100, fsdp=8": ("h100", 8, {}),
+}
 
 
 class Chip(NamedTuple):
     """Bandwidth of a chip in one direction, in bytes per second.
 
     Attributes:
-      target: The program that has its bytes.
+      program: The one of `PROGRAMS` that has its bytes.
       kind: Name in `flops.PEAK`.
       near: To chips of the same group.
       far: To other groups.
       group: Number of chips in a group.
     """
 
-    target: str
+    program: str
     kind: str
     near: float
     far: float
@@ -60,9 +74,9 @@ class Chip(NamedTuple):
 # H100: half of NVLink's 900 GB/s, and one 400 Gbit/s adapter for each GPU, as in
 # https://docs.nvidia.com/dgx/dgxh100-user-guide; a group is a node.
 CHIPS = {
-    "TPU v5e": Chip("tpu-v5e:2x4", "TPU v5 lite", near=200e9, far=0, group=256),
-    "TPU v5p": Chip("tpu-v5e:2x4", "TPU v5p", near=600e9, far=0, group=8960),
-    "H100 SXM": Chip("h100", "NVIDIA H100 80GB HBM3", near=450e9, far=50e9, group=8),
+    "TPU v5e": Chip("tpu-v5e:2x4, fsdp=1", "TPU v5 lite", near=200e9, far=0, group=256),
+    "TPU v5p": Chip("tpu-v5e:2x4, fsdp=1", "TPU v5p", near=600e9, far=0, group=8960),
+    "H100 SXM": Chip("h100, fsdp=1", "NVIDIA H100 80GB HBM3", near=450e9, far=50e9, group=8),
 }
 
 
@@ -89,7 +103,7 @@ def efficiencies(num_bytes: int, compute: float, num_chips: int, chip: Chip) -> 
     return {"in_turn": compute / (compute + send), "overlapped": compute / max(compute, send)}
 
 
-def compile_step(model: str, target: str, fsdp: int) -> dict[str, Any]:
+def compile_step(model: str, target: str, fsdp: int, options: dict[str, bool]) -> dict[str, Any]:
     """Returns what a device receives in a step by kind of collective, and the sizes of arrays."""
     jax.config.update("jax_platforms", "cpu")
     devices, _, compiler_options = find_target(target)
@@ -99,7 +113,7 @@ def compile_step(model: str, target: str, fsdp: int) -> dict[str, Any]:
     info = CATALOG["imagenet2012"]
     setup = set_up(config, info, info.num_examples["train"], devices)
     step = setup.train_step.lower(setup.abstract_state, setup.abstract_batch)
-    step = step.compile(compiler_options)
+    step = step.compile(compiler_options | options)
     leaves = jax.tree.leaves(setup.abstract_state.params["blocks"])
     blocks = sum(map(math.prod, (leaf.shape for leaf in leaves))) * 2  # bytes of a bfloat16
     memory = step.memory_analysis()
@@ -117,22 +131,19 @@ def measure(model: str) -> dict[str, Any]:
     """Compiles the programs of a model, each in a process of its own."""
     config = load_config(f"configs/vit_2025_imagenet.py:{model}")
     row = {"flops_per_image": flops.flops_per_image(config)}
-    for target in TARGETS:
-        for fsdp in (1, 8):
-            with ProcessPoolExecutor(1, mp_context=get_context("spawn")) as process:
-                program = process.submit(compile_step, model, target, fsdp).result()
-            row[f"{target}, fsdp={fsdp}"] = program
-            sent = ", ".join(
-                f"{kind} {traffic['total'] / 1e6:.1f} MB"
-                f" ({traffic['overlapped'] / traffic['total']:.0%} overlapped,"
-                f" largest {traffic['largest'] / 1e6:.1f} MB)"
-                for kind, traffic in program.items()
-                if isinstance(traffic, dict)
-            )
-            temporaries = program["temporary_bytes"] / 1e9
-            print(
-                f"  {target}, fsdp={fsdp}: {sent}; {temporaries:.2f} GB of temporaries", flush=True
-            )
+    for name, arguments in PROGRAMS.items():
+        with ProcessPoolExecutor(1, mp_context=get_context("spawn")) as process:
+            program = process.submit(compile_step, model, *arguments).result()
+        row[name] = program
+        sent = ", ".join(
+            f"{kind} {traffic['total'] / 1e6:.1f} MB"
+            f" ({traffic['overlapped'] / traffic['total']:.0%} overlapped,"
+            f" largest {traffic['largest'] / 1e6:.1f} MB)"
+            for kind, traffic in program.items()
+            if isinstance(traffic, dict)
+        )
+        temporaries = f"{program['temporary_bytes'] / 1e9:.2f} GB of temporaries"
+        print(f"  {name}: {sent}; {temporaries}", flush=True)
     return row
 
 
@@ -154,7 +165,7 @@ def main() -> None:
         ):
             print(f"  efficiency with {batch}, in turn / overlapped, on")
             for chip_name, chip in CHIPS.items():
-                num_bytes = row[f"{chip.target}, fsdp=1"]["all-reduce"]["total"]
+                num_bytes = row[chip.program]["all-reduce"]["total"]
                 speed = arguments.mfu * flops.PEAK[chip.kind] / row["flops_per_image"]
                 cells = {n: efficiencies(num_bytes, images(n) / speed, n, chip) for n in NUM_CHIPS}
                 row[f"{chip_name}, {batch}"] = cells

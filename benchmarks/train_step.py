@@ -65,12 +65,13 @@ ROWS = {
     "Swin-T": Row("swin_tiny_patch4_window7_224", "swin_tiny_patch4_window7_224", 8),
     "Mixer-B/16": Row("mixer_b16_224", "mixer_b16_224", 8),
 }
+AUGMENTED = ", augmentation"
 OURS = {  # changes to the config's model
     "structinit_jax": {},
     "structinit_jax, cuDNN attention": dict(attention_implementation="cudnn"),
     "structinit_jax, unrolled": dict(unroll=0),
     "structinit_jax, remat dots": dict(remat="dots"),
-    "structinit_jax, augmentation": {},
+    f"structinit_jax{AUGMENTED}": {},
 }
 TIMM = {"timm": False, "timm, torch.compile": True}  # whether it is compiled
 DEFAULT_ROWS = ("ViT-Ti/16", "ViT-S/16", "ViT-T/2 at 32²", "Swin-T", "Mixer-B/16")
@@ -130,7 +131,7 @@ def set_up_ours(row: Row, program: str, dtype: str, devices: list | None = None)
     config.update(batch_size=row.batch, clip_norm=0.0, label_smoothing=0.0)
     config.attention_init = dict(name="default")
     config.model.update(dtype=dtype, **OURS[program])
-    if program.endswith("augmentation"):
+    if program.endswith(AUGMENTED):
         config.augment.update(AUGMENT)
     info = DatasetInfo(1000, (row.size, row.size, 3), {})
     return config, set_up(config, info, 100 * row.batch, devices or jax.devices()[:1])
@@ -346,6 +347,11 @@ def main() -> None:
                 line += f"  {result['temporary_bytes'] / 1e6:6.0f} MB of temporaries"
                 line += f"  compiled in {result['compile_seconds']:.1f} s"
             print(line, flush=True)
+        plain, augmented = (programs.get(f"structinit_jax{end}") for end in ("", AUGMENTED))
+        if plain and augmented:
+            share = 1 - augmented["images_per_second"] / plain["images_per_second"]
+            print(f"  augmentation takes {share:.1%} of the step", flush=True)
+            rows[name]["augmentation_share"] = round(share, 4)
     if flags.out:
         results = {
             "cores": len(os.sched_getaffinity(0)),
