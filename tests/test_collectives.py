@@ -49,6 +49,8 @@ metadata={op_name="jit(step)/gather"}
   %s2 = ((bf16[8]{0}), bf16[2]{0}) async-start(%x), calls=%wrapped
   %c2 = f32[128]{0} convolution(%a, %b), dim_labels=bf_io->bf
   %s3 = bf16[2]{0} async-done(%s2)
+  %q = (f32[64]{0}, f32[8]{0}) reduce-scatter-start(%a), dimensions={0}
+  %q2 = f32[8]{0} reduce-scatter-done(%q)
   %h2 = bf16[32]{0} fusion(%x), kind=kCustom, calls=%fusion.1
   %h3 = bf16[32]{0} fusion(%x), kind=kCustom, calls=%fusion.2
   %k = (f32[4]{0}, f32[4]{0}, u32[]{:S(2)}, u32[]{:S(2)}) collective-permute-start(%a), channel_id=5
@@ -67,14 +69,14 @@ def test_collectives_in_loops_count_as_often_as_they_run():
         "all-reduce": 6 * (4 * 8 + 2 * 16),
         "collective-permute": 5 + 4 * 4,
         "collective-broadcast": 7 * 4,
-        "reduce-scatter": 2 * 2,
+        "reduce-scatter": 2 * 2 + 4 * 8,
         "all-gather": 4 * 64 + 2 * 32,
     }
     assert {kind: largest for kind, (_, _, largest) in traffic.items()} == {
         "all-reduce": 4 * 8 + 2 * 16,
         "collective-permute": 4 * 4,
         "collective-broadcast": 4,
-        "reduce-scatter": 2 * 2,
+        "reduce-scatter": 4 * 8,
         "all-gather": 4 * 64,
     }
 
@@ -85,6 +87,7 @@ def test_asynchronous_forms_overlap_with_enough_computation_before_their_end():
     # One blocks, and the other only waits for a scalar.
     assert hidden.pop("collective-permute") == 0
     assert hidden.pop("collective-broadcast") == 0
+    assert hidden.pop("reduce-scatter") == 2 * 2  # the other one ends at once
     assert all(hidden[kind] == traffic[kind].total for kind in hidden)
 
 

@@ -19,7 +19,10 @@ _LIMIT = re.compile(r"= [su]32\[\]\S* constant\((\d+)\)")
 
 
 class Traffic(NamedTuple):
-    """Bytes that one device receives.
+    """Bytes that one device receives as results of collectives.
+
+    On the way there, an all-reduce of many devices sends about twice as many, and a reduce-scatter
+    as many as its operand has.
 
     Attributes:
       total: All of them.
@@ -104,8 +107,8 @@ def describe(hlo: str) -> str:
 
 def _num_bytes(collective: re.Match) -> int:
     sizes = _sizes(collective["result"], semaphores=bool(collective["start"]))
-    if collective["start"] and collective["kind"] in ("all-gather", "collective-permute"):
-        sizes = sizes[len(sizes) // 2 :]  # these asynchronous forms return their operands too
+    if collective["start"] and collective["kind"] != "all-reduce":
+        sizes = sizes[len(sizes) // 2 :]  # the other asynchronous forms return their operands too
     return sum(sizes)
 
 
