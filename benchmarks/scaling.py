@@ -7,11 +7,7 @@ for eight H100s (`--dry_run --target=`), which takes about a minute each on two 
 efficiency is computed, not measured: from the bytes, the model's FLOPs and the chips' published
 bandwidths, assuming that each chip reaches `--mfu` of its peak while it computes. Latency is
 ignored. Communication either follows the computation ("in turn") or overlaps it ("overlapped");
-`overlapped` of a program says for how many bytes it has computation to run meanwhile. TPU programs
-have it with the options of `ASYNCHRONOUS`, which a run takes from the environment:
-
-    LIBTPU_INIT_ARGS='--xla_enable_async_all_reduce=true
-        --xla_tpu_enable_async_collective_fusion_fuse_all_reduce=true'
+`overlapped` of a program says for how many bytes it has computation to run meanwhile.
 
 With fsdp=8, the weights of one block are gathered at a time: compare `largest` of the all-gather
 with the bytes of one block and of all of them, in the type of the computation.
@@ -39,16 +35,11 @@ IMAGES_PER_CHIP = 128
 GLOBAL_BATCH = 1024
 
 
-ASYNCHRONOUS = {
-    "xla_enable_async_all_reduce": True,
-    "xla_tpu_enable_async_collective_fusion_fuse_all_reduce": True,
-}
-PROGRAMS = {  # target, fsdp, further options of the compiler
-    "tpu-v5e:2x4, fsdp=1": ("tpu-v5e:2x4", 1, {}),
-    "tpu-v5e:2x4, fsdp=1, asynchronous": ("tpu-v5e:2x4", 1, ASYNCHRONOUS),
-    "tpu-v5e:2x4, fsdp=8": ("tpu-v5e:2x4", 8, {}),
-    "h100, fsdp=1": ("h100", 1, {}),
-    "h100, fsdp=8": ("h100", 8, {}),
+PROGRAMS = {  # target, fsdp
+    "tpu-v5e:2x4, fsdp=1": ("tpu-v5e:2x4", 1),
+    "tpu-v5e:2x4, fsdp=8": ("tpu-v5e:2x4", 8),
+    "h100, fsdp=1": ("h100", 1),
+    "h100, fsdp=8": ("h100", 8),
 }
 
 
@@ -103,7 +94,7 @@ def efficiencies(num_bytes: int, compute: float, num_chips: int, chip: Chip) -> 
     return {"in_turn": compute / (compute + send), "overlapped": compute / max(compute, send)}
 
 
-def compile_step(model: str, target: str, fsdp: int, options: dict[str, bool]) -> dict[str, Any]:
+def compile_step(model: str, target: str, fsdp: int) -> dict[str, Any]:
     """Returns what a device receives in a step by kind of collective, and the sizes of arrays."""
     jax.config.update("jax_platforms", "cpu")
     devices, _, compiler_options = find_target(target)
@@ -113,7 +104,7 @@ def compile_step(model: str, target: str, fsdp: int, options: dict[str, bool]) -
     info = CATALOG["imagenet2012"]
     setup = set_up(config, info, info.num_examples["train"], devices)
     step = setup.train_step.lower(setup.abstract_state, setup.abstract_batch)
-    step = step.compile(compiler_options | options)
+    step = step.compile(compiler_options)
     leaves = jax.tree.leaves(setup.abstract_state.params["blocks"])
     blocks = sum(map(math.prod, (leaf.shape for leaf in leaves))) * 2  # bytes of a bfloat16
     memory = step.memory_analysis()
