@@ -8,7 +8,9 @@ compiler's message. The batch is that of the recipe, whatever the number of devi
 """
 
 import argparse
+import contextlib
 import json
+import sys
 from concurrent.futures import ProcessPoolExecutor
 from multiprocessing import get_context
 
@@ -44,10 +46,11 @@ def measure(config: str, target: str) -> dict[str, str]:
     from structinit_jax.errors import InputError
 
     try:
-        rows = dry_run(load_config(config), target)
+        with contextlib.redirect_stdout(sys.stderr):
+            rows = dry_run(load_config(config), target)
     except InputError as error:
         return {"does not fit": str(error)}
-    names = ("devices", "batch", "memory per device", "sent per step", "compiled in")
+    names = ("devices", "batch", "memory per device", "sent per step")
     return {name: rows[name] for name in names if name in rows}
 
 
@@ -67,6 +70,7 @@ def main():
         print(json.dumps(results[-1], indent=2), flush=True)
         with open(args.out, "w") as file:
             json.dump(results, file, indent=2, ensure_ascii=False)
+            file.write("\n")
 
 
 if __name__ == "__main__":

@@ -1,17 +1,27 @@
-"""Speed, memory and compile time of one float32 training step, beside timm and big_vision.
+"""Speed, memory and compile time of one training step, beside timm and big_vision.
+
+On CPUs, in float32:
 
     python benchmarks/train_step.py --torch_python=TORCH/bin/python --big_vision=CHECKOUT \
         --out=train_step.json
 
+On one GPU, with every variant of the step:
+
+    python benchmarks/train_step.py --torch_python=TORCH/bin/python --big_vision=CHECKOUT \
+        --rows ViT-B/16 --batch=128 --dtype=bfloat16 --programs all --steps=20 --out=h100.json
+
 A step is forward pass, backward pass and AdamW on random images. Ours is the trainer's own step,
-which also computes gradient norms, without augmentation. timm runs eagerly. big_vision is its
-models/vit.py with a class token and optax's AdamW, unrolled, and under its scan, which recomputes
-every block. Its GELU is the tanh approximation ("as published"); the other rows replace it by the
-exact one, which timm and ours compute.
+which also computes gradient norms; without augmentation unless the program's name has it, which is
+then that of the ImageNet recipe except for the crop of the large images, the host's work. timm uses
+fused attention and, in bfloat16, autocast. big_vision is its models/vit.py with a class token and
+optax's AdamW, unrolled, and under its scan, which recomputes every block. Its GELU is the tanh
+approximation ("as published"); the other rows replace it by the exact one, which timm and ours
+compute.
 
 Every program runs in a process of its own, and those of a row take turns, so that other load on
-the machine meets all of them. Peers that are not given are left out. Temporaries are those of XLA's
-compiled step; timm has no such number.
+the machine meets all of them; on a GPU they share its memory. Peers that are not given are left
+out. Temporaries are those of XLA's compiled step; timm has no such number. MFU counts the products
+of the model (`training.flops`), where the peak of the device is known.
 """
 
 import argparse
@@ -43,6 +53,7 @@ class Row(NamedTuple):
 ROWS = {
     "ViT-Ti/16": Row("vit_tiny_patch16_224", "vit_tiny_patch16_224", 16, big_vision="Ti/16"),
     "ViT-S/16": Row("vit_small_patch16_224", "vit_small_patch16_224", 16, big_vision="S/16"),
+    "ViT-B/16": Row("vit_base_patch16_224", "vit_base_patch16_224", 8, big_vision="B/16"),
     "ViT-T/2 at 32²": Row(
         "vit_tiny_patch2_32",
         "vit_tiny_patch16_224",
@@ -54,11 +65,23 @@ ROWS = {
     "Swin-T": Row("swin_tiny_patch4_window7_224", "swin_tiny_patch4_window7_224", 8),
     "Mixer-B/16": Row("mixer_b16_224", "mixer_b16_224", 8),
 }
+AUGMENTED = ", augmentation"
+OURS = {  # changes to the config's model
+    "structinit_jax": {},
+    "structinit_jax, cuDNN attention": dict(attention_implementation="cudnn"),
+    "structinit_jax, unrolled": dict(unroll=0),
+    "structinit_jax, remat dots": dict(remat="dots"),
+    f"structinit_jax{AUGMENTED}": {},
+}
+TIMM = {"timm": False, "timm, torch.compile": True}  # whether it is compiled
+DEFAULT_ROWS = ("ViT-Ti/16", "ViT-S/16", "ViT-T/2 at 32²", "Swin-T", "Mixer-B/16")
 BIG_VISION = {  # options of the model, and whether its GELU is exact
     "big_vision": (dict(scan=False), True),
     "big_vision as published": (dict(scan=False), False),
     "big_vision, scan with remat": (dict(scan=True), True),
 }
+DEFAULT_PROGRAMS = ("structinit_jax", "timm", *BIG_VISION)
+AUGMENT = dict(flip=0.5, rand_augment="rand-m9-mstd0.5-inc1", erasing=0.25, mixup=0.8, cutmix=1.0)
 Step = Callable[[], Any]  # runs one step to its end
 
 
@@ -71,18 +94,14 @@ def compile_step(step, *arguments) -> tuple[Any, dict[str, float]]:
     return compiled, {"compile_seconds": seconds, "temporary_bytes": temporaries}
 
 
-def make_ours(row: Row) -> tuple[Step, dict[str, float]]:
+def make_ours(row: Row, program: str, dtype: str) -> tuple[Step, dict[str, Any]]:
     """Returns the trainer's step and its costs."""
     import jax
 
-    from structinit_jax.config import base_config
-    from structinit_jax.data.info import DatasetInfo
-    from structinit_jax.train import initialize, set_up
+    from structinit_jax.train import initialize
+    from structinit_jax.training.flops import flops_per_image
 
-    config = base_config(row.ours)
-    config.update(batch_size=row.batch, clip_norm=0.0, label_smoothing=0.0)
-    config.attention_init = dict(name="default")
-    setup = set_up(config, DatasetInfo(1000, (row.size, row.size, 3), {}), 100 * row.batch)
+    config, setup = set_up_ours(row, program, dtype)
     state = initialize(config, setup)
     images, labels = random_batch(row)
     images = (127 + 40 * images).clip(0, 255).astype(np.uint8)
@@ -94,13 +113,52 @@ def make_ours(row: Row) -> tuple[Step, dict[str, float]]:
         nonlocal state
         state, _ = jax.block_until_ready(step(state, batch))
 
-    return run, costs
+    return run, costs | {
+        "device": jax.devices()[0].device_kind,
+        "flops_per_image": flops_per_image(config),
+    }
 
 
-def make_big_vision(row: Row, program: str, checkout: str) -> tuple[Step, dict[str, float]]:
+def set_up_ours(row: Row, program: str, dtype: str, devices: list | None = None) -> tuple:
+    """Returns config and `train.Setup` of one of `OURS`, by default for this machine's device."""
+    import jax
+
+    from structinit_jax.config import base_config
+    from structinit_jax.data.info import DatasetInfo
+    from structinit_jax.train import set_up
+
+    config = base_config(row.ours)
+    config.update(batch_size=row.batch, clip_norm=0.0, label_smoothing=0.0)
+    config.attention_init = dict(name="default")
+    config.model.update(dtype=dtype, **OURS[program])
+    if program.endswith(AUGMENTED):
+        config.augment.update(AUGMENT)
+    info = DatasetInfo(1000, (row.size, row.size, 3), {})
+    return config, set_up(config, info, 100 * row.batch, devices or jax.devices()[:1])
+
+
+def make_big_vision(
+    row: Row, program: str, checkout: str, dtype: str
+) -> tuple[Step, dict[str, float]]:
     """Returns a step of big_vision's ViT and its costs."""
     import jax
     import jax.numpy as jnp
+
+    init, train_step = big_vision_functions(row, program, checkout, dtype)
+    batch = jax.tree.map(jnp.asarray, random_batch(row))
+    state = jax.jit(init)(batch[0])
+    step, costs = compile_step(jax.jit(train_step, donate_argnums=0), state, *batch)
+
+    def run():
+        nonlocal state
+        state, _ = jax.block_until_ready(step(state, *batch))
+
+    return run, costs
+
+
+def big_vision_functions(row: Row, program: str, checkout: str, dtype: str) -> tuple:
+    """Returns the functions `images -> state` and `(state, images, labels) -> (state, loss)`."""
+    import jax
     import optax
     from flax import linen
 
@@ -119,11 +177,12 @@ def make_big_vision(row: Row, program: str, checkout: str) -> tuple[Step, dict[s
     options, exact = BIG_VISION[program]
     if exact:
         linen.gelu = lambda x: jax.nn.gelu(x, approximate=False)
-    model = vit.Model(1000, variant=row.big_vision, pool_type="tok", **options)
-    batch = jax.tree.map(jnp.asarray, random_batch(row))
-    params = jax.jit(model.init)(jax.random.key(0), batch[0])
+    model = vit.Model(1000, variant=row.big_vision, pool_type="tok", dtype_mm=dtype, **options)
     optimizer = optax.adamw(1e-3)
-    state = (params, optimizer.init(params))
+
+    def init(images):
+        params = model.init(jax.random.key(0), images)
+        return params, optimizer.init(params)
 
     def train_step(state, images, labels):
         params, opt_state = state
@@ -136,17 +195,11 @@ def make_big_vision(row: Row, program: str, checkout: str) -> tuple[Step, dict[s
         updates, opt_state = optimizer.update(grads, opt_state, params)
         return (optax.apply_updates(params, updates), opt_state), loss
 
-    step, costs = compile_step(jax.jit(train_step, donate_argnums=0), state, *batch)
-
-    def run():
-        nonlocal state
-        state, _ = jax.block_until_ready(step(state, *batch))
-
-    return run, costs
+    return init, train_step
 
 
-def make_timm(row: Row) -> tuple[Step, dict[str, float]]:
-    """Returns an eager step of timm's model."""
+def make_timm(row: Row, program: str, dtype: str) -> tuple[Step, dict[str, float]]:
+    """Returns a step of timm's model."""
     import torch
 
     # timm imports torchvision, whose compiled operators need not fit this torch: it uses none.
@@ -156,16 +209,22 @@ def make_timm(row: Row) -> tuple[Step, dict[str, float]]:
             library.define(schema)
     import timm
 
-    model = timm.create_model(row.timm, **row.timm_options).train()
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
-    images, labels = map(torch.from_numpy, random_batch(row))
+    torch.set_float32_matmul_precision("high")  # TF32, JAX's default on GPUs
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    model = timm.create_model(row.timm, **row.timm_options).to(device).train()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, fused=device == "cuda" or None)
+    images, labels = (torch.from_numpy(array).to(device) for array in random_batch(row))
     images = images.permute(0, 3, 1, 2).contiguous()
+    forward = torch.compile(model) if TIMM[program] else model
 
     def run():
-        loss = torch.nn.functional.cross_entropy(model(images), labels)
+        with torch.autocast(device, torch.bfloat16, enabled=dtype == "bfloat16"):
+            loss = torch.nn.functional.cross_entropy(forward(images), labels)
         optimizer.zero_grad()
         loss.backward()
         optimizer.step()
+        if device == "cuda":
+            torch.cuda.synchronize()
 
     return run, {}
 
@@ -177,15 +236,15 @@ def random_batch(row: Row) -> tuple[np.ndarray, np.ndarray]:
     return images.astype(np.float32), np.arange(row.batch, dtype=dtype)
 
 
-def work(program: str, row: Row, checkout: str) -> None:
+def work(program: str, row: Row, flags: argparse.Namespace) -> None:
     """Prints the costs of a program's step, then its seconds for each line that is read."""
     with contextlib.redirect_stdout(sys.stderr):
-        if program == "timm":
-            run, costs = make_timm(row)
+        if program in TIMM:
+            run, costs = make_timm(row, program, flags.dtype)
         elif program in BIG_VISION:
-            run, costs = make_big_vision(row, program, checkout)
+            run, costs = make_big_vision(row, program, flags.big_vision, flags.dtype)
         else:
-            run, costs = make_ours(row)
+            run, costs = make_ours(row, program, flags.dtype)
         run()
         run()
     print(json.dumps(costs), flush=True)
@@ -195,23 +254,35 @@ def work(program: str, row: Row, checkout: str) -> None:
         print(time.perf_counter() - start, flush=True)
 
 
-def measure(name: str, row: Row, flags: argparse.Namespace) -> dict[str, dict[str, float]]:
+def measure(name: str, row: Row, flags: argparse.Namespace) -> dict[str, dict[str, Any]]:
     """Returns the results of all programs for a row."""
-    pythons = {"structinit_jax": sys.executable}
-    if flags.torch_python:
-        pythons["timm"] = flags.torch_python
-    if flags.big_vision and row.big_vision:
-        pythons |= dict.fromkeys(BIG_VISION, flags.big_vision_python)
+    pythons = {}
+    for program in flags.programs:
+        if program in OURS:
+            pythons[program] = sys.executable
+        elif program in TIMM and flags.torch_python:
+            pythons[program] = flags.torch_python
+        elif program in BIG_VISION and flags.big_vision and row.big_vision:
+            pythons[program] = flags.big_vision_python
+    environment = os.environ | {"XLA_PYTHON_CLIENT_PREALLOCATE": "false"}  # they share a GPU
     workers, results = {}, {}
     with contextlib.ExitStack() as stack:
         for program, python in pythons.items():
             command = [python, __file__, "--worker", program, "--rows", name]
             command += ["--big_vision", flags.big_vision]
+            command += ["--dtype", flags.dtype, "--batch", str(row.batch)]
             worker = subprocess.Popen(
-                command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+                command,
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                text=True,
+                env=environment,
             )
             workers[program] = stack.enter_context(worker)
-            results[program] = json.loads(worker.stdout.readline()) | {"seconds": []}
+            costs = worker.stdout.readline()
+            if not costs:
+                raise SystemExit(f"{program} failed, see above: leave it out of --programs")
+            results[program] = json.loads(costs) | {"seconds": []}
         for _ in range(flags.rounds):
             for program, worker in workers.items():
                 for _ in range(flags.steps):
@@ -225,11 +296,28 @@ def measure(name: str, row: Row, flags: argparse.Namespace) -> dict[str, dict[st
     return results
 
 
+def add_mfu(results: dict[str, dict[str, Any]]) -> None:
+    """Adds the MFU of every program, where one of ours told FLOPs and a device of known peak."""
+    from structinit_jax.training.flops import PEAK
+
+    costs = next((result for result in results.values() if "device" in result), {})
+    peak, num_flops = PEAK.get(costs.get("device")), costs.get("flops_per_image")
+    for result in results.values():
+        if peak:
+            result["mfu"] = round(result["images_per_second"] * num_flops / peak, 4)
+
+
 def main() -> None:
     """Prints the table and writes it as JSON."""
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--out", help="JSON file for the results")
-    parser.add_argument("--rows", nargs="+", default=list(ROWS), choices=ROWS)
+    parser.add_argument("--rows", nargs="+", default=list(DEFAULT_ROWS), choices=ROWS)
+    programs = (*OURS, *TIMM, *BIG_VISION)
+    parser.add_argument(
+        "--programs", nargs="+", default=DEFAULT_PROGRAMS, choices=(*programs, "all")
+    )
+    parser.add_argument("--dtype", default="float32", choices=("float32", "bfloat16"))
+    parser.add_argument("--batch", type=int, help="images in a batch, if not the row's own")
     parser.add_argument("--rounds", type=int, default=6)
     parser.add_argument("--steps", type=int, default=3, help="steps of each program in a round")
     parser.add_argument("--torch_python", default="", help="Python that has torch and timm")
@@ -237,25 +325,41 @@ def main() -> None:
     parser.add_argument("--big_vision_python", default=sys.executable, help="Python that has flax")
     parser.add_argument("--worker", help=argparse.SUPPRESS)
     flags = parser.parse_args()
-    if flags.worker:
-        work(flags.worker, ROWS[flags.rows[0]], flags.big_vision)
-        return
+    if "all" in flags.programs:
+        flags.programs = programs
     rows = {}
     for name in flags.rows:
-        row = ROWS[name]
-        print(f"{name}, {row.size}² pixels, batch of {row.batch}: images/s", flush=True)
+        row = ROWS[name]._replace(**{"batch": flags.batch} if flags.batch else {})
+        if flags.worker:
+            work(flags.worker, row, flags)
+            return
+        title = f"{name}, {row.size}² pixels, batch of {row.batch}, {flags.dtype}"
+        print(f"{title}: images/s", flush=True)
         programs = measure(name, row, flags)
+        add_mfu(programs)
         rows[name] = {"batch": row.batch, "image_size": row.size, "programs": programs}
         for program, result in programs.items():
             low, high = result["range"]
-            line = f"  {program:28} {result['images_per_second']:6.1f}  ({low:.1f} to {high:.1f})"
+            line = f"  {program:32} {result['images_per_second']:6.1f}  ({low:.1f} to {high:.1f})"
+            if "mfu" in result:
+                line += f"  MFU {result['mfu']:.1%}"
             if "compile_seconds" in result:
                 line += f"  {result['temporary_bytes'] / 1e6:6.0f} MB of temporaries"
                 line += f"  compiled in {result['compile_seconds']:.1f} s"
             print(line, flush=True)
+        plain, augmented = (programs.get(f"structinit_jax{end}") for end in ("", AUGMENTED))
+        if plain and augmented:
+            share = 1 - augmented["images_per_second"] / plain["images_per_second"]
+            print(f"  augmentation takes {share:.1%} of the step", flush=True)
+            rows[name]["augmentation_share"] = round(share, 4)
     if flags.out:
-        cores = len(os.sched_getaffinity(0))
-        results = {"cores": cores, "rounds": flags.rounds, "steps": flags.steps, "rows": rows}
+        results = {
+            "cores": len(os.sched_getaffinity(0)),
+            "dtype": flags.dtype,
+            "rounds": flags.rounds,
+            "steps": flags.steps,
+            "rows": rows,
+        }
         Path(flags.out).write_text(json.dumps(results, indent=2, ensure_ascii=False) + "\n")
 
 

@@ -44,6 +44,25 @@ def test_attention_and_its_gradients_equal_those_of_jax(dtype, tolerance, bias_b
     close(found, value_and_gradients(reference, *wide, *bias), tolerance)
 
 
+@pytest.mark.parametrize("num_tokens", [5, 6])
+def test_attention_for_cudnn_pads_to_the_even_number_of_tokens_that_it_needs(
+    num_tokens, monkeypatch
+):
+    rngs = jax.random.split(jax.random.key(0), 3)
+    arrays = [jax.random.normal(rng, (2, num_tokens, 3, 4)) for rng in rngs]
+    expected = value_and_gradients(layers.dot_product_attention, *arrays)
+    by_xla, lengths = jax.nn.dot_product_attention, []
+
+    def replace(query, key, value, *, implementation, **options):
+        assert implementation == "cudnn"
+        lengths.append(query.shape[1])
+        return by_xla(query, key, value, implementation="xla", **options)
+
+    monkeypatch.setattr(jax.nn, "dot_product_attention", replace)
+    close(value_and_gradients(layers.cudnn_attention, *arrays), expected, 1e-5)
+    assert lengths == [6]
+
+
 def test_a_step_without_remat_keeps_no_attention_maps():
     x = jnp.ones((2, 50, 3, 4))
 

@@ -68,7 +68,8 @@ def test_split_weights_are_gathered_and_images_stay_where_they_are(wide_config):
     sent = traffic_by_kind(step.as_text())
     assert sent.keys() == {"all-gather", "all-reduce"}
     assert sent["all-gather"].total == 2 * num_bytes(split)  # forward and backward
-    gradients = num_bytes(setup.abstract_state.params)  # and norms
+    # Over 'fsdp', where TPUs and GPUs reduce and scatter; then each part over 'data'; and norms.
+    gradients = num_bytes(setup.abstract_state.params) + num_bytes(split) // 4
     assert gradients <= sent["all-reduce"].total < gradients + 200
     whole = num_bytes(setup.abstract_state) - 4 * num_bytes(split)  # with Adam's two, and EMA
     expected = whole + num_bytes(split)

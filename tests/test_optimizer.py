@@ -203,6 +203,11 @@ def test_timm_cosine_equals_timm_in_every_step_of_every_epoch(recipe, num_exampl
     assert schedule.learning_rate(0) == np.float32(config.warmup_learning_rate)
 
 
+def test_timm_cosine_has_no_loop():
+    schedule = make_rate(schedule="timm_cosine", num_steps=40, warmup_learning_rate=1e-3)
+    assert "while" not in jax.jit(schedule).lower(0).as_text()
+
+
 @pytest.mark.parametrize("num_steps", [1, 15, 40])
 def test_timm_cosine_fits_the_given_number_of_steps(num_steps):
     fields = dict(schedule="timm_cosine", cooldown_epochs=1.0, warmup_epochs=1.0)

@@ -1,4 +1,6 @@
 import importlib.util
+import subprocess
+import sys
 
 import pytest
 
@@ -28,6 +30,12 @@ def test_slices_of_several_hosts_have_their_devices():
     target = find_target("tpu-v4:2x2x4")
     assert len(target.devices) == 16  # one a chip, not one a core
     assert {device.process_index for device in target.devices} == set(range(4))
+
+
+def test_several_processes_compile_for_tpus_at_once():
+    program = "from structinit_jax.training.targets import find_target; find_target('tpu-v5e:2x2')"
+    find_target("tpu-v5e:2x2")
+    subprocess.run([sys.executable, "-c", program], check=True)
 
 
 @pytest.mark.parametrize("name", ["tpu-v5e:3x5", "tpu-v99:2x2", "a100", "h100:8", ""])

@@ -168,13 +168,42 @@ class Attention(nnx.Module):
         if self.query_norm is not None:
             query, key = self.query_norm(query), self.key_norm(key)
         if self.implementation == "cudnn":
-            if bias is not None:
-                bias = bias.astype(query.dtype)  # cuDNN requires it; elsewhere logits are float32
-            y = jax.nn.dot_product_attention(query, key, value, bias=bias, implementation="cudnn")
+            y = cudnn_attention(query, key, value, bias)
         else:
             y = dot_product_attention(query, key, value, bias)
         maps = {"attention_maps": _attention_maps(query, key, bias)} if with_maps else {}
         return dropout(self.out(y), self.dropout, rng), maps
+
+
+def cudnn_attention(
+    query: Float[Array, "B N h d"],
+    key: Float[Array, "B N h d"],
+    value: Float[Array, "B N h d"],
+    bias: Float[Array, "#B h N N"] | None = None,
+) -> Float[Array, "B N h d"]:
+    """Computes `dot_product_attention` by cuDNN's fused kernel, in which the bias has their dtype.
+
+    JAX takes gradients for even N only, and a class token often makes it odd, so without a bias a
+    token is appended and masked.
+    """
+    tokens, lengths = query.shape[1], None
+    if bias is not None:
+        bias = bias.astype(query.dtype)
+    elif tokens % 2:
+        query, key, value = (
+            jnp.pad(x, ((0, 0), (0, 1), (0, 0), (0, 0))) for x in (query, key, value)
+        )
+        lengths = jnp.full(len(query), tokens, jnp.int32)
+    y = jax.nn.dot_product_attention(
+        query,
+        key,
+        value,
+        bias=bias,
+        query_seq_lengths=lengths,
+        key_value_seq_lengths=lengths,
+        implementation="cudnn",
+    )
+    return y[:, :tokens]
 
 
 def dot_product_attention(

@@ -1,5 +1,6 @@
 """Weights that are split over devices, and gathered where they are used (FSDP)."""
 
+import functools
 import math
 from typing import Any
 
@@ -30,10 +31,25 @@ def gather(block: Any) -> Any:
     if mesh.empty:
         return block
 
-    def gather_weight(weight):
-        # Pinned first, since XLA would else keep the full copy for the gradient.
-        spec = weight_spec(weight.shape, mesh.shape[AXIS])
-        weight = jax.lax.with_sharding_constraint(weight, spec)
-        return jax.lax.with_sharding_constraint(weight, PartitionSpec())
+    return jax.tree.map(
+        lambda weight: _gather_weight(weight, weight_spec(weight.shape, mesh.shape[AXIS])), block
+    )
 
-    return jax.tree.map(gather_weight, block)
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(1,))
+def _gather_weight(weight, spec):
+    # Pinned first, since XLA would else keep the full copy for the gradient.
+    weight = jax.lax.with_sharding_constraint(weight, spec)
+    return jax.lax.with_sharding_constraint(weight, PartitionSpec())
+
+
+def _gather_weight_forward(weight, spec):
+    return _gather_weight(weight, spec), None
+
+
+def _gather_weight_backward(spec, _, gradient):
+    # That of the constraints would sum the whole gradient on every device before it is split.
+    return (jax.lax.with_sharding_constraint(gradient, spec),)
+
+
+_gather_weight.defvjp(_gather_weight_forward, _gather_weight_backward)

@@ -12,19 +12,29 @@ _CALL = re.compile(r"(?:body|to_apply|calls|\w+_computation)=%?([\w.\-]+)")
 _CHANNEL = re.compile(r"channel_id=(\d+)")
 _TRIP_COUNT = re.compile(r'"known_trip_count":\{"n":"(\d+)"\}')
 _CONDITION = re.compile(r"condition=%?([\w.\-]+)")
+_START = re.compile(r"%([\w.\-]+) = .* [\w\-]+-start\(")
+_DONE = re.compile(r"-done\(%([\w.\-]+)")
+_COMPUTE = re.compile(r" = (?P<result>.*?) (?:fusion|custom-call|convolution|dot|while)\(")
 _LIMIT = re.compile(r"= [su]32\[\]\S* constant\((\d+)\)")
 
 
 class Traffic(NamedTuple):
-    """Bytes that one device receives.
+    """Bytes that one device receives as results of collectives.
+
+    On the way there, an all-reduce of many devices sends about twice as many, and a reduce-scatter
+    as many as its operand has.
 
     Attributes:
       total: All of them.
-      overlapped: Those that it receives while it computes.
+      overlapped: Those that it receives while it computes: between start and end of the
+        collective, the program writes at least as many bytes. Whether that takes long enough to
+        hide the collective is not known.
+      largest: Those of the largest collective, which may be of several arrays.
     """
 
-    total: int
-    overlapped: int
+    total: int = 0
+    overlapped: int = 0
+    largest: int = 0
 
 
 def traffic_by_kind(hlo: str) -> dict[str, Traffic]:
@@ -40,16 +50,27 @@ def traffic_by_kind(hlo: str) -> dict[str, Traffic]:
     callers = {}  # name of a computation: the one that calls it, and in which line
     limits = {}  # name of a computation: an integer in it, which ends the loop of a condition
     found = {}  # by channel, since a TPU program repeats a collective that is fused with others
+    written = {}  # instruction that starts something: bytes that others write until its end
+    waiting = set()  # instructions that started something which has not ended
     name = ""
     for number, line in enumerate(hlo.splitlines()):
         if match := _COMPUTATION.match(line):
             name = match[1]
+            waiting = set()
+        if match := _DONE.search(line):
+            waiting.discard(match[1])
+        if (match := _COMPUTE.search(line)) and "AllocateBuffer" not in line:
+            for start in waiting:
+                written[start] += sum(_sizes(match["result"]))
+        if match := _START.search(line):
+            waiting.add(match[1])
+            written[match[1]] = 0
         if match := _LIMIT.search(line):
             limits[name] = int(match[1])
         callers |= dict.fromkeys(_CALL.findall(line), (name, line))
         if match := _COLLECTIVE.search(line):
             channel = _CHANNEL.search(line)
-            found.setdefault(channel[1] if channel else -number, []).append((name, match))
+            found.setdefault(channel[1] if channel else -number, []).append((name, line, match))
 
     def repeats(name):
         if name not in callers:
@@ -61,12 +82,17 @@ def traffic_by_kind(hlo: str) -> dict[str, Traffic]:
 
     traffic = {}
     for copies in found.values():
-        name, match = copies[0]
-        num_bytes = _num_bytes(match) * repeats(name)
-        starts_elsewhere = "async-start" in callers.get(name, ("", ""))[1]
-        overlapped = bool(match["start"]) or starts_elsewhere or len(copies) > 1
-        total, hidden = traffic.get(match["kind"], (0, 0))
-        traffic[match["kind"]] = Traffic(total + num_bytes, hidden + overlapped * num_bytes)
+        name, line, match = copies[0]
+        num_bytes = _num_bytes(match)
+        start = _START.search(line) or _START.search(callers.get(name, ("", ""))[1])
+        overlapped = len(copies) > 1 or bool(start and written[start[1]] >= num_bytes)
+        total = num_bytes * repeats(name)
+        sum_ = traffic.get(match["kind"], Traffic())
+        traffic[match["kind"]] = Traffic(
+            total=sum_.total + total,
+            overlapped=sum_.overlapped + overlapped * total,
+            largest=max(sum_.largest, num_bytes),
+        )
     return traffic
 
 
@@ -74,17 +100,23 @@ def describe(hlo: str) -> str:
     """Formats the traffic, for example 'all-reduce 330 MiB (40% overlapped)'."""
     return ", ".join(
         f"{kind} {total / 2**20:,.0f} MiB ({overlapped / total:.0%} overlapped)"
-        for kind, (total, overlapped) in traffic_by_kind(hlo).items()
+        for kind, (total, overlapped, _) in traffic_by_kind(hlo).items()
         if total
     )
 
 
 def _num_bytes(collective: re.Match) -> int:
-    sizes = []
-    for letters, bits, shape in _ARRAY.findall(collective["result"]):
-        item = 1 if letters == "pred" else int(bits or 8) // 8
-        if not (collective["start"] and letters == "u" and not shape):  # of no array: a semaphore
-            sizes.append(item * math.prod(int(size) for size in shape.split(",") if size))
-    if collective["start"] and collective["kind"] in ("all-gather", "collective-permute"):
-        sizes = sizes[len(sizes) // 2 :]  # these asynchronous forms return their operands too
+    sizes = _sizes(collective["result"], semaphores=bool(collective["start"]))
+    if collective["start"] and collective["kind"] != "all-reduce":
+        sizes = sizes[len(sizes) // 2 :]  # the other asynchronous forms return their operands too
     return sum(sizes)
+
+
+def _sizes(result: str, semaphores: bool = False) -> list[int]:
+    """Returns the bytes of the arrays of a type, leaving out semaphores: u32[] without an array."""
+    return [
+        (1 if letters == "pred" else int(bits or 8) // 8)
+        * math.prod(int(size) for size in shape.split(",") if size)
+        for letters, bits, shape in _ARRAY.findall(result)
+        if not (semaphores and letters == "u" and not shape)
+    ]

@@ -117,7 +117,8 @@ def timm_cosine(config: ConfigDict, num_steps: int, num_examples: int) -> optax.
     first_steps = np.array([-(-e * num_examples // config.batch_size) for e in epochs], np.int32)
 
     def learning_rate(step):
-        epoch = jnp.searchsorted(first_steps, step, side="right") - 1
+        # Not a binary search, which is a loop of kernels.
+        epoch = jnp.searchsorted(first_steps, step, side="right", method="compare_all") - 1
         return jnp.asarray(rates)[epoch]
 
     return learning_rate
