@@ -8,6 +8,7 @@ import shlex
 import sys
 import time
 from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -88,6 +89,14 @@ def _train(config, workdir, profile_steps, on_exit):
     print(f"devices: {mesh_lib.describe(mesh)}")
     print(parameter_overview.get_parameter_overview(setup.model.params, include_stats=False))
 
+    # Compiled ahead of time, so that an unexpected shape is an error and not a recompilation; in
+    # another thread, while the state is initialized or restored.
+    compiler = ThreadPoolExecutor(1, "compile")
+    on_exit.callback(compiler.shutdown, wait=False)
+    compiling = compiler.submit(
+        lambda: setup.train_step.lower(setup.abstract_state, setup.abstract_batch).compile()
+    )
+
     # -- Initialize the state, or restore it from the newest checkpoint ----------------------------
     checkpoints = on_exit.enter_context(
         contextlib.closing(checkpoint.Checkpoints(workdir / "checkpoints", config.keep_checkpoints))
@@ -134,8 +143,7 @@ def _train(config, workdir, profile_steps, on_exit):
     batches = itertools.chain(list(itertools.islice(batches, 1)), batches)
 
     # -- Steps -------------------------------------------------------------------------------------
-    # Compiled ahead of time, so that an unexpected shape is an error and not a recompilation.
-    train_step = setup.train_step.lower(setup.abstract_state, setup.abstract_batch).compile()
+    train_step = compiling.result()
     evaluate = Evaluator(config, setup.model, test_sets)
 
     # -- Loop --------------------------------------------------------------------------------------
