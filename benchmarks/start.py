@@ -54,7 +54,8 @@ def time_import(module: str) -> float:
     return float(result.stdout)
 
 
-def main():
+def main() -> None:
+    """Prints the report, and writes it to --out."""
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--data_dir", default="", help="As config.data.data_dir.")

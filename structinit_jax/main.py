@@ -13,7 +13,8 @@ Any field of the config can be set on the command line: --config.batch_size=256
 
 import gc
 
-gc.disable()  # not worth its time during the imports; `command_line.run` enables it
+if __name__ == "__main__":
+    gc.disable()  # not worth its time during the imports; `command_line.run` enables it
 
 from absl import flags
 from ml_collections import ConfigDict

@@ -2,6 +2,7 @@
 
 import contextlib
 import functools
+import gc
 import itertools
 import json
 import shlex
@@ -72,6 +73,8 @@ def train(
 
 def _train(config, workdir, profile_steps, on_exit):
     began = time.perf_counter()
+    gc.disable()  # almost all objects of the start stay alive
+    on_exit.callback(gc.enable)
     config_lib.validate(config)
     workdir = workdir_lib.prepare_workdir(workdir)
     if jax.process_index() == 0:
@@ -163,6 +166,8 @@ def _train(config, workdir, profile_steps, on_exit):
     stop_request = on_exit.enter_context(workdir_lib.listen_for_signals())
     run = {"config": json.loads(config.to_json()), "num_examples": len(train_source)}
     results: dict[str, float] = {}
+    gc.freeze()  # do not search the objects of the start again and again
+    gc.enable()
     with jax.transfer_guard("disallow"):
         for step, batch in enumerate(progress.watch(batches), start=start_step + 1):
             trace.before(step)

@@ -52,7 +52,7 @@ ACTIVATIONS = {"gelu": gelu, "relu": jax.nn.relu}
 
 
 def truncated_normal(rng, shape, dtype=jnp.float32, out_sharding=None):
-    """timm's `trunc_normal_(std=0.02)`, which cuts at ±2 (not ±2 std), that is, practically never."""
+    """As timm's `trunc_normal_(std=0.02)`, which cuts at ±2 (not ±2 std): practically never."""
     draw = nnx.initializers.truncated_normal(0.02, lower=-100.0, upper=100.0)
     return draw_flat(functools.partial(draw, dtype=dtype), rng, shape)
 
