@@ -6,6 +6,7 @@ print a traceback for a missing or failing file, an unknown field or a value of 
 
 import ast
 import difflib
+import gc
 import inspect
 import os
 import runpy
@@ -48,6 +49,9 @@ def run(main: Callable[[ConfigDict], None], shared: Sequence[str] = SHARED) -> N
 
     def run_main(config: ConfigDict) -> None:
         use_compilation_cache()
+        # Collections would walk the imported modules again and again while programs are traced.
+        gc.freeze()
+        gc.enable()
         main(config)
 
     try:
@@ -64,7 +68,8 @@ def use_compilation_cache() -> None:
     if jax.config.jax_compilation_cache_dir is None:
         root = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
         jax.config.update("jax_compilation_cache_dir", str(Path(root) / "structinit_jax" / "xla"))
-        jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.5)
+        # A start compiles a dozen small programs too.
+        jax.config.update("jax_persistent_cache_min_compile_time_secs", 0)
 
 
 def load_config(location: str) -> ConfigDict:

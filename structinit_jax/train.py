@@ -2,12 +2,14 @@
 
 import contextlib
 import functools
+import gc
 import itertools
 import json
 import shlex
 import sys
 import time
 from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -71,6 +73,8 @@ def train(
 
 def _train(config, workdir, profile_steps, on_exit):
     began = time.perf_counter()
+    gc.disable()  # almost all objects of the start stay alive
+    on_exit.callback(gc.enable)
     config_lib.validate(config)
     workdir = workdir_lib.prepare_workdir(workdir)
     if jax.process_index() == 0:
@@ -87,6 +91,14 @@ def _train(config, workdir, profile_steps, on_exit):
     schedule, mesh = setup.schedule, setup.model.mesh
     print(f"devices: {mesh_lib.describe(mesh)}")
     print(parameter_overview.get_parameter_overview(setup.model.params, include_stats=False))
+
+    # Compiled ahead of time, so that an unexpected shape is an error and not a recompilation; in
+    # another thread, while the state is initialized or restored.
+    compiler = ThreadPoolExecutor(1, "compile")
+    on_exit.callback(compiler.shutdown, wait=False)
+    compiling = compiler.submit(
+        lambda: setup.train_step.lower(setup.abstract_state, setup.abstract_batch).compile()
+    )
 
     # -- Initialize the state, or restore it from the newest checkpoint ----------------------------
     checkpoints = on_exit.enter_context(
@@ -134,8 +146,7 @@ def _train(config, workdir, profile_steps, on_exit):
     batches = itertools.chain(list(itertools.islice(batches, 1)), batches)
 
     # -- Steps -------------------------------------------------------------------------------------
-    # Compiled ahead of time, so that an unexpected shape is an error and not a recompilation.
-    train_step = setup.train_step.lower(setup.abstract_state, setup.abstract_batch).compile()
+    train_step = compiling.result()
     evaluate = Evaluator(config, setup.model, test_sets)
 
     # -- Loop --------------------------------------------------------------------------------------
@@ -155,6 +166,8 @@ def _train(config, workdir, profile_steps, on_exit):
     stop_request = on_exit.enter_context(workdir_lib.listen_for_signals())
     run = {"config": json.loads(config.to_json()), "num_examples": len(train_source)}
     results: dict[str, float] = {}
+    gc.freeze()  # do not search the objects of the start again and again
+    gc.enable()
     with jax.transfer_guard("disallow"):
         for step, batch in enumerate(progress.watch(batches), start=start_step + 1):
             trace.before(step)

@@ -7,6 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float, Int, PRNGKeyArray
 
+from structinit_jax.attention_init.draw import draw_flat
 from structinit_jax.attention_init.sites import AttentionSite, TokenMixingSite
 from structinit_jax.errors import InputError
 
@@ -245,5 +246,5 @@ def random_rotations(
     rng: PRNGKeyArray, shape: tuple[int, ...], *, same_layers: bool
 ) -> Float[Array, "L *batch m n"]:
     """Draws matrices of orthonormal columns (m ≥ n) that give equal maps independent weights."""
-    normal = jax.random.normal(rng, (1, *shape[1:]) if same_layers else shape)
+    normal = draw_flat(jax.random.normal, rng, (1, *shape[1:]) if same_layers else shape)
     return jnp.broadcast_to(jnp.linalg.qr(normal)[0], shape)

@@ -14,6 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float, PRNGKeyArray
 
+from structinit_jax.attention_init.draw import draw_flat
 from structinit_jax.attention_init.kernels import assign, random_rotations, target_maps
 from structinit_jax.attention_init.registry import register
 from structinit_jax.attention_init.sites import AttentionSite, AttentionWeights, WindowSite
@@ -268,7 +269,8 @@ def balanced_vo(
     channels = jnp.tile(channels, (1, -(-inner // width)))[:, :inner]
     identity = jax.nn.one_hot(channels, width)  # [L, inner, D], the rows of Πᵀ
     # 16 random bits are plenty for noise, and half the cost of 32.
-    bits = jax.random.bits(noise_rng, (2, *identity.shape), "uint16")
+    draw = functools.partial(jax.random.bits, dtype="uint16")
+    bits = draw_flat(draw, noise_rng, (2, *identity.shape))
     half_noise = bound * ((bits.astype(jnp.float32) + 0.5) / 2**16 - 0.5)
     value, out = 0.4**0.5 * (identity[None] - half_noise)
     heads = (layers, site.num_heads, site.head_dim, width)
@@ -289,7 +291,8 @@ def _factors_near_identity(rng, shape, rank, *, noise, identity):
     """
     width = shape[-1]
     bound = (3 / width) ** 0.5
-    uniform = jax.random.uniform(rng, (*shape, width), minval=-bound, maxval=bound)
+    draw = functools.partial(jax.random.uniform, minval=-bound, maxval=bound)
+    uniform = draw_flat(draw, rng, (*shape, width))
     eye = jnp.broadcast_to(jnp.eye(width), uniform.shape)
     return split_product(noise * uniform + identity * eye, rank)
 
@@ -308,5 +311,6 @@ def _scale(weights, position_scale, query_key_scale, value_out_scale):
 def _draw_all(rng, site, draw):
     layers, width, heads, dim = site.num_layers, site.width, site.num_heads, site.head_dim
     rngs = jax.random.split(rng, 4)
-    query, key, value = (draw(r, (layers, width, heads, dim)) for r in rngs[:3])
-    return AttentionWeights(query, key, value, draw(rngs[3], (layers, heads, dim, width)))
+    query, key, value = (draw_flat(draw, r, (layers, width, heads, dim)) for r in rngs[:3])
+    out = draw_flat(draw, rngs[3], (layers, heads, dim, width))
+    return AttentionWeights(query, key, value, out)

@@ -10,7 +10,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Bool, Float, Integer, Key
-from scipy.special import betaincinv
 
 from structinit_jax.augment.crop import Box, box_mask
 
@@ -121,6 +120,8 @@ def beta_quantile(probability: Float[Array, ""], alpha: float) -> Float[Array, "
 
 @functools.cache
 def _beta_quantiles(alpha: float) -> np.ndarray:
+    from scipy.special import betaincinv  # slow to import, and not always needed
+
     return betaincinv(alpha, alpha, np.linspace(0, 1, NUM_QUANTILES)).astype(np.float32)
 
 

@@ -4,6 +4,7 @@ That is, exact (erf) GELU and LayerNorm with epsilon 1e-6. `dtype` is the type o
 parameters are float32. Their start values come from the `params` stream of `rngs`.
 """
 
+import functools
 import math
 from collections.abc import Callable
 from typing import Any, ClassVar
@@ -15,6 +16,7 @@ from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Array, Float, PRNGKeyArray
 
 from structinit_jax.attention_init import AttentionWeights
+from structinit_jax.attention_init.draw import draw_flat
 from structinit_jax.errors import InputError
 
 Rng = PRNGKeyArray | None
@@ -48,15 +50,19 @@ def _normal_cdf(x):
 
 ACTIVATIONS = {"gelu": gelu, "relu": jax.nn.relu}
 
-# timm's `trunc_normal_(std=0.02)`, which cuts at ±2 (not ±2 std), that is, practically never.
-truncated_normal = nnx.initializers.truncated_normal(0.02, lower=-100.0, upper=100.0)
+
+def truncated_normal(rng, shape, dtype=jnp.float32, out_sharding=None):
+    """As timm's `trunc_normal_(std=0.02)`, which cuts at ±2 (not ±2 std): practically never."""
+    draw = nnx.initializers.truncated_normal(0.02, lower=-100.0, upper=100.0)
+    return draw_flat(functools.partial(draw, dtype=dtype), rng, shape)
 
 
 def uniform(bound: float) -> nnx.Initializer:
     """Returns PyTorch's default initializer of weights and biases; `bound` is fan_in^-1/2."""
 
     def init(rng, shape, dtype=jnp.float32, out_sharding=None):
-        return jax.random.uniform(rng, shape, dtype, -bound, bound)
+        draw = functools.partial(jax.random.uniform, dtype=dtype, minval=-bound, maxval=bound)
+        return draw_flat(draw, rng, shape)
 
     return init
 

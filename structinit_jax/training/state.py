@@ -72,7 +72,7 @@ def abstract_model(config: ConfigDict, mesh: jax.sharding.Mesh) -> AbstractModel
     Raises:
       InputError: The fields of `config.model` do not fit together.
     """
-    model = nnx.eval_shape(functools.partial(_build_model, config), jax.random.key(0))
+    model = nnx.eval_shape(lambda: _build_model(config, jax.random.key(0)))
     graphdef, params, model_state = split_model(model)
     shapes = mesh_lib.shard(mesh, {"params": params, "model_state": model_state})
     return AbstractModel(mesh, graphdef, **shapes)
@@ -81,7 +81,8 @@ def abstract_model(config: ConfigDict, mesh: jax.sharding.Mesh) -> AbstractModel
 def check_attention_init(config: ConfigDict, model: AbstractModel) -> None:
     """Raises `InputError` if `config.attention_init` does not fit the model. Computes nothing."""
     initialize = functools.partial(_initialize_attention, config, model.graphdef)
-    jax.eval_shape(initialize, model.params, model.model_state, jax.random.key(0))
+    rng = jax.eval_shape(jax.random.key, 0)
+    jax.eval_shape(initialize, model.params, model.model_state, rng)
 
 
 def initialize_model(config: ConfigDict, model: AbstractModel) -> tuple[dict, dict]:
@@ -96,27 +97,28 @@ def initialize_model(config: ConfigDict, model: AbstractModel) -> tuple[dict, di
     Raises:
       InputError: The weights of `config.start_from` do not fit the model.
     """
-    params_rng, attention_rng = jax.random.split(jax.random.key(config.seed))
+    rng = jax.random.key(config.seed)  # split within the programs: each split would be another one
     if config.start_from:
-        return _select_from_file(config, model, params_rng)
+        return _select_from_file(config, model, rng)
 
     shardings = jax.tree.map(lambda leaf: leaf.sharding, (model.params, model.model_state))
     draw = jax.jit(functools.partial(_draw_weights, config), out_shardings=shardings)
-    weights = draw(params_rng)
+    weights = draw(rng)
     start = time.perf_counter()
     solve = jax.jit(
         functools.partial(_initialize_attention, config, model.graphdef),
         donate_argnums=(0, 1),
         out_shardings=(*shardings, mesh_lib.replicated(model.mesh)),
     )
-    solve = solve.lower(*weights, attention_rng).compile()
+    solve = solve.lower(*weights, rng).compile()
     compiled = time.perf_counter()
-    params, model_state, report = jax.block_until_ready(solve(*weights, attention_rng))
+    params, model_state, report = jax.block_until_ready(solve(*weights, rng))
     text = (
         f"attention_init {config.attention_init.name}: {time.perf_counter() - compiled:.2f} s "
         f"(plus {compiled - start:.2f} s to compile)"
     )
     if report is not None:
+        report = jax.device_get(report)
         text += (
             f", loss {report.loss:.2e}, {100 * report.target_mass:.1f} % of the attention on "
             f"target, {100 * report.hit_rate:.0f} % of the rows peak on target, "
@@ -156,12 +158,14 @@ def _build_model(config: ConfigDict, rng: PRNGKeyArray) -> nnx.Module:
 
 
 def _draw_weights(config: ConfigDict, rng: PRNGKeyArray) -> tuple[dict, dict]:
-    return split_model(_build_model(config, rng))[1:]
+    params_rng, _ = jax.random.split(rng)
+    return split_model(_build_model(config, params_rng))[1:]
 
 
 def _initialize_attention(config, graphdef, params, model_state, rng):
     model = nnx.merge(graphdef, params, model_state)
-    report = model.initialize_attention(config_lib.make_attention_init(config), rng)
+    _, attention_rng = jax.random.split(rng)
+    report = model.initialize_attention(config_lib.make_attention_init(config), attention_rng)
     return *split_model(model)[1:], report
 
 

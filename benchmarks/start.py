@@ -1,0 +1,102 @@
+"""Times the start of a run: from the command to the end of the first training step, and imports.
+
+    python benchmarks/start.py --out=benchmarks/results/start.json
+
+A cold run starts with an empty compilation cache, a warm one with that of the cold run before it.
+"""
+
+import argparse
+import json
+import os
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+
+import jax
+
+CONFIG = "configs/vit_t_digits.py"
+# Start of a line of the program -> name of the time at which it appears.
+MARKS = {
+    "devices:": "set up",
+    "attention_init": "solved",
+    "training on": "train step compiled",
+    "first step after": "first step",
+}
+IMPORTS = ("jax", "structinit_jax.attention_init", "structinit_jax.main")
+
+
+def time_start(cache: str, data_dir: str) -> dict[str, float]:
+    """Starts a run and ends it after the first step; returns seconds since the command."""
+    environment = dict(os.environ, XDG_CACHE_HOME=cache, PYTHONUNBUFFERED="1")
+    with tempfile.TemporaryDirectory() as workdir:
+        command = [sys.executable, "-m", "structinit_jax.main", f"--config={CONFIG}"]
+        command += [f"--workdir={workdir}", f"--config.data.data_dir={data_dir}"]
+        begin, seconds = time.perf_counter(), {}
+        with subprocess.Popen(command, env=environment, stdout=-1, text=True) as process:
+            for line in process.stdout:
+                for mark, name in MARKS.items():
+                    if line.lstrip("\r").startswith(mark):
+                        seconds[name] = time.perf_counter() - begin
+                if "first step" in seconds:
+                    break
+            process.kill()
+    if "first step" not in seconds:
+        raise RuntimeError("the run ended before its first step")
+    return seconds
+
+
+def time_import(module: str) -> float:
+    """Returns the seconds that the import of a module takes in a new process."""
+    code = f"import time; t = time.perf_counter(); import {module}; print(time.perf_counter() - t)"
+    result = subprocess.run([sys.executable, "-c", code], capture_output=True, check=True)
+    return float(result.stdout)
+
+
+def main() -> None:
+    """Prints the report, and writes it to --out."""
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--data_dir", default="", help="As config.data.data_dir.")
+    parser.add_argument("--out", default=None, help="JSON file to write.")
+    args = parser.parse_args()
+
+    with tempfile.TemporaryDirectory() as cache:
+        time_start(cache, args.data_dir)  # prepares the data
+    runs = {"cold": [], "warm": []}
+    for _ in range(args.rounds):
+        with tempfile.TemporaryDirectory() as cache:
+            runs["cold"].append(time_start(cache, args.data_dir))
+            runs["warm"].append(time_start(cache, args.data_dir))
+    imports = {name: [time_import(name) for _ in range(args.rounds)] for name in IMPORTS}
+    summary = {
+        kind: {
+            name: round(statistics.median(run[name] for run in kind_runs), 2)
+            for name in MARKS.values()
+        }
+        for kind, kind_runs in runs.items()
+    }
+    report = {
+        "config": CONFIG,
+        "cpus": os.cpu_count(),
+        "jax": jax.__version__,
+        "rounds": args.rounds,
+        "seconds since the command, median": summary,
+        "first step, range": {
+            kind: [round(f(run["first step"] for run in kind_runs), 2) for f in (min, max)]
+            for kind, kind_runs in runs.items()
+        },
+        "import, median seconds": {
+            name: round(statistics.median(times), 3) for name, times in imports.items()
+        },
+    }
+    text = json.dumps(report, indent=2)
+    print(text)
+    if args.out:
+        with open(args.out, "w") as file:
+            file.write(text + "\n")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,55 @@
+"""What keeps the start of a run short."""
+
+import logging
+import subprocess
+import sys
+
+import jax
+import numpy as np
+import pytest
+
+from structinit_jax import train
+from structinit_jax.attention_init.draw import draw_flat
+from structinit_jax.data.info import CATALOG
+
+HEAVY = ("clu", "flax", "grain", "orbax", "sklearn", "tensorflow", "tensorflow_datasets")
+
+
+def test_the_initialization_imports_nothing_heavy():
+    code = (
+        "import sys; import structinit_jax.attention_init; "
+        f"sys.exit(', '.join(set({HEAVY}) & set(sys.modules)) or None)"
+    )
+    run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert run.returncode == 0, run.stderr
+
+
+@pytest.mark.parametrize("shape", [(4, 3, 5), (7,), ()])
+@pytest.mark.parametrize("draw", [jax.random.normal, jax.random.bits, jax.random.uniform])
+def test_a_flat_draw_has_the_same_values(draw, shape):
+    rng = jax.random.key(3)
+    np.testing.assert_array_equal(draw_flat(draw, rng, shape), draw(rng, shape))
+
+
+def test_a_state_takes_few_programs(tiny_config, caplog):
+    setup = train.set_up(tiny_config, CATALOG["digits"], 384)
+    jax.clear_caches()
+    with jax.log_compiles(), caplog.at_level(logging.WARNING, logger="jax"):
+        train.initialize(tiny_config, setup)
+    text = "Finished XLA compilation of "
+    compiled = [m.removeprefix(text).split()[0] for m in caplog.messages if m.startswith(text)]
+    # These three, and two for the random key.
+    assert {"jit(_draw_weights)", "jit(_initialize_attention)", "jit(init_state)"} <= set(compiled)
+    assert len(compiled) <= 5, compiled
+
+
+def test_an_error_of_the_training_step_reaches_the_caller(run_config, tmp_path, monkeypatch):
+    def failing_step(*arguments):
+        def train_step(state, batch):
+            raise ValueError("cannot be traced")
+
+        return train_step
+
+    monkeypatch.setattr(train, "make_train_step", failing_step)
+    with pytest.raises(ValueError, match="cannot be traced"):
+        train.train(run_config, tmp_path)
