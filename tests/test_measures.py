@@ -3,8 +3,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from structinit_jax.analysis.measures import attention_by_offset, measure_maps
 from structinit_jax.attention_init import AttentionSite, impulse, kernels, sincos_positions
-from structinit_jax.attention_init.measure import attention_by_offset, measure_maps
 from structinit_jax.attention_init.solve import layer_norm
 
 GRID = (4, 5)
