@@ -77,10 +77,18 @@ def observe_run(
     observer = Observer(config, model)
     before = observer(initialize_model(config, model), images, step=0)
     after = observer((state.params, state.model_state), images, step=int(state.step))
+    return [before, compare_filters(before, after)]
+
+
+def compare_filters(before: Snapshot, after: Snapshot) -> Snapshot:
+    """Returns `after` with the measure 'filter_cosine' of each channel, if layers have filters."""
+    layers = []
     for old, new in zip(before.layers, after.layers, strict=True):
         if new.filters is not None:
-            new.measures["filter_cosine"] = measures.filter_cosine(old.filters, new.filters)
-    return [before, after]
+            cosine = measures.filter_cosine(old.filters, new.filters)
+            new = new._replace(measures=new.measures | {"filter_cosine": cosine})
+        layers.append(new)
+    return after._replace(layers=layers)
 
 
 def to_json(snapshots: list[Snapshot]) -> dict:
@@ -138,7 +146,9 @@ def write(
     """
     numbers = dict(subject=subject, **to_json(snapshots))
     (out / "analysis.json").write_text(json.dumps(numbers, indent=1) + "\n")
-    figures.draw_by_layer(snapshots, f"Layers of {subject}", out / "by_layer.png")
+    figures.draw_by_layer(
+        snapshots, f"Attention and representations by layer: {subject}", out / "by_layer.png"
+    )
     if len(snapshots) > 1:
         figures.draw_cka(snapshots, f"Similarity of layers: {subject}", out / "cka.png")
     if snapshots[0].layers[0].maps is None:
@@ -197,8 +207,7 @@ def main(config: ConfigDict) -> None:
         more = observe_run(other, _OTHER_WORKDIR.value, images)
         runs = ((WORKDIR.value, snapshots), (_OTHER_WORKDIR.value, more))
         snapshots = [s._replace(name=f"{Path(run).name}: {s.name}") for run, ss in runs for s in ss]
-    model, data = config.model, config.data
-    subject = f"{model.name} on {len(images)} training images of {data.name}"
+    subject = f"{config.model.name}, {len(images)} training images of {config.data.name}"
     write(snapshots, subject, out, layers=layers, heads=heads)
     _print_summary(snapshots)
     print(f"wrote {', '.join(sorted(path.name for path in out.iterdir()))} to {out}")

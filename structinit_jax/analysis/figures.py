@@ -16,6 +16,7 @@ REACH = 4  # largest offset that is drawn: on a large grid, an impulse would be 
 MAX_FILTERS = 16  # of each layer of a ConvMixer
 ZOOM_ROWS = 3  # rows of tokens in a zoom, as in the 2024 paper
 COLORS = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#56b4e9", "#e69f00")  # Okabe & Ito
+MAX_WRITTEN = 81  # similarities of a panel of cka.png that are also written as numbers
 BAR_WIDTH = 1.1  # inches
 
 PANELS = {
@@ -168,7 +169,8 @@ def draw_by_layer(snapshots: Sequence[Snapshot], title: str, path: Path) -> None
         axis.set_visible(False)
     for axis, name in zip(axes.flat, names, strict=False):
         for number, snapshot in enumerate(snapshots):
-            _draw_measure(axis, name, snapshot, COLORS[number % len(COLORS)])
+            shift = 0.1 * (number - (len(snapshots) - 1) / 2)
+            _draw_measure(axis, name, snapshot, COLORS[number % len(COLORS)], shift)
         axis.set(title=PANELS[name], xlabel="layer", ylim=(0, None))
         axis.title.set_size(10)
         axis.grid(alpha=0.3)
@@ -182,7 +184,7 @@ def draw_by_layer(snapshots: Sequence[Snapshot], title: str, path: Path) -> None
     plt.close(figure)
 
 
-def _draw_measure(axis, name, snapshot, color):
+def _draw_measure(axis, name, snapshot, color, shift):
     labels = [layer.name for layer in snapshot.layers]
     if name == "stable_rank":
         values = [snapshot.embedding_rank, *(layer.stable_rank for layer in snapshot.layers)]
@@ -198,7 +200,8 @@ def _draw_measure(axis, name, snapshot, color):
         axis.plot(places, uniform, color="gray", linestyle="--", linewidth=1, label="uniform map")
     for place, layer in zip(places, found, strict=True):
         heads = layer.measures[name]
-        axis.plot([place] * len(heads), heads, ".", color=color, alpha=0.4, ms=5)
+        # Side by side, so that no model hides another.
+        axis.plot([place + shift] * len(heads), heads, ".", color=color, alpha=0.4, ms=5)
     means = [layer.measures[name].mean() for layer in found]
     axis.plot(places, means, color=color, label=snapshot.name)
     _label_layers(axis, labels, start=1)
@@ -222,7 +225,12 @@ def draw_cka(snapshots: Sequence[Snapshot], title: str, path: Path) -> None:
     for axis in axes.flat[len(pairs) :]:
         axis.set_visible(False)
     for axis, (a, b) in zip(axes.flat, pairs, strict=False):
-        image = scale.show(axis, np.asarray(measures.cka(a.grams, b.grams)))
+        values = np.asarray(measures.cka(a.grams, b.grams))
+        image = scale.show(axis, values)
+        if values.size <= MAX_WRITTEN:
+            for (y, x), value in np.ndenumerate(values):
+                color = "black" if value > 0.5 else "white"
+                axis.text(x, y, f"{value:.2f}", ha="center", va="center", size=8, color=color)
         for labels, snapshot in ((axis.set_yticks, a), (axis.set_xticks, b)):
             names = ["0", *(layer.name for layer in snapshot.layers)]
             shown = range(0, len(names), math.ceil(len(names) / 13))
@@ -259,7 +267,8 @@ def _frame(axis, corner, size, color):
 
 
 def _save(figure, path, bar, image, scale, extend="neither"):
-    axis = bar.subplots(gridspec_kw=dict(left=0.05, right=0.3, top=0.85, bottom=0.1))
+    axis = bar.subplots()
+    axis.set_box_aspect(12)
     figure.colorbar(image, cax=axis, label=scale.label, extend=extend)
     figure.savefig(path, dpi=150)
     import_pyplot().close(figure)
