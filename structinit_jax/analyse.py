@@ -45,7 +45,12 @@ from structinit_jax.analysis.collect import (
 from structinit_jax.command_line import OUT, STEP, WORKDIR
 from structinit_jax.errors import InputError
 from structinit_jax.training.mesh import make_mesh
-from structinit_jax.training.state import abstract_model, initialize_model
+from structinit_jax.training.state import (
+    AbstractModel,
+    TrainState,
+    abstract_model,
+    initialize_model,
+)
 
 _SCHEMES = flags.DEFINE_list("schemes", [], "Initializations to compare, without --workdir.")
 _OTHER_WORKDIR = flags.DEFINE_string("other_workdir", None, "Another run, on the same images.")
@@ -63,17 +68,16 @@ def observe_start(config: ConfigDict, images: np.ndarray) -> Snapshot:
 
 
 def observe_run(
-    config: ConfigDict, workdir: str | Path, images: np.ndarray, step: str = "newest"
+    config: ConfigDict, restored: tuple[AbstractModel, TrainState], images: np.ndarray
 ) -> list[Snapshot]:
     """Observes a run before and after training.
 
     Args:
       config: Config of the run.
-      workdir: Output directory of the run.
+      restored: The run's model on one device and its state, from `evaluate.restore_model`.
       images: Images, uint8 [n, H, W, C].
-      step: 'newest', 'best' or a number; see `checkpoint.find_step`.
     """
-    model, state = evaluate.restore_model(config, workdir, jax.local_devices()[:1], step)
+    model, state = restored
     observer = Observer(config, model)
     before = observer(initialize_model(config, model), images, step=0)
     after = observer((state.params, state.model_state), images, step=int(state.step))
@@ -182,6 +186,7 @@ def main(config: ConfigDict) -> None:
     config_lib.validate(config)
     other = _OTHER_WORKDIR.value and command_line.load_run_config(_OTHER_WORKDIR.value)
     if other:
+        config_lib.validate(other)
         _check_same_images(config, other)
     sizes = stack_sizes(abstract_model(config, _one_device()))
     names = layer_names(sizes)
@@ -197,16 +202,24 @@ def main(config: ConfigDict) -> None:
     except OSError as error:
         raise InputError(f"--out={out} cannot be created: {error.strerror}") from error
 
+    runs = []
+    if WORKDIR.value:
+        runs.append((config, WORKDIR.value, STEP.value or "newest"))
+    if other:
+        runs.append((other, _OTHER_WORKDIR.value, "newest"))
+    device = jax.local_devices()[:1]
+    restored = [evaluate.restore_model(*run[:2], device, run[2]) for run in runs]
+
     images = read_images(config, _NUM_IMAGES.value)
-    if WORKDIR.value is None:
+    snapshots = []
+    for (run_config, workdir, _), weights in zip(runs, restored, strict=True):
+        found = observe_run(run_config, weights, images)
+        if other:
+            found = [s._replace(name=f"{Path(workdir).name}: {s.name}") for s in found]
+        snapshots.extend(found)
+    if not runs:
         schemes = _SCHEMES.value or [config.attention_init.name]
         snapshots = [observe_start(_with_scheme(config, scheme), images) for scheme in schemes]
-    else:
-        snapshots = observe_run(config, WORKDIR.value, images, STEP.value or "newest")
-    if other:
-        more = observe_run(other, _OTHER_WORKDIR.value, images)
-        runs = ((WORKDIR.value, snapshots), (_OTHER_WORKDIR.value, more))
-        snapshots = [s._replace(name=f"{Path(run).name}: {s.name}") for run, ss in runs for s in ss]
     subject = f"{config.model.name}, {len(images)} training images of {config.data.name}"
     write(snapshots, subject, out, layers=layers, heads=heads)
     _print_summary(snapshots)

@@ -16,6 +16,7 @@ from structinit_jax.augment import normalize
 from structinit_jax.command_line import load_run_config
 from structinit_jax.config import base_config
 from structinit_jax.errors import InputError
+from structinit_jax.evaluate import restore_model
 from structinit_jax.training.mesh import make_mesh
 from structinit_jax.training.state import abstract_model, find_targets, initialize_model
 
@@ -50,9 +51,8 @@ def start(family, data_dir):
 def snapshots(finished_run):
     """The shared run before and after training."""
     config = load_run_config(finished_run.workdir)
-    return analyse.observe_run(
-        config, finished_run.workdir, collect.read_images(config, NUM_IMAGES)
-    )
+    restored = restore_model(config, finished_run.workdir, jax.local_devices()[:1])
+    return analyse.observe_run(config, restored, collect.read_images(config, NUM_IMAGES))
 
 
 def forward(config, images):

@@ -72,7 +72,7 @@ def draw_by_offset(snapshots: Sequence[Snapshot], title: str, path: Path) -> Non
         scale = Scale("viridis", 0.0, peak, "attention to the token at this offset (frame: itself)")
     num_rows, num_columns = len(tiles[0]), max(len(layer) for layer in tiles[0])
     width = num_columns * 0.75 + 0.9
-    size = (width * len(tiles), max(num_rows * 0.75 + 1.0, 3.0))
+    size = (width, max(num_rows * 0.75 + 0.9, 3.0))
     figure, panels, bar = _make_panels(snapshots, size, title)
     for panel, snapshot, layers in zip(panels, snapshots, tiles, strict=True):
         panel.supxlabel("channel" if is_conv else "head", size=10)
@@ -123,7 +123,7 @@ def draw_full(
     scale = Scale("viridis", 0.0, high, "attention of the row's token to the column's token")
     cell = min(max(len(layer.maps[0]) / 150 for layer in drawn), 3.0)  # inches; one pixel an entry
     cell = max(cell, 1.5)
-    size = ((len(heads) * cell + 0.6) * len(snapshots), len(layers) * 2 * (cell + 0.15) + 1.0)
+    size = (len(heads) * cell + 0.6, len(layers) * 2 * (cell + 0.15) + 0.6)
     figure, panels, bar = _make_panels(snapshots, size, title)
     for panel, snapshot in zip(panels, snapshots, strict=True):
         axes = panel.subplots(2 * len(layers), len(heads), squeeze=False)
@@ -203,7 +203,7 @@ def _draw_measure(axis, name, snapshot, color, shift):
         # Side by side, so that no model hides another.
         axis.plot([place + shift] * len(heads), heads, ".", color=color, alpha=0.4, ms=5)
     means = [layer.measures[name].mean() for layer in found]
-    axis.plot(places, means, color=color, label=snapshot.name)
+    axis.plot([place + shift for place in places], means, color=color, label=snapshot.name)
     _label_layers(axis, labels, start=1)
 
 
@@ -248,13 +248,15 @@ def draw_cka(snapshots: Sequence[Snapshot], title: str, path: Path) -> None:
 
 
 def _make_panels(snapshots, size, title):
-    """Returns a figure, a part of it for each snapshot, side by side, and one for the color bar."""
+    """Returns a figure, a part of it of `size` for each snapshot, and one for the color bar."""
     plt = import_pyplot()
-    width = max(size[0], 5.0)
-    figure = plt.figure(figsize=(width + BAR_WIDTH, size[1]), layout="constrained")
+    columns = len(snapshots) if len(snapshots) <= 3 else 2
+    rows = math.ceil(len(snapshots) / columns)
+    width = max(size[0] * columns, 5.0)
+    figure = plt.figure(figsize=(width + BAR_WIDTH, size[1] * rows + 0.4), layout="constrained")
     figure.suptitle(title)
-    ratios = [width / len(snapshots)] * len(snapshots) + [BAR_WIDTH]
-    *panels, bar = figure.subfigures(1, len(ratios), width_ratios=ratios, squeeze=False)[0]
+    left, bar = figure.subfigures(1, 2, width_ratios=[width, BAR_WIDTH])
+    panels = left.subfigures(rows, columns, squeeze=False).ravel()[: len(snapshots)]
     for panel, snapshot in zip(panels, snapshots, strict=True):
         panel.suptitle(snapshot.name, size=11)
     return figure, panels, bar
