@@ -8,6 +8,7 @@ import ast
 import difflib
 import gc
 import inspect
+import json
 import os
 import runpy
 import sys
@@ -23,7 +24,10 @@ from structinit_jax import config as config_lib
 from structinit_jax.errors import InputError, StoppedError
 
 CONFIG = flags.DEFINE_string(
-    "config", None, "Config file, FILE.py or FILE.py:ROW. --config.FIELD=VALUE sets a field."
+    "config",
+    None,
+    "Config file, FILE.py or FILE.py:ROW; by default that of the run in --workdir. "
+    "--config.FIELD=VALUE sets a field.",
 )
 WORKDIR = flags.DEFINE_string(
     "workdir", None, "Output directory. Training resumes from the newest checkpoint in it."
@@ -31,7 +35,7 @@ WORKDIR = flags.DEFINE_string(
 STEP = flags.DEFINE_string(
     "step", None, "Step of the run: a number, or 'newest' (default) or 'best' of the checkpoints."
 )
-OUT = flags.DEFINE_string("out", None, "File to write.")
+OUT = flags.DEFINE_string("out", None, "File to write; for analyse a directory.")
 SHARED = ("workdir", "step", "out")
 
 
@@ -108,6 +112,35 @@ def load_config(location: str) -> ConfigDict:
     return config
 
 
+def load_run_config(workdir: str | Path) -> ConfigDict:
+    """Reads the resolved config of a run from its output directory.
+
+    Raises:
+      InputError: There is none, or it is not one of this package.
+    """
+    path = Path(workdir) / "config.json"
+    try:
+        fields = _with_tuples(json.loads(path.read_text()))
+        config = config_lib.base_config(fields["model"]["name"])
+        # The options depend on the scheme, so those of the default are not kept.
+        config.attention_init = ConfigDict(fields.pop("attention_init"))
+        config.update(fields)
+        config_lib.check_fields(config)
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise InputError(
+            f"--workdir={workdir}: config.json cannot be read ({error}): pass the output directory "
+            "of a run, or --config with its config file"
+        ) from error
+    return config
+
+
+def _with_tuples(value):
+    """Undoes what JSON does to tuples."""
+    if isinstance(value, dict):
+        return {name: _with_tuples(part) for name, part in value.items()}
+    return tuple(map(_with_tuples, value)) if isinstance(value, list) else value
+
+
 def _parse(argv: list[str]) -> ConfigDict:
     """Parses all flags and returns the config that they describe."""
     words, overrides = [], []
@@ -126,9 +159,16 @@ def _parse(argv: list[str]) -> ConfigDict:
         flags.FLAGS.verbosity = logging.WARNING  # JAX, TFDS and orbax log much at INFO
     if len(remaining) > 1:
         raise InputError(f"unrecognized argument {remaining[1]!r}: write --name=value")
-    if CONFIG.value is None:
-        raise InputError("--config is required, such as --config=configs/vit_t_digits.py")
-    config = load_config(CONFIG.value)
+    workdir = WORKDIR.value if "workdir" in flags.FLAGS else None
+    if CONFIG.value is not None:
+        config = load_config(CONFIG.value)
+    elif workdir is not None and (Path(workdir) / "config.json").is_file():
+        config = load_run_config(workdir)
+    else:
+        raise InputError(
+            "--config is required, such as --config=configs/vit_t_digits.py, unless --workdir is "
+            "that of a run, which holds its config.json"
+        )
     for path, text in overrides:
         override(config, path, text)
     for option in config_lib.drop_foreign_options(config):

@@ -89,6 +89,7 @@ def impulse_2024(
         key[layer],
         report=jax.tree.map(jnp.mean, report),
         filter_index=filter_index[layer],
+        targets=targets,
     )
 
 
@@ -194,7 +195,14 @@ def impulse_2025(
     )
     value, out = (value_out_scale * w for w in mimetic_vo(vo_rng, site))
     return AttentionWeights(
-        query, key, value, out, report=report, filter_index=filter_index, position_scale=scale
+        query,
+        key,
+        value,
+        out,
+        report=report,
+        filter_index=filter_index,
+        targets=targets,
+        position_scale=scale,
     )
 
 

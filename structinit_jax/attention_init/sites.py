@@ -147,6 +147,7 @@ class AttentionWeights(NamedTuple):
         and registers.
       report: Result of the solve.
       filter_index: Index [L, h] of each head's filter among the scheme's filters.
+      targets: The filters as maps [F, N, N], what `filter_index` counts. For analysis only.
       bias: Relative position bias [L, R, h] of a `WindowSite`, R = (2 rows - 1) (2 cols - 1), rows
         in timm's order (`windows.relative_index`).
     """
@@ -158,6 +159,7 @@ class AttentionWeights(NamedTuple):
     positions: Float[Array, "N D"] | None = None
     report: SolveReport | None = None
     filter_index: Int[Array, "L h"] | None = None
+    targets: Float[Array | np.ndarray, "F N N"] | None = None
     bias: Float[Array, "L R h"] | None = None
     position_scale: float | Float[Array, ""] | None = None
 
@@ -169,11 +171,13 @@ class TokenMixingWeights(NamedTuple):
       fc1: First layer [L, N, hidden].
       fc2: Second layer [L, hidden, N].
       filter_index: Index [L] of each layer's filter among the scheme's filters.
+      targets: The filters as maps [F, N, N].
     """
 
     fc1: Float[Array, "L N hidden"] | None = None
     fc2: Float[Array, "L hidden N"] | None = None
     filter_index: Int[Array, " L"] | None = None
+    targets: Float[Array | np.ndarray, "F N N"] | None = None
 
 
 class ConvWeights(NamedTuple):

@@ -101,13 +101,13 @@ def impulse(
         site, filters=filters, kernel_size=kernel_size, dilation=dilation, sigma=sigma
     )
     order_rng, rotation_rng = jax.random.split(rng)
-    maps, bases = jnp.asarray(maps), jnp.asarray(output_basis(maps, site))
+    targets, bases = jnp.asarray(maps), jnp.asarray(output_basis(maps, site))
     shape = (site.num_layers, 1)
     index = assign(order_rng, shape, ranges, order=offsets, same_layers=same_layers, axis=0)[:, 0]
     fc1, fc2 = _factor_maps(
-        rotation_rng, maps[index], bases[index], site.hidden, same_layers=same_layers
+        rotation_rng, targets[index], bases[index], site.hidden, same_layers=same_layers
     )
-    return TokenMixingWeights(fc1, fc2, index)
+    return TokenMixingWeights(fc1, fc2, index, maps)
 
 
 def output_basis(

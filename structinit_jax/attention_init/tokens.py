@@ -193,7 +193,9 @@ def impulse(
         message = out_of_reach(weights.report)
         if message:
             warnings.warn(message, stacklevel=3)
-    return weights._replace(positions=jnp.asarray(positions)) if trainable else weights
+    return weights._replace(
+        targets=targets, positions=jnp.asarray(positions) if trainable else None
+    )
 
 
 STATIC = ("site", "ranges", "offsets", "same_layers", "vo_init", "keep_positions")

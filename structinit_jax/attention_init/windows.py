@@ -72,10 +72,11 @@ def impulse(
             f"filters: no kernel has an offset within the window {site.grid}: pass kernels with "
             "weight near their center"
         )
-    return _draw_and_place(
+    targets = normalize_rows(convolution_maps(kernels, site.grid))
+    weights = _draw_and_place(
         rng,
         bias_of_kernels(kernels[fits], site.grid, target_mass),
-        normalize_rows(convolution_maps(kernels[fits], site.grid)),
+        targets[fits],
         np.flatnonzero(fits).astype(np.int32),
         site=site,
         ranges=ranges,
@@ -83,6 +84,7 @@ def impulse(
         same_layers=same_layers,
         vo_init=vo_init,
     )
+    return weights._replace(targets=targets)
 
 
 @functools.partial(jax.jit, static_argnames=("site", "ranges", "offsets", "same_layers", "vo_init"))

@@ -14,7 +14,7 @@ import numpy as np
 from flax import nnx
 from jaxtyping import Array, Float, PRNGKeyArray
 
-from structinit_jax.attention_init import AttentionInit, Site, SolveReport
+from structinit_jax.attention_init import AttentionInit, Site, SolveReport, Weights
 from structinit_jax.errors import InputError
 from structinit_jax.models import sharding
 from structinit_jax.models.layers import ACTIVATIONS, BASE_INITS, RESIDUAL, Rng
@@ -93,6 +93,14 @@ class Model(nnx.Module):
         """
         raise NotImplementedError
 
+    def start_weights(self, scheme: AttentionInit, rng: PRNGKeyArray) -> dict[str, Weights]:
+        """Returns what a scheme gives to each stack, by the stack's name, and changes nothing."""
+        sites = self.sites()
+        # Split for a single stage too, so that this does not depend on the number of stages.
+        rngs = [rng] if list(sites) == ["blocks"] else jax.random.split(rng, len(sites))
+        stacks = zip(sites.items(), rngs, strict=True)
+        return {name: scheme(stack_rng, site) for (name, site), stack_rng in stacks}
+
     def initialize_attention(self, scheme: AttentionInit, rng: PRNGKeyArray) -> SolveReport | None:
         """Replaces the start values of every stack by those of a scheme.
 
@@ -106,12 +114,9 @@ class Model(nnx.Module):
         Raises:
           InputError: The scheme does not fit the model.
         """
-        sites = self.sites()
-        # Split for a single stage too, so that this does not depend on the number of stages.
-        rngs = [rng] if list(sites) == ["blocks"] else jax.random.split(rng, len(sites))
-        reports = []
-        for (name, site), stack_rng in zip(sites.items(), rngs, strict=True):
-            weights = scheme(stack_rng, site)
+        sites, reports = self.sites(), []
+        for name, weights in self.start_weights(scheme, rng).items():
+            site = sites[name]
             getattr(self, name).set_weights(weights)
             positions = getattr(weights, "positions", None)
             scale = getattr(weights, "position_scale", None)

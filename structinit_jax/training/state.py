@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 from flax import nnx
-from jaxtyping import Array, Int, PRNGKeyArray
+from jaxtyping import Array, Float, Int, PRNGKeyArray
 from ml_collections import ConfigDict
 from safetensors import SafetensorError
 from safetensors.numpy import load_file
@@ -128,6 +128,32 @@ def initialize_model(config: ConfigDict, model: AbstractModel) -> tuple[dict, di
         text += f"\nwarning: {warning}" if warning else ""
     print(text, flush=True)
     return params, model_state
+
+
+def find_targets(
+    config: ConfigDict, model: AbstractModel
+) -> dict[str, tuple[Int[np.ndarray, "L h"], Float[np.ndarray, "F N N"]]]:
+    """Returns the maps that `initialize_model` solves for: where the heads of a run started.
+
+    Returns:
+      Index of each head's map and the maps, by the name of the stack. Stacks to which the scheme
+      gives no targets are left out: all of them if it has none or `config.start_from` is set.
+    """
+    if config.start_from:
+        return {}
+    params_rng, attention_rng = jax.random.split(jax.random.key(config.seed))
+
+    @jax.jit  # removes the solve, whose result is not used
+    def find(params_rng, attention_rng):
+        scheme = config_lib.make_attention_init(config)
+        weights = _build_model(config, params_rng).start_weights(scheme, attention_rng)
+        # Weights of convolutions, and those of a scheme without targets, have none.
+        with_targets = {k: w for k, w in weights.items() if getattr(w, "targets", None) is not None}
+        return {k: (w.filter_index, w.targets) for k, w in with_targets.items()}
+
+    found = jax.device_get(find(params_rng, attention_rng))
+    # Token mixing has one map a layer.
+    return {k: (index.reshape(len(index), -1), maps) for k, (index, maps) in found.items()}
 
 
 def init_state(

@@ -1,0 +1,272 @@
+"""Analyzes what attention does in a model: maps, measures by layer and head, stable rank, CKA.
+
+    python -m structinit_jax.analyse --workdir=DIR --out=analysis
+
+compares the newest checkpoint of a run (or that of --step=best or --step=N) with its start values,
+on training images. --other_workdir adds another run of the same image size. Without a run it shows
+start values alone:
+
+    python -m structinit_jax.analyse --config=configs/vit_fashion_mnist.py \
+        --schemes=default,mimetic,impulse --out=analysis
+
+It writes to the directory --out:
+
+- `analysis.json`: all measures by layer and head, and the CKA.
+- `maps.npz`: the maps [h, N, N] of each model and layer, averaged over the images.
+- `maps_by_offset.png`: every head as a convolution kernel; for a ConvMixer its filters.
+- `maps_full.png`: the N×N maps of some layers and heads, with a zoom into the first rows.
+- `by_layer.png`: every measure against the layer.
+- `cka.png`: the similarity of the layers of every two models.
+
+`analysis.measures` defines the measures. For Swin they are of maps within windows, for MLP-Mixer of
+the derivatives of token mixing (`analysis.collect.comparable_maps`). ConvMixer has no maps, so that
+only stable rank, CKA and the cosine of its filters to their start values are left.
+"""
+
+import itertools
+import json
+from pathlib import Path
+
+import jax
+import numpy as np
+from absl import flags
+from ml_collections import ConfigDict
+
+from structinit_jax import command_line, evaluate
+from structinit_jax import config as config_lib
+from structinit_jax.analysis import figures, measures
+from structinit_jax.analysis.collect import (
+    Observer,
+    Snapshot,
+    layer_names,
+    read_images,
+    stack_sizes,
+)
+from structinit_jax.command_line import OUT, STEP, WORKDIR
+from structinit_jax.errors import InputError
+from structinit_jax.training.mesh import make_mesh
+from structinit_jax.training.state import (
+    AbstractModel,
+    TrainState,
+    abstract_model,
+    initialize_model,
+)
+
+_SCHEMES = flags.DEFINE_list("schemes", [], "Initializations to compare, without --workdir.")
+_OTHER_WORKDIR = flags.DEFINE_string("other_workdir", None, "Another run, on the same images.")
+_NUM_IMAGES = flags.DEFINE_integer("num_images", 64, "Number of training images.")
+_LAYERS = flags.DEFINE_list(
+    "layers", [], "Layers of maps_full.png, or 'all'. By default the first, middle and last."
+)
+_HEADS = flags.DEFINE_list("heads", [], "Heads of maps_full.png, or 'all'; by default the first 3.")
+
+
+def observe_start(config: ConfigDict, images: np.ndarray) -> Snapshot:
+    """Observes a model with its start values."""
+    model = abstract_model(config, _one_device())
+    return Observer(config, model)(initialize_model(config, model), images, step=0)
+
+
+def observe_run(
+    config: ConfigDict, restored: tuple[AbstractModel, TrainState], images: np.ndarray
+) -> list[Snapshot]:
+    """Observes a run before and after training.
+
+    Args:
+      config: Config of the run.
+      restored: The run's model on one device and its state, from `evaluate.restore_model`.
+      images: Images, uint8 [n, H, W, C].
+    """
+    model, state = restored
+    observer = Observer(config, model)
+    before = observer(initialize_model(config, model), images, step=0)
+    after = observer((state.params, state.model_state), images, step=int(state.step))
+    return [before, compare_filters(before, after)]
+
+
+def compare_filters(before: Snapshot, after: Snapshot) -> Snapshot:
+    """Returns `after` with the measure 'filter_cosine' of each channel, if layers have filters."""
+    layers = []
+    for old, new in zip(before.layers, after.layers, strict=True):
+        if new.filters is not None:
+            cosine = measures.filter_cosine(old.filters, new.filters)
+            new = new._replace(measures=new.measures | {"filter_cosine": cosine})
+        layers.append(new)
+    return after._replace(layers=layers)
+
+
+def to_json(snapshots: list[Snapshot]) -> dict:
+    """Returns all numbers as a JSON object."""
+    models = [
+        dict(
+            name=snapshot.name,
+            input_stable_rank=_round(snapshot.embedding_rank),
+            layers=[_layer_to_json(layer) for layer in snapshot.layers],
+        )
+        for snapshot in snapshots
+    ]
+    pairs = itertools.combinations(snapshots, 2)
+    similarities = [
+        dict(rows=a.name, columns=b.name, cka=_round(measures.cka(a.grams, b.grams)))
+        for a, b in pairs
+    ]
+    return dict(models=models, cka=similarities)
+
+
+def _layer_to_json(layer):
+    values = {name: _round(value) for name, value in layer.measures.items()}
+    if layer.maps is not None and layer.token_size:
+        values["distance_in_pixels"] = _round(layer.token_size * layer.measures["distance"])
+    uniform = {name: _round(value) for name, value in layer.uniform.items()}
+    return dict(
+        layer=layer.name,
+        grid=layer.grid,
+        stable_rank=_round(layer.stable_rank),
+        measures=values,
+        uniform=uniform,
+    )
+
+
+def _round(values):
+    return np.round(np.asarray(values, np.float64), 5).tolist()
+
+
+def write(
+    snapshots: list[Snapshot],
+    subject: str,
+    out: Path,
+    *,
+    layers: list[int],
+    heads: list[int],
+) -> None:
+    """Writes the numbers and draws the figures.
+
+    Args:
+      snapshots: Results of `observe_run` or `observe_start`.
+      subject: What was observed, for the titles.
+      out: Directory to write to.
+      layers: Indices of the layers of maps_full.png.
+      heads: Indices of the heads of maps_full.png.
+    """
+    numbers = dict(subject=subject, **to_json(snapshots))
+    (out / "analysis.json").write_text(json.dumps(numbers, indent=1) + "\n")
+    figures.draw_by_layer(
+        snapshots, f"Attention and representations by layer: {subject}", out / "by_layer.png"
+    )
+    if len(snapshots) > 1:
+        figures.draw_cka(snapshots, f"Similarity of layers: {subject}", out / "cka.png")
+    if snapshots[0].layers[0].maps is None:
+        title = f"First {figures.MAX_FILTERS} filters of each layer: {subject}"
+        figures.draw_by_offset(snapshots, title, out / "maps_by_offset.png")
+        return
+    maps = {f"{s.name}/layer {layer.name}": layer.maps for s in snapshots for layer in s.layers}
+    np.savez_compressed(out / "maps.npz", **maps)
+    title = f"Attention by offset: {subject}"
+    figures.draw_by_offset(snapshots, title, out / "maps_by_offset.png")
+    title = f"Attention maps and their first rows: {subject}"
+    figures.draw_full(snapshots, layers, heads, title, out / "maps_full.png")
+
+
+def choose(flag: str, chosen: list[str], names: list[str], default: list[int]) -> list[int]:
+    """Returns the indices of the chosen names; raises `InputError` for others."""
+    if chosen == ["all"]:
+        return list(range(len(names)))
+    for name in chosen:
+        if name not in names:
+            raise InputError(
+                f"--{flag}={','.join(chosen)}: the model has no {name!r}; choose from "
+                f"{', '.join(names)}, or 'all'"
+            )
+    return [names.index(name) for name in chosen] or default
+
+
+def main(config: ConfigDict) -> None:
+    """Runs the command."""
+    _check_flags()
+    config_lib.validate(config)
+    other = _OTHER_WORKDIR.value and command_line.load_run_config(_OTHER_WORKDIR.value)
+    if other:
+        config_lib.validate(other)
+        _check_same_images(config, other)
+    sizes = stack_sizes(abstract_model(config, _one_device()))
+    names = layer_names(sizes)
+    head_names = [str(head + 1) for head in range(max(size.num_heads for size in sizes))]
+    # The 2024 paper shows layers 1, 6 and 12 of 12.
+    few = sorted({0, (len(names) - 1) // 2, len(names) - 1})
+    layers = choose("layers", _LAYERS.value, names, few)
+    heads = choose("heads", _HEADS.value, head_names, list(range(min(3, len(head_names)))))
+    figures.import_pyplot()
+    out = Path(OUT.value or "analysis")
+    try:
+        out.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise InputError(f"--out={out} cannot be created: {error.strerror}") from error
+
+    runs = []
+    if WORKDIR.value:
+        runs.append((config, WORKDIR.value, STEP.value or "newest"))
+    if other:
+        runs.append((other, _OTHER_WORKDIR.value, "newest"))
+    device = jax.local_devices()[:1]
+    restored = [evaluate.restore_model(*run[:2], device, run[2]) for run in runs]
+
+    images = read_images(config, _NUM_IMAGES.value)
+    snapshots = []
+    for (run_config, workdir, _), weights in zip(runs, restored, strict=True):
+        found = observe_run(run_config, weights, images)
+        if other:
+            found = [s._replace(name=f"{Path(workdir).name}: {s.name}") for s in found]
+        snapshots.extend(found)
+    if not runs:
+        schemes = _SCHEMES.value or [config.attention_init.name]
+        snapshots = [observe_start(_with_scheme(config, scheme), images) for scheme in schemes]
+    subject = f"{config.model.name}, {len(images)} training images of {config.data.name}"
+    write(snapshots, subject, out, layers=layers, heads=heads)
+    _print_summary(snapshots)
+    print(f"wrote {', '.join(sorted(path.name for path in out.iterdir()))} to {out}")
+
+
+def _check_flags():
+    if _SCHEMES.value and WORKDIR.value:
+        raise InputError("--schemes compares start values and cannot be used with --workdir")
+    for name, value in (("step", STEP.value), ("other_workdir", _OTHER_WORKDIR.value)):
+        if value and not WORKDIR.value:
+            raise InputError(f"--{name}={value} needs --workdir, the output directory of the run")
+
+
+def _check_same_images(config, other):
+    for field in ("image_size", "channels"):
+        if config.data[field] != other.data[field]:
+            raise InputError(
+                f"--other_workdir={_OTHER_WORKDIR.value} was trained with config.data.{field}="
+                f"{other.data[field]}, but --workdir with {config.data[field]}: choose a run that "
+                "takes the same images"
+            )
+
+
+def _with_scheme(config, name):
+    """Returns the config with a scheme at its default options, unless it is the config's own."""
+    if name == config.attention_init.name:
+        return config
+    config = config.copy_and_resolve_references()
+    config.attention_init = ConfigDict(dict(name=name))
+    config_lib.set_base_init(config)
+    return config
+
+
+def _one_device():
+    return make_mesh(devices=jax.local_devices()[:1])
+
+
+def _print_summary(snapshots):
+    for snapshot in snapshots:
+        print(f"{snapshot.name}: mean over heads")
+        for layer in snapshot.layers:
+            values = {k: v.mean() for k, v in layer.measures.items() if k in figures.PANELS}
+            values["stable_rank"] = layer.stable_rank
+            text = "  ".join(f"{name} {value:.3f}" for name, value in values.items())
+            print(f"  layer {layer.name}: {text}")
+
+
+if __name__ == "__main__":
+    command_line.run(main)

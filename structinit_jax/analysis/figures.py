@@ -1,0 +1,276 @@
+"""Draws what `collect` found. Within a figure, equal colors are equal values."""
+
+import itertools
+import math
+from collections.abc import Sequence
+from pathlib import Path
+from typing import NamedTuple
+
+import numpy as np
+
+from structinit_jax.analysis import measures
+from structinit_jax.analysis.collect import Layer, Snapshot
+from structinit_jax.errors import InputError
+
+REACH = 4  # largest offset that is drawn: on a large grid, an impulse would be too small
+MAX_FILTERS = 16  # of each layer of a ConvMixer
+ZOOM_ROWS = 3  # rows of tokens in a zoom, as in the 2024 paper
+COLORS = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#56b4e9", "#e69f00")  # Okabe & Ito
+MAX_WRITTEN = 81  # similarities of a panel of cka.png that are also written as numbers
+BAR_WIDTH = 1.1  # inches
+
+PANELS = {
+    "distance": "attention distance [tokens]",
+    "entropy": "attention entropy [nats]",
+    "neighborhood_mass": "attention on 3×3 neighborhood",
+    "neighbor_mass": "attention on strongest neighbor",
+    "target_mass": "attention on the head's target",
+    "hit_rate": "rows that peak on the target",
+    "filter_cosine": "cosine of filters to their start",
+    "stable_rank": "stable rank of the output",
+}
+
+
+def import_pyplot():
+    """Imports matplotlib's pyplot for drawing to files; raises `InputError` without matplotlib."""
+    try:
+        import matplotlib
+    except ImportError as error:
+        raise InputError("drawing needs matplotlib: pip install 'structinit-jax[plots]'") from error
+    matplotlib.use("Agg")
+    import matplotlib.pyplot as plt
+
+    return plt
+
+
+class Scale(NamedTuple):
+    """What the colors of a figure mean."""
+
+    cmap: str
+    low: float
+    high: float
+    label: str
+
+    def show(self, axis, image: np.ndarray):
+        """Draws an array without smoothing and without ticks."""
+        axis.set(xticks=[], yticks=[])
+        limits = dict(vmin=self.low, vmax=self.high)
+        return axis.imshow(image, cmap=self.cmap, interpolation="nearest", **limits)
+
+
+# -- maps ------------------------------------------------------------------------------------------
+
+
+def draw_by_offset(snapshots: Sequence[Snapshot], title: str, path: Path) -> None:
+    """Draws every head as a convolution kernel; for a ConvMixer its filters."""
+    tiles = [[_tiles(layer) for layer in snapshot.layers] for snapshot in snapshots]
+    peak = max(float(np.abs(tile).max()) for panel in tiles for layer in panel for tile in layer)
+    is_conv = snapshots[0].layers[0].filters is not None
+    if is_conv:
+        scale = Scale("PuOr", -peak, peak, "weight")
+    else:
+        scale = Scale("viridis", 0.0, peak, "attention to the token at this offset (frame: itself)")
+    num_rows, num_columns = len(tiles[0]), max(len(layer) for layer in tiles[0])
+    width = num_columns * 0.75 + 0.9
+    size = (width, max(num_rows * 0.75 + 0.9, 3.0))
+    figure, panels, bar = _make_panels(snapshots, size, title)
+    for panel, snapshot, layers in zip(panels, snapshots, tiles, strict=True):
+        panel.supxlabel("channel" if is_conv else "head", size=10)
+        panel.supylabel("layer", size=10)
+        for (y, x), axis in np.ndenumerate(panel.subplots(num_rows, num_columns, squeeze=False)):
+            if x >= len(layers[y]):
+                axis.set_visible(False)
+                continue
+            image = scale.show(axis, layers[y][x])
+            rows, cols = layers[y][x].shape
+            middle = (cols // 2 - 0.5, rows // 2 - 0.5)
+            _frame(axis, middle, (1, 1), color="black" if is_conv else "white")
+            if x == 0:
+                axis.set_ylabel(snapshot.layers[y].name, rotation=0, ha="right", va="center")
+            if y == num_rows - 1 or x >= len(layers[y + 1]):
+                axis.set_xlabel(f"{x + 1}")
+    _save(figure, path, bar, image, scale)
+
+
+def _tiles(layer: Layer) -> list[np.ndarray]:
+    if layer.filters is not None:
+        return list(np.moveaxis(layer.filters, -1, 0)[:MAX_FILTERS])
+    kernels = np.asarray(measures.attention_by_offset(layer.maps, layer.grid))
+    rows, cols = layer.grid
+    y, x = min(REACH, rows - 1), min(REACH, cols - 1)
+    return list(kernels[:, rows - 1 - y : rows + y, cols - 1 - x : cols + x])
+
+
+def draw_full(
+    snapshots: Sequence[Snapshot],
+    layers: Sequence[int],
+    heads: Sequence[int],
+    title: str,
+    path: Path,
+) -> None:
+    """Draws N×N maps, each with a zoom into the rows and columns of its first tokens below it.
+
+    Args:
+      snapshots: Models with maps, of one architecture.
+      layers: Indices of the layers, from 0.
+      heads: Indices of the heads; those that a layer lacks are left out.
+      title: Title of the figure.
+      path: File to write.
+    """
+    drawn = [snapshot.layers[i] for snapshot in snapshots for i in layers]
+    # The strongest attention of a typical row. Single rows that are stronger are clipped.
+    high = max(float(layer.maps.max(axis=-1).mean(axis=-1).max()) for layer in drawn)
+    scale = Scale("viridis", 0.0, high, "attention of the row's token to the column's token")
+    cell = min(max(len(layer.maps[0]) / 150 for layer in drawn), 3.0)  # inches; one pixel an entry
+    cell = max(cell, 1.5)
+    size = (len(heads) * cell + 0.6, len(layers) * 2 * (cell + 0.15) + 0.6)
+    figure, panels, bar = _make_panels(snapshots, size, title)
+    for panel, snapshot in zip(panels, snapshots, strict=True):
+        axes = panel.subplots(2 * len(layers), len(heads), squeeze=False)
+        for (y, x), axis in np.ndenumerate(axes):
+            layer, head = snapshot.layers[layers[y // 2]], heads[x]
+            if head >= len(layer.maps):
+                axis.set_visible(False)
+                continue
+            cols, num_tokens = layer.grid[1], len(layer.maps[head])
+            side = min(ZOOM_ROWS * cols, num_tokens)
+            if y % 2 == 0:
+                image = scale.show(axis, layer.maps[head])
+                axis.set_title(f"layer {layer.name}, head {head + 1}", size=9)
+                _frame(axis, (-0.5, -0.5), (side, side), color="red")
+                ticks = [0, num_tokens - 1]
+            else:
+                scale.show(axis, layer.maps[head][:side, :side])
+                for start in range(0, side, cols):
+                    _frame(axis, (start - 0.5, start - 0.5), (cols, cols), color="white")
+                for spine in axis.spines.values():
+                    spine.set(color="red", linewidth=1.5)
+                ticks = [0, side - 1]
+            axis.set(xticks=ticks, yticks=ticks if x == 0 else [])
+            axis.tick_params(labelsize=7, length=2)
+            if x == 0:
+                axis.set_ylabel("token", size=8, labelpad=-4)
+    _save(figure, path, bar, image, scale, extend="max")
+
+
+# -- numbers ---------------------------------------------------------------------------------------
+
+
+def draw_by_layer(snapshots: Sequence[Snapshot], title: str, path: Path) -> None:
+    """Draws every measure against the layer: heads as dots, their mean as a line."""
+    plt = import_pyplot()
+    known = [layer.measures.keys() for snapshot in snapshots for layer in snapshot.layers]
+    names = [n for n in PANELS if n == "stable_rank" or any(n in keys for keys in known)]
+    columns = min(len(names), 4)
+    rows = math.ceil(len(names) / columns)
+    size = (max(3.4 * columns, 7.0), 2.9 * rows + 1.0)
+    figure, axes = plt.subplots(rows, columns, figsize=size, layout="constrained", squeeze=False)
+    for axis in axes.flat[len(names) :]:
+        axis.set_visible(False)
+    for axis, name in zip(axes.flat, names, strict=False):
+        for number, snapshot in enumerate(snapshots):
+            shift = 0.1 * (number - (len(snapshots) - 1) / 2)
+            _draw_measure(axis, name, snapshot, COLORS[number % len(COLORS)], shift)
+        axis.set(title=PANELS[name], xlabel="layer", ylim=(0, None))
+        axis.title.set_size(10)
+        axis.grid(alpha=0.3)
+    lines = {}
+    for axis in axes.flat:
+        handles, labels = axis.get_legend_handles_labels()
+        lines |= dict(zip(labels, handles, strict=True))
+    figure.legend(lines.values(), lines.keys(), loc="outside lower center", ncols=4)
+    figure.suptitle(title)
+    figure.savefig(path, dpi=150)
+    plt.close(figure)
+
+
+def _draw_measure(axis, name, snapshot, color, shift):
+    labels = [layer.name for layer in snapshot.layers]
+    if name == "stable_rank":
+        values = [snapshot.embedding_rank, *(layer.stable_rank for layer in snapshot.layers)]
+        axis.plot(range(len(values)), values, color=color, marker="o", ms=4, label=snapshot.name)
+        _label_layers(axis, ["input", *labels], start=0)
+        return
+    places = [i for i, layer in enumerate(snapshot.layers, 1) if name in layer.measures]
+    found = [snapshot.layers[i - 1] for i in places]
+    if not found:
+        return
+    uniform = [layer.uniform.get(name, math.nan) for layer in found]
+    if not all(map(math.isnan, uniform)):
+        axis.plot(places, uniform, color="gray", linestyle="--", linewidth=1, label="uniform map")
+    for place, layer in zip(places, found, strict=True):
+        heads = layer.measures[name]
+        # Side by side, so that no model hides another.
+        axis.plot([place + shift] * len(heads), heads, ".", color=color, alpha=0.4, ms=5)
+    means = [layer.measures[name].mean() for layer in found]
+    axis.plot([place + shift for place in places], means, color=color, label=snapshot.name)
+    _label_layers(axis, labels, start=1)
+
+
+def _label_layers(axis, labels, start):
+    step = math.ceil(len(labels) / 12)
+    shown = range(0, len(labels), step)
+    axis.set_xticks([i + start for i in shown], [labels[i] for i in shown])
+
+
+def draw_cka(snapshots: Sequence[Snapshot], title: str, path: Path) -> None:
+    """Draws the CKA between the layers of every two models; 0 is the first layer's input."""
+    plt = import_pyplot()
+    pairs = list(itertools.combinations(snapshots, 2))
+    scale = Scale("viridis", 0.0, 1.0, "CKA")
+    columns = min(len(pairs), 3)
+    rows = math.ceil(len(pairs) / columns)
+    size = (3.6 * columns + BAR_WIDTH + 1.0, 3.5 * rows + 0.6)
+    figure, axes = plt.subplots(rows, columns, figsize=size, layout="constrained", squeeze=False)
+    for axis in axes.flat[len(pairs) :]:
+        axis.set_visible(False)
+    for axis, (a, b) in zip(axes.flat, pairs, strict=False):
+        values = np.asarray(measures.cka(a.grams, b.grams))
+        image = scale.show(axis, values)
+        if values.size <= MAX_WRITTEN:
+            for (y, x), value in np.ndenumerate(values):
+                color = "black" if value > 0.5 else "white"
+                axis.text(x, y, f"{value:.2f}", ha="center", va="center", size=8, color=color)
+        for labels, snapshot in ((axis.set_yticks, a), (axis.set_xticks, b)):
+            names = ["0", *(layer.name for layer in snapshot.layers)]
+            shown = range(0, len(names), math.ceil(len(names) / 13))
+            labels(list(shown), [names[i] for i in shown])
+        axis.invert_yaxis()
+        axis.set_ylabel(f"layer of {a.name}")
+        axis.set_xlabel(f"layer of {b.name}")
+    figure.colorbar(image, ax=axes, label=scale.label, shrink=0.8)
+    figure.suptitle(title)
+    figure.savefig(path, dpi=150)
+    plt.close(figure)
+
+
+# -- parts -----------------------------------------------------------------------------------------
+
+
+def _make_panels(snapshots, size, title):
+    """Returns a figure, a part of it of `size` for each snapshot, and one for the color bar."""
+    plt = import_pyplot()
+    columns = len(snapshots) if len(snapshots) <= 3 else 2
+    rows = math.ceil(len(snapshots) / columns)
+    width = max(size[0] * columns, 5.0)
+    figure = plt.figure(figsize=(width + BAR_WIDTH, size[1] * rows + 0.4), layout="constrained")
+    figure.suptitle(title)
+    left, bar = figure.subfigures(1, 2, width_ratios=[width, BAR_WIDTH])
+    panels = left.subfigures(rows, columns, squeeze=False).ravel()[: len(snapshots)]
+    for panel, snapshot in zip(panels, snapshots, strict=True):
+        panel.suptitle(snapshot.name, size=11)
+    return figure, panels, bar
+
+
+def _frame(axis, corner, size, color):
+    from matplotlib.patches import Rectangle
+
+    axis.add_patch(Rectangle(corner, *size, fill=False, edgecolor=color, linewidth=0.8))
+
+
+def _save(figure, path, bar, image, scale, extend="neither"):
+    axis = bar.subplots()
+    axis.set_box_aspect(12)
+    figure.colorbar(image, cax=axis, label=scale.label, extend=extend)
+    figure.savefig(path, dpi=150)
+    import_pyplot().close(figure)

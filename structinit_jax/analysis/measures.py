@@ -1,0 +1,163 @@
+"""Measures of attention maps and of representations, as pure functions of arrays."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Array, Float
+
+from structinit_jax.attention_init.kernels import convolution_maps, impulse_kernels, relative_index
+
+NEIGHBORHOOD = 3  # side of the square of tokens that count as neighbors, the center included
+
+# -- attention maps --------------------------------------------------------------------------------
+
+
+def measure_mean_maps(
+    maps: Float[Array, "*heads N N"], grid: tuple[int, int]
+) -> dict[str, Float[Array, "*heads"]]:
+    """Measures maps that are averaged over images; these measures are linear in the maps.
+
+    Args:
+      maps: Attention maps over the N tokens of the grid, whose rows sum to 1.
+      grid: Rows and columns of the tokens.
+
+    Returns:
+      Averages over tokens:
+
+      - 'distance': distance in tokens between a token and what it attends to, as in Raghu et al.
+        2021 (arXiv:2108.08810).
+      - 'neighborhood_mass': attention on the 3×3 neighborhood, the token itself included. Tokens at
+        the border have fewer neighbors.
+      - 'neighbor_mass': attention on one neighbor, over the tokens that have it, for that of the
+        nine with the most; 1 / N for a uniform map.
+      - 'neighbor_row' and 'neighbor_column': offset of that neighbor.
+    """
+    num_tokens, reach = grid[0] * grid[1], NEIGHBORHOOD // 2
+    neighbors = convolution_maps(impulse_kernels(NEIGHBORHOOD), grid)  # [9, N, N]
+    totals = jnp.einsum("...nm,fnm->...f", maps, neighbors)
+    # On a grid of one row, no token has a neighbor above.
+    tokens = np.maximum(neighbors.sum(axis=(1, 2)), 1)
+    masses = totals / tokens.reshape((1,) * (totals.ndim - 1) + (-1,))
+    row, column = jnp.divmod(masses.argmax(axis=-1), NEIGHBORHOOD)
+    return {
+        "distance": jnp.einsum("...nm,nm->...", maps, token_distances(grid)) / num_tokens,
+        "neighborhood_mass": totals.sum(axis=-1) / num_tokens,
+        "neighbor_mass": masses.max(axis=-1),
+        "neighbor_row": row.astype(jnp.float32) - reach,
+        "neighbor_column": column.astype(jnp.float32) - reach,
+    }
+
+
+def mean_entropy(maps: Float[Array, "B *heads N N"]) -> Float[Array, "*heads"]:
+    """Returns the entropy of a token's attention in nats, averaged over images and tokens.
+
+    It is at most ln N, that of a uniform map.
+    """
+    return -jnp.sum(jax.scipy.special.xlogy(maps, maps), axis=-1).mean(axis=(0, -1))
+
+
+def measure_against_targets(
+    maps: Float[Array, "B *heads N N"], targets: Float[Array, "*heads N N"]
+) -> dict[str, Float[Array, "*heads"]]:
+    """Measures how close maps are to each head's target, averaged over images.
+
+    As in `SolveReport`, but for each head: 'target_mass' is the overlap of map and target, and
+    'hit_rate' the fraction of rows whose strongest attention is where the target is strongest. Both
+    are over the rows that have a target (an impulse has none where its neighbor is off the grid).
+    """
+    strongest = targets.max(axis=-1)
+    has_target = strongest > 0
+    rows = jnp.maximum(has_target.sum(axis=-1, dtype=jnp.float32), 1)
+    index = maps.argmax(axis=-1)[..., None]
+    at_peak = jnp.take_along_axis(jnp.broadcast_to(targets[None], maps.shape), index, axis=-1)
+    hits = has_target[None] & (at_peak[..., 0] == strongest[None])
+    shared = jnp.minimum(targets[None], maps).sum(axis=(-2, -1))
+    return {
+        "target_mass": shared.mean(axis=0) / rows,
+        "hit_rate": hits.sum(axis=-1, dtype=jnp.float32).mean(axis=0) / rows,
+    }
+
+
+def token_distances(grid: tuple[int, int]) -> Float[np.ndarray, "N N"]:
+    """Returns the Euclidean distance between every two tokens of a grid, in tokens."""
+    y, x = np.divmod(np.arange(grid[0] * grid[1]), grid[1])
+    return np.hypot(y[:, None] - y, x[:, None] - x).astype(np.float32)
+
+
+def attention_by_offset(
+    maps: Float[Array, "*batch N N"], grid: tuple[int, int]
+) -> Float[Array, "*batch R C"]:
+    """Averages attention over tokens at every offset: the map as a convolution kernel.
+
+    Args:
+      maps: Attention maps over the N tokens of the grid.
+      grid: Rows and columns of the tokens.
+
+    Returns:
+      [*batch, 2 rows - 1, 2 cols - 1]; the center is a token's attention to itself. Each offset is
+      averaged over the tokens that have that neighbor.
+    """
+    shape = (2 * grid[0] - 1, 2 * grid[1] - 1)
+    place = relative_index(grid).T.ravel()  # from query to key
+    count = np.bincount(place, minlength=shape[0] * shape[1])
+    flat = maps.reshape(-1, place.size)
+    total = jnp.zeros((len(flat), count.size)).at[:, place].add(flat)
+    kernels = total / jnp.asarray(count, jnp.float32)[None]
+    return kernels.reshape(*maps.shape[:-2], *shape)
+
+
+# -- representations -------------------------------------------------------------------------------
+
+
+def stable_rank(x: Float[Array, "*batch N D"]) -> Float[Array, "*batch"]:
+    """Returns ‖X‖² (Frobenius) / ‖X‖² (spectral) of each matrix, which is not centered.
+
+    This is the rank of remark 1 in the 2024 paper: the sum of the squared singular values over the
+    largest. It is between 1 and the rank.
+    """
+    gram = "...nd,...md->...nm" if x.shape[-2] <= x.shape[-1] else "...nd,...ne->...de"
+    squares = jnp.linalg.eigvalsh(jnp.einsum(gram, x, x, precision="highest"))
+    return squares.sum(axis=-1) / squares[..., -1]
+
+
+def centered_gram(x: Float[Array | np.ndarray, "n F"]) -> Float[Array, "n n"]:
+    """Returns the Gram matrix of n examples, U-centered and of norm 1, for `cka`.
+
+    U-centering (Székely & Rizzo 2014) makes the inner product of two such matrices n (n - 3) times
+    the unbiased estimator of HSIC by Song et al. 2012, which Nguyen et al. 2021 use. The matrix is
+    zero if all examples are equal.
+    """
+    n = len(x)
+    # Does not change the result, but avoids the cancellation of large numbers.
+    x = x - x.mean(axis=0, keepdims=True)
+    gram = jnp.einsum("nf,mf->nm", x, x, precision="highest")
+    off_diagonal = 1 - jnp.eye(n)
+    gram = gram * off_diagonal
+    sums = gram.sum(axis=0)
+    means = (sums[:, None] + sums[None, :]) / (n - 2) - sums.sum() / ((n - 1) * (n - 2))
+    centered = (gram - means) * off_diagonal
+    norm = jnp.linalg.norm(centered)
+    return centered / jnp.where(norm > 0, norm, 1)
+
+
+def cka(a: Float[Array, "P n n"], b: Float[Array, "Q n n"]) -> Float[Array, "P Q"]:
+    """Returns the linear CKA of every two representations of the same n examples.
+
+    Linear centered kernel alignment (Kornblith et al. 2019, arXiv:1905.00414) with the unbiased
+    HSIC of Nguyen et al. 2021 (arXiv:2010.15327), over all examples at once. Hence it does not grow
+    with the number of features, and is 0 on average for unrelated representations (single values
+    may be negative) and 1 for those that are equal up to rotation and scale.
+
+    Args:
+      a: Gram matrices of P representations, from `centered_gram`.
+      b: Gram matrices of Q representations.
+    """
+    return jnp.einsum("Pnm,Qnm->PQ", a, b, precision="highest")
+
+
+def filter_cosine(
+    a: Float[np.ndarray, "f f D"], b: Float[np.ndarray, "f f D"]
+) -> Float[np.ndarray, " D"]:
+    """Returns the cosine between the filters of each channel."""
+    a, b = a.reshape(-1, a.shape[-1]), b.reshape(-1, b.shape[-1])
+    return (a * b).sum(axis=0) / (np.linalg.norm(a, axis=0) * np.linalg.norm(b, axis=0))

@@ -1,0 +1,206 @@
+import functools
+import json
+import re
+
+import fork_main
+import jax
+import numpy as np
+import pytest
+from flax import nnx
+from PIL import Image
+
+from structinit_jax import analyse
+from structinit_jax.analysis import collect
+from structinit_jax.attention_init.kernels import convolution_maps, impulse_kernels
+from structinit_jax.augment import normalize
+from structinit_jax.command_line import load_run_config
+from structinit_jax.config import base_config
+from structinit_jax.errors import InputError
+from structinit_jax.evaluate import restore_model
+from structinit_jax.training.mesh import make_mesh
+from structinit_jax.training.state import abstract_model, find_targets, initialize_model
+
+pytestmark = pytest.mark.usefixtures("library_promotion")
+NUM_IMAGES = 16
+MODELS = {
+    "vit": dict(width=16, depth=1, num_heads=2, patch_size=2, num_registers=1, pool="class_token"),
+    "swin": dict(width=8, depths=(2, 1), num_heads=(1, 2), patch_size=1, window_size=4),
+    "mixer": dict(width=16, depth=2, patch_size=2, token_mlp_ratio=2.0, base_init="pytorch"),
+    "convmixer": dict(width=16, depth=2, patch_size=2, kernel_size=3),
+}
+
+
+def make_config(family, data_dir):
+    config = base_config(family)
+    config.model.update(num_classes=10, **MODELS[family])
+    config.data.update(name="digits", data_dir=data_dir, image_size=8, channels=1)
+    config.data.update(mean=(0.3,), std=(0.4,))
+    config.attention_init = dict(name="impulse")
+    return config
+
+
+@functools.cache
+def start(family, data_dir):
+    """Config, images and snapshot of a family's start values; the tests share the compilation."""
+    config = make_config(family, data_dir)
+    images = collect.read_images(config, NUM_IMAGES)
+    return config, images, analyse.observe_start(config, images)
+
+
+@pytest.fixture(scope="module")
+def snapshots(finished_run):
+    """The shared run before and after training."""
+    config = load_run_config(finished_run.workdir)
+    restored = restore_model(config, finished_run.workdir, jax.local_devices()[:1])
+    return analyse.observe_run(config, restored, collect.read_images(config, NUM_IMAGES))
+
+
+def forward(config, images):
+    """Intermediates for all images at once."""
+    model = abstract_model(config, make_mesh(devices=jax.local_devices()[:1]))
+    model = nnx.merge(model.graphdef, *initialize_model(config, model))
+    images = normalize(images, tuple(config.data.mean), tuple(config.data.std))
+    return jax.jit(lambda model: model(images, with_maps=True)[1])(model)
+
+
+def check_figures(out, names):
+    assert {path.name for path in out.glob("*.png")} == names
+    for name in names:
+        picture = np.asarray(Image.open(out / name).convert("L"), np.float32)
+        assert picture.shape[1] > 500
+        assert picture.std() > 10  # something is drawn
+
+
+def test_the_config_of_a_run_is_read_from_its_workdir(run_config, finished_run, tmp_path):
+    config = load_run_config(finished_run.workdir)
+    assert config.to_dict() == run_config.to_dict()
+    assert isinstance(config.data.mean, tuple)
+    with pytest.raises(InputError, match=r"--workdir=.*config\.json"):
+        load_run_config(tmp_path)
+
+
+def test_images_are_a_fixed_part_of_the_training_split(data_dir):
+    config, images, _ = start("vit", data_dir)
+    np.testing.assert_array_equal(images, collect.read_images(config, NUM_IMAGES + 7))
+    assert images.shape == (NUM_IMAGES, 8, 8, 1)
+    config = make_config("vit", data_dir)
+    config.seed = 1
+    assert np.any(images != collect.read_images(config, NUM_IMAGES))
+    config.data.train_split = "train[:7]"
+    with pytest.raises(InputError, match=r"config\.data\.train_split='train\[:7\]'"):
+        collect.read_images(config, NUM_IMAGES)
+
+
+def test_a_vit_is_averaged_over_images_without_its_extra_tokens(data_dir):
+    config, images, snapshot = start("vit", data_dir)
+    out = jax.device_get(forward(config, images))
+    maps = out["blocks"]["attention_maps"][0][:, :, 2:, 2:]
+    maps = maps / maps.sum(axis=-1, keepdims=True)
+    layer = snapshot.layers[0]
+    np.testing.assert_allclose(layer.maps, maps.mean(axis=0), rtol=1e-4, atol=1e-6)
+    entropy = -(maps * np.log(maps)).sum(axis=-1).mean(axis=(0, 2))
+    np.testing.assert_allclose(layer.measures["entropy"], entropy, rtol=1e-4)
+    values = np.linalg.svd(out["blocks"]["output"][0][:, 2:], compute_uv=False)
+    rank = np.mean((values**2).sum(axis=-1) / values[:, 0] ** 2)
+    np.testing.assert_allclose(layer.stable_rank, rank, rtol=1e-4)
+    assert snapshot.grams.shape == (2, NUM_IMAGES, NUM_IMAGES)
+    assert layer.token_size == 2
+
+
+def test_targets_are_those_that_the_solve_reaches(data_dir):
+    config, images, snapshot = start("vit", data_dir)
+    model = abstract_model(config, make_mesh(devices=jax.local_devices()[:1]))
+    index, targets = find_targets(config, model)["blocks"]
+    np.testing.assert_array_equal(targets, convolution_maps(impulse_kernels(3), (4, 4)))
+    params, state = initialize_model(config, model)
+    # Without content, what is left is the position encoding, for which the heads were solved.
+    params["patch_embedding"] = jax.tree.map(lambda x: 0 * x, params["patch_embedding"])
+    layer = collect.Observer(config, model)((params, state), images, step=0).layers[0]
+    assert np.all(layer.measures["hit_rate"] > 0.9)
+    assert np.all(layer.measures["target_mass"] > 2 * layer.uniform["target_mass"])
+    for head, wanted in enumerate(index[0]):
+        offset = [layer.measures[f"neighbor_{axis}"][head] for axis in ("row", "column")]
+        assert offset == [wanted // 3 - 1, wanted % 3 - 1]
+    assert np.all(snapshot.layers[0].measures["target_mass"] < layer.measures["target_mass"])
+    config.attention_init = dict(name="default")
+    assert find_targets(config, model) == {}
+
+
+def test_a_run_is_compared_with_its_start(snapshots, tmp_path):
+    before, after = snapshots
+    assert (before.name, after.name) == ("impulse, step 0", "impulse, step 12")
+    assert np.abs(before.layers[0].maps - after.layers[0].maps).max() > 1e-5
+    analyse.write(snapshots, "tiny", tmp_path, layers=[0, 1], heads=[0, 1])
+    names = {"by_layer.png", "cka.png", "maps_by_offset.png", "maps_full.png"}
+    check_figures(tmp_path, names)
+    numbers = json.loads((tmp_path / "analysis.json").read_text())
+    first = numbers["models"][1]["layers"][0]
+    assert len(first["measures"]["target_mass"]) == 2
+    pixels = 2 * np.asarray(first["measures"]["distance"])
+    np.testing.assert_allclose(first["measures"]["distance_in_pixels"], pixels, atol=1e-4)
+    assert np.shape(numbers["cka"][0]["cka"]) == (3, 3)
+    with np.load(tmp_path / "maps.npz") as maps:
+        found = maps["impulse, step 12/layer 2"]
+        np.testing.assert_array_equal(found, after.layers[1].maps)
+
+
+def test_swin_is_measured_within_windows(data_dir, tmp_path):
+    _, _, snapshot = start("swin", data_dir)
+    assert [layer.name for layer in snapshot.layers] == ["1.1", "1.2", "2.1"]
+    assert [layer.maps.shape for layer in snapshot.layers] == [(1, 16, 16)] * 2 + [(2, 16, 16)]
+    assert [layer.token_size for layer in snapshot.layers] == [1, 1, 2]
+    # The first block of a stage is not shifted, so that it has the default target mass.
+    for layer in (snapshot.layers[0], snapshot.layers[2]):
+        np.testing.assert_allclose(layer.measures["target_mass"], 0.5, atol=0.05)
+        np.testing.assert_allclose(layer.measures["hit_rate"], 1, atol=0.05)
+    analyse.write([snapshot], "tiny", tmp_path, layers=[0, 2], heads=[0, 1])
+    check_figures(tmp_path, {"by_layer.png", "maps_by_offset.png", "maps_full.png"})
+
+
+def test_token_mixing_is_measured_by_its_derivatives(data_dir):
+    config, images, snapshot = start("mixer", data_dir)
+    derivatives = np.abs(forward(config, images)["blocks"]["token_maps"][1])
+    shares = derivatives / derivatives.sum(axis=-1, keepdims=True)
+    layer = snapshot.layers[1]
+    np.testing.assert_allclose(layer.maps[0], shares.mean(axis=0), rtol=1e-3, atol=1e-6)
+    assert layer.measures["target_mass"] > 0.5
+
+
+def test_convmixer_has_filters_and_no_maps(data_dir, tmp_path):
+    snapshot = start("convmixer", data_dir)[2]
+    layer = snapshot.layers[0]
+    assert layer.maps is None
+    assert layer.filters.shape == (3, 3, 16)
+    assert snapshot.grams.shape == (3, NUM_IMAGES, NUM_IMAGES)
+    same = analyse.compare_filters(snapshot, snapshot)
+    np.testing.assert_allclose(same.layers[1].measures["filter_cosine"], np.ones(16), rtol=1e-5)
+    analyse.write([snapshot, same], "tiny", tmp_path, layers=[0], heads=[0])
+    check_figures(tmp_path, {"by_layer.png", "cka.png", "maps_by_offset.png"})
+
+
+def test_layers_and_heads_are_chosen_by_name():
+    names = ["1.1", "1.2", "2.1"]
+    assert analyse.choose("layers", ["2.1", "1.1"], names, [0]) == [2, 0]
+    assert analyse.choose("layers", ["all"], names, [0]) == [0, 1, 2]
+    assert analyse.choose("layers", [], names, [0]) == [0]
+    with pytest.raises(InputError, match=r"--layers=1,7.*no '1'.*1\.1, 1\.2, 2\.1"):
+        analyse.choose("layers", ["1", "7"], names, [0])
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--workdir=x"], "--config is required.*config.json"),
+        (["--workdir=RUN", "--schemes=default"], "--schemes.*--workdir"),
+        (["--config=configs/vit_t_digits.py", "--step=best"], "--step=best needs --workdir"),
+        (["--workdir=RUN", "--layers=9"], "--layers=9: the model has no '9'.*1, 2"),
+        (["--workdir=RUN", "--num_images=5"], "--num_images=5.*at least 8"),
+        (["--workdir=RUN", "--step=7"], "--step=7"),
+    ],
+)
+def test_mistakes_are_refused(finished_run, tmp_path, arguments, message):
+    words = [word.replace("RUN", str(finished_run.workdir)) for word in arguments]
+    result = fork_main.run(*words, f"--out={tmp_path}/out", module="structinit_jax.analyse")
+    assert result.returncode == 1
+    assert re.search(message, result.stderr), result.stderr
+    assert "Traceback" not in result.stderr
