@@ -255,6 +255,11 @@ def test_position_scale_multiplies_the_whole_table():
     np.testing.assert_allclose(new["pos_embed"], 18 * params["pos_embed"], rtol=1e-6)
 
 
+def test_scales_of_other_layers_are_refused():
+    with pytest.raises(InputError, match=r"weights.mlp_scale=0.1: only the attention layers"):
+        interop.write(state_dict("timm"), AttentionWeights(mlp_scale=0.1), num_heads=3)
+
+
 def test_parts_of_a_fused_tensor_that_a_scheme_does_not_set_stay():
     def query_and_key(rng, site):
         return normal_scheme(rng, site)._replace(value=None, out=None, positions=None)

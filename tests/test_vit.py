@@ -139,6 +139,18 @@ def test_position_scale_multiplies_the_whole_table():
     np.testing.assert_allclose(scaled.positions[...], 18 * model.positions[...], rtol=1e-6)
 
 
+def test_patch_and_mlp_scales_multiply_the_kernels():
+    model = make()
+    scheme = lambda rng, site: AttentionWeights(patch_scale=0.3, mlp_scale=0.0)  # noqa: E731
+    scaled = make(attention_init=scheme)
+    kernel = model.patch_embedding.kernel[...]
+    np.testing.assert_allclose(scaled.patch_embedding.kernel[...], 0.3 * kernel, rtol=1e-6)
+    assert not np.any(scaled.blocks.mlp.fc2.kernel[...])
+    np.testing.assert_array_equal(
+        scaled.blocks.mlp.fc1.kernel[...], model.blocks.mlp.fc1.kernel[...]
+    )
+
+
 def test_scheme_that_sets_positions_is_refused_by_fixed_positions():
     def init(rng, site):
         return AttentionWeights(positions=jnp.zeros((16, 16)))

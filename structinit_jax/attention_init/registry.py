@@ -37,6 +37,7 @@ POSITIVE = (
     "learning_rate",
     "max_steps",
     "position_scale",
+    "patch_scale",
     "query_key_norm",
 )
 
@@ -158,6 +159,8 @@ def _check_value(option, value):
         raise InputError(f"{option}={value!r}: choose one of {', '.join(CHOICES[option])}")
     if option in POSITIVE and not np.all(np.asarray(value) > 0):
         raise InputError(f"{option}={value!r}: must be positive")
+    if option == "mlp_scale" and value < 0:
+        raise InputError(f"{option}={value!r}: must not be negative")
     if option == "target_mass" and value >= 1:
         raise InputError(f"{option}={value!r}: must be less than 1")
     if option == "kernel_size":

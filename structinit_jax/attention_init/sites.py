@@ -145,6 +145,8 @@ class AttentionWeights(NamedTuple):
       positions: Initial value [N, D] of a trainable position encoding.
       position_scale: Factor on the model's own trainable positions, including those of class token
         and registers.
+      patch_scale: Factor on the kernel of the patch embedding.
+      mlp_scale: Factor on the output kernels of the MLPs.
       report: Result of the solve.
       filter_index: Index [L, h] of each head's filter among the scheme's filters.
       targets: The filters as maps [F, N, N], what `filter_index` counts. For analysis only.
@@ -162,6 +164,8 @@ class AttentionWeights(NamedTuple):
     targets: Float[Array | np.ndarray, "F N N"] | None = None
     bias: Float[Array, "L R h"] | None = None
     position_scale: float | Float[Array, ""] | None = None
+    patch_scale: float | Float[Array, ""] | None = None
+    mlp_scale: float | Float[Array, ""] | None = None
 
 
 class TokenMixingWeights(NamedTuple):

@@ -120,6 +120,8 @@ def impulse(
     target_mass: float | None = None,
     vo_init: str = "balanced",
     keep_positions: bool = True,
+    patch_scale: float = 1.0,
+    mlp_scale: float = 1.0,
     optimizer: str = "lbfgs",
     learning_rate: float = 1e-2,
     max_steps: int = 400,
@@ -160,6 +162,10 @@ def impulse(
         instead of sorted by singular values. 'default': the model's own. Only for attention.
       keep_positions: Whether value and projection leave the encoding's row space alone. Otherwise
         every layer subtracts 0.4 of the encoding from the residual stream.
+      patch_scale: Factor on the kernel of the patch embedding. Less content beside the positions
+        makes the maps of real images more like the targets. 1 leaves the model's own.
+      mlp_scale: Factor on the output kernels of the MLPs, for the same reason; 0 makes them
+        contribute nothing at first.
       optimizer: 'lbfgs' or the name of another optax optimizer.
       learning_rate: Learning rate of an optimizer other than L-BFGS.
       max_steps: Maximum number of steps of a solve.
@@ -194,7 +200,10 @@ def impulse(
         if message:
             warnings.warn(message, stacklevel=3)
     return weights._replace(
-        targets=targets, positions=jnp.asarray(positions) if trainable else None
+        targets=targets,
+        positions=jnp.asarray(positions) if trainable else None,
+        patch_scale=None if patch_scale == 1 else patch_scale,
+        mlp_scale=None if mlp_scale == 1 else mlp_scale,
     )
 
 

@@ -136,6 +136,12 @@ def write(
 
     Biases of the projections that they set become zero. See `initialize` for the other arguments.
     """
+    for field in ("patch_scale", "mlp_scale"):
+        if getattr(weights, field) is not None:
+            raise InputError(
+                f"weights.{field}={getattr(weights, field)}: only the attention layers of params "
+                f"are known. Leave the scheme's {field} at 1 and multiply that kernel yourself"
+            )
     model = _Model(params, layout, num_heads)
     ours = {}
     for field in FIELDS:

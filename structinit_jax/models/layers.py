@@ -423,5 +423,7 @@ class Block(PreNormBlock):
             kernel = getattr(weights, name)
             if kernel is not None:
                 getattr(self.attention, name).kernel[...] = kernel
+        if weights.mlp_scale is not None:
+            self.mlp.fc2.kernel[...] = weights.mlp_scale * self.mlp.fc2.kernel[...]
         if weights.bias is not None:
             self.relative_position_bias[...] = weights.bias

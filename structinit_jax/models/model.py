@@ -131,6 +131,10 @@ class Model(nnx.Module):
                 self.positions[...] = self.positions[...].at[-len(positions) :].set(positions)
             if scale is not None:
                 self.positions[...] = scale * self.positions[...]
+            patch_scale = getattr(weights, "patch_scale", None)
+            if patch_scale is not None and name == next(iter(sites)):  # the others follow it
+                kernel = self.patch_embedding.kernel
+                kernel[...] = patch_scale * kernel[...]
             if getattr(weights, "report", None) is not None:
                 reports.append(weights.report)
         if not reports:
