@@ -139,6 +139,18 @@ def make_stack(block: type[nnx.Module], depth: int, *, rngs: nnx.Rngs, **options
     return jax.vmap(lambda rng: block(**options, rngs=nnx.Rngs(rng)))(layer_rngs)
 
 
+def stack_of(path: jax.tree_util.KeyPath) -> str:
+    """Returns the stack that an array belongs to, such as 'stage1/blocks', or '' if to none.
+
+    Arrays of a stack have a leading layer axis. Models name their stacks 'blocks'.
+
+    Args:
+      path: Path of the array in a tree of a model's arrays, or of a training state.
+    """
+    names = jax.tree_util.keystr(path, simple=True, separator="/").split("/")
+    return "/".join(names[: names.index("blocks") + 1]) if "blocks" in names else ""
+
+
 def run_stack(
     blocks: nnx.Module,
     x: Float[Array, "B *grid D"],

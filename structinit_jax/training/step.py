@@ -14,6 +14,7 @@ from jaxtyping import Array, Float, PRNGKeyArray
 from ml_collections import ConfigDict
 
 from structinit_jax.augment import Augment, normalize
+from structinit_jax.models.model import stack_of
 from structinit_jax.training.optimizer import find_loss
 from structinit_jax.training.state import TrainState, split_model
 
@@ -125,8 +126,7 @@ def _gather_outside_stacks(params, mesh):
     replicated = NamedSharding(mesh, PartitionSpec())
 
     def gather(path, leaf):
-        stacked = "blocks" in jax.tree_util.keystr(path, simple=True, separator="/").split("/")
-        return leaf if stacked else jax.lax.with_sharding_constraint(leaf, replicated)
+        return leaf if stack_of(path) else jax.lax.with_sharding_constraint(leaf, replicated)
 
     return jax.tree_util.tree_map_with_path(gather, params)
 
@@ -138,12 +138,11 @@ def layer_norms(grads: dict[str, Any]) -> dict[str, Float[Array, "..."]]:
     """
     squares = {}
     for path, grad in jax.tree_util.tree_leaves_with_path(grads):
-        names = jax.tree_util.keystr(path, simple=True, separator="/").split("/")
-        stacked = "blocks" in names
-        layer = names[: names.index("blocks") + 1] if stacked else names[:-1] or names
-        square = jnp.sum(jnp.square(grad), axis=tuple(range(int(stacked), grad.ndim)))
-        name = "/".join(layer)
-        squares[name] = squares[name] + square if name in squares else square
+        stack = stack_of(path)
+        name = jax.tree_util.keystr(path, simple=True, separator="/")
+        layer = stack or name.rpartition("/")[0] or name
+        square = jnp.sum(jnp.square(grad), axis=tuple(range(1 if stack else 0, grad.ndim)))
+        squares[layer] = squares[layer] + square if layer in squares else square
     return jax.tree.map(jnp.sqrt, squares)
 
 
