@@ -47,7 +47,7 @@ def measure(config: str, target: str) -> dict[str, str]:
         rows = dry_run(load_config(config), target)
     except InputError as error:
         return {"does not fit": str(error)}
-    names = ("devices", "batch", "memory per device", "sent per step", "compiled in")
+    names = ("devices", "batch", "memory per device", "sent per step", "remat", "compiled in")
     return {name: rows[name] for name in names if name in rows}
 
 

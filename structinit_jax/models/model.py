@@ -30,10 +30,11 @@ def _keep_products(primitive, *args, **params):
 
 
 _KEEP_NAMED = jax.checkpoint_policies.save_only_these_names(RESIDUAL)
+# The fastest first.
 REMAT_POLICIES = {
     "none": _keep_products,
-    "full": jax.checkpoint_policies.nothing_saveable,
     "dots": jax.checkpoint_policies.dots_with_no_batch_dims_saveable,
+    "full": jax.checkpoint_policies.nothing_saveable,
 }
 CHOICES = {
     "activation": tuple(ACTIVATIONS),
@@ -43,7 +44,7 @@ CHOICES = {
     "pool": ("mean", "class_token"),
     "dtype": ("float32", "bfloat16"),
     "attention_implementation": ("auto", "xla", "cudnn"),
-    "remat": tuple(REMAT_POLICIES),
+    "remat": ("auto", *REMAT_POLICIES),
 }
 
 
@@ -175,7 +176,8 @@ def run_stack(
       unroll: Steps of the scan to unroll; 0 unrolls all: slower to compile, and on CPUs.
       remat: What a step keeps for the gradient: 'none' keeps what is costly to compute (products,
         and arrays named `layers.RESIDUAL`), 'dots' the outputs of its linear layers, 'full' only
-        its input. The rest is recomputed, which saves memory.
+        its input. The rest is recomputed, which saves memory. 'auto' is 'none' here; the trainer
+        replaces it by the first of these that fits the device (`training.remat`).
       cycle: Further static arguments of successive blocks, repeated along the stack. One cycle is
         one step of the scan.
       **options: Further arguments of all blocks.
@@ -205,7 +207,8 @@ def run_stack(
 
     # In a loop, XLA cannot merge what the backward pass recomputes with the forward pass.
     unrolled = unroll in (0, whole // period)
-    step = jax.checkpoint(step, policy=REMAT_POLICIES[remat], prevent_cse=unrolled)
+    policy = REMAT_POLICIES["none" if remat == "auto" else remat]
+    step = jax.checkpoint(step, policy=policy, prevent_cse=unrolled)
     rngs = None if rng is None else jax.random.split(rng, depth)
     layers = (blocks, jnp.asarray(drop_path_rates) if drop_path_rates.any() else None, rngs)
     steps = jax.tree.map(
