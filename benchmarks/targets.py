@@ -50,7 +50,7 @@ def measure(config: str, target: str) -> dict[str, str]:
             rows = dry_run(load_config(config), target)
     except InputError as error:
         return {"does not fit": str(error)}
-    names = ("devices", "batch", "memory per device", "sent per step")
+    names = ("devices", "batch", "memory per device", "sent per step", "remat")
     return {name: rows[name] for name in names if name in rows}
 
 

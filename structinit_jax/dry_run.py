@@ -2,7 +2,6 @@
 
 import time
 
-import jax
 from clu import parameter_overview
 from ml_collections import ConfigDict
 
@@ -10,17 +9,12 @@ from structinit_jax import config as config_lib
 from structinit_jax.data import info as info_lib
 from structinit_jax.data.datasets import find_info
 from structinit_jax.data.info import check_examples
-from structinit_jax.errors import InputError
-from structinit_jax.train import set_up
+from structinit_jax.train import compile_step, set_up
 from structinit_jax.training import collectives, flops
 from structinit_jax.training import mesh as mesh_lib
+from structinit_jax.training.remat import mib
 from structinit_jax.training.state import count_parameters
-from structinit_jax.training.targets import THIS_MACHINE, find_target
-
-TO_SAVE_MEMORY = (
-    "--config.model.remat=dots (or full), --config.accumulate_steps=2 (or more), "
-    "--config.fsdp=N for weights and optimizer state, or more devices"
-)
+from structinit_jax.training.targets import find_target, this_machine
 
 
 def dry_run(config: ConfigDict, target: str | None = None) -> dict[str, str]:
@@ -41,7 +35,7 @@ def dry_run(config: ConfigDict, target: str | None = None) -> dict[str, str]:
         than a device of the target has.
     """
     config_lib.validate(config)
-    devices, memory_limit, compiler_options = find_target(target) if target else THIS_MACHINE
+    devices, memory_limit, options = find_target(target) if target else this_machine()
     data = config.data
     info = find_info(data.name, data.data_dir or None)
     check_examples(info, num_classes=config.model.num_classes, channels=data.channels)
@@ -58,18 +52,10 @@ def dry_run(config: ConfigDict, target: str | None = None) -> dict[str, str]:
     print(parameter_overview.get_parameter_overview(setup.model.params, include_stats=False))
 
     schedule, mesh = setup.schedule, setup.model.mesh
-    lowered = setup.train_step.lower(setup.abstract_state, setup.abstract_batch)
     start = time.perf_counter()
-    try:
-        step = lowered.compile(compiler_options)
-    except jax.errors.JaxRuntimeError as error:
-        if "RESOURCE_EXHAUSTED" not in str(error):
-            raise
-        reason = str(error).split(": ", 1)[1].split(". ")[0]
-        raise InputError(f"{reason}. To save memory: {TO_SAVE_MEMORY}") from error
+    step, remat = compile_step(config, setup, [num_eval], memory_limit, options)
     compile_seconds = time.perf_counter() - start
     memory = step.memory_analysis()
-    needed = memory.argument_size_in_bytes + memory.temp_size_in_bytes
     num_processes = len({device.process_index for device in mesh.devices.flat})
     per_image = flops.flops_per_image(config)
     rows = {
@@ -84,24 +70,16 @@ def dry_run(config: ConfigDict, target: str | None = None) -> dict[str, str]:
         f"{schedule.num_steps / schedule.steps_per_epoch:.1f} epochs of "
         f"{schedule.steps_per_epoch:.1f}; {len(schedule.eval_steps)} evaluations",
         "FLOPs per step": f"{per_image * config.batch_size:.3e}, {per_image:.3e} per image",
-        "memory per device": f"{_mib(memory.argument_size_in_bytes)} state and batch, "
-        f"{_mib(memory.temp_size_in_bytes)} activations and temporaries",
+        "memory per device": f"{mib(memory.argument_size_in_bytes)} state and batch, "
+        f"{mib(memory.temp_size_in_bytes)} activations and temporaries",
+        "remat": remat,
         "compiled in": f"{compile_seconds:.0f} s",
     }
     if memory_limit:
-        rows["memory per device"] += f"; {_mib(memory_limit)} available"
+        rows["memory per device"] += f"; {mib(memory_limit)} available"
     if mesh.size > 1:
         rows["sent per step"] = collectives.describe(step.as_text())
     width = max(map(len, rows))
     for name, value in rows.items():
         print(f"{name:<{width}}  {value}")
-    if memory_limit and needed > memory_limit:
-        raise InputError(
-            f"the step needs {_mib(needed)} on each device, of {_mib(memory_limit)}. To save "
-            f"memory: {TO_SAVE_MEMORY}"
-        )
     return rows
-
-
-def _mib(size: int) -> str:
-    return f"{size / 2**20:,.0f} MiB"

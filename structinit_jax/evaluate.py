@@ -81,7 +81,7 @@ class Evaluator:
         self._parts = {}
         for name, test_set in test_sets.items():
             rule = (test_set.classes, test_set.answers)
-            step = make_eval_step(config, model.graphdef, replicated, *rule)
+            step = make_eval_step(config, model.graphdef, model.mesh, *rule)
             loader = make_loader(test_set.source, test_set.info, model.mesh, **sizes)
             self._parts[name] = jax.jit(step, out_shardings=replicated), loader
         # Any batch size gives the same sums, so it is rounded up to a multiple of the devices.

@@ -8,7 +8,7 @@ import json
 import shlex
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -22,7 +22,12 @@ from structinit_jax import config as config_lib
 from structinit_jax import resume
 from structinit_jax.augment import make_augment
 from structinit_jax.data.info import DatasetInfo
-from structinit_jax.data.loader import AugmentationSplit, make_loader, split_augmentation
+from structinit_jax.data.loader import (
+    AugmentationSplit,
+    bytes_on_device,
+    make_loader,
+    split_augmentation,
+)
 from structinit_jax.errors import InputError, StoppedError
 from structinit_jax.evaluate import (
     Evaluator,
@@ -31,7 +36,7 @@ from structinit_jax.evaluate import (
     open_data,
     open_evaluation_sets,
 )
-from structinit_jax.training import checkpoint, flops, profiling
+from structinit_jax.training import checkpoint, flops, profiling, remat
 from structinit_jax.training import mesh as mesh_lib
 from structinit_jax.training import workdir as workdir_lib
 from structinit_jax.training.metrics import MetricsLog, PendingMetrics, Progress
@@ -93,12 +98,15 @@ def _train(config, workdir, profile_steps, on_exit):
     print(parameter_overview.get_parameter_overview(setup.model.params, include_stats=False))
 
     # Compiled ahead of time, so that an unexpected shape is an error and not a recompilation; in
-    # another thread, while the state is initialized or restored.
+    # another thread, while the state is initialized or restored. Not so by several processes: they
+    # agree on the step by a collective, which they must all start at the same place.
+    num_eval = [len(test_set.source) for test_set in test_sets.values()]
+    compile_train_step = functools.partial(
+        compile_step, config, setup, num_eval, remat.memory_limit()
+    )
     compiler = ThreadPoolExecutor(1, "compile")
     on_exit.callback(compiler.shutdown, wait=False)
-    compiling = compiler.submit(
-        lambda: setup.train_step.lower(setup.abstract_state, setup.abstract_batch).compile()
-    )
+    compiling = compiler.submit(compile_train_step) if jax.process_count() == 1 else None
 
     # -- Initialize the state, or restore it from the newest checkpoint ----------------------------
     checkpoints = on_exit.enter_context(
@@ -146,7 +154,8 @@ def _train(config, workdir, profile_steps, on_exit):
     batches = itertools.chain(list(itertools.islice(batches, 1)), batches)
 
     # -- Steps -------------------------------------------------------------------------------------
-    train_step = compiling.result()
+    train_step, description = compiling.result() if compiling else compile_train_step()
+    print(f"remat: {description}")
     evaluate = Evaluator(config, setup.model, test_sets)
 
     # -- Loop --------------------------------------------------------------------------------------
@@ -233,18 +242,26 @@ class Setup(NamedTuple):
       augmentation: Which part of the augmentation runs on the host and which in the step.
       model: The model on the mesh of all devices.
       init_state: `(params, model_state) -> state` before the first step, jitted.
-      train_step: `(state, batch) -> (state, metrics)`, jitted. Donates the state.
+      train_steps: `(state, batch) -> (state, metrics)`, jitted, by what they recompute: the values
+        of `config.model.remat` to try, the fastest first. They donate the state.
       abstract_state: Shapes, types and shardings of the training state.
       abstract_batch: Shapes, types and shardings of a global batch.
+      data_bytes: Bytes of the training split in the memory of every device.
     """
 
     schedule: Schedule
     augmentation: AugmentationSplit
     model: AbstractModel
     init_state: Callable[..., TrainState]
-    train_step: jax.stages.Wrapped
+    train_steps: dict[str, jax.stages.Wrapped]
     abstract_state: TrainState
     abstract_batch: dict[str, jax.ShapeDtypeStruct]
+    data_bytes: int
+
+    @property
+    def train_step(self) -> jax.stages.Wrapped:
+        """The fastest of `train_steps`."""
+        return next(iter(self.train_steps.values()))
 
 
 def set_up(
@@ -283,28 +300,59 @@ def set_up(
     options = config_lib.augment_options(config)
     augmentation = split_augmentation(options, info, num_examples, config.seed)
     augment = make_augment(augmentation.on_device, mesh)
-    train_step = make_train_step(
-        config, model.graphdef, optimizer, schedule.learning_rate, augment, mesh
-    )
-    size = augmentation.image_size
-    image_shape = (config.batch_size, size, size, config.data.channels)
+
+    def jit_step(changes):
+        graphdef = abstract_model(config, mesh, **changes).graphdef
+        return jax.jit(
+            make_train_step(config, graphdef, optimizer, schedule.learning_rate, augment, mesh),
+            in_shardings=(shardings, sharded),
+            out_shardings=(shardings, replicated),
+            donate_argnums=0,
+        )
+
+    size, channels = augmentation.image_size, config.data.channels
+    on_host = augmentation.host_crop is not None
+    image_shape = (config.batch_size, size, size, channels)
     return Setup(
         schedule=schedule,
         augmentation=augmentation,
         model=model,
         init_state=jax.jit(make_state, out_shardings=shardings, donate_argnums=(0, 1)),
-        train_step=jax.jit(
-            train_step,
-            in_shardings=(shardings, sharded),
-            out_shardings=(shardings, replicated),
-            donate_argnums=0,
-        ),
+        train_steps={name: jit_step(c) for name, c in remat.candidates(config.model).items()},
         abstract_state=abstract_state,
         abstract_batch={
             "image": jax.ShapeDtypeStruct(image_shape, np.uint8, sharding=sharded),
             "label": jax.ShapeDtypeStruct((config.batch_size,), np.int32, sharding=sharded),
         },
+        data_bytes=0 if on_host else bytes_on_device(num_examples, size, channels),
     )
+
+
+def compile_step(
+    config: ConfigDict,
+    setup: Setup,
+    num_eval: Iterable[int],
+    memory_limit: int | None,
+    compiler_options: Mapping[str, bool | int] | None = None,
+) -> remat.CompiledStep:
+    """Compiles the first of the training steps that fits beside the data, see `training.remat`.
+
+    Args:
+      config: Config of the run.
+      setup: The run.
+      num_eval: Sizes of the evaluation sets.
+      memory_limit: Bytes of one device that programs can use, or None if that is not known.
+      compiler_options: Options of XLA.
+
+    Raises:
+      InputError: No step fits.
+    """
+    data = config.data
+    if memory_limit is not None:
+        memory_limit -= setup.data_bytes
+        memory_limit -= sum(bytes_on_device(n, data.image_size, data.channels) for n in num_eval)
+    arguments = (setup.abstract_state, setup.abstract_batch)
+    return remat.compile_step(setup.train_steps, arguments, memory_limit, compiler_options)
 
 
 def initialize(config: ConfigDict, setup: Setup) -> TrainState:

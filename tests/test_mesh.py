@@ -1,5 +1,8 @@
 """The placement of arrays, and what the devices exchange in a step."""
 
+import math
+import re
+
 import jax
 import numpy as np
 import pytest
@@ -12,6 +15,7 @@ from structinit_jax.models.sharding import MIN_SPLIT_SIZE
 from structinit_jax.train import initialize, set_up
 from structinit_jax.training import mesh as mesh_lib
 from structinit_jax.training.collectives import traffic_by_kind
+from structinit_jax.training.step import make_eval_step
 
 pytestmark = pytest.mark.usefixtures("library_promotion")
 
@@ -90,6 +94,34 @@ def test_the_model_state_and_its_average_are_replicated(tiny_config):
         assert all(leaf.sharding.is_fully_replicated for leaf in jax.tree.leaves(model_state))
     for params in (state.params, state.ema["params"]):
         assert params["blocks"]["channel"]["kernel"].sharding.spec == PartitionSpec(None, "fsdp")
+
+
+def test_an_evaluation_gathers_one_block_at_a_time(wide_config):
+    rng = np.random.default_rng(0)
+    batch = {
+        "image": rng.integers(0, 256, (64, 8, 8, 1), np.uint8),
+        "label": np.arange(64, dtype=np.int32) % 10,
+        "mask": np.ones(64, np.float32),
+    }
+    sums, sent = {}, {}
+    for fsdp in (1, 4):
+        wide_config.fsdp = fsdp
+        setup = set_up(wide_config, CATALOG["digits"], 384)
+        model, state = setup.model, initialize(wide_config, setup)
+        arguments = (state.params, state.model_state)
+        placed = jax.device_put(batch, mesh_lib.batch_sharding(model.mesh))
+        step = jax.jit(make_eval_step(wide_config, model.graphdef, model.mesh))
+        step = step.lower(*arguments, placed).compile()
+        sums[fsdp], sent[fsdp] = jax.device_get(step(*arguments, placed)), step.as_text()
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5), sums[4], sums[1])
+    assert "all-gather" not in sent[1]
+    weights = [w for w in jax.tree.leaves(model.params) if "fsdp" in w.sharding.spec]
+    assert traffic_by_kind(sent[4])["all-gather"].total == num_bytes(weights)
+    gathered = {
+        tuple(map(int, shape.split(",")))
+        for shape in re.findall(r"= f32\[([\d,]+)\]\S* all-gather\(", sent[4])
+    }
+    assert max(map(math.prod, gathered)) == max(weight.size // 2 for weight in weights)  # 2 blocks
 
 
 @pytest.mark.slow

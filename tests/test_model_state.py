@@ -15,7 +15,6 @@ from structinit_jax.data.info import CATALOG
 from structinit_jax.data.loader import make_loader
 from structinit_jax.errors import InputError
 from structinit_jax.training import checkpoint
-from structinit_jax.training.mesh import replicated
 from structinit_jax.training.step import make_eval_step
 
 pytestmark = pytest.mark.usefixtures("library_promotion")
@@ -100,7 +99,7 @@ def test_evaluation_uses_the_running_statistics(config, setup, first_state):
     results = evaluate.Evaluator(config, setup.model, {"test": evaluation_set})(state)
     loader = make_loader(evaluation_set.source, evaluation_set.info, setup.model.mesh, image_size=8)
     whole_split = next(loader.eval_batches(batch_size=96))
-    step = jax.jit(make_eval_step(config, setup.model.graphdef, replicated(setup.model.mesh)))
+    step = jax.jit(make_eval_step(config, setup.model.graphdef, setup.model.mesh))
 
     def loss(params, model_state):
         return float(step(params, model_state, whole_split)["loss"]) / 90

@@ -2,6 +2,7 @@
 
 import functools
 import inspect
+import re
 
 import jax
 import jax.numpy as jnp
@@ -120,6 +121,19 @@ def test_bfloat16_is_computed_in_bfloat16_and_stays_close_to_float32(family):
 def test_unrolled_and_rematerialized_stacks_agree_with_the_scan(family, remat):
     expected, found = train(family), train(family, unroll=0, remat=remat)
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, atol=1e-4), found, expected)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_a_model_with_remat_auto_recomputes_as_with_none(family):
+    assert default_config(family)["remat"] == "auto"
+
+    def gradient_program(**changes):
+        model = make(family, **changes)
+        return str(jax.make_jaxpr(jax.grad(lambda x: model(x)[0].sum()))(IMAGES))
+
+    programs = (gradient_program(**c) for c in ({}, {"remat": "none"}, {"remat": "full"}))
+    auto, none, full = (re.sub("0x[0-9a-f]+", "", text) for text in programs)
+    assert auto == none != full
 
 
 @pytest.mark.parametrize("family", FAMILIES)

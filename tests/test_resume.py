@@ -40,7 +40,7 @@ def test_an_equal_config_has_no_changes():
         ("loss", "m:f", "  loss: 'softmax_cross_entropy' -> 'm:f'"),
         ("on_nonfinite", "skip", "  on_nonfinite: 'stop' -> 'skip'"),
         ("accumulate_steps", 2, "  accumulate_steps: 1 -> 2"),
-        ("model.remat", "full", "  model.remat: 'none' -> 'full'"),
+        ("model.remat", "full", "  model.remat: 'auto' -> 'full'"),
         ("model.drop_path", 0.1, "  model.drop_path: 0.0 -> 0.1"),
         ("augment.mixup", 0.8, "  augment.mixup: 0.0 -> 0.8"),
         ("data.data_dir", "/moved", "  data.data_dir: '' -> '/moved'"),

@@ -8,7 +8,6 @@ from scipy.special import log_softmax
 
 from structinit_jax.data.info import CATALOG
 from structinit_jax.train import initialize, set_up
-from structinit_jax.training.mesh import replicated
 from structinit_jax.training.step import layer_norms, make_eval_step
 
 pytestmark = pytest.mark.usefixtures("library_promotion")
@@ -51,7 +50,7 @@ def state(setup, first_state):
 
 
 def make_eval(config, setup):
-    return jax.jit(make_eval_step(config, setup.model.graphdef, replicated(setup.model.mesh)))
+    return jax.jit(make_eval_step(config, setup.model.graphdef, setup.model.mesh))
 
 
 def test_losses_agree_with_scipy(config, setup, state):

@@ -149,11 +149,7 @@ def test_rules_agree_with_numpy(model, data_dir, expected, name):
     loader = make_loader(test_set.source, test_set.info, mesh, image_size=8)
     graphdef, *state = split_model(model)
     state = jax.device_put(state, mesh_lib.replicated(mesh))
-    eval_step = jax.jit(
-        make_eval_step(
-            config, graphdef, mesh_lib.replicated(mesh), test_set.classes, test_set.answers
-        )
-    )
+    eval_step = jax.jit(make_eval_step(config, graphdef, mesh, test_set.classes, test_set.answers))
     sums = [eval_step(*state, batch) for batch in loader.eval_batches(batch_size=64)]
     totals = jax.tree.map(lambda *leaves: float(np.sum(leaves)), *jax.device_get(sums))
     accuracy, loss, count = expected[name]

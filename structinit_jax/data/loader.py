@@ -59,11 +59,16 @@ def split_augmentation(
     if options.crop != "resized":
         return AugmentationSplit(options.image_size, None, options)
     height, width, channels = info.image_shape
-    one_size = height is not None and height == width
-    if one_size and num_examples * height * width * channels <= IN_MEMORY_BYTES:
+    if height and height == width and bytes_on_device(num_examples, height, channels):
         return AugmentationSplit(height, None, options)
     crop = RandomCrop(seed, options.crop_scale, options.crop_ratio, options.interpolation)
     return AugmentationSplit(options.image_size, crop, dataclasses.replace(options, crop="none"))
+
+
+def bytes_on_device(num_examples: int, image_size: int, channels: int) -> int:
+    """Returns the bytes of a split in the memory of every device; 0 if it is too large for it."""
+    size = num_examples * image_size**2 * channels
+    return size if size <= IN_MEMORY_BYTES else 0
 
 
 class Loader(abc.ABC):
@@ -142,8 +147,9 @@ def make_loader(
       crop_fraction: See `resize_and_center_crop`.
       random_crop: Random crop of the stored images instead; never kept in device memory.
     """
-    shape = (len(source), image_size, image_size, info.image_shape[-1])
-    if random_crop is None and np.prod(shape, dtype=np.int64) <= IN_MEMORY_BYTES:
+    channels = info.image_shape[-1]
+    if random_crop is None and bytes_on_device(len(source), image_size, channels):
+        shape = (len(source), image_size, image_size, channels)
         return DeviceLoader(*decode_all(source, shape, crop_fraction), mesh)
     return HostLoader(source, mesh, image_size, crop_fraction, random_crop)
 

@@ -64,7 +64,9 @@ class ConvMixer(Model):
             base_init="timm",  # or "pytorch", which is the same for this family
             dtype="float32",  # of the computation, or "bfloat16"; parameters are float32
             unroll=1,  # blocks per step of the scan; 0 unrolls the stack, which compiles longer
-            remat="none",  # or "dots", "full": recompute to save memory (model.run_stack)
+            # What the training step recomputes to save memory: "none", "dots" or "full" (see
+            # model.run_stack), or the first of them that fits the device.
+            remat="auto",
         )
 
     def __init__(
@@ -83,7 +85,7 @@ class ConvMixer(Model):
         base_init: str = "timm",
         dtype: str = "float32",
         unroll: int = 1,
-        remat: str = "none",
+        remat: str = "auto",
         attention_init: AttentionInit | None = None,
         rngs: nnx.Rngs,
     ):

@@ -55,7 +55,9 @@ class MlpMixer(Model):
             base_init="timm",  # start values: timm's, or "pytorch": the defaults of its layers
             dtype="float32",  # of the computation, or "bfloat16"; parameters are float32
             unroll=1,  # blocks per step of the scan; 0 unrolls the stack, which compiles longer
-            remat="none",  # or "dots", "full": recompute to save memory (model.run_stack)
+            # What the training step recomputes to save memory: "none", "dots" or "full" (see
+            # model.run_stack), or the first of them that fits the device.
+            remat="auto",
         )
 
     def __init__(
@@ -75,7 +77,7 @@ class MlpMixer(Model):
         base_init: str = "timm",
         dtype: str = "float32",
         unroll: int = 1,
-        remat: str = "none",
+        remat: str = "auto",
         attention_init: AttentionInit | None = None,
         rngs: nnx.Rngs,
     ):

@@ -30,10 +30,11 @@ def _keep_products(primitive, *args, **params):
 
 
 _KEEP_NAMED = jax.checkpoint_policies.save_only_these_names(RESIDUAL)
+# The fastest first.
 REMAT_POLICIES = {
     "none": _keep_products,
-    "full": jax.checkpoint_policies.nothing_saveable,
     "dots": jax.checkpoint_policies.dots_with_no_batch_dims_saveable,
+    "full": jax.checkpoint_policies.nothing_saveable,
 }
 CHOICES = {
     "activation": tuple(ACTIVATIONS),
@@ -43,7 +44,7 @@ CHOICES = {
     "pool": ("mean", "class_token"),
     "dtype": ("float32", "bfloat16"),
     "attention_implementation": ("auto", "xla", "cudnn"),
-    "remat": tuple(REMAT_POLICIES),
+    "remat": ("auto", *REMAT_POLICIES),
 }
 
 
@@ -148,6 +149,18 @@ def make_stack(block: type[nnx.Module], depth: int, *, rngs: nnx.Rngs, **options
     return jax.vmap(lambda rng: block(**options, rngs=nnx.Rngs(rng)))(layer_rngs)
 
 
+def stack_of(path: jax.tree_util.KeyPath) -> str:
+    """Returns the stack that an array belongs to, such as 'stage1/blocks', or '' if to none.
+
+    Arrays of a stack have a leading layer axis. Models name their stacks 'blocks'.
+
+    Args:
+      path: Path of the array in a tree of a model's arrays, or of a training state.
+    """
+    names = jax.tree_util.keystr(path, simple=True, separator="/").split("/")
+    return "/".join(names[: names.index("blocks") + 1]) if "blocks" in names else ""
+
+
 def run_stack(
     blocks: nnx.Module,
     x: Float[Array, "B *grid D"],
@@ -172,7 +185,8 @@ def run_stack(
       unroll: Steps of the scan to unroll; 0 unrolls all: slower to compile, and on CPUs.
       remat: What a step keeps for the gradient: 'none' keeps what is costly to compute (products,
         and arrays named `layers.RESIDUAL`), 'dots' the outputs of its linear layers, 'full' only
-        its input. The rest is recomputed, which saves memory.
+        its input. The rest is recomputed, which saves memory. 'auto' is 'none' here; the trainer
+        replaces it by the first of these that fits the device (`training.remat`).
       cycle: Further static arguments of successive blocks, repeated along the stack. One cycle is
         one step of the scan.
       **options: Further arguments of all blocks.
@@ -202,7 +216,8 @@ def run_stack(
 
     # In a loop, XLA cannot merge what the backward pass recomputes with the forward pass.
     unrolled = unroll in (0, whole // period)
-    step = jax.checkpoint(step, policy=REMAT_POLICIES[remat], prevent_cse=unrolled)
+    policy = REMAT_POLICIES["none" if remat == "auto" else remat]
+    step = jax.checkpoint(step, policy=policy, prevent_cse=unrolled)
     rngs = None if rng is None else jax.random.split(rng, depth)
     layers = (blocks, jnp.asarray(drop_path_rates) if drop_path_rates.any() else None, rngs)
     steps = jax.tree.map(

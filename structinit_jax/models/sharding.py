@@ -24,8 +24,9 @@ def weight_spec(shape: tuple[int, ...], parts: int) -> PartitionSpec:
 def gather(block: Any) -> Any:
     """Returns one block of a stack with all of its weights on every device.
 
-    The training step sets the mesh that this works on, if it splits the weights; else the block is
-    returned as it is. Called for one block at a time, so that the others stay split.
+    The training and evaluation steps set the mesh that this works on, if the weights are split;
+    else the block is returned as it is. Called for one block at a time, so that the others stay
+    split.
     """
     mesh = jax.sharding.get_abstract_mesh()
     if mesh.empty:

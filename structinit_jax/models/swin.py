@@ -62,7 +62,9 @@ class SwinTransformer(Model):
             dtype="float32",  # of the computation, or "bfloat16"; parameters are float32
             attention_implementation="auto",  # or "xla", the same; or "cudnn" for even windows
             unroll=1,  # pairs of blocks per step of the scan; 0 unrolls it, which compiles longer
-            remat="none",  # or "dots", "full": recompute to save memory (model.run_stack)
+            # What the training step recomputes to save memory: "none", "dots" or "full" (see
+            # model.run_stack), or the first of them that fits the device.
+            remat="auto",
         )
 
     def __init__(
@@ -83,7 +85,7 @@ class SwinTransformer(Model):
         dtype: str = "float32",
         attention_implementation: str = "auto",
         unroll: int = 1,
-        remat: str = "none",
+        remat: str = "auto",
         attention_init: AttentionInit | None = None,
         rngs: nnx.Rngs,
     ):

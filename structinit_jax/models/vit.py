@@ -71,7 +71,9 @@ class VisionTransformer(Model):
             dtype="float32",  # of the computation, or "bfloat16"; parameters are float32
             attention_implementation="auto",  # or "xla", the same; or "cudnn", a fused kernel
             unroll=1,  # blocks per step of the scan; 0 unrolls the stack, which compiles longer
-            remat="none",  # or "dots", "full": recompute to save memory (model.run_stack)
+            # What the training step recomputes to save memory: "none", "dots" or "full" (see
+            # model.run_stack), or the first of them that fits the device.
+            remat="auto",
         )
 
     def __init__(
@@ -96,7 +98,7 @@ class VisionTransformer(Model):
         dtype: str = "float32",
         attention_implementation: str = "auto",
         unroll: int = 1,
-        remat: str = "none",
+        remat: str = "auto",
         attention_init: AttentionInit | None = None,
         rngs: nnx.Rngs,
     ):

@@ -62,7 +62,7 @@ def flops_per_image(config: ConfigDict) -> float:
     The backward pass has two products, the gradients of the factors, for each one of the forward
     pass.
     """
-    options = config.model.to_dict() | {"remat": "none"}
+    options = config.model.to_dict()
     if "attention_implementation" in options:
         options["attention_implementation"] = "xla"  # products in a fused kernel are not visible
     size, channels = config.data.image_size, config.data.channels

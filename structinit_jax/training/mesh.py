@@ -7,6 +7,7 @@ import numpy as np
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
 from structinit_jax.errors import InputError
+from structinit_jax.models.model import stack_of
 from structinit_jax.models.sharding import AXIS, weight_spec
 
 
@@ -55,11 +56,10 @@ def shard(mesh: Mesh, abstract_state: Any) -> Any:
     """
 
     def place(path, leaf):
+        layer_axes = 1 if stack_of(path) else 0
+        spec = weight_spec(leaf.shape[layer_axes:], mesh.shape[AXIS])
+        sharding = NamedSharding(mesh, PartitionSpec(*(None,) * layer_axes, *spec))
         names = jax.tree_util.keystr(path, simple=True, separator="/").split("/")
-        stacked = int("blocks" in names)
-        spec = weight_spec(leaf.shape[stacked:], mesh.shape[AXIS])
-        spec = PartitionSpec(*(None,) * stacked, *spec)
-        sharding = NamedSharding(mesh, spec)
         if "model_state" in names[:2]:
             sharding = replicated(mesh)
         return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding)

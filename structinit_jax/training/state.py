@@ -66,13 +66,18 @@ def split_model(model: nnx.Module) -> tuple[nnx.GraphDef, dict[str, Any], dict[s
     return graphdef, nnx.to_pure_dict(params), nnx.to_pure_dict(model_state)
 
 
-def abstract_model(config: ConfigDict, mesh: jax.sharding.Mesh) -> AbstractModel:
+def abstract_model(config: ConfigDict, mesh: jax.sharding.Mesh, **changes) -> AbstractModel:
     """Builds the model of a config without allocating it.
+
+    Args:
+      config: See `structinit_jax.config.base_config`.
+      mesh: Devices of its arrays.
+      **changes: Fields of `config.model` that replace those of the config.
 
     Raises:
       InputError: The fields of `config.model` do not fit together.
     """
-    model = nnx.eval_shape(lambda: _build_model(config, jax.random.key(0)))
+    model = nnx.eval_shape(lambda: _build_model(config, jax.random.key(0), **changes))
     graphdef, params, model_state = split_model(model)
     shapes = mesh_lib.shard(mesh, {"params": params, "model_state": model_state})
     return AbstractModel(mesh, graphdef, **shapes)
@@ -174,9 +179,9 @@ def count_parameters(params) -> int:
     return sum(leaf.size for leaf in jax.tree.leaves(params))
 
 
-def _build_model(config: ConfigDict, rng: PRNGKeyArray) -> nnx.Module:
+def _build_model(config: ConfigDict, rng: PRNGKeyArray, **changes) -> nnx.Module:
     return create_model(
-        config.model.to_dict(),
+        config.model.to_dict() | changes,
         image_size=config.data.image_size,
         channels=config.data.channels,
         rngs=nnx.Rngs(params=rng),

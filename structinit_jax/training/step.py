@@ -9,11 +9,14 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 from flax import nnx
-from jax.sharding import Mesh, NamedSharding, PartitionSpec, Sharding
+from jax.sharding import Mesh
 from jaxtyping import Array, Float, PRNGKeyArray
 from ml_collections import ConfigDict
 
 from structinit_jax.augment import Augment, normalize
+from structinit_jax.models.model import stack_of
+from structinit_jax.models.sharding import AXIS
+from structinit_jax.training import mesh as mesh_lib
 from structinit_jax.training.optimizer import find_loss
 from structinit_jax.training.state import TrainState, split_model
 
@@ -91,11 +94,7 @@ def make_train_step(
         augment_rng, rng = step_rngs(config.seed, state.step)
         batch = augment(augment_rng, batch["image"], batch["label"])
         gradient_of = accumulate if config.accumulate_steps > 1 else value_and_grad
-        params = _gather_outside_stacks(state.params, mesh)
-        # Tells stacks of blocks to gather the weights of each block (`models.model.gather`).
-        split = mesh.shape["fsdp"] > 1
-        with jax.sharding.use_abstract_mesh(mesh.abstract_mesh) if split else nullcontext():
-            gradient = gradient_of(params, state.model_state, batch, rng)
+        gradient = _gather_by_layer(gradient_of, mesh)(state.params, state.model_state, batch, rng)
         (loss, (correct, model_state)), grads = gradient
         updates, opt_state = optimizer.update(grads, state.opt_state, state.params)
         params = optax.apply_updates(state.params, updates)
@@ -120,15 +119,22 @@ def make_train_step(
     return train_step
 
 
-def _gather_outside_stacks(params, mesh):
-    """Without this, XLA would split activations along the channels like the weights."""
-    replicated = NamedSharding(mesh, PartitionSpec())
+def _gather_by_layer(function, mesh):
+    """Lets `function(params, ...)` gather split weights layer by layer as it runs the model."""
+    replicated = mesh_lib.replicated(mesh)
 
-    def gather(path, leaf):
-        stacked = "blocks" in jax.tree_util.keystr(path, simple=True, separator="/").split("/")
-        return leaf if stacked else jax.lax.with_sharding_constraint(leaf, replicated)
+    def gather_outside_stacks(path, leaf):
+        # Without this, XLA would split activations along the channels like the weights.
+        return leaf if stack_of(path) else jax.lax.with_sharding_constraint(leaf, replicated)
 
-    return jax.tree_util.tree_map_with_path(gather, params)
+    def wrapped(params, *args):
+        params = jax.tree_util.tree_map_with_path(gather_outside_stacks, params)
+        # Tells stacks of blocks to gather the weights of each block (`models.sharding.gather`).
+        split = mesh.shape[AXIS] > 1
+        with jax.sharding.use_abstract_mesh(mesh.abstract_mesh) if split else nullcontext():
+            return function(params, *args)
+
+    return wrapped
 
 
 def layer_norms(grads: dict[str, Any]) -> dict[str, Float[Array, "..."]]:
@@ -138,19 +144,18 @@ def layer_norms(grads: dict[str, Any]) -> dict[str, Float[Array, "..."]]:
     """
     squares = {}
     for path, grad in jax.tree_util.tree_leaves_with_path(grads):
-        names = jax.tree_util.keystr(path, simple=True, separator="/").split("/")
-        stacked = "blocks" in names
-        layer = names[: names.index("blocks") + 1] if stacked else names[:-1] or names
-        square = jnp.sum(jnp.square(grad), axis=tuple(range(int(stacked), grad.ndim)))
-        name = "/".join(layer)
-        squares[name] = squares[name] + square if name in squares else square
+        stack = stack_of(path)
+        name = jax.tree_util.keystr(path, simple=True, separator="/")
+        layer = stack or name.rpartition("/")[0] or name
+        square = jnp.sum(jnp.square(grad), axis=tuple(range(1 if stack else 0, grad.ndim)))
+        squares[layer] = squares[layer] + square if layer in squares else square
     return jax.tree.map(jnp.sqrt, squares)
 
 
 def make_eval_step(
     config: ConfigDict,
     graphdef: nnx.GraphDef,
-    replicated: Sharding,
+    mesh: Mesh,
     classes: np.ndarray | None = None,
     answers: np.ndarray | None = None,
 ) -> Callable[[dict, dict, Batch], Metrics]:
@@ -163,17 +168,19 @@ def make_eval_step(
     Args:
       config: See `structinit_jax.config.base_config`.
       graphdef: Static definition of the model.
-      replicated: Sharding of a full copy on every device.
+      mesh: Devices of the weights and the batch. Split weights are gathered layer by layer.
       classes: Classes to predict, int [classes]. The default is all of them.
       answers: Right classes of each label, int32 [labels, most], padded with -1. By default labels
         are classes.
     """
     every_class = np.arange(config.model.num_classes)
 
+    def predict(params, model_state, images):
+        return nnx.merge(graphdef, params, model_state)(images)[0]
+
     def eval_step(params: dict, model_state: dict, batch: Batch) -> Metrics:
         images = normalize(batch["image"], tuple(config.data.mean), tuple(config.data.std))
-        params = jax.lax.with_sharding_constraint(params, replicated)
-        logits, _ = nnx.merge(graphdef, params, model_state)(images)
+        logits = _gather_by_layer(predict, mesh)(params, model_state, images)
         if classes is not None:
             logits = jnp.where(np.isin(every_class, classes)[None], logits, -jnp.inf)
         labels = batch["label"]

@@ -13,6 +13,7 @@ import jax
 from jax.experimental import topologies
 
 from structinit_jax.errors import InputError
+from structinit_jax.training.remat import memory_limit
 
 # Memory of one device that programs can use, as libtpu states it when a program needs more.
 MEMORY = {
@@ -65,7 +66,9 @@ class Target(NamedTuple):
     compiler_options: Mapping[str, bool | int]
 
 
-THIS_MACHINE = Target(None, None, {})
+def this_machine() -> Target:
+    """Returns the devices of this machine as a target."""
+    return Target(None, memory_limit(), {})
 
 
 def find_target(name: str) -> Target:

@@ -1,0 +1,126 @@
+"""The choice of what the training step recomputes (`config.model.remat`), by the device memory."""
+
+import re
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
+
+import jax
+import numpy as np
+from jax.experimental import multihost_utils
+from ml_collections import ConfigDict
+
+from structinit_jax.errors import InputError
+from structinit_jax.models.model import REMAT_POLICIES
+
+# Part of the memory that 'auto' leaves free: for batches read ahead, for fragmentation, and since
+# XLA starts to recompute on its own account when a program nearly fills the memory.
+HEADROOM = 0.1
+TO_SAVE_MEMORY = (
+    "--config.accumulate_steps=2 (or more), --config.fsdp=N for weights and optimizer state, or "
+    "more devices"
+)
+
+
+class CompiledStep(NamedTuple):
+    """A compiled training step.
+
+    Attributes:
+      step: The program.
+      description: The policy and the memory of one device, for example 'dots (needs
+        7,112 MiB of 14,515 MiB; none needs 19,033 MiB)'.
+    """
+
+    step: jax.stages.Compiled
+    description: str
+
+
+def candidates(model: ConfigDict) -> dict[str, dict[str, str]]:
+    """Returns the policies to try for a model, the fastest first.
+
+    Args:
+      model: The section `config.model`.
+
+    Returns:
+      By policy, the fields of the section to replace. Models of the user's own need not have the
+      field `remat`.
+    """
+    if "remat" not in model:
+        return {"unsupported": {}}
+    names = REMAT_POLICIES if model.remat == "auto" else [model.remat]
+    return {name: {"remat": name} for name in names}
+
+
+def memory_limit() -> int | None:
+    """Returns the bytes that programs can use on each device of this process.
+
+    None if that is unknown, as on CPUs.
+    """
+    limits = [(device.memory_stats() or {}).get("bytes_limit") for device in jax.local_devices()]
+    return None if None in limits else min(limits)
+
+
+def compile_step(
+    steps: Mapping[str, jax.stages.Wrapped],
+    arguments: Sequence[Any],
+    memory: int | None,
+    compiler_options: Mapping[str, bool | int] | None = None,
+) -> CompiledStep:
+    """Compiles the first step that leaves `HEADROOM` of the memory free, or the last if it fits.
+
+    Every process of a run must call this, and all get the same step.
+
+    Args:
+      steps: Jitted training steps by policy, the fastest first.
+      arguments: Abstract arguments of the steps.
+      memory: Bytes of one device that the step can use. If None, every step that compiles fits.
+      compiler_options: Options of XLA.
+
+    Raises:
+      InputError: No step fits.
+    """
+    too_large = []
+    for number, (policy, step) in enumerate(steps.items(), start=1):
+        is_last = number == len(steps)
+        room = memory if is_last or memory is None else round(memory * (1 - HEADROOM))
+        try:
+            compiled = step.lower(*arguments).compile(dict(compiler_options or {}))
+        except jax.errors.JaxRuntimeError as error:
+            if "RESOURCE_EXHAUSTED" not in str(error):
+                raise
+            fits, needs = False, _needed_by(error)
+        else:
+            needed = bytes_needed(compiled)
+            fits, needs = room is None or needed <= room, mib(needed)
+        # Limits, and on GPUs programs, may differ a little between processes.
+        if multihost_utils.process_allgather(np.asarray(fits)).all():
+            limit = "" if room is None else f" of {mib(room)}"
+            details = "; ".join([f"needs {needs}{limit}", *too_large])
+            return CompiledStep(compiled, f"{policy} ({details})")
+        too_large.append(f"{policy} needs {needs}")
+    limit = "" if memory is None else f" of {mib(memory)}"
+    auto = "--config.model.remat=auto, " if list(steps) in (["none"], ["dots"]) else ""
+    raise InputError(
+        f"the training step does not fit into the memory{limit} of each device: with remat "
+        f"{', '.join(too_large)}. To save memory: {auto}{TO_SAVE_MEMORY}"
+    )
+
+
+def bytes_needed(compiled: jax.stages.Compiled) -> int:
+    """Returns the bytes of one device that a program and its arguments take while it runs."""
+    memory = compiled.memory_analysis()
+    outputs = memory.output_size_in_bytes - memory.alias_size_in_bytes  # not in donated arguments
+    return memory.argument_size_in_bytes + outputs + memory.temp_size_in_bytes
+
+
+def mib(size: int) -> str:
+    """Formats a number of bytes, for example '7,112 MiB'."""
+    return f"{size / 2**20:,.0f} MiB"
+
+
+def _needed_by(error: Exception) -> str:
+    """Returns what XLA's message says of a program that it refuses, for example '23.32 GiB'.
+
+    This is all of the program, or only its temporaries.
+    """
+    size = re.search(r"(\d[\d.]*)([KMG])\b", str(error))
+    return f"at least {size[1]} {size[2]}iB" if size else "more"

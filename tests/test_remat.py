@@ -1,0 +1,165 @@
+"""The choice of what the training step recomputes, by the device memory."""
+
+import re
+
+import jax
+import jax.numpy as jnp
+import pytest
+from ml_collections import ConfigDict
+
+from structinit_jax import train
+from structinit_jax.config import base_config
+from structinit_jax.data.info import CATALOG
+from structinit_jax.errors import InputError
+from structinit_jax.models.model import REMAT_POLICIES
+from structinit_jax.training.flops import flops_per_image
+from structinit_jax.training.remat import HEADROOM, bytes_needed, candidates, compile_step
+
+
+@pytest.fixture(scope="module")
+def steps():
+    """Programs whose temporaries take about 4, 2 and 1 MB."""
+
+    def make(size):
+        # The sort needs the whole array in memory.
+        return jax.jit(lambda x: jnp.sort(jnp.broadcast_to(x, (size,)) + jnp.arange(size))[-1])
+
+    return {
+        name: make(n) for name, n in zip(REMAT_POLICIES, (10**6, 5 * 10**5, 10**5), strict=True)
+    }
+
+
+X = jax.ShapeDtypeStruct((), jnp.int32)
+
+
+@pytest.fixture(scope="module")
+def needed(steps):
+    return {name: bytes_needed(step.lower(X).compile()) for name, step in steps.items()}
+
+
+class Failing:
+    """A step whose program XLA refuses."""
+
+    def __init__(self, message):
+        self.message = message
+
+    def __call__(self, *arguments):
+        raise NotImplementedError
+
+    trace = __call__
+
+    def lower(self, *arguments):
+        return self
+
+    def compile(self, compiler_options):
+        raise jax.errors.JaxRuntimeError(self.message)
+
+
+def test_the_fastest_policy_that_fits_is_chosen(steps, needed):
+    assert list(steps) == ["none", "dots", "full"]
+    assert needed["none"] > needed["dots"] > needed["full"]
+    for name, size in needed.items():
+        found = compile_step(steps, [X], int(size / (1 - HEADROOM)) + 1)
+        assert found.description.startswith(f"{name} (needs ")
+        assert bytes_needed(found.step) == size
+        assert int(found.step(jnp.int32(0))) > 0
+
+
+def test_the_memory_of_every_try_is_shown(steps, needed):
+    memory = 2 * needed["dots"]
+    description = compile_step(steps, [X], min(memory, needed["none"])).description
+    sizes = {name: f"{size / 2**20:,.0f} MiB" for name, size in needed.items()}
+    pattern = rf"dots \(needs {sizes['dots']} of \d+ MiB; none needs {sizes['none']}\)"
+    assert re.fullmatch(pattern, description)
+
+
+def test_the_last_policy_may_use_the_headroom(steps, needed):
+    assert compile_step(steps, [X], needed["full"]).description.startswith("full ")
+    with pytest.raises(InputError) as caught:
+        compile_step(steps, [X], needed["full"] - 1)
+    message = str(caught.value)
+    for text in ("none needs 4 MiB", "dots needs", "full needs", "--config.accumulate_steps=2"):
+        assert text in message
+    assert "remat=auto" not in message
+
+
+def test_a_named_policy_may_use_the_headroom_and_is_not_replaced(steps, needed):
+    named = {"none": steps["none"]}
+    assert compile_step(named, [X], needed["none"]).description.startswith("none ")
+    with pytest.raises(InputError, match=r"To save memory: --config\.model\.remat=auto, "):
+        compile_step(named, [X], needed["none"] - 1)
+
+
+@pytest.mark.parametrize("memory", [None, 2**30])
+def test_a_program_that_xla_refuses_does_not_fit(steps, memory):
+    refused = Failing(
+        "RESOURCE_EXHAUSTED: Ran out of memory on HBM, the total memory required for HLO "
+        "temporaries (23.32G) exceeds available HBM (15.75G)."
+    )
+    found = compile_step({**steps, "none": refused}, [X], memory)
+    assert "; none needs at least 23.32 GiB)" in found.description
+    assert found.description.startswith("dots ")
+    with pytest.raises(InputError, match=r"with remat full needs more\. To save memory"):
+        compile_step({"full": Failing("RESOURCE_EXHAUSTED: Out of memory")}, [X], memory)
+
+
+def test_other_errors_of_xla_are_not_about_memory(steps):
+    with pytest.raises(jax.errors.JaxRuntimeError, match="INTERNAL"):
+        compile_step({**steps, "none": Failing("INTERNAL: a bug")}, [X], None)
+
+
+def test_only_auto_tries_several_policies():
+    assert list(candidates(ConfigDict({"remat": "auto"}))) == ["none", "dots", "full"]
+    assert candidates(ConfigDict({"remat": "dots"})) == {"dots": {"remat": "dots"}}
+    assert candidates(ConfigDict()) == {"unsupported": {}}
+
+
+@pytest.mark.usefixtures("library_promotion")
+def test_devices_without_a_limit_compile_once_and_recompute_nothing(
+    tiny_config, tmp_path, monkeypatch, capsys
+):
+    traced, make_train_step = [], train.make_train_step
+
+    def make(*args):
+        step = make_train_step(*args)
+        return lambda *arguments: traced.append(1) or step(*arguments)
+
+    monkeypatch.setattr(train, "make_train_step", make)
+    assert tiny_config.model.remat == "auto"
+    tiny_config.update(num_epochs=1.0)
+    train.train(tiny_config, tmp_path)
+    assert len(traced) == 1
+    assert re.search(r"^remat: none \(needs \d+ MiB\)$", capsys.readouterr().out, re.MULTILINE)
+    assert '"remat": "auto"' in (tmp_path / "config.json").read_text()
+
+
+@pytest.mark.usefixtures("library_promotion")
+def test_the_step_of_a_model_is_chosen_beside_its_data(tiny_config):
+    tiny_config.batch_size = 512
+    tiny_config.model.update(depth=6, mlp_ratio=8.0)
+    setup = train.set_up(tiny_config, CATALOG["digits"], 384)
+    assert setup.data_bytes == 384 * 8 * 8
+    arguments = (setup.abstract_state, setup.abstract_batch)
+    none, dots = (
+        bytes_needed(setup.train_steps[name].lower(*arguments).compile())
+        for name in ("none", "dots")
+    )
+    assert dots < none
+    data = setup.data_bytes + 90 * 8 * 8
+    enough = int(none / (1 - HEADROOM)) + 1 + data
+    found = [
+        train.compile_step(tiny_config, setup, [90], memory).description[:5]
+        for memory in (enough, enough - 2, None)
+    ]
+    assert found == ["none ", "dots ", "none "]
+
+
+@pytest.mark.usefixtures("library_promotion")
+def test_a_model_of_the_users_own_need_not_have_the_field(tiny_config):
+    base = base_config("test_models:OwnModel")
+    tiny_config.model, tiny_config.attention_init = base.model, dict(name="default")
+    tiny_config.model.num_classes = 10
+    setup = train.set_up(tiny_config, CATALOG["digits"], 384)
+    description = train.compile_step(tiny_config, setup, [], None).description
+    assert re.fullmatch(r"unsupported \(needs \d+ MiB\)", description)
+    assert flops_per_image(tiny_config) == 3 * 2 * 8 * 8 * 10
