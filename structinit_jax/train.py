@@ -93,12 +93,12 @@ def _train(config, workdir, profile_steps, on_exit):
     print(parameter_overview.get_parameter_overview(setup.model.params, include_stats=False))
 
     # Compiled ahead of time, so that an unexpected shape is an error and not a recompilation; in
-    # another thread, while the state is initialized or restored.
+    # another thread, while the state is initialized or restored. Traced in this one, since JAX's
+    # context managers hold for a single thread.
     compiler = ThreadPoolExecutor(1, "compile")
     on_exit.callback(compiler.shutdown, wait=False)
-    compiling = compiler.submit(
-        lambda: setup.train_step.lower(setup.abstract_state, setup.abstract_batch).compile()
-    )
+    lowered = setup.train_step.lower(setup.abstract_state, setup.abstract_batch)
+    compiling = compiler.submit(lowered.compile)
 
     # -- Initialize the state, or restore it from the newest checkpoint ----------------------------
     checkpoints = on_exit.enter_context(
