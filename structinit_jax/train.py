@@ -98,11 +98,13 @@ def _train(config, workdir, profile_steps, on_exit):
     print(parameter_overview.get_parameter_overview(setup.model.params, include_stats=False))
 
     # Compiled ahead of time, so that an unexpected shape is an error and not a recompilation; in
-    # another thread, while the state is initialized or restored. Not so by several processes: they
-    # agree on the step by a collective, which they must all start at the same place.
+    # another thread, while the state is initialized or restored. The first program is traced in
+    # this one, since context managers of JAX hold for a single thread. Several processes wait:
+    # they agree on the step by a collective, which all must start at the same place.
     num_eval = [len(test_set.source) for test_set in test_sets.values()]
+    lowered = setup.train_step.lower(setup.abstract_state, setup.abstract_batch)
     compile_train_step = functools.partial(
-        compile_step, config, setup, num_eval, remat.memory_limit()
+        compile_step, config, setup, num_eval, remat.memory_limit(), first=lowered
     )
     compiler = ThreadPoolExecutor(1, "compile")
     on_exit.callback(compiler.shutdown, wait=False)
@@ -334,6 +336,7 @@ def compile_step(
     num_eval: Iterable[int],
     memory_limit: int | None,
     compiler_options: Mapping[str, bool | int] | None = None,
+    first: jax.stages.Lowered | None = None,
 ) -> remat.CompiledStep:
     """Compiles the first of the training steps that fits beside the data, see `training.remat`.
 
@@ -343,6 +346,7 @@ def compile_step(
       num_eval: Sizes of the evaluation sets.
       memory_limit: Bytes of one device that programs can use, or None if that is not known.
       compiler_options: Options of XLA.
+      first: The fastest step, if it has been lowered.
 
     Raises:
       InputError: No step fits.
@@ -352,7 +356,12 @@ def compile_step(
         memory_limit -= setup.data_bytes
         memory_limit -= sum(bytes_on_device(n, data.image_size, data.channels) for n in num_eval)
     arguments = (setup.abstract_state, setup.abstract_batch)
-    return remat.compile_step(setup.train_steps, arguments, memory_limit, compiler_options)
+    steps = {
+        name: functools.partial(step.lower, *arguments) for name, step in setup.train_steps.items()
+    }
+    if first is not None:
+        steps[next(iter(steps))] = lambda: first
+    return remat.compile_step(steps, memory_limit, compiler_options)
 
 
 def initialize(config: ConfigDict, setup: Setup) -> TrainState:

@@ -1,5 +1,6 @@
 """The choice of what the training step recomputes, by the device memory."""
 
+import functools
 import re
 
 import jax
@@ -18,23 +19,21 @@ from structinit_jax.training.remat import HEADROOM, bytes_needed, candidates, co
 
 @pytest.fixture(scope="module")
 def steps():
-    """Programs whose temporaries take about 4, 2 and 1 MB."""
+    """Lower programs whose temporaries take about 4, 2 and 1 MB."""
 
     def make(size):
         # The sort needs the whole array in memory.
-        return jax.jit(lambda x: jnp.sort(jnp.broadcast_to(x, (size,)) + jnp.arange(size))[-1])
+        step = jax.jit(lambda x: jnp.sort(jnp.broadcast_to(x, (size,)) + jnp.arange(size))[-1])
+        return functools.partial(step.lower, jax.ShapeDtypeStruct((), jnp.int32))
 
     return {
         name: make(n) for name, n in zip(REMAT_POLICIES, (10**6, 5 * 10**5, 10**5), strict=True)
     }
 
 
-X = jax.ShapeDtypeStruct((), jnp.int32)
-
-
 @pytest.fixture(scope="module")
 def needed(steps):
-    return {name: bytes_needed(step.lower(X).compile()) for name, step in steps.items()}
+    return {name: bytes_needed(lower().compile()) for name, lower in steps.items()}
 
 
 class Failing:
@@ -43,12 +42,7 @@ class Failing:
     def __init__(self, message):
         self.message = message
 
-    def __call__(self, *arguments):
-        raise NotImplementedError
-
-    trace = __call__
-
-    def lower(self, *arguments):
+    def __call__(self):
         return self
 
     def compile(self, compiler_options):
@@ -59,7 +53,7 @@ def test_the_fastest_policy_that_fits_is_chosen(steps, needed):
     assert list(steps) == ["none", "dots", "full"]
     assert needed["none"] > needed["dots"] > needed["full"]
     for name, size in needed.items():
-        found = compile_step(steps, [X], int(size / (1 - HEADROOM)) + 1)
+        found = compile_step(steps, int(size / (1 - HEADROOM)) + 1)
         assert found.description.startswith(f"{name} (needs ")
         assert bytes_needed(found.step) == size
         assert int(found.step(jnp.int32(0))) > 0
@@ -67,16 +61,16 @@ def test_the_fastest_policy_that_fits_is_chosen(steps, needed):
 
 def test_the_memory_of_every_try_is_shown(steps, needed):
     memory = 2 * needed["dots"]
-    description = compile_step(steps, [X], min(memory, needed["none"])).description
+    description = compile_step(steps, min(memory, needed["none"])).description
     sizes = {name: f"{size / 2**20:,.0f} MiB" for name, size in needed.items()}
     pattern = rf"dots \(needs {sizes['dots']} of \d+ MiB; none needs {sizes['none']}\)"
     assert re.fullmatch(pattern, description)
 
 
 def test_the_last_policy_may_use_the_headroom(steps, needed):
-    assert compile_step(steps, [X], needed["full"]).description.startswith("full ")
+    assert compile_step(steps, needed["full"]).description.startswith("full ")
     with pytest.raises(InputError) as caught:
-        compile_step(steps, [X], needed["full"] - 1)
+        compile_step(steps, needed["full"] - 1)
     message = str(caught.value)
     for text in ("none needs 4 MiB", "dots needs", "full needs", "--config.accumulate_steps=2"):
         assert text in message
@@ -85,9 +79,9 @@ def test_the_last_policy_may_use_the_headroom(steps, needed):
 
 def test_a_named_policy_may_use_the_headroom_and_is_not_replaced(steps, needed):
     named = {"none": steps["none"]}
-    assert compile_step(named, [X], needed["none"]).description.startswith("none ")
+    assert compile_step(named, needed["none"]).description.startswith("none ")
     with pytest.raises(InputError, match=r"To save memory: --config\.model\.remat=auto, "):
-        compile_step(named, [X], needed["none"] - 1)
+        compile_step(named, needed["none"] - 1)
 
 
 @pytest.mark.parametrize("memory", [None, 2**30])
@@ -96,16 +90,16 @@ def test_a_program_that_xla_refuses_does_not_fit(steps, memory):
         "RESOURCE_EXHAUSTED: Ran out of memory on HBM, the total memory required for HLO "
         "temporaries (23.32G) exceeds available HBM (15.75G)."
     )
-    found = compile_step({**steps, "none": refused}, [X], memory)
+    found = compile_step({**steps, "none": refused}, memory)
     assert "; none needs at least 23.32 GiB)" in found.description
     assert found.description.startswith("dots ")
     with pytest.raises(InputError, match=r"with remat full needs more\. To save memory"):
-        compile_step({"full": Failing("RESOURCE_EXHAUSTED: Out of memory")}, [X], memory)
+        compile_step({"full": Failing("RESOURCE_EXHAUSTED: Out of memory")}, memory)
 
 
 def test_other_errors_of_xla_are_not_about_memory(steps):
     with pytest.raises(jax.errors.JaxRuntimeError, match="INTERNAL"):
-        compile_step({**steps, "none": Failing("INTERNAL: a bug")}, [X], None)
+        compile_step({**steps, "none": Failing("INTERNAL: a bug")}, None)
 
 
 def test_only_auto_tries_several_policies():

@@ -43,13 +43,12 @@ def test_a_state_takes_few_programs(tiny_config, caplog):
     assert len(compiled) <= 5, compiled
 
 
-def test_an_error_of_the_training_step_reaches_the_caller(run_config, tmp_path, monkeypatch):
-    def failing_step(*arguments):
-        def train_step(state, batch):
-            raise ValueError("cannot be traced")
+@pytest.mark.usefixtures("library_promotion")
+def test_an_error_of_the_compiler_reaches_the_caller(run_config, tmp_path, monkeypatch):
+    def fail(self, options):
+        raise ValueError("cannot be compiled")
 
-        return train_step
-
-    monkeypatch.setattr(train, "make_train_step", failing_step)
-    with pytest.raises(ValueError, match="cannot be traced"):
+    monkeypatch.setattr(jax.stages.Lowered, "compile", fail)
+    monkeypatch.setattr(train, "initialize", lambda config, setup: None)
+    with pytest.raises(ValueError, match="cannot be compiled"):
         train.train(run_config, tmp_path)

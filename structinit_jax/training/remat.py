@@ -1,8 +1,8 @@
 """The choice of what the training step recomputes (`config.model.remat`), by the device memory."""
 
 import re
-from collections.abc import Mapping, Sequence
-from typing import Any, NamedTuple
+from collections.abc import Callable, Mapping
+from typing import NamedTuple
 
 import jax
 import numpy as np
@@ -60,8 +60,7 @@ def memory_limit() -> int | None:
 
 
 def compile_step(
-    steps: Mapping[str, jax.stages.Wrapped],
-    arguments: Sequence[Any],
+    steps: Mapping[str, Callable[[], jax.stages.Lowered]],
     memory: int | None,
     compiler_options: Mapping[str, bool | int] | None = None,
 ) -> CompiledStep:
@@ -70,8 +69,7 @@ def compile_step(
     Every process of a run must call this, and all get the same step.
 
     Args:
-      steps: Jitted training steps by policy, the fastest first.
-      arguments: Abstract arguments of the steps.
+      steps: Functions that lower the training step, by policy, the fastest first.
       memory: Bytes of one device that the step can use. If None, every step that compiles fits.
       compiler_options: Options of XLA.
 
@@ -79,11 +77,11 @@ def compile_step(
       InputError: No step fits.
     """
     too_large = []
-    for number, (policy, step) in enumerate(steps.items(), start=1):
+    for number, (policy, lower) in enumerate(steps.items(), start=1):
         is_last = number == len(steps)
         room = memory if is_last or memory is None else round(memory * (1 - HEADROOM))
         try:
-            compiled = step.lower(*arguments).compile(dict(compiler_options or {}))
+            compiled = lower().compile(dict(compiler_options or {}))
         except jax.errors.JaxRuntimeError as error:
             if "RESOURCE_EXHAUSTED" not in str(error):
                 raise
