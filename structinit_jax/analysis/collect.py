@@ -63,10 +63,11 @@ class Snapshot(NamedTuple):
 
 
 class StackSize(NamedTuple):
-    """Number of layers of a stack, and of heads in each."""
+    """Number of layers of a stack, of heads in each, and the type of their site."""
 
     num_layers: int
     num_heads: int
+    site_type: type
 
 
 def stack_sizes(model: AbstractModel) -> list[StackSize]:
@@ -75,7 +76,7 @@ def stack_sizes(model: AbstractModel) -> list[StackSize]:
 
     def trace(*weights):
         sites = nnx.merge(model.graphdef, *weights).sites().values()
-        sizes.extend(StackSize(s.num_layers, getattr(s, "num_heads", 1)) for s in sites)
+        sizes.extend(StackSize(s.num_layers, getattr(s, "num_heads", 1), type(s)) for s in sites)
 
     jax.eval_shape(trace, model.params, model.model_state)
     return sizes

@@ -13,7 +13,7 @@ NEIGHBORHOOD = 3  # side of the square of tokens that count as neighbors, the ce
 
 
 def measure_mean_maps(
-    maps: Float[Array, "*heads N N"], grid: tuple[int, int]
+    maps: Float[Array | np.ndarray, "*heads N N"], grid: tuple[int, int]
 ) -> dict[str, Float[Array, "*heads"]]:
     """Measures maps that are averaged over images; these measures are linear in the maps.
 
@@ -85,7 +85,7 @@ def token_distances(grid: tuple[int, int]) -> Float[np.ndarray, "N N"]:
 
 
 def attention_by_offset(
-    maps: Float[Array, "*batch N N"], grid: tuple[int, int]
+    maps: Float[Array | np.ndarray, "*batch N N"], grid: tuple[int, int]
 ) -> Float[Array, "*batch R C"]:
     """Averages attention over tokens at every offset: the map as a convolution kernel.
 
@@ -140,7 +140,9 @@ def centered_gram(x: Float[Array | np.ndarray, "n F"]) -> Float[Array, "n n"]:
     return centered / jnp.where(norm > 0, norm, 1)
 
 
-def cka(a: Float[Array, "P n n"], b: Float[Array, "Q n n"]) -> Float[Array, "P Q"]:
+def cka(
+    a: Float[Array | np.ndarray, "P n n"], b: Float[Array | np.ndarray, "Q n n"]
+) -> Float[Array, "P Q"]:
     """Returns the linear CKA of every two representations of the same n examples.
 
     Linear centered kernel alignment (Kornblith et al. 2019, arXiv:1905.00414) with the unbiased
