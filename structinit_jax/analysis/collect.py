@@ -134,13 +134,16 @@ class Observer:
           images: Images; n is a multiple of `BATCH_SIZE`.
           step: Training step of the weights.
         """
-        total, outputs = None, []
+        total, outputs, ranks = None, [], []
         batches = images.reshape(-1, BATCH_SIZE, *images.shape[1:])
         for batch in batches:
             averages, points = self._observe_batch(weights, batch)
             total = averages if total is None else jax.tree.map(jnp.add, total, averages)
-            outputs.append(jax.device_get(points))
-        ranks, stacks = jax.device_get(jax.tree.map(lambda x: x / len(batches), total))
+            points = jax.device_get(points)
+            ranks.append([measures.stable_rank(point).mean() for point in points])
+            outputs.append([point.reshape(BATCH_SIZE, -1) for point in points])
+        ranks = np.mean(ranks, axis=0)
+        stacks = jax.device_get(jax.tree.map(lambda x: x / len(batches), total))
         gram = jax.jit(measures.centered_gram)
         grams = np.stack([gram(np.concatenate(point)) for point in zip(*outputs, strict=True)])
 
@@ -166,7 +169,7 @@ class Observer:
         return Snapshot(f"{scheme}, step {step:,}", layers, float(ranks[0]), grams)
 
     def _observe(self, weights, images):
-        """Returns averages over a batch, and the points between layers as features [B, F]."""
+        """Returns averages over a batch, and the first layer's input and all outputs [B, N, D]."""
         data, model = self._config.data, nnx.merge(self._graphdef, *weights)
         sites = model.sites()
         has_maps = not any(isinstance(site, ConvSite) for site in sites.values())
@@ -178,9 +181,7 @@ class Observer:
             points.extend(stack["blocks"]["output"])
             stacks.append(_average_maps(stack["blocks"], site, self._targets.get(name)))
         prefix = getattr(model, "num_prefix", 0)
-        points = [_flatten_grid(point)[:, prefix:] for point in points]
-        ranks = jnp.stack([measures.stable_rank(point).mean() for point in points])
-        return (ranks, stacks), [point.reshape(len(point), -1) for point in points]
+        return stacks, [_flatten_grid(point)[:, prefix:] for point in points]
 
 
 def _flatten_grid(x: Float[Array, "B *grid D"]) -> Float[Array, "B N D"]:

@@ -109,15 +109,18 @@ def attention_by_offset(
 # -- representations -------------------------------------------------------------------------------
 
 
-def stable_rank(x: Float[Array, "*batch N D"]) -> Float[Array, "*batch"]:
+def stable_rank(x: Float[np.ndarray, "*batch N D"]) -> Float[np.ndarray, "*batch"]:
     """Returns ‖X‖² (Frobenius) / ‖X‖² (spectral) of each matrix, which is not centered.
 
     This is the rank of remark 1 in the 2024 paper: the sum of the squared singular values over the
-    largest. It is between 1 and the rank.
+    largest. It is between 1 and the rank. In NumPy, since jaxlib's batched decompositions can wait
+    for each other forever on CPUs of two cores.
     """
-    gram = "...nd,...md->...nm" if x.shape[-2] <= x.shape[-1] else "...nd,...ne->...de"
-    squares = jnp.linalg.eigvalsh(jnp.einsum(gram, x, x, precision="highest"))
-    return squares.sum(axis=-1) / squares[..., -1]
+    x = np.asarray(x, np.float64)
+    transposed = x.swapaxes(-2, -1)
+    wide = x.shape[-2] <= x.shape[-1]
+    squares = np.linalg.eigvalsh(x @ transposed if wide else transposed @ x)
+    return np.asarray(squares.sum(axis=-1) / squares[..., -1])
 
 
 def centered_gram(x: Float[Array | np.ndarray, "n F"]) -> Float[Array, "n n"]:
