@@ -4,6 +4,7 @@ import re
 
 import fork_main
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax import nnx
@@ -59,7 +60,7 @@ def forward(config, images):
     """Intermediates for all images at once."""
     model = abstract_model(config, make_mesh(devices=jax.local_devices()[:1]))
     model = nnx.merge(model.graphdef, *initialize_model(config, model))
-    images = normalize(images, tuple(config.data.mean), tuple(config.data.std))
+    images = normalize(jnp.asarray(images), tuple(config.data.mean), tuple(config.data.std))
     return jax.jit(lambda model: model(images, with_maps=True)[1])(model)
 
 
