@@ -42,6 +42,7 @@ from structinit_jax.analysis.collect import (
     read_images,
     stack_sizes,
 )
+from structinit_jax.attention_init import TokenMixingSite
 from structinit_jax.command_line import OUT, STEP, WORKDIR
 from structinit_jax.errors import InputError
 from structinit_jax.training.mesh import make_mesh
@@ -150,9 +151,7 @@ def write(
     """
     numbers = dict(subject=subject, **to_json(snapshots))
     (out / "analysis.json").write_text(json.dumps(numbers, indent=1) + "\n")
-    figures.draw_by_layer(
-        snapshots, f"Attention and representations by layer: {subject}", out / "by_layer.png"
-    )
+    figures.draw_by_layer(snapshots, f"Measures by layer: {subject}", out / "by_layer.png")
     if len(snapshots) > 1:
         figures.draw_cka(snapshots, f"Similarity of layers: {subject}", out / "cka.png")
     if snapshots[0].layers[0].maps is None:
@@ -161,9 +160,9 @@ def write(
         return
     maps = {f"{s.name}/layer {layer.name}": layer.maps for s in snapshots for layer in s.layers}
     np.savez_compressed(out / "maps.npz", **maps)
-    title = f"Attention by offset: {subject}"
+    title = f"Maps by offset: {subject}"
     figures.draw_by_offset(snapshots, title, out / "maps_by_offset.png")
-    title = f"Attention maps and their first rows: {subject}"
+    title = f"Maps and their first rows: {subject}"
     figures.draw_full(snapshots, layers, heads, title, out / "maps_full.png")
 
 
@@ -220,7 +219,8 @@ def main(config: ConfigDict) -> None:
     if not runs:
         schemes = _SCHEMES.value or [config.attention_init.name]
         snapshots = [observe_start(_with_scheme(config, scheme), images) for scheme in schemes]
-    subject = f"{config.model.name}, {len(images)} training images of {config.data.name}"
+    what = "token mixing of " if sizes[0].site_type is TokenMixingSite else ""
+    subject = f"{what}{config.model.name}, {len(images)} training images of {config.data.name}"
     write(snapshots, subject, out, layers=layers, heads=heads)
     _print_summary(snapshots)
     print(f"wrote {', '.join(sorted(path.name for path in out.iterdir()))} to {out}")

@@ -4,6 +4,7 @@ import re
 
 import fork_main
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax import nnx
@@ -23,7 +24,7 @@ from structinit_jax.training.state import abstract_model, find_targets, initiali
 pytestmark = pytest.mark.usefixtures("library_promotion")
 NUM_IMAGES = 16
 MODELS = {
-    "vit": dict(width=16, depth=1, num_heads=2, patch_size=2, num_registers=1, pool="class_token"),
+    "vit": dict(width=32, depth=1, num_heads=2, patch_size=2, num_registers=1, pool="class_token"),
     "swin": dict(width=8, depths=(2, 1), num_heads=(1, 2), patch_size=1, window_size=4),
     "mixer": dict(width=16, depth=2, patch_size=2, token_mlp_ratio=2.0, base_init="pytorch"),
     "convmixer": dict(width=16, depth=2, patch_size=2, kernel_size=3),
@@ -59,7 +60,7 @@ def forward(config, images):
     """Intermediates for all images at once."""
     model = abstract_model(config, make_mesh(devices=jax.local_devices()[:1]))
     model = nnx.merge(model.graphdef, *initialize_model(config, model))
-    images = normalize(images, tuple(config.data.mean), tuple(config.data.std))
+    images = normalize(jnp.asarray(images), tuple(config.data.mean), tuple(config.data.std))
     return jax.jit(lambda model: model(images, with_maps=True)[1])(model)
 
 

@@ -63,10 +63,11 @@ class Snapshot(NamedTuple):
 
 
 class StackSize(NamedTuple):
-    """Number of layers of a stack, and of heads in each."""
+    """Number of layers of a stack, of heads in each, and the type of their site."""
 
     num_layers: int
     num_heads: int
+    site_type: type
 
 
 def stack_sizes(model: AbstractModel) -> list[StackSize]:
@@ -75,7 +76,7 @@ def stack_sizes(model: AbstractModel) -> list[StackSize]:
 
     def trace(*weights):
         sites = nnx.merge(model.graphdef, *weights).sites().values()
-        sizes.extend(StackSize(s.num_layers, getattr(s, "num_heads", 1)) for s in sites)
+        sizes.extend(StackSize(s.num_layers, getattr(s, "num_heads", 1), type(s)) for s in sites)
 
     jax.eval_shape(trace, model.params, model.model_state)
     return sizes
@@ -133,13 +134,16 @@ class Observer:
           images: Images; n is a multiple of `BATCH_SIZE`.
           step: Training step of the weights.
         """
-        total, outputs = None, []
+        total, outputs, ranks = None, [], []
         batches = images.reshape(-1, BATCH_SIZE, *images.shape[1:])
         for batch in batches:
             averages, points = self._observe_batch(weights, batch)
             total = averages if total is None else jax.tree.map(jnp.add, total, averages)
-            outputs.append(jax.device_get(points))
-        ranks, stacks = jax.device_get(jax.tree.map(lambda x: x / len(batches), total))
+            points = jax.device_get(points)
+            ranks.append([measures.stable_rank(point).mean() for point in points])
+            outputs.append([point.reshape(BATCH_SIZE, -1) for point in points])
+        ranks = np.mean(ranks, axis=0)
+        stacks = jax.device_get(jax.tree.map(lambda x: x / len(batches), total))
         gram = jax.jit(measures.centered_gram)
         grams = np.stack([gram(np.concatenate(point)) for point in zip(*outputs, strict=True)])
 
@@ -165,7 +169,7 @@ class Observer:
         return Snapshot(f"{scheme}, step {step:,}", layers, float(ranks[0]), grams)
 
     def _observe(self, weights, images):
-        """Returns averages over a batch, and the points between layers as features [B, F]."""
+        """Returns averages over a batch, and the first layer's input and all outputs [B, N, D]."""
         data, model = self._config.data, nnx.merge(self._graphdef, *weights)
         sites = model.sites()
         has_maps = not any(isinstance(site, ConvSite) for site in sites.values())
@@ -177,9 +181,7 @@ class Observer:
             points.extend(stack["blocks"]["output"])
             stacks.append(_average_maps(stack["blocks"], site, self._targets.get(name)))
         prefix = getattr(model, "num_prefix", 0)
-        points = [_flatten_grid(point)[:, prefix:] for point in points]
-        ranks = jnp.stack([measures.stable_rank(point).mean() for point in points])
-        return (ranks, stacks), [point.reshape(len(point), -1) for point in points]
+        return stacks, [_flatten_grid(point)[:, prefix:] for point in points]
 
 
 def _flatten_grid(x: Float[Array, "B *grid D"]) -> Float[Array, "B N D"]:

@@ -18,6 +18,7 @@ ZOOM_ROWS = 3  # rows of tokens in a zoom, as in the 2024 paper
 COLORS = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#56b4e9", "#e69f00")  # Okabe & Ito
 MAX_WRITTEN = 81  # similarities of a panel of cka.png that are also written as numbers
 BAR_WIDTH = 1.1  # inches
+MAX_WIDTH = 17  # inches; further models are drawn below the first
 
 PANELS = {
     "distance": "attention distance [tokens]",
@@ -178,7 +179,8 @@ def draw_by_layer(snapshots: Sequence[Snapshot], title: str, path: Path) -> None
     for axis in axes.flat:
         handles, labels = axis.get_legend_handles_labels()
         lines |= dict(zip(labels, handles, strict=True))
-    figure.legend(lines.values(), lines.keys(), loc="outside lower center", ncols=4)
+    order = [n for n in ("uniform map", *(s.name for s in snapshots)) if n in lines]
+    figure.legend([lines[name] for name in order], order, loc="outside lower center", ncols=4)
     figure.suptitle(title)
     figure.savefig(path, dpi=150)
     plt.close(figure)
@@ -250,8 +252,8 @@ def draw_cka(snapshots: Sequence[Snapshot], title: str, path: Path) -> None:
 def _make_panels(snapshots, size, title):
     """Returns a figure, a part of it of `size` for each snapshot, and one for the color bar."""
     plt = import_pyplot()
-    columns = len(snapshots) if len(snapshots) <= 3 else 2
-    rows = math.ceil(len(snapshots) / columns)
+    rows = math.ceil(len(snapshots) / max(MAX_WIDTH // size[0], 1))
+    columns = math.ceil(len(snapshots) / rows)
     width = max(size[0] * columns, 5.0)
     figure = plt.figure(figsize=(width + BAR_WIDTH, size[1] * rows + 0.4), layout="constrained")
     figure.suptitle(title)

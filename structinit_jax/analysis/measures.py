@@ -13,7 +13,7 @@ NEIGHBORHOOD = 3  # side of the square of tokens that count as neighbors, the ce
 
 
 def measure_mean_maps(
-    maps: Float[Array, "*heads N N"], grid: tuple[int, int]
+    maps: Float[Array | np.ndarray, "*heads N N"], grid: tuple[int, int]
 ) -> dict[str, Float[Array, "*heads"]]:
     """Measures maps that are averaged over images; these measures are linear in the maps.
 
@@ -85,7 +85,7 @@ def token_distances(grid: tuple[int, int]) -> Float[np.ndarray, "N N"]:
 
 
 def attention_by_offset(
-    maps: Float[Array, "*batch N N"], grid: tuple[int, int]
+    maps: Float[Array | np.ndarray, "*batch N N"], grid: tuple[int, int]
 ) -> Float[Array, "*batch R C"]:
     """Averages attention over tokens at every offset: the map as a convolution kernel.
 
@@ -109,15 +109,18 @@ def attention_by_offset(
 # -- representations -------------------------------------------------------------------------------
 
 
-def stable_rank(x: Float[Array, "*batch N D"]) -> Float[Array, "*batch"]:
+def stable_rank(x: Float[np.ndarray, "*batch N D"]) -> Float[np.ndarray, "*batch"]:
     """Returns ‖X‖² (Frobenius) / ‖X‖² (spectral) of each matrix, which is not centered.
 
     This is the rank of remark 1 in the 2024 paper: the sum of the squared singular values over the
-    largest. It is between 1 and the rank.
+    largest. It is between 1 and the rank. In NumPy, since jaxlib's batched decompositions can wait
+    for each other forever on CPUs of two cores.
     """
-    gram = "...nd,...md->...nm" if x.shape[-2] <= x.shape[-1] else "...nd,...ne->...de"
-    squares = jnp.linalg.eigvalsh(jnp.einsum(gram, x, x, precision="highest"))
-    return squares.sum(axis=-1) / squares[..., -1]
+    x = np.asarray(x, np.float64)
+    transposed = x.swapaxes(-2, -1)
+    wide = x.shape[-2] <= x.shape[-1]
+    squares = np.linalg.eigvalsh(x @ transposed if wide else transposed @ x)
+    return np.asarray(squares.sum(axis=-1) / squares[..., -1])
 
 
 def centered_gram(x: Float[Array | np.ndarray, "n F"]) -> Float[Array, "n n"]:
@@ -140,7 +143,9 @@ def centered_gram(x: Float[Array | np.ndarray, "n F"]) -> Float[Array, "n n"]:
     return centered / jnp.where(norm > 0, norm, 1)
 
 
-def cka(a: Float[Array, "P n n"], b: Float[Array, "Q n n"]) -> Float[Array, "P Q"]:
+def cka(
+    a: Float[Array | np.ndarray, "P n n"], b: Float[Array | np.ndarray, "Q n n"]
+) -> Float[Array, "P Q"]:
     """Returns the linear CKA of every two representations of the same n examples.
 
     Linear centered kernel alignment (Kornblith et al. 2019, arXiv:1905.00414) with the unbiased
