@@ -74,7 +74,7 @@ class StoredImage:
             return
         try:
             # Pillow is slow on headers, so it reads only those of other formats or with EXIF tags.
-            if data[:2] == b"\xff\xd8" and b"Exif\0\0" not in data:
+            if data[:2] == b"\xff\xd8" and not _may_have_exif(data):
                 self._read_jpeg_header()
             if self._jpeg_mode is None:
                 self._read_header()
@@ -172,6 +172,19 @@ class StoredImage:
             f"{self.name}: cannot be decoded ({reason}). Replace or delete it, or leave out such"
             " images with config.data.on_bad_image='skip'."
         )
+
+
+def _may_have_exif(data):
+    """Returns whether a JPEG has EXIF tags, by its segments; searching all of it takes longer."""
+    start = 2
+    while start + 4 <= len(data) and data[start] == 0xFF:
+        marker = data[start + 1]
+        if marker == 0xDA:  # start of the pixels
+            return False
+        if marker == 0xE1 and data[start + 4 : start + 10] == b"Exif\0\0":
+            return True
+        start += 2 + int.from_bytes(data[start + 2 : start + 4])
+    return True  # an unusual header
 
 
 def _convert(image, mode):
