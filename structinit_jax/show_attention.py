@@ -8,7 +8,9 @@ checkpoint (or that of --step=best or --step=N), otherwise it is freshly initial
 --schemes=default,mimetic,impulse draws several initializations side by side.
 """
 
+import types
 from pathlib import Path
+from typing import BinaryIO
 
 import jax
 import numpy as np
@@ -26,7 +28,7 @@ from structinit_jax.errors import InputError
 from structinit_jax.training.mesh import make_mesh
 from structinit_jax.training.state import abstract_model, initialize_model
 
-_SCHEMES = flags.DEFINE_list("schemes", [], "Initializations to draw side by side.")
+SCHEMES = flags.DEFINE_list("schemes", [], "Initializations to compare.")
 NUM_IMAGES = 64
 
 
@@ -70,8 +72,8 @@ def head_kernels(
     return jax.device_get(compute(params, model_state, images))
 
 
-def draw(panels: dict[str, tuple[np.ndarray, Measures]], path: Path) -> None:
-    """Draws results of `head_kernels`, by title, with layers as rows and heads as columns."""
+def import_pyplot() -> types.ModuleType:
+    """Returns `matplotlib.pyplot`, which draws to files; raises `InputError` without it."""
     try:
         import matplotlib
     except ImportError as error:
@@ -79,6 +81,12 @@ def draw(panels: dict[str, tuple[np.ndarray, Measures]], path: Path) -> None:
     matplotlib.use("Agg")
     import matplotlib.pyplot as plt
 
+    return plt
+
+
+def draw(panels: dict[str, tuple[np.ndarray, Measures]], path: Path | BinaryIO) -> None:
+    """Draws results of `head_kernels`, by title, with layers as rows and heads as columns."""
+    plt = import_pyplot()
     num_layers, num_heads = next(iter(panels.values()))[0].shape[:2]
     brightest = max(_crop_center(kernels).max() for kernels, _ in panels.values())
     size = (len(panels) * (num_heads * 0.62 + 0.6), num_layers * 0.62 + 0.7)  # inches
@@ -108,13 +116,13 @@ def _crop_center(kernels, reach=4):
 
 def main(config: ConfigDict) -> None:
     """Runs the command and prints the measures of each layer."""
-    if _SCHEMES.value and WORKDIR.value:
+    if SCHEMES.value and WORKDIR.value:
         raise InputError("--schemes draws fresh initializations and cannot be used with --workdir")
     if STEP.value and not WORKDIR.value:
         raise InputError(f"--step={STEP.value} needs --workdir, the output directory of the run")
     panels = {}
-    for scheme in _SCHEMES.value or [config.attention_init.name]:
-        if _SCHEMES.value:
+    for scheme in SCHEMES.value or [config.attention_init.name]:
+        if SCHEMES.value:
             config.attention_init = ConfigDict(dict(name=scheme))
         name = scheme if WORKDIR.value is None else f"{scheme}, trained"
         panels[name] = head_kernels(config, WORKDIR.value, STEP.value or "newest")

@@ -85,20 +85,29 @@ def check_attention_init(config: ConfigDict, model: AbstractModel) -> None:
 
 
 def initialize_model(config: ConfigDict, model: AbstractModel) -> tuple[dict, dict]:
+    """Returns the parameters and the model state of `initialize_and_measure`."""
+    return initialize_and_measure(config, model)[:2]
+
+
+def initialize_and_measure(
+    config: ConfigDict, model: AbstractModel
+) -> tuple[dict, dict, dict[str, float]]:
     """Initializes a model from `config.seed`, and prints the cost and quality of the solve.
 
     If `config.start_from` is set, all weights but the head are selected from that file instead
     (Xu et al. 2024, "Initializing Models with Larger Ones").
 
     Returns:
-      Parameters and model state.
+      Parameters, model state, and what is printed as metrics: 'init/seconds',
+      'init/compile_seconds', and 'init/loss', 'init/target_mass' and others of a scheme that
+      reports them. No metrics with `config.start_from`.
 
     Raises:
       InputError: The weights of `config.start_from` do not fit the model.
     """
     params_rng, attention_rng = jax.random.split(jax.random.key(config.seed))
     if config.start_from:
-        return _select_from_file(config, model, params_rng)
+        return *_select_from_file(config, model, params_rng), {}
 
     shardings = jax.tree.map(lambda leaf: leaf.sharding, (model.params, model.model_state))
     draw = jax.jit(functools.partial(_draw_weights, config), out_shardings=shardings)
@@ -112,11 +121,16 @@ def initialize_model(config: ConfigDict, model: AbstractModel) -> tuple[dict, di
     solve = solve.lower(*weights, attention_rng).compile()
     compiled = time.perf_counter()
     params, model_state, report = jax.block_until_ready(solve(*weights, attention_rng))
+    metrics = {
+        "init/seconds": time.perf_counter() - compiled,
+        "init/compile_seconds": compiled - start,
+    }
     text = (
-        f"attention_init {config.attention_init.name}: {time.perf_counter() - compiled:.2f} s "
-        f"(plus {compiled - start:.2f} s to compile)"
+        f"attention_init {config.attention_init.name}: {metrics['init/seconds']:.2f} s "
+        f"(plus {metrics['init/compile_seconds']:.2f} s to compile)"
     )
     if report is not None:
+        metrics |= {f"init/{name}": float(value) for name, value in report._asdict().items()}
         text += (
             f", loss {report.loss:.2e}, {100 * report.target_mass:.1f} % of the attention on "
             f"target, {100 * report.hit_rate:.0f} % of the rows peak on target, "
@@ -125,7 +139,7 @@ def initialize_model(config: ConfigDict, model: AbstractModel) -> tuple[dict, di
         warning = out_of_reach(report)
         text += f"\nwarning: {warning}" if warning else ""
     print(text, flush=True)
-    return params, model_state
+    return params, model_state, metrics
 
 
 def init_state(
