@@ -8,9 +8,9 @@ checkpoint (or that of --step=best or --step=N), otherwise it is freshly initial
 --schemes=default,mimetic,impulse draws several initializations side by side.
 """
 
+import io
 import types
 from pathlib import Path
-from typing import BinaryIO
 
 import jax
 import numpy as np
@@ -84,7 +84,7 @@ def import_pyplot() -> types.ModuleType:
     return plt
 
 
-def draw(panels: dict[str, tuple[np.ndarray, Measures]], path: Path | BinaryIO) -> None:
+def draw(panels: dict[str, tuple[np.ndarray, Measures]], path: Path | io.BytesIO) -> None:
     """Draws results of `head_kernels`, by title, with layers as rows and heads as columns."""
     plt = import_pyplot()
     num_layers, num_heads = next(iter(panels.values()))[0].shape[:2]

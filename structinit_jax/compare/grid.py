@@ -106,7 +106,11 @@ def command(config: ConfigDict, location: str) -> list[str]:
       location: The --config that it comes from.
     """
     new, old = (_fields(c) for c in (config, command_line.load_config(location)))
-    changed = [f"--config.{k}={v}" for k, v in new.items() if old.get(k) != v and k != "seed"]
+    changed = [
+        f"--config.{field}={value}".replace("'", '"')  # readable within the quotes of a shell
+        for field, value in new.items()
+        if old.get(field) != value and field != "seed"
+    ]
     return ["python", "-m", "structinit_jax.main", f"--config={location}", *changed]
 
 

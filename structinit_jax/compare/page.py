@@ -153,7 +153,8 @@ def _maps(comparison: Comparison) -> list[str]:
     if not parts:
         return []
     text = (
-        "<p>Attention of each head by offset from the query token (its center), averaged over test "
-        "images, before and after the training of the first seed. Rows are layers.</p>"
+        "<p>Attention of each head by offset from the query token (the center), as a mean over "
+        "test images, before and after the training of the first seed. Rows are layers; each setting "
+        "has its own color scale.</p>"
     )
     return ["<h2>Attention maps</h2>", text, *parts]

@@ -70,8 +70,8 @@ def describe(comparison: Comparison) -> list[Section]:
     notes = [
         f"Test accuracy after the last epoch in percent: mean ± standard deviation over "
         f"{count} {'seeds' if count > 1 else 'seed'}.",
-        "The difference to the baseline is paired by seed, with Student's 95 % interval. It tells "
-        "what other seeds would change, not what other data would.",
+        "The difference to the baseline is paired by seed, with Student's 95 % interval, which "
+        "covers the variation between seeds, not that between data sets.",
         "Epochs to the baseline: the first evaluation at which a run reaches the baseline's mean "
         "final accuracy, as a mean over the runs that reach it.",
         "Seconds are those of training steps, without evaluations, checkpoints and compilation; "

@@ -86,18 +86,12 @@ def run_grid(
         text = json.dumps(info, indent=1) + "\n"
         workdir_lib.write_atomically(workdir / results.GRID, text)
         comparison = results.read(workdir)
-        done = {
-            (run.setting, run.seed): run.status == "done"
+        todo = {
+            name: [seed for seed in seed_list if seed not in comparison.accuracies(name)]
             for name in settings
-            for run in comparison.runs[name]
-            if run.seed in seed_list
         }
-        num_steps = {name: fact["num_steps"] for name, fact in facts.items()}
         try:
-            with Progress(workdir, done, num_steps) as progress:
-                todo = {
-                    name: [seed for seed in seed_list if not done[name, seed]] for name in settings
-                }
+            with Progress(comparison, list(settings), list(seed_list)) as progress:
                 runner = _Runner(workdir, settings, progress)
                 train_all = runner.train_together if together else runner.train_one_by_one
                 train_all({name: missing for name, missing in todo.items() if missing})

@@ -2,11 +2,11 @@
 
 import sys
 import time
-from collections.abc import Mapping
-from pathlib import Path
+from collections.abc import Sequence
 
 from rich.console import Console
 from rich.live import Live
+from rich.markup import escape
 from rich.table import Table
 
 from structinit_jax.compare import results
@@ -15,29 +15,35 @@ LOG = "log.txt"
 
 
 class Progress:
-    """Shows all settings with their finished runs and the time left.
+    """Shows the settings with their finished runs, the accuracies and the time left.
 
     Args:
-      workdir: The workdir of the comparison.
-      done: Fraction of steps that were done before, from 0 to 1, by (setting, seed).
-      num_steps: Steps of a run, by setting.
+      comparison: The runs as they are before the first of this command starts.
+      settings: The settings that this command trains.
+      seeds: Its seeds.
     """
 
     def __init__(
-        self,
-        workdir: Path,
-        done: Mapping[tuple[str, int], bool],
-        num_steps: Mapping[str, int],
+        self, comparison: results.Comparison, settings: Sequence[str], seeds: Sequence[int]
     ):
-        self._workdir = workdir
-        self._num_steps = num_steps
-        self._state = {run: "done" if finished else "" for run, finished in done.items()}
-        self._left = sum(num_steps[name] for (name, _), finished in done.items() if not finished)
+        self._workdir, self._facts = comparison.workdir, comparison.info["settings"]
+        self._accuracies = {name: comparison.accuracies(name) for name in settings}
+        self._states = {
+            name: {seed: "done" if seed in self._accuracies[name] else "" for seed in seeds}
+            for name in settings
+        }
+        self._steps_to_do = sum(
+            self._facts[name]["num_steps"]
+            for name, states in self._states.items()
+            for state in states.values()
+            if state != "done"
+        )
+        self._steps_done = 0
         self._begun = time.perf_counter()
-        self._trained = 0
-        self._console = Console(file=sys.stdout)  # not that of the runs, which goes to their logs
+        # Not what sys.stdout is later: the output of the runs goes to their logs.
+        self._console = Console(file=sys.stdout)
         self._live = Live(
-            get_renderable=self.render, console=self._console, refresh_per_second=1, transient=True
+            get_renderable=self._render, console=self._console, refresh_per_second=1, transient=True
         )
 
     def __enter__(self) -> "Progress":
@@ -48,72 +54,66 @@ class Progress:
     def __exit__(self, *_) -> None:
         if self._console.is_terminal:
             self._live.stop()
-        self._console.print(self.render())
+        self._console.print(self._render())
 
-    def start(self, setting: str, seeds) -> None:
+    def start(self, setting: str, seeds: Sequence[int]) -> None:
         """Marks runs as running."""
-        self._state |= {(setting, seed): "running" for seed in seeds}
+        self._states[setting] |= dict.fromkeys(seeds, "running")
 
     def finish(self, setting: str, seed: int, error: str = "") -> None:
         """Marks a run as done or failed, and prints a line."""
-        self._state[setting, seed] = "failed" if error else "done"
-        self._trained += self._num_steps[setting]
-        if error:
-            text = f"failed: {error}"
-        else:
-            accuracy = results.read(self._workdir).accuracies(setting)[seed]
+        self._states[setting][seed] = "failed" if error else "done"
+        self._steps_done += self._facts[setting]["num_steps"]
+        text = f"failed: {error}"
+        if not error:
+            accuracy = results.Run(self._workdir, setting, seed, self._facts[setting]).accuracy
+            self._accuracies[setting][seed] = accuracy
             text = f"test accuracy {100 * accuracy:.2f} %"
-        self._console.print(f"{setting} seed {seed}  {text}", markup=False, highlight=False)
+        line = f"{setting} seed {seed}  {text}"
+        self._console.print(line, markup=False, highlight=False, soft_wrap=True)
 
-    def render(self) -> Table:
-        """Draws the table from the files of the runs."""
-        comparison = results.read(self._workdir)
-        rows = Table(caption=self._caption())
-        for header, justify in (
-            *(("setting", "left"), ("done", "right"), ("test accuracy, %", "right")),
-            ("", "left"),
-        ):
-            rows.add_column(header, justify=justify, no_wrap=header != "")
-        for name in dict.fromkeys(setting for setting, _ in self._state):
-            states = {seed: s for (setting, seed), s in self._state.items() if setting == name}
-            accuracies = [*comparison.accuracies(name).values()]
-            failed = sum(state == "failed" for state in states.values())
+    def _render(self) -> Table:
+        table = Table(caption=self._time_left())
+        table.add_column("setting", overflow="fold")
+        table.add_column("done", justify="right", no_wrap=True)
+        table.add_column("test accuracy, %", justify="right", no_wrap=True)
+        table.add_column("now")
+        for name, states in self._states.items():
+            kinds = [*states.values()]
             running = [seed for seed, state in states.items() if state == "running"]
-            note = f"[red]{failed} failed[/red]" if failed else ""
+            accuracies = [*self._accuracies[name].values()]
+            notes = [f"[red]{kinds.count('failed')} failed[/red]"] if "failed" in kinds else []
             if running:
-                note = f"seed {', '.join(map(str, running))}: {self._last_line(name, running[0])}"
-            rows.add_row(
-                name,
-                f"{sum(state == 'done' for state in states.values())}/{len(states)}",
+                line = escape(self._last_line(name, running[0]))
+                notes.append(f"seed {', '.join(map(str, running))}: {line}")
+            table.add_row(
+                escape(name),
+                f"{kinds.count('done')}/{len(kinds)}",
                 percent(accuracies) if accuracies else "",
-                note,
+                "; ".join(notes),
             )
-        return rows
+        return table
 
     def _last_line(self, setting, seed):
         path = results.run_folder(self._workdir, setting, seed) / LOG
         lines = path.read_text().splitlines() if path.exists() else []
         return lines[-1] if lines else "starting"
 
-    def _caption(self):
-        """Extrapolates the time of the steps that have been taken."""
-        running = [run for run, state in self._state.items() if state == "running"]
-        info = results.read(self._workdir).info["settings"]
-        partial = 0
-        for setting, seed in running:
-            lines = results.Run(self._workdir, setting, seed, info[setting]).lines
-            partial += lines[-1]["step"] if lines else 0
-        trained = self._trained + partial
-        if not self._left:
-            return "all runs had finished before"
+    def _time_left(self):
+        """Extrapolates from the steps that this command has taken."""
+        steps = self._steps_done
+        for setting, states in self._states.items():
+            for seed in (seed for seed, state in states.items() if state == "running"):
+                lines = results.Run(self._workdir, setting, seed, self._facts[setting]).lines
+                steps += lines[-1]["step"] if lines else 0
         elapsed = time.perf_counter() - self._begun
-        left = "unknown"
-        if trained:
-            left = duration(elapsed / trained * max(0, self._left - trained))
+        left = "unknown time"
+        if steps or not self._steps_to_do:
+            left = duration(elapsed / max(1, steps) * max(0, self._steps_to_do - steps))
         return f"{duration(elapsed)} elapsed, {left} left"
 
 
-def percent(accuracies) -> str:
+def percent(accuracies: Sequence[float]) -> str:
     """Formats accuracies from 0 to 1 as mean and standard deviation in percent."""
     mean, deviation = results.mean_and_deviation([100 * value for value in accuracies])
     return f"{mean:.2f}" if deviation is None else f"{mean:.2f} ± {deviation:.2f}"
