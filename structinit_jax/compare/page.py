@@ -154,7 +154,7 @@ def _maps(comparison: Comparison) -> list[str]:
         return []
     text = (
         "<p>Attention of each head by offset from the query token (the center), as a mean over "
-        "test images, before and after the training of the first seed. Rows are layers; each setting "
-        "has its own color scale.</p>"
+        "test images, before and after the training of the first seed. Rows are layers; every "
+        "setting has its own color scale.</p>"
     )
     return ["<h2>Attention maps</h2>", text, *parts]

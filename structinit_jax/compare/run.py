@@ -38,7 +38,7 @@ def run_grid(
     *,
     commands: Mapping[str, str] | None = None,
     baselines: Mapping[str, str] | None = None,
-    published: Mapping[str, float] | None = None,
+    published: Mapping[str, float | None] | None = None,
     started_by: str = "",
     together: bool | None = None,
 ) -> int:
