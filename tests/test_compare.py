@@ -214,6 +214,25 @@ def test_a_setting_that_cannot_be_trained_is_refused_before_the_first_run(start,
 # -- seeds together --------------------------------------------------------------------------------
 
 
+def test_settings_are_spread_over_the_devices(tiny_config, tmp_path, monkeypatch):
+    devices = []
+
+    def fake_train_together(config, seed_list, folder, device, stop):
+        devices.append(device)
+        for seed in seed_list:
+            fake_train(seeds.with_seed(config, seed), folder / f"seed_{seed}", [])
+        while len(devices) < 2:  # the other setting trains at the same time
+            time.sleep(0.01)
+        return {1: "step 3: loss nan"}
+
+    monkeypatch.setattr(seeds, "train_together", fake_train_together)
+    monkeypatch.setattr(run._Runner, "_save_maps", lambda self, name: None)
+    settings = grid.expand(tiny_config.lock(), ["default", "impulse"], {})
+    assert run.run_grid(settings, [0, 1], tmp_path, together=True) == 2
+    assert len(set(devices)) == 2
+    assert "| default | 1 | step 3: loss nan |" in (tmp_path / "report.md").read_text()
+
+
 class StopAfter(StopRequest):
     def __init__(self, step):
         self.step = step

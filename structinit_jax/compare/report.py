@@ -87,7 +87,8 @@ def describe(comparison: Comparison) -> list[Section]:
     missing = sum(run.status == "unfinished" for run in every)
     if missing:
         sections.append(("Not finished", f"{missing} runs have not finished."))
-    sections.append(("Commands", [*info["commands"]]))
+    if info["commands"]:
+        sections.append(("Commands", info["commands"]))
     alone = [
         f"{facts['command']} --config.seed=SEED --workdir=DIR"
         for facts in info["settings"].values()

@@ -64,6 +64,8 @@ def run_grid(
     show_attention.import_pyplot()  # before hours of training, not after them
     workdir = workdir_lib.prepare_workdir(workdir)
     if together is None:
+        # On two CPU cores three seeds together take 0.83 (digits) to 0.94 (Fashion-MNIST) of the
+        # time of single runs, whose results are bit-reproducible by `structinit_jax.main`.
         together = jax.default_backend() != "cpu"
     facts = {name: _check(name, config) for name, config in settings.items()}
     for name, config in settings.items():
@@ -171,6 +173,8 @@ class _Runner:
             devices.put(device)
 
         def train_setting(name, missing):
+            if stop.reached(0):
+                raise StoppedError(STOPPED, PREEMPTED_EXIT_CODE)
             device = devices.get()
             try:
                 self._progress.start(name, missing)
