@@ -36,22 +36,18 @@ from structinit_jax import command_line, evaluate
 from structinit_jax import config as config_lib
 from structinit_jax.analysis import figures, measures
 from structinit_jax.analysis.collect import (
-    Observer,
     Snapshot,
     layer_names,
+    observe_run,
+    observe_start,
+    one_device,
     read_images,
     stack_sizes,
 )
 from structinit_jax.attention_init import TokenMixingSite
 from structinit_jax.command_line import OUT, STEP, WORKDIR
 from structinit_jax.errors import InputError
-from structinit_jax.training.mesh import make_mesh
-from structinit_jax.training.state import (
-    AbstractModel,
-    TrainState,
-    abstract_model,
-    initialize_model,
-)
+from structinit_jax.training.state import abstract_model
 
 _SCHEMES = flags.DEFINE_list("schemes", [], "Initializations to compare, without --workdir.")
 _OTHER_WORKDIR = flags.DEFINE_string("other_workdir", None, "Another run, on the same images.")
@@ -60,40 +56,6 @@ _LAYERS = flags.DEFINE_list(
     "layers", [], "Layers of maps_full.png, or 'all'. By default the first, middle and last."
 )
 _HEADS = flags.DEFINE_list("heads", [], "Heads of maps_full.png, or 'all'; by default the first 3.")
-
-
-def observe_start(config: ConfigDict, images: np.ndarray) -> Snapshot:
-    """Observes a model with its start values."""
-    model = abstract_model(config, _one_device())
-    return Observer(config, model)(initialize_model(config, model), images, step=0)
-
-
-def observe_run(
-    config: ConfigDict, restored: tuple[AbstractModel, TrainState], images: np.ndarray
-) -> list[Snapshot]:
-    """Observes a run before and after training.
-
-    Args:
-      config: Config of the run.
-      restored: The run's model on one device and its state, from `evaluate.restore_model`.
-      images: Images, uint8 [n, H, W, C].
-    """
-    model, state = restored
-    observer = Observer(config, model)
-    before = observer(initialize_model(config, model), images, step=0)
-    after = observer((state.params, state.model_state), images, step=int(state.step))
-    return [before, compare_filters(before, after)]
-
-
-def compare_filters(before: Snapshot, after: Snapshot) -> Snapshot:
-    """Returns `after` with the measure 'filter_cosine' of each channel, if layers have filters."""
-    layers = []
-    for old, new in zip(before.layers, after.layers, strict=True):
-        if new.filters is not None:
-            cosine = measures.filter_cosine(old.filters, new.filters)
-            new = new._replace(measures=new.measures | {"filter_cosine": cosine})
-        layers.append(new)
-    return after._replace(layers=layers)
 
 
 def to_json(snapshots: list[Snapshot]) -> dict:
@@ -187,7 +149,7 @@ def main(config: ConfigDict) -> None:
     if other:
         config_lib.validate(other)
         _check_same_images(config, other)
-    sizes = stack_sizes(abstract_model(config, _one_device()))
+    sizes = stack_sizes(abstract_model(config, one_device()))
     names = layer_names(sizes)
     head_names = [str(head + 1) for head in range(max(size.num_heads for size in sizes))]
     # The 2024 paper shows layers 1, 6 and 12 of 12.
@@ -252,10 +214,6 @@ def _with_scheme(config, name):
     config.attention_init = ConfigDict(dict(name=name))
     config_lib.set_base_init(config)
     return config
-
-
-def _one_device():
-    return make_mesh(devices=jax.local_devices()[:1])
 
 
 def _print_summary(snapshots):

@@ -15,6 +15,7 @@ import sys
 import traceback
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import Any
 
 import jax
 from absl import app, flags, logging
@@ -39,27 +40,36 @@ OUT = flags.DEFINE_string("out", None, "File to write; for analyse a directory."
 SHARED = ("workdir", "step", "out")
 
 
-def run(main: Callable[[ConfigDict], None], shared: Sequence[str] = SHARED) -> None:
+def run(
+    main: Callable[[Any], None], shared: Sequence[str] = SHARED, with_config: bool = True
+) -> None:
     """Runs a command and exits. A user's mistake is printed without a traceback.
 
     Args:
       main: The command, called with the config.
       shared: Those of the flags --workdir, --step and --out that the command takes.
+      with_config: False for a command that has configs of its own and takes no --config. It is
+        called with the field and the text of each --config.FIELD=VALUE.
     """
-    for name in set(SHARED).difference(shared):
+    own = [*(["config"] if with_config else []), *shared]
+    for name in {"config", *SHARED}.difference(own):
         delattr(flags.FLAGS, name)
-    for name in ("config", *shared):  # --help lists the flags of the command's own module only
+    for name in own:  # --help lists the flags of the command's own module only
         flags.FLAGS.register_key_flag_for_module(sys.argv[0], flags.FLAGS[name])
 
-    def run_main(config: ConfigDict) -> None:
+    def run_main(parsed: Any) -> None:
         use_compilation_cache()
         # Collections would walk the imported modules again and again while programs are traced.
         gc.freeze()
         gc.enable()
-        main(config)
+        main(parsed)
+
+    def parse(argv: list[str]) -> Any:
+        overrides = _parse_flags(argv)
+        return _make_config(overrides) if with_config else overrides
 
     try:
-        app.run(run_main, flags_parser=_parse)
+        app.run(run_main, flags_parser=parse)
     except InputError as error:
         sys.exit(f"error: {error}")
     except StoppedError as error:
@@ -141,8 +151,8 @@ def _with_tuples(value):
     return tuple(map(_with_tuples, value)) if isinstance(value, list) else value
 
 
-def _parse(argv: list[str]) -> ConfigDict:
-    """Parses all flags and returns the config that they describe."""
+def _parse_flags(argv: list[str]) -> list[tuple[str, str]]:
+    """Parses all flags and returns the fields of the config that they set, as text."""
     words, overrides = [], []
     try:
         unread = iter(flags.FLAGS.read_flags_from_files(argv, force_gnu=False))
@@ -159,6 +169,11 @@ def _parse(argv: list[str]) -> ConfigDict:
         flags.FLAGS.verbosity = logging.WARNING  # JAX, TFDS and orbax log much at INFO
     if len(remaining) > 1:
         raise InputError(f"unrecognized argument {remaining[1]!r}: write --name=value")
+    return overrides
+
+
+def _make_config(overrides: Sequence[tuple[str, str]]) -> ConfigDict:
+    """Returns the config that --config and its fields describe."""
     workdir = WORKDIR.value if "workdir" in flags.FLAGS else None
     if CONFIG.value is not None:
         config = load_config(CONFIG.value)

@@ -47,6 +47,7 @@ from structinit_jax.training.state import (
     abstract_model,
     check_attention_init,
     init_state,
+    initialize_and_measure,
     initialize_model,
 )
 from structinit_jax.training.step import make_train_step
@@ -130,7 +131,8 @@ def _train(config, workdir, profile_steps, on_exit):
         pending = PendingMetrics(saved["pending_metrics"])
         print(f"resumed from step {start_step} in {checkpoints.directory}")
     else:
-        state = initialize(config, setup)
+        params, model_state, init_metrics = initialize_and_measure(config, setup.model)
+        state = setup.init_state(params, model_state)
         pending = PendingMetrics()
     if jax.process_index() == 0:
         with workdir_lib.explain_failed_write("the config", workdir):
@@ -168,6 +170,8 @@ def _train(config, workdir, profile_steps, on_exit):
         flush=True,
     )
     log = on_exit.enter_context(contextlib.closing(MetricsLog(workdir, start_step)))
+    if not start_step and init_metrics:
+        log.write(0, init_metrics)
     peak = flops.peak_speed(config, mesh)
     progress = Progress(
         start_step, schedule.num_steps, schedule.steps_per_epoch, config.batch_size, peak

@@ -45,7 +45,7 @@ def start(family, data_dir):
     """Config, images and snapshot of a family's start values; the tests share the compilation."""
     config = make_config(family, data_dir)
     images = collect.read_images(config, NUM_IMAGES)
-    return config, images, analyse.observe_start(config, images)
+    return config, images, collect.observe_start(config, images)
 
 
 @pytest.fixture(scope="module")
@@ -53,7 +53,7 @@ def snapshots(finished_run):
     """The shared run before and after training."""
     config = load_run_config(finished_run.workdir)
     restored = restore_model(config, finished_run.workdir, jax.local_devices()[:1])
-    return analyse.observe_run(config, restored, collect.read_images(config, NUM_IMAGES))
+    return collect.observe_run(config, restored, collect.read_images(config, NUM_IMAGES))
 
 
 def forward(config, images):
@@ -173,7 +173,7 @@ def test_convmixer_has_filters_and_no_maps(data_dir, tmp_path):
     assert layer.maps is None
     assert layer.filters.shape == (3, 3, 16)
     assert snapshot.grams.shape == (3, NUM_IMAGES, NUM_IMAGES)
-    same = analyse.compare_filters(snapshot, snapshot)
+    same = collect.compare_filters(snapshot, snapshot)
     np.testing.assert_allclose(same.layers[1].measures["filter_cosine"], np.ones(16), rtol=1e-5)
     analyse.write([snapshot, same], "tiny", tmp_path, layers=[0], heads=[0])
     check_figures(tmp_path, {"by_layer.png", "cka.png", "maps_by_offset.png"})

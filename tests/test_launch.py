@@ -219,4 +219,4 @@ def test_local_trains_with_two_processes(tmp_path, data_dir):
     assert result.returncode == 0, result.stderr
     assert "devices: 4 × cpu (2 hosts)" in result.stdout
     lines = (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()
-    assert [json.loads(line)["step"] for line in lines] == [1, 2, 3, 3]
+    assert [json.loads(line)["step"] for line in lines] == [0, 1, 2, 3, 3]

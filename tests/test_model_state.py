@@ -157,7 +157,7 @@ def test_a_resumed_run_has_the_same_model_state(config, setup, first_state, tmp_
     jax.tree.map(np.testing.assert_array_equal, *jax.device_get((whole, resumed)))
     lines = (tmp_path / "killed" / "metrics.jsonl").read_text().splitlines()
     steps = [json.loads(line)["step"] for line in lines]
-    assert steps == [2, 4, 6, 6, 8, 10, 12, 12]
+    assert steps == [0, 2, 4, 6, 6, 8, 10, 12, 12]
     fresh, found = first_state.model_state["blocks"], jax.device_get(whole.model_state)["blocks"]
     np.testing.assert_array_equal(found["spatial"]["kernel"], fresh["spatial"]["kernel"])
     assert np.abs(found["norm1"]["mean"] - fresh["norm1"]["mean"]).max() > 1e-3

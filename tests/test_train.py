@@ -24,6 +24,7 @@ def read_metrics(workdir):
 
 def without_times(metrics):
     times = ("images_per_second", "data_wait", "checkpoint_wait", "evaluation_wait")
+    times += ("init/seconds", "init/compile_seconds")
     return [{name: v for name, v in line.items() if name not in times} for line in metrics]
 
 
@@ -61,8 +62,12 @@ def test_training_writes_the_documented_files_and_output(finished_run):
     saved = json.loads((finished_run.workdir / "config.json").read_text())
     assert saved["model"]["width"] == 16
     metrics = read_metrics(finished_run.workdir)
-    assert [m["step"] for m in metrics] == [5, 6, 10, 12, 12]
+    assert [m["step"] for m in metrics] == [0, 5, 6, 10, 12, 12]
     assert metrics[0].keys() == {
+        *("step", "init/seconds", "init/compile_seconds", "init/loss", "init/target_mass"),
+        *("init/hit_rate", "init/steps", "init/norm"),
+    }
+    assert metrics[1].keys() == {
         *("step", "train/loss", "train/accuracy", "train/learning_rate", "train/gradient_norm"),
         *("train/nonfinite_steps", "images_per_second"),
         *("data_wait", "checkpoint_wait", "evaluation_wait"),

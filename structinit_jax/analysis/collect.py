@@ -16,7 +16,14 @@ from structinit_jax.augment import normalize
 from structinit_jax.data.loader import decode_all
 from structinit_jax.data.order import stream_indices
 from structinit_jax.errors import InputError
-from structinit_jax.training.state import AbstractModel, find_targets
+from structinit_jax.training.mesh import make_mesh
+from structinit_jax.training.state import (
+    AbstractModel,
+    TrainState,
+    abstract_model,
+    find_targets,
+    initialize_model,
+)
 
 BATCH_SIZE = 8  # images at a time, since their maps are in memory together
 
@@ -107,6 +114,45 @@ def read_images(config: ConfigDict, count: int) -> UInt8[np.ndarray, "n H H C"]:
     wanted[stream_indices(config.seed, 0, whole, len(source))] = True
     shape = (whole, data.image_size, data.image_size, data.channels)
     return decode_all(source.select(wanted), shape, data.crop_fraction)[0]
+
+
+def observe_start(config: ConfigDict, images: np.ndarray) -> Snapshot:
+    """Observes a model with its start values."""
+    model = abstract_model(config, one_device())
+    return Observer(config, model)(initialize_model(config, model), images, step=0)
+
+
+def observe_run(
+    config: ConfigDict, restored: tuple[AbstractModel, TrainState], images: np.ndarray
+) -> list[Snapshot]:
+    """Observes a run before and after training.
+
+    Args:
+      config: Config of the run.
+      restored: The run's model on one device and its state, from `evaluate.restore_model`.
+      images: Images, uint8 [n, H, W, C].
+    """
+    model, state = restored
+    observer = Observer(config, model)
+    before = observer(initialize_model(config, model), images, step=0)
+    after = observer((state.params, state.model_state), images, step=int(state.step))
+    return [before, compare_filters(before, after)]
+
+
+def compare_filters(before: Snapshot, after: Snapshot) -> Snapshot:
+    """Returns `after` with the measure 'filter_cosine' of each channel, if layers have filters."""
+    layers = []
+    for old, new in zip(before.layers, after.layers, strict=True):
+        if new.filters is not None:
+            cosine = measures.filter_cosine(old.filters, new.filters)
+            new = new._replace(measures=new.measures | {"filter_cosine": cosine})
+        layers.append(new)
+    return after._replace(layers=layers)
+
+
+def one_device() -> jax.sharding.Mesh:
+    """Returns the mesh of a single device, on which models are observed."""
+    return make_mesh(devices=jax.local_devices()[:1])
 
 
 class Observer:

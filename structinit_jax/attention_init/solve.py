@@ -130,8 +130,18 @@ def row_space(
 
 def split_product(product: Float[Array | np.ndarray, "*batch D D"], rank: int):
     """Returns A, B [..., D, k] with A Bᵀ closest to the product, singular values split evenly."""
-    xp = np if isinstance(product, np.ndarray) else jnp
-    u, s, vt = xp.linalg.svd(product, full_matrices=False)
+    if isinstance(product, np.ndarray):
+        xp = np
+        u, s, vt = np.linalg.svd(product)
+    else:
+        # One by one: on CPUs, batches that several programs or devices decompose at the same time
+        # wait for each other's threads, without end or for long.
+        xp = jnp
+        matrices = product.reshape(-1, *product.shape[-2:])
+        u, s, vt = (
+            x.reshape(*product.shape[:-2], *x.shape[1:])
+            for x in jax.lax.map(jnp.linalg.svd, matrices)
+        )
     root = xp.sqrt(s[..., None, :rank])
     return u[..., :rank] * root, xp.swapaxes(vt, -1, -2)[..., :rank] * root
 

@@ -96,8 +96,9 @@ class MetricsLog:
 
     Args:
       workdir: Output directory of the run.
-      start_step: Step that the run starts or resumes from. Later lines, which a killed run wrote
-        after its last checkpoint, are removed, since their steps will be repeated.
+      start_step: Step that the run starts (0) or resumes from. Later lines, which a killed run
+        wrote after its last checkpoint, are removed, since their steps will be repeated, and at the
+        start all lines.
     """
 
     def __init__(self, workdir: Path, start_step: int):
@@ -113,7 +114,7 @@ class MetricsLog:
             # A line that a kill has truncated is the last one, after the last checkpoint.
             lines = path.read_text().splitlines(keepends=True)
             whole = [line for line in lines if line.endswith("\n")]
-            kept = [line for line in whole if json.loads(line)["step"] <= start_step]
+            kept = [line for line in whole if 0 < start_step >= json.loads(line)["step"]]
             workdir_lib.write_atomically(path, "".join(kept))
         self._lines = self._files.enter_context(path.open("a"))
         folder.mkdir(exist_ok=True)

@@ -91,20 +91,29 @@ def check_attention_init(config: ConfigDict, model: AbstractModel) -> None:
 
 
 def initialize_model(config: ConfigDict, model: AbstractModel) -> tuple[dict, dict]:
+    """Returns the parameters and the model state of `initialize_and_measure`."""
+    return initialize_and_measure(config, model)[:2]
+
+
+def initialize_and_measure(
+    config: ConfigDict, model: AbstractModel
+) -> tuple[dict, dict, dict[str, float]]:
     """Initializes a model from `config.seed`, and prints the cost and quality of the solve.
 
     If `config.start_from` is set, all weights but the head are selected from that file instead
     (Xu et al. 2024, "Initializing Models with Larger Ones").
 
     Returns:
-      Parameters and model state.
+      Parameters, model state, and what is printed as metrics: 'init/seconds',
+      'init/compile_seconds', and 'init/loss', 'init/target_mass' and others of a scheme that
+      reports them. No metrics with `config.start_from`.
 
     Raises:
       InputError: The weights of `config.start_from` do not fit the model.
     """
     rng = jax.random.key(config.seed)  # split within the programs: each split would be another one
     if config.start_from:
-        return _select_from_file(config, model, rng)
+        return *_select_from_file(config, model, rng), {}
 
     shardings = jax.tree.map(lambda leaf: leaf.sharding, (model.params, model.model_state))
     draw = jax.jit(functools.partial(_draw_weights, config), out_shardings=shardings)
@@ -118,12 +127,17 @@ def initialize_model(config: ConfigDict, model: AbstractModel) -> tuple[dict, di
     solve = solve.lower(*weights, rng).compile()
     compiled = time.perf_counter()
     params, model_state, report = jax.block_until_ready(solve(*weights, rng))
+    metrics = {
+        "init/seconds": time.perf_counter() - compiled,
+        "init/compile_seconds": compiled - start,
+    }
     text = (
-        f"attention_init {config.attention_init.name}: {time.perf_counter() - compiled:.2f} s "
-        f"(plus {compiled - start:.2f} s to compile)"
+        f"attention_init {config.attention_init.name}: {metrics['init/seconds']:.2f} s "
+        f"(plus {metrics['init/compile_seconds']:.2f} s to compile)"
     )
     if report is not None:
         report = jax.device_get(report)
+        metrics |= {f"init/{name}": float(value) for name, value in report._asdict().items()}
         text += (
             f", loss {report.loss:.2e}, {100 * report.target_mass:.1f} % of the attention on "
             f"target, {100 * report.hit_rate:.0f} % of the rows peak on target, "
@@ -132,7 +146,7 @@ def initialize_model(config: ConfigDict, model: AbstractModel) -> tuple[dict, di
         warning = out_of_reach(report)
         text += f"\nwarning: {warning}" if warning else ""
     print(text, flush=True)
-    return params, model_state
+    return params, model_state, metrics
 
 
 def find_targets(

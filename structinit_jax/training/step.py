@@ -24,7 +24,7 @@ Batch = dict[str, Array]
 Metrics = dict[str, Any]
 
 
-def step_rngs(seed: int, step: int | Array) -> tuple[PRNGKeyArray, PRNGKeyArray]:
+def step_rngs(seed: int | Array, step: int | Array) -> tuple[PRNGKeyArray, PRNGKeyArray]:
     """Returns the random keys of the augmentation and the model, after a number of steps."""
     augment_rng, model_rng = jax.random.split(jax.random.fold_in(jax.random.key(seed), step))
     return augment_rng, model_rng
@@ -38,7 +38,7 @@ def make_train_step(
     augment: Augment,
     mesh: Mesh,
 ) -> Callable[[TrainState, Batch], tuple[TrainState, Metrics]]:
-    """Builds the training step, `(state, batch) -> (state, metrics)`.
+    """Builds the training step, `(state, batch, seed=config.seed) -> (state, metrics)`.
 
     All randomness follows from (seed, step). A step whose loss or gradient is not finite changes
     the step number only, and with it the data and the randomness of the next step. The metrics are
@@ -90,8 +90,10 @@ def make_train_step(
         loss, correct, grads = jax.tree.map(lambda x: x / num_parts, sums)
         return (loss, (correct, model_state)), grads
 
-    def train_step(state: TrainState, batch: Batch) -> tuple[TrainState, Metrics]:
-        augment_rng, rng = step_rngs(config.seed, state.step)
+    def train_step(
+        state: TrainState, batch: Batch, seed: int | Array = config.seed
+    ) -> tuple[TrainState, Metrics]:
+        augment_rng, rng = step_rngs(seed, state.step)
         batch = augment(augment_rng, batch["image"], batch["label"])
         gradient_of = accumulate if config.accumulate_steps > 1 else value_and_grad
         gradient = _gather_by_layer(gradient_of, mesh)(state.params, state.model_state, batch, rng)

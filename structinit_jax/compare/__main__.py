@@ -1,0 +1,84 @@
+"""Compares initializations, and any other fields, over several seeds.
+
+    python -m structinit_jax.compare --config=configs/vit_fashion_mnist.py --workdir=/tmp/compare \
+        --schemes=default,mimetic,impulse --seeds=3
+
+Trains every setting with the seeds config.seed, config.seed + 1, … and writes results.csv,
+report.md and report.html to the workdir. Any field can be an axis:
+--grid.config.model.num_heads=3,6. The same command resumes after Ctrl-C, trains failed runs again,
+and with more schemes, values or seeds trains only what is missing. Each run is a workdir of its
+own, SETTING/seed_K, for all other commands.
+"""
+
+import re
+import shlex
+import sys
+
+from absl import flags
+from ml_collections import ConfigDict
+
+from structinit_jax import command_line
+from structinit_jax.command_line import CONFIG, WORKDIR
+from structinit_jax.compare import grid, report, run
+from structinit_jax.errors import InputError
+from structinit_jax.training.workdir import local_path
+
+_SCHEMES = flags.DEFINE_list("schemes", [], "Initializations to compare.")
+_SEEDS = flags.DEFINE_integer("seeds", 3, "Seeds of each setting.", lower_bound=1)
+_GRID = flags.DEFINE_multi_string(
+    "grid", [], "Values of a field: --grid.config.model.num_heads=3,6. May be repeated."
+)
+_BASELINE = flags.DEFINE_string(
+    "baseline", None, "The scheme that the others are compared with; by default the first."
+)
+_TOGETHER = flags.DEFINE_enum(
+    "together",
+    "auto",
+    ["auto", "yes", "no"],
+    "Train the seeds of a setting in one program, each setting on one device; auto: on "
+    "accelerators.",
+)
+_REPORT_ONLY = flags.DEFINE_bool("report_only", False, "Write the report of what has been trained.")
+
+
+def main(config: ConfigDict) -> None:
+    """Runs the command; exits with status 1 if a run failed."""
+    if not WORKDIR.value:
+        raise InputError("--workdir is required: the output directory, such as /tmp/compare")
+    if _REPORT_ONLY.value:
+        report.write_report(local_path(WORKDIR.value))
+        return
+    schemes = _SCHEMES.value or [config.attention_init.name]
+    baseline = _BASELINE.value or schemes[0]
+    if baseline not in schemes:
+        raise InputError(f"--baseline={baseline} is not one of --schemes={','.join(schemes)}")
+    settings = grid.expand(config, schemes, grid.parse_axes(_GRID.value))
+    failed = run.run_grid(
+        settings,
+        range(config.seed, config.seed + _SEEDS.value),
+        WORKDIR.value,
+        commands={
+            name: shlex.join(grid.command(setting, CONFIG.value))
+            for name, setting in settings.items()
+        },
+        baselines=grid.find_baselines(settings, baseline),
+        started_by=shlex.join(["python", "-m", "structinit_jax.compare", *_written(sys.argv[1:])]),
+        together={"auto": None, "yes": True, "no": False}[_TOGETHER.value],
+    )
+    if failed:
+        sys.exit(f"{failed} runs failed: see the report; the same command trains them again")
+
+
+def _read_axes(words: list[str]) -> list[str]:
+    """Turns the form --grid.config.FIELD=VALUES into that of a flag."""
+    return [re.sub(r"^--?grid\.", "--grid=", word) for word in words]
+
+
+def _written(words: list[str]) -> list[str]:
+    """Undoes `_read_axes`."""
+    return [re.sub(r"^--grid=", "--grid.", word) for word in words]
+
+
+if __name__ == "__main__":
+    sys.argv = _read_axes(sys.argv)
+    command_line.run(main, shared=["workdir"])

@@ -1,0 +1,184 @@
+"""Writes results.csv, report.md and report.html from the files of a comparison."""
+
+import csv
+import io
+from collections.abc import Sequence
+from pathlib import Path
+
+import numpy as np
+
+from structinit_jax.compare import page, results
+from structinit_jax.compare.results import Comparison, Interval
+from structinit_jax.compare.table import percent
+from structinit_jax.training import workdir as workdir_lib
+
+
+def write_report(workdir: Path) -> None:
+    """Writes the three files; reads only what the runs have written, so it can be repeated."""
+    comparison = results.read(workdir)
+    sections = describe(comparison)
+    texts = {
+        "results.csv": csv_text(comparison),
+        "report.md": markdown(sections),
+        "report.html": page.html(comparison, sections),
+    }
+    for name, text in texts.items():
+        workdir_lib.write_atomically(workdir / name, text)
+    print(f"wrote {', '.join(texts)} to {workdir}")
+
+
+def csv_text(comparison: Comparison) -> str:
+    """Returns one row for each run."""
+    rows = []
+    for setting, runs in comparison.runs.items():
+        for run in runs:
+            steps = [*run.test_curve]
+            last = steps[-1] if steps else 0
+            best = max(run.test_curve, key=run.test_curve.get) if steps else None
+            rows.append(
+                {
+                    "setting": setting,
+                    "seed": run.seed,
+                    "status": run.status,
+                    "epoch": run.epoch(last),
+                    "test_accuracy": run.test_curve.get(last),
+                    "best_test_accuracy": run.test_curve.get(best),
+                    "best_epoch": None if best is None else run.epoch(best),
+                    "training_seconds": run.seconds(last),
+                    "init_seconds": run.init_metrics.get("seconds"),
+                    "init_compile_seconds": run.init_metrics.get("compile_seconds"),
+                    "baseline": comparison.info["baselines"][setting],
+                    "published_percent": run.info["published"],
+                    "error": run.error,
+                }
+            )
+    file = io.StringIO()
+    writer = csv.DictWriter(file, rows[0].keys(), lineterminator="\n")
+    writer.writeheader()
+    writer.writerows(rows)
+    return file.getvalue()
+
+
+# A title, then a table (its first row is the header), a list of lines of code, or a paragraph.
+Section = tuple[str, list[list[str]] | list[str] | str]
+
+
+def describe(comparison: Comparison) -> list[Section]:
+    """Returns the content that report.md and report.html share."""
+    info, runs = comparison.info, comparison.runs
+    count = len(info["seeds"])
+    notes = [
+        f"Test accuracy after the last epoch in percent: mean ± standard deviation over "
+        f"{count} {'seeds' if count > 1 else 'seed'}.",
+        "The difference to the baseline is paired by seed, with Student's 95 % interval, which "
+        "covers the variation between seeds, not that between data sets.",
+        "Epochs to the baseline: the first evaluation at which a run reaches the baseline's mean "
+        "final accuracy, as a mean over the runs that reach it.",
+        "Seconds are those of training steps, without evaluations, checkpoints and compilation; "
+        "seeds that were trained together share the device.",
+    ]
+    if count == 1:
+        notes[1] = "With one seed there is no interval: a difference may be chance."
+    sections: list[Section] = [("Results", _summary(comparison)), ("", " ".join(notes))]
+    every = [run for group in runs.values() for run in group]
+    failures = [[run.setting, str(run.seed), run.error] for run in every if run.error]
+    if failures:
+        sections.append(("Failed runs", [["setting", "seed", "error"], *failures]))
+    missing = sum(run.status == "unfinished" for run in every)
+    if missing:
+        sections.append(("Not finished", f"{missing} runs have not finished."))
+    if info["commands"]:
+        sections.append(("Commands", info["commands"]))
+    alone = [
+        f"{facts['command']} --config.seed=SEED --workdir=DIR"
+        for facts in info["settings"].values()
+        if facts["command"]
+    ]
+    if alone:
+        sections.append(("Each setting alone", alone))
+    versions = ", ".join(f"{name} {number}" for name, number in info["versions"].items())
+    sections.append(("Machine and versions", f"{info['machine']}; {versions}"))
+    return sections
+
+
+def _summary(comparison: Comparison) -> list[list[str]]:
+    published = any(f["published"] is not None for f in comparison.info["settings"].values())
+    rows = [
+        [
+            *("setting", "seeds", "test accuracy, %"),
+            *(["published, %"] if published else []),
+            *("difference to the baseline (95 %)", "epochs to the baseline"),
+            *("training, s", "initialization, s (compilation)"),
+        ]
+    ]
+    baselines = comparison.info["baselines"]
+    for setting, runs in comparison.runs.items():
+        accuracies = comparison.accuracies(setting)
+        done = [run for run in runs if run.status == "done"]
+        facts = comparison.info["settings"][setting]
+        seconds = [run.seconds(facts["num_steps"]) for run in done]
+        several = len({*baselines.values()}) > 1
+        if setting == baselines[setting]:
+            difference = "baseline"
+        else:
+            difference = format_interval(comparison.difference(setting))
+            difference += f" to {baselines[setting]}" if several else ""
+        figure = facts["published"]
+        rows.append(
+            [
+                setting,
+                f"{len(done)} of {len(runs)}",
+                percent([*accuracies.values()]) if accuracies else "–",
+                *([f"{figure:.2f}" if figure is not None else "–"] if published else []),
+                difference,
+                _epochs(comparison.epochs_to_baseline(setting)),
+                f"{np.mean(seconds):.1f}" if seconds else "–",
+                _init_cost([run.init_metrics for run in done]),
+            ]
+        )
+    return rows
+
+
+def format_interval(interval: Interval | None) -> str:
+    """Formats a difference of accuracies in percentage points, '+1.20 [+0.40, +2.00]'."""
+    if interval is None:
+        return "–"
+    if interval.low is None:
+        return f"{100 * interval.mean:+.2f} (one seed)"
+    mean, low, high = (f"{100 * x:+.2f}" for x in interval)
+    return f"{mean} [{low}, {high}]"
+
+
+def _epochs(values: Sequence[float | None]) -> str:
+    reached = [value for value in values if value is not None]
+    if not reached:
+        return "not reached" if values else "–"
+    text = f"{np.mean(reached):.1f}"
+    return text if len(reached) == len(values) else f"{text} ({len(reached)} of {len(values)} runs)"
+
+
+def _init_cost(metrics: Sequence[dict[str, float]]) -> str:
+    # The first run compiles, the others find the program in the cache.
+    found = [values for values in metrics if values]
+    if not found:
+        return "–"
+    seconds = np.mean([values["seconds"] for values in found])
+    return f"{seconds:.2f} ({max(values['compile_seconds'] for values in found):.1f})"
+
+
+def markdown(sections: Sequence[Section]) -> str:
+    """Formats the sections as Markdown."""
+    parts = ["# Comparison"]
+    for title, content in sections:
+        if title:
+            parts.append(f"## {title}")
+        if isinstance(content, str):
+            parts.append(content)
+        elif isinstance(content[0], str):
+            parts.append("```bash\n" + "\n".join(content) + "\n```")
+        else:
+            header, *rows = [[cell.replace("|", r"\|") for cell in row] for row in content]
+            lines = [header, ["---"] * len(header), *rows]
+            parts.append("\n".join(f"| {' | '.join(row)} |" for row in lines))
+    parts.append("Figures: report.html. Every run: results.csv.")
+    return "\n\n".join(parts) + "\n"

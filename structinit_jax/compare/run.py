@@ -1,0 +1,243 @@
+"""Trains the settings of a grid, each over several seeds, and resumes what is not done."""
+
+import contextlib
+import json
+import platform
+import sys
+import traceback
+from collections.abc import Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from importlib import metadata
+from pathlib import Path
+from queue import SimpleQueue
+from typing import Any
+
+import jax
+from ml_collections import ConfigDict
+
+from structinit_jax import config as config_lib
+from structinit_jax import evaluate, resume
+from structinit_jax.analysis import collect, figures
+from structinit_jax.compare import grid, report, results, seeds
+from structinit_jax.compare.page import MAPS
+from structinit_jax.compare.table import LOG, Progress
+from structinit_jax.errors import InputError, StoppedError
+from structinit_jax.evaluate import evaluation_name, open_data, open_evaluation_sets
+from structinit_jax.train import PREEMPTED_EXIT_CODE, set_up, train
+from structinit_jax.training import workdir as workdir_lib
+from structinit_jax.training.state import count_parameters
+
+PACKAGES = ("structinit-jax", "jax", "jaxlib", "flax", "optax", "numpy")
+NUM_IMAGES = 64  # of which attention maps are drawn
+STOPPED = "stopped; all checkpoints are complete: run the same command again to resume"
+
+
+def run_grid(
+    settings: Mapping[str, ConfigDict],
+    seed_list: Sequence[int],
+    workdir: str | Path,
+    *,
+    commands: Mapping[str, str] | None = None,
+    baselines: Mapping[str, str] | None = None,
+    published: Mapping[str, float | None] | None = None,
+    started_by: str = "",
+    together: bool | None = None,
+) -> int:
+    """Trains all settings that are not done, and writes the report.
+
+    Args:
+      settings: Config of each setting, by name. Their seeds are replaced.
+      seed_list: Seeds of every setting.
+      workdir: Output directory. Each run has a workdir of its own, `SETTING/seed_K`.
+      commands: The command that trains each setting alone, for the report.
+      baselines: The setting that each one is compared with; by default the first.
+      published: Accuracies in percent to show beside ours, by setting.
+      started_by: The command of this comparison, for the report.
+      together: Whether the seeds of a setting train in one program; by default on accelerators.
+
+    Returns:
+      The number of runs that failed.
+
+    Raises:
+      InputError: A setting cannot be trained, or the workdir holds a comparison that disagrees.
+      StoppedError: A signal stopped the runs.
+    """
+    figures.import_pyplot()  # before hours of training, not after them
+    workdir = workdir_lib.prepare_workdir(workdir)
+    if together is None:
+        # On two CPU cores three seeds together take 0.83 (digits) to 0.94 (Fashion-MNIST) of the
+        # time of single runs, whose results are bit-reproducible by `structinit_jax.main`.
+        together = jax.default_backend() != "cpu"
+    facts = {name: _check(name, config) for name, config in settings.items()}
+    for name, config in settings.items():
+        facts[name] |= {
+            "config": grid.to_json(config),
+            "command": (commands or {}).get(name, ""),
+            "published": (published or {}).get(name),
+        }
+    info = {
+        "settings": facts,
+        "seeds": list(seed_list),
+        "baselines": baselines or dict.fromkeys(settings, next(iter(settings))),
+        "commands": [started_by] if started_by else [],
+        "versions": {name: metadata.version(name) for name in PACKAGES},
+        "machine": f"{len(jax.devices())} × {jax.devices()[0].device_kind}, Python "
+        f"{platform.python_version()}, {platform.system()}",
+    }
+    with workdir_lib.lock_workdir(workdir):
+        info = _merge(workdir, info, settings)
+        text = json.dumps(info, indent=1) + "\n"
+        workdir_lib.write_atomically(workdir / results.GRID, text)
+        comparison = results.read(workdir)
+        todo = {
+            name: [seed for seed in seed_list if seed not in comparison.accuracies(name)]
+            for name in settings
+        }
+        try:
+            with Progress(comparison, list(settings), list(seed_list)) as progress:
+                runner = _Runner(workdir, settings, progress)
+                train_all = runner.train_together if together else runner.train_one_by_one
+                train_all({name: missing for name, missing in todo.items() if missing})
+        except KeyboardInterrupt:
+            raise StoppedError(STOPPED, PREEMPTED_EXIT_CODE) from None
+        finally:
+            report.write_report(workdir)
+    failed = [run for runs in results.read(workdir).runs.values() for run in runs if run.error]
+    return len(failed)
+
+
+def _check(name: str, config: ConfigDict) -> dict[str, Any]:
+    """Traces a setting, without training, and returns what the report needs of it."""
+    try:
+        config_lib.validate(config)
+        dataset = open_data(config)
+        num_examples = len(dataset.split(config.data.train_split, "data.train_split"))
+        open_evaluation_sets(config, dataset)
+        setup = set_up(config, dataset.info, num_examples)
+    except InputError as error:
+        raise InputError(f"setting {name}: {error}") from error
+    return {
+        "num_steps": setup.schedule.num_steps,
+        "steps_per_epoch": setup.schedule.steps_per_epoch,
+        "num_parameters": count_parameters(setup.model.params),
+        "test_name": evaluation_name(config),
+    }
+
+
+def _merge(workdir, new, settings):
+    """Adds settings and seeds to those of earlier commands; refuses changes of settings."""
+    old = results.read_json(workdir / results.GRID)
+    if old is None:
+        return new
+    for name in settings.keys() & old["settings"].keys():
+        seed = {"seed": settings[name].seed}
+        changed = resume.changes(old["settings"][name]["config"] | seed, settings[name])
+        if changed:
+            lines = [f"  {field}: {a!r} -> {b!r}" for field, (a, b) in changed.items()]
+            raise InputError(
+                f"--workdir={workdir} holds the setting {name} with another config:\n"
+                + "\n".join(lines)
+                + "\nRestore the old values, or use another --workdir"
+            )
+    return new | {
+        "settings": old["settings"] | new["settings"],
+        "seeds": sorted({*old["seeds"], *new["seeds"]}),
+        "baselines": old["baselines"] | new["baselines"],
+        "commands": list(dict.fromkeys([*old["commands"], *new["commands"]])),
+    }
+
+
+class _Runner:
+    """Trains runs; one that fails is recorded, and the next one starts."""
+
+    def __init__(self, workdir: Path, settings: Mapping[str, ConfigDict], progress: Progress):
+        self._workdir = workdir
+        self._settings = settings
+        self._progress = progress
+
+    def train_one_by_one(self, todo: Mapping[str, Sequence[int]]) -> None:
+        """Trains each run on all devices, as `structinit_jax.main` does."""
+        for name, missing in todo.items():
+            for seed in missing:
+                folder = results.run_folder(self._workdir, name, seed)
+                self._progress.start(name, [seed])
+                with _output_to(folder / LOG), self._recording(name, [seed]):
+                    train(seeds.with_seed(self._settings[name], seed), folder)
+                    self._finish(name, seed)
+            with _output_to(self._workdir / name / LOG):
+                self._save_maps(name)
+
+    def train_together(self, todo: Mapping[str, Sequence[int]]) -> None:
+        """Trains the seeds of a setting in one program, and on each device another setting."""
+        devices = SimpleQueue()
+        for device in jax.local_devices():
+            devices.put(device)
+
+        def train_setting(name, missing):
+            if stop.reached(0):
+                raise StoppedError(STOPPED, PREEMPTED_EXIT_CODE)
+            device = devices.get()
+            try:
+                self._progress.start(name, missing)
+                with self._recording(name, missing):
+                    errors = seeds.train_together(
+                        self._settings[name], missing, self._workdir / name, device, stop
+                    )
+                    for seed in missing:
+                        self._finish(name, seed, errors.get(seed, ""))
+            finally:
+                devices.put(device)
+
+        with (
+            workdir_lib.listen_for_signals() as stop,
+            _output_to(self._workdir / LOG),
+            ThreadPoolExecutor(len(jax.local_devices())) as pool,
+        ):
+            for future in [pool.submit(train_setting, *item) for item in todo.items()]:
+                future.result()
+            for name in todo:
+                self._save_maps(name)
+
+    @contextlib.contextmanager
+    def _recording(self, name: str, seed_list: Sequence[int]) -> Iterator[None]:
+        """Records an error within the context as that of the runs; a signal stops them all."""
+        try:
+            yield
+        except Exception as error:  # also those of the user's own schemes and data sets
+            if isinstance(error, StoppedError) and error.exit_code == PREEMPTED_EXIT_CODE:
+                raise
+            text = str(error)
+            if not isinstance(error, InputError | StoppedError):
+                traceback.print_exc(file=sys.stdout)  # to the log
+                text = f"{type(error).__name__}: {text}"
+            for seed in seed_list:
+                self._finish(name, seed, text.splitlines()[0])
+
+    def _finish(self, name, seed, error=""):
+        """Records the end of a run; a failed one is trained again by the next command."""
+        status = {"status": "failed", "error": error} if error else {"status": "done"}
+        path = results.run_folder(self._workdir, name, seed) / results.STATUS
+        path.parent.mkdir(parents=True, exist_ok=True)
+        workdir_lib.write_atomically(path, json.dumps(status) + "\n")
+        self._progress.finish(name, seed, error)
+
+    def _save_maps(self, name):
+        """Draws the attention maps of a ViT's first seed, before and after training."""
+        config, path = self._settings[name], self._workdir / name / MAPS
+        done = results.read(self._workdir).accuracies(name)
+        if config.model.name != "vit" or config.start_from or not done or path.exists():
+            return
+        seed = min(done)
+        config = seeds.with_seed(config, seed)
+        folder = results.run_folder(self._workdir, name, seed)
+        restored = evaluate.restore_model(config, folder, jax.local_devices()[:1])
+        snapshots = collect.observe_run(config, restored, collect.read_images(config, NUM_IMAGES))
+        figures.draw_by_offset(snapshots, f"Maps by offset: {name}, seed {seed}", path)
+
+
+@contextlib.contextmanager
+def _output_to(path: Path) -> Iterator[None]:
+    """Appends what is printed within the context to a file."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with path.open("a", buffering=1) as file, contextlib.redirect_stdout(file):
+        yield

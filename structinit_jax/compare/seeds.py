@@ -1,0 +1,285 @@
+"""Trains several seeds of one setting together: one program steps all of them."""
+
+import contextlib
+import json
+import shutil
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import NamedSharding, PartitionSpec
+from ml_collections import ConfigDict
+
+from structinit_jax import config as config_lib
+from structinit_jax.compare.results import run_folder
+from structinit_jax.compare.table import LOG
+from structinit_jax.data.loader import make_loader, split_augmentation
+from structinit_jax.errors import StoppedError
+from structinit_jax.evaluate import (
+    Evaluator,
+    describe,
+    evaluation_name,
+    open_data,
+    open_evaluation_sets,
+)
+from structinit_jax.train import PREEMPTED_EXIT_CODE, check_finite, set_up
+from structinit_jax.training import workdir as workdir_lib
+from structinit_jax.training.checkpoint import Checkpoints, read_run, restore
+from structinit_jax.training.metrics import InFlight, MetricsLog, PendingMetrics, Progress
+from structinit_jax.training.state import initialize_and_measure
+
+# Of the device's memory, for the state and the step; the images take some of the rest.
+USABLE_MEMORY = 0.8
+
+
+def with_seed(config: ConfigDict, seed: int) -> ConfigDict:
+    """Returns a copy of a config with another seed."""
+    config = config.copy_and_resolve_references()
+    config.seed = seed
+    return config
+
+
+def train_together(
+    config: ConfigDict,
+    seeds: Sequence[int],
+    folder: Path,
+    device: jax.Device,
+    stop: workdir_lib.StopRequest,
+) -> dict[int, str]:
+    """Trains seeds of a setting on one device, as many at a time as its memory allows.
+
+    Every seed gets the workdir that `train` would write, but the only checkpoint in it is that of
+    the last step. Until then, all seeds share one checkpoint in `together/`.
+
+    Args:
+      config: Config of the setting.
+      seeds: The seeds.
+      folder: Folder of the setting.
+      device: The device.
+      stop: Whether to stop after the next step.
+
+    Returns:
+      Why a seed stopped early, by seed. The others are not affected.
+
+    Raises:
+      InputError: The config or the data cannot be used.
+      StoppedError: `stop` was set. The shared checkpoint is complete.
+    """
+    with contextlib.ExitStack() as on_exit:
+        run = _SharedRun(config, seeds, folder, device, on_exit)
+        if run.fits():
+            return run.train(stop)
+    half = len(seeds) // 2
+    return {
+        seed: error
+        for part in (seeds[:half], seeds[half:])
+        for seed, error in train_together(config, part, folder, device, stop).items()
+    }
+
+
+class _SharedRun:
+    """Seeds of one setting that are trained by one program.
+
+    Arrays of the state and of a batch have a leading axis of the seeds.
+    """
+
+    def __init__(self, config, seeds, folder, device, on_exit):
+        self.config, self.seeds = config, list(seeds)
+        self.configs = [with_seed(config, seed) for seed in seeds]
+        self.folders = [run_folder(folder.parent, folder.name, seed) for seed in seeds]
+        self.shared = folder / "together" / f"seeds_{'_'.join(map(str, seeds))}"
+        self.device, self.on_exit = device, on_exit
+        self.dataset = open_data(config)
+        data = config.data
+        self.source = self.dataset.split(data.train_split, "data.train_split", data.on_bad_image)
+        self.setup = set_up(config, self.dataset.info, len(self.source), [device])
+        replicated = NamedSharding(self.setup.model.mesh, PartitionSpec())
+
+        def stacked(leaf):
+            return jax.ShapeDtypeStruct((len(seeds), *leaf.shape), leaf.dtype, sharding=replicated)
+
+        self.abstract_state = jax.tree.map(stacked, self.setup.abstract_state)
+        self.abstract_batch = jax.tree.map(stacked, self.setup.abstract_batch)
+        self.seed_array = jax.device_put(np.array(seeds, np.uint32), replicated)
+        self.step = None
+
+    def fits(self) -> bool:
+        """Compiles the step; returns whether the device's memory suffices for it."""
+        # The function before `jax.jit`, whose shardings are for two arguments.
+        step = jax.vmap(self.setup.train_step.__wrapped__)
+        step = jax.jit(step, donate_argnums=0)
+        try:
+            step = step.lower(self.abstract_state, self.abstract_batch, self.seed_array).compile()
+        except jax.errors.JaxRuntimeError as error:
+            if "RESOURCE_EXHAUSTED" not in str(error) or len(self.seeds) == 1:
+                raise
+            return False
+        limit = (self.device.memory_stats() or {}).get("bytes_limit")
+        memory = step.memory_analysis()
+        needed = memory.argument_size_in_bytes + memory.temp_size_in_bytes
+        self.step = step
+        return len(self.seeds) == 1 or limit is None or needed < USABLE_MEMORY * limit
+
+    def train(self, stop: workdir_lib.StopRequest) -> dict[int, str]:
+        """Trains all seeds to the end, from the shared checkpoint if there is one."""
+        config, schedule = self.config, self.setup.schedule
+        num_seeds = len(self.seeds)
+        open_until_end = self.on_exit.enter_context
+        self.shared.mkdir(parents=True, exist_ok=True)
+        for folder, own in zip(self.folders, self.configs, strict=True):
+            folder.mkdir(parents=True, exist_ok=True)
+            workdir_lib.write_atomically(folder / "config.json", own.to_json(indent=2) + "\n")
+        text = open_until_end((self.folders[0] / LOG).open("a", buffering=1))
+
+        # -- State ---------------------------------------------------------------------------------
+        checkpoints = open_until_end(contextlib.closing(Checkpoints(self.shared, 1)))
+        start_step = checkpoints.latest_step or 0
+        pending = [PendingMetrics() for _ in self.seeds]
+        errors: dict[int, str] = {}
+        if start_step:
+            saved = read_run(self.shared, start_step)
+            state = restore(self.shared, start_step, self.abstract_state)
+            pending = [PendingMetrics(values) for values in saved["pending_metrics"]]
+            errors = {int(seed): error for seed, error in saved["errors"].items()}
+            init_metrics = [{}] * num_seeds
+        else:
+            state, init_metrics = self._initialize()
+        logs = [
+            open_until_end(contextlib.closing(MetricsLog(folder, start_step)))
+            for folder in self.folders
+        ]
+        for log, values in zip(logs, init_metrics, strict=True):
+            if values:
+                log.write(0, values)
+
+        # -- Loop ----------------------------------------------------------------------------------
+        test_name = evaluation_name(config)
+        evaluate = Evaluator(config, self.setup.model, open_evaluation_sets(config, self.dataset))
+        take = jax.jit(lambda tree, i: jax.tree.map(lambda leaf: leaf[i], tree))
+        progress = Progress(
+            start_step, schedule.num_steps, schedule.steps_per_epoch, config.batch_size
+        )
+        on_device: dict[int, Any] = {}
+        in_flight = InFlight()
+        accuracies: list[float | None] = [None] * num_seeds
+        for step, batch in enumerate(
+            progress.watch(self._batches(start_step)), start=start_step + 1
+        ):
+            state, metrics = self.step(state, batch, self.seed_array)
+            on_device[step] = metrics
+            in_flight.add(metrics)
+            is_last = step == schedule.num_steps
+            log_now = is_last or step % config.log_every_steps == 0
+            evaluate_now = step in schedule.eval_steps
+            stop_now = stop.reached(step) and not is_last
+            save_now = stop_now or evaluate_now or step % config.checkpoint_every_steps == 0
+            if log_now or save_now:
+                fetched, on_device = jax.device_get(on_device), {}
+                for i, seed in enumerate(self.seeds):
+                    for number, values in fetched.items():
+                        pending[i].add(number, jax.tree.map(lambda leaf, i=i: leaf[i], values))
+                    try:
+                        check_finite(config, pending[i].fetch(), None)
+                    except StoppedError as error:
+                        errors.setdefault(seed, str(error).splitlines()[0])
+            if log_now:
+                speeds = progress.measure(step)
+                averages = [values.average() for values in pending]
+                for seed, log, values in zip(self.seeds, logs, averages, strict=True):
+                    if seed not in errors:
+                        log.write(step, values | speeds)
+                print(
+                    f"step {step}/{schedule.num_steps}  {num_seeds} seeds  "
+                    f"{speeds['images_per_second']:.0f} images/s each",
+                    file=text,
+                )
+            if evaluate_now:
+                with progress.wait("evaluation"):
+                    for i, (seed, log) in enumerate(zip(self.seeds, logs, strict=True)):
+                        if seed not in errors:
+                            found = evaluate(take(state, i))
+                            log.write(step, found)
+                            accuracies[i] = found[f"{test_name}/accuracy"]
+                            print(f"step {step}  seed {seed}  {describe(found)}", file=text)
+            if len(errors) == num_seeds:
+                break
+            if save_now:
+                run = {
+                    "pending_metrics": [values.to_json() for values in pending],
+                    "errors": {str(seed): error for seed, error in errors.items()},
+                }
+                with progress.wait("checkpoint"):
+                    checkpoints.save(step, state, run, None)
+            if stop_now:
+                checkpoints.wait()
+                raise StoppedError(
+                    f"stopped by a signal after step {step} of {schedule.num_steps}, with a "
+                    "checkpoint: run the same command again to resume",
+                    exit_code=PREEMPTED_EXIT_CODE,
+                )
+        checkpoints.wait()
+        for i, seed in enumerate(self.seeds):
+            if seed not in errors:
+                own = take(state, i)
+                accuracy = accuracies[i]
+                if accuracy is None:  # resumed after the last step
+                    accuracy = evaluate(own)[f"{test_name}/accuracy"]
+                self._save(i, own, accuracy)
+        shutil.rmtree(self.shared)
+        return errors
+
+    def _initialize(self):
+        """Returns the stacked state before the first step, and metrics of each seed."""
+        states, metrics = [], []
+        for config in self.configs:
+            params, model_state, values = initialize_and_measure(config, self.setup.model)
+            states.append(self.setup.init_state(params, model_state))
+            metrics.append(values)
+        return jax.jit(_stack)(*states), metrics
+
+    def _batches(self, start_step: int) -> Iterator[dict[str, jax.Array]]:
+        """Yields the batches of all seeds, each with an order of its own."""
+        data, info, schedule = self.config.data, self.dataset.info, self.setup.schedule
+        shared_loader, streams = None, []
+        for config in self.configs:
+            split = split_augmentation(
+                config_lib.augment_options(config), info, len(self.source), config.seed
+            )
+            loader = shared_loader or make_loader(
+                self.source,
+                info,
+                self.setup.model.mesh,
+                image_size=split.image_size,
+                random_crop=split.host_crop,
+            )
+            if split.host_crop is None:  # which is keyed by the seed
+                shared_loader = loader
+            streams.append(
+                loader.train_batches(
+                    batch_size=config.batch_size,
+                    seed=config.seed,
+                    start_step=start_step,
+                    num_steps=schedule.num_steps,
+                    repeats=data.repeats,
+                    drop_remainder=data.drop_remainder,
+                )
+            )
+        stack = jax.jit(_stack)
+        return (stack(*batches) for batches in zip(*streams, strict=True))
+
+    def _save(self, i: int, state, accuracy: float) -> None:
+        """Saves the last checkpoint of a seed to its own workdir."""
+        with contextlib.closing(Checkpoints(self.folders[i] / "checkpoints", 1)) as checkpoints:
+            run = {
+                "config": json.loads(self.configs[i].to_json()),
+                "num_examples": len(self.source),
+                "pending_metrics": [],
+            }
+            checkpoints.save(self.setup.schedule.num_steps, state, run, accuracy)
+
+
+def _stack(*trees):
+    return jax.tree.map(lambda *leaves: jnp.stack(leaves), *trees)
