@@ -138,7 +138,7 @@ def start(tiny_config, tmp_path, monkeypatch):
     def run_grid(schemes, seed_list=(0, 1, 2), config=tiny_config):
         trained = []
         monkeypatch.setattr(run, "train", functools.partial(fake_train, trained=trained))
-        monkeypatch.setattr(run._Runner, "_save_maps", lambda self, name: None)
+        monkeypatch.setattr(run._Runner, "_draw_maps", lambda self, name: None)
         settings = grid.expand(config, schemes, {})
         return run.run_grid(settings, list(seed_list), tmp_path, started_by="the command"), trained
 
@@ -226,7 +226,7 @@ def test_settings_are_spread_over_the_devices(tiny_config, tmp_path, monkeypatch
         return {1: "step 3: loss nan"}
 
     monkeypatch.setattr(seeds, "train_together", fake_train_together)
-    monkeypatch.setattr(run._Runner, "_save_maps", lambda self, name: None)
+    monkeypatch.setattr(run._Runner, "_draw_maps", lambda self, name: None)
     settings = grid.expand(tiny_config.lock(), ["default", "impulse"], {})
     assert run.run_grid(settings, [0, 1], tmp_path, together=True) == 2
     assert len(set(devices)) == 2

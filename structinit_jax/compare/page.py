@@ -146,7 +146,7 @@ def _maps(comparison: Comparison) -> list[str]:
         return []
     text = (
         "<p>Attention of each head by offset from the query token, as a mean over training images, "
-        "before and after the training of the first seed. Every setting has its own color "
-        "scale.</p>"
+        "or the filters of a ConvMixer, before and after the training of the first seed. Every "
+        "setting has its own color scale.</p>"
     )
     return ["<h2>Attention maps</h2>", text, *parts]

@@ -165,7 +165,7 @@ class _Runner:
                     train(seeds.with_seed(self._settings[name], seed), folder)
                     self._finish(name, seed)
             with _output_to(self._workdir / name / LOG):
-                self._save_maps(name)
+                self._draw_maps(name)
 
     def train_together(self, todo: Mapping[str, Sequence[int]]) -> None:
         """Trains the seeds of a setting in one program, and on each device another setting."""
@@ -196,7 +196,7 @@ class _Runner:
             for future in [pool.submit(train_setting, *item) for item in todo.items()]:
                 future.result()
             for name in todo:
-                self._save_maps(name)
+                self._draw_maps(name)
 
     @contextlib.contextmanager
     def _recording(self, name: str, seed_list: Sequence[int]) -> Iterator[None]:
@@ -221,17 +221,22 @@ class _Runner:
         workdir_lib.write_atomically(path, json.dumps(status) + "\n")
         self._progress.finish(name, seed, error)
 
-    def _save_maps(self, name):
-        """Draws the attention maps of a ViT's first seed, before and after training."""
+    def _draw_maps(self, name):
+        """Draws the attention of the first seed that is done, before and after training."""
         config, path = self._settings[name], self._workdir / name / MAPS
         done = results.read(self._workdir).accuracies(name)
-        if config.model.name != "vit" or config.start_from or not done or path.exists():
+        if not done or path.exists():
             return
         seed = min(done)
         config = seeds.with_seed(config, seed)
         folder = results.run_folder(self._workdir, name, seed)
         restored = evaluate.restore_model(config, folder, jax.local_devices()[:1])
-        snapshots = collect.observe_run(config, restored, collect.read_images(config, NUM_IMAGES))
+        try:
+            images = collect.read_images(config, NUM_IMAGES)
+        except InputError as error:
+            print(f"note: no maps: {error}")
+            return
+        snapshots = collect.observe_run(config, restored, images)
         figures.draw_by_offset(snapshots, f"Maps by offset: {name}, seed {seed}", path)
 
 

@@ -17,7 +17,7 @@ from structinit_jax import config as config_lib
 from structinit_jax.compare.results import run_folder
 from structinit_jax.compare.table import LOG
 from structinit_jax.data.loader import make_loader, split_augmentation
-from structinit_jax.errors import StoppedError
+from structinit_jax.errors import InputError, StoppedError
 from structinit_jax.evaluate import (
     Evaluator,
     describe,
@@ -104,24 +104,37 @@ class _SharedRun:
         self.abstract_state = jax.tree.map(stacked, self.setup.abstract_state)
         self.abstract_batch = jax.tree.map(stacked, self.setup.abstract_batch)
         self.seed_array = jax.device_put(np.array(seeds, np.uint32), replicated)
-        self.step = None
+        self.step: jax.stages.Compiled | None = None
 
     def fits(self) -> bool:
-        """Compiles the step; returns whether the device's memory suffices for it."""
+        """Compiles the step; returns whether the device's memory suffices for it.
+
+        A single seed takes the last of the steps of `config.model.remat` if none is sure to fit.
+        """
+        steps = list(self.setup.train_steps.values())
+        single = len(self.seeds) == 1
+        fits = any(self._compile(step) for step in (steps if single else steps[:1]))
+        if single and self.step is None:
+            raise InputError(
+                f"config.batch_size={self.config.batch_size}: the step does not fit into the "
+                "memory of one device: set config.accumulate_steps=2 or more, or pass --together=no"
+            )
+        return fits or single
+
+    def _compile(self, step: jax.stages.Wrapped) -> bool:
         # The function before `jax.jit`, whose shardings are for two arguments.
-        step = jax.vmap(self.setup.train_step.__wrapped__)
-        step = jax.jit(step, donate_argnums=0)
+        together = jax.jit(jax.vmap(step.__wrapped__), donate_argnums=0)
+        lowered = together.lower(self.abstract_state, self.abstract_batch, self.seed_array)
         try:
-            step = step.lower(self.abstract_state, self.abstract_batch, self.seed_array).compile()
+            self.step = lowered.compile()
         except jax.errors.JaxRuntimeError as error:
-            if "RESOURCE_EXHAUSTED" not in str(error) or len(self.seeds) == 1:
+            if "RESOURCE_EXHAUSTED" not in str(error):
                 raise
             return False
         limit = (self.device.memory_stats() or {}).get("bytes_limit")
-        memory = step.memory_analysis()
+        memory = self.step.memory_analysis()
         needed = memory.argument_size_in_bytes + memory.temp_size_in_bytes
-        self.step = step
-        return len(self.seeds) == 1 or limit is None or needed < USABLE_MEMORY * limit
+        return limit is None or needed < USABLE_MEMORY * limit
 
     def train(self, stop: workdir_lib.StopRequest) -> dict[int, str]:
         """Trains all seeds to the end, from the shared checkpoint if there is one."""
