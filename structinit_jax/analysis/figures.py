@@ -17,7 +17,7 @@ MAX_FILTERS = 16  # of each layer of a ConvMixer
 ZOOM_ROWS = 3  # rows of tokens in a zoom, as in the 2024 paper
 COLORS = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#56b4e9", "#e69f00")  # Okabe & Ito
 MAX_WRITTEN = 81  # similarities of a panel of cka.png that are also written as numbers
-BAR_WIDTH = 1.1  # inches
+BAR_WIDTH = 1.3  # inches
 MAX_WIDTH = 17  # inches; further models are drawn below the first
 
 PANELS = {
@@ -70,7 +70,7 @@ def draw_by_offset(snapshots: Sequence[Snapshot], title: str, path: Path) -> Non
     if is_conv:
         scale = Scale("PuOr", -peak, peak, "weight")
     else:
-        scale = Scale("viridis", 0.0, peak, "attention to the token at this offset (frame: itself)")
+        scale = Scale("viridis", 0.0, peak, "attention by offset (frame: the token itself)")
     num_rows, num_columns = len(tiles[0]), max(len(layer) for layer in tiles[0])
     width = num_columns * 0.75 + 0.9
     size = (width, max(num_rows * 0.75 + 0.9, 3.0))
