@@ -82,7 +82,7 @@ def run_grid(
         "commands": [started_by] if started_by else [],
         "versions": {name: metadata.version(name) for name in PACKAGES},
         "machine": f"{len(jax.devices())} × {jax.devices()[0].device_kind}, Python "
-        f"{platform.python_version()}, {platform.system()}",
+        f"{platform.python_version()}, {platform.uname().system}",
     }
     with workdir_lib.lock_workdir(workdir):
         info = _merge(workdir, info, settings)
