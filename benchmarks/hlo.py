@@ -5,14 +5,14 @@ the arrays that it reads and writes, once each. Caches are ignored, and a cuDNN 
 read more than once.
 """
 
-import math
 import re
 from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
+from structinit_jax.training.collectives import array_sizes
+
 _COMPUTATION = re.compile(r"^(ENTRY )?%?([\w.\-]+) \(.*\{$")
 _INSTRUCTION = re.compile(r"^\s+(ROOT )?%?([\w.\-]+) = (\(.*?\)|\S+) ([\w\-]+)\(([^)]*)\)(.*)$")
-_ARRAY = re.compile(r"\b(pred|[a-z]+?(\d+)\w*)\[([\d,]*)\]")
 _NAME = re.compile(r"%([\w.\-]+)")
 _TRIP_COUNT = re.compile(r'"known_trip_count":\{"n":"(\d+)"\}')
 _TARGET = re.compile(r'custom_call_target="([^"]*)"')
@@ -81,11 +81,7 @@ def parse(text: str) -> tuple[dict[str, dict[str, Instruction]], str]:
 
 def size(type_: str) -> int:
     """Returns the bytes of an array or of a tuple of arrays."""
-    return sum(
-        (1 if letters == "pred" else math.ceil(int(bits) / 8))
-        * math.prod(int(n) for n in shape.split(",") if n)
-        for letters, bits, shape in _ARRAY.findall(type_)
-    )
+    return sum(array_sizes(type_))
 
 
 def _executed(computations, name, times, lengths) -> Iterator:
@@ -121,8 +117,8 @@ def _traffic(instruction, by_name, computations):
     """Returns the bytes that an instruction reads and writes."""
     operands = [size(by_name[name].type) for name in instruction.operands if name in by_name]
     if instruction.opcode == "custom-call":  # the last result is a workspace
-        arrays = [match[0] for match in _ARRAY.finditer(instruction.type)]
-        return sum(operands) + sum(map(size, arrays[: len(arrays) - 1 or 1]))
+        results = array_sizes(instruction.type)
+        return sum(operands) + sum(results[: len(results) - 1 or 1])
     if instruction.opcode != "fusion":
         return sum(operands) + size(instruction.type)
     # A fusion may read or write a slice of a larger array, such as one layer of a stack.

@@ -8,7 +8,7 @@ import json
 import shlex
 import sys
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -24,6 +24,7 @@ from structinit_jax.augment import make_augment
 from structinit_jax.data.info import DatasetInfo
 from structinit_jax.data.loader import (
     AugmentationSplit,
+    Loader,
     bytes_on_device,
     make_loader,
     split_augmentation,
@@ -81,6 +82,7 @@ def _train(config, workdir, profile_steps, on_exit):
     began = time.perf_counter()
     gc.disable()  # almost all objects of the start stay alive
     on_exit.callback(gc.enable)
+    on_exit.callback(gc.unfreeze)
     config_lib.validate(config)
     workdir = workdir_lib.prepare_workdir(workdir)
     if jax.process_index() == 0:
@@ -128,7 +130,7 @@ def _train(config, workdir, profile_steps, on_exit):
                 f"at step {schedule.num_steps}: raise config.num_epochs, or use another --workdir"
             )
         state = checkpoint.restore(checkpoints.directory, start_step, setup.abstract_state)
-        pending = PendingMetrics(saved["pending_metrics"])
+        pending, init_metrics = PendingMetrics(saved["pending_metrics"]), {}
         print(f"resumed from step {start_step} in {checkpoints.directory}")
     else:
         params, model_state, init_metrics = initialize_and_measure(config, setup.model)
@@ -146,14 +148,7 @@ def _train(config, workdir, profile_steps, on_exit):
         image_size=setup.augmentation.image_size,
         random_crop=setup.augmentation.host_crop,
     )
-    batches = loader.train_batches(
-        batch_size=config.batch_size,
-        seed=config.seed,
-        start_step=start_step,
-        num_steps=schedule.num_steps,
-        repeats=data.repeats,
-        drop_remainder=data.drop_remainder,
-    )
+    batches = train_batches(config, loader, schedule, start_step)
     # The first batch is drawn here, since that compiles a gather or starts the decoding threads.
     batches = itertools.chain(list(itertools.islice(batches, 1)), batches)
 
@@ -170,7 +165,7 @@ def _train(config, workdir, profile_steps, on_exit):
         flush=True,
     )
     log = on_exit.enter_context(contextlib.closing(MetricsLog(workdir, start_step)))
-    if not start_step and init_metrics:
+    if init_metrics:
         log.write(0, init_metrics)
     peak = flops.peak_speed(config, mesh)
     progress = Progress(
@@ -195,41 +190,32 @@ def _train(config, workdir, profile_steps, on_exit):
                 seconds = time.perf_counter() - began
                 progress.note(f"first step after {seconds:.1f} s{profiling.describe_memory()}")
 
-            is_last = step == schedule.num_steps
-            log_now = is_last or step % config.log_every_steps == 0
-            evaluate_now = step in schedule.eval_steps
-            stop_now = stop_request.reached(step) and not is_last
-            save_now = evaluate_now or stop_now or step % config.checkpoint_every_steps == 0
-
-            if log_now or save_now:
+            due = find_due(config, schedule, step, stop_request)
+            if due.log or due.save:
                 # Before a checkpoint is written from which the step could not be repeated.
                 for message in check_finite(config, pending.fetch(), checkpoints.latest_step):
                     progress.note(message)
-            if log_now:
+            if due.log:
                 values = pending.average() | progress.measure(step)
                 log.write(step, values)
                 progress.show(step, values)
                 if message := recompilations.report():
                     progress.note(message)
-            if evaluate_now:
+            if due.evaluate:
                 with progress.wait("evaluation"):
                     results = evaluate(state)
                 log.write(step, results)
                 progress.note(f"step {step}  {describe(results)}")
-            if save_now:
+            if due.save:
                 run["pending_metrics"] = pending.to_json()
                 with progress.wait("checkpoint"):
-                    accuracy = results[f"{test_name}/accuracy"] if evaluate_now else None
+                    accuracy = results[f"{test_name}/accuracy"] if due.evaluate else None
                     checkpoints.save(step, state, run, accuracy)
-            if evaluate_now:
+            if due.evaluate:
                 recompilations.start()  # from here on everything has been compiled
-            if stop_now:
+            if due.stop:
                 checkpoints.wait()
-                raise StoppedError(
-                    f"stopped by a signal after step {step} of {schedule.num_steps}, with a "
-                    "checkpoint: run the same command again to resume",
-                    exit_code=PREEMPTED_EXIT_CODE,
-                )
+                raise stopped_by_signal(step, schedule.num_steps)
     if not results:  # the run had finished before
         results = evaluate(state)
     print(
@@ -238,6 +224,53 @@ def _train(config, workdir, profile_steps, on_exit):
         f"{profiling.describe_memory()}; results in {workdir}"
     )
     return results
+
+
+def train_batches(
+    config: ConfigDict, loader: Loader, schedule: Schedule, start_step: int
+) -> Iterator[dict[str, jax.Array]]:
+    """Yields the batches of a run after a number of steps."""
+    return loader.train_batches(
+        batch_size=config.batch_size,
+        seed=config.seed,
+        start_step=start_step,
+        num_steps=schedule.num_steps,
+        repeats=config.data.repeats,
+        drop_remainder=config.data.drop_remainder,
+    )
+
+
+class Due(NamedTuple):
+    """What is to be done after a step."""
+
+    log: bool
+    evaluate: bool
+    save: bool
+    stop: bool
+
+
+def find_due(
+    config: ConfigDict, schedule: Schedule, step: int, stop_request: workdir_lib.StopRequest
+) -> Due:
+    """Returns what is to be done after a step; a run that stops early saves a checkpoint."""
+    is_last = step == schedule.num_steps
+    evaluate = step in schedule.eval_steps
+    stop = stop_request.reached(step) and not is_last
+    return Due(
+        log=is_last or step % config.log_every_steps == 0,
+        evaluate=evaluate,
+        save=evaluate or stop or step % config.checkpoint_every_steps == 0,
+        stop=stop,
+    )
+
+
+def stopped_by_signal(step: int, num_steps: int) -> StoppedError:
+    """Returns the error of a run that a signal has stopped after its checkpoint was written."""
+    return StoppedError(
+        f"stopped by a signal after step {step} of {num_steps}, with a checkpoint: run the same "
+        "command again to resume",
+        exit_code=PREEMPTED_EXIT_CODE,
+    )
 
 
 class Setup(NamedTuple):

@@ -1,5 +1,6 @@
 """What keeps the start of a run short."""
 
+import gc
 import logging
 import subprocess
 import sys
@@ -42,6 +43,15 @@ def test_a_state_takes_few_programs(tiny_config, caplog):
     # These three, and two for the random key.
     assert {"jit(_draw_weights)", "jit(_initialize_attention)", "jit(init_state)"} <= set(compiled)
     assert len(compiled) <= 5, compiled
+
+
+@pytest.mark.usefixtures("library_promotion")
+def test_a_run_leaves_nothing_on_the_device(run_config, tmp_path):
+    before = len(jax.live_arrays())
+    train.train(run_config, tmp_path)
+    gc.collect()
+    assert gc.get_freeze_count() == 0
+    assert len(jax.live_arrays()) <= before
 
 
 @pytest.mark.usefixtures("library_promotion")

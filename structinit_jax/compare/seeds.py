@@ -25,7 +25,14 @@ from structinit_jax.evaluate import (
     open_data,
     open_evaluation_sets,
 )
-from structinit_jax.train import PREEMPTED_EXIT_CODE, check_finite, set_up
+from structinit_jax.train import (
+    check_finite,
+    find_due,
+    set_up,
+    stopped_by_signal,
+    train_batches,
+)
+from structinit_jax.training import remat
 from structinit_jax.training import workdir as workdir_lib
 from structinit_jax.training.checkpoint import Checkpoints, read_run, restore
 from structinit_jax.training.metrics import InFlight, MetricsLog, PendingMetrics, Progress
@@ -128,13 +135,11 @@ class _SharedRun:
         try:
             self.step = lowered.compile()
         except jax.errors.JaxRuntimeError as error:
-            if "RESOURCE_EXHAUSTED" not in str(error):
+            if not remat.is_out_of_memory(error):
                 raise
             return False
-        limit = (self.device.memory_stats() or {}).get("bytes_limit")
-        memory = self.step.memory_analysis()
-        needed = memory.argument_size_in_bytes + memory.temp_size_in_bytes
-        return limit is None or needed < USABLE_MEMORY * limit
+        limit = remat.memory_limit([self.device])
+        return limit is None or remat.bytes_needed(self.step) < USABLE_MEMORY * limit
 
     def train(self, stop: workdir_lib.StopRequest) -> dict[int, str]:
         """Trains all seeds to the end, from the shared checkpoint if there is one."""
@@ -184,12 +189,8 @@ class _SharedRun:
             state, metrics = self.step(state, batch, self.seed_array)
             on_device[step] = metrics
             in_flight.add(metrics)
-            is_last = step == schedule.num_steps
-            log_now = is_last or step % config.log_every_steps == 0
-            evaluate_now = step in schedule.eval_steps
-            stop_now = stop.reached(step) and not is_last
-            save_now = stop_now or evaluate_now or step % config.checkpoint_every_steps == 0
-            if log_now or save_now:
+            due = find_due(config, schedule, step, stop)
+            if due.log or due.save:
                 fetched, on_device = jax.device_get(on_device), {}
                 for i, seed in enumerate(self.seeds):
                     for number, values in fetched.items():
@@ -198,7 +199,7 @@ class _SharedRun:
                         check_finite(config, pending[i].fetch(), None)
                     except StoppedError as error:
                         errors.setdefault(seed, str(error).splitlines()[0])
-            if log_now:
+            if due.log:
                 speeds = progress.measure(step)
                 averages = [values.average() for values in pending]
                 for seed, log, values in zip(self.seeds, logs, averages, strict=True):
@@ -209,7 +210,7 @@ class _SharedRun:
                     f"{speeds['images_per_second']:.0f} images/s each",
                     file=text,
                 )
-            if evaluate_now:
+            if due.evaluate:
                 with progress.wait("evaluation"):
                     for i, (seed, log) in enumerate(zip(self.seeds, logs, strict=True)):
                         if seed not in errors:
@@ -219,20 +220,16 @@ class _SharedRun:
                             print(f"step {step}  seed {seed}  {describe(found)}", file=text)
             if len(errors) == num_seeds:
                 break
-            if save_now:
+            if due.save:
                 run = {
                     "pending_metrics": [values.to_json() for values in pending],
                     "errors": {str(seed): error for seed, error in errors.items()},
                 }
                 with progress.wait("checkpoint"):
                     checkpoints.save(step, state, run, None)
-            if stop_now:
+            if due.stop:
                 checkpoints.wait()
-                raise StoppedError(
-                    f"stopped by a signal after step {step} of {schedule.num_steps}, with a "
-                    "checkpoint: run the same command again to resume",
-                    exit_code=PREEMPTED_EXIT_CODE,
-                )
+                raise stopped_by_signal(step, schedule.num_steps)
         checkpoints.wait()
         for i, seed in enumerate(self.seeds):
             if seed not in errors:
@@ -255,7 +252,7 @@ class _SharedRun:
 
     def _batches(self, start_step: int) -> Iterator[dict[str, jax.Array]]:
         """Yields the batches of all seeds, each with an order of its own."""
-        data, info, schedule = self.config.data, self.dataset.info, self.setup.schedule
+        info, schedule = self.dataset.info, self.setup.schedule
         shared_loader, streams = None, []
         for config in self.configs:
             split = split_augmentation(
@@ -270,16 +267,7 @@ class _SharedRun:
             )
             if split.host_crop is None:  # which is keyed by the seed
                 shared_loader = loader
-            streams.append(
-                loader.train_batches(
-                    batch_size=config.batch_size,
-                    seed=config.seed,
-                    start_step=start_step,
-                    num_steps=schedule.num_steps,
-                    repeats=data.repeats,
-                    drop_remainder=data.drop_remainder,
-                )
-            )
+            streams.append(train_batches(config, loader, schedule, start_step))
         stack = jax.jit(_stack)
         return (stack(*batches) for batches in zip(*streams, strict=True))
 

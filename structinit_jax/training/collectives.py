@@ -7,7 +7,7 @@ from typing import NamedTuple
 _KINDS = "all-reduce|all-gather|reduce-scatter|all-to-all|collective-permute|collective-broadcast"
 _COMPUTATION = re.compile(r"^(?:ENTRY )?%?([\w.\-]+) \(.*\{$")
 _COLLECTIVE = re.compile(rf" = (?P<result>.*?) (?P<kind>{_KINDS})(?P<start>-start)?\(")
-_ARRAY = re.compile(r"\b([a-z]+)(\d*)\w*\[([\d,]*)\]")
+_ARRAY = re.compile(r"\b(pred|[a-z]+?(\d+)\w*)\[([\d,]*)\]")
 _CALL = re.compile(r"(?:body|to_apply|calls|\w+_computation)=%?([\w.\-]+)")
 _CHANNEL = re.compile(r"channel_id=(\d+)")
 _TRIP_COUNT = re.compile(r'"known_trip_count":\{"n":"(\d+)"\}')
@@ -61,7 +61,7 @@ def traffic_by_kind(hlo: str) -> dict[str, Traffic]:
             waiting.discard(match[1])
         if (match := _COMPUTE.search(line)) and "AllocateBuffer" not in line:
             for start in waiting:
-                written[start] += sum(_sizes(match["result"]))
+                written[start] += sum(array_sizes(match["result"]))
         if match := _START.search(line):
             waiting.add(match[1])
             written[match[1]] = 0
@@ -106,17 +106,22 @@ def describe(hlo: str) -> str:
 
 
 def _num_bytes(collective: re.Match) -> int:
-    sizes = _sizes(collective["result"], semaphores=bool(collective["start"]))
+    sizes = array_sizes(collective["result"], semaphores=bool(collective["start"]))
     if collective["start"] and collective["kind"] != "all-reduce":
         sizes = sizes[len(sizes) // 2 :]  # the other asynchronous forms return their operands too
     return sum(sizes)
 
 
-def _sizes(result: str, semaphores: bool = False) -> list[int]:
-    """Returns the bytes of the arrays of a type, leaving out semaphores: u32[] without an array."""
+def array_sizes(type_: str, semaphores: bool = False) -> list[int]:
+    """Returns the bytes of the arrays of a type in HLO, such as '(f32[2,3], bf16[])'.
+
+    Args:
+      type_: Type of an instruction's result.
+      semaphores: Whether each u32[] is a semaphore, which is left out, instead of a scalar.
+    """
     return [
-        (1 if letters == "pred" else int(bits or 8) // 8)
+        (1 if name == "pred" else math.ceil(int(bits) / 8))
         * math.prod(int(size) for size in shape.split(",") if size)
-        for letters, bits, shape in _ARRAY.findall(result)
-        if not (semaphores and letters == "u" and not shape)
+        for name, bits, shape in _ARRAY.findall(type_)
+        if not (semaphores and name.startswith("u") and not shape)
     ]

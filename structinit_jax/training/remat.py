@@ -1,7 +1,7 @@
 """The choice of what the training step recomputes (`config.model.remat`), by the device memory."""
 
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import NamedTuple
 
 import jax
@@ -50,12 +50,13 @@ def candidates(model: ConfigDict) -> dict[str, dict[str, str]]:
     return {name: {"remat": name} for name in names}
 
 
-def memory_limit() -> int | None:
-    """Returns the bytes that programs can use on each device of this process.
+def memory_limit(devices: Sequence[jax.Device] | None = None) -> int | None:
+    """Returns the bytes that programs can use on each of the devices, by default this process's.
 
     None if that is unknown, as on CPUs.
     """
-    limits = [(device.memory_stats() or {}).get("bytes_limit") for device in jax.local_devices()]
+    devices = jax.local_devices() if devices is None else devices
+    limits = [(device.memory_stats() or {}).get("bytes_limit") for device in devices]
     return None if None in limits else min(limits)
 
 
@@ -83,7 +84,7 @@ def compile_step(
         try:
             compiled = lower().compile(dict(compiler_options or {}))
         except jax.errors.JaxRuntimeError as error:
-            if "RESOURCE_EXHAUSTED" not in str(error):
+            if not is_out_of_memory(error):
                 raise
             fits, needs = False, _needed_by(error)
         else:
@@ -108,6 +109,11 @@ def bytes_needed(compiled: jax.stages.Compiled) -> int:
     memory = compiled.memory_analysis()
     outputs = memory.output_size_in_bytes - memory.alias_size_in_bytes  # not in donated arguments
     return memory.argument_size_in_bytes + outputs + memory.temp_size_in_bytes
+
+
+def is_out_of_memory(error: jax.errors.JaxRuntimeError) -> bool:
+    """Returns whether XLA refused a program because it needs too much memory."""
+    return "RESOURCE_EXHAUSTED" in str(error)
 
 
 def mib(size: int) -> str:
