@@ -5,6 +5,7 @@ print a traceback for a missing or failing file, an unknown field or a value of 
 """
 
 import ast
+import contextlib
 import difflib
 import gc
 import inspect
@@ -15,7 +16,7 @@ import sys
 import traceback
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, TextIO
 
 import jax
 from absl import app, flags, logging
@@ -68,6 +69,7 @@ def run(
         overrides = _parse_flags(argv)
         return _make_config(overrides) if with_config else overrides
 
+    sys.stdout, sys.stderr = _Output(sys.stdout), _Output(sys.stderr)
     try:
         app.run(run_main, flags_parser=parse)
     except InputError as error:
@@ -75,6 +77,29 @@ def run(
     except StoppedError as error:
         print(error, file=sys.stderr)
         sys.exit(error.exit_code)
+
+
+class _Output:
+    """A standard stream that drops what cannot be written.
+
+    A closed pipe (`| head`) or a log file on a full disk must not end a run.
+    """
+
+    def __init__(self, stream: TextIO | None):
+        # None if the descriptor is closed, which a file of the run would take over.
+        self._stream = stream or Path(os.devnull).open("w")  # noqa: SIM115
+
+    def write(self, text: str) -> int:
+        with contextlib.suppress(OSError):
+            self._stream.write(text)
+        return len(text)
+
+    def flush(self) -> None:
+        with contextlib.suppress(OSError):
+            self._stream.flush()
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._stream, name)
 
 
 def use_compilation_cache() -> None:

@@ -22,7 +22,7 @@ from ml_collections import ConfigDict
 from structinit_jax import command_line, dry_run, evaluate, train
 from structinit_jax.command_line import STEP, WORKDIR
 from structinit_jax.errors import InputError
-from structinit_jax.training import distributed, profiling
+from structinit_jax.training import distributed, profiling, watch
 
 MODE = flags.DEFINE_enum(
     "mode", "train", ["train", "eval"], "Train, or evaluate a checkpoint in --workdir."
@@ -46,6 +46,12 @@ PROCESS_ID = flags.DEFINE_integer("process_id", None, "Index of this process, co
 JOIN_TIMEOUT = flags.DEFINE_integer(
     "join_timeout", 300, "Seconds to wait for the other processes to start.", lower_bound=1
 )
+LOST_TIMEOUT = flags.DEFINE_integer(
+    "lost_timeout",
+    60,
+    "Seconds after which the other processes end if one of them is lost.",
+    lower_bound=1,
+)
 
 
 def main(config: ConfigDict) -> None:
@@ -53,8 +59,17 @@ def main(config: ConfigDict) -> None:
     if TARGET.value and not DRY_RUN.value:
         raise InputError(f"--target={TARGET.value} is only compiled for: add --dry_run")
     distributed.join(
-        COORDINATOR_ADDRESS.value, NUM_PROCESSES.value, PROCESS_ID.value, JOIN_TIMEOUT.value
+        COORDINATOR_ADDRESS.value,
+        NUM_PROCESSES.value,
+        PROCESS_ID.value,
+        JOIN_TIMEOUT.value,
+        LOST_TIMEOUT.value + watch.JAX_MARGIN,
     )
+    with watch.watch(LOST_TIMEOUT.value):
+        _run_mode(config)
+
+
+def _run_mode(config):
     if DRY_RUN.value:
         dry_run.dry_run(config, TARGET.value)
     elif not WORKDIR.value:

@@ -24,19 +24,21 @@ class Command:
     Args:
       arguments: What follows on the command line.
       module: The command's module, or the path of a script.
+      stdout: Where its output goes, if it is not to be read.
       environment: Variables that differ from those of this process.
     """
 
-    def __init__(self, *arguments, module="structinit_jax.main", **environment):
+    def __init__(self, *arguments, module="structinit_jax.main", stdout=None, **environment):
         self.arguments = list(map(str, arguments))
         self.directory = tempfile.TemporaryDirectory()
         self.paths = [Path(self.directory.name, name) for name in ("stdout", "stderr")]
+        written = [stdout or self.paths[0], self.paths[1]]
         environment = {
             "XLA_FLAGS": "--xla_backend_optimization_level=0",  # halves the time to compile
             "JAX_PLATFORMS": "cpu",
         } | environment
         self.process = CONTEXT.Process(
-            target=_run_module, args=(module, self.arguments, self.paths, environment), daemon=True
+            target=_run_module, args=(module, self.arguments, written, environment), daemon=True
         )
         self.process.start()
 
@@ -51,7 +53,7 @@ class Command:
             self.process.kill()
             self.process.join()
             raise subprocess.TimeoutExpired(self.arguments, timeout)
-        texts = [path.read_text() for path in self.paths]
+        texts = [path.read_text() if path.exists() else "" for path in self.paths]
         self.directory.cleanup()
         return subprocess.CompletedProcess(self.arguments, self.process.exitcode, *texts)
 

@@ -137,10 +137,17 @@ def test_images_of_unknown_range_are_refused(photo):
             StoredImage(content, 3, "deep.tif").decode()
 
 
+def test_errors_of_any_type_are_those_of_the_image(photo):
+    content = bytearray(encoded(photo, "DDS"))
+    content[80:84] = bytes(4)  # pixel format
+    with pytest.raises(BadImageError, match=r"^cat\.dds: cannot be decoded \(Unknown pixel"):
+        StoredImage(bytes(content), 3, "cat.dds")  # NotImplementedError of Pillow
+
+
 @pytest.mark.filterwarnings("ignore::UserWarning")  # Pillow's, about odd metadata
 def test_damage_never_ends_in_another_error(photo):
     rng = np.random.default_rng(0)
-    for image_format in ("JPEG", "PNG", "GIF", "WEBP", "TIFF", "BMP"):
+    for image_format in ("JPEG", "PNG", "GIF", "WEBP", "TIFF", "BMP", "AVIF", "DDS"):
         content = np.frombuffer(encoded(photo, image_format), np.uint8)
         for _ in range(40):
             damaged = content.copy()

@@ -1,14 +1,19 @@
 """The command that trains: interrupted and resumed, and from start to finish."""
 
+import contextlib
 import json
+import os
 import re
 import signal
 import time
+from pathlib import Path
 
 import fork_main
 import numpy as np
 import pytest
 from safetensors.numpy import load_file
+
+from structinit_jax import command_line
 
 PREEMPTED = 75  # EX_TEMPFAIL, on which launch scripts start the command again
 TINY = [
@@ -37,7 +42,9 @@ def test_a_run_killed_or_stopped_at_any_moment_ends_bit_equal(tmp_path, data_dir
     ]
     whole, killed = tmp_path / "whole", tmp_path / "killed"
     cache = dict(XDG_CACHE_HOME=str(tmp_path))
-    assert fork_main.run(*arguments, f"--workdir={whole}", **cache).returncode == 0
+    # Its output cannot be written, which must not end it.
+    result = fork_main.run(*arguments, f"--workdir={whole}", stdout="/dev/full", **cache)
+    assert result.returncode == 0, result.stderr
 
     metrics, stopped_at = killed / "metrics.jsonl", None
     for kill_after, number, exit_code in (
@@ -86,6 +93,19 @@ def test_a_run_killed_or_stopped_at_any_moment_ends_bit_equal(tmp_path, data_dir
         return [{k: v for k, v in m.items() if k not in times} for m in lines]
 
     assert without_speed(metrics) == without_speed(whole / "metrics.jsonl")
+
+
+def test_output_that_cannot_be_written_is_dropped():
+    reader, writer = os.pipe()
+    os.close(reader)
+    full = Path("/dev/full").open("w")  # noqa: SIM115
+    for stream in (full, os.fdopen(writer, "w"), None):
+        output = command_line._Output(stream)
+        for _ in range(3):
+            print("step 1" * 10_000, file=output, flush=True)
+        assert not output.isatty()
+        with contextlib.suppress(OSError):
+            output.close()
 
 
 @pytest.mark.slow

@@ -11,7 +11,6 @@ from typing import NamedTuple
 
 import numpy as np
 from PIL import ExifTags, Image, UnidentifiedImageError
-from PIL.Image import DecompressionBombError
 
 from structinit_jax.errors import InputError
 
@@ -34,8 +33,6 @@ UPRIGHT = {
     7: (True, -1, -1),
     8: (True, -1, 1),
 }
-# What Pillow and simplejpeg raise for damaged files.
-DECODER_ERRORS = (OSError, ValueError, SyntaxError, EOFError, IndexError, DecompressionBombError)
 CROP_ATTEMPTS = 10
 # Counters of one Philox key. They differ from those of the epoch order.
 BOX_COUNTER = np.array([0, 0, 0, 1], np.uint64)
@@ -78,7 +75,7 @@ class StoredImage:
                 self._read_jpeg_header()
             if self._jpeg_mode is None:
                 self._read_header()
-        except DECODER_ERRORS as error:
+        except Exception as error:  # each format's decoder has errors of its own
             raise self._bad(error) from error
         kind = {"I": "32-bit", "F": "floating-point"}
         if self._jpeg_mode is None and self._file.mode in kind:
@@ -114,7 +111,7 @@ class StoredImage:
                 pixels = self._decode_jpeg(at_least[::-1] if swap else at_least)
             else:
                 pixels = np.asarray(_convert(self._file, self._mode))
-        except DECODER_ERRORS as error:
+        except Exception as error:
             raise self._bad(error) from error
         pixels = (pixels.swapaxes(0, 1) if swap else pixels)[::down, ::across]
         return pixels[..., None] if pixels.ndim == 2 else pixels

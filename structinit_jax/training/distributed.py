@@ -3,6 +3,7 @@
 import importlib.util
 import os
 import re
+import socket
 import sys
 import threading
 from pathlib import Path
@@ -17,6 +18,7 @@ def join(
     num_processes: int | None = None,
     process_id: int | None = None,
     timeout: float = 300,
+    heartbeat_timeout: float = 100,
 ) -> None:
     """Connects this process to the others of a run. Only process 0 prints to stdout afterwards.
 
@@ -25,9 +27,10 @@ def join(
 
     Args:
       coordinator_address: Host and port of process 0, for example '10.0.0.1:1234'.
-      num_processes: Number of processes. 1 alone disables the search.
+      num_processes: Number of processes. 1 disables the search.
       process_id: Index of this process, from 0 to num_processes - 1.
       timeout: Seconds to wait for the other processes before this one exits.
+      heartbeat_timeout: Seconds after which JAX aborts all processes if one of them is silent.
 
     Raises:
       InputError: The arguments are incomplete or do not fit together.
@@ -43,6 +46,9 @@ def join(
     place = "this process"
     if flags != (None, None, None):
         _check(given)
+        if num_processes == 1:
+            _check_own_address(coordinator_address)
+            return
         place = f"process {process_id} of {num_processes} (coordinator {coordinator_address})"
     watchdog = threading.Timer(timeout, _give_up, (place, timeout))
     watchdog.daemon = True
@@ -56,6 +62,7 @@ def join(
             # Explicit arguments take precedence over SLURM's environment variables.
             cluster_detection_method="deactivate" if coordinator_address else None,
             initialization_timeout=round(timeout) + 60,
+            heartbeat_timeout_seconds=round(heartbeat_timeout),
         )
     except (RuntimeError, ValueError) as error:
         raise InputError(
@@ -83,6 +90,21 @@ def _check(given: dict) -> None:
         raise InputError(
             f"--process_id={process_id} must be from 0 to --num_processes={num_processes} minus 1"
         )
+
+
+def _check_own_address(address: str) -> None:
+    """Raises `InputError` unless the host of the address is this machine."""
+    host = address.rpartition(":")[0].strip("[]")
+    try:
+        family, *_, found = socket.getaddrinfo(host, 0, type=socket.SOCK_STREAM)[0]
+        with socket.socket(family, socket.SOCK_STREAM) as probe:
+            probe.bind(found)
+    except OSError as error:
+        raise InputError(
+            f"--coordinator_address={address} is not this machine ({error.strerror}), but "
+            "--num_processes=1 says that there is no other: pass the number of processes, or "
+            "--num_processes=1 alone"
+        ) from error
 
 
 def _in_cluster(environment) -> bool:
