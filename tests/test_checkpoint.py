@@ -1,4 +1,5 @@
 import contextlib
+import errno
 import json
 import os
 import shutil
@@ -116,6 +117,26 @@ def test_a_damaged_checkpoint_is_set_aside_and_the_one_before_used(directory, da
     with opened(directory) as checkpoints:  # the same step, damaged once more
         assert checkpoints.latest_step == 8
     assert {p.name for p in (directory / "damaged").iterdir()} == {"12", "12.2"}
+
+
+@pytest.mark.parametrize("damage", [truncate, truncate_metrics, delete_manifest])
+def test_a_damaged_checkpoint_that_cannot_be_moved_is_ignored(
+    directory, damage, capsys, monkeypatch
+):
+    def fail(folder):
+        raise PermissionError(errno.EACCES, "Permission denied")
+
+    monkeypatch.setattr(manifest, "set_aside", fail)
+    message = damage(directory / "12")
+    with opened(directory) as checkpoints:
+        assert checkpoints.latest_step == 8
+        assert f"note: checkpoint {directory / '12'} is damaged: {message}" in (
+            output := capsys.readouterr().out
+        )
+        assert "It cannot be moved (Permission denied) and is ignored" in output
+        checkpoints.save(16, make_state(16), {}, None)
+    assert checkpoint.find_step(directory) == 16
+    assert (directory / "12").is_dir()
 
 
 def test_intact_checkpoints_pass_and_every_file_counts(directory):

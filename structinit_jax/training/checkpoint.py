@@ -17,13 +17,15 @@ from structinit_jax.errors import InputError
 from structinit_jax.training import manifest, workdir
 from structinit_jax.training.state import TrainState
 
+MAX_IGNORED = 64
 NOT_EVALUATED = -1.0  # accuracy of such a checkpoint; Orbax would warn at every save without one
 
 
 class Checkpoints:
     """The checkpoints of a run that is being trained.
 
-    Damaged checkpoints (see `training.manifest`) are reported and moved to `damaged/`.
+    Damaged checkpoints (see `training.manifest`) are reported and moved to `damaged/`, or ignored
+    if they cannot be moved.
 
     Args:
       directory: Absolute path, created if it does not exist.
@@ -32,13 +34,11 @@ class Checkpoints:
 
     def __init__(self, directory: Path, keep: int):
         self.directory = directory
+        ignored = np.full(MAX_IGNORED, -1)
         if jax.process_index() == 0:
-            for folder in manifest.step_folders(directory):
-                if damage := manifest.find_damage(folder):
-                    target = manifest.set_aside(folder)
-                    print(f"note: checkpoint {folder} is damaged: {damage}. Moved to {target}")
-        if jax.process_count() > 1:
-            multihost_utils.sync_global_devices("checkpoints verified")
+            steps = _set_damaged_aside(directory)
+            ignored[: len(steps)] = steps
+        ignored = multihost_utils.broadcast_one_to_all(ignored)
 
         for name in ("absl", "asyncio"):
             logging.getLogger(name).addFilter(_is_worth_logging)
@@ -50,6 +50,7 @@ class Checkpoints:
         self._manager = ocp.CheckpointManager(
             directory,
             options=ocp.CheckpointManagerOptions(
+                step_name_format=_Without(frozenset(ignored.tolist())),
                 preservation_policy=checkpoint_managers.AnyPreservationPolicy([newest, best]),
                 best_fn=_accuracy,  # without it Orbax does not write metrics
                 cleanup_tmp_directories=True,
@@ -122,6 +123,37 @@ class Checkpoints:
             if not manifest.find_damage(folder):
                 return f"the checkpoint of step {folder.name} is intact, later steps are lost"
         return "there is no earlier checkpoint"
+
+
+def _set_damaged_aside(directory):
+    """Moves the damaged checkpoints of a directory and returns the steps of those that stay."""
+    left = []
+    for folder in manifest.step_folders(directory):
+        if damage := manifest.find_damage(folder):
+            try:
+                result = f"Moved to {manifest.set_aside(folder)}"
+            except OSError as error:
+                left.append(int(folder.name))
+                result = f"It cannot be moved ({error.strerror}) and is ignored"
+            print(f"note: checkpoint {folder} is damaged: {damage}. {result}")
+    return left[:MAX_IGNORED]
+
+
+class _Without(ocp.path.step.NameFormat):
+    """Names of step folders, without those of some steps."""
+
+    def __init__(self, ignored):
+        self._ignored, self._names = ignored, ocp.path.step.standard_name_format()
+
+    def build_name(self, step):
+        return self._names.build_name(step)
+
+    def find_all(self, base_path):
+        found = self._names.find_all(base_path)
+        return (metadata for metadata in found if metadata.step not in self._ignored)
+
+    def find_step(self, base_path, step):
+        return self._names.find_step(base_path, step)
 
 
 def find_step(directory: Path, wanted: str = "newest") -> int | None:
