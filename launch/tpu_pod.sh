@@ -79,7 +79,7 @@ case $action in
     run gcloud compute tpus tpu-vm scp "$archive/structinit_jax.tar.gz" "$name": "${where[@]}" \
       --worker=all
     on_workers all 'rm -rf structinit_jax && tar xzf structinit_jax.tar.gz &&
-      python3 -m venv ~/venv && ~/venv/bin/pip install --quiet "./structinit_jax[tpu]"'
+      python3 -m venv ~/venv && ~/venv/bin/pip install --quiet "./structinit_jax[train,tpu]"'
     ;;
   run)
     need_flags "$@"

@@ -23,6 +23,9 @@ the derivatives of token mixing (`analysis.collect.comparable_maps`). ConvMixer 
 only stable rank, CKA and the cosine of its filters to their start values are left.
 """
 
+from structinit_jax import trainer_extra  # noqa: F401 (first, before what may be missing)
+
+# isort: split
 import itertools
 import json
 from pathlib import Path

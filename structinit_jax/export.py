@@ -8,6 +8,9 @@ timm loads it with `model.load_state_dict(safetensors.torch.load_file("model.saf
 new run starts from it with `--config.start_from=model.safetensors`.
 """
 
+from structinit_jax import trainer_extra  # noqa: F401 (first, before what may be missing)
+
+# isort: split
 from pathlib import Path
 
 import jax

@@ -10,6 +10,9 @@ whose name has these words. Fields that are set on the command line, such as --c
 are set for all rows. The workdir, the report and resuming are those of `structinit_jax.compare`.
 """
 
+from structinit_jax import trainer_extra  # noqa: F401 (first, before what may be missing)
+
+# isort: split
 import json
 import shlex
 import sys

@@ -110,7 +110,7 @@ def test_tpu_runs_on_all_workers_at_once():
     install = planned("tpu_pod.sh", "install", *SLICE)
     assert [words[0] for words in install] == ["git", "gcloud", "gcloud"]
     assert all("--worker=all" in words for words in install[1:])
-    assert "structinit_jax[tpu]" in install[2][-1]
+    assert "structinit_jax[train,tpu]" in install[2][-1]
     (run,) = planned("tpu_pod.sh", "run", *SLICE, "--", *ARGUMENTS)
     assert "--worker=all" in run
     remote = run[-1].removeprefix("--command=")

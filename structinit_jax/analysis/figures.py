@@ -37,7 +37,7 @@ def import_pyplot():
     try:
         import matplotlib
     except ImportError as error:
-        raise InputError("drawing needs matplotlib: pip install 'structinit-jax[plots]'") from error
+        raise InputError("drawing needs matplotlib: pip install '.[plots]'") from error
     matplotlib.use("Agg")
     import matplotlib.pyplot as plt
 

@@ -10,6 +10,9 @@ and with more schemes, values or seeds trains only what is missing. Each run is 
 own, SETTING/seed_K, for all other commands.
 """
 
+from structinit_jax import trainer_extra  # noqa: F401 (first, before what may be missing)
+
+# isort: split
 import re
 import shlex
 import sys

@@ -8,6 +8,9 @@ tfrecord are converted to array_record. All others are downloaded and prepared b
 builder; only this needs TensorFlow (`pip install '.[prepare]'`).
 """
 
+from structinit_jax import trainer_extra  # noqa: F401 (first, before what may be missing)
+
+# isort: split
 import argparse
 import importlib.util
 import json

@@ -6,6 +6,9 @@ Steps are counted from 1 as in the log. Change the recipe to see what it does, f
 --config.augment.mixup=0.8.
 """
 
+from structinit_jax import trainer_extra  # noqa: F401 (first, before what may be missing)
+
+# isort: split
 from pathlib import Path
 
 import jax

@@ -123,6 +123,5 @@ def _require(module, name):
         found = None
     if not found:
         raise InputError(
-            f"--target={name!r} needs {module}, which is not installed: "
-            "pip install 'structinit-jax[targets]'"
+            f"--target={name!r} needs {module}, which is not installed: pip install '.[targets]'"
         )
