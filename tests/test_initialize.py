@@ -300,12 +300,10 @@ def test_what_cannot_be_scaled_is_refused():
     attention = nnx.MultiHeadAttention(HEADS, WIDTH, rngs=nnx.Rngs(0))
     with pytest.raises(InputError, match=r"no kernel where a patch embedding .*patch_scale=1"):
         interop.write(attention, AttentionWeights(patch_scale=0.5))
-    with pytest.raises(InputError, match=r"no kernel where the output .*mlp_scale=1"):
+    with pytest.raises(InputError, match=r"nothing where the output .*mlp_scale=1"):
         interop.write(attention, AttentionWeights(mlp_scale=0))
     params = timm_with(blocks__1__adapter__weight=np.ones((192, 8), np.float32))
-    with pytest.raises(
-        InputError, match=r"beside blocks\.1\.attn .*adapter\.weight, .*fc2\.weight"
-    ):
+    with pytest.raises(InputError, match=r"beside blocks\.1\.attn .*adapter, .*fc2 "):
         interop.write(params, AttentionWeights(mlp_scale=0), num_heads=3)
 
 

@@ -5,6 +5,9 @@ import re
 from collections.abc import Iterable, Iterator
 from typing import Any, NamedTuple
 
+import jax
+import jax.numpy as jnp
+
 from structinit_jax.errors import InputError
 from structinit_jax.interop.entries import Entry, Shape, check_array
 from structinit_jax.interop.layouts import find_stack, flatten
@@ -79,7 +82,8 @@ class Host:
         name, leaf = found[0], self.leaves[found[0]]
         check_array("params", name, leaf)
         rows = leaf.reshape(leaf.shape[-2:])
-        return Table(name, rows, *_split_rows(name, len(rows), self._num_extra_tokens(), grid))
+        extra = sum(math.prod(self.leaves[n].shape) // self.width for n in self.extra_tokens())
+        return Table(name, rows, *_split_rows(name, len(rows), extra, grid))
 
     def patch_kernel(self) -> str:
         """Returns the name of the patch embedding's kernel."""
@@ -99,51 +103,34 @@ class Host:
             )
         return found[0]
 
-    def mlp_outputs(self) -> list[str]:
-        """Returns the names of the kernels and biases of the blocks' MLP output layers.
+    def arrays(self) -> dict[str, jax.Array]:
+        """Returns our arrays of the attention layers by path, with a leading layer axis."""
+        layers: dict[str, list[jax.Array]] = {}
+        for entry in self.entries:
+            arrays = entry.decode(jnp.asarray(self.leaves[entry.name]), self.shapes_of(entry))
+            for path, array in zip(entry.paths, arrays, strict=True):
+                layers.setdefault(path, []).append(array)
+        return {path: a[0] if self.stack.stacked else jnp.stack(a) for path, a in layers.items()}
 
-        The kernel is found by its shape: the only one of the block that maps another number of
-        channels to the model's width.
-        """
-        leaf, names = self.stack.layout.leaf, []
-        for attention in self.stack.attentions:
-            block = attention.rpartition(".")[0]
-            kernels = [
-                name
-                for name in self.leaves
-                if name.startswith(f"{block}.")
-                and name.endswith(f".{leaf}")
-                and not name.startswith(f"{attention}.")
-                and self._maps_to_width(name)
-            ]
-            if len(kernels) != 1 or not block:
-                raise InputError(
-                    f"params: beside {attention or 'the attention layer'} there is "
-                    f"{', '.join(kernels) or 'no kernel'} where the output kernel of an MLP, from "
-                    f"hidden channels to {self.width}, is needed: build the scheme with "
-                    "mlp_scale=1 and multiply that kernel yourself"
-                )
-            bias = kernels[0].removesuffix(leaf) + "bias"
-            names += [kernels[0], *([bias] if bias in self.leaves else [])]
-        return names
+    def extra_tokens(self) -> list[str]:
+        """Returns the names of class, distillation and register tokens, the class token first."""
+        pattern = r"(?:.*\.)?(?:cls|class|dist|distillation|reg|registers?)(?:_tokens?|_embedding)?"
+        names = [
+            name
+            for name in self._names([pattern])
+            if getattr(self.leaves[name], "shape", ())[-1:] == (self.width,)
+        ]
+        return sorted(names, key=lambda name: "cls" not in name and "class" not in name)
+
+    def has_pre_norm(self) -> bool:
+        """Returns whether tokens are normalized before the first block too, as in CLIP."""
+        pattern = r"(?:norm_pre|ln_pre|pre_lay(?:er|r)norm)\.(?:weight|scale)"
+        return any(True for _ in self._names([pattern]))
 
     def _names(self, patterns: Iterable[str]) -> Iterator[str]:
         """Yields the names below the model's stem that match one of the patterns."""
         pattern = re.compile(f"{re.escape(self.stack.stem)}(?:{'|'.join(patterns)})")
         return (name for name in self.leaves if pattern.fullmatch(name))
-
-    def _maps_to_width(self, name: str) -> bool:
-        shape = self.leaves[name].shape[1 if self.stack.stacked else 0 :]
-        if len(shape) != 2:
-            return False
-        outputs, inputs = shape if self.stack.layout.torch else shape[::-1]
-        return outputs == self.width != inputs
-
-    def _num_extra_tokens(self) -> int:
-        """Counts class, distillation and register tokens."""
-        pattern = r"(?:.*\.)?(?:cls|class|dist|distillation|reg|register)(?:_tokens?|_embedding)?"
-        shapes = [getattr(self.leaves[name], "shape", ()) for name in self._names([pattern])]
-        return sum(math.prod(s) // self.width for s in shapes if s[-1:] == (self.width,))
 
 
 class Table(NamedTuple):

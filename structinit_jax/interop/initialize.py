@@ -8,6 +8,7 @@ import numpy as np
 
 from structinit_jax.attention_init import AttentionInit, AttentionSite, AttentionWeights
 from structinit_jax.errors import InputError
+from structinit_jax.interop.blocks import mlp_outputs
 from structinit_jax.interop.entries import check_array, like
 from structinit_jax.interop.host import Host, square
 from structinit_jax.interop.layouts import FIELDS
@@ -114,14 +115,8 @@ def read(
       The weights as a scheme returns them; `positions` is None if `params` hold no position table.
     """
     host = Host(params, layout, num_heads)
-    layers: dict[str, list[jax.Array]] = {}
-    for entry in host.entries:
-        arrays = entry.decode(jnp.asarray(host.leaves[entry.name]), host.shapes_of(entry))
-        for path, array in zip(entry.paths, arrays, strict=True):
-            layers.setdefault(path, []).append(array)
-    kernels = {field: layers[f"attention/{field}/kernel"] for field in FIELDS}
-    stacked = host.stack.stacked
-    weights = {field: k[0] if stacked else jnp.stack(k) for field, k in kernels.items()}
+    arrays = host.arrays()
+    weights = {field: arrays[f"attention/{field}/kernel"] for field in FIELDS}
     table = host.position_table(grid)
     positions = None if table is None else jnp.asarray(table.rows[table.prefix :])
     return AttentionWeights(**weights, positions=positions)
@@ -169,7 +164,7 @@ def write(
     if weights.patch_scale is not None:
         scales[host.patch_kernel()] = weights.patch_scale
     if weights.mlp_scale is not None:
-        scales |= dict.fromkeys(host.mlp_outputs(), weights.mlp_scale)
+        scales |= dict.fromkeys(mlp_outputs(host), weights.mlp_scale)
     for name, scale in scales.items():
         check_array("params", name, new[name])
         new[name] = like(scale * jnp.asarray(new[name], jnp.float32), new[name])
