@@ -76,7 +76,13 @@ def linen_block(rng, lead=(), number=0):
     return {
         "LayerNorm_0": {"scale": np.ones((*lead, WIDTH)), "bias": np.zeros((*lead, WIDTH))},
         f"MultiHeadDotProductAttention_{number}": attention,
-        "MlpBlock_0": {"Dense_0": {"kernel": normal(rng, *lead, WIDTH, 2 * WIDTH)}},
+        "MlpBlock_0": {
+            "Dense_0": {"kernel": normal(rng, *lead, WIDTH, 2 * WIDTH)},
+            "Dense_1": {
+                "kernel": normal(rng, *lead, 2 * WIDTH, WIDTH),
+                "bias": normal(rng, *lead, WIDTH),
+            },
+        },
     }
 
 
@@ -107,6 +113,8 @@ class Block(nnx.Module):
     def __init__(self, rngs):
         self.norm1 = nnx.LayerNorm(WIDTH, rngs=rngs)
         self.attn = nnx.MultiHeadAttention(HEADS, WIDTH, dropout_rate=0.1, rngs=rngs)
+        hidden = nnx.Linear(WIDTH, 2 * WIDTH, rngs=rngs)
+        self.mlp = nnx.Sequential(hidden, nnx.gelu, nnx.Linear(2 * WIDTH, WIDTH, rngs=rngs))
 
 
 class Encoder(nnx.Module):
@@ -121,6 +129,7 @@ class NNXModel(nnx.Module):
         self.cls_token = nnx.Param(jnp.zeros((1, 1, WIDTH)))
         self.position_embeddings = nnx.Param(jnp.ones((1, TOKENS + 1, WIDTH)))
         self.vision_position_ids = nnx.Param(jnp.arange(TOKENS + 1.0)[None])
+        self.patches = nnx.Conv(3, WIDTH, kernel_size=(4, 4), strides=4, rngs=rngs)
         self.encoder = Encoder(rngs)
         self.MAPHead = Block(rngs)
 
@@ -255,9 +264,47 @@ def test_position_scale_multiplies_the_whole_table():
     np.testing.assert_allclose(new["pos_embed"], 18 * params["pos_embed"], rtol=1e-6)
 
 
-def test_scales_of_other_layers_are_refused():
-    with pytest.raises(InputError, match=r"weights.mlp_scale=0.1: only the attention layers"):
-        interop.write(state_dict("timm"), AttentionWeights(mlp_scale=0.1), num_heads=3)
+SCALED = {  # the patch embedding, and the output layer of a block's MLP
+    "timm": ("patch_embed.proj", "blocks.{}.mlp.fc2"),
+    "timm_separate": ("patch_embed.proj", "blocks.{}.mlp.fc2"),  # gated
+    "huggingface": ("vit.embeddings.patch_embeddings.projection", "vit.layers.{}.mlp.fc2"),
+    "huggingface_file": (
+        "vit.embeddings.patch_embeddings.projection",
+        "vit.encoder.layer.{}.output.dense",
+    ),
+    "big_vision": ("embedding", "Transformer.encoderblock_{}.MlpBlock_0.Dense_1"),
+    "big_vision_scan": ("embedding", "Transformer.encoderblock.MlpBlock_0.Dense_1"),
+    "vit_jax": ("embedding", "Transformer.encoderblock_{}.MlpBlock_0.Dense_1"),
+    "nnx_pure": ("patches", "encoder.layers.{}.mlp.layers.2"),
+    "structinit_jax": ("patch_embedding", "blocks.mlp.fc2"),
+}
+
+
+@pytest.mark.parametrize("name", SCALED)
+def test_scales_of_the_patch_embedding_and_the_mlps(name):
+    params, (patches, output) = MODELS[name](), SCALED[name]
+    weights = AttentionWeights(patch_scale=0.5, mlp_scale=0)
+    new = by_path(interop.write(params, weights, **arguments(name)))
+    factors = {f"{patches}.weight": 0.5, f"{patches}.kernel": 0.5}
+    for layer in range(LAYERS):
+        module = output.format(layer)
+        factors |= dict.fromkeys([f"{module}.{leaf}" for leaf in ("weight", "kernel", "bias")], 0)
+    old = by_path(params)
+    assert len(factors.keys() & old.keys()) == (3 if "{" not in output else 1 + 2 * LAYERS)
+    for path, before in old.items():
+        expected = factors.get(path, 1) * to_numpy(before)
+        np.testing.assert_array_equal(to_numpy(new[path]), expected, err_msg=path)
+
+
+def test_what_cannot_be_scaled_is_refused():
+    attention = nnx.MultiHeadAttention(HEADS, WIDTH, rngs=nnx.Rngs(0))
+    with pytest.raises(InputError, match=r"no kernel where a patch embedding .*patch_scale=1"):
+        interop.write(attention, AttentionWeights(patch_scale=0.5))
+    with pytest.raises(InputError, match=r"nothing where the output .*mlp_scale=1"):
+        interop.write(attention, AttentionWeights(mlp_scale=0))
+    params = timm_with(blocks__1__adapter__weight=np.ones((192, 8), np.float32))
+    with pytest.raises(InputError, match=r"beside blocks\.1\.attn .*adapter, .*fc2 "):
+        interop.write(params, AttentionWeights(mlp_scale=0), num_heads=3)
 
 
 def test_parts_of_a_fused_tensor_that_a_scheme_does_not_set_stay():

@@ -7,12 +7,14 @@
     params = initialize(params, impulse(), jax.random.key(0), num_heads=3)
 
 It supports timm, Hugging Face, big_vision, vit_jax and Flax NNX models with `MultiHeadAttention`
-layers, for example jimm's. `attention_site`, `read` and `write` are its parts.
+layers, for example jimm's. `attention_site`, `read` and `write` are its parts. `check` measures the
+attention maps that the model then has, on images.
 
 `from_timm` and `to_timm` convert the weights of our own models. `select_weights` starts a smaller
 model from a larger one. State dicts hold NumPy or JAX arrays; torch is not needed.
 """
 
+from structinit_jax.interop.check import Check, check, hit_rates
 from structinit_jax.interop.convert import from_timm, to_timm
 from structinit_jax.interop.initialize import attention_site, initialize, read, write
 from structinit_jax.interop.layouts import LAYOUTS
@@ -20,8 +22,11 @@ from structinit_jax.interop.select_weights import select_weights
 
 __all__ = [
     "LAYOUTS",
+    "Check",
     "attention_site",
+    "check",
     "from_timm",
+    "hit_rates",
     "initialize",
     "read",
     "select_weights",

@@ -50,6 +50,7 @@ class Layout:
         repeated for query, key and value.
       torch: Whether the modules are torch's Linear, rather than Flax's MultiHeadAttention's.
       positions: Patterns of the name of a learned position table below the stem.
+      patches: Patterns of the name of the patch embedding below the stem.
       anchors: Fields whose presence marks an attention layer.
       separate_biases: Names of biases that belong to a fused module but are kept outside it.
     """
@@ -59,13 +60,18 @@ class Layout:
     modules: tuple[str, str, str, str]
     torch: bool
     positions: tuple[str, ...]
+    patches: tuple[str, ...]
     anchors: tuple[str, ...] = FIELDS
     separate_biases: Mapping[str, str] = dataclasses.field(default_factory=dict)
 
+    @property
+    def leaf(self) -> str:
+        """What a module calls its kernel."""
+        return "weight" if self.torch else "kernel"
+
     def weight(self, attention: str, field: str) -> str:
         """Returns the name of the weight that holds a field."""
-        leaf = "weight" if self.torch else "kernel"
-        return _join(attention, self.modules[FIELDS.index(field)], leaf)
+        return join(attention, self.modules[FIELDS.index(field)], self.leaf)
 
     def entries(self, attention: str, path: str, layer: int | None) -> Iterator[Entry]:
         """Maps the weights and biases of the layer `attention` to our module at `path`."""
@@ -73,7 +79,7 @@ class Layout:
         for field, module in zip(FIELDS, self.modules, strict=True):
             fields_of.setdefault(module, []).append(field)
         for module, fields in fields_of.items():
-            name, paths = _join(attention, module), [f"{path}/{field}" for field in fields]
+            name, paths = join(attention, module), [f"{path}/{field}" for field in fields]
             if self.torch:
                 in_axes = 2 if fields == ["out"] else 1
                 yield from linear(name, *paths, layer=layer, in_axes=in_axes)
@@ -95,6 +101,7 @@ _LINEN = Layout(
         r"Transformer\.pos_embedding",
         r"Transformer\.posembed_input\.pos_embedding",
     ),
+    patches=("embedding",),
 )
 TIMM = Layout(
     example="blocks.0.attn.qkv.weight",
@@ -102,6 +109,7 @@ TIMM = Layout(
     modules=("qkv", "qkv", "qkv", "proj"),
     torch=True,
     positions=("pos_embed",),
+    patches=(r"patch_embed\.proj",),
     separate_biases={"query": "q_bias", "key": "k_bias", "value": "v_bias"},  # BEiT, EVA
 )
 _TIMM_SEPARATE = dataclasses.replace(
@@ -118,6 +126,7 @@ _HUGGING_FACE = Layout(
     modules=("attention.query", "attention.key", "attention.value", "output.dense"),
     torch=True,
     positions=(r"embeddings\.position_embeddings",),
+    patches=(r"embeddings\.patch_embeddings\.projection",),
 )
 # Names in modules of transformers >= 5.
 _HUGGING_FACE_5 = dataclasses.replace(
@@ -133,6 +142,7 @@ _NNX = Layout(
     modules=FIELDS,
     torch=False,
     positions=(r"(?:.*\.)?[^.]*pos[^.]*(?:\.embedding)?",),
+    patches=(r".*",),
     anchors=("query", "key"),
 )
 
@@ -169,7 +179,7 @@ class Stack:
             layer = None if self.stacked else i
             entries += self.layout.entries(attention, path, layer)
             for field, bias in self.layout.separate_biases.items():
-                name = _join(attention, bias)
+                name = join(attention, bias)
                 entries.append(linear_bias(name, f"{path}/{field}", layer=layer))
         return [entry for entry in entries if entry.name in leaves]
 
@@ -248,5 +258,6 @@ def _check_stack(leaves: Leaves, stack: Stack) -> None:
                 )
 
 
-def _join(*parts: str) -> str:
+def join(*parts: str) -> str:
+    """Joins the levels of a name; empty ones are left out."""
     return ".".join(part for part in parts if part)

@@ -1,0 +1,86 @@
+"""What the blocks of another project's model hold beside their attention, by name and shape."""
+
+import re
+from typing import NamedTuple
+
+import jax.numpy as jnp
+import numpy as np
+
+from structinit_jax.errors import InputError
+from structinit_jax.interop.host import Host
+
+_NORM = re.compile(r"norm|[._]ln", re.IGNORECASE)
+
+
+class Block(NamedTuple):
+    """The modules beside an attention layer, in alphabetical order within each kind.
+
+    Attributes:
+      attention: Name of the attention layer.
+      norms: Normalizations over the model's channels.
+      mlp_in: Linear layers from the model's channels to another number.
+      mlp_out: Linear layers from another number of channels to the model's.
+      scales: Names of factors of the model's channels (LayerScale).
+      unknown: Names of all other arrays.
+    """
+
+    attention: str
+    norms: list[str]
+    mlp_in: list[str]
+    mlp_out: list[str]
+    scales: list[str]
+    unknown: list[str]
+
+
+def find_blocks(host: Host) -> list[Block]:
+    """Sorts the modules of every block; of a single one if the layers are stacked."""
+    return [_find_block(host, attention) for attention in host.stack.attentions]
+
+
+def mlp_outputs(host: Host) -> list[str]:
+    """Returns the names of the kernels and biases of the MLPs' output layers.
+
+    Raises:
+      InputError: A block does not have exactly one.
+    """
+    names = []
+    for block in find_blocks(host):
+        if len(block.mlp_out) != 1:
+            raise InputError(
+                f"params: beside {block.attention or 'the attention layer'} there is "
+                f"{', '.join(block.mlp_out) or 'nothing'} where the output layer of an MLP, from "
+                f"hidden channels to {host.width}, is needed: build the scheme with mlp_scale=1 "
+                "and multiply its kernel yourself"
+            )
+        arrays = (f"{block.mlp_out[0]}.{leaf}" for leaf in (host.stack.layout.leaf, "bias"))
+        names += [name for name in arrays if name in host.leaves]
+    return names
+
+
+def _find_block(host: Host, attention: str) -> Block:
+    block = Block(attention, [], [], [], [], [])
+    prefix = attention.rpartition(".")[0]
+    leaf, lead = host.stack.layout.leaf, int(host.stack.stacked)
+    shapes = {
+        name: array.shape[lead:]
+        for name, array in host.leaves.items()
+        if prefix and name.startswith(f"{prefix}.") and not name.startswith(f"{attention}.")
+        if jnp.issubdtype(getattr(array, "dtype", np.int8), np.floating)
+    }
+    for name, shape in sorted(shapes.items()):
+        module = name.rpartition(".")[0]
+        kernel = shapes.get(f"{module}.{leaf}", ())
+        inputs, outputs = (
+            kernel[:: -1 if host.stack.layout.torch else 1] if len(kernel) == 2 else (0, 0)
+        )
+        if (inputs == host.width) != (outputs == host.width):
+            kind, found = (block.mlp_in if inputs == host.width else block.mlp_out), module
+        elif shape != (host.width,):
+            kind, found = block.unknown, name
+        elif _NORM.search(module.removeprefix(prefix)):
+            kind, found = block.norms, module
+        else:
+            kind, found = block.scales, name
+        if found not in kind:
+            kind.append(found)
+    return block

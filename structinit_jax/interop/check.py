@@ -1,0 +1,217 @@
+"""Measures how far a scheme's attention maps survive in the model that they were written into."""
+
+import math
+from typing import Any, NamedTuple
+
+import jax
+import numpy as np
+import scipy.special
+from jaxtyping import Float, Int
+
+from structinit_jax.errors import InputError
+from structinit_jax.interop.blocks import Block, find_blocks
+from structinit_jax.interop.host import Grid, Host, square
+from structinit_jax.interop.layouts import FIELDS
+
+NOISE_TOKENS = 1024  # tokens of noise images, enough for rates to about 0.02
+
+
+class Check(NamedTuple):
+    """What a model's attention does on images, by layer and head.
+
+    Attributes:
+      position_to_content: Root mean square of the positions over that of the patch embeddings, the
+        two summands of the first layer's input.
+      offset: Offset (rows, cols) from a token to its strongest attention that is most frequent.
+      hit_rate: Share of the tokens that have a neighbor at this offset whose strongest attention
+        is on it. Close to 1 for a convolution.
+    """
+
+    position_to_content: float
+    offset: Int[np.ndarray, "L h 2"]
+    hit_rate: Float[np.ndarray, "L h"]
+
+
+def check(
+    params: Any,
+    images: Float[np.ndarray, "B H W C"] | None = None,
+    *,
+    layout: str | None = None,
+    num_heads: int | None = None,
+    grid: Grid | None = None,
+    positions: np.ndarray | jax.Array | None = None,
+) -> Check:
+    """Runs a freshly initialized model on images and measures its attention maps.
+
+        check(params, num_heads=3).hit_rate.mean(axis=1)  # by layer
+
+    The forward pass is computed from `params`, in NumPy: patches, positions, and pre-norm blocks of
+    softmax attention and an MLP with GELU, or SiLU gates if it has two input kernels. It covers
+    what `initialize` covers as far as it is of this form. What names and shapes do not show, such
+    as rotary positions, is not seen. Class and register tokens are left out of the maps.
+
+    Args:
+      params: Parameters as for `initialize`; likewise the other arguments.
+      images: Images as the model sees them, with normalized channels. None draws noise with the
+        spectrum of natural images, on which the rates are close to those on photographs.
+      layout: See `initialize`.
+      num_heads: See `initialize`.
+      grid: See `initialize`.
+      positions: See `initialize`.
+
+    Raises:
+      InputError: The model is of another form. The message names the parameter.
+    """
+    host = Host(params, layout, num_heads)
+    x, grid, ratio = _embed(host, images, grid, positions)
+    attention = {path: np.asarray(array, np.float32) for path, array in host.arrays().items()}
+    blocks = find_blocks(host) * (host.num_layers if host.stack.stacked else 1)
+    tokens, offsets, rates = math.prod(grid), [], []
+    for i, block in enumerate(blocks):
+        layer = {path: array[i] for path, array in attention.items()}
+        _require_known(block)
+        x, maps = _run_block(host, block, i, layer, x)
+        offset, rate = hit_rates(maps[..., -tokens:, -tokens:], grid)
+        offsets.append(offset)
+        rates.append(rate)
+    return Check(ratio, np.stack(offsets), np.stack(rates))
+
+
+def hit_rates(
+    maps: Float[np.ndarray, "B h N N"], grid: Grid
+) -> tuple[Int[np.ndarray, "h 2"], Float[np.ndarray, " h"]]:
+    """Returns `offset` and `hit_rate` of a `Check` for the maps of one layer."""
+    rows, cols = grid
+    strongest, token = maps.argmax(axis=-1), np.arange(rows * cols)
+    dy = strongest // cols - token // cols  # [B, h, N]
+    dx = strongest % cols - token % cols
+    code = (dy + rows) * 2 * cols + dx + cols
+    offsets, rates = [], []
+    for head in range(maps.shape[1]):
+        counts = np.bincount(code[:, head].ravel())
+        y, x = np.divmod(counts.argmax(), 2 * cols) - np.array([rows, cols])
+        offsets.append((y, x))
+        rates.append(counts.max() / (len(maps) * (rows - abs(y)) * (cols - abs(x))))
+    return np.array(offsets), np.array(rates)
+
+
+def natural_noise(
+    count: int, height: int, width: int, channels: int
+) -> Float[np.ndarray, "B H W C"]:
+    """Draws noise whose amplitudes fall with frequency as 1 / f, of mean 0 and deviation 1.
+
+    A tenth of the variance is independent between the channels, as in photographs.
+    """
+    rng = np.random.default_rng(0)
+    frequency = np.hypot(np.fft.fftfreq(height)[:, None], np.fft.rfftfreq(width)[None])
+    frequency[0, 0] = 1 / max(height, width)
+    white = rng.standard_normal((count, 1 + channels, height, width))
+    noise = np.fft.irfft2(np.fft.rfft2(white) / frequency, s=(height, width))
+    noise = 0.9**0.5 * noise[:, :1] + 0.1**0.5 * noise[:, 1:]
+    return np.moveaxis(noise / noise.std(), 1, -1).astype(np.float32)
+
+
+# -- the forward pass ------------------------------------------------------------------------------
+
+
+def _embed(host, images, grid, positions):
+    """Returns the first block's input, the grid and the ratio of positions to content."""
+    extra = [np.reshape(host.leaves[name], (-1, host.width)) for name in host.extra_tokens()]
+    extra = np.concatenate([*extra, np.zeros((0, host.width))]).astype(np.float32)
+    if positions is None:
+        table = host.position_table(grid)
+        if table is None:
+            raise InputError("positions: params hold no position table: pass positions=[N, D]")
+        rows, grid = np.asarray(table.rows, np.float32), table.grid
+        extra[: table.prefix] += rows[: table.prefix]
+        positions = rows[table.prefix :]
+    grid = grid or square(len(positions))
+    content = _patches(host, images, grid)
+    ratio = float(np.sqrt(np.mean(np.square(positions)) / np.mean(np.square(content))))
+    x = content + np.asarray(positions, np.float32)
+    extra = np.broadcast_to(extra, (len(x), *extra.shape))
+    x = np.concatenate([extra, x], axis=1)
+    return _norm(x) if host.has_pre_norm() else x, grid, ratio
+
+
+def _patches(host, images, grid):
+    name = host.patch_kernel()
+    kernel = np.asarray(host.leaves[name], np.float32)
+    if host.stack.layout.torch:
+        kernel = kernel.transpose(2, 3, 1, 0)
+    height, width, channels, _ = kernel.shape
+    rows, cols = grid
+    shape = (rows * height, cols * width, channels)
+    if images is None:
+        images = natural_noise(max(2, NOISE_TOKENS // (rows * cols)), *shape)
+    if images.shape[1:] != shape:
+        raise InputError(
+            f"images has shape {images.shape}, but the model needs {('B', *shape)}: its "
+            f"{rows}x{cols} tokens are patches of {height}x{width} pixels"
+        )
+    patches = images.reshape(-1, rows, height, cols, width, channels).swapaxes(2, 3)
+    patches = patches.reshape(len(images), rows * cols, -1)
+    tokens = patches @ kernel.reshape(-1, host.width)
+    bias = name.rpartition(".")[0] + ".bias"
+    return tokens + np.asarray(host.leaves[bias], np.float32) if bias in host.leaves else tokens
+
+
+def _run_block(host, block: Block, layer, attention, x):
+    """Returns the block's output and its attention maps."""
+    query, key, value = (_project(_norm(x), attention, field) for field in FIELDS[:3])
+    logits = np.einsum("bnhd,bmhd->bhnm", query, key, optimize=True) * host.head_dim**-0.5
+    maps = scipy.special.softmax(logits, axis=-1)
+    mixed = np.einsum("bhnm,bmhd->bnhd", maps, value, optimize=True)
+    out = np.einsum("bnhd,hdD->bnD", mixed, attention["attention/out/kernel"], optimize=True)
+    scale1, scale2 = [_leaf(host, name, layer) for name in block.scales] or (1, 1)
+    x = x + scale1 * (out + attention.get("attention/out/bias", 0))
+    hidden = [_linear(host, module, layer, _norm(x)) for module in block.mlp_in]
+    if len(hidden) == 1:  # both input layers may be one
+        kernel = host.leaves[f"{block.mlp_out[0]}.{host.stack.layout.leaf}"]
+        inputs = kernel.shape[-1 if host.stack.layout.torch else -2]
+        hidden = np.split(hidden[0], hidden[0].shape[-1] // inputs, axis=-1)
+    if len(hidden) == 2:
+        hidden = hidden[0] * scipy.special.expit(hidden[0]) * hidden[1]  # SiLU gates
+    else:
+        hidden = hidden[0] * scipy.special.ndtr(hidden[0])  # GELU
+    return x + scale2 * _linear(host, block.mlp_out[0], layer, hidden), maps
+
+
+def _require_known(block):
+    """Raises `InputError` unless the block is what `_run_block` computes."""
+    counts = (
+        (block.norms, (2,), "two normalizations"),
+        (block.mlp_in, (1, 2), "one or two input layers of an MLP"),
+        (block.mlp_out, (1,), "the output layer of an MLP"),
+        (block.scales, (0, 2), "none or two LayerScales"),
+        (block.unknown, (0,), "nothing else"),
+    )
+    for names, numbers, needed in counts:
+        if len(names) not in numbers:
+            raise InputError(
+                f"params: beside {block.attention or 'the attention layer'} there is "
+                f"{', '.join(names) or 'nothing'} where a pre-norm block has {needed}: measure the "
+                "maps of the model itself and pass them to `hit_rates`"
+            )
+
+
+def _norm(x):
+    x = x - x.mean(axis=-1, keepdims=True)
+    return x / np.sqrt((x * x).mean(axis=-1, keepdims=True) + 1e-6)
+
+
+def _project(x, attention, field):
+    y = np.einsum("bnD,Dhd->bnhd", x, attention[f"attention/{field}/kernel"], optimize=True)
+    return y + attention.get(f"attention/{field}/bias", 0)
+
+
+def _linear(host, module, layer, x):
+    kernel = _leaf(host, f"{module}.{host.stack.layout.leaf}", layer)
+    y = x @ (kernel.T if host.stack.layout.torch else kernel)
+    bias = f"{module}.bias"
+    return y + _leaf(host, bias, layer) if bias in host.leaves else y
+
+
+def _leaf(host, name, layer):
+    array = host.leaves[name]
+    return np.asarray(array[layer] if host.stack.stacked else array, np.float32)

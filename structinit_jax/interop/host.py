@@ -1,0 +1,176 @@
+"""A model of another project: its parameters by name, its sizes and where its parts are."""
+
+import math
+import re
+from collections.abc import Iterable, Iterator
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+from structinit_jax.errors import InputError
+from structinit_jax.interop.entries import Entry, Shape, check_array
+from structinit_jax.interop.layouts import find_stack, flatten
+
+Grid = tuple[int, int]
+
+
+class Host:
+    """A model's parameters by name, the entries of its attention layers, and their sizes.
+
+    `shapes` are those of our arrays by path, without the layer axis.
+    """
+
+    def __init__(self, params: Any, layout: str | None, num_heads: int | None):
+        self.leaves, self.rebuild = flatten(params)
+        self.stack = find_stack(self.leaves, layout)
+        self.entries = self.stack.entries(self.leaves, "attention")
+        for entry in self.entries:
+            check_array("params", entry.name, self.leaves[entry.name])
+        self._set_sizes(num_heads)
+        heads = (self.num_heads, self.head_dim)
+        self.shapes = {"attention/out/kernel": (*heads, self.width)}
+        self.shapes["attention/out/bias"] = (self.width,)
+        for field in ("query", "key", "value"):
+            self.shapes[f"attention/{field}/kernel"] = (self.width, *heads)
+            self.shapes[f"attention/{field}/bias"] = heads
+        for entry in self.entries:
+            shape, expected = self.leaves[entry.name].shape, entry.shape(self.shapes_of(entry))
+            if shape != expected:
+                raise InputError(
+                    f"params: {entry.name} has shape {shape}, but needs {expected}: schemes need "
+                    "equal layers with as many keys as queries"
+                )
+
+    def _set_sizes(self, num_heads: int | None) -> None:
+        layout, attentions = self.stack.layout, self.stack.attentions
+        name = layout.weight(attentions[0], "out" if layout.torch else "query")
+        shape = self.leaves[name].shape
+        self.num_layers = shape[0] if self.stack.stacked else len(attentions)
+        if not layout.torch:
+            self.width, self.num_heads, self.head_dim = shape[-3:]
+            if num_heads not in (None, self.num_heads):
+                raise InputError(f"num_heads={num_heads}, but {name} has {self.num_heads} heads")
+            return
+        if len(shape) != 2:
+            raise InputError(f"params: {name} has shape {shape}, but needs two axes")
+        self.width, inner = shape
+        if num_heads is None:
+            raise InputError(f"num_heads: pass the number of heads that share {inner} channels")
+        if num_heads < 1 or inner % num_heads:
+            raise InputError(f"num_heads={num_heads} does not divide the {inner} channels")
+        self.num_heads, self.head_dim = num_heads, inner // num_heads
+
+    def shapes_of(self, entry: Entry) -> list[Shape]:
+        """Shapes of our arrays in an entry, with the layer axis if the model stacks its layers."""
+        lead = (self.num_layers,) if entry.layer is None else ()
+        return [(*lead, *self.shapes[path]) for path in entry.paths]
+
+    def position_table(self, grid: Grid | None) -> "Table | None":
+        """Finds the learned position table. See `initialize` for `grid`."""
+        found = [
+            name
+            for name in self._names(self.stack.layout.positions)
+            if _is_table(self.leaves[name], self.width)
+        ]
+        if not found:
+            return None
+        if len(found) > 1:
+            raise InputError(
+                f"params hold several position tables ({', '.join(found)}): pass the subtree of one"
+            )
+        name, leaf = found[0], self.leaves[found[0]]
+        check_array("params", name, leaf)
+        rows = leaf.reshape(leaf.shape[-2:])
+        extra = sum(math.prod(self.leaves[n].shape) // self.width for n in self.extra_tokens())
+        return Table(name, rows, *_split_rows(name, len(rows), extra, grid))
+
+    def patch_kernel(self) -> str:
+        """Returns the name of the patch embedding's kernel."""
+        layout = self.stack.layout
+        found = [
+            name
+            for name in self._names(rf"{p}\.{layout.leaf}" for p in layout.patches)
+            if not name.startswith(tuple(f"{attention}." for attention in self.stack.attentions))
+            and len(getattr(self.leaves[name], "shape", ())) == 4
+            and self.leaves[name].shape[0 if layout.torch else -1] == self.width
+        ]
+        if len(found) != 1:
+            raise InputError(
+                f"params hold {', '.join(found) or 'no kernel'} where a patch embedding to "
+                f"{self.width} channels is needed: build the scheme with patch_scale=1 and "
+                "multiply that kernel yourself"
+            )
+        return found[0]
+
+    def arrays(self) -> dict[str, jax.Array]:
+        """Returns our arrays of the attention layers by path, with a leading layer axis."""
+        layers: dict[str, list[jax.Array]] = {}
+        for entry in self.entries:
+            arrays = entry.decode(jnp.asarray(self.leaves[entry.name]), self.shapes_of(entry))
+            for path, array in zip(entry.paths, arrays, strict=True):
+                layers.setdefault(path, []).append(array)
+        return {path: a[0] if self.stack.stacked else jnp.stack(a) for path, a in layers.items()}
+
+    def extra_tokens(self) -> list[str]:
+        """Returns the names of class, distillation and register tokens, the class token first."""
+        pattern = r"(?:.*\.)?(?:cls|class|dist|distillation|reg|registers?)(?:_tokens?|_embedding)?"
+        names = [
+            name
+            for name in self._names([pattern])
+            if getattr(self.leaves[name], "shape", ())[-1:] == (self.width,)
+        ]
+        return sorted(names, key=lambda name: "cls" not in name and "class" not in name)
+
+    def has_pre_norm(self) -> bool:
+        """Returns whether tokens are normalized before the first block too, as in CLIP."""
+        pattern = r"(?:norm_pre|ln_pre|pre_lay(?:er|r)norm)\.(?:weight|scale)"
+        return any(True for _ in self._names([pattern]))
+
+    def _names(self, patterns: Iterable[str]) -> Iterator[str]:
+        """Yields the names below the model's stem that match one of the patterns."""
+        pattern = re.compile(f"{re.escape(self.stack.stem)}(?:{'|'.join(patterns)})")
+        return (name for name in self.leaves if pattern.fullmatch(name))
+
+
+class Table(NamedTuple):
+    """A learned position table: `rows` [T, D], the first `prefix` of which are off the grid."""
+
+    name: str
+    rows: Any
+    prefix: int
+    grid: tuple[int, int]
+
+
+def _is_table(leaf: Any, width: int) -> bool:
+    *lead, rows, channels = (1, 1, *getattr(leaf, "shape", ()))
+    return math.prod(lead) == 1 < rows and channels == width
+
+
+def _split_rows(name, rows, extra, grid):
+    """Returns the number of rows before those of the grid, and the grid.
+
+    Of the `extra` class and register tokens, some may have no row.
+    """
+    if grid is not None:
+        prefix = rows - math.prod(grid)
+        if not 0 <= prefix <= extra:
+            raise InputError(
+                f"grid={grid} has {math.prod(grid)} tokens, but {name} has {rows} rows, at most "
+                f"{extra} of them for class and register tokens"
+            )
+        return prefix, grid
+    squares = {n: square(rows - n) for n in sorted({0, min(1, extra), extra})}
+    found = [(n, square) for n, square in squares.items() if square is not None]
+    if len(found) != 1:
+        raise InputError(
+            f"grid: the {rows} rows of {name}, at most {extra} of them for class and register "
+            "tokens, do not determine a square of image tokens: pass grid=(rows, cols)"
+        )
+    return found[0]
+
+
+def square(tokens: int) -> Grid | None:
+    """Returns the square grid of that many tokens, or None."""
+    side = math.isqrt(max(tokens, 0))
+    return (side, side) if side and side * side == tokens else None

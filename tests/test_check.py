@@ -1,0 +1,117 @@
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+
+from structinit_jax import interop
+from structinit_jax.attention_init import AttentionWeights
+from structinit_jax.attention_init.kernels import convolution_maps, impulse_kernels
+from structinit_jax.errors import InputError
+from structinit_jax.interop.check import natural_noise
+from structinit_jax.models.vit import VisionTransformer
+
+HEADS, WIDTH, GRID = 2, 16, (4, 4)
+
+
+def model(**options):
+    """A ViT of timm's shapes whose maps are sharp enough to differ from image to image."""
+    vit = VisionTransformer(
+        image_size=8,
+        patch_size=2,
+        channels=3,
+        num_classes=3,
+        width=WIDTH,
+        depth=2,
+        num_heads=HEADS,
+        positions="learned",
+        pool="class_token",
+        rngs=nnx.Rngs(0),
+        **options,
+    )
+    rng = np.random.default_rng(0)
+
+    def draw(path, leaf):
+        name = jax.tree_util.keystr(path)
+        normal = 0.3 * rng.standard_normal(leaf.shape, np.float32)
+        return leaf if "norm" in name or "scale" in name else jnp.asarray(normal)
+
+    nnx.update(vit, jax.tree_util.tree_map_with_path(draw, nnx.state(vit)))
+    return vit
+
+
+@pytest.mark.parametrize("options", [{}, dict(num_registers=2, layer_scale=0.5)])
+def test_maps_are_those_of_the_model(options):
+    vit = model(**options)
+    images = np.random.default_rng(1).standard_normal((3, 8, 8, 3), np.float32)
+    out = jax.jit(lambda images: vit(images, with_maps=True)[1])(images)
+    maps = np.asarray(out["blocks"]["attention_maps"])[..., -16:, -16:]
+    expected = [interop.hit_rates(layer, GRID) for layer in maps]
+    for params, num_heads in ((interop.to_timm(vit), HEADS), (nnx.state(vit, nnx.Param), None)):
+        found = interop.check(params, images, num_heads=num_heads)
+        np.testing.assert_array_equal(found.offset, [offset for offset, _ in expected])
+        np.testing.assert_array_equal(found.hit_rate, [rate for _, rate in expected])
+        content = np.square(out["patch_embedding"]).mean()
+        ratio = np.square(interop.read(params, num_heads=num_heads).positions).mean() / content
+        np.testing.assert_allclose(found.position_to_content, ratio**0.5, rtol=1e-5)
+    assert len({rate for _, rates in expected for rate in rates}) > 2
+
+
+def test_gates_in_one_layer_or_two():
+    params = interop.to_timm(model())
+    packed = {**params}
+    for i in range(2):
+        for leaf in ("weight", "bias"):
+            whole = params.pop(f"blocks.{i}.mlp.fc1.{leaf}")
+            params[f"blocks.{i}.mlp.w1.{leaf}"] = whole
+            params[f"blocks.{i}.mlp.w2.{leaf}"] = whole[::-1]
+            packed[f"blocks.{i}.mlp.fc1.{leaf}"] = np.concatenate([whole, whole[::-1]])
+    one, two = (interop.check(p, num_heads=HEADS) for p in (packed, params))
+    plain = interop.check(interop.to_timm(model()), num_heads=HEADS)
+    jax.tree.map(np.testing.assert_array_equal, one, two)
+    assert (one.hit_rate != plain.hit_rate).any()
+
+
+def test_less_content_makes_maps_more_regular():
+    params = interop.to_timm(model())
+    scaled = interop.write(params, AttentionWeights(patch_scale=0.01, mlp_scale=0), num_heads=HEADS)
+    old, new = (interop.check(p, num_heads=HEADS) for p in (params, scaled))
+    assert new.position_to_content > 3 * old.position_to_content
+    assert (new.hit_rate[0] >= old.hit_rate[0]).all()
+
+
+def test_convolutions_always_hit():
+    maps = convolution_maps(impulse_kernels(3), (3, 5))  # border rows without a target are uniform
+    offset, rate = interop.hit_rates(np.asarray(maps)[None] + 1e-3, (3, 5))
+    assert offset.tolist() == [[y, x] for y in (-1, 0, 1) for x in (-1, 0, 1)]
+    np.testing.assert_array_equal(rate, 1)
+
+
+def test_noise_has_the_spectrum_of_natural_images():
+    noise = natural_noise(4, 64, 48, 3)
+    assert noise.shape == (4, 64, 48, 3)
+    np.testing.assert_allclose(noise.std(), 1, rtol=1e-3)
+    power = np.square(np.abs(np.fft.fft(noise, axis=1))).mean(axis=(0, 2, 3))
+    assert power[2] / power[8] > 3  # 4 along one axis if the amplitudes are 1 / f in the plane
+    assert np.corrcoef(noise[..., 0].ravel(), noise[..., 1].ravel())[0, 1] > 0.8
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (
+            {"blocks.1.conv.weight": np.ones((3, 3, 16), np.float32)},
+            r"blocks\.1\.attn .*conv.*else",
+        ),
+        ({"blocks.0.norm3.weight": np.ones(16, np.float32)}, r"norm3.*two normalizations"),
+    ],
+)
+def test_blocks_of_another_form_are_refused(change, message):
+    with pytest.raises(InputError, match=message):
+        interop.check(interop.to_timm(model()) | change, num_heads=HEADS)
+
+
+def test_images_of_another_size_are_refused():
+    images = np.zeros((1, 9, 8, 3), np.float32)
+    with pytest.raises(InputError, match=r"images has shape \(1, 9, 8, 3\).*4x4 tokens.*2x2 pix"):
+        interop.check(interop.to_timm(model()), images, num_heads=HEADS)
