@@ -1,3 +1,4 @@
+import functools
 import json
 import pathlib
 
@@ -11,7 +12,7 @@ from flax import nnx
 from structinit_jax import attention_init
 from structinit_jax.errors import InputError
 from structinit_jax.interop import from_timm, to_timm
-from structinit_jax.models.convmixer import ConvMixer
+from structinit_jax.models.convmixer import ConvMixer, convolve_depthwise
 from structinit_jax.training.optimizer import decay_mask
 from structinit_jax.training.state import count_parameters, split_model
 
@@ -88,6 +89,27 @@ def test_weights_come_back_to_timm_as_they_were(reference):
     for name, expected in recorded.items():
         assert exported[name].dtype == expected.dtype
         np.testing.assert_array_equal(exported[name], expected, err_msg=name)
+
+
+@pytest.mark.parametrize("size", [3, 4])
+def test_shifted_products_equal_the_convolution_that_accelerators_compile(size):
+    def loss(function, x, kernel):
+        return jnp.square(function(x, kernel)).sum()
+
+    rngs = jax.random.split(jax.random.key(0))
+    inputs = jax.random.normal(rngs[0], (2, 5, 7, 6)), jax.random.normal(rngs[1], (size, size, 6))
+    ours = jax.jit(jax.value_and_grad(functools.partial(loss, convolve_depthwise), argnums=(0, 1)))
+    theirs = jax.value_and_grad(functools.partial(loss, convolution), argnums=(0, 1))(*inputs)
+    close = functools.partial(np.testing.assert_allclose, rtol=1e-4, atol=1e-4)
+    jax.tree.map(close, ours(*inputs), theirs)
+    traced = ours.trace(*inputs)
+    assert "stablehlo.convolution" not in traced.lower(lowering_platforms=("cpu",)).as_text()
+    assert traced.lower(lowering_platforms=("cuda",)).as_text().count("stablehlo.convolution") == 3
+
+
+def convolution(x, kernel):
+    dimensions = dict(dimension_numbers=("NHWC", "HWIO", "NHWC"), feature_group_count=6)
+    return jax.lax.conv_general_dilated(x, kernel[:, :, None], (1, 1), "SAME", **dimensions)
 
 
 def test_timm_weights_of_another_kernel_are_refused(reference):
