@@ -182,6 +182,7 @@ def test_the_report_has_all_that_was_measured(start, tmp_path):
     assert page.count("data:image/svg+xml;base64,") == 1
     assert not re.search(r'(src|href)="(?!data:)', page)  # opens without a network
     assert "<script" not in page
+    assert "test accuracy, %" in (tmp_path / "curves.svg").read_text()
 
 
 def test_one_seed_has_no_interval(start, tmp_path):

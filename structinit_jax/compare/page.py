@@ -1,4 +1,4 @@
-"""The page report.html: the tables of the report and its figures, in one file."""
+"""The page report.html, the tables of the report and its figures in one file; and curves.svg."""
 
 import base64
 import html as html_lib
@@ -36,8 +36,9 @@ def html(comparison: Comparison, sections) -> str:
       sections: See `report.describe`; the figures follow the first two.
     """
     parts = [_section(*section) for section in sections[:2]]
-    if any(run.test_curve for runs in comparison.runs.values() for run in runs):
-        parts += ["<h2>Curves</h2>", _image(_curves(comparison), "svg+xml", "Curves over training")]
+    if has_curves(comparison):
+        curves = draw_all_curves(comparison)
+        parts += ["<h2>Curves</h2>", _image(curves.encode(), "svg+xml", "Curves over training")]
         parts.append(
             "<p>Lines are means over the seeds, bands one standard deviation on either side.</p>"
         )
@@ -72,32 +73,54 @@ def _image(data: bytes, kind: str, text: str) -> str:
     return f'<figure><img alt="{html_lib.escape(text)}" src="{source}"></figure>'
 
 
-def _curves(comparison: Comparison) -> bytes:
+def has_curves(comparison: Comparison) -> bool:
+    """Whether a run has been evaluated yet."""
+    return any(run.test_curve for runs in comparison.runs.values() for run in runs)
+
+
+def draw_test_curves(comparison: Comparison) -> str:
+    """Draws the test accuracy by epoch, as an SVG."""
+    figure, axis = import_pyplot().subplots(figsize=(7, 4.2), layout="constrained")
+    _draw_bands(axis, comparison, None, by_second=False)
+    axis.set(xlabel="epoch", ylabel="test accuracy, %")
+    return _finish(figure, axis)
+
+
+def draw_all_curves(comparison: Comparison) -> str:
     """Draws test and train curves by epoch and by second, as an SVG."""
-    plt = import_pyplot()
     train_name, train_label = _train_metric(comparison)
-    figure, axes = plt.subplots(2, 2, figsize=(11, 7.5), sharey="row", layout="constrained")
+    figure, axes = import_pyplot().subplots(
+        2, 2, figsize=(11, 7.5), sharey="row", layout="constrained"
+    )
+    for row, name in enumerate([None, train_name]):
+        for column, by_second in enumerate([False, True]):
+            _draw_bands(axes[row, column], comparison, name, by_second=by_second)
+    axes[0, 0].set_ylabel("test accuracy, %")
+    axes[1, 0].set_ylabel(train_label)
+    for column, label in enumerate(["epoch", "seconds of training"]):
+        axes[1, column].set_xlabel(label)
+    return _finish(figure, *axes.flat)
+
+
+def _draw_bands(axis, comparison, name, *, by_second):
     for number, (setting, runs) in enumerate(comparison.runs.items()):
         style = dict(
             color=COLORS[number % len(COLORS)],
             linestyle=DASHES[number // len(COLORS) % len(DASHES)],
         )
-        for row, name in enumerate([None, train_name]):
-            for column, by_second in enumerate([False, True]):
-                _band(axes[row, column], runs, name, by_second, setting, style)
-    axes[0, 0].set_ylabel("test accuracy, %")
-    axes[1, 0].set_ylabel(train_label)
-    for column, label in enumerate(["epoch", "seconds of training"]):
-        axes[1, column].set_xlabel(label)
-    for axis in axes.flat:
+        _band(axis, runs, name, by_second, setting, style)
+
+
+def _finish(figure, *axes):
+    for axis in axes:
         axis.grid(alpha=0.25)
         axis.spines[["top", "right"]].set_visible(False)
-    handles, labels = axes[0, 0].get_legend_handles_labels()
+    handles, labels = axes[0].get_legend_handles_labels()
     columns = 3 if max(map(len, labels)) < 32 else 1
     figure.legend(handles, labels, loc="outside upper left", ncols=columns, frameon=False)
-    file = io.BytesIO()
-    figure.savefig(file, format="svg")
-    plt.close(figure)
+    file = io.StringIO()
+    figure.savefig(file, format="svg", metadata={"Date": None})
+    import_pyplot().close(figure)
     return file.getvalue()
 
 

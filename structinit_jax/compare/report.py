@@ -1,4 +1,4 @@
-"""Writes results.csv, report.md and report.html from the files of a comparison."""
+"""Writes results.csv, report.md, report.html and curves.svg from the files of a comparison."""
 
 import csv
 import io
@@ -14,7 +14,7 @@ from structinit_jax.training import workdir as workdir_lib
 
 
 def write_report(workdir: Path) -> None:
-    """Writes the three files; reads only what the runs have written, so it can be repeated."""
+    """Writes the files; reads only what the runs have written, so it can be repeated."""
     comparison = results.read(workdir)
     sections = describe(comparison)
     texts = {
@@ -22,6 +22,8 @@ def write_report(workdir: Path) -> None:
         "report.md": markdown(sections),
         "report.html": page.html(comparison, sections),
     }
+    if page.has_curves(comparison):
+        texts["curves.svg"] = page.draw_test_curves(comparison)
     for name, text in texts.items():
         workdir_lib.write_atomically(workdir / name, text)
     print(f"wrote {', '.join(texts)} to {workdir}")
