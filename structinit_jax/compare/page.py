@@ -10,6 +10,7 @@ import numpy as np
 from structinit_jax.analysis.figures import import_pyplot
 from structinit_jax.compare.results import Comparison, Run
 
+CURVES = "curves.png"
 MAPS = "maps.png"  # of each setting
 STYLE = """
 body { font: 16px/1.5 system-ui, sans-serif; max-width: 70em; margin: 2em auto; padding: 0 1em;
@@ -36,8 +37,9 @@ def html(comparison: Comparison, sections) -> str:
       sections: See `report.describe`; the figures follow the first two.
     """
     parts = [_section(*section) for section in sections[:2]]
-    if any(run.test_curve for runs in comparison.runs.values() for run in runs):
-        parts += ["<h2>Curves</h2>", _image(_curves(comparison), "svg+xml", "Curves over training")]
+    if has_curves(comparison):
+        curves = draw_curves(comparison, "svg")
+        parts += ["<h2>Curves</h2>", _image(curves, "svg+xml", "Curves over training")]
         parts.append(
             "<p>Lines are means over the seeds, bands one standard deviation on either side.</p>"
         )
@@ -72,8 +74,13 @@ def _image(data: bytes, kind: str, text: str) -> str:
     return f'<figure><img alt="{html_lib.escape(text)}" src="{source}"></figure>'
 
 
-def _curves(comparison: Comparison) -> bytes:
-    """Draws test and train curves by epoch and by second, as an SVG."""
+def has_curves(comparison: Comparison) -> bool:
+    """Returns whether any run has been evaluated."""
+    return any(run.test_curve for runs in comparison.runs.values() for run in runs)
+
+
+def draw_curves(comparison: Comparison, kind: str) -> bytes:
+    """Draws test and train curves by epoch and by second as a file of a kind, "svg" or "png"."""
     plt = import_pyplot()
     train_name, train_label = _train_metric(comparison)
     figure, axes = plt.subplots(2, 2, figsize=(11, 7.5), sharey="row", layout="constrained")
@@ -96,7 +103,7 @@ def _curves(comparison: Comparison) -> bytes:
     columns = 3 if max(map(len, labels)) < 32 else 1
     figure.legend(handles, labels, loc="outside upper left", ncols=columns, frameon=False)
     file = io.BytesIO()
-    figure.savefig(file, format="svg")
+    figure.savefig(file, format=kind)
     plt.close(figure)
     return file.getvalue()
 

@@ -1,4 +1,4 @@
-"""Writes results.csv, report.md and report.html from the files of a comparison."""
+"""Writes results.csv, report.md, report.html and curves.png from the files of a comparison."""
 
 import csv
 import io
@@ -14,7 +14,7 @@ from structinit_jax.training import workdir as workdir_lib
 
 
 def write_report(workdir: Path) -> None:
-    """Writes the three files; reads only what the runs have written, so it can be repeated."""
+    """Writes the files; reads only what the runs have written, so it can be repeated."""
     comparison = results.read(workdir)
     sections = describe(comparison)
     texts = {
@@ -24,7 +24,11 @@ def write_report(workdir: Path) -> None:
     }
     for name, text in texts.items():
         workdir_lib.write_atomically(workdir / name, text)
-    print(f"wrote {', '.join(texts)} to {workdir}")
+    names = [*texts]
+    if page.has_curves(comparison):
+        (workdir / page.CURVES).write_bytes(page.draw_curves(comparison, "png"))
+        names.append(page.CURVES)
+    print(f"wrote {', '.join(names)} to {workdir}")
 
 
 def csv_text(comparison: Comparison) -> str:
@@ -180,5 +184,5 @@ def markdown(sections: Sequence[Section]) -> str:
             header, *rows = [[cell.replace("|", r"\|") for cell in row] for row in content]
             lines = [header, ["---"] * len(header), *rows]
             parts.append("\n".join(f"| {' | '.join(row)} |" for row in lines))
-    parts.append("Figures: report.html. Every run: results.csv.")
+    parts.append("Figures: curves.png and report.html. Every run: results.csv.")
     return "\n\n".join(parts) + "\n"
