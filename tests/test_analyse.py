@@ -1,6 +1,8 @@
 import functools
 import json
 import re
+import subprocess
+import sys
 
 import fork_main
 import jax
@@ -11,7 +13,7 @@ from flax import nnx
 from PIL import Image
 
 from structinit_jax import analyse
-from structinit_jax.analysis import collect
+from structinit_jax.analysis import collect, figures
 from structinit_jax.attention_init.kernels import convolution_maps, impulse_kernels
 from structinit_jax.augment import normalize
 from structinit_jax.command_line import load_run_config
@@ -177,6 +179,27 @@ def test_convmixer_has_filters_and_no_maps(data_dir, tmp_path):
     np.testing.assert_allclose(same.layers[1].measures["filter_cosine"], np.ones(16), rtol=1e-5)
     analyse.write([snapshot, same], "tiny", tmp_path, layers=[0], heads=[0])
     check_figures(tmp_path, {"by_layer.png", "cka.png", "maps_by_offset.png"})
+
+
+def test_maps_of_any_model_are_drawn_in_the_backend_of_the_notebook(tmp_path, monkeypatch):
+    maps = convolution_maps(impulse_kernels(3), (5, 5))[:4].reshape(2, 2, 25, 25)
+    show = functools.partial(figures.draw_maps, title="Maps", path=tmp_path / "maps.png")
+    show({"before": np.full_like(maps, 1 / 25), "after": maps}, (5, 5))
+    pixels = np.asarray(Image.open(tmp_path / "maps.png").convert("RGB"))
+    yellow = np.all(pixels[:, :-200] == (253, 231, 36), axis=-1)  # viridis of 1, not the color bar
+    assert not yellow[:, : yellow.shape[1] // 2].any()  # before
+    assert 4 * 12**2 < yellow.sum() < 4 * 20**2  # one token for each of the four heads
+    with pytest.raises(InputError, match=r"maps\['after'\] has shape .* has 20 tokens: cut off"):
+        show({"after": maps}, (4, 5))
+
+    monkeypatch.setenv("MPLBACKEND", "svg")
+    code = (
+        "from structinit_jax.analysis.figures import import_pyplot as f; print(f().get_backend())"
+    )
+    result = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, check=True
+    )
+    assert result.stdout == "svg\n"
 
 
 def test_layers_and_heads_are_chosen_by_name():

@@ -2,11 +2,13 @@
 
 import itertools
 import math
-from collections.abc import Sequence
+import os
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
 import numpy as np
+from jaxtyping import Array, Float
 
 from structinit_jax.analysis import measures
 from structinit_jax.analysis.collect import Layer, Snapshot
@@ -34,13 +36,11 @@ PANELS = {
 
 def import_pyplot():
     """Imports matplotlib's pyplot for drawing to files; raises `InputError` without matplotlib."""
+    os.environ.setdefault("MPLBACKEND", "Agg")  # needs no display; a notebook keeps its own
     try:
-        import matplotlib
+        import matplotlib.pyplot as plt
     except ImportError as error:
         raise InputError("drawing needs matplotlib: pip install '.[plots]'") from error
-    matplotlib.use("Agg")
-    import matplotlib.pyplot as plt
-
     return plt
 
 
@@ -64,19 +64,70 @@ class Scale(NamedTuple):
 
 def draw_by_offset(snapshots: Sequence[Snapshot], title: str, path: Path) -> None:
     """Draws every head as a convolution kernel; for a ConvMixer its filters."""
-    tiles = [[_tiles(layer) for layer in snapshot.layers] for snapshot in snapshots]
+    panels = [(s.name, {layer.name: _tiles(layer) for layer in s.layers}) for s in snapshots]
+    has_filters = snapshots[0].layers[0].filters is not None
+    _draw_kernels(panels, title, path, has_filters)
+
+
+def draw_maps(
+    maps: Mapping[str, Float[Array | np.ndarray, "L h N N"]],
+    grid: tuple[int, int],
+    title: str,
+    path: Path,
+) -> None:
+    """Like `draw_by_offset`, for attention maps of any models.
+
+    Args:
+      maps: Maps of the N tokens of the grid, by the name of the model. Average them over images,
+        and cut off class and register tokens.
+      grid: Rows and columns of the tokens.
+      title: Title of the figure.
+      path: File to write.
+
+    Raises:
+      InputError: The maps are not of that grid.
+    """
+    for name, array in maps.items():
+        if array.shape[-1] != grid[0] * grid[1]:
+            raise InputError(
+                f"maps[{name!r}] has shape {array.shape}, but grid={grid} has "
+                f"{grid[0] * grid[1]} tokens: cut off class and register tokens, or pass the grid"
+            )
+    panels = [
+        (name, {str(i): _crop_offsets(layer, grid) for i, layer in enumerate(layers, 1)})
+        for name, layers in maps.items()
+    ]
+    _draw_kernels(panels, title, path, has_filters=False)
+
+
+def _tiles(layer: Layer) -> list[np.ndarray]:
+    if layer.filters is not None:
+        return list(np.moveaxis(layer.filters, -1, 0)[:MAX_FILTERS])
+    return _crop_offsets(layer.maps, layer.grid)
+
+
+def _crop_offsets(maps, grid):
+    kernels = np.asarray(measures.attention_by_offset(maps, grid))
+    rows, cols = grid
+    y, x = min(REACH, rows - 1), min(REACH, cols - 1)
+    return list(kernels[:, rows - 1 - y : rows + y, cols - 1 - x : cols + x])
+
+
+def _draw_kernels(panels, title, path, has_filters):
+    """Draws the kernels of each head. A panel is a model's name and lists of them by layer."""
+    tiles = [list(layers.values()) for _, layers in panels]
     peak = max(float(np.abs(tile).max()) for panel in tiles for layer in panel for tile in layer)
-    is_conv = snapshots[0].layers[0].filters is not None
-    if is_conv:
+    if has_filters:
         scale = Scale("PuOr", -peak, peak, "weight")
     else:
         scale = Scale("viridis", 0.0, peak, "attention by offset (frame: the token itself)")
     num_rows, num_columns = len(tiles[0]), max(len(layer) for layer in tiles[0])
     width = num_columns * 0.75 + 0.9
     size = (width, max(num_rows * 0.75 + 0.9, 3.0))
-    figure, panels, bar = _make_panels(snapshots, size, title)
-    for panel, snapshot, layers in zip(panels, snapshots, tiles, strict=True):
-        panel.supxlabel("channel" if is_conv else "head", size=10)
+    names = list(panels[0][1])
+    figure, panels, bar = _make_panels([name for name, _ in panels], size, title)
+    for panel, layers in zip(panels, tiles, strict=True):
+        panel.supxlabel("channel" if has_filters else "head", size=10)
         panel.supylabel("layer", size=10)
         for (y, x), axis in np.ndenumerate(panel.subplots(num_rows, num_columns, squeeze=False)):
             if x >= len(layers[y]):
@@ -85,21 +136,12 @@ def draw_by_offset(snapshots: Sequence[Snapshot], title: str, path: Path) -> Non
             image = scale.show(axis, layers[y][x])
             rows, cols = layers[y][x].shape
             middle = (cols // 2 - 0.5, rows // 2 - 0.5)
-            _frame(axis, middle, (1, 1), color="black" if is_conv else "white")
+            _frame(axis, middle, (1, 1), color="black" if has_filters else "white")
             if x == 0:
-                axis.set_ylabel(snapshot.layers[y].name, rotation=0, ha="right", va="center")
+                axis.set_ylabel(names[y], rotation=0, ha="right", va="center")
             if y == num_rows - 1 or x >= len(layers[y + 1]):
                 axis.set_xlabel(f"{x + 1}")
     _save(figure, path, bar, image, scale)
-
-
-def _tiles(layer: Layer) -> list[np.ndarray]:
-    if layer.filters is not None:
-        return list(np.moveaxis(layer.filters, -1, 0)[:MAX_FILTERS])
-    kernels = np.asarray(measures.attention_by_offset(layer.maps, layer.grid))
-    rows, cols = layer.grid
-    y, x = min(REACH, rows - 1), min(REACH, cols - 1)
-    return list(kernels[:, rows - 1 - y : rows + y, cols - 1 - x : cols + x])
 
 
 def draw_full(
@@ -125,7 +167,7 @@ def draw_full(
     cell = min(max(len(layer.maps[0]) / 150 for layer in drawn), 3.0)  # inches; one pixel an entry
     cell = max(cell, 1.5)
     size = (len(heads) * cell + 0.6, len(layers) * 2 * (cell + 0.15) + 0.6)
-    figure, panels, bar = _make_panels(snapshots, size, title)
+    figure, panels, bar = _make_panels([s.name for s in snapshots], size, title)
     for panel, snapshot in zip(panels, snapshots, strict=True):
         axes = panel.subplots(2 * len(layers), len(heads), squeeze=False)
         for (y, x), axis in np.ndenumerate(axes):
@@ -249,18 +291,18 @@ def draw_cka(snapshots: Sequence[Snapshot], title: str, path: Path) -> None:
 # -- parts -----------------------------------------------------------------------------------------
 
 
-def _make_panels(snapshots, size, title):
-    """Returns a figure, a part of it of `size` for each snapshot, and one for the color bar."""
+def _make_panels(names, size, title):
+    """Returns a figure, a part of it of `size` for each name, and one for the color bar."""
     plt = import_pyplot()
-    rows = math.ceil(len(snapshots) / max(MAX_WIDTH // size[0], 1))
-    columns = math.ceil(len(snapshots) / rows)
+    rows = math.ceil(len(names) / max(MAX_WIDTH // size[0], 1))
+    columns = math.ceil(len(names) / rows)
     width = max(size[0] * columns, 5.0)
     figure = plt.figure(figsize=(width + BAR_WIDTH, size[1] * rows + 0.4), layout="constrained")
     figure.suptitle(title)
     left, bar = figure.subfigures(1, 2, width_ratios=[width, BAR_WIDTH])
-    panels = left.subfigures(rows, columns, squeeze=False).ravel()[: len(snapshots)]
-    for panel, snapshot in zip(panels, snapshots, strict=True):
-        panel.suptitle(snapshot.name, size=11)
+    panels = left.subfigures(rows, columns, squeeze=False).ravel()[: len(names)]
+    for panel, name in zip(panels, names, strict=True):
+        panel.suptitle(name, size=11)
     return figure, panels, bar
 
 

@@ -4,7 +4,7 @@
         --schemes=default,mimetic,impulse --seeds=3
 
 Trains every setting with the seeds config.seed, config.seed + 1, … and writes results.csv,
-report.md, report.html and curves.svg to the workdir. Any field can be an axis:
+report.md, report.html and curves.png to the workdir. Any field can be an axis:
 --grid.config.model.num_heads=3,6. The same command resumes after Ctrl-C, trains failed runs again,
 and with more schemes, values or seeds trains only what is missing. Each run is a workdir of its
 own, SETTING/seed_K, for all other commands.

@@ -1,4 +1,4 @@
-"""The page report.html, the tables of the report and its figures in one file; and curves.svg."""
+"""The page report.html, the tables of the report and its figures in one file; and curves.png."""
 
 import base64
 import html as html_lib
@@ -10,6 +10,7 @@ import numpy as np
 from structinit_jax.analysis.figures import import_pyplot
 from structinit_jax.compare.results import Comparison, Run
 
+CURVES = "curves.png"
 MAPS = "maps.png"  # of each setting
 STYLE = """
 body { font: 16px/1.5 system-ui, sans-serif; max-width: 70em; margin: 2em auto; padding: 0 1em;
@@ -38,7 +39,7 @@ def html(comparison: Comparison, sections) -> str:
     parts = [_section(*section) for section in sections[:2]]
     if has_curves(comparison):
         curves = draw_all_curves(comparison)
-        parts += ["<h2>Curves</h2>", _image(curves.encode(), "svg+xml", "Curves over training")]
+        parts += ["<h2>Curves</h2>", _image(curves, "svg+xml", "Curves over training")]
         parts.append(
             "<p>Lines are means over the seeds, bands one standard deviation on either side.</p>"
         )
@@ -78,15 +79,15 @@ def has_curves(comparison: Comparison) -> bool:
     return any(run.test_curve for runs in comparison.runs.values() for run in runs)
 
 
-def draw_test_curves(comparison: Comparison) -> str:
-    """Draws the test accuracy by epoch, as an SVG."""
+def draw_test_curves(comparison: Comparison) -> bytes:
+    """Draws the test accuracy by epoch, as a PNG."""
     figure, axis = import_pyplot().subplots(figsize=(7, 4.2), layout="constrained")
     _draw_bands(axis, comparison, None, by_second=False)
     axis.set(xlabel="epoch", ylabel="test accuracy, %")
-    return _finish(figure, axis)
+    return _finish("png", figure, axis)
 
 
-def draw_all_curves(comparison: Comparison) -> str:
+def draw_all_curves(comparison: Comparison) -> bytes:
     """Draws test and train curves by epoch and by second, as an SVG."""
     train_name, train_label = _train_metric(comparison)
     figure, axes = import_pyplot().subplots(
@@ -99,7 +100,7 @@ def draw_all_curves(comparison: Comparison) -> str:
     axes[1, 0].set_ylabel(train_label)
     for column, label in enumerate(["epoch", "seconds of training"]):
         axes[1, column].set_xlabel(label)
-    return _finish(figure, *axes.flat)
+    return _finish("svg", figure, *axes.flat)
 
 
 def _draw_bands(axis, comparison, name, *, by_second):
@@ -111,15 +112,15 @@ def _draw_bands(axis, comparison, name, *, by_second):
         _band(axis, runs, name, by_second, setting, style)
 
 
-def _finish(figure, *axes):
+def _finish(kind, figure, *axes):
     for axis in axes:
         axis.grid(alpha=0.25)
         axis.spines[["top", "right"]].set_visible(False)
     handles, labels = axes[0].get_legend_handles_labels()
     columns = 3 if max(map(len, labels)) < 32 else 1
     figure.legend(handles, labels, loc="outside upper left", ncols=columns, frameon=False)
-    file = io.StringIO()
-    figure.savefig(file, format="svg", metadata={"Date": None})
+    file = io.BytesIO()
+    figure.savefig(file, format=kind, dpi=150)
     import_pyplot().close(figure)
     return file.getvalue()
 

@@ -1,4 +1,4 @@
-"""Writes results.csv, report.md, report.html and curves.svg from the files of a comparison."""
+"""Writes results.csv, report.md, report.html and curves.png from the files of a comparison."""
 
 import csv
 import io
@@ -22,11 +22,13 @@ def write_report(workdir: Path) -> None:
         "report.md": markdown(sections),
         "report.html": page.html(comparison, sections),
     }
-    if page.has_curves(comparison):
-        texts["curves.svg"] = page.draw_test_curves(comparison)
     for name, text in texts.items():
         workdir_lib.write_atomically(workdir / name, text)
-    print(f"wrote {', '.join(texts)} to {workdir}")
+    names = [*texts]
+    if page.has_curves(comparison):
+        (workdir / page.CURVES).write_bytes(page.draw_test_curves(comparison))
+        names.append(page.CURVES)
+    print(f"wrote {', '.join(names)} to {workdir}")
 
 
 def csv_text(comparison: Comparison) -> str:
@@ -182,5 +184,5 @@ def markdown(sections: Sequence[Section]) -> str:
             header, *rows = [[cell.replace("|", r"\|") for cell in row] for row in content]
             lines = [header, ["---"] * len(header), *rows]
             parts.append("\n".join(f"| {' | '.join(row)} |" for row in lines))
-    parts.append("Figures: report.html. Every run: results.csv.")
+    parts.append("Figures: curves.png and report.html. Every run: results.csv.")
     return "\n\n".join(parts) + "\n"
