@@ -174,7 +174,11 @@ def _train(config, workdir, profile_steps, on_exit):
     trace = profiling.StepTrace(workdir / "profile", *profile_steps)
     recompilations = on_exit.enter_context(profiling.RecompilationWatch())
     stop_request = on_exit.enter_context(workdir_lib.listen_for_signals())
-    run = {"config": json.loads(config.to_json()), "num_examples": len(train_source)}
+    run = {
+        "config": json.loads(config.to_json()),
+        "num_examples": len(train_source),
+        "class_names": list(dataset.class_names),  # for an export
+    }
     results: dict[str, float] = {}
     gc.freeze()  # do not search the objects of the start again and again
     gc.enable()
