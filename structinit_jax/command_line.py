@@ -28,16 +28,19 @@ from structinit_jax.errors import InputError, StoppedError
 CONFIG = flags.DEFINE_string(
     "config",
     None,
-    "Config file, FILE.py or FILE.py:ROW; by default that of the run in --workdir. "
+    "Config file, FILE.py or FILE.py:ROW. Required, unless --workdir is that of a run. "
     "--config.FIELD=VALUE sets a field.",
 )
 WORKDIR = flags.DEFINE_string(
-    "workdir", None, "Output directory. Training resumes from the newest checkpoint in it."
+    "workdir",
+    None,
+    "Output directory. Required, except for --dry_run and start values. Training resumes from the "
+    "newest checkpoint in it.",
 )
 STEP = flags.DEFINE_string(
     "step", None, "Step of the run: a number, or 'newest' (default) or 'best' of the checkpoints."
 )
-OUT = flags.DEFINE_string("out", None, "File to write; for analyse a directory.")
+OUT = flags.DEFINE_string("out", None, "File to write, or folder.")
 SHARED = ("workdir", "step", "out")
 
 
@@ -188,6 +191,8 @@ def _parse_flags(argv: list[str]) -> list[tuple[str, str]]:
             else:
                 words.append(word)
         remaining = flags.FLAGS(words)
+    except SystemExit as error:  # absl has printed the help, and ends with status 1
+        raise SystemExit(0) from error
     except flags.Error as error:
         raise InputError(str(error)) from error
     if flags.FLAGS["verbosity"].using_default_value:

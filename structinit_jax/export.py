@@ -1,16 +1,18 @@
 """Exports the weights of a run as a safetensors file with timm's names and layout.
 
-    python -m structinit_jax.export --config=FILE --workdir=DIR --out=model.safetensors
+    python -m structinit_jax.export --workdir=DIR --out=model
 
-The checkpoint is the newest one, or that of --step=best or --step=N.
-
-timm loads it with `model.load_state_dict(safetensors.torch.load_file("model.safetensors"))`, and a
-new run starts from it with `--config.start_from=model.safetensors`.
+The checkpoint is the newest one, or that of --step=best or --step=N. The folder --out gets
+`model.safetensors` and the `config.json` with which `timm.create_model("local-dir:model",
+pretrained=True)` builds the model, with its normalization and class names. With a name that ends in
+.safetensors only that file is written; its metadata holds the same. A new run starts from it with
+`--config.start_from=model/model.safetensors`.
 """
 
 from structinit_jax import trainer_extra  # noqa: F401 (first, before what may be missing)
 
 # isort: split
+import json
 from pathlib import Path
 
 import jax
@@ -25,8 +27,12 @@ from structinit_jax import config as config_lib
 from structinit_jax.command_line import OUT, STEP, WORKDIR
 from structinit_jax.errors import InputError
 from structinit_jax.evaluate import restore_model
-from structinit_jax.interop import to_timm
+from structinit_jax.interop import timm_config, to_timm
+from structinit_jax.interop.timm_config import TimmModel
+from structinit_jax.training.checkpoint import read_run
+from structinit_jax.training.workdir import local_path, write_atomically
 
+WEIGHTS = Path("model.safetensors")  # as timm expects it in a folder
 _AVERAGED = flags.DEFINE_bool(
     "averaged", False, "Export the averaged weights of a run with config.ema_decay."
 )
@@ -38,31 +44,60 @@ def export(
     path: Path,
     averaged: bool = False,
     step: str = "newest",
-) -> int:
-    """Exports the weights of a checkpoint and returns its step. Needs no data.
+) -> tuple[int, TimmModel]:
+    """Exports the weights of a checkpoint. Needs no data.
 
     Args:
       config: Config of the run.
       workdir: Output directory of the run.
-      path: File to write.
+      path: Folder for the weights and timm's `config.json`, or a `.safetensors` file.
       averaged: Whether to export the averaged weights.
       step: 'newest', 'best' or a number; see `checkpoint.find_step`.
 
+    Returns:
+      The step of the checkpoint, and timm's model of the weights.
+
     Raises:
-      InputError: There is no checkpoint or no averaged weights, or the file cannot be written.
+      InputError: timm has no such model, there is no checkpoint or no averaged weights, or the
+        files cannot be written.
     """
     config_lib.validate(config)
     if averaged and not config.ema_decay:
         raise InputError("--averaged needs a run with averaged weights, but config.ema_decay is 0")
+    data = config.data
+    sizes = dict(image_size=data.image_size, channels=data.channels)
+    timm_model = timm_config.timm_model(config.model.to_dict(), **sizes)
+    is_folder = path.suffix != WEIGHTS.suffix
+    if is_folder and (path / "checkpoints").exists():
+        raise InputError(
+            f"--out={path} is the workdir of a run, whose config.json would be lost: choose "
+            "another folder"
+        )
     model, state = restore_model(config, workdir, jax.local_devices()[:1], step)
     source = state.ema if averaged else state._asdict()
     weights = jax.device_get((source["params"], source["model_state"]))
     weights = to_timm(nnx.merge(model.graphdef, *weights))
+    run = read_run(local_path(workdir) / "checkpoints", int(state.step))
+    card = timm_model.card(
+        image_size=data.image_size,
+        mean=data.mean,
+        std=data.std,
+        crop_fraction=data.crop_fraction,
+        class_names=run.get("class_names", ()),  # older runs have none
+    )
+    text = json.dumps(card, indent=2)
+    # "format" tells readers of safetensors that the layout is PyTorch's.
+    metadata = {"format": "pt", "model": timm_model.call(), "config": text}
     try:
-        save_file(weights, path)
+        if is_folder:
+            path.mkdir(parents=True, exist_ok=True)
+            if timm_model.is_registered:
+                write_atomically(path / "config.json", text + "\n")
+            path = path / WEIGHTS
+        save_file(weights, path, metadata)
     except (OSError, SafetensorError) as error:
         raise InputError(f"--out={path} cannot be written: {error}") from error
-    return int(state.step)
+    return int(state.step), timm_model
 
 
 def main(config: ConfigDict) -> None:
@@ -70,8 +105,15 @@ def main(config: ConfigDict) -> None:
     if WORKDIR.value is None:
         raise InputError("--workdir is required: the output directory of the run")
     path = Path(OUT.value or "model.safetensors")
-    step = export(config, WORKDIR.value, path, _AVERAGED.value, STEP.value or "newest")
+    step, model = export(config, WORKDIR.value, path, _AVERAGED.value, STEP.value or "newest")
     print(f"wrote the weights of step {step} to {path}")
+    if path.suffix == WEIGHTS.suffix or not model.is_registered:
+        file = path if path.suffix == WEIGHTS.suffix else path / WEIGHTS
+        print(f"PyTorch: model = {model.call()}")
+        print(f"         model.load_state_dict(safetensors.torch.load_file({str(file)!r}))")
+    else:
+        print(f'PyTorch: timm.create_model("local-dir:{path}", pretrained=True), that is')
+        print(f"         {model.call()}")
 
 
 if __name__ == "__main__":

@@ -1,6 +1,7 @@
 """Objects of the user's own, named in a config as `module:attribute`."""
 
 import importlib
+import sys
 from typing import Any
 
 from structinit_jax.errors import InputError
@@ -9,6 +10,23 @@ from structinit_jax.errors import InputError
 def is_reference(name: str) -> bool:
     """Whether a config value names an object, as `my_module:my_function` does."""
     return ":" in name
+
+
+def reference(thing: Any) -> str:
+    """Returns the name of a function or class of yours for a config.
+
+    In a notebook or script `config.loss = reference(my_loss)` sets '__main__:my_loss'.
+
+    Raises:
+      InputError: It cannot be found by name, like a lambda or a function within a function.
+    """
+    module, name = getattr(thing, "__module__", None), getattr(thing, "__qualname__", "")
+    if getattr(sys.modules.get(module), name, None) is not thing:
+        raise InputError(
+            f"{thing!r} cannot be named in a config: define it with def or class at the top level "
+            "of a module, script or notebook"
+        )
+    return f"{module}:{name}"
 
 
 def load(reference: str, field: str) -> Any:

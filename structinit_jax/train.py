@@ -98,7 +98,6 @@ def _train(config, workdir, profile_steps, on_exit):
     setup = set_up(config, dataset.info, len(train_source))
     schedule, mesh = setup.schedule, setup.model.mesh
     print(f"devices: {mesh_lib.describe(mesh)}")
-    print(parameter_overview.get_parameter_overview(setup.model.params, include_stats=False))
 
     # Compiled ahead of time, so that an unexpected shape is an error and not a recompilation; in
     # another thread, while the state is initialized or restored. The first program is traced in
@@ -133,6 +132,7 @@ def _train(config, workdir, profile_steps, on_exit):
         pending, init_metrics = PendingMetrics(saved["pending_metrics"]), {}
         print(f"resumed from step {start_step} in {checkpoints.directory}")
     else:
+        print(parameter_overview.get_parameter_overview(setup.model.params, include_stats=False))
         params, model_state, init_metrics = initialize_and_measure(config, setup.model)
         state = setup.init_state(params, model_state)
         pending = PendingMetrics()
@@ -174,7 +174,11 @@ def _train(config, workdir, profile_steps, on_exit):
     trace = profiling.StepTrace(workdir / "profile", *profile_steps)
     recompilations = on_exit.enter_context(profiling.RecompilationWatch())
     stop_request = on_exit.enter_context(workdir_lib.listen_for_signals())
-    run = {"config": json.loads(config.to_json()), "num_examples": len(train_source)}
+    run = {
+        "config": json.loads(config.to_json()),
+        "num_examples": len(train_source),
+        "class_names": list(dataset.class_names),  # for an export
+    }
     results: dict[str, float] = {}
     gc.freeze()  # do not search the objects of the start again and again
     gc.enable()

@@ -1,13 +1,17 @@
+import json
+
 import jax
 import numpy as np
 import pytest
 from flax import nnx
+from safetensors import safe_open
 from safetensors.numpy import load_file
 
 from structinit_jax import evaluate, export
 from structinit_jax.errors import InputError
 from structinit_jax.interop import from_timm
-from structinit_jax.models.registry import create_model
+from structinit_jax.interop.timm_config import timm_model
+from structinit_jax.models.registry import create_model, default_config
 
 pytestmark = pytest.mark.usefixtures("library_promotion")
 
@@ -20,7 +24,7 @@ def test_the_file_has_the_weights_of_the_newest_checkpoint(
     params = jax.device_get(state.ema["params"] if averaged else state.params)
     path = tmp_path / "model.safetensors"
     run_config.batch_size = 9  # does not fit the devices
-    assert export.export(run_config, finished_run.workdir, path, averaged) == 12
+    assert export.export(run_config, finished_run.workdir, path, averaged)[0] == 12
     options = run_config.model.to_dict()
     loaded = create_model(options, image_size=8, channels=1, rngs=nnx.Rngs(9))
     from_timm(loaded, load_file(path))
@@ -29,9 +33,72 @@ def test_the_file_has_the_weights_of_the_newest_checkpoint(
     np.testing.assert_allclose(loaded(images)[0], expected, atol=1e-6)
 
 
+def test_a_folder_has_the_card_that_timm_reads(run_config, finished_run, tmp_path):
+    _, model = export.export(run_config, finished_run.workdir, tmp_path / "model")
+    card = json.loads((tmp_path / "model" / "config.json").read_text())
+    assert card["architecture"] == "vit_base_patch16_224"
+    assert card["model_args"]["embed_dim"] == 16
+    assert card["label_names"] == [str(digit) for digit in range(10)]
+    assert card["pretrained_cfg"]["input_size"] == [1, 8, 8]
+    assert card["pretrained_cfg"]["mean"] == [0.3]
+    with safe_open(tmp_path / "model" / "model.safetensors", "numpy") as file:
+        metadata = file.metadata()
+    assert json.loads(metadata["config"]) == card
+    assert metadata["model"] == model.call()
+    assert metadata["model"].startswith("timm.create_model('vit_base_patch16_224', in_chans=1, ")
+
+
+# What timm 1.0.31 builds from these calls has our weights' names and shapes and computes the same
+# logits, to 1e-6 of the largest: checked with timm.create_model("local-dir:FOLDER").
+@pytest.mark.parametrize(
+    ("options", "call"),
+    [
+        (
+            default_config("vit") | dict(pool="class_token", num_registers=3, layer_scale=0.1),
+            "timm.create_model('vit_base_patch16_224', in_chans=3, num_classes=1000, img_size=32, "
+            "patch_size=16, embed_dim=192, depth=12, num_heads=3, mlp_ratio=4.0, class_token=True, "
+            "global_pool='token', reg_tokens=3, qk_norm=False, init_values=0.1)",
+        ),
+        (
+            default_config("swin") | dict(depths=(2, 2), num_heads=(3, 6)),
+            "timm.create_model('swin_tiny_patch4_window7_224', in_chans=3, num_classes=1000, "
+            "img_size=32, patch_size=4, embed_dim=96, depths=[2, 2], num_heads=[3, 6], "
+            "window_size=7, mlp_ratio=4.0)",
+        ),
+        (
+            default_config("mixer_s32_224"),
+            "timm.create_model('mixer_s32_224', in_chans=3, num_classes=1000, img_size=32, "
+            "mlp_ratio=[0.5, 4.0])",
+        ),
+        (
+            default_config("mixer") | dict(patch_size=4),
+            "timm.models.mlp_mixer.MlpMixer(in_chans=3, num_classes=1000, img_size=32, "
+            "mlp_ratio=[0.5, 4.0], patch_size=4, embed_dim=512, num_blocks=8)",
+        ),
+        (
+            default_config("convmixer_768_32"),
+            "timm.create_model('convmixer_768_32', in_chans=3, num_classes=1000)",
+        ),
+        (
+            default_config("convmixer") | dict(activation="relu"),
+            "timm.models.convmixer.ConvMixer(in_chans=3, num_classes=1000, patch_size=2, dim=256, "
+            "depth=8, kernel_size=5, act_layer=torch.nn.ReLU)",
+        ),
+    ],
+)
+def test_timms_call_names_every_size(options, call):
+    model = timm_model(options, image_size=32, channels=3)
+    assert model.call() == call
+    assert model.is_registered == call.startswith("timm.create_model(")
+
+
 def test_mistakes_are_refused(run_config, finished_run, tmp_path):
-    with pytest.raises(InputError, match=r"--out=.*cannot be written"):
-        export.export(run_config, finished_run.workdir, tmp_path / "no" / "file")
+    (tmp_path / "file").write_text("")
+    for path in (tmp_path / "no" / "x.safetensors", tmp_path / "file" / "folder"):
+        with pytest.raises(InputError, match=r"--out=.*cannot be written"):
+            export.export(run_config, finished_run.workdir, path)
+    with pytest.raises(InputError, match=r"--out=.* is the workdir of a run"):
+        export.export(run_config, finished_run.workdir, finished_run.workdir)
     run_config.ema_decay = 0.0
     with pytest.raises(InputError, match=r"--averaged .*config\.ema_decay is 0"):
         export.export(run_config, finished_run.workdir, tmp_path / "file", averaged=True)

@@ -26,7 +26,9 @@ TINY = [
 
 
 def test_help_lists_the_flags_of_the_command():
-    words = fork_main.run("--help").stdout.split()
+    result = fork_main.run("--help")
+    assert result.returncode == 0
+    words = result.stdout.split()
     assert {"--config:", "--workdir:", "--mode:"} <= set(words)
     assert "--out:" not in words
 

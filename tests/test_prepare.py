@@ -66,6 +66,14 @@ def test_folder_report_names_bad_images(tmp_path, capsys):
     assert "dog/1.png" in said
 
 
+def test_pixels_of_tiny_images_are_drawn_as_squares():
+    image = np.random.default_rng(0).integers(0, 256, (8, 10, 1), np.uint8)
+    sheet = np.asarray(prepare.draw_tiles([image], ["an image"]))
+    size = prepare.TILE // 8
+    drawn = sheet[prepare.MARGIN :, prepare.MARGIN :, 0][size // 2 :: size, size // 2 :: size]
+    np.testing.assert_array_equal(drawn[:8, :8], image[:, 1:-1, 0])
+
+
 def test_splits_without_labels_are_described():
     records = [{"image": np.zeros((4, 6, 3), np.uint8), "label": -1}] * 3
     dataset = Dataset.from_records("unlabeled", {"test": records}, ["a", "b"])

@@ -277,6 +277,7 @@ class _SharedRun:
             run = {
                 "config": json.loads(self.configs[i].to_json()),
                 "num_examples": len(self.source),
+                "class_names": list(self.dataset.class_names),
                 "pending_metrics": [],
             }
             checkpoints.save(self.setup.schedule.num_steps, state, run, accuracy)

@@ -179,7 +179,8 @@ def draw_samples(source: ImageSource, class_names: Sequence[str]) -> Image.Image
 def draw_tiles(images: list[np.ndarray], captions: list[str]) -> Image.Image:
     """Draws images, uint8 [h, w, 1 or 3], cropped to squares, in rows of eight.
 
-    Captions are written below the images and shortened to fit.
+    Tiny images are enlarged to visible pixels. Captions are written below the images and shortened
+    to fit.
     """
     rows = -(-len(images) // COLUMNS)
     pitch = (TILE + MARGIN, TILE + CAPTION + MARGIN)
@@ -188,8 +189,10 @@ def draw_tiles(images: list[np.ndarray], captions: list[str]) -> Image.Image:
     for number, (image, caption) in enumerate(zip(images, captions, strict=True)):
         left = MARGIN + number % COLUMNS * pitch[0]
         top = MARGIN + number // COLUMNS * pitch[1]
-        tile = resize_and_center_crop(image, TILE)
-        sheet.paste(Image.fromarray(np.repeat(tile, 3 // tile.shape[-1], axis=-1)), (left, top))
+        side = min(image.shape[:2])
+        tile = resize_and_center_crop(image, side if side <= TILE // 2 else TILE)
+        picture = Image.fromarray(np.repeat(tile, 3 // tile.shape[-1], axis=-1))
+        sheet.paste(picture.resize((TILE, TILE), Image.Resampling.NEAREST), (left, top))
         while draw.textlength(caption) > TILE:
             caption = caption[:-1]
         draw.text((left, top + TILE + 1), caption, fill="black")

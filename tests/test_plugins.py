@@ -1,0 +1,72 @@
+"""Objects of the user's own, as the README shows them."""
+
+import re
+import sys
+from pathlib import Path
+
+import jax
+import numpy as np
+import pytest
+
+from structinit_jax import config as config_lib
+from structinit_jax import export, plugins, train
+from structinit_jax.attention_init import AttentionSite
+from structinit_jax.errors import InputError
+
+README = Path(__file__).parent.parent / "README.md"
+SHOWN = re.search(r"<!-- mine\.py -->\n```python\n(.*?)```", README.read_text(), re.DOTALL)[1]
+
+
+@pytest.fixture
+def mine(tmp_path, monkeypatch):
+    """The README's module, importable."""
+    (tmp_path / "mine.py").write_text(SHOWN)
+    monkeypatch.syspath_prepend(tmp_path)
+    yield "mine"
+    sys.modules.pop("mine", None)
+
+
+def make_config(model):
+    config = config_lib.base_config(model)
+    config.update(batch_size=64, num_epochs=6.0, warmup_epochs=1.0, learning_rate=1e-2)
+    config.update(eval_every_epochs=6.0, loss="mine:focal")
+    config.model.num_classes = 2
+    config.data.update(name="mine:halves", channels=1, mean=(0.5,), std=(0.5,), image_size=8)
+    return config
+
+
+@pytest.mark.usefixtures("library_promotion")
+def test_the_readmes_objects_train_and_the_model_is_not_exported(mine, tmp_path):
+    config = make_config("mine:Linear")
+    config.attention_init.name = "default"
+    config_lib.drop_foreign_options(config)
+    results = train.train(config, tmp_path / "run")
+    assert results["test/accuracy"] > 0.9
+    with pytest.raises(InputError, match=r"config\.model\.name='mine:Linear' cannot be exported"):
+        export.export(config, tmp_path / "run", tmp_path / "model")
+
+
+def test_the_readmes_scheme_sets_the_weights(mine):
+    config = make_config("vit")
+    config.attention_init = {"name": "mine:same_query_key", "std": 0.5}
+    config_lib.validate(config)
+    site = AttentionSite((2, 2), 16, 2, 8, 3, 8**-0.5)
+    weights = config_lib.make_attention_init(config)(jax.random.key(0), site)
+    assert weights.query.shape == (3, 16, 2, 8)
+    np.testing.assert_array_equal(weights.query, weights.key)
+
+
+def focal(logits, targets):
+    return logits
+
+
+def test_objects_are_named_by_reference():
+    assert plugins.reference(focal) == "test_plugins:focal"
+    assert plugins.load(plugins.reference(focal), "loss") is focal
+
+    def inner():
+        pass
+
+    for thing in (lambda x: x, inner, 3):
+        with pytest.raises(InputError, match="cannot be named in a config: define it with def"):
+            plugins.reference(thing)
