@@ -21,7 +21,16 @@ def flatten(params: Any) -> tuple[Leaves, Callable[[Leaves], Any]]:
     Returns:
       The leaves by name, with dots between the levels ('blocks.0.attn.qkv.weight'), and the
       function that rebuilds `params` from such a dict.
+
+    Raises:
+      InputError: `params` is a torch module.
     """
+    if callable(getattr(params, "state_dict", None)):
+        raise InputError(
+            f"params is a {type(params).__name__}, a torch module: pass "
+            "{k: v.detach().cpu().numpy() for k, v in model.state_dict().items()} and load the "
+            "result into it"
+        )
     if isinstance(params, nnx.Module):
         graphdef, state = nnx.split(params)
         leaves, rebuild = flatten(state)
@@ -206,10 +215,20 @@ def find_stack(leaves: Leaves, name: str | None) -> Stack:
         if stacks:
             _check_stack(leaves, stacks[0])
             return stacks[0]
-    wanted = ", ".join(layout.example for layout in layouts)
-    have = ", ".join([*list(leaves)[:4], "…"]) if leaves else "none"
     argument = "layout" if name is None else f"layout={name!r}"
-    raise InputError(f"{argument}: params have no name like {wanted}; their names: {have}")
+    known = "; ".join(f"{n} ({', '.join(v.example for v in LAYOUTS[n])})" for n in names)
+    similar = [n for n in leaves if re.search(r"att|qkv|query|q_proj|in_proj", n, re.IGNORECASE)]
+    looks = " that look like attention" if similar else ""
+    raise InputError(
+        f"{argument}: params have no attention that is named as in {known}. Their names{looks}: "
+        f"{_abbreviate(similar or list(leaves))}. "
+        "Rename them for the call, or describe the layers with an AttentionSite and place the "
+        "arrays that the scheme returns for it"
+    )
+
+
+def _abbreviate(names: list[str], most: int = 6) -> str:
+    return ", ".join([*names[:most], *(["…"] if len(names) > most else [])]) or "none"
 
 
 def _stacks(leaves: Leaves, layout: Layout) -> list[Stack]:
@@ -250,12 +269,6 @@ def _check_stack(leaves: Leaves, stack: Stack) -> None:
             name = stack.layout.weight(attention, field)
             if name not in leaves:
                 raise InputError(f"params: {attention or 'the attention layer'} has no {name}")
-        for name in leaves:
-            if re.match(rf"{re.escape(attention)}\.?(q_norm|k_norm|query_ln|key_ln)\.", name):
-                raise InputError(
-                    f"params: {name} normalizes queries or keys, so no scheme can set their "
-                    "attention maps: build the model without it"
-                )
 
 
 def join(*parts: str) -> str:
