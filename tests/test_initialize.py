@@ -30,6 +30,11 @@ RECORDED = {
     "timm_separate": (dict(num_heads=12), (32, 32)),
     "huggingface": (dict(num_heads=4), (6, 6)),
     "huggingface_file": (dict(num_heads=4), (6, 6)),
+    "dinov2": (dict(num_heads=4), (6, 6)),
+    "dinov2_file": (dict(num_heads=4), (6, 6)),
+    "clip": (dict(num_heads=4), (6, 6)),
+    "siglip": (dict(num_heads=4), (6, 6)),
+    "torchvision": (dict(num_heads=4), (6, 6)),
 }
 
 
@@ -43,7 +48,7 @@ def state_dict(name, dtype=np.float32):
     starts = range(len(NAMES[name]))  # no two arrays are equal
     return {
         key: np.full(shape, key.endswith("weight"), dtype)
-        if "norm" in key
+        if "norm" in key or ".ln_" in key
         else noise(2**22)[start : start + math.prod(shape)].reshape(shape).astype(dtype)
         for start, (key, shape) in zip(starts, NAMES[name].items(), strict=True)
     }
@@ -111,6 +116,25 @@ def linen_tree(kind):
     return jax.tree.map(jnp.asarray, tree)
 
 
+def deit3_tree():
+    """Parameters in the layout of deit3-jax, whose position table has the axes of the grid."""
+    rng, tree = np.random.default_rng(0), {"head": {"kernel": np.zeros((WIDTH, 10))}}
+    for i in range(LAYERS):
+        block = linen_block(rng)
+        attention = block["MultiHeadDotProductAttention_0"]
+        mlp = block["MlpBlock_0"]
+        tree[f"layer_{i}"] = {
+            "attn": {f"w{name[0]}": module for name, module in attention.items()},
+            "ff": {"w1": mlp["Dense_0"], "w2": mlp["Dense_1"]},
+            "norm1": block["LayerNorm_0"],
+            "norm2": block["LayerNorm_0"],
+        }
+    patches = {"kernel": normal(rng, 4, 4, 3, WIDTH), "bias": np.zeros(WIDTH)}
+    tree["embed"] = {"wpe": normal(rng, *GRID, WIDTH), "wte": patches}
+    tree["embed"]["cls_token"] = normal(rng, 1, 1, WIDTH)
+    return jax.tree.map(jnp.asarray, tree)
+
+
 class Block(nnx.Module):
     def __init__(self, rngs):
         self.norm1 = nnx.LayerNorm(WIDTH, rngs=rngs)
@@ -142,6 +166,7 @@ MODELS = {
         name: lambda name=name: linen_tree(name)
         for name in ("big_vision", "big_vision_scan", "vit_jax")
     },
+    "deit3_jax": deit3_tree,
     "nnx": lambda: NNXModel(nnx.Rngs(0)),
     "nnx_state": lambda: nnx.state(NNXModel(nnx.Rngs(0)), nnx.Param),
     "nnx_pure": lambda: nnx.to_pure_dict(nnx.state(NNXModel(nnx.Rngs(0)), nnx.Param)),
@@ -216,7 +241,20 @@ def test_write_then_read_returns_the_weights_and_changes_nothing_else(name):
         assert type(after[path]) is type(old)
         assert after[path].dtype == old.dtype
     changed = {p for p, old in before.items() if not np.array_equal(old, to_numpy(after[p]))}
-    kept = ("norm", "mlp", "head", "embedding/", "fc", "cls", "patch", "ids", "MlpBlock", "pooler")
+    kept = (
+        "norm",
+        "mlp",
+        "text_model",
+        "conv_proj",
+        "head",
+        "embedding/",
+        "fc",
+        "cls",
+        "patch",
+        "ids",
+        "MlpBlock",
+        "pooler",
+    )
     assert not [p for p in changed if any(part in p for part in kept)]
 
 
@@ -280,6 +318,12 @@ SCALED = {  # the patch embedding, and the output layer of a block's MLP
         "vit.embeddings.patch_embeddings.projection",
         "vit.encoder.layer.{}.output.dense",
     ),
+    "dinov2": ("embeddings.patch_embeddings.projection", "encoder.layer.{}.mlp.down_proj"),
+    "dinov2_file": ("embeddings.patch_embeddings.projection", "encoder.layer.{}.mlp.weights_out"),
+    "clip": ("vision_model.embeddings.patch_embedding", "vision_model.encoder.layers.{}.mlp.fc2"),
+    "siglip": ("embeddings.patch_embedding", "encoder.layers.{}.mlp.fc2"),
+    "torchvision": ("conv_proj", "encoder.layers.encoder_layer_{}.mlp.3"),
+    "deit3_jax": ("embed.wte", "layer_{}.ff.w2"),
     "big_vision": ("embedding", "Transformer.encoderblock_{}.MlpBlock_0.Dense_1"),
     "big_vision_scan": ("embedding", "Transformer.encoderblock.MlpBlock_0.Dense_1"),
     "vit_jax": ("embedding", "Transformer.encoderblock_{}.MlpBlock_0.Dense_1"),
