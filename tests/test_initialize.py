@@ -30,6 +30,11 @@ RECORDED = {
     "timm_separate": (dict(num_heads=12), (32, 32)),
     "huggingface": (dict(num_heads=4), (6, 6)),
     "huggingface_file": (dict(num_heads=4), (6, 6)),
+    "dinov2": (dict(num_heads=4), (6, 6)),
+    "dinov2_file": (dict(num_heads=4), (6, 6)),
+    "clip": (dict(num_heads=4), (6, 6)),
+    "siglip": (dict(num_heads=4), (6, 6)),
+    "torchvision": (dict(num_heads=4), (6, 6)),
 }
 
 
@@ -39,10 +44,12 @@ def noise(size):
 
 
 def state_dict(name, dtype=np.float32):
-    """NumPy arrays with the names and shapes of a real model's state dict."""
+    """NumPy arrays with the names and shapes of a real model's state dict; norms at their start."""
     starts = range(len(NAMES[name]))  # no two arrays are equal
     return {
-        key: noise(2**22)[start : start + math.prod(shape)].reshape(shape).astype(dtype)
+        key: np.full(shape, key.endswith("weight"), dtype)
+        if "norm" in key or ".ln_" in key
+        else noise(2**22)[start : start + math.prod(shape)].reshape(shape).astype(dtype)
         for start, (key, shape) in zip(starts, NAMES[name].items(), strict=True)
     }
 
@@ -109,6 +116,25 @@ def linen_tree(kind):
     return jax.tree.map(jnp.asarray, tree)
 
 
+def deit3_tree():
+    """Parameters in the layout of deit3-jax, whose position table has the axes of the grid."""
+    rng, tree = np.random.default_rng(0), {"head": {"kernel": np.zeros((WIDTH, 10))}}
+    for i in range(LAYERS):
+        block = linen_block(rng)
+        attention = block["MultiHeadDotProductAttention_0"]
+        mlp = block["MlpBlock_0"]
+        tree[f"layer_{i}"] = {
+            "attn": {f"w{name[0]}": module for name, module in attention.items()},
+            "ff": {"w1": mlp["Dense_0"], "w2": mlp["Dense_1"]},
+            "norm1": block["LayerNorm_0"],
+            "norm2": block["LayerNorm_0"],
+        }
+    patches = {"kernel": normal(rng, 4, 4, 3, WIDTH), "bias": np.zeros(WIDTH)}
+    tree["embed"] = {"wpe": normal(rng, *GRID, WIDTH), "wte": patches}
+    tree["embed"]["cls_token"] = normal(rng, 1, 1, WIDTH)
+    return jax.tree.map(jnp.asarray, tree)
+
+
 class Block(nnx.Module):
     def __init__(self, rngs):
         self.norm1 = nnx.LayerNorm(WIDTH, rngs=rngs)
@@ -140,6 +166,7 @@ MODELS = {
         name: lambda name=name: linen_tree(name)
         for name in ("big_vision", "big_vision_scan", "vit_jax")
     },
+    "deit3_jax": deit3_tree,
     "nnx": lambda: NNXModel(nnx.Rngs(0)),
     "nnx_state": lambda: nnx.state(NNXModel(nnx.Rngs(0)), nnx.Param),
     "nnx_pure": lambda: nnx.to_pure_dict(nnx.state(NNXModel(nnx.Rngs(0)), nnx.Param)),
@@ -164,7 +191,13 @@ def structinit_model():
             rngs=nnx.Rngs(0),
         )
     )
-    return jax.tree.map(lambda leaf: jnp.ones(leaf.shape), nnx.state(abstract, nnx.Param))
+    state = nnx.state(abstract, nnx.Param)
+    return jax.tree.map_with_path(
+        lambda path, leaf: jnp.full(
+            leaf.shape, "norm" not in str(path) or "scale" in str(path), float
+        ),
+        state,
+    )
 
 
 def arguments(name):
@@ -208,7 +241,20 @@ def test_write_then_read_returns_the_weights_and_changes_nothing_else(name):
         assert type(after[path]) is type(old)
         assert after[path].dtype == old.dtype
     changed = {p for p, old in before.items() if not np.array_equal(old, to_numpy(after[p]))}
-    kept = ("norm", "mlp", "head", "embedding/", "fc", "cls", "patch", "ids", "MlpBlock", "pooler")
+    kept = (
+        "norm",
+        "mlp",
+        "text_model",
+        "conv_proj",
+        "head",
+        "embedding/",
+        "fc",
+        "cls",
+        "patch",
+        "ids",
+        "MlpBlock",
+        "pooler",
+    )
     assert not [p for p in changed if any(part in p for part in kept)]
 
 
@@ -272,6 +318,12 @@ SCALED = {  # the patch embedding, and the output layer of a block's MLP
         "vit.embeddings.patch_embeddings.projection",
         "vit.encoder.layer.{}.output.dense",
     ),
+    "dinov2": ("embeddings.patch_embeddings.projection", "encoder.layer.{}.mlp.down_proj"),
+    "dinov2_file": ("embeddings.patch_embeddings.projection", "encoder.layer.{}.mlp.weights_out"),
+    "clip": ("vision_model.embeddings.patch_embedding", "vision_model.encoder.layers.{}.mlp.fc2"),
+    "siglip": ("embeddings.patch_embedding", "encoder.layers.{}.mlp.fc2"),
+    "torchvision": ("conv_proj", "encoder.layers.encoder_layer_{}.mlp.3"),
+    "deit3_jax": ("embed.wte", "layer_{}.ff.w2"),
     "big_vision": ("embedding", "Transformer.encoderblock_{}.MlpBlock_0.Dense_1"),
     "big_vision_scan": ("embedding", "Transformer.encoderblock.MlpBlock_0.Dense_1"),
     "vit_jax": ("embedding", "Transformer.encoderblock_{}.MlpBlock_0.Dense_1"),
@@ -324,6 +376,7 @@ def test_parts_of_a_fused_tensor_that_a_scheme_does_not_set_stay():
 
 def test_biases_outside_the_fused_module_become_zero():
     params = state_dict("timm_no_positions")
+    params = {name: value for name, value in params.items() if "relative_position" not in name}
     fixed = dict(num_heads=12, positions=sincos_positions((14, 14), 768))
     new = interop.initialize(params, normal_scheme, RNG, **fixed)
     for name in ("q_bias", "v_bias", "proj.bias"):
@@ -428,6 +481,23 @@ class Tensor:
     shape = (192, 192)
 
 
+class TorchModule:
+    def state_dict(self):
+        raise AssertionError("its tensors would have to be converted")
+
+
+PARTS = {  # that no scheme knows
+    "blocks__0__attn__q_norm__weight": r"q_norm\.weight normalizes queries or keys",
+    "blocks__0__attn__temperature": r"temperature rescales the logits",
+    "blocks__0__attn__logit_scale": r"logit_scale rescales the logits",
+    "blocks__1__attn__proj_l__weight": r"proj_l\.weight mixes the maps of the heads",
+    "blocks__0__attn__norm__weight": r"attn\.norm\.weight normalizes what the output projection",
+    "blocks__0__attn__rel_pos_h": r"rel_pos_h adds a bias",
+    "shared_rel_pos__mlp__fc1__weight": r"shared_rel_pos.* adds a bias",
+    "blocks__0__attn__gate": r"attn\.gate is a part of the attention that schemes do not know",
+}
+
+
 def timm_with(**tensors):
     return state_dict("timm") | {k.replace("__", "."): v for k, v in tensors.items()}
 
@@ -447,8 +517,14 @@ HEADS_OF_TIMM = dict(num_heads=3)
 @pytest.mark.parametrize(
     ("params", "options", "message"),
     [
-        (dict, {}, r"layout: .*blocks\.0\.attn.*encoderblock_0"),
-        (lambda: {"conv": np.ones(3)}, dict(layout="timm"), r"layout='timm': .*blocks.*: conv"),
+        (dict, {}, r"layout: .*timm \(blocks\.0\.attn.*encoderblock_0.*: none\."),
+        (lambda: {"conv": np.ones(3)}, dict(layout="timm"), r"layout='timm': .*blocks.*: conv\."),
+        (
+            lambda: {"stem": np.ones(3), "body.self_attn.wqkv": np.ones(3)},
+            {},
+            r"Their names that look like attention: body\.self_attn\.wqkv\. Rename .*AttentionSite",
+        ),
+        (TorchModule, {}, r"params is a TorchModule, a torch module: pass \{k: v\.detach"),
         (dict, dict(layout="keras"), r"layout='keras'.*timm, huggingface"),
         (lambda: state_dict("timm"), {}, r"num_heads: .*192 channels"),
         (lambda: state_dict("timm"), dict(num_heads=5), r"num_heads=5 .*192 channels"),
@@ -456,8 +532,22 @@ HEADS_OF_TIMM = dict(num_heads=3)
         (lambda: without("pos_embed"), HEADS_OF_TIMM, r"positions: .* width 192 .*pos_embed"),
         (
             lambda: state_dict("timm_no_positions"),
-            dict(num_heads=12),
-            r"positions: .*positions=\[N, D\]",
+            dict(num_heads=12, positions=sincos_positions((14, 14), 768)),
+            r"blocks\.0\.attn\.relative_position_bias_table adds a bias to the logits",
+        ),
+        *(
+            (lambda name=name: timm_with(**{name: np.ones(3, np.float32)}), HEADS_OF_TIMM, message)
+            for name, message in PARTS.items()
+        ),
+        (
+            lambda: state_dict("timm") | {"blocks.1.norm1.weight": np.full(192, 1.1, np.float32)},
+            HEADS_OF_TIMM,
+            r"blocks\.1\.norm1\.weight is not 1: .*freshly built",
+        ),
+        (
+            lambda: state_dict("timm") | {"blocks.0.norm2.bias": np.full(192, 0.1, np.float32)},
+            HEADS_OF_TIMM,
+            r"blocks\.0\.norm2\.bias is not 0",
         ),
         (odd_table, {}, r"grid: the 12 rows of pos_embedding"),
         (odd_table, dict(grid=(5, 5)), r"grid=\(5, 5\) has 25 tokens, but pos_embedding has 12"),
@@ -479,11 +569,6 @@ HEADS_OF_TIMM = dict(num_heads=3)
             r"several stacks .*2 × img\.Transformer",
         ),
         (
-            lambda: timm_with(blocks__0__attn__q_norm__weight=np.ones(64, np.float32)),
-            HEADS_OF_TIMM,
-            r"q_norm\.weight normalizes",
-        ),
-        (
             lambda: timm_with(blocks__0__attn__proj__weight=Tensor()),
             HEADS_OF_TIMM,
             r"proj\.weight is a .*\.Tensor",
@@ -493,6 +578,30 @@ HEADS_OF_TIMM = dict(num_heads=3)
 def test_unusable_parameters_are_refused(params, options, message):
     with pytest.raises(InputError, match=message):
         interop.initialize(params(), normal_scheme, RNG, **options)
+
+
+def test_a_scheme_that_was_not_called_is_refused():
+    with pytest.raises(InputError, match=r"attention_init=impulse is not .*as in impulse\(\)"):
+        interop.initialize(linen_tree("big_vision"), impulse, RNG)
+
+
+def test_a_learned_table_of_a_width_without_an_encoding():
+    layer = {"attn.qkv.weight": (90, 30), "attn.proj.weight": (30, 30)}
+    shapes = {f"blocks.0.{name}": shape for name, shape in layer.items()}
+    params = {name: np.ones(shape, np.float32) for name, shape in shapes.items()}
+    params["pos_embed"] = np.random.default_rng(0).standard_normal((1, 16, 30), np.float32)
+    with pytest.raises(InputError, match=r"params: .*width 30 .*positions=\[N, D\].*'mimetic'"):
+        interop.initialize(params, impulse(), RNG, num_heads=3)
+
+
+def test_rotary_positions_beside_a_table_are_reported():
+    params = timm_with(rope__freqs=np.ones((2, 32), np.float32))
+    with pytest.warns(UserWarning, match=r"rope\.freqs rotates queries and keys"):
+        interop.initialize(params, normal_scheme, RNG, num_heads=3)
+    del params["pos_embed"]
+    fixed = sincos_positions((14, 14), 192)
+    with pytest.raises(InputError, match=r"rope\.freqs rotates .* no position table"):
+        interop.initialize(params, normal_scheme, RNG, num_heads=3, positions=fixed)
 
 
 def test_weights_that_do_not_fit_are_refused():

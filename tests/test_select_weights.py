@@ -106,6 +106,12 @@ def test_positions_of_another_grid_are_resampled_before_the_selection():
         interop.select_weights(uneven, student)
 
 
+def test_positions_of_another_grid_are_refused_without_a_model():
+    teacher, student = vit(*TEACHER, image_size=16), vit(12, 2, 3)
+    with pytest.raises(InputError, match=r"pos_embed .*\(1, 17, 24\).*\(1, 5, 12\).*as a model"):
+        interop.select_weights(to_timm(teacher), to_timm(student))
+
+
 def test_buffers_of_older_files_are_ignored():
     sizes = dict(INPUT, patch_size=1, num_classes=3, depths=(2,), num_heads=(2,), window_size=4)
     teacher, student = (filled(SwinTransformer, 0, **sizes, width=width) for width in (16, 8))

@@ -71,7 +71,7 @@ class Host:
         found = [
             name
             for name in self._names(self.stack.layout.positions)
-            if _is_table(self.leaves[name], self.width)
+            if _table_shape(self.leaves[name], self.width)
         ]
         if not found:
             return None
@@ -81,7 +81,10 @@ class Host:
             )
         name, leaf = found[0], self.leaves[found[0]]
         check_array("params", name, leaf)
-        rows = leaf.reshape(leaf.shape[-2:])
+        rows = leaf.reshape(-1, self.width)
+        shape = _table_shape(leaf, self.width)
+        if len(shape) == 2 and grid in (None, shape):
+            return Table(name, rows, 0, shape)
         extra = sum(math.prod(self.leaves[n].shape) // self.width for n in self.extra_tokens())
         return Table(name, rows, *_split_rows(name, len(rows), extra, grid))
 
@@ -142,9 +145,12 @@ class Table(NamedTuple):
     grid: tuple[int, int]
 
 
-def _is_table(leaf: Any, width: int) -> bool:
-    *lead, rows, channels = (1, 1, *getattr(leaf, "shape", ()))
-    return math.prod(lead) == 1 < rows and channels == width
+def _table_shape(leaf: Any, width: int) -> tuple[int, ...]:
+    """Returns (rows,) of a position table or (rows, cols) of one with the grid's axes, else ()."""
+    shape = list(getattr(leaf, "shape", ()))
+    while shape[:1] == [1]:
+        del shape[0]
+    return tuple(shape[:-1]) if len(shape) in (2, 3) and shape[-1] == width else ()
 
 
 def _split_rows(name, rows, extra, grid):

@@ -1,5 +1,7 @@
 """Attention schemes for models that were built elsewhere."""
 
+import inspect
+import warnings
 from typing import Any
 
 import jax
@@ -8,6 +10,7 @@ import numpy as np
 
 from structinit_jax.attention_init import AttentionInit, AttentionSite, AttentionWeights
 from structinit_jax.errors import InputError
+from structinit_jax.interop.assumptions import require_assumptions, rotary_positions
 from structinit_jax.interop.blocks import mlp_outputs
 from structinit_jax.interop.entries import check_array, like
 from structinit_jax.interop.host import Host, square
@@ -27,8 +30,9 @@ def initialize(
     """Puts the weights of a scheme into the parameters of a freshly built model.
 
     Parameters that the scheme does not set stay as they are. Biases of the projections that it sets
-    become zero. Schemes assume that the LayerNorm before the attention has scale 1 and bias 0, and
-    that query-key products are scaled by d^-1/2.
+    become zero. Schemes assume that the LayerNorm before the attention has scale 1 and bias 0, that
+    query-key products are scaled by d^-1/2, and that tokens are in row-major order. Parameters that
+    show otherwise are refused; `check` measures the maps that result.
 
     A learned position table is offered to the scheme as trainable and takes the encoding that the
     scheme returns. Its rows for class and register tokens change only if the scheme scales the
@@ -54,11 +58,35 @@ def initialize(
       that did not change may be shared with `params`.
 
     Raises:
-      InputError: The attention layers cannot be found or do not fit, or an argument is missing.
+      InputError: The attention layers cannot be found or do not fit, the parameters show that the
+        maps would not be the scheme's, or an argument is missing.
     """
     where = dict(layout=layout, num_heads=num_heads, grid=grid)
+    _check_scheme(attention_init, rng)
     site = attention_site(params, **where, positions=positions)
-    return write(params, attention_init(rng, site), **where)
+    try:
+        weights = attention_init(rng, site)
+    except InputError as error:
+        if not (site.positions_trainable and site.width % 4):
+            raise
+        raise InputError(
+            f"params: the scheme replaces the learned position table by a sin-cos encoding, which "
+            f"the model's width {site.width} does not allow: pass the table's own rows for the "
+            "image tokens as positions=[N, D] to keep them, or use 'mimetic'"
+        ) from error
+    return write(params, weights, **where)
+
+
+def _check_scheme(attention_init, rng):
+    """Raises `InputError` for a scheme that has not been called yet."""
+    try:
+        inspect.signature(attention_init).bind(rng, None)
+    except TypeError as error:
+        name = getattr(attention_init, "__name__", repr(attention_init))
+        raise InputError(
+            f"attention_init={name} is not a function of (rng, site): call the scheme with its "
+            "options first, as in impulse()"
+        ) from error
 
 
 def attention_site(
@@ -71,14 +99,22 @@ def attention_site(
 ) -> AttentionSite:
     """Describes the model's attention layers for a scheme. See `initialize` for the arguments."""
     host = Host(params, layout, num_heads)
+    require_assumptions(host)
     trainable = positions is None
+    rotary = rotary_positions(host)
+    if rotary is not None:
+        what = f"params: {rotary} rotates queries and keys"
+        if host.position_table(grid) is None:
+            raise InputError(f"{what}, and there is no position table: no scheme sets such maps")
+        warnings.warn(f"{what}, which moves the scheme's maps: measure them", stacklevel=2)
     if positions is None:
         table = host.position_table(grid)
         if table is None:
             names = ", ".join(host.stack.layout.positions).replace("\\", "")
             raise InputError(
-                f"positions: params hold no position table of width {host.width} ({names}): pass "
-                "the encoding that the model adds as positions=[N, D]"
+                f"positions: params hold no position table of width {host.width} ({names}). Pass "
+                "the encoding that the model adds to its tokens as positions=[N, D]; if it has "
+                "rotary or relative positions instead, no scheme for positions fits"
             )
         grid, positions = table.grid, jnp.asarray(table.rows[table.prefix :], jnp.float32)
     elif positions.ndim != 2 or positions.shape[1] != host.width:

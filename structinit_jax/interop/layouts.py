@@ -21,7 +21,16 @@ def flatten(params: Any) -> tuple[Leaves, Callable[[Leaves], Any]]:
     Returns:
       The leaves by name, with dots between the levels ('blocks.0.attn.qkv.weight'), and the
       function that rebuilds `params` from such a dict.
+
+    Raises:
+      InputError: `params` is a torch module.
     """
+    if callable(getattr(params, "state_dict", None)):
+        raise InputError(
+            f"params is a {type(params).__name__}, a torch module: pass "
+            "{k: v.detach().cpu().numpy() for k, v in model.state_dict().items()} and load the "
+            "result into it"
+        )
     if isinstance(params, nnx.Module):
         graphdef, state = nnx.split(params)
         leaves, rebuild = flatten(state)
@@ -35,7 +44,9 @@ def _name(path) -> str:
     # The box around an array (nnx.Variable, nn.Partitioned) adds a last attribute `value`.
     if path and isinstance(path[-1], jax.tree_util.GetAttrKey) and path[-1].name == "value":
         path = path[:-1]
-    return jax.tree_util.keystr(path, simple=True, separator=".").replace("/", ".")
+    name = jax.tree_util.keystr(path, simple=True, separator=".").replace("/", ".")
+    # The fused weight and bias of torch's MultiheadAttention are no module.
+    return re.sub(r"in_proj_(weight|bias)$", r"in_proj.\1", name)
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -88,7 +99,7 @@ class Layout:
                 yield same(f"{name}.bias", f"{paths[0]}/bias", layer)
 
 
-_STEM = r"(?P<stem>(?:.*\.)?)"
+_STEM = r"(?P<stem>(?:.*?\.)??)"
 _LINEN = Layout(
     example="Transformer.encoderblock_0.MultiHeadDotProductAttention_0.query.kernel",
     # A block without a number is a scan over the layers. Checkpoints older than Linen count _1.
@@ -128,12 +139,37 @@ _HUGGING_FACE = Layout(
     positions=(r"embeddings\.position_embeddings",),
     patches=(r"embeddings\.patch_embeddings\.projection",),
 )
-# Names in modules of transformers >= 5.
+# Names in modules of transformers >= 5: ViT has `layers`, Dinov2 `encoder.layer`.
 _HUGGING_FACE_5 = dataclasses.replace(
     _HUGGING_FACE,
     example="layers.0.attention.q_proj.weight",
-    attention=_STEM + r"layers\.(?P<index>\d+)\.attention",
+    attention=_STEM + r"(?:encoder\.layer|layers)\.(?P<index>\d+)\.attention",
     modules=("q_proj", "k_proj", "v_proj", "o_proj"),
+)
+# The vision towers of CLIP and SigLIP.
+_HUGGING_FACE_CLIP = dataclasses.replace(
+    _HUGGING_FACE,
+    example="encoder.layers.0.self_attn.q_proj.weight",
+    attention=_STEM + r"encoder\.layers\.(?P<index>\d+)\.self_attn",
+    modules=("q_proj", "k_proj", "v_proj", "out_proj"),
+    positions=(r"embeddings\.position_embedding\.weight",),
+    patches=(r"embeddings\.patch_embedding",),
+)
+_TORCHVISION = Layout(
+    example="encoder.layers.encoder_layer_0.self_attention.in_proj_weight",
+    attention=_STEM + r"encoder\.layers\.encoder_layer_(?P<index>\d+)\.self_attention",
+    modules=("in_proj", "in_proj", "in_proj", "out_proj"),
+    torch=True,
+    positions=(r"encoder\.pos_embedding",),
+    patches=("conv_proj",),
+)
+_DEIT3_JAX = Layout(
+    example="layer_0.attn.wq.kernel",
+    attention=_STEM + r"layer_(?P<index>\d+)\.attn",
+    modules=("wq", "wk", "wv", "wo"),
+    torch=False,
+    positions=(r"embed\.wpe",),
+    patches=(r"embed\.wte",),
 )
 _NNX = Layout(
     example="attn.query.kernel",
@@ -148,9 +184,11 @@ _NNX = Layout(
 
 LAYOUTS: Mapping[str, tuple[Layout, ...]] = {
     "timm": (_TIMM_SEPARATE, TIMM),
-    "huggingface": (_HUGGING_FACE, _HUGGING_FACE_5),
+    "huggingface": (_HUGGING_FACE, _HUGGING_FACE_5, _HUGGING_FACE_CLIP),
+    "torchvision": (_TORCHVISION,),
     "big_vision": (_LINEN,),
     "vit_jax": (_LINEN,),
+    "deit3_jax": (_DEIT3_JAX,),
     "nnx": (_NNX,),
 }
 """The layouts by name, each with its variants."""
@@ -200,16 +238,28 @@ def find_stack(leaves: Leaves, name: str | None) -> Stack:
     layouts = list(dict.fromkeys(layout for name in names for layout in LAYOUTS[name]))
     for layout in layouts:
         stacks = _stacks(leaves, layout)
+        if len(stacks) > 1:  # of several towers, the one with patches sees images
+            stacks = [stack for stack in stacks if _sees_images(leaves, stack)] or stacks
         if len(stacks) > 1:
             found = "; ".join(f"{len(s.attentions)} × {s.attentions[0]}" for s in stacks)
             raise InputError(f"params hold several stacks ({found}): pass the subtree of one")
         if stacks:
             _check_stack(leaves, stacks[0])
             return stacks[0]
-    wanted = ", ".join(layout.example for layout in layouts)
-    have = ", ".join([*list(leaves)[:4], "…"]) if leaves else "none"
     argument = "layout" if name is None else f"layout={name!r}"
-    raise InputError(f"{argument}: params have no name like {wanted}; their names: {have}")
+    known = "; ".join(f"{n} ({', '.join(v.example for v in LAYOUTS[n])})" for n in names)
+    similar = [n for n in leaves if re.search(r"att|qkv|query|q_proj|in_proj", n, re.IGNORECASE)]
+    looks = " that look like attention" if similar else ""
+    raise InputError(
+        f"{argument}: params have no attention that is named as in {known}. Their names{looks}: "
+        f"{_abbreviate(similar or list(leaves))}. "
+        "Rename them for the call, or describe the layers with an AttentionSite and place the "
+        "arrays that the scheme returns for it"
+    )
+
+
+def _abbreviate(names: list[str], most: int = 6) -> str:
+    return ", ".join([*names[:most], *(["…"] if len(names) > most else [])]) or "none"
 
 
 def _stacks(leaves: Leaves, layout: Layout) -> list[Stack]:
@@ -225,6 +275,11 @@ def _stacks(leaves: Leaves, layout: Layout) -> list[Stack]:
             numbered += [Stack(layout, stem, (name,), stacked=True) for name in attentions]
     # A single attention next to numbered ones pools tokens.
     return numbered or single
+
+
+def _sees_images(leaves: Leaves, stack: Stack) -> bool:
+    pattern = re.compile(re.escape(stack.stem) + rf"(?:{'|'.join(stack.layout.patches)})\.\w+")
+    return any(pattern.fullmatch(name) for name in leaves)
 
 
 def _attentions(leaves: Leaves, layout: Layout) -> list[tuple[str, dict[int, str]]]:
@@ -250,12 +305,6 @@ def _check_stack(leaves: Leaves, stack: Stack) -> None:
             name = stack.layout.weight(attention, field)
             if name not in leaves:
                 raise InputError(f"params: {attention or 'the attention layer'} has no {name}")
-        for name in leaves:
-            if re.match(rf"{re.escape(attention)}\.?(q_norm|k_norm|query_ln|key_ln)\.", name):
-                raise InputError(
-                    f"params: {name} normalizes queries or keys, so no scheme can set their "
-                    "attention maps: build the model without it"
-                )
 
 
 def join(*parts: str) -> str:

@@ -76,6 +76,13 @@ def select_weights(teacher: nnx.Module | StateDict, student: Student) -> Student
     large = to_timm(teacher) if isinstance(teacher, nnx.Module) else teacher
     if not isinstance(student, nnx.Module):
         _check_names(large, student)
+        for name in student:
+            if name.endswith("pos_embed") and large[name].shape[:2] != student[name].shape[:2]:
+                raise InputError(
+                    f"{name} has shape {large[name].shape} in teacher and {student[name].shape} in "
+                    "student: pass the student as a model, whose grid is known, or first resample "
+                    "the table with models.vit.resample_positions"
+                )
         return _select_all(large, student)
     # Older files of timm hold buffers that are functions of the sizes.
     buffers = {_without_layers(e.name) for e in timm_entries(student) if e.encode is None}

@@ -1,13 +1,12 @@
-"""Records how timm and transformers name their parameters, and checks `interop` against them.
+"""Records how other projects name their parameters, and checks `interop` against them.
 
     python tests/references/make_state_dict_names.py           # writes state_dict_names.json
     python tests/references/make_state_dict_names.py --check   # needs structinit_jax beside torch
 
-Made with timm 1.0.31, transformers 5.23.0 and torch 2.13.0, whose models get random weights:
-nothing is downloaded. `--check` puts impulse attention into the real models and sets their patch
-embedding to zero, so that the tokens are the positions and X = LayerNorm(P). It compares what torch
-makes of them with the weights in JAX: the attention maps of its projections, and the output of its
-attention modules, which split into heads themselves. Largest differences seen: 7e-6 and 3e-6.
+Made with timm 1.0.31, transformers 5.23.0, torchvision 0.28.0 and torch 2.13.0, whose models get
+random weights: nothing is downloaded. `--check` puts impulse attention into the real models and
+measures the attention maps that they compute themselves, which are the softmaxes over tokens in
+their forward passes. `interop.check` finds the same hits in all of them; in CLIP, 1 % are others.
 """
 
 import contextlib
@@ -26,8 +25,11 @@ with contextlib.suppress(RuntimeError):  # where they are defined already
 
 import numpy as np
 import timm
+import torchvision
 import transformers
 from safetensors.numpy import load_file
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.utils._python_dispatch import TorchDispatchMode
 
 DEPTH = 2
 TIMM = {
@@ -37,18 +39,33 @@ TIMM = {
     "timm_separate": "eva02_base_patch14_448",
     "timm_no_positions": "beit_base_patch16_224",
 }
+SIZES = dict(
+    hidden_size=32, num_hidden_layers=DEPTH, num_attention_heads=4, image_size=48, patch_size=8
+)
 
 
-def transformers_model():
-    config = transformers.ViTConfig(
-        hidden_size=32,
-        num_hidden_layers=DEPTH,
-        num_attention_heads=4,
-        intermediate_size=64,
-        image_size=48,
-        patch_size=8,
-    )
-    return transformers.ViTForImageClassification(config)
+def hugging_face(name):
+    """Returns a small model; those whose files have other names than their modules end in _file."""
+    sizes = dict(SIZES, intermediate_size=64)
+    text = dict(hidden_size=32, intermediate_size=64, num_hidden_layers=DEPTH, vocab_size=50)
+    config = {
+        "huggingface": lambda: transformers.ViTConfig(**sizes),
+        "dinov2": lambda: transformers.Dinov2WithRegistersConfig(
+            **SIZES, mlp_ratio=2, num_register_tokens=2, use_swiglu_ffn=True
+        ),
+        "clip": lambda: transformers.CLIPConfig(
+            text_config=dict(text, num_attention_heads=4, bos_token_id=0, eos_token_id=1),
+            vision_config=dict(sizes),
+        ),
+        "siglip": lambda: transformers.SiglipVisionConfig(**sizes),
+    }[name.removesuffix("_file")]()
+    if name.startswith("huggingface"):
+        return transformers.ViTForImageClassification(config)
+    return transformers.AutoModel.from_config(config)
+
+
+def torchvision_model():
+    return torchvision.models.VisionTransformer(48, 8, DEPTH, 4, 32, 64)
 
 
 def shapes(state):
@@ -59,11 +76,13 @@ def record():
     names = {}
     for key, model in TIMM.items():
         names[key] = shapes(timm.create_model(model, depth=DEPTH).state_dict())
-    model = transformers_model()
-    names["huggingface"] = shapes(model.state_dict())
-    with tempfile.TemporaryDirectory() as folder:
-        model.save_pretrained(folder)
-        names["huggingface_file"] = shapes(load_file(f"{folder}/model.safetensors"))
+    for key in ("huggingface", "dinov2", "clip", "siglip"):
+        names[key] = shapes(hugging_face(key).state_dict())
+    for key in ("huggingface_file", "dinov2_file"):
+        with tempfile.TemporaryDirectory() as folder:
+            hugging_face(key).save_pretrained(folder)
+            names[key] = shapes(load_file(f"{folder}/model.safetensors"))
+    names["torchvision"] = shapes(torchvision_model().state_dict())
     lines = ",\n".join(
         f'"{key}": {{\n' + ",\n".join(f'  "{n}": {s}' for n, s in value.items()) + "\n}"
         for key, value in names.items()
@@ -73,14 +92,27 @@ def record():
     json.loads(path.read_text())
 
 
-def first_input(model, norm, side):
-    """What the first block's LayerNorm really gets: class token and positions."""
-    seen = []
-    hook = norm.register_forward_pre_hook(lambda module, args: seen.append(args[0]))
-    with torch.no_grad():
-        model(torch.zeros(1, 3, side, side))
-    hook.remove()
-    return seen[0]
+class Maps(TorchDispatchMode):
+    """Collects the results of all softmaxes over tokens, [B, h, T, T]."""
+
+    def __init__(self):
+        super().__init__()
+        self.found = []
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        out = function(*args, **(kwargs or {}))
+        if "softmax" in function.__name__ and out.shape[-1] == out.shape[-2] > 1:
+            self.found.append(out.reshape(-1, *out.shape[-3:]).numpy())
+        return out
+
+
+def attention_maps(model, images):
+    """Returns the maps of every layer of a torch model on images [B, H, W, C]."""
+    torch.backends.mha.set_fastpath_enabled(False)
+    images = torch.from_numpy(np.ascontiguousarray(images.transpose(0, 3, 1, 2)))
+    with torch.no_grad(), sdpa_kernel(SDPBackend.MATH), Maps() as maps:
+        model.eval()(images)
+    return maps.found
 
 
 def check():
@@ -88,64 +120,32 @@ def check():
 
     from structinit_jax import interop
     from structinit_jax.attention_init import impulse
+    from structinit_jax.interop.check import natural_noise
 
-    hugging_face = transformers_model()
-    cases = (
-        ("timm", timm.create_model(TIMM["timm"], depth=DEPTH), 3, 16),
-        ("transformers", hugging_face, 4, 8),
-    )
-    for name, model, heads, patch in cases:
+    clip = hugging_face("clip")
+    cases = {
+        "timm": (timm.create_model(TIMM["timm"], depth=DEPTH), 3, 224),
+        "timm_registers": (timm.create_model(TIMM["timm_registers"], depth=DEPTH), 6, 518),
+        "timm_distilled": (timm.create_model(TIMM["timm_distilled"], depth=DEPTH), 3, 224),
+        **{name: (hugging_face(name), 4, 48) for name in ("huggingface", "dinov2", "siglip")},
+        "clip": (clip, 4, 48),
+        "torchvision": (torchvision_model(), 4, 48),
+    }
+    for name, (model, heads, side) in cases.items():
         state = {key: value.numpy() for key, value in model.state_dict().items()}
         new = interop.initialize(state, impulse(norm=1.5), jax.random.key(0), num_heads=heads)
-        weights = interop.read(new, num_heads=heads)
-        for key in new:  # images of any kind become tokens of zeros
-            if "patch_embed" in key:
-                new[key] = np.zeros_like(new[key])
         model.load_state_dict({key: torch.from_numpy(value) for key, value in new.items()})
-        model.eval()
-        modules = dict(model.named_modules())
-        attentions = [
-            modules[f"blocks.{i}.attn"] if name == "timm" else modules[f"vit.layers.{i}.attention"]
-            for i in range(DEPTH)
-        ]
-        norms = [
-            modules[f"blocks.{i}.norm1"]
-            if name == "timm"
-            else modules[f"vit.layers.{i}.layernorm_before"]
-            for i in range(DEPTH)
-        ]
-        tokens = first_input(model, norms[0], patch * int(len(weights.positions) ** 0.5))[:, 1:]
-        assert torch.equal(tokens[0], torch.from_numpy(np.array(weights.positions)))
-        x = torch.nn.functional.layer_norm(tokens, tokens.shape[-1:], eps=1e-6)
-        for layer, attention in enumerate(attentions):
-            with torch.no_grad():
-                if name == "timm":
-                    query, key = attention.qkv(x).chunk(3, dim=-1)[:2]
-                    scale = attention.scale
-                    # The module's own output, from its own split into heads.
-                    whole = attention(x)
-                else:
-                    query, key = attention.q_proj(x), attention.k_proj(x)
-                    scale = (query.shape[-1] // heads) ** -0.5
-                    whole = attention(x)
-                    whole = whole[0] if isinstance(whole, tuple) else whole
-                query, key = (
-                    t.reshape(t.shape[1], heads, -1).transpose(0, 1) for t in (query, key)
-                )
-                torch_maps = (query @ key.transpose(-1, -2) * scale).softmax(-1).numpy()
-            x_np = x[0].double().numpy()
-            q, k, v, o = (np.asarray(array[layer], np.float64) for array in weights[:4])
-            scores = np.einsum("nD,Dhd,Ehd,mE->hnm", x_np, q, k, x_np, optimize=True)
-            maps = np.asarray(jax.nn.softmax(scores * q.shape[-1] ** -0.5, axis=-1))
-            output = np.einsum("hnm,mD,Dhd,hdE->nE", maps, x_np, v, o, optimize=True)
-            map_error = np.abs(maps - torch_maps).max()
-            output_error = np.abs(output - whole[0].numpy()).max()
-            print(
-                f"{name} layer {layer}: maps {map_error:.1e}, output {output_error:.1e}, ", end=""
-            )
-            print(f"largest map entry {maps.max():.2f}, tokens {tuple(tokens.shape)}")
-            assert map_error < 1e-5
-            assert output_error < 1e-4
+        images = natural_noise(4, side, side, 3)
+        found = interop.check(new, images, num_heads=heads)
+        layers = attention_maps(model.vision_model if model is clip else model, images)
+        grid = interop.attention_site(new, num_heads=heads).grid
+        tokens = grid[0] * grid[1]
+        maps = [layer[..., -tokens:, -tokens:] for layer in layers[:DEPTH]]
+        offsets, rates = zip(*(interop.hit_rates(layer, grid) for layer in maps), strict=True)
+        difference = np.abs(np.array(rates) - found.hit_rate).max()
+        print(f"{name}: hits {np.mean(rates, axis=1).round(2)}, largest difference {difference}")
+        np.testing.assert_array_equal(found.offset, offsets)
+        assert difference < 0.02  # CLIP has a faster GELU and another epsilon
 
 
 if __name__ == "__main__":

@@ -1,0 +1,83 @@
+"""What schemes assume of a model and its parameters show to be otherwise."""
+
+import re
+from collections.abc import Iterator
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from structinit_jax.errors import InputError
+from structinit_jax.interop.blocks import find_blocks
+from structinit_jax.interop.host import Host
+
+# Parts of an attention layer beside its four projections, and what they do to a scheme's maps.
+PARTS = {
+    r"(q|k|query|key)_?(norm|ln|layer_?norm)|(norm|ln)_?(q|k|query|key)\b": (
+        "normalizes queries or keys, so no scheme can set their attention maps: build the model "
+        "without it"
+    ),
+    r"rel_pos|relative|attention_bias": (
+        "adds a bias to the logits instead of positions to the tokens: no scheme for positions "
+        "sets such maps"
+    ),
+    r"temperature|logit_scale|tau\b": (
+        "rescales the logits of cosine or channel attention, whose maps no scheme sets"
+    ),
+    r"proj_l|proj_w|talking": "mixes the maps of the heads, so none is what a scheme makes it",
+    r"norm|ln\b": (
+        "normalizes what the output projection gets, so value and projection are not what a scheme "
+        "makes them: build the model without it"
+    ),
+    r"": "is a part of the attention that schemes do not know: its maps would be others",
+}
+RELATIVE = r"(?:.*[._])?(?:rel_pos|relative_pos|relative_att|position_bias|attention_bias)"
+ROTARY = r"(?:.*[._])?(?:rope|rotary|freqs)"
+
+
+def require_assumptions(host: Host) -> None:
+    """Raises `InputError` if the parameters show that a scheme's maps would not be the model's."""
+    own = {entry.name for entry in host.entries}
+    for attention in host.stack.attentions:
+        for name in _floating(host, re.escape(attention) + r"\.?"):
+            if name not in own:
+                part = name.removeprefix(attention)
+                reason = next(why for what, why in PARTS.items() if re.search(what, part))
+                raise InputError(f"params: {name} {reason}")
+    for name in _floating(host, re.escape(host.stack.stem) + RELATIVE):
+        raise InputError(
+            f"params: {name} adds a bias to the logits instead of positions to the tokens: no "
+            "scheme for positions sets such maps"
+        )
+    for block in find_blocks(host):
+        for module in block.norms:
+            for leaf, start in (("weight", 1), ("scale", 1), ("bias", 0)):
+                name = f"{module}.{leaf}"
+                if name in host.leaves and _differs(host.leaves[name], start):
+                    raise InputError(
+                        f"params: {name} is not {start}: schemes need a freshly built model, whose "
+                        "LayerNorms start with scale 1 and bias 0"
+                    )
+
+
+def rotary_positions(host: Host) -> str | None:
+    """Returns the name of a parameter of rotary positions, or None if no name shows them."""
+    return next(_floating(host, re.escape(host.stack.stem) + ROTARY), None)
+
+
+def _floating(host: Host, start: str) -> Iterator[str]:
+    """Yields the names of floating-point arrays that start with a pattern."""
+    pattern = re.compile(start)
+    for name, leaf in host.leaves.items():
+        if pattern.match(name) and jnp.issubdtype(getattr(leaf, "dtype", np.int8), np.floating):
+            yield name
+
+
+def _differs(array: Any, value: int) -> bool:
+    """Whether an array has another value; False for one whose values are not at hand."""
+    if isinstance(array, jax.core.Tracer):
+        return False
+    if isinstance(array, jax.Array) and not array.is_fully_addressable:
+        return False
+    return bool(np.any(np.asarray(array) != value))
