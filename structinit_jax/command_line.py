@@ -24,6 +24,7 @@ from ml_collections import ConfigDict
 
 from structinit_jax import config as config_lib
 from structinit_jax.errors import InputError, StoppedError
+from structinit_jax.training import remote
 
 CONFIG = flags.DEFINE_string(
     "config",
@@ -156,7 +157,7 @@ def load_run_config(workdir: str | Path) -> ConfigDict:
     Raises:
       InputError: There is none, or it is not one of this package.
     """
-    path = Path(workdir) / "config.json"
+    path = remote.readable(workdir, "config.json") / "config.json"
     try:
         fields = _with_tuples(json.loads(path.read_text()))
         config = config_lib.base_config(fields["model"]["name"])
@@ -207,7 +208,7 @@ def _make_config(overrides: Sequence[tuple[str, str]]) -> ConfigDict:
     workdir = WORKDIR.value if "workdir" in flags.FLAGS else None
     if CONFIG.value is not None:
         config = load_config(CONFIG.value)
-    elif workdir is not None and (Path(workdir) / "config.json").is_file():
+    elif workdir and (remote.readable(workdir, "config.json") / "config.json").is_file():
         config = load_run_config(workdir)
     else:
         raise InputError(

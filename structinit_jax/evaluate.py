@@ -14,12 +14,11 @@ from structinit_jax.data.info import check_examples
 from structinit_jax.data.loader import make_loader
 from structinit_jax.data.test_sets import EvaluationSet, open_test_set
 from structinit_jax.errors import InputError
-from structinit_jax.training import checkpoint, manifest
+from structinit_jax.training import checkpoint, manifest, remote
 from structinit_jax.training import mesh as mesh_lib
 from structinit_jax.training.metrics import InFlight
 from structinit_jax.training.state import AbstractModel, TrainState, abstract_model
 from structinit_jax.training.step import make_eval_step
-from structinit_jax.training.workdir import local_path
 
 
 def open_data(config: ConfigDict) -> datasets.Dataset:
@@ -125,7 +124,7 @@ def restore_model(
     Raises:
       InputError: There is no such checkpoint, or it does not fit the config.
     """
-    directory = local_path(workdir) / "checkpoints"
+    directory = remote.readable(workdir) / "checkpoints"
     number = checkpoint.find_step(directory, step)
     if number is None:
         problem = f"--workdir={workdir} has no complete checkpoint"
@@ -160,7 +159,7 @@ def evaluate_checkpoint(
     test_set = open_evaluation_set(config)
     model, state = restore_model(config, workdir, step=step)
     number = int(state.step)
-    run = checkpoint.read_run(local_path(workdir) / "checkpoints", number)
+    run = checkpoint.read_run(remote.readable(workdir) / "checkpoints", number)
     if changed := resume.evaluation_changes(run, config):
         print("\n".join(["note: the checkpoint was trained with another config:", *changed]))
     results = Evaluator(config, model, {evaluation_name(config): test_set})(state)

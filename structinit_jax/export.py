@@ -30,7 +30,8 @@ from structinit_jax.evaluate import restore_model
 from structinit_jax.interop import timm_config, to_timm
 from structinit_jax.interop.timm_config import TimmModel
 from structinit_jax.training.checkpoint import read_run
-from structinit_jax.training.workdir import local_path, write_atomically
+from structinit_jax.training.remote import readable
+from structinit_jax.training.workdir import write_atomically
 
 WEIGHTS = Path("model.safetensors")  # as timm expects it in a folder
 _AVERAGED = flags.DEFINE_bool(
@@ -77,7 +78,7 @@ def export(
     source = state.ema if averaged else state._asdict()
     weights = jax.device_get((source["params"], source["model_state"]))
     weights = to_timm(nnx.merge(model.graphdef, *weights))
-    run = read_run(local_path(workdir) / "checkpoints", int(state.step))
+    run = read_run(readable(workdir) / "checkpoints", int(state.step))
     card = timm_model.card(
         image_size=data.image_size,
         mean=data.mean,

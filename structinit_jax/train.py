@@ -37,7 +37,7 @@ from structinit_jax.evaluate import (
     open_data,
     open_evaluation_sets,
 )
-from structinit_jax.training import checkpoint, flops, profiling, remat
+from structinit_jax.training import checkpoint, flops, profiling, remat, remote
 from structinit_jax.training import mesh as mesh_lib
 from structinit_jax.training import workdir as workdir_lib
 from structinit_jax.training.metrics import MetricsLog, PendingMetrics, Progress
@@ -64,7 +64,8 @@ def train(
 
     Args:
       config: See `structinit_jax.config.base_config`.
-      workdir: Gets `config.json`, `metrics.jsonl`, `tensorboard/` and `checkpoints/`.
+      workdir: Gets `config.json`, `metrics.jsonl`, `tensorboard/` and `checkpoints/`. A path, or a
+        URL of object storage, see `training.remote`.
       profile_steps: First and last step to trace to `profile/`.
 
     Returns:
@@ -84,9 +85,8 @@ def _train(config, workdir, profile_steps, on_exit):
     on_exit.callback(gc.enable)
     on_exit.callback(gc.unfreeze)
     config_lib.validate(config)
-    workdir = workdir_lib.prepare_workdir(workdir)
-    if jax.process_index() == 0:
-        on_exit.enter_context(workdir_lib.lock_workdir(workdir))
+    place = workdir
+    workdir, mirror = on_exit.enter_context(remote.open_workdir(place))
 
     # -- Data --------------------------------------------------------------------------------------
     data = config.data
@@ -114,23 +114,25 @@ def _train(config, workdir, profile_steps, on_exit):
 
     # -- Initialize the state, or restore it from the newest checkpoint ----------------------------
     checkpoints = on_exit.enter_context(
-        contextlib.closing(checkpoint.Checkpoints(workdir / "checkpoints", config.keep_checkpoints))
+        contextlib.closing(
+            checkpoint.Checkpoints(workdir / "checkpoints", config.keep_checkpoints, mirror)
+        )
     )
     start_step = checkpoints.latest_step or 0
     profiling.check_steps(*profile_steps, start_step, schedule.num_steps)
     if start_step:
         saved = checkpoint.read_run(checkpoints.directory, start_step)
-        changed = resume.check(saved, config, len(train_source), f"step {start_step} in {workdir}")
+        changed = resume.check(saved, config, len(train_source), f"step {start_step} in {place}")
         if changed:
             print("config changed since the checkpoint:", *changed, sep="\n")
         if start_step > schedule.num_steps:
             raise InputError(
-                f"--workdir={workdir} has a checkpoint of step {start_step}, but the config ends "
+                f"--workdir={place} has a checkpoint of step {start_step}, but the config ends "
                 f"at step {schedule.num_steps}: raise config.num_epochs, or use another --workdir"
             )
         state = checkpoint.restore(checkpoints.directory, start_step, setup.abstract_state)
         pending, init_metrics = PendingMetrics(saved["pending_metrics"]), {}
-        print(f"resumed from step {start_step} in {checkpoints.directory}")
+        print(f"resumed from step {start_step} in {place}")
     else:
         print(parameter_overview.get_parameter_overview(setup.model.params, include_stats=False))
         params, model_state, init_metrics = initialize_and_measure(config, setup.model)
@@ -225,7 +227,7 @@ def _train(config, workdir, profile_steps, on_exit):
     print(
         f"done: {test_name} accuracy {results[f'{test_name}/accuracy']:.4f} after "
         f"{schedule.num_steps} steps, {time.perf_counter() - began:.0f} s"
-        f"{profiling.describe_memory()}; results in {workdir}"
+        f"{profiling.describe_memory()}; results in {place}"
     )
     return results
 

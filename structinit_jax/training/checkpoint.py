@@ -15,6 +15,7 @@ from orbax.checkpoint import checkpoint_managers
 
 from structinit_jax.errors import InputError
 from structinit_jax.training import manifest, workdir
+from structinit_jax.training.remote import Mirror
 from structinit_jax.training.state import TrainState
 
 MAX_IGNORED = 64
@@ -30,15 +31,28 @@ class Checkpoints:
     Args:
       directory: Absolute path, created if it does not exist.
       keep: Number of newest checkpoints to keep, in addition to the one of the highest accuracy.
+      mirror: Copies the checkpoints to object storage. Then each process has a directory of its
+        own, and process 0 alone writes, from whole arrays.
     """
 
-    def __init__(self, directory: Path, keep: int):
-        self.directory = directory
+    def __init__(self, directory: Path, keep: int, mirror: Mirror | None = None):
+        self.directory, self._mirror = directory, mirror
+        self._alone = mirror is not None and jax.process_count() > 1
+        self._sealing: Future | None = None  # of the newest checkpoint, while it is being written
         ignored = np.full(MAX_IGNORED, -1)
         if jax.process_index() == 0:
+            directory.mkdir(parents=True, exist_ok=True)
             steps = _set_damaged_aside(directory)
             ignored[: len(steps)] = steps
         ignored = multihost_utils.broadcast_one_to_all(ignored)
+        if self._alone:
+            # The others see process 0's checkpoints, also if theirs were copied a moment later.
+            steps = [int(f.name) for f in manifest.step_folders(directory)]
+            steps = [step for step in steps if step not in ignored] or [-1]
+            latest = int(multihost_utils.broadcast_one_to_all(np.int32(steps[0])))
+            self._latest = None if latest < 0 else latest
+        if self._alone and jax.process_index() != 0:
+            return
 
         for name in ("absl", "asyncio"):
             logging.getLogger(name).addFilter(_is_worth_logging)
@@ -50,21 +64,25 @@ class Checkpoints:
         self._manager = ocp.CheckpointManager(
             directory,
             options=ocp.CheckpointManagerOptions(
+                create=False,
                 step_name_format=_Without(frozenset(ignored.tolist())),
                 preservation_policy=checkpoint_managers.AnyPreservationPolicy([newest, best]),
                 best_fn=_accuracy,  # without it Orbax does not write metrics
                 cleanup_tmp_directories=True,
+                multiprocessing_options=ocp.options.MultiprocessingOptions(
+                    active_processes={0} if self._alone else None,
+                    barrier_sync_key_prefix="alone" if self._alone else None,
+                ),
                 # In the background, Orbax waits minutes for a directory that cannot be created.
                 async_options=ocp.AsyncOptions(create_directories_asynchronously=False),
             ),
         )
         self._sealer = ThreadPoolExecutor(1, "seal_checkpoint")
-        self._sealing: Future | None = None  # of the newest checkpoint, while it is being written
 
     @property
     def latest_step(self) -> int | None:
         """Step of the newest checkpoint, or None if there is no checkpoint."""
-        return self._manager.latest_step()
+        return self._latest if self._alone else self._manager.latest_step()
 
     def save(
         self, step: int, state: TrainState, run: dict[str, Any], accuracy: float | None
@@ -81,6 +99,11 @@ class Checkpoints:
           InputError: The directory is full or not writable, now or at the previous save.
         """
         self.wait()
+        if self._alone:
+            state = _whole_arrays(state)
+            self._latest = step
+            if jax.process_index() != 0:
+                return
         if step in self._manager.all_steps():
             return
         args = ocp.args.Composite(state=ocp.args.StandardSave(state), run=ocp.args.JsonSave(run))
@@ -93,6 +116,8 @@ class Checkpoints:
         self._manager.wait_until_finished()
         if jax.process_index() == 0:
             manifest.seal(self.directory / str(step))
+            if self._mirror is not None:
+                self._mirror.push_checkpoints()
 
     def wait(self) -> None:
         """Waits until the newest checkpoint is complete and sealed.
@@ -109,6 +134,8 @@ class Checkpoints:
 
     def close(self) -> None:
         """Waits until everything is written."""
+        if self._alone and jax.process_index() != 0:
+            return
         try:
             self.wait()
         finally:
@@ -116,13 +143,20 @@ class Checkpoints:
             self._manager.close()
 
     def _explain_failure(self):
-        return workdir.explain_failed_write("a checkpoint", self.directory, self._what_is_safe)
+        place = self._mirror.url if self._mirror else self.directory
+        return workdir.explain_failed_write("a checkpoint", place, self._what_is_safe)
 
     def _what_is_safe(self) -> str:
         for folder in manifest.step_folders(self.directory):
             if not manifest.find_damage(folder):
                 return f"the checkpoint of step {folder.name} is intact, later steps are lost"
         return "there is no earlier checkpoint"
+
+
+def _whole_arrays(state: TrainState) -> TrainState:
+    """Returns a state of several processes as NumPy arrays; every process must call this."""
+    with jax.transfer_guard("allow"):
+        return jax.tree.map(lambda x: multihost_utils.process_allgather(x, tiled=True), state)
 
 
 def _set_damaged_aside(directory):

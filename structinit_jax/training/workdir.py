@@ -21,12 +21,17 @@ LOCK = ".lock"
 LOCKS_UNSUPPORTED = (errno.ENOLCK, errno.ENOTSUP, errno.ENOSYS)
 
 
+def is_url(workdir: str | Path) -> bool:
+    """Whether an output directory is in object storage."""
+    return "://" in str(workdir)
+
+
 def local_path(workdir: str | Path) -> Path:
     """Returns --workdir as an absolute path; raises `InputError` if it is a URL."""
-    if "://" in str(workdir):
+    if is_url(workdir):
         raise InputError(
-            f"--workdir={workdir} is a URL, but must be a directory: mount the bucket on every "
-            "host (with gcsfuse for Google Cloud Storage) and pass the mount point"
+            f"--workdir={workdir} is a URL, but this command needs a directory: mount the bucket, "
+            "with gcsfuse for Google Cloud Storage, and pass the mount point"
         )
     return Path(workdir).absolute()
 
@@ -88,7 +93,9 @@ def write_atomically(path: Path, text: str) -> None:
 
 @contextlib.contextmanager
 def explain_failed_write(
-    what: str, directory: Path, safe: Callable[[], str] = lambda: "the checkpoints are not affected"
+    what: str,
+    directory: Path | str,
+    safe: Callable[[], str] = lambda: "the checkpoints are not affected",
 ) -> Iterator[None]:
     """Turns the errors of a full or read-only disk within the context into an `InputError`.
 

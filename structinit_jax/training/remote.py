@@ -1,0 +1,345 @@
+"""Output directories in object storage: gs://BUCKET/RUN and s3://BUCKET/RUN.
+
+A run writes to a local folder as always, and process 0 copies what is there to the bucket: a
+checkpoint when it is complete, its manifest last, and the other files every few seconds. A run that
+starts or resumes copies the checkpoints of the bucket to a new local folder first, on any machine.
+Objects are written whole or not at all, so nothing has to be renamed, appended to or locked there.
+"""
+
+import atexit
+import contextlib
+import errno
+import functools
+import json
+import os
+import shutil
+import socket
+import tempfile
+import threading
+import time
+import uuid
+from collections.abc import Iterable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import jax
+
+from structinit_jax.errors import InputError
+from structinit_jax.training import manifest
+from structinit_jax.training import workdir as workdir_lib
+
+LOCK = ".lock.json"
+BEAT_SECONDS = 15.0  # between copies of small files; each shows that the run is alive
+STALE_SECONDS = 60.0  # after which the lock of a killed run is taken over
+SETTLE_SECONDS = 0.5  # of two runs that start at the same moment, the later one gets the lock
+EXTRAS = {"gs": "gcs", "gcs": "gcs", "s3": "s3"}
+NUM_THREADS = 8
+
+
+def readable(workdir: str | Path, only: str | None = None) -> Path:
+    """Returns an output directory for reading: itself, or a local copy that this process removes.
+
+    Args:
+      workdir: Path or URL.
+      only: Name of the single file to copy.
+
+    Raises:
+      InputError: The storage cannot be read.
+    """
+    return _copy(str(workdir), only) if workdir_lib.is_url(workdir) else Path(workdir).absolute()
+
+
+@functools.cache
+def _copy(url, only):
+    folder = tempfile.mkdtemp(prefix="structinit_jax_")
+    atexit.register(shutil.rmtree, folder, ignore_errors=True)
+    mirror = Mirror(url, Path(folder))
+    mirror.pull_files([only] if only else ["config.json"])
+    if not only:
+        mirror.pull_checkpoints()
+    return Path(folder)
+
+
+@contextlib.contextmanager
+def open_workdir(workdir: str | Path) -> Iterator[tuple[Path, "Mirror | None"]]:
+    """Prepares and locks the output directory of a run within the context.
+
+    Args:
+      workdir: A path, or a URL of object storage.
+
+    Yields:
+      The local directory, and for a URL what copies it to the storage.
+
+    Raises:
+      InputError: It cannot be used, or another run uses it.
+    """
+    with contextlib.ExitStack() as on_exit:
+        if workdir_lib.is_url(workdir):
+            mirror = on_exit.enter_context(open_mirror(str(workdir)))
+            yield mirror.folder, mirror
+        else:
+            path = workdir_lib.prepare_workdir(workdir)
+            if jax.process_index() == 0:
+                on_exit.enter_context(workdir_lib.lock_workdir(path))
+            yield path, None
+
+
+@contextlib.contextmanager
+def open_mirror(url: str) -> Iterator["Mirror"]:
+    """Copies a run from object storage to a new local folder; keeps the copy there up to date.
+
+    Only process 0 locks the run and writes to the storage.
+
+    Raises:
+      InputError: The storage cannot be used, or another run writes there.
+    """
+    with tempfile.TemporaryDirectory(prefix="structinit_jax_") as folder:
+        mirror = Mirror(url, Path(folder))
+        with contextlib.ExitStack() as on_exit:
+            if jax.process_index() == 0:
+                on_exit.enter_context(mirror.hold())
+            mirror.pull_files(["config.json", "metrics.jsonl"])
+            mirror.pull_checkpoints()
+            yield mirror
+
+
+class Mirror:
+    """A run in object storage and its copy in a local folder.
+
+    Args:
+      url: Where the run is stored.
+      folder: The local folder.
+
+    Raises:
+      InputError: The URL is not supported, or its package is not installed.
+    """
+
+    def __init__(self, url: str, folder: Path):
+        import fsspec
+
+        self.url, self.folder = url, folder
+        scheme = url.partition("://")[0]
+        try:
+            options = dict(use_listings_cache=False, skip_instance_cache=True)
+            self._storage, self._root = fsspec.core.url_to_fs(url, **options)
+        except ImportError as error:
+            extra = EXTRAS.get(scheme, "gcs,s3")
+            raise InputError(f"--workdir={url} needs pip install '.[{extra}]': {error}") from error
+        except ValueError as error:
+            raise InputError(f"--workdir={url}: use a path, gs://… or s3://…: {error}") from error
+        self._copied: dict[str, tuple[int, float]] = {}
+        self._me = {"id": uuid.uuid4().hex, "host": socket.gethostname(), "process": os.getpid()}
+        self._lost: str | None = None
+        self._copying = threading.Lock()
+
+    # -- From the storage --------------------------------------------------------------------------
+
+    def pull_files(self, names: Iterable[str]) -> None:
+        """Copies files that exist."""
+        with self._explain():
+            for name in names:
+                with contextlib.suppress(FileNotFoundError):
+                    self._storage.get_file(self._path(name), str(self.folder / name))
+                    self._copied[name] = _state(self.folder / name)
+
+    def pull_checkpoints(self) -> None:
+        """Copies all complete checkpoints."""
+        with self._explain():
+            names = [
+                name
+                for step in self._stored_steps(complete=True)
+                for name in self._names(f"checkpoints/{step}")
+            ]
+            for name in names:
+                (self.folder / name).parent.mkdir(parents=True, exist_ok=True)
+            self._each(
+                lambda name: self._storage.get_file(self._path(name), str(self.folder / name)),
+                names,
+            )
+
+    # -- To the storage ----------------------------------------------------------------------------
+
+    def push_files(self) -> None:
+        """Copies all files that have changed, except checkpoints."""
+        with self._copying:
+            for path in sorted(self.folder.rglob("*")):
+                name = path.relative_to(self.folder).as_posix()
+                if name.startswith("checkpoints/") or not path.is_file():
+                    continue
+                if (state := _state(path)) != self._copied.get(name):
+                    self._storage.put_file(str(path), self._path(name))
+                    self._copied[name] = state
+
+    def push_checkpoints(self) -> None:
+        """Makes the complete checkpoints of the storage equal to those of the folder.
+
+        Raises:
+          OSError: The storage cannot be written to.
+        """
+        try:
+            self._push_checkpoints()
+        except Exception as error:  # each storage has errors of its own
+            raise OSError(errno.EIO, f"{type(error).__name__}: {error}") from error
+
+    def _push_checkpoints(self):
+        if self._lost:
+            raise RuntimeError(self._lost)
+        # First, since a run that resumes from the checkpoint needs the metrics before it.
+        self.push_files()
+        folders = {folder.name: folder for folder in self._local_checkpoints()}
+        stored, complete = self._stored_steps(), self._stored_steps(complete=True)
+        for step in sorted(folders.keys() - complete, key=int):
+            if step in stored:
+                self._remove(step)
+            paths = [path for path in folders[step].rglob("*") if path.is_file()]
+            paths.sort(key=lambda path: path.name == manifest.MANIFEST)  # last
+            self._each(self._put, paths[:-1])
+            self._put(paths[-1])
+        damaged = {path.name.split(".")[0] for path in self.folder.glob("checkpoints/damaged/*")}
+        for step in stored - folders.keys() - damaged:
+            self._remove(step)
+
+    def _local_checkpoints(self):
+        folders = manifest.step_folders(self.folder / "checkpoints")
+        return [folder for folder in folders if (folder / manifest.MANIFEST).exists()]
+
+    def _put(self, path):
+        name = path.relative_to(self.folder).as_posix()
+        self._storage.put_file(str(path), self._path(name))
+
+    def _remove(self, step):
+        path = self._path(f"checkpoints/{step}")
+        with contextlib.suppress(FileNotFoundError):  # first, so that the rest is not used
+            self._storage.rm_file(f"{path}/{manifest.MANIFEST}")
+        with contextlib.suppress(FileNotFoundError):
+            self._storage.rm(path, recursive=True)
+
+    # -- Lock --------------------------------------------------------------------------------------
+
+    @contextlib.contextmanager
+    def hold(self) -> Iterator[None]:
+        """Within the context, holds the run's lock, and copies changed files now and then.
+
+        The lock is an object that changes while its run is alive.
+
+        Raises:
+          InputError: Another run holds the lock, or the storage cannot be written to.
+        """
+        with self._explain():
+            self._take_lock()
+        stopped = threading.Event()
+        thread = threading.Thread(target=self._beat, args=(stopped,), daemon=True)
+        thread.start()
+        try:
+            yield
+        finally:
+            stopped.set()
+            thread.join()
+            if self._lost is None:
+                with self._explain():
+                    self.push_files()
+                    self._storage.rm_file(self._path(LOCK))
+
+    def _take_lock(self):
+        found = self._read_lock()
+        if found is not None and not _has_ended(found):
+            print(f"note: {self.url} is locked by {_describe(found)}; waiting for a sign of life")
+            end = time.monotonic() + STALE_SECONDS
+            while time.monotonic() < end:
+                time.sleep(1.0)
+                if (now := self._read_lock()) is None:
+                    break
+                if now != found:
+                    self._refuse(now)
+        self._write_lock(0)
+        time.sleep(SETTLE_SECONDS)
+        if (now := self._read_lock()) is None or now["id"] != self._me["id"]:
+            self._refuse(now or {})
+
+    def _refuse(self, other):
+        raise InputError(
+            f"--workdir={self.url} is in use by another run ({_describe(other)}): wait until it "
+            "ends, stop it, or choose another directory"
+        )
+
+    def _read_lock(self):
+        try:
+            return json.loads(self._storage.cat_file(self._path(LOCK)))
+        except FileNotFoundError:
+            return None
+
+    def _write_lock(self, beat):
+        self._storage.pipe_file(self._path(LOCK), json.dumps(self._me | {"beat": beat}).encode())
+
+    def _beat(self, stopped):
+        beat, failed = 0, False
+        while not stopped.wait(BEAT_SECONDS):
+            beat += 1
+            try:
+                now = self._read_lock()
+                if now is not None and now["id"] != self._me["id"]:
+                    self._lost = f"{_describe(now)} has taken over the run"
+                    return
+                self._write_lock(beat)
+                self.push_files()
+                failed = False
+            except Exception as error:  # tried again; a checkpoint that fails ends the run
+                if not failed:
+                    print(f"note: {self.url} cannot be written to now: {error}")
+                failed = True
+
+    # -- Parts -------------------------------------------------------------------------------------
+
+    def _path(self, name):
+        return f"{self._root.rstrip('/')}/{name}"
+
+    def _names(self, folder):
+        """Names of all objects in a folder."""
+        start = len(self._path(""))
+        return [path[start:] for path in self._storage.find(self._path(folder))]
+
+    def _stored_steps(self, complete=False):
+        parts = [name.split("/") for name in self._names("checkpoints")]
+        return {
+            part[1]
+            for part in parts
+            if part[1].isdigit() and (part[-1] == manifest.MANIFEST or not complete)
+        }
+
+    def _each(self, function, items):
+        with ThreadPoolExecutor(NUM_THREADS) as pool:
+            list(pool.map(function, items))
+
+    @contextlib.contextmanager
+    def _explain(self):
+        try:
+            yield
+        except InputError:
+            raise
+        except Exception as error:  # each storage has errors of its own
+            raise InputError(
+                f"--workdir={self.url} cannot be used ({type(error).__name__}: {error}): check the "
+                "bucket's name, the credentials and the network"
+            ) from error
+
+
+def _state(path):
+    status = path.stat()
+    return status.st_size, status.st_mtime
+
+
+def _describe(lock):
+    return f"process {lock.get('process', '?')} on {lock.get('host', '?')}"
+
+
+def _has_ended(lock):
+    """Whether the process of a lock ran on this machine and is gone."""
+    if lock.get("host") != socket.gethostname():
+        return False
+    try:
+        os.kill(lock["process"], 0)
+    except ProcessLookupError:
+        return True
+    except OSError:
+        pass
+    return False
