@@ -248,10 +248,10 @@ def test_baselines_take_the_factors_of_the_2025_program(scheme):
         np.testing.assert_allclose(getattr(scaled, field), expected, rtol=1e-6)
 
 
-def test_impulse_asks_for_scales_only_if_they_are_given():
-    plain, scaled = make(), make(patch_scale=0.3, mlp_scale=0.0)
-    assert (plain.patch_scale, plain.mlp_scale) == (None, None)
+def test_impulse_scales_patches_and_mlps_unless_told_otherwise():
+    scaled, plain = make(), make(patch_scale=1.0, mlp_scale=1.0)
     assert (scaled.patch_scale, scaled.mlp_scale) == (0.3, 0)
+    assert (plain.patch_scale, plain.mlp_scale) == (None, None)
     np.testing.assert_array_equal(scaled.query, plain.query)
     with pytest.raises(InputError, match="mlp_scale=-1: must not be negative"):
         make(mlp_scale=-1)
