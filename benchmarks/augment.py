@@ -27,7 +27,7 @@ from structinit_jax.augment.mix import mix
 from structinit_jax.augment.rand_augment import parse, rand_augment
 from structinit_jax.command_line import load_config
 from structinit_jax.data.info import CATALOG
-from structinit_jax.train import initialize, set_up
+from structinit_jax.training.setup import initialize, set_up
 
 IMAGES = 1024
 RAND_AUGMENT = "rand-m9-mstd0.5-inc1"

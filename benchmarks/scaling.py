@@ -24,9 +24,9 @@ import jax
 
 from structinit_jax.command_line import load_config
 from structinit_jax.data.info import CATALOG
-from structinit_jax.train import set_up
 from structinit_jax.training import flops
 from structinit_jax.training.collectives import traffic_by_kind
+from structinit_jax.training.setup import set_up
 from structinit_jax.training.targets import find_target
 
 MODELS = {f"ViT-{name[0].upper()}": f"vit_{name}_patch16_224" for name in ("tiny", "small", "base")}

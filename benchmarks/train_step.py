@@ -98,8 +98,8 @@ def make_ours(row: Row, program: str, dtype: str) -> tuple[Step, dict[str, Any]]
     """Returns the trainer's step and its costs."""
     import jax
 
-    from structinit_jax.train import initialize
     from structinit_jax.training.flops import flops_per_image
+    from structinit_jax.training.setup import initialize
 
     config, setup = set_up_ours(row, program, dtype)
     state = initialize(config, setup)
@@ -120,12 +120,12 @@ def make_ours(row: Row, program: str, dtype: str) -> tuple[Step, dict[str, Any]]
 
 
 def set_up_ours(row: Row, program: str, dtype: str, devices: list | None = None) -> tuple:
-    """Returns config and `train.Setup` of one of `OURS`, by default for this machine's device."""
+    """Returns config and setup of one of `OURS`, by default for this machine's device."""
     import jax
 
     from structinit_jax.config import base_config
     from structinit_jax.data.info import DatasetInfo
-    from structinit_jax.train import set_up
+    from structinit_jax.training.setup import set_up
 
     config = base_config(row.ours)
     config.update(batch_size=row.batch, clip_norm=0.0, label_smoothing=0.0)

@@ -8,16 +8,17 @@
 #   launch/tpu_pod.sh stop    --name=NAME --zone=ZONE    save a checkpoint and stop the run
 #   launch/tpu_pod.sh delete  --name=NAME --zone=ZONE    delete the slice, which costs money until then
 #
-#   --type=TYPE      accelerator type, such as v4-32 (default: v5litepod-8)
-#   --version=V      runtime version for that type (default: v2-alpha-tpuv5-lite)
+#   --type=TYPE      accelerator type: v4-N, v5litepod-N (v5e), v5p-N or v6e-N (default: v5litepod-8)
+#   --version=V      runtime version, if not the one for that type
+#   --bucket=BUCKET  install mounts gs://BUCKET at ~/bucket on every worker, for data
 #   --spot           use a spot slice: cheaper, but may be preempted at any time
 #   --dry_run        print the commands without running them
 #   --help           print this text
 #
 # Every action can be repeated: create waits for a slice that was already requested, run does nothing
 # while a run is in progress. All workers start the same command at the same time, since each waits
-# for the others. With several hosts the workdir must be on a shared file system, such as a mounted
-# Filestore. install copies the last commit of this repository.
+# for the others. The workdir is --workdir=gs://BUCKET/RUN, or on a file system that all hosts share,
+# such as Filestore. install copies the last commit of this repository, and brings a Python of its own.
 
 set -euo pipefail
 cd "$(dirname "$0")/.."
@@ -27,13 +28,14 @@ source launch/common.sh
 [[ ${1:-} != --help ]] || { show_help; exit; }
 action=${1:-}
 shift || true
-name='' zone='' type=v5litepod-8 version=v2-alpha-tpuv5-lite project=() spot=()
+name='' zone='' type=v5litepod-8 version='' bucket='' project=() spot=()
 while (($#)); do
   case $1 in
     --name=*) name=$(value_of "$1") ;;
     --zone=*) zone=$(value_of "$1") ;;
     --type=*) type=$(value_of "$1") ;;
     --version=*) version=$(value_of "$1") ;;
+    --bucket=*) bucket=$(value_of "$1") bucket=${bucket#gs://} ;;
     --project=*) project=("--project=$(value_of "$1")") ;;
     --spot) spot=(--spot) ;;
     --dry_run) dry_run=true ;;
@@ -45,6 +47,15 @@ while (($#)); do
 done
 [[ -n $name ]] || fail "--name=NAME is required: the name of the slice"
 [[ -n $zone ]] || fail "--zone=ZONE is required, such as us-west4-a"
+if [[ -z $version ]]; then
+  case $type in
+    v4-*) version=tpu-ubuntu2204-base ;;
+    v5litepod-*) version=v2-alpha-tpuv5-lite ;;
+    v5p-*) version=v2-alpha-tpuv5 ;;
+    v6e-*) version=v2-alpha-tpuv6e ;;
+    *) fail "--type=$type: use v4-N, v5litepod-N, v5p-N or v6e-N, or pass --version too" ;;
+  esac
+fi
 need gcloud "see https://cloud.google.com/sdk/docs/install"
 where=("--zone=$zone" "${project[@]}")
 
@@ -78,14 +89,16 @@ case $action in
     run git archive --output="$archive/structinit_jax.tar.gz" --prefix=structinit_jax/ HEAD
     run gcloud compute tpus tpu-vm scp "$archive/structinit_jax.tar.gz" "$name": "${where[@]}" \
       --worker=all
-    on_workers all 'rm -rf structinit_jax && tar xzf structinit_jax.tar.gz &&
-      python3 -m venv ~/venv && ~/venv/bin/pip install --quiet "./structinit_jax[train,tpu]"'
+    on_workers all "rm -rf structinit_jax && tar xzf structinit_jax.tar.gz && \
+bash structinit_jax/launch/tpu_install.sh $bucket"
     ;;
   run)
     need_flags "$@"
     arguments=$(printf '%q ' "$@")
     # The lock ends with the process: a second `run` does nothing, a `run` after a stop starts.
-    on_workers all "cd structinit_jax && { nohup flock --nonblock ~/run.lock \
+    # shellcheck disable=SC2016 # expands on the worker
+    check='[ -e ~/installed ] || { echo "error: $(hostname) is not installed: run install" >&2; exit 1; }'
+    on_workers all "$check; cd structinit_jax && { nohup flock --nonblock ~/run.lock \
 ~/venv/bin/python -m structinit_jax.main $arguments >> ~/run.log 2>&1 < /dev/null & }"
     ;;
   logs) on_workers 0 'tail -n 50 -F ~/run.log' ;;

@@ -9,10 +9,10 @@ from structinit_jax import config as config_lib
 from structinit_jax.data import info as info_lib
 from structinit_jax.data.datasets import find_info
 from structinit_jax.data.info import check_examples
-from structinit_jax.train import compile_step, set_up
 from structinit_jax.training import collectives, flops
 from structinit_jax.training import mesh as mesh_lib
 from structinit_jax.training.remat import mib
+from structinit_jax.training.setup import compile_step, set_up
 from structinit_jax.training.state import count_parameters
 from structinit_jax.training.targets import find_target, this_machine
 

@@ -116,7 +116,7 @@ def workdir(finished_run, tmp_path):
 
 
 def place(state, setup):
-    """Puts a state from the host on the devices, as the training step of a `train.Setup` needs."""
+    """Puts a state from the host on the devices, as the training step of a `Setup` needs."""
     shardings = jax.tree.map(lambda leaf: leaf.sharding, setup.abstract_state)
     return jax.device_put(state, shardings)
 

@@ -110,16 +110,135 @@ def test_tpu_runs_on_all_workers_at_once():
     install = planned("tpu_pod.sh", "install", *SLICE)
     assert [words[0] for words in install] == ["git", "gcloud", "gcloud"]
     assert all("--worker=all" in words for words in install[1:])
-    assert "structinit_jax[train,tpu]" in install[2][-1]
+    assert install[2][-1].endswith("bash structinit_jax/launch/tpu_install.sh ")
+    mounted = planned("tpu_pod.sh", "install", *SLICE, "--bucket=gs://data")
+    assert mounted[2][-1].endswith("tpu_install.sh data")
     (run,) = planned("tpu_pod.sh", "run", *SLICE, "--", *ARGUMENTS)
     assert "--worker=all" in run
     remote = run[-1].removeprefix("--command=")
     assert "nohup flock --nonblock ~/run.lock" in remote
-    assert shlex.split(remote)[10:14] == ["structinit_jax.main", *ARGUMENTS]
+    words = shlex.split(remote)
+    start = words.index("structinit_jax.main")
+    assert words[start : start + 4] == ["structinit_jax.main", *ARGUMENTS]
     assert planned("tpu_pod.sh", "logs", *SLICE)[0][-2] == "--worker=0"
     assert "pkill -TERM" in planned("tpu_pod.sh", "stop", *SLICE)[0][-1]
     (delete,) = planned("tpu_pod.sh", "delete", *SLICE)
     assert {"delete", "--force", "--quiet"} <= set(delete)
+
+
+@pytest.mark.parametrize(
+    ("type_", "version"),
+    [
+        ("v4-32", "tpu-ubuntu2204-base"),
+        ("v5litepod-16", "v2-alpha-tpuv5-lite"),
+        ("v5p-8", "v2-alpha-tpuv5"),
+        ("v6e-16", "v2-alpha-tpuv6e"),
+    ],
+)
+def test_the_runtime_fits_the_type_of_tpu(type_, version):
+    (create,) = planned("tpu_pod.sh", "create", *SLICE, f"--type={type_}")
+    assert f"--runtime-version={version}" in create
+
+
+# Stand-ins for the programs that the scripts call: the worker is a folder on this machine.
+GCLOUD = """
+cd "$WORKER" && export HOME=$WORKER
+for last; do :; done
+case "$*" in
+  *" scp "*) cp "$5" . ;;
+  *" ssh "*) exec bash -c "${last#--command=}" ;;
+esac
+"""
+UV = """
+echo "uv $*"
+[[ $1 != venv ]] || mkdir -p ~/venv
+exit "$UV_STATUS"
+"""
+
+
+@pytest.mark.parametrize("status", [0, 2])
+def test_a_tpu_worker_says_whether_it_was_installed(tmp_path, status):
+    worker = tmp_path / "worker"
+    worker.mkdir()
+    for name, text in (("gcloud", GCLOUD), ("uv", UV)):
+        path = tmp_path / name
+        path.write_text(f"#!/usr/bin/env bash\n{text}")
+        path.chmod(0o755)
+    environment = {
+        "PATH": f"{tmp_path}:{os.environ['PATH']}",
+        "WORKER": str(worker),
+        "UV_STATUS": str(status),
+    }
+    where = SLICE[:-1]
+    result = launch("tpu_pod.sh", "run", *where, "--", *ARGUMENTS, **environment)
+    assert result.returncode == 1
+    assert "is not installed: run install" in result.stderr
+    result = launch("tpu_pod.sh", "install", *where, **environment)
+    assert result.returncode == status
+    assert ("error: install failed on" in result.stderr) == bool(status)
+    assert ("uv venv --clear --python >=3.11" in result.stderr) == bool(status)
+    assert (worker / "installed").exists() == (not status)
+    log = (worker / "install.log").read_text()
+    assert (".[train,tpu,gcs]" in log) == (not status)
+
+
+def manifest_of(result):
+    text = result.stdout.split("\n", 1)[1]
+    assert "@" not in text.split("apiVersion", 1)[1].replace('"$@"', "")
+    return yaml.safe_load(text)
+
+
+@pytest.mark.parametrize(
+    ("slice_", "accelerator", "nodes", "chips"),
+    [
+        ("v5e:4x4", "tpu-v5-lite-podslice", 4, 4),
+        ("v5e:2x4", "tpu-v5-lite-podslice", 1, 8),
+        ("v6e:2x2", "tpu-v6e-slice", 1, 4),
+        ("v4:2x2x2", "tpu-v4-podslice", 2, 4),
+        ("v5p:2x2x4", "tpu-v5p-slice", 4, 4),
+    ],
+)
+def test_gke_starts_one_pod_per_host_of_a_slice(slice_, accelerator, nodes, chips):
+    options = [f"--tpu={slice_}", "--image=x", "--dry_run"]
+    (job,) = manifest_of(launch("gke/gke.sh", *options, "--", *ARGUMENTS))["spec"]["replicatedJobs"]
+    assert job["template"]["spec"]["completions"] == nodes
+    pod = job["template"]["spec"]["template"]["spec"]
+    assert pod["nodeSelector"] == {
+        "cloud.google.com/gke-tpu-accelerator": accelerator,
+        "cloud.google.com/gke-tpu-topology": slice_.split(":")[1],
+    }
+    (container,) = pod["containers"]
+    assert container["args"] == ARGUMENTS
+    assert container["resources"]["limits"] == {"google.com/tpu": chips}
+
+
+def test_a_single_gke_node_waits_for_no_other():
+    result = launch("gke/gke.sh", "--image=x", "--dry_run", "--", *ARGUMENTS)
+    (job,) = manifest_of(result)["spec"]["replicatedJobs"]
+    script = job["template"]["spec"]["template"]["spec"]["containers"][0]["command"][2]
+    assert script.endswith('structinit_jax.main "$@" --num_processes=1')
+
+
+def test_skypilot_joins_the_nodes():
+    """`sky.Task.from_yaml_config` of SkyPilot 0.14.1 accepts the file."""
+    task = yaml.safe_load((ROOT / "launch" / "skypilot.yaml").read_text())
+    assert task["envs"]["WORKDIR"] is None  # to be given
+    assert "'.[train,cuda12,gcs,s3]'" in task["setup"]
+    script = task["run"].replace("~/venv/bin/python", "echo").replace("exec", "")
+    nodes = dict(SKYPILOT_NODE_IPS="10.0.0.1\n10.0.0.2", SKYPILOT_NUM_NODES="2")
+    result = subprocess.run(
+        ["bash", "-c", script],
+        env=os.environ | task["envs"] | nodes | dict(SKYPILOT_NODE_RANK="1", WORKDIR="s3://b/r"),
+        capture_output=True,
+        text=True,
+    )
+    assert result.stdout.split()[2:] == [
+        task["envs"]["ARGUMENTS"],
+        "--workdir=s3://b/r",
+        "--coordinator_address=10.0.0.1:8476",
+        "--num_processes=2",
+        "--process_id=1",
+    ]
 
 
 def test_gke_applies_a_whole_manifest():
@@ -155,7 +274,9 @@ def test_gke_applies_a_whole_manifest():
         ("tpu_pod.sh", ["run", "--name=x"], "--zone=ZONE"),
         ("tpu_pod.sh", ["start", *SLICE], "'start'"),
         ("tpu_pod.sh", ["run", *SLICE], "structinit_jax.main after --"),
+        ("tpu_pod.sh", ["create", *SLICE, "--type=v2-8"], "--type=v2-8"),
         ("gke/gke.sh", ["--dry_run", "--", "x"], "--image=IMAGE"),
+        ("gke/gke.sh", ["--tpu=v5e", "--image=x", "--", "x"], "--tpu=v5e must be v4"),
     ],
 )
 def test_mistakes_end_with_a_message_that_names_them(script, arguments, word):

@@ -15,6 +15,7 @@ from structinit_jax.data.info import CATALOG
 from structinit_jax.data.loader import make_loader
 from structinit_jax.errors import InputError
 from structinit_jax.training import checkpoint
+from structinit_jax.training.setup import initialize, set_up
 from structinit_jax.training.step import make_eval_step
 
 pytestmark = pytest.mark.usefixtures("library_promotion")
@@ -37,13 +38,13 @@ def config(data_dir):
 @pytest.fixture(scope="module")
 def setup(data_dir):
     with library_promotion_rules():
-        return train.set_up(make_config(data_dir), CATALOG["digits"], 384)
+        return set_up(make_config(data_dir), CATALOG["digits"], 384)
 
 
 @pytest.fixture(scope="module")
 def first_state(data_dir, setup):
     with library_promotion_rules():
-        return jax.device_get(train.initialize(make_config(data_dir), setup))
+        return jax.device_get(initialize(make_config(data_dir), setup))
 
 
 def make_batch():
@@ -116,7 +117,7 @@ def test_evaluation_uses_the_running_statistics(config, setup, first_state):
 def test_fixed_filters_have_no_optimizer_state_and_trained_ones_do(config):
     def filters_of(spatial_filters):
         config.model.spatial_filters = spatial_filters
-        state = train.set_up(config, CATALOG["digits"], 384).abstract_state
+        state = set_up(config, CATALOG["digits"], 384).abstract_state
         name = "['blocks']['spatial']['kernel']"
         moments = optax.tree.get(state.opt_state, "mu")
         return [name in paths(t) for t in (state.params, moments, state.model_state)]
@@ -130,7 +131,7 @@ def test_one_and_eight_devices_normalize_by_the_global_batch(
 ):
     one_device = jax.devices()[:1]
     monkeypatch.setattr(jax, "devices", lambda: one_device)
-    single = train.set_up(config, CATALOG["digits"], 384)
+    single = set_up(config, CATALOG["digits"], 384)
     assert (setup.model.mesh.size, single.model.mesh.size) == (8, 1)
     state, single_state = place(first_state, setup), place(first_state, single)
     batch = make_batch()

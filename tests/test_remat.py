@@ -13,6 +13,7 @@ from structinit_jax.config import base_config
 from structinit_jax.data.info import CATALOG
 from structinit_jax.errors import InputError
 from structinit_jax.models.model import REMAT_POLICIES
+from structinit_jax.training import setup as setup_lib
 from structinit_jax.training.flops import flops_per_image
 from structinit_jax.training.remat import HEADROOM, bytes_needed, candidates, compile_step
 
@@ -112,13 +113,13 @@ def test_only_auto_tries_several_policies():
 def test_devices_without_a_limit_compile_once_and_recompute_nothing(
     tiny_config, tmp_path, monkeypatch, capsys
 ):
-    traced, make_train_step = [], train.make_train_step
+    traced, make_train_step = [], setup_lib.make_train_step
 
     def make(*args):
         step = make_train_step(*args)
         return lambda *arguments: traced.append(1) or step(*arguments)
 
-    monkeypatch.setattr(train, "make_train_step", make)
+    monkeypatch.setattr(setup_lib, "make_train_step", make)
     assert tiny_config.model.remat == "auto"
     tiny_config.update(num_epochs=1.0)
     train.train(tiny_config, tmp_path)
@@ -131,7 +132,7 @@ def test_devices_without_a_limit_compile_once_and_recompute_nothing(
 def test_the_step_of_a_model_is_chosen_beside_its_data(tiny_config):
     tiny_config.batch_size = 512
     tiny_config.model.update(depth=6, mlp_ratio=8.0)
-    setup = train.set_up(tiny_config, CATALOG["digits"], 384)
+    setup = setup_lib.set_up(tiny_config, CATALOG["digits"], 384)
     assert setup.data_bytes == 384 * 8 * 8
     arguments = (setup.abstract_state, setup.abstract_batch)
     none, dots = (
@@ -142,7 +143,7 @@ def test_the_step_of_a_model_is_chosen_beside_its_data(tiny_config):
     data = setup.data_bytes + 90 * 8 * 8
     enough = int(none / (1 - HEADROOM)) + 1 + data
     found = [
-        train.compile_step(tiny_config, setup, [90], memory).description[:5]
+        setup_lib.compile_step(tiny_config, setup, [90], memory).description[:5]
         for memory in (enough, enough - 2, None)
     ]
     assert found == ["none ", "dots ", "none "]
@@ -153,7 +154,7 @@ def test_a_model_of_the_users_own_need_not_have_the_field(tiny_config):
     base = base_config("test_models:OwnModel")
     tiny_config.model, tiny_config.attention_init = base.model, dict(name="default")
     tiny_config.model.num_classes = 10
-    setup = train.set_up(tiny_config, CATALOG["digits"], 384)
-    description = train.compile_step(tiny_config, setup, [], None).description
+    setup = setup_lib.set_up(tiny_config, CATALOG["digits"], 384)
+    description = setup_lib.compile_step(tiny_config, setup, [], None).description
     assert re.fullmatch(r"unsupported \(needs \d+ MiB\)", description)
     assert flops_per_image(tiny_config) == 3 * 2 * 8 * 8 * 10

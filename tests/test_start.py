@@ -13,6 +13,7 @@ import pytest
 from structinit_jax import train
 from structinit_jax.attention_init.draw import draw_flat
 from structinit_jax.data.info import CATALOG
+from structinit_jax.training.setup import initialize, set_up
 
 HEAVY = ("clu", "flax", "grain", "orbax", "sklearn", "tensorflow", "tensorflow_datasets")
 
@@ -34,10 +35,10 @@ def test_a_flat_draw_has_the_same_values(draw, shape):
 
 
 def test_a_state_takes_few_programs(tiny_config, caplog):
-    setup = train.set_up(tiny_config, CATALOG["digits"], 384)
+    setup = set_up(tiny_config, CATALOG["digits"], 384)
     jax.clear_caches()
     with jax.log_compiles(), caplog.at_level(logging.WARNING, logger="jax"):
-        train.initialize(tiny_config, setup)
+        initialize(tiny_config, setup)
     text = "Finished XLA compilation of "
     compiled = [m.removeprefix(text).split()[0] for m in caplog.messages if m.startswith(text)]
     # These three, and two for the random key.

@@ -7,7 +7,7 @@ from flax import nnx
 from scipy.special import log_softmax
 
 from structinit_jax.data.info import CATALOG
-from structinit_jax.train import initialize, set_up
+from structinit_jax.training.setup import initialize, set_up
 from structinit_jax.training.step import layer_norms, make_eval_step
 
 pytestmark = pytest.mark.usefixtures("library_promotion")

@@ -14,6 +14,7 @@ from structinit_jax.data.loader import DeviceLoader
 from structinit_jax.errors import InputError, StoppedError
 from structinit_jax.training import checkpoint, flops
 from structinit_jax.training.metrics import Progress
+from structinit_jax.training.setup import set_up
 
 pytestmark = pytest.mark.usefixtures("library_promotion")
 
@@ -29,7 +30,7 @@ def without_times(metrics):
 
 
 def final_state(config, workdir):
-    setup = train.set_up(config, CATALOG["digits"], 384)
+    setup = set_up(config, CATALOG["digits"], 384)
     directory = workdir / "checkpoints"
     step = checkpoint.find_step(directory)
     return jax.device_get(checkpoint.restore(directory, step, setup.abstract_state))

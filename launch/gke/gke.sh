@@ -1,14 +1,16 @@
 #!/usr/bin/env bash
-# Trains on GPU nodes of GKE, as a JobSet.
+# Trains on GPU nodes or a TPU slice of GKE, as a JobSet.
 #
 #   launch/gke/gke.sh [options] -- --config=FILE --workdir=/workdir/DIR [flags of structinit_jax.main]
 #
 #   --name=NAME        name of the JobSet (default: structinit-jax)
-#   --image=IMAGE      container image with this package; its working directory has configs/
+#   --image=IMAGE      container image with '.[train,cuda12]' or '.[train,tpu]' of this package; its
+#                      working directory has configs/
 #   --claim=CLAIM      ReadWriteMany volume claim for /workdir, such as Filestore (default: workdir)
 #   --nodes=N          number of nodes (default: 1)
 #   --gpus=N           GPUs per node (default: 8)
 #   --accelerator=A    node label (default: nvidia-h100-80gb)
+#   --tpu=TYPE:AxB     a TPU slice instead: v4, v5e, v5p or v6e and its topology, such as v5e:4x4
 #   --logs             follow the first pod's output
 #   --delete           stop the run, which can be resumed, and delete the JobSet
 #   --dry_run          print the commands without running them
@@ -21,7 +23,7 @@ cd "$(dirname "$0")/../.."
 # shellcheck source=launch/common.sh
 source launch/common.sh
 
-name=structinit-jax image='' claim=workdir nodes=1 gpus=8 accelerator=nvidia-h100-80gb action=apply
+name=structinit-jax image='' claim=workdir nodes=1 gpus=8 accelerator=nvidia-h100-80gb tpu='' action=apply
 while (($#)); do
   case $1 in
     --name=*) name=$(value_of "$1") ;;
@@ -30,6 +32,7 @@ while (($#)); do
     --nodes=*) nodes=$(value_of "$1") ;;
     --gpus=*) gpus=$(value_of "$1") ;;
     --accelerator=*) accelerator=$(value_of "$1") ;;
+    --tpu=*) tpu=$(value_of "$1") ;;
     --logs) action=logs ;;
     --delete) action=delete ;;
     --dry_run) dry_run=true ;;
@@ -53,7 +56,37 @@ case $action in
     for argument in "$@"; do # as single-quoted YAML strings
       arguments+="                    - '${argument//\'/\'\'}'"$'\n'
     done
-    manifest=$(< launch/gke/jobset.yaml)
+    if [[ -n $tpu ]]; then
+      [[ $tpu =~ ^(v4|v5e|v5p|v6e):[0-9]+(x[0-9]+){1,2}$ ]] ||
+        fail "--tpu=$tpu must be v4, v5e, v5p or v6e and a topology, such as v5e:4x4"
+      topology=${tpu#*:}
+      case ${tpu%%:*} in
+        v4) accelerator='tpu-v4-podslice' ;;
+        v5e) accelerator='tpu-v5-lite-podslice' ;;
+        v5p) accelerator='tpu-v5p-slice' ;;
+        v6e) accelerator='tpu-v6e-slice' ;;
+      esac
+      chips=$((${topology//x/*}))
+      # Hosts have four chips; small v5e and v6e slices are a single host with up to eight.
+      if ((chips <= 4)) || { ((chips == 8)) && [[ $tpu == v[56]e:* ]]; }; then
+        nodes=1
+      else
+        nodes=$((chips / 4)) chips=4
+      fi
+      manifest=$(< launch/gke/jobset-tpu.yaml)
+      manifest=${manifest//@TOPOLOGY@/"$topology"}
+      manifest=${manifest//@CHIPS@/"$chips"}
+    else
+      # A single process need not wait until its host name is known.
+      join=--num_processes=1
+      if ((nodes > 1)); then
+        join="--coordinator_address=$name-workers-0-0.$name:8476 --num_processes=$nodes"
+        # shellcheck disable=SC2016 # expands in the pod
+        join+=' --process_id="$JOB_COMPLETION_INDEX"'
+      fi
+      manifest=$(< launch/gke/jobset.yaml)
+      manifest=${manifest//@JOIN@/"$join"}
+    fi
     manifest=${manifest//@NAME@/"$name"}
     manifest=${manifest//@IMAGE@/"$image"}
     manifest=${manifest//@CLAIM@/"$claim"}

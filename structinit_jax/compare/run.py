@@ -23,8 +23,9 @@ from structinit_jax.compare.page import MAPS
 from structinit_jax.compare.table import LOG, Progress
 from structinit_jax.errors import InputError, StoppedError
 from structinit_jax.evaluate import evaluation_name, open_data, open_evaluation_sets
-from structinit_jax.train import PREEMPTED_EXIT_CODE, set_up, train
+from structinit_jax.train import PREEMPTED_EXIT_CODE, train
 from structinit_jax.training import workdir as workdir_lib
+from structinit_jax.training.setup import set_up
 from structinit_jax.training.state import count_parameters
 
 PACKAGES = ("structinit-jax", "jax", "jaxlib", "flax", "optax", "numpy")

@@ -28,7 +28,6 @@ from structinit_jax.evaluate import (
 from structinit_jax.train import (
     check_finite,
     find_due,
-    set_up,
     stopped_by_signal,
     train_batches,
 )
@@ -36,6 +35,7 @@ from structinit_jax.training import remat
 from structinit_jax.training import workdir as workdir_lib
 from structinit_jax.training.checkpoint import Checkpoints, read_run, restore
 from structinit_jax.training.metrics import InFlight, MetricsLog, PendingMetrics, Progress
+from structinit_jax.training.setup import set_up
 from structinit_jax.training.state import initialize_and_measure
 
 # Of the device's memory, for the state and the step; the images take some of the rest.

@@ -1,0 +1,159 @@
+"""What follows from a config before any array is allocated: schedule, model, optimizer, step."""
+
+import functools
+from collections.abc import Callable, Iterable, Mapping
+from typing import NamedTuple
+
+import jax
+import numpy as np
+from ml_collections import ConfigDict
+
+from structinit_jax import config as config_lib
+from structinit_jax.augment import make_augment
+from structinit_jax.data.info import DatasetInfo
+from structinit_jax.data.loader import AugmentationSplit, bytes_on_device, split_augmentation
+from structinit_jax.training import mesh as mesh_lib
+from structinit_jax.training import remat
+from structinit_jax.training.optimizer import Schedule, find_optimizer, make_schedule
+from structinit_jax.training.state import (
+    AbstractModel,
+    TrainState,
+    abstract_model,
+    check_attention_init,
+    init_state,
+    initialize_model,
+)
+from structinit_jax.training.step import make_train_step
+
+
+class Setup(NamedTuple):
+    """The parts of a run that follow from its config, before any array is allocated.
+
+    Attributes:
+      schedule: Number of steps, evaluations and the learning rate.
+      augmentation: Which part of the augmentation runs on the host and which in the step.
+      model: The model on the mesh of all devices.
+      init_state: `(params, model_state) -> state` before the first step, jitted.
+      train_steps: `(state, batch) -> (state, metrics)`, jitted, by what they recompute: the values
+        of `config.model.remat` to try, the fastest first. They donate the state.
+      abstract_state: Shapes, types and shardings of the training state.
+      abstract_batch: Shapes, types and shardings of a global batch.
+      data_bytes: Bytes of the training split in the memory of every device.
+    """
+
+    schedule: Schedule
+    augmentation: AugmentationSplit
+    model: AbstractModel
+    init_state: Callable[..., TrainState]
+    train_steps: dict[str, jax.stages.Wrapped]
+    abstract_state: TrainState
+    abstract_batch: dict[str, jax.ShapeDtypeStruct]
+    data_bytes: int
+
+    @property
+    def train_step(self) -> jax.stages.Wrapped:
+        """The fastest of `train_steps`."""
+        return next(iter(self.train_steps.values()))
+
+
+def set_up(
+    config: ConfigDict,
+    info: DatasetInfo,
+    num_examples: int,
+    devices: list[jax.Device] | None = None,
+) -> Setup:
+    """Builds the schedule, the model, the optimizer and the training step of a run.
+
+    Args:
+      config: See `structinit_jax.config.base_config`.
+      info: Info of the training set.
+      num_examples: Size of the training split.
+      devices: Devices to compile for. The default is all devices of all processes.
+
+    Raises:
+      InputError: The fields of the config do not fit together, or the data or devices.
+    """
+    # -- Mesh and schedule -------------------------------------------------------------------------
+    mesh = mesh_lib.make_mesh(config.fsdp, devices)
+    mesh_lib.check_batch_size(config.batch_size, mesh.size, config.accumulate_steps)
+    replicated, sharded = mesh_lib.replicated(mesh), mesh_lib.batch_sharding(mesh)
+    schedule = make_schedule(config, num_examples)
+
+    # -- Model and optimizer -----------------------------------------------------------------------
+    model = abstract_model(config, mesh)
+    check_attention_init(config, model)
+    optimizer = find_optimizer(config.optimizer)(config, schedule.learning_rate)
+    make_state = functools.partial(init_state, optimizer=optimizer, with_ema=config.ema_decay > 0)
+    shapes = jax.eval_shape(make_state, model.params, model.model_state)
+    abstract_state = mesh_lib.shard(mesh, shapes)
+    shardings = jax.tree.map(lambda leaf: leaf.sharding, abstract_state)
+
+    # -- Training step -----------------------------------------------------------------------------
+    options = config_lib.augment_options(config)
+    augmentation = split_augmentation(options, info, num_examples, config.seed)
+    augment = make_augment(augmentation.on_device, mesh)
+
+    def jit_step(changes):
+        graphdef = abstract_model(config, mesh, **changes).graphdef
+        return jax.jit(
+            make_train_step(config, graphdef, optimizer, schedule.learning_rate, augment, mesh),
+            in_shardings=(shardings, sharded),
+            out_shardings=(shardings, replicated),
+            donate_argnums=0,
+        )
+
+    size, channels = augmentation.image_size, config.data.channels
+    on_host = augmentation.host_crop is not None
+    image_shape = (config.batch_size, size, size, channels)
+    return Setup(
+        schedule=schedule,
+        augmentation=augmentation,
+        model=model,
+        init_state=jax.jit(make_state, out_shardings=shardings, donate_argnums=(0, 1)),
+        train_steps={name: jit_step(c) for name, c in remat.candidates(config.model).items()},
+        abstract_state=abstract_state,
+        abstract_batch={
+            "image": jax.ShapeDtypeStruct(image_shape, np.uint8, sharding=sharded),
+            "label": jax.ShapeDtypeStruct((config.batch_size,), np.int32, sharding=sharded),
+        },
+        data_bytes=0 if on_host else bytes_on_device(num_examples, size, channels),
+    )
+
+
+def compile_step(
+    config: ConfigDict,
+    setup: Setup,
+    num_eval: Iterable[int],
+    memory_limit: int | None,
+    compiler_options: Mapping[str, bool | int] | None = None,
+    first: jax.stages.Lowered | None = None,
+) -> remat.CompiledStep:
+    """Compiles the first of the training steps that fits beside the data, see `training.remat`.
+
+    Args:
+      config: Config of the run.
+      setup: The run.
+      num_eval: Sizes of the evaluation sets.
+      memory_limit: Bytes of one device that programs can use, or None if that is not known.
+      compiler_options: Options of XLA.
+      first: The fastest step, if it has been lowered.
+
+    Raises:
+      InputError: No step fits.
+    """
+    data = config.data
+    if memory_limit is not None:
+        memory_limit -= setup.data_bytes
+        memory_limit -= sum(bytes_on_device(n, data.image_size, data.channels) for n in num_eval)
+    arguments = (setup.abstract_state, setup.abstract_batch)
+    steps = {
+        name: functools.partial(step.lower, *arguments) for name, step in setup.train_steps.items()
+    }
+    if first is not None:
+        steps[next(iter(steps))] = lambda: first
+    return remat.compile_step(steps, memory_limit, compiler_options)
+
+
+def initialize(config: ConfigDict, setup: Setup) -> TrainState:
+    """Returns the state before the first step, see `training.state.initialize_model`."""
+    return setup.init_state(*initialize_model(config, setup.model))
