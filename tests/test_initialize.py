@@ -533,7 +533,7 @@ HEADS_OF_TIMM = dict(num_heads=3)
         (
             lambda: state_dict("timm_no_positions"),
             dict(num_heads=12, positions=sincos_positions((14, 14), 768)),
-            r"blocks\.0\.attn\.relative_position_bias_table adds a bias to the logits",
+            r"positions: blocks\.0\.attn\.relative_position_bias_table is in the place",
         ),
         *(
             (lambda name=name: timm_with(**{name: np.ones(3, np.float32)}), HEADS_OF_TIMM, message)

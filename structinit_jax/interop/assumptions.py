@@ -1,7 +1,7 @@
 """What schemes assume of a model and its parameters show to be otherwise."""
 
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import jax
@@ -36,16 +36,19 @@ RELATIVE = r"(?:.*[._])?(?:rel_pos|relative_pos|relative_att|position_bias|atten
 ROTARY = r"(?:.*[._])?(?:rope|rotary|freqs)"
 
 
-def require_assumptions(host: Host) -> None:
-    """Raises `InputError` if the parameters show that a scheme's maps would not be the model's."""
-    own = {entry.name for entry in host.entries}
+def require_assumptions(host: Host, bias_tables: Sequence[str] = ()) -> None:
+    """Raises `InputError` if the parameters show that a scheme's maps would not be the model's.
+
+    `bias_tables` are the relative position biases that the scheme sets.
+    """
+    own = {entry.name for entry in host.entries} | set(bias_tables)
     for attention in host.stack.attentions:
         for name in _floating(host, re.escape(attention) + r"\.?"):
             if name not in own:
                 part = name.removeprefix(attention)
                 reason = next(why for what, why in PARTS.items() if re.search(what, part))
                 raise InputError(f"params: {name} {reason}")
-    for name in _floating(host, re.escape(host.stack.stem) + RELATIVE):
+    for name in set(_floating(host, re.escape(host.stack.stem) + RELATIVE)) - own:
         raise InputError(
             f"params: {name} adds a bias to the logits instead of positions to the tokens: no "
             "scheme for positions sets such maps"

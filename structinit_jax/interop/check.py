@@ -10,7 +10,7 @@ from jaxtyping import Float, Int
 
 from structinit_jax.errors import InputError
 from structinit_jax.interop.blocks import Block, find_blocks
-from structinit_jax.interop.host import Grid, Host, square
+from structinit_jax.interop.host import Grid, find_host, square
 from structinit_jax.interop.layouts import FIELDS
 
 NOISE_TOKENS = 1024  # tokens of noise images, enough for rates to about 0.02
@@ -62,7 +62,7 @@ def check(
     Raises:
       InputError: The model is of another form. The message names the parameter.
     """
-    host = Host(params, layout, num_heads)
+    host, _ = find_host(params, layout, num_heads)
     x, grid, ratio = _embed(host, images, grid, positions)
     attention = {path: np.asarray(array, np.float32) for path, array in host.arrays().items()}
     blocks = find_blocks(host) * (host.num_layers if host.stack.stacked else 1)

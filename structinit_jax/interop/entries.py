@@ -117,6 +117,18 @@ def conv(name: str, path: str, layer: int | None = None) -> Iterator[Entry]:
     yield same(f"{name}.bias", f"{path}/bias", layer)
 
 
+def encode_some(
+    entry: Entry, old: Any, ours: Mapping[str, Any], shapes: Sequence[Shape]
+) -> np.ndarray | jax.Array:
+    """Encodes our arrays, with a leading layer axis; those that `ours` lacks keep the old value."""
+    xp = np if isinstance(old, np.ndarray) else jnp
+    current = dict(zip(entry.paths, entry.decode(old, shapes), strict=True))
+    for path in current.keys() & ours.keys():
+        array = ours[path] if entry.layer is None else ours[path][entry.layer]
+        current[path] = xp.asarray(array).astype(old.dtype)
+    return like(entry.encode(*current.values()), old)
+
+
 def check_array(argument: str, name: str, leaf: Any) -> None:
     """Raises `InputError` for anything but a NumPy or JAX array, such as a torch tensor."""
     if not isinstance(leaf, np.ndarray | jax.Array):

@@ -2,17 +2,20 @@
 
 import math
 import re
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
+from structinit_jax.attention_init import AttentionWeights
 from structinit_jax.errors import InputError
-from structinit_jax.interop.entries import Entry, Shape, check_array
-from structinit_jax.interop.layouts import find_stack, flatten
+from structinit_jax.interop.entries import Entry, Shape, check_array, encode_some
+from structinit_jax.interop.layouts import FIELDS, Leaves, Stack, find_stack, flatten
 
 Grid = tuple[int, int]
+Rebuild = Callable[[Leaves], Any]
 
 
 class Host:
@@ -21,9 +24,8 @@ class Host:
     `shapes` are those of our arrays by path, without the layer axis.
     """
 
-    def __init__(self, params: Any, layout: str | None, num_heads: int | None):
-        self.leaves, self.rebuild = flatten(params)
-        self.stack = find_stack(self.leaves, layout)
+    def __init__(self, leaves: Leaves, stack: Stack, num_heads: int | None):
+        self.leaves, self.stack = leaves, stack
         self.entries = self.stack.entries(self.leaves, "attention")
         for entry in self.entries:
             check_array("params", entry.name, self.leaves[entry.name])
@@ -115,6 +117,23 @@ class Host:
                 layers.setdefault(path, []).append(array)
         return {path: a[0] if self.stack.stacked else jnp.stack(a) for path, a in layers.items()}
 
+    def with_attention(self, weights: AttentionWeights) -> Leaves:
+        """Returns new leaves with the projections that are not None, and zero biases for them."""
+        ours: dict[str, Any] = {}
+        for field in FIELDS:
+            kernel = getattr(weights, field)
+            if kernel is not None:
+                path = f"attention/{field}"
+                check_shape(field, kernel, (self.num_layers, *self.shapes[f"{path}/kernel"]))
+                ours[f"{path}/kernel"] = kernel
+                bias_shape = (self.num_layers, *self.shapes[f"{path}/bias"])
+                ours[f"{path}/bias"] = np.zeros(bias_shape, np.float32)
+        new = dict(self.leaves)
+        for entry in self.entries:
+            if any(path in ours for path in entry.paths):
+                new[entry.name] = encode_some(entry, new[entry.name], ours, self.shapes_of(entry))
+        return new
+
     def extra_tokens(self) -> list[str]:
         """Returns the names of class, distillation and register tokens, the class token first."""
         pattern = r"(?:.*\.)?(?:cls|class|dist|distillation|reg|registers?)(?:_tokens?|_embedding)?"
@@ -134,6 +153,22 @@ class Host:
         """Yields the names below the model's stem that match one of the patterns."""
         pattern = re.compile(f"{re.escape(self.stack.stem)}(?:{'|'.join(patterns)})")
         return (name for name in self.leaves if pattern.fullmatch(name))
+
+
+def find_host(params: Any, layout: str | None, num_heads: int | None) -> tuple[Host, Rebuild]:
+    """Finds the attention layers of a model with a single grid of tokens.
+
+    Returns:
+      The host, and the function that rebuilds `params` from leaves like its own.
+    """
+    leaves, rebuild = flatten(params)
+    return Host(leaves, find_stack(leaves, layout), num_heads), rebuild
+
+
+def check_shape(field: str, array: Any, expected: Shape) -> None:
+    """Raises `InputError` unless a weight has the shape that the model needs."""
+    if array.shape != expected:
+        raise InputError(f"weights.{field} has shape {array.shape}, but the model needs {expected}")
 
 
 class Table(NamedTuple):

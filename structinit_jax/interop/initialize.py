@@ -13,8 +13,9 @@ from structinit_jax.errors import InputError
 from structinit_jax.interop.assumptions import require_assumptions, rotary_positions
 from structinit_jax.interop.blocks import mlp_outputs
 from structinit_jax.interop.entries import check_array, like
-from structinit_jax.interop.host import Host, square
-from structinit_jax.interop.layouts import FIELDS
+from structinit_jax.interop.host import check_shape, find_host, square
+from structinit_jax.interop.layouts import FIELDS, flatten
+from structinit_jax.interop.other_sites import find_sites
 
 
 def initialize(
@@ -28,6 +29,9 @@ def initialize(
     positions: np.ndarray | jax.Array | None = None,
 ) -> Any:
     """Puts the weights of a scheme into the parameters of a freshly built model.
+
+    It may be a ViT or, for schemes that support these sites, one with a relative position bias in
+    every layer (Swin, BEiT), an MLP-Mixer or a ConvMixer.
 
     Parameters that the scheme does not set stay as they are. Biases of the projections that it sets
     become zero. Schemes assume that the LayerNorm before the attention has scale 1 and bias 0, that
@@ -48,7 +52,7 @@ def initialize(
       rng: Random key for the scheme.
       layout: One of `LAYOUTS`; None detects it from the names.
       num_heads: Number of heads h; required for state dicts of torch, whose shapes do not show it.
-      grid: (rows, cols) of the image tokens; None assumes a square.
+      grid: (rows, cols) of the image tokens, or of the windows; None assumes a square.
       positions: [N, D] encoding that the model adds to its tokens without storing it in `params`,
         for example `sincos_positions(grid, D)`, or for MoCo v3 and big_vision
         `sincos_positions(grid, D, convention="moco")`. A table in `params` is then ignored.
@@ -63,6 +67,17 @@ def initialize(
     """
     where = dict(layout=layout, num_heads=num_heads, grid=grid)
     _check_scheme(attention_init, rng)
+    leaves, rebuild = flatten(params)
+    sites = find_sites(leaves, layout, grid)
+    if sites:
+        if positions is not None:
+            raise InputError(
+                f"positions: {sites[0].name} is in the place of positions that are added to tokens"
+            )
+        rngs = [rng] if len(sites) == 1 else jax.random.split(rng, len(sites))
+        for found, site_rng in zip(sites, rngs, strict=True):
+            leaves = found.write(leaves, attention_init(site_rng, found.site))
+        return rebuild(leaves)
     site = attention_site(params, **where, positions=positions)
     try:
         weights = attention_init(rng, site)
@@ -98,7 +113,7 @@ def attention_site(
     positions: np.ndarray | jax.Array | None = None,
 ) -> AttentionSite:
     """Describes the model's attention layers for a scheme. See `initialize` for the arguments."""
-    host = Host(params, layout, num_heads)
+    host, _ = find_host(params, layout, num_heads)
     require_assumptions(host)
     trainable = positions is None
     rotary = rotary_positions(host)
@@ -150,7 +165,7 @@ def read(
     Returns:
       The weights as a scheme returns them; `positions` is None if `params` hold no position table.
     """
-    host = Host(params, layout, num_heads)
+    host, _ = find_host(params, layout, num_heads)
     arrays = host.arrays()
     weights = {field: arrays[f"attention/{field}/kernel"] for field in FIELDS}
     table = host.position_table(grid)
@@ -170,27 +185,15 @@ def write(
 
     Biases of the projections that they set become zero. See `initialize` for the other arguments.
     """
-    host = Host(params, layout, num_heads)
-    ours = {}
-    for field in FIELDS:
-        kernel = getattr(weights, field)
-        if kernel is not None:
-            path = f"attention/{field}"
-            _check_shape(field, kernel, (host.num_layers, *host.shapes[f"{path}/kernel"]))
-            ours[f"{path}/kernel"] = kernel
-            bias_shape = (host.num_layers, *host.shapes[f"{path}/bias"])
-            ours[f"{path}/bias"] = np.zeros(bias_shape, np.float32)
-    new = dict(host.leaves)
-    for entry in host.entries:
-        if any(path in ours for path in entry.paths):
-            new[entry.name] = _encode(entry, new[entry.name], ours, host.shapes_of(entry))
+    host, rebuild = find_host(params, layout, num_heads)
+    new = host.with_attention(weights)
     if weights.positions is not None or weights.position_scale is not None:
         table = host.position_table(grid)
         if table is None:
             raise InputError("weights.positions: params hold no position table to write them to")
         rows = jnp.asarray(table.rows, jnp.float32)
         if weights.positions is not None:
-            _check_shape("positions", weights.positions, table.rows[table.prefix :].shape)
+            check_shape("positions", weights.positions, table.rows[table.prefix :].shape)
             rows = rows.at[table.prefix :].set(weights.positions)
         if weights.position_scale is not None:
             rows = weights.position_scale * rows
@@ -204,19 +207,4 @@ def write(
     for name, scale in scales.items():
         check_array("params", name, new[name])
         new[name] = like(scale * jnp.asarray(new[name], jnp.float32), new[name])
-    return host.rebuild(new)
-
-
-def _check_shape(field, array, expected):
-    if array.shape != expected:
-        raise InputError(f"weights.{field} has shape {array.shape}, but the model needs {expected}")
-
-
-def _encode(entry, old, ours, shapes):
-    """Encodes our arrays; those that `ours` lacks keep the old value."""
-    xp = np if isinstance(old, np.ndarray) else jnp
-    current = dict(zip(entry.paths, entry.decode(old, shapes), strict=True))
-    for path in current.keys() & ours.keys():
-        array = ours[path] if entry.layer is None else ours[path][entry.layer]
-        current[path] = xp.asarray(array).astype(old.dtype)
-    return like(entry.encode(*current.values()), old)
+    return rebuild(new)

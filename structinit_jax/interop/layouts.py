@@ -155,6 +155,18 @@ _HUGGING_FACE_CLIP = dataclasses.replace(
     positions=(r"embeddings\.position_embedding\.weight",),
     patches=(r"embeddings\.patch_embedding",),
 )
+# Swin, in files and in modules of transformers >= 5; each stage is a stack.
+_HUGGING_FACE_SWIN = dataclasses.replace(
+    _HUGGING_FACE,
+    example="encoder.layers.0.blocks.0.attention.self.query.weight",
+    attention=_STEM + r"blocks\.(?P<index>\d+)\.attention",
+    modules=("self.query", "self.key", "self.value", "output.dense"),
+)
+_HUGGING_FACE_SWIN_5 = dataclasses.replace(
+    _HUGGING_FACE_SWIN,
+    example="encoder.layers.0.blocks.0.attention.q_proj.weight",
+    modules=_HUGGING_FACE_5.modules,
+)
 _TORCHVISION = Layout(
     example="encoder.layers.encoder_layer_0.self_attention.in_proj_weight",
     attention=_STEM + r"encoder\.layers\.encoder_layer_(?P<index>\d+)\.self_attention",
@@ -184,7 +196,13 @@ _NNX = Layout(
 
 LAYOUTS: Mapping[str, tuple[Layout, ...]] = {
     "timm": (_TIMM_SEPARATE, TIMM),
-    "huggingface": (_HUGGING_FACE, _HUGGING_FACE_5, _HUGGING_FACE_CLIP),
+    "huggingface": (
+        _HUGGING_FACE,
+        _HUGGING_FACE_5,
+        _HUGGING_FACE_CLIP,
+        _HUGGING_FACE_SWIN,
+        _HUGGING_FACE_SWIN_5,
+    ),
     "torchvision": (_TORCHVISION,),
     "big_vision": (_LINEN,),
     "vit_jax": (_LINEN,),
@@ -223,14 +241,37 @@ class Stack:
 
 
 def find_stack(leaves: Leaves, name: str | None) -> Stack:
+    """Finds the attention layers of a model with a single grid of tokens.
+
+    Raises:
+      InputError: As for `find_stacks`; or the model has several stacks, of which not one sees
+        images.
+    """
+    stacks = find_stacks(leaves, name)
+    if len(stacks) > 1:
+        stacks = [stack for stack in stacks if _sees_images(leaves, stack)] or stacks
+    if len(stacks) > 1:
+        found = "; ".join(f"{len(s.attentions)} × {s.attentions[0]}" for s in stacks)
+        raise InputError(
+            f"params hold several stacks ({found}): pass the subtree of one. Stages of one model "
+            "need a relative_position_bias_table in each layer, as in Swin but not SwinV2"
+        )
+    check_stack(leaves, stacks[0])
+    return stacks[0]
+
+
+def find_stacks(leaves: Leaves, name: str | None) -> list[Stack]:
     """Finds the attention layers by their names.
 
     Args:
       leaves: The parameters by name.
       name: A key of `LAYOUTS`, or None to try them all.
 
+    Returns:
+      The stacks of the first layout that fits.
+
     Raises:
-      InputError: No layout fits, several stacks do, or a layer is incomplete.
+      InputError: No layout fits, or a layer is incomplete.
     """
     if name is not None and name not in LAYOUTS:
         raise InputError(f"layout={name!r} is unknown: choose one of {', '.join(LAYOUTS)}")
@@ -238,14 +279,8 @@ def find_stack(leaves: Leaves, name: str | None) -> Stack:
     layouts = list(dict.fromkeys(layout for name in names for layout in LAYOUTS[name]))
     for layout in layouts:
         stacks = _stacks(leaves, layout)
-        if len(stacks) > 1:  # of several towers, the one with patches sees images
-            stacks = [stack for stack in stacks if _sees_images(leaves, stack)] or stacks
-        if len(stacks) > 1:
-            found = "; ".join(f"{len(s.attentions)} × {s.attentions[0]}" for s in stacks)
-            raise InputError(f"params hold several stacks ({found}): pass the subtree of one")
         if stacks:
-            _check_stack(leaves, stacks[0])
-            return stacks[0]
+            return stacks
     argument = "layout" if name is None else f"layout={name!r}"
     known = "; ".join(f"{n} ({', '.join(v.example for v in LAYOUTS[n])})" for n in names)
     similar = [n for n in leaves if re.search(r"att|qkv|query|q_proj|in_proj", n, re.IGNORECASE)]
@@ -299,7 +334,8 @@ def _attentions(leaves: Leaves, layout: Layout) -> list[tuple[str, dict[int, str
     return list(groups.values())
 
 
-def _check_stack(leaves: Leaves, stack: Stack) -> None:
+def check_stack(leaves: Leaves, stack: Stack) -> None:
+    """Raises `InputError` if a layer lacks one of its projections."""
     for attention in stack.attentions:
         for field in FIELDS:
             name = stack.layout.weight(attention, field)

@@ -1,0 +1,177 @@
+import functools
+import json
+import pathlib
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+
+from structinit_jax import interop
+from structinit_jax.attention_init import (
+    AttentionWeights,
+    ConvSite,
+    ConvWeights,
+    TokenMixingSite,
+    TokenMixingWeights,
+    WindowSite,
+)
+from structinit_jax.errors import InputError
+from structinit_jax.models.convmixer import ConvMixer
+from structinit_jax.models.mixer import MlpMixer
+from structinit_jax.models.swin import SwinTransformer
+
+RNG = jax.random.key(0)
+INPUT = dict(image_size=16, channels=1, num_classes=3)
+SWIN = dict(INPUT, patch_size=2, width=16, depths=(2, 2), num_heads=(2, 4), window_size=4)
+MODELS = {
+    "swin": (SwinTransformer, SWIN),
+    "mixer": (MlpMixer, dict(INPUT, patch_size=4, width=16, depth=2)),
+    "convmixer": (ConvMixer, dict(INPUT, patch_size=2, width=16, depth=2, kernel_size=5)),
+}
+NAMES = pathlib.Path(__file__).parent / "references" / "state_dict_names.json"
+
+
+def scheme(rng, site):
+    """Random weights that depend on the key and need no compilation."""
+    draw = np.random.default_rng(np.asarray(jax.random.key_data(rng))).standard_normal
+
+    def normal(*shape):
+        return jnp.asarray(draw((site.num_layers, *shape), np.float32))
+
+    if isinstance(site, ConvSite):
+        return ConvWeights(normal(site.kernel_size, site.kernel_size, site.width))
+    if isinstance(site, TokenMixingSite):
+        tokens, hidden = site.num_tokens, site.hidden
+        return TokenMixingWeights(normal(tokens, hidden), normal(hidden, tokens))
+    assert isinstance(site, WindowSite)
+    heads, (rows, cols) = (site.num_heads, site.head_dim), site.grid
+    query, key, value = (normal(site.width, *heads) for _ in range(3))
+    out, bias = normal(*heads, site.width), normal((2 * rows - 1) * (2 * cols - 1), heads[0])
+    return AttentionWeights(query, key, value, out, bias=bias)
+
+
+@functools.cache
+def model(name):
+    """A model as it starts: norms, but no other values, at their start."""
+    family, options = MODELS[name]
+    abstract = nnx.eval_shape(lambda: family(**options, rngs=nnx.Rngs(0)))
+
+    def fill(path, leaf):
+        name = jax.tree_util.keystr(path)
+        return jnp.full(leaf.shape, 1.0 if "scale" in name else 0.0 if "bias" in name else 0.1)
+
+    nnx.update(abstract, jax.tree_util.tree_map_with_path(fill, nnx.state(abstract)))
+    return abstract
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_models_get_the_weights_of_our_trainer(name):
+    ours = nnx.clone(model(name))
+    ours.initialize_attention(scheme, RNG)
+    expected, start = interop.to_timm(ours), interop.to_timm(model(name))
+    found = interop.initialize(start, scheme, RNG)
+    assert found.keys() == start.keys()
+    for key, value in expected.items():
+        np.testing.assert_allclose(found[key], value, atol=1e-6, err_msg=key)
+        assert found[key].dtype == start[key].dtype
+    assert any(not np.array_equal(value, start[key]) for key, value in found.items())
+
+
+def swin_of_hugging_face(fused):
+    """Our Swin under the names of transformers' modules, or of its files."""
+    out = "attention.o_proj" if fused else "attention.output.dense"
+    parts = [f"attention.{n}_proj" for n in "qkv"]
+    if not fused:
+        parts = [f"attention.self.{n}" for n in ("query", "key", "value")]
+    table = "relative_position_bias." if fused else "self."
+    params = {}
+    for name, value in interop.to_timm(model("swin")).items():
+        name = "swin.encoder." + name.replace("norm1", "layernorm_before")
+        name = name.replace("attn.proj", out)
+        name = name.replace("attn.relative", f"attention.{table}relative")
+        if "attn.qkv" in name:
+            for part, array in zip(parts, np.split(value, 3), strict=True):
+                params[name.replace("attn.qkv", part)] = array
+        else:
+            params[name] = value
+    return params
+
+
+@pytest.mark.parametrize("fused", [True, False])
+def test_swin_of_hugging_face(fused):
+    found = interop.initialize(swin_of_hugging_face(fused), scheme, RNG)
+    expected = interop.initialize(interop.to_timm(model("swin")), scheme, RNG)
+    key = "layers.1.blocks.1.attn."
+    table = next(v for k, v in found.items() if "layers.1.blocks.1" in k and "position_bias" in k)
+    np.testing.assert_array_equal(table, expected[key + "relative_position_bias_table"])
+    out = "o_proj" if fused else "output.dense"
+    projection = found[f"swin.encoder.layers.1.blocks.1.attention.{out}.weight"]
+    np.testing.assert_array_equal(projection, expected[key + "proj.weight"])
+
+
+def test_rows_of_the_class_token_stay():
+    shapes = json.loads(NAMES.read_text())["timm_no_positions"]
+    params = {
+        name: np.full(shape, name.endswith("weight") if "norm" in name else 0.1, np.float32)
+        for name, shape in shapes.items()
+    }
+    name = "blocks.1.attn.relative_position_bias_table"
+    assert params[name].shape == (27**2 + 3, 12)
+    new = interop.initialize(params, scheme, RNG)
+    site = WindowSite((14, 14), 768, 12, 64, 2, 64**-0.5)
+    np.testing.assert_array_equal(new[name][:-3], scheme(RNG, site).bias[1])
+    np.testing.assert_array_equal(new[name][-3:], params[name][-3:])
+
+
+def change(name, key, value):
+    return interop.to_timm(model(name)) | {key: value}
+
+
+TABLE = "layers.0.blocks.0.attn.relative_position_bias_table"
+
+
+@pytest.mark.parametrize(
+    ("params", "options", "message"),
+    [
+        (
+            lambda: change("swin", TABLE, np.ones((48, 2), np.float32)),
+            {},
+            rf"grid: the 48 rows of {TABLE} do not fit the offsets in a square window",
+        ),
+        (
+            lambda: interop.to_timm(model("swin")),
+            dict(grid=(4, 5)),
+            r"rows of layers\.0.* in a window of \(4, 5\)",
+        ),
+        (
+            lambda: interop.to_timm(model("swin")),
+            dict(positions=np.zeros((16, 16), np.float32)),
+            r"positions: layers\.0.*table is in the place",
+        ),
+        (
+            lambda: change("swin", "layers.0.blocks.0.attn.tau", np.ones(2, np.float32)),
+            {},
+            r"attn\.tau rescales",
+        ),
+        (
+            lambda: {k: v for k, v in change("swin", TABLE, None).items() if k != TABLE},
+            {},
+            r"layers\.0\.blocks\.0\.attn has no relative_position_bias_table",
+        ),
+        (
+            lambda: interop.to_timm(model("mixer")),
+            dict(grid=(3, 5)),
+            r"grid: blocks\.0\.mlp_tokens\.fc1\.weight mixes 16 tokens",
+        ),
+        (
+            lambda: change("mixer", "blocks.1.mlp_tokens.fc2.weight", np.ones((16, 4), np.float32)),
+            {},
+            r"blocks\.1\.mlp_tokens\.fc2\.weight has shape \(16, 4\).*\(16, 8\): .*without gates",
+        ),
+    ],
+)
+def test_models_that_do_not_fit_are_refused(params, options, message):
+    with pytest.raises(InputError, match=message):
+        interop.initialize(params(), scheme, RNG, **options)
