@@ -594,6 +594,15 @@ def test_a_learned_table_of_a_width_without_an_encoding():
         interop.initialize(params, impulse(), RNG, num_heads=3)
 
 
+def test_a_model_with_rotary_positions_only():
+    """DINOv3 of transformers, none of whose parameters shows that its positions are rotary."""
+    for prefix in ("model.layer.0.attention", "layer.0.attention"):
+        names = [f"{prefix}.{n}_proj.weight" for n in "qkvo"]
+        params = dict.fromkeys(names, np.ones((32, 32), np.float32))
+        with pytest.raises(InputError, match=r"positions: .* rotary or relative positions instead"):
+            interop.initialize(params, normal_scheme, RNG, num_heads=4)
+
+
 def test_rotary_positions_beside_a_table_are_reported():
     params = timm_with(rope__freqs=np.ones((2, 32), np.float32))
     with pytest.warns(UserWarning, match=r"rope\.freqs rotates queries and keys"):

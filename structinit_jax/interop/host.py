@@ -12,7 +12,8 @@ import numpy as np
 from structinit_jax.attention_init import AttentionWeights
 from structinit_jax.errors import InputError
 from structinit_jax.interop.entries import Entry, Shape, check_array, encode_some
-from structinit_jax.interop.layouts import FIELDS, Leaves, Stack, find_stack, flatten
+from structinit_jax.interop.layouts import FIELDS, Leaves, flatten
+from structinit_jax.interop.stacks import Stack, find_stack
 
 Grid = tuple[int, int]
 Rebuild = Callable[[Leaves], Any]

@@ -19,7 +19,8 @@ from structinit_jax.errors import InputError
 from structinit_jax.interop.assumptions import require_assumptions
 from structinit_jax.interop.entries import Entry, check_array, conv, encode_some, like, linear
 from structinit_jax.interop.host import Grid, Host, check_shape, square
-from structinit_jax.interop.layouts import Leaves, check_stack, find_stacks
+from structinit_jax.interop.layouts import Leaves
+from structinit_jax.interop.stacks import check_stack, find_stacks
 
 BIAS_TABLE = "relative_position_bias_table"
 TOKEN_MLP = re.compile(r"(?P<stem>(?:.*\.)?blocks\.)(?P<index>\d+)\.mlp_tokens\.fc1\.weight")

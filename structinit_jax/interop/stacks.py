@@ -1,0 +1,139 @@
+"""Where a model of another project has its attention layers, by their names."""
+
+import dataclasses
+import re
+
+from structinit_jax.errors import InputError
+from structinit_jax.interop.entries import Entry, linear_bias
+from structinit_jax.interop.layouts import FIELDS, LAYOUTS, Layout, Leaves, join
+
+
+@dataclasses.dataclass(frozen=True)
+class Stack:
+    """A model's stack of equal attention layers.
+
+    Attributes:
+      layout: The names of its parts.
+      stem: Prefix of all names of the model.
+      attentions: Name of every layer in order, or the only name if `stacked`.
+      stacked: Whether the arrays have a leading layer axis.
+    """
+
+    layout: Layout
+    stem: str
+    attentions: tuple[str, ...]
+    stacked: bool
+
+    def entries(self, leaves: Leaves, path: str) -> list[Entry]:
+        """Maps the weights and the existing biases of all layers, as `Layout.entries` does."""
+        entries: list[Entry] = []
+        for i, attention in enumerate(self.attentions):
+            layer = None if self.stacked else i
+            entries += self.layout.entries(attention, path, layer)
+            for field, bias in self.layout.separate_biases.items():
+                name = join(attention, bias)
+                entries.append(linear_bias(name, f"{path}/{field}", layer=layer))
+        return [entry for entry in entries if entry.name in leaves]
+
+
+def find_stack(leaves: Leaves, name: str | None) -> Stack:
+    """Finds the attention layers of a model with a single grid of tokens.
+
+    Raises:
+      InputError: As for `find_stacks`; or the model has several stacks, of which not one sees
+        images.
+    """
+    stacks = find_stacks(leaves, name)
+    if len(stacks) > 1:
+        stacks = [stack for stack in stacks if _sees_images(leaves, stack)] or stacks
+    if len(stacks) > 1:
+        found = "; ".join(f"{len(s.attentions)} × {s.attentions[0]}" for s in stacks)
+        raise InputError(
+            f"params hold several stacks ({found}): pass the subtree of one. Stages of one model "
+            "need a relative_position_bias_table in each layer, as in Swin but not SwinV2"
+        )
+    check_stack(leaves, stacks[0])
+    return stacks[0]
+
+
+def find_stacks(leaves: Leaves, name: str | None) -> list[Stack]:
+    """Finds the attention layers by their names.
+
+    Args:
+      leaves: The parameters by name.
+      name: A key of `LAYOUTS`, or None to try them all.
+
+    Returns:
+      The stacks of the first layout that fits.
+
+    Raises:
+      InputError: No layout fits, or a layer is incomplete.
+    """
+    if name is not None and name not in LAYOUTS:
+        raise InputError(f"layout={name!r} is unknown: choose one of {', '.join(LAYOUTS)}")
+    names = LAYOUTS if name is None else [name]
+    layouts = list(dict.fromkeys(layout for name in names for layout in LAYOUTS[name]))
+    for layout in layouts:
+        stacks = _stacks(leaves, layout)
+        if stacks:
+            return stacks
+    argument = "layout" if name is None else f"layout={name!r}"
+    known = "; ".join(f"{n} ({', '.join(v.example for v in LAYOUTS[n])})" for n in names)
+    similar = [n for n in leaves if re.search(r"att|qkv|query|q_proj|in_proj", n, re.IGNORECASE)]
+    looks = " that look like attention" if similar else ""
+    raise InputError(
+        f"{argument}: params have no attention that is named as in {known}. Their names{looks}: "
+        f"{_abbreviate(similar or list(leaves))}. "
+        "Rename them for the call, or describe the layers with an AttentionSite and place the "
+        "arrays that the scheme returns for it"
+    )
+
+
+def _abbreviate(names: list[str], most: int = 6) -> str:
+    return ", ".join([*names[:most], *(["…"] if len(names) > most else [])]) or "none"
+
+
+def _stacks(leaves: Leaves, layout: Layout) -> list[Stack]:
+    numbered, single = [], []
+    for stem, layers in _attentions(leaves, layout):
+        attentions = tuple(layers[index] for index in sorted(layers))
+        query = leaves.get(layout.weight(attentions[0], "query"))
+        rank = len(getattr(query, "shape", (0, 0, 0)))
+        if layout.torch or rank == 3:
+            stacks = single if min(layers) < 0 else numbered
+            stacks.append(Stack(layout, stem, attentions, stacked=False))
+        elif rank == 4:
+            numbered += [Stack(layout, stem, (name,), stacked=True) for name in attentions]
+    # A single attention next to numbered ones pools tokens.
+    return numbered or single
+
+
+def _sees_images(leaves: Leaves, stack: Stack) -> bool:
+    pattern = re.compile(re.escape(stack.stem) + rf"(?:{'|'.join(stack.layout.patches)})\.\w+")
+    return any(pattern.fullmatch(name) for name in leaves)
+
+
+def _attentions(leaves: Leaves, layout: Layout) -> list[tuple[str, dict[int, str]]]:
+    """Returns, per group of names that differ in one number, the stem and the names by number."""
+    groups: dict[tuple[str, str], tuple[str, dict[int, str]]] = {}  # number -1 if there is none
+    for suffix in dict.fromkeys(layout.weight("", field) for field in layout.anchors):
+        for name in leaves:
+            attention = ("." + name).removesuffix("." + suffix)[1:]
+            match = attention != name and re.fullmatch(layout.attention, attention)
+            if not match:
+                continue
+            index, around = -1, (attention, "")
+            if match["index"] is not None:
+                index = int(match["index"])
+                around = attention[: match.start("index")], attention[match.end("index") :]
+            groups.setdefault(around, (match["stem"], {}))[1][index] = attention
+    return list(groups.values())
+
+
+def check_stack(leaves: Leaves, stack: Stack) -> None:
+    """Raises `InputError` if a layer lacks one of its projections."""
+    for attention in stack.attentions:
+        for field in FIELDS:
+            name = stack.layout.weight(attention, field)
+            if name not in leaves:
+                raise InputError(f"params: {attention or 'the attention layer'} has no {name}")
