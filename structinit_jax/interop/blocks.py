@@ -38,7 +38,7 @@ def find_blocks(host: Host) -> list[Block]:
 
 
 def mlp_outputs(host: Host) -> list[str]:
-    """Returns the names of the kernels and biases of the MLPs' output layers.
+    """Returns the names of the kernels of the MLPs' output layers.
 
     Raises:
       InputError: A block does not have exactly one.
@@ -52,8 +52,7 @@ def mlp_outputs(host: Host) -> list[str]:
                 f"hidden channels to {host.width}, is needed: build the scheme with mlp_scale=1 "
                 "and multiply its kernel yourself"
             )
-        arrays = (f"{block.mlp_out[0]}.{leaf}" for leaf in (host.stack.layout.leaf, "bias"))
-        names += [name for name in arrays if name in host.leaves]
+        names.append(f"{block.mlp_out[0]}.{host.stack.layout.leaf}")
     return names
 
 

@@ -43,8 +43,8 @@ def initialize(
     whole table.
 
     A scheme's `patch_scale` multiplies the kernel of the patch embedding, and its `mlp_scale` the
-    output layer of the MLPs beside the attention, kernel and bias; gated MLPs have one too. Behind
-    a LayerScale that starts near 0, MLPs and attention add little at first whatever their weights.
+    output kernels of the MLPs beside the attention; gated MLPs have one too. Behind a LayerScale
+    that starts near 0, MLPs and attention add little at first whatever their weights.
 
     Args:
       params: A state dict, Linen tree, NNX module, NNX state or pure dict. It is not changed.
