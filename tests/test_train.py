@@ -13,6 +13,7 @@ from structinit_jax.data.info import CATALOG
 from structinit_jax.data.loader import DeviceLoader
 from structinit_jax.errors import InputError, StoppedError
 from structinit_jax.training import checkpoint, flops
+from structinit_jax.training import setup as setup_lib
 from structinit_jax.training.metrics import Progress
 from structinit_jax.training.setup import set_up
 
@@ -245,7 +246,7 @@ def test_mfu_is_logged_if_the_peak_is_known(longer_config, workdir, monkeypatch,
 @pytest.fixture
 def bad_step_15(monkeypatch):
     """Gives step 15 a label of -1, and makes the targets of such labels NaN."""
-    make_augment, train_batches = train.make_augment, DeviceLoader.train_batches
+    make_augment, train_batches = setup_lib.make_augment, DeviceLoader.train_batches
     spoil = jax.jit(lambda labels: jnp.where(jnp.arange(len(labels)) == 3, -1, labels))
 
     def make_augment_with_nan(options, mesh):
@@ -262,7 +263,7 @@ def bad_step_15(monkeypatch):
         for step, batch in enumerate(batches, start=start_step + 1):
             yield batch | {"label": spoil(batch["label"])} if step == 15 else batch
 
-    monkeypatch.setattr(train, "make_augment", make_augment_with_nan)
+    monkeypatch.setattr(setup_lib, "make_augment", make_augment_with_nan)
     monkeypatch.setattr(DeviceLoader, "train_batches", batches_with_a_bad_one)
 
 
