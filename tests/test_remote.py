@@ -1,4 +1,7 @@
-"""Output directories in object storage: in memory, and on emulators of S3 and Cloud Storage."""
+"""Output directories in object storage: in memory, and on emulators of S3 and Cloud Storage.
+
+The emulators come with `pip install '.[emulators]'`; `.ci/run` has them.
+"""
 
 import contextlib
 import json
