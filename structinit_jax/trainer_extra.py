@@ -17,7 +17,6 @@ MODULES = (
     "orbax",
     "PIL",
     "rich",
-    "scipy",
     "simplejpeg",
     "sklearn",
     "tensorboardX",
