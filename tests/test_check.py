@@ -121,3 +121,11 @@ def test_images_of_another_size_are_refused():
     images = np.zeros((1, 9, 8, 3), np.float32)
     with pytest.raises(InputError, match=r"images has shape \(1, 9, 8, 3\).*4x4 tokens.*2x2 pix"):
         interop.check(interop.to_timm(model()), images, num_heads=HEADS)
+
+
+@pytest.mark.parametrize(
+    ("shape", "message"), [((16, 8), r"positions has shape \(16, 8\)"), ((15, 16), "not a square")]
+)
+def test_positions_that_do_not_fit_are_refused_as_by_initialize(shape, message):
+    with pytest.raises(InputError, match=message):
+        interop.check(interop.to_timm(model()), num_heads=HEADS, positions=np.zeros(shape))

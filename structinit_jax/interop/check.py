@@ -10,7 +10,7 @@ from jaxtyping import Float, Int
 
 from structinit_jax.errors import InputError
 from structinit_jax.interop.blocks import Block, find_blocks
-from structinit_jax.interop.host import Grid, find_host, square
+from structinit_jax.interop.host import Grid, find_host
 from structinit_jax.interop.layouts import FIELDS
 
 NOISE_TOKENS = 1024  # tokens of noise images, enough for rates to about 0.02
@@ -118,17 +118,13 @@ def _embed(host, images, grid, positions):
     """Returns the first block's input, the grid and the ratio of positions to content."""
     extra = [np.reshape(host.leaves[name], (-1, host.width)) for name in host.extra_tokens()]
     extra = np.concatenate([*extra, np.zeros((0, host.width))]).astype(np.float32)
-    if positions is None:
-        table = host.position_table(grid)
-        if table is None:
-            raise InputError("positions: params hold no position table: pass positions=[N, D]")
-        rows, grid = np.asarray(table.rows, np.float32), table.grid
-        extra[: table.prefix] += rows[: table.prefix]
-        positions = rows[table.prefix :]
-    grid = grid or square(len(positions))
+    table = host.positions(positions, grid)
+    rows, grid = np.asarray(table.rows, np.float32), table.grid
+    extra[: table.prefix] += rows[: table.prefix]
+    positions = rows[table.prefix :]
     content = _patches(host, images, grid)
     ratio = float(np.sqrt(np.mean(np.square(positions)) / np.mean(np.square(content))))
-    x = content + np.asarray(positions, np.float32)
+    x = content + positions
     extra = np.broadcast_to(extra, (len(x), *extra.shape))
     x = np.concatenate([extra, x], axis=1)
     return _norm(x) if host.has_pre_norm() else x, grid, ratio

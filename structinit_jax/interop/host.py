@@ -91,6 +91,37 @@ class Host:
         extra = sum(math.prod(self.leaves[n].shape) // self.width for n in self.extra_tokens())
         return Table(name, rows, *_split_rows(name, len(rows), extra, grid))
 
+    def positions(self, given: Any | None, grid: Grid | None) -> "Table":
+        """Returns the encoding that the model adds to its tokens.
+
+        Args:
+          given: The encoding [N, D], or None for the learned position table.
+          grid: See `initialize`.
+
+        Raises:
+          InputError: There is none, or it does not fit the model or the grid.
+        """
+        if given is None:
+            table = self.position_table(grid)
+            if table is None:
+                names = ", ".join(self.stack.layout.positions).replace("\\", "")
+                raise InputError(
+                    f"positions: params hold no position table of width {self.width} ({names}). "
+                    "Pass the encoding that the model adds to its tokens as positions=[N, D]; if "
+                    "it has rotary or relative positions instead, no scheme for positions fits"
+                )
+            return table
+        if given.ndim != 2 or given.shape[1] != self.width:
+            raise InputError(
+                f"positions has shape {given.shape}, but the model needs [N, {self.width}]"
+            )
+        grid = grid or square(len(given))
+        if grid is None:
+            raise InputError(
+                f"grid: {len(given)} positions are not a square: pass grid=(rows, cols)"
+            )
+        return Table("positions", given, 0, grid)
+
     def patch_kernel(self) -> str:
         """Returns the name of the patch embedding's kernel."""
         layout = self.stack.layout

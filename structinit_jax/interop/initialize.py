@@ -13,7 +13,7 @@ from structinit_jax.errors import InputError
 from structinit_jax.interop.assumptions import require_assumptions, rotary_positions
 from structinit_jax.interop.blocks import mlp_outputs
 from structinit_jax.interop.entries import check_array, like
-from structinit_jax.interop.host import check_shape, find_host, square
+from structinit_jax.interop.host import check_shape, find_host
 from structinit_jax.interop.layouts import FIELDS, flatten
 from structinit_jax.interop.other_sites import find_sites
 
@@ -122,33 +122,16 @@ def attention_site(
         if host.position_table(grid) is None:
             raise InputError(f"{what}, and there is no position table: no scheme sets such maps")
         warnings.warn(f"{what}, which moves the scheme's maps: measure them", stacklevel=2)
-    if positions is None:
-        table = host.position_table(grid)
-        if table is None:
-            names = ", ".join(host.stack.layout.positions).replace("\\", "")
-            raise InputError(
-                f"positions: params hold no position table of width {host.width} ({names}). Pass "
-                "the encoding that the model adds to its tokens as positions=[N, D]; if it has "
-                "rotary or relative positions instead, no scheme for positions fits"
-            )
-        grid, positions = table.grid, jnp.asarray(table.rows[table.prefix :], jnp.float32)
-    elif positions.ndim != 2 or positions.shape[1] != host.width:
-        raise InputError(
-            f"positions has shape {positions.shape}, but the model needs [N, {host.width}]"
-        )
-    grid = grid or square(len(positions))
-    if grid is None:
-        raise InputError(
-            f"grid: {len(positions)} positions are not a square: pass grid=(rows, cols)"
-        )
+    table = host.positions(positions, grid)
+    rows = table.rows[table.prefix :]
     return AttentionSite(
-        grid=grid,
+        grid=table.grid,
         width=host.width,
         num_heads=host.num_heads,
         head_dim=host.head_dim,
         num_layers=host.num_layers,
         qk_scale=host.head_dim**-0.5,
-        positions=positions,
+        positions=jnp.asarray(rows, jnp.float32) if trainable else rows,
         positions_trainable=trainable,
     )
 
