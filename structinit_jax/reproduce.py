@@ -217,6 +217,9 @@ def main(overrides: Sequence[tuple[str, str]]) -> None:
         baselines=find_baselines(list(settings), table.baseline),
         # Those of small models and digits would be something else.
         published=None if small else {name: table.rows[name].published for name in settings},
+        published_training=None
+        if small
+        else {name: table.rows[name].published_training for name in settings},
         started_by=shlex.join(["python", "-m", "structinit_jax.reproduce", *sys.argv[1:]]),
     )
     if failed:

@@ -121,7 +121,7 @@ def fake_train(config, workdir, trained):
         {"step": 6, "train/loss": 2.0, "train/accuracy": 0.5, "images_per_second": 96.0},
         {"step": 6, "test[:90]/accuracy": first},
         {"step": 12, "train/loss": 1.0, "train/accuracy": 0.9, "images_per_second": 192.0},
-        {"step": 12, "test[:90]/accuracy": last},
+        {"step": 12, "test[:90]/accuracy": last, "train_eval/accuracy": 0.95},
     ]
     failed = (scheme, seed) == ("mimetic", 1)
     with (workdir / "metrics.jsonl").open("w") as file:
@@ -136,12 +136,13 @@ def start(tiny_config, tmp_path, monkeypatch):
     """Starts a comparison; returns how many runs failed, and which were trained."""
     tiny_config.lock()
 
-    def run_grid(schemes, seed_list=(0, 1, 2), config=tiny_config):
+    def run_grid(schemes, seed_list=(0, 1, 2), config=tiny_config, **options):
         trained = []
         monkeypatch.setattr(run, "train", functools.partial(fake_train, trained=trained))
         monkeypatch.setattr(run._Runner, "_draw_maps", lambda self, name: None)
         settings = grid.expand(config, schemes, {})
-        return run.run_grid(settings, list(seed_list), tmp_path, started_by="the command"), trained
+        options = dict(started_by="the command") | options
+        return run.run_grid(settings, list(seed_list), tmp_path, **options), trained
 
     return run_grid
 
@@ -185,6 +186,15 @@ def test_the_report_has_all_that_was_measured(start, tmp_path):
     assert page.count("data:image/svg+xml;base64,") == 1
     assert not re.search(r'(src|href)="(?!data:)', page)  # opens without a network
     assert "<script" not in page
+
+
+def test_published_training_accuracies_are_beside_ours(start, tmp_path):
+    start(["default", "impulse"], published_training={"impulse": ((2, 87.5), (9, 99.0))})
+    text = (tmp_path / "report.md").read_text()
+    title, _, header, _, row, *_ = text[text.index("## Training accuracy") :].splitlines()
+    assert title == "## Training accuracy, %: ours / published"
+    assert header == "| setting | epoch 2 | epoch 9 |"
+    assert row == "| impulse | 95.00 ± 0.00 / 87.50 | – / 99.00 |"
 
 
 def test_one_seed_has_no_interval(start, tmp_path):

@@ -24,6 +24,11 @@ def test_every_row_has_a_config_and_a_baseline(name):
         docstring = open_docstring(table.rows[setting].location)
         figure = table.rows[setting].published
         assert figure is None or f"{figure:.2f}" in docstring
+        for epoch, figure in table.rows[setting].published_training:
+            assert f"{figure:.2f}" in docstring
+            # Where ours is measured: an evaluation on training images ends this epoch.
+            assert config.data.train_eval_split
+            assert epoch % config.eval_every_epochs == 0
         assert config.is_locked
 
 

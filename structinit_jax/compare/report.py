@@ -84,6 +84,8 @@ def describe(comparison: Comparison) -> list[Section]:
     if count == 1:
         notes[1] = "With one seed there is no interval: a difference may be chance."
     sections: list[Section] = [("Results", _summary(comparison)), ("", " ".join(notes))]
+    if any(facts.get("published_training") for facts in info["settings"].values()):
+        sections.append(("Training accuracy, %: ours / published", _training(comparison)))
     every = [run for group in runs.values() for run in group]
     failures = [[run.setting, str(run.seed), run.error] for run in every if run.error]
     if failures:
@@ -140,6 +142,28 @@ def _summary(comparison: Comparison) -> list[list[str]]:
                 _init_cost([run.init_metrics for run in done]),
             ]
         )
+    return rows
+
+
+def _training(comparison: Comparison) -> list[list[str]]:
+    """Training accuracies, ours without augmentation, at the epochs of the published ones."""
+    published = {
+        setting: dict(facts.get("published_training", ()))
+        for setting, facts in comparison.info["settings"].items()
+    }
+    epochs = sorted(set().union(*published.values()))
+    rows = [["setting", *(f"epoch {epoch}" for epoch in epochs)]]
+    for setting, figures in published.items():
+        if figures:
+            ours = [
+                {round(run.epoch(step)): x for step, x in run.curve("train_eval/accuracy").items()}
+                for run in comparison.runs[setting]
+            ]
+            rows.append([setting])
+            for epoch in epochs:
+                values = [curve[epoch] for curve in ours if epoch in curve]
+                figure = f"{figures[epoch]:.2f}" if epoch in figures else "–"
+                rows[-1].append(f"{percent(values) if values else '–'} / {figure}")
     return rows
 
 

@@ -41,6 +41,7 @@ def run_grid(
     commands: Mapping[str, str] | None = None,
     baselines: Mapping[str, str] | None = None,
     published: Mapping[str, float | None] | None = None,
+    published_training: Mapping[str, Sequence[tuple[int, float]]] | None = None,
     started_by: str = "",
     together: bool | None = None,
 ) -> int:
@@ -53,6 +54,7 @@ def run_grid(
       commands: The command that trains each setting alone, for the report.
       baselines: The setting that each one is compared with; by default the first.
       published: Accuracies in percent to show beside ours, by setting.
+      published_training: Training accuracies in percent after some epochs, likewise.
       started_by: The command of this comparison, for the report.
       together: Whether the seeds of a setting train in one program; by default on accelerators.
 
@@ -75,6 +77,7 @@ def run_grid(
             "config": grid.to_json(config),
             "command": (commands or {}).get(name, ""),
             "published": (published or {}).get(name),
+            "published_training": (published_training or {}).get(name, ()),
         }
     info = {
         "settings": facts,

@@ -22,7 +22,7 @@ PARTS = {
         "adds a bias to the logits instead of positions to the tokens: no scheme for positions "
         "sets such maps"
     ),
-    r"temperature|logit_scale|tau\b": (
+    r"temperature|tau\b": (
         "rescales the logits of cosine or channel attention, whose maps no scheme sets"
     ),
     r"proj_l|proj_w|talking": "mixes the maps of the heads, so none is what a scheme makes it",
@@ -60,7 +60,8 @@ def require_assumptions(host: Host, bias_tables: Sequence[str] = ()) -> None:
                 if name in host.leaves and _differs(host.leaves[name], start):
                     raise InputError(
                         f"params: {name} is not {start}: schemes need a freshly built model, whose "
-                        "LayerNorms start with scale 1 and bias 0"
+                        "norms stand before attention and MLP, not behind them (post-norm), and "
+                        "start with scale 1 and bias 0"
                     )
 
 

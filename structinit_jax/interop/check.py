@@ -9,9 +9,10 @@ import scipy.special
 from jaxtyping import Float, Int
 
 from structinit_jax.errors import InputError
-from structinit_jax.interop.blocks import Block, find_blocks
-from structinit_jax.interop.host import Grid, find_host
-from structinit_jax.interop.layouts import FIELDS
+from structinit_jax.interop.blocks import Block, find_blocks, may_be_rms_norm
+from structinit_jax.interop.host import Grid, find_host, square
+from structinit_jax.interop.layouts import FIELDS, flatten
+from structinit_jax.interop.other_sites import find_sites
 
 NOISE_TOKENS = 1024  # tokens of noise images, enough for rates to about 0.02
 
@@ -47,8 +48,9 @@ def check(
 
     The forward pass is computed from `params`, in NumPy: patches, positions, and pre-norm blocks of
     softmax attention and an MLP with GELU, or SiLU gates if it has two input kernels. It covers
-    what `initialize` covers as far as it is of this form. What names and shapes do not show, such
-    as rotary positions, is not seen. Class and register tokens are left out of the maps.
+    what `initialize` covers as far as it is of this form. A norm without bias counts as RMSNorm.
+    What names and shapes do not show, such as rotary positions, is not seen. Class and register
+    tokens are left out of the maps.
 
     Args:
       params: Parameters as for `initialize`; likewise the other arguments.
@@ -62,15 +64,23 @@ def check(
     Raises:
       InputError: The model is of another form. The message names the parameter.
     """
-    host, _ = find_host(params, layout, num_heads)
-    x, grid, ratio = _embed(host, images, grid, positions)
+    leaves, _ = flatten(params)
+    for found in find_sites(leaves, layout, grid):
+        raise InputError(
+            f"params: {found.name} shows a model without positions on its tokens, which `check` "
+            "does not compute: take attention maps from the model itself and pass them to "
+            "`hit_rates`, those of windows with the window as the grid"
+        )
+    host = find_host(leaves, layout, num_heads)
+    norm = _rms_norm if may_be_rms_norm(host) else _layer_norm
+    x, grid, ratio = _embed(host, norm, images, grid, positions)
     attention = {path: np.asarray(array, np.float32) for path, array in host.arrays().items()}
     blocks = find_blocks(host) * (host.num_layers if host.stack.stacked else 1)
     tokens, offsets, rates = math.prod(grid), [], []
     for i, block in enumerate(blocks):
         layer = {path: array[i] for path, array in attention.items()}
         _require_known(block)
-        x, maps = _run_block(host, block, i, layer, x)
+        x, maps = _run_block(host, norm, block, i, layer, x)
         offset, rate = hit_rates(maps[..., -tokens:, -tokens:], grid)
         offsets.append(offset)
         rates.append(rate)
@@ -114,7 +124,7 @@ def natural_noise(
 # -- the forward pass ------------------------------------------------------------------------------
 
 
-def _embed(host, images, grid, positions):
+def _embed(host, norm, images, grid, positions):
     """Returns the first block's input, the grid and the ratio of positions to content."""
     extra = [np.reshape(host.leaves[name], (-1, host.width)) for name in host.extra_tokens()]
     extra = np.concatenate([*extra, np.zeros((0, host.width))]).astype(np.float32)
@@ -122,18 +132,22 @@ def _embed(host, images, grid, positions):
     rows, grid = np.asarray(table.rows, np.float32), table.grid
     extra[: table.prefix] += rows[: table.prefix]
     positions = rows[table.prefix :]
-    content = _patches(host, images, grid)
+    content = _patches(host, norm, images, grid)
     ratio = float(np.sqrt(np.mean(np.square(positions)) / np.mean(np.square(content))))
     x = content + positions
     extra = np.broadcast_to(extra, (len(x), *extra.shape))
     x = np.concatenate([extra, x], axis=1)
-    return _norm(x) if host.has_pre_norm() else x, grid, ratio
+    return norm(x) if host.has_pre_norm() else x, grid, ratio
 
 
-def _patches(host, images, grid):
+def _patches(host, norm, images, grid):
     name = host.patch_kernel()
     kernel = np.asarray(host.leaves[name], np.float32)
-    if host.stack.layout.torch:
+    if kernel.ndim == 2:  # of flattened patches, square ones of color images if possible
+        area = kernel.shape[1]
+        channels = 3 if area % 3 == 0 and square(area // 3) else 1
+        kernel = kernel.T.reshape(*(square(area // channels) or (1, area)), channels, host.width)
+    elif host.stack.layout.torch:
         kernel = kernel.transpose(2, 3, 1, 0)
     height, width, channels, _ = kernel.shape
     rows, cols = grid
@@ -149,19 +163,22 @@ def _patches(host, images, grid):
     patches = patches.reshape(len(images), rows * cols, -1)
     tokens = patches @ kernel.reshape(-1, host.width)
     bias = name.rpartition(".")[0] + ".bias"
-    return tokens + np.asarray(host.leaves[bias], np.float32) if bias in host.leaves else tokens
+    if bias in host.leaves:
+        tokens += np.asarray(host.leaves[bias], np.float32)
+    scale = host.patch_norm()
+    return norm(tokens) * np.asarray(host.leaves[scale], np.float32) if scale else tokens
 
 
-def _run_block(host, block: Block, layer, attention, x):
+def _run_block(host, norm, block: Block, layer, attention, x):
     """Returns the block's output and its attention maps."""
-    query, key, value = (_project(_norm(x), attention, field) for field in FIELDS[:3])
+    query, key, value = (_project(norm(x), attention, field) for field in FIELDS[:3])
     logits = np.einsum("bnhd,bmhd->bhnm", query, key, optimize=True) * host.head_dim**-0.5
     maps = scipy.special.softmax(logits, axis=-1)
     mixed = np.einsum("bhnm,bmhd->bnhd", maps, value, optimize=True)
     out = np.einsum("bnhd,hdD->bnD", mixed, attention["attention/out/kernel"], optimize=True)
     scale1, scale2 = [_leaf(host, name, layer) for name in block.scales] or (1, 1)
     x = x + scale1 * (out + attention.get("attention/out/bias", 0))
-    hidden = [_linear(host, module, layer, _norm(x)) for module in block.mlp_in]
+    hidden = [_linear(host, module, layer, norm(x)) for module in block.mlp_in]
     if len(hidden) == 1:  # both input layers may be one
         kernel = host.leaves[f"{block.mlp_out[0]}.{host.stack.layout.leaf}"]
         inputs = kernel.shape[-1 if host.stack.layout.torch else -2]
@@ -191,8 +208,11 @@ def _require_known(block):
             )
 
 
-def _norm(x):
-    x = x - x.mean(axis=-1, keepdims=True)
+def _layer_norm(x):
+    return _rms_norm(x - x.mean(axis=-1, keepdims=True))
+
+
+def _rms_norm(x):
     return x / np.sqrt((x * x).mean(axis=-1, keepdims=True) + 1e-6)
 
 
