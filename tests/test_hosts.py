@@ -218,6 +218,12 @@ def test_check_of_a_model_without_positions_says_what_to_do():
             interop.check(params)
 
 
+def test_check_refuses_a_network_before_the_patch_embedding():
+    params = timm_tensors() | {"patch_embed.backbone.stem.weight": np.ones((3, 3), np.float32)}
+    with pytest.raises(InputError, match=r"backbone\.stem\.weight .*before .*`hit_rates`"):
+        interop.check(params, num_heads=HEADS)
+
+
 def test_a_patch_embedding_of_zeros_stays_one():
     new = interop.initialize(timm_times(0), scheme, RNG, num_heads=HEADS)
     np.testing.assert_array_equal(new["patch_embed.proj.weight"], 0)

@@ -14,6 +14,7 @@ from structinit_jax.interop.host import Grid, find_host, square
 from structinit_jax.interop.layouts import FIELDS, flatten
 from structinit_jax.interop.other_sites import find_sites
 
+MEASURE = "take the attention maps from the model itself and pass them to `hit_rates`"
 NOISE_TOKENS = 1024  # tokens of noise images, enough for rates to about 0.02
 
 
@@ -68,8 +69,7 @@ def check(
     for found in find_sites(leaves, layout, grid):
         raise InputError(
             f"params: {found.name} shows a model without positions on its tokens, which `check` "
-            "does not compute: take attention maps from the model itself and pass them to "
-            "`hit_rates`, those of windows with the window as the grid"
+            f"does not compute: {MEASURE}, those of windows with the window as the grid"
         )
     host = find_host(leaves, layout, num_heads)
     norm = _rms_norm if may_be_rms_norm(host) else _layer_norm
@@ -142,6 +142,12 @@ def _embed(host, norm, images, grid, positions):
 
 def _patches(host, norm, images, grid):
     name = host.patch_kernel()
+    backbone = next((name for name in host.leaves if "patch_embed.backbone." in name), None)
+    if backbone:
+        raise InputError(
+            f"params: {backbone} is in a network before the patch embedding, which `check` does "
+            f"not compute: {MEASURE}"
+        )
     kernel = np.asarray(host.leaves[name], np.float32)
     if kernel.ndim == 2:  # of flattened patches, square ones of color images if possible
         area = kernel.shape[1]
@@ -203,8 +209,7 @@ def _require_known(block):
         if len(names) not in numbers:
             raise InputError(
                 f"params: beside {block.attention or 'the attention layer'} there is "
-                f"{', '.join(names) or 'nothing'} where a pre-norm block has {needed}: measure the "
-                "maps of the model itself and pass them to `hit_rates`"
+                f"{', '.join(names) or 'nothing'} where a pre-norm block has {needed}: {MEASURE}"
             )
 
 
