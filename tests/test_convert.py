@@ -19,6 +19,15 @@ CASES = {  # as in references/make_vit.py
         image_size=8, pool="class_token", num_registers=3, layer_scale=0.1, qk_norm=True
     ),
     "mean_registers": dict(image_size=8, num_registers=2),
+    "rope_class_token": dict(
+        positions="rope",
+        image_size=(8, 12),
+        pool="class_token",
+        num_registers=3,
+        layer_scale=0.1,
+        qk_norm=True,
+    ),
+    "rope_mean": dict(positions="rope", image_size=8),
 }
 
 

@@ -599,7 +599,7 @@ def test_a_model_with_rotary_positions_only():
     for prefix in ("model.layer.0.attention", "layer.0.attention"):
         names = [f"{prefix}.{n}_proj.weight" for n in "qkvo"]
         params = dict.fromkeys(names, np.ones((32, 32), np.float32))
-        with pytest.raises(InputError, match=r"positions: .* rotary or relative positions instead"):
+        with pytest.raises(InputError, match=r"positions: .* its rotary positions as rotations"):
             interop.initialize(params, normal_scheme, RNG, num_heads=4)
 
 
@@ -609,7 +609,7 @@ def test_rotary_positions_beside_a_table_are_reported():
         interop.initialize(params, normal_scheme, RNG, num_heads=3)
     del params["pos_embed"]
     fixed = sincos_positions((14, 14), 192)
-    with pytest.raises(InputError, match=r"rope\.freqs rotates .* no position table"):
+    with pytest.raises(InputError, match=r"rope\.freqs rotates .* pass rotations="):
         interop.initialize(params, normal_scheme, RNG, num_heads=3, positions=fixed)
 
 

@@ -5,7 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from structinit_jax.models import layers
+from structinit_jax.models import attention, layers
 from structinit_jax.models.model import REMAT_POLICIES
 
 SHAPE = (2, 5, 3, 4)  # B, N, h, d
@@ -39,7 +39,7 @@ def test_attention_and_its_gradients_equal_those_of_jax(dtype, tolerance, bias_b
         return jax.nn.dot_product_attention(query, key, value, bias=bias)
 
     wide = [x.astype(jnp.float32) for x in (query, key, value)]
-    found = value_and_gradients(layers.dot_product_attention, query, key, value, *bias)
+    found = value_and_gradients(attention.dot_product_attention, query, key, value, *bias)
     assert found[0].dtype == dtype
     close(found, value_and_gradients(reference, *wide, *bias), tolerance)
 
@@ -50,7 +50,7 @@ def test_attention_for_cudnn_pads_to_the_even_number_of_tokens_that_it_needs(
 ):
     rngs = jax.random.split(jax.random.key(0), 3)
     arrays = [jax.random.normal(rng, (2, num_tokens, 3, 4)) for rng in rngs]
-    expected = value_and_gradients(layers.dot_product_attention, *arrays)
+    expected = value_and_gradients(attention.dot_product_attention, *arrays)
     by_xla, lengths = jax.nn.dot_product_attention, []
 
     def replace(query, key, value, *, implementation, **options):
@@ -59,7 +59,7 @@ def test_attention_for_cudnn_pads_to_the_even_number_of_tokens_that_it_needs(
         return by_xla(query, key, value, implementation="xla", **options)
 
     monkeypatch.setattr(jax.nn, "dot_product_attention", replace)
-    close(value_and_gradients(layers.cudnn_attention, *arrays), expected, 1e-5)
+    close(value_and_gradients(attention.cudnn_attention, *arrays), expected, 1e-5)
     assert lengths == [6]
 
 
@@ -67,7 +67,7 @@ def test_a_step_without_remat_keeps_no_attention_maps():
     x = jnp.ones((2, 50, 3, 4))
 
     def attend(x):
-        return layers.dot_product_attention(x, x, x).sum()
+        return attention.dot_product_attention(x, x, x).sum()
 
     attend = jax.checkpoint(attend, policy=REMAT_POLICIES["none"])
     kept = jax.tree.leaves(jax.linearize(attend, x)[1])

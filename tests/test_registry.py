@@ -12,8 +12,10 @@ from structinit_jax.attention_init import (
     SCHEMES,
     AttentionSite,
     ConvSite,
+    RotarySite,
     TokenMixingSite,
     WindowSite,
+    rotary_angles,
     sincos_positions,
 )
 from structinit_jax.errors import InputError
@@ -21,12 +23,16 @@ from structinit_jax.errors import InputError
 RNG = jax.random.key(0)
 SITES = {
     AttentionSite: AttentionSite((5, 6), 32, 4, 8, 3, 8**-0.5, sincos_positions((5, 6), 32)),
+    RotarySite: RotarySite((3, 4), 32, 4, 8, 3, 8**-0.5, angles=rotary_angles((3, 4), 8)),
     WindowSite: WindowSite((3, 4), 32, 4, 8, 3, 8**-0.5),
     TokenMixingSite: TokenMixingSite((3, 4), 10, 3, 16),
     ConvSite: ConvSite(3, 16, 3),
 }
 SHAPES = {
     AttentionSite: dict(
+        query=(3, 32, 4, 8), key=(3, 32, 4, 8), value=(3, 32, 4, 8), out=(3, 4, 8, 32)
+    ),
+    RotarySite: dict(
         query=(3, 32, 4, 8), key=(3, 32, 4, 8), value=(3, 32, 4, 8), out=(3, 4, 8, 32)
     ),
     WindowSite: dict(

@@ -23,7 +23,7 @@ def images(n=2):
 
 
 @pytest.mark.parametrize("pool", ["mean", "class_token"])
-@pytest.mark.parametrize("positions", ["sincos", "learned"])
+@pytest.mark.parametrize("positions", ["sincos", "learned", "rope"])
 def test_logits_and_intermediates_have_the_documented_shapes(pool, positions):
     def run():
         return make(pool=pool, positions=positions)(images(), with_maps=True)

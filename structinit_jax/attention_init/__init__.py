@@ -11,6 +11,7 @@ weights are in Flax's layout:
 Each kind of site has a module with its schemes:
 
 - `AttentionSite`: attention with positions, as in ViT (`tokens`, and `papers` as published).
+- `RotarySite`: attention with rotary positions only (`rotary`).
 - `WindowSite`: attention within windows, as in Swin (`windows`).
 - `TokenMixingSite`: token-mixing MLPs, as in MLP-Mixer (`token_mixing`).
 - `ConvSite`: depthwise convolutions, as in ConvMixer (`convolution`).
@@ -34,7 +35,14 @@ in the module of that site. Outside the package, write a function that takes the
 """
 
 # Importing these registers their schemes.
-from structinit_jax.attention_init import convolution, papers, token_mixing, tokens, windows
+from structinit_jax.attention_init import (
+    convolution,
+    papers,
+    rotary,
+    token_mixing,
+    tokens,
+    windows,
+)
 from structinit_jax.attention_init.registry import (
     SCHEMES,
     by_name,
@@ -42,12 +50,14 @@ from structinit_jax.attention_init.registry import (
     scheme,
     scheme_options,
 )
+from structinit_jax.attention_init.rotary import rotary_angles
 from structinit_jax.attention_init.sites import (
     AttentionInit,
     AttentionSite,
     AttentionWeights,
     ConvSite,
     ConvWeights,
+    RotarySite,
     Site,
     SolveReport,
     TokenMixingSite,
@@ -71,6 +81,7 @@ __all__ = [
     "AttentionWeights",
     "ConvSite",
     "ConvWeights",
+    "RotarySite",
     "Site",
     "SolveReport",
     "TokenMixingSite",
@@ -87,6 +98,8 @@ __all__ = [
     "mimetic",
     "papers",
     "register",
+    "rotary",
+    "rotary_angles",
     "scheme",
     "scheme_options",
     "sincos_positions",

@@ -75,6 +75,40 @@ class WindowSite(AttentionSite):
 
 
 @dataclasses.dataclass(frozen=True)
+class RotarySite(AttentionSite):
+    """Stack of attention layers that rotate queries and keys (RoPE) and add no positions.
+
+    The rotation by the angle θ takes the channels (a, b) of a pair to
+    (a cos θ - b sin θ, b cos θ + a sin θ).
+
+    Attributes:
+      angles: Rotation [L, h, N, d / 2] of each pair of channels in radians; L or h may be 1 if all
+        layers or heads share them.
+      pairs: Channels that are rotated together: 'interleaved' for 2 k and 2 k + 1, 'halves' for k
+        and k + d / 2.
+    """
+
+    positions: None = dataclasses.field(default=None, init=False)
+    positions_trainable: bool = dataclasses.field(default=False, init=False)
+    angles: np.ndarray | jax.Array | None = dataclasses.field(kw_only=True)
+    pairs: str = dataclasses.field(default="interleaved", kw_only=True)
+
+    def __post_init__(self):
+        if self.angles is None:
+            return
+        expected = (self.num_layers, self.num_heads, self.num_tokens, self.head_dim / 2)
+        shape = np.shape(self.angles)
+        fits = len(shape) == 4 and shape[2:] == expected[2:]
+        if not fits or any(n not in (1, m) for n, m in zip(shape[:2], expected, strict=False)):
+            raise InputError(
+                f"RotarySite.angles has shape {shape}, but needs [layers or 1, heads or 1, tokens, "
+                f"head_dim / 2] of {expected}: leave out class and register tokens"
+            )
+        if self.pairs not in ("interleaved", "halves"):
+            raise InputError(f"RotarySite.pairs={self.pairs!r}: choose 'interleaved' or 'halves'")
+
+
+@dataclasses.dataclass(frozen=True)
 class TokenMixingSite:
     """Stack of equal token-mixing MLPs with exact GELU, as in MLP-Mixer, over one grid of tokens.
 
@@ -135,7 +169,7 @@ class SolveReport(NamedTuple):
 class AttentionWeights(NamedTuple):
     """Initial weights for an `AttentionSite`, laid out as Flax's `MultiHeadAttention` kernels.
 
-    None leaves the model's own initialization, as with all biases.
+    None leaves the model's own initialization, as with all other biases.
 
     Attributes:
       query: [L, D, h, d].
@@ -146,6 +180,7 @@ class AttentionWeights(NamedTuple):
       position_scale: Factor on the model's own trainable positions, including those of class token
         and registers.
       patch_scale: Factor on the kernel of the patch embedding.
+      patch_bias: Bias [D] of the patch embedding.
       mlp_scale: Factor on the output kernels of the MLPs.
       report: Result of the solve.
       filter_index: Index [L, h] of each head's filter among the scheme's filters.
@@ -165,6 +200,7 @@ class AttentionWeights(NamedTuple):
     bias: Float[Array, "L R h"] | None = None
     position_scale: float | Float[Array, ""] | None = None
     patch_scale: float | Float[Array, ""] | None = None
+    patch_bias: Float[Array, " D"] | None = None
     mlp_scale: float | Float[Array, ""] | None = None
 
 

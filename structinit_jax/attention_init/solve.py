@@ -6,13 +6,15 @@ solved for instead of [D, d], once for each distinct filter.
 """
 
 import functools
-from typing import NamedTuple
+import warnings
+from collections.abc import Callable
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
-from jaxtyping import Array, Float, PRNGKeyArray
+from jaxtyping import Array, Float, Int, PRNGKeyArray
 
 from structinit_jax.attention_init.sites import SolveReport
 from structinit_jax.errors import InputError
@@ -189,9 +191,16 @@ def out_of_reach(report: SolveReport) -> str | None:
         return None
     return (
         f"only {100 * float(report.hit_rate):.0f} % of the attention rows peak on their target, "
-        "since the head dimension and the rank of the position encoding limit the rank of the "
-        "maps: use fewer heads, a smaller kernel, or sin-cos positions"
+        "since the head dimension and the rank of the position encoding, or the frequencies of "
+        "rotary positions, limit the maps: use fewer heads, a smaller kernel, or sin-cos positions"
     )
+
+
+def warn_if_out_of_reach(report: SolveReport) -> None:
+    """Warns the caller of a scheme if its targets are out of reach, unless the report is traced."""
+    message = None if isinstance(report.hit_rate, jax.core.Tracer) else out_of_reach(report)
+    if message:
+        warnings.warn(message, stacklevel=4)
 
 
 def make_optimizer(name: str, learning_rate: float) -> optax.GradientTransformationExtraArgs:
@@ -289,10 +298,10 @@ def solve_bank(
 
         # At unit norm, so that step sizes mean the same at any norm of the weights.
         factors = tuple(at_norm(factor, jnp.ones(num_filters)) for factor in factors)
-        return _minimize(loss, factors, transform, optimizer == "lbfgs", max_steps)
+        return minimize(loss, factors, transform, optimizer == "lbfgs", max_steps)
 
     def fit_norm(factors):
-        return _fit_norm(lambda norm: overlap(targets, maps(factors, norm)), norm, target_mass)
+        return find_norm(lambda norm: overlap(targets, maps(factors, norm)), norm, target_mass)
 
     norm = jnp.full(num_filters, norm, jnp.float32)
     factors, steps = solve(best_start(norm), norm)
@@ -305,7 +314,26 @@ def solve_bank(
     return Bank(at_norm(factors[0], norm), at_norm(factors[1], norm), report)
 
 
-def _minimize(loss, factors, transform, line_search, max_steps):
+def minimize(
+    loss: Callable[[Any], Float[Array, ""]],
+    factors: Any,
+    transform: optax.GradientTransformationExtraArgs,
+    line_search: bool,
+    max_steps: int,
+) -> tuple[Any, Int[Array, ""]]:
+    """Minimizes a function of a tree of arrays until it has converged.
+
+    Args:
+      loss: The function.
+      factors: Start values.
+      transform: Optimizer.
+      line_search: Whether it is L-BFGS, which needs the loss to search along a line.
+      max_steps: Maximum number of steps.
+
+    Returns:
+      The factors at the end and the number of steps.
+    """
+
     def keep_going(carry):
         _, _, step, _, stalled = carry
         return (step < max_steps) & (stalled < PATIENCE)
@@ -328,11 +356,20 @@ def _minimize(loss, factors, transform, line_search, max_steps):
     return factors, steps
 
 
-def _fit_norm(mass_at, norm, target_mass):
+def find_norm(
+    mass_at: Callable[[Float[Array, " F"]], Float[Array, " F"]],
+    norm: Float[Array, " F"],
+    target_mass: float | Float[Array, ""],
+) -> Float[Array, " F"]:
     """Finds each filter's smallest norm that reaches the mass, or the one that comes closest.
 
     The grid search comes first because the mass is not monotonic: beyond some norm, a sharper map
     covers less of a soft target.
+
+    Args:
+      mass_at: Attention mass of each filter at the norms that it is given.
+      norm: An array of the result's shape and type.
+      target_mass: Attention mass wanted on target.
     """
     grid = jnp.geomspace(*NORM_RANGE, NORM_GRID)
     masses = jax.lax.map(lambda value: mass_at(jnp.full_like(norm, value)), grid)

@@ -1,12 +1,12 @@
 """Schemes for attention over a grid of tokens with positions (`AttentionSite`), as in ViT.
 
-`default`, `kaiming_uniform` and `mimetic` use no positions and serve attention within windows too.
+`default`, `kaiming_uniform` and `mimetic` use no positions and serve attention within windows and
+with rotary positions too.
 The impulse schemes of the papers are in `papers`.
 """
 
 import dataclasses
 import functools
-import warnings
 from collections.abc import Sequence
 
 import jax
@@ -17,20 +17,25 @@ from jaxtyping import Array, Float, PRNGKeyArray
 from structinit_jax.attention_init.draw import draw_flat
 from structinit_jax.attention_init.kernels import assign, random_rotations, target_maps
 from structinit_jax.attention_init.registry import register
-from structinit_jax.attention_init.sites import AttentionSite, AttentionWeights, WindowSite
+from structinit_jax.attention_init.sites import (
+    AttentionSite,
+    AttentionWeights,
+    RotarySite,
+    WindowSite,
+)
 from structinit_jax.attention_init.solve import (
     STATIC_OPTIONS,
     layer_norm,
-    out_of_reach,
     row_space,
     sincos_positions,
     solve_bank,
     split_product,
     start_factors,
+    warn_if_out_of_reach,
 )
 
 
-@register("default", AttentionSite, WindowSite)
+@register("default", AttentionSite, RotarySite, WindowSite)
 def default(
     rng: PRNGKeyArray,
     site: AttentionSite,
@@ -61,7 +66,7 @@ def default(
     return _scale(weights, position_scale, query_key_scale, value_out_scale)
 
 
-@register("kaiming_uniform", AttentionSite, WindowSite)
+@register("kaiming_uniform", AttentionSite, RotarySite, WindowSite)
 def kaiming_uniform(rng: PRNGKeyArray, site: AttentionSite) -> AttentionWeights:
     """Uniform between ±(inputs)^-1/2, PyTorch's default for Linear."""
     inner = site.num_heads * site.head_dim
@@ -70,7 +75,7 @@ def kaiming_uniform(rng: PRNGKeyArray, site: AttentionSite) -> AttentionWeights:
     return AttentionWeights(query, key, value, inner**-0.5 * weights.out)
 
 
-@register("mimetic", AttentionSite, WindowSite)
+@register("mimetic", AttentionSite, RotarySite, WindowSite)
 def mimetic(
     rng: PRNGKeyArray,
     site: AttentionSite,
@@ -196,10 +201,7 @@ def impulse(
         learning_rate=learning_rate,
         max_steps=max_steps,
     )
-    if not isinstance(weights.report.hit_rate, jax.core.Tracer):
-        message = out_of_reach(weights.report)
-        if message:
-            warnings.warn(message, stacklevel=3)
+    warn_if_out_of_reach(weights.report)
     return weights._replace(
         targets=targets,
         positions=jnp.asarray(positions) if trainable else None,
@@ -243,8 +245,7 @@ def _solve_and_place(
     query, key = place(bank.query), place(bank.key)
     value, out = VO_INITS[vo_init](vo_rng, site)
     if keep_positions and vo_init != "default":
-        value = value - jnp.einsum("Dr,Lrhd->LDhd", v, jnp.einsum("Er,LEhd->Lrhd", v, value))
-        out = out - jnp.einsum("Dr,Lhdr->LhdD", v, jnp.einsum("LhdE,Er->Lhdr", out, v))
+        value, out = remove_inputs(value, v), remove_outputs(out, v)
     return AttentionWeights(query, key, value, out, report=bank.report, filter_index=filter_index)
 
 
@@ -287,6 +288,20 @@ def balanced_vo(
     value, out = 0.4**0.5 * (identity[None] - half_noise)
     heads = (layers, site.num_heads, site.head_dim, width)
     return jnp.moveaxis(value.reshape(heads), -1, 1), -out.reshape(heads)
+
+
+def remove_inputs(
+    kernel: Float[Array, "L D h d"], v: Float[Array | np.ndarray, "D r"]
+) -> Float[Array, "L D h d"]:
+    """Returns the kernel without its part on inputs in the span of V, which is orthonormal."""
+    return kernel - jnp.einsum("Dr,Lrhd->LDhd", v, jnp.einsum("Er,LEhd->Lrhd", v, kernel))
+
+
+def remove_outputs(
+    kernel: Float[Array, "L h d D"], v: Float[Array | np.ndarray, "D r"]
+) -> Float[Array, "L h d D"]:
+    """Returns the kernel without its outputs in the span of V, which is orthonormal."""
+    return kernel - jnp.einsum("Dr,Lhdr->LhdD", v, jnp.einsum("LhdE,Er->Lhdr", kernel, v))
 
 
 VO_INITS = {

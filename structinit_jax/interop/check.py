@@ -13,6 +13,7 @@ from structinit_jax.interop.blocks import Block, find_blocks, may_be_rms_norm
 from structinit_jax.interop.host import Grid, find_host, square
 from structinit_jax.interop.layouts import FIELDS, flatten
 from structinit_jax.interop.other_sites import find_sites
+from structinit_jax.interop.rotations import read_rotations
 
 MEASURE = "take the attention maps from the model itself and pass them to `hit_rates`"
 NOISE_TOKENS = 1024  # tokens of noise images, enough for rates to about 0.02
@@ -23,7 +24,8 @@ class Check(NamedTuple):
 
     Attributes:
       position_to_content: Root mean square of the positions over that of the patch embeddings, the
-        two summands of the first layer's input.
+        two summands of the first layer's input; with rotary positions, of the patch embedding's
+        bias over that of the rest.
       offset: Offset (rows, cols) from a token to its strongest attention that is most frequent.
       hit_rate: Share of the tokens that have a neighbor at this offset whose strongest attention
         is on it. Close to 1 for a convolution.
@@ -42,6 +44,7 @@ def check(
     num_heads: int | None = None,
     grid: Grid | None = None,
     positions: np.ndarray | jax.Array | None = None,
+    rotations: Any | None = None,
 ) -> Check:
     """Runs a freshly initialized model on images and measures its attention maps.
 
@@ -50,8 +53,8 @@ def check(
     The forward pass is computed from `params`, in NumPy: patches, positions, and pre-norm blocks of
     softmax attention and an MLP with GELU, or SiLU gates if it has two input kernels. It covers
     what `initialize` covers as far as it is of this form. A norm without bias counts as RMSNorm.
-    What names and shapes do not show, such as rotary positions, is not seen. Class and register
-    tokens are left out of the maps.
+    What names and shapes do not show, such as rotary positions beside a position table, is not
+    seen. Class and register tokens are left out of the maps.
 
     Args:
       params: Parameters as for `initialize`; likewise the other arguments.
@@ -61,6 +64,7 @@ def check(
       num_heads: See `initialize`.
       grid: See `initialize`.
       positions: See `initialize`.
+      rotations: See `initialize`.
 
     Raises:
       InputError: The model is of another form. The message names the parameter.
@@ -73,14 +77,15 @@ def check(
         )
     host = find_host(leaves, layout, num_heads)
     norm = _rms_norm if may_be_rms_norm(host) else _layer_norm
-    x, grid, ratio = _embed(host, norm, images, grid, positions)
+    rotary = None if rotations is None else read_rotations(host, rotations, grid)
+    x, grid, ratio = _embed(host, norm, images, grid, positions, rotary)
     attention = {path: np.asarray(array, np.float32) for path, array in host.arrays().items()}
     blocks = find_blocks(host) * (host.num_layers if host.stack.stacked else 1)
     tokens, offsets, rates = math.prod(grid), [], []
     for i, block in enumerate(blocks):
         layer = {path: array[i] for path, array in attention.items()}
         _require_known(block)
-        x, maps = _run_block(host, norm, block, i, layer, x)
+        x, maps = _run_block(host, norm, block, i, layer, x, rotary)
         offset, rate = hit_rates(maps[..., -tokens:, -tokens:], grid)
         offsets.append(offset)
         rates.append(rate)
@@ -124,15 +129,19 @@ def natural_noise(
 # -- the forward pass ------------------------------------------------------------------------------
 
 
-def _embed(host, norm, images, grid, positions):
+def _embed(host, norm, images, grid, positions, rotary):
     """Returns the first block's input, the grid and the ratio of positions to content."""
     extra = [np.reshape(host.leaves[name], (-1, host.width)) for name in host.extra_tokens()]
     extra = np.concatenate([*extra, np.zeros((0, host.width))]).astype(np.float32)
-    table = host.positions(positions, grid)
-    rows, grid = np.asarray(table.rows, np.float32), table.grid
-    extra[: table.prefix] += rows[: table.prefix]
-    positions = rows[table.prefix :]
-    content = _patches(host, norm, images, grid)
+    if rotary is None:
+        table = host.positions(positions, grid)
+        rows, grid = np.asarray(table.rows, np.float32), table.grid
+        extra[: table.prefix] += rows[: table.prefix]
+        content, bias = _patches(host, norm, images, grid)
+        content, positions = content + bias, rows[table.prefix :]
+    else:
+        grid = rotary.grid
+        content, positions = _patches(host, norm, images, grid)
     ratio = float(np.sqrt(np.mean(np.square(positions)) / np.mean(np.square(content))))
     x = content + positions
     extra = np.broadcast_to(extra, (len(x), *extra.shape))
@@ -141,6 +150,7 @@ def _embed(host, norm, images, grid, positions):
 
 
 def _patches(host, norm, images, grid):
+    """Returns the products of patches and kernel, and the bias; normed with it, if there is one."""
     name = host.patch_kernel()
     backbone = next((name for name in host.leaves if "patch_embed.backbone." in name), None)
     if backbone:
@@ -169,15 +179,17 @@ def _patches(host, norm, images, grid):
     patches = patches.reshape(len(images), rows * cols, -1)
     tokens = patches @ kernel.reshape(-1, host.width)
     bias = name.rpartition(".")[0] + ".bias"
-    if bias in host.leaves:
-        tokens += np.asarray(host.leaves[bias], np.float32)
-    scale = host.patch_norm()
-    return norm(tokens) * np.asarray(host.leaves[scale], np.float32) if scale else tokens
+    bias = np.asarray(host.leaves[bias], np.float32) if bias in host.leaves else 0
+    if scale := host.patch_norm():
+        return norm(tokens + bias) * np.asarray(host.leaves[scale], np.float32), 0
+    return tokens, bias
 
 
-def _run_block(host, norm, block: Block, layer, attention, x):
+def _run_block(host, norm, block: Block, layer, attention, x, rotary):
     """Returns the block's output and its attention maps."""
     query, key, value = (_project(norm(x), attention, field) for field in FIELDS[:3])
+    if rotary is not None:
+        query, key = rotary.apply(query, layer), rotary.apply(key, layer)
     logits = np.einsum("bnhd,bmhd->bhnm", query, key, optimize=True) * host.head_dim**-0.5
     maps = scipy.special.softmax(logits, axis=-1)
     mixed = np.einsum("bhnm,bmhd->bnhd", maps, value, optimize=True)

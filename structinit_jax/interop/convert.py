@@ -85,13 +85,15 @@ def timm_entries(model: nnx.Module) -> Iterator[Entry]:
 
 
 def vit(model: VisionTransformer) -> Iterator[Entry]:
-    """Maps timm's `VisionTransformer`."""
+    """Maps timm's `VisionTransformer`, or with rotary positions its `Eva`."""
     yield from conv("patch_embed.proj", "patch_embedding")
     if model.pool == "class_token":
         yield same("cls_token", "class_token", lead=2)
     if model.num_registers:
         yield same("reg_token", "registers", lead=1)
-    if model.positions is None:
+    if model.rotary:
+        pass  # functions of the sizes, which timm does not save
+    elif model.positions is None:
         yield _fixed_positions(model)
     else:
         yield same("pos_embed", "positions", lead=1)
@@ -101,8 +103,9 @@ def vit(model: VisionTransformer) -> Iterator[Entry]:
             yield from norm(f"blocks.{i}.attn.q_norm", "blocks/attention/query_norm", i)
             yield from norm(f"blocks.{i}.attn.k_norm", "blocks/attention/key_norm", i)
         if model.blocks.layer_scale:
-            yield same(f"blocks.{i}.ls1.gamma", "blocks/scale1", i)
-            yield same(f"blocks.{i}.ls2.gamma", "blocks/scale2", i)
+            scales = ("gamma_1", "gamma_2") if model.rotary else ("ls1.gamma", "ls2.gamma")
+            yield same(f"blocks.{i}.{scales[0]}", "blocks/scale1", i)
+            yield same(f"blocks.{i}.{scales[1]}", "blocks/scale2", i)
     yield from norm("fc_norm" if model.pool == "mean" else "norm", "norm")
     yield from linear("head", "head")
 

@@ -106,8 +106,8 @@ class Host:
                 names = ", ".join(self.stack.layout.positions).replace("\\", "")
                 raise InputError(
                     f"positions: params hold no position table of width {self.width} ({names}). "
-                    "Pass the encoding that the model adds to its tokens as positions=[N, D]; if "
-                    "it has rotary or relative positions instead, no scheme for positions fits"
+                    "Pass the encoding that the model adds to its tokens as positions=[N, D], or "
+                    "its rotary positions as rotations; for relative positions no scheme fits"
                 )
             return table
         if given.ndim != 2 or given.shape[1] != self.width:
@@ -164,6 +164,16 @@ class Host:
         """Returns the root mean square (> 0) of the embeddings of white images of variance 1."""
         gain = jnp.asarray(self.leaves[self.patch_gain()], jnp.float32)
         return jnp.maximum(jnp.sqrt(jnp.sum(jnp.square(gain)) / self.width), 1e-12)
+
+    def patch_bias(self) -> str:
+        """Returns the name of the patch embedding's bias."""
+        name = f"{self.patch_kernel().rpartition('.')[0]}.bias"
+        if name not in self.leaves:
+            raise InputError(
+                f"params: the patch embedding has no {name}, in which this scheme needs to put a "
+                "vector that all tokens share: build the model with it, or use 'mimetic'"
+            )
+        return name
 
     def arrays(self) -> dict[str, jax.Array]:
         """Returns our arrays of the attention layers by path, with a leading layer axis."""

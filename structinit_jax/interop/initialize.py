@@ -16,6 +16,7 @@ from structinit_jax.interop.entries import check_array, like
 from structinit_jax.interop.host import Grid, Host, check_shape, find_host
 from structinit_jax.interop.layouts import FIELDS, Leaves, flatten
 from structinit_jax.interop.other_sites import find_sites
+from structinit_jax.interop.rotations import HOW, read_rotations, rotary_site
 
 # Of PyTorch's default kernel, on white images of variance 1: its variance is 1 / (3 fan-in).
 PATCH_RMS = 3**-0.5
@@ -30,6 +31,7 @@ def initialize(
     num_heads: int | None = None,
     grid: Grid | None = None,
     positions: np.ndarray | jax.Array | None = None,
+    rotations: Any | None = None,
 ) -> Any:
     """Puts the weights of a scheme into the parameters of a freshly built model.
 
@@ -47,9 +49,10 @@ def initialize(
 
     A scheme's `patch_scale` is the size of the patch embeddings relative to those of PyTorch's
     default kernel, so that positions are as loud beside them in every model: the kernel, or the
-    norm behind it, is multiplied by what that takes. `mlp_scale` multiplies the output kernels of
-    the MLPs beside the attention; gated MLPs have one too. Behind a LayerScale that starts near 0,
-    MLPs and attention add little at first whatever their weights.
+    norm behind it, is multiplied by what that takes. `patch_bias` replaces the patch embedding's
+    bias. `mlp_scale` multiplies the output kernels of the MLPs beside the attention; gated MLPs
+    have one too. Behind a LayerScale that starts near 0, MLPs and attention add little at first
+    whatever their weights.
 
     Args:
       params: A state dict, Linen tree, NNX module, NNX state or pure dict. It is not changed.
@@ -61,6 +64,10 @@ def initialize(
       positions: [N, D] encoding that the model adds to its tokens without storing it in `params`,
         for example `sincos_positions(grid, D)`, or for MoCo v3 and big_vision
         `sincos_positions(grid, D, convention="moco")`. A table in `params` is then ignored.
+      rotations: Rotary positions (RoPE) of a model that adds none to its tokens, as it computes
+        them for the image tokens: the sines and cosines [..., N, 2 d] of timm's
+        `model.rope.get_embed(...)`, for all layers and heads or with axes for them, or the pair
+        (cosines, sines) of Hugging Face's `model.rope_embeddings(pixel_values)`, as NumPy arrays.
 
     Returns:
       Parameters of the same structure, array kinds (NumPy or JAX), dtypes and shardings. Arrays
@@ -74,16 +81,17 @@ def initialize(
     leaves, rebuild = flatten(params)
     sites = find_sites(leaves, layout, grid)
     if sites:
-        if positions is not None:
+        if positions is not None or rotations is not None:
+            argument = "positions" if rotations is None else "rotations"
             raise InputError(
-                f"positions: {sites[0].name} is in the place of positions that are added to tokens"
+                f"{argument}: {sites[0].name} is in the place of positions that are added to tokens"
             )
         rngs = [rng] if len(sites) == 1 else jax.random.split(rng, len(sites))
         for found, site_rng in zip(sites, rngs, strict=True):
             leaves = found.write(leaves, attention_init(site_rng, found.site))
         return rebuild(leaves)
     host = find_host(leaves, layout, num_heads)
-    site = _site(host, grid, positions)
+    site = _site(host, grid, positions, rotations)
     try:
         weights = attention_init(rng, site)
     except InputError as error:
@@ -119,20 +127,28 @@ def attention_site(
     num_heads: int | None = None,
     grid: Grid | None = None,
     positions: np.ndarray | jax.Array | None = None,
+    rotations: Any | None = None,
 ) -> AttentionSite:
     """Describes the model's attention layers for a scheme. See `initialize` for the arguments."""
     host = find_host(flatten(params)[0], layout, num_heads)
-    return _site(host, grid, positions)
+    return _site(host, grid, positions, rotations)
 
 
-def _site(host: Host, grid: Grid | None, positions: np.ndarray | jax.Array | None) -> AttentionSite:
+def _site(
+    host: Host,
+    grid: Grid | None,
+    positions: np.ndarray | jax.Array | None,
+    rotations: Any | None,
+) -> AttentionSite:
     require_assumptions(host)
+    if rotations is not None:
+        return rotary_site(host, read_rotations(host, rotations, grid))
     trainable = positions is None
     rotary = rotary_positions(host)
     if rotary is not None:
         what = f"params: {rotary} rotates queries and keys"
         if host.position_table(grid) is None:
-            raise InputError(f"{what}, and there is no position table: no scheme sets such maps")
+            raise InputError(f"{what}, and there is no position table: pass {HOW}")
         warnings.warn(f"{what}, which moves the scheme's maps: measure them", stacklevel=3)
     table = host.positions(positions, grid)
     rows = table.rows[table.prefix :]
@@ -196,6 +212,10 @@ def _write(host: Host, weights: AttentionWeights, grid: Grid | None) -> Leaves:
             rows = weights.position_scale * rows
         old = host.leaves[table.name]
         new[table.name] = like(rows.reshape(old.shape), old)
+    if weights.patch_bias is not None:
+        name = host.patch_bias()
+        check_shape("patch_bias", weights.patch_bias, new[name].shape)
+        new[name] = like(weights.patch_bias, new[name])
     scales = {}
     if weights.patch_scale is not None:
         scales[host.patch_gain()] = weights.patch_scale

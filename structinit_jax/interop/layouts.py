@@ -147,13 +147,14 @@ _HUGGING_FACE = Layout(
     positions=(r"embeddings\.position_embeddings",),
     patches=(r"embeddings\.patch_embeddings\.projection",),
 )
-# Names in modules of transformers >= 5: ViT has `layers`, Dinov2 `encoder.layer`. DINOv3, with
-# `model.layer` or in files `layer`, has rotary positions, which `attention_site` then says.
+# Names in modules of transformers >= 5: ViT has `layers`, Dinov2 `encoder.layer`, DINOv3
+# `model.layer`, or in files `layer`.
 _HUGGING_FACE_5 = dataclasses.replace(
     _HUGGING_FACE,
     example="layers.0.attention.q_proj.weight",
     attention=_STEM + r"(?:encoder\.layer|layers|(?:model\.)?layer)\.(?P<index>\d+)\.attention",
     modules=("q_proj", "k_proj", "v_proj", "o_proj"),
+    patches=(r"embeddings\.patch_embeddings(?:\.projection)?",),
 )
 # The vision towers of CLIP and SigLIP.
 _HUGGING_FACE_CLIP = dataclasses.replace(

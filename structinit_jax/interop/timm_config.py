@@ -102,10 +102,13 @@ def _vit(model, common, size):
         mlp_ratio=model["mlp_ratio"],
         class_token=by_token,
         global_pool="token" if by_token else "avg",
-        reg_tokens=model["num_registers"],
         qk_norm=model["qk_norm"],
-        **({"init_values": model["layer_scale"]} if model["layer_scale"] else {}),
     )
+    registers, scale = model["num_registers"], model["layer_scale"]
+    if model["positions"] == "rope":
+        arguments |= dict(num_reg_tokens=registers, init_values=scale or None)
+        return TimmModel("vit_small_patch16_rope_224", common | size | arguments)
+    arguments |= dict(reg_tokens=registers, **({"init_values": scale} if scale else {}))
     return TimmModel("vit_base_patch16_224", common | size | arguments)
 
 

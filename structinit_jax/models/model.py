@@ -39,7 +39,7 @@ REMAT_POLICIES = {
 CHOICES = {
     "activation": tuple(ACTIVATIONS),
     "spatial_filters": ("trained", "fixed"),
-    "positions": ("sincos", "learned"),
+    "positions": ("sincos", "learned", "rope"),
     "base_init": tuple(BASE_INITS),
     "pool": ("mean", "class_token"),
     "dtype": ("float32", "bfloat16"),
@@ -132,15 +132,21 @@ class Model(nnx.Module):
                 self.positions[...] = self.positions[...].at[-len(positions) :].set(positions)
             if scale is not None:
                 self.positions[...] = scale * self.positions[...]
-            patch_scale = getattr(weights, "patch_scale", None)
-            if patch_scale is not None and name == next(iter(sites)):  # the others follow it
-                kernel = self.patch_embedding.kernel
-                kernel[...] = patch_scale * kernel[...]
+            if name == next(iter(sites)):  # the others follow it
+                self._set_patch_embedding(weights)
             if getattr(weights, "report", None) is not None:
                 reports.append(weights.report)
         if not reports:
             return None
         return jax.tree.map(lambda *values: sum(values) / len(values), *reports)
+
+    def _set_patch_embedding(self, weights: Weights) -> None:
+        scale, bias = (getattr(weights, f"patch_{name}", None) for name in ("scale", "bias"))
+        if scale is not None:
+            kernel = self.patch_embedding.kernel
+            kernel[...] = scale * kernel[...]
+        if bias is not None:
+            self.patch_embedding.bias[...] = bias
 
 
 def make_stack(block: type[nnx.Module], depth: int, *, rngs: nnx.Rngs, **options) -> nnx.Module:

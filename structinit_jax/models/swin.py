@@ -14,6 +14,7 @@ from structinit_jax.attention_init import AttentionInit, AttentionWeights, Windo
 from structinit_jax.attention_init.windows import relative_index
 from structinit_jax.errors import InputError
 from structinit_jax.models import layers
+from structinit_jax.models.attention import Block
 from structinit_jax.models.layers import Rng
 from structinit_jax.models.model import Model, check_choices, image_sides, make_stack, run_stack
 
@@ -193,7 +194,7 @@ class SwinStage(nnx.Module):
     """Patch merging, in all stages but the first, then a stack of blocks, every second shifted.
 
     Along a side of the grid no longer than `window_size` there is one window and no shift. For
-    `block_options` see `layers.Block`.
+    `block_options` see `attention.Block`.
     """
 
     def __init__(
@@ -257,7 +258,7 @@ class PatchMerging(nnx.Module):
         return self.reduction(self.norm(x))
 
 
-class SwinBlock(layers.Block):
+class SwinBlock(Block):
     """A pre-norm block that attends within windows, with a relative position bias."""
 
     def __init__(self, width: int, num_heads: int, *, window: Sides, **options):

@@ -8,9 +8,16 @@ import numpy as np
 from flax import nnx
 from jaxtyping import Array, Float
 
-from structinit_jax.attention_init import AttentionInit, AttentionSite, sincos_positions
+from structinit_jax.attention_init import (
+    AttentionInit,
+    AttentionSite,
+    RotarySite,
+    rotary_angles,
+    sincos_positions,
+)
 from structinit_jax.errors import InputError
 from structinit_jax.models import layers
+from structinit_jax.models.attention import Block
 from structinit_jax.models.layers import Rng
 from structinit_jax.models.model import Model, check_choices, make_stack, run_stack, token_grid
 
@@ -60,7 +67,9 @@ class VisionTransformer(Model):
             depth=12,  # L, the number of blocks
             num_heads=3,  # h
             mlp_ratio=4.0,  # hidden width of the MLP over D
-            positions="sincos",  # fixed position encoding, or "learned"
+            # Fixed encoding, or "learned", both added to the tokens, or "rope": axial rotary
+            # positions of temperature 100 (Heo et al. 2024).
+            positions="sincos",
             pool="mean",  # of the image tokens, or "class_token"; the final norm follows
             num_registers=0,  # additional tokens without a position (Darcet et al. 2024)
             drop_path=0.0,  # rate of the last block; it rises linearly from 0 in the first
@@ -116,6 +125,7 @@ class VisionTransformer(Model):
             remat=remat,
         )
         self.depth = depth
+        self.rotary = positions == "rope"
         self.pool = pool
         self.num_registers = num_registers
         self.num_prefix = num_registers + (pool == "class_token")
@@ -137,12 +147,15 @@ class VisionTransformer(Model):
         if positions == "learned":
             shape = (self.num_prefix + self.grid[0] * self.grid[1], width)
             self.positions = nnx.Param(layers.truncated_normal(rngs.params(), shape))
-        else:
-            sincos_positions(self.grid, width)  # raises if it cannot encode this width
+        else:  # computed in each call; here to raise if these sizes have none
             self.positions = None
+            if self.rotary:
+                rotary_angles(self.grid, width // num_heads)
+            else:
+                sincos_positions(self.grid, width)
 
         self.blocks = make_stack(
-            layers.Block,
+            Block,
             depth,
             width=width,
             num_heads=num_heads,
@@ -163,6 +176,10 @@ class VisionTransformer(Model):
     def sites(self) -> dict[str, AttentionSite]:
         """See `Model.sites`."""
         sizes, trainable = self.blocks.sizes(), self.positions is not None
+        if self.rotary:
+            angles = rotary_angles(self.grid, sizes["head_dim"])
+            site = RotarySite(grid=self.grid, angles=angles, base_init=self.base_init, **sizes)
+            return {"blocks": site}
         if trainable:
             positions = self.positions[...][self.num_prefix :]
         else:
@@ -197,6 +214,7 @@ class VisionTransformer(Model):
             unroll=self.unroll,
             remat=self.remat,
             with_maps=with_maps,
+            angles=self._angles(),
         )
         if self.pool == "class_token":
             pooled = self.norm(x[:, 0])
@@ -214,12 +232,21 @@ class VisionTransformer(Model):
             prefix = jnp.concatenate(prefix).astype(self.dtype)
             prefix = jnp.broadcast_to(prefix, (batch, *prefix.shape))
             patches = jnp.concatenate([prefix, patches], axis=1)
+        if self.rotary:
+            return patches
         if self.positions is None:  # zero for the prefix, which is not on the grid
             positions = sincos_positions(self.grid, width)
             positions = jnp.pad(positions, ((self.num_prefix, 0), (0, 0)))
         else:
             positions = self.positions[...]
         return patches + jnp.asarray(positions, self.dtype)[None]
+
+    def _angles(self):
+        """Angles [T, d / 2] of the rotation of each token; None without rotary positions."""
+        if not self.rotary:
+            return None
+        angles = rotary_angles(self.grid, self.blocks.attention.query.kernel.shape[-1])[0, 0]
+        return np.pad(angles, ((self.num_prefix, 0), (0, 0)))  # class token and registers stay
 
 
 def resample_positions(

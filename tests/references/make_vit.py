@@ -20,6 +20,7 @@ with contextlib.suppress(RuntimeError):  # where they are defined already
         _library.define(_schema)
 
 from timm.layers import resample_abs_pos_embed
+from timm.models.eva import Eva
 from timm.models.vision_transformer import VisionTransformer, checkpoint_filter_fn
 
 HERE = pathlib.Path(__file__).parent
@@ -29,6 +30,20 @@ CASES = {
     "mean": dict(img_size=(8, 8), class_token=False, global_pool="avg"),
     "registers": dict(img_size=(8, 8), reg_tokens=3, init_values=0.1, qk_norm=True),
     "mean_registers": dict(img_size=(8, 8), class_token=False, global_pool="avg", reg_tokens=2),
+}
+# As in timm's `vit_small_patch16_rope_224`.
+ROPE = dict(
+    attn_type="rope",
+    use_abs_pos_emb=False,
+    use_rot_pos_emb=True,
+    rope_grid_indexing="xy",
+    rope_temperature=100.0,
+)
+ROPE_CASES = {
+    "rope_class_token": dict(
+        img_size=(8, 12), global_pool="token", num_reg_tokens=3, init_values=0.1, qk_norm=True
+    ),
+    "rope_mean": dict(img_size=(8, 8), class_token=False),
 }
 SIZES = {
     "tiny": (192, 12, 3),
@@ -41,7 +56,10 @@ INPUTS = [(2, 32), (4, 32), *((p, size) for p in (8, 14, 16, 32) for size in (22
 
 def record(name, options):
     torch.manual_seed(0)
-    model = VisionTransformer(**SMALL, **options).eval()
+    if name in ROPE_CASES:
+        model = Eva(**SMALL, **ROPE, **options).eval()
+    else:
+        model = VisionTransformer(**SMALL, **options).eval()
     with torch.no_grad():
         for parameter in model.parameters():
             parameter += 0.2 * torch.randn_like(parameter)
@@ -90,6 +108,8 @@ def make():
         resampled = resample_abs_pos_embed(positions, grid, (4, 5), num_prefix_tokens=2)
         arrays[f"positions/{name}"] = resampled[0].numpy()
     arrays["positions/start"] = positions[0].numpy()
+    for name, options in ROPE_CASES.items():
+        arrays |= record(name, options)
     return arrays
 
 

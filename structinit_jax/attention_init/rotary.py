@@ -1,0 +1,236 @@
+"""Schemes for attention with rotary positions only (`RotarySite`); the impulse is our own.
+
+RoPE rotates each pair of channels of query i and key j by angles θ_i and θ_j. If all queries of a
+head equal one vector q and all keys one vector k before the rotation, with pairs of channels as
+complex numbers, the logits are σ Re Σ_p conj(q_p) k_p exp(i (θ_jp - θ_ip)): they depend on the
+positions alone, and for angles linear in the position on the offset alone. The coefficients
+c_p = σ conj(q_p) k_p are solved for. The other schemes are those of `tokens`.
+"""
+
+import dataclasses
+import functools
+import math
+from collections.abc import Sequence
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+from jaxtyping import Array, Float, PRNGKeyArray
+
+from structinit_jax.attention_init import tokens
+from structinit_jax.attention_init.kernels import assign, target_maps
+from structinit_jax.attention_init.registry import register
+from structinit_jax.attention_init.sites import AttentionWeights, RotarySite, SolveReport
+from structinit_jax.attention_init.solve import (
+    MASS_ROUNDS,
+    find_norm,
+    minimize,
+    overlap,
+    report_on_maps,
+    warn_if_out_of_reach,
+)
+from structinit_jax.errors import InputError
+
+DEFAULT_TARGET_MASS = 0.5
+MAX_STEPS = 100
+MAX_ROWS = 64  # of the maps that enter the solve: all rows pose the same problem at another place
+
+
+def rotary_angles(
+    grid: tuple[int, int], head_dim: int, temperature: float = 100.0
+) -> Float[np.ndarray, "1 1 N p"]:
+    """Returns the angles of timm's axial RoPE ViTs, for `RotarySite`.
+
+    The first half of the pairs turns with the column, the second with the row, both with the
+    frequencies temperature^(-4 i / d), i = 0 … d/4 - 1, in radians per token.
+
+    Args:
+      grid: (rows, cols).
+      head_dim: Channels d = 2 p of a head, a multiple of 4.
+      temperature: Base of the frequencies; 100 in `vit_small_patch16_rope_224` and its relatives.
+
+    Raises:
+      InputError: The head dimension cannot be rotated.
+    """
+    if head_dim % 4:
+        raise InputError(
+            f"head_dim={head_dim}: rotary positions need a multiple of 4, two pairs of channels "
+            "for rows and columns; change the width or the number of heads"
+        )
+    quarter = head_dim // 4
+    frequencies = temperature ** -(np.arange(quarter) / quarter)
+    y, x = np.meshgrid(*map(np.arange, grid), indexing="ij")
+    angles = [axis.reshape(-1, 1) * frequencies for axis in (x, y)]
+    return np.concatenate(angles, axis=1).astype(np.float32)[None, None]
+
+
+@register("impulse", RotarySite)
+def impulse(
+    rng: PRNGKeyArray,
+    site: RotarySite,
+    *,
+    kernel_size: int | Sequence[int] = 3,
+    filters: str | np.ndarray = "impulse",
+    sigma: float = 0.7,
+    dilation: int | Sequence[int] = 1,
+    offsets: str = "even",
+    same_layers: bool = False,
+    target_mass: float = DEFAULT_TARGET_MASS,
+    vo_init: str = "balanced",
+    keep_positions: bool = True,
+    patch_scale: float = 0.3,
+    mlp_scale: float = 0.0,
+) -> AttentionWeights:
+    """Impulse initialization through RoPE: constant queries and keys, rotated by the model.
+
+    The bias of the patch embedding gives all tokens a common vector, ±1 with equal numbers of both
+    signs, which `keep_positions`, `patch_scale` and `mlp_scale` keep the strongest part of every
+    layer's input. From it, query and key make the vectors q and k of each head; the rest of their
+    input they see through the model's `base_init`. The size of the coefficients by pair of
+    channels is solved for: the maps that come closest to the targets at the lowest norm are also
+    those that content disturbs least. Every head gets k with its own random phases.
+    """
+    targets, ranges = target_maps(
+        site, filters=filters, kernel_size=kernel_size, dilation=dilation, sigma=sigma
+    )
+    order_rng, place_rng = jax.random.split(rng)
+    heads = (site.num_layers, site.num_heads)
+    filter_index = assign(order_rng, heads, ranges, order=offsets, same_layers=same_layers)
+    angles, targets = jnp.asarray(site.angles), jnp.asarray(targets)
+    if angles.shape[:2] == (1, 1):  # one solve for each filter serves all heads
+        bank, report = solve_coefficients(angles[0], targets, target_mass)
+        coefficients = bank[filter_index]
+    else:
+        tables = jnp.broadcast_to(angles, (*heads, *angles.shape[2:])).reshape(
+            -1, *angles.shape[2:]
+        )
+        found, report = solve_coefficients(tables, targets[filter_index.ravel()], target_mass)
+        coefficients = found.reshape(*heads, *found.shape[1:])
+    weights = _place(
+        place_rng,
+        coefficients,
+        # Without angles a site is hashable, as static arguments must be.
+        site=dataclasses.replace(site, angles=None),
+        same_layers=same_layers,
+        vo_init=vo_init,
+        keep_positions=keep_positions,
+    )
+    # The norm of what reads the common vector: each column of Q is that vector times q_i / D.
+    norm = jnp.sqrt(
+        jnp.mean(jnp.linalg.norm(coefficients, axis=2)) / (2 * site.qk_scale * site.width)
+    )
+    report = report._replace(norm=norm)
+    warn_if_out_of_reach(report)
+    return weights._replace(
+        report=report,
+        filter_index=filter_index,
+        targets=targets,
+        patch_scale=None if patch_scale == 1 else patch_scale,
+        mlp_scale=None if mlp_scale == 1 else mlp_scale,
+    )
+
+
+@functools.partial(jax.jit, static_argnames=("site", "same_layers", "vo_init", "keep_positions"))
+def _place(rng, coefficients, *, site, same_layers, vo_init, keep_positions):
+    """Returns weights of heads with coefficients [L, h, 2, p]."""
+    sign_rng, phase_rng, qk_rng, vo_rng = jax.random.split(rng, 4)
+    layers, heads, width = site.num_layers, site.num_heads, site.width
+    size = jnp.sqrt(jnp.linalg.norm(coefficients, axis=2) / site.qk_scale)  # of q and k, by pair
+    shape = (1 if same_layers else layers, *size.shape[1:])
+    phase = 2 * math.pi * jax.random.uniform(phase_rng, shape)
+    turn = jnp.arctan2(coefficients[:, :, 1], coefficients[:, :, 0])
+    common = jax.random.permutation(sign_rng, np.repeat(np.float32([-1, 1]), width // 2))
+    v = common[:, None] / width**0.5
+    drawn = tokens.default(qk_rng, site)
+
+    def place(phase, kernel):
+        parts = jnp.stack([size * jnp.cos(phase), size * jnp.sin(phase)], axis=-1)
+        if site.pairs == "halves":
+            parts = jnp.swapaxes(parts, -1, -2)
+        vectors = parts.reshape(layers, heads, site.head_dim)
+        return tokens.remove_inputs(kernel, v) + jnp.einsum("D,Lhd->LDhd", common / width, vectors)
+
+    query, key = place(phase - turn, drawn.query), place(phase, drawn.key)
+    value, out = tokens.VO_INITS[vo_init](vo_rng, site)
+    if keep_positions and vo_init != "default":
+        value, out = tokens.remove_inputs(value, v), tokens.remove_outputs(out, v)
+    return AttentionWeights(query, key, value, out, patch_bias=common)
+
+
+@jax.jit
+def solve_coefficients(
+    angles: Float[Array, "#B N p"],
+    targets: Float[Array, "B N N"],
+    target_mass: float | Float[Array, ""],
+) -> tuple[Float[Array, "B 2 p"], SolveReport]:
+    """Returns coefficients c whose maps come closest to the targets at the lowest sum of |c|.
+
+    The maps' cross-entropy is minimized, a convex problem in c, at the sum of |c| that gives the
+    target mass. The start has equal |c|, and peaks at the mean offset of the target.
+
+    Args:
+      angles: θ, for each target or for all.
+      targets: H, whose rows without a target are zero.
+      target_mass: Attention mass wanted on target.
+
+    Returns:
+      Real and imaginary parts of c, and the report with the square root of the sum as the norm.
+    """
+    num_tokens = targets.shape[-1]
+    rows = np.linspace(0, num_tokens - 1, min(num_tokens, MAX_ROWS)).round().astype(int)
+    transform = optax.lbfgs()
+
+    def solve(problem):
+        angles, target = problem
+        cos, sin = jnp.cos(angles), jnp.sin(angles)
+        some = target[rows]
+
+        def coefficients(factor, norm):
+            # The factor's square as a complex number but for its phase: |c| sums to norm², and the
+            # gradient is smooth at 0.
+            factor = factor * (norm / jnp.linalg.norm(factor))
+            return factor * jnp.linalg.norm(factor, axis=0, keepdims=True)
+
+        def logits(factor, norm, rows=slice(None)):
+            real, imaginary = coefficients(factor, norm)[:, None]
+            along = real * cos[rows] + imaginary * sin[rows]  # c exp(-i θ_i)
+            across = imaginary * cos[rows] - real * sin[rows]
+            return along @ cos.T - across @ sin.T
+
+        def minimize_loss(factor, norm):
+            def loss(factor):
+                log_maps = jax.nn.log_softmax(logits(factor, norm, rows), axis=-1)
+                return -jnp.sum(some * log_maps) / len(rows)
+
+            return minimize(loss, factor, transform, True, MAX_STEPS)
+
+        def fit_norm(factor):
+            def mass_at(norm):
+                maps = jax.nn.softmax(logits(factor, norm[0], rows), axis=-1)
+                return overlap(some[None], maps[None])
+
+            return find_norm(mass_at, jnp.ones(1), target_mass)[0]
+
+        def improve(_, carry):
+            factor, norm, steps = carry
+            factor, more = minimize_loss(factor, norm)
+            return factor, fit_norm(factor), steps + more
+
+        # The sum of H_ij exp(i (θ_j - θ_i)), conjugate, at unit size.
+        mean_cos, mean_sin = target @ cos, target @ sin
+        start = jnp.stack([cos * mean_cos + sin * mean_sin, sin * mean_cos - cos * mean_sin])
+        start = start.sum(axis=1)
+        start = start / jnp.maximum(jnp.linalg.norm(start, axis=0, keepdims=True), 1e-6)
+        carry = (start, fit_norm(start), jnp.int32(0))
+        factor, norm, steps = jax.lax.fori_loop(0, 1 + MASS_ROUNDS, improve, carry)
+        maps = jax.nn.softmax(logits(factor, norm), axis=-1)
+        report = report_on_maps(target[None], maps[None], steps=steps, norm=norm)
+        return coefficients(factor, norm), report
+
+    # One after the other: their loops end at different times, and together they take more memory.
+    if len(angles) == 1:
+        found, reports = jax.lax.map(lambda target: solve((angles[0], target)), targets)
+    else:
+        found, reports = jax.lax.map(solve, (angles, targets))
+    return found, jax.tree.map(jnp.mean, reports)

@@ -1,0 +1,152 @@
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from structinit_jax.attention_init import RotarySite, by_name, impulse, rotary_angles
+from structinit_jax.errors import InputError
+
+GRID, WIDTH, HEADS, DIM, LAYERS = (5, 7), 48, 3, 16, 4
+RNG = jax.random.key(0)
+
+
+def make_site(**changes):
+    fields = dict(
+        grid=GRID,
+        width=WIDTH,
+        num_heads=HEADS,
+        head_dim=DIM,
+        num_layers=LAYERS,
+        qk_scale=DIM**-0.5,
+        angles=rotary_angles(GRID, DIM),
+    )
+    return RotarySite(**(fields | changes))
+
+
+def mixed_angles():
+    """A table of its own for each layer and head: frequencies in a direction of its own."""
+    y, x = np.divmod(np.arange(GRID[0] * GRID[1]), GRID[1])
+    turn = np.random.default_rng(0).uniform(0, 2 * np.pi, (LAYERS, HEADS, 1, 1))
+    turn = turn + np.pi / 2 * np.repeat([0, 1], DIM // 4)
+    along = x[:, None] * np.cos(turn) + y[:, None] * np.sin(turn)
+    return (along * 10.0 ** -(np.arange(DIM // 2) % 4 / 4)).astype(np.float32)
+
+
+def head_maps(weights, site):
+    """Maps of tokens that have the patch embedding's bias and nothing else."""
+    query, key = (
+        np.einsum("D,LDhd->Lhd", weights.patch_bias, kernel)[:, :, None]
+        for kernel in (weights.query, weights.key)
+    )
+    cos, sin = np.cos(site.angles), np.sin(site.angles)
+
+    def rotate(x):
+        if site.pairs == "halves":
+            a, b = np.split(x, 2, axis=-1)
+            return np.concatenate([a * cos - b * sin, b * cos + a * sin], axis=-1)
+        a, b = x[..., ::2], x[..., 1::2]
+        return np.stack([a * cos - b * sin, b * cos + a * sin], axis=-1).reshape(
+            *np.broadcast_shapes(x.shape, (1, 1, site.num_tokens, 1))
+        )
+
+    logits = np.einsum("Lhnd,Lhmd->Lhnm", rotate(query), rotate(key)) * site.qk_scale
+    return np.asarray(jax.nn.softmax(jnp.asarray(logits), axis=-1))
+
+
+@pytest.mark.parametrize("pairs", ["interleaved", "halves"])
+@pytest.mark.parametrize("angles", [rotary_angles(GRID, DIM), mixed_angles()])
+def test_every_head_attends_to_its_neighbor_with_the_target_mass(pairs, angles):
+    site = make_site(angles=angles, pairs=pairs)
+    weights = impulse(vo_init="default")(RNG, site)
+    maps = head_maps(weights, site)
+    targets = np.asarray(weights.targets)[np.asarray(weights.filter_index)]
+    has_target = targets.max(-1) > 0
+    assert np.all((maps.argmax(-1) == targets.argmax(-1))[has_target])
+    mass = (maps * targets).sum((-1, -2)) / has_target.sum(-1)
+    np.testing.assert_allclose(mass, 0.5, atol=0.02)
+    assert weights.report.hit_rate == 1
+    np.testing.assert_allclose(weights.report.target_mass, 0.5, atol=0.02)
+    assert len(np.unique(weights.filter_index)) == 9
+
+
+@pytest.fixture(scope="module")
+def plain():
+    return impulse()(RNG, make_site())
+
+
+def test_all_tokens_share_a_vector_that_no_layer_changes(plain):
+    common = np.asarray(plain.patch_bias)
+    assert sorted(common) == [-1] * (WIDTH // 2) + [1] * (WIDTH // 2)
+    np.testing.assert_allclose(np.einsum("D,LDhd->Lhd", common, plain.value), 0, atol=1e-5)
+    np.testing.assert_allclose(np.einsum("LhdD,D->Lhd", plain.out, common), 0, atol=1e-5)
+    assert (plain.patch_scale, plain.mlp_scale) == (0.3, 0)
+
+
+def test_heads_of_one_offset_have_weights_of_their_own():
+    weights = impulse(kernel_size=1, vo_init="default")(RNG, make_site())
+    query = np.einsum("D,LDhd->Lhd", weights.patch_bias, weights.query).reshape(-1, DIM)
+    assert not np.any(weights.filter_index)
+    np.testing.assert_allclose(np.linalg.norm(query, axis=1), np.linalg.norm(query[0]), rtol=1e-4)
+    cosines = (query @ query.T) / np.linalg.norm(query[0]) ** 2
+    assert np.abs(cosines - np.eye(len(query))).max() < 0.99
+
+
+def test_the_other_inputs_of_query_and_key_start_as_the_models_own(plain):
+    own = by_name("default")(RNG, make_site())
+    for drawn, default in ((plain.query, own.query), (plain.key, own.key)):
+        common = np.asarray(plain.patch_bias)
+        rest = drawn - np.einsum("D,LEhd,E->LDhd", common, drawn, common) / WIDTH
+        np.testing.assert_allclose(np.std(rest), np.std(default), rtol=0.1)
+
+
+def test_layers_are_equal_on_request():
+    weights = impulse(same_layers=True, vo_init="default")(RNG, make_site())
+    query = np.einsum("D,LDhd->Lhd", weights.patch_bias, weights.query)
+    np.testing.assert_allclose(query[0], query[3], atol=1e-5)
+
+
+def test_box_filters_widen_the_maps():
+    site = make_site()
+    maps = head_maps(impulse(filters="box", vo_init="default", target_mass=0.6)(RNG, site), site)
+    middle = maps[0, 0, 17].reshape(GRID)
+    assert middle[1:4, 2:5].sum() > 0.55
+    assert middle[1:4, 2:5].min() > middle.min()
+
+
+def test_angles_that_do_not_tell_rows_apart_warn():
+    angles = rotary_angles(GRID, DIM).copy()
+    angles[..., DIM // 4 :] = 0
+    with pytest.warns(UserWarning, match="of the attention rows peak .*frequencies of rotary"):
+        impulse(vo_init="default")(RNG, make_site(angles=angles))
+
+
+def test_angles_may_be_traced():
+    def init(angles):
+        return impulse()(RNG, dataclasses.replace(make_site(), angles=angles)).query
+
+    assert jax.eval_shape(init, jnp.asarray(mixed_angles())).shape == (LAYERS, WIDTH, HEADS, DIM)
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        (dict(angles=np.zeros((1, 1, 36, 8))), r"angles has shape \(1, 1, 36, 8\).*class"),
+        (dict(angles=np.zeros((2, 1, 35, 8))), r"layers or 1.*\(4, 3, 35, 8"),
+        (dict(pairs="half"), "pairs='half': choose 'interleaved' or 'halves'"),
+    ],
+)
+def test_sites_that_do_not_fit_are_refused(changes, message):
+    with pytest.raises(InputError, match=message):
+        make_site(**changes)
+
+
+def test_a_head_dimension_that_cannot_be_rotated_is_refused():
+    with pytest.raises(InputError, match=r"head_dim=6: .*multiple of 4"):
+        rotary_angles(GRID, 6)
+
+
+def test_schemes_that_solve_for_positions_do_not_fit():
+    with pytest.raises(InputError, match="does not support a RotarySite: use one of default, imp"):
+        by_name("impulse_2025")(RNG, make_site())

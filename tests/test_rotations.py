@@ -1,0 +1,151 @@
+"""Schemes in other projects' models with rotary positions."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+
+from structinit_jax import interop
+from structinit_jax.attention_init import default, impulse, rotary_angles
+from structinit_jax.errors import InputError
+from structinit_jax.models.vit import VisionTransformer
+
+HEADS, WIDTH, DIM, DEPTH, GRID = 2, 16, 8, 2, (4, 4)
+RNG = jax.random.key(0)
+ANGLES = rotary_angles(GRID, DIM)[0, 0]
+TABLE = np.concatenate([np.sin(ANGLES).repeat(2, -1), np.cos(ANGLES).repeat(2, -1)], axis=-1)
+HALVES = (np.tile(np.cos(ANGLES), 2), np.tile(np.sin(ANGLES), 2))  # as Hugging Face orders them
+scheme = impulse(vo_init="default")
+
+
+@pytest.fixture(scope="module")
+def model():
+    """A ViT of the shapes of timm's RoPE ViTs, with layer scales far from 0."""
+    options = dict(
+        image_size=8,
+        patch_size=2,
+        channels=3,
+        num_classes=3,
+        width=WIDTH,
+        depth=DEPTH,
+        num_heads=HEADS,
+        positions="rope",
+        pool="class_token",
+        num_registers=2,
+        layer_scale=0.5,
+    )
+    return jax.jit(lambda: VisionTransformer(**options, rngs=nnx.Rngs(0)))()
+
+
+@pytest.fixture(scope="module")
+def params(model):
+    return interop.to_timm(model)
+
+
+@pytest.fixture(scope="module")
+def written(params):
+    return interop.initialize(params, scheme, RNG, num_heads=HEADS, rotations=TABLE)
+
+
+def test_the_model_gets_the_weights_that_it_would_get_as_ours(model, written):
+    ours = nnx.clone(model)
+    ours.initialize_attention(scheme, RNG)
+    kernel = model.patch_embedding.kernel[...]
+    # The patch scale of other projects' models is relative to a kernel of this size.
+    ours.patch_embedding.kernel[...] *= jnp.sqrt(WIDTH / 3 / jnp.sum(kernel**2))
+    for name, expected in interop.to_timm(ours).items():
+        np.testing.assert_allclose(written[name], expected, atol=1e-5, err_msg=name)
+
+
+def test_check_finds_the_maps_of_the_model(model, written):
+    ours = nnx.clone(model)
+    interop.from_timm(ours, written)
+    images = np.random.default_rng(1).standard_normal((3, 8, 8, 3), np.float32)
+    out = jax.jit(lambda images: ours(images, with_maps=True)[1])(images)
+    found = interop.check(written, images, num_heads=HEADS, rotations=TABLE)
+    for layer, maps in enumerate(np.asarray(out["blocks"]["attention_maps"])[..., -16:, -16:]):
+        offsets, rates = interop.hit_rates(maps, GRID)
+        np.testing.assert_array_equal(found.offset[layer], offsets)
+        np.testing.assert_array_equal(found.hit_rate[layer], rates)
+    content = np.asarray(out["patch_embedding"]) - written["patch_embed.proj.bias"]
+    np.testing.assert_allclose(
+        found.position_to_content, 1 / np.sqrt(np.mean(content**2)), rtol=1e-4
+    )
+
+
+def test_tables_are_read_in_every_form(params):
+    def site(rotations, **options):
+        return interop.attention_site(params, num_heads=HEADS, rotations=rotations, **options)
+
+    tables = np.stack([[TABLE, -TABLE], [TABLE, TABLE]])
+    pair = tuple(np.stack([part] * HEADS) for part in HALVES)
+    for rotations, lead, pairs in (
+        (TABLE, (1, 1), "interleaved"),
+        (jnp.asarray(tables), (DEPTH, HEADS), "interleaved"),
+        (HALVES, (1, 1), "halves"),
+        (pair, (1, HEADS), "halves"),
+    ):
+        found = site(rotations)
+        assert (found.grid, found.pairs, found.angles.shape[:2]) == (GRID, pairs, lead)
+        turns = np.exp(1j * found.angles[0, 0]) / np.exp(1j * ANGLES)
+        np.testing.assert_allclose(turns, 1, atol=1e-5)
+    assert site(TABLE, grid=(2, 8)).grid == (2, 8)
+
+
+def test_huggingface_dinov3_is_found():
+    layer = {
+        "norm1.weight": np.ones(WIDTH),
+        "norm1.bias": np.zeros(WIDTH),
+        "layer_scale1.lambda1": np.ones(WIDTH),
+        "norm2.weight": np.ones(WIDTH),
+        "norm2.bias": np.zeros(WIDTH),
+        "layer_scale2.lambda1": np.ones(WIDTH),
+        "mlp.up_proj.weight": np.ones((32, WIDTH)),
+        "mlp.down_proj.weight": np.ones((WIDTH, 32)),
+        "attention.q_proj.bias": np.ones(WIDTH),
+        **{f"attention.{field}_proj.weight": np.ones((WIDTH, WIDTH)) for field in "qkvo"},
+    }
+    params = {f"model.layer.{i}.{k}": v for i in range(DEPTH) for k, v in layer.items()}
+    params |= {
+        "embeddings.patch_embeddings.weight": np.ones((WIDTH, 3, 2, 2)),
+        "embeddings.patch_embeddings.bias": np.ones(WIDTH),
+        "embeddings.cls_token": np.ones((1, 1, WIDTH)),
+    }
+    params = {k: v.astype(np.float32) for k, v in params.items()}
+    new = interop.initialize(params, scheme, RNG, num_heads=HEADS, rotations=HALVES)
+    assert set(new["embeddings.patch_embeddings.bias"]) == {-1, 1}
+    np.testing.assert_allclose(new["embeddings.patch_embeddings.weight"], 0.05, rtol=1e-6)
+    assert not np.any(new["model.layer.1.mlp.down_proj.weight"])
+    assert not np.any(new["model.layer.1.attention.q_proj.bias"])
+    rate = interop.check(new, num_heads=HEADS, rotations=HALVES).hit_rate
+    np.testing.assert_array_equal(rate, 1)
+
+
+@pytest.mark.parametrize(
+    ("rotations", "message"),
+    [
+        (TABLE[:, :8], r"rotations has shape \(16, 8\), .*\[N, 16\].*model\.rope\.get_embed"),
+        (np.stack([TABLE] * 3), r"rotations has shape \(3, 16, 16\)"),
+        (np.roll(TABLE, 1, axis=1), "neither neighboring channels nor the two halves"),
+        (TABLE[:15], r"rotations have 15 tokens: pass grid"),
+        ("rope", "rotations: the table is a builtins.str"),
+    ],
+)
+def test_tables_that_do_not_fit_are_refused(params, rotations, message):
+    with pytest.raises(InputError, match=message):
+        interop.initialize(params, default(), RNG, num_heads=HEADS, rotations=rotations)
+
+
+def test_models_that_the_rotations_do_not_describe_are_refused(params):
+    options = dict(num_heads=HEADS, rotations=TABLE)
+    table = params | {"pos_embed": np.zeros((1, 16, WIDTH), np.float32)}
+    with pytest.raises(InputError, match="adds the positions pos_embed to its tokens too"):
+        interop.initialize(table, default(), RNG, **options)
+    no_bias = {k: v for k, v in params.items() if k != "patch_embed.proj.bias"}
+    with pytest.raises(InputError, match=r"has no patch_embed\.proj\.bias, in which"):
+        interop.initialize(no_bias, scheme, RNG, **options)
+    names = [f"blocks.{i}.attn.relative_position_bias_table" for i in range(DEPTH)]
+    bias = dict.fromkeys(names, np.zeros((49, HEADS), np.float32))
+    with pytest.raises(InputError, match=r"rotations: .*_table is in the place of positions"):
+        interop.initialize(params | bias, default(), RNG, **options)
