@@ -224,6 +224,12 @@ def test_check_refuses_a_network_before_the_patch_embedding():
         interop.check(params, num_heads=HEADS)
 
 
+def test_check_refuses_flattened_patches_of_another_kind():
+    params = timm_tensors() | {"patch_embed.proj.weight": np.ones((WIDTH, 8), np.float32)}
+    with pytest.raises(InputError, match=r"proj\.weight has shape \(16, 8\), not .* 3 channels"):
+        interop.check(params, num_heads=HEADS)
+
+
 def test_a_patch_embedding_of_zeros_stays_one():
     new = interop.initialize(timm_times(0), scheme, RNG, num_heads=HEADS)
     np.testing.assert_array_equal(new["patch_embed.proj.weight"], 0)

@@ -151,20 +151,13 @@ def _embed(host, norm, images, grid, positions, rotary):
 
 def _patches(host, norm, images, grid):
     """Returns the products of patches and kernel, and the bias; normed with it, if there is one."""
-    name = host.patch_kernel()
     backbone = next((name for name in host.leaves if "patch_embed.backbone." in name), None)
     if backbone:
         raise InputError(
             f"params: {backbone} is in a network before the patch embedding, which `check` does "
             f"not compute: {MEASURE}"
         )
-    kernel = np.asarray(host.leaves[name], np.float32)
-    if kernel.ndim == 2:  # of flattened patches, square ones of color images if possible
-        area = kernel.shape[1]
-        channels = 3 if area % 3 == 0 and square(area // 3) else 1
-        kernel = kernel.T.reshape(*(square(area // channels) or (1, area)), channels, host.width)
-    elif host.stack.layout.torch:
-        kernel = kernel.transpose(2, 3, 1, 0)
+    kernel = _patch_kernel(host)
     height, width, channels, _ = kernel.shape
     rows, cols = grid
     shape = (rows * height, cols * width, channels)
@@ -178,11 +171,26 @@ def _patches(host, norm, images, grid):
     patches = images.reshape(-1, rows, height, cols, width, channels).swapaxes(2, 3)
     patches = patches.reshape(len(images), rows * cols, -1)
     tokens = patches @ kernel.reshape(-1, host.width)
-    bias = name.rpartition(".")[0] + ".bias"
+    bias = host.patch_kernel().rpartition(".")[0] + ".bias"
     bias = np.asarray(host.leaves[bias], np.float32) if bias in host.leaves else 0
     if scale := host.patch_norm():
         return norm(tokens + bias) * np.asarray(host.leaves[scale], np.float32), 0
     return tokens, bias
+
+
+def _patch_kernel(host):
+    """Returns the kernel [rows, cols, channels, D] of the patch embedding."""
+    kernel = np.asarray(host.leaves[host.patch_kernel()], np.float32)
+    if kernel.ndim == 2:  # of flattened patches, taken to be square and of color images
+        channels = 3
+        size = square(kernel.shape[1] // channels)
+        if size is None or kernel.shape[1] % channels:
+            raise InputError(
+                f"params: {host.patch_kernel()} has shape {kernel.shape}, not that of square "
+                f"patches of {channels} channels: {MEASURE}"
+            )
+        return kernel.T.reshape(*size, channels, host.width)
+    return kernel.transpose(2, 3, 1, 0) if host.stack.layout.torch else kernel
 
 
 def _run_block(host, norm, block: Block, layer, attention, x, rotary):

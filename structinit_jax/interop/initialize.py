@@ -49,10 +49,10 @@ def initialize(
 
     A scheme's `patch_scale` is the size of the patch embeddings relative to those of PyTorch's
     default kernel, so that positions are as loud beside them in every model: the kernel, or the
-    norm behind it, is multiplied by what that takes. `patch_bias` replaces the patch embedding's
-    bias. `mlp_scale` multiplies the output kernels of the MLPs beside the attention; gated MLPs
-    have one too. Behind a LayerScale that starts near 0, MLPs and attention add little at first
-    whatever their weights.
+    norm behind it, is multiplied by what that takes. With `patch_scale=1`, `impulse` leaves it
+    alone. `patch_bias` replaces the patch embedding's bias. `mlp_scale` multiplies the output
+    kernels of the MLPs beside the attention; gated MLPs have one too. Behind a LayerScale that
+    starts near 0, MLPs and attention add little at first whatever their weights.
 
     Args:
       params: A state dict, Linen tree, NNX module, NNX state or pure dict. It is not changed.
