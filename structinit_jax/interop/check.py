@@ -8,6 +8,7 @@ import numpy as np
 import scipy.special
 from jaxtyping import Float, Int
 
+from structinit_jax.attention_init import WindowSite
 from structinit_jax.errors import InputError
 from structinit_jax.interop.blocks import Block, find_blocks, may_be_rms_norm
 from structinit_jax.interop.host import Grid, find_host, square
@@ -71,10 +72,12 @@ def check(
     """
     leaves, _ = flatten(params)
     for found in find_sites(leaves, layout, grid):
-        raise InputError(
-            f"params: {found.name} shows a model without positions on its tokens, which `check` "
-            f"does not compute: {MEASURE}, those of windows with the window as the grid"
-        )
+        if isinstance(found.site, WindowSite):
+            raise InputError(
+                f"params: {found.name} biases the attention of a model that `check` does not "
+                f"compute: {MEASURE}, with the window as the grid"
+            )
+        raise InputError(f"params: {found.name} is of a model without attention maps to check")
     host = find_host(leaves, layout, num_heads)
     norm = _rms_norm if may_be_rms_norm(host) else _layer_norm
     rotary = None if rotations is None else read_rotations(host, rotations, grid)
