@@ -37,7 +37,8 @@ need_flags "$@"
 pids=()
 for ((i = 0; i < processes; i++)); do
   if [[ -n $cpu_devices ]]; then
-    devices=(JAX_PLATFORMS=cpu "XLA_FLAGS=--xla_force_host_platform_device_count=$cpu_devices")
+    virtual=--xla_force_host_platform_device_count=$cpu_devices
+    devices=(JAX_PLATFORMS=cpu "XLA_FLAGS=${XLA_FLAGS:-} $virtual")
   else
     devices=("CUDA_VISIBLE_DEVICES=$i")
   fi

@@ -8,9 +8,11 @@ import shutil
 from pathlib import Path
 from typing import NamedTuple
 
-# Most of the tests' time is compilation, which a lower optimization level halves.
-os.environ["XLA_FLAGS"] = os.environ.get("XLA_FLAGS", "") + (
-    " --xla_force_host_platform_device_count=8 --xla_backend_optimization_level=0"
+import fork_main
+
+os.environ["XLA_FLAGS"] = (
+    f"{os.environ.get('XLA_FLAGS', '')} --xla_force_host_platform_device_count=8 "
+    f"{fork_main.FAST_COMPILATION}"
 )
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
 
@@ -27,8 +29,12 @@ jax.config.update("jax_numpy_rank_promotion", "raise")
 
 @pytest.fixture(scope="session", autouse=True)
 def compilation_cache(tmp_path_factory):
-    """Equal programs of different tests compile once."""
-    jax.config.update("jax_compilation_cache_dir", str(tmp_path_factory.mktemp("xla")))
+    """Equal programs of all tests, of the commands they run and of both workers compile once."""
+    folder = tmp_path_factory.getbasetemp()
+    if "PYTEST_XDIST_WORKER" in os.environ:
+        folder = folder.parent  # of the session
+    fork_main.ENVIRONMENT["XDG_CACHE_HOME"] = str(folder)
+    jax.config.update("jax_compilation_cache_dir", str(folder / "structinit_jax" / "xla"))
     jax.config.update("jax_persistent_cache_min_compile_time_secs", 0)
     jax.config.update("jax_persistent_cache_min_entry_size_bytes", -1)
 

@@ -309,7 +309,7 @@ def test_the_command_says_what_is_wrong(folder, data_dir, arguments, pattern):
     common = [CONFIG, f"--workdir={folder}/run", f"--config.data.data_dir={data_dir}"]
     arguments = arguments[1:] if arguments[0] is None else [*common, *arguments]
     arguments = [argument.replace("FOLDER", folder) for argument in arguments]
-    result = fork_main.run(*arguments, timeout=60, XDG_CACHE_HOME=folder)
+    result = fork_main.run(*arguments, timeout=60)
     assert result.returncode == 1
     assert re.search("^error: ", result.stderr, re.MULTILINE)
     assert re.search(pattern.replace("FOLDER", re.escape(folder)), result.stderr)

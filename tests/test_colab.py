@@ -87,14 +87,8 @@ def tags(cell):
     return cell["metadata"].get("tags", [])
 
 
-@pytest.fixture(scope="module")
-def cache(tmp_path_factory):
-    """The notebooks share compiled programs."""
-    return tmp_path_factory.mktemp("cache")
-
-
 @pytest.mark.parametrize("name", SMALL)
-def test_the_notebook_runs_top_to_bottom(name, data_dir, cache, tmp_path):
+def test_the_notebook_runs_top_to_bottom(name, data_dir, tmp_path):
     install, parameters, *rest = code_cells(name)
     assert (tags(install), tags(parameters)) == (["install"], ["parameters"])
     assert re.findall(r"^\w+", source(parameters), re.M) == list(SMALL[name])
@@ -109,7 +103,6 @@ def test_the_notebook_runs_top_to_bottom(name, data_dir, cache, tmp_path):
         timeout=600,
         MPLBACKEND="Agg",
         TFDS_DATA_DIR=data_dir,
-        XDG_CACHE_HOME=str(cache),
     )
     assert result.returncode == 0, result.stderr
     assert "Warning" not in result.stderr

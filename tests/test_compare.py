@@ -336,7 +336,7 @@ def test_the_command_stops_on_ctrl_c_and_resumes(tmp_path, data_dir):
         *("--schemes=default", "--grid.config.model.num_heads=1,2", "--seeds=1"),
         *(f"--config.data.data_dir={data_dir}", f"--workdir={workdir}"),
     ]
-    options = dict(module="structinit_jax.compare", XDG_CACHE_HOME=str(tmp_path))
+    options = dict(module="structinit_jax.compare")
     command = fork_main.Command(*arguments, **options)
     metrics = workdir / "default,model.num_heads=1" / "seed_0" / "metrics.jsonl"
     deadline = time.monotonic() + 120

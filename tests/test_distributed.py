@@ -37,23 +37,14 @@ def free_port():
         return probe.getsockname()[1]
 
 
-@pytest.fixture(scope="module")
-def start(tmp_path_factory):
+def start(num_devices, *arguments):
     """Starts the command on a number of virtual devices."""
-    cache = str(tmp_path_factory.mktemp("cache"))
-
-    def start(num_devices, *arguments):
-        xla_flags = (
-            f"--xla_force_host_platform_device_count={num_devices} "
-            "--xla_backend_optimization_level=0"
-        )
-        return fork_main.Command(*arguments, XLA_FLAGS=xla_flags, XDG_CACHE_HOME=cache)
-
-    return start
+    devices = f"--xla_force_host_platform_device_count={num_devices}"
+    return fork_main.Command(*arguments, XLA_FLAGS=f"{devices} {fork_main.FAST_COMPILATION}")
 
 
 @pytest.fixture(scope="module")
-def expected(start, data_dir, tmp_path_factory):
+def expected(data_dir, tmp_path_factory):
     """The losses of a run of one process on eight devices, by step."""
     workdir = tmp_path_factory.mktemp("one")
     fields = [f"--config.data.data_dir={data_dir}", "--config.num_steps=20"]
@@ -62,15 +53,10 @@ def expected(start, data_dir, tmp_path_factory):
     return losses(workdir)
 
 
-@pytest.fixture
-def start_two(start):
+def start_two(*arguments):
     """Starts the command as two processes of one run, with four devices each."""
-
-    def start_two(*arguments):
-        shared = [*arguments, f"--coordinator_address=127.0.0.1:{free_port()}", "--num_processes=2"]
-        return [start(4, *shared, f"--process_id={i}") for i in range(2)]
-
-    return start_two
+    shared = [*arguments, f"--coordinator_address=127.0.0.1:{free_port()}", "--num_processes=2"]
+    return [start(4, *shared, f"--process_id={i}") for i in range(2)]
 
 
 def losses(workdir):
@@ -79,7 +65,7 @@ def losses(workdir):
 
 
 @pytest.mark.slow
-def test_two_processes_train_as_one_and_stop_together(start_two, expected, data_dir, tmp_path):
+def test_two_processes_train_as_one_and_stop_together(expected, data_dir, tmp_path):
     arguments = [*TINY, f"--config.data.data_dir={data_dir}"]
     two = tmp_path / "two"
     pair = start_two(*arguments, f"--workdir={two}", "--config.num_steps=10")
@@ -116,7 +102,7 @@ def test_two_processes_train_as_one_and_stop_together(start_two, expected, data_
 
 
 @pytest.mark.slow
-def test_a_run_is_resumed_on_other_numbers_of_devices(start, expected, data_dir, tmp_path):
+def test_a_run_is_resumed_on_other_numbers_of_devices(expected, data_dir, tmp_path):
     arguments = [*TINY, f"--config.data.data_dir={data_dir}"]
 
     def run(num_devices, num_steps, fsdp):
@@ -138,7 +124,7 @@ def test_a_run_is_resumed_on_other_numbers_of_devices(start, expected, data_dir,
     np.testing.assert_allclose(list(actual.values()), list(expected.values()), rtol=1e-5)
 
 
-def test_a_process_started_alone_gives_up_with_a_message(start, tmp_path):
+def test_a_process_started_alone_gives_up_with_a_message(tmp_path):
     alone = [
         *(*TINY, f"--workdir={tmp_path}", f"--coordinator_address=127.0.0.1:{free_port()}"),
         *("--num_processes=2", "--join_timeout=2"),

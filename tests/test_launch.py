@@ -9,6 +9,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+import fork_main
 import pytest
 import yaml
 
@@ -61,7 +62,8 @@ def test_local_starts_one_process_per_gpu_or_on_virtual_devices():
             f"--process_id={i}",
         ]
     words = planned("local.sh", "--cpu_devices=4", "--dry_run", "--", *ARGUMENTS)[1]
-    assert "XLA_FLAGS=--xla_force_host_platform_device_count=4" in words
+    kept = os.environ["XLA_FLAGS"]
+    assert f"XLA_FLAGS={kept} --xla_force_host_platform_device_count=4" in words
 
 
 def test_slurm_submits_one_task_per_gpu():
@@ -334,8 +336,7 @@ def test_local_trains_with_two_processes(tmp_path, data_dir):
         f"--config.data.data_dir={data_dir}",
         f"--workdir={tmp_path / 'run'}",
         PYTHON=sys.executable,
-        JAX_DISABLE_MOST_OPTIMIZATIONS="1",
-        XDG_CACHE_HOME=str(tmp_path),
+        **fork_main.ENVIRONMENT,
     )
     assert result.returncode == 0, result.stderr
     assert "devices: 4 × cpu (2 hosts)" in result.stdout

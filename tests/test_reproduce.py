@@ -71,8 +71,7 @@ def test_the_command_trains_a_teacher_and_selects_its_weights(tmp_path, data_dir
         *("--config.num_steps=2", f"--config.data.data_dir={data_dir}"),
         *("--config.model.depth=1", f"--workdir={tmp_path / 'run'}"),
     ]
-    options = dict(module="structinit_jax.reproduce", XDG_CACHE_HOME=str(tmp_path))
-    result = fork_main.run(*arguments, **options)
+    result = fork_main.run(*arguments, module="structinit_jax.reproduce")
     assert result.returncode == 0, result.stderr
     log = (tmp_path / "run" / "cifar10,selected" / "seed_0" / "log.txt").read_text()
     assert f"weights selected from {tmp_path / 'run' / 'teacher.safetensors'}" in log

@@ -6,9 +6,9 @@
     params = {name: tensor.numpy() for name, tensor in state_dict.items()}
     params = initialize(params, impulse(), jax.random.key(0), num_heads=3)
 
-It supports timm, torchvision, Hugging Face, big_vision, vit_jax, deit3-jax and Flax NNX models with
-`MultiHeadAttention` layers, for example jimm's. `attention_site`, `read` and `write` are its parts.
-`check` measures the attention maps that the model then has, on images.
+It supports timm, torchvision, open_clip, Hugging Face, big_vision, vit_jax, deit3-jax and Flax NNX
+models with `MultiHeadAttention` layers, for example jimm's. `attention_site`, `read` and `write`
+are its parts. `check` measures the attention maps that the model then has, on images.
 
 `from_timm` and `to_timm` convert the weights of our own models. `select_weights` starts a smaller
 model from a larger one. State dicts hold NumPy or JAX arrays; torch is not needed.

@@ -12,17 +12,18 @@ from structinit_jax.errors import InputError
 from structinit_jax.interop.blocks import find_blocks
 from structinit_jax.interop.host import Host
 
+BIAS = (
+    "adds a bias to the logits instead of positions to the tokens: no scheme for positions sets "
+    "such maps"
+)
 # Parts of an attention layer beside its four projections, and what they do to a scheme's maps.
 PARTS = {
     r"(q|k|query|key)_?(norm|ln|layer_?norm)|(norm|ln)_?(q|k|query|key)\b": (
         "normalizes queries or keys, so no scheme can set their attention maps: build the model "
         "without it"
     ),
-    r"rel_pos|relative|attention_bias": (
-        "adds a bias to the logits instead of positions to the tokens: no scheme for positions "
-        "sets such maps"
-    ),
-    r"temperature|logit_scale|tau\b": (
+    r"rel_pos|relative|attention_bias": BIAS,
+    r"temperature|tau\b": (
         "rescales the logits of cosine or channel attention, whose maps no scheme sets"
     ),
     r"proj_l|proj_w|talking": "mixes the maps of the heads, so none is what a scheme makes it",
@@ -49,10 +50,11 @@ def require_assumptions(host: Host, bias_tables: Sequence[str] = ()) -> None:
                 reason = next(why for what, why in PARTS.items() if re.search(what, part))
                 raise InputError(f"params: {name} {reason}")
     for name in set(_floating(host, re.escape(host.stack.stem) + RELATIVE)) - own:
-        raise InputError(
-            f"params: {name} adds a bias to the logits instead of positions to the tokens: no "
-            "scheme for positions sets such maps"
-        )
+        raise InputError(f"params: {name} {BIAS}")
+    _require_fresh_norms(host)
+
+
+def _require_fresh_norms(host: Host) -> None:
     for block in find_blocks(host):
         for module in block.norms:
             for leaf, start in (("weight", 1), ("scale", 1), ("bias", 0)):
@@ -60,7 +62,8 @@ def require_assumptions(host: Host, bias_tables: Sequence[str] = ()) -> None:
                 if name in host.leaves and _differs(host.leaves[name], start):
                     raise InputError(
                         f"params: {name} is not {start}: schemes need a freshly built model, whose "
-                        "LayerNorms start with scale 1 and bias 0"
+                        "norms stand before attention and MLP, not behind them (post-norm), and "
+                        "start with scale 1 and bias 0"
                     )
 
 

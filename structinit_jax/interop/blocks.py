@@ -37,6 +37,11 @@ def find_blocks(host: Host) -> list[Block]:
     return [_find_block(host, attention) for attention in host.stack.attentions]
 
 
+def may_be_rms_norm(host: Host) -> bool:
+    """Returns whether a norm has no bias: an RMSNorm, or a LayerNorm without bias."""
+    return any(f"{n}.bias" not in host.leaves for b in find_blocks(host) for n in b.norms)
+
+
 def mlp_outputs(host: Host) -> list[str]:
     """Returns the names of the kernels of the MLPs' output layers.
 

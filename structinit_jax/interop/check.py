@@ -8,12 +8,15 @@ import numpy as np
 import scipy.special
 from jaxtyping import Float, Int
 
+from structinit_jax.attention_init import WindowSite
 from structinit_jax.errors import InputError
-from structinit_jax.interop.blocks import Block, find_blocks
-from structinit_jax.interop.host import Grid, find_host
-from structinit_jax.interop.layouts import FIELDS
+from structinit_jax.interop.blocks import Block, find_blocks, may_be_rms_norm
+from structinit_jax.interop.host import Grid, find_host, square
+from structinit_jax.interop.layouts import FIELDS, flatten
+from structinit_jax.interop.other_sites import find_sites
 from structinit_jax.interop.rotations import read_rotations
 
+MEASURE = "take the attention maps from the model itself and pass them to `hit_rates`"
 NOISE_TOKENS = 1024  # tokens of noise images, enough for rates to about 0.02
 
 
@@ -50,9 +53,9 @@ def check(
 
     The forward pass is computed from `params`, in NumPy: patches, positions, and pre-norm blocks of
     softmax attention and an MLP with GELU, or SiLU gates if it has two input kernels. It covers
-    what `initialize` covers as far as it is of this form. What names and shapes do not show, such
-    as rotary positions beside a position table, is not seen. Class and register tokens are left
-    out of the maps.
+    what `initialize` covers as far as it is of this form. A norm without bias counts as RMSNorm.
+    What names and shapes do not show, such as rotary positions beside a position table, is not
+    seen. Class and register tokens are left out of the maps.
 
     Args:
       params: Parameters as for `initialize`; likewise the other arguments.
@@ -67,16 +70,25 @@ def check(
     Raises:
       InputError: The model is of another form. The message names the parameter.
     """
-    host, _ = find_host(params, layout, num_heads)
+    leaves, _ = flatten(params)
+    for found in find_sites(leaves, layout, grid):
+        if isinstance(found.site, WindowSite):
+            raise InputError(
+                f"params: {found.name} biases the attention of a model that `check` does not "
+                f"compute: {MEASURE}, with the window as the grid"
+            )
+        raise InputError(f"params: {found.name} is of a model without attention maps to check")
+    host = find_host(leaves, layout, num_heads)
+    norm = _rms_norm if may_be_rms_norm(host) else _layer_norm
     rotary = None if rotations is None else read_rotations(host, rotations, grid)
-    x, grid, ratio = _embed(host, images, grid, positions, rotary)
+    x, grid, ratio = _embed(host, norm, images, grid, positions, rotary)
     attention = {path: np.asarray(array, np.float32) for path, array in host.arrays().items()}
     blocks = find_blocks(host) * (host.num_layers if host.stack.stacked else 1)
     tokens, offsets, rates = math.prod(grid), [], []
     for i, block in enumerate(blocks):
         layer = {path: array[i] for path, array in attention.items()}
         _require_known(block)
-        x, maps = _run_block(host, block, i, layer, x, rotary)
+        x, maps = _run_block(host, norm, block, i, layer, x, rotary)
         offset, rate = hit_rates(maps[..., -tokens:, -tokens:], grid)
         offsets.append(offset)
         rates.append(rate)
@@ -120,7 +132,7 @@ def natural_noise(
 # -- the forward pass ------------------------------------------------------------------------------
 
 
-def _embed(host, images, grid, positions, rotary):
+def _embed(host, norm, images, grid, positions, rotary):
     """Returns the first block's input, the grid and the ratio of positions to content."""
     extra = [np.reshape(host.leaves[name], (-1, host.width)) for name in host.extra_tokens()]
     extra = np.concatenate([*extra, np.zeros((0, host.width))]).astype(np.float32)
@@ -128,24 +140,27 @@ def _embed(host, images, grid, positions, rotary):
         table = host.positions(positions, grid)
         rows, grid = np.asarray(table.rows, np.float32), table.grid
         extra[: table.prefix] += rows[: table.prefix]
-        content, bias = _patches(host, images, grid)
+        content, bias = _patches(host, norm, images, grid)
         content, positions = content + bias, rows[table.prefix :]
     else:
         grid = rotary.grid
-        content, positions = _patches(host, images, grid)
+        content, positions = _patches(host, norm, images, grid)
     ratio = float(np.sqrt(np.mean(np.square(positions)) / np.mean(np.square(content))))
     x = content + positions
     extra = np.broadcast_to(extra, (len(x), *extra.shape))
     x = np.concatenate([extra, x], axis=1)
-    return _norm(x) if host.has_pre_norm() else x, grid, ratio
+    return norm(x) if host.has_pre_norm() else x, grid, ratio
 
 
-def _patches(host, images, grid):
-    """Returns the products of patches and kernel, and the bias of the patch embedding."""
-    name = host.patch_kernel()
-    kernel = np.asarray(host.leaves[name], np.float32)
-    if host.stack.layout.torch:
-        kernel = kernel.transpose(2, 3, 1, 0)
+def _patches(host, norm, images, grid):
+    """Returns the products of patches and kernel, and the bias; normed with it, if there is one."""
+    backbone = next((name for name in host.leaves if "patch_embed.backbone." in name), None)
+    if backbone:
+        raise InputError(
+            f"params: {backbone} is in a network before the patch embedding, which `check` does "
+            f"not compute: {MEASURE}"
+        )
+    kernel = _patch_kernel(host)
     height, width, channels, _ = kernel.shape
     rows, cols = grid
     shape = (rows * height, cols * width, channels)
@@ -159,13 +174,31 @@ def _patches(host, images, grid):
     patches = images.reshape(-1, rows, height, cols, width, channels).swapaxes(2, 3)
     patches = patches.reshape(len(images), rows * cols, -1)
     tokens = patches @ kernel.reshape(-1, host.width)
-    bias = name.rpartition(".")[0] + ".bias"
-    return tokens, np.asarray(host.leaves[bias], np.float32) if bias in host.leaves else 0
+    bias = host.patch_kernel().rpartition(".")[0] + ".bias"
+    bias = np.asarray(host.leaves[bias], np.float32) if bias in host.leaves else 0
+    if scale := host.patch_norm():
+        return norm(tokens + bias) * np.asarray(host.leaves[scale], np.float32), 0
+    return tokens, bias
 
 
-def _run_block(host, block: Block, layer, attention, x, rotary):
+def _patch_kernel(host):
+    """Returns the kernel [rows, cols, channels, D] of the patch embedding."""
+    kernel = np.asarray(host.leaves[host.patch_kernel()], np.float32)
+    if kernel.ndim == 2:  # of flattened patches, taken to be square and of color images
+        channels = 3
+        size = square(kernel.shape[1] // channels)
+        if size is None or kernel.shape[1] % channels:
+            raise InputError(
+                f"params: {host.patch_kernel()} has shape {kernel.shape}, not that of square "
+                f"patches of {channels} channels: {MEASURE}"
+            )
+        return kernel.T.reshape(*size, channels, host.width)
+    return kernel.transpose(2, 3, 1, 0) if host.stack.layout.torch else kernel
+
+
+def _run_block(host, norm, block: Block, layer, attention, x, rotary):
     """Returns the block's output and its attention maps."""
-    query, key, value = (_project(_norm(x), attention, field) for field in FIELDS[:3])
+    query, key, value = (_project(norm(x), attention, field) for field in FIELDS[:3])
     if rotary is not None:
         query, key = rotary.apply(query, layer), rotary.apply(key, layer)
     logits = np.einsum("bnhd,bmhd->bhnm", query, key, optimize=True) * host.head_dim**-0.5
@@ -174,7 +207,7 @@ def _run_block(host, block: Block, layer, attention, x, rotary):
     out = np.einsum("bnhd,hdD->bnD", mixed, attention["attention/out/kernel"], optimize=True)
     scale1, scale2 = [_leaf(host, name, layer) for name in block.scales] or (1, 1)
     x = x + scale1 * (out + attention.get("attention/out/bias", 0))
-    hidden = [_linear(host, module, layer, _norm(x)) for module in block.mlp_in]
+    hidden = [_linear(host, module, layer, norm(x)) for module in block.mlp_in]
     if len(hidden) == 1:  # both input layers may be one
         kernel = host.leaves[f"{block.mlp_out[0]}.{host.stack.layout.leaf}"]
         inputs = kernel.shape[-1 if host.stack.layout.torch else -2]
@@ -199,13 +232,15 @@ def _require_known(block):
         if len(names) not in numbers:
             raise InputError(
                 f"params: beside {block.attention or 'the attention layer'} there is "
-                f"{', '.join(names) or 'nothing'} where a pre-norm block has {needed}: measure the "
-                "maps of the model itself and pass them to `hit_rates`"
+                f"{', '.join(names) or 'nothing'} where a pre-norm block has {needed}: {MEASURE}"
             )
 
 
-def _norm(x):
-    x = x - x.mean(axis=-1, keepdims=True)
+def _layer_norm(x):
+    return _rms_norm(x - x.mean(axis=-1, keepdims=True))
+
+
+def _rms_norm(x):
     return x / np.sqrt((x * x).mean(axis=-1, keepdims=True) + 1e-6)
 
 

@@ -2,7 +2,7 @@
 
 import math
 import re
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from typing import Any, NamedTuple
 
 import jax
@@ -12,11 +12,10 @@ import numpy as np
 from structinit_jax.attention_init import AttentionWeights
 from structinit_jax.errors import InputError
 from structinit_jax.interop.entries import Entry, Shape, check_array, encode_some
-from structinit_jax.interop.layouts import FIELDS, Leaves, flatten
+from structinit_jax.interop.layouts import FIELDS, Leaves
 from structinit_jax.interop.stacks import Stack, find_stack
 
 Grid = tuple[int, int]
-Rebuild = Callable[[Leaves], Any]
 
 
 class Host:
@@ -122,14 +121,25 @@ class Host:
             )
         return Table("positions", given, 0, grid)
 
+    def sizes(self) -> dict[str, Any]:
+        """Returns the arguments of an `AttentionSite` beside the grid and the positions."""
+        return dict(
+            width=self.width,
+            num_heads=self.num_heads,
+            head_dim=self.head_dim,
+            num_layers=self.num_layers,
+            qk_scale=self.head_dim**-0.5,
+        )
+
     def patch_kernel(self) -> str:
-        """Returns the name of the patch embedding's kernel."""
+        """Returns the name of the patch embedding's kernel, a convolution's or a torch Linear's."""
         layout = self.stack.layout
+        ranks = (2, 4) if layout.torch else (4,)
         found = [
             name
             for name in self._names(rf"{p}\.{layout.leaf}" for p in layout.patches)
             if not name.startswith(tuple(f"{attention}." for attention in self.stack.attentions))
-            and len(getattr(self.leaves[name], "shape", ())) == 4
+            and len(getattr(self.leaves[name], "shape", ())) in ranks
             and self.leaves[name].shape[0 if layout.torch else -1] == self.width
         ]
         if len(found) != 1:
@@ -139,6 +149,21 @@ class Host:
                 "multiply that kernel yourself"
             )
         return found[0]
+
+    def patch_norm(self) -> str | None:
+        """Returns the name of the scale of a norm of the patch embeddings, as in AIMv2."""
+        return next(
+            self._names(rf"{n}\.(?:weight|scale)" for n in self.stack.layout.patch_norms), None
+        )
+
+    def patch_gain(self) -> str:
+        """Returns the name of the array that sets the size of the patch embeddings."""
+        return self.patch_norm() or self.patch_kernel()
+
+    def patch_rms(self) -> jax.Array:
+        """Returns the root mean square (> 0) of the embeddings of white images of variance 1."""
+        gain = jnp.asarray(self.leaves[self.patch_gain()], jnp.float32)
+        return jnp.maximum(jnp.sqrt(jnp.sum(jnp.square(gain)) / self.width), 1e-12)
 
     def patch_bias(self) -> str:
         """Returns the name of the patch embedding's bias."""
@@ -197,14 +222,9 @@ class Host:
         return (name for name in self.leaves if pattern.fullmatch(name))
 
 
-def find_host(params: Any, layout: str | None, num_heads: int | None) -> tuple[Host, Rebuild]:
-    """Finds the attention layers of a model with a single grid of tokens.
-
-    Returns:
-      The host, and the function that rebuilds `params` from leaves like its own.
-    """
-    leaves, rebuild = flatten(params)
-    return Host(leaves, find_stack(leaves, layout), num_heads), rebuild
+def find_host(leaves: Leaves, layout: str | None, num_heads: int | None) -> Host:
+    """Finds the attention layers of a model with a single grid of tokens."""
+    return Host(leaves, find_stack(leaves, layout), num_heads)
 
 
 def check_shape(field: str, array: Any, expected: Shape) -> None:

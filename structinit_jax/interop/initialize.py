@@ -13,10 +13,13 @@ from structinit_jax.errors import InputError
 from structinit_jax.interop.assumptions import require_assumptions, rotary_positions
 from structinit_jax.interop.blocks import mlp_outputs
 from structinit_jax.interop.entries import check_array, like
-from structinit_jax.interop.host import check_shape, find_host
-from structinit_jax.interop.layouts import FIELDS, flatten
+from structinit_jax.interop.host import Grid, Host, check_shape, find_host
+from structinit_jax.interop.layouts import FIELDS, Leaves, flatten
 from structinit_jax.interop.other_sites import find_sites
 from structinit_jax.interop.rotations import HOW, read_rotations, rotary_site
+
+# Of PyTorch's default kernel, on white images of variance 1: its variance is 1 / (3 fan-in).
+PATCH_RMS = 3**-0.5
 
 
 def initialize(
@@ -26,7 +29,7 @@ def initialize(
     *,
     layout: str | None = None,
     num_heads: int | None = None,
-    grid: tuple[int, int] | None = None,
+    grid: Grid | None = None,
     positions: np.ndarray | jax.Array | None = None,
     rotations: Any | None = None,
 ) -> Any:
@@ -44,10 +47,12 @@ def initialize(
     scheme returns. Its rows for class and register tokens change only if the scheme scales the
     whole table.
 
-    A scheme's `patch_scale` multiplies the kernel of the patch embedding, whose bias `patch_bias`
-    replaces, and its `mlp_scale` the
-    output kernels of the MLPs beside the attention; gated MLPs have one too. Behind a LayerScale
-    that starts near 0, MLPs and attention add little at first whatever their weights.
+    A scheme's `patch_scale` is the size of the patch embeddings relative to those of PyTorch's
+    default kernel, so that positions are as loud beside them in every model: the kernel, or the
+    norm behind it, is multiplied by what that takes. With `patch_scale=1`, `impulse` leaves it
+    alone. `patch_bias` replaces the patch embedding's bias. `mlp_scale` multiplies the output
+    kernels of the MLPs beside the attention; gated MLPs have one too. Behind a LayerScale that
+    starts near 0, MLPs and attention add little at first whatever their weights.
 
     Args:
       params: A state dict, Linen tree, NNX module, NNX state or pure dict. It is not changed.
@@ -72,7 +77,6 @@ def initialize(
       InputError: The attention layers cannot be found or do not fit, the parameters show that the
         maps would not be the scheme's, or an argument is missing.
     """
-    where = dict(layout=layout, num_heads=num_heads, grid=grid)
     _check_scheme(attention_init, rng)
     leaves, rebuild = flatten(params)
     sites = find_sites(leaves, layout, grid)
@@ -86,7 +90,8 @@ def initialize(
         for found, site_rng in zip(sites, rngs, strict=True):
             leaves = found.write(leaves, attention_init(site_rng, found.site))
         return rebuild(leaves)
-    site = attention_site(params, **where, positions=positions, rotations=rotations)
+    host = find_host(leaves, layout, num_heads)
+    site = _site(host, grid, positions, rotations)
     try:
         weights = attention_init(rng, site)
     except InputError as error:
@@ -97,7 +102,10 @@ def initialize(
             f"the model's width {site.width} does not allow: pass the table's own rows for the "
             "image tokens as positions=[N, D] to keep them, or use 'mimetic'"
         ) from error
-    return write(params, weights, **where)
+    if weights.patch_scale is not None:
+        scale = weights.patch_scale * PATCH_RMS / host.patch_rms()
+        weights = weights._replace(patch_scale=scale)
+    return rebuild(_write(host, weights, grid))
 
 
 def _check_scheme(attention_init, rng):
@@ -117,12 +125,21 @@ def attention_site(
     *,
     layout: str | None = None,
     num_heads: int | None = None,
-    grid: tuple[int, int] | None = None,
+    grid: Grid | None = None,
     positions: np.ndarray | jax.Array | None = None,
     rotations: Any | None = None,
 ) -> AttentionSite:
     """Describes the model's attention layers for a scheme. See `initialize` for the arguments."""
-    host, _ = find_host(params, layout, num_heads)
+    host = find_host(flatten(params)[0], layout, num_heads)
+    return _site(host, grid, positions, rotations)
+
+
+def _site(
+    host: Host,
+    grid: Grid | None,
+    positions: np.ndarray | jax.Array | None,
+    rotations: Any | None,
+) -> AttentionSite:
     require_assumptions(host)
     if rotations is not None:
         return rotary_site(host, read_rotations(host, rotations, grid))
@@ -132,16 +149,12 @@ def attention_site(
         what = f"params: {rotary} rotates queries and keys"
         if host.position_table(grid) is None:
             raise InputError(f"{what}, and there is no position table: pass {HOW}")
-        warnings.warn(f"{what}, which moves the scheme's maps: measure them", stacklevel=2)
+        warnings.warn(f"{what}, which moves the scheme's maps: measure them", stacklevel=3)
     table = host.positions(positions, grid)
     rows = table.rows[table.prefix :]
     return AttentionSite(
         grid=table.grid,
-        width=host.width,
-        num_heads=host.num_heads,
-        head_dim=host.head_dim,
-        num_layers=host.num_layers,
-        qk_scale=host.head_dim**-0.5,
+        **host.sizes(),
         positions=jnp.asarray(rows, jnp.float32) if trainable else rows,
         positions_trainable=trainable,
     )
@@ -152,14 +165,14 @@ def read(
     *,
     layout: str | None = None,
     num_heads: int | None = None,
-    grid: tuple[int, int] | None = None,
+    grid: Grid | None = None,
 ) -> AttentionWeights:
     """Reads the model's attention weights. See `initialize` for the arguments.
 
     Returns:
       The weights as a scheme returns them; `positions` is None if `params` hold no position table.
     """
-    host, _ = find_host(params, layout, num_heads)
+    host = find_host(flatten(params)[0], layout, num_heads)
     arrays = host.arrays()
     weights = {field: arrays[f"attention/{field}/kernel"] for field in FIELDS}
     table = host.position_table(grid)
@@ -173,13 +186,19 @@ def write(
     *,
     layout: str | None = None,
     num_heads: int | None = None,
-    grid: tuple[int, int] | None = None,
+    grid: Grid | None = None,
 ) -> Any:
     """Returns new parameters with those `weights` that are not None.
 
-    Biases of the projections that they set become zero. See `initialize` for the other arguments.
+    Biases of the projections that they set become zero. `patch_scale` multiplies the kernel of the
+    patch embedding, or the norm behind it. See `initialize` for the other arguments.
     """
-    host, rebuild = find_host(params, layout, num_heads)
+    leaves, rebuild = flatten(params)
+    host = find_host(leaves, layout, num_heads)
+    return rebuild(_write(host, weights, grid))
+
+
+def _write(host: Host, weights: AttentionWeights, grid: Grid | None) -> Leaves:
     new = host.with_attention(weights)
     if weights.positions is not None or weights.position_scale is not None:
         table = host.position_table(grid)
@@ -199,10 +218,10 @@ def write(
         new[name] = like(weights.patch_bias, new[name])
     scales = {}
     if weights.patch_scale is not None:
-        scales[host.patch_kernel()] = weights.patch_scale
+        scales[host.patch_gain()] = weights.patch_scale
     if weights.mlp_scale is not None:
         scales |= dict.fromkeys(mlp_outputs(host), weights.mlp_scale)
     for name, scale in scales.items():
         check_array("params", name, new[name])
         new[name] = like(scale * jnp.asarray(new[name], jnp.float32), new[name])
-    return rebuild(new)
+    return new

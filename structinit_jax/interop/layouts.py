@@ -67,6 +67,7 @@ class Layout:
       torch: Whether the modules are torch's Linear, rather than Flax's MultiHeadAttention's.
       positions: Patterns of the name of a learned position table below the stem.
       patches: Patterns of the name of the patch embedding below the stem.
+      patch_norms: Patterns of the name of a norm of the patch embeddings alone, below the stem.
       anchors: Fields whose presence marks an attention layer.
       separate_biases: Names of biases that belong to a fused module but are kept outside it.
     """
@@ -77,6 +78,7 @@ class Layout:
     torch: bool
     positions: tuple[str, ...]
     patches: tuple[str, ...]
+    patch_norms: tuple[str, ...] = ()
     anchors: tuple[str, ...] = FIELDS
     separate_biases: Mapping[str, str] = dataclasses.field(default_factory=dict)
 
@@ -124,8 +126,9 @@ TIMM = Layout(
     attention=_STEM + r"blocks\.(?P<index>\d+)\.attn",
     modules=("qkv", "qkv", "qkv", "proj"),
     torch=True,
-    positions=("pos_embed",),
-    patches=(r"patch_embed\.proj",),
+    positions=("pos_embed", r"embeds\.pos_embed"),  # `embeds` in NaFlexViT
+    patches=(r"patch_embed\.proj", r"embeds\.proj"),
+    patch_norms=(r"patch_embed\.norm", r"embeds\.norm"),
     separate_biases={"query": "q_bias", "key": "k_bias", "value": "v_bias"},  # BEiT, EVA
 )
 _TIMM_SEPARATE = dataclasses.replace(
@@ -182,6 +185,22 @@ _TORCHVISION = Layout(
     positions=(r"encoder\.pos_embedding",),
     patches=("conv_proj",),
 )
+# Swin; each stage is a stack.
+_TORCHVISION_SWIN = dataclasses.replace(
+    TIMM,
+    example="features.1.0.attn.qkv.weight",
+    attention=r"(?P<stem>(?:.*\.)?features\.\d+\.)(?P<index>\d+)\.attn",
+    separate_biases={},
+)
+# Its own vision towers and OpenAI's; those of timm in it have timm's names.
+_OPEN_CLIP = Layout(
+    example="visual.transformer.resblocks.0.attn.in_proj_weight",
+    attention=_STEM + r"transformer\.resblocks\.(?P<index>\d+)\.attn",
+    modules=("in_proj", "in_proj", "in_proj", "out_proj"),
+    torch=True,
+    positions=("positional_embedding",),
+    patches=("conv1",),
+)
 _DEIT3_JAX = Layout(
     example="layer_0.attn.wq.kernel",
     attention=_STEM + r"layer_(?P<index>\d+)\.attn",
@@ -210,7 +229,8 @@ LAYOUTS: Mapping[str, tuple[Layout, ...]] = {
         _HUGGING_FACE_SWIN,
         _HUGGING_FACE_SWIN_5,
     ),
-    "torchvision": (_TORCHVISION,),
+    "torchvision": (_TORCHVISION, _TORCHVISION_SWIN),
+    "open_clip": (_OPEN_CLIP,),
     "big_vision": (_LINEN,),
     "vit_jax": (_LINEN,),
     "deit3_jax": (_DEIT3_JAX,),

@@ -24,6 +24,7 @@ from structinit_jax.interop.stacks import check_stack, find_stacks
 
 BIAS_TABLE = "relative_position_bias_table"
 TOKEN_MLP = re.compile(r"(?P<stem>(?:.*\.)?blocks\.)(?P<index>\d+)\.mlp_tokens\.fc1\.weight")
+COSINE = re.compile(r"(?:.*\.)?att\w*\.(?:.*\.)?logit_scale")
 DEPTHWISE = re.compile(r"(?P<stem>(?:.*\.)?blocks\.)(?P<index>\d+)\.0\.fn\.0\.weight")
 
 
@@ -51,7 +52,16 @@ def find_sites(leaves: Leaves, layout: str | None, grid: Grid | None) -> list[Fo
 
     Returns:
       The stacks from first to last; none if the model is of another kind.
+
+    Raises:
+      InputError: The model is a Swin Transformer V2, or one of these that no scheme fits.
     """
+    for name in filter(COSINE.fullmatch, leaves):
+        raise InputError(
+            f"params: {name} rescales the logits of cosine attention, as in SwinV2: they depend on "
+            "the directions of queries and keys alone, which no scheme sets, and an MLP makes the "
+            "position bias. Use a model with a table of biases, such as Swin"
+        )
     if any(BIAS_TABLE in name for name in leaves):
         return _windows(leaves, layout, grid)
     for pattern, find in ((TOKEN_MLP, _token_mixing), (DEPTHWISE, _convolutions)):
@@ -99,11 +109,7 @@ def _window_site(leaves, stack, tables, grid):
         )
     site = WindowSite(
         grid=window,
-        width=host.width,
-        num_heads=host.num_heads,
-        head_dim=host.head_dim,
-        num_layers=host.num_layers,
-        qk_scale=host.head_dim**-0.5,
+        **host.sizes(),
     )
 
     def write(leaves: Leaves, weights: AttentionWeights) -> Leaves:

@@ -98,11 +98,7 @@ def rotary_site(host: Host, rotations: Rotations) -> RotarySite:
     """Describes attention layers with rotary positions for a scheme."""
     return RotarySite(
         grid=rotations.grid,
-        width=host.width,
-        num_heads=host.num_heads,
-        head_dim=host.head_dim,
-        num_layers=host.num_layers,
-        qk_scale=host.head_dim**-0.5,
+        **host.sizes(),
         angles=rotations.angles,
         pairs=rotations.pairs,
     )

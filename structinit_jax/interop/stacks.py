@@ -49,8 +49,8 @@ def find_stack(leaves: Leaves, name: str | None) -> Stack:
     if len(stacks) > 1:
         found = "; ".join(f"{len(s.attentions)} × {s.attentions[0]}" for s in stacks)
         raise InputError(
-            f"params hold several stacks ({found}): pass the subtree of one. Stages of one model "
-            "need a relative_position_bias_table in each layer, as in Swin but not SwinV2"
+            f"params hold several stacks ({found}): pass the subtree of one. A model with "
+            "stages needs a relative_position_bias_table in every layer, as in Swin"
         )
     check_stack(leaves, stacks[0])
     return stacks[0]
@@ -78,7 +78,7 @@ def find_stacks(leaves: Leaves, name: str | None) -> list[Stack]:
         if stacks:
             return stacks
     argument = "layout" if name is None else f"layout={name!r}"
-    known = "; ".join(f"{n} ({', '.join(v.example for v in LAYOUTS[n])})" for n in names)
+    known = "; ".join(f"{n} ({LAYOUTS[n][0].example})" for n in names)
     similar = [n for n in leaves if re.search(r"att|qkv|query|q_proj|in_proj", n, re.IGNORECASE)]
     looks = " that look like attention" if similar else ""
     raise InputError(

@@ -1,0 +1,204 @@
+"""Parameters in the layouts of other libraries' models, and of ours."""
+
+import functools
+import json
+import math
+import pathlib
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import nnx
+
+from structinit_jax.attention_init import AttentionWeights, sincos_positions
+from structinit_jax.models.vit import VisionTransformer
+
+WIDTH, HEADS, DIM, LAYERS, GRID = 32, 4, 8, 2, (4, 4)
+TOKENS = 16
+FOLDER = pathlib.Path(__file__).parent / "references"
+NAMES = json.loads((FOLDER / "state_dict_names.json").read_text())
+# Arguments that each recorded state dict needs, and the grid to find.
+RECORDED = {
+    "timm": (dict(num_heads=3), (14, 14)),
+    "timm_registers": (dict(num_heads=6), (37, 37)),
+    "timm_distilled": (dict(num_heads=3), (14, 14)),
+    "timm_separate": (dict(num_heads=12), (32, 32)),
+    "huggingface": (dict(num_heads=4), (6, 6)),
+    "huggingface_file": (dict(num_heads=4), (6, 6)),
+    "dinov2": (dict(num_heads=4), (6, 6)),
+    "dinov2_file": (dict(num_heads=4), (6, 6)),
+    "clip": (dict(num_heads=4), (6, 6)),
+    "siglip": (dict(num_heads=4), (6, 6)),
+    "torchvision": (dict(num_heads=4), (6, 6)),
+}
+
+
+@functools.cache
+def noise(size):
+    return 0.1 * np.random.default_rng(0).standard_normal(size, np.float32)
+
+
+def state_dict(name, dtype=np.float32):
+    """NumPy arrays with the names and shapes of a real model's state dict; norms at their start."""
+    starts = range(len(NAMES[name]))  # no two arrays are equal
+    return {
+        key: np.full(shape, key.endswith("weight"), dtype)
+        if "norm" in key or ".ln_" in key
+        else noise(2**22)[start : start + math.prod(shape)].reshape(shape).astype(dtype)
+        for start, (key, shape) in zip(starts, NAMES[name].items(), strict=True)
+    }
+
+
+def normal(rng, *shape):
+    return rng.standard_normal(shape, np.float32)
+
+
+def normal_scheme(rng, site):
+    """A scheme with sharp random maps and a new encoding that needs no compilation."""
+    rng = np.random.default_rng(1)
+    layers = (site.num_layers, site.width, site.num_heads, site.head_dim)
+    query, key, value = (site.width**-0.5 * normal(rng, *layers) for _ in range(3))
+    out = normal(rng, layers[0], *layers[2:], layers[1])
+    positions = sincos_positions(site.grid, site.width) if site.positions_trainable else None
+    return AttentionWeights(*map(jnp.asarray, (query, key, value, out)), positions)
+
+
+def linen_block(rng, lead=(), number=0):
+    attention = {
+        name: {
+            "kernel": normal(rng, *lead, WIDTH, HEADS, DIM),
+            "bias": normal(rng, *lead, HEADS, DIM),
+        }
+        for name in ("query", "key", "value")
+    }
+    attention["out"] = {
+        "kernel": normal(rng, *lead, HEADS, DIM, WIDTH),
+        "bias": normal(rng, *lead, WIDTH),
+    }
+    return {
+        "LayerNorm_0": {"scale": np.ones((*lead, WIDTH)), "bias": np.zeros((*lead, WIDTH))},
+        f"MultiHeadDotProductAttention_{number}": attention,
+        "MlpBlock_0": {
+            "Dense_0": {"kernel": normal(rng, *lead, WIDTH, 2 * WIDTH)},
+            "Dense_1": {
+                "kernel": normal(rng, *lead, 2 * WIDTH, WIDTH),
+                "bias": normal(rng, *lead, WIDTH),
+            },
+        },
+    }
+
+
+def linen_tree(kind):
+    """Parameters in the layout of big_vision or vit_jax."""
+    rng = np.random.default_rng(0)
+    number = 1 if kind == "vit_jax" else 0
+    encoder = {f"encoderblock_{i}": linen_block(rng, number=number) for i in range(LAYERS)}
+    if kind == "big_vision_scan":
+        encoder = {"encoderblock": linen_block(rng, lead=(LAYERS,))}
+    encoder["encoder_norm"] = {"scale": np.ones(WIDTH), "bias": np.zeros(WIDTH)}
+    tree = {
+        "embedding": {"kernel": normal(rng, 4, 4, 3, WIDTH), "bias": np.zeros(WIDTH)},
+        "Transformer": encoder,
+        "cls": normal(rng, 1, 1, WIDTH),
+        "head": {"kernel": normal(rng, WIDTH, 10), "bias": np.zeros(10)},
+    }
+    if kind == "vit_jax":
+        encoder["posembed_input"] = {"pos_embedding": normal(rng, 1, TOKENS + 1, WIDTH)}
+    else:
+        tree["pos_embedding"] = normal(rng, 1, TOKENS, WIDTH)
+        pool = linen_block(rng)["MultiHeadDotProductAttention_0"]
+        tree["MAPHead_0"] = {"MultiHeadDotProductAttention_0": pool}
+    return jax.tree.map(jnp.asarray, tree)
+
+
+def deit3_tree():
+    """Parameters in the layout of deit3-jax, whose position table has the axes of the grid."""
+    rng, tree = np.random.default_rng(0), {"head": {"kernel": np.zeros((WIDTH, 10))}}
+    for i in range(LAYERS):
+        block = linen_block(rng)
+        attention = block["MultiHeadDotProductAttention_0"]
+        mlp = block["MlpBlock_0"]
+        tree[f"layer_{i}"] = {
+            "attn": {f"w{name[0]}": module for name, module in attention.items()},
+            "ff": {"w1": mlp["Dense_0"], "w2": mlp["Dense_1"]},
+            "norm1": block["LayerNorm_0"],
+            "norm2": block["LayerNorm_0"],
+        }
+    patches = {"kernel": normal(rng, 4, 4, 3, WIDTH), "bias": np.zeros(WIDTH)}
+    tree["embed"] = {"wpe": normal(rng, *GRID, WIDTH), "wte": patches}
+    tree["embed"]["cls_token"] = normal(rng, 1, 1, WIDTH)
+    return jax.tree.map(jnp.asarray, tree)
+
+
+class Block(nnx.Module):
+    def __init__(self, rngs):
+        self.norm1 = nnx.LayerNorm(WIDTH, rngs=rngs)
+        self.attn = nnx.MultiHeadAttention(HEADS, WIDTH, dropout_rate=0.1, rngs=rngs)
+        hidden = nnx.Linear(WIDTH, 2 * WIDTH, rngs=rngs)
+        self.mlp = nnx.Sequential(hidden, nnx.gelu, nnx.Linear(2 * WIDTH, WIDTH, rngs=rngs))
+
+
+class Encoder(nnx.Module):
+    def __init__(self, rngs):
+        self.layers = nnx.List([Block(rngs) for _ in range(LAYERS)])
+
+
+class NNXModel(nnx.Module):
+    """Names as in jimm, with a class token, a pooling head and a parameter of position numbers."""
+
+    def __init__(self, rngs):
+        self.cls_token = nnx.Param(jnp.zeros((1, 1, WIDTH)))
+        self.position_embeddings = nnx.Param(jnp.ones((1, TOKENS + 1, WIDTH)))
+        self.vision_position_ids = nnx.Param(jnp.arange(TOKENS + 1.0)[None])
+        self.patches = nnx.Conv(3, WIDTH, kernel_size=(4, 4), strides=4, rngs=rngs)
+        self.encoder = Encoder(rngs)
+        self.MAPHead = Block(rngs)
+
+
+MODELS = {
+    **{name: lambda name=name: state_dict(name) for name in RECORDED},
+    **{
+        name: lambda name=name: linen_tree(name)
+        for name in ("big_vision", "big_vision_scan", "vit_jax")
+    },
+    "deit3_jax": deit3_tree,
+    "nnx": lambda: NNXModel(nnx.Rngs(0)),
+    "nnx_state": lambda: nnx.state(NNXModel(nnx.Rngs(0)), nnx.Param),
+    "nnx_pure": lambda: nnx.to_pure_dict(nnx.state(NNXModel(nnx.Rngs(0)), nnx.Param)),
+    "frozen": lambda: nn.FrozenDict({"params": linen_tree("big_vision")}),
+    "structinit_jax": lambda: structinit_model(),
+}
+
+
+def structinit_model():
+    """State of our own ViT: one block whose parameters have a leading layer axis."""
+    abstract = nnx.eval_shape(
+        lambda: VisionTransformer(
+            image_size=8,
+            patch_size=2,
+            channels=1,
+            num_classes=10,
+            width=WIDTH,
+            depth=LAYERS,
+            num_heads=HEADS,
+            positions="learned",
+            pool="class_token",
+            rngs=nnx.Rngs(0),
+        )
+    )
+    state = nnx.state(abstract, nnx.Param)
+    return jax.tree.map_with_path(
+        lambda path, leaf: jnp.full(
+            leaf.shape, "norm" not in str(path) or "scale" in str(path), float
+        ),
+        state,
+    )
+
+
+def arguments(name):
+    return RECORDED.get(name, ({}, GRID))[0]
+
+
+def timm_with(**tensors):
+    return state_dict("timm") | {k.replace("__", "."): v for k, v in tensors.items()}
