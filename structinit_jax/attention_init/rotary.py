@@ -103,9 +103,8 @@ def impulse(
         bank, report = solve_coefficients(angles[0], targets, target_mass)
         coefficients = bank[filter_index]
     else:
-        tables = jnp.broadcast_to(angles, (*heads, *angles.shape[2:])).reshape(
-            -1, *angles.shape[2:]
-        )
+        tables = jnp.broadcast_to(angles, (*heads, *angles.shape[2:]))
+        tables = tables.reshape(-1, *angles.shape[2:])
         found, report = solve_coefficients(tables, targets[filter_index.ravel()], target_mass)
         coefficients = found.reshape(*heads, *found.shape[1:])
     weights = _place(
@@ -118,9 +117,8 @@ def impulse(
         keep_positions=keep_positions,
     )
     # The norm of what reads the common vector: each column of Q is that vector times q_i / D.
-    norm = jnp.sqrt(
-        jnp.mean(jnp.linalg.norm(coefficients, axis=2)) / (2 * site.qk_scale * site.width)
-    )
+    size = jnp.mean(jnp.linalg.norm(coefficients, axis=2))
+    norm = jnp.sqrt(size / (2 * site.qk_scale * site.width))
     report = report._replace(norm=norm)
     warn_if_out_of_reach(report)
     return weights._replace(
@@ -138,12 +136,12 @@ def _place(rng, coefficients, *, site, same_layers, vo_init, keep_positions):
     sign_rng, phase_rng, qk_rng, vo_rng = jax.random.split(rng, 4)
     layers, heads, width = site.num_layers, site.num_heads, site.width
     size = jnp.sqrt(jnp.linalg.norm(coefficients, axis=2) / site.qk_scale)  # of q and k, by pair
-    shape = (1 if same_layers else layers, *size.shape[1:])
-    phase = 2 * math.pi * jax.random.uniform(phase_rng, shape)
+    drawn_layers = 1 if same_layers else layers
+    phase = 2 * math.pi * jax.random.uniform(phase_rng, (drawn_layers, *size.shape[1:]))
     turn = jnp.arctan2(coefficients[:, :, 1], coefficients[:, :, 0])
     common = jax.random.permutation(sign_rng, np.repeat(np.float32([-1, 1]), width // 2))
     v = common[:, None] / width**0.5
-    drawn = tokens.default(qk_rng, site)
+    drawn = tokens.default(qk_rng, dataclasses.replace(site, num_layers=drawn_layers))
 
     def place(phase, kernel):
         parts = jnp.stack([size * jnp.cos(phase), size * jnp.sin(phase)], axis=-1)
@@ -188,8 +186,8 @@ def solve_coefficients(
         some = target[rows]
 
         def coefficients(factor, norm):
-            # The factor's square as a complex number but for its phase: |c| sums to norm², and the
-            # gradient is smooth at 0.
+            # c = |f| f for the factor f of length `norm`: |c| sums to norm², and the gradient is
+            # smooth at 0.
             factor = factor * (norm / jnp.linalg.norm(factor))
             return factor * jnp.linalg.norm(factor, axis=0, keepdims=True)
 

@@ -158,15 +158,17 @@ def impulse(
         the same in every layer (2025 paper).
       same_layers: Whether all layers get equal weights.
       norm: Root mean square norm of the columns of Q and K, which limits how sharp the maps are.
-        The default is that of Q in the 2024 paper's algorithm 1. This and all options below
-        except `target_mass` and `vo_init` are only for attention with positions.
+        The default is that of Q in the 2024 paper's algorithm 1. This, `optimizer`,
+        `learning_rate` and `max_steps` are only for attention with positions.
       target_mass: Attention mass wanted on target, between 0 and 1. For attention with positions it
-        replaces `norm`; within windows its default is 0.5. Only for attention.
+        replaces `norm`; within windows and with rotary positions its default is 0.5. Only for
+        attention.
       vo_init: Value and projection. 'mimetic': V Proj near -0.4 I, as in `impulse_2025`.
         'balanced': the same product without the decomposition, so that heads are equally strong
         instead of sorted by singular values. 'default': the model's own. Only for attention.
-      keep_positions: Whether value and projection leave the encoding's row space alone. Otherwise
-        every layer subtracts 0.4 of the encoding from the residual stream.
+      keep_positions: Whether value and projection leave the encoding's row space alone, or with
+        rotary positions the vector that all tokens share. Otherwise every layer subtracts 0.4 of it
+        from the residual stream. Not for windows, like the two scales.
       patch_scale: Factor on the kernel of the patch embedding. Less content beside the positions
         makes the maps of real images more like the targets, in all layers, and training on 1,000
         images ended higher (benchmarks/results/search.md). 1 leaves the model's own.

@@ -60,21 +60,20 @@ def read_rotations(host: Host, given: Any, grid: Grid | None) -> Rotations:
     parts = tuple(given) if isinstance(given, tuple | list) else (given,)
     for part in parts:
         check_array("rotations", "the table", part)
-    if len(parts) == 2:
-        cos, sin = (np.asarray(part, np.float64) for part in parts)
-    else:
-        sin, cos = np.split(np.asarray(parts[0], np.float64), 2, axis=-1)
-    expected = (host.num_layers, host.num_heads)
-    lead = (1,) * (4 - sin.ndim) + sin.shape[:-2]
-    fits = len(lead) == 2 and all(n in (1, m) for n, m in zip(lead, expected, strict=True))
-    if not fits or sin.shape != cos.shape or sin.shape[-1] != host.head_dim:
+    shape, d = parts[0].shape, host.head_dim
+    lead = (1,) * (4 - len(shape)) + shape[:-2]
+    heads = (host.num_layers, host.num_heads)
+    fits = len(lead) == 2 and all(n in (1, m) for n, m in zip(lead, heads, strict=True))
+    as_one, as_pair = len(parts) == 1, len(parts) == 2 and parts[1].shape == shape
+    if not fits or shape[-1] != {as_one: 2 * d, as_pair: d}.get(True):
         shapes = " and ".join(str(part.shape) for part in parts)
         raise InputError(
             f"rotations has shape {shapes}, but the model needs sines and cosines "
-            f"[N, {2 * host.head_dim}], or with leading axes for {host.num_layers} layers and "
-            f"{host.num_heads} heads, or a pair (cosines, sines) of [N, {host.head_dim}]: pass "
-            f"{HOW}"
+            f"[N, {2 * d}], or with leading axes for {host.num_layers} layers and "
+            f"{host.num_heads} heads, or a pair (cosines, sines) of [N, {d}]: pass {HOW}"
         )
+    parts = [np.asarray(part, np.float64) for part in parts]
+    cos, sin = parts if as_pair else (parts[0][..., d:], parts[0][..., :d])
     for pairs in ("interleaved", "halves"):
         if all(np.array_equal(*split_pairs(part, pairs)) for part in (sin, cos)):
             break
