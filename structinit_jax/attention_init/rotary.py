@@ -34,6 +34,7 @@ from structinit_jax.errors import InputError
 
 DEFAULT_TARGET_MASS = 0.5
 MAX_STEPS = 100
+START_NORM = 3.0  # root of the sum of |c| in the first solve; most grids need about this
 MAX_ROWS = 64  # of the maps that enter the solve: all rows pose the same problem at another place
 
 
@@ -222,7 +223,7 @@ def solve_coefficients(
         start = jnp.stack([cos * mean_cos + sin * mean_sin, sin * mean_cos - cos * mean_sin])
         start = start.sum(axis=1)
         start = start / jnp.maximum(jnp.linalg.norm(start, axis=0, keepdims=True), 1e-6)
-        carry = (start, fit_norm(start), jnp.int32(0))
+        carry = (start, jnp.float32(START_NORM), jnp.int32(0))
         factor, norm, steps = jax.lax.fori_loop(0, 1 + MASS_ROUNDS, improve, carry)
         maps = jax.nn.softmax(logits(factor, norm), axis=-1)
         report = report_on_maps(target[None], maps[None], steps=steps, norm=norm)
