@@ -60,8 +60,8 @@ def write_images(folder: Path, width: int, height: int) -> None:
 
 def our_batches(folder: Path, num_batches: int) -> Iterator[np.ndarray]:
     """Yields batches of the trainer's pipeline."""
+    from structinit_jax.data.crops import RandomCrop
     from structinit_jax.data.datasets import open_dataset
-    from structinit_jax.data.images import RandomCrop
     from structinit_jax.data.loader import make_loader
     from structinit_jax.training.mesh import make_mesh
 

@@ -6,8 +6,9 @@ import numpy as np
 import pytest
 from PIL import Image
 
+from structinit_jax.data.crops import RandomCrop
 from structinit_jax.data.datasets import open_dataset
-from structinit_jax.data.images import BadImageError, RandomCrop
+from structinit_jax.data.images import BadImageError
 from structinit_jax.data.info import CATALOG
 from structinit_jax.data.loader import HostLoader, make_loader
 from structinit_jax.errors import InputError

@@ -7,15 +7,9 @@ import pytest
 from PIL import Image, ImageOps
 from scipy import stats
 
-from structinit_jax.data import images
-from structinit_jax.data.images import (
-    BadImageError,
-    Box,
-    RandomCrop,
-    StoredImage,
-    crop_and_resize,
-    resize_and_center_crop,
-)
+from structinit_jax.data import crops
+from structinit_jax.data.crops import Box, RandomCrop, crop_and_resize, resize_and_center_crop
+from structinit_jax.data.images import BadImageError, StoredImage
 
 REFERENCE = np.load(Path(__file__).parent / "references" / "random_resized_crop.npz")
 
@@ -197,7 +191,7 @@ def test_boxes_depend_on_seed_and_position_alone():
 @pytest.mark.parametrize("box", [Box(20, 30, 250, 300), Box(0, 0, 427, 640), Box(400, 600, 5, 7)])
 def test_crop_without_scaled_decode_is_pillows(large_photo, box, interpolation, simd, monkeypatch):
     if not simd:  # as where there is no wheel
-        monkeypatch.setattr(images, "simd", None)
+        monkeypatch.setattr(crops, "simd", None)
     image = StoredImage(encoded(large_photo, "PNG"), 3, "photo")
     got = crop_and_resize(image, box, 224, interpolation).astype(int)
     part = large_photo.crop((box.left, box.top, box.left + box.width, box.top + box.height))

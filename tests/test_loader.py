@@ -12,8 +12,8 @@ from PIL import Image
 
 from structinit_jax.augment import AugmentOptions
 from structinit_jax.data import loader as loader_lib
+from structinit_jax.data.crops import RandomCrop
 from structinit_jax.data.datasets import Dataset
-from structinit_jax.data.images import RandomCrop
 from structinit_jax.data.info import DatasetInfo
 from structinit_jax.data.loader import (
     DeviceLoader,

@@ -1,23 +1,15 @@
-"""Decodes, crops and resizes one stored image.
+"""Decodes one stored image.
 
 JPEGs are decoded by libjpeg-turbo (simplejpeg), which returns Pillow's pixels in half the time and
 can decode at a fraction of the size. Every other format goes through Pillow.
 """
 
-import dataclasses
 import io
-import math
-from typing import NamedTuple
 
 import numpy as np
 from PIL import ExifTags, Image, UnidentifiedImageError
 
 from structinit_jax.errors import InputError
-
-try:
-    import cykooz_resizer as simd  # six times as fast as Pillow
-except ImportError:  # there is no wheel for this platform, for example ARM Linux
-    simd = None
 
 PIL_MODES = {1: "L", 3: "RGB"}
 # JPEG color spaces that libjpeg-turbo converts as Pillow does.
@@ -33,10 +25,6 @@ UPRIGHT = {
     7: (True, -1, -1),
     8: (True, -1, 1),
 }
-CROP_ATTEMPTS = 10
-# Counters of one Philox key. They differ from those of the epoch order.
-BOX_COUNTER = np.array([0, 0, 0, 1], np.uint64)
-INTERPOLATION_COUNTER = np.array([0, 0, 0, 2], np.uint64)
 
 
 class BadImageError(InputError):
@@ -191,136 +179,3 @@ def _convert(image, mode):
     if "transparency" in image.info:
         image = image.convert("RGBA")  # Pillow warns when it drops a palette's transparency
     return image if image.mode == mode else image.convert(mode)
-
-
-def resize_and_center_crop(
-    pixels: np.ndarray, image_size: int, crop_fraction: float = 1.0
-) -> np.ndarray:
-    """Resizes an image, uint8 [h, w, C], bicubically and takes the central square.
-
-    The shorter side is resized to `image_size / crop_fraction` pixels; ImageNet evaluation usually
-    takes 0.875, and 1 keeps the whole of a square image. Returns uint8 [image_size, image_size, C].
-    """
-    height, width = pixels.shape[:2]
-    scale = round(image_size / crop_fraction) / min(height, width)
-    if scale != 1:
-        pixels = _pillow_resize(pixels, (round(width * scale), round(height * scale)), "bicubic")
-    top = (pixels.shape[0] - image_size) // 2
-    left = (pixels.shape[1] - image_size) // 2
-    return pixels[top : top + image_size, left : left + image_size]
-
-
-def _pillow_resize(pixels, size, interpolation, box=None):
-    image = np.ascontiguousarray(pixels[..., 0] if pixels.shape[-1] == 1 else pixels)
-    resample = getattr(Image.Resampling, interpolation.upper())
-    resized = np.asarray(Image.fromarray(image).resize(size, resample, box))
-    return resized[..., None] if resized.ndim == 2 else resized
-
-
-class Box(NamedTuple):
-    """A rectangle in an image, in pixels."""
-
-    top: int
-    left: int
-    height: int
-    width: int
-
-
-@dataclasses.dataclass(frozen=True)
-class RandomCrop:
-    """Random resized crop (Szegedy et al. 2015), distributed as timm's.
-
-    A crop depends only on the seed and on the position of the image in the training stream.
-
-    Attributes:
-      seed: Non-negative seed.
-      scale: Smallest and largest area, as fractions of the image's area.
-      ratio: Smallest and largest width / height, sampled uniformly in the logarithm.
-      interpolation: 'bicubic', 'bilinear' (both antialiased) or 'random', one of them per image.
-    """
-
-    seed: int
-    scale: tuple[float, float] = (0.08, 1.0)
-    ratio: tuple[float, float] = (3 / 4, 4 / 3)
-    interpolation: str = "bicubic"
-
-    def __call__(self, image: StoredImage, position: int, image_size: int) -> np.ndarray:
-        """Crops an image. Returns uint8 [image_size, image_size, C]."""
-        box = self.draw_box(image.size, position)
-        return crop_and_resize(image, box, image_size, self.draw_interpolation(position))
-
-    def draw_box(self, size: tuple[int, int], position: int) -> Box:
-        """Draws a box inside an image of the given height and width.
-
-        If no attempt fits into the image, the box is the largest central one of an allowed ratio.
-        """
-        height, width = size
-        bits = self._random_bits(position, BOX_COUNTER, 4 * CROP_ATTEMPTS)
-        uniforms = ((bits >> np.uint64(11)) * 2.0**-53).reshape(CROP_ATTEMPTS, 4)  # in [0, 1)
-        for area, ratio, down, across in uniforms.tolist():
-            area = height * width * (self.scale[0] + area * (self.scale[1] - self.scale[0]))
-            low, high = map(math.log, self.ratio)
-            ratio = math.exp(low + ratio * (high - low))
-            box_height, box_width = round(math.sqrt(area / ratio)), round(math.sqrt(area * ratio))
-            if 0 < box_height <= height and 0 < box_width <= width:
-                top = int(down * (height - box_height + 1))
-                left = int(across * (width - box_width + 1))
-                return Box(top, left, box_height, box_width)
-        box_height = min(height, max(1, round(width / self.ratio[0])))
-        box_width = min(width, max(1, round(height * self.ratio[1])))
-        return Box((height - box_height) // 2, (width - box_width) // 2, box_height, box_width)
-
-    def draw_interpolation(self, position: int) -> str:
-        """Returns 'bicubic' or 'bilinear'."""
-        if self.interpolation != "random":
-            return self.interpolation
-        bits = self._random_bits(position, INTERPOLATION_COUNTER, 1)
-        return ("bilinear", "bicubic")[int(bits[0]) >> 63]
-
-    def _random_bits(self, position, counter, count):
-        # NumPy guarantees the raw output of Philox across versions, unlike that of Generator.
-        key = np.array([self.seed, position], np.uint64)
-        return np.random.Philox(key=key, counter=counter).random_raw(count)
-
-
-def crop_and_resize(
-    image: StoredImage, box: Box, image_size: int, interpolation: str
-) -> np.ndarray:
-    """Decodes a box of an image and resizes it to uint8 [image_size, image_size, C].
-
-    `interpolation` is 'bicubic' or 'bilinear'.
-    A JPEG is decoded at a fraction of its size if the box still has `image_size` pixels each way.
-    """
-    full, sides = image.size, (box.height, box.width)
-    at_least = (math.ceil(size * image_size / side) for size, side in zip(full, sides, strict=True))
-    pixels = image.decode(tuple(at_least))
-    height, width = pixels.shape[:2]
-    # The decoded size is rounded up, but its pixels are exact eighths apart.
-    scale = round(8 * max(height, width) / max(full)) / 8
-    top, bottom = box.top * scale, min((box.top + box.height) * scale, height)
-    left, right = box.left * scale, min((box.left + box.width) * scale, width)
-    # Cut out first, as timm does, so that pixels outside the box do not bleed into its edge.
-    y, x = math.floor(top), math.floor(left)
-    inside = pixels[y : math.ceil(bottom), x : math.ceil(right)]
-    return _resize(inside, (left - x, top - y, right - x, bottom - y), image_size, interpolation)
-
-
-def _resize(pixels, box, size, interpolation):
-    """Resizes a box (left, top, right, bottom) to a square.
-
-    Pillow and SIMD round in different places: 3 values in 10,000 differ by more than 1.
-    """
-    height, width, channels = pixels.shape
-    if simd is None:
-        return _pillow_resize(pixels, (size, size), interpolation, box)
-    left, top, right, bottom = box
-    pixel_type = {1: simd.PixelType.U8, 3: simd.PixelType.U8x3}[channels]
-    filters = {"bicubic": simd.FilterType.catmull_rom, "bilinear": simd.FilterType.bilinear}
-    options = simd.ResizeOptions(
-        simd.ResizeAlg.convolution(filters[interpolation]),
-        crop_box=simd.CropBox(left, top, right - left, bottom - top),
-    )
-    result = simd.ImageData(size, size, pixel_type)
-    source = simd.ImageData(width, height, pixel_type, pixels.tobytes())
-    simd.Resizer().resize(source, result, options)
-    return np.frombuffer(result.get_buffer(), np.uint8).reshape(size, size, channels)

@@ -20,8 +20,8 @@ import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec, Sharding
 
 from structinit_jax.augment import AugmentOptions
+from structinit_jax.data.crops import RandomCrop, resize_and_center_crop
 from structinit_jax.data.datasets import READ_BLOCK, ImageSource
-from structinit_jax.data.images import RandomCrop, resize_and_center_crop
 from structinit_jax.data.info import DatasetInfo
 from structinit_jax.data.order import stream_indices
 from structinit_jax.errors import InputError

@@ -25,6 +25,7 @@ import tensorflow_datasets as tfds
 from PIL import Image, ImageDraw
 
 from structinit_jax.data.builders import ARRAY_RECORD, OWN_BUILDERS, find_builder
+from structinit_jax.data.crops import resize_and_center_crop
 from structinit_jax.data.datasets import (
     FILE_SETS,
     OWN_SET,
@@ -33,7 +34,6 @@ from structinit_jax.data.datasets import (
     ImageSource,
     open_dataset,
 )
-from structinit_jax.data.images import resize_and_center_crop
 from structinit_jax.errors import InputError
 
 AGAIN = "Prepare or copy the data set again."

@@ -47,7 +47,7 @@ class TimmModel(NamedTuple):
           image_size: Side of the images in pixels.
           mean: Mean of the normalization, by channel.
           std: Standard deviation of the normalization, by channel.
-          crop_fraction: See `data.images.resize_and_center_crop`.
+          crop_fraction: See `data.crops.resize_and_center_crop`.
           class_names: Name of each class, if they are known.
         """
         num_classes = self.arguments["num_classes"]
