@@ -3,6 +3,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax import nnx
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from structinit_jax.attention_init import RotarySite, default, impulse
 from structinit_jax.errors import InputError
@@ -46,6 +47,30 @@ def test_heads_of_every_layer_attend_to_their_neighbor(weights, dtype, library_p
     has_target = np.broadcast_to(targets.max(-1) > 0, maps.shape[:-1])
     hits = maps.argmax(-1) == targets.argmax(-1)
     assert hits[has_target].mean() > 0.95
+
+
+def test_a_step_on_two_devices_lowers_the_loss(weights, library_promotion):
+    options = dict(dtype="bfloat16", remat="full", layer_scale=0.5)
+    model = make(**options, attention_init=lambda rng, site: weights)
+    model.head.kernel[...] = 0.1 * jax.random.normal(jax.random.key(2), model.head.kernel.shape)
+    graphdef, params = nnx.split(model)
+    mesh = Mesh(np.asarray(jax.devices()[:2]), ("data",))
+    sharding = NamedSharding(mesh, PartitionSpec("data"))
+    images = jax.device_put(IMAGES, sharding)
+    params = jax.device_put(params, NamedSharding(mesh, PartitionSpec()))
+
+    @jax.jit
+    @jax.value_and_grad
+    def step(params):
+        log_probs = jax.nn.log_softmax(nnx.merge(graphdef, params)(images)[0])
+        return -log_probs[jnp.arange(4), jnp.arange(4)].mean()
+
+    loss, grads = step(params)
+    leaves = jax.tree.leaves(grads)
+    assert all(leaf.dtype == jnp.float32 and np.isfinite(leaf).all() for leaf in leaves)
+    size = sum(float(jnp.sum(leaf**2)) for leaf in leaves) ** 0.5
+    lower = jax.tree.map(lambda p, g: p - 0.02 / size * g, params, grads)
+    assert step(lower)[0] < loss
 
 
 def test_the_patch_embedding_gets_scale_and_bias(weights):
