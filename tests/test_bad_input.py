@@ -158,7 +158,7 @@ FIELDS = [
     "optimizer=sgd",
     "optimizer=no_such_module:adam",
     "model.pool=max",
-    "model.positions=rope",
+    "model.positions=rotary",
     "model.dtype=int8",
     "model.remat=all",
     # Sizes that do not fit together.
