@@ -206,6 +206,8 @@ def main(overrides: Sequence[tuple[str, str]]) -> None:
         path = train_teacher(table.teacher, overrides, small, workdir)
         for name in selected:
             settings[name].start_from = str(path)
+    # The figures of small models and digits would be something else.
+    published = {} if small else {name: table.rows[name] for name in settings}
     failed = run.run_grid(
         settings,
         range(_SEEDS.value),
@@ -215,11 +217,8 @@ def main(overrides: Sequence[tuple[str, str]]) -> None:
             for name, config in settings.items()
         },
         baselines=find_baselines(list(settings), table.baseline),
-        # Those of small models and digits would be something else.
-        published=None if small else {name: table.rows[name].published for name in settings},
-        published_training=None
-        if small
-        else {name: table.rows[name].published_training for name in settings},
+        published={name: row.published for name, row in published.items()},
+        published_training={name: row.published_training for name, row in published.items()},
         started_by=shlex.join(["python", "-m", "structinit_jax.reproduce", *sys.argv[1:]]),
     )
     if failed:

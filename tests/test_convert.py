@@ -6,29 +6,11 @@ import numpy as np
 import pytest
 import references
 from flax import nnx
+from references.vit_cases import CASES, SMALL
 
 from structinit_jax.errors import InputError
 from structinit_jax.interop import from_timm, to_timm
 from structinit_jax.models.vit import VisionTransformer
-
-SMALL = dict(patch_size=4, channels=3, num_classes=5, width=16, depth=2, num_heads=2)
-CASES = {  # as in references/make_vit.py
-    "class_token": dict(image_size=(8, 12), pool="class_token"),
-    "mean": dict(image_size=8),
-    "registers": dict(
-        image_size=8, pool="class_token", num_registers=3, layer_scale=0.1, qk_norm=True
-    ),
-    "mean_registers": dict(image_size=8, num_registers=2),
-    "rope_class_token": dict(
-        positions="rope",
-        image_size=(8, 12),
-        pool="class_token",
-        num_registers=3,
-        layer_scale=0.1,
-        qk_norm=True,
-    ),
-    "rope_mean": dict(positions="rope", image_size=8),
-}
 
 
 def make(**options):

@@ -11,6 +11,7 @@ import optax
 import pytest
 import references
 from flax import nnx
+from references.vit_cases import CASES, SMALL
 
 from structinit_jax.errors import InputError
 from structinit_jax.interop import from_timm, select_weights, to_timm
@@ -19,24 +20,6 @@ from structinit_jax.models.vit import VisionTransformer, resample_positions
 from structinit_jax.training.state import count_parameters, split_model
 
 COUNTS = pathlib.Path(references.__file__).with_name("vit_parameters.json")
-SMALL = dict(patch_size=4, channels=3, num_classes=5, width=16, depth=2, num_heads=2)
-CASES = {
-    "class_token": dict(image_size=(8, 12), pool="class_token"),
-    "mean": dict(image_size=8),
-    "registers": dict(
-        image_size=8, pool="class_token", num_registers=3, layer_scale=0.1, qk_norm=True
-    ),
-    "mean_registers": dict(image_size=8, num_registers=2),
-    "rope_class_token": dict(
-        positions="rope",
-        image_size=(8, 12),
-        pool="class_token",
-        num_registers=3,
-        layer_scale=0.1,
-        qk_norm=True,
-    ),
-    "rope_mean": dict(positions="rope", image_size=8),
-}
 WITH_GRADIENTS = ("class_token", "registers", "rope_class_token")
 
 

@@ -148,22 +148,22 @@ def _summary(comparison: Comparison) -> list[list[str]]:
 def _training(comparison: Comparison) -> list[list[str]]:
     """Training accuracies, ours without augmentation, at the epochs of the published ones."""
     published = {
-        setting: dict(facts.get("published_training", ()))
+        setting: dict(facts["published_training"])
         for setting, facts in comparison.info["settings"].items()
+        if facts.get("published_training")
     }
     epochs = sorted(set().union(*published.values()))
     rows = [["setting", *(f"epoch {epoch}" for epoch in epochs)]]
     for setting, figures in published.items():
-        if figures:
-            ours = [
-                {round(run.epoch(step)): x for step, x in run.curve("train_eval/accuracy").items()}
-                for run in comparison.runs[setting]
-            ]
-            rows.append([setting])
-            for epoch in epochs:
-                values = [curve[epoch] for curve in ours if epoch in curve]
-                figure = f"{figures[epoch]:.2f}" if epoch in figures else "–"
-                rows[-1].append(f"{percent(values) if values else '–'} / {figure}")
+        ours = [
+            {round(run.epoch(step)): x for step, x in run.curve("train_eval/accuracy").items()}
+            for run in comparison.runs[setting]
+        ]
+        rows.append([setting])
+        for epoch in epochs:
+            values = [curve[epoch] for curve in ours if epoch in curve]
+            figure = f"{figures[epoch]:.2f}" if epoch in figures else "–"
+            rows[-1].append(f"{percent(values) if values else '–'} / {figure}")
     return rows
 
 

@@ -174,8 +174,7 @@ def _patches(host, norm, images, grid):
     patches = images.reshape(-1, rows, height, cols, width, channels).swapaxes(2, 3)
     patches = patches.reshape(len(images), rows * cols, -1)
     tokens = patches @ kernel.reshape(-1, host.width)
-    bias = host.patch_kernel().rpartition(".")[0] + ".bias"
-    bias = np.asarray(host.leaves[bias], np.float32) if bias in host.leaves else 0
+    bias = np.asarray(host.leaves.get(host.patch_bias(), 0), np.float32)
     if scale := host.patch_norm():
         return norm(tokens + bias) * np.asarray(host.leaves[scale], np.float32), 0
     return tokens, bias

@@ -166,14 +166,8 @@ class Host:
         return jnp.maximum(jnp.sqrt(jnp.sum(jnp.square(gain)) / self.width), 1e-12)
 
     def patch_bias(self) -> str:
-        """Returns the name of the patch embedding's bias."""
-        name = f"{self.patch_kernel().rpartition('.')[0]}.bias"
-        if name not in self.leaves:
-            raise InputError(
-                f"params: the patch embedding has no {name}, in which this scheme needs to put a "
-                "vector that all tokens share: build the model with it, or use 'mimetic'"
-            )
-        return name
+        """Returns the name of the patch embedding's bias, which `leaves` need not hold."""
+        return f"{self.patch_kernel().rpartition('.')[0]}.bias"
 
     def arrays(self) -> dict[str, jax.Array]:
         """Returns our arrays of the attention layers by path, with a leading layer axis."""

@@ -214,6 +214,11 @@ def _write(host: Host, weights: AttentionWeights, grid: Grid | None) -> Leaves:
         new[table.name] = like(rows.reshape(old.shape), old)
     if weights.patch_bias is not None:
         name = host.patch_bias()
+        if name not in new:
+            raise InputError(
+                f"params: the patch embedding has no {name}, in which this scheme needs to put a "
+                "vector that all tokens share: build the model with it, or use 'mimetic'"
+            )
         check_shape("patch_bias", weights.patch_bias, new[name].shape)
         new[name] = like(weights.patch_bias, new[name])
     scales = {}

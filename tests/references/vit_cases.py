@@ -1,0 +1,20 @@
+"""Our ViTs that `make_vit.py` records of timm: the arguments of all, and those of each."""
+
+SMALL = dict(patch_size=4, channels=3, num_classes=5, width=16, depth=2, num_heads=2)
+CASES = {
+    "class_token": dict(image_size=(8, 12), pool="class_token"),
+    "mean": dict(image_size=8),
+    "registers": dict(
+        image_size=8, pool="class_token", num_registers=3, layer_scale=0.1, qk_norm=True
+    ),
+    "mean_registers": dict(image_size=8, num_registers=2),
+    "rope_class_token": dict(
+        positions="rope",
+        image_size=(8, 12),
+        pool="class_token",
+        num_registers=3,
+        layer_scale=0.1,
+        qk_norm=True,
+    ),
+    "rope_mean": dict(positions="rope", image_size=8),
+}
