@@ -18,10 +18,17 @@ from structinit_jax.training.setup import initialize, set_up
 HEAVY = ("clu", "flax", "grain", "orbax", "sklearn", "tensorflow", "tensorflow_datasets")
 
 
-def test_the_initialization_imports_nothing_heavy():
+@pytest.mark.parametrize(
+    ("module", "heavy"),
+    [
+        ("attention_init", HEAVY),
+        ("main", ("grain", "scipy", "sklearn", "tensorflow", "tensorflow_datasets")),
+    ],
+)
+def test_heavy_libraries_are_imported_only_where_they_are_used(module, heavy):
     code = (
-        "import sys; import structinit_jax.attention_init; "
-        f"sys.exit(', '.join(set({HEAVY}) & set(sys.modules)) or None)"
+        f"import sys; import structinit_jax.{module}; "
+        f"sys.exit(', '.join(set({heavy}) & set(sys.modules)) or None)"
     )
     run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
     assert run.returncode == 0, run.stderr

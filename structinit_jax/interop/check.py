@@ -5,7 +5,6 @@ from typing import Any, NamedTuple
 
 import jax
 import numpy as np
-import scipy.special
 from jaxtyping import Float, Int
 
 from structinit_jax.attention_init import WindowSite
@@ -197,11 +196,13 @@ def _patch_kernel(host):
 
 def _run_block(host, norm, block: Block, layer, attention, x, rotary):
     """Returns the block's output and its attention maps."""
+    from scipy import special  # slow to import, and not always needed
+
     query, key, value = (_project(norm(x), attention, field) for field in FIELDS[:3])
     if rotary is not None:
         query, key = rotary.apply(query, layer), rotary.apply(key, layer)
     logits = np.einsum("bnhd,bmhd->bhnm", query, key, optimize=True) * host.head_dim**-0.5
-    maps = scipy.special.softmax(logits, axis=-1)
+    maps = special.softmax(logits, axis=-1)
     mixed = np.einsum("bhnm,bmhd->bnhd", maps, value, optimize=True)
     out = np.einsum("bnhd,hdD->bnD", mixed, attention["attention/out/kernel"], optimize=True)
     scale1, scale2 = [_leaf(host, name, layer) for name in block.scales] or (1, 1)
@@ -212,9 +213,9 @@ def _run_block(host, norm, block: Block, layer, attention, x, rotary):
         inputs = kernel.shape[-1 if host.stack.layout.torch else -2]
         hidden = np.split(hidden[0], hidden[0].shape[-1] // inputs, axis=-1)
     if len(hidden) == 2:
-        hidden = hidden[0] * scipy.special.expit(hidden[0]) * hidden[1]  # SiLU gates
+        hidden = hidden[0] * special.expit(hidden[0]) * hidden[1]  # SiLU gates
     else:
-        hidden = hidden[0] * scipy.special.ndtr(hidden[0])  # GELU
+        hidden = hidden[0] * special.ndtr(hidden[0])  # GELU
     return x + scale2 * _linear(host, block.mlp_out[0], layer, hidden), maps
 
 
