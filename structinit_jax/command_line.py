@@ -140,6 +140,7 @@ def load_config(location: str) -> ConfigDict:
                 "structinit_jax.config.base_config()"
             )
         config_lib.check_fields(config)
+        _drop_foreign_options(config)
     except InputError as error:
         raise InputError(f"--config={location}: {error}") from error
     except Exception as error:  # the file is the user's program: anything may happen in it
@@ -217,16 +218,16 @@ def _make_config(overrides: Sequence[tuple[str, str]]) -> ConfigDict:
         )
     for path, text in overrides:
         override(config, path, text)
-    for option in config_lib.drop_foreign_options(config):
-        name = config.attention_init.name
-        print(f"note: attention_init.{option} is not an option of {name!r} and is left out")
     if config_lib.set_base_init(config):
         print("note: kaiming_uniform is of the whole model: config.model.base_init='pytorch'")
     return config.lock()
 
 
 def override(config: ConfigDict, path: str, text: str) -> None:
-    """Sets a field, such as 'model.depth', as `--config.FIELD=VALUE` does."""
+    """Sets a field, such as 'model.depth', as `--config.FIELD=VALUE` does.
+
+    Another 'attention_init.name' removes the options that its scheme does not take.
+    """
     node, place = config, "config"
     for name in path.split("."):
         fields = list(node) if isinstance(node, ConfigDict) else []
@@ -243,6 +244,14 @@ def override(config: ConfigDict, path: str, text: str) -> None:
         section[name] = read(text)
     except (TypeError, ValueError, SyntaxError) as error:
         raise InputError(f"--config.{path}={text} must be {need}") from error
+    if path == "attention_init.name":
+        _drop_foreign_options(config)
+
+
+def _drop_foreign_options(config):
+    for option in config_lib.drop_foreign_options(config):
+        name = config.attention_init.name
+        print(f"note: attention_init.{option} is not an option of {name!r} and is left out")
 
 
 def _read_tuple(text: str) -> tuple[float, ...]:

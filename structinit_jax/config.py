@@ -295,7 +295,7 @@ def make_attention_init(config: ConfigDict) -> attention_init.AttentionInit:
 def drop_foreign_options(config: ConfigDict) -> list[str]:
     """Removes options of `config.attention_init` that only other schemes take, and returns them.
 
-    With it `--config.attention_init.name=default` suffices to switch from a scheme that has a
+    With it a new `config.attention_init.name` suffices to switch from a scheme that has a
     `kernel_size` to one that has none. Options that no scheme knows stay and are refused later.
     """
     section = config.attention_init

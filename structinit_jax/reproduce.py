@@ -142,7 +142,6 @@ def train_teacher(
 def _finish(config, overrides):
     for field, text in overrides:
         command_line.override(config, field, text)
-    config_lib.drop_foreign_options(config)
     config_lib.set_base_init(config)
     return config.lock()
 

@@ -3,6 +3,7 @@ import sys
 
 import pytest
 
+from structinit_jax import command_line
 from structinit_jax import config as config_lib
 from structinit_jax.augment import AugmentOptions
 from structinit_jax.errors import InputError
@@ -110,6 +111,17 @@ def test_options_of_other_schemes_are_dropped_and_returned():
     config_lib.validate(config)
 
 
+def test_a_new_scheme_drops_the_options_of_the_former_but_not_its_own(capsys):
+    config = changed("seed", 0)
+    command_line.override(config, "attention_init.name", "mimetic")
+    assert capsys.readouterr().out == (
+        "note: attention_init.kernel_size is not an option of 'mimetic' and is left out\n"
+    )
+    command_line.override(config, "attention_init", "{'name': 'mimetic', 'kernel_size': 5}")
+    with pytest.raises(InputError, match="kernel_size=5: not an option of 'mimetic'"):
+        config_lib.validate(config)
+
+
 def test_options_that_no_scheme_knows_stay_and_are_refused():
     config = changed("seed", 0)
     config.attention_init = dict(name="impulse", kernel_sise=3)
@@ -133,6 +145,10 @@ def test_kaiming_uniform_is_pytorchs_initialization_of_the_whole_model(model):
 SCHEME = """
 def keep(strength=1.0):
     return lambda rng, site: strength
+
+
+def keep_all(**options):
+    return lambda rng, site: options
 """
 
 
@@ -146,6 +162,10 @@ def test_a_scheme_of_the_users_own_needs_no_edit_in_the_package(tmp_path, monkey
     config.attention_init = dict(name="users_schemes:keep", strength=2.0)
     assert config_lib.drop_foreign_options(config) == []
     assert config_lib.make_attention_init(config)(None, None) == 2.0
+    command_line.override(
+        config, "attention_init", "{'name': 'users_schemes:keep_all', 'kernel_size': 5}"
+    )
+    assert config_lib.make_attention_init(config)(None, None) == {"kernel_size": 5}
     config.attention_init = dict(name="users_schemes:no_such_scheme")
     with pytest.raises(InputError, match=r"^config\.attention_init.*no_such_scheme"):
         config_lib.validate(config)
