@@ -294,10 +294,11 @@ def test_seeds_together_give_what_single_runs_give(run_config, finished_run, tmp
     def check_finite(*args):
         calls.append(args)
         if len(calls) % 2 == 0:
-            raise StoppedError("step 8: loss nan", exit_code=1)
+            raise StoppedError("step 8: loss nan\nnorms of its layers", exit_code=1)
 
     monkeypatch.setattr(seeds, "check_finite", check_finite)
     assert start(None) == {1: "step 8: loss nan"}
+    assert "seed 1: step 8: loss nan\nnorms of" in (folder / "seed_0" / "log.txt").read_text()
     assert read_metrics(folder / "seed_0")[-1] == ours[-1]
     assert max(line["step"] for line in read_metrics(folder / "seed_1")) < 8
     assert not (folder / "seed_1" / "checkpoints").exists()

@@ -211,8 +211,10 @@ class _Runner:
             if isinstance(error, StoppedError) and error.exit_code == PREEMPTED_EXIT_CODE:
                 raise
             text = str(error)
-            if not isinstance(error, InputError | StoppedError):
-                traceback.print_exc(file=sys.stdout)  # to the log
+            if isinstance(error, InputError | StoppedError):
+                print(text)  # to the log; the report has the first line
+            else:
+                traceback.print_exc(file=sys.stdout)
                 text = f"{type(error).__name__}: {text}"
             for seed in seed_list:
                 self._finish(name, seed, text.splitlines()[0])

@@ -196,9 +196,11 @@ class _SharedRun:
                     for number, values in fetched.items():
                         pending[i].add(number, jax.tree.map(lambda leaf, i=i: leaf[i], values))
                     try:
-                        check_finite(config, pending[i].fetch(), None)
+                        check_finite(config, pending[i].fetch(), self.folders[i], None)
                     except StoppedError as error:
-                        errors.setdefault(seed, str(error).splitlines()[0])
+                        if seed not in errors:
+                            print(f"seed {seed}: {error}", file=text)
+                            errors[seed] = str(error).splitlines()[0]
             if due.log:
                 speeds = progress.measure(step)
                 averages = [values.average() for values in pending]
