@@ -156,7 +156,9 @@ def _train(config, workdir, profile_steps, on_exit):
     progress = Progress(
         start_step, schedule.num_steps, schedule.steps_per_epoch, config.batch_size, peak
     )
-    trace = profiling.StepTrace(workdir / "profile", *profile_steps)
+    trace = on_exit.enter_context(
+        contextlib.closing(profiling.StepTrace(workdir / "profile", *profile_steps))
+    )
     recompilations = on_exit.enter_context(profiling.RecompilationWatch())
     stop_request = on_exit.enter_context(workdir_lib.listen_for_signals())
     run = {

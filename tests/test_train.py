@@ -270,7 +270,7 @@ def test_a_nonfinite_step_stops_the_run(longer_config, workdir, bad_step_15):
     longer_config.update(log_every_steps=100, checkpoint_every_steps=2)
     for _ in range(2):  # the second run repeats the step
         with pytest.raises(StoppedError) as caught:
-            train.train(longer_config, workdir)
+            train.train(longer_config, workdir, (15, 18))
         assert caught.value.exit_code == 1
         first, *_, show, again = str(caught.value).splitlines()
         assert first.startswith("step 15: loss nan, gradient norm nan. ")
@@ -280,6 +280,7 @@ def test_a_nonfinite_step_stops_the_run(longer_config, workdir, bad_step_15):
             f": python -m structinit_jax.data.show --workdir={workdir} --step=15 --out=step_15.png"
         )
         assert "checkpoint of step 14" in again
+    assert len(list((workdir / "profile").rglob("perfetto_trace.json.gz"))) == 2
 
 
 def test_a_nonfinite_step_is_skipped_and_counted(longer_config, workdir, bad_step_15, capsys):
