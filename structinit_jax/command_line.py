@@ -43,6 +43,7 @@ STEP = flags.DEFINE_string(
 )
 OUT = flags.DEFINE_string("out", None, "File to write, or folder.")
 SHARED = ("workdir", "step", "out")
+INTERRUPTED_EXIT_CODE = 130  # of a program that Ctrl-C ended, as shells report it
 
 
 def run(
@@ -81,6 +82,9 @@ def run(
     except StoppedError as error:
         print(error, file=sys.stderr)
         sys.exit(error.exit_code)
+    except KeyboardInterrupt:  # before the loop of training, which ends with a checkpoint
+        print("interrupted", file=sys.stderr)
+        sys.exit(INTERRUPTED_EXIT_CODE)
 
 
 class _Output:

@@ -48,12 +48,15 @@ def dry_run(config: ConfigDict, target: str | None = None) -> dict[str, str]:
     else:
         test_split = data.eval_split
         num_eval = info_lib.split_size(data.name, test_split, info, "data.eval_split")
+    eval_sizes = [num_eval]
+    if spec := data.train_eval_split:
+        eval_sizes.append(info_lib.split_size(data.name, spec, info, "data.train_eval_split"))
     setup = set_up(config, info, num_examples, devices)
     print(parameter_overview.get_parameter_overview(setup.model.params, include_stats=False))
 
     schedule, mesh = setup.schedule, setup.model.mesh
     start = time.perf_counter()
-    step, remat = compile_step(config, setup, [num_eval], memory_limit, options)
+    step, remat = compile_step(config, setup, eval_sizes, memory_limit, options)
     compile_seconds = time.perf_counter() - start
     memory = step.memory_analysis()
     num_processes = len({device.process_index for device in mesh.devices.flat})

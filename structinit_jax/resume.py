@@ -86,13 +86,20 @@ def check(run: Mapping[str, Any], config: ConfigDict, num_examples: int, place: 
         first = f"these fields of the config must not change when {place} is resumed:"
         last = "Restore the old values, or start a new run in another --workdir"
         raise InputError("\n".join([first, *refused, last]))
+    check_num_examples(run, config, num_examples, place)
+    return [_line(field, *pair) for field, pair in changed.items()]
+
+
+def check_num_examples(
+    run: Mapping[str, Any], config: ConfigDict, num_examples: int, place: str
+) -> None:
+    """Raises `InputError` if the training split has another size; for arguments see `check`."""
     if run["num_examples"] != num_examples:
         raise InputError(
             f"config.data.train_split={config.data.train_split!r} has {num_examples:,} examples, "
             f"but {place} was trained on {run['num_examples']:,} in another order: restore the old "
             "data, or start a new run in another --workdir"
         )
-    return [_line(field, *pair) for field, pair in changed.items()]
 
 
 def evaluation_changes(run: Mapping[str, Any], config: ConfigDict) -> list[str]:

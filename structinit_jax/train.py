@@ -6,7 +6,6 @@ import gc
 import itertools
 import json
 import shlex
-import sys
 import time
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -157,7 +156,9 @@ def _train(config, workdir, profile_steps, on_exit):
     progress = Progress(
         start_step, schedule.num_steps, schedule.steps_per_epoch, config.batch_size, peak
     )
-    trace = profiling.StepTrace(workdir / "profile", *profile_steps)
+    trace = on_exit.enter_context(
+        contextlib.closing(profiling.StepTrace(workdir / "profile", *profile_steps))
+    )
     recompilations = on_exit.enter_context(profiling.RecompilationWatch())
     stop_request = on_exit.enter_context(workdir_lib.listen_for_signals())
     run = {
@@ -183,7 +184,8 @@ def _train(config, workdir, profile_steps, on_exit):
             due = find_due(config, schedule, step, stop_request)
             if due.log or due.save:
                 # Before a checkpoint is written from which the step could not be repeated.
-                for message in check_finite(config, pending.fetch(), checkpoints.latest_step):
+                latest = checkpoints.latest_step
+                for message in check_finite(config, pending.fetch(), place, latest):
                     progress.note(message)
             if due.log:
                 values = pending.average() | progress.measure(step)
@@ -264,13 +266,17 @@ def stopped_by_signal(step: int, num_steps: int) -> StoppedError:
 
 
 def check_finite(
-    config: ConfigDict, metrics: dict[int, dict[str, Any]], checkpoint_step: int | None
+    config: ConfigDict,
+    metrics: dict[int, dict[str, Any]],
+    workdir: str | Path,
+    checkpoint_step: int | None,
 ) -> list[str]:
     """Returns a message for each step whose loss or gradient was not finite.
 
     Args:
       config: Its `on_nonfinite` is 'stop' or 'skip'.
       metrics: Metrics of the training step, by step.
+      workdir: Output directory of the run.
       checkpoint_step: Step of the newest checkpoint, or None.
 
     Raises:
@@ -288,13 +294,13 @@ def check_finite(
         f"  {layer}: {np.array2string(norm, precision=3, max_line_width=90, threshold=10**6)}\n"
         for layer, norm in values["layer_gradient_norms"].items()
     )
-    config_flags = [a for a in sys.argv[1:] if a.lstrip("-").startswith("config")]
-    show = ["python", "-m", "structinit_jax.data.show", *(config_flags or ["--config=FILE"])]
+    show = ["python", "-m", "structinit_jax.data.show", f"--workdir={workdir}"]
     show += [f"--step={step}", f"--out=step_{step}.png"]
     start = f"from the checkpoint of step {checkpoint_step}" if checkpoint_step else "anew"
     raise StoppedError(
-        f"{lines[0]}. Training stops; the checkpoints are not affected. Gradient norms of the "
-        f"layers:\n{norms}To draw the batch of this step: {shlex.join(show)}\n"
+        f"{lines[0]}. Training stops; the checkpoints are not affected.\n"
+        f"Gradient norms of the layers:\n{norms}"
+        f"To draw the batch of this step: {shlex.join(show)}\n"
         f"Running the same command again starts {start} and repeats the step. Lower "
         "config.learning_rate, set config.clip_norm, or skip such steps with "
         "--config.on_nonfinite=skip",

@@ -157,6 +157,7 @@ def test_gray_images_pass_through_everything():
         ("config.augment.interpolation", "nearest"),
         ("config.augment.erasing_mode", "noise"),
         ("config.augment.mixup", -0.1),
+        ("config.augment.cutmix", float("inf")),
         ("config.augment.mix_group", -1),
         ("config.augment.crop_scale", (0.5, 0.1)),
         ("config.augment.crop_ratio", (0.0, 1.0)),

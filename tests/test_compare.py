@@ -17,6 +17,7 @@ from scipy import stats
 
 from structinit_jax import evaluate, train
 from structinit_jax.compare import grid, report, results, run, seeds
+from structinit_jax.data import datasets
 from structinit_jax.errors import InputError, StoppedError
 from structinit_jax.training.workdir import StopRequest
 
@@ -224,6 +225,52 @@ def test_a_setting_that_cannot_be_trained_is_refused_before_the_first_run(start,
         start(["default"], config=config)
 
 
+def test_the_config_and_the_data_of_all_settings_are_checked_as_they_are_trained(
+    tiny_config, tmp_path, monkeypatch
+):
+    monkeypatch.setattr(run, "train", functools.partial(fake_train, trained=[]))
+    monkeypatch.setattr(run._Runner, "_draw_maps", lambda self, name: None)
+    tiny_config.fsdp = 2
+    settings = grid.expand(tiny_config.lock(), ["default", "impulse"], {})
+    with pytest.raises(InputError, match=r"setting default: config\.fsdp=2.*--together=no"):
+        run.run_grid(settings, [0], tmp_path, together=True)
+
+    # Without its bad images, which are left out once for all settings, the run has six steps.
+    opened = []
+    skip = datasets._skip_bad_images
+
+    def skip_half(source, what):
+        opened.append(what)
+        source, what = skip(source, what), what.split("=")[0]
+        return source.select(np.arange(len(source)) % 2 == 0) if "train" in what else source
+
+    monkeypatch.setattr(datasets, "_skip_bad_images", skip_half)
+    tiny_config.data.on_bad_image = "skip"
+    settings = grid.expand(tiny_config.lock(), ["default", "impulse"], {})
+    assert run.run_grid(settings, [0], tmp_path) == 0
+    assert results.read(tmp_path).info["settings"]["impulse"]["num_steps"] == 6
+    assert len(opened) == 2
+
+
+def test_maps_that_cannot_be_drawn_do_not_end_the_comparison(
+    start, tiny_config, tmp_path, monkeypatch
+):
+    draw_maps = run._Runner._draw_maps
+    start(["default"], [0])
+    monkeypatch.setattr(run._Runner, "_draw_maps", draw_maps)
+    # The fake training has left no checkpoint; a model without attention fails like the second.
+    settings = grid.expand(tiny_config, ["default"], {})
+    progress = run.Progress(results.read(tmp_path), ["default"], [0])
+    runner = run._Runner(tmp_path, settings, progress)
+    with run._output_to(tmp_path / "log.txt"):
+        runner._draw_maps("default")
+        monkeypatch.setattr(evaluate, "restore_model", lambda *_: next(iter(())))
+        runner._draw_maps("default")
+    text = (tmp_path / "log.txt").read_text()
+    assert "no maps of default: --workdir=" in text
+    assert "StopIteration\nnote: no maps of default, see above" in text
+
+
 # -- seeds together --------------------------------------------------------------------------------
 
 
@@ -236,14 +283,17 @@ def test_settings_are_spread_over_the_devices(tiny_config, tmp_path, monkeypatch
             fake_train(seeds.with_seed(config, seed), folder / f"seed_{seed}", [])
         while len(devices) < 2:  # the other setting trains at the same time
             time.sleep(0.01)
-        return {1: "step 3: loss nan"}
+        yield 0, ""
+        raise InputError("it does not fit")
 
     monkeypatch.setattr(seeds, "train_together", fake_train_together)
     monkeypatch.setattr(run._Runner, "_draw_maps", lambda self, name: None)
     settings = grid.expand(tiny_config.lock(), ["default", "impulse"], {})
     assert run.run_grid(settings, [0, 1], tmp_path, together=True) == 2
     assert len(set(devices)) == 2
-    assert "| default | 1 | step 3: loss nan |" in (tmp_path / "report.md").read_text()
+    text = (tmp_path / "report.md").read_text()
+    assert "| default | 1 | it does not fit |" in text
+    assert "| default | 1 of 2 |" in text  # seed 0 had been done before
 
 
 class StopAfter(StopRequest):
@@ -261,16 +311,15 @@ def read_metrics(folder):
 def test_seeds_together_give_what_single_runs_give(run_config, finished_run, tmp_path, monkeypatch):
     folder = tmp_path / "impulse"
 
-    def start(stop_after):
-        return seeds.train_together(
-            run_config, [0, 1], folder, jax.devices()[0], StopAfter(stop_after)
-        )
+    def start(stop_after, seed_list=(0, 1)):
+        stop = StopAfter(stop_after)
+        return dict(seeds.train_together(run_config, seed_list, folder, jax.devices()[0], stop))
 
     with pytest.raises(StoppedError, match="after step 7 of 12"):
         start(7)
     stopped = shutil.copytree(folder, tmp_path / "stopped")
-    assert start(None) == {}
-    assert not list((folder / "together").iterdir())
+    assert start(None) == {0: "", 1: ""}
+    assert not (folder / "together").exists()
     ours, theirs = read_metrics(folder / "seed_0"), read_metrics(finished_run.workdir)
     assert [line["step"] for line in ours] == [line["step"] for line in theirs]
     for mine, other in zip(ours, theirs, strict=True):
@@ -294,10 +343,11 @@ def test_seeds_together_give_what_single_runs_give(run_config, finished_run, tmp
     def check_finite(*args):
         calls.append(args)
         if len(calls) % 2 == 0:
-            raise StoppedError("step 8: loss nan", exit_code=1)
+            raise StoppedError("step 8: loss nan\nnorms of its layers", exit_code=1)
 
     monkeypatch.setattr(seeds, "check_finite", check_finite)
-    assert start(None) == {1: "step 8: loss nan"}
+    assert start(None) == {0: "", 1: "step 8: loss nan"}
+    assert "seed 1: step 8: loss nan\nnorms of" in (folder / "seed_0" / "log.txt").read_text()
     assert read_metrics(folder / "seed_0")[-1] == ours[-1]
     assert max(line["step"] for line in read_metrics(folder / "seed_1")) < 8
     assert not (folder / "seed_1" / "checkpoints").exists()
@@ -318,11 +368,20 @@ def test_seeds_that_do_not_fit_into_memory_are_trained_in_parts(tiny_config, tmp
             return {self.seeds[0]: "failed"}
 
     monkeypatch.setattr(seeds, "_SharedRun", TwoAtMost)
-    errors = seeds.train_together(
-        tiny_config, [0, 1, 2, 3, 4], tmp_path, jax.devices()[0], StopRequest()
-    )
+
+    def train():
+        trained.clear()
+        arguments = (tiny_config, [0, 1, 2, 3, 4], tmp_path, jax.devices()[0], StopRequest())
+        return dict(seeds.train_together(*arguments))
+
+    errors = train()
     assert trained == [[0, 1], [2], [3, 4]]
-    assert errors.keys() == {0, 2, 3}
+    assert {seed for seed, error in errors.items() if error} == {0, 2, 3}
+    # Of an interrupted command with seeds 1 and 4, and of one that was killed at its start.
+    (tmp_path / "together" / "seeds_1_4" / "10").mkdir(parents=True)
+    (tmp_path / "together" / "seeds_0_2").mkdir()
+    train()
+    assert trained == [[1, 4], [0], [2, 3]]
 
 
 # -- the command -----------------------------------------------------------------------------------

@@ -64,3 +64,7 @@ def test_mistakes_are_found_without_data(tiny_config):
     tiny_config.model.num_classes = 3
     with pytest.raises(InputError, match=r"model\.num_classes=3"):
         dry_run(tiny_config)
+    tiny_config.model.num_classes = 10
+    tiny_config.data.train_eval_split = "trian"
+    with pytest.raises(InputError, match=r"data\.train_eval_split='trian'"):
+        dry_run(tiny_config)

@@ -5,6 +5,7 @@ import json
 import os
 import re
 import signal
+import sys
 import time
 from pathlib import Path
 
@@ -108,6 +109,21 @@ def test_output_that_cannot_be_written_is_dropped():
         assert not output.isatty()
         with contextlib.suppress(OSError):
             output.close()
+
+
+def test_ctrl_c_before_the_loop_prints_no_traceback(monkeypatch, tmp_path):
+    def interrupted(*_, **__):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(command_line.app, "run", interrupted)
+    path = tmp_path / "output"
+    with path.open("w") as file:
+        for name in ("stdout", "stderr"):
+            monkeypatch.setattr(sys, name, file)
+        with pytest.raises(SystemExit) as caught:
+            command_line.run(print)
+    assert caught.value.code == 130
+    assert path.read_text() == "interrupted\n"
 
 
 @pytest.mark.slow

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from structinit_jax import config as config_lib
-from structinit_jax import export, plugins, train
+from structinit_jax import evaluate, export, plugins, train
 from structinit_jax.attention_init import AttentionSite
 from structinit_jax.errors import InputError
 
@@ -44,6 +44,29 @@ def test_the_readmes_objects_train_and_the_model_is_not_exported(mine, tmp_path)
     assert results["test/accuracy"] > 0.9
     with pytest.raises(InputError, match=r"config\.model\.name='mine:Linear' cannot be exported"):
         export.export(config, tmp_path / "run", tmp_path / "model")
+
+
+COUNTING = """
+class Counting(Linear):
+    def __init__(self, **options):
+        super().__init__(**options)
+        self.calls = nnx.BatchStat(jax.numpy.zeros((), int))
+
+    def __call__(self, images, *, rng=None, with_maps=False):
+        self.calls[...] += rng is not None
+        return super().__call__(images)
+"""
+
+
+@pytest.mark.usefixtures("library_promotion")
+def test_an_integer_in_the_state_of_a_model_is_not_averaged(mine, tmp_path):
+    path = tmp_path / "mine.py"
+    path.write_text(path.read_text() + COUNTING)
+    config = make_config("mine:Counting")
+    config.update(num_steps=3, ema_decay=0.5)
+    train.train(config, tmp_path / "run")
+    _, state = evaluate.restore_model(config, tmp_path / "run")
+    assert int(state.ema["model_state"]["calls"]) == 3
 
 
 def test_the_readmes_scheme_sets_the_weights(mine):

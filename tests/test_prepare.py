@@ -130,6 +130,11 @@ def test_stock_builder_without_tensorflow_says_so(tmp_path, monkeypatch):
         prepare.main(["--name=cifr10", f"--data_dir={tmp_path}"])
 
 
+def test_a_negative_number_of_checks_is_refused():
+    with pytest.raises(InputError, match=r"--check=-5 must be 0"):
+        prepare.main(["--name=digits", "--check=-5"])
+
+
 def test_archives_that_are_missing_are_explained(tmp_path, monkeypatch):
     # As the stock builder of imagenet2012 ends when its archives are not there.
     monkeypatch.setattr(prepare.importlib.util, "find_spec", lambda name: True)

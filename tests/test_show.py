@@ -1,9 +1,12 @@
+import fork_main
 import numpy as np
 import pytest
+from PIL import Image
 
-from structinit_jax.data import show
+from structinit_jax.data import prepare, show
 from structinit_jax.data.datasets import open_dataset
 from structinit_jax.data.order import stream_indices
+from structinit_jax.errors import InputError
 
 pytestmark = pytest.mark.usefixtures("library_promotion")
 
@@ -32,6 +35,23 @@ def test_augmentation_is_seen_in_images_and_targets(tiny_config, tmp_path):
     assert np.mean(np.any(images != plain, axis=(1, 2, 3))) > 0.9
     np.testing.assert_allclose(targets.sum(axis=1), 1, rtol=1e-5)
     assert np.mean((targets > 0.02).sum(axis=1) == 2) > 0.5
+
+
+def test_a_batch_of_a_run_needs_no_config(finished_run, tmp_path):
+    path = tmp_path / "batch.png"
+    result = fork_main.run(
+        f"--workdir={finished_run.workdir}", "--step=9", f"--out={path}", module=show.__name__
+    )
+    assert result.returncode == 0, result.stderr
+    assert "48 of the 64 images of step 9" in result.stdout
+    with Image.open(path) as picture:
+        assert picture.format == "PNG"
+
+
+@pytest.mark.parametrize("name", ["batch", "missing/batch.png"])
+def test_a_picture_that_cannot_be_written_is_named(tmp_path, name):
+    with pytest.raises(InputError, match=f"--out=.*/{name} cannot be written"):
+        prepare.save(Image.new("L", (8, 8)), tmp_path / name, "out")
 
 
 def test_targets_are_described_without_their_smoothing():

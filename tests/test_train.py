@@ -1,6 +1,5 @@
 import gzip
 import json
-import sys
 
 import jax
 import jax.numpy as jnp
@@ -267,22 +266,21 @@ def bad_step_15(monkeypatch):
     monkeypatch.setattr(DeviceLoader, "train_batches", batches_with_a_bad_one)
 
 
-def test_a_nonfinite_step_stops_the_run(longer_config, workdir, bad_step_15, monkeypatch):
+def test_a_nonfinite_step_stops_the_run(longer_config, workdir, bad_step_15):
     longer_config.update(log_every_steps=100, checkpoint_every_steps=2)
-    command = "structinit_jax/main.py --config=digits.py --config.batch_size=64 --workdir=x"
-    monkeypatch.setattr(sys, "argv", command.split())
     for _ in range(2):  # the second run repeats the step
         with pytest.raises(StoppedError) as caught:
-            train.train(longer_config, workdir)
+            train.train(longer_config, workdir, (15, 18))
         assert caught.value.exit_code == 1
         first, *_, show, again = str(caught.value).splitlines()
-        assert first.startswith("step 15: loss nan, gradient norm nan")
+        assert first.startswith("step 15: loss nan, gradient norm nan. ")
+        assert first.endswith("not affected.")  # a comparison reports the first line
         assert "  blocks: [nan nan]\n" in str(caught.value)
         assert show.endswith(
-            ": python -m structinit_jax.data.show --config=digits.py --config.batch_size=64 "
-            "--step=15 --out=step_15.png"
+            f": python -m structinit_jax.data.show --workdir={workdir} --step=15 --out=step_15.png"
         )
         assert "checkpoint of step 14" in again
+    assert len(list((workdir / "profile").rglob("perfetto_trace.json.gz"))) == 2
 
 
 def test_a_nonfinite_step_is_skipped_and_counted(longer_config, workdir, bad_step_15, capsys):

@@ -112,7 +112,9 @@ class AugmentOptions:
 
     def __post_init__(self):
         for field, (low, high) in _RANGES.items():
-            self._require(low <= getattr(self, field) <= high, field, f"in [{low}, {high}]")
+            value = getattr(self, field)
+            text = f"in [{low}, {high}]" if high < math.inf else f"finite and {low} or more"
+            self._require(low <= value <= high and value < math.inf, field, text)
         for field, choices in _CHOICES.items():
             self._require(getattr(self, field) in choices, field, f"one of {', '.join(choices)}")
         for field, limit in (("crop_scale", 1.0), ("crop_ratio", math.inf)):

@@ -39,7 +39,7 @@ _TOGETHER = flags.DEFINE_enum(
     "auto",
     ["auto", "yes", "no"],
     "Train the seeds of a setting in one program, each setting on one device; auto: on "
-    "accelerators.",
+    "accelerators, unless config.fsdp splits the weights.",
 )
 _REPORT_ONLY = flags.DEFINE_bool("report_only", False, "Write the report of what has been trained.")
 

@@ -56,7 +56,8 @@ def run_grid(
       published: Accuracies in percent to show beside ours, by setting.
       published_training: Training accuracies in percent after some epochs, likewise.
       started_by: The command of this comparison, for the report.
-      together: Whether the seeds of a setting train in one program; by default on accelerators.
+      together: Whether the seeds of a setting train in one program, on one device; by default on
+        accelerators if no setting has config.fsdp.
 
     Returns:
       The number of runs that failed.
@@ -67,11 +68,19 @@ def run_grid(
     """
     figures.import_pyplot()  # before hours of training, not after them
     workdir = workdir_lib.prepare_workdir(workdir)
+    split = {name: config.fsdp for name, config in settings.items() if config.fsdp > 1}
     if together is None:
         # On two CPU cores three seeds together take 0.83 (digits) to 0.94 (Fashion-MNIST) of the
         # time of single runs, whose results are bit-reproducible by `structinit_jax.main`.
-        together = jax.default_backend() != "cpu"
-    facts = {name: _check(name, config) for name, config in settings.items()}
+        together = jax.default_backend() != "cpu" and not split
+    elif together and split:
+        raise InputError(
+            f"setting {next(iter(split))}: config.fsdp={next(iter(split.values()))} splits the "
+            "weights over devices, but --together=yes trains on one: pass --together=no"
+        )
+    devices = jax.local_devices()[:1] if together else None
+    counts: dict[str, int] = {}
+    facts = {name: _check(name, config, devices, counts) for name, config in settings.items()}
     for name, config in settings.items():
         facts[name] |= {
             "config": grid.to_json(config),
@@ -110,14 +119,23 @@ def run_grid(
     return len(failed)
 
 
-def _check(name: str, config: ConfigDict) -> dict[str, Any]:
-    """Traces a setting, without training, and returns what the report needs of it."""
+def _check(
+    name: str, config: ConfigDict, devices: list[jax.Device] | None, counts: dict[str, int]
+) -> dict[str, Any]:
+    """Traces a setting, without training, and returns what the report needs of it.
+
+    `counts` has the training examples of the data opened so far, by the section config.data: with
+    on_bad_image='skip' they are counted by decoding all images.
+    """
     try:
         config_lib.validate(config)
-        dataset = open_data(config)
-        num_examples = len(dataset.split(config.data.train_split, "data.train_split"))
-        open_evaluation_sets(config, dataset)
-        setup = set_up(config, dataset.info, num_examples)
+        dataset, data = open_data(config), config.data
+        section = data.to_json()
+        if section not in counts:
+            source = dataset.split(data.train_split, "data.train_split", data.on_bad_image)
+            open_evaluation_sets(config, dataset)
+            counts[section] = len(source)
+        setup = set_up(config, dataset.info, counts[section], devices)
     except InputError as error:
         raise InputError(f"setting {name}: {error}") from error
     return {
@@ -183,12 +201,12 @@ class _Runner:
             device = devices.get()
             try:
                 self._progress.start(name, missing)
-                with self._recording(name, missing):
-                    errors = seeds.train_together(
-                        self._settings[name], missing, self._workdir / name, device, stop
-                    )
-                    for seed in missing:
-                        self._finish(name, seed, errors.get(seed, ""))
+                left = list(missing)
+                with self._recording(name, left):
+                    config, folder = self._settings[name], self._workdir / name
+                    for seed, error in seeds.train_together(config, missing, folder, device, stop):
+                        left.remove(seed)
+                        self._finish(name, seed, error)
             finally:
                 devices.put(device)
 
@@ -211,8 +229,10 @@ class _Runner:
             if isinstance(error, StoppedError) and error.exit_code == PREEMPTED_EXIT_CODE:
                 raise
             text = str(error)
-            if not isinstance(error, InputError | StoppedError):
-                traceback.print_exc(file=sys.stdout)  # to the log
+            if isinstance(error, InputError | StoppedError):
+                print(text)  # to the log; the report has the first line
+            else:
+                traceback.print_exc(file=sys.stdout)
                 text = f"{type(error).__name__}: {text}"
             for seed in seed_list:
                 self._finish(name, seed, text.splitlines()[0])
@@ -234,14 +254,16 @@ class _Runner:
         seed = min(done)
         config = seeds.with_seed(config, seed)
         folder = results.run_folder(self._workdir, name, seed)
-        restored = evaluate.restore_model(config, folder, jax.local_devices()[:1])
         try:
+            restored = evaluate.restore_model(config, folder, jax.local_devices()[:1])
             images = collect.read_images(config, NUM_IMAGES)
+            snapshots = collect.observe_run(config, restored, images)
+            figures.draw_by_offset(snapshots, f"Maps by offset: {name}, seed {seed}", path)
         except InputError as error:
-            print(f"note: no maps: {error}")
-            return
-        snapshots = collect.observe_run(config, restored, images)
-        figures.draw_by_offset(snapshots, f"Maps by offset: {name}, seed {seed}", path)
+            print(f"note: no maps of {name}: {error}")
+        except Exception:  # a model of the user's own need not have what is drawn
+            traceback.print_exc(file=sys.stdout)
+            print(f"note: no maps of {name}, see above")
 
 
 @contextlib.contextmanager

@@ -14,6 +14,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 from ml_collections import ConfigDict
 
 from structinit_jax import config as config_lib
+from structinit_jax import resume
 from structinit_jax.compare.results import run_folder
 from structinit_jax.compare.table import LOG
 from structinit_jax.data.loader import make_loader, split_augmentation
@@ -31,7 +32,7 @@ from structinit_jax.train import (
     stopped_by_signal,
     train_batches,
 )
-from structinit_jax.training import remat
+from structinit_jax.training import manifest, remat
 from structinit_jax.training import workdir as workdir_lib
 from structinit_jax.training.checkpoint import Checkpoints, read_run, restore
 from structinit_jax.training.metrics import InFlight, MetricsLog, PendingMetrics, Progress
@@ -40,6 +41,7 @@ from structinit_jax.training.state import initialize_and_measure
 
 # Of the device's memory, for the state and the step; the images take some of the rest.
 USABLE_MEMORY = 0.8
+TOGETHER = "together"  # folder of the shared checkpoints, until their seeds are done
 
 
 def with_seed(config: ConfigDict, seed: int) -> ConfigDict:
@@ -55,7 +57,7 @@ def train_together(
     folder: Path,
     device: jax.Device,
     stop: workdir_lib.StopRequest,
-) -> dict[int, str]:
+) -> Iterator[tuple[int, str]]:
     """Trains seeds of a setting on one device, as many at a time as its memory allows.
 
     Every seed gets the workdir that `train` would write, but the only checkpoint in it is that of
@@ -68,23 +70,35 @@ def train_together(
       device: The device.
       stop: Whether to stop after the next step.
 
-    Returns:
-      Why a seed stopped early, by seed. The others are not affected.
+    Yields:
+      Each seed when it is done, and why it stopped early, or ''. The others are not affected.
 
     Raises:
       InputError: The config or the data cannot be used.
       StoppedError: `stop` was set. The shared checkpoint is complete.
     """
-    with contextlib.ExitStack() as on_exit:
-        run = _SharedRun(config, seeds, folder, device, on_exit)
-        if run.fits():
-            return run.train(stop)
-    half = len(seeds) // 2
-    return {
-        seed: error
-        for part in (seeds[:half], seeds[half:])
-        for seed, error in train_together(config, part, folder, device, stop).items()
-    }
+    if started := _interrupted(folder, seeds):
+        parts = [started, [seed for seed in seeds if seed not in started]]
+    else:
+        with contextlib.ExitStack() as on_exit:
+            run = _SharedRun(config, seeds, folder, device, on_exit)
+            errors = run.train(stop) if run.fits() else None
+        if errors is not None:
+            yield from ((seed, errors.get(seed, "")) for seed in seeds)
+            return
+        half = len(seeds) // 2
+        parts = [seeds[:half], seeds[half:]]
+    for part in parts:
+        yield from train_together(config, part, folder, device, stop)
+
+
+def _interrupted(folder: Path, seeds: Sequence[int]) -> list[int]:
+    """Returns a part of the seeds that shares a checkpoint, if there is one."""
+    for shared in sorted((folder / TOGETHER).glob("seeds_*")):
+        group = [int(seed) for seed in shared.name.split("_")[1:]]
+        if set(group) < set(seeds) and manifest.step_folders(shared):
+            return group
+    return []
 
 
 class _SharedRun:
@@ -97,7 +111,7 @@ class _SharedRun:
         self.config, self.seeds = config, list(seeds)
         self.configs = [with_seed(config, seed) for seed in seeds]
         self.folders = [run_folder(folder.parent, folder.name, seed) for seed in seeds]
-        self.shared = folder / "together" / f"seeds_{'_'.join(map(str, seeds))}"
+        self.shared = folder / TOGETHER / f"seeds_{'_'.join(map(str, seeds))}"
         self.device, self.on_exit = device, on_exit
         self.dataset = open_data(config)
         data = config.data
@@ -159,6 +173,8 @@ class _SharedRun:
         errors: dict[int, str] = {}
         if start_step:
             saved = read_run(self.shared, start_step)
+            place = f"step {start_step} in {self.shared}"
+            resume.check_num_examples(saved, config, len(self.source), place)
             state = restore(self.shared, start_step, self.abstract_state)
             pending = [PendingMetrics(values) for values in saved["pending_metrics"]]
             errors = {int(seed): error for seed, error in saved["errors"].items()}
@@ -196,9 +212,11 @@ class _SharedRun:
                     for number, values in fetched.items():
                         pending[i].add(number, jax.tree.map(lambda leaf, i=i: leaf[i], values))
                     try:
-                        check_finite(config, pending[i].fetch(), None)
+                        check_finite(config, pending[i].fetch(), self.folders[i], None)
                     except StoppedError as error:
-                        errors.setdefault(seed, str(error).splitlines()[0])
+                        if seed not in errors:
+                            print(f"seed {seed}: {error}", file=text)
+                            errors[seed] = str(error).splitlines()[0]
             if due.log:
                 speeds = progress.measure(step)
                 averages = [values.average() for values in pending]
@@ -222,6 +240,7 @@ class _SharedRun:
                 break
             if due.save:
                 run = {
+                    "num_examples": len(self.source),
                     "pending_metrics": [values.to_json() for values in pending],
                     "errors": {str(seed): error for seed, error in errors.items()},
                 }
@@ -239,6 +258,8 @@ class _SharedRun:
                     accuracy = evaluate(own)[f"{test_name}/accuracy"]
                 self._save(i, own, accuracy)
         shutil.rmtree(self.shared)
+        with contextlib.suppress(OSError):  # other seeds have theirs in it
+            self.shared.parent.rmdir()
         return errors
 
     def _initialize(self):

@@ -199,6 +199,16 @@ def draw_tiles(images: list[np.ndarray], captions: list[str]) -> Image.Image:
     return sheet
 
 
+def save(image: Image.Image, path: Path, flag: str) -> None:
+    """Writes a picture to the path of a flag; raises `InputError` if that fails."""
+    try:
+        image.save(path)
+    except (OSError, ValueError) as error:  # a ValueError is about the suffix
+        raise InputError(
+            f"--{flag}={path} cannot be written ({error}): name a .png file in a folder that exists"
+        ) from error
+
+
 def main(argv: Sequence[str] | None = None) -> None:
     """Prepares a data set, prints a report and draws examples."""
     command = "python -m structinit_jax.data.prepare"
@@ -210,16 +220,15 @@ def main(argv: Sequence[str] | None = None) -> None:
     add("--samples", help="PNG file for a drawing of examples of the first split")
     add("--check", type=int, default=1000, help="images to decode in each split; 0 for all")
     flags = parser.parse_args(argv)
+    if flags.check < 0:
+        raise InputError(f"--check={flags.check} must be 0 (all images) or more")
     prepare(flags.name, flags.data_dir, flags.manual_dir)
     dataset = open_dataset(flags.name, flags.data_dir, flags.manual_dir)
     report(dataset, flags.check)
     if flags.samples:
         first = next(split for split, size in dataset.info.num_examples.items() if size)
         samples = draw_samples(dataset.split(first), dataset.class_names)
-        try:
-            samples.save(Path(flags.samples), "PNG")
-        except OSError as error:
-            raise InputError(f"--samples={flags.samples}: cannot be written: {error}.") from error
+        save(samples, Path(flags.samples), "samples")
 
 
 if __name__ == "__main__":

@@ -2,8 +2,8 @@
 
     python -m structinit_jax.data.show --config=configs/vit_t_digits.py --step=1 --out=batch.png
 
-Steps are counted from 1 as in the log. Change the recipe to see what it does, for example with
---config.augment.mixup=0.8.
+Steps are counted from 1 as in the log. --workdir=DIR instead of --config draws a batch of that run.
+Change the recipe to see what it does, for example with --config.augment.mixup=0.8.
 """
 
 from structinit_jax import trainer_extra  # noqa: F401 (first, before what may be missing)
@@ -20,7 +20,7 @@ from structinit_jax import config as config_lib
 from structinit_jax.augment import make_augment
 from structinit_jax.command_line import OUT, STEP
 from structinit_jax.data.loader import make_loader, split_augmentation
-from structinit_jax.data.prepare import MAX_TILES, draw_tiles
+from structinit_jax.data.prepare import MAX_TILES, draw_tiles, save
 from structinit_jax.errors import InputError
 from structinit_jax.evaluate import open_data
 from structinit_jax.training.mesh import make_mesh
@@ -66,12 +66,12 @@ def main(config: ConfigDict) -> None:
     step = STEP.value or "1"
     if not step.isdecimal() or int(step) < 1:
         raise InputError(f"--step={step} must be a training step: 1 or more")
+    path = Path(OUT.value or "batch.png")
     images, targets = training_batch(config, int(step))
     captions = [describe_target(t, config.label_smoothing) for t in targets[:MAX_TILES]]
-    path = Path(OUT.value or "batch.png")
-    draw_tiles(list(images[:MAX_TILES]), captions).save(path)
+    save(draw_tiles(list(images[:MAX_TILES]), captions), path, "out")
     print(f"wrote {path}: {len(captions)} of the {len(images)} images of step {step}")
 
 
 if __name__ == "__main__":
-    command_line.run(main, shared=["step", "out"])
+    command_line.run(main, shared=["workdir", "step", "out"])

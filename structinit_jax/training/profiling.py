@@ -24,6 +24,7 @@ class StepTrace:
     def __init__(self, directory: Path, first: int | None, last: int | None):
         self._directory = directory
         self._first, self._last = (first, last) if jax.process_index() == 0 else (None, None)
+        self._running = False
 
     def before(self, step: int) -> None:
         """Starts the trace before the first step is dispatched."""
@@ -33,17 +34,24 @@ class StepTrace:
             jax.profiler.start_trace(
                 self._directory, create_perfetto_trace=True, profiler_options=options
             )
+            self._running = True
 
     def after(self, step: int, state) -> str | None:
         """Stops the trace when the last step has finished, and returns a message then."""
         if step != self._last:
             return None
         jax.block_until_ready(state)
-        jax.profiler.stop_trace()
+        self.close()
         return (
             f"traced steps {self._first} to {self._last} to {self._directory}: open "
             "perfetto_trace.json.gz at https://ui.perfetto.dev, or the directory with XProf"
         )
+
+    def close(self) -> None:
+        """Writes the trace, also of a run that ends before its last step."""
+        if self._running:
+            self._running = False
+            jax.profiler.stop_trace()
 
 
 def parse_steps(text: str | None) -> tuple[int, int] | tuple[None, None]:

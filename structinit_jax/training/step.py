@@ -90,6 +90,11 @@ def make_train_step(
         loss, correct, grads = jax.tree.map(lambda x: x / num_parts, sums)
         return (loss, (correct, model_state)), grads
 
+    def average(new, mean):
+        if not jnp.issubdtype(new.dtype, jnp.inexact):
+            return new  # a counter of a user's model
+        return optax.incremental_update(new, mean, 1 - config.ema_decay)
+
     def train_step(
         state: TrainState, batch: Batch, seed: int | Array = config.seed
     ) -> tuple[TrainState, Metrics]:
@@ -103,7 +108,7 @@ def make_train_step(
         ema = state.ema
         if config.ema_decay:
             new = {"params": params, "model_state": model_state}
-            ema = optax.incremental_update(new, ema, 1 - config.ema_decay)
+            ema = jax.tree.map(average, new, ema)
         gradient_norm = optax.tree.norm(grads)
         finite = jnp.isfinite(loss) & jnp.isfinite(gradient_norm)
         metrics = {
