@@ -107,6 +107,35 @@ def test_every_model_learns_from_every_scheme(family, name):
     assert loss_and_grads(descend(params, grads), state, rng)[0][0] < before
 
 
+@pytest.mark.parametrize(
+    ("family", "weights", "message"),
+    [
+        ("vit", attention_init.AttentionWeights(np.ones((16, 2, 8))), r"query .*\(16, 2, 8\)"),
+        ("vit", attention_init.AttentionWeights(patch_bias=np.ones(1)), r"patch_bias .*\(1,\)"),
+        ("swin", attention_init.AttentionWeights(bias=np.ones((49, 1))), r"bias .*\(49, 1\)"),
+        ("mixer", attention_init.TokenMixingWeights(fc1=np.ones((16, 1))), r"fc1 .*\(16, 1\)"),
+        ("convmixer", attention_init.ConvWeights(np.ones((3, 3, 16))), r"kernel .*\(3, 3, 16\)"),
+    ],
+)
+def test_weights_that_would_be_broadcast_are_refused(family, weights, message):
+    with pytest.raises(InputError, match=rf"weights\.{message}, but the model needs"):
+        make(family).initialize_attention(lambda rng, site: weights, jax.random.key(0))
+
+
+@pytest.mark.parametrize(
+    ("family", "shape", "message"),
+    [
+        ("vit", (1, 4, 16, 1), "images have 2x8 patches, but the model was built for 4x4"),
+        ("mixer", (1, 4, 16, 1), "images have 2x8 patches, but the model was built for 4x4"),
+        ("vit", (1, 8, 8, 3), r"images have shape \(1, 8, 8, 3\), .*\[B, H, W, 1\]"),
+        ("convmixer", (1, 9, 8, 1), r"images have shape \(1, 9, 8, 1\), .*patch size 2"),
+    ],
+)
+def test_images_that_the_model_was_not_built_for_are_refused(family, shape, message):
+    with pytest.raises(InputError, match=message):
+        make(family)(jnp.zeros(shape))
+
+
 @pytest.mark.parametrize("family", FAMILIES)
 def test_bfloat16_is_computed_in_bfloat16_and_stays_close_to_float32(family):
     graphdef, *start = split_model(make(family))

@@ -148,3 +148,10 @@ def test_layer_norm_is_the_same_in_numpy_and_jax():
     np.testing.assert_allclose(ours, solve.layer_norm(jnp.asarray(x)), atol=1e-5)
     np.testing.assert_allclose(ours.mean(1), 0, atol=1e-7)
     np.testing.assert_allclose(ours.std(1), 1, atol=1e-5)
+    assert solve.layer_norm(jnp.asarray(x, jnp.bfloat16)).dtype == jnp.float32
+
+
+def test_uniform_targets_have_a_start():
+    z, _ = solve.row_space(solve.layer_norm(solve.sincos_positions((2, 2), WIDTH)))
+    for factor in solve.start_factors(z, np.full((1, 4, 4), 0.25, np.float32), HEAD_DIM):
+        assert np.linalg.norm(factor, axis=(2, 3)).min() > 0

@@ -8,9 +8,12 @@ from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 from structinit_jax.attention_init import (
     AttentionSite,
+    RotarySite,
     default,
     impulse,
+    impulse_2025,
     mimetic,
+    rotary_angles,
     sincos_positions,
 )
 from structinit_jax.attention_init import kernels as kernels_lib
@@ -266,6 +269,13 @@ def test_impulse_scales_patches_and_mlps_unless_told_otherwise():
         (dict(filters=-np.ones((1, 3, 3))), "filters has negative values"),
         (dict(kernel_size=(3, 3)), r"kernel_size=\(3, 3\) has 2 values for 4 layers"),
         (dict(kernel_size=7), "kernel_size=7 is larger than the token grid 7x5"),
+        (dict(dilation=5), "dilation=5: number 0 of the filters leads out of the token grid 7x5"),
+        (
+            dict(filters=np.stack([np.ones((3, 3)), np.zeros((3, 3))])),
+            "filters: number 1 of the filters leads",
+        ),
+        (dict(filters=-np.ones((1, 35, 35))), "filters: maps .* values of at least 0"),
+        (dict(filters=np.ones((1, 35, 35))), "filters: maps .* rows that sum to 1"),
     ],
 )
 def test_options_that_do_not_fit_the_site_are_refused(options, message):
@@ -278,3 +288,24 @@ def test_positions_are_required_and_checked():
         impulse()(jax.random.key(0), make_site(positions=None))
     with pytest.raises(InputError, match=r"positions has shape \(37, 48\).* need \(35, 48\)"):
         make_site(positions=np.zeros((37, WIDTH), np.float32))
+    for same in (np.ones((35, WIDTH), np.float32), jnp.full((35, WIDTH), jnp.nan)):
+        with pytest.raises(InputError, match="positions are equal for all tokens, or NaN"):
+            impulse_2025()(jax.random.key(0), make_site(positions=same))
+
+
+def test_heads_wider_than_the_model_have_no_mimetic_factors():
+    site = make_site(num_heads=2, head_dim=32)
+    for scheme in (mimetic(), impulse(vo_init="mimetic"), impulse_2025()):
+        with pytest.raises(InputError, match=r"2 × head_dim=32 = 64 .* width=48.*'balanced'"):
+            jax.eval_shape(lambda rng, scheme=scheme: scheme(rng, site), jax.random.key(0))
+    weights = jax.eval_shape(lambda rng: impulse()(rng, site), jax.random.key(0))
+    assert weights.out.shape == (LAYERS, 2, 32, WIDTH)
+
+
+@pytest.mark.usefixtures("library_promotion")
+def test_schemes_can_be_traced_in_double_precision():
+    rotary = RotarySite((3, 4), 32, 4, 8, 3, 8**-0.5, angles=rotary_angles((3, 4), 8))
+    with jax.enable_x64(True):
+        for site in (make_site(), rotary):
+            weights = jax.eval_shape(lambda rng, site=site: impulse()(rng, site), jax.random.key(0))
+            assert weights.report.loss.shape == ()

@@ -1,6 +1,7 @@
 """Convolution kernels, the attention maps that act like them, and which head gets which."""
 
 from collections.abc import Sequence
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -8,7 +9,7 @@ import numpy as np
 from jaxtyping import Array, Float, Int, PRNGKeyArray
 
 from structinit_jax.attention_init.draw import draw_flat
-from structinit_jax.attention_init.sites import AttentionSite, TokenMixingSite
+from structinit_jax.attention_init.sites import AttentionSite, TokenMixingSite, is_count
 from structinit_jax.errors import InputError
 
 FILTERS = ("impulse", "gaussian", "difference_of_gaussians", "box")
@@ -56,11 +57,12 @@ def box_kernels(kernel_size: int) -> Float[np.ndarray, "1 f f"]:
     return np.full((1, kernel_size, kernel_size), kernel_size**-2, np.float32)
 
 
-def check_kernel_size(kernel_size: int, grid: tuple[int, int] | None = None) -> None:
+def check_kernel_size(kernel_size: Any, grid: tuple[int, int] | None = None) -> None:
     """Raises `InputError` unless the kernel size is odd, positive and fits the grid."""
-    if kernel_size < 1 or kernel_size % 2 == 0:
+    if not is_count(kernel_size) or kernel_size % 2 == 0:
         raise InputError(
-            f"kernel_size={kernel_size}: needs an odd positive number, so that it has a center"
+            f"kernel_size={kernel_size!r}: needs an odd positive whole number, so that it has a "
+            "center"
         )
     if grid is not None and kernel_size > min(grid):
         raise InputError(
@@ -152,14 +154,32 @@ def target_kernels(
 def target_maps(
     site: AttentionSite | TokenMixingSite, *, filters: str | np.ndarray, **options
 ) -> tuple[Float[np.ndarray, "F N N"], tuple[tuple[int, int], ...]]:
-    """Like `target_kernels`, but returns the target maps, which `filters` can also be itself."""
+    """Like `target_kernels`, but returns the target maps, which `filters` can also be itself.
+
+    Raises `InputError` for filters that no token of the grid has, since no map comes close to them.
+    """
     if isinstance(filters, str):
-        for size in np.ravel(options["kernel_size"]):
-            check_kernel_size(int(size), site.grid)
-    elif np.shape(filters)[1:] == (site.num_tokens,) * 2:
-        return np.asarray(filters, np.float32), ((0, len(filters)),) * site.num_layers
-    kernels, ranges = target_kernels(site, filters=filters, **options)
-    return normalize_rows(convolution_maps(kernels, site.grid)), ranges
+        for size in np.ravel(options["kernel_size"]).tolist():
+            check_kernel_size(size, site.grid)
+    if np.shape(filters)[1:] == (site.num_tokens,) * 2:
+        maps, ranges = np.asarray(filters, np.float32), ((0, len(filters)),) * site.num_layers
+        if isinstance(site, AttentionSite) and (maps.min() < 0 or maps.sum(-1).max() > 1.001):
+            raise InputError(
+                "filters: maps of attention need values of at least 0 and rows that sum to 1, or "
+                "to 0 for tokens without a target"
+            )
+    else:
+        kernels, ranges = target_kernels(site, filters=filters, **options)
+        maps = normalize_rows(convolution_maps(kernels, site.grid))
+    empty = np.flatnonzero(~maps.any(axis=(1, 2)))
+    if len(empty):
+        name = f"dilation={options['dilation']}" if isinstance(filters, str) else "filters"
+        raise InputError(
+            f"{name}: number {empty[0]} of the filters leads out of the token grid "
+            f"{site.grid[0]}x{site.grid[1]} from every token: use filters whose weights are closer "
+            "to their centers, or more tokens"
+        )
+    return maps, ranges
 
 
 def _check_kernels(kernels):
@@ -234,12 +254,12 @@ def _assign(rng, shape, num_filters, order, same_layers, axis):
         drawn = jax.random.randint(rng, (layers, heads), 0, num_filters)
     elif order == "center_first":
         place = np.indices((layers, heads))[axis]
-        drawn = jnp.asarray(center_first(num_filters)[place % num_filters], jnp.int32)
+        drawn = jnp.asarray(center_first(num_filters)[place % num_filters])
     else:
         rngs = jax.random.split(rng, -(-layers * heads // num_filters))
         rounds = jax.vmap(lambda rng: jax.random.permutation(rng, num_filters))(rngs)
         drawn = rounds.reshape(-1)[: layers * heads].reshape(layers, heads)
-    return jnp.broadcast_to(drawn, shape)
+    return jnp.broadcast_to(drawn.astype(jnp.int32), shape)
 
 
 def random_rotations(

@@ -28,6 +28,7 @@ CHOICES = {
     "first_input": PSEUDO_INPUTS,
     "following_input": PSEUDO_INPUTS,
 }
+FLAGS = ("same_layers", "keep_positions")
 POSITIVE = (
     "sigma",
     "variance",
@@ -40,6 +41,8 @@ POSITIVE = (
     "patch_scale",
     "query_key_norm",
 )
+NUMBERS = (*POSITIVE, "mlp_scale", "query_key_scale", "value_out_scale", "taps", "num_filters")
+WHOLE = ("dilation", "max_steps", "taps", "num_filters")
 
 
 def register(name: str, *site_types: type) -> Callable[[Callable], Callable]:
@@ -155,8 +158,20 @@ def _refused(option, value, reason, takes):
 
 def _check_value(option, value):
     """Checks an option's value as far as that is possible without a site."""
-    if option in CHOICES and isinstance(value, str) and value not in CHOICES[option]:
+    if option == "filters" and not isinstance(value, str):
+        array = np.asarray(value)
+        if array.ndim != 3 or 0 in array.shape or not _is_finite(array, "biuf"):
+            raise InputError(
+                f"filters has shape {array.shape} and type {array.dtype}: needs kernels [F, f, f] "
+                "or maps [F, N, N] of finite numbers"
+            )
+    elif option in CHOICES and value not in CHOICES[option]:
         raise InputError(f"{option}={value!r}: choose one of {', '.join(CHOICES[option])}")
+    if option in FLAGS and not isinstance(value, bool):
+        raise InputError(f"{option}={value!r}: must be True or False")
+    if option in NUMBERS and not _is_finite(np.asarray(value), "iu" if option in WHOLE else "iuf"):
+        kind = "whole" if option in WHOLE else "finite"
+        raise InputError(f"{option}={value!r}: must be a {kind} number")
     if option in POSITIVE and not np.all(np.asarray(value) > 0):
         raise InputError(f"{option}={value!r}: must be positive")
     if option == "mlp_scale" and value < 0:
@@ -164,11 +179,12 @@ def _check_value(option, value):
     if option == "target_mass" and value >= 1:
         raise InputError(f"{option}={value!r}: must be less than 1")
     if option == "kernel_size":
-        for size in np.ravel(value):
-            kernels.check_kernel_size(int(size))
-    if option == "filters" and not isinstance(value, str) and np.ndim(value) != 3:
-        raise InputError(
-            f"filters has shape {np.shape(value)}: needs kernels [F, f, f] or maps [F, N, N]"
-        )
+        for size in np.ravel(value).tolist():
+            kernels.check_kernel_size(size)
     if option == "optimizer":
         make_optimizer(value, learning_rate=1e-2)
+
+
+def _is_finite(array: np.ndarray, kinds: str) -> bool:
+    """Whether an array holds finite numbers of these kinds of NumPy's types."""
+    return array.dtype.kind in kinds and bool(np.isfinite(array).all())

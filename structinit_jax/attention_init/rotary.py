@@ -209,7 +209,7 @@ def solve_coefficients(
                 maps = jax.nn.softmax(logits(factor, norm[0], rows), axis=-1)
                 return overlap(some[None], maps[None])
 
-            return find_norm(mass_at, jnp.ones(1), target_mass)[0]
+            return find_norm(mass_at, jnp.ones(1, jnp.float32), target_mass)[0]
 
         def improve(_, carry):
             factor, norm, steps = carry

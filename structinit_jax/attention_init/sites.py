@@ -1,14 +1,54 @@
 """What a scheme knows about a stack of layers (a site) and what it returns (weights)."""
 
 import dataclasses
+import numbers
 from collections.abc import Callable
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import numpy as np
 from jaxtyping import Array, Float, Int
 
 from structinit_jax.errors import InputError
+
+BASE_INITS = ("timm", "pytorch")
+
+
+def is_count(value: Any) -> bool:
+    """Whether a value is a positive whole number."""
+    return isinstance(value, int | np.integer) and not isinstance(value, bool) and bool(value > 0)
+
+
+def check_grid(argument: str, grid: Any) -> None:
+    """Raises `InputError` unless a grid is a tuple of two positive whole numbers."""
+    if not (isinstance(grid, tuple) and len(grid) == 2 and all(map(is_count, grid))):
+        raise InputError(
+            f"{argument}={grid!r}: needs a tuple (rows, cols) of two positive whole numbers"
+        )
+
+
+def check_shape(field: str, array: Any, expected: tuple[int, ...]) -> None:
+    """Raises `InputError` unless a weight of a scheme has the shape that the model needs."""
+    if np.shape(array) != expected:
+        raise InputError(
+            f"weights.{field} has shape {np.shape(array)}, but the model needs {expected}"
+        )
+
+
+def is_at_hand(array: Any) -> bool:
+    """Whether an array is neither traced nor spread over the devices of several processes."""
+    return not isinstance(array, jax.core.Tracer) and getattr(array, "is_fully_addressable", True)
+
+
+def _check_sizes(site: Any, *sizes: str) -> None:
+    """Raises `InputError` unless these sizes of a site and its grid are positive whole numbers."""
+    kind = type(site).__name__
+    for size in sizes:
+        value = getattr(site, size)
+        if not is_count(value):
+            raise InputError(f"{kind}.{size}={value!r}: needs a positive whole number")
+    if hasattr(site, "grid"):
+        check_grid(f"{kind}.grid", site.grid)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -40,6 +80,21 @@ class AttentionSite:
     base_init: str = "timm"
 
     def __post_init__(self):
+        kind = type(self).__name__
+        _check_sizes(self, "width", "num_heads", "head_dim", "num_layers")
+        if not (isinstance(self.qk_scale, numbers.Real) and self.qk_scale > 0):
+            raise InputError(
+                f"{kind}.qk_scale={self.qk_scale!r}: needs a positive Python number, such as "
+                "head_dim**-0.5"
+            )
+        if self.base_init not in BASE_INITS:
+            raise InputError(
+                f"{kind}.base_init={self.base_init!r}: choose one of {', '.join(BASE_INITS)}"
+            )
+        if not isinstance(self.positions, np.ndarray | jax.Array | None):
+            raise InputError(
+                f"{kind}.positions is a {type(self.positions).__name__}: pass a NumPy or JAX array"
+            )
         expected = (self.num_tokens, self.width)
         if self.positions is not None and self.positions.shape != expected:
             raise InputError(
@@ -53,11 +108,16 @@ class AttentionSite:
         return self.grid[0] * self.grid[1]
 
     def require_positions(self) -> np.ndarray | jax.Array:
-        """Returns `positions`; raises `InputError` if there are none."""
+        """Returns `positions`; raises `InputError` if there are none or all are equal."""
         if self.positions is None:
             raise InputError(
                 "AttentionSite.positions=None: this scheme solves the attention maps against the "
                 "position encoding; pass one, or use 'mimetic' or 'default'"
+            )
+        if is_at_hand(self.positions) and not np.ptp(self.positions, axis=0).max() > 0:
+            raise InputError(
+                "AttentionSite.positions are equal for all tokens, or NaN: this scheme needs an "
+                "encoding that tells tokens apart; pass one, or use 'mimetic' or 'default'"
             )
         return self.positions
 
@@ -94,6 +154,7 @@ class RotarySite(AttentionSite):
     pairs: str = dataclasses.field(default="interleaved", kw_only=True)
 
     def __post_init__(self):
+        super().__post_init__()
         if self.angles is None:
             return
         expected = (self.num_layers, self.num_heads, self.num_tokens, self.head_dim / 2)
@@ -124,6 +185,9 @@ class TokenMixingSite:
     num_layers: int
     width: int
 
+    def __post_init__(self):
+        _check_sizes(self, "hidden", "num_layers", "width")
+
     @property
     def num_tokens(self) -> int:
         """Number of tokens N."""
@@ -143,6 +207,9 @@ class ConvSite:
     kernel_size: int
     width: int
     num_layers: int
+
+    def __post_init__(self):
+        _check_sizes(self, "kernel_size", "width", "num_layers")
 
 
 class SolveReport(NamedTuple):

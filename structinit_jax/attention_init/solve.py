@@ -83,10 +83,9 @@ def sincos_positions(
 
 
 def layer_norm(x: Float[Array | np.ndarray, "N D"], epsilon: float = 1e-6):
-    """LayerNorm without scale and bias; computed in float64 by NumPy for a NumPy array."""
-    xp = jnp
-    if isinstance(x, np.ndarray):
-        xp, x = np, x.astype(np.float64)
+    """LayerNorm without scale and bias: in float64 for a NumPy array, else in float32."""
+    xp, dtype = (np, np.float64) if isinstance(x, np.ndarray) else (jnp, jnp.float32)
+    x = x.astype(dtype)
     x = x - x.mean(axis=1, keepdims=True)
     return x / xp.sqrt((x * x).mean(axis=1, keepdims=True) + epsilon)
 
@@ -207,12 +206,16 @@ def make_optimizer(name: str, learning_rate: float) -> optax.GradientTransformat
     """Returns L-BFGS with its own line search, or another optax optimizer by its name."""
     if name == "lbfgs":
         return optax.lbfgs()
-    if not callable(getattr(optax, name, None)):
+    try:
+        made = getattr(optax, name)(learning_rate)
+    except (AttributeError, TypeError):
+        made = None
+    if not isinstance(made, optax.GradientTransformation):
         raise InputError(
-            f"optimizer={name!r}: unknown to optax; use 'lbfgs', or for example 'adam' with "
-            "max_steps and learning_rate"
+            f"optimizer={name!r}: not an optimizer of optax that needs a learning rate alone; use "
+            "'lbfgs', or for example 'adam' with max_steps and learning_rate"
         )
-    return optax.with_extra_args_support(getattr(optax, name)(learning_rate))
+    return optax.with_extra_args_support(made)
 
 
 def start_factors(
@@ -234,6 +237,9 @@ def start_factors(
     ridges = START_REGULARIZATIONS.astype(np.float32)[:, None] ** 2 * squared.max()
     inverse = 1 / (squared[None] + ridges)
     product = xp.einsum("sr,frt,st->sfrt", inverse, projected, inverse)
+    # A uniform target may leave nothing, which no factor brings to a norm.
+    nothing = (product == 0).all(axis=(2, 3), keepdims=True)
+    product = xp.where(nothing, xp.eye(z.shape[1], dtype=z.dtype)[None, None], product)
     return split_product(product, min(head_dim, z.shape[1]))
 
 
@@ -297,7 +303,7 @@ def solve_bank(
             return losses(factors, norm).sum()
 
         # At unit norm, so that step sizes mean the same at any norm of the weights.
-        factors = tuple(at_norm(factor, jnp.ones(num_filters)) for factor in factors)
+        factors = tuple(at_norm(factor, jnp.ones_like(norm)) for factor in factors)
         return minimize(loss, factors, transform, optimizer == "lbfgs", max_steps)
 
     def fit_norm(factors):
@@ -371,7 +377,7 @@ def find_norm(
       norm: An array of the result's shape and type.
       target_mass: Attention mass wanted on target.
     """
-    grid = jnp.geomspace(*NORM_RANGE, NORM_GRID)
+    grid = jnp.geomspace(*NORM_RANGE, NORM_GRID, dtype=norm.dtype)
     masses = jax.lax.map(lambda value: mass_at(jnp.full_like(norm, value)), grid)
     enough = masses >= target_mass
     reached = enough.any(axis=0)

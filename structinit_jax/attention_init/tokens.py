@@ -33,6 +33,7 @@ from structinit_jax.attention_init.solve import (
     start_factors,
     warn_if_out_of_reach,
 )
+from structinit_jax.errors import InputError
 
 
 @register("default", AttentionSite, RotarySite, WindowSite)
@@ -97,6 +98,7 @@ def mimetic(
       query_key_scale: Factor on query and key.
       value_out_scale: Factor on value and projection.
     """
+    _require_narrow_heads(site)
     qk_rng, vo_rng = jax.random.split(rng)
     layers, width, heads = site.num_layers, site.width, (site.num_heads, site.head_dim)
     query, key = _factors_near_identity(
@@ -147,8 +149,8 @@ def impulse(
       filters: 'impulse': one token. 'gaussian': a Gaussian of standard deviation `sigma`.
         'difference_of_gaussians': the positive part of a Gaussian minus one twice as wide; not for
         convolutions. 'box': the mean over the whole kernel, a single filter. Or an array of kernels
-        [F, f, f] (f odd, rows of the maps scaled to sum 1), or of maps [F, N, N], which windows and
-        convolutions do not take.
+        [F, f, f] (f odd, rows of the maps scaled to sum 1), or of maps [F, N, N] with such rows,
+        which windows and convolutions do not take.
       sigma: Standard deviation of Gaussians in tokens.
       dilation: Tokens between neighboring offsets of 'impulse'; or one per layer. Not for
         convolutions.
@@ -261,6 +263,7 @@ def mimetic_vo(
 
     Heads are sorted by singular values, the strongest first.
     """
+    _require_narrow_heads(site)
     layers, width, heads = site.num_layers, site.width, (site.num_heads, site.head_dim)
     inner = heads[0] * heads[1]
     value, out = _factors_near_identity(rng, (layers, width), inner, noise=0.4, identity=-0.4)
@@ -311,6 +314,16 @@ VO_INITS = {
     "mimetic": mimetic_vo,
     "default": lambda rng, site: (None, None),
 }
+
+
+def _require_narrow_heads(site):
+    inner = site.num_heads * site.head_dim
+    if inner > site.width:
+        raise InputError(
+            f"num_heads={site.num_heads} × head_dim={site.head_dim} = {inner} channels are more "
+            f"than width={site.width}, but mimetic factors of a [{site.width}, {site.width}] "
+            "matrix have no more: use vo_init='balanced' of 'impulse', or 'default'"
+        )
 
 
 def _factors_near_identity(rng, shape, rank, *, noise, identity):

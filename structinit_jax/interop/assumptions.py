@@ -4,10 +4,10 @@ import re
 from collections.abc import Iterator, Sequence
 from typing import Any
 
-import jax
 import jax.numpy as jnp
 import numpy as np
 
+from structinit_jax.attention_init.sites import is_at_hand
 from structinit_jax.errors import InputError
 from structinit_jax.interop.blocks import find_blocks
 from structinit_jax.interop.host import Host
@@ -82,8 +82,4 @@ def _floating(host: Host, start: str) -> Iterator[str]:
 
 def _differs(array: Any, value: int) -> bool:
     """Whether an array has another value; False for one whose values are not at hand."""
-    if isinstance(array, jax.core.Tracer):
-        return False
-    if isinstance(array, jax.Array) and not array.is_fully_addressable:
-        return False
-    return bool(np.any(np.asarray(array) != value))
+    return is_at_hand(array) and bool(np.any(np.asarray(array) != value))

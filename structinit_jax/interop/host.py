@@ -10,6 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from structinit_jax.attention_init import AttentionWeights
+from structinit_jax.attention_init.sites import check_shape
 from structinit_jax.errors import InputError
 from structinit_jax.interop.entries import Entry, Shape, check_array, encode_some
 from structinit_jax.interop.layouts import FIELDS, Leaves
@@ -219,12 +220,6 @@ class Host:
 def find_host(leaves: Leaves, layout: str | None, num_heads: int | None) -> Host:
     """Finds the attention layers of a model with a single grid of tokens."""
     return Host(leaves, find_stack(leaves, layout), num_heads)
-
-
-def check_shape(field: str, array: Any, expected: Shape) -> None:
-    """Raises `InputError` unless a weight has the shape that the model needs."""
-    if array.shape != expected:
-        raise InputError(f"weights.{field} has shape {array.shape}, but the model needs {expected}")
 
 
 class Table(NamedTuple):

@@ -9,11 +9,12 @@ import jax.numpy as jnp
 import numpy as np
 
 from structinit_jax.attention_init import AttentionInit, AttentionSite, AttentionWeights
+from structinit_jax.attention_init.sites import check_shape
 from structinit_jax.errors import InputError
 from structinit_jax.interop.assumptions import require_assumptions, rotary_positions
 from structinit_jax.interop.blocks import mlp_outputs
 from structinit_jax.interop.entries import check_array, like
-from structinit_jax.interop.host import Grid, Host, check_shape, find_host
+from structinit_jax.interop.host import Grid, Host, find_host
 from structinit_jax.interop.layouts import FIELDS, Leaves, flatten
 from structinit_jax.interop.other_sites import find_sites
 from structinit_jax.interop.rotations import HOW, read_rotations, rotary_site

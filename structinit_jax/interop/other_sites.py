@@ -15,10 +15,11 @@ from structinit_jax.attention_init import (
     Weights,
     WindowSite,
 )
+from structinit_jax.attention_init.sites import check_shape
 from structinit_jax.errors import InputError
 from structinit_jax.interop.assumptions import require_assumptions
 from structinit_jax.interop.entries import Entry, check_array, conv, encode_some, like, linear
-from structinit_jax.interop.host import Grid, Host, check_shape, square
+from structinit_jax.interop.host import Grid, Host, square
 from structinit_jax.interop.layouts import Leaves
 from structinit_jax.interop.stacks import check_stack, find_stacks
 

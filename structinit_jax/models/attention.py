@@ -20,6 +20,7 @@ from structinit_jax.models.layers import (
     Rng,
     dropout,
     layer_norm,
+    set_weight,
     timm_init,
     truncated_normal,
 )
@@ -266,8 +267,8 @@ class Block(PreNormBlock):
         for name in ("query", "key", "value", "out"):
             kernel = getattr(weights, name)
             if kernel is not None:
-                getattr(self.attention, name).kernel[...] = kernel
+                set_weight(getattr(self.attention, name).kernel, name, kernel)
         if weights.mlp_scale is not None:
             self.mlp.fc2.kernel[...] = weights.mlp_scale * self.mlp.fc2.kernel[...]
         if weights.bias is not None:
-            self.relative_position_bias[...] = weights.bias
+            set_weight(self.relative_position_bias, "bias", weights.bias)

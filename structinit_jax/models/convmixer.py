@@ -190,7 +190,7 @@ class ConvMixerBlock(nnx.Module):
 
     def set_weights(self, weights: ConvWeights) -> None:
         """Replaces the depthwise filters of a stack of these blocks, but not their biases."""
-        self.spatial.kernel[...] = weights.kernel
+        layers.set_weight(self.spatial.kernel, "kernel", weights.kernel)
 
 
 class DepthwiseConv(nnx.Module):

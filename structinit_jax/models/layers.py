@@ -11,11 +11,14 @@ from typing import ClassVar
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from flax import nnx
 from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Array, Float, PRNGKeyArray
 
 from structinit_jax.attention_init.draw import draw_flat
+from structinit_jax.attention_init.sites import check_shape
+from structinit_jax.errors import InputError
 
 Rng = PRNGKeyArray | None
 
@@ -101,6 +104,15 @@ def _drop(x, rate, rng, mask_shape):
     return jnp.where(keep, x / (1 - rate), 0).astype(x.dtype)
 
 
+def set_weight(variable: nnx.Variable, field: str, value: Array | np.ndarray) -> None:
+    """Sets a variable to a weight of a scheme; raises `InputError` unless it has its shape.
+
+    The assignment alone would broadcast, for example the weights of one layer to all layers.
+    """
+    check_shape(field, value, variable.shape)
+    variable[...] = value
+
+
 def layer_norm(width: int, *, dtype, rngs: nnx.Rngs, epsilon: float = 1e-6) -> nnx.LayerNorm:
     """Returns a LayerNorm without Flax's fast variance, which loses precision in float32."""
     return nnx.LayerNorm(width, epsilon=epsilon, dtype=dtype, use_fast_variance=False, rngs=rngs)
@@ -121,13 +133,31 @@ class PatchEmbedding(nnx.Module):
         self.dtype = dtype
 
     def __call__(self, images: Float[Array, "B H W C"]) -> Float[Array, "B rows cols D"]:
-        """Returns one token per patch."""
+        """Returns one token per patch; raises `InputError` unless patches fill the images."""
         p = self.kernel.shape[0]
         batch, height, width, channels = images.shape
+        # The product would broadcast a single channel of the kernel.
+        if height % p or width % p or channels != self.kernel.shape[2]:
+            raise InputError(
+                f"images have shape {images.shape}, but the model needs "
+                f"[B, H, W, {self.kernel.shape[2]}] with H and W divisible by its patch size {p}"
+            )
         patches = images.reshape(batch, height // p, p, width // p, p, channels)
         kernel, bias = self.kernel[...].astype(self.dtype), self.bias[...].astype(self.dtype)
         tokens = jnp.einsum("brpcqi,pqid->brcd", patches.astype(self.dtype), kernel)
         return tokens + bias[None, None, None, :]
+
+    def embed(
+        self, images: Float[Array, "B H W C"], grid: tuple[int, int]
+    ) -> Float[Array, "B N D"]:
+        """Returns the tokens of the grid row by row; `InputError` for images of another grid."""
+        tokens = self(images)
+        if tokens.shape[1:3] != grid:
+            raise InputError(
+                f"images have {tokens.shape[1]}x{tokens.shape[2]} patches, but the model was built "
+                f"for {grid[0]}x{grid[1]}, which config.data.image_size determines"
+            )
+        return tokens.reshape(len(tokens), -1, tokens.shape[-1])
 
 
 class Mlp(nnx.Module):

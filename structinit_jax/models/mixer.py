@@ -130,8 +130,7 @@ class MlpMixer(Model):
         'output' [L, B, N, D] and the maps 'token_maps' [L, B, N, N] of `MixerBlock.token_map`;
         'pooled' [B, D] after the norm.
         """
-        patches = self.patch_embedding(images)
-        patches = patches.reshape(len(images), -1, patches.shape[-1])
+        patches = self.patch_embedding.embed(images, self.grid)
         x, blocks = run_stack(
             self.blocks,
             patches,
@@ -193,7 +192,7 @@ class MixerBlock(layers.PreNormBlock):
         for name in ("fc1", "fc2"):
             kernel = getattr(weights, name)
             if kernel is not None:
-                getattr(self.token_mlp, name).kernel[...] = kernel
+                layers.set_weight(getattr(self.token_mlp, name).kernel, name, kernel)
 
 
 def _timm_mlp_init(fan_in: int) -> dict[str, nnx.Initializer]:

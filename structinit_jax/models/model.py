@@ -15,9 +15,10 @@ from flax import nnx
 from jaxtyping import Array, Float, PRNGKeyArray
 
 from structinit_jax.attention_init import AttentionInit, Site, SolveReport, Weights
+from structinit_jax.attention_init.sites import check_shape
 from structinit_jax.errors import InputError
 from structinit_jax.models import sharding
-from structinit_jax.models.layers import ACTIVATIONS, BASE_INITS, RESIDUAL, Rng
+from structinit_jax.models.layers import ACTIVATIONS, BASE_INITS, RESIDUAL, Rng, set_weight
 
 
 def _keep_products(primitive, *args, **params):
@@ -118,7 +119,6 @@ class Model(nnx.Module):
         sites, reports = self.sites(), []
         for name, weights in self.start_weights(scheme, rng).items():
             site = sites[name]
-            getattr(self, name).set_weights(weights)
             positions = getattr(weights, "positions", None)
             scale = getattr(weights, "position_scale", None)
             sets_positions = positions is not None or scale is not None
@@ -127,7 +127,9 @@ class Model(nnx.Module):
                     "the scheme sets the position encoding, but this model has no trainable one: "
                     "use a ViT with config.model.positions='learned'"
                 )
+            getattr(self, name).set_weights(weights)
             if positions is not None:
+                check_shape("positions", positions, (site.num_tokens, site.width))
                 # Those of class and register tokens come first and are kept.
                 self.positions[...] = self.positions[...].at[-len(positions) :].set(positions)
             if scale is not None:
@@ -146,7 +148,7 @@ class Model(nnx.Module):
             kernel = self.patch_embedding.kernel
             kernel[...] = scale * kernel[...]
         if bias is not None:
-            self.patch_embedding.bias[...] = bias
+            set_weight(self.patch_embedding.bias, "patch_bias", bias)
 
 
 def make_stack(block: type[nnx.Module], depth: int, *, rngs: nnx.Rngs, **options) -> nnx.Module:

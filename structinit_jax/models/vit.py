@@ -203,8 +203,7 @@ class VisionTransformer(Model):
         'output' [L, B, T, D] and 'attention_maps' [L, B, h, T, T]; 'pooled' [B, D] after the norm.
         """
         dropout_rng, blocks_rng = (None, None) if rng is None else jax.random.split(rng)
-        patches = self.patch_embedding(images)
-        patches = patches.reshape(len(patches), -1, patches.shape[-1])
+        patches = self.patch_embedding.embed(images, self.grid)
         embedded = self._add_prefix_and_positions(patches)
         x, blocks = run_stack(
             self.blocks,
