@@ -227,7 +227,6 @@ def validate(config: ConfigDict) -> None:
     for field in ("data.mean", "data.std"):
         _require(field, values[field], text, lambda x: len(x) == channels)
     if not config.num_steps and config.cooldown_epochs >= config.num_epochs:
-        text = f"below config.num_epochs={config.num_epochs}, whose last epochs it is"
         raise InputError(
             f"config.cooldown_epochs={config.cooldown_epochs} must be below "
             f"config.num_epochs={config.num_epochs}, the last of which they are"

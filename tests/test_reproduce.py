@@ -53,7 +53,7 @@ def test_small_rows_can_be_trained(name, data_dir):
     fields = [("data.data_dir", data_dir)]
     settings = reproduce.make_settings(TABLES[name], [], fields, small=True)
     for setting in (next(iter(settings)), list(settings)[-1]):
-        facts = run._check(setting, settings[setting])
+        facts = run._check(setting, settings[setting], None, {})
         assert facts["num_steps"] <= 500
         assert facts["num_parameters"] < 2e6
 
