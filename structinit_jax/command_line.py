@@ -130,7 +130,10 @@ def load_config(location: str) -> ConfigDict:
     """
     path, _, row = location.partition(":")
     if not Path(path).is_file():
-        raise InputError(f"--config={path}: there is no such file; see the configs in configs/")
+        place = "" if Path(path).is_absolute() else f" in {Path.cwd()}"
+        raise InputError(
+            f"--config={path}: there is no such file{place}; configs/ of a checkout has the recipes"
+        )
     try:
         get_config = runpy.run_path(path).get("get_config")
         if get_config is None:

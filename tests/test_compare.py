@@ -7,6 +7,7 @@ import re
 import shutil
 import signal
 import time
+import types
 
 import fork_main
 import jax
@@ -16,7 +17,7 @@ from PIL import Image
 from scipy import stats
 
 from structinit_jax import evaluate, train
-from structinit_jax.compare import grid, report, results, run, seeds
+from structinit_jax.compare import grid, report, results, run, seeds, table
 from structinit_jax.data import datasets
 from structinit_jax.errors import InputError, StoppedError
 from structinit_jax.training.workdir import StopRequest
@@ -218,6 +219,22 @@ def test_a_second_command_trains_only_what_is_missing(start, tiny_config, tmp_pa
         start(["default"], config=changed)
 
 
+def test_the_time_left_is_that_of_steps_not_taken_before(start, tmp_path, monkeypatch):
+    start(["default"], seed_list=[0])
+    folder = tmp_path / "default" / "seed_0"
+    (folder / "status.json").unlink()
+    metrics = folder / "metrics.jsonl"
+    lines = metrics.read_text().splitlines(keepends=True)
+    metrics.write_text("".join(lines[:3]))  # stopped at step 6 of 12
+    clock = types.SimpleNamespace(perf_counter=lambda: 100.0)
+    monkeypatch.setattr(table, "time", clock)
+    progress = table.Progress(results.read(tmp_path), ["default"], [0])
+    progress.start("default", [0])
+    metrics.write_text("".join(lines[:3]) + '{"step": 9}\n')
+    clock.perf_counter = lambda: 103.0
+    assert progress._time_left() == "0:03 elapsed, 0:03 left"
+
+
 def test_a_setting_that_cannot_be_trained_is_refused_before_the_first_run(start, tiny_config):
     config = tiny_config.copy_and_resolve_references()
     config.model.num_heads = 3
@@ -385,6 +402,12 @@ def test_seeds_that_do_not_fit_into_memory_are_trained_in_parts(tiny_config, tmp
 
 
 # -- the command -----------------------------------------------------------------------------------
+
+
+def test_the_command_does_not_take_the_config_of_a_run(finished_run):
+    result = fork_main.run(f"--workdir={finished_run.workdir}", module="structinit_jax.compare")
+    assert result.returncode == 1
+    assert re.search(r"error: --config is required, .* is that of a run", result.stderr)
 
 
 def test_the_command_stops_on_ctrl_c_and_resumes(tmp_path, data_dir):

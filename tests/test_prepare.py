@@ -135,6 +135,14 @@ def test_a_negative_number_of_checks_is_refused():
         prepare.main(["--name=digits", "--check=-5"])
 
 
+def test_messages_name_the_flags_of_the_command():
+    with pytest.raises(InputError) as caught:
+        prepare.main(["--name=folder"])
+    text = prepare.with_own_flags(str(caught.value))
+    assert text.startswith("--data_dir='': --name='folder' needs the folder")
+    assert text.endswith("with --data_dir=DIR.")
+
+
 def test_archives_that_are_missing_are_explained(tmp_path, monkeypatch):
     # As the stock builder of imagenet2012 ends when its archives are not there.
     monkeypatch.setattr(prepare.importlib.util, "find_spec", lambda name: True)

@@ -51,6 +51,11 @@ def main(config: ConfigDict) -> None:
     if _REPORT_ONLY.value:
         report.write_report(local_path(WORKDIR.value))
         return
+    if CONFIG.value is None:  # the workdir is that of a single run
+        raise InputError(
+            f"--config is required, such as --config=configs/vit_fashion_mnist.py, and a --workdir "
+            f"of the comparison's own: {WORKDIR.value} is that of a run"
+        )
     schemes = _SCHEMES.value or [config.attention_init.name]
     baseline = _BASELINE.value or schemes[0]
     if baseline not in schemes:

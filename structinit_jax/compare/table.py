@@ -32,10 +32,14 @@ class Progress:
             name: {seed: "done" if seed in self._accuracies[name] else "" for seed in seeds}
             for name in settings
         }
+        # Of runs that earlier commands have begun, which this one resumes.
+        self._first_steps = {
+            (name, run.seed): _last_step(run) for name in settings for run in comparison.runs[name]
+        }
         self._steps_to_do = sum(
-            self._facts[name]["num_steps"]
+            self._facts[name]["num_steps"] - self._first_steps[name, seed]
             for name, states in self._states.items()
-            for state in states.values()
+            for seed, state in states.items()
             if state != "done"
         )
         self._steps_done = 0
@@ -63,7 +67,7 @@ class Progress:
     def finish(self, setting: str, seed: int, error: str = "") -> None:
         """Marks a run as done or failed, and prints a line."""
         self._states[setting][seed] = "failed" if error else "done"
-        self._steps_done += self._facts[setting]["num_steps"]
+        self._steps_done += self._facts[setting]["num_steps"] - self._first_steps[setting, seed]
         text = f"failed: {error}"
         if not error:
             accuracy = results.Run(self._workdir, setting, seed, self._facts[setting]).accuracy
@@ -104,13 +108,17 @@ class Progress:
         steps = self._steps_done
         for setting, states in self._states.items():
             for seed in (seed for seed, state in states.items() if state == "running"):
-                lines = results.Run(self._workdir, setting, seed, self._facts[setting]).lines
-                steps += lines[-1]["step"] if lines else 0
+                run = results.Run(self._workdir, setting, seed, self._facts[setting])
+                steps += max(0, _last_step(run) - self._first_steps[setting, seed])
         elapsed = time.perf_counter() - self._begun
         left = "unknown time"
         if steps or not self._steps_to_do:
             left = duration(elapsed / max(1, steps) * max(0, self._steps_to_do - steps))
         return f"{duration(elapsed)} elapsed, {left} left"
+
+
+def _last_step(run: results.Run) -> int:
+    return run.lines[-1]["step"] if run.lines else 0
 
 
 def percent(accuracies: Sequence[float]) -> str:

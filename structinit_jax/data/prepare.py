@@ -15,6 +15,7 @@ import argparse
 import importlib.util
 import json
 import os
+import re
 import struct
 import sys
 from collections.abc import Iterator, Sequence
@@ -209,6 +210,11 @@ def save(image: Image.Image, path: Path, flag: str) -> None:
         ) from error
 
 
+def with_own_flags(message: str) -> str:
+    """Replaces the config fields in a message by the flags of this command."""
+    return re.sub(r"(--)?config\.data\.(name|data_dir|manual_dir)\b", r"--\2", message)
+
+
 def main(argv: Sequence[str] | None = None) -> None:
     """Prepares a data set, prints a report and draws examples."""
     command = "python -m structinit_jax.data.prepare"
@@ -235,4 +241,4 @@ if __name__ == "__main__":
     try:
         main()
     except InputError as error:
-        sys.exit(f"error: {error}")
+        sys.exit(f"error: {with_own_flags(str(error))}")

@@ -14,6 +14,7 @@ from jaxtyping import Array, Float, PRNGKeyArray
 from ml_collections import ConfigDict
 
 from structinit_jax.augment import Augment, normalize
+from structinit_jax.errors import InputError
 from structinit_jax.models.model import stack_of
 from structinit_jax.models.sharding import AXIS
 from structinit_jax.training import mesh as mesh_lib
@@ -63,8 +64,13 @@ def make_train_step(
         model = nnx.merge(graphdef, params, model_state)
         logits, _ = model(images, rng=rng)
         correct = jnp.mean(logits.argmax(-1) == targets.argmax(-1))
-        loss = loss_of(logits, targets).mean()
-        return loss, (correct, split_model(model)[2])
+        losses = loss_of(logits, targets)
+        if jnp.shape(losses) != logits.shape[:1]:  # a mean over classes too would go unnoticed
+            raise InputError(
+                f"config.loss={config.loss!r} returns the shape {list(jnp.shape(losses))}, but one "
+                f"number is needed for each of the {len(logits)} examples: sum over the classes"
+            )
+        return losses.mean(), (correct, split_model(model)[2])
 
     value_and_grad = jax.value_and_grad(loss_fn, has_aux=True)
 
