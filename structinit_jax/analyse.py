@@ -40,6 +40,7 @@ from structinit_jax import config as config_lib
 from structinit_jax.analysis import figures, measures
 from structinit_jax.analysis.collect import (
     Snapshot,
+    StackSize,
     layer_names,
     observe_run,
     observe_start,
@@ -47,7 +48,7 @@ from structinit_jax.analysis.collect import (
     read_images,
     stack_sizes,
 )
-from structinit_jax.attention_init import TokenMixingSite
+from structinit_jax.attention_init import ConvSite, TokenMixingSite
 from structinit_jax.command_line import OUT, STEP, WORKDIR
 from structinit_jax.errors import InputError
 from structinit_jax.training.state import abstract_model
@@ -144,6 +145,12 @@ def choose(flag: str, chosen: list[str], names: list[str], default: list[int]) -
     return [names.index(name) for name in chosen] or default
 
 
+def head_names(sizes: list[StackSize], layers: list[int]) -> list[str]:
+    """Returns the names of the heads that at least one of these layers has."""
+    heads = [size.num_heads for size in sizes for _ in range(size.num_layers)]
+    return [str(head + 1) for head in range(max(heads[layer] for layer in layers))]
+
+
 def main(config: ConfigDict) -> None:
     """Runs the command."""
     _check_flags()
@@ -153,12 +160,18 @@ def main(config: ConfigDict) -> None:
         config_lib.validate(other)
         _check_same_images(config, other)
     sizes = stack_sizes(abstract_model(config, one_device()))
+    if not sizes:
+        raise InputError(
+            f"config.model.name={config.model.name!r} has nothing to analyze: its sites() are empty"
+        )
+    if other:
+        _check_same_kind(sizes, stack_sizes(abstract_model(other, one_device())))
     names = layer_names(sizes)
-    head_names = [str(head + 1) for head in range(max(size.num_heads for size in sizes))]
     # The 2024 paper shows layers 1, 6 and 12 of 12.
     few = sorted({0, (len(names) - 1) // 2, len(names) - 1})
     layers = choose("layers", _LAYERS.value, names, few)
-    heads = choose("heads", _HEADS.value, head_names, list(range(min(3, len(head_names)))))
+    found = head_names(sizes, layers)
+    heads = choose("heads", _HEADS.value, found, list(range(min(3, len(found)))))
     figures.import_pyplot()
     out = Path(OUT.value or "analysis")
     try:
@@ -207,6 +220,14 @@ def _check_same_images(config, other):
                 f"{other.data[field]}, but --workdir with {config.data[field]}: choose a run that "
                 "takes the same images"
             )
+
+
+def _check_same_kind(sizes, others):
+    if (sizes[0].site_type is ConvSite) != (others[0].site_type is ConvSite):
+        raise InputError(
+            f"--other_workdir={_OTHER_WORKDIR.value}: only one of the two runs is of a ConvMixer, "
+            "which has filters instead of maps: choose two that have maps, or two that have filters"
+        )
 
 
 def _with_scheme(config, name):

@@ -14,6 +14,7 @@ from PIL import Image
 
 from structinit_jax import analyse
 from structinit_jax.analysis import collect, figures
+from structinit_jax.attention_init import WindowSite
 from structinit_jax.attention_init.kernels import convolution_maps, impulse_kernels
 from structinit_jax.augment import normalize
 from structinit_jax.command_line import load_run_config
@@ -189,7 +190,7 @@ def test_maps_of_any_model_are_drawn_in_the_backend_of_the_notebook(tmp_path, mo
     yellow = np.all(pixels[:, :-200] == (253, 231, 36), axis=-1)  # viridis of 1, not the color bar
     assert not yellow[:, : yellow.shape[1] // 2].any()  # before
     assert 4 * 12**2 < yellow.sum() < 4 * 20**2  # one token for each of the four heads
-    with pytest.raises(InputError, match=r"maps\['after'\] has shape .* has 20 tokens: cut off"):
+    with pytest.raises(InputError, match=r"maps\['after'\] has shape .* 20, 20\]: cut off"):
         show({"after": maps}, (4, 5))
 
     monkeypatch.setenv("MPLBACKEND", "svg")
@@ -200,6 +201,25 @@ def test_maps_of_any_model_are_drawn_in_the_backend_of_the_notebook(tmp_path, mo
         [sys.executable, "-c", code], capture_output=True, text=True, check=True
     )
     assert result.stdout == "svg\n"
+
+
+def test_models_of_other_depths_are_drawn_beside_each_other(tmp_path, snapshots):
+    _, deep = snapshots
+    layer = deep.layers[0]
+    shallow = deep._replace(
+        name="shallow",
+        layers=[layer._replace(maps=np.tile(layer.maps, (2, 1, 1)))],  # 4 heads
+        grams=deep.grams[:2],
+    )
+    figures.draw_by_offset([deep, shallow], "Maps", tmp_path / "by_offset.png")
+    figures.draw_full([deep, shallow], [0, 1], [0, 3], "Maps", tmp_path / "full.png")
+    check_figures(tmp_path, {"by_offset.png", "full.png"})
+
+
+def test_only_heads_of_the_chosen_layers_can_be_drawn():
+    sizes = [collect.StackSize(2, 1, WindowSite), collect.StackSize(1, 4, WindowSite)]
+    assert analyse.head_names(sizes, [0, 1]) == ["1"]
+    assert analyse.head_names(sizes, [0, 2]) == ["1", "2", "3", "4"]
 
 
 def test_layers_and_heads_are_chosen_by_name():
@@ -219,6 +239,7 @@ def test_layers_and_heads_are_chosen_by_name():
         (["--config=configs/vit_t_digits.py", "--step=best"], "--step=best needs --workdir"),
         (["--workdir=RUN", "--layers=9"], "--layers=9: the model has no '9'.*1, 2"),
         (["--workdir=RUN", "--num_images=5"], "--num_images=5.*at least 8"),
+        (["--workdir=RUN", "--num_images=-5"], "--num_images=-5.*at least 8"),
         (["--workdir=RUN", "--step=7"], "--step=7"),
     ],
 )

@@ -93,6 +93,27 @@ def test_convolutions_always_hit():
     np.testing.assert_array_equal(rate, 1)
 
 
+def test_heads_that_attend_to_one_token_are_no_convolutions():
+    for token in (0, 7):
+        maps = np.zeros((2, 1, 12, 12), np.float32)
+        maps[..., token] = 1
+        offset, rate = interop.hit_rates(maps, (3, 4))
+        assert offset.tolist() == [[0, 0]]
+        np.testing.assert_allclose(rate, 1 / 12)
+
+
+@pytest.mark.parametrize(
+    ("maps", "message"),
+    [
+        (np.ones((1, 1, 13, 13)), r"maps has shape \(1, 1, 13, 13\), .* 12, 12\]: cut off class"),
+        (np.full((1, 1, 12, 12), np.nan), "maps hold NaN"),
+    ],
+)
+def test_maps_that_have_no_hits_are_refused(maps, message):
+    with pytest.raises(InputError, match=message):
+        interop.hit_rates(maps, (3, 4))
+
+
 def test_noise_has_the_spectrum_of_natural_images():
     noise = natural_noise(4, 64, 48, 3)
     assert noise.shape == (4, 64, 48, 3)

@@ -21,7 +21,7 @@ from foreign_models import (
 
 from structinit_jax import interop
 from structinit_jax.attention_init import AttentionWeights, impulse, impulse_2025, sincos_positions
-from structinit_jax.attention_init.solve import layer_norm
+from structinit_jax.attention_init.pseudo_input import layer_norm
 from structinit_jax.interop.layouts import flatten
 
 RNG = jax.random.key(0)

@@ -10,7 +10,7 @@ from scipy.special import softmax
 
 from structinit_jax import attention_init
 from structinit_jax.attention_init import AttentionSite, kernels, papers, sincos_positions
-from structinit_jax.attention_init.solve import draw_pseudo_input, layer_norm
+from structinit_jax.attention_init.pseudo_input import draw_pseudo_input, layer_norm
 
 # For a program of so many steps that XLA's optimizations are worth their time.
 OPTIMIZED = {"xla_backend_optimization_level": 3, "xla_cpu_use_fusion_emitters": True}

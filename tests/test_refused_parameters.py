@@ -19,8 +19,14 @@ from foreign_models import (
 )
 
 from structinit_jax import interop
-from structinit_jax.attention_init import AttentionWeights, impulse, sincos_positions
+from structinit_jax.attention_init import (
+    AttentionWeights,
+    impulse,
+    impulse_2025,
+    sincos_positions,
+)
 from structinit_jax.errors import InputError
+from structinit_jax.interop.host import find_host
 
 RNG = jax.random.key(0)
 BIG_VISION = functools.partial(linen_tree, "big_vision")
@@ -69,7 +75,7 @@ def odd_table():
         (TorchModule, {}, r"params is a TorchModule, a torch module: pass \{k: v\.detach"),
         (dict, dict(layout="keras"), r"layout='keras'.*timm, huggingface"),
         (lambda: state_dict("timm"), {}, r"num_heads: .*192 channels"),
-        (lambda: state_dict("timm"), dict(num_heads=5), r"num_heads=5 .*192 channels"),
+        (lambda: state_dict("timm"), dict(num_heads=5), r"num_heads=5: .*192 channels"),
         (BIG_VISION, dict(num_heads=5), r"num_heads=5, but Transformer\..*query\.kernel has 4"),
         (lambda: without("pos_embed"), HEADS_OF_TIMM, r"positions: .* width 192 .*pos_embed"),
         (
@@ -93,6 +99,7 @@ def odd_table():
         ),
         (odd_table, {}, r"grid: the 12 rows of pos_embedding"),
         (odd_table, dict(grid=(5, 5)), r"grid=\(5, 5\) has 25 tokens, but pos_embedding has 12"),
+        (odd_table, dict(grid=(-3, -4)), r"grid=\(-3, -4\): needs a tuple \(rows, cols\)"),
         (odd_table, dict(positions=np.zeros((12, WIDTH), np.float32)), r"grid: 12 positions"),
         (
             odd_table,
@@ -120,6 +127,17 @@ def odd_table():
 def test_unusable_parameters_are_refused(params, options, message):
     with pytest.raises(InputError, match=message):
         interop.initialize(params(), normal_scheme, RNG, **options)
+
+
+def test_positions_that_are_no_array_are_refused():
+    with pytest.raises(InputError, match=r"positions: the encoding is a builtins\.list"):
+        find_host(state_dict("timm"), None, 3).positions([[1.0]], None)
+
+
+def test_a_table_of_zeros_tells_no_tokens_apart():
+    zeros = timm_with(pos_embed=np.zeros((1, 197, 192), np.float32))
+    with pytest.raises(InputError, match="positions are equal for all tokens"):
+        interop.initialize(zeros, impulse_2025(), RNG, num_heads=3)
 
 
 def test_a_scheme_that_was_not_called_is_refused():

@@ -132,6 +132,7 @@ def test_huggingface_dinov3_is_found():
         ((TABLE, TABLE), r"rotations has shape \(16, 16\) and \(16, 16\)"),
         ((*HALVES, HALVES[0]), r"rotations has shape .* and .* and "),
         (TABLE[0], r"rotations has shape \(16,\)"),
+        ((), r"rotations has shape , but the model needs"),
         (np.stack([TABLE] * 3), r"rotations has shape \(3, 16, 16\)"),
         (np.roll(TABLE, 1, axis=1), "neither neighboring channels nor the two halves"),
         (TABLE[:15], r"rotations have 15 tokens: pass grid"),

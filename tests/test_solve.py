@@ -4,7 +4,8 @@ import numpy as np
 import pytest
 from scipy.special import softmax
 
-from structinit_jax.attention_init import kernels, solve
+from structinit_jax.attention_init import kernels, minimize, report, solve
+from structinit_jax.attention_init.pseudo_input import layer_norm, sincos_positions
 from structinit_jax.errors import InputError
 
 GRID, WIDTH, HEAD_DIM, NORM = (8, 8), 48, 16, 1.0
@@ -19,7 +20,7 @@ def solve_bank(z, targets, head_dim=HEAD_DIM, **options):
 
 @pytest.fixture(scope="module")
 def solved():
-    x = solve.layer_norm(solve.sincos_positions(GRID, WIDTH))
+    x = layer_norm(sincos_positions(GRID, WIDTH))
     z, v = map(jnp.asarray, solve.row_space(x))
     targets = kernels.convolution_maps(kernels.impulse_kernels(3), GRID)
     bank = solve_bank(z, targets, norm=NORM)
@@ -61,7 +62,7 @@ def test_report_is_true_of_the_maps_that_the_weights_make(solved):
 
 def test_solution_is_close_and_every_peak_in_place(solved):
     _, z, _, targets, bank = solved
-    maps = solve.attention_maps(z, z, bank.query, bank.key, SCALE)
+    maps = report.attention_maps(z, z, bank.query, bank.key, SCALE)
     uniform = np.mean((targets - 1 / 64) ** 2)
     assert bank.report.loss < 0.75 * uniform
     rows = targets.sum(-1) > 0
@@ -87,7 +88,7 @@ def test_solve_stops_when_it_has_converged_and_at_max_steps(solved):
 @pytest.mark.parametrize("norm", [0.6, 1.1, 1.8])
 def test_sharp_maps_come_close_at_any_norm(norm):
     """The reference procedure ends at 4.7e-5 for ViT-B/16, with a norm of 1.08."""
-    z, _ = solve.row_space(solve.layer_norm(solve.sincos_positions((14, 14), 768)))
+    z, _ = solve.row_space(layer_norm(sincos_positions((14, 14), 768)))
     targets = kernels.convolution_maps(kernels.impulse_kernels(3), (14, 14))
     bank = solve_bank(z, targets, head_dim=64, norm=norm)
     assert bank.report.loss < 3.5e-5
@@ -96,8 +97,8 @@ def test_sharp_maps_come_close_at_any_norm(norm):
 def test_a_target_mass_is_reached_for_every_filter(solved):
     _, z, _, targets, _ = solved
     bank = solve_bank(z, targets, target_mass=0.6)
-    maps = solve.attention_maps(z, z, bank.query, bank.key, SCALE)
-    np.testing.assert_allclose(solve.overlap(jnp.asarray(targets), maps), 0.6, atol=0.01)
+    maps = report.attention_maps(z, z, bank.query, bank.key, SCALE)
+    np.testing.assert_allclose(report.overlap(jnp.asarray(targets), maps), 0.6, atol=0.01)
     assert bank.report.norm > NORM
 
 
@@ -113,7 +114,7 @@ def test_other_optimizers_come_to_the_same_solution(solved, library_promotion):
     )
     np.testing.assert_allclose(adam.report.loss, bank.report.loss, rtol=0.1)
     with pytest.raises(InputError, match="optimizer='adamm'"):
-        solve.make_optimizer("adamm", 0.1)
+        minimize.make_optimizer("adamm", 0.1)
 
 
 def test_part_of_the_rows_determines_the_solution(solved, monkeypatch):
@@ -121,37 +122,12 @@ def test_part_of_the_rows_determines_the_solution(solved, monkeypatch):
     monkeypatch.setattr(solve, "MAX_ROWS", 32)
     jax.clear_caches()
     part = solve_bank(z, targets, norm=NORM)
-    maps = solve.attention_maps(z, z, part.query, part.key, SCALE)
+    maps = report.attention_maps(z, z, part.query, part.key, SCALE)
     loss = np.mean((targets - np.asarray(maps)) ** 2)
     np.testing.assert_allclose(loss, bank.report.loss, rtol=0.15)
 
 
-def test_sincos_channels_of_the_moco_convention_are_sin_x_cos_x_sin_y_cos_y():
-    encoding = solve.sincos_positions((3, 5), 16, convention="moco")
-    y, x = 2, 4
-    frequencies = 10_000.0 ** -(np.arange(4) / 3)
-    expected = [f(v * frequencies) for v in (x, y) for f in (np.sin, np.cos)]
-    np.testing.assert_allclose(encoding[y * 5 + x], np.concatenate(expected), atol=1e-6)
-    with pytest.raises(InputError, match="convention='mae'"):
-        solve.sincos_positions((3, 5), 16, convention="mae")
-
-
-@pytest.mark.parametrize("width", [4, 18])
-def test_widths_that_sincos_cannot_encode_are_refused(width):
-    with pytest.raises(InputError, match=rf"width={width}: .*learned"):
-        solve.sincos_positions((4, 4), width)
-
-
-def test_layer_norm_is_the_same_in_numpy_and_jax():
-    x = np.random.default_rng(0).normal(2, 3, (6, 8)).astype(np.float32)
-    ours = solve.layer_norm(x)
-    np.testing.assert_allclose(ours, solve.layer_norm(jnp.asarray(x)), atol=1e-5)
-    np.testing.assert_allclose(ours.mean(1), 0, atol=1e-7)
-    np.testing.assert_allclose(ours.std(1), 1, atol=1e-5)
-    assert solve.layer_norm(jnp.asarray(x, jnp.bfloat16)).dtype == jnp.float32
-
-
 def test_uniform_targets_have_a_start():
-    z, _ = solve.row_space(solve.layer_norm(solve.sincos_positions((2, 2), WIDTH)))
+    z, _ = solve.row_space(layer_norm(sincos_positions((2, 2), WIDTH)))
     for factor in solve.start_factors(z, np.full((1, 4, 4), 0.25, np.float32), HEAD_DIM):
         assert np.linalg.norm(factor, axis=(2, 3)).min() > 0

@@ -17,7 +17,7 @@ from structinit_jax.attention_init import (
     sincos_positions,
 )
 from structinit_jax.attention_init import kernels as kernels_lib
-from structinit_jax.attention_init.solve import layer_norm
+from structinit_jax.attention_init.pseudo_input import layer_norm
 from structinit_jax.errors import InputError
 
 GRID, WIDTH, HEADS, DIM, LAYERS = (7, 5), 48, 3, 16, 4

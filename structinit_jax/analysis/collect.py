@@ -105,7 +105,7 @@ def read_images(config: ConfigDict, count: int) -> UInt8[np.ndarray, "n H H C"]:
     data = config.data
     source = evaluate.open_data(config).split(data.train_split, on_bad_image=data.on_bad_image)
     whole = min(count, len(source)) // BATCH_SIZE * BATCH_SIZE
-    if whole == 0:
+    if whole < 1:
         raise InputError(
             f"--num_images={count} of the {len(source)} in "
             f"config.data.train_split={data.train_split!r}: needs at least {BATCH_SIZE}"

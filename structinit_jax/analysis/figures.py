@@ -87,11 +87,12 @@ def draw_maps(
     Raises:
       InputError: The maps are not of that grid.
     """
+    tokens = grid[0] * grid[1]
     for name, array in maps.items():
-        if array.shape[-1] != grid[0] * grid[1]:
+        if array.ndim != 4 or array.shape[-1] != tokens:
             raise InputError(
-                f"maps[{name!r}] has shape {array.shape}, but grid={grid} has "
-                f"{grid[0] * grid[1]} tokens: cut off class and register tokens, or pass the grid"
+                f"maps[{name!r}] has shape {array.shape}, but grid={grid} needs [layers, heads, "
+                f"{tokens}, {tokens}]: cut off class and register tokens, or pass the grid"
             )
     panels = [
         (name, {str(i): _crop_offsets(layer, grid) for i, layer in enumerate(layers, 1)})
@@ -114,23 +115,27 @@ def _crop_offsets(maps, grid):
 
 
 def _draw_kernels(panels, title, path, has_filters):
-    """Draws the kernels of each head. A panel is a model's name and lists of them by layer."""
+    """Draws the kernels of each head. A panel is a model's name and lists of them by layer.
+
+    Models may have different numbers of layers and heads.
+    """
     tiles = [list(layers.values()) for _, layers in panels]
     peak = max(float(np.abs(tile).max()) for panel in tiles for layer in panel for tile in layer)
     if has_filters:
         scale = Scale("PuOr", -peak, peak, "weight")
     else:
         scale = Scale("viridis", 0.0, peak, "attention by offset (frame: the token itself)")
-    num_rows, num_columns = len(tiles[0]), max(len(layer) for layer in tiles[0])
+    num_rows = max(map(len, tiles))
+    num_columns = max(len(layer) for panel in tiles for layer in panel)
     width = num_columns * 0.75 + 0.9
     size = (width, max(num_rows * 0.75 + 0.9, 3.0))
-    names = list(panels[0][1])
+    names = [list(layers) for _, layers in panels]
     figure, panels, bar = _make_panels([name for name, _ in panels], size, title)
-    for panel, layers in zip(panels, tiles, strict=True):
+    for panel, layer_names, layers in zip(panels, names, tiles, strict=True):
         panel.supxlabel("channel" if has_filters else "head", size=10)
         panel.supylabel("layer", size=10)
         for (y, x), axis in np.ndenumerate(panel.subplots(num_rows, num_columns, squeeze=False)):
-            if x >= len(layers[y]):
+            if y >= len(layers) or x >= len(layers[y]):
                 axis.set_visible(False)
                 continue
             image = scale.show(axis, layers[y][x])
@@ -138,8 +143,8 @@ def _draw_kernels(panels, title, path, has_filters):
             middle = (cols // 2 - 0.5, rows // 2 - 0.5)
             _frame(axis, middle, (1, 1), color="black" if has_filters else "white")
             if x == 0:
-                axis.set_ylabel(names[y], rotation=0, ha="right", va="center")
-            if y == num_rows - 1 or x >= len(layers[y + 1]):
+                axis.set_ylabel(layer_names[y], rotation=0, ha="right", va="center")
+            if y == len(layers) - 1 or x >= len(layers[y + 1]):
                 axis.set_xlabel(f"{x + 1}")
     _save(figure, path, bar, image, scale)
 
@@ -154,13 +159,13 @@ def draw_full(
     """Draws N×N maps, each with a zoom into the rows and columns of its first tokens below it.
 
     Args:
-      snapshots: Models with maps, of one architecture.
+      snapshots: Models with maps. Layers and heads that one of them lacks are left out.
       layers: Indices of the layers, from 0.
-      heads: Indices of the heads; those that a layer lacks are left out.
+      heads: Indices of the heads.
       title: Title of the figure.
       path: File to write.
     """
-    drawn = [snapshot.layers[i] for snapshot in snapshots for i in layers]
+    drawn = [s.layers[i] for s in snapshots for i in layers if i < len(s.layers)]
     # The strongest attention of a typical row. Single rows that are stronger are clipped.
     high = max(float(layer.maps.max(axis=-1).mean(axis=-1).max()) for layer in drawn)
     scale = Scale("viridis", 0.0, high, "attention of the row's token to the column's token")
@@ -171,10 +176,11 @@ def draw_full(
     for panel, snapshot in zip(panels, snapshots, strict=True):
         axes = panel.subplots(2 * len(layers), len(heads), squeeze=False)
         for (y, x), axis in np.ndenumerate(axes):
-            layer, head = snapshot.layers[layers[y // 2]], heads[x]
-            if head >= len(layer.maps):
+            index, head = layers[y // 2], heads[x]
+            if index >= len(snapshot.layers) or head >= len(snapshot.layers[index].maps):
                 axis.set_visible(False)
                 continue
+            layer = snapshot.layers[index]
             cols, num_tokens = layer.grid[1], len(layer.maps[head])
             side = min(ZOOM_ROWS * cols, num_tokens)
             if y % 2 == 0:

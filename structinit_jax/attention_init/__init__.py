@@ -43,6 +43,7 @@ from structinit_jax.attention_init import (
     tokens,
     windows,
 )
+from structinit_jax.attention_init.pseudo_input import sincos_positions
 from structinit_jax.attention_init.registry import (
     SCHEMES,
     by_name,
@@ -65,7 +66,6 @@ from structinit_jax.attention_init.sites import (
     Weights,
     WindowSite,
 )
-from structinit_jax.attention_init.solve import sincos_positions
 
 default = scheme("default")
 kaiming_uniform = scheme("kaiming_uniform")

@@ -14,15 +14,12 @@ from structinit_jax.attention_init.kernels import (
     convolution_maps,
     impulse_kernels,
 )
+from structinit_jax.attention_init.pseudo_input import draw_pseudo_input, layer_norm
 from structinit_jax.attention_init.registry import register
+from structinit_jax.attention_init.report import report_on_maps
 from structinit_jax.attention_init.sites import AttentionSite, AttentionWeights, SolveReport
-from structinit_jax.attention_init.solve import (
-    draw_pseudo_input,
-    layer_norm,
-    report_on_maps,
-    split_product,
-)
-from structinit_jax.attention_init.tokens import mimetic_vo
+from structinit_jax.attention_init.solve import split_product
+from structinit_jax.attention_init.value_out import mimetic_vo
 
 PSEUDO_INPUT_EPSILON = 1e-5  # PyTorch's default for LayerNorm; the models themselves use 1e-6
 RESCALE_EVERY = 100  # steps of algorithm 1 between two rescalings

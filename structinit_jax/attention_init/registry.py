@@ -14,8 +14,9 @@ from jaxtyping import PRNGKeyArray
 
 from structinit_jax import plugins
 from structinit_jax.attention_init import kernels
+from structinit_jax.attention_init.minimize import make_optimizer
+from structinit_jax.attention_init.pseudo_input import PSEUDO_INPUTS
 from structinit_jax.attention_init.sites import AttentionInit, Site, Weights
-from structinit_jax.attention_init.solve import PSEUDO_INPUTS, make_optimizer
 from structinit_jax.errors import InputError
 
 SCHEMES: dict[str, dict[type, Callable[..., Weights]]] = {}

@@ -20,16 +20,11 @@ from jaxtyping import Array, Float, PRNGKeyArray
 
 from structinit_jax.attention_init import tokens
 from structinit_jax.attention_init.kernels import assign, target_maps
+from structinit_jax.attention_init.minimize import MASS_ROUNDS, find_norm, minimize
 from structinit_jax.attention_init.registry import register
+from structinit_jax.attention_init.report import overlap, report_on_maps, warn_if_out_of_reach
 from structinit_jax.attention_init.sites import AttentionWeights, RotarySite, SolveReport
-from structinit_jax.attention_init.solve import (
-    MASS_ROUNDS,
-    find_norm,
-    minimize,
-    overlap,
-    report_on_maps,
-    warn_if_out_of_reach,
-)
+from structinit_jax.attention_init.value_out import VO_INITS, remove_inputs, remove_outputs
 from structinit_jax.errors import InputError
 
 DEFAULT_TARGET_MASS = 0.5
@@ -148,12 +143,12 @@ def _place(rng, coefficients, *, site, same_layers, vo_init, keep_positions):
         if site.pairs == "halves":
             parts = jnp.swapaxes(parts, -1, -2)
         vectors = parts.reshape(layers, heads, site.head_dim)
-        return tokens.remove_inputs(kernel, v) + jnp.einsum("D,Lhd->LDhd", common / width, vectors)
+        return remove_inputs(kernel, v) + jnp.einsum("D,Lhd->LDhd", common / width, vectors)
 
     query, key = place(phase - turn, drawn.query), place(phase, drawn.key)
-    value, out = tokens.VO_INITS[vo_init](vo_rng, site)
+    value, out = VO_INITS[vo_init](vo_rng, site)
     if keep_positions and vo_init != "default":
-        value, out = tokens.remove_inputs(value, v), tokens.remove_outputs(out, v)
+        value, out = remove_inputs(value, v), remove_outputs(out, v)
     return AttentionWeights(query, key, value, out, patch_bias=common)
 
 

@@ -6,33 +6,30 @@ solved for instead of [D, d], once for each distinct filter.
 """
 
 import functools
-import warnings
-from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-import optax
-from jaxtyping import Array, Float, Int, PRNGKeyArray
+from jaxtyping import Array, Float
 
+from structinit_jax.attention_init.minimize import (
+    MASS_ROUNDS,
+    find_norm,
+    make_optimizer,
+    minimize,
+)
+from structinit_jax.attention_init.report import attention_maps, overlap, report_on_maps
 from structinit_jax.attention_init.sites import SolveReport
-from structinit_jax.errors import InputError
 
 # Directions weaker than this, relative to the strongest, cannot move a map at a reasonable norm.
 RANK_TOLERANCE = 1e-4
 # Starts of the solve, as regularizations of a pseudo-inverse relative to the strongest direction.
 # The one is taken that would be best at a higher norm, of which the solve makes better use.
 START_REGULARIZATIONS, START_HEADROOM = np.geomspace(3e-5, 3e-2, 7), 2.0
-# The solve has converged when this many steps in a row lower the loss by less than this fraction.
-PATIENCE, MIN_IMPROVEMENT = 5, 2e-3
 # Rows of the maps that enter the loss. All rows of a filter pose the same problem at another place,
 # so on a larger grid an evenly spaced subset determines the solution.
 MAX_ROWS = 1024
-# With a target mass, the norm is fitted to it between solves: a grid search, then bisection.
-MASS_ROUNDS, NORM_RANGE, NORM_GRID, NORM_BISECTIONS = 2, (0.05, 20.0), 24, 12
-MIN_HIT_RATE = 0.75  # below it, targets count as out of reach
-PSEUDO_INPUTS = ("positions", "uniform", "gaussian", "positions+uniform", "positions+gaussian")
 # Options of `solve_bank` that are fixed at compile time.
 STATIC_OPTIONS = ("target_mass", "optimizer", "learning_rate", "max_steps")
 
@@ -43,69 +40,6 @@ class Bank(NamedTuple):
     query: Float[Array, "F r k"]
     key: Float[Array, "F r k"]
     report: SolveReport
-
-
-# -- pseudo inputs: what stands for a layer's tokens in the solve ----------------------------------
-
-
-def sincos_positions(
-    grid: tuple[int, int], width: int, convention: str = "timm"
-) -> Float[np.ndarray, "N D"]:
-    """Returns the 2-D sine-cosine encoding with temperature 10,000; N = rows × cols, row-major.
-
-    Args:
-      grid: (rows, cols).
-      width: Channels D, a multiple of 4 and at least 8.
-      convention: 'timm' is timm's `build_sincos2d_pos_embed`, which the 2024 paper uses: channels
-        sin y, sin x, cos y, cos x and frequencies 10,000^(-4 i / D), i = 0 … D/4 - 1. 'moco' is
-        that of MoCo v3 and big_vision: sin x, cos x, sin y, cos y and 10,000^(-i / (D/4 - 1)).
-
-    Raises:
-      InputError: The width cannot be encoded, or the convention is unknown.
-    """
-    if width % 4 or width < 8:
-        raise InputError(
-            f"width={width}: sin-cos positions need a width of at least 8 that is divisible by 4; "
-            "change the width or use learned positions"
-        )
-    if convention not in ("timm", "moco"):
-        raise InputError(f"convention={convention!r}: choose 'timm' or 'moco'")
-    quarter = width // 4
-    steps = quarter if convention == "timm" else quarter - 1
-    frequencies = 10_000.0 ** -(np.arange(quarter) / steps)
-    y, x = np.meshgrid(*map(np.arange, grid), indexing="ij")
-    y, x = (axis.reshape(-1, 1) * frequencies for axis in (y, x))
-    if convention == "timm":
-        channels = [np.sin(y), np.sin(x), np.cos(y), np.cos(x)]
-    else:
-        channels = [np.sin(x), np.cos(x), np.sin(y), np.cos(y)]
-    return np.concatenate(channels, axis=1).astype(np.float32)
-
-
-def layer_norm(x: Float[Array | np.ndarray, "N D"], epsilon: float = 1e-6):
-    """LayerNorm without scale and bias: in float64 for a NumPy array, else in float32."""
-    xp, dtype = (np, np.float64) if isinstance(x, np.ndarray) else (jnp, jnp.float32)
-    x = x.astype(dtype)
-    x = x - x.mean(axis=1, keepdims=True)
-    return x / xp.sqrt((x * x).mean(axis=1, keepdims=True) + epsilon)
-
-
-def draw_pseudo_input(
-    rng: PRNGKeyArray, name: str, positions: Float[Array | np.ndarray, "N D"]
-) -> Float[Array | np.ndarray, "N D"]:
-    """Draws one of the pseudo inputs in table 6 of the 2024 paper, before LayerNorm.
-
-    'uniform' is noise between -1 and 1; 'gaussian' is truncated normal noise of standard deviation
-    (1/2)^1/2, that of the sin-cos encoding; a sum adds the noise to the positions.
-    """
-    if name == "positions":
-        return positions
-    if name.endswith("uniform"):
-        noise = jax.random.uniform(rng, positions.shape, minval=-1.0, maxval=1.0)
-    else:
-        std = 0.5**0.5
-        noise = std * jax.random.truncated_normal(rng, -2 / std, 2 / std, positions.shape)
-    return noise + positions if name.startswith("positions+") else noise
 
 
 def row_space(
@@ -145,77 +79,6 @@ def split_product(product: Float[Array | np.ndarray, "*batch D D"], rank: int):
         )
     root = xp.sqrt(s[..., None, :rank])
     return u[..., :rank] * root, xp.swapaxes(vt, -1, -2)[..., :rank] * root
-
-
-# -- the problem and its solution -----------------------------------------------------------------
-
-
-def attention_maps(
-    queries: Float[Array, "n r"],
-    keys: Float[Array, "m r"],
-    query: Float[Array, "F r k"],
-    key: Float[Array, "F r k"],
-    qk_scale: float,
-) -> Float[Array, "F n m"]:
-    """Returns softmax(σ Z Q Kᵀ Zᵀ) for every filter, given Z of querying and of all tokens."""
-    q = jnp.einsum("nr,frk->fnk", queries, query) * qk_scale
-    k = jnp.einsum("mr,frk->fmk", keys, key)
-    return jax.nn.softmax(jnp.einsum("fnk,fmk->fnm", q, k), axis=-1)
-
-
-def overlap(targets: Float[Array, "F n m"], maps: Float[Array, "F n m"]) -> Float[Array, " F"]:
-    """Returns the attention mass on target, averaged over the rows that have a target."""
-    rows = jnp.sum(targets.max(axis=-1) > 0, axis=-1, dtype=jnp.float32)
-    return jnp.sum(jnp.minimum(targets, maps), axis=(1, 2)) / rows
-
-
-def report_on_maps(targets, maps, *, steps, norm) -> SolveReport:
-    """Compares maps [F, n, m] with their targets; steps and norm are copied into the report."""
-    strongest = targets.max(axis=-1)
-    has_target = strongest > 0
-    at_peak = jnp.take_along_axis(targets, maps.argmax(axis=-1)[..., None], axis=-1)[..., 0]
-    hits = has_target & (at_peak == strongest)
-    return SolveReport(
-        loss=jnp.mean((targets - maps) ** 2),
-        target_mass=jnp.mean(overlap(targets, maps)),
-        hit_rate=jnp.sum(hits, dtype=jnp.float32) / jnp.sum(has_target, dtype=jnp.float32),
-        steps=jnp.asarray(steps, jnp.float32),
-        norm=jnp.asarray(norm, jnp.float32),
-    )
-
-
-def out_of_reach(report: SolveReport) -> str | None:
-    """Returns a warning if too few rows peak on their target, else None."""
-    if report.hit_rate >= MIN_HIT_RATE:
-        return None
-    return (
-        f"only {100 * float(report.hit_rate):.0f} % of the attention rows peak on their target, "
-        "since the head dimension and the rank of the position encoding, or the frequencies of "
-        "rotary positions, limit the maps: use fewer heads, a smaller kernel, or sin-cos positions"
-    )
-
-
-def warn_if_out_of_reach(report: SolveReport) -> None:
-    """Warns the caller of a scheme if its targets are out of reach, unless the report is traced."""
-    message = None if isinstance(report.hit_rate, jax.core.Tracer) else out_of_reach(report)
-    if message:
-        warnings.warn(message, stacklevel=4)
-
-
-def make_optimizer(name: str, learning_rate: float) -> optax.GradientTransformationExtraArgs:
-    """Returns L-BFGS with its own line search, or another optax optimizer by its name."""
-    if name == "lbfgs":
-        return optax.lbfgs()
-    try:
-        made = getattr(optax, name)(learning_rate)
-    except (AttributeError, TypeError):
-        made = None
-    if not isinstance(made, optax.GradientTransformation):
-        raise InputError(
-            f"optimizer={name!r}: not an optimizer of optax that needs a learning rate alone; use "
-            "'lbfgs', or for example 'adam' with max_steps and learning_rate"
-        )
-    return optax.with_extra_args_support(made)
 
 
 def start_factors(
@@ -318,77 +181,3 @@ def solve_bank(
         norm = fit_norm(factors)
     report = report_on_maps(targets, maps(factors, norm), steps=steps, norm=norm.mean())
     return Bank(at_norm(factors[0], norm), at_norm(factors[1], norm), report)
-
-
-def minimize(
-    loss: Callable[[Any], Float[Array, ""]],
-    factors: Any,
-    transform: optax.GradientTransformationExtraArgs,
-    line_search: bool,
-    max_steps: int,
-) -> tuple[Any, Int[Array, ""]]:
-    """Minimizes a function of a tree of arrays until it has converged.
-
-    Args:
-      loss: The function.
-      factors: Start values.
-      transform: Optimizer.
-      line_search: Whether it is L-BFGS, which needs the loss to search along a line.
-      max_steps: Maximum number of steps.
-
-    Returns:
-      The factors at the end and the number of steps.
-    """
-
-    def keep_going(carry):
-        _, _, step, _, stalled = carry
-        return (step < max_steps) & (stalled < PATIENCE)
-
-    def body(carry):
-        factors, state, step, best, stalled = carry
-        if line_search:
-            value, grad = optax.value_and_grad_from_state(loss)(factors, state=state)
-        else:
-            value, grad = jax.value_and_grad(loss)(factors)
-        extra = dict(value=value, grad=grad, value_fn=loss)
-        updates, state = transform.update(grad, state, factors, **extra)
-        stalled = jnp.where(value < best * (1 - MIN_IMPROVEMENT), 0, stalled + 1)
-        factors = optax.apply_updates(factors, updates)
-        return factors, state, step + 1, jnp.minimum(best, value), stalled
-
-    zero = jnp.int32(0)
-    carry = (factors, transform.init(factors), zero, jnp.float32(jnp.inf), zero)
-    factors, _, steps, _, _ = jax.lax.while_loop(keep_going, body, carry)
-    return factors, steps
-
-
-def find_norm(
-    mass_at: Callable[[Float[Array, " F"]], Float[Array, " F"]],
-    norm: Float[Array, " F"],
-    target_mass: float | Float[Array, ""],
-) -> Float[Array, " F"]:
-    """Finds each filter's smallest norm that reaches the mass, or the one that comes closest.
-
-    The grid search comes first because the mass is not monotonic: beyond some norm, a sharper map
-    covers less of a soft target.
-
-    Args:
-      mass_at: Attention mass of each filter at the norms that it is given.
-      norm: An array of the result's shape and type.
-      target_mass: Attention mass wanted on target.
-    """
-    grid = jnp.geomspace(*NORM_RANGE, NORM_GRID, dtype=norm.dtype)
-    masses = jax.lax.map(lambda value: mass_at(jnp.full_like(norm, value)), grid)
-    enough = masses >= target_mass
-    reached = enough.any(axis=0)
-    index = jnp.where(reached, enough.argmax(axis=0), masses.argmax(axis=0))
-    low, high = grid[jnp.maximum(index - 1, 0)], grid[index]
-
-    def bisect(_, bounds):
-        low, high = bounds
-        middle = jnp.sqrt(low * high)
-        enough = mass_at(middle) >= target_mass
-        return jnp.where(enough, low, middle), jnp.where(enough, middle, high)
-
-    fitted = jax.lax.fori_loop(0, NORM_BISECTIONS, bisect, (low, high))[1]
-    return jnp.where(reached, fitted, high)

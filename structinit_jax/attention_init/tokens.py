@@ -12,11 +12,13 @@ from collections.abc import Sequence
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array, Float, PRNGKeyArray
+from jaxtyping import PRNGKeyArray
 
 from structinit_jax.attention_init.draw import draw_flat
 from structinit_jax.attention_init.kernels import assign, random_rotations, target_maps
+from structinit_jax.attention_init.pseudo_input import layer_norm, sincos_positions
 from structinit_jax.attention_init.registry import register
+from structinit_jax.attention_init.report import warn_if_out_of_reach
 from structinit_jax.attention_init.sites import (
     AttentionSite,
     AttentionWeights,
@@ -25,15 +27,17 @@ from structinit_jax.attention_init.sites import (
 )
 from structinit_jax.attention_init.solve import (
     STATIC_OPTIONS,
-    layer_norm,
     row_space,
-    sincos_positions,
     solve_bank,
-    split_product,
     start_factors,
-    warn_if_out_of_reach,
 )
-from structinit_jax.errors import InputError
+from structinit_jax.attention_init.value_out import (
+    VO_INITS,
+    factors_near_identity,
+    remove_inputs,
+    remove_outputs,
+    require_narrow_heads,
+)
 
 
 @register("default", AttentionSite, RotarySite, WindowSite)
@@ -89,7 +93,7 @@ def mimetic(
 
     As in the programs of both papers, which store the factors of A Bᵀ = 0.4 U - 0.4 I untransposed
     as PyTorch weights: V = Aᵀ, Proj = B. The heads are then equally strong. With V = A, Proj = Bᵀ,
-    the formula's form, they are sorted by singular values (`mimetic_vo`).
+    the formula's form, they are sorted by singular values (`value_out.mimetic_vo`).
 
     Args:
       rng: Random key.
@@ -98,13 +102,13 @@ def mimetic(
       query_key_scale: Factor on query and key.
       value_out_scale: Factor on value and projection.
     """
-    _require_narrow_heads(site)
+    require_narrow_heads(site)
     qk_rng, vo_rng = jax.random.split(rng)
     layers, width, heads = site.num_layers, site.width, (site.num_heads, site.head_dim)
-    query, key = _factors_near_identity(
+    query, key = factors_near_identity(
         qk_rng, (layers, site.num_heads, width), site.head_dim, noise=0.7, identity=0.7
     )
-    a, b = _factors_near_identity(vo_rng, (layers, width), width, noise=0.4, identity=-0.4)
+    a, b = factors_near_identity(vo_rng, (layers, width), width, noise=0.4, identity=-0.4)
     inner = heads[0] * heads[1]
     value = jnp.swapaxes(a, -1, -2)[..., :inner].reshape(layers, width, *heads)
     out = b[:, :inner].reshape(layers, *heads, width)
@@ -251,92 +255,6 @@ def _solve_and_place(
     if keep_positions and vo_init != "default":
         value, out = remove_inputs(value, v), remove_outputs(out, v)
     return AttentionWeights(query, key, value, out, report=bank.report, filter_index=filter_index)
-
-
-# -- value and projection --------------------------------------------------------------------------
-
-
-def mimetic_vo(
-    rng: PRNGKeyArray, site: AttentionSite
-) -> tuple[Float[Array, "L D h d"], Float[Array, "L h d D"]]:
-    """Returns V and projection with V Proj = 0.4 U - 0.4 I over all heads of a layer, U uniform.
-
-    Heads are sorted by singular values, the strongest first.
-    """
-    _require_narrow_heads(site)
-    layers, width, heads = site.num_layers, site.width, (site.num_heads, site.head_dim)
-    inner = heads[0] * heads[1]
-    value, out = _factors_near_identity(rng, (layers, width), inner, noise=0.4, identity=-0.4)
-    out = jnp.swapaxes(out, -1, -2).reshape(layers, *heads, width)
-    return value.reshape(layers, width, *heads), out
-
-
-def balanced_vo(
-    rng: PRNGKeyArray, site: AttentionSite
-) -> tuple[Float[Array, "L D h d"], Float[Array, "L h d D"]]:
-    """Returns V = c (I - U / 2) Π and Proj = -c Πᵀ (I - U' / 2), so V Proj ≈ -0.4 (I - noise).
-
-    c² = 0.4, U and U' are uniform noise as in `mimetic`, and the permutation Π distributes the
-    channels over the heads: some are left out or used twice unless h d = D.
-    """
-    noise_rng, channel_rng = jax.random.split(rng)
-    layers, width = site.num_layers, site.width
-    inner, bound = site.num_heads * site.head_dim, (3 / width) ** 0.5
-    rngs = jax.random.split(channel_rng, layers)
-    channels = jax.vmap(lambda rng: jax.random.permutation(rng, width))(rngs)
-    channels = jnp.tile(channels, (1, -(-inner // width)))[:, :inner]
-    identity = jax.nn.one_hot(channels, width)  # [L, inner, D], the rows of Πᵀ
-    # 16 random bits are plenty for noise, and half the cost of 32.
-    draw = functools.partial(jax.random.bits, dtype="uint16")
-    bits = draw_flat(draw, noise_rng, (2, *identity.shape))
-    half_noise = bound * ((bits.astype(jnp.float32) + 0.5) / 2**16 - 0.5)
-    value, out = 0.4**0.5 * (identity[None] - half_noise)
-    heads = (layers, site.num_heads, site.head_dim, width)
-    return jnp.moveaxis(value.reshape(heads), -1, 1), -out.reshape(heads)
-
-
-def remove_inputs(
-    kernel: Float[Array, "L D h d"], v: Float[Array | np.ndarray, "D r"]
-) -> Float[Array, "L D h d"]:
-    """Returns the kernel without its part on inputs in the span of V, which is orthonormal."""
-    return kernel - jnp.einsum("Dr,Lrhd->LDhd", v, jnp.einsum("Er,LEhd->Lrhd", v, kernel))
-
-
-def remove_outputs(
-    kernel: Float[Array, "L h d D"], v: Float[Array | np.ndarray, "D r"]
-) -> Float[Array, "L h d D"]:
-    """Returns the kernel without its outputs in the span of V, which is orthonormal."""
-    return kernel - jnp.einsum("Dr,Lhdr->LhdD", v, jnp.einsum("LhdE,Er->Lhdr", kernel, v))
-
-
-VO_INITS = {
-    "balanced": balanced_vo,
-    "mimetic": mimetic_vo,
-    "default": lambda rng, site: (None, None),
-}
-
-
-def _require_narrow_heads(site):
-    inner = site.num_heads * site.head_dim
-    if inner > site.width:
-        raise InputError(
-            f"num_heads={site.num_heads} × head_dim={site.head_dim} = {inner} channels are more "
-            f"than width={site.width}, but mimetic factors of a [{site.width}, {site.width}] "
-            "matrix have no more: use vo_init='balanced' of 'impulse', or 'default'"
-        )
-
-
-def _factors_near_identity(rng, shape, rank, *, noise, identity):
-    """Returns A, B [*shape, rank] with A Bᵀ closest to noise · U + identity · I.
-
-    U is uniform between ±(3 / D)^1/2, D = shape[-1], so that its entries have variance 1 / D.
-    """
-    width = shape[-1]
-    bound = (3 / width) ** 0.5
-    draw = functools.partial(jax.random.uniform, minval=-bound, maxval=bound)
-    uniform = draw_flat(draw, rng, (*shape, width))
-    eye = jnp.broadcast_to(jnp.eye(width), uniform.shape)
-    return split_product(noise * uniform + identity * eye, rank)
 
 
 def _scale(weights, position_scale, query_key_scale, value_out_scale):

@@ -24,8 +24,9 @@ from structinit_jax.attention_init.kernels import (
     target_kernels,
 )
 from structinit_jax.attention_init.registry import register
+from structinit_jax.attention_init.report import report_on_maps
 from structinit_jax.attention_init.sites import AttentionWeights, WindowSite
-from structinit_jax.attention_init.solve import report_on_maps
+from structinit_jax.attention_init.value_out import VO_INITS
 from structinit_jax.errors import InputError
 
 DEFAULT_TARGET_MASS = 0.5
@@ -101,7 +102,7 @@ def _draw_and_place(rng, table, targets, fitting, *, site, ranges, offsets, same
     norm = jnp.sqrt(jnp.mean(jnp.stack([query, key]) ** 2) * site.width)
     report = report_on_maps(targets, maps, steps=0, norm=norm)
     bias = jnp.swapaxes(table[kernel], 1, 2)
-    value, out = tokens.VO_INITS[vo_init](vo_rng, site)
+    value, out = VO_INITS[vo_init](vo_rng, site)
     return AttentionWeights(
         query, key, value, out, report=report, filter_index=fitting[kernel], bias=bias
     )

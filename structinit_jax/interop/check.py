@@ -8,6 +8,7 @@ import numpy as np
 from jaxtyping import Float, Int
 
 from structinit_jax.attention_init import WindowSite
+from structinit_jax.attention_init.sites import check_grid
 from structinit_jax.errors import InputError
 from structinit_jax.interop.blocks import Block, find_blocks, may_be_rms_norm
 from structinit_jax.interop.host import Grid, find_host, square
@@ -97,18 +98,35 @@ def check(
 def hit_rates(
     maps: Float[np.ndarray, "B h N N"], grid: Grid
 ) -> tuple[Int[np.ndarray, "h 2"], Float[np.ndarray, " h"]]:
-    """Returns `offset` and `hit_rate` of a `Check` for the maps of one layer."""
+    """Returns `offset` and `hit_rate` of a `Check` for the maps of one layer.
+
+    Raises:
+      InputError: The maps are not of that grid, or NaN.
+    """
+    check_grid("grid", grid)
     rows, cols = grid
-    strongest, token = maps.argmax(axis=-1), np.arange(rows * cols)
+    maps, tokens = np.asarray(maps), rows * cols
+    if maps.ndim != 4 or maps.shape[2:] != (tokens, tokens):
+        raise InputError(
+            f"maps has shape {maps.shape}, but grid={grid} needs [images, heads, {tokens}, "
+            f"{tokens}]: cut off class and register tokens, or pass the grid"
+        )
+    if np.isnan(maps).any():
+        raise InputError("maps hold NaN: parameters or images are not finite")
+    strongest, token = maps.argmax(axis=-1), np.arange(tokens)
     dy = strongest // cols - token // cols  # [B, h, N]
     dx = strongest % cols - token % cols
     code = (dy + rows) * 2 * cols + dx + cols
+    every = np.stack(np.divmod(np.arange(4 * tokens), 2 * cols)) - np.array([[rows], [cols]])
+    neighbors = (rows - abs(every[0])) * (cols - abs(every[1]))  # tokens with one at this offset
     offsets, rates = [], []
     for head in range(maps.shape[1]):
-        counts = np.bincount(code[:, head].ravel())
-        y, x = np.divmod(counts.argmax(), 2 * cols) - np.array([rows, cols])
-        offsets.append((y, x))
-        rates.append(counts.max() / (len(maps) * (rows - abs(y)) * (cols - abs(x))))
+        counts = np.bincount(code[:, head].ravel(), minlength=4 * tokens)
+        # Of equally frequent offsets the one of most tokens: if all attend to the same token, each
+        # offset occurs once, and one that a single token has would count as a convolution.
+        best = np.lexsort((neighbors, counts))[-1]
+        offsets.append(every[:, best])
+        rates.append(counts[best] / (len(maps) * neighbors[best]))
     return np.array(offsets), np.array(rates)
 
 
@@ -165,7 +183,8 @@ def _patches(host, norm, images, grid):
     shape = (rows * height, cols * width, channels)
     if images is None:
         images = natural_noise(max(2, NOISE_TOKENS // (rows * cols)), *shape)
-    if images.shape[1:] != shape:
+    images = np.asarray(images)
+    if images.shape[1:] != shape or not len(images):
         raise InputError(
             f"images has shape {images.shape}, but the model needs {('B', *shape)}: its "
             f"{rows}x{cols} tokens are patches of {height}x{width} pixels"

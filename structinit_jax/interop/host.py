@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from structinit_jax.attention_init import AttentionWeights
-from structinit_jax.attention_init.sites import check_shape
+from structinit_jax.attention_init.sites import check_grid, check_shape, is_count
 from structinit_jax.errors import InputError
 from structinit_jax.interop.entries import Entry, Shape, check_array, encode_some
 from structinit_jax.interop.layouts import FIELDS, Leaves
@@ -60,8 +60,10 @@ class Host:
         self.width, inner = shape
         if num_heads is None:
             raise InputError(f"num_heads: pass the number of heads that share {inner} channels")
-        if num_heads < 1 or inner % num_heads:
-            raise InputError(f"num_heads={num_heads} does not divide the {inner} channels")
+        if not is_count(num_heads) or inner % num_heads:
+            raise InputError(
+                f"num_heads={num_heads!r}: needs a whole number that divides the {inner} channels"
+            )
         self.num_heads, self.head_dim = num_heads, inner // num_heads
 
     def shapes_of(self, entry: Entry) -> list[Shape]:
@@ -71,6 +73,8 @@ class Host:
 
     def position_table(self, grid: Grid | None) -> "Table | None":
         """Finds the learned position table. See `initialize` for `grid`."""
+        if grid is not None:
+            check_grid("grid", grid)
         found = [
             name
             for name in self._names(self.stack.layout.positions)
@@ -111,12 +115,14 @@ class Host:
                     "its rotary positions as rotations; for relative positions no scheme fits"
                 )
             return table
+        check_array("positions", "the encoding", given)
         if given.ndim != 2 or given.shape[1] != self.width:
             raise InputError(
                 f"positions has shape {given.shape}, but the model needs [N, {self.width}]"
             )
-        grid = grid or square(len(given))
-        if grid is None:
+        if grid is not None:
+            check_grid("grid", grid)
+        elif (grid := square(len(given))) is None:
             raise InputError(
                 f"grid: {len(given)} positions are not a square: pass grid=(rows, cols)"
             )

@@ -15,7 +15,7 @@ from structinit_jax.attention_init import (
     Weights,
     WindowSite,
 )
-from structinit_jax.attention_init.sites import check_shape
+from structinit_jax.attention_init.sites import check_grid, check_shape
 from structinit_jax.errors import InputError
 from structinit_jax.interop.assumptions import require_assumptions
 from structinit_jax.interop.entries import Entry, check_array, conv, encode_some, like, linear
@@ -57,6 +57,8 @@ def find_sites(leaves: Leaves, layout: str | None, grid: Grid | None) -> list[Fo
     Raises:
       InputError: The model is a Swin Transformer V2, or one of these that no scheme fits.
     """
+    if grid is not None:
+        check_grid("grid", grid)
     for name in filter(COSINE.fullmatch, leaves):
         raise InputError(
             f"params: {name} rescales the logits of cosine attention, as in SwinV2: they depend on "

@@ -60,20 +60,20 @@ def read_rotations(host: Host, given: Any, grid: Grid | None) -> Rotations:
     parts = tuple(given) if isinstance(given, tuple | list) else (given,)
     for part in parts:
         check_array("rotations", "the table", part)
-    shape, d = parts[0].shape, host.head_dim
+    shapes, d, is_pair = [part.shape for part in parts], host.head_dim, len(parts) == 2
+    shape = shapes[0] if shapes else ()
     lead = (1,) * (4 - len(shape)) + shape[:-2]
     heads = (host.num_layers, host.num_heads)
     fits = len(lead) == 2 and all(n in (1, m) for n, m in zip(lead, heads, strict=True))
-    as_one, as_pair = len(parts) == 1, len(parts) == 2 and parts[1].shape == shape
-    if not fits or shape[-1] != {as_one: 2 * d, as_pair: d}.get(True):
-        shapes = " and ".join(str(part.shape) for part in parts)
+    equal = len(set(shapes)) == 1 and len(shapes) <= 2
+    if not fits or not equal or shape[-1] != (d if is_pair else 2 * d):
         raise InputError(
-            f"rotations has shape {shapes}, but the model needs sines and cosines "
-            f"[N, {2 * d}], or with leading axes for {host.num_layers} layers and "
+            f"rotations has shape {' and '.join(map(str, shapes))}, but the model needs sines and "
+            f"cosines [N, {2 * d}], or with leading axes for {host.num_layers} layers and "
             f"{host.num_heads} heads, or a pair (cosines, sines) of [N, {d}]: pass {HOW}"
         )
     parts = [np.asarray(part, np.float64) for part in parts]
-    cos, sin = parts if as_pair else (parts[0][..., d:], parts[0][..., :d])
+    cos, sin = parts if is_pair else (parts[0][..., d:], parts[0][..., :d])
     for pairs in ("interleaved", "halves"):
         if all(np.array_equal(*split_pairs(part, pairs)) for part in (sin, cos)):
             break

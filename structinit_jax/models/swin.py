@@ -17,11 +17,10 @@ from structinit_jax.models import layers
 from structinit_jax.models.attention import Block
 from structinit_jax.models.layers import Rng
 from structinit_jax.models.model import Model, check_choices, image_sides, make_stack, run_stack
+from structinit_jax.models.shifted_windows import Sides, partition, shift_mask, unpartition
 
-Sides = tuple[int, int]
 EPSILON = 1e-5  # of every LayerNorm
 UNSHIFTED = (0, 0)
-MASKED = -100.0  # added to logits between tokens that are neighbors only by a shift, as in timm
 
 _TINY = dict(width=96, depths=(2, 2, 6, 2), num_heads=(3, 6, 12, 24), image_size=224, window_size=7)
 _SMALL = _TINY | dict(depths=(2, 2, 18, 2))
@@ -284,44 +283,6 @@ class SwinBlock(Block):
             return bias
         bias = bias + jnp.asarray(shift_mask(grid, self.window, shift))[:, None]
         return jnp.broadcast_to(bias[None], (batch, *bias.shape)).reshape(-1, *bias.shape[1:])
-
-
-def partition(x: Float[Array, "B rows cols D"], window: Sides) -> Float[Array, "BW n D"]:
-    """Splits a grid, zero-padded at its ends, into windows of n tokens."""
-    batch, rows, cols, width = x.shape
-    r, c = window
-    down, right = -rows % r, -cols % c
-    x = jnp.pad(x, ((0, 0), (0, down), (0, right), (0, 0)))
-    x = x.reshape(batch, (rows + down) // r, r, (cols + right) // c, c, width)
-    return x.swapaxes(2, 3).reshape(-1, r * c, width)
-
-
-def unpartition(
-    windows: Float[Array, "BW n D"], window: Sides, grid: Sides
-) -> Float[Array, "B rows cols D"]:
-    """Inverts `partition` and removes the padding."""
-    (rows, cols), (r, c), width = grid, window, windows.shape[-1]
-    down, across = -(-rows // r), -(-cols // c)
-    x = windows.reshape(-1, down, across, r, c, width).swapaxes(2, 3)
-    return x.reshape(-1, down * r, across * c, width)[:, :rows, :cols]
-
-
-def shift_mask(grid: Sides, window: Sides, shift: Sides) -> Float[np.ndarray, "W n n"]:
-    """Returns what to add to the logits of each window of a shifted grid.
-
-    The last windows hold tokens from both ends of the grid, which must not attend to each other:
-    `MASKED` for such pairs, 0 for all others. As in timm, ends are those of the padded grid.
-    """
-    regions = []
-    for side, size, move in zip(grid, window, shift, strict=True):
-        place = np.arange(side + -side % size)
-        last, wrapped = place >= len(place) - size, place >= len(place) - move
-        regions.append(last.astype(int) + wrapped if move else np.zeros_like(place))
-    labels = 3 * regions[0][:, None] + regions[1][None, :]
-    r, c = window
-    labels = labels.reshape(len(labels) // r, r, -1, c).swapaxes(1, 2).reshape(-1, r * c)
-    apart = labels[:, :, None] != labels[:, None, :]
-    return np.where(apart, np.float32(MASKED), np.float32(0))
 
 
 def _check_sizes(image_size, patch_size, width, depths, num_heads, window_size):

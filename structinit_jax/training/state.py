@@ -15,7 +15,7 @@ from safetensors import SafetensorError
 from safetensors.numpy import load_file
 
 from structinit_jax import config as config_lib
-from structinit_jax.attention_init.solve import out_of_reach
+from structinit_jax.attention_init.report import out_of_reach
 from structinit_jax.errors import InputError
 from structinit_jax.interop import select_weights
 from structinit_jax.models.registry import create_model

@@ -1,0 +1,46 @@
+"""Windows of a grid of tokens, as in Swin, and the mask that a cyclic shift of the grid needs."""
+
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Array, Float
+
+Sides = tuple[int, int]
+MASKED = -100.0  # added to logits between tokens that are neighbors only by a shift, as in timm
+
+
+def partition(x: Float[Array, "B rows cols D"], window: Sides) -> Float[Array, "BW n D"]:
+    """Splits a grid, zero-padded at its ends, into windows of n tokens."""
+    batch, rows, cols, width = x.shape
+    r, c = window
+    down, right = -rows % r, -cols % c
+    x = jnp.pad(x, ((0, 0), (0, down), (0, right), (0, 0)))
+    x = x.reshape(batch, (rows + down) // r, r, (cols + right) // c, c, width)
+    return x.swapaxes(2, 3).reshape(-1, r * c, width)
+
+
+def unpartition(
+    windows: Float[Array, "BW n D"], window: Sides, grid: Sides
+) -> Float[Array, "B rows cols D"]:
+    """Inverts `partition` and removes the padding."""
+    (rows, cols), (r, c), width = grid, window, windows.shape[-1]
+    down, across = -(-rows // r), -(-cols // c)
+    x = windows.reshape(-1, down, across, r, c, width).swapaxes(2, 3)
+    return x.reshape(-1, down * r, across * c, width)[:, :rows, :cols]
+
+
+def shift_mask(grid: Sides, window: Sides, shift: Sides) -> Float[np.ndarray, "W n n"]:
+    """Returns what to add to the logits of each window of a shifted grid.
+
+    The last windows hold tokens from both ends of the grid, which must not attend to each other:
+    `MASKED` for such pairs, 0 for all others. As in timm, ends are those of the padded grid.
+    """
+    regions = []
+    for side, size, move in zip(grid, window, shift, strict=True):
+        place = np.arange(side + -side % size)
+        last, wrapped = place >= len(place) - size, place >= len(place) - move
+        regions.append(last.astype(int) + wrapped if move else np.zeros_like(place))
+    labels = 3 * regions[0][:, None] + regions[1][None, :]
+    r, c = window
+    labels = labels.reshape(len(labels) // r, r, -1, c).swapaxes(1, 2).reshape(-1, r * c)
+    apart = labels[:, :, None] != labels[:, None, :]
+    return np.where(apart, np.float32(MASKED), np.float32(0))
