@@ -70,6 +70,8 @@ def test_mistaken_axes_are_refused(tiny_config, axis, message):
 def test_values_may_have_brackets_and_names_are_safe_for_files(tiny_config):
     axes = grid.parse_axes(["config.data.mean=(0.1,),(0.2,)", "config.data.train_split=train[:64]"])
     assert axes["data.mean"] == ["(0.1,)", "(0.2,)"]
+    nested = grid.parse_axes(["config.attention_init={'filters': ((1, 2), 3)},{'norm': 1}"])
+    assert nested["attention_init"] == ["{'filters': ((1, 2), 3)}", "{'norm': 1}"]
     names = list(grid.expand(tiny_config.lock(), ["default"], axes))
     assert names[0] == "default,data.mean=_0.1__,data.train_split=train__64_"
 

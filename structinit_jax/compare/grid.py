@@ -78,8 +78,20 @@ def parse_axes(flags: Iterable[str]) -> dict[str, list[str]]:
                 f"--grid.{flag} must name a field and its values: "
                 "--grid.config.model.num_heads=3,6,12"
             )
-        axes[path.removeprefix("config.")] = re.split(r",(?![^(\[{]*[)\]}])", text)
+        axes[path.removeprefix("config.")] = _split(text)
     return axes
+
+
+def _split(text):
+    """Splits text at the commas that no brackets enclose."""
+    parts, depth = [""], 0
+    for character in text:
+        depth += (character in "([{") - (character in ")]}")
+        if character == "," and depth == 0:
+            parts.append("")
+        else:
+            parts[-1] += character
+    return parts
 
 
 def find_baselines(names: Iterable[str], scheme: str) -> dict[str, str]:
