@@ -46,18 +46,20 @@ def readable(workdir: str | Path, only: str | None = None) -> Path:
     Raises:
       InputError: The storage cannot be read.
     """
-    return _copy(str(workdir), only) if workdir_lib.is_url(workdir) else Path(workdir).absolute()
+    if not workdir_lib.is_url(workdir):
+        return Path(workdir).absolute()
+    mirror = _local_mirror(str(workdir))
+    mirror.pull_files([only or "config.json"])
+    if not only:
+        mirror.pull_checkpoints()
+    return mirror.folder
 
 
 @functools.cache
-def _copy(url, only):
+def _local_mirror(url):
     folder = tempfile.mkdtemp(prefix="structinit_jax_")
     atexit.register(shutil.rmtree, folder, ignore_errors=True)
-    mirror = Mirror(url, Path(folder))
-    mirror.pull_files([only] if only else ["config.json"])
-    if not only:
-        mirror.pull_checkpoints()
-    return Path(folder)
+    return Mirror(url, Path(folder))
 
 
 @contextlib.contextmanager
@@ -143,19 +145,19 @@ class Mirror:
                     self._copied[name] = _state(self.folder / name)
 
     def pull_checkpoints(self) -> None:
-        """Copies all complete checkpoints."""
+        """Copies all complete checkpoints that are not here yet."""
         with self._explain():
-            names = [
-                name
-                for step in self._stored_steps(complete=True)
-                for name in self._names(f"checkpoints/{step}")
-            ]
-            for name in names:
-                (self.folder / name).parent.mkdir(parents=True, exist_ok=True)
-            self._each(
-                lambda name: self._storage.get_file(self._path(name), str(self.folder / name)),
-                names,
-            )
+            here = {folder.name for folder in self._local_checkpoints()} | self._damaged_steps()
+            for step in sorted(self._stored_steps(complete=True) - here, key=int):
+                names = self._names(f"checkpoints/{step}")
+                names.sort(key=lambda name: name.endswith(f"/{manifest.MANIFEST}"))  # last
+                for name in names:
+                    (self.folder / name).parent.mkdir(parents=True, exist_ok=True)
+                self._each(self._get, names[:-1])
+                self._get(names[-1])
+
+    def _get(self, name):
+        self._storage.get_file(self._path(name), str(self.folder / name))
 
     # -- To the storage ----------------------------------------------------------------------------
 
@@ -195,13 +197,15 @@ class Mirror:
             paths.sort(key=lambda path: path.name == manifest.MANIFEST)  # last
             self._each(self._put, paths[:-1])
             self._put(paths[-1])
-        damaged = {path.name.split(".")[0] for path in self.folder.glob("checkpoints/damaged/*")}
-        for step in stored - folders.keys() - damaged:
+        for step in stored - folders.keys() - self._damaged_steps():
             self._remove(step)
 
     def _local_checkpoints(self):
         folders = manifest.step_folders(self.folder / "checkpoints")
         return [folder for folder in folders if (folder / manifest.MANIFEST).exists()]
+
+    def _damaged_steps(self):
+        return {path.name.split(".")[0] for path in self.folder.glob("checkpoints/damaged/*")}
 
     def _put(self, path):
         name = path.relative_to(self.folder).as_posix()
