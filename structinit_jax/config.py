@@ -226,11 +226,9 @@ def validate(config: ConfigDict) -> None:
     text = f"a tuple of {channels}, one number for each of config.data.channels={channels}"
     for field in ("data.mean", "data.std"):
         _require(field, values[field], text, lambda x: len(x) == channels)
-    if not config.num_steps and config.cooldown_epochs >= config.num_epochs:
-        raise InputError(
-            f"config.cooldown_epochs={config.cooldown_epochs} must be below "
-            f"config.num_epochs={config.num_epochs}, the last of which they are"
-        )
+    if not config.num_steps:
+        text = f"below config.num_epochs={config.num_epochs}, the last of which they are"
+        _require("cooldown_epochs", config.cooldown_epochs, text, lambda x: x < config.num_epochs)
     if eval_name:
         text = f"1000, the classes of imagenet2012, for config.data.eval_name={eval_name!r}"
         _require("model.num_classes", config.model.num_classes, text, lambda x: x == 1000)
