@@ -37,12 +37,17 @@ RELATIVE = r"(?:.*[._])?(?:rel_pos|relative_pos|relative_att|position_bias|atten
 ROTARY = r"(?:.*[._])?(?:rope|rotary|freqs)"
 
 
-def require_assumptions(host: Host, bias_tables: Sequence[str] = ()) -> None:
+def require_assumptions(
+    host: Host, own: Sequence[str] = (), norm_scales: tuple[int, ...] = (1,)
+) -> None:
     """Raises `InputError` if the parameters show that a scheme's maps would not be the model's.
 
-    `bias_tables` are the relative position biases that the scheme sets.
+    Args:
+      host: The model.
+      own: Names of parameters beside the projections that the scheme sets or knows.
+      norm_scales: Values at which the scales of fresh norms may stand.
     """
-    own = {entry.name for entry in host.entries} | set(bias_tables)
+    own = {entry.name for entry in host.entries} | set(own)
     for attention in host.stack.attentions:
         for name in _floating(host, re.escape(attention) + r"\.?"):
             if name not in own:
@@ -51,19 +56,20 @@ def require_assumptions(host: Host, bias_tables: Sequence[str] = ()) -> None:
                 raise InputError(f"params: {name} {reason}")
     for name in set(_floating(host, re.escape(host.stack.stem) + RELATIVE)) - own:
         raise InputError(f"params: {name} {BIAS}")
-    _require_fresh_norms(host)
+    _require_fresh_norms(host, norm_scales)
 
 
-def _require_fresh_norms(host: Host) -> None:
+def _require_fresh_norms(host: Host, scales: tuple[int, ...]) -> None:
     for block in find_blocks(host):
         for module in block.norms:
-            for leaf, start in (("weight", 1), ("scale", 1), ("bias", 0)):
+            for leaf, starts in (("weight", scales), ("scale", scales), ("bias", (0,))):
                 name = f"{module}.{leaf}"
-                if name in host.leaves and _differs(host.leaves[name], start):
+                if name in host.leaves and all(_differs(host.leaves[name], s) for s in starts):
                     raise InputError(
-                        f"params: {name} is not {start}: schemes need a freshly built model, whose "
-                        "norms stand before attention and MLP, not behind them (post-norm), and "
-                        "start with scale 1 and bias 0"
+                        f"params: {name} is not {' or '.join(map(str, starts))}: schemes need a "
+                        "freshly built model, whose norms start with bias 0 and scale "
+                        + " or ".join(map(str, scales))
+                        + (", before attention and MLP, not behind them" if scales == (1,) else "")
                     )
 
 

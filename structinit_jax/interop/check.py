@@ -7,7 +7,6 @@ import jax
 import numpy as np
 from jaxtyping import Float, Int
 
-from structinit_jax.attention_init import WindowSite
 from structinit_jax.attention_init.sites import check_grid
 from structinit_jax.errors import InputError
 from structinit_jax.interop.blocks import Block, find_blocks, may_be_rms_norm
@@ -15,6 +14,7 @@ from structinit_jax.interop.host import Grid, find_host, square
 from structinit_jax.interop.layouts import FIELDS, flatten
 from structinit_jax.interop.other_sites import find_sites
 from structinit_jax.interop.rotations import read_rotations
+from structinit_jax.interop.window_bias import has_window_bias
 
 MEASURE = "take the attention maps from the model itself and pass them to `hit_rates`"
 NOISE_TOKENS = 1024  # tokens of noise images, enough for rates to about 0.02
@@ -71,12 +71,12 @@ def check(
       InputError: The model is of another form. The message names the parameter.
     """
     leaves, _ = flatten(params)
-    for found in find_sites(leaves, layout, grid):
-        if isinstance(found.site, WindowSite):
-            raise InputError(
-                f"params: {found.name} biases the attention of a model that `check` does not "
-                f"compute: {MEASURE}, with the window as the grid"
-            )
+    if name := has_window_bias(leaves):
+        raise InputError(
+            f"params: {name} is of attention within windows, which `check` does not compute: "
+            f"{MEASURE}, with the window as the grid"
+        )
+    for found in find_sites(leaves, layout, grid, {}):
         raise InputError(f"params: {found.name} is of a model without attention maps to check")
     host = find_host(leaves, layout, num_heads)
     norm = _rms_norm if may_be_rms_norm(host) else _layer_norm

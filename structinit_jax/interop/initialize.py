@@ -2,6 +2,7 @@
 
 import inspect
 import warnings
+from collections.abc import Mapping
 from typing import Any
 
 import jax
@@ -33,11 +34,12 @@ def initialize(
     grid: Grid | None = None,
     positions: np.ndarray | jax.Array | None = None,
     rotations: Any | None = None,
+    buffers: Mapping[str, np.ndarray] | None = None,
 ) -> Any:
     """Puts the weights of a scheme into the parameters of a freshly built model.
 
     It may be a ViT or, for schemes that support these sites, one with a relative position bias in
-    every layer (Swin, BEiT), an MLP-Mixer or a ConvMixer.
+    every layer (Swin, SwinV2, BEiT), an MLP-Mixer or a ConvMixer.
 
     Parameters that the scheme does not set stay as they are. Biases of the projections that it sets
     become zero. Schemes assume that the LayerNorm before the attention has scale 1 and bias 0, that
@@ -69,6 +71,8 @@ def initialize(
         them for the image tokens: the sines and cosines [..., N, 2 d] of timm's
         `model.rope.get_embed(...)`, for all layers and heads or with axes for them, or the pair
         (cosines, sines) of Hugging Face's `model.rope_embeddings(pixel_values)`, as NumPy arrays.
+      buffers: `{k: v.numpy() for k, v in model.named_buffers()}` of a SwinV2 of timm or Hugging
+        Face, whose state dict does not hold the coordinates in its windows.
 
     Returns:
       Parameters of the same structure, array kinds (NumPy or JAX), dtypes and shardings. Arrays
@@ -80,7 +84,7 @@ def initialize(
     """
     _check_scheme(attention_init, rng)
     leaves, rebuild = flatten(params)
-    sites = find_sites(leaves, layout, grid)
+    sites = find_sites(leaves, layout, grid, buffers or {})
     if sites:
         if positions is not None or rotations is not None:
             argument = "positions" if rotations is None else "rotations"

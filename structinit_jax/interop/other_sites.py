@@ -5,7 +5,7 @@ import re
 from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
-import jax.numpy as jnp
+import numpy as np
 
 from structinit_jax.attention_init import (
     AttentionWeights,
@@ -18,14 +18,13 @@ from structinit_jax.attention_init import (
 from structinit_jax.attention_init.sites import check_grid, check_shape
 from structinit_jax.errors import InputError
 from structinit_jax.interop.assumptions import require_assumptions
-from structinit_jax.interop.entries import Entry, check_array, conv, encode_some, like, linear
+from structinit_jax.interop.entries import Entry, check_array, conv, encode_some, linear
 from structinit_jax.interop.host import Grid, Host, square
 from structinit_jax.interop.layouts import Leaves
 from structinit_jax.interop.stacks import check_stack, find_stacks
+from structinit_jax.interop.window_bias import COSINE, has_window_bias, mlp_bias, table_bias
 
-BIAS_TABLE = "relative_position_bias_table"
 TOKEN_MLP = re.compile(r"(?P<stem>(?:.*\.)?blocks\.)(?P<index>\d+)\.mlp_tokens\.fc1\.weight")
-COSINE = re.compile(r"(?:.*\.)?att\w*\.(?:.*\.)?logit_scale")
 DEPTHWISE = re.compile(r"(?P<stem>(?:.*\.)?blocks\.)(?P<index>\d+)\.0\.fn\.0\.weight")
 
 
@@ -43,30 +42,27 @@ class FoundSite(NamedTuple):
     write: Callable[[Leaves, Weights], Leaves]
 
 
-def find_sites(leaves: Leaves, layout: str | None, grid: Grid | None) -> list[FoundSite]:
-    """Finds the stacks of a Swin Transformer or BEiT, MLP-Mixer or ConvMixer.
+def find_sites(
+    leaves: Leaves, layout: str | None, grid: Grid | None, buffers: Mapping[str, Any]
+) -> list[FoundSite]:
+    """Finds the stacks of a Swin Transformer (V1 or V2) or BEiT, MLP-Mixer or ConvMixer.
 
     Args:
       leaves: The parameters by name.
       layout: A key of `LAYOUTS`, or None to try them all.
       grid: (rows, cols) of the windows or tokens; None assumes a square.
+      buffers: Arrays of the model that `leaves` lack, by name.
 
     Returns:
       The stacks from first to last; none if the model is of another kind.
 
     Raises:
-      InputError: The model is a Swin Transformer V2, or one of these that no scheme fits.
+      InputError: The model is one of these that no scheme fits.
     """
     if grid is not None:
         check_grid("grid", grid)
-    for name in filter(COSINE.fullmatch, leaves):
-        raise InputError(
-            f"params: {name} rescales the logits of cosine attention, as in SwinV2: they depend on "
-            "the directions of queries and keys alone, which no scheme sets, and an MLP makes the "
-            "position bias. Use a model with a table of biases, such as Swin"
-        )
-    if any(BIAS_TABLE in name for name in leaves):
-        return _windows(leaves, layout, grid)
+    if has_window_bias(leaves):
+        return _windows(leaves, layout, grid, buffers)
     for pattern, find in ((TOKEN_MLP, _token_mixing), (DEPTHWISE, _convolutions)):
         layers = {int(m["index"]): m for m in map(pattern.fullmatch, leaves) if m}
         if layers:
@@ -74,63 +70,39 @@ def find_sites(leaves: Leaves, layout: str | None, grid: Grid | None) -> list[Fo
     return []
 
 
-# -- attention with a relative position bias: Swin, BEiT -------------------------------------------
+# -- attention with a relative position bias: Swin, SwinV2, BEiT -----------------------------------
 
 
-def _windows(leaves, layout, grid):
+def _windows(leaves, layout, grid, buffers):
     stacks = sorted(find_stacks(leaves, layout), key=lambda stack: _numbers(stack.stem))
-    sites = []
-    for stack in stacks:
-        check_stack(leaves, stack)
-        tables = [
-            name
-            for attention in stack.attentions
-            for name in leaves
-            if name.startswith(f"{attention.rpartition('.')[0]}.") and name.endswith(BIAS_TABLE)
-        ]
-        if len(tables) != len(stack.attentions):
-            raise InputError(
-                f"params: {stack.attentions[0]} has no {BIAS_TABLE}, as other layers have: schemes "
-                "need one in every layer"
-            )
-        sites.append(_window_site(leaves, stack, tables, grid))
-    return sites
+    return [_window_site(leaves, stack, grid, buffers) for stack in stacks]
 
 
-def _window_site(leaves, stack, tables, grid):
-    check_array("params", tables[0], leaves[tables[0]])
-    rows, num_heads = leaves[tables[0]].shape
-    host = Host(leaves, stack, num_heads)
-    require_assumptions(host, bias_tables=tables)
-    window = grid or _window(rows) or _window(rows - 3)  # BEiT has three for the class token
-    used = (2 * window[0] - 1) * (2 * window[1] - 1) if window else 0
-    if used not in (rows, rows - 3):
-        raise InputError(
-            f"grid: the {rows} rows of {tables[0]} do not fit the offsets in "
-            f"{'a square window' if window is None else f'a window of {window}'}: pass "
-            "grid=(rows, cols)"
-        )
-    site = WindowSite(
-        grid=window,
-        **host.sizes(),
-    )
+def _window_site(leaves, stack, grid, buffers):
+    check_stack(leaves, stack)
+    cosine = any(map(COSINE.fullmatch, leaves))
+    found = mlp_bias(leaves, stack, buffers) if cosine else table_bias(leaves, stack, grid)
+    if grid not in (None, found.window):
+        raise InputError(f"grid={grid}, but the windows of {found.names[0]} are {found.window}")
+    host = Host(leaves, stack, found.num_heads)
+    # SwinV2's norms stand behind attention and MLP, and start at 0 in its authors' models.
+    require_assumptions(host, own=found.names, norm_scales=(0, 1) if cosine else (1,))
+    site = WindowSite(grid=found.window, **host.sizes())
 
     def write(leaves: Leaves, weights: AttentionWeights) -> Leaves:
-        new = Host(leaves, stack, num_heads).with_attention(weights)
+        new = Host(leaves, stack, found.num_heads).with_attention(weights)
         if weights.bias is not None:
-            check_shape("bias", weights.bias, (host.num_layers, used, num_heads))
-            for name, bias in zip(tables, weights.bias, strict=True):
-                table = jnp.asarray(new[name], jnp.float32).at[:used].set(bias)
-                new[name] = like(table, new[name])
+            offsets = math.prod(2 * side - 1 for side in found.window)
+            check_shape("bias", weights.bias, (host.num_layers, offsets, host.num_heads))
+            new |= found.encode(np.asarray(weights.bias, np.float32))
+        elif cosine:
+            raise InputError(
+                "attention_init: the scheme sets no position bias, and cosine attention has no "
+                f"maps without one, as {found.names[0]} shows: use impulse()"
+            )
         return new
 
-    return FoundSite(tables[0], site, write)
-
-
-def _window(rows: int) -> Grid | None:
-    """Returns the square window with so many offsets, or None."""
-    side = math.isqrt(rows)
-    return (side // 2 + 1, side // 2 + 1) if side**2 == rows and side % 2 else None
+    return FoundSite(found.names[0], site, write)
 
 
 def _numbers(stem: str) -> list[int]:
