@@ -123,6 +123,15 @@ def test_weights_that_would_be_broadcast_are_refused(family, weights, message):
 
 
 @pytest.mark.parametrize(
+    ("family", "kind"),
+    [("mixer", "TokenMixingWeights"), ("convmixer", "ConvWeights"), ("swin", "AttentionWeights")],
+)
+def test_schemes_that_return_something_else_are_refused(family, kind):
+    with pytest.raises(InputError, match=f"<lambda> returned dict: .*needs to return {kind}"):
+        make(family).initialize_attention(lambda rng, site: {}, jax.random.key(0))
+
+
+@pytest.mark.parametrize(
     ("family", "shape", "message"),
     [
         ("vit", (1, 4, 16, 1), "images have 2x8 patches, but the model was built for 4x4"),

@@ -122,6 +122,11 @@ def odd_table():
             HEADS_OF_TIMM,
             r"proj\.weight is a .*\.Tensor",
         ),
+        (
+            lambda: timm_with(blocks__0__attn__proj__weight=np.zeros((192, 192), np.int8)),
+            HEADS_OF_TIMM,
+            r"proj\.weight holds int8, not floating-point",
+        ),
     ],
 )
 def test_unusable_parameters_are_refused(params, options, message):
@@ -143,6 +148,14 @@ def test_a_table_of_zeros_tells_no_tokens_apart():
 def test_a_scheme_that_was_not_called_is_refused():
     with pytest.raises(InputError, match=r"attention_init=impulse is not .*as in impulse\(\)"):
         interop.initialize(linen_tree("big_vision"), impulse, RNG)
+
+
+def test_a_scheme_that_returns_no_weights_is_refused():
+    def scheme(rng, site):
+        return None
+
+    with pytest.raises(InputError, match=r"=scheme returned NoneType: .*return AttentionWeights"):
+        interop.initialize(linen_tree("big_vision"), scheme, RNG)
 
 
 def test_a_learned_table_of_a_width_without_an_encoding():

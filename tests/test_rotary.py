@@ -123,6 +123,11 @@ def test_angles_that_do_not_tell_rows_apart_warn():
         impulse(vo_init="default")(RNG, make_site(angles=angles))
 
 
+def test_an_odd_width_is_refused():
+    with pytest.raises(InputError, match=r"RotarySite\.width=33: needs an even number"):
+        impulse()(RNG, make_site(width=33))
+
+
 def test_angles_may_be_traced():
     def init(angles):
         return impulse()(RNG, dataclasses.replace(make_site(), angles=angles)).query

@@ -87,6 +87,11 @@ def impulse(
     channels is solved for: the maps that come closest to the targets at the lowest norm are also
     those that content disturbs least. Every head gets k with its own random phases.
     """
+    if site.width % 2:
+        raise InputError(
+            f"RotarySite.width={site.width}: needs an even number, for as many channels of the "
+            "common vector at +1 as at -1"
+        )
     targets, ranges = target_maps(
         site, filters=filters, kernel_size=kernel_size, dilation=dilation, sigma=sigma
     )

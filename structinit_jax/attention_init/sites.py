@@ -297,3 +297,18 @@ Site = AttentionSite | TokenMixingSite | ConvSite
 Weights = AttentionWeights | TokenMixingWeights | ConvWeights
 AttentionInit = Callable[[jax.Array, Site], Weights]
 """Function `(rng, site) -> weights`: pure, and traceable by jit, vmap and eval_shape."""
+
+
+def call_scheme(scheme: AttentionInit, rng: jax.Array, site: Site) -> Weights:
+    """Returns a scheme's weights; raises `InputError` if they are of another kind than the site."""
+    weights = scheme(rng, site)
+    expected = AttentionWeights
+    if isinstance(site, TokenMixingSite | ConvSite):
+        expected = TokenMixingWeights if isinstance(site, TokenMixingSite) else ConvWeights
+    if not isinstance(weights, expected):
+        name = getattr(scheme, "__name__", repr(scheme))
+        raise InputError(
+            f"attention_init={name} returned {type(weights).__name__}: for this "
+            f"{type(site).__name__} it needs to return {expected.__name__}"
+        )
+    return weights

@@ -121,6 +121,11 @@ def encode_some(
     entry: Entry, old: Any, ours: Mapping[str, Any], shapes: Sequence[Shape]
 ) -> np.ndarray | jax.Array:
     """Encodes our arrays, with a leading layer axis; those that `ours` lacks keep the old value."""
+    if not jnp.issubdtype(old.dtype, jnp.floating):
+        raise InputError(
+            f"params: {entry.name} holds {old.dtype}, not floating-point numbers: quantize a model "
+            "after its training"
+        )
     xp = np if isinstance(old, np.ndarray) else jnp
     current = dict(zip(entry.paths, entry.decode(old, shapes), strict=True))
     for path in current.keys() & ours.keys():

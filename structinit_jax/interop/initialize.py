@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from structinit_jax.attention_init import AttentionInit, AttentionSite, AttentionWeights
-from structinit_jax.attention_init.sites import check_shape
+from structinit_jax.attention_init.sites import call_scheme, check_shape
 from structinit_jax.errors import InputError
 from structinit_jax.interop.assumptions import require_assumptions, rotary_positions
 from structinit_jax.interop.blocks import mlp_outputs
@@ -93,12 +93,12 @@ def initialize(
             )
         rngs = [rng] if len(sites) == 1 else jax.random.split(rng, len(sites))
         for found, site_rng in zip(sites, rngs, strict=True):
-            leaves = found.write(leaves, attention_init(site_rng, found.site))
+            leaves = found.write(leaves, call_scheme(attention_init, site_rng, found.site))
         return rebuild(leaves)
     host = find_host(leaves, layout, num_heads)
     site = _site(host, grid, positions, rotations)
     try:
-        weights = attention_init(rng, site)
+        weights = call_scheme(attention_init, rng, site)
     except InputError as error:
         if not (site.positions_trainable and site.width % 4):
             raise

@@ -15,7 +15,7 @@ from flax import nnx
 from jaxtyping import Array, Float, PRNGKeyArray
 
 from structinit_jax.attention_init import AttentionInit, Site, SolveReport, Weights
-from structinit_jax.attention_init.sites import check_shape
+from structinit_jax.attention_init.sites import call_scheme, check_shape
 from structinit_jax.errors import InputError
 from structinit_jax.models import sharding
 from structinit_jax.models.layers import ACTIVATIONS, BASE_INITS, RESIDUAL, Rng, set_weight
@@ -101,7 +101,7 @@ class Model(nnx.Module):
         # Split for a single stage too, so that this does not depend on the number of stages.
         rngs = [rng] if list(sites) == ["blocks"] else jax.random.split(rng, len(sites))
         stacks = zip(sites.items(), rngs, strict=True)
-        return {name: scheme(stack_rng, site) for (name, site), stack_rng in stacks}
+        return {name: call_scheme(scheme, stack_rng, site) for (name, site), stack_rng in stacks}
 
     def initialize_attention(self, scheme: AttentionInit, rng: PRNGKeyArray) -> SolveReport | None:
         """Replaces the start values of every stack by those of a scheme.
