@@ -8,9 +8,14 @@ fail() {
   exit 1
 }
 
-# Prints the comment at the top of the script, which is its manual.
+# macOS has bash 3.2, for which an empty array is an unset variable.
+((BASH_VERSINFO[0] * 100 + BASH_VERSINFO[1] >= 404)) ||
+  fail "bash $BASH_VERSION is too old: install 4.4 or newer, on macOS with 'brew install bash'"
+
+# Prints the comment at the top of the script, which is its manual. $0 may be relative to the directory
+# that the script was called from and has left.
 show_help() {
-  sed -n '2,/^$/s/^# \{0,1\}//p' "$0"
+  (cd "$OLDPWD" && sed -n '2,/^$/s/^# \{0,1\}//p' "$0")
 }
 
 # Runs a command with side effects, or prints it in a dry run.

@@ -48,6 +48,9 @@ def test_help_lists_every_option(script):
         assert option.removesuffix("*)") in result.stdout
     assert "--dry_run" in result.stdout
     assert "set -e" not in result.stdout
+    folder, name = (ROOT / "launch" / script).parent, Path(script).name
+    there = subprocess.run([f"./{name}", "--help"], cwd=folder, capture_output=True, text=True)
+    assert there.stdout == result.stdout
 
 
 def test_local_starts_one_process_per_gpu_or_on_virtual_devices():
@@ -81,7 +84,7 @@ def test_slurm_submits_one_task_per_gpu():
 def slurm(tmp_path):
     """An `srun` that runs its command here and an `scontrol` that records its arguments."""
     for name, line in (
-        ("srun", 'shift; exec "$@"'),
+        ("srun", f'echo "$1" > {tmp_path / "cores"}; shift 2; exec "$@"'),
         ("scontrol", f'echo "$@" >> {tmp_path / "calls"}'),
         ("trainer", 'exit "${4#--status=}"'),
     ):
@@ -92,6 +95,7 @@ def slurm(tmp_path):
         "PATH": f"{tmp_path}:{os.environ['PATH']}",
         "PYTHON": str(tmp_path / "trainer"),
         "SLURM_JOB_ID": "42",
+        "SLURM_CPUS_PER_TASK": "8",
     }
 
 
@@ -100,6 +104,7 @@ def test_a_slurm_job_requeues_itself_only_if_it_was_stopped(slurm, tmp_path, sta
     # The trainer gets `-m structinit_jax.main` and then the arguments.
     result = launch("slurm.sbatch", "--config=c", f"--status={status}", **slurm)
     assert result.returncode == status
+    assert (tmp_path / "cores").read_text() == "--cpus-per-task=8\n"
     assert (tmp_path / "calls").exists() == (status == 75)
     if status == 75:
         assert (tmp_path / "calls").read_text() == "requeue 42\n"

@@ -16,7 +16,8 @@
 #   --dry_run          print the commands without running them
 #   --help             print this text
 #
-# Repeating the command does nothing while a run with the same settings is in progress.
+# Repeating the command does nothing while a run with the same settings is in progress. After the run has
+# ended, or to change its settings, pass --delete first.
 
 set -euo pipefail
 cd "$(dirname "$0")/../.."
