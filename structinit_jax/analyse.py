@@ -1,4 +1,4 @@
-"""Analyzes what attention does in a model: maps, measures by layer and head, stable rank, CKA.
+r"""Analyzes what attention does in a model: maps, measures by layer and head, stable rank, CKA.
 
     python -m structinit_jax.analyse --workdir=DIR --out=analysis
 

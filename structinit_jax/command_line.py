@@ -35,13 +35,16 @@ CONFIG = flags.DEFINE_string(
 WORKDIR = flags.DEFINE_string(
     "workdir",
     None,
-    "Output directory. Required, except for --dry_run and start values. Training resumes from the "
-    "newest checkpoint in it.",
+    "Directory of the run: its config, metrics and checkpoints, from the newest of which training "
+    "resumes. That of compare and reproduce holds all their runs.",
 )
 STEP = flags.DEFINE_string(
-    "step", None, "Step of the run: a number, or 'newest' (default) or 'best' of the checkpoints."
+    "step",
+    None,
+    "Checkpoint: its step, 'newest' (default) or 'best'. For data.show: a training step, "
+    "from 1 (default).",
 )
-OUT = flags.DEFINE_string("out", None, "File to write, or folder.")
+OUT = flags.DEFINE_string("out", None, "File or directory to write.")
 SHARED = ("workdir", "step", "out")
 INTERRUPTED_EXIT_CODE = 130  # of a program that Ctrl-C ended, as shells report it
 

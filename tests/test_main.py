@@ -34,6 +34,13 @@ def test_help_lists_the_flags_of_the_command():
     assert "--out:" not in words
 
 
+@pytest.mark.parametrize("module", ["structinit_jax.compare.__main__", "structinit_jax.analyse"])
+def test_commands_in_the_help_can_be_copied(module):
+    lines = fork_main.run("--help", module=module).stdout.splitlines()
+    (start,) = (i for i, line in enumerate(lines) if line.endswith("\\"))
+    assert lines[start + 1].lstrip().startswith("--schemes=")
+
+
 def test_a_run_killed_or_stopped_at_any_moment_ends_bit_equal(tmp_path, data_dir):
     arguments = [
         *TINY,

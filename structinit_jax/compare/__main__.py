@@ -1,4 +1,4 @@
-"""Compares initializations, and any other fields, over several seeds.
+r"""Compares initializations, and any other fields, over several seeds.
 
     python -m structinit_jax.compare --config=configs/vit_fashion_mnist.py --workdir=/tmp/compare \
         --schemes=default,mimetic,impulse --seeds=3

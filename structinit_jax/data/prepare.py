@@ -218,13 +218,22 @@ def with_own_flags(message: str) -> str:
 def main(argv: Sequence[str] | None = None) -> None:
     """Prepares a data set, prints a report and draws examples."""
     command = "python -m structinit_jax.data.prepare"
-    parser = argparse.ArgumentParser(prog=command, description=__doc__.splitlines()[0])
+    parser = argparse.ArgumentParser(
+        prog=command,
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
     add = parser.add_argument
     add("--name", required=True, help="TFDS name, 'folder', 'tiny_imagenet' or 'module:function'")
     add("--data_dir", help="folder of TFDS's data sets, or of the images ('folder')")
-    add("--manual_dir", help="folder of archives that are downloaded by hand")
+    add("--manual_dir", help="folder of archives that you downloaded by hand")
     add("--samples", help="PNG file for a drawing of examples of the first split")
-    add("--check", type=int, default=1000, help="images to decode in each split; 0 for all")
+    add(
+        "--check",
+        type=int,
+        default=1000,
+        help="images to decode in each split (default: 1000); 0 for all",
+    )
     flags = parser.parse_args(argv)
     if flags.check < 0:
         raise InputError(f"--check={flags.check} must be 0 (all images) or more")

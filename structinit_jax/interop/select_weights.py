@@ -1,4 +1,4 @@
-"""Weight selection: a smaller model starts from evenly spaced elements of a larger one.
+r"""Weight selection: a smaller model starts from evenly spaced elements of a larger one.
 
 Xu et al. 2024, "Initializing Models with Larger Ones" (arXiv:2311.18823). From the command line:
 train a larger model, export it, start a smaller one from it.
