@@ -204,7 +204,7 @@ def test_without_a_release_it_installs_a_wheel(runtime, wheel, tmp_path, named):
 
 def test_without_both_it_says_what_to_do(runtime, tmp_path):
     result, _, _ = install(runtime, tmp_path)
-    assert "Upload a wheel: pip wheel . --no-deps" in result.stderr
+    assert "upload a wheel: pip wheel . --no-deps" in result.stderr
     assert "Traceback" not in result.stderr
 
 
