@@ -92,7 +92,7 @@ def operations(rngs, images, labels, small) -> dict[str, tuple[Callable, tuple]]
 
 
 def measure_vit_b_step(batch: int, dtype: str, repeats: int) -> float:
-    """Median seconds of the trainer's step of configs/vit_b_imagenet.py on random images."""
+    """Median seconds of the trainer's step of configs/vit_2025_imagenet.py on random images."""
     config = load_config("configs/vit_2025_imagenet.py:vit_base_patch16_224")
     config.update(batch_size=batch)
     config.model.dtype, config.augment.mix_group = dtype, 0
