@@ -222,10 +222,12 @@ def _make_config(overrides: Sequence[tuple[str, str]]) -> ConfigDict:
     elif workdir and (remote.readable(workdir, "config.json") / "config.json").is_file():
         config = load_run_config(workdir)
     else:
-        raise InputError(
-            "--config is required, such as --config=configs/vit_t_digits.py, unless --workdir is "
-            "that of a run, which holds its config.json"
+        why = (
+            f": --workdir={workdir} is not that of a run, which holds its config.json"
+            if workdir
+            else ", unless --workdir is that of a run"
         )
+        raise InputError(f"--config is required, such as --config=configs/vit_t_digits.py{why}")
     for path, text in overrides:
         override(config, path, text)
     if config_lib.set_base_init(config):

@@ -234,7 +234,7 @@ def test_layers_and_heads_are_chosen_by_name():
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["--workdir=x"], "--config is required.*config.json"),
+        (["--workdir=x"], "--config is required.*--workdir=x is not that of a run.*config.json"),
         (["--workdir=RUN", "--schemes=default"], "--schemes.*--workdir"),
         (["--config=configs/vit_t_digits.py", "--step=best"], "--step=best needs --workdir"),
         (["--workdir=RUN", "--layers=9"], "--layers=9: the model has no '9'.*1, 2"),
