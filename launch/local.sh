@@ -3,6 +3,8 @@
 #
 #   launch/local.sh [options] -- --config=FILE --workdir=DIR [flags of structinit_jax.main]
 #
+# Relative paths are relative to the root of this repository.
+#
 #   --processes=N    number of processes (default: 2)
 #   --cpu_devices=N  use N virtual CPU devices per process instead of GPUs
 #   --port=PORT      port of the coordinator on 127.0.0.1 (default: 8476)

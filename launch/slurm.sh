@@ -3,6 +3,8 @@
 #
 #   launch/slurm.sh [options] -- --config=FILE --workdir=DIR [flags of structinit_jax.main]
 #
+# Relative paths are relative to the root of this repository.
+#
 #   --name=NAME      job name (default: structinit_jax); a queued or running job is not submitted twice
 #   --nodes=N        number of nodes (default: 1)
 #   --gpus=N         GPUs per node (default: 8)
