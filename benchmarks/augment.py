@@ -130,10 +130,12 @@ def main() -> None:
     on_cpu = jax.default_backend() == "cpu"
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--out", help="JSON file for the results")
-    parser.add_argument("--batch", type=int, default=64 if on_cpu else IMAGES)
-    parser.add_argument("--vit_batch", type=int, default=8 if on_cpu else 128)
+    parser.add_argument("--batch", type=int, default=64 if on_cpu else IMAGES, help="images")
+    parser.add_argument("--vit_batch", type=int, default=8 if on_cpu else 128, help="of ViT-B/16")
     parser.add_argument("--size", type=int, default=224, help="height and width of the images")
-    parser.add_argument("--repeats", type=int, default=5)
+    parser.add_argument(
+        "--repeats", type=int, default=5, help="timed calls, of which the median counts"
+    )
     flags = parser.parse_args()
     device = jax.devices()[0].device_kind
     print(f"{device}: ms for {IMAGES} images of {flags.size}², timed on batches of {flags.batch}")

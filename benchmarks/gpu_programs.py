@@ -82,7 +82,7 @@ def _pretend_cudnn():
 def main() -> None:
     """Compiles one program after another, each in a process of its own, and writes --out."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--out", required=True)
+    parser.add_argument("--out", required=True, help="JSON file for the results")
     parser.add_argument("--big_vision", default="", help="checkout of google-research/big_vision")
     parser.add_argument("--rows", nargs="+", default=list(ROWS), choices=ROWS)
     args = parser.parse_args()

@@ -225,7 +225,9 @@ def main() -> None:
     parser.add_argument("--out", help="JSON file for the results")
     parser.add_argument("--batches", type=int, default=30, help=f"of {BATCH_SIZE} images, timed")
     parser.add_argument("--rounds", type=int, default=3, help="of which the best counts")
-    parser.add_argument("--torch_python", default=sys.executable)
+    parser.add_argument(
+        "--torch_python", default=sys.executable, help="Python that has torch and timm"
+    )
     parser.add_argument("--measure", help=argparse.SUPPRESS)
     parser.add_argument("--folder", type=Path, help=argparse.SUPPRESS)
     flags = parser.parse_args()

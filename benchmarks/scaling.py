@@ -141,7 +141,7 @@ def measure(model: str) -> dict[str, Any]:
 def main() -> None:
     """Prints the tables and writes them as JSON."""
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
-    parser.add_argument("--out", default="scaling.json")
+    parser.add_argument("--out", default="scaling.json", help="JSON file (default: scaling.json)")
     parser.add_argument("--mfu", type=float, default=0.4, help="assumed fraction of the peak")
     parser.add_argument("--models", nargs="+", default=list(MODELS), choices=MODELS)
     arguments = parser.parse_args()

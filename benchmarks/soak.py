@@ -1,11 +1,11 @@
-"""Kills a run at fifty random moments and compares the result with an undisturbed run.
+"""Kills a run at random moments and compares the result with an undisturbed run.
 
     python benchmarks/soak.py --out=soak.json
 
-Processes of the public command train a tiny ViT on digits and receive SIGKILL: some while they
-start or restore, most while they train and write checkpoints. The same command then resumes. At the
-end, all arrays of the last checkpoint (optimizer state included) and all lines of metrics.jsonl
-(except for timings) must be bit-identical to those of the undisturbed run.
+Processes of the public command train a tiny ViT on digits and receive SIGKILL, fifty times: some
+while they start or restore, most while they train and write checkpoints. The same command then
+resumes. At the end, all arrays of the last checkpoint (optimizer state included) and all lines of
+metrics.jsonl (except for timings) must be bit-identical to those of the undisturbed run.
 """
 
 import argparse
@@ -152,9 +152,9 @@ def lines_without_times(workdir: Path) -> list[dict]:
 def main() -> None:
     """Prints the results and writes them as JSON."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--out", default="soak.json")
-    parser.add_argument("--kills", type=int, default=KILLS)
-    parser.add_argument("--steps", type=int, default=STEPS)
+    parser.add_argument("--out", default="soak.json", help="JSON file (default: soak.json)")
+    parser.add_argument("--kills", type=int, default=KILLS, help="how often the run is killed")
+    parser.add_argument("--steps", type=int, default=STEPS, help="length of the run")
     parser.add_argument("--seed", type=int, default=0, help="seed of the moments")
     arguments = parser.parse_args()
     began = time.perf_counter()

@@ -159,7 +159,7 @@ def print_row(name: str, site: AttentionSite, row: dict) -> None:
 def main() -> None:
     """Prints the table and writes it as JSON."""
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
-    parser.add_argument("--out", default="solve.json")
+    parser.add_argument("--out", default="solve.json", help="JSON file (default: solve.json)")
     parser.add_argument("--models", nargs="+", default=["ViT-T/16", "ViT-B/16"], choices=MODELS)
     parser.add_argument(
         "--reference_steps", type=int, default=STEPS, help="steps before the reference's loss"

@@ -57,7 +57,7 @@ def time_import(module: str) -> float:
 def main() -> None:
     """Prints the report, and writes it to --out."""
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
-    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--rounds", type=int, default=5, help="Cold and warm starts.")
     parser.add_argument("--data_dir", default="", help="As config.data.data_dir.")
     parser.add_argument("--out", default=None, help="JSON file to write.")
     args = parser.parse_args()

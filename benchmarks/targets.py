@@ -1,4 +1,4 @@
-"""Memory and communication of the papers' recipes on accelerators that are not there.
+"""Memory and communication of the papers' recipes on accelerators, without having one.
 
     pip install '.[targets]' && python benchmarks/targets.py --out=targets.json
 
@@ -57,7 +57,7 @@ def measure(config: str, target: str) -> dict[str, str]:
 def main():
     """Compiles one program after another, each in a process of its own, and writes --out."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--out", required=True)
+    parser.add_argument("--out", required=True, help="JSON file for the results")
     parser.add_argument("--only", default="", help="only targets whose name contains this")
     args = parser.parse_args()
     results = []

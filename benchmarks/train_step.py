@@ -318,7 +318,7 @@ def main() -> None:
     )
     parser.add_argument("--dtype", default="float32", choices=("float32", "bfloat16"))
     parser.add_argument("--batch", type=int, help="images in a batch, if not the row's own")
-    parser.add_argument("--rounds", type=int, default=6)
+    parser.add_argument("--rounds", type=int, default=6, help="turns of each program")
     parser.add_argument("--steps", type=int, default=3, help="steps of each program in a round")
     parser.add_argument("--torch_python", default="", help="Python that has torch and timm")
     parser.add_argument("--big_vision", default="", help="checkout of google-research/big_vision")
