@@ -15,12 +15,14 @@ import shutil
 import socket
 import subprocess
 import sys
+import tomllib
 import venv
 from pathlib import Path
 
 import fork_main
 import pip
 import pytest
+from packaging.requirements import Requirement
 from PIL import Image
 
 ROOT = Path(__file__).parent.parent
@@ -206,6 +208,16 @@ def test_without_both_it_says_what_to_do(runtime, tmp_path):
     result, _, _ = install(runtime, tmp_path)
     assert "upload a wheel: pip wheel . --no-deps" in result.stderr
     assert "Traceback" not in result.stderr
+
+
+def test_the_runtime_of_colab_is_new_enough():
+    """Versions of August 2026, of JAX and of what a running notebook may have loaded."""
+    runtime = {"jax": "0.7.2", "numpy": "2.1.3", "pillow": "11.3.0", "rich": "13.9.4"}
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    needs = project["dependencies"] + project["optional-dependencies"]["train"]
+    for need in map(Requirement, needs):
+        assert need.name not in runtime or need.specifier.contains(runtime.pop(need.name))
+    assert not runtime
 
 
 def test_all_notebooks_install_alike():

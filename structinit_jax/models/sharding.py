@@ -5,7 +5,7 @@ import math
 from typing import Any
 
 import jax
-from jax.sharding import PartitionSpec
+from jax.sharding import NamedSharding, PartitionSpec
 
 AXIS = "fsdp"  # of the mesh
 # Smaller arrays (norms, biases, the class token) are not worth an all-gather.
@@ -32,25 +32,28 @@ def gather(block: Any) -> Any:
     if mesh.empty:
         return block
 
-    return jax.tree.map(
-        lambda weight: _gather_weight(weight, weight_spec(weight.shape, mesh.shape[AXIS])), block
-    )
+    def gather_weight(weight):
+        return _gather_weight(
+            weight, NamedSharding(mesh, weight_spec(weight.shape, mesh.shape[AXIS]))
+        )
+
+    return jax.tree.map(gather_weight, block)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(1,))
-def _gather_weight(weight, spec):
+def _gather_weight(weight, split):
     # Pinned first, since XLA would else keep the full copy for the gradient.
-    weight = jax.lax.with_sharding_constraint(weight, spec)
-    return jax.lax.with_sharding_constraint(weight, PartitionSpec())
+    weight = jax.lax.with_sharding_constraint(weight, split)
+    return jax.lax.with_sharding_constraint(weight, NamedSharding(split.mesh, PartitionSpec()))
 
 
-def _gather_weight_forward(weight, spec):
-    return _gather_weight(weight, spec), None
+def _gather_weight_forward(weight, split):
+    return _gather_weight(weight, split), None
 
 
-def _gather_weight_backward(spec, _, gradient):
+def _gather_weight_backward(split, _, gradient):
     # That of the constraints would sum the whole gradient on every device before it is split.
-    return (jax.lax.with_sharding_constraint(gradient, spec),)
+    return (jax.lax.with_sharding_constraint(gradient, split),)
 
 
 _gather_weight.defvjp(_gather_weight_forward, _gather_weight_backward)

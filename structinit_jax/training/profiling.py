@@ -93,7 +93,10 @@ class RecompilationWatch:
         return self
 
     def __exit__(self, *exception):
-        jax.monitoring.unregister_event_duration_listener(self._listen)
+        self._counting = False
+        # JAX 0.7 cannot unregister a listener, which then stays and counts nothing.
+        if hasattr(jax.monitoring, "unregister_event_duration_listener"):
+            jax.monitoring.unregister_event_duration_listener(self._listen)
 
     def start(self) -> None:
         """Starts counting, if it has not started yet."""
