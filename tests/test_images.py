@@ -247,3 +247,20 @@ def test_resize_and_center_crop():
     for height, width in itertools.product(range(5, 40, 7), repeat=2):
         image = np.zeros((height, width, 1), np.uint8)
         assert resize_and_center_crop(image, 14, 0.875).shape == (14, 14, 1)
+
+
+@pytest.mark.parametrize(
+    ("size", "image_size", "crop_fraction", "resized", "corner"),
+    [  # by timm's create_transform(is_training=False); size and resized are (height, width)
+        ((375, 500), 224, 0.9, (248, 330), (12, 53)),
+        ((500, 375), 224, 0.875, (341, 256), (58, 16)),
+        ((95, 100), 30, 0.95, (31, 32), (0, 1)),
+        ((31, 38), 31, 1.0, (31, 38), (0, 4)),
+    ],
+)
+def test_center_crop_is_timms(large_photo, size, image_size, crop_fraction, resized, corner):
+    image = large_photo.resize(size[::-1])
+    right = image.resize(resized[::-1], Image.Resampling.BICUBIC)
+    right = right.crop((corner[1], corner[0], corner[1] + image_size, corner[0] + image_size))
+    got = resize_and_center_crop(np.asarray(image), image_size, crop_fraction)
+    np.testing.assert_array_equal(got, right)
