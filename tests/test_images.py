@@ -124,6 +124,43 @@ def test_truncated_images_are_refused_by_name(photo, image_format, kept):
         StoredImage(content[: int(kept * len(content))], 3, "cat.img").decode()
 
 
+def with_segment(jpeg, marker, content):
+    """Inserts a segment at the start of a JPEG."""
+    length = (len(content) + 2).to_bytes(2)
+    return jpeg[:2] + bytes([0xFF, marker]) + length + content + jpeg[2:]
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda jpeg: jpeg[:-2] + b"\0\1\2abc" + jpeg[-2:],  # as in Cats vs. Dogs
+        lambda jpeg: with_segment(jpeg, 0xE2, b"ICC_PROFILE\0\0\0 is none"),
+        lambda jpeg: with_segment(jpeg, 0xE1, b"Exif\0\0 is none"),
+        lambda jpeg: jpeg.replace(b"JFIF\0\1", b"JFIF\0\x09"),
+    ],
+    ids=["end", "profile", "exif", "revision"],
+)
+@pytest.mark.parametrize("channels", [1, 3])
+def test_stray_bytes_in_a_jpeg_leave_its_pixels_as_they_are(photo, change, channels):
+    jpeg = encoded(photo, "JPEG")
+    changed = change(jpeg)
+    assert changed != jpeg
+    pixels = StoredImage(jpeg, channels, "cat.jpg").decode()
+    image = StoredImage(changed, channels, "cat.jpg")
+    assert image.size == (64, 96)
+    np.testing.assert_array_equal(image.decode(), pixels)
+    with pytest.raises(BadImageError, match=r"^cat\.jpg: cannot be decoded"):
+        StoredImage(change(jpeg)[: len(jpeg) // 2], channels, "cat.jpg").decode()
+
+
+def test_a_jpeg_with_damaged_pixels_is_refused(photo):
+    jpeg = bytearray(encoded(photo, "JPEG"))
+    middle = len(jpeg) // 2
+    jpeg[middle : middle + 300] = b"\xff\0" * 150  # no Huffman code is that long
+    with pytest.raises(BadImageError, match=r"^cat\.jpg: cannot be decoded \(Corrupt JPEG data"):
+        StoredImage(bytes(jpeg), 3, "cat.jpg").decode()
+
+
 def test_images_of_unknown_range_are_refused(photo):
     for mode, word in (("I", "32-bit"), ("F", "floating-point")):
         content = encoded(photo.convert("L").convert(mode), "TIFF")
