@@ -11,6 +11,7 @@ import pytest
 from structinit_jax.data import builders
 from structinit_jax.data.datasets import open_dataset
 from structinit_jax.data.info import CATALOG
+from structinit_jax.data.prepare import prepare
 from structinit_jax.errors import InputError
 
 
@@ -106,6 +107,29 @@ def test_tfrecord_set_is_refused(tmp_path, data_dir):
     info.write_text(info.read_text().replace("array_record", "tfrecord"))
     with pytest.raises(InputError, match="is prepared as tfrecord, array_record is needed"):
         open_dataset("digits", tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("file", "damage"),
+    [
+        ("dataset_info.json", Path.unlink),
+        ("dataset_info.json", lambda path: path.write_text("{")),
+        ("features.json", Path.unlink),
+        ("digits-train.array_record-00000-of-00001", Path.unlink),
+        ("digits-train.array_record-00000-of-00001", lambda path: os.truncate(path, 100_000)),
+    ],
+    ids=["no info", "cut info", "no features", "no file", "cut file"],
+)
+def test_damaged_sets_are_named(tmp_path, data_dir, file, damage):
+    shutil.copytree(Path(data_dir, "digits"), tmp_path / "digits")
+    folder = tmp_path / "digits" / "1.0.0"
+    damage(folder / file)
+    message = rf"config\.data\.name='digits': .*{tmp_path}.* is damaged.*copy the data set again"
+    with pytest.raises(InputError, match=message):
+        open_dataset("digits", tmp_path).split("train")[0]
+    if file.endswith("json"):
+        with pytest.raises(InputError, match=message):
+            prepare("digits", tmp_path)
 
 
 def test_idx_parser():

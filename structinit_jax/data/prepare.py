@@ -25,7 +25,7 @@ import numpy as np
 import tensorflow_datasets as tfds
 from PIL import Image, ImageDraw
 
-from structinit_jax.data.builders import ARRAY_RECORD, OWN_BUILDERS, find_builder
+from structinit_jax.data.builders import ARRAY_RECORD, OWN_BUILDERS, find_builder, read_prepared
 from structinit_jax.data.crops import resize_and_center_crop
 from structinit_jax.data.datasets import (
     FILE_SETS,
@@ -56,7 +56,7 @@ def prepare(name: str, data_dir: Folder = None, manual_dir: Folder = None) -> No
         return
     builder = find_builder(name, data_dir)
     if builder.data_path.exists():
-        builder = tfds.builder_from_directory(builder.data_path)
+        builder = read_prepared(name, builder.data_path)
         if builder.info.available_file_formats() == {tfds.core.FileFormat.TFRECORD}:
             print(f"Converting {builder.data_path} to array_record (once).", flush=True)
             _add_array_record(builder)
