@@ -87,6 +87,16 @@ def test_misspelt_name_suggests_near_ones(tmp_path):
         open_dataset("cifr10", tmp_path)
 
 
+@pytest.mark.parametrize(
+    ("name", "variants"),
+    [("imagenet_v2/top", r"'matched-frequency', .*, 'topimages'"), ("cifar10/top", "none")],
+)
+def test_unknown_variants_are_refused(tmp_path, name, variants):
+    message = rf"config\.data\.name='{name}': .* no variant 'top'\. Its variants: {variants}\.$"
+    with pytest.raises(InputError, match=message):
+        open_dataset(name, tmp_path)
+
+
 def test_unprepared_set_says_how(tmp_path):
     with pytest.raises(InputError) as caught:
         open_dataset("imagenet2012", tmp_path)

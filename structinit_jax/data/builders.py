@@ -212,7 +212,8 @@ def _explain_damage(name, path):
     except Exception as error:  # those of TFDS, protobuf and array_record have no common type
         raise InputError(
             f"config.data.name={name!r}: {path} is damaged or incomplete:"
-            f" {str(error).rstrip('.')}. Delete this folder, and prepare or copy the data set again."
+            f" {str(error).rstrip('.')}. Delete this folder, and prepare or copy the data set"
+            " again."
         ) from error
 
 
@@ -246,6 +247,15 @@ def find_builder(name: str, data_dir: Folder) -> tfds.core.DatasetBuilder:
             f"config.data.name={name!r}: its dataset_info.json in config.data.data_dir="
             f"{str(data_dir or '')!r} is damaged: {error} Delete its folder there, and prepare"
             " or copy the data set again."
+        ) from error
+    except ValueError as error:
+        base, _, variant = name.partition("/")
+        if not variant:
+            raise
+        known = ", ".join(map(repr, tfds.builder_cls(base).builder_configs)) or "none"
+        raise InputError(
+            f"config.data.name={name!r}: TFDS's {base} has no variant {variant!r}. Its variants:"
+            f" {known}."
         ) from error
     except (ImportError, AssertionError) as error:  # a missing package; an unknown version
         raise InputError(
