@@ -126,6 +126,37 @@ def test_labels_out_of_range_are_refused_by_name(tmp_path):
         source[2]
 
 
+PIXELS = np.zeros((4, 4, 3), np.uint8)
+
+
+@pytest.mark.parametrize(
+    ("record", "reason"),
+    [
+        ({"img": PIXELS, "label": 0}, "its record must be a dict .* got dict without 'image'"),
+        ({"image": PIXELS}, "its record must be a dict .* got dict without 'label'"),
+        ((PIXELS, 0), "its record must be a dict .* got tuple without 'image'"),
+        ({"image": PIXELS.tolist(), "label": 0}, "its 'image' is of type list, expected encoded"),
+        ({"image": Image.new("L", (4, 4)), "label": 0}, "its 'image' is of type Image"),
+        ({"image": PIXELS, "label": "cat"}, "its label is 'cat', expected 0 to 1"),
+        ({"image": PIXELS, "label": 0.5}, "its label is 0.5, expected 0 to 1"),
+        ({"image": PIXELS, "label": np.array([0, 1])}, r"its label is array\(\[0, 1\]\), expected"),
+        ({"image": PIXELS, "label": None}, "its label is None, expected 0 to 1"),
+    ],
+)
+@pytest.mark.parametrize("on_bad_image", ["stop", "skip"])
+def test_records_of_another_form_are_refused(record, reason, on_bad_image):
+    records = [{"image": PIXELS, "label": np.int64(1)}, record]
+    dataset = Dataset.from_records("mine", {"train": records}, ["a", "b"])
+    with pytest.raises(InputError, match=f"^mine 'train', example 1: {reason}"):
+        dataset.split("train", on_bad_image=on_bad_image).read([0, 1])
+
+
+@pytest.mark.parametrize("shape", [(4, 4, 4), (None, None, 2)])
+def test_other_numbers_of_channels_are_refused(shape):
+    with pytest.raises(InputError, match=r"^mine: image_shape=.* with 1 or 3 channels"):
+        Dataset.from_records("mine", {"train": []}, ["a"], shape)
+
+
 def test_selected_examples_keep_their_labels(tmp_path):
     source = make_dataset(tmp_path).split("train").relabel(np.array([7, 8, 9]))
     chosen = source.select(np.array([True, False, True]))

@@ -18,7 +18,7 @@ from typing import Any, Protocol, runtime_checkable
 import numpy as np
 
 from structinit_jax import plugins
-from structinit_jax.data.images import BadImageError, StoredImage
+from structinit_jax.data.images import PIL_MODES, BadImageError, StoredImage
 from structinit_jax.data.info import CATALOG, DatasetInfo, parse_split
 from structinit_jax.errors import InputError
 
@@ -137,13 +137,18 @@ class ImageSource:
         return self.records.read(self.kept[np.asarray(indices, np.int64)].tolist())
 
     def _open(self, index, record):
-        image, file_name = record["image"], record.get("file_name", "")
+        image, file_name = self._entry(index, record, "image"), record.get("file_name", "")
         if isinstance(image, str | os.PathLike):
             file_name = os.fspath(image)
             try:
                 image = Path(image).read_bytes()
             except OSError as error:
                 raise InputError(f"{file_name}: cannot be read ({error.strerror}).") from error
+        if not isinstance(image, bytes | np.ndarray):
+            raise InputError(
+                f"{self._describe(index)}: its 'image' is of type {type(image).__name__}, expected"
+                " encoded bytes, the path of a file, or a NumPy array of pixels."
+            )
         file_name = file_name.decode() if isinstance(file_name, bytes) else file_name
         name = self._describe(index) + (file_name and f" ({file_name})")
         return StoredImage(image, self.info.image_shape[-1], name)
@@ -151,12 +156,25 @@ class ImageSource:
     def _label(self, index, record):
         if self.new_labels is not None:
             return int(self.new_labels[index])
-        label, num_classes = int(record[self.label_key]), self.info.num_classes
-        if not 0 <= label < num_classes:
+        label, num_classes = self._entry(index, record, self.label_key), self.info.num_classes
+        try:
+            valid = int(label) == label and 0 <= label < num_classes
+        except (TypeError, ValueError):
+            valid = False
+        if not valid:
             raise InputError(
-                f"{self._describe(index)}: its label is {label}, expected 0 to {num_classes - 1}."
+                f"{self._describe(index)}: its label is {label!r}, expected 0 to {num_classes - 1}."
             )
-        return label
+        return int(label)
+
+    def _entry(self, index, record, key):
+        try:
+            return record[key]
+        except (KeyError, TypeError, IndexError) as error:
+            raise InputError(
+                f"{self._describe(index)}: its record must be a dict with an 'image' and a"
+                f" {self.label_key!r}, got {type(record).__name__} without {key!r}."
+            ) from error
 
     def _describe(self, index):
         return f"{self.name}, example {self.kept[index]}"
@@ -200,6 +218,11 @@ class Dataset:
           image_shape: Height, width (None if they vary) and channels, 1 or 3. Images are converted
             to this number of channels, and those of one square size are cropped on the device.
         """
+        if len(image_shape) != 3 or image_shape[-1] not in PIL_MODES:
+            raise InputError(
+                f"{name}: image_shape={image_shape} must be (height, width, channels) with 1 or 3"
+                " channels. Images of other kinds are converted to these."
+            )
         sizes = {split: len(records) for split, records in splits.items()}
         info = DatasetInfo(len(class_names), image_shape, sizes)
         return cls(name, info, class_names, splits.__getitem__)

@@ -116,7 +116,8 @@ class StoredImage:
         pixels = self._data
         if pixels.ndim == 3 and pixels.shape[-1] == 1:
             pixels = pixels[..., 0]
-        if pixels.dtype != np.uint8 or not (pixels.ndim == 2 or pixels.shape[2:] == (3,)):
+        is_image = pixels.size and (pixels.ndim == 2 or pixels.shape[2:] == (3,))
+        if pixels.dtype != np.uint8 or not is_image:
             raise BadImageError(
                 f"{self.name}: pixels need to be uint8 [h, w] or [h, w, 1 or 3], got {pixels.dtype}"
                 f" {list(pixels.shape)}."
