@@ -70,7 +70,7 @@ def test_every_kind_looks_like_the_picture(photo, mode, image_format, channels):
         assert distance(pixels, photo.convert(mode).convert("RGB").convert(right.mode)) < 12
 
 
-@pytest.mark.parametrize("image_format", ["PNG", "TIFF"])
+@pytest.mark.parametrize("image_format", ["PNG", "TIFF", "PPM"])
 def test_sixteen_bits_keep_the_upper_eight(image_format):
     values = np.arange(65536, dtype=np.uint16).reshape(256, 256)
     pixels = StoredImage(encoded(Image.fromarray(values), image_format), 3, "deep").decode()
@@ -162,8 +162,9 @@ def test_a_jpeg_with_damaged_pixels_is_refused(photo):
 
 
 def test_images_of_unknown_range_are_refused(photo):
-    for mode, word in (("I", "32-bit"), ("F", "floating-point")):
-        content = encoded(photo.convert("L").convert(mode), "TIFF")
+    kinds = (("I", "TIFF", "32-bit"), ("F", "TIFF", "floating-point"), ("F", "PPM", "floating"))
+    for mode, image_format, word in kinds:
+        content = encoded(photo.convert("L").convert(mode), image_format)
         with pytest.raises(BadImageError, match=f"^deep.tif: its pixels are {word}"):
             StoredImage(content, 3, "deep.tif").decode()
 

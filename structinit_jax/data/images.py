@@ -74,7 +74,10 @@ class StoredImage:
         except Exception as error:  # each format's decoder has errors of its own
             raise self._bad(error) from error
         kind = {"I": "32-bit", "F": "floating-point"}
-        if self._jpeg_mode is None and self._file.mode in kind:
+        if self._jpeg_mode is not None:
+            return
+        is_pgm = (self._file.mode, self._file.format) == ("I", "PPM")  # has 16 bits
+        if self._file.mode in kind and not is_pgm:
             raise BadImageError(
                 f"{name}: its pixels are {kind[self._file.mode]} numbers of unknown range. Convert"
                 " it to 8 or 16 bits."
@@ -191,7 +194,7 @@ def _may_have_exif(data):
 
 
 def _convert(image, mode):
-    if image.mode.startswith("I;16"):
+    if image.mode.startswith("I"):  # 16 bits
         # Pillow's own conversion clips at 255.
         image = Image.fromarray((np.asarray(image) >> 8).astype(np.uint8))
     if "transparency" in image.info:
