@@ -97,9 +97,12 @@ class ImageSource:
         return [record[key] for block in blocks for record in block]
 
     def labels(self) -> np.ndarray:
-        """Returns all labels, int64 [n]."""
-        labels = self.column(self.label_key) if self.new_labels is None else self.new_labels
-        return np.asarray(labels, np.int64)
+        """Returns all labels, int64 [n]; `InputError` for one that is no whole number."""
+        if self.new_labels is not None:
+            return np.asarray(self.new_labels, np.int64)
+        indices = range(len(self))
+        records = itertools.chain.from_iterable(map(self._fetch, self._blocks()))
+        return np.fromiter(map(self._whole_label, indices, records), np.int64, len(self))
 
     def select(self, wanted: np.ndarray) -> "ImageSource":
         """Returns the examples where `wanted`, bool [n], is true, in the same order."""
@@ -156,16 +159,25 @@ class ImageSource:
     def _label(self, index, record):
         if self.new_labels is not None:
             return int(self.new_labels[index])
-        label, num_classes = self._entry(index, record, self.label_key), self.info.num_classes
+        label, num_classes = self._whole_label(index, record), self.info.num_classes
+        if not 0 <= label < num_classes:
+            raise self._bad_label(index, label)
+        return label
+
+    def _whole_label(self, index, record):
+        label = self._entry(index, record, self.label_key)
         try:
-            valid = int(label) == label and 0 <= label < num_classes
+            if int(label) == label:
+                return int(label)
         except (TypeError, ValueError):
-            valid = False
-        if not valid:
-            raise InputError(
-                f"{self._describe(index)}: its label is {label!r}, expected 0 to {num_classes - 1}."
-            )
-        return int(label)
+            pass
+        raise self._bad_label(index, label)
+
+    def _bad_label(self, index, label):
+        return InputError(
+            f"{self._describe(index)}: its label is {label!r}, expected 0 to"
+            f" {self.info.num_classes - 1}."
+        )
 
     def _entry(self, index, record, key):
         try:

@@ -133,7 +133,8 @@ def describe_split(source: ImageSource, num_classes: int, num_checked: int) -> l
     """Decodes `num_checked` evenly spaced examples, or all if it is 0.
 
     Returns:
-      Lines to print: classes, image sizes, bytes, and every image that cannot be decoded.
+      Lines to print: classes, image sizes, bytes, labels that are no class, and every image that
+      cannot be decoded.
     """
     indices = _evenly_spaced(source, num_checked or len(source))
     good, problems = source.select(np.isin(np.arange(len(source)), indices)).split_bad_images()
@@ -142,7 +143,8 @@ def describe_split(source: ImageSource, num_classes: int, num_checked: int) -> l
     if len(good):
         sizes = np.array([(*image.size, image.num_bytes) for image in good.images()])
         labels = good.labels()
-        counts = np.bincount(labels[labels >= 0], minlength=num_classes)  # -1 stands for no label
+        known = (labels >= 0) & (labels < num_classes)
+        counts = np.bincount(labels[known], minlength=num_classes)
         low, high = sizes.min(axis=0), sizes.max(axis=0)
         lines += [
             f"{np.count_nonzero(counts)} of {num_classes} classes, {counts.min():,} to"
@@ -150,6 +152,8 @@ def describe_split(source: ImageSource, num_classes: int, num_checked: int) -> l
             f"{low[0]} to {high[0]} pixels high, {low[1]} to {high[1]} wide",
             f"{sizes[:, 2].mean():,.0f} bytes per image",
         ]
+        if others := np.unique(labels[~known & (labels != -1)]).tolist():  # -1 stands for no label
+            lines.append(f"bad: labels {others[:10]}, expected 0 to {num_classes - 1}")
     return lines + [f"bad: {problem}" for problem in problems]
 
 
