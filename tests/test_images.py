@@ -77,6 +77,16 @@ def test_sixteen_bits_keep_the_upper_eight(image_format):
     np.testing.assert_array_equal(pixels, np.repeat((values // 256)[..., None], 3, axis=2))
 
 
+@pytest.mark.parametrize("image_format", ["GIF", "WEBP", "PNG", "TIFF", "MPO"])
+def test_the_first_of_several_pictures_is_read(photo, image_format):
+    other = Image.new("RGB", photo.size, "red")
+    content = encoded(photo, image_format, save_all=True, append_images=[other])
+    with Image.open(io.BytesIO(content)) as file:
+        assert file.n_frames == 2
+        assert distance(StoredImage(content, 3, "film").decode(), file.convert("RGB")) == 0
+    assert distance(StoredImage(content, 3, "film").decode(), photo) < 12
+
+
 def test_transparent_palette(photo):
     content = encoded(photo.convert("P"), "PNG", transparency=bytes(range(256)))
     right = Image.open(io.BytesIO(content)).convert("RGBA").convert("RGB")
