@@ -1,4 +1,5 @@
 import io
+import json
 import sys
 
 import jax
@@ -149,6 +150,14 @@ def test_records_of_another_form_are_refused(record, reason, on_bad_image):
     dataset = Dataset.from_records("mine", {"train": records}, ["a", "b"])
     with pytest.raises(InputError, match=f"^mine 'train', example 1: {reason}"):
         dataset.split("train", on_bad_image=on_bad_image).read([0, 1])
+
+
+def test_class_names_are_text():
+    """A checkpoint holds them as JSON."""
+    names = np.unique([3, 5, 3])
+    dataset = Dataset.from_records("mine", {"train": []}, names)
+    assert json.loads(json.dumps(list(dataset.class_names))) == ["3", "5"]
+    assert dataset.info.num_classes == 2
 
 
 @pytest.mark.parametrize("shape", [(4, 4, 4), (None, None, 2)])

@@ -10,7 +10,7 @@ import dataclasses
 import itertools
 import os
 import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, Protocol, runtime_checkable
@@ -215,7 +215,7 @@ class Dataset:
         cls,
         name: str,
         splits: Mapping[str, Records],
-        class_names: Sequence[str],
+        class_names: Iterable[Any],
         image_shape: tuple[int | None, int | None, int] = (None, None, 3),
     ) -> "Dataset":
         """Makes a data set from its records.
@@ -226,7 +226,7 @@ class Dataset:
         Args:
           name: Name in messages.
           splits: The records of each split; a list or other `Records`.
-          class_names: Name of each class, by label.
+          class_names: Name of each class, by label. Others than strings are written as such.
           image_shape: Height, width (None if they vary) and channels, 1 or 3. Images are converted
             to this number of channels, and those of one square size are cropped on the device.
         """
@@ -236,8 +236,8 @@ class Dataset:
                 " channels. Images of other kinds are converted to these."
             )
         sizes = {split: len(records) for split, records in splits.items()}
-        info = DatasetInfo(len(class_names), image_shape, sizes)
-        return cls(name, info, class_names, splits.__getitem__)
+        names = [str(class_name) for class_name in class_names]
+        return cls(name, DatasetInfo(len(names), image_shape, sizes), names, splits.__getitem__)
 
     def split(
         self, spec: str, field: str = "data.train_split", on_bad_image: str = "stop"
