@@ -152,6 +152,18 @@ def test_records_of_another_form_are_refused(record, reason, on_bad_image):
         dataset.split("train", on_bad_image=on_bad_image).read([0, 1])
 
 
+def test_images_of_another_size_than_declared_are_refused():
+    def first(shape):
+        records = [{"image": np.zeros((4, 6, 3), np.uint8), "label": 0}]
+        return Dataset.from_records("mine", {"train": records}, ["a"], shape).split("train")[0]
+
+    for shape in ((4, 6, 3), (None, 6, 3), (None, None, 1)):
+        assert first(shape)[0].decode().shape == (4, 6, shape[-1])
+    for shape in ((4, 4, 3), (5, None, 3)):
+        with pytest.raises(InputError, match=r"^mine 'train', example 0: it has 4x6 pixels, but"):
+            first(shape)
+
+
 def test_class_names_are_text():
     """A checkpoint holds them as JSON."""
     names = np.unique([3, 5, 3])

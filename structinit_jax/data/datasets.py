@@ -154,7 +154,14 @@ class ImageSource:
             )
         file_name = file_name.decode() if isinstance(file_name, bytes) else file_name
         name = self._describe(index) + (file_name and f" ({file_name})")
-        return StoredImage(image, self.info.image_shape[-1], name)
+        shape = self.info.image_shape
+        stored = StoredImage(image, shape[-1], name)
+        if any(side not in (None, found) for side, found in zip(shape, stored.size, strict=False)):
+            raise InputError(
+                f"{name}: it has {stored.size[0]}x{stored.size[1]} pixels, but the image_shape of"
+                f" the data set is {shape}: its sides must be None where they vary."
+            )
+        return stored
 
     def _label(self, index, record):
         if self.new_labels is not None:
@@ -229,6 +236,7 @@ class Dataset:
           class_names: Name of each class, by label. Others than strings are written as such.
           image_shape: Height, width (None if they vary) and channels, 1 or 3. Images are converted
             to this number of channels, and those of one square size are cropped on the device.
+            Those of another size than this are refused.
         """
         if len(image_shape) != 3 or image_shape[-1] not in PIL_MODES:
             raise InputError(
