@@ -1,5 +1,6 @@
 import io
 import json
+import os
 import sys
 
 import jax
@@ -7,7 +8,7 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from structinit_jax.data.datasets import Dataset, open_dataset
+from structinit_jax.data.datasets import Dataset, num_cores, open_dataset
 from structinit_jax.data.loader import make_loader
 from structinit_jax.errors import InputError
 
@@ -125,6 +126,14 @@ def test_labels_out_of_range_are_refused_by_name(tmp_path):
         InputError, match=r"^mixed 'train', example 2: its label is 3, expected 0 to 2"
     ):
         source[2]
+
+
+def test_threads_are_as_many_as_the_cores_that_the_process_may_use(monkeypatch):
+    monkeypatch.setattr(os, "cpu_count", lambda: 64)
+    monkeypatch.setattr(os, "sched_getaffinity", lambda process: {3, 5}, raising=False)
+    assert num_cores() == 2
+    monkeypatch.delattr(os, "sched_getaffinity")
+    assert num_cores() == 64
 
 
 PIXELS = np.zeros((4, 4, 3), np.uint8)

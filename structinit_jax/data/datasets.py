@@ -33,6 +33,13 @@ OWN_SET = re.compile(r"(?!huggingface:)[A-Za-z_][\w.]*:[A-Za-z_]\w*")
 READ_BLOCK = 256
 
 
+def num_cores() -> int:
+    """Returns how many cores this process may use. SLURM and containers may allow it only a few."""
+    if hasattr(os, "sched_getaffinity"):  # not on macOS
+        return len(os.sched_getaffinity(0))
+    return os.cpu_count() or 1
+
+
 @runtime_checkable
 class Records(Protocol):
     """The examples of a split, as stored.
@@ -127,7 +134,7 @@ class ImageSource:
         def problems(indices):
             return list(map(problem, indices, self._fetch(indices)))
 
-        with ThreadPoolExecutor(os.cpu_count()) as pool:
+        with ThreadPoolExecutor(num_cores()) as pool:
             found = list(itertools.chain.from_iterable(pool.map(problems, self._blocks())))
         good = self.select(np.array([text is None for text in found], bool))
         return good, [text for text in found if text is not None]
