@@ -94,6 +94,11 @@ class StoredImage:
         width, height = self._stored_size
         return (width, height) if self._upright[0] else (height, width)
 
+    @property
+    def mirrored(self) -> tuple[bool, bool]:
+        """Whether the orientation reverses the rows and the columns."""
+        return (self._upright[1] < 0, self._upright[2] < 0)
+
     def decode(self, at_least: tuple[int, int] = (0, 0)) -> np.ndarray:
         """Returns the pixels, uint8 [h, w, C].
 
