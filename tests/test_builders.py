@@ -82,9 +82,13 @@ def test_unwritable_data_dir(tmp_path):
         open_dataset("digits", occupied / "below")
 
 
-def test_misspelt_name_suggests_near_ones(tmp_path):
-    with pytest.raises(InputError, match=r"config\.data\.name='cifr10'.*Did you mean 'cifar10'"):
-        open_dataset("cifr10", tmp_path)
+@pytest.mark.parametrize(
+    ("name", "near"), [("cifr10", "cifar10"), ("CIFAR10", "cifar10"), ("Folder", "folder")]
+)
+def test_misspelt_name_suggests_near_ones(tmp_path, name, near):
+    message = rf"config\.data\.name='{name}'.*Did you mean '{near}'"
+    with pytest.raises(InputError, match=message):
+        open_dataset(name, tmp_path)
 
 
 @pytest.mark.parametrize(

@@ -21,7 +21,7 @@ from google.protobuf import json_format
 from PIL import Image
 from tensorflow_datasets.image_classification import mnist
 
-from structinit_jax.data.datasets import Dataset, Folder
+from structinit_jax.data.datasets import FILE_SETS, Dataset, Folder
 from structinit_jax.data.images import PIL_MODES
 from structinit_jax.data.info import CATALOG, DatasetInfo
 from structinit_jax.errors import InputError
@@ -234,8 +234,8 @@ def find_builder(name: str, data_dir: Folder) -> tfds.core.DatasetBuilder:
             return OWN_BUILDERS[name](data_dir=data_dir)
         return tfds.builder(name, data_dir=data_dir)
     except tfds.core.DatasetNotFoundError as error:
-        known = sorted({*CATALOG, *tfds.list_builders(with_community_datasets=False)})
-        near = difflib.get_close_matches(name, known, n=3)
+        known = {*FILE_SETS, *CATALOG, *tfds.list_builders(with_community_datasets=False)}
+        near = difflib.get_close_matches(name.lower(), sorted(known), n=3)
         hint = f"Did you mean {' or '.join(map(repr, near))}? " if near else ""
         raise InputError(
             f"config.data.name={name!r}: TFDS has no such data set. {hint}The configs use"
