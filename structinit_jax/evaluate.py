@@ -10,7 +10,7 @@ from ml_collections import ConfigDict
 from structinit_jax import config as config_lib
 from structinit_jax import resume
 from structinit_jax.data import datasets
-from structinit_jax.data.info import check_examples
+from structinit_jax.data.info import check_examples, count_shared, parse_split
 from structinit_jax.data.loader import make_loader
 from structinit_jax.data.test_sets import EvaluationSet, open_test_set
 from structinit_jax.errors import InputError
@@ -61,6 +61,22 @@ def open_evaluation_sets(config: ConfigDict, dataset: datasets.Dataset) -> dict[
         source = dataset.split(spec, "data.train_eval_split", data.on_bad_image)
         sets["train_eval"] = EvaluationSet(f"{data.name} {spec}", source, dataset.info)
     return sets
+
+
+def note_shared_examples(config: ConfigDict, dataset: datasets.Dataset) -> None:
+    """Prints a note if `config.data.eval_split` holds examples that are trained on."""
+    if config.data.eval_name:  # another data set
+        return
+    train, test = (
+        parse_split(dataset.name, config.data[field], dataset.info, f"data.{field}")
+        for field in ("train_split", "eval_split")
+    )
+    if shared := count_shared(test, train):
+        print(
+            f"note: {shared:,} examples of config.data.eval_split={config.data.eval_split!r} are in"
+            f" config.data.train_split={config.data.train_split!r} too: its accuracy is not that of"
+            " new images. Splits such as train[:90%] and train[90%:] share none"
+        )
 
 
 class Evaluator:

@@ -25,6 +25,7 @@ from structinit_jax.evaluate import (
     Evaluator,
     describe,
     evaluation_name,
+    note_shared_examples,
     open_data,
     open_evaluation_sets,
 )
@@ -76,6 +77,7 @@ def _train(config, workdir, profile_steps, on_exit):
     dataset = open_data(config)
     train_source = dataset.split(data.train_split, "data.train_split", data.on_bad_image)
     test_name, test_sets = evaluation_name(config), open_evaluation_sets(config, dataset)
+    note_shared_examples(config, dataset)
 
     # -- Mesh, schedule, model, optimizer and training step; nothing is allocated yet --------------
     setup = set_up(config, dataset.info, len(train_source))

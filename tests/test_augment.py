@@ -164,6 +164,7 @@ def test_gray_images_pass_through_everything():
         ("config.augment.color_jitter", (0.4, 0.4, -1.0)),
         ("config.augment.color_jitter", (0.4, 0.4, 0.4, 0.6)),
         ("config.augment.color_jitter", (0.4,)),
+        ("config.augment.color_jitter", (0.4, 0.4, float("nan"))),
         ("config.augment.rand_augment", "rand-m9-q3"),
         ("config.label_smoothing", 1.0),
         ("config.model.num_classes", 0),

@@ -46,6 +46,12 @@ def test_crop_boxes_are_distributed_as_in_timm(name, height, width, scale):
         assert set(map(tuple, theirs)) == {tuple(int(field[0]) for field in drawn[:4])}
 
 
+def test_boxes_of_tiny_areas_hold_a_pixel():
+    options = dict(height=8, width=8, scale=(0.001, 0.02), ratio=(3 / 4, 4 / 3))
+    _, _, height, width = map(np.asarray, batched(crop.crop_box, split(500), **options))
+    assert min(height.min(), width.min()) == 1
+
+
 def test_flips_are_mirror_images_of_half_the_batch():
     images = np.random.default_rng(0).integers(0, 256, (400, 3, 4, 1)).astype(np.uint8)
     out = np.asarray(batched(crop.random_flip, split(400), images, probability=0.5))

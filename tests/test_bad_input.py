@@ -33,6 +33,22 @@ CONFIG_FILES = {
         "misspelled.py: config has unknown fields bacth_size",
     ),
     "binary.py": ("\0\0", "binary.py: SyntaxError"),
+    # Of another type, which ml_collections lets through in a section that is set as a whole.
+    **{
+        f"{field}.py": (
+            "from structinit_jax.config import base_config\ndef get_config():\n"
+            f"    c = base_config()\n    c.augment = {{**c.augment, {field!r}: {value!r}}}\n"
+            "    c.data.name = 'digits'\n    return c\n",
+            rf"config\.augment\.{field}={value!r} is not ",
+        )
+        for field, value in (
+            ("mixup", "0.8"),
+            ("color_jitter", 0.4),
+            ("rand_augment", 9),
+            ("mix_group", 2.5),
+            ("erase_after_mixing", "yes"),
+        )
+    },
 }
 
 

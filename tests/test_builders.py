@@ -11,6 +11,7 @@ import pytest
 from structinit_jax.data import builders
 from structinit_jax.data.datasets import open_dataset
 from structinit_jax.data.info import CATALOG
+from structinit_jax.data.prepare import prepare
 from structinit_jax.errors import InputError
 
 
@@ -81,9 +82,23 @@ def test_unwritable_data_dir(tmp_path):
         open_dataset("digits", occupied / "below")
 
 
-def test_misspelt_name_suggests_near_ones(tmp_path):
-    with pytest.raises(InputError, match=r"config\.data\.name='cifr10'.*Did you mean 'cifar10'"):
-        open_dataset("cifr10", tmp_path)
+@pytest.mark.parametrize(
+    ("name", "near"), [("cifr10", "cifar10"), ("CIFAR10", "cifar10"), ("Folder", "folder")]
+)
+def test_misspelt_name_suggests_near_ones(tmp_path, name, near):
+    message = rf"config\.data\.name='{name}'.*Did you mean '{near}'"
+    with pytest.raises(InputError, match=message):
+        open_dataset(name, tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("name", "variants"),
+    [("imagenet_v2/top", r"'matched-frequency', .*, 'topimages'"), ("cifar10/top", "none")],
+)
+def test_unknown_variants_are_refused(tmp_path, name, variants):
+    message = rf"config\.data\.name='{name}': .* no variant 'top'\. Its variants: {variants}\.$"
+    with pytest.raises(InputError, match=message):
+        open_dataset(name, tmp_path)
 
 
 def test_unprepared_set_says_how(tmp_path):
@@ -106,6 +121,29 @@ def test_tfrecord_set_is_refused(tmp_path, data_dir):
     info.write_text(info.read_text().replace("array_record", "tfrecord"))
     with pytest.raises(InputError, match="is prepared as tfrecord, array_record is needed"):
         open_dataset("digits", tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("file", "damage"),
+    [
+        ("dataset_info.json", Path.unlink),
+        ("dataset_info.json", lambda path: path.write_text("{")),
+        ("features.json", Path.unlink),
+        ("digits-train.array_record-00000-of-00001", Path.unlink),
+        ("digits-train.array_record-00000-of-00001", lambda path: os.truncate(path, 100_000)),
+    ],
+    ids=["no info", "cut info", "no features", "no file", "cut file"],
+)
+def test_damaged_sets_are_named(tmp_path, data_dir, file, damage):
+    shutil.copytree(Path(data_dir, "digits"), tmp_path / "digits")
+    folder = tmp_path / "digits" / "1.0.0"
+    damage(folder / file)
+    message = rf"config\.data\.name='digits': .*{tmp_path}.* is damaged.*copy the data set again"
+    with pytest.raises(InputError, match=message):
+        open_dataset("digits", tmp_path).split("train")[0]
+    if file.endswith("json"):
+        with pytest.raises(InputError, match=message):
+            prepare("digits", tmp_path)
 
 
 def test_idx_parser():

@@ -1,4 +1,6 @@
 import io
+import json
+import os
 import sys
 
 import jax
@@ -6,7 +8,7 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from structinit_jax.data.datasets import Dataset, open_dataset
+from structinit_jax.data.datasets import Dataset, num_cores, open_dataset
 from structinit_jax.data.loader import make_loader
 from structinit_jax.errors import InputError
 
@@ -124,6 +126,65 @@ def test_labels_out_of_range_are_refused_by_name(tmp_path):
         InputError, match=r"^mixed 'train', example 2: its label is 3, expected 0 to 2"
     ):
         source[2]
+
+
+def test_threads_are_as_many_as_the_cores_that_the_process_may_use(monkeypatch):
+    monkeypatch.setattr(os, "cpu_count", lambda: 64)
+    monkeypatch.setattr(os, "sched_getaffinity", lambda process: {3, 5}, raising=False)
+    assert num_cores() == 2
+    monkeypatch.delattr(os, "sched_getaffinity")
+    assert num_cores() == 64
+
+
+PIXELS = np.zeros((4, 4, 3), np.uint8)
+
+
+@pytest.mark.parametrize(
+    ("record", "reason"),
+    [
+        ({"img": PIXELS, "label": 0}, "its record must be a dict .* got dict without 'image'"),
+        ({"image": PIXELS}, "its record must be a dict .* got dict without 'label'"),
+        ((PIXELS, 0), "its record must be a dict .* got tuple without 'image'"),
+        ({"image": PIXELS.tolist(), "label": 0}, "its 'image' is of type list, expected encoded"),
+        ({"image": Image.new("L", (4, 4)), "label": 0}, "its 'image' is of type Image"),
+        ({"image": PIXELS, "label": "cat"}, "its label is 'cat', expected 0 to 1"),
+        ({"image": PIXELS, "label": 0.5}, "its label is 0.5, expected 0 to 1"),
+        ({"image": PIXELS, "label": np.array([0, 1])}, r"its label is array\(\[0, 1\]\), expected"),
+        ({"image": PIXELS, "label": None}, "its label is None, expected 0 to 1"),
+    ],
+)
+@pytest.mark.parametrize("on_bad_image", ["stop", "skip"])
+def test_records_of_another_form_are_refused(record, reason, on_bad_image):
+    records = [{"image": PIXELS, "label": np.int64(1)}, record]
+    dataset = Dataset.from_records("mine", {"train": records}, ["a", "b"])
+    with pytest.raises(InputError, match=f"^mine 'train', example 1: {reason}"):
+        dataset.split("train", on_bad_image=on_bad_image).read([0, 1])
+
+
+def test_images_of_another_size_than_declared_are_refused():
+    def first(shape):
+        records = [{"image": np.zeros((4, 6, 3), np.uint8), "label": 0}]
+        return Dataset.from_records("mine", {"train": records}, ["a"], shape).split("train")[0]
+
+    for shape in ((4, 6, 3), (None, 6, 3), (None, None, 1)):
+        assert first(shape)[0].decode().shape == (4, 6, shape[-1])
+    for shape in ((4, 4, 3), (5, None, 3)):
+        with pytest.raises(InputError, match=r"^mine 'train', example 0: it has 4x6 pixels, but"):
+            first(shape)
+
+
+def test_class_names_are_text():
+    """A checkpoint holds them as JSON."""
+    names = np.unique([3, 5, 3])
+    dataset = Dataset.from_records("mine", {"train": []}, names)
+    assert json.loads(json.dumps(list(dataset.class_names))) == ["3", "5"]
+    assert dataset.info.num_classes == 2
+
+
+@pytest.mark.parametrize("shape", [(4, 4, 4), (None, None, 2)])
+def test_other_numbers_of_channels_are_refused(shape):
+    with pytest.raises(InputError, match=r"^mine: image_shape=.* with 1 or 3 channels"):
+        Dataset.from_records("mine", {"train": []}, ["a"], shape)
 
 
 def test_selected_examples_keep_their_labels(tmp_path):

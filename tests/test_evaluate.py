@@ -6,6 +6,7 @@ import pytest
 from flax import nnx
 
 from structinit_jax import evaluate
+from structinit_jax.data.datasets import open_dataset
 from structinit_jax.errors import InputError
 
 pytestmark = pytest.mark.usefixtures("library_promotion")
@@ -83,3 +84,23 @@ def test_a_workdir_without_checkpoints_is_refused(run_config, tmp_path):
     for workdir in (tmp_path, tmp_path / "missing"):
         with pytest.raises(InputError, match=r"--workdir=.* has no complete checkpoint"):
             evaluate.evaluate_checkpoint(run_config, workdir)
+
+
+@pytest.mark.parametrize(
+    ("train_split", "eval_split", "shared"),
+    [
+        ("train", "train[90%:]", 144),
+        ("train[:90%]", "train[90%:]", 0),
+        ("train[:100]+train[200:300]", "test+train[90:210]", 20),
+        ("train", "test", 0),
+    ],
+)
+def test_training_images_in_the_evaluation_split_are_noted(
+    run_config, data_dir, capsys, train_split, eval_split, shared
+):
+    run_config.data.update(train_split=train_split, eval_split=eval_split)
+    evaluate.note_shared_examples(run_config, open_dataset("digits", data_dir))
+    note = capsys.readouterr().out
+    assert bool(note) == bool(shared)
+    if shared:
+        assert f"{shared} examples of config.data.eval_split={eval_split!r} are in" in note

@@ -1,4 +1,6 @@
 import dataclasses
+import errno
+import os
 import shutil
 
 import jax
@@ -119,6 +121,22 @@ def test_broken_folders_are_refused_by_name(root, change, reason):
         open_dataset("folder", root)
     assert str(caught.value).startswith(f"config.data.data_dir={str(root)!r}: ")
     assert "DIR/train/CLASS/*.jpg" in str(caught.value)
+
+
+@pytest.mark.parametrize("name", ["train", "deeper"])
+def test_a_folder_that_cannot_be_read_is_not_passed_over(root, monkeypatch, name):
+    def guarded(function):
+        def wrapper(path="."):
+            if os.path.basename(path) == name:  # the tests may run as root, who can read all
+                raise PermissionError(errno.EACCES, "Permission denied", os.fspath(path))
+            return function(path)
+
+        return wrapper
+
+    for function in ("scandir", "listdir"):
+        monkeypatch.setattr(os, function, guarded(getattr(os, function)))
+    with pytest.raises(InputError, match=rf"{name}: cannot be read \(Permission denied\)"):
+        open_dataset("folder", root)
 
 
 def test_folder_needs_a_data_dir():

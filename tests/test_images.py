@@ -70,11 +70,21 @@ def test_every_kind_looks_like_the_picture(photo, mode, image_format, channels):
         assert distance(pixels, photo.convert(mode).convert("RGB").convert(right.mode)) < 12
 
 
-@pytest.mark.parametrize("image_format", ["PNG", "TIFF"])
+@pytest.mark.parametrize("image_format", ["PNG", "TIFF", "PPM"])
 def test_sixteen_bits_keep_the_upper_eight(image_format):
     values = np.arange(65536, dtype=np.uint16).reshape(256, 256)
     pixels = StoredImage(encoded(Image.fromarray(values), image_format), 3, "deep").decode()
     np.testing.assert_array_equal(pixels, np.repeat((values // 256)[..., None], 3, axis=2))
+
+
+@pytest.mark.parametrize("image_format", ["GIF", "WEBP", "PNG", "TIFF", "MPO"])
+def test_the_first_of_several_pictures_is_read(photo, image_format):
+    other = Image.new("RGB", photo.size, "red")
+    content = encoded(photo, image_format, save_all=True, append_images=[other])
+    with Image.open(io.BytesIO(content)) as file:
+        assert file.n_frames == 2
+        assert distance(StoredImage(content, 3, "film").decode(), file.convert("RGB")) == 0
+    assert distance(StoredImage(content, 3, "film").decode(), photo) < 12
 
 
 def test_transparent_palette(photo):
@@ -124,9 +134,47 @@ def test_truncated_images_are_refused_by_name(photo, image_format, kept):
         StoredImage(content[: int(kept * len(content))], 3, "cat.img").decode()
 
 
+def with_segment(jpeg, marker, content):
+    """Inserts a segment at the start of a JPEG."""
+    length = (len(content) + 2).to_bytes(2)
+    return jpeg[:2] + bytes([0xFF, marker]) + length + content + jpeg[2:]
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda jpeg: jpeg[:-2] + b"\0\1\2abc" + jpeg[-2:],  # as in Cats vs. Dogs
+        lambda jpeg: with_segment(jpeg, 0xE2, b"ICC_PROFILE\0\0\0 is none"),
+        lambda jpeg: with_segment(jpeg, 0xE1, b"Exif\0\0 is none"),
+        lambda jpeg: jpeg.replace(b"JFIF\0\1", b"JFIF\0\x09"),
+    ],
+    ids=["end", "profile", "exif", "revision"],
+)
+@pytest.mark.parametrize("channels", [1, 3])
+def test_stray_bytes_in_a_jpeg_leave_its_pixels_as_they_are(photo, change, channels):
+    jpeg = encoded(photo, "JPEG")
+    changed = change(jpeg)
+    assert changed != jpeg
+    pixels = StoredImage(jpeg, channels, "cat.jpg").decode()
+    image = StoredImage(changed, channels, "cat.jpg")
+    assert image.size == (64, 96)
+    np.testing.assert_array_equal(image.decode(), pixels)
+    with pytest.raises(BadImageError, match=r"^cat\.jpg: cannot be decoded"):
+        StoredImage(change(jpeg)[: len(jpeg) // 2], channels, "cat.jpg").decode()
+
+
+def test_a_jpeg_with_damaged_pixels_is_refused(photo):
+    jpeg = bytearray(encoded(photo, "JPEG"))
+    middle = len(jpeg) // 2
+    jpeg[middle : middle + 300] = b"\xff\0" * 150  # no Huffman code is that long
+    with pytest.raises(BadImageError, match=r"^cat\.jpg: cannot be decoded \(Corrupt JPEG data"):
+        StoredImage(bytes(jpeg), 3, "cat.jpg").decode()
+
+
 def test_images_of_unknown_range_are_refused(photo):
-    for mode, word in (("I", "32-bit"), ("F", "floating-point")):
-        content = encoded(photo.convert("L").convert(mode), "TIFF")
+    kinds = (("I", "TIFF", "32-bit"), ("F", "TIFF", "floating-point"), ("F", "PPM", "floating"))
+    for mode, image_format, word in kinds:
+        content = encoded(photo.convert("L").convert(mode), image_format)
         with pytest.raises(BadImageError, match=f"^deep.tif: its pixels are {word}"):
             StoredImage(content, 3, "deep.tif").decode()
 
@@ -212,6 +260,22 @@ def test_crop_with_scaled_decode_is_close(large_photo, box):
     assert np.abs(got - np.roll(right, 1, axis=0)).mean() > 8
 
 
+@pytest.mark.parametrize("orientation", range(1, 9))
+def test_crop_with_scaled_decode_is_in_its_place_in_rotated_photos(orientation):
+    """On ramps, a shift by a pixel of the result is a change by 1.3."""
+    exif, (height, width) = Image.Exif(), (805, 1001)  # 5 and 1 more than multiples of 8
+    exif[0x0112] = orientation
+    rows, columns = np.mgrid[:height, :width]
+    ramps = np.stack([rows * 255 / height, columns * 255 / width, 0 * rows], axis=-1)
+    file = encoded(Image.fromarray(ramps.astype(np.uint8)), "JPEG", quality=98, exif=exif)
+    image = StoredImage(file, 3, "photo")
+    box = Box(image.size[0] // 4, image.size[1] // 4, image.size[0] // 2, image.size[1] // 2)
+    got = crop_and_resize(image, box, 60, "bilinear").astype(float)
+    part = image.decode()[box.top :, box.left :][: box.height, : box.width]
+    right = Image.fromarray(np.ascontiguousarray(part)).resize((60, 60), Image.Resampling.BILINEAR)
+    assert np.abs((got - np.asarray(right)).mean(axis=(0, 1))).max() < 0.3
+
+
 def test_gray_crop(large_photo):
     image = StoredImage(encoded(large_photo, "JPEG"), 1, "photo")
     assert crop_and_resize(image, Box(0, 0, 50, 60), 8, "bilinear").shape == (8, 8, 1)
@@ -232,7 +296,7 @@ def test_pixels_are_images_too(photo):
     gray = StoredImage(pixels[..., :1], 3, "photo").decode()
     np.testing.assert_array_equal(gray, np.repeat(pixels[..., :1], 3, axis=2))
     assert StoredImage(pixels, 1, "photo").decode().shape == (64, 96, 1)
-    for other in (pixels.astype(np.float32), pixels[..., :2], pixels[None]):
+    for other in (pixels.astype(np.float32), pixels[..., :2], pixels[None], pixels[:0]):
         with pytest.raises(BadImageError, match=r"^photo: pixels need to be uint8"):
             StoredImage(other, 3, "photo")
 
@@ -247,3 +311,20 @@ def test_resize_and_center_crop():
     for height, width in itertools.product(range(5, 40, 7), repeat=2):
         image = np.zeros((height, width, 1), np.uint8)
         assert resize_and_center_crop(image, 14, 0.875).shape == (14, 14, 1)
+
+
+@pytest.mark.parametrize(
+    ("size", "image_size", "crop_fraction", "resized", "corner"),
+    [  # by timm's create_transform(is_training=False); size and resized are (height, width)
+        ((375, 500), 224, 0.9, (248, 330), (12, 53)),
+        ((500, 375), 224, 0.875, (341, 256), (58, 16)),
+        ((95, 100), 30, 0.95, (31, 32), (0, 1)),
+        ((31, 38), 31, 1.0, (31, 38), (0, 4)),
+    ],
+)
+def test_center_crop_is_timms(large_photo, size, image_size, crop_fraction, resized, corner):
+    image = large_photo.resize(size[::-1])
+    right = image.resize(resized[::-1], Image.Resampling.BICUBIC)
+    right = right.crop((corner[1], corner[0], corner[1] + image_size, corner[0] + image_size))
+    got = resize_and_center_crop(np.asarray(image), image_size, crop_fraction)
+    np.testing.assert_array_equal(got, right)

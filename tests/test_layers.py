@@ -5,6 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from structinit_jax.errors import InputError
 from structinit_jax.models import attention, layers
 from structinit_jax.models.model import REMAT_POLICIES
 
@@ -61,6 +62,17 @@ def test_attention_for_cudnn_pads_to_the_even_number_of_tokens_that_it_needs(
     monkeypatch.setattr(jax.nn, "dot_product_attention", replace)
     close(value_and_gradients(attention.cudnn_attention, *arrays), expected, 1e-5)
     assert lengths == [6]
+
+
+def test_attention_that_cudnn_cannot_compute_is_refused_by_name(monkeypatch):
+    def refuse(*arrays, **options):
+        raise NotImplementedError("Q must be fp16/bf16, got float32.")
+
+    monkeypatch.setattr(jax.nn, "dot_product_attention", refuse)
+    x = jnp.ones((2, 6, 3, 4))
+    message = r"model\.attention_implementation='cudnn': Q must be .*float32\. .*dtype='bfloat16'"
+    with pytest.raises(InputError, match=message):
+        jax.jit(attention.cudnn_attention)(x, x, x)
 
 
 def test_a_step_without_remat_keeps_no_attention_maps():

@@ -12,7 +12,7 @@ from PIL import Image
 
 from structinit_jax.augment import AugmentOptions
 from structinit_jax.data import loader as loader_lib
-from structinit_jax.data.crops import RandomCrop
+from structinit_jax.data.crops import RandomCrop, resize_and_center_crop
 from structinit_jax.data.datasets import Dataset
 from structinit_jax.data.info import DatasetInfo
 from structinit_jax.data.loader import (
@@ -139,6 +139,17 @@ def test_evaluation_sees_each_example_once(device_loader, host_loader, batch_siz
         seen += batch["label"][batch["mask"] == 1].tolist()
         assert (batch["label"][batch["mask"] == 0] == 0).all()
     assert seen == list(range(NUM))
+
+
+@pytest.mark.parametrize("limit", [loader_lib.IN_MEMORY_BYTES, 0])
+def test_evaluation_crops_the_center(source, mesh, monkeypatch, limit):
+    monkeypatch.setattr(loader_lib, "IN_MEMORY_BYTES", limit)
+    loader = make_loader(source, DATASET.info, mesh, image_size=4, crop_fraction=0.5)
+    batch = next(iter(loader.eval_batches(batch_size=8)))
+    expected = [
+        resize_and_center_crop(image.decode(), 4, 0.5) for image, _ in source.read(range(8))
+    ]
+    np.testing.assert_array_equal(jax.device_get(batch["image"]), expected)
 
 
 @pytest.mark.parametrize("process_count", [1, 2, 3])

@@ -3,6 +3,7 @@
 import functools
 import inspect
 import re
+import sys
 
 import jax
 import jax.numpy as jnp
@@ -14,6 +15,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from structinit_jax import attention_init
 from structinit_jax.errors import InputError
+from structinit_jax.models import model as model_lib
 from structinit_jax.models.model import Model
 from structinit_jax.models.registry import FAMILIES, VARIANTS, create_model, default_config
 from structinit_jax.training.state import split_model
@@ -188,6 +190,34 @@ def test_training_is_random_by_rng(family):
     one, again, other = (out["pooled"].astype(jnp.float32) for (_, (_, out, _)), _ in runs)
     np.testing.assert_array_equal(one, again)
     assert np.abs(one - other).max() > 1e-2
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_evaluation_draws_no_random_numbers(family):
+    model = make(family)  # with drop path, and dropout in some
+    assert "random_bits" not in str(jax.make_jaxpr(model)(IMAGES))
+
+
+@pytest.mark.parametrize(
+    ("family", "expected"),
+    [
+        ("vit", [[0, 0.5]]),
+        ("swin", [[0, 0.25], [0.5]]),
+        ("mixer", [[0.5, 0.5]]),
+        ("convmixer", [[0, 0.5]]),
+    ],
+)
+def test_drop_path_has_the_documented_rates(family, expected, monkeypatch):
+    rates = []
+    module = sys.modules[FAMILIES[family].__module__]
+
+    def run_stack(*args, drop_path_rates, **options):
+        rates.append(drop_path_rates.tolist())
+        return model_lib.run_stack(*args, drop_path_rates=drop_path_rates, **options)
+
+    monkeypatch.setattr(module, "run_stack", run_stack)
+    jax.eval_shape(lambda images: make(family)(images)[0], IMAGES)
+    assert rates == expected
 
 
 @pytest.mark.parametrize("family", FAMILIES)

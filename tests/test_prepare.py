@@ -85,6 +85,19 @@ def test_splits_without_labels_are_described():
     ]
 
 
+def test_labels_that_are_no_class_are_reported():
+    def describe(*labels):
+        records = [{"image": np.zeros((4, 6, 3), np.uint8), "label": label} for label in labels]
+        dataset = Dataset.from_records("mine", {"train": records}, ["a", "b"])
+        return prepare.describe_split(dataset.split("train"), 2, 0)
+
+    lines = describe(0, 1, 1, 2, 7, 2)
+    assert lines[1] == "2 of 2 classes, 1 to 2 examples of each"
+    assert lines[-1] == "bad: labels [2, 7], expected 0 to 1"
+    with pytest.raises(InputError, match=r"^mine 'train', example 1: its label is 'cat', expected"):
+        describe(0, "cat")
+
+
 def test_tfrecord_is_converted(tfrecord_dir, data_dir, capsys):
     with pytest.raises(InputError, match=r"prepare --name=digits --data_dir="):
         open_dataset("digits", tfrecord_dir)

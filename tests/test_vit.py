@@ -91,6 +91,17 @@ def test_mlp_uses_the_exact_gelu(first_block):
     np.testing.assert_allclose(mlp(x), expected, atol=1e-5)
 
 
+def test_a_block_drops_what_its_branches_add(first_block):
+    x, rng = jax.random.normal(jax.random.key(2), (8, 16, 16)), jax.random.key(0)
+    block = nnx.clone(first_block)
+    block.attention.dropout = block.mlp.dropout = 0.5
+    run = jax.jit(lambda x, rate, rng: block(x, drop_path_rate=rate, rng=rng))
+    _, out = run(x, jnp.zeros(()), rng)
+    for name in ("attention", "mlp"):
+        assert abs(np.mean(out[name] == 0) - 0.5) < 0.05
+    np.testing.assert_array_equal(run(x, jnp.float32(0.9999), rng)[0], x)
+
+
 def test_drop_path_keeps_expectation_and_drops_whole_examples():
     y = drop_path(jnp.ones((4000, 3, 2)), jnp.float32(0.25), jax.random.key(0))
     per_example = np.asarray(y).reshape(4000, -1)
@@ -168,6 +179,7 @@ def test_scheme_that_sets_positions_is_refused_by_fixed_positions():
         (dict(positions="none"), r"model\.positions='none': choose one of sincos, learned"),
         (dict(pool="max"), r"model\.pool='max': choose one of mean, class_token"),
         (dict(dtype="float16"), r"model\.dtype='float16'"),
+        (dict(mlp_ratio=0.01), r"model\.mlp_ratio .*MLP of 16 channels without a hidden one"),
     ],
 )
 def test_sizes_that_do_not_fit_are_refused_by_name(options, message):

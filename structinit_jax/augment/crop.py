@@ -82,7 +82,7 @@ def crop_box(
     ratio in the range, as in torchvision.
     """
     box_width, box_height, position = draw_attempts(rng, height * width, scale, ratio)
-    fits = (box_width <= width) & (box_height <= height)
+    fits = (box_width <= width) & (box_height <= height) & (box_width > 0) & (box_height > 0)
     box = place_first_fit(fits, box_height, box_width, position, height, width)
 
     central_height, central_width = height, width

@@ -35,16 +35,15 @@ _SECTIONS = {
 }
 # Lowest and highest valid values.
 _RANGES = {
-    "num_classes": (1, math.inf),
-    "crop_padding": (0, math.inf),
     "flip": (0, 1),
     "erasing": (0, 1),
     "mixup": (0, math.inf),
     "cutmix": (0, math.inf),
     "mix_probability": (0, 1),
     "mix_switch": (0, 1),
-    "mix_group": (0, math.inf),
 }
+# Whole numbers and their lowest valid values.
+_COUNTS = {"num_classes": 1, "image_size": 0, "crop_padding": 0, "mix_group": 0}
 _CHOICES = {
     "crop": ("none", "pad", "resized"),
     "interpolation": ("bilinear", "bicubic", "random"),
@@ -111,33 +110,56 @@ class AugmentOptions:
     label_smoothing: float = 0.0
 
     def __post_init__(self):
+        require, channels = self._require, len(self.mean)
         for field, (low, high) in _RANGES.items():
-            value = getattr(self, field)
             text = f"in [{low}, {high}]" if high < math.inf else f"finite and {low} or more"
-            self._require(low <= value <= high and value < math.inf, field, text)
+            require(field, text, functools.partial(_is_number, low=low, high=high))
+        for field, low in _COUNTS.items():
+            require(field, f"a whole number, {low} or more", functools.partial(_is_count, low=low))
         for field, choices in _CHOICES.items():
-            self._require(getattr(self, field) in choices, field, f"one of {', '.join(choices)}")
+            require(field, f"one of {', '.join(choices)}", choices.__contains__)
         for field, limit in (("crop_scale", 1.0), ("crop_ratio", math.inf)):
-            pair = getattr(self, field)
-            is_range = len(pair) == 2 and 0 < pair[0] <= pair[1] <= limit
-            self._require(is_range, field, f"a pair with 0 < low <= high <= {limit}")
-        self._require(0 <= self.label_smoothing < 1, "label_smoothing", "in [0, 1)")
-        jitter, channels = self.color_jitter, len(self.mean)
-        valid = len(jitter) in (3, 4) and min(jitter) >= 0 and max(jitter[3:], default=0) <= 0.5
-        self._require(valid, "color_jitter", "three numbers >= 0, or four with hue <= 0.5")
+            text = f"a pair with 0 < low <= high <= {limit}"
+            require(field, text, functools.partial(_is_range, limit=limit))
+        require("label_smoothing", "in [0, 1)", lambda x: 0 <= x < 1)
+        text = "three numbers >= 0, or four with hue <= 0.5"
+        require("color_jitter", text, _are_strengths)
+        require("erase_after_mixing", "true or false", lambda x: isinstance(x, bool))
         if self.rand_augment:
             parse(self.rand_augment)
-        valid = len(self.std) == channels and min(self.std) > 0
-        self._require(valid, "std", f"one positive number for each of {channels} channels")
-        valid = channels in (1, 3) or not (self.rand_augment or any(jitter))
-        self._require(valid, "mean", "of length 1 or 3, as RandAugment and color jitter require")
-        valid = self.crop != "resized" or self.image_size >= 1
-        self._require(valid, "image_size", "positive, as config.augment.crop='resized' requires")
+        text = f"one positive number for each of {channels} channels"
+        require("std", text, lambda x: len(x) == channels and min(x) > 0)
+        gray_or_rgb = channels in (1, 3) or not (self.rand_augment or any(self.color_jitter))
+        text = "of length 1 or 3, as RandAugment and color jitter require"
+        require("mean", text, lambda _: gray_or_rgb)
+        text = "positive, as config.augment.crop='resized' requires"
+        require("image_size", text, lambda x: self.crop != "resized" or x >= 1)
 
-    def _require(self, condition: bool, field: str, requirement: str) -> None:
-        if not condition:
-            name = f"{_SECTIONS.get(field, 'config.augment')}.{field}"
-            raise InputError(f"{name}={getattr(self, field)!r} is not {requirement}")
+    def _require(self, field, requirement, holds):
+        value = getattr(self, field)
+        try:
+            if holds(value):
+                return
+        except TypeError:
+            pass
+        name = f"{_SECTIONS.get(field, 'config.augment')}.{field}"
+        raise InputError(f"{name}={value!r} is not {requirement}")
+
+
+def _is_number(x, low, high=math.inf):
+    return low <= x <= high and x < math.inf
+
+
+def _is_count(x, low):
+    return isinstance(x, int) and x >= low
+
+
+def _is_range(pair, limit):
+    return len(pair) == 2 and 0 < pair[0] <= pair[1] <= limit
+
+
+def _are_strengths(x):
+    return len(x) in (3, 4) and all(_is_number(s, 0) for s in x) and max(x[3:], default=0) <= 0.5
 
 
 def make_augment(options: AugmentOptions, mesh: Mesh | None = None) -> Augment:

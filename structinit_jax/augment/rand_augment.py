@@ -118,7 +118,7 @@ def parse(text: str) -> Policy:
     Raises:
       InputError: The string is malformed or selects another set of operations ('t').
     """
-    if _PATTERN.fullmatch(text):
+    if isinstance(text, str) and _PATTERN.fullmatch(text):
         fields = {}
         for prefix, number in re.findall(r"-([a-z]+?)(\d+\.?\d*|inf)", text):
             name, convert = _FIELDS[prefix]

@@ -22,7 +22,12 @@ from structinit_jax.compare import grid, report, results, seeds
 from structinit_jax.compare.page import MAPS
 from structinit_jax.compare.table import LOG, Progress
 from structinit_jax.errors import InputError, StoppedError
-from structinit_jax.evaluate import evaluation_name, open_data, open_evaluation_sets
+from structinit_jax.evaluate import (
+    evaluation_name,
+    note_shared_examples,
+    open_data,
+    open_evaluation_sets,
+)
 from structinit_jax.train import PREEMPTED_EXIT_CODE, train
 from structinit_jax.training import workdir as workdir_lib
 from structinit_jax.training.setup import set_up
@@ -134,6 +139,7 @@ def _check(
         if section not in counts:
             source = dataset.split(data.train_split, "data.train_split", data.on_bad_image)
             open_evaluation_sets(config, dataset)
+            note_shared_examples(config, dataset)
             counts[section] = len(source)
         setup = set_up(config, dataset.info, counts[section], devices)
     except InputError as error:

@@ -17,10 +17,11 @@ from pathlib import Path
 
 import numpy as np
 import tensorflow_datasets as tfds
+from google.protobuf import json_format
 from PIL import Image
 from tensorflow_datasets.image_classification import mnist
 
-from structinit_jax.data.datasets import Dataset, Folder
+from structinit_jax.data.datasets import FILE_SETS, Dataset, Folder
 from structinit_jax.data.images import PIL_MODES
 from structinit_jax.data.info import CATALOG, DatasetInfo
 from structinit_jax.errors import InputError
@@ -141,7 +142,7 @@ def open_tfds(name: str, data_dir: Folder, manual_dir: Folder) -> Dataset:
             f" needs TensorFlow:{archives if name == 'imagenet2012' else ''}\n"
             f"  pip install '.[prepare]'\n  {command}"
         )
-    builder = tfds.builder_from_directory(path)  # knows formats that were added later
+    builder = read_prepared(name, path)  # knows formats that were added later
     if ARRAY_RECORD not in builder.info.available_file_formats():
         raise InputError(
             f"config.data.name={name!r}: {path} is prepared as {builder.info.file_format.value},"
@@ -167,8 +168,53 @@ def open_tfds(name: str, data_dir: Folder, manual_dir: Folder) -> Dataset:
         if isinstance(feature, tfds.features.Image)
     }
     info = DatasetInfo(label.num_classes, image.shape, sizes)
-    open_split = functools.partial(builder.as_data_source, decoders=decoders)
+
+    def open_split(split):
+        explain = functools.partial(_explain_damage, name, path)
+        with explain():
+            return _PreparedRecords(builder.as_data_source(split, decoders=decoders), explain)
+
     return Dataset(name, info, label.names, open_split, label_key)
+
+
+class _PreparedRecords:
+    """The examples of a prepared split. Reading a damaged file raises `InputError`."""
+
+    def __init__(self, source, explain):
+        self._source, self._explain = source, explain
+
+    def __len__(self):
+        return len(self._source)
+
+    def __getitem__(self, index):
+        return self.__getitems__([index])[0]
+
+    def __getitems__(self, indices):
+        with self._explain():
+            return self._source.__getitems__(indices)
+
+
+def read_prepared(name: str, path: Folder) -> tfds.core.DatasetBuilder:
+    """Returns the builder of a prepared data set; raises `InputError` if it is incomplete.
+
+    Args:
+      name: Name in the message.
+      path: Folder of the data set's version.
+    """
+    with _explain_damage(name, path):
+        return tfds.builder_from_directory(path)
+
+
+@contextlib.contextmanager
+def _explain_damage(name, path):
+    try:
+        yield
+    except Exception as error:  # those of TFDS, protobuf and array_record have no common type
+        raise InputError(
+            f"config.data.name={name!r}: {path} is damaged or incomplete:"
+            f" {str(error).rstrip('.')}. Delete this folder, and prepare or copy the data set"
+            " again."
+        ) from error
 
 
 def find_builder(name: str, data_dir: Folder) -> tfds.core.DatasetBuilder:
@@ -183,18 +229,33 @@ def find_builder(name: str, data_dir: Folder) -> tfds.core.DatasetBuilder:
             " 'cifar10' or 'imagenet_v2/topimages', 'folder' with --config.data.data_dir=DIR for a"
             " folder of images, or 'module:function' for a data set of your own."
         )
-    if name in OWN_BUILDERS:
-        return OWN_BUILDERS[name](data_dir=data_dir)
     try:
+        if name in OWN_BUILDERS:
+            return OWN_BUILDERS[name](data_dir=data_dir)
         return tfds.builder(name, data_dir=data_dir)
     except tfds.core.DatasetNotFoundError as error:
-        known = sorted({*CATALOG, *tfds.list_builders(with_community_datasets=False)})
-        near = difflib.get_close_matches(name, known, n=3)
+        known = {*FILE_SETS, *CATALOG, *tfds.list_builders(with_community_datasets=False)}
+        near = difflib.get_close_matches(name.lower(), sorted(known), n=3)
         hint = f"Did you mean {' or '.join(map(repr, near))}? " if near else ""
         raise InputError(
             f"config.data.name={name!r}: TFDS has no such data set. {hint}The configs use"
             f" {', '.join(CATALOG)}. Any other set in https://www.tensorflow.org/datasets/catalog"
             " with an image and a label works too; 'folder' reads an image folder."
+        ) from error
+    except json_format.ParseError as error:
+        raise InputError(
+            f"config.data.name={name!r}: its dataset_info.json in config.data.data_dir="
+            f"{str(data_dir or '')!r} is damaged: {error} Delete its folder there, and prepare"
+            " or copy the data set again."
+        ) from error
+    except ValueError as error:
+        base, _, variant = name.partition("/")
+        if not variant:
+            raise
+        known = ", ".join(map(repr, tfds.builder_cls(base).builder_configs)) or "none"
+        raise InputError(
+            f"config.data.name={name!r}: TFDS's {base} has no variant {variant!r}. Its variants:"
+            f" {known}."
         ) from error
     except (ImportError, AssertionError) as error:  # a missing package; an unknown version
         raise InputError(

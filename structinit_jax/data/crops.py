@@ -23,17 +23,17 @@ INTERPOLATION_COUNTER = np.array([0, 0, 0, 2], np.uint64)
 def resize_and_center_crop(
     pixels: np.ndarray, image_size: int, crop_fraction: float = 1.0
 ) -> np.ndarray:
-    """Resizes an image, uint8 [h, w, C], bicubically and takes the central square.
+    """Resizes an image, uint8 [h, w, C], bicubically and takes the central square, as timm does.
 
     The shorter side is resized to `image_size / crop_fraction` pixels; ImageNet evaluation usually
     takes 0.875, and 1 keeps the whole of a square image. Returns uint8 [image_size, image_size, C].
     """
-    height, width = pixels.shape[:2]
-    scale = round(image_size / crop_fraction) / min(height, width)
-    if scale != 1:
-        pixels = _pillow_resize(pixels, (round(width * scale), round(height * scale)), "bicubic")
-    top = (pixels.shape[0] - image_size) // 2
-    left = (pixels.shape[1] - image_size) // 2
+    shorter, shape = math.floor(image_size / crop_fraction), pixels.shape[:2]
+    if min(shape) != shorter:
+        height, width = (int(shorter * side / min(shape)) for side in shape)
+        pixels = _pillow_resize(pixels, (width, height), "bicubic")
+    # timm and torchvision round a half to the even number, as Python does.
+    top, left = (round((side - image_size) / 2) for side in pixels.shape[:2])
     return pixels[top : top + image_size, left : left + image_size]
 
 
@@ -122,10 +122,16 @@ def crop_and_resize(
     at_least = (math.ceil(size * image_size / side) for size, side in zip(full, sides, strict=True))
     pixels = image.decode(tuple(at_least))
     height, width = pixels.shape[:2]
-    # The decoded size is rounded up, but its pixels are exact eighths apart.
+    # The decoded size is rounded up, but its pixels are exact eighths apart. What that adds at the
+    # end of rows and columns is at their start after mirroring.
     scale = round(8 * max(height, width) / max(full)) / 8
-    top, bottom = box.top * scale, min((box.top + box.height) * scale, height)
-    left, right = box.left * scale, min((box.left + box.width) * scale, width)
+    top, left = (
+        start * scale + (decoded - side * scale if mirrored else 0)
+        for start, decoded, side, mirrored in zip(
+            (box.top, box.left), (height, width), full, image.mirrored, strict=True
+        )
+    )
+    bottom, right = min(top + box.height * scale, height), min(left + box.width * scale, width)
     # Cut out first, as timm does, so that pixels outside the box do not bleed into its edge.
     y, x = math.floor(top), math.floor(left)
     inside = pixels[y : math.ceil(bottom), x : math.ceil(right)]

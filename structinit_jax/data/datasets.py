@@ -10,7 +10,7 @@ import dataclasses
 import itertools
 import os
 import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, Protocol, runtime_checkable
@@ -18,7 +18,7 @@ from typing import Any, Protocol, runtime_checkable
 import numpy as np
 
 from structinit_jax import plugins
-from structinit_jax.data.images import BadImageError, StoredImage
+from structinit_jax.data.images import PIL_MODES, BadImageError, StoredImage
 from structinit_jax.data.info import CATALOG, DatasetInfo, parse_split
 from structinit_jax.errors import InputError
 
@@ -31,6 +31,13 @@ FILE_SETS = {
 # 'my_package.my_module:my_dataset', but not TFDS's 'mnist:3.0.1' and 'huggingface:mnist'.
 OWN_SET = re.compile(r"(?!huggingface:)[A-Za-z_][\w.]*:[A-Za-z_]\w*")
 READ_BLOCK = 256
+
+
+def num_cores() -> int:
+    """Returns how many cores this process may use. SLURM and containers may allow it only a few."""
+    if hasattr(os, "sched_getaffinity"):  # not on macOS
+        return len(os.sched_getaffinity(0))
+    return os.cpu_count() or 1
 
 
 @runtime_checkable
@@ -97,9 +104,12 @@ class ImageSource:
         return [record[key] for block in blocks for record in block]
 
     def labels(self) -> np.ndarray:
-        """Returns all labels, int64 [n]."""
-        labels = self.column(self.label_key) if self.new_labels is None else self.new_labels
-        return np.asarray(labels, np.int64)
+        """Returns all labels, int64 [n]; `InputError` for one that is no whole number."""
+        if self.new_labels is not None:
+            return np.asarray(self.new_labels, np.int64)
+        indices = range(len(self))
+        records = itertools.chain.from_iterable(map(self._fetch, self._blocks()))
+        return np.fromiter(map(self._whole_label, indices, records), np.int64, len(self))
 
     def select(self, wanted: np.ndarray) -> "ImageSource":
         """Returns the examples where `wanted`, bool [n], is true, in the same order."""
@@ -124,7 +134,7 @@ class ImageSource:
         def problems(indices):
             return list(map(problem, indices, self._fetch(indices)))
 
-        with ThreadPoolExecutor(os.cpu_count()) as pool:
+        with ThreadPoolExecutor(num_cores()) as pool:
             found = list(itertools.chain.from_iterable(pool.map(problems, self._blocks())))
         good = self.select(np.array([text is None for text in found], bool))
         return good, [text for text in found if text is not None]
@@ -137,26 +147,60 @@ class ImageSource:
         return self.records.read(self.kept[np.asarray(indices, np.int64)].tolist())
 
     def _open(self, index, record):
-        image, file_name = record["image"], record.get("file_name", "")
+        image, file_name = self._entry(index, record, "image"), record.get("file_name", "")
         if isinstance(image, str | os.PathLike):
             file_name = os.fspath(image)
             try:
                 image = Path(image).read_bytes()
             except OSError as error:
                 raise InputError(f"{file_name}: cannot be read ({error.strerror}).") from error
+        if not isinstance(image, bytes | np.ndarray):
+            raise InputError(
+                f"{self._describe(index)}: its 'image' is of type {type(image).__name__}, expected"
+                " encoded bytes, the path of a file, or a NumPy array of pixels."
+            )
         file_name = file_name.decode() if isinstance(file_name, bytes) else file_name
         name = self._describe(index) + (file_name and f" ({file_name})")
-        return StoredImage(image, self.info.image_shape[-1], name)
+        shape = self.info.image_shape
+        stored = StoredImage(image, shape[-1], name)
+        if any(side not in (None, found) for side, found in zip(shape, stored.size, strict=False)):
+            raise InputError(
+                f"{name}: it has {stored.size[0]}x{stored.size[1]} pixels, but the image_shape of"
+                f" the data set is {shape}: its sides must be None where they vary."
+            )
+        return stored
 
     def _label(self, index, record):
         if self.new_labels is not None:
             return int(self.new_labels[index])
-        label, num_classes = int(record[self.label_key]), self.info.num_classes
+        label, num_classes = self._whole_label(index, record), self.info.num_classes
         if not 0 <= label < num_classes:
-            raise InputError(
-                f"{self._describe(index)}: its label is {label}, expected 0 to {num_classes - 1}."
-            )
+            raise self._bad_label(index, label)
         return label
+
+    def _whole_label(self, index, record):
+        label = self._entry(index, record, self.label_key)
+        try:
+            if int(label) == label:
+                return int(label)
+        except (TypeError, ValueError):
+            pass
+        raise self._bad_label(index, label)
+
+    def _bad_label(self, index, label):
+        return InputError(
+            f"{self._describe(index)}: its label is {label!r}, expected 0 to"
+            f" {self.info.num_classes - 1}."
+        )
+
+    def _entry(self, index, record, key):
+        try:
+            return record[key]
+        except (KeyError, TypeError, IndexError) as error:
+            raise InputError(
+                f"{self._describe(index)}: its record must be a dict with an 'image' and a"
+                f" {self.label_key!r}, got {type(record).__name__} without {key!r}."
+            ) from error
 
     def _describe(self, index):
         return f"{self.name}, example {self.kept[index]}"
@@ -185,7 +229,7 @@ class Dataset:
         cls,
         name: str,
         splits: Mapping[str, Records],
-        class_names: Sequence[str],
+        class_names: Iterable[Any],
         image_shape: tuple[int | None, int | None, int] = (None, None, 3),
     ) -> "Dataset":
         """Makes a data set from its records.
@@ -196,13 +240,19 @@ class Dataset:
         Args:
           name: Name in messages.
           splits: The records of each split; a list or other `Records`.
-          class_names: Name of each class, by label.
+          class_names: Name of each class, by label. Others than strings are written as such.
           image_shape: Height, width (None if they vary) and channels, 1 or 3. Images are converted
             to this number of channels, and those of one square size are cropped on the device.
+            Those of another size than this are refused.
         """
+        if len(image_shape) != 3 or image_shape[-1] not in PIL_MODES:
+            raise InputError(
+                f"{name}: image_shape={image_shape} must be (height, width, channels) with 1 or 3"
+                " channels. Images of other kinds are converted to these."
+            )
         sizes = {split: len(records) for split, records in splits.items()}
-        info = DatasetInfo(len(class_names), image_shape, sizes)
-        return cls(name, info, class_names, splits.__getitem__)
+        names = [str(class_name) for class_name in class_names]
+        return cls(name, DatasetInfo(len(names), image_shape, sizes), names, splits.__getitem__)
 
     def split(
         self, spec: str, field: str = "data.train_split", on_bad_image: str = "stop"

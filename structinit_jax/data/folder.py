@@ -126,14 +126,22 @@ class FileRecords:
 
 
 def _subfolders(folder):
-    names = (entry.name for entry in folder.iterdir() if entry.is_dir())
+    try:
+        names = [entry.name for entry in folder.iterdir() if entry.is_dir()]
+    except OSError as error:
+        _refuse(error)
     return sorted(name for name in names if not name.startswith("."))
 
 
 def _find_images(folder):
     return [
         os.path.join(parent, file)
-        for parent, _, names in os.walk(folder, followlinks=True)
+        for parent, _, names in os.walk(folder, onerror=_refuse, followlinks=True)
         for file in names
         if file.lower().endswith(SUFFIXES) and not file.startswith(".")
     ]
+
+
+def _refuse(error):
+    """Raises what `os.walk` would pass over, leaving out the images of a folder in silence."""
+    raise InputError(f"{error.filename}: cannot be read ({error.strerror}).") from error

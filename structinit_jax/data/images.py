@@ -5,6 +5,7 @@ can decode at a fraction of the size. Every other format goes through Pillow.
 """
 
 import io
+import re
 
 import numpy as np
 from PIL import ExifTags, Image, UnidentifiedImageError
@@ -14,6 +15,12 @@ from structinit_jax.errors import InputError
 PIL_MODES = {1: "L", 3: "RGB"}
 # JPEG color spaces that libjpeg-turbo converts as Pillow does.
 JPEG_MODES = {"Gray": "L", "YCbCr": "RGB", "RGB": "RGB"}
+# Warnings of libjpeg about what is not part of the picture: odd metadata, bytes between segments.
+# Before a restart marker (0xd0 to 0xd7) such bytes are lost pixels.
+HARMLESS = re.compile(
+    "extraneous bytes before marker 0x(?!d[0-7])|bad ICC marker|unknown JFIF revision"
+    "|Unknown Adobe color transform"
+)
 # EXIF orientation -> whether to swap height and width, then the steps along rows and columns.
 UPRIGHT = {
     1: (False, 1, 1),
@@ -41,6 +48,7 @@ class StoredImage:
     - Transparency is dropped, as in timm and torchvision.
     - The EXIF orientation is applied. (timm and torchvision ignore it.)
     - Only the first picture of an animation or a multi-page file is read.
+    - Odd metadata and stray bytes in a JPEG are passed over, damaged pixels are refused.
 
     Args:
       data: An encoded file, or pixels: uint8 [h, w] or [h, w, 1 or 3].
@@ -66,7 +74,10 @@ class StoredImage:
         except Exception as error:  # each format's decoder has errors of its own
             raise self._bad(error) from error
         kind = {"I": "32-bit", "F": "floating-point"}
-        if self._jpeg_mode is None and self._file.mode in kind:
+        if self._jpeg_mode is not None:
+            return
+        is_pgm = (self._file.mode, self._file.format) == ("I", "PPM")  # has 16 bits
+        if self._file.mode in kind and not is_pgm:
             raise BadImageError(
                 f"{name}: its pixels are {kind[self._file.mode]} numbers of unknown range. Convert"
                 " it to 8 or 16 bits."
@@ -82,6 +93,11 @@ class StoredImage:
         """Height and width in pixels, after applying the orientation."""
         width, height = self._stored_size
         return (width, height) if self._upright[0] else (height, width)
+
+    @property
+    def mirrored(self) -> tuple[bool, bool]:
+        """Whether the orientation reverses the rows and the columns."""
+        return (self._upright[1] < 0, self._upright[2] < 0)
 
     def decode(self, at_least: tuple[int, int] = (0, 0)) -> np.ndarray:
         """Returns the pixels, uint8 [h, w, C].
@@ -108,7 +124,8 @@ class StoredImage:
         pixels = self._data
         if pixels.ndim == 3 and pixels.shape[-1] == 1:
             pixels = pixels[..., 0]
-        if pixels.dtype != np.uint8 or not (pixels.ndim == 2 or pixels.shape[2:] == (3,)):
+        is_image = pixels.size and (pixels.ndim == 2 or pixels.shape[2:] == (3,))
+        if pixels.dtype != np.uint8 or not is_image:
             raise BadImageError(
                 f"{self.name}: pixels need to be uint8 [h, w] or [h, w, 1 or 3], got {pixels.dtype}"
                 f" {list(pixels.shape)}."
@@ -119,7 +136,10 @@ class StoredImage:
     def _read_jpeg_header(self):
         import simplejpeg  # imported here so that other formats can be read without it
 
-        height, width, space, _ = simplejpeg.decode_jpeg_header(self._data)
+        try:
+            height, width, space, _ = simplejpeg.decode_jpeg_header(self._data)
+        except ValueError:
+            return  # Pillow reads it, or says what is wrong
         if width * height <= Image.MAX_IMAGE_PIXELS:  # otherwise Pillow warns or refuses
             self._stored_size, self._jpeg_mode = (width, height), JPEG_MODES.get(space)
 
@@ -137,13 +157,19 @@ class StoredImage:
     def _decode_jpeg(self, at_least):
         import simplejpeg
 
-        pixels = simplejpeg.decode_jpeg(
-            self._data,
-            {"L": "GRAY", "RGB": "RGB"}[self._jpeg_mode],
-            min_height=at_least[0],
-            min_width=at_least[1],
-            min_factor=2 if any(at_least) else 1,
-        )
+        try:
+            pixels = simplejpeg.decode_jpeg(
+                self._data,
+                {"L": "GRAY", "RGB": "RGB"}[self._jpeg_mode],
+                min_height=at_least[0],
+                min_width=at_least[1],
+                min_factor=2 if any(at_least) else 1,
+            )
+        except ValueError as error:
+            if not HARMLESS.search(str(error)):
+                raise
+            # It stops at the first warning. Pillow goes on, and refuses a file that is cut short.
+            return np.asarray(_convert(Image.open(io.BytesIO(self._data)), self._mode))
         pixels = pixels[..., 0] if pixels.shape[-1] == 1 else pixels
         if self._jpeg_mode == self._mode:
             return pixels
@@ -173,7 +199,7 @@ def _may_have_exif(data):
 
 
 def _convert(image, mode):
-    if image.mode.startswith("I;16"):
+    if image.mode.startswith("I"):  # 16 bits
         # Pillow's own conversion clips at 255.
         image = Image.fromarray((np.asarray(image) >> 8).astype(np.uint8))
     if "transparency" in image.info:

@@ -4,7 +4,7 @@ A dry run builds the model and counts the steps from these, without any data.
 """
 
 import dataclasses
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 from structinit_jax.errors import InputError
 
@@ -106,6 +106,16 @@ def parse_split(name: str, spec: str, info: DatasetInfo, field: str) -> list[tup
 def split_size(name: str, spec: str, info: DatasetInfo, field: str) -> int:
     """Returns the number of examples in a split; for arguments and errors see `parse_split`."""
     return sum(stop - start for _, start, stop in parse_split(name, spec, info, field))
+
+
+def count_shared(one: Sequence[tuple[str, int, int]], other: Sequence[tuple[str, int, int]]) -> int:
+    """Returns how many examples of one split are in the other, both as parsed by `parse_split`."""
+    return sum(
+        max(0, min(stop, last) - max(start, first))
+        for name, start, stop in one
+        for same, first, last in other
+        if name == same
+    )
 
 
 def check_examples(info: DatasetInfo, *, num_classes: int, channels: int) -> None:

@@ -9,7 +9,6 @@ import collections
 import dataclasses
 import functools
 import itertools
-import os
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, NamedTuple
@@ -21,7 +20,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec, Sharding
 
 from structinit_jax.augment import AugmentOptions
 from structinit_jax.data.crops import RandomCrop, resize_and_center_crop
-from structinit_jax.data.datasets import READ_BLOCK, ImageSource
+from structinit_jax.data.datasets import READ_BLOCK, ImageSource, num_cores
 from structinit_jax.data.info import DatasetInfo
 from structinit_jax.data.order import stream_indices
 from structinit_jax.errors import InputError
@@ -29,7 +28,7 @@ from structinit_jax.errors import InputError
 IN_MEMORY_BYTES = 2_000_000_000
 # One more than there are cores, since some wait for a file. 16 threads on two cores run at a third
 # of the speed, and more than 16 only wait for the interpreter lock.
-READ_THREADS = min(16, (os.cpu_count() or 1) + 1)
+READ_THREADS = min(16, num_cores() + 1)
 
 Batch = dict[str, jax.Array]
 
@@ -263,7 +262,7 @@ def decode_all(
             labels[index] = label
 
     # More threads than cores would only contend for the interpreter lock.
-    with ThreadPoolExecutor(os.cpu_count()) as pool:
+    with ThreadPoolExecutor(num_cores()) as pool:
         list(pool.map(decode, range(0, shape[0], READ_BLOCK)))  # raises the first error
     return images, labels
 

@@ -25,7 +25,7 @@ import numpy as np
 import tensorflow_datasets as tfds
 from PIL import Image, ImageDraw
 
-from structinit_jax.data.builders import ARRAY_RECORD, OWN_BUILDERS, find_builder
+from structinit_jax.data.builders import ARRAY_RECORD, OWN_BUILDERS, find_builder, read_prepared
 from structinit_jax.data.crops import resize_and_center_crop
 from structinit_jax.data.datasets import (
     FILE_SETS,
@@ -56,7 +56,7 @@ def prepare(name: str, data_dir: Folder = None, manual_dir: Folder = None) -> No
         return
     builder = find_builder(name, data_dir)
     if builder.data_path.exists():
-        builder = tfds.builder_from_directory(builder.data_path)
+        builder = read_prepared(name, builder.data_path)
         if builder.info.available_file_formats() == {tfds.core.FileFormat.TFRECORD}:
             print(f"Converting {builder.data_path} to array_record (once).", flush=True)
             _add_array_record(builder)
@@ -133,7 +133,8 @@ def describe_split(source: ImageSource, num_classes: int, num_checked: int) -> l
     """Decodes `num_checked` evenly spaced examples, or all if it is 0.
 
     Returns:
-      Lines to print: classes, image sizes, bytes, and every image that cannot be decoded.
+      Lines to print: classes, image sizes, bytes, labels that are no class, and every image that
+      cannot be decoded.
     """
     indices = _evenly_spaced(source, num_checked or len(source))
     good, problems = source.select(np.isin(np.arange(len(source)), indices)).split_bad_images()
@@ -142,7 +143,8 @@ def describe_split(source: ImageSource, num_classes: int, num_checked: int) -> l
     if len(good):
         sizes = np.array([(*image.size, image.num_bytes) for image in good.images()])
         labels = good.labels()
-        counts = np.bincount(labels[labels >= 0], minlength=num_classes)  # -1 stands for no label
+        known = (labels >= 0) & (labels < num_classes)
+        counts = np.bincount(labels[known], minlength=num_classes)
         low, high = sizes.min(axis=0), sizes.max(axis=0)
         lines += [
             f"{np.count_nonzero(counts)} of {num_classes} classes, {counts.min():,} to"
@@ -150,6 +152,8 @@ def describe_split(source: ImageSource, num_classes: int, num_checked: int) -> l
             f"{low[0]} to {high[0]} pixels high, {low[1]} to {high[1]} wide",
             f"{sizes[:, 2].mean():,.0f} bytes per image",
         ]
+        if others := np.unique(labels[~known & (labels != -1)]).tolist():  # -1 stands for no label
+            lines.append(f"bad: labels {others[:10]}, expected 0 to {num_classes - 1}")
     return lines + [f"bad: {problem}" for problem in problems]
 
 

@@ -102,7 +102,7 @@ def cudnn_attention(
     """Computes `dot_product_attention` by cuDNN's fused kernel, in which the bias has their dtype.
 
     JAX takes gradients for even N only, and a class token often makes it odd, so without a bias a
-    token is appended and masked.
+    token is appended and masked. Raises `InputError` where JAX refuses the device, type or shape.
     """
     tokens, lengths = query.shape[1], None
     if bias is not None:
@@ -112,15 +112,21 @@ def cudnn_attention(
             jnp.pad(x, ((0, 0), (0, 1), (0, 0), (0, 0))) for x in (query, key, value)
         )
         lengths = jnp.full(len(query), tokens, jnp.int32)
-    y = jax.nn.dot_product_attention(
-        query,
-        key,
-        value,
-        bias=bias,
-        query_seq_lengths=lengths,
-        key_value_seq_lengths=lengths,
-        implementation="cudnn",
-    )
+    try:
+        y = jax.nn.dot_product_attention(
+            query,
+            key,
+            value,
+            bias=bias,
+            query_seq_lengths=lengths,
+            key_value_seq_lengths=lengths,
+            implementation="cudnn",
+        )
+    except (RuntimeError, NotImplementedError, ValueError) as error:  # JAX's checks while tracing
+        raise InputError(
+            f"config.model.attention_implementation='cudnn': {str(error).rstrip('.')}. It needs an "
+            "NVIDIA GPU with cuDNN and config.model.dtype='bfloat16': meet that, or use 'auto'"
+        ) from error
     return y[:, :tokens]
 
 

@@ -173,6 +173,11 @@ class Mlp(nnx.Module):
         dtype,
         rngs: nnx.Rngs,
     ):
+        if hidden < 1:
+            raise InputError(
+                "config.model.mlp_ratio or config.model.token_mlp_ratio leaves an MLP of "
+                f"{width} channels without a hidden one: raise it"
+            )
         options = dict(dtype=dtype, rngs=rngs)
         self.fc1 = nnx.Linear(width, hidden, **init(width), **options)
         self.fc2 = nnx.Linear(hidden, width, **init(hidden), **options)
