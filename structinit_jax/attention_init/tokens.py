@@ -179,7 +179,8 @@ def impulse(
         makes the maps of real images more like the targets, in all layers, and training on 1,000
         images ended higher (benchmarks/results/search.md). 1 leaves the model's own.
       mlp_scale: Factor on the output kernels of the MLPs, for the same reasons; 0 makes them
-        contribute nothing at first.
+        contribute nothing at first. If there is time for few steps only, 1 with a target mass of
+        0.5 is better: equal after 30 epochs on 1,000 images, and 1.5 points higher after 10.
       optimizer: 'lbfgs' or the name of another optax optimizer.
       learning_rate: Learning rate of an optimizer other than L-BFGS.
       max_steps: Maximum number of steps of a solve.

@@ -76,7 +76,9 @@ class VisionTransformer(Model):
             dropout=0.0,  # rate after positions, attention projections and MLP layers
             layer_scale=0.0,  # start of a trained factor per channel of each branch; 0 omits it
             qk_norm=False,  # LayerNorm on each head's queries and keys (Dehghani et al. 2023)
-            base_init="timm",  # start values: timm's, or "pytorch": the defaults of its layers
+            # Start values: those of timm's ViT for positions of all kinds, or "pytorch": the
+            # defaults of its layers.
+            base_init="timm",
             dtype="float32",  # of the computation, or "bfloat16"; parameters are float32
             attention_implementation="auto",  # or "xla", the same; or "cudnn", a fused kernel
             unroll=1,  # blocks per step of the scan; 0 unrolls the stack, which compiles longer
