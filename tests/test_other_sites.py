@@ -16,6 +16,7 @@ from structinit_jax.attention_init import (
     TokenMixingSite,
     TokenMixingWeights,
     WindowSite,
+    impulse,
 )
 from structinit_jax.errors import InputError
 from structinit_jax.models.convmixer import ConvMixer
@@ -77,6 +78,12 @@ def test_models_get_the_weights_of_our_trainer(name):
         np.testing.assert_allclose(found[key], value, atol=1e-6, err_msg=key)
         assert found[key].dtype == start[key].dtype
     assert any(not np.array_equal(value, start[key]) for key, value in found.items())
+
+
+def test_initialization_can_be_traced():
+    start = interop.to_timm(model("swin"))
+    shapes = jax.eval_shape(lambda params: interop.initialize(params, impulse(), RNG), start)
+    assert {key: value.shape for key, value in shapes.items()} == jax.tree.map(np.shape, start)
 
 
 def swin_of_hugging_face(fused):

@@ -5,8 +5,6 @@ import re
 from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
-import numpy as np
-
 from structinit_jax.attention_init import (
     AttentionWeights,
     ConvSite,
@@ -94,7 +92,7 @@ def _window_site(leaves, stack, grid, buffers):
         if weights.bias is not None:
             offsets = math.prod(2 * side - 1 for side in found.window)
             check_shape("bias", weights.bias, (host.num_layers, offsets, host.num_heads))
-            new |= found.encode(np.asarray(weights.bias, np.float32))
+            new |= found.encode(weights.bias)
         elif cosine:
             raise InputError(
                 "attention_init: the scheme sets no position bias, and cosine attention has no "

@@ -11,8 +11,9 @@ import re
 from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
+import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Float
+from jaxtyping import Array, Float
 
 from structinit_jax.errors import InputError
 from structinit_jax.interop.entries import check_array, like
@@ -45,7 +46,7 @@ class WindowBias(NamedTuple):
     names: list[str]
     window: Grid
     num_heads: int
-    encode: Callable[[np.ndarray], Leaves]
+    encode: Callable[[Float[Array, "L R h"]], Leaves]
 
 
 def has_window_bias(leaves: Leaves) -> str | None:
@@ -80,8 +81,7 @@ def table_bias(leaves: Leaves, stack: Stack, grid: Grid | None) -> WindowBias:
     def encode(bias):
         new = {}
         for name, rows in zip(tables, bias, strict=True):
-            table = np.array(leaves[name], np.float32)
-            table[:used] = rows
+            table = jnp.asarray(leaves[name], jnp.float32).at[:used].set(rows)
             new[name] = like(table, leaves[name])
         return new
 
@@ -111,9 +111,11 @@ def mlp_bias(leaves: Leaves, stack: Stack, buffers: Mapping[str, Any]) -> Window
 
     def encode(bias):
         new = {}
-        for module, mlp, table, biases in zip(modules, mlps, tables, bias, strict=True):
+        for module, mlp, table, biases in zip(
+            modules, mlps, tables, np.asarray(bias, np.float64), strict=True
+        ):
             hidden = len(leaves[f"{mlp}.0.bias"])
-            arrays = fit_mlp(table.reshape(-1, 2), np.asarray(biases), hidden, f"{mlp}.2.weight")
+            arrays = fit_mlp(table.reshape(-1, 2), biases, hidden, f"{mlp}.2.weight")
             # Content logits then start as small as in Swin: cosines times 1 instead of 10.
             scale = f"{module}logit_scale"
             new[scale] = like(np.zeros(leaves[scale].shape), leaves[scale])
