@@ -302,9 +302,8 @@ AttentionInit = Callable[[jax.Array, Site], Weights]
 def call_scheme(scheme: AttentionInit, rng: jax.Array, site: Site) -> Weights:
     """Returns a scheme's weights; raises `InputError` if they are of another kind than the site."""
     weights = scheme(rng, site)
-    expected = AttentionWeights
-    if isinstance(site, TokenMixingSite | ConvSite):
-        expected = TokenMixingWeights if isinstance(site, TokenMixingSite) else ConvWeights
+    kinds = {TokenMixingSite: TokenMixingWeights, ConvSite: ConvWeights}
+    expected = kinds.get(type(site), AttentionWeights)
     if not isinstance(weights, expected):
         name = getattr(scheme, "__name__", repr(scheme))
         raise InputError(

@@ -96,9 +96,9 @@ def _window(rows: int) -> Grid | None:
 
 def mlp_bias(leaves: Leaves, stack: Stack, buffers: Mapping[str, Any]) -> WindowBias:
     """Finds the MLP of every layer, and its coordinates in the parameters or the buffers."""
-    modules = [_cosine_module(leaves, attention) for attention in stack.attentions]
+    found = [_module_and_mlp(leaves, attention) for attention in stack.attentions]
+    modules, mlps = zip(*found, strict=True)
     tables = [_coordinates(leaves, buffers, module) for module in modules]
-    mlps = [next(f"{m}{n}" for n in MLPS if f"{m}{n}.0.weight" in leaves) for m in modules]
     shape = tables[0].shape
     window = (shape[0] // 2 + 1, shape[1] // 2 + 1)
     num_heads = len(leaves[f"{mlps[0]}.2.weight"])
@@ -127,13 +127,14 @@ def mlp_bias(leaves: Leaves, stack: Stack, buffers: Mapping[str, Any]) -> Window
     return WindowBias(names, window, num_heads, encode)
 
 
-def _cosine_module(leaves, attention):
-    """Returns the prefix of the module in an attention layer that has the position bias."""
+def _module_and_mlp(leaves, attention):
+    """Returns the prefix of the module in an attention layer that has the bias, and its MLP."""
     for name in leaves:
         match = COSINE.fullmatch(name)
         if match and match["module"].startswith(f"{attention}."):
-            if any(f"{match['module']}{mlp}.0.weight" in leaves for mlp in MLPS):
-                return match["module"]
+            for mlp in (f"{match['module']}{mlp}" for mlp in MLPS):
+                if f"{mlp}.0.weight" in leaves:
+                    return match["module"], mlp
             raise InputError(
                 f"params: {name} rescales the logits of cosine attention, which depend on the "
                 "directions of queries and keys alone: no scheme sets them. Use a model that also "
