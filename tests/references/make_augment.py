@@ -5,20 +5,12 @@
 Made with timm 1.0.31, torch 2.13.0, Pillow 13.0.0. Seeds are fixed; nothing is downloaded.
 """
 
-import contextlib
 import pathlib
 import random
 
-import torch
-
-# timm imports torchvision, whose compiled operators may not match this torch. None of them is used,
-# so they are only declared, unless they exist already.
-with contextlib.suppress(RuntimeError):
-    _library = torch.library.Library("torchvision", "DEF")
-    for _schema in ("nms(Tensor d, Tensor s, float t) -> Tensor", "qnms(Tensor d) -> Tensor"):
-        _library.define(_schema)
-
+import import_torchvision  # noqa: F401
 import numpy as np
+import torch
 from PIL import Image
 from timm.data import auto_augment, mixup, random_erasing
 from timm.data.transforms import RandomResizedCropAndInterpolation

@@ -7,18 +7,11 @@ version then does not initialize tokens and positions. Those of the papers (0.9.
 the tokens to zero and draw positions with a standard deviation of 0.02.
 """
 
-import contextlib
 import pathlib
 
-import torch
-
-# timm imports torchvision, whose compiled operators need not fit this torch: it uses none of them.
-with contextlib.suppress(RuntimeError):  # where they are defined already
-    _library = torch.library.Library("torchvision", "DEF")
-    for _schema in ("nms(Tensor d, Tensor s, float t) -> Tensor", "qnms(Tensor d) -> Tensor"):
-        _library.define(_schema)
-
+import import_torchvision  # noqa: F401
 import numpy as np
+import torch
 from timm.models.convmixer import ConvMixer
 from timm.models.mlp_mixer import MlpMixer
 from timm.models.swin_transformer import SwinTransformer

@@ -8,20 +8,13 @@ start values are not. Keys: `state/` what a model starts with, `evaluation/` and
 blocks' outputs and the logits, `after/` the running statistics after one forward pass in training.
 """
 
-import contextlib
 import json
 import pathlib
 
-import torch
-
-# timm imports torchvision, whose compiled operators need not fit this torch: it uses none of them.
-with contextlib.suppress(RuntimeError):  # where they are defined already
-    _library = torch.library.Library("torchvision", "DEF")
-    for _schema in ("nms(Tensor d, Tensor s, float t) -> Tensor", "qnms(Tensor d) -> Tensor"):
-        _library.define(_schema)
-
+import import_torchvision  # noqa: F401
 import numpy as np
 import timm
+import torch
 from timm.models.convmixer import ConvMixer
 
 FOLDER = pathlib.Path(__file__).parent

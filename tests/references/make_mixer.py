@@ -6,18 +6,11 @@ Made with timm 1.0.31 and torch 2.13.0. The input is not square, the weights are
 timm's start values are not (norms, biases, the head).
 """
 
-import contextlib
 import pathlib
 
-import torch
-
-# timm imports torchvision, whose compiled operators need not fit this torch: it uses none of them.
-with contextlib.suppress(RuntimeError):  # where they are defined already
-    _library = torch.library.Library("torchvision", "DEF")
-    for _schema in ("nms(Tensor d, Tensor s, float t) -> Tensor", "qnms(Tensor d) -> Tensor"):
-        _library.define(_schema)
-
+import import_torchvision  # noqa: F401
 import numpy as np
+import torch
 from timm.models.mlp_mixer import MlpMixer
 
 

@@ -13,13 +13,9 @@ import pathlib
 import re
 import sys
 
+import import_torchvision  # noqa: F401
 import numpy as np
 import torch
-
-# timm imports torchvision, whose compiled operators need not fit this torch: it uses none of them.
-_library = torch.library.Library("torchvision", "DEF")
-for _schema in ("nms(Tensor d, Tensor s, float t) -> Tensor", "qnms(Tensor d) -> Tensor"):
-    _library.define(_schema)
 
 OUT = pathlib.Path(__file__).with_name("programs.json")
 SHARED = "--opt adamw --sched cosine --aa rand-m9-mstd0.5-inc1"

@@ -8,15 +8,11 @@ Writes random_resized_crop.npz beside itself: for each image size (height x widt
 import random
 from pathlib import Path
 
+import import_torchvision  # noqa: F401
 import numpy as np
 import torch
-
-library = torch.library.Library("torchvision", "DEF")  # torchvision without its C++ operators
-library.define("nms(Tensor a, Tensor b, float c) -> Tensor")
-library.define("qnms(Tensor a, Tensor b, float c) -> Tensor")
-
-from PIL import Image  # noqa: E402
-from timm.data.transforms import RandomResizedCropAndInterpolation  # noqa: E402
+from PIL import Image
+from timm.data.transforms import RandomResizedCropAndInterpolation
 
 SIZES = [(375, 500), (64, 64), (300, 60)]
 

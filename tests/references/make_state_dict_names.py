@@ -14,19 +14,11 @@ import pathlib
 import sys
 import tempfile
 
-import torch
-
-# timm imports torchvision, whose compiled operators need not fit this torch: it uses none of them.
-try:
-    import torchvision
-except (ImportError, RuntimeError):
-    _library = torch.library.Library("torchvision", "DEF")
-    for _schema in ("nms(Tensor d, Tensor s, float t) -> Tensor", "qnms(Tensor d) -> Tensor"):
-        _library.define(_schema)
-    import torchvision
-
+import import_torchvision  # noqa: F401
 import numpy as np
 import timm
+import torch
+import torchvision
 import transformers
 from safetensors.numpy import load_file
 from torch.nn.attention import SDPBackend, sdpa_kernel

@@ -9,19 +9,12 @@ sum(cotangent · logits) where windows are shifted. For the registered models: t
 parameters.
 """
 
-import contextlib
 import pathlib
 
+import import_torchvision  # noqa: F401
 import numpy as np
-import torch
-
-# timm imports torchvision, whose compiled operators need not fit this torch: it uses none of them.
-with contextlib.suppress(RuntimeError):  # where they are defined already
-    _library = torch.library.Library("torchvision", "DEF")
-    for _schema in ("nms(Tensor d, Tensor s, float t) -> Tensor", "qnms(Tensor d) -> Tensor"):
-        _library.define(_schema)
-
 import timm
+import torch
 from timm.models.swin_transformer import SwinTransformer
 
 COMMON = dict(in_chans=2, num_classes=5, embed_dim=8, num_heads=(2, 4), mlp_ratio=2)

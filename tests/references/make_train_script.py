@@ -7,18 +7,11 @@ Made with timm 1.0.31 and torch 2.13.0. The schedules are those of the papers' p
 passes on.
 """
 
-import contextlib
 import pathlib
 
-import torch
-
-# timm imports torchvision, whose compiled operators need not fit this torch: it uses none of them.
-with contextlib.suppress(RuntimeError):  # where they are defined already
-    _library = torch.library.Library("torchvision", "DEF")
-    for _schema in ("nms(Tensor d, Tensor s, float t) -> Tensor", "qnms(Tensor d) -> Tensor"):
-        _library.define(_schema)
-
+import import_torchvision  # noqa: F401
 import numpy as np
+import torch
 from PIL import Image
 from timm.data import FastCollateMixup, create_loader
 from timm.models.convmixer import ConvMixer

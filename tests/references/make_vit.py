@@ -6,19 +6,12 @@ Made with timm 1.0.31 and torch 2.13.0. Weights are random, with biases, norms, 
 moved off their start values, so that none can hide.
 """
 
-import contextlib
 import json
 import pathlib
 
+import import_torchvision  # noqa: F401
 import numpy as np
 import torch
-
-# timm imports torchvision, whose compiled operators need not fit this torch: it uses none of them.
-with contextlib.suppress(RuntimeError):  # where they are defined already
-    _library = torch.library.Library("torchvision", "DEF")
-    for _schema in ("nms(Tensor d, Tensor s, float t) -> Tensor", "qnms(Tensor d) -> Tensor"):
-        _library.define(_schema)
-
 from timm.layers import resample_abs_pos_embed
 from timm.models.eva import Eva
 from timm.models.vision_transformer import VisionTransformer, checkpoint_filter_fn

@@ -1,0 +1,15 @@
+"""Imports torchvision, which timm needs, beside any build of torch.
+
+Its compiled operators need not fit the installed torch. The reference programs use none of them, so
+it is enough that their names are defined. Import this before timm.
+"""
+
+import torch
+
+try:
+    import torchvision
+except (ImportError, RuntimeError):
+    _library = torch.library.Library("torchvision", "DEF")
+    for _schema in ("nms(Tensor d, Tensor s, float t) -> Tensor", "qnms(Tensor d) -> Tensor"):
+        _library.define(_schema)
+    import torchvision  # noqa: F401
