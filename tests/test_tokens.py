@@ -52,7 +52,7 @@ def target_mass(maps, targets):
 
 @pytest.fixture(scope="module")
 def sharp():
-    # Sharper than the default, which so narrow a model leaves soft.
+    # Sharper than the default.
     return make(norm=1.5)
 
 
@@ -62,12 +62,24 @@ def plain():
 
 
 def test_every_head_has_the_filter_that_the_weights_name():
-    weights = make(target_mass=0.5)
+    weights = make()
     targets = kernels_lib.convolution_maps(kernels_lib.impulse_kernels(3), GRID)[
         weights.filter_index
     ]
     np.testing.assert_allclose(target_mass(head_maps(weights), targets), 0.5, atol=0.01)
     assert weights.report.hit_rate > 0.99
+
+
+@pytest.mark.parametrize(("width", "heads"), [(192, 3), (96, 12)])
+def test_maps_are_equally_sharp_in_narrow_and_wide_models(width, heads):
+    dim = width // heads
+    positions = sincos_positions(GRID, width)
+    site = make_site(
+        width=width, num_heads=heads, head_dim=dim, qk_scale=dim**-0.5, positions=positions
+    )
+    report = impulse(vo_init="default")(jax.random.key(0), site).report
+    np.testing.assert_allclose(report.target_mass, 0.5, atol=0.01)
+    assert report.hit_rate > 0.98
 
 
 @pytest.mark.parametrize("name", ["gaussian", "difference_of_gaussians", "box"])
@@ -267,6 +279,7 @@ def test_impulse_scales_patches_and_mlps_unless_told_otherwise():
     [
         (dict(filters=np.ones((1, 4, 4))), r"filters has shape \(1, 4, 4\)"),
         (dict(filters=-np.ones((1, 3, 3))), "filters has negative values"),
+        (dict(norm=1.0, target_mass=0.4), r"norm=1\.0 and target_mass=0\.4 .*pass one"),
         (dict(kernel_size=(3, 3)), r"kernel_size=\(3, 3\) has 2 values for 4 layers"),
         (dict(kernel_size=7), "kernel_size=7 is larger than the token grid 7x5"),
         (dict(dilation=5), "dilation=5: number 0 of the filters leads out of the token grid 7x5"),

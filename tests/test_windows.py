@@ -55,7 +55,7 @@ def test_report_is_that_of_the_maps():
     maps = 0.5 * targets + 0.5 / 19 * (1 - targets)
     maps = np.where(targets.any(-1, keepdims=True), maps, 1 / 20)
     np.testing.assert_allclose(report.loss, np.mean((maps - targets) ** 2), rtol=1e-5)
-    np.testing.assert_allclose(report.target_mass, windows.DEFAULT_TARGET_MASS, rtol=1e-5)
+    np.testing.assert_allclose(report.target_mass, 0.5, rtol=1e-5)
     np.testing.assert_allclose(report.norm, 0.02 * 24**0.5, rtol=0.1)
     assert report.steps == 0
 

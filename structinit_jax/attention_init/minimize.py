@@ -13,8 +13,9 @@ from structinit_jax.errors import InputError
 # A minimization has converged when this many steps in a row lower the loss by less than this
 # fraction.
 PATIENCE, MIN_IMPROVEMENT = 5, 2e-3
-# With a target mass, the norm is fitted to it between solves: a grid search, then bisection.
-MASS_ROUNDS, NORM_RANGE, NORM_GRID, NORM_BISECTIONS = 2, (0.05, 20.0), 24, 12
+# With a target mass, the norm is fitted to it after each of several solves. It can at most double
+# each time: far above the norm that they were solved for, factors make sharp maps of wrong tokens.
+MASS_ROUNDS, NORM_CHANGE, NORM_GRID, NORM_BISECTIONS = 3, (1 / 16, 2.0), 16, 8
 
 
 def make_optimizer(name: str, learning_rate: float) -> optax.GradientTransformationExtraArgs:
@@ -82,20 +83,21 @@ def find_norm(
 ) -> Float[Array, " F"]:
     """Finds each filter's smallest norm that reaches the mass, or the one that comes closest.
 
-    The grid search comes first because the mass is not monotonic: beyond some norm, a sharper map
-    covers less of a soft target.
+    The result is between 1/16 and 2 times the given norm (`NORM_CHANGE`). The grid search comes
+    first because the mass is not monotonic: beyond some norm, a sharper map covers less of a soft
+    target.
 
     Args:
       mass_at: Attention mass of each filter at the norms that it is given.
-      norm: An array of the result's shape and type.
+      norm: Norms of the solve.
       target_mass: Attention mass wanted on target.
     """
-    grid = jnp.geomspace(*NORM_RANGE, NORM_GRID, dtype=norm.dtype)
-    masses = jax.lax.map(lambda value: mass_at(jnp.full_like(norm, value)), grid)
+    change = jnp.geomspace(*NORM_CHANGE, NORM_GRID, dtype=norm.dtype)
+    masses = jax.lax.map(lambda factor: mass_at(factor * norm), change)
     enough = masses >= target_mass
     reached = enough.any(axis=0)
     index = jnp.where(reached, enough.argmax(axis=0), masses.argmax(axis=0))
-    low, high = grid[jnp.maximum(index - 1, 0)], grid[index]
+    low, high = norm * change[jnp.maximum(index - 1, 0)], norm * change[index]
 
     def bisect(_, bounds):
         low, high = bounds

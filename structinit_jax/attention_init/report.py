@@ -8,6 +8,7 @@ from jaxtyping import Array, Float
 
 from structinit_jax.attention_init.sites import SolveReport
 
+TARGET_MASS = 0.5  # wanted by every impulse of our own
 MIN_HIT_RATE = 0.75  # below it, targets count as out of reach
 
 

@@ -22,12 +22,16 @@ from structinit_jax.attention_init import tokens
 from structinit_jax.attention_init.kernels import assign, target_maps
 from structinit_jax.attention_init.minimize import MASS_ROUNDS, find_norm, minimize
 from structinit_jax.attention_init.registry import register
-from structinit_jax.attention_init.report import overlap, report_on_maps, warn_if_out_of_reach
+from structinit_jax.attention_init.report import (
+    TARGET_MASS,
+    overlap,
+    report_on_maps,
+    warn_if_out_of_reach,
+)
 from structinit_jax.attention_init.sites import AttentionWeights, RotarySite, SolveReport
 from structinit_jax.attention_init.value_out import VO_INITS, remove_inputs, remove_outputs
 from structinit_jax.errors import InputError
 
-DEFAULT_TARGET_MASS = 0.5
 MAX_STEPS = 100
 START_NORM = 3.0  # root of the sum of |c| in the first solve; most grids need about this
 MAX_ROWS = 64  # of the maps that enter the solve: all rows pose the same problem at another place
@@ -72,7 +76,7 @@ def impulse(
     dilation: int | Sequence[int] = 1,
     offsets: str = "even",
     same_layers: bool = False,
-    target_mass: float = DEFAULT_TARGET_MASS,
+    target_mass: float = TARGET_MASS,
     vo_init: str = "balanced",
     keep_positions: bool = True,
     patch_scale: float = 0.3,
@@ -204,17 +208,17 @@ def solve_coefficients(
 
             return minimize(loss, factor, transform, True, MAX_STEPS)
 
-        def fit_norm(factor):
+        def fit_norm(factor, norm):
             def mass_at(norm):
                 maps = jax.nn.softmax(logits(factor, norm[0], rows), axis=-1)
                 return overlap(some[None], maps[None])
 
-            return find_norm(mass_at, jnp.ones(1, jnp.float32), target_mass)[0]
+            return find_norm(mass_at, norm[None], target_mass)[0]
 
         def improve(_, carry):
             factor, norm, steps = carry
             factor, more = minimize_loss(factor, norm)
-            return factor, fit_norm(factor), steps + more
+            return factor, fit_norm(factor, norm), steps + more
 
         # The sum of H_ij exp(i (θ_j - θ_i)), conjugate, at unit size.
         mean_cos, mean_sin = target @ cos, target @ sin
@@ -222,7 +226,7 @@ def solve_coefficients(
         start = start.sum(axis=1)
         start = start / jnp.maximum(jnp.linalg.norm(start, axis=0, keepdims=True), 1e-6)
         carry = (start, jnp.float32(START_NORM), jnp.int32(0))
-        factor, norm, steps = jax.lax.fori_loop(0, 1 + MASS_ROUNDS, improve, carry)
+        factor, norm, steps = jax.lax.fori_loop(0, MASS_ROUNDS, improve, carry)
         maps = jax.nn.softmax(logits(factor, norm), axis=-1)
         report = report_on_maps(target[None], maps[None], steps=steps, norm=norm)
         return coefficients(factor, norm), report

@@ -152,6 +152,9 @@ def solve_bank(
         query, key = (at_norm(factor, norm) for factor in factors)
         return attention_maps(queries, z, query, key, qk_scale)
 
+    def mass(factors, norm):
+        return overlap(targets, maps(factors, norm))
+
     def losses(factors, norm):
         return jnp.mean((targets - maps(factors, norm)) ** 2, axis=(1, 2))
 
@@ -169,15 +172,17 @@ def solve_bank(
         factors = tuple(at_norm(factor, jnp.ones_like(norm)) for factor in factors)
         return minimize(loss, factors, transform, optimizer == "lbfgs", max_steps)
 
-    def fit_norm(factors):
-        return find_norm(lambda norm: overlap(targets, maps(factors, norm)), norm, target_mass)
+    def improve(_, carry):
+        factors, norm, steps = carry
+        factors, more = solve(factors, norm)
+        if target_mass is not None:
+            mass_at = functools.partial(mass, factors)
+            norm = find_norm(mass_at, norm, target_mass)
+        return factors, norm, steps + more
 
     norm = jnp.full(num_filters, norm, jnp.float32)
-    factors, steps = solve(best_start(norm), norm)
-    if target_mass is not None:
-        for _ in range(MASS_ROUNDS):
-            factors, more = solve(factors, fit_norm(factors))
-            steps += more
-        norm = fit_norm(factors)
+    rounds = 1 if target_mass is None else MASS_ROUNDS
+    carry = (best_start(norm), norm, jnp.int32(0))
+    factors, norm, steps = jax.lax.fori_loop(0, rounds, improve, carry)
     report = report_on_maps(targets, maps(factors, norm), steps=steps, norm=norm.mean())
     return Bank(at_norm(factors[0], norm), at_norm(factors[1], norm), report)

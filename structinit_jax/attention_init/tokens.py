@@ -18,7 +18,7 @@ from structinit_jax.attention_init.draw import draw_flat
 from structinit_jax.attention_init.kernels import assign, random_rotations, target_maps
 from structinit_jax.attention_init.pseudo_input import layer_norm, sincos_positions
 from structinit_jax.attention_init.registry import register
-from structinit_jax.attention_init.report import warn_if_out_of_reach
+from structinit_jax.attention_init.report import TARGET_MASS, warn_if_out_of_reach
 from structinit_jax.attention_init.sites import (
     AttentionSite,
     AttentionWeights,
@@ -38,6 +38,7 @@ from structinit_jax.attention_init.value_out import (
     remove_outputs,
     require_narrow_heads,
 )
+from structinit_jax.errors import InputError
 
 
 @register("default", AttentionSite, RotarySite, WindowSite)
@@ -127,8 +128,8 @@ def impulse(
     dilation: int | Sequence[int] = 1,
     offsets: str = "even",
     same_layers: bool = False,
-    norm: float = 3**-0.5,
     target_mass: float | None = None,
+    norm: float | None = None,
     vo_init: str = "balanced",
     keep_positions: bool = True,
     patch_scale: float = 0.3,
@@ -163,12 +164,12 @@ def impulse(
         draws each head's independently (2024 paper); 'center_first' goes outwards by head number,
         the same in every layer (2025 paper).
       same_layers: Whether all layers get equal weights.
-      norm: Root mean square norm of the columns of Q and K, which limits how sharp the maps are.
-        The default is that of Q in the 2024 paper's algorithm 1. This, `optimizer`,
-        `learning_rate` and `max_steps` are only for attention with positions.
-      target_mass: Attention mass wanted on target, between 0 and 1. For attention with positions it
-        replaces `norm`; within windows and with rotary positions its default is 0.5. Only for
-        attention.
+      target_mass: Attention mass wanted on target, between 0 and 1; 0.5 by default. Only for
+        attention. It fixes how sharp the maps are at any width and number of heads and on any grid.
+      norm: Instead of a target mass, the root mean square norm of the columns of Q and K. That of Q
+        in the 2024 paper's algorithm 1 is 3^-1/2, which gives a target mass of 0.12 to 0.98,
+        depending on the model. This, `optimizer`, `learning_rate` and `max_steps` are only for
+        attention with positions.
       vo_init: Value and projection. 'mimetic': V Proj near -0.4 I, as in `impulse_2025`.
         'balanced': the same product without the decomposition, so that heads are equally strong
         instead of sorted by singular values. 'default': the model's own. Only for attention.
@@ -179,12 +180,19 @@ def impulse(
         makes the maps of real images more like the targets, in all layers, and training on 1,000
         images ended higher (benchmarks/results/search.md). 1 leaves the model's own.
       mlp_scale: Factor on the output kernels of the MLPs, for the same reasons; 0 makes them
-        contribute nothing at first. If there is time for few steps only, 1 with a target mass of
-        0.5 is better: equal after 30 epochs on 1,000 images, and 1.5 points higher after 10.
+        contribute nothing at first, and 1 leaves them alone.
       optimizer: 'lbfgs' or the name of another optax optimizer.
       learning_rate: Learning rate of an optimizer other than L-BFGS.
       max_steps: Maximum number of steps of a solve.
     """
+    if norm is None:
+        sharpness = dict(target_mass=target_mass or TARGET_MASS)
+    elif target_mass is None:
+        sharpness = dict(norm=norm)
+    else:
+        raise InputError(
+            f"norm={norm} and target_mass={target_mass} both say how sharp the maps are: pass one"
+        )
     trainable = site.positions_trainable
     positions = sincos_positions(site.grid, site.width) if trainable else site.require_positions()
     targets, ranges = target_maps(
@@ -204,8 +212,7 @@ def impulse(
         same_layers=same_layers,
         vo_init=vo_init,
         keep_positions=keep_positions,
-        norm=norm,
-        target_mass=target_mass,
+        **sharpness,
         optimizer=optimizer,
         learning_rate=learning_rate,
         max_steps=max_steps,

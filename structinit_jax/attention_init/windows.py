@@ -24,12 +24,11 @@ from structinit_jax.attention_init.kernels import (
     target_kernels,
 )
 from structinit_jax.attention_init.registry import register
-from structinit_jax.attention_init.report import report_on_maps
+from structinit_jax.attention_init.report import TARGET_MASS, report_on_maps
 from structinit_jax.attention_init.sites import AttentionWeights, WindowSite
 from structinit_jax.attention_init.value_out import VO_INITS
 from structinit_jax.errors import InputError
 
-DEFAULT_TARGET_MASS = 0.5
 BISECTIONS = 50  # enough for the precision of float64
 
 
@@ -44,7 +43,7 @@ def impulse(
     dilation: int | Sequence[int] = 1,
     offsets: str = "even",
     same_layers: bool = False,
-    target_mass: float = DEFAULT_TARGET_MASS,
+    target_mass: float = TARGET_MASS,
     vo_init: str = "balanced",
 ) -> AttentionWeights:
     """Puts each head's kernel into its column of the relative position bias.

@@ -1,0 +1,85 @@
+"""Shares of tokens that attend most to their head's neighbor, in models of torch libraries.
+
+    python benchmarks/hits.py --out=hits.md
+
+README's table: `impulse` in models with the random weights of their libraries, on noise and on
+crops of the two photographs that scikit-learn contains. Needs torch, timm, torchvision,
+transformers and scikit-learn.
+"""
+
+import argparse
+
+import jax
+import numpy as np
+import timm
+import torch
+import torchvision
+import transformers
+from PIL import Image
+from sklearn.datasets import load_sample_images
+
+from structinit_jax.attention_init import impulse
+from structinit_jax.interop import check, initialize
+
+SIZE, CROPS = 224, 4
+UNSCALED = dict(patch_scale=1, mlp_scale=1)
+SIGLIP, CLIP = "Hugging Face's `SiglipVisionConfig()`", "Hugging Face's `CLIPVisionConfig()`"
+ROWS = [  # model, heads, options of `impulse`
+    ("vit_tiny_patch16_224", 3, {}),
+    ("vit_tiny_patch16_224", 3, UNSCALED),
+    ("vit_base_patch16_224", 12, {}),
+    ("vit_base_patch16_224", 12, UNSCALED),
+    ("vit_base_patch16_224", 12, dict(norm=3**-0.5)),
+    (SIGLIP, 12, {}),
+    ("torchvision's `vit_b_16`", 12, {}),
+    (CLIP, 12, {}),
+]
+
+
+def make_model(name: str) -> torch.nn.Module:
+    """Returns a model with the random weights that its library draws."""
+    torch.manual_seed(0)
+    if name == SIGLIP:
+        return transformers.SiglipVisionModel(transformers.SiglipVisionConfig())
+    if name == CLIP:
+        return transformers.CLIPVisionModel(transformers.CLIPVisionConfig())
+    if name.startswith("torchvision"):
+        return torchvision.models.vit_b_16()
+    return timm.create_model(name)
+
+
+def photographs() -> np.ndarray:
+    """Returns random square crops [CROPS, SIZE, SIZE, 3] of two photographs, as timm has them."""
+    rng, sources, crops = np.random.default_rng(0), load_sample_images().images, []
+    for index in range(CROPS):
+        image = sources[index % 2]
+        side = int(min(image.shape[:2]) * rng.uniform(0.5, 1))
+        y, x = (rng.integers(length - side + 1) for length in image.shape[:2])
+        crop = Image.fromarray(image[y : y + side, x : x + side])
+        crops.append(np.asarray(crop.resize((SIZE, SIZE), Image.Resampling.BICUBIC)))
+    mean, std = timm.data.IMAGENET_DEFAULT_MEAN, timm.data.IMAGENET_DEFAULT_STD
+    return ((np.stack(crops) / 255 - mean) / std).astype(np.float32)
+
+
+def main() -> None:
+    """Prints the table and writes it."""
+    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    parser.add_argument("--out", default="hits.md", help="Markdown file (default: hits.md)")
+    arguments = parser.parse_args()
+    lines = ["| model | `impulse` with | images | layers 1 to the last |", "|---|---|---|---|"]
+    for name, num_heads, options in ROWS:
+        params = {k: v.numpy() for k, v in make_model(name).state_dict().items()}
+        params = initialize(params, impulse(**options), jax.random.key(0), num_heads=num_heads)
+        for kind, images in (("noise", None), ("photographs", photographs())):
+            rates = check(params, images, num_heads=num_heads).hit_rate.mean(axis=1)
+            given = ", ".join(f"{k}={v:.3g}" for k, v in options.items()) or "defaults"
+            by_layer = " ".join(f"{rate:.2f}" for rate in rates)
+            lines.append(f"| {name} | {given} | {kind} | {by_layer} |")
+            print(lines[-1], flush=True)
+    with open(arguments.out, "w") as file:
+        file.write("\n".join(lines) + "\n")
+    print(f"wrote {arguments.out}")
+
+
+if __name__ == "__main__":
+    main()
