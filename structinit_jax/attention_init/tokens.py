@@ -183,7 +183,7 @@ def impulse(
         contribute nothing at first, and 1 leaves them alone.
       optimizer: 'lbfgs' or the name of another optax optimizer.
       learning_rate: Learning rate of an optimizer other than L-BFGS.
-      max_steps: Maximum number of steps of a solve.
+      max_steps: Maximum number of steps of a solve. For a target mass there are three in a row.
     """
     if norm is None:
         sharpness = dict(target_mass=target_mass or TARGET_MASS)
