@@ -67,12 +67,13 @@ def main() -> None:
     parser.add_argument("--out", default="hits.md", help="Markdown file (default: hits.md)")
     arguments = parser.parse_args()
     lines = ["| model | `impulse` with | images | layers 1 to the last |", "|---|---|---|---|"]
+    image_sets = {"noise": None, "photographs": photographs()}  # None: noise of `check` itself
     for name, num_heads, options in ROWS:
         params = {k: v.numpy() for k, v in make_model(name).state_dict().items()}
         params = initialize(params, impulse(**options), jax.random.key(0), num_heads=num_heads)
-        for kind, images in (("noise", None), ("photographs", photographs())):
+        given = ", ".join(f"{k}={v:.3g}" for k, v in options.items()) or "defaults"
+        for kind, images in image_sets.items():
             rates = check(params, images, num_heads=num_heads).hit_rate.mean(axis=1)
-            given = ", ".join(f"{k}={v:.3g}" for k, v in options.items()) or "defaults"
             by_layer = " ".join(f"{rate:.2f}" for rate in rates)
             lines.append(f"| {name} | {given} | {kind} | {by_layer} |")
             print(lines[-1], flush=True)
