@@ -1,4 +1,5 @@
 import itertools
+import re
 
 import jax
 import jax.numpy as jnp
@@ -180,6 +181,15 @@ def test_targets_out_of_reach_warn():
 
 
 @pytest.mark.slow
+def test_a_traced_scheme_leaves_no_arithmetic_on_its_targets_to_the_compiler():
+    # On 24×24 tokens XLA took 18 s to reduce the constant targets, more than all else together.
+    site = make_site(grid=(10, 10), positions=sincos_positions((10, 10), WIDTH))
+    program = jax.jit(lambda rng: impulse()(rng, site)).lower(jax.random.key(0)).compile()
+    constants = re.findall(r"\w+\[(.*)\].* constant\(", program.as_text())
+    assert "9,100,100" in constants
+    assert not [shape for shape in constants if shape.startswith("9,100") and shape != "9,100,100"]
+
+
 def test_4096_tokens_are_solved_from_part_of_their_rows():
     grid = (64, 64)
     site = AttentionSite(grid, 64, 2, 32, 2, 32**-0.5, sincos_positions(grid, 64))
