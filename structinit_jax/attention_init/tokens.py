@@ -157,8 +157,9 @@ def impulse(
         [F, f, f] (f odd, rows of the maps scaled to sum 1), or of maps [F, N, N] with such rows,
         which windows and convolutions do not take.
       sigma: Standard deviation of Gaussians in tokens.
-      dilation: Tokens between neighboring offsets of 'impulse'; or one per layer. Not for
-        convolutions.
+      dilation: Tokens between neighboring offsets of 'impulse'; or one per layer. On 14×14 tokens,
+        2 after the first third of the layers trained better (benchmarks/results/search.md, one
+        model). Not for convolutions.
       offsets: How filters are assigned to heads (channels of a convolution, layers of token
         mixing). 'even' uses all equally often, as far as the heads of all layers allow; 'random'
         draws each head's independently (2024 paper); 'center_first' goes outwards by head number,
