@@ -180,7 +180,6 @@ def test_targets_out_of_reach_warn():
         impulse(kernel_size=5, vo_init="default")(jax.random.key(0), site)
 
 
-@pytest.mark.slow
 def test_a_traced_scheme_leaves_no_arithmetic_on_its_targets_to_the_compiler():
     # On 24×24 tokens XLA took 18 s to reduce the constant targets, more than all else together.
     site = make_site(grid=(10, 10), positions=sincos_positions((10, 10), WIDTH))
@@ -190,6 +189,7 @@ def test_a_traced_scheme_leaves_no_arithmetic_on_its_targets_to_the_compiler():
     assert not [shape for shape in constants if shape.startswith("9,100") and shape != "9,100,100"]
 
 
+@pytest.mark.slow
 def test_4096_tokens_are_solved_from_part_of_their_rows():
     grid = (64, 64)
     site = AttentionSite(grid, 64, 2, 32, 2, 32**-0.5, sincos_positions(grid, 64))
