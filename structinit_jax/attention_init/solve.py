@@ -139,6 +139,9 @@ def solve_bank(
       learning_rate: Learning rate of an optimizer other than L-BFGS.
       max_steps: Maximum number of steps of each solve.
     """
+    # Where a traced caller passes constants, XLA would compute what follows from the targets alone,
+    # such as their row maxima, while it compiles, and far slower than the program does.
+    starts, z, targets = jax.lax.optimization_barrier((starts, z, targets))
     num_filters, num_tokens = targets.shape[:2]
     rows = np.linspace(0, num_tokens - 1, min(num_tokens, MAX_ROWS)).round().astype(int)
     queries, targets = z[rows], targets[:, rows]

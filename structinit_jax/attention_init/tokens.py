@@ -248,9 +248,6 @@ def _solve_and_place(
 ):
     """Runs the whole initialization as one compiled program, X = z vᵀ."""
     rotation_rng, order_rng, vo_rng = jax.random.split(rng, 3)
-    # Where the caller is traced too, these are constants. XLA would compute what follows from the
-    # targets alone, such as their row maxima, while it compiles, and far slower than the program.
-    starts, z, v, targets = jax.lax.optimization_barrier((starts, z, v, targets))
     bank = solve_bank(starts, z, targets, head_dim=site.head_dim, qk_scale=site.qk_scale, **solver)
     shape = (site.num_layers, site.num_heads)
     filter_index = assign(order_rng, shape, ranges, order=offsets, same_layers=same_layers)
