@@ -94,9 +94,14 @@ def set_up(
     augment = make_augment(augmentation.on_device, mesh)
 
     def jit_step(changes):
-        graphdef = abstract_model(config, mesh, **changes).graphdef
+        def train_step(*args):  # makes its model when traced: most candidates never are
+            graphdef = abstract_model(config, mesh, **changes).graphdef
+            rate = schedule.learning_rate
+            step = make_train_step(config, graphdef, optimizer, rate, augment, mesh)
+            return step(*args)
+
         return jax.jit(
-            make_train_step(config, graphdef, optimizer, schedule.learning_rate, augment, mesh),
+            train_step,
             in_shardings=(shardings, sharded),
             out_shardings=(shardings, replicated),
             donate_argnums=0,
