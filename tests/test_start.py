@@ -57,7 +57,7 @@ def test_a_state_takes_few_programs(tiny_config, caplog):
 def test_a_run_leaves_nothing_on_the_device(run_config, tmp_path):
     before = len(jax.live_arrays())
     train.train(run_config, tmp_path)
-    gc.collect()
+    # Not after a collection: none comes in time for the next run in the same process.
     assert gc.get_freeze_count() == 0
     assert len(jax.live_arrays()) <= before
 

@@ -198,13 +198,13 @@ class DeviceLoader(Loader):
     def __init__(self, images: np.ndarray, labels: np.ndarray, mesh: Mesh):
         self._replicated = NamedSharding(mesh, PartitionSpec())
         self._sharded = NamedSharding(mesh, PartitionSpec(mesh.axis_names))
-        self._image_shape = images.shape[1:]
         # Rows of pixels, because a TPU would pad a last axis of 3 channels to 128.
         self._images = self._send(images.reshape(len(images), -1))
         self._labels = self._send(labels)
-        # Jitted once, so that later calls of `train_batches` and `eval_batches` are compiled.
+        # Jitted once, so that later calls of `train_batches` and `eval_batches` are compiled. Not
+        # a method: jit would keep the loader, and with it the images, in a cycle.
         self._gather = jax.jit(
-            self._gather_batch,
+            functools.partial(_gather_batch, self._sharded, images.shape[1:]),
             static_argnames=("batch_size", "with_mask"),
             out_shardings=(self._sharded, self._replicated),
         )
@@ -230,19 +230,20 @@ class DeviceLoader(Loader):
     def _send(self, array):
         return _make_global(array, self._replicated)
 
-    def _gather_batch(self, images, labels, order, offset, batch_size, with_mask):
-        """Returns the examples order[offset : offset + batch_size], and the next offset."""
-        indices = jax.lax.dynamic_slice_in_dim(order, offset, batch_size)
-        # Each device gathers its own part only.
-        indices = jax.lax.with_sharding_constraint(indices, self._sharded)
-        rows = jnp.take(images, jnp.maximum(indices, 0), axis=0, mode="clip")
-        batch = {
-            "image": rows.reshape(batch_size, *self._image_shape),
-            "label": jnp.take(labels, jnp.maximum(indices, 0), mode="clip"),
-        }
-        if with_mask:
-            batch["mask"] = (indices >= 0).astype(jnp.float32)
-        return batch, offset + batch_size
+
+def _gather_batch(sharding, image_shape, images, labels, order, offset, batch_size, with_mask):
+    """Returns the examples order[offset : offset + batch_size], and the next offset."""
+    indices = jax.lax.dynamic_slice_in_dim(order, offset, batch_size)
+    # Each device gathers its own part only.
+    indices = jax.lax.with_sharding_constraint(indices, sharding)
+    rows = jnp.take(images, jnp.maximum(indices, 0), axis=0, mode="clip")
+    batch = {
+        "image": rows.reshape(batch_size, *image_shape),
+        "label": jnp.take(labels, jnp.maximum(indices, 0), mode="clip"),
+    }
+    if with_mask:
+        batch["mask"] = (indices >= 0).astype(jnp.float32)
+    return batch, offset + batch_size
 
 
 def decode_all(
