@@ -12,15 +12,16 @@ pytestmark = pytest.mark.usefixtures("library_promotion")
 
 
 def test_a_batch_without_augmentation_is_the_data(tiny_config):
+    tiny_config.batch_size = 66  # not divisible by the number of devices
     images, targets = show.training_batch(tiny_config, 4)
     again, _ = show.training_batch(tiny_config, 4)
     other, _ = show.training_batch(tiny_config, 5)
-    assert images.shape == (64, 8, 8, 1)
-    assert targets.shape == (64, 10)
+    assert images.shape == (66, 8, 8, 1)
+    assert targets.shape == (66, 10)
     np.testing.assert_array_equal(images, again)
     assert np.any(images != other)
     source = open_dataset("digits", tiny_config.data.data_dir).split("train[:384]")
-    indices = stream_indices(tiny_config.seed, 3 * 64, 4 * 64, 384)  # steps count from 1
+    indices = stream_indices(tiny_config.seed, 3 * 66, 4 * 66, 384)  # steps count from 1
     expected = [image.decode() for image, _ in source.read(indices.tolist())]
     np.testing.assert_array_equal(images, expected)
     assert images.max() == 255

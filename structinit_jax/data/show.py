@@ -39,7 +39,7 @@ def training_batch(config: ConfigDict, step: int) -> tuple[np.ndarray, np.ndarra
     source = dataset.split(data.train_split, "data.train_split", data.on_bad_image)
     options = config_lib.augment_options(config)
     augmentation = split_augmentation(options, dataset.info, len(source), config.seed)
-    mesh = make_mesh()
+    mesh = make_mesh(devices=jax.devices()[:1])  # which any batch divides over
     crop = dict(image_size=augmentation.image_size, random_crop=augmentation.host_crop)
     loader = make_loader(source, dataset.info, mesh, **crop)
     order = dict(batch_size=config.batch_size, seed=config.seed, repeats=data.repeats)

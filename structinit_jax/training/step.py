@@ -127,7 +127,13 @@ def make_train_step(
         }
         new_state = TrainState(state.step + 1, params, model_state, opt_state, ema)
         kept = jax.tree.map(lambda new, old: jnp.where(finite, new, old), new_state, state)
-        return kept._replace(step=new_state.step), metrics
+        # The optimizer's counters go on like the step, so the schedule does.
+        opt_state = jax.tree.map(
+            lambda new, old: new if jnp.issubdtype(new.dtype, jnp.integer) else old,
+            opt_state,
+            kept.opt_state,
+        )
+        return kept._replace(step=new_state.step, opt_state=opt_state), metrics
 
     return train_step
 
