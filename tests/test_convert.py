@@ -69,7 +69,8 @@ def test_fixed_positions_are_timms_pos_embed():
     model = make(positions="sincos", image_size=8)
     state_dict = to_timm(model)
     assert state_dict["pos_embed"].shape == (1, 4, 16)
-    from_timm(model, state_dict)
+    for dtype in (np.float32, np.float16, jax.numpy.bfloat16):
+        from_timm(model, {name: array.astype(dtype) for name, array in state_dict.items()})
     with pytest.raises(InputError, match="not the sin-cos encoding"):
         from_timm(model, state_dict | {"pos_embed": np.ones((1, 4, 16), np.float32)})
 

@@ -298,3 +298,10 @@ def test_a_class_of_the_users_own_is_a_family():
     for name in ("test_models:make", "test_models:Nothing"):
         with pytest.raises(InputError, match=r"model\.name='test_models:"):
             default_config(name)
+
+
+def test_the_default_config_of_a_variant_makes_it_at_its_size():
+    make = functools.partial(create_model, default_config("vit_tiny_patch16_224"), channels=3)
+    model = nnx.eval_shape(lambda: make(rngs=nnx.Rngs(0)))
+    assert model.grid == (14, 14)
+    assert nnx.eval_shape(lambda: make(image_size=64, rngs=nnx.Rngs(0))).grid == (4, 4)

@@ -107,6 +107,8 @@ def test_public_functions_show_the_options_that_they_take(name):
         ("impulse", {"max_steps": 0}, "max_steps=0"),
         ("impulse", {"target_mass": 0.0}, "target_mass=0.0"),
         ("impulse", {"target_mass": 1.5}, "target_mass=1.5"),
+        ("impulse", {"target_mass": (0.5, 0.4)}, "target_mass=.*: must be a single number"),
+        ("impulse", {"patch_scale": (0.3, 0.4)}, "patch_scale=.*: must be a single number"),
         ("impulse", {"optimizer": "sdg"}, "optimizer='sdg'"),
         ("impulse", {"optimizer": "chain"}, "optimizer='chain': not an optimizer of optax"),
         ("impulse", {"kernel_size": 3.0}, "kernel_size=3.0: .*whole number"),

@@ -1,3 +1,4 @@
+import dataclasses
 import itertools
 import re
 
@@ -101,6 +102,44 @@ def test_kernel_size_and_dilation_may_differ_by_layer():
     targets = kernels_lib.convolution_maps(kernels_lib.impulse_kernels(3, dilation=2), GRID)
     chosen = targets[np.asarray(dilated.filter_index[2:]) - 9]
     np.testing.assert_allclose(target_mass(head_maps(dilated)[2:], chosen), 0.4, atol=0.01)
+
+
+def test_dilation_grows_with_depth_on_larger_grids():
+    assert kernels_lib.growing_dilation(3, 12, (14, 14)) == (1,) * 4 + (2,) * 8
+    assert kernels_lib.growing_dilation((3, 1, 3, 5), 4, (28, 30)) == (1, 1, 4, 2)
+    assert kernels_lib.growing_dilation(3, 6, (13, 40)) == (1,) * 6
+    assert kernels_lib.growing_dilation(3, 1, (14, 14)) == (1,)
+    site = make_site(grid=(14, 14), positions=sincos_positions((14, 14), WIDTH))
+    dilated, filters = (
+        len(jax.eval_shape(lambda rng, i=i: i(rng, site), jax.random.key(0)).targets)
+        for i in (impulse(), impulse(filters="gaussian"))
+    )
+    assert (dilated, filters) == (18, 9)
+
+
+@pytest.mark.parametrize("trace", [False, True])
+def test_positions_of_jax_get_the_weights_of_those_of_numpy(trace, plain):
+    grid = (8, 8)  # more tokens than channels
+    site = make_site(grid=grid, positions=sincos_positions(grid, WIDTH), num_layers=1)
+
+    def init(positions):
+        return impulse()(jax.random.key(0), dataclasses.replace(site, positions=positions))[:4]
+
+    expected = init(site.positions)
+    found = (jax.jit(init) if trace else init)(jnp.asarray(site.positions))
+    for field, weight, wanted in zip(plain._fields, found, expected, strict=False):
+        if field in ("value", "out"):
+            np.testing.assert_allclose(weight, wanted, atol=0.01 * np.abs(wanted).max())
+        np.testing.assert_allclose(np.std(weight), np.std(wanted), rtol=0.02, err_msg=field)
+
+
+def test_positions_that_leave_no_channels_for_values_are_refused():
+    positions = np.random.default_rng(0).normal(size=(64, WIDTH)).astype(np.float32)
+    site = make_site(grid=(8, 8), positions=positions)
+    with pytest.raises(InputError, match=r"have rank 47, .* of the 48 .* keep_positions=False"):
+        impulse()(jax.random.key(0), site)
+    kept = impulse(keep_positions=False)
+    assert jax.eval_shape(lambda rng: kept(rng, site), jax.random.key(0)).value is not None
 
 
 def test_given_kernels_and_maps_are_solved_alike():
@@ -327,7 +366,8 @@ def test_heads_wider_than_the_model_have_no_mimetic_factors():
 
 @pytest.mark.usefixtures("library_promotion")
 def test_schemes_can_be_traced_in_double_precision():
-    rotary = RotarySite((3, 4), 32, 4, 8, 3, 8**-0.5, angles=rotary_angles((3, 4), 8))
+    angles = rotary_angles((3, 4), 8).astype(np.float64)
+    rotary = RotarySite((3, 4), 32, 4, 8, 3, 8**-0.5, angles=angles)
     with jax.enable_x64(True):
         for site in (make_site(), rotary):
             weights = jax.eval_shape(lambda rng, site=site: impulse()(rng, site), jax.random.key(0))

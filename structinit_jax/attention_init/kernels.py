@@ -151,6 +151,20 @@ def target_kernels(
     return np.concatenate(banks), tuple(ranges[layer] for layer in layers)
 
 
+def growing_dilation(
+    kernel_size: int | Sequence[int], num_layers: int, grid: tuple[int, int]
+) -> tuple[int, ...]:
+    """Returns a dilation per layer, by default that of `tokens.impulse`.
+
+    It is 1 in the first third of the layers. In the others the kernel reaches a seventh of the
+    grid's shorter side: 2 tokens for 14×14.
+    """
+    reaches = [size // 2 for size in _per_layer("kernel_size", kernel_size, num_layers)]
+    later = [max(1, min(grid) // (7 * reach)) if reach else 1 for reach in reaches]
+    first = max(1, num_layers // 3)
+    return (1,) * first + tuple(later[first:])
+
+
 def target_maps(
     site: AttentionSite | TokenMixingSite, *, filters: str | np.ndarray, **options
 ) -> tuple[Float[np.ndarray, "F N N"], tuple[tuple[int, int], ...]]:

@@ -43,6 +43,7 @@ POSITIVE = (
     "query_key_norm",
 )
 NUMBERS = (*POSITIVE, "mlp_scale", "query_key_scale", "value_out_scale", "taps", "num_filters")
+PER_LAYER = ("kernel_size", "dilation")
 WHOLE = ("dilation", "max_steps", "taps", "num_filters")
 
 
@@ -168,6 +169,8 @@ def _check_value(option, value):
             )
     elif option in CHOICES and value not in CHOICES[option]:
         raise InputError(f"{option}={value!r}: choose one of {', '.join(CHOICES[option])}")
+    if option in NUMBERS and option not in PER_LAYER and np.ndim(value):
+        raise InputError(f"{option}={value!r}: must be a single number")
     if option in FLAGS and not isinstance(value, bool):
         raise InputError(f"{option}={value!r}: must be True or False")
     if option in NUMBERS and not _is_finite(np.asarray(value), "iu" if option in WHOLE else "iuf"):

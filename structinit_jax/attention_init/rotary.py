@@ -102,7 +102,7 @@ def impulse(
     order_rng, place_rng = jax.random.split(rng)
     heads = (site.num_layers, site.num_heads)
     filter_index = assign(order_rng, heads, ranges, order=offsets, same_layers=same_layers)
-    angles, targets = jnp.asarray(site.angles), jnp.asarray(targets)
+    angles, targets = jnp.asarray(site.angles, jnp.float32), jnp.asarray(targets)
     if angles.shape[:2] == (1, 1):  # one solve for each filter serves all heads
         bank, report = solve_coefficients(angles[0], targets, target_mass)
         coefficients = bank[filter_index]

@@ -63,8 +63,7 @@ class AttentionSite:
       num_layers: Number of layers L.
       qk_scale: Factor σ on query-key products before the softmax, usually d^-1/2.
       positions: Position encoding [N, D] that the model adds to its tokens, N = rows × cols in
-        row-major order, or None. The rank of a NumPy array is known at trace time, which makes the
-        solve cheaper.
+        row-major order, or None. The rank of a traced array is unknown, so its solve costs more.
       positions_trainable: Whether the model uses `AttentionWeights.positions`.
       base_init: Start values of the model's other layers, 'timm' or 'pytorch'.
     """
@@ -108,7 +107,11 @@ class AttentionSite:
         return self.grid[0] * self.grid[1]
 
     def require_positions(self) -> np.ndarray | jax.Array:
-        """Returns `positions`; raises `InputError` if there are none or all are equal."""
+        """Returns `positions`, as a NumPy array unless they are traced or spread over processes.
+
+        Raises:
+          InputError: There are none, or all are equal.
+        """
         if self.positions is None:
             raise InputError(
                 "AttentionSite.positions=None: this scheme solves the attention maps against the "
@@ -119,7 +122,7 @@ class AttentionSite:
                 "AttentionSite.positions are equal for all tokens, or NaN: this scheme needs an "
                 "encoding that tells tokens apart; pass one, or use 'mimetic' or 'default'"
             )
-        return self.positions
+        return np.asarray(self.positions) if is_at_hand(self.positions) else self.positions
 
 
 @dataclasses.dataclass(frozen=True)
@@ -253,7 +256,7 @@ class AttentionWeights(NamedTuple):
       filter_index: Index [L, h] of each head's filter among the scheme's filters.
       targets: The filters as maps [F, N, N], what `filter_index` counts. For analysis only.
       bias: Relative position bias [L, R, h] of a `WindowSite`, R = (2 rows - 1) (2 cols - 1), rows
-        in timm's order (`windows.relative_index`).
+        in timm's order (`kernels.relative_index`).
     """
 
     query: Float[Array, "L D h d"] | None = None

@@ -31,7 +31,7 @@ START_REGULARIZATIONS, START_HEADROOM = np.geomspace(3e-5, 3e-2, 7), 2.0
 # so on a larger grid an evenly spaced subset determines the solution.
 MAX_ROWS = 1024
 # Options of `solve_bank` that are fixed at compile time.
-STATIC_OPTIONS = ("target_mass", "optimizer", "learning_rate", "max_steps")
+STATIC_OPTIONS = ("optimizer", "learning_rate", "max_steps")
 
 
 class Bank(NamedTuple):
@@ -48,7 +48,8 @@ def row_space(
     """Splits X [N, D] into coordinates Z [N, r] and an orthonormal basis V [D, r], X ≈ Z Vᵀ.
 
     For a NumPy array, r is the numerical rank. The values of a traced array are unknown when shapes
-    are fixed, so r is then min(N, D): the same solution at a higher cost.
+    are fixed, so r is then min(N, D), and the columns beyond the rank are zero: the same solution
+    at a higher cost.
     """
     if isinstance(x, np.ndarray):
         # The smaller Gram matrix is many times faster than an SVD for a long or wide X. Its
@@ -60,7 +61,8 @@ def row_space(
         v = vectors if x.shape[0] > x.shape[1] else x.T @ (vectors / s)
         return (x @ v).astype(np.float32), v.astype(np.float32)
     u, s, vt = jnp.linalg.svd(x, full_matrices=False)
-    return u * s[None, :], vt.T
+    kept = (s > RANK_TOLERANCE * s[0]).astype(x.dtype)
+    return u * (s * kept)[None, :], vt.T * kept[None, :]
 
 
 def split_product(product: Float[Array | np.ndarray, "*batch D D"], rank: int):
@@ -115,7 +117,7 @@ def solve_bank(
     head_dim: int,
     qk_scale: float,
     norm: float | Array = 3**-0.5,
-    target_mass: float | None = None,
+    target_mass: float | Array | None = None,
     optimizer: str = "lbfgs",
     learning_rate: float = 1e-2,
     max_steps: int = 400,

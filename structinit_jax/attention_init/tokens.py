@@ -15,7 +15,12 @@ import numpy as np
 from jaxtyping import PRNGKeyArray
 
 from structinit_jax.attention_init.draw import draw_flat
-from structinit_jax.attention_init.kernels import assign, random_rotations, target_maps
+from structinit_jax.attention_init.kernels import (
+    assign,
+    growing_dilation,
+    random_rotations,
+    target_maps,
+)
 from structinit_jax.attention_init.pseudo_input import layer_norm, sincos_positions
 from structinit_jax.attention_init.registry import register
 from structinit_jax.attention_init.report import TARGET_MASS, warn_if_out_of_reach
@@ -39,6 +44,9 @@ from structinit_jax.attention_init.value_out import (
     require_narrow_heads,
 )
 from structinit_jax.errors import InputError
+
+# Rank of the positions, relative to the width, beside which value and projection do not fit.
+MAX_RANK = 0.9
 
 
 @register("default", AttentionSite, RotarySite, WindowSite)
@@ -125,7 +133,7 @@ def impulse(
     kernel_size: int | Sequence[int] = 3,
     filters: str | np.ndarray = "impulse",
     sigma: float = 0.7,
-    dilation: int | Sequence[int] = 1,
+    dilation: int | Sequence[int] | None = None,
     offsets: str = "even",
     same_layers: bool = False,
     target_mass: float | None = None,
@@ -157,9 +165,11 @@ def impulse(
         [F, f, f] (f odd, rows of the maps scaled to sum 1), or of maps [F, N, N] with such rows,
         which windows and convolutions do not take.
       sigma: Standard deviation of Gaussians in tokens.
-      dilation: Tokens between neighboring offsets of 'impulse'; or one per layer. On 14×14 tokens,
-        2 after the first third of the layers trained better (benchmarks/results/search.md, one
-        model). Not for convolutions.
+      dilation: Tokens between neighboring offsets of 'impulse'; or one per layer. By default it
+        grows with depth in attention with positions: after the first third of the layers, kernels
+        reach a seventh of the grid's shorter side, so those of size 3 have dilation 2 on 14×14
+        tokens, where that trained better (benchmarks/results/search.md). Otherwise it is 1. Not for
+        convolutions.
       offsets: How filters are assigned to heads (channels of a convolution, layers of token
         mixing). 'even' uses all equally often, as far as the heads of all layers allow; 'random'
         draws each head's independently (2024 paper); 'center_first' goes outwards by head number,
@@ -187,7 +197,7 @@ def impulse(
       max_steps: Maximum number of steps of a solve. For a target mass there are three in a row.
     """
     if norm is None:
-        sharpness = dict(target_mass=target_mass or TARGET_MASS)
+        sharpness = dict(target_mass=TARGET_MASS if target_mass is None else target_mass)
     elif target_mass is None:
         sharpness = dict(norm=norm)
     else:
@@ -196,10 +206,20 @@ def impulse(
         )
     trainable = site.positions_trainable
     positions = sincos_positions(site.grid, site.width) if trainable else site.require_positions()
+    if dilation is None:
+        grows = isinstance(filters, str) and filters == "impulse"
+        dilation = growing_dilation(kernel_size, site.num_layers, site.grid) if grows else 1
     targets, ranges = target_maps(
         site, filters=filters, kernel_size=kernel_size, dilation=dilation, sigma=sigma
     )
     z, v = row_space(layer_norm(positions))
+    keep_positions = keep_positions and vo_init != "default"
+    if keep_positions and isinstance(v, np.ndarray) and v.shape[1] > MAX_RANK * site.width:
+        raise InputError(
+            f"AttentionSite.positions have rank {v.shape[1]}, which leaves too few of the "
+            f"{site.width} channels for value and projection beside them: pass "
+            "keep_positions=False, so that these may change the positions"
+        )
     weights = _solve_and_place(
         rng,
         start_factors(z, targets, site.head_dim),
@@ -260,7 +280,7 @@ def _solve_and_place(
 
     query, key = place(bank.query), place(bank.key)
     value, out = VO_INITS[vo_init](vo_rng, site)
-    if keep_positions and vo_init != "default":
+    if keep_positions:
         value, out = remove_inputs(value, v), remove_outputs(out, v)
     return AttentionWeights(query, key, value, out, report=bank.report, filter_index=filter_index)
 

@@ -108,7 +108,7 @@ class Host:
         if given is None:
             table = self.position_table(grid)
             if table is None:
-                names = ", ".join(self.stack.layout.positions).replace("\\", "")
+                names = self.stack.layout.position_names
                 raise InputError(
                     f"positions: params hold no position table of width {self.width} ({names}). "
                     "Pass the encoding that the model adds to its tokens as positions=[N, D], or "

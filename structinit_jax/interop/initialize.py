@@ -91,6 +91,8 @@ def initialize(
             raise InputError(
                 f"{argument}: {sites[0].name} is in the place of positions that are added to tokens"
             )
+        if num_heads is not None:
+            raise InputError(f"num_heads={num_heads}: leave it out, {sites[0].name} shows it")
         rngs = [rng] if len(sites) == 1 else jax.random.split(rng, len(sites))
         for found, site_rng in zip(sites, rngs, strict=True):
             leaves = found.write(leaves, call_scheme(attention_init, site_rng, found.site))

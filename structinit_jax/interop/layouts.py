@@ -87,6 +87,12 @@ class Layout:
         """What a module calls its kernel."""
         return "weight" if self.torch else "kernel"
 
+    @property
+    def position_names(self) -> str:
+        """What a position table may be called, for error messages."""
+        names = (pattern.replace("\\", "") for pattern in self.positions)
+        return ", ".join("*pos*" if "*" in name else name for name in names)
+
     def weight(self, attention: str, field: str) -> str:
         """Returns the name of the weight that holds a field."""
         return join(attention, self.modules[FIELDS.index(field)], self.leaf)

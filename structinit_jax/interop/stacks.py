@@ -49,8 +49,9 @@ def find_stack(leaves: Leaves, name: str | None) -> Stack:
     if len(stacks) > 1:
         found = "; ".join(f"{len(s.attentions)} × {s.attentions[0]}" for s in stacks)
         raise InputError(
-            f"params hold several stacks ({found}): pass the subtree of one. A model with "
-            "stages needs a relative_position_bias_table in every layer, as in Swin"
+            f"params hold several stacks ({found}): pass the subtree of one. Only `initialize` "
+            "takes a model with stages as a whole, and only if every layer has a "
+            "relative_position_bias_table, as in Swin"
         )
     check_stack(leaves, stacks[0])
     return stacks[0]

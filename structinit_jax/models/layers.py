@@ -110,7 +110,7 @@ def set_weight(variable: nnx.Variable, field: str, value: Array | np.ndarray) ->
     The assignment alone would broadcast, for example the weights of one layer to all layers.
     """
     check_shape(field, value, variable.shape)
-    variable[...] = value
+    variable[...] = jnp.asarray(value, variable.dtype)
 
 
 def layer_norm(width: int, *, dtype, rngs: nnx.Rngs, epsilon: float = 1e-6) -> nnx.LayerNorm:

@@ -43,13 +43,13 @@ def default_config(name: str) -> dict[str, Any]:
 
 
 def create_model(
-    options: Mapping[str, Any], *, image_size: int, channels: int, rngs: nnx.Rngs
+    options: Mapping[str, Any], *, image_size: int | None = None, channels: int, rngs: nnx.Rngs
 ) -> nnx.Module:
     """Builds a model with its default start values.
 
     Args:
       options: `config.model`: the `name` of the family and fields of its `default_config`.
-      image_size: As for `Model`, like `channels` and `rngs`.
+      image_size: Height and width of the images; None takes the `image_size` of the options.
       channels: Input channels.
       rngs: Its `params` stream draws the start values.
 
@@ -66,7 +66,9 @@ def create_model(
             f"base_config({name!r}), or set {sizes}"
         )
     model = _family(name, FAMILIES)
-    return model(**options, image_size=image_size, channels=channels, rngs=rngs)
+    if image_size is not None:
+        options["image_size"] = image_size
+    return model(**options, channels=channels, rngs=rngs)
 
 
 def _family(name: str, known: Iterable[str]) -> type[Model]:

@@ -11,7 +11,7 @@ from flax import nnx
 from jaxtyping import Array, Float
 
 from structinit_jax.attention_init import AttentionInit, AttentionWeights, WindowSite
-from structinit_jax.attention_init.windows import relative_index
+from structinit_jax.attention_init.kernels import relative_index
 from structinit_jax.errors import InputError
 from structinit_jax.models import layers
 from structinit_jax.models.attention import Block

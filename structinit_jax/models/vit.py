@@ -142,9 +142,12 @@ class VisionTransformer(Model):
         self.patch_embedding = layers.PatchEmbedding(patch_size, channels, width, **options)
         tiny = 1e-6 if base_init == "timm" else 0.0
         if pool == "class_token":
-            self.class_token = nnx.Param(tiny * jax.random.normal(rngs.params(), (width,)))
+            self.class_token = nnx.Param(
+                tiny * jax.random.normal(rngs.params(), (width,), jnp.float32)
+            )
         if num_registers:
-            registers = jax.random.normal(rngs.params(), (num_registers, width))
+            shape = (num_registers, width)
+            registers = jax.random.normal(rngs.params(), shape, jnp.float32)
             self.registers = nnx.Param(tiny * registers)
         if positions == "learned":
             shape = (self.num_prefix + self.grid[0] * self.grid[1], width)
