@@ -32,16 +32,17 @@ def test_measures_of_mean_maps_are_the_sums_over_pairs_of_tokens():
     found = measures.measure_mean_maps(jnp.asarray(maps), GRID)
     for head, weights in enumerate(maps):
         distance = near = 0.0
-        masses, counts = np.zeros((3, 3)), np.zeros((3, 3))
+        masses, counts = np.zeros((5, 5)), np.zeros((5, 5))  # offsets of up to half of 4 and 5
         for query, key in np.ndindex(20, 20):
             dy, dx = key // 5 - query // 5, key % 5 - query % 5
             distance += weights[query, key] * (dy**2 + dx**2) ** 0.5 / 20
             if max(abs(dy), abs(dx)) <= 1:
                 near += weights[query, key] / 20
-                masses[dy + 1, dx + 1] += weights[query, key]
-                counts[dy + 1, dx + 1] += 1
+            if max(abs(dy), abs(dx)) <= 2:
+                masses[dy + 2, dx + 2] += weights[query, key]
+                counts[dy + 2, dx + 2] += 1
         strongest = (masses / counts).max()
-        row, column = np.argwhere(masses / counts == strongest)[0] - 1
+        row, column = np.argwhere(masses / counts == strongest)[0] - 2
         np.testing.assert_allclose(found["distance"][head], distance, rtol=1e-5)
         np.testing.assert_allclose(found["neighborhood_mass"][head], near, rtol=1e-5)
         np.testing.assert_allclose(found["neighbor_mass"][head], strongest, rtol=1e-5)

@@ -26,7 +26,7 @@ PANELS = {
     "distance": "attention distance [tokens]",
     "entropy": "attention entropy [nats]",
     "neighborhood_mass": "attention on 3×3 neighborhood",
-    "neighbor_mass": "attention on strongest neighbor",
+    "neighbor_mass": "attention at strongest offset",
     "target_mass": "attention on the head's target",
     "hit_rate": "rows that peak on the target",
     "filter_cosine": "cosine of filters to their start",

@@ -5,9 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float
 
-from structinit_jax.attention_init.kernels import convolution_maps, impulse_kernels, relative_index
-
-NEIGHBORHOOD = 3  # side of the square of tokens that count as neighbors, the center included
+from structinit_jax.attention_init.kernels import relative_index
 
 # -- attention maps --------------------------------------------------------------------------------
 
@@ -28,23 +26,28 @@ def measure_mean_maps(
         2021 (arXiv:2108.08810).
       - 'neighborhood_mass': attention on the 3×3 neighborhood, the token itself included. Tokens at
         the border have fewer neighbors.
-      - 'neighbor_mass': attention on one neighbor, over the tokens that have it, for that of the
-        nine with the most; 1 / N for a uniform map.
-      - 'neighbor_row' and 'neighbor_column': offset of that neighbor.
+      - 'neighbor_mass': attention on the token at one offset, over the tokens that have it, for the
+        offset with the most. Offsets are up to half the grid, so that a quarter of the tokens or
+        more have each. About 1 / N for a uniform map.
+      - 'neighbor_row' and 'neighbor_column': that offset.
     """
-    num_tokens, reach = grid[0] * grid[1], NEIGHBORHOOD // 2
-    neighbors = convolution_maps(impulse_kernels(NEIGHBORHOOD), grid)  # [9, N, N]
-    totals = jnp.einsum("...nm,fnm->...f", maps, neighbors)
-    # On a grid of one row, no token has a neighbor above.
-    tokens = np.maximum(neighbors.sum(axis=(1, 2)), 1)
-    masses = totals / tokens.reshape((1,) * (totals.ndim - 1) + (-1,))
-    row, column = jnp.divmod(masses.argmax(axis=-1), NEIGHBORHOOD)
+    num_tokens = grid[0] * grid[1]
+    distances = token_distances(grid)
+    near = (distances < 1.5).astype(np.float32)  # up to the diagonal neighbors
+    rows, columns = (side // 2 for side in grid)
+    center = (
+        slice(grid[0] - 1 - rows, grid[0] + rows),
+        slice(grid[1] - 1 - columns, grid[1] + columns),
+    )
+    kernels = attention_by_offset(maps, grid)[..., *center]
+    flat = kernels.reshape(*kernels.shape[:-2], -1)
+    row, column = jnp.divmod(flat.argmax(axis=-1), 2 * columns + 1)
     return {
-        "distance": jnp.einsum("...nm,nm->...", maps, token_distances(grid)) / num_tokens,
-        "neighborhood_mass": totals.sum(axis=-1) / num_tokens,
-        "neighbor_mass": masses.max(axis=-1),
-        "neighbor_row": row.astype(jnp.float32) - reach,
-        "neighbor_column": column.astype(jnp.float32) - reach,
+        "distance": jnp.einsum("...nm,nm->...", maps, distances) / num_tokens,
+        "neighborhood_mass": jnp.einsum("...nm,nm->...", maps, near) / num_tokens,
+        "neighbor_mass": flat.max(axis=-1),
+        "neighbor_row": row.astype(jnp.float32) - rows,
+        "neighbor_column": column.astype(jnp.float32) - columns,
     }
 
 
