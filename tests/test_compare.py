@@ -8,6 +8,7 @@ import shutil
 import signal
 import time
 import types
+from importlib import metadata
 
 import fork_main
 import jax
@@ -16,6 +17,7 @@ import pytest
 from PIL import Image
 from scipy import stats
 
+import structinit_jax
 from structinit_jax import evaluate, train
 from structinit_jax.compare import grid, report, results, run, seeds, table
 from structinit_jax.data import datasets
@@ -151,6 +153,15 @@ def start(tiny_config, tmp_path, monkeypatch):
     return run_grid
 
 
+def no_metadata_of_its_own(version):
+    def find(name):
+        if name == "structinit-jax":
+            raise metadata.PackageNotFoundError(name)
+        return version(name)
+
+    return find
+
+
 def test_a_failed_run_is_reported_and_the_others_go_on(start, tmp_path, capsys):
     failed, trained = start(["default", "mimetic", "impulse"])
     assert failed == 1
@@ -167,7 +178,9 @@ def test_a_failed_run_is_reported_and_the_others_go_on(start, tmp_path, capsys):
     assert "| mimetic | 2 of 3 | 42.00 ± 2.83 | -10.00 [-10.00, -10.00] |" in text
 
 
-def test_the_report_has_all_that_was_measured(start, tmp_path):
+def test_the_report_has_all_that_was_measured(start, tmp_path, monkeypatch):
+    # Of a checkout on the path, which is not installed.
+    monkeypatch.setattr(run.metadata, "version", no_metadata_of_its_own(run.metadata.version))
     start(["default", "impulse"])
     text = (tmp_path / "report.md").read_text()
     # default ends at 0.52 on average, which impulse reaches after the first epoch. Six batches of
@@ -176,7 +189,7 @@ def test_the_report_has_all_that_was_measured(start, tmp_path):
     assert row in text
     assert "| impulse | 3 of 3 | 82.00 ± 2.00 | +30.00 [+30.00, +30.00] | 1.0 | 6.0 |" in text
     assert "the command" in text
-    assert f"jax {jax.__version__}" in text
+    assert f"structinit-jax {structinit_jax.__version__}, jax {jax.__version__}, " in text
     rows = list(csv.DictReader((tmp_path / "results.csv").read_text().splitlines()))
     assert [(r["setting"], r["seed"], r["status"]) for r in rows[:2]] == [
         ("default", "0", "done"),

@@ -15,8 +15,8 @@ from typing import Any
 import jax
 from ml_collections import ConfigDict
 
+from structinit_jax import __version__, evaluate, resume
 from structinit_jax import config as config_lib
-from structinit_jax import evaluate, resume
 from structinit_jax.analysis import collect, figures
 from structinit_jax.compare import grid, report, results, seeds
 from structinit_jax.compare.page import MAPS
@@ -33,7 +33,7 @@ from structinit_jax.training import workdir as workdir_lib
 from structinit_jax.training.setup import set_up
 from structinit_jax.training.state import count_parameters
 
-PACKAGES = ("structinit-jax", "jax", "jaxlib", "flax", "optax", "numpy")
+PACKAGES = ("jax", "jaxlib", "flax", "optax", "numpy")
 NUM_IMAGES = 64  # of which attention maps are drawn
 STOPPED = "stopped; all checkpoints are complete: run the same command again to resume"
 
@@ -98,7 +98,9 @@ def run_grid(
         "seeds": list(seed_list),
         "baselines": baselines or dict.fromkeys(settings, next(iter(settings))),
         "commands": [started_by] if started_by else [],
-        "versions": {name: metadata.version(name) for name in PACKAGES},
+        # A checkout that is not installed has no metadata of its own.
+        "versions": {"structinit-jax": __version__}
+        | {name: metadata.version(name) for name in PACKAGES},
         "machine": f"{len(jax.devices())} × {jax.devices()[0].device_kind}, Python "
         f"{platform.python_version()}, {platform.uname().system}",
     }
