@@ -51,6 +51,21 @@ def test_settings_have_readable_names_and_what_their_scheme_needs(tiny_config, c
     baselines = grid.find_baselines(settings, "default")
     assert baselines["impulse,model.depth=2,attention_init.norm=0.5"] == "default,model.depth=2"
     assert baselines["default,model.depth=1"] == "default,model.depth=1"
+    # An option that the others do not have does not hide the baseline.
+    baselines = grid.find_baselines(settings, "impulse")
+    assert baselines["default,model.depth=2"] == "impulse,model.depth=2,attention_init.norm=0.5"
+
+
+def test_a_setting_is_never_compared_with_one_of_other_fields():
+    names = ["default", "default,model.depth=1", "mine_scheme,model.depth=1", "x,model.depth=2"]
+    assert grid.find_baselines(names, "mine:scheme") == {
+        "default": None,
+        "default,model.depth=1": "mine_scheme,model.depth=1",
+        "mine_scheme,model.depth=1": "mine_scheme,model.depth=1",
+        "x,model.depth=2": None,
+    }
+    names = [f"impulse{option}" for option in (",attention_init.norm=1", "")]
+    assert grid.find_baselines(names, "impulse") == dict(zip(names, names, strict=True))
 
 
 @pytest.mark.parametrize(

@@ -94,20 +94,33 @@ def _split(text):
     return parts
 
 
-def find_baselines(names: Iterable[str], scheme: str) -> dict[str, str]:
-    """Returns the setting with which each setting is compared, by name.
+def find_baselines(names: Iterable[str], scheme: str) -> dict[str, str | None]:
+    """Returns the setting with which each setting is compared, by name, or None.
 
-    It is the one with the baseline's scheme and the same other fields, if there is one.
+    It has the baseline's scheme and the same other fields. Options of `attention_init` need only
+    agree where both settings have them; among several settings the closest one is taken.
     """
-    names = list(names)
+    parts = {name: _parse_name(name) for name in names}
 
     def find(name):
-        fields = name.split(",")[1:]
-        of_any_scheme = [field for field in fields if not field.startswith("attention_init.")]
-        wanted = (",".join([scheme, *rest]) for rest in (fields, of_any_scheme, []))
-        return next((name for name in wanted if name in names), names[0])
+        _, fields, options = parts[name]
+        differences = {
+            other: len(options.items() ^ others.items())
+            for other, (its_scheme, its_fields, others) in parts.items()
+            if (its_scheme, its_fields) == (file_safe(scheme), fields)
+            and all(options[key] == others[key] for key in options.keys() & others.keys())
+        }
+        return min(differences, key=differences.__getitem__, default=None)
 
-    return {name: find(name) for name in names}
+    return {name: find(name) for name in parts}
+
+
+def _parse_name(name):
+    """Returns the scheme of a setting, its fields and its options of `attention_init`."""
+    scheme, *words = name.split(",")
+    values = dict(word.partition("=")[::2] for word in words)
+    options = {key: values.pop(key) for key in [*values] if key.startswith("attention_init.")}
+    return file_safe(scheme), values, options
 
 
 def command(config: ConfigDict, location: str) -> list[str]:
