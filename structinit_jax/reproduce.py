@@ -6,8 +6,9 @@
 
 --scale=small trains small models of the same shape on subsets of digits, in minutes on a CPU and
 without a download. Its figures say nothing about the published ones. --rows=A,B takes only the rows
-whose name has these words. Fields that are set on the command line, such as --config.data.data_dir,
-are set for all rows. The workdir, the report and resuming are those of `structinit_jax.compare`.
+whose name has these words; the difference to a baseline is left out until that row is trained too.
+Fields that are set on the command line, such as --config.data.data_dir, are set for all rows. The
+workdir, the report and resuming are those of `structinit_jax.compare`.
 """
 
 from structinit_jax import trainer_extra  # noqa: F401 (first, before what may be missing)
@@ -16,7 +17,7 @@ from structinit_jax import trainer_extra  # noqa: F401 (first, before what may b
 import json
 import shlex
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 
 from absl import flags
@@ -150,10 +151,9 @@ def _dataset(row: Row) -> str:
     return command_line.load_config(row.location).data.name
 
 
-def find_baselines(names: Sequence[str], baseline: str) -> dict[str, str]:
-    """Returns the setting that each one is compared with, the first one if there is no other."""
-    wanted = {name: ",".join([*name.split(",")[:-1], baseline]) for name in names}
-    return {name: other if other in names else names[0] for name, other in wanted.items()}
+def find_baselines(names: Iterable[str], baseline: str) -> dict[str, str]:
+    """Returns the row that each one is compared with, whether it is selected or not."""
+    return {name: ",".join([*name.split(",")[:-1], baseline]) for name in names}
 
 
 def describe_tables() -> str:
@@ -215,7 +215,7 @@ def main(overrides: Sequence[tuple[str, str]]) -> None:
             name: shlex.join(grid.command(config, table.rows[name].location))
             for name, config in settings.items()
         },
-        baselines=find_baselines(list(settings), table.baseline),
+        baselines=find_baselines(settings, table.baseline),
         published={name: row.published for name, row in published.items()},
         published_training={name: row.published_training for name, row in published.items()},
         started_by=shlex.join(["python", "-m", "structinit_jax.reproduce", *sys.argv[1:]]),

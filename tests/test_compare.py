@@ -249,6 +249,29 @@ def test_a_second_command_trains_only_what_is_missing(start, tiny_config, tmp_pa
         start(["default"], config=changed)
 
 
+def test_a_second_command_keeps_the_baseline(start, tmp_path):
+    start(["default", "impulse"], seed_list=[0])
+    start(["impulse"], seed_list=[0])
+    start(["mimetic"], seed_list=[0])
+
+    def read_baselines():
+        rows = csv.DictReader((tmp_path / "results.csv").read_text().splitlines())
+        return {row["setting"]: row["baseline"] for row in rows}
+
+    assert read_baselines() == dict.fromkeys(["default", "impulse", "mimetic"], "default")
+    text = (tmp_path / "report.md").read_text()
+    assert "| impulse | 1 of 1 | 80.00 | +30.00 (one seed) |" in text
+    assert "| mimetic | 1 of 1 | 40.00 | -10.00 (one seed) |" in text
+    start(["mimetic"], seed_list=[0], baseline="mimetic")
+    assert read_baselines() == dict.fromkeys(["default", "impulse", "mimetic"], "mimetic")
+
+
+def test_a_baseline_that_is_not_trained_gives_no_difference(start, tmp_path):
+    start(["impulse", "mimetic"], [0], baselines={"impulse": "default", "mimetic": "other"})
+    text = (tmp_path / "report.md").read_text()
+    assert "| impulse | 1 of 1 | 80.00 | – | – |" in text
+
+
 def test_the_time_left_is_that_of_steps_not_taken_before(start, tmp_path, monkeypatch):
     start(["default"], seed_list=[0])
     folder = tmp_path / "default" / "seed_0"

@@ -18,7 +18,8 @@ def test_every_row_has_a_config_and_a_baseline(name):
     table = TABLES[name]
     settings = reproduce.make_settings(table, [], [], small=False)
     assert settings.keys() == table.rows.keys()
-    baselines = reproduce.find_baselines(list(settings), table.baseline)
+    baselines = reproduce.find_baselines(settings, table.baseline)
+    assert set(baselines.values()) <= table.rows.keys()
     assert all(baseline.split(",")[-1] == table.baseline for baseline in baselines.values())
     for setting, config in settings.items():
         docstring = open_docstring(table.rows[setting].location)
@@ -63,6 +64,14 @@ def test_rows_are_picked_by_words():
     assert len(rows) == 5  # not those of cifar100
     with pytest.raises(InputError, match="--rows=cifar11: no row has these words"):
         reproduce.make_settings(TABLES["2024.2"], ["cifar11"], [], small=False)
+
+
+def test_rows_are_compared_with_the_baseline_of_their_own_data_set():
+    names = ["cifar10,mimetic", "cifar100,mimetic"]  # their baselines are not selected
+    assert reproduce.find_baselines(names, "truncated_normal") == {
+        "cifar10,mimetic": "cifar10,truncated_normal",
+        "cifar100,mimetic": "cifar100,truncated_normal",
+    }
 
 
 def test_the_command_trains_a_teacher_and_selects_its_weights(tmp_path, data_dir):

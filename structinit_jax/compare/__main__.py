@@ -32,7 +32,10 @@ _GRID = flags.DEFINE_multi_string(
     "grid", [], "Values of a field: --grid.config.model.num_heads=3,6. May be repeated."
 )
 _BASELINE = flags.DEFINE_string(
-    "baseline", None, "The scheme that the others are compared with; by default the first."
+    "baseline",
+    None,
+    "The scheme that the others are compared with; by default the one of earlier commands in the "
+    "workdir, or the first.",
 )
 _TOGETHER = flags.DEFINE_enum(
     "together",
@@ -57,8 +60,8 @@ def main(config: ConfigDict) -> None:
             f"of the comparison's own: {WORKDIR.value} is that of a run"
         )
     schemes = _SCHEMES.value or [config.attention_init.name]
-    baseline = _BASELINE.value or schemes[0]
-    if baseline not in schemes:
+    baseline = _BASELINE.value
+    if baseline and baseline not in schemes:
         raise InputError(f"--baseline={baseline} is not one of --schemes={','.join(schemes)}")
     settings = grid.expand(config, schemes, grid.parse_axes(_GRID.value))
     failed = run.run_grid(
@@ -69,7 +72,7 @@ def main(config: ConfigDict) -> None:
             name: shlex.join(grid.command(setting, CONFIG.value))
             for name, setting in settings.items()
         },
-        baselines=grid.find_baselines(settings, baseline),
+        baseline=baseline,
         started_by=shlex.join(["python", "-m", "structinit_jax.compare", *_written(sys.argv[1:])]),
         together={"auto": None, "yes": True, "no": False}[_TOGETHER.value],
     )

@@ -127,8 +127,9 @@ def _summary(comparison: Comparison) -> list[list[str]]:
         if setting == baselines[setting]:
             difference = "baseline"
         else:
-            difference = format_interval(comparison.difference(setting))
-            difference += f" to {baselines[setting]}" if several else ""
+            interval = comparison.difference(setting)
+            difference = format_interval(interval)
+            difference += f" to {baselines[setting]}" if several and interval else ""
         figure = facts["published"]
         rows.append(
             [

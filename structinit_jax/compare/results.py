@@ -92,9 +92,9 @@ class Comparison(NamedTuple):
     info: dict[str, Any]
     runs: dict[str, list[Run]]
 
-    def accuracies(self, setting: str) -> dict[int, float]:
+    def accuracies(self, setting: str | None) -> dict[int, float]:
         """Returns the test accuracies of the finished runs of a setting, by seed."""
-        runs = self.runs[setting]
+        runs = self.runs.get(setting, ())  # a baseline need not be among the settings
         return {run.seed: run.accuracy for run in runs if run.accuracy is not None}
 
     def difference(self, setting: str) -> "Interval | None":

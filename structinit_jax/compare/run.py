@@ -44,6 +44,7 @@ def run_grid(
     workdir: str | Path,
     *,
     commands: Mapping[str, str] | None = None,
+    baseline: str | None = None,
     baselines: Mapping[str, str] | None = None,
     published: Mapping[str, float | None] | None = None,
     published_training: Mapping[str, Sequence[tuple[int, float]]] | None = None,
@@ -57,7 +58,10 @@ def run_grid(
       seed_list: Seeds of every setting.
       workdir: Output directory. Each run has a workdir of its own, `SETTING/seed_K`.
       commands: The command that trains each setting alone, for the report.
-      baselines: The setting that each one is compared with; by default the first.
+      baseline: The scheme that the others are compared with; by default that of earlier commands
+        in the workdir, or else that of the first setting.
+      baselines: The setting that each one is compared with, trained or not, in place of those that
+        `grid.find_baselines` finds for the scheme.
       published: Accuracies in percent to show beside ours, by setting.
       published_training: Training accuracies in percent after some epochs, likewise.
       started_by: The command of this comparison, for the report.
@@ -96,7 +100,7 @@ def run_grid(
     info = {
         "settings": facts,
         "seeds": list(seed_list),
-        "baselines": baselines or dict.fromkeys(settings, next(iter(settings))),
+        "baselines": baselines or {},
         "commands": [started_by] if started_by else [],
         # A checkout that is not installed has no metadata of its own.
         "versions": {"structinit-jax": __version__}
@@ -106,6 +110,11 @@ def run_grid(
     }
     with workdir_lib.lock_workdir(workdir):
         info = _merge(workdir, info, settings)
+        if baselines is None:
+            # Of all settings, also those of earlier commands, which may lack one until now.
+            chosen = [name for name in info["baselines"].values() if name]
+            scheme = baseline or [*chosen, *settings][0].split(",")[0]
+            info["baselines"] = grid.find_baselines(info["settings"], scheme)
         text = json.dumps(info, indent=1) + "\n"
         workdir_lib.write_atomically(workdir / results.GRID, text)
         comparison = results.read(workdir)
