@@ -293,6 +293,10 @@ def test_a_setting_that_cannot_be_trained_is_refused_before_the_first_run(start,
     config.model.num_heads = 3
     with pytest.raises(InputError, match=r"setting default: .*config\.model\.num_heads=3"):
         start(["default"], config=config)
+    swin = grid.command_line.load_config("configs/swin_digits.py")  # has no config.model.positions
+    swin.data.data_dir = tiny_config.data.data_dir
+    with pytest.raises(InputError, match=r"setting impulse_2025: .* does not support a WindowSite"):
+        start(["impulse_2025"], config=swin.lock())
 
 
 def test_the_config_and_the_data_of_all_settings_are_checked_as_they_are_trained(

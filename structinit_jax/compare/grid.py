@@ -45,8 +45,9 @@ def expand(
         if config_lib.set_base_init(start):
             print(f"note: {scheme} is trained with config.model.base_init='pytorch'")
         for field, value in REQUIRED.get(scheme, {}).items():
-            start.update_from_flattened_dict({field: value})
-            print(f"note: {scheme} is trained with config.{field}={value!r}")
+            if field in _fields(start):  # the scheme refuses models without it when it is checked
+                start.update_from_flattened_dict({field: value})
+                print(f"note: {scheme} is trained with config.{field}={value!r}")
         options = {f"attention_init.{name}" for name in attention_init.scheme_options(scheme)}
         axes = {
             field: values
