@@ -38,7 +38,7 @@ from structinit_jax.training.workdir import prepare_workdir
 _TABLE = flags.DEFINE_enum("table", None, list(TABLES), "The table, such as 2024.2.")
 _ROWS = flags.DEFINE_list("rows", [], "Only the rows whose name has all these words.")
 _SCALE = flags.DEFINE_enum("scale", "full", ["full", "small"], "Size of the models and data.")
-_SEEDS = flags.DEFINE_integer("seeds", 1, "Seeds of each row.", lower_bound=1)
+_SEEDS = flags.DEFINE_integer("seeds", 1, "Seeds of each row, from config.seed on.", lower_bound=1)
 _LIST = flags.DEFINE_bool("list", False, "List the tables and what they cost, and exit.")
 
 # A guess of the model FLOPs utilization, low since most of the models are small, for --list.
@@ -207,9 +207,10 @@ def main(overrides: Sequence[tuple[str, str]]) -> None:
             settings[name].start_from = str(path)
     # The figures of small models and digits would be something else.
     published = {} if small else {name: table.rows[name] for name in settings}
+    first_seed = next(iter(settings.values())).seed
     failed = run.run_grid(
         settings,
-        range(_SEEDS.value),
+        range(first_seed, first_seed + _SEEDS.value),
         workdir,
         commands={
             name: shlex.join(grid.command(config, table.rows[name].location))

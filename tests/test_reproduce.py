@@ -77,12 +77,12 @@ def test_rows_are_compared_with_the_baseline_of_their_own_data_set():
 def test_the_command_trains_a_teacher_and_selects_its_weights(tmp_path, data_dir):
     arguments = [
         *("--table=2025.4", "--scale=small", "--rows=cifar10,selected"),
-        *("--config.num_steps=2", f"--config.data.data_dir={data_dir}"),
+        *("--config.num_steps=2", "--config.seed=3", f"--config.data.data_dir={data_dir}"),
         *("--config.model.depth=1", f"--workdir={tmp_path / 'run'}"),
     ]
     result = fork_main.run(*arguments, module="structinit_jax.reproduce")
     assert result.returncode == 0, result.stderr
-    log = (tmp_path / "run" / "cifar10,selected" / "seed_0" / "log.txt").read_text()
+    log = (tmp_path / "run" / "cifar10,selected" / "seed_3" / "log.txt").read_text()
     assert f"weights selected from {tmp_path / 'run' / 'teacher.safetensors'}" in log
     config = json.loads((tmp_path / "run" / "teacher" / "config.json").read_text())
     assert config["attention_init"]["name"] == "impulse_2025"
