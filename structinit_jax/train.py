@@ -111,9 +111,10 @@ def _train(config, workdir, profile_steps, on_exit):
         if changed:
             print("config changed since the checkpoint:", *changed, sep="\n")
         if start_step > schedule.num_steps:
+            field = "num_steps" if config.num_steps else "num_epochs"
             raise InputError(
                 f"--workdir={place} has a checkpoint of step {start_step}, but the config ends "
-                f"at step {schedule.num_steps}: raise config.num_epochs, or use another --workdir"
+                f"at step {schedule.num_steps}: raise config.{field}, or use another --workdir"
             )
         state = checkpoint.restore(checkpoints.directory, start_step, setup.abstract_state)
         pending, init_metrics = PendingMetrics(saved["pending_metrics"]), {}

@@ -174,7 +174,7 @@ def weighted_cross_entropy(logits, targets):
     [
         ("model.width", 32, r"(?s)step 12 in .*\n  model\.width: 16 -> 32  \(.* architecture\)"),
         ("attention_init.kernel_size", 1, r"attention_init\.kernel_size: 3 -> 1  \(.* weights"),
-        ("num_steps", 5, r"checkpoint of step 12, but the config ends at step 5"),
+        ("num_steps", 5, r"step 12, but the config ends at step 5: raise config\.num_steps, "),
         ("seed", 1, r"seed: 0 -> 1  \("),
         ("ema_decay", 0.0, r"ema_decay: 0\.5 -> 0\.0  \(.* averaged weights"),
         ("optimizer", "test_train:sgd", r"optimizer: 'adamw' -> .* \(.* optimizer state"),
