@@ -61,6 +61,12 @@ def main(config: ConfigDict) -> None:
     """Runs the mode that the flags select."""
     if TARGET.value and not DRY_RUN.value:
         raise InputError(f"--target={TARGET.value} is only compiled for: add --dry_run")
+    if MODE.value == "eval" and DRY_RUN.value:
+        raise InputError("--dry_run prints the costs of training: leave out --mode=eval")
+    if MODE.value == "eval" and PROFILE_STEPS.value:
+        raise InputError(
+            f"--profile_steps={PROFILE_STEPS.value} traces training steps: leave out --mode=eval"
+        )
     distributed.join(
         COORDINATOR_ADDRESS.value,
         NUM_PROCESSES.value,

@@ -229,6 +229,8 @@ COMMANDS = [
     (["--profile_steps=5"], "--profile_steps=5"),
     (["--out=x"], "'out'"),
     (["--step=best"], "--step=best .*--mode=eval"),
+    (["--mode=eval", "--dry_run"], "--dry_run .*leave out --mode=eval"),
+    (["--mode=eval", "--profile_steps=1:2"], "--profile_steps=1:2 .*leave out --mode=eval"),
     (["--mode=eval", "--step=last"], "--step=last must be 'newest', 'best' or"),
     # Images.
     (images("text"), "1.png.*cannot be decoded.*data.on_bad_image='skip'"),
