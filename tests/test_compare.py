@@ -418,10 +418,12 @@ def test_seeds_together_give_what_single_runs_give(run_config, finished_run, tmp
         calls.append(args)
         if len(calls) % 2 == 0:
             raise StoppedError("step 8: loss nan\nnorms of its layers", exit_code=1)
+        return ["step 8: loss inf: skipped"]
 
     monkeypatch.setattr(seeds, "check_finite", check_finite)
     assert start(None) == {0: "", 1: "step 8: loss nan"}
-    assert "seed 1: step 8: loss nan\nnorms of" in (folder / "seed_0" / "log.txt").read_text()
+    log = (folder / "seed_0" / "log.txt").read_text()
+    assert "seed 0: step 8: loss inf: skipped\nseed 1: step 8: loss nan\nnorms of" in log
     assert read_metrics(folder / "seed_0")[-1] == ours[-1]
     assert max(line["step"] for line in read_metrics(folder / "seed_1")) < 8
     assert not (folder / "seed_1" / "checkpoints").exists()

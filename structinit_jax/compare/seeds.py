@@ -212,7 +212,8 @@ class _SharedRun:
                     for number, values in fetched.items():
                         pending[i].add(number, jax.tree.map(lambda leaf, i=i: leaf[i], values))
                     try:
-                        check_finite(config, pending[i].fetch(), self.folders[i], None)
+                        for line in check_finite(config, pending[i].fetch(), self.folders[i], None):
+                            print(f"seed {seed}: {line}", file=text)
                     except StoppedError as error:
                         if seed not in errors:
                             print(f"seed {seed}: {error}", file=text)
