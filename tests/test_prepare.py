@@ -48,7 +48,7 @@ def test_digits_are_reported(data_dir, capsys, tmp_path):
         assert np.asarray(image).std() > 20
 
 
-def test_folder_report_names_bad_images(tmp_path, capsys):
+def test_folder_report_names_bad_images_and_draws_the_others(tmp_path, capsys):
     for split in ("train", "val"):
         for name in ("cat", "dog"):
             (tmp_path / split / name).mkdir(parents=True)
@@ -56,7 +56,8 @@ def test_folder_report_names_bad_images(tmp_path, capsys):
                 image = Image.new("RGB", (20 + number, 10), "red")
                 image.save(tmp_path / split / name / f"{number}.png")
     (tmp_path / "train" / "dog" / "1.png").write_bytes(b"nothing")
-    prepare.main(["--name=folder", f"--data_dir={tmp_path}"])
+    sheet = tmp_path / "sheet.png"
+    prepare.main(["--name=folder", f"--data_dir={tmp_path}", f"--samples={sheet}"])
     said = capsys.readouterr().out
     assert "folder: 2 classes (cat, dog), 3 channels" in said
     assert "train: 6 examples" in said
@@ -64,6 +65,15 @@ def test_folder_report_names_bad_images(tmp_path, capsys):
     assert "val: 10 to 10 pixels high, 20 to 22 wide" in said
     assert said.count("bad: ") == 1
     assert "dog/1.png" in said
+    with Image.open(sheet) as image:  # five tiles
+        pixels = np.asarray(image)[prepare.MARGIN + prepare.TILE // 2 :: prepare.TILE]
+        reds = pixels[0, prepare.MARGIN + prepare.TILE // 2 :: prepare.TILE + prepare.MARGIN]
+    assert [tuple(red) == (255, 0, 0) for red in reds] == [True] * 5 + [False] * 3
+    for name in ("cat", "dog"):
+        for path in (tmp_path / "train" / name).iterdir():
+            path.write_bytes(b"nothing")
+    with pytest.raises(InputError, match=r"--samples: none of 6 evenly spaced images"):
+        prepare.main(["--name=folder", f"--data_dir={tmp_path}", f"--samples={sheet}"])
 
 
 def test_pixels_of_tiny_images_are_drawn_as_squares():

@@ -136,9 +136,9 @@ def describe_split(source: ImageSource, num_classes: int, num_checked: int) -> l
       Lines to print: classes, image sizes, bytes, labels that are no class, and every image that
       cannot be decoded.
     """
-    indices = _evenly_spaced(source, num_checked or len(source))
-    good, problems = source.select(np.isin(np.arange(len(source)), indices)).split_bad_images()
-    extent = "all" if len(indices) == len(source) else f"{len(indices):,} evenly spaced ones"
+    checked = _evenly_spaced(source, num_checked or len(source))
+    good, problems = checked.split_bad_images()
+    extent = "all" if len(checked) == len(source) else f"{len(checked):,} evenly spaced ones"
     lines = [f"{len(source):,} examples; checked {extent}"]
     if len(good):
         sizes = np.array([(*image.size, image.num_bytes) for image in good.images()])
@@ -158,7 +158,8 @@ def describe_split(source: ImageSource, num_classes: int, num_checked: int) -> l
 
 
 def _evenly_spaced(source, most):
-    return np.linspace(0, len(source) - 1, min(most, len(source))).round().astype(int)
+    indices = np.linspace(0, len(source) - 1, min(most, len(source))).round().astype(int)
+    return source.select(np.isin(np.arange(len(source)), indices))
 
 
 def report(dataset: Dataset, num_checked: int) -> None:
@@ -174,8 +175,20 @@ def report(dataset: Dataset, num_checked: int) -> None:
 
 
 def draw_samples(source: ImageSource, class_names: Sequence[str]) -> Image.Image:
-    """Draws up to 48 evenly spaced examples of a split with the names of their classes."""
-    images, labels = zip(*source.read(_evenly_spaced(source, MAX_TILES).tolist()), strict=True)
+    """Draws up to 48 evenly spaced examples of a split with the names of their classes.
+
+    Images that cannot be decoded are left out.
+
+    Raises:
+      InputError: None of them can be decoded, or a label is out of range.
+    """
+    good, problems = _evenly_spaced(source, MAX_TILES).split_bad_images()
+    if not len(good):
+        raise InputError(
+            f"--samples: none of {len(problems)} evenly spaced images can be decoded: replace "
+            "those reported as bad, or leave out --samples"
+        )
+    images, labels = zip(*good.read(range(len(good))), strict=True)
     return draw_tiles(
         [image.decode() for image in images], [class_names[label] for label in labels]
     )
