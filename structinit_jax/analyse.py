@@ -3,8 +3,8 @@ r"""Analyzes what attention does in a model: maps, measures by layer and head, s
     python -m structinit_jax.analyse --workdir=DIR --out=analysis
 
 compares the newest checkpoint of a run (or that of --step=best or --step=N) with its start values,
-on training images. --other_workdir adds another run of the same image size. Without a run it shows
-start values alone:
+on training images. --other_workdir adds another run of the same image size, at the same --step.
+Without a run it shows start values alone:
 
     python -m structinit_jax.analyse --config=configs/vit_fashion_mnist.py \
         --schemes=default,mimetic,impulse --out=analysis
@@ -54,7 +54,9 @@ from structinit_jax.errors import InputError
 from structinit_jax.training.state import abstract_model
 
 _SCHEMES = flags.DEFINE_list("schemes", [], "Initializations to compare, without --workdir.")
-_OTHER_WORKDIR = flags.DEFINE_string("other_workdir", None, "Another run, on the same images.")
+_OTHER_WORKDIR = flags.DEFINE_string(
+    "other_workdir", None, "Another run, on the same images and at the same --step."
+)
 _NUM_IMAGES = flags.DEFINE_integer("num_images", 64, "Number of training images.")
 _LAYERS = flags.DEFINE_list(
     "layers", [], "Layers of maps_full.png, or 'all'. By default the first, middle and last."
@@ -181,15 +183,15 @@ def main(config: ConfigDict) -> None:
 
     runs = []
     if WORKDIR.value:
-        runs.append((config, WORKDIR.value, STEP.value or "newest"))
+        runs.append((config, WORKDIR.value))
     if other:
-        runs.append((other, _OTHER_WORKDIR.value, "newest"))
-    device = jax.local_devices()[:1]
-    restored = [evaluate.restore_model(*run[:2], device, run[2]) for run in runs]
+        runs.append((other, _OTHER_WORKDIR.value))
+    device, step = jax.local_devices()[:1], STEP.value or "newest"
+    restored = [evaluate.restore_model(*run, device, step) for run in runs]
 
     images = read_images(config, _NUM_IMAGES.value)
     snapshots = []
-    for (run_config, workdir, _), weights in zip(runs, restored, strict=True):
+    for (run_config, workdir), weights in zip(runs, restored, strict=True):
         found = observe_run(run_config, weights, images)
         if other:
             found = [s._replace(name=f"{Path(workdir).name}: {s.name}") for s in found]

@@ -1,6 +1,7 @@
 import functools
 import json
 import re
+import shutil
 import subprocess
 import sys
 
@@ -241,10 +242,16 @@ def test_layers_and_heads_are_chosen_by_name():
         (["--workdir=RUN", "--num_images=5"], "--num_images=5.*at least 8"),
         (["--workdir=RUN", "--num_images=-5"], "--num_images=-5.*at least 8"),
         (["--workdir=RUN", "--step=7"], "--step=7"),
+        (
+            ["--workdir=RUN", "--other_workdir=OTHER", "--step=8"],
+            "--workdir=.*/run has no complete checkpoint of --step=8",
+        ),
     ],
 )
-def test_mistakes_are_refused(finished_run, tmp_path, arguments, message):
-    words = [word.replace("RUN", str(finished_run.workdir)) for word in arguments]
+def test_mistakes_are_refused(finished_run, workdir, tmp_path, arguments, message):
+    shutil.rmtree(workdir / "checkpoints" / "8")
+    places = dict(RUN=finished_run.workdir, OTHER=workdir)
+    words = [re.sub("RUN|OTHER", lambda found: str(places[found[0]]), word) for word in arguments]
     result = fork_main.run(*words, f"--out={tmp_path}/out", module="structinit_jax.analyse")
     assert result.returncode == 1
     assert re.search(message, result.stderr), result.stderr
