@@ -153,6 +153,14 @@ def head_names(sizes: list[StackSize], layers: list[int]) -> list[str]:
     return [str(head + 1) for head in range(max(heads[layer] for layer in layers))]
 
 
+def name_runs(workdirs: list[str]) -> list[str]:
+    """Returns the shortest ends of different paths that tell them apart, such as 'h4/seed_0'."""
+    parts = [Path(workdir).resolve().parts for workdir in workdirs]
+    lengths = range(1, 1 + max(map(len, parts), default=0))
+    ends = ([str(Path(*path[-length:])) for path in parts] for length in lengths)
+    return next((names for names in ends if len({*names}) == len(names)), [])
+
+
 def main(config: ConfigDict) -> None:
     """Runs the command."""
     _check_flags()
@@ -186,15 +194,16 @@ def main(config: ConfigDict) -> None:
         runs.append((config, WORKDIR.value))
     if other:
         runs.append((other, _OTHER_WORKDIR.value))
+    run_names = name_runs([workdir for _, workdir in runs])
     device, step = jax.local_devices()[:1], STEP.value or "newest"
     restored = [evaluate.restore_model(*run, device, step) for run in runs]
 
     images = read_images(config, _NUM_IMAGES.value)
     snapshots = []
-    for (run_config, workdir), weights in zip(runs, restored, strict=True):
+    for (run_config, _), run_name, weights in zip(runs, run_names, restored, strict=True):
         found = observe_run(run_config, weights, images)
         if other:
-            found = [s._replace(name=f"{Path(workdir).name}: {s.name}") for s in found]
+            found = [s._replace(name=f"{run_name}: {s.name}") for s in found]
         snapshots.extend(found)
     if not runs:
         schemes = _SCHEMES.value or [config.attention_init.name]
@@ -212,6 +221,12 @@ def _check_flags():
     for name, value in (("step", STEP.value), ("other_workdir", _OTHER_WORKDIR.value)):
         if value and not WORKDIR.value:
             raise InputError(f"--{name}={value} needs --workdir, the output directory of the run")
+    other = _OTHER_WORKDIR.value
+    if other and Path(other).resolve() == Path(WORKDIR.value).resolve():
+        raise InputError(f"--other_workdir={other} is that of --workdir: choose another run")
+    schemes = _SCHEMES.value
+    if len({*schemes}) < len(schemes):
+        raise InputError(f"--schemes={','.join(schemes)}: a scheme appears twice: give each once")
 
 
 def _check_same_images(config, other):

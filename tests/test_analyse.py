@@ -232,6 +232,16 @@ def test_layers_and_heads_are_chosen_by_name():
         analyse.choose("layers", ["1", "7"], names, [0])
 
 
+def test_runs_are_named_by_what_tells_them_apart(monkeypatch):
+    monkeypatch.chdir("/tmp")
+    name = analyse.name_runs
+    assert name(["/runs/a", "/runs/b/"]) == ["a", "b"]
+    assert name(["/runs/h4/seed_0", "/runs/h2/seed_0"]) == ["h4/seed_0", "h2/seed_0"]
+    assert name(["gs://bucket/a/0", "../tmp/0"]) == ["a/0", "tmp/0"]
+    assert name(["/0", "/runs/0"]) == ["/0", "runs/0"]
+    assert name(["/runs/a"]) == ["a"]
+
+
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
@@ -242,6 +252,11 @@ def test_layers_and_heads_are_chosen_by_name():
         (["--workdir=RUN", "--num_images=5"], "--num_images=5.*at least 8"),
         (["--workdir=RUN", "--num_images=-5"], "--num_images=-5.*at least 8"),
         (["--workdir=RUN", "--step=7"], "--step=7"),
+        (["--workdir=RUN", "--other_workdir=RUN/."], "--other_workdir=.* is that of --workdir"),
+        (
+            ["--config=configs/vit_t_digits.py", "--schemes=mimetic,impulse,mimetic"],
+            "--schemes=mimetic,impulse,mimetic: a scheme appears twice",
+        ),
         (
             ["--workdir=RUN", "--other_workdir=OTHER", "--step=8"],
             "--workdir=.*/run has no complete checkpoint of --step=8",
