@@ -17,6 +17,7 @@ from structinit_jax.attention_init import (
     TokenMixingWeights,
     WindowSite,
     impulse,
+    mimetic,
 )
 from structinit_jax.errors import InputError
 from structinit_jax.models.convmixer import ConvMixer
@@ -158,6 +159,11 @@ TABLE = "layers.0.blocks.0.attn.relative_position_bias_table"
             r"positions: layers\.0.*table is in the place",
         ),
         (
+            lambda: interop.to_timm(model("swin")),
+            dict(num_heads=5),
+            r"num_heads=5: leave it out, layers\.0.*table shows it",
+        ),
+        (
             lambda: change("swin", "layers.0.blocks.0.attn.tau", np.ones(2, np.float32)),
             {},
             r"attn\.tau rescales",
@@ -182,3 +188,9 @@ TABLE = "layers.0.blocks.0.attn.relative_position_bias_table"
 def test_models_that_do_not_fit_are_refused(params, options, message):
     with pytest.raises(InputError, match=message):
         interop.initialize(params(), scheme, RNG, **options)
+
+
+def test_a_scheme_cannot_scale_positions_that_are_not_there():
+    swin, scaled = interop.to_timm(model("swin")), mimetic(position_scale=18.0)
+    with pytest.raises(InputError, match=r"sets position_scale, .* with layers\.0.*table"):
+        interop.initialize(swin, scaled, RNG)

@@ -88,6 +88,12 @@ def _window_site(leaves, stack, grid, buffers):
     site = WindowSite(grid=found.window, **host.sizes())
 
     def write(leaves: Leaves, weights: AttentionWeights) -> Leaves:
+        for field in ("positions", "position_scale", "patch_scale", "patch_bias", "mlp_scale"):
+            if getattr(weights, field) is not None:
+                raise InputError(
+                    f"attention_init: the scheme sets {field}, which has no place in a model with "
+                    f"{found.names[0]}: leave out the option"
+                )
         new = Host(leaves, stack, found.num_heads).with_attention(weights)
         if weights.bias is not None:
             offsets = math.prod(2 * side - 1 for side in found.window)
