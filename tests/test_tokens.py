@@ -17,6 +17,7 @@ from structinit_jax.attention_init import (
     mimetic,
     rotary_angles,
     sincos_positions,
+    tokens,
 )
 from structinit_jax.attention_init import kernels as kernels_lib
 from structinit_jax.attention_init.pseudo_input import layer_norm
@@ -131,6 +132,12 @@ def test_positions_of_jax_get_the_weights_of_those_of_numpy(trace, plain):
         if field in ("value", "out"):
             np.testing.assert_allclose(weight, wanted, atol=0.01 * np.abs(wanted).max())
         np.testing.assert_allclose(np.std(weight), np.std(wanted), rtol=0.02, err_msg=field)
+
+
+def test_another_target_mass_takes_the_same_program(plain):
+    programs = tokens._solve_and_place._cache_size()
+    impulse(target_mass=0.4)(jax.random.key(0), make_site())
+    assert tokens._solve_and_place._cache_size() == programs
 
 
 def test_positions_that_leave_no_channels_for_values_are_refused():
