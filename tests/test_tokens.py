@@ -235,6 +235,14 @@ def test_a_traced_scheme_leaves_no_arithmetic_on_its_targets_to_the_compiler():
     assert not [shape for shape in constants if shape.startswith("9,100") and shape != "9,100,100"]
 
 
+def test_a_traced_scheme_holds_no_rows_of_its_targets_that_the_loss_leaves_out():
+    grid = (40, 40)
+    site = make_site(grid=grid, positions=sincos_positions(grid, WIDTH))
+    scheme = impulse(filters=kernels_lib.impulse_kernels(3)[[1]])
+    traced = jax.make_jaxpr(lambda rng: scheme(rng, site).query)(jax.random.key(0))
+    assert max((const.shape for const in traced.consts), key=np.prod) == (1, 1024, 1600)
+
+
 @pytest.mark.slow
 def test_4096_tokens_are_solved_from_part_of_their_rows():
     grid = (64, 64)

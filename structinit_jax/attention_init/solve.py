@@ -11,7 +11,7 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array, Float
+from jaxtyping import Array, Float, Int
 
 from structinit_jax.attention_init.minimize import (
     MASS_ROUNDS,
@@ -40,6 +40,11 @@ class Bank(NamedTuple):
     query: Float[Array, "F r k"]
     key: Float[Array, "F r k"]
     report: SolveReport
+
+
+def loss_rows(num_tokens: int) -> Int[np.ndarray, " n"]:
+    """Returns the rows of the maps that enter the loss, evenly spaced: n = min(N, `MAX_ROWS`)."""
+    return np.linspace(0, num_tokens - 1, min(num_tokens, MAX_ROWS)).round().astype(int)
 
 
 def row_space(
@@ -112,7 +117,7 @@ def start_factors(
 def solve_bank(
     starts: tuple[Float[Array, "S F r k"], Float[Array, "S F r k"]],
     z: Float[Array, "N r"],
-    targets: Float[Array, "F N N"],
+    targets: Float[Array, "F n N"],
     *,
     head_dim: int,
     qk_scale: float,
@@ -131,7 +136,8 @@ def solve_bank(
     Args:
       starts: Start values to choose from, from `start_factors`.
       z: Coordinates of the pseudo input, from `row_space`.
-      targets: H, one map per filter.
+      targets: H, one map per filter, of which only the `loss_rows`: where a traced caller passes
+        constants, they become part of the program.
       head_dim: Number of columns d over which the norm is spread.
       qk_scale: σ.
       norm: Root mean square norm of the d columns of Q (and of K), which limits how sharp the maps
@@ -144,9 +150,8 @@ def solve_bank(
     # Where a traced caller passes constants, XLA would compute what follows from the targets alone,
     # such as their row maxima, while it compiles, and far slower than the program does.
     starts, z, targets = jax.lax.optimization_barrier((starts, z, targets))
-    num_filters, num_tokens = targets.shape[:2]
-    rows = np.linspace(0, num_tokens - 1, min(num_tokens, MAX_ROWS)).round().astype(int)
-    queries, targets = z[rows], targets[:, rows]
+    num_filters, _, num_tokens = targets.shape
+    queries = z[loss_rows(num_tokens)]
     transform = make_optimizer(optimizer, learning_rate)
 
     def at_norm(factor, norm):

@@ -32,6 +32,7 @@ from structinit_jax.attention_init.sites import (
 )
 from structinit_jax.attention_init.solve import (
     STATIC_OPTIONS,
+    loss_rows,
     row_space,
     solve_bank,
     start_factors,
@@ -225,7 +226,7 @@ def impulse(
         start_factors(z, targets, site.head_dim),
         z,
         v,
-        targets,
+        targets[:, loss_rows(site.num_tokens)],
         # Without positions a site is hashable, as static arguments must be.
         site=dataclasses.replace(site, positions=None, positions_trainable=False),
         ranges=ranges,
