@@ -1,10 +1,9 @@
-"""Grids of settings over seeds: names, runs, resume, statistics and reports."""
+"""Comparisons over seeds: statistics, runs, resume and reports."""
 
 import csv
 import functools
 import json
 import re
-import shutil
 import signal
 import time
 import types
@@ -21,88 +20,9 @@ import structinit_jax
 from structinit_jax import evaluate, train
 from structinit_jax.compare import grid, report, results, run, seeds, table
 from structinit_jax.data import datasets
-from structinit_jax.errors import InputError, StoppedError
-from structinit_jax.training.workdir import StopRequest
+from structinit_jax.errors import InputError
 
 pytestmark = pytest.mark.usefixtures("library_promotion")
-
-
-# -- settings --------------------------------------------------------------------------------------
-
-
-def test_settings_have_readable_names_and_what_their_scheme_needs(tiny_config, capsys):
-    axes = grid.parse_axes(["config.model.depth=1,2", "config.attention_init.norm=0.5"])
-    schemes = ["default", "kaiming_uniform", "impulse_2025", "impulse"]
-    settings = grid.expand(tiny_config.lock(), schemes, axes)
-    assert list(settings) == [
-        *("default,model.depth=1", "default,model.depth=2"),
-        *("kaiming_uniform,model.depth=1", "kaiming_uniform,model.depth=2"),
-        *("impulse_2025,model.depth=1", "impulse_2025,model.depth=2"),
-        *(f"impulse,model.depth={depth},attention_init.norm=0.5" for depth in (1, 2)),
-    ]
-    assert settings["default,model.depth=2"].model.depth == 2
-    assert settings["kaiming_uniform,model.depth=1"].model.base_init == "pytorch"
-    assert settings["impulse_2025,model.depth=1"].model.positions == "learned"
-    assert settings["impulse,model.depth=1,attention_init.norm=0.5"].attention_init.norm == 0.5
-    assert tiny_config.model.positions == "sincos"
-    assert (
-        "impulse_2025 is trained with config.model.positions='learned'" in capsys.readouterr().out
-    )
-    baselines = grid.find_baselines(settings, "default")
-    assert baselines["impulse,model.depth=2,attention_init.norm=0.5"] == "default,model.depth=2"
-    assert baselines["default,model.depth=1"] == "default,model.depth=1"
-    # An option that the others do not have does not hide the baseline.
-    baselines = grid.find_baselines(settings, "impulse")
-    assert baselines["default,model.depth=2"] == "impulse,model.depth=2,attention_init.norm=0.5"
-
-
-def test_a_setting_is_never_compared_with_one_of_other_fields():
-    names = ["default", "default,model.depth=1", "mine_scheme,model.depth=1", "x,model.depth=2"]
-    assert grid.find_baselines(names, "mine:scheme") == {
-        "default": None,
-        "default,model.depth=1": "mine_scheme,model.depth=1",
-        "mine_scheme,model.depth=1": "mine_scheme,model.depth=1",
-        "x,model.depth=2": None,
-    }
-    names = [f"impulse{option}" for option in (",attention_init.norm=1", "")]
-    assert grid.find_baselines(names, "impulse") == dict(zip(names, names, strict=True))
-
-
-@pytest.mark.parametrize(
-    ("axis", "message"),
-    [
-        ("config.model.dpth=1", r"config\.model\.dpth: .*did you mean 'depth'"),
-        ("config.model.depth=x", r"config\.model\.depth=x must be a whole number"),
-        ("config.model.depth=1,1", r"impulse,model\.depth=1 appears twice"),
-        ("config.seed=1,2", r"use --seeds=N"),
-        ("config.attention_init.name=default", r"use --schemes"),
-        ("model.depth=1", r"must name a field and its values"),
-    ],
-)
-def test_mistaken_axes_are_refused(tiny_config, axis, message):
-    with pytest.raises(InputError, match=message):
-        grid.expand(tiny_config.lock(), ["impulse"], grid.parse_axes([axis]))
-
-
-def test_values_may_have_brackets_and_names_are_safe_for_files(tiny_config):
-    axes = grid.parse_axes(["config.data.mean=(0.1,),(0.2,)", "config.data.train_split=train[:64]"])
-    assert axes["data.mean"] == ["(0.1,)", "(0.2,)"]
-    nested = grid.parse_axes(["config.attention_init={'filters': ((1, 2), 3)},{'norm': 1}"])
-    assert nested["attention_init"] == ["{'filters': ((1, 2), 3)}", "{'norm': 1}"]
-    names = list(grid.expand(tiny_config.lock(), ["default"], axes))
-    assert names[0] == "default,data.mean=_0.1__,data.train_split=train__64_"
-
-
-def test_the_command_of_a_setting_gives_its_config(tmp_path):
-    location = "configs/vit_t_digits.py"
-    config = grid.command_line.load_config(location).lock()
-    axes = {"model.num_heads": ["2"], "attention_init.norm": ["0.5"]}
-    (setting,) = grid.expand(config, ["impulse"], axes).values()
-    words = grid.command(setting, location)
-    again = grid.command_line.load_config(location)
-    for word in words[4:]:
-        grid.command_line.override(again, *word.removeprefix("--config.").split("=", 1))
-    assert again.to_dict() == setting.to_dict()
 
 
 # -- statistics ------------------------------------------------------------------------------------
@@ -368,96 +288,6 @@ def test_settings_are_spread_over_the_devices(tiny_config, tmp_path, monkeypatch
     text = (tmp_path / "report.md").read_text()
     assert "| default | 1 | it does not fit |" in text
     assert "| default | 1 of 2 |" in text  # seed 0 had been done before
-
-
-class StopAfter(StopRequest):
-    def __init__(self, step):
-        self.step = step
-
-    def reached(self, step):
-        return step == self.step
-
-
-def read_metrics(folder):
-    return [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
-
-
-def test_seeds_together_give_what_single_runs_give(run_config, finished_run, tmp_path, monkeypatch):
-    folder = tmp_path / "impulse"
-
-    def start(stop_after, seed_list=(0, 1)):
-        stop = StopAfter(stop_after)
-        return dict(seeds.train_together(run_config, seed_list, folder, jax.devices()[0], stop))
-
-    with pytest.raises(StoppedError, match="after step 7 of 12"):
-        start(7)
-    stopped = shutil.copytree(folder, tmp_path / "stopped")
-    assert start(None) == {0: "", 1: ""}
-    assert not (folder / "together").exists()
-    ours, theirs = read_metrics(folder / "seed_0"), read_metrics(finished_run.workdir)
-    assert [line["step"] for line in ours] == [line["step"] for line in theirs]
-    for mine, other in zip(ours, theirs, strict=True):
-        assert mine.keys() == other.keys()
-        for name in mine.keys() & {"train/loss", "test[:90]/loss", "test[:90]/ema_loss"}:
-            assert mine[name] == pytest.approx(other[name], rel=1e-4)
-    assert read_metrics(folder / "seed_1")[1]["train/loss"] != ours[1]["train/loss"]
-    # Every seed is a workdir for the other commands.
-    for seed in (0, 1):
-        evaluated = evaluate.evaluate_checkpoint(
-            seeds.with_seed(run_config, seed), folder / f"seed_{seed}"
-        )
-        last = read_metrics(folder / f"seed_{seed}")[-1]
-        assert evaluated["test[:90]/loss"] == pytest.approx(last["test[:90]/loss"], rel=1e-5)
-
-    # From step 7 again, and seed 1 has a loss that is not finite.
-    shutil.rmtree(folder)
-    stopped.rename(folder)
-    calls = []
-
-    def check_finite(*args):
-        calls.append(args)
-        if len(calls) % 2 == 0:
-            raise StoppedError("step 8: loss nan\nnorms of its layers", exit_code=1)
-        return ["step 8: loss inf: skipped"]
-
-    monkeypatch.setattr(seeds, "check_finite", check_finite)
-    assert start(None) == {0: "", 1: "step 8: loss nan"}
-    log = (folder / "seed_0" / "log.txt").read_text()
-    assert "seed 0: step 8: loss inf: skipped\nseed 1: step 8: loss nan\nnorms of" in log
-    assert read_metrics(folder / "seed_0")[-1] == ours[-1]
-    assert max(line["step"] for line in read_metrics(folder / "seed_1")) < 8
-    assert not (folder / "seed_1" / "checkpoints").exists()
-
-
-def test_seeds_that_do_not_fit_into_memory_are_trained_in_parts(tiny_config, tmp_path, monkeypatch):
-    trained = []
-
-    class TwoAtMost:
-        def __init__(self, config, seeds, *_):
-            self.seeds = seeds
-
-        def fits(self):
-            return len(self.seeds) <= 2
-
-        def train(self, stop):
-            trained.append(self.seeds)
-            return {self.seeds[0]: "failed"}
-
-    monkeypatch.setattr(seeds, "_SharedRun", TwoAtMost)
-
-    def train():
-        trained.clear()
-        arguments = (tiny_config, [0, 1, 2, 3, 4], tmp_path, jax.devices()[0], StopRequest())
-        return dict(seeds.train_together(*arguments))
-
-    errors = train()
-    assert trained == [[0, 1], [2], [3, 4]]
-    assert {seed for seed, error in errors.items() if error} == {0, 2, 3}
-    # Of an interrupted command with seeds 1 and 4, and of one that was killed at its start.
-    (tmp_path / "together" / "seeds_1_4" / "10").mkdir(parents=True)
-    (tmp_path / "together" / "seeds_0_2").mkdir()
-    train()
-    assert trained == [[1, 4], [0], [2, 3]]
 
 
 # -- the command -----------------------------------------------------------------------------------

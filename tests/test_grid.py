@@ -1,0 +1,83 @@
+"""Settings of a comparison, from flags to configs."""
+
+import pytest
+
+from structinit_jax.compare import grid
+from structinit_jax.errors import InputError
+
+pytestmark = pytest.mark.usefixtures("library_promotion")
+
+
+def test_settings_have_readable_names_and_what_their_scheme_needs(tiny_config, capsys):
+    axes = grid.parse_axes(["config.model.depth=1,2", "config.attention_init.norm=0.5"])
+    schemes = ["default", "kaiming_uniform", "impulse_2025", "impulse"]
+    settings = grid.expand(tiny_config.lock(), schemes, axes)
+    assert list(settings) == [
+        *("default,model.depth=1", "default,model.depth=2"),
+        *("kaiming_uniform,model.depth=1", "kaiming_uniform,model.depth=2"),
+        *("impulse_2025,model.depth=1", "impulse_2025,model.depth=2"),
+        *(f"impulse,model.depth={depth},attention_init.norm=0.5" for depth in (1, 2)),
+    ]
+    assert settings["default,model.depth=2"].model.depth == 2
+    assert settings["kaiming_uniform,model.depth=1"].model.base_init == "pytorch"
+    assert settings["impulse_2025,model.depth=1"].model.positions == "learned"
+    assert settings["impulse,model.depth=1,attention_init.norm=0.5"].attention_init.norm == 0.5
+    assert tiny_config.model.positions == "sincos"
+    assert (
+        "impulse_2025 is trained with config.model.positions='learned'" in capsys.readouterr().out
+    )
+    baselines = grid.find_baselines(settings, "default")
+    assert baselines["impulse,model.depth=2,attention_init.norm=0.5"] == "default,model.depth=2"
+    assert baselines["default,model.depth=1"] == "default,model.depth=1"
+    # An option that the others do not have does not hide the baseline.
+    baselines = grid.find_baselines(settings, "impulse")
+    assert baselines["default,model.depth=2"] == "impulse,model.depth=2,attention_init.norm=0.5"
+
+
+def test_a_setting_is_never_compared_with_one_of_other_fields():
+    names = ["default", "default,model.depth=1", "mine_scheme,model.depth=1", "x,model.depth=2"]
+    assert grid.find_baselines(names, "mine:scheme") == {
+        "default": None,
+        "default,model.depth=1": "mine_scheme,model.depth=1",
+        "mine_scheme,model.depth=1": "mine_scheme,model.depth=1",
+        "x,model.depth=2": None,
+    }
+    names = [f"impulse{option}" for option in (",attention_init.norm=1", "")]
+    assert grid.find_baselines(names, "impulse") == dict(zip(names, names, strict=True))
+
+
+@pytest.mark.parametrize(
+    ("axis", "message"),
+    [
+        ("config.model.dpth=1", r"config\.model\.dpth: .*did you mean 'depth'"),
+        ("config.model.depth=x", r"config\.model\.depth=x must be a whole number"),
+        ("config.model.depth=1,1", r"impulse,model\.depth=1 appears twice"),
+        ("config.seed=1,2", r"use --seeds=N"),
+        ("config.attention_init.name=default", r"use --schemes"),
+        ("model.depth=1", r"must name a field and its values"),
+    ],
+)
+def test_mistaken_axes_are_refused(tiny_config, axis, message):
+    with pytest.raises(InputError, match=message):
+        grid.expand(tiny_config.lock(), ["impulse"], grid.parse_axes([axis]))
+
+
+def test_values_may_have_brackets_and_names_are_safe_for_files(tiny_config):
+    axes = grid.parse_axes(["config.data.mean=(0.1,),(0.2,)", "config.data.train_split=train[:64]"])
+    assert axes["data.mean"] == ["(0.1,)", "(0.2,)"]
+    nested = grid.parse_axes(["config.attention_init={'filters': ((1, 2), 3)},{'norm': 1}"])
+    assert nested["attention_init"] == ["{'filters': ((1, 2), 3)}", "{'norm': 1}"]
+    names = list(grid.expand(tiny_config.lock(), ["default"], axes))
+    assert names[0] == "default,data.mean=_0.1__,data.train_split=train__64_"
+
+
+def test_the_command_of_a_setting_gives_its_config(tmp_path):
+    location = "configs/vit_t_digits.py"
+    config = grid.command_line.load_config(location).lock()
+    axes = {"model.num_heads": ["2"], "attention_init.norm": ["0.5"]}
+    (setting,) = grid.expand(config, ["impulse"], axes).values()
+    words = grid.command(setting, location)
+    again = grid.command_line.load_config(location)
+    for word in words[4:]:
+        grid.command_line.override(again, *word.removeprefix("--config.").split("=", 1))
+    assert again.to_dict() == setting.to_dict()
