@@ -243,6 +243,14 @@ def test_a_traced_scheme_holds_no_rows_of_its_targets_that_the_loss_leaves_out()
     assert max((const.shape for const in traced.consts), key=np.prod) == (1, 1024, 1600)
 
 
+def test_filters_of_tokens_that_the_loss_leaves_out_are_refused():
+    site = make_site(grid=(33, 33), positions=sincos_positions((33, 33), WIDTH))
+    maps = np.zeros((2, 1089, 1089), np.float32)
+    maps[0, :, 0] = maps[1, 8, 9] = 1
+    with pytest.raises(InputError, match=r"number 1 has targets .* among the 1024 of 1089"):
+        impulse(filters=maps)(jax.random.key(0), site)
+
+
 @pytest.mark.slow
 def test_4096_tokens_are_solved_from_part_of_their_rows():
     grid = (64, 64)

@@ -213,6 +213,14 @@ def impulse(
     targets, ranges = target_maps(
         site, filters=filters, kernel_size=kernel_size, dilation=dilation, sigma=sigma
     )
+    in_loss = targets[:, loss_rows(site.num_tokens)]
+    empty = np.flatnonzero(~in_loss.any(axis=(1, 2)))
+    if len(empty):
+        raise InputError(
+            f"filters: number {empty[0]} has targets for so few tokens that none is among the "
+            f"{in_loss.shape[1]} of {site.num_tokens} for which maps are solved: use filters that "
+            "more tokens have"
+        )
     z, v = row_space(layer_norm(positions))
     keep_positions = keep_positions and vo_init != "default"
     if keep_positions and isinstance(v, np.ndarray) and v.shape[1] > MAX_RANK * site.width:
@@ -226,7 +234,7 @@ def impulse(
         start_factors(z, targets, site.head_dim),
         z,
         v,
-        targets[:, loss_rows(site.num_tokens)],
+        in_loss,
         # Without positions a site is hashable, as static arguments must be.
         site=dataclasses.replace(site, positions=None, positions_trainable=False),
         ranges=ranges,
