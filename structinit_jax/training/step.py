@@ -42,7 +42,8 @@ def make_train_step(
     """Builds the training step, `(state, batch, seed=config.seed) -> (state, metrics)`.
 
     All randomness follows from (seed, step). A step whose loss or gradient is not finite changes
-    the step number only, and with it the data and the randomness of the next step. The metrics are
+    the step number and the optimizer's counters only, and with them the data, the randomness and
+    the learning rate of the next step. The metrics are
     the scalars 'loss', 'accuracy' (not with mixup or cutmix, whose images have two classes),
     'learning_rate', 'gradient_norm' and 'nonfinite' (1.0 for a step that was not applied), and
     'layer_gradient_norms', see `layer_norms`.
