@@ -43,10 +43,10 @@ def make_train_step(
 
     All randomness follows from (seed, step). A step whose loss or gradient is not finite changes
     the step number and the optimizer's counters only, and with them the data, the randomness and
-    the learning rate of the next step. The metrics are
-    the scalars 'loss', 'accuracy' (not with mixup or cutmix, whose images have two classes),
-    'learning_rate', 'gradient_norm' and 'nonfinite' (1.0 for a step that was not applied), and
-    'layer_gradient_norms', see `layer_norms`.
+    the learning rate of the next step. The metrics are the scalars 'loss', 'accuracy' (not with
+    mixup or cutmix, whose images have two classes), 'learning_rate', 'gradient_norm' and
+    'nonfinite' (1.0 for a step that was not applied), and 'layer_gradient_norms', see
+    `layer_norms`.
 
     Args:
       config: See `structinit_jax.config.base_config`.
