@@ -27,6 +27,7 @@ from structinit_jax.attention_init import (
 )
 from structinit_jax.errors import InputError
 from structinit_jax.interop.host import find_host
+from structinit_jax.models.registry import create_model, default_config
 
 RNG = jax.random.key(0)
 BIG_VISION = functools.partial(linen_tree, "big_vision")
@@ -211,3 +212,11 @@ def test_what_cannot_be_scaled_is_refused():
     params = timm_with(blocks__1__adapter__weight=np.ones((192, 8), np.float32))
     with pytest.raises(InputError, match=r"beside blocks\.1\.attn .*adapter, .*fc2 "):
         interop.write(params, AttentionWeights(mlp_scale=0), num_heads=3)
+
+
+@pytest.mark.parametrize("name", ["convmixer", "vit"])
+def test_models_of_this_package_name_their_own_method(name):
+    options = default_config(name) | {"image_size": 32}
+    model = nnx.eval_shape(lambda: create_model(options, channels=3, rngs=nnx.Rngs(0)))
+    with pytest.raises(InputError, match=r"call model\.initialize_attention\(scheme, rng\)"):
+        interop.initialize(model, impulse(), RNG)

@@ -83,6 +83,11 @@ def initialize(
         maps would not be the scheme's, or an argument is missing.
     """
     _check_scheme(attention_init, rng)
+    if hasattr(params, "initialize_attention"):
+        raise InputError(
+            f"params: a {type(params).__name__} of this package knows its own layers; call "
+            "model.initialize_attention(scheme, rng), which changes it in place"
+        )
     leaves, rebuild = flatten(params)
     sites = find_sites(leaves, layout, grid, buffers or {})
     if sites:

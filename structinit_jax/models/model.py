@@ -44,7 +44,7 @@ CHOICES = {
     "base_init": tuple(BASE_INITS),
     "pool": ("mean", "class_token"),
     "dtype": ("float32", "bfloat16"),
-    "attention_implementation": ("auto", "xla", "cudnn"),
+    "attention_implementation": ("auto", "cudnn"),
     "remat": ("auto", *REMAT_POLICIES),
 }
 

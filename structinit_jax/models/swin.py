@@ -60,7 +60,7 @@ class SwinTransformer(Model):
             dropout=0.0,  # rate after attention projections and MLP layers
             base_init="timm",  # start values: timm's, or "pytorch": the defaults of its layers
             dtype="float32",  # of the computation, or "bfloat16"; parameters are float32
-            attention_implementation="auto",  # or "xla", the same; or "cudnn" for even windows
+            attention_implementation="auto",  # or "cudnn", a fused kernel for even windows
             unroll=1,  # pairs of blocks per step of the scan; 0 unrolls it, which compiles longer
             # What the training step recomputes to save memory: "none", "dots" or "full" (see
             # model.run_stack), or the first of them that fits the device.
@@ -128,7 +128,7 @@ class SwinTransformer(Model):
                 raise InputError(
                     f"config.model.attention_implementation='cudnn': windows of stage {i + 1} have "
                     f"{stage.window[0]}x{stage.window[1]} tokens, but cuDNN needs an even number "
-                    "to train a bias: use 'xla', or an even config.model.window_size and grids "
+                    "to train a bias: use 'auto', or an even config.model.window_size and grids "
                     "divisible by it"
                 )
             setattr(self, f"stage{i + 1}", stage)

@@ -80,7 +80,7 @@ class VisionTransformer(Model):
             # defaults of its layers.
             base_init="timm",
             dtype="float32",  # of the computation, or "bfloat16"; parameters are float32
-            attention_implementation="auto",  # or "xla", the same; or "cudnn", a fused kernel
+            attention_implementation="auto",  # or "cudnn", a fused kernel
             unroll=1,  # blocks per step of the scan; 0 unrolls the stack, which compiles longer
             # What the training step recomputes to save memory: "none", "dots" or "full" (see
             # model.run_stack), or the first of them that fits the device.

@@ -64,7 +64,7 @@ def flops_per_image(config: ConfigDict) -> float:
     """
     options = config.model.to_dict()
     if "attention_implementation" in options:
-        options["attention_implementation"] = "xla"  # products in a fused kernel are not visible
+        options["attention_implementation"] = "auto"  # products in a fused kernel are not visible
     size, channels = config.data.image_size, config.data.channels
     graphdef, state = nnx.split(
         nnx.eval_shape(
