@@ -73,8 +73,8 @@ def test_every_head_has_the_filter_that_the_weights_name():
     assert weights.report.hit_rate > 0.99
 
 
-@pytest.mark.parametrize(("width", "heads"), [(192, 3), (96, 12)])
-def test_maps_are_equally_sharp_in_narrow_and_wide_models(width, heads):
+@pytest.mark.parametrize(("width", "heads"), [(768, 3), (96, 12)])
+def test_maps_are_equally_sharp_in_narrow_and_wide_models_after_as_many_steps(width, heads):
     dim = width // heads
     positions = sincos_positions(GRID, width)
     site = make_site(
@@ -83,6 +83,8 @@ def test_maps_are_equally_sharp_in_narrow_and_wide_models(width, heads):
     report = impulse(vo_init="default")(jax.random.key(0), site).report
     np.testing.assert_allclose(report.target_mass, 0.5, atol=0.01)
     assert report.hit_rate > 0.98
+    # From the same norm for all, the wide one took 228, and the narrow one 37.
+    assert 30 < report.steps < 70
 
 
 @pytest.mark.parametrize("name", ["gaussian", "difference_of_gaussians", "box"])

@@ -48,6 +48,10 @@ from structinit_jax.errors import InputError
 
 # Rank of the positions, relative to the width, beside which value and projection do not fit.
 MAX_RANK = 0.9
+# σ d norm² D at the start of a solve for a target mass. Logits are proportional to it, and sharp
+# maps need about 200 on 7×7 tokens and 850 on 24×24, at any width and number of heads. From norms
+# far above that, a solve takes several times as many steps.
+START_SHARPNESS = 128
 
 
 @register("default", AttentionSite, RotarySite, WindowSite)
@@ -198,7 +202,10 @@ def impulse(
       max_steps: Maximum number of steps of a solve. For a target mass there are three in a row.
     """
     if norm is None:
-        sharpness = dict(target_mass=TARGET_MASS if target_mass is None else target_mass)
+        sharpness = dict(
+            target_mass=TARGET_MASS if target_mass is None else target_mass,
+            norm=(START_SHARPNESS / (site.qk_scale * site.head_dim * site.width)) ** 0.5,
+        )
     elif target_mass is None:
         sharpness = dict(norm=norm)
     else:
