@@ -11,7 +11,7 @@
 #   --dry_run        print the commands without running them
 #   --help           print this text
 #
-# Without --cpu_devices, process i uses GPU i. When this script receives a signal (Ctrl-C included),
+# Without --cpu_devices, process i uses GPU i, or the i-th of CUDA_VISIBLE_DEVICES. When this script receives a signal (Ctrl-C included),
 # all processes save a checkpoint after the same step and exit with status 75. Run the same command
 # again to resume. A second run in the same workdir is refused.
 
@@ -36,13 +36,23 @@ done
 need_flags "$@"
 [[ $processes =~ ^[1-9][0-9]*$ ]] || fail "--processes=$processes must be a positive number"
 
+[[ $cpu_devices =~ ^([1-9][0-9]*)?$ ]] || fail "--cpu_devices=$cpu_devices must be a positive number"
+[[ $port =~ ^[1-9][0-9]*$ ]] || fail "--port=$port must be a number"
+
+mapfile -t gpus < <(seq 0 $((processes - 1)))
+if [[ -n ${CUDA_VISIBLE_DEVICES:-} && -z $cpu_devices ]]; then
+  IFS=, read -ra gpus <<< "$CUDA_VISIBLE_DEVICES"
+  ((processes <= ${#gpus[@]})) ||
+    fail "--processes=$processes, but CUDA_VISIBLE_DEVICES=$CUDA_VISIBLE_DEVICES has ${#gpus[@]}"
+fi
+
 pids=()
 for ((i = 0; i < processes; i++)); do
   if [[ -n $cpu_devices ]]; then
     virtual=--xla_force_host_platform_device_count=$cpu_devices
     devices=(JAX_PLATFORMS=cpu "XLA_FLAGS=${XLA_FLAGS:-} $virtual")
   else
-    devices=("CUDA_VISIBLE_DEVICES=$i")
+    devices=("CUDA_VISIBLE_DEVICES=${gpus[i]}")
   fi
   command=(env "${devices[@]}" "${PYTHON:-python}" -m structinit_jax.main "$@"
     "--coordinator_address=127.0.0.1:$port" "--num_processes=$processes" "--process_id=$i")

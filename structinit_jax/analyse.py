@@ -49,7 +49,7 @@ from structinit_jax.analysis.collect import (
     stack_sizes,
 )
 from structinit_jax.attention_init import ConvSite, TokenMixingSite
-from structinit_jax.command_line import OUT, STEP, WORKDIR
+from structinit_jax.command_line import STEP, WORKDIR
 from structinit_jax.errors import InputError
 from structinit_jax.training.state import abstract_model
 
@@ -183,7 +183,7 @@ def main(config: ConfigDict) -> None:
     found = head_names(sizes, layers)
     heads = choose("heads", _HEADS.value, found, list(range(min(3, len(found)))))
     figures.import_pyplot()
-    out = Path(OUT.value or "analysis")
+    out = command_line.out_path("analysis")
     try:
         out.mkdir(parents=True, exist_ok=True)
     except OSError as error:

@@ -23,6 +23,7 @@ from absl import app, flags, logging
 from ml_collections import ConfigDict
 
 from structinit_jax import config as config_lib
+from structinit_jax.attention_init import scheme_options
 from structinit_jax.errors import InputError, StoppedError
 from structinit_jax.training import remote
 
@@ -113,10 +114,15 @@ class _Output:
         return getattr(self._stream, name)
 
 
+def out_path(default: str) -> Path:
+    """Returns --out, in which a shell leaves `~` as it is."""
+    return Path(OUT.value or default).expanduser()
+
+
 def use_compilation_cache() -> None:
     """Keeps compiled programs in the user's cache directory, unless JAX has a place for them."""
     if jax.config.jax_compilation_cache_dir is None:
-        root = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
+        root = os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache")
         jax.config.update("jax_compilation_cache_dir", str(Path(root) / "structinit_jax" / "xla"))
         # A start compiles a dozen small programs too.
         jax.config.update("jax_persistent_cache_min_compile_time_secs", 0)
@@ -238,11 +244,14 @@ def _make_config(overrides: Sequence[tuple[str, str]]) -> ConfigDict:
 def override(config: ConfigDict, path: str, text: str) -> None:
     """Sets a field, such as 'model.depth', as `--config.FIELD=VALUE` does.
 
-    Another 'attention_init.name' removes the options that its scheme does not take.
+    Options of the scheme need not be in `attention_init`. Another 'attention_init.name' removes
+    those that its scheme does not take.
     """
     node, place = config, "config"
     for name in path.split("."):
         fields = list(node) if isinstance(node, ConfigDict) else []
+        if place == "config.attention_init":
+            fields += [o for o in scheme_options(config.attention_init.name) if o not in fields]
         if name not in fields:
             near = difflib.get_close_matches(name, fields, n=1)
             hint = f"did you mean {near[0]!r}? " if near else ""
@@ -250,10 +259,11 @@ def override(config: ConfigDict, path: str, text: str) -> None:
                 f"--config.{path}: {place} has no field {name!r}; {hint}it has "
                 f"{', '.join(fields) or 'no fields'}"
             )
-        section, node, place = node, node[name], f"{place}.{name}"
-    read, need = READERS.get(type(node), (ast.literal_eval, "a Python literal"))
+        section, node, place = node, node.get(name), f"{place}.{name}"
+    read, need = READERS.get(type(node), (_read_literal, "a Python literal"))
     try:
-        section[name] = read(text)
+        with config.unlocked():
+            section[name] = read(text)
     except (TypeError, ValueError, SyntaxError) as error:
         raise InputError(f"--config.{path}={text} must be {need}") from error
     if path == "attention_init.name":
@@ -266,12 +276,26 @@ def _drop_foreign_options(config):
         print(f"note: attention_init.{option} is not an option of {name!r} and is left out")
 
 
+def _read_literal(text: str) -> Any:
+    try:
+        return ast.literal_eval(text)
+    except (ValueError, SyntaxError):
+        return text
+
+
 def _read_tuple(text: str) -> tuple[float, ...]:
     value = ast.literal_eval(text)
     value = value if isinstance(value, list | tuple) else (value,)
     if not all(isinstance(x, int | float) for x in value):
         raise TypeError
     return tuple(value)
+
+
+def _read_dict(text: str) -> dict[str, Any]:
+    value = ast.literal_eval(text)
+    if not isinstance(value, dict):
+        raise TypeError
+    return value
 
 
 # Type of a field -> how its text is read, and what it must be.
@@ -281,5 +305,5 @@ READERS = {
     float: (flags.FloatParser().parse, "a number"),
     str: (str, "a string"),
     tuple: (_read_tuple, "one or more numbers, such as (0.5, 0.5)"),
-    ConfigDict: (ast.literal_eval, "a dict; or set its fields one by one"),
+    ConfigDict: (_read_dict, "a dict; or set its fields one by one"),
 }

@@ -163,9 +163,14 @@ NEEDS = [
     (
         "a positive whole number",
         _is_count,
-        "batch_size fsdp accumulate_steps log_every_steps checkpoint_every_steps keep_checkpoints "
+        "batch_size fsdp accumulate_steps log_every_steps checkpoint_every_steps "
         "data.repeats data.image_size model.num_classes model.patch_size model.width model.depth "
         "model.window_size model.kernel_size",
+    ),
+    (
+        "a whole number, 2 or more: a kill can damage the newest",
+        lambda x: isinstance(x, int) and x >= 2,
+        "keep_checkpoints",
     ),
     ("a positive whole number, or several", _are_counts, "model.num_heads model.depths"),
     (

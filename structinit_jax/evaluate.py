@@ -50,8 +50,12 @@ def open_evaluation_set(
 
 
 def evaluation_name(config: ConfigDict) -> str:
-    """Returns the name of the evaluation set in metrics, such as 'test' or 'imagenet_v2'."""
-    return config.data.eval_name or config.data.eval_split
+    """Returns the name of the evaluation set in metrics, such as 'test' or 'imagenet_v2'.
+
+    A split whose name other metrics begin with, such as 'train', is 'eval'.
+    """
+    name = config.data.eval_name or config.data.eval_split
+    return "eval" if name in ("train", "train_eval", "init") else name
 
 
 def open_evaluation_sets(config: ConfigDict, dataset: datasets.Dataset) -> dict[str, EvaluationSet]:
@@ -172,12 +176,15 @@ def evaluate_checkpoint(
         used.
     """
     config_lib.validate(config)
-    test_set = open_evaluation_set(config)
+    dataset = None if config.data.eval_name else open_data(config)
+    test_set = open_evaluation_set(config, dataset)
     model, state = restore_model(config, workdir, step=step)
     number = int(state.step)
     run = checkpoint.read_run(remote.readable(workdir) / "checkpoints", number)
     if changed := resume.evaluation_changes(run, config):
         print("\n".join(["note: the checkpoint was trained with another config:", *changed]))
+    if dataset and (difference := resume.other_class(run, dataset.class_names)):
+        print(f"note: the checkpoint was trained with other classes: {difference}")
     results = Evaluator(config, model, {evaluation_name(config): test_set})(state)
     count = len(test_set.source)
     print(f"step {number}  {describe(results)} on {count:,} examples of {test_set.name}")

@@ -19,12 +19,11 @@ import jax
 from absl import flags
 from flax import nnx
 from ml_collections import ConfigDict
-from safetensors import SafetensorError
-from safetensors.numpy import save_file
+from safetensors.numpy import save
 
 from structinit_jax import command_line
 from structinit_jax import config as config_lib
-from structinit_jax.command_line import OUT, STEP, WORKDIR
+from structinit_jax.command_line import STEP, WORKDIR
 from structinit_jax.errors import InputError
 from structinit_jax.evaluate import restore_model
 from structinit_jax.interop import timm_config, to_timm
@@ -95,8 +94,9 @@ def export(
             if timm_model.is_registered:
                 write_atomically(path / "config.json", text + "\n")
             path = path / WEIGHTS
-        save_file(weights, path, metadata)
-    except (OSError, SafetensorError) as error:
+        # `save_file` would write a file that only its owner can read.
+        write_atomically(path, save(weights, metadata))
+    except OSError as error:
         raise InputError(f"--out={path} cannot be written: {error}") from error
     return int(state.step), timm_model
 
@@ -105,7 +105,7 @@ def main(config: ConfigDict) -> None:
     """Runs the command."""
     if WORKDIR.value is None:
         raise InputError("--workdir is required: the output directory of the run")
-    path = Path(OUT.value or "model.safetensors")
+    path = command_line.out_path("model.safetensors")
     step, model = export(config, WORKDIR.value, path, _AVERAGED.value, STEP.value or "newest")
     print(f"wrote the weights of step {step} to {path}")
     if path.suffix == WEIGHTS.suffix or not model.is_registered:

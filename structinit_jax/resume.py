@@ -1,7 +1,7 @@
 """Checks which config fields may change when a run is resumed."""
 
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from flax.traverse_util import flatten_dict
@@ -61,20 +61,28 @@ def changes(old: Mapping[str, Any], config: ConfigDict) -> dict[str, tuple[Any, 
     return {field: pair for field, pair in pairs.items() if pair[0] != pair[1]}
 
 
-def check(run: Mapping[str, Any], config: ConfigDict, num_examples: int, place: str) -> list[str]:
-    """Checks that a config continues the run of a checkpoint.
+def check(
+    run: Mapping[str, Any],
+    config: ConfigDict,
+    num_examples: int,
+    class_names: Sequence[str],
+    place: str,
+) -> list[str]:
+    """Checks that a config and its data continue the run of a checkpoint.
 
     Args:
-      run: JSON object of the checkpoint: its 'config' and the 'num_examples' of its training split.
+      run: JSON object of the checkpoint: its 'config', the 'num_examples' of its training split and
+        its 'class_names'.
       config: Current config.
       num_examples: Current size of the training split.
+      class_names: Current names of the classes.
       place: Name of the checkpoint for messages, for example 'step 400 in /tmp/digits'.
 
     Returns:
       One line for each field that has changed and may change.
 
     Raises:
-      InputError: A field has changed that must not change on resume.
+      InputError: A field has changed that must not change on resume, or the data have changed.
     """
     changed = changes(run["config"], config)
     refused = [
@@ -86,20 +94,38 @@ def check(run: Mapping[str, Any], config: ConfigDict, num_examples: int, place: 
         first = f"these fields of the config must not change when {place} is resumed:"
         last = "Restore the old values, or start a new run in another --workdir"
         raise InputError("\n".join([first, *refused, last]))
-    check_num_examples(run, config, num_examples, place)
+    check_data(run, config, num_examples, class_names, place)
     return [_line(field, *pair) for field, pair in changed.items()]
 
 
-def check_num_examples(
-    run: Mapping[str, Any], config: ConfigDict, num_examples: int, place: str
+def check_data(
+    run: Mapping[str, Any],
+    config: ConfigDict,
+    num_examples: int,
+    class_names: Sequence[str],
+    place: str,
 ) -> None:
-    """Raises `InputError` if the training split has another size; for arguments see `check`."""
+    """Raises `InputError` if the training data have changed; for arguments see `check`."""
+    what = None
     if run["num_examples"] != num_examples:
+        what = f"on {run['num_examples']:,} in another order"
+    elif difference := other_class(run, class_names):
+        what = f"with other classes ({difference})"
+    if what:
         raise InputError(
             f"config.data.train_split={config.data.train_split!r} has {num_examples:,} examples, "
-            f"but {place} was trained on {run['num_examples']:,} in another order: restore the old "
-            "data, or start a new run in another --workdir"
+            f"but {place} was trained {what}: restore the old data, or start a new run in another "
+            "--workdir"
         )
+
+
+def other_class(run: Mapping[str, Any], class_names: Sequence[str]) -> str | None:
+    """Describes the first class whose name is not that of the run, or returns None."""
+    old = run.get("class_names") or class_names  # older runs and some data sets have none
+    for label, (trained, now) in enumerate(zip(old, class_names, strict=False)):
+        if trained != now:
+            return f"class {label} is {now!r} now and was {trained!r} in training"
+    return None
 
 
 def evaluation_changes(run: Mapping[str, Any], config: ConfigDict) -> list[str]:

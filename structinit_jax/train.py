@@ -104,10 +104,11 @@ def _train(config, workdir, profile_steps, on_exit):
         )
     )
     start_step = checkpoints.latest_step or 0
-    profiling.check_steps(*profile_steps, start_step, schedule.num_steps)
+    profile_steps = profiling.steps_to_trace(*profile_steps, start_step, schedule.num_steps)
     if start_step:
         saved = checkpoint.read_run(checkpoints.directory, start_step)
-        changed = resume.check(saved, config, len(train_source), f"step {start_step} in {place}")
+        name = f"step {start_step} in {place}"
+        changed = resume.check(saved, config, len(train_source), dataset.class_names, name)
         if changed:
             print("config changed since the checkpoint:", *changed, sep="\n")
         if start_step > schedule.num_steps:
@@ -167,7 +168,7 @@ def _train(config, workdir, profile_steps, on_exit):
     run = {
         "config": json.loads(config.to_json()),
         "num_examples": len(train_source),
-        "class_names": list(dataset.class_names),  # for an export
+        "class_names": list(dataset.class_names),
     }
     results: dict[str, float] = {}
     gc.freeze()  # do not search the objects of the start again and again

@@ -64,7 +64,7 @@ def test_augment_section_agrees_with_augment_options():
         ("eval_every_epochs", float("inf")),
         ("checkpoint_every_steps", 0),
         ("cooldown_epochs", 30.0),  # of 30
-        ("keep_checkpoints", 0),
+        ("keep_checkpoints", 1),
         ("on_nonfinite", "ignore"),
         ("schedule", "linear"),
         ("model.depth", 0),

@@ -1,3 +1,4 @@
+import dataclasses
 import json
 
 import jax
@@ -6,6 +7,7 @@ import pytest
 from flax import nnx
 
 from structinit_jax import evaluate
+from structinit_jax.config import base_config
 from structinit_jax.data.datasets import open_dataset
 from structinit_jax.errors import InputError
 
@@ -48,6 +50,23 @@ def test_evaluating_with_other_pixels_is_reported(run_config, finished_run, caps
     run_config.data.mean = (0.0,)
     evaluate.evaluate_checkpoint(run_config, finished_run.workdir)
     assert "trained with another config:\n  data.mean: [0.3] -> [0.0]" in capsys.readouterr().out
+
+
+def test_evaluating_with_other_classes_is_reported(run_config, finished_run, monkeypatch, capsys):
+    digits = open_dataset("digits", run_config.data.data_dir)
+    names = [*digits.class_names[:8], "nine", "eight"]
+    renamed = dataclasses.replace(digits, class_names=names)
+    monkeypatch.setattr(evaluate.datasets, "open_dataset", lambda *args: renamed)
+    evaluate.evaluate_checkpoint(run_config, finished_run.workdir)
+    note = "with other classes: class 8 is 'nine' now and was '8' in training"
+    assert note in capsys.readouterr().out
+
+
+def test_a_split_named_train_does_not_take_the_names_of_training_metrics():
+    config = base_config()
+    for split, name in (("test", "test"), ("train[:10%]", "train[:10%]"), ("train", "eval")):
+        config.data.eval_split = split
+        assert evaluate.evaluation_name(config) == name
 
 
 @pytest.mark.parametrize(

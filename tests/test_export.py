@@ -45,6 +45,9 @@ def test_a_folder_has_the_card_that_timm_reads(run_config, finished_run, tmp_pat
         metadata = file.metadata()
     assert json.loads(metadata["config"]) == card
     assert metadata["model"] == model.call()
+    modes = [path.stat().st_mode for path in (tmp_path / "model").iterdir()]
+    assert len(modes) == 2
+    assert len(set(modes)) == 1  # both can be read by others, if config.json can
     assert metadata["model"].startswith("timm.create_model('vit_base_patch16_224', in_chans=1, ")
 
 

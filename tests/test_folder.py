@@ -123,6 +123,18 @@ def test_broken_folders_are_refused_by_name(root, change, reason):
     assert "DIR/train/CLASS/*.jpg" in str(caught.value)
 
 
+def test_a_link_to_a_folder_that_holds_it_is_refused(root):
+    (root / "train" / "cat" / "all").symlink_to(root / "train")
+    with pytest.raises(InputError, match="cat/all: links to a folder that holds it"):
+        open_dataset("folder", root)
+
+
+def test_folders_that_are_not_read_are_noted(root, capsys):
+    (root / "val").rename(root / "validation")
+    open_dataset("folder", root)
+    assert "only train, val, test are read, not validation" in capsys.readouterr().out
+
+
 @pytest.mark.parametrize("name", ["train", "deeper"])
 def test_a_folder_that_cannot_be_read_is_not_passed_over(root, monkeypatch, name):
     def guarded(function):
@@ -156,7 +168,7 @@ def test_bad_images_stop_or_are_left_out(root, capsys):
     output = capsys.readouterr().out
     assert output.startswith("config.data.train_split='train': left out 2 bad images of 30:")
     assert "cat/3.png" in output
-    assert "apple/1.PNG): cannot be decoded (unknown image format)" in output
+    assert "apple/1.PNG): cannot be decoded (unknown image format)\n" in output  # no advice
     assert sorted(values(source)) == sorted(set(range(30)) - {1, 23})
     again = dataset.split("train", on_bad_image="skip")
     assert again.labels().tolist() == [label for _, label in read(source)]

@@ -3,6 +3,7 @@
 import contextlib
 import json
 import os
+import re
 import shlex
 import socket
 import subprocess
@@ -64,6 +65,11 @@ def test_local_starts_one_process_per_gpu_or_on_virtual_devices():
             "--num_processes=3",
             f"--process_id={i}",
         ]
+    options = ["--processes=2", "--dry_run", "--", *ARGUMENTS]
+    lent = launch("local.sh", *options, CUDA_VISIBLE_DEVICES="4,GPU-5,6").stdout
+    assert re.findall(r"CUDA_VISIBLE_DEVICES=(\S+)", lent) == ["4", "GPU-5"]
+    too_few = launch("local.sh", *options, CUDA_VISIBLE_DEVICES="4")
+    assert "--processes=2, but CUDA_VISIBLE_DEVICES=4 has 1" in too_few.stderr
     words = planned("local.sh", "--cpu_devices=4", "--dry_run", "--", *ARGUMENTS)[1]
     kept = os.environ["XLA_FLAGS"]
     assert f"XLA_FLAGS={kept} --xla_force_host_platform_device_count=4" in words
@@ -275,6 +281,8 @@ def test_gke_applies_a_whole_manifest():
         ("local.sh", ["--config=x"], "--config=x"),
         ("local.sh", ["--processes=none", "--", "x"], "--processes=none"),
         ("local.sh", ["--processes=", "--", "x"], "--processes=VALUE"),
+        ("local.sh", ["--cpu_devices=four", "--", "x"], "--cpu_devices=four"),
+        ("local.sh", ["--port=http", "--", "x"], "--port=http"),
         ("slurm.sh", ["--dry_run"], "structinit_jax.main after --"),
         ("slurm.sh", ["--node=2"], "--node=2"),
         ("tpu_pod.sh", [], "--name=NAME"),

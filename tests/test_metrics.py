@@ -72,6 +72,8 @@ def test_a_full_disk_ends_the_run_with_a_message_and_does_not_hang_it(
 
     with small_files_only(limit), pytest.raises(InputError, match=message):
         write_until_full()
+    with (tmp_path / "metrics.jsonl").open("a") as file:
+        file.write("\0\0\0\n")  # what a power failure can leave
     resumed = MetricsLog(tmp_path, 10)  # with room again
     resumed.write(11, {"train/loss": 1.0})
     resumed.close()

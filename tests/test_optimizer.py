@@ -133,6 +133,17 @@ def test_more_steps_than_can_be_counted_are_refused():
         make_schedule(config, 10_000)
 
 
+def test_a_cooldown_as_long_as_the_run_is_noted(capsys):
+    config = base_config()
+    config.update(batch_size=64, cooldown_epochs=10.0, num_steps=17)
+    make_schedule(config, 100)
+    assert capsys.readouterr().out == ""
+    config.num_steps = 16
+    make_schedule(config, 100)
+    note = "config.cooldown_epochs=10.0 are 16 steps, and the run has only 16"
+    assert note in capsys.readouterr().out
+
+
 def test_losses_and_optimizers_are_found_by_name():
     assert find_loss("softmax_cross_entropy") is optax.softmax_cross_entropy
     assert find_optimizer("adamw") is adamw

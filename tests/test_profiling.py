@@ -21,12 +21,14 @@ def test_other_texts_are_refused(text):
         profiling.parse_steps(text)
 
 
-def test_steps_outside_the_run_are_refused():
-    profiling.check_steps(None, None, 12, 18)
-    profiling.check_steps(13, 18, 12, 18)
-    for first, last in ((12, 13), (18, 19)):
-        with pytest.raises(InputError, match=rf"--profile_steps={first}:{last}: .* 13 to 18"):
-            profiling.check_steps(first, last, 12, 18)
+def test_steps_outside_the_run_are_not_traced(capsys):
+    assert profiling.steps_to_trace(None, None, 12, 18) == (None, None)
+    assert profiling.steps_to_trace(13, 18, 12, 18) == (13, 18)
+    assert profiling.steps_to_trace(12, 13, 12, 18) == (None, None)
+    note = "note: --profile_steps=12:13: nothing is traced, since the run resumes after step 12"
+    assert note in capsys.readouterr().out
+    with pytest.raises(InputError, match=r"--profile_steps=18:19: .* 13 to 18"):
+        profiling.steps_to_trace(18, 19, 12, 18)
 
 
 def test_recompilations_are_counted_by_name():

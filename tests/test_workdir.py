@@ -6,7 +6,7 @@ import sys
 import pytest
 
 from structinit_jax.errors import InputError
-from structinit_jax.training.workdir import lock_workdir, prepare_workdir
+from structinit_jax.training.workdir import local_path, lock_workdir, prepare_workdir
 
 # Holds the lock as another run does. An interpreter without this package starts at once.
 HOLDER = """
@@ -18,6 +18,11 @@ file.flush()
 print("held", flush=True)
 sys.stdin.read()
 """
+
+
+def test_a_tilde_is_the_home_directory(monkeypatch, tmp_path):
+    monkeypatch.setenv("HOME", str(tmp_path))
+    assert local_path("~/run") == tmp_path / "run"
 
 
 def test_a_second_run_is_refused_until_the_first_is_dead(tmp_path):

@@ -1,6 +1,5 @@
 """From the flags of a comparison to its settings, the points of the grid without the seed."""
 
-import ast
 import itertools
 import json
 import re
@@ -57,7 +56,7 @@ def expand(
         for values in itertools.product(*axes.values()):
             point = start.copy_and_resolve_references()
             for field, text in zip(axes, values, strict=True):
-                _set(point, field, text)
+                command_line.override(point, field, text)
             parts = [f"{field}={text}" for field, text in zip(axes, values, strict=True)]
             name = ",".join(file_safe(part) for part in [scheme, *parts])
             if name in settings:
@@ -150,20 +149,6 @@ def to_json(config: ConfigDict) -> dict:
     fields = json.loads(config.to_json())
     del fields["seed"]
     return fields
-
-
-def _set(config, field, text):
-    """Sets a field; unlike the config, a scheme has options that are not listed in it."""
-    section, _, option = field.partition(".")
-    if section == "attention_init" and option not in config.attention_init:
-        try:
-            value = ast.literal_eval(text)
-        except (ValueError, SyntaxError):
-            value = text
-        with config.unlocked():
-            config.attention_init[option] = value
-    else:
-        command_line.override(config, field, text)
 
 
 def _fields(config):

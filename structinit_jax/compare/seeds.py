@@ -167,14 +167,14 @@ class _SharedRun:
         text = open_until_end((self.folders[0] / LOG).open("a", buffering=1))
 
         # -- State ---------------------------------------------------------------------------------
-        checkpoints = open_until_end(contextlib.closing(Checkpoints(self.shared, 1)))
+        checkpoints = open_until_end(contextlib.closing(Checkpoints(self.shared, 2)))
         start_step = checkpoints.latest_step or 0
         pending = [PendingMetrics() for _ in self.seeds]
         errors: dict[int, str] = {}
         if start_step:
             saved = read_run(self.shared, start_step)
             place = f"step {start_step} in {self.shared}"
-            resume.check_num_examples(saved, config, len(self.source), place)
+            resume.check_data(saved, config, len(self.source), self.dataset.class_names, place)
             state = restore(self.shared, start_step, self.abstract_state)
             pending = [PendingMetrics(values) for values in saved["pending_metrics"]]
             errors = {int(seed): error for seed, error in saved["errors"].items()}

@@ -121,14 +121,14 @@ class ImageSource:
         return dataclasses.replace(self, new_labels=labels)
 
     def split_bad_images(self) -> tuple["ImageSource", list[str]]:
-        """Returns the source without the images that cannot be decoded, and a message for each."""
+        """Returns the source without images that cannot be decoded, and what is wrong with each."""
 
         def problem(index, record):
             try:
                 # Any size reads all of a JPEG's data; an eighth takes a third of the time.
                 self._open(index, record).decode(at_least=(1, 1))
             except BadImageError as error:
-                return str(error)
+                return error.problem
             return None
 
         def problems(indices):

@@ -42,6 +42,8 @@ def open_folder(root: Folder) -> Dataset:
     classes = {split: _subfolders(folder / split) for split in SPLITS if (folder / split).is_dir()}
     if not classes:
         raise problem(f"it holds none of the folders {', '.join(SPLITS)}")
+    if others := [name for name in _subfolders(folder) if name not in SPLITS]:
+        print(f"note: {folder}: only {', '.join(SPLITS)} are read, not {', '.join(others)}")
     first, *others = classes
     if not classes[first]:
         raise problem(f"the folder {first} holds no class (no subfolder)")
@@ -134,12 +136,17 @@ def _subfolders(folder):
 
 
 def _find_images(folder):
-    return [
-        os.path.join(parent, file)
-        for parent, _, names in os.walk(folder, onerror=_refuse, followlinks=True)
-        for file in names
-        if file.lower().endswith(SUFFIXES) and not file.startswith(".")
-    ]
+    found = []
+    for parent, _, names in os.walk(folder, onerror=_refuse, followlinks=True):
+        place = Path(os.path.realpath(os.path.dirname(parent)))
+        if os.path.islink(parent) and place.is_relative_to(os.path.realpath(parent)):
+            raise InputError(f"{parent}: links to a folder that holds it: remove the link")
+        found += [
+            os.path.join(parent, file)
+            for file in names
+            if file.lower().endswith(SUFFIXES) and not file.startswith(".")
+        ]
+    return found
 
 
 def _refuse(error):

@@ -35,7 +35,16 @@ UPRIGHT = {
 
 
 class BadImageError(InputError):
-    """An image cannot be decoded, or the meaning of its values is unknown."""
+    """An image cannot be decoded, or the meaning of its values is unknown.
+
+    Args:
+      problem: What is wrong with which image.
+      advice: What to do, if the run stops for it.
+    """
+
+    def __init__(self, problem: str, advice: str):
+        super().__init__(f"{problem}. {advice}.")
+        self.problem = problem
 
 
 class StoredImage:
@@ -79,8 +88,8 @@ class StoredImage:
         is_pgm = (self._file.mode, self._file.format) == ("I", "PPM")  # has 16 bits
         if self._file.mode in kind and not is_pgm:
             raise BadImageError(
-                f"{name}: its pixels are {kind[self._file.mode]} numbers of unknown range. Convert"
-                " it to 8 or 16 bits."
+                f"{name}: its pixels are {kind[self._file.mode]} numbers of unknown range",
+                "Convert it to 8 or 16 bits",
             )
 
     @property
@@ -127,8 +136,8 @@ class StoredImage:
         is_image = pixels.size and (pixels.ndim == 2 or pixels.shape[2:] == (3,))
         if pixels.dtype != np.uint8 or not is_image:
             raise BadImageError(
-                f"{self.name}: pixels need to be uint8 [h, w] or [h, w, 1 or 3], got {pixels.dtype}"
-                f" {list(pixels.shape)}."
+                f"{self.name}: its pixels are {pixels.dtype} {list(pixels.shape)}",
+                "They need to be uint8 [h, w] or [h, w, 1 or 3]",
             )
         self._file = Image.fromarray(np.ascontiguousarray(pixels))
         self._stored_size = self._file.size
@@ -180,8 +189,9 @@ class StoredImage:
         unknown = isinstance(error, UnidentifiedImageError)
         reason = "unknown image format" if unknown else str(error).rstrip(".")
         return BadImageError(
-            f"{self.name}: cannot be decoded ({reason}). Replace or delete it, or leave out such"
-            " images with config.data.on_bad_image='skip'."
+            f"{self.name}: cannot be decoded ({reason})",
+            "Replace it by an intact image. Or start a run without it: delete it, or leave out "
+            "such images with config.data.on_bad_image='skip'",
         )
 
 

@@ -9,7 +9,6 @@ Change the recipe to see what it does, for example with --config.augment.mixup=0
 from structinit_jax import trainer_extra  # noqa: F401 (first, before what may be missing)
 
 # isort: split
-from pathlib import Path
 
 import jax
 import numpy as np
@@ -18,7 +17,7 @@ from ml_collections import ConfigDict
 from structinit_jax import command_line
 from structinit_jax import config as config_lib
 from structinit_jax.augment import make_augment
-from structinit_jax.command_line import OUT, STEP
+from structinit_jax.command_line import STEP
 from structinit_jax.data.loader import make_loader, split_augmentation
 from structinit_jax.data.prepare import MAX_TILES, draw_tiles, save
 from structinit_jax.errors import InputError
@@ -66,7 +65,7 @@ def main(config: ConfigDict) -> None:
     step = STEP.value or "1"
     if not step.isdecimal() or int(step) < 1:
         raise InputError(f"--step={step} must be a training step: 1 or more")
-    path = Path(OUT.value or "batch.png")
+    path = command_line.out_path("batch.png")
     images, targets = training_batch(config, int(step))
     captions = [describe_target(t, config.label_smoothing) for t in targets[:MAX_TILES]]
     save(draw_tiles(list(images[:MAX_TILES]), captions), path, "out")

@@ -3,6 +3,7 @@
 import collections
 import contextlib
 import json
+import math
 import socket
 import struct
 import sys
@@ -111,10 +112,8 @@ class MetricsLog:
     def _open(self, start_step: int) -> None:
         path, folder = self._workdir / "metrics.jsonl", self._workdir / "tensorboard"
         if path.exists():
-            # A line that a kill has truncated is the last one, after the last checkpoint.
             lines = path.read_text().splitlines(keepends=True)
-            whole = [line for line in lines if line.endswith("\n")]
-            kept = [line for line in whole if 0 < start_step >= json.loads(line)["step"]]
+            kept = [line for line in lines if 0 < start_step >= _step_of(line)]
             workdir_lib.write_atomically(path, "".join(kept))
         self._lines = self._files.enter_context(path.open("a"))
         folder.mkdir(exist_ok=True)
@@ -150,6 +149,17 @@ class MetricsLog:
         checksums = [struct.pack("<I", masked_crc32c(part)) for part in (length, content)]
         self._events.write(length + checksums[0] + content + checksums[1])
         self._events.flush()
+
+
+def _step_of(line: str) -> float:
+    """Returns the step of a line, infinite if it is incomplete.
+
+    Lines that a kill or a power failure has damaged are the last ones, after the last checkpoint.
+    """
+    try:
+        return float(json.loads(line)["step"]) if line.endswith("\n") else math.inf
+    except ValueError:
+        return math.inf
 
 
 class Progress:

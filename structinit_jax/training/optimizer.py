@@ -60,6 +60,12 @@ def make_schedule(config: ConfigDict, num_examples: int) -> Schedule:
         raise InputError(
             f"config.{field}={config[field]!r} gives {num_steps:,} steps, more than {MAX_STEPS:,}"
         )
+    cooldown = round(config.cooldown_epochs * steps_per_epoch)
+    if cooldown >= num_steps:  # as in a first try of a long recipe
+        print(
+            f"note: config.cooldown_epochs={config.cooldown_epochs} are {cooldown:,} steps, and "
+            f"the run has only {num_steps:,}: its learning rate is the final one"
+        )
     interval = max(1.0, config.eval_every_epochs * steps_per_epoch)  # one evaluation a step at most
     evaluations = range(1, int(num_steps / interval) + 1)
     eval_steps = frozenset(round(interval * number) for number in evaluations) | {num_steps}

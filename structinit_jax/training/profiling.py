@@ -72,13 +72,31 @@ def parse_steps(text: str | None) -> tuple[int, int] | tuple[None, None]:
     return first, last
 
 
-def check_steps(first: int | None, last: int | None, start_step: int, num_steps: int) -> None:
-    """Raises `InputError` if a run from `start_step` to `num_steps` does not take these steps."""
-    if first is not None and not start_step < first <= last <= num_steps:
+def steps_to_trace(
+    first: int | None, last: int | None, start_step: int, num_steps: int
+) -> tuple[int, int] | tuple[None, None]:
+    """Returns the steps that a run from `start_step` to `num_steps` traces.
+
+    None if it resumes after the first of them, since the command that resumes a run names steps
+    that have been taken.
+
+    Raises:
+      InputError: The run ends before the last of them.
+    """
+    if first is None:
+        return None, None
+    if last > num_steps:
         raise InputError(
             f"--profile_steps={first}:{last}: this run takes steps {start_step + 1} to "
             f"{num_steps}; choose among them"
         )
+    if first <= start_step:
+        print(
+            f"note: --profile_steps={first}:{last}: nothing is traced, since the run resumes after "
+            f"step {start_step}"
+        )
+        return None, None
+    return first, last
 
 
 class RecompilationWatch:

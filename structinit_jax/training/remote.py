@@ -47,7 +47,7 @@ def readable(workdir: str | Path, only: str | None = None) -> Path:
       InputError: The storage cannot be read.
     """
     if not workdir_lib.is_url(workdir):
-        return Path(workdir).absolute()
+        return workdir_lib.local_path(workdir)
     mirror = _local_mirror(str(workdir))
     mirror.pull_files([only or "config.json"])
     if not only:

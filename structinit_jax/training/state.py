@@ -2,6 +2,7 @@
 
 import functools
 import time
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import jax
@@ -218,7 +219,7 @@ def _select_from_file(config: ConfigDict, model: AbstractModel, rng) -> tuple[di
     """Selects all weights but the head, which is drawn, from `config.start_from`."""
     path = config.start_from
     try:
-        teacher = load_file(path)
+        teacher = load_file(Path(path).expanduser())
     except (OSError, SafetensorError) as error:
         raise InputError(
             f"config.start_from={path!r} cannot be read: {error}. It must be a safetensors file of "

@@ -33,7 +33,7 @@ def local_path(workdir: str | Path) -> Path:
             f"--workdir={workdir} is a URL, but this command needs a directory: mount the bucket, "
             "with gcsfuse for Google Cloud Storage, and pass the mount point"
         )
-    return Path(workdir).absolute()
+    return Path(workdir).expanduser().absolute()
 
 
 def prepare_workdir(workdir: str | Path) -> Path:
@@ -84,10 +84,10 @@ def lock_workdir(workdir: Path) -> Iterator[None]:
         yield
 
 
-def write_atomically(path: Path, text: str) -> None:
+def write_atomically(path: Path, content: str | bytes) -> None:
     """Replaces the content of a file. After a failure or a kill the old content is still there."""
     partial = path.with_name(f"{path.name}.partial")
-    partial.write_text(text)
+    partial.write_bytes(content.encode() if isinstance(content, str) else content)
     os.replace(partial, path)
 
 
