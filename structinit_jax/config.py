@@ -4,6 +4,7 @@ The files in `configs/` start from `base_config` and set what their recipe chang
 `config.model` depend on the model family; each family spells them out in its own file.
 """
 
+import difflib
 import functools
 import math
 from collections.abc import Mapping, Sequence
@@ -262,9 +263,12 @@ def check_fields(config: ConfigDict) -> None:
         text = " and ".join(f"{k} {', '.join(sorted(v))}" for k, v in problems.items() if v)
         if text:
             path = f"config.{section}".rstrip(".")
+            near = [difflib.get_close_matches(field, wanted, n=1) for field in sorted(unknown)]
+            near = [repr(name) for names in near for name in names]
+            hint = f"did you mean {', '.join(near)}? Otherwise " if near else ""
             raise InputError(
-                f"{path} {text}: start from structinit_jax.config.base_config({name!r}) and set "
-                f"single fields, such as {path}.{next(iter(wanted))}"
+                f"{path} {text}: {hint}start from structinit_jax.config.base_config({name!r}) and "
+                f"set single fields, such as {path}.{next(iter(wanted))}"
             )
 
 

@@ -106,7 +106,7 @@ def test_other_errors_of_xla_are_not_about_memory(steps):
 def test_only_auto_tries_several_policies():
     assert list(candidates(ConfigDict({"remat": "auto"}))) == ["none", "dots", "full"]
     assert candidates(ConfigDict({"remat": "dots"})) == {"dots": {"remat": "dots"}}
-    assert candidates(ConfigDict()) == {"unsupported": {}}
+    assert candidates(ConfigDict()) == {"none": {}}
 
 
 @pytest.mark.usefixtures("library_promotion")
@@ -156,5 +156,5 @@ def test_a_model_of_the_users_own_need_not_have_the_field(tiny_config):
     tiny_config.model.num_classes = 10
     setup = setup_lib.set_up(tiny_config, CATALOG["digits"], 384)
     description = setup_lib.compile_step(tiny_config, setup, [], None).description
-    assert re.fullmatch(r"unsupported \(needs \d+ MiB\)", description)
+    assert re.fullmatch(r"none \(needs \d+ MiB\)", description)
     assert flops_per_image(tiny_config) == 3 * 2 * 8 * 8 * 10

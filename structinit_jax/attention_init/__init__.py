@@ -22,8 +22,8 @@ the map of a convolution, M = softmax(σ X Q Kᵀ Xᵀ).
 
 Which scheme to use:
 
-- `impulse`: the default. Solves for the M closest to H that a given norm of Q and K allows. For
-  small data sets, and when in doubt.
+- `impulse`: the default. Solves for the M closest to H of a given sharpness. Use it for small data
+  sets, and when in doubt.
 - `impulse_2024`, `impulse_2025`: as in the papers, for reproduction. 2025 is for learned positions.
 - `mimetic` (Trockman & Kolter 2023): heads attend to similar tokens. The baseline to beat.
 - `default` (the model's base init: timm's or PyTorch's) and `kaiming_uniform` (PyTorch's): no

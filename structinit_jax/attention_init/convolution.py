@@ -40,7 +40,7 @@ def impulse(
 ) -> ConvWeights:
     """Gives each channel a filter centered at one of the f² places of the kernel.
 
-    For the options see `tokens.impulse`.
+    For the options see `impulse` for an `AttentionSite`.
     """
     bank = _filter_bank(filters, site.kernel_size, sigma)
     if offsets == "center_first" and site.kernel_size % 2 == 0:

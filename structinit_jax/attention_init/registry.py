@@ -7,6 +7,7 @@ option is refused.
 
 import difflib
 import inspect
+import re
 from collections.abc import Callable
 
 import numpy as np
@@ -115,9 +116,16 @@ def scheme(name: str) -> Callable[..., AttentionInit]:
     for implementation in sites:
         options = options | _options_of(implementation) | options
     function.__name__ = function.__qualname__ = name
-    function.__doc__ = "\n\n".join(f"{', '.join(s)}: {inspect.getdoc(f)}" for f, s in sites.items())
+    texts = [f"{', '.join(types)}: {_without_call(f)}" for f, types in sites.items()]
+    function.__doc__ = "\n\n".join([f"Returns {name} as `(rng, site) -> weights`.", *texts])
     function.__signature__ = inspect.Signature(options.values())
     return function
+
+
+def _without_call(implementation: Callable) -> str:
+    """Returns the docstring of a scheme without the two arguments that are not options."""
+    text = re.sub(r"^ +(rng|site): .*\n", "", inspect.getdoc(implementation), flags=re.MULTILINE)
+    return re.sub(r"\n\nArgs:\s*(?=\n\n|$)", "", text)
 
 
 def scheme_options(name: str) -> tuple[str, ...]:

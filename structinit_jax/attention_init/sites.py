@@ -239,7 +239,8 @@ class SolveReport(NamedTuple):
 class AttentionWeights(NamedTuple):
     """Initial weights for an `AttentionSite`, laid out as Flax's `MultiHeadAttention` kernels.
 
-    None leaves the model's own initialization, as with all other biases.
+    None leaves the model's own initialization. Biases without a field keep theirs, except that
+    `interop` zeroes those of the projections that it sets.
 
     Attributes:
       query: [L, D, h, d].
@@ -249,7 +250,8 @@ class AttentionWeights(NamedTuple):
       positions: Initial value [N, D] of a trainable position encoding.
       position_scale: Factor on the model's own trainable positions, including those of class token
         and registers.
-      patch_scale: Factor on the kernel of the patch embedding.
+      patch_scale: Factor on the kernel of the patch embedding, as PyTorch initializes it. Flax's is
+        3^1/2 times as large; `interop` makes up for that.
       patch_bias: Bias [D] of the patch embedding.
       mlp_scale: Factor on the output kernels of the MLPs.
       report: Result of the solve.

@@ -96,7 +96,7 @@ def impulse(
 ) -> TokenMixingWeights:
     """Gives each layer one filter, exactly or at the rank that its hidden units allow.
 
-    For the options see `tokens.impulse`.
+    For the options see `impulse` for an `AttentionSite`.
     """
     maps, ranges = target_maps(
         site, filters=filters, kernel_size=kernel_size, dilation=dilation, sigma=sigma

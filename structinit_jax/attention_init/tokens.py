@@ -68,7 +68,7 @@ def default(
     Args:
       rng: Random key.
       site: Layers to initialize.
-      position_scale: Factor on learned positions, as in the 2025 program; likewise the others.
+      position_scale: Factor on learned positions. The factors are those of the 2025 program.
       query_key_scale: Factor on query and key.
       value_out_scale: Factor on value and projection.
     """
@@ -112,7 +112,7 @@ def mimetic(
     Args:
       rng: Random key.
       site: Layers to initialize.
-      position_scale: Factor on learned positions, as in the 2025 program; likewise the others.
+      position_scale: Factor on learned positions. The factors are those of the 2025 program.
       query_key_scale: Factor on query and key.
       value_out_scale: Factor on value and projection.
     """

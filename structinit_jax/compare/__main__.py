@@ -52,6 +52,11 @@ def main(config: ConfigDict) -> None:
     if not WORKDIR.value:
         raise InputError("--workdir is required: the output directory, such as /tmp/compare")
     if _REPORT_ONLY.value:
+        if _BASELINE.value:
+            raise InputError(
+                f"--baseline={_BASELINE.value}: --report_only keeps the baseline of the last "
+                "command; leave out one of the two"
+            )
         report.write_report(local_path(WORKDIR.value))
         return
     if CONFIG.value is None:  # the workdir is that of a single run

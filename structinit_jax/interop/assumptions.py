@@ -49,7 +49,7 @@ def require_assumptions(
     """
     own = {entry.name for entry in host.entries} | set(own)
     for attention in host.stack.attentions:
-        for name in _floating(host, re.escape(attention) + r"\.?"):
+        for name in _floating(host, re.escape(attention) + r"\." if attention else ""):
             if name not in own:
                 part = name.removeprefix(attention)
                 reason = next(why for what, why in PARTS.items() if re.search(what, part))

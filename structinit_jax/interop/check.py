@@ -27,7 +27,7 @@ class Check(NamedTuple):
       position_to_content: Root mean square of the positions over that of the patch embeddings, the
         two summands of the first layer's input; with rotary positions, of the patch embedding's
         bias over that of the rest.
-      offset: Offset (rows, cols) from a token to its strongest attention that is most frequent.
+      offset: The most frequent offset (rows, cols) from a token to the one that it attends to most.
       hit_rate: Share of the tokens that have a neighbor at this offset whose strongest attention
         is on it. Close to 1 for a convolution.
     """
@@ -54,8 +54,9 @@ def check(
     The forward pass is computed from `params`, in NumPy: patches, positions, and pre-norm blocks of
     softmax attention and an MLP with GELU, or SiLU gates if it has two input kernels. It covers
     what `initialize` covers as far as it is of this form. A norm without bias counts as RMSNorm.
-    What names and shapes do not show, such as rotary positions beside a position table, is not
-    seen. Class and register tokens are left out of the maps.
+    What names and shapes do not show is not seen: rotary positions beside a position table, another
+    grid of as many tokens, another number of heads. Class and register tokens are left out of the
+    maps.
 
     Args:
       params: Parameters as for `initialize`; likewise the other arguments.
@@ -100,13 +101,18 @@ def hit_rates(
 ) -> tuple[Int[np.ndarray, "h 2"], Float[np.ndarray, " h"]]:
     """Returns `offset` and `hit_rate` of a `Check` for the maps of one layer.
 
+    Args:
+      maps: Attention of each image token (third axis) to all image tokens (last axis), row by row,
+        without class and register tokens, for a batch of images.
+      grid: (rows, cols) of the image tokens.
+
     Raises:
-      InputError: The maps are not of that grid, or NaN.
+      InputError: There are no maps, they are not of that grid, or they are NaN.
     """
     check_grid("grid", grid)
     rows, cols = grid
     maps, tokens = np.asarray(maps), rows * cols
-    if maps.ndim != 4 or maps.shape[2:] != (tokens, tokens):
+    if maps.ndim != 4 or maps.shape[2:] != (tokens, tokens) or not len(maps):
         raise InputError(
             f"maps has shape {maps.shape}, but grid={grid} needs [images, heads, {tokens}, "
             f"{tokens}]: cut off class and register tokens, or pass the grid"

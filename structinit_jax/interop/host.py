@@ -17,6 +17,7 @@ from structinit_jax.interop.layouts import FIELDS, Leaves
 from structinit_jax.interop.stacks import Stack, find_stack
 
 Grid = tuple[int, int]
+EXTRA_NAMES = " (params named like cls_token, class_embedding, dist_token or registers)"
 
 
 class Host:
@@ -139,14 +140,18 @@ class Host:
         )
 
     def patch_kernel(self) -> str:
-        """Returns the name of the patch embedding's kernel, a convolution's or a torch Linear's."""
+        """Returns the name of the patch embedding's kernel, a convolution's or a linear layer's."""
         layout = self.stack.layout
-        ranks = (2, 4) if layout.torch else (4,)
+
+        def may_be_one(name):
+            rank = len(getattr(self.leaves[name], "shape", ()))
+            return rank == 4 or (rank == 2 and (layout.torch or "patch" in name.lower()))
+
         found = [
             name
             for name in self._names(rf"{p}\.{layout.leaf}" for p in layout.patches)
             if not name.startswith(tuple(f"{attention}." for attention in self.stack.attentions))
-            and len(getattr(self.leaves[name], "shape", ())) in ranks
+            and may_be_one(name)
             and self.leaves[name].shape[0 if layout.torch else -1] == self.width
         ]
         if len(found) != 1:
@@ -204,7 +209,10 @@ class Host:
 
     def extra_tokens(self) -> list[str]:
         """Returns the names of class, distillation and register tokens, the class token first."""
-        pattern = r"(?:.*\.)?(?:cls|class|dist|distillation|reg|registers?)(?:_tokens?|_embedding)?"
+        pattern = (
+            r"(?i:(?:.*\.)?(?:cls|class|dist|distillation|reg|registers?)_?"
+            r"(?:tok|tokens?|emb|embed|embeddings?)?)"
+        )
         names = [
             name
             for name in self._names([pattern])
@@ -255,7 +263,7 @@ def _split_rows(name, rows, extra, grid):
         if not 0 <= prefix <= extra:
             raise InputError(
                 f"grid={grid} has {math.prod(grid)} tokens, but {name} has {rows} rows, at most "
-                f"{extra} of them for class and register tokens"
+                f"{extra} of them for class and register tokens{EXTRA_NAMES}"
             )
         return prefix, grid
     squares = {n: square(rows - n) for n in sorted({0, min(1, extra), extra})}
@@ -263,7 +271,8 @@ def _split_rows(name, rows, extra, grid):
     if len(found) != 1:
         raise InputError(
             f"grid: the {rows} rows of {name}, at most {extra} of them for class and register "
-            "tokens, do not determine a square of image tokens: pass grid=(rows, cols)"
+            f"tokens{EXTRA_NAMES}, do not determine a square of image tokens: pass "
+            "grid=(rows, cols)"
         )
     return found[0]
 

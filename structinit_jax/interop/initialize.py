@@ -111,12 +111,8 @@ def initialize(
             raise
         raise InputError(
             f"params: the scheme replaces the learned position table by a sin-cos encoding, which "
-            f"the model's width {site.width} does not allow: pass the table's own rows for the "
-            "image tokens as positions=[N, D] to keep them, or use 'mimetic'"
+            f"the model's width {site.width} does not allow: use a multiple of 4, or 'mimetic'"
         ) from error
-    if weights.patch_scale is not None:
-        scale = weights.patch_scale * PATCH_RMS / host.patch_rms()
-        weights = weights._replace(patch_scale=scale)
     return rebuild(_write(host, weights, grid))
 
 
@@ -141,7 +137,15 @@ def attention_site(
     positions: np.ndarray | jax.Array | None = None,
     rotations: Any | None = None,
 ) -> AttentionSite:
-    """Describes the model's attention layers for a scheme. See `initialize` for the arguments."""
+    """Describes the attention layers of a ViT for a scheme. See `initialize` for the arguments.
+
+    Returns:
+      The site; with `rotations` a `RotarySite`.
+
+    Raises:
+      InputError: As for `initialize`; or the model is a Swin, MLP-Mixer or ConvMixer, whose sites
+        only `initialize` finds.
+    """
     host = find_host(flatten(params)[0], layout, num_heads)
     return _site(host, grid, positions, rotations)
 
@@ -179,10 +183,13 @@ def read(
     num_heads: int | None = None,
     grid: Grid | None = None,
 ) -> AttentionWeights:
-    """Reads the model's attention weights. See `initialize` for the arguments.
+    """Reads the attention weights of a ViT. See `initialize` for the arguments.
 
     Returns:
       The weights as a scheme returns them; `positions` is None if `params` hold no position table.
+
+    Raises:
+      InputError: The attention layers or the position table cannot be found or do not fit.
     """
     host = find_host(flatten(params)[0], layout, num_heads)
     arrays = host.arrays()
@@ -202,8 +209,11 @@ def write(
 ) -> Any:
     """Returns new parameters with those `weights` that are not None.
 
-    Biases of the projections that they set become zero. `patch_scale` multiplies the kernel of the
-    patch embedding, or the norm behind it. See `initialize` for the other arguments.
+    Biases of the projections that they set become zero. For `patch_scale` and the other arguments
+    see `initialize`.
+
+    Raises:
+      InputError: The attention layers cannot be found, or the weights do not fit them.
     """
     leaves, rebuild = flatten(params)
     host = find_host(leaves, layout, num_heads)
@@ -235,7 +245,7 @@ def _write(host: Host, weights: AttentionWeights, grid: Grid | None) -> Leaves:
         new[name] = like(weights.patch_bias, new[name])
     scales = {}
     if weights.patch_scale is not None:
-        scales[host.patch_gain()] = weights.patch_scale
+        scales[host.patch_gain()] = weights.patch_scale * PATCH_RMS / host.patch_rms()
     if weights.mlp_scale is not None:
         scales |= dict.fromkeys(mlp_outputs(host), weights.mlp_scale)
     for name, scale in scales.items():

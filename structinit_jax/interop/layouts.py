@@ -61,7 +61,8 @@ class Layout:
     Attributes:
       example: A parameter name, for error messages.
       attention: Pattern of the name of an attention layer. Group `stem` is the prefix of the whole
-        model, group `index` the layer number if there is one.
+        model, group `index` the layer number if there is one. Without a group `index`, layers are
+        numbered by the last number in which their names differ.
       modules: Names of the modules of `FIELDS` below the attention layer; a fused module is
         repeated for query, key and value.
       torch: Whether the modules are torch's Linear, rather than Flax's MultiHeadAttention's.
@@ -217,8 +218,7 @@ _DEIT3_JAX = Layout(
 )
 _NNX = Layout(
     example="attn.query.kernel",
-    # The last part of the name that ends in a number counts the layers, if there is one.
-    attention=r"(?P<stem>)(?:.*(?<!\d)(?P<index>\d+)(?=\.|$).*|.*)",
+    attention=r"(?P<stem>).*",
     modules=FIELDS,
     torch=False,
     positions=(r"(?:.*\.)?[^.]*pos[^.]*(?:\.embedding)?",),

@@ -2,10 +2,13 @@
 
 import dataclasses
 import re
+from collections.abc import Iterable
 
 from structinit_jax.errors import InputError
 from structinit_jax.interop.entries import Entry, linear_bias
 from structinit_jax.interop.layouts import FIELDS, LAYOUTS, Layout, Leaves, join
+
+NUMBER = re.compile(r"(?<!\d)\d+(?=\.|$)")  # at the end of a part of a name
 
 
 @dataclasses.dataclass(frozen=True)
@@ -116,19 +119,40 @@ def _sees_images(leaves: Leaves, stack: Stack) -> bool:
 
 def _attentions(leaves: Leaves, layout: Layout) -> list[tuple[str, dict[int, str]]]:
     """Returns, per group of names that differ in one number, the stem and the names by number."""
-    groups: dict[tuple[str, str], tuple[str, dict[int, str]]] = {}  # number -1 if there is none
+    matches: dict[str, re.Match] = {}
     for suffix in dict.fromkeys(layout.weight("", field) for field in layout.anchors):
         for name in leaves:
             attention = ("." + name).removesuffix("." + suffix)[1:]
-            match = attention != name and re.fullmatch(layout.attention, attention)
-            if not match:
-                continue
-            index, around = -1, (attention, "")
-            if match["index"] is not None:
-                index = int(match["index"])
-                around = attention[: match.start("index")], attention[match.end("index") :]
-            groups.setdefault(around, (match["stem"], {}))[1][index] = attention
+            if attention != name and (match := re.fullmatch(layout.attention, attention)):
+                matches[attention] = match
+    if "index" in re.compile(layout.attention).groupindex:
+        spans = {name: match.span("index") for name, match in matches.items()}
+    else:
+        spans = _number_spans(matches)
+    groups: dict[tuple[str, str], tuple[str, dict[int, str]]] = {}
+    for attention, (start, end) in spans.items():
+        index = int(attention[start:end]) if end > 0 else -1  # there is none
+        around = (attention[:start], attention[end:]) if end > 0 else (attention, "")
+        groups.setdefault(around, (matches[attention]["stem"], {}))[1][index] = attention
     return list(groups.values())
+
+
+def _number_spans(names: Iterable[str]) -> dict[str, tuple[int, int]]:
+    """Returns where each name has its layer number, (-1, -1) if it has no number.
+
+    It is the last number in which names differ that are equal otherwise.
+    """
+    groups: dict[str, dict[str, list[re.Match]]] = {}
+    for name in names:
+        groups.setdefault(NUMBER.sub("#", name), {})[name] = [*NUMBER.finditer(name)]
+    spans = {}
+    for group in groups.values():
+        columns = list(zip(*group.values(), strict=True))
+        differing = [i for i, column in enumerate(columns) if len({n[0] for n in column}) > 1]
+        column = (differing or range(len(columns)))[-1] if columns else None
+        for name, numbers in group.items():
+            spans[name] = (-1, -1) if column is None else numbers[column].span()
+    return spans
 
 
 def check_stack(leaves: Leaves, stack: Stack) -> None:

@@ -72,11 +72,10 @@ def table_bias(leaves: Leaves, stack: Stack, grid: Grid | None) -> WindowBias:
     window = grid or _window(rows) or _window(rows - 3)  # BEiT has three for the class token
     used = (2 * window[0] - 1) * (2 * window[1] - 1) if window else 0
     if used not in (rows, rows - 3):
-        raise InputError(
-            f"grid: the {rows} rows of {tables[0]} do not fit the offsets in "
-            f"{'a square window' if window is None else f'a window of {window}'}: pass "
-            "grid=(rows, cols)"
-        )
+        problem = f"grid: the {rows} rows of {tables[0]} do not fit the offsets in"
+        if grid is None:
+            raise InputError(f"{problem} a square window: pass grid=(rows, cols)")
+        raise InputError(f"{problem} a window of {grid}: leave it out if windows are square")
 
     def encode(bias):
         new = {}

@@ -42,10 +42,10 @@ def candidates(model: ConfigDict) -> dict[str, dict[str, str]]:
 
     Returns:
       By policy, the fields of the section to replace. Models of the user's own need not have the
-      field `remat`.
+      field `remat`, and recompute nothing.
     """
     if "remat" not in model:
-        return {"unsupported": {}}
+        return {"none": {}}
     names = REMAT_POLICIES if model.remat == "auto" else [model.remat]
     return {name: {"remat": name} for name in names}
 
