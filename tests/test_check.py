@@ -63,6 +63,19 @@ def test_maps_are_those_of_the_model():
     assert len({rate for _, rates in expected for rate in rates}) > 2
 
 
+@pytest.mark.parametrize(
+    ("name", "value", "message"),
+    [
+        ("blocks.1.attn.q_norm.weight", np.ones(8, np.float32), r"attn\.q_norm\.weight normalizes"),
+        ("blocks.0.norm1.weight", np.zeros(WIDTH, np.float32), r"norm1\.weight is not 1"),
+    ],
+)
+def test_what_initialize_would_refuse_is_refused(name, value, message):
+    params = interop.to_timm(model()) | {name: value}
+    with pytest.raises(InputError, match=message):
+        interop.check(params, num_heads=HEADS)
+
+
 def test_gates_in_one_layer_or_two():
     params = interop.to_timm(model())
     packed = {**params}

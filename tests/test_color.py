@@ -130,6 +130,14 @@ def test_color_jitter_matches_pillow_in_some_order(strengths, count):
     assert np.all(factors.max(axis=0) > high - 0.15 * (high - low))
 
 
+def test_without_hue_colors_take_no_way_through_hsv():
+    pixels = RNG.integers(0, 256, (2, 8, 8, 3)).astype(np.uint8)
+    rngs = jax.random.split(jax.random.key(0), 2)
+    np.testing.assert_array_equal(color_jitter(rngs, pixels, (0.0, 0.0, 0.0, 0.0)), pixels)
+    three, four = (color_jitter(rngs, pixels, (0.4, 0.3, 0.5, *hue)) for hue in ((), (0.0,)))
+    np.testing.assert_array_equal(three, four)
+
+
 def test_a_single_channel_has_neither_saturation_nor_hue():
     gray = RNG.integers(0, 256, (8, 5, 5, 1)).astype(np.uint8)
     out = color_jitter(jax.random.split(jax.random.key(0), 8), gray, (0.0, 0.0, 1.0, 0.5))

@@ -11,7 +11,7 @@ import numpy as np
 import optax
 import pytest
 from flax import nnx
-from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
 from structinit_jax import attention_init
 from structinit_jax.errors import InputError
@@ -161,6 +161,28 @@ def test_bfloat16_is_computed_in_bfloat16_and_stays_close_to_float32(family):
 def test_unrolled_and_rematerialized_stacks_agree_with_the_scan(family, remat):
     expected, found = train(family), train(family, unroll=0, remat=remat)
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, atol=1e-4), found, expected)
+
+
+def test_a_scan_in_one_step_recomputes_too():
+    def gradient_program(unroll):
+        model = make("vit", unroll=unroll, remat="full")
+        return str(jax.make_jaxpr(jax.grad(lambda x: model(x)[0].sum()))(IMAGES))
+
+    # XLA could merge the copies of an unrolled loop.
+    assert "prevent_cse=False" in gradient_program(1)
+    assert "prevent_cse=False" not in gradient_program(100)
+
+
+def test_models_run_on_a_mesh_of_the_users_own():
+    model = make("vit")
+    expected = model(IMAGES)[0]
+    mesh = jax.make_mesh((2,), ("data",), axis_types=(AxisType.Auto,))
+    with jax.set_mesh(mesh):
+        logits = jax.jit(lambda images: model(images)[0])(IMAGES)
+    np.testing.assert_allclose(logits, expected, atol=1e-5)
+    spec = PartitionSpec("data")
+    split = jax.shard_map(lambda x: model(x)[0], mesh=mesh, in_specs=spec, out_specs=spec)
+    np.testing.assert_allclose(jax.jit(split)(IMAGES), expected, atol=1e-5)
 
 
 @pytest.mark.parametrize("family", FAMILIES)

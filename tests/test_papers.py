@@ -12,6 +12,9 @@ from structinit_jax import attention_init
 from structinit_jax.attention_init import AttentionSite, kernels, papers, sincos_positions
 from structinit_jax.attention_init.pseudo_input import draw_pseudo_input, layer_norm
 
+# Few steps and small models leave the papers' targets out of reach.
+pytestmark = pytest.mark.filterwarnings("ignore:only .* of the attention rows")
+
 # For a program of so many steps that XLA's optimizations are worth their time.
 OPTIMIZED = {"xla_backend_optimization_level": 3, "xla_cpu_use_fusion_emitters": True}
 

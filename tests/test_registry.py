@@ -51,6 +51,7 @@ OPTIONS = {("impulse_2024", AttentionSite): {"max_steps": 20}}
 TOLERANCES = {"impulse_2025": 1e-3}
 
 
+@pytest.mark.filterwarnings("ignore:only .* of the attention rows")
 @pytest.mark.parametrize(
     ("name", "site_type"), [(name, site_type) for name in SCHEMES for site_type in SCHEMES[name]]
 )

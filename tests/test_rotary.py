@@ -123,9 +123,23 @@ def test_angles_that_do_not_tell_rows_apart_warn():
         impulse(vo_init="default")(RNG, make_site(angles=angles))
 
 
+def test_filters_of_few_rows_are_solved_on_larger_grids():
+    angles = rotary_angles((9, 10), DIM)
+    site = make_site(grid=(9, 10), angles=angles)
+    targets = np.zeros((2, 90, 90), np.float32)
+    targets[0, 13, 24] = targets[1, 88, 77] = 1  # one row each, not evenly spaced ones
+    report = impulse(filters=targets, vo_init="default")(RNG, site).report
+    np.testing.assert_allclose(report.target_mass, 0.5, atol=0.01)
+
+
 def test_an_odd_width_is_refused():
     with pytest.raises(InputError, match=r"RotarySite\.width=33: needs an even number"):
         impulse()(RNG, make_site(width=33))
+
+
+def test_a_site_without_angles_is_refused():
+    with pytest.raises(InputError, match=r"RotarySite\.angles=None: .*rotary_angles"):
+        impulse()(RNG, make_site(angles=None))
 
 
 def test_angles_may_be_traced():

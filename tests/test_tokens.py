@@ -375,8 +375,10 @@ def test_positions_are_required_and_checked():
         impulse()(jax.random.key(0), make_site(positions=None))
     with pytest.raises(InputError, match=r"positions has shape \(37, 48\).* need \(35, 48\)"):
         make_site(positions=np.zeros((37, WIDTH), np.float32))
-    for same in (np.ones((35, WIDTH), np.float32), jnp.full((35, WIDTH), jnp.nan)):
-        with pytest.raises(InputError, match="positions are equal for all tokens, or NaN"):
+    infinite = np.ones((35, WIDTH), np.float32)
+    infinite[0, 0] = np.inf
+    for same in (np.ones((35, WIDTH), np.float32), jnp.full((35, WIDTH), jnp.nan), infinite):
+        with pytest.raises(InputError, match="positions are equal for all tokens or not finite"):
             impulse_2025()(jax.random.key(0), make_site(positions=same))
 
 

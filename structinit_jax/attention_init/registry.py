@@ -17,6 +17,7 @@ from structinit_jax import plugins
 from structinit_jax.attention_init import kernels
 from structinit_jax.attention_init.minimize import make_optimizer
 from structinit_jax.attention_init.pseudo_input import PSEUDO_INPUTS
+from structinit_jax.attention_init.report import warn_if_out_of_reach
 from structinit_jax.attention_init.sites import AttentionInit, Site, Weights
 from structinit_jax.errors import InputError
 
@@ -95,7 +96,9 @@ def by_name(name: str, **options) -> AttentionInit:
         for option, value in options.items():
             if option not in takes:
                 raise _refused(option, value, f"has no meaning for {name!r} on a {kind};", takes)
-        return implementation(rng, site, **options)
+        weights = implementation(rng, site, **options)
+        warn_if_out_of_reach(getattr(weights, "report", None))
+        return weights
 
     return init
 

@@ -58,8 +58,9 @@ def out_of_reach(report: SolveReport) -> str | None:
     )
 
 
-def warn_if_out_of_reach(report: SolveReport) -> None:
+def warn_if_out_of_reach(report: SolveReport | None) -> None:
     """Warns the caller of a scheme if its targets are out of reach, unless the report is traced."""
-    message = None if isinstance(report.hit_rate, jax.core.Tracer) else out_of_reach(report)
-    if message:
-        warnings.warn(message, stacklevel=4)
+    if report is None or isinstance(report.hit_rate, jax.core.Tracer):
+        return
+    if message := out_of_reach(report):
+        warnings.warn(message, stacklevel=3)

@@ -16,7 +16,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
-from jaxtyping import Array, Float, PRNGKeyArray
+from jaxtyping import Array, Float, Int, PRNGKeyArray
 
 from structinit_jax.attention_init import tokens
 from structinit_jax.attention_init.kernels import assign, target_maps
@@ -26,7 +26,6 @@ from structinit_jax.attention_init.report import (
     TARGET_MASS,
     overlap,
     report_on_maps,
-    warn_if_out_of_reach,
 )
 from structinit_jax.attention_init.sites import AttentionWeights, RotarySite, SolveReport
 from structinit_jax.attention_init.value_out import VO_INITS, remove_inputs, remove_outputs
@@ -91,6 +90,11 @@ def impulse(
     channels is solved for: the maps that come closest to the targets at the lowest norm are also
     those that content disturbs least. Every head gets k with its own random phases.
     """
+    if site.angles is None:
+        raise InputError(
+            "RotarySite.angles=None: this scheme solves for the rotations of the model; pass them, "
+            "such as rotary_angles(grid, head_dim), or use 'mimetic' or 'default'"
+        )
     if site.width % 2:
         raise InputError(
             f"RotarySite.width={site.width}: needs an even number, for as many channels of the "
@@ -124,7 +128,6 @@ def impulse(
     size = jnp.mean(jnp.linalg.norm(coefficients, axis=2))
     norm = jnp.sqrt(size / (2 * site.qk_scale * site.width))
     report = report._replace(norm=norm)
-    warn_if_out_of_reach(report)
     return weights._replace(
         report=report,
         filter_index=filter_index,
@@ -180,13 +183,12 @@ def solve_coefficients(
     Returns:
       Real and imaginary parts of c, and the report with the square root of the sum as the norm.
     """
-    num_tokens = targets.shape[-1]
-    rows = np.linspace(0, num_tokens - 1, min(num_tokens, MAX_ROWS)).round().astype(int)
     transform = optax.lbfgs()
 
     def solve(problem):
         angles, target = problem
         cos, sin = jnp.cos(angles), jnp.sin(angles)
+        rows = _loss_rows(target)
         some = target[rows]
 
         def coefficients(factor, norm):
@@ -232,8 +234,20 @@ def solve_coefficients(
         return coefficients(factor, norm), report
 
     # One after the other: their loops end at different times, and together they take more memory.
-    if len(angles) == 1:
-        found, reports = jax.lax.map(lambda target: solve((angles[0], target)), targets)
-    else:
-        found, reports = jax.lax.map(solve, (angles, targets))
+    angles = jnp.broadcast_to(angles, (len(targets), *angles.shape[1:]))
+    found, reports = jax.lax.map(solve, (angles, targets))
     return found, jax.tree.map(jnp.mean, reports)
+
+
+def _loss_rows(target: Float[Array, "N N"]) -> Int[Array, " n"]:
+    """Returns the rows of a map that enter its loss, n = min(N, `MAX_ROWS`).
+
+    They are evenly spaced among those with a target, which a distant neighbor leaves to few.
+    """
+    num_tokens = len(target)
+    if num_tokens <= MAX_ROWS:
+        return jnp.arange(num_tokens)
+    has_target = target.max(axis=-1) > 0
+    first = jnp.argsort(~has_target, stable=True)  # those with a target come first
+    last = jnp.maximum(has_target.sum(dtype=jnp.float32) - 1, 0)
+    return first[jnp.round(jnp.linspace(0, last, MAX_ROWS)).astype(jnp.int32)]

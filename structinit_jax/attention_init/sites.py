@@ -117,12 +117,15 @@ class AttentionSite:
                 "AttentionSite.positions=None: this scheme solves the attention maps against the "
                 "position encoding; pass one, or use 'mimetic' or 'default'"
             )
-        if is_at_hand(self.positions) and not np.ptp(self.positions, axis=0).max() > 0:
+        if not is_at_hand(self.positions):
+            return self.positions
+        positions = np.asarray(self.positions)
+        if not 0 < np.ptp(positions.astype(np.float64), axis=0).max() < np.inf:
             raise InputError(
-                "AttentionSite.positions are equal for all tokens, or NaN: this scheme needs an "
-                "encoding that tells tokens apart; pass one, or use 'mimetic' or 'default'"
+                "AttentionSite.positions are equal for all tokens or not finite: this scheme needs "
+                "an encoding that tells tokens apart; pass one, or use 'mimetic' or 'default'"
             )
-        return np.asarray(self.positions) if is_at_hand(self.positions) else self.positions
+        return positions
 
 
 @dataclasses.dataclass(frozen=True)
@@ -158,18 +161,18 @@ class RotarySite(AttentionSite):
 
     def __post_init__(self):
         super().__post_init__()
+        if self.pairs not in ("interleaved", "halves"):
+            raise InputError(f"RotarySite.pairs={self.pairs!r}: choose 'interleaved' or 'halves'")
         if self.angles is None:
             return
         expected = (self.num_layers, self.num_heads, self.num_tokens, self.head_dim / 2)
         shape = np.shape(self.angles)
-        fits = len(shape) == 4 and shape[2:] == expected[2:]
-        if not fits or any(n not in (1, m) for n, m in zip(shape[:2], expected, strict=False)):
+        allowed = [{1, expected[0]}, {1, expected[1]}, {expected[2]}, {expected[3]}]
+        if len(shape) != 4 or any(n not in ns for n, ns in zip(shape, allowed, strict=True)):
             raise InputError(
                 f"RotarySite.angles has shape {shape}, but needs [layers or 1, heads or 1, tokens, "
                 f"head_dim / 2] of {expected}: leave out class and register tokens"
             )
-        if self.pairs not in ("interleaved", "halves"):
-            raise InputError(f"RotarySite.pairs={self.pairs!r}: choose 'interleaved' or 'halves'")
 
 
 @dataclasses.dataclass(frozen=True)

@@ -23,7 +23,7 @@ from structinit_jax.attention_init.kernels import (
 )
 from structinit_jax.attention_init.pseudo_input import layer_norm, sincos_positions
 from structinit_jax.attention_init.registry import register
-from structinit_jax.attention_init.report import TARGET_MASS, warn_if_out_of_reach
+from structinit_jax.attention_init.report import TARGET_MASS
 from structinit_jax.attention_init.sites import (
     AttentionSite,
     AttentionWeights,
@@ -254,7 +254,6 @@ def impulse(
         learning_rate=learning_rate,
         max_steps=max_steps,
     )
-    warn_if_out_of_reach(weights.report)
     return weights._replace(
         targets=targets,
         positions=jnp.asarray(positions) if trainable else None,

@@ -7,7 +7,7 @@ from jaxtyping import Array, Float, UInt8
 def affine_warp(
     image: UInt8[Array, "C H W"], matrix: Float[Array, "6"], bicubic: bool, fill: tuple[int, ...]
 ) -> UInt8[Array, "C H W"]:
-    """Warp an image by an affine map.
+    """Warps an image by an affine map.
 
     Follows Pillow: pixel centers are at half integers, neighbors outside the image repeat its
     edge, the bicubic kernel has a = -1, and values are truncated to integers. Pillow computes in
@@ -45,7 +45,7 @@ def affine_warp(
 
 
 def rotation_matrix(degrees: Float[Array, ""], height: int, width: int) -> Float[Array, "6"]:
-    """Return the inverse map of a counterclockwise rotation about the center of an image."""
+    """Returns the inverse map of a counterclockwise rotation about the center of an image."""
     radians = -degrees * (jnp.pi / 180)
     cos, sin = jnp.cos(radians), jnp.sin(radians)
     x, y = width / 2, height / 2

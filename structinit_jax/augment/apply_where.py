@@ -12,7 +12,7 @@ CHUNKS = 16
 def apply_where(
     function: Callable[..., Array], mask: Bool[Array, " B"], images: Array, *arguments: Array
 ) -> Array:
-    """Apply a function to the images selected by a mask; leave the others unchanged.
+    """Applies a function to the images selected by a mask; leaves the others unchanged.
 
     The selected images are gathered into chunks of a sixteenth of the batch, and a loop runs over
     as many chunks as they fill. Split a batch that is sharded over devices by `jax.shard_map`

@@ -17,7 +17,7 @@ VALUES = np.arange(256, dtype=np.int32)
 def color_jitter(
     rng: Key[Array, ""], image: UInt8[Array, "H W C"], strengths: tuple[float, ...]
 ) -> UInt8[Array, "H W C"]:
-    """Change brightness, contrast, saturation and hue in random order, as torchvision does.
+    """Changes brightness, contrast, saturation and hue in random order, as torchvision does.
 
     Args:
       rng: A random key.
@@ -26,6 +26,8 @@ def color_jitter(
         the first three are uniform in `[max(0, 1 - strength), 1 + strength]`, the shift of the hue
         is uniform in `[-strength, strength]`, as a fraction of the color circle.
     """
+    if not any(strengths[3:]):
+        strengths = strengths[:3]  # a conversion to HSV and back would change the colors
     count = len(strengths)
     strength = jnp.asarray(strengths, jnp.float32)
     low = jnp.maximum(1 - strength, 0).at[3:].set(-strength[3:])
@@ -46,17 +48,17 @@ def color_jitter(
 
 
 def apply_lut(image: UInt8[Array, "C H W"], lut: UInt8[Array, "C 256"]) -> UInt8[Array, "C H W"]:
-    """Look up every pixel in the lookup table of its channel."""
+    """Looks up every pixel in the lookup table of its channel."""
     return lut.reshape(-1).at[_lut_index(image)].get(mode="promise_in_bounds")
 
 
 def brightness_lut(factor: Float[Array, ""]) -> Int[Array, "256"]:
-    """Return the lookup table that blends with black."""
+    """Returns the lookup table that blends with black."""
     return blend(jnp.zeros_like(VALUES), VALUES, factor)
 
 
 def contrast_lut(image: UInt8[Array, "C H W"], factor: Float[Array, ""]) -> Int[Array, "256"]:
-    """Return the lookup table that blends with the mean luminance, rounded to an integer."""
+    """Returns the lookup table that blends with the mean luminance, rounded to an integer."""
     count = image.shape[1] * image.shape[2]
     total = jnp.sum(luminance(image))
     mean = (2 * total + count) // (2 * count)
@@ -64,7 +66,7 @@ def contrast_lut(image: UInt8[Array, "C H W"], factor: Float[Array, ""]) -> Int[
 
 
 def autocontrast_lut(image: UInt8[Array, "C H W"]) -> Int[Array, "C 256"]:
-    """Return the lookup table that stretches the range of each channel to 0…255.
+    """Returns the lookup table that stretches the range of each channel to 0…255.
 
     Entries are exact quotients, rounded down. Pillow computes in double precision and truncates, so
     that a quotient that is an integer may come out one lower. This is reproduced.
@@ -83,7 +85,7 @@ def autocontrast_lut(image: UInt8[Array, "C H W"]) -> Int[Array, "C 256"]:
 
 
 def equalize(image: UInt8[Array, "C H W"]) -> UInt8[Array, "C H W"]:
-    """Equalize the histogram of each channel."""
+    """Equalizes the histogram of each channel."""
     C = len(image)
     counts = jnp.zeros(C * 256, jnp.int32).at[_lut_index(image)].add(1, mode="promise_in_bounds")
     counts = counts.reshape(C, 256)
@@ -97,7 +99,7 @@ def equalize(image: UInt8[Array, "C H W"]) -> UInt8[Array, "C H W"]:
 
 
 def blend(plain: ArrayLike, values: ArrayLike, factor: Float[Array, ""]) -> Int[Array, "..."]:
-    """Return `plain + factor * (values - plain)` of integer arrays, truncated and clipped.
+    """Returns `plain + factor * (values - plain)` of integer arrays, truncated and clipped.
 
     As in Pillow's ImageEnhance, a factor of 0 gives the plain image, 1 leaves the image unchanged,
     and larger factors extrapolate.
@@ -110,7 +112,7 @@ def blend(plain: ArrayLike, values: ArrayLike, factor: Float[Array, ""]) -> Int[
 
 
 def luminance(image: UInt8[Array, "C H W"]) -> Int[Array, "1 H W"]:
-    """Return the ITU-R 601 luma with Pillow's 16-bit weights; a single channel is unchanged."""
+    """Returns the ITU-R 601 luma with Pillow's 16-bit weights; a single channel is unchanged."""
     pixels = image.astype(jnp.int32)
     if len(image) == 1:
         return pixels
@@ -121,7 +123,7 @@ def luminance(image: UInt8[Array, "C H W"]) -> Int[Array, "1 H W"]:
 def adjust_saturation(
     image: UInt8[Array, "C H W"], factor: Float[Array, ""]
 ) -> UInt8[Array, "C H W"]:
-    """Blend with the luminance; Pillow's and timm's `Color`."""
+    """Blends with the luminance; Pillow's and timm's `Color`."""
     if len(image) == 1:
         return image
     return blend(luminance(image), image.astype(jnp.int32), factor).astype(jnp.uint8)
@@ -130,12 +132,12 @@ def adjust_saturation(
 def adjust_sharpness(
     image: UInt8[Array, "C H W"], factor: Float[Array, ""]
 ) -> UInt8[Array, "C H W"]:
-    """Blend with the smoothed image: factors below 1 blur, factors above 1 sharpen."""
+    """Blends with the smoothed image: factors below 1 blur, factors above 1 sharpen."""
     return blend(smooth(image), image.astype(jnp.int32), factor).astype(jnp.uint8)
 
 
 def smooth(image: UInt8[Array, "C H W"]) -> Int[Array, "C H W"]:
-    """Return the 3×3 mean with a center weight of 5; pixels at the border are unchanged."""
+    """Returns the 3×3 mean with a center weight of 5; pixels at the border are unchanged."""
     _, H, W = image.shape
     pixels = image.astype(jnp.float32)
     padded = jnp.pad(pixels, ((0, 0), (1, 1), (1, 1)))
@@ -149,7 +151,7 @@ def smooth(image: UInt8[Array, "C H W"]) -> Int[Array, "C H W"]:
 
 
 def adjust_hue(image: UInt8[Array, "C H W"], shift: Float[Array, ""]) -> UInt8[Array, "C H W"]:
-    """Shift the hue of every pixel, like torchvision's `adjust_hue`.
+    """Shifts the hue of every pixel, like torchvision's `adjust_hue`.
 
     Pillow's HSV images divide the color circle into 255 steps and store hues modulo 256, so colors
     change slightly even if the shift is 0. Pillow converts in single precision, in which some hues
@@ -181,7 +183,7 @@ def _hsv_to_rgb(hue, saturation, value):
     sixth, rest = jnp.divmod(6 * hue, 255)
 
     def darken(amount):
-        """Return `value * (1 - amount / 255²)`, rounded."""
+        """Returns `value * (1 - amount / 255²)`, rounded."""
         return (2 * value * (65_025 - amount) + 65_025) // 130_050
 
     low = darken(255 * saturation)

@@ -22,7 +22,7 @@ class Box(NamedTuple):
 
 
 def box_mask(box: Box, height: int, width: int) -> Bool[Array, "H W"]:
-    """Return a mask of the pixels inside the box."""
+    """Returns a mask of the pixels inside the box."""
     y, x = jnp.arange(height)[:, None], jnp.arange(width)[None, :]
     rows = (y >= box.top) & (y < box.top + box.height)
     return rows & (x >= box.left) & (x < box.left + box.width)
@@ -31,14 +31,14 @@ def box_mask(box: Box, height: int, width: int) -> Bool[Array, "H W"]:
 def random_flip(
     rng: Key[Array, ""], image: UInt8[Array, "H W C"], probability: float
 ) -> UInt8[Array, "H W C"]:
-    """Mirror the image horizontally with the given probability."""
+    """Mirrors the image horizontally with the given probability."""
     return jnp.where(jax.random.bernoulli(rng, probability), image[:, ::-1], image)
 
 
 def random_pad_crop(
     rng: Key[Array, ""], image: UInt8[Array, "H W C"], padding: int
 ) -> UInt8[Array, "H W C"]:
-    """Pad each side with `padding` black pixels and crop back to the original size."""
+    """Pads each side with `padding` black pixels and crops back to the original size."""
     padded = jnp.pad(image, ((padding, padding), (padding, padding), (0, 0)))
     top, left = jax.random.randint(rng, (2,), 0, 2 * padding + 1)
     return jax.lax.dynamic_slice(padded, (top, left, 0), image.shape)
@@ -53,7 +53,7 @@ def random_resized_crop(
     ratio: tuple[float, float],
     interpolation: str = "random",
 ) -> UInt8[Array, "size size C"]:
-    """Crop a random box and resize it, like torchvision's `RandomResizedCrop`.
+    """Crops a random box and resizes it, like torchvision's `RandomResizedCrop`.
 
     Args:
       rng: A random key.
@@ -76,7 +76,7 @@ def crop_box(
     scale: tuple[float, float],
     ratio: tuple[float, float],
 ) -> Box:
-    """Draw the box of `random_resized_crop` (Szegedy et al. 2015, https://arxiv.org/abs/1409.4842).
+    """Draws the box of `random_resized_crop` (Szegedy et al. 2015, https://arxiv.org/abs/1409.4842).
 
     If none of 10 attempts fits into the image, the result is the largest central box with an aspect
     ratio in the range, as in torchvision.
@@ -98,7 +98,7 @@ def crop_box(
 def draw_attempts(
     rng: Key[Array, ""], num_pixels: int, area: tuple[float, float], ratio: tuple[float, float]
 ) -> tuple[Int[Array, " n"], Int[Array, " n"], Float[Array, "2 n"]]:
-    """Draw 10 candidate boxes of uniform area and log-uniform aspect ratio for `place_first_fit`.
+    """Draws 10 candidate boxes of uniform area and log-uniform aspect ratio for `place_first_fit`.
 
     Returns:
       The two sides of each box in pixels, the ratio being first / second, and uniform numbers in
@@ -121,7 +121,7 @@ def place_first_fit(
     height: int,
     width: int,
 ) -> Box:
-    """Place the first box that fits (or else the first box) uniformly within the image."""
+    """Places the first box that fits (or else the first box) uniformly within the image."""
     first = jnp.argmax(fits)
     box_height, box_width, (u, v) = box_height[first], box_width[first], position[:, first]
 
@@ -135,7 +135,10 @@ def place_first_fit(
 def resize_box(
     image: UInt8[Array, "H W C"], box: Box, size: int, bicubic: Bool[Array, ""]
 ) -> UInt8[Array, "size size C"]:
-    """Crop a box and resize it as Pillow does: along x, then along y, each rounded to integers."""
+    """Crops a box and resizes it along x, then along y, each rounded to integers.
+
+    As Pillow does, which from version 13 on begins with y if that is much cheaper.
+    """
     H, W, _ = image.shape
     along_x = _resize_weights(box.left, box.width, W, size, bicubic)
     along_y = _resize_weights(box.top, box.height, H, size, bicubic)
@@ -147,7 +150,7 @@ def resize_box(
 
 
 def _resize_weights(start, length, side, size, bicubic) -> Float[Array, "size side"]:
-    """Weight of each input pixel in each output pixel; rows add up to 1."""
+    """Weights of each input pixel in each output pixel; rows add up to 1."""
     scale = length.astype(jnp.float32) / size
     center = (jnp.arange(size, dtype=jnp.float32)[:, None] + 0.5) * scale
     place = jnp.arange(side)[None, :] - start

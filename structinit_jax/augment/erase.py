@@ -14,7 +14,7 @@ RATIO = (0.3, 1 / 0.3)  # height / width
 def random_erasing(
     rngs: Key[Array, " B"], images: Float[Array, "B H W C"], probability: float, mode: str
 ) -> Float[Array, "B H W C"]:
-    """Fill a random box of some images (Zhong et al. 2017, https://arxiv.org/abs/1708.04896).
+    """Fills a random box of some images (Zhong et al. 2017, https://arxiv.org/abs/1708.04896).
 
     Args:
       rngs: A random key per image.
@@ -39,7 +39,7 @@ def random_erasing(
 
 
 def _erasing_box(rng, height, width) -> Box:
-    """Draw a box, empty if none of 10 attempts is smaller than the image in both directions."""
+    """Draws a box, empty if none of 10 attempts is smaller than the image in both directions."""
     box_height, box_width, position = draw_attempts(rng, height * width, AREA, RATIO)
     fits = (box_height < height) & (box_width < width)
     box_height, box_width = jnp.where(fits, box_height, 0), jnp.where(fits, box_width, 0)

@@ -27,7 +27,7 @@ def mix(
     switch: float = 0.5,
     group: int = 0,
 ) -> tuple[Float[Array, "B H W C"], Float[Array, "B classes"]]:
-    """Mix each image and its target with a partner's.
+    """Mixes each image and its target with a partner's.
 
     Consecutive images form groups that share one λ and one box. The partner of an image is its
     mirror image in the group: the first image is mixed with the last.
@@ -65,7 +65,7 @@ def mix(
 
 
 def _mirror(array, size):
-    """Reverse the order within groups of `size`."""
+    """Reverses the order within groups of `size`."""
     groups = array.reshape(-1, size, *array.shape[1:])
     return groups[:, ::-1].reshape(array.shape)
 
@@ -80,7 +80,7 @@ def draw_mixing(
     probability: float,
     switch: float,
 ) -> tuple[Float[Array, ""], Bool[Array, ""], Box]:
-    """Draw λ, whether to use cutmix, and the box of one group of images. See `mix`."""
+    """Draws λ, whether to use cutmix, and the box of one group of images. See `mix`."""
     mix_rng, switch_rng, lam_rng, box_rng = jax.random.split(rng, 4)
     use_cutmix = jax.random.bernoulli(switch_rng, switch)
     uniform = jax.random.uniform(lam_rng)
@@ -93,7 +93,7 @@ def draw_mixing(
 
 
 def _cutmix_box(rng, lam, height, width) -> Box:
-    """Draw a box that covers 1 - λ of an image around a uniform pixel; clip it to the image."""
+    """Draws a box that covers 1 - λ of an image around a uniform pixel; clips it to the image."""
     side = jnp.sqrt(1 - lam)
     box_height = jnp.floor(height * side).astype(jnp.int32)
     box_width = jnp.floor(width * side).astype(jnp.int32)
@@ -106,7 +106,7 @@ def _cutmix_box(rng, lam, height, width) -> Box:
 
 
 def beta_quantile(probability: Float[Array, ""], alpha: float) -> Float[Array, ""]:
-    """Return a quantile of Beta(α, α), interpolated from a table.
+    """Returns a quantile of Beta(α, α), interpolated from a table.
 
     Unlike `jax.random.beta`, this needs no rejection loop, on each iteration of which the devices
     that share a batch would communicate.
@@ -128,5 +128,5 @@ def _beta_quantiles(alpha: float) -> np.ndarray:
 def smooth_one_hot(
     labels: Integer[Array, " B"], num_classes: int, smoothing: float
 ) -> Float[Array, "B classes"]:
-    """Return one-hot targets with a fraction `smoothing` spread evenly over all classes."""
+    """Returns one-hot targets with a fraction `smoothing` spread evenly over all classes."""
     return jax.nn.one_hot(labels, num_classes) * (1 - smoothing) + smoothing / num_classes

@@ -163,7 +163,7 @@ def _are_strengths(x):
 
 
 def make_augment(options: AugmentOptions, mesh: Mesh | None = None) -> Augment:
-    """Build the function `(rng, images, labels) -> (images, targets)` to call within jit.
+    """Builds the function `(rng, images, labels) -> (images, targets)` to call within jit.
 
     The order of operations is timm's: crop, flip, RandAugment or else color jitter, normalization,
     erasing, mixing; or with `erase_after_mixing` mixing, normalization, erasing. The random numbers
@@ -205,7 +205,7 @@ def make_augment(options: AugmentOptions, mesh: Mesh | None = None) -> Augment:
 
 
 def describe(options: AugmentOptions) -> list[str]:
-    """List the operations of `make_augment` in their order, such as 'flip 0.5'."""
+    """Lists the operations of `make_augment` in their order, such as 'flip 0.5'."""
     before, after = _operations(options)
     mixing = []
     if options.mixup or options.cutmix:
@@ -227,10 +227,10 @@ def _check_batch(shape, options):
 
 
 def _operations(options):
-    """Return the operations on single images before and after mixing, in order, by description."""
+    """Returns the operations on single images before and after mixing, in order, by description."""
 
     def each(function, stream, **arguments):
-        """Apply a function of one image and its key."""
+        """Applies a function of one image and its key."""
         function = jax.vmap(functools.partial(function, **arguments))
         return lambda rng, index, images: function(_image_rngs(rng, stream, index), images)
 
@@ -282,13 +282,13 @@ def _chain(operations):
 
 
 def _image_rngs(rng, stream, index):
-    """Return a random key per image, from its index in the global batch."""
+    """Returns a random key per image, from its index in the global batch."""
     stream_rng = jax.random.fold_in(rng, stream)
     return jax.vmap(lambda i: jax.random.fold_in(stream_rng, i))(index)
 
 
 def _shard(function, mesh):
-    """Run a function of `(rng, index, images)` on each device's own part of the batch."""
+    """Runs a function of `(rng, index, images)` on each device's own part of the batch."""
     if mesh is None:
         return function
     batch = PartitionSpec(mesh.axis_names)
@@ -300,6 +300,6 @@ def _shard(function, mesh):
 def normalize(
     images: Real[Array, "B H W C"], mean: tuple[float, ...], std: tuple[float, ...]
 ) -> Float[Array, "B H W C"]:
-    """Convert pixels from 0 to 255 to `(pixel / 255 - mean) / std`, per channel."""
+    """Converts pixels from 0 to 255 to `(pixel / 255 - mean) / std`, per channel."""
     mean, std = (jnp.asarray(x, jnp.float32)[None, None, None, :] for x in (mean, std))
     return (images.astype(jnp.float32) / 255 - mean) / std

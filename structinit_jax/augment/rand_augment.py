@@ -84,7 +84,7 @@ def rand_augment(
     fill: tuple[int, ...],
     interpolation: str = "random",
 ) -> UInt8[Array, "B H W C"]:
-    """Draw operations for each image and apply them.
+    """Draws operations for each image and applies them.
 
     Args:
       rngs: A random key per image.
@@ -110,7 +110,7 @@ _PATTERN = re.compile(r"rand(-(m|mstd|mmax|p)(\d+\.?\d*|inf)|-(n|inc)\d+)*")
 
 
 def parse(text: str) -> Policy:
-    """Parse a policy string of timm, e.g. 'rand-m9-mstd0.5-inc1'.
+    """Parses a policy string of timm, e.g. 'rand-m9-mstd0.5-inc1'.
 
     A standard deviation above 100 selects uniform magnitudes, as in timm. So does 'mstdinf', which
     timm ignores.
@@ -137,7 +137,7 @@ def parse(text: str) -> Policy:
 def draw_operations(
     rng: Key[Array, ""], policy: Policy, interpolation: str = "random"
 ) -> DrawnOperations:
-    """Draw the operations for an image, uniformly and with replacement. See `rand_augment`."""
+    """Draws the operations for an image, uniformly and with replacement. See `rand_augment`."""
     n = policy.num_operations
     operation_rng, apply_rng, magnitude_rng, sign_rng, bicubic_rng = jax.random.split(rng, 5)
     operation = jax.random.randint(operation_rng, (n,), 0, len(OPERATIONS))
@@ -162,7 +162,7 @@ def draw_operations(
 def operation_arguments(
     magnitude: Float[Array, "*n"], negative: Bool[Array, "*n"], *, increasing: bool
 ) -> Float[Array, "*n 15"]:
-    """Compute the argument of each of `OPERATIONS` at a magnitude.
+    """Computes the argument of each of `OPERATIONS` at a magnitude.
 
     Args:
       magnitude: Magnitude, 0…10 or more if the policy allows it.
@@ -205,7 +205,7 @@ def operation_arguments(
 def apply_operations(
     images: UInt8[Array, "B H W C"], drawn: DrawnOperations, fill: tuple[int, ...]
 ) -> UInt8[Array, "B H W C"]:
-    """Apply the `n` operations of `drawn`, of fields `[B, n]`, to each image in sequence."""
+    """Applies the `n` operations of `drawn`, of fields `[B, n]`, to each image in sequence."""
 
     def apply(images, drawn):
         return _apply_operation(images, drawn, fill), None
@@ -216,7 +216,7 @@ def apply_operations(
 
 
 def _apply_operation(images, drawn, fill):
-    """Apply one operation to each image `[B, C, H, W]`; fields of `drawn` have shape `[B]`."""
+    """Applies one operation to each image `[B, C, H, W]`; fields of `drawn` have shape `[B]`."""
     operation, argument, bicubic = drawn
 
     def computed_by(kernel):
@@ -234,7 +234,7 @@ def _apply_operation(images, drawn, fill):
 
 
 def _warp(image, operation, argument, bicubic, fill):
-    """Apply an operation that is an affine map."""
+    """Applies an operation that is an affine map."""
     _, H, W = image.shape
     zero = jnp.zeros_like(argument)
 
@@ -249,7 +249,7 @@ def _warp(image, operation, argument, bicubic, fill):
 
 
 def _apply_lut(image, operation, argument):
-    """Apply an operation that is a lookup table."""
+    """Applies an operation that is a lookup table."""
     pixel = color.VALUES
     whole = argument.astype(jnp.int32)
     low_bits = 8 - jnp.clip(whole, 0, 8)

@@ -9,6 +9,7 @@ from jaxtyping import Float, Int
 
 from structinit_jax.attention_init.sites import check_grid
 from structinit_jax.errors import InputError
+from structinit_jax.interop.assumptions import require_assumptions
 from structinit_jax.interop.blocks import Block, find_blocks, may_be_rms_norm
 from structinit_jax.interop.host import Grid, find_host, square
 from structinit_jax.interop.layouts import FIELDS, flatten
@@ -80,6 +81,7 @@ def check(
     for found in find_sites(leaves, layout, grid, {}):
         raise InputError(f"params: {found.name} is of a model without attention maps to check")
     host = find_host(leaves, layout, num_heads)
+    require_assumptions(host)
     norm = _rms_norm if may_be_rms_norm(host) else _layer_norm
     rotary = None if rotations is None else read_rotations(host, rotations, grid)
     x, grid, ratio = _embed(host, norm, images, grid, positions, rotary)

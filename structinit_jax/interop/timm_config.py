@@ -28,9 +28,11 @@ class TimmModel(NamedTuple):
     def call(self) -> str:
         """Returns the Python expression that builds it."""
         texts = [f"{name}={value!r}" for name, value in self.arguments.items()]
-        if self.is_registered:
-            return f"timm.create_model({', '.join([repr(self.name), *texts])})"
-        return f"{self.name}({', '.join(texts)})"
+        if not self.is_registered:
+            return f"{self.name}({', '.join(texts)})"
+        if None in self.arguments.values():  # `create_model` drops arguments that are None
+            return f"timm.model_entrypoint({self.name!r})({', '.join(texts)})"
+        return f"timm.create_model({', '.join([repr(self.name), *texts])})"
 
     def card(
         self,

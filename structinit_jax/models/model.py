@@ -14,7 +14,13 @@ import numpy as np
 from flax import nnx
 from jaxtyping import Array, Float, PRNGKeyArray
 
-from structinit_jax.attention_init import AttentionInit, Site, SolveReport, Weights
+from structinit_jax.attention_init import (
+    AttentionInit,
+    AttentionWeights,
+    Site,
+    SolveReport,
+    Weights,
+)
 from structinit_jax.attention_init.sites import call_scheme, check_shape
 from structinit_jax.errors import InputError
 from structinit_jax.models import sharding
@@ -118,37 +124,39 @@ class Model(nnx.Module):
         """
         sites, reports = self.sites(), []
         for name, weights in self.start_weights(scheme, rng).items():
-            site = sites[name]
-            positions = getattr(weights, "positions", None)
-            scale = getattr(weights, "position_scale", None)
-            sets_positions = positions is not None or scale is not None
-            if sets_positions and not site.positions_trainable:
-                raise InputError(
-                    "the scheme sets the position encoding, but this model has no trainable one: "
-                    "use a ViT with config.model.positions='learned'"
-                )
+            if isinstance(weights, AttentionWeights):
+                self._set_positions(sites[name], weights)
+                if name == next(iter(sites)):  # the others follow it
+                    self._set_patch_embedding(weights)
+                if weights.report is not None:
+                    reports.append(weights.report)
             getattr(self, name).set_weights(weights)
-            if positions is not None:
-                check_shape("positions", positions, (site.num_tokens, site.width))
-                # Those of class and register tokens come first and are kept.
-                self.positions[...] = self.positions[...].at[-len(positions) :].set(positions)
-            if scale is not None:
-                self.positions[...] = scale * self.positions[...]
-            if name == next(iter(sites)):  # the others follow it
-                self._set_patch_embedding(weights)
-            if getattr(weights, "report", None) is not None:
-                reports.append(weights.report)
         if not reports:
             return None
         return jax.tree.map(lambda *values: sum(values) / len(values), *reports)
 
-    def _set_patch_embedding(self, weights: Weights) -> None:
-        scale, bias = (getattr(weights, f"patch_{name}", None) for name in ("scale", "bias"))
+    def _set_positions(self, site: Site, weights: AttentionWeights) -> None:
+        positions, scale = weights.positions, weights.position_scale
+        if positions is None and scale is None:
+            return
+        if not site.positions_trainable:
+            raise InputError(
+                "the scheme sets the position encoding, but this model has no trainable one: use a "
+                "ViT with config.model.positions='learned'"
+            )
+        if positions is not None:
+            check_shape("positions", positions, (site.num_tokens, site.width))
+            # Those of class and register tokens come first and are kept.
+            self.positions[...] = self.positions[...].at[-len(positions) :].set(positions)
         if scale is not None:
+            self.positions[...] = scale * self.positions[...]
+
+    def _set_patch_embedding(self, weights: AttentionWeights) -> None:
+        if weights.patch_scale is not None:
             kernel = self.patch_embedding.kernel
-            kernel[...] = scale * kernel[...]
-        if bias is not None:
-            set_weight(self.patch_embedding.bias, "patch_bias", bias)
+            kernel[...] = weights.patch_scale * kernel[...]
+        if weights.patch_bias is not None:
+            set_weight(self.patch_embedding.bias, "patch_bias", weights.patch_bias)
 
 
 def make_stack(block: type[nnx.Module], depth: int, *, rngs: nnx.Rngs, **options) -> nnx.Module:
@@ -223,7 +231,7 @@ def run_stack(
         return x, jax.tree.map(lambda *leaves: jnp.stack(leaves), *outs)
 
     # In a loop, XLA cannot merge what the backward pass recomputes with the forward pass.
-    unrolled = unroll in (0, whole // period)
+    unrolled = unroll == 0 or unroll >= whole // period
     policy = REMAT_POLICIES["none" if remat == "auto" else remat]
     step = jax.checkpoint(step, policy=policy, prevent_cse=unrolled)
     rngs = None if rng is None else jax.random.split(rng, depth)

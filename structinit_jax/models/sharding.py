@@ -5,7 +5,7 @@ import math
 from typing import Any
 
 import jax
-from jax.sharding import NamedSharding, PartitionSpec
+from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 AXIS = "fsdp"  # of the mesh
 # Smaller arrays (norms, biases, the class token) are not worth an all-gather.
@@ -25,11 +25,12 @@ def gather(block: Any) -> Any:
     """Returns one block of a stack with all of its weights on every device.
 
     The training and evaluation steps set the mesh that this works on, if the weights are split;
-    else the block is returned as it is. Called for one block at a time, so that the others stay
-    split.
+    without a mesh, or on one of the user's own, the block is returned as it is. Called for one
+    block at a time, so that the others stay split.
     """
     mesh = jax.sharding.get_abstract_mesh()
-    if mesh.empty:
+    kinds = dict(zip(mesh.axis_names, mesh.axis_types, strict=True))
+    if kinds.get(AXIS) is not AxisType.Auto:
         return block
 
     def gather_weight(weight):

@@ -282,7 +282,7 @@ class SwinBlock(Block):
         if shift == UNSHIFTED:
             return bias
         bias = bias + jnp.asarray(shift_mask(grid, self.window, shift))[:, None]
-        return jnp.broadcast_to(bias[None], (batch, *bias.shape)).reshape(-1, *bias.shape[1:])
+        return jnp.tile(bias, (batch, 1, 1, 1))
 
 
 def _check_sizes(image_size, patch_size, width, depths, num_heads, window_size):

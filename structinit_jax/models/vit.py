@@ -71,7 +71,7 @@ class VisionTransformer(Model):
             # positions of temperature 100 (Heo et al. 2024).
             positions="sincos",
             pool="mean",  # of the image tokens, or "class_token"; the final norm follows
-            num_registers=0,  # additional tokens without a position (Darcet et al. 2024)
+            num_registers=0,  # additional tokens off the grid (Darcet et al. 2024)
             drop_path=0.0,  # rate of the last block; it rises linearly from 0 in the first
             dropout=0.0,  # rate after positions, attention projections and MLP layers
             layer_scale=0.0,  # start of a trained factor per channel of each branch; 0 omits it
