@@ -344,7 +344,7 @@ def test_impulse_scales_patches_and_mlps_unless_told_otherwise():
     assert (scaled.patch_scale, scaled.mlp_scale) == (0.3, 0)
     assert (plain.patch_scale, plain.mlp_scale) == (None, None)
     np.testing.assert_array_equal(scaled.query, plain.query)
-    with pytest.raises(InputError, match="mlp_scale=-1: must not be negative"):
+    with pytest.raises(InputError, match="mlp_scale=-1: must be a number, 0 or more"):
         make(mlp_scale=-1)
 
 

@@ -24,29 +24,48 @@ from structinit_jax.errors import InputError
 SCHEMES: dict[str, dict[type, Callable[..., Weights]]] = {}
 """Implementations by scheme and type of site."""
 
-CHOICES = {
-    "filters": kernels.FILTERS,
-    "offsets": kernels.ORDERS,
-    "vo_init": ("balanced", "mimetic", "default"),
-    "first_input": PSEUDO_INPUTS,
-    "following_input": PSEUDO_INPUTS,
-}
-FLAGS = ("same_layers", "keep_positions")
-POSITIVE = (
-    "sigma",
-    "variance",
-    "dilation",
-    "norm",
-    "target_mass",
-    "learning_rate",
-    "max_steps",
-    "position_scale",
-    "patch_scale",
-    "query_key_norm",
-)
-NUMBERS = (*POSITIVE, "mlp_scale", "query_key_scale", "value_out_scale", "taps", "num_filters")
-PER_LAYER = ("kernel_size", "dilation")
-WHOLE = ("dilation", "max_steps", "taps", "num_filters")
+
+def _is_number(x):
+    """Whether x is one finite real number; arrays without axes count."""
+    return np.ndim(x) == 0 and _is_finite(np.asarray(x), "iuf")
+
+
+def _is_whole(x):
+    return np.ndim(x) == 0 and _is_finite(np.asarray(x), "iu")
+
+
+def _are_positive_and_whole(x):
+    array = np.asarray(x)
+    return _is_finite(array, "iu") and bool((array > 0).all())
+
+
+def _is_finite(array: np.ndarray, kinds: str) -> bool:
+    """Whether an array holds finite numbers of these kinds of NumPy's types."""
+    return array.dtype.kind in kinds and bool(np.isfinite(array).all())
+
+
+def _one_of(choices):
+    return f"one of {', '.join(choices)}", lambda x: isinstance(x, str) and x in choices
+
+
+# What a value must be, as far as that shows without a site, the test for it, and the options.
+NEEDS = [
+    ("True or False", lambda x: isinstance(x, bool), "same_layers keep_positions"),
+    (
+        "a positive number",
+        lambda x: _is_number(x) and x > 0,
+        "sigma variance norm learning_rate position_scale patch_scale query_key_norm",
+    ),
+    ("a number between 0 and 1", lambda x: _is_number(x) and 0 < x < 1, "target_mass"),
+    ("a number, 0 or more", lambda x: _is_number(x) and x >= 0, "mlp_scale"),
+    ("a number", _is_number, "query_key_scale value_out_scale"),
+    ("a positive whole number", lambda x: _is_whole(x) and x > 0, "max_steps"),
+    ("a whole number", _is_whole, "taps num_filters"),
+    ("a positive whole number, or one per layer", _are_positive_and_whole, "dilation"),
+    (*_one_of(kernels.ORDERS), "offsets"),
+    (*_one_of(("balanced", "mimetic", "default")), "vo_init"),
+    (*_one_of(PSEUDO_INPUTS), "first_input following_input"),
+]
 
 
 def register(name: str, *site_types: type) -> Callable[[Callable], Callable]:
@@ -171,35 +190,28 @@ def _refused(option, value, reason, takes):
 
 def _check_value(option, value):
     """Checks an option's value as far as that is possible without a site."""
-    if option == "filters" and not isinstance(value, str):
-        array = np.asarray(value)
-        if array.ndim != 3 or 0 in array.shape or not _is_finite(array, "biuf"):
-            raise InputError(
-                f"filters has shape {array.shape} and type {array.dtype}: needs kernels [F, f, f] "
-                "or maps [F, N, N] of finite numbers"
-            )
-    elif option in CHOICES and value not in CHOICES[option]:
-        raise InputError(f"{option}={value!r}: choose one of {', '.join(CHOICES[option])}")
-    if option in NUMBERS and option not in PER_LAYER and np.ndim(value):
-        raise InputError(f"{option}={value!r}: must be a single number")
-    if option in FLAGS and not isinstance(value, bool):
-        raise InputError(f"{option}={value!r}: must be True or False")
-    if option in NUMBERS and not _is_finite(np.asarray(value), "iu" if option in WHOLE else "iuf"):
-        kind = "whole" if option in WHOLE else "finite"
-        raise InputError(f"{option}={value!r}: must be a {kind} number")
-    if option in POSITIVE and not np.all(np.asarray(value) > 0):
-        raise InputError(f"{option}={value!r}: must be positive")
-    if option == "mlp_scale" and value < 0:
-        raise InputError(f"{option}={value!r}: must not be negative")
-    if option == "target_mass" and value >= 1:
-        raise InputError(f"{option}={value!r}: must be less than 1")
-    if option == "kernel_size":
+    for text, holds, options in NEEDS:
+        if option in options.split() and not holds(value):
+            raise InputError(f"{option}={value!r}: must be {text}")
+    if option == "filters":
+        _check_filters(value)
+    elif option == "kernel_size":
         for size in np.ravel(value).tolist():
             kernels.check_kernel_size(size)
-    if option == "optimizer":
+    elif option == "optimizer":
         make_optimizer(value, learning_rate=1e-2)
 
 
-def _is_finite(array: np.ndarray, kinds: str) -> bool:
-    """Whether an array holds finite numbers of these kinds of NumPy's types."""
-    return array.dtype.kind in kinds and bool(np.isfinite(array).all())
+def _check_filters(value):
+    if isinstance(value, str):
+        if value not in kernels.FILTERS:
+            raise InputError(
+                f"filters={value!r}: must be an array, or one of {', '.join(kernels.FILTERS)}"
+            )
+        return
+    array = np.asarray(value)
+    if array.ndim != 3 or 0 in array.shape or not _is_finite(array, "biuf"):
+        raise InputError(
+            f"filters has shape {array.shape} and type {array.dtype}: needs kernels [F, f, f] "
+            "or maps [F, N, N] of finite numbers"
+        )
