@@ -132,7 +132,7 @@ def test_given_kernels_and_same_layers():
     [
         (dict(name="impulse_2024", taps=10), 3, "taps=10.*kernel_size=3.*1 to 9"),
         (dict(name="impulse_2024", num_filters=37), 3, "num_filters=37.*width=36"),
-        (dict(name="impulse_2024", variance=0.0), 3, r"variance=0\.0: must be positive"),
+        (dict(name="impulse_2024", variance=0.0), 3, r"variance=0\.0: must be a positive"),
         (dict(offsets="center_first"), 8, "offsets='center_first'.*kernel_size=8"),
         (dict(filters="difference_of_gaussians"), 3, "filters=.*impulse, gaussian, box"),
         (
