@@ -6,6 +6,7 @@ import numpy as np
 from jaxtyping import Array, Float
 
 from structinit_jax.attention_init.kernels import relative_index
+from structinit_jax.attention_init.report import find_hits
 
 # -- attention maps --------------------------------------------------------------------------------
 
@@ -68,12 +69,8 @@ def measure_against_targets(
     'hit_rate' the fraction of rows whose strongest attention is where the target is strongest. Both
     are over the rows that have a target (an impulse has none where its neighbor is off the grid).
     """
-    strongest = targets.max(axis=-1)
-    has_target = strongest > 0
-    rows = jnp.maximum(has_target.sum(axis=-1, dtype=jnp.float32), 1)
-    index = maps.argmax(axis=-1)[..., None]
-    at_peak = jnp.take_along_axis(jnp.broadcast_to(targets[None], maps.shape), index, axis=-1)
-    hits = has_target[None] & (at_peak[..., 0] == strongest[None])
+    hits, has_target = find_hits(jnp.broadcast_to(targets[None], maps.shape), maps)
+    rows = jnp.maximum(has_target[0].sum(axis=-1, dtype=jnp.float32), 1)
     shared = jnp.minimum(targets[None], maps).sum(axis=(-2, -1))
     return {
         "target_mass": shared.mean(axis=0) / rows,

@@ -4,7 +4,7 @@ import warnings
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Float
+from jaxtyping import Array, Bool, Float
 
 from structinit_jax.attention_init.sites import SolveReport
 
@@ -31,12 +31,19 @@ def overlap(targets: Float[Array, "F n m"], maps: Float[Array, "F n m"]) -> Floa
     return jnp.sum(jnp.minimum(targets, maps), axis=(1, 2)) / rows
 
 
-def report_on_maps(targets, maps, *, steps, norm) -> SolveReport:
-    """Compares maps [F, n, m] with their targets; steps and norm are copied into the report."""
+def find_hits(
+    targets: Float[Array, "*F n m"], maps: Float[Array, "*F n m"]
+) -> tuple[Bool[Array, "*F n"], Bool[Array, "*F n"]]:
+    """Returns which rows are strongest where their target is, and which have a target at all."""
     strongest = targets.max(axis=-1)
     has_target = strongest > 0
     at_peak = jnp.take_along_axis(targets, maps.argmax(axis=-1)[..., None], axis=-1)[..., 0]
-    hits = has_target & (at_peak == strongest)
+    return has_target & (at_peak == strongest), has_target
+
+
+def report_on_maps(targets, maps, *, steps, norm) -> SolveReport:
+    """Compares maps [F, n, m] with their targets; steps and norm are copied into the report."""
+    hits, has_target = find_hits(targets, maps)
     return SolveReport(
         loss=jnp.mean((targets - maps) ** 2),
         target_mass=jnp.mean(overlap(targets, maps)),

@@ -27,7 +27,12 @@ from structinit_jax.attention_init.report import (
     overlap,
     report_on_maps,
 )
-from structinit_jax.attention_init.sites import AttentionWeights, RotarySite, SolveReport
+from structinit_jax.attention_init.sites import (
+    AttentionWeights,
+    RotarySite,
+    SolveReport,
+    unless_one,
+)
 from structinit_jax.attention_init.value_out import VO_INITS, remove_inputs, remove_outputs
 from structinit_jax.errors import InputError
 
@@ -132,8 +137,8 @@ def impulse(
         report=report,
         filter_index=filter_index,
         targets=targets,
-        patch_scale=None if patch_scale == 1 else patch_scale,
-        mlp_scale=None if mlp_scale == 1 else mlp_scale,
+        patch_scale=unless_one(patch_scale),
+        mlp_scale=unless_one(mlp_scale),
     )
 
 

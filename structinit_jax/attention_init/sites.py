@@ -239,6 +239,11 @@ class SolveReport(NamedTuple):
     norm: Float[Array, ""]
 
 
+def unless_one(factor: float) -> float | None:
+    """Returns a factor for `AttentionWeights`, where None leaves the model's own, as 1 does."""
+    return None if factor == 1 else factor
+
+
 class AttentionWeights(NamedTuple):
     """Initial weights for an `AttentionSite`, laid out as Flax's `MultiHeadAttention` kernels.
 

@@ -29,6 +29,7 @@ from structinit_jax.attention_init.sites import (
     AttentionWeights,
     RotarySite,
     WindowSite,
+    unless_one,
 )
 from structinit_jax.attention_init.solve import (
     STATIC_OPTIONS,
@@ -257,8 +258,8 @@ def impulse(
     return weights._replace(
         targets=targets,
         positions=jnp.asarray(positions) if trainable else None,
-        patch_scale=None if patch_scale == 1 else patch_scale,
-        mlp_scale=None if mlp_scale == 1 else mlp_scale,
+        patch_scale=unless_one(patch_scale),
+        mlp_scale=unless_one(mlp_scale),
     )
 
 
@@ -307,7 +308,7 @@ def _scale(weights, position_scale, query_key_scale, value_out_scale):
         query_key_scale * weights.key,
         value_out_scale * weights.value,
         value_out_scale * weights.out,
-        position_scale=None if position_scale == 1 else position_scale,
+        position_scale=unless_one(position_scale),
     )
 
 
