@@ -13,10 +13,12 @@ from flax.traverse_util import flatten_dict
 from ml_collections import ConfigDict
 
 from structinit_jax import attention_init, plugins
+from structinit_jax.attention_init.sites import is_count
 from structinit_jax.augment import AugmentOptions
 from structinit_jax.data.info import EVALUATION_SETS
 from structinit_jax.errors import InputError
-from structinit_jax.models.model import CHOICES
+from structinit_jax.models.fields import check_fields as check_model_fields
+from structinit_jax.models.fields import is_below_one, is_positive, is_positive_or_zero, require
 from structinit_jax.models.registry import default_config
 from structinit_jax.training.optimizer import SCHEDULES, find_loss, find_optimizer
 
@@ -141,62 +143,38 @@ def parse_row(row: str, columns: Mapping[str, Sequence[str]]) -> list[str]:
 # -- validation ------------------------------------------------------------------------------------
 
 
-def _is_count(x):
-    return isinstance(x, int) and x >= 1
-
-
-def _are_counts(x):
-    return len(x) > 0 and all(map(_is_count, x)) if isinstance(x, list | tuple) else _is_count(x)
-
-
-def _is_positive(x):
-    return 0 < x < math.inf
-
-
 def _is_name(x):
     return isinstance(x, str) and x != ""
 
 
 # What a value must be, the test for it (a TypeError means no), and the fields that must meet it,
-# separated by spaces. Each model family has some of the fields of `model`.
+# separated by spaces. Those of `config.model` are in `models.fields`.
 NEEDS = [
-    ("a whole number in [0, 2**32)", lambda x: isinstance(x, int) and 0 <= x < 2**32, "seed"),
+    ("a whole number in [0, 2**32)", lambda x: is_count(x, 0) and x < 2**32, "seed"),
     (
         "a positive whole number",
-        _is_count,
+        is_count,
         "batch_size fsdp accumulate_steps log_every_steps checkpoint_every_steps "
-        "data.repeats data.image_size model.num_classes model.patch_size model.width model.depth "
-        "model.window_size model.kernel_size",
+        "data.repeats data.image_size",
     ),
     (
         "a whole number, 2 or more: a kill can damage the newest",
-        lambda x: isinstance(x, int) and x >= 2,
+        lambda x: is_count(x, 2),
         "keep_checkpoints",
     ),
-    ("a positive whole number, or several", _are_counts, "model.num_heads model.depths"),
-    (
-        "a whole number, 0 or more",
-        lambda x: isinstance(x, int) and x >= 0,
-        "num_steps model.num_registers model.unroll",
-    ),
+    ("a whole number, 0 or more", lambda x: is_count(x, 0), "num_steps"),
     (
         "a finite number above 0",
-        _is_positive,
-        "num_epochs learning_rate adam_epsilon eval_every_epochs model.mlp_ratio "
-        "model.token_mlp_ratio",
+        is_positive,
+        "num_epochs learning_rate adam_epsilon eval_every_epochs",
     ),
     (
         "a finite number, 0 or more",
-        lambda x: 0 <= x < math.inf,
+        is_positive_or_zero,
         "warmup_epochs warmup_learning_rate final_learning_rate cooldown_epochs weight_decay "
-        "clip_norm model.layer_scale",
+        "clip_norm",
     ),
-    ("a finite number", math.isfinite, "model.mlp_mean"),
-    (
-        "a number in [0, 1)",
-        lambda x: 0 <= x < 1,
-        "label_smoothing adam_b2 ema_decay model.drop_path model.dropout",
-    ),
+    ("a number in [0, 1)", is_below_one, "label_smoothing adam_b2 ema_decay"),
     ("a number in (0, 1]", lambda x: 0 < x <= 1, "layer_decay data.crop_fraction"),
     (f"one of {', '.join(map(repr, SCHEDULES))}", SCHEDULES.__contains__, "schedule"),
     ("a name", _is_name, "loss optimizer"),
@@ -210,11 +188,7 @@ NEEDS = [
     ("true or false", lambda x: isinstance(x, bool), "data.drop_remainder"),
     ("1 (grayscale) or 3 (RGB)", (1, 3).__contains__, "data.channels"),
     ("finite numbers", lambda x: all(map(math.isfinite, x)), "data.mean"),
-    ("finite numbers above 0", lambda x: all(map(_is_positive, x)), "data.std"),
-    *(
-        (f"one of {', '.join(map(repr, choices))}", choices.__contains__, f"model.{field}")
-        for field, choices in CHOICES.items()
-    ),
+    ("finite numbers above 0", lambda x: all(map(is_positive, x)), "data.std"),
 ]
 
 
@@ -222,22 +196,23 @@ def validate(config: ConfigDict) -> None:
     """Raises `InputError` for everything that can be found without data and without a device."""
     check_fields(config)
     values = flatten_dict(config.to_dict(), sep=".")
-    if plugins.is_reference(config.model.name):  # the user's family has fields of its own
-        values = {k: v for k, v in values.items() if not k.startswith("model.")}
     for text, holds, fields in NEEDS:
         for field in fields.split():
-            if field in values:
-                _require(field, values[field], text, holds)
+            require(f"config.{field}", values[field], text, holds)
+    if not plugins.is_reference(config.model.name):  # the user's family has fields of its own
+        check_model_fields(dict(config.model))
     channels, eval_name = config.data.channels, config.data.eval_name
     text = f"a tuple of {channels}, one number for each of config.data.channels={channels}"
     for field in ("data.mean", "data.std"):
-        _require(field, values[field], text, lambda x: len(x) == channels)
+        require(f"config.{field}", values[field], text, lambda x: len(x) == channels)
     if not config.num_steps:
         text = f"below config.num_epochs={config.num_epochs}, the last of which they are"
-        _require("cooldown_epochs", config.cooldown_epochs, text, lambda x: x < config.num_epochs)
+        cooldown_epochs = config.cooldown_epochs
+        require("config.cooldown_epochs", cooldown_epochs, text, lambda x: x < config.num_epochs)
     if eval_name:
         text = f"1000, the classes of imagenet2012, for config.data.eval_name={eval_name!r}"
-        _require("model.num_classes", config.model.num_classes, text, lambda x: x == 1000)
+        num_classes = config.model.num_classes
+        require("config.model.num_classes", num_classes, text, lambda x: x == 1000)
     find_loss(config.loss)
     find_optimizer(config.optimizer)
     augment_options(config)
@@ -270,15 +245,6 @@ def check_fields(config: ConfigDict) -> None:
                 f"{path} {text}: {hint}start from structinit_jax.config.base_config({name!r}) and "
                 f"set single fields, such as {path}.{next(iter(wanted))}"
             )
-
-
-def _require(field, value, text, holds):
-    try:
-        if holds(value):
-            return
-    except TypeError:
-        pass
-    raise InputError(f"config.{field}={value!r} must be {text}")
 
 
 # -- what sections stand for -----------------------------------------------------------------------

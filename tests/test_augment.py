@@ -170,6 +170,7 @@ def test_gray_images_pass_through_everything():
         ("config.model.num_classes", 0),
         ("config.data.image_size", 0),
         ("config.data.std", (0.1, 0.2)),
+        ("config.data.mean", ()),
     ],
 )
 def test_invalid_fields_are_refused_by_name(field, value):
@@ -180,6 +181,20 @@ def test_invalid_fields_are_refused_by_name(field, value):
 def test_color_operations_refuse_two_channels():
     with pytest.raises(InputError, match=r"config\.data\.mean="):
         dataclasses.replace(RECIPE, mean=(0.5, 0.5), std=(0.2, 0.2))
+
+
+@pytest.mark.parametrize(
+    ("images", "labels", "message"),
+    [
+        (IMAGES / 255, LABELS, r"images are float.* \[16, 16, 16, 3\]: pass uint8"),
+        (IMAGES[0], LABELS[:1], r"images are uint8 \[16, 16, 3\]"),
+        (IMAGES, np.eye(5)[LABELS], r"labels are float.* \[16, 5\]: pass the classes"),
+        (IMAGES, LABELS[:8], r"labels are int32 \[8\]: .*16 images"),
+    ],
+)
+def test_batches_of_other_types_or_shapes_are_refused(images, labels, message):
+    with pytest.raises(InputError, match=message):
+        make_augment(RECIPE)(jax.random.key(0), images, labels)
 
 
 def test_batches_that_do_not_match_the_options_are_refused():

@@ -124,6 +124,53 @@ def test_weights_that_would_be_broadcast_are_refused(family, weights, message):
         make(family).initialize_attention(lambda rng, site: weights, jax.random.key(0))
 
 
+def test_a_scheme_after_one_that_scaled_weights_is_refused():
+    model = nnx.clone(make("vit"))
+    for weights in (
+        attention_init.AttentionWeights(),
+        attention_init.AttentionWeights(mlp_scale=0),
+    ):
+        model.initialize_attention(lambda rng, site, weights=weights: weights, jax.random.key(0))
+    with pytest.raises(InputError, match="earlier scheme has multiplied weights"):
+        model.initialize_attention(attention_init.mimetic(), jax.random.key(0))
+
+
+def test_a_scheme_that_was_not_called_is_refused():
+    with pytest.raises(InputError, match=r"attention_init=impulse .*as in impulse\(\)"):
+        make("vit").initialize_attention(attention_init.impulse, jax.random.key(0))
+
+
+@pytest.mark.parametrize(
+    ("family", "field", "value"),
+    [
+        ("vit", "depth", 0),
+        ("vit", "num_heads", 0),
+        ("vit", "width", -16),
+        ("vit", "drop_path", 1.0),
+        ("vit", "layer_scale", -1.0),
+        ("vit", "num_registers", -1),
+        ("swin", "depths", (2, 0)),
+        ("swin", "num_heads", (2, 0)),
+        ("mixer", "mlp_mean", float("nan")),
+        ("convmixer", "unroll", -1),
+        *((family, "patch_size", 0) for family in SIZES),
+    ],
+)
+def test_constructors_refuse_fields_out_of_range(family, field, value):
+    with pytest.raises(InputError, match=rf"^config\.model\.{field}={re.escape(repr(value))} must"):
+        make(family, **{field: value})
+
+
+@pytest.mark.parametrize("image_size", [0, (8, 0)])
+def test_constructors_refuse_images_without_two_sides(image_size):
+    with pytest.raises(InputError, match=r"config\.data\.image_size="):
+        create_model(
+            default_config("mixer") | SIZES["mixer"] | dict(image_size=image_size),
+            channels=1,
+            rngs=nnx.Rngs(0),
+        )
+
+
 @pytest.mark.parametrize(
     ("family", "kind"),
     [("mixer", "TokenMixingWeights"), ("convmixer", "ConvWeights"), ("swin", "AttentionWeights")],

@@ -131,6 +131,9 @@ def test_public_functions_show_the_options_that_they_take(name):
         ("impulse", {"vo_init": 1}, "vo_init=1: must be one of balanced"),
         ("impulse", {"filters": np.full((1, 3, 3), np.nan)}, "filters .* of finite numbers"),
         ("impulse", {"filters": np.ones((0, 3, 3))}, r"filters has shape \(0, 3, 3\)"),
+        ("impulse", {"filters": np.ones((1, 3, 3)), "kernel_size": 3}, "kernel_size=3 .*an array"),
+        ("impulse", {"filters": "box", "dilation": 2}, "dilation=2 has no effect .*'box'"),
+        ("impulse", {"sigma": 1.0}, "sigma=1.0 has no effect with filters='impulse', only with ga"),
         ("impulse_2024", {"taps": "2"}, "taps='2': must be a whole number"),
         ("impulse_2024", {"first_input": "noise"}, "first_input='noise': must be one of positions"),
     ],
@@ -138,6 +141,20 @@ def test_public_functions_show_the_options_that_they_take(name):
 def test_wrong_names_options_and_values_are_refused_without_a_site(name, options, message):
     with pytest.raises(InputError, match=message):
         attention_init.by_name(name, **options)
+
+
+def test_a_misspelled_scheme_is_refused_as_a_function_too():
+    with pytest.raises(InputError, match=r"name='impuls'.*did you mean 'impulse'"):
+        attention_init.scheme("impuls")
+
+
+def test_arrays_without_axes_are_numbers():
+    site, options = SITES[AttentionSite], dict(max_steps=3, norm=1.0, same_layers=True)
+    given = attention_init.impulse(
+        max_steps=jnp.asarray(3), norm=np.float64(1.0), same_layers=np.bool_(True)
+    )
+    expected = attention_init.impulse(**options)(RNG, site)
+    np.testing.assert_array_equal(given(RNG, site).query, expected.query)
 
 
 @pytest.mark.parametrize(

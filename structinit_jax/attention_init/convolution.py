@@ -83,6 +83,11 @@ def impulse_2024(
             f"num_filters={num_filters}: a ConvSite with width={site.width} needs a number from 1 "
             f"to {site.width}"
         )
+    if variance is not None and taps != 1:
+        raise InputError(
+            f"taps={taps} has no effect with variance={variance}, which makes Gaussians around "
+            "one place: pass one of them"
+        )
     filter_rng, share_rng = jax.random.split(rng)
     if variance is None:
         order = jnp.argsort(jax.random.uniform(filter_rng, (*shape, size**2)), axis=-1)
@@ -106,6 +111,9 @@ def _filter_bank(filters, size, sigma):
                 f"filters has shape {bank.shape}: a ConvSite with kernel_size={size} needs kernels "
                 f"[F, {size}, {size}]"
             )
+        zero = np.flatnonzero(~bank.any(axis=(1, 2)))
+        if len(zero):
+            raise InputError(f"filters: number {zero[0]} is zero, which would cut channels off")
         return bank
     if filters not in FILTERS:
         raise InputError(f"filters={filters!r}: a ConvSite takes {', '.join(FILTERS)}")

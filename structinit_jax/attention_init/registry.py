@@ -10,6 +10,7 @@ import inspect
 import re
 from collections.abc import Callable
 
+import jax
 import numpy as np
 from jaxtyping import PRNGKeyArray
 
@@ -66,6 +67,12 @@ NEEDS = [
     (*_one_of(("balanced", "mimetic", "default")), "vo_init"),
     (*_one_of(PSEUDO_INPUTS), "first_input following_input"),
 ]
+# Options that have an effect with some filters only, and those filters.
+EFFECTS = {
+    "kernel_size": kernels.FILTERS,
+    "dilation": ("impulse",),
+    "sigma": ("gaussian", "difference_of_gaussians"),
+}
 
 
 def register(name: str, *site_types: type) -> Callable[[Callable], Callable]:
@@ -98,12 +105,13 @@ def by_name(name: str, **options) -> AttentionInit:
         except TypeError as error:
             raise InputError(f"name={name!r} does not take these options: {error}") from error
         return function(**options)
-    options = {option: value for option, value in options.items() if value is not None}
+    options = {k: _to_python(value) for k, value in options.items() if value is not None}
     for option, value in options.items():
         if option not in known:
             hint = _did_you_mean(option, known)
             raise _refused(option, value, f"not an option of {name!r};{hint}", known)
         _check_value(option, value)
+    _check_effects(options)
 
     def init(rng: PRNGKeyArray, site: Site) -> Weights:
         kind = type(site).__name__
@@ -127,6 +135,7 @@ def scheme(name: str) -> Callable[..., AttentionInit]:
 
     `scheme("impulse")(norm=1.0)` is `by_name("impulse", norm=1.0)`.
     """
+    _check_name(name)
 
     def function(**options):
         return by_name(name, **options)
@@ -158,12 +167,15 @@ def scheme_options(name: str) -> tuple[str, ...]:
     """
     if plugins.is_reference(str(name)):
         return tuple(_options_of(_load(name)))
+    return tuple(inspect.signature(scheme(name)).parameters)
+
+
+def _check_name(name):
     if name not in SCHEMES:
         raise InputError(
             f"name={name!r}: unknown scheme;{_did_you_mean(name, SCHEMES)} choose one of "
             f"{', '.join(sorted(SCHEMES))}, or name your own as 'module:function'"
         )
-    return tuple(inspect.signature(scheme(name)).parameters)
 
 
 def _load(name):
@@ -186,6 +198,24 @@ def _did_you_mean(word, known):
 
 def _refused(option, value, reason, takes):
     return InputError(f"{option}={value!r}: {reason} it takes {', '.join(takes) or 'no options'}")
+
+
+def _to_python(value):
+    """Returns an array without axes as a number, which can be a static argument of a program."""
+    is_scalar = isinstance(value, np.generic | np.ndarray | jax.Array) and np.ndim(value) == 0
+    return value.item() if is_scalar else value
+
+
+def _check_effects(options):
+    """Raises `InputError` for options that have no effect with the `filters` among them."""
+    filters = options.get("filters", "impulse")
+    for option, fitting in EFFECTS.items():
+        if option in options and not (isinstance(filters, str) and filters in fitting):
+            given = repr(filters) if isinstance(filters, str) else "an array"
+            raise InputError(
+                f"{option}={options[option]!r} has no effect with filters={given}, only with "
+                f"{', '.join(fitting)}: leave it out"
+            )
 
 
 def _check_value(option, value):

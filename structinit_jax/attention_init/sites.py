@@ -1,6 +1,7 @@
 """What a scheme knows about a stack of layers (a site) and what it returns (weights)."""
 
 import dataclasses
+import inspect
 import numbers
 from collections.abc import Callable
 from typing import Any, NamedTuple
@@ -14,9 +15,10 @@ from structinit_jax.errors import InputError
 BASE_INITS = ("timm", "pytorch")
 
 
-def is_count(value: Any) -> bool:
-    """Whether a value is a positive whole number."""
-    return isinstance(value, int | np.integer) and not isinstance(value, bool) and bool(value > 0)
+def is_count(value: Any, low: int = 1) -> bool:
+    """Whether a value is a whole number, `low` or more."""
+    whole = isinstance(value, int | np.integer) and not isinstance(value, bool)
+    return whole and bool(value >= low)
 
 
 def check_grid(argument: str, grid: Any) -> None:
@@ -313,12 +315,23 @@ AttentionInit = Callable[[jax.Array, Site], Weights]
 
 
 def call_scheme(scheme: AttentionInit, rng: jax.Array, site: Site) -> Weights:
-    """Returns a scheme's weights; raises `InputError` if they are of another kind than the site."""
+    """Returns a scheme's weights.
+
+    Raises `InputError` if it is not a function of (rng, site), or its weights are of another kind
+    than the site.
+    """
+    name = getattr(scheme, "__name__", repr(scheme))
+    try:
+        inspect.signature(scheme).bind(rng, site)
+    except TypeError as error:
+        raise InputError(
+            f"attention_init={name} is not a function of (rng, site): call the scheme with its "
+            "options first, as in impulse()"
+        ) from error
     weights = scheme(rng, site)
     kinds = {TokenMixingSite: TokenMixingWeights, ConvSite: ConvWeights}
     expected = kinds.get(type(site), AttentionWeights)
     if not isinstance(weights, expected):
-        name = getattr(scheme, "__name__", repr(scheme))
         raise InputError(
             f"attention_init={name} returned {type(weights).__name__}: for this "
             f"{type(site).__name__} it needs to return {expected.__name__}"

@@ -7,6 +7,7 @@ from collections.abc import Callable
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax.sharding import Mesh, PartitionSpec
 from jaxtyping import Array, Float, Integer, Key, Real, UInt8
 
@@ -110,7 +111,9 @@ class AugmentOptions:
     label_smoothing: float = 0.0
 
     def __post_init__(self):
-        require, channels = self._require, len(self.mean)
+        require = self._require
+        require("mean", "one number for each channel", lambda x: len(x) > 0)
+        channels = len(self.mean)
         for field, (low, high) in _RANGES.items():
             text = f"in [{low}, {high}]" if high < math.inf else f"finite and {low} or more"
             require(field, text, functools.partial(_is_number, low=low, high=high))
@@ -151,7 +154,7 @@ def _is_number(x, low, high=math.inf):
 
 
 def _is_count(x, low):
-    return isinstance(x, int) and x >= low
+    return isinstance(x, int | np.integer) and not isinstance(x, bool) and x >= low
 
 
 def _is_range(pair, limit):
@@ -176,13 +179,13 @@ def make_augment(options: AugmentOptions, mesh: Mesh | None = None) -> Augment:
 
     Returns:
       A pure function of a random key, uint8 images `[B, H, W, C]` and integer labels `[B]`. It
-      returns normalized float32 images and targets `[B, num_classes]`, and raises `InputError` if
-      the number of channels or the batch size does not match the options.
+      returns normalized float32 images and targets `[B, num_classes]`, and raises `InputError` for
+      arrays of another type or shape, and for channels or a batch size that the options exclude.
     """
     before, after = (_shard(_chain(part), mesh) for part in _operations(options))
 
     def augment(rng, images, labels):
-        _check_batch(images.shape, options)
+        _check_batch(images, labels, options)
         index = jnp.arange(len(images))
         images = before(rng, index, images)
         targets = smooth_one_hot(labels, options.num_classes, options.label_smoothing)
@@ -214,7 +217,18 @@ def describe(options: AugmentOptions) -> list[str]:
     return [*before, *mixing, *after]
 
 
-def _check_batch(shape, options):
+def _check_batch(images, labels, options):
+    shape = images.shape
+    if images.dtype != np.uint8 or len(shape) != 4:
+        raise InputError(
+            f"images are {images.dtype} {list(shape)}: pass uint8 pixels [B, H, W, C] from 0 to "
+            "255, which are normalized here"
+        )
+    if not np.issubdtype(labels.dtype, np.integer) or labels.shape != shape[:1]:
+        raise InputError(
+            f"labels are {labels.dtype} {list(labels.shape)}: pass the classes of the "
+            f"{shape[0]} images as whole numbers [B]"
+        )
     if shape[-1] != len(options.mean):
         raise InputError(
             f"config.data.mean={options.mean} does not match images of {shape[-1]} channels"

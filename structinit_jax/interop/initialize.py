@@ -1,6 +1,5 @@
 """Attention schemes for models that were built elsewhere."""
 
-import inspect
 import warnings
 from collections.abc import Mapping
 from typing import Any
@@ -82,7 +81,6 @@ def initialize(
       InputError: The attention layers cannot be found or do not fit, the parameters show that the
         maps would not be the scheme's, or an argument is missing.
     """
-    _check_scheme(attention_init, rng)
     if hasattr(params, "initialize_attention"):
         raise InputError(
             f"params: a {type(params).__name__} of this package knows its own layers; call "
@@ -114,18 +112,6 @@ def initialize(
             f"the model's width {site.width} does not allow: use a multiple of 4, or 'mimetic'"
         ) from error
     return rebuild(_write(host, weights, grid))
-
-
-def _check_scheme(attention_init, rng):
-    """Raises `InputError` for a scheme that has not been called yet."""
-    try:
-        inspect.signature(attention_init).bind(rng, None)
-    except TypeError as error:
-        name = getattr(attention_init, "__name__", repr(attention_init))
-        raise InputError(
-            f"attention_init={name} is not a function of (rng, site): call the scheme with its "
-            "options first, as in impulse()"
-        ) from error
 
 
 def attention_site(

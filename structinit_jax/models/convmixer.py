@@ -11,8 +11,9 @@ from jaxtyping import Array, Float
 from structinit_jax.attention_init import AttentionInit, ConvSite, ConvWeights
 from structinit_jax.errors import InputError
 from structinit_jax.models import layers
+from structinit_jax.models.fields import check_fields
 from structinit_jax.models.layers import Rng
-from structinit_jax.models.model import Model, check_choices, make_stack, run_stack, token_grid
+from structinit_jax.models.model import Model, make_stack, run_stack, token_grid
 
 
 class FixedWeight(nnx.Variable):
@@ -89,16 +90,8 @@ class ConvMixer(Model):
         attention_init: AttentionInit | None = None,
         rngs: nnx.Rngs,
     ):
+        check_fields(locals())
         self.grid = token_grid(image_size, patch_size)
-        check_choices(
-            activation=activation,
-            spatial_filters=spatial_filters,
-            base_init=base_init,
-            dtype=dtype,
-            remat=remat,
-        )
-        if kernel_size < 1:
-            raise InputError(f"config.model.kernel_size={kernel_size} must be positive")
         self.depth = depth
         self.activation = activation
         self.drop_path_rate = drop_path

@@ -10,8 +10,9 @@ from jaxtyping import Array, Float
 
 from structinit_jax.attention_init import AttentionInit, TokenMixingSite, TokenMixingWeights
 from structinit_jax.models import layers
+from structinit_jax.models.fields import check_fields
 from structinit_jax.models.layers import Rng
-from structinit_jax.models.model import Model, check_choices, make_stack, run_stack, token_grid
+from structinit_jax.models.model import Model, make_stack, run_stack, token_grid
 
 
 class MlpMixer(Model):
@@ -81,8 +82,8 @@ class MlpMixer(Model):
         attention_init: AttentionInit | None = None,
         rngs: nnx.Rngs,
     ):
+        check_fields(locals())
         self.grid = token_grid(image_size, patch_size)
-        check_choices(base_init=base_init, dtype=dtype, remat=remat)
         self.depth = depth
         self.drop_path_rate = drop_path
         self.unroll = unroll

@@ -21,10 +21,10 @@ from structinit_jax.attention_init import (
     SolveReport,
     Weights,
 )
-from structinit_jax.attention_init.sites import call_scheme, check_shape
+from structinit_jax.attention_init.sites import call_scheme, check_shape, is_count
 from structinit_jax.errors import InputError
 from structinit_jax.models import sharding
-from structinit_jax.models.layers import ACTIVATIONS, BASE_INITS, RESIDUAL, Rng, set_weight
+from structinit_jax.models.layers import RESIDUAL, Rng, set_weight
 
 
 def _keep_products(primitive, *args, **params):
@@ -43,16 +43,10 @@ REMAT_POLICIES = {
     "dots": jax.checkpoint_policies.dots_with_no_batch_dims_saveable,
     "full": jax.checkpoint_policies.nothing_saveable,
 }
-CHOICES = {
-    "activation": tuple(ACTIVATIONS),
-    "spatial_filters": ("trained", "fixed"),
-    "positions": ("sincos", "learned", "rope"),
-    "base_init": tuple(BASE_INITS),
-    "pool": ("mean", "class_token"),
-    "dtype": ("float32", "bfloat16"),
-    "attention_implementation": ("auto", "cudnn"),
-    "remat": ("auto", *REMAT_POLICIES),
-}
+
+
+# Factors of `AttentionWeights` on weights that the model has.
+SCALES = ("position_scale", "patch_scale", "mlp_scale")
 
 
 class Model(nnx.Module):
@@ -72,6 +66,7 @@ class Model(nnx.Module):
     """
 
     VARIANTS: ClassVar[Mapping[str, dict[str, Any]]] = {}  # named changes to `default_config`
+    scaled = False  # whether a scheme has multiplied weights, which none undoes
 
     @staticmethod
     def default_config() -> dict[str, Any]:
@@ -120,11 +115,17 @@ class Model(nnx.Module):
           The report of the scheme's solve, averaged over the stacks; None if it does not solve.
 
         Raises:
-          InputError: The scheme does not fit the model.
+          InputError: The scheme does not fit the model, or an earlier one has scaled its weights.
         """
+        if self.scaled:
+            raise InputError(
+                "initialize_attention: an earlier scheme has multiplied weights of this model, "
+                "which this one would not undo: make a new model, or initialize it only once"
+            )
         sites, reports = self.sites(), []
         for name, weights in self.start_weights(scheme, rng).items():
             if isinstance(weights, AttentionWeights):
+                self.scaled |= any(getattr(weights, field) is not None for field in SCALES)
                 self._set_positions(sites[name], weights)
                 if name == next(iter(sites)):  # the others follow it
                     self._set_patch_embedding(weights)
@@ -250,17 +251,18 @@ def run_stack(
     return x, out
 
 
-def check_choices(**fields: str) -> None:
-    """Raises `InputError` unless each field of `config.model` is one of its `CHOICES`."""
-    for field, value in fields.items():
-        if value not in CHOICES[field]:
-            choices = ", ".join(CHOICES[field])
-            raise InputError(f"config.model.{field}={value!r}: choose one of {choices}")
-
-
 def image_sides(image_size: int | Sequence[int]) -> tuple[int, int]:
-    """Returns (height, width); a single number is both."""
-    return (image_size, image_size) if isinstance(image_size, int) else tuple(image_size)
+    """Returns (height, width); a single number is both.
+
+    Raises `InputError` unless they are positive whole numbers.
+    """
+    sides = (image_size,) * 2 if np.ndim(image_size) == 0 else tuple(image_size)
+    if len(sides) != 2 or not all(map(is_count, sides)):
+        raise InputError(
+            f"config.data.image_size={image_size!r} must be a positive whole number, or a pair of "
+            "them: height and width"
+        )
+    return sides
 
 
 def token_grid(image_size: int | Sequence[int], patch_size: int) -> tuple[int, int]:

@@ -15,8 +15,9 @@ from structinit_jax.attention_init.kernels import relative_index
 from structinit_jax.errors import InputError
 from structinit_jax.models import layers
 from structinit_jax.models.attention import Block
+from structinit_jax.models.fields import check_fields
 from structinit_jax.models.layers import Rng
-from structinit_jax.models.model import Model, check_choices, image_sides, make_stack, run_stack
+from structinit_jax.models.model import Model, image_sides, make_stack, run_stack
 from structinit_jax.models.shifted_windows import Sides, partition, shift_mask, unpartition
 
 EPSILON = 1e-5  # of every LayerNorm
@@ -89,14 +90,9 @@ class SwinTransformer(Model):
         attention_init: AttentionInit | None = None,
         rngs: nnx.Rngs,
     ):
+        check_fields(locals())
         self.image_size = image_sides(image_size)
-        _check_sizes(self.image_size, patch_size, width, depths, num_heads, window_size)
-        check_choices(
-            base_init=base_init,
-            dtype=dtype,
-            attention_implementation=attention_implementation,
-            remat=remat,
-        )
+        _check_sizes(self.image_size, patch_size, width, depths, num_heads)
         self.patch_size = patch_size
         self.depths = tuple(depths)
         self.drop_path_rate = drop_path
@@ -285,24 +281,17 @@ class SwinBlock(Block):
         return jnp.tile(bias, (batch, 1, 1, 1))
 
 
-def _check_sizes(image_size, patch_size, width, depths, num_heads, window_size):
+def _check_sizes(image_size, patch_size, width, depths, num_heads):
     if min(image_size) < patch_size:
         raise InputError(
             f"config.data.image_size={image_size} is smaller than "
             f"config.model.patch_size={patch_size}: choose a smaller patch"
         )
-    if len(depths) != len(num_heads):
+    if np.ndim(depths) == 0 or np.shape(depths) != np.shape(num_heads):
         raise InputError(
-            f"config.model.depths={tuple(depths)} and config.model.num_heads={tuple(num_heads)} "
+            f"config.model.depths={depths} and config.model.num_heads={num_heads} "
             "must have one number for each stage"
         )
-    for field, values in (("depths", depths), ("num_heads", num_heads)):
-        if not values or min(values) < 1:
-            raise InputError(
-                f"config.model.{field}={tuple(values)}: each stage needs a positive whole number"
-            )
-    if window_size < 1:
-        raise InputError(f"config.model.window_size={window_size} must be positive")
     for stage, heads in enumerate(num_heads):
         if width * 2**stage % heads:
             raise InputError(

@@ -15,11 +15,13 @@ from structinit_jax.attention_init import (
     rotary_angles,
     sincos_positions,
 )
+from structinit_jax.attention_init.sites import is_count
 from structinit_jax.errors import InputError
 from structinit_jax.models import layers
 from structinit_jax.models.attention import Block
+from structinit_jax.models.fields import check_fields, require
 from structinit_jax.models.layers import Rng
-from structinit_jax.models.model import Model, check_choices, make_stack, run_stack, token_grid
+from structinit_jax.models.model import Model, make_stack, run_stack, token_grid
 
 
 def _variants() -> dict[str, dict[str, Any]]:
@@ -113,19 +115,13 @@ class VisionTransformer(Model):
         attention_init: AttentionInit | None = None,
         rngs: nnx.Rngs,
     ):
+        check_fields(locals())
+        require("config.model.num_heads", num_heads, "a single number for a ViT", is_count)
         self.grid = token_grid(image_size, patch_size)
         if width % num_heads:
             raise InputError(
                 f"config.model.width={width} is not divisible by config.model.num_heads={num_heads}"
             )
-        check_choices(
-            positions=positions,
-            pool=pool,
-            base_init=base_init,
-            dtype=dtype,
-            attention_implementation=attention_implementation,
-            remat=remat,
-        )
         self.depth = depth
         self.rotary = positions == "rope"
         self.pool = pool

@@ -1,0 +1,83 @@
+"""What the fields of a model must be, for the constructors and for the config of a run."""
+
+import math
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from structinit_jax.attention_init.sites import is_count
+from structinit_jax.errors import InputError
+from structinit_jax.models.layers import ACTIVATIONS, BASE_INITS
+from structinit_jax.models.model import REMAT_POLICIES
+
+CHOICES = {
+    "activation": tuple(ACTIVATIONS),
+    "spatial_filters": ("trained", "fixed"),
+    "positions": ("sincos", "learned", "rope"),
+    "base_init": tuple(BASE_INITS),
+    "pool": ("mean", "class_token"),
+    "dtype": ("float32", "bfloat16"),
+    "attention_implementation": ("auto", "cudnn"),
+    "remat": ("auto", *REMAT_POLICIES),
+}
+
+
+def is_positive(x: Any) -> bool:
+    """Whether a value is a finite number above 0."""
+    return 0 < x < math.inf
+
+
+def is_positive_or_zero(x: Any) -> bool:
+    """Whether a value is a finite number of 0 or more."""
+    return 0 <= x < math.inf
+
+
+def is_below_one(x: Any) -> bool:
+    """Whether a value is in [0, 1)."""
+    return 0 <= x < 1
+
+
+def _are_counts(x):
+    return len(x) > 0 and all(map(is_count, x)) if isinstance(x, list | tuple) else is_count(x)
+
+
+# What a value must be, the test for it (a TypeError means no), and the fields that must meet it,
+# separated by spaces. Each family has some of them.
+NEEDS = [
+    (
+        "a positive whole number",
+        is_count,
+        "channels num_classes patch_size width depth window_size kernel_size",
+    ),
+    ("a positive whole number, or several", _are_counts, "num_heads depths"),
+    ("a whole number, 0 or more", lambda x: is_count(x, 0), "num_registers unroll"),
+    ("a finite number above 0", is_positive, "mlp_ratio token_mlp_ratio"),
+    ("a finite number, 0 or more", is_positive_or_zero, "layer_scale"),
+    ("a finite number", math.isfinite, "mlp_mean"),
+    ("a number in [0, 1)", is_below_one, "drop_path dropout"),
+    *(
+        (f"one of {', '.join(map(repr, choices))}", choices.__contains__, field)
+        for field, choices in CHOICES.items()
+    ),
+]
+
+
+def check_fields(fields: Mapping[str, Any]) -> None:
+    """Raises `InputError` unless each of these fields of `config.model` is what it must be.
+
+    Args:
+      fields: Values by name. Names that `NEEDS` does not know are not checked.
+    """
+    for text, holds, names in NEEDS:
+        for name in names.split():
+            if name in fields:
+                require(f"config.model.{name}", fields[name], text, holds)
+
+
+def require(name: str, value: Any, text: str, holds: Callable[[Any], bool]) -> None:
+    """Raises `InputError` unless a value meets a test; the message says that it must be `text`."""
+    try:
+        if holds(value):
+            return
+    except TypeError:
+        pass
+    raise InputError(f"{name}={value!r} must be {text}")
