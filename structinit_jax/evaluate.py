@@ -191,6 +191,18 @@ def evaluate_checkpoint(
     return results
 
 
+def deciding_accuracy(results: dict[str, float], name: str) -> float:
+    """Returns the accuracy that decides which checkpoint is the best.
+
+    It is that of the averaged weights if the run has them, as in timm.
+
+    Args:
+      results: What an `Evaluator` returned.
+      name: Name of the evaluation set.
+    """
+    return results.get(f"{name}/ema_accuracy", results[f"{name}/accuracy"])
+
+
 def describe(results: dict[str, float]) -> str:
     """Formats results, for example 'test loss 0.0613  test accuracy 0.9833'."""
     parts = ((*name.rpartition("/")[::2], value) for name, value in results.items())

@@ -23,6 +23,7 @@ from structinit_jax.data.loader import Loader, make_loader
 from structinit_jax.errors import InputError, StoppedError
 from structinit_jax.evaluate import (
     Evaluator,
+    deciding_accuracy,
     describe,
     evaluation_name,
     note_shared_examples,
@@ -205,7 +206,7 @@ def _train(config, workdir, profile_steps, on_exit):
             if due.save:
                 run["pending_metrics"] = pending.to_json()
                 with progress.wait("checkpoint"):
-                    accuracy = results[f"{test_name}/accuracy"] if due.evaluate else None
+                    accuracy = deciding_accuracy(results, test_name) if due.evaluate else None
                     checkpoints.save(step, state, run, accuracy)
             if due.evaluate:
                 recompilations.start()  # from here on everything has been compiled

@@ -86,14 +86,23 @@ def test_another_model_is_refused(run_config, finished_run, field, value, messag
         evaluate.evaluate_checkpoint(run_config, finished_run.workdir)
 
 
+def test_averaged_weights_decide_which_checkpoint_is_the_best():
+    plain = {"train_eval/accuracy": 0.9, "test/accuracy": 0.5}
+    assert evaluate.deciding_accuracy(plain, "test") == 0.5
+    assert evaluate.deciding_accuracy(plain | {"test/ema_accuracy": 0.4}, "test") == 0.4
+
+
 def test_the_checkpoint_can_be_chosen(run_config, finished_run, capsys):
     evaluate.evaluate_checkpoint(run_config, finished_run.workdir, "8")
     assert "step 8  test[:90] loss" in capsys.readouterr().out
     lines = (finished_run.workdir / "metrics.jsonl").read_text().splitlines()
     metrics = [line for line in map(json.loads, lines) if "test[:90]/accuracy" in line]
-    best = max(metrics, key=lambda line: (line["test[:90]/accuracy"], line["step"]))
+    # It has averaged weights, which decide.
+    best = max(metrics, key=lambda line: (line["test[:90]/ema_accuracy"], line["step"]))
     _, state = evaluate.restore_model(run_config, finished_run.workdir, step="best")
     assert state.step == best["step"]
+    saved = finished_run.workdir / "checkpoints" / str(best["step"]) / "metrics" / "metrics"
+    assert json.loads(saved.read_text())["accuracy"] == best["test[:90]/ema_accuracy"]
     message = r"--workdir=.* has no complete checkpoint of --step=5: it has those of steps 12, 8"
     with pytest.raises(InputError, match=message):
         evaluate.evaluate_checkpoint(run_config, finished_run.workdir, "5")

@@ -21,6 +21,7 @@ from structinit_jax.data.loader import make_loader, split_augmentation
 from structinit_jax.errors import InputError, StoppedError
 from structinit_jax.evaluate import (
     Evaluator,
+    deciding_accuracy,
     describe,
     evaluation_name,
     open_data,
@@ -235,7 +236,7 @@ class _SharedRun:
                         if seed not in errors:
                             found = evaluate(take(state, i))
                             log.write(step, found)
-                            accuracies[i] = found[f"{test_name}/accuracy"]
+                            accuracies[i] = deciding_accuracy(found, test_name)
                             print(f"step {step}  seed {seed}  {describe(found)}", file=text)
             if len(errors) == num_seeds:
                 break
@@ -256,7 +257,7 @@ class _SharedRun:
                 own = take(state, i)
                 accuracy = accuracies[i]
                 if accuracy is None:  # resumed after the last step
-                    accuracy = evaluate(own)[f"{test_name}/accuracy"]
+                    accuracy = deciding_accuracy(evaluate(own), test_name)
                 self._save(i, own, accuracy)
         shutil.rmtree(self.shared)
         with contextlib.suppress(OSError):  # other seeds have theirs in it

@@ -197,8 +197,8 @@ def find_step(directory: Path, wanted: str = "newest") -> int | None:
 
     Args:
       directory: Directory of the checkpoints.
-      wanted: 'newest', 'best' (of the highest accuracy on the split that training evaluated, among
-        those that are kept), or the number of a step.
+      wanted: 'newest', 'best' (of the highest accuracy on the split that training evaluated, see
+        `evaluate.deciding_accuracy`, among those that are kept), or the number of a step.
 
     Raises:
       InputError: `wanted` is none of these.
