@@ -8,6 +8,7 @@ import difflib
 import functools
 import math
 from collections.abc import Mapping, Sequence
+from typing import Any
 
 from flax.traverse_util import flatten_dict
 from ml_collections import ConfigDict
@@ -261,6 +262,16 @@ def augment_options(config: ConfigDict) -> AugmentOptions:
         image_size=config.data.image_size,
         label_smoothing=config.label_smoothing,
         **options,
+    )
+
+
+def order_options(config: ConfigDict) -> dict[str, Any]:
+    """Returns the arguments of `Loader.train_batches` that say which examples a step trains on."""
+    return dict(
+        batch_size=config.batch_size,
+        seed=config.seed,
+        repeats=config.data.repeats,
+        drop_remainder=config.data.drop_remainder,
     )
 
 

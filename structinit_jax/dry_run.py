@@ -1,4 +1,4 @@
-"""Prints the sizes and costs of a run without reading data or allocating device memory."""
+"""Prints the sizes and costs of a run without reading images or allocating weights."""
 
 import time
 

@@ -32,7 +32,7 @@ MODE = flags.DEFINE_enum(
     "mode", "train", ["train", "eval"], "Train, or evaluate a checkpoint in --workdir."
 )
 DRY_RUN = flags.DEFINE_bool(
-    "dry_run", False, "Print sizes and costs without reading data or using device memory."
+    "dry_run", False, "Print sizes and costs without reading images or allocating weights."
 )
 TARGET = flags.DEFINE_string(
     "target", None, "With --dry_run: devices to compile for, such as tpu-v5e:4x8 or h100:2x8."

@@ -228,12 +228,7 @@ def train_batches(
 ) -> Iterator[dict[str, jax.Array]]:
     """Yields the batches of a run after a number of steps."""
     return loader.train_batches(
-        batch_size=config.batch_size,
-        seed=config.seed,
-        start_step=start_step,
-        num_steps=schedule.num_steps,
-        repeats=config.data.repeats,
-        drop_remainder=config.data.drop_remainder,
+        start_step=start_step, num_steps=schedule.num_steps, **config_lib.order_options(config)
     )
 
 

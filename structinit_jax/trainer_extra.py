@@ -13,6 +13,7 @@ MODULES = (
     "clu",
     "grain",
     "importlib_resources",
+    "matplotlib",
     "ml_collections",
     "orbax",
     "PIL",

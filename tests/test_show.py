@@ -13,15 +13,17 @@ pytestmark = pytest.mark.usefixtures("library_promotion")
 
 def test_a_batch_without_augmentation_is_the_data(tiny_config):
     tiny_config.batch_size = 66  # not divisible by the number of devices
-    images, targets = show.training_batch(tiny_config, 4)
-    again, _ = show.training_batch(tiny_config, 4)
-    other, _ = show.training_batch(tiny_config, 5)
+    tiny_config.data.update(repeats=2, drop_remainder=True)
+    images, targets = show.training_batch(tiny_config, 7)
+    again, _ = show.training_batch(tiny_config, 7)
+    other, _ = show.training_batch(tiny_config, 8)
     assert images.shape == (66, 8, 8, 1)
     assert targets.shape == (66, 10)
     np.testing.assert_array_equal(images, again)
     assert np.any(images != other)
     source = open_dataset("digits", tiny_config.data.data_dir).split("train[:384]")
-    indices = stream_indices(tiny_config.seed, 3 * 66, 4 * 66, 384)  # steps count from 1
+    # Steps count from 1; each epoch has five.
+    indices = stream_indices(tiny_config.seed, 6 * 66, 7 * 66, 384, repeats=2, epoch_length=5 * 66)
     expected = [image.decode() for image, _ in source.read(indices.tolist())]
     np.testing.assert_array_equal(images, expected)
     assert images.max() == 255

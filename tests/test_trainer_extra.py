@@ -76,3 +76,17 @@ def test_the_modules_are_those_of_the_extra():
     expected = {name.lower().replace("_", "-") for name in distributions}
     # cykooz-resizer can be replaced by Pillow; orbax is a namespace of several distributions.
     assert named - {"cykooz-resizer", "orbax-checkpoint"} == expected
+
+
+def test_the_extras_named_in_documents_and_scripts_exist():
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    paths = [*ROOT.glob("*.md"), *ROOT.glob("*/*.ipynb"), *ROOT.glob("launch/**/*.*")]
+    texts = {path.name: path.read_text() for path in paths}
+    named = {
+        (name, extra)
+        for name, text in texts.items()
+        for group in re.findall(r"(?:structinit-jax|\{wheel\}|'\.)\[([\w,]+)\]", text)
+        for extra in group.split(",")
+    }
+    assert {"README.md", "quickstart.ipynb", "gke.sh", "tpu_install.sh"} <= dict(named).keys()
+    assert {extra for _, extra in named} <= project["optional-dependencies"].keys(), named

@@ -35,12 +35,10 @@ PANELS = {
 
 
 def import_pyplot():
-    """Imports matplotlib's pyplot for drawing to files; raises `InputError` without matplotlib."""
+    """Imports matplotlib's pyplot for drawing to files."""
     os.environ.setdefault("MPLBACKEND", "Agg")  # needs no display; a notebook keeps its own
-    try:
-        import matplotlib.pyplot as plt
-    except ImportError as error:
-        raise InputError("drawing needs matplotlib: pip install '.[plots]'") from error
+    import matplotlib.pyplot as plt
+
     return plt
 
 
