@@ -1,6 +1,7 @@
 """Opens the data, restores a model from a checkpoint and evaluates it exactly."""
 
 import itertools
+import math
 from pathlib import Path
 
 import jax
@@ -138,7 +139,8 @@ def restore_model(
     Args:
       config: Config of the run. Averaged weights are restored if its `ema_decay` is not 0.
       workdir: Output directory of the run.
-      devices: Devices that get a full copy of the weights. The default is all.
+      devices: Devices to use; the default is all. As in training, `config.fsdp` of them share one
+        copy of the weights, or as many as divide both it and their number.
       step: 'newest', 'best' or a number; see `checkpoint.find_step`.
 
     Raises:
@@ -153,7 +155,9 @@ def restore_model(
         steps = [folder.name for folder in manifest.step_folders(directory)]
         which = "that was evaluated" if step == "best" else f"of --step={step}"
         raise InputError(f"{problem} {which}: it has those of steps {', '.join(steps) or 'none'}")
-    model = abstract_model(config, mesh_lib.make_mesh(devices=devices))
+    devices = devices or jax.devices()
+    mesh = mesh_lib.make_mesh(math.gcd(config.fsdp, len(devices)), devices)
+    model = abstract_model(config, mesh)
     weights = {"params": model.params, "model_state": model.model_state}
     count = jax.ShapeDtypeStruct((), np.int32, sharding=mesh_lib.replicated(model.mesh))
     ema = weights if config.ema_decay else {}

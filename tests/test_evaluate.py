@@ -10,6 +10,7 @@ from structinit_jax import evaluate
 from structinit_jax.config import base_config
 from structinit_jax.data.datasets import open_dataset
 from structinit_jax.errors import InputError
+from structinit_jax.models import sharding
 
 pytestmark = pytest.mark.usefixtures("library_promotion")
 
@@ -28,6 +29,22 @@ def test_batch_size_and_devices_need_not_fit(run_config, finished_run, monkeypat
     run_config.batch_size = 64
     results = evaluate.evaluate_checkpoint(run_config, finished_run.workdir)
     assert results == pytest.approx(finished_run.results, rel=1e-5)
+
+
+@pytest.mark.parametrize(("num_devices", "shared_by"), [(8, 4), (6, 2)])
+def test_weights_are_split_as_in_training(
+    run_config, finished_run, num_devices, shared_by, monkeypatch
+):
+    monkeypatch.setattr(sharding, "MIN_SPLIT_SIZE", 1)
+    run_config.fsdp = 4
+    devices = jax.devices()[:num_devices]
+    model, state = evaluate.restore_model(run_config, finished_run.workdir, devices)
+    assert model.mesh.shape == {"data": num_devices // shared_by, "fsdp": shared_by}
+    kernel = state.params["blocks"]["mlp"]["fc1"]["kernel"]
+    assert kernel.addressable_shards[0].data.size == kernel.size // shared_by
+    if num_devices == 8:
+        results = evaluate.evaluate_checkpoint(run_config, finished_run.workdir)
+        assert results == pytest.approx(finished_run.results, rel=1e-5)
 
 
 def test_averaged_weights_are_restored_if_the_config_has_them(run_config, finished_run):
