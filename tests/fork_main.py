@@ -5,9 +5,12 @@ signals, exit status, output and devices.
 """
 
 import atexit
+import contextlib
 import multiprocessing
 import os
+import random
 import runpy
+import socket
 import subprocess
 import sys
 import tempfile
@@ -67,6 +70,19 @@ class Command:
 def run(*arguments, timeout=300, **options):
     """Runs a command to its end; see `Command`."""
     return Command(*arguments, **options).wait(timeout)
+
+
+def free_port():
+    """Returns a port of 127.0.0.1 on which a command can listen.
+
+    It is below those of outgoing connections, one of which could take it before the command does.
+    The choice is random: the coordinators of two tests would share a port without an error.
+    """
+    for port in random.sample(range(20_000, 32_000), 100):
+        with contextlib.closing(socket.socket()) as probe, contextlib.suppress(OSError):
+            probe.bind(("127.0.0.1", port))
+            return port
+    raise RuntimeError("no free port found")
 
 
 def _run_module(module, arguments, paths, environment):

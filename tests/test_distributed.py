@@ -1,10 +1,8 @@
 """Several processes of one run on this machine, through the public command."""
 
-import contextlib
 import json
 import re
 import signal
-import socket
 import time
 
 import fork_main
@@ -31,10 +29,8 @@ TINY = [
 ]
 
 
-def free_port():
-    with contextlib.closing(socket.socket()) as probe:
-        probe.bind(("127.0.0.1", 0))
-        return probe.getsockname()[1]
+def coordinator():
+    return f"--coordinator_address=127.0.0.1:{fork_main.free_port()}"
 
 
 def start(num_devices, *arguments):
@@ -55,7 +51,7 @@ def expected(data_dir, tmp_path_factory):
 
 def start_two(*arguments):
     """Starts the command as two processes of one run, with four devices each."""
-    shared = [*arguments, f"--coordinator_address=127.0.0.1:{free_port()}", "--num_processes=2"]
+    shared = [*arguments, coordinator(), "--num_processes=2"]
     return [start(4, *shared, f"--process_id={i}") for i in range(2)]
 
 
@@ -126,12 +122,12 @@ def test_a_run_is_resumed_on_other_numbers_of_devices(expected, data_dir, tmp_pa
 
 def test_a_process_started_alone_gives_up_with_a_message(tmp_path):
     alone = [
-        *(*TINY, f"--workdir={tmp_path}", f"--coordinator_address=127.0.0.1:{free_port()}"),
+        *(*TINY, f"--workdir={tmp_path}", coordinator()),
         *("--num_processes=2", "--join_timeout=2"),
     ]
     # The other process id joins another coordinator.
     commands = [start(1, *alone, "--process_id=0")]
-    alone[-3] = f"--coordinator_address=127.0.0.1:{free_port()}"
+    alone[-3] = coordinator()
     commands.append(start(1, *alone, "--process_id=1"))
     for i, command in enumerate(commands):
         result = command.wait()
@@ -198,7 +194,7 @@ with watch.watch(1.5):
 def test_the_other_process_says_which_one_was_lost(tmp_path, lost, early, message):
     script = tmp_path / "watched.py"
     script.write_text(WATCHED)
-    address = f"127.0.0.1:{free_port()}"
+    address = f"127.0.0.1:{fork_main.free_port()}"
     pair = [fork_main.Command(address, i, tmp_path, early, module=str(script)) for i in range(2)]
     deadline = time.monotonic() + 60
     while not all((tmp_path / name).exists() for name in "01"):

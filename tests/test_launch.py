@@ -1,11 +1,9 @@
 """The launch scripts: the commands they would run, and a real run of the local one."""
 
-import contextlib
 import json
 import os
 import re
 import shlex
-import socket
 import subprocess
 import sys
 from pathlib import Path
@@ -330,14 +328,11 @@ def test_local_ends_all_processes_together(tmp_path, fails, status):
 
 @pytest.mark.slow
 def test_local_trains_with_two_processes(tmp_path, data_dir):
-    with contextlib.closing(socket.socket()) as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
     result = launch(
         "local.sh",
         "--processes=2",
         "--cpu_devices=2",
-        f"--port={port}",
+        f"--port={fork_main.free_port()}",
         "--",
         "--config=configs/vit_t_digits.py",
         "--config.model.width=16",

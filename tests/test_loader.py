@@ -1,9 +1,6 @@
 import io
-import os
-import socket
-import subprocess
-import sys
 
+import fork_main
 import jax
 import numpy as np
 import pytest
@@ -288,13 +285,13 @@ def test_each_device_gathers_its_own_part(device_loader):
 
 
 TWO_PROCESSES = """
-import os, sys
+import sys
 import jax, numpy as np
 from structinit_jax.data.loader import DeviceLoader
 from structinit_jax.data.order import stream_indices
-child = os.fork()  # before a device is used, so that the imports are done once
+from structinit_jax.training import distributed
 jax.config.update("jax_num_cpu_devices", 2)
-jax.distributed.initialize(sys.argv[1], num_processes=2, process_id=int(child == 0))
+distributed.join(sys.argv[1], 2, int(sys.argv[2]), timeout=60)
 images = np.random.default_rng(0).integers(0, 256, (13, 2, 2, 1), dtype=np.uint8)
 mesh = jax.make_mesh((4,), ("data",), axis_types=(jax.sharding.AxisType.Auto,))
 loader = DeviceLoader(images, np.arange(13, dtype=np.int32), mesh)
@@ -306,26 +303,14 @@ for step, batch in enumerate(batches, start=2):
         shards = sorted(batch[key].addressable_shards, key=lambda shard: shard.index[0].start)
         local = np.concatenate([np.asarray(shard.data) for shard in shards])
         np.testing.assert_array_equal(local, expected)
-print("equal", flush=True)
-jax.distributed.shutdown()  # waits for the other process
-if child == 0:
-    os._exit(0)
-sys.exit(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))
+assert step == 6
 """
 
 
-def test_two_processes_share_each_device_batch():
-    with socket.socket() as free:
-        free.bind(("localhost", 0))
-        address = f"localhost:{free.getsockname()[1]}"
-    environment = {key: value for key, value in os.environ.items() if key != "XLA_FLAGS"}
-    result = subprocess.run(
-        [sys.executable, "-W", "ignore", "-c", TWO_PROCESSES, address],
-        env={**environment, "JAX_PLATFORMS": "cpu"},
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-        timeout=120,
-    )
-    assert result.returncode == 0, result.stdout
-    assert result.stdout.count("equal\n") == 2, result.stdout
+def test_two_processes_share_each_device_batch(tmp_path):
+    script = tmp_path / "two_processes.py"
+    script.write_text(TWO_PROCESSES)
+    address = f"127.0.0.1:{fork_main.free_port()}"
+    pair = [fork_main.Command(address, i, module=str(script)) for i in range(2)]
+    results = [command.wait(timeout=120) for command in pair]
+    assert [result.returncode for result in results] == [0, 0], results

@@ -9,6 +9,7 @@ import os
 import socket
 import time
 
+import fork_main
 import fsspec
 import jax
 import jax.numpy as jnp
@@ -64,9 +65,7 @@ def gs():
             # A carriage return at the end of a file would be taken for a part of the next line end.
             return super().parsebytes(data.replace(b"\r\n--==0==", b"\r\r\n--==0=="))
 
-    with contextlib.closing(socket.socket()) as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
+    port = fork_main.free_port()
     server = emulator.create_server("127.0.0.1", port, in_memory=True, default_bucket="bucket")
     server.start()
     with pytest.MonkeyPatch.context() as patch:
