@@ -51,7 +51,10 @@ INTERRUPTED_EXIT_CODE = 130  # of a program that Ctrl-C ended, as shells report 
 
 
 def run(
-    main: Callable[[Any], None], shared: Sequence[str] = SHARED, with_config: bool = True
+    main: Callable[[Any], None],
+    shared: Sequence[str] = SHARED,
+    with_config: bool = True,
+    of_a_run: bool = True,
 ) -> None:
     """Runs a command and exits. A user's mistake is printed without a traceback.
 
@@ -60,6 +63,8 @@ def run(
       shared: Those of the flags --workdir, --step and --out that the command takes.
       with_config: False for a command that has configs of its own and takes no --config. It is
         called with the field and the text of each --config.FIELD=VALUE.
+      of_a_run: False for a command whose --workdir is not that of a run. Without --config it is
+        called with None.
     """
     own = [*(["config"] if with_config else []), *shared]
     for name in {"config", *SHARED}.difference(own):
@@ -76,7 +81,7 @@ def run(
 
     def parse(argv: list[str]) -> Any:
         overrides = _parse_flags(argv)
-        return _make_config(overrides) if with_config else overrides
+        return _make_config(overrides, of_a_run) if with_config else overrides
 
     sys.stdout, sys.stderr = _Output(sys.stdout), _Output(sys.stderr)
     try:
@@ -220,11 +225,13 @@ def _parse_flags(argv: list[str]) -> list[tuple[str, str]]:
     return overrides
 
 
-def _make_config(overrides: Sequence[tuple[str, str]]) -> ConfigDict:
+def _make_config(overrides: Sequence[tuple[str, str]], of_a_run: bool) -> ConfigDict | None:
     """Returns the config that --config and its fields describe."""
     workdir = WORKDIR.value if "workdir" in flags.FLAGS else None
     if CONFIG.value is not None:
         config = load_config(CONFIG.value)
+    elif not of_a_run:
+        return None
     elif workdir and (remote.readable(workdir, "config.json") / "config.json").is_file():
         config = load_run_config(workdir)
     else:
