@@ -248,11 +248,17 @@ def _make_config(overrides: Sequence[tuple[str, str]], of_a_run: bool) -> Config
     return config.lock()
 
 
-def override(config: ConfigDict, path: str, text: str) -> None:
+def override(config: ConfigDict, path: str, text: str, flag: str = "config") -> None:
     """Sets a field, such as 'model.depth', as `--config.FIELD=VALUE` does.
 
     Options of the scheme need not be in `attention_init`. Another 'attention_init.name' removes
     those that its scheme does not take.
+
+    Args:
+      config: Config to change.
+      path: The field.
+      text: Its value.
+      flag: What the user has typed before the field, for messages.
     """
     node, place = config, "config"
     for name in path.split("."):
@@ -263,7 +269,7 @@ def override(config: ConfigDict, path: str, text: str) -> None:
             near = difflib.get_close_matches(name, fields, n=1)
             hint = f"did you mean {near[0]!r}? " if near else ""
             raise InputError(
-                f"--config.{path}: {place} has no field {name!r}; {hint}it has "
+                f"--{flag}.{path}: {place} has no field {name!r}; {hint}it has "
                 f"{', '.join(fields) or 'no fields'}"
             )
         section, node, place = node, node.get(name), f"{place}.{name}"
@@ -272,7 +278,7 @@ def override(config: ConfigDict, path: str, text: str) -> None:
         with config.unlocked():
             section[name] = read(text)
     except (TypeError, ValueError, SyntaxError) as error:
-        raise InputError(f"--config.{path}={text} must be {need}") from error
+        raise InputError(f"--{flag}.{path}={text} must be {need}") from error
     if path == "attention_init.name":
         _drop_foreign_options(config)
 
