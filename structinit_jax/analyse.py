@@ -128,9 +128,10 @@ def write(
         return
     maps = {f"{s.name}/layer {layer.name}": layer.maps for s in snapshots for layer in s.layers}
     np.savez_compressed(out / "maps.npz", **maps)
-    title = f"Maps by offset: {subject}"
+    quantity = figures.name_quantity(snapshots).capitalize()
+    title = f"{quantity} maps by offset: {subject}"
     figures.draw_by_offset(snapshots, title, out / "maps_by_offset.png")
-    title = f"Maps and their first rows: {subject}"
+    title = f"{quantity} maps and their first rows: {subject}"
     figures.draw_full(snapshots, layers, heads, title, out / "maps_full.png")
 
 

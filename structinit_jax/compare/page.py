@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from structinit_jax.analysis.figures import import_pyplot
+from structinit_jax.analysis.figures import add_legend, import_pyplot
 from structinit_jax.compare.results import Comparison, Run
 
 CURVES = "curves.png"
@@ -118,18 +118,7 @@ def _finish(kind, figure, *axes):
         axis.grid(alpha=0.25)
         axis.spines[["top", "right"]].set_visible(False)
     handles, labels = axes[0].get_legend_handles_labels()
-    for columns in (3, 2, 1):  # as many as fit
-        legend = figure.legend(
-            handles, labels, loc="outside upper left", ncols=columns, frameon=False
-        )
-        box = legend.get_window_extent()
-        if columns == 1 or box.width <= figure.bbox.width:
-            break
-        legend.remove()
-    # The legend takes no place from the curves.
-    width, height = figure.get_size_inches()
-    needed_width = box.width / figure.dpi + 0.2
-    figure.set_size_inches(max(width, needed_width), height + box.height / figure.dpi)
+    add_legend(figure, handles, labels, "outside upper left", 3, frameon=False)
     file = io.BytesIO()
     figure.savefig(file, format=kind, dpi=150)
     import_pyplot().close(figure)
@@ -173,7 +162,7 @@ def _maps(comparison: Comparison) -> list[str]:
     for setting in comparison.runs:
         path = comparison.workdir / setting / MAPS
         if path.exists():
-            title = f"Attention of {setting} before and after training"
+            title = f"Maps of {setting} before and after training"
             parts += [
                 f"<h3>{html_lib.escape(setting)}</h3>",
                 _image(path.read_bytes(), "png", title),
@@ -181,8 +170,9 @@ def _maps(comparison: Comparison) -> list[str]:
     if not parts:
         return []
     text = (
-        "<p>Attention of each head by offset from the query token, as a mean over training images, "
-        "or the filters of a ConvMixer, before and after the training of the first seed. Every "
-        "setting has its own color scale.</p>"
+        "<p>Attention of each head by offset from the query token, as a mean over training images "
+        "(of an MLP-Mixer the sensitivity of an output token), or the filters of a ConvMixer, "
+        "before and after the training of the first seed. Every setting has its own color scale."
+        "</p>"
     )
-    return ["<h2>Attention maps</h2>", text, *parts]
+    return ["<h2>Maps</h2>", text, *parts]
