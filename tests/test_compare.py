@@ -208,7 +208,9 @@ def test_a_second_command_trains_only_what_is_missing(start, tiny_config, tmp_pa
     start(["default", "mimetic"])
     _, trained = start(["default", "mimetic"])
     assert trained == [("mimetic", 1)]  # which had failed
-    _, trained = start(["default", "impulse"], seed_list=range(4))
+    assert start(["mimetic"], seed_list=[0])[0] == 0
+    failed, trained = start(["default", "impulse"], seed_list=range(4))
+    assert failed == 0  # that of mimetic is none of this command
     assert trained == [("default", 3), *(("impulse", seed) for seed in range(4))]
     assert "| mimetic | 2 of 4 |" in (tmp_path / "report.md").read_text()
     changed = tiny_config.copy_and_resolve_references()
