@@ -283,6 +283,18 @@ def override(config: ConfigDict, path: str, text: str, flag: str = "config") -> 
         _drop_foreign_options(config)
 
 
+def check_schemes(schemes: Sequence[str]) -> None:
+    """Raises `InputError` if one of --schemes does not exist or appears twice."""
+    flag = f"--schemes={','.join(schemes)}"
+    if len({*schemes}) < len(schemes):
+        raise InputError(f"{flag}: a scheme appears twice: give each once")
+    try:
+        for scheme in schemes:
+            scheme_options(scheme)
+    except InputError as error:
+        raise InputError(f"{flag}: {error}") from error
+
+
 def _drop_foreign_options(config):
     for option in config_lib.drop_foreign_options(config):
         name = config.attention_init.name

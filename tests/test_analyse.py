@@ -324,8 +324,13 @@ def test_runs_are_named_by_what_tells_them_apart(monkeypatch):
         ),
         (
             ["--workdir=RUN", "--other_workdir=OTHER", "--step=8"],
-            "--workdir=.*/run has no complete checkpoint of --step=8",
+            "--other_workdir=.*/run has no complete checkpoint of --step=8",
         ),
+        (
+            ["--config=configs/vit_t_digits.py", "--schemes=mimetic,impuls"],
+            "--schemes=mimetic,impuls: .*did you mean 'impulse'",
+        ),
+        (["--workdir=RUN", "--other_workdir=x"], r"error: --other_workdir=x: config\.json cannot"),
     ],
 )
 def test_mistakes_are_refused(finished_run, workdir, tmp_path, arguments, message):

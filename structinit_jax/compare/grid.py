@@ -41,12 +41,8 @@ def expand(
         other = {"seed": "--seeds=N", "attention_init.name": "--schemes=A,B"}.get(field)
         if other:
             raise InputError(f"--grid.config.{field} cannot be an axis: use {other}")
-    if len({*map(file_safe, schemes)}) < len(schemes):
-        raise InputError(f"--schemes={','.join(schemes)}: a scheme appears twice: give each once")
-    try:
-        options = {scheme: attention_init.scheme_options(scheme) for scheme in schemes}
-    except InputError as error:
-        raise InputError(f"--schemes={','.join(schemes)}: {error}") from error
+    command_line.check_schemes(schemes)
+    options = {scheme: attention_init.scheme_options(scheme) for scheme in schemes}
     _check_options(options, grid)
     settings = {}
     for scheme in schemes:
