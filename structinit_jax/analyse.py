@@ -26,8 +26,10 @@ only stable rank, CKA and the cosine of its filters to their start values are le
 from structinit_jax import trainer_extra  # noqa: F401 (first, before what may be missing)
 
 # isort: split
+import contextlib
 import itertools
 import json
+from collections.abc import Iterator
 from pathlib import Path
 
 import jax
@@ -128,9 +130,10 @@ def write(
         return
     maps = {f"{s.name}/layer {layer.name}": layer.maps for s in snapshots for layer in s.layers}
     np.savez_compressed(out / "maps.npz", **maps)
-    title = f"Maps by offset: {subject}"
+    quantity = figures.name_quantity(snapshots).capitalize()
+    title = f"{quantity} maps by offset: {subject}"
     figures.draw_by_offset(snapshots, title, out / "maps_by_offset.png")
-    title = f"Maps and their first rows: {subject}"
+    title = f"{quantity} maps and their first rows: {subject}"
     figures.draw_full(snapshots, layers, heads, title, out / "maps_full.png")
 
 
@@ -165,9 +168,11 @@ def main(config: ConfigDict) -> None:
     """Runs the command."""
     _check_flags()
     config_lib.validate(config)
-    other = _OTHER_WORKDIR.value and command_line.load_run_config(_OTHER_WORKDIR.value)
-    if other:
-        config_lib.validate(other)
+    other = None
+    if _OTHER_WORKDIR.value:
+        with _of_the_other_run():
+            other = command_line.load_run_config(_OTHER_WORKDIR.value)
+            config_lib.validate(other)
         _check_same_images(config, other)
     sizes = stack_sizes(abstract_model(config, one_device()))
     if not sizes:
@@ -196,7 +201,10 @@ def main(config: ConfigDict) -> None:
         runs.append((other, _OTHER_WORKDIR.value))
     run_names = name_runs([workdir for _, workdir in runs])
     device, step = jax.local_devices()[:1], STEP.value or "newest"
-    restored = [evaluate.restore_model(*run, device, step) for run in runs]
+    restored = [evaluate.restore_model(*run, device, step) for run in runs[:1]]
+    if other:
+        with _of_the_other_run():
+            restored.append(evaluate.restore_model(*runs[1], device, step))
 
     images = read_images(config, _NUM_IMAGES.value)
     snapshots = []
@@ -224,9 +232,19 @@ def _check_flags():
     other = _OTHER_WORKDIR.value
     if other and Path(other).resolve() == Path(WORKDIR.value).resolve():
         raise InputError(f"--other_workdir={other} is that of --workdir: choose another run")
-    schemes = _SCHEMES.value
-    if len({*schemes}) < len(schemes):
-        raise InputError(f"--schemes={','.join(schemes)}: a scheme appears twice: give each once")
+    command_line.check_schemes(_SCHEMES.value)
+
+
+@contextlib.contextmanager
+def _of_the_other_run() -> Iterator[None]:
+    """Gives messages about the other run its flag: all functions speak of --workdir."""
+    try:
+        yield
+    except InputError as error:
+        text = str(error).replace("--workdir=", "--other_workdir=")
+        if "--other_workdir=" not in text:
+            text = f"--other_workdir={_OTHER_WORKDIR.value}: {text}"
+        raise InputError(text) from error
 
 
 def _check_same_images(config, other):

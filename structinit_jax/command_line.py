@@ -51,7 +51,10 @@ INTERRUPTED_EXIT_CODE = 130  # of a program that Ctrl-C ended, as shells report 
 
 
 def run(
-    main: Callable[[Any], None], shared: Sequence[str] = SHARED, with_config: bool = True
+    main: Callable[[Any], None],
+    shared: Sequence[str] = SHARED,
+    with_config: bool = True,
+    of_a_run: bool = True,
 ) -> None:
     """Runs a command and exits. A user's mistake is printed without a traceback.
 
@@ -60,6 +63,8 @@ def run(
       shared: Those of the flags --workdir, --step and --out that the command takes.
       with_config: False for a command that has configs of its own and takes no --config. It is
         called with the field and the text of each --config.FIELD=VALUE.
+      of_a_run: False for a command whose --workdir is not that of a run. Without --config it is
+        called with None.
     """
     own = [*(["config"] if with_config else []), *shared]
     for name in {"config", *SHARED}.difference(own):
@@ -76,7 +81,7 @@ def run(
 
     def parse(argv: list[str]) -> Any:
         overrides = _parse_flags(argv)
-        return _make_config(overrides) if with_config else overrides
+        return _make_config(overrides, of_a_run) if with_config else overrides
 
     sys.stdout, sys.stderr = _Output(sys.stdout), _Output(sys.stderr)
     try:
@@ -220,11 +225,13 @@ def _parse_flags(argv: list[str]) -> list[tuple[str, str]]:
     return overrides
 
 
-def _make_config(overrides: Sequence[tuple[str, str]]) -> ConfigDict:
+def _make_config(overrides: Sequence[tuple[str, str]], of_a_run: bool) -> ConfigDict | None:
     """Returns the config that --config and its fields describe."""
     workdir = WORKDIR.value if "workdir" in flags.FLAGS else None
     if CONFIG.value is not None:
         config = load_config(CONFIG.value)
+    elif not of_a_run:
+        return None
     elif workdir and (remote.readable(workdir, "config.json") / "config.json").is_file():
         config = load_run_config(workdir)
     else:
@@ -241,11 +248,17 @@ def _make_config(overrides: Sequence[tuple[str, str]]) -> ConfigDict:
     return config.lock()
 
 
-def override(config: ConfigDict, path: str, text: str) -> None:
+def override(config: ConfigDict, path: str, text: str, flag: str = "config") -> None:
     """Sets a field, such as 'model.depth', as `--config.FIELD=VALUE` does.
 
     Options of the scheme need not be in `attention_init`. Another 'attention_init.name' removes
     those that its scheme does not take.
+
+    Args:
+      config: Config to change.
+      path: The field.
+      text: Its value.
+      flag: What the user has typed before the field, for messages.
     """
     node, place = config, "config"
     for name in path.split("."):
@@ -256,7 +269,7 @@ def override(config: ConfigDict, path: str, text: str) -> None:
             near = difflib.get_close_matches(name, fields, n=1)
             hint = f"did you mean {near[0]!r}? " if near else ""
             raise InputError(
-                f"--config.{path}: {place} has no field {name!r}; {hint}it has "
+                f"--{flag}.{path}: {place} has no field {name!r}; {hint}it has "
                 f"{', '.join(fields) or 'no fields'}"
             )
         section, node, place = node, node.get(name), f"{place}.{name}"
@@ -265,9 +278,21 @@ def override(config: ConfigDict, path: str, text: str) -> None:
         with config.unlocked():
             section[name] = read(text)
     except (TypeError, ValueError, SyntaxError) as error:
-        raise InputError(f"--config.{path}={text} must be {need}") from error
+        raise InputError(f"--{flag}.{path}={text} must be {need}") from error
     if path == "attention_init.name":
         _drop_foreign_options(config)
+
+
+def check_schemes(schemes: Sequence[str]) -> None:
+    """Raises `InputError` if one of --schemes does not exist or appears twice."""
+    flag = f"--schemes={','.join(schemes)}"
+    if len({*schemes}) < len(schemes):
+        raise InputError(f"{flag}: a scheme appears twice: give each once")
+    try:
+        for scheme in schemes:
+            scheme_options(scheme)
+    except InputError as error:
+        raise InputError(f"{flag}: {error}") from error
 
 
 def _drop_foreign_options(config):

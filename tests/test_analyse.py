@@ -1,4 +1,5 @@
 import functools
+import itertools
 import json
 import re
 import shutil
@@ -8,6 +9,7 @@ import sys
 import fork_main
 import jax
 import jax.numpy as jnp
+import matplotlib
 import numpy as np
 import pytest
 from flax import nnx
@@ -74,6 +76,21 @@ def check_figures(out, names):
         picture = np.asarray(Image.open(out / name).convert("L"), np.float32)
         assert picture.shape[1] > 500
         assert picture.std() > 10  # something is drawn
+
+
+@pytest.fixture
+def drawn(monkeypatch):
+    """The figures that have been drawn."""
+    found = []
+    monkeypatch.setattr(figures.import_pyplot(), "close", found.append)
+    return found
+
+
+def extents(figure, texts):
+    """Returns where texts are, from left to right."""
+    figure.canvas.draw()
+    boxes = [text.get_window_extent() for text in texts if text.get_text() and text.get_visible()]
+    return sorted(boxes, key=lambda box: box.x0)
 
 
 def test_the_config_of_a_run_is_read_from_its_workdir(run_config, finished_run, tmp_path):
@@ -162,13 +179,18 @@ def test_swin_is_measured_within_windows(data_dir, tmp_path):
     check_figures(tmp_path, {"by_layer.png", "maps_by_offset.png", "maps_full.png"})
 
 
-def test_token_mixing_is_measured_by_its_derivatives(data_dir):
+def test_token_mixing_is_measured_by_its_derivatives(data_dir, tmp_path, drawn):
     config, images, snapshot = start("mixer", data_dir)
     derivatives = np.abs(forward(config, images)["blocks"]["token_maps"][1])
     shares = derivatives / derivatives.sum(axis=-1, keepdims=True)
     layer = snapshot.layers[1]
     np.testing.assert_allclose(layer.maps[0], shares.mean(axis=0), rtol=1e-3, atol=1e-6)
     assert layer.measures["target_mass"] > 0.5
+    analyse.write([snapshot], "tiny", tmp_path, layers=[0, 1], heads=[0])
+    for figure in drawn:
+        texts = [text.get_text() for text in figure.findobj(match=matplotlib.text.Text)]
+        assert any("sensitivity" in text.lower() for text in texts)
+        assert not any("attention" in text.lower() for text in texts)
 
 
 def test_convmixer_has_filters_and_no_maps(data_dir, tmp_path):
@@ -217,6 +239,49 @@ def test_models_of_other_depths_are_drawn_beside_each_other(tmp_path, snapshots)
     check_figures(tmp_path, {"by_offset.png", "full.png"})
 
 
+def test_titles_fit_the_figure(tmp_path, snapshots, drawn):
+    name = "impulse,model.num_heads=3/seed_{}: impulse, step 12"
+    named = [s._replace(name=name.format(i)) for i, s in enumerate(snapshots)]
+    subject = "vit, 64 training images of my_package.my_module:a_function_with_a_long_name"
+    analyse.write(named, subject, tmp_path, layers=[0, 1], heads=[0])
+    assert len(drawn) == 4
+    for figure in drawn:
+        names = [panel._suptitle for panel in figure.findobj(matplotlib.figure.SubFigure)]
+        titles, panels = [figure._suptitle], [text for text in names if text]
+        boxes = extents(figure, titles) + extents(figure, panels)
+        assert all(box.x0 >= 0 and box.x1 <= figure.bbox.width for box in boxes)
+        left_to_right = extents(figure, panels)
+        assert all(a.x1 < b.x0 for a, b in itertools.pairwise(left_to_right))
+
+
+@pytest.mark.parametrize(("stages", "count"), [(1, 12), (4, 48)])
+def test_labels_of_layers_do_not_touch_and_stand_once(tmp_path, snapshots, drawn, stages, count):
+    names = [f"{i * stages // count + 1}.{i + 1}" for i in range(count)]
+    names = names if stages > 1 else [str(i + 1) for i in range(count)]
+    layers = [snapshots[0].layers[0]._replace(name=name) for name in names]
+    figures.draw_by_layer([snapshots[0]._replace(layers=layers)], "Maps", tmp_path / "maps.png")
+    (figure,) = drawn
+    axes = [axis for axis in figure.axes if axis.get_visible()]
+    labels = [extents(figure, axis.get_xticklabels()) for axis in axes]
+    assert [len(boxes) > 0 for boxes in labels] == [False] * 3 + [True] * 4
+    for boxes in labels:
+        assert all(a.x1 < b.x0 for a, b in itertools.pairwise(boxes))
+
+
+def test_uniform_maps_do_not_look_strong(tmp_path, snapshots, drawn, recwarn):
+    def flatten(layer):
+        return layer._replace(maps=np.full_like(layer.maps, 1 / 16))
+
+    uniform = snapshots[0]._replace(layers=[*map(flatten, snapshots[0].layers)])
+    figures.draw_by_offset([uniform], "Maps", tmp_path / "by_offset.png")
+    figures.draw_full([uniform], [0], [0], "Maps", tmp_path / "full.png")
+    for figure in drawn:
+        image = figure.findobj(matplotlib.image.AxesImage)[0]
+        np.testing.assert_allclose(image.norm(image.get_array()), 0.5, rtol=1e-5)
+        assert any("uniform: 0.062" in axis.get_ylabel() for axis in figure.axes)
+    assert not recwarn.list
+
+
 def test_only_heads_of_the_chosen_layers_can_be_drawn():
     sizes = [collect.StackSize(2, 1, WindowSite), collect.StackSize(1, 4, WindowSite)]
     assert analyse.head_names(sizes, [0, 1]) == ["1"]
@@ -259,8 +324,13 @@ def test_runs_are_named_by_what_tells_them_apart(monkeypatch):
         ),
         (
             ["--workdir=RUN", "--other_workdir=OTHER", "--step=8"],
-            "--workdir=.*/run has no complete checkpoint of --step=8",
+            "--other_workdir=.*/run has no complete checkpoint of --step=8",
         ),
+        (
+            ["--config=configs/vit_t_digits.py", "--schemes=mimetic,impuls"],
+            "--schemes=mimetic,impuls: .*did you mean 'impulse'",
+        ),
+        (["--workdir=RUN", "--other_workdir=x"], r"error: --other_workdir=x: config\.json cannot"),
     ],
 )
 def test_mistakes_are_refused(finished_run, workdir, tmp_path, arguments, message):

@@ -18,7 +18,7 @@ from scipy import stats
 
 import structinit_jax
 from structinit_jax import evaluate, train
-from structinit_jax.compare import grid, report, results, run, seeds, table
+from structinit_jax.compare import grid, page, results, run, seeds, table
 from structinit_jax.data import datasets
 from structinit_jax.errors import InputError
 
@@ -132,12 +132,60 @@ def test_the_report_has_all_that_was_measured(start, tmp_path, monkeypatch):
     ]
     assert float(rows[1]["test_accuracy"]) == pytest.approx(0.52)
     with Image.open(tmp_path / "curves.png") as curves:
-        assert curves.size == (1050, 630)
+        assert curves.size[0] == 1050
     page = (tmp_path / "report.html").read_text()
     assert "82.00 ± 2.00" in page
     assert page.count("data:image/svg+xml;base64,") == 1
     assert not re.search(r'(src|href)="(?!data:)', page)  # opens without a network
     assert "<script" not in page
+
+
+def draw(comparison, monkeypatch):
+    """Returns the figure of curves.png."""
+    drawn = []
+    monkeypatch.setattr(page.import_pyplot(), "close", drawn.append)
+    page.draw_test_curves(comparison)
+    (figure,) = drawn
+    figure.canvas.draw()
+    return figure
+
+
+def test_curves_are_those_of_finished_runs(start, tmp_path, monkeypatch):
+    start(["default", "mimetic"])
+    unfinished = tmp_path / "default" / "seed_2"
+    (unfinished / "status.json").unlink()
+    metrics = unfinished / "metrics.jsonl"
+    metrics.write_text("".join(metrics.read_text().splitlines(keepends=True)[:3]))
+    lines = draw(results.read(tmp_path), monkeypatch).axes[0].get_lines()
+    np.testing.assert_allclose([line.get_ydata() for line in lines], [[11, 51], [32, 42]])
+    for status in tmp_path.glob("*/*/status.json"):
+        status.unlink()
+    assert not page.has_curves(results.read(tmp_path))
+
+
+def test_a_single_evaluation_is_seen(start, tmp_path, monkeypatch):
+    start(["default"], [0])
+    metrics = tmp_path / "default" / "seed_0" / "metrics.jsonl"
+    lines = metrics.read_text().splitlines(keepends=True)
+    metrics.write_text("".join([lines[0], *lines[3:]]))
+    (line,) = draw(results.read(tmp_path), monkeypatch).axes[0].get_lines()
+    assert (len(line.get_xdata()), line.get_marker()) == (1, "o")
+
+
+@pytest.mark.parametrize("length", [1, 40, 120])
+def test_a_legend_of_many_settings_leaves_place_for_the_curves(
+    start, tmp_path, monkeypatch, length
+):
+    start(["default"], [0])
+    comparison = results.read(tmp_path)
+    runs = {f"{i}{'m' * length}": comparison.runs["default"] for i in range(20)}
+    figure = draw(comparison._replace(runs=runs), monkeypatch)
+    (legend,), (axis,) = figure.legends, figure.axes
+    box = legend.get_window_extent()
+    assert box.y0 > axis.get_window_extent().y1
+    assert axis.get_window_extent().height > 300
+    assert box.x0 >= 0
+    assert box.x1 <= figure.bbox.width
 
 
 def test_published_training_accuracies_are_beside_ours(start, tmp_path):
@@ -160,7 +208,9 @@ def test_a_second_command_trains_only_what_is_missing(start, tiny_config, tmp_pa
     start(["default", "mimetic"])
     _, trained = start(["default", "mimetic"])
     assert trained == [("mimetic", 1)]  # which had failed
-    _, trained = start(["default", "impulse"], seed_list=range(4))
+    assert start(["mimetic"], seed_list=[0])[0] == 0
+    failed, trained = start(["default", "impulse"], seed_list=range(4))
+    assert failed == 0  # that of mimetic is none of this command
     assert trained == [("default", 3), *(("impulse", seed) for seed in range(4))]
     assert "| mimetic | 2 of 4 |" in (tmp_path / "report.md").read_text()
     changed = tiny_config.copy_and_resolve_references()
@@ -296,7 +346,7 @@ def test_settings_are_spread_over_the_devices(tiny_config, tmp_path, monkeypatch
 def test_the_command_does_not_take_the_config_of_a_run(finished_run):
     result = fork_main.run(f"--workdir={finished_run.workdir}", module="structinit_jax.compare")
     assert result.returncode == 1
-    assert re.search(r"error: --config is required, .* is that of a run", result.stderr)
+    assert re.search(r"error: --config is required, .*, unless --report_only", result.stderr)
 
 
 def test_the_command_stops_on_ctrl_c_and_resumes(tmp_path, data_dir):
@@ -331,5 +381,6 @@ def test_the_command_stops_on_ctrl_c_and_resumes(tmp_path, data_dir):
     assert page.count("data:image/png;base64,") == 2  # maps before and after training
     # The report can be repeated from the files alone.
     (workdir / "report.md").unlink()
-    report.write_report(workdir)
+    result = fork_main.run("--report_only", f"--workdir={workdir}", **options)
+    assert result.returncode == 0, result.stderr
     assert (workdir / "report.md").read_text() == text

@@ -16,22 +16,22 @@ def test_settings_have_readable_names_and_what_their_scheme_needs(tiny_config, c
         *("default,model.depth=1", "default,model.depth=2"),
         *("kaiming_uniform,model.depth=1", "kaiming_uniform,model.depth=2"),
         *("impulse_2025,model.depth=1", "impulse_2025,model.depth=2"),
-        *(f"impulse,model.depth={depth},attention_init.norm=0.5" for depth in (1, 2)),
+        *(f"impulse,attention_init.norm=0.5,model.depth={depth}" for depth in (1, 2)),
     ]
     assert settings["default,model.depth=2"].model.depth == 2
     assert settings["kaiming_uniform,model.depth=1"].model.base_init == "pytorch"
     assert settings["impulse_2025,model.depth=1"].model.positions == "learned"
-    assert settings["impulse,model.depth=1,attention_init.norm=0.5"].attention_init.norm == 0.5
+    assert settings["impulse,attention_init.norm=0.5,model.depth=1"].attention_init.norm == 0.5
     assert tiny_config.model.positions == "sincos"
-    assert (
-        "impulse_2025 is trained with config.model.positions='learned'" in capsys.readouterr().out
-    )
+    out = capsys.readouterr().out
+    assert "impulse_2025 is trained with config.model.positions='learned'" in out
+    assert "note: default has no attention_init.norm and is trained without it" in out
     baselines = grid.find_baselines(settings, "default")
-    assert baselines["impulse,model.depth=2,attention_init.norm=0.5"] == "default,model.depth=2"
+    assert baselines["impulse,attention_init.norm=0.5,model.depth=2"] == "default,model.depth=2"
     assert baselines["default,model.depth=1"] == "default,model.depth=1"
     # An option that the others do not have does not hide the baseline.
     baselines = grid.find_baselines(settings, "impulse")
-    assert baselines["default,model.depth=2"] == "impulse,model.depth=2,attention_init.norm=0.5"
+    assert baselines["default,model.depth=2"] == "impulse,attention_init.norm=0.5,model.depth=2"
 
 
 def test_a_setting_is_never_compared_with_one_of_other_fields():
@@ -46,20 +46,55 @@ def test_a_setting_is_never_compared_with_one_of_other_fields():
     assert grid.find_baselines(names, "impulse") == dict(zip(names, names, strict=True))
 
 
+def test_a_setting_has_one_name_however_it_is_written(tiny_config):
+    def names(*axes):
+        return [*grid.expand(tiny_config.lock(), ["impulse"], grid.parse_axes(axes))]
+
+    first, same = [
+        ("config.learning_rate=0.001,0.002", "config.model.qk_norm=true"),
+        ("config.model.qk_norm=True", "config.learning_rate=1e-3,2e-3"),
+    ]
+    wanted = [f"impulse,learning_rate={rate},model.qk_norm=true" for rate in (0.001, 0.002)]
+    assert names(*first) == names(*same) == wanted
+    assert names("config.num_epochs=1.0") == names("config.num_epochs=1")
+    assert names("config.num_epochs=1") == ["impulse,num_epochs=1"]
+    assert names("config.data.mean=(0.1, 0.2)") == names("config.data.mean=(0.1,0.2)")
+
+
 @pytest.mark.parametrize(
     ("axis", "message"),
     [
-        ("config.model.dpth=1", r"config\.model\.dpth: .*did you mean 'depth'"),
-        ("config.model.depth=x", r"config\.model\.depth=x must be a whole number"),
-        ("config.model.depth=1,1", r"impulse,model\.depth=1 appears twice"),
+        ("config.model.dpth=1", r"--grid\.config\.model\.dpth: .*did you mean 'depth'"),
+        ("config.model.depth=x", r"--grid\.config\.model\.depth=x must be a whole number"),
+        ("config.model.depth=1,1", r"--grid\.config\.model\.depth=1,1: 1 and 1 are the same"),
+        ("config.learning_rate=1e-3,0.001", r"1e-3 and 0\.001 are the same value"),
+        (
+            "config.attention_init.nrm=1",
+            r"--grid\.config\.attention_init\.nrm: none of --schemes=impulse .* mean 'norm'",
+        ),
+        (
+            "config.attention_init.taps=1",
+            r"none of --schemes=impulse has the option 'taps'; .*they have .*target_mass",
+        ),
         ("config.seed=1,2", r"use --seeds=N"),
         ("config.attention_init.name=default", r"use --schemes"),
         ("model.depth=1", r"must name a field and its values"),
     ],
 )
 def test_mistaken_axes_are_refused(tiny_config, axis, message):
-    with pytest.raises(InputError, match=message):
-        grid.expand(tiny_config.lock(), ["impulse"], grid.parse_axes([axis]))
+    for axes in ([axis], ["config.attention_init.norm=1,2", axis]):
+        with pytest.raises(InputError, match=message):
+            grid.expand(tiny_config.lock(), ["impulse"], grid.parse_axes(axes))
+
+
+def test_what_is_given_twice_and_unknown_schemes_are_refused(tiny_config):
+    tiny_config.lock()
+    with pytest.raises(InputError, match="--schemes=default,impulse,default: a scheme appears"):
+        grid.expand(tiny_config, ["default", "impulse", "default"], {})
+    with pytest.raises(InputError, match=r"--schemes=default,impuls: .* did you mean 'impulse'"):
+        grid.expand(tiny_config, ["default", "impuls"], {})
+    with pytest.raises(InputError, match=r"model\.depth is given twice: .*\.depth=1,2$"):
+        grid.parse_axes(["config.model.depth=1", "config.model.depth=2"])
 
 
 def test_values_may_have_brackets_and_names_are_safe_for_files(tiny_config):

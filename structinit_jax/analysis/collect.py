@@ -57,6 +57,7 @@ class Snapshot(NamedTuple):
 
     Attributes:
       name: Initialization and step, for titles.
+      quantity: What the maps show, 'attention' or, for token mixing, 'sensitivity'.
       layers: First to last.
       embedding_rank: Stable rank of the first layer's input.
       grams: `measures.centered_gram` over the n images of the first layer's input and of the
@@ -64,6 +65,7 @@ class Snapshot(NamedTuple):
     """
 
     name: str
+    quantity: str
     layers: list[Layer]
     embedding_rank: float
     grams: Float[np.ndarray, "P n n"]
@@ -195,7 +197,8 @@ class Observer:
 
         model = nnx.merge(self._graphdef, *weights)
         patch_size, layers = self._config.model.get("patch_size"), []
-        for index, (name, site) in enumerate(model.sites().items()):
+        sites = model.sites()
+        for index, (name, site) in enumerate(sites.items()):
             heads, uniform = _summarize(stacks[index], site, self._targets.get(name))
             is_conv = isinstance(site, ConvSite)
             filters = np.asarray(getattr(model, name).spatial.kernel[...]) if is_conv else None
@@ -211,8 +214,10 @@ class Observer:
                     stable_rank=float(ranks[len(layers) + 1]),
                 )
                 layers.append(layer)
-        scheme = self._config.attention_init.name
-        return Snapshot(f"{scheme}, step {step:,}", layers, float(ranks[0]), grams)
+        name = f"{self._config.attention_init.name}, step {step:,}"
+        mixes = any(isinstance(site, TokenMixingSite) for site in sites.values())
+        quantity = "sensitivity" if mixes else "attention"
+        return Snapshot(name, quantity, layers, float(ranks[0]), grams)
 
     def _observe(self, weights, images):
         """Returns averages over a batch, and the first layer's input and all outputs [B, N, D]."""

@@ -3,6 +3,7 @@
 import itertools
 import math
 import os
+import textwrap
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import NamedTuple
@@ -21,6 +22,7 @@ COLORS = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#56b4e9", "#e69f00")  # O
 MAX_WRITTEN = 81  # similarities of a panel of cka.png that are also written as numbers
 BAR_WIDTH = 1.3  # inches
 MAX_WIDTH = 17  # inches; further models are drawn below the first
+TITLE_SIZE = 12  # points
 
 PANELS = {
     "distance": "attention distance [tokens]",
@@ -50,6 +52,13 @@ class Scale(NamedTuple):
     high: float
     label: str
 
+    @classmethod
+    def of_maps(cls, high: float, sizes: set[int], label: str):
+        """Returns a scale on which uniform maps of these sizes do not look like strong ones."""
+        uniform = [1 / size for size in sorted(sizes, reverse=True)]
+        values = ", ".join(f"{value:.2g}" for value in uniform)
+        return cls("viridis", 0.0, max(high, 2 * uniform[-1]), f"{label}; uniform: {values}")
+
     def show(self, axis, image: np.ndarray):
         """Draws an array without smoothing and without ticks."""
         axis.set(xticks=[], yticks=[])
@@ -63,8 +72,11 @@ class Scale(NamedTuple):
 def draw_by_offset(snapshots: Sequence[Snapshot], title: str, path: Path) -> None:
     """Draws every head as a convolution kernel; for a ConvMixer its filters."""
     panels = [(s.name, {layer.name: _tiles(layer) for layer in s.layers}) for s in snapshots]
-    has_filters = snapshots[0].layers[0].filters is not None
-    _draw_kernels(panels, title, path, has_filters)
+    if snapshots[0].layers[0].filters is not None:
+        _draw_kernels(panels, title, path, "weight", set())
+        return
+    sizes = {layer.maps.shape[-1] for s in snapshots for layer in s.layers}
+    _draw_kernels(panels, title, path, name_quantity(snapshots), sizes)
 
 
 def draw_maps(
@@ -96,7 +108,12 @@ def draw_maps(
         (name, {str(i): _crop_offsets(layer, grid) for i, layer in enumerate(layers, 1)})
         for name, layers in maps.items()
     ]
-    _draw_kernels(panels, title, path, has_filters=False)
+    _draw_kernels(panels, title, path, "attention", {tokens})
+
+
+def name_quantity(snapshots: Sequence[Snapshot]) -> str:
+    """Returns what the maps of models show, such as 'attention'."""
+    return " or ".join(dict.fromkeys(snapshot.quantity for snapshot in snapshots))
 
 
 def _tiles(layer: Layer) -> list[np.ndarray]:
@@ -112,17 +129,19 @@ def _crop_offsets(maps, grid):
     return list(kernels[:, rows - 1 - y : rows + y, cols - 1 - x : cols + x])
 
 
-def _draw_kernels(panels, title, path, has_filters):
+def _draw_kernels(panels, title, path, quantity, sizes):
     """Draws the kernels of each head. A panel is a model's name and lists of them by layer.
 
-    Models may have different numbers of layers and heads.
+    Models may have different numbers of layers and heads. `sizes` are the tokens of their maps.
     """
     tiles = [list(layers.values()) for _, layers in panels]
+    has_filters = quantity == "weight"
     peak = max(float(np.abs(tile).max()) for panel in tiles for layer in panel for tile in layer)
     if has_filters:
-        scale = Scale("PuOr", -peak, peak, "weight")
+        peak = peak or 1.0
+        scale = Scale("PuOr", -peak, peak, quantity)
     else:
-        scale = Scale("viridis", 0.0, peak, "attention by offset (frame: the token itself)")
+        scale = Scale.of_maps(peak, sizes, f"{quantity} by offset (frame: the token itself)")
     num_rows = max(map(len, tiles))
     num_columns = max(len(layer) for panel in tiles for layer in panel)
     width = num_columns * 0.75 + 0.9
@@ -166,7 +185,8 @@ def draw_full(
     drawn = [s.layers[i] for s in snapshots for i in layers if i < len(s.layers)]
     # The strongest attention of a typical row. Single rows that are stronger are clipped.
     high = max(float(layer.maps.max(axis=-1).mean(axis=-1).max()) for layer in drawn)
-    scale = Scale("viridis", 0.0, high, "attention of the row's token to the column's token")
+    label = f"{name_quantity(snapshots)} of the row's token to the column's token"
+    scale = Scale.of_maps(high, {layer.maps.shape[-1] for layer in drawn}, label)
     cell = min(max(len(layer.maps[0]) / 150 for layer in drawn), 3.0)  # inches; one pixel an entry
     cell = max(cell, 1.5)
     size = (len(heads) * cell + 0.6, len(layers) * 2 * (cell + 0.15) + 0.6)
@@ -210,34 +230,39 @@ def draw_by_layer(snapshots: Sequence[Snapshot], title: str, path: Path) -> None
     names = [n for n in PANELS if n == "stable_rank" or any(n in keys for keys in known)]
     columns = min(len(names), 4)
     rows = math.ceil(len(names) / columns)
-    size = (max(3.4 * columns, 7.0), 2.9 * rows + 1.0)
-    figure, axes = plt.subplots(rows, columns, figsize=size, layout="constrained", squeeze=False)
+    size = (max(3.4 * columns, 7.0), 2.9 * rows + 0.6)
+    figure, axes = plt.subplots(
+        rows, columns, figsize=size, layout="constrained", squeeze=False, sharex=True
+    )
     for axis in axes.flat[len(names) :]:
         axis.set_visible(False)
+    quantity = name_quantity(snapshots)
     for axis, name in zip(axes.flat, names, strict=False):
         for number, snapshot in enumerate(snapshots):
             shift = 0.1 * (number - (len(snapshots) - 1) / 2)
             _draw_measure(axis, name, snapshot, COLORS[number % len(COLORS)], shift)
-        axis.set(title=PANELS[name], xlabel="layer", ylim=(0, None))
-        axis.title.set_size(10)
+        axis.axhline(0, color="black", linewidth=0.8)  # all measures are seen from 0
+        axis.set_title(PANELS[name].replace("attention", quantity), size=10)
         axis.grid(alpha=0.3)
+    for axis in axes.flat[max(len(names) - columns, 0) : len(names)]:  # the lowest of each column
+        axis.set_xlabel("layer (0: input)")
+        axis.tick_params(labelbottom=True)
+    _label_layers(axes[0, 0], max((s.layers for s in snapshots), key=len), size[0] / columns)
     lines = {}
     for axis in axes.flat:
         handles, labels = axis.get_legend_handles_labels()
         lines |= dict(zip(labels, handles, strict=True))
     order = [n for n in ("uniform map", *(s.name for s in snapshots)) if n in lines]
-    figure.legend([lines[name] for name in order], order, loc="outside lower center", ncols=4)
-    figure.suptitle(title)
+    add_legend(figure, [lines[name] for name in order], order, "outside lower center", 4)
+    figure.suptitle(_wrap(title, figure.get_figwidth(), TITLE_SIZE))
     figure.savefig(path, dpi=150)
     plt.close(figure)
 
 
 def _draw_measure(axis, name, snapshot, color, shift):
-    labels = [layer.name for layer in snapshot.layers]
     if name == "stable_rank":
         values = [snapshot.embedding_rank, *(layer.stable_rank for layer in snapshot.layers)]
         axis.plot(range(len(values)), values, color=color, marker="o", ms=4, label=snapshot.name)
-        _label_layers(axis, ["input", *labels], start=0)
         return
     places = [i for i, layer in enumerate(snapshot.layers, 1) if name in layer.measures]
     found = [snapshot.layers[i - 1] for i in places]
@@ -252,13 +277,13 @@ def _draw_measure(axis, name, snapshot, color, shift):
         axis.plot([place + shift] * len(heads), heads, ".", color=color, alpha=0.4, ms=5)
     means = [layer.measures[name].mean() for layer in found]
     axis.plot([place + shift for place in places], means, color=color, label=snapshot.name)
-    _label_layers(axis, labels, start=1)
 
 
-def _label_layers(axis, labels, start):
-    step = math.ceil(len(labels) / 12)
-    shown = range(0, len(labels), step)
-    axis.set_xticks([i + start for i in shown], [labels[i] for i in shown])
+def _label_layers(axis, layers, width):
+    """Labels the layers, and their input as 0, as many as fit into a width in inches."""
+    names = ["0", *(layer.name for layer in layers)]
+    step = math.ceil(len(names) * (max(map(len, names)) + 1) / _num_letters(width, 10))
+    axis.set_xticks(range(0, len(names), step), names[::step])
 
 
 def draw_cka(snapshots: Sequence[Snapshot], title: str, path: Path) -> None:
@@ -284,10 +309,10 @@ def draw_cka(snapshots: Sequence[Snapshot], title: str, path: Path) -> None:
             shown = range(0, len(names), math.ceil(len(names) / 13))
             labels(list(shown), [names[i] for i in shown])
         axis.invert_yaxis()
-        axis.set_ylabel(f"layer of {a.name}")
-        axis.set_xlabel(f"layer of {b.name}")
+        axis.set_ylabel(_wrap(f"layer of {a.name}", 3.0, 10))
+        axis.set_xlabel(_wrap(f"layer of {b.name}", 3.0, 10))
     figure.colorbar(image, ax=axes, label=scale.label, shrink=0.8)
-    figure.suptitle(title)
+    figure.suptitle(_wrap(title, size[0], TITLE_SIZE))
     figure.savefig(path, dpi=150)
     plt.close(figure)
 
@@ -301,13 +326,39 @@ def _make_panels(names, size, title):
     rows = math.ceil(len(names) / max(MAX_WIDTH // size[0], 1))
     columns = math.ceil(len(names) / rows)
     width = max(size[0] * columns, 5.0)
-    figure = plt.figure(figsize=(width + BAR_WIDTH, size[1] * rows + 0.4), layout="constrained")
+    title = _wrap(title, width + BAR_WIDTH, TITLE_SIZE)
+    names = [_wrap(name, width / columns - 0.2, 11) for name in names]
+    num_lines = title.count("\n") + rows * max(name.count("\n") for name in names)
+    height = size[1] * rows + 0.4 + 0.2 * num_lines
+    figure = plt.figure(figsize=(width + BAR_WIDTH, height), layout="constrained")
     figure.suptitle(title)
     left, bar = figure.subfigures(1, 2, width_ratios=[width, BAR_WIDTH])
     panels = left.subfigures(rows, columns, squeeze=False).ravel()[: len(names)]
     for panel, name in zip(panels, names, strict=True):
         panel.suptitle(name, size=11)
     return figure, panels, bar
+
+
+def add_legend(figure, handles, labels, loc: str, max_columns: int, **options) -> None:
+    """Adds a legend outside of the axes in as many columns as fit; the figure grows by it."""
+    for columns in range(max_columns, 0, -1):
+        legend = figure.legend(handles, labels, loc=loc, ncols=columns, **options)
+        box = legend.get_window_extent()
+        if columns == 1 or box.width <= figure.bbox.width:
+            break
+        legend.remove()
+    width, height = figure.get_size_inches()
+    needed_width = box.width / figure.dpi + 0.2
+    figure.set_size_inches(max(width, needed_width), height + box.height / figure.dpi)
+
+
+def _wrap(text, width, size):
+    """Breaks the lines of a text that would be wider, in inches, at a size in points."""
+    return textwrap.fill(text, _num_letters(width, size))
+
+
+def _num_letters(width, size):
+    return int(width * 72 / (0.56 * size))  # a letter is about as wide as this part of its height
 
 
 def _frame(axis, corner, size, color):
@@ -319,6 +370,7 @@ def _frame(axis, corner, size, color):
 def _save(figure, path, bar, image, scale, extend="neither"):
     axis = bar.subplots()
     axis.set_box_aspect(12)
-    figure.colorbar(image, cax=axis, label=scale.label, extend=extend)
+    label = _wrap(scale.label, figure.get_figheight() - 0.5, 10)
+    figure.colorbar(image, cax=axis, label=label, extend=extend)
     figure.savefig(path, dpi=150)
     import_pyplot().close(figure)

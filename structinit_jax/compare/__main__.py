@@ -44,10 +44,12 @@ _TOGETHER = flags.DEFINE_enum(
     "Train the seeds of a setting in one program, each setting on one device; auto: on "
     "accelerators, unless config.fsdp splits the weights.",
 )
-_REPORT_ONLY = flags.DEFINE_bool("report_only", False, "Write the report of what has been trained.")
+_REPORT_ONLY = flags.DEFINE_bool(
+    "report_only", False, "Write the report of what has been trained; --workdir suffices."
+)
 
 
-def main(config: ConfigDict) -> None:
+def main(config: ConfigDict | None) -> None:
     """Runs the command; exits with status 1 if a run failed."""
     if not WORKDIR.value:
         raise InputError("--workdir is required: the output directory, such as /tmp/compare")
@@ -59,10 +61,10 @@ def main(config: ConfigDict) -> None:
             )
         report.write_report(local_path(WORKDIR.value))
         return
-    if CONFIG.value is None:  # the workdir is that of a single run
+    if config is None:
         raise InputError(
-            f"--config is required, such as --config=configs/vit_fashion_mnist.py, and a --workdir "
-            f"of the comparison's own: {WORKDIR.value} is that of a run"
+            "--config is required, such as --config=configs/vit_fashion_mnist.py, unless "
+            "--report_only is given"
         )
     schemes = _SCHEMES.value or [config.attention_init.name]
     baseline = _BASELINE.value
@@ -97,4 +99,4 @@ def _written(words: list[str]) -> list[str]:
 
 if __name__ == "__main__":
     sys.argv = _read_axes(sys.argv)
-    command_line.run(main, shared=["workdir"])
+    command_line.run(main, shared=["workdir"], of_a_run=False)

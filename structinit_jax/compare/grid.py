@@ -1,7 +1,9 @@
 """From the flags of a comparison to its settings, the points of the grid without the seed."""
 
+import difflib
 import itertools
 import json
+import operator
 import re
 from collections.abc import Iterable, Mapping, Sequence
 
@@ -21,6 +23,9 @@ def expand(
 ) -> dict[str, ConfigDict]:
     """Returns the config of each setting by its name, such as 'impulse,model.num_heads=6'.
 
+    A name has the fields in alphabetical order and their values in one form, so that a setting has
+    the same name however it is written on the command line.
+
     The fields that a scheme needs are set with it, and options that it does not take are left out.
     An option of `attention_init` is an axis of those schemes only that take it.
 
@@ -36,6 +41,9 @@ def expand(
         other = {"seed": "--seeds=N", "attention_init.name": "--schemes=A,B"}.get(field)
         if other:
             raise InputError(f"--grid.config.{field} cannot be an axis: use {other}")
+    command_line.check_schemes(schemes)
+    options = {scheme: attention_init.scheme_options(scheme) for scheme in schemes}
+    _check_options(options, grid)
     settings = {}
     for scheme in schemes:
         start = config.copy_and_resolve_references()
@@ -47,22 +55,60 @@ def expand(
             if field in _fields(start):  # the scheme refuses models without it when it is checked
                 start.update_from_flattened_dict({field: value})
                 print(f"note: {scheme} is trained with config.{field}={value!r}")
-        options = {f"attention_init.{name}" for name in attention_init.scheme_options(scheme)}
-        axes = {
-            field: values
-            for field, values in grid.items()
-            if not field.startswith("attention_init.") or field in options
-        }
-        for values in itertools.product(*axes.values()):
+        own = {f"attention_init.{option}" for option in options[scheme]}
+        axes = {}
+        for field, texts in sorted(grid.items()):
+            if field.startswith("attention_init.") and field not in own:
+                print(f"note: {scheme} has no {field} and is trained without it")
+            else:
+                axes[field] = _by_name(start, field, texts)
+        for parts in itertools.product(*axes.values()):
             point = start.copy_and_resolve_references()
-            for field, text in zip(axes, values, strict=True):
-                command_line.override(point, field, text)
-            parts = [f"{field}={text}" for field, text in zip(axes, values, strict=True)]
-            name = ",".join(file_safe(part) for part in [scheme, *parts])
-            if name in settings:
-                raise InputError(f"the setting {name} appears twice: give each value once")
-            settings[name] = point
+            for field, part in zip(axes, parts, strict=True):
+                command_line.override(point, field, axes[field][part], flag="grid.config")
+            settings[",".join([file_safe(scheme), *parts])] = point
     return settings
+
+
+def _check_options(options, grid):
+    """Refuses axes over options of `attention_init` that none of the schemes takes."""
+    known = sorted(set().union(*options.values()))
+    for field in grid:
+        section, _, option = field.partition(".")
+        if section == "attention_init" and option and option not in known:
+            near = difflib.get_close_matches(option, known, n=1)
+            hint = f"did you mean {near[0]!r}? " if near else ""
+            raise InputError(
+                f"--grid.config.{field}: none of --schemes={','.join(options)} has the option "
+                f"{option!r}; {hint}they have {', '.join(known) or 'no options'}"
+            )
+
+
+def _by_name(config, field, texts):
+    """Returns the texts of an axis by the part of a setting's name that stands for each."""
+    parts = {}
+    for text in texts:
+        point = config.copy_and_resolve_references()
+        command_line.override(point, field, text, flag="grid.config")
+        part = file_safe(f"{field}={_canonical(operator.attrgetter(field)(point))}")
+        if part in parts:
+            raise InputError(
+                f"--grid.config.{field}={','.join(texts)}: {parts[part]} and {text} are the same "
+                "value: give each once"
+            )
+        parts[part] = text
+    return parts
+
+
+def _canonical(value):
+    """Returns the one text for a value that can be written as 1e-3 or 0.001, or as true or True."""
+    if isinstance(value, bool):
+        return str(value).lower()
+    if isinstance(value, float):
+        return repr(value).removesuffix(".0")
+    if isinstance(value, ConfigDict):
+        value = value.to_dict()
+    return value if isinstance(value, str) else str(value).replace(" ", "")
 
 
 def parse_axes(flags: Iterable[str]) -> dict[str, list[str]]:
@@ -78,7 +124,13 @@ def parse_axes(flags: Iterable[str]) -> dict[str, list[str]]:
                 f"--grid.{flag} must name a field and its values: "
                 "--grid.config.model.num_heads=3,6,12"
             )
-        axes[path.removeprefix("config.")] = _split(text)
+        field = path.removeprefix("config.")
+        if field in axes:
+            raise InputError(
+                f"--grid.{path} is given twice: give all values at once, as in "
+                f"--grid.{path}={','.join(axes[field])},{text}"
+            )
+        axes[field] = _split(text)
     return axes
 
 

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from structinit_jax.analysis.figures import import_pyplot
+from structinit_jax.analysis.figures import add_legend, import_pyplot
 from structinit_jax.compare.results import Comparison, Run
 
 CURVES = "curves.png"
@@ -41,7 +41,8 @@ def html(comparison: Comparison, sections) -> str:
         curves = draw_all_curves(comparison)
         parts += ["<h2>Curves</h2>", _image(curves, "svg+xml", "Curves over training")]
         parts.append(
-            "<p>Lines are means over the seeds, bands one standard deviation on either side.</p>"
+            "<p>Lines are means over the finished seeds, bands one standard deviation on either "
+            "side.</p>"
         )
     parts += _maps(comparison)
     parts += [_section(*section) for section in sections[2:]]
@@ -75,13 +76,13 @@ def _image(data: bytes, kind: str, text: str) -> str:
 
 
 def has_curves(comparison: Comparison) -> bool:
-    """Whether a run has been evaluated yet."""
-    return any(run.test_curve for runs in comparison.runs.values() for run in runs)
+    """Whether a run has finished yet."""
+    return any(comparison.finished(setting) for setting in comparison.runs)
 
 
 def draw_test_curves(comparison: Comparison) -> bytes:
     """Draws the test accuracy by epoch, as a PNG."""
-    figure, axis = import_pyplot().subplots(figsize=(7, 4.2), layout="constrained")
+    figure, axis = import_pyplot().subplots(figsize=(7, 3.9), layout="constrained")
     _draw_bands(axis, comparison, None, by_second=False)
     axis.set(xlabel="epoch", ylabel="test accuracy, %")
     return _finish("png", figure, axis)
@@ -91,7 +92,7 @@ def draw_all_curves(comparison: Comparison) -> bytes:
     """Draws test and train curves by epoch and by second, as an SVG."""
     train_name, train_label = _train_metric(comparison)
     figure, axes = import_pyplot().subplots(
-        2, 2, figsize=(11, 7.5), sharey="row", layout="constrained"
+        2, 2, figsize=(11, 7.2), sharey="row", layout="constrained"
     )
     for row, name in enumerate([None, train_name]):
         for column, by_second in enumerate([False, True]):
@@ -104,12 +105,12 @@ def draw_all_curves(comparison: Comparison) -> bytes:
 
 
 def _draw_bands(axis, comparison, name, *, by_second):
-    for number, (setting, runs) in enumerate(comparison.runs.items()):
+    for number, setting in enumerate(comparison.runs):
         style = dict(
             color=COLORS[number % len(COLORS)],
             linestyle=DASHES[number // len(COLORS) % len(DASHES)],
         )
-        _band(axis, runs, name, by_second, setting, style)
+        _band(axis, comparison.finished(setting), name, by_second, setting, style)
 
 
 def _finish(kind, figure, *axes):
@@ -117,8 +118,7 @@ def _finish(kind, figure, *axes):
         axis.grid(alpha=0.25)
         axis.spines[["top", "right"]].set_visible(False)
     handles, labels = axes[0].get_legend_handles_labels()
-    columns = 3 if max(map(len, labels)) < 32 else 1
-    figure.legend(handles, labels, loc="outside upper left", ncols=columns, frameon=False)
+    add_legend(figure, handles, labels, "outside upper left", 3, frameon=False)
     file = io.BytesIO()
     figure.savefig(file, format=kind, dpi=150)
     import_pyplot().close(figure)
@@ -127,7 +127,7 @@ def _finish(kind, figure, *axes):
 
 def _train_metric(comparison):
     """The accuracy on training images, if it is logged in all runs, else the loss."""
-    runs = [run for group in comparison.runs.values() for run in group if run.lines]
+    runs = [run for setting in comparison.runs for run in comparison.finished(setting)]
     for name, label in {
         "train_eval/accuracy": "train accuracy without augmentation, %",
         "train/accuracy": "train accuracy, %",
@@ -149,7 +149,8 @@ def _band(axis, runs: Sequence[Run], name, by_second, label, style):
     place = Run.seconds if by_second else Run.epoch
     x = np.mean([[place(run, step) for step in steps] for run, _ in curves], axis=0)
     mean = values.mean(axis=0)
-    axis.plot(x, mean, label=label, linewidth=1.6, **style)
+    marker = "o" if len(steps) == 1 else None  # a line through one point is not seen
+    axis.plot(x, mean, label=label, linewidth=1.6, marker=marker, **style)
     if len(curves) > 1:
         deviation = values.std(axis=0, ddof=1)
         axis.fill_between(x, mean - deviation, mean + deviation, alpha=0.15, color=style["color"])
@@ -161,7 +162,7 @@ def _maps(comparison: Comparison) -> list[str]:
     for setting in comparison.runs:
         path = comparison.workdir / setting / MAPS
         if path.exists():
-            title = f"Attention of {setting} before and after training"
+            title = f"Maps of {setting} before and after training"
             parts += [
                 f"<h3>{html_lib.escape(setting)}</h3>",
                 _image(path.read_bytes(), "png", title),
@@ -169,8 +170,9 @@ def _maps(comparison: Comparison) -> list[str]:
     if not parts:
         return []
     text = (
-        "<p>Attention of each head by offset from the query token, as a mean over training images, "
-        "or the filters of a ConvMixer, before and after the training of the first seed. Every "
-        "setting has its own color scale.</p>"
+        "<p>Attention of each head by offset from the query token, as a mean over training images "
+        "(of an MLP-Mixer the sensitivity of an output token), or the filters of a ConvMixer, "
+        "before and after the training of the first seed. Every setting has its own color scale."
+        "</p>"
     )
-    return ["<h2>Attention maps</h2>", text, *parts]
+    return ["<h2>Maps</h2>", text, *parts]

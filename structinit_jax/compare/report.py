@@ -120,7 +120,7 @@ def _summary(comparison: Comparison) -> list[list[str]]:
     baselines = comparison.info["baselines"]
     for setting, runs in comparison.runs.items():
         accuracies = comparison.accuracies(setting)
-        done = [run for run in runs if run.status == "done"]
+        done = comparison.finished(setting)
         facts = comparison.info["settings"][setting]
         seconds = [run.seconds(facts["num_steps"]) for run in done]
         several = len({*baselines.values()}) > 1

@@ -97,6 +97,10 @@ class Comparison(NamedTuple):
         runs = self.runs.get(setting, ())  # a baseline need not be among the settings
         return {run.seed: run.accuracy for run in runs if run.accuracy is not None}
 
+    def finished(self, setting: str) -> list[Run]:
+        """Returns the runs of a setting that are done."""
+        return [run for run in self.runs[setting] if run.status == "done"]
+
     def difference(self, setting: str) -> "Interval | None":
         """Returns the accuracy minus that of the setting's baseline."""
         baseline = self.info["baselines"][setting]
@@ -110,7 +114,7 @@ class Comparison(NamedTuple):
         if not finals:
             return []
         goal = np.mean([*finals.values()])
-        return [run.first_epoch(goal) for run in self.runs[setting] if run.status == "done"]
+        return [run.first_epoch(goal) for run in self.finished(setting)]
 
 
 def read(workdir: Path) -> Comparison:

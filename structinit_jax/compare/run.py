@@ -69,7 +69,7 @@ def run_grid(
         accelerators if no setting has config.fsdp.
 
     Returns:
-      The number of runs that failed.
+      The number of runs of these settings and seeds that failed.
 
     Raises:
       InputError: A setting cannot be trained, or the workdir holds a comparison that disagrees.
@@ -131,8 +131,8 @@ def run_grid(
             raise StoppedError(STOPPED, PREEMPTED_EXIT_CODE) from None
         finally:
             report.write_report(workdir)
-    failed = [run for runs in results.read(workdir).runs.values() for run in runs if run.error]
-    return len(failed)
+    runs = results.read(workdir).runs
+    return sum(bool(run.error) for name in settings for run in runs[name] if run.seed in seed_list)
 
 
 def _check(
