@@ -38,6 +38,10 @@ need_flags "$@"
 
 [[ $cpu_devices =~ ^([1-9][0-9]*)?$ ]] || fail "--cpu_devices=$cpu_devices must be a positive number"
 [[ $port =~ ^[1-9][0-9]*$ ]] || fail "--port=$port must be a number"
+# Two coordinators could listen on one port, and the processes of both runs would fail.
+if ! $dry_run && (: 3<> "/dev/tcp/127.0.0.1/$port") 2> /dev/null; then
+  fail "--port=$port is in use, perhaps by another run: choose another port"
+fi
 
 mapfile -t gpus < <(seq 0 $((processes - 1)))
 if [[ -n ${CUDA_VISIBLE_DEVICES:-} && -z $cpu_devices ]]; then

@@ -4,6 +4,7 @@ import json
 import os
 import re
 import shlex
+import socket
 import subprocess
 import sys
 from pathlib import Path
@@ -297,6 +298,16 @@ def test_mistakes_end_with_a_message_that_names_them(script, arguments, word):
     assert result.returncode == 1
     assert result.stderr.startswith("error: ")
     assert word in result.stderr
+
+
+def test_local_does_not_share_the_port_of_another_run():
+    with socket.create_server(("127.0.0.1", fork_main.free_port())) as other:
+        option = f"--port={other.getsockname()[1]}"
+        result = launch("local.sh", option, "--", "x", PYTHON="true")
+        assert (result.returncode, result.stdout) == (1, "")
+        assert f"error: {option} is in use" in result.stderr
+        assert planned("local.sh", option, "--dry_run", "--", "x")
+    assert launch("local.sh", option, "--", "x", PYTHON="true").returncode == 0
 
 
 TRAINER = """#!/usr/bin/env bash
