@@ -131,7 +131,7 @@ def test_public_functions_show_the_options_that_they_take(name):
         ("impulse", {"vo_init": 1}, "vo_init=1: must be one of balanced"),
         ("impulse", {"filters": np.full((1, 3, 3), np.nan)}, "filters .* of finite numbers"),
         ("impulse", {"filters": np.ones((0, 3, 3))}, r"filters has shape \(0, 3, 3\)"),
-        ("impulse", {"filters": np.ones((1, 3, 3)), "kernel_size": 3}, "kernel_size=3 .*an array"),
+        ("impulse", {"filters": np.ones((1, 3, 3)), "sigma": 1.0}, "sigma=1.0 .*filters=an array"),
         ("impulse", {"filters": "box", "dilation": 2}, "dilation=2 has no effect .*'box'"),
         ("impulse", {"sigma": 1.0}, "sigma=1.0 has no effect with filters='impulse', only with ga"),
         ("impulse_2024", {"taps": "2"}, "taps='2': must be a whole number"),

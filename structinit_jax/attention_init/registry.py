@@ -69,7 +69,6 @@ NEEDS = [
 ]
 # Options that have an effect with some filters only, and those filters.
 EFFECTS = {
-    "kernel_size": kernels.FILTERS,
     "dilation": ("impulse",),
     "sigma": ("gaussian", "difference_of_gaussians"),
 }
