@@ -187,7 +187,6 @@ def main(config: ConfigDict) -> None:
     layers = choose("layers", _LAYERS.value, names, few)
     found = head_names(sizes, layers)
     heads = choose("heads", _HEADS.value, found, list(range(min(3, len(found)))))
-    figures.import_pyplot()
     out = command_line.out_path("analysis")
     try:
         out.mkdir(parents=True, exist_ok=True)

@@ -75,7 +75,6 @@ def run_grid(
       InputError: A setting cannot be trained, or the workdir holds a comparison that disagrees.
       StoppedError: A signal stopped the runs.
     """
-    figures.import_pyplot()  # before hours of training, not after them
     workdir = workdir_lib.prepare_workdir(workdir)
     split = {name: config.fsdp for name, config in settings.items() if config.fsdp > 1}
     if together is None:
