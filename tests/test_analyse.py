@@ -193,6 +193,17 @@ def test_token_mixing_is_measured_by_its_derivatives(data_dir, tmp_path, drawn):
         assert not any("attention" in text.lower() for text in texts)
 
 
+def test_a_token_that_depends_on_no_other_has_a_row_of_zeros(data_dir):
+    config = make_config("mixer", data_dir)
+    config.model.patch_size = 1
+    snapshot = collect.observe_start(config, collect.read_images(config, NUM_IMAGES))
+    rows = np.concatenate([layer.maps.sum(axis=-1) for layer in snapshot.layers])
+    assert rows.min() == 0
+    np.testing.assert_allclose(rows.max(), 1, rtol=1e-5)
+    for layer in snapshot.layers:
+        assert all(np.isfinite(values).all() for values in layer.measures.values())
+
+
 def test_convmixer_has_filters_and_no_maps(data_dir, tmp_path):
     snapshot = start("convmixer", data_dir)[2]
     layer = snapshot.layers[0]

@@ -256,7 +256,8 @@ def comparable_maps(blocks: dict[str, Array], site: Site) -> Float[Array, "B L h
 
     Class and register tokens are left out. Windows count as images. For token mixing, a map is the
     share of each input token in the absolute derivatives of an output token with respect to all
-    input tokens; it has one head.
+    input tokens; it has one head. The row of an output token that depends on none is 0, such as
+    that of a token at the border whose impulse is off the grid.
     """
     if isinstance(site, TokenMixingSite):
         maps = jnp.abs(blocks["token_maps"])[:, :, None]
@@ -265,7 +266,8 @@ def comparable_maps(blocks: dict[str, Array], site: Site) -> Float[Array, "B L h
     maps = maps[..., -site.num_tokens :, -site.num_tokens :]
     maps = maps.reshape(len(maps), -1, *maps.shape[-3:])
     maps = jnp.moveaxis(maps, 1, 0)
-    return maps / maps.sum(axis=-1, keepdims=True)
+    total = maps.sum(axis=-1, keepdims=True)
+    return maps / jnp.where(total > 0, total, 1)
 
 
 def _summarize(averages, site: Site, targets) -> tuple[dict, dict]:

@@ -20,7 +20,7 @@ MAX_FILTERS = 16  # of each layer of a ConvMixer
 ZOOM_ROWS = 3  # rows of tokens in a zoom, as in the 2024 paper
 COLORS = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#56b4e9", "#e69f00")  # Okabe & Ito
 MAX_WRITTEN = 81  # similarities of a panel of cka.png that are also written as numbers
-BAR_WIDTH = 1.3  # inches
+BAR_WIDTH = 1.5  # inches
 MAX_WIDTH = 17  # inches; further models are drawn below the first
 TITLE_SIZE = 12  # points
 
