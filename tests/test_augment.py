@@ -197,6 +197,12 @@ def test_batches_of_other_types_or_shapes_are_refused(images, labels, message):
         make_augment(RECIPE)(jax.random.key(0), images, labels)
 
 
+def test_batches_may_be_lists():
+    augment = make_augment(only())
+    ours, theirs = (augment(jax.random.key(0), IMAGES[:2], y) for y in (LABELS[:2], [0, 1]))
+    jax.tree.map(np.testing.assert_array_equal, ours, theirs)
+
+
 def test_batches_that_do_not_match_the_options_are_refused():
     augment = make_augment(dataclasses.replace(RECIPE, mix_group=3))
     with pytest.raises(InputError, match=r"config\.augment\.mix_group=3"):

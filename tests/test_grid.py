@@ -2,6 +2,7 @@
 
 import pytest
 
+from structinit_jax import command_line
 from structinit_jax.compare import grid
 from structinit_jax.errors import InputError
 
@@ -87,12 +88,11 @@ def test_mistaken_axes_are_refused(tiny_config, axis, message):
             grid.expand(tiny_config.lock(), ["impulse"], grid.parse_axes(axes))
 
 
-def test_what_is_given_twice_and_unknown_schemes_are_refused(tiny_config):
-    tiny_config.lock()
+def test_what_is_given_twice_and_unknown_schemes_are_refused():
     with pytest.raises(InputError, match="--schemes=default,impulse,default: a scheme appears"):
-        grid.expand(tiny_config, ["default", "impulse", "default"], {})
+        command_line.check_schemes(["default", "impulse", "default"])
     with pytest.raises(InputError, match=r"--schemes=default,impuls: .* did you mean 'impulse'"):
-        grid.expand(tiny_config, ["default", "impuls"], {})
+        command_line.check_schemes(["default", "impuls"])
     with pytest.raises(InputError, match=r"model\.depth is given twice: .*\.depth=1,2$"):
         grid.parse_axes(["config.model.depth=1", "config.model.depth=2"])
 

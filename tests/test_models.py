@@ -124,15 +124,23 @@ def test_weights_that_would_be_broadcast_are_refused(family, weights, message):
         make(family).initialize_attention(lambda rng, site: weights, jax.random.key(0))
 
 
-def test_a_scheme_after_one_that_scaled_weights_is_refused():
-    model = nnx.clone(make("vit"))
-    for weights in (
-        attention_init.AttentionWeights(),
-        attention_init.AttentionWeights(mlp_scale=0),
-    ):
-        model.initialize_attention(lambda rng, site, weights=weights: weights, jax.random.key(0))
-    with pytest.raises(InputError, match="earlier scheme has multiplied weights"):
-        model.initialize_attention(attention_init.mimetic(), jax.random.key(0))
+def test_an_initialized_model_has_the_tree_of_a_new_one():
+    new, initialized = make("vit"), nnx.clone(make("vit"))
+    scales = attention_init.AttentionWeights(patch_scale=0.3, mlp_scale=0.0)
+    initialized.initialize_attention(lambda rng, site: scales, jax.random.key(0))
+    difference = jax.tree.map(jnp.subtract, initialized, new)
+    assert difference.patch_embedding.kernel[...].any()
+
+
+def test_a_decorated_scheme_is_one():
+    def with_option(rng, site, option):
+        return attention_init.default()(rng, site)
+
+    @functools.wraps(with_option)
+    def scheme(rng, site):
+        return with_option(rng, site, option=1)
+
+    make("vit").start_weights(scheme, jax.random.key(0))
 
 
 def test_a_scheme_that_was_not_called_is_refused():

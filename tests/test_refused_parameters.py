@@ -166,6 +166,8 @@ def test_a_learned_table_of_a_width_without_an_encoding():
     params["pos_embed"] = np.random.default_rng(0).standard_normal((1, 16, 30), np.float32)
     with pytest.raises(InputError, match=r"params: .*width 30 .*a multiple of 4, or 'mimetic'"):
         interop.initialize(params, impulse(), RNG, num_heads=3)
+    with pytest.raises(InputError, match="attention_init=impulse is not a function"):
+        interop.initialize(params, impulse, RNG, num_heads=3)
 
 
 def test_a_model_with_rotary_positions_only():

@@ -81,12 +81,13 @@ def test_the_modules_are_those_of_the_extra():
 def test_the_extras_named_in_documents_and_scripts_exist():
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
     paths = [*ROOT.glob("*.md"), *ROOT.glob("*/*.ipynb"), *ROOT.glob("launch/**/*.*")]
-    texts = {path.name: path.read_text() for path in paths}
+    texts = {str(path.relative_to(ROOT)): path.read_text() for path in paths}
     named = {
         (name, extra)
         for name, text in texts.items()
         for group in re.findall(r"(?:structinit-jax|\{wheel\}|'\.)\[([\w,]+)\]", text)
         for extra in group.split(",")
     }
-    assert {"README.md", "quickstart.ipynb", "gke.sh", "tpu_install.sh"} <= dict(named).keys()
+    found = {"README.md", "launch/README.md", "colab/quickstart.ipynb", "launch/gke/gke.sh"}
+    assert found | {"launch/tpu_install.sh"} <= dict(named).keys()
     assert {extra for _, extra in named} <= project["optional-dependencies"].keys(), named

@@ -209,7 +209,8 @@ def _check_effects(options):
     """Raises `InputError` for options that have no effect with the `filters` among them."""
     filters = options.get("filters", "impulse")
     for option, fitting in EFFECTS.items():
-        if option in options and not (isinstance(filters, str) and filters in fitting):
+        fits = isinstance(filters, str) and filters in fitting
+        if option in options and not fits and (option, options[option]) != ("dilation", 1):
             given = repr(filters) if isinstance(filters, str) else "an array"
             raise InputError(
                 f"{option}={options[option]!r} has no effect with filters={given}, only with "

@@ -314,24 +314,27 @@ AttentionInit = Callable[[jax.Array, Site], Weights]
 """Function `(rng, site) -> weights`: pure, and traceable by jit, vmap and eval_shape."""
 
 
-def call_scheme(scheme: AttentionInit, rng: jax.Array, site: Site) -> Weights:
-    """Returns a scheme's weights.
-
-    Raises `InputError` if it is not a function of (rng, site), or its weights are of another kind
-    than the site.
-    """
-    name = getattr(scheme, "__name__", repr(scheme))
+def check_scheme(scheme: Any) -> None:
+    """Raises `InputError` for what is not a function of (rng, site), as a scheme not yet called."""
     try:
-        inspect.signature(scheme).bind(rng, site)
+        inspect.signature(scheme, follow_wrapped=False).bind(None, None)
+    except ValueError:  # it has no signature that Python knows
+        return
     except TypeError as error:
+        name = getattr(scheme, "__name__", repr(scheme))
         raise InputError(
             f"attention_init={name} is not a function of (rng, site): call the scheme with its "
             "options first, as in impulse()"
         ) from error
+
+
+def call_scheme(scheme: AttentionInit, rng: jax.Array, site: Site) -> Weights:
+    """Returns a scheme's weights; raises `InputError` if they are of another kind than the site."""
     weights = scheme(rng, site)
     kinds = {TokenMixingSite: TokenMixingWeights, ConvSite: ConvWeights}
     expected = kinds.get(type(site), AttentionWeights)
     if not isinstance(weights, expected):
+        name = getattr(scheme, "__name__", repr(scheme))
         raise InputError(
             f"attention_init={name} returned {type(weights).__name__}: for this "
             f"{type(site).__name__} it needs to return {expected.__name__}"

@@ -185,6 +185,7 @@ def make_augment(options: AugmentOptions, mesh: Mesh | None = None) -> Augment:
     before, after = (_shard(_chain(part), mesh) for part in _operations(options))
 
     def augment(rng, images, labels):
+        images, labels = jnp.asarray(images), jnp.asarray(labels)
         _check_batch(images, labels, options)
         index = jnp.arange(len(images))
         images = before(rng, index, images)

@@ -66,6 +66,7 @@ def main(config: ConfigDict | None) -> None:
             "--config is required, such as --config=configs/vit_fashion_mnist.py, unless "
             "--report_only is given"
         )
+    command_line.check_schemes(_SCHEMES.value or [])
     schemes = _SCHEMES.value or [config.attention_init.name]
     baseline = _BASELINE.value
     if baseline and baseline not in schemes:

@@ -41,7 +41,6 @@ def expand(
         other = {"seed": "--seeds=N", "attention_init.name": "--schemes=A,B"}.get(field)
         if other:
             raise InputError(f"--grid.config.{field} cannot be an axis: use {other}")
-    command_line.check_schemes(schemes)
     options = {scheme: attention_init.scheme_options(scheme) for scheme in schemes}
     _check_options(options, grid)
     settings = {}

@@ -94,20 +94,12 @@ def train_together(
 
 
 def _interrupted(folder: Path, seeds: Sequence[int]) -> list[int]:
-    """Returns a part of the seeds that shares a checkpoint, if there is one.
-
-    Notes checkpoints of these seeds together with others, which cannot be continued.
-    """
-    found: list[int] = []
+    """Returns a part of the seeds that shares a checkpoint, if there is one."""
     for shared in sorted((folder / TOGETHER).glob("seeds_*")):
         group = [int(seed) for seed in shared.name.split("_")[1:]]
-        if not manifest.step_folders(shared):
-            continue
-        if set(group) < set(seeds):
-            found = found or group
-        elif set(group) & set(seeds) and set(group) != set(seeds):
-            print(f"note: {shared} does not help to train seeds {list(seeds)} and can be deleted")
-    return found
+        if set(group) < set(seeds) and manifest.step_folders(shared):
+            return group
+    return []
 
 
 class _SharedRun:

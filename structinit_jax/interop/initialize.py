@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from structinit_jax.attention_init import AttentionInit, AttentionSite, AttentionWeights
-from structinit_jax.attention_init.sites import call_scheme, check_shape
+from structinit_jax.attention_init.sites import call_scheme, check_scheme, check_shape
 from structinit_jax.errors import InputError
 from structinit_jax.interop.assumptions import require_assumptions, rotary_positions
 from structinit_jax.interop.blocks import mlp_outputs
@@ -81,6 +81,7 @@ def initialize(
       InputError: The attention layers cannot be found or do not fit, the parameters show that the
         maps would not be the scheme's, or an argument is missing.
     """
+    check_scheme(attention_init)
     if hasattr(params, "initialize_attention"):
         raise InputError(
             f"params: a {type(params).__name__} of this package knows its own layers; call "

@@ -46,7 +46,7 @@ NEEDS = [
     (
         "a positive whole number",
         is_count,
-        "channels num_classes patch_size width depth window_size kernel_size",
+        "num_classes patch_size width depth window_size kernel_size",
     ),
     ("a positive whole number, or several", _are_counts, "num_heads depths"),
     ("a whole number, 0 or more", lambda x: is_count(x, 0), "num_registers unroll"),

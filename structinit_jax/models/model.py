@@ -21,7 +21,7 @@ from structinit_jax.attention_init import (
     SolveReport,
     Weights,
 )
-from structinit_jax.attention_init.sites import call_scheme, check_shape, is_count
+from structinit_jax.attention_init.sites import call_scheme, check_scheme, check_shape, is_count
 from structinit_jax.errors import InputError
 from structinit_jax.models import sharding
 from structinit_jax.models.layers import RESIDUAL, Rng, set_weight
@@ -45,10 +45,6 @@ REMAT_POLICIES = {
 }
 
 
-# Factors of `AttentionWeights` on weights that the model has.
-SCALES = ("position_scale", "patch_scale", "mlp_scale")
-
-
 class Model(nnx.Module):
     """Base class of the model families.
 
@@ -66,7 +62,6 @@ class Model(nnx.Module):
     """
 
     VARIANTS: ClassVar[Mapping[str, dict[str, Any]]] = {}  # named changes to `default_config`
-    scaled = False  # whether a scheme has multiplied weights, which none undoes
 
     @staticmethod
     def default_config() -> dict[str, Any]:
@@ -98,6 +93,7 @@ class Model(nnx.Module):
 
     def start_weights(self, scheme: AttentionInit, rng: PRNGKeyArray) -> dict[str, Weights]:
         """Returns what a scheme gives to each stack, by the stack's name, and changes nothing."""
+        check_scheme(scheme)
         sites = self.sites()
         # Split for a single stage too, so that this does not depend on the number of stages.
         rngs = [rng] if list(sites) == ["blocks"] else jax.random.split(rng, len(sites))
@@ -107,6 +103,9 @@ class Model(nnx.Module):
     def initialize_attention(self, scheme: AttentionInit, rng: PRNGKeyArray) -> SolveReport | None:
         """Replaces the start values of every stack by those of a scheme.
 
+        Some schemes also multiply the patch embedding and the MLPs by factors. Since no scheme
+        undoes those of an earlier one, initialize a new model for each.
+
         Args:
           scheme: `(rng, site) -> weights`, such as `attention_init.impulse()`.
           rng: Passed to the scheme; split among the stages of a model that has them.
@@ -115,17 +114,11 @@ class Model(nnx.Module):
           The report of the scheme's solve, averaged over the stacks; None if it does not solve.
 
         Raises:
-          InputError: The scheme does not fit the model, or an earlier one has scaled its weights.
+          InputError: The scheme does not fit the model.
         """
-        if self.scaled:
-            raise InputError(
-                "initialize_attention: an earlier scheme has multiplied weights of this model, "
-                "which this one would not undo: make a new model, or initialize it only once"
-            )
         sites, reports = self.sites(), []
         for name, weights in self.start_weights(scheme, rng).items():
             if isinstance(weights, AttentionWeights):
-                self.scaled |= any(getattr(weights, field) is not None for field in SCALES)
                 self._set_positions(sites[name], weights)
                 if name == next(iter(sites)):  # the others follow it
                     self._set_patch_embedding(weights)
