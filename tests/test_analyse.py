@@ -16,7 +16,7 @@ from flax import nnx
 from PIL import Image
 
 from structinit_jax import analyse
-from structinit_jax.analysis import collect, figures
+from structinit_jax.analysis import collect, drawing, figures
 from structinit_jax.attention_init import WindowSite
 from structinit_jax.attention_init.kernels import convolution_maps, impulse_kernels
 from structinit_jax.augment import normalize
@@ -82,7 +82,7 @@ def check_figures(out, names):
 def drawn(monkeypatch):
     """The figures that have been drawn."""
     found = []
-    monkeypatch.setattr(figures.import_pyplot(), "close", found.append)
+    monkeypatch.setattr(drawing.import_pyplot(), "close", found.append)
     return found
 
 
@@ -229,7 +229,7 @@ def test_maps_of_any_model_are_drawn_in_the_backend_of_the_notebook(tmp_path, mo
 
     monkeypatch.setenv("MPLBACKEND", "svg")
     code = (
-        "from structinit_jax.analysis.figures import import_pyplot as f; print(f().get_backend())"
+        "from structinit_jax.analysis.drawing import import_pyplot as f; print(f().get_backend())"
     )
     result = subprocess.run(
         [sys.executable, "-c", code], capture_output=True, text=True, check=True

@@ -2,17 +2,26 @@
 
 import itertools
 import math
-import os
-import textwrap
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import NamedTuple
 
 import numpy as np
 from jaxtyping import Array, Float
 
 from structinit_jax.analysis import measures
 from structinit_jax.analysis.collect import Layer, Snapshot
+from structinit_jax.analysis.drawing import (
+    BAR_WIDTH,
+    TITLE_SIZE,
+    Scale,
+    add_legend,
+    draw_frame,
+    import_pyplot,
+    make_panels,
+    num_letters,
+    save,
+    wrap,
+)
 from structinit_jax.errors import InputError
 
 REACH = 4  # largest offset that is drawn: on a large grid, an impulse would be too small
@@ -20,9 +29,6 @@ MAX_FILTERS = 16  # of each layer of a ConvMixer
 ZOOM_ROWS = 3  # rows of tokens in a zoom, as in the 2024 paper
 COLORS = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#56b4e9", "#e69f00")  # Okabe & Ito
 MAX_WRITTEN = 81  # similarities of a panel of cka.png that are also written as numbers
-BAR_WIDTH = 1.5  # inches
-MAX_WIDTH = 17  # inches; further models are drawn below the first
-TITLE_SIZE = 12  # points
 
 PANELS = {
     "distance": "attention distance [tokens]",
@@ -34,36 +40,6 @@ PANELS = {
     "filter_cosine": "cosine of filters to their start",
     "stable_rank": "stable rank of the output",
 }
-
-
-def import_pyplot():
-    """Imports matplotlib's pyplot for drawing to files."""
-    os.environ.setdefault("MPLBACKEND", "Agg")  # needs no display; a notebook keeps its own
-    import matplotlib.pyplot as plt
-
-    return plt
-
-
-class Scale(NamedTuple):
-    """What the colors of a figure mean."""
-
-    cmap: str
-    low: float
-    high: float
-    label: str
-
-    @classmethod
-    def of_maps(cls, high: float, sizes: set[int], label: str):
-        """Returns a scale on which uniform maps of these sizes do not look like strong ones."""
-        uniform = [1 / size for size in sorted(sizes, reverse=True)]
-        values = ", ".join(f"{value:.2g}" for value in uniform)
-        return cls("viridis", 0.0, max(high, 2 * uniform[-1]), f"{label}; uniform: {values}")
-
-    def show(self, axis, image: np.ndarray):
-        """Draws an array without smoothing and without ticks."""
-        axis.set(xticks=[], yticks=[])
-        limits = dict(vmin=self.low, vmax=self.high)
-        return axis.imshow(image, cmap=self.cmap, interpolation="nearest", **limits)
 
 
 # -- maps ------------------------------------------------------------------------------------------
@@ -147,7 +123,7 @@ def _draw_kernels(panels, title, path, quantity, sizes):
     width = num_columns * 0.75 + 0.9
     size = (width, max(num_rows * 0.75 + 0.9, 3.0))
     names = [list(layers) for _, layers in panels]
-    figure, panels, bar = _make_panels([name for name, _ in panels], size, title)
+    figure, panels, bar = make_panels([name for name, _ in panels], size, title)
     for panel, layer_names, layers in zip(panels, names, tiles, strict=True):
         panel.supxlabel("channel" if has_filters else "head", size=10)
         panel.supylabel("layer", size=10)
@@ -158,12 +134,12 @@ def _draw_kernels(panels, title, path, quantity, sizes):
             image = scale.show(axis, layers[y][x])
             rows, cols = layers[y][x].shape
             middle = (cols // 2 - 0.5, rows // 2 - 0.5)
-            _frame(axis, middle, (1, 1), color="black" if has_filters else "white")
+            draw_frame(axis, middle, (1, 1), color="black" if has_filters else "white")
             if x == 0:
                 axis.set_ylabel(layer_names[y], rotation=0, ha="right", va="center")
             if y == len(layers) - 1 or x >= len(layers[y + 1]):
                 axis.set_xlabel(f"{x + 1}")
-    _save(figure, path, bar, image, scale)
+    save(figure, path, bar, image, scale)
 
 
 def draw_full(
@@ -190,7 +166,7 @@ def draw_full(
     cell = min(max(len(layer.maps[0]) / 150 for layer in drawn), 3.0)  # inches; one pixel an entry
     cell = max(cell, 1.5)
     size = (len(heads) * cell + 0.6, len(layers) * 2 * (cell + 0.15) + 0.6)
-    figure, panels, bar = _make_panels([s.name for s in snapshots], size, title)
+    figure, panels, bar = make_panels([s.name for s in snapshots], size, title)
     for panel, snapshot in zip(panels, snapshots, strict=True):
         axes = panel.subplots(2 * len(layers), len(heads), squeeze=False)
         for (y, x), axis in np.ndenumerate(axes):
@@ -204,12 +180,12 @@ def draw_full(
             if y % 2 == 0:
                 image = scale.show(axis, layer.maps[head])
                 axis.set_title(f"layer {layer.name}, head {head + 1}", size=9)
-                _frame(axis, (-0.5, -0.5), (side, side), color="red")
+                draw_frame(axis, (-0.5, -0.5), (side, side), color="red")
                 ticks = [0, num_tokens - 1]
             else:
                 scale.show(axis, layer.maps[head][:side, :side])
                 for start in range(0, side, cols):
-                    _frame(axis, (start - 0.5, start - 0.5), (cols, cols), color="white")
+                    draw_frame(axis, (start - 0.5, start - 0.5), (cols, cols), color="white")
                 for spine in axis.spines.values():
                     spine.set(color="red", linewidth=1.5)
                 ticks = [0, side - 1]
@@ -217,7 +193,7 @@ def draw_full(
             axis.tick_params(labelsize=7, length=2)
             if x == 0:
                 axis.set_ylabel("token", size=8, labelpad=-4)
-    _save(figure, path, bar, image, scale, extend="max")
+    save(figure, path, bar, image, scale, extend="max")
 
 
 # -- numbers ---------------------------------------------------------------------------------------
@@ -254,7 +230,7 @@ def draw_by_layer(snapshots: Sequence[Snapshot], title: str, path: Path) -> None
         lines |= dict(zip(labels, handles, strict=True))
     order = [n for n in ("uniform map", *(s.name for s in snapshots)) if n in lines]
     add_legend(figure, [lines[name] for name in order], order, "outside lower center", 4)
-    figure.suptitle(_wrap(title, figure.get_figwidth(), TITLE_SIZE))
+    figure.suptitle(wrap(title, figure.get_figwidth(), TITLE_SIZE))
     figure.savefig(path, dpi=150)
     plt.close(figure)
 
@@ -282,7 +258,7 @@ def _draw_measure(axis, name, snapshot, color, shift):
 def _label_layers(axis, layers, width):
     """Labels the layers, and their input as 0, as many as fit into a width in inches."""
     names = ["0", *(layer.name for layer in layers)]
-    step = math.ceil(len(names) * (max(map(len, names)) + 1) / _num_letters(width, 10))
+    step = math.ceil(len(names) * (max(map(len, names)) + 1) / num_letters(width, 10))
     axis.set_xticks(range(0, len(names), step), names[::step])
 
 
@@ -309,68 +285,9 @@ def draw_cka(snapshots: Sequence[Snapshot], title: str, path: Path) -> None:
             shown = range(0, len(names), math.ceil(len(names) / 13))
             labels(list(shown), [names[i] for i in shown])
         axis.invert_yaxis()
-        axis.set_ylabel(_wrap(f"layer of {a.name}", 3.0, 10))
-        axis.set_xlabel(_wrap(f"layer of {b.name}", 3.0, 10))
+        axis.set_ylabel(wrap(f"layer of {a.name}", 3.0, 10))
+        axis.set_xlabel(wrap(f"layer of {b.name}", 3.0, 10))
     figure.colorbar(image, ax=axes, label=scale.label, shrink=0.8)
-    figure.suptitle(_wrap(title, size[0], TITLE_SIZE))
+    figure.suptitle(wrap(title, size[0], TITLE_SIZE))
     figure.savefig(path, dpi=150)
     plt.close(figure)
-
-
-# -- parts -----------------------------------------------------------------------------------------
-
-
-def _make_panels(names, size, title):
-    """Returns a figure, a part of it of `size` for each name, and one for the color bar."""
-    plt = import_pyplot()
-    rows = math.ceil(len(names) / max(MAX_WIDTH // size[0], 1))
-    columns = math.ceil(len(names) / rows)
-    width = max(size[0] * columns, 5.0)
-    title = _wrap(title, width + BAR_WIDTH, TITLE_SIZE)
-    names = [_wrap(name, width / columns - 0.2, 11) for name in names]
-    num_lines = title.count("\n") + rows * max(name.count("\n") for name in names)
-    height = size[1] * rows + 0.4 + 0.2 * num_lines
-    figure = plt.figure(figsize=(width + BAR_WIDTH, height), layout="constrained")
-    figure.suptitle(title)
-    left, bar = figure.subfigures(1, 2, width_ratios=[width, BAR_WIDTH])
-    panels = left.subfigures(rows, columns, squeeze=False).ravel()[: len(names)]
-    for panel, name in zip(panels, names, strict=True):
-        panel.suptitle(name, size=11)
-    return figure, panels, bar
-
-
-def add_legend(figure, handles, labels, loc: str, max_columns: int, **options) -> None:
-    """Adds a legend outside of the axes in as many columns as fit; the figure grows by it."""
-    for columns in range(max_columns, 0, -1):
-        legend = figure.legend(handles, labels, loc=loc, ncols=columns, **options)
-        box = legend.get_window_extent()
-        if columns == 1 or box.width <= figure.bbox.width:
-            break
-        legend.remove()
-    width, height = figure.get_size_inches()
-    needed_width = box.width / figure.dpi + 0.2
-    figure.set_size_inches(max(width, needed_width), height + box.height / figure.dpi)
-
-
-def _wrap(text, width, size):
-    """Breaks the lines of a text that would be wider, in inches, at a size in points."""
-    return textwrap.fill(text, _num_letters(width, size))
-
-
-def _num_letters(width, size):
-    return int(width * 72 / (0.56 * size))  # a letter is about as wide as this part of its height
-
-
-def _frame(axis, corner, size, color):
-    from matplotlib.patches import Rectangle
-
-    axis.add_patch(Rectangle(corner, *size, fill=False, edgecolor=color, linewidth=0.8))
-
-
-def _save(figure, path, bar, image, scale, extend="neither"):
-    axis = bar.subplots()
-    axis.set_box_aspect(12)
-    label = _wrap(scale.label, figure.get_figheight() - 0.5, 10)
-    figure.colorbar(image, cax=axis, label=label, extend=extend)
-    figure.savefig(path, dpi=150)
-    import_pyplot().close(figure)

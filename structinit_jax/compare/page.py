@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from structinit_jax.analysis.figures import add_legend, import_pyplot
+from structinit_jax.analysis.drawing import add_legend, import_pyplot
 from structinit_jax.compare.results import Comparison, Run
 
 CURVES = "curves.png"
