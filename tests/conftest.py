@@ -1,7 +1,6 @@
 """Runs the tests on eight virtual CPU devices, with shapes, types and promotions checked."""
 
 import contextlib
-import gc
 import io
 import os
 import resource
@@ -16,9 +15,6 @@ os.environ["XLA_FLAGS"] = (
     f"{fork_main.FAST_COMPILATION}"
 )
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
-
-# Tracing makes so many objects that by default the collector takes a tenth of the tests' time.
-gc.set_threshold(50_000, 20, 100)
 
 from jaxtyping import install_import_hook
 
