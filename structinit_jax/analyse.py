@@ -200,7 +200,7 @@ def main(config: ConfigDict) -> None:
         runs.append((other, _OTHER_WORKDIR.value))
     run_names = name_runs([workdir for _, workdir in runs])
     device, step = jax.local_devices()[:1], STEP.value or "newest"
-    restored = [evaluate.restore_model(*run, device, step) for run in runs[:1]]
+    restored = [evaluate.restore_model(*runs[0], device, step)]
     if other:
         with _of_the_other_run():
             restored.append(evaluate.restore_model(*runs[1], device, step))

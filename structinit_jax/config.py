@@ -14,12 +14,17 @@ from flax.traverse_util import flatten_dict
 from ml_collections import ConfigDict
 
 from structinit_jax import attention_init, plugins
-from structinit_jax.attention_init.sites import is_count
 from structinit_jax.augment import AugmentOptions
+from structinit_jax.checks import (
+    is_below_one,
+    is_count,
+    is_positive,
+    is_positive_or_zero,
+    require,
+)
 from structinit_jax.data.info import EVALUATION_SETS
 from structinit_jax.errors import InputError
 from structinit_jax.models.fields import check_fields as check_model_fields
-from structinit_jax.models.fields import is_below_one, is_positive, is_positive_or_zero, require
 from structinit_jax.models.registry import default_config
 from structinit_jax.training.optimizer import SCHEDULES, find_loss, find_optimizer
 

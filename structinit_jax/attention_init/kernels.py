@@ -9,7 +9,8 @@ import numpy as np
 from jaxtyping import Array, Float, Int, PRNGKeyArray
 
 from structinit_jax.attention_init.draw import draw_flat
-from structinit_jax.attention_init.sites import AttentionSite, TokenMixingSite, is_count
+from structinit_jax.attention_init.sites import AttentionSite, TokenMixingSite
+from structinit_jax.checks import is_count
 from structinit_jax.errors import InputError
 
 FILTERS = ("impulse", "gaussian", "difference_of_gaussians", "box")

@@ -10,15 +10,10 @@ import jax
 import numpy as np
 from jaxtyping import Array, Float, Int
 
+from structinit_jax.checks import is_count
 from structinit_jax.errors import InputError
 
 BASE_INITS = ("timm", "pytorch")
-
-
-def is_count(value: Any, low: int = 1) -> bool:
-    """Whether a value is a whole number, `low` or more."""
-    whole = isinstance(value, int | np.integer) and not isinstance(value, bool)
-    return whole and bool(value >= low)
 
 
 def check_grid(argument: str, grid: Any) -> None:

@@ -16,6 +16,7 @@ from structinit_jax.augment.crop import random_flip, random_pad_crop, random_res
 from structinit_jax.augment.erase import random_erasing
 from structinit_jax.augment.mix import mix, smooth_one_hot
 from structinit_jax.augment.rand_augment import parse, rand_augment
+from structinit_jax.checks import is_count
 from structinit_jax.errors import InputError
 
 # Each operation has its own random stream, so disabling one does not change the others' draws.
@@ -118,7 +119,7 @@ class AugmentOptions:
             text = f"in [{low}, {high}]" if high < math.inf else f"finite and {low} or more"
             require(field, text, functools.partial(_is_number, low=low, high=high))
         for field, low in _COUNTS.items():
-            require(field, f"a whole number, {low} or more", functools.partial(_is_count, low=low))
+            require(field, f"a whole number, {low} or more", functools.partial(is_count, low=low))
         for field, choices in _CHOICES.items():
             require(field, f"one of {', '.join(choices)}", choices.__contains__)
         for field, limit in (("crop_scale", 1.0), ("crop_ratio", math.inf)):
@@ -151,10 +152,6 @@ class AugmentOptions:
 
 def _is_number(x, low, high=math.inf):
     return low <= x <= high and x < math.inf
-
-
-def _is_count(x, low):
-    return isinstance(x, int | np.integer) and not isinstance(x, bool) and x >= low
 
 
 def _is_range(pair, limit):

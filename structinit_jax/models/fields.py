@@ -1,11 +1,16 @@
 """What the fields of a model must be, for the constructors and for the config of a run."""
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import Any
 
-from structinit_jax.attention_init.sites import is_count
-from structinit_jax.errors import InputError
+from structinit_jax.checks import (
+    is_below_one,
+    is_count,
+    is_positive,
+    is_positive_or_zero,
+    require,
+)
 from structinit_jax.models.layers import ACTIVATIONS, BASE_INITS
 from structinit_jax.models.model import REMAT_POLICIES
 
@@ -19,21 +24,6 @@ CHOICES = {
     "attention_implementation": ("auto", "cudnn"),
     "remat": ("auto", *REMAT_POLICIES),
 }
-
-
-def is_positive(x: Any) -> bool:
-    """Whether a value is a finite number above 0."""
-    return 0 < x < math.inf
-
-
-def is_positive_or_zero(x: Any) -> bool:
-    """Whether a value is a finite number of 0 or more."""
-    return 0 <= x < math.inf
-
-
-def is_below_one(x: Any) -> bool:
-    """Whether a value is in [0, 1)."""
-    return 0 <= x < 1
 
 
 def _are_counts(x):
@@ -71,13 +61,3 @@ def check_fields(fields: Mapping[str, Any]) -> None:
         for name in names.split():
             if name in fields:
                 require(f"config.model.{name}", fields[name], text, holds)
-
-
-def require(name: str, value: Any, text: str, holds: Callable[[Any], bool]) -> None:
-    """Raises `InputError` unless a value meets a test; the message says that it must be `text`."""
-    try:
-        if holds(value):
-            return
-    except TypeError:
-        pass
-    raise InputError(f"{name}={value!r} must be {text}")

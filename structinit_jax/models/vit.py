@@ -15,11 +15,11 @@ from structinit_jax.attention_init import (
     rotary_angles,
     sincos_positions,
 )
-from structinit_jax.attention_init.sites import is_count
+from structinit_jax.checks import is_count, require
 from structinit_jax.errors import InputError
 from structinit_jax.models import layers
 from structinit_jax.models.attention import Block
-from structinit_jax.models.fields import check_fields, require
+from structinit_jax.models.fields import check_fields
 from structinit_jax.models.layers import Rng
 from structinit_jax.models.model import Model, make_stack, run_stack, token_grid
 
