@@ -56,7 +56,7 @@ def test_resuming_removes_the_steps_that_will_be_repeated(tmp_path):
     assert [line["step"] for line in lines(tmp_path)] == [2, 4, 6]
     events = [e for p in (tmp_path / "tensorboard").iterdir() for e in read_events(p)]
     restarts = [e.step for e in events if e.session_log.status == proto.event_pb2.SessionLog.START]
-    assert restarts == [5]  # TensorBoard drops what the killed run wrote from there on
+    assert sorted(restarts) == [0, 5]  # TensorBoard drops what earlier runs wrote from there on
 
 
 @pytest.mark.parametrize("limit", [100, 3000, 3200, 3400])

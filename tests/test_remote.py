@@ -17,7 +17,7 @@ import numpy as np
 import pytest
 
 from structinit_jax import evaluate, export, train
-from structinit_jax.errors import InputError
+from structinit_jax.errors import InputError, StoppedError
 from structinit_jax.training import checkpoint, manifest, remote
 from structinit_jax.training.state import TrainState
 
@@ -153,6 +153,36 @@ def test_a_storage_that_fails_stops_the_run_with_a_message(memory, monkeypatch):
                 checkpoints.wait()
     with pytest.raises(InputError, match=r"--workdir=nothing://x: use a path, gs://… or s3://…"):
         remote.readable("nothing://x")
+
+
+def test_a_storage_that_fails_at_the_end_does_not_hide_why_the_run_ended(
+    memory, monkeypatch, capsys
+):
+    def fail(self, *args, **kwargs):
+        raise RuntimeError("503 Slow Down")
+
+    with pytest.raises(StoppedError, match="preempted"), remote.open_mirror(f"{memory}/run") as run:
+        monkeypatch.setattr(type(run._storage), "rm_file", fail)
+        raise StoppedError("preempted", exit_code=75)
+    assert "note: --workdir=memory://" in capsys.readouterr().out
+    with pytest.raises(InputError, match="503 Slow Down"), remote.open_mirror(f"{memory}/other"):
+        pass
+
+
+def test_a_file_that_is_gone_when_it_is_copied_is_left_out(memory, monkeypatch):
+    with remote.open_mirror(f"{memory}/run") as run:
+        (run.folder / "config.json").write_text("{}")
+        (run.folder / "metrics.jsonl.partial").write_text("")
+        put = type(run._storage).put_file
+
+        def put_unless_renamed(self, path, name, **kwargs):
+            if path.endswith(".partial"):
+                raise FileNotFoundError(path)
+            put(self, path, name, **kwargs)
+
+        monkeypatch.setattr(type(run._storage), "put_file", put_unless_renamed)
+        run.push_files()
+        assert sorted(run._names("")) == [remote.LOCK, "config.json"]
 
 
 @pytest.mark.usefixtures("library_promotion")

@@ -97,9 +97,8 @@ class MetricsLog:
 
     Args:
       workdir: Output directory of the run.
-      start_step: Step that the run starts (0) or resumes from. Later lines, which a killed run
-        wrote after its last checkpoint, are removed, since their steps will be repeated, and at the
-        start all lines.
+      start_step: Step that the run starts (0) or resumes from. Lines of later steps, which a killed
+        run left, are removed because these steps run again; at 0, all lines are.
     """
 
     def __init__(self, workdir: Path, start_step: int):
@@ -120,9 +119,9 @@ class MetricsLog:
         name = f"events.out.tfevents.{time.time():.0f}.{socket.gethostname()}"
         self._events = self._files.enter_context((folder / name).open("ab"))
         self._write_event(file_version="brain.Event:2")
-        if start_step:  # TensorBoard drops the events of earlier files from this step on
-            restart = SessionLog(status=SessionLog.START)
-            self._write_event(step=start_step + 1, session_log=restart)
+        # TensorBoard drops the events of earlier files from this step on.
+        repeated = start_step + 1 if start_step else 0
+        self._write_event(step=repeated, session_log=SessionLog(status=SessionLog.START))
 
     def write(self, step: int, values: dict[str, float]) -> None:
         """Writes one JSON line, and one TensorBoard scalar per name."""

@@ -168,9 +168,10 @@ class Mirror:
                 name = path.relative_to(self.folder).as_posix()
                 if name.startswith("checkpoints/") or not path.is_file():
                     continue
-                if (state := _state(path)) != self._copied.get(name):
-                    self._storage.put_file(str(path), self._path(name))
-                    self._copied[name] = state
+                with contextlib.suppress(FileNotFoundError):  # a temporary file may be gone
+                    if (state := _state(path)) != self._copied.get(name):
+                        self._storage.put_file(str(path), self._path(name))
+                        self._copied[name] = state
 
     def push_checkpoints(self) -> None:
         """Makes the complete checkpoints of the storage equal to those of the folder.
@@ -236,13 +237,21 @@ class Mirror:
         thread.start()
         try:
             yield
-        finally:
-            stopped.set()
-            thread.join()
-            if self._lost is None:
-                with self._explain():
-                    self.push_files()
-                    self._storage.rm_file(self._path(LOCK))
+        except BaseException:
+            try:
+                self._release(stopped, thread)
+            except InputError as error:  # must not replace the reason why the run ends
+                print(f"note: {error}")
+            raise
+        self._release(stopped, thread)
+
+    def _release(self, stopped, thread):
+        stopped.set()
+        thread.join()
+        if self._lost is None:
+            with self._explain():
+                self.push_files()
+                self._storage.rm_file(self._path(LOCK))
 
     def _take_lock(self):
         found = self._read_lock()
