@@ -252,6 +252,17 @@ def test_averaged_weights_must_fit_the_config(tmp_path):
     np.testing.assert_array_equal(restored.ema["kernel"], state.params["kernel"])
 
 
+def test_random_keys_in_the_state_are_restored(tmp_path):
+    state = make_state(4)._replace(opt_state={"rng": jax.random.key(7)})
+    with opened(tmp_path) as checkpoints:
+        checkpoints.save(4, state, {}, None)
+    abstract = jax.eval_shape(lambda: state)
+    restored = checkpoint.restore(tmp_path, 4, abstract)
+    assert jax.random.normal(restored.opt_state["rng"]) == jax.random.normal(jax.random.key(7))
+    weights = checkpoint.restore(tmp_path, 4, abstract, weights_only=True)
+    np.testing.assert_array_equal(weights.params["kernel"], state.params["kernel"])
+
+
 def test_another_optimizer_state_is_refused(directory):
     other = ABSTRACT._replace(opt_state={"mu": ABSTRACT.opt_state["mu"], "nu": ABSTRACT.step})
     with pytest.raises(InputError, match=r"12 .* opt_state 'nu' is missing in the checkpoint"):

@@ -99,6 +99,7 @@ class Checkpoints:
           InputError: The directory is full or not writable, now or at the previous save.
         """
         self.wait()
+        state = _with_key_data(state)
         if self._alone:
             state = _whole_arrays(state)
             self._latest = step
@@ -157,6 +158,24 @@ def _whole_arrays(state: TrainState) -> TrainState:
     """Returns a state of several processes as NumPy arrays; every process must call this."""
     with jax.transfer_guard("allow"):
         return jax.tree.map(lambda x: multihost_utils.process_allgather(x, tiled=True), state)
+
+
+def _is_key(leaf):
+    return jax.dtypes.issubdtype(leaf.dtype, jax.dtypes.prng_key)
+
+
+def _with_key_data(tree):
+    """Replaces random keys, or their shapes, by their data, since Orbax does not restore keys."""
+
+    def convert(leaf):
+        if not _is_key(leaf):
+            return leaf
+        if not isinstance(leaf, jax.ShapeDtypeStruct):
+            return jax.random.key_data(leaf)
+        data = jax.eval_shape(jax.random.key_data, leaf)
+        return jax.ShapeDtypeStruct(data.shape, data.dtype, sharding=leaf.sharding)
+
+    return jax.tree.map(convert, tree)
 
 
 def _set_damaged_aside(directory):
@@ -250,13 +269,19 @@ def restore(
         del expected["opt_state"]
     if weights_only and not expected["ema"]:
         del expected["ema"]
-    _check_fits(folder.parent, saved, expected)
+    numbers = {part: _with_key_data(tree) for part, tree in expected.items()}
+    _check_fits(folder.parent, saved, numbers)
     args = ocp.args.PyTreeRestore(
-        expected,
-        restore_args=ocp.checkpoint_utils.construct_restore_args(expected),
+        numbers,
+        restore_args=ocp.checkpoint_utils.construct_restore_args(numbers),
         partial_restore=weights_only,
     )
-    return TrainState(**{"opt_state": {}, "ema": {}} | handler.restore(folder, args=args))
+    restored = jax.tree.map(
+        lambda leaf, value: jax.random.wrap_key_data(value) if _is_key(leaf) else value,
+        expected,
+        handler.restore(folder, args=args),
+    )
+    return TrainState(**{"opt_state": {}, "ema": {}} | restored)
 
 
 def _check_fits(folder: Path, saved: dict[str, Any], expected: dict[str, Any]) -> None:
