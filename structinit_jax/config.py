@@ -283,7 +283,9 @@ def order_options(config: ConfigDict) -> dict[str, Any]:
 def make_attention_init(config: ConfigDict) -> attention_init.AttentionInit:
     """Returns the scheme that `config.attention_init` names."""
     scheme = _prefix_errors(attention_init.by_name, **{"name": "", **config.attention_init})
-    return functools.partial(_prefix_errors, scheme)
+    with_prefix = functools.partial(_prefix_errors, scheme)
+    with_prefix.__name__ = config.attention_init.name  # for error messages
+    return with_prefix
 
 
 def drop_foreign_options(config: ConfigDict) -> list[str]:

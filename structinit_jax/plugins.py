@@ -1,6 +1,7 @@
 """Objects of the user's own, named in a config as `module:attribute`."""
 
 import importlib
+import os
 import sys
 from typing import Any
 
@@ -39,13 +40,19 @@ def load(reference: str, field: str) -> Any:
       field: Config field, for error messages.
 
     Raises:
-      InputError: The module cannot be imported or has no such attribute.
+      InputError: The module cannot be imported or has no such function or class.
     """
     module_name, _, attribute = reference.partition(":")
     try:
-        return getattr(importlib.import_module(module_name), attribute)
+        found = getattr(importlib.import_module(module_name), attribute)
     except (ImportError, AttributeError, ValueError) as error:
         raise InputError(
             f"config.{field}={reference!r} cannot be imported: {error}. It needs the form "
-            "'module:attribute', and the module must be importable from the working directory"
+            "'module:attribute', and the module must be in the working directory, "
+            f"{os.getcwd()}, or on PYTHONPATH"
         ) from error
+    if not callable(found):
+        raise InputError(
+            f"config.{field}={reference!r} is a {type(found).__name__}: name a function or class"
+        )
+    return found

@@ -93,3 +93,81 @@ def test_objects_are_named_by_reference():
     for thing in (lambda x: x, inner, 3):
         with pytest.raises(InputError, match="cannot be named in a config: define it with def"):
             plugins.reference(thing)
+
+
+@pytest.mark.usefixtures("library_promotion")
+@pytest.mark.parametrize(
+    ("fields", "code", "message"),
+    [
+        (
+            {"model.name": "mine:One"},
+            "class One(Linear):\n"
+            "    def __call__(self, images, *, rng=None, with_maps=False):\n"
+            "        logits, out = super().__call__(images)\n"
+            "        return logits[:, :1], out",
+            r"'mine:One': the model returns \(the shape \[64, 1\], dict\), but needs to return a "
+            r"pair of logits \[64, 2\]",
+        ),
+        (
+            {"model.name": "mine:Alone"},
+            "class Alone(Linear):\n"
+            "    def __call__(self, images, *, rng=None, with_maps=False):\n"
+            "        return super().__call__(images)[0]",
+            r"'mine:Alone': the model returns the shape \[64, 2\], but needs to return a pair",
+        ),
+        (
+            {"loss": "mine:pair"},
+            "def pair(logits, targets):\n    return focal(logits, targets), {}",
+            r"'mine:pair' returns \(the shape \[64\], dict\), but one number is needed",
+        ),
+        (
+            {"optimizer": "mine:rate"},
+            "def rate(config, learning_rate):\n    return 0.1",
+            r"config\.optimizer='mine:rate' returns float, but an optax\.GradientTransformation",
+        ),
+        ({"loss": "mine:np"}, "", r"config\.loss='mine:np' is a module: name a function or class"),
+        (
+            {"attention_init.name": "mine:nothing", "model.name": "vit", "model.patch_size": 4},
+            "def nothing():\n    return lambda rng, site: None",
+            r"attention_init=mine:nothing returned NoneType: .*needs to return AttentionWeights",
+        ),
+    ],
+)
+def test_objects_that_return_something_else_are_named(mine, tmp_path, fields, code, message):
+    path = tmp_path / "mine.py"
+    path.write_text(path.read_text() + code)
+    config = make_config(fields.pop("model.name", "mine:Linear"))
+    config.attention_init = {"name": "default"}
+    config.update_from_flattened_dict(fields)
+    with pytest.raises(InputError, match=message):
+        train.train(config, tmp_path / "run")
+
+
+def test_a_model_without_classes_is_refused(mine, tmp_path):
+    path = tmp_path / "mine.py"
+    path.write_text(path.read_text() + "class Mute(Linear):\n    default_config = dict\n")
+    with pytest.raises(InputError, match=r"'mine:Mute': .* lacks 'num_classes'"):
+        config_lib.base_config("mine:Mute")
+
+
+LISTED = """
+class Listed(Linear):
+    def __init__(self, *, image_size, channels, num_classes, attention_init=None, rngs):
+        sizes = [image_size**2 * channels, 24, num_classes]
+        self.blocks = nnx.List([nnx.Linear(*s, rngs=rngs) for s in zip(sizes, sizes[1:])])
+
+    def __call__(self, images, *, rng=None, with_maps=False):
+        x = images.reshape(len(images), -1)
+        for block in self.blocks:
+            x = block(x)
+        return x, {}
+"""
+
+
+@pytest.mark.usefixtures("library_promotion")
+def test_a_list_named_blocks_is_not_a_stack(mine, tmp_path):
+    path = tmp_path / "mine.py"
+    path.write_text(path.read_text() + LISTED)
+    config = make_config("mine:Listed")
+    config.update(num_steps=2, fsdp=2)
+    assert train.train(config, tmp_path / "run")["test/loss"] > 0

@@ -216,7 +216,7 @@ def test_users_name_their_own_schemes():
     np.testing.assert_array_equal(doubled, 2 * plain)
     with pytest.raises(InputError, match=r"my_scheme.*weight"):
         attention_init.by_name(name, weight=2.0)
-    with pytest.raises(InputError, match=r"TOLERANCES.*not a function"):
+    with pytest.raises(InputError, match=r"TOLERANCES' is a dict: name a func"):
         attention_init.by_name(f"{__name__}:TOLERANCES")
     with pytest.raises(InputError, match=r"attention_init.name='no_such_module:f'"):
         attention_init.by_name("no_such_module:f")

@@ -161,8 +161,8 @@ def test_a_storage_that_fails_at_the_end_does_not_hide_why_the_run_ended(
     def fail(self, *args, **kwargs):
         raise RuntimeError("503 Slow Down")
 
-    with pytest.raises(StoppedError, match="preempted"), remote.open_mirror(f"{memory}/run") as run:
-        monkeypatch.setattr(type(run._storage), "rm_file", fail)
+    monkeypatch.setattr(type(fsspec.filesystem("memory")), "rm_file", fail)
+    with pytest.raises(StoppedError, match="preempted"), remote.open_mirror(f"{memory}/run"):
         raise StoppedError("preempted", exit_code=75)
     assert "note: --workdir=memory://" in capsys.readouterr().out
     with pytest.raises(InputError, match="503 Slow Down"), remote.open_mirror(f"{memory}/other"):

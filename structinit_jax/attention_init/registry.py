@@ -98,7 +98,7 @@ def by_name(name: str, **options) -> AttentionInit:
     """
     known = scheme_options(name)
     if plugins.is_reference(name):
-        function = _load(name)
+        function = plugins.load(name, "attention_init.name")
         try:
             inspect.signature(function).bind(**options)
         except TypeError as error:
@@ -165,7 +165,7 @@ def scheme_options(name: str) -> tuple[str, ...]:
       InputError: There is no such scheme.
     """
     if plugins.is_reference(str(name)):
-        return tuple(_options_of(_load(name)))
+        return tuple(_options_of(plugins.load(name, "attention_init.name")))
     return tuple(inspect.signature(scheme(name)).parameters)
 
 
@@ -175,13 +175,6 @@ def _check_name(name):
             f"name={name!r}: unknown scheme;{_did_you_mean(name, SCHEMES)} choose one of "
             f"{', '.join(sorted(SCHEMES))}, or name your own as 'module:function'"
         )
-
-
-def _load(name):
-    function = plugins.load(name, "attention_init.name")
-    if not callable(function):
-        raise InputError(f"name={name!r} is not a function that returns (rng, site) -> weights")
-    return function
 
 
 def _options_of(function):

@@ -163,13 +163,17 @@ def make_stack(block: type[nnx.Module], depth: int, *, rngs: nnx.Rngs, **options
 def stack_of(path: jax.tree_util.KeyPath) -> str:
     """Returns the stack that an array belongs to, such as 'stage1/blocks', or '' if to none.
 
-    Arrays of a stack have a leading layer axis. Models name their stacks 'blocks'.
+    Arrays of a stack have a leading layer axis. Models name their stacks 'blocks'; an `nnx.List` of
+    this name is none.
 
     Args:
       path: Path of the array in a tree of a model's arrays, or of a training state.
     """
     names = jax.tree_util.keystr(path, simple=True, separator="/").split("/")
-    return "/".join(names[: names.index("blocks") + 1]) if "blocks" in names else ""
+    if "blocks" not in names:
+        return ""
+    end = names.index("blocks") + 1
+    return "" if names[end].isdecimal() else "/".join(names[:end])
 
 
 def run_stack(

@@ -39,7 +39,13 @@ def default_config(name: str) -> dict[str, Any]:
     """
     family, changes = VARIANTS.get(name, (name, {}))
     model = _family(family, [*FAMILIES, *VARIANTS])
-    return {"name": family} | model.default_config() | changes
+    fields = model.default_config()
+    if "num_classes" not in fields:
+        raise InputError(
+            f"config.model.name={name!r}: its default_config() lacks 'num_classes', the width of "
+            "the logits: add it, and make it an argument of the class"
+        )
+    return {"name": family} | fields | changes
 
 
 def create_model(

@@ -12,6 +12,7 @@ from structinit_jax import config as config_lib
 from structinit_jax.augment import make_augment
 from structinit_jax.data.info import DatasetInfo
 from structinit_jax.data.loader import AugmentationSplit, bytes_on_device, split_augmentation
+from structinit_jax.errors import InputError
 from structinit_jax.training import mesh as mesh_lib
 from structinit_jax.training import remat
 from structinit_jax.training.optimizer import Schedule, find_optimizer, make_schedule
@@ -83,6 +84,11 @@ def set_up(
     model = abstract_model(config, mesh)
     check_attention_init(config, model)
     optimizer = find_optimizer(config.optimizer)(config, schedule.learning_rate)
+    if not (hasattr(optimizer, "init") and hasattr(optimizer, "update")):
+        raise InputError(
+            f"config.optimizer={config.optimizer!r} returns {type(optimizer).__name__}, but an "
+            "optax.GradientTransformation is needed"
+        )
     make_state = functools.partial(init_state, optimizer=optimizer, with_ema=config.ema_decay > 0)
     shapes = jax.eval_shape(make_state, model.params, model.model_state)
     abstract_state = mesh_lib.shard(mesh, shapes)
