@@ -30,14 +30,14 @@ from structinit_jax.training import remote
 CONFIG = flags.DEFINE_string(
     "config",
     None,
-    "Config file, FILE.py or FILE.py:ROW. Required, unless --workdir is that of a run. "
+    "Config file, FILE.py or FILE.py:ROW. Required unless --workdir already holds a run. "
     "--config.FIELD=VALUE sets a field.",
 )
 WORKDIR = flags.DEFINE_string(
     "workdir",
     None,
-    "Directory of the run: its config, metrics and checkpoints, from the newest of which training "
-    "resumes. That of compare and reproduce holds all their runs.",
+    "Output directory. Training resumes from the newest checkpoint that it holds. compare and "
+    "reproduce put all their runs in it.",
 )
 STEP = flags.DEFINE_string(
     "step",
@@ -108,7 +108,11 @@ class _Output:
 
     def write(self, text: str) -> int:
         with contextlib.suppress(OSError):
-            self._stream.write(text)
+            try:
+                self._stream.write(text)
+            except UnicodeEncodeError:  # the name of a file need not be text
+                encoding = self._stream.encoding
+                self._stream.write(text.encode(encoding, "backslashreplace").decode(encoding))
         return len(text)
 
     def flush(self) -> None:
@@ -236,7 +240,7 @@ def _make_config(overrides: Sequence[tuple[str, str]], of_a_run: bool) -> Config
         config = load_run_config(workdir)
     else:
         why = (
-            f": --workdir={workdir} is not that of a run, which holds its config.json"
+            f": --workdir={workdir} holds no run, that is, no config.json"
             if workdir
             else ", unless --workdir is that of a run"
         )
@@ -244,7 +248,7 @@ def _make_config(overrides: Sequence[tuple[str, str]], of_a_run: bool) -> Config
     for path, text in overrides:
         override(config, path, text)
     if config_lib.set_base_init(config):
-        print("note: kaiming_uniform is of the whole model: config.model.base_init='pytorch'")
+        print("note: kaiming_uniform applies to the whole model: config.model.base_init='pytorch'")
     return config.lock()
 
 

@@ -164,7 +164,7 @@ NEEDS = [
         "data.repeats data.image_size",
     ),
     (
-        "a whole number, 2 or more: a kill can damage the newest",
+        "a whole number, 2 or more, since a crash can damage the newest checkpoint",
         lambda x: is_count(x, 2),
         "keep_checkpoints",
     ),

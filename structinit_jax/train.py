@@ -1,4 +1,4 @@
-"""The training loop, to be read from top to bottom."""
+"""The training loop. Read it from top to bottom."""
 
 import contextlib
 import functools
@@ -233,7 +233,7 @@ def train_batches(
 
 
 class Due(NamedTuple):
-    """What is to be done after a step."""
+    """Actions due after a step."""
 
     log: bool
     evaluate: bool
@@ -244,7 +244,7 @@ class Due(NamedTuple):
 def find_due(
     config: ConfigDict, schedule: Schedule, step: int, stop_request: workdir_lib.StopRequest
 ) -> Due:
-    """Returns what is to be done after a step; a run that stops early saves a checkpoint."""
+    """Returns the actions due after a step; a run that stops early saves a checkpoint."""
     is_last = step == schedule.num_steps
     evaluate = step in schedule.eval_steps
     stop = stop_request.reached(step) and not is_last

@@ -321,7 +321,7 @@ def test_runs_are_named_by_what_tells_them_apart(monkeypatch):
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["--workdir=x"], "--config is required.*--workdir=x is not that of a run.*config.json"),
+        (["--workdir=x"], "--config is required.*--workdir=x holds no run.*config.json"),
         (["--workdir=RUN", "--schemes=default"], "--schemes.*--workdir"),
         (["--config=configs/vit_t_digits.py", "--step=best"], "--step=best needs --workdir"),
         (["--workdir=RUN", "--layers=9"], "--layers=9: the model has no '9'.*1, 2"),

@@ -250,7 +250,7 @@ def test_placed_batches_run_ahead_and_keep_their_order(mesh):
     with jax.transfer_guard("disallow"):
         placed = place_batches(local_batches(), sharding, depth=2)
         first = next(placed)
-        assert taken == [0, 1, 2]
+        assert taken == [0, 1]
         numbers = [first, *placed]
     assert [int(np.asarray(batch["image"])[0, 0]) for batch in numbers] == [0, 1, 2, 3, 4]
     assert first["image"].sharding == sharding

@@ -15,6 +15,7 @@ from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
 from structinit_jax import attention_init
 from structinit_jax.errors import InputError
+from structinit_jax.models import layers
 from structinit_jax.models import model as model_lib
 from structinit_jax.models.model import Model
 from structinit_jax.models.registry import FAMILIES, VARIANTS, create_model, default_config
@@ -107,6 +108,25 @@ def test_every_model_learns_from_every_scheme(family, name):
     assert {leaf.dtype.name for leaf in jax.tree.leaves((params, after, grads))} == {"float32"}
     assert all(np.isfinite(leaf).all() for leaf in jax.tree.leaves(grads))
     assert loss_and_grads(descend(params, grads), state, rng)[0][0] < before
+
+
+@pytest.mark.parametrize("family", ["vit", "swin", "mixer"])
+def test_every_dropout_and_drop_path_of_every_layer_has_its_own_key(family, monkeypatch):
+    keys, drop = [], layers._drop
+
+    def record(x, rate, rng, mask_shape):
+        jax.debug.callback(
+            lambda key: keys.append(tuple(np.asarray(key))), jax.random.key_data(rng)
+        )
+        return drop(x, rate, rng, mask_shape)
+
+    monkeypatch.setattr(layers, "_drop", record)
+    model = make(family, dropout=0.1)
+    model(IMAGES, rng=jax.random.key(3))
+    jax.effects_barrier()
+    # In each block one after attention in ViT and Swin, two in each MLP, and two drop paths.
+    expected = {"vit": 2 * 5 + 1, "swin": 3 * 5, "mixer": 2 * 6}
+    assert len(set(keys)) == len(keys) == expected[family]
 
 
 @pytest.mark.parametrize(

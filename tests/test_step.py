@@ -6,7 +6,9 @@ from conftest import library_promotion_rules, make_tiny_config, place
 from flax import nnx
 from scipy.special import log_softmax
 
+from structinit_jax.augment import pipeline
 from structinit_jax.data.info import CATALOG
+from structinit_jax.models import layers
 from structinit_jax.training.setup import initialize, set_up
 from structinit_jax.training.step import layer_norms, make_eval_step
 
@@ -116,6 +118,30 @@ def test_randomness_depends_on_seed_and_step_only(config, setup, first_state, fi
     losses = [loss_at(step, random_setup) for step in (3, 4)]
     assert losses == [loss_at(step, random_setup) for step in (3, 4)]
     assert len({*losses, loss_at(3, setup)}) == 3
+
+
+def test_parts_of_a_batch_and_operations_on_it_have_keys_of_their_own(config, monkeypatch):
+    config = config.copy_and_resolve_references()
+    config.accumulate_steps = 2
+    config.model.dropout = 0.1
+    config.augment.update(crop="pad", flip=0.5, color_jitter=(0.4, 0.4, 0.4), erasing=0.25)
+    config.augment.mixup = 0.8
+    keys = set()
+
+    def record(rngs):
+        data = jax.random.key_data(rngs).reshape(-1, 2)
+        jax.debug.callback(lambda data: keys.update(map(tuple, np.asarray(data))), data)
+        return rngs
+
+    image_rngs, mix, drop = pipeline._image_rngs, pipeline.mix, layers._drop
+    monkeypatch.setattr(pipeline, "_image_rngs", lambda *args: record(image_rngs(*args)))
+    monkeypatch.setattr(pipeline, "mix", lambda rng, *a, **k: mix(record(rng), *a, **k))
+    monkeypatch.setattr(layers, "_drop", lambda x, rate, rng, s: drop(x, rate, record(rng), s))
+    setup = set_up(config, CATALOG["digits"], 384)
+    jax.block_until_ready(setup.train_step(initialize(config, setup), make_batch()))
+    jax.effects_barrier()
+    dropouts = 2 * (1 + 2 * 3)  # in both parts: of the input, and three in each of two blocks
+    assert len(keys) == dropouts + 4 * 64 + 1  # four operations on each image, and mixup
 
 
 def test_one_and_eight_devices_take_the_same_steps(config, setup, state, monkeypatch):

@@ -180,7 +180,7 @@ def target_maps(
         maps, ranges = np.asarray(filters, np.float32), ((0, len(filters)),) * site.num_layers
         if isinstance(site, AttentionSite) and (maps.min() < 0 or maps.sum(-1).max() > 1.001):
             raise InputError(
-                "filters: maps of attention need values of at least 0 and rows that sum to 1, or "
+                "filters: attention maps need nonnegative values and rows that sum to 1, or "
                 "to 0 for tokens without a target"
             )
     else:
@@ -247,8 +247,8 @@ def assign(
       shape: (layers, heads).
       bank: Number of filters F, all available to every layer, or one range (start, stop) of filters
         per layer. Layers with the same range are assigned together.
-      order: 'even', 'random' or 'center_first', see `tokens.impulse`. With 'even', a run of F heads
-        has no repeats.
+      order: 'even', 'random' or 'center_first', see `tokens.impulse`. With 'even', each
+        successive block of F heads uses every filter once.
       same_layers: Whether layers with the same filters available get the same ones.
       axis: Axis of `shape` along which 'center_first' goes: 1 for heads, 0 for layers.
     """

@@ -144,7 +144,8 @@ def scheme(name: str) -> Callable[..., AttentionInit]:
         sites.setdefault(SCHEMES[name][site_type], []).append(site_type.__name__)
     options = {}
     for implementation in sites:
-        options = options | _options_of(implementation) | options
+        for option, parameter in _options_of(implementation).items():
+            options.setdefault(option, parameter)
     function.__name__ = function.__qualname__ = name
     texts = [f"{', '.join(types)}: {_without_call(f)}" for f, types in sites.items()]
     function.__doc__ = "\n\n".join([f"Returns {name} as `(rng, site) -> weights`.", *texts])

@@ -90,10 +90,10 @@ def impulse(
 
     The bias of the patch embedding gives all tokens a common vector, ±1 with equal numbers of both
     signs, which `keep_positions`, `patch_scale` and `mlp_scale` keep the strongest part of every
-    layer's input. From it, query and key make the vectors q and k of each head; the rest of their
-    input they see through the model's `base_init`. The size of the coefficients by pair of
+    layer's input. Query and key map it to the vectors q and k of each head; on all other input they
+    act as the model's `base_init`. The size of the coefficients by pair of
     channels is solved for: the maps that come closest to the targets at the lowest norm are also
-    those that content disturbs least. Every head gets k with its own random phases.
+    those that content disturbs least. The phases of k are random and independent for each head.
     """
     if site.angles is None:
         raise InputError(

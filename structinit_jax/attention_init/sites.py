@@ -33,7 +33,7 @@ def check_shape(field: str, array: Any, expected: tuple[int, ...]) -> None:
 
 
 def is_at_hand(array: Any) -> bool:
-    """Whether an array is neither traced nor spread over the devices of several processes."""
+    """Whether this process can read an array: it is neither traced nor spread over processes."""
     return not isinstance(array, jax.core.Tracer) and getattr(array, "is_fully_addressable", True)
 
 

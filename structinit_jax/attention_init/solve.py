@@ -25,7 +25,7 @@ from structinit_jax.attention_init.sites import SolveReport
 # Directions weaker than this, relative to the strongest, cannot move a map at a reasonable norm.
 RANK_TOLERANCE = 1e-4
 # Starts of the solve, as regularizations of a pseudo-inverse relative to the strongest direction.
-# The one is taken that would be best at a higher norm, of which the solve makes better use.
+# The one with the lowest loss at START_HEADROOM times the norm leads to better solutions.
 START_REGULARIZATIONS, START_HEADROOM = np.geomspace(3e-5, 3e-2, 7), 2.0
 # Rows of the maps that enter the loss. All rows of a filter pose the same problem at another place,
 # so on a larger grid an evenly spaced subset determines the solution.

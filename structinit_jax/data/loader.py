@@ -316,8 +316,8 @@ def place_batches(
     placed = (_make_global(batch, sharding) for batch in batches)
     ahead = collections.deque(itertools.islice(placed, depth))
     while ahead:
-        ahead.extend(itertools.islice(placed, 1))
         yield ahead.popleft()
+        ahead.extend(itertools.islice(placed, 1))
 
 
 def _make_global(arrays, sharding):

@@ -1,4 +1,4 @@
-"""The choice of what the training step recomputes (`config.model.remat`), by the device memory."""
+"""Chooses what the training step recomputes (`config.model.remat`) by the memory of the device."""
 
 import re
 from collections.abc import Callable, Mapping, Sequence

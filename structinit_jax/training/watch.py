@@ -8,6 +8,7 @@ import contextlib
 import itertools
 import os
 import socket
+import sys
 import threading
 import time
 from collections.abc import Iterator
@@ -26,12 +27,12 @@ JAX_MARGIN = 30  # seconds by which JAX's own timeout is longer
 def watch(timeout: float) -> Iterator[None]:
     """Within the context, ends this process when another one of the run is lost.
 
-    Every process reports to the coordinator a few times per `timeout`. A process that has left the
-    context without an error is not missed.
+    Every process reports to the coordinator a few times per `timeout`. A process that leaves the
+    context without an error does not count as lost.
 
     Args:
-      timeout: Seconds without a report after which a process counts as lost. The coordinator is
-        missed as soon as its port is closed.
+      timeout: Seconds without a report after which a process counts as lost. The coordinator
+        counts as lost as soon as its port closes.
     """
     if global_state.client is None:
         yield
@@ -47,6 +48,7 @@ def watch(timeout: float) -> Iterator[None]:
     except (RuntimeError, ValueError) as error:
         if isinstance(error, RuntimeError) or "Gloo" in str(error):
             # Most likely a collective failed since a process was lost: the watcher says which one.
+            print(f"{error}\nwaiting to see whether another process was lost", file=sys.stderr)
             time.sleep(timeout + 2 * watcher.interval)
         raise
     finally:
