@@ -118,14 +118,56 @@ def test_order_does_not_depend_on_where_the_folder_lies(root, tmp_path_factory):
 def test_broken_folders_are_refused_by_name(root, change, reason):
     change(root)
     with pytest.raises(InputError, match=reason) as caught:
-        open_dataset("folder", root)
+        open_dataset("folder", root).split("train+val")
     assert str(caught.value).startswith(f"config.data.data_dir={str(root)!r}: ")
     assert "DIR/train/CLASS/*.jpg" in str(caught.value)
 
 
+def test_a_split_that_is_not_used_may_be_broken(root, capsys):
+    write_image(root / "test" / "0.png", 0)  # as on Kaggle: no classes
+    shutil.rmtree(root / "val" / "cat")
+    dataset = open_dataset("folder", root)
+    assert capsys.readouterr().out.endswith("no image in a class folder of test\n")
+    assert len(dataset.split("train")) == 30
+    with pytest.raises(InputError, match=r"train has 1 classes that val does not have: 'cat'\."):
+        dataset.split("val")
+    with pytest.raises(InputError, match=r"eval_split='test': it holds no example.*'val' \(4\)"):
+        dataset.split("test", "data.eval_split")
+    write_image(root / "test" / "unknown" / "0.png", 0)
+    with pytest.raises(InputError, match=r"train has 3 classes that test does not have"):
+        open_dataset("folder", root).split("test")
+
+
+def test_images_of_other_kinds_are_read_or_noted(root, capsys):
+    for suffix in ("jpe", "JFIF", "avif"):
+        write_image(root / "train" / "cat" / f"new.{suffix}", 50)
+    for name in ("1.heic", "2.HEIC", "3.jp2", "Thumbs.db", "desktop.ini", ".4.heic"):
+        (root / "train" / "cat" / name).touch()
+    source = open_dataset("folder", root).split("train")
+    assert sum(abs(value - 50) < 5 for value in values(source)) == 3
+    note = f"note: {root}/train: not read: 2 .heic, 1 .jp2; convert them to .png or .jpg\n"
+    assert capsys.readouterr().out == note
+
+
+def test_folders_made_by_tools_are_not_read(root):
+    for name in (".ipynb_checkpoints", "@eaDir", "__MACOSX"):
+        write_image(root / "train" / "cat" / name / "0.png", 50)
+        write_image(root / "train" / name / "0.png", 50)
+    dataset = open_dataset("folder", root)
+    assert dataset.class_names == sorted(CLASSES)
+    assert len(dataset.split("train")) == 30
+
+
 def test_a_link_to_a_folder_that_holds_it_is_refused(root):
-    (root / "train" / "cat" / "all").symlink_to(root / "train")
+    train = root / "train"
+    (train / "cat" / "all").symlink_to(train)
     with pytest.raises(InputError, match="cat/all: links to a folder that holds it"):
+        open_dataset("folder", root)
+    (train / "cat" / "all").unlink()
+    (train / "cat" / "more").symlink_to(train / "apple")
+    assert len(open_dataset("folder", root).split("train")) == 40
+    (train / "apple" / "more").symlink_to(train / "cat")
+    with pytest.raises(InputError, match="apple/more/more: links to a folder that holds it"):
         open_dataset("folder", root)
 
 

@@ -1,15 +1,25 @@
 """Data sets stored as image files: image folders and Tiny ImageNet."""
 
+import collections
+import functools
 import hashlib
 import os
 from pathlib import Path
 
 from structinit_jax.data.datasets import Dataset, Folder
-from structinit_jax.data.info import CATALOG
+from structinit_jax.data.info import CATALOG, DatasetInfo
 from structinit_jax.errors import InputError
 
 SPLITS = ("train", "val", "test")
-SUFFIXES = (".jpg", ".jpeg", ".png", ".webp", ".bmp", ".gif", ".tif", ".tiff", ".ppm", ".pgm")
+SUFFIXES = (
+    *(".jpg", ".jpeg", ".jpe", ".jfif", ".png", ".webp", ".avif"),
+    *(".bmp", ".gif", ".tif", ".tiff", ".ppm", ".pgm"),
+)
+# Images too, but not read: the number of such files is printed.
+OTHER_SUFFIXES = (
+    *(".heic", ".heif", ".jp2", ".j2k", ".jxl", ".apng", ".pbm", ".pnm", ".tga", ".dds", ".ico"),
+    *(".svg", ".psd", ".exr", ".hdr", ".dcm", ".dng", ".cr2", ".cr3", ".nef", ".arw", ".raw"),
+)
 LAYOUT = "Expected DIR/train/CLASS/*.jpg and DIR/val/CLASS/*.jpg with --config.data.data_dir=DIR."
 TINY_IMAGENET = "tiny-imagenet-200"
 VAL_TABLE = "val_annotations.txt"
@@ -25,8 +35,8 @@ def open_folder(root: Folder) -> Dataset:
       root: Folder that holds one or more of train, val and test.
 
     Raises:
-      InputError: There is no such folder, no split or no class; a class is empty; or the splits
-        have different classes.
+      InputError: There is no such folder, no split or no class. A split raises it when it is
+        opened: a class is empty, or the classes are not those of the first split.
     """
     if not root:
         raise InputError(
@@ -39,29 +49,34 @@ def open_folder(root: Folder) -> Dataset:
     folder = Path(root).expanduser()
     if not folder.is_dir():
         raise problem("there is no such folder")
-    classes = {split: _subfolders(folder / split) for split in SPLITS if (folder / split).is_dir()}
-    if not classes:
+    found = {split: _find_classes(folder / split) for split in SPLITS if (folder / split).is_dir()}
+    if not found:
         raise problem(f"it holds none of the folders {', '.join(SPLITS)}")
     if others := [name for name in _subfolders(folder) if name not in SPLITS]:
         print(f"note: {folder}: only {', '.join(SPLITS)} are read, not {', '.join(others)}")
-    first, *others = classes
-    if not classes[first]:
+    first = next(iter(found))
+    if not found[first]:
         raise problem(f"the folder {first} holds no class (no subfolder)")
-    for split in others:
+    sizes = {split: sum(map(len, classes.values())) for split, classes in found.items()}
+    if empty := [split for split, size in sizes.items() if not size]:
+        print(f"note: {folder}: there is no image in a class folder of {', '.join(empty)}")
+
+    @functools.cache
+    def open_split(split):
+        # Checked here, so that a split that is not used may have other classes, or none.
         for one, other in ((first, split), (split, first)):
-            if extra := sorted(set(classes[one]) - set(classes[other])):
+            if extra := [name for name in found[one] if name not in found[other]]:
                 shown = ", ".join(map(repr, extra[:5])) + (", …" if len(extra) > 5 else "")
                 raise problem(f"{one} has {len(extra)} classes that {other} does not have: {shown}")
-    splits = {}
-    for split in classes:
-        files = []
-        for label, name in enumerate(classes[first]):
-            paths = _find_images(folder / split / name)
+        for name, paths in found[split].items():
             if not paths:
                 raise problem(f"the class {split}/{name} holds no image ({', '.join(SUFFIXES)})")
-            files += [(path, label) for path in paths]
-        splits[split] = FileRecords(files, folder / split)
-    return Dataset.from_records("folder", splits, classes[first])
+        classes = enumerate(found[split].values())
+        files = [(path, label) for label, paths in classes for path in paths]
+        return FileRecords(files, folder / split)
+
+    info = DatasetInfo(len(found[first]), (None, None, 3), sizes)
+    return Dataset("folder", info, list(found[first]), open_split)
 
 
 def open_tiny_imagenet(root: Folder) -> Dataset:
@@ -93,7 +108,7 @@ def open_tiny_imagenet(root: Folder) -> Dataset:
         "train": [
             (path, label)
             for name, label in labels.items()
-            for path in _find_images(folder / "train" / name)
+            for path in _find_images(folder / "train" / name, collections.Counter())
         ],
         "val": [(str(folder / "val" / "images" / file), labels[name]) for file, name in rows],
     }
@@ -127,25 +142,46 @@ class FileRecords:
         return dict(zip(("image", "label"), self._files[index], strict=True))
 
 
+def _find_classes(folder):
+    """Returns the paths of the images of each class, by its sorted name."""
+    others = collections.Counter()
+    classes = {name: _find_images(folder / name, others) for name in _subfolders(folder)}
+    if others:
+        counts = ", ".join(f"{count:,} {suffix}" for suffix, count in sorted(others.items()))
+        print(f"note: {folder}: not read: {counts}; convert them to .png or .jpg")
+    return classes
+
+
 def _subfolders(folder):
     try:
         names = [entry.name for entry in folder.iterdir() if entry.is_dir()]
     except OSError as error:
         _refuse(error)
-    return sorted(name for name in names if not name.startswith("."))
+    return sorted(name for name in names if not _is_hidden(name))
 
 
-def _find_images(folder):
+def _is_hidden(name):
+    """Returns whether a folder was made by a tool: .ipynb_checkpoints, @eaDir (NAS), __MACOSX."""
+    return name.startswith((".", "@")) or name == "__MACOSX"
+
+
+def _find_images(folder, others):
+    """Returns the paths of the images in a folder; counts those of OTHER_SUFFIXES in `others`."""
     found = []
-    for parent, _, names in os.walk(folder, onerror=_refuse, followlinks=True):
-        place = Path(os.path.realpath(os.path.dirname(parent)))
-        if os.path.islink(parent) and place.is_relative_to(os.path.realpath(parent)):
+    # Folder -> real paths of it and of the folders on the way to it.
+    above = {str(folder.parent): [Path(os.path.realpath(folder.parent))]}
+    for parent, folders, names in os.walk(folder, onerror=_refuse, followlinks=True):
+        real, way = Path(os.path.realpath(parent)), above[os.path.dirname(parent)]
+        if any(place.is_relative_to(real) for place in way):
             raise InputError(f"{parent}: links to a folder that holds it: remove the link")
-        found += [
-            os.path.join(parent, file)
-            for file in names
-            if file.lower().endswith(SUFFIXES) and not file.startswith(".")
-        ]
+        above[parent] = [*way, real]
+        folders[:] = [name for name in folders if not _is_hidden(name)]
+        for name in names:
+            suffix = "" if name.startswith(".") else os.path.splitext(name)[1].lower()
+            if suffix in SUFFIXES:
+                found.append(os.path.join(parent, name))
+            elif suffix in OTHER_SUFFIXES:
+                others[suffix] += 1
     return found
 
 
