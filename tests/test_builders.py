@@ -57,6 +57,19 @@ def test_second_open_does_not_prepare_again(data_dir, capsys):
     assert capsys.readouterr().out == ""
 
 
+def test_home_is_expanded(tmp_path, monkeypatch):
+    monkeypatch.setenv("HOME", str(tmp_path))
+    monkeypatch.chdir(tmp_path)
+    assert len(open_dataset("digits", "~/tf").split("train")) == 1438
+    assert (tmp_path / "tf" / "digits").is_dir()
+    assert not (tmp_path / "~").exists()
+    prepare("digits", "~/tf")
+    with pytest.raises(InputError, match=f"{tmp_path}/manual/train-images.* cannot be read"):
+        open_dataset("fashion_mnist", "~/tf", "~/manual")
+    with pytest.raises(InputError, match=f"'{tmp_path}/images': there is no such folder"):
+        open_dataset("folder", "~/images")
+
+
 def test_interrupted_preparation_is_not_trusted(tmp_path, monkeypatch, capsys):
     from structinit_jax.data.builders import Digits
 

@@ -168,17 +168,19 @@ def test_messages_name_the_flags_of_the_command():
 
 def test_archives_that_are_missing_are_explained(tmp_path, monkeypatch):
     # As the stock builder of imagenet2012 ends when its archives are not there.
+    monkeypatch.setenv("HOME", str(tmp_path))
     monkeypatch.setattr(prepare.importlib.util, "find_spec", lambda name: True)
 
     def no_archive(self, **options):
         assert options["file_format"] == "array_record"
-        assert options["download_config"].manual_dir == "archives"
+        assert str(self.data_path).startswith(f"{tmp_path}/tf/imagenet2012")
+        assert options["download_config"].manual_dir == f"{tmp_path}/archives"
         raise AssertionError("ImageNet requires manual download of the data")
 
     builder = type(prepare.find_builder("imagenet2012", tmp_path))
     monkeypatch.setattr(builder, "download_and_prepare", no_archive)
     with pytest.raises(InputError, match=r"requires manual download.*--manual_dir=DIR.*ILSVRC2012"):
-        prepare.prepare("imagenet2012", str(tmp_path), "archives")
+        prepare.prepare("imagenet2012", "~/tf", "~/archives")
 
 
 def test_converted_description_keeps_its_format(tfrecord_dir):

@@ -104,7 +104,7 @@ with tfds.core.registered.skip_registration():
 
         def _split_generators(self, dl_manager):
             if self.manual_dir is not None:
-                folder = Path(self.manual_dir).expanduser()
+                folder = Path(self.manual_dir)
                 paths = {name: folder / f"{name}.gz" for name in CHECKSUMS}
             else:
                 urls = {name: f"{self.URL}{name}.gz" for name in CHECKSUMS}

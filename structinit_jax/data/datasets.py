@@ -286,10 +286,12 @@ def open_dataset(name: str, data_dir: Folder = None, manual_dir: Folder = None) 
       data_dir: Folder of the images for 'folder' and 'tiny_imagenet', TFDS's folder for its data
         sets (None: `$TFDS_DATA_DIR` or `~/tensorflow_datasets`), or the argument of the function.
       manual_dir: Folder with the original files of fashion_mnist; None downloads them.
+        `~` is expanded in both folders.
 
     Raises:
       InputError: The name is unknown, or the data set cannot be read or prepared.
     """
+    data_dir, manual_dir = expand_user(data_dir), expand_user(manual_dir)
     if name in FILE_SETS or OWN_SET.fullmatch(name):
         dataset = plugins.load(FILE_SETS.get(name, name), "data.name")(data_dir)
         if not isinstance(dataset, Dataset):
@@ -301,6 +303,11 @@ def open_dataset(name: str, data_dir: Folder = None, manual_dir: Folder = None) 
     from structinit_jax.data import builders  # imports TFDS
 
     return builders.open_tfds(name, data_dir, manual_dir)
+
+
+def expand_user(folder: Folder) -> Folder:
+    """Replaces a leading `~` by the home directory, which shells leave in `--flag=~/folder`."""
+    return folder and os.path.expanduser(folder)
 
 
 def find_info(name: str, data_dir: Folder = None) -> DatasetInfo:

@@ -46,7 +46,7 @@ def open_folder(root: Folder) -> Dataset:
     def problem(what):
         return InputError(f"config.data.data_dir={str(root)!r}: {what}. {LAYOUT}")
 
-    folder = Path(root).expanduser()
+    folder = Path(root)
     if not folder.is_dir():
         raise problem("there is no such folder")
     found = {split: _find_classes(folder / split) for split in SPLITS if (folder / split).is_dir()}
@@ -92,7 +92,7 @@ def open_tiny_imagenet(root: Folder) -> Dataset:
       InputError: The data set is missing or incomplete.
     """
     field = f"config.data.data_dir={str(root or '')!r}"
-    folder = Path(root or ".").expanduser()
+    folder = Path(root or ".")
     if (folder / TINY_IMAGENET).is_dir():
         folder = folder / TINY_IMAGENET
     for path in (folder / "wnids.txt", folder / "train", folder / "val" / VAL_TABLE):

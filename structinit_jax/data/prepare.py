@@ -33,6 +33,7 @@ from structinit_jax.data.datasets import (
     Dataset,
     Folder,
     ImageSource,
+    expand_user,
     open_dataset,
 )
 from structinit_jax.errors import InputError
@@ -54,14 +55,14 @@ def prepare(name: str, data_dir: Folder = None, manual_dir: Folder = None) -> No
     """
     if name in FILE_SETS or OWN_SET.fullmatch(name):
         return
-    builder = find_builder(name, data_dir)
+    builder = find_builder(name, expand_user(data_dir))
     if builder.data_path.exists():
         builder = read_prepared(name, builder.data_path)
         if builder.info.available_file_formats() == {tfds.core.FileFormat.TFRECORD}:
             print(f"Converting {builder.data_path} to array_record (once).", flush=True)
             _add_array_record(builder)
     elif name not in OWN_BUILDERS:
-        _run_stock_builder(builder, manual_dir)
+        _run_stock_builder(builder, expand_user(manual_dir))
 
 
 def _run_stock_builder(builder, manual_dir):
