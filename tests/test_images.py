@@ -1,5 +1,4 @@
 import io
-import itertools
 from pathlib import Path
 
 import numpy as np
@@ -8,7 +7,7 @@ from PIL import Image, ImageOps
 from scipy import stats
 
 from structinit_jax.data import crops
-from structinit_jax.data.crops import Box, RandomCrop, crop_and_resize, resize_and_center_crop
+from structinit_jax.data.crops import Box, RandomCrop, crop_and_resize
 from structinit_jax.data.images import BadImageError, StoredImage
 
 REFERENCE = np.load(Path(__file__).parent / "references" / "random_resized_crop.npz")
@@ -103,6 +102,18 @@ def test_exif_orientation(photo, orientation, image_format):
     image = StoredImage(content, 3, "rotated")
     assert image.size == right.size[::-1]
     assert distance(image.decode(), right) == 0
+
+
+@pytest.mark.parametrize("image_format", ["JPEG", "PNG", "WEBP"])
+def test_damaged_exif_is_passed_over(photo, image_format):
+    content = encoded(photo, image_format)
+    pixels = StoredImage(content, 3, "photo").decode()
+    damaged = encoded(photo, image_format, exif=b"Exif\0\0 is none")
+    image = StoredImage(damaged, 3, "photo")
+    assert image.size == (64, 96)
+    np.testing.assert_array_equal(image.decode(), pixels)
+    with pytest.raises(BadImageError, match=r"^photo: cannot be decoded"):
+        StoredImage(damaged[: len(damaged) // 2], 3, "photo").decode()
 
 
 @pytest.mark.parametrize("orientation", [1, 6])
@@ -299,32 +310,3 @@ def test_pixels_are_images_too(photo):
     for other in (pixels.astype(np.float32), pixels[..., :2], pixels[None], pixels[:0]):
         with pytest.raises(BadImageError, match=r"^photo: its pixels are .*need to be uint8"):
             StoredImage(other, 3, "photo")
-
-
-def test_resize_and_center_crop():
-    rng = np.random.default_rng(0)
-    image = rng.integers(0, 256, (8, 8, 1), dtype=np.uint8)
-    np.testing.assert_array_equal(resize_and_center_crop(image, 8), image)
-    wide = np.zeros((10, 30, 3), np.uint8)
-    wide[:, 10:20] = 200  # the central square
-    np.testing.assert_array_equal(resize_and_center_crop(wide, 10), np.full((10, 10, 3), 200))
-    for height, width in itertools.product(range(5, 40, 7), repeat=2):
-        image = np.zeros((height, width, 1), np.uint8)
-        assert resize_and_center_crop(image, 14, 0.875).shape == (14, 14, 1)
-
-
-@pytest.mark.parametrize(
-    ("size", "image_size", "crop_fraction", "resized", "corner"),
-    [  # by timm's create_transform(is_training=False); size and resized are (height, width)
-        ((375, 500), 224, 0.9, (248, 330), (12, 53)),
-        ((500, 375), 224, 0.875, (341, 256), (58, 16)),
-        ((95, 100), 30, 0.95, (31, 32), (0, 1)),
-        ((31, 38), 31, 1.0, (31, 38), (0, 4)),
-    ],
-)
-def test_center_crop_is_timms(large_photo, size, image_size, crop_fraction, resized, corner):
-    image = large_photo.resize(size[::-1])
-    right = image.resize(resized[::-1], Image.Resampling.BICUBIC)
-    right = right.crop((corner[1], corner[0], corner[1] + image_size, corner[0] + image_size))
-    got = resize_and_center_crop(np.asarray(image), image_size, crop_fraction)
-    np.testing.assert_array_equal(got, right)

@@ -57,7 +57,8 @@ class StoredImage:
     - Transparency is dropped, as in timm and torchvision.
     - The EXIF orientation is applied. (timm and torchvision ignore it.)
     - Only the first picture of an animation or a multi-page file is read.
-    - Odd metadata and stray bytes in a JPEG are passed over, damaged pixels are refused.
+    - Damaged EXIF tags, and odd metadata and stray bytes in a JPEG, are passed over; damaged
+      pixels are refused.
 
     Args:
       data: An encoded file, or pixels: uint8 [h, w] or [h, w, 1 or 3].
@@ -158,8 +159,11 @@ class StoredImage:
         # Pillow applies the orientation of a TIFF while loading. For formats other than JPEG, the
         # search for EXIF tags may have to decode the image.
         if file.format != "TIFF" and not (is_jpeg and "exif" not in file.info):
-            orientation = file.getexif().get(ExifTags.Base.Orientation, 1)
-            self._upright = UPRIGHT.get(orientation, UPRIGHT[1])
+            try:
+                orientation = file.getexif().get(ExifTags.Base.Orientation, 1)
+                self._upright = UPRIGHT.get(orientation, UPRIGHT[1])
+            except Exception:  # damaged tags, or damaged pixels, at which decoding it anew stops
+                self._file = Image.open(io.BytesIO(self._data))
         if is_jpeg and file.mode in ("L", "RGB"):
             self._jpeg_mode = file.mode
 
