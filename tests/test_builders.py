@@ -144,8 +144,9 @@ def test_tfrecord_set_is_refused(tmp_path, data_dir):
         ("features.json", Path.unlink),
         ("digits-train.array_record-00000-of-00001", Path.unlink),
         ("digits-train.array_record-00000-of-00001", lambda path: os.truncate(path, 100_000)),
+        ("digits-train.array_record-00000-of-00001", lambda path: os.truncate(path, 65_536)),
     ],
-    ids=["no info", "cut info", "no features", "no file", "cut file"],
+    ids=["no info", "cut info", "no features", "no file", "cut file", "file cut at a block"],
 )
 def test_damaged_sets_are_named(tmp_path, data_dir, file, damage):
     shutil.copytree(Path(data_dir, "digits"), tmp_path / "digits")
@@ -157,6 +158,18 @@ def test_damaged_sets_are_named(tmp_path, data_dir, file, damage):
     if file.endswith("json"):
         with pytest.raises(InputError, match=message):
             prepare("digits", tmp_path)
+
+
+def test_the_folder_without_a_set_is_named(tmp_path, data_dir):
+    shutil.copytree(Path(data_dir, "digits"), tmp_path / "mine")
+    assert open_dataset("mine", tmp_path).info == CATALOG["digits"]
+    message = "data_dir='{}' holds no mine/VERSION with a features.json"
+    for wrong in (tmp_path / "mine", tmp_path / "mine" / "1.0.0"):
+        with pytest.raises(InputError, match=message.format(wrong)):
+            open_dataset("mine", wrong)
+    (tmp_path / "mine" / "1.0.0" / "features.json").unlink()
+    with pytest.raises(InputError, match=message.format(tmp_path)):
+        open_dataset("mine", tmp_path)
 
 
 def test_idx_parser():

@@ -191,7 +191,10 @@ class _PreparedRecords:
 
     def __getitems__(self, indices):
         with self._explain():
-            return self._source.__getitems__(indices)
+            examples = self._source.__getitems__(indices)
+            if any(example["image"] is None for example in examples):
+                raise ValueError("an example is empty")  # a file cut at a block reads as such
+            return examples
 
 
 def read_prepared(name: str, path: Folder) -> tfds.core.DatasetBuilder:
@@ -238,9 +241,11 @@ def find_builder(name: str, data_dir: Folder) -> tfds.core.DatasetBuilder:
         near = difflib.get_close_matches(name.lower(), sorted(known), n=3)
         hint = f"Did you mean {' or '.join(map(repr, near))}? " if near else ""
         raise InputError(
-            f"config.data.name={name!r}: TFDS has no such data set. {hint}The configs use"
-            f" {', '.join(CATALOG)}. Any other set in https://www.tensorflow.org/datasets/catalog"
-            " with an image and a label works too; 'folder' reads an image folder."
+            f"config.data.name={name!r}: TFDS has no such data set, and config.data.data_dir="
+            f"{str(data_dir or tfds.core.constants.DATA_DIR)!r} holds no {name}/VERSION with a"
+            f" features.json. {hint}The configs use {', '.join(CATALOG)}."
+            " Any other set in https://www.tensorflow.org/datasets/catalog with an image and a"
+            " label works too; 'folder' reads an image folder."
         ) from error
     except json_format.ParseError as error:
         raise InputError(
