@@ -115,6 +115,11 @@ def test_images_are_files_bytes_or_pixels(tmp_path):
         )
     assert source[0][0].name == f"mixed 'train', example 0 ({tmp_path}/0.png)"
     (tmp_path / "0.png").unlink()
+    with pytest.raises(
+        InputError, match=r"0\.png: there is no such file\. Restore .*on_bad_image='skip'"
+    ):
+        source[0]
+    (tmp_path / "0.png").mkdir()
     with pytest.raises(InputError, match=r"0\.png: cannot be read"):
         source[0]
 
@@ -137,6 +142,7 @@ def test_threads_are_as_many_as_the_cores_that_the_process_may_use(monkeypatch):
 
 
 PIXELS = np.zeros((4, 4, 3), np.uint8)
+STRUCTURED = np.zeros(1, [("image", np.uint8, (4, 4, 3)), ("label", int)])[0]
 
 
 @pytest.mark.parametrize(
@@ -144,13 +150,15 @@ PIXELS = np.zeros((4, 4, 3), np.uint8)
     [
         ({"img": PIXELS, "label": 0}, "its record must be a dict .* got dict without 'image'"),
         ({"image": PIXELS}, "its record must be a dict .* got dict without 'label'"),
-        ((PIXELS, 0), "its record must be a dict .* got tuple without 'image'"),
+        ((PIXELS, 0), r"its record must be a dict .* got tuple\."),
+        (STRUCTURED, r"its record must be a dict .* got void\."),
         ({"image": PIXELS.tolist(), "label": 0}, "its 'image' is of type list, expected encoded"),
         ({"image": Image.new("L", (4, 4)), "label": 0}, "its 'image' is of type Image"),
         ({"image": PIXELS, "label": "cat"}, "its label is 'cat', expected 0 to 1"),
         ({"image": PIXELS, "label": 0.5}, "its label is 0.5, expected 0 to 1"),
         ({"image": PIXELS, "label": np.array([0, 1])}, r"its label is array\(\[0, 1\]\), expected"),
         ({"image": PIXELS, "label": None}, "its label is None, expected 0 to 1"),
+        ({"image": PIXELS, "label": np.inf}, "its label is inf, expected 0 to 1"),
     ],
 )
 @pytest.mark.parametrize("on_bad_image", ["stop", "skip"])
@@ -159,6 +167,17 @@ def test_records_of_another_form_are_refused(record, reason, on_bad_image):
     dataset = Dataset.from_records("mine", {"train": records}, ["a", "b"])
     with pytest.raises(InputError, match=f"^mine 'train', example 1: {reason}"):
         dataset.split("train", on_bad_image=on_bad_image).read([0, 1])
+
+
+def test_records_that_return_too_few_examples_are_refused():
+    class Short(list):
+        def __getitems__(self, indices):
+            return [self[index] for index in indices[1:]]
+
+    records = Short([{"image": PIXELS, "label": 0}] * 3)
+    source = Dataset.from_records("mine", {"train": records}, ["a"]).split("train")
+    with pytest.raises(InputError, match=r"^Short.__getitems__ returned 1 examples for 2 indices"):
+        source.read([0, 1])
 
 
 def test_images_of_another_size_than_declared_are_refused():

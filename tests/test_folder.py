@@ -206,9 +206,12 @@ def test_bad_images_stop_or_are_left_out(root, capsys):
     with pytest.raises(BadImageError, match=r"folder 'train', example \d+ \(.*(cat/3|apple/1)"):
         make_loader(dataset.split("train"), dataset.info, mesh(), image_size=8)
 
+    (root / "train" / "cat" / "gone.png").symlink_to(root / "nothing")
+    dataset = open_dataset("folder", root)
     source = dataset.split("train", on_bad_image="skip")
     output = capsys.readouterr().out
-    assert output.startswith("config.data.train_split='train': left out 2 bad images of 30:")
+    assert output.startswith("config.data.train_split='train': left out 3 bad images of 31:")
+    assert "cat/gone.png: there is no such file\n" in output
     assert "cat/3.png" in output
     assert "apple/1.PNG): cannot be decoded (unknown image format)\n" in output  # no advice
     assert sorted(values(source)) == sorted(set(range(30)) - {1, 23})

@@ -4,8 +4,6 @@ To use a data set of your own, write a function `my_dataset(data_dir) -> Dataset
 `Dataset.from_records(...)`, and name it in the config: `data.name="my_module:my_dataset"`.
 """
 
-import bisect
-import collections
 import dataclasses
 import itertools
 import os
@@ -13,13 +11,14 @@ import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Any, Protocol, runtime_checkable
+from typing import Any
 
 import numpy as np
 
 from structinit_jax import plugins
-from structinit_jax.data.images import PIL_MODES, BadImageError, StoredImage
+from structinit_jax.data.images import LEAVE_OUT, PIL_MODES, BadImageError, StoredImage
 from structinit_jax.data.info import CATALOG, DatasetInfo, parse_split
+from structinit_jax.data.records import Records, Slices
 from structinit_jax.errors import InputError
 
 Folder = str | os.PathLike | None
@@ -40,20 +39,6 @@ def num_cores() -> int:
     return os.cpu_count() or 1
 
 
-@runtime_checkable
-class Records(Protocol):
-    """The examples of a split, as stored.
-
-    An example is a dict with an "image" (encoded bytes, the path of a file, or uint8 pixels [h, w,
-    C]), a "label" (an integer), and optionally a "file_name" for messages. The optional method
-    `__getitems__(indices)` reads many examples at once.
-    """
-
-    def __len__(self) -> int: ...
-
-    def __getitem__(self, index: int) -> Mapping[str, Any]: ...
-
-
 @dataclasses.dataclass(frozen=True, eq=False)
 class ImageSource:
     """The examples of a split, decoded on demand, from any thread.
@@ -67,7 +52,7 @@ class ImageSource:
       new_labels: Labels that replace those of the records, int [n].
     """
 
-    records: "_Slices"
+    records: Slices
     info: DatasetInfo
     name: str
     label_key: str
@@ -152,6 +137,10 @@ class ImageSource:
             file_name = os.fspath(image)
             try:
                 image = Path(image).read_bytes()
+            except FileNotFoundError as error:  # gone, or a link to what is gone
+                raise BadImageError(
+                    f"{file_name}: there is no such file", f"Restore it, or {LEAVE_OUT}"
+                ) from error
             except OSError as error:
                 raise InputError(f"{file_name}: cannot be read ({error.strerror}).") from error
         if not isinstance(image, bytes | np.ndarray):
@@ -183,7 +172,7 @@ class ImageSource:
         try:
             if int(label) == label:
                 return int(label)
-        except (TypeError, ValueError):
+        except (TypeError, ValueError, OverflowError):
             pass
         raise self._bad_label(index, label)
 
@@ -194,13 +183,16 @@ class ImageSource:
         )
 
     def _entry(self, index, record, key):
+        found = type(record).__name__
         try:
-            return record[key]
-        except (KeyError, TypeError, IndexError) as error:
-            raise InputError(
-                f"{self._describe(index)}: its record must be a dict with an 'image' and a"
-                f" {self.label_key!r}, got {type(record).__name__} without {key!r}."
-            ) from error
+            if hasattr(record, "keys"):  # unlike NumPy's structured records
+                return record[key]
+        except KeyError:
+            found += f" without {key!r}"
+        raise InputError(
+            f"{self._describe(index)}: its record must be a dict with an 'image' and a"
+            f" {self.label_key!r}, got {found}."
+        )
 
     def _describe(self, index):
         return f"{self.name}, example {self.kept[index]}"
@@ -272,7 +264,7 @@ class Dataset:
         if on_bad_image not in ("stop", "skip"):
             raise InputError(f"config.data.on_bad_image={on_bad_image!r} is not 'stop' or 'skip'.")
         parts = parse_split(self.name, spec, self.info, field)
-        records = _Slices([(self.open_split(split), *slice_) for split, *slice_ in parts])
+        records = Slices([(self.open_split(split), *slice_) for split, *slice_ in parts])
         name, everything = f"{self.name} {spec!r}", np.arange(len(records))
         source = ImageSource(records, self.info, name, self.label_key, everything)
         return source if on_bad_image == "stop" else _skip_bad_images(source, f"{field}={spec!r}")
@@ -313,31 +305,6 @@ def expand_user(folder: Folder) -> Folder:
 def find_info(name: str, data_dir: Folder = None) -> DatasetInfo:
     """Returns the info of a data set, which need not be present if it is in `CATALOG`."""
     return CATALOG[name] if name in CATALOG else open_dataset(name, data_dir).info
-
-
-class _Slices:
-    """Slices of records, one after another. `parts` holds (records, start, stop)."""
-
-    def __init__(self, parts):
-        self._parts = parts
-        sizes = [stop - start for _, start, stop in parts]
-        self._offsets = list(itertools.accumulate(sizes, initial=0))
-
-    def __len__(self):
-        return self._offsets[-1]
-
-    def read(self, indices):
-        by_part, found = collections.defaultdict(list), {}
-        for index in indices:
-            by_part[bisect.bisect_right(self._offsets, index) - 1].append(index)
-        for part, members in by_part.items():
-            records, start, _ = self._parts[part]
-            wanted = [index + start - self._offsets[part] for index in members]
-            # One call for many examples is far faster.
-            read_many = getattr(records, "__getitems__", None)
-            values = read_many(wanted) if read_many else [records[index] for index in wanted]
-            found |= zip(members, values, strict=True)
-        return [found[index] for index in indices]
 
 
 def _skip_bad_images(source, what):

@@ -12,6 +12,7 @@ from PIL import ExifTags, Image, UnidentifiedImageError
 
 from structinit_jax.errors import InputError
 
+LEAVE_OUT = "leave out such images with config.data.on_bad_image='skip'"
 PIL_MODES = {1: "L", 3: "RGB"}
 # JPEG color spaces that libjpeg-turbo converts as Pillow does.
 JPEG_MODES = {"Gray": "L", "YCbCr": "RGB", "RGB": "RGB"}
@@ -194,8 +195,7 @@ class StoredImage:
         reason = "unknown image format" if unknown else str(error).rstrip(".")
         return BadImageError(
             f"{self.name}: cannot be decoded ({reason})",
-            "Replace it by an intact image. Or start a run without it: delete it, or leave out "
-            "such images with config.data.on_bad_image='skip'",
+            f"Replace it by an intact image. Or start a run without it: delete it, or {LEAVE_OUT}",
         )
 
 
