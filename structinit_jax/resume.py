@@ -8,6 +8,8 @@ from flax.traverse_util import flatten_dict
 from ml_collections import ConfigDict
 
 from structinit_jax.config import base_config
+from structinit_jax.data.datasets import ImageSource
+from structinit_jax.data.digest import digest
 from structinit_jax.errors import InputError
 
 # Fields and sections that must not change on resume, and what each one affects.
@@ -61,21 +63,24 @@ def changes(old: Mapping[str, Any], config: ConfigDict) -> dict[str, tuple[Any, 
     return {field: pair for field, pair in pairs.items() if pair[0] != pair[1]}
 
 
+def describe_data(source: ImageSource, class_names: Sequence[str]) -> dict[str, Any]:
+    """Returns what a checkpoint records of the training split, a JSON object, for `check`."""
+    return {
+        "num_examples": len(source),
+        "class_names": list(class_names),
+        "data_digest": digest(source),
+    }
+
+
 def check(
-    run: Mapping[str, Any],
-    config: ConfigDict,
-    num_examples: int,
-    class_names: Sequence[str],
-    place: str,
+    run: Mapping[str, Any], config: ConfigDict, data: Mapping[str, Any], place: str
 ) -> list[str]:
     """Checks that a config and its data continue the run of a checkpoint.
 
     Args:
-      run: JSON object of the checkpoint: its 'config', the 'num_examples' of its training split and
-        its 'class_names'.
+      run: JSON object of the checkpoint: its 'config', and its data as in `describe_data`.
       config: Current config.
-      num_examples: Current size of the training split.
-      class_names: Current names of the classes.
+      data: What `describe_data` returns for the current training split.
       place: Name of the checkpoint for messages, for example 'step 400 in /tmp/digits'.
 
     Returns:
@@ -94,23 +99,22 @@ def check(
         first = f"these fields of the config must not change when {place} is resumed:"
         last = "Restore the old values, or start a new run in another --workdir"
         raise InputError("\n".join([first, *refused, last]))
-    check_data(run, config, num_examples, class_names, place)
+    check_data(run, config, data, place)
     return [_line(field, *pair) for field, pair in changed.items()]
 
 
 def check_data(
-    run: Mapping[str, Any],
-    config: ConfigDict,
-    num_examples: int,
-    class_names: Sequence[str],
-    place: str,
+    run: Mapping[str, Any], config: ConfigDict, data: Mapping[str, Any], place: str
 ) -> None:
     """Raises `InputError` if the training data have changed; for arguments see `check`."""
-    what = None
+    what, num_examples = None, data["num_examples"]
+    digests = run.get("data_digest"), data["data_digest"]
     if run["num_examples"] != num_examples:
         what = f"on {run['num_examples']:,} in another order"
-    elif difference := other_class(run, class_names):
+    elif difference := other_class(run, data["class_names"]):
         what = f"with other classes ({difference})"
+    elif all(digests) and digests[0] != digests[1]:  # older runs and some data sets have none
+        what = "on other files or labels"
     if what:
         raise InputError(
             f"config.data.train_split={config.data.train_split!r} has {num_examples:,} examples, "

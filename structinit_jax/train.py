@@ -77,6 +77,7 @@ def _train(config, workdir, profile_steps, on_exit):
     data = config.data
     dataset = open_data(config)
     train_source = dataset.split(data.train_split, "data.train_split", data.on_bad_image)
+    trained_on = resume.describe_data(train_source, dataset.class_names)
     test_name, test_sets = evaluation_name(config), open_evaluation_sets(config, dataset)
     note_shared_examples(config, dataset)
 
@@ -109,7 +110,7 @@ def _train(config, workdir, profile_steps, on_exit):
     if start_step:
         saved = checkpoint.read_run(checkpoints.directory, start_step)
         name = f"step {start_step} in {place}"
-        changed = resume.check(saved, config, len(train_source), dataset.class_names, name)
+        changed = resume.check(saved, config, trained_on, name)
         if changed:
             print("config changed since the checkpoint:", *changed, sep="\n")
         if start_step > schedule.num_steps:
@@ -166,11 +167,7 @@ def _train(config, workdir, profile_steps, on_exit):
     )
     recompilations = on_exit.enter_context(profiling.RecompilationWatch())
     stop_request = on_exit.enter_context(workdir_lib.listen_for_signals())
-    run = {
-        "config": json.loads(config.to_json()),
-        "num_examples": len(train_source),
-        "class_names": list(dataset.class_names),
-    }
+    run = {"config": json.loads(config.to_json()), **trained_on}
     results: dict[str, float] = {}
     gc.freeze()  # do not search the objects of the start again and again
     gc.enable()

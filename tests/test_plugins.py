@@ -36,7 +36,7 @@ def make_config(model):
 
 
 @pytest.mark.usefixtures("library_promotion")
-def test_the_readmes_objects_train_and_the_model_is_not_exported(mine, tmp_path):
+def test_the_readmes_objects_train_and_the_model_is_not_exported(mine, tmp_path, monkeypatch):
     config = make_config("mine:Linear")
     config.attention_init.name = "default"
     config_lib.drop_foreign_options(config)
@@ -44,6 +44,18 @@ def test_the_readmes_objects_train_and_the_model_is_not_exported(mine, tmp_path)
     assert results["test/accuracy"] > 0.9
     with pytest.raises(InputError, match=r"config\.model\.name='mine:Linear' cannot be exported"):
         export.export(config, tmp_path / "run", tmp_path / "model")
+    # The run is not resumed with other labels.
+    halves = sys.modules[mine].halves
+
+    def swapped(data_dir):
+        dataset = halves(data_dir)
+        for record in dataset.open_split("train"):
+            record["label"] = 1 - record["label"]
+        return dataset
+
+    monkeypatch.setattr(sys.modules[mine], "halves", swapped)
+    with pytest.raises(InputError, match=r"256 examples, but .* trained on other files or labels"):
+        train.train(config, tmp_path / "run")
 
 
 COUNTING = """

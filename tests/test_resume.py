@@ -7,7 +7,7 @@ from structinit_jax.config import base_config
 from structinit_jax.errors import InputError
 
 PLACE = "step 400 in /runs/digits"
-CLASSES = ("blue", "green", "red")
+DATA = {"num_examples": 100, "class_names": ["blue", "green", "red"], "data_digest": "c0ffee"}
 
 
 def make_config(**fields):
@@ -20,13 +20,12 @@ def make_config(**fields):
 
 def saved(**fields):
     """The JSON object of a checkpoint."""
-    config = json.loads(make_config(**fields).to_json())
-    return {"config": config, "num_examples": 100, "class_names": list(CLASSES)}
+    return {"config": json.loads(make_config(**fields).to_json()), **DATA}
 
 
 def test_an_equal_config_has_no_changes():
     assert resume.changes(saved()["config"], make_config()) == {}
-    assert resume.check(saved(), make_config(), 100, CLASSES, PLACE) == []
+    assert resume.check(saved(), make_config(), DATA, PLACE) == []
 
 
 @pytest.mark.parametrize(
@@ -51,7 +50,7 @@ def test_an_equal_config_has_no_changes():
 )
 def test_fields_that_may_change_are_listed(field, value, line):
     config = make_config(**{field: value})
-    assert resume.check(saved(), config, 100, CLASSES, PLACE) == [line]
+    assert resume.check(saved(), config, DATA, PLACE) == [line]
 
 
 @pytest.mark.parametrize(
@@ -88,7 +87,7 @@ def test_fields_that_may_change_are_listed(field, value, line):
 def test_fields_that_must_not_change_are_refused_by_name(field, value, line):
     config = make_config(**{field: value, "learning_rate": 0.5})
     with pytest.raises(InputError) as caught:
-        resume.check(saved(), config, 100, CLASSES, PLACE)
+        resume.check(saved(), config, DATA, PLACE)
     first, *lines, last = str(caught.value).splitlines()
     assert PLACE in first
     assert len(lines) == 1  # without the learning rate
@@ -98,7 +97,7 @@ def test_fields_that_must_not_change_are_refused_by_name(field, value, line):
 
 def test_the_rate_of_averaging_may_change():
     config = make_config(ema_decay=0.999)
-    found = resume.check(saved(ema_decay=0.99), config, 100, CLASSES, PLACE)
+    found = resume.check(saved(ema_decay=0.99), config, DATA, PLACE)
     assert found == ["  ema_decay: 0.99 -> 0.999"]
 
 
@@ -106,7 +105,7 @@ def test_another_scheme_is_refused_with_its_options():
     config = make_config()
     config.attention_init = {"name": "mimetic"}
     with pytest.raises(InputError) as caught:
-        resume.check(saved(), config, 100, CLASSES, PLACE)
+        resume.check(saved(), config, DATA, PLACE)
     assert "attention_init.name: 'impulse' -> 'mimetic'" in str(caught.value)
     assert "attention_init.kernel_size: 3 -> (absent)" in str(caught.value)
 
@@ -116,30 +115,43 @@ def test_configs_of_older_and_newer_code_are_compared():
     del run["config"]["clip_norm"], run["config"]["model"]["qk_norm"]
     run["config"] |= {"gone": 1, "model": run["config"]["model"] | {"gone": 2}, "section": {"a": 3}}
     # A field that the old code did not have counts as having its default.
-    assert resume.check(run, make_config(), 100, CLASSES, PLACE) == [
+    assert resume.check(run, make_config(), DATA, PLACE) == [
         "  gone: 1 -> (absent)",
         "  model.gone: 2 -> (absent)",
         "  section.a: 3 -> (absent)",
     ]
-    found = resume.check(run, make_config(clip_norm=3.0), 100, CLASSES, PLACE)
+    found = resume.check(run, make_config(clip_norm=3.0), DATA, PLACE)
     assert "  clip_norm: 1.0 -> 3.0" in found
     with pytest.raises(InputError, match=r"model\.qk_norm: False -> True"):
-        resume.check(run, make_config(**{"model.qk_norm": True}), 100, CLASSES, PLACE)
+        resume.check(run, make_config(**{"model.qk_norm": True}), DATA, PLACE)
 
 
 def test_a_split_that_grew_is_refused():
     message = r"config\.data\.train_split='train' has 90 examples, but step 400 .* on 100"
     with pytest.raises(InputError, match=message):
-        resume.check(saved(), make_config(), 90, CLASSES, PLACE)
+        resume.check(saved(), make_config(), DATA | {"num_examples": 90}, PLACE)
 
 
 def test_classes_in_another_order_are_refused():
     message = r"step 400 .* with other classes \(class 0 is 'Red' now and was 'blue' in training\)"
     with pytest.raises(InputError, match=message):
-        resume.check(saved(), make_config(), 100, ("Red", "blue", "green"), PLACE)
+        resume.check(
+            saved(), make_config(), DATA | {"class_names": ["Red", "blue", "green"]}, PLACE
+        )
     older = saved()
     del older["class_names"]
-    assert resume.check(older, make_config(), 100, CLASSES, PLACE) == []
+    assert resume.check(older, make_config(), DATA, PLACE) == []
+
+
+def test_other_examples_of_the_same_number_are_refused():
+    message = r"has 100 examples, but step 400 .* was trained on other files or labels"
+    with pytest.raises(InputError, match=message):
+        resume.check(saved(), make_config(), DATA | {"data_digest": "decaf"}, PLACE)
+    # A data set without a digest, and a checkpoint of an earlier version.
+    assert resume.check(saved(), make_config(), DATA | {"data_digest": None}, PLACE) == []
+    older = saved()
+    del older["data_digest"]
+    assert resume.check(older, make_config(), DATA, PLACE) == []
 
 
 def test_changes_that_affect_evaluation_are_listed():

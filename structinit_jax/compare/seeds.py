@@ -117,6 +117,7 @@ class _SharedRun:
         self.dataset = open_data(config)
         data = config.data
         self.source = self.dataset.split(data.train_split, "data.train_split", data.on_bad_image)
+        self.trained_on = resume.describe_data(self.source, self.dataset.class_names)
         self.setup = set_up(config, self.dataset.info, len(self.source), [device])
         replicated = NamedSharding(self.setup.model.mesh, PartitionSpec())
 
@@ -175,7 +176,7 @@ class _SharedRun:
         if start_step:
             saved = read_run(self.shared, start_step)
             place = f"step {start_step} in {self.shared}"
-            resume.check_data(saved, config, len(self.source), self.dataset.class_names, place)
+            resume.check_data(saved, config, self.trained_on, place)
             state = restore(self.shared, start_step, self.abstract_state)
             pending = [PendingMetrics(values) for values in saved["pending_metrics"]]
             errors = {int(seed): error for seed, error in saved["errors"].items()}
@@ -242,7 +243,7 @@ class _SharedRun:
                 break
             if due.save:
                 run = {
-                    "num_examples": len(self.source),
+                    **self.trained_on,
                     "pending_metrics": [values.to_json() for values in pending],
                     "errors": {str(seed): error for seed, error in errors.items()},
                 }
@@ -299,8 +300,7 @@ class _SharedRun:
         with contextlib.closing(Checkpoints(self.folders[i] / "checkpoints", 1)) as checkpoints:
             run = {
                 "config": json.loads(self.configs[i].to_json()),
-                "num_examples": len(self.source),
-                "class_names": list(self.dataset.class_names),
+                **self.trained_on,
                 "pending_metrics": [],
             }
             checkpoints.save(self.setup.schedule.num_steps, state, run, accuracy)

@@ -127,11 +127,10 @@ class FileRecords:
     """Image files and their labels as records, ordered by a checksum of the paths below `root`."""
 
     def __init__(self, files: list[tuple[str, int]], root: Path):
-        start = len(str(root)) + 1
+        self._start = len(str(root)) + 1
 
         def checksum(file):
-            relative = file[0][start:].replace(os.sep, "/")
-            return hashlib.sha256(os.fsencode(relative)).digest()
+            return hashlib.sha256(os.fsencode(self._relative(file[0]))).digest()
 
         self._files = sorted(files, key=checksum)
 
@@ -140,6 +139,15 @@ class FileRecords:
 
     def __getitem__(self, index: int) -> dict[str, str | int]:
         return dict(zip(("image", "label"), self._files[index], strict=True))
+
+    def digest(self, start: int, stop: int) -> str:
+        """Returns a checksum of the paths below `root` and the labels of some of the files."""
+        files = self._files[start:stop]
+        lines = [f"{self._relative(path)}\0{label}\0" for path, label in files]
+        return hashlib.sha256(os.fsencode("".join(lines))).hexdigest()
+
+    def _relative(self, path):
+        return path[self._start :].replace(os.sep, "/")
 
 
 def _find_classes(folder):

@@ -15,7 +15,8 @@ class Records(Protocol):
 
     An example is a dict with an "image" (encoded bytes, the path of a file, or uint8 pixels [h, w,
     C]), a "label" (an integer), and optionally a "file_name" for messages. The optional method
-    `__getitems__(indices)` reads many examples at once.
+    `__getitems__(indices)` reads many examples at once. The optional method `digest(start, stop)`
+    returns a checksum of examples, a string; a run resumes only if it is the same.
     """
 
     def __len__(self) -> int: ...
@@ -31,7 +32,7 @@ class Slices:
     """
 
     def __init__(self, parts: Sequence[tuple[Records, int, int]]):
-        self._parts = parts
+        self.parts = parts
         sizes = [stop - start for _, start, stop in parts]
         self._offsets = list(itertools.accumulate(sizes, initial=0))
 
@@ -44,7 +45,7 @@ class Slices:
         for index in indices:
             by_part[bisect.bisect_right(self._offsets, index) - 1].append(index)
         for part, members in by_part.items():
-            records, start, _ = self._parts[part]
+            records, start, _ = self.parts[part]
             wanted = [index + start - self._offsets[part] for index in members]
             # One call for many examples is far faster.
             read_many = getattr(records, "__getitems__", None)
