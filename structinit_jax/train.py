@@ -30,7 +30,7 @@ from structinit_jax.evaluate import (
     open_data,
     open_evaluation_sets,
 )
-from structinit_jax.training import checkpoint, flops, profiling, remat, remote
+from structinit_jax.training import agree, checkpoint, flops, profiling, remat, remote
 from structinit_jax.training import mesh as mesh_lib
 from structinit_jax.training import workdir as workdir_lib
 from structinit_jax.training.metrics import MetricsLog, PendingMetrics, Progress
@@ -72,6 +72,7 @@ def _train(config, workdir, profile_steps, on_exit):
     config_lib.validate(config)
     place = workdir
     workdir, mirror = on_exit.enter_context(remote.open_workdir(place))
+    agree.check_workdir(place, workdir)
 
     # -- Data --------------------------------------------------------------------------------------
     data = config.data
@@ -79,6 +80,8 @@ def _train(config, workdir, profile_steps, on_exit):
     train_source = dataset.split(data.train_split, "data.train_split", data.on_bad_image)
     trained_on = resume.describe_data(train_source, dataset.class_names)
     test_name, test_sets = evaluation_name(config), open_evaluation_sets(config, dataset)
+    num_eval = [len(test_set.source) for test_set in test_sets.values()]
+    agree.check_run(config, {"train_split": trained_on, "evaluation_examples": num_eval})
     note_shared_examples(config, dataset)
 
     # -- Mesh, schedule, model, optimizer and training step; nothing is allocated yet --------------
@@ -90,7 +93,6 @@ def _train(config, workdir, profile_steps, on_exit):
     # another thread, while the state is initialized or restored. The first program is traced in
     # this one, since context managers of JAX hold for a single thread. Several processes wait:
     # they agree on the step by a collective, which all must start at the same place.
-    num_eval = [len(test_set.source) for test_set in test_sets.values()]
     lowered = setup.train_step.lower(setup.abstract_state, setup.abstract_batch)
     compile_train_step = functools.partial(
         compile_step, config, setup, num_eval, remat.memory_limit(), first=lowered
