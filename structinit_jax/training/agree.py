@@ -48,7 +48,8 @@ def check_workdir(place: str | Path, workdir: Path) -> None:
     def make_mark(_):
         if is_url:
             return place
-        own_mark.touch()
+        with workdir_lib.explain_failed_write("a file", workdir):
+            own_mark.touch()
         return own_mark.name
 
     try:
