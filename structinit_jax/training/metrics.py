@@ -111,7 +111,7 @@ class MetricsLog:
     def _open(self, start_step: int) -> None:
         path, folder = self._workdir / "metrics.jsonl", self._workdir / "tensorboard"
         if path.exists():
-            lines = path.read_text().splitlines(keepends=True)
+            lines = path.read_text(errors="replace").splitlines(keepends=True)
             kept = [line for line in lines if 0 < start_step >= _step_of(line)]
             workdir_lib.write_atomically(path, "".join(kept))
         self._lines = self._files.enter_context(path.open("a"))
@@ -157,7 +157,7 @@ def _step_of(line: str) -> float:
     """
     try:
         return float(json.loads(line)["step"]) if line.endswith("\n") else math.inf
-    except ValueError:
+    except (ValueError, TypeError, KeyError):
         return math.inf
 
 
