@@ -39,7 +39,7 @@ CONFIG_FILES = {
             "from structinit_jax.config import base_config\ndef get_config():\n"
             f"    c = base_config()\n    c.augment = {{**c.augment, {field!r}: {value!r}}}\n"
             "    c.data.name = 'digits'\n    return c\n",
-            rf"config\.augment\.{field}={value!r} is not ",
+            rf"config\.augment\.{field}={value!r} (must be|is not) ",
         )
         for field, value in (
             ("mixup", "0.8"),

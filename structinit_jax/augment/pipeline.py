@@ -16,7 +16,7 @@ from structinit_jax.augment.crop import random_flip, random_pad_crop, random_res
 from structinit_jax.augment.erase import random_erasing
 from structinit_jax.augment.mix import mix, smooth_one_hot
 from structinit_jax.augment.rand_augment import parse, rand_augment
-from structinit_jax.checks import is_count
+from structinit_jax.checks import is_below_one, is_count, require
 from structinit_jax.errors import InputError
 
 # Each operation has its own random stream, so disabling one does not change the others' draws.
@@ -112,42 +112,40 @@ class AugmentOptions:
     label_smoothing: float = 0.0
 
     def __post_init__(self):
-        require = self._require
-        require("mean", "one number for each channel", lambda x: len(x) > 0)
         channels = len(self.mean)
+        self._require("mean", "one number for each channel", lambda x: len(x) > 0)
         for field, (low, high) in _RANGES.items():
-            text = f"in [{low}, {high}]" if high < math.inf else f"finite and {low} or more"
-            require(field, text, functools.partial(_is_number, low=low, high=high))
+            text = (
+                f"a number in [{low}, {high}]"
+                if high < math.inf
+                else f"a finite number, {low} or more"
+            )
+            self._require(field, text, functools.partial(_is_number, low=low, high=high))
         for field, low in _COUNTS.items():
-            require(field, f"a whole number, {low} or more", functools.partial(is_count, low=low))
+            text = f"a whole number, {low} or more"
+            self._require(field, text, functools.partial(is_count, low=low))
         for field, choices in _CHOICES.items():
-            require(field, f"one of {', '.join(choices)}", choices.__contains__)
+            self._require(field, f"one of {', '.join(choices)}", choices.__contains__)
         for field, limit in (("crop_scale", 1.0), ("crop_ratio", math.inf)):
             text = f"a pair with 0 < low <= high <= {limit}"
-            require(field, text, functools.partial(_is_range, limit=limit))
-        require("label_smoothing", "in [0, 1)", lambda x: 0 <= x < 1)
+            self._require(field, text, functools.partial(_is_range, limit=limit))
+        self._require("label_smoothing", "a number in [0, 1)", is_below_one)
         text = "three numbers >= 0, or four with hue <= 0.5"
-        require("color_jitter", text, _are_strengths)
-        require("erase_after_mixing", "true or false", lambda x: isinstance(x, bool))
+        self._require("color_jitter", text, _are_strengths)
+        self._require("erase_after_mixing", "true or false", lambda x: isinstance(x, bool))
         if self.rand_augment:
             parse(self.rand_augment)
         text = f"one positive number for each of {channels} channels"
-        require("std", text, lambda x: len(x) == channels and min(x) > 0)
+        self._require("std", text, lambda x: len(x) == channels and min(x) > 0)
         gray_or_rgb = channels in (1, 3) or not (self.rand_augment or any(self.color_jitter))
         text = "of length 1 or 3, as RandAugment and color jitter require"
-        require("mean", text, lambda _: gray_or_rgb)
+        self._require("mean", text, lambda _: gray_or_rgb)
         text = "positive, as config.augment.crop='resized' requires"
-        require("image_size", text, lambda x: self.crop != "resized" or x >= 1)
+        self._require("image_size", text, lambda x: self.crop != "resized" or x >= 1)
 
-    def _require(self, field, requirement, holds):
-        value = getattr(self, field)
-        try:
-            if holds(value):
-                return
-        except TypeError:
-            pass
+    def _require(self, field, text, holds):
         name = f"{_SECTIONS.get(field, 'config.augment')}.{field}"
-        raise InputError(f"{name}={value!r} is not {requirement}")
+        require(name, getattr(self, field), text, holds)
 
 
 def _is_number(x, low, high=math.inf):
