@@ -79,6 +79,15 @@ def test_a_setting_has_one_name_however_it_is_written(tiny_config):
         ),
         ("config.seed=1,2", r"use --seeds=N"),
         ("config.attention_init.name=default", r"use --schemes"),
+        ("config.attention_init={'norm': 1}", r"use --schemes=A,B and --grid\.config\.attention_i"),
+        (
+            "config.data.train_split=train[:100],train(:100)",
+            r"train\[:100\] and train\(:100\) would both be named data\.train_split=train__100_:",
+        ),
+        (
+            f"config.data.data_dir=/{'d' * 190}",
+            r"--grid\.config\.data\.data_dir.*: the name of the setting impulse,.* has 2.. bytes",
+        ),
         ("model.depth=1", r"must name a field and its values"),
     ],
 )

@@ -16,6 +16,9 @@ from structinit_jax.errors import InputError
 
 # Fields that a scheme needs, besides those of `config.set_base_init`.
 REQUIRED = {"impulse_2025": {"model.positions": "learned"}}
+SCHEME_FIELDS = ("model.base_init", *{field for fields in REQUIRED.values() for field in fields})
+# Of the name of a setting, which is that of a folder, in bytes; file systems allow 255 or less.
+MAX_NAME = 200
 
 
 def expand(
@@ -35,10 +38,16 @@ def expand(
       grid: Values of each further axis as they are written on the command line, by field.
 
     Raises:
-      InputError: A scheme, a field or a value does not exist, or appears twice.
+      InputError: A scheme, a field or a value does not exist, or appears twice, or a name is too
+        long for a folder.
     """
+    instead = {
+        "seed": "--seeds=N",
+        "attention_init.name": "--schemes=A,B",
+        "attention_init": "--schemes=A,B and --grid.config.attention_init.OPTION=VALUES",
+    }
     for field in grid:
-        other = {"seed": "--seeds=N", "attention_init.name": "--schemes=A,B"}.get(field)
+        other = instead.get(field)
         if other:
             raise InputError(f"--grid.config.{field} cannot be an axis: use {other}")
     options = {scheme: attention_init.scheme_options(scheme) for scheme in schemes}
@@ -66,6 +75,13 @@ def expand(
             for field, part in zip(axes, parts, strict=True):
                 command_line.override(point, field, axes[field][part], flag="grid.config")
             settings[",".join([file_safe(scheme), *parts])] = point
+    for name in settings:
+        if (length := len(name.encode())) > MAX_NAME:
+            flags = " and ".join(f"--grid.config.{field}" for field in grid) or "--schemes"
+            raise InputError(
+                f"{flags}: the name of the setting {name} has {length} bytes, but that of its "
+                f"folder may have {MAX_NAME}: take fewer axes at once, or shorter values"
+            )
     return settings
 
 
@@ -85,17 +101,20 @@ def _check_options(options, grid):
 
 def _by_name(config, field, texts):
     """Returns the texts of an axis by the part of a setting's name that stands for each."""
-    parts = {}
+    parts, values = {}, {}
     for text in texts:
         point = config.copy_and_resolve_references()
         command_line.override(point, field, text, flag="grid.config")
-        part = file_safe(f"{field}={_canonical(operator.attrgetter(field)(point))}")
+        value = _canonical(operator.attrgetter(field)(point))
+        part = file_safe(f"{field}={value}")
         if part in parts:
+            what = "are the same value: give each once"
+            if value != values[part]:
+                what = f"would both be named {part}: compare one of them in another --workdir"
             raise InputError(
-                f"--grid.config.{field}={','.join(texts)}: {parts[part]} and {text} are the same "
-                "value: give each once"
+                f"--grid.config.{field}={','.join(texts)}: {parts[part]} and {text} {what}"
             )
-        parts[part] = text
+        parts[part], values[part] = text, value
     return parts
 
 
