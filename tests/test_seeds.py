@@ -1,5 +1,6 @@
 """Seeds of a setting that one program trains."""
 
+import itertools
 import json
 import shutil
 
@@ -9,6 +10,7 @@ import pytest
 from structinit_jax import evaluate
 from structinit_jax.compare import seeds
 from structinit_jax.errors import StoppedError
+from structinit_jax.training import checkpoint
 from structinit_jax.training.workdir import StopRequest
 
 pytestmark = pytest.mark.usefixtures("library_promotion")
@@ -29,15 +31,26 @@ def read_metrics(folder):
 def test_seeds_together_give_what_single_runs_give(run_config, finished_run, tmp_path, monkeypatch):
     folder = tmp_path / "impulse"
 
+    # Of seeds 0 and 1 after steps 6 and 12.
+    accuracies = itertools.cycle([0.9, 0.3, 0.5, 0.7])
+    monkeypatch.setattr(seeds, "deciding_accuracy", lambda *_: next(accuracies))
+
     def start(stop_after, seed_list=(0, 1)):
         stop = StopAfter(stop_after)
-        return dict(seeds.train_together(run_config, seed_list, folder, jax.devices()[0], stop))
+        return seeds.train_together(run_config, seed_list, folder, jax.devices()[0], stop)
 
     with pytest.raises(StoppedError, match="after step 7 of 12"):
-        start(7)
+        next(start(7))
     stopped = shutil.copytree(folder, tmp_path / "stopped")
-    assert start(None) == {0: "", 1: ""}
+    ends = start(None)
+    assert next(ends) == (0, "")
+    assert (folder / "together").exists()  # until all seeds are recorded as done
+    assert dict(ends) == {1: ""}
     assert not (folder / "together").exists()
+    for seed, best in {0: 6, 1: 12}.items():
+        directory = folder / f"seed_{seed}" / "checkpoints"
+        assert checkpoint.find_step(directory, "best") == best
+        assert checkpoint.find_step(directory) == 12
     ours, theirs = read_metrics(folder / "seed_0"), read_metrics(finished_run.workdir)
     assert [line["step"] for line in ours] == [line["step"] for line in theirs]
     for mine, other in zip(ours, theirs, strict=True):
@@ -53,9 +66,9 @@ def test_seeds_together_give_what_single_runs_give(run_config, finished_run, tmp
         last = read_metrics(folder / f"seed_{seed}")[-1]
         assert evaluated["test[:90]/loss"] == pytest.approx(last["test[:90]/loss"], rel=1e-5)
 
-    # From step 7 again, and seed 1 has a loss that is not finite.
-    shutil.rmtree(folder)
-    stopped.rename(folder)
+    # From step 7 again, as after a kill before the shared checkpoint of step 12 was complete. Now
+    # seed 1 has a loss that is not finite.
+    (stopped / "together").rename(folder / "together")
     calls = []
 
     def check_finite(*args):
@@ -65,12 +78,13 @@ def test_seeds_together_give_what_single_runs_give(run_config, finished_run, tmp
         return ["step 8: loss inf: skipped"]
 
     monkeypatch.setattr(seeds, "check_finite", check_finite)
-    assert start(None) == {0: "", 1: "step 8: loss nan"}
+    assert dict(start(None)) == {0: "", 1: "step 8: loss nan"}
     log = (folder / "seed_0" / "log.txt").read_text()
     assert "seed 0: step 8: loss inf: skipped\nseed 1: step 8: loss nan\nnorms of" in log
     assert read_metrics(folder / "seed_0")[-1] == ours[-1]
     assert max(line["step"] for line in read_metrics(folder / "seed_1")) < 8
-    assert not (folder / "seed_1" / "checkpoints").exists()
+    # That of step 12 was removed, which seed 1 has not reached again.
+    assert checkpoint.find_step(folder / "seed_1" / "checkpoints") is None
 
 
 def test_seeds_that_do_not_fit_into_memory_are_trained_in_parts(tiny_config, tmp_path, monkeypatch):
@@ -85,7 +99,7 @@ def test_seeds_that_do_not_fit_into_memory_are_trained_in_parts(tiny_config, tmp
 
         def train(self, stop):
             trained.append(self.seeds)
-            return {self.seeds[0]: "failed"}
+            yield from ((seed, "failed" if seed == self.seeds[0] else "") for seed in self.seeds)
 
     monkeypatch.setattr(seeds, "_SharedRun", TwoAtMost)
 

@@ -35,7 +35,7 @@ from structinit_jax.train import (
 )
 from structinit_jax.training import manifest, remat
 from structinit_jax.training import workdir as workdir_lib
-from structinit_jax.training.checkpoint import Checkpoints, read_run, restore
+from structinit_jax.training.checkpoint import Checkpoints, find_step, read_run, restore
 from structinit_jax.training.metrics import InFlight, MetricsLog, PendingMetrics, Progress
 from structinit_jax.training.setup import set_up
 from structinit_jax.training.state import initialize_and_measure
@@ -61,8 +61,9 @@ def train_together(
 ) -> Iterator[tuple[int, str]]:
     """Trains seeds of a setting on one device, as many at a time as its memory allows.
 
-    Every seed gets the workdir that `train` would write, but the only checkpoint in it is that of
-    the last step. Until then, all seeds share one checkpoint in `together/`.
+    Every seed gets the workdir that `train` would write, but the only checkpoints in it are the one
+    of the highest accuracy and that of the last step. Until then, all seeds share one checkpoint in
+    `together/`, from which they resume.
 
     Args:
       config: Config of the setting.
@@ -83,10 +84,9 @@ def train_together(
     else:
         with contextlib.ExitStack() as on_exit:
             run = _SharedRun(config, seeds, folder, device, on_exit)
-            errors = run.train(stop) if run.fits() else None
-        if errors is not None:
-            yield from ((seed, errors.get(seed, "")) for seed in seeds)
-            return
+            if run.fits():
+                yield from run.train(stop)
+                return
         half = len(seeds) // 2
         parts = [seeds[:half], seeds[half:]]
     for part in parts:
@@ -157,8 +157,11 @@ class _SharedRun:
         limit = remat.memory_limit([self.device])
         return limit is None or remat.bytes_needed(self.step) < USABLE_MEMORY * limit
 
-    def train(self, stop: workdir_lib.StopRequest) -> dict[int, str]:
-        """Trains all seeds to the end, from the shared checkpoint if there is one."""
+    def train(self, stop: workdir_lib.StopRequest) -> Iterator[tuple[int, str]]:
+        """Trains all seeds to the end, from the shared checkpoint if there is one.
+
+        Yields what `train_together` does.
+        """
         config, schedule = self.config, self.setup.schedule
         num_seeds = len(self.seeds)
         open_until_end = self.on_exit.enter_context
@@ -173,6 +176,7 @@ class _SharedRun:
         start_step = checkpoints.latest_step or 0
         pending = [PendingMetrics() for _ in self.seeds]
         errors: dict[int, str] = {}
+        best = [_rewind(folder / "checkpoints", start_step) for folder in self.folders]
         if start_step:
             saved = read_run(self.shared, start_step)
             place = f"step {start_step} in {self.shared}"
@@ -200,7 +204,6 @@ class _SharedRun:
         )
         on_device: dict[int, Any] = {}
         in_flight = InFlight()
-        accuracies: list[float | None] = [None] * num_seeds
         for step, batch in enumerate(
             progress.watch(self._batches(start_step)), start=start_step + 1
         ):
@@ -235,10 +238,16 @@ class _SharedRun:
                 with progress.wait("evaluation"):
                     for i, (seed, log) in enumerate(zip(self.seeds, logs, strict=True)):
                         if seed not in errors:
-                            found = evaluate(take(state, i))
+                            own = take(state, i)
+                            found = evaluate(own)
                             log.write(step, found)
-                            accuracies[i] = deciding_accuracy(found, test_name)
                             print(f"step {step}  seed {seed}  {describe(found)}", file=text)
+                            accuracy = deciding_accuracy(found, test_name)
+                            # Before the shared checkpoint: a run that resumes from it does not
+                            # evaluate this step again.
+                            if accuracy >= best[i] or step == schedule.num_steps:
+                                best[i] = max(accuracy, best[i])
+                                self._save(i, step, own, pending[i], accuracy)
             if len(errors) == num_seeds:
                 break
             if due.save:
@@ -253,17 +262,12 @@ class _SharedRun:
                 checkpoints.wait()
                 raise stopped_by_signal(step, schedule.num_steps)
         checkpoints.wait()
-        for i, seed in enumerate(self.seeds):
-            if seed not in errors:
-                own = take(state, i)
-                accuracy = accuracies[i]
-                if accuracy is None:  # resumed after the last step
-                    accuracy = deciding_accuracy(evaluate(own), test_name)
-                self._save(i, own, accuracy)
+        for seed in self.seeds:
+            yield seed, errors.get(seed, "")
+        # Last, when the caller has recorded these ends: seeds without one would start anew.
         shutil.rmtree(self.shared)
         with contextlib.suppress(OSError):  # other seeds have theirs in it
             self.shared.parent.rmdir()
-        return errors
 
     def _initialize(self):
         """Returns the stacked state before the first step, and metrics of each seed."""
@@ -295,15 +299,25 @@ class _SharedRun:
         stack = jax.jit(_stack)
         return (stack(*batches) for batches in zip(*streams, strict=True))
 
-    def _save(self, i: int, state, accuracy: float) -> None:
-        """Saves the last checkpoint of a seed to its own workdir."""
+    def _save(self, i: int, step: int, state, pending: PendingMetrics, accuracy: float) -> None:
+        """Saves a checkpoint of a seed to its own workdir; that of the highest accuracy stays."""
         with contextlib.closing(Checkpoints(self.folders[i] / "checkpoints", 1)) as checkpoints:
             run = {
                 "config": json.loads(self.configs[i].to_json()),
                 **self.trained_on,
-                "pending_metrics": [],
+                "pending_metrics": pending.to_json(),
+                "accuracy": accuracy,
             }
-            checkpoints.save(self.setup.schedule.num_steps, state, run, accuracy)
+            checkpoints.save(step, state, run, accuracy)
+
+
+def _rewind(directory: Path, step: int) -> float:
+    """Removes a seed's checkpoints after a step, which run again; returns the best accuracy."""
+    for folder in manifest.step_folders(directory):
+        if int(folder.name) > step:
+            shutil.rmtree(folder)
+    best = find_step(directory, "best")
+    return read_run(directory, best).get("accuracy", 0.0) if best else 0.0
 
 
 def _stack(*trees):
