@@ -2,6 +2,7 @@
 
 import itertools
 import math
+from collections.abc import Mapping
 from pathlib import Path
 
 import jax
@@ -196,13 +197,13 @@ def evaluate_checkpoint(
     return results
 
 
-def deciding_accuracy(results: dict[str, float], name: str) -> float:
+def deciding_accuracy(results: Mapping[str, float | int], name: str) -> float:
     """Returns the accuracy that decides which checkpoint is the best.
 
     It is that of the averaged weights if the run has them, as in timm.
 
     Args:
-      results: What an `Evaluator` returned.
+      results: What an `Evaluator` returned, or a line of `metrics.jsonl` that has it.
       name: Name of the evaluation set.
     """
     return results.get(f"{name}/ema_accuracy", results[f"{name}/accuracy"])

@@ -84,7 +84,7 @@ def draw_test_curves(comparison: Comparison) -> bytes:
     """Draws the test accuracy by epoch, as a PNG."""
     figure, axis = import_pyplot().subplots(figsize=(7, 3.9), layout="constrained")
     _draw_bands(axis, comparison, None, by_second=False)
-    axis.set(xlabel="epoch", ylabel="test accuracy, %")
+    axis.set(xlabel="epoch", ylabel=f"{comparison.metric}, %")
     return _finish("png", figure, axis)
 
 
@@ -97,7 +97,7 @@ def draw_all_curves(comparison: Comparison) -> bytes:
     for row, name in enumerate([None, train_name]):
         for column, by_second in enumerate([False, True]):
             _draw_bands(axes[row, column], comparison, name, by_second=by_second)
-    axes[0, 0].set_ylabel("test accuracy, %")
+    axes[0, 0].set_ylabel(f"{comparison.metric}, %")
     axes[1, 0].set_ylabel(train_label)
     for column, label in enumerate(["epoch", "seconds of training"]):
         axes[1, column].set_xlabel(label)

@@ -2,12 +2,14 @@
 
 import csv
 import io
+import math
 from collections.abc import Sequence
 from pathlib import Path
 
 import numpy as np
+from flax.traverse_util import flatten_dict
 
-from structinit_jax.compare import page, results
+from structinit_jax.compare import grid, page, results
 from structinit_jax.compare.results import Comparison, Interval
 from structinit_jax.compare.table import percent
 from structinit_jax.training import workdir as workdir_lib
@@ -39,6 +41,7 @@ def csv_text(comparison: Comparison) -> str:
             steps = [*run.test_curve]
             last = steps[-1] if steps else 0
             best = max(run.test_curve, key=run.test_curve.get) if steps else None
+            seconds = run.seconds(last)
             rows.append(
                 {
                     "setting": setting,
@@ -48,7 +51,7 @@ def csv_text(comparison: Comparison) -> str:
                     "test_accuracy": run.test_curve.get(last),
                     "best_test_accuracy": run.test_curve.get(best),
                     "best_epoch": None if best is None else run.epoch(best),
-                    "training_seconds": run.seconds(last),
+                    "training_seconds": None if math.isnan(seconds) else seconds,
                     "init_seconds": run.init_metrics.get("seconds"),
                     "init_compile_seconds": run.init_metrics.get("compile_seconds"),
                     "baseline": comparison.info["baselines"][setting],
@@ -70,10 +73,14 @@ Section = tuple[str, list[list[str]] | list[str] | str]
 def describe(comparison: Comparison) -> list[Section]:
     """Returns the content that report.md and report.html share."""
     info, runs = comparison.info, comparison.runs
-    count = len(info["seeds"])
+    sizes = [len(group) for group in runs.values()]
+    fewest, most = min(sizes), max(sizes)
+    count = f"{most} {'seeds' if most > 1 else 'seed'}"
+    averaged = any(facts["config"].get("ema_decay") for facts in info["settings"].values())
     notes = [
-        f"Test accuracy after the last epoch in percent: mean ± standard deviation over "
-        f"{count} {'seeds' if count > 1 else 'seed'}.",
+        "Accuracy after the last epoch in percent"
+        f"{', of the averaged weights where config.ema_decay is set' if averaged else ''}: "
+        f"mean ± standard deviation over {count if fewest == most else f'{fewest} to {count}'}.",
         "The difference to the baseline is paired by seed, with Student's 95 % interval, which "
         "covers the variation between seeds, not that between data sets.",
         "Epochs to the baseline: the first evaluation at which a run reaches the baseline's mean "
@@ -81,8 +88,9 @@ def describe(comparison: Comparison) -> list[Section]:
         "Seconds are those of training steps, without evaluations, checkpoints and compilation; "
         "seeds that were trained together share the device.",
     ]
-    if count == 1:
+    if most == 1:
         notes[1] = "With one seed there is no interval: a difference may be chance."
+    notes += _other_fields(info)
     sections: list[Section] = [("Results", _summary(comparison)), ("", " ".join(notes))]
     if any(facts.get("published_training") for facts in info["settings"].values()):
         sections.append(("Training accuracy, %: ours / published", _training(comparison)))
@@ -107,11 +115,25 @@ def describe(comparison: Comparison) -> list[Section]:
     return sections
 
 
+def _other_fields(info) -> list[str]:
+    """Lists fields that a scheme needs where the baseline has another value; no name shows them."""
+    fields = {
+        name: flatten_dict(facts["config"], sep=".") for name, facts in info["settings"].items()
+    }
+    return [
+        f"{name} is trained with config.{field}={fields[name].get(field)!r}, its baseline with "
+        f"{fields[baseline].get(field)!r}."
+        for name, baseline in info["baselines"].items()
+        for field in grid.SCHEME_FIELDS
+        if baseline in fields and fields[name].get(field) != fields[baseline].get(field)
+    ]
+
+
 def _summary(comparison: Comparison) -> list[list[str]]:
     published = any(f["published"] is not None for f in comparison.info["settings"].values())
     rows = [
         [
-            *("setting", "seeds", "test accuracy, %"),
+            *("setting", "seeds", f"{comparison.metric}, %"),
             *(["published, %"] if published else []),
             *("difference to the baseline (95 %)", "epochs to the baseline"),
             *("training, s", "initialization, s (compilation)"),
@@ -128,7 +150,9 @@ def _summary(comparison: Comparison) -> list[list[str]]:
             difference = "baseline"
         else:
             interval = comparison.difference(setting)
+            pairs = len(accuracies.keys() & comparison.accuracies(baselines[setting]).keys())
             difference = format_interval(interval)
+            difference += f" ({pairs} common seeds)" if 1 < pairs < len(runs) else ""
             difference += f" to {baselines[setting]}" if several and interval else ""
         figure = facts["published"]
         rows.append(

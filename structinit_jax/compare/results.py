@@ -11,10 +11,12 @@ import numpy as np
 from scipy import stats
 
 from structinit_jax.errors import InputError
+from structinit_jax.evaluate import deciding_accuracy
 
 GRID = "compare.json"
 STATUS = "status.json"
 CONFIDENCE = 0.95
+TOLERANCE = 1e-9  # of accuracies: the mean of equal ones may be rounded up
 
 
 class Run:
@@ -25,7 +27,8 @@ class Run:
       seed: The seed.
       status: 'done', 'failed' or 'unfinished'.
       error: Why the run failed.
-      lines: The lines of its `metrics.jsonl`.
+      lines: The lines of its `metrics.jsonl`, up to the last step of the comparison:
+        `structinit_jax.main` may have trained the run longer.
       info: What `compare.json` says about its setting.
     """
 
@@ -38,11 +41,16 @@ class Run:
         path = folder / "metrics.jsonl"
         text = path.read_text() if path.exists() else ""
         # A kill may have truncated the last line.
-        self.lines = [json.loads(x) for x in text.splitlines(keepends=True) if x.endswith("\n")]
+        lines = [json.loads(x) for x in text.splitlines(keepends=True) if x.endswith("\n")]
+        self.lines = [line for line in lines if line["step"] <= info["num_steps"]]
 
     def curve(self, name: str) -> dict[int, float]:
-        """Returns a metric by step."""
-        return {line["step"]: line[name] for line in self.lines if name in line}
+        """Returns a metric by step; accuracies are those that decide about the best checkpoint."""
+        split, _, kind = name.rpartition("/")
+        lines = [line for line in self.lines if name in line]
+        if kind == "accuracy":
+            return {line["step"]: deciding_accuracy(line, split) for line in lines}
+        return {line["step"]: line[name] for line in lines}
 
     @functools.cached_property
     def test_curve(self) -> dict[int, float]:
@@ -69,7 +77,8 @@ class Run:
 
     def first_epoch(self, accuracy: float) -> float | None:
         """Returns the epoch of the first evaluation that reaches an accuracy."""
-        reached = (step for step, value in self.test_curve.items() if value >= accuracy)
+        goal = accuracy - TOLERANCE
+        reached = (step for step, value in self.test_curve.items() if value >= goal)
         return next(map(self.epoch, reached), None)
 
     @property
@@ -91,6 +100,12 @@ class Comparison(NamedTuple):
     workdir: Path
     info: dict[str, Any]
     runs: dict[str, list[Run]]
+
+    @property
+    def metric(self) -> str:
+        """What is compared, such as 'test accuracy', named after the split."""
+        names = {facts["test_name"] for facts in self.info["settings"].values()}
+        return f"{names.pop()} accuracy" if len(names) == 1 else "accuracy"
 
     def accuracies(self, setting: str | None) -> dict[int, float]:
         """Returns the test accuracies of the finished runs of a setting, by seed."""
@@ -119,14 +134,22 @@ class Comparison(NamedTuple):
 
 def read(workdir: Path) -> Comparison:
     """Reads a comparison; raises `InputError` if there is none."""
-    info = read_json(workdir / GRID)
+    info = read_grid(workdir)
     if info is None:
         raise InputError(f"--workdir={workdir} holds no comparison: there is no {GRID}")
     runs = {
-        setting: [Run(workdir, setting, seed, facts) for seed in info["seeds"]]
+        setting: [Run(workdir, setting, seed, facts) for seed in facts["seeds"]]
         for setting, facts in info["settings"].items()
     }
     return Comparison(workdir, info, runs)
+
+
+def read_grid(workdir: Path) -> dict[str, Any] | None:
+    """Returns the content of `compare.json`, or None if there is no such file."""
+    info = read_json(workdir / GRID)
+    for facts in info["settings"].values() if info else ():
+        facts.setdefault("seeds", info.get("seeds"))  # older files have the same for all settings
+    return info
 
 
 def run_folder(workdir: Path, setting: str, seed: int) -> Path:

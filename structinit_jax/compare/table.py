@@ -27,6 +27,7 @@ class Progress:
         self, comparison: results.Comparison, settings: Sequence[str], seeds: Sequence[int]
     ):
         self._workdir, self._facts = comparison.workdir, comparison.info["settings"]
+        self._metric = comparison.metric
         self._accuracies = {name: comparison.accuracies(name) for name in settings}
         self._states = {
             name: {seed: "done" if seed in self._accuracies[name] else "" for seed in seeds}
@@ -72,7 +73,7 @@ class Progress:
         if not error:
             accuracy = results.Run(self._workdir, setting, seed, self._facts[setting]).accuracy
             self._accuracies[setting][seed] = accuracy
-            text = f"test accuracy {100 * accuracy:.2f} %"
+            text = f"{self._facts[setting]['test_name']} accuracy {100 * accuracy:.2f} %"
         line = f"{setting} seed {seed}  {text}"
         self._console.print(line, markup=False, highlight=False, soft_wrap=True)
 
@@ -80,7 +81,7 @@ class Progress:
         table = Table(caption=self._time_left())
         table.add_column("setting", overflow="fold")
         table.add_column("done", justify="right", no_wrap=True)
-        table.add_column("test accuracy, %", justify="right", no_wrap=True)
+        table.add_column(escape(f"{self._metric}, %"), justify="right", no_wrap=True)
         table.add_column("now")
         for name, states in self._states.items():
             kinds = [*states.values()]
