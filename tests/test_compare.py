@@ -5,6 +5,7 @@ import functools
 import json
 import re
 import signal
+import threading
 import time
 import types
 from importlib import metadata
@@ -53,17 +54,22 @@ def fake_train(config, workdir, trained):
 
 @pytest.fixture
 def start(tiny_config, tmp_path, monkeypatch):
-    """Starts a comparison; returns how many runs failed, and which were trained."""
+    """Starts a comparison; returns how many runs failed, and which were trained.
+
+    `start.drawn` has the settings whose maps were to be drawn.
+    """
     tiny_config.lock()
+    drawn = []
 
     def run_grid(schemes, seed_list=(0, 1, 2), config=tiny_config, **options):
         trained = []
         monkeypatch.setattr(run, "train", functools.partial(fake_train, trained=trained))
-        monkeypatch.setattr(run._Runner, "_draw_maps", lambda self, name: None)
+        monkeypatch.setattr(run._Runner, "_draw_maps", lambda self, name: drawn.append(name))
         settings = grid.expand(config, schemes, {})
         options = dict(started_by="the command") | options
         return run.run_grid(settings, list(seed_list), tmp_path, **options), trained
 
+    run_grid.drawn = drawn
     return run_grid
 
 
@@ -123,17 +129,35 @@ def test_the_report_has_all_that_was_measured(start, tmp_path, monkeypatch):
 
 def test_a_second_command_trains_only_what_is_missing(start, tiny_config, tmp_path):
     start(["default", "mimetic"])
+    start.drawn.clear()
     _, trained = start(["default", "mimetic"])
     assert trained == [("mimetic", 1)]  # which had failed
+    assert start.drawn == ["default", "mimetic"]  # maps that a kill left out
     assert start(["mimetic"], seed_list=[0])[0] == 0
     failed, trained = start(["default", "impulse"], seed_list=range(4))
     assert failed == 0  # that of mimetic is none of this command
     assert trained == [("default", 3), *(("impulse", seed) for seed in range(4))]
-    assert "| mimetic | 2 of 4 |" in (tmp_path / "report.md").read_text()
+    text = (tmp_path / "report.md").read_text()
+    assert "| default | 4 of 4 |" in text
+    assert "| mimetic | 2 of 3 |" in text  # no command has asked for seed 3
     changed = tiny_config.copy_and_resolve_references()
     changed.num_epochs = 3.0
     with pytest.raises(InputError, match=r"holds the setting default .*\n  num_epochs: 2.0 -> 3.0"):
         start(["default"], config=changed)
+
+
+def test_a_second_command_may_change_what_does_not_change_results(start, tiny_config, tmp_path):
+    start(["default"], [0])
+    (tmp_path / "moved").symlink_to(tiny_config.data.data_dir)
+    changed = tiny_config.copy_and_resolve_references()
+    changed.update(keep_checkpoints=5, checkpoint_every_steps=7)
+    changed.data.data_dir = str(tmp_path / "moved")
+    assert start(["default"], [0], config=changed) == (0, [])
+    # The images of a folder, and maybe of a data set of the user's own, are others in another one.
+    for name, may in {"digits": True, "folder": False, "mine:halves": False}.items():
+        changed.data.name = name
+        assert run._may_change("data.data_dir", changed) == may
+    assert not run._may_change("learning_rate", changed)
 
 
 def test_a_second_command_keeps_the_baseline(start, tmp_path):
@@ -149,8 +173,10 @@ def test_a_second_command_keeps_the_baseline(start, tmp_path):
     text = (tmp_path / "report.md").read_text()
     assert "| impulse | 1 of 1 | 80.00 | +30.00 (one seed) |" in text
     assert "| mimetic | 1 of 1 | 40.00 | -10.00 (one seed) |" in text
-    start(["mimetic"], seed_list=[0], baseline="mimetic")
-    assert read_baselines() == dict.fromkeys(["default", "impulse", "mimetic"], "mimetic")
+    start(["mimetic"], seed_list=[0], baseline="impulse")  # of an earlier command
+    assert read_baselines() == dict.fromkeys(["default", "impulse", "mimetic"], "impulse")
+    with pytest.raises(InputError, match=r"--baseline=x is none .*: default, impulse, mimetic\. "):
+        start(["mimetic"], seed_list=[0], baseline="x")
 
 
 def test_a_baseline_that_is_not_trained_gives_no_difference(start, tmp_path):
@@ -184,6 +210,30 @@ def test_a_setting_that_cannot_be_trained_is_refused_before_the_first_run(start,
     swin.data.data_dir = tiny_config.data.data_dir
     with pytest.raises(InputError, match=r"setting impulse_2025: .* does not support a WindowSite"):
         start(["impulse_2025"], config=swin.lock())
+
+
+def test_an_error_of_the_users_own_code_names_the_setting(start, monkeypatch):
+    def set_up(*_):
+        raise TypeError("dot_general requires contracting dimensions")
+
+    monkeypatch.setattr(run, "set_up", set_up)
+    with pytest.raises(TypeError, match="dot_general") as caught:
+        start(["default"])
+    assert caught.value.__notes__ == ["This is the setting default of the comparison"]
+
+
+def test_checkpoints_of_another_kind_of_training_are_told(start, tmp_path, capsys):
+    start(["default"], [0])
+    (tmp_path / "default" / "together").mkdir()
+    start(["default"], [0])
+    assert "note:" not in capsys.readouterr().out  # its seed is done
+    start(["default"], [0, 1])
+    out = capsys.readouterr().out
+    assert "note: default: the checkpoint that its seeds share is not resumed" in out
+    (tmp_path / "impulse" / "seed_1" / "checkpoints").mkdir(parents=True)
+    run._note_what_is_not_resumed(tmp_path, {"default": [1], "impulse": [0, 1]}, together=True)
+    out = capsys.readouterr().out
+    assert out.startswith("note: impulse: checkpoints of single seeds are not resumed")
 
 
 def test_the_config_and_the_data_of_all_settings_are_checked_as_they_are_trained(
@@ -236,7 +286,8 @@ def test_maps_that_cannot_be_drawn_do_not_end_the_comparison(
 
 
 def test_settings_are_spread_over_the_devices(tiny_config, tmp_path, monkeypatch):
-    devices = []
+    devices, drawn, ended = [], [], []
+    first_drawn = threading.Event()
 
     def fake_train_together(config, seed_list, folder, device, stop):
         devices.append(device)
@@ -245,16 +296,27 @@ def test_settings_are_spread_over_the_devices(tiny_config, tmp_path, monkeypatch
         while len(devices) < 2:  # the other setting trains at the same time
             time.sleep(0.01)
         yield 0, ""
+        if folder.name == "impulse":  # the maps of the other, which has ended, are drawn now
+            ended.append(first_drawn.wait(20))
         raise InputError("it does not fit")
 
     monkeypatch.setattr(seeds, "train_together", fake_train_together)
-    monkeypatch.setattr(run._Runner, "_draw_maps", lambda self, name: None)
+
+    def draw(self, name):
+        drawn.append(name)
+        first_drawn.set()
+
+    monkeypatch.setattr(run._Runner, "_draw_maps", draw)
     settings = grid.expand(tiny_config.lock(), ["default", "impulse"], {})
     assert run.run_grid(settings, [0, 1], tmp_path, together=True) == 2
     assert len(set(devices)) == 2
+    assert ended == [True]
+    assert drawn == ["default", "impulse"]
     text = (tmp_path / "report.md").read_text()
     assert "| default | 1 | it does not fit |" in text
     assert "| default | 1 of 2 |" in text  # seed 0 had been done before
+    assert run.run_grid(settings, [0], tmp_path, together=True) == 0
+    assert len(drawn) == 4
 
 
 # -- the command -----------------------------------------------------------------------------------
@@ -264,6 +326,13 @@ def test_the_command_does_not_take_the_config_of_a_run(finished_run):
     result = fork_main.run(f"--workdir={finished_run.workdir}", module="structinit_jax.compare")
     assert result.returncode == 1
     assert re.search(r"error: --config is required, .*, unless --report_only", result.stderr)
+
+
+def test_a_report_alone_takes_no_flags_of_training(tmp_path):
+    arguments = ("--report_only", "--grid.config.model.depth=1,2", f"--workdir={tmp_path}")
+    result = fork_main.run(*arguments, module="structinit_jax.compare")
+    assert result.returncode == 1
+    assert "error: --grid.config.model.depth=1,2: --report_only reports what" in result.stderr
 
 
 def test_the_command_stops_on_ctrl_c_and_resumes(tmp_path, data_dir):

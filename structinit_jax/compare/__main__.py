@@ -54,11 +54,13 @@ def main(config: ConfigDict | None) -> None:
     if not WORKDIR.value:
         raise InputError("--workdir is required: the output directory, such as /tmp/compare")
     if _REPORT_ONLY.value:
-        if _BASELINE.value:
-            raise InputError(
-                f"--baseline={_BASELINE.value}: --report_only keeps the baseline of the last "
-                "command; leave out one of the two"
-            )
+        for flag in (_SCHEMES, _SEEDS, _GRID, _BASELINE, _TOGETHER):
+            if flag.present:
+                text = " ".join(_written(flags.FLAGS[flag.name].serialize().splitlines()))
+                raise InputError(
+                    f"{text}: --report_only reports what earlier commands have trained, with "
+                    "their baseline: leave out one of the two"
+                )
         report.write_report(local_path(WORKDIR.value))
         return
     if config is None:
@@ -68,9 +70,6 @@ def main(config: ConfigDict | None) -> None:
         )
     command_line.check_schemes(_SCHEMES.value or [])
     schemes = _SCHEMES.value or [config.attention_init.name]
-    baseline = _BASELINE.value
-    if baseline and baseline not in schemes:
-        raise InputError(f"--baseline={baseline} is not one of --schemes={','.join(schemes)}")
     settings = grid.expand(config, schemes, grid.parse_axes(_GRID.value))
     failed = run.run_grid(
         settings,
@@ -80,7 +79,7 @@ def main(config: ConfigDict | None) -> None:
             name: shlex.join(grid.command(setting, CONFIG.value))
             for name, setting in settings.items()
         },
-        baseline=baseline,
+        baseline=_BASELINE.value,
         started_by=shlex.join(["python", "-m", "structinit_jax.compare", *_written(sys.argv[1:])]),
         together={"auto": None, "yes": True, "no": False}[_TOGETHER.value],
     )

@@ -6,7 +6,7 @@ import platform
 import sys
 import traceback
 from collections.abc import Iterator, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor, as_completed
 from importlib import metadata
 from pathlib import Path
 from queue import SimpleQueue
@@ -15,12 +15,13 @@ from typing import Any
 import jax
 from ml_collections import ConfigDict
 
-from structinit_jax import __version__, evaluate, resume
+from structinit_jax import __version__, evaluate, plugins, resume
 from structinit_jax import config as config_lib
 from structinit_jax.analysis import collect, figures
 from structinit_jax.compare import grid, report, results, seeds
 from structinit_jax.compare.page import MAPS
 from structinit_jax.compare.table import LOG, Progress
+from structinit_jax.data import datasets
 from structinit_jax.errors import InputError, StoppedError
 from structinit_jax.evaluate import (
     evaluation_name,
@@ -35,6 +36,12 @@ from structinit_jax.training.state import count_parameters
 
 PACKAGES = ("jax", "jaxlib", "flax", "optax", "numpy")
 NUM_IMAGES = 64  # of which attention maps are drawn
+# Fields that change the results by rounding at most. So do the folders of data, unless what is in
+# the folder decides which data set it is.
+HARMLESS = (
+    *("checkpoint_every_steps", "keep_checkpoints", "fsdp"),
+    *("model.attention_implementation", "model.remat", "model.unroll"),
+)
 STOPPED = "stopped; all checkpoints are complete: run the same command again to resume"
 
 
@@ -95,10 +102,10 @@ def run_grid(
             "command": (commands or {}).get(name, ""),
             "published": (published or {}).get(name),
             "published_training": (published_training or {}).get(name, ()),
+            "seeds": list(seed_list),
         }
     info = {
         "settings": facts,
-        "seeds": list(seed_list),
         "baselines": baselines or {},
         "commands": [started_by] if started_by else [],
         # A checkout that is not installed has no metadata of its own.
@@ -112,6 +119,12 @@ def run_grid(
         if baselines is None:
             # Of all settings, also those of earlier commands, which may lack one until now.
             chosen = [name for name in info["baselines"].values() if name]
+            schemes = list(dict.fromkeys(name.split(",")[0] for name in info["settings"]))
+            if baseline and grid.file_safe(baseline) not in schemes:
+                raise InputError(
+                    f"--baseline={baseline} is none of the schemes in --workdir={workdir}: "
+                    f"{', '.join(schemes)}. Add it to --schemes, or take one of these"
+                )
             scheme = baseline or [*chosen, *settings][0].split(",")[0]
             info["baselines"] = grid.find_baselines(info["settings"], scheme)
         text = json.dumps(info, indent=1) + "\n"
@@ -121,11 +134,12 @@ def run_grid(
             name: [seed for seed in seed_list if seed not in comparison.accuracies(name)]
             for name in settings
         }
+        _note_what_is_not_resumed(workdir, todo, together)
         try:
             with Progress(comparison, list(settings), list(seed_list)) as progress:
                 runner = _Runner(workdir, settings, progress)
                 train_all = runner.train_together if together else runner.train_one_by_one
-                train_all({name: missing for name, missing in todo.items() if missing})
+                train_all(todo)
         except KeyboardInterrupt:
             raise StoppedError(STOPPED, PREEMPTED_EXIT_CODE) from None
         finally:
@@ -154,6 +168,9 @@ def _check(
         setup = set_up(config, dataset.info, counts[section], devices)
     except InputError as error:
         raise InputError(f"setting {name}: {error}") from error
+    except Exception as error:  # of the user's own scheme, model or data set
+        error.add_note(f"This is the setting {name} of the comparison")
+        raise
     return {
         "num_steps": setup.schedule.num_steps,
         "steps_per_epoch": setup.schedule.steps_per_epoch,
@@ -164,14 +181,20 @@ def _check(
 
 def _merge(workdir, new, settings):
     """Adds settings and seeds to those of earlier commands; refuses changes of settings."""
-    old = results.read_json(workdir / results.GRID)
+    old = results.read_grid(workdir)
     if old is None:
         return new
     for name in settings.keys() & old["settings"].keys():
-        seed = {"seed": settings[name].seed}
-        changed = resume.changes(old["settings"][name]["config"] | seed, settings[name])
-        if changed:
-            lines = [f"  {field}: {a!r} -> {b!r}" for field, (a, b) in changed.items()]
+        before, now = old["settings"][name], new["settings"][name]
+        now["seeds"] = sorted({*before["seeds"], *now["seeds"]})
+        config = settings[name]
+        changed = resume.changes(before["config"] | {"seed": config.seed}, config)
+        lines = [
+            f"  {field}: {a!r} -> {b!r}"
+            for field, (a, b) in changed.items()
+            if not _may_change(field, config)
+        ]
+        if lines:
             raise InputError(
                 f"--workdir={workdir} holds the setting {name} with another config:\n"
                 + "\n".join(lines)
@@ -179,10 +202,33 @@ def _merge(workdir, new, settings):
             )
     return new | {
         "settings": old["settings"] | new["settings"],
-        "seeds": sorted({*old["seeds"], *new["seeds"]}),
         "baselines": old["baselines"] | new["baselines"],
         "commands": list(dict.fromkeys([*old["commands"], *new["commands"]])),
     }
+
+
+def _note_what_is_not_resumed(workdir, todo, together):
+    """Prints a note about settings that another --together has begun."""
+    for name, missing in todo.items():
+        shared = (workdir / name / seeds.TOGETHER).exists()
+        folders = [results.run_folder(workdir, name, seed) for seed in missing]
+        if missing and shared and not together:
+            print(
+                f"note: {name}: the checkpoint that its seeds share is not resumed: each goes on "
+                "from its own best one, or starts anew. --together=yes resumes it"
+            )
+        elif together and not shared and any((path / "checkpoints").exists() for path in folders):
+            print(
+                f"note: {name}: checkpoints of single seeds are not resumed: these start anew. "
+                "--together=no resumes them"
+            )
+
+
+def _may_change(field, config):
+    """Whether a second command may change a field."""
+    data = config.data.name
+    is_named = data not in datasets.FILE_SETS and not plugins.is_reference(data)
+    return field in HARMLESS or (field in ("data.data_dir", "data.manual_dir") and is_named)
 
 
 class _Runner:
@@ -212,6 +258,8 @@ class _Runner:
             devices.put(device)
 
         def train_setting(name, missing):
+            if not missing:
+                return
             if stop.reached(0):
                 raise StoppedError(STOPPED, PREEMPTED_EXIT_CODE)
             device = devices.get()
@@ -231,10 +279,10 @@ class _Runner:
             _output_to(self._workdir / LOG),
             ThreadPoolExecutor(len(jax.local_devices())) as pool,
         ):
-            for future in [pool.submit(train_setting, *item) for item in todo.items()]:
+            names = {pool.submit(train_setting, *item): item[0] for item in todo.items()}
+            for future in as_completed(names):
                 future.result()
-            for name in todo:
-                self._draw_maps(name)
+                self._draw_maps(names[future])
 
     @contextlib.contextmanager
     def _recording(self, name: str, seed_list: Sequence[int]) -> Iterator[None]:
@@ -264,8 +312,10 @@ class _Runner:
     def _draw_maps(self, name):
         """Draws the attention of the first seed that is done, before and after training."""
         config, path = self._settings[name], self._workdir / name / MAPS
+        if path.exists():
+            return
         done = results.read(self._workdir).accuracies(name)
-        if not done or path.exists():
+        if not done:
             return
         seed = min(done)
         config = seeds.with_seed(config, seed)
