@@ -120,12 +120,15 @@ def _other_fields(info) -> list[str]:
     fields = {
         name: flatten_dict(facts["config"], sep=".") for name, facts in info["settings"].items()
     }
+    names = {}
+    for name, baseline in info["baselines"].items():
+        for field in grid.SCHEME_FIELDS if baseline in fields else ():
+            own, other = (fields[setting].get(field) for setting in (name, baseline))
+            if own != other:
+                names.setdefault((field, own, other), []).append(name)
     return [
-        f"{name} is trained with config.{field}={fields[name].get(field)!r}, its baseline with "
-        f"{fields[baseline].get(field)!r}."
-        for name, baseline in info["baselines"].items()
-        for field in grid.SCHEME_FIELDS
-        if baseline in fields and fields[name].get(field) != fields[baseline].get(field)
+        f"config.{field} is {own!r} for {'; '.join(group)}, but {other!r} for the baseline."
+        for (field, own, other), group in names.items()
     ]
 
 
