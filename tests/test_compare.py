@@ -222,7 +222,7 @@ def test_an_error_of_the_users_own_code_names_the_setting(start, monkeypatch):
     assert caught.value.__notes__ == ["This is the setting default of the comparison"]
 
 
-def test_checkpoints_of_another_kind_of_training_are_told(start, tmp_path, capsys):
+def test_checkpoints_of_another_kind_of_training_are_told_or_refused(start, tmp_path, capsys):
     start(["default"], [0])
     (tmp_path / "default" / "together").mkdir()
     start(["default"], [0])
@@ -231,9 +231,9 @@ def test_checkpoints_of_another_kind_of_training_are_told(start, tmp_path, capsy
     out = capsys.readouterr().out
     assert "note: default: the checkpoint that its seeds share is not resumed" in out
     (tmp_path / "impulse" / "seed_1" / "checkpoints").mkdir(parents=True)
-    run._note_what_is_not_resumed(tmp_path, {"default": [1], "impulse": [0, 1]}, together=True)
-    out = capsys.readouterr().out
-    assert out.startswith("note: impulse: checkpoints of single seeds are not resumed")
+    todo = {"default": [1], "impulse": [0, 1]}
+    with pytest.raises(InputError, match="impulse: seeds 1 were begun one by one: pass"):
+        run._check_what_is_resumed(tmp_path, todo, together=True)
 
 
 def test_the_config_and_the_data_of_all_settings_are_checked_as_they_are_trained(

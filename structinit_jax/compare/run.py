@@ -134,7 +134,7 @@ def run_grid(
             name: [seed for seed in seed_list if seed not in comparison.accuracies(name)]
             for name in settings
         }
-        _note_what_is_not_resumed(workdir, todo, together)
+        _check_what_is_resumed(workdir, todo, together)
         try:
             with Progress(comparison, list(settings), list(seed_list)) as progress:
                 runner = _Runner(workdir, settings, progress)
@@ -207,21 +207,27 @@ def _merge(workdir, new, settings):
     }
 
 
-def _note_what_is_not_resumed(workdir, todo, together):
-    """Prints a note about settings that another --together has begun."""
+def _check_what_is_resumed(workdir, todo, together):
+    """Notes or refuses settings that another --together has begun."""
     for name, missing in todo.items():
         shared = (workdir / name / seeds.TOGETHER).exists()
-        folders = [results.run_folder(workdir, name, seed) for seed in missing]
         if missing and shared and not together:
             print(
                 f"note: {name}: the checkpoint that its seeds share is not resumed: each goes on "
                 "from its own best one, or starts anew. --together=yes resumes it"
             )
-        elif together and not shared and any((path / "checkpoints").exists() for path in folders):
-            print(
-                f"note: {name}: checkpoints of single seeds are not resumed: these start anew. "
-                "--together=no resumes them"
-            )
+        elif together and not shared:
+            folders = {seed: results.run_folder(workdir, name, seed) for seed in missing}
+            begun = [
+                str(seed)
+                for seed, folder in folders.items()
+                if (folder / "checkpoints").exists() and not (folder / results.STATUS).exists()
+            ]
+            if begun:  # training together would replace their checkpoints
+                raise InputError(
+                    f"setting {name}: seeds {','.join(begun)} were begun one by one: pass "
+                    "--together=no to resume them, or delete their folders"
+                )
 
 
 def _may_change(field, config):
