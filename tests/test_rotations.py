@@ -92,7 +92,25 @@ def test_tables_are_read_in_every_form(params):
         assert (found.grid, found.pairs, found.angles.shape[:2]) == (GRID, pairs, lead)
         turns = np.exp(1j * found.angles[0, 0]) / np.exp(1j * ANGLES)
         np.testing.assert_allclose(turns, 1, atol=1e-5)
-    assert site(TABLE, grid=(2, 8)).grid == (2, 8)
+
+
+def test_the_grid_is_that_of_the_angles(params):
+    def site(angles, dtype=np.float32, **options):
+        pair = (np.cos(angles), np.sin(angles))
+        table = tuple(np.tile(part, 2).astype(dtype) for part in pair)
+        return interop.attention_site(params, num_heads=HEADS, rotations=table, **options)
+
+    wide = rotary_angles((2, 8), DIM)[0, 0]
+    for dtype in (np.float32, np.float16, jnp.bfloat16):
+        assert site(wide, dtype).grid == (2, 8)
+    assert site(wide, grid=(2, 8)).grid == (2, 8)
+    mixed = np.random.default_rng(0).normal(size=(DEPTH, HEADS, 2, DIM // 2))
+    y, x = np.indices((8, 2)).reshape(2, -1, 1)
+    assert site(y * mixed[:, :, :1] + x * mixed[:, :, 1:] + 0.5).grid == (8, 2)
+    with pytest.raises(InputError, match=r"grid=\(4, 4\): .* of \(2, 8\): pass that grid"):
+        site(wide, grid=(4, 4))
+    with pytest.raises(InputError, match=r"of any grid of 16 tokens: .* row by row"):
+        site(np.random.default_rng(0).permutation(ANGLES))
 
 
 def test_huggingface_dinov3_is_found():
@@ -135,7 +153,9 @@ def test_huggingface_dinov3_is_found():
         ((), r"rotations has shape , but the model needs"),
         (np.stack([TABLE] * 3), r"rotations has shape \(3, 16, 16\)"),
         (np.roll(TABLE, 1, axis=1), "neither neighboring channels nor the two halves"),
-        (TABLE[:15], r"rotations have 15 tokens: pass grid"),
+        (TABLE[:15], r"rotations do not turn .* 15 tokens: .* image tokens alone"),
+        (3 * TABLE, r"rotations: the squares of sines and cosines do not add up to 1"),
+        (0 * TABLE, r"do not add up to 1.*model\.rope\.get_embed"),
         ("rope", "rotations: the table is a builtins.str"),
     ],
 )
@@ -149,6 +169,8 @@ def test_models_that_the_rotations_do_not_describe_are_refused(params):
     table = params | {"pos_embed": np.zeros((1, 16, WIDTH), np.float32)}
     with pytest.raises(InputError, match="adds the positions pos_embed to its tokens too"):
         interop.initialize(table, default(), RNG, **options)
+    with pytest.raises(InputError, match=r"grid=\(4, 5\) has 20 tokens, but rotations have 16"):
+        interop.initialize(params, default(), RNG, **options, grid=(4, 5))
     no_bias = {k: v for k, v in params.items() if k != "patch_embed.proj.bias"}
     with pytest.raises(InputError, match=r"has no patch_embed\.proj\.bias, in which"):
         interop.initialize(no_bias, scheme, RNG, **options)

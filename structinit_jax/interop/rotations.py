@@ -4,7 +4,7 @@ import math
 from typing import Any, NamedTuple
 
 import numpy as np
-from jaxtyping import Float
+from jaxtyping import Complex, Float
 
 from structinit_jax.attention_init import RotarySite
 from structinit_jax.errors import InputError
@@ -15,6 +15,9 @@ HOW = (
     "rotations=model.rope.get_embed(shape=model.patch_embed.grid_size).detach().numpy() for timm, "
     "rotations=tuple(x.numpy() for x in model.rope_embeddings(pixel_values)) for Hugging Face"
 )
+
+# Of sines and cosines in bfloat16, and of the turns between neighbors that are made of them.
+ROUNDING = 0.05
 
 
 class Rotations(NamedTuple):
@@ -49,7 +52,8 @@ def read_rotations(host: Host, given: Any, grid: Grid | None) -> Rotations:
     """Reads `rotations` of `initialize`.
 
     Raises:
-      InputError: They do not fit the model, or the model adds positions to its tokens too.
+      InputError: They do not fit the model or the grid, are no sines and cosines, or the model adds
+        positions to its tokens too.
     """
     table = host.position_table(grid)
     if table is not None:
@@ -82,15 +86,50 @@ def read_rotations(host: Host, given: Any, grid: Grid | None) -> Rotations:
             "rotations: neither neighboring channels nor the two halves of a head have equal "
             f"sines: pass {HOW}"
         )
-    tokens = sin.shape[-2]
-    grid = grid or square(tokens)
-    if grid is None or math.prod(grid) != tokens:
+    if not np.allclose(sin**2 + cos**2, 1, rtol=0, atol=ROUNDING):
         raise InputError(
-            f"grid: rotations have {tokens} tokens: pass grid=(rows, cols) of the image tokens, "
-            "and no rotations of class and register tokens"
+            "rotations: the squares of sines and cosines do not add up to 1, so the table holds "
+            f"something else: pass {HOW}"
         )
     angles = np.arctan2(split_pairs(sin, pairs)[0], split_pairs(cos, pairs)[0])
-    return Rotations(grid, angles.reshape(*lead, *angles.shape[-2:]).astype(np.float32), pairs)
+    angles = angles.reshape(*lead, *angles.shape[-2:]).astype(np.float32)
+    return Rotations(_find_grid(angles, grid), angles, pairs)
+
+
+def _find_grid(angles: Float[np.ndarray, "L h N p"], grid: Grid | None) -> Grid:
+    """Returns the given grid if the angles are those of its tokens, or a grid of which they are."""
+    tokens = angles.shape[2]
+    if grid is not None and math.prod(grid) != tokens:
+        raise InputError(
+            f"grid={grid} has {math.prod(grid)} tokens, but rotations have {tokens}: pass "
+            "grid=(rows, cols) of the image tokens, and no rotations of class and register tokens"
+        )
+    grids = [(n, tokens // n) for n in range(1, tokens + 1) if tokens % n == 0]
+    found = [grid for grid in grids if _is_even(np.exp(1j * angles), grid)]
+    wanted = grid or square(tokens)
+    if wanted in found:
+        return wanted
+    if grid is None and len(found) == 1:
+        return found[0]
+    if not found:
+        raise InputError(
+            f"rotations do not turn by equal angles along the rows and columns of any grid of "
+            f"{tokens} tokens: pass those of the image tokens alone, row by row"
+        )
+    raise InputError(
+        f"grid={grid}: rotations turn by equal angles along the rows and columns of "
+        f"{' or '.join(map(str, found))}: pass that grid"
+    )
+
+
+def _is_even(turns: Complex[np.ndarray, "L h N p"], grid: Grid) -> bool:
+    """Whether the turns between neighbors are the same in the whole grid, as in 2D RoPE."""
+    turns = turns.reshape(*turns.shape[:2], *grid, -1)
+    right = turns[..., 1:, :] * turns[..., :-1, :].conj()
+    down = turns[..., 1:, :, :] * turns[..., :-1, :, :].conj()
+    return all(
+        np.allclose(steps, steps[..., :1, :1, :], rtol=0, atol=ROUNDING) for steps in (right, down)
+    )
 
 
 def rotary_site(host: Host, rotations: Rotations) -> RotarySite:
