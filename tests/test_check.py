@@ -91,6 +91,20 @@ def test_gates_in_one_layer_or_two():
     assert (one.hit_rate != plain.hit_rate).any()
 
 
+def test_an_mlp_as_wide_as_the_model():
+    """Its hidden units are those of a wider MLP without the others."""
+    wide, square = interop.to_timm(model()), interop.to_timm(model())
+    for i in range(2):
+        names = [f"blocks.{i}.mlp.{name}" for name in ("fc1.weight", "fc1.bias", "fc2.weight")]
+        for name, cut in zip(names, (np.s_[:WIDTH], np.s_[:WIDTH], np.s_[:, :WIDTH]), strict=True):
+            kept = np.zeros_like(wide[name])
+            kept[cut] = square[name][cut]
+            wide[name], square[name] = kept, square[name][cut]
+    jax.tree.map(
+        np.testing.assert_array_equal, *(interop.check(p, num_heads=HEADS) for p in (wide, square))
+    )
+
+
 def test_less_content_makes_maps_more_regular():
     params = interop.to_timm(model())
     scaled = interop.write(params, AttentionWeights(patch_scale=0.01, mlp_scale=0), num_heads=HEADS)

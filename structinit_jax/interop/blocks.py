@@ -10,6 +10,8 @@ from structinit_jax.errors import InputError
 from structinit_jax.interop.host import Host
 
 _NORM = re.compile(r"norm|[._]ln", re.IGNORECASE)
+_OUTPUT = re.compile(r"down|out|c_proj")
+_NUMBERED = re.compile(r"(?P<stem>.*\D)(?P<number>\d+)[^.\d]*")
 
 
 class Block(NamedTuple):
@@ -18,8 +20,9 @@ class Block(NamedTuple):
     Attributes:
       attention: Name of the attention layer.
       norms: Normalizations over the model's channels.
-      mlp_in: Linear layers from the model's channels to another number.
-      mlp_out: Linear layers from another number of channels to the model's.
+      mlp_in: Linear layers from the model's channels to those of an MLP.
+      mlp_out: Linear layers from an MLP's channels to the model's.
+      square: Linear layers from the model's channels to as many, of unknown purpose.
       scales: Names of factors of the model's channels (LayerScale).
       unknown: Names of all other arrays.
     """
@@ -28,6 +31,7 @@ class Block(NamedTuple):
     norms: list[str]
     mlp_in: list[str]
     mlp_out: list[str]
+    square: list[str]
     scales: list[str]
     unknown: list[str]
 
@@ -50,6 +54,12 @@ def mlp_outputs(host: Host) -> list[str]:
     """
     names = []
     for block in find_blocks(host):
+        if block.square and not block.mlp_out:
+            raise InputError(
+                f"params: cannot tell which of {', '.join(block.square)}, if any, is the output "
+                "layer of an MLP: build the scheme with mlp_scale=1 and multiply its kernel "
+                "yourself"
+            )
         if len(block.mlp_out) != 1:
             raise InputError(
                 f"params: beside {block.attention or 'the attention layer'} there is "
@@ -62,7 +72,7 @@ def mlp_outputs(host: Host) -> list[str]:
 
 
 def _find_block(host: Host, attention: str) -> Block:
-    block = Block(attention, [], [], [], [], [])
+    block = Block(attention, [], [], [], [], [], [])
     prefix = attention.rpartition(".")[0]
     leaf, lead = host.stack.layout.leaf, int(host.stack.stacked)
     shapes = {
@@ -77,7 +87,9 @@ def _find_block(host: Host, attention: str) -> Block:
         inputs, outputs = (
             kernel[:: -1 if host.stack.layout.torch else 1] if len(kernel) == 2 else (0, 0)
         )
-        if (inputs == host.width) != (outputs == host.width):
+        if inputs == outputs == host.width:
+            kind, found = block.square, module
+        elif host.width in (inputs, outputs):
             kind, found = (block.mlp_in if inputs == host.width else block.mlp_out), module
         elif shape != (host.width,):
             kind, found = block.unknown, name
@@ -87,4 +99,19 @@ def _find_block(host: Host, attention: str) -> Block:
             kind, found = block.scales, name
         if found not in kind:
             kind.append(found)
-    return block
+    return _sort_square(block, prefix)
+
+
+def _sort_square(block: Block, prefix: str) -> Block:
+    """Tells the square layers of an MLP that is as wide as the model apart by their names."""
+    if block.mlp_out or len(block.mlp_in + block.square) < 2:
+        return block
+    outputs = [module for module in block.square if _OUTPUT.search(module.removeprefix(prefix))]
+    numbered = [_NUMBERED.fullmatch(module) for module in block.square]
+    if not outputs and all(numbered) and len({match["stem"] for match in numbered}) == 1:
+        last = max(int(match["number"]) for match in numbered)  # fc2 of fc1 and fc2
+        outputs = [match[0] for match in numbered if int(match["number"]) == last]
+    if len(outputs) != 1:
+        return block
+    inputs = [module for module in block.square if module not in outputs]
+    return block._replace(mlp_in=sorted(block.mlp_in + inputs), mlp_out=outputs, square=[])

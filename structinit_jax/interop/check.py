@@ -253,7 +253,7 @@ def _require_known(block):
         (block.mlp_in, (1, 2), "one or two input layers of an MLP"),
         (block.mlp_out, (1,), "the output layer of an MLP"),
         (block.scales, (0, 2), "none or two LayerScales"),
-        (block.unknown, (0,), "nothing else"),
+        (block.square + block.unknown, (0,), "nothing else"),
     )
     for names, numbers, needed in counts:
         if len(names) not in numbers:
