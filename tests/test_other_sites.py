@@ -133,6 +133,26 @@ def test_rows_of_the_class_token_stay():
     np.testing.assert_array_equal(new[name][-3:], params[name][-3:])
 
 
+def test_windows_that_are_not_square_in_one_stage():
+    """Images of 256×128 pixels in timm's Swin-T, whose last stage has fewer columns."""
+    params = interop.to_timm(model("swin"))
+    tables = [name for name in params if name.endswith("bias_table")]
+    params |= dict.fromkeys(tables[2:], np.zeros((7 * 5, 4), np.float32))
+    with pytest.raises(InputError, match=r"the 35 rows of layers\.1\..*pass grid=\(rows, cols\)"):
+        interop.initialize(params, scheme, RNG)
+    with pytest.raises(InputError, match=r"35 rows .* square window or one of \(5, 3\): pass"):
+        interop.initialize(params, scheme, RNG, grid=(5, 3))
+    sites = []
+
+    def recording(rng, site):
+        sites.append(site)
+        return scheme(rng, site)
+
+    new = interop.initialize(params, recording, RNG, grid=(4, 3))
+    assert [site.grid for site in sites] == [(4, 4), (4, 3)]
+    assert all(new[name].any() for name in tables)
+
+
 def change(name, key, value):
     return interop.to_timm(model(name)) | {key: value}
 
@@ -151,7 +171,7 @@ TABLE = "layers.0.blocks.0.attn.relative_position_bias_table"
         (
             lambda: interop.to_timm(model("swin")),
             dict(grid=(4, 5)),
-            r"rows of layers\.0.* in a window of \(4, 5\): leave it out",
+            rf"grid=\(4, 5\) is none of the windows \(4, 4\) of {TABLE}, .*leave it out",
         ),
         (
             lambda: interop.to_timm(model("swin")),

@@ -121,7 +121,12 @@ def constant(rng, site, spread=1.0):
     [
         (without, constant, {}, r"buffers: .*hold layers\.0\.blocks\.0\.attn\.relative_coords_"),
         (without, mimetic(), None, r"attention_init: .*no position bias.*logit_scale.*impulse\(\)"),
-        (without, constant, dict(grid=(8, 8)), r"grid=\(8, 8\), but the windows of layers\.1.*4"),
+        (
+            without,
+            constant,
+            dict(grid=(8, 4)),
+            r"grid=\(8, 4\) is none of .*\(8, 8\) of .*\(4, 4\)",
+        ),
         (
             without,
             functools.partial(constant, spread=15.5),

@@ -62,8 +62,8 @@ def initialize(
       rng: Random key for the scheme.
       layout: One of `LAYOUTS`; None detects it from the names.
       num_heads: Number of heads h; required for state dicts of torch, whose shapes do not show it.
-      grid: (rows, cols) of the image tokens, or of the windows; None assumes a square, or reads it
-        from `rotations`.
+      grid: (rows, cols) of the image tokens; None assumes a square, or reads it from `rotations`.
+        In Swin and BEiT that of the windows, in stages in which they are not square.
       positions: [N, D] encoding that the model adds to its tokens without storing it in `params`,
         for example `sincos_positions(grid, D)`, or for MoCo v3 and big_vision
         `sincos_positions(grid, D, convention="moco")`. A table in `params` is then ignored.

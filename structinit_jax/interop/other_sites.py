@@ -48,7 +48,8 @@ def find_sites(
     Args:
       leaves: The parameters by name.
       layout: A key of `LAYOUTS`, or None to try them all.
-      grid: (rows, cols) of the windows or tokens; None assumes a square.
+      grid: (rows, cols) of the tokens, or of the windows that are not square; None assumes a
+        square. Stages with other windows than these have square ones.
       buffers: Arrays of the model that `leaves` lack, by name.
 
     Returns:
@@ -73,15 +74,17 @@ def find_sites(
 
 def _windows(leaves, layout, grid, buffers):
     stacks = sorted(find_stacks(leaves, layout), key=lambda stack: _numbers(stack.stem))
-    return [_window_site(leaves, stack, grid, buffers) for stack in stacks]
+    sites = [_window_site(leaves, stack, grid, buffers) for stack in stacks]
+    if grid is not None and all(found.site.grid != grid for found in sites):
+        windows = ", ".join(f"{found.site.grid} of {found.name}" for found in sites)
+        raise InputError(f"grid={grid} is none of the windows {windows}: leave it out")
+    return sites
 
 
 def _window_site(leaves, stack, grid, buffers):
     check_stack(leaves, stack)
     cosine = any(map(COSINE.fullmatch, leaves))
     found = mlp_bias(leaves, stack, buffers) if cosine else table_bias(leaves, stack, grid)
-    if grid not in (None, found.window):
-        raise InputError(f"grid={grid}, but the windows of {found.names[0]} are {found.window}")
     host = Host(leaves, stack, found.num_heads)
     # SwinV2's norms stand behind attention and MLP, and start at 0 in its authors' models.
     require_assumptions(host, own=found.names, norm_scales=(0, 1) if cosine else (1,))

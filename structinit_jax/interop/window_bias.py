@@ -69,13 +69,16 @@ def table_bias(leaves: Leaves, stack: Stack, grid: Grid | None) -> WindowBias:
         )
     check_array("params", tables[0], leaves[tables[0]])
     rows, num_heads = leaves[tables[0]].shape
-    window = grid or _window(rows) or _window(rows - 3)  # BEiT has three for the class token
-    used = (2 * window[0] - 1) * (2 * window[1] - 1) if window else 0
-    if used not in (rows, rows - 3):
-        problem = f"grid: the {rows} rows of {tables[0]} do not fit the offsets in"
-        if grid is None:
-            raise InputError(f"{problem} a square window: pass grid=(rows, cols)")
-        raise InputError(f"{problem} a window of {grid}: leave it out if windows are square")
+    fitting = (rows, rows - 3)  # BEiT has three for the class token
+    windows = [grid, *map(_window, fitting)]
+    window = next((w for w in windows if w and _offsets(w) in fitting), None)
+    if window is None:
+        given = "" if grid is None else f" or one of {grid}"
+        raise InputError(
+            f"grid: the {rows} rows of {tables[0]} do not fit the offsets in a square window"
+            f"{given}: pass grid=(rows, cols) of its window"
+        )
+    used = _offsets(window)
 
     def encode(bias):
         new = {}
@@ -85,6 +88,10 @@ def table_bias(leaves: Leaves, stack: Stack, grid: Grid | None) -> WindowBias:
         return new
 
     return WindowBias(tables, window, num_heads, encode)
+
+
+def _offsets(window: Grid) -> int:
+    return (2 * window[0] - 1) * (2 * window[1] - 1)
 
 
 def _window(rows: int) -> Grid | None:
