@@ -135,6 +135,42 @@ def test_unusable_parameters_are_refused(params, options, message):
         interop.initialize(params(), normal_scheme, RNG, **options)
 
 
+SIGLIP_TEXT = "embeddings.token_embedding.weight"
+
+
+def siglip_of_text():
+    """The text tower of SigLIP, with as many positions as an image of 6×6 tokens."""
+    tower = {k: v for k, v in state_dict("siglip").items() if "patch_embedding" not in k}
+    return tower | {SIGLIP_TEXT: np.ones((60, 32), np.float32)}
+
+
+def big_vision_of_text():
+    tower = linen_tree("big_vision")
+    return {
+        "Embed_0": {"embedding": np.ones((60, WIDTH))},
+        "pos_embedding": tower["pos_embedding"],
+        "Encoder_0": tower["Transformer"],
+    }
+
+
+@pytest.mark.parametrize(
+    ("params", "num_heads", "message"),
+    [
+        (siglip_of_text, 4, rf"{SIGLIP_TEXT} embeds words, .* text model"),
+        (big_vision_of_text, None, r"Embed_0\.embedding embeds words"),
+        (
+            lambda: timm_with(patch_embed__proj__weight=np.ones((192, 3, 2, 16, 16), np.float32)),
+            3,
+            r"proj\.weight has shape \(192, 3, 2, 16, 16\), a patch embedding of videos",
+        ),
+    ],
+)
+def test_models_of_text_and_videos_are_refused(params, num_heads, message):
+    for call in (interop.attention_site, interop.check):
+        with pytest.raises(InputError, match=message):
+            call(params(), num_heads=num_heads)
+
+
 def test_positions_that_are_no_array_are_refused():
     with pytest.raises(InputError, match=r"positions: the encoding is a builtins\.list"):
         find_host(state_dict("timm"), None, 3).positions([[1.0]], None)

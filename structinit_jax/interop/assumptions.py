@@ -34,6 +34,9 @@ PARTS = {
     r"": "is a part of the attention that schemes do not know: its maps would be others",
 }
 RELATIVE = r"(?:.*[._])?(?:rel_pos|relative_pos|relative_att|position_bias|attention_bias)"
+WORDS = (
+    r"(?:.*[._])?(?:tok(?:en)?_?emb\w*|word_?emb\w*|embed_?tokens|Embed_\d+)\.(?:weight|embedding)"
+)
 ROTARY = r"(?:.*[._])?(?:rope|rotary|freqs)"
 
 
@@ -47,6 +50,7 @@ def require_assumptions(
       own: Names of parameters beside the projections that the scheme sets or knows.
       norm_scales: Values at which the scales of fresh norms may stand.
     """
+    _require_images(host)
     own = {entry.name for entry in host.entries} | set(own)
     for attention in host.stack.attentions:
         for name in _floating(host, re.escape(attention) + r"\." if attention else ""):
@@ -57,6 +61,22 @@ def require_assumptions(
     for name in set(_floating(host, re.escape(host.stack.stem) + RELATIVE)) - own:
         raise InputError(f"params: {name} {BIAS}")
     _require_fresh_norms(host, norm_scales)
+
+
+def _require_images(host: Host) -> None:
+    patches = host.patch_kernels()
+    for name in patches:
+        if host.leaves[name].ndim == 5:
+            raise InputError(
+                f"params: {name} has shape {host.leaves[name].shape}, a patch embedding of videos: "
+                "schemes set the maps of the tokens of one image; use a model of images"
+            )
+    for name in _floating(host, re.escape(host.stack.stem) + WORDS + "$"):
+        if not patches and host.leaves[name].shape[1:] == (host.width,):
+            raise InputError(
+                f"params: {name} embeds words, and there is no patch embedding: this looks like a "
+                "text model, whose tokens have no grid; pass the parameters of the image model"
+            )
 
 
 def _require_fresh_norms(host: Host, scales: tuple[int, ...]) -> None:

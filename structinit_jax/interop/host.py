@@ -140,21 +140,28 @@ class Host:
             qk_scale=self.head_dim**-0.5,
         )
 
-    def patch_kernel(self) -> str:
-        """Returns the name of the patch embedding's kernel, a convolution's or a linear layer's."""
+    def patch_kernels(self) -> list[str]:
+        """Returns the names of what may be the kernel of the patch embedding.
+
+        That is a linear layer's or a convolution's, which videos have in three dimensions.
+        """
         layout = self.stack.layout
 
         def may_be_one(name):
             rank = len(getattr(self.leaves[name], "shape", ()))
-            return rank == 4 or (rank == 2 and (layout.torch or "patch" in name.lower()))
+            return rank in (4, 5) or (rank == 2 and (layout.torch or "patch" in name.lower()))
 
-        found = [
+        return [
             name
             for name in self._names(rf"{p}\.{layout.leaf}" for p in layout.patches)
             if not name.startswith(tuple(f"{attention}." for attention in self.stack.attentions))
             and may_be_one(name)
             and self.leaves[name].shape[0 if layout.torch else -1] == self.width
         ]
+
+    def patch_kernel(self) -> str:
+        """Returns the name of the patch embedding's kernel, a convolution's or a linear layer's."""
+        found = self.patch_kernels()
         if len(found) != 1:
             raise InputError(
                 f"params hold {', '.join(found) or 'no kernel'} where a patch embedding to "
