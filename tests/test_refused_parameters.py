@@ -98,8 +98,12 @@ def odd_table():
             HEADS_OF_TIMM,
             r"blocks\.0\.norm2\.bias is not 0",
         ),
-        (odd_table, {}, r"grid: the 12 rows of pos_embedding"),
-        (odd_table, dict(grid=(5, 5)), r"grid=\(5, 5\) has 25 tokens, but pos_embedding has 12"),
+        (odd_table, {}, r"grid: the 12 rows of pos_embedding.*, or positions=\[N, D\] if "),
+        (
+            odd_table,
+            dict(grid=(5, 5)),
+            r"grid=\(5, 5\) has 25 tokens, but pos_embedding has 12.*, or positions=\[N, D\] if ",
+        ),
         (odd_table, dict(grid=(-3, -4)), r"grid=\(-3, -4\): needs a tuple \(rows, cols\)"),
         (odd_table, dict(positions=np.zeros((12, WIDTH), np.float32)), r"grid: 12 positions"),
         (
@@ -107,7 +111,11 @@ def odd_table():
             dict(positions=np.zeros((1, 16, WIDTH), np.float32)),
             r"positions has shape \(1, 16, 32\).*\[N, 32\]",
         ),
-        (lambda: without("blocks.1.attn.qkv"), HEADS_OF_TIMM, r"blocks\.1\.attn has no .*qkv"),
+        (
+            lambda: without("blocks.1.attn.qkv"),
+            HEADS_OF_TIMM,
+            r"blocks\.1\.attn has no .*qkv\.weight, only .*1\.attn\.proj\.weight.*\. Rename .*Site",
+        ),
         (
             lambda: timm_with(blocks__1__attn__qkv__weight=np.zeros((192, 192), np.float32)),
             HEADS_OF_TIMM,

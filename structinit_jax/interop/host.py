@@ -19,6 +19,7 @@ from structinit_jax.interop.stacks import Stack, find_stack
 
 Grid = tuple[int, int]
 EXTRA_NAMES = " (params named like cls_token, class_embedding, dist_token or registers)"
+COMPUTED = "positions=[N, D] if the model computes those of its tokens from these rows"
 
 
 class Host:
@@ -114,7 +115,8 @@ class Host:
                 raise InputError(
                     f"positions: params hold no position table of width {self.width} ({names}). "
                     "Pass the encoding that the model adds to its tokens as positions=[N, D], or "
-                    "its rotary positions as rotations; for relative positions no scheme fits"
+                    "its rotary positions as rotations, or for a scheme that needs none "
+                    "('mimetic') grid=(rows, cols); for relative positions no scheme fits"
                 )
             return table
         check_array("positions", "the encoding", given)
@@ -271,7 +273,8 @@ def _split_rows(name, rows, extra, grid):
         if not 0 <= prefix <= extra:
             raise InputError(
                 f"grid={grid} has {math.prod(grid)} tokens, but {name} has {rows} rows, at most "
-                f"{extra} of them for class and register tokens{EXTRA_NAMES}"
+                f"{extra} of them for class and register tokens{EXTRA_NAMES}: pass another grid, "
+                f"or {COMPUTED}"
             )
         return prefix, grid
     squares = {n: square(rows - n) for n in sorted({0, min(1, extra), extra})}
@@ -280,7 +283,7 @@ def _split_rows(name, rows, extra, grid):
         raise InputError(
             f"grid: the {rows} rows of {name}, at most {extra} of them for class and register "
             f"tokens{EXTRA_NAMES}, do not determine a square of image tokens: pass "
-            "grid=(rows, cols)"
+            f"grid=(rows, cols), or {COMPUTED}"
         )
     return found[0]
 

@@ -9,6 +9,10 @@ from structinit_jax.interop.entries import Entry, linear_bias
 from structinit_jax.interop.layouts import FIELDS, LAYOUTS, Layout, Leaves, join
 
 NUMBER = re.compile(r"(?<!\d)\d+(?=\.|$)")  # at the end of a part of a name
+OTHERWISE = (
+    "Rename them for the call, or describe the layers with an AttentionSite and place the arrays "
+    "that the scheme returns for it"
+)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -87,9 +91,7 @@ def find_stacks(leaves: Leaves, name: str | None) -> list[Stack]:
     looks = " that look like attention" if similar else ""
     raise InputError(
         f"{argument}: params have no attention that is named as in {known}. Their names{looks}: "
-        f"{_abbreviate(similar or list(leaves))}. "
-        "Rename them for the call, or describe the layers with an AttentionSite and place the "
-        "arrays that the scheme returns for it"
+        f"{_abbreviate(similar or list(leaves))}. {OTHERWISE}"
     )
 
 
@@ -161,4 +163,9 @@ def check_stack(leaves: Leaves, stack: Stack) -> None:
         for field in FIELDS:
             name = stack.layout.weight(attention, field)
             if name not in leaves:
-                raise InputError(f"params: {attention or 'the attention layer'} has no {name}")
+                prefix = f"{attention}." if attention else ""
+                held = [other for other in leaves if other.startswith(prefix)]
+                raise InputError(
+                    f"params: {attention or 'the attention layer'} has no {name}, only "
+                    f"{_abbreviate(held)}. {OTHERWISE}"
+                )
