@@ -20,8 +20,15 @@ from foreign_models import (
 )
 
 from structinit_jax import interop
-from structinit_jax.attention_init import AttentionWeights, impulse, impulse_2025, sincos_positions
+from structinit_jax.attention_init import (
+    AttentionWeights,
+    impulse,
+    impulse_2025,
+    mimetic,
+    sincos_positions,
+)
 from structinit_jax.attention_init.pseudo_input import layer_norm
+from structinit_jax.errors import InputError
 from structinit_jax.interop.layouts import flatten
 
 RNG = jax.random.key(0)
@@ -282,6 +289,17 @@ def test_single_attention_with_given_positions():
     assert interop.read(model).positions is None
     new = interop.initialize(model, normal_scheme, RNG, **given)
     assert np.abs(new.query.kernel[...] - model.query.kernel[...]).max() > 0.01
+
+
+def test_schemes_that_need_no_positions_need_no_table():
+    tree = linen_tree("big_vision")
+    del tree["pos_embedding"]
+    with pytest.raises(InputError, match=r"positions: .* \('mimetic'\) grid=\(rows, cols\)"):
+        interop.initialize(tree, mimetic(), RNG)
+    new = interop.read(interop.initialize(tree, mimetic(), RNG, grid=GRID))
+    assert np.abs(np.asarray(new.query) - interop.read(tree).query).max() > 0.01
+    with pytest.raises(InputError, match=r"positions=None: this scheme solves"):
+        interop.initialize(tree, impulse(), RNG, grid=GRID)
 
 
 def test_given_positions_leave_the_table_unchanged():

@@ -154,6 +154,8 @@ def _site(
         if host.position_table(grid) is None:
             raise InputError(f"{what}, and there is no position table: pass {HOW}")
         warnings.warn(f"{what}, which moves the scheme's maps: measure them", stacklevel=3)
+    if trainable and grid is not None and host.position_table(grid) is None:
+        return AttentionSite(grid=grid, **host.sizes())  # some schemes need no positions
     table = host.positions(positions, grid)
     rows = table.rows[table.prefix :]
     return AttentionSite(
