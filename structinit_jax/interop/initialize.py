@@ -40,7 +40,8 @@ def initialize(
     It may be a ViT or, for schemes that support these sites, one with a relative position bias in
     every layer (Swin, SwinV2, BEiT), an MLP-Mixer or a ConvMixer.
 
-    Parameters that the scheme does not set stay as they are. Biases of the projections that it sets
+    Parameters that the scheme does not set stay as they are: `default` and `kaiming_uniform` draw
+    the attention alone, as timm and PyTorch do. Biases of the projections that the scheme sets
     become zero. Schemes assume that the LayerNorm before the attention has scale 1 and bias 0, that
     query-key products are scaled by d^-1/2, and that tokens are in row-major order. Parameters that
     show otherwise are refused; `check` measures the maps that result.
