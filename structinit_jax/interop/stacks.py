@@ -164,7 +164,8 @@ def check_stack(leaves: Leaves, stack: Stack) -> None:
             name = stack.layout.weight(attention, field)
             if name not in leaves:
                 prefix = f"{attention}." if attention else ""
-                held = [other for other in leaves if other.startswith(prefix)]
+                leaf = f".{stack.layout.leaf}"
+                held = [n for n in leaves if n.startswith(prefix) and n.endswith(leaf)]
                 raise InputError(
                     f"params: {attention or 'the attention layer'} has no {name}, only "
                     f"{_abbreviate(held)}. {OTHERWISE}"
