@@ -361,8 +361,8 @@ def test_impulse_scales_patches_and_mlps_unless_told_otherwise():
             dict(filters=np.stack([np.ones((3, 3)), np.zeros((3, 3))])),
             "filters: number 1 of the filters leads",
         ),
-        (dict(filters=-np.ones((1, 35, 35))), "filters: maps .* values of at least 0"),
-        (dict(filters=np.ones((1, 35, 35))), "filters: maps .* rows that sum to 1"),
+        (dict(filters=-np.ones((1, 35, 35))), "filters: attention maps need nonnegative values"),
+        (dict(filters=np.ones((1, 35, 35))), "filters: attention maps need .* rows that sum to 1"),
     ],
 )
 def test_options_that_do_not_fit_the_site_are_refused(options, message):
