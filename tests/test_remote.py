@@ -18,7 +18,7 @@ import pytest
 
 from structinit_jax import evaluate, export, train
 from structinit_jax.errors import InputError, StoppedError
-from structinit_jax.training import checkpoint, manifest, remote
+from structinit_jax.training import checkpoint, lease, manifest, remote
 from structinit_jax.training.state import TrainState
 
 
@@ -33,8 +33,8 @@ ABSTRACT = jax.eval_shape(lambda: make_state(0))
 @pytest.fixture(autouse=True)
 def short_times(monkeypatch):
     monkeypatch.setattr(remote, "BEAT_SECONDS", 0.1)
-    monkeypatch.setattr(remote, "STALE_SECONDS", 2.0)
-    monkeypatch.setattr(remote, "SETTLE_SECONDS", 0.05)
+    monkeypatch.setattr(lease, "STALE_SECONDS", 2.0)
+    monkeypatch.setattr(lease, "SETTLE_SECONDS", 0.05)
 
 
 @pytest.fixture(scope="module")
@@ -121,19 +121,19 @@ def test_a_locked_run_is_refused_until_it_is_dead(memory, capsys):
         assert "waiting for a sign of life" in capsys.readouterr().out
         # Another run takes over: this one must not write any more.
         other = {"id": "other", "host": "elsewhere", "process": 7, "beat": 3}
-        mirror._storage.pipe_file(mirror._path(remote.LOCK), json.dumps(other).encode())
-        while mirror._lost is None:
+        mirror._storage.pipe_file(mirror._path(lease.NAME), json.dumps(other).encode())
+        while mirror.lease.lost is None:
             time.sleep(0.05)
         with pytest.raises(OSError, match="process 7 on elsewhere has taken over"):
             mirror.push_checkpoints()
     with remote.open_mirror(url) as mirror:  # after a while without a sign of the other
-        assert mirror._read_lock()["process"] == os.getpid()
+        assert mirror.lease.read()["process"] == os.getpid()
     dead = {"id": "dead", "host": socket.gethostname(), "process": 2**22 + 1}
-    mirror._storage.pipe_file(mirror._path(remote.LOCK), json.dumps(dead).encode())
+    mirror._storage.pipe_file(mirror._path(lease.NAME), json.dumps(dead).encode())
     capsys.readouterr()
     with remote.open_mirror(url):
         assert capsys.readouterr().out == ""  # at once
-    assert mirror._read_lock() is None
+    assert mirror.lease.read() is None
 
 
 def test_a_storage_that_fails_stops_the_run_with_a_message(memory, monkeypatch):
@@ -182,7 +182,7 @@ def test_a_file_that_is_gone_when_it_is_copied_is_left_out(memory, monkeypatch):
 
         monkeypatch.setattr(type(run._storage), "put_file", put_unless_renamed)
         run.push_files()
-        assert sorted(run._names("")) == [remote.LOCK, "config.json"]
+        assert sorted(run._names("")) == [lease.NAME, "config.json"]
 
 
 @pytest.mark.usefixtures("library_promotion")
@@ -199,6 +199,6 @@ def test_a_run_resumes_from_the_storage_bit_by_bit(run_config, finished_run, mem
     assert results == finished_run.results
     lines = storage.cat_file("/bucket/run/metrics.jsonl").decode().splitlines()
     assert [json.loads(line)["step"] for line in lines][-1] == 12
-    assert not storage.exists(f"/bucket/run/{remote.LOCK}")
+    assert not storage.exists(f"/bucket/run/{lease.NAME}")
     assert evaluate.evaluate_checkpoint(run_config, url) == pytest.approx(results)
     assert export.export(run_config, url, tmp_path / "x.safetensors")[0] == 12  # of this moment

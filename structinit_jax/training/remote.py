@@ -10,14 +10,9 @@ import atexit
 import contextlib
 import errno
 import functools
-import json
-import os
 import shutil
-import socket
 import tempfile
 import threading
-import time
-import uuid
 from collections.abc import Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -25,13 +20,11 @@ from pathlib import Path
 import jax
 
 from structinit_jax.errors import InputError
-from structinit_jax.training import manifest
+from structinit_jax.training import lease, manifest
 from structinit_jax.training import workdir as workdir_lib
+from structinit_jax.training.lease import Lease
 
-LOCK = ".lock.json"
 BEAT_SECONDS = 15.0  # between copies of small files; each shows that the run is alive
-STALE_SECONDS = 60.0  # after which the lock of a killed run is taken over
-SETTLE_SECONDS = 0.5  # of two runs that start at the same moment, the later one gets the lock
 EXTRAS = {"gs": "gcs", "gcs": "gcs", "s3": "s3"}
 NUM_THREADS = 8
 
@@ -112,6 +105,9 @@ class Mirror:
       url: Where the run is stored.
       folder: The local folder.
 
+    Attributes:
+      lease: The run's lock.
+
     Raises:
       InputError: The URL is not supported, or its package is not installed.
     """
@@ -130,8 +126,7 @@ class Mirror:
         except ValueError as error:
             raise InputError(f"--workdir={url}: use a path, gs://… or s3://…: {error}") from error
         self._copied: dict[str, tuple[int, float]] = {}
-        self._me = {"id": uuid.uuid4().hex, "host": socket.gethostname(), "process": os.getpid()}
-        self._lost: str | None = None
+        self.lease = Lease(self._storage, self._path(lease.NAME), url)
         self._copying = threading.Lock()
 
     # -- From the storage --------------------------------------------------------------------------
@@ -185,8 +180,8 @@ class Mirror:
             raise OSError(errno.EIO, f"{type(error).__name__}: {error}") from error
 
     def _push_checkpoints(self):
-        if self._lost:
-            raise RuntimeError(self._lost)
+        if self.lease.lost:
+            raise RuntimeError(self.lease.lost)
         # First, since a run that resumes from the checkpoint needs the metrics before it.
         self.push_files()
         folders = {folder.name: folder for folder in self._local_checkpoints()}
@@ -225,13 +220,11 @@ class Mirror:
     def hold(self) -> Iterator[None]:
         """Within the context, holds the run's lock, and copies changed files now and then.
 
-        The lock is an object that changes while its run is alive.
-
         Raises:
           InputError: Another run holds the lock, or the storage cannot be written to.
         """
         with self._explain():
-            self._take_lock()
+            self.lease.take()
         stopped = threading.Event()
         thread = threading.Thread(target=self._beat, args=(stopped,), daemon=True)
         thread.start()
@@ -248,52 +241,18 @@ class Mirror:
     def _release(self, stopped, thread):
         stopped.set()
         thread.join()
-        if self._lost is None:
+        if self.lease.lost is None:
             with self._explain():
                 self.push_files()
-                self._storage.rm_file(self._path(LOCK))
-
-    def _take_lock(self):
-        found = self._read_lock()
-        if found is not None and not _has_ended(found):
-            print(f"note: {self.url} is locked by {_describe(found)}; waiting for a sign of life")
-            end = time.monotonic() + STALE_SECONDS
-            while time.monotonic() < end:
-                time.sleep(1.0)
-                if (now := self._read_lock()) is None:
-                    break
-                if now != found:
-                    self._refuse(now)
-        self._write_lock(0)
-        time.sleep(SETTLE_SECONDS)
-        if (now := self._read_lock()) is None or now["id"] != self._me["id"]:
-            self._refuse(now or {})
-
-    def _refuse(self, other):
-        raise InputError(
-            f"--workdir={self.url} is in use by another run ({_describe(other)}): wait until it "
-            "ends, stop it, or choose another directory"
-        )
-
-    def _read_lock(self):
-        try:
-            return json.loads(self._storage.cat_file(self._path(LOCK)))
-        except FileNotFoundError:
-            return None
-
-    def _write_lock(self, beat):
-        self._storage.pipe_file(self._path(LOCK), json.dumps(self._me | {"beat": beat}).encode())
+                self.lease.release()
 
     def _beat(self, stopped):
-        beat, failed = 0, False
+        failed = False
         while not stopped.wait(BEAT_SECONDS):
-            beat += 1
             try:
-                now = self._read_lock()
-                if now is not None and now["id"] != self._me["id"]:
-                    self._lost = f"{_describe(now)} has taken over the run"
+                self.lease.renew()
+                if self.lease.lost:
                     return
-                self._write_lock(beat)
                 self.push_files()
                 failed = False
             except Exception as error:  # tried again; a checkpoint that fails ends the run
@@ -339,20 +298,3 @@ class Mirror:
 def _state(path):
     status = path.stat()
     return status.st_size, status.st_mtime
-
-
-def _describe(lock):
-    return f"process {lock.get('process', '?')} on {lock.get('host', '?')}"
-
-
-def _has_ended(lock):
-    """Whether the process of a lock ran on this machine and is gone."""
-    if lock.get("host") != socket.gethostname():
-        return False
-    try:
-        os.kill(lock["process"], 0)
-    except ProcessLookupError:
-        return True
-    except OSError:
-        pass
-    return False
