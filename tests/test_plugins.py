@@ -26,6 +26,11 @@ def mine(tmp_path, monkeypatch):
     sys.modules.pop("mine", None)
 
 
+def add_to(folder, code):
+    path = folder / "mine.py"
+    path.write_text(path.read_text() + code)
+
+
 def make_config(model):
     config = config_lib.base_config(model)
     config.update(batch_size=64, num_epochs=6.0, warmup_epochs=1.0, learning_rate=1e-2)
@@ -72,8 +77,7 @@ class Counting(Linear):
 
 @pytest.mark.usefixtures("library_promotion")
 def test_an_integer_in_the_state_of_a_model_is_not_averaged(mine, tmp_path):
-    path = tmp_path / "mine.py"
-    path.write_text(path.read_text() + COUNTING)
+    add_to(tmp_path, COUNTING)
     config = make_config("mine:Counting")
     config.update(num_steps=3, ema_decay=0.5)
     train.train(config, tmp_path / "run")
@@ -146,8 +150,7 @@ def test_objects_are_named_by_reference():
     ],
 )
 def test_objects_that_return_something_else_are_named(mine, tmp_path, fields, code, message):
-    path = tmp_path / "mine.py"
-    path.write_text(path.read_text() + code)
+    add_to(tmp_path, code)
     config = make_config(fields.pop("model.name", "mine:Linear"))
     config.attention_init = {"name": "default"}
     config.update_from_flattened_dict(fields)
@@ -156,8 +159,7 @@ def test_objects_that_return_something_else_are_named(mine, tmp_path, fields, co
 
 
 def test_a_model_without_classes_is_refused(mine, tmp_path):
-    path = tmp_path / "mine.py"
-    path.write_text(path.read_text() + "class Mute(Linear):\n    default_config = dict\n")
+    add_to(tmp_path, "class Mute(Linear):\n    default_config = dict\n")
     with pytest.raises(InputError, match=r"'mine:Mute': .* lacks 'num_classes'"):
         config_lib.base_config("mine:Mute")
 
@@ -178,8 +180,7 @@ class Listed(Linear):
 
 @pytest.mark.usefixtures("library_promotion")
 def test_a_list_named_blocks_is_not_a_stack(mine, tmp_path):
-    path = tmp_path / "mine.py"
-    path.write_text(path.read_text() + LISTED)
+    add_to(tmp_path, LISTED)
     config = make_config("mine:Listed")
     config.update(num_steps=2, fsdp=2)
     assert train.train(config, tmp_path / "run")["test/loss"] > 0

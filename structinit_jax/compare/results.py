@@ -12,6 +12,7 @@ from scipy import stats
 
 from structinit_jax.errors import InputError
 from structinit_jax.evaluate import deciding_accuracy
+from structinit_jax.training.metrics import read_lines
 
 GRID = "compare.json"
 STATUS = "status.json"
@@ -39,10 +40,8 @@ class Run:
         self.status = status.get("status", "unfinished")
         self.error = status.get("error", "")
         path = folder / "metrics.jsonl"
-        text = path.read_text() if path.exists() else ""
-        # A kill may have truncated the last line.
-        lines = [json.loads(x) for x in text.splitlines(keepends=True) if x.endswith("\n")]
-        self.lines = [line for line in lines if line["step"] <= info["num_steps"]]
+        lines = read_lines(path, info["num_steps"]) if path.exists() else []
+        self.lines = [json.loads(line) for line in lines]
 
     def curve(self, name: str) -> dict[int, float]:
         """Returns a metric by step; accuracies are those that decide about the best checkpoint."""

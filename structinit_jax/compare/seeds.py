@@ -35,7 +35,13 @@ from structinit_jax.train import (
 )
 from structinit_jax.training import manifest, remat
 from structinit_jax.training import workdir as workdir_lib
-from structinit_jax.training.checkpoint import Checkpoints, find_step, read_run, restore
+from structinit_jax.training.checkpoint import (
+    Checkpoints,
+    find_step,
+    read_accuracy,
+    read_run,
+    restore,
+)
 from structinit_jax.training.metrics import InFlight, MetricsLog, PendingMetrics, Progress
 from structinit_jax.training.setup import set_up
 from structinit_jax.training.state import initialize_and_measure
@@ -306,7 +312,6 @@ class _SharedRun:
                 "config": json.loads(self.configs[i].to_json()),
                 **self.trained_on,
                 "pending_metrics": pending.to_json(),
-                "accuracy": accuracy,
             }
             checkpoints.save(step, state, run, accuracy)
 
@@ -317,7 +322,7 @@ def _rewind(directory: Path, step: int) -> float:
         if int(folder.name) > step:
             shutil.rmtree(folder)
     best = find_step(directory, "best")
-    return read_run(directory, best).get("accuracy", 0.0) if best else 0.0
+    return read_accuracy(directory / str(best)) if best else 0.0
 
 
 def _stack(*trees):

@@ -228,7 +228,7 @@ def find_step(directory: Path, wanted: str = "newest") -> int | None:
     if jax.process_index() == 0:
         folders = manifest.step_folders(directory)
         if wanted == "best":
-            accuracies = {folder: _read_accuracy(folder) for folder in folders}
+            accuracies = {folder: read_accuracy(folder) for folder in folders}
             folders = [folder for folder in folders if accuracies[folder] >= 0]
             folders.sort(key=accuracies.__getitem__, reverse=True)  # of equals, the newest
         elif wanted != "newest":
@@ -315,7 +315,8 @@ def _accuracy(metrics: dict[str, float]) -> float:
     return metrics.get("accuracy", metrics.get("test/accuracy", NOT_EVALUATED))
 
 
-def _read_accuracy(folder: Path) -> float:
+def read_accuracy(folder: Path) -> float:
+    """Reads the accuracy that a checkpoint was saved with, below 0 if it was not evaluated."""
     try:
         return _accuracy(json.loads((folder / "metrics" / "metrics").read_text()))
     except (OSError, ValueError):

@@ -111,8 +111,7 @@ class MetricsLog:
     def _open(self, start_step: int) -> None:
         path, folder = self._workdir / "metrics.jsonl", self._workdir / "tensorboard"
         if path.exists():
-            lines = path.read_text(errors="replace").splitlines(keepends=True)
-            kept = [line for line in lines if 0 < start_step >= _step_of(line)]
+            kept = read_lines(path, start_step) if start_step else []
             workdir_lib.write_atomically(path, "".join(kept))
         self._lines = self._files.enter_context(path.open("a"))
         folder.mkdir(exist_ok=True)
@@ -148,6 +147,12 @@ class MetricsLog:
         checksums = [struct.pack("<I", masked_crc32c(part)) for part in (length, content)]
         self._events.write(length + checksums[0] + content + checksums[1])
         self._events.flush()
+
+
+def read_lines(path: Path, last_step: int) -> list[str]:
+    """Returns the intact lines of a `metrics.jsonl` up to a step."""
+    lines = path.read_text(errors="replace").splitlines(keepends=True)
+    return [line for line in lines if _step_of(line) <= last_step]
 
 
 def _step_of(line: str) -> float:

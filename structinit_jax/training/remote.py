@@ -22,7 +22,6 @@ import jax
 from structinit_jax.errors import InputError
 from structinit_jax.training import lease, manifest
 from structinit_jax.training import workdir as workdir_lib
-from structinit_jax.training.lease import Lease
 
 BEAT_SECONDS = 15.0  # between copies of small files; each shows that the run is alive
 EXTRAS = {"gs": "gcs", "gcs": "gcs", "s3": "s3"}
@@ -126,7 +125,7 @@ class Mirror:
         except ValueError as error:
             raise InputError(f"--workdir={url}: use a path, gs://… or s3://…: {error}") from error
         self._copied: dict[str, tuple[int, float]] = {}
-        self.lease = Lease(self._storage, self._path(lease.NAME), url)
+        self.lease = lease.Lease(self._storage, self._path(lease.NAME), url)
         self._copying = threading.Lock()
 
     # -- From the storage --------------------------------------------------------------------------
