@@ -1,4 +1,7 @@
-"""Prints the sizes and costs of a run without reading images or allocating weights."""
+"""Prints the sizes and costs of a run without reading images or allocating weights.
+
+Data sets that `data.info` lists need not be present.
+"""
 
 import time
 

@@ -1,14 +1,14 @@
-"""Reproduces tables of the papers, with the published figures beside ours.
+"""Reproduces tables of the papers, with the published accuracies beside ours.
 
     python -m structinit_jax.reproduce --list
     python -m structinit_jax.reproduce --table=2024.2 --rows=cifar10 --workdir=/tmp/table2
     python -m structinit_jax.reproduce --table=2024.2 --scale=small --workdir=/tmp/table2_small
 
 --scale=small trains small models of the same shape on subsets of digits, in minutes on a CPU and
-without a download. Its figures say nothing about the published ones. --rows=A,B takes only the rows
-whose name has these words; the difference to a baseline is left out until that row is trained too.
-Fields that are set on the command line, such as --config.data.data_dir, are set for all rows. The
-workdir, the report and resuming are those of `structinit_jax.compare`.
+without a download; their accuracies say nothing about the published ones. --rows=A,B selects the
+rows whose names contain all of these words; the difference to a baseline is reported once its row
+is trained too. --config.FIELD=VALUE applies to all rows. The workdir, the report and resuming are
+those of `structinit_jax.compare`.
 """
 
 from structinit_jax import trainer_extra  # noqa: F401 (first, before what may be missing)

@@ -3,11 +3,14 @@ r"""Compares initializations, and any other fields, over several seeds.
     python -m structinit_jax.compare --config=configs/vit_fashion_mnist.py --workdir=/tmp/compare \
         --schemes=default,mimetic,impulse --seeds=3
 
-Trains every setting with the seeds config.seed, config.seed + 1, … and writes results.csv,
-report.md, report.html and curves.png to the workdir. Any field can be an axis:
---grid.config.model.num_heads=3,6. The same command resumes after Ctrl-C, trains failed runs again,
-and with more schemes, values or seeds trains only what is missing. Each run is a workdir of its
-own, SETTING/seed_K, for all other commands.
+Trains every setting with the seeds config.seed, config.seed + 1, …, shows the progress and the time
+left, and writes results.csv, report.md, report.html and curves.png to the workdir. Any field can be
+an axis: --grid.config.model.num_heads=3,6.
+
+The same command resumes after Ctrl-C and retries failed runs; with more schemes, values or seeds it
+trains only what is missing. Fields that do not change the results, such as config.data.data_dir,
+may differ from earlier commands. Each run is a workdir of its own, SETTING/seed_K, for all other
+commands.
 """
 
 from structinit_jax import trainer_extra  # noqa: F401 (first, before what may be missing)
@@ -34,18 +37,18 @@ _GRID = flags.DEFINE_multi_string(
 _BASELINE = flags.DEFINE_string(
     "baseline",
     None,
-    "The scheme that the others are compared with; by default the one of earlier commands in the "
-    "workdir, or the first.",
+    "Scheme that the others are compared with. The default is that of earlier commands in the "
+    "workdir, or else the first scheme.",
 )
 _TOGETHER = flags.DEFINE_enum(
     "together",
     "auto",
     ["auto", "yes", "no"],
-    "Train the seeds of a setting in one program, each setting on one device; auto: on "
-    "accelerators, unless config.fsdp splits the weights.",
+    "Train as many seeds of a setting in one program as fit into memory, each setting on one "
+    "device. auto: on accelerators, unless config.fsdp splits the weights.",
 )
 _REPORT_ONLY = flags.DEFINE_bool(
-    "report_only", False, "Write the report of what has been trained; --workdir suffices."
+    "report_only", False, "Only report what has been trained so far; needs no --config."
 )
 
 

@@ -1,4 +1,14 @@
-"""Chooses what the training step recomputes (`config.model.remat`) by the memory of the device."""
+"""Chooses what the training step recomputes in the backward pass (`config.model.remat`).
+
+'none' keeps what is costly to compute, such as matrix products, and recomputes elementwise work,
+which is cheaper than storing and reading its results. 'dots' keeps the outputs of linear layers,
+'full' only the inputs of blocks. 'auto' compiles the step with these in turn, takes the first that
+leaves a tenth of the memory free beside the data kept on the device, and prints its choice. CPUs
+report no limit and take 'none'.
+
+All policies give the same gradients up to rounding. With 'auto', a run that resumes on another kind
+of device may take another policy.
+"""
 
 import re
 from collections.abc import Callable, Mapping, Sequence
