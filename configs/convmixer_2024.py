@@ -14,7 +14,7 @@ their biases too. Other filters of the program, trained or fixed according to th
 
 From the text: learning rate 0.01, 100 epochs, all else as for ViT (vit_2024_small.py). From the
 program (github.com/osiriszjq/structured_init): the scale of the filters, and depth 6 at width 512,
-where the text says 8. In no source: the command for ConvMixer.
+where the text says 8. Not stated anywhere: the command for ConvMixer.
 
 Hardware: one GPU. Time: not measured.
 Accuracy to expect (published, top-1 in percent; not run here):

@@ -6,10 +6,10 @@
 Pass the row after a colon: the data set, cifar10, cifar100, stl10, oxford_flowers102,
 oxford_iiit_pet or food101; then the model, swin_tiny_patch4_window7_224 (the default),
 swin_base_patch4_window7_224, mixer_s16_224 or mixer_b16_224. The paper trains its Mixer on CIFAR-10
-only, with a size that is not known to us.
+only; its size is not known to us.
 
-The paper's closed form is for attention over positions, and how the authors applied it to these two
-families is not known to us. The scheme here is our own: `impulse` in Swin's relative position bias
+The paper's closed form is for attention with positions; we do not know how the authors applied it
+to these two families. The scheme here is our own: `impulse` in Swin's relative position bias
 and in Mixer's token-mixing MLPs. Others: --config.attention_init.name=default, mimetic or
 kaiming_uniform. The recipe is that of vit_2025_small.py.
 

@@ -6,7 +6,7 @@
 Paper: "Structured Initialization for Attention in Vision Transformers" (2024), table 1. Pass the
 row after a colon: the positions, sincos or learned; then the pooling, mean or class_token.
 
-The recipe is that of vit_2024_small.py. In no source is the initialization of this table. The row
+The recipe is that of vit_2024_small.py. The initialization of this table is not stated. The row
 `sincos,mean` is the model of table 2, which has 86.36 with Kaiming uniform and 88.63 with truncated
 normal. This file uses truncated normal; --config.attention_init.name=kaiming_uniform is the other.
 

@@ -13,9 +13,9 @@ truncated_normal or kaiming_uniform. Our own scheme: --config.attention_init.nam
 From the text: AdamW, learning rate 1e-3, weight decay 0.01, batch 512, 200 epochs, RandAugment.
 From the authors' command (github.com/osiriszjq/structured_init): the schedule, epsilon 1e-3,
 clipping at 3, timm's variant of RandAugment, no crops, label smoothing 0.1. From their program: all
-but truncated_normal start the whole model from PyTorch's defaults (`model.base_init`). In no
-source: the mean and standard deviation of the pixels, which the command leaves open (here the data
-set's own), and the command for a width of 64 to 512 (here the same recipe).
+but truncated_normal start the whole model from PyTorch's defaults (`model.base_init`). Not stated
+anywhere: the mean and standard deviation of the pixels (here the data set's own), and the command
+for widths of 64 to 512 (here the same recipe).
 
 Hardware: one GPU. Time: not measured.
 Accuracy to expect (published, top-1 in percent; not run here):

@@ -11,9 +11,9 @@ All settings are from the authors' command (github.com/osiriszjq/structured_init
 learning rate 1e-3, every image three times in a row, so that an epoch sees a third of the images,
 and one lambda of mixup for 64 images (sixteen processes; their rebuttal has eight GPUs of 128
 images, --config.augment.mix_group=128). From the program: all three start the whole model from
-PyTorch's defaults (`model.base_init`). In no source: a recipe for ViT-S and ViT-T, which get this
-one, and two more configurations of ViT-B in the appendix, which differ in `learning_rate` and
-`data.repeats`.
+PyTorch's defaults (`model.base_init`). Not stated anywhere: a recipe for ViT-S and ViT-T, for which
+we use this one, and details of two more ViT-B configurations in the appendix, which differ in
+`learning_rate` and `data.repeats`.
 
 Hardware: 8 or more data-center GPUs or TPUs. Time: not measured.
 Accuracy to expect (published, ViT-B, top-1; not run here): impulse 81.83 %, default 81.24 %,

@@ -12,7 +12,7 @@ All settings are from the authors' command (github.com/osiriszjq/structured_init
 processes of 64 images, 300 epochs, learning rate 2e-3, 50 epochs of warm-up from 1e-6. Its color
 jitter has no effect beside RandAugment, and it keeps no averaged weights: it sets their decay
 without switching them on. From the program: all three start the whole model from PyTorch's defaults
-(`model.base_init`). In no source: which splits of the data sets are used.
+(`model.base_init`). Not stated anywhere: which splits of the data sets are used.
 
 Table 4 selects weights from a larger pretrained model. Pass its safetensors file, written by
 `structinit_jax.export` after vit_2025_imagenet.py:vit_small_patch16_224 or by timm:

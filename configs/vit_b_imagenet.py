@@ -3,8 +3,8 @@
     python -m structinit_jax.main --config=configs/vit_b_imagenet.py --workdir=DIR \
         --config.data.data_dir=DIR
 
-vit_2025_imagenet.py has the paper's own scheme and its other sizes, and describes the recipe. There
-the rest of the model starts from PyTorch's defaults, here from timm's (`model.base_init`).
+vit_2025_imagenet.py describes the recipe, and has the paper's own scheme and other sizes. The rest
+of the model starts from PyTorch's defaults there, and from timm's here (`model.base_init`).
 
 Hardware: 8 or more data-center GPUs or TPUs. Time: not measured.
 Accuracy to expect: the paper reports 81.83 % top-1 with its own impulse; ours was not run here.

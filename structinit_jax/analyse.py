@@ -3,8 +3,8 @@ r"""Analyzes what attention does in a model: maps, measures by layer and head, s
     python -m structinit_jax.analyse --workdir=DIR --out=analysis
 
 compares the newest checkpoint of a run (or that of --step=best or --step=N) with its start values,
-on training images. --other_workdir adds another run of the same image size, at the same --step.
-Without a run it shows start values alone:
+on training images. --other_workdir adds a second run of the same image size, at the same --step.
+Without a run, it compares the start values of schemes:
 
     python -m structinit_jax.analyse --config=configs/vit_fashion_mnist.py \
         --schemes=default,mimetic,impulse --out=analysis
@@ -18,9 +18,9 @@ It writes to the directory --out:
 - `by_layer.png`: every measure against the layer.
 - `cka.png`: the similarity of the layers of every two models.
 
-`analysis.measures` defines the measures. For Swin they are of maps within windows, for MLP-Mixer of
-the derivatives of token mixing (`analysis.collect.comparable_maps`). ConvMixer has no maps, so that
-only stable rank, CKA and the cosine of its filters to their start values are left.
+`analysis.measures` defines the measures. In Swin they describe maps within windows, in MLP-Mixer
+the derivatives of token mixing (`analysis.collect.comparable_maps`). ConvMixer has no maps, so it
+gets only stable rank, CKA and the cosine between its filters and their start values.
 """
 
 from structinit_jax import trainer_extra  # noqa: F401 (first, before what may be missing)

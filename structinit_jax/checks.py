@@ -1,4 +1,4 @@
-"""Checks of single values, for arguments, options and config fields alike."""
+"""Checks of single values: arguments, options and config fields."""
 
 import math
 from collections.abc import Callable

@@ -1,7 +1,7 @@
-"""What the package's commands share: flags, config files, error messages, compilation cache.
+"""Code shared by the commands: flags, config files, error messages, compilation cache.
 
-`--config=FILE:ROW` and `--config.FIELD=VALUE` are read here. `ml_collections.config_flags` would
-print a traceback for a missing or failing file, an unknown field or a value of the wrong type.
+`--config=FILE:ROW` and `--config.FIELD=VALUE` are parsed here because `ml_collections.config_flags`
+prints a traceback for a missing or failing file, an unknown field or a value of the wrong type.
 """
 
 import ast
@@ -60,11 +60,11 @@ def run(
 
     Args:
       main: The command, called with the config.
-      shared: Those of the flags --workdir, --step and --out that the command takes.
-      with_config: False for a command that has configs of its own and takes no --config. It is
+      shared: Which of the flags --workdir, --step and --out the command takes.
+      with_config: False for a command that takes no --config because it has its own configs. It is
         called with the field and the text of each --config.FIELD=VALUE.
-      of_a_run: False for a command whose --workdir is not that of a run. Without --config it is
-        called with None.
+      of_a_run: False for a command whose --workdir is not that of a run. It is called with None if
+        there is no --config.
     """
     own = [*(["config"] if with_config else []), *shared]
     for name in {"config", *SHARED}.difference(own):
@@ -129,7 +129,7 @@ def out_path(default: str) -> Path:
 
 
 def use_compilation_cache() -> None:
-    """Keeps compiled programs in the user's cache directory, unless JAX has a place for them."""
+    """Caches compiled programs in the user's cache directory, unless JAX has a cache already."""
     if jax.config.jax_compilation_cache_dir is None:
         root = os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache")
         jax.config.update("jax_compilation_cache_dir", str(Path(root) / "structinit_jax" / "xla"))
@@ -262,7 +262,7 @@ def override(config: ConfigDict, path: str, text: str, flag: str = "config") -> 
       config: Config to change.
       path: The field.
       text: Its value.
-      flag: What the user has typed before the field, for messages.
+      flag: What the user typed before the field, for messages.
     """
     node, place = config, "config"
     for name in path.split("."):

@@ -199,7 +199,7 @@ NEEDS = [
 
 
 def validate(config: ConfigDict) -> None:
-    """Raises `InputError` for everything that can be found without data and without a device."""
+    """Raises `InputError` for every error that can be found without data or devices."""
     check_fields(config)
     values = flatten_dict(config.to_dict(), sep=".")
     for text, holds, fields in NEEDS:
@@ -271,7 +271,7 @@ def augment_options(config: ConfigDict) -> AugmentOptions:
 
 
 def order_options(config: ConfigDict) -> dict[str, Any]:
-    """Returns the arguments of `Loader.train_batches` that say which examples a step trains on."""
+    """Returns the arguments of `Loader.train_batches` that decide which examples a step sees."""
     return dict(
         batch_size=config.batch_size,
         seed=config.seed,
@@ -291,8 +291,8 @@ def make_attention_init(config: ConfigDict) -> attention_init.AttentionInit:
 def drop_foreign_options(config: ConfigDict) -> list[str]:
     """Removes options of `config.attention_init` that only other schemes take, and returns them.
 
-    With it a new `config.attention_init.name` suffices to switch from a scheme that has a
-    `kernel_size` to one that has none. Options that no scheme knows stay and are refused later.
+    A new `config.attention_init.name` thus suffices to switch from a scheme with a `kernel_size`
+    to one without. Options that no scheme takes stay, and are refused later.
     """
     section = config.attention_init
     own = _prefix_errors(attention_init.scheme_options, section.get("name", ""))
@@ -305,7 +305,7 @@ def drop_foreign_options(config: ConfigDict) -> list[str]:
 
 
 def set_base_init(config: ConfigDict) -> bool:
-    """Sets `config.model.base_init` as 'kaiming_uniform' needs it; returns whether it did."""
+    """Sets `config.model.base_init` to what 'kaiming_uniform' needs; returns whether it changed."""
     needed = _needs_pytorch_init(config)
     if needed:
         config.model.base_init = "pytorch"
@@ -318,7 +318,7 @@ def _needs_pytorch_init(config):
 
 
 def _prefix_errors(function, *args, **kwargs):
-    """Calls a function of `attention_init`, whose messages do not know about the config."""
+    """Calls a function of `attention_init` and adds the config section to its error messages."""
     try:
         return function(*args, **kwargs)
     except InputError as error:

@@ -1,4 +1,4 @@
-"""Exceptions for mistakes of the user and for runs that end early."""
+"""Exceptions for user mistakes and for runs that end early."""
 
 
 class InputError(ValueError):

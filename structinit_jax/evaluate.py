@@ -1,4 +1,4 @@
-"""Opens the data, restores a model from a checkpoint and evaluates it exactly."""
+"""Restores a model from a checkpoint and evaluates it on every example of a split."""
 
 import itertools
 import math
@@ -54,14 +54,14 @@ def open_evaluation_set(
 def evaluation_name(config: ConfigDict) -> str:
     """Returns the name of the evaluation set in metrics, such as 'test' or 'imagenet_v2'.
 
-    A split whose name other metrics begin with, such as 'train', is 'eval'.
+    Returns 'eval' for a split such as 'train', whose name other metrics begin with.
     """
     name = config.data.eval_name or config.data.eval_split
     return "eval" if name in ("train", "train_eval", "init") else name
 
 
 def open_evaluation_sets(config: ConfigDict, dataset: datasets.Dataset) -> dict[str, EvaluationSet]:
-    """Opens what is evaluated in training: the evaluation set, and 'train_eval' if there is one."""
+    """Opens the sets evaluated during training: the evaluation set and, if set, 'train_eval'."""
     data, sets = config.data, {evaluation_name(config): open_evaluation_set(config, dataset)}
     if spec := data.train_eval_split:
         source = dataset.split(spec, "data.train_eval_split", data.on_bad_image)
@@ -135,7 +135,7 @@ def restore_model(
 ) -> tuple[AbstractModel, TrainState]:
     """Restores the model of a run, without optimizer state.
 
-    The number of devices and `config.batch_size` need not be those of the training.
+    The number of devices and `config.batch_size` may differ from those in training.
 
     Args:
       config: Config of the run. Averaged weights are restored if its `ema_decay` is not 0.
@@ -198,7 +198,7 @@ def evaluate_checkpoint(
 
 
 def deciding_accuracy(results: Mapping[str, float | int], name: str) -> float:
-    """Returns the accuracy that decides which checkpoint is the best.
+    """Returns the accuracy that determines the best checkpoint.
 
     It is that of the averaged weights if the run has them, as in timm.
 

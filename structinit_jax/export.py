@@ -2,10 +2,10 @@
 
     python -m structinit_jax.export --workdir=DIR --out=model
 
-The checkpoint is the newest one, or that of --step=best or --step=N. The folder --out gets
-`model.safetensors` and the `config.json` with which `timm.create_model("local-dir:model",
-pretrained=True)` builds the model, with its normalization and class names. With a name that ends in
-.safetensors only that file is written; its metadata holds the same. A new run starts from it with
+Exports the newest checkpoint, or that of --step=best or --step=N. Writes `model.safetensors` and
+`config.json` to the folder --out, so that `timm.create_model("local-dir:model", pretrained=True)`
+builds the model with its normalization and class names. If --out ends in .safetensors, writes only
+that file, with the same information in its metadata. To start a new run from it, pass
 `--config.start_from=model/model.safetensors`.
 """
 

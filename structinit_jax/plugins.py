@@ -1,4 +1,4 @@
-"""Objects of the user's own, named in a config as `module:attribute`."""
+"""Loads user-defined objects that a config names as `module:attribute`."""
 
 import importlib
 import os
@@ -9,17 +9,17 @@ from structinit_jax.errors import InputError
 
 
 def is_reference(name: str) -> bool:
-    """Whether a config value names an object, as `my_module:my_function` does."""
+    """Whether a config value has the form `my_module:my_function`."""
     return ":" in name
 
 
 def reference(thing: Any) -> str:
-    """Returns the name of a function or class of yours for a config.
+    """Returns the name under which a config finds your function or class.
 
     In a notebook or script `config.loss = reference(my_loss)` sets '__main__:my_loss'.
 
     Raises:
-      InputError: It cannot be found by name, like a lambda or a function within a function.
+      InputError: It cannot be found by name, for example a lambda or a nested function.
     """
     module, name = getattr(thing, "__module__", None), getattr(thing, "__qualname__", "")
     if getattr(sys.modules.get(module), name, None) is not thing:
@@ -33,7 +33,7 @@ def reference(thing: Any) -> str:
 def load(reference: str, field: str) -> Any:
     """Imports the object that a config field names, such as 'my_package.schemes:my_scheme'.
 
-    The module is found as `import` finds it: the working directory and `PYTHONPATH` count.
+    The module is found as by `import`, in the working directory and on `PYTHONPATH` too.
 
     Args:
       reference: 'module:attribute'.

@@ -40,13 +40,13 @@ ABSENT = "(absent)"
 
 
 def changes(old: Mapping[str, Any], config: ConfigDict) -> dict[str, tuple[Any, Any]]:
-    """Compares the config of a checkpoint, from JSON, with the current one.
+    """Compares the config of a checkpoint, as read from JSON, with the current one.
 
     A field that did not exist when the checkpoint was written counts as having its default.
 
     Returns:
-      Old and new value of every field that differs, by its path such as 'model.depth'. A field
-      that exists in one config only has the value `ABSENT` in the other.
+      The old and new value of every field that differs, by its path, such as 'model.depth'. A
+      field that only one config has is `ABSENT` in the other.
     """
     # Through JSON, which makes lists of tuples as in the old config.
     new, defaults = (

@@ -187,7 +187,7 @@ def _train(config, workdir, profile_steps, on_exit):
 
             due = find_due(config, schedule, step, stop_request)
             if due.log or due.save:
-                # Before a checkpoint is written from which the step could not be repeated.
+                # Before a checkpoint is written: a run resumed from it would not repeat the step.
                 latest = checkpoints.latest_step
                 for message in check_finite(config, pending.fetch(), place, latest):
                     progress.note(message)
@@ -225,7 +225,7 @@ def _train(config, workdir, profile_steps, on_exit):
 def train_batches(
     config: ConfigDict, loader: Loader, schedule: Schedule, start_step: int
 ) -> Iterator[dict[str, jax.Array]]:
-    """Yields the batches of a run after a number of steps."""
+    """Yields the batches of a run after `start_step` steps."""
     return loader.train_batches(
         start_step=start_step, num_steps=schedule.num_steps, **config_lib.order_options(config)
     )
@@ -256,7 +256,7 @@ def find_due(
 
 
 def stopped_by_signal(step: int, num_steps: int) -> StoppedError:
-    """Returns the error of a run that a signal has stopped after its checkpoint was written."""
+    """Returns the error to raise when a signal has stopped a run and its checkpoint is written."""
     return StoppedError(
         f"stopped by a signal after step {step} of {num_steps}, with a checkpoint: run the same "
         "command again to resume",

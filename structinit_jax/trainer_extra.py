@@ -1,6 +1,6 @@
 """Checks that the packages of the trainer are installed. Every command imports it first.
 
-The initialization and the models (`attention_init`, `interop`, `models`) do without them.
+The initialization and the models (`attention_init`, `interop`, `models`) do not need them.
 """
 
 import importlib.util

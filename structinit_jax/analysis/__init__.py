@@ -1,1 +1,1 @@
-"""What the attention of a model does on images: numbers (`measures`, `collect`) and `figures`."""
+"""Analyzes the attention of models on images: numbers (`measures`, `collect`) and `figures`."""

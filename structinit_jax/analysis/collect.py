@@ -1,4 +1,4 @@
-"""Runs models on images and averages what they do: maps, measures and representations."""
+"""Runs models on images and averages their maps, measures and representations."""
 
 from typing import Any, NamedTuple
 
@@ -25,7 +25,7 @@ from structinit_jax.training.state import (
     initialize_model,
 )
 
-BATCH_SIZE = 8  # images at a time, since their maps are in memory together
+BATCH_SIZE = 8  # images at a time, whose maps are in memory together
 
 
 class Layer(NamedTuple):
@@ -220,7 +220,7 @@ class Observer:
         return Snapshot(name, quantity, layers, float(ranks[0]), grams)
 
     def _observe(self, weights, images):
-        """Returns averages over a batch, and the first layer's input and all outputs [B, N, D]."""
+        """Returns averages over a batch, the first layer's input and all outputs [B, N, D]."""
         data, model = self._config.data, nnx.merge(self._graphdef, *weights)
         sites = model.sites()
         has_maps = not any(isinstance(site, ConvSite) for site in sites.values())
@@ -240,7 +240,7 @@ def _flatten_grid(x: Float[Array, "B *grid D"]) -> Float[Array, "B N D"]:
 
 
 def _average_maps(blocks, site: Site, targets) -> dict[str, Array]:
-    """Averages over images what is not linear in the maps, and the maps themselves [L, h, N, N]."""
+    """Averages maps [L, h, N, N] and measures that are not linear in them over images."""
     if isinstance(site, ConvSite):
         return {}
     maps = comparable_maps(blocks, site)

@@ -1,4 +1,4 @@
-"""Parts of figures: color scales, panels, legends, and texts that fit."""
+"""Parts of figures: color scales, panels, legends, and text that fits."""
 
 import math
 import os

@@ -1,4 +1,4 @@
-"""Draws what `collect` found. Within a figure, equal colors are equal values."""
+"""Draws the results of `collect`. Within a figure, equal colors mean equal values."""
 
 import itertools
 import math

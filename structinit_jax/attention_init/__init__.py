@@ -16,14 +16,14 @@ Each kind of site has a module with its schemes:
 - `TokenMixingSite`: token-mixing MLPs, as in MLP-Mixer (`token_mixing`).
 - `ConvSite`: depthwise convolutions, as in ConvMixer (`convolution`).
 
-Symbols as in the papers: N tokens on a grid, D width, h heads, d = D / h, L layers, f kernel size,
-F filters, P [N, D] positions, X = LayerNorm(P), σ = d^-1/2, Q and K [D, d] of one head, H [N, N]
-the map of a convolution, M = softmax(σ X Q Kᵀ Xᵀ).
+Symbols are those of the papers: N tokens on a grid, width D, h heads of d = D / h channels, L
+layers, F filters, kernel size f, positions P [N, D], X = LayerNorm(P), σ = d^-1/2, Q and K [D, d]
+of one head, H [N, N] the map of a convolution, M = softmax(σ X Q Kᵀ Xᵀ).
 
 Which scheme to use:
 
-- `impulse`: the default. Solves for the M closest to H of a given sharpness. Use it for small data
-  sets, and when in doubt.
+- `impulse`: the default. Solves for the map M of a given sharpness that is closest to H. Use it for
+  small data sets, and when in doubt.
 - `impulse_2024`, `impulse_2025`: as in the papers, for reproduction. 2025 is for learned positions.
 - `mimetic` (Trockman & Kolter 2023): heads attend to similar tokens. The baseline to beat.
 - `default` (the model's base init: timm's or PyTorch's) and `kaiming_uniform` (PyTorch's): no

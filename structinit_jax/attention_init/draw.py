@@ -1,4 +1,4 @@
-"""Random arrays whose programs compile fast."""
+"""Draws random arrays with programs that compile fast."""
 
 import math
 from collections.abc import Callable
@@ -9,10 +9,10 @@ from jaxtyping import Array, PRNGKeyArray
 def draw_flat(
     draw: Callable[[PRNGKeyArray, tuple[int]], Array], rng: PRNGKeyArray, shape: tuple[int, ...]
 ) -> Array:
-    """Returns `draw(rng, shape)`, drawn along a single axis: the same values.
+    """Returns the same values as `draw(rng, shape)`, but draws along a single axis.
 
-    On CPUs, XLA unrolls the loops over short axes together with the many rounds of the random
-    generator, and compiles a draw of several axes up to 20 times as slowly as this one.
+    On CPUs, XLA unrolls loops over short axes together with the many rounds of the random
+    generator, and takes up to 20 times as long to compile a draw over several axes.
 
     Args:
       draw: Draws independent numbers, such as `jax.random.normal`.

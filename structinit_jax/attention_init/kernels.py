@@ -1,4 +1,4 @@
-"""Convolution kernels, the attention maps that act like them, and which head gets which."""
+"""Convolution kernels, the attention maps that act like them, and their assignment to heads."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -41,8 +41,8 @@ def smooth_kernels(
 ) -> Float[np.ndarray, "F g g"]:
     """Returns Gaussians of deviation `sigma` (tokens) centered at the f² offsets, each of sum 1.
 
-    With `surround`, a wider Gaussian of that deviation is subtracted, and only the positive part
-    kept, since attention cannot be negative: a narrower bump.
+    With `surround`, a wider Gaussian of that deviation is subtracted. Only the positive part is
+    kept, a narrower bump, since attention cannot be negative.
     """
     reach = kernel_size // 2 + int(np.ceil(2 * sigma))
     y, x = np.meshgrid(*(np.arange(-reach, reach + 1),) * 2, indexing="ij")
@@ -104,8 +104,8 @@ def convolution_maps(
 ) -> Float[np.ndarray, "F N N"]:
     """Returns target maps H: H[i, j] is the kernel's value at the offset from token i to token j.
 
-    Neighbors off the grid are dropped (zero padding). The softmax row closest to an impulse without
-    its neighbor, a row of zeros, is uniform.
+    Neighbors off the grid are dropped (zero padding). The row of an impulse whose neighbor is
+    dropped is zero, and the softmax row closest to it is uniform.
     """
     kernels = crop_kernels(kernels, grid).reshape(len(kernels), -1)
     return kernels[:, relative_index(grid).T].astype(np.float32)
@@ -128,8 +128,8 @@ def target_kernels(
     """Builds the distinct kernels that the options of `tokens.impulse` describe.
 
     Returns:
-      Kernels on all offsets of the site's grid, R = 2 rows - 1 and C = 2 cols - 1, and the range
-      (start, stop) of them that each layer uses.
+      Kernels over all offsets of the site's grid, R = 2 rows - 1 and C = 2 cols - 1, and for each
+      layer the range (start, stop) of the kernels that it uses.
     """
     layers = [None] * site.num_layers
     if isinstance(filters, str):
@@ -155,7 +155,7 @@ def target_kernels(
 def growing_dilation(
     kernel_size: int | Sequence[int], num_layers: int, grid: tuple[int, int]
 ) -> tuple[int, ...]:
-    """Returns a dilation per layer, by default that of `tokens.impulse`.
+    """Returns the default dilation of each layer for `tokens.impulse`.
 
     It is 1 in the first third of the layers. In the others the kernel reaches a seventh of the
     grid's shorter side: 2 tokens for 14×14.
@@ -169,9 +169,9 @@ def growing_dilation(
 def target_maps(
     site: AttentionSite | TokenMixingSite, *, filters: str | np.ndarray, **options
 ) -> tuple[Float[np.ndarray, "F N N"], tuple[tuple[int, int], ...]]:
-    """Like `target_kernels`, but returns the target maps, which `filters` can also be itself.
+    """Like `target_kernels`, but returns target maps. `filters` may also be these maps.
 
-    Raises `InputError` for filters that no token of the grid has, since no map comes close to them.
+    Raises `InputError` for filters that lead off the grid from every token.
     """
     if isinstance(filters, str):
         for size in np.ravel(options["kernel_size"]).tolist():
@@ -280,6 +280,6 @@ def _assign(rng, shape, num_filters, order, same_layers, axis):
 def random_rotations(
     rng: PRNGKeyArray, shape: tuple[int, ...], *, same_layers: bool
 ) -> Float[Array, "L *batch m n"]:
-    """Draws matrices of orthonormal columns (m ≥ n) that give equal maps independent weights."""
+    """Draws matrices with orthonormal columns (m ≥ n), which give equal maps different weights."""
     normal = draw_flat(jax.random.normal, rng, (1, *shape[1:]) if same_layers else shape)
     return jnp.broadcast_to(jnp.linalg.qr(normal)[0], shape)

@@ -1,4 +1,4 @@
-"""Minimization until convergence, and the search for a norm."""
+"""Minimizes a function until convergence; finds the norm that gives a target mass."""
 
 from collections.abc import Callable
 from typing import Any
@@ -14,7 +14,7 @@ from structinit_jax.errors import InputError
 # fraction.
 PATIENCE, MIN_IMPROVEMENT = 5, 2e-3
 # With a target mass, the norm is fitted to it after each of several solves. It can at most double
-# each time: far above the norm that they were solved for, factors make sharp maps of wrong tokens.
+# each time: far above the norm of their solve, factors make sharp maps on the wrong tokens.
 MASS_ROUNDS, NORM_CHANGE, NORM_GRID, NORM_BISECTIONS = 3, (1 / 16, 2.0), 16, 8
 
 
@@ -47,7 +47,7 @@ def minimize(
       loss: The function.
       factors: Start values.
       transform: Optimizer.
-      line_search: Whether it is L-BFGS, which needs the loss to search along a line.
+      line_search: Whether `transform` is L-BFGS, whose line search needs the loss.
       max_steps: Maximum number of steps.
 
     Returns:

@@ -39,10 +39,10 @@ def impulse_2024(
 ) -> AttentionWeights:
     """Algorithm 1 of "Structured Initialization for Attention in Vision Transformers" (2024).
 
-    Adam on Q and K of every head, against the mean squared error of its map (equation 8). The paper
-    rescales the weights every 100 steps; details that it leaves open are those of its program. V
-    and projection keep the model's initialization. `impulse` gets closer to the same targets, much
-    faster.
+    Adam minimizes the mean squared error of every head's map (equation 8) over its Q and K. The
+    paper rescales the weights every 100 steps; details that it leaves open follow its program. V
+    and projection keep the model's initialization. `impulse` gets closer to the same targets, and
+    much faster.
 
     Args:
       rng: Random key.

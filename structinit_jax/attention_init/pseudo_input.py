@@ -1,4 +1,4 @@
-"""Pseudo inputs: what stands for a layer's tokens in the solve, before and after LayerNorm."""
+"""Pseudo inputs, which stand for a layer's tokens in the solve, before and after LayerNorm."""
 
 import jax
 import jax.numpy as jnp

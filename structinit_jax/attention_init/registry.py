@@ -1,4 +1,4 @@
-"""Schemes by name: their implementations for kinds of sites, and the checks of their options.
+"""Finds schemes by name and checks their options.
 
 An implementation is a function `(rng, site, *, options…) -> weights` under `@register(name, site
 type)`. Its keyword arguments are the options that have a meaning for that kind of site; any other
@@ -49,7 +49,7 @@ def _one_of(choices):
     return f"one of {', '.join(choices)}", lambda x: isinstance(x, str) and x in choices
 
 
-# What a value must be, as far as that shows without a site, the test for it, and the options.
+# What a value must be, as far as can be told without a site, the test for it, and the options.
 NEEDS = [
     ("True or False", lambda x: isinstance(x, bool), "same_layers keep_positions"),
     (
@@ -67,7 +67,7 @@ NEEDS = [
     (*_one_of(("balanced", "mimetic", "default")), "vo_init"),
     (*_one_of(PSEUDO_INPUTS), "first_input following_input"),
 ]
-# Options that have an effect with some filters only, and those filters.
+# Options that have an effect only with some filters, and those filters.
 EFFECTS = {
     "dilation": ("impulse",),
     "sigma": ("gaussian", "difference_of_gaussians"),
@@ -213,7 +213,7 @@ def _check_effects(options):
 
 
 def _check_value(option, value):
-    """Checks an option's value as far as that is possible without a site."""
+    """Checks an option's value as far as possible without a site."""
     for text, holds, options in NEEDS:
         if option in options.split() and not holds(value):
             raise InputError(f"{option}={value!r}: must be {text}")

@@ -1,4 +1,4 @@
-"""How close attention maps are to their targets."""
+"""Measures how close attention maps are to their targets."""
 
 import warnings
 
@@ -42,7 +42,7 @@ def find_hits(
 
 
 def report_on_maps(targets, maps, *, steps, norm) -> SolveReport:
-    """Compares maps [F, n, m] with their targets; steps and norm are copied into the report."""
+    """Compares maps [F, n, m] with their targets; copies steps and norm into the report."""
     hits, has_target = find_hits(targets, maps)
     return SolveReport(
         loss=jnp.mean((targets - maps) ** 2),

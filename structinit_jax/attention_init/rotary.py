@@ -1,10 +1,10 @@
 """Schemes for attention with rotary positions only (`RotarySite`); the impulse is our own.
 
-RoPE rotates each pair of channels of query i and key j by angles θ_i and θ_j. If all queries of a
-head equal one vector q and all keys one vector k before the rotation, with pairs of channels as
-complex numbers, the logits are σ Re Σ_p conj(q_p) k_p exp(i (θ_jp - θ_ip)): they depend on the
-positions alone, and for angles linear in the position on the offset alone. The coefficients
-c_p = σ conj(q_p) k_p are solved for. The other schemes are those of `tokens`.
+RoPE rotates each pair of channels of query i and key j by angles θ_i and θ_j. Suppose that, before
+the rotation, all queries of a head equal one vector q and all keys one vector k. With pairs of
+channels as complex numbers, the logits are then σ Re Σ_p conj(q_p) k_p exp(i (θ_jp - θ_ip)): they
+depend only on the positions, and only on the offset if angles are linear in the position. `impulse`
+solves for the coefficients c_p = σ conj(q_p) k_p. The other schemes are those of `tokens`.
 """
 
 import dataclasses
@@ -38,7 +38,7 @@ from structinit_jax.errors import InputError
 
 MAX_STEPS = 100
 START_NORM = 3.0  # root of the sum of |c| in the first solve; most grids need about this
-MAX_ROWS = 64  # of the maps that enter the solve: all rows pose the same problem at another place
+MAX_ROWS = 64  # of the maps in the solve: all rows pose the same problem at different places
 
 
 def rotary_angles(
@@ -88,12 +88,12 @@ def impulse(
 ) -> AttentionWeights:
     """Impulse initialization through RoPE: constant queries and keys, rotated by the model.
 
-    The bias of the patch embedding gives all tokens a common vector, ±1 with equal numbers of both
-    signs, which `keep_positions`, `patch_scale` and `mlp_scale` keep the strongest part of every
-    layer's input. Query and key map it to the vectors q and k of each head; on all other input they
-    act as the model's `base_init`. The size of the coefficients by pair of
-    channels is solved for: the maps that come closest to the targets at the lowest norm are also
-    those that content disturbs least. The phases of k are random and independent for each head.
+    The bias of the patch embedding gives all tokens a common vector of as many entries +1 as -1.
+    `keep_positions`, `patch_scale` and `mlp_scale` keep it the strongest part of every layer's
+    input. Query and key map it to the vectors q and k of each head; on all other input they act as
+    the model's `base_init`. The sizes of the coefficients are solved for: the maps closest to the
+    targets at the lowest norm are also those that content disturbs least. The phases of k are
+    random and independent for each head.
     """
     if site.angles is None:
         raise InputError(
@@ -247,7 +247,7 @@ def solve_coefficients(
 def _loss_rows(target: Float[Array, "N N"]) -> Int[Array, " n"]:
     """Returns the rows of a map that enter its loss, n = min(N, `MAX_ROWS`).
 
-    They are evenly spaced among those with a target, which a distant neighbor leaves to few.
+    They are evenly spaced among those with a target, which are few if the neighbor is far away.
     """
     num_tokens = len(target)
     if num_tokens <= MAX_ROWS:

@@ -33,7 +33,7 @@ def check_shape(field: str, array: Any, expected: tuple[int, ...]) -> None:
 
 
 def is_at_hand(array: Any) -> bool:
-    """Whether this process can read an array: it is neither traced nor spread over processes."""
+    """Whether this process can read an array, which is neither traced nor spread over processes."""
     return not isinstance(array, jax.core.Tracer) and getattr(array, "is_fully_addressable", True)
 
 
@@ -310,7 +310,7 @@ AttentionInit = Callable[[jax.Array, Site], Weights]
 
 
 def check_scheme(scheme: Any) -> None:
-    """Raises `InputError` for what is not a function of (rng, site), as a scheme not yet called."""
+    """Raises `InputError` unless a scheme takes (rng, site); catches `impulse` for `impulse()`."""
     try:
         inspect.signature(scheme, follow_wrapped=False).bind(None, None)
     except ValueError:  # it has no signature that Python knows

@@ -1,4 +1,4 @@
-"""The solve: query and key factors whose softmax maps come closest to given targets.
+"""Solves for query and key factors whose softmax maps come closest to given targets.
 
 With X = Z Vᵀ (Z [N, r], V [D, r] orthonormal), the map softmax(σ X Q Kᵀ Xᵀ) depends only on VᵀQ and
 VᵀK. A sin-cos encoding has rank r of about 20 at any width, so factors [r, k], k = min(d, r), are
@@ -27,8 +27,8 @@ RANK_TOLERANCE = 1e-4
 # Starts of the solve, as regularizations of a pseudo-inverse relative to the strongest direction.
 # The one with the lowest loss at START_HEADROOM times the norm leads to better solutions.
 START_REGULARIZATIONS, START_HEADROOM = np.geomspace(3e-5, 3e-2, 7), 2.0
-# Rows of the maps that enter the loss. All rows of a filter pose the same problem at another place,
-# so on a larger grid an evenly spaced subset determines the solution.
+# Rows of the maps in the loss. All rows of a filter pose the same problem at different places, so
+# on a larger grid an evenly spaced subset determines the solution.
 MAX_ROWS = 1024
 # Options of `solve_bank` that are fixed at compile time.
 STATIC_OPTIONS = ("optimizer", "learning_rate", "max_steps")
@@ -136,8 +136,8 @@ def solve_bank(
     Args:
       starts: Start values to choose from, from `start_factors`.
       z: Coordinates of the pseudo input, from `row_space`.
-      targets: H, one map per filter, of which only the `loss_rows`: where a traced caller passes
-        constants, they become part of the program.
+      targets: The `loss_rows` of H, one map per filter; constants of a traced caller become part of
+        the program.
       head_dim: Number of columns d over which the norm is spread.
       qk_scale: σ.
       norm: Root mean square norm of the d columns of Q (and of K), which limits how sharp the maps
@@ -147,8 +147,8 @@ def solve_bank(
       learning_rate: Learning rate of an optimizer other than L-BFGS.
       max_steps: Maximum number of steps of each solve.
     """
-    # Where a traced caller passes constants, XLA would compute what follows from the targets alone,
-    # such as their row maxima, while it compiles, and far slower than the program does.
+    # If a traced caller passes constants, XLA would compute at compile time, far more slowly, what
+    # depends on the targets alone, such as their row maxima.
     starts, z, targets = jax.lax.optimization_barrier((starts, z, targets))
     num_filters, _, num_tokens = targets.shape
     queries = z[loss_rows(num_tokens)]

@@ -2,13 +2,13 @@
 
 The papers do not cover these; `impulse` and `mimetic` for them are our own.
 
-Neither is better than the model's own initialization on the digits (configs/mixer_digits.py), which
-is therefore the default of a Mixer's config. All channels share the token mixing, and shifts by the
-same offset at every token do not tell positions apart, which random weights do. A smaller gain, one
+On the digits (configs/mixer_digits.py), neither is better than the model's own initialization,
+which is therefore the default for a Mixer. All channels share the token mixing, and unlike random
+weights, shifts by the same offset at every token do not tell positions apart. A smaller gain, one
 filter for each token, filters added to the model's own weights, and convolutions with random
 filters were not better either. Random weights under a Gaussian window around each hidden unit's
-token were, by one point over six seeds, which is within the noise; on 2,000 Fashion-MNIST images
-they were equal (benchmarks/results/search.md).
+token were better by one point over six seeds, which is within the noise, and equal on 2,000
+Fashion-MNIST images (benchmarks/results/search.md).
 
 Token mixing computes y = A gelu(B u), biases aside, for the N values u of each channel. GELU is z
 Φ(z), so gelu(z) - gelu(-z) = z: with B = [B'; -B'] and A = [A', -A'], y = A' B' u exactly. Every
@@ -68,7 +68,7 @@ def kaiming_uniform(rng: PRNGKeyArray, site: TokenMixingSite) -> TokenMixingWeig
 
 @register("mimetic", TokenMixingSite)
 def mimetic(rng: PRNGKeyArray, site: TokenMixingSite) -> TokenMixingWeights:
-    """The map 0.7 U + 0.7 I, U uniform noise: mimetic attention's logits used as the map itself.
+    """Uses mimetic attention's logits, 0.7 U + 0.7 I with uniform noise U, as the map itself.
 
     As in mimetic attention (Trockman & Kolter 2023), tokens mostly keep to themselves.
     """

@@ -1,8 +1,7 @@
 """Schemes for attention over a grid of tokens with positions (`AttentionSite`), as in ViT.
 
-`default`, `kaiming_uniform` and `mimetic` use no positions and serve attention within windows and
-with rotary positions too.
-The impulse schemes of the papers are in `papers`.
+`default`, `kaiming_uniform` and `mimetic` use no positions, so they also serve attention within
+windows and with rotary positions. The papers' impulse schemes are in `papers`.
 """
 
 import dataclasses
@@ -47,7 +46,7 @@ from structinit_jax.attention_init.value_out import (
 )
 from structinit_jax.errors import InputError
 
-# Rank of the positions, relative to the width, beside which value and projection do not fit.
+# Largest rank of the positions, relative to the width, that leaves room for value and projection.
 MAX_RANK = 0.9
 # σ d norm² D at the start of a solve for a target mass. Logits are proportional to it, and sharp
 # maps need about 200 on 7×7 tokens and 850 on 24×24, at any width and number of heads. From norms

@@ -1,4 +1,4 @@
-"""Start values of value and projection, for attention of every kind."""
+"""Start values of value and projection, for all kinds of attention."""
 
 import functools
 
@@ -55,14 +55,14 @@ def balanced_vo(
 def remove_inputs(
     kernel: Float[Array, "L D h d"], v: Float[Array | np.ndarray, "D r"]
 ) -> Float[Array, "L D h d"]:
-    """Returns the kernel without its part on inputs in the span of V, which is orthonormal."""
+    """Removes the part of a kernel that acts on inputs in the span of the orthonormal V."""
     return kernel - jnp.einsum("Dr,Lrhd->LDhd", v, jnp.einsum("Er,LEhd->Lrhd", v, kernel))
 
 
 def remove_outputs(
     kernel: Float[Array, "L h d D"], v: Float[Array | np.ndarray, "D r"]
 ) -> Float[Array, "L h d D"]:
-    """Returns the kernel without its outputs in the span of V, which is orthonormal."""
+    """Removes the outputs of a kernel in the span of the orthonormal V."""
     return kernel - jnp.einsum("Dr,Lhdr->LhdD", v, jnp.einsum("LhdE,Er->Lhdr", kernel, v))
 
 

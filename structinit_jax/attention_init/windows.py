@@ -48,18 +48,18 @@ def impulse(
 ) -> AttentionWeights:
     """Puts each head's kernel into its column of the relative position bias.
 
-    Query and key are drawn as timm's; after a LayerNorm the content logits' standard deviation is
-    then about 0.02² D. If a target mass of 0.5 is requested, the blocks of Swin-T
-    average 0.48 to 0.50.
+    Query and key are drawn as in timm; after a LayerNorm, the content logits then have a standard
+    deviation of about 0.02² D. With a target mass of 0.5, the blocks of Swin-T average 0.48 to
+    0.50.
 
     - Rows with the whole kernel inside the window have exactly the target mass. The weight of an
-      offset that leads out of the window goes to the rest of the row in proportion: an impulse
-      without its neighbor leaves the row uniform.
+      offset that leads out of the window is distributed in proportion over the rest of the row: an
+      impulse without its neighbor leaves the row uniform.
     - The mask of a shifted block leaves fewer tokens in a row, so the target gets more of it.
     - Tokens that pad the grid to whole windows are attended to like others, as in timm.
 
-    Kernels without any offset inside the window go to no head. The report describes the bias maps
-    of all others; its norm is that of the drawn query and key.
+    Kernels without an offset inside the window are not assigned to heads. The report describes the
+    bias maps of all others; its norm is that of the drawn query and key.
     """
     kernels, ranges = target_kernels(
         site, filters=filters, kernel_size=kernel_size, dilation=dilation, sigma=sigma

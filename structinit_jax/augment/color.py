@@ -1,7 +1,7 @@
 """Color operations on a single uint8 image, with the arithmetic of Pillow and torchvision.
 
-Images have one or three channels; a single channel has neither saturation nor hue. Operations on
-each pixel value separately are lookup tables (`lut`) of 256 entries.
+Images have one or three channels; a single channel has neither saturation nor hue. Operations that
+map each pixel value separately are lookup tables (`lut`) of 256 entries.
 """
 
 import jax

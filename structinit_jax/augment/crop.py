@@ -135,9 +135,9 @@ def place_first_fit(
 def resize_box(
     image: UInt8[Array, "H W C"], box: Box, size: int, bicubic: Bool[Array, ""]
 ) -> UInt8[Array, "size size C"]:
-    """Crops a box and resizes it along x, then along y, each rounded to integers.
+    """Crops a box and resizes it along x, then along y, each rounded to integers, as in Pillow.
 
-    As Pillow does, which from version 13 on begins with y if that is much cheaper.
+    (From version 13 on, Pillow begins with y if that is much cheaper.)
     """
     H, W, _ = image.shape
     along_x = _resize_weights(box.left, box.width, W, size, bicubic)

@@ -1,4 +1,4 @@
-"""From the flags of a comparison to its settings, the points of the grid without the seed."""
+"""Turns the flags of a comparison into its settings: the points of the grid, without the seed."""
 
 import difflib
 import itertools
@@ -17,7 +17,7 @@ from structinit_jax.errors import InputError
 # Fields that a scheme needs, besides those of `config.set_base_init`.
 REQUIRED = {"impulse_2025": {"model.positions": "learned"}}
 SCHEME_FIELDS = ("model.base_init", *{field for fields in REQUIRED.values() for field in fields})
-# Of the name of a setting, which is that of a folder, in bytes; file systems allow 255 or less.
+# Bytes of a setting's name, which is also its folder's; file systems allow 255 or fewer.
 MAX_NAME = 200
 
 
@@ -26,11 +26,11 @@ def expand(
 ) -> dict[str, ConfigDict]:
     """Returns the config of each setting by its name, such as 'impulse,model.num_heads=6'.
 
-    A name has the fields in alphabetical order and their values in one form, so that a setting has
-    the same name however it is written on the command line.
+    Names list the fields in alphabetical order, with normalized values, so a setting has the same
+    name however it is written on the command line.
 
-    The fields that a scheme needs are set with it, and options that it does not take are left out.
-    An option of `attention_init` is an axis of those schemes only that take it.
+    Fields that a scheme needs are set with it, and options that it does not take are left out. An
+    option of `attention_init` is an axis only for the schemes that take it.
 
     Args:
       config: Config that all settings start from.
@@ -100,7 +100,7 @@ def _check_options(options, grid):
 
 
 def _by_name(config, field, texts):
-    """Returns the texts of an axis by the part of a setting's name that stands for each."""
+    """Returns the texts of an axis by their parts of a setting's name."""
     parts, values = {}, {}
     for text in texts:
         point = config.copy_and_resolve_references()
@@ -119,7 +119,7 @@ def _by_name(config, field, texts):
 
 
 def _canonical(value):
-    """Returns the one text for a value that can be written as 1e-3 or 0.001, or as true or True."""
+    """Normalizes the text of a value: 1e-3 and 0.001, or true and True, give the same text."""
     if isinstance(value, bool):
         return str(value).lower()
     if isinstance(value, float):
@@ -130,7 +130,7 @@ def _canonical(value):
 
 
 def parse_axes(flags: Iterable[str]) -> dict[str, list[str]]:
-    """Parses the values of --grid, such as 'config.model.num_heads=3,6', to values by field.
+    """Parses values of --grid, such as 'config.model.num_heads=3,6', into values by field.
 
     Commas within brackets do not separate values.
     """
@@ -167,8 +167,8 @@ def _split(text):
 def find_baselines(names: Iterable[str], scheme: str) -> dict[str, str | None]:
     """Returns the setting with which each setting is compared, by name, or None.
 
-    It has the baseline's scheme and the same other fields. Options of `attention_init` need only
-    agree where both settings have them; among several settings the closest one is taken.
+    That is the one with the baseline's scheme and otherwise the same fields. Options of
+    `attention_init` need to agree only if both settings have them; the closest setting is taken.
     """
     parts = {name: _parse_name(name) for name in names}
 
@@ -194,7 +194,7 @@ def _parse_name(name):
 
 
 def command(config: ConfigDict, location: str) -> list[str]:
-    """Returns the words of a command that trains one setting, but for --workdir and the seed.
+    """Returns the words of a command that trains one setting, except --workdir and the seed.
 
     Args:
       config: Config of the setting.

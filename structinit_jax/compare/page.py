@@ -1,4 +1,4 @@
-"""The page report.html, the tables of the report and its figures in one file; and curves.png."""
+"""Makes report.html, which holds the tables and figures of the report, and curves.png."""
 
 import base64
 import html as html_lib
@@ -126,7 +126,7 @@ def _finish(kind, figure, *axes):
 
 
 def _train_metric(comparison):
-    """The accuracy on training images, if it is logged in all runs, else the loss."""
+    """Returns the name of the training accuracy if all runs log it, else that of the loss."""
     runs = [run for setting in comparison.runs for run in comparison.finished(setting)]
     for name, label in {
         "train_eval/accuracy": "train accuracy without augmentation, %",

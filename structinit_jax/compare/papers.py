@@ -2,7 +2,7 @@
 
 "2024" is "Structured Initialization for Attention in Vision Transformers", "2025" is "Structured
 Initialization for Vision Transformers". A row's name is its place in the table, and its config is
-`FILE:ROW` in `configs/`. Figures of the 2025 paper that are not known to us are left out.
+`FILE:ROW` in `configs/`. Accuracies of the 2025 paper that we do not know are left out.
 """
 
 import itertools
@@ -33,9 +33,9 @@ class Table(NamedTuple):
 
     Attributes:
       title: What it compares.
-      hardware: What it takes.
-      rows: By name: the choices of the row, separated by commas.
-      baseline: The word in place of the last one in the names of the baselines.
+      hardware: Hardware that it needs.
+      rows: Rows by name, which is the choices of the row, separated by commas.
+      baseline: Word that replaces the last one of a row's name to give its baseline's name.
       teacher: The --config of a model that is trained first, or ''.
     """
 
@@ -153,7 +153,7 @@ def _small_2025(sets: Sequence[str]) -> dict[str, Row]:
 def _training_curves() -> dict[str, Row]:
     """Figure 3, with the training accuracies of the rebuttal.
 
-    It does not say whether those are of augmented images. Ours are not.
+    The rebuttal does not say whether its images are augmented. Ours are not.
     """
     figures = {
         "default": ((10, 47.95), (50, 61.51), (100, 76.87)),

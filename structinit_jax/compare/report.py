@@ -116,7 +116,7 @@ def describe(comparison: Comparison) -> list[Section]:
 
 
 def _other_fields(info) -> list[str]:
-    """Lists fields that a scheme needs where the baseline has another value; no name shows them."""
+    """Lists fields a scheme needs that differ from the baseline's; no name shows them."""
     fields = {
         name: flatten_dict(facts["config"], sep=".") for name, facts in info["settings"].items()
     }
@@ -174,7 +174,7 @@ def _summary(comparison: Comparison) -> list[list[str]]:
 
 
 def _training(comparison: Comparison) -> list[list[str]]:
-    """Training accuracies, ours without augmentation, at the epochs of the published ones."""
+    """Returns the training accuracies (ours unaugmented) at the epochs of the published ones."""
     published = {
         setting: dict(facts["published_training"])
         for setting, facts in comparison.info["settings"].items()

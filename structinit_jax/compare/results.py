@@ -1,4 +1,4 @@
-"""Reads the runs of a comparison from their files, and the statistics over seeds."""
+"""Reads the runs of a comparison from their files, and computes statistics over seeds."""
 
 import functools
 import json
@@ -44,7 +44,7 @@ class Run:
         self.lines = [json.loads(line) for line in lines]
 
     def curve(self, name: str) -> dict[int, float]:
-        """Returns a metric by step; accuracies are those that decide about the best checkpoint."""
+        """Returns a metric by step; accuracies are those that determine the best checkpoint."""
         split, _, kind = name.rpartition("/")
         lines = [line for line in self.lines if name in line]
         if kind == "accuracy":

@@ -1,4 +1,4 @@
-"""Trains the settings of a grid, each over several seeds, and resumes what is not done."""
+"""Trains the settings of a grid, each with several seeds, and resumes unfinished runs."""
 
 import contextlib
 import json
@@ -36,8 +36,8 @@ from structinit_jax.training.state import count_parameters
 
 PACKAGES = ("jax", "jaxlib", "flax", "optax", "numpy")
 NUM_IMAGES = 64  # of which attention maps are drawn
-# Fields that change the results by rounding at most. So do the folders of data, unless what is in
-# the folder decides which data set it is.
+# Fields that change the results by rounding at most. This is also true of the data folders, unless
+# the content of the folder decides which data set it is.
 HARMLESS = (
     *("checkpoint_every_steps", "keep_checkpoints", "fsdp"),
     *("model.attention_implementation", "model.remat", "model.unroll"),
@@ -64,16 +64,16 @@ def run_grid(
       settings: Config of each setting, by name. Their seeds are replaced.
       seed_list: Seeds of every setting.
       workdir: Output directory. Each run has a workdir of its own, `SETTING/seed_K`.
-      commands: The command that trains each setting alone, for the report.
-      baseline: The scheme that the others are compared with; by default that of earlier commands
-        in the workdir, or else that of the first setting.
-      baselines: The setting that each one is compared with, trained or not, in place of those that
-        `grid.find_baselines` finds for the scheme.
+      commands: Command that trains each setting alone, for the report.
+      baseline: Scheme that the others are compared with. The default is that of earlier commands in
+        the workdir, or else that of the first setting.
+      baselines: Setting that each one is compared with, trained or not; replaces what
+        `grid.find_baselines` finds.
       published: Accuracies in percent to show beside ours, by setting.
-      published_training: Training accuracies in percent after some epochs, likewise.
-      started_by: The command of this comparison, for the report.
-      together: Whether the seeds of a setting train in one program, on one device; by default on
-        accelerators if no setting has config.fsdp.
+      published_training: Training accuracies in percent after some epochs, by setting.
+      started_by: Command of this comparison, for the report.
+      together: Whether the seeds of a setting train in one program, on one device. The default is
+        True on accelerators if no setting has config.fsdp.
 
     Returns:
       The number of runs of these settings and seeds that failed.
@@ -208,7 +208,7 @@ def _merge(workdir, new, settings):
 
 
 def _check_what_is_resumed(workdir, todo, together):
-    """Notes or refuses settings that another --together has begun."""
+    """Refuses settings that were begun with another --together, or prints a note about them."""
     for name, missing in todo.items():
         shared = (workdir / name / seeds.TOGETHER).exists()
         if missing and shared and not together:
@@ -238,7 +238,7 @@ def _may_change(field, config):
 
 
 class _Runner:
-    """Trains runs; one that fails is recorded, and the next one starts."""
+    """Trains runs. If one fails, records it and goes on with the next."""
 
     def __init__(self, workdir: Path, settings: Mapping[str, ConfigDict], progress: Progress):
         self._workdir = workdir

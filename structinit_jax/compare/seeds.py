@@ -46,7 +46,7 @@ from structinit_jax.training.metrics import InFlight, MetricsLog, PendingMetrics
 from structinit_jax.training.setup import set_up
 from structinit_jax.training.state import initialize_and_measure
 
-# Of the device's memory, for the state and the step; the images take some of the rest.
+# Fraction of the device's memory for the state and the step; images take some of the rest.
 USABLE_MEMORY = 0.8
 TOGETHER = "together"  # folder of the shared checkpoints, until their seeds are done
 
@@ -67,8 +67,8 @@ def train_together(
 ) -> Iterator[tuple[int, str]]:
     """Trains seeds of a setting on one device, as many at a time as its memory allows.
 
-    Every seed gets the workdir that `train` would write, but the only checkpoints in it are the one
-    of the highest accuracy and that of the last step. Until then, all seeds share one checkpoint in
+    Every seed gets the workdir that `train` would write, with only two checkpoints: that of the
+    highest accuracy and that of the last step. Until then, all seeds share one checkpoint in
     `together/`, from which they resume.
 
     Args:
@@ -79,7 +79,7 @@ def train_together(
       stop: Whether to stop after the next step.
 
     Yields:
-      Each seed when it is done, and why it stopped early, or ''. The others are not affected.
+      Each seed when it ends, and why it stopped early, or ''. The other seeds are not affected.
 
     Raises:
       InputError: The config or the data cannot be used.
@@ -100,7 +100,7 @@ def train_together(
 
 
 def _interrupted(folder: Path, seeds: Sequence[int]) -> list[int]:
-    """Returns a part of the seeds that shares a checkpoint, if there is one."""
+    """Returns the subset of the seeds that shares a checkpoint, if there is one."""
     for shared in sorted((folder / TOGETHER).glob("seeds_*")):
         group = [int(seed) for seed in shared.name.split("_")[1:]]
         if set(group) < set(seeds) and manifest.step_folders(shared):
@@ -138,7 +138,7 @@ class _SharedRun:
     def fits(self) -> bool:
         """Compiles the step; returns whether the device's memory suffices for it.
 
-        A single seed takes the last of the steps of `config.model.remat` if none is sure to fit.
+        A single seed takes the last policy of `config.model.remat` if none is sure to fit.
         """
         steps = list(self.setup.train_steps.values())
         single = len(self.seeds) == 1

@@ -1,4 +1,4 @@
-"""The live table of a comparison on a terminal, and plain lines in a log."""
+"""Shows the progress of a comparison: a live table on a terminal, plain lines in a log."""
 
 import sys
 import time

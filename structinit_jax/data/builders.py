@@ -1,7 +1,7 @@
-"""TFDS data sets without TensorFlow: finding and opening them, and two builders of our own.
+"""Finds and opens TFDS data sets without TensorFlow; prepares digits and fashion_mnist.
 
-Training reads prepared sets only. digits and fashion_mnist are prepared here on first use; for the
-others see `data.prepare`.
+Training reads prepared sets only. These two are prepared on first use; for others see
+`data.prepare`.
 """
 
 import contextlib

@@ -1,4 +1,4 @@
-"""Crops and resizes images: the center for evaluation, random boxes for training."""
+"""Crops and resizes images: at the center for evaluation, at random boxes for training."""
 
 import dataclasses
 import math

@@ -1,6 +1,6 @@
-"""Data sets by name: each split is a random-access sequence of stored images and labels.
+"""Opens data sets by name. Each split is a random-access sequence of stored images and labels.
 
-To use a data set of your own, write a function `my_dataset(data_dir) -> Dataset` that ends with
+To use your own data set, write a function `my_dataset(data_dir) -> Dataset` that returns
 `Dataset.from_records(...)`, and name it in the config: `data.name="my_module:my_dataset"`.
 """
 
@@ -33,7 +33,7 @@ READ_BLOCK = 256
 
 
 def num_cores() -> int:
-    """Returns how many cores this process may use. SLURM and containers may allow it only a few."""
+    """Returns how many cores this process may use; SLURM and containers may limit them."""
     if hasattr(os, "sched_getaffinity"):  # not on macOS
         return len(os.sched_getaffinity(0))
     return os.cpu_count() or 1
@@ -232,10 +232,10 @@ class Dataset:
         Args:
           name: Name in messages.
           splits: The records of each split; a list or other `Records`.
-          class_names: Name of each class, by label. Others than strings are written as such.
+          class_names: Name of each class, by label. Other types are converted to strings.
           image_shape: Height, width (None if they vary) and channels, 1 or 3. Images are converted
-            to this number of channels, and those of one square size are cropped on the device.
-            Those of another size than this are refused.
+            to this number of channels. Images of another size are refused. If the size is square,
+            images are cropped on the device.
         """
         if len(image_shape) != 3 or image_shape[-1] not in PIL_MODES:
             raise InputError(

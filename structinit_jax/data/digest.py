@@ -1,4 +1,4 @@
-"""A checksum of the examples of a split, by which a run finds that its data have changed."""
+"""Computes a checksum of the examples of a split, so that a run notices changed data."""
 
 import hashlib
 
@@ -6,11 +6,11 @@ from structinit_jax.data.datasets import ImageSource
 
 
 def digest(source: ImageSource) -> str | None:
-    """Returns a checksum of the examples of a split and of their order, without reading images.
+    """Returns a checksum of the examples of a split and their order, without reading images.
 
-    Image files count by their path within the split and their label, so the folder may be moved.
-    Records in a list count by their label. A prepared data set has no checksum, since its labels
-    are stored beside the images.
+    Covers the path within the split and the label of image files, so the folder may be moved, and
+    the label of records in a list. A prepared data set has no checksum, since its labels are stored
+    with the images.
     """
     parts = source.records.parts
     if all(isinstance(records, list) for records, _, _ in parts):

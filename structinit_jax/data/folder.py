@@ -194,5 +194,5 @@ def _find_images(folder, others):
 
 
 def _refuse(error):
-    """Raises what `os.walk` would pass over, leaving out the images of a folder in silence."""
+    """Raises an error that `os.walk` would ignore, silently leaving out the images of a folder."""
     raise InputError(f"{error.filename}: cannot be read ({error.strerror}).") from error

@@ -1,4 +1,4 @@
-"""Decodes one stored image.
+"""Decodes a stored image.
 
 JPEGs are decoded by libjpeg-turbo (simplejpeg), which returns Pillow's pixels in half the time and
 can decode at a fraction of the size. Every other format goes through Pillow.
@@ -40,7 +40,7 @@ class BadImageError(InputError):
 
     Args:
       problem: What is wrong with which image.
-      advice: What to do, if the run stops for it.
+      advice: What to do if the run stops because of it.
     """
 
     def __init__(self, problem: str, advice: str):
@@ -58,8 +58,8 @@ class StoredImage:
     - Transparency is dropped, as in timm and torchvision.
     - The EXIF orientation is applied. (timm and torchvision ignore it.)
     - Only the first picture of an animation or a multi-page file is read.
-    - Damaged EXIF tags, and odd metadata and stray bytes in a JPEG, are passed over; damaged
-      pixels are refused.
+    - Damaged EXIF tags, and odd metadata and stray bytes in a JPEG, are ignored; damaged pixels are
+      refused.
 
     Args:
       data: An encoded file, or pixels: uint8 [h, w] or [h, w, 1 or 3].

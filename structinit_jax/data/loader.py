@@ -1,7 +1,7 @@
-"""Batches of a split as global arrays on the devices, for training and evaluation.
+"""Loads the batches of a split as global arrays on the devices, for training and evaluation.
 
-A small split is decoded once and kept in device memory (`DeviceLoader`). The images of a large one
-are decoded by Grain's threads while the devices train (`HostLoader`). Both return the same batches.
+A small split is decoded once and kept in device memory (`DeviceLoader`). Images of a larger one are
+decoded by Grain's threads while the devices train (`HostLoader`). Both return the same batches.
 """
 
 import abc
@@ -26,8 +26,8 @@ from structinit_jax.data.order import stream_indices
 from structinit_jax.errors import InputError
 
 IN_MEMORY_BYTES = 2_000_000_000
-# One more than there are cores, since some wait for a file. 16 threads on two cores run at a third
-# of the speed, and more than 16 only wait for the interpreter lock.
+# One more than the cores, since some wait for a file. 16 threads on two cores run at a third of the
+# speed, and more than 16 only wait for the interpreter lock.
 READ_THREADS = min(16, num_cores() + 1)
 
 Batch = dict[str, jax.Array]

@@ -1,7 +1,7 @@
-"""The order of the training examples, a function of the seed and the position in the stream.
+"""Orders the training examples as a function of the seed and the position in the stream.
 
-A run therefore resumes by its step number alone, on any number of processes. Grain's `shuffle` does
-not promise the same order in later versions.
+A run therefore needs only its step number to resume, on any number of processes. Grain's `shuffle`
+does not promise the same order in later versions.
 """
 
 import functools

@@ -3,9 +3,9 @@
     python -m structinit_jax.data.prepare --name=cifar10 --samples=samples.png
     python -m structinit_jax.data.prepare --name=folder --data_dir=DIR
 
-digits, fashion_mnist, tiny_imagenet and image folders are only reported on. Data sets prepared as
-tfrecord are converted to array_record. All others are downloaded and prepared by TFDS's own
-builder; only this needs TensorFlow (`pip install '.[prepare]'`).
+For digits, fashion_mnist, tiny_imagenet and image folders, this only prints the report. Data sets
+prepared as tfrecord are converted to array_record. All others are downloaded and prepared by TFDS's
+own builder; only this needs TensorFlow (`pip install '.[prepare]'`).
 """
 
 from structinit_jax import trainer_extra  # noqa: F401 (first, before what may be missing)

@@ -1,4 +1,4 @@
-"""The examples of a split as they are stored, one by one and in slices."""
+"""Reads the stored examples of a split, one by one and in slices."""
 
 import bisect
 import collections

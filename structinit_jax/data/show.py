@@ -2,8 +2,8 @@
 
     python -m structinit_jax.data.show --config=configs/vit_t_digits.py --step=1 --out=batch.png
 
-Steps are counted from 1 as in the log. --workdir=DIR instead of --config draws a batch of that run.
-Change the recipe to see what it does, for example with --config.augment.mixup=0.8.
+Steps are counted from 1, as in the log. To draw a batch of an existing run, pass --workdir=DIR
+instead of --config. To see what a setting does, change it, for example --config.augment.mixup=0.8.
 """
 
 from structinit_jax import trainer_extra  # noqa: F401 (first, before what may be missing)

@@ -1,4 +1,4 @@
-"""Test sets for models trained on ImageNet-1K, and which predictions count as correct in each.
+"""Opens test sets for models trained on ImageNet-1K, with the correct predictions of each.
 
 TFDS labels all of them with the classes of imagenet2012. Two rules differ from top-1 accuracy:
 ImageNet-A and ImageNet-R contain 200 classes, and the best of these 200 is the prediction. ReaL has

@@ -1,4 +1,4 @@
-"""Exchange of weights with other projects.
+"""Exchanges weights with other projects.
 
 `initialize` puts an attention scheme into the parameters of another project's model:
 
@@ -8,7 +8,7 @@
 
 It supports timm, torchvision, open_clip, Hugging Face, big_vision, vit_jax, deit3-jax and Flax NNX
 models with `MultiHeadAttention` layers, for example jimm's. `attention_site`, `read` and `write`
-are its parts. `check` measures the attention maps that the model then has, on images.
+are its parts. `check` measures the resulting attention maps on images.
 
 `from_timm` and `to_timm` convert the weights of our own models. `select_weights` starts a smaller
 model from a larger one. State dicts hold NumPy or JAX arrays; torch is not needed.

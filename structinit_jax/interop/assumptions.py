@@ -1,4 +1,4 @@
-"""What schemes assume of a model and its parameters show to be otherwise."""
+"""Refuses models whose parameters contradict what schemes assume."""
 
 import re
 from collections.abc import Iterator, Sequence
@@ -48,7 +48,7 @@ def require_assumptions(
     Args:
       host: The model.
       own: Names of parameters beside the projections that the scheme sets or knows.
-      norm_scales: Values at which the scales of fresh norms may stand.
+      norm_scales: Values that the scales of fresh norms may have.
     """
     _require_images(host)
     own = {entry.name for entry in host.entries} | set(own)

@@ -1,4 +1,4 @@
-"""What the blocks of another project's model hold beside their attention, by name and shape."""
+"""Finds what the blocks of another project's model hold beside attention, by name and shape."""
 
 import re
 from typing import NamedTuple
@@ -103,7 +103,7 @@ def _find_block(host: Host, attention: str) -> Block:
 
 
 def _sort_square(block: Block, prefix: str) -> Block:
-    """Tells the square layers of an MLP that is as wide as the model apart by their names."""
+    """Tells apart, by name, the layers of an MLP that is as wide as the model."""
     if block.mlp_out or len(block.mlp_in + block.square) < 2:
         return block
     outputs = [module for module in block.square if _OUTPUT.search(module.removeprefix(prefix))]

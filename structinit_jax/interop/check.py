@@ -1,4 +1,4 @@
-"""Measures how far a scheme's attention maps survive in the model that they were written into."""
+"""Measures how well a scheme's attention maps survive in the model they were written into."""
 
 import math
 from typing import Any, NamedTuple
@@ -25,12 +25,12 @@ class Check(NamedTuple):
     """What a model's attention does on images, by layer and head.
 
     Attributes:
-      position_to_content: Root mean square of the positions over that of the patch embeddings, the
-        two summands of the first layer's input; with rotary positions, of the patch embedding's
-        bias over that of the rest.
-      offset: The most frequent offset (rows, cols) from a token to the one that it attends to most.
-      hit_rate: Share of the tokens that have a neighbor at this offset whose strongest attention
-        is on it. Close to 1 for a convolution.
+      position_to_content: Root mean square of the positions over that of the patch embeddings; the
+        first layer's input is their sum. With rotary positions: of the patch embedding's bias over
+        that of the rest.
+      offset: Most frequent offset (rows, cols) from a token to the one that it attends to most.
+      hit_rate: Among the tokens with a neighbor at this offset, the share that attend most to it.
+        Close to 1 for a convolution.
     """
 
     position_to_content: float
@@ -52,12 +52,12 @@ def check(
 
         check(params, num_heads=3).hit_rate.mean(axis=1)  # by layer
 
-    The forward pass is computed from `params`, in NumPy: patches, positions, and pre-norm blocks of
-    softmax attention and an MLP with GELU, or SiLU gates if it has two input kernels. It covers
-    what `initialize` covers as far as it is of this form. A norm without bias counts as RMSNorm.
-    What names and shapes do not show is not seen: rotary positions beside a position table, another
-    grid of as many tokens, another number of heads. Class and register tokens are left out of the
-    maps.
+    Computes the forward pass from `params` in NumPy: patches, positions, and pre-norm blocks of
+    softmax attention and an MLP with GELU, or with SiLU gates if it has two input kernels. It
+    accepts the models of `initialize` that have this form. A norm without bias counts as RMSNorm.
+    What names and shapes do not show goes unnoticed: rotary positions beside a position table,
+    another grid of as many tokens, another number of heads. The maps exclude class and register
+    tokens.
 
     Args:
       params: Parameters as for `initialize`; likewise the other arguments.
@@ -141,7 +141,7 @@ def hit_rates(
 def natural_noise(
     count: int, height: int, width: int, channels: int
 ) -> Float[np.ndarray, "B H W C"]:
-    """Draws noise whose amplitudes fall with frequency as 1 / f, of mean 0 and deviation 1.
+    """Draws noise of mean 0 and deviation 1 whose amplitudes fall with frequency as 1 / f.
 
     A tenth of the variance is independent between the channels, as in photographs.
     """
@@ -178,7 +178,7 @@ def _embed(host, norm, images, grid, positions, rotary):
 
 
 def _patches(host, norm, images, grid):
-    """Returns the products of patches and kernel, and the bias; normed with it, if there is one."""
+    """Returns the products of patches and kernel, and the bias. Normed if the model has a norm."""
     backbone = next((name for name in host.leaves if "patch_embed.backbone." in name), None)
     if backbone:
         raise InputError(

@@ -1,4 +1,4 @@
-"""Weights of our models from timm and back, one converter per family.
+"""Converts weights of our models to and from timm, with one converter per family.
 
     from safetensors.numpy import load_file, save_file
 
@@ -6,7 +6,7 @@
     save_file(to_timm(model), "ours.safetensors")
 
 A converter lists the entries of timm's state dict for a model: timm's name on the left, the path of
-our arrays on the right. Layers that timm numbers are a leading axis of our arrays.
+our arrays on the right. Our arrays have a leading axis for the layers that timm numbers.
 """
 
 import math

@@ -1,4 +1,4 @@
-"""Entries: how a tensor of another project maps to arrays of ours, in both directions.
+"""Entries, which map a tensor of another project to our arrays and back.
 
 Ours are Flax's: kernels are [in, out] where torch has [out, in], convolutions [rows, cols, in, out]
 where it has [out, in, rows, cols], and attention keeps its heads h and their channels d as separate
@@ -120,7 +120,7 @@ def conv(name: str, path: str, layer: int | None = None) -> Iterator[Entry]:
 def encode_some(
     entry: Entry, old: Any, ours: Mapping[str, Any], shapes: Sequence[Shape]
 ) -> np.ndarray | jax.Array:
-    """Encodes our arrays, with a leading layer axis; those that `ours` lacks keep the old value."""
+    """Encodes our arrays, with a leading layer axis. Missing ones keep the old value."""
     if not jnp.issubdtype(old.dtype, jnp.floating):
         raise InputError(
             f"params: {entry.name} holds {old.dtype}, not floating-point numbers: quantize a model "

@@ -1,4 +1,4 @@
-"""A model of another project: its parameters by name, its sizes and where its parts are."""
+"""Describes a model of another project: its parameters by name, its sizes and its parts."""
 
 import math
 import re
@@ -145,7 +145,7 @@ class Host:
     def patch_kernels(self) -> list[str]:
         """Returns the names of what may be the kernel of the patch embedding.
 
-        That is a linear layer's or a convolution's, which videos have in three dimensions.
+        It may be a linear layer's or a convolution's (three-dimensional in models of videos).
         """
         layout = self.stack.layout
 

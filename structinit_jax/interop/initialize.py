@@ -1,4 +1,4 @@
-"""Attention schemes for models that were built elsewhere."""
+"""Writes attention schemes into models of other projects."""
 
 import warnings
 from collections.abc import Mapping
@@ -35,9 +35,9 @@ def initialize(
     rotations: Any | None = None,
     buffers: Mapping[str, np.ndarray] | None = None,
 ) -> Any:
-    """Puts the weights of a scheme into the parameters of a freshly built model.
+    """Writes the weights of a scheme into the parameters of a freshly built model.
 
-    It may be a ViT or, for schemes that support these sites, one with a relative position bias in
+    The model is a ViT or, for schemes that support them, a model with a relative position bias in
     every layer (Swin, SwinV2, BEiT), an MLP-Mixer or a ConvMixer.
 
     Parameters that the scheme does not set stay as they are: `default` and `kaiming_uniform` draw
@@ -46,16 +46,16 @@ def initialize(
     query-key products are scaled by d^-1/2, and that tokens are in row-major order. Parameters that
     show otherwise are refused; `check` measures the maps that result.
 
-    A learned position table is offered to the scheme as trainable and takes the encoding that the
-    scheme returns. Its rows for class and register tokens change only if the scheme scales the
-    whole table.
+    A learned position table counts as trainable and is replaced by the encoding that the scheme
+    returns. Its rows for class and register tokens change only if the scheme scales the whole
+    table.
 
     A scheme's `patch_scale` is the size of the patch embeddings relative to those of PyTorch's
-    default kernel, so that positions are as loud beside them in every model: the kernel, or the
-    norm behind it, is multiplied by what that takes. With `patch_scale=1`, `impulse` leaves it
-    alone. `patch_bias` replaces the patch embedding's bias. `mlp_scale` multiplies the output
-    kernels of the MLPs beside the attention; gated MLPs have one too. Behind a LayerScale that
-    starts near 0, MLPs and attention add little at first whatever their weights.
+    default kernel, so that the ratio of positions to content is the same in every model: the
+    kernel, or the norm after it, is multiplied by the factor that this takes. With `patch_scale=1`,
+    `impulse` leaves it alone. `patch_bias` replaces the patch embedding's bias. `mlp_scale`
+    multiplies the output kernels of the MLPs, gated ones included. After a LayerScale that starts
+    near 0, MLPs and attention add little at first, whatever their weights.
 
     Args:
       params: A state dict, Linen tree, NNX module, NNX state or pure dict. It is not changed.
@@ -64,14 +64,14 @@ def initialize(
       layout: One of `LAYOUTS`; None detects it from the names.
       num_heads: Number of heads h; required for state dicts of torch, whose shapes do not show it.
       grid: (rows, cols) of the image tokens; None assumes a square, or reads it from `rotations`.
-        In Swin and BEiT that of the windows, in stages in which they are not square.
+        In Swin and BEiT: of the windows that are not square.
       positions: [N, D] encoding that the model adds to its tokens without storing it in `params`,
         for example `sincos_positions(grid, D)`, or for MoCo v3 and big_vision
         `sincos_positions(grid, D, convention="moco")`. A table in `params` is then ignored.
-      rotations: Rotary positions (RoPE) of a model that adds none to its tokens, as it computes
-        them for the image tokens: the sines and cosines [..., N, 2 d] of timm's
-        `model.rope.get_embed(...)`, for all layers and heads or with axes for them, or the pair
-        (cosines, sines) of Hugging Face's `model.rope_embeddings(pixel_values)`, as NumPy arrays.
+      rotations: Rotary positions (RoPE) of the image tokens, for a model that adds no positions to
+        its tokens: the sines and cosines [..., N, 2 d] of timm's `model.rope.get_embed(...)`,
+        optionally with axes for layers and heads, or the pair (cosines, sines) of Hugging Face's
+        `model.rope_embeddings(pixel_values)`, as NumPy arrays.
       buffers: `{k: v.numpy() for k, v in model.named_buffers()}` of a SwinV2 of timm or Hugging
         Face, whose state dict does not hold the coordinates in its windows.
 

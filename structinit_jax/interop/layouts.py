@@ -1,4 +1,4 @@
-"""How other projects name their parameters."""
+"""The names of parameters in other projects."""
 
 import dataclasses
 import re
@@ -45,7 +45,7 @@ def _name(path) -> str:
     if path and isinstance(path[-1], jax.tree_util.GetAttrKey) and path[-1].name == "value":
         path = path[:-1]
     name = jax.tree_util.keystr(path, simple=True, separator=".").replace("/", ".")
-    # The fused weight and bias of torch's MultiheadAttention are no module.
+    # The fused weight and bias of torch's MultiheadAttention are not in a module.
     return re.sub(r"in_proj_(weight|bias)$", r"in_proj.\1", name)
 
 

@@ -1,4 +1,4 @@
-"""Layers of other projects' models that have no positions: windows, token mixing, convolutions."""
+"""Finds other projects' layers without positions: windows, token mixing, convolutions."""
 
 import math
 import re
@@ -49,14 +49,14 @@ def find_sites(
       leaves: The parameters by name.
       layout: A key of `LAYOUTS`, or None to try them all.
       grid: (rows, cols) of the tokens, or of the windows that are not square; None assumes a
-        square. Stages with other windows than these have square ones.
+        square. Other windows are taken to be square.
       buffers: Arrays of the model that `leaves` lack, by name.
 
     Returns:
       The stacks from first to last; none if the model is of another kind.
 
     Raises:
-      InputError: The model is one of these that no scheme fits.
+      InputError: No scheme fits this model.
     """
     if grid is not None:
         check_grid("grid", grid)

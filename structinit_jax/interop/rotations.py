@@ -1,4 +1,4 @@
-"""The rotary positions (RoPE) of another project's model, as its own code computes them."""
+"""Reads the rotary positions (RoPE) that another project's model computes."""
 
 import math
 from typing import Any, NamedTuple
@@ -52,8 +52,8 @@ def read_rotations(host: Host, given: Any, grid: Grid | None) -> Rotations:
     """Reads `rotations` of `initialize`.
 
     Raises:
-      InputError: They do not fit the model or the grid, are no sines and cosines, or the model adds
-        positions to its tokens too.
+      InputError: They do not fit the model or the grid or are not sines and cosines, or the model
+        also adds positions to its tokens.
     """
     table = host.position_table(grid)
     if table is not None:
@@ -97,7 +97,7 @@ def read_rotations(host: Host, given: Any, grid: Grid | None) -> Rotations:
 
 
 def _find_grid(angles: Float[np.ndarray, "L h N p"], grid: Grid | None) -> Grid:
-    """Returns the given grid if the angles are those of its tokens, or a grid of which they are."""
+    """Returns the given grid if the angles fit it, or without one a grid that they fit."""
     tokens = angles.shape[2]
     if grid is not None and math.prod(grid) != tokens:
         raise InputError(

@@ -1,4 +1,4 @@
-"""Where a model of another project has its attention layers, by their names."""
+"""Finds the attention layers of another project's model by their names."""
 
 import dataclasses
 import re
@@ -47,8 +47,8 @@ def find_stack(leaves: Leaves, name: str | None) -> Stack:
     """Finds the attention layers of a model with a single grid of tokens.
 
     Raises:
-      InputError: As for `find_stacks`; or the model has several stacks, of which not one sees
-        images.
+      InputError: As for `find_stacks`; or the model has several stacks, and not exactly one of them
+        sees images.
     """
     stacks = find_stacks(leaves, name)
     if len(stacks) > 1:
@@ -142,7 +142,7 @@ def _attentions(leaves: Leaves, layout: Layout) -> list[tuple[str, dict[int, str
 def _number_spans(names: Iterable[str]) -> dict[str, tuple[int, int]]:
     """Returns where each name has its layer number, (-1, -1) if it has no number.
 
-    It is the last number in which names differ that are equal otherwise.
+    It is the last number in which otherwise equal names differ.
     """
     groups: dict[str, dict[str, list[re.Match]]] = {}
     for name in names:

@@ -1,4 +1,4 @@
-"""How timm builds one of our models, and the card with which it loads one from a folder."""
+"""Describes our models to timm: arguments of `create_model`, and the card of a folder."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
@@ -74,7 +74,7 @@ class TimmModel(NamedTuple):
 
 
 def timm_model(model: Mapping[str, Any], *, image_size: int, channels: int) -> TimmModel:
-    """Returns timm's equal of a model.
+    """Returns timm's equivalent of a model.
 
     Args:
       model: `config.model`.

@@ -1,9 +1,9 @@
-"""Position biases of attention within windows in other projects' models: tables and MLPs.
+"""Reads and writes the position biases of windowed attention in other projects' models.
 
 Swin and BEiT keep a table with a row for each offset in the window. Swin Transformer V2 (Liu et al.
 2022, sections 3.2 and 3.3) adds 16 sigmoid(MLP(coordinates)) to exp(logit_scale) cos(query, key),
 where the coordinates of an offset are on a logarithmic scale and the MLP has one hidden layer of
-ReLUs and no bias behind it.
+ReLUs and no output bias.
 """
 
 import math
@@ -95,7 +95,7 @@ def _offsets(window: Grid) -> int:
 
 
 def _window(rows: int) -> Grid | None:
-    """Returns the square window with so many offsets, or None."""
+    """Returns the square window with this many offsets, or None."""
     side = math.isqrt(rows)
     return (side // 2 + 1, side // 2 + 1) if side**2 == rows and side % 2 else None
 
@@ -171,13 +171,13 @@ def fit_mlp(
 ) -> tuple[
     Float[np.ndarray, "hidden 2"], Float[np.ndarray, " hidden"], Float[np.ndarray, "h hidden"]
 ]:
-    """Fits 16 sigmoid(MLP(coordinates)) to biases, of which the softmax needs differences only.
+    """Fits 16 sigmoid(MLP(coordinates)) to biases, up to a constant, which the softmax ignores.
 
-    The ReLUs of the hidden layer start at lines of all directions through all parts of the window:
-    as initialized by the models, all start at the center, so that no output layer could make a
-    bias at one offset. The output layer solves least squares of minimal norm. With 512 hidden units
-    and one neighbor per head, the maps are exact in windows of up to 8×8 tokens and differ by 0.02
-    in total variation in 16×16.
+    The kinks of the hidden ReLUs are placed on lines of all directions through all parts of the
+    window: as initialized by the models, all go through the center, and no output layer could make
+    a bias at one offset. The output layer is the least-squares solution of minimal norm. With 512
+    hidden units and one neighbor per head, the maps are exact in windows of up to 8×8 tokens and
+    differ by 0.02 in total variation in 16×16.
 
     Returns:
       The weight and bias of the hidden layer and the weight of the output layer, as in torch.

@@ -99,10 +99,10 @@ def cudnn_attention(
     value: Float[Array, "B N h d"],
     bias: Float[Array, "#B h N N"] | None = None,
 ) -> Float[Array, "B N h d"]:
-    """Computes `dot_product_attention` by cuDNN's fused kernel, in which the bias has their dtype.
+    """Computes `dot_product_attention` with cuDNN's fused kernel; the bias is cast to their dtype.
 
-    JAX takes gradients for even N only, and a class token often makes it odd, so without a bias a
-    token is appended and masked. Raises `InputError` where JAX refuses the device, type or shape.
+    JAX supports gradients only for even N, which a class token often makes odd. Without a bias, a
+    masked token is then appended. Raises `InputError` where JAX refuses the device, type or shape.
     """
     tokens, lengths = query.shape[1], None
     if bias is not None:
@@ -138,8 +138,8 @@ def dot_product_attention(
 ) -> Float[Array, "B N h d"]:
     """Returns softmax(query·key / √d + bias)·value, with logits and softmax in float32.
 
-    As in FlashAttention (Dao et al. 2022), the gradient keeps no array [B, h, N, M]: it computes
-    the maps again. `jax.nn.dot_product_attention` keeps several, and is half as fast on CPUs.
+    As in FlashAttention (Dao et al. 2022), no array [B, h, N, M] is kept for the gradient, which
+    recomputes the maps. `jax.nn.dot_product_attention` keeps several and is half as fast on CPUs.
     """
     # Heads first, since the products over tokens are slow on CPUs in any other layout.
     query, key, value = (
@@ -264,7 +264,7 @@ class Block(PreNormBlock):
         return sizes | dict(qk_scale=sizes["head_dim"] ** -0.5)
 
     def set_weights(self, weights: AttentionWeights) -> None:
-        """Replaces the weights of a stack of these blocks by those that a scheme sets."""
+        """Writes the weights that a scheme returns into a stack of these blocks."""
         if self.attention.query_norm is not None and weights.filter_index is not None:
             raise InputError(
                 "config.model.qk_norm=True would rescale the queries and keys that this scheme "

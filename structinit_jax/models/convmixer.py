@@ -23,11 +23,11 @@ class FixedWeight(nnx.Variable):
 class ConvMixer(Model):
     """Patch embedding, a stack of depthwise and pointwise convolutions, average pooling, head.
 
-    Both choices of `base_init` are PyTorch's defaults, which timm keeps.
+    `base_init` makes no difference: timm keeps PyTorch's defaults.
 
-    Training, that is, a call with `rng`, normalizes by the statistics of the batch (the global
-    batch, under `jit` over a mesh) and updates the running statistics in place; evaluation uses the
-    running ones.
+    In training (a call with `rng`), activations are normalized by the statistics of the batch (the
+    global batch, under `jit` over a mesh), and the running statistics are updated in place.
+    Evaluation uses the running statistics.
 
     For the arguments see `Model` and `default_config`.
     """
@@ -211,9 +211,9 @@ def convolve_depthwise(
 ) -> Float[Array, "B rows cols D"]:
     """Convolves each channel with its filter, zero-padded; pads an even kernel more at the end.
 
-    XLA's convolutions by groups are slow on CPUs, where shifted products train a small ConvMixer
-    more than ten times as fast. The derivative is defined here since that of `platform_dependent`
-    would save what both ways need.
+    XLA's grouped convolutions are slow on CPUs, where shifted products train a small ConvMixer more
+    than ten times as fast. The derivative is defined here because that of `platform_dependent`
+    would save what both branches need.
     """
     return jax.lax.platform_dependent(x, kernel, cpu=_add_shifted, default=_convolve)
 

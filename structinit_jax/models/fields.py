@@ -1,4 +1,4 @@
-"""What the fields of a model must be, for the constructors and for the config of a run."""
+"""Checks the fields of a model, for its constructor and for the config of a run."""
 
 import math
 from collections.abc import Mapping
@@ -55,7 +55,7 @@ def check_fields(fields: Mapping[str, Any]) -> None:
     """Raises `InputError` unless each of these fields of `config.model` is what it must be.
 
     Args:
-      fields: Values by name. Names that `NEEDS` does not know are not checked.
+      fields: Values by name. Names that are not in `NEEDS` are not checked.
     """
     for text, holds, names in NEEDS:
         for name in names.split():

@@ -1,6 +1,6 @@
 """Layers that the model families share, with timm's conventions.
 
-That is, exact (erf) GELU and LayerNorm with epsilon 1e-6. `dtype` is the type of the computation;
+These are exact (erf) GELU and LayerNorm with epsilon 1e-6. `dtype` is the type of the computation;
 parameters are float32. Their start values come from the `params` stream of `rngs`.
 """
 
@@ -23,7 +23,7 @@ from structinit_jax.errors import InputError
 Rng = PRNGKeyArray | None
 
 
-# Name for `jax.checkpoint` of what a training step keeps besides the results of products.
+# `jax.checkpoint` name of arrays that a training step keeps besides the results of products.
 RESIDUAL = "residual"
 
 

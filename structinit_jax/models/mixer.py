@@ -21,8 +21,8 @@ class MlpMixer(Model):
     It needs no positions: token mixing has separate weights for each token. timm's start values are
     Xavier uniform in the MLPs, LeCun normal in the patch embedding, zero in the head.
 
-    With gray patches of one pixel use base_init='pytorch': without biases, an embedded pixel is a
-    multiple of one vector, of which LayerNorm leaves only the sign.
+    Use base_init='pytorch' for gray patches of one pixel: without biases, all embedded pixels are
+    multiples of one vector, of which LayerNorm leaves only the sign.
 
     For the arguments see `Model` and `default_config`.
     """
@@ -189,7 +189,7 @@ class MixerBlock(layers.PreNormBlock):
         return jnp.einsum("mh,Bh,hn->Bnm", fc1.kernel[...], slope.mean(axis=1), fc2.kernel[...])
 
     def set_weights(self, weights: TokenMixingWeights) -> None:
-        """Replaces the weights of a stack of these blocks by those that a scheme sets."""
+        """Writes the weights that a scheme returns into a stack of these blocks."""
         for name in ("fc1", "fc2"):
             kernel = getattr(weights, name)
             if kernel is not None:

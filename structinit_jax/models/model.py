@@ -29,7 +29,7 @@ from structinit_jax.models.layers import RESIDUAL, Rng, set_weight
 
 
 def _keep_products(primitive, *args, **params):
-    """Keeps what is costly to compute. The rest is elementwise, and cheaper to repeat than to read.
+    """Keeps what is costly to compute. The rest is elementwise: recomputing beats reading it.
 
     Names that start with 'dot' include the fused attention of cuDNN.
     """
@@ -93,7 +93,7 @@ class Model(nnx.Module):
         raise NotImplementedError
 
     def start_weights(self, scheme: AttentionInit, rng: PRNGKeyArray) -> dict[str, Weights]:
-        """Returns what a scheme gives to each stack, by the stack's name, and changes nothing."""
+        """Returns a scheme's weights for each stack, by name, without changing the model."""
         check_scheme(scheme)
         sites = self.sites()
         # Split for a single stage too, so that this does not depend on the number of stages.
@@ -161,10 +161,10 @@ def make_stack(block: type[nnx.Module], depth: int, *, rngs: nnx.Rngs, **options
 
 
 def stack_of(path: jax.tree_util.KeyPath) -> str:
-    """Returns the stack that an array belongs to, such as 'stage1/blocks', or '' if to none.
+    """Returns the stack that an array belongs to, such as 'stage1/blocks', or '' if none.
 
     Arrays of a stack have a leading layer axis. Models name their stacks 'blocks'; an `nnx.List` of
-    this name is none.
+    this name does not count.
 
     Args:
       path: Path of the array in a tree of a model's arrays, or of a training state.

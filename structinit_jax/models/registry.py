@@ -1,4 +1,4 @@
-"""Models by the name of a family, of a variant, or of the user's own class."""
+"""Creates models by the name of a family, a variant, or your own class."""
 
 import difflib
 from collections.abc import Iterable, Mapping
@@ -31,8 +31,8 @@ def default_config(name: str) -> dict[str, Any]:
     """Returns every field of `config.model`, and the `image_size` that belongs in `config.data`.
 
     Args:
-      name: A family such as 'vit', a variant such as 'vit_tiny_patch16_224', or a class of the
-        user's own as 'module:Class' (see `model.Model`).
+      name: A family such as 'vit', a variant such as 'vit_tiny_patch16_224', or your
+        own class as 'module:Class' (see `model.Model`).
 
     Raises:
       InputError: The name is unknown; the message suggests similar ones.

@@ -1,4 +1,4 @@
-"""Weights that are split over devices, and gathered where they are used (FSDP)."""
+"""Splits weights over devices and gathers them where they are used (FSDP)."""
 
 import functools
 import math
@@ -24,9 +24,9 @@ def weight_spec(shape: tuple[int, ...], parts: int) -> PartitionSpec:
 def gather(block: Any) -> Any:
     """Returns one block of a stack with all of its weights on every device.
 
-    The training and evaluation steps set the mesh that this works on, if the weights are split;
-    without a mesh, or on one of the user's own, the block is returned as it is. Called for one
-    block at a time, so that the others stay split.
+    If the weights are split, the training and evaluation steps set the mesh that this uses. Without
+    a mesh, or on a mesh of yours, the block is returned as it is. Call it for one block at a time,
+    so that the others stay split.
     """
     mesh = jax.sharding.get_abstract_mesh()
     kinds = dict(zip(mesh.axis_names, mesh.axis_types, strict=True))

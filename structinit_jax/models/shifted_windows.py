@@ -1,4 +1,4 @@
-"""Windows of a grid of tokens, as in Swin, and the mask that a cyclic shift of the grid needs."""
+"""Splits a grid of tokens into windows, as in Swin, and masks cyclically shifted windows."""
 
 import jax.numpy as jnp
 import numpy as np

@@ -73,12 +73,12 @@ class VisionTransformer(Model):
             # positions of temperature 100 (Heo et al. 2024).
             positions="sincos",
             pool="mean",  # of the image tokens, or "class_token"; the final norm follows
-            num_registers=0,  # additional tokens off the grid (Darcet et al. 2024)
+            num_registers=0,  # additional tokens that are not on the grid (Darcet et al. 2024)
             drop_path=0.0,  # rate of the last block; it rises linearly from 0 in the first
             dropout=0.0,  # rate after positions, attention projections and MLP layers
             layer_scale=0.0,  # start of a trained factor per channel of each branch; 0 omits it
             qk_norm=False,  # LayerNorm on each head's queries and keys (Dehghani et al. 2023)
-            # Start values: those of timm's ViT for positions of all kinds, or "pytorch": the
+            # Start values: those of timm's ViT for all kinds of positions, or "pytorch": the
             # defaults of its layers.
             base_init="timm",
             dtype="float32",  # of the computation, or "bfloat16"; parameters are float32

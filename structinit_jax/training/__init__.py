@@ -1,1 +1,1 @@
-"""The training step, its state, and everything around it."""
+"""The training step and its state, checkpoints, metrics, devices and processes."""

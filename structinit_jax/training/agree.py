@@ -1,7 +1,7 @@
-"""Checks at the start of a run that its processes share one workdir, one config and the same data.
+"""Checks at the start of a run that all processes have the same workdir, config and data.
 
-Otherwise they would wait for each other for good, or train different models without a word. They
-exchange texts through the coordinator, so that nothing is compiled and no device is used.
+Otherwise they would wait for each other forever, or silently train different models. They exchange
+texts through the coordinator, so nothing is compiled and no device is used.
 """
 
 import hashlib
@@ -24,9 +24,9 @@ from structinit_jax.training import workdir as workdir_lib
 
 PREFIX = "structinit_jax/agree/"
 SHARED_SECONDS = 5.0  # for a network file system to show a new file
-# Another process may read a large data set meanwhile. If it is lost, `watch` ends this one.
+# Another process may still be reading a large data set. If it is lost, `watch` ends this one.
 TIMEOUT_MS = 24 * 3600 * 1000
-# Each host may have a copy of the data at a place of its own.
+# Each host may have its copy of the data at a different place.
 LOCAL_FIELDS = ("config.data.data_dir", "config.data.manual_dir")
 MAX_LINES = 10
 MAX_CHARACTERS = 60  # of a value in the message
@@ -80,7 +80,7 @@ def check_run(config: ConfigDict, data: Mapping[str, Any]) -> None:
 
 
 def _decide(report: dict[str, Any], judge: Callable[[list[dict[str, Any]]], str]) -> str:
-    """Returns in every process what process 0 says to the reports of all of them."""
+    """Returns in every process what process 0 decides from the reports of all of them."""
     client, key = global_state.client, f"{PREFIX}{next(_calls)}"
     own = json.dumps(report | {"host": socket.gethostname()})
     client.key_value_set(f"{key}/{jax.process_index()}", own)

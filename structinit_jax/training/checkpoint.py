@@ -93,7 +93,7 @@ class Checkpoints:
           step: Number of the checkpoint. An existing one is not replaced.
           state: Training state after this step.
           run: JSON object to save with it; `read_run` reads it.
-          accuracy: Accuracy at this step if it was evaluated, which decides about the best.
+          accuracy: Accuracy at this step if it was evaluated; it determines the best checkpoint.
 
         Raises:
           InputError: The directory is full or not writable, now or at the previous save.
@@ -179,7 +179,7 @@ def _with_key_data(tree):
 
 
 def _set_damaged_aside(directory):
-    """Moves the damaged checkpoints of a directory and returns the steps of those that stay."""
+    """Moves damaged checkpoints away; returns the steps of those that could not be moved."""
     left = []
     for folder in manifest.step_folders(directory):
         if damage := manifest.find_damage(folder):
@@ -193,7 +193,7 @@ def _set_damaged_aside(directory):
 
 
 class _Without(ocp.path.step.NameFormat):
-    """Names of step folders, without those of some steps."""
+    """Names of step folders, except those of some steps."""
 
     def __init__(self, ignored):
         self._ignored, self._names = ignored, ocp.path.step.standard_name_format()
@@ -212,7 +212,7 @@ class _Without(ocp.path.step.NameFormat):
 def find_step(directory: Path, wanted: str = "newest") -> int | None:
     """Returns the step of an intact checkpoint, or None if there is none.
 
-    Changes nothing, so it can be used while a run is writing to the directory.
+    Changes nothing, so it can be called while a run writes to the directory.
 
     Args:
       directory: Directory of the checkpoints.

@@ -1,4 +1,4 @@
-"""What the devices exchange in a compiled program, read from its text."""
+"""Measures how much devices exchange in a compiled program, from its HLO text."""
 
 import math
 import re
@@ -21,8 +21,8 @@ _LIMIT = re.compile(r"= [su]32\[\]\S* constant\((\d+)\)")
 class Traffic(NamedTuple):
     """Bytes that one device receives as results of collectives.
 
-    On the way there, an all-reduce of many devices sends about twice as many, and a reduce-scatter
-    as many as its operand has.
+    The bytes sent may be more: an all-reduce over many devices sends about twice as many, and a
+    reduce-scatter as many as its operand has.
 
     Attributes:
       total: All of them.

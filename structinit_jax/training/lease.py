@@ -1,4 +1,4 @@
-"""The lock of a run in object storage: an object that changes while the run is alive."""
+"""Locks a run in object storage by an object that keeps changing while the run is alive."""
 
 import json
 import os
@@ -36,7 +36,7 @@ class Lease:
         """Takes the lock; waits first if another run holds it, whose process may be gone.
 
         Raises:
-          InputError: The other run shows a sign of life.
+          InputError: The other run is alive.
         """
         found = self.read()
         if found is not None and not _has_ended(found):

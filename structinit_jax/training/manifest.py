@@ -1,4 +1,4 @@
-"""Checksums that tell complete checkpoints from damaged ones.
+"""Checksums that distinguish complete from damaged checkpoints.
 
 Orbax restores flipped bytes without an error, and fails on a truncated file with errors of many
 types. Therefore every finished checkpoint is sealed with a manifest: the size and the BLAKE2 digest

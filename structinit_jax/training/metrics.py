@@ -1,4 +1,4 @@
-"""Training metrics: pending on the devices, averaged, written to disk, and shown."""
+"""Collects training metrics from the devices, averages them, writes them to disk and shows them."""
 
 import collections
 import contextlib
@@ -92,13 +92,13 @@ class MetricsLog:
     """Appends metrics to `metrics.jsonl` and to a TensorBoard event file in `tensorboard/`.
 
     Only the first process writes. All methods raise `InputError` if the disk is full or read-only.
-    Events are written by hand, since the thread of tensorboardX's writer dies on a full disk, and
-    then its queue blocks the training loop forever.
+    Events are not written by tensorboardX, whose writer thread dies on a full disk, after which its
+    queue blocks the training loop forever.
 
     Args:
       workdir: Output directory of the run.
-      start_step: Step that the run starts (0) or resumes from. Lines of later steps, which a killed
-        run left, are removed because these steps run again; at 0, all lines are.
+      start_step: Step that the run resumes from, or 0. Lines of later steps, left by a killed run,
+        are removed because these steps run again; with 0, all lines are removed.
     """
 
     def __init__(self, workdir: Path, start_step: int):
@@ -158,7 +158,7 @@ def read_lines(path: Path, last_step: int) -> list[str]:
 def _step_of(line: str) -> float:
     """Returns the step of a line, infinite if it is incomplete.
 
-    Lines that a kill or a power failure has damaged are the last ones, after the last checkpoint.
+    A kill or power failure damages only the last lines, which come after the last checkpoint.
     """
     try:
         return float(json.loads(line)["step"]) if line.endswith("\n") else math.inf
@@ -169,7 +169,7 @@ def _step_of(line: str) -> float:
 class Progress:
     """Prints step, epoch, metrics, speed and remaining time: a bar on a terminal, lines in a log.
 
-    By hand, since tqdm counts evaluations as training time and writes no plain lines to a log.
+    tqdm would count evaluations as training time, and writes no plain lines to a log.
 
     Args:
       start_step: Steps taken before this run.

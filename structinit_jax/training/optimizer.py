@@ -1,7 +1,7 @@
 """Schedule, loss and optimizer.
 
 A new loss or optimizer is a function and an entry in `LOSSES` or `OPTIMIZERS`. `config.loss` and
-`config.optimizer` also take the name of a user's own function, as `my_module:my_function`.
+`config.optimizer` also take your own function as `my_module:my_function`.
 """
 
 import math
@@ -169,7 +169,7 @@ def find_loss(name: str) -> Callable:
 
 
 def find_optimizer(name: str) -> Callable:
-    """Returns the maker of the optimizer that `config.optimizer` names, or raises `InputError`."""
+    """Returns the function that `config.optimizer` names, or raises `InputError`."""
     return _find(OPTIMIZERS, name, "optimizer")
 
 
@@ -187,7 +187,7 @@ def _find(registry: Mapping[str, Callable], name: str, field: str) -> Callable:
 def decay_mask(params: Any) -> Any:
     """Marks the weights that weight decay applies to: kernels, not biases, norms or positions.
 
-    The name decides and not the rank, since the biases of stacked layers have two axes.
+    Goes by name rather than rank, since the biases of stacked layers have two axes.
     """
     return jax.tree_util.tree_map_with_path(
         lambda path, _: jax.tree_util.keystr(path[-1:], simple=True) == "kernel", params

@@ -13,7 +13,7 @@ COMPILE_EVENT = "/jax/core/compile/backend_compile_duration"
 class StepTrace:
     """Records a JAX profiler trace of some steps, on the first process.
 
-    By hand, since clu.periodic_actions.Profile imports TensorFlow and writes no Perfetto file.
+    clu.periodic_actions.Profile would import TensorFlow, and writes no Perfetto file.
 
     Args:
       directory: Receives `plugins/profile/<time>/` with files for XProf and Perfetto.
@@ -77,8 +77,8 @@ def steps_to_trace(
 ) -> tuple[int, int] | tuple[None, None]:
     """Returns the steps that a run from `start_step` to `num_steps` traces.
 
-    None if it resumes after the first of them, since the command that resumes a run names steps
-    that have been taken.
+    None if it resumes after the first of them: a command that is repeated to resume names steps
+    that are done.
 
     Raises:
       InputError: The run ends before the last of them.

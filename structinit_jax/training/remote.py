@@ -1,9 +1,9 @@
 """Output directories in object storage: gs://BUCKET/RUN and s3://BUCKET/RUN.
 
-A run writes to a local folder as always, and process 0 copies what is there to the bucket: a
-checkpoint when it is complete, its manifest last, and the other files every few seconds. A run that
-starts or resumes copies the checkpoints of the bucket to a new local folder first, on any machine.
-Objects are written whole or not at all, so nothing has to be renamed, appended to or locked there.
+A run writes to a local folder as usual, and process 0 copies its content to the bucket: checkpoints
+once they are complete, their manifest last, and other files every few seconds. When a run starts or
+resumes, on any machine, it first copies the bucket's checkpoints to a new local folder. Objects are
+written whole or not at all, so nothing has to be renamed, appended to or locked there.
 """
 
 import atexit
@@ -29,7 +29,7 @@ NUM_THREADS = 8
 
 
 def readable(workdir: str | Path, only: str | None = None) -> Path:
-    """Returns an output directory for reading: itself, or a local copy that this process removes.
+    """Returns a directory to read a run from: the path itself, or a local copy, removed at exit.
 
     Args:
       workdir: Path or URL.
@@ -62,7 +62,7 @@ def open_workdir(workdir: str | Path) -> Iterator[tuple[Path, "Mirror | None"]]:
       workdir: A path, or a URL of object storage.
 
     Yields:
-      The local directory, and for a URL what copies it to the storage.
+      The local directory, and for a URL the mirror that copies it to the storage.
 
     Raises:
       InputError: It cannot be used, or another run uses it.
@@ -80,7 +80,7 @@ def open_workdir(workdir: str | Path) -> Iterator[tuple[Path, "Mirror | None"]]:
 
 @contextlib.contextmanager
 def open_mirror(url: str) -> Iterator["Mirror"]:
-    """Copies a run from object storage to a new local folder; keeps the copy there up to date.
+    """Copies a run from object storage to a new local folder; keeps the storage up to date.
 
     Only process 0 locks the run and writes to the storage.
 

@@ -1,4 +1,4 @@
-"""What follows from a config before any array is allocated: schedule, model, optimizer, step."""
+"""Builds schedule, model, optimizer and training step from a config, without allocating arrays."""
 
 import functools
 from collections.abc import Callable, Iterable, Mapping
@@ -28,15 +28,15 @@ from structinit_jax.training.step import make_train_step
 
 
 class Setup(NamedTuple):
-    """The parts of a run that follow from its config, before any array is allocated.
+    """The parts of a run that its config determines, before any array is allocated.
 
     Attributes:
       schedule: Number of steps, evaluations and the learning rate.
       augmentation: Which part of the augmentation runs on the host and which in the step.
       model: The model on the mesh of all devices.
       init_state: `(params, model_state) -> state` before the first step, jitted.
-      train_steps: `(state, batch) -> (state, metrics)`, jitted, by what they recompute: the values
-        of `config.model.remat` to try, the fastest first. They donate the state.
+      train_steps: `(state, batch) -> (state, metrics)`, jitted, by the values of
+        `config.model.remat` to try, the fastest first. They donate the state.
       abstract_state: Shapes, types and shardings of the training state.
       abstract_batch: Shapes, types and shardings of a global batch.
       data_bytes: Bytes of the training split in the memory of every device.

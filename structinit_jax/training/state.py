@@ -29,8 +29,8 @@ class TrainState(NamedTuple):
     Attributes:
       step: Number of optimizer steps taken.
       params: Trained parameters of the model, a nested dict of float32 arrays.
-      model_state: The other arrays of the model, in the same form: fixed weights, and running
-        statistics, which the forward pass updates. Empty for a ViT.
+      model_state: The other arrays of the model, in the same form: fixed weights and the running
+        statistics that the forward pass updates. Empty for a ViT.
       opt_state: State of the optimizer. Empty in a state that was restored for evaluation.
       ema: Exponential moving averages of `params` and `model_state` (as in timm's ModelEmaV2 and
         V3) under these names. Empty if `config.ema_decay` is 0.
@@ -99,7 +99,7 @@ def initialize_model(config: ConfigDict, model: AbstractModel) -> tuple[dict, di
 def initialize_and_measure(
     config: ConfigDict, model: AbstractModel
 ) -> tuple[dict, dict, dict[str, float]]:
-    """Initializes a model from `config.seed`, and prints the cost and quality of the solve.
+    """Initializes a model from `config.seed` and prints the cost and quality of the solve.
 
     If `config.start_from` is set, all weights but the head are selected from that file instead
     (Xu et al. 2024, "Initializing Models with Larger Ones").

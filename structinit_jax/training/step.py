@@ -158,7 +158,7 @@ def _gather_by_layer(function, mesh):
 
 
 def _logits(config, output, images):
-    """Returns the logits of a model's output; of other shapes, metrics would silently be wrong."""
+    """Returns the logits of a model's output after checking their shape, on which metrics rely."""
     expected = (len(images), config.model.num_classes)
     logits = output[0] if isinstance(output, tuple) and len(output) == 2 else None
     if _shape(logits) != expected:

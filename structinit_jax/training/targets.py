@@ -1,4 +1,4 @@
-"""Accelerators that a training step can be compiled for on a machine that has none of them.
+"""Accelerators that a training step can be compiled for on a machine without them.
 
 The compilers are libtpu and JAX's CUDA plugin, which `pip install '.[targets]'` installs.
 """

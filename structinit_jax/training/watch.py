@@ -1,7 +1,7 @@
 """Ends the processes of a run with a message when one of them is lost.
 
-JAX aborts the others after its own timeout, without saying what to do, and a process whose Python
-code has failed keeps them waiting for minutes.
+JAX aborts them only after its own timeout and without saying what to do, and they wait for minutes
+for a process whose Python code has failed.
 """
 
 import contextlib
@@ -25,7 +25,7 @@ JAX_MARGIN = 30  # seconds by which JAX's own timeout is longer
 
 @contextlib.contextmanager
 def watch(timeout: float) -> Iterator[None]:
-    """Within the context, ends this process when another one of the run is lost.
+    """Ends this process if another process of the run is lost within the context.
 
     Every process reports to the coordinator a few times per `timeout`. A process that leaves the
     context without an error does not count as lost.
@@ -68,7 +68,7 @@ class _Watcher:
             threading.Thread(target=target, name=target.__name__, daemon=True).start()
 
     def stop(self, word):
-        """Ends the reports; `word` is the last one, unless it is None."""
+        """Stops reporting; `word`, unless None, is the last report."""
         with self._lock:
             self._stopped.set()
             if word is not None:

@@ -64,7 +64,7 @@ def lock_workdir(workdir: Path) -> Iterator[None]:
     Raises:
       InputError: Another run holds the lock.
     """
-    # By hand, since filelock does not record which process holds a lock.
+    # filelock does not record which process holds a lock.
     with (workdir / LOCK).open("a+") as file:
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
