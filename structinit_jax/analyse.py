@@ -177,7 +177,7 @@ def main(config: ConfigDict) -> None:
     sizes = stack_sizes(abstract_model(config, one_device()))
     if not sizes:
         raise InputError(
-            f"config.model.name={config.model.name!r} has nothing to analyze: its sites() are empty"
+            f"config.model.name={config.model.name!r} has nothing to analyze: its sites() is empty"
         )
     if other:
         _check_same_kind(sizes, stack_sizes(abstract_model(other, one_device())))
@@ -230,7 +230,7 @@ def _check_flags():
             raise InputError(f"--{name}={value} needs --workdir, the output directory of the run")
     other = _OTHER_WORKDIR.value
     if other and Path(other).resolve() == Path(WORKDIR.value).resolve():
-        raise InputError(f"--other_workdir={other} is that of --workdir: choose another run")
+        raise InputError(f"--other_workdir={other} is the same as --workdir: choose another run")
     command_line.check_schemes(_SCHEMES.value)
 
 
@@ -259,8 +259,8 @@ def _check_same_images(config, other):
 def _check_same_kind(sizes, others):
     if (sizes[0].site_type is ConvSite) != (others[0].site_type is ConvSite):
         raise InputError(
-            f"--other_workdir={_OTHER_WORKDIR.value}: only one of the two runs is of a ConvMixer, "
-            "which has filters instead of maps: choose two that have maps, or two that have filters"
+            f"--other_workdir={_OTHER_WORKDIR.value}: only one of the two runs trained a "
+            "ConvMixer, which has filters instead of maps: choose two with maps or two with filters"
         )
 
 

@@ -205,7 +205,7 @@ def validate(config: ConfigDict) -> None:
     for text, holds, fields in NEEDS:
         for field in fields.split():
             require(f"config.{field}", values[field], text, holds)
-    if not plugins.is_reference(config.model.name):  # the user's family has fields of its own
+    if not plugins.is_reference(config.model.name):  # your own family has its own fields
         check_model_fields(dict(config.model))
     channels, eval_name = config.data.channels, config.data.eval_name
     text = f"a tuple of {channels}, one number for each of config.data.channels={channels}"
@@ -313,7 +313,7 @@ def set_base_init(config: ConfigDict) -> bool:
 
 
 def _needs_pytorch_init(config):
-    base_init = config.model.get("base_init", "pytorch")  # a family of the user's may have none
+    base_init = config.model.get("base_init", "pytorch")  # your own family may have none
     return config.attention_init.get("name") == "kaiming_uniform" and base_init != "pytorch"
 
 

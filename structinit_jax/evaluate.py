@@ -79,9 +79,9 @@ def note_shared_examples(config: ConfigDict, dataset: datasets.Dataset) -> None:
     )
     if shared := count_shared(test, train):
         print(
-            f"note: {shared:,} examples of config.data.eval_split={config.data.eval_split!r} are in"
-            f" config.data.train_split={config.data.train_split!r} too: its accuracy is not that of"
-            " new images. Splits such as train[:90%] and train[90%:] share none"
+            f"note: {shared:,} examples of config.data.eval_split={config.data.eval_split!r} are"
+            f" also in config.data.train_split={config.data.train_split!r}, so its accuracy is not"
+            " that on new images. Splits such as train[:90%] and train[90%:] share none"
         )
 
 

@@ -61,7 +61,9 @@ LOST_TIMEOUT = flags.DEFINE_integer(
 def main(config: ConfigDict) -> None:
     """Runs the mode that the flags select."""
     if TARGET.value and not DRY_RUN.value:
-        raise InputError(f"--target={TARGET.value} is only compiled for: add --dry_run")
+        raise InputError(
+            f"--target={TARGET.value} works only with --dry_run, which compiles for it"
+        )
     if MODE.value == "eval" and DRY_RUN.value:
         raise InputError("--dry_run prints the costs of training: leave out --mode=eval")
     if MODE.value == "eval" and PROFILE_STEPS.value:

@@ -328,7 +328,7 @@ def test_runs_are_named_by_what_tells_them_apart(monkeypatch):
         (["--workdir=RUN", "--num_images=5"], "--num_images=5.*at least 8"),
         (["--workdir=RUN", "--num_images=-5"], "--num_images=-5.*at least 8"),
         (["--workdir=RUN", "--step=7"], "--step=7"),
-        (["--workdir=RUN", "--other_workdir=RUN/."], "--other_workdir=.* is that of --workdir"),
+        (["--workdir=RUN", "--other_workdir=RUN/."], "--other_workdir=.* is the same as --workdir"),
         (
             ["--config=configs/vit_t_digits.py", "--schemes=mimetic,impulse,mimetic"],
             "--schemes=mimetic,impulse,mimetic: a scheme appears twice",

@@ -175,7 +175,7 @@ def test_a_second_command_keeps_the_baseline(start, tmp_path):
     assert "| mimetic | 1 of 1 | 40.00 | -10.00 (one seed) |" in text
     start(["mimetic"], seed_list=[0], baseline="impulse")  # of an earlier command
     assert read_baselines() == dict.fromkeys(["default", "impulse", "mimetic"], "impulse")
-    with pytest.raises(InputError, match=r"--baseline=x is none .*: default, impulse, mimetic\. "):
+    with pytest.raises(InputError, match=r"--baseline=x is not .*: default, impulse, mimetic\. "):
         start(["mimetic"], seed_list=[0], baseline="x")
 
 
@@ -229,10 +229,10 @@ def test_checkpoints_of_another_kind_of_training_are_told_or_refused(start, tmp_
     assert "note:" not in capsys.readouterr().out  # its seed is done
     start(["default"], [0, 1])
     out = capsys.readouterr().out
-    assert "note: default: the checkpoint that its seeds share is not resumed" in out
+    assert "note: default: the checkpoint that its seeds share is not used" in out
     (tmp_path / "impulse" / "seed_1" / "checkpoints").mkdir(parents=True)
     todo = {"default": [1], "impulse": [0, 1]}
-    with pytest.raises(InputError, match="impulse: seeds 1 were begun one by one: pass"):
+    with pytest.raises(InputError, match="impulse: seeds 1 were started one by one: pass"):
         run._check_what_is_resumed(tmp_path, todo, together=True)
 
 

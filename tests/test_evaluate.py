@@ -148,4 +148,4 @@ def test_training_images_in_the_evaluation_split_are_noted(
     note = capsys.readouterr().out
     assert bool(note) == bool(shared)
     if shared:
-        assert f"{shared} examples of config.data.eval_split={eval_split!r} are in" in note
+        assert f"{shared} examples of config.data.eval_split={eval_split!r} are also in" in note

@@ -161,13 +161,13 @@ def test_folders_made_by_tools_are_not_read(root):
 def test_a_link_to_a_folder_that_holds_it_is_refused(root):
     train = root / "train"
     (train / "cat" / "all").symlink_to(train)
-    with pytest.raises(InputError, match="cat/all: links to a folder that holds it"):
+    with pytest.raises(InputError, match="cat/all: links to a folder that contains it"):
         open_dataset("folder", root)
     (train / "cat" / "all").unlink()
     (train / "cat" / "more").symlink_to(train / "apple")
     assert len(open_dataset("folder", root).split("train")) == 40
     (train / "apple" / "more").symlink_to(train / "cat")
-    with pytest.raises(InputError, match="apple/more/more: links to a folder that holds it"):
+    with pytest.raises(InputError, match="apple/more/more: links to a folder that contains it"):
         open_dataset("folder", root)
 
 

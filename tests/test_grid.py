@@ -86,7 +86,7 @@ def test_a_setting_has_one_name_however_it_is_written(tiny_config):
         ),
         (
             f"config.data.data_dir=/{'d' * 190}",
-            r"--grid\.config\.data\.data_dir.*: the name of the setting impulse,.* has 2.. bytes",
+            r"--grid\.config\.data\.data_dir.*: the setting's name impulse,.* has 2.. bytes",
         ),
         ("model.depth=1", r"must name a field and its values"),
     ],

@@ -202,7 +202,7 @@ def test_norms_without_bias_are_rms_norms():
 
 def test_check_of_models_without_positions():
     with pytest.raises(
-        InputError, match=r"bias_table is of .* within windows.*itself .*`hit_rates`"
+        InputError, match=r"bias_table belongs to .* within windows.*itself .*`hit_rates`"
     ):
         interop.check(torchvision_swin())
     mixer = {
@@ -210,7 +210,7 @@ def test_check_of_models_without_positions():
         "blocks.0.mlp_tokens.fc1.weight": np.ones((8, 16), np.float32),
         "blocks.0.mlp_tokens.fc2.weight": np.ones((16, 8), np.float32),
     }
-    with pytest.raises(InputError, match=r"fc1\.weight is of a model without attention maps"):
+    with pytest.raises(InputError, match=r"fc1\.weight belongs to a model without attention maps"):
         interop.check(mixer)
 
 

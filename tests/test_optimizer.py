@@ -140,7 +140,7 @@ def test_a_cooldown_as_long_as_the_run_is_noted(capsys):
     assert capsys.readouterr().out == ""
     config.num_steps = 16
     make_schedule(config, 100)
-    note = "config.cooldown_epochs=10.0 are 16 steps, and the run has only 16"
+    note = "config.cooldown_epochs=10.0 covers 16 steps, and the run has only 16"
     assert note in capsys.readouterr().out
 
 

@@ -176,5 +176,5 @@ def test_models_that_the_rotations_do_not_describe_are_refused(params):
         interop.initialize(no_bias, scheme, RNG, **options)
     names = [f"blocks.{i}.attn.relative_position_bias_table" for i in range(DEPTH)]
     bias = dict.fromkeys(names, np.zeros((49, HEADS), np.float32))
-    with pytest.raises(InputError, match=r"rotations: .*_table is in the place of positions"):
+    with pytest.raises(InputError, match=r"rotations: leave it out, .*_table in its place"):
         interop.initialize(params | bias, default(), RNG, **options)

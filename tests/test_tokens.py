@@ -249,7 +249,7 @@ def test_filters_of_tokens_that_the_loss_leaves_out_are_refused():
     site = make_site(grid=(33, 33), positions=sincos_positions((33, 33), WIDTH))
     maps = np.zeros((2, 1089, 1089), np.float32)
     maps[0, :, 0] = maps[1, 8, 9] = 1
-    with pytest.raises(InputError, match=r"number 1 has targets .* among the 1024 of 1089"):
+    with pytest.raises(InputError, match=r"filter 1 has targets .* among the 1024 of 1089"):
         impulse(filters=maps)(jax.random.key(0), site)
 
 
@@ -356,10 +356,10 @@ def test_impulse_scales_patches_and_mlps_unless_told_otherwise():
         (dict(norm=1.0, target_mass=0.4), r"norm=1\.0 and target_mass=0\.4 .*pass one"),
         (dict(kernel_size=(3, 3)), r"kernel_size=\(3, 3\) has 2 values for 4 layers"),
         (dict(kernel_size=7), "kernel_size=7 is larger than the token grid 7x5"),
-        (dict(dilation=5), "dilation=5: number 0 of the filters leads out of the token grid 7x5"),
+        (dict(dilation=5), "dilation=5: filter 0 leads off the token grid 7x5"),
         (
             dict(filters=np.stack([np.ones((3, 3)), np.zeros((3, 3))])),
-            "filters: number 1 of the filters leads",
+            "filters: filter 1 leads",
         ),
         (dict(filters=-np.ones((1, 35, 35))), "filters: attention maps need nonnegative values"),
         (dict(filters=np.ones((1, 35, 35))), "filters: attention maps need .* rows that sum to 1"),

@@ -179,7 +179,7 @@ def test_scheme_that_sets_positions_is_refused_by_fixed_positions():
         (dict(positions="none"), r"model\.positions='none' must be one of 'sincos', 'learned'"),
         (dict(pool="max"), r"model\.pool='max' must be one of 'mean', 'class_token'"),
         (dict(dtype="float16"), r"model\.dtype='float16'"),
-        (dict(mlp_ratio=0.01), r"model\.mlp_ratio .*MLP of 16 channels without a hidden one"),
+        (dict(mlp_ratio=0.01), r"model\.mlp_ratio .*MLP of 16 channels without hidden channels"),
     ],
 )
 def test_sizes_that_do_not_fit_are_refused_by_name(options, message):

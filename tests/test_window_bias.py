@@ -163,5 +163,7 @@ def test_a_small_mlp_is_refused():
 
 
 def test_check_needs_maps_of_the_model():
-    with pytest.raises(InputError, match=r"logit_scale is of attention within windows.*hit_rates"):
+    with pytest.raises(
+        InputError, match=r"logit_scale belongs to attention within wind.*hit_rates"
+    ):
         interop.check(swinv2("timm")[0])

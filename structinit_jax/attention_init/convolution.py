@@ -113,7 +113,7 @@ def _filter_bank(filters, size, sigma):
             )
         zero = np.flatnonzero(~bank.any(axis=(1, 2)))
         if len(zero):
-            raise InputError(f"filters: number {zero[0]} is zero, which would cut channels off")
+            raise InputError(f"filters: filter {zero[0]} is zero, which would cut off channels")
         return bank
     if filters not in FILTERS:
         raise InputError(f"filters={filters!r}: a ConvSite takes {', '.join(FILTERS)}")

@@ -190,7 +190,7 @@ def target_maps(
     if len(empty):
         name = f"dilation={options['dilation']}" if isinstance(filters, str) else "filters"
         raise InputError(
-            f"{name}: number {empty[0]} of the filters leads out of the token grid "
+            f"{name}: filter {empty[0]} leads off the token grid "
             f"{site.grid[0]}x{site.grid[1]} from every token: use filters whose weights are closer "
             "to their centers, or more tokens"
         )

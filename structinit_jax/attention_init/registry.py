@@ -1,8 +1,8 @@
 """Finds schemes by name and checks their options.
 
 An implementation is a function `(rng, site, *, options…) -> weights` under `@register(name, site
-type)`. Its keyword arguments are the options that have a meaning for that kind of site; any other
-option is refused.
+type)`. Its keyword arguments are the options that apply to that kind of site; any other option is
+refused.
 """
 
 import difflib
@@ -121,7 +121,7 @@ def by_name(name: str, **options) -> AttentionInit:
         takes = _options_of(implementation)
         for option, value in options.items():
             if option not in takes:
-                raise _refused(option, value, f"has no meaning for {name!r} on a {kind};", takes)
+                raise _refused(option, value, f"does not apply to {name!r} on a {kind};", takes)
         weights = implementation(rng, site, **options)
         warn_if_out_of_reach(getattr(weights, "report", None))
         return weights

@@ -224,9 +224,9 @@ def impulse(
     empty = np.flatnonzero(~in_loss.any(axis=(1, 2)))
     if len(empty):
         raise InputError(
-            f"filters: number {empty[0]} has targets for so few tokens that none is among the "
-            f"{in_loss.shape[1]} of {site.num_tokens} for which maps are solved: use filters that "
-            "more tokens have"
+            f"filters: filter {empty[0]} has targets for so few tokens that none of them is among "
+            f"the {in_loss.shape[1]} of {site.num_tokens} tokens that the solve uses: use filters "
+            "with targets for more tokens"
         )
     z, v = row_space(layer_norm(positions))
     keep_positions = keep_positions and vo_init != "default"

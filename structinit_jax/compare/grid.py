@@ -79,8 +79,8 @@ def expand(
         if (length := len(name.encode())) > MAX_NAME:
             flags = " and ".join(f"--grid.config.{field}" for field in grid) or "--schemes"
             raise InputError(
-                f"{flags}: the name of the setting {name} has {length} bytes, but that of its "
-                f"folder may have {MAX_NAME}: take fewer axes at once, or shorter values"
+                f"{flags}: the setting's name {name} has {length} bytes, but a folder's name may "
+                f"have at most {MAX_NAME}: use fewer axes at once, or shorter values"
             )
     return settings
 

@@ -122,7 +122,7 @@ def run_grid(
             schemes = list(dict.fromkeys(name.split(",")[0] for name in info["settings"]))
             if baseline and grid.file_safe(baseline) not in schemes:
                 raise InputError(
-                    f"--baseline={baseline} is none of the schemes in --workdir={workdir}: "
+                    f"--baseline={baseline} is not a scheme in --workdir={workdir}: "
                     f"{', '.join(schemes)}. Add it to --schemes, or take one of these"
                 )
             scheme = baseline or [*chosen, *settings][0].split(",")[0]
@@ -168,7 +168,7 @@ def _check(
         setup = set_up(config, dataset.info, counts[section], devices)
     except InputError as error:
         raise InputError(f"setting {name}: {error}") from error
-    except Exception as error:  # of the user's own scheme, model or data set
+    except Exception as error:  # of your own scheme, model or data set
         error.add_note(f"This is the setting {name} of the comparison")
         raise
     return {
@@ -213,8 +213,8 @@ def _check_what_is_resumed(workdir, todo, together):
         shared = (workdir / name / seeds.TOGETHER).exists()
         if missing and shared and not together:
             print(
-                f"note: {name}: the checkpoint that its seeds share is not resumed: each goes on "
-                "from its own best one, or starts anew. --together=yes resumes it"
+                f"note: {name}: the checkpoint that its seeds share is not used: each seed resumes "
+                "from its own best one, or starts over. --together=yes uses it"
             )
         elif together and not shared:
             folders = {seed: results.run_folder(workdir, name, seed) for seed in missing}
@@ -225,7 +225,7 @@ def _check_what_is_resumed(workdir, todo, together):
             ]
             if begun:  # training together would replace their checkpoints
                 raise InputError(
-                    f"setting {name}: seeds {','.join(begun)} were begun one by one: pass "
+                    f"setting {name}: seeds {','.join(begun)} were started one by one: pass "
                     "--together=no to resume them, or delete their folders"
                 )
 
@@ -295,7 +295,7 @@ class _Runner:
         """Records an error within the context as that of the runs; a signal stops them all."""
         try:
             yield
-        except Exception as error:  # also those of the user's own schemes and data sets
+        except Exception as error:  # also of your own schemes and data sets
             if isinstance(error, StoppedError) and error.exit_code == PREEMPTED_EXIT_CODE:
                 raise
             text = str(error)
@@ -333,7 +333,7 @@ class _Runner:
             figures.draw_by_offset(snapshots, f"Maps by offset: {name}, seed {seed}", path)
         except InputError as error:
             print(f"note: no maps of {name}: {error}")
-        except Exception:  # a model of the user's own need not have what is drawn
+        except Exception:  # your own model need not have what is drawn
             traceback.print_exc(file=sys.stdout)
             print(f"note: no maps of {name}, see above")
 

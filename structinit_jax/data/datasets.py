@@ -89,7 +89,7 @@ class ImageSource:
         return [record[key] for block in blocks for record in block]
 
     def labels(self) -> np.ndarray:
-        """Returns all labels, int64 [n]; `InputError` for one that is no whole number."""
+        """Returns all labels, int64 [n]; `InputError` for one that is not a whole number."""
         if self.new_labels is not None:
             return np.asarray(self.new_labels, np.int64)
         indices = range(len(self))

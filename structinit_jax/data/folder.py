@@ -181,7 +181,7 @@ def _find_images(folder, others):
     for parent, folders, names in os.walk(folder, onerror=_refuse, followlinks=True):
         real, way = Path(os.path.realpath(parent)), above[os.path.dirname(parent)]
         if any(place.is_relative_to(real) for place in way):
-            raise InputError(f"{parent}: links to a folder that holds it: remove the link")
+            raise InputError(f"{parent}: links to a folder that contains it: remove the link")
         above[parent] = [*way, real]
         folders[:] = [name for name in folders if not _is_hidden(name)]
         for name in names:

@@ -134,7 +134,7 @@ def describe_split(source: ImageSource, num_classes: int, num_checked: int) -> l
     """Decodes `num_checked` evenly spaced examples, or all if it is 0.
 
     Returns:
-      Lines to print: classes, image sizes, bytes, labels that are no class, and every image that
+      Lines to print: classes, image sizes, bytes, invalid labels, and every image that
       cannot be decoded.
     """
     checked = _evenly_spaced(source, num_checked or len(source))

@@ -75,11 +75,11 @@ def check(
     leaves, _ = flatten(params)
     if name := has_window_bias(leaves):
         raise InputError(
-            f"params: {name} is of attention within windows, which `check` does not compute: "
+            f"params: {name} belongs to attention within windows, which `check` does not compute: "
             f"{MEASURE}, with the window as the grid"
         )
     for found in find_sites(leaves, layout, grid, {}):
-        raise InputError(f"params: {found.name} is of a model without attention maps to check")
+        raise InputError(f"params: {found.name} belongs to a model without attention maps")
     host = find_host(leaves, layout, num_heads)
     require_assumptions(host)
     norm = _rms_norm if may_be_rms_norm(host) else _layer_norm
@@ -182,8 +182,8 @@ def _patches(host, norm, images, grid):
     backbone = next((name for name in host.leaves if "patch_embed.backbone." in name), None)
     if backbone:
         raise InputError(
-            f"params: {backbone} is in a network before the patch embedding, which `check` does "
-            f"not compute: {MEASURE}"
+            f"params: {backbone} belongs to a network before the patch embedding, which `check` "
+            f"does not compute: {MEASURE}"
         )
     kernel = _patch_kernel(host)
     height, width, channels, _ = kernel.shape

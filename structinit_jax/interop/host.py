@@ -116,7 +116,7 @@ class Host:
                     f"positions: params hold no position table of width {self.width} ({names}). "
                     "Pass the encoding that the model adds to its tokens as positions=[N, D], or "
                     "its rotary positions as rotations, or for a scheme that needs none "
-                    "('mimetic') grid=(rows, cols); for relative positions no scheme fits"
+                    "('mimetic') grid=(rows, cols); no scheme fits relative positions"
                 )
             return table
         check_array("positions", "the encoding", given)

@@ -95,7 +95,7 @@ def initialize(
         if positions is not None or rotations is not None:
             argument = "positions" if rotations is None else "rotations"
             raise InputError(
-                f"{argument}: {sites[0].name} is in the place of positions that are added to tokens"
+                f"{argument}: leave it out, the model has {sites[0].name} in its place"
             )
         if num_heads is not None:
             raise InputError(f"num_heads={num_heads}: leave it out, {sites[0].name} shows it")

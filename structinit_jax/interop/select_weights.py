@@ -134,7 +134,7 @@ def _check_names(large: StateDict, small: StateDict) -> None:
         if name not in large and not _is_head(name):
             if _without_layers(name) in teachers:
                 raise InputError(
-                    f"student has {name}, a layer that teacher lacks: use a deeper one"
+                    f"student has {name}, a layer that teacher lacks: use a deeper teacher"
                 )
             raise InputError(f"student has {name}, which teacher lacks: use models of one family")
     for name in large:

@@ -90,7 +90,7 @@ def find_stacks(leaves: Leaves, name: str | None) -> list[Stack]:
     similar = [n for n in leaves if re.search(r"att|qkv|query|q_proj|in_proj", n, re.IGNORECASE)]
     looks = " that look like attention" if similar else ""
     raise InputError(
-        f"{argument}: params have no attention that is named as in {known}. Their names{looks}: "
+        f"{argument}: params have no attention layers named as in {known}. Their names{looks}: "
         f"{_abbreviate(similar or list(leaves))}. {OTHERWISE}"
     )
 

@@ -176,7 +176,7 @@ class Mlp(nnx.Module):
         if hidden < 1:
             raise InputError(
                 "config.model.mlp_ratio or config.model.token_mlp_ratio leaves an MLP of "
-                f"{width} channels without a hidden one: raise it"
+                f"{width} channels without hidden channels: raise it"
             )
         options = dict(dtype=dtype, rngs=rngs)
         self.fc1 = nnx.Linear(width, hidden, **init(width), **options)

@@ -50,7 +50,7 @@ def make_schedule(config: ConfigDict, num_examples: int) -> Schedule:
         if num_examples < config.batch_size:
             raise InputError(
                 f"config.data.drop_remainder=True leaves no batch of {num_examples:,} training "
-                f"examples: lower config.batch_size={config.batch_size}, or set the former to False"
+                f"examples: set it to False, or lower config.batch_size={config.batch_size}"
             )
         num_examples -= num_examples % config.batch_size
     steps_per_epoch = num_examples / config.batch_size
@@ -63,8 +63,8 @@ def make_schedule(config: ConfigDict, num_examples: int) -> Schedule:
     cooldown = round(config.cooldown_epochs * steps_per_epoch)
     if cooldown >= num_steps:  # as in a first try of a long recipe
         print(
-            f"note: config.cooldown_epochs={config.cooldown_epochs} are {cooldown:,} steps, and "
-            f"the run has only {num_steps:,}: its learning rate is the final one"
+            f"note: config.cooldown_epochs={config.cooldown_epochs} covers {cooldown:,} steps, and "
+            f"the run has only {num_steps:,}: it trains at the final learning rate throughout"
         )
     interval = max(1.0, config.eval_every_epochs * steps_per_epoch)  # one evaluation a step at most
     evaluations = range(1, int(num_steps / interval) + 1)

@@ -51,8 +51,8 @@ def candidates(model: ConfigDict) -> dict[str, dict[str, str]]:
       model: The section `config.model`.
 
     Returns:
-      By policy, the fields of the section to replace. Models of the user's own need not have the
-      field `remat`, and recompute nothing.
+      The fields of the section to replace, by policy. Your own models need not have the field
+      `remat`; they recompute nothing.
     """
     if "remat" not in model:
         return {"none": {}}

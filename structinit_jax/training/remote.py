@@ -175,7 +175,7 @@ class Mirror:
         """
         try:
             self._push_checkpoints()
-        except Exception as error:  # each storage has errors of its own
+        except Exception as error:  # each storage has its own errors
             raise OSError(errno.EIO, f"{type(error).__name__}: {error}") from error
 
     def _push_checkpoints(self):
@@ -287,7 +287,7 @@ class Mirror:
             yield
         except InputError:
             raise
-        except Exception as error:  # each storage has errors of its own
+        except Exception as error:  # each storage has its own errors
             raise InputError(
                 f"--workdir={self.url} cannot be used ({type(error).__name__}: {error}): check the "
                 "bucket's name, the credentials and the network"
