@@ -159,9 +159,9 @@ def head_names(sizes: list[StackSize], layers: list[int]) -> list[str]:
 def name_runs(workdirs: list[str]) -> list[str]:
     """Returns the shortest ends of different paths that tell them apart, such as 'h4/seed_0'."""
     parts = [Path(workdir).resolve().parts for workdir in workdirs]
-    lengths = range(1, 1 + max(map(len, parts), default=0))
+    lengths = range(1, 1 + max(map(len, parts)))
     ends = ([str(Path(*path[-length:])) for path in parts] for length in lengths)
-    return next((names for names in ends if len({*names}) == len(names)), [])
+    return next(names for names in ends if len({*names}) == len(names))
 
 
 def main(config: ConfigDict) -> None:
@@ -185,34 +185,18 @@ def main(config: ConfigDict) -> None:
     # The 2024 paper shows layers 1, 6 and 12 of 12.
     few = sorted({0, (len(names) - 1) // 2, len(names) - 1})
     layers = choose("layers", _LAYERS.value, names, few)
-    found = head_names(sizes, layers)
-    heads = choose("heads", _HEADS.value, found, list(range(min(3, len(found)))))
+    all_heads = head_names(sizes, layers)
+    heads = choose("heads", _HEADS.value, all_heads, list(range(min(3, len(all_heads)))))
     out = command_line.out_path("analysis")
     try:
         out.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         raise InputError(f"--out={out} cannot be created: {error.strerror}") from error
 
-    runs = []
-    if WORKDIR.value:
-        runs.append((config, WORKDIR.value))
-    if other:
-        runs.append((other, _OTHER_WORKDIR.value))
-    run_names = name_runs([workdir for _, workdir in runs])
-    device, step = jax.local_devices()[:1], STEP.value or "newest"
-    restored = [evaluate.restore_model(*runs[0], device, step)]
-    if other:
-        with _of_the_other_run():
-            restored.append(evaluate.restore_model(*runs[1], device, step))
-
     images = read_images(config, _NUM_IMAGES.value)
-    snapshots = []
-    for (run_config, _), run_name, weights in zip(runs, run_names, restored, strict=True):
-        found = observe_run(run_config, weights, images)
-        if other:
-            found = [s._replace(name=f"{run_name}: {s.name}") for s in found]
-        snapshots.extend(found)
-    if not runs:
+    if WORKDIR.value:
+        snapshots = _observe_runs(config, other, images)
+    else:
         schemes = _SCHEMES.value or [config.attention_init.name]
         snapshots = [observe_start(_with_scheme(config, scheme), images) for scheme in schemes]
     what = "token mixing of " if sizes[0].site_type is TokenMixingSite else ""
@@ -262,6 +246,20 @@ def _check_same_kind(sizes, others):
             f"--other_workdir={_OTHER_WORKDIR.value}: only one of the two runs trained a "
             "ConvMixer, which has filters instead of maps: choose two with maps or two with filters"
         )
+
+
+def _observe_runs(config, other, images):
+    """Observes the run of --workdir and, if its config is given, that of --other_workdir."""
+    device, step = jax.local_devices()[:1], STEP.value or "newest"
+    restored = evaluate.restore_model(config, WORKDIR.value, device, step)
+    if not other:
+        return observe_run(config, restored, images)
+    with _of_the_other_run():
+        other_restored = evaluate.restore_model(other, _OTHER_WORKDIR.value, device, step)
+    runs = observe_run(config, restored, images), observe_run(other, other_restored, images)
+    names = name_runs([WORKDIR.value, _OTHER_WORKDIR.value])
+    pairs = zip(names, runs, strict=True)
+    return [s._replace(name=f"{name}: {s.name}") for name, run in pairs for s in run]
 
 
 def _with_scheme(config, name):

@@ -299,6 +299,22 @@ def test_only_heads_of_the_chosen_layers_can_be_drawn():
     assert analyse.head_names(sizes, [0, 2]) == ["1", "2", "3", "4"]
 
 
+def test_start_values_are_compared_without_a_run(data_dir, tmp_path):
+    result = fork_main.run(
+        "--config=configs/convmixer_digits.py",
+        f"--config.data.data_dir={data_dir}",
+        "--config.model.depth=1",
+        "--schemes=default,impulse",
+        "--num_images=8",
+        f"--out={tmp_path}",
+        module="structinit_jax.analyse",
+    )
+    assert result.returncode == 0, result.stderr
+    models = json.loads((tmp_path / "analysis.json").read_text())["models"]
+    assert [model["name"] for model in models] == ["default, step 0", "impulse, step 0"]
+    check_figures(tmp_path, {"by_layer.png", "cka.png", "maps_by_offset.png"})
+
+
 def test_layers_and_heads_are_chosen_by_name():
     names = ["1.1", "1.2", "2.1"]
     assert analyse.choose("layers", ["2.1", "1.1"], names, [0]) == [2, 0]
