@@ -65,10 +65,8 @@ def our_batches(folder: Path, num_batches: int) -> Iterator[np.ndarray]:
     from structinit_jax.data.loader import make_loader
     from structinit_jax.training.mesh import make_mesh
 
-    dataset = open_dataset("folder", folder)
     loader = make_loader(
-        dataset.split("train"),
-        dataset.info,
+        open_dataset("folder", folder).split("train"),
         make_mesh(),
         image_size=IMAGE_SIZE,
         random_crop=RandomCrop(seed=0),

@@ -43,11 +43,12 @@ def open_evaluation_set(
     if not data.eval_name:
         dataset = dataset or open_data(config)
         source = dataset.split(data.eval_split, "data.eval_split", data.on_bad_image)
-        return EvaluationSet(f"{data.name} {data.eval_split}", source, dataset.info)
+        return EvaluationSet(f"{data.name} {data.eval_split}", source)
     # The test sets are prepared with TFDS; the data_dir of an image folder does not hold them.
     root = None if data.name in datasets.FILE_SETS else data.data_dir or None
     test_set = open_test_set(data.eval_name, root, data.on_bad_image)
-    check_examples(test_set.info, num_classes=config.model.num_classes, channels=data.channels)
+    info = test_set.source.info
+    check_examples(info, num_classes=config.model.num_classes, channels=data.channels)
     return test_set
 
 
@@ -65,7 +66,7 @@ def open_evaluation_sets(config: ConfigDict, dataset: datasets.Dataset) -> dict[
     data, sets = config.data, {evaluation_name(config): open_evaluation_set(config, dataset)}
     if spec := data.train_eval_split:
         source = dataset.split(spec, "data.train_eval_split", data.on_bad_image)
-        sets["train_eval"] = EvaluationSet(f"{data.name} {spec}", source, dataset.info)
+        sets["train_eval"] = EvaluationSet(f"{data.name} {spec}", source)
     return sets
 
 
@@ -103,7 +104,7 @@ class Evaluator:
         for name, test_set in test_sets.items():
             rule = (test_set.classes, test_set.answers)
             step = make_eval_step(config, model.graphdef, model.mesh, *rule)
-            loader = make_loader(test_set.source, test_set.info, model.mesh, **sizes)
+            loader = make_loader(test_set.source, model.mesh, **sizes)
             self._parts[name] = jax.jit(step, out_shardings=replicated), loader
         # Any batch size gives the same sums, so it is rounded up to a multiple of the devices.
         self._batch_size = -(-config.batch_size // model.mesh.size) * model.mesh.size

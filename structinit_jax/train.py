@@ -136,7 +136,6 @@ def _train(config, workdir, profile_steps, on_exit):
     # -- Batches -----------------------------------------------------------------------------------
     loader = make_loader(
         train_source,
-        dataset.info,
         mesh,
         image_size=setup.augmentation.image_size,
         random_crop=setup.augmentation.host_crop,

@@ -50,7 +50,7 @@ def test_a_data_set_of_the_users_own_is_loaded_in_batches(my_module):
     assert dataset.info.num_classes == 3
     assert dataset.info.num_examples == {"train": 10, "test": 4}
     mesh = jax.make_mesh((8,), ("data",), axis_types=(jax.sharding.AxisType.Auto,))
-    loader = make_loader(dataset.split("train[2:]+test"), dataset.info, mesh, image_size=4)
+    loader = make_loader(dataset.split("train[2:]+test"), mesh, image_size=4)
     batches = loader.train_batches(batch_size=8, seed=0, start_step=0, num_steps=3)
     labels = []
     for batch in jax.device_get(list(batches)):

@@ -204,7 +204,7 @@ def test_bad_images_stop_or_are_left_out(root, capsys):
     (root / "train" / "apple" / "1.PNG").write_bytes(b"<html>404</html>")
     dataset = open_dataset("folder", root)
     with pytest.raises(BadImageError, match=r"folder 'train', example \d+ \(.*(cat/3|apple/1)"):
-        make_loader(dataset.split("train"), dataset.info, mesh(), image_size=8)
+        make_loader(dataset.split("train"), mesh(), image_size=8)
 
     (root / "train" / "cat" / "gone.png").symlink_to(root / "nothing")
     dataset = open_dataset("folder", root)

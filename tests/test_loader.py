@@ -15,7 +15,6 @@ from structinit_jax.data.info import DatasetInfo
 from structinit_jax.data.loader import (
     DeviceLoader,
     HostLoader,
-    decode_all,
     make_loader,
     place_batches,
     read_batches,
@@ -54,14 +53,14 @@ def source():
 
 @pytest.fixture(scope="module")
 def device_loader(source, mesh):
-    return make_loader(source, DATASET.info, mesh, image_size=8)
+    return make_loader(source, mesh, image_size=8)
 
 
 @pytest.fixture(scope="module")
 def host_loader(source, mesh):
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(loader_lib, "IN_MEMORY_BYTES", 0)
-        return make_loader(source, DATASET.info, mesh, image_size=8)
+        return make_loader(source, mesh, image_size=8)
 
 
 def labels_of(batches):
@@ -83,7 +82,7 @@ def test_small_splits_are_kept_on_the_devices(device_loader, host_loader, source
     assert isinstance(device_loader, DeviceLoader)
     assert isinstance(host_loader, HostLoader)
     assert len(device_loader) == len(host_loader) == NUM
-    cropped = make_loader(source, DATASET.info, mesh, image_size=8, random_crop=RandomCrop(seed=0))
+    cropped = make_loader(source, mesh, image_size=8, random_crop=RandomCrop(seed=0))
     assert isinstance(cropped, HostLoader)
 
 
@@ -141,7 +140,7 @@ def test_evaluation_sees_each_example_once(device_loader, host_loader, batch_siz
 @pytest.mark.parametrize("limit", [loader_lib.IN_MEMORY_BYTES, 0])
 def test_evaluation_crops_the_center(source, mesh, monkeypatch, limit):
     monkeypatch.setattr(loader_lib, "IN_MEMORY_BYTES", limit)
-    loader = make_loader(source, DATASET.info, mesh, image_size=4, crop_fraction=0.5)
+    loader = make_loader(source, mesh, image_size=4, crop_fraction=0.5)
     batch = next(iter(loader.eval_batches(batch_size=8)))
     expected = [
         resize_and_center_crop(image.decode(), 4, 0.5) for image, _ in source.read(range(8))
@@ -184,7 +183,7 @@ def test_host_batches_are_central_or_random_crops(mesh):
         records.append({"image": file.getvalue(), "label": label, "file_name": f"{label}.jpg"})
     dataset = Dataset.from_records("photos", {"train": records}, list("abcdefg"))
     source, crop = dataset.split("train"), RandomCrop(seed=1, interpolation="random")
-    loader = make_loader(source, dataset.info, mesh, image_size=16, random_crop=crop)
+    loader = make_loader(source, mesh, image_size=16, random_crop=crop)
     args = dict(batch_size=8, seed=1, num_steps=3)
     whole = jax.device_get(list(loader.train_batches(start_step=0, **args)))
     order = stream_indices(1, 0, 24, 7)
@@ -199,12 +198,6 @@ def test_host_batches_are_central_or_random_crops(mesh):
     images = np.concatenate([batch["image"] for batch in whole])
     first, again = (np.argsort(order[start : start + 7]) + start for start in (0, 7))
     assert np.all(np.any(images[first] != images[again], axis=(1, 2, 3)))
-
-
-def test_decode_all_stops_where_it_is_asked_to(source):
-    images, labels = decode_all(source, (5, 8, 8, 1), 0.875)
-    assert labels.tolist() == list(range(5))
-    np.testing.assert_array_equal(images, decode_all(source, (NUM, 8, 8, 1), 0.875)[0][:5])
 
 
 OPTIONS = AugmentOptions(

@@ -98,7 +98,7 @@ def test_evaluation_uses_the_running_statistics(config, setup, first_state):
         state, _ = setup.train_step(state, batch)
     evaluation_set = evaluate.open_evaluation_set(config)
     results = evaluate.Evaluator(config, setup.model, {"test": evaluation_set})(state)
-    loader = make_loader(evaluation_set.source, evaluation_set.info, setup.model.mesh, image_size=8)
+    loader = make_loader(evaluation_set.source, setup.model.mesh, image_size=8)
     whole_split = next(loader.eval_batches(batch_size=96))
     step = jax.jit(make_eval_step(config, setup.model.graphdef, setup.model.mesh))
 

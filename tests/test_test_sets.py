@@ -146,7 +146,7 @@ def test_rules_agree_with_numpy(model, data_dir, expected, name):
     config, mesh = make_config(), mesh_lib.make_mesh()
     test_set = open_test_set(name, data_dir)
     assert test_set.name.startswith(name)
-    loader = make_loader(test_set.source, test_set.info, mesh, image_size=8)
+    loader = make_loader(test_set.source, mesh, image_size=8)
     graphdef, *state = split_model(model)
     state = jax.device_put(state, mesh_lib.replicated(mesh))
     eval_step = jax.jit(make_eval_step(config, graphdef, mesh, test_set.classes, test_set.answers))

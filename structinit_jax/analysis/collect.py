@@ -114,8 +114,7 @@ def read_images(config: ConfigDict, count: int) -> UInt8[np.ndarray, "n H H C"]:
         )
     wanted = np.zeros(len(source), bool)
     wanted[stream_indices(config.seed, 0, whole, len(source))] = True
-    shape = (whole, data.image_size, data.image_size, data.channels)
-    return decode_all(source.select(wanted), shape, data.crop_fraction)[0]
+    return decode_all(source.select(wanted), data.image_size, data.crop_fraction)[0]
 
 
 def observe_start(config: ConfigDict, images: np.ndarray) -> Snapshot:

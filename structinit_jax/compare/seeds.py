@@ -1,6 +1,8 @@
 """Trains several seeds of one setting together: one program steps all of them."""
 
 import contextlib
+import dataclasses
+import functools
 import json
 import shutil
 from collections.abc import Iterator, Sequence
@@ -10,14 +12,12 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.sharding import NamedSharding, PartitionSpec
 from ml_collections import ConfigDict
 
-from structinit_jax import config as config_lib
 from structinit_jax import resume
 from structinit_jax.compare.results import run_folder
 from structinit_jax.compare.table import LOG
-from structinit_jax.data.loader import make_loader, split_augmentation
+from structinit_jax.data.loader import make_loader
 from structinit_jax.errors import InputError, StoppedError
 from structinit_jax.evaluate import (
     Evaluator,
@@ -27,13 +27,9 @@ from structinit_jax.evaluate import (
     open_data,
     open_evaluation_sets,
 )
-from structinit_jax.train import (
-    check_finite,
-    find_due,
-    stopped_by_signal,
-    train_batches,
-)
+from structinit_jax.train import check_finite, find_due, stopped_by_signal, train_batches
 from structinit_jax.training import manifest, remat
+from structinit_jax.training import mesh as mesh_lib
 from structinit_jax.training import workdir as workdir_lib
 from structinit_jax.training.checkpoint import (
     Checkpoints,
@@ -125,7 +121,7 @@ class _SharedRun:
         self.source = self.dataset.split(data.train_split, "data.train_split", data.on_bad_image)
         self.trained_on = resume.describe_data(self.source, self.dataset.class_names)
         self.setup = set_up(config, self.dataset.info, len(self.source), [device])
-        replicated = NamedSharding(self.setup.model.mesh, PartitionSpec())
+        replicated = mesh_lib.replicated(self.setup.model.mesh)
 
         def stacked(leaf):
             return jax.ShapeDtypeStruct((len(seeds), *leaf.shape), leaf.dtype, sharding=replicated)
@@ -286,22 +282,20 @@ class _SharedRun:
 
     def _batches(self, start_step: int) -> Iterator[dict[str, jax.Array]]:
         """Yields the batches of all seeds, each with an order of its own."""
-        info, schedule = self.dataset.info, self.setup.schedule
-        shared_loader, streams = None, []
-        for config in self.configs:
-            split = split_augmentation(
-                config_lib.augment_options(config), info, len(self.source), config.seed
-            )
-            loader = shared_loader or make_loader(
-                self.source,
-                info,
-                self.setup.model.mesh,
-                image_size=split.image_size,
-                random_crop=split.host_crop,
-            )
-            if split.host_crop is None:  # which is keyed by the seed
-                shared_loader = loader
-            streams.append(train_batches(config, loader, schedule, start_step))
+        augmentation = self.setup.augmentation
+        make = functools.partial(
+            make_loader, self.source, self.setup.model.mesh, image_size=augmentation.image_size
+        )
+        if crop := augmentation.host_crop:
+            loaders = [
+                make(random_crop=dataclasses.replace(crop, seed=seed)) for seed in self.seeds
+            ]
+        else:
+            loaders = [make()] * len(self.seeds)
+        streams = [
+            train_batches(config, loader, self.setup.schedule, start_step)
+            for config, loader in zip(self.configs, loaders, strict=True)
+        ]
         stack = jax.jit(_stack)
         return (stack(*batches) for batches in zip(*streams, strict=True))
 

@@ -129,7 +129,6 @@ class Loader(abc.ABC):
 
 def make_loader(
     source: ImageSource,
-    info: DatasetInfo,
     mesh: Mesh,
     *,
     image_size: int,
@@ -140,16 +139,14 @@ def make_loader(
 
     Args:
       source: A split from `Dataset.split`.
-      info: The data set.
       mesh: The devices; batches are split over all its axes.
       image_size: Side of the images in the batches, in pixels.
       crop_fraction: See `resize_and_center_crop`.
       random_crop: Random crop of the stored images instead; never kept in device memory.
     """
-    channels = info.image_shape[-1]
+    channels = source.info.image_shape[-1]
     if random_crop is None and bytes_on_device(len(source), image_size, channels):
-        shape = (len(source), image_size, image_size, channels)
-        return DeviceLoader(*decode_all(source, shape, crop_fraction), mesh)
+        return DeviceLoader(*decode_all(source, image_size, crop_fraction), mesh)
     return HostLoader(source, mesh, image_size, crop_fraction, random_crop)
 
 
@@ -247,24 +244,26 @@ def _gather_batch(sharding, image_shape, images, labels, order, offset, batch_si
 
 
 def decode_all(
-    source: ImageSource, shape: tuple[int, int, int, int], crop_fraction: float = 1.0
+    source: ImageSource, image_size: int, crop_fraction: float = 1.0
 ) -> tuple[np.ndarray, np.ndarray]:
-    """Decodes the first n images of a split into memory, as `shape` (n, H, H, C).
+    """Decodes the images of a split into memory.
 
     Returns:
-      Images, uint8 [n, H, H, C], and labels, int32 [n].
+      Images, uint8 [n, image_size, image_size, C], and labels, int32 [n].
     """
-    images, labels = np.empty(shape, np.uint8), np.empty(shape[0], np.int32)
+    n, channels = len(source), source.info.image_shape[-1]
+    images = np.empty((n, image_size, image_size, channels), np.uint8)
+    labels = np.empty(n, np.int32)
 
     def decode(start):
-        indices = range(start, min(start + READ_BLOCK, shape[0]))
+        indices = range(start, min(start + READ_BLOCK, n))
         for index, (image, label) in zip(indices, source.read(indices), strict=True):
-            images[index] = resize_and_center_crop(image.decode(), shape[1], crop_fraction)
+            images[index] = resize_and_center_crop(image.decode(), image_size, crop_fraction)
             labels[index] = label
 
     # More threads than cores would only contend for the interpreter lock.
     with ThreadPoolExecutor(num_cores()) as pool:
-        list(pool.map(decode, range(0, shape[0], READ_BLOCK)))  # raises the first error
+        list(pool.map(decode, range(0, n, READ_BLOCK)))  # raises the first error
     return images, labels
 
 

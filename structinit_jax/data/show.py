@@ -40,7 +40,7 @@ def training_batch(config: ConfigDict, step: int) -> tuple[np.ndarray, np.ndarra
     augmentation = split_augmentation(options, dataset.info, len(source), config.seed)
     mesh = make_mesh(devices=jax.devices()[:1])  # which any batch divides over
     crop = dict(image_size=augmentation.image_size, random_crop=augmentation.host_crop)
-    loader = make_loader(source, dataset.info, mesh, **crop)
+    loader = make_loader(source, mesh, **crop)
     order = config_lib.order_options(config)
     batch = next(loader.train_batches(start_step=step - 1, num_steps=step, **order))
     augment = jax.jit(make_augment(augmentation.on_device, mesh))

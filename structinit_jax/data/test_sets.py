@@ -11,7 +11,7 @@ import itertools
 import numpy as np
 
 from structinit_jax.data.datasets import Folder, ImageSource, open_dataset
-from structinit_jax.data.info import EVALUATION_SETS, DatasetInfo
+from structinit_jax.data.info import EVALUATION_SETS
 from structinit_jax.errors import InputError
 
 
@@ -22,7 +22,6 @@ class EvaluationSet:
     Attributes:
       name: Data set, split and rule, for messages.
       source: The images. Labels are classes, or rows of `answers`.
-      info: The data set.
       classes: Classes that a prediction is chosen from, int64 [k], ascending; None for all.
       answers: The correct classes of each label, int32 [n, most], each row padded with -1; None if
         the label is the only correct class.
@@ -30,7 +29,6 @@ class EvaluationSet:
 
     name: str
     source: ImageSource
-    info: DatasetInfo
     classes: np.ndarray | None = None
     answers: np.ndarray | None = None
 
@@ -51,9 +49,9 @@ def open_test_set(name: str, data_dir: Folder = None, on_bad_image: str = "stop"
     dataset = open_dataset(name, data_dir)
     source = dataset.split(split, f"data.eval_name={name!r}, split", on_bad_image)
     if name == "imagenet2012_real":
-        return _open_real(f"{name} {split}", source, dataset.info)
+        return _open_real(f"{name} {split}", source)
     if num_classes == dataset.info.num_classes:
-        return EvaluationSet(f"{name} {split}", source, dataset.info)
+        return EvaluationSet(f"{name} {split}", source)
     classes = np.unique(source.labels())
     if len(classes) != num_classes:
         raise InputError(
@@ -61,10 +59,10 @@ def open_test_set(name: str, data_dir: Folder = None, on_bad_image: str = "stop"
             " are expected. Prepare it again."
         )
     rule = f"the best of its {num_classes} classes"
-    return EvaluationSet(f"{name} {split}, {rule}", source, dataset.info, classes)
+    return EvaluationSet(f"{name} {split}, {rule}", source, classes)
 
 
-def _open_real(name, source, info):
+def _open_real(name, source):
     """Leaves out images without a label; the label of the others is their row of `answers`."""
     labels = source.column("real_label")
     counts = np.array([len(row) for row in labels])
@@ -72,4 +70,4 @@ def _open_real(name, source, info):
     labelled = (row for row in labels if len(row))
     answers = np.array(list(itertools.zip_longest(*labelled, fillvalue=-1)), np.int32).T
     name = f"{name}, images without a label left out: {np.sum(counts == 0):,}"
-    return EvaluationSet(name, source.relabel(np.arange(len(source))), info, answers=answers)
+    return EvaluationSet(name, source.relabel(np.arange(len(source))), answers=answers)
