@@ -80,8 +80,8 @@ def _train(config, workdir, profile_steps, on_exit):
     train_source = dataset.split(data.train_split, "data.train_split", data.on_bad_image)
     trained_on = resume.describe_data(train_source, dataset.class_names)
     test_name, test_sets = evaluation_name(config), open_evaluation_sets(config, dataset)
-    num_eval = [len(test_set.source) for test_set in test_sets.values()]
-    agree.check_run(config, {"train_split": trained_on, "evaluation_examples": num_eval})
+    eval_sizes = [len(test_set.source) for test_set in test_sets.values()]
+    agree.check_run(config, {"train_split": trained_on, "evaluation_examples": eval_sizes})
     note_shared_examples(config, dataset)
 
     # -- Mesh, schedule, model, optimizer and training step; nothing is allocated yet --------------
@@ -95,25 +95,21 @@ def _train(config, workdir, profile_steps, on_exit):
     # they agree on the step by a collective, which all must start at the same place.
     lowered = setup.train_step.lower(setup.abstract_state, setup.abstract_batch)
     compile_train_step = functools.partial(
-        compile_step, config, setup, num_eval, remat.memory_limit(), first=lowered
+        compile_step, config, setup, eval_sizes, remat.memory_limit(), first=lowered
     )
     compiler = ThreadPoolExecutor(1, "compile")
     on_exit.callback(compiler.shutdown, wait=False)
     compiling = compiler.submit(compile_train_step) if jax.process_count() == 1 else None
 
     # -- Initialize the state, or restore it from the newest checkpoint ----------------------------
-    checkpoints = on_exit.enter_context(
-        contextlib.closing(
-            checkpoint.Checkpoints(workdir / "checkpoints", config.keep_checkpoints, mirror)
-        )
-    )
+    checkpoints = checkpoint.Checkpoints(workdir / "checkpoints", config.keep_checkpoints, mirror)
+    on_exit.callback(checkpoints.close)
     start_step = checkpoints.latest_step or 0
     profile_steps = profiling.steps_to_trace(*profile_steps, start_step, schedule.num_steps)
     if start_step:
         saved = checkpoint.read_run(checkpoints.directory, start_step)
         name = f"step {start_step} in {place}"
-        changed = resume.check(saved, config, trained_on, name)
-        if changed:
+        if changed := resume.check(saved, config, trained_on, name):
             print("config changed since the checkpoint:", *changed, sep="\n")
         if start_step > schedule.num_steps:
             field = "num_steps" if config.num_steps else "num_epochs"
@@ -123,7 +119,7 @@ def _train(config, workdir, profile_steps, on_exit):
             )
         state = checkpoint.restore(checkpoints.directory, start_step, setup.abstract_state)
         pending, init_metrics = PendingMetrics(saved["pending_metrics"]), {}
-        print(f"resumed from step {start_step} in {place}")
+        print(f"resumed from {name}")
     else:
         print(parameter_overview.get_parameter_overview(setup.model.params, include_stats=False))
         params, model_state, init_metrics = initialize_and_measure(config, setup.model)
@@ -156,16 +152,16 @@ def _train(config, workdir, profile_steps, on_exit):
         f"testing on {len(test_sets[test_name].source):,}",
         flush=True,
     )
-    log = on_exit.enter_context(contextlib.closing(MetricsLog(workdir, start_step)))
+    log = MetricsLog(workdir, start_step)
+    on_exit.callback(log.close)
     if init_metrics:
         log.write(0, init_metrics)
     peak = flops.peak_speed(config, mesh)
     progress = Progress(
         start_step, schedule.num_steps, schedule.steps_per_epoch, config.batch_size, peak
     )
-    trace = on_exit.enter_context(
-        contextlib.closing(profiling.StepTrace(workdir / "profile", *profile_steps))
-    )
+    trace = profiling.StepTrace(workdir / "profile", *profile_steps)
+    on_exit.callback(trace.close)
     recompilations = on_exit.enter_context(profiling.RecompilationWatch())
     stop_request = on_exit.enter_context(workdir_lib.listen_for_signals())
     run = {"config": json.loads(config.to_json()), **trained_on}

@@ -166,15 +166,15 @@ class _SharedRun:
         """
         config, schedule = self.config, self.setup.schedule
         num_seeds = len(self.seeds)
-        open_until_end = self.on_exit.enter_context
         self.shared.mkdir(parents=True, exist_ok=True)
         for folder, own in zip(self.folders, self.configs, strict=True):
             folder.mkdir(parents=True, exist_ok=True)
             workdir_lib.write_atomically(folder / "config.json", own.to_json(indent=2) + "\n")
-        text = open_until_end((self.folders[0] / LOG).open("a", buffering=1))
+        text = self.on_exit.enter_context((self.folders[0] / LOG).open("a", buffering=1))
 
         # -- State ---------------------------------------------------------------------------------
-        checkpoints = open_until_end(contextlib.closing(Checkpoints(self.shared, 2)))
+        checkpoints = Checkpoints(self.shared, 2)
+        self.on_exit.callback(checkpoints.close)
         start_step = checkpoints.latest_step or 0
         pending = [PendingMetrics() for _ in self.seeds]
         errors: dict[int, str] = {}
@@ -189,11 +189,9 @@ class _SharedRun:
             init_metrics = [{}] * num_seeds
         else:
             state, init_metrics = self._initialize()
-        logs = [
-            open_until_end(contextlib.closing(MetricsLog(folder, start_step)))
-            for folder in self.folders
-        ]
+        logs = [MetricsLog(folder, start_step) for folder in self.folders]
         for log, values in zip(logs, init_metrics, strict=True):
+            self.on_exit.callback(log.close)
             if values:
                 log.write(0, values)
 

@@ -134,7 +134,7 @@ def set_up(
 def compile_step(
     config: ConfigDict,
     setup: Setup,
-    num_eval: Iterable[int],
+    eval_sizes: Iterable[int],
     memory_limit: int | None,
     compiler_options: Mapping[str, bool | int] | None = None,
     first: jax.stages.Lowered | None = None,
@@ -144,7 +144,7 @@ def compile_step(
     Args:
       config: Config of the run.
       setup: The run.
-      num_eval: Sizes of the evaluation sets.
+      eval_sizes: Sizes of the evaluation sets.
       memory_limit: Bytes of one device that programs can use, or None if that is not known.
       compiler_options: Options of XLA.
       first: The fastest step, if it has been lowered.
@@ -155,7 +155,7 @@ def compile_step(
     data = config.data
     if memory_limit is not None:
         memory_limit -= setup.data_bytes
-        memory_limit -= sum(bytes_on_device(n, data.image_size, data.channels) for n in num_eval)
+        memory_limit -= sum(bytes_on_device(n, data.image_size, data.channels) for n in eval_sizes)
     arguments = (setup.abstract_state, setup.abstract_batch)
     steps = {
         name: functools.partial(step.lower, *arguments) for name, step in setup.train_steps.items()
