@@ -7,7 +7,7 @@ import itertools
 import json
 import shlex
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -43,7 +43,7 @@ PREEMPTED_EXIT_CODE = 75
 
 
 def train(
-    config: ConfigDict, workdir: str | Path, profile_steps: Sequence[int | None] = (None, None)
+    config: ConfigDict, workdir: str | Path, profile_steps: tuple[int, int] | None = None
 ) -> dict[str, float]:
     """Trains a model. If the workdir holds a checkpoint, training resumes from it.
 
@@ -105,7 +105,7 @@ def _train(config, workdir, profile_steps, on_exit):
     checkpoints = checkpoint.Checkpoints(workdir / "checkpoints", config.keep_checkpoints, mirror)
     on_exit.callback(checkpoints.close)
     start_step = checkpoints.latest_step or 0
-    profile_steps = profiling.steps_to_trace(*profile_steps, start_step, schedule.num_steps)
+    profile_steps = profiling.steps_to_trace(profile_steps, start_step, schedule.num_steps)
     if start_step:
         saved = checkpoint.read_run(checkpoints.directory, start_step)
         name = f"step {start_step} in {place}"
@@ -160,7 +160,7 @@ def _train(config, workdir, profile_steps, on_exit):
     progress = Progress(
         start_step, schedule.num_steps, schedule.steps_per_epoch, config.batch_size, peak
     )
-    trace = profiling.StepTrace(workdir / "profile", *profile_steps)
+    trace = profiling.StepTrace(workdir / "profile", profile_steps)
     on_exit.callback(trace.close)
     recompilations = on_exit.enter_context(profiling.RecompilationWatch())
     stop_request = on_exit.enter_context(workdir_lib.listen_for_signals())

@@ -8,9 +8,7 @@ from structinit_jax.errors import InputError
 from structinit_jax.training import profiling
 
 
-@pytest.mark.parametrize(
-    ("text", "steps"), [(None, (None, None)), ("10:13", (10, 13)), ("1:1", (1, 1))]
-)
+@pytest.mark.parametrize(("text", "steps"), [(None, None), ("10:13", (10, 13)), ("1:1", (1, 1))])
 def test_steps_are_parsed(text, steps):
     assert profiling.parse_steps(text) == steps
 
@@ -22,13 +20,13 @@ def test_other_texts_are_refused(text):
 
 
 def test_steps_outside_the_run_are_not_traced(capsys):
-    assert profiling.steps_to_trace(None, None, 12, 18) == (None, None)
-    assert profiling.steps_to_trace(13, 18, 12, 18) == (13, 18)
-    assert profiling.steps_to_trace(12, 13, 12, 18) == (None, None)
+    assert profiling.steps_to_trace(None, 12, 18) is None
+    assert profiling.steps_to_trace((13, 18), 12, 18) == (13, 18)
+    assert profiling.steps_to_trace((12, 13), 12, 18) is None
     note = "note: --profile_steps=12:13: nothing is traced, since the run resumes after step 12"
     assert note in capsys.readouterr().out
     with pytest.raises(InputError, match=r"--profile_steps=18:19: .* 13 to 18"):
-        profiling.steps_to_trace(18, 19, 12, 18)
+        profiling.steps_to_trace((18, 19), 12, 18)
 
 
 def test_recompilations_are_counted_by_name():

@@ -17,13 +17,13 @@ class StepTrace:
 
     Args:
       directory: Receives `plugins/profile/<time>/` with files for XProf and Perfetto.
-      first: First step to trace, or None for no trace.
-      last: Last step to trace.
+      steps: First and last step to trace, or None for no trace.
     """
 
-    def __init__(self, directory: Path, first: int | None, last: int | None):
+    def __init__(self, directory: Path, steps: tuple[int, int] | None):
         self._directory = directory
-        self._first, self._last = (first, last) if jax.process_index() == 0 else (None, None)
+        traces = steps is not None and jax.process_index() == 0
+        self._first, self._last = steps if traces else (None, None)
         self._running = False
 
     def before(self, step: int) -> None:
@@ -54,14 +54,14 @@ class StepTrace:
             jax.profiler.stop_trace()
 
 
-def parse_steps(text: str | None) -> tuple[int, int] | tuple[None, None]:
-    """Parses the flag --profile_steps, for example '10:13'; None gives (None, None).
+def parse_steps(text: str | None) -> tuple[int, int] | None:
+    """Parses the flag --profile_steps, for example '10:13', or None.
 
     Raises:
       InputError: The text is not a range of steps.
     """
     if text is None:
-        return None, None
+        return None
     match = re.fullmatch(r"(\d+):(\d+)", text)
     first, last = map(int, match.groups()) if match else (0, 0)
     if not 1 <= first <= last:
@@ -73,8 +73,8 @@ def parse_steps(text: str | None) -> tuple[int, int] | tuple[None, None]:
 
 
 def steps_to_trace(
-    first: int | None, last: int | None, start_step: int, num_steps: int
-) -> tuple[int, int] | tuple[None, None]:
+    steps: tuple[int, int] | None, start_step: int, num_steps: int
+) -> tuple[int, int] | None:
     """Returns the steps that a run from `start_step` to `num_steps` traces.
 
     None if it resumes after the first of them: a command that is repeated to resume names steps
@@ -83,8 +83,9 @@ def steps_to_trace(
     Raises:
       InputError: The run ends before the last of them.
     """
-    if first is None:
-        return None, None
+    if steps is None:
+        return None
+    first, last = steps
     if last > num_steps:
         raise InputError(
             f"--profile_steps={first}:{last}: this run takes steps {start_step + 1} to "
@@ -95,8 +96,8 @@ def steps_to_trace(
             f"note: --profile_steps={first}:{last}: nothing is traced, since the run resumes after "
             f"step {start_step}"
         )
-        return None, None
-    return first, last
+        return None
+    return steps
 
 
 class RecompilationWatch:
