@@ -10,6 +10,7 @@ from rich.markup import escape
 from rich.table import Table
 
 from structinit_jax.compare import results
+from structinit_jax.training.metrics import format_duration
 
 LOG = "log.txt"
 
@@ -114,8 +115,8 @@ class Progress:
         elapsed = time.perf_counter() - self._begun
         left = "unknown time"
         if steps or not self._steps_to_do:
-            left = duration(elapsed / max(1, steps) * max(0, self._steps_to_do - steps))
-        return f"{duration(elapsed)} elapsed, {left} left"
+            left = format_duration(elapsed / max(1, steps) * max(0, self._steps_to_do - steps))
+        return f"{format_duration(elapsed)} elapsed, {left} left"
 
 
 def _last_step(run: results.Run) -> int:
@@ -126,10 +127,3 @@ def percent(accuracies: Sequence[float]) -> str:
     """Formats accuracies from 0 to 1 as mean and standard deviation in percent."""
     mean, deviation = results.mean_and_deviation([100 * value for value in accuracies])
     return f"{mean:.2f}" if deviation is None else f"{mean:.2f} ± {deviation:.2f}"
-
-
-def duration(seconds: float) -> str:
-    """Formats a time, for example '1:02:03'."""
-    minutes, seconds = divmod(round(seconds), 60)
-    hours, minutes = divmod(minutes, 60)
-    return f"{hours}:{minutes:02}:{seconds:02}" if hours else f"{minutes}:{seconds:02}"

@@ -254,7 +254,12 @@ class Progress:
         print(f"\r\x1b[K{text}" if self._bar else text, flush=True)
 
     def _time_left(self, step: int) -> str:
-        seconds = self._training_seconds / self._training_steps * (self._num_steps - step)
-        minutes, seconds = divmod(round(seconds), 60)
-        hours, minutes = divmod(minutes, 60)
-        return f"{hours}:{minutes:02}:{seconds:02}" if hours else f"{minutes}:{seconds:02}"
+        left = self._num_steps - step
+        return format_duration(self._training_seconds / self._training_steps * left)
+
+
+def format_duration(seconds: float) -> str:
+    """Formats a time, for example '1:02:03'."""
+    minutes, seconds = divmod(round(seconds), 60)
+    hours, minutes = divmod(minutes, 60)
+    return f"{hours}:{minutes:02}:{seconds:02}" if hours else f"{minutes}:{seconds:02}"
