@@ -47,9 +47,8 @@ def expand(
         "attention_init": "--schemes=A,B and --grid.config.attention_init.OPTION=VALUES",
     }
     for field in grid:
-        other = instead.get(field)
-        if other:
-            raise InputError(f"--grid.config.{field} cannot be an axis: use {other}")
+        if field in instead:
+            raise InputError(f"--grid.config.{field} cannot be an axis: use {instead[field]}")
     options = {scheme: attention_init.scheme_options(scheme) for scheme in schemes}
     _check_options(options, grid)
     settings = {}

@@ -66,13 +66,11 @@ def _by_init(location: str, columns: Sequence[str], figures: str) -> dict[str, R
       figures: Published accuracies, a line for each initialization.
     """
     lines = [_numbers(line) for line in figures.strip().splitlines()]
-    values = {
-        (column, init): lines[i][c]
-        for (i, init), (c, column) in itertools.product(enumerate(INITS_2024), enumerate(columns))
-    }
+    by_column = zip(columns, zip(*lines, strict=True), strict=True)
     return {
-        f"{column},{init}": Row(location.format(column=column, init=init), values[column, init])
-        for column, init in itertools.product(columns, INITS_2024)
+        f"{column},{init}": Row(location.format(column=column, init=init), figure)
+        for column, values in by_column
+        for init, figure in zip(INITS_2024, values, strict=True)
     }
 
 

@@ -19,18 +19,16 @@ def write_report(workdir: Path) -> None:
     """Writes the files; reads only what the runs have written, so it can be repeated."""
     comparison = results.read(workdir)
     sections = describe(comparison)
-    texts = {
+    files = {
         "results.csv": csv_text(comparison),
         "report.md": markdown(sections),
         "report.html": page.html(comparison, sections),
     }
-    for name, text in texts.items():
-        workdir_lib.write_atomically(workdir / name, text)
-    names = [*texts]
     if page.has_curves(comparison):
-        (workdir / page.CURVES).write_bytes(page.draw_test_curves(comparison))
-        names.append(page.CURVES)
-    print(f"wrote {', '.join(names)} to {workdir}")
+        files[page.CURVES] = page.draw_test_curves(comparison)
+    for name, content in files.items():
+        workdir_lib.write_atomically(workdir / name, content)
+    print(f"wrote {', '.join(files)} to {workdir}")
 
 
 def csv_text(comparison: Comparison) -> str:
@@ -143,12 +141,12 @@ def _summary(comparison: Comparison) -> list[list[str]]:
         ]
     ]
     baselines = comparison.info["baselines"]
+    several = len({*baselines.values()}) > 1
     for setting, runs in comparison.runs.items():
         accuracies = comparison.accuracies(setting)
         done = comparison.finished(setting)
         facts = comparison.info["settings"][setting]
         seconds = [run.seconds(facts["num_steps"]) for run in done]
-        several = len({*baselines.values()}) > 1
         if setting == baselines[setting]:
             difference = "baseline"
         else:
