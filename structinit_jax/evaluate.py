@@ -1,6 +1,5 @@
 """Restores a model from a checkpoint and evaluates it on every example of a split."""
 
-import itertools
 import math
 from collections.abc import Mapping
 from pathlib import Path
@@ -115,16 +114,15 @@ class Evaluator:
         if state.ema:
             weights["ema_"] = (state.ema["params"], state.ema["model_state"])
         results = {}
-        for (name, (step, loader)), (kind, (params, model_state)) in itertools.product(
-            self._parts.items(), weights.items()
-        ):
-            sums, in_flight = [], InFlight()
-            for batch in loader.eval_batches(batch_size=self._batch_size):
-                sums.append(step(params, model_state, batch))
-                in_flight.add(sums[-1])
-            totals = jax.tree.map(lambda *leaves: float(np.sum(leaves)), *jax.device_get(sums))
-            results[f"{name}/{kind}loss"] = totals["loss"] / totals["count"]
-            results[f"{name}/{kind}accuracy"] = totals["correct"] / totals["count"]
+        for name, (step, loader) in self._parts.items():
+            for kind, (params, model_state) in weights.items():
+                sums, in_flight = [], InFlight()
+                for batch in loader.eval_batches(batch_size=self._batch_size):
+                    sums.append(step(params, model_state, batch))
+                    in_flight.add(sums[-1])
+                totals = jax.tree.map(lambda *leaves: float(np.sum(leaves)), *jax.device_get(sums))
+                results[f"{name}/{kind}loss"] = totals["loss"] / totals["count"]
+                results[f"{name}/{kind}accuracy"] = totals["correct"] / totals["count"]
         return results
 
 

@@ -72,4 +72,4 @@ def main(config: ConfigDict) -> None:
 
 
 if __name__ == "__main__":
-    command_line.run(main, shared=["workdir", "step", "out"])
+    command_line.run(main)

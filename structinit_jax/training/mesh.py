@@ -31,7 +31,7 @@ def make_mesh(fsdp: int = 1, devices: list[jax.Device] | None = None) -> Mesh:
             "does, or 1 to replicate the weights on every device"
         )
     grid = np.asarray(devices).reshape(-1, fsdp)
-    return Mesh(grid, ("data", "fsdp"), axis_types=(AxisType.Auto, AxisType.Auto))
+    return Mesh(grid, ("data", AXIS), axis_types=(AxisType.Auto, AxisType.Auto))
 
 
 def batch_sharding(mesh: Mesh) -> NamedSharding:
@@ -56,12 +56,13 @@ def shard(mesh: Mesh, abstract_state: Any) -> Any:
     """
 
     def place(path, leaf):
-        layer_axes = 1 if stack_of(path) else 0
-        spec = weight_spec(leaf.shape[layer_axes:], mesh.shape[AXIS])
-        sharding = NamedSharding(mesh, PartitionSpec(*(None,) * layer_axes, *spec))
         names = jax.tree_util.keystr(path, simple=True, separator="/").split("/")
         if "model_state" in names[:2]:
             sharding = replicated(mesh)
+        else:
+            layer_axes = 1 if stack_of(path) else 0
+            spec = weight_spec(leaf.shape[layer_axes:], mesh.shape[AXIS])
+            sharding = NamedSharding(mesh, PartitionSpec(*(None,) * layer_axes, *spec))
         return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding)
 
     return jax.tree_util.tree_map_with_path(place, abstract_state)
@@ -84,6 +85,6 @@ def describe(mesh: Mesh) -> str:
     devices = mesh.devices.flatten()
     num_hosts = len({device.process_index for device in devices})
     hosts = f" ({num_hosts} hosts)" if num_hosts > 1 else ""
-    fsdp = mesh.shape["fsdp"]
+    fsdp = mesh.shape[AXIS]
     copies = f", each copy of the state on {fsdp}" if fsdp > 1 else ""
     return f"{len(devices)} × {devices[0].device_kind}{hosts}{copies}"

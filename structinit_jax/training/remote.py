@@ -135,7 +135,7 @@ class Mirror:
         with self._explain():
             for name in names:
                 with contextlib.suppress(FileNotFoundError):
-                    self._storage.get_file(self._path(name), str(self.folder / name))
+                    self._get(name)
                     self._copied[name] = _state(self.folder / name)
 
     def pull_checkpoints(self) -> None:
@@ -164,7 +164,7 @@ class Mirror:
                     continue
                 with contextlib.suppress(FileNotFoundError):  # a temporary file may be gone
                     if (state := _state(path)) != self._copied.get(name):
-                        self._storage.put_file(str(path), self._path(name))
+                        self._put(path)
                         self._copied[name] = state
 
     def push_checkpoints(self) -> None:

@@ -63,7 +63,9 @@ class _Watcher:
         self._key, self._host = f"{PREFIX}{jax.process_index()}", socket.gethostname()
         self._stopped = threading.Event()
         self._lock = threading.Lock()
-        targets = [self._exchange] + [self._watch_coordinator] * (jax.process_index() != 0)
+        targets = [self._exchange]
+        if jax.process_index() != 0:
+            targets.append(self._watch_coordinator)
         for target in targets:
             threading.Thread(target=target, name=target.__name__, daemon=True).start()
 
