@@ -91,19 +91,19 @@ class Evaluator:
     Args:
       config: Config of the run.
       model: The model, on the mesh of the states to evaluate.
-      test_sets: Images and the classes that count as right, by their name in the metrics.
+      eval_sets: Images and the classes that count as right, by their name in the metrics.
     """
 
     def __init__(
-        self, config: ConfigDict, model: AbstractModel, test_sets: dict[str, EvaluationSet]
+        self, config: ConfigDict, model: AbstractModel, eval_sets: dict[str, EvaluationSet]
     ):
         replicated = mesh_lib.replicated(model.mesh)
         sizes = dict(image_size=config.data.image_size, crop_fraction=config.data.crop_fraction)
         self._parts = {}
-        for name, test_set in test_sets.items():
-            rule = (test_set.classes, test_set.answers)
+        for name, eval_set in eval_sets.items():
+            rule = (eval_set.classes, eval_set.answers)
             step = make_eval_step(config, model.graphdef, model.mesh, *rule)
-            loader = make_loader(test_set.source, model.mesh, **sizes)
+            loader = make_loader(eval_set.source, model.mesh, **sizes)
             self._parts[name] = jax.jit(step, out_shardings=replicated), loader
         # Any batch size gives the same sums, so it is rounded up to a multiple of the devices.
         self._batch_size = -(-config.batch_size // model.mesh.size) * model.mesh.size

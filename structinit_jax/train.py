@@ -79,8 +79,8 @@ def _train(config, workdir, profile_steps, on_exit):
     dataset = open_data(config)
     train_source = dataset.split(data.train_split, "data.train_split", data.on_bad_image)
     trained_on = resume.describe_data(train_source, dataset.class_names)
-    test_name, test_sets = evaluation_name(config), open_evaluation_sets(config, dataset)
-    eval_sizes = [len(test_set.source) for test_set in test_sets.values()]
+    test_name, eval_sets = evaluation_name(config), open_evaluation_sets(config, dataset)
+    eval_sizes = [len(eval_set.source) for eval_set in eval_sets.values()]
     agree.check_run(config, {"train_split": trained_on, "evaluation_examples": eval_sizes})
     note_shared_examples(config, dataset)
 
@@ -143,13 +143,13 @@ def _train(config, workdir, profile_steps, on_exit):
     # -- Steps -------------------------------------------------------------------------------------
     train_step, description = compiling.result() if compiling else compile_train_step()
     print(f"remat: {description}")
-    evaluate = Evaluator(config, setup.model, test_sets)
+    evaluate = Evaluator(config, setup.model, eval_sets)
 
     # -- Loop --------------------------------------------------------------------------------------
     print(
         f"training on {len(train_source):,} examples for {schedule.num_steps:,} steps "
         f"({schedule.num_steps / schedule.steps_per_epoch:.1f} epochs), "
-        f"testing on {len(test_sets[test_name].source):,}",
+        f"testing on {len(eval_sets[test_name].source):,}",
         flush=True,
     )
     log = MetricsLog(workdir, start_step)

@@ -47,12 +47,12 @@ PANELS = {
 
 def draw_by_offset(snapshots: Sequence[Snapshot], title: str, path: Path) -> None:
     """Draws every head as a convolution kernel; for a ConvMixer its filters."""
-    panels = [(s.name, {layer.name: _tiles(layer) for layer in s.layers}) for s in snapshots]
+    models = [(s.name, {layer.name: _tiles(layer) for layer in s.layers}) for s in snapshots]
     if snapshots[0].layers[0].filters is not None:
-        _draw_kernels(panels, title, path, "weight", set())
+        _draw_kernels(models, title, path, "weight", set())
         return
     sizes = {layer.maps.shape[-1] for s in snapshots for layer in s.layers}
-    _draw_kernels(panels, title, path, name_quantity(snapshots), sizes)
+    _draw_kernels(models, title, path, name_quantity(snapshots), sizes)
 
 
 def draw_maps(
@@ -80,11 +80,11 @@ def draw_maps(
                 f"maps[{name!r}] has shape {array.shape}, but grid={grid} needs [layers, heads, "
                 f"{tokens}, {tokens}]: cut off class and register tokens, or pass the grid"
             )
-    panels = [
+    models = [
         (name, {str(i): _crop_offsets(layer, grid) for i, layer in enumerate(layers, 1)})
         for name, layers in maps.items()
     ]
-    _draw_kernels(panels, title, path, "attention", {tokens})
+    _draw_kernels(models, title, path, "attention", {tokens})
 
 
 def name_quantity(snapshots: Sequence[Snapshot]) -> str:
@@ -105,39 +105,39 @@ def _crop_offsets(maps, grid):
     return list(kernels[:, rows - 1 - y : rows + y, cols - 1 - x : cols + x])
 
 
-def _draw_kernels(panels, title, path, quantity, sizes):
-    """Draws the kernels of each head. A panel is a model's name and lists of them by layer.
+def _draw_kernels(models, title, path, quantity, sizes):
+    """Draws the kernels of each head. A model is its name and lists of them by layer.
 
     Models may have different numbers of layers and heads. `sizes` are the tokens of their maps.
     """
-    tiles = [list(layers.values()) for _, layers in panels]
+    every_layer = [kernels for _, layers in models for kernels in layers.values()]
     has_filters = quantity == "weight"
-    peak = max(float(np.abs(tile).max()) for panel in tiles for layer in panel for tile in layer)
+    peak = max(float(np.abs(kernel).max()) for kernels in every_layer for kernel in kernels)
     if has_filters:
         peak = peak or 1.0
         scale = Scale("PuOr", -peak, peak, quantity)
     else:
         scale = Scale.of_maps(peak, sizes, f"{quantity} by offset (frame: the token itself)")
-    num_rows = max(map(len, tiles))
-    num_columns = max(len(layer) for panel in tiles for layer in panel)
+    num_rows = max(len(layers) for _, layers in models)
+    num_columns = max(map(len, every_layer))
     width = num_columns * 0.75 + 0.9
     size = (width, max(num_rows * 0.75 + 0.9, 3.0))
-    names = [list(layers) for _, layers in panels]
-    figure, panels, bar = make_panels([name for name, _ in panels], size, title)
-    for panel, layer_names, layers in zip(panels, names, tiles, strict=True):
+    figure, panels, bar = make_panels([name for name, _ in models], size, title)
+    for panel, (_, layers) in zip(panels, models, strict=True):
+        names, tiles = list(layers), list(layers.values())
         panel.supxlabel("channel" if has_filters else "head", size=10)
         panel.supylabel("layer", size=10)
         for (y, x), axis in np.ndenumerate(panel.subplots(num_rows, num_columns, squeeze=False)):
-            if y >= len(layers) or x >= len(layers[y]):
+            if y >= len(tiles) or x >= len(tiles[y]):
                 axis.set_visible(False)
                 continue
-            image = scale.show(axis, layers[y][x])
-            rows, cols = layers[y][x].shape
+            image = scale.show(axis, tiles[y][x])
+            rows, cols = tiles[y][x].shape
             middle = (cols // 2 - 0.5, rows // 2 - 0.5)
             draw_frame(axis, middle, (1, 1), color="black" if has_filters else "white")
             if x == 0:
-                axis.set_ylabel(layer_names[y], rotation=0, ha="right", va="center")
-            if y == len(layers) - 1 or x >= len(layers[y + 1]):
+                axis.set_ylabel(names[y], rotation=0, ha="right", va="center")
+            if y == len(tiles) - 1 or x >= len(tiles[y + 1]):
                 axis.set_xlabel(f"{x + 1}")
     save(figure, path, bar, image, scale)
 
