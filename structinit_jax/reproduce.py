@@ -26,7 +26,7 @@ from ml_collections import ConfigDict
 from structinit_jax import command_line, export
 from structinit_jax import config as config_lib
 from structinit_jax.command_line import WORKDIR
-from structinit_jax.compare import grid, run
+from structinit_jax.compare import run
 from structinit_jax.compare.papers import TABLES, Row, Table
 from structinit_jax.data import info as info_lib
 from structinit_jax.errors import InputError
@@ -205,20 +205,15 @@ def main(overrides: Sequence[tuple[str, str]]) -> None:
         path = train_teacher(table.teacher, overrides, small, workdir)
         for name in selected:
             settings[name].start_from = str(path)
-    # The figures of small models and digits would be something else.
-    published = {} if small else {name: table.rows[name] for name in settings}
     first_seed = next(iter(settings.values())).seed
     failed = run.run_grid(
         settings,
         range(first_seed, first_seed + _SEEDS.value),
         workdir,
-        commands={
-            name: shlex.join(grid.command(config, table.rows[name].location))
-            for name, config in settings.items()
-        },
+        locations={name: table.rows[name].location for name in settings},
         baselines=find_baselines(settings, table.baseline),
-        published={name: row.published for name, row in published.items()},
-        published_training={name: row.published_training for name, row in published.items()},
+        # The figures of small models and digits would be something else.
+        published=None if small else table.rows,
         started_by=shlex.join(["python", "-m", "structinit_jax.reproduce", *sys.argv[1:]]),
     )
     if failed:

@@ -71,17 +71,14 @@ def main(config: ConfigDict | None) -> None:
             "--config is required, such as --config=configs/vit_fashion_mnist.py, unless "
             "--report_only is given"
         )
-    command_line.check_schemes(_SCHEMES.value or [])
+    command_line.check_schemes(_SCHEMES.value)
     schemes = _SCHEMES.value or [config.attention_init.name]
     settings = grid.expand(config, schemes, grid.parse_axes(_GRID.value))
     failed = run.run_grid(
         settings,
         range(config.seed, config.seed + _SEEDS.value),
         WORKDIR.value,
-        commands={
-            name: shlex.join(grid.command(setting, CONFIG.value))
-            for name, setting in settings.items()
-        },
+        locations=dict.fromkeys(settings, CONFIG.value),
         baseline=_BASELINE.value,
         started_by=shlex.join(["python", "-m", "structinit_jax.compare", *_written(sys.argv[1:])]),
         together={"auto": None, "yes": True, "no": False}[_TOGETHER.value],

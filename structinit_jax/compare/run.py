@@ -3,6 +3,7 @@
 import contextlib
 import json
 import platform
+import shlex
 import sys
 import traceback
 from collections.abc import Iterator, Mapping, Sequence
@@ -20,6 +21,7 @@ from structinit_jax import config as config_lib
 from structinit_jax.analysis import collect, figures
 from structinit_jax.compare import grid, report, results, seeds
 from structinit_jax.compare.page import MAPS
+from structinit_jax.compare.papers import Row
 from structinit_jax.compare.table import LOG, Progress
 from structinit_jax.data import datasets
 from structinit_jax.errors import InputError, StoppedError
@@ -50,11 +52,10 @@ def run_grid(
     seed_list: Sequence[int],
     workdir: str | Path,
     *,
-    commands: Mapping[str, str] | None = None,
+    locations: Mapping[str, str] | None = None,
     baseline: str | None = None,
     baselines: Mapping[str, str] | None = None,
-    published: Mapping[str, float | None] | None = None,
-    published_training: Mapping[str, Sequence[tuple[int, float]]] | None = None,
+    published: Mapping[str, Row] | None = None,
     started_by: str = "",
     together: bool | None = None,
 ) -> int:
@@ -64,13 +65,12 @@ def run_grid(
       settings: Config of each setting, by name. Their seeds are replaced.
       seed_list: Seeds of every setting.
       workdir: Output directory. Each run has a workdir of its own, `SETTING/seed_K`.
-      commands: Command that trains each setting alone, for the report.
+      locations: Value of --config that each setting comes from, for the report.
       baseline: Scheme that the others are compared with. The default is that of earlier commands in
         the workdir, or else that of the first setting.
       baselines: Setting that each one is compared with, trained or not; replaces what
         `grid.find_baselines` finds.
-      published: Accuracies in percent to show beside ours, by setting.
-      published_training: Training accuracies in percent after some epochs, by setting.
+      published: Rows of the papers whose figures are shown beside ours, by setting.
       started_by: Command of this comparison, for the report.
       together: Whether the seeds of a setting train in one program, on one device. The default is
         True on accelerators if no setting has config.fsdp.
@@ -97,11 +97,13 @@ def run_grid(
     counts: dict[str, int] = {}
     facts = {name: _check(name, config, devices, counts) for name, config in settings.items()}
     for name, config in settings.items():
+        command = grid.command(config, locations[name]) if locations else []
+        row = published[name] if published else None
         facts[name] |= {
             "config": grid.to_json(config),
-            "command": (commands or {}).get(name, ""),
-            "published": (published or {}).get(name),
-            "published_training": (published_training or {}).get(name, ()),
+            "command": shlex.join(command),
+            "published": row.published if row else None,
+            "published_training": row.published_training if row else (),
             "seeds": list(seed_list),
         }
     info = {
