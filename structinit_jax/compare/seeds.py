@@ -170,7 +170,7 @@ class _SharedRun:
         for folder, own in zip(self.folders, self.configs, strict=True):
             folder.mkdir(parents=True, exist_ok=True)
             workdir_lib.write_atomically(folder / "config.json", own.to_json(indent=2) + "\n")
-        text = self.on_exit.enter_context((self.folders[0] / LOG).open("a", buffering=1))
+        log_file = self.on_exit.enter_context((self.folders[0] / LOG).open("a", buffering=1))
 
         # -- State ---------------------------------------------------------------------------------
         checkpoints = Checkpoints(self.shared, 2)
@@ -218,10 +218,10 @@ class _SharedRun:
                         pending[i].add(number, jax.tree.map(lambda leaf, i=i: leaf[i], values))
                     try:
                         for line in check_finite(config, pending[i].fetch(), self.folders[i], None):
-                            print(f"seed {seed}: {line}", file=text)
+                            print(f"seed {seed}: {line}", file=log_file)
                     except StoppedError as error:
                         if seed not in errors:
-                            print(f"seed {seed}: {error}", file=text)
+                            print(f"seed {seed}: {error}", file=log_file)
                             errors[seed] = str(error).splitlines()[0]
             if due.log:
                 speeds = progress.measure(step)
@@ -232,7 +232,7 @@ class _SharedRun:
                 print(
                     f"step {step}/{schedule.num_steps}  {num_seeds} seeds  "
                     f"{speeds['images_per_second']:.0f} images/s each",
-                    file=text,
+                    file=log_file,
                 )
             if due.evaluate:
                 with progress.wait("evaluation"):
@@ -241,7 +241,7 @@ class _SharedRun:
                             own = take(state, i)
                             found = evaluate(own)
                             log.write(step, found)
-                            print(f"step {step}  seed {seed}  {describe(found)}", file=text)
+                            print(f"step {step}  seed {seed}  {describe(found)}", file=log_file)
                             accuracy = deciding_accuracy(found, test_name)
                             # Before the shared checkpoint: a run that resumes from it does not
                             # evaluate this step again.

@@ -311,7 +311,7 @@ def _skip_bad_images(source, what):
     good, problems = source.split_bad_images()
     if problems:
         print(f"config.{what}: left out {len(problems):,} bad images of {len(source):,}:")
-        shown = problems[:10] + ["…"] * (len(problems) > 10)
+        shown = problems[:10] + (["…"] if len(problems) > 10 else [])
         print(*(f"  {problem}" for problem in shown), sep="\n", flush=True)
     if not len(good):
         raise InputError(f"config.{what}: none of its {len(source):,} images can be decoded.")

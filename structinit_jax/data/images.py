@@ -84,9 +84,9 @@ class StoredImage:
                 self._read_header()
         except Exception as error:  # each format's decoder has errors of its own
             raise self._bad(error) from error
-        kind = {"I": "32-bit", "F": "floating-point"}
         if self._jpeg_mode is not None:
             return
+        kind = {"I": "32-bit", "F": "floating-point"}
         is_pgm = (self._file.mode, self._file.format) == ("I", "PPM")  # has 16 bits
         if self._file.mode in kind and not is_pgm:
             raise BadImageError(

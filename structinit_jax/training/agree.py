@@ -125,11 +125,12 @@ def _compare_values(reports: list[dict[str, Any]]) -> str:
             for name in sorted(old | new)
             if old.get(name) != new.get(name)
         ]
-        lines[MAX_LINES:] = ["  …"] * (len(lines) > MAX_LINES)
-        where = f"process {index} (on {report['host']}) does not run what process 0 (on"
+        if len(lines) > MAX_LINES:
+            lines[MAX_LINES:] = ["  …"]
+        first, other = (f"process {i} (on {reports[i]['host']})" for i in (0, index))
         return "\n".join(
             [
-                f"{where} {reports[0]['host']}) runs. From process 0 to process {index}:",
+                f"{other} does not run what {first} runs. From process 0 to process {index}:",
                 *lines,
                 "Start all processes with the same checkout, flags and data",
             ]

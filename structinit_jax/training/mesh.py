@@ -73,7 +73,7 @@ def check_batch_size(batch_size: int, num_devices: int, accumulate_steps: int) -
     divisor = num_devices * accumulate_steps
     if batch_size % divisor:
         lower = batch_size // divisor * divisor
-        parts = f" times config.accumulate_steps={accumulate_steps}" * (accumulate_steps > 1)
+        parts = f" times config.accumulate_steps={accumulate_steps}" if accumulate_steps > 1 else ""
         raise InputError(
             f"config.batch_size={batch_size} is the global batch size and must be divisible by the "
             f"{num_devices} devices{parts}: for example {lower or divisor} or {lower + divisor}"

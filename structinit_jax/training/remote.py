@@ -115,12 +115,11 @@ class Mirror:
         import fsspec
 
         self.url, self.folder = url, folder
-        scheme = url.partition("://")[0]
         try:
             options = dict(use_listings_cache=False, skip_instance_cache=True)
             self._storage, self._root = fsspec.core.url_to_fs(url, **options)
         except ImportError as error:
-            extra = EXTRAS.get(scheme, "gcs,s3")
+            extra = EXTRAS.get(url.partition("://")[0], "gcs,s3")
             raise InputError(f"--workdir={url} needs pip install '.[{extra}]': {error}") from error
         except ValueError as error:
             raise InputError(f"--workdir={url}: use a path, gs://… or s3://…: {error}") from error
