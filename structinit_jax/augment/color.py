@@ -207,17 +207,14 @@ def _double_products() -> Int[np.ndarray, "256 256"]:
     If the exact difference of two products is an integer, then the 16-bit difference of their
     entries is the rounding error.
     """
-    products = np.zeros((256, 256), np.int16)
-    for span in range(1, 256):
-        exact = [int(value * (255.0 / span) * 2**52) for value in range(256)]
-        products[span] = np.array([p & 0xFFFF for p in exact], np.uint16).view(np.int16)
-    return products
+    ranges = np.maximum(VALUES, 1)[:, None]
+    products = np.floor(VALUES * (255.0 / ranges) * 2.0**52)
+    return (products % 2**16).astype(np.uint16).view(np.int16)
 
 
 def _half_gaps() -> Float[np.ndarray, "256"]:
     """Half of the distance from each pixel value to the next lower double, in units of 2**-52."""
     gaps = (VALUES - np.nextafter(VALUES.astype(np.float64), -1)) * 2**51
-    gaps[0] = 0
     return gaps.astype(np.float32)
 
 
