@@ -121,13 +121,12 @@ def place_first_fit(
     height: int,
     width: int,
 ) -> Box:
-    """Places the first box that fits (or else the first box) uniformly within the image."""
+    """Places the first box that fits uniformly within the image, or else the first box anywhere."""
     first = jnp.argmax(fits)
     box_height, box_width, (u, v) = box_height[first], box_width[first], position[:, first]
 
     def start(uniform, room):
-        place = jnp.floor(uniform * (room + 1).astype(jnp.float32)).astype(jnp.int32)
-        return jnp.clip(place, 0, jnp.maximum(room, 0))
+        return jnp.floor(uniform * (room + 1).astype(jnp.float32)).astype(jnp.int32)
 
     return Box(start(u, height - box_height), start(v, width - box_width), box_height, box_width)
 
