@@ -16,7 +16,7 @@ from structinit_jax.augment.crop import random_flip, random_pad_crop, random_res
 from structinit_jax.augment.erase import random_erasing
 from structinit_jax.augment.mix import mix, smooth_one_hot
 from structinit_jax.augment.rand_augment import parse, rand_augment
-from structinit_jax.checks import is_below_one, is_count, require
+from structinit_jax.checks import is_below_one, is_count, is_positive_or_zero, require
 from structinit_jax.errors import InputError
 
 # Each operation has its own random stream, so disabling one does not change the others' draws.
@@ -35,15 +35,7 @@ _SECTIONS = {
     "image_size": "config.data",
     "label_smoothing": "config",
 }
-# Lowest and highest valid values.
-_RANGES = {
-    "flip": (0, 1),
-    "erasing": (0, 1),
-    "mixup": (0, math.inf),
-    "cutmix": (0, math.inf),
-    "mix_probability": (0, 1),
-    "mix_switch": (0, 1),
-}
+_PROBABILITIES = ("flip", "erasing", "mix_probability", "mix_switch")
 # Whole numbers and their lowest valid values.
 _COUNTS = {"num_classes": 1, "image_size": 0, "crop_padding": 0, "mix_group": 0}
 _CHOICES = {
@@ -114,13 +106,10 @@ class AugmentOptions:
     def __post_init__(self):
         channels = len(self.mean)
         self._require("mean", "one number for each channel", lambda x: len(x) > 0)
-        for field, (low, high) in _RANGES.items():
-            text = (
-                f"a number in [{low}, {high}]"
-                if high < math.inf
-                else f"a finite number, {low} or more"
-            )
-            self._require(field, text, functools.partial(_is_number, low=low, high=high))
+        for field in _PROBABILITIES:
+            self._require(field, "a number in [0, 1]", lambda x: 0 <= x <= 1)
+        for field in ("mixup", "cutmix"):
+            self._require(field, "a finite number, 0 or more", is_positive_or_zero)
         for field, low in _COUNTS.items():
             text = f"a whole number, {low} or more"
             self._require(field, text, functools.partial(is_count, low=low))
@@ -148,16 +137,12 @@ class AugmentOptions:
         require(name, getattr(self, field), text, holds)
 
 
-def _is_number(x, low, high=math.inf):
-    return low <= x <= high and x < math.inf
-
-
 def _is_range(pair, limit):
     return len(pair) == 2 and 0 < pair[0] <= pair[1] <= limit
 
 
 def _are_strengths(x):
-    return len(x) in (3, 4) and all(_is_number(s, 0) for s in x) and max(x[3:], default=0) <= 0.5
+    return len(x) in (3, 4) and all(map(is_positive_or_zero, x)) and max(x[3:], default=0) <= 0.5
 
 
 def make_augment(options: AugmentOptions, mesh: Mesh | None = None) -> Augment:
@@ -186,7 +171,6 @@ def make_augment(options: AugmentOptions, mesh: Mesh | None = None) -> Augment:
         images = before(rng, index, images)
         targets = smooth_one_hot(labels, options.num_classes, options.label_smoothing)
         if options.mixup or options.cutmix:
-            pixels = options.erase_after_mixing  # not normalized yet
             images, targets = mix(
                 jax.random.fold_in(rng, MIXING),
                 images.astype(jnp.float32),
@@ -197,7 +181,8 @@ def make_augment(options: AugmentOptions, mesh: Mesh | None = None) -> Augment:
                 switch=options.mix_switch,
                 group=options.mix_group,
             )
-            images = jnp.round(images) if pixels else images  # to a uint8 value, as in timm
+            if options.erase_after_mixing:  # not normalized yet
+                images = jnp.round(images)  # to a uint8 value, as in timm
         return after(rng, index, images), targets
 
     return augment
