@@ -138,7 +138,5 @@ def bias_of_kernels(
         mixed = middle * weights + (1 - middle) / n
         enough = np.minimum(weights, mixed).sum(axis=1, keepdims=True) >= target_mass
         low, high = np.where(enough, low, middle), np.where(enough, middle, high)
-    # A window of one token has only one map, whatever its bias.
-    mixture = low if n > 1 else np.zeros_like(low)
-    bias = np.log1p(n * weights * mixture / (1 - mixture))
+    bias = np.log1p(n * weights * low / (1 - low))
     return bias[:, ::-1].astype(np.float32)  # the table runs over query minus key

@@ -12,10 +12,9 @@ def partition(x: Float[Array, "B rows cols D"], window: Sides) -> Float[Array, "
     """Splits a grid, zero-padded at its ends, into windows of n tokens."""
     batch, rows, cols, width = x.shape
     r, c = window
-    down, right = -rows % r, -cols % c
-    x = jnp.pad(x, ((0, 0), (0, down), (0, right), (0, 0)))
-    x = x.reshape(batch, (rows + down) // r, r, (cols + right) // c, c, width)
-    return x.swapaxes(2, 3).reshape(-1, r * c, width)
+    down, across = -(-rows // r), -(-cols // c)
+    x = jnp.pad(x, ((0, 0), (0, down * r - rows), (0, across * c - cols), (0, 0)))
+    return x.reshape(batch, down, r, across, c, width).swapaxes(2, 3).reshape(-1, r * c, width)
 
 
 def unpartition(
@@ -34,12 +33,11 @@ def shift_mask(grid: Sides, window: Sides, shift: Sides) -> Float[np.ndarray, "W
     The last windows hold tokens from both ends of the grid, which must not attend to each other:
     `MASKED` for such pairs, 0 for all others. As in timm, ends are those of the padded grid.
     """
-    regions = []
+    wrapped = []  # whether a row or column was moved from the first end to the last
     for side, size, move in zip(grid, window, shift, strict=True):
-        place = np.arange(side + -side % size)
-        last, wrapped = place >= len(place) - size, place >= len(place) - move
-        regions.append(last.astype(int) + wrapped if move else np.zeros_like(place))
-    labels = 3 * regions[0][:, None] + regions[1][None, :]
+        padded = side + -side % size
+        wrapped.append(np.arange(padded) >= padded - move)
+    labels = 2 * wrapped[0][:, None] + wrapped[1][None, :]
     r, c = window
     labels = labels.reshape(len(labels) // r, r, -1, c).swapaxes(1, 2).reshape(-1, r * c)
     apart = labels[:, :, None] != labels[:, None, :]
