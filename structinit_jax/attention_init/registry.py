@@ -20,6 +20,8 @@ from structinit_jax.attention_init.minimize import make_optimizer
 from structinit_jax.attention_init.pseudo_input import PSEUDO_INPUTS
 from structinit_jax.attention_init.report import warn_if_out_of_reach
 from structinit_jax.attention_init.sites import AttentionInit, Site, Weights
+from structinit_jax.attention_init.value_out import VO_INITS
+from structinit_jax.checks import is_count
 from structinit_jax.errors import InputError
 
 SCHEMES: dict[str, dict[type, Callable[..., Weights]]] = {}
@@ -27,17 +29,12 @@ SCHEMES: dict[str, dict[type, Callable[..., Weights]]] = {}
 
 
 def _is_number(x):
-    """Whether x is one finite real number; arrays without axes count."""
+    """Whether x is one finite real number."""
     return np.ndim(x) == 0 and _is_finite(np.asarray(x), "iuf")
 
 
-def _is_whole(x):
-    return np.ndim(x) == 0 and _is_finite(np.asarray(x), "iu")
-
-
-def _are_positive_and_whole(x):
-    array = np.asarray(x)
-    return _is_finite(array, "iu") and bool((array > 0).all())
+def _are_counts(x):
+    return all(map(is_count, np.ravel(x).tolist()))
 
 
 def _is_finite(array: np.ndarray, kinds: str) -> bool:
@@ -60,11 +57,10 @@ NEEDS = [
     ("a number between 0 and 1", lambda x: _is_number(x) and 0 < x < 1, "target_mass"),
     ("a number, 0 or more", lambda x: _is_number(x) and x >= 0, "mlp_scale"),
     ("a number", _is_number, "query_key_scale value_out_scale"),
-    ("a positive whole number", lambda x: _is_whole(x) and x > 0, "max_steps"),
-    ("a whole number", _is_whole, "taps num_filters"),
-    ("a positive whole number, or one per layer", _are_positive_and_whole, "dilation"),
+    ("a positive whole number", is_count, "max_steps taps num_filters"),
+    ("a positive whole number, or one per layer", _are_counts, "dilation"),
     (*_one_of(kernels.ORDERS), "offsets"),
-    (*_one_of(("balanced", "mimetic", "default")), "vo_init"),
+    (*_one_of(VO_INITS), "vo_init"),
     (*_one_of(PSEUDO_INPUTS), "first_input following_input"),
 ]
 # Options that have an effect only with some filters, and those filters.
