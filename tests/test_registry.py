@@ -133,6 +133,7 @@ def test_public_functions_show_the_options_that_they_take(name):
         ("impulse", {"filters": np.ones((0, 3, 3))}, r"filters has shape \(0, 3, 3\)"),
         ("impulse", {"filters": np.ones((1, 3, 3)), "sigma": 1.0}, "sigma=1.0 .*filters=an array"),
         ("impulse", {"filters": "box", "dilation": 2}, "dilation=2 has no effect .*'box'"),
+        ("impulse", {"filters": "box", "dilation": np.array([2, 1])}, "dilation=.* has no effect"),
         ("impulse", {"sigma": 1.0}, "sigma=1.0 has no effect with filters='impulse', only with ga"),
         ("impulse_2024", {"taps": "2"}, "taps='2': must be a positive whole number"),
         ("impulse_2024", {"first_input": "noise"}, "first_input='noise': must be one of positions"),

@@ -200,7 +200,8 @@ def _check_effects(options):
     filters = options.get("filters", "impulse")
     for option, fitting in EFFECTS.items():
         fits = isinstance(filters, str) and filters in fitting
-        if option in options and not fits and (option, options[option]) != ("dilation", 1):
+        is_neutral = option == "dilation" and np.all(np.equal(options.get(option), 1))
+        if option in options and not fits and not is_neutral:
             given = repr(filters) if isinstance(filters, str) else "an array"
             raise InputError(
                 f"{option}={options[option]!r} has no effect with filters={given}, only with "
