@@ -78,8 +78,8 @@ def check(
             f"params: {name} belongs to attention within windows, which `check` does not compute: "
             f"{MEASURE}, with the window as the grid"
         )
-    for found in find_sites(leaves, layout, grid, {}):
-        raise InputError(f"params: {found.name} belongs to a model without attention maps")
+    if sites := find_sites(leaves, layout, grid, buffers={}):
+        raise InputError(f"params: {sites[0].name} belongs to a model without attention maps")
     host = find_host(leaves, layout, num_heads)
     require_assumptions(host)
     norm = _rms_norm if may_be_rms_norm(host) else _layer_norm

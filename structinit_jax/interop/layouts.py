@@ -54,7 +54,7 @@ def join(*parts: str) -> str:
     return ".".join(part for part in parts if part)
 
 
-@dataclasses.dataclass(frozen=True, eq=False)
+@dataclasses.dataclass(frozen=True)
 class Layout:
     """Names of one project.
 

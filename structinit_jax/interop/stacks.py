@@ -47,8 +47,8 @@ def find_stack(leaves: Leaves, name: str | None) -> Stack:
     """Finds the attention layers of a model with a single grid of tokens.
 
     Raises:
-      InputError: As for `find_stacks`; or the model has several stacks, and not exactly one of them
-        sees images.
+      InputError: As for `find_stacks`; or a layer is incomplete; or the model has several stacks,
+        and not exactly one of them sees images.
     """
     stacks = find_stacks(leaves, name)
     if len(stacks) > 1:
@@ -75,16 +75,15 @@ def find_stacks(leaves: Leaves, name: str | None) -> list[Stack]:
       The stacks of the first layout that fits.
 
     Raises:
-      InputError: No layout fits, or a layer is incomplete.
+      InputError: The layout is unknown, or none fits.
     """
     if name is not None and name not in LAYOUTS:
         raise InputError(f"layout={name!r} is unknown: choose one of {', '.join(LAYOUTS)}")
     names = LAYOUTS if name is None else [name]
-    layouts = list(dict.fromkeys(layout for name in names for layout in LAYOUTS[name]))
-    for layout in layouts:
-        stacks = _stacks(leaves, layout)
-        if stacks:
-            return stacks
+    for n in names:
+        for layout in LAYOUTS[n]:
+            if stacks := _stacks(leaves, layout):
+                return stacks
     argument = "layout" if name is None else f"layout={name!r}"
     known = "; ".join(f"{n} ({LAYOUTS[n][0].example})" for n in names)
     similar = [n for n in leaves if re.search(r"att|qkv|query|q_proj|in_proj", n, re.IGNORECASE)]
@@ -95,8 +94,8 @@ def find_stacks(leaves: Leaves, name: str | None) -> list[Stack]:
     )
 
 
-def _abbreviate(names: list[str], most: int = 6) -> str:
-    return ", ".join([*names[:most], *(["…"] if len(names) > most else [])]) or "none"
+def _abbreviate(names: list[str]) -> str:
+    return ", ".join(names[:6] + ["…"] * (len(names) > 6)) or "none"
 
 
 def _stacks(leaves: Leaves, layout: Layout) -> list[Stack]:
