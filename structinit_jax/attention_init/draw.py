@@ -1,8 +1,10 @@
-"""Draws random arrays with programs that compile fast."""
+"""Draws random arrays with programs that compile fast, and timm's truncated normal."""
 
 import math
 from collections.abc import Callable
 
+import jax
+from jax.typing import DTypeLike
 from jaxtyping import Array, PRNGKeyArray
 
 
@@ -20,3 +22,10 @@ def draw_flat(
       shape: Shape of the result.
     """
     return draw(rng, (math.prod(shape),)).reshape(shape)
+
+
+def trunc_normal(
+    rng: PRNGKeyArray, shape: tuple[int, ...], dtype: DTypeLike = float, *, std: float
+) -> Array:
+    """Draws as timm's `trunc_normal_(std=std)`, which cuts at ±2, not at ±2 standard deviations."""
+    return std * jax.random.truncated_normal(rng, -2 / std, 2 / std, shape, dtype)

@@ -8,6 +8,7 @@ import numpy as np
 import optax
 from jaxtyping import Array, Float, PRNGKeyArray
 
+from structinit_jax.attention_init.draw import trunc_normal
 from structinit_jax.attention_init.kernels import (
     assign,
     check_kernel_size,
@@ -206,11 +207,10 @@ def impulse_2025(
 @functools.partial(jax.jit, static_argnames=("head_dim", "qk_scale"))
 def _solve_2025(rng, x, targets, filter_index, *, head_dim, qk_scale, norm):
     """Returns Q and K [L, D, h, d] and a report; each head's target is targets[filter_index]."""
-    std, cut = 0.6, 2 / 0.6  # truncated at ±2 in absolute terms, as timm does
     layers, heads = filter_index.shape
 
     def solve_head(rng, target):
-        noise = std * jax.random.truncated_normal(rng, -cut, cut, target.shape)
+        noise = trunc_normal(rng, target.shape, std=0.6)
         logits = 1000 * target + 3 * jnp.where(target == 0, noise, 0)
         query, key = (norm * factor for factor in factor_logits(x, logits, head_dim))
         maps = jax.nn.softmax(qk_scale * (x @ query) @ (x @ key).T, axis=-1)

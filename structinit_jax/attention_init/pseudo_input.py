@@ -5,6 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float, PRNGKeyArray
 
+from structinit_jax.attention_init.draw import trunc_normal
 from structinit_jax.errors import InputError
 
 PSEUDO_INPUTS = ("positions", "uniform", "gaussian", "positions+uniform", "positions+gaussian")
@@ -66,6 +67,5 @@ def draw_pseudo_input(
     if name.endswith("uniform"):
         noise = jax.random.uniform(rng, positions.shape, minval=-1.0, maxval=1.0)
     else:
-        std = 0.5**0.5
-        noise = std * jax.random.truncated_normal(rng, -2 / std, 2 / std, positions.shape)
+        noise = trunc_normal(rng, positions.shape, std=0.5**0.5)
     return noise + positions if name.startswith("positions+") else noise

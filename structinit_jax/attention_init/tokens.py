@@ -13,7 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import PRNGKeyArray
 
-from structinit_jax.attention_init.draw import draw_flat
+from structinit_jax.attention_init.draw import draw_flat, trunc_normal
 from structinit_jax.attention_init.kernels import (
     assign,
     growing_dilation,
@@ -75,13 +75,7 @@ def default(
     if site.base_init == "pytorch":
         weights = kaiming_uniform(rng, site)
     else:
-        std = 0.02
-        cut = 2 / std  # timm cuts at ±2 in absolute terms, that is, at 100 standard deviations
-
-        def draw(rng, shape):
-            return std * jax.random.truncated_normal(rng, -cut, cut, shape)
-
-        weights = _draw_all(rng, site, draw)
+        weights = _draw_all(rng, site, functools.partial(trunc_normal, std=0.02))
     return _scale(weights, position_scale, query_key_scale, value_out_scale)
 
 
