@@ -8,7 +8,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from structinit_jax.attention_init import AttentionInit, AttentionSite, AttentionWeights
+from structinit_jax.attention_init import (
+    AttentionInit,
+    AttentionSite,
+    AttentionWeights,
+    RotarySite,
+)
 from structinit_jax.attention_init.sites import call_scheme, check_scheme, check_shape
 from structinit_jax.errors import InputError
 from structinit_jax.interop.assumptions import require_assumptions, rotary_positions
@@ -17,7 +22,7 @@ from structinit_jax.interop.entries import check_array, like
 from structinit_jax.interop.host import Grid, Host, find_host
 from structinit_jax.interop.layouts import FIELDS, Leaves, flatten
 from structinit_jax.interop.other_sites import find_sites
-from structinit_jax.interop.rotations import HOW, read_rotations, rotary_site
+from structinit_jax.interop.rotations import HOW, read_rotations
 
 # Of PyTorch's default kernel, on white images of variance 1: its variance is 1 / (3 fan-in).
 PATCH_RMS = 3**-0.5
@@ -147,7 +152,7 @@ def _site(
 ) -> AttentionSite:
     require_assumptions(host)
     if rotations is not None:
-        return rotary_site(host, read_rotations(host, rotations, grid))
+        return RotarySite(**read_rotations(host, rotations, grid)._asdict(), **host.sizes())
     trainable = positions is None
     rotary = rotary_positions(host)
     if rotary is not None:

@@ -6,7 +6,6 @@ from typing import Any, NamedTuple
 import numpy as np
 from jaxtyping import Complex, Float
 
-from structinit_jax.attention_init import RotarySite
 from structinit_jax.errors import InputError
 from structinit_jax.interop.entries import check_array
 from structinit_jax.interop.host import Grid, Host, square
@@ -21,7 +20,7 @@ ROUNDING = 0.05
 
 
 class Rotations(NamedTuple):
-    """Rotations of queries and keys; `angles` and `pairs` as in `RotarySite`."""
+    """Rotations of queries and keys; the fields are those of a `RotarySite`."""
 
     grid: Grid
     angles: Float[np.ndarray, "L h N p"]
@@ -129,14 +128,4 @@ def _is_even(turns: Complex[np.ndarray, "L h N p"], grid: Grid) -> bool:
     down = turns[..., 1:, :, :] * turns[..., :-1, :, :].conj()
     return all(
         np.allclose(steps, steps[..., :1, :1, :], rtol=0, atol=ROUNDING) for steps in (right, down)
-    )
-
-
-def rotary_site(host: Host, rotations: Rotations) -> RotarySite:
-    """Describes attention layers with rotary positions for a scheme."""
-    return RotarySite(
-        grid=rotations.grid,
-        **host.sizes(),
-        angles=rotations.angles,
-        pairs=rotations.pairs,
     )
