@@ -136,15 +136,11 @@ class VisionTransformer(Model):
 
         options = dict(dtype=self.dtype, rngs=rngs)
         self.patch_embedding = layers.PatchEmbedding(patch_size, channels, width, **options)
-        tiny = 1e-6 if base_init == "timm" else 0.0
+        init = nnx.initializers.normal(1e-6 if base_init == "timm" else 0.0, jnp.float32)
         if pool == "class_token":
-            self.class_token = nnx.Param(
-                tiny * jax.random.normal(rngs.params(), (width,), jnp.float32)
-            )
+            self.class_token = nnx.Param(init(rngs.params(), (width,)))
         if num_registers:
-            shape = (num_registers, width)
-            registers = jax.random.normal(rngs.params(), shape, jnp.float32)
-            self.registers = nnx.Param(tiny * registers)
+            self.registers = nnx.Param(init(rngs.params(), (num_registers, width)))
         if positions == "learned":
             shape = (self.num_prefix + self.grid[0] * self.grid[1], width)
             self.positions = nnx.Param(layers.truncated_normal(rngs.params(), shape))
@@ -176,22 +172,15 @@ class VisionTransformer(Model):
 
     def sites(self) -> dict[str, AttentionSite]:
         """See `Model.sites`."""
-        sizes, trainable = self.blocks.sizes(), self.positions is not None
+        options = dict(grid=self.grid, base_init=self.base_init, **self.blocks.sizes())
         if self.rotary:
-            angles = rotary_angles(self.grid, sizes["head_dim"])
-            site = RotarySite(grid=self.grid, angles=angles, base_init=self.base_init, **sizes)
-            return {"blocks": site}
-        if trainable:
-            positions = self.positions[...][self.num_prefix :]
-        else:
-            positions = sincos_positions(self.grid, sizes["width"])
-        site = AttentionSite(
-            grid=self.grid,
-            positions=positions,
-            positions_trainable=trainable,
-            base_init=self.base_init,
-            **sizes,
-        )
+            angles = rotary_angles(self.grid, options["head_dim"])
+            return {"blocks": RotarySite(angles=angles, **options)}
+        if self.positions is None:
+            positions = sincos_positions(self.grid, options["width"])
+            return {"blocks": AttentionSite(positions=positions, **options)}
+        positions = self.positions[...][self.num_prefix :]
+        site = AttentionSite(positions=positions, positions_trainable=True, **options)
         return {"blocks": site}
 
     def __call__(
