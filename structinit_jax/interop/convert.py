@@ -92,18 +92,16 @@ def vit(model: VisionTransformer) -> Iterator[Entry]:
         yield same("cls_token", "class_token", lead=2)
     if model.num_registers:
         yield same("reg_token", "registers", lead=1)
-    if model.rotary:
-        pass  # functions of the sizes, which timm does not save
-    elif model.positions is None:
-        yield _fixed_positions(model)
-    else:
+    if model.positions is not None:
         yield same("pos_embed", "positions", lead=1)
-    for i in range(_depth(model.blocks)):
+    elif not model.rotary:  # timm does not save rotations
+        yield _fixed_positions(model)
+    for i in range(model.depth):
         yield from _block(f"blocks.{i}", "blocks", i)
         if model.blocks.attention.query_norm is not None:
             yield from norm(f"blocks.{i}.attn.q_norm", "blocks/attention/query_norm", i)
             yield from norm(f"blocks.{i}.attn.k_norm", "blocks/attention/key_norm", i)
-        if model.blocks.layer_scale:
+        if model.blocks.scale1 is not None:
             scales = ("gamma_1", "gamma_2") if model.rotary else ("ls1.gamma", "ls2.gamma")
             yield same(f"blocks.{i}.{scales[0]}", "blocks/scale1", i)
             yield same(f"blocks.{i}.{scales[1]}", "blocks/scale2", i)
@@ -160,7 +158,7 @@ def swin(model: SwinTransformer) -> Iterator[Entry]:
 def mixer(model: MlpMixer) -> Iterator[Entry]:
     """Maps timm's `MlpMixer`."""
     yield from conv("stem.proj", "patch_embedding")
-    for i in range(_depth(model.blocks)):
+    for i in range(model.depth):
         yield from norm(f"blocks.{i}.norm1", "blocks/norm1", i)
         yield from linear(f"blocks.{i}.mlp_tokens.fc1", "blocks/token_mlp/fc1", layer=i)
         yield from linear(f"blocks.{i}.mlp_tokens.fc2", "blocks/token_mlp/fc2", layer=i)
@@ -175,7 +173,7 @@ def convmixer(model: ConvMixer) -> Iterator[Entry]:
     """Maps timm's `ConvMixer`."""
     yield from conv("stem.0", "patch_embedding")
     yield from _batch_norm("stem.2", "stem_norm")
-    for i in range(_depth(model.blocks)):
+    for i in range(model.depth):
         yield from conv(f"blocks.{i}.0.fn.0", "blocks/spatial", i)
         yield from _batch_norm(f"blocks.{i}.0.fn.2", "blocks/norm1", i)
         yield from conv(f"blocks.{i}.1", "blocks/channel", i)
@@ -199,11 +197,6 @@ def _batch_norm(name: str, path: str, layer: int | None = None) -> Iterator[Entr
     # PyTorch uses the number of batches only with momentum=None, which timm does not set.
     count = np.zeros((), np.int64)
     yield Entry(f"{name}.num_batches_tracked", (), lambda: count, lambda tensor, shapes: [])
-
-
-def _depth(blocks: nnx.Module) -> int:
-    """Number of layers in a stack."""
-    return blocks.norm1.scale.shape[0]
 
 
 def _arrays_by_path(model: nnx.Module) -> dict[str, Any]:

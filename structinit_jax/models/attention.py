@@ -248,7 +248,6 @@ class Block(PreNormBlock):
             self.relative_position_bias = nnx.Param(table)
         self.norm2 = layer_norm(width, epsilon=epsilon, **options)
         self.mlp = Mlp(width, int(width * mlp_ratio), dropout=dropout, init=init, **options)
-        self.layer_scale = layer_scale
         if layer_scale:
             self.scale1 = nnx.Param(jnp.full((width,), layer_scale))
             self.scale2 = nnx.Param(jnp.full((width,), layer_scale))
