@@ -153,7 +153,7 @@ def test_angles_may_be_traced():
     ("changes", "message"),
     [
         (dict(angles=np.zeros((1, 1, 36, 8))), r"angles has shape \(1, 1, 36, 8\).*class"),
-        (dict(angles=np.zeros((2, 1, 35, 8))), r"layers or 1.*\(4, 3, 35, 8"),
+        (dict(angles=np.zeros((2, 1, 35, 8))), r"layers = 4 or 1, .*tokens = 35, head_dim / 2 = 8"),
         (dict(pairs="half"), "pairs='half': choose 'interleaved' or 'halves'"),
     ],
 )

@@ -38,6 +38,7 @@ def minimize(
     loss: Callable[[Any], Float[Array, ""]],
     factors: Any,
     transform: optax.GradientTransformationExtraArgs,
+    *,
     line_search: bool,
     max_steps: int,
 ) -> tuple[Any, Int[Array, ""]]:

@@ -109,17 +109,17 @@ def impulse(
         site, filters=filters, kernel_size=kernel_size, dilation=dilation, sigma=sigma
     )
     order_rng, place_rng = jax.random.split(rng)
-    heads = (site.num_layers, site.num_heads)
-    filter_index = assign(order_rng, heads, ranges, order=offsets, same_layers=same_layers)
+    shape = (site.num_layers, site.num_heads)
+    filter_index = assign(order_rng, shape, ranges, order=offsets, same_layers=same_layers)
     angles, targets = jnp.asarray(site.angles, jnp.float32), jnp.asarray(targets)
     if angles.shape[:2] == (1, 1):  # one solve for each filter serves all heads
         bank, report = solve_coefficients(angles[0], targets, target_mass)
         coefficients = bank[filter_index]
     else:
-        tables = jnp.broadcast_to(angles, (*heads, *angles.shape[2:]))
+        tables = jnp.broadcast_to(angles, (*shape, *angles.shape[2:]))
         tables = tables.reshape(-1, *angles.shape[2:])
         found, report = solve_coefficients(tables, targets[filter_index.ravel()], target_mass)
-        coefficients = found.reshape(*heads, *found.shape[1:])
+        coefficients = found.reshape(*shape, *found.shape[1:])
     weights = _place(
         place_rng,
         coefficients,
@@ -132,9 +132,8 @@ def impulse(
     # The norm of what reads the common vector: each column of Q is that vector times q_i / D.
     size = jnp.mean(jnp.linalg.norm(coefficients, axis=2))
     norm = jnp.sqrt(size / (2 * site.qk_scale * site.width))
-    report = report._replace(norm=norm)
     return weights._replace(
-        report=report,
+        report=report._replace(norm=norm),
         filter_index=filter_index,
         targets=targets,
         patch_scale=unless_one(patch_scale),
@@ -213,7 +212,7 @@ def solve_coefficients(
                 log_maps = jax.nn.log_softmax(logits(factor, norm, rows), axis=-1)
                 return -jnp.sum(some * log_maps) / len(rows)
 
-            return minimize(loss, factor, transform, True, MAX_STEPS)
+            return minimize(loss, factor, transform, line_search=True, max_steps=MAX_STEPS)
 
         def fit_norm(factor, norm):
             def mass_at(norm):
@@ -254,5 +253,5 @@ def _loss_rows(target: Float[Array, "N N"]) -> Int[Array, " n"]:
         return jnp.arange(num_tokens)
     has_target = target.max(axis=-1) > 0
     first = jnp.argsort(~has_target, stable=True)  # those with a target come first
-    last = jnp.maximum(has_target.sum(dtype=jnp.float32) - 1, 0)
+    last = has_target.sum(dtype=jnp.float32) - 1
     return first[jnp.round(jnp.linspace(0, last, MAX_ROWS)).astype(jnp.int32)]

@@ -162,13 +162,13 @@ class RotarySite(AttentionSite):
             raise InputError(f"RotarySite.pairs={self.pairs!r}: choose 'interleaved' or 'halves'")
         if self.angles is None:
             return
-        expected = (self.num_layers, self.num_heads, self.num_tokens, self.head_dim / 2)
-        shape = np.shape(self.angles)
-        allowed = [{1, expected[0]}, {1, expected[1]}, {expected[2]}, {expected[3]}]
+        shape, layers, heads = np.shape(self.angles), self.num_layers, self.num_heads
+        allowed = (1, layers), (1, heads), (self.num_tokens,), (self.head_dim / 2,)
         if len(shape) != 4 or any(n not in ns for n, ns in zip(shape, allowed, strict=True)):
             raise InputError(
-                f"RotarySite.angles has shape {shape}, but needs [layers or 1, heads or 1, tokens, "
-                f"head_dim / 2] of {expected}: leave out class and register tokens"
+                f"RotarySite.angles has shape {shape}, but needs [layers = {layers} or 1, heads = "
+                f"{heads} or 1, tokens = {self.num_tokens}, head_dim / 2 = {self.head_dim / 2:g}]: "
+                "leave out class and register tokens"
             )
 
 

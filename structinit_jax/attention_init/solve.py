@@ -180,7 +180,8 @@ def solve_bank(
 
         # At unit norm, so that step sizes mean the same at any norm of the weights.
         factors = tuple(at_norm(factor, jnp.ones_like(norm)) for factor in factors)
-        return minimize(loss, factors, transform, optimizer == "lbfgs", max_steps)
+        line_search = optimizer == "lbfgs"
+        return minimize(loss, factors, transform, line_search=line_search, max_steps=max_steps)
 
     def improve(_, carry):
         factors, norm, steps = carry
