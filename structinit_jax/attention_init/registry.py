@@ -86,7 +86,7 @@ def by_name(name: str, **options) -> AttentionInit:
     Args:
       name: Name of a scheme, or 'module:function' for your own function, which is called with the
         options and returns the initializer `(rng, site) -> weights`.
-      **options: Options of the scheme. None stands for the default.
+      **options: Options of the scheme. None stands for the default, but is passed to your function.
 
     Raises:
       InputError: There is no such scheme, or it does not take an option or its value. The returned

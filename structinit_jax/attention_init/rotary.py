@@ -94,6 +94,8 @@ def impulse(
     the model's `base_init`. The sizes of the coefficients are solved for: the maps closest to the
     targets at the lowest norm are also those that content disturbs least. The phases of k are
     random and independent for each head.
+
+    For the options see `impulse` for an `AttentionSite`.
     """
     if site.angles is None:
         raise InputError(

@@ -173,7 +173,8 @@ def impulse(
         mixing). 'even' uses all equally often, as far as the heads of all layers allow; 'random'
         draws each head's independently (2024 paper); 'center_first' goes outwards by head number,
         the same in every layer (2025 paper).
-      same_layers: Whether all layers get equal weights.
+      same_layers: Whether layers of equal kernel size and dilation get equal query and key weights
+        (and biases of windows), or equal convolutions or token mixing. V and projection differ.
       target_mass: Attention mass wanted on target, between 0 and 1; 0.5 by default. Only for
         attention. It fixes how sharp the maps are at any width and number of heads and on any grid.
       norm: Instead of a target mass, the root mean square norm of the columns of Q and K. That of Q

@@ -60,6 +60,8 @@ def impulse(
 
     Kernels without an offset inside the window are not assigned to heads. The report describes the
     bias maps of all others; its norm is that of the drawn query and key.
+
+    For the options see `impulse` for an `AttentionSite`.
     """
     kernels, ranges = target_kernels(
         site, filters=filters, kernel_size=kernel_size, dilation=dilation, sigma=sigma

@@ -197,7 +197,8 @@ def run_stack(
       x: Input of the first block.
       drop_path_rates: One for each block; blocks get None if all are zero.
       rng: Split among the blocks; None in evaluation.
-      unroll: Steps of the scan to unroll; 0 unrolls all: slower to compile, and on CPUs.
+      unroll: Steps of the scan to unroll; 0 unrolls all, which is slower to compile and, on
+        CPUs, to run.
       remat: What a step keeps for the gradient: 'none' keeps what is costly to compute (products,
         and arrays named `layers.RESIDUAL`), 'dots' the outputs of its linear layers, 'full' only
         its input. The rest is recomputed, which saves memory. 'auto' is 'none' here; the trainer
