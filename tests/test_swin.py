@@ -7,8 +7,10 @@ import pytest
 import references
 from flax import nnx, traverse_util
 
+from structinit_jax.attention_init.kernels import relative_index
 from structinit_jax.errors import InputError
 from structinit_jax.interop import from_timm, to_timm
+from structinit_jax.models.shifted_windows import spread_bias
 from structinit_jax.models.swin import SwinTransformer
 from structinit_jax.training.state import count_parameters, split_model
 
@@ -162,3 +164,15 @@ def test_images_of_another_size_are_refused():
 def test_names_of_weights_are_strings():
     _, params, _ = split_model(loaded("shifted"))
     assert "stage2/merging/reduction/kernel" in traverse_util.flatten_dict(params, sep="/")
+
+
+def test_the_position_bias_is_read_without_a_scatter_in_the_gradient():
+    window, table = (2, 3), jax.random.normal(jax.random.key(0), (15, 4))
+    expected = np.moveaxis(np.asarray(table)[relative_index(window)], -1, 0)
+    np.testing.assert_array_equal(spread_bias(table, window), expected)
+    graphdef, params, _ = split_model(make("shifted"))
+
+    def loss(params):
+        return nnx.merge(graphdef, params)(jnp.ones((1, 32, 32, 2)))[0].sum()
+
+    assert "scatter" not in str(jax.make_jaxpr(jax.grad(loss))(params))

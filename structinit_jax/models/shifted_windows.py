@@ -1,4 +1,4 @@
-"""Splits a grid of tokens into windows, as in Swin, and masks cyclically shifted windows."""
+"""Splits a grid into windows, as in Swin, spreads position biases and masks shifted windows."""
 
 import jax.numpy as jnp
 import numpy as np
@@ -42,3 +42,20 @@ def shift_mask(grid: Sides, window: Sides, shift: Sides) -> Float[np.ndarray, "W
     labels = labels.reshape(len(labels) // r, r, -1, c).swapaxes(1, 2).reshape(-1, r * c)
     apart = labels[:, :, None] != labels[:, None, :]
     return np.where(apart, np.float32(MASKED), np.float32(0))
+
+
+def spread_bias(table: Float[Array, "R h"], window: Sides) -> Float[Array, "h n n"]:
+    """Returns `table[relative_index(window)]`, the bias of each query and key, heads first.
+
+    By slices, since the gradient of indexing is a scatter, which adds in no fixed order on GPUs.
+    """
+    rows, cols = window
+    x = table.reshape(2 * rows - 1, 2 * cols - 1, -1)
+    x = jnp.moveaxis(_spread(x, rows), 2, 0)  # [columns apart, query's row, key's row, h]
+    x = _spread(x, cols).transpose(4, 2, 0, 3, 1)
+    return x.reshape(-1, rows * cols, rows * cols)
+
+
+def _spread(x, size):
+    """Returns an array whose entry [query, key] is x[query - key + size - 1]."""
+    return jnp.stack([x[query : query + size][::-1] for query in range(size)])

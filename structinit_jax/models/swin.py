@@ -11,14 +11,19 @@ from flax import nnx
 from jaxtyping import Array, Float
 
 from structinit_jax.attention_init import AttentionInit, AttentionWeights, WindowSite
-from structinit_jax.attention_init.kernels import relative_index
 from structinit_jax.errors import InputError
 from structinit_jax.models import layers
 from structinit_jax.models.attention import Block
 from structinit_jax.models.fields import check_fields
 from structinit_jax.models.layers import Rng
 from structinit_jax.models.model import Model, image_sides, make_stack, run_stack
-from structinit_jax.models.shifted_windows import Sides, partition, shift_mask, unpartition
+from structinit_jax.models.shifted_windows import (
+    Sides,
+    partition,
+    shift_mask,
+    spread_bias,
+    unpartition,
+)
 
 EPSILON = 1e-5  # of every LayerNorm
 UNSHIFTED = (0, 0)
@@ -273,8 +278,7 @@ class SwinBlock(Block):
 
     def _bias(self, grid, shift, batch):
         """[1, h, n, n], or with the mask of a shift [B W, h, n, n]."""
-        table = self.relative_position_bias[...]
-        bias = jnp.moveaxis(table[relative_index(self.window)], -1, 0)[None]
+        bias = spread_bias(self.relative_position_bias[...], self.window)[None]
         if shift == UNSHIFTED:
             return bias
         bias = bias + jnp.asarray(shift_mask(grid, self.window, shift))[:, None]
