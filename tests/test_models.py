@@ -15,7 +15,7 @@ from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
 from structinit_jax import attention_init
 from structinit_jax.errors import InputError
-from structinit_jax.models import layers
+from structinit_jax.models import layers, sharding
 from structinit_jax.models import model as model_lib
 from structinit_jax.models.model import Model
 from structinit_jax.models.registry import FAMILIES, VARIANTS, create_model, default_config
@@ -246,6 +246,39 @@ def test_a_scan_in_one_step_recomputes_too():
     # XLA could merge the copies of an unrolled loop.
     assert "prevent_cse=False" in gradient_program(1)
     assert "prevent_cse=False" not in gradient_program(100)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_models_have_second_derivatives_also_with_split_weights(family):
+    graphdef, params, state = split_model(make(family))
+    mesh = Mesh(np.asarray(jax.devices()[:2]), (sharding.AXIS,))
+
+    def loss(params):
+        with jax.sharding.use_abstract_mesh(mesh.abstract_mesh):
+            return nnx.merge(graphdef, params, state)(IMAGES, rng=jax.random.key(0))[0].var()
+
+    def products(params):
+        gradient = jax.grad(loss)
+        forward_over_reverse = jax.jvp(gradient, (params,), (params,))[1]
+        return forward_over_reverse, jax.vjp(gradient, params)[1](params)[0]
+
+    # Only lowering notices a derivative that does not exist.
+    products = jax.jit(products).lower(params).out_info
+    assert {jax.tree.structure(product) for product in products} == {jax.tree.structure(params)}
+
+
+def test_reverse_mode_twice_is_forward_mode():
+    graphdef, params, state = split_model(make("mixer"))  # which has both
+
+    def logits(params):
+        return nnx.merge(graphdef, params, state)(IMAGES)[0]
+
+    def both(params):
+        y, pull = jax.vjp(logits, params)
+        twice = jax.vjp(pull, jnp.zeros_like(y))[1]((params,))[0]
+        return twice, jax.jvp(logits, (params,), (params,))[1]
+
+    np.testing.assert_allclose(*jax.jit(both)(params), atol=1e-5)
 
 
 def test_models_run_on_a_mesh_of_the_users_own():

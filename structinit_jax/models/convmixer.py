@@ -215,11 +215,16 @@ def convolve_depthwise(
     than ten times as fast. The derivative is defined here because that of `platform_dependent`
     would save what both branches need.
     """
+    return _convolve_by_platform(x, kernel)
+
+
+def _convolve_by_platform(x, kernel):
     return jax.lax.platform_dependent(x, kernel, cpu=_add_shifted, default=_convolve)
 
 
 def _convolve_forward(x, kernel):
-    return convolve_depthwise(x, kernel), (x, kernel)
+    # Not `convolve_depthwise`, since second derivatives differentiate this function too.
+    return _convolve_by_platform(x, kernel), (x, kernel)
 
 
 def _convolve_backward(inputs, gradient):

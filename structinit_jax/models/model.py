@@ -51,6 +51,11 @@ class Model(nnx.Module):
 
     A family defines `default_config`, `sites` and `__call__`.
 
+    Logits have derivatives of any order by `jax.grad`, `jax.vjp` and forward over reverse, such as
+    `jax.jvp(jax.grad(loss), ...)` and `jax.hessian`. Only `jax.jvp` and `jax.linearize` of a model
+    itself fail, except for MLP-Mixer, because of `jax.custom_vjp`. Reverse mode twice replaces
+    them: `y, pull = jax.vjp(f, x)`, then `jax.vjp(pull, jnp.zeros_like(y))[1]((tangent,))[0]`.
+
     Args:
       image_size: Side of the input in pixels, or (height, width).
       channels: Input channels.

@@ -1,6 +1,5 @@
 """Splits weights over devices and gathers them where they are used (FSDP)."""
 
-import functools
 import math
 from typing import Any
 
@@ -41,15 +40,15 @@ def gather(block: Any) -> Any:
     return jax.tree.map(gather_weight, block)
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(1,))
-def _gather_weight(weight, split):
+def _gather_split(weight, split):
     # Pinned first, since XLA would else keep the full copy for the gradient.
     weight = jax.lax.with_sharding_constraint(weight, split)
     return jax.lax.with_sharding_constraint(weight, NamedSharding(split.mesh, PartitionSpec()))
 
 
 def _gather_weight_forward(weight, split):
-    return _gather_weight(weight, split), None
+    # Not `_gather_weight`, since second derivatives differentiate this function too.
+    return _gather_split(weight, split), None
 
 
 def _gather_weight_backward(split, _, gradient):
@@ -57,4 +56,5 @@ def _gather_weight_backward(split, _, gradient):
     return (jax.lax.with_sharding_constraint(gradient, split),)
 
 
+_gather_weight = jax.custom_vjp(_gather_split, nondiff_argnums=(1,))
 _gather_weight.defvjp(_gather_weight_forward, _gather_weight_backward)
