@@ -11,6 +11,7 @@ import numpy as np
 import optax
 import pytest
 from flax import nnx
+from jax import export
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
 from structinit_jax import attention_init
@@ -279,6 +280,14 @@ def test_reverse_mode_twice_is_forward_mode():
         return twice, jax.jvp(logits, (params,), (params,))[1]
 
     np.testing.assert_allclose(*jax.jit(both)(params), atol=1e-5)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_models_are_exported_for_every_batch_size(family):
+    model = make(family)
+    images = jax.ShapeDtypeStruct(export.symbolic_shape("b, 8, 8, 1"), jnp.float32)
+    exported = export.export(jax.jit(lambda images: model(images)[0]))(images)
+    assert str(exported.out_avals[0].shape) == "(b, 4)"
 
 
 def test_models_run_on_a_mesh_of_the_users_own():

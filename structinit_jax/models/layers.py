@@ -93,7 +93,7 @@ def drop_path(x: Float[Array, "B *rest"], rate: Float[Array, ""] | None, rng: Rn
 
     Identity without `rate` or `rng`.
     """
-    return x if rate is None else _drop(x, rate, rng, (len(x),) + (1,) * (x.ndim - 1))
+    return x if rate is None else _drop(x, rate, rng, (x.shape[0],) + (1,) * (x.ndim - 1))
 
 
 def _drop(x, rate, rng, mask_shape):
@@ -156,7 +156,7 @@ class PatchEmbedding(nnx.Module):
                 f"images have {tokens.shape[1]}x{tokens.shape[2]} patches, but the model was built "
                 f"for {grid[0]}x{grid[1]}, which config.data.image_size determines"
             )
-        return tokens.reshape(len(tokens), -1, tokens.shape[-1])
+        return tokens.reshape(tokens.shape[0], -1, tokens.shape[-1])
 
 
 class Mlp(nnx.Module):

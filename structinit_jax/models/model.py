@@ -55,6 +55,7 @@ class Model(nnx.Module):
     `jax.jvp(jax.grad(loss), ...)` and `jax.hessian`. Only `jax.jvp` and `jax.linearize` of a model
     itself fail, except for MLP-Mixer, because of `jax.custom_vjp`. Reverse mode twice replaces
     them: `y, pull = jax.vjp(f, x)`, then `jax.vjp(pull, jnp.zeros_like(y))[1]((tangent,))[0]`.
+    `jax.export` also takes images whose number is symbolic.
 
     Args:
       image_size: Side of the input in pixels, or (height, width).
