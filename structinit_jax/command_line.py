@@ -20,6 +20,7 @@ from typing import Any, TextIO
 
 import jax
 from absl import app, flags, logging
+from flax.traverse_util import flatten_dict
 from ml_collections import ConfigDict
 
 from structinit_jax import config as config_lib
@@ -45,7 +46,12 @@ STEP = flags.DEFINE_string(
     "Checkpoint: its step, 'newest' (default) or 'best'. For data.show: a training step, "
     "from 1 (default).",
 )
-OUT = flags.DEFINE_string("out", None, "File or directory to write.")
+OUT = flags.DEFINE_string(
+    "out",
+    None,
+    "File or directory to write: by default analysis, model.safetensors (export) or batch.png "
+    "(data.show).",
+)
 SHARED = ("workdir", "step", "out")
 INTERRUPTED_EXIT_CODE = 130  # of a program that Ctrl-C ended, as shells report it
 
@@ -220,6 +226,10 @@ def _parse_flags(argv: list[str]) -> list[tuple[str, str]]:
         remaining = flags.FLAGS(words)
     except SystemExit as error:  # absl has printed the help, and ends with status 1
         raise SystemExit(0) from error
+    except flags.UnrecognizedFlagError as error:
+        near = _find_fields(config_lib.base_config(), error.flagname)
+        hint = f": did you mean {_list_flags('config', near)}?" if near else ""
+        raise InputError(f"{error}{hint}") from error
     except flags.Error as error:
         raise InputError(str(error)) from error
     if flags.FLAGS["verbosity"].using_default_value:
@@ -272,6 +282,8 @@ def override(config: ConfigDict, path: str, text: str, flag: str = "config") -> 
         if name not in fields:
             near = difflib.get_close_matches(name, fields, n=1)
             hint = f"did you mean {near[0]!r}? " if near else ""
+            if elsewhere := _find_fields(config, path.split(".")[-1]):
+                hint = f"did you mean {_list_flags(flag, elsewhere)}? "
             raise InputError(
                 f"--{flag}.{path}: {place} has no field {name!r}; {hint}it has "
                 f"{', '.join(fields) or 'no fields'}"
@@ -285,6 +297,16 @@ def override(config: ConfigDict, path: str, text: str, flag: str = "config") -> 
         raise InputError(f"--{flag}.{path}={text} must be {need}") from error
     if path == "attention_init.name":
         _drop_foreign_options(config)
+
+
+def _find_fields(config, name):
+    """Returns the paths of the fields that have this name, in any section."""
+    paths = flatten_dict(config.to_dict(), sep=".")
+    return sorted(path for path in paths if path.split(".")[-1] == name)
+
+
+def _list_flags(flag, paths):
+    return " or ".join(f"--{flag}.{path}" for path in paths)
 
 
 def check_schemes(schemes: Sequence[str]) -> None:

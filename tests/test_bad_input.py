@@ -199,7 +199,13 @@ FIELDS = [
 
 # Arguments after a good --config and --workdir (None: without these), and what stderr must contain.
 COMMANDS = [
-    (["--config.modle.width=5"], "did you mean 'model'"),
+    (["--config.modle.widht=5"], "did you mean 'model'"),
+    (["--config.modle.width=5"], "did you mean --config.model.width"),
+    (["--config.image_size=5"], "no field 'image_size'; did you mean --config.data.image_size"),
+    (
+        ["--config.name=swin"],
+        "did you mean --config.attention_init.name or --config.data.name or --config.model.name",
+    ),
     (["--config.model.widht=5"], "did you mean 'width'"),
     (["--config.attention_init.kernel=5"], "did you mean 'kernel_size'"),
     (["--config.attention_init=None"], "attention_init=None must be a dict"),
@@ -223,6 +229,7 @@ COMMANDS = [
     (["--config.model.name=swin"], "config.model lacks depths, .*unknown fields depth, "),
     # Flags.
     (["--wrokdir=x"], "wrokdir.*workdir"),
+    (["--learning_rate=1"], "'learning_rate': did you mean --config.learning_rate"),
     (["-x"], "'x'"),
     (["train"], "unrecognized argument 'train'"),
     (["workdir=x"], "unrecognized argument 'workdir=x'"),
