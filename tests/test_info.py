@@ -52,6 +52,13 @@ def test_bad_split_names_field_and_splits(spec, reason):
     assert message.startswith(f"config.data.eval_split={spec!r}: ")
     assert reason in message
     assert "splits of toy are 'train' (50), 'test' (9)" in message
+    assert message.endswith("'train', 'train[:100]', 'train[:90%]', 'train[90%:]', 'train+test'.")
+
+
+def test_examples_of_splits_exist():
+    info = DatasetInfo(2, (None, None, 3), {"val": 9})
+    with pytest.raises(InputError, match=r"Examples: 'val', .*, 'val\[90%:\]'\.$"):
+        parse_split("folder", "test", info, "data.eval_split")
 
 
 def test_catalog_agrees_with_the_stock_builders(tmp_path):

@@ -76,9 +76,12 @@ def parse_split(name: str, spec: str, info: DatasetInfo, field: str) -> list[tup
 
     def problem(reason):
         splits = ", ".join(f"{split!r} ({n:,})" for split, n in info.num_examples.items())
+        first = next(iter(info.num_examples), "train")
+        examples = [first, f"{first}[:100]", f"{first}[:90%]", f"{first}[90%:]"]
+        examples += [f"{first}+{other}" for other in list(info.num_examples)[1:2]]
         return InputError(
-            f"config.{field}={spec!r}: {reason}. The splits of {name} are {splits}. Examples:"
-            " 'train', 'train[:2000]', 'train[10%:]', 'train+test'."
+            f"config.{field}={spec!r}: {reason}. The splits of {name} are {splits}. Examples: "
+            f"{', '.join(map(repr, examples))}."
         )
 
     # The number of shards depends on who prepared the set, so a slice in shards is not portable.
