@@ -84,6 +84,7 @@ def test_a_file_that_does_not_fit_is_refused(tiny_config, teacher, tmp_path):
     check(tmp_path / "nothing.safetensors", r"config\.start_from=.*nothing\.safetensors' cannot be")
     (tmp_path / "text").write_text("not weights")
     check(tmp_path / "text", "must be a safetensors file")
+    check(tmp_path, r"start_from=.* is a folder: name the model\.safetensors in it")
     tiny_config.model.depth = 4
     model = abstract_model(tiny_config, make_mesh())
     check(teacher[1], r"does not fit the model: .*blocks\.3\.")

@@ -218,6 +218,11 @@ def _initialize_attention(config, graphdef, params, model_state, rng):
 def _select_from_file(config: ConfigDict, model: AbstractModel, rng) -> tuple[dict, dict]:
     """Selects all weights but the head, which is drawn, from `config.start_from`."""
     path = config.start_from
+    if Path(path).expanduser().is_dir():
+        raise InputError(
+            f"config.start_from={path!r} is a folder: name the model.safetensors in it, which "
+            "python -m structinit_jax.export writes for a run"
+        )
     try:
         teacher = load_file(Path(path).expanduser())
     except (OSError, SafetensorError) as error:
