@@ -97,9 +97,26 @@ def run(
     except StoppedError as error:
         print(error, file=sys.stderr)
         sys.exit(error.exit_code)
+    except (AssertionError, RuntimeError):
+        _check_platforms()
+        raise
     except KeyboardInterrupt:  # before the loop of training, which ends with a checkpoint
         print("interrupted", file=sys.stderr)
         sys.exit(INTERRUPTED_EXIT_CODE)
+
+
+def _check_platforms():
+    """Exits with a message if JAX_PLATFORMS names devices that JAX cannot use."""
+    if not (platforms := jax.config.jax_platforms):
+        return
+    try:
+        jax.devices()
+    except (AssertionError, RuntimeError) as error:  # JAX has no text for a missing plugin of CUDA
+        sys.exit(
+            f"error: JAX_PLATFORMS={platforms}: JAX cannot use these devices"
+            f"{f' ({error})' if str(error) else ''}. Install the package for them, such as "
+            "'.[train,cuda12]', or unset JAX_PLATFORMS to train on those that JAX finds."
+        )
 
 
 class _Output:

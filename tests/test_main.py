@@ -118,6 +118,20 @@ def test_output_that_cannot_be_written_is_dropped():
             output.close()
 
 
+def test_devices_that_jax_cannot_use_are_named(tmp_path, data_dir):
+    (tmp_path / "command.py").write_text(
+        "import jax, runpy\n"
+        "jax.config.update('jax_platforms', 'cuda')  # JAX has read JAX_PLATFORMS\n"
+        "runpy.run_module('structinit_jax.main', run_name='__main__', alter_sys=True)\n"
+    )
+    arguments = [*TINY, f"--workdir={tmp_path}/run", f"--config.data.data_dir={data_dir}"]
+    module = str(tmp_path / "command.py")
+    result = fork_main.run(*arguments, module=module, CUDA_VISIBLE_DEVICES="")
+    assert result.returncode == 1
+    assert "error: JAX_PLATFORMS=cuda: JAX cannot use these devices" in result.stderr
+    assert "Traceback" not in result.stderr
+
+
 def test_ctrl_c_before_the_loop_prints_no_traceback(monkeypatch, tmp_path):
     def interrupted(*_, **__):
         raise KeyboardInterrupt
