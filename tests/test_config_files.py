@@ -139,6 +139,16 @@ def test_a_file_is_found_by_its_absolute_path_from_any_directory(tmp_path, monke
         load_config("configs/vit_t_digits.py")
 
 
+def test_the_readmes_config_for_image_folders_is_valid(tmp_path):
+    readme = (ROOT / "README.md").read_text()
+    shown = re.search(r"<!-- my_config\.py -->\n```python\n(.*?)```", readme, re.DOTALL)[1]
+    path = tmp_path / "my_config.py"
+    path.write_text(shown)
+    config = load_config(str(path))
+    validate(config)
+    assert config.data.image_size % config.model.patch_size == 0
+
+
 @functools.cache
 def abstract_model(fields, image_size, channels):
     """Model state by shapes and types, without memory."""

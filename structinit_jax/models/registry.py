@@ -53,6 +53,8 @@ def create_model(
 ) -> nnx.Module:
     """Builds a model with its default start values.
 
+    `model.initialize_attention(scheme, rng)` writes those of a scheme into it.
+
     Args:
       options: `config.model`: the `name` of the family and fields of its `default_config`.
       image_size: Height and width of the images; None takes the `image_size` of the options.
