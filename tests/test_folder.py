@@ -158,6 +158,14 @@ def test_folders_made_by_tools_are_not_read(root):
     assert len(dataset.split("train")) == 30
 
 
+def test_a_relative_folder_is_looked_for_in_the_current_one(root, monkeypatch):
+    monkeypatch.chdir(root.parent)
+    assert len(open_dataset("folder", root.name).split("train")) == 30
+    monkeypatch.chdir(root)
+    with pytest.raises(InputError, match=f"'{root.name}': there is no such folder in {root}\\."):
+        open_dataset("folder", root.name)
+
+
 def test_a_link_to_a_folder_that_holds_it_is_refused(root):
     train = root / "train"
     (train / "cat" / "all").symlink_to(train)

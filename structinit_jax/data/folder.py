@@ -48,7 +48,8 @@ def open_folder(root: Folder) -> Dataset:
 
     folder = Path(root)
     if not folder.is_dir():
-        raise problem("there is no such folder")
+        place = "" if folder.is_absolute() else f" in {Path.cwd()}"
+        raise problem(f"there is no such folder{place}")
     found = {split: _find_classes(folder / split) for split in SPLITS if (folder / split).is_dir()}
     if not found:
         raise problem(f"it holds none of the folders {', '.join(SPLITS)}")
