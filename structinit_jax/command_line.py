@@ -184,8 +184,8 @@ def load_config(location: str) -> ConfigDict:
         config = get_config(row) if row else get_config()
         if not isinstance(config, ConfigDict):
             raise InputError(
-                f"get_config() returns {type(config).__name__}, not a ConfigDict: start from "
-                "structinit_jax.config.base_config()"
+                f"get_config() returns {type(config).__name__}, not a ConfigDict: end it with "
+                "`return config`, where config starts as structinit_jax.config.base_config()"
             )
         config_lib.check_fields(config)
         _drop_foreign_options(config)
@@ -267,7 +267,8 @@ def _make_config(overrides: Sequence[tuple[str, str]], of_a_run: bool) -> Config
         config = load_run_config(workdir)
     else:
         why = (
-            f": --workdir={workdir} holds no run, that is, no config.json"
+            f": --workdir={workdir} holds no run, that is, no config.json (runs of a comparison "
+            "are in SETTING/seed_K)"
             if workdir
             else ", unless --workdir is that of a run"
         )

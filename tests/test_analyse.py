@@ -315,6 +315,22 @@ def test_start_values_are_compared_without_a_run(data_dir, tmp_path):
     check_figures(tmp_path, {"by_layer.png", "cka.png", "maps_by_offset.png"})
 
 
+def test_two_runs_are_compared(workdir, finished_run, tmp_path):
+    result = fork_main.run(
+        f"--workdir={workdir}",
+        f"--other_workdir={finished_run.workdir}",
+        "--num_images=8",
+        f"--out={tmp_path / 'out'}",
+        module="structinit_jax.analyse",
+    )
+    assert result.returncode == 0, result.stderr
+    models = json.loads((tmp_path / "out" / "analysis.json").read_text())["models"]
+    names = analyse.name_runs([str(workdir), str(finished_run.workdir)])
+    steps = "impulse, step 0", "impulse, step 12"
+    assert [model["name"] for model in models] == [f"{n}: {s}" for n in names for s in steps]
+    assert models[0]["layers"] != models[1]["layers"] == models[3]["layers"]
+
+
 def test_layers_and_heads_are_chosen_by_name():
     names = ["1.1", "1.2", "2.1"]
     assert analyse.choose("layers", ["2.1", "1.1"], names, [0]) == [2, 0]

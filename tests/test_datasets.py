@@ -206,6 +206,11 @@ def test_other_numbers_of_channels_are_refused(shape):
         Dataset.from_records("mine", {"train": []}, ["a"], shape)
 
 
+def test_a_split_named_all_is_refused():
+    with pytest.raises(InputError, match="no split can be named 'all'"):
+        Dataset.from_records("mine", {"all": []}, ["a"])
+
+
 def test_selected_examples_keep_their_labels(tmp_path):
     source = make_dataset(tmp_path).split("train").relabel(np.array([7, 8, 9]))
     chosen = source.select(np.array([True, False, True]))

@@ -1,18 +1,12 @@
 import dataclasses
 import json
-import re
-from pathlib import Path
 
-import fork_main
 import jax
-import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax import nnx
-from PIL import Image
 
 from structinit_jax import evaluate
-from structinit_jax.augment import normalize
 from structinit_jax.config import base_config
 from structinit_jax.data.datasets import open_dataset
 from structinit_jax.errors import InputError
@@ -27,25 +21,6 @@ def test_a_checkpoint_is_evaluated_as_in_training(run_config, finished_run, caps
     out = capsys.readouterr().out
     assert "on 90 examples of digits test[:90]" in out
     assert "note:" not in out
-
-
-def test_the_readme_predicts_the_class_of_an_image(run_config, finished_run, tmp_path, monkeypatch):
-    readme = (fork_main.ROOT / "README.md").read_text()
-    code = re.search(r"<!-- predict\.py -->\n```python\n(.*?)```", readme, re.DOTALL)[1]
-    monkeypatch.chdir(tmp_path)
-    Path("DIR").symlink_to(finished_run.workdir)
-    dataset = open_dataset("digits", run_config.data.data_dir)
-    pixels = dataset.split("test")[0][0].decode()
-    Image.fromarray(pixels[..., 0]).save("image.jpg", "PNG")  # without loss, whatever its name
-    shown = {}
-    *lines, last = code.strip().splitlines()
-    exec("\n".join(lines), shown)
-    model, state = evaluate.restore_model(run_config, finished_run.workdir, step="best")
-    model = nnx.merge(model.graphdef, state.params, state.model_state)
-    images = jnp.asarray(pixels[None])
-    logits, _ = model(normalize(images, run_config.data.mean, run_config.data.std))
-    np.testing.assert_allclose(shown["logits"], logits, rtol=1e-5)
-    assert eval(last, shown) == dataset.class_names[logits.argmax()]
 
 
 def test_batch_size_and_devices_need_not_fit(run_config, finished_run, monkeypatch):

@@ -242,6 +242,10 @@ class Dataset:
                 f"{name}: image_shape={image_shape} must be (height, width, channels) with 1 or 3"
                 " channels. Images of other kinds are converted to these."
             )
+        if "all" in splits:
+            raise InputError(
+                f"{name}: no split can be named 'all', which means all of them in TFDS."
+            )
         sizes = {split: len(records) for split, records in splits.items()}
         names = [str(class_name) for class_name in class_names]
         return cls(name, DatasetInfo(len(names), image_shape, sizes), names, splits.__getitem__)

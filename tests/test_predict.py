@@ -1,0 +1,71 @@
+import re
+
+import fork_main
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+from PIL import Image
+
+from structinit_jax.augment import normalize
+from structinit_jax.data.datasets import open_dataset
+from structinit_jax.errors import InputError
+from structinit_jax.evaluate import restore_model
+from structinit_jax.predict import BATCH_SIZE, Classifier
+
+
+@pytest.fixture(scope="module")
+def classify(finished_run):
+    return Classifier(finished_run.workdir, step="newest")
+
+
+@pytest.fixture(scope="module")
+def digits(data_dir, tmp_path_factory):
+    """Images of the test split and files of them: more than a batch."""
+    source = open_dataset("digits", data_dir).split(f"test[:{BATCH_SIZE + 1}]")
+    images = np.stack([image.decode() for image in source.images()])
+    files = [tmp_path_factory.getbasetemp() / f"digit_{i}.png" for i in range(len(images))]
+    for file, image in zip(files, images, strict=True):
+        Image.fromarray(image[..., 0]).save(file)
+    return images, files
+
+
+def test_logits_are_those_of_the_averaged_weights(classify, digits, run_config, finished_run):
+    images, files = digits
+    model, state = restore_model(run_config, finished_run.workdir, jax.devices()[:1])
+    network = nnx.merge(model.graphdef, state.ema["params"], state.ema["model_state"])
+    expected, _ = network(
+        normalize(jnp.asarray(images), *(tuple(run_config.data[x]) for x in ("mean", "std")))
+    )
+    np.testing.assert_allclose(classify(files), expected, atol=1e-5)
+    np.testing.assert_allclose(classify([str(files[3])]), expected[3:4], atol=1e-5)
+
+
+def test_the_readme_classifies_an_image(digits, finished_run, tmp_path, monkeypatch):
+    readme = (fork_main.ROOT / "README.md").read_text()
+    code = re.search(r"<!-- predict\.py -->\n```python\n(.*?)```", readme, re.DOTALL)[1]
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "DIR").symlink_to(finished_run.workdir)
+    (tmp_path / "image.jpg").symlink_to(digits[1][0])
+    *lines, last = code.strip().splitlines()
+    shown = {}
+    exec("\n".join(lines), shown)
+    assert shown["logits"].shape == (1, 10)
+    assert eval(last, shown) in map(str, range(10))
+
+
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [("gone.png", r"gone\.png: there is no such file\.$"), ("text.png", r"text\.png")],
+)
+def test_files_that_are_no_images_are_named(classify, tmp_path, name, message):
+    (tmp_path / "text.png").write_text("not an image")
+    with pytest.raises(InputError, match=message) as error:
+        classify([tmp_path / name])
+    assert "on_bad_image" not in str(error.value)
+
+
+def test_no_files_are_refused(classify):
+    with pytest.raises(InputError, match="files is empty"):
+        classify([])
