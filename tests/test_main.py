@@ -1,9 +1,9 @@
 """The command that trains: interrupted and resumed, and from start to finish."""
 
 import contextlib
-import json
 import os
 import re
+import runpy
 import signal
 import sys
 import time
@@ -96,13 +96,8 @@ def test_a_run_killed_or_stopped_at_any_moment_ends_bit_equal(tmp_path, data_dir
     for name in ours:
         np.testing.assert_array_equal(ours[name], theirs[name])
 
-    def without_speed(path):
-        lines = [json.loads(line) for line in path.read_text().splitlines()]
-        times = ("images_per_second", "data_wait", "checkpoint_wait", "evaluation_wait")
-        times += ("init/seconds", "init/compile_seconds")
-        return [{k: v for k, v in m.items() if k not in times} for m in lines]
-
-    assert without_speed(metrics) == without_speed(whole / "metrics.jsonl")
+    soak = runpy.run_path(str(fork_main.ROOT / "benchmarks" / "soak.py"))
+    assert soak["lines_without_times"](killed) == soak["lines_without_times"](whole)
 
 
 def test_output_that_cannot_be_written_is_dropped():
