@@ -167,6 +167,13 @@ def test_processes_share_each_global_batch(process_count):
         np.testing.assert_array_equal(index, whole + 100)
 
 
+def test_small_batches_are_read_without_a_warning(monkeypatch, caplog):
+    monkeypatch.setattr(loader_lib, "READ_THREADS", 16)
+    batches = read_batches(lambda *args: {"index": np.int64(0)}, np.arange, range(2), 1)
+    assert len(list(batches)) == 2
+    assert not caplog.records
+
+
 def test_batch_size_must_fit_the_processes():
     with pytest.raises(InputError, match=r"config\.batch_size=7"):
         read_batches(lambda *args: {}, np.arange, range(3), 7, 0, 2)

@@ -301,7 +301,9 @@ def read_batches(
         return read(start + number % size, int(indices[number % size]))
 
     examples = grain.MapDataset.range(len(steps) * size).map(read_number)
-    options = grain.ReadOptions(num_threads=READ_THREADS, prefetch_buffer_size=2 * size)
+    ahead = 2 * size
+    # Grain warns of threads that have nothing to read.
+    options = grain.ReadOptions(num_threads=min(READ_THREADS, ahead), prefetch_buffer_size=ahead)
     return iter(examples.to_iter_dataset(options).batch(size))
 
 
