@@ -109,7 +109,7 @@ def write(
     *,
     layers: list[int],
     heads: list[int],
-) -> None:
+) -> list[str]:
     """Writes the numbers and draws the figures.
 
     Args:
@@ -118,16 +118,21 @@ def write(
       out: Directory to write to.
       layers: Indices of the layers of maps_full.png.
       heads: Indices of the heads of maps_full.png.
+
+    Returns:
+      The names of the files.
     """
+    names = ["analysis.json", "by_layer.png", "maps_by_offset.png"]
     numbers = dict(subject=subject, **to_json(snapshots))
     (out / "analysis.json").write_text(json.dumps(numbers, indent=1) + "\n")
     figures.draw_by_layer(snapshots, f"Measures by layer: {subject}", out / "by_layer.png")
     if len(snapshots) > 1:
         figures.draw_cka(snapshots, f"Similarity of layers: {subject}", out / "cka.png")
+        names.append("cka.png")
     if snapshots[0].layers[0].maps is None:
         title = f"First {figures.MAX_FILTERS} filters of each layer: {subject}"
         figures.draw_by_offset(snapshots, title, out / "maps_by_offset.png")
-        return
+        return names
     maps = {f"{s.name}/layer {layer.name}": layer.maps for s in snapshots for layer in s.layers}
     np.savez_compressed(out / "maps.npz", **maps)
     quantity = figures.name_quantity(snapshots).capitalize()
@@ -135,6 +140,7 @@ def write(
     figures.draw_by_offset(snapshots, title, out / "maps_by_offset.png")
     title = f"{quantity} maps and their first rows: {subject}"
     figures.draw_full(snapshots, layers, heads, title, out / "maps_full.png")
+    return [*names, "maps.npz", "maps_full.png"]
 
 
 def choose(flag: str, chosen: list[str], names: list[str], default: list[int]) -> list[int]:
@@ -201,9 +207,9 @@ def main(config: ConfigDict) -> None:
         snapshots = [observe_start(_with_scheme(config, scheme), images) for scheme in schemes]
     what = "token mixing of " if sizes[0].site_type is TokenMixingSite else ""
     subject = f"{what}{config.model.name}, {len(images)} training images of {config.data.name}"
-    write(snapshots, subject, out, layers=layers, heads=heads)
+    written = write(snapshots, subject, out, layers=layers, heads=heads)
     _print_summary(snapshots)
-    print(f"wrote {', '.join(sorted(path.name for path in out.iterdir()))} to {out}")
+    print(f"wrote {', '.join(sorted(written))} to {out}")
 
 
 def _check_flags():

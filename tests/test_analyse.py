@@ -300,6 +300,7 @@ def test_only_heads_of_the_chosen_layers_can_be_drawn():
 
 
 def test_start_values_are_compared_without_a_run(data_dir, tmp_path):
+    (tmp_path / "notes.txt").touch()
     result = fork_main.run(
         "--config=configs/convmixer_digits.py",
         f"--config.data.data_dir={data_dir}",
@@ -313,6 +314,8 @@ def test_start_values_are_compared_without_a_run(data_dir, tmp_path):
     models = json.loads((tmp_path / "analysis.json").read_text())["models"]
     assert [model["name"] for model in models] == ["default, step 0", "impulse, step 0"]
     check_figures(tmp_path, {"by_layer.png", "cka.png", "maps_by_offset.png"})
+    names = "analysis.json, by_layer.png, cka.png, maps_by_offset.png"
+    assert f"wrote {names} to {tmp_path}\n" in result.stdout
 
 
 def test_two_runs_are_compared(workdir, finished_run, tmp_path):
@@ -327,6 +330,8 @@ def test_two_runs_are_compared(workdir, finished_run, tmp_path):
     models = json.loads((tmp_path / "out" / "analysis.json").read_text())["models"]
     names = analyse.name_runs([str(workdir), str(finished_run.workdir)])
     steps = "impulse, step 0", "impulse, step 12"
+    files = sorted(path.name for path in (tmp_path / "out").iterdir())
+    assert f"wrote {', '.join(files)} to" in result.stdout
     assert [model["name"] for model in models] == [f"{n}: {s}" for n in names for s in steps]
     assert models[0]["layers"] != models[1]["layers"] == models[3]["layers"]
 
