@@ -44,7 +44,9 @@ def measure(config: str, target: str) -> dict[str, str]:
     from structinit_jax.command_line import load_config
     from structinit_jax.dry_run import dry_run
     from structinit_jax.errors import InputError
+    from structinit_jax.training.targets import find_target
 
+    find_target(target)  # a compiler that is not installed says nothing about memory
     try:
         with contextlib.redirect_stdout(sys.stderr):
             rows = dry_run(load_config(config), target)
