@@ -322,7 +322,7 @@ def test_two_runs_are_compared(workdir, finished_run, tmp_path):
     result = fork_main.run(
         f"--workdir={workdir}",
         f"--other_workdir={finished_run.workdir}",
-        "--num_images=8",
+        *("--num_images=8", "--layers=all", "--heads=2"),
         f"--out={tmp_path / 'out'}",
         module="structinit_jax.analyse",
     )

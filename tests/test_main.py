@@ -100,6 +100,26 @@ def test_a_run_killed_or_stopped_at_any_moment_ends_bit_equal(tmp_path, data_dir
     assert soak["lines_without_times"](killed) == soak["lines_without_times"](whole)
 
 
+def test_the_costs_are_printed_without_a_workdir(data_dir):
+    result = fork_main.run(*TINY, "--dry_run", f"--config.data.data_dir={data_dir}")
+    assert result.returncode == 0, result.stderr
+    assert "memory per device" in result.stdout
+
+
+def test_a_run_is_evaluated_and_exported_by_its_workdir(finished_run, tmp_path):
+    workdir = f"--workdir={finished_run.workdir}"
+    result = fork_main.run(workdir, "--mode=eval", "--step=best")
+    assert result.returncode == 0, result.stderr
+    assert re.match(r"step \d+  test\[:90\] loss .* 90 examples of digits", result.stdout)
+    folder = tmp_path / "model"
+    arguments = (workdir, "--step=8", "--averaged", f"--out={folder}")
+    result = fork_main.run(*arguments, module="structinit_jax.export")
+    assert result.returncode == 0, result.stderr
+    assert result.stdout.startswith(f"wrote the weights of step 8 to {folder}\n")
+    assert f'timm.create_model("local-dir:{folder}", pretrained=True)' in result.stdout
+    assert {path.name for path in folder.iterdir()} == {"config.json", "model.safetensors"}
+
+
 def test_output_that_cannot_be_written_is_dropped():
     reader, writer = os.pipe()
     os.close(reader)

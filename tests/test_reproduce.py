@@ -1,6 +1,7 @@
 """The papers' tables as grids, at full and at small scale."""
 
 import json
+import re
 
 import fork_main
 import pytest
@@ -87,6 +88,21 @@ def test_the_command_trains_a_teacher_and_selects_its_weights(tmp_path, data_dir
     config = json.loads((tmp_path / "run" / "teacher" / "config.json").read_text())
     assert config["attention_init"]["name"] == "impulse_2025"
     assert "--scale=small" in (tmp_path / "run" / "report.md").read_text()
+
+
+def test_tables_are_listed_with_their_hours(tmp_path):
+    (tmp_path / "command.py").write_text(
+        "import runpy\n"
+        "from structinit_jax.compare.papers import TABLES\n"
+        "for name in TABLES.keys() - {'2024.2', '2025.4'}: del TABLES[name]  # to be fast\n"
+        "runpy.run_module('structinit_jax.reproduce', run_name='__main__', alter_sys=True)\n"
+    )
+    result = fork_main.run("--list", module=str(tmp_path / "command.py"))
+    assert result.returncode == 0, result.stderr
+    first, second, note = result.stdout.splitlines()
+    assert re.match(r"2024\.2 +20 rows +\d+\.\d h  Initializations of ViT-T", first)
+    assert second.endswith("Needs: 8 or more data-center GPUs or TPUs for the teacher")
+    assert note.startswith("Hours: an estimate")
 
 
 def test_a_table_is_required():
