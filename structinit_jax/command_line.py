@@ -244,9 +244,8 @@ def _parse_flags(argv: list[str]) -> list[tuple[str, str]]:
     except SystemExit as error:  # absl has printed the help, and ends with status 1
         raise SystemExit(0) from error
     except flags.UnrecognizedFlagError as error:
-        near = _find_fields(config_lib.base_config(), error.flagname)
-        hint = f": did you mean {_list_flags('config', near)}?" if near else ""
-        raise InputError(f"{error}{hint}") from error
+        hint = _suggest_sections(config_lib.base_config(), error.flagname)
+        raise InputError(f"{error}: {hint}" if hint else str(error)) from error
     except flags.Error as error:
         raise InputError(str(error)) from error
     if flags.FLAGS["verbosity"].using_default_value:
@@ -298,14 +297,12 @@ def override(config: ConfigDict, path: str, text: str, flag: str = "config") -> 
         if place == "config.attention_init":
             fields += [o for o in scheme_options(config.attention_init.name) if o not in fields]
         if name not in fields:
-            near = difflib.get_close_matches(name, fields, n=1)
-            hint = f"did you mean {near[0]!r}? " if near else ""
-            if elsewhere := _find_fields(config, path.split(".")[-1]):
-                hint = f"did you mean {_list_flags(flag, elsewhere)}? "
-            raise InputError(
-                f"--{flag}.{path}: {place} has no field {name!r}; {hint}it has "
-                f"{', '.join(fields) or 'no fields'}"
-            )
+            hint = _suggest_sections(config, path.split(".")[-1], flag)
+            if not hint and (near := difflib.get_close_matches(name, fields, n=1)):
+                hint = f"did you mean {near[0]!r}?"
+            known = f"it has {', '.join(fields) or 'no fields'}"
+            text = f"{hint} {known}" if hint else known
+            raise InputError(f"--{flag}.{path}: {place} has no field {name!r}; {text}")
         section, node, place = node, node.get(name), f"{place}.{name}"
     read, need = READERS.get(type(node), (_read_literal, "a Python literal"))
     try:
@@ -317,14 +314,11 @@ def override(config: ConfigDict, path: str, text: str, flag: str = "config") -> 
         _drop_foreign_options(config)
 
 
-def _find_fields(config, name):
-    """Returns the paths of the fields that have this name, in any section."""
+def _suggest_sections(config, name, flag="config"):
+    """Returns 'did you mean --config.SECTION.NAME?' for the sections with such a field, or ''."""
     paths = flatten_dict(config.to_dict(), sep=".")
-    return sorted(path for path in paths if path.split(".")[-1] == name)
-
-
-def _list_flags(flag, paths):
-    return " or ".join(f"--{flag}.{path}" for path in paths)
+    found = sorted(f"--{flag}.{path}" for path in paths if path.split(".")[-1] == name)
+    return f"did you mean {' or '.join(found)}?" if found else ""
 
 
 def check_schemes(schemes: Sequence[str]) -> None:

@@ -95,7 +95,7 @@ def find_stacks(leaves: Leaves, name: str | None) -> list[Stack]:
 
 
 def _abbreviate(names: list[str]) -> str:
-    return ", ".join(names[:6] + ["…"] * (len(names) > 6)) or "none"
+    return ", ".join(names[:6] + (["…"] if len(names) > 6 else [])) or "none"
 
 
 def _stacks(leaves: Leaves, layout: Layout) -> list[Stack]:
