@@ -92,7 +92,19 @@ def test_splits_without_labels_are_described():
         "0 of 2 classes, 0 to 0 examples of each",
         "4 to 4 pixels high, 6 to 6 wide",
         "72 bytes per image",
+        "pixels: mean (0.0, 0.0, 0.0), std (0.0, 0.0, 0.0)",
     ]
+
+
+def test_mean_and_deviation_are_those_of_all_pixels_by_channel():
+    rng = np.random.default_rng(0)
+    images = rng.integers(0, [256, 128, 64], (30, 9, 7, 3), np.uint8)
+    records = [{"image": image, "label": 0} for image in images]
+    source = Dataset.from_records("noise", {"train": records}, ["a"]).split("train")
+    line = next(x for x in prepare.describe_split(source, 1, 0) if x.startswith("pixels"))
+    pixels = images.reshape(-1, 3) / 255
+    mean, std = (tuple(f(pixels, axis=0).round(3).tolist()) for f in (np.mean, np.std))
+    assert line == f"pixels: mean {mean}, std {std}"
 
 
 def test_labels_that_are_no_class_are_reported():

@@ -14,9 +14,9 @@ pytestmark = pytest.mark.usefixtures("library_promotion")
 def test_a_batch_without_augmentation_is_the_data(tiny_config):
     tiny_config.batch_size = 66  # not divisible by the number of devices
     tiny_config.data.update(repeats=2, drop_remainder=True)
-    images, targets = show.training_batch(tiny_config, 7)
-    again, _ = show.training_batch(tiny_config, 7)
-    other, _ = show.training_batch(tiny_config, 8)
+    images, targets, _ = show.training_batch(tiny_config, 7)
+    again, *_ = show.training_batch(tiny_config, 7)
+    other, *_ = show.training_batch(tiny_config, 8)
     assert images.shape == (66, 8, 8, 1)
     assert targets.shape == (66, 10)
     np.testing.assert_array_equal(images, again)
@@ -32,9 +32,9 @@ def test_a_batch_without_augmentation_is_the_data(tiny_config):
 
 
 def test_augmentation_is_seen_in_images_and_targets(tiny_config, tmp_path):
-    plain, _ = show.training_batch(tiny_config, 1)
+    plain, *_ = show.training_batch(tiny_config, 1)
     tiny_config.augment.update(mixup=0.8, erasing=1.0, erasing_mode="const")
-    images, targets = show.training_batch(tiny_config, 1)
+    images, targets, _ = show.training_batch(tiny_config, 1)
     assert np.mean(np.any(images != plain, axis=(1, 2, 3))) > 0.9
     np.testing.assert_allclose(targets.sum(axis=1), 1, rtol=1e-5)
     assert np.mean((targets > 0.02).sum(axis=1) == 2) > 0.5
@@ -59,5 +59,6 @@ def test_a_picture_that_cannot_be_written_is_named(tmp_path, name):
 
 def test_targets_are_described_without_their_smoothing():
     mixed = 0.9 * (0.7 * np.eye(10)[3] + 0.3 * np.eye(10)[8]) + 0.01
-    assert show.describe_target(mixed, 0.1) == "3: 0.70  8: 0.30"
-    assert show.describe_target(0.9 * np.eye(10)[4] + 0.01, 0.1) == "4"
+    names = [f"class {label}" for label in range(10)]
+    assert show.describe_target(mixed, 0.1, names) == "70% class 3, 30% class 8"
+    assert show.describe_target(0.9 * np.eye(10)[4] + 0.01, 0.1, names) == "class 4"

@@ -40,6 +40,7 @@ from structinit_jax.errors import InputError
 
 AGAIN = "Prepare or copy the data set again."
 MAX_SHOWN_CLASSES = 10
+MAX_AVERAGED = 1000  # images, which fixes mean and deviation to about 0.01
 MAX_TILES, COLUMNS = 48, 8
 TILE, CAPTION, MARGIN = 112, 16, 4  # pixels
 
@@ -134,8 +135,9 @@ def describe_split(source: ImageSource, num_classes: int, num_checked: int) -> l
     """Decodes `num_checked` evenly spaced examples, or all if it is 0.
 
     Returns:
-      Lines to print: classes, image sizes, bytes, invalid labels, and every image that
-      cannot be decoded.
+      Lines to print: classes, image sizes, bytes, mean and standard deviation of the pixels as
+      `config.data.mean` and `std` take them, invalid labels, and every image that cannot be
+      decoded.
     """
     checked = _evenly_spaced(source, num_checked or len(source))
     good, problems = checked.split_bad_images()
@@ -152,10 +154,21 @@ def describe_split(source: ImageSource, num_classes: int, num_checked: int) -> l
             f" {counts.max():,} examples of each",
             f"{low[0]} to {high[0]} pixels high, {low[1]} to {high[1]} wide",
             f"{sizes[:, 2].mean():,.0f} bytes per image",
+            "pixels: mean {}, std {}".format(*_mean_and_std(_evenly_spaced(good, MAX_AVERAGED))),
         ]
         if others := np.unique(labels[~known & (labels != -1)]).tolist():  # -1 stands for no label
             lines.append(f"bad: labels {others[:10]}, expected 0 to {num_classes - 1}")
     return lines + [f"bad: {problem}" for problem in problems]
+
+
+def _mean_and_std(source):
+    """By channel, of pixels scaled to [0, 1]; every image counts as much as any other."""
+    moments = []
+    for image in source.images():
+        pixels = image.decode() / 255
+        moments.append([pixels.mean(axis=(0, 1)), np.square(pixels).mean(axis=(0, 1))])
+    mean, square = np.mean(moments, axis=0)
+    return tuple(mean.round(3).tolist()), tuple(np.sqrt(square - mean**2).round(3).tolist())
 
 
 def _evenly_spaced(source, most):

@@ -10,6 +10,8 @@ from structinit_jax import trainer_extra  # noqa: F401 (first, before what may b
 
 # isort: split
 
+from collections.abc import Sequence
+
 import jax
 import numpy as np
 from ml_collections import ConfigDict
@@ -26,11 +28,12 @@ from structinit_jax.training.mesh import make_mesh
 from structinit_jax.training.step import step_rngs
 
 
-def training_batch(config: ConfigDict, step: int) -> tuple[np.ndarray, np.ndarray]:
+def training_batch(config: ConfigDict, step: int) -> tuple[np.ndarray, np.ndarray, Sequence[str]]:
     """Computes the augmented batch of training step `step`, counted from 1.
 
     Returns:
-      Images with the normalization undone, uint8 [B, H, W, C], and targets [B, classes].
+      Images with the normalization undone, uint8 [B, H, W, C], targets [B, classes], and the names
+      of the classes.
     """
     config_lib.validate(config)
     data = config.data
@@ -47,16 +50,17 @@ def training_batch(config: ConfigDict, step: int) -> tuple[np.ndarray, np.ndarra
     rng = step_rngs(config.seed, step - 1)[0]
     images, targets = augment(rng, batch["image"], batch["label"])
     pixels = 255 * (np.asarray(images) * np.asarray(data.std) + np.asarray(data.mean))
-    return np.clip(pixels.round(), 0, 255).astype(np.uint8), np.asarray(targets)
+    images = np.clip(pixels.round(), 0, 255).astype(np.uint8)
+    return images, np.asarray(targets), dataset.class_names
 
 
-def describe_target(target: np.ndarray, smoothing: float) -> str:
-    """Returns the classes of a target without label smoothing, for example '3: 0.70  8: 0.30'."""
+def describe_target(target: np.ndarray, smoothing: float, class_names: Sequence[str]) -> str:
+    """Returns the classes of a target without label smoothing, for example '70% cat, 30% dog'."""
     weights = (target - smoothing / len(target)) / (1 - smoothing)
     classes = [label for label in np.argsort(-weights, kind="stable")[:2] if weights[label] > 0.005]
     if len(classes) == 1:
-        return str(classes[0])
-    return "  ".join(f"{label}: {weights[label]:.2f}" for label in classes)
+        return class_names[classes[0]]
+    return ", ".join(f"{weights[label]:.0%} {class_names[label]}" for label in classes)
 
 
 def main(config: ConfigDict) -> None:
@@ -65,8 +69,8 @@ def main(config: ConfigDict) -> None:
     if not step.isdecimal() or int(step) < 1:
         raise InputError(f"--step={step} must be a training step: 1 or more")
     path = command_line.out_path("batch.png")
-    images, targets = training_batch(config, int(step))
-    captions = [describe_target(t, config.label_smoothing) for t in targets[:MAX_TILES]]
+    images, targets, names = training_batch(config, int(step))
+    captions = [describe_target(t, config.label_smoothing, names) for t in targets[:MAX_TILES]]
     save(draw_tiles(list(images[:MAX_TILES]), captions), path, "out")
     print(f"wrote {path}: {len(captions)} of the {len(images)} images of step {step}")
 
