@@ -151,7 +151,7 @@ def test_the_step_of_a_model_is_chosen_beside_its_data(tiny_config):
 
 @pytest.mark.usefixtures("library_promotion")
 def test_a_model_of_the_users_own_need_not_have_the_field(tiny_config):
-    base = base_config("test_models:OwnModel")
+    base = base_config("tiny_models:OwnModel")
     tiny_config.model, tiny_config.attention_init = base.model, dict(name="default")
     tiny_config.model.num_classes = 10
     setup = setup_lib.set_up(tiny_config, CATALOG["digits"], 384)
