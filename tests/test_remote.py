@@ -7,6 +7,7 @@ import contextlib
 import json
 import os
 import socket
+import threading
 import time
 
 import fork_main
@@ -110,6 +111,44 @@ def test_checkpoints_are_kept_in_the_storage(request, storage):
         mirror._storage.rm_file(mirror._path(f"checkpoints/12/{manifest.MANIFEST}"))
     assert save(url, [12]) == 4
     assert mirror._stored_steps() == mirror._stored_steps(complete=True) == {"4", "12"}
+
+
+def test_a_kill_at_any_moment_leaves_whole_checkpoints_and_their_metrics(memory, monkeypatch):
+    monkeypatch.setattr(remote, "BEAT_SECONDS", 60)  # checkpoints copy the metrics themselves
+    lock, whole, numbers = threading.Lock(), {}, []
+
+    def checked(method):
+        def change_and_check(storage, *args, **kwargs):
+            with lock:
+                method(storage, *args, **kwargs)
+                for folder in mirror._local_checkpoints():
+                    paths = [path for path in folder.rglob("*") if path.is_file()]
+                    whole[folder.name] = {
+                        path.relative_to(mirror.folder).as_posix() for path in paths
+                    }
+                complete = mirror._stored_steps(complete=True)
+                for step in complete:
+                    assert set(mirror._names(f"checkpoints/{step}")) == whole[step]
+                    metrics = storage.cat_file(mirror._path("metrics.jsonl")).decode().split()
+                    assert step in metrics
+                numbers.append(len(complete))
+
+        return change_and_check
+
+    with remote.open_mirror(f"{memory}/run") as mirror:
+        for name in ("put_file", "rm_file"):  # `rm` removes one file after the other
+            monkeypatch.setattr(
+                type(mirror._storage), name, checked(getattr(type(mirror._storage), name))
+            )
+        directory = mirror.folder / "checkpoints"
+        with contextlib.closing(checkpoint.Checkpoints(directory, 1, mirror)) as checkpoints:
+            for step in (4, 8, 12):
+                with (mirror.folder / "metrics.jsonl").open("a") as file:
+                    file.write(f"{step}\n")
+                checkpoints.save(step, make_state(step), {}, 1 / step)
+                checkpoints.wait()
+        monkeypatch.undo()
+    assert max(numbers) == 3
 
 
 def test_a_locked_run_is_refused_until_it_is_dead(memory, capsys):
