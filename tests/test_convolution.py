@@ -65,11 +65,13 @@ def test_filters_of_2024_have_the_moments_of_the_program(case):
     np.testing.assert_allclose((squares.sum(axis=1) ** 2).mean(), expected["norm4"], rtol=0.02)
 
 
-def test_filters_may_be_shared_by_channels():
-    (values,) = kernels(attention_init.impulse_2024(taps=5, num_filters=4), 8, 200, num_layers=1)
+@pytest.mark.parametrize(("num_filters", "fewest", "most"), [(1, 200, 200), (4, 30, 70)])
+def test_filters_may_be_shared_by_channels(num_filters, fewest, most):
+    scheme = attention_init.impulse_2024(taps=5, num_filters=num_filters)
+    (values,) = kernels(scheme, 8, 200, num_layers=1)
     distinct, counts = np.unique(values.reshape(64, -1), axis=1, return_counts=True)
-    assert distinct.shape == (64, 4)
-    assert 30 < counts.min() < counts.max() < 70
+    assert distinct.shape == (64, num_filters)
+    assert fewest <= counts.min() <= counts.max() <= most
     np.testing.assert_array_equal((distinct > 0).sum(axis=0), 5)
 
 
@@ -133,7 +135,7 @@ def test_given_kernels_and_same_layers():
         (dict(name="impulse_2024", taps=10), 3, "taps=10.*kernel_size=3.*1 to 9"),
         (dict(name="impulse_2024", taps=2, variance=1.0), 3, r"taps=2 has no effect with variance"),
         (dict(filters=np.zeros((1, 3, 3), np.float32)), 3, r"filters: filter 0 is zero"),
-        (dict(name="impulse_2024", num_filters=37), 3, "num_filters=37.*width=36"),
+        (dict(name="impulse_2024", num_filters=37), 3, "num_filters=37.*from 1 to 36"),
         (dict(name="impulse_2024", variance=0.0), 3, r"variance=0\.0: must be a positive"),
         (dict(offsets="center_first"), 8, "offsets='center_first'.*kernel_size=8"),
         (dict(filters="difference_of_gaussians"), 3, "filters=.*impulse, gaussian, box"),

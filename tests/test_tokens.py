@@ -352,6 +352,7 @@ def test_impulse_scales_patches_and_mlps_unless_told_otherwise():
     ("options", "message"),
     [
         (dict(filters=np.ones((1, 4, 4))), r"filters has shape \(1, 4, 4\)"),
+        (dict(filters=np.ones((1, 3, 5))), r"filters has shape \(1, 3, 5\)"),
         (dict(filters=-np.ones((1, 3, 3))), "filters has negative values"),
         (dict(norm=1.0, target_mass=0.4), r"norm=1\.0 and target_mass=0\.4 .*pass one"),
         (dict(kernel_size=(3, 3)), r"kernel_size=\(3, 3\) has 2 values for 4 layers"),
@@ -362,7 +363,10 @@ def test_impulse_scales_patches_and_mlps_unless_told_otherwise():
             "filters: filter 1 leads",
         ),
         (dict(filters=-np.ones((1, 35, 35))), "filters: attention maps need nonnegative values"),
-        (dict(filters=np.ones((1, 35, 35))), "filters: attention maps need .* rows that sum to 1"),
+        *(
+            (dict(filters=np.full((1, 35, 35), total / 35)), "filters: .* rows that sum to 1")
+            for total in (0.5, 1.1)
+        ),
     ],
 )
 def test_options_that_do_not_fit_the_site_are_refused(options, message):

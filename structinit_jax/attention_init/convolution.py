@@ -74,11 +74,11 @@ def impulse_2024(
         gives each channel its own. If filters are trained, they do not stay equal.
     """
     size, shape = site.kernel_size, (site.num_layers, site.width)
-    if not 1 <= taps <= size**2:
+    if taps > size**2:
         raise InputError(
             f"taps={taps}: a ConvSite with kernel_size={size} needs a number from 1 to {size**2}"
         )
-    if num_filters is not None and not 1 <= num_filters <= site.width:
+    if num_filters is not None and num_filters > site.width:
         raise InputError(
             f"num_filters={num_filters}: a ConvSite with width={site.width} needs a number from 1 "
             f"to {site.width}"
