@@ -46,6 +46,15 @@ def test_crop_boxes_are_distributed_as_in_timm(name, height, width, scale):
         assert set(map(tuple, theirs)) == {tuple(int(field[0]) for field in drawn[:4])}
 
 
+def test_the_central_box_of_a_tall_image_is_that_of_a_wide_one_on_its_side():
+    options = dict(scale=(0.9, 1.0), ratio=(3 / 4, 4 / 3))
+    boxes = (
+        tuple(map(int, crop.crop_box(jax.random.key(0), height, width, **options)))
+        for height, width in [(10, 40), (40, 10)]
+    )
+    assert list(boxes) == [(0, 13, 10, 13), (13, 0, 13, 10)]
+
+
 def test_boxes_of_tiny_areas_hold_a_pixel():
     options = dict(height=8, width=8, scale=(0.001, 0.02), ratio=(3 / 4, 4 / 3))
     _, _, height, width = map(np.asarray, batched(crop.crop_box, split(500), **options))

@@ -68,6 +68,9 @@ def test_every_scheme_has_the_documented_shapes_and_can_be_traced(name, site_typ
             continue
         assert (array.shape, array.dtype) == (shape, jnp.float32)
         assert np.all(np.isfinite(array))
+    if (index := getattr(eager, "filter_index", None)) is not None:
+        assert eager.targets.shape[1:] == (site.num_tokens,) * 2
+        assert index.max() < len(eager.targets)
     abstract = jax.eval_shape(lambda rng: scheme(rng, site), RNG)
     assert jax.tree.map(jnp.shape, eager) == jax.tree.map(jnp.shape, abstract)
     jitted = jax.jit(lambda rng: scheme(rng, site))(RNG)

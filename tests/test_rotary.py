@@ -69,6 +69,10 @@ def test_every_head_attends_to_its_neighbor_with_the_target_mass(pairs, angles):
     assert weights.report.hit_rate == 1
     np.testing.assert_allclose(weights.report.target_mass, 0.5, atol=0.02)
     assert len(np.unique(weights.filter_index)) == 9
+    direction = weights.patch_bias / jnp.linalg.norm(weights.patch_bias)
+    for kernel in (weights.query, weights.key):
+        read = jnp.einsum("D,LDhd->Lhd", direction, kernel)
+        np.testing.assert_allclose(jnp.sqrt(jnp.mean(read**2)), weights.report.norm, rtol=0.01)
 
 
 @pytest.fixture(scope="module")
