@@ -6,6 +6,7 @@ import pytest
 import references
 from flax import nnx
 
+from structinit_jax import attention_init
 from structinit_jax.interop import to_timm
 from structinit_jax.models.registry import FAMILIES, create_model, default_config
 
@@ -19,9 +20,9 @@ SIZES = {
 }
 
 
-def start_values(family, base_init):
+def start_values(family, base_init, scheme=None):
     options = default_config(family) | SIZES[family]
-    options |= dict(patch_size=4, num_classes=200, base_init=base_init)
+    options |= dict(patch_size=4, num_classes=200, base_init=base_init, attention_init=scheme)
     options.pop("image_size")
     model = jax.jit(
         lambda: create_model(options, image_size=32, channels=3, rngs=nnx.Rngs(params=1))
@@ -29,11 +30,12 @@ def start_values(family, base_init):
     return to_timm(model)
 
 
+@pytest.mark.parametrize("scheme", [None, attention_init.default()], ids=["own", "default"])
 @pytest.mark.parametrize("base_init", ["timm", "pytorch"])
 @pytest.mark.parametrize("family", FAMILIES)
-def test_start_values_are_distributed_as_timms(family, base_init):
+def test_start_values_are_distributed_as_timms(family, base_init, scheme):
     prefix = f"{family} {base_init}/"
-    values = start_values(family, base_init)
+    values = start_values(family, base_init, scheme)
     names, statistics = REFERENCE[prefix + "names"], REFERENCE[prefix + "statistics"]
     assert set(names) | {"cls_token", "reg_token", "pos_embed"} >= {
         name for name in values if "running" not in name and "num_batches" not in name

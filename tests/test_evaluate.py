@@ -2,9 +2,11 @@ import dataclasses
 import json
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax import nnx
+from PIL import Image
 
 from structinit_jax import evaluate
 from structinit_jax.config import base_config
@@ -45,6 +47,22 @@ def test_weights_are_split_as_in_training(
     if num_devices == 8:
         results = evaluate.evaluate_checkpoint(run_config, finished_run.workdir)
         assert results == pytest.approx(finished_run.results, rel=1e-5)
+
+
+def test_images_are_cropped_as_the_config_says(run_config, finished_run):
+    run_config.data.crop_fraction = 0.5
+    results = evaluate.evaluate_checkpoint(run_config, finished_run.workdir)
+    model, state = evaluate.restore_model(run_config, finished_run.workdir, jax.devices()[:1])
+    source = open_dataset("digits", run_config.data.data_dir).split("test[:90]")
+    images, labels = zip(*source.read(range(90)), strict=True)
+    pillow = [Image.fromarray(image.decode()[..., 0]) for image in images]
+    images = [image.resize((16, 16), Image.Resampling.BICUBIC) for image in pillow]
+    images = np.stack([np.asarray(image)[4:12, 4:12, None] for image in images])
+    images = (images / 255 - np.asarray(run_config.data.mean)) / np.asarray(run_config.data.std)
+    logits, _ = nnx.merge(model.graphdef, state.params, state.model_state)(jnp.float32(images))
+    accuracy = np.mean(np.argmax(logits, axis=1) == np.asarray(labels))
+    assert results["test[:90]/accuracy"] == pytest.approx(accuracy)
+    assert accuracy != finished_run.results["test[:90]/accuracy"]
 
 
 def test_averaged_weights_are_restored_if_the_config_has_them(run_config, finished_run):

@@ -45,11 +45,14 @@ def test_draws_are_distributed_as_in_timm():
     assert stats.ks_2samp(ours[~boxed, 0], theirs[theirs[:, 1] == 0, 0]).pvalue > 0.001
 
 
-def test_mixup_alone_is_distributed_as_in_timm():
-    theirs = REFERENCE["mix_mixup"][:, 0]
-    lam, use_cutmix, _ = draw(len(theirs), mixup=0.2, switch=0.0)
-    assert not use_cutmix.any()
-    assert stats.ks_2samp(lam, theirs).pvalue > 0.001
+@pytest.mark.parametrize("kind", ["mixup", "cutmix"])
+def test_one_kind_alone_has_its_own_alpha(kind):
+    theirs = REFERENCE["mix_mixup"][:, 0]  # of 0.2
+    count = len(theirs) // 2 * 2
+    images, side = np.zeros((count, 24, 40, 1), np.float32), np.arange(count) * 2 // count
+    _, targets = mix(images, np.eye(2, dtype=np.float32)[side], group=1, **{kind: 0.2})
+    expected = theirs if kind == "mixup" else draw(count, cutmix=0.2, switch=1.0)[0]
+    assert stats.ks_2samp(targets[np.arange(count), side], expected).pvalue > 0.001
 
 
 def test_a_batch_is_mixed_as_by_timm(monkeypatch):

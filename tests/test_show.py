@@ -40,12 +40,15 @@ def test_augmentation_is_seen_in_images_and_targets(tiny_config, tmp_path):
     assert np.mean((targets > 0.02).sum(axis=1) == 2) > 0.5
 
 
-def test_a_batch_of_a_run_needs_no_config(finished_run, tmp_path):
-    path = tmp_path / "batch.png"
-    result = fork_main.run(
-        f"--workdir={finished_run.workdir}", "--step=9", f"--out={path}", module=show.__name__
-    )
-    assert result.returncode == 0, result.stderr
+def test_a_batch_of_a_run_needs_no_config_and_is_compiled_once(finished_run, tmp_path):
+    path, cache = tmp_path / "batch.png", tmp_path / "structinit_jax" / "xla"
+    arguments = [f"--workdir={finished_run.workdir}", "--step=9", f"--out={path}"]
+    programs = []
+    for _ in range(2):
+        result = fork_main.run(*arguments, module=show.__name__, XDG_CACHE_HOME=str(tmp_path))
+        assert result.returncode == 0, result.stderr
+        programs.append(sorted(entry.name for entry in cache.glob("*-cache")))
+    assert programs[0] == programs[1] != []
     assert "48 of the 64 images of step 9" in result.stdout
     with Image.open(path) as picture:
         assert picture.format == "PNG"
