@@ -30,7 +30,7 @@ CONFIG_FILES = {
     "misspelled.py": (
         "from structinit_jax.config import base_config\n"
         "def get_config():\n    c = base_config()\n    c.bacth_size = 1\n    return c\n",
-        "misspelled.py: config has unknown fields bacth_size",
+        "misspelled.py: config has unknown fields bacth_size: did you mean 'batch_size'",
     ),
     "binary.py": ("\0\0", "binary.py: SyntaxError"),
     # Of another type, which ml_collections lets through in a section that is set as a whole.

@@ -62,6 +62,7 @@ def test_augment_section_agrees_with_augment_options():
         ("clip_norm", -1.0),
         ("label_smoothing", 1.0),
         ("layer_decay", 0.0),
+        ("layer_decay", 1.1),
         ("log_every_steps", 0),
         ("eval_every_epochs", float("inf")),
         ("checkpoint_every_steps", 0),
@@ -84,6 +85,7 @@ def test_augment_section_agrees_with_augment_options():
         ("data.mean", (0.5,)),
         ("data.mean", (0.5, 0.5, "0.5")),
         ("data.std", (0.0, 0.2, 0.2)),
+        ("data.crop_fraction", 1.1),
         ("data.on_bad_image", "ignore"),
         ("data.eval_name", "imagenet_x"),
         ("data.eval_name", "imagenet_v2"),  # with num_classes=10

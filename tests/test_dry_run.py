@@ -68,3 +68,6 @@ def test_mistakes_are_found_without_data(tiny_config):
     tiny_config.data.train_eval_split = "trian"
     with pytest.raises(InputError, match=r"data\.train_eval_split='trian'"):
         dry_run(tiny_config)
+    tiny_config.label_smoothing = 1.0
+    with pytest.raises(InputError, match=r"label_smoothing=1\.0"):
+        dry_run(tiny_config)

@@ -240,6 +240,8 @@ def test_weights_that_do_not_fit_are_refused():
         interop.write(tree, weights._replace(query=weights.query[:1]))
     with pytest.raises(InputError, match=r"weights\.positions has shape \(9, 32\)"):
         interop.write(tree, weights._replace(positions=weights.positions[:9]))
+    with pytest.raises(InputError, match=r"weights\.patch_bias has shape \(1,\)"):
+        interop.write(tree, weights._replace(patch_bias=jnp.ones(1)))
     del tree["pos_embedding"]
     with pytest.raises(InputError, match=r"weights\.positions: "):
         interop.write(tree, weights)
