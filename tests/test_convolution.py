@@ -134,7 +134,7 @@ def test_given_kernels_and_same_layers():
     [
         (dict(name="impulse_2024", taps=10), 3, "taps=10.*kernel_size=3.*1 to 9"),
         (dict(name="impulse_2024", taps=2, variance=1.0), 3, r"taps=2 has no effect with variance"),
-        (dict(filters=np.zeros((1, 3, 3), np.float32)), 3, r"filters: filter 0 is zero"),
+        (dict(filters=np.float32([np.eye(3), 0 * np.eye(3)])), 3, r"filters: filter 1 is zero"),
         (dict(name="impulse_2024", num_filters=37), 3, "num_filters=37.*from 1 to 36"),
         (dict(name="impulse_2024", variance=0.0), 3, r"variance=0\.0: must be a positive"),
         (dict(offsets="center_first"), 8, "offsets='center_first'.*kernel_size=8"),

@@ -12,6 +12,7 @@ from jax import export
 from jax.sharding import AxisType, Mesh, PartitionSpec
 from tiny_models import IMAGES, make, train
 
+from structinit_jax.errors import InputError
 from structinit_jax.models import layers, sharding
 from structinit_jax.models import model as model_lib
 from structinit_jax.models.registry import FAMILIES, default_config
@@ -113,6 +114,13 @@ def test_a_model_with_remat_auto_recomputes_as_with_none(family):
     programs = (gradient_program(**c) for c in ({}, {"remat": "none"}, {"remat": "full"}))
     auto, none, full = (re.sub("0x[0-9a-f]+", "", text) for text in programs)
     assert auto == none != full
+
+
+@pytest.mark.parametrize("family", ["vit", "swin"])
+def test_families_pass_the_implementation_to_their_attention(family):
+    model = make(family, attention_implementation="cudnn", dtype="bfloat16")
+    with pytest.raises(InputError, match=r"attention_implementation='cudnn': .* an NVIDIA GPU"):
+        model(IMAGES)
 
 
 @pytest.mark.parametrize("family", FAMILIES)
