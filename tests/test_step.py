@@ -10,7 +10,8 @@ from structinit_jax.augment import pipeline
 from structinit_jax.data.info import CATALOG
 from structinit_jax.models import layers
 from structinit_jax.training.setup import initialize, set_up
-from structinit_jax.training.step import layer_norms, make_eval_step
+from structinit_jax.training.state import split_rng
+from structinit_jax.training.step import layer_norms, make_eval_step, step_rngs
 
 pytestmark = pytest.mark.usefixtures("library_promotion")
 
@@ -118,6 +119,15 @@ def test_randomness_depends_on_seed_and_step_only(config, setup, first_state, fi
     losses = [loss_at(step, random_setup) for step in (3, 4)]
     assert losses == [loss_at(step, random_setup) for step in (3, 4)]
     assert len({*losses, loss_at(3, setup)}) == 3
+
+
+def test_no_step_repeats_the_keys_of_the_weights():
+    params_rng, attention_rng, _ = split_rng(jax.random.key(3))
+    stream = nnx.Rngs(params=params_rng)
+    used = [stream.params() for _ in range(64)] + list(jax.random.split(attention_rng, 64))
+    drawn = [rng for step in range(8) for rng in step_rngs(3, step)]
+    keys = {tuple(jax.random.key_data(rng).tolist()) for rng in used + drawn}
+    assert len(keys) == len(used) + len(drawn)
 
 
 def test_parts_of_a_batch_and_operations_on_it_have_keys_of_their_own(config, monkeypatch):

@@ -161,7 +161,7 @@ def find_targets(
     """
     if config.start_from:
         return {}
-    params_rng, attention_rng = jax.random.split(jax.random.key(config.seed))
+    params_rng, attention_rng, _ = split_rng(jax.random.key(config.seed))
 
     @jax.jit  # removes the solve, whose result is not used
     def find(params_rng, attention_rng):
@@ -194,6 +194,12 @@ def count_parameters(params) -> int:
     return sum(leaf.size for leaf in jax.tree.leaves(params))
 
 
+def split_rng(rng: PRNGKeyArray) -> tuple[PRNGKeyArray, PRNGKeyArray, PRNGKeyArray]:
+    """Splits the key of `config.seed` into those of the weights, attention_init and the steps."""
+    params_rng, attention_rng, steps_rng = jax.random.split(rng, 3)
+    return params_rng, attention_rng, steps_rng
+
+
 def _build_model(config: ConfigDict, rng: PRNGKeyArray, **changes) -> nnx.Module:
     return create_model(
         config.model.to_dict() | changes,
@@ -204,13 +210,13 @@ def _build_model(config: ConfigDict, rng: PRNGKeyArray, **changes) -> nnx.Module
 
 
 def _draw_weights(config: ConfigDict, rng: PRNGKeyArray) -> tuple[dict, dict]:
-    params_rng, _ = jax.random.split(rng)
+    params_rng, _, _ = split_rng(rng)
     return split_model(_build_model(config, params_rng))[1:]
 
 
 def _initialize_attention(config, graphdef, params, model_state, rng):
     model = nnx.merge(graphdef, params, model_state)
-    _, attention_rng = jax.random.split(rng)
+    _, attention_rng, _ = split_rng(rng)
     report = model.initialize_attention(config_lib.make_attention_init(config), attention_rng)
     return *split_model(model)[1:], report
 

@@ -19,7 +19,7 @@ from structinit_jax.models.model import stack_of
 from structinit_jax.models.sharding import AXIS
 from structinit_jax.training import mesh as mesh_lib
 from structinit_jax.training.optimizer import find_loss
-from structinit_jax.training.state import TrainState, split_model
+from structinit_jax.training.state import TrainState, split_model, split_rng
 
 Batch = dict[str, Array]
 Metrics = dict[str, Any]
@@ -27,7 +27,8 @@ Metrics = dict[str, Any]
 
 def step_rngs(seed: int | Array, step: int | Array) -> tuple[PRNGKeyArray, PRNGKeyArray]:
     """Returns the random keys of the augmentation and the model, after a number of steps."""
-    augment_rng, model_rng = jax.random.split(jax.random.fold_in(jax.random.key(seed), step))
+    _, _, steps_rng = split_rng(jax.random.key(seed))
+    augment_rng, model_rng = jax.random.split(jax.random.fold_in(steps_rng, step))
     return augment_rng, model_rng
 
 
