@@ -4,7 +4,7 @@
 
 Every pixel is a token.
 
-Hardware: two CPU cores. Time: 49 seconds.
+Hardware: two CPU cores. Time: about 50 seconds.
 Accuracy to expect: about 99 % (seed 0; the last digits differ between machines).
 """
 

@@ -41,9 +41,9 @@ def impulse_2024(
     """Algorithm 1 of "Structured Initialization for Attention in Vision Transformers" (2024).
 
     Adam minimizes the mean squared error of every head's map (equation 8) over its Q and K. The
-    paper rescales the weights every 100 steps; details that it leaves open follow its program. V
-    and projection keep the model's initialization. `impulse` gets closer to the same targets, and
-    much faster.
+    details that the paper leaves open follow its program, which also rescales the weights every 100
+    steps. V and projection keep the model's initialization. `impulse` gets closer to the same
+    targets, and much faster.
 
     Args:
       rng: Random key.

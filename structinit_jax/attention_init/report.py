@@ -60,8 +60,9 @@ def out_of_reach(report: SolveReport) -> str | None:
     return (
         f"only {100 * float(report.hit_rate):.0f} % of the attention rows peak on their target, "
         "since the head dimension and the rank of the position encoding, or the frequencies of "
-        "rotary positions, limit the maps: use fewer heads, a smaller kernel, or the positions "
-        "that the scheme is made for: sin-cos for 'impulse', learned for 'impulse_2025'"
+        "rotary positions, limit the maps: use fewer heads, a smaller kernel, a target mass "
+        "instead of a norm, or the positions that the scheme is made for: sin-cos for 'impulse', "
+        "learned for 'impulse_2025'"
     )
 
 

@@ -129,9 +129,9 @@ def solve_bank(
 ) -> Bank:
     """Minimizes the mean of (H - M)² (2024, equation 8) for each target H at a fixed norm.
 
-    Algorithm 1 of the 2024 paper rescales the columns of Q and K from time to time; here the root
-    mean square of the column norms is held exactly: only the directions are optimized, starting
-    from a pseudo-inverse as in the 2025 paper.
+    The 2024 paper's program rescales the columns of Q and the rows of K from time to time; here the
+    root mean square of the column norms of both is held exactly: only the directions are optimized,
+    starting from a pseudo-inverse as in the 2025 paper.
 
     Args:
       starts: Start values to choose from, from `start_factors`.

@@ -177,10 +177,10 @@ def impulse(
         (and biases of windows), or equal convolutions or token mixing. V and projection differ.
       target_mass: Attention mass wanted on target, between 0 and 1; 0.5 by default. Only for
         attention. It fixes how sharp the maps are at any width and number of heads and on any grid.
-      norm: Instead of a target mass, the root mean square norm of the columns of Q and K. That of Q
-        in the 2024 paper's algorithm 1 is 3^-1/2, which gives a target mass of 0.12 to 0.98,
-        depending on the model. This, `optimizer`, `learning_rate` and `max_steps` are only for
-        attention with positions.
+      norm: Instead of a target mass, the root mean square norm of the columns of Q and K. 3^-1/2,
+        that of Q in the 2024 paper's program, gives a target mass of 0.12 to 0.98, depending on the
+        model. This, `optimizer`, `learning_rate` and `max_steps` are only for attention with
+        positions.
       vo_init: Value and projection. 'mimetic': V Proj near -0.4 I, as in `impulse_2025`.
         'balanced': the same product without the decomposition, so that heads are equally strong
         instead of sorted by singular values. 'default': the model's own. Only for attention.
