@@ -8,7 +8,7 @@ import pytest
 import references
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
-from structinit_jax.augment import AugmentOptions, describe, make_augment
+from structinit_jax.augment import AugmentOptions, describe, make_augment, pipeline
 from structinit_jax.augment import mix as mix_lib
 from structinit_jax.errors import InputError
 
@@ -75,6 +75,19 @@ def test_defaults_normalize_images_and_smooth_targets():
     images, targets = augment(jax.random.key(0), IMAGES, LABELS)
     np.testing.assert_allclose(images, (IMAGES / 255 - MEAN) / STD, rtol=1e-4, atol=1e-5)
     np.testing.assert_allclose(targets, np.eye(5)[LABELS] * 0.9 + 0.02, atol=1e-6)
+
+
+def test_rand_augment_fills_with_the_mean_color_and_resamples_as_the_crop(monkeypatch):
+    passed = []
+
+    def rand_augment(rngs, images, spec, **options):
+        passed.append(options)
+        return images
+
+    monkeypatch.setattr(pipeline, "rand_augment", rand_augment)
+    options = only(rand_augment="rand-m9", interpolation="bicubic")
+    make_augment(options)(jax.random.key(0), IMAGES, LABELS)
+    assert passed == [dict(fill=(124, 116, 104), interpolation="bicubic")]
 
 
 def test_color_jitter_is_ignored_if_rand_augment_is_set():
@@ -170,6 +183,7 @@ def test_gray_images_pass_through_everything():
         ("config.model.num_classes", 0),
         ("config.data.image_size", 0),
         ("config.data.std", (0.1, 0.2)),
+        ("config.data.std", (0.1, 0.0, 0.2)),
         ("config.data.mean", ()),
     ],
 )

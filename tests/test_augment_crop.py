@@ -104,6 +104,17 @@ def test_resized_crops_differ_from_pillow_by_one_at_most(size):
     assert np.median(np.mean(np.array(differences) > 0, axis=(1, 2, 3))) < 0.005
 
 
+@pytest.mark.parametrize(("interpolation", "overshoots"), [("bilinear", 0), ("bicubic", 1)])
+def test_only_bicubic_crops_overshoot(interpolation, overshoots):
+    steps = 100 + 50 * (np.arange(32) // 8 % 2)
+    image = np.broadcast_to(steps[:, None, None], (32, 32, 1)).astype(np.uint8)
+    count = 64
+    options = dict(size=48, scale=(0.9, 1.0), ratio=(1.0, 1.0), interpolation=interpolation)
+    images = np.broadcast_to(image, (count, *image.shape))
+    out = np.asarray(batched(crop.random_resized_crop, split(count), images, **options))
+    assert np.mean(np.any((out < 100) | (out > 150), axis=(1, 2, 3))) == overshoots
+
+
 def test_the_whole_image_at_its_own_size_is_unchanged():
     square = IMAGES[:, :, :32]
     options = dict(size=32, scale=(1.0, 1.0), ratio=(1.0, 1.0), interpolation="random")
