@@ -60,8 +60,10 @@ class Classifier:
         """Returns the logits of images.
 
         Raises:
-          InputError: A file is missing or cannot be decoded.
+          InputError: A file is missing or cannot be decoded, or `files` is a single path.
         """
+        if isinstance(files, str | os.PathLike):
+            raise InputError(f"files={os.fspath(files)!r} must be a list of paths: put it in [ ]")
         if not files:
             raise InputError("files is empty: pass the paths of one or more images")
         records = [{"image": os.fspath(file), "label": 0} for file in files]

@@ -69,3 +69,8 @@ def test_files_that_are_no_images_are_named(classify, tmp_path, name, message):
 def test_no_files_are_refused(classify):
     with pytest.raises(InputError, match="files is empty"):
         classify([])
+
+
+def test_a_single_path_is_refused(classify):
+    with pytest.raises(InputError, match=r"files='photo\.jpg' must be a list of paths"):
+        classify("photo.jpg")
