@@ -209,6 +209,7 @@ def _train(config, workdir, profile_steps, on_exit):
                 raise stopped_by_signal(step, schedule.num_steps)
     if not results:  # the run had finished before
         results = evaluate(state)
+        log.write_missing(schedule.num_steps, results)
     print(
         f"done: {test_name} accuracy {results[f'{test_name}/accuracy']:.4f} after "
         f"{schedule.num_steps} steps, {time.perf_counter() - began:.0f} s"

@@ -130,6 +130,14 @@ def test_a_finished_run_started_again_is_evaluated(run_config, finished_run, wor
     assert again == pytest.approx(finished_run.results, rel=1e-6)
     assert "resumed from step 12" in capsys.readouterr().out
     assert read_metrics(workdir) == read_metrics(finished_run.workdir)
+    # The computer may stop between the last checkpoint and the last lines.
+    log = workdir / "metrics.jsonl"
+    log.write_text("".join(log.read_text().splitlines(keepends=True)[:-1]))
+    train.train(run_config, workdir)
+    *before, last = read_metrics(workdir)
+    *expected, expected_last = read_metrics(finished_run.workdir)
+    assert before == expected
+    assert last == pytest.approx(expected_last, rel=1e-6)
 
 
 def test_a_run_continues_with_fields_that_may_change(longer_config, workdir, capsys):

@@ -132,6 +132,13 @@ class MetricsLog:
             self._lines.flush()
             self._write_event(step=step, summary=Summary(value=scalars))
 
+    def write_missing(self, step: int, values: dict[str, float]) -> None:
+        """Writes values of an earlier process that may have been stopped before it wrote them."""
+        if jax.process_index() == 0:
+            lines = map(json.loads, read_lines(self._workdir / "metrics.jsonl", step))
+            if not any(line["step"] == step and values.keys() <= line.keys() for line in lines):
+                self.write(step, values)
+
     def close(self) -> None:
         """Closes both files."""
         with self._explain_failure():
