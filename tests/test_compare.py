@@ -236,6 +236,15 @@ def test_checkpoints_of_another_kind_of_training_are_told_or_refused(start, tmp_
         run._check_what_is_resumed(tmp_path, todo, together=True)
 
 
+def test_some_of_the_seeds_that_share_a_checkpoint_are_refused(start, tmp_path):
+    start(["default"], [0])
+    (tmp_path / "default" / "together" / "seeds_0_1_2" / "6").mkdir(parents=True)
+    with pytest.raises(InputError, match=r"default: seeds 0,1,2 share .* name the seeds 2 too"):
+        start(["default"], [1], together=True)
+    run._check_what_is_resumed(tmp_path, {"default": [1, 2]}, together=True)
+    run._check_what_is_resumed(tmp_path, {"default": [3]}, together=True)
+
+
 def test_the_config_and_the_data_of_all_settings_are_checked_as_they_are_trained(
     tiny_config, tmp_path, monkeypatch
 ):

@@ -168,6 +168,20 @@ def test_fields_that_a_scheme_needs_are_told(tmp_path):
     assert "base_init" not in text
 
 
+def test_fields_of_another_command_are_told(tmp_path):
+    def facts(epochs, sets, heads):
+        data = {"test_sets": sets, "data_dir": f"/{epochs}"}
+        return {"config": {"num_epochs": epochs, "data": data, "model": {"num_heads": heads}}}
+
+    later = "mimetic,model.num_heads=2"
+    settings = {"default": facts(8.0, ["a"], 1), later: facts(2.0, ["a", "b"], 2)}
+    text = text_of(record(tmp_path, {name: {0: {12: 0.5}} for name in settings}, settings))
+    assert f"config.num_epochs is 2.0 for {later}, but 8.0 for the baseline." in text
+    assert f"config.data.test_sets is ['a', 'b'] for {later}, but ['a'] for the baseline" in text
+    assert "data_dir is" not in text
+    assert "num_heads is" not in text
+
+
 def test_accuracies_are_labelled_with_the_split(tmp_path, monkeypatch):
     runs = {"default": {0: {12: {"train[90%:]/accuracy": 0.5}}}}
     comparison = record(tmp_path, runs, {"default": {"test_name": "train[90%:]"}})

@@ -14,6 +14,10 @@ from structinit_jax.compare.results import Comparison, Interval
 from structinit_jax.compare.table import percent
 from structinit_jax.training import workdir as workdir_lib
 
+# What settings are compared by, what the seeds and the folders of data are, and what does not
+# matter.
+NOT_TOLD = ("attention_init", "seed", "data.data_dir", "data.manual_dir", *grid.HARMLESS)
+
 
 def write_report(workdir: Path) -> None:
     """Writes the files; reads only what the runs have written, so it can be repeated."""
@@ -114,18 +118,20 @@ def describe(comparison: Comparison) -> list[Section]:
 
 
 def _other_fields(info) -> list[str]:
-    """Lists fields a scheme needs that differ from the baseline's; no name shows them."""
+    """Lists fields that differ from the baseline's, such as those of an earlier command."""
     fields = {
         name: flatten_dict(facts["config"], sep=".") for name, facts in info["settings"].items()
     }
     names = {}
     for name, baseline in info["baselines"].items():
-        for field in grid.SCHEME_FIELDS if baseline in fields else ():
+        if baseline not in fields:
+            continue
+        for field in sorted(fields[name].keys() | fields[baseline].keys()):
             own, other = (fields[setting].get(field) for setting in (name, baseline))
-            if own != other:
-                names.setdefault((field, own, other), []).append(name)
+            if own != other and not field.startswith(NOT_TOLD) and f",{field}=" not in name:
+                names.setdefault((field, repr(own), repr(other)), []).append(name)
     return [
-        f"config.{field} is {own!r} for {'; '.join(group)}, but {other!r} for the baseline."
+        f"config.{field} is {own} for {'; '.join(group)}, but {other} for the baseline."
         for (field, own, other), group in names.items()
     ]
 

@@ -32,18 +32,13 @@ from structinit_jax.evaluate import (
     open_evaluation_sets,
 )
 from structinit_jax.train import PREEMPTED_EXIT_CODE, train
+from structinit_jax.training import manifest
 from structinit_jax.training import workdir as workdir_lib
 from structinit_jax.training.setup import set_up
 from structinit_jax.training.state import count_parameters
 
 PACKAGES = ("jax", "jaxlib", "flax", "optax", "numpy")
 NUM_IMAGES = 64  # of which attention maps are drawn
-# Fields that change the results by rounding at most. This is also true of the data folders, unless
-# the content of the folder decides which data set it is.
-HARMLESS = (
-    *("checkpoint_every_steps", "keep_checkpoints", "fsdp"),
-    *("model.attention_implementation", "model.remat", "model.unroll"),
-)
 STOPPED = "stopped; all checkpoints are complete: run the same command again to resume"
 
 
@@ -218,6 +213,8 @@ def _check_what_is_resumed(workdir, todo, together):
                 f"note: {name}: the checkpoint that its seeds share is not used: each seed resumes "
                 "from its own best one, or starts over. --together=yes uses it"
             )
+        elif missing and shared:
+            _check_shared_checkpoints(workdir, name, missing)
         elif together and not shared:
             folders = {seed: results.run_folder(workdir, name, seed) for seed in missing}
             begun = [
@@ -232,11 +229,28 @@ def _check_what_is_resumed(workdir, todo, together):
                 )
 
 
+def _check_shared_checkpoints(workdir, name, missing):
+    """Refuses to go on without some of the seeds that share a checkpoint."""
+    for folder in (workdir / name / seeds.TOGETHER).glob("seeds_*"):
+        group = {int(seed) for seed in folder.name.split("_")[1:]}
+        others = {
+            seed
+            for seed in group.difference(missing)
+            if not (results.run_folder(workdir, name, seed) / results.STATUS).exists()
+        }
+        if others and group.intersection(missing) and manifest.step_folders(folder):
+            raise InputError(
+                f"setting {name}: seeds {','.join(map(str, sorted(group)))} share a checkpoint, "
+                f"so they can only be resumed together: name the seeds "
+                f"{','.join(map(str, sorted(others)))} too, or delete {folder} to start over"
+            )
+
+
 def _may_change(field, config):
     """Whether a second command may change a field."""
     data = config.data.name
     is_named = data not in datasets.FILE_SETS and not plugins.is_reference(data)
-    return field in HARMLESS or (field in ("data.data_dir", "data.manual_dir") and is_named)
+    return field in grid.HARMLESS or (field in ("data.data_dir", "data.manual_dir") and is_named)
 
 
 class _Runner:
