@@ -29,11 +29,11 @@ from structinit_jax.command_line import WORKDIR
 from structinit_jax.compare import run
 from structinit_jax.compare.papers import TABLES, Row, Table
 from structinit_jax.data import info as info_lib
-from structinit_jax.errors import InputError
-from structinit_jax.train import train
+from structinit_jax.errors import InputError, StoppedError
+from structinit_jax.train import PREEMPTED_EXIT_CODE, train
 from structinit_jax.training import flops
 from structinit_jax.training.optimizer import make_schedule
-from structinit_jax.training.workdir import prepare_workdir
+from structinit_jax.training.workdir import StopRequest, prepare_workdir
 
 _TABLE = flags.DEFINE_enum("table", None, list(TABLES), "The table, such as 2024.2.")
 _ROWS = flags.DEFINE_list("rows", [], "Only the rows whose name has all these words.")
@@ -134,7 +134,10 @@ def train_teacher(
     if small:
         shrink(config, SUBSETS[0])
     config = _finish(config, overrides)
-    train(config, workdir / "teacher")
+    stop = StopRequest()
+    train(config, workdir / "teacher", stop_request=stop)
+    if stop.reached(0):  # by a signal during the last step
+        raise StoppedError(run.STOPPED, PREEMPTED_EXIT_CODE)
     path = workdir / "teacher.safetensors"
     export.export(config, workdir / "teacher", path)
     return path

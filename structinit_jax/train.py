@@ -43,7 +43,10 @@ PREEMPTED_EXIT_CODE = 75
 
 
 def train(
-    config: ConfigDict, workdir: str | Path, profile_steps: tuple[int, int] | None = None
+    config: ConfigDict,
+    workdir: str | Path,
+    profile_steps: tuple[int, int] | None = None,
+    stop_request: workdir_lib.StopRequest | None = None,
 ) -> dict[str, float]:
     """Trains a model. If the workdir holds a checkpoint, training resumes from it.
 
@@ -52,6 +55,8 @@ def train(
       workdir: Gets `config.json`, `metrics.jsonl`, `tensorboard/` and `checkpoints/`. A path, or a
         URL of object storage, see `training.remote`.
       profile_steps: First and last step to trace to `profile/`.
+      stop_request: Records a signal, also one during the last step, which ends the run anyway. A
+        caller that trains several runs asks it before it starts the next one.
 
     Returns:
       The results of the last evaluation.
@@ -61,10 +66,10 @@ def train(
       StoppedError: A signal stopped the run, or a step was not finite. Checkpoints are complete.
     """
     with contextlib.ExitStack() as on_exit:
-        return _train(config, workdir, profile_steps, on_exit)
+        return _train(config, workdir, profile_steps, stop_request, on_exit)
 
 
-def _train(config, workdir, profile_steps, on_exit):
+def _train(config, workdir, profile_steps, stop_request, on_exit):
     began = time.perf_counter()
     gc.disable()  # almost all objects of the start stay alive
     on_exit.callback(gc.enable)
@@ -163,7 +168,7 @@ def _train(config, workdir, profile_steps, on_exit):
     trace = profiling.StepTrace(workdir / "profile", profile_steps)
     on_exit.callback(trace.close)
     recompilations = on_exit.enter_context(profiling.RecompilationWatch())
-    stop_request = on_exit.enter_context(workdir_lib.listen_for_signals())
+    stop_request = on_exit.enter_context(workdir_lib.listen_for_signals(stop_request))
     run = {"config": json.loads(config.to_json()), **trained_on}
     results: dict[str, float] = {}
     gc.freeze()  # do not search the objects of the start again and again

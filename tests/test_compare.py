@@ -20,7 +20,8 @@ import structinit_jax
 from structinit_jax import evaluate, train
 from structinit_jax.compare import grid, results, run, seeds, table
 from structinit_jax.data import datasets
-from structinit_jax.errors import InputError
+from structinit_jax.errors import InputError, StoppedError
+from structinit_jax.training.workdir import listen_for_signals
 
 pytestmark = pytest.mark.usefixtures("library_promotion")
 
@@ -30,7 +31,7 @@ pytestmark = pytest.mark.usefixtures("library_promotion")
 ACCURACIES = {"default": (0.1, 0.5), "impulse": (0.6, 0.8), "mimetic": (0.3, 0.4)}
 
 
-def fake_train(config, workdir, trained):
+def fake_train(config, workdir, trained, stop_request=None):
     """Writes accuracies of two epochs; the training of mimetic with seed 1 fails."""
     scheme, seed = config.attention_init.name, config.seed
     trained.append((scheme, seed))
@@ -61,9 +62,9 @@ def start(tiny_config, tmp_path, monkeypatch):
     tiny_config.lock()
     drawn = []
 
-    def run_grid(schemes, seed_list=(0, 1, 2), config=tiny_config, **options):
+    def run_grid(schemes, seed_list=(0, 1, 2), config=tiny_config, train=fake_train, **options):
         trained = []
-        monkeypatch.setattr(run, "train", functools.partial(fake_train, trained=trained))
+        monkeypatch.setattr(run, "train", functools.partial(train, trained=trained))
         monkeypatch.setattr(run._Runner, "_draw_maps", lambda self, name: drawn.append(name))
         settings = grid.expand(config, schemes, {})
         options = dict(started_by="the command") | options
@@ -199,6 +200,18 @@ def test_the_time_left_is_that_of_steps_not_taken_before(start, tmp_path, monkey
     metrics.write_text("".join(lines[:3]) + '{"step": 9}\n')
     clock.perf_counter = lambda: 103.0
     assert progress._time_left() == "0:03 elapsed, 0:03 left"
+
+
+def test_a_signal_during_the_last_step_of_a_run_stops_the_others(start, tmp_path):
+    def interrupted(config, workdir, stop_request, trained):
+        with listen_for_signals(stop_request):
+            fake_train(config, workdir, trained)
+            signal.raise_signal(signal.SIGTERM)
+
+    with pytest.raises(StoppedError, match="run the same command again") as error:
+        start(["default"], train=interrupted)
+    assert error.value.exit_code == train.PREEMPTED_EXIT_CODE
+    assert results.read(tmp_path).accuracies("default").keys() == {0}
 
 
 def test_a_setting_that_cannot_be_trained_is_refused_before_the_first_run(start, tiny_config):

@@ -2,6 +2,7 @@
 
 import json
 import re
+import signal
 
 import fork_main
 import pytest
@@ -9,7 +10,8 @@ import pytest
 from structinit_jax import reproduce
 from structinit_jax.compare import run
 from structinit_jax.compare.papers import TABLES
-from structinit_jax.errors import InputError
+from structinit_jax.errors import InputError, StoppedError
+from structinit_jax.training.workdir import listen_for_signals
 
 pytestmark = pytest.mark.usefixtures("library_promotion")
 
@@ -88,6 +90,16 @@ def test_the_command_trains_a_teacher_and_selects_its_weights(tmp_path, data_dir
     config = json.loads((tmp_path / "run" / "teacher" / "config.json").read_text())
     assert config["attention_init"]["name"] == "impulse_2025"
     assert "--scale=small" in (tmp_path / "run" / "report.md").read_text()
+
+
+def test_a_signal_during_the_last_step_of_the_teacher_stops_the_command(tmp_path, monkeypatch):
+    def interrupted(config, workdir, stop_request):
+        with listen_for_signals(stop_request):
+            signal.raise_signal(signal.SIGTERM)
+
+    monkeypatch.setattr(reproduce, "train", interrupted)
+    with pytest.raises(StoppedError, match="run the same command again"):
+        reproduce.train_teacher("configs/vit_t_digits.py", [], small=False, workdir=tmp_path)
 
 
 def test_tables_are_listed_with_their_hours(tmp_path):

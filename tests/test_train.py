@@ -1,5 +1,6 @@
 import gzip
 import json
+import signal
 
 import jax
 import jax.numpy as jnp
@@ -15,6 +16,7 @@ from structinit_jax.training import checkpoint, flops
 from structinit_jax.training import setup as setup_lib
 from structinit_jax.training.metrics import Progress
 from structinit_jax.training.setup import set_up
+from structinit_jax.training.workdir import StopRequest
 
 pytestmark = pytest.mark.usefixtures("library_promotion")
 
@@ -241,6 +243,19 @@ def test_training_images_are_evaluated_too(longer_config, workdir, capsys):
     longer_config.data.update(eval_split="train[:100]", train_eval_split="")
     evaluated = evaluate.evaluate_checkpoint(longer_config, workdir)
     assert evaluated["train[:100]/loss"] == pytest.approx(results["train_eval/loss"], rel=1e-5)
+
+
+def test_a_signal_during_the_last_step_is_recorded(longer_config, workdir, monkeypatch):
+    def interrupted(*args):
+        signal.raise_signal(signal.SIGINT)
+        return evaluate_state(*args)
+
+    evaluate_state = evaluate.Evaluator.__call__
+    monkeypatch.setattr(evaluate.Evaluator, "__call__", interrupted)
+    stop_request = StopRequest()
+    results = train.train(longer_config, workdir, stop_request=stop_request)
+    assert results == {name: read_metrics(workdir)[-1][name] for name in results}
+    assert stop_request.reached(18)
 
 
 def test_mfu_is_logged_if_the_peak_is_known(longer_config, workdir, monkeypatch, capsys):

@@ -263,13 +263,16 @@ class _Runner:
 
     def train_one_by_one(self, todo: Mapping[str, Sequence[int]]) -> None:
         """Trains each run on all devices, as `structinit_jax.main` does."""
+        stop = workdir_lib.StopRequest()
         for name, missing in todo.items():
             for seed in missing:
                 folder = results.run_folder(self._workdir, name, seed)
                 self._progress.start(name, [seed])
                 with _output_to(folder / LOG), self._recording(name, [seed]):
-                    train(seeds.with_seed(self._settings[name], seed), folder)
+                    train(seeds.with_seed(self._settings[name], seed), folder, stop_request=stop)
                     self._finish(name, seed)
+                if stop.reached(0):  # by a signal during the last step
+                    raise StoppedError(STOPPED, PREEMPTED_EXIT_CODE)
             with _output_to(self._workdir / name / LOG):
                 self._draw_maps(name)
 

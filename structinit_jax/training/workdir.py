@@ -125,7 +125,7 @@ def is_failed_write(error: BaseException | None) -> bool:
 
 
 class StopRequest:
-    """Whether SIGTERM or SIGINT has asked the run to stop; see `listen_for_signals`."""
+    """Whether SIGTERM or SIGINT has asked for a stop; see `listen_for_signals`."""
 
     _received = False
 
@@ -146,15 +146,17 @@ class StopRequest:
 
 
 @contextlib.contextmanager
-def listen_for_signals() -> Iterator[StopRequest]:
+def listen_for_signals(request: StopRequest | None = None) -> Iterator[StopRequest]:
     """Treats SIGTERM and SIGINT as requests to stop within the context.
+
+    `request` records them, or a new one.
 
     Schedulers send SIGTERM before they take a machine away: 30 s before on spot VMs and GKE, 120 s
     with `--signal=TERM@120` on SLURM. Ctrl-C sends SIGINT. With several processes JAX itself
     handles SIGTERM, and a signal to any of them stops all of them after the same step. Signals
     cannot be handled outside the main thread.
     """
-    request = StopRequest()
+    request = request or StopRequest()
     single = jax.process_count() == 1
     numbers = (signal.SIGINT, signal.SIGTERM) if single else (signal.SIGINT,)
     with contextlib.ExitStack() as on_exit:
