@@ -60,6 +60,12 @@ def evaluation_name(config: ConfigDict) -> str:
     return "eval" if name in ("train", "train_eval", "init") else name
 
 
+def describe_evaluation(config: ConfigDict) -> str:
+    """Tells what training evaluates on; accuracies can be compared if this is equal."""
+    data = config.data
+    return f"{data.name} {data.eval_name or data.eval_split}, crop_fraction {data.crop_fraction}"
+
+
 def open_evaluation_sets(config: ConfigDict, dataset: datasets.Dataset) -> dict[str, EvaluationSet]:
     """Opens the sets evaluated during training: the evaluation set and, if set, 'train_eval'."""
     data, sets = config.data, {evaluation_name(config): open_evaluation_set(config, dataset)}

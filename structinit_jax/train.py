@@ -25,6 +25,7 @@ from structinit_jax.evaluate import (
     Evaluator,
     deciding_accuracy,
     describe,
+    describe_evaluation,
     evaluation_name,
     note_shared_examples,
     open_data,
@@ -107,7 +108,9 @@ def _train(config, workdir, profile_steps, stop_request, on_exit):
     compiling = compiler.submit(compile_train_step) if jax.process_count() == 1 else None
 
     # -- Initialize the state, or restore it from the newest checkpoint ----------------------------
-    checkpoints = checkpoint.Checkpoints(workdir / "checkpoints", config.keep_checkpoints, mirror)
+    checkpoints = checkpoint.Checkpoints(
+        workdir / "checkpoints", config.keep_checkpoints, mirror, describe_evaluation(config)
+    )
     on_exit.callback(checkpoints.close)
     start_step = checkpoints.latest_step or 0
     profile_steps = profiling.steps_to_trace(profile_steps, start_step, schedule.num_steps)

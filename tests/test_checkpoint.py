@@ -23,8 +23,8 @@ def make_state(step):
 ABSTRACT = jax.eval_shape(lambda: make_state(0))
 
 
-def opened(directory):
-    return contextlib.closing(checkpoint.Checkpoints(directory, 3))
+def opened(directory, evaluation="digits test"):
+    return contextlib.closing(checkpoint.Checkpoints(directory, 3, None, evaluation))
 
 
 @pytest.fixture
@@ -169,6 +169,16 @@ def test_the_best_checkpoint_is_kept_after_a_resume_too(directory):
         with opened(directory) as checkpoints:
             checkpoints.save(step, make_state(step), {}, 1 / step if step == 16 else None)
     assert [p.name for p in manifest.step_folders(directory)] == ["28", "24", "20", "4"]
+
+
+def test_accuracies_on_other_images_are_not_compared(directory):
+    assert checkpoint.find_step(directory, "best") == 4  # with 0.25
+    for step, accuracy in ((16, 0.1), (20, 0.05), (24, None), (28, 0.02), (32, None)):
+        with opened(directory, "digits train[90%:]") as checkpoints:
+            checkpoints.save(step, make_state(step), {}, accuracy)
+    assert checkpoint.find_step(directory, "best") == 16
+    # The best on the other images is not deleted.
+    assert [p.name for p in manifest.step_folders(directory)] == ["32", "28", "24", "16", "4"]
 
 
 def test_the_newest_the_best_or_any_checkpoint_is_found(directory, capsys):

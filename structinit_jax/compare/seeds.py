@@ -23,6 +23,7 @@ from structinit_jax.evaluate import (
     Evaluator,
     deciding_accuracy,
     describe,
+    describe_evaluation,
     evaluation_name,
     open_data,
     open_evaluation_sets,
@@ -299,7 +300,8 @@ class _SharedRun:
 
     def _save(self, i: int, step: int, state, pending: PendingMetrics, accuracy: float) -> None:
         """Saves a checkpoint of a seed to its own workdir; that of the highest accuracy stays."""
-        with contextlib.closing(Checkpoints(self.folders[i] / "checkpoints", 1)) as checkpoints:
+        directory, evaluation = self.folders[i] / "checkpoints", describe_evaluation(self.config)
+        with contextlib.closing(Checkpoints(directory, 1, None, evaluation)) as checkpoints:
             run = {
                 "config": json.loads(self.configs[i].to_json()),
                 **self.trained_on,

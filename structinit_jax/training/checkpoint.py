@@ -1,5 +1,6 @@
 """Checkpoints through Orbax: the newest few and the best one, written while training continues."""
 
+import functools
 import json
 import logging
 import math
@@ -33,10 +34,14 @@ class Checkpoints:
       keep: Number of newest checkpoints to keep, in addition to the one of the highest accuracy.
       mirror: Copies the checkpoints to object storage. Then each process has a directory of its
         own, and process 0 alone writes, from whole arrays.
+      evaluation: What accuracies are measured on. Only those on the same are compared; after a
+        resume that changes it, the best checkpoint of each evaluation is kept.
     """
 
-    def __init__(self, directory: Path, keep: int, mirror: Mirror | None = None):
-        self.directory, self._mirror = directory, mirror
+    def __init__(
+        self, directory: Path, keep: int, mirror: Mirror | None = None, evaluation: str = ""
+    ):
+        self.directory, self._mirror, self._evaluation = directory, mirror, evaluation
         self._alone = mirror is not None and jax.process_count() > 1
         self._sealing: Future | None = None  # of the newest checkpoint, while it is being written
         ignored = np.full(MAX_IGNORED, -1)
@@ -58,16 +63,22 @@ class Checkpoints:
             logging.getLogger(name).addFilter(_is_worth_logging)
         newest = checkpoint_managers.LatestN(keep)
         # Orbax's own `best_fn` with `max_to_keep` may delete the latest step.
-        best = checkpoint_managers.BestN(
-            get_metric_fn=_accuracy, n=1, keep_checkpoints_without_metrics=False
-        )
+        known = (_read_metrics(folder) for folder in manifest.step_folders(directory))
+        best = [
+            checkpoint_managers.BestN(
+                get_metric_fn=functools.partial(_accuracy, evaluation=name),
+                n=1,
+                keep_checkpoints_without_metrics=False,
+            )
+            for name in {evaluation, *(metrics.get("evaluation", evaluation) for metrics in known)}
+        ]
         self._manager = ocp.CheckpointManager(
             directory,
             options=ocp.CheckpointManagerOptions(
                 create=False,
                 step_name_format=_Without(frozenset(ignored.tolist())),
-                preservation_policy=checkpoint_managers.AnyPreservationPolicy([newest, best]),
-                best_fn=_accuracy,  # without it Orbax does not write metrics
+                preservation_policy=checkpoint_managers.AnyPreservationPolicy([newest, *best]),
+                best_fn=best[0].get_metric_fn,  # without it Orbax does not write metrics
                 cleanup_tmp_directories=True,
                 multiprocessing_options=ocp.options.MultiprocessingOptions(
                     active_processes={0} if self._alone else None,
@@ -110,7 +121,8 @@ class Checkpoints:
         args = ocp.args.Composite(state=ocp.args.StandardSave(state), run=ocp.args.JsonSave(run))
         with self._explain_failure():
             accuracy = NOT_EVALUATED if accuracy is None else accuracy
-            self._manager.save(step, args=args, metrics={"accuracy": accuracy})
+            metrics = {"accuracy": accuracy, "evaluation": self._evaluation}
+            self._manager.save(step, args=args, metrics=metrics)
         self._sealing = self._sealer.submit(self._seal, step)
 
     def _seal(self, step: int) -> None:
@@ -216,8 +228,8 @@ def find_step(directory: Path, wanted: str = "newest") -> int | None:
 
     Args:
       directory: Directory of the checkpoints.
-      wanted: 'newest', 'best' (of the highest accuracy on the split that training evaluated, see
-        `evaluate.deciding_accuracy`, among those that are kept), or the number of a step.
+      wanted: 'newest', 'best' (of the highest accuracy on the split that training evaluated last,
+        see `evaluate.deciding_accuracy`, among those that are kept), or the number of a step.
 
     Raises:
       InputError: `wanted` is none of these.
@@ -228,9 +240,7 @@ def find_step(directory: Path, wanted: str = "newest") -> int | None:
     if jax.process_index() == 0:
         folders = manifest.step_folders(directory)
         if wanted == "best":
-            accuracies = {folder: read_accuracy(folder) for folder in folders}
-            folders = [folder for folder in folders if accuracies[folder] >= 0]
-            folders.sort(key=accuracies.__getitem__, reverse=True)  # of equals, the newest
+            folders = _best_first(folders)
         elif wanted != "newest":
             folders = [folder for folder in folders if int(folder.name) == int(wanted)]
         for folder in folders:
@@ -310,17 +320,37 @@ def _shapes_by_name(tree) -> dict[str, str]:
     }
 
 
-def _accuracy(metrics: dict[str, float]) -> float:
-    """Reads the metrics of a checkpoint. 'test/accuracy' is the name in older ones."""
+def _accuracy(metrics: dict[str, Any], evaluation: str | None) -> float:
+    """Reads the accuracy of a checkpoint: `NOT_EVALUATED` also if it is one on something else.
+
+    Older checkpoints do not tell their evaluation; the oldest call the accuracy 'test/accuracy'.
+    """
+    if evaluation is not None and metrics.get("evaluation", evaluation) != evaluation:
+        return NOT_EVALUATED
     return metrics.get("accuracy", metrics.get("test/accuracy", NOT_EVALUATED))
+
+
+def _best_first(folders):
+    """Sorts checkpoints, newest first, by their accuracies on what the newest was evaluated on."""
+    metrics = {folder: _read_metrics(folder) for folder in folders}
+    evaluated = [folder for folder in folders if _accuracy(metrics[folder], None) >= 0]
+    told = (metrics[folder].get("evaluation") for folder in evaluated)
+    evaluation = next(filter(None, told), None)
+    accuracies = {folder: _accuracy(metrics[folder], evaluation) for folder in evaluated}
+    comparable = [folder for folder in evaluated if accuracies[folder] >= 0]
+    return sorted(comparable, key=accuracies.__getitem__, reverse=True)  # of equals, the newest
 
 
 def read_accuracy(folder: Path) -> float:
     """Reads the accuracy that a checkpoint was saved with, below 0 if it was not evaluated."""
+    return _accuracy(_read_metrics(folder), None)
+
+
+def _read_metrics(folder):
     try:
-        return _accuracy(json.loads((folder / "metrics" / "metrics").read_text()))
+        return json.loads((folder / "metrics" / "metrics").read_text())
     except (OSError, ValueError):
-        return math.inf  # looked at first, and found to be damaged
+        return {"accuracy": math.inf}  # looked at first, and found to be damaged
 
 
 def _is_worth_logging(record: logging.LogRecord) -> bool:
