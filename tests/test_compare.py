@@ -1,6 +1,7 @@
 """Comparisons over seeds: runs, resume and the command."""
 
 import csv
+import errno
 import functools
 import json
 import re
@@ -21,7 +22,7 @@ from structinit_jax import evaluate, train
 from structinit_jax.compare import grid, results, run, seeds, table
 from structinit_jax.data import datasets
 from structinit_jax.errors import InputError, StoppedError
-from structinit_jax.training.workdir import listen_for_signals
+from structinit_jax.training import workdir as workdir_lib
 
 pytestmark = pytest.mark.usefixtures("library_promotion")
 
@@ -204,7 +205,7 @@ def test_the_time_left_is_that_of_steps_not_taken_before(start, tmp_path, monkey
 
 def test_a_signal_during_the_last_step_of_a_run_stops_the_others(start, tmp_path):
     def interrupted(config, workdir, stop_request, trained):
-        with listen_for_signals(stop_request):
+        with workdir_lib.listen_for_signals(stop_request):
             fake_train(config, workdir, trained)
             signal.raise_signal(signal.SIGTERM)
 
@@ -212,6 +213,18 @@ def test_a_signal_during_the_last_step_of_a_run_stops_the_others(start, tmp_path
         start(["default"], train=interrupted)
     assert error.value.exit_code == train.PREEMPTED_EXIT_CODE
     assert results.read(tmp_path).accuracies("default").keys() == {0}
+
+
+def test_a_full_disk_is_explained(start, tmp_path, monkeypatch):
+    def write(path, content):
+        if path.name != "compare.json":
+            raise OSError(errno.ENOSPC, "No space left on device", str(path))
+        write_atomically(path, content)
+
+    write_atomically = workdir_lib.write_atomically
+    monkeypatch.setattr(workdir_lib, "write_atomically", write)
+    with pytest.raises(InputError, match=r"comparison could not be written to .*: No space left"):
+        start(["default"], [0])
 
 
 def test_a_setting_that_cannot_be_trained_is_refused_before_the_first_run(start, tiny_config):

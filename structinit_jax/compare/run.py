@@ -74,7 +74,8 @@ def run_grid(
       The number of runs of these settings and seeds that failed.
 
     Raises:
-      InputError: A setting cannot be trained, or the workdir holds a comparison that disagrees.
+      InputError: A setting cannot be trained, the workdir holds a comparison that disagrees, or it
+        cannot be written to.
       StoppedError: A signal stopped the runs.
     """
     workdir = workdir_lib.prepare_workdir(workdir)
@@ -111,7 +112,8 @@ def run_grid(
         "machine": f"{len(jax.devices())} × {jax.devices()[0].device_kind}, Python "
         f"{platform.python_version()}, {platform.uname().system}",
     }
-    with workdir_lib.lock_workdir(workdir):
+    explain = workdir_lib.explain_failed_write("the comparison", workdir)
+    with workdir_lib.lock_workdir(workdir), explain:
         info = _merge(workdir, info, settings)
         if baselines is None:
             # Of all settings, also those of earlier commands, which may lack one until now.
