@@ -238,6 +238,20 @@ def test_skip_says_nothing_of_good_images_and_refuses_all_bad(root, capsys):
         open_dataset("folder", root).split("val", on_bad_image="ignore")
 
 
+def test_only_ten_bad_images_are_listed(root, capsys):
+    for path in (root / "train" / "cat").iterdir():
+        path.write_bytes(b"")
+    source = open_dataset("folder", root).split("train", on_bad_image="skip")
+    assert "…" not in capsys.readouterr().out
+    (root / "train" / "Birch" / "0.png").write_bytes(b"")
+    again = open_dataset("folder", root).split("train", on_bad_image="skip")
+    first, *shown, last = capsys.readouterr().out.splitlines()
+    assert "left out 11 bad images of 30" in first
+    assert len(shown) == 10
+    assert last == "  …"
+    assert (len(source), len(again)) == (20, 19)
+
+
 def test_bad_image_stops_a_run_by_name(root):
     (root / "train" / "cat" / "3.png").write_bytes(b"nothing")
     source = open_dataset("folder", root).split("train")
