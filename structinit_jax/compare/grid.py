@@ -16,7 +16,6 @@ from structinit_jax.errors import InputError
 
 # Fields that a scheme needs, besides those of `config.set_base_init`.
 REQUIRED = {"impulse_2025": {"model.positions": "learned"}}
-SCHEME_FIELDS = ("model.base_init", *{field for fields in REQUIRED.values() for field in fields})
 # Fields that change the results by rounding at most. This is also true of the data folders, unless
 # the content of the folder decides which data set it is.
 HARMLESS = (

@@ -63,14 +63,15 @@ class Checkpoints:
             logging.getLogger(name).addFilter(_is_worth_logging)
         newest = checkpoint_managers.LatestN(keep)
         # Orbax's own `best_fn` with `max_to_keep` may delete the latest step.
-        known = (_read_metrics(folder) for folder in manifest.step_folders(directory))
+        known = map(_read_metrics, manifest.step_folders(directory))
+        names = [evaluation, *(metrics.get("evaluation", evaluation) for metrics in known)]
         best = [
             checkpoint_managers.BestN(
                 get_metric_fn=functools.partial(_accuracy, evaluation=name),
                 n=1,
                 keep_checkpoints_without_metrics=False,
             )
-            for name in {evaluation, *(metrics.get("evaluation", evaluation) for metrics in known)}
+            for name in dict.fromkeys(names)
         ]
         self._manager = ocp.CheckpointManager(
             directory,
