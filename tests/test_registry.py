@@ -210,6 +210,10 @@ def my_scheme(strength=1.0):
     return init
 
 
+def my_initializer(rng, site):
+    """What a scheme should return."""
+
+
 def test_users_name_their_own_schemes():
     name = f"{__name__}:my_scheme"
     assert attention_init.scheme_options(name) == ("strength",)
@@ -220,6 +224,10 @@ def test_users_name_their_own_schemes():
     np.testing.assert_array_equal(doubled, 2 * plain)
     with pytest.raises(InputError, match=r"my_scheme.*weight"):
         attention_init.by_name(name, weight=2.0)
+    with pytest.raises(
+        InputError, match=r"'rng'\. It is called with the options alone, and returns"
+    ):
+        attention_init.by_name(f"{__name__}:my_initializer")
     with pytest.raises(InputError, match=r"TOLERANCES' is a dict: name a func"):
         attention_init.by_name(f"{__name__}:TOLERANCES")
     with pytest.raises(InputError, match=r"attention_init.name='no_such_module:f'"):

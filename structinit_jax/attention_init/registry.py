@@ -98,7 +98,10 @@ def by_name(name: str, **options) -> AttentionInit:
         try:
             inspect.signature(function).bind(**options)
         except TypeError as error:
-            raise InputError(f"name={name!r} does not take these options: {error}") from error
+            raise InputError(
+                f"name={name!r} does not take these options: {error}. It is called with the options"
+                " alone, and returns the initializer (rng, site) -> weights"
+            ) from error
         return function(**options)
     options = {k: _to_python(value) for k, value in options.items() if value is not None}
     for option, value in options.items():
