@@ -156,11 +156,14 @@ def restore_model(
     number = checkpoint.find_step(directory, step)
     if number is None:
         problem = f"--workdir={workdir} has no complete checkpoint"
-        if step == "newest":
-            raise InputError(f"{problem}: train there first")
         steps = [folder.name for folder in manifest.step_folders(directory)]
+        if step == "newest" or not steps:
+            raise InputError(f"{problem}: train there first")
         which = "that was evaluated" if step == "best" else f"of --step={step}"
-        raise InputError(f"{problem} {which}: it has those of steps {', '.join(steps) or 'none'}")
+        raise InputError(
+            f"{problem} {which}: it has those of steps {', '.join(steps)}, the first of which is "
+            "--step=newest"
+        )
     devices = devices or jax.devices()
     mesh = mesh_lib.make_mesh(math.gcd(config.fsdp, len(devices)), devices)
     model = abstract_model(config, mesh)

@@ -138,15 +138,16 @@ def test_the_checkpoint_can_be_chosen(run_config, finished_run, capsys):
     assert state.step == best["step"]
     saved = finished_run.workdir / "checkpoints" / str(best["step"]) / "metrics" / "metrics"
     assert json.loads(saved.read_text())["accuracy"] == best["test[:90]/ema_accuracy"]
-    message = r"--workdir=.* has no complete checkpoint of --step=5: it has those of steps 12, 8"
+    message = r"no complete checkpoint of --step=5: it has those of steps 12, 8, .*--step=newest"
     with pytest.raises(InputError, match=message):
         evaluate.evaluate_checkpoint(run_config, finished_run.workdir, "5")
 
 
 def test_a_workdir_without_checkpoints_is_refused(run_config, tmp_path):
     for workdir in (tmp_path, tmp_path / "missing"):
-        with pytest.raises(InputError, match=r"--workdir=.* has no complete checkpoint"):
-            evaluate.evaluate_checkpoint(run_config, workdir)
+        for step in ("newest", "best", "4"):
+            with pytest.raises(InputError, match=r"no complete checkpoint: train there first"):
+                evaluate.evaluate_checkpoint(run_config, workdir, step)
 
 
 @pytest.mark.parametrize(
