@@ -1,3 +1,5 @@
+import functools
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -316,13 +318,34 @@ def test_dtypes_and_shardings_stay():
     assert all(type(v) is np.ndarray and v.flags.c_contiguous for v in new.values())
 
     mesh = jax.make_mesh((8,), ("data",))
-    sharding = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec("data"))
+    sharding, replicated = (
+        jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec(*axes))
+        for axes in (["data"], [])
+    )
     tree = linen_tree("big_vision")
     kernel = tree["Transformer"]["encoderblock_0"]["MultiHeadDotProductAttention_0"]["query"]
     kernel["kernel"] = jax.device_put(kernel["kernel"], sharding)
+    tree["pos_embedding"] = jax.device_put(tree["pos_embedding"], replicated)
     new = interop.initialize(tree, normal_scheme, RNG)
     kernel = new["Transformer"]["encoderblock_0"]["MultiHeadDotProductAttention_0"]["query"]
     assert kernel["kernel"].sharding == sharding
+    assert new["pos_embedding"].sharding == replicated
+
+
+def test_numpy_arrays_may_be_initialized_for_several_keys():
+    params, keys = state_dict("timm"), jax.random.split(RNG)
+    one = functools.partial(interop.initialize, params, mimetic(), num_heads=3)
+    each = jax.vmap(one)(keys)
+    for key, seed in zip(keys, (0, 1), strict=True):
+        for name, array in one(key).items():
+            np.testing.assert_allclose(each[name][seed], array, atol=1e-6, err_msg=name)
+
+
+def test_weights_that_have_no_place_are_refused():
+    params, site = state_dict("timm"), interop.attention_site(state_dict("timm"), num_heads=3)
+    weights = normal_scheme(RNG, site)
+    with pytest.raises(InputError, match=r"weights\.bias: the model has no relative position"):
+        interop.write(params, weights._replace(bias=weights.query), num_heads=3)
 
 
 def test_flat_checkpoints_and_prefixed_state_dicts():

@@ -196,7 +196,7 @@ TABLE = "layers.0.blocks.0.attn.relative_position_bias_table"
         (
             lambda: interop.to_timm(model("mixer")),
             dict(grid=(3, 5)),
-            r"grid: blocks\.0\.mlp_tokens\.fc1\.weight mixes 16 tokens",
+            r"grid=\(3, 5\): blocks\.0\.mlp_tokens\.fc1\.weight mixes 16 tokens",
         ),
         (
             lambda: change("mixer", "blocks.1.mlp_tokens.fc2.weight", np.ones((16, 4), np.float32)),

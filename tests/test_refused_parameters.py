@@ -74,6 +74,11 @@ def odd_table():
             r"Their names that look like attention: body\.self_attn\.wqkv\. Rename .*AttentionSite",
         ),
         (TorchModule, {}, r"params is a TorchModule, a torch module: pass \{k: v\.detach"),
+        (
+            lambda: jax.eval_shape(BIG_VISION),
+            {},
+            r"is abstract: build the model first, or .* inside jax\.jit",
+        ),
         (dict, dict(layout="keras"), r"layout='keras'.*timm, huggingface"),
         (lambda: state_dict("timm"), {}, r"num_heads: .*192 channels"),
         (lambda: state_dict("timm"), dict(num_heads=5), r"num_heads=5: .*192 channels"),
@@ -208,7 +213,7 @@ def test_a_learned_table_of_a_width_without_an_encoding():
     shapes = {f"blocks.0.{name}": shape for name, shape in layer.items()}
     params = {name: np.ones(shape, np.float32) for name, shape in shapes.items()}
     params["pos_embed"] = np.random.default_rng(0).standard_normal((1, 16, 30), np.float32)
-    with pytest.raises(InputError, match=r"params: .*width 30 .*a multiple of 4, or 'mimetic'"):
+    with pytest.raises(InputError, match=r"width=30: .* divisible by 4; .* such as 'mimetic'"):
         interop.initialize(params, impulse(), RNG, num_heads=3)
     with pytest.raises(InputError, match="attention_init=impulse is not a function"):
         interop.initialize(params, impulse, RNG, num_heads=3)

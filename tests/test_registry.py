@@ -15,6 +15,7 @@ from structinit_jax.attention_init import (
     RotarySite,
     TokenMixingSite,
     WindowSite,
+    mimetic,
     rotary_angles,
     sincos_positions,
 )
@@ -201,6 +202,19 @@ def test_sites_without_an_implementation_are_refused(name, site_type):
         attention_init.by_name(name)(RNG, SITES[site_type])
 
 
+@pytest.mark.parametrize(
+    ("call", "message"),
+    [
+        (lambda site: mimetic(RNG, site), r"by name, .* call mimetic\(\)\(rng, site\)"),
+        (lambda site: mimetic()(site, RNG), r"not a site: call it as \(rng, site\), with"),
+        (lambda site: mimetic()(0, site), r"rng=0: needs .* jax\.random\.key\(0\)"),
+    ],
+)
+def test_calls_with_other_arguments_are_explained(call, message):
+    with pytest.raises(InputError, match=message):
+        call(SITES[AttentionSite])
+
+
 def my_scheme(strength=1.0):
     """A user's own scheme: takes the options and returns the initializer."""
 
@@ -238,8 +252,7 @@ def test_registered_functions_become_schemes(monkeypatch):
     monkeypatch.setattr(attention_init.registry, "SCHEMES", dict(SCHEMES))
 
     @attention_init.register("ones", ConvSite)
-    def ones(rng, site, *, height=1.0):
-        """Sets all weights to `height`."""
+    def ones(rng, site, *, height=1.0):  # without a docstring
         shape = (site.num_layers, site.kernel_size, site.kernel_size, site.width)
         return attention_init.ConvWeights(jnp.full(shape, height))
 

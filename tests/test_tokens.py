@@ -362,6 +362,7 @@ def test_impulse_scales_patches_and_mlps_unless_told_otherwise():
             dict(filters=np.stack([np.ones((3, 3)), np.zeros((3, 3))])),
             "filters: filter 1 leads",
         ),
+        (dict(filters=np.ones((1, 37, 37))), r"\(1, 37, 37\): maps need \[F, 35, 35\], without c"),
         (dict(filters=-np.ones((1, 35, 35))), "filters: attention maps need nonnegative values"),
         *(
             (dict(filters=np.full((1, 35, 35), total / 35)), "filters: .* rows that sum to 1")

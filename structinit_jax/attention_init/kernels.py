@@ -186,6 +186,13 @@ def target_maps(
                 "to 0 for tokens without a target"
             )
     else:
+        widest = 2 * max(site.grid) - 1
+        if not isinstance(filters, str) and max(np.shape(filters)[1:]) > widest:
+            raise InputError(
+                f"filters has shape {np.shape(filters)}: maps need [F, {site.num_tokens}, "
+                f"{site.num_tokens}], without class and register tokens, and kernels [F, f, f] at "
+                f"most f={widest} on {site.grid[0]}x{site.grid[1]} tokens"
+            )
         kernels, ranges = target_kernels(site, filters=filters, **options)
         maps = normalize_rows(convolution_maps(kernels, site.grid))
     empty = np.flatnonzero(~maps.any(axis=(1, 2)))

@@ -12,14 +12,13 @@ from collections.abc import Callable
 
 import jax
 import numpy as np
-from jaxtyping import PRNGKeyArray
 
 from structinit_jax import plugins
 from structinit_jax.attention_init import kernels
 from structinit_jax.attention_init.minimize import make_optimizer
 from structinit_jax.attention_init.pseudo_input import PSEUDO_INPUTS
 from structinit_jax.attention_init.report import warn_if_out_of_reach
-from structinit_jax.attention_init.sites import AttentionInit, Site, Weights
+from structinit_jax.attention_init.sites import AttentionInit, Weights
 from structinit_jax.attention_init.value_out import VO_INITS
 from structinit_jax.checks import is_count
 from structinit_jax.errors import InputError
@@ -71,7 +70,10 @@ EFFECTS = {
 
 
 def register(name: str, *site_types: type) -> Callable[[Callable], Callable]:
-    """Registers the decorated function as a scheme's implementation for types of sites."""
+    """Registers the decorated function as a scheme's implementation for types of sites.
+
+    The values of options that have a name in `NEEDS` or `EFFECTS` are checked by these rules.
+    """
 
     def decorate(function):
         SCHEMES.setdefault(name, {}).update(dict.fromkeys(site_types, function))
@@ -111,10 +113,18 @@ def by_name(name: str, **options) -> AttentionInit:
         _check_value(option, value)
     _check_effects(options)
 
-    def init(rng: PRNGKeyArray, site: Site) -> Weights:
+    def init(rng, site):
         kind = type(site).__name__
+        if isinstance(rng, int):
+            raise InputError(f"rng={rng}: needs a random key, such as jax.random.key({rng})")
         if type(site) not in SCHEMES[name]:
             fitting = ", ".join(sorted(n for n, sites in SCHEMES.items() if type(site) in sites))
+            if not fitting:
+                known = sorted({t.__name__ for sites in SCHEMES.values() for t in sites})
+                raise InputError(
+                    f"the second argument of a scheme is a {kind}, not a site: call it as "
+                    f"(rng, site), with one of {', '.join(known)}"
+                )
             raise InputError(f"name={name!r} does not support a {kind}: use one of {fitting}")
         implementation = SCHEMES[name][type(site)]
         takes = _options_of(implementation)
@@ -135,7 +145,12 @@ def scheme(name: str) -> Callable[..., AttentionInit]:
     """
     _check_name(name)
 
-    def function(**options):
+    def function(*args, **options):
+        if args:
+            raise InputError(
+                f"{name} takes its options by name, and returns the initializer: call "
+                f"{name}()(rng, site)"
+            )
         return by_name(name, **options)
 
     sites = {}  # types of sites by implementation
@@ -154,7 +169,8 @@ def scheme(name: str) -> Callable[..., AttentionInit]:
 
 def _without_call(implementation: Callable) -> str:
     """Returns the docstring of a scheme without the two arguments that are not options."""
-    text = re.sub(r"^ +(rng|site): .*\n", "", inspect.getdoc(implementation), flags=re.MULTILINE)
+    text = inspect.getdoc(implementation) or ""
+    text = re.sub(r"^ +(rng|site): .*\n", "", text, flags=re.MULTILINE)
     return re.sub(r"\n\nArgs:\s*(?=\n\n|$)", "", text)
 
 

@@ -58,11 +58,10 @@ def out_of_reach(report: SolveReport) -> str | None:
     if report.hit_rate >= MIN_HIT_RATE:
         return None
     return (
-        f"only {100 * float(report.hit_rate):.0f} % of the attention rows peak on their target, "
-        "since the head dimension and the rank of the position encoding, or the frequencies of "
-        "rotary positions, limit the maps: use fewer heads, a smaller kernel, a target mass "
-        "instead of a norm, or the positions that the scheme is made for: sin-cos for 'impulse', "
-        "learned for 'impulse_2025'"
+        f"only {100 * float(report.hit_rate):.0f} % of the attention rows peak on their target. "
+        "The head dimension, the rank of the positions (sin-cos for 'impulse', learned for "
+        "'impulse_2025'), the frequencies of rotary positions, a small target mass or norm, or few "
+        "steps may be the cause: use fewer heads, a smaller kernel, or a larger target mass"
     )
 
 

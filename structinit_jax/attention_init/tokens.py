@@ -157,7 +157,7 @@ def impulse(
       rng: Random key.
       site: Layers to initialize.
       kernel_size: Kernel size f, odd, at most the grid's shorter side; or one per layer. Not for
-        convolutions, whose filters fill the model's own kernel.
+        convolutions, whose filters fill the model's own kernel. Arrays as filters have their own.
       filters: 'impulse': one token. 'gaussian': a Gaussian of standard deviation `sigma`.
         'difference_of_gaussians': the positive part of a Gaussian minus one twice as wide; not for
         convolutions. 'box': the mean over the whole kernel, a single filter. Or an array of kernels
@@ -186,7 +186,8 @@ def impulse(
         instead of sorted by singular values. 'default': the model's own. Only for attention.
       keep_positions: Whether value and projection leave the encoding's row space alone, or with
         rotary positions the vector that all tokens share. Otherwise every layer subtracts 0.4 of it
-        from the residual stream. Not for windows, like the two scales.
+        from the residual stream. No effect with `vo_init='default'`. Not for windows, like the two
+        scales.
       patch_scale: Factor on the kernel of the patch embedding. Less content beside the positions
         makes the maps of real images more like the targets, in all layers, and training on 1,000
         images ended higher (benchmarks/results/search.md). 1 leaves the model's own.

@@ -126,16 +126,21 @@ def encode_some(
             f"params: {entry.name} holds {old.dtype}, not floating-point numbers: quantize a model "
             "after its training"
         )
-    xp = np if isinstance(old, np.ndarray) else jnp
     current = dict(zip(entry.paths, entry.decode(old, shapes), strict=True))
     for path in current.keys() & ours.keys():
         array = ours[path] if entry.layer is None else ours[path][entry.layer]
+        xp = np if _stays_numpy(array, old) else jnp
         current[path] = xp.asarray(array).astype(old.dtype)
     return like(entry.encode(*current.values()), old)
 
 
 def check_array(argument: str, name: str, leaf: Any) -> None:
     """Raises `InputError` for anything but a NumPy or JAX array, such as a torch tensor."""
+    if isinstance(leaf, jax.ShapeDtypeStruct):
+        raise InputError(
+            f"{argument}: {name} is abstract: build the model first, or call this function inside "
+            "jax.jit or jax.eval_shape together with what builds it"
+        )
     if not isinstance(leaf, np.ndarray | jax.Array):
         raise InputError(
             f"{argument}: {name} is a {type(leaf).__module__}.{type(leaf).__name__}, not a NumPy "
@@ -145,13 +150,19 @@ def check_array(argument: str, name: str, leaf: Any) -> None:
 
 def like(new: Any, old: np.ndarray | jax.Array) -> np.ndarray | jax.Array:
     """Converts new values to the array kind (NumPy or JAX), dtype and sharding of the old ones."""
-    if isinstance(old, np.ndarray):
+    if _stays_numpy(new, old):
         return np.array(new, old.dtype, order="C")
     new = jnp.asarray(new).astype(old.dtype)
-    if isinstance(old, jax.core.Tracer) or not old.committed:
+    if isinstance(old, np.ndarray | jax.core.Tracer) or not old.committed:
         return new
     return jax.device_put(new, old.sharding)
 
 
+def _stays_numpy(new, old):
+    """Whether new values of a NumPy array can be one too, which traced values cannot."""
+    return isinstance(old, np.ndarray) and not isinstance(new, jax.core.Tracer)
+
+
 def _concatenate(arrays):
-    return (jnp if isinstance(arrays[0], jax.Array) else np).concatenate(arrays)
+    any_jax = any(isinstance(array, jax.Array) for array in arrays)
+    return (jnp if any_jax else np).concatenate(arrays)

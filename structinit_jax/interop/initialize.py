@@ -110,16 +110,7 @@ def initialize(
         return rebuild(leaves)
     host = find_host(leaves, layout, num_heads)
     site = _site(host, grid, positions, rotations)
-    try:
-        weights = call_scheme(attention_init, rng, site)
-    except InputError as error:
-        if not (site.positions_trainable and site.width % 4):
-            raise
-        raise InputError(
-            f"params: the scheme replaces the learned position table by a sin-cos encoding, which "
-            f"the model's width {site.width} does not allow: use a multiple of 4, or 'mimetic'"
-        ) from error
-    return rebuild(_write(host, weights, grid))
+    return rebuild(_write(host, call_scheme(attention_init, rng, site), grid))
 
 
 def attention_site(
@@ -217,6 +208,8 @@ def write(
 
 
 def _write(host: Host, weights: AttentionWeights, grid: Grid | None) -> Leaves:
+    if weights.bias is not None:
+        raise InputError("weights.bias: the model has no relative position bias, so leave it None")
     new = host.with_attention(weights)
     if weights.positions is not None or weights.position_scale is not None:
         table = host.position_table(grid)
@@ -225,7 +218,8 @@ def _write(host: Host, weights: AttentionWeights, grid: Grid | None) -> Leaves:
         rows = jnp.asarray(table.rows, jnp.float32)
         if weights.positions is not None:
             check_shape("positions", weights.positions, table.rows[table.prefix :].shape)
-            rows = rows.at[table.prefix :].set(weights.positions)
+            prefix = [rows[: table.prefix]] if table.prefix else []
+            rows = jnp.concatenate([*prefix, weights.positions])
         if weights.position_scale is not None:
             rows = weights.position_scale * rows
         old = host.leaves[table.name]

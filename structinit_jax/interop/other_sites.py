@@ -125,7 +125,9 @@ def _token_mixing(leaves, layers, grid):
     hidden, tokens = leaves[first].shape
     grid = grid or square(tokens)
     if grid is None or math.prod(grid) != tokens:
-        raise InputError(f"grid: {first} mixes {tokens} tokens: pass grid=(rows, cols)")
+        raise InputError(
+            f"grid={grid}: {first} mixes {tokens} tokens: pass grid=(rows, cols) of that product"
+        )
     width = leaves[f"{layers[0]['stem']}{layers[0]['index']}.norm1.weight"].shape[0]
     site = TokenMixingSite(grid=grid, hidden=hidden, num_layers=len(layers), width=width)
     entries = []

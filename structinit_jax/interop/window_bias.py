@@ -83,7 +83,8 @@ def table_bias(leaves: Leaves, stack: Stack, grid: Grid | None) -> WindowBias:
     def encode(bias):
         new = {}
         for name, rows in zip(tables, bias, strict=True):
-            table = jnp.asarray(leaves[name], jnp.float32).at[:used].set(rows)
+            unused = jnp.asarray(leaves[name], jnp.float32)[used:]
+            table = jnp.concatenate([rows, unused])
             new[name] = like(table, leaves[name])
         return new
 
