@@ -21,6 +21,7 @@ from structinit_jax import evaluate, train
 from structinit_jax.compare import grid, results, run, seeds, table
 from structinit_jax.data import datasets
 from structinit_jax.errors import InputError, StoppedError
+from structinit_jax.training import manifest
 from structinit_jax.training import workdir as workdir_lib
 
 pytestmark = pytest.mark.usefixtures("library_promotion")
@@ -247,23 +248,49 @@ def test_an_error_of_the_users_own_code_names_the_setting(start, monkeypatch):
     assert caught.value.__notes__ == ["This is the setting default of the comparison"]
 
 
+def share_checkpoint(folder, group):
+    """Makes the folder of a complete checkpoint that seeds share."""
+    step = folder / "together" / group / "6"
+    step.mkdir(parents=True)
+    manifest.seal(step)
+
+
 def test_checkpoints_of_another_kind_of_training_are_told_or_refused(start, tmp_path, capsys):
     start(["default"], [0])
-    (tmp_path / "default" / "together").mkdir()
+    share_checkpoint(tmp_path / "default", "seeds_1_2")
     start(["default"], [0])
     assert "note:" not in capsys.readouterr().out  # its seed is done
     start(["default"], [0, 1])
     out = capsys.readouterr().out
     assert "note: default: the checkpoint that its seeds share is not used" in out
     (tmp_path / "impulse" / "seed_1" / "checkpoints").mkdir(parents=True)
-    todo = {"default": [1], "impulse": [0, 1]}
+    todo = {"default": [], "impulse": [0, 1]}
     with pytest.raises(InputError, match="impulse: seeds 1 were started one by one: pass"):
         run._check_what_is_resumed(tmp_path, todo, together=True)
+    share_checkpoint(tmp_path / "impulse", "seeds_0_1")
+    run._check_what_is_resumed(tmp_path, todo, together=True)
+
+
+def test_a_folder_without_a_complete_checkpoint_is_no_shared_one(start, tmp_path, capsys):
+    # Of commands that were killed before their first checkpoint, or while they wrote it.
+    shared = tmp_path / "default" / "together"
+    (shared / "seeds_0_1").mkdir(parents=True)
+    (shared / "seeds_2_3" / "6").mkdir(parents=True)
+    own = tmp_path / "default" / "seed_0" / "checkpoints" / "4"
+    own.mkdir(parents=True)
+    with pytest.raises(InputError, match="default: seeds 0 were started one by one: pass"):
+        start(["default"], [0, 1], together=True)
+    assert own.exists()
+    assert start(["default"], [0, 1], together=False) == (0, [("default", 0), ("default", 1)])
+    out = capsys.readouterr().out
+    assert f"note: {shared / 'seeds_0_1'} has no complete checkpoint and is removed" in out
+    assert "is not used" not in out
+    assert not shared.exists()
 
 
 def test_some_of_the_seeds_that_share_a_checkpoint_are_refused(start, tmp_path):
     start(["default"], [0])
-    (tmp_path / "default" / "together" / "seeds_0_1_2" / "6").mkdir(parents=True)
+    share_checkpoint(tmp_path / "default", "seeds_0_1_2")
     with pytest.raises(InputError, match=r"default: seeds 0,1,2 share .* name the seeds 2 too"):
         start(["default"], [1], together=True)
     run._check_what_is_resumed(tmp_path, {"default": [1, 2]}, together=True)

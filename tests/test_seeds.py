@@ -10,7 +10,7 @@ import pytest
 from structinit_jax import evaluate
 from structinit_jax.compare import seeds
 from structinit_jax.errors import StoppedError
-from structinit_jax.training import checkpoint
+from structinit_jax.training import checkpoint, manifest
 from structinit_jax.training.workdir import StopRequest
 
 pytestmark = pytest.mark.usefixtures("library_promotion")
@@ -113,6 +113,7 @@ def test_seeds_that_do_not_fit_into_memory_are_trained_in_parts(tiny_config, tmp
     assert {seed for seed, error in errors.items() if error} == {0, 2, 3}
     # Of an interrupted command with seeds 1 and 4, and of one that was killed at its start.
     (tmp_path / "together" / "seeds_1_4" / "10").mkdir(parents=True)
+    manifest.seal(tmp_path / "together" / "seeds_1_4" / "10")
     (tmp_path / "together" / "seeds_0_2").mkdir()
     train()
     assert trained == [[1, 4], [0], [2, 3]]

@@ -32,7 +32,6 @@ from structinit_jax.evaluate import (
     open_evaluation_sets,
 )
 from structinit_jax.train import PREEMPTED_EXIT_CODE, train
-from structinit_jax.training import manifest
 from structinit_jax.training import workdir as workdir_lib
 from structinit_jax.training.setup import set_up
 from structinit_jax.training.state import count_parameters
@@ -134,6 +133,9 @@ def run_grid(
             for name in settings
         }
         _check_what_is_resumed(workdir, todo, together)
+        for name, missing in todo.items():
+            if missing:
+                seeds.remove_incomplete(workdir / name)
         try:
             with Progress(comparison, list(settings), list(seed_list)) as progress:
                 runner = _Runner(workdir, settings, progress)
@@ -209,42 +211,36 @@ def _merge(workdir, new, settings):
 def _check_what_is_resumed(workdir, todo, together):
     """Refuses settings that were begun with another --together, or prints a note about them."""
     for name, missing in todo.items():
-        shared = (workdir / name / seeds.TOGETHER).exists()
-        if missing and shared and not together:
+        states = seeds.find_states(workdir / name, missing)
+        alone = [str(seed) for seed, state in states.items() if state == "alone"]
+        if not together and "shared" in states.values():
             print(
                 f"note: {name}: the checkpoint that its seeds share is not used: each seed resumes "
                 "from its own best one, or starts over. --together=yes uses it"
             )
-        elif missing and shared:
-            _check_shared_checkpoints(workdir, name, missing)
-        elif together and not shared:
-            folders = {seed: results.run_folder(workdir, name, seed) for seed in missing}
-            begun = [
-                str(seed)
-                for seed, folder in folders.items()
-                if (folder / "checkpoints").exists() and not (folder / results.STATUS).exists()
-            ]
-            if begun:  # training together would replace their checkpoints
-                raise InputError(
-                    f"setting {name}: seeds {','.join(begun)} were started one by one: pass "
-                    "--together=no to resume them, or delete their folders"
-                )
-
-
-def _check_shared_checkpoints(workdir, name, missing):
-    """Refuses to go on without some of the seeds that share a checkpoint."""
-    for folder in (workdir / name / seeds.TOGETHER).glob("seeds_*"):
-        group = {int(seed) for seed in folder.name.split("_")[1:]}
-        others = {
-            seed
-            for seed in group.difference(missing)
-            if not (results.run_folder(workdir, name, seed) / results.STATUS).exists()
-        }
-        if others and group.intersection(missing) and manifest.step_folders(folder):
+        elif together and alone:  # training together would replace their checkpoints
             raise InputError(
-                f"setting {name}: seeds {','.join(map(str, sorted(group)))} share a checkpoint, "
-                f"so they can only be resumed together: name the seeds "
-                f"{','.join(map(str, sorted(others)))} too, or delete {folder} to start over"
+                f"setting {name}: seeds {','.join(alone)} were started one by one: pass "
+                "--together=no to resume them, or delete their folders"
+            )
+        elif together:
+            _check_groups_are_whole(workdir, name, missing)
+
+
+def _check_groups_are_whole(workdir, name, missing):
+    """Refuses to go on without some of the seeds that share a checkpoint."""
+    for folder, group in seeds.shared_checkpoints(workdir / name).items():
+        others = [
+            str(seed)
+            for seed in group
+            if seed not in missing
+            and not (results.run_folder(workdir, name, seed) / results.STATUS).exists()
+        ]
+        if others and not set(group).isdisjoint(missing):
+            raise InputError(
+                f"setting {name}: seeds {','.join(map(str, group))} share a checkpoint, so they "
+                f"can only be resumed together: name the seeds {','.join(others)} too, or delete "
+                f"{folder} to start over"
             )
 
 

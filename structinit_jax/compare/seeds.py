@@ -15,7 +15,7 @@ import numpy as np
 from ml_collections import ConfigDict
 
 from structinit_jax import resume
-from structinit_jax.compare.results import run_folder
+from structinit_jax.compare.results import STATUS, run_folder
 from structinit_jax.compare.table import LOG
 from structinit_jax.data.loader import make_loader
 from structinit_jax.errors import InputError, StoppedError
@@ -96,13 +96,57 @@ def train_together(
         yield from train_together(config, part, folder, device, stop)
 
 
+def shared_checkpoints(folder: Path) -> dict[Path, list[int]]:
+    """Returns the groups of seeds that share a complete checkpoint, by the folder of the group.
+
+    Args:
+      folder: Folder of the setting.
+    """
+    return {
+        shared: [int(seed) for seed in shared.name.split("_")[1:]]
+        for shared in sorted((folder / TOGETHER).glob("seeds_*"))
+        if not all(map(manifest.find_damage, manifest.step_folders(shared)))
+    }
+
+
+def find_states(folder: Path, seeds: Sequence[int]) -> dict[int, str]:
+    """Returns which checkpoints each unfinished seed can resume from.
+
+    Args:
+      folder: Folder of the setting.
+      seeds: The seeds.
+
+    Returns:
+      By seed: 'shared' if it shares a complete checkpoint with others, 'alone' if it only has
+      checkpoints of its own, or 'none'.
+    """
+    shared = set().union(*shared_checkpoints(folder).values())
+
+    def find_state(seed):
+        own = run_folder(folder.parent, folder.name, seed)
+        if seed in shared:
+            return "shared"
+        has_checkpoints = (own / "checkpoints").exists() and not (own / STATUS).exists()
+        return "alone" if has_checkpoints else "none"
+
+    return {seed: find_state(seed) for seed in seeds}
+
+
+def remove_incomplete(folder: Path) -> None:
+    """Removes what a kill before the first complete shared checkpoint has left of a setting."""
+    complete = shared_checkpoints(folder)
+    for shared in (folder / TOGETHER).glob("seeds_*"):
+        if shared not in complete:
+            print(f"note: {shared} has no complete checkpoint and is removed")
+            shutil.rmtree(shared)
+    with contextlib.suppress(OSError):  # there is none, or other seeds have theirs in it
+        (folder / TOGETHER).rmdir()
+
+
 def _interrupted(folder: Path, seeds: Sequence[int]) -> list[int]:
     """Returns the subset of the seeds that shares a checkpoint, if there is one."""
-    for shared in sorted((folder / TOGETHER).glob("seeds_*")):
-        group = [int(seed) for seed in shared.name.split("_")[1:]]
-        if set(group) < set(seeds) and manifest.step_folders(shared):
-            return group
-    return []
+    groups = shared_checkpoints(folder).values()
+    return next((group for group in groups if set(group) < set(seeds)), [])
 
 
 class _SharedRun:
