@@ -9,6 +9,8 @@ Without a run, it compares the start values of schemes:
     python -m structinit_jax.analyse --config=configs/vit_fashion_mnist.py \
         --schemes=default,mimetic,impulse --out=analysis
 
+The models are those that `structinit_jax.compare` trains with the same flags.
+
 It writes to the directory --out:
 
 - `analysis.json`: all measures by layer and head, and the CKA.
@@ -52,6 +54,7 @@ from structinit_jax.analysis.collect import (
 )
 from structinit_jax.attention_init import ConvSite, TokenMixingSite
 from structinit_jax.command_line import STEP, WORKDIR
+from structinit_jax.compare import grid
 from structinit_jax.errors import InputError
 from structinit_jax.training.state import abstract_model
 
@@ -204,7 +207,7 @@ def main(config: ConfigDict) -> None:
         snapshots = _observe_runs(config, other, images)
     else:
         schemes = _SCHEMES.value or [config.attention_init.name]
-        snapshots = [observe_start(_with_scheme(config, scheme), images) for scheme in schemes]
+        snapshots = [observe_start(grid.with_scheme(config, scheme), images) for scheme in schemes]
     what = "token mixing of " if sizes[0].site_type is TokenMixingSite else ""
     subject = f"{what}{config.model.name}, {len(images)} training images of {config.data.name}"
     written = write(snapshots, subject, out, layers=layers, heads=heads)
@@ -266,16 +269,6 @@ def _observe_runs(config, other, images):
     names = name_runs([WORKDIR.value, _OTHER_WORKDIR.value])
     pairs = zip(names, runs, strict=True)
     return [s._replace(name=f"{name}: {s.name}") for name, run in pairs for s in run]
-
-
-def _with_scheme(config, name):
-    """Returns the config with a scheme at its default options, unless it is the config's own."""
-    if name == config.attention_init.name:
-        return config
-    config = config.copy_and_resolve_references()
-    config.attention_init = ConfigDict(dict(name=name))
-    config_lib.set_base_init(config)
-    return config
 
 
 def _print_summary(snapshots):

@@ -305,14 +305,16 @@ def test_start_values_are_compared_without_a_run(data_dir, tmp_path):
         "--config=configs/convmixer_digits.py",
         f"--config.data.data_dir={data_dir}",
         "--config.model.depth=1",
-        "--schemes=default,impulse",
+        "--schemes=impulse,kaiming_uniform",
         "--num_images=8",
         f"--out={tmp_path}",
         module="structinit_jax.analyse",
     )
     assert result.returncode == 0, result.stderr
     models = json.loads((tmp_path / "analysis.json").read_text())["models"]
-    assert [model["name"] for model in models] == ["default, step 0", "impulse, step 0"]
+    assert [model["name"] for model in models] == ["impulse, step 0", "kaiming_uniform, step 0"]
+    # As compare trains it.
+    assert "note: kaiming_uniform uses config.model.base_init='pytorch'" in result.stdout
     check_figures(tmp_path, {"by_layer.png", "cka.png", "maps_by_offset.png"})
     names = "analysis.json, by_layer.png, cka.png, maps_by_offset.png"
     assert f"wrote {names} to {tmp_path}\n" in result.stdout

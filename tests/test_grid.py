@@ -25,14 +25,22 @@ def test_settings_have_readable_names_and_what_their_scheme_needs(tiny_config, c
     assert settings["impulse,attention_init.norm=0.5,model.depth=1"].attention_init.norm == 0.5
     assert tiny_config.model.positions == "sincos"
     out = capsys.readouterr().out
-    assert "impulse_2025 is trained with config.model.positions='learned'" in out
-    assert "note: default has no attention_init.norm and is trained without it" in out
+    assert "impulse_2025 uses config.model.positions='learned'" in out
+    assert "note: default has no attention_init.norm and does not use it" in out
     baselines = grid.find_baselines(settings, "default")
     assert baselines["impulse,attention_init.norm=0.5,model.depth=2"] == "default,model.depth=2"
     assert baselines["default,model.depth=1"] == "default,model.depth=1"
     # An option that the others do not have does not hide the baseline.
     baselines = grid.find_baselines(settings, "impulse")
     assert baselines["default,model.depth=2"] == "impulse,attention_init.norm=0.5,model.depth=2"
+
+
+def test_another_scheme_keeps_the_options_that_it_takes(tiny_config):
+    tiny_config.attention_init.update(name="impulse", kernel_size=5)
+    config = grid.with_scheme(tiny_config.lock(), "impulse_2025")
+    assert config.attention_init.to_dict() == {"name": "impulse_2025", "kernel_size": 5}
+    assert config.model.positions == "learned"
+    assert grid.with_scheme(config, "default").attention_init.to_dict() == {"name": "default"}
 
 
 def test_a_setting_is_never_compared_with_one_of_other_fields():

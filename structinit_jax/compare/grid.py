@@ -58,20 +58,12 @@ def expand(
     _check_options(options, grid)
     settings = {}
     for scheme in schemes:
-        start = config.copy_and_resolve_references()
-        start.attention_init.name = scheme
-        config_lib.drop_foreign_options(start)
-        if config_lib.set_base_init(start):
-            print(f"note: {scheme} is trained with config.model.base_init='pytorch'")
-        for field, value in REQUIRED.get(scheme, {}).items():
-            if field in _fields(start):  # the scheme refuses models without it when it is checked
-                start.update_from_flattened_dict({field: value})
-                print(f"note: {scheme} is trained with config.{field}={value!r}")
+        start = with_scheme(config, scheme)
         own = {f"attention_init.{option}" for option in options[scheme]}
         axes = {}
         for field, texts in sorted(grid.items()):
             if field.startswith("attention_init.") and field not in own:
-                print(f"note: {scheme} has no {field} and is trained without it")
+                print(f"note: {scheme} has no {field} and does not use it")
             else:
                 axes[field] = _by_name(start, field, texts)
         for parts in itertools.product(*axes.values()):
@@ -87,6 +79,20 @@ def expand(
                 f"have at most {MAX_NAME}: use fewer axes at once, or shorter values"
             )
     return settings
+
+
+def with_scheme(config: ConfigDict, scheme: str) -> ConfigDict:
+    """Returns a config with another scheme, the options it takes, and the fields it needs."""
+    config = config.copy_and_resolve_references()
+    config.attention_init.name = scheme
+    config_lib.drop_foreign_options(config)
+    if config_lib.set_base_init(config):
+        print(f"note: {scheme} uses config.model.base_init='pytorch'")
+    for field, value in REQUIRED.get(scheme, {}).items():
+        if field in _fields(config):  # the scheme refuses models without it when it is checked
+            config.update_from_flattened_dict({field: value})
+            print(f"note: {scheme} uses config.{field}={value!r}")
+    return config
 
 
 def _check_options(options, grid):
