@@ -23,7 +23,7 @@ from pathlib import Path
 from absl import flags
 from ml_collections import ConfigDict
 
-from structinit_jax import command_line, export
+from structinit_jax import command_line, export, resume
 from structinit_jax import config as config_lib
 from structinit_jax.command_line import WORKDIR
 from structinit_jax.compare import run
@@ -138,7 +138,7 @@ def train_teacher(
     train(config, workdir / "teacher", stop_request=stop)
     if stop.reached(0):  # by a signal during the last step
         raise StoppedError(run.STOPPED, PREEMPTED_EXIT_CODE)
-    path = workdir / "teacher.safetensors"
+    path = workdir / resume.TEACHER
     export.export(config, workdir / "teacher", path)
     return path
 

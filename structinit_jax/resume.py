@@ -2,6 +2,7 @@
 
 import json
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 from flax.traverse_util import flatten_dict
@@ -37,6 +38,7 @@ FREE = [
 # What a change also affects in a model that is only evaluated.
 EVALUATION = ("the architecture", "the model's input")
 ABSENT = "(absent)"
+TEACHER = "teacher.safetensors"  # weights that `structinit_jax.reproduce` selects from
 
 
 def changes(old: Mapping[str, Any], config: ConfigDict) -> dict[str, tuple[Any, Any]]:
@@ -141,10 +143,17 @@ def evaluation_changes(run: Mapping[str, Any], config: ConfigDict) -> list[str]:
     ]
 
 
+def is_moved_teacher(field: str, old: Any, new: Any) -> bool:
+    """Whether a field has another path of a teacher's weights: its workdir has been moved."""
+    return field == "start_from" and Path(old).name == Path(new).name == TEACHER
+
+
 def _affects(field, old, new):
     """What the change of a field affects; None if the field may change."""
     if field == "ema_decay" and not (old and new):
         return "whether there are averaged weights"
+    if is_moved_teacher(field, old, new):
+        return None
     if field in FREE or (ABSENT in (old, new) and not field.startswith("attention_init.")):
         return None  # weights that appear or disappear with the field are found on restoring
     return FIXED.get(field) or FIXED.get(field.split(".")[0])

@@ -91,6 +91,15 @@ def test_the_command_trains_a_teacher_and_selects_its_weights(tmp_path, data_dir
     assert config["attention_init"]["name"] == "impulse_2025"
     assert "--scale=small" in (tmp_path / "run" / "report.md").read_text()
 
+    # In another place, with a run that has not recorded its end and one that has not been started.
+    row = (tmp_path / "run").rename(tmp_path / "moved") / "cifar10,selected"
+    (row / "seed_3" / "status.json").unlink()
+    again = [*arguments[:-1], "--seeds=2", f"--workdir={tmp_path / 'moved' / '..' / 'moved'}"]
+    result = fork_main.run(*again, module="structinit_jax.reproduce")
+    assert result.returncode == 0, result.stderr
+    assert "resumed from step 2" in (row / "seed_3" / "log.txt").read_text()
+    assert "| cifar10,selected | 2 of 2 |" in (tmp_path / "moved" / "report.md").read_text()
+
 
 def test_a_signal_during_the_last_step_of_the_teacher_stops_the_command(tmp_path, monkeypatch):
     def interrupted(config, workdir, stop_request):

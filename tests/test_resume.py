@@ -95,6 +95,16 @@ def test_fields_that_must_not_change_are_refused_by_name(field, value, line):
     assert "--workdir" in last
 
 
+def test_a_teacher_may_have_moved_with_its_workdir():
+    run = saved(start_from="/runs/table/teacher.safetensors")
+    config = make_config(start_from="/moved/teacher.safetensors")
+    line = "  start_from: '/runs/table/teacher.safetensors' -> '/moved/teacher.safetensors'"
+    assert resume.check(run, config, DATA, PLACE) == [line]
+    for path in ("", "/runs/table/other.safetensors"):
+        with pytest.raises(InputError, match=r"start_from: .*  \(affects the initial weights"):
+            resume.check(saved(start_from=path), config, DATA, PLACE)
+
+
 def test_the_rate_of_averaging_may_change():
     config = make_config(ema_decay=0.999)
     found = resume.check(saved(ema_decay=0.99), config, DATA, PLACE)

@@ -194,6 +194,7 @@ def _merge(workdir, new, settings):
             f"  {field}: {a!r} -> {b!r}"
             for field, (a, b) in changed.items()
             if not _may_change(field, config)
+            and not (resume.is_moved_teacher(field, a, b) and Path(b).parent == workdir)
         ]
         if lines:
             raise InputError(
