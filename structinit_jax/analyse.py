@@ -31,7 +31,7 @@ from structinit_jax import trainer_extra  # noqa: F401 (first, before what may b
 import contextlib
 import itertools
 import json
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 import jax
@@ -165,6 +165,19 @@ def head_names(sizes: list[StackSize], layers: list[int]) -> list[str]:
     return [str(head + 1) for head in range(max(heads[layer] for layer in layers))]
 
 
+def name_models(sizes: Mapping[str, list[StackSize]]) -> str:
+    """Names the models and, of an MLP-Mixer, what is observed, for titles.
+
+    Args:
+      sizes: Stacks of the models, by the name of the family.
+    """
+    names = [
+        f"token mixing of {name}" if stacks[0].site_type is TokenMixingSite else name
+        for name, stacks in sizes.items()
+    ]
+    return " and ".join(names)
+
+
 def name_runs(workdirs: list[str]) -> list[str]:
     """Returns the shortest ends of different paths that tell them apart, such as 'h4/seed_0'."""
     parts = [Path(workdir).resolve().parts for workdir in workdirs]
@@ -188,8 +201,11 @@ def main(config: ConfigDict) -> None:
         raise InputError(
             f"config.model.name={config.model.name!r} has nothing to analyze: its sites() is empty"
         )
+    every_size = {config.model.name: sizes}
     if other:
-        _check_same_kind(sizes, stack_sizes(abstract_model(other, one_device())))
+        other_sizes = stack_sizes(abstract_model(other, one_device()))
+        _check_same_kind(sizes, other_sizes)
+        every_size[other.model.name] = other_sizes
     names = layer_names(sizes)
     # The 2024 paper shows layers 1, 6 and 12 of 12.
     few = sorted({0, (len(names) - 1) // 2, len(names) - 1})
@@ -208,8 +224,7 @@ def main(config: ConfigDict) -> None:
     else:
         schemes = _SCHEMES.value or [config.attention_init.name]
         snapshots = [observe_start(grid.with_scheme(config, scheme), images) for scheme in schemes]
-    what = "token mixing of " if sizes[0].site_type is TokenMixingSite else ""
-    subject = f"{what}{config.model.name}, {len(images)} training images of {config.data.name}"
+    subject = f"{name_models(every_size)}, {len(images)} training images of {config.data.name}"
     written = write(snapshots, subject, out, layers=layers, heads=heads)
     _print_summary(snapshots)
     print(f"wrote {', '.join(sorted(written))} to {out}")

@@ -17,7 +17,7 @@ from PIL import Image
 
 from structinit_jax import analyse
 from structinit_jax.analysis import collect, drawing, figures
-from structinit_jax.attention_init import WindowSite
+from structinit_jax.attention_init import TokenMixingSite, WindowSite
 from structinit_jax.attention_init.kernels import convolution_maps, impulse_kernels
 from structinit_jax.augment import normalize
 from structinit_jax.command_line import load_run_config
@@ -248,6 +248,17 @@ def test_models_of_other_depths_are_drawn_beside_each_other(tmp_path, snapshots)
     figures.draw_by_offset([deep, shallow], "Maps", tmp_path / "by_offset.png")
     figures.draw_full([deep, shallow], [0, 1], [0, 3], "Maps", tmp_path / "full.png")
     check_figures(tmp_path, {"by_offset.png", "full.png"})
+
+
+def test_models_of_two_families_are_both_named(data_dir):
+    vit, swin, mixer = (start(name, data_dir)[2] for name in ("vit", "swin", "mixer"))
+    assert figures.common_layer_names([swin, swin]) == ["1.1", "1.2", "2.1"]
+    assert figures.common_layer_names([vit, swin]) == ["1", "2", "3"]
+    assert figures.common_layer_names([vit, mixer]) == ["1", "2"]
+    window, tokens = (collect.StackSize(2, 1, site) for site in (WindowSite, TokenMixingSite))
+    assert analyse.name_models({"swin": [window]}) == "swin"
+    both = analyse.name_models({"swin": [window], "mixer": [tokens]})
+    assert both == "swin and token mixing of mixer"
 
 
 def test_titles_fit_the_figure(tmp_path, snapshots, drawn):

@@ -223,7 +223,7 @@ def draw_by_layer(snapshots: Sequence[Snapshot], title: str, path: Path) -> None
     for axis in axes.flat[max(len(names) - columns, 0) : len(names)]:  # the lowest of each column
         axis.set_xlabel("layer (0: input)")
         axis.tick_params(labelbottom=True)
-    _label_layers(axes[0, 0], max((s.layers for s in snapshots), key=len), size[0] / columns)
+    _label_layers(axes[0, 0], common_layer_names(snapshots), size[0] / columns)
     lines = {}
     for axis in axes.flat:
         handles, labels = axis.get_legend_handles_labels()
@@ -255,9 +255,18 @@ def _draw_measure(axis, name, snapshot, color, shift):
     axis.plot([place + shift for place in places], means, color=color, label=snapshot.name)
 
 
-def _label_layers(axis, layers, width):
+def common_layer_names(snapshots: Sequence[Snapshot]) -> list[str]:
+    """Returns the names of the layers of the deepest model, or their numbers if others differ."""
+    names = [[layer.name for layer in snapshot.layers] for snapshot in snapshots]
+    deepest = max(names, key=len)
+    if all(own == deepest[: len(own)] for own in names):
+        return deepest
+    return [str(i) for i in range(1, len(deepest) + 1)]
+
+
+def _label_layers(axis, names, width):
     """Labels the layers, and their input as 0, as many as fit into a width in inches."""
-    names = ["0", *(layer.name for layer in layers)]
+    names = ["0", *names]
     step = math.ceil(len(names) * (max(map(len, names)) + 1) / num_letters(width, 10))
     axis.set_xticks(range(0, len(names), step), names[::step])
 
