@@ -132,15 +132,13 @@ def write(
     if len(snapshots) > 1:
         figures.draw_cka(snapshots, f"Similarity of layers: {subject}", out / "cka.png")
         names.append("cka.png")
+    title = figures.title_by_offset(snapshots, subject)
+    figures.draw_by_offset(snapshots, title, out / "maps_by_offset.png")
     if snapshots[0].layers[0].maps is None:
-        title = f"First {figures.MAX_FILTERS} filters of each layer: {subject}"
-        figures.draw_by_offset(snapshots, title, out / "maps_by_offset.png")
         return names
     maps = {f"{s.name}/layer {layer.name}": layer.maps for s in snapshots for layer in s.layers}
     np.savez_compressed(out / "maps.npz", **maps)
     quantity = figures.name_quantity(snapshots).capitalize()
-    title = f"{quantity} maps by offset: {subject}"
-    figures.draw_by_offset(snapshots, title, out / "maps_by_offset.png")
     title = f"{quantity} maps and their first rows: {subject}"
     figures.draw_full(snapshots, layers, heads, title, out / "maps_full.png")
     return [*names, "maps.npz", "maps_full.png"]

@@ -186,6 +186,7 @@ def test_token_mixing_is_measured_by_its_derivatives(data_dir, tmp_path, drawn):
     layer = snapshot.layers[1]
     np.testing.assert_allclose(layer.maps[0], shares.mean(axis=0), rtol=1e-3, atol=1e-6)
     assert layer.measures["target_mass"] > 0.5
+    assert figures.title_by_offset([snapshot], "tiny") == "Sensitivity maps by offset: tiny"
     analyse.write([snapshot], "tiny", tmp_path, layers=[0, 1], heads=[0])
     for figure in drawn:
         texts = [text.get_text() for text in figure.findobj(match=matplotlib.text.Text)]
@@ -214,6 +215,17 @@ def test_convmixer_has_filters_and_no_maps(data_dir, tmp_path):
     np.testing.assert_allclose(same.layers[1].measures["filter_cosine"], np.ones(16), rtol=1e-5)
     analyse.write([snapshot, same], "tiny", tmp_path, layers=[0], heads=[0])
     check_figures(tmp_path, {"by_layer.png", "cka.png", "maps_by_offset.png"})
+
+
+def test_the_label_of_the_color_bar_is_whole_in_a_tall_figure(data_dir, tmp_path):
+    snapshot = start("convmixer", data_dir)[2]
+    layer = snapshot.layers[0]._replace(filters=snapshot.layers[0].filters[..., :1])
+    tall = snapshot._replace(layers=[layer._replace(name=str(i + 1)) for i in range(11)])
+    title = figures.title_by_offset([tall], "tiny")
+    assert title == "First 16 filters of each layer: tiny"
+    figures.draw_by_offset([tall], title, tmp_path / "filters.png")
+    pixels = np.asarray(Image.open(tmp_path / "filters.png").convert("L"))
+    assert np.all(pixels[:, -1] == 255)
 
 
 def test_maps_of_any_model_are_drawn_in_the_backend_of_the_notebook(tmp_path, monkeypatch):

@@ -94,7 +94,8 @@ def draw_frame(axis, corner, size, color):
 def save(figure, path, bar, image, scale, extend="neither"):
     """Writes a figure of `make_panels`, with the color bar of one of its images."""
     axis = bar.subplots()
-    axis.set_box_aspect(12)
+    # In a tall figure, the width that the aspect gives would leave no place for the label.
+    axis.set_box_aspect(max(12, figure.get_figheight() / 0.3))
     label = wrap(scale.label, figure.get_figheight() - 0.5, 10)
     figure.colorbar(image, cax=axis, label=label, extend=extend)
     figure.savefig(path, dpi=150)

@@ -87,6 +87,13 @@ def draw_maps(
     _draw_kernels(models, title, path, "attention", {tokens})
 
 
+def title_by_offset(snapshots: Sequence[Snapshot], subject: str) -> str:
+    """Returns the title of `draw_by_offset`, which says what was observed."""
+    if snapshots[0].layers[0].filters is not None:
+        return f"First {MAX_FILTERS} filters of each layer: {subject}"
+    return f"{name_quantity(snapshots).capitalize()} maps by offset: {subject}"
+
+
 def name_quantity(snapshots: Sequence[Snapshot]) -> str:
     """Returns what the maps of models show, such as 'attention'."""
     return " or ".join(dict.fromkeys(snapshot.quantity for snapshot in snapshots))

@@ -348,7 +348,8 @@ class _Runner:
             restored = evaluate.restore_model(config, folder, jax.local_devices()[:1])
             images = collect.read_images(config, NUM_IMAGES)
             snapshots = collect.observe_run(config, restored, images)
-            figures.draw_by_offset(snapshots, f"Maps by offset: {name}, seed {seed}", path)
+            title = figures.title_by_offset(snapshots, f"{name}, seed {seed}")
+            figures.draw_by_offset(snapshots, title, path)
         except InputError as error:
             print(f"note: no maps of {name}: {error}")
         except Exception:  # your own model need not have what is drawn
