@@ -51,8 +51,14 @@ def test_a_setting_is_never_compared_with_one_of_other_fields():
         "mine_scheme,model.depth=1": "mine_scheme,model.depth=1",
         "x,model.depth=2": None,
     }
-    names = [f"impulse{option}" for option in (",attention_init.norm=1", "")]
-    assert grid.find_baselines(names, "impulse") == dict(zip(names, names, strict=True))
+    names = [*(f"impulse{option}" for option in (",attention_init.norm=1", "")), "default"]
+    baselines = grid.find_baselines(names, "impulse")
+    assert baselines == dict(zip(names, [*names[:2], names[1]], strict=True))
+
+
+def test_settings_of_one_scheme_are_compared_with_the_first():
+    names = [f"impulse,learning_rate={rate}" for rate in (0.001, 0.003)]
+    assert grid.find_baselines(names, "impulse") == dict.fromkeys(names, names[0])
 
 
 def test_a_setting_has_one_name_however_it_is_written(tiny_config):

@@ -5,7 +5,8 @@ r"""Compares initializations, and any other fields, over several seeds.
 
 Trains every setting with the seeds config.seed, config.seed + 1, …, shows the progress and the time
 left, and writes results.csv, report.md, report.html and curves.png to the workdir. Any field can be
-an axis: --grid.config.model.num_heads=3,6.
+an axis: --grid.config.model.num_heads=3,6. If all settings have the same scheme, the first setting
+is the baseline.
 
 The same command resumes after Ctrl-C and retries failed runs; with more schemes, values or seeds it
 trains only what is missing. Fields that do not change the results, such as config.data.data_dir,

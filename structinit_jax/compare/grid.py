@@ -179,8 +179,11 @@ def find_baselines(names: Iterable[str], scheme: str) -> dict[str, str | None]:
 
     That is the one with the baseline's scheme and otherwise the same fields. Options of
     `attention_init` need to agree only if both settings have them; the closest setting is taken.
+    If all settings have the same scheme, it is the first setting.
     """
     parts = {name: _parse_name(name) for name in names}
+    if len({scheme for scheme, _, _ in parts.values()}) == 1:
+        return dict.fromkeys(parts, next(iter(parts)))
 
     def find(name):
         _, fields, options = parts[name]
