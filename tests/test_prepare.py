@@ -84,6 +84,15 @@ def test_pixels_of_tiny_images_are_drawn_as_squares():
     np.testing.assert_array_equal(drawn[:8, :8], image[:, 1:-1, 0])
 
 
+def test_captions_may_have_accents():
+    image = np.zeros((8, 8, 3), np.uint8)
+    names = ["grün", "grűn", "зелёный", "zielony żółty z kropkami"]
+    sheets = [prepare.draw_tiles([image], [name]) for name in names]
+    assert len({sheet.tobytes() for sheet in sheets}) == len(names)  # no two have the same boxes
+    pixels = np.asarray(sheets[-1])[:, prepare.MARGIN + prepare.TILE :]
+    assert np.all(pixels[:, : prepare.MARGIN] == 255)  # shortened
+
+
 def test_splits_without_labels_are_described():
     records = [{"image": np.zeros((4, 6, 3), np.uint8), "label": -1}] * 3
     dataset = Dataset.from_records("unlabeled", {"test": records}, ["a", "b"])

@@ -23,7 +23,8 @@ from pathlib import Path
 
 import numpy as np
 import tensorflow_datasets as tfds
-from PIL import Image, ImageDraw
+from matplotlib import font_manager
+from PIL import Image, ImageDraw, ImageFont
 
 from structinit_jax.data.builders import ARRAY_RECORD, OWN_BUILDERS, find_builder, read_prepared
 from structinit_jax.data.crops import resize_and_center_crop
@@ -43,6 +44,7 @@ MAX_SHOWN_CLASSES = 10
 MAX_AVERAGED = 1000  # images, which fixes mean and deviation to about 0.01
 MAX_TILES, COLUMNS = 48, 8
 TILE, CAPTION, MARGIN = 112, 16, 4  # pixels
+FONT_SIZE = 10
 
 
 def prepare(name: str, data_dir: Folder = None, manual_dir: Folder = None) -> None:
@@ -218,6 +220,8 @@ def draw_tiles(images: list[np.ndarray], captions: list[str]) -> Image.Image:
     pitch = (TILE + MARGIN, TILE + CAPTION + MARGIN)
     sheet = Image.new("RGB", (COLUMNS * pitch[0] + MARGIN, rows * pitch[1] + MARGIN), "white")
     draw = ImageDraw.Draw(sheet)
+    # PIL's own font has no accents.
+    draw.font = ImageFont.truetype(font_manager.findfont("DejaVu Sans"), FONT_SIZE)
     for number, (image, caption) in enumerate(zip(images, captions, strict=True)):
         left = MARGIN + number % COLUMNS * pitch[0]
         top = MARGIN + number // COLUMNS * pitch[1]
