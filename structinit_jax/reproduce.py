@@ -44,6 +44,10 @@ _LIST = flags.DEFINE_bool("list", False, "List the tables and what they cost, an
 # A guess of the model FLOPs utilization, low since most of the models are small, for --list.
 UTILIZATION = 0.1
 DEVICE = "NVIDIA H100 80GB HBM3"
+SMALL_NOTE = (
+    "Every row is a small model on digits (--scale=small), also where its name has another data "
+    "set: its accuracy is not comparable with the published ones."
+)
 # Data sets of a table -> the digits that stand for them, in the order of their first appearance.
 SUBSETS = ("train", "train[:800]", "train[:400]", "train[:200]", "train[400:]", "train[800:]")
 
@@ -217,6 +221,7 @@ def main(overrides: Sequence[tuple[str, str]]) -> None:
         baselines=find_baselines(settings, table.baseline),
         # The figures of small models and digits would be something else.
         published=None if small else table.rows,
+        note=SMALL_NOTE if small else "",
         started_by=shlex.join(["python", "-m", "structinit_jax.reproduce", *sys.argv[1:]]),
     )
     if failed:

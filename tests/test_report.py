@@ -182,6 +182,12 @@ def test_fields_of_another_command_are_told(tmp_path):
     assert "num_heads is" not in text
 
 
+def test_a_note_of_several_settings_is_told_once(tmp_path):
+    runs = {name: {0: {12: 0.5}} for name in ("default", "impulse", "mimetic")}
+    facts = {name: {"note": "Trained on digits."} for name in ("impulse", "mimetic")}
+    assert text_of(record(tmp_path, runs, facts)).count("Trained on digits.") == 1
+
+
 def test_accuracies_are_labelled_with_the_split(tmp_path, monkeypatch):
     runs = {"default": {0: {12: {"train[90%:]/accuracy": 0.5}}}}
     comparison = record(tmp_path, runs, {"default": {"test_name": "train[90%:]"}})

@@ -89,7 +89,9 @@ def test_the_command_trains_a_teacher_and_selects_its_weights(tmp_path, data_dir
     assert f"weights selected from {tmp_path / 'run' / 'teacher.safetensors'}" in log
     config = json.loads((tmp_path / "run" / "teacher" / "config.json").read_text())
     assert config["attention_init"]["name"] == "impulse_2025"
-    assert "--scale=small" in (tmp_path / "run" / "report.md").read_text()
+    report = (tmp_path / "run" / "report.md").read_text()
+    assert "reproduce --table=2025.4 --scale=small" in report
+    assert reproduce.SMALL_NOTE in report
 
     # In another place, with a run that has not recorded its end and one that has not been started.
     row = (tmp_path / "run").rename(tmp_path / "moved") / "cifar10,selected"

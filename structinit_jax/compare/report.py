@@ -93,6 +93,8 @@ def describe(comparison: Comparison) -> list[Section]:
     if most == 1:
         notes[1] = "With one seed there is no interval: a difference may be chance."
     notes += _other_fields(info)
+    settings = info["settings"].values()  # those of older files have no notes
+    notes += dict.fromkeys(facts["note"] for facts in settings if facts.get("note"))
     sections: list[Section] = [("Results", _summary(comparison)), ("", " ".join(notes))]
     if any(facts.get("published_training") for facts in info["settings"].values()):
         sections.append(("Training accuracy, %: ours / published", _training(comparison)))

@@ -50,6 +50,7 @@ def run_grid(
     baseline: str | None = None,
     baselines: Mapping[str, str] | None = None,
     published: Mapping[str, Row] | None = None,
+    note: str = "",
     started_by: str = "",
     together: bool | None = None,
 ) -> int:
@@ -65,6 +66,7 @@ def run_grid(
       baselines: Setting that each one is compared with, trained or not; replaces what
         `grid.find_baselines` finds.
       published: Rows of the papers whose figures are shown beside ours, by setting.
+      note: What readers of the report must know about the settings.
       started_by: Command of this comparison, for the report.
       together: Whether the seeds of a setting train in one program, on one device. The default is
         True on accelerators if no setting has config.fsdp.
@@ -99,6 +101,7 @@ def run_grid(
             "command": shlex.join(command),
             "published": row.published if row else None,
             "published_training": row.published_training if row else (),
+            "note": note,
             "seeds": list(seed_list),
         }
     info = {
