@@ -105,7 +105,7 @@ def shared_checkpoints(folder: Path) -> dict[Path, list[int]]:
     return {
         shared: [int(seed) for seed in shared.name.split("_")[1:]]
         for shared in sorted((folder / TOGETHER).glob("seeds_*"))
-        if not all(map(manifest.find_damage, manifest.step_folders(shared)))
+        if any((step / manifest.MANIFEST).exists() for step in manifest.step_folders(shared))
     }
 
 
