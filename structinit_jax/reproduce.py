@@ -44,6 +44,8 @@ _LIST = flags.DEFINE_bool("list", False, "List the tables and what they cost, an
 # A guess of the model FLOPs utilization, low since most of the models are small, for --list.
 UTILIZATION = 0.1
 DEVICE = "NVIDIA H100 80GB HBM3"
+# Fields of config.model that change the FLOPs of an image little or not at all.
+FEW_FLOPS = ("num_classes", "base_init", "drop_path", "remat", "dtype")
 SMALL_NOTE = (
     "Every row is a small model on digits (--scale=small), also where its name has another data "
     "set: its accuracy is not comparable with the published ones."
@@ -165,17 +167,20 @@ def find_baselines(names: Iterable[str], baseline: str) -> dict[str, str]:
 
 def describe_tables() -> str:
     """Lists the tables with their runs, their hardware and an estimate of the hours."""
-    hours_of: dict[str, float] = {}
+    flops_of: dict[str, float] = {}  # by what they depend on, since each takes a trace
     lines = []
     for name, table in TABLES.items():
         hours = 0.0
         locations = [row.location for row in table.rows.values()]
         for location in [*locations, *([table.teacher] if table.teacher else [])]:
             config = command_line.load_config(location)
-            key = json.dumps([config.model.to_dict(), config.data.to_dict(), config.num_epochs])
-            if key not in hours_of:
-                hours_of[key] = _hours(config)
-            hours += hours_of[key]
+            model = {k: v for k, v in config.model.items() if k not in FEW_FLOPS}
+            key = json.dumps([model, config.data.image_size, config.data.channels])
+            if key not in flops_of:
+                flops_of[key] = flops.flops_per_image(config)
+            hours += (
+                _count_images(config) * flops_of[key] / (UTILIZATION * flops.PEAK[DEVICE] * 3600)
+            )
         lines.append(
             f"{name:13} {len(table.rows):3} rows  {hours:7,.1f} h  {table.title}. Needs: "
             f"{table.hardware}"
@@ -187,12 +192,12 @@ def describe_tables() -> str:
     return "\n".join(lines)
 
 
-def _hours(config):
+def _count_images(config):
+    """Returns how many images a run trains on, counted again in every epoch."""
     data = config.data
     info = info_lib.CATALOG[data.name]
     count = info_lib.split_size(data.name, data.train_split, info, "data.train_split")
-    images = make_schedule(config, count).num_steps * config.batch_size
-    return images * flops.flops_per_image(config) / (UTILIZATION * flops.PEAK[DEVICE]) / 3600
+    return make_schedule(config, count).num_steps * config.batch_size
 
 
 def main(overrides: Sequence[tuple[str, str]]) -> None:
