@@ -187,6 +187,16 @@ def test_a_baseline_that_is_not_trained_gives_no_difference(start, tmp_path):
     assert "| impulse | 1 of 1 | 80.00 | – | – |" in text
 
 
+def test_the_table_shows_the_seeds_of_the_command(start, capsys):
+    start(["impulse"], seed_list=[0, 1])
+    assert "81.00 ± 1.41" in capsys.readouterr().out
+    start(["impulse"], seed_list=[1])
+    out = capsys.readouterr().out
+    assert "1/1" in out
+    assert "82.00" in out
+    assert "±" not in out
+
+
 def test_the_time_left_is_that_of_steps_not_taken_before(start, tmp_path, monkeypatch):
     start(["default"], seed_list=[0])
     folder = tmp_path / "default" / "seed_0"

@@ -29,7 +29,11 @@ class Progress:
     ):
         self._workdir, self._facts = comparison.workdir, comparison.info["settings"]
         self._metric = comparison.metric
-        self._accuracies = {name: comparison.accuracies(name) for name in settings}
+        # Of the seeds of this command alone, like the counts beside them.
+        self._accuracies = {
+            name: {k: v for k, v in comparison.accuracies(name).items() if k in seeds}
+            for name in settings
+        }
         self._states = {
             name: {seed: "done" if seed in self._accuracies[name] else "" for seed in seeds}
             for name in settings
