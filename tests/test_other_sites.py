@@ -81,6 +81,17 @@ def test_models_get_the_weights_of_our_trainer(name):
     assert any(not np.array_equal(value, start[key]) for key, value in found.items())
 
 
+def test_a_swin_on_a_mesh_stays_on_it():
+    sharding = jax.sharding.NamedSharding(
+        jax.make_mesh((8,), ("data",)), jax.sharding.PartitionSpec()
+    )
+    start = interop.to_timm(model("swin"))
+    found = interop.initialize(jax.device_put(start, sharding), scheme, RNG)
+    for name, array in interop.initialize(start, scheme, RNG).items():
+        assert found[name].sharding == sharding
+        np.testing.assert_allclose(found[name], array, atol=1e-6, err_msg=name)
+
+
 def test_initialization_can_be_traced():
     start = interop.to_timm(model("swin"))
     shapes = jax.eval_shape(lambda params: interop.initialize(params, impulse(), RNG), start)

@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jaxtyping import Array, Float
 
 from structinit_jax.errors import InputError
 
@@ -156,6 +157,20 @@ def like(new: Any, old: np.ndarray | jax.Array) -> np.ndarray | jax.Array:
     if isinstance(old, np.ndarray | jax.core.Tracer) or not old.committed:
         return new
     return jax.device_put(new, old.sharding)
+
+
+def replace_rows(
+    table: Float[Array, "R k"], rows: Float[Array | np.ndarray, "r k"], start: int
+) -> Float[Array, "R k"]:
+    """Returns a table with other rows from `start` on.
+
+    Arrays on a mesh with explicit axes allow neither `.at[...].set` nor empty parts outside
+    `jax.set_mesh`.
+    """
+    stop = start + len(rows)
+    before = [table[:start]] if start else []
+    after = [table[stop:]] if stop < len(table) else []
+    return jnp.concatenate([*before, rows, *after])
 
 
 def _stays_numpy(new, old):

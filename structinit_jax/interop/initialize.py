@@ -18,7 +18,7 @@ from structinit_jax.attention_init.sites import call_scheme, check_scheme, check
 from structinit_jax.errors import InputError
 from structinit_jax.interop.assumptions import require_assumptions, rotary_positions
 from structinit_jax.interop.blocks import mlp_outputs
-from structinit_jax.interop.entries import check_array, like
+from structinit_jax.interop.entries import check_array, like, replace_rows
 from structinit_jax.interop.host import Grid, Host, find_host
 from structinit_jax.interop.layouts import FIELDS, Leaves, flatten
 from structinit_jax.interop.other_sites import find_sites
@@ -218,8 +218,7 @@ def _write(host: Host, weights: AttentionWeights, grid: Grid | None) -> Leaves:
         rows = jnp.asarray(table.rows, jnp.float32)
         if weights.positions is not None:
             check_shape("positions", weights.positions, table.rows[table.prefix :].shape)
-            prefix = [rows[: table.prefix]] if table.prefix else []
-            rows = jnp.concatenate([*prefix, weights.positions])
+            rows = replace_rows(rows, weights.positions, table.prefix)
         if weights.position_scale is not None:
             rows = weights.position_scale * rows
         old = host.leaves[table.name]

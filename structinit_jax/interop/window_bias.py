@@ -16,7 +16,7 @@ import numpy as np
 from jaxtyping import Array, Float
 
 from structinit_jax.errors import InputError
-from structinit_jax.interop.entries import check_array, like
+from structinit_jax.interop.entries import check_array, like, replace_rows
 from structinit_jax.interop.host import Grid
 from structinit_jax.interop.layouts import Leaves
 from structinit_jax.interop.stacks import Stack
@@ -78,13 +78,11 @@ def table_bias(leaves: Leaves, stack: Stack, grid: Grid | None) -> WindowBias:
             f"grid: the {rows} rows of {tables[0]} do not fit the offsets in a square window"
             f"{given}: pass grid=(rows, cols) of its window"
         )
-    used = _offsets(window)
 
     def encode(bias):
         new = {}
         for name, rows in zip(tables, bias, strict=True):
-            unused = jnp.asarray(leaves[name], jnp.float32)[used:]
-            table = jnp.concatenate([rows, unused])
+            table = replace_rows(jnp.asarray(leaves[name], jnp.float32), rows, 0)
             new[name] = like(table, leaves[name])
         return new
 
