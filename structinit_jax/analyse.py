@@ -25,8 +25,6 @@ the derivatives of token mixing (`analysis.collect.comparable_maps`). ConvMixer 
 gets only stable rank, CKA and the cosine between its filters and their start values.
 """
 
-from structinit_jax import trainer_extra  # noqa: F401 (first, before what may be missing)
-
 # isort: split
 import contextlib
 import itertools

@@ -13,17 +13,18 @@ from typing import Any
 from flax.traverse_util import flatten_dict
 from ml_collections import ConfigDict
 
-from structinit_jax import attention_init, plugins
+from structinit_jax import attention_init
 from structinit_jax.augment import AugmentOptions
-from structinit_jax.checks import (
+from structinit_jax.data.info import EVALUATION_SETS
+from structinit_jax.errors import (
+    InputError,
     is_below_one,
     is_count,
     is_positive,
     is_positive_or_zero,
+    is_reference,
     require,
 )
-from structinit_jax.data.info import EVALUATION_SETS
-from structinit_jax.errors import InputError
 from structinit_jax.models.fields import check_fields as check_model_fields
 from structinit_jax.models.registry import default_config
 from structinit_jax.training.optimizer import SCHEDULES, find_loss, find_optimizer
@@ -205,7 +206,7 @@ def validate(config: ConfigDict) -> None:
     for text, holds, fields in NEEDS:
         for field in fields.split():
             require(f"config.{field}", values[field], text, holds)
-    if not plugins.is_reference(config.model.name):  # your own family has its own fields
+    if not is_reference(config.model.name):  # your own family has its own fields
         check_model_fields(dict(config.model))
     channels, eval_name = config.data.channels, config.data.eval_name
     text = f"a tuple of {channels}, one number for each of config.data.channels={channels}"

@@ -9,8 +9,6 @@ that file, with the same information in its metadata. To start a new run from it
 `--config.start_from=model/model.safetensors`.
 """
 
-from structinit_jax import trainer_extra  # noqa: F401 (first, before what may be missing)
-
 # isort: split
 import json
 from pathlib import Path

@@ -17,7 +17,6 @@ import gc
 if __name__ == "__main__":
     gc.disable()  # not worth its time during the imports; `command_line.run` enables it
 
-from structinit_jax import trainer_extra  # noqa: F401 (first, before what may be missing)
 
 # isort: split
 from absl import flags

@@ -11,8 +11,6 @@ is trained too. --config.FIELD=VALUE applies to all rows. The workdir, the repor
 those of `structinit_jax.compare`.
 """
 
-from structinit_jax import trainer_extra  # noqa: F401 (first, before what may be missing)
-
 # isort: split
 import json
 import shlex

@@ -33,6 +33,7 @@ def compilation_cache(tmp_path_factory):
     folder = tmp_path_factory.getbasetemp()
     if "PYTEST_XDIST_WORKER" in os.environ:
         folder = folder.parent  # of the session
+    folder = Path(os.environ.get("TEST_CACHE_DIR", folder))  # kept between sessions if set
     fork_main.ENVIRONMENT["XDG_CACHE_HOME"] = str(folder)
     jax.config.update("jax_compilation_cache_dir", str(folder / "structinit_jax" / "xla"))
     jax.config.update("jax_persistent_cache_min_compile_time_secs", 0)

@@ -9,9 +9,9 @@ import numpy as np
 import pytest
 
 from structinit_jax import config as config_lib
-from structinit_jax import evaluate, export, plugins, train
+from structinit_jax import evaluate, export, train
 from structinit_jax.attention_init import AttentionSite
-from structinit_jax.errors import InputError
+from structinit_jax.errors import InputError, load_reference, reference
 
 README = Path(__file__).parent.parent / "README.md"
 SHOWN = re.search(r"<!-- mine\.py -->\n```python\n(.*?)```", README.read_text(), re.DOTALL)[1]
@@ -100,15 +100,15 @@ def focal(logits, targets):
 
 
 def test_objects_are_named_by_reference():
-    assert plugins.reference(focal) == "test_plugins:focal"
-    assert plugins.load(plugins.reference(focal), "loss") is focal
+    assert reference(focal) == "test_plugins:focal"
+    assert load_reference(reference(focal), "loss") is focal
 
     def inner():
         pass
 
     for thing in (lambda x: x, inner, 3):
         with pytest.raises(InputError, match="cannot be named in a config: define it with def"):
-            plugins.reference(thing)
+            reference(thing)
 
 
 @pytest.mark.usefixtures("library_promotion")

@@ -10,8 +10,7 @@ from jaxtyping import Array, Float, Int, PRNGKeyArray
 
 from structinit_jax.attention_init.draw import draw_flat
 from structinit_jax.attention_init.sites import AttentionSite, TokenMixingSite
-from structinit_jax.checks import is_count
-from structinit_jax.errors import InputError
+from structinit_jax.errors import InputError, is_count
 
 FILTERS = ("impulse", "gaussian", "difference_of_gaussians", "box")
 ORDERS = ("even", "random", "center_first")

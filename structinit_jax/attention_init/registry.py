@@ -13,15 +13,13 @@ from collections.abc import Callable
 import jax
 import numpy as np
 
-from structinit_jax import plugins
 from structinit_jax.attention_init import kernels
 from structinit_jax.attention_init.minimize import make_optimizer
 from structinit_jax.attention_init.pseudo_input import PSEUDO_INPUTS
 from structinit_jax.attention_init.report import warn_if_out_of_reach
 from structinit_jax.attention_init.sites import AttentionInit, Weights
 from structinit_jax.attention_init.value_out import VO_INITS
-from structinit_jax.checks import is_count
-from structinit_jax.errors import InputError
+from structinit_jax.errors import InputError, is_count, is_reference, load_reference
 
 SCHEMES: dict[str, dict[type, Callable[..., Weights]]] = {}
 """Implementations by scheme and type of site."""
@@ -95,8 +93,8 @@ def by_name(name: str, **options) -> AttentionInit:
         initializer raises it for sites that the scheme or one of the options does not support.
     """
     known = scheme_options(name)
-    if plugins.is_reference(name):
-        function = plugins.load(name, "attention_init.name")
+    if is_reference(name):
+        function = load_reference(name, "attention_init.name")
         try:
             inspect.signature(function).bind(**options)
         except TypeError as error:
@@ -180,8 +178,8 @@ def scheme_options(name: str) -> tuple[str, ...]:
     Raises:
       InputError: There is no such scheme.
     """
-    if plugins.is_reference(str(name)):
-        return tuple(_options_of(plugins.load(name, "attention_init.name")))
+    if is_reference(str(name)):
+        return tuple(_options_of(load_reference(name, "attention_init.name")))
     return tuple(inspect.signature(scheme(name)).parameters)
 
 

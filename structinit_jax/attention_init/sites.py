@@ -10,8 +10,7 @@ import jax
 import numpy as np
 from jaxtyping import Array, Float, Int
 
-from structinit_jax.checks import is_count
-from structinit_jax.errors import InputError
+from structinit_jax.errors import InputError, is_count
 
 BASE_INITS = ("timm", "pytorch")
 

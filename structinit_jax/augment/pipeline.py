@@ -16,8 +16,7 @@ from structinit_jax.augment.crop import random_flip, random_pad_crop, random_res
 from structinit_jax.augment.erase import random_erasing
 from structinit_jax.augment.mix import mix, smooth_one_hot
 from structinit_jax.augment.rand_augment import parse, rand_augment
-from structinit_jax.checks import is_below_one, is_count, is_positive_or_zero, require
-from structinit_jax.errors import InputError
+from structinit_jax.errors import InputError, is_below_one, is_count, is_positive_or_zero, require
 
 # Each operation has its own random stream, so disabling one does not change the others' draws.
 CROP, FLIP, RAND_AUGMENT, COLOR_JITTER, ERASING, MIXING = range(6)

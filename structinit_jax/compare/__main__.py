@@ -14,8 +14,6 @@ may differ from earlier commands. Each run is a workdir of its own, SETTING/seed
 commands.
 """
 
-from structinit_jax import trainer_extra  # noqa: F401 (first, before what may be missing)
-
 # isort: split
 import re
 import shlex

@@ -16,7 +16,7 @@ from typing import Any
 import jax
 from ml_collections import ConfigDict
 
-from structinit_jax import __version__, evaluate, plugins, resume
+from structinit_jax import __version__, evaluate, resume
 from structinit_jax import config as config_lib
 from structinit_jax.analysis import collect, figures
 from structinit_jax.compare import grid, report, results, seeds
@@ -24,7 +24,7 @@ from structinit_jax.compare.page import MAPS
 from structinit_jax.compare.papers import Row
 from structinit_jax.compare.table import LOG, Progress
 from structinit_jax.data import datasets
-from structinit_jax.errors import InputError, StoppedError
+from structinit_jax.errors import InputError, StoppedError, is_reference
 from structinit_jax.evaluate import (
     evaluation_name,
     note_shared_examples,
@@ -251,7 +251,7 @@ def _check_groups_are_whole(workdir, name, missing):
 def _may_change(field, config):
     """Whether a second command may change a field."""
     data = config.data.name
-    is_named = data not in datasets.FILE_SETS and not plugins.is_reference(data)
+    is_named = data not in datasets.FILE_SETS and not is_reference(data)
     return field in grid.HARMLESS or (field in ("data.data_dir", "data.manual_dir") and is_named)
 
 

@@ -15,11 +15,10 @@ from typing import Any
 
 import numpy as np
 
-from structinit_jax import plugins
 from structinit_jax.data.images import LEAVE_OUT, PIL_MODES, BadImageError, StoredImage
 from structinit_jax.data.info import CATALOG, DatasetInfo, parse_split
 from structinit_jax.data.records import Records, Slices
-from structinit_jax.errors import InputError
+from structinit_jax.errors import InputError, load_reference
 
 Folder = str | os.PathLike | None
 # Read from image files, without preparation.
@@ -289,7 +288,7 @@ def open_dataset(name: str, data_dir: Folder = None, manual_dir: Folder = None) 
     """
     data_dir, manual_dir = expand_user(data_dir), expand_user(manual_dir)
     if name in FILE_SETS or OWN_SET.fullmatch(name):
-        dataset = plugins.load(FILE_SETS.get(name, name), "data.name")(data_dir)
+        dataset = load_reference(FILE_SETS.get(name, name), "data.name")(data_dir)
         if not isinstance(dataset, Dataset):
             raise InputError(
                 f"config.data.name={name!r} returned {type(dataset).__name__}, expected a Dataset."

@@ -8,8 +8,6 @@ prepared as tfrecord are converted to array_record. All others are downloaded an
 own builder; only this needs TensorFlow (`pip install '.[prepare]'`).
 """
 
-from structinit_jax import trainer_extra  # noqa: F401 (first, before what may be missing)
-
 # isort: split
 import argparse
 import importlib.util

@@ -6,7 +6,6 @@ Steps are counted from 1, as in the log. To draw a batch of an existing run, pas
 instead of --config. To see what a setting does, change it, for example --config.augment.mixup=0.8.
 """
 
-from structinit_jax import trainer_extra  # noqa: F401 (first, before what may be missing)
 
 # isort: split
 

@@ -11,8 +11,7 @@ import numpy as np
 
 from structinit_jax.attention_init import AttentionWeights
 from structinit_jax.attention_init.sites import check_grid, check_shape
-from structinit_jax.checks import is_count
-from structinit_jax.errors import InputError
+from structinit_jax.errors import InputError, is_count
 from structinit_jax.interop.entries import Entry, Shape, check_array, encode_some
 from structinit_jax.interop.layouts import FIELDS, Leaves
 from structinit_jax.interop.stacks import Stack, find_stack

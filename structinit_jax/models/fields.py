@@ -4,13 +4,7 @@ import math
 from collections.abc import Mapping
 from typing import Any
 
-from structinit_jax.checks import (
-    is_below_one,
-    is_count,
-    is_positive,
-    is_positive_or_zero,
-    require,
-)
+from structinit_jax.errors import is_below_one, is_count, is_positive, is_positive_or_zero, require
 from structinit_jax.models.layers import ACTIVATIONS, BASE_INITS
 from structinit_jax.models.model import REMAT_POLICIES
 

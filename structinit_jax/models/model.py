@@ -22,8 +22,7 @@ from structinit_jax.attention_init import (
     Weights,
 )
 from structinit_jax.attention_init.sites import call_scheme, check_scheme, check_shape
-from structinit_jax.checks import is_count
-from structinit_jax.errors import InputError
+from structinit_jax.errors import InputError, is_count
 from structinit_jax.models import sharding
 from structinit_jax.models.layers import RESIDUAL, Rng, set_weight
 

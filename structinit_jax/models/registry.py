@@ -6,8 +6,7 @@ from typing import Any
 
 from flax import nnx
 
-from structinit_jax import plugins
-from structinit_jax.errors import InputError
+from structinit_jax.errors import InputError, is_reference, load_reference
 from structinit_jax.models.convmixer import ConvMixer
 from structinit_jax.models.mixer import MlpMixer
 from structinit_jax.models.model import Model
@@ -82,8 +81,8 @@ def create_model(
 def _family(name: str, known: Iterable[str]) -> type[Model]:
     if name in FAMILIES:
         return FAMILIES[name]
-    if plugins.is_reference(name):
-        model = plugins.load(name, "model.name")
+    if is_reference(name):
+        model = load_reference(name, "model.name")
         if not hasattr(model, "default_config"):
             raise InputError(
                 f"config.model.name={name!r} has no static method default_config(): derive the "

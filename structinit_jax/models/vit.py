@@ -15,8 +15,7 @@ from structinit_jax.attention_init import (
     rotary_angles,
     sincos_positions,
 )
-from structinit_jax.checks import is_count, require
-from structinit_jax.errors import InputError
+from structinit_jax.errors import InputError, is_count, require
 from structinit_jax.models import layers
 from structinit_jax.models.attention import Block
 from structinit_jax.models.fields import check_fields

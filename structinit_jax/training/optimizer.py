@@ -14,8 +14,7 @@ import numpy as np
 import optax
 from ml_collections import ConfigDict
 
-from structinit_jax import plugins
-from structinit_jax.errors import InputError
+from structinit_jax.errors import InputError, is_reference, load_reference
 
 MAX_STEPS = 2**31 - 1  # the training state counts steps as int32
 
@@ -174,8 +173,8 @@ def find_optimizer(name: str) -> Callable:
 
 
 def _find(registry: Mapping[str, Callable], name: str, field: str) -> Callable:
-    if plugins.is_reference(name):
-        return plugins.load(name, field)
+    if is_reference(name):
+        return load_reference(name, field)
     if name not in registry:
         raise InputError(
             f"config.{field}={name!r} is unknown: use one of {', '.join(registry)}, or "
