@@ -153,6 +153,9 @@ def impulse(
     space, so at first they see positions alone. Trainable positions start from the sin-cos
     encoding.
 
+    The defaults were tuned on Fashion-MNIST. On CIFAR-10 they train worse than 'mimetic', and on
+    2,000 images worse than 'default': for photographs, use 'mimetic' (README).
+
     Args:
       rng: Random key.
       site: Layers to initialize.
