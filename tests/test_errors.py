@@ -1,0 +1,87 @@
+import dataclasses
+from typing import Annotated, Literal
+
+import pytest
+
+from structinit_jax.errors import (
+    Check,
+    Fraction,
+    InputError,
+    NonNegativeFloat,
+    NonNegativeInt,
+    PositiveFloat,
+    PositiveInt,
+    Probability,
+    check_fields,
+    is_reference,
+    suggest,
+)
+
+
+@dataclasses.dataclass
+class Fields:
+    depth: PositiveInt = 1
+    registers: NonNegativeInt = 0
+    ratio: PositiveFloat = 4.0
+    scale: NonNegativeFloat | None = None
+    drop: Fraction = 0.0
+    flip: Probability = 0.5
+    pool: Literal["mean", "class_token"] = "mean"
+    norm: bool = True
+    name: str = ""
+    heads: PositiveInt | tuple[PositiveInt, ...] = 3
+    mean: tuple[float, ...] = (0.5,)
+    even: Annotated[int, Check("an even number", lambda x: x % 2 == 0)] = 2
+
+
+def test_good_values_pass():
+    check_fields(Fields, dataclasses.asdict(Fields()))
+    check_fields(Fields, dict(depth=2, scale=0.1, flip=1, heads=[2, 4], mean=(0, 1.5)))
+
+
+@pytest.mark.parametrize(
+    ("field", "values"),
+    [
+        ("depth", (0, -1, 1.5, True, "1", None)),
+        ("registers", (-1,)),
+        ("ratio", (0, float("inf"), float("nan"), "4")),
+        ("scale", (-0.1,)),
+        ("drop", (1.0, -0.1)),
+        ("flip", (1.1,)),
+        ("pool", ("max",)),
+        ("norm", ("yes", 1)),
+        ("name", (3,)),
+        ("heads", (0, (2, 0), "34")),
+        ("mean", (0.5, ("0.5",), (float("nan"),))),
+        ("even", (3, "two")),
+    ],
+)
+def test_a_bad_value_is_named_with_its_field(field, values):
+    for value in values:
+        with pytest.raises(InputError) as caught:
+            check_fields(Fields, {field: value}, "config.model.")
+        assert str(caught.value).startswith(f"config.model.{field}={value!r} must be ")
+
+
+def test_an_unknown_field_gets_a_suggestion():
+    with pytest.raises(InputError, match=r"config\.dpeth .* did you mean 'depth'\?"):
+        check_fields(Fields, {"dpeth": 2})
+
+
+def test_signatures_are_checked_too():
+    def impulse(*, kernel_size: PositiveInt = 3):
+        return kernel_size
+
+    with pytest.raises(InputError, match=r"config\.attention_init\.kernel_size=0"):
+        check_fields(impulse, {"kernel_size": 0}, "config.attention_init.")
+
+
+def test_suggestions_are_near_names_or_all_of_them():
+    assert suggest("vitt", ["vit", "swin"]) == "did you mean 'vit'?"
+    assert suggest("resnet", ["vit", "swin"]) == "choose from vit, swin"
+
+
+def test_references_name_a_module_and_an_attribute():
+    assert is_reference("my.module:thing")
+    for name in ("cifar10", "digits:9.9.9", "huggingface:mnist", "a b:c", ":c", "a:"):
+        assert not is_reference(name)
