@@ -20,8 +20,7 @@ compute.
 
 Every program runs in a process of its own, and those of a row take turns, so that other load on
 the machine meets all of them; on a GPU they share its memory. Peers that are not given are left
-out. Temporaries are those of XLA's compiled step; timm has no such number. MFU counts the products
-of the model (`training.flops`), where the peak of the device is known.
+out. Temporaries are those of XLA's compiled step; timm has no such number.
 """
 
 import argparse
@@ -98,7 +97,6 @@ def make_ours(row: Row, program: str, dtype: str) -> tuple[Step, dict[str, Any]]
     """Returns the trainer's step and its costs."""
     import jax
 
-    from structinit_jax.training.flops import flops_per_image
     from structinit_jax.training.setup import initialize
 
     config, setup = set_up_ours(row, program, dtype)
@@ -113,10 +111,7 @@ def make_ours(row: Row, program: str, dtype: str) -> tuple[Step, dict[str, Any]]
         nonlocal state
         state, _ = jax.block_until_ready(step(state, batch))
 
-    return run, costs | {
-        "device": jax.devices()[0].device_kind,
-        "flops_per_image": flops_per_image(config),
-    }
+    return run, costs | {"device": jax.devices()[0].device_kind}
 
 
 def set_up_ours(row: Row, program: str, dtype: str, devices: list | None = None) -> tuple:
@@ -296,17 +291,6 @@ def measure(name: str, row: Row, flags: argparse.Namespace) -> dict[str, dict[st
     return results
 
 
-def add_mfu(results: dict[str, dict[str, Any]]) -> None:
-    """Adds the MFU of every program, where one of ours told FLOPs and a device of known peak."""
-    from structinit_jax.training.flops import PEAK
-
-    costs = next((result for result in results.values() if "device" in result), {})
-    peak, num_flops = PEAK.get(costs.get("device")), costs.get("flops_per_image")
-    for result in results.values():
-        if peak:
-            result["mfu"] = round(result["images_per_second"] * num_flops / peak, 4)
-
-
 def main() -> None:
     """Prints the table and writes it as JSON."""
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
@@ -336,13 +320,10 @@ def main() -> None:
         title = f"{name}, {row.size}² pixels, batch of {row.batch}, {flags.dtype}"
         print(f"{title}: images/s", flush=True)
         programs = measure(name, row, flags)
-        add_mfu(programs)
         rows[name] = {"batch": row.batch, "image_size": row.size, "programs": programs}
         for program, result in programs.items():
             low, high = result["range"]
             line = f"  {program:32} {result['images_per_second']:6.1f}  ({low:.1f} to {high:.1f})"
-            if "mfu" in result:
-                line += f"  MFU {result['mfu']:.1%}"
             if "compile_seconds" in result:
                 line += f"  {result['temporary_bytes'] / 1e6:6.0f} MB of temporaries"
                 line += f"  compiled in {result['compile_seconds']:.1f} s"

@@ -12,7 +12,6 @@ from structinit_jax import config as config_lib
 from structinit_jax.data import info as info_lib
 from structinit_jax.data.datasets import find_info
 from structinit_jax.data.info import check_examples
-from structinit_jax.training import collectives, flops
 from structinit_jax.training import mesh as mesh_lib
 from structinit_jax.training.remat import mib
 from structinit_jax.training.setup import compile_step, set_up
@@ -23,7 +22,7 @@ from structinit_jax.training.targets import find_target, this_machine
 def dry_run(config: ConfigDict, target: str | None = None) -> dict[str, str]:
     """Compiles the training step of a config and prints parameters, FLOPs and memory.
 
-    The FLOPs are those of the model's products, forward and backward (see `training.flops`).
+    The FLOPs are XLA's count of everything that the compiled program does.
 
     Args:
       config: See `structinit_jax.config.base_config`.
@@ -63,7 +62,7 @@ def dry_run(config: ConfigDict, target: str | None = None) -> dict[str, str]:
     compile_seconds = time.perf_counter() - start
     memory = step.memory_analysis()
     num_processes = len({device.process_index for device in mesh.devices.flat})
-    per_image = flops.flops_per_image(config)
+    num_flops = step.cost_analysis()["flops"]
     rows = {
         "model": f"{config.model.name}, {count_parameters(setup.model.params):,} parameters",
         "attention_init": ", ".join(f"{k}={v}" for k, v in config.attention_init.items()),
@@ -75,7 +74,7 @@ def dry_run(config: ConfigDict, target: str | None = None) -> dict[str, str]:
         "steps": f"{schedule.num_steps:,}, "
         f"{schedule.num_steps / schedule.steps_per_epoch:.1f} epochs of "
         f"{schedule.steps_per_epoch:.1f}; {len(schedule.eval_steps)} evaluations",
-        "FLOPs per step": f"{per_image * config.batch_size:.3e}, {per_image:.3e} per image",
+        "FLOPs per step": f"{num_flops:.3e} on each device",
         "memory per device": f"{mib(memory.argument_size_in_bytes)} state and batch, "
         f"{mib(memory.temp_size_in_bytes)} activations and temporaries",
         "remat": remat,
@@ -83,8 +82,6 @@ def dry_run(config: ConfigDict, target: str | None = None) -> dict[str, str]:
     }
     if memory_limit:
         rows["memory per device"] += f"; {mib(memory_limit)} available"
-    if mesh.size > 1:
-        rows["sent per step"] = collectives.describe(step.as_text())
     width = max(map(len, rows))
     for name, value in rows.items():
         print(f"{name:<{width}}  {value}")

@@ -15,7 +15,7 @@ from structinit_jax.data.info import check_examples, count_shared, parse_split
 from structinit_jax.data.loader import make_loader
 from structinit_jax.data.test_sets import EvaluationSet, open_test_set
 from structinit_jax.errors import InputError
-from structinit_jax.training import agree, checkpoint, manifest, remote
+from structinit_jax.training import checkpoint, manifest, remote
 from structinit_jax.training import mesh as mesh_lib
 from structinit_jax.training.metrics import InFlight
 from structinit_jax.training.state import AbstractModel, TrainState, abstract_model
@@ -191,7 +191,6 @@ def evaluate_checkpoint(
     config_lib.validate(config)
     dataset = None if config.data.eval_name else open_data(config)
     test_set = open_evaluation_set(config, dataset)
-    agree.check_run(config, {"evaluation_examples": [len(test_set.source)]})
     model, state = restore_model(config, workdir, step=step)
     number = int(state.step)
     run = checkpoint.read_run(remote.readable(workdir) / "checkpoints", number)

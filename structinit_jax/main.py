@@ -25,7 +25,7 @@ from ml_collections import ConfigDict
 from structinit_jax import command_line, dry_run, evaluate, train
 from structinit_jax.command_line import STEP, WORKDIR
 from structinit_jax.errors import InputError
-from structinit_jax.training import distributed, profiling, watch
+from structinit_jax.training import distributed, profiling
 
 MODE = flags.DEFINE_enum(
     "mode", "train", ["train", "eval"], "Train, or evaluate a checkpoint in --workdir."
@@ -74,13 +74,8 @@ def main(config: ConfigDict) -> None:
         NUM_PROCESSES.value,
         PROCESS_ID.value,
         JOIN_TIMEOUT.value,
-        LOST_TIMEOUT.value + watch.JAX_MARGIN,
+        LOST_TIMEOUT.value,
     )
-    with watch.watch(LOST_TIMEOUT.value):
-        _run_mode(config)
-
-
-def _run_mode(config):
     if DRY_RUN.value:
         dry_run.dry_run(config, TARGET.value)
     elif not WORKDIR.value:

@@ -12,7 +12,6 @@ those of `structinit_jax.compare`.
 """
 
 # isort: split
-import json
 import shlex
 import sys
 from collections.abc import Iterable, Sequence
@@ -26,24 +25,16 @@ from structinit_jax import config as config_lib
 from structinit_jax.command_line import WORKDIR
 from structinit_jax.compare import run
 from structinit_jax.compare.papers import TABLES, Row, Table
-from structinit_jax.data import info as info_lib
 from structinit_jax.errors import InputError, StoppedError
 from structinit_jax.train import PREEMPTED_EXIT_CODE, train
-from structinit_jax.training import flops
-from structinit_jax.training.optimizer import make_schedule
 from structinit_jax.training.workdir import StopRequest, prepare_workdir
 
 _TABLE = flags.DEFINE_enum("table", None, list(TABLES), "The table, such as 2024.2.")
 _ROWS = flags.DEFINE_list("rows", [], "Only the rows whose name has all these words.")
 _SCALE = flags.DEFINE_enum("scale", "full", ["full", "small"], "Size of the models and data.")
 _SEEDS = flags.DEFINE_integer("seeds", 1, "Seeds of each row, from config.seed on.", lower_bound=1)
-_LIST = flags.DEFINE_bool("list", False, "List the tables and what they cost, and exit.")
+_LIST = flags.DEFINE_bool("list", False, "List the tables and what they need, and exit.")
 
-# A guess of the model FLOPs utilization, low since most of the models are small, for --list.
-UTILIZATION = 0.1
-DEVICE = "NVIDIA H100 80GB HBM3"
-# Fields of config.model that change the FLOPs of an image little or not at all.
-FEW_FLOPS = ("num_classes", "base_init", "drop_path", "remat", "dtype")
 SMALL_NOTE = (
     "Every row is a small model on digits (--scale=small), also where its name has another data "
     "set: its accuracy is not comparable with the published ones."
@@ -164,38 +155,11 @@ def find_baselines(names: Iterable[str], baseline: str) -> dict[str, str]:
 
 
 def describe_tables() -> str:
-    """Lists the tables with their runs, their hardware and an estimate of the hours."""
-    flops_of: dict[str, float] = {}  # by what they depend on, since each takes a trace
-    lines = []
-    for name, table in TABLES.items():
-        hours = 0.0
-        locations = [row.location for row in table.rows.values()]
-        for location in [*locations, *([table.teacher] if table.teacher else [])]:
-            config = command_line.load_config(location)
-            model = {k: v for k, v in config.model.items() if k not in FEW_FLOPS}
-            key = json.dumps([model, config.data.image_size, config.data.channels])
-            if key not in flops_of:
-                flops_of[key] = flops.flops_per_image(config)
-            hours += (
-                _count_images(config) * flops_of[key] / (UTILIZATION * flops.PEAK[DEVICE] * 3600)
-            )
-        lines.append(
-            f"{name:13} {len(table.rows):3} rows  {hours:7,.1f} h  {table.title}. Needs: "
-            f"{table.hardware}"
-        )
-    lines.append(
-        f"Hours: an estimate from the FLOPs of one seed, for one {DEVICE} at {UTILIZATION:.0%} of "
-        "its bfloat16 peak; not measured."
+    """Lists the tables with their rows and the hardware that they need."""
+    return "\n".join(
+        f"{name:13} {len(table.rows):3} rows  {table.title}. Needs: {table.hardware}"
+        for name, table in TABLES.items()
     )
-    return "\n".join(lines)
-
-
-def _count_images(config):
-    """Returns how many images a run trains on, counted again in every epoch."""
-    data = config.data
-    info = info_lib.CATALOG[data.name]
-    count = info_lib.split_size(data.name, data.train_split, info, "data.train_split")
-    return make_schedule(config, count).num_steps * config.batch_size
 
 
 def main(overrides: Sequence[tuple[str, str]]) -> None:

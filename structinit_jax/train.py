@@ -31,7 +31,7 @@ from structinit_jax.evaluate import (
     open_data,
     open_evaluation_sets,
 )
-from structinit_jax.training import agree, checkpoint, flops, profiling, remat, remote
+from structinit_jax.training import checkpoint, distributed, profiling, remat, remote
 from structinit_jax.training import mesh as mesh_lib
 from structinit_jax.training import workdir as workdir_lib
 from structinit_jax.training.metrics import MetricsLog, PendingMetrics, Progress
@@ -78,7 +78,6 @@ def _train(config, workdir, profile_steps, stop_request, on_exit):
     config_lib.validate(config)
     place = workdir
     workdir, mirror = on_exit.enter_context(remote.open_workdir(place))
-    agree.check_workdir(place, workdir)
 
     # -- Data --------------------------------------------------------------------------------------
     data = config.data
@@ -87,7 +86,9 @@ def _train(config, workdir, profile_steps, stop_request, on_exit):
     trained_on = resume.describe_data(train_source, dataset.class_names)
     test_name, eval_sets = evaluation_name(config), open_evaluation_sets(config, dataset)
     eval_sizes = [len(eval_set.source) for eval_set in eval_sets.values()]
-    agree.check_run(config, {"train_split": trained_on, "evaluation_examples": eval_sizes})
+    distributed.check_equal(
+        {"config": json.loads(config.to_json()), "data": trained_on, "eval_sizes": eval_sizes}
+    )
     note_shared_examples(config, dataset)
 
     # -- Mesh, schedule, model, optimizer and training step; nothing is allocated yet --------------
@@ -164,10 +165,7 @@ def _train(config, workdir, profile_steps, stop_request, on_exit):
     on_exit.callback(log.close)
     if init_metrics:
         log.write(0, init_metrics)
-    peak = flops.peak_speed(config, mesh)
-    progress = Progress(
-        start_step, schedule.num_steps, schedule.steps_per_epoch, config.batch_size, peak
-    )
+    progress = Progress(start_step, schedule.num_steps, schedule.steps_per_epoch, config.batch_size)
     trace = profiling.StepTrace(workdir / "profile", profile_steps)
     on_exit.callback(trace.close)
     recompilations = on_exit.enter_context(profiling.RecompilationWatch())

@@ -11,7 +11,7 @@ import pytest
 
 from structinit_jax import train
 from structinit_jax.errors import InputError
-from structinit_jax.training import distributed, watch
+from structinit_jax.training import distributed
 
 TINY = [
     "--config=configs/vit_t_digits.py",
@@ -160,58 +160,6 @@ def test_one_process_needs_no_others():
     distributed.join()
     distributed.join(num_processes=1)
     distributed.join("127.0.0.1:1", 1, 0)
-    with watch.watch(1.0):
-        pass
-
-
-# Joins two processes, which then wait as those of a run do; the second may end early.
-WATCHED = """
-import pathlib, sys, time
-import jax
-from structinit_jax.training import distributed, watch
-address, process_id, folder, early = sys.argv[1:]
-distributed.join(address, 2, int(process_id), 60)
-with watch.watch(1.5):
-    jax.device_count()
-    pathlib.Path(folder, process_id).touch()
-    if process_id == "1" and early == "fails":
-        raise TypeError("a mistake")
-    if process_id == "0" or early == "killed":
-        time.sleep(3 if early == "ends" else 60)
-"""
-
-
-@pytest.mark.parametrize(
-    ("lost", "early", "message"),
-    [
-        (1, "killed", r"error: process 1 \(on .*\) was silent for 1.5 s: it was killed or"),
-        (1, "fails", r"error: process 1 \(on .*\) was silent for 1.5 s: it was killed or"),
-        # JAX aborts at the same moment, so that on a busy machine its own message may be the last.
-        (0, "killed", "error: process 0, the coordinator, |another task died"),
-        (1, "ends", None),
-    ],
-)
-def test_the_other_process_says_which_one_was_lost(tmp_path, lost, early, message):
-    script = tmp_path / "watched.py"
-    script.write_text(WATCHED)
-    address = f"127.0.0.1:{fork_main.free_port()}"
-    pair = [fork_main.Command(address, i, tmp_path, early, module=str(script)) for i in range(2)]
-    deadline = time.monotonic() + 60
-    while not all((tmp_path / name).exists() for name in "01"):
-        assert time.monotonic() < deadline
-        time.sleep(0.05)
-    if early == "killed":
-        pair[lost].kill(signal.SIGKILL)
-    began = time.monotonic()
-    result = pair[1 - lost].wait(timeout=60)
-    if message is None:
-        assert result.returncode == 0, result.stderr
-    else:
-        assert time.monotonic() - began < 10
-        assert re.search(message, result.stderr), result.stderr
-        assert not lost or "run the same command again on all hosts" in result.stderr
-    pair[lost].process.kill()  # one that fails waits for the other
-    pair[lost].wait()
 
 
 @pytest.mark.parametrize(

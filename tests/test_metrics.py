@@ -190,16 +190,6 @@ def test_checkpoints_and_evaluations_do_not_count_as_training(monkeypatch, capsy
     assert progress.measure(151)["checkpoint_wait"] == 0.0
 
 
-def test_mfu_is_shown_if_the_peak_is_known(monkeypatch, capsys):
-    clock = Clock(monkeypatch)
-    progress = Progress(0, 1000, 10.0, 64, peak_speed=1600.0)
-    clock.now = 8.0
-    values = progress.measure(100)
-    assert values["mfu"] == 0.5
-    progress.show(100, VALUES | values)
-    assert "800 images/s  mfu 50.0 %  1:12 left" in capsys.readouterr().out
-
-
 def test_a_terminal_gets_a_bar_rewritten_in_place(monkeypatch):
     class Terminal(io.StringIO):
         def isatty(self):

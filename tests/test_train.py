@@ -12,7 +12,7 @@ from structinit_jax import evaluate, train
 from structinit_jax.data.info import CATALOG
 from structinit_jax.data.loader import DeviceLoader
 from structinit_jax.errors import InputError, StoppedError
-from structinit_jax.training import checkpoint, flops
+from structinit_jax.training import checkpoint
 from structinit_jax.training import setup as setup_lib
 from structinit_jax.training.metrics import Progress
 from structinit_jax.training.setup import set_up
@@ -259,17 +259,6 @@ def test_a_signal_during_the_last_step_is_recorded(longer_config, workdir, monke
     results = train.train(longer_config, workdir, stop_request=stop_request)
     assert results == {name: read_metrics(workdir)[-1][name] for name in results}
     assert stop_request.reached(18)
-
-
-def test_mfu_is_logged_if_the_peak_is_known(longer_config, workdir, monkeypatch, capsys):
-    monkeypatch.setitem(flops.PEAK, "cpu", 1e9)
-    train.train(longer_config, workdir)
-    assert "images/s  mfu " in capsys.readouterr().out
-    metrics = [line for line in read_metrics(workdir) if "mfu" in line]
-    assert [line["step"] for line in metrics] == [15, 18]
-    per_image = flops.flops_per_image(longer_config)
-    for values in metrics:  # of eight devices
-        assert values["mfu"] == pytest.approx(values["images_per_second"] * per_image / 8e9)
 
 
 @pytest.fixture

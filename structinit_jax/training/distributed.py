@@ -1,14 +1,20 @@
 """Joins the processes of a run before JAX initializes the devices."""
 
 import importlib.util
+import json
 import os
 import re
 import socket
 import sys
 import threading
+from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 import jax
+import numpy as np
+from flax.traverse_util import flatten_dict
+from jax.experimental import multihost_utils
 
 from structinit_jax.errors import InputError
 
@@ -18,7 +24,7 @@ def join(
     num_processes: int | None = None,
     process_id: int | None = None,
     timeout: float = 300,
-    heartbeat_timeout: float = 100,
+    lost_timeout: float = 100,
 ) -> None:
     """Connects this process to the others of a run. Only process 0 prints to stdout afterwards.
 
@@ -30,7 +36,8 @@ def join(
       num_processes: Number of processes. 1 disables the search.
       process_id: Index of this process, from 0 to num_processes - 1.
       timeout: Seconds to wait for the other processes before this one exits.
-      heartbeat_timeout: Seconds after which JAX aborts all processes if one of them is silent.
+      lost_timeout: Seconds after which JAX ends all processes if one of them is silent, and which a
+        process that has failed waits for the others.
 
     Raises:
       InputError: The arguments are incomplete or do not fit together.
@@ -62,7 +69,8 @@ def join(
             # Explicit arguments take precedence over SLURM's environment variables.
             cluster_detection_method="deactivate" if coordinator_address else None,
             initialization_timeout=round(timeout) + 60,
-            heartbeat_timeout_seconds=round(heartbeat_timeout),
+            heartbeat_timeout_seconds=round(lost_timeout),
+            shutdown_timeout_seconds=round(lost_timeout),
         )
     except (RuntimeError, ValueError) as error:
         raise InputError(
@@ -73,6 +81,36 @@ def join(
         watchdog.cancel()
     if jax.process_index() != 0:
         sys.stdout = Path(os.devnull).open("w")  # noqa: SIM115
+
+
+def check_equal(values: Mapping[str, Any]) -> None:
+    """Raises the same `InputError` in all processes unless all have the same values.
+
+    Otherwise they would wait for each other forever, or train different models.
+
+    Args:
+      values: A JSON object. Every process must call this.
+    """
+    if jax.process_count() == 1:
+        return
+    text = json.dumps(values, sort_keys=True)
+    sizes = multihost_utils.process_allgather(np.int32(len(text.encode())))
+    buffer = np.zeros(sizes.max(), np.uint8)
+    buffer[: len(text.encode())] = np.frombuffer(text.encode(), np.uint8)
+    texts = multihost_utils.process_allgather(buffer)
+    first, *others = (
+        flatten_dict(json.loads(row[:size].tobytes()), sep=".")
+        for row, size in zip(texts, sizes, strict=True)
+    )
+    for index, other in enumerate(others, start=1):
+        names = sorted(n for n in first | other if first.get(n) != other.get(n))
+        if names:
+            name = names[0]
+            raise InputError(
+                f"process {index} has {name}={other.get(name)!r}, process 0 has "
+                f"{first.get(name)!r} (and {len(names) - 1} more differences): start all "
+                "processes with the same code, flags and data"
+            )
 
 
 def _check(given: dict) -> None:

@@ -5,7 +5,6 @@ import contextlib
 import json
 import math
 import socket
-import struct
 import sys
 import time
 from collections.abc import Iterable, Iterator, Sequence
@@ -16,7 +15,7 @@ import jax
 import numpy as np
 from tensorboardX.proto.event_pb2 import Event, SessionLog
 from tensorboardX.proto.summary_pb2 import Summary
-from tensorboardX.record_writer import masked_crc32c
+from tensorboardX.record_writer import RecordWriter
 
 from structinit_jax.training import workdir as workdir_lib
 
@@ -92,8 +91,8 @@ class MetricsLog:
     """Appends metrics to `metrics.jsonl` and to a TensorBoard event file in `tensorboard/`.
 
     Only the first process writes. All methods raise `InputError` if the disk is full or read-only.
-    Events are not written by tensorboardX, whose writer thread dies on a full disk, after which its
-    queue blocks the training loop forever.
+    tensorboardX's SummaryWriter is not used: its thread dies on a full disk, and then its queue
+    blocks the loop.
 
     Args:
       workdir: Output directory of the run.
@@ -115,8 +114,9 @@ class MetricsLog:
             workdir_lib.write_atomically(path, "".join(kept))
         self._lines = self._files.enter_context(path.open("a"))
         folder.mkdir(exist_ok=True)
-        name = f"events.out.tfevents.{time.time():.0f}.{socket.gethostname()}"
-        self._events = self._files.enter_context((folder / name).open("ab"))
+        name = f"events.out.tfevents.{time.time():.6f}.{socket.gethostname()}"
+        self._events = RecordWriter(str(folder / name))
+        self._files.callback(self._events.close)
         self._write_event(file_version="brain.Event:2")
         # TensorBoard drops the events of earlier files from this step on.
         repeated = start_step + 1 if start_step else 0
@@ -148,11 +148,7 @@ class MetricsLog:
         return workdir_lib.explain_failed_write("the metrics", self._workdir)
 
     def _write_event(self, **fields):
-        """Frames an event as a TFRecord: length, its checksum, content, its checksum."""
-        content = Event(wall_time=time.time(), **fields).SerializeToString()
-        length = struct.pack("<Q", len(content))
-        checksums = [struct.pack("<I", masked_crc32c(part)) for part in (length, content)]
-        self._events.write(length + checksums[0] + content + checksums[1])
+        self._events.write(Event(wall_time=time.time(), **fields).SerializeToString())
         self._events.flush()
 
 
@@ -183,21 +179,12 @@ class Progress:
       num_steps: Total number of steps.
       steps_per_epoch: May be fractional.
       batch_size: Images per step.
-      peak_speed: Images per second at the peak of the devices, if known; see `training.flops`.
     """
 
-    def __init__(
-        self,
-        start_step: int,
-        num_steps: int,
-        steps_per_epoch: float,
-        batch_size: int,
-        peak_speed: float | None = None,
-    ):
+    def __init__(self, start_step: int, num_steps: int, steps_per_epoch: float, batch_size: int):
         self._num_steps = num_steps
         self._steps_per_epoch = steps_per_epoch
         self._batch_size = batch_size
-        self._peak_speed = peak_speed
         self._bar = sys.stdout.isatty()
         self._last_step, self._last_time = start_step, time.perf_counter()
         self._training_steps, self._training_seconds = 0, 0.0
@@ -224,9 +211,8 @@ class Progress:
         """Measures speed and waiting times since the last call.
 
         Returns:
-          'images_per_second', without checkpoints and evaluations; 'mfu', this speed as a fraction
-          of the peak speed, if that is known; and 'data_wait', 'checkpoint_wait' and
-          'evaluation_wait' as fractions of the elapsed time.
+          'images_per_second', without checkpoints and evaluations, and 'data_wait',
+          'checkpoint_wait' and 'evaluation_wait' as fractions of the elapsed time.
         """
         now = time.perf_counter()
         seconds = now - self._last_time
@@ -238,16 +224,14 @@ class Progress:
         self._training_steps += steps
         self._training_seconds += training
         speed = steps * self._batch_size / training
-        mfu = {"mfu": speed / self._peak_speed} if self._peak_speed else {}
-        return {"images_per_second": speed, **mfu, **waits}
+        return {"images_per_second": speed, **waits}
 
     def show(self, step: int, values: dict[str, float]) -> None:
         """Prints the metrics of a step."""
-        mfu = f"  mfu {100 * values['mfu']:.1f} %" if "mfu" in values else ""
         text = (
             f"step {step}/{self._num_steps}  epoch {step / self._steps_per_epoch:.1f}  "
             f"loss {values['train/loss']:.4f}  lr {values['train/learning_rate']:.2e}  "
-            f"{values['images_per_second']:.0f} images/s{mfu}  {self._time_left(step)} left"
+            f"{values['images_per_second']:.0f} images/s  {self._time_left(step)} left"
         )
         if self._bar:
             done = BAR_WIDTH * step // self._num_steps
