@@ -139,9 +139,9 @@ def test_a_file_is_found_by_its_absolute_path_from_any_directory(tmp_path, monke
         load_config("configs/vit_t_digits.py")
 
 
-def test_the_readmes_config_for_image_folders_is_valid(tmp_path):
-    readme = (ROOT / "README.md").read_text()
-    shown = re.search(r"<!-- my_config\.py -->\n```python\n(.*?)```", readme, re.DOTALL)[1]
+def test_the_config_for_image_folders_in_the_docs_is_valid(tmp_path):
+    page = (ROOT / "docs" / "data.md").read_text()
+    shown = re.search(r"<!-- my_config\.py -->\n```python\n(.*?)```", page, re.DOTALL)[1]
     path = tmp_path / "my_config.py"
     path.write_text(shown)
     config = load_config(str(path))

@@ -1,11 +1,12 @@
-"""Links of the pages in Markdown."""
+"""Links and examples of the pages in Markdown."""
 
 import re
 
 import fork_main
 import pytest
+from flax import nnx
 
-FOLDERS = ("*.md", "benchmarks/**/*.md", "launch/**/*.md", "structinit_jax/**/*.md")
+FOLDERS = ("*.md", "docs/*.md", "benchmarks/**/*.md", "launch/**/*.md", "structinit_jax/**/*.md")
 PAGES = [path for folder in FOLDERS for path in fork_main.ROOT.glob(folder)]
 LINK = re.compile(r"\]\((?!https?:)([^)#]*)(?:#([^)]*))?\)")
 
@@ -22,3 +23,22 @@ def test_links_within_the_repository_lead_somewhere(page):
         target = page.parent / path if path else page
         assert target.exists(), path
         assert not anchor or anchor in anchors(target), (path, anchor)
+
+
+@pytest.mark.usefixtures("library_promotion")
+@pytest.mark.parametrize("name", ["site", "model"])
+def test_the_examples_of_the_readme_run(name):
+    readme = (fork_main.ROOT / "README.md").read_text()
+    code = re.search(rf"<!-- {name}\.py -->\n```python\n(.*?)```", readme, re.DOTALL)[1]
+    values = {}
+    nnx.eval_shape(lambda: exec(code, values))  # traced, which takes a tenth of the time
+    if name == "site":
+        assert values["weights"].query.shape == (12, 192, 3, 64)
+        assert (values["weights"].patch_scale, values["weights"].mlp_scale) == (0.3, 0)
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(fork_main.ROOT)))
+def test_commands_name_modules_of_the_package(page):
+    for module in re.findall(r"-m (structinit_jax[a-z_.]*[a-z_])\b", page.read_text()):
+        path = fork_main.ROOT / module.replace(".", "/")
+        assert path.with_suffix(".py").exists() or (path / "__main__.py").exists(), module

@@ -1,4 +1,4 @@
-"""Objects of the user's own, as the README shows them."""
+"""Objects of the user's own, as docs/extending.md shows them."""
 
 import re
 import sys
@@ -13,13 +13,13 @@ from structinit_jax import evaluate, export, train
 from structinit_jax.attention_init import AttentionSite
 from structinit_jax.errors import InputError, load_reference, reference
 
-README = Path(__file__).parent.parent / "README.md"
-SHOWN = re.search(r"<!-- mine\.py -->\n```python\n(.*?)```", README.read_text(), re.DOTALL)[1]
+PAGE = Path(__file__).parent.parent / "docs" / "extending.md"
+SHOWN = re.search(r"<!-- mine\.py -->\n```python\n(.*?)```", PAGE.read_text(), re.DOTALL)[1]
 
 
 @pytest.fixture
 def mine(tmp_path, monkeypatch):
-    """The README's module, importable."""
+    """The module of docs/extending.md, importable."""
     (tmp_path / "mine.py").write_text(SHOWN)
     monkeypatch.syspath_prepend(tmp_path)
     yield "mine"

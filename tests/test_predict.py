@@ -42,9 +42,9 @@ def test_logits_are_those_of_the_averaged_weights(classify, digits, run_config, 
     np.testing.assert_allclose(classify([str(files[3])]), expected[3:4], atol=1e-5)
 
 
-def test_the_readme_classifies_an_image(digits, finished_run, tmp_path, monkeypatch):
-    readme = (fork_main.ROOT / "README.md").read_text()
-    code = re.search(r"<!-- predict\.py -->\n```python\n(.*?)```", readme, re.DOTALL)[1]
+def test_the_example_in_the_docs_classifies_an_image(digits, finished_run, tmp_path, monkeypatch):
+    page = (fork_main.ROOT / "docs" / "training.md").read_text()
+    code = re.search(r"<!-- predict\.py -->\n```python\n(.*?)```", page, re.DOTALL)[1]
     monkeypatch.chdir(tmp_path)
     (tmp_path / "DIR").symlink_to(finished_run.workdir)
     (tmp_path / "image.jpg").symlink_to(digits[1][0])
