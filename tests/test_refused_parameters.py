@@ -46,7 +46,7 @@ class TorchModule:
 PARTS = {  # that no scheme knows
     "blocks__0__attn__q_norm__weight": r"q_norm\.weight normalizes queries or keys",
     "blocks__0__attn__temperature": r"temperature rescales the logits",
-    "blocks__0__attn__logit_scale": r"logit_scale rescales the logits",
+    "blocks__0__attn__logit_scale": r"logit_scale belongs to cosine attention, as in SwinV2",
     "blocks__1__attn__proj_l__weight": r"proj_l\.weight mixes the maps of the heads",
     "blocks__0__attn__norm__weight": r"attn\.norm\.weight normalizes what the output projection",
     "blocks__0__attn__rel_pos_h": r"rel_pos_h adds a bias",

@@ -40,15 +40,12 @@ WORDS = (
 ROTARY = r"(?:.*[._])?(?:rope|rotary|freqs)"
 
 
-def require_assumptions(
-    host: Host, own: Sequence[str] = (), norm_scales: tuple[int, ...] = (1,)
-) -> None:
+def require_assumptions(host: Host, own: Sequence[str] = ()) -> None:
     """Raises `InputError` if the parameters show that a scheme's maps would not be the model's.
 
     Args:
       host: The model.
       own: Names of parameters beside the projections that the scheme sets or knows.
-      norm_scales: Values that the scales of fresh norms may have.
     """
     _require_images(host)
     own = {entry.name for entry in host.entries} | set(own)
@@ -60,7 +57,7 @@ def require_assumptions(
                 raise InputError(f"params: {name} {reason}")
     for name in set(_floating(host, re.escape(host.stack.stem) + RELATIVE)) - own:
         raise InputError(f"params: {name} {BIAS}")
-    _require_fresh_norms(host, norm_scales)
+    _require_fresh_norms(host)
 
 
 def _require_images(host: Host) -> None:
@@ -79,17 +76,15 @@ def _require_images(host: Host) -> None:
             )
 
 
-def _require_fresh_norms(host: Host, scales: tuple[int, ...]) -> None:
+def _require_fresh_norms(host: Host) -> None:
     for block in find_blocks(host):
         for module in block.norms:
-            for leaf, starts in (("weight", scales), ("scale", scales), ("bias", (0,))):
+            for leaf, start in (("weight", 1), ("scale", 1), ("bias", 0)):
                 name = f"{module}.{leaf}"
-                if name in host.leaves and all(_differs(host.leaves[name], s) for s in starts):
+                if name in host.leaves and _differs(host.leaves[name], start):
                     raise InputError(
-                        f"params: {name} is not {' or '.join(map(str, starts))}: schemes need a "
-                        "freshly built model, whose norms start with bias 0 and scale "
-                        + " or ".join(map(str, scales))
-                        + (", before attention and MLP, not behind them" if scales == (1,) else "")
+                        f"params: {name} is not {start}: schemes need a freshly built model, whose "
+                        "norms before attention and MLP start with scale 1 and bias 0"
                     )
 
 

@@ -13,9 +13,8 @@ from structinit_jax.interop.assumptions import require_assumptions
 from structinit_jax.interop.blocks import Block, find_blocks, may_be_rms_norm
 from structinit_jax.interop.host import Grid, find_host, square
 from structinit_jax.interop.layouts import FIELDS, flatten
-from structinit_jax.interop.other_sites import find_sites
+from structinit_jax.interop.other_sites import find_sites, has_position_bias
 from structinit_jax.interop.rotations import read_rotations
-from structinit_jax.interop.window_bias import has_window_bias
 
 MEASURE = "take the attention maps from the model itself and pass them to `hit_rates`"
 NOISE_TOKENS = 1024  # tokens of noise images, enough for rates to about 0.02
@@ -73,12 +72,12 @@ def check(
       InputError: The model is of another form. The message names the parameter.
     """
     leaves, _ = flatten(params)
-    if name := has_window_bias(leaves):
+    if name := has_position_bias(leaves):
         raise InputError(
             f"params: {name} belongs to attention within windows, which `check` does not compute: "
             f"{MEASURE}, with the window as the grid"
         )
-    if sites := find_sites(leaves, layout, grid, buffers={}):
+    if sites := find_sites(leaves, layout, grid):
         raise InputError(f"params: {sites[0].name} belongs to a model without attention maps")
     host = find_host(leaves, layout, num_heads)
     require_assumptions(host)

@@ -1,7 +1,6 @@
 """Writes attention schemes into models of other projects."""
 
 import warnings
-from collections.abc import Mapping
 from typing import Any
 
 import jax
@@ -38,12 +37,11 @@ def initialize(
     grid: Grid | None = None,
     positions: np.ndarray | jax.Array | None = None,
     rotations: Any | None = None,
-    buffers: Mapping[str, np.ndarray] | None = None,
 ) -> Any:
     """Writes the weights of a scheme into the parameters of a freshly built model.
 
     The model is a ViT or, for schemes that support them, a model with a relative position bias in
-    every layer (Swin, SwinV2, BEiT), an MLP-Mixer or a ConvMixer.
+    every layer (Swin, BEiT), an MLP-Mixer or a ConvMixer.
 
     Parameters that the scheme does not set stay as they are: `default` and `kaiming_uniform` draw
     the attention alone, as timm and PyTorch do. Biases of the projections that the scheme sets
@@ -77,8 +75,6 @@ def initialize(
         its tokens: the sines and cosines [..., N, 2 d] of timm's `model.rope.get_embed(...)`,
         optionally with axes for layers and heads, or the pair (cosines, sines) of Hugging Face's
         `model.rope_embeddings(pixel_values)`, as NumPy arrays.
-      buffers: `{k: v.numpy() for k, v in model.named_buffers()}` of a SwinV2 of timm or Hugging
-        Face, whose state dict does not hold the coordinates in its windows.
 
     Returns:
       Parameters of the same structure, array kinds (NumPy or JAX), dtypes and shardings. Arrays
@@ -95,7 +91,7 @@ def initialize(
             "model.initialize_attention(scheme, rng), which changes it in place"
         )
     leaves, rebuild = flatten(params)
-    sites = find_sites(leaves, layout, grid, buffers or {})
+    sites = find_sites(leaves, layout, grid)
     if sites:
         if positions is not None or rotations is not None:
             argument = "positions" if rotations is None else "rotations"

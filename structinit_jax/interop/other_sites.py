@@ -5,6 +5,8 @@ import re
 from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
+import jax.numpy as jnp
+
 from structinit_jax.attention_init import (
     AttentionWeights,
     ConvSite,
@@ -16,12 +18,21 @@ from structinit_jax.attention_init import (
 from structinit_jax.attention_init.sites import check_grid, check_shape
 from structinit_jax.errors import InputError
 from structinit_jax.interop.assumptions import require_assumptions
-from structinit_jax.interop.entries import Entry, check_array, conv, encode_some, linear
+from structinit_jax.interop.entries import (
+    Entry,
+    check_array,
+    conv,
+    encode_some,
+    like,
+    linear,
+    replace_rows,
+)
 from structinit_jax.interop.host import Grid, Host, square
 from structinit_jax.interop.layouts import Leaves
 from structinit_jax.interop.stacks import check_stack, find_stacks
-from structinit_jax.interop.window_bias import COSINE, has_window_bias, mlp_bias, table_bias
 
+TABLE = "relative_position_bias_table"
+COSINE = re.compile(r"(?:.*\.)?att\w*\.(?:.*\.)?logit_scale")
 TOKEN_MLP = re.compile(r"(?P<stem>(?:.*\.)?blocks\.)(?P<index>\d+)\.mlp_tokens\.fc1\.weight")
 DEPTHWISE = re.compile(r"(?P<stem>(?:.*\.)?blocks\.)(?P<index>\d+)\.0\.fn\.0\.weight")
 
@@ -40,17 +51,14 @@ class FoundSite(NamedTuple):
     write: Callable[[Leaves, Weights], Leaves]
 
 
-def find_sites(
-    leaves: Leaves, layout: str | None, grid: Grid | None, buffers: Mapping[str, Any]
-) -> list[FoundSite]:
-    """Finds the stacks of a Swin Transformer (V1 or V2) or BEiT, MLP-Mixer or ConvMixer.
+def find_sites(leaves: Leaves, layout: str | None, grid: Grid | None) -> list[FoundSite]:
+    """Finds the stacks of a Swin Transformer or BEiT, MLP-Mixer or ConvMixer.
 
     Args:
       leaves: The parameters by name.
       layout: A key of `LAYOUTS`, or None to try them all.
       grid: (rows, cols) of the tokens, or of the windows that are not square; None assumes a
         square. Other windows are taken to be square.
-      buffers: Arrays of the model that `leaves` lack, by name.
 
     Returns:
       The stacks from first to last; none if the model is of another kind.
@@ -60,8 +68,14 @@ def find_sites(
     """
     if grid is not None:
         check_grid("grid", grid)
-    if has_window_bias(leaves):
-        return _windows(leaves, layout, grid, buffers)
+    cosine = next(filter(COSINE.fullmatch, leaves), None)
+    if cosine:
+        raise InputError(
+            f"params: {cosine} belongs to cosine attention, as in SwinV2, which is not supported: "
+            "use Swin"
+        )
+    if has_position_bias(leaves):
+        return _windows(leaves, layout, grid)
     for pattern, find in ((TOKEN_MLP, _token_mixing), (DEPTHWISE, _convolutions)):
         layers = {int(m["index"]): m for m in map(pattern.fullmatch, leaves) if m}
         if layers:
@@ -69,47 +83,85 @@ def find_sites(
     return []
 
 
-# -- attention with a relative position bias: Swin, SwinV2, BEiT -----------------------------------
+def has_position_bias(leaves: Leaves) -> str | None:
+    """Returns the name of a table of relative position biases, or None."""
+    return next((name for name in leaves if TABLE in name), None)
 
 
-def _windows(leaves, layout, grid, buffers):
+# -- attention with a relative position bias: Swin, BEiT -------------------------------------------
+
+
+def _windows(leaves, layout, grid):
     stacks = sorted(find_stacks(leaves, layout), key=lambda stack: _numbers(stack.stem))
-    sites = [_window_site(leaves, stack, grid, buffers) for stack in stacks]
+    sites = [_window_site(leaves, stack, grid) for stack in stacks]
     if grid is not None and all(found.site.grid != grid for found in sites):
         windows = ", ".join(f"{found.site.grid} of {found.name}" for found in sites)
         raise InputError(f"grid={grid} is none of the windows {windows}: leave it out")
     return sites
 
 
-def _window_site(leaves, stack, grid, buffers):
+def _window_site(leaves, stack, grid):
     check_stack(leaves, stack)
-    cosine = any(map(COSINE.fullmatch, leaves))
-    found = mlp_bias(leaves, stack, buffers) if cosine else table_bias(leaves, stack, grid)
-    host = Host(leaves, stack, found.num_heads)
-    # SwinV2's norms stand behind attention and MLP, and start at 0 in its authors' models.
-    require_assumptions(host, own=found.names, norm_scales=(0, 1) if cosine else (1,))
-    site = WindowSite(grid=found.window, **host.sizes())
+    tables = _tables(leaves, stack)
+    rows, num_heads = leaves[tables[0]].shape
+    window = _window(tables[0], rows, grid)
+    host = Host(leaves, stack, num_heads)
+    require_assumptions(host, own=tables)
+    site = WindowSite(grid=window, **host.sizes())
 
     def write(leaves: Leaves, weights: AttentionWeights) -> Leaves:
         for field in ("positions", "position_scale", "patch_scale", "patch_bias", "mlp_scale"):
             if getattr(weights, field) is not None:
                 raise InputError(
                     f"attention_init: the scheme sets {field}, which has no place in a model with "
-                    f"{found.names[0]}: leave out the option"
+                    f"{tables[0]}: leave out the option"
                 )
-        new = Host(leaves, stack, found.num_heads).with_attention(weights)
+        new = Host(leaves, stack, num_heads).with_attention(weights)
         if weights.bias is not None:
-            offsets = math.prod(2 * side - 1 for side in found.window)
-            check_shape("bias", weights.bias, (host.num_layers, offsets, host.num_heads))
-            new |= found.encode(weights.bias)
-        elif cosine:
-            raise InputError(
-                "attention_init: the scheme sets no position bias, and cosine attention has no "
-                f"maps without one, as {found.names[0]} shows: use impulse()"
-            )
+            check_shape("bias", weights.bias, (host.num_layers, _offsets(window), num_heads))
+            for name, biases in zip(tables, weights.bias, strict=True):
+                table = replace_rows(jnp.asarray(leaves[name], jnp.float32), biases, 0)
+                new[name] = like(table, leaves[name])
         return new
 
-    return FoundSite(found.names[0], site, write)
+    return FoundSite(tables[0], site, write)
+
+
+def _tables(leaves, stack) -> list[str]:
+    """Returns the name of every layer's table."""
+    tables = [
+        name
+        for attention in stack.attentions
+        for name in leaves
+        if name.startswith(f"{attention.rpartition('.')[0]}.") and name.endswith(TABLE)
+    ]
+    if len(tables) != len(stack.attentions):
+        raise InputError(
+            f"params: {stack.attentions[0]} has no {TABLE}, as other layers have: schemes need one "
+            "in every layer"
+        )
+    check_array("params", tables[0], leaves[tables[0]])
+    return tables
+
+
+def _window(table: str, rows: int, grid: Grid | None) -> Grid:
+    """Returns the window, given a table's rows: one per offset, and BEiT's 3 for its class token.
+
+    See `find_sites` for `grid`.
+    """
+    side = math.isqrt(rows) // 2 + 1
+    for window in (grid, (side, side)):
+        if window and _offsets(window) in (rows, rows - 3):
+            return window
+    given = "" if grid is None else f" or one of {grid}"
+    raise InputError(
+        f"grid: the {rows} rows of {table} do not fit the offsets in a square window{given}: pass "
+        "grid=(rows, cols) of its window"
+    )
+
+
+def _offsets(window: Grid) -> int:
+    return (2 * window[0] - 1) * (2 * window[1] - 1)
 
 
 def _numbers(stem: str) -> list[int]:
