@@ -5,44 +5,49 @@
 #
 # Relative paths are relative to the root of this repository.
 #
-#   --name=NAME      job name (default: structinit_jax); a queued or running job is not submitted twice
-#   --nodes=N        number of nodes (default: 1)
-#   --gpus=N         GPUs per node (default: 8)
-#   --cpus=N         CPU cores per GPU, for reading images (default: 8)
-#   --time=LIMIT     time limit such as 12:00:00; at the limit the run saves, requeues and resumes
-#   --partition=P, --account=A, --mem=M   passed to sbatch
-#   --logs           follow the job's output
-#   --cancel         cancel the job; its run can be resumed
-#   --dry_run        print the commands without running them
-#   --help           print this text
+#   --name=NAME        job name (default: structinit_jax); a queued or running job is not submitted twice
+#   --nodes=N          number of nodes (default: 1)
+#   --gpus=[TYPE:]N    GPUs per node, such as 4 or h100:8 (default: 8)
+#   --cpus=N           CPU cores per GPU, for reading images (default: 8)
+#   --container=IMAGE  run in this container image (needs Pyxis); the repository is mounted in it
+#   --mounts=A:B,...   further directories to mount in the container, such as the workdir's
+#   --logs             follow the job's output
+#   --cancel           cancel the job; its run can be resumed
+#   --dry_run          print the commands without running them
+#   --help             print this text
 #
-# The workdir must be on a file system that all nodes share. PYTHON=... selects the interpreter.
+# Other options are passed to sbatch as they are: --time=12:00:00 --partition=P --account=A --qos=Q
+# --constraint=C --reservation=R. With --gres=gpu:h100:8, sbatch does not get --gpus-per-node.
+# At the time limit, the run saves a checkpoint, requeues itself and resumes. The workdir must be on a
+# file system that all nodes share. PYTHON=FILE selects the interpreter.
 
 set -euo pipefail
 cd "$(dirname "$0")/.."
 # shellcheck source=launch/common.sh
 source launch/common.sh
 
-name=structinit_jax nodes=1 gpus=8 cpus=8 action=submit extra=()
+name=structinit_jax nodes=1 gpus=8 cpus=8 container='' mounts='' action=submit extra=()
 while (($#)); do
   case $1 in
     --name=*) name=$(value_of "$1") ;;
     --nodes=*) nodes=$(value_of "$1") ;;
     --gpus=*) gpus=$(value_of "$1") ;;
     --cpus=*) cpus=$(value_of "$1") ;;
-    --time=* | --partition=* | --account=* | --mem=*)
-      value_of "$1" > /dev/null
-      extra+=("$1")
-      ;;
+    --container=*) container=$(value_of "$1") ;;
+    --mounts=*) mounts=$(value_of "$1") ;;
     --logs) action=logs ;;
     --cancel) action=cancel ;;
     --dry_run) dry_run=true ;;
     --help) show_help; exit ;;
     --) shift; break ;;
-    *) unknown_option "$1" ;;
+    --config* | --workdir* | [!-]*) unknown_option "$1" ;;
+    *) extra+=("$1") ;;
   esac
   shift
 done
+[[ $gpus =~ ^([A-Za-z][A-Za-z0-9_.-]*:)?[1-9][0-9]*$ ]] || fail "--gpus=$gpus must be N or TYPE:N"
+[[ -z $mounts || -n $container ]] || fail "--mounts=$mounts needs --container=IMAGE"
+[[ " ${extra[*]}" == *" --gres="* ]] || extra+=("--gpus-per-node=$gpus")
 need sbatch "run this on a login node of the cluster"
 
 case $action in
@@ -54,8 +59,11 @@ case $action in
       echo "job $name is already queued or running; --logs follows it, --cancel cancels it"
       exit
     fi
+    if [[ -n $container ]]; then # options of srun, for slurm.sbatch
+      set -- "--container-image=$container" "--container-workdir=$PWD" \
+        "--container-mounts=$PWD:$PWD${mounts:+,$mounts}" "$@"
+    fi
     run sbatch --job-name="$name" --output="$name.log" --nodes="$nodes" \
-      --ntasks-per-node="$gpus" --gpus-per-node="$gpus" --cpus-per-task="$cpus" \
-      "${extra[@]}" launch/slurm.sbatch "$@"
+      --ntasks-per-node="${gpus##*:}" --cpus-per-task="$cpus" "${extra[@]}" launch/slurm.sbatch "$@"
     ;;
 esac

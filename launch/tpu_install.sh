@@ -16,10 +16,10 @@ finish() {
 }
 trap finish EXIT
 
-# The image may have an older Python than the package needs.
+# The image may have another Python than the package needs, and uv would take the newest.
 export PATH="$HOME/.local/bin:$PATH"
 command -v uv > /dev/null || curl -LsSf https://astral.sh/uv/install.sh | sh
-uv venv --clear --python '>=3.11' ~/venv
+uv venv --clear --python 3.13 ~/venv
 uv pip install --python ~/venv/bin/python '.[train,tpu,gcs]'
 
 if (($#)); then

@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # Trains on a Cloud TPU slice, from one host to a pod, using gcloud.
 #
-#   launch/tpu_pod.sh create  --name=NAME --zone=ZONE --type=TYPE [--spot] [--project=P]
+#   launch/tpu_pod.sh create  --name=NAME --zone=ZONE --type=TYPE [options]
 #   launch/tpu_pod.sh install --name=NAME --zone=ZONE
 #   launch/tpu_pod.sh run     --name=NAME --zone=ZONE -- --config=FILE --workdir=DIR [flags]
 #   launch/tpu_pod.sh logs    --name=NAME --zone=ZONE
@@ -12,13 +12,16 @@
 #   --version=V      runtime version, if not the one for that type
 #   --bucket=BUCKET  install mounts gs://BUCKET at ~/bucket on every worker, for data
 #   --spot           use a spot slice: cheaper, but may be preempted at any time
+#   --reserved       use a reservation
+#   --network=N, --subnetwork=N, --service-account=A, --project=P   passed to gcloud
 #   --dry_run        print the commands without running them
 #   --help           print this text
 #
 # Every action can be repeated: create waits for a slice that was already requested, run does nothing
 # while a run is in progress. All workers start the same command at the same time, since each waits
-# for the others. The workdir is --workdir=gs://BUCKET/RUN, or on a file system that all hosts share,
-# such as Filestore. install copies the last commit of this repository, and brings a Python of its own.
+# for the others; run shows the first lines of their logs. The workdir is --workdir=gs://BUCKET/RUN, or
+# on a file system that all hosts share, such as Filestore. install copies the last commit of this
+# repository, and brings a Python of its own.
 
 set -euo pipefail
 cd "$(dirname "$0")/.."
@@ -28,7 +31,7 @@ source launch/common.sh
 [[ ${1:-} != --help ]] || { show_help; exit; }
 action=${1:-}
 shift || true
-name='' zone='' type=v5litepod-8 version='' bucket='' project=() spot=()
+name='' zone='' type=v5litepod-8 version='' bucket='' project=() options=()
 while (($#)); do
   case $1 in
     --name=*) name=$(value_of "$1") ;;
@@ -37,7 +40,11 @@ while (($#)); do
     --version=*) version=$(value_of "$1") ;;
     --bucket=*) bucket=$(value_of "$1") bucket=${bucket#gs://} ;;
     --project=*) project=("--project=$(value_of "$1")") ;;
-    --spot) spot=(--spot) ;;
+    --network=* | --subnetwork=* | --service-account=*)
+      value_of "$1" > /dev/null
+      options+=("$1")
+      ;;
+    --spot | --reserved) options+=("$1") ;;
     --dry_run) dry_run=true ;;
     --help) show_help; exit ;;
     --) shift; break ;;
@@ -63,29 +70,31 @@ on_workers() { # arguments: workers, command
   run gcloud compute tpus tpu-vm ssh "$name" "${where[@]}" --worker="$1" --command="$2"
 }
 
+# Prints the state of the slice and, if its creation failed, why. Errors of gcloud are shown.
 state() {
   gcloud compute tpus queued-resources describe "$name" "${where[@]}" \
-    --format='value(state.state)' 2> /dev/null || true
+    --format='value(state.state,state.failedData.error.message)'
 }
 
 case $action in
   create)
-    if $dry_run || [[ -z $(state) ]]; then
+    if $dry_run || ! state > /dev/null 2>&1; then
       run gcloud compute tpus queued-resources create "$name" --node-id="$name" "${where[@]}" \
-        --accelerator-type="$type" --runtime-version="$version" "${spot[@]}"
+        --accelerator-type="$type" --runtime-version="$version" "${options[@]}"
     fi
     $dry_run && exit
-    while [[ $(state) != ACTIVE ]]; do
-      case $(state) in
-        FAILED | SUSPENDED) fail "the slice is $(state): delete it, then create it again" ;;
-      esac
-      echo "waiting for $name: $(state)"
-      sleep 20
+    while now=$(state) || true; [[ $now != ACTIVE* ]]; do
+      [[ $now != FAILED* && $now != SUSPENDED* ]] ||
+        fail "the slice is $now: delete it, then create it again"
+      echo "waiting for $name: ${now:-unknown}"
+      sleep "${POLL_SECONDS:-20}"
     done
     ;;
   install)
     archive=$(mktemp -d)
     trap 'rm -rf "$archive"' EXIT
+    [[ -z $(git status --porcelain) ]] ||
+      echo "warning: uncommitted changes are not copied to the workers" >&2
     run git archive --output="$archive/structinit_jax.tar.gz" --prefix=structinit_jax/ HEAD
     run gcloud compute tpus tpu-vm scp "$archive/structinit_jax.tar.gz" "$name": "${where[@]}" \
       --worker=all
@@ -95,11 +104,9 @@ bash structinit_jax/launch/tpu_install.sh $bucket"
   run)
     need_flags "$@"
     arguments=$(printf '%q ' "$@")
-    # The lock ends with the process: a second `run` does nothing, a `run` after a stop starts.
     # shellcheck disable=SC2016 # expands on the worker
     check='[ -e ~/installed ] || { echo "error: $(hostname) is not installed: run install" >&2; exit 1; }'
-    on_workers all "$check; cd structinit_jax && { nohup flock --nonblock ~/run.lock \
-~/venv/bin/python -m structinit_jax.main $arguments >> ~/run.log 2>&1 < /dev/null & }"
+    on_workers all "$check; bash structinit_jax/launch/tpu_run.sh $arguments"
     ;;
   logs) on_workers 0 'tail -n 50 -F ~/run.log' ;;
   stop) on_workers all "pkill -TERM -f '[s]tructinit_jax.main' || true" ;;

@@ -4,27 +4,28 @@
 #   launch/gke/gke.sh [options] -- --config=FILE --workdir=/workdir/DIR [flags of structinit_jax.main]
 #
 #   --name=NAME        name of the JobSet (default: structinit-jax)
-#   --image=IMAGE      container image with '.[train,cuda12]' or '.[train,tpu]' of this package; its
-#                      working directory has configs/
+#   --image=IMAGE      container image, built with launch/gke/Dockerfile
 #   --claim=CLAIM      ReadWriteMany volume claim for /workdir, such as Filestore (default: workdir)
 #   --nodes=N          number of nodes (default: 1)
 #   --gpus=N           GPUs per node (default: 8)
 #   --accelerator=A    node label (default: nvidia-h100-80gb)
 #   --tpu=TYPE:AxB     a TPU slice instead: v4, v5e, v5p or v6e and its topology, such as v5e:4x4
+#   --spot             use spot nodes: cheaper, but may be preempted at any time
 #   --logs             follow the first pod's output
 #   --delete           stop the run, which can be resumed, and delete the JobSet
 #   --dry_run          print the commands without running them
 #   --help             print this text
 #
 # Repeating the command does nothing while a run with the same settings is in progress. After the run has
-# ended, or to change its settings, pass --delete first.
+# ended, or to change its settings, pass --delete first. Requires JobSet (https://jobset.sigs.k8s.io).
 
 set -euo pipefail
 cd "$(dirname "$0")/../.."
 # shellcheck source=launch/common.sh
 source launch/common.sh
 
-name=structinit-jax image='' claim=workdir nodes=1 gpus=8 accelerator=nvidia-h100-80gb tpu='' action=apply
+name=structinit-jax image='' claim=workdir nodes=1 gpus=8 accelerator=nvidia-h100-80gb tpu='' spot=false
+action=apply
 while (($#)); do
   case $1 in
     --name=*) name=$(value_of "$1") ;;
@@ -34,6 +35,7 @@ while (($#)); do
     --gpus=*) gpus=$(value_of "$1") ;;
     --accelerator=*) accelerator=$(value_of "$1") ;;
     --tpu=*) tpu=$(value_of "$1") ;;
+    --spot) spot=true ;;
     --logs) action=logs ;;
     --delete) action=delete ;;
     --dry_run) dry_run=true ;;
@@ -44,6 +46,70 @@ while (($#)); do
   shift
 done
 need kubectl "see https://kubernetes.io/docs/tasks/tools"
+
+# Prints one pod per host. All pods start together, and restart together after a failure.
+manifest() {
+  cat << YAML
+apiVersion: jobset.x-k8s.io/v1alpha2
+kind: JobSet
+metadata:
+  name: "$name"
+  annotations: {$annotations}
+spec:
+  failurePolicy:
+    maxRestarts: 20  # after lost nodes and crashes
+    rules:
+      - name: mistake
+        action: FailJobSet
+        onJobFailureReasons: [PodFailurePolicy]
+  network:
+    enableDNSHostnames: true
+  replicatedJobs:
+    - name: workers
+      replicas: 1
+      template:
+        spec:
+          parallelism: $nodes
+          completions: $nodes
+          completionMode: Indexed
+          backoffLimit: 0
+          podFailurePolicy:
+            rules:
+              # A stop with a checkpoint is not a failure: all pods end with 75, and are replaced.
+              - action: Ignore
+                onExitCodes: {operator: In, values: [75]}
+              # A mistake, such as an unknown flag, would end every restart in the same way.
+              - action: FailJob
+                onExitCodes: {operator: In, values: [2]}
+          template:
+            spec:
+              restartPolicy: Never
+              terminationGracePeriodSeconds: 120
+              nodeSelector: {$selector}
+              tolerations: [$tolerations]
+              containers:
+                - name: train
+                  image: "$image"
+                  # exec lets the signal of an eviction reach Python.
+                  command: [bash, -c, 'exec python -m structinit_jax.main "\$@"$join', train]
+                  args:
+$arguments                  # Without a working accelerator the run fails instead of using the CPU.
+                  env: [$environment]
+                  ports:
+                    - containerPort: 8471  # TPU runtime
+                    - containerPort: 8476  # coordinator
+                  resources:
+                    limits: {$limits}
+                  volumeMounts:
+                    - {name: workdir, mountPath: /workdir}
+                    - {name: shared-memory, mountPath: /dev/shm}
+              volumes:
+                - name: workdir
+                  persistentVolumeClaim: {claimName: "$claim"}
+                - name: shared-memory
+                  emptyDir: {medium: Memory}
+YAML
+}
 
 case $action in
   logs)
@@ -57,6 +123,7 @@ case $action in
     for argument in "$@"; do # as single-quoted YAML strings
       arguments+="                    - '${argument//\'/\'\'}'"$'\n'
     done
+    annotations='' join='' tolerations=''
     if [[ -n $tpu ]]; then
       [[ $tpu =~ ^(v4|v5e|v5p|v6e):[0-9]+(x[0-9]+){1,2}$ ]] ||
         fail "--tpu=$tpu must be v4, v5e, v5p or v6e and a topology, such as v5e:4x4"
@@ -74,30 +141,32 @@ case $action in
       else
         nodes=$((chips / 4)) chips=4
       fi
-      manifest=$(< launch/gke/jobset-tpu.yaml)
-      manifest=${manifest//@TOPOLOGY@/"$topology"}
-      manifest=${manifest//@CHIPS@/"$chips"}
+      # All pods in one node pool, which is one slice. They find each other by variables of GKE.
+      annotations='alpha.jobset.sigs.k8s.io/exclusive-topology: cloud.google.com/gke-nodepool'
+      selector="cloud.google.com/gke-tpu-accelerator: $accelerator, "
+      selector+="cloud.google.com/gke-tpu-topology: '$topology'"
+      limits="google.com/tpu: $chips"
+      environment='{name: JAX_PLATFORMS, value: "tpu,cpu"}'
     else
-      # A single process need not wait until its host name is known.
-      join=--num_processes=1
+      selector="cloud.google.com/gke-accelerator: $accelerator"
+      limits="nvidia.com/gpu: $gpus"
+      # GKE mounts the driver there, where no loader looks for it.
+      environment='{name: JAX_PLATFORMS, value: "cuda,cpu"}'
+      environment+=', {name: LD_LIBRARY_PATH, value: /usr/local/nvidia/lib64}'
+      join=' --num_processes=1' # a single process need not wait until its host name is known
       if ((nodes > 1)); then
-        join="--coordinator_address=$name-workers-0-0.$name:8476 --num_processes=$nodes"
+        join=" --coordinator_address=$name-workers-0-0.$name:8476 --num_processes=$nodes"
         # shellcheck disable=SC2016 # expands in the pod
         join+=' --process_id="$JOB_COMPLETION_INDEX"'
       fi
-      manifest=$(< launch/gke/jobset.yaml)
-      manifest=${manifest//@JOIN@/"$join"}
     fi
-    manifest=${manifest//@NAME@/"$name"}
-    manifest=${manifest//@IMAGE@/"$image"}
-    manifest=${manifest//@CLAIM@/"$claim"}
-    manifest=${manifest//@NODES@/"$nodes"}
-    manifest=${manifest//@GPUS@/"$gpus"}
-    manifest=${manifest//@ACCELERATOR@/"$accelerator"}
-    manifest=${manifest//@ARGUMENTS@/"${arguments%$'\n'}"}
-    run kubectl apply --filename=- <<< "$manifest"
+    if $spot; then
+      selector+=', cloud.google.com/gke-spot: "true"'
+      tolerations='{key: cloud.google.com/gke-spot, operator: Equal, value: "true", effect: NoSchedule}'
+    fi
+    run kubectl apply --filename=- <<< "$(manifest)"
     if $dry_run; then
-      printf '%s\n' "$manifest"
+      manifest
     fi
     ;;
 esac

@@ -1,0 +1,30 @@
+#!/usr/bin/env bash
+# Starts training on one TPU worker in the background; launch/tpu_pod.sh run runs it on all of them.
+#
+#   tpu_run.sh --config=FILE --workdir=DIR [flags of structinit_jax.main]
+#
+# Prints the start of the log, until the devices are found. If the program ends before, such as for
+# an unknown flag, this script ends with its status.
+
+set -euo pipefail
+cd "$(dirname "$0")/.."
+
+# The program inherits the lock and releases it when it ends.
+exec 9> ~/run.lock
+flock --nonblock 9 || { echo "a run is in progress on $(hostname)"; exit; }
+touch ~/run.log
+before=$(stat --format=%s ~/run.log)
+nohup env JAX_PLATFORMS=tpu,cpu ~/venv/bin/python -m structinit_jax.main "$@" \
+  >> ~/run.log 2>&1 < /dev/null &
+exec 9>&-
+
+new='' # lines of the log
+for ((i = 0; i < 600; i++)); do
+  running=true
+  kill -0 $! 2> /dev/null || running=false
+  new=$(tail --bytes="+$((before + 1))" ~/run.log)
+  if ! $running || [[ $new == *devices:* ]]; then break; fi
+  sleep 0.2
+done
+head -n 30 <<< "$new"
+$running || wait $!
