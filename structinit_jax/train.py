@@ -7,7 +7,7 @@ import itertools
 import json
 import shlex
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -15,11 +15,20 @@ from typing import Any, NamedTuple
 import jax
 import numpy as np
 from clu import parameter_overview
+from jax.sharding import Mesh
 from ml_collections import ConfigDict
 
 from structinit_jax import config as config_lib
 from structinit_jax import resume
-from structinit_jax.data.loader import Loader, make_loader
+from structinit_jax.data.datasets import Dataset, ImageSource
+from structinit_jax.data.loader import (
+    AugmentationSplit,
+    Batch,
+    Loader,
+    make_loader,
+    split_augmentation,
+)
+from structinit_jax.data.test_sets import EvaluationSet
 from structinit_jax.errors import InputError, StoppedError
 from structinit_jax.evaluate import (
     Evaluator,
@@ -36,11 +45,91 @@ from structinit_jax.training import mesh as mesh_lib
 from structinit_jax.training import workdir as workdir_lib
 from structinit_jax.training.metrics import MetricsLog, PendingMetrics, Progress
 from structinit_jax.training.optimizer import Schedule
-from structinit_jax.training.setup import compile_step, set_up
+from structinit_jax.training.setup import Setup, compile_step, set_up
 from structinit_jax.training.state import initialize_and_measure
 
 # Exit code of a run that a signal has stopped: EX_TEMPFAIL of sysexits.h, "try again later".
 PREEMPTED_EXIT_CODE = 75
+
+
+class Run:
+    """What a config stands for: data, augmentation, schedule, model and training step.
+
+    Each part is opened on first use, and then kept. Nothing is allocated on the devices.
+
+    Attributes:
+      config: The config.
+      devices: Devices of the mesh; None for all of them.
+    """
+
+    def __init__(self, config: ConfigDict, devices: Sequence[jax.Device] | None = None):
+        self.config, self.devices = config, devices
+
+    @functools.cached_property
+    def dataset(self) -> Dataset:
+        """The data set of `config.data`, which fits the model."""
+        return open_data(self.config)
+
+    @functools.cached_property
+    def train_source(self) -> ImageSource:
+        """The training split."""
+        data = self.config.data
+        return self.dataset.split(data.train_split, "data.train_split", data.on_bad_image)
+
+    @functools.cached_property
+    def eval_sets(self) -> dict[str, EvaluationSet]:
+        """What is evaluated in training, by its name in the metrics."""
+        return open_evaluation_sets(self.config, self.dataset)
+
+    @functools.cached_property
+    def augmentation(self) -> AugmentationSplit:
+        """Where training images are cropped, and their augmentation on the devices."""
+        options = config_lib.augment_options(self.config)
+        info, num_examples = self.dataset.info, len(self.train_source)
+        return split_augmentation(options, info, num_examples, self.config.seed)
+
+    @functools.cached_property
+    def setup(self) -> Setup:
+        """Mesh, schedule, model, optimizer and training step."""
+        return set_up(self.config, self.dataset.info, len(self.train_source), self.devices)
+
+    def describe_data(self) -> dict[str, Any]:
+        """Returns what identifies the training data, a JSON object for `resume.check`."""
+        return resume.describe_data(self.train_source, self.dataset.class_names)
+
+    def train_batches(
+        self, start_step: int = 0, num_steps: int | None = None, mesh: Mesh | None = None
+    ) -> Iterator[Batch]:
+        """Yields the batches of the steps from `start_step`, counted from 0, to `num_steps - 1`.
+
+        The defaults are all steps of the run, on the mesh of `setup`.
+        """
+        crop = dict(
+            image_size=self.augmentation.image_size, random_crop=self.augmentation.host_crop
+        )
+        loader = make_loader(self.train_source, mesh or self.setup.model.mesh, **crop)
+        return loader.train_batches(
+            start_step=start_step,
+            num_steps=num_steps or self.setup.schedule.num_steps,
+            **config_lib.order_options(self.config),
+        )
+
+
+def open_run(config: ConfigDict, devices: Sequence[jax.Device] | None = None) -> Run:
+    """Opens a run and its training data.
+
+    Args:
+      config: See `structinit_jax.config.base_config`.
+      devices: Devices of the mesh. The default is all devices of all processes.
+
+    Raises:
+      InputError: The config or the data cannot be used. Parts that are opened later may raise it
+        too.
+    """
+    config_lib.validate(config)
+    run = Run(config, devices)
+    _ = run.train_source
+    return run
 
 
 def train(
@@ -75,24 +164,18 @@ def _train(config, workdir, profile_steps, stop_request, on_exit):
     gc.disable()  # almost all objects of the start stay alive
     on_exit.callback(gc.enable)
     on_exit.callback(gc.unfreeze)
-    config_lib.validate(config)
+    # -- Data, mesh, schedule, model, optimizer and training step; nothing is allocated yet --------
+    run = open_run(config)
     place = workdir
     workdir, mirror = on_exit.enter_context(remote.open_workdir(place))
-
-    # -- Data --------------------------------------------------------------------------------------
-    data = config.data
-    dataset = open_data(config)
-    train_source = dataset.split(data.train_split, "data.train_split", data.on_bad_image)
-    trained_on = resume.describe_data(train_source, dataset.class_names)
-    test_name, eval_sets = evaluation_name(config), open_evaluation_sets(config, dataset)
+    trained_on = run.describe_data()
+    test_name, eval_sets = evaluation_name(config), run.eval_sets
     eval_sizes = [len(eval_set.source) for eval_set in eval_sets.values()]
     distributed.check_equal(
         {"config": json.loads(config.to_json()), "data": trained_on, "eval_sizes": eval_sizes}
     )
-    note_shared_examples(config, dataset)
-
-    # -- Mesh, schedule, model, optimizer and training step; nothing is allocated yet --------------
-    setup = set_up(config, dataset.info, len(train_source))
+    note_shared_examples(config, run.dataset)
+    setup = run.setup
     schedule, mesh = setup.schedule, setup.model.mesh
     print(f"devices: {mesh_lib.describe(mesh)}")
 
@@ -139,13 +222,7 @@ def _train(config, workdir, profile_steps, stop_request, on_exit):
             workdir_lib.write_atomically(workdir / "config.json", config.to_json(indent=2) + "\n")
 
     # -- Batches -----------------------------------------------------------------------------------
-    loader = make_loader(
-        train_source,
-        mesh,
-        image_size=setup.augmentation.image_size,
-        random_crop=setup.augmentation.host_crop,
-    )
-    batches = train_batches(config, loader, schedule, start_step)
+    batches = run.train_batches(start_step)
     # The first batch is drawn here, since that compiles a gather or starts the decoding threads.
     batches = itertools.chain(list(itertools.islice(batches, 1)), batches)
 
@@ -156,7 +233,7 @@ def _train(config, workdir, profile_steps, stop_request, on_exit):
 
     # -- Loop --------------------------------------------------------------------------------------
     print(
-        f"training on {len(train_source):,} examples for {schedule.num_steps:,} steps "
+        f"training on {len(run.train_source):,} examples for {schedule.num_steps:,} steps "
         f"({schedule.num_steps / schedule.steps_per_epoch:.1f} epochs), "
         f"testing on {len(eval_sets[test_name].source):,}",
         flush=True,
@@ -170,7 +247,7 @@ def _train(config, workdir, profile_steps, stop_request, on_exit):
     on_exit.callback(trace.close)
     recompilations = on_exit.enter_context(profiling.RecompilationWatch())
     stop_request = on_exit.enter_context(workdir_lib.listen_for_signals(stop_request))
-    run = {"config": json.loads(config.to_json()), **trained_on}
+    record = {"config": json.loads(config.to_json()), **trained_on}
     results: dict[str, float] = {}
     gc.freeze()  # do not search the objects of the start again and again
     gc.enable()
@@ -204,10 +281,10 @@ def _train(config, workdir, profile_steps, stop_request, on_exit):
                 log.write(step, results)
                 progress.note(f"step {step}  {describe(results)}")
             if due.save:
-                run["pending_metrics"] = pending.to_json()
+                record["pending_metrics"] = pending.to_json()
                 with progress.wait("checkpoint"):
                     accuracy = deciding_accuracy(results, test_name) if due.evaluate else None
-                    checkpoints.save(step, state, run, accuracy)
+                    checkpoints.save(step, state, record, accuracy)
             if due.evaluate:
                 recompilations.start()  # from here on everything has been compiled
             if due.stop:

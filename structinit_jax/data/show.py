@@ -16,13 +16,11 @@ import numpy as np
 from ml_collections import ConfigDict
 
 from structinit_jax import command_line
-from structinit_jax import config as config_lib
 from structinit_jax.augment import make_augment
 from structinit_jax.command_line import STEP
-from structinit_jax.data.loader import make_loader, split_augmentation
 from structinit_jax.data.prepare import MAX_TILES, draw_tiles, save
 from structinit_jax.errors import InputError
-from structinit_jax.evaluate import open_data
+from structinit_jax.train import open_run
 from structinit_jax.training.mesh import make_mesh
 from structinit_jax.training.step import step_rngs
 
@@ -34,23 +32,15 @@ def training_batch(config: ConfigDict, step: int) -> tuple[np.ndarray, np.ndarra
       Images with the normalization undone, uint8 [B, H, W, C], targets [B, classes], and the names
       of the classes.
     """
-    config_lib.validate(config)
-    data = config.data
-    dataset = open_data(config)
-    source = dataset.split(data.train_split, "data.train_split", data.on_bad_image)
-    options = config_lib.augment_options(config)
-    augmentation = split_augmentation(options, dataset.info, len(source), config.seed)
+    run, data = open_run(config), config.data
     mesh = make_mesh(devices=jax.devices()[:1])  # which any batch divides over
-    crop = dict(image_size=augmentation.image_size, random_crop=augmentation.host_crop)
-    loader = make_loader(source, mesh, **crop)
-    order = config_lib.order_options(config)
-    batch = next(loader.train_batches(start_step=step - 1, num_steps=step, **order))
-    augment = jax.jit(make_augment(augmentation.on_device, mesh))
+    batch = next(run.train_batches(step - 1, step, mesh))
+    augment = jax.jit(make_augment(run.augmentation.on_device, mesh))
     rng = step_rngs(config.seed, step - 1)[0]
     images, targets = augment(rng, batch["image"], batch["label"])
     pixels = 255 * (np.asarray(images) * np.asarray(data.std) + np.asarray(data.mean))
     images = np.clip(pixels.round(), 0, 255).astype(np.uint8)
-    return images, np.asarray(targets), dataset.class_names
+    return images, np.asarray(targets), run.dataset.class_names
 
 
 def describe_target(target: np.ndarray, smoothing: float, class_names: Sequence[str]) -> str:
