@@ -23,7 +23,8 @@ from flax import nnx
 
 from structinit_jax.analysis.collect import one_device
 from structinit_jax.augment import normalize
-from structinit_jax.command_line import load_config, override
+from structinit_jax.command_line import set_field
+from structinit_jax.config import load_config
 from structinit_jax.compare.grid import expand
 from structinit_jax.data.loader import decode_all
 from structinit_jax.evaluate import open_data
@@ -113,7 +114,7 @@ def main() -> None:
     config = load_config(arguments.config)
     for assignment in (*DEFAULTS, *arguments.set):
         field, _, value = assignment.partition("=")
-        override(config, field, value)
+        set_field(config, field, value)
 
     data, dataset = config.data, open_data(config)
     images, labels = zip(

@@ -26,17 +26,16 @@ Accuracy to expect (published, top-1 in percent; not run here):
     8         92.34    88.12   87.82    78.95       92.96    90.09   89.61    80.10
 """
 
-from structinit_jax.config import base_config, parse_row
+from typing import Literal
 
-COLUMNS = {
-    "model": ("convmixer_256_8", "convmixer_512_6", "convmixer_512_8"),
-    "kernel size": ("3", "5", "8"),
-    "filters": ("trained", "random", "impulse", "box"),
-}
+from structinit_jax.config import base_config
 
 
-def get_config(row=""):
-    model, kernel_size, filters = parse_row(row, COLUMNS)
+def get_config(
+    model: Literal["convmixer_256_8", "convmixer_512_6", "convmixer_512_8"] = "convmixer_256_8",
+    kernel_size: Literal["3", "5", "8"] = "3",
+    filters: Literal["trained", "random", "impulse", "box"] = "trained",
+):
     config = base_config(model)
     config.num_epochs = 100.0
     config.batch_size = 512

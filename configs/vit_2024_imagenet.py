@@ -24,7 +24,9 @@ Accuracy to expect (published, top-1 in percent; not run here):
     kaiming_uniform     74.11
 """
 
-from structinit_jax.config import base_config, parse_row
+from typing import Literal
+
+from structinit_jax.config import base_config
 
 # Initialization -> that of the whole model, and the scheme for attention.
 INITS = {
@@ -34,11 +36,9 @@ INITS = {
     "truncated_normal": ("timm", dict(name="default")),
     "kaiming_uniform": ("pytorch", dict(name="kaiming_uniform")),
 }
-COLUMNS = {"initialization": tuple(INITS)}
 
 
-def get_config(row=""):
-    (init,) = parse_row(row, COLUMNS)
+def get_config(init: Literal[*INITS] = "impulse3"):
     config = base_config("vit_tiny_patch16_224")
     config.num_epochs = 300.0
     config.batch_size = 4096

@@ -29,35 +29,21 @@ not known to us; the paper calls them better than those for uniform ones.
     P+U,P+U             89.63  89.33  90.02  88.92    89.52  89.28  89.29  89.33
 """
 
-from structinit_jax.config import base_config, parse_row
+from pathlib import Path
+from typing import Literal
 
-PSEUDO_INPUTS = ("positions", "uniform", "positions+uniform", "gaussian", "positions+gaussian")
-COLUMNS = {
-    "model": ("vit_tiny_patch2_32", "vit_tiny_h8_patch2_32"),
-    "first input": PSEUDO_INPUTS,
-    "following input": PSEUDO_INPUTS,
-}
+from structinit_jax.config import load_config
+
+RECIPE = Path(__file__).with_name("vit_2024_small.py")
+INPUTS = ("positions", "uniform", "positions+uniform", "gaussian", "positions+gaussian")
 
 
-def get_config(row=""):
-    model, first_input, following_input = parse_row(row, COLUMNS)
-    config = base_config(model)
-    config.num_epochs = 200.0
-    config.batch_size = 512
-    config.schedule = "timm_cosine"
-    config.learning_rate = 1e-3
-    config.warmup_epochs = 10.0
-    config.warmup_learning_rate = 1e-5
-    config.final_learning_rate = 1e-6
-    config.weight_decay = 0.01
-    config.adam_epsilon = 1e-3
-    config.clip_norm = 3.0
-    config.eval_every_epochs = 10.0
-
-    config.model.num_classes = 10
-    config.model.base_init = "pytorch"
-    config.model.positions = "sincos"
-    config.model.pool = "mean"
+def get_config(
+    model: Literal["vit_tiny_patch2_32", "vit_tiny_h8_patch2_32"] = "vit_tiny_patch2_32",
+    first_input: Literal[*INPUTS] = "positions",
+    following_input: Literal[*INPUTS] = "positions",
+):
+    config = load_config(f"{RECIPE}:cifar10,{model},impulse3")
     config.attention_init = dict(
         name="impulse_2024",
         kernel_size=3,
@@ -65,13 +51,4 @@ def get_config(row=""):
         following_input=following_input,
         same_layers=True,
     )
-
-    config.augment.flip = 0.5
-    config.augment.rand_augment = "rand-m9-mstd0.5-inc1"
-
-    config.data.name = "cifar10"
-    config.data.drop_remainder = True
-    config.data.image_size = 32
-    config.data.mean = (0.4914, 0.4822, 0.4465)
-    config.data.std = (0.2470, 0.2435, 0.2616)
     return config

@@ -18,37 +18,19 @@ Accuracy to expect (published, top-1 in percent; not run here):
     sincos      83.17         85.30
 """
 
-from structinit_jax.config import base_config, parse_row
+from pathlib import Path
+from typing import Literal
 
-COLUMNS = {"positions": ("sincos", "learned"), "pooling": ("mean", "class_token")}
+from structinit_jax.config import load_config
+
+RECIPE = Path(__file__).with_name("vit_2024_small.py")
 
 
-def get_config(row=""):
-    positions, pool = parse_row(row, COLUMNS)
-    config = base_config("vit_tiny_patch2_32")
-    config.num_epochs = 200.0
-    config.batch_size = 512
-    config.schedule = "timm_cosine"
-    config.learning_rate = 1e-3
-    config.warmup_epochs = 10.0
-    config.warmup_learning_rate = 1e-5
-    config.final_learning_rate = 1e-6
-    config.weight_decay = 0.01
-    config.adam_epsilon = 1e-3
-    config.clip_norm = 3.0
-    config.eval_every_epochs = 10.0
-
-    config.model.num_classes = 10
+def get_config(
+    positions: Literal["sincos", "learned"] = "sincos",
+    pool: Literal["mean", "class_token"] = "mean",
+):
+    config = load_config(f"{RECIPE}:cifar10,vit_tiny_patch2_32,truncated_normal")
     config.model.positions = positions
     config.model.pool = pool
-    config.attention_init = dict(name="default")
-
-    config.augment.flip = 0.5
-    config.augment.rand_augment = "rand-m9-mstd0.5-inc1"
-
-    config.data.name = "cifar10"
-    config.data.drop_remainder = True
-    config.data.image_size = 32
-    config.data.mean = (0.4914, 0.4822, 0.4465)
-    config.data.std = (0.2470, 0.2435, 0.2616)
     return config

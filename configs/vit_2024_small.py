@@ -45,7 +45,9 @@ Accuracy to expect (published, top-1 in percent; not run here):
     Kaiming uniform     85.71  85.16  84.62  84.24     87.28  86.50  85.07  84.17
 """
 
-from structinit_jax.config import base_config, parse_row
+from typing import Literal
+
+from structinit_jax.config import base_config
 
 # Data set -> number of classes, mean and standard deviation of its pixels.
 DATASETS = {
@@ -62,21 +64,20 @@ INITS = {
     "kaiming_uniform": ("pytorch", dict(name="kaiming_uniform")),
 }
 DEPTH_8 = [f"vit_w{d}_h{h}_patch2_32" for d in (64, 128, 256, 512) for h in (4, 8, 16, 32)]
-COLUMNS = {
-    "data set": tuple(DATASETS),
-    "model": (
-        "vit_tiny_patch2_32",
-        "vit_tiny_h8_patch2_32",
-        "vit_small_patch2_32",
-        "vit_small_h16_patch2_32",
-        *DEPTH_8,
-    ),
-    "initialization": tuple(INITS),
-}
+MODELS = (
+    "vit_tiny_patch2_32",
+    "vit_tiny_h8_patch2_32",
+    "vit_small_patch2_32",
+    "vit_small_h16_patch2_32",
+    *DEPTH_8,
+)
 
 
-def get_config(row=""):
-    dataset, model, init = parse_row(row, COLUMNS)
+def get_config(
+    dataset: Literal[*DATASETS] = "cifar10",
+    model: Literal[*MODELS] = "vit_tiny_patch2_32",
+    init: Literal[*INITS] = "impulse3",
+):
     num_classes, mean, std = DATASETS[dataset]
     config = base_config(model)
     config.num_epochs = 200.0

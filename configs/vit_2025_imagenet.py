@@ -20,17 +20,17 @@ Accuracy to expect (ViT-B, top-1; published in the rebuttal, as the appendix's f
 those of table 2; not run here): impulse 81.83 %, default 81.24 %, mimetic 80.56 %.
 """
 
-from structinit_jax.config import base_config, parse_row
+from typing import Literal
+
+from structinit_jax.config import base_config
 
 SCHEMES = {"impulse": "impulse_2025", "mimetic": "mimetic", "default": "default"}
-COLUMNS = {
-    "model": ("vit_base_patch16_224", "vit_small_patch16_224", "vit_tiny_patch16_224"),
-    "initialization": tuple(SCHEMES),
-}
+MODELS = ("vit_base_patch16_224", "vit_small_patch16_224", "vit_tiny_patch16_224")
 
 
-def get_config(row=""):
-    model, init = parse_row(row, COLUMNS)
+def get_config(
+    model: Literal[*MODELS] = "vit_base_patch16_224", init: Literal[*SCHEMES] = "impulse"
+):
     config = base_config(model)
     config.num_epochs = 310.0
     config.cooldown_epochs = 10.0  # of the 310

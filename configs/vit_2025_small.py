@@ -24,7 +24,9 @@ Accuracy to expect (published in the authors' rebuttal, ViT-T on CIFAR-10, train
 77.64 %, impulse 54.62 / 69.51 / 81.87 %. Test accuracies are in the paper.
 """
 
-from structinit_jax.config import base_config, parse_row
+from typing import Literal
+
+from structinit_jax.config import base_config
 
 # Data set -> number of classes, training split, test split.
 DATASETS = {
@@ -36,15 +38,14 @@ DATASETS = {
     "food101": (101, "train", "validation"),
 }
 SCHEMES = {"impulse": "impulse_2025", "mimetic": "mimetic", "default": "default"}
-COLUMNS = {
-    "data set": tuple(DATASETS),
-    "model": ("vit_tiny_patch16_224", "vit_small_patch16_224", "vit_base_patch16_224"),
-    "initialization": tuple(SCHEMES),
-}
+MODELS = ("vit_tiny_patch16_224", "vit_small_patch16_224", "vit_base_patch16_224")
 
 
-def get_config(row=""):
-    dataset, model, init = parse_row(row, COLUMNS)
+def get_config(
+    dataset: Literal[*DATASETS] = "cifar10",
+    model: Literal[*MODELS] = "vit_tiny_patch16_224",
+    init: Literal[*SCHEMES] = "impulse",
+):
     num_classes, train_split, eval_split = DATASETS[dataset]
     config = base_config(model)
     config.num_epochs = 300.0

@@ -189,7 +189,7 @@ def main(config: ConfigDict) -> None:
     other = None
     if _OTHER_WORKDIR.value:
         with _of_the_other_run():
-            other = command_line.load_run_config(_OTHER_WORKDIR.value)
+            other = config_lib.load_run_config(_OTHER_WORKDIR.value)
             config_lib.validate(other)
         _check_same_images(config, other)
     sizes = stack_sizes(abstract_model(config, one_device()))

@@ -1,33 +1,112 @@
 """The config of a run: every field with its default, and the checks that need no data.
 
-The files in `configs/` start from `base_config` and set what their recipe changes. Fields of
-`config.model` depend on the model family; each family spells them out in its own file.
+The files in `configs/` start from `base_config` and set what their recipe changes. The fields of
+`config.model` are those of the model family, and the fields of `config.augment` are those of
+`augment.AugmentOptions`.
 """
 
-import difflib
+import dataclasses
 import functools
-import math
-from collections.abc import Mapping, Sequence
-from typing import Any
+import inspect
+import json
+import re
+import runpy
+from collections.abc import Collection, Mapping
+from pathlib import Path
+from typing import Annotated, Any, Literal
 
+from etils import epath
 from flax.traverse_util import flatten_dict
 from ml_collections import ConfigDict
 
-from structinit_jax import attention_init
+from structinit_jax import attention_init, errors
 from structinit_jax.augment import AugmentOptions
 from structinit_jax.data.info import EVALUATION_SETS
 from structinit_jax.errors import (
+    Check,
+    Fraction,
     InputError,
-    is_below_one,
+    NonNegativeFloat,
+    NonNegativeInt,
+    PositiveFloat,
+    PositiveInt,
     is_count,
-    is_positive,
-    is_positive_or_zero,
     is_reference,
     require,
+    suggest,
 )
 from structinit_jax.models.fields import check_fields as check_model_fields
 from structinit_jax.models.registry import default_config
-from structinit_jax.training.optimizer import SCHEDULES, find_loss, find_optimizer
+
+Seed = Annotated[int, Check("a whole number in [0, 2**32)", lambda x: is_count(x, 0) and x < 2**32)]
+Share = Annotated[float, Check("a number in (0, 1]", lambda x: 0 < x <= 1)]
+Name = Annotated[str, Check("a name", lambda x: isinstance(x, str) and x != "")]
+# A crash can damage the newest checkpoint.
+AtLeastTwo = Annotated[int, Check("a whole number, 2 or more", lambda x: is_count(x, 2))]
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class RunFields:
+    """Fields of the config outside its sections."""
+
+    # -- schedule ----------------------------------------------------------------------------------
+    seed: Seed = 0  # of everything random: start weights, data order, augmentation
+    num_epochs: PositiveFloat = 30.0
+    num_steps: NonNegativeInt = 0  # if positive, overrides num_epochs
+    batch_size: PositiveInt = 128  # global: summed over all devices of all hosts
+
+    # -- loss and optimizer ------------------------------------------------------------------------
+    loss: Name = "softmax_cross_entropy"  # or your own, as 'module:function'
+    label_smoothing: Fraction = 0.1
+    optimizer: Name = "adamw"  # or your own, as 'module:function'
+    schedule: Literal["cosine", "timm_cosine"] = "cosine"  # 'timm_cosine' goes by epoch, as in timm
+    learning_rate: PositiveFloat = 1e-3  # peak of the schedule
+    warmup_epochs: NonNegativeFloat = 2.0  # linear, from warmup_learning_rate to learning_rate
+    warmup_learning_rate: NonNegativeFloat = 0.0
+    final_learning_rate: NonNegativeFloat = 1e-6  # end of the cosine decay
+    cooldown_epochs: NonNegativeFloat = 0.0  # trailing part of num_epochs at final_learning_rate
+    weight_decay: NonNegativeFloat = 0.05  # on matrices only: no biases, norms, positions, tokens
+    layer_decay: Share = 1.0  # learning rate multiplier from each block to the one before it
+    adam_b2: Fraction = 0.999
+    adam_epsilon: PositiveFloat = 1e-8
+    clip_norm: NonNegativeFloat = 1.0  # global gradient norm; 0 disables clipping
+    ema_decay: Fraction = 0.0  # of averaged weights, which are evaluated as well; 0 disables them
+
+    # -- devices -----------------------------------------------------------------------------------
+    fsdp: PositiveInt = 1  # devices that share one copy of weights and optimizer state
+    accumulate_steps: PositiveInt = 1  # parts into which each batch is split, to save memory
+
+    # -- logging, evaluation, checkpoints ----------------------------------------------------------
+    on_nonfinite: Literal["stop", "skip"] = "stop"  # at a non-finite loss or gradient
+    log_every_steps: PositiveInt = 20
+    eval_every_epochs: PositiveFloat = 5.0
+    checkpoint_every_steps: PositiveInt = 500
+    keep_checkpoints: AtLeastTwo = 2  # the newest ones; the best one is kept in addition
+
+    # Safetensors file of a timm model of the same size or larger, at any resolution. If given, all
+    # weights but the head are selected from it (Xu et al. 2024), and attention_init is not used.
+    start_from: str = ""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class DataFields:
+    """Fields of `config.data`."""
+
+    name: Name = ""  # TFDS name, 'folder', or your own data set, as 'module:function'
+    data_dir: str = ""  # empty: TFDS's default directory
+    manual_dir: str = ""  # directory of files that you downloaded by hand
+    on_bad_image: Literal["stop", "skip"] = "stop"  # at an image that cannot be decoded
+    train_split: str = "train"  # TFDS syntax: 'train[:90%]', 'train+validation'
+    eval_split: str = "test"  # a split of your own, such as 'train[90%:]', may choose the best step
+    train_eval_split: str = ""  # training images to evaluate too, without augmentation
+    eval_name: str = ""  # an ImageNet test set that replaces eval_split, such as 'imagenet_v2'
+    drop_remainder: bool = False  # whether each epoch leaves out its last partial batch
+    repeats: PositiveInt = 1  # consecutive copies of each training example (repeated augmentation)
+    image_size: PositiveInt = 224  # height and width of the model's input in pixels
+    crop_fraction: Share = 1.0  # of the shorter side, kept by the center crop of test images
+    channels: Literal[1, 3] = 3
+    mean: tuple[float, ...] = (0.485, 0.456, 0.406)  # per channel, of pixels scaled to [0, 1]
+    std: tuple[PositiveFloat, ...] = (0.229, 0.224, 0.225)
 
 
 def base_config(model: str = "vit") -> ConfigDict:
@@ -38,44 +117,9 @@ def base_config(model: str = "vit") -> ConfigDict:
         ('vit_tiny_patch16_224'), or a family of your own as 'module:Class'.
     """
     model_fields = default_config(model)
-    image_size = model_fields.pop("image_size", 224)
-    config = ConfigDict()
-
-    # -- schedule ----------------------------------------------------------------------------------
-    config.seed = 0  # of everything random: start weights, data order, augmentation
-    config.num_epochs = 30.0
-    config.num_steps = 0  # if positive, overrides num_epochs
-    config.batch_size = 128  # global: summed over all devices of all hosts
-
-    # -- loss and optimizer ------------------------------------------------------------------------
-    config.loss = "softmax_cross_entropy"  # or your own, as 'module:function'
-    config.label_smoothing = 0.1
-    config.optimizer = "adamw"  # or your own, as 'module:function'
-    config.schedule = "cosine"  # or 'timm_cosine', by epoch as in timm's train.py
-    config.learning_rate = 1e-3  # peak of the schedule
-    config.warmup_epochs = 2.0  # linear, from warmup_learning_rate to learning_rate
-    config.warmup_learning_rate = 0.0
-    config.final_learning_rate = 1e-6  # end of the cosine decay
-    config.cooldown_epochs = 0.0  # the last of num_epochs, spent at final_learning_rate
-    config.weight_decay = 0.05  # on matrices only: not on biases, norms, positions, class token
-    config.layer_decay = 1.0  # learning rate multiplier from each block to the one before it
-    config.adam_b2 = 0.999
-    config.adam_epsilon = 1e-8
-    config.clip_norm = 1.0  # global gradient norm; 0 disables clipping
-    config.ema_decay = 0.0  # of averaged weights, which are evaluated as well; 0 disables them
-
-    # -- devices -----------------------------------------------------------------------------------
-    config.fsdp = 1  # devices that share one copy of weights and optimizer state, to save memory
-    config.accumulate_steps = 1  # parts into which each batch is split, to save memory
-
-    # -- logging, evaluation, checkpoints ----------------------------------------------------------
-    config.on_nonfinite = "stop"  # or 'skip': what to do about a non-finite loss or gradient
-    config.log_every_steps = 20
-    config.eval_every_epochs = 5.0
-    config.checkpoint_every_steps = 500
-    config.keep_checkpoints = 2  # the newest ones; the best one is kept in addition
-
-    # -- model and initialization ------------------------------------------------------------------
+    config = ConfigDict(_defaults(RunFields))
+    config.data = _defaults(DataFields) | {"image_size": model_fields.pop("image_size", 224)}
+    config.augment = {k: v for k, v in _defaults(AugmentOptions).items() if k not in ELSEWHERE}
     config.model = model_fields
     # Name of the scheme, or your own as 'module:function', and its options.
     config.attention_init = dict(name="impulse", kernel_size=3)
@@ -83,175 +127,173 @@ def base_config(model: str = "vit") -> ConfigDict:
         del config.attention_init.kernel_size  # its layers have a kernel size of their own
     elif config.model.name == "mixer":  # the others do not help it: attention_init.token_mixing
         config.attention_init = dict(name="default")
-    # Safetensors file of a timm model of the same size or larger, at any resolution. If given, all
-    # weights but the head are selected from it (Xu et al. 2024), and attention_init is not used.
-    config.start_from = ""
-
-    # -- augmentation ------------------------------------------------------------------------------
-    config.augment = dict(
-        crop="none",  # 'none', 'pad' (pad, then crop to size), or 'resized' (random box, resized)
-        crop_padding=4,  # pixels on each side, for crop='pad'
-        crop_scale=(0.08, 1.0),  # range of the box's area, as a fraction, for crop='resized'
-        crop_ratio=(3 / 4, 4 / 3),  # range of the box's width over height, for crop='resized'
-        interpolation="random",  # 'bilinear', 'bicubic', or 'random': one of them at each use
-        flip=0.0,  # probability of a horizontal flip
-        rand_augment="",  # timm's notation, such as 'rand-m9-mstd0.5-inc1'; empty disables it
-        color_jitter=(0.0, 0.0, 0.0),  # brightness, contrast, saturation and optionally hue;
-        # without effect when rand_augment is set, as in timm
-        erasing=0.0,  # probability of random erasing
-        erasing_mode="pixel",  # what fills the box: 'pixel', 'rand' or 'const'
-        erase_after_mixing=False,  # True is the order of timm's train script with its prefetcher
-        mixup=0.0,  # alpha; 0 disables mixup
-        cutmix=0.0,  # alpha; 0 disables cutmix
-        mix_probability=1.0,  # probability that a group of images is mixed
-        mix_switch=0.5,  # probability of cutmix when both are enabled
-        mix_group=0,  # images that share one lambda; 0 is the whole batch, 1 one lambda per image
-    )
-
-    # -- data --------------------------------------------------------------------------------------
-    config.data = dict(
-        name="",  # TFDS name, 'folder', or your own data set, as 'module:function'
-        data_dir="",  # empty: TFDS's default directory
-        manual_dir="",  # directory of files that you downloaded by hand
-        on_bad_image="stop",  # or 'skip': what to do about an image that cannot be decoded
-        train_split="train",  # TFDS syntax: 'train[:90%]', 'train+validation'
-        eval_split="test",  # a split of your own, such as 'train[90%:]', may choose the best step
-        train_eval_split="",  # training images to evaluate too, without augmentation, if not empty
-        eval_name="",  # an ImageNet test set that replaces eval_split, such as 'imagenet_v2'
-        drop_remainder=False,  # whether each epoch leaves out its last partial batch
-        repeats=1,  # consecutive copies of each training example (repeated augmentation)
-        image_size=image_size,  # height and width of the model's input in pixels
-        crop_fraction=1.0,  # of the shorter side, kept by the center crop of test images
-        channels=3,
-        mean=(0.485, 0.456, 0.406),  # per channel, of pixels scaled to [0, 1]
-        std=(0.229, 0.224, 0.225),
-    )
     return config
 
 
-def parse_row(row: str, columns: Mapping[str, Sequence[str]]) -> list[str]:
-    """Parses the table row after the colon of `--config=file.py:row`.
+# Fields of `AugmentOptions` that other sections decide.
+ELSEWHERE = ("num_classes", "mean", "std", "image_size", "label_smoothing")
+
+
+def _defaults(fields: type) -> dict[str, Any]:
+    return {field.name: field.default for field in dataclasses.fields(fields)}
+
+
+# -- config files and the config of a workdir ------------------------------------------------------
+
+
+def load_config(location: str | Path) -> ConfigDict:
+    """Runs a config file and returns its config.
 
     Args:
-      row: One choice for each column, separated by commas. Columns left out at the end take their
-        first choice.
-      columns: Choices of each column, by the column's name.
+      location: Path of the file, optionally with a table row: 'configs/vit_2025_small.py:food101'.
+        The words of the row, separated by commas, are the arguments of the file's `get_config`.
+
+    Raises:
+      InputError: The file is missing, has no such row or does not return a config.
     """
+    path, row = re.fullmatch(r"(.*?\.py(?=:|$)|.*)(?::(.*))?", str(location), re.DOTALL).groups()
+    if not Path(path).is_file():
+        raise InputError(
+            f"--config={path}: there is no such file in {Path.cwd()}; a checkout of this project "
+            "has recipes in configs/"
+        )
+    get_config = runpy.run_path(path).get("get_config")
+    if get_config is None:
+        raise InputError(f"--config={path} does not define get_config()")
     words = row.split(",") if row else []
-    form = f"the row is written as {','.join(columns)}"
+    columns = list(inspect.signature(get_config).parameters)
     if len(words) > len(columns):
-        raise InputError(f"{row!r} has {len(words)} words, expected {len(columns)}: {form}")
-    for word, (column, choices) in zip(words, columns.items(), strict=False):
-        if word not in choices:
-            raise InputError(f"{column} {word!r} is not one of {', '.join(choices)}; {form}")
-    return words + [choices[0] for choices in list(columns.values())[len(words) :]]
+        form = f":{','.join(columns).upper()}" if columns else "no row"
+        raise InputError(f"--config={location} has {len(words)} words, but the file takes {form}")
+    choices = dict(zip(columns, words, strict=False))
+    errors.check_fields(get_config, choices, f"--config={location}: ")
+    config = get_config(**choices)
+    if not isinstance(config, ConfigDict):
+        raise InputError(f"--config={path}: get_config() must return a config, got {config!r}")
+    check_names(config)
+    drop_foreign_options(config)
+    return config
+
+
+# Fields that can name code of the user's own, 'module:name', which a use of the config imports.
+EVALUATED = ("model.name", "data.name")
+TRAINED = (*EVALUATED, "attention_init.name", "loss", "optimizer")
+
+
+def load_run_config(
+    workdir: str | Path,
+    trust: bool = False,
+    uses: Collection[str] = EVALUATED,
+    overridden: Collection[str] = (),
+) -> ConfigDict:
+    """Reads the config of a run from the `config.json` of its output directory.
+
+    Args:
+      workdir: Output directory of the run.
+      trust: Whether to import modules that the file names.
+      uses: Fields of `TRAINED` whose modules would be imported.
+      overridden: Fields that the caller sets afterwards, such as 'data.name'.
+
+    Raises:
+      InputError: There is no config of this package, or it names modules and is not trusted.
+    """
+    path = epath.Path(workdir).expanduser() / "config.json"
+    try:
+        fields = _with_tuples(json.loads(path.read_text(encoding="utf-8")))
+        model = fields["model"]["name"]
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise InputError(
+            f"--workdir={workdir}: config.json cannot be read ({error!r}): pass the output "
+            "directory of a run, or --config with its config file"
+        ) from error
+    if not trust:
+        # The class of the model is imported below, before any field can be set.
+        used = {"model.name", *uses}.difference(set(overridden) - {"model.name"})
+        values = flatten_dict(fields, sep=".")
+        check_trust({name: values.get(name) for name in sorted(used)}, workdir)
+    config = base_config(model)
+    # The options depend on the scheme, so those of the default are not kept.
+    config.attention_init = ConfigDict(fields.pop("attention_init"))
+    config.update(fields)
+    check_names(config)
+    return config
+
+
+def check_trust(names: Mapping[str, Any], place: str | Path) -> None:
+    """Raises `InputError` if names that were read from a file would import modules.
+
+    Args:
+      names: Values that may be references, such as {'data.name': 'my_module:my_dataset'}.
+      place: Directory of the file, for the message.
+    """
+    found = [f"{k}={v!r}" for k, v in names.items() if isinstance(v, str) and is_reference(v)]
+    if found:
+        raise InputError(
+            f"{place} names Python code to import: {', '.join(found)}. If you trust whoever wrote "
+            "this directory, pass --trust_workdir (in Python trust=True)"
+        )
+
+
+def _with_tuples(value):
+    """Undoes what JSON does to tuples."""
+    if isinstance(value, dict):
+        return {name: _with_tuples(part) for name, part in value.items()}
+    return tuple(map(_with_tuples, value)) if isinstance(value, list) else value
 
 
 # -- validation ------------------------------------------------------------------------------------
 
 
-def _is_name(x):
-    return isinstance(x, str) and x != ""
-
-
-# What a value must be, the test for it (a TypeError means no), and the fields that must meet it,
-# separated by spaces. Those of `config.model` are in `models.fields`.
-NEEDS = [
-    ("a whole number in [0, 2**32)", lambda x: is_count(x, 0) and x < 2**32, "seed"),
-    (
-        "a positive whole number",
-        is_count,
-        "batch_size fsdp accumulate_steps log_every_steps checkpoint_every_steps "
-        "data.repeats data.image_size",
-    ),
-    (
-        "a whole number, 2 or more, since a crash can damage the newest checkpoint",
-        lambda x: is_count(x, 2),
-        "keep_checkpoints",
-    ),
-    ("a whole number, 0 or more", lambda x: is_count(x, 0), "num_steps"),
-    (
-        "a finite number above 0",
-        is_positive,
-        "num_epochs learning_rate adam_epsilon eval_every_epochs",
-    ),
-    (
-        "a finite number, 0 or more",
-        is_positive_or_zero,
-        "warmup_epochs warmup_learning_rate final_learning_rate cooldown_epochs weight_decay "
-        "clip_norm",
-    ),
-    ("a number in [0, 1)", is_below_one, "label_smoothing adam_b2 ema_decay"),
-    ("a number in (0, 1]", lambda x: 0 < x <= 1, "layer_decay data.crop_fraction"),
-    (f"one of {', '.join(map(repr, SCHEDULES))}", SCHEDULES.__contains__, "schedule"),
-    ("a name", _is_name, "loss optimizer"),
-    ("a data set, such as 'cifar10', 'folder' or 'my_module:my_dataset'", _is_name, "data.name"),
-    ("'stop' or 'skip'", ("stop", "skip").__contains__, "on_nonfinite data.on_bad_image"),
-    (
-        f"empty or one of {', '.join(EVALUATION_SETS)}",
-        lambda x: x == "" or x.split("/")[0] in EVALUATION_SETS,
-        "data.eval_name",
-    ),
-    ("true or false", lambda x: isinstance(x, bool), "data.drop_remainder"),
-    ("1 (grayscale) or 3 (RGB)", (1, 3).__contains__, "data.channels"),
-    ("finite numbers", lambda x: all(map(math.isfinite, x)), "data.mean"),
-    ("finite numbers above 0", lambda x: all(map(is_positive, x)), "data.std"),
-]
-
-
 def validate(config: ConfigDict) -> None:
-    """Raises `InputError` for every error that can be found without data or devices."""
-    check_fields(config)
-    values = flatten_dict(config.to_dict(), sep=".")
-    for text, holds, fields in NEEDS:
-        for field in fields.split():
-            require(f"config.{field}", values[field], text, holds)
-    if not is_reference(config.model.name):  # your own family has its own fields
-        check_model_fields(dict(config.model))
-    channels, eval_name = config.data.channels, config.data.eval_name
-    text = f"a tuple of {channels}, one number for each of config.data.channels={channels}"
-    for field in ("data.mean", "data.std"):
-        require(f"config.{field}", values[field], text, lambda x: len(x) == channels)
+    """Raises `InputError` for errors that can be found without data, devices or start weights.
+
+    What only training needs, `training.setup.set_up` checks: scheme, loss and optimizer.
+    """
+    check_names(config)
+    sections = ("model", "augment", "data", "attention_init")
+    run = {name: value for name, value in config.items() if name not in sections}
+    data, model = config.data, config.model
+    errors.check_fields(RunFields, run)
+    errors.check_fields(DataFields, dict(data), "config.data.")
+    if not is_reference(model.name):  # your own family has its own fields
+        check_model_fields(dict(model))
+    needs = f"a tuple of {data.channels}, one number for each of config.data.channels"
+    for field in ("mean", "std"):
+        require(f"config.data.{field}", data[field], needs, lambda x: len(x) == data.channels)
     if not config.num_steps:
-        text = f"below config.num_epochs={config.num_epochs}, the last of which they are"
-        cooldown_epochs = config.cooldown_epochs
-        require("config.cooldown_epochs", cooldown_epochs, text, lambda x: x < config.num_epochs)
-    if eval_name:
-        text = f"1000, the classes of imagenet2012, for config.data.eval_name={eval_name!r}"
-        num_classes = config.model.num_classes
-        require("config.model.num_classes", num_classes, text, lambda x: x == 1000)
-    find_loss(config.loss)
-    find_optimizer(config.optimizer)
+        needs = f"below config.num_epochs={config.num_epochs}, which includes them"
+        cooldown = config.cooldown_epochs
+        require("config.cooldown_epochs", cooldown, needs, lambda x: x < config.num_epochs)
+    if data.eval_name:
+        needs = f"empty or one of {', '.join(EVALUATION_SETS)}"
+        known = EVALUATION_SETS.__contains__
+        require("config.data.eval_name", data.eval_name, needs, lambda x: known(x.split("/")[0]))
+        needs = f"1000, the classes of imagenet2012, for config.data.eval_name={data.eval_name!r}"
+        require("config.model.num_classes", model.num_classes, needs, lambda x: x == 1000)
     augment_options(config)
-    make_attention_init(config)
     if _needs_pytorch_init(config):
         raise InputError(
             "config.attention_init.name='kaiming_uniform' is PyTorch's initialization of the whole "
-            f"model, but config.model.base_init={config.model.base_init!r}: set it to 'pytorch'"
+            f"model, but config.model.base_init={model.base_init!r}: set it to 'pytorch'"
         )
 
 
-def check_fields(config: ConfigDict) -> None:
+def check_names(config: ConfigDict) -> None:
     """Raises `InputError` unless the config has the fields of `base_config` and no others.
 
     A section that was set as a whole, or that belongs to another model, may lack some.
     """
     name = config.get("model", {}).get("name", "vit")
     base = base_config(name)
+    start = f"start from structinit_jax.config.base_config({name!r}) and set single fields"
     for section in ("", "model", "augment", "data"):
         fields, wanted = (c[section] if section else c for c in (config, base))
-        missing, unknown = set(wanted) - set(fields), set(fields) - set(wanted)
-        problems = {"lacks": missing, "has unknown fields": unknown}
-        text = " and ".join(f"{k} {', '.join(sorted(v))}" for k, v in problems.items() if v)
-        if text:
-            path = f"config.{section}".rstrip(".")
-            near = [difflib.get_close_matches(field, wanted, n=1) for field in sorted(unknown)]
-            near = [repr(name) for names in near for name in names]
-            hint = f"did you mean {', '.join(near)}? Otherwise " if near else ""
-            raise InputError(
-                f"{path} {text}: {hint}start from structinit_jax.config.base_config({name!r}) and "
-                f"set single fields, such as {path}.{next(iter(wanted))}"
-            )
+        path = f"config.{section}".rstrip(".")
+        for field in fields:
+            if field not in wanted:
+                raise InputError(f"{path} has no field {field!r}: {suggest(field, wanted)}")
+        if missing := [field for field in wanted if field not in fields]:
+            raise InputError(f"{path} lacks {', '.join(missing)}: {start}")
 
 
 # -- what sections stand for -----------------------------------------------------------------------

@@ -10,7 +10,7 @@ from flax import nnx
 from jaxtyping import Float
 
 from structinit_jax.augment import normalize
-from structinit_jax.command_line import load_run_config
+from structinit_jax.config import load_run_config
 from structinit_jax.data.datasets import Dataset
 from structinit_jax.data.images import BadImageError
 from structinit_jax.data.loader import HostLoader

@@ -58,9 +58,9 @@ def make_settings(
     settings = {}
     for name, row in table.rows.items():
         if set(words) <= set(name.split(",")):
-            config = command_line.load_config(row.location)
+            config = config_lib.load_config(row.location)
             for field, text in row.fields:
-                command_line.override(config, field, text)
+                command_line.set_field(config, field, text)
             if small:
                 shrink(config, SUBSETS[sets.index(_dataset(row)) % len(SUBSETS)])
             settings[name] = _finish(config, overrides)
@@ -125,7 +125,7 @@ def train_teacher(
     location: str, overrides: Sequence[tuple[str, str]], small: bool, workdir: Path
 ) -> Path:
     """Trains the model whose weights are selected, and returns its safetensors file."""
-    config = command_line.load_config(location)
+    config = config_lib.load_config(location)
     if small:
         shrink(config, SUBSETS[0])
     config = _finish(config, overrides)
@@ -140,13 +140,13 @@ def train_teacher(
 
 def _finish(config, overrides):
     for field, text in overrides:
-        command_line.override(config, field, text)
+        command_line.set_field(config, field, text)
     config_lib.set_base_init(config)
     return config.lock()
 
 
 def _dataset(row: Row) -> str:
-    return command_line.load_config(row.location).data.name
+    return config_lib.load_config(row.location).data.name
 
 
 def find_baselines(names: Iterable[str], baseline: str) -> dict[str, str]:

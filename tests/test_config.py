@@ -118,11 +118,11 @@ def test_options_of_other_schemes_are_dropped_and_returned():
 
 def test_a_new_scheme_drops_the_options_of_the_former_but_not_its_own(capsys):
     config = changed("seed", 0)
-    command_line.override(config, "attention_init.name", "mimetic")
+    command_line.set_field(config, "attention_init.name", "mimetic")
     assert capsys.readouterr().out == (
         "note: attention_init.kernel_size is not an option of 'mimetic' and is left out\n"
     )
-    command_line.override(config, "attention_init", "{'name': 'mimetic', 'kernel_size': 5}")
+    command_line.set_field(config, "attention_init", "{'name': 'mimetic', 'kernel_size': 5}")
     with pytest.raises(InputError, match="kernel_size=5: not an option of 'mimetic'"):
         config_lib.validate(config)
 
@@ -167,7 +167,7 @@ def test_a_scheme_of_the_users_own_needs_no_edit_in_the_package(tmp_path, monkey
     config.attention_init = dict(name="users_schemes:keep", strength=2.0)
     assert config_lib.drop_foreign_options(config) == []
     assert config_lib.make_attention_init(config)(None, None) == 2.0
-    command_line.override(
+    command_line.set_field(
         config, "attention_init", "{'name': 'users_schemes:keep_all', 'kernel_size': 5}"
     )
     assert config_lib.make_attention_init(config)(None, None) == {"kernel_size": 5}

@@ -14,7 +14,7 @@ from flax import nnx
 
 from structinit_jax import command_line
 from structinit_jax.attention_init import SCHEMES
-from structinit_jax.command_line import load_config
+from structinit_jax.config import load_config
 from structinit_jax.config import (
     drop_foreign_options,
     make_attention_init,
@@ -123,7 +123,7 @@ def test_flags_in_the_docstring_work(path):
         r"--config\.([\w.]+)=(?:[\"'](.+)[\"']|([\w./]*\w))", text
     ):
         config = load_config(str(path)).lock()
-        command_line.override(config, field, quoted or plain)
+        command_line.set_field(config, field, quoted or plain)
         drop_foreign_options(config)
         set_base_init(config)
         validate(config)

@@ -3,7 +3,7 @@ from pathlib import Path
 import jax
 import pytest
 
-from structinit_jax.command_line import load_config
+from structinit_jax.config import load_config
 from structinit_jax.dry_run import dry_run
 from structinit_jax.errors import InputError
 

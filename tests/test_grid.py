@@ -137,5 +137,5 @@ def test_the_command_of_a_setting_gives_its_config(tmp_path):
     words = grid.command(setting, location)
     again = grid.command_line.load_config(location)
     for word in words[4:]:
-        grid.command_line.override(again, *word.removeprefix("--config.").split("=", 1))
+        grid.command_line.set_field(again, *word.removeprefix("--config.").split("=", 1))
     assert again.to_dict() == setting.to_dict()

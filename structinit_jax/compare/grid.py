@@ -69,7 +69,7 @@ def expand(
         for parts in itertools.product(*axes.values()):
             point = start.copy_and_resolve_references()
             for field, part in zip(axes, parts, strict=True):
-                command_line.override(point, field, axes[field][part], flag="grid.config")
+                command_line.set_field(point, field, axes[field][part], flag="grid.config")
             settings[",".join([file_safe(scheme), *parts])] = point
     for name in settings:
         if (length := len(name.encode())) > MAX_NAME:
@@ -114,7 +114,7 @@ def _by_name(config, field, texts):
     parts, values = {}, {}
     for text in texts:
         point = config.copy_and_resolve_references()
-        command_line.override(point, field, text, flag="grid.config")
+        command_line.set_field(point, field, text, flag="grid.config")
         value = _canonical(operator.attrgetter(field)(point))
         part = file_safe(f"{field}={value}")
         if part in parts:
@@ -213,7 +213,7 @@ def command(config: ConfigDict, location: str) -> list[str]:
       config: Config of the setting.
       location: The --config that it comes from.
     """
-    new, old = (_fields(c) for c in (config, command_line.load_config(location)))
+    new, old = (_fields(c) for c in (config, config_lib.load_config(location)))
     changed = [
         f"--config.{field}={value}".replace("'", '"')  # readable within the quotes of a shell
         for field, value in new.items()

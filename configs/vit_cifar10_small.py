@@ -1,0 +1,42 @@
+"""A small ViT on CIFAR-10's first 5,000 images: natural images in minutes on a CPU.
+
+    python -m structinit_jax.main --config=configs/vit_cifar10_small.py --workdir=/tmp/cifar10 \
+        --config.data.data_dir=DIR
+
+Hardware: two CPU cores. Time: not measured.
+Accuracy to expect: not measured.
+
+DIR has the images as files, DIR/{train,test}/CLASS/*.jpg. --config.data.name=cifar10 takes them
+from TensorFlow Datasets instead. Compare schemes with `python -m structinit_jax.compare` and
+--schemes=default,mimetic,impulse --seeds=3.
+"""
+
+from structinit_jax.config import base_config
+
+
+def get_config():
+    config = base_config("vit")
+    config.num_epochs = 12.0
+    config.batch_size = 64
+    config.learning_rate = 5e-4
+    config.warmup_epochs = 1.2
+    config.log_every_steps = 50
+    config.eval_every_epochs = 4.0
+
+    config.model.num_classes = 10
+    config.model.width = 96
+    config.model.depth = 6
+    config.model.num_heads = 6
+    config.model.patch_size = 4
+    config.model.pool = "mean"
+    config.model.base_init = "pytorch"
+
+    config.augment.flip = 0.5
+    config.augment.rand_augment = "rand-m9-mstd0.5-inc1"
+
+    config.data.name = "folder"
+    config.data.train_split = "train[:10%]"
+    config.data.image_size = 32
+    config.data.mean = (0.4914, 0.4822, 0.4465)
+    config.data.std = (0.2470, 0.2435, 0.2616)
+    return config
