@@ -51,11 +51,12 @@ from structinit_jax.analysis.collect import (
     stack_sizes,
 )
 from structinit_jax.attention_init import ConvSite, TokenMixingSite
-from structinit_jax.command_line import STEP, WORKDIR
+from structinit_jax.command_line import STEP, TRUST, WORKDIR
 from structinit_jax.compare import grid
 from structinit_jax.errors import InputError
 from structinit_jax.training.state import abstract_model
 
+USES = (*config_lib.EVALUATED, "attention_init.name")  # the scheme has the targets of a run's heads
 _SCHEMES = flags.DEFINE_list("schemes", [], "Initializations to compare, without --workdir.")
 _OTHER_WORKDIR = flags.DEFINE_string(
     "other_workdir", None, "Another run, on the same images and at the same --step."
@@ -189,7 +190,7 @@ def main(config: ConfigDict) -> None:
     other = None
     if _OTHER_WORKDIR.value:
         with _of_the_other_run():
-            other = config_lib.load_run_config(_OTHER_WORKDIR.value)
+            other = config_lib.load_run_config(_OTHER_WORKDIR.value, TRUST.value, USES)
             config_lib.validate(other)
         _check_same_images(config, other)
     sizes = stack_sizes(abstract_model(config, one_device()))
@@ -293,4 +294,4 @@ def _print_summary(snapshots):
 
 
 if __name__ == "__main__":
-    command_line.run(main)
+    command_line.run(main, uses=lambda: USES)

@@ -139,7 +139,9 @@ def _parse_flags(argv: list[str]) -> list[tuple[str, str]]:
         name, equals, text = word.lstrip("-").partition("=")
         section, _, path = name.partition(".")
         if not (word.startswith("-") and section == "config" and path and equals):
-            known = [*flags.FLAGS, *(f"config.{f}" for f in _fields(config_lib.base_config()))]
+            own = flags.FLAGS.get_key_flags_for_module(sys.argv[0])
+            paths = [f"config.{path}" for path, _ in _fields(config_lib.base_config())]
+            known = [*(flag.name for flag in own), *paths]
             raise InputError(
                 f"unrecognized argument {word!r}: write --name=value; {suggest(name, known)}"
             )

@@ -116,4 +116,4 @@ def main(config: ConfigDict) -> None:
 
 
 if __name__ == "__main__":
-    command_line.run(main)
+    command_line.run(main, uses=lambda: ["model.name"])

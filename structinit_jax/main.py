@@ -24,6 +24,7 @@ from ml_collections import ConfigDict
 
 from structinit_jax import command_line, dry_run, evaluate, train
 from structinit_jax.command_line import STEP, WORKDIR
+from structinit_jax.config import EVALUATED, TRAINED
 from structinit_jax.errors import InputError
 from structinit_jax.training import distributed, profiling
 
@@ -60,15 +61,9 @@ LOST_TIMEOUT = flags.DEFINE_integer(
 def main(config: ConfigDict) -> None:
     """Runs the mode that the flags select."""
     if TARGET.value and not DRY_RUN.value:
-        raise InputError(
-            f"--target={TARGET.value} works only with --dry_run, which compiles for it"
-        )
-    if MODE.value == "eval" and DRY_RUN.value:
-        raise InputError("--dry_run prints the costs of training: leave out --mode=eval")
-    if MODE.value == "eval" and PROFILE_STEPS.value:
-        raise InputError(
-            f"--profile_steps={PROFILE_STEPS.value} traces training steps: leave out --mode=eval"
-        )
+        raise InputError(f"--target={TARGET.value} needs --dry_run, which compiles for it")
+    if MODE.value == "eval" and (DRY_RUN.value or PROFILE_STEPS.value):
+        raise InputError("--dry_run and --profile_steps are about training: omit --mode=eval")
     distributed.join(
         COORDINATOR_ADDRESS.value,
         NUM_PROCESSES.value,
@@ -88,5 +83,9 @@ def main(config: ConfigDict) -> None:
         train.train(config, WORKDIR.value, profiling.parse_steps(PROFILE_STEPS.value))
 
 
+def _uses():
+    return EVALUATED if MODE.value == "eval" else TRAINED
+
+
 if __name__ == "__main__":
-    command_line.run(main, shared=["workdir", "step"])
+    command_line.run(main, shared=["workdir", "step", "trust_workdir"], uses=_uses)

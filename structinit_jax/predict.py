@@ -31,6 +31,7 @@ class Classifier:
     Args:
       workdir: Output directory of the run.
       step: 'best', 'newest' or a number; see `training.checkpoint.find_step`.
+      trust: Whether to import the module of a model that the run's config names.
 
     Attributes:
       config: Config of the run.
@@ -40,8 +41,8 @@ class Classifier:
       InputError: There is no such checkpoint.
     """
 
-    def __init__(self, workdir: str | Path, step: str = "best"):
-        self.config = config = load_run_config(workdir)
+    def __init__(self, workdir: str | Path, step: str = "best", trust: bool = False):
+        self.config = config = load_run_config(workdir, trust, uses=["model.name"])
         model, state = restore_model(config, workdir, jax.local_devices()[:1], step)
         run = read_run(readable(workdir) / "checkpoints", int(state.step))
         self.class_names: list[str] = run["class_names"]

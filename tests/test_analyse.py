@@ -20,8 +20,7 @@ from structinit_jax.analysis import collect, drawing, figures
 from structinit_jax.attention_init import TokenMixingSite, WindowSite
 from structinit_jax.attention_init.kernels import convolution_maps, impulse_kernels
 from structinit_jax.augment import normalize
-from structinit_jax.config import load_run_config
-from structinit_jax.config import base_config
+from structinit_jax.config import base_config, load_run_config
 from structinit_jax.errors import InputError
 from structinit_jax.evaluate import restore_model
 from structinit_jax.training.mesh import make_mesh

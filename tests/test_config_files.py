@@ -6,6 +6,7 @@ import json
 import re
 import runpy
 import tomllib
+import typing
 from pathlib import Path
 
 import jax
@@ -14,9 +15,9 @@ from flax import nnx
 
 from structinit_jax import command_line
 from structinit_jax.attention_init import SCHEMES
-from structinit_jax.config import load_config
 from structinit_jax.config import (
     drop_foreign_options,
+    load_config,
     make_attention_init,
     set_base_init,
     validate,
@@ -43,9 +44,14 @@ WITHOUT_A_FORM = {
 @functools.cache
 def load_rows(path):
     """Config of every row of a file."""
-    columns = runpy.run_path(str(path)).get("COLUMNS", {})
-    rows = [",".join(words) for words in itertools.product(*columns.values())]
+    hints = typing.get_type_hints(runpy.run_path(str(path))["get_config"])
+    rows = [",".join(words) for words in itertools.product(*map(typing.get_args, hints.values()))]
     return {row: load_config(f"{path}:{row}").lock() for row in rows}
+
+
+def catalog_name(config):
+    """Returns the data set that a recipe trains on, or whose files it reads from a folder."""
+    return "cifar10" if config.data.name == "folder" else config.data.name
 
 
 def get(config, field):
@@ -88,7 +94,7 @@ def test_files_that_name_another_one_have_its_recipe(file, recipe):
 def test_every_row_is_a_valid_config_of_its_data_set_and_model(path):
     for row, config in load_rows(path).items():
         validate(config)
-        name = config.data.name
+        name = catalog_name(config)
         assert config.model.num_classes == CATALOG[name].num_classes
         for field in ("train_split", "eval_split"):
             assert split_size(name, config.data[field], CATALOG[name], f"data.{field}") > 0
@@ -224,7 +230,7 @@ def test_a_training_step_can_be_traced(path, traced):
     if step in traced:
         return
     traced.add(step)
-    setup = set_up(config, CATALOG[config.data.name], 10_000)
+    setup = set_up(config, CATALOG[catalog_name(config)], 10_000)
     before = setup.abstract_state
     after, metrics = jax.eval_shape(setup.train_step, before, setup.abstract_batch)
     assert metrics["loss"].shape == ()
