@@ -410,6 +410,6 @@ def test_mistakes_are_refused(finished_run, workdir, tmp_path, arguments, messag
     places = dict(RUN=finished_run.workdir, OTHER=workdir)
     words = [re.sub("RUN|OTHER", lambda found: str(places[found[0]]), word) for word in arguments]
     result = fork_main.run(*words, f"--out={tmp_path}/out", module="structinit_jax.analyse")
-    assert result.returncode == 1
+    assert result.returncode == 2
     assert re.search(message, result.stderr), result.stderr
     assert "Traceback" not in result.stderr

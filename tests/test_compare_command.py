@@ -11,14 +11,14 @@ from structinit_jax import train
 
 def test_the_command_does_not_take_the_config_of_a_run(finished_run):
     result = fork_main.run(f"--workdir={finished_run.workdir}", module="structinit_jax.compare")
-    assert result.returncode == 1
+    assert result.returncode == 2
     assert re.search(r"error: --config is required, .*, unless --report_only", result.stderr)
 
 
 def test_a_report_alone_takes_no_flags_of_training(tmp_path):
     arguments = ("--report_only", "--grid.config.model.depth=1,2", f"--workdir={tmp_path}")
     result = fork_main.run(*arguments, module="structinit_jax.compare")
-    assert result.returncode == 1
+    assert result.returncode == 2
     assert "error: --grid.config.model.depth=1,2: --report_only reports what" in result.stderr
 
 

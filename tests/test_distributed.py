@@ -131,7 +131,7 @@ def test_a_process_started_alone_gives_up_with_a_message(tmp_path):
     commands.append(start(1, *alone, "--process_id=1"))
     for i, command in enumerate(commands):
         result = command.wait()
-        assert result.returncode == 1
+        assert result.returncode == 2
         assert f"error: process {i} of 2 (coordinator 127.0.0.1:" in result.stderr
         assert "waited 2 s, but not all processes joined" in result.stderr
 

