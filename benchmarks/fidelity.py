@@ -18,8 +18,7 @@ import numpy as np
 from flax import nnx
 
 from structinit_jax.augment import describe
-from structinit_jax.config import load_config
-from structinit_jax.config import augment_options
+from structinit_jax.config import augment_options, load_config
 from structinit_jax.data.info import CATALOG, split_size
 from structinit_jax.interop import to_timm
 from structinit_jax.training import mesh as mesh_lib

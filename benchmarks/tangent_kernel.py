@@ -24,8 +24,8 @@ from flax import nnx
 from structinit_jax.analysis.collect import one_device
 from structinit_jax.augment import normalize
 from structinit_jax.command_line import set_field
-from structinit_jax.config import load_config
 from structinit_jax.compare.grid import expand
+from structinit_jax.config import load_config
 from structinit_jax.data.loader import decode_all
 from structinit_jax.evaluate import open_data
 from structinit_jax.training.state import abstract_model, initialize_model

@@ -1,13 +1,10 @@
 """The command that trains: interrupted and resumed, and from start to finish."""
 
-import contextlib
-import os
 import re
 import runpy
 import signal
 import sys
 import time
-from pathlib import Path
 
 import fork_main
 import numpy as np
@@ -34,13 +31,6 @@ def test_help_lists_the_flags_of_the_command():
     assert "--out:" not in words
 
 
-@pytest.mark.parametrize("module", ["structinit_jax.compare.__main__", "structinit_jax.analyse"])
-def test_commands_in_the_help_can_be_copied(module):
-    lines = fork_main.run("--help", module=module).stdout.splitlines()
-    (start,) = (i for i, line in enumerate(lines) if line.endswith("\\"))
-    assert lines[start + 1].lstrip().startswith("--schemes=")
-
-
 def test_a_run_killed_or_stopped_at_any_moment_ends_bit_equal(tmp_path, data_dir):
     arguments = [
         *TINY,
@@ -53,8 +43,7 @@ def test_a_run_killed_or_stopped_at_any_moment_ends_bit_equal(tmp_path, data_dir
     whole, killed = tmp_path / "whole", tmp_path / "killed"
     # Of its own, since a killed command may leave half a program there.
     cache = dict(XDG_CACHE_HOME=str(tmp_path))
-    # Its output cannot be written, which must not end it.
-    result = fork_main.run(*arguments, f"--workdir={whole}", stdout="/dev/full", **cache)
+    result = fork_main.run(*arguments, f"--workdir={whole}", **cache)
     assert result.returncode == 0, result.stderr
 
     metrics, stopped_at = killed / "metrics.jsonl", None
@@ -118,33 +107,6 @@ def test_a_run_is_evaluated_and_exported_by_its_workdir(finished_run, tmp_path):
     assert result.stdout.startswith(f"wrote the weights of step 8 to {folder}\n")
     assert f'timm.create_model("local-dir:{folder}", pretrained=True)' in result.stdout
     assert {path.name for path in folder.iterdir()} == {"config.json", "model.safetensors"}
-
-
-def test_output_that_cannot_be_written_is_dropped():
-    reader, writer = os.pipe()
-    os.close(reader)
-    full = Path("/dev/full").open("w")  # noqa: SIM115
-    for stream in (full, os.fdopen(writer, "w"), None):
-        output = command_line._Output(stream)
-        for _ in range(3):
-            print("step 1" * 10_000, file=output, flush=True)
-        assert not output.isatty()
-        with contextlib.suppress(OSError):
-            output.close()
-
-
-def test_devices_that_jax_cannot_use_are_named(tmp_path, data_dir):
-    (tmp_path / "command.py").write_text(
-        "import jax, runpy\n"
-        "jax.config.update('jax_platforms', 'cuda')  # JAX has read JAX_PLATFORMS\n"
-        "runpy.run_module('structinit_jax.main', run_name='__main__', alter_sys=True)\n"
-    )
-    arguments = [*TINY, f"--workdir={tmp_path}/run", f"--config.data.data_dir={data_dir}"]
-    module = str(tmp_path / "command.py")
-    result = fork_main.run(*arguments, module=module, CUDA_VISIBLE_DEVICES="")
-    assert result.returncode == 1
-    assert "error: JAX_PLATFORMS=cuda: JAX cannot use these devices" in result.stderr
-    assert "Traceback" not in result.stderr
 
 
 def test_ctrl_c_before_the_loop_prints_no_traceback(monkeypatch, tmp_path):
