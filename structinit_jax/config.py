@@ -19,7 +19,7 @@ from etils import epath
 from flax.traverse_util import flatten_dict
 from ml_collections import ConfigDict
 
-from structinit_jax import attention_init, errors
+from structinit_jax import attention_init, errors, models
 from structinit_jax.augment import AugmentOptions
 from structinit_jax.data.info import EVALUATION_SETS
 from structinit_jax.errors import (
@@ -35,8 +35,6 @@ from structinit_jax.errors import (
     require,
     suggest,
 )
-from structinit_jax.models.fields import check_fields as check_model_fields
-from structinit_jax.models.registry import default_config
 
 Seed = Annotated[int, Check("a whole number in [0, 2**32)", lambda x: is_count(x, 0) and x < 2**32)]
 Share = Annotated[float, Check("a number in (0, 1]", lambda x: 0 < x <= 1)]
@@ -116,7 +114,7 @@ def base_config(model: str = "vit") -> ConfigDict:
       model: Model family ('vit', 'swin', 'mixer', 'convmixer'), a variant under timm's name
         ('vit_tiny_patch16_224'), or a family of your own as 'module:Class'.
     """
-    model_fields = default_config(model)
+    model_fields = models.default_config(model)
     config = ConfigDict(_defaults(RunFields))
     config.data = _defaults(DataFields) | {"image_size": model_fields.pop("image_size", 224)}
     config.augment = {k: v for k, v in _defaults(AugmentOptions).items() if k not in ELSEWHERE}
@@ -255,8 +253,7 @@ def validate(config: ConfigDict) -> None:
     data, model = config.data, config.model
     errors.check_fields(RunFields, run)
     errors.check_fields(DataFields, dict(data), "config.data.")
-    if not is_reference(model.name):  # your own family has its own fields
-        check_model_fields(dict(model))
+    models.check_fields(dict(model))
     needs = f"a tuple of {data.channels}, one number for each of config.data.channels"
     for field in ("mean", "std"):
         require(f"config.data.{field}", data[field], needs, lambda x: len(x) == data.channels)

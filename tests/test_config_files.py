@@ -24,7 +24,7 @@ from structinit_jax.config import (
 )
 from structinit_jax.data.info import CATALOG, split_size
 from structinit_jax.errors import InputError
-from structinit_jax.models.registry import create_model
+from structinit_jax.models import create_model
 from structinit_jax.training.setup import set_up
 
 ROOT = Path(__file__).parent.parent

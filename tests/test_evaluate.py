@@ -12,7 +12,7 @@ from structinit_jax import evaluate
 from structinit_jax.config import base_config
 from structinit_jax.data.datasets import open_dataset
 from structinit_jax.errors import InputError
-from structinit_jax.models import sharding
+from structinit_jax.models import model as model_lib
 
 pytestmark = pytest.mark.usefixtures("library_promotion")
 
@@ -37,7 +37,7 @@ def test_batch_size_and_devices_need_not_fit(run_config, finished_run, monkeypat
 def test_weights_are_split_as_in_training(
     run_config, finished_run, num_devices, shared_by, monkeypatch
 ):
-    monkeypatch.setattr(sharding, "MIN_SPLIT_SIZE", 1)
+    monkeypatch.setattr(model_lib, "MIN_SPLIT_SIZE", 1)
     run_config.fsdp = 4
     devices = jax.devices()[:num_devices]
     model, state = evaluate.restore_model(run_config, finished_run.workdir, devices)

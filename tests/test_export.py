@@ -11,7 +11,7 @@ from structinit_jax import evaluate, export
 from structinit_jax.errors import InputError
 from structinit_jax.interop import from_timm
 from structinit_jax.interop.timm_config import timm_model
-from structinit_jax.models.registry import create_model, default_config
+from structinit_jax.models import create_model, default_config
 
 pytestmark = pytest.mark.usefixtures("library_promotion")
 

@@ -12,7 +12,7 @@ from jax.sharding import PartitionSpec
 from structinit_jax.config import base_config
 from structinit_jax.data.info import CATALOG
 from structinit_jax.errors import InputError
-from structinit_jax.models.sharding import MIN_SPLIT_SIZE
+from structinit_jax.models.model import MIN_SPLIT_SIZE
 from structinit_jax.training import mesh as mesh_lib
 from structinit_jax.training.setup import initialize, set_up
 from structinit_jax.training.step import make_eval_step

@@ -13,9 +13,8 @@ from jax.sharding import AxisType, Mesh, PartitionSpec
 from tiny_models import IMAGES, make, train
 
 from structinit_jax.errors import InputError
-from structinit_jax.models import layers, sharding
+from structinit_jax.models import FAMILIES, default_config, layers
 from structinit_jax.models import model as model_lib
-from structinit_jax.models.registry import FAMILIES, default_config
 from structinit_jax.training.state import split_model
 
 pytestmark = pytest.mark.usefixtures("library_promotion")
@@ -134,7 +133,7 @@ def test_families_pass_unroll_and_remat_to_their_stacks(family):
 @pytest.mark.parametrize("family", FAMILIES)
 def test_models_have_second_derivatives_also_with_split_weights(family):
     graphdef, params, state = split_model(make(family))
-    mesh = Mesh(np.asarray(jax.devices()[:2]), (sharding.AXIS,))
+    mesh = Mesh(np.asarray(jax.devices()[:2]), (model_lib.FSDP_AXIS,))
 
     def loss(params):
         with jax.sharding.use_abstract_mesh(mesh.abstract_mesh):

@@ -1,7 +1,6 @@
 """Model families and variants by name."""
 
 import functools
-import inspect
 
 import jax
 import pytest
@@ -10,22 +9,7 @@ from tiny_models import IMAGES, SIZES, make
 
 from structinit_jax import attention_init
 from structinit_jax.errors import InputError
-from structinit_jax.models.registry import FAMILIES, VARIANTS, create_model, default_config
-
-
-@pytest.mark.parametrize("family", FAMILIES)
-def test_default_config_agrees_with_the_constructor(family):
-    config = default_config(family)
-    assert config.pop("name") == family
-    # Of `__init__`, because NNX gives the class a signature of `*args, **kwargs`.
-    parameters = dict(inspect.signature(FAMILIES[family].__init__).parameters)
-    for own in ("self", "channels", "attention_init", "rngs"):
-        del parameters[own]
-    assert parameters.keys() == config.keys()
-    for field, parameter in parameters.items():
-        assert parameter.default in (config[field], parameter.empty), field
-    for changes in FAMILIES[family].VARIANTS.values():
-        assert changes.keys() <= config.keys()
+from structinit_jax.models import FAMILIES, VARIANTS, create_model, default_config
 
 
 def test_variants_change_the_default_config_of_their_family():
@@ -35,7 +19,7 @@ def test_variants_change_the_default_config_of_their_family():
 
 
 def test_unknown_names_are_refused_with_similar_ones():
-    with pytest.raises(InputError, match=r"model\.name='swin_tiny_224' .*: .* swin_tiny_patch4"):
+    with pytest.raises(InputError, match=r"model\.name='swin_tiny_224' is unknown: did you mean"):
         default_config("swin_tiny_224")
     with pytest.raises(InputError, match=r"model\.name='vit_tiny_patch16_224' is a variant"):
         make("vit", name="vit_tiny_patch16_224")

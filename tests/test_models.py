@@ -13,7 +13,7 @@ from tiny_models import EVERYWHERE, SIZES, make, train_fn
 
 from structinit_jax import attention_init
 from structinit_jax.errors import InputError
-from structinit_jax.models.registry import FAMILIES, create_model, default_config
+from structinit_jax.models import FAMILIES, create_model, default_config
 from structinit_jax.training.state import split_model
 
 SITES = {

@@ -9,7 +9,7 @@ from flax import nnx
 from structinit_jax.config import base_config
 from structinit_jax.errors import InputError
 from structinit_jax.interop import to_timm
-from structinit_jax.models.registry import create_model, default_config
+from structinit_jax.models import create_model, default_config
 from structinit_jax.training.optimizer import (
     adamw,
     decay_mask,

@@ -27,7 +27,7 @@ from structinit_jax.attention_init import (
 )
 from structinit_jax.errors import InputError
 from structinit_jax.interop.host import find_host
-from structinit_jax.models.registry import create_model, default_config
+from structinit_jax.models import create_model, default_config
 
 RNG = jax.random.key(0)
 BIG_VISION = functools.partial(linen_tree, "big_vision")

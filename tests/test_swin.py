@@ -10,8 +10,7 @@ from flax import nnx, traverse_util
 from structinit_jax.attention_init.kernels import relative_index
 from structinit_jax.errors import InputError
 from structinit_jax.interop import from_timm, to_timm
-from structinit_jax.models.shifted_windows import spread_bias
-from structinit_jax.models.swin import SwinTransformer
+from structinit_jax.models.swin import SwinTransformer, spread_bias
 from structinit_jax.training.state import count_parameters, split_model
 
 REFERENCES = references.load("swin")

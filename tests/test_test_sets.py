@@ -14,7 +14,7 @@ from structinit_jax.config import base_config, validate
 from structinit_jax.data.loader import make_loader
 from structinit_jax.data.test_sets import open_test_set
 from structinit_jax.errors import InputError
-from structinit_jax.models.registry import create_model
+from structinit_jax.models import create_model
 from structinit_jax.training import mesh as mesh_lib
 from structinit_jax.training.state import split_model
 from structinit_jax.training.step import make_eval_step

@@ -15,7 +15,7 @@ from references.vit_cases import CASES, SMALL
 
 from structinit_jax.errors import InputError
 from structinit_jax.interop import from_timm, select_weights, to_timm
-from structinit_jax.models.registry import VARIANTS, create_model, default_config
+from structinit_jax.models import VARIANTS, create_model, default_config
 from structinit_jax.models.vit import VisionTransformer, resample_positions
 from structinit_jax.training.state import count_parameters, split_model
 

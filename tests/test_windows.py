@@ -9,8 +9,7 @@ from structinit_jax import attention_init
 from structinit_jax.attention_init import WindowSite, impulse, windows
 from structinit_jax.attention_init import kernels as kernels_lib
 from structinit_jax.errors import InputError
-from structinit_jax.models.shifted_windows import shift_mask
-from structinit_jax.models.swin import SwinTransformer
+from structinit_jax.models.swin import SwinTransformer, shift_mask
 
 WINDOW = (4, 5)
 SITE = WindowSite(grid=WINDOW, width=24, num_heads=3, head_dim=8, num_layers=6, qk_scale=8**-0.5)

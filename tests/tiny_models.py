@@ -9,8 +9,8 @@ import optax
 from flax import nnx
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
+from structinit_jax.models import create_model, default_config
 from structinit_jax.models.model import Model
-from structinit_jax.models.registry import create_model, default_config
 from structinit_jax.training.state import split_model
 
 SIZES = {

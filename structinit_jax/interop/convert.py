@@ -90,24 +90,28 @@ def timm_entries(model: nnx.Module) -> Iterator[Entry]:
 def vit(model: VisionTransformer) -> Iterator[Entry]:
     """Maps timm's `VisionTransformer`, or with rotary positions its `Eva`."""
     yield from conv("patch_embed.proj", "patch_embedding")
-    if model.pool == "class_token":
+    if model.config.pool == "class_token":
         yield same("cls_token", "class_token", lead=2)
-    if model.num_registers:
+    if model.config.num_registers:
         yield same("reg_token", "registers", lead=1)
     if model.positions is not None:
         yield same("pos_embed", "positions", lead=1)
-    elif not model.rotary:  # timm does not save rotations
+    elif model.config.positions != "rope":  # timm does not save rotations
         yield _fixed_positions(model)
-    for i in range(model.depth):
+    for i in range(model.config.depth):
         yield from _block(f"blocks.{i}", "blocks", i)
         if model.blocks.attention.query_norm is not None:
             yield from norm(f"blocks.{i}.attn.q_norm", "blocks/attention/query_norm", i)
             yield from norm(f"blocks.{i}.attn.k_norm", "blocks/attention/key_norm", i)
         if model.blocks.scale1 is not None:
-            scales = ("gamma_1", "gamma_2") if model.rotary else ("ls1.gamma", "ls2.gamma")
+            scales = (
+                ("gamma_1", "gamma_2")
+                if model.config.positions == "rope"
+                else ("ls1.gamma", "ls2.gamma")
+            )
             yield same(f"blocks.{i}.{scales[0]}", "blocks/scale1", i)
             yield same(f"blocks.{i}.{scales[1]}", "blocks/scale2", i)
-    yield from norm("fc_norm" if model.pool == "mean" else "norm", "norm")
+    yield from norm("fc_norm" if model.config.pool == "mean" else "norm", "norm")
     yield from linear("head", "head")
 
 
@@ -115,12 +119,12 @@ def _fixed_positions(model: VisionTransformer) -> Entry:
     """The sin-cos encoding, which timm stores as a weight and our model computes."""
 
     def encoding(grid, width):
-        return np.pad(sincos_positions(grid, width), ((model.num_prefix, 0), (0, 0)))[None]
+        return np.pad(sincos_positions(grid, width), ((model.config.num_prefix, 0), (0, 0)))[None]
 
     def decode(tensor, shapes):
         rounding = jnp.finfo(tensor.dtype).eps  # weights may be stored in half precision
         *_, num_tokens, width = tensor.shape
-        side = math.isqrt(max(num_tokens - model.num_prefix, 0))
+        side = math.isqrt(max(num_tokens - model.config.num_prefix, 0))
         for grid in (model.grid, (side, side)):  # the weights may be of another image size
             expected = encoding(grid, width)
             if tensor.shape != expected.shape:
@@ -139,13 +143,13 @@ def swin(model: SwinTransformer) -> Iterator[Entry]:
     """Maps timm's `SwinTransformer`."""
     yield from conv("patch_embed.proj", "patch_embedding")
     yield from norm("patch_embed.norm", "patch_norm")
-    for s in range(len(model.depths)):
+    for s in range(len(model.config.depths)):
         stage, ours = f"layers.{s}", f"stage{s + 1}"
         if s:
             yield from norm(f"{stage}.downsample.norm", f"{ours}/merging/norm")
             reduction = f"{stage}.downsample.reduction"
             yield from linear(reduction, f"{ours}/merging/reduction", bias=False)
-        for i in range(model.depths[s]):
+        for i in range(model.config.depths[s]):
             block, blocks = f"{stage}.blocks.{i}", f"{ours}/blocks"
             yield from _block(block, blocks, i)
             table = f"{block}.attn.relative_position_bias_table"
@@ -160,7 +164,7 @@ def swin(model: SwinTransformer) -> Iterator[Entry]:
 def mixer(model: MlpMixer) -> Iterator[Entry]:
     """Maps timm's `MlpMixer`."""
     yield from conv("stem.proj", "patch_embedding")
-    for i in range(model.depth):
+    for i in range(model.config.depth):
         yield from norm(f"blocks.{i}.norm1", "blocks/norm1", i)
         yield from linear(f"blocks.{i}.mlp_tokens.fc1", "blocks/token_mlp/fc1", layer=i)
         yield from linear(f"blocks.{i}.mlp_tokens.fc2", "blocks/token_mlp/fc2", layer=i)
@@ -175,7 +179,7 @@ def convmixer(model: ConvMixer) -> Iterator[Entry]:
     """Maps timm's `ConvMixer`."""
     yield from conv("stem.0", "patch_embedding")
     yield from _batch_norm("stem.2", "stem_norm")
-    for i in range(model.depth):
+    for i in range(model.config.depth):
         yield from conv(f"blocks.{i}.0.fn.0", "blocks/spatial", i)
         yield from _batch_norm(f"blocks.{i}.0.fn.2", "blocks/norm1", i)
         yield from conv(f"blocks.{i}.1", "blocks/channel", i)

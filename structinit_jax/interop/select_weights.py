@@ -104,7 +104,7 @@ def select_weights(teacher: nnx.Module | StateDict, student: Student) -> Student
 def _fit_positions(table: Any, student: VisionTransformer) -> Any:
     """Resamples learned positions to the student's grid."""
     check_array("teacher", "pos_embed", table)
-    num_tokens = table.shape[-2] - student.num_prefix
+    num_tokens = table.shape[-2] - student.config.num_prefix
     if num_tokens == math.prod(student.grid):
         return table
     side = math.isqrt(max(num_tokens, 0))

@@ -1,1 +1,100 @@
-"""The models, in Flax NNX."""
+"""The model families, and their creation by the name of a family, a variant, or your own class."""
+
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+from flax import nnx
+
+from structinit_jax.errors import InputError, is_reference, load_reference, suggest
+from structinit_jax.models.convmixer import ConvMixer
+from structinit_jax.models.mixer import MlpMixer
+from structinit_jax.models.model import Model
+from structinit_jax.models.swin import SwinTransformer
+from structinit_jax.models.vit import VisionTransformer
+
+FAMILIES: dict[str, type[Model]] = {
+    "vit": VisionTransformer,
+    "swin": SwinTransformer,
+    "mixer": MlpMixer,
+    "convmixer": ConvMixer,
+}
+VARIANTS = {
+    name: (family, changes)
+    for family, model in FAMILIES.items()
+    for name, changes in model.VARIANTS.items()
+}
+
+
+def default_config(name: str) -> dict[str, Any]:
+    """Returns every field of `config.model`, and the `image_size` that belongs in `config.data`.
+
+    Args:
+      name: A family such as 'vit', a variant such as 'vit_tiny_patch16_224', or your
+        own class as 'module:Class' (see `model.Model`).
+
+    Raises:
+      InputError: The name is unknown.
+    """
+    family, changes = VARIANTS.get(name, (name, {}))
+    fields = _family(family, [*FAMILIES, *VARIANTS]).default_config()
+    if "num_classes" not in fields:
+        raise InputError(
+            f"config.model.name={name!r}: its default_config() lacks 'num_classes', the width of "
+            "the logits: add it, and make it an argument of the class"
+        )
+    return {"name": family} | fields | changes
+
+
+def check_fields(fields: Mapping[str, Any]) -> None:
+    """Raises `InputError` unless the fields of `config.model` are what its family needs.
+
+    A family of your own checks its fields itself.
+    """
+    family = FAMILIES.get(fields["name"])
+    if family is not None:
+        family.Config.from_fields({k: v for k, v in fields.items() if k != "name"})
+
+
+def create_model(
+    options: Mapping[str, Any], *, image_size: int | None = None, channels: int, rngs: nnx.Rngs
+) -> nnx.Module:
+    """Builds a model with its default start values.
+
+    `model.initialize_attention(scheme, rng)` writes those of a scheme into it.
+
+    Args:
+      options: `config.model`: the `name` of the family and fields of its `Config`.
+      image_size: Height and width of the images; None takes the `image_size` of the options.
+      channels: Input channels.
+      rngs: Its `params` stream draws the start values.
+
+    Raises:
+      InputError: The model is unknown, or its sizes do not fit each other.
+    """
+    options = dict(options)
+    name = options.pop("name")
+    if name in VARIANTS:
+        family, changes = VARIANTS[name]
+        sizes = ", ".join(f"{field}={value}" for field, value in changes.items())
+        raise InputError(
+            f"config.model.name={name!r} is a variant of {family!r}: start the config from "
+            f"base_config({name!r}), or set {sizes}"
+        )
+    model = _family(name, FAMILIES)
+    if image_size is not None:
+        options["image_size"] = image_size
+    return model(**options, channels=channels, rngs=rngs)
+
+
+def _family(name: str, known: Iterable[str]) -> type[Model]:
+    if name in FAMILIES:
+        return FAMILIES[name]
+    if is_reference(name):
+        model = load_reference(name, "model.name")
+        if not hasattr(model, "default_config"):
+            raise InputError(
+                f"config.model.name={name!r} has no default_config(): derive it from "
+                "structinit_jax.models.model.Model"
+            )
+        return model
+    raise InputError(f"config.model.name={name!r} is unknown: {suggest(name, known)}")

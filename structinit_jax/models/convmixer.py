@@ -1,6 +1,7 @@
 """ConvMixer (Trockman & Kolter 2022, arXiv:2201.09792) with timm's conventions, in Flax NNX."""
 
-from typing import Any, ClassVar
+import dataclasses
+from typing import Any, ClassVar, Literal
 
 import jax
 import jax.numpy as jnp
@@ -9,28 +10,40 @@ from flax import nnx
 from jaxtyping import Array, Float
 
 from structinit_jax.attention_init import AttentionInit, ConvSite, ConvWeights
-from structinit_jax.errors import InputError
+from structinit_jax.errors import InputError, PositiveInt
 from structinit_jax.models import layers
-from structinit_jax.models.fields import check_fields
 from structinit_jax.models.layers import Rng
-from structinit_jax.models.model import Model, make_stack, run_stack, token_grid
+from structinit_jax.models.model import Model, ModelConfig, make_stack, run_stack, token_grid
 
 
 class FixedWeight(nnx.Variable):
     """A weight that is not trained: it has no gradient, weight decay or optimizer state."""
 
 
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class ConvMixerConfig(ModelConfig):
+    """Fields of a `ConvMixer`. `base_init` makes no difference: timm keeps PyTorch's defaults."""
+
+    image_size: int | tuple[int, int] = 32
+    patch_size: PositiveInt = 2
+    width: PositiveInt = 256  # D
+    depth: PositiveInt = 8  # L, the number of blocks
+    # f of the depthwise convolutions; an even one reaches farther down and to the right.
+    kernel_size: PositiveInt = 5
+    activation: Literal["gelu", "relu"] = "gelu"  # GELU is the exact one
+    # "fixed" filters and their biases keep their start values.
+    spatial_filters: Literal["trained", "fixed"] = "trained"
+
+
 class ConvMixer(Model):
     """Patch embedding, a stack of depthwise and pointwise convolutions, average pooling, head.
-
-    `base_init` makes no difference: timm keeps PyTorch's defaults.
 
     In training (a call with `rng`), activations are normalized by the statistics of the batch (the
     global batch, under `jit` over a mesh), and the running statistics are updated in place.
     Evaluation uses the running statistics.
-
-    For the arguments see `Model` and `default_config`.
     """
+
+    Config = ConvMixerConfig
 
     # timm's names, and the 2024 paper's CIFAR-10 models (table 4; also with kernel sizes 3 and 8).
     # Depth 6 for width 512 is the program's; the paper's text says 8.
@@ -49,76 +62,38 @@ class ConvMixer(Model):
         "convmixer_512_8": dict(image_size=32, patch_size=2, width=512, depth=8, kernel_size=5),
     }
 
-    @staticmethod
-    def default_config() -> dict[str, Any]:
-        """See `Model.default_config`."""
-        return dict(
-            image_size=32,
-            num_classes=1000,
-            patch_size=2,  # side of a patch in pixels
-            width=256,  # D
-            depth=8,  # L, the number of blocks
-            kernel_size=5,  # f of the depthwise convolutions; if even, longer down and to the right
-            activation="gelu",  # exact, or "relu"
-            spatial_filters="trained",  # or "fixed": they and their biases keep their start values
-            drop_path=0.0,  # rate of the last depthwise branch; rises linearly from 0 in the first
-            base_init="timm",  # or "pytorch", which is the same for this family
-            dtype="float32",  # of the computation, or "bfloat16"; parameters are float32
-            unroll=1,  # blocks per step of the scan; 0 unrolls the stack, which compiles longer
-            # What the training step recomputes to save memory: "none", "dots" or "full" (see
-            # model.run_stack), or the first of them that fits the device.
-            remat="auto",
-        )
-
     def __init__(
         self,
         *,
-        image_size: int | tuple[int, int],
-        patch_size: int,
         channels: int,
-        num_classes: int,
-        width: int,
-        depth: int,
-        kernel_size: int,
-        activation: str = "gelu",
-        spatial_filters: str = "trained",
-        drop_path: float = 0.0,
-        base_init: str = "timm",
-        dtype: str = "float32",
-        unroll: int = 1,
-        remat: str = "auto",
         attention_init: AttentionInit | None = None,
         rngs: nnx.Rngs,
+        **fields,
     ):
-        check_fields(locals())
-        self.grid = token_grid(image_size, patch_size)
-        self.depth = depth
-        self.activation = activation
-        self.drop_path_rate = drop_path
-        self.unroll = unroll
-        self.remat = remat
-
-        options = dict(dtype=jnp.dtype(dtype), rngs=rngs)
-        self.patch_embedding = layers.PatchEmbedding(patch_size, channels, width, **options)
+        self.config = config = ConvMixerConfig.from_fields(fields)
+        width = config.width
+        self.grid = token_grid(config.image_size, config.patch_size)
+        options = dict(dtype=jnp.dtype(config.dtype), rngs=rngs)
+        self.patch_embedding = layers.PatchEmbedding(config.patch_size, channels, width, **options)
         self.stem_norm = BatchNorm(width)
-
         self.blocks = make_stack(
             ConvMixerBlock,
-            depth,
+            config.depth,
             width=width,
-            kernel_size=kernel_size,
-            activation=activation,
-            fixed_filters=spatial_filters == "fixed",
+            kernel_size=config.kernel_size,
+            activation=config.activation,
+            fixed_filters=config.spatial_filters == "fixed",
             **options,
         )
-        self.head = nnx.Linear(width, num_classes, **layers.pytorch_init(width), rngs=rngs)
+        head_init = layers.pytorch_init(width)
+        self.head = nnx.Linear(width, config.num_classes, **head_init, rngs=rngs)
         if attention_init is not None:
             self.initialize_attention(attention_init, rngs.params())
 
     def sites(self) -> dict[str, ConvSite]:
         """See `Model.sites`."""
-        depth, kernel_size, _, width = self.blocks.spatial.kernel.shape
-        return {"blocks": ConvSite(kernel_size=kernel_size, width=width, num_layers=depth)}
+        c = self.config
+        return {"blocks": ConvSite(c.kernel_size, width=c.width, num_layers=c.depth)}
 
     def __call__(
         self, images: Float[Array, "B H W C"], *, rng: Rng = None, with_maps: bool = False
@@ -131,15 +106,16 @@ class ConvMixer(Model):
         """
         if with_maps:
             raise InputError("with_maps=True: config.model.name='convmixer' has no attention maps")
-        stem = layers.ACTIVATIONS[self.activation](self.patch_embedding(images))
+        config = self.config
+        stem = layers.ACTIVATIONS[config.activation](self.patch_embedding(images))
         stem = self.stem_norm(stem, training=rng is not None)
         x, blocks = run_stack(
             self.blocks,
             stem,
-            drop_path_rates=np.linspace(0, self.drop_path_rate, self.depth, dtype=np.float32),
+            drop_path_rates=np.linspace(0, config.drop_path, config.depth, dtype=np.float32),
             rng=rng,
-            unroll=self.unroll,
-            remat=self.remat,
+            unroll=config.unroll,
+            remat=config.remat,
         )
         pooled = x.astype(jnp.float32).mean(axis=(1, 2))
         return self.head(pooled), dict(stem=stem, blocks=blocks, pooled=pooled)

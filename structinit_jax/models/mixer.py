@@ -1,5 +1,6 @@
 """MLP-Mixer (Tolstikhin et al. 2021, arXiv:2105.01601) with timm's conventions, in Flax NNX."""
 
+import dataclasses
 from typing import Any, ClassVar
 
 import jax
@@ -9,10 +10,25 @@ from flax import nnx
 from jaxtyping import Array, Float
 
 from structinit_jax.attention_init import AttentionInit, TokenMixingSite, TokenMixingWeights
+from structinit_jax.errors import Fraction, PositiveFloat, PositiveInt
 from structinit_jax.models import layers
-from structinit_jax.models.fields import check_fields
 from structinit_jax.models.layers import Rng
-from structinit_jax.models.model import Model, make_stack, run_stack, token_grid
+from structinit_jax.models.model import Model, ModelConfig, make_stack, run_stack, token_grid
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class MixerConfig(ModelConfig):
+    """Fields of an `MlpMixer`. `drop_path` is the rate of every block, as in timm."""
+
+    width: PositiveInt = 512  # D
+    depth: PositiveInt = 8  # L, the number of blocks
+    token_mlp_ratio: PositiveFloat = 0.5  # hidden width of the token-mixing MLP over D (not over N)
+    mlp_ratio: PositiveFloat = 4.0  # hidden width of the channel MLP over D
+    # Mean of the start values of the channel MLPs' first layers (Trockman & Kolter 2026,
+    # arXiv:2602.07156). It has no effect until training changes the norm's scale and bias, since
+    # the output of LayerNorm sums to zero.
+    mlp_mean: float = 0.0
+    dropout: Fraction = 0.0  # rate after both layers of both MLPs
 
 
 class MlpMixer(Model):
@@ -23,10 +39,9 @@ class MlpMixer(Model):
 
     Use base_init='pytorch' for gray patches of one pixel: without biases, all embedded pixels are
     multiples of one vector, of which LayerNorm leaves only the sign.
-
-    For the arguments see `Model` and `default_config`.
     """
 
+    Config = MixerConfig
     VARIANTS: ClassVar = {
         "mixer_s32_224": dict(image_size=224, patch_size=32, width=512, depth=8),
         "mixer_s16_224": dict(image_size=224, patch_size=16, width=512, depth=8),
@@ -36,63 +51,21 @@ class MlpMixer(Model):
         "mixer_l16_224": dict(image_size=224, patch_size=16, width=1024, depth=24),
     }
 
-    @staticmethod
-    def default_config() -> dict[str, Any]:
-        """See `Model.default_config`."""
-        return dict(
-            image_size=224,
-            num_classes=1000,
-            patch_size=16,  # side of a patch in pixels
-            width=512,  # D
-            depth=8,  # L, the number of blocks
-            token_mlp_ratio=0.5,  # hidden width of the token-mixing MLP over D (not over N)
-            mlp_ratio=4.0,  # hidden width of the channel MLP over D
-            # Mean of the start values of the channel MLPs' first layers (Trockman & Kolter 2026,
-            # arXiv:2602.07156). It has no effect until training changes the norm's scale and bias,
-            # since the output of LayerNorm sums to zero.
-            mlp_mean=0.0,
-            drop_path=0.0,  # rate of every block (constant over depth, as in timm)
-            dropout=0.0,  # rate after both layers of both MLPs
-            base_init="timm",  # start values: timm's, or "pytorch": the defaults of its layers
-            dtype="float32",  # of the computation, or "bfloat16"; parameters are float32
-            unroll=1,  # blocks per step of the scan; 0 unrolls the stack, which compiles longer
-            # What the training step recomputes to save memory: "none", "dots" or "full" (see
-            # model.run_stack), or the first of them that fits the device.
-            remat="auto",
-        )
-
     def __init__(
         self,
         *,
-        image_size: int | tuple[int, int],
-        patch_size: int,
         channels: int,
-        num_classes: int,
-        width: int,
-        depth: int,
-        token_mlp_ratio: float = 0.5,
-        mlp_ratio: float = 4.0,
-        mlp_mean: float = 0.0,
-        drop_path: float = 0.0,
-        dropout: float = 0.0,
-        base_init: str = "timm",
-        dtype: str = "float32",
-        unroll: int = 1,
-        remat: str = "auto",
         attention_init: AttentionInit | None = None,
         rngs: nnx.Rngs,
+        **fields,
     ):
-        check_fields(locals())
-        self.grid = token_grid(image_size, patch_size)
-        self.depth = depth
-        self.drop_path_rate = drop_path
-        self.unroll = unroll
-        self.remat = remat
-
-        options = dict(dtype=jnp.dtype(dtype), rngs=rngs)
-        self.patch_embedding = layers.PatchEmbedding(patch_size, channels, width, **options)
+        self.config = config = MixerConfig.from_fields(fields)
+        width = config.width
+        self.grid = token_grid(config.image_size, config.patch_size)
+        options = dict(dtype=jnp.dtype(config.dtype), rngs=rngs)
+        self.patch_embedding = layers.PatchEmbedding(config.patch_size, channels, width, **options)
         mlp_init, head_init = layers.pytorch_init, layers.pytorch_init(width)
-        if base_init == "timm":
+        if config.base_init == "timm":
             mlp_init, head_init = _timm_mlp_init, dict(kernel_init=nnx.initializers.zeros)
             kernel, bias = self.patch_embedding.kernel, self.patch_embedding.bias
             kernel[...] = nnx.initializers.lecun_normal()(rngs.params(), kernel.shape)
@@ -100,27 +73,26 @@ class MlpMixer(Model):
 
         self.blocks = make_stack(
             MixerBlock,
-            depth,
+            config.depth,
             num_tokens=self.grid[0] * self.grid[1],
             width=width,
-            token_hidden=int(width * token_mlp_ratio),
-            channel_hidden=int(width * mlp_ratio),
-            mlp_mean=mlp_mean,
-            dropout=dropout,
+            token_hidden=int(width * config.token_mlp_ratio),
+            channel_hidden=int(width * config.mlp_ratio),
+            mlp_mean=config.mlp_mean,
+            dropout=config.dropout,
             init=mlp_init,
             **options,
         )
         self.norm = layers.layer_norm(width, **options)
-        self.head = nnx.Linear(width, num_classes, **head_init, rngs=rngs)
+        self.head = nnx.Linear(width, config.num_classes, **head_init, rngs=rngs)
         if attention_init is not None:
             self.initialize_attention(attention_init, rngs.params())
 
     def sites(self) -> dict[str, TokenMixingSite]:
         """See `Model.sites`."""
-        depth, _, hidden = self.blocks.token_mlp.fc1.kernel.shape
-        width = self.norm.scale.shape[0]
-        site = TokenMixingSite(grid=self.grid, hidden=hidden, num_layers=depth, width=width)
-        return {"blocks": site}
+        config, hidden = self.config, self.blocks.token_mlp.fc1.kernel.shape[-1]
+        sizes = dict(hidden=hidden, num_layers=config.depth, width=config.width)
+        return {"blocks": TokenMixingSite(grid=self.grid, **sizes)}
 
     def __call__(
         self, images: Float[Array, "B H W C"], *, rng: Rng = None, with_maps: bool = False
@@ -131,14 +103,15 @@ class MlpMixer(Model):
         'output' [L, B, N, D] and the maps 'token_maps' [L, B, N, N] of `MixerBlock.token_map`;
         'pooled' [B, D] after the norm.
         """
+        config = self.config
         patches = self.patch_embedding.embed(images, self.grid)
         x, blocks = run_stack(
             self.blocks,
             patches,
-            drop_path_rates=np.full((self.depth,), self.drop_path_rate, np.float32),
+            drop_path_rates=np.full((config.depth,), config.drop_path, np.float32),
             rng=rng,
-            unroll=self.unroll,
-            remat=self.remat,
+            unroll=config.unroll,
+            remat=config.remat,
             with_maps=with_maps,
         )
         pooled = self.norm(x).mean(axis=1)

@@ -1,17 +1,20 @@
-"""The base class of the model families, and stacks of equal blocks.
+"""The base class of the model families and of their configs, and stacks of equal blocks.
 
 Modules hold parameters and no random state: a call takes a random key `rng`, and `rng=None` means
 evaluation. A module is thus a plain pytree, and a stack is one block whose variables have a leading
 layer axis.
 """
 
+import dataclasses
+import math
 from collections.abc import Mapping, Sequence
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Literal
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import nnx
+from jax.sharding import AxisType, NamedSharding, PartitionSpec
 from jaxtyping import Array, Float, PRNGKeyArray
 
 from structinit_jax.attention_init import (
@@ -22,8 +25,14 @@ from structinit_jax.attention_init import (
     Weights,
 )
 from structinit_jax.attention_init.sites import call_scheme, check_scheme, check_shape
-from structinit_jax.errors import InputError, is_count
-from structinit_jax.models import sharding
+from structinit_jax.errors import (
+    Fraction,
+    InputError,
+    NonNegativeInt,
+    PositiveInt,
+    check_fields,
+    is_count,
+)
 from structinit_jax.models.layers import RESIDUAL, Rng, set_weight
 
 
@@ -37,7 +46,7 @@ def _keep_products(primitive, *args, **params):
 
 
 _KEEP_NAMED = jax.checkpoint_policies.save_only_these_names(RESIDUAL)
-# The fastest first.
+# Fastest first.
 REMAT_POLICIES = {
     "none": _keep_products,
     "dots": jax.checkpoint_policies.dots_with_no_batch_dims_saveable,
@@ -45,34 +54,60 @@ REMAT_POLICIES = {
 }
 
 
+FSDP_AXIS = "fsdp"  # of the mesh, over which weights are split
+# Smaller arrays (norms, biases, the class token) are not worth an all-gather.
+MIN_SPLIT_SIZE = 2**14
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class ModelConfig:
+    """Fields that every family has: the section `config.model`, and the image size."""
+
+    image_size: int | tuple[int, int] = 224  # in pixels, or (height, width); from `config.data`
+    num_classes: PositiveInt = 1000
+    patch_size: PositiveInt = 16  # side of a patch in pixels
+    width: PositiveInt = 192  # D, the number of channels
+    drop_path: Fraction = 0.0  # rate of the last block; it rises linearly from 0 in the first
+    # Start values: timm's for this family, or "pytorch": the defaults of PyTorch's layers.
+    base_init: Literal["timm", "pytorch"] = "timm"
+    dtype: Literal["float32", "bfloat16"] = "float32"  # of the computation, not of parameters
+    unroll: NonNegativeInt = 1  # blocks per step of the scan; 0 unrolls it and compiles longer
+    # What the training step recomputes to save memory (see `run_stack`); "auto" is the first policy
+    # that fits the device.
+    remat: Literal["auto", "none", "dots", "full"] = "auto"
+
+    @classmethod
+    def from_fields(cls, fields: Mapping[str, Any]) -> "ModelConfig":
+        """Returns the config with these fields; raises `InputError` for an invalid one."""
+        fields = {k: tuple(v) if isinstance(v, list) else v for k, v in fields.items()}  # of JSON
+        check_fields(cls, fields | {"image_size": 1}, "config.model.")
+        image_sides(fields.get("image_size", 1))
+        return cls(**fields)
+
+
 class Model(nnx.Module):
     """Base class of the model families.
 
-    A family defines `default_config`, `sites` and `__call__`.
+    A family defines `Config`, `sites`, `__call__`, and a constructor that raises `InputError` if
+    sizes do not fit each other. Its arguments are `channels` of the input, `attention_init` (a
+    scheme for the start values of the stacks, or None), `rngs`, whose `params` stream draws the
+    start values, and the fields of `Config`. A class of your own may define a static method
+    `default_config` instead of `Config`.
 
     Logits have derivatives of any order by `jax.grad`, `jax.vjp` and forward over reverse, such as
     `jax.jvp(jax.grad(loss), ...)` and `jax.hessian`. Only `jax.jvp` and `jax.linearize` of a model
     itself fail, except for MLP-Mixer, because of `jax.custom_vjp`. Reverse mode twice replaces
     them: `y, pull = jax.vjp(f, x)`, then `jax.vjp(pull, jnp.zeros_like(y))[1]((tangent,))[0]`.
     `jax.export` also takes images whose number is symbolic.
-
-    Args:
-      image_size: Side of the input in pixels, or (height, width).
-      channels: Input channels.
-      attention_init: Scheme for the start values of the stacks; None keeps the family's own.
-      rngs: Its `params` stream draws the start values.
-      **fields: Any field of `default_config`.
-
-    Raises:
-      InputError: The sizes do not fit each other.
     """
 
-    VARIANTS: ClassVar[Mapping[str, dict[str, Any]]] = {}  # named changes to `default_config`
+    Config: ClassVar[type[ModelConfig]]
+    VARIANTS: ClassVar[Mapping[str, dict[str, Any]]] = {}  # named changes to the defaults
 
-    @staticmethod
-    def default_config() -> dict[str, Any]:
+    @classmethod
+    def default_config(cls) -> dict[str, Any]:
         """Returns the fields of `config.model` with their defaults, and their `image_size`."""
-        raise NotImplementedError
+        return {field.name: field.default for field in dataclasses.fields(cls.Config)}
 
     def sites(self) -> dict[str, Site]:
         """Describes each stack to initialization schemes, by the name of the model's attribute.
@@ -223,7 +258,7 @@ def run_stack(
 
     def run_block(x, layer, static):
         block, rate, rng = layer
-        block = sharding.gather(block)
+        block = gather_weights(block)
         x, out = block(x, drop_path_rate=rate, rng=rng, **static, **options)
         # The scan passes a copy of each block, so updated statistics are returned.
         return x, (out, nnx.state(block, nnx.BatchStat))
@@ -253,6 +288,55 @@ def run_stack(
     if rng is not None:
         nnx.update(blocks, statistics)
     return x, out
+
+
+def weight_spec(shape: tuple[int, ...], parts: int) -> PartitionSpec:
+    """Splits an array along its longest axis that is divisible by `parts`, unless it is small."""
+    axes = [axis for axis, size in enumerate(shape) if size % parts == 0]
+    if parts == 1 or not axes or math.prod(shape) < MIN_SPLIT_SIZE:
+        return PartitionSpec()
+    longest = max(axes, key=lambda axis: shape[axis])
+    return PartitionSpec(*(None,) * longest, FSDP_AXIS)
+
+
+def gather_weights(block: Any) -> Any:
+    """Returns one block of a stack with all of its weights on every device.
+
+    If the weights are split, the training and evaluation steps set the mesh that this uses. Without
+    a mesh, or on a mesh of yours, the block is returned as it is. Call it for one block at a time,
+    so that the others stay split.
+    """
+    mesh = jax.sharding.get_abstract_mesh()
+    kinds = dict(zip(mesh.axis_names, mesh.axis_types, strict=True))
+    if kinds.get(FSDP_AXIS) is not AxisType.Auto:
+        return block
+
+    def gather_weight(weight):
+        return _gather_weight(
+            weight, NamedSharding(mesh, weight_spec(weight.shape, mesh.shape[FSDP_AXIS]))
+        )
+
+    return jax.tree.map(gather_weight, block)
+
+
+def _gather_split(weight, split):
+    # Pinned first, since XLA would else keep the full copy for the gradient.
+    weight = jax.lax.with_sharding_constraint(weight, split)
+    return jax.lax.with_sharding_constraint(weight, NamedSharding(split.mesh, PartitionSpec()))
+
+
+def _gather_weight_forward(weight, split):
+    # Not `_gather_weight`, since second derivatives differentiate this function too.
+    return _gather_split(weight, split), None
+
+
+def _gather_weight_backward(split, _, gradient):
+    # That of the constraints would sum the whole gradient on every device before it is split.
+    return (jax.lax.with_sharding_constraint(gradient, split),)
+
+
+_gather_weight = jax.custom_vjp(_gather_split, nondiff_argnums=(1,))
+_gather_weight.defvjp(_gather_weight_forward, _gather_weight_backward)
 
 
 def image_sides(image_size: int | Sequence[int]) -> tuple[int, int]:

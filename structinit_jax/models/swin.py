@@ -1,8 +1,8 @@
 """Swin Transformer (Liu et al. 2021, arXiv:2103.14030) with timm's conventions, in Flax NNX."""
 
+import dataclasses
 import math
-from collections.abc import Sequence
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Literal
 
 import jax
 import jax.numpy as jnp
@@ -11,26 +11,34 @@ from flax import nnx
 from jaxtyping import Array, Float
 
 from structinit_jax.attention_init import AttentionInit, AttentionWeights, WindowSite
-from structinit_jax.errors import InputError
+from structinit_jax.errors import Fraction, InputError, PositiveFloat, PositiveInt
 from structinit_jax.models import layers
 from structinit_jax.models.attention import Block
-from structinit_jax.models.fields import check_fields
 from structinit_jax.models.layers import Rng
-from structinit_jax.models.model import Model, image_sides, make_stack, run_stack
-from structinit_jax.models.shifted_windows import (
-    Sides,
-    partition,
-    shift_mask,
-    spread_bias,
-    unpartition,
-)
+from structinit_jax.models.model import Model, ModelConfig, image_sides, make_stack, run_stack
 
+Sides = tuple[int, int]
 EPSILON = 1e-5  # of every LayerNorm
 UNSHIFTED = (0, 0)
+MASKED = -100.0  # added to logits between tokens that are neighbors only by a shift, as in timm
 
 _TINY = dict(width=96, depths=(2, 2, 6, 2), num_heads=(3, 6, 12, 24), image_size=224, window_size=7)
 _SMALL = _TINY | dict(depths=(2, 2, 18, 2))
 _BASE = _SMALL | dict(width=128, num_heads=(4, 8, 16, 32))
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class SwinConfig(ModelConfig):
+    """Fields of a `SwinTransformer`. `unroll` counts pairs of blocks."""
+
+    patch_size: PositiveInt = 4
+    width: PositiveInt = 96  # D of the first stage; it doubles in each further stage
+    depths: tuple[PositiveInt, ...] = (2, 2, 6, 2)  # number of blocks of each stage
+    num_heads: tuple[PositiveInt, ...] = (3, 6, 12, 24)  # h of each stage
+    window_size: PositiveInt = 7  # in tokens; a smaller grid is one window, unshifted
+    mlp_ratio: PositiveFloat = 4.0  # hidden width of the MLP over D
+    dropout: Fraction = 0.0  # rate after attention projections and MLP layers
+    attention_implementation: Literal["auto", "cudnn"] = "auto"  # "cudnn" needs even windows
 
 
 class SwinTransformer(Model):
@@ -38,10 +46,9 @@ class SwinTransformer(Model):
 
     As in timm, any image size is accepted: grids are padded with zeros to whole windows, and to
     even sides before patch merging; pixels after the last whole patch are dropped.
-
-    For the arguments see `Model` and `default_config`.
     """
 
+    Config = SwinConfig
     VARIANTS: ClassVar = {
         "swin_tiny_patch4_window7_224": _TINY,
         "swin_small_patch4_window7_224": _SMALL,
@@ -50,82 +57,38 @@ class SwinTransformer(Model):
         "swin_large_patch4_window7_224": _BASE | dict(width=192, num_heads=(6, 12, 24, 48)),
     }
 
-    @staticmethod
-    def default_config() -> dict[str, Any]:
-        """See `Model.default_config`."""
-        return dict(
-            image_size=224,
-            num_classes=1000,
-            patch_size=4,  # side of a patch in pixels
-            width=96,  # D of the first stage; it doubles in each further stage
-            depths=(2, 2, 6, 2),  # number of blocks of each stage
-            num_heads=(3, 6, 12, 24),  # h of each stage
-            window_size=7,  # side of a window in tokens; a smaller grid is one window, unshifted
-            mlp_ratio=4.0,  # hidden width of the MLP over D
-            drop_path=0.0,  # rate of the last block; it rises linearly from 0 in the first
-            dropout=0.0,  # rate after attention projections and MLP layers
-            base_init="timm",  # start values: timm's, or "pytorch": the defaults of its layers
-            dtype="float32",  # of the computation, or "bfloat16"; parameters are float32
-            attention_implementation="auto",  # or "cudnn", a fused kernel for even windows
-            unroll=1,  # pairs of blocks per step of the scan; 0 unrolls it, which compiles longer
-            # What the training step recomputes to save memory: "none", "dots" or "full" (see
-            # model.run_stack), or the first of them that fits the device.
-            remat="auto",
-        )
-
     def __init__(
         self,
         *,
-        image_size: int | tuple[int, int],
-        patch_size: int = 4,
         channels: int,
-        num_classes: int,
-        width: int,
-        depths: Sequence[int],
-        num_heads: Sequence[int],
-        window_size: int = 7,
-        mlp_ratio: float = 4.0,
-        drop_path: float = 0.0,
-        dropout: float = 0.0,
-        base_init: str = "timm",
-        dtype: str = "float32",
-        attention_implementation: str = "auto",
-        unroll: int = 1,
-        remat: str = "auto",
         attention_init: AttentionInit | None = None,
         rngs: nnx.Rngs,
+        **fields,
     ):
-        check_fields(locals())
-        self.image_size = image_sides(image_size)
-        _check_sizes(self.image_size, patch_size, width, depths, num_heads)
-        self.patch_size = patch_size
-        self.depths = tuple(depths)
-        self.drop_path_rate = drop_path
-        self.base_init = base_init
-        self.unroll = unroll
-        self.remat = remat
-
-        options = dict(dtype=jnp.dtype(dtype), rngs=rngs)
-        self.patch_embedding = layers.PatchEmbedding(patch_size, channels, width, **options)
+        self.config = config = SwinConfig.from_fields(fields)
+        self.image_size = image_sides(config.image_size)
+        self._check_sizes()
+        width, options = config.width, dict(dtype=jnp.dtype(config.dtype), rngs=rngs)
+        self.patch_embedding = layers.PatchEmbedding(config.patch_size, channels, width, **options)
         self.patch_norm = layers.layer_norm(width, epsilon=EPSILON, **options)
-        grid = tuple(side // patch_size for side in self.image_size)
-        for i, (depth, heads) in enumerate(zip(depths, num_heads, strict=True)):
+        grid = tuple(side // config.patch_size for side in self.image_size)
+        for i, (depth, num_heads) in enumerate(zip(config.depths, config.num_heads, strict=True)):
             if i:
                 grid, width = tuple(-(-side // 2) for side in grid), 2 * width
             stage = SwinStage(
                 width=width,
-                num_heads=heads,
+                num_heads=num_heads,
                 depth=depth,
                 grid=grid,
-                window_size=window_size,
+                window_size=config.window_size,
                 merge=i > 0,
-                mlp_ratio=mlp_ratio,
-                dropout=dropout,
-                base_init=base_init,
-                attention_implementation=attention_implementation,
+                mlp_ratio=config.mlp_ratio,
+                dropout=config.dropout,
+                base_init=config.base_init,
+                attention_implementation=config.attention_implementation,
                 **options,
             )
-            if attention_implementation == "cudnn" and math.prod(stage.window) % 2:
+            if config.attention_implementation == "cudnn" and math.prod(stage.window) % 2:
                 raise InputError(
                     f"config.model.attention_implementation='cudnn': windows of stage {i + 1} have "
                     f"{stage.window[0]}x{stage.window[1]} tokens, but cuDNN needs an even number "
@@ -134,21 +97,40 @@ class SwinTransformer(Model):
                 )
             setattr(self, f"stage{i + 1}", stage)
         self.norm = layers.layer_norm(width, epsilon=EPSILON, **options)
-        head_init = layers.BASE_INITS[base_init](width)
-        self.head = nnx.Linear(width, num_classes, **head_init, rngs=rngs)
+        head_init = layers.BASE_INITS[config.base_init](width)
+        self.head = nnx.Linear(width, config.num_classes, **head_init, rngs=rngs)
         if attention_init is not None:
             self.initialize_attention(attention_init, rngs.params())
+
+    def _check_sizes(self):
+        config = self.config
+        if min(self.image_size) < config.patch_size:
+            raise InputError(
+                f"config.data.image_size={self.image_size} is smaller than "
+                f"config.model.patch_size={config.patch_size}: choose a smaller patch"
+            )
+        if len(config.depths) != len(config.num_heads):
+            raise InputError(
+                f"config.model.depths={config.depths} and config.model.num_heads="
+                f"{config.num_heads} must have one number for each stage"
+            )
+        for stage, heads in enumerate(config.num_heads):
+            if config.width * 2**stage % heads:
+                raise InputError(
+                    f"config.model.num_heads={config.num_heads}: the {config.width * 2**stage} "
+                    f"channels of stage {stage + 1} are not divisible by {heads} heads"
+                )
 
     @property
     def stages(self) -> tuple["SwinStage", ...]:
         """The stages, first to last."""
-        return tuple(getattr(self, f"stage{i + 1}") for i in range(len(self.depths)))
+        return tuple(getattr(self, f"stage{i + 1}") for i in range(len(self.config.depths)))
 
     def sites(self) -> dict[str, WindowSite]:
         """See `Model.sites`."""
         return {
             f"stage{i + 1}": WindowSite(
-                grid=stage.window, base_init=self.base_init, **stage.blocks.sizes()
+                grid=stage.window, base_init=self.config.base_init, **stage.blocks.sizes()
             )
             for i, stage in enumerate(self.stages)
         }
@@ -168,11 +150,12 @@ class SwinTransformer(Model):
                 f"images have {images.shape[1:3]} pixels, but the model was built for "
                 f"config.data.image_size={self.image_size}, which determines windows and shifts"
             )
-        rates = np.linspace(0, self.drop_path_rate, sum(self.depths), dtype=np.float32)
-        rates = np.split(rates, np.cumsum(self.depths)[:-1])
+        config = self.config
+        rates = np.linspace(0, config.drop_path, sum(config.depths), dtype=np.float32)
+        rates = np.split(rates, np.cumsum(config.depths)[:-1])
         stages = self.stages
         rngs = [None] * len(stages) if rng is None else jax.random.split(rng, len(stages))
-        height, width = (side - side % self.patch_size for side in self.image_size)
+        height, width = (side - side % config.patch_size for side in self.image_size)
         x = embedded = self.patch_norm(self.patch_embedding(images[:, :height, :width]))
         outs = []
         for stage, stage_rates, stage_rng in zip(stages, rates, rngs, strict=True):
@@ -180,8 +163,8 @@ class SwinTransformer(Model):
                 x,
                 drop_path_rates=stage_rates,
                 rng=stage_rng,
-                unroll=self.unroll,
-                remat=self.remat,
+                unroll=config.unroll,
+                remat=config.remat,
                 with_maps=with_maps,
             )
             outs.append(out)
@@ -210,7 +193,6 @@ class SwinStage(nnx.Module):
         rngs: nnx.Rngs,
         **block_options,
     ):
-        self.depth = depth
         self.window = tuple(min(side, window_size) for side in grid)
         self.shift = tuple(window_size // 2 if side > window_size else 0 for side in grid)
         options = dict(base_init=base_init, dtype=dtype, rngs=rngs)
@@ -285,20 +267,54 @@ class SwinBlock(Block):
         return jnp.tile(bias, (batch, 1, 1, 1))
 
 
-def _check_sizes(image_size, patch_size, width, depths, num_heads):
-    if min(image_size) < patch_size:
-        raise InputError(
-            f"config.data.image_size={image_size} is smaller than "
-            f"config.model.patch_size={patch_size}: choose a smaller patch"
-        )
-    if np.ndim(depths) == 0 or np.shape(depths) != np.shape(num_heads):
-        raise InputError(
-            f"config.model.depths={depths} and config.model.num_heads={num_heads} "
-            "must have one number for each stage"
-        )
-    for stage, heads in enumerate(num_heads):
-        if width * 2**stage % heads:
-            raise InputError(
-                f"config.model.num_heads={tuple(num_heads)}: the {width * 2**stage} channels of "
-                f"stage {stage + 1} are not divisible by {heads} heads"
-            )
+def partition(x: Float[Array, "B rows cols D"], window: Sides) -> Float[Array, "BW n D"]:
+    """Splits a grid, zero-padded at its ends, into windows of n tokens."""
+    batch, rows, cols, width = x.shape
+    r, c = window
+    down, across = -(-rows // r), -(-cols // c)
+    x = jnp.pad(x, ((0, 0), (0, down * r - rows), (0, across * c - cols), (0, 0)))
+    return x.reshape(batch, down, r, across, c, width).swapaxes(2, 3).reshape(-1, r * c, width)
+
+
+def unpartition(
+    windows: Float[Array, "BW n D"], window: Sides, grid: Sides
+) -> Float[Array, "B rows cols D"]:
+    """Inverts `partition` and removes the padding."""
+    (rows, cols), (r, c), width = grid, window, windows.shape[-1]
+    down, across = -(-rows // r), -(-cols // c)
+    x = windows.reshape(-1, down, across, r, c, width).swapaxes(2, 3)
+    return x.reshape(-1, down * r, across * c, width)[:, :rows, :cols]
+
+
+def shift_mask(grid: Sides, window: Sides, shift: Sides) -> Float[np.ndarray, "W n n"]:
+    """Returns what to add to the logits of each window of a shifted grid.
+
+    The last windows hold tokens from both ends of the grid, which must not attend to each other:
+    `MASKED` for such pairs, 0 for all others. As in timm, ends are those of the padded grid.
+    """
+    wrapped = []  # whether a row or column was moved from the first end to the last
+    for side, size, move in zip(grid, window, shift, strict=True):
+        padded = side + -side % size
+        wrapped.append(np.arange(padded) >= padded - move)
+    labels = 2 * wrapped[0][:, None] + wrapped[1][None, :]
+    r, c = window
+    labels = labels.reshape(len(labels) // r, r, -1, c).swapaxes(1, 2).reshape(-1, r * c)
+    apart = labels[:, :, None] != labels[:, None, :]
+    return np.where(apart, np.float32(MASKED), np.float32(0))
+
+
+def spread_bias(table: Float[Array, "R h"], window: Sides) -> Float[Array, "h n n"]:
+    """Returns `table[relative_index(window)]`, the bias of each query and key, heads first.
+
+    By slices, since the gradient of indexing is a scatter, which adds in no fixed order on GPUs.
+    """
+    rows, cols = window
+    x = table.reshape(2 * rows - 1, 2 * cols - 1, -1)
+    x = jnp.moveaxis(_spread(x, rows), 2, 0)  # [columns apart, query's row, key's row, h]
+    x = _spread(x, cols).transpose(4, 2, 0, 3, 1)
+    return x.reshape(-1, rows * cols, rows * cols)
+
+
+def _spread(x, size):
+    """Returns an array whose entry [query, key] is x[query - key + size - 1]."""
+    return jnp.stack([x[query : query + size][::-1] for query in range(size)])

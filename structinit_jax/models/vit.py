@@ -1,6 +1,7 @@
 """Vision Transformer (Dosovitskiy et al. 2021) with timm's conventions, in Flax NNX."""
 
-from typing import Any, ClassVar
+import dataclasses
+from typing import Any, ClassVar, Literal
 
 import jax
 import jax.numpy as jnp
@@ -15,12 +16,18 @@ from structinit_jax.attention_init import (
     rotary_angles,
     sincos_positions,
 )
-from structinit_jax.errors import InputError, is_count, require
+from structinit_jax.errors import (
+    Fraction,
+    InputError,
+    NonNegativeFloat,
+    NonNegativeInt,
+    PositiveFloat,
+    PositiveInt,
+)
 from structinit_jax.models import layers
 from structinit_jax.models.attention import Block
-from structinit_jax.models.fields import check_fields
 from structinit_jax.models.layers import Rng
-from structinit_jax.models.model import Model, make_stack, run_stack, token_grid
+from structinit_jax.models.model import Model, ModelConfig, make_stack, run_stack, token_grid
 
 
 def _variants() -> dict[str, dict[str, Any]]:
@@ -49,136 +56,98 @@ def _variants() -> dict[str, dict[str, Any]]:
     }
 
 
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class ViTConfig(ModelConfig):
+    """Fields of a `VisionTransformer`."""
+
+    depth: PositiveInt = 12  # L, the number of blocks
+    num_heads: PositiveInt = 3  # h, a divisor of the width
+    mlp_ratio: PositiveFloat = 4.0  # hidden width of the MLP over D
+    # Fixed encoding, or "learned", both added to the tokens, or "rope": axial rotary positions of
+    # temperature 100 (Heo et al. 2024).
+    positions: Literal["sincos", "learned", "rope"] = "sincos"
+    pool: Literal["mean", "class_token"] = "mean"  # of the image tokens; the final norm follows
+    num_registers: NonNegativeInt = 0  # tokens that are not on the grid (Darcet et al. 2024)
+    dropout: Fraction = 0.0  # rate after positions, attention projections and MLP layers
+    # Start of a trained factor per channel of each branch (Touvron et al. 2021); 0 omits it.
+    layer_scale: NonNegativeFloat = 0.0
+    qk_norm: bool = False  # LayerNorm on each head's queries and keys (Dehghani et al. 2023)
+    attention_implementation: Literal["auto", "cudnn"] = "auto"  # "cudnn" is a fused kernel
+
+    @property
+    def num_prefix(self) -> int:
+        """Number of tokens before those of the grid: the class token and the registers."""
+        return self.num_registers + (self.pool == "class_token")
+
+
 class VisionTransformer(Model):
-    """Patch embedding, positions, a stack of pre-norm blocks, pooling, norm and a linear head.
+    """Patch embedding, positions, a stack of pre-norm blocks, pooling, norm and a linear head."""
 
-    For the arguments see `Model` and `default_config`.
-    """
-
+    Config = ViTConfig
     VARIANTS: ClassVar = _variants()
-
-    @staticmethod
-    def default_config() -> dict[str, Any]:
-        """See `Model.default_config`."""
-        return dict(
-            image_size=224,
-            num_classes=1000,
-            patch_size=16,  # side of a patch in pixels
-            width=192,  # D; divisible by num_heads
-            depth=12,  # L, the number of blocks
-            num_heads=3,  # h
-            mlp_ratio=4.0,  # hidden width of the MLP over D
-            # Fixed encoding, or "learned", both added to the tokens, or "rope": axial rotary
-            # positions of temperature 100 (Heo et al. 2024).
-            positions="sincos",
-            pool="mean",  # of the image tokens, or "class_token"; the final norm follows
-            num_registers=0,  # additional tokens that are not on the grid (Darcet et al. 2024)
-            drop_path=0.0,  # rate of the last block; it rises linearly from 0 in the first
-            dropout=0.0,  # rate after positions, attention projections and MLP layers
-            layer_scale=0.0,  # start of a trained factor per channel of each branch; 0 omits it
-            qk_norm=False,  # LayerNorm on each head's queries and keys (Dehghani et al. 2023)
-            # Start values: those of timm's ViT for all kinds of positions, or "pytorch": the
-            # defaults of its layers.
-            base_init="timm",
-            dtype="float32",  # of the computation, or "bfloat16"; parameters are float32
-            attention_implementation="auto",  # or "cudnn", a fused kernel
-            unroll=1,  # blocks per step of the scan; 0 unrolls the stack, which compiles longer
-            # What the training step recomputes to save memory: "none", "dots" or "full" (see
-            # model.run_stack), or the first of them that fits the device.
-            remat="auto",
-        )
 
     def __init__(
         self,
         *,
-        image_size: int | tuple[int, int],
-        patch_size: int,
         channels: int,
-        num_classes: int,
-        width: int,
-        depth: int,
-        num_heads: int,
-        mlp_ratio: float = 4.0,
-        positions: str = "sincos",
-        pool: str = "mean",
-        num_registers: int = 0,
-        drop_path: float = 0.0,
-        dropout: float = 0.0,
-        layer_scale: float = 0.0,
-        qk_norm: bool = False,
-        base_init: str = "timm",
-        dtype: str = "float32",
-        attention_implementation: str = "auto",
-        unroll: int = 1,
-        remat: str = "auto",
         attention_init: AttentionInit | None = None,
         rngs: nnx.Rngs,
+        **fields,
     ):
-        check_fields(locals())
-        require("config.model.num_heads", num_heads, "a single number for a ViT", is_count)
-        self.grid = token_grid(image_size, patch_size)
+        self.config = config = ViTConfig.from_fields(fields)
+        width, num_heads = config.width, config.num_heads
+        self.grid = token_grid(config.image_size, config.patch_size)
         if width % num_heads:
             raise InputError(
                 f"config.model.width={width} is not divisible by config.model.num_heads={num_heads}"
             )
-        self.depth = depth
-        self.rotary = positions == "rope"
-        self.pool = pool
-        self.num_registers = num_registers
-        self.num_prefix = num_registers + (pool == "class_token")
-        self.drop_path_rate = drop_path
-        self.dropout_rate = dropout
-        self.base_init = base_init
-        self.dtype = jnp.dtype(dtype)
-        self.unroll = unroll
-        self.remat = remat
-
-        options = dict(dtype=self.dtype, rngs=rngs)
-        self.patch_embedding = layers.PatchEmbedding(patch_size, channels, width, **options)
-        init = nnx.initializers.normal(1e-6 if base_init == "timm" else 0.0, jnp.float32)
-        if pool == "class_token":
+        options = dict(dtype=jnp.dtype(config.dtype), rngs=rngs)
+        self.patch_embedding = layers.PatchEmbedding(config.patch_size, channels, width, **options)
+        std = 1e-6 if config.base_init == "timm" else 0.0
+        init = nnx.initializers.normal(std, jnp.float32)
+        if config.pool == "class_token":
             self.class_token = nnx.Param(init(rngs.params(), (width,)))
-        if num_registers:
-            self.registers = nnx.Param(init(rngs.params(), (num_registers, width)))
-        if positions == "learned":
-            shape = (self.num_prefix + self.grid[0] * self.grid[1], width)
+        if config.num_registers:
+            self.registers = nnx.Param(init(rngs.params(), (config.num_registers, width)))
+        if config.positions == "learned":
+            shape = (config.num_prefix + self.grid[0] * self.grid[1], width)
             self.positions = nnx.Param(layers.truncated_normal(rngs.params(), shape))
-        else:  # computed in each call; here to raise if these sizes have none
+        else:
             self.positions = None
-            if self.rotary:
-                rotary_angles(self.grid, width // num_heads)
+            if config.positions == "sincos":
+                sincos_positions(self.grid, width)  # raises if the width has none
             else:
-                sincos_positions(self.grid, width)
+                rotary_angles(self.grid, width // num_heads)
 
         self.blocks = make_stack(
             Block,
-            depth,
+            config.depth,
             width=width,
             num_heads=num_heads,
-            mlp_ratio=mlp_ratio,
-            dropout=dropout,
-            layer_scale=layer_scale,
-            qk_norm=qk_norm,
-            base_init=base_init,
-            attention_implementation=attention_implementation,
+            mlp_ratio=config.mlp_ratio,
+            dropout=config.dropout,
+            layer_scale=config.layer_scale,
+            qk_norm=config.qk_norm,
+            base_init=config.base_init,
+            attention_implementation=config.attention_implementation,
             **options,
         )
         self.norm = layers.layer_norm(width, **options)
-        head_init = layers.BASE_INITS[base_init](width)
-        self.head = nnx.Linear(width, num_classes, **head_init, rngs=rngs)
+        head_init = layers.BASE_INITS[config.base_init](width)
+        self.head = nnx.Linear(width, config.num_classes, **head_init, rngs=rngs)
         if attention_init is not None:
             self.initialize_attention(attention_init, rngs.params())
 
     def sites(self) -> dict[str, AttentionSite]:
         """See `Model.sites`."""
-        options = dict(grid=self.grid, base_init=self.base_init, **self.blocks.sizes())
-        if self.rotary:
+        options = dict(grid=self.grid, base_init=self.config.base_init, **self.blocks.sizes())
+        if self.config.positions == "rope":
             angles = rotary_angles(self.grid, options["head_dim"])
             return {"blocks": RotarySite(angles=angles, **options)}
-        if self.positions is None:
-            positions = sincos_positions(self.grid, options["width"])
+        if self.config.positions == "sincos":
+            positions = sincos_positions(self.grid, self.config.width)
             return {"blocks": AttentionSite(positions=positions, **options)}
-        positions = self.positions[...][self.num_prefix :]
+        positions = self.positions[...][self.config.num_prefix :]
         site = AttentionSite(positions=positions, positions_trainable=True, **options)
         return {"blocks": site}
 
@@ -191,50 +160,51 @@ class VisionTransformer(Model):
         counting the class token and registers, which come first; 'blocks' with 'attention', 'mlp',
         'output' [L, B, T, D] and 'attention_maps' [L, B, h, T, T]; 'pooled' [B, D] after the norm.
         """
+        config = self.config
         dropout_rng, blocks_rng = (None, None) if rng is None else jax.random.split(rng)
         patches = self.patch_embedding.embed(images, self.grid)
         embedded = self._add_prefix_and_positions(patches)
         x, blocks = run_stack(
             self.blocks,
-            layers.dropout(embedded, self.dropout_rate, dropout_rng),
-            drop_path_rates=np.linspace(0, self.drop_path_rate, self.depth, dtype=np.float32),
+            layers.dropout(embedded, config.dropout, dropout_rng),
+            drop_path_rates=np.linspace(0, config.drop_path, config.depth, dtype=np.float32),
             rng=blocks_rng,
-            unroll=self.unroll,
-            remat=self.remat,
+            unroll=config.unroll,
+            remat=config.remat,
             with_maps=with_maps,
             angles=self._angles(),
         )
-        if self.pool == "class_token":
+        if config.pool == "class_token":
             pooled = self.norm(x[:, 0])
         else:
-            pooled = self.norm(x[:, self.num_prefix :].mean(axis=1))
+            pooled = self.norm(x[:, config.num_prefix :].mean(axis=1))
         out = dict(patch_embedding=patches, embedded=embedded, blocks=blocks, pooled=pooled)
         return self.head(pooled.astype(jnp.float32)), out
 
     def _add_prefix_and_positions(self, patches):
-        batch, _, width = patches.shape
-        prefix = [self.class_token[...][None]] if self.pool == "class_token" else []
-        if self.num_registers:
+        config, (batch, _, width) = self.config, patches.shape
+        prefix = [self.class_token[...][None]] if config.pool == "class_token" else []
+        if config.num_registers:
             prefix.append(self.registers[...])
         if prefix:
-            prefix = jnp.concatenate(prefix).astype(self.dtype)
+            prefix = jnp.concatenate(prefix).astype(patches.dtype)
             prefix = jnp.broadcast_to(prefix, (batch, *prefix.shape))
             patches = jnp.concatenate([prefix, patches], axis=1)
-        if self.rotary:
+        if config.positions == "rope":
             return patches
-        if self.positions is None:  # zero for the prefix, which is not on the grid
+        if config.positions == "sincos":  # zero for the prefix, which is not on the grid
             positions = sincos_positions(self.grid, width)
-            positions = jnp.pad(positions, ((self.num_prefix, 0), (0, 0)))
+            positions = jnp.pad(positions, ((config.num_prefix, 0), (0, 0)))
         else:
             positions = self.positions[...]
-        return patches + jnp.asarray(positions, self.dtype)[None]
+        return patches + jnp.asarray(positions, patches.dtype)[None]
 
     def _angles(self):
         """Angles [T, d / 2] of the rotation of each token; None without rotary positions."""
-        if not self.rotary:
+        if self.config.positions != "rope":
             return None
-        angles = rotary_angles(self.grid, self.blocks.attention.query.kernel.shape[-1])[0, 0]
-        return np.pad(angles, ((self.num_prefix, 0), (0, 0)))  # class token and registers stay
+        angles = rotary_angles(self.grid, self.config.width // self.config.num_heads)[0, 0]
+        return np.pad(angles, ((self.config.num_prefix, 0), (0, 0)))  # prefix tokens do not rotate
 
 
 def resample_positions(

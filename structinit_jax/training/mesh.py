@@ -7,8 +7,7 @@ import numpy as np
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
 from structinit_jax.errors import InputError
-from structinit_jax.models.model import stack_of
-from structinit_jax.models.sharding import AXIS, weight_spec
+from structinit_jax.models.model import FSDP_AXIS, stack_of, weight_spec
 
 
 def make_mesh(fsdp: int = 1, devices: list[jax.Device] | None = None) -> Mesh:
@@ -31,7 +30,7 @@ def make_mesh(fsdp: int = 1, devices: list[jax.Device] | None = None) -> Mesh:
             "does, or 1 to replicate the weights on every device"
         )
     grid = np.asarray(devices).reshape(-1, fsdp)
-    return Mesh(grid, ("data", AXIS), axis_types=(AxisType.Auto, AxisType.Auto))
+    return Mesh(grid, ("data", FSDP_AXIS), axis_types=(AxisType.Auto, AxisType.Auto))
 
 
 def batch_sharding(mesh: Mesh) -> NamedSharding:
@@ -47,7 +46,7 @@ def replicated(mesh: Mesh) -> NamedSharding:
 def shard(mesh: Mesh, abstract_state: Any) -> Any:
     """Adds a sharding to the shape and type of every array of a (part of a) training state.
 
-    Arrays are split over 'fsdp' as in `models.sharding.weight_spec`, those of stacked blocks as the
+    Arrays are split over 'fsdp' as in `models.model.weight_spec`, those of stacked blocks as the
     array of one block. The model state, averaged or not, is replicated.
 
     Args:
@@ -61,7 +60,7 @@ def shard(mesh: Mesh, abstract_state: Any) -> Any:
             sharding = replicated(mesh)
         else:
             layer_axes = 1 if stack_of(path) else 0
-            spec = weight_spec(leaf.shape[layer_axes:], mesh.shape[AXIS])
+            spec = weight_spec(leaf.shape[layer_axes:], mesh.shape[FSDP_AXIS])
             sharding = NamedSharding(mesh, PartitionSpec(*(None,) * layer_axes, *spec))
         return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding)
 
@@ -85,6 +84,6 @@ def describe(mesh: Mesh) -> str:
     devices = mesh.devices.flatten()
     num_hosts = len({device.process_index for device in devices})
     hosts = f" ({num_hosts} hosts)" if num_hosts > 1 else ""
-    fsdp = mesh.shape[AXIS]
+    fsdp = mesh.shape[FSDP_AXIS]
     copies = f", each copy of the state on {fsdp}" if fsdp > 1 else ""
     return f"{len(devices)} × {devices[0].device_kind}{hosts}{copies}"

@@ -19,7 +19,7 @@ from structinit_jax import config as config_lib
 from structinit_jax.attention_init.report import out_of_reach
 from structinit_jax.errors import InputError
 from structinit_jax.interop import select_weights
-from structinit_jax.models.registry import create_model
+from structinit_jax.models import create_model
 from structinit_jax.training import mesh as mesh_lib
 
 

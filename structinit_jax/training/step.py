@@ -15,8 +15,7 @@ from ml_collections import ConfigDict
 
 from structinit_jax.augment import Augment, normalize
 from structinit_jax.errors import InputError
-from structinit_jax.models.model import stack_of
-from structinit_jax.models.sharding import AXIS
+from structinit_jax.models.model import FSDP_AXIS, stack_of
 from structinit_jax.training import mesh as mesh_lib
 from structinit_jax.training.optimizer import find_loss
 from structinit_jax.training.state import TrainState, split_model, split_rng
@@ -150,8 +149,8 @@ def _gather_by_layer(function, mesh):
 
     def wrapped(params, *args):
         params = jax.tree_util.tree_map_with_path(gather_outside_stacks, params)
-        # Tells stacks of blocks to gather the weights of each block (`models.sharding.gather`).
-        split = mesh.shape[AXIS] > 1
+        # Tells stacks to gather the weights of each block (`models.model.gather_weights`).
+        split = mesh.shape[FSDP_AXIS] > 1
         with jax.sharding.use_abstract_mesh(mesh.abstract_mesh) if split else nullcontext():
             return function(params, *args)
 
