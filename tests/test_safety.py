@@ -59,7 +59,7 @@ def test_export_and_classifier_load_the_model_only(strangers, tmp_path):
     fields = json.loads((workdir / "config.json").read_text())
     fields["model"]["name"] = "strangers:Model"
     (workdir / "config.json").write_text(json.dumps(fields))
-    with pytest.raises(InputError, match="model.name='strangers:Model'"):
+    with pytest.raises(InputError, match=r"model\.name='strangers:Model'"):
         Classifier(workdir)
     with pytest.raises(InputError, match="cannot be imported"):
         Classifier(workdir, trust=True)
