@@ -28,7 +28,6 @@ from structinit_jax.interop import timm_config, to_timm
 from structinit_jax.interop.timm_config import TimmModel
 from structinit_jax.training.checkpoint import read_run
 from structinit_jax.training.remote import readable
-from structinit_jax.training.workdir import write_atomically
 
 WEIGHTS = Path("model.safetensors")  # as timm expects it in a folder
 _AVERAGED = flags.DEFINE_bool(
@@ -62,15 +61,12 @@ def export(
     config_lib.validate(config)
     if averaged and not config.ema_decay:
         raise InputError("--averaged needs a run with averaged weights, but config.ema_decay is 0")
-    data = config.data
+    data, fields = config.data, config.model.to_dict()
     sizes = dict(image_size=data.image_size, channels=data.channels)
-    timm_model = timm_config.timm_model(config.model.to_dict(), **sizes)
+    timm_model = timm_config.timm_model(fields, **sizes)
     is_folder = path.suffix != WEIGHTS.suffix
     if is_folder and (path / "checkpoints").exists():
-        raise InputError(
-            f"--out={path} is the workdir of a run, whose config.json would be lost: choose "
-            "another folder"
-        )
+        raise InputError(f"--out={path} is the workdir of a run: choose another folder")
     model, state = restore_model(config, workdir, jax.local_devices()[:1], step)
     source = state.ema if averaged else state._asdict()
     weights = jax.device_get((source["params"], source["model_state"]))
@@ -86,33 +82,49 @@ def export(
     text = json.dumps(card, indent=2)
     # "format" tells readers of safetensors that the layout is PyTorch's.
     metadata = {"format": "pt", "model": timm_model.call(), "config": text}
+    # `save_file` would write a file that only its owner can read.
+    files = {(path / WEIGHTS if is_folder else path): save(weights, metadata)}
+    if is_folder and timm_model.is_registered:
+        files[path / "config.json"] = f"{text}\n".encode()
     try:
         if is_folder:
             path.mkdir(parents=True, exist_ok=True)
-            if timm_model.is_registered:
-                write_atomically(path / "config.json", text + "\n")
-            path = path / WEIGHTS
-        # `save_file` would write a file that only its owner can read.
-        write_atomically(path, save(weights, metadata))
+        _replace_together(files)
+        if is_folder and not timm_model.is_registered:
+            (path / "config.json").unlink(missing_ok=True)  # of an older export
     except OSError as error:
         raise InputError(f"--out={path} cannot be written: {error}") from error
     return int(state.step), timm_model
 
 
+def _replace_together(files: dict[Path, bytes]) -> None:
+    """Writes all files before it replaces the first, so that a full disk leaves the old ones."""
+    partial = {path: path.with_name(f"{path.name}.partial") for path in files}
+    try:
+        for path, content in files.items():
+            partial[path].write_bytes(content)
+        for path in files:
+            partial[path].replace(path)
+    finally:
+        for path in partial.values():
+            path.unlink(missing_ok=True)
+
+
 def main(config: ConfigDict) -> None:
     """Runs the command."""
-    if WORKDIR.value is None:
+    if not WORKDIR.value:
         raise InputError("--workdir is required: the output directory of the run")
     path = command_line.out_path("model.safetensors")
     step, model = export(config, WORKDIR.value, path, _AVERAGED.value, STEP.value or "newest")
     print(f"wrote the weights of step {step} to {path}")
-    if path.suffix == WEIGHTS.suffix or not model.is_registered:
-        file = path if path.suffix == WEIGHTS.suffix else path / WEIGHTS
-        print(f"PyTorch: model = {model.call()}")
-        print(f"         model.load_state_dict(safetensors.torch.load_file({str(file)!r}))")
-    else:
+    is_folder = path.suffix != WEIGHTS.suffix
+    if is_folder and model.is_registered:
         print(f'PyTorch: timm.create_model("local-dir:{path}", pretrained=True), that is')
         print(f"         {model.call()}")
+    else:
+        file = path / WEIGHTS if is_folder else path
+        print(f"PyTorch: model = {model.call()}")
+        print(f"         model.load_state_dict(safetensors.torch.load_file({str(file)!r}))")
 
 
 if __name__ == "__main__":
