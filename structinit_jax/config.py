@@ -2,7 +2,7 @@
 
 The files in `configs/` start from `base_config` and set what their recipe changes. The fields of
 `config.model` are those of the model family, and the fields of `config.augment` are those of
-`augment.AugmentOptions`.
+`augment.AugmentConfig`.
 """
 
 import dataclasses
@@ -20,7 +20,7 @@ from flax.traverse_util import flatten_dict
 from ml_collections import ConfigDict
 
 from structinit_jax import attention_init, errors, models
-from structinit_jax.augment import AugmentOptions
+from structinit_jax.augment import AugmentConfig, AugmentOptions
 from structinit_jax.data.info import EVALUATION_SETS
 from structinit_jax.errors import (
     Check,
@@ -117,7 +117,7 @@ def base_config(model: str = "vit") -> ConfigDict:
     model_fields = models.default_config(model)
     config = ConfigDict(_defaults(RunFields))
     config.data = _defaults(DataFields) | {"image_size": model_fields.pop("image_size", 224)}
-    config.augment = {k: v for k, v in _defaults(AugmentOptions).items() if k not in ELSEWHERE}
+    config.augment = _defaults(AugmentConfig)
     config.model = model_fields
     # Name of the scheme, or your own as 'module:function', and its options.
     config.attention_init = dict(name="impulse", kernel_size=3)
@@ -126,10 +126,6 @@ def base_config(model: str = "vit") -> ConfigDict:
     elif config.model.name == "mixer":  # the others do not help it: attention_init.token_mixing
         config.attention_init = dict(name="default")
     return config
-
-
-# Fields of `AugmentOptions` that other sections decide.
-ELSEWHERE = ("num_classes", "mean", "std", "image_size", "label_smoothing")
 
 
 def _defaults(fields: type) -> dict[str, Any]:

@@ -3,7 +3,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from structinit_jax.augment.apply_where import CHUNKS, apply_where
+from structinit_jax.augment.rand_augment import CHUNKS, apply_where
 
 apply_jit = jax.jit(apply_where, static_argnums=0)
 

@@ -8,9 +8,9 @@ import pytest
 import references
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
-from structinit_jax.augment import AugmentOptions, describe, make_augment, pipeline
+from structinit_jax.augment import AugmentConfig, AugmentOptions, describe, make_augment, pipeline
 from structinit_jax.augment import mix as mix_lib
-from structinit_jax.errors import InputError
+from structinit_jax.errors import InputError, check_fields
 
 REFERENCE = references.load("train_script")
 MEAN, STD = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)
@@ -164,62 +164,51 @@ def test_gray_images_pass_through_everything():
 @pytest.mark.parametrize(
     ("field", "value"),
     [
-        ("config.augment.flip", 1.5),
-        ("config.augment.erasing", float("nan")),
-        ("config.augment.crop", "center"),
-        ("config.augment.interpolation", "nearest"),
-        ("config.augment.erasing_mode", "noise"),
-        ("config.augment.mixup", -0.1),
-        ("config.augment.cutmix", float("inf")),
-        ("config.augment.mix_group", -1),
-        ("config.augment.crop_scale", (0.5, 0.1)),
-        ("config.augment.crop_ratio", (0.0, 1.0)),
-        ("config.augment.color_jitter", (0.4, 0.4, -1.0)),
-        ("config.augment.color_jitter", (0.4, 0.4, 0.4, 0.6)),
-        ("config.augment.color_jitter", (0.4,)),
-        ("config.augment.color_jitter", (0.4, 0.4, float("nan"))),
-        ("config.augment.rand_augment", "rand-m9-q3"),
-        ("config.label_smoothing", 1.0),
-        ("config.model.num_classes", 0),
-        ("config.data.image_size", 0),
-        ("config.data.std", (0.1, 0.2)),
-        ("config.data.std", (0.1, 0.0, 0.2)),
-        ("config.data.mean", ()),
+        ("crop", "center"),
+        ("crop_scale", (0.5, 0.1)),
+        ("crop_ratio", (0.0, 1.0)),
+        ("color_jitter", (0.4,)),
+        ("color_jitter", (0.4, 0.4, 0.4, 0.6)),
+        ("color_jitter", (0.4, 0.4, float("nan"))),
+        ("erasing", float("nan")),
+        ("mix_group", -1),
     ],
 )
 def test_invalid_fields_are_refused_by_name(field, value):
-    with pytest.raises(InputError, match=rf"^{re.escape(field)}="):
-        dataclasses.replace(RECIPE, **{field.rpartition(".")[2]: value})
-
-
-def test_color_operations_refuse_two_channels():
-    with pytest.raises(InputError, match=r"config\.data\.mean="):
-        dataclasses.replace(RECIPE, mean=(0.5, 0.5), std=(0.2, 0.2))
+    with pytest.raises(InputError, match=rf"^config\.augment\.{field}="):
+        check_fields(AugmentConfig, {field: value}, "config.augment.")
 
 
 @pytest.mark.parametrize(
-    ("images", "labels", "message"),
+    ("fields", "message"),
     [
-        (IMAGES / 255, LABELS, r"images are float.* \[16, 16, 16, 3\]: pass uint8"),
-        (IMAGES[0], LABELS[:1], r"images are uint8 \[16, 16, 3\]"),
-        (IMAGES, np.eye(5)[LABELS], r"labels are float.* \[16, 5\]: pass the classes"),
-        (IMAGES, LABELS[:8], r"labels are int32 \[8\]: .*16 images"),
+        (dict(flip=1.5), r"^config\.augment\.flip=1\.5"),
+        (dict(rand_augment="rand-m9-q3"), r"^config\.augment\.rand_augment="),
+        (dict(image_size=0), r"^config\.data\.image_size=0"),
+        (dict(mean=(0.5, 0.5), std=(0.2, 0.2)), r"^config\.data\.mean="),
     ],
 )
-def test_batches_of_other_types_or_shapes_are_refused(images, labels, message):
+def test_options_that_do_not_fit_are_refused(fields, message):
     with pytest.raises(InputError, match=message):
+        dataclasses.replace(RECIPE, **fields)
+
+
+@pytest.mark.parametrize(
+    ("images", "labels"),
+    [
+        (IMAGES / 255, LABELS),
+        (IMAGES[0], LABELS[:1]),
+        (IMAGES[..., :1], LABELS),
+        (IMAGES, np.eye(5)[LABELS]),
+        (IMAGES, LABELS[:8]),
+    ],
+)
+def test_batches_of_other_types_or_shapes_are_refused(images, labels):
+    with pytest.raises(InputError, match=r"pass uint8 pixels \[B, H, W, 3\]"):
         make_augment(RECIPE)(jax.random.key(0), images, labels)
 
 
-def test_batches_may_be_lists():
-    augment = make_augment(only())
-    ours, theirs = (augment(jax.random.key(0), IMAGES[:2], y) for y in (LABELS[:2], [0, 1]))
-    jax.tree.map(np.testing.assert_array_equal, ours, theirs)
-
-
-def test_batches_that_do_not_match_the_options_are_refused():
+def test_a_group_must_divide_the_batch():
     augment = make_augment(dataclasses.replace(RECIPE, mix_group=3))
     with pytest.raises(InputError, match=r"config\.augment\.mix_group=3"):
-        augment(jax.random.key(0), jnp.asarray(IMAGES), jnp.asarray(LABELS))
-    with pytest.raises(InputError, match=r"config\.data\.mean=.* 1 channel"):
-        make_augment(RECIPE)(jax.random.key(0), jnp.asarray(IMAGES[..., :1]), jnp.asarray(LABELS))
+        augment(jax.random.key(0), IMAGES, LABELS)

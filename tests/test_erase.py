@@ -5,7 +5,7 @@ import jax
 import numpy as np
 from scipy import stats
 
-from structinit_jax.augment.erase import random_erasing
+from structinit_jax.augment.mix import random_erasing
 
 REFERENCE = np.load(pathlib.Path(__file__).with_name("references") / "augment.npz")
 

@@ -2,15 +2,16 @@
 
 `make_augment(AugmentOptions(...))` returns the augmentation of a whole training recipe as one pure
 function. The modules hold the individual operations, which follow timm, torchvision and Pillow:
-`crop` (crops and flips), `rand_augment`, `affine`, `color`, `erase` and `mix`.
+`crop` (crops, flips and warps), `color`, `rand_augment` and `mix` (mixup, cutmix and erasing).
 """
 
 from structinit_jax.augment.pipeline import (
     Augment,
+    AugmentConfig,
     AugmentOptions,
     describe,
     make_augment,
     normalize,
 )
 
-__all__ = ["Augment", "AugmentOptions", "describe", "make_augment", "normalize"]
+__all__ = ["Augment", "AugmentConfig", "AugmentOptions", "describe", "make_augment", "normalize"]

@@ -1,7 +1,7 @@
-"""Mixup and cutmix, as in timm.
+"""Mixup, cutmix and random erasing, as in timm.
 
-Zhang et al. 2018 (https://arxiv.org/abs/1710.09412) and Yun et al. 2019
-(https://arxiv.org/abs/1905.04899).
+Zhang et al. 2018 (https://arxiv.org/abs/1710.09412), Yun et al. 2019
+(https://arxiv.org/abs/1905.04899) and Zhong et al. 2017 (https://arxiv.org/abs/1708.04896).
 """
 
 import functools
@@ -11,9 +11,12 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Bool, Float, Integer, Key
 
-from structinit_jax.augment.crop import Box, box_mask
+from structinit_jax.augment.crop import Box, box_mask, draw_attempts, place_first_fit
+from structinit_jax.augment.rand_augment import apply_where
 
 NUM_QUANTILES = 4097
+ERASED_AREA = (0.02, 1 / 3)  # as a fraction of the image's area
+ERASED_RATIO = (0.3, 1 / 0.3)  # height / width
 
 
 def mix(
@@ -130,3 +133,38 @@ def smooth_one_hot(
 ) -> Float[Array, "B classes"]:
     """Returns one-hot targets with a fraction `smoothing` spread evenly over all classes."""
     return jax.nn.one_hot(labels, num_classes) * (1 - smoothing) + smoothing / num_classes
+
+
+def random_erasing(
+    rngs: Key[Array, " B"], images: Float[Array, "B H W C"], probability: float, mode: str
+) -> Float[Array, "B H W C"]:
+    """Fills a random box of some normalized images.
+
+    Args:
+      rngs: A random key per image.
+      images: Images in which 0 is the mean color.
+      probability: Probability that an image is changed.
+      mode: Fill of the box: 'const' (zeros), 'rand' (one normally distributed color) or 'pixel' (a
+        normally distributed color per pixel).
+    """
+    _, H, W, C = images.shape
+    split = jax.vmap(lambda rng: jax.random.split(rng, 3), out_axes=1)
+    select_rngs, box_rngs, fill_rngs = split(rngs)
+    mask = jax.vmap(lambda rng: jax.random.bernoulli(rng, probability))(select_rngs)
+    fill_shape = (H, W, C) if mode == "pixel" else (1, 1, C)
+
+    def erase(image, box_rng, fill_rng):
+        inside = box_mask(_erasing_box(box_rng, H, W), H, W)[..., None]
+        if mode == "const":
+            return jnp.where(inside, 0.0, image)
+        return jnp.where(inside, jax.random.normal(fill_rng, fill_shape, image.dtype), image)
+
+    return apply_where(erase, mask, images, box_rngs, fill_rngs)
+
+
+def _erasing_box(rng, height, width) -> Box:
+    """Draws a box, empty if none of 10 attempts is smaller than the image in both directions."""
+    box_height, box_width, position = draw_attempts(rng, height * width, ERASED_AREA, ERASED_RATIO)
+    fits = (box_height < height) & (box_width < width)
+    box_height, box_width = jnp.where(fits, box_height, 0), jnp.where(fits, box_width, 0)
+    return place_first_fit(fits, box_height, box_width, position, height, width)

@@ -4,6 +4,7 @@ import dataclasses
 import functools
 import math
 from collections.abc import Callable
+from typing import Annotated, Literal
 
 import jax
 import jax.numpy as jnp
@@ -13,10 +14,16 @@ from jaxtyping import Array, Float, Integer, Key, Real, UInt8
 
 from structinit_jax.augment.color import color_jitter
 from structinit_jax.augment.crop import random_flip, random_pad_crop, random_resized_crop
-from structinit_jax.augment.erase import random_erasing
-from structinit_jax.augment.mix import mix, smooth_one_hot
+from structinit_jax.augment.mix import mix, random_erasing, smooth_one_hot
 from structinit_jax.augment.rand_augment import parse, rand_augment
-from structinit_jax.errors import InputError, is_below_one, is_count, is_positive_or_zero, require
+from structinit_jax.errors import (
+    Check,
+    InputError,
+    NonNegativeFloat,
+    NonNegativeInt,
+    Probability,
+    check_fields,
+)
 
 # Each operation has its own random stream, so disabling one does not change the others' draws.
 CROP, FLIP, RAND_AUGMENT, COLOR_JITTER, ERASING, MIXING = range(6)
@@ -26,122 +33,89 @@ Augment = Callable[
     tuple[Float[Array, "B h w C"], Float[Array, "B classes"]],
 ]
 
-# Config sections of the fields that are not part of `config.augment`.
-_SECTIONS = {
-    "num_classes": "config.model",
-    "mean": "config.data",
-    "std": "config.data",
-    "image_size": "config.data",
-    "label_smoothing": "config",
-}
-_PROBABILITIES = ("flip", "erasing", "mix_probability", "mix_switch")
-# Whole numbers and their lowest valid values.
-_COUNTS = {"num_classes": 1, "image_size": 0, "crop_padding": 0, "mix_group": 0}
-_CHOICES = {
-    "crop": ("none", "pad", "resized"),
-    "interpolation": ("bilinear", "bicubic", "random"),
-    "erasing_mode": ("const", "rand", "pixel"),
-}
+# Ranges of the random box.
+Shares = Annotated[
+    tuple[float, float],
+    Check("a pair with 0 < low <= high <= 1", lambda x: len(x) == 2 and 0 < x[0] <= x[1] <= 1),
+]
+Ratios = Annotated[
+    tuple[float, float],
+    Check("a pair with 0 < low <= high", lambda x: len(x) == 2 and 0 < x[0] <= x[1] < math.inf),
+]
+Strengths = Annotated[
+    tuple[float, ...],
+    Check(
+        "three numbers of 0 or more, or four with the hue at most 0.5",
+        lambda x: (
+            len(x) in (3, 4)
+            and all(0 <= strength < math.inf for strength in x)
+            and max(x[3:], default=0) <= 0.5
+        ),
+    ),
+]
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class AugmentOptions:
-    """Options of the augmentation. By default images are only normalized.
+class AugmentConfig:
+    """Fields of `config.augment`. By default images are only normalized."""
 
-    Attributes:
-      num_classes: Number of classes.
-      mean: Mean per channel of pixels scaled to [0, 1].
-      std: Standard deviation per channel of pixels scaled to [0, 1].
-      image_size: Height and width in pixels after `crop='resized'`. Other crops keep the size.
-      crop: 'none', 'pad' (`random_pad_crop`) or 'resized' (`random_resized_crop`).
-      crop_padding: Padding per side in pixels for `crop='pad'`.
-      crop_scale: Range of the box's area for `crop='resized'`, as a fraction of the image's area.
-      crop_ratio: Range of the box's aspect ratio for `crop='resized'`, width / height.
-      interpolation: Interpolation of `crop='resized'` and of RandAugment's warps: 'bilinear',
-        'bicubic' or 'random' (one of the two with equal probability).
-      flip: Probability of a horizontal flip.
-      rand_augment: RandAugment policy of timm, e.g. 'rand-m9-mstd0.5-inc1', or '' for none.
-      color_jitter: Strengths of brightness, contrast and saturation and optionally of hue (at most
-        0.5). Ignored if `rand_augment` is set, as in timm.
-      erasing: Probability of random erasing.
-      erasing_mode: Fill of erased boxes: 'const', 'rand' or 'pixel'.
-      erase_after_mixing: Whether to erase after mixing, as timm's training script does with its
-        default prefetcher, which also mixes the uint8 images before normalization and rounds the
-        result. DeiT, and timm without the prefetcher, erase and then mix normalized images.
-      mixup: α of mixup. 0 disables it.
-      cutmix: α of cutmix. 0 disables it.
-      mix_probability: Probability that a group of images is mixed.
-      mix_switch: Probability of cutmix rather than mixup if both are enabled.
-      mix_group: Number of consecutive images that share one λ, or 0 for the whole batch. timm and
-        DeiT share it within the batch of each process.
-      label_smoothing: Fraction of each target that is spread evenly over all classes.
+    # 'pad' pads, then crops to the image's size; 'resized' resizes a random box to image_size.
+    crop: Literal["none", "pad", "resized"] = "none"
+    crop_padding: NonNegativeInt = 4  # pixels on each side, for crop='pad'
+    crop_scale: Shares = (0.08, 1.0)  # range of the box's share of the area, for crop='resized'
+    crop_ratio: Ratios = (3 / 4, 4 / 3)  # range of the box's width / height, for crop='resized'
+    # Of resized crops and of RandAugment's warps; 'random' draws one of the two at each use.
+    interpolation: Literal["bilinear", "bicubic", "random"] = "random"
+    flip: Probability = 0.0  # of a horizontal flip
+    rand_augment: str = ""  # timm's notation, such as 'rand-m9-mstd0.5-inc1'; empty disables it
+    # Strengths of brightness, contrast, saturation and optionally hue (`color.color_jitter`);
+    # without effect if rand_augment is set, as in timm.
+    color_jitter: Strengths = (0.0, 0.0, 0.0)
+    erasing: Probability = 0.0  # of random erasing
+    # What fills an erased box: noise per pixel, one random color, or the mean color.
+    erasing_mode: Literal["pixel", "rand", "const"] = "pixel"
+    # True is the order of timm's train script with its prefetcher: mix uint8 images, round,
+    # normalize, erase. DeiT, and timm without the prefetcher, erase and then mix normalized images.
+    erase_after_mixing: bool = False
+    mixup: NonNegativeFloat = 0.0  # alpha; 0 disables mixup
+    cutmix: NonNegativeFloat = 0.0  # alpha; 0 disables cutmix
+    mix_probability: Probability = 1.0  # that a group of images is mixed
+    mix_switch: Probability = 0.5  # of cutmix rather than mixup if both are enabled
+    # Consecutive images that share one lambda; 0 is the whole batch. timm and DeiT share it within
+    # the batch of each process.
+    mix_group: NonNegativeInt = 0
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class AugmentOptions(AugmentConfig):
+    """Everything that augmentation depends on: `config.augment` and fields of other sections.
 
     Raises:
-      InputError: A field has an invalid value.
+      InputError: A field has an invalid value, or the fields do not fit each other.
     """
 
     num_classes: int
-    mean: tuple[float, ...]
+    mean: tuple[float, ...]  # per channel, of pixels scaled to [0, 1]
     std: tuple[float, ...]
-    image_size: int = 0
-    crop: str = "none"
-    crop_padding: int = 4
-    crop_scale: tuple[float, float] = (0.08, 1.0)
-    crop_ratio: tuple[float, float] = (3 / 4, 4 / 3)
-    interpolation: str = "random"
-    flip: float = 0.0
-    rand_augment: str = ""
-    color_jitter: tuple[float, ...] = (0.0, 0.0, 0.0)
-    erasing: float = 0.0
-    erasing_mode: str = "pixel"
-    erase_after_mixing: bool = False
-    mixup: float = 0.0
-    cutmix: float = 0.0
-    mix_probability: float = 1.0
-    mix_switch: float = 0.5
-    mix_group: int = 0
-    label_smoothing: float = 0.0
+    image_size: int = 0  # height and width after crop='resized'; other crops keep the size
+    label_smoothing: float = 0.0  # share of each target that is spread evenly over all classes
 
     def __post_init__(self):
+        own = {f.name: getattr(self, f.name) for f in dataclasses.fields(AugmentConfig)}
+        check_fields(AugmentConfig, own, "config.augment.")
         channels = len(self.mean)
-        self._require("mean", "one number for each channel", lambda x: len(x) > 0)
-        for field in _PROBABILITIES:
-            self._require(field, "a number in [0, 1]", lambda x: 0 <= x <= 1)
-        for field in ("mixup", "cutmix"):
-            self._require(field, "a finite number, 0 or more", is_positive_or_zero)
-        for field, low in _COUNTS.items():
-            text = f"a whole number, {low} or more"
-            self._require(field, text, functools.partial(is_count, low=low))
-        for field, choices in _CHOICES.items():
-            self._require(field, f"one of {', '.join(choices)}", choices.__contains__)
-        for field, limit in (("crop_scale", 1.0), ("crop_ratio", math.inf)):
-            text = f"a pair with 0 < low <= high <= {limit}"
-            self._require(field, text, functools.partial(_is_range, limit=limit))
-        self._require("label_smoothing", "a number in [0, 1)", is_below_one)
-        text = "three numbers >= 0, or four with hue <= 0.5"
-        self._require("color_jitter", text, _are_strengths)
-        self._require("erase_after_mixing", "true or false", lambda x: isinstance(x, bool))
         if self.rand_augment:
             parse(self.rand_augment)
-        text = f"one positive number for each of {channels} channels"
-        self._require("std", text, lambda x: len(x) == channels and min(x) > 0)
-        gray_or_rgb = channels in (1, 3) or not (self.rand_augment or any(self.color_jitter))
-        text = "of length 1 or 3, as RandAugment and color jitter require"
-        self._require("mean", text, lambda _: gray_or_rgb)
-        text = "positive, as config.augment.crop='resized' requires"
-        self._require("image_size", text, lambda x: self.crop != "resized" or x >= 1)
-
-    def _require(self, field, text, holds):
-        name = f"{_SECTIONS.get(field, 'config.augment')}.{field}"
-        require(name, getattr(self, field), text, holds)
-
-
-def _is_range(pair, limit):
-    return len(pair) == 2 and 0 < pair[0] <= pair[1] <= limit
-
-
-def _are_strengths(x):
-    return len(x) in (3, 4) and all(map(is_positive_or_zero, x)) and max(x[3:], default=0) <= 0.5
+        if channels not in (1, 3) and (self.rand_augment or any(self.color_jitter)):
+            raise InputError(
+                f"config.data.mean={self.mean} has {channels} channels, but config.augment."
+                "rand_augment and color_jitter need 1 or 3"
+            )
+        if self.crop == "resized" and self.image_size < 1:
+            raise InputError(
+                f"config.data.image_size={self.image_size} must be positive for "
+                "config.augment.crop='resized'"
+            )
 
 
 def make_augment(options: AugmentOptions, mesh: Mesh | None = None) -> Augment:
@@ -159,7 +133,7 @@ def make_augment(options: AugmentOptions, mesh: Mesh | None = None) -> Augment:
     Returns:
       A pure function of a random key, uint8 images `[B, H, W, C]` and integer labels `[B]`. It
       returns normalized float32 images and targets `[B, num_classes]`, and raises `InputError` for
-      arrays of another type or shape, and for channels or a batch size that the options exclude.
+      arrays of another type or shape.
     """
     before, after = (_shard(_chain(part), mesh) for part in _operations(options))
 
@@ -198,25 +172,18 @@ def describe(options: AugmentOptions) -> list[str]:
 
 
 def _check_batch(images, labels, options):
-    shape = images.shape
-    if images.dtype != np.uint8 or len(shape) != 4:
+    batch, channels = len(images), len(options.mean)
+    is_batch = images.dtype == np.uint8 and images.ndim == 4 and images.shape[-1] == channels
+    if not is_batch or labels.shape != (batch,) or not np.issubdtype(labels.dtype, np.integer):
         raise InputError(
-            f"images are {images.dtype} {list(shape)}: pass uint8 pixels [B, H, W, C] from 0 to "
-            "255, which are normalized here"
+            f"images are {images.dtype} {list(images.shape)} and labels {labels.dtype} "
+            f"{list(labels.shape)}: pass uint8 pixels [B, H, W, {channels}], which are normalized "
+            "here by config.data.mean, and classes as whole numbers [B]"
         )
-    if not np.issubdtype(labels.dtype, np.integer) or labels.shape != shape[:1]:
-        raise InputError(
-            f"labels are {labels.dtype} {list(labels.shape)}: pass the classes of the "
-            f"{shape[0]} images as whole numbers [B]"
-        )
-    if shape[-1] != len(options.mean):
-        raise InputError(
-            f"config.data.mean={options.mean} does not match images of {shape[-1]} channels"
-        )
-    if options.mix_group and shape[0] % options.mix_group:
+    if options.mix_group and batch % options.mix_group:
         raise InputError(
             f"config.augment.mix_group={options.mix_group} does not divide the batch size "
-            f"{shape[0]}: choose a divisor, or 0 to mix within the whole batch"
+            f"{batch}: choose a divisor, or 0 to mix within the whole batch"
         )
 
 
