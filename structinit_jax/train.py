@@ -7,7 +7,7 @@ import itertools
 import json
 import shlex
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -137,6 +137,7 @@ def train(
     workdir: str | Path,
     profile_steps: tuple[int, int] | None = None,
     stop_request: workdir_lib.StopRequest | None = None,
+    on_evaluation: Callable[[int, dict[str, float]], None] | None = None,
 ) -> dict[str, float]:
     """Trains a model. If the workdir holds a checkpoint, training resumes from it.
 
@@ -147,6 +148,7 @@ def train(
       profile_steps: First and last step to trace to `profile/`.
       stop_request: Records a signal, also one during the last step, which ends the run anyway. A
         caller that trains several runs asks it before it starts the next one.
+      on_evaluation: Called with the step and the results of each evaluation.
 
     Returns:
       The results of the last evaluation.
@@ -156,10 +158,10 @@ def train(
       StoppedError: A signal stopped the run, or a step was not finite. Checkpoints are complete.
     """
     with contextlib.ExitStack() as on_exit:
-        return _train(config, workdir, profile_steps, stop_request, on_exit)
+        return _train(config, workdir, profile_steps, stop_request, on_evaluation, on_exit)
 
 
-def _train(config, workdir, profile_steps, stop_request, on_exit):
+def _train(config, workdir, profile_steps, stop_request, on_evaluation, on_exit):
     began = time.perf_counter()
     gc.disable()  # almost all objects of the start stay alive
     on_exit.callback(gc.enable)
@@ -280,6 +282,8 @@ def _train(config, workdir, profile_steps, stop_request, on_exit):
                     results = evaluate(state)
                 log.write(step, results)
                 progress.note(f"step {step}  {describe(results)}")
+                if on_evaluation:
+                    on_evaluation(step, results)
             if due.save:
                 record["pending_metrics"] = pending.to_json()
                 with progress.wait("checkpoint"):

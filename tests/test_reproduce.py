@@ -1,7 +1,7 @@
 """The papers' tables as grids, at full and at small scale."""
 
+import csv
 import json
-import re
 import signal
 
 import fork_main
@@ -9,72 +9,48 @@ import pytest
 
 from structinit_jax import reproduce
 from structinit_jax.compare import run
-from structinit_jax.compare.papers import TABLES
 from structinit_jax.errors import InputError, StoppedError
 from structinit_jax.training.workdir import listen_for_signals
 
 pytestmark = pytest.mark.usefixtures("library_promotion")
+with open(reproduce.PAPERS) as file:
+    TABLES = list(dict.fromkeys(row["table"] for row in csv.DictReader(file)))
 
 
 @pytest.mark.parametrize("name", TABLES)
-def test_every_row_has_a_config_and_a_baseline(name):
-    table = TABLES[name]
-    settings = reproduce.make_settings(table, [], [], small=False)
-    assert settings.keys() == table.rows.keys()
-    baselines = reproduce.find_baselines(settings, table.baseline)
-    assert set(baselines.values()) <= table.rows.keys()
-    assert all(baseline.split(",")[-1] == table.baseline for baseline in baselines.values())
-    for setting, config in settings.items():
-        docstring = open_docstring(table.rows[setting].location)
-        figure = table.rows[setting].published
-        assert figure is None or f"{figure:.2f}" in docstring
-        for epoch, figure in table.rows[setting].published_training:
-            assert f"{figure:.2f}" in docstring
-            # Where ours is measured: an evaluation on training images ends this epoch.
-            assert config.data.train_eval_split
-            assert epoch % config.eval_every_epochs == 0
-        assert config.is_locked
-
-
-def open_docstring(location):
-    with open(location.partition(":")[0]) as file:
-        return file.read().split('"""')[1]
+def test_every_row_has_a_config_and_a_baseline_and_can_be_trained_small(name, data_dir):
+    rows = reproduce.read_table(name)
+    assert set(reproduce.make_settings(rows, [], [], small=False)) == set(rows)
+    names = rows.keys() - {reproduce.TEACHER}
+    assert {rows[row]["baseline"] for row in names} <= names
+    small = reproduce.make_settings(rows, [], [("data.data_dir", data_dir)], small=True)
+    for setting in (next(iter(small)), list(names)[-1]):  # traced
+        if small[setting].start_from != reproduce.TEACHER:
+            assert run._check(setting, small[setting], {})["num_steps"] <= 500
 
 
 def test_figures_are_at_their_place():
-    assert TABLES["2024.2"].rows["cifar100,mimetic"].published == 70.40
-    assert TABLES["2024.3"].rows["vit_small_h16_patch2_32,impulse5"].published == 74.27
-    assert TABLES["2024.4"].rows["convmixer_512_6,8,impulse"].published == 89.61
-    assert TABLES["2024.5"].rows["vit_w512_h16_patch2_32,impulse5"].published == 91.87
-    assert TABLES["2024.7"].rows["vit_w128_h8_patch2_32,mimetic"].published == 87.49
-    name = "different,vit_tiny_h8_patch2_32,3,uniform,positions"
-    assert TABLES["2024.6"].rows[name].published == 91.20
+    for table, row, figure in [
+        ("2024.2", "cifar100,mimetic", "70.40"),
+        ("2024.3", "vit_small_h16_patch2_32,impulse5", "74.27"),
+        ("2024.4", "convmixer_512_6,8,impulse", "89.61"),
+        ("2024.5", "vit_w512_h16_patch2_32,impulse5", "91.87"),
+        ("2024.6", "different,vit_tiny_h8_patch2_32,3,uniform,positions", "91.20"),
+        ("2024.7", "vit_w128_h8_patch2_32,mimetic", "87.49"),
+        ("2025.2", "vit_base_patch16_224,impulse", "81.83"),
+    ]:
+        assert reproduce.read_table(table)[row]["published"] == figure
+    assert reproduce.read_table("2025.figure3")["cifar10,default"]["published"].startswith("train ")
 
 
-@pytest.mark.parametrize("name", TABLES)
-def test_small_rows_can_be_trained(name, data_dir):
-    """The first and the last row of each table, traced."""
-    fields = [("data.data_dir", data_dir)]
-    settings = reproduce.make_settings(TABLES[name], [], fields, small=True)
-    for setting in (next(iter(settings)), list(settings)[-1]):
-        facts = run._check(setting, settings[setting], None, {})
-        assert facts["num_steps"] <= 500
-        assert facts["num_parameters"] < 2e6
-
-
-def test_rows_are_picked_by_words():
-    rows = reproduce.make_settings(TABLES["2024.2"], ["cifar10"], [], small=False)
-    assert len(rows) == 5  # not those of cifar100
+def test_rows_are_selected_by_words_and_compared_within_their_data_set():
+    rows = reproduce.read_table("2024.2")
+    assert len(reproduce.make_settings(rows, ["cifar10"], [], small=False)) == 5  # not cifar100
+    assert rows["cifar100,mimetic"]["baseline"] == "cifar100,truncated_normal"
     with pytest.raises(InputError, match="--rows=cifar11: no row has these words"):
-        reproduce.make_settings(TABLES["2024.2"], ["cifar11"], [], small=False)
-
-
-def test_rows_are_compared_with_the_baseline_of_their_own_data_set():
-    names = ["cifar10,mimetic", "cifar100,mimetic"]  # their baselines are not selected
-    assert reproduce.find_baselines(names, "truncated_normal") == {
-        "cifar10,mimetic": "cifar10,truncated_normal",
-        "cifar100,mimetic": "cifar100,truncated_normal",
-    }
+        reproduce.make_settings(rows, ["cifar11"], [], small=False)
+    with pytest.raises(InputError, match=r"--table=2024\.9 must be one of 2024\.1, "):
+        reproduce.read_table("2024.9")
 
 
 def test_the_command_trains_a_teacher_and_selects_its_weights(tmp_path, data_dir):
@@ -110,23 +86,4 @@ def test_a_signal_during_the_last_step_of_the_teacher_stops_the_command(tmp_path
 
     monkeypatch.setattr(reproduce, "train", interrupted)
     with pytest.raises(StoppedError, match="run the same command again"):
-        reproduce.train_teacher("configs/vit_t_digits.py", [], small=False, workdir=tmp_path)
-
-
-def test_tables_are_listed(tmp_path):
-    (tmp_path / "command.py").write_text(
-        "import runpy\n"
-        "from structinit_jax.compare.papers import TABLES\n"
-        "for name in TABLES.keys() - {'2024.2', '2025.4'}: del TABLES[name]  # to be fast\n"
-        "runpy.run_module('structinit_jax.reproduce', run_name='__main__', alter_sys=True)\n"
-    )
-    result = fork_main.run("--list", module=str(tmp_path / "command.py"))
-    assert result.returncode == 0, result.stderr
-    first, second = result.stdout.splitlines()
-    assert re.match(r"2024\.2 +20 rows  Initializations of ViT-T", first)
-    assert second.endswith("Needs: 8 or more data-center GPUs or TPUs for the teacher")
-
-
-def test_a_table_is_required():
-    result = fork_main.run("--workdir=/tmp/x", module="structinit_jax.reproduce")
-    assert "--table is required, such as --table=2024.2; --list shows all" in result.stderr
+        reproduce.train_teacher(None, workdir=tmp_path)

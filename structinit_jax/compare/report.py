@@ -1,136 +1,346 @@
-"""Writes results.csv, report.md, report.html and curves.png from the files of a comparison."""
+"""Reads the runs of a comparison, computes statistics over seeds, and writes the report.
 
+The report is results.csv, report.md, curves.png and report.html, which holds the other two. It
+needs only the files that the runs have written, so it can be repeated.
+"""
+
+import base64
 import csv
+import functools
 import io
+import json
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import Any, NamedTuple
 
 import numpy as np
 from flax.traverse_util import flatten_dict
+from markdown_it import MarkdownIt
+from scipy import stats
 
-from structinit_jax.compare import grid, page, results
-from structinit_jax.compare.results import Comparison, Interval
-from structinit_jax.compare.table import percent
-from structinit_jax.training import workdir as workdir_lib
+from structinit_jax.analysis.drawing import add_legend, import_pyplot
+from structinit_jax.analysis.figures import COLORS
+from structinit_jax.errors import InputError
+from structinit_jax.evaluate import deciding_accuracy
+from structinit_jax.training.metrics import read_lines
+from structinit_jax.training.workdir import write_atomically
 
-# What settings are compared by, what the seeds and the folders of data are, and what does not
-# matter.
-NOT_TOLD = ("attention_init", "seed", "data.data_dir", "data.manual_dir", *grid.HARMLESS)
+GRID = "compare.json"
+STATUS = "status.json"
+CURVES = "curves.png"
+FORMAT = 2  # of compare.json; those of earlier versions have none
+CONFIDENCE = 0.95
+TOLERANCE = 1e-9  # of accuracies: the mean of equal ones may be rounded up
+# Fields that change the results by rounding at most.
+HARMLESS = (
+    *("checkpoint_every_steps", "keep_checkpoints", "fsdp"),
+    *("model.attention_implementation", "model.remat", "model.unroll"),
+)
+# Fields that the report does not compare: varied by the comparison, or irrelevant.
+OMITTED_FIELDS = ("attention_init", "seed", "data.data_dir", "data.manual_dir", *HARMLESS)
+STYLE = """
+body { font: 16px/1.5 system-ui, sans-serif; max-width: 70em; margin: 2em auto; padding: 0 1em }
+table { border-collapse: collapse; font-variant-numeric: tabular-nums; display: block;
+        overflow-x: auto }
+th, td { text-align: left; padding: .3em .9em .3em 0; border-bottom: 1px solid #ccc }
+pre { background: #f4f4f4; padding: 1em; overflow-x: auto }
+img { max-width: 100% }
+"""
+
+# -- runs ------------------------------------------------------------------------------------------
 
 
-def write_report(workdir: Path) -> None:
-    """Writes the files; reads only what the runs have written, so it can be repeated."""
-    comparison = results.read(workdir)
-    sections = describe(comparison)
-    files = {
-        "results.csv": csv_text(comparison),
-        "report.md": markdown(sections),
-        "report.html": page.html(comparison, sections),
+class Run:
+    """One seed of one setting, as far as it has been trained.
+
+    A run is done if it was recorded as such and `metrics.jsonl` has the accuracy of its last step.
+    It has failed if it ended with an error or if most of its steps were not finite.
+
+    Attributes:
+      setting: Name of the setting.
+      seed: The seed.
+      status: 'done', 'failed' or 'unfinished'.
+      error: Why the run failed, in one line.
+      lines: The lines of its `metrics.jsonl` up to the last step of the comparison:
+        `structinit_jax.main` may have trained the run longer.
+      nonfinite_steps: Number of steps whose loss or gradient was not finite.
+      info: Entry of its setting in `compare.json`.
+    """
+
+    def __init__(self, workdir: Path, setting: str, seed: int, info: Mapping[str, Any]):
+        folder = run_folder(workdir, setting, seed)
+        self.setting, self.seed, self.info = setting, seed, info
+        num_steps, path = info["num_steps"], folder / "metrics.jsonl"
+        lines = read_lines(path, num_steps) if path.exists() else []
+        self.lines: list[dict[str, float]] = [json.loads(line) for line in lines]
+        self.nonfinite_steps = sum(line.get("train/nonfinite_steps", 0) for line in self.lines)
+        status = _read_status(folder / STATUS)
+        self.status, self.error = status.get("status", "unfinished"), status.get("error", "")
+        if self.status == "done" and num_steps not in self.test_curve:
+            self.status = "unfinished"  # its metrics have been lost
+        elif self.status == "done" and 2 * self.nonfinite_steps > num_steps:
+            self.status = "failed"
+            self.error = f"diverged: {self.nonfinite_steps} of {num_steps} steps were not finite"
+
+    def curve(self, name: str) -> dict[int, float]:
+        """Returns a metric by step; accuracies are those that determine the best checkpoint."""
+        split, _, kind = name.rpartition("/")
+        lines = [line for line in self.lines if line.get(name) is not None]
+        if kind == "accuracy":
+            return {line["step"]: deciding_accuracy(line, split) for line in lines}
+        return {line["step"]: line[name] for line in lines}
+
+    @functools.cached_property
+    def test_curve(self) -> dict[int, float]:
+        """The test accuracy by step, from 0 to 1."""
+        return self.curve(f"{self.info['test_name']}/accuracy")
+
+    @property
+    def accuracy(self) -> float | None:
+        """The test accuracy after the last step of a run that is done."""
+        return self.test_curve[self.info["num_steps"]] if self.status == "done" else None
+
+    def epoch(self, step: int) -> float:
+        """Converts a step to epochs."""
+        return step / self.info["steps_per_epoch"]
+
+    @property
+    def seconds(self) -> float | None:
+        """Time spent in training steps, without evaluations, checkpoints and compilation."""
+        speeds = self.curve("images_per_second")
+        images = np.diff([0, *speeds]) * self.info["config"]["batch_size"]
+        return float(np.sum(images / [*speeds.values()])) if speeds else None
+
+    def first_epoch(self, accuracy: float) -> float | None:
+        """Returns the epoch of the first evaluation that reaches an accuracy."""
+        goal = accuracy - TOLERANCE
+        reached = (step for step, value in self.test_curve.items() if value >= goal)
+        return next(map(self.epoch, reached), None)
+
+    def init_metric(self, name: str) -> float | None:
+        """Returns a metric of the initialization; see `training.state.initialize_and_measure`."""
+        return self.lines[0].get(f"init/{name}") if self.lines else None
+
+
+class Comparison(NamedTuple):
+    """All runs of a workdir.
+
+    Attributes:
+      info: Content of `compare.json`.
+      runs: By setting, in the order of the seeds.
+    """
+
+    info: dict[str, Any]
+    runs: dict[str, list[Run]]
+
+    @property
+    def metric(self) -> str:
+        """What is compared, such as 'test accuracy', named after the split."""
+        names = {facts["test_name"] for facts in self.info["settings"].values()}
+        return f"{names.pop()} accuracy" if len(names) == 1 else "accuracy"
+
+    def finished(self, setting: str | None) -> list[Run]:
+        """Returns the runs of a setting that are done; a baseline need not be a setting."""
+        return [run for run in self.runs.get(setting, ()) if run.status == "done"]
+
+    def accuracies(self, setting: str | None) -> dict[int, float]:
+        """Returns the test accuracies of the finished runs of a setting, by seed."""
+        return {run.seed: run.accuracy for run in self.finished(setting)}
+
+    def epochs_to_baseline(self, setting: str) -> list[float | None]:
+        """Returns when each finished run reaches the baseline's mean final accuracy, if it does."""
+        finals = [*self.accuracies(self.info["baselines"][setting]).values()]
+        runs = self.finished(setting) if finals else []
+        return [run.first_epoch(float(np.mean(finals))) for run in runs]
+
+
+def read(workdir: Path) -> Comparison:
+    """Reads a comparison; raises `InputError` if there is none."""
+    info = read_grid(workdir)
+    if info is None:
+        raise InputError(f"--workdir={workdir} holds no comparison: there is no {GRID}")
+    runs = {
+        setting: [Run(workdir, setting, seed, facts) for seed in facts["seeds"]]
+        for setting, facts in info["settings"].items()
     }
-    if page.has_curves(comparison):
-        files[page.CURVES] = page.draw_test_curves(comparison)
-    for name, content in files.items():
-        workdir_lib.write_atomically(workdir / name, content)
-    print(f"wrote {', '.join(files)} to {workdir}")
+    return Comparison(info, runs)
 
 
-def csv_text(comparison: Comparison) -> str:
-    """Returns one row for each run."""
-    rows = []
-    for setting, runs in comparison.runs.items():
-        for run in runs:
-            steps = [*run.test_curve]
-            last = steps[-1] if steps else 0
-            best = max(run.test_curve, key=run.test_curve.get) if steps else None
-            seconds = run.seconds(last)
-            rows.append(
-                {
-                    "setting": setting,
-                    "seed": run.seed,
-                    "status": run.status,
-                    "epoch": run.epoch(last),
-                    "test_accuracy": run.test_curve.get(last),
-                    "best_test_accuracy": run.test_curve.get(best),
-                    "best_epoch": None if best is None else run.epoch(best),
-                    "training_seconds": None if math.isnan(seconds) else seconds,
-                    "init_seconds": run.init_metrics.get("seconds"),
-                    "init_compile_seconds": run.init_metrics.get("compile_seconds"),
-                    "baseline": comparison.info["baselines"][setting],
-                    "published_percent": run.info["published"],
-                    "error": run.error,
-                }
-            )
-    file = io.StringIO()
-    writer = csv.DictWriter(file, rows[0].keys(), lineterminator="\n")
-    writer.writeheader()
-    writer.writerows(rows)
-    return file.getvalue()
+def read_grid(workdir: Path) -> dict[str, Any] | None:
+    """Returns the content of `compare.json`, or None if there is no such file.
+
+    Raises:
+      InputError: The file is damaged, or of an earlier version of this package.
+    """
+    path = workdir / GRID
+    if not path.exists():
+        return None
+    try:
+        info = json.loads(path.read_text(encoding="utf-8"))
+        version = info.get("format", 1)
+    except (ValueError, AttributeError) as error:
+        raise InputError(f"{path} is damaged ({error}): use another --workdir") from error
+    if version != FORMAT:
+        raise InputError(
+            f"{path} has format {version}, but this version of the package needs {FORMAT}: "
+            "use another --workdir"
+        )
+    return info
 
 
-# A title, then a table (its first row is the header), a list of lines of code, or a paragraph.
-Section = tuple[str, list[list[str]] | list[str] | str]
+def run_folder(workdir: Path, setting: str, seed: int) -> Path:
+    """Returns the workdir of one run."""
+    return workdir / setting / f"seed_{seed}"
 
 
-def describe(comparison: Comparison) -> list[Section]:
-    """Returns the content that report.md and report.html share."""
+def _read_status(path: Path) -> dict[str, str]:
+    """Returns how a run ended; nothing if that was not recorded, or if a crash cut the file."""
+    try:
+        return dict(json.loads(path.read_text(encoding="utf-8")))
+    except (OSError, ValueError, TypeError):
+        return {}
+
+
+# -- statistics ------------------------------------------------------------------------------------
+
+
+class Interval(NamedTuple):
+    """A mean and the bounds of its confidence interval, None for fewer than two values."""
+
+    mean: float
+    low: float | None
+    high: float | None
+
+
+def mean_and_deviation(values: Sequence[float]) -> tuple[float, float | None]:
+    """Returns the mean and the sample standard deviation, None for a single value."""
+    deviation = float(np.std(values, ddof=1)) if len(values) > 1 else None
+    return float(np.mean(values)), deviation
+
+
+def paired_difference(
+    values: Mapping[int, float], others: Mapping[int, float], confidence: float = CONFIDENCE
+) -> Interval | None:
+    """Returns the mean difference over common seeds with Student's interval.
+
+    Args:
+      values: Values by seed.
+      others: Values to subtract, by seed.
+      confidence: Probability that the interval covers the true mean, for normal differences.
+
+    Returns:
+      The interval, or None if there is no common seed.
+    """
+    differences = [values[seed] - others[seed] for seed in values if seed in others]
+    if not differences:
+        return None
+    mean, deviation = mean_and_deviation(differences)
+    if deviation is None:
+        return Interval(mean, None, None)
+    n = len(differences)
+    half = stats.t.ppf((1 + confidence) / 2, n - 1) * deviation / math.sqrt(n)
+    return Interval(mean, float(mean - half), float(mean + half))
+
+
+# -- text ------------------------------------------------------------------------------------------
+
+
+def markdown(comparison: Comparison) -> str:
+    """Returns the report in Markdown."""
     info, runs = comparison.info, comparison.runs
-    sizes = [len(group) for group in runs.values()]
-    fewest, most = min(sizes), max(sizes)
-    count = f"{most} {'seeds' if most > 1 else 'seed'}"
-    averaged = any(facts["config"].get("ema_decay") for facts in info["settings"].values())
+    sizes = {len(group) for group in runs.values()}
+    count = " to ".join(map(str, sorted({min(sizes), max(sizes)})))
     notes = [
-        "Accuracy after the last epoch in percent"
-        f"{', of the averaged weights where config.ema_decay is set' if averaged else ''}: "
-        f"mean ± standard deviation over {count if fewest == most else f'{fewest} to {count}'}.",
-        "The difference to the baseline is paired by seed, with Student's 95 % interval, which "
-        "covers the variation between seeds, not that between data sets.",
+        f"Accuracy after the last epoch in percent: mean ± standard deviation over {count} "
+        f"{'seeds' if max(sizes) > 1 else 'seed'}. "
+        + (
+            "The difference to the baseline is paired by seed, with Student's 95 % interval, which "
+            "covers the variation between seeds, not between data sets."
+            if max(sizes) > 1
+            else "With one seed there is no interval: a difference may be chance."
+        ),
         "Epochs to the baseline: the first evaluation at which a run reaches the baseline's mean "
-        "final accuracy, as a mean over the runs that reach it.",
-        "Seconds are those of training steps, without evaluations, checkpoints and compilation; "
-        "seeds that were trained together share the device.",
+        "final accuracy, averaged over the runs that reach it. Seconds are spent in training "
+        "steps, without evaluations, checkpoints and compilation.",
+        *_other_fields(info),
+        *dict.fromkeys(facts["note"] for facts in info["settings"].values() if facts["note"]),
     ]
-    if most == 1:
-        notes[1] = "With one seed there is no interval: a difference may be chance."
-    notes += _other_fields(info)
-    settings = info["settings"].values()  # those of older files have no notes
-    notes += dict.fromkeys(facts["note"] for facts in settings if facts.get("note"))
-    sections: list[Section] = [("Results", _summary(comparison)), ("", " ".join(notes))]
-    if any(facts.get("published_training") for facts in info["settings"].values()):
-        sections.append(("Training accuracy, %: ours / published", _training(comparison)))
+    if any(facts["config"].get("ema_decay") for facts in info["settings"].values()):
+        notes.append("Settings with config.ema_decay are evaluated with the averaged weights.")
+    parts = ["# Comparison", _table(_summary(comparison)), *notes]
+    if any(comparison.finished(setting) for setting in runs):
+        parts.append(f"![Accuracy and loss by epoch]({CURVES})")
     every = [run for group in runs.values() for run in group]
-    failures = [[run.setting, str(run.seed), run.error] for run in every if run.error]
+    failures = [[run.setting, str(run.seed), run.error] for run in every if run.status == "failed"]
     if failures:
-        sections.append(("Failed runs", [["setting", "seed", "error"], *failures]))
-    missing = sum(run.status == "unfinished" for run in every)
-    if missing:
-        sections.append(("Not finished", f"{missing} runs have not finished."))
+        parts += ["## Failed runs", _table([["setting", "seed", "error"], *failures])]
+    if missing := sum(run.status == "unfinished" for run in every):
+        parts += ["## Not finished", f"{missing} runs have not finished."]
     if info["commands"]:
-        sections.append(("Commands", info["commands"]))
-    alone = [
-        f"{facts['command']} --config.seed=SEED --workdir=DIR"
-        for facts in info["settings"].values()
-        if facts["command"]
-    ]
-    if alone:
-        sections.append(("Each setting alone", alone))
-    versions = ", ".join(f"{name} {number}" for name, number in info["versions"].items())
-    sections.append(("Machine and versions", f"{info['machine']}; {versions}"))
-    return sections
+        parts += ["## Commands", "```bash\n" + "\n".join(info["commands"]) + "\n```"]
+    parts += ["## Machine and versions", info["machine"], "Every run: results.csv."]
+    return "\n\n".join(parts) + "\n"
 
 
-def _other_fields(info) -> list[str]:
-    """Lists fields that differ from the baseline's, such as those of an earlier command."""
+def _table(rows: list[list[str]]) -> str:
+    header, *rows = [[cell.replace("|", r"\|") for cell in row] for row in rows]
+    return "\n".join(f"| {' | '.join(row)} |" for row in [header, ["---"] * len(header), *rows])
+
+
+def _summary(comparison: Comparison) -> list[list[str]]:
+    facts, baselines = comparison.info["settings"], comparison.info["baselines"]
+    published = any(fact["published"] for fact in facts.values())
+    header = ["setting", "seeds", f"{comparison.metric}, %"]
+    header += ["published, %"] if published else []
+    header += ["difference to the baseline (95 %)", "epochs to the baseline", "training, s"]
+    rows = [header]
+    for setting, runs in comparison.runs.items():
+        done = comparison.finished(setting)
+        seconds = [run.seconds for run in done if run.seconds is not None]
+        rows.append([setting, f"{len(done)} of {len(runs)}", _accuracy(done)])
+        rows[-1] += [facts[setting]["published"] or "–"] if published else []
+        rows[-1] += [
+            _difference(comparison, setting, several=len({*baselines.values()}) > 1),
+            _epochs(comparison.epochs_to_baseline(setting)),
+            f"{np.mean(seconds):.1f}" if seconds else "–",
+        ]
+    return rows
+
+
+def _accuracy(runs: Sequence[Run]) -> str:
+    """Formats the accuracies of finished runs, with the number of steps that were not finite."""
+    if not runs:
+        return "–"
+    text, bad = percent([run.accuracy for run in runs]), sum(run.nonfinite_steps for run in runs)
+    steps = sum(run.info["num_steps"] for run in runs)
+    return f"{text} ({bad} of {steps} steps were not finite)" if bad else text
+
+
+def _difference(comparison: Comparison, setting: str, several: bool) -> str:
+    baseline = comparison.info["baselines"][setting]
+    if baseline == setting:
+        return "baseline"
+    accuracies, others = comparison.accuracies(setting), comparison.accuracies(baseline)
+    interval = paired_difference(accuracies, others)
+    pairs = len(accuracies.keys() & others.keys())
+    text = format_interval(interval)
+    text += f" ({pairs} common seeds)" if 1 < pairs < len(comparison.runs[setting]) else ""
+    return f"{text} to {baseline}" if several and interval else text
+
+
+def _other_fields(info: Mapping[str, Any]) -> list[str]:
+    """Describes fields that differ from those of the baseline and are not in the name."""
     fields = {
         name: flatten_dict(facts["config"], sep=".") for name, facts in info["settings"].items()
     }
-    names = {}
+    names: dict[tuple[str, str, str], list[str]] = {}
     for name, baseline in info["baselines"].items():
         if baseline not in fields:
             continue
         for field in sorted(fields[name].keys() | fields[baseline].keys()):
             own, other = (fields[setting].get(field) for setting in (name, baseline))
-            if own != other and not field.startswith(NOT_TOLD) and f",{field}=" not in name:
+            if own != other and not field.startswith(OMITTED_FIELDS) and f",{field}=" not in name:
                 names.setdefault((field, repr(own), repr(other)), []).append(name)
     return [
         f"config.{field} is {own} for {'; '.join(group)}, but {other} for the baseline."
@@ -138,67 +348,10 @@ def _other_fields(info) -> list[str]:
     ]
 
 
-def _summary(comparison: Comparison) -> list[list[str]]:
-    published = any(f["published"] is not None for f in comparison.info["settings"].values())
-    rows = [
-        [
-            *("setting", "seeds", f"{comparison.metric}, %"),
-            *(["published, %"] if published else []),
-            *("difference to the baseline (95 %)", "epochs to the baseline"),
-            *("training, s", "initialization, s (compilation)"),
-        ]
-    ]
-    baselines = comparison.info["baselines"]
-    several = len({*baselines.values()}) > 1
-    for setting, runs in comparison.runs.items():
-        accuracies = comparison.accuracies(setting)
-        done = comparison.finished(setting)
-        facts = comparison.info["settings"][setting]
-        seconds = [run.seconds(facts["num_steps"]) for run in done]
-        if setting == baselines[setting]:
-            difference = "baseline"
-        else:
-            interval = comparison.difference(setting)
-            pairs = len(accuracies.keys() & comparison.accuracies(baselines[setting]).keys())
-            difference = format_interval(interval)
-            difference += f" ({pairs} common seeds)" if 1 < pairs < len(runs) else ""
-            difference += f" to {baselines[setting]}" if several and interval else ""
-        figure = facts["published"]
-        rows.append(
-            [
-                setting,
-                f"{len(done)} of {len(runs)}",
-                percent([*accuracies.values()]) if accuracies else "–",
-                *([f"{figure:.2f}" if figure is not None else "–"] if published else []),
-                difference,
-                _epochs(comparison.epochs_to_baseline(setting)),
-                f"{np.mean(seconds):.1f}" if seconds else "–",
-                _init_cost([run.init_metrics for run in done]),
-            ]
-        )
-    return rows
-
-
-def _training(comparison: Comparison) -> list[list[str]]:
-    """Returns the training accuracies (ours unaugmented) at the epochs of the published ones."""
-    published = {
-        setting: dict(facts["published_training"])
-        for setting, facts in comparison.info["settings"].items()
-        if facts.get("published_training")
-    }
-    epochs = sorted(set().union(*published.values()))
-    rows = [["setting", *(f"epoch {epoch}" for epoch in epochs)]]
-    for setting, figures in published.items():
-        ours = [
-            {round(run.epoch(step)): x for step, x in run.curve("train_eval/accuracy").items()}
-            for run in comparison.runs[setting]
-        ]
-        rows.append([setting])
-        for epoch in epochs:
-            values = [curve[epoch] for curve in ours if epoch in curve]
-            figure = f"{figures[epoch]:.2f}" if epoch in figures else "–"
-            rows[-1].append(f"{percent(values) if values else '–'} / {figure}")
-    return rows
+def percent(accuracies: Sequence[float]) -> str:
+    """Formats accuracies from 0 to 1 as mean and standard deviation in percent."""
+    mean, deviation = mean_and_deviation([100 * value for value in accuracies])
+    return f"{mean:.2f}" if deviation is None else f"{mean:.2f} ± {deviation:.2f}"
 
 
 def format_interval(interval: Interval | None) -> str:
@@ -219,28 +372,101 @@ def _epochs(values: Sequence[float | None]) -> str:
     return text if len(reached) == len(values) else f"{text} ({len(reached)} of {len(values)} runs)"
 
 
-def _init_cost(metrics: Sequence[dict[str, float]]) -> str:
-    # The first run compiles, the others find the program in the cache.
-    found = [values for values in metrics if values]
-    if not found:
-        return "–"
-    seconds = np.mean([values["seconds"] for values in found])
-    return f"{seconds:.2f} ({max(values['compile_seconds'] for values in found):.1f})"
+# -- files -----------------------------------------------------------------------------------------
 
 
-def markdown(sections: Sequence[Section]) -> str:
-    """Formats the sections as Markdown."""
-    parts = ["# Comparison"]
-    for title, content in sections:
-        if title:
-            parts.append(f"## {title}")
-        if isinstance(content, str):
-            parts.append(content)
-        elif isinstance(content[0], str):
-            parts.append("```bash\n" + "\n".join(content) + "\n```")
-        else:
-            header, *rows = [[cell.replace("|", r"\|") for cell in row] for row in content]
-            lines = [header, ["---"] * len(header), *rows]
-            parts.append("\n".join(f"| {' | '.join(row)} |" for row in lines))
-    parts.append("Figures: curves.png and report.html. Every run: results.csv.")
-    return "\n\n".join(parts) + "\n"
+def write_report(workdir: Path) -> None:
+    """Writes the files of the report."""
+    comparison = read(workdir)
+    text, curves = markdown(comparison), draw_curves(comparison)
+    files: dict[str, str | bytes] = {"results.csv": csv_text(comparison), "report.md": text}
+    files |= {CURVES: curves} if curves else {}
+    files["report.html"] = html(text, curves)
+    for name, content in files.items():
+        write_atomically(workdir / name, content)
+    print(f"wrote {', '.join(files)} to {workdir}", flush=True)
+
+
+def csv_text(comparison: Comparison) -> str:
+    """Returns one row for each run."""
+    rows = []
+    for setting, runs in comparison.runs.items():
+        for run in runs:
+            last = max(run.test_curve, default=0)
+            best = max(run.test_curve, key=run.test_curve.get, default=None)
+            rows.append(
+                {
+                    "setting": setting,
+                    "seed": run.seed,
+                    "status": run.status,
+                    "epoch": run.epoch(last),
+                    "test_accuracy": run.test_curve.get(last),
+                    "best_test_accuracy": run.test_curve.get(best),
+                    "best_epoch": None if best is None else run.epoch(best),
+                    "nonfinite_steps": run.nonfinite_steps,
+                    "training_seconds": run.seconds,
+                    "init_seconds": run.init_metric("seconds"),
+                    "init_compile_seconds": run.init_metric("compile_seconds"),
+                    "baseline": comparison.info["baselines"][setting],
+                    "published": run.info["published"],
+                    "error": run.error,
+                }
+            )
+    file = io.StringIO()
+    writer = csv.DictWriter(file, rows[0].keys(), lineterminator="\n")
+    writer.writeheader()
+    writer.writerows(rows)
+    return file.getvalue()
+
+
+def draw_curves(comparison: Comparison) -> bytes | None:
+    """Draws test accuracy and train loss by epoch as a PNG; None if no run has finished.
+
+    Lines are means over the finished seeds, bands one standard deviation on either side.
+    """
+    figure, axes = import_pyplot().subplots(1, 2, figsize=(11, 3.9), layout="constrained")
+    for number, setting in enumerate(comparison.runs):
+        style = dict(color=COLORS[number % len(COLORS)], label=setting)
+        style["linestyle"] = ("-", "--", ":", "-.")[number // len(COLORS) % 4]
+        runs = comparison.finished(setting)
+        _draw_band(axes[0], runs, [run.test_curve for run in runs], 100, style)
+        _draw_band(axes[1], runs, [run.curve("train/loss") for run in runs], 1, style)
+    for axis, label in zip(axes, (f"{comparison.metric}, %", "train loss"), strict=True):
+        axis.set(xlabel="epoch", ylabel=label)
+        axis.grid(alpha=0.25)
+        axis.spines[["top", "right"]].set_visible(False)
+    handles, labels = axes[0].get_legend_handles_labels()
+    if handles:
+        add_legend(figure, handles, labels, "outside upper left", 3, frameon=False)
+    file = io.BytesIO()
+    figure.savefig(file, format="png", dpi=150)
+    import_pyplot().close(figure)
+    return file.getvalue() if handles else None
+
+
+def _draw_band(axis, runs, curves, unit, style):
+    """Draws the mean and the standard deviation of curves over the steps that all of them have."""
+    steps = sorted(set.intersection(*map(set, curves))) if curves else []
+    if not steps:
+        return
+    values = unit * np.array([[curve[step] for step in steps] for curve in curves])
+    epochs, mean = [runs[0].epoch(step) for step in steps], values.mean(axis=0)
+    marker = "o" if len(steps) == 1 else None  # a line through one point is not visible
+    axis.plot(epochs, mean, linewidth=1.6, marker=marker, **style)
+    if len(curves) > 1:
+        deviation = values.std(axis=0, ddof=1)
+        low, high = mean - deviation, mean + deviation
+        axis.fill_between(epochs, low, high, alpha=0.15, color=style["color"])
+
+
+def html(text: str, curves: bytes | None) -> str:
+    """Renders the report as a page that needs neither a network nor other files."""
+    body = MarkdownIt("js-default").render(text)  # escapes HTML in names and errors
+    if curves:
+        data = f"data:image/png;base64,{base64.b64encode(curves).decode()}"
+        body = body.replace(f'src="{CURVES}"', f'src="{data}"')
+    return (
+        '<!DOCTYPE html>\n<html lang="en">\n<head>\n<meta charset="utf-8">\n'
+        f"<title>Comparison</title>\n<style>{STYLE}</style>\n</head>\n<body>\n{body}</body>\n"
+        "</html>\n"
+    )
