@@ -88,7 +88,7 @@ def test_a_second_command_trains_only_what_is_missing(start, tiny_config, tmp_pa
     start(["default", "mimetic"])
     _, trained = start(["default", "mimetic"])
     assert trained == [("mimetic", 1)]  # which had failed
-    assert "[1/6] default seed 0: was done, done" not in capsys.readouterr().out
+    assert "[1/6] default seed 0: already done, test[:90] acc" in capsys.readouterr().out
     failed, trained = start(["default", "impulse"], seeds=range(4))
     assert failed == 0  # the failed run of mimetic is not part of this command
     assert trained == [("default", 3), *(("impulse", seed) for seed in range(4))]

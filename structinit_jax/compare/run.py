@@ -90,7 +90,7 @@ def run_grid(
             facts = info["settings"][name]
             run = report.Run(workdir, name, seed, facts)
             if run.status == "done":
-                print(f"{label}: was done, {_describe(run)}", file=out, flush=True)
+                print(f"{label}: already {_describe(run)}", file=out, flush=True)
                 continue
             config = settings[name].copy_and_resolve_references()
             config.seed = seed
