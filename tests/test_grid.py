@@ -87,7 +87,7 @@ def test_mistaken_axes_are_refused(tiny_config, axis, message):
 def test_schemes_given_twice_or_unknown_are_refused():
     with pytest.raises(InputError, match="--schemes=default,impulse,default"):
         command_line.check_schemes(["default", "impulse", "default"])
-    with pytest.raises(InputError, match="did you mean .impulse."):
+    with pytest.raises(InputError, match="did you mean 'impulse'"):
         command_line.check_schemes(["default", "impuls"])
     with pytest.raises(InputError, match=r"--grid=model\.depth is given twice"):
         grid.parse_axes(["model.depth=1", "model.depth=2"])
