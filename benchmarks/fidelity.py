@@ -19,7 +19,8 @@ from flax import nnx
 
 from structinit_jax.augment import describe
 from structinit_jax.config import augment_options, load_config
-from structinit_jax.data.info import CATALOG, split_size
+from structinit_jax.data.datasets import CATALOG
+from structinit_jax.data.source import split_size
 from structinit_jax.interop import to_timm
 from structinit_jax.training import mesh as mesh_lib
 from structinit_jax.training.optimizer import decay_mask, make_schedule

@@ -119,7 +119,7 @@ def set_up_ours(row: Row, program: str, dtype: str, devices: list | None = None)
     import jax
 
     from structinit_jax.config import base_config
-    from structinit_jax.data.info import DatasetInfo
+    from structinit_jax.data.source import DatasetInfo
     from structinit_jax.training.setup import set_up
 
     config = base_config(row.ours)

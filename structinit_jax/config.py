@@ -21,7 +21,7 @@ from ml_collections import ConfigDict
 
 from structinit_jax import attention_init, errors, models
 from structinit_jax.augment import AugmentConfig, AugmentOptions
-from structinit_jax.data.info import EVALUATION_SETS
+from structinit_jax.data.datasets import EVALUATION_SETS
 from structinit_jax.errors import (
     Check,
     Fraction,

@@ -1,6 +1,6 @@
 """Prints the sizes and costs of a run without reading images or allocating weights.
 
-Data sets that `data.info` lists need not be present.
+Data sets that `data.datasets` lists need not be present.
 """
 
 import time
@@ -9,9 +9,8 @@ from clu import parameter_overview
 from ml_collections import ConfigDict
 
 from structinit_jax import config as config_lib
-from structinit_jax.data import info as info_lib
-from structinit_jax.data.datasets import find_info
-from structinit_jax.data.info import check_examples
+from structinit_jax.data.datasets import CATALOG, EVALUATION_SETS, find_info
+from structinit_jax.data.source import check_classes, split_size
 from structinit_jax.training import mesh as mesh_lib
 from structinit_jax.training.remat import mib
 from structinit_jax.training.setup import compile_step, set_up
@@ -39,20 +38,20 @@ def dry_run(config: ConfigDict, target: str | None = None) -> dict[str, str]:
     config_lib.validate(config)
     devices, memory_limit, options = find_target(target) if target else this_machine()
     data = config.data
-    info = find_info(data.name, data.data_dir or None)
-    check_examples(info, num_classes=config.model.num_classes, channels=data.channels)
-    num_examples = info_lib.split_size(data.name, data.train_split, info, "data.train_split")
+    info = find_info(data.name, data.data_dir or None, data.channels)
+    check_classes(info, config.model.num_classes)
+    num_examples = split_size(data.name, data.train_split, info, "data.train_split")
     if data.eval_name:
         test_name = data.eval_name.split("/")[0]
-        test_split = info_lib.EVALUATION_SETS[test_name][0]
-        num_eval = info_lib.CATALOG[test_name].num_examples[test_split]
+        test_split = EVALUATION_SETS[test_name][0]
+        num_eval = CATALOG[test_name].num_examples[test_split]
         test_split = f"{data.eval_name} {test_split}"
     else:
         test_split = data.eval_split
-        num_eval = info_lib.split_size(data.name, test_split, info, "data.eval_split")
+        num_eval = split_size(data.name, test_split, info, "data.eval_split")
     eval_sizes = [num_eval]
     if spec := data.train_eval_split:
-        eval_sizes.append(info_lib.split_size(data.name, spec, info, "data.train_eval_split"))
+        eval_sizes.append(split_size(data.name, spec, info, "data.train_eval_split"))
     setup = set_up(config, info, num_examples, devices)
     print(parameter_overview.get_parameter_overview(setup.model.params, include_stats=False))
 

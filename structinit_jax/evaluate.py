@@ -10,10 +10,9 @@ from ml_collections import ConfigDict
 
 from structinit_jax import config as config_lib
 from structinit_jax import resume
-from structinit_jax.data import datasets
-from structinit_jax.data.info import check_examples, count_shared, parse_split
+from structinit_jax.data.datasets import FILE_SETS, EvaluationSet, open_dataset, open_test_set
 from structinit_jax.data.loader import make_loader
-from structinit_jax.data.test_sets import EvaluationSet, open_test_set
+from structinit_jax.data.source import Dataset, check_classes, count_shared, parse_split
 from structinit_jax.errors import InputError
 from structinit_jax.training import checkpoint, manifest, remote
 from structinit_jax.training import mesh as mesh_lib
@@ -22,17 +21,16 @@ from structinit_jax.training.state import AbstractModel, TrainState, abstract_mo
 from structinit_jax.training.step import make_eval_step
 
 
-def open_data(config: ConfigDict) -> datasets.Dataset:
+def open_data(config: ConfigDict) -> Dataset:
     """Opens the data set of a config; raises `InputError` if it does not fit the model."""
     data = config.data
-    dataset = datasets.open_dataset(data.name, data.data_dir or None, data.manual_dir or None)
-    check_examples(dataset.info, num_classes=config.model.num_classes, channels=data.channels)
+    folders = data.data_dir or None, data.manual_dir or None
+    dataset = open_dataset(data.name, *folders, data.channels)
+    check_classes(dataset.info, config.model.num_classes)
     return dataset
 
 
-def open_evaluation_set(
-    config: ConfigDict, dataset: datasets.Dataset | None = None
-) -> EvaluationSet:
+def open_evaluation_set(config: ConfigDict, dataset: Dataset | None = None) -> EvaluationSet:
     """Opens the test split of the config's data set, or the test set of `config.data.eval_name`.
 
     Raises:
@@ -44,10 +42,9 @@ def open_evaluation_set(
         source = dataset.split(data.eval_split, "data.eval_split", data.on_bad_image)
         return EvaluationSet(f"{data.name} {data.eval_split}", source)
     # The test sets are prepared with TFDS; the data_dir of an image folder does not hold them.
-    root = None if data.name in datasets.FILE_SETS else data.data_dir or None
-    test_set = open_test_set(data.eval_name, root, data.on_bad_image)
-    info = test_set.source.info
-    check_examples(info, num_classes=config.model.num_classes, channels=data.channels)
+    root = None if data.name in FILE_SETS else data.data_dir or None
+    test_set = open_test_set(data.eval_name, root, data.on_bad_image, data.channels)
+    check_classes(test_set.source.info, config.model.num_classes)
     return test_set
 
 
@@ -66,7 +63,7 @@ def describe_evaluation(config: ConfigDict) -> str:
     return f"{data.name} {data.eval_name or data.eval_split}, crop_fraction {data.crop_fraction}"
 
 
-def open_evaluation_sets(config: ConfigDict, dataset: datasets.Dataset) -> dict[str, EvaluationSet]:
+def open_evaluation_sets(config: ConfigDict, dataset: Dataset) -> dict[str, EvaluationSet]:
     """Opens the sets evaluated during training: the evaluation set and, if set, 'train_eval'."""
     data, sets = config.data, {evaluation_name(config): open_evaluation_set(config, dataset)}
     if spec := data.train_eval_split:
@@ -75,7 +72,7 @@ def open_evaluation_sets(config: ConfigDict, dataset: datasets.Dataset) -> dict[
     return sets
 
 
-def note_shared_examples(config: ConfigDict, dataset: datasets.Dataset) -> None:
+def note_shared_examples(config: ConfigDict, dataset: Dataset) -> None:
     """Prints a note if `config.data.eval_split` holds examples that are trained on."""
     if config.data.eval_name:  # another data set
         return

@@ -9,8 +9,7 @@ from flax.traverse_util import flatten_dict
 from ml_collections import ConfigDict
 
 from structinit_jax.config import base_config
-from structinit_jax.data.datasets import ImageSource
-from structinit_jax.data.digest import digest
+from structinit_jax.data.source import ImageSource, digest
 from structinit_jax.errors import InputError
 
 # Fields and sections that must not change on resume, and what each one affects.

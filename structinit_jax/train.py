@@ -20,7 +20,7 @@ from ml_collections import ConfigDict
 
 from structinit_jax import config as config_lib
 from structinit_jax import resume
-from structinit_jax.data.datasets import Dataset, ImageSource
+from structinit_jax.data.datasets import EvaluationSet
 from structinit_jax.data.loader import (
     AugmentationSplit,
     Batch,
@@ -28,7 +28,7 @@ from structinit_jax.data.loader import (
     make_loader,
     split_augmentation,
 )
-from structinit_jax.data.test_sets import EvaluationSet
+from structinit_jax.data.source import Dataset, ImageSource, note_classes
 from structinit_jax.errors import InputError, StoppedError
 from structinit_jax.evaluate import (
     Evaluator,
@@ -177,6 +177,7 @@ def _train(config, workdir, profile_steps, stop_request, on_evaluation, on_exit)
         {"config": json.loads(config.to_json()), "data": trained_on, "eval_sizes": eval_sizes}
     )
     note_shared_examples(config, run.dataset)
+    note_classes(run.train_source, run.dataset.class_names, "data.train_split")
     setup = run.setup
     schedule, mesh = setup.schedule, setup.model.mesh
     print(f"devices: {mesh_lib.describe(mesh)}")
@@ -376,7 +377,7 @@ def check_finite(
         f"  {layer}: {np.array2string(norm, precision=3, max_line_width=90, threshold=10**6)}\n"
         for layer, norm in values["layer_gradient_norms"].items()
     )
-    show = ["python", "-m", "structinit_jax.data.show", f"--workdir={workdir}"]
+    show = ["python", "-m", "structinit_jax.show", f"--workdir={workdir}"]
     show += [f"--step={step}", f"--out=step_{step}.png"]
     start = f"from the checkpoint of step {checkpoint_step}" if checkpoint_step else "anew"
     raise StoppedError(

@@ -1,17 +1,25 @@
+"""Data sets of TFDS without TensorFlow, and `structinit_jax.prepare`."""
+
 import gzip
 import hashlib
+import json
 import os
 import shutil
 import struct
+import subprocess
+import sys
 from pathlib import Path
 
+import fork_main
 import numpy as np
 import pytest
+from array_record.python import array_record_module
+from PIL import Image
 
+from structinit_jax import prepare
 from structinit_jax.data import builders
-from structinit_jax.data.datasets import open_dataset
-from structinit_jax.data.info import CATALOG
-from structinit_jax.data.prepare import prepare
+from structinit_jax.data.datasets import CATALOG, open_dataset
+from structinit_jax.data.source import Dataset
 from structinit_jax.errors import InputError
 
 
@@ -42,10 +50,11 @@ def test_digits_are_sklearns_in_the_documented_split(data_dir):
     for split, chosen in (("train", ~is_test), ("test", is_test)):
         images, labels = read(dataset.split(split))
         assert images[0].shape == (8, 8, 1)
-        assert images[0].dtype == np.uint8
         pixels = np.rint(digits.images[chosen] * 255 / 16)
         expected = as_rows(pixels, digits.target[chosen])
         np.testing.assert_array_equal(as_rows(images, labels), expected)
+    color = open_dataset("digits", data_dir, channels=3).split("test")[0][0].decode()
+    np.testing.assert_array_equal(color, np.repeat(images[0], 3, axis=-1))
 
 
 def test_second_open_does_not_prepare_again(data_dir, capsys):
@@ -53,39 +62,40 @@ def test_second_open_does_not_prepare_again(data_dir, capsys):
     before = [path.stat().st_mtime_ns for path in files]
     open_dataset("digits", data_dir)
     assert [path.stat().st_mtime_ns for path in files] == before
-    assert list(Path(data_dir, "digits").rglob("*")) == files
     assert capsys.readouterr().out == ""
 
 
-def test_home_is_expanded(tmp_path, monkeypatch):
-    monkeypatch.setenv("HOME", str(tmp_path))
-    monkeypatch.chdir(tmp_path)
-    assert len(open_dataset("digits", "~/tf").split("train")) == 1438
-    assert (tmp_path / "tf" / "digits").is_dir()
-    assert not (tmp_path / "~").exists()
-    prepare("digits", "~/tf")
-    with pytest.raises(InputError, match=f"{tmp_path}/manual/train-images.* cannot be read"):
-        open_dataset("fashion_mnist", "~/tf", "~/manual")
-    with pytest.raises(InputError, match=f"'{tmp_path}/images': there is no such folder"):
-        open_dataset("folder", "~/images")
-
-
 def test_interrupted_preparation_is_not_trusted(tmp_path, monkeypatch, capsys):
-    from structinit_jax.data.builders import Digits
-
     def stop_midway(self, indices):
         yield from self.original(indices[:10])
         raise KeyboardInterrupt
 
     with monkeypatch.context() as patch:
-        patch.setattr(Digits, "original", Digits._generate_examples, raising=False)
-        patch.setattr(Digits, "_generate_examples", stop_midway)
+        patch.setattr(
+            builders.Digits, "original", builders.Digits._generate_examples, raising=False
+        )
+        patch.setattr(builders.Digits, "_generate_examples", stop_midway)
         # Keep the half-written folder, as a SIGKILL would.
         patch.setattr("etils.epath.Path.rmtree", lambda *args, **kwargs: None, raising=False)
         with pytest.raises(KeyboardInterrupt):
             open_dataset("digits", tmp_path)
     assert open_dataset("digits", tmp_path).info == CATALOG["digits"]
     assert capsys.readouterr().out.count("Preparing digits") == 2
+
+
+@pytest.mark.parametrize(
+    ("name", "reason"),
+    [
+        ("cifr10", "did you mean 'cifar10'"),
+        ("imagenet_v2/top", "cannot open"),
+        ("digits:9.9.9", "TFDS"),
+        ("../cifar10", "TFDS"),
+        ("imagenet2012", r"structinit_jax\.prepare --name=imagenet2012 --data_dir="),
+    ],
+)
+def test_sets_that_cannot_be_opened_are_named(tmp_path, name, reason):
+    with pytest.raises(InputError, match=rf"^config\.data\.name='{name}'(.|\n)*{reason}"):
+        open_dataset(name, tmp_path)
 
 
 def test_unwritable_data_dir(tmp_path):
@@ -96,130 +106,45 @@ def test_unwritable_data_dir(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("name", "near"), [("cifr10", "cifar10"), ("CIFAR10", "cifar10"), ("Folder", "folder")]
-)
-def test_misspelt_name_suggests_near_ones(tmp_path, name, near):
-    message = rf"config\.data\.name='{name}'.*Did you mean '{near}'"
-    with pytest.raises(InputError, match=message):
-        open_dataset(name, tmp_path)
-
-
-@pytest.mark.parametrize(
-    ("name", "variants"),
-    [("imagenet_v2/top", r"'matched-frequency', .*, 'topimages'"), ("cifar10/top", "none")],
-)
-def test_unknown_variants_are_refused(tmp_path, name, variants):
-    message = rf"config\.data\.name='{name}': .* no variant 'top'\. Its variants: {variants}\.$"
-    with pytest.raises(InputError, match=message):
-        open_dataset(name, tmp_path)
-
-
-def test_unprepared_set_says_how(tmp_path):
-    with pytest.raises(InputError) as caught:
-        open_dataset("imagenet2012", tmp_path)
-    message = str(caught.value)
-    command = f"python -m structinit_jax.data.prepare --name=imagenet2012 --data_dir={tmp_path}"
-    for part in (
-        "config.data.name='imagenet2012' is not prepared",
-        "pip install '.[prepare]'",
-        command,
-        f"ILSVRC2012_img_val.tar (by hand, from https://image-net.org) into {tmp_path}/downloads",
-    ):
-        assert part in message
-
-
-def test_tfrecord_set_is_refused(tmp_path, data_dir):
-    shutil.copytree(Path(data_dir, "digits"), tmp_path / "digits")
-    info = tmp_path / "digits" / "1.0.0" / "dataset_info.json"
-    info.write_text(info.read_text().replace("array_record", "tfrecord"))
-    with pytest.raises(InputError, match="is prepared as tfrecord, array_record is needed"):
-        open_dataset("digits", tmp_path)
-
-
-@pytest.mark.parametrize(
     ("file", "damage"),
     [
-        ("dataset_info.json", Path.unlink),
         ("dataset_info.json", lambda path: path.write_text("{")),
-        ("features.json", Path.unlink),
         ("digits-train.array_record-00000-of-00001", Path.unlink),
         ("digits-train.array_record-00000-of-00001", lambda path: os.truncate(path, 100_000)),
         ("digits-train.array_record-00000-of-00001", lambda path: os.truncate(path, 65_536)),
     ],
-    ids=["no info", "cut info", "no features", "no file", "cut file", "file cut at a block"],
+    ids=["cut info", "no file", "cut file", "file cut at a block"],
 )
 def test_damaged_sets_are_named(tmp_path, data_dir, file, damage):
     shutil.copytree(Path(data_dir, "digits"), tmp_path / "digits")
-    folder = tmp_path / "digits" / "1.0.0"
-    damage(folder / file)
-    message = rf"config\.data\.name='digits': .*{tmp_path}.* is damaged.*copy the data set again"
-    with pytest.raises(InputError, match=message):
+    damage(tmp_path / "digits" / "1.0.0" / file)
+    with pytest.raises(InputError, match=rf"config\.data\.name='digits'.*{tmp_path}"):
         open_dataset("digits", tmp_path).split("train")[0]
-    if file.endswith("json"):
-        with pytest.raises(InputError, match=message):
-            prepare("digits", tmp_path)
 
 
-def test_the_folder_without_a_set_is_named(tmp_path, data_dir):
-    shutil.copytree(Path(data_dir, "digits"), tmp_path / "mine")
-    assert open_dataset("mine", tmp_path).info == CATALOG["digits"]
-    message = "data_dir='{}' holds no mine/VERSION with a features.json"
-    for wrong in (tmp_path / "mine", tmp_path / "mine" / "1.0.0"):
-        with pytest.raises(InputError, match=message.format(wrong)):
-            open_dataset("mine", wrong)
-    (tmp_path / "mine" / "1.0.0" / "features.json").unlink()
-    with pytest.raises(InputError, match=message.format(tmp_path)):
-        open_dataset("mine", tmp_path)
-
-
-def test_idx_parser():
-    array = np.arange(24).reshape(2, 3, 4)
-    np.testing.assert_array_equal(builders.parse_idx(idx_bytes(array)), array)
-    np.testing.assert_array_equal(builders.parse_idx(idx_bytes(array[0, 0])), array[0, 0])
-
-
-def test_fashion_mnist_refuses_other_files(tmp_path):
-    manual, data = tmp_path / "manual", tmp_path / "data"
-    with pytest.raises(
-        InputError, match=r"train-images.* cannot be read: .*No such file.*apt-get install"
-    ):
-        open_dataset("fashion_mnist", data, manual)
-    manual.mkdir()
+def test_fashion_mnist_from_files(tmp_path, monkeypatch):
+    rng, sums, written = np.random.default_rng(0), {}, {}
     for name in builders.CHECKSUMS:
-        (manual / f"{name}.gz").write_bytes(gzip.compress(idx_bytes(np.zeros((2, 28, 28)))))
-    with pytest.raises(InputError, match=r"train-images.* is not the original file: .*SHA-256"):
-        open_dataset("fashion_mnist", data, manual)
-    (manual / "train-images-idx3-ubyte.gz").write_bytes(b"<html>404</html>")
-    with pytest.raises(InputError, match=r"train-images.* cannot be read: .*[Nn]ot a gzip"):
-        open_dataset("fashion_mnist", data, manual)
-
-
-def test_fashion_mnist_without_network_says_how(tmp_path, monkeypatch):
-    # Port 9 of this host: refused at once, whatever network there is.
-    monkeypatch.setattr(builders.FashionMNIST, "URL", "http://127.0.0.1:9/")
-    monkeypatch.setenv("no_proxy", "127.0.0.1")
-    with pytest.raises(InputError, match=r"cannot be downloaded.*--config\.data\.manual_dir=DIR"):
-        open_dataset("fashion_mnist", tmp_path)
-
-
-def test_fashion_mnist_prepares_small_files(tmp_path, monkeypatch):
-    rng = np.random.default_rng(0)
-    sizes, sums = {"train": 6, "t10k": 3}, {}
-    written = {}
-    for name in builders.CHECKSUMS:
-        size = sizes[name.split("-")[0]]
-        is_images = "images" in name
-        array = rng.integers(0, 255 if is_images else 9, (size, 28, 28) if is_images else size)
+        size = 6 if name.startswith("train") else 3
+        array = rng.integers(0, 9, (size, 28, 28) if "images" in name else size)
         written[name] = array
         (tmp_path / f"{name}.gz").write_bytes(gzip.compress(idx_bytes(array)))
         sums[name] = hashlib.sha256(idx_bytes(array)).hexdigest()
+    with pytest.raises(InputError, match=r"train-images.* is not the original file"):
+        open_dataset("fashion_mnist", tmp_path / "data", tmp_path)  # such as MNIST
     monkeypatch.setattr(builders, "CHECKSUMS", sums)
     dataset = open_dataset("fashion_mnist", tmp_path / "data", tmp_path)
-    assert dict(dataset.info.num_examples) == {"train": 6, "test": 3}
     np.testing.assert_array_equal(
         as_rows(*read(dataset.split("train"))),
         as_rows(written["train-images-idx3-ubyte"], written["train-labels-idx1-ubyte"]),
     )
+    with pytest.raises(InputError, match=r"fashion_mnist: .*No such file.*apt-get install"):
+        open_dataset("fashion_mnist", tmp_path / "other", tmp_path / "nothing")
+    # Port 9 of this host: refused at once, whatever network there is.
+    monkeypatch.setattr(builders.FashionMNIST, "URL", "http://127.0.0.1:9/")
+    monkeypatch.setenv("no_proxy", "127.0.0.1")
+    with pytest.raises(InputError, match=r"cannot be downloaded.*--config\.data\.manual_dir=DIR"):
+        open_dataset("fashion_mnist", tmp_path / "other")
 
 
 def test_the_original_files_of_fashion_mnist_are_known():
@@ -235,3 +160,123 @@ def test_the_original_files_of_fashion_mnist_are_known():
         assert files[f"{prefix}-images-idx3-ubyte"].shape == (size, 28, 28)
         labels = files[f"{prefix}-labels-idx1-ubyte"]
         np.testing.assert_array_equal(np.bincount(labels), [size // 10] * 10)
+
+
+# -- structinit_jax.prepare ------------------------------------------------------------------------
+
+
+def write_tfrecord(path, records):
+    with path.open("wb") as file:
+        for record in records:
+            file.write(struct.pack("<QI", len(record), 0) + record + b"\0\0\0\0")
+
+
+@pytest.fixture
+def tfrecord_dir(tmp_path, data_dir):
+    """Digits as TFDS would have prepared them in its default format."""
+    shutil.copytree(f"{data_dir}/digits", tmp_path / "digits")
+    folder = tmp_path / "digits" / "1.0.0"
+    for path in folder.glob("*.array_record-*"):
+        reader = array_record_module.ArrayRecordReader(str(path))
+        records = [reader.read([number])[0] for number in range(reader.num_records())]
+        write_tfrecord(path.with_name(path.name.replace("array_record", "tfrecord")), records)
+        path.unlink()
+    info = folder / "dataset_info.json"
+    info.write_text(info.read_text().replace("array_record", "tfrecord"))
+    return tmp_path
+
+
+def test_tfrecord_is_converted_once(tfrecord_dir, data_dir, capsys):
+    with pytest.raises(InputError, match=r"prepare --name=digits --data_dir="):
+        open_dataset("digits", tfrecord_dir)
+    prepare.main(["--name=digits", f"--data_dir={tfrecord_dir}", "--check=10"])
+    assert "Converting" in capsys.readouterr().out
+    for split in ("train", "test"):
+        ours, theirs = (open_dataset("digits", d).split(split) for d in (tfrecord_dir, data_dir))
+        for one, other in zip(read(ours), read(theirs), strict=True):
+            np.testing.assert_array_equal(one, other)
+    info = json.loads((tfrecord_dir / "digits" / "1.0.0" / "dataset_info.json").read_text())
+    assert (info["fileFormat"], info["alternativeFileFormats"]) == ("tfrecord", ["array_record"])
+    prepare.prepare("digits", str(tfrecord_dir))
+    assert capsys.readouterr().out == ""
+
+
+def test_damaged_tfrecord_is_named_and_not_trusted(tfrecord_dir):
+    (path,) = (tfrecord_dir / "digits" / "1.0.0").glob("*-test.tfrecord-*")
+    records, content = list(prepare.read_tfrecord(path)), path.read_bytes()
+    path.write_bytes(content[: len(content) // 2])
+    with pytest.raises(InputError, match=r"test\.tfrecord-.* ends within a record"):
+        prepare.prepare("digits", str(tfrecord_dir))
+    write_tfrecord(path, records[:-1])
+    with pytest.raises(InputError, match="holds 358 examples, 359 are expected"):
+        prepare.prepare("digits", str(tfrecord_dir))
+    with pytest.raises(InputError, match="is prepared as tfrecord"):
+        open_dataset("digits", tfrecord_dir)
+
+
+def test_the_report_names_classes_sizes_and_bad_images(tmp_path, capsys):
+    for split in ("train", "val"):
+        for name in ("cat", "dog"):
+            (tmp_path / split / name).mkdir(parents=True)
+            for number in range(3):
+                image = Image.new("RGB", (20 + number, 10), "red")
+                image.save(tmp_path / split / name / f"{number}.png")
+    (tmp_path / "train" / "dog" / "1.png").write_bytes(b"nothing")
+    prepare.main(["--name=folder", f"--data_dir={tmp_path}", "--check=0"])
+    said = capsys.readouterr().out
+    for line in (
+        "folder: 2 classes (cat, dog), 3 channels",
+        "train: 6 examples; checked all",
+        "train: 2 of 2 classes, 2 to 3 examples of each",
+        "val: 10 to 10 pixels high, 20 to 22 wide",
+        "val: pixels: mean (1.0, 0.0, 0.0), std (0.0, 0.0, 0.0)",
+    ):
+        assert f"{line}\n" in said
+    assert said.count("bad: ") == 1
+    assert "dog/1.png" in said
+
+
+def test_mean_and_deviation_are_those_of_all_pixels_by_channel():
+    rng = np.random.default_rng(0)
+    images = rng.integers(0, [256, 128, 64], (30, 9, 7, 3), np.uint8)
+    for channels in (3, 1):
+        part = images[..., :channels]
+        records = [{"image": image, "label": -1} for image in part]
+        shape = (None, None, channels)
+        source = Dataset.from_records("noise", {"train": records}, ["a"], shape).split("train")
+        pixels = part.reshape(-1, channels) / 255
+        expected = [tuple(f(pixels, axis=0).round(3).tolist()) for f in (np.mean, np.std)]
+        assert list(prepare.mean_and_std(source)) == expected
+        lines = prepare.describe_split(source, 1, 0)
+        assert lines[1] == "0 of 1 classes, 0 to 0 examples of each"
+        assert not any(line.startswith("bad") for line in lines)
+
+
+def test_stock_builders_need_tensorflow_and_archives(tmp_path, monkeypatch):
+    monkeypatch.setenv("HOME", str(tmp_path))
+    monkeypatch.setattr(prepare.importlib.util, "find_spec", lambda name: None)
+    with pytest.raises(InputError, match=r"TensorFlow to prepare(.|\n)*pip install '\.\[prepare\]"):
+        prepare.prepare("cifar10", "~/tf")
+    monkeypatch.setattr(prepare.importlib.util, "find_spec", lambda name: True)
+
+    def no_archive(self, **options):  # as the stock builder ends without its archives
+        assert options["file_format"] == "array_record"
+        assert options["download_config"].manual_dir == f"{tmp_path}/archives"
+        raise AssertionError("ImageNet requires manual download of the data")
+
+    builder = type(builders.find_builder("imagenet2012", tmp_path))
+    monkeypatch.setattr(builder, "download_and_prepare", no_archive)
+    with pytest.raises(InputError, match=r"requires manual download.*--manual_dir=DIR.*ILSVRC2012"):
+        prepare.prepare("imagenet2012", "~/tf", "~/archives")
+
+
+def test_the_command_ends_without_a_traceback(data_dir):
+    command = [sys.executable, "-m", "structinit_jax.prepare", "--name=digits"]
+    with open("/dev/full", "w") as full:
+        result = subprocess.run(
+            [*command, f"--data_dir={data_dir}"], stdout=full, stderr=subprocess.PIPE, text=True
+        )
+    assert (result.returncode, result.stderr) == (2, "error: [Errno 28] No space left on device\n")
+    result = fork_main.run("--name=folder", module=prepare.__name__)
+    assert result.returncode == 2
+    assert result.stderr.startswith("error: --data_dir='': there is no such folder")

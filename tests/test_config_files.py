@@ -22,7 +22,8 @@ from structinit_jax.config import (
     set_base_init,
     validate,
 )
-from structinit_jax.data.info import CATALOG, split_size
+from structinit_jax.data.datasets import CATALOG
+from structinit_jax.data.source import split_size
 from structinit_jax.errors import InputError
 from structinit_jax.models import create_model
 from structinit_jax.training.setup import set_up

@@ -1,30 +1,35 @@
-import io
-import json
-import os
+"""Data sets by name, and the test sets of ImageNet, whose rules are compared with NumPy."""
+
+import subprocess
 import sys
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
+import tensorflow_datasets as tfds
+from flax import nnx
 from PIL import Image
+from scipy.special import log_softmax, logsumexp
 
-from structinit_jax.data.datasets import Dataset, num_cores, open_dataset
+from structinit_jax.config import base_config
+from structinit_jax.data.datasets import CATALOG, EVALUATION_SETS, open_dataset, open_test_set
 from structinit_jax.data.loader import make_loader
 from structinit_jax.errors import InputError
+from structinit_jax.training.mesh import make_mesh
+from structinit_jax.training.state import split_model
+from structinit_jax.training.step import make_eval_step
 
 # A user's own module: a new data set is this much, and its name in the config.
 MODULE = '''
 import numpy as np
-from structinit_jax.data.datasets import Dataset
+from structinit_jax.data.source import Dataset
 
 def colors(data_dir):
     """Plain images, named in the config as data.name="my_module:colors"."""
-    def records(n):
-        return [
-            {"image": np.full((4, 4, 3), 50 * (i % 3), np.uint8), "label": i % 3}
-            for i in range(n)
-        ]
-    splits = {"train": records(10), "test": records(4)}
+    records = [{"image": np.full((4, 4, 3), 50 * (i % 3), np.uint8), "label": i % 3}
+               for i in range(14)]
+    splits = {"train": records[:10], "test": records[10:]}
     return Dataset.from_records(f"colors of {data_dir}", splits, ["black", "gray", "light"])
 
 def nothing(data_dir):
@@ -40,14 +45,9 @@ def my_module(tmp_path, monkeypatch):
     sys.modules.pop("my_colors", None)
 
 
-def pixels(source, index):
-    return source[index][0].decode()
-
-
 def test_a_data_set_of_the_users_own_is_loaded_in_batches(my_module):
-    dataset = open_dataset(f"{my_module}:colors", "/data")
+    dataset = open_dataset(f"{my_module}:colors", "/data", channels=1)
     assert dataset.name == "colors of /data"
-    assert dataset.info.num_classes == 3
     assert dataset.info.num_examples == {"train": 10, "test": 4}
     mesh = jax.make_mesh((8,), ("data",), axis_types=(jax.sharding.AxisType.Auto,))
     loader = make_loader(dataset.split("train[2:]+test"), mesh, image_size=4)
@@ -55,165 +55,180 @@ def test_a_data_set_of_the_users_own_is_loaded_in_batches(my_module):
     labels = []
     for batch in jax.device_get(list(batches)):
         for image, label in zip(batch["image"], batch["label"], strict=True):
-            np.testing.assert_array_equal(image, np.full((4, 4, 3), 50 * label))
+            np.testing.assert_array_equal(image, np.full((4, 4, 1), 50 * label))
             labels.append(int(label))
-    expected = [i % 3 for i in (*range(2, 10), *range(4))]
-    assert sorted(labels) == sorted(2 * expected)
+    assert sorted(labels) == sorted(2 * [i % 3 for i in range(2, 14)])
 
 
-@pytest.mark.parametrize(
-    "name", ["no_such_module:colors", "my_colors:no_such", "my_colors:nothing"]
-)
+@pytest.mark.parametrize("name", ["no_module:colors", "my_colors:no_such", "my_colors:nothing"])
 def test_a_data_set_of_the_users_own_that_does_not_work_is_named(my_module, name):
     with pytest.raises(InputError, match=f"config.data.name='{name}'"):
         open_dataset(name)
 
 
-def test_versions_and_namespaces_are_tfds_names(tmp_path):
-    for name in ("digits:9.9.9", "cifar10:9.9.9", "huggingface:nothing"):
-        with pytest.raises(InputError, match=rf"config\.data\.name='{name}': TFDS"):
-            open_dataset(name, tmp_path)
+def test_home_is_expanded_if_there_is_one(tmp_path, monkeypatch):
+    monkeypatch.setenv("HOME", str(tmp_path))
+    with pytest.raises(InputError, match=f"'{tmp_path}/images': there is no such folder"):
+        open_dataset("folder", "~/images")
+    with pytest.raises(InputError, match=r"~nobody_of_that_name/x: .*home directory"):
+        open_dataset("digits", "~nobody_of_that_name/x")
 
 
-@pytest.mark.parametrize("name", ["", "../cifar10", "my module:f", "c:", "cifar10;ls"])
-def test_malformed_names_are_refused(name, tmp_path):
-    with pytest.raises(InputError, match=r"config\.data\.name=.* is not the name of a data set"):
-        open_dataset(name, tmp_path)
+def test_catalog_agrees_with_the_stock_builders(tmp_path):
+    def features(name):
+        return tfds.builder(name, data_dir=tmp_path).info.features
+
+    classes = features("imagenet2012")["label"].names
+    for name, info in CATALOG.items():
+        if name in ("digits", "tiny_imagenet"):  # which TFDS does not have
+            continue
+        found = features(name)
+        label = found["original_label" if name == "imagenet2012_real" else "label"]
+        assert found["image"].shape == info.image_shape, name
+        assert label.num_classes == info.num_classes, name
+        if name in EVALUATION_SETS:
+            assert label.names == classes
+    assert features("imagenet2012_real")["real_label"].feature.names == classes
 
 
-def test_slices_and_reads_agree(data_dir):
-    dataset = open_dataset("digits", data_dir)
-    part, whole = dataset.split("train[100:110]+test[:5]"), dataset.split("train")
-    test = dataset.split("test")
-    assert len(part) == 15
-    for number, (image, label) in enumerate(part.read(range(15))):
-        source, index = (whole, 100 + number) if number < 10 else (test, number - 10)
-        np.testing.assert_array_equal(image.decode(), pixels(source, index))
-        assert label == source[index][1] == part.labels()[number]
-    backwards = part.read(list(range(14, -1, -1)))
-    assert [label for _, label in backwards] == part.labels()[::-1].tolist()
-    with pytest.raises(InputError, match=r"config\.data\.eval_split='trian'.*'train' \(1,438\)"):
-        dataset.split("trian", "data.eval_split")
+def test_heavy_libraries_are_imported_only_where_they_are_used():
+    code = (
+        "import sys, structinit_jax.data.datasets; assert 'jax' not in sys.modules;"
+        "import structinit_jax.data.loader;"
+        "sys.exit(bool({'tensorflow_datasets', 'grain', 'sklearn'} & set(sys.modules)))"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True)
 
 
-def make_dataset(tmp_path, labels=(0, 1, 2)):
-    """One image each as a file, as bytes and as pixels; all of one color."""
-    image = Image.new("RGB", (6, 5), (10, 20, 30))
-    image.save(tmp_path / "0.png")
-    file = io.BytesIO()
-    image.save(file, "PNG")
-    images = [tmp_path / "0.png", file.getvalue(), np.asarray(image)]
-    records = [{"image": x, "label": y} for x, y in zip(images, labels, strict=True)]
-    return Dataset.from_records("mixed", {"train": records}, ["a", "b", "c"])
+# -- test sets of ImageNet -------------------------------------------------------------------------
+
+# As many classes as ImageNet-A has, spread over the thousand.
+CLASSES = np.arange(200) * 5 + 2
+LABEL = tfds.features.ClassLabel(num_classes=1000)
+LOGITS = np.random.default_rng(0).normal(size=(300, 1000)).astype(np.float32)
 
 
-def test_images_are_files_bytes_or_pixels(tmp_path):
-    source = make_dataset(tmp_path).split("train")
-    for number in range(3):
-        np.testing.assert_array_equal(
-            pixels(source, number), np.full((5, 6, 3), (10, 20, 30), np.uint8)
-        )
-    assert source[0][0].name == f"mixed 'train', example 0 ({tmp_path}/0.png)"
-    (tmp_path / "0.png").unlink()
-    with pytest.raises(
-        InputError, match=r"0\.png: there is no such file\. Restore .*on_bad_image='skip'"
-    ):
-        source[0]
-    (tmp_path / "0.png").mkdir()
-    with pytest.raises(InputError, match=r"0\.png: cannot be read"):
-        source[0]
+@tfds.core.registered.skip_registration()
+def prepare(name, version, split, rows, data_dir, features=None, variant=None):
+    """Writes a small set in the place and with the features of the stock builder `name`.
+
+    The pixels of image i are i // 256 and i % 256; TFDS stores it in an order of its own.
+    """
+
+    class SmallSet(tfds.core.GeneratorBasedBuilder):
+        VERSION = tfds.core.Version(version)
+        BUILDER_CONFIGS = [tfds.core.BuilderConfig(name=variant)] if variant else []
+
+        def _info(self):
+            common = {"image": tfds.features.Image(), "file_name": tfds.features.Text()}
+            return tfds.core.DatasetInfo(
+                builder=self,
+                features=tfds.features.FeaturesDict({**common, **(features or {"label": LABEL})}),
+            )
+
+        def _split_generators(self, dl_manager):
+            return {split: self._generate_examples()}
+
+        def _generate_examples(self):
+            for number, row in enumerate(rows):
+                image = Image.new("RGB", (2, 2), (number // 256, number % 256, 0))
+                yield number, {"image": image, "file_name": f"{number}.JPEG", **row}
+
+    SmallSet.name = name
+    SmallSet(data_dir=data_dir).download_and_prepare(file_format="array_record")
 
 
-def test_labels_out_of_range_are_refused_by_name(tmp_path):
-    source = make_dataset(tmp_path, labels=(1, 2, 3)).split("train")
-    assert [label for _, label in source.read([0, 1])] == [1, 2]
-    with pytest.raises(
-        InputError, match=r"^mixed 'train', example 2: its label is 3, expected 0 to 2"
-    ):
-        source[2]
+def prepare_real(answers, data_dir):
+    rows = [{"original_label": 0, "real_label": labels} for labels in answers]
+    features = {"original_label": LABEL, "real_label": tfds.features.Sequence(LABEL)}
+    prepare("imagenet2012_real", "1.0.0", "validation", rows, data_dir, features)
 
 
-def test_threads_are_as_many_as_the_cores_that_the_process_may_use(monkeypatch):
-    monkeypatch.setattr(os, "cpu_count", lambda: 64)
-    monkeypatch.setattr(os, "sched_getaffinity", lambda process: {3, 5}, raising=False)
-    assert num_cores() == 2
-    monkeypatch.delattr(os, "sched_getaffinity")
-    assert num_cores() == 64
+def labelled(labels):
+    return [{"label": int(label)} for label in labels]
 
 
-PIXELS = np.zeros((4, 4, 3), np.uint8)
-STRUCTURED = np.zeros(1, [("image", np.uint8, (4, 4, 3)), ("label", int)])[0]
+def numbers_and_labels(test_set):
+    """Which image each example is, and its label."""
+    examples = test_set.source.read(range(len(test_set.source)))
+    pixels = [(image.decode()[0, 0], label) for image, label in examples]
+    return [(256 * int(high) + int(low), label) for (high, low, _), label in pixels]
 
 
-@pytest.mark.parametrize(
-    ("record", "reason"),
-    [
-        ({"img": PIXELS, "label": 0}, "its record must be a dict .* got dict without 'image'"),
-        ({"image": PIXELS}, "its record must be a dict .* got dict without 'label'"),
-        ((PIXELS, 0), r"its record must be a dict .* got tuple\."),
-        (STRUCTURED, r"its record must be a dict .* got void\."),
-        ({"image": PIXELS.tolist(), "label": 0}, "its 'image' is of type list, expected encoded"),
-        ({"image": Image.new("L", (4, 4)), "label": 0}, "its 'image' is of type Image"),
-        ({"image": PIXELS, "label": "cat"}, "its label is 'cat', expected 0 to 1"),
-        ({"image": PIXELS, "label": 0.5}, "its label is 0.5, expected 0 to 1"),
-        ({"image": PIXELS, "label": np.array([0, 1])}, r"its label is array\(\[0, 1\]\), expected"),
-        ({"image": PIXELS, "label": None}, "its label is None, expected 0 to 1"),
-        ({"image": PIXELS, "label": np.inf}, "its label is inf, expected 0 to 1"),
-    ],
-)
-@pytest.mark.parametrize("on_bad_image", ["stop", "skip"])
-def test_records_of_another_form_are_refused(record, reason, on_bad_image):
-    records = [{"image": PIXELS, "label": np.int64(1)}, record]
-    dataset = Dataset.from_records("mine", {"train": records}, ["a", "b"])
-    with pytest.raises(InputError, match=f"^mine 'train', example 1: {reason}"):
-        dataset.split("train", on_bad_image=on_bad_image).read([0, 1])
+def test_variants_and_all_classes(tmp_path):
+    prepare("imagenet_v2", "3.0.0", "test", labelled([4, 7]), tmp_path, None, "matched-frequency")
+    test_set = open_test_set("imagenet_v2", tmp_path)
+    assert (test_set.classes, test_set.answers) == (None, None)
+    assert sorted(numbers_and_labels(test_set)) == [(0, 4), (1, 7)]
 
 
-def test_records_that_return_too_few_examples_are_refused():
-    class Short(list):
-        def __getitems__(self, indices):
-            return [self[index] for index in indices[1:]]
-
-    records = Short([{"image": PIXELS, "label": 0}] * 3)
-    source = Dataset.from_records("mine", {"train": records}, ["a"]).split("train")
-    with pytest.raises(InputError, match=r"^Short.__getitems__ returned 1 examples for 2 indices"):
-        source.read([0, 1])
-
-
-def test_images_of_another_size_than_declared_are_refused():
-    def first(shape):
-        records = [{"image": np.zeros((4, 6, 3), np.uint8), "label": 0}]
-        return Dataset.from_records("mine", {"train": records}, ["a"], shape).split("train")[0]
-
-    for shape in ((4, 6, 3), (None, 6, 3), (None, None, 1)):
-        assert first(shape)[0].decode().shape == (4, 6, shape[-1])
-    for shape in ((4, 4, 3), (5, None, 3)):
-        with pytest.raises(InputError, match=r"^mine 'train', example 0: it has 4x6 pixels, but"):
-            first(shape)
+def test_sets_of_some_classes_choose_among_these(tmp_path):
+    prepare("imagenet_a", "0.1.0", "test", labelled(CLASSES), tmp_path)
+    prepare("imagenet_r", "0.2.0", "test", labelled(CLASSES[:150]), tmp_path)
+    test_set = open_test_set("imagenet_a", tmp_path)
+    np.testing.assert_array_equal(test_set.classes, CLASSES)
+    assert test_set.answers is None
+    with pytest.raises(InputError, match=r"holds 150 classes, 200 are expected"):
+        open_test_set("imagenet_r", tmp_path)
 
 
-def test_class_names_are_text():
-    """A checkpoint holds them as JSON."""
-    names = np.unique([3, 5, 3])
-    dataset = Dataset.from_records("mine", {"train": []}, names)
-    assert json.loads(json.dumps(list(dataset.class_names))) == ["3", "5"]
-    assert dataset.info.num_classes == 2
+def test_real_has_all_labels_and_leaves_out_images_without(tmp_path):
+    answers = [[3], [], [4, 7], [9]]
+    prepare_real(answers, tmp_path)
+    test_set = open_test_set("imagenet2012_real", tmp_path)
+    assert test_set.name.endswith("images without a label left out: 1")
+    found = {
+        number: {int(answer) for answer in test_set.answers[label]} - {-1}
+        for number, label in numbers_and_labels(test_set)
+    }
+    assert found == {0: {3}, 2: {4, 7}, 3: {9}}
+    chosen = test_set.source.select(np.array([False, True, True]))
+    assert [label for _, label in chosen.read([0, 1])] == [1, 2]
 
 
-@pytest.mark.parametrize("shape", [(4, 4, 4), (None, None, 2)])
-def test_other_numbers_of_channels_are_refused(shape):
-    with pytest.raises(InputError, match=r"^mine: image_shape=.* with 1 or 3 channels"):
-        Dataset.from_records("mine", {"train": []}, ["a"], shape)
+class Table(nnx.Module):
+    """A model whose logits are those of `LOGITS` for the image's number."""
+
+    def __init__(self):
+        self.logits = nnx.Param(jnp.asarray(LOGITS))
+
+    def __call__(self, images, **options):
+        number = jnp.round(256 * images[:, 0, 0, 0] + images[:, 0, 0, 1]).astype(jnp.int32)
+        return self.logits[...][number], {}
 
 
-def test_a_split_named_all_is_refused():
-    with pytest.raises(InputError, match="no split can be named 'all'"):
-        Dataset.from_records("mine", {"all": []}, ["a"])
+def eval_sums(labels, classes, answers):
+    """The sums of an evaluation step on 300 images."""
+    config = base_config()
+    config.model.num_classes = 1000
+    config.data.update(mean=(0.0,) * 3, std=(1 / 255,) * 3)
+    mesh = make_mesh(devices=jax.devices()[:1])
+    graphdef, *state = split_model(Table())
+    step = jax.jit(make_eval_step(config, graphdef, mesh, classes, answers))
+    numbers = np.arange(300)
+    images = np.stack([numbers // 256, numbers % 256, 0 * numbers], axis=-1).astype(np.uint8)
+    batch = {"image": images[:, None, None], "label": labels, "mask": np.ones(300, np.float32)}
+    return jax.tree.map(float, step(*state, batch))
 
 
-def test_selected_examples_keep_their_labels(tmp_path):
-    source = make_dataset(tmp_path).split("train").relabel(np.array([7, 8, 9]))
-    chosen = source.select(np.array([True, False, True]))
-    assert [label for _, label in chosen.read([0, 1])] == [7, 9]
-    assert chosen.labels().tolist() == [7, 9]
-    assert chosen.column("label") == [0, 2]
+@pytest.mark.parametrize("rule", ["all", "some", "answers"])
+def test_rules_agree_with_numpy(rule, library_promotion):
+    rng, best = np.random.default_rng(1), LOGITS.argmax(axis=1)
+    labels = np.where(rng.random(300) < 0.5, best, (best + 1) % 1000)
+    log_p, classes, answers = log_softmax(LOGITS, axis=1), None, None
+    right = [[label] for label in labels]
+    if rule == "some":
+        classes, best = CLASSES, CLASSES[LOGITS[:, CLASSES].argmax(axis=1)]
+        labels = np.where(rng.random(300) < 0.5, best, rng.choice(CLASSES, 300))
+        log_p = LOGITS - logsumexp(LOGITS[:, CLASSES], axis=1, keepdims=True)
+        right = [[label] for label in labels]
+    if rule == "answers":
+        others = np.where(rng.random(300) < 0.5, (best + 7) % 1000, -1)
+        answers = np.stack([labels, others], axis=1).astype(np.int32)
+        right = [sorted({*row} - {-1}) for row in answers.tolist()]
+        labels = np.arange(300)
+    sums = eval_sums(labels.astype(np.int32), classes, answers)
+    assert sums["count"] == 300
+    assert sums["correct"] == sum(b in row for b, row in zip(best, right, strict=True))
+    loss = -sum(logsumexp(log_p[i, row]) for i, row in enumerate(right))
+    assert sums["loss"] == pytest.approx(loss, rel=1e-5)

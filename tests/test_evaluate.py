@@ -91,7 +91,7 @@ def test_evaluating_with_other_classes_is_reported(run_config, finished_run, mon
     digits = open_dataset("digits", run_config.data.data_dir)
     names = [*digits.class_names[:8], "nine", "eight"]
     renamed = dataclasses.replace(digits, class_names=names)
-    monkeypatch.setattr(evaluate.datasets, "open_dataset", lambda *args: renamed)
+    monkeypatch.setattr(evaluate, "open_dataset", lambda *args: renamed)
     evaluate.evaluate_checkpoint(run_config, finished_run.workdir)
     note = "with other classes: class 8 is 'nine' now and was '8' in training"
     assert note in capsys.readouterr().out

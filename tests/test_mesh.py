@@ -10,7 +10,7 @@ from collectives import bytes_by_kind
 from jax.sharding import PartitionSpec
 
 from structinit_jax.config import base_config
-from structinit_jax.data.info import CATALOG
+from structinit_jax.data.datasets import CATALOG
 from structinit_jax.errors import InputError
 from structinit_jax.models.model import MIN_SPLIT_SIZE
 from structinit_jax.training import mesh as mesh_lib

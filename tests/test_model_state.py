@@ -11,7 +11,7 @@ from conftest import library_promotion_rules, make_tiny_config, place
 
 from structinit_jax import evaluate, train
 from structinit_jax.config import base_config
-from structinit_jax.data.info import CATALOG
+from structinit_jax.data.datasets import CATALOG
 from structinit_jax.data.loader import make_loader
 from structinit_jax.errors import InputError
 from structinit_jax.training import checkpoint

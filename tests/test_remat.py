@@ -10,7 +10,7 @@ from ml_collections import ConfigDict
 
 from structinit_jax import train
 from structinit_jax.config import base_config
-from structinit_jax.data.info import CATALOG
+from structinit_jax.data.datasets import CATALOG
 from structinit_jax.errors import InputError
 from structinit_jax.models.model import REMAT_POLICIES
 from structinit_jax.training import setup as setup_lib

@@ -26,7 +26,7 @@ COMMANDS = [
     ("main", "--mode=eval"),
     ("main", "--dry_run"),
     ("analyse", "--num_images=2"),
-    ("data.show", "--step=1"),
+    ("show", "--step=1"),
 ]
 
 

@@ -12,7 +12,7 @@ import pytest
 
 from structinit_jax import train
 from structinit_jax.attention_init.draw import draw_flat
-from structinit_jax.data.info import CATALOG
+from structinit_jax.data.datasets import CATALOG
 from structinit_jax.training.setup import initialize, set_up
 
 HEAVY = ("clu", "flax", "grain", "orbax", "sklearn", "tensorflow", "tensorflow_datasets")

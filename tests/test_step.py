@@ -7,7 +7,7 @@ from flax import nnx
 from scipy.special import log_softmax
 
 from structinit_jax.augment import pipeline
-from structinit_jax.data.info import CATALOG
+from structinit_jax.data.datasets import CATALOG
 from structinit_jax.models import layers
 from structinit_jax.training.setup import initialize, set_up
 from structinit_jax.training.state import split_rng

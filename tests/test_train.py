@@ -9,7 +9,7 @@ import optax
 import pytest
 
 from structinit_jax import evaluate, train
-from structinit_jax.data.info import CATALOG
+from structinit_jax.data.datasets import CATALOG
 from structinit_jax.data.loader import DeviceLoader
 from structinit_jax.errors import InputError, StoppedError
 from structinit_jax.training import checkpoint
@@ -296,7 +296,7 @@ def test_a_nonfinite_step_stops_the_run(longer_config, workdir, bad_step_15):
         assert first.endswith("not affected.")  # a comparison reports the first line
         assert "  blocks: [nan nan]\n" in str(caught.value)
         assert show.endswith(
-            f": python -m structinit_jax.data.show --workdir={workdir} --step=15 --out=step_15.png"
+            f": python -m structinit_jax.show --workdir={workdir} --step=15 --out=step_15.png"
         )
         assert "checkpoint of step 14" in again
     assert len(list((workdir / "profile").rglob("perfetto_trace.json.gz"))) == 2

@@ -13,8 +13,7 @@ from structinit_jax import evaluate
 from structinit_jax.analysis import measures
 from structinit_jax.attention_init import ConvSite, Site, TokenMixingSite
 from structinit_jax.augment import normalize
-from structinit_jax.data.loader import decode_all
-from structinit_jax.data.order import stream_indices
+from structinit_jax.data.loader import decode_all, stream_indices
 from structinit_jax.errors import InputError
 from structinit_jax.training.mesh import make_mesh
 from structinit_jax.training.state import (

@@ -1,36 +1,30 @@
 """Finds and opens TFDS data sets without TensorFlow; prepares digits and fashion_mnist.
 
 Training reads prepared sets only. These two are prepared on first use; for others see
-`data.prepare`.
+`structinit_jax.prepare`.
 """
 
 import contextlib
-import difflib
 import functools
 import gzip
 import hashlib
 import io
-import re
+import os
 import urllib.request
-import zlib
+from collections.abc import Iterator
 from pathlib import Path
 
 import numpy as np
 import tensorflow_datasets as tfds
-from google.protobuf import json_format
 from PIL import Image
 from tensorflow_datasets.image_classification import mnist
 
-from structinit_jax.data.datasets import FILE_SETS, Dataset, Folder
-from structinit_jax.data.images import PIL_MODES
-from structinit_jax.data.info import CATALOG, DatasetInfo
-from structinit_jax.errors import InputError
+from structinit_jax.data.source import Dataset, DatasetInfo, Folder, expand_user
+from structinit_jax.errors import InputError, suggest
 
 tfds.disable_progress_bar()
 
 ARRAY_RECORD = tfds.core.FileFormat.ARRAY_RECORD
-# TFDS's syntax: 'cifar10', 'imagenet_v2/topimages', 'mnist:3.0.1', 'huggingface:mnist'.
-NAME = re.compile(r"(?:\w+:)?[A-Za-z]\w*(?:/\w[\w.+-]*)*(?::[\d.*]+)?")
 # Data sets whose label is not called "label".
 LABEL_KEYS = {"imagenet2012_real": "original_label"}
 # Original files of fashion_mnist (with the suffix .gz) -> SHA-256 of the decompressed content. The
@@ -126,39 +120,34 @@ OWN_BUILDERS = {"digits": Digits, "fashion_mnist": FashionMNIST}
 
 def open_tfds(name: str, data_dir: Folder, manual_dir: Folder) -> Dataset:
     """Opens a TFDS data set; for arguments and errors see `datasets.open_dataset`."""
+    if data_dir is None:
+        expand_user(tfds.core.constants.DATA_DIR)  # TFDS would make a folder called ~
     builder = find_builder(name, data_dir)
     path, root = builder.data_path, builder.data_dir_root
     if name in OWN_BUILDERS and not path.exists():
         _prepare_own(builder, manual_dir)
-    command = f"python -m structinit_jax.data.prepare --name={name} --data_dir={root}"
+    command = f"python -m structinit_jax.prepare --name={name} --data_dir={root}"
     if not path.exists():
-        archives = (
-            "\n  Put ILSVRC2012_img_train.tar and ILSVRC2012_img_val.tar (by hand, from"
-            f" https://image-net.org) into {root}/downloads/manual"
-        )
         raise InputError(
             f"config.data.name={name!r} is not prepared: there is no {path}. Pass"
-            f" --config.data.data_dir=DIR, the folder that holds {name}/, or prepare it. Only this"
-            f" needs TensorFlow:{archives if name == 'imagenet2012' else ''}\n"
-            f"  pip install '.[prepare]'\n  {command}"
+            f" --config.data.data_dir=DIR, the folder that holds {name}/, or prepare it; only this"
+            f" needs TensorFlow:\n  pip install '.[prepare]'\n  {command}"
         )
-    builder = read_prepared(name, path)  # knows formats that were added later
+    with explain_damage(name, path):
+        builder = tfds.builder_from_directory(path)  # knows formats that were added later
     if ARRAY_RECORD not in builder.info.available_file_formats():
         raise InputError(
             f"config.data.name={name!r}: {path} is prepared as {builder.info.file_format.value},"
-            f" array_record is needed. Convert it (without TensorFlow):\n  {command}"
+            f" array_record is needed. Convert it, which needs no TensorFlow:\n  {command}"
         )
     features = builder.info.features
     label_key = LABEL_KEYS.get(builder.name, "label")
     image, label = (dict(features).get(key) for key in ("image", label_key))
-    if not (
-        isinstance(image, tfds.features.Image)
-        and isinstance(label, tfds.features.ClassLabel)
-        and image.shape[-1] in PIL_MODES
-    ):
+    kinds = (tfds.features.Image, tfds.features.ClassLabel)
+    if not all(map(isinstance, (image, label), kinds)):
         raise InputError(
             f"config.data.name={name!r} has the features {sorted(features)}, expected an 'image'"
-            " with 1 or 3 channels and a class 'label'. Choose a data set for image classification."
+            " and a class 'label'. Choose a data set for image classification."
         )
     sizes = {split: info.num_examples for split, info in builder.info.splits.items()}
     # Images are not decoded by TFDS, which cannot read CMYK.
@@ -167,13 +156,14 @@ def open_tfds(name: str, data_dir: Folder, manual_dir: Folder) -> Dataset:
         for key, feature in features.items()
         if isinstance(feature, tfds.features.Image)
     }
-    info = DatasetInfo(label.num_classes, image.shape, sizes)
+    shape = (*image.shape[:2], 1 if image.shape[2] == 1 else 3)
 
     def open_split(split):
-        explain = functools.partial(_explain_damage, name, path)
+        explain = functools.partial(explain_damage, name, path)
         with explain():
             return _PreparedRecords(builder.as_data_source(split, decoders=decoders), explain)
 
+    info = DatasetInfo(label.num_classes, shape, sizes)
     return Dataset(name, info, label.names, open_split, label_key)
 
 
@@ -197,19 +187,9 @@ class _PreparedRecords:
             return examples
 
 
-def read_prepared(name: str, path: Folder) -> tfds.core.DatasetBuilder:
-    """Returns the builder of a prepared data set; raises `InputError` if it is incomplete.
-
-    Args:
-      name: Name in the message.
-      path: Folder of the data set's version.
-    """
-    with _explain_damage(name, path):
-        return tfds.builder_from_directory(path)
-
-
 @contextlib.contextmanager
-def _explain_damage(name, path):
+def explain_damage(name: str, path: os.PathLike) -> Iterator[None]:
+    """Turns any error while the data set at `path` is read into an `InputError`."""
     try:
         yield
     except Exception as error:  # those of TFDS, protobuf and array_record have no common type
@@ -224,48 +204,24 @@ def find_builder(name: str, data_dir: Folder) -> tfds.core.DatasetBuilder:
     """Finds the TFDS builder of a data set, prepared or not.
 
     Raises:
-      InputError: The name is malformed or unknown, or its builder needs a missing package.
+      InputError: TFDS has no such data set, or its builder needs a missing package.
     """
-    if not NAME.fullmatch(name):
-        raise InputError(
-            f"config.data.name={name!r} is not the name of a data set. Use a TFDS name such as"
-            " 'cifar10' or 'imagenet_v2/topimages', 'folder' with --config.data.data_dir=DIR for a"
-            " folder of images, or 'module:function' for a data set of your own."
-        )
     try:
         if name in OWN_BUILDERS:
             return OWN_BUILDERS[name](data_dir=data_dir)
         return tfds.builder(name, data_dir=data_dir)
     except tfds.core.DatasetNotFoundError as error:
-        known = {*FILE_SETS, *CATALOG, *tfds.list_builders(with_community_datasets=False)}
-        near = difflib.get_close_matches(name.lower(), sorted(known), n=3)
-        hint = f"Did you mean {' or '.join(map(repr, near))}? " if near else ""
+        stock = tfds.list_builders(with_community_datasets=False)
+        hint = suggest(name.lower(), ["folder", "tiny_imagenet", *OWN_BUILDERS, *stock])
         raise InputError(
-            f"config.data.name={name!r}: TFDS has no such data set, and config.data.data_dir="
-            f"{str(data_dir or tfds.core.constants.DATA_DIR)!r} holds no {name}/VERSION with a"
-            f" features.json. {hint}The configs use {', '.join(CATALOG)}."
-            " Any other set in https://www.tensorflow.org/datasets/catalog with an image and a"
-            " label works too; 'folder' reads an image folder."
+            f"config.data.name={name!r}: TFDS has no such data set, and there is no"
+            f" {name}/VERSION/features.json in config.data.data_dir="
+            f"{str(data_dir or tfds.core.constants.DATA_DIR)!r}: {hint}"
         ) from error
-    except json_format.ParseError as error:
+    except Exception as error:  # a malformed name, variant or file; a missing package
         raise InputError(
-            f"config.data.name={name!r}: its dataset_info.json in config.data.data_dir="
-            f"{str(data_dir or '')!r} is damaged: {error} Delete its folder there, and prepare"
-            " or copy the data set again."
-        ) from error
-    except ValueError as error:
-        base, _, variant = name.partition("/")
-        if not variant:
-            raise
-        known = ", ".join(map(repr, tfds.builder_cls(base).builder_configs)) or "none"
-        raise InputError(
-            f"config.data.name={name!r}: TFDS's {base} has no variant {variant!r}. Its variants:"
-            f" {known}."
-        ) from error
-    except (ImportError, AssertionError) as error:  # a missing package; an unknown version
-        raise InputError(
-            f"config.data.name={name!r}: TFDS cannot describe this data set: {error}. Install what"
-            f" is missing, or choose one of {', '.join(CATALOG)}."
+            f"config.data.name={name!r}, config.data.data_dir={str(data_dir or '')!r}: TFDS cannot"
+            f" open this data set: {type(error).__name__}: {error}"
         ) from error
 
 
@@ -287,22 +243,16 @@ def _prepare_own(builder, manual_dir):
 
 
 def _read_idx(path, sha256):
+    """Reads the idx format: two zeros, type 8 (uint8), rank, big-endian sizes, values."""
     try:
         content = gzip.decompress(path.read_bytes())
-    except (OSError, EOFError, zlib.error) as error:
-        message = f"fashion_mnist: {path} cannot be read: {error}. {MANUAL_DOWNLOAD}"
-        raise InputError(message) from error
-    actual = hashlib.sha256(content).hexdigest()
-    if actual != sha256:
+    except Exception as error:  # of the file system, gzip or zlib
+        raise InputError(f"fashion_mnist: {path}: {error}. {MANUAL_DOWNLOAD}") from error
+    if hashlib.sha256(content).hexdigest() != sha256:
         raise InputError(
-            f"fashion_mnist: {path} is not the original file: its decompressed content has SHA-256"
-            f" {actual}, expected {sha256}. Download it again. {MANUAL_DOWNLOAD}"
+            f"fashion_mnist: {path} is not the original file: the SHA-256 of its decompressed"
+            f" content is not {sha256}. {MANUAL_DOWNLOAD}"
         )
-    return parse_idx(content)
-
-
-def parse_idx(content: bytes) -> np.ndarray:
-    """Reads the idx format: two zeros, type 8 (uint8), rank, big-endian sizes, values."""
     rank = content[3]
     shape = np.frombuffer(content, ">i4", count=rank, offset=4)
     return np.frombuffer(content, np.uint8, offset=4 + 4 * rank).reshape(shape)

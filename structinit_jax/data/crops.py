@@ -129,15 +129,9 @@ def crop_and_resize(
     at_least = (math.ceil(size * image_size / side) for size, side in zip(full, sides, strict=True))
     pixels = image.decode(tuple(at_least))
     height, width = pixels.shape[:2]
-    # The decoded size is rounded up, but its pixels are exact eighths apart. What that adds at the
-    # end of rows and columns is at their start after mirroring.
+    # The decoded size is rounded up, but its pixels are exact eighths apart.
     scale = round(8 * max(height, width) / max(full)) / 8
-    top, left = (
-        start * scale + (decoded - side * scale if mirrored else 0)
-        for start, decoded, side, mirrored in zip(
-            (box.top, box.left), (height, width), full, image.mirrored, strict=True
-        )
-    )
+    top, left = box.top * scale, box.left * scale
     bottom, right = min(top + box.height * scale, height), min(left + box.width * scale, width)
     # Cut out first, as timm does, so that pixels outside the box do not bleed into its edge.
     y, x = math.floor(top), math.floor(left)

@@ -5,23 +5,15 @@ can decode at a fraction of the size. Every other format goes through Pillow.
 """
 
 import io
-import re
 
 import numpy as np
 from PIL import ExifTags, Image, UnidentifiedImageError
 
 from structinit_jax.errors import InputError
 
-LEAVE_OUT = "leave out such images with config.data.on_bad_image='skip'"
 PIL_MODES = {1: "L", 3: "RGB"}
 # JPEG color spaces that libjpeg-turbo converts as Pillow does.
 JPEG_MODES = {"Gray": "L", "YCbCr": "RGB", "RGB": "RGB"}
-# Warnings of libjpeg about what is not part of the picture: odd metadata, bytes between segments.
-# Before a restart marker (0xd0 to 0xd7) such bytes are lost pixels.
-HARMLESS = re.compile(
-    "extraneous bytes before marker 0x(?!d[0-7])|bad ICC marker|unknown JFIF revision"
-    "|Unknown Adobe color transform"
-)
 # EXIF orientation -> whether to swap height and width, then the steps along rows and columns.
 UPRIGHT = {
     1: (False, 1, 1),
@@ -33,6 +25,7 @@ UPRIGHT = {
     7: (True, -1, -1),
     8: (True, -1, 1),
 }
+PHOTOMETRIC, WHITE_IS_ZERO = 262, 0  # a TIFF tag and one of its values
 
 
 class BadImageError(InputError):
@@ -58,13 +51,16 @@ class StoredImage:
     - Transparency is dropped, as in timm and torchvision.
     - The EXIF orientation is applied. (timm and torchvision ignore it.)
     - Only the first picture of an animation or a multi-page file is read.
-    - Damaged EXIF tags, and odd metadata and stray bytes in a JPEG, are ignored; damaged pixels are
-      refused.
+    - Truncated files are refused. Damaged EXIF tags, and whatever Pillow reads over in a JPEG, are
+      ignored.
 
     Args:
       data: An encoded file, or pixels: uint8 [h, w] or [h, w, 1 or 3].
       channels: Number of channels to decode to, 1 or 3.
       name: Name of the image in error messages.
+
+    Attributes:
+      size: Height and width in pixels, after applying the orientation.
 
     Raises:
       BadImageError: The header is damaged or the kind of image is not supported.
@@ -73,42 +69,24 @@ class StoredImage:
     def __init__(self, data: bytes | np.ndarray, channels: int, name: str):
         self.name, self._data, self._mode = name, data, PIL_MODES[channels]
         self._upright, self._jpeg_mode = UPRIGHT[1], None
-        if isinstance(data, np.ndarray):
-            self._read_array()
-            return
         try:
+            if isinstance(data, np.ndarray):
+                pixels = data[..., 0] if data.shape[2:] == (1,) else data
+                self._file = Image.fromarray(np.ascontiguousarray(pixels))
+                width, height = self._file.size
             # Pillow is slow on headers, so it reads only those of other formats or with EXIF tags.
-            if data[:2] == b"\xff\xd8" and not _may_have_exif(data):
-                self._read_jpeg_header()
-            if self._jpeg_mode is None:
-                self._read_header()
+            elif data[:2] == b"\xff\xd8" and b"Exif\0\0" not in data[:65536]:
+                width, height = self._read_jpeg_header()
+            else:
+                width, height = self._read_header()
         except Exception as error:  # each format's decoder has errors of its own
             raise self._bad(error) from error
-        if self._jpeg_mode is not None:
-            return
-        kind = {"I": "32-bit", "F": "floating-point"}
-        is_pgm = (self._file.mode, self._file.format) == ("I", "PPM")  # has 16 bits
-        if self._file.mode in kind and not is_pgm:
-            raise BadImageError(
-                f"{name}: its pixels are {kind[self._file.mode]} numbers of unknown range",
-                "Convert it to 8 or 16 bits",
-            )
+        self.size = (width, height) if self._upright[0] else (height, width)
 
     @property
     def num_bytes(self) -> int:
         """Stored size."""
         return self._data.nbytes if isinstance(self._data, np.ndarray) else len(self._data)
-
-    @property
-    def size(self) -> tuple[int, int]:
-        """Height and width in pixels, after applying the orientation."""
-        width, height = self._stored_size
-        return (width, height) if self._upright[0] else (height, width)
-
-    @property
-    def mirrored(self) -> tuple[bool, bool]:
-        """Whether the orientation reverses the rows and the columns."""
-        return (self._upright[1] < 0, self._upright[2] < 0)
 
     def decode(self, at_least: tuple[int, int] = (0, 0)) -> np.ndarray:
         """Returns the pixels, uint8 [h, w, C].
@@ -118,31 +96,22 @@ class StoredImage:
             eighths of its own, that is no smaller than this. (0, 0) decodes the full size.
 
         Raises:
-          BadImageError: The image is damaged or truncated.
+          BadImageError: The image is truncated, or of a kind that is not supported.
         """
         swap, down, across = self._upright
         try:
             if self._jpeg_mode is not None:
                 pixels = self._decode_jpeg(at_least[::-1] if swap else at_least)
             else:
-                pixels = np.asarray(_convert(self._file, self._mode))
+                pixels = np.asarray(self._convert(self._file))
         except Exception as error:
             raise self._bad(error) from error
         pixels = (pixels.swapaxes(0, 1) if swap else pixels)[::down, ::across]
         return pixels[..., None] if pixels.ndim == 2 else pixels
 
-    def _read_array(self):
-        pixels = self._data
-        if pixels.ndim == 3 and pixels.shape[-1] == 1:
-            pixels = pixels[..., 0]
-        is_image = pixels.size and (pixels.ndim == 2 or pixels.shape[2:] == (3,))
-        if pixels.dtype != np.uint8 or not is_image:
-            raise BadImageError(
-                f"{self.name}: its pixels are {pixels.dtype} {list(pixels.shape)}",
-                "They need to be uint8 [h, w] or [h, w, 1 or 3]",
-            )
-        self._file = Image.fromarray(np.ascontiguousarray(pixels))
-        self._stored_size = self._file.size
+    def content(self) -> bytes:
+        """Returns the bytes of a JPEG, or the pixels of formats that every encoder writes anew."""
+        return self._data if self._jpeg_mode is not None else self.decode().tobytes()
 
     def _read_jpeg_header(self):
         import simplejpeg  # imported here so that other formats can be read without it
@@ -150,13 +119,15 @@ class StoredImage:
         try:
             height, width, space, _ = simplejpeg.decode_jpeg_header(self._data)
         except ValueError:
-            return  # Pillow reads it, or says what is wrong
-        if width * height <= Image.MAX_IMAGE_PIXELS:  # otherwise Pillow warns or refuses
-            self._stored_size, self._jpeg_mode = (width, height), JPEG_MODES.get(space)
+            space = None
+        if space not in JPEG_MODES:  # Pillow reads it, or says what is wrong
+            return self._read_header()
+        self._jpeg_mode = JPEG_MODES[space]
+        return width, height
 
     def _read_header(self):
         self._file = file = Image.open(io.BytesIO(self._data))
-        self._stored_size, is_jpeg = file.size, file.format in ("JPEG", "MPO")
+        size, is_jpeg = file.size, file.format in ("JPEG", "MPO")
         # Pillow applies the orientation of a TIFF while loading. For formats other than JPEG, the
         # search for EXIF tags may have to decode the image.
         if file.format != "TIFF" and not (is_jpeg and "exif" not in file.info):
@@ -167,6 +138,7 @@ class StoredImage:
                 self._file = Image.open(io.BytesIO(self._data))
         if is_jpeg and file.mode in ("L", "RGB"):
             self._jpeg_mode = file.mode
+        return size
 
     def _decode_jpeg(self, at_least):
         import simplejpeg
@@ -179,15 +151,27 @@ class StoredImage:
                 min_width=at_least[1],
                 min_factor=2 if any(at_least) else 1,
             )
-        except ValueError as error:
-            if not HARMLESS.search(str(error)):
-                raise
+        except ValueError:
             # It stops at the first warning. Pillow goes on, and refuses a file that is cut short.
-            return np.asarray(_convert(Image.open(io.BytesIO(self._data)), self._mode))
+            return np.asarray(self._convert(Image.open(io.BytesIO(self._data))))
         pixels = pixels[..., 0] if pixels.shape[-1] == 1 else pixels
         if self._jpeg_mode == self._mode:
             return pixels
         return np.asarray(Image.fromarray(pixels).convert(self._mode))
+
+    def _convert(self, image):
+        is_pgm = (image.mode, image.format) == ("I", "PPM")  # has 16 bits
+        if image.mode.startswith("I;16") or is_pgm:
+            pixels = (np.asarray(image) >> 8).astype(np.uint8)  # Pillow itself clips at 255
+            # Pillow inverts such a TIFF only if it has 8 bits.
+            tags = getattr(image, "tag_v2", {})
+            inverted = tags.get(PHOTOMETRIC) == WHITE_IS_ZERO
+            image = Image.fromarray(255 - pixels if inverted else pixels)
+        elif image.mode in ("I", "F"):
+            raise ValueError("32-bit and floating-point values have no known range: convert them")
+        if "transparency" in image.info:
+            image = image.convert("RGBA")  # Pillow warns when it drops a palette's transparency
+        return image if image.mode == self._mode else image.convert(self._mode)
 
     def _bad(self, error):
         # Pillow's text for an unknown format contains a memory address.
@@ -195,27 +179,6 @@ class StoredImage:
         reason = "unknown image format" if unknown else str(error).rstrip(".")
         return BadImageError(
             f"{self.name}: cannot be decoded ({reason})",
-            f"Replace it by an intact image. Or start a run without it: delete it, or {LEAVE_OUT}",
+            "Replace it with an intact image, or leave it out: delete it, or set"
+            " config.data.on_bad_image='skip'",
         )
-
-
-def _may_have_exif(data):
-    """Returns whether a JPEG has EXIF tags, by its segments; searching all of it takes longer."""
-    start = 2
-    while start + 4 <= len(data) and data[start] == 0xFF:
-        marker = data[start + 1]
-        if marker == 0xDA:  # start of the pixels
-            return False
-        if marker == 0xE1 and data[start + 4 : start + 10] == b"Exif\0\0":
-            return True
-        start += 2 + int.from_bytes(data[start + 2 : start + 4])
-    return True  # an unusual header
-
-
-def _convert(image, mode):
-    if image.mode.startswith("I"):  # 16 bits
-        # Pillow's own conversion clips at 255.
-        image = Image.fromarray((np.asarray(image) >> 8).astype(np.uint8))
-    if "transparency" in image.info:
-        image = image.convert("RGBA")  # Pillow warns when it drops a palette's transparency
-    return image if image.mode == mode else image.convert(mode)

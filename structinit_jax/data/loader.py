@@ -1,7 +1,10 @@
 """Loads the batches of a split as global arrays on the devices, for training and evaluation.
 
 A small split is decoded once and kept in device memory (`DeviceLoader`). Images of a larger one are
-decoded by Grain's threads while the devices train (`HostLoader`). Both return the same batches.
+decoded by Grain's threads while the devices train (`HostLoader`). Both return the same batches. The
+order of the examples is a function of the seed and the position in the stream, so a run needs only
+its step number to resume, on any number of processes. Grain's `shuffle` does not promise the same
+order in later versions.
 """
 
 import abc
@@ -20,17 +23,59 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec, Sharding
 
 from structinit_jax.augment import AugmentOptions
 from structinit_jax.data.crops import RandomCrop, resize_and_center_crop
-from structinit_jax.data.datasets import READ_BLOCK, ImageSource, num_cores
-from structinit_jax.data.info import DatasetInfo
-from structinit_jax.data.order import stream_indices
-from structinit_jax.errors import InputError
+from structinit_jax.data.source import READ_BLOCK, DatasetInfo, ImageSource, num_cores
 
 IN_MEMORY_BYTES = 2_000_000_000
-# One more than the cores, since some wait for a file. 16 threads on two cores run at a third of the
+# One thread more than cores, to hide file latency. 16 threads on two cores run at a third of the
 # speed, and more than 16 only wait for the interpreter lock.
 READ_THREADS = min(16, num_cores() + 1)
 
 Batch = dict[str, jax.Array]
+
+
+@functools.lru_cache(maxsize=4)  # a batch reads at most two epochs at a time
+def _epoch_order(seed, epoch, num_examples):
+    # NumPy guarantees the raw output of Philox across versions, unlike `Generator.permutation`.
+    key = np.array([seed, epoch], np.uint64)
+    order = np.argsort(np.random.Philox(key=key).random_raw(num_examples), kind="stable")
+    order.flags.writeable = False  # the cache returns the same array again
+    return order
+
+
+def stream_indices(
+    seed: int,
+    start: int,
+    stop: int,
+    num_examples: int,
+    repeats: int = 1,
+    epoch_length: int | None = None,
+) -> np.ndarray:
+    """Returns a part of the training stream: independently shuffled epochs, one after another.
+
+    By default a batch may straddle two epochs, so each epoch contains every example exactly once. A
+    shorter epoch uses the first part of its permutation. With repeated augmentation (Hoffer et al.
+    2020), each example occupies `repeats` consecutive positions, and an epoch of the same length
+    also uses the first part of its permutation, as in timm.
+
+    Args:
+      seed: Non-negative seed of the permutations.
+      start: First position.
+      stop: Position after the last one.
+      num_examples: Number of examples.
+      repeats: Number of consecutive positions that hold the same example.
+      epoch_length: Number of positions in an epoch, at most `num_examples` and by default equal.
+
+    Returns:
+      Example indices, int64 [stop - start].
+    """
+    positions = np.arange(start, stop, dtype=np.int64)
+    length = epoch_length or num_examples
+    epochs, offsets = np.divmod(positions, length)
+    indices = np.empty_like(positions)
+    for epoch in range(start // length, -(-stop // length)):
+        inside = epochs == epoch
+        indices[inside] = _epoch_order(seed, epoch, num_examples)[offsets[inside] // repeats]
+    return indices
 
 
 class AugmentationSplit(NamedTuple):
@@ -210,7 +255,7 @@ class DeviceLoader(Loader):
         return len(self._labels)
 
     def _batches(self, order, steps, batch_size, with_mask=False):
-        # An epoch, and what its last batch may need of the next one.
+        # One epoch plus the overlap of its last batch.
         window = len(self) + batch_size
         indices, offset, end = None, None, -1
         for step in steps:
@@ -261,7 +306,7 @@ def decode_all(
             images[index] = resize_and_center_crop(image.decode(), image_size, crop_fraction)
             labels[index] = label
 
-    # More threads than cores would only contend for the interpreter lock.
+    # More threads than cores would contend for the interpreter lock.
     with ThreadPoolExecutor(num_cores()) as pool:
         list(pool.map(decode, range(0, n, READ_BLOCK)))  # raises the first error
     return images, labels
@@ -278,17 +323,10 @@ def read_batches(
     """Reads the contiguous part of each global batch that belongs to this process.
 
     Grain's threads call `read(position, index)`, which returns an example as a dict of arrays, and
-    stack the arrays to `[batch_size / process_count, ...]`.
-
-    Raises:
-      InputError: `batch_size` is not divisible by `process_count`.
+    stack the arrays to `[batch_size / process_count, ...]`. `process_count` divides `batch_size`.
     """
     import grain
 
-    if batch_size % process_count:
-        raise InputError(
-            f"config.batch_size={batch_size} is not divisible by {process_count} processes."
-        )
     size = batch_size // process_count
 
     @functools.lru_cache(maxsize=8)  # the threads work on a few batches at a time

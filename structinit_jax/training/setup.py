@@ -10,8 +10,8 @@ from ml_collections import ConfigDict
 
 from structinit_jax import config as config_lib
 from structinit_jax.augment import make_augment
-from structinit_jax.data.info import DatasetInfo
 from structinit_jax.data.loader import AugmentationSplit, bytes_on_device, split_augmentation
+from structinit_jax.data.source import DatasetInfo
 from structinit_jax.errors import InputError
 from structinit_jax.training import mesh as mesh_lib
 from structinit_jax.training import remat

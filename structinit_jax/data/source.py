@@ -1,0 +1,462 @@
+"""A data set, its splits in TFDS syntax, and the images and labels of a split."""
+
+import dataclasses
+import functools
+import hashlib
+import itertools
+import math
+import operator
+import os
+import re
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any, Protocol, runtime_checkable
+
+import numpy as np
+
+from structinit_jax.data.images import PIL_MODES, BadImageError, StoredImage
+from structinit_jax.errors import InputError, require
+
+Folder = str | os.PathLike | None
+READ_BLOCK = 256  # examples
+POLICIES = ("stop", "skip")  # values of config.data.on_bad_image
+DIGEST_EXAMPLES = 64
+SPLIT = re.compile(r"([\w-]+)(?:\[(-?[\d_]+%?)?:(-?[\d_]+%?)?\])?")  # 'train[10%:]'
+UNPRINTABLE = re.compile("[\x00-\x1f\x7f-\x9f\u2028\u2029\ud800-\udfff]")
+
+
+@dataclasses.dataclass(frozen=True)
+class DatasetInfo:
+    """What the model and the schedule need to know about a data set.
+
+    Attributes:
+      num_classes: Number of classes. Labels are 0, ..., `num_classes - 1`.
+      image_shape: Height, width and channels; height and width are None if they vary.
+      num_examples: Number of examples in each split.
+    """
+
+    num_classes: int
+    image_shape: tuple[int | None, int | None, int]
+    num_examples: Mapping[str, int]
+
+    def with_channels(self, channels: int) -> "DatasetInfo":
+        """Returns the info of the same images in gray (1 channel) or color (3)."""
+        return dataclasses.replace(self, image_shape=(*self.image_shape[:2], channels))
+
+
+@runtime_checkable
+class Records(Protocol):
+    """The examples of a split, as stored; a list, or a class of your own.
+
+    An example is a dict with an "image" (encoded bytes, the path of a file, or uint8 pixels [h, w,
+    C]), a "label" (an integer), and optionally a "file_name" for messages. The optional method
+    `__getitems__(indices)` reads many examples at once. The optional attributes `labels` (of all
+    examples) and `names` (one for each, in bytes) help `digest` to notice changed data.
+    """
+
+    def __len__(self) -> int: ...
+
+    def __getitem__(self, index: int) -> Mapping[str, Any]: ...
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class ImageSource:
+    """The examples of a split, decoded on demand, from any thread.
+
+    Attributes:
+      parts: Records that the examples are in.
+      rows: Part of each example and its index in that part, int64 [n, 2].
+      info: The data set.
+      name: Name of the split in messages.
+      label_key: Key of the label in each record.
+      new_labels: Labels that replace those of the records, int [n].
+    """
+
+    parts: Sequence[Records]
+    rows: np.ndarray
+    info: DatasetInfo
+    name: str
+    label_key: str = "label"
+    new_labels: np.ndarray | None = None
+
+    def __len__(self) -> int:
+        return len(self.rows)
+
+    def __getitem__(self, index: int) -> tuple[StoredImage, int]:
+        """Returns an image and its label."""
+        return self.read([index])[0]
+
+    def read(self, indices: Sequence[int]) -> list[tuple[StoredImage, int]]:
+        """Returns several images, not yet decoded, and their labels.
+
+        Raises:
+          BadImageError: The header of an image is damaged.
+          InputError: A file cannot be read, or a label is out of range.
+        """
+        return [
+            (self._open(index, record), self._label(index, record))
+            for index, record in zip(indices, self._fetch(indices), strict=True)
+        ]
+
+    def images(self) -> Iterator[StoredImage]:
+        """Yields every image in order, not yet decoded."""
+        for indices in self._blocks():
+            yield from map(self._open, indices, self._fetch(indices))
+
+    def column(self, key: str) -> list[Any]:
+        """Returns one entry of every record without decoding the images."""
+        return [record[key] for block in self._blocks() for record in self._fetch(block)]
+
+    def labels(self) -> np.ndarray:
+        """Returns all labels, int64 [n], which may be out of range."""
+        labels = self.cheap_labels()
+        return self._read_labels() if labels is None else labels
+
+    def cheap_labels(self) -> np.ndarray | None:
+        """Returns all labels, or None if that would read the images too."""
+        if self.new_labels is not None:
+            return self.new_labels
+        if all(hasattr(part, "labels") for part in self.parts):
+            labels = np.empty(len(self), np.int64)
+            for number, part in enumerate(self.parts):
+                inside = self.rows[:, 0] == number
+                labels[inside] = np.asarray(part.labels)[self.rows[inside, 1]]
+            return labels
+        return self._read_labels() if all(isinstance(p, list) for p in self.parts) else None
+
+    def select(self, wanted: np.ndarray) -> "ImageSource":
+        """Returns the examples where `wanted`, bool [n], is true, in the same order."""
+        labels = None if self.new_labels is None else self.new_labels[wanted]
+        return dataclasses.replace(self, rows=self.rows[wanted], new_labels=labels)
+
+    def evenly_spaced(self, most: int) -> "ImageSource":
+        """Returns at most so many examples, spread evenly over the split."""
+        indices = np.linspace(0, len(self) - 1, min(most, len(self))).round().astype(int)
+        return self.select(np.isin(np.arange(len(self)), indices))
+
+    def split_bad_images(self) -> tuple["ImageSource", list[str]]:
+        """Returns the source without images that cannot be decoded, and what is wrong with each."""
+
+        def problem(index, record):
+            try:
+                # Decoding at 1/8 size still reads every byte of a JPEG, in a third of the time.
+                self._open(index, record).decode(at_least=(1, 1))
+            except BadImageError as error:
+                return error.problem
+            return None
+
+        def problems(indices):
+            return list(map(problem, indices, self._fetch(indices)))
+
+        with ThreadPoolExecutor(num_cores()) as pool:
+            found = list(itertools.chain.from_iterable(pool.map(problems, self._blocks())))
+        good = self.select(np.array([text is None for text in found], bool))
+        return good, [text for text in found if text is not None]
+
+    def _blocks(self):
+        starts = range(0, len(self), READ_BLOCK)
+        return [range(start, min(start + READ_BLOCK, len(self))) for start in starts]
+
+    def _fetch(self, indices):
+        rows = self.rows[np.asarray(indices, np.int64)]
+        found = [None] * len(rows)
+        for number in np.unique(rows[:, 0]):
+            part, places = self.parts[number], np.flatnonzero(rows[:, 0] == number)
+            wanted = rows[places, 1].tolist()
+            # One call for many examples is far faster.
+            read_many = getattr(part, "__getitems__", None)
+            records = read_many(wanted) if read_many else map(part.__getitem__, wanted)
+            for place, record in zip(places, records, strict=True):
+                found[place] = record
+        for index, record in zip(indices, found, strict=True):
+            keys = record.keys() if hasattr(record, "keys") else ()
+            if "image" not in keys or self.label_key not in keys:
+                raise InputError(
+                    f"{self._describe(index)}: its record must be a dict with an 'image' and a"
+                    f" {self.label_key!r}, got {type(record).__name__} {list(keys)}."
+                )
+        return found
+
+    def _read_labels(self):
+        labels = enumerate(self.column(self.label_key))
+        return np.array([self._whole(index, label) for index, label in labels], np.int64)
+
+    def _open(self, index, record):
+        image, file_name = record["image"], record.get("file_name", "")
+        if isinstance(image, str | os.PathLike):
+            file_name, image = os.fspath(image), _read_file(Path(image))
+        file_name = file_name.decode() if isinstance(file_name, bytes) else file_name
+        name = self._describe(index) + (file_name and f" ({printable(file_name)})")
+        shape = self.info.image_shape
+        stored = StoredImage(image, shape[-1], name)
+        if any(side not in (None, found) for side, found in zip(shape, stored.size, strict=False)):
+            raise InputError(
+                f"{name}: it has {stored.size[0]}x{stored.size[1]} pixels, but the image_shape of"
+                f" the data set is {shape}: its sides must be None where they vary."
+            )
+        return stored
+
+    def _label(self, index, record):
+        if self.new_labels is not None:
+            return int(self.new_labels[index])
+        label = self._whole(index, record[self.label_key])
+        if not 0 <= label < self.info.num_classes:
+            raise self._bad_label(index, label)
+        return label
+
+    def _whole(self, index, label):
+        try:
+            return operator.index(label)
+        except TypeError as error:
+            raise self._bad_label(index, label) from error
+
+    def _bad_label(self, index, label):
+        return InputError(
+            f"{self._describe(index)}: its {self.label_key!r} is {label!r}, expected a whole number"
+            f" from 0 to {self.info.num_classes - 1}."
+        )
+
+    def _describe(self, index):
+        return f"{self.name}, example {self.rows[index, 1]}"
+
+
+@dataclasses.dataclass(frozen=True)
+class Dataset:
+    """A data set whose splits can be opened.
+
+    Attributes:
+      name: Name in messages.
+      info: Number of classes, image shape and split sizes.
+      class_names: Name of each class.
+      open_split: Returns the records of a split.
+      label_key: Key of the label in each record.
+    """
+
+    name: str
+    info: DatasetInfo
+    class_names: Sequence[str]
+    open_split: Callable[[str], Records]
+    label_key: str = "label"
+
+    @classmethod
+    def from_records(
+        cls,
+        name: str,
+        splits: Mapping[str, Records],
+        class_names: Iterable[Any],
+        image_shape: tuple[int | None, int | None, int] = (None, None, 3),
+    ) -> "Dataset":
+        """Makes a data set from its records.
+
+        Example: `Dataset.from_records("mine", {"train": records}, ["cat", "dog"])`, where `records`
+        is a list of `{"image": "cats/1.jpg", "label": 0}`.
+
+        Args:
+          name: Name in messages.
+          splits: The records of each split; a list or other `Records`.
+          class_names: Name of each class, by label. Other types are converted to strings.
+          image_shape: Height, width (None if they vary) and channels, 1 or 3. Images are converted
+            to this number of channels. Images of another size are refused. If the size is square,
+            images are cropped on the device.
+        """
+        text = "(height, width, channels) with 1 or 3 channels"
+        require(f"{name}: image_shape", image_shape, text, lambda x: x[2] in PIL_MODES)
+        text = "names of splits other than 'all', which means all of them in TFDS"
+        require(f"{name}: splits", list(splits), text, lambda x: "all" not in x)
+        sizes = {split: len(records) for split, records in splits.items()}
+        names = [str(class_name) for class_name in class_names]
+        return cls(name, DatasetInfo(len(names), image_shape, sizes), names, splits.__getitem__)
+
+    def split(
+        self, spec: str, field: str = "data.train_split", on_bad_image: str = "stop"
+    ) -> ImageSource:
+        """Opens a split in TFDS syntax, for example `train[:2000]`.
+
+        Args:
+          spec: The split.
+          field: Config field that holds `spec`, for error messages.
+          on_bad_image: 'stop' raises `BadImageError` when an image that cannot be decoded is read.
+            'skip' decodes every image once now (1 to 3 ms per image and core), reports the bad ones
+            and leaves them out, so that all processes and restarts number the examples alike.
+
+        Raises:
+          InputError: There is no such split or policy, or no good image in the split.
+        """
+        policies = ("stop", "skip")
+        require(
+            "config.data.on_bad_image", on_bad_image, f"one of {policies}", policies.__contains__
+        )
+        terms = parse_split(self.name, spec, self.info, field)
+        parts = [self.open_split(split) for split, _, _ in terms]
+        numbers = [np.full(stop - start, i) for i, (_, start, stop) in enumerate(terms)]
+        indices = [np.arange(start, stop) for _, start, stop in terms]
+        rows = np.stack([np.concatenate(numbers), np.concatenate(indices)], axis=1)
+        source = ImageSource(parts, rows, self.info, f"{self.name} {spec!r}", self.label_key)
+        if on_bad_image == "stop":
+            return source
+        good, problems = source.split_bad_images()
+        if problems:
+            print(
+                f"config.{field}={spec!r}: left out {len(problems):,} bad images of {len(rows):,}:"
+            )
+            shown = problems[:10] + (["…"] if len(problems) > 10 else [])
+            print(*(f"  {problem}" for problem in shown), sep="\n", flush=True)
+        if not len(good):
+            raise InputError(
+                f"config.{field}={spec!r}: none of its {len(rows):,} images can be decoded."
+            )
+        return good
+
+
+def parse_split(name: str, spec: str, info: DatasetInfo, field: str) -> list[tuple[str, int, int]]:
+    """Parses a split in TFDS syntax, for example `train[10%:]` or `train[:2000]+test`.
+
+    Percentages are rounded as TFDS rounds them. Its slices in shards are not supported, because
+    their number depends on who prepared the set. `name` and `field` (the config field that holds
+    `spec`) are for error messages.
+
+    Returns:
+      `(split name, start, stop)` for each term of the sum; `stop` is exclusive.
+
+    Raises:
+      InputError: `spec` is malformed, empty or names an unknown split.
+    """
+
+    def problem(reason):
+        splits = ", ".join(f"{split!r} ({n:,})" for split, n in info.num_examples.items())
+        first = next(iter(info.num_examples), "train")
+        return InputError(
+            f"config.{field}={spec!r}: {reason}. The splits of {name} are {splits}. Parts are"
+            f" written '{first}[:100]', '{first}[90%:]' or '{first}[:90%]+…'."
+        )
+
+    def position(text, size, default):
+        if not text:
+            return default
+        number = int(text.rstrip("%"))
+        number = round(number * size / 100) if text.endswith("%") else number
+        if abs(number) > size:
+            raise problem(f"{text} is outside its {size:,} examples")
+        return number + size if text.startswith("-") else number
+
+    parts = []
+    for term in info.num_examples if spec == "all" else spec.split("+"):
+        if not (match := SPLIT.fullmatch(term.strip())):
+            raise problem(f"{term!r} is not a split or a part of one")
+        split, start, stop = match.groups()
+        if split not in info.num_examples:
+            raise problem(f"there is no split {split!r}")
+        size = info.num_examples[split]
+        start, stop = position(start, size, 0), position(stop, size, size)
+        parts.append((split, start, max(start, stop)))
+    if all(start == stop for _, start, stop in parts):
+        raise problem("it holds no example")
+    return parts
+
+
+def split_size(name: str, spec: str, info: DatasetInfo, field: str) -> int:
+    """Returns the number of examples in a split; for arguments and errors see `parse_split`."""
+    return sum(stop - start for _, start, stop in parse_split(name, spec, info, field))
+
+
+def count_shared(one: Sequence[tuple[str, int, int]], other: Sequence[tuple[str, int, int]]) -> int:
+    """Returns how many examples of one split are in the other, both as parsed by `parse_split`."""
+    return sum(
+        max(0, min(stop, last) - max(start, first))
+        for name, start, stop in one
+        for same, first, last in other
+        if name == same
+    )
+
+
+def check_classes(info: DatasetInfo, num_classes: int) -> None:
+    """Raises an `InputError` if a model's outputs do not fit the data set."""
+    if num_classes != info.num_classes:
+        raise InputError(
+            f"config.model.num_classes={num_classes}: the data set has {info.num_classes} classes."
+            f" Pass --config.model.num_classes={info.num_classes}."
+        )
+
+
+def digest(source: ImageSource) -> str:
+    """Returns a checksum of a split, by which changed data are noticed without reading all of it.
+
+    It covers the number and the order of the examples, the labels and names of all of them where
+    they are known without reading the images (image folders and lists), and of `DIGEST_EXAMPLES`
+    evenly spaced examples the label, the size and the content. An image folder may be moved.
+    """
+    found = hashlib.sha256(source.rows.tobytes())
+    labels = source.cheap_labels()
+    if labels is not None:
+        found.update(np.asarray(labels, np.int64).tobytes())
+    for part in source.parts:
+        found.update(b"\0".join(getattr(part, "names", ())))
+    sample = source.evenly_spaced(DIGEST_EXAMPLES)
+    found.update(sample.labels().tobytes())
+    for indices in sample._blocks():
+        for index, record in zip(indices, sample._fetch(indices), strict=True):
+            try:
+                image = sample._open(index, record)
+                found.update(f"{image.size}".encode() + image.content())
+            except BadImageError:
+                found.update(b"bad")
+    return found.hexdigest()
+
+
+def note_classes(source: ImageSource, class_names: Sequence[str], field: str) -> None:
+    """Prints a note if a split of a config field has a single class, or classes without images."""
+    labels = source.cheap_labels()
+    if labels is None:
+        return
+    counts = np.bincount(labels[labels >= 0], minlength=len(class_names))
+    missing = [name for name, count in zip(class_names, counts, strict=False) if not count]
+    if len(class_names) == 1:
+        print(f"note: the data set has a single class, {class_names[0]!r}: any model is right")
+    elif missing:
+        shown = ", ".join(missing[:5]) + (", …" if len(missing) > 5 else "")
+        print(f"note: config.{field} holds no image of {len(missing)} classes: {shown}")
+
+
+def printable(text: str) -> str:
+    """Returns a file name with line breaks and bytes that are not UTF-8 escaped."""
+    return UNPRINTABLE.sub(lambda found: ascii(found[0])[1:-1], text)
+
+
+def expand_user(path: Folder) -> Folder:
+    """Expands `~`, which shells leave alone in `--flag=~/folder`.
+
+    Raises:
+      InputError: There is no home directory; a folder called `~` would appear otherwise.
+    """
+    expanded = path and os.path.expanduser(path)
+    if expanded and os.fspath(expanded).startswith("~"):
+        raise InputError(f"{path}: there is no such home directory: set HOME, or pass its path")
+    return expanded
+
+
+@functools.cache
+def num_cores() -> int:
+    """Returns how many cores this process may use; SLURM and containers may limit them."""
+    if hasattr(os, "sched_getaffinity"):  # not on macOS
+        cores = len(os.sched_getaffinity(0))
+    else:
+        cores = os.cpu_count() or 1
+    try:  # the quota of a container: microseconds of processor time in each period
+        quota, period = Path("/sys/fs/cgroup/cpu.max").read_text().split()
+    except (OSError, ValueError):
+        return cores
+    return cores if quota == "max" else min(cores, math.ceil(int(quota) / int(period)))
+
+
+def _read_file(path):
+    name = printable(str(path))
+    try:
+        if path.exists() and not path.is_file():  # a pipe or a device may never end
+            raise InputError(f"{name}: is not a regular file.")
+        return path.read_bytes()
+    except FileNotFoundError as error:  # or a link to a missing file
+        advice = "Restore it, or leave it out with config.data.on_bad_image='skip'"
+        raise BadImageError(f"{name}: there is no such file", advice) from error
+    except OSError as error:
+        raise InputError(f"{name}: cannot be read ({error.strerror}).") from error

@@ -1,0 +1,242 @@
+import io
+import json
+import os
+from pathlib import Path
+
+import numpy as np
+import pytest
+from PIL import Image
+
+from structinit_jax.data import source as source_lib
+from structinit_jax.data.datasets import open_dataset
+from structinit_jax.data.source import (
+    Dataset,
+    DatasetInfo,
+    check_classes,
+    digest,
+    note_classes,
+    num_cores,
+    parse_split,
+    split_size,
+)
+from structinit_jax.errors import InputError
+
+INFO = DatasetInfo(10, (8, 8, 1), {"train": 57, "test": 9})
+PIXELS = np.zeros((4, 4, 3), np.uint8)
+# -- splits ----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "spec",
+    [
+        *("train", "train[:20]", "train[10%:]", "train[33%:66%]", "train[-3:]", "train[:-10%]"),
+        *("train[:10]+test", "train[99%:] + train[:1%]", "all", "test[-25%:]", "train[1_0:]"),
+    ],
+)
+def test_splits_are_tfds(spec):
+    import tensorflow_datasets as tfds
+
+    splits = {
+        split: tfds.core.SplitInfo(name=split, shard_lengths=[n], num_bytes=0)
+        for split, n in INFO.num_examples.items()
+    }
+    theirs = tfds.core.ReadInstruction.from_spec(spec).to_absolute(splits)
+    parts = parse_split("toy", spec, INFO, "data.train_split")
+    assert len(parts) == len(theirs)
+    for (name, start, stop), part in zip(parts, theirs, strict=True):
+        size = INFO.num_examples[name]
+        expected = (part.from_ or 0, size if part.to is None else part.to)
+        assert (name, start, stop) == (part.splitname, *expected)
+    assert split_size("toy", spec, INFO, "data.train_split") == sum(b - a for _, a, b in parts)
+
+
+@pytest.mark.parametrize(
+    "spec", ["trian", "train[:58]", "train[", "", "train[5:5]", "train[90%:10%]", "train[:1shard]"]
+)
+def test_bad_splits_are_refused_by_field(spec):
+    with pytest.raises(InputError, match=r"^config\.data\.eval_split=.* 'train' \(57\), 'test'"):
+        parse_split("toy", spec, INFO, "data.eval_split")
+
+
+def test_model_and_data_must_agree():
+    check_classes(INFO, 10)
+    with pytest.raises(InputError, match=r"config\.model\.num_classes=100"):
+        check_classes(INFO, 100)
+
+
+# -- examples --------------------------------------------------------------------------------------
+
+
+def test_slices_and_reads_agree(data_dir):
+    dataset = open_dataset("digits", data_dir)
+    part, whole = dataset.split("train[100:110]+test[:5]"), dataset.split("train")
+    test = dataset.split("test")
+    assert len(part) == 15
+    for number, (image, label) in enumerate(part.read(range(15))):
+        source, index = (whole, 100 + number) if number < 10 else (test, number - 10)
+        np.testing.assert_array_equal(image.decode(), source[index][0].decode())
+        assert label == source[index][1] == part.labels()[number]
+    backwards = part.read(list(range(14, -1, -1)))
+    assert [label for _, label in backwards] == part.labels()[::-1].tolist()
+
+
+def make_dataset(tmp_path, labels=(0, 1, 2)):
+    """One image each as a file, as bytes and as pixels; all of one color."""
+    image = Image.new("RGB", (6, 5), (10, 20, 30))
+    image.save(tmp_path / "0.png")
+    file = io.BytesIO()
+    image.save(file, "PNG")
+    images = [tmp_path / "0.png", file.getvalue(), np.asarray(image)]
+    records = [{"image": x, "label": y} for x, y in zip(images, labels, strict=True)]
+    return Dataset.from_records("mixed", {"train": records}, ["a", "b", "c"])
+
+
+def test_images_are_files_bytes_or_pixels(tmp_path):
+    source = make_dataset(tmp_path).split("train")
+    for image, _ in source.read(range(3)):
+        expected = np.full((5, 6, 3), (10, 20, 30), np.uint8)
+        np.testing.assert_array_equal(image.decode(), expected)
+    assert source[0][0].name == f"mixed 'train', example 0 ({tmp_path}/0.png)"
+    chosen = source.select(np.array([True, False, True]))
+    assert [label for _, label in chosen.read([0, 1])] == chosen.labels().tolist() == [0, 2]
+    (tmp_path / "0.png").unlink()
+    with pytest.raises(InputError, match=r"0\.png: there is no such file"):
+        source[0]
+    os.mkfifo(tmp_path / "0.png")
+    with pytest.raises(InputError, match=r"0\.png: is not a regular file"):
+        source[0]
+
+
+@pytest.mark.parametrize(
+    ("record", "reason"),
+    [
+        ({"img": PIXELS, "label": 0}, "its record must be a dict"),
+        ({"image": PIXELS}, "its record must be a dict"),
+        ((PIXELS, 0), "its record must be a dict"),
+        ({"image": PIXELS, "label": "cat"}, "its 'label' is 'cat'"),
+        ({"image": PIXELS, "label": 0.5}, "its 'label' is 0.5"),
+        ({"image": PIXELS, "label": 2}, "its 'label' is 2"),
+    ],
+)
+def test_records_of_another_form_are_refused_by_name(record, reason):
+    records = [{"image": PIXELS, "label": np.int64(1)}, record]
+    source = Dataset.from_records("mine", {"train": records}, ["a", "b"]).split("train")
+    with pytest.raises(InputError, match=f"^mine 'train', example 1: {reason}"):
+        source.read([0, 1])
+
+
+def test_images_of_another_size_than_declared_are_refused():
+    def first(shape):
+        records = [{"image": np.zeros((4, 6, 3), np.uint8), "label": 0}]
+        return Dataset.from_records("mine", {"train": records}, ["a"], shape).split("train")[0]
+
+    for shape in ((4, 6, 3), (None, 6, 3), (None, None, 1)):
+        assert first(shape)[0].decode().shape == (4, 6, shape[-1])
+    with pytest.raises(InputError, match=r"^mine 'train', example 0: it has 4x6 pixels, but"):
+        first((4, 4, 3))
+
+
+def test_declarations_are_checked():
+    names = np.unique([3, 5, 3])
+    dataset = Dataset.from_records("mine", {"train": []}, names)
+    assert json.loads(json.dumps(list(dataset.class_names))) == ["3", "5"]  # as in a checkpoint
+    with pytest.raises(InputError, match=r"^mine: image_shape=.* with 1 or 3 channels"):
+        Dataset.from_records("mine", {"train": []}, ["a"], (4, 4, 4))
+    with pytest.raises(InputError, match="'all'"):
+        Dataset.from_records("mine", {"all": []}, ["a"])
+
+
+def test_threads_are_as_many_as_the_cores_that_the_process_may_use(monkeypatch):
+    quota = {"text": "max 100000\n"}
+    monkeypatch.setattr(Path, "read_text", lambda path: quota["text"])
+    monkeypatch.setattr(os, "sched_getaffinity", lambda process: {3, 5, 6, 8}, raising=False)
+    for text, expected in (("max 100000", 4), ("150000 100000", 2), ("900000 100000", 4)):
+        quota["text"] = text
+        assert num_cores.__wrapped__() == expected
+
+
+# -- changed data ----------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def root(tmp_path):
+    """An image folder of 20 training images, which differ, and 4 of val."""
+    for name in ("ant", "bee"):
+        for split, count in (("train", 10), ("val", 2)):
+            folder = tmp_path / "here" / split / name
+            folder.mkdir(parents=True)
+            for number in range(count):
+                Image.new("L", (8, 8), 20 * number).save(folder / f"{number}.png")
+    return tmp_path / "here"
+
+
+def of_folder(root, spec="train"):
+    return digest(open_dataset("folder", root).split(spec))
+
+
+def rename(folder):
+    (folder / "ant" / "0.png").rename(folder / "ant" / "new.png")
+
+
+def move_some(folder):
+    for number in range(9):
+        (folder / "ant" / f"{number}.png").rename(folder / "bee" / f"ant_{number}.png")
+
+
+def exchange_classes(folder):
+    for old, new in (("ant", "old"), ("bee", "ant"), ("old", "bee")):
+        (folder / old).rename(folder / new)
+
+
+def replace_an_image(folder):
+    Image.new("L", (8, 8), 1).save(folder / "ant" / "3.png")
+
+
+@pytest.mark.parametrize("change", [rename, move_some, exchange_classes, replace_an_image])
+def test_changed_files_change_the_digest_of_their_split(root, change):
+    Image.new("L", (8, 8), 7).save(root / "train" / "bee" / "3.png")
+    before = {spec: of_folder(root, spec) for spec in ("train", "val", "val+train")}
+    change(root / "train")
+    after = {spec: of_folder(root, spec) for spec in before}
+    assert [before[spec] == after[spec] for spec in before] == [False, True, False]
+
+
+def test_a_folder_may_be_moved_and_hold_other_files(root):
+    before = of_folder(root)
+    (root / "train" / "ant" / "notes.txt").touch()
+    assert of_folder(root.rename(root.parent / "elsewhere")) == before
+
+
+def test_the_digest_is_that_of_the_chosen_examples_in_their_order(root):
+    specs = ("train", "train[:10]", "train[10:]", "train[10:]+train[:10]")
+    assert len({of_folder(root, spec) for spec in specs}) == len(specs)
+    source = open_dataset("folder", root).split("train")
+    kept = [digest(source.select(np.arange(20) != i)) for i in range(20)]
+    assert len({digest(source), *kept}) == 21
+
+
+def test_the_digest_covers_all_labels_of_a_list_and_prepared_sets(data_dir, monkeypatch):
+    monkeypatch.setattr(source_lib, "DIGEST_EXAMPLES", 2)
+
+    def of_labels(*labels, value=0):
+        records = [{"image": PIXELS + np.uint8(value), "label": label} for label in labels]
+        return digest(Dataset.from_records("mine", {"train": records}, ["a", "b"]).split("train"))
+
+    assert of_labels(0, 1, 1) == of_labels(np.int32(0), 1, 1)
+    changed = (of_labels(0, 0, 1), of_labels(0, 1), of_labels(0, 1, 1, value=9))
+    assert len({of_labels(0, 1, 1), *changed}) == 4
+    digits = open_dataset("digits", data_dir)
+    assert digest(digits.split("train[:50]")) == digest(digits.split("train[:50]"))
+    assert digest(digits.split("train[:50]")) != digest(digits.split("test[:50]"))
+
+
+def test_classes_without_training_images_are_noted(capsys):
+    def note(labels, names):
+        records = [{"image": PIXELS, "label": label} for label in labels]
+        source = Dataset.from_records("mine", {"train": records}, names).split("train")
+        note_classes(source, names, "data.train_split")
+        return capsys.readouterr().out
+
+    assert note([0, 1, 1], ["cat", "dog"]) == ""
+    assert "holds no image of 1 classes: dog\n" in note([0, 0], ["cat", "dog"])
+    assert "a single class, 'cat'" in note([0, 0], ["cat"])
