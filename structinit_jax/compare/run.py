@@ -17,7 +17,7 @@ from ml_collections import ConfigDict
 from structinit_jax import __version__, evaluate, resume
 from structinit_jax.compare import grid, report
 from structinit_jax.data import datasets
-from structinit_jax.data.digest import digest
+from structinit_jax.data.source import digest
 from structinit_jax.errors import InputError, StoppedError, is_reference
 from structinit_jax.train import PREEMPTED_EXIT_CODE, open_run, train
 from structinit_jax.training import workdir as workdir_lib
