@@ -24,8 +24,8 @@ from structinit_jax import config as config_lib
 from structinit_jax.command_line import STEP, WORKDIR
 from structinit_jax.errors import InputError
 from structinit_jax.evaluate import restore_model
-from structinit_jax.interop import timm_config, to_timm
-from structinit_jax.interop.timm_config import TimmModel
+from structinit_jax.interop import to_timm
+from structinit_jax.interop.convert import TimmModel, timm_model
 from structinit_jax.training.checkpoint import read_run
 from structinit_jax.training.remote import readable
 
@@ -63,7 +63,7 @@ def export(
         raise InputError("--averaged needs a run with averaged weights, but config.ema_decay is 0")
     data, fields = config.data, config.model.to_dict()
     sizes = dict(image_size=data.image_size, channels=data.channels)
-    timm_model = timm_config.timm_model(fields, **sizes)
+    timm = timm_model(fields, **sizes)
     is_folder = path.suffix != WEIGHTS.suffix
     if is_folder and (path / "checkpoints").exists():
         raise InputError(f"--out={path} is the workdir of a run: choose another folder")
@@ -72,7 +72,7 @@ def export(
     weights = jax.device_get((source["params"], source["model_state"]))
     weights = to_timm(nnx.merge(model.graphdef, *weights))
     run = read_run(readable(workdir) / "checkpoints", int(state.step))
-    card = timm_model.card(
+    card = timm.card(
         image_size=data.image_size,
         mean=data.mean,
         std=data.std,
@@ -81,20 +81,20 @@ def export(
     )
     text = json.dumps(card, indent=2)
     # "format" tells readers of safetensors that the layout is PyTorch's.
-    metadata = {"format": "pt", "model": timm_model.call(), "config": text}
+    metadata = {"format": "pt", "model": timm.call(), "config": text}
     # `save_file` would write a file that only its owner can read.
     files = {(path / WEIGHTS if is_folder else path): save(weights, metadata)}
-    if is_folder and timm_model.is_registered:
+    if is_folder and timm.is_registered:
         files[path / "config.json"] = f"{text}\n".encode()
     try:
         if is_folder:
             path.mkdir(parents=True, exist_ok=True)
         _replace_together(files)
-        if is_folder and not timm_model.is_registered:
+        if is_folder and not timm.is_registered:
             (path / "config.json").unlink(missing_ok=True)  # of an older export
     except OSError as error:
         raise InputError(f"--out={path} cannot be written: {error}") from error
-    return int(state.step), timm_model
+    return int(state.step), timm
 
 
 def _replace_together(files: dict[Path, bytes]) -> None:

@@ -10,7 +10,7 @@ from safetensors.numpy import load_file
 from structinit_jax import evaluate, export
 from structinit_jax.errors import InputError
 from structinit_jax.interop import from_timm
-from structinit_jax.interop.timm_config import timm_model
+from structinit_jax.interop.convert import timm_model
 from structinit_jax.models import create_model, default_config
 
 pytestmark = pytest.mark.usefixtures("library_promotion")

@@ -9,8 +9,9 @@ import pytest
 from flax import nnx
 
 from structinit_jax import interop
-from structinit_jax.attention_init import AttentionWeights, sincos_positions
+from structinit_jax.attention_init import AttentionWeights, impulse, sincos_positions
 from structinit_jax.errors import InputError
+from structinit_jax.models import create_model, default_config
 
 HEADS, WIDTH, GRID, PATCH, LAYERS = 2, 16, (4, 4), 2, 2
 RNG = jax.random.key(0)
@@ -82,6 +83,51 @@ def open_clip():
     return text | {f"visual.{name}": array for name, array in vision.items()}
 
 
+def transformer_encoder():
+    """A module of one's own around `torch.nn.TransformerEncoder`."""
+    names = {"blocks": "encoder.layers", "attn.qkv.": "self_attn.in_proj_"}
+    names |= {"attn.proj": "self_attn.out_proj", "mlp.fc": "linear", "patch_embed.proj": "patches"}
+    return renamed(names)
+
+
+def split(params, fused, parts):
+    """Splits the fused projections."""
+    new = {}
+    for name, array in params.items():
+        if fused in name:
+            for part, piece in zip(parts, np.split(array, 3), strict=True):
+                new[name.replace(fused, part)] = piece
+        else:
+            new[name] = array
+    return new
+
+
+def hugging_face(out):
+    """AIMv2, EoMT or InternVL, up to their other norms and MLPs."""
+    names = {
+        "blocks": "encoder.layers",
+        "attn.qkv": "attention.qkv",
+        "attn.proj": f"attention.{out}",
+    }
+    names |= {"patch_embed.proj": "embeddings.patch_embed", "cls_token": "embeddings.cls_token"}
+    names |= {"pos_embed": "embeddings.position_embedding.weight"}
+    params = split(renamed(names), "qkv", ("q_proj", "k_proj", "v_proj"))
+    name = "embeddings.position_embedding.weight"
+    return params | {name: params[name][0]}
+
+
+def equinox():
+    """Equinox's modules have torch's layouts; the names beside attention are the user's."""
+    params = renamed({"attn.proj": "attn.output_proj", "mlp.fc": "mlp.layers."})
+    params = split(params, "qkv", ("query_proj", "key_proj", "value_proj"))
+    return {**params, "pos_embed": params["pos_embed"][0]}
+
+
+def wrapped():
+    """A compiled module in DataParallel."""
+    return {f"_orig_mod.module.{name}": array for name, array in timm_tensors().items()}
+
+
 def naflex():
     """NaFlexViT: patches through a linear layer, and a table with the axes of the grid."""
     params = renamed({"patch_embed": "embeds", "cls_token": "embeds.cls_token"})
@@ -91,18 +137,84 @@ def naflex():
     return params
 
 
-@pytest.mark.parametrize("params", [open_clip, naflex])
-def test_names_of_other_projects(params):
+SAME_MODEL = {
+    "open_clip": open_clip,
+    "naflex": naflex,
+    "transformer_encoder": transformer_encoder,
+    "aimv2": lambda: hugging_face("out_proj"),
+    "internvl": lambda: hugging_face("projection_layer"),
+    "equinox": equinox,
+    "wrapped": wrapped,
+}
+
+
+@pytest.mark.parametrize("name", SAME_MODEL)
+def test_names_of_other_projects(name):
     """The same tensors under other names become the same model."""
     images = np.random.default_rng(2).standard_normal((3, 8, 8, 3), np.float32)
     results = []
-    for start in (params(), timm_tensors()):
+    for start in (SAME_MODEL[name](), timm_tensors()):
         new = interop.initialize(start, scheme, RNG, num_heads=HEADS)
+        assert new.keys() == start.keys()
         maps = interop.check(new, images, num_heads=HEADS)
-        results.append((interop.read(new, num_heads=HEADS), maps))
+        results.append((interop.read(new, num_heads=HEADS), maps[1:]))
         text = [name for name in start if name.startswith("transformer")]
         assert all(new[name] is start[name] for name in text)
     jax.tree.map(np.testing.assert_array_equal, *results)
+
+
+def vit_pytorch(simple):
+    """lucidrains' ViT, whose norms are in its attention and MLP, or his SimpleViT."""
+    params = {
+        "to_patch_embedding.1.weight": np.ones(12, np.float32),
+        "to_patch_embedding.2.weight": np.ones((WIDTH, 12), np.float32),
+        "to_patch_embedding.2.bias": np.ones(WIDTH, np.float32),
+        "to_patch_embedding.3.weight": np.ones(WIDTH, np.float32),
+        "transformer.norm.weight": np.ones(WIDTH, np.float32),
+    }
+    if not simple:
+        params["pos_embedding"] = np.ones((1, 17, WIDTH), np.float32)
+        params["cls_token"] = np.ones((1, 1, WIDTH), np.float32)
+    for i in range(LAYERS):
+        attention, mlp = f"transformer.layers.{i}.0", f"transformer.layers.{i}.1.net"
+        shapes = {f"{attention}.to_qkv": (3 * WIDTH, WIDTH), f"{mlp}.1": (2 * WIDTH, WIDTH)}
+        shapes[f"{attention}.to_out" + (".0" if not simple else "")] = (WIDTH, WIDTH)
+        shapes[f"{mlp}.{3 if simple else 4}"] = (WIDTH, 2 * WIDTH)
+        shapes |= {f"{attention}.norm": (WIDTH,), f"{mlp}.0": (WIDTH,)}
+        params |= {f"{name}.weight": np.ones(shape, np.float32) for name, shape in shapes.items()}
+    return params
+
+
+@pytest.mark.parametrize("simple", [False, True])
+def test_vit_pytorch(simple):
+    params, given = vit_pytorch(simple), {}
+    if simple:
+        given = dict(positions=sincos_positions(GRID, WIDTH))
+    new = interop.initialize(params, fixed_scheme, RNG, num_heads=HEADS, **given)
+    changed = {name for name in params if not np.array_equal(params[name], new[name])}
+    out, fc2 = ("0.to_out", "1.net.3") if simple else ("0.to_out.0", "1.net.4")
+    expected = {f"transformer.layers.{i}.{n}.weight" for i in (0, 1) for n in ("0.to_qkv", fc2)}
+    assert changed == expected | {"to_patch_embedding.3.weight"}
+    assert f"transformer.layers.0.{out}.weight" in params
+    with pytest.raises(InputError, match=r"to_patch_embedding\.1\.weight is not part of"):
+        interop.check(new, num_heads=HEADS, **given)
+    trained = params | {"transformer.layers.0.0.norm.weight": np.zeros(WIDTH, np.float32)}
+    with pytest.raises(InputError, match=r"0\.norm\.weight is not 1"):
+        interop.initialize(trained, fixed_scheme, RNG, num_heads=HEADS, **given)
+
+
+def fixed_scheme(rng, site):
+    return scheme(rng, site)._replace(positions=None)
+
+
+@pytest.mark.parametrize("out", ["out", "attention_output"])
+def test_keras_hub_and_flax(out):
+    shapes = {"query": (WIDTH, HEADS, 8), "key": (WIDTH, HEADS, 8), "value": (WIDTH, HEADS, 8)}
+    shapes[out] = (HEADS, 8, WIDTH)
+    params = {f"block_{i}/mha/{n}/kernel": np.ones(s) for i in (1, 2) for n, s in shapes.items()}
+    params["embedding/position_embedding/embeddings"] = np.ones((16, WIDTH))
+    site = interop.attention_site(params)
+    assert (site.num_layers, site.num_heads, site.grid) == (2, HEADS, GRID)
 
 
 def nnx_model(gain):
@@ -195,37 +307,152 @@ def test_norms_without_bias_are_rms_norms():
     layer_norm, rms_norm = (
         interop.check(p, num_heads=HEADS) for p in (centered, without_bias(centered))
     )
-    jax.tree.map(np.testing.assert_array_equal, layer_norm, rms_norm)
+    for found, expected in zip(rms_norm[1:], layer_norm[1:], strict=True):
+        np.testing.assert_allclose(found, expected, rtol=1e-5)
     other = interop.check(without_bias(params), num_heads=HEADS)
     assert (other.hit_rate != interop.check(params, num_heads=HEADS).hit_rate).any()
-
-
-def test_check_of_models_without_positions():
-    with pytest.raises(
-        InputError, match=r"bias_table belongs to .* within windows.*itself .*`hit_rates`"
-    ):
-        interop.check(torchvision_swin())
-    mixer = {
-        "blocks.0.norm1.weight": np.ones(WIDTH, np.float32),
-        "blocks.0.mlp_tokens.fc1.weight": np.ones((8, 16), np.float32),
-        "blocks.0.mlp_tokens.fc2.weight": np.ones((16, 8), np.float32),
-    }
-    with pytest.raises(InputError, match=r"fc1\.weight belongs to a model without attention maps"):
-        interop.check(mixer)
-
-
-def test_check_refuses_a_network_before_the_patch_embedding():
-    params = timm_tensors() | {"patch_embed.backbone.stem.weight": np.ones((3, 3), np.float32)}
-    with pytest.raises(InputError, match=r"backbone\.stem\.weight .*before .*`hit_rates`"):
-        interop.check(params, num_heads=HEADS)
-
-
-def test_check_refuses_flattened_patches_of_another_kind():
-    params = timm_tensors() | {"patch_embed.proj.weight": np.ones((WIDTH, 8), np.float32)}
-    with pytest.raises(InputError, match=r"proj\.weight has shape \(16, 8\), not .* 3 channels"):
-        interop.check(params, num_heads=HEADS)
 
 
 def test_a_patch_embedding_of_zeros_stays_one():
     new = interop.initialize(timm_times(0), scheme, RNG, num_heads=HEADS)
     np.testing.assert_array_equal(new["patch_embed.proj.weight"], 0)
+
+
+# -- models that are refused -----------------------------------------------------------------------
+
+
+class Module:
+    def state_dict(self):
+        raise AssertionError("its tensors would have to be converted")
+
+
+def changed(**tensors):
+    return timm_tensors() | {k.replace("__", "."): v for k, v in tensors.items()}
+
+
+def without(part):
+    return {name: value for name, value in timm_tensors().items() if part not in name}
+
+
+def shapes(**modules):
+    names = {k.replace("__", "."): shape for k, shape in modules.items()}
+    return {f"{name}.weight": np.ones(shape, np.float32) for name, shape in names.items()}
+
+
+def pvt():
+    """As timm names pvt_v2: stages of attention with fewer keys."""
+    params = {}
+    for s, width in enumerate((8, 16)):
+        block = f"stages__{s}__blocks__0__attn"
+        params |= shapes(**{f"{block}__q": (width, width), f"{block}__kv": (2 * width, width)})
+        params |= shapes(**{f"{block}__proj": (width, width), f"{block}__sr": (width, width, 2, 2)})
+    return params
+
+
+def stages():
+    """Attention of several sizes, as in MViT, GC ViT and CoAtNet."""
+    params = {}
+    for s, width in enumerate((8, 16)):
+        block = f"stages__{s}__blocks__0__attn"
+        params |= shapes(**{f"{block}__qkv": (3 * width, width), f"{block}__proj": (width, width)})
+    return params
+
+
+ONES, WIDE = np.ones(WIDTH, np.float32), np.ones((2 * WIDTH, WIDTH), np.float32)
+REFUSED = {  # parameters, and what the message says
+    "nothing": (dict, r"no blocks\.0\.attn\.qkv\.weight, but nothing"),
+    "other_names": (
+        lambda: shapes(body__attn__wqkv=(3, 3)),
+        r"attn\.wqkv\..* rename them to",
+    ),
+    "torch_module": (Module, r"params is a Module, a torch module: pass \{k: v\.detach"),
+    "torch_tensor": (
+        lambda: changed(blocks__0__attn__proj__weight=Module()),
+        r"weight is a .*Module",
+    ),
+    "query_norm": (lambda: changed(blocks__0__attn__q_norm__weight=ONES), r"q_norm.weight changes"),
+    "gate": (lambda: changed(blocks__0__attn__gate=ONES), r"attn.gate changes the attention maps"),
+    "relative": (lambda: changed(rel_pos__mlp__fc1__weight=ONES), r"rel_pos.* changes the atten"),
+    "trained": (lambda: changed(blocks__1__norm1__weight=2 * ONES), r"norm1\.weight is not 1"),
+    "trained_bias": (lambda: changed(blocks__1__norm2__bias=ONES), r"norm2\.bias is not 0"),
+    "no_positions": (lambda: without("pos_embed"), r"positions: .* width 16 .*pos_embed"),
+    "incomplete": (lambda: without("blocks.1.attn.qkv"), r"params have no blocks\.1\.attn\.qkv\."),
+    "unequal": (
+        lambda: changed(blocks__1__attn__qkv__weight=WIDE),
+        r"\.qkv\.weight .*not supported",
+    ),
+    "two": (
+        lambda: {f"{k}.{n}": v for k in "ab" for n, v in timm_tensors().items()},
+        r"several models \(a\.blocks\.0\.attn, b\..*\): pass the subtree",
+    ),
+    "pvt": (pvt, r"attn\.(kv|sr)\.weight .* not supported"),
+    "stages": (stages, r"in one of 2 stages .* not supported"),
+}
+
+
+@pytest.mark.parametrize("case", REFUSED)
+def test_unusable_parameters_are_refused(case):
+    params, message = REFUSED[case]
+    with pytest.raises(InputError, match=message):
+        interop.initialize(params(), scheme, RNG, num_heads=HEADS)
+
+
+OPTIONS = {
+    "layout": dict(layout="keras_3"),
+    "num_heads": dict(num_heads=5),
+    "grid": dict(grid=(5, 5)),
+    "positions": dict(positions=np.zeros((12, 8), np.float32)),
+}
+
+
+@pytest.mark.parametrize("argument", OPTIONS)
+def test_arguments_that_do_not_fit_are_refused(argument):
+    options = dict(num_heads=HEADS) | OPTIONS[argument]
+    with pytest.raises(InputError, match=f"^{argument}"):
+        interop.initialize(timm_tensors(), scheme, RNG, **options)
+
+
+def test_rotary_positions_beside_a_table_are_reported():
+    params = changed(rope__freqs=ONES)
+    with pytest.warns(UserWarning, match=r"rope\.freqs rotates queries and keys"):
+        interop.initialize(params, scheme, RNG, num_heads=HEADS)
+    del params["pos_embed"]
+    with pytest.raises(InputError, match=r"rope\.freqs rotates .* pass rotations="):
+        interop.initialize(params, scheme, RNG, num_heads=HEADS)
+
+
+def test_weights_and_schemes_that_do_not_fit_are_refused():
+    weights = interop.read(timm_tensors(), num_heads=HEADS)
+    for change in (
+        dict(query=weights.query[:1]),
+        dict(positions=weights.positions[:9]),
+        dict(bias=weights.query),
+    ):
+        with pytest.raises(InputError, match=rf"^weights\.{next(iter(change))}"):
+            interop.write(timm_tensors(), weights._replace(**change), num_heads=HEADS)
+    with pytest.raises(InputError, match=r"^weights\.positions"):
+        interop.write(without("pos_embed"), weights, num_heads=HEADS)
+    for wrong in (impulse, lambda rng, site: None):
+        with pytest.raises(InputError, match=r"^attention_init"):
+            interop.initialize(timm_tensors(), wrong, RNG, num_heads=HEADS)
+    own = nnx.eval_shape(lambda: create_model(default_config("vit"), channels=3, rngs=nnx.Rngs(0)))
+    with pytest.raises(InputError, match=r"call model\.initialize_attention\(scheme, rng\)"):
+        interop.initialize(own, scheme, RNG)
+
+
+def test_what_cannot_be_scaled_is_refused():
+    attention = nnx.MultiHeadAttention(HEADS, WIDTH, rngs=nnx.Rngs(0))
+    with pytest.raises(InputError, match=r"no kernel where a patch embedding .*patch_scale=1"):
+        interop.write(attention, AttentionWeights(patch_scale=0.5))
+    with pytest.raises(InputError, match=r"nothing where the output .*mlp_scale=1"):
+        interop.write(attention, AttentionWeights(mlp_scale=0))
+
+
+@pytest.mark.parametrize("names", [("w3", "w1", "w2"), ("fc2", "fc1_g", "fc1_x"), ("fc2", "fc1")])
+def test_an_mlp_as_wide_as_the_model(names):
+    square = np.ones((WIDTH, WIDTH), np.float32)
+    params = without(".mlp.")
+    params |= {f"blocks.{i}.mlp.{n}.weight": square for i in range(LAYERS) for n in names}
+    new = interop.write(params, AttentionWeights(mlp_scale=0), num_heads=HEADS)
+    found = {name for name in params if not np.array_equal(new[name], params[name])}
+    assert found == {f"blocks.{i}.mlp.{names[0]}.weight" for i in range(LAYERS)}

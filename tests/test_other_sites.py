@@ -164,61 +164,34 @@ def test_windows_that_are_not_square_in_one_stage():
     assert all(new[name].any() for name in tables)
 
 
-def change(name, key, value):
-    return interop.to_timm(model(name)) | {key: value}
-
-
 TABLE = "layers.0.blocks.0.attn.relative_position_bias_table"
+UNFIT = {  # changes of a state dict, arguments, and what the message names
+    "table": ("swin", {TABLE: np.ones((48, 2), np.float32)}, {}, rf"grid: the 48 rows of {TABLE}"),
+    "grid": ("swin", {}, dict(grid=(4, 5)), r"grid=\(4, 5\) is none of the windows \(4, 4\)"),
+    "positions": ("swin", {}, dict(positions=np.zeros((16, 16))), "positions: leave it out"),
+    "num_heads": ("swin", {}, dict(num_heads=5), "num_heads: leave it out"),
+    "temperature": ("swin", {"layers.0.blocks.0.attn.tau": np.ones(2, np.float32)}, {}, "attn.tau"),
+    "cosine": (
+        "swin",
+        {"layers.0.blocks.0.attn.logit_scale": np.ones(2, np.float32)},
+        {},
+        "SwinV2; such models are not supported",
+    ),
+    "tokens": ("mixer", {}, dict(grid=(3, 5)), r"grid=\(3, 5\): .*fc1\.weight mixes 16 tokens"),
+    "gates": (
+        "mixer",
+        {"blocks.1.mlp_tokens.fc2.weight": np.ones((16, 4), np.float32)},
+        {},
+        r"blocks\.1\.mlp_tokens\.fc2\.weight .* not supported",
+    ),
+}
 
 
-@pytest.mark.parametrize(
-    ("params", "options", "message"),
-    [
-        (
-            lambda: change("swin", TABLE, np.ones((48, 2), np.float32)),
-            {},
-            rf"grid: the 48 rows of {TABLE} do not fit the offsets in a square window",
-        ),
-        (
-            lambda: interop.to_timm(model("swin")),
-            dict(grid=(4, 5)),
-            rf"grid=\(4, 5\) is none of the windows \(4, 4\) of {TABLE}, .*leave it out",
-        ),
-        (
-            lambda: interop.to_timm(model("swin")),
-            dict(positions=np.zeros((16, 16), np.float32)),
-            r"positions: leave it out, .* layers\.0.*table in its place",
-        ),
-        (
-            lambda: interop.to_timm(model("swin")),
-            dict(num_heads=5),
-            r"num_heads=5: leave it out, layers\.0.*table shows it",
-        ),
-        (
-            lambda: change("swin", "layers.0.blocks.0.attn.tau", np.ones(2, np.float32)),
-            {},
-            r"attn\.tau rescales",
-        ),
-        (
-            lambda: {k: v for k, v in change("swin", TABLE, None).items() if k != TABLE},
-            {},
-            r"layers\.0\.blocks\.0\.attn has no relative_position_bias_table",
-        ),
-        (
-            lambda: interop.to_timm(model("mixer")),
-            dict(grid=(3, 5)),
-            r"grid=\(3, 5\): blocks\.0\.mlp_tokens\.fc1\.weight mixes 16 tokens",
-        ),
-        (
-            lambda: change("mixer", "blocks.1.mlp_tokens.fc2.weight", np.ones((16, 4), np.float32)),
-            {},
-            r"blocks\.1\.mlp_tokens\.fc2\.weight has shape \(16, 4\).*\(16, 8\): .*without gates",
-        ),
-    ],
-)
-def test_models_that_do_not_fit_are_refused(params, options, message):
+@pytest.mark.parametrize("case", UNFIT)
+def test_models_that_do_not_fit_are_refused(case):
+    name, changes, options, message = UNFIT[case]
     with pytest.raises(InputError, match=message):
-        interop.initialize(params(), scheme, RNG, **options)
+        interop.initialize(interop.to_timm(model(name)) | changes, scheme, RNG, **options)
 
 
 def test_a_scheme_cannot_scale_positions_that_are_not_there():

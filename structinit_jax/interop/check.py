@@ -9,32 +9,53 @@ from jaxtyping import Float, Int
 
 from structinit_jax.attention_init.sites import check_grid
 from structinit_jax.errors import InputError
-from structinit_jax.interop.assumptions import require_assumptions
-from structinit_jax.interop.blocks import Block, find_blocks, may_be_rms_norm
-from structinit_jax.interop.host import Grid, find_host, square
+from structinit_jax.interop.host import Block, Grid, Host, find_host, square
 from structinit_jax.interop.layouts import FIELDS, flatten
-from structinit_jax.interop.other_sites import find_sites, has_position_bias
-from structinit_jax.interop.rotations import read_rotations
+from structinit_jax.interop.other_sites import find_sites
+from structinit_jax.interop.rotations import Rotations, read_rotations
 
-MEASURE = "take the attention maps from the model itself and pass them to `hit_rates`"
 NOISE_TOKENS = 1024  # tokens of noise images, enough for rates to about 0.02
+MODELED = (
+    "standard pre-norm ViT computed from the parameters, not the model itself: softmax attention "
+    "without a mask, logits scaled by head_dim^-1/2, query, key and value of a fused tensor one "
+    "after the other, positions added once and unscaled"
+)
 
 
-class Check(NamedTuple):
-    """What a model's attention does on images, by layer and head.
+class Hits(NamedTuple):
+    """How regular the attention maps of one layer are, by head.
 
     Attributes:
-      position_to_content: Root mean square of the positions over that of the patch embeddings; the
-        first layer's input is their sum. With rotary positions: of the patch embedding's bias over
-        that of the rest.
       offset: Most frequent offset (rows, cols) from a token to the one that it attends to most.
       hit_rate: Among the tokens with a neighbor at this offset, the share that attend most to it.
         Close to 1 for a convolution.
+      target_mass: Mean attention that these tokens pay to that neighbor. It is small in flat maps,
+        however often they hit.
     """
 
+    offset: Int[np.ndarray, "h 2"]
+    hit_rate: Float[np.ndarray, " h"]
+    target_mass: Float[np.ndarray, " h"]
+
+
+class Check(NamedTuple):
+    """What the attention of a standard ViT with a model's parameters does, by layer and head.
+
+    Attributes:
+      modeled: What was computed. A model that differs has other maps, see `check`.
+      position_to_content: Root mean square of the positions over that of the patch embeddings; the
+        first layer's input is their sum. With rotary positions: of the patch embedding's bias over
+        that of the rest.
+      offset: See `Hits`, with a leading layer axis.
+      hit_rate: See `Hits`.
+      target_mass: See `Hits`.
+    """
+
+    modeled: str
     position_to_content: float
     offset: Int[np.ndarray, "L h 2"]
     hit_rate: Float[np.ndarray, "L h"]
+    target_mass: Float[np.ndarray, "L h"]
 
 
 def check(
@@ -47,16 +68,18 @@ def check(
     positions: np.ndarray | jax.Array | None = None,
     rotations: Any | None = None,
 ) -> Check:
-    """Runs a freshly initialized model on images and measures its attention maps.
+    """Estimates the attention maps of a freshly initialized model from its parameters.
 
         check(params, num_heads=3).hit_rate.mean(axis=1)  # by layer
 
-    Computes the forward pass from `params` in NumPy: patches, positions, and pre-norm blocks of
-    softmax attention and an MLP with GELU, or with SiLU gates if it has two input kernels. It
-    accepts the models of `initialize` that have this form. A norm without bias counts as RMSNorm.
-    What names and shapes do not show goes unnoticed: rotary positions beside a position table,
-    another grid of as many tokens, another number of heads. The maps exclude class and register
-    tokens.
+    It models a standard pre-norm ViT, not your code: patches, positions, and pre-norm blocks of
+    softmax attention and an MLP with GELU, or with SiLU gates if it has two input kernels. A norm
+    without bias counts as RMSNorm. The maps exclude class and register tokens.
+
+    Parameters do not show how they are used. The result is wrong without notice if the model scales
+    its embeddings, positions or logits, masks its attention, stores a fused qkv by head, rotates
+    queries and keys in addition to a position table, or has another number of heads or another grid
+    of as many tokens. For a torch model, `torch_maps` records the maps that it really computes.
 
     Args:
       params: Parameters as for `initialize`; likewise the other arguments.
@@ -69,38 +92,30 @@ def check(
       rotations: See `initialize`.
 
     Raises:
-      InputError: The model is of another form. The message names the parameter.
+      InputError: The parameters show a model of another form.
     """
     leaves, _ = flatten(params)
-    if name := has_position_bias(leaves):
-        raise InputError(
-            f"params: {name} belongs to attention within windows, which `check` does not compute: "
-            f"{MEASURE}, with the window as the grid"
-        )
     if sites := find_sites(leaves, layout, grid):
-        raise InputError(f"params: {sites[0].name} belongs to a model without attention maps")
+        raise _not_modeled(sites[0].name)
     host = find_host(leaves, layout, num_heads)
-    require_assumptions(host)
-    norm = _rms_norm if may_be_rms_norm(host) else _layer_norm
+    host.require_assumptions()
+    blocks = host.blocks()
+    has_bias = all(f"{norm}.bias" in leaves for block in blocks for norm in block.norms)
+    norm = _layer_norm if has_bias else _rms_norm
     rotary = None if rotations is None else read_rotations(host, rotations, grid)
     x, grid, ratio = _embed(host, norm, images, grid, positions, rotary)
     attention = {path: np.asarray(array, np.float32) for path, array in host.arrays().items()}
-    blocks = find_blocks(host) * (host.num_layers if host.stack.stacked else 1)
-    tokens, offsets, rates = math.prod(grid), [], []
-    for i, block in enumerate(blocks):
+    tokens, hits = math.prod(grid), []
+    for i, block in enumerate(blocks * (host.num_layers if host.stack.stacked else 1)):
         layer = {path: array[i] for path, array in attention.items()}
         _require_known(block)
         x, maps = _run_block(host, norm, block, i, layer, x, rotary)
-        offset, rate = hit_rates(maps[..., -tokens:, -tokens:], grid)
-        offsets.append(offset)
-        rates.append(rate)
-    return Check(ratio, np.stack(offsets), np.stack(rates))
+        hits.append(hit_rates(maps[..., -tokens:, -tokens:], grid))
+    return Check(MODELED, ratio, *map(np.stack, zip(*hits, strict=True)))
 
 
-def hit_rates(
-    maps: Float[np.ndarray, "B h N N"], grid: Grid
-) -> tuple[Int[np.ndarray, "h 2"], Float[np.ndarray, " h"]]:
-    """Returns `offset` and `hit_rate` of a `Check` for the maps of one layer.
+def hit_rates(maps: Float[np.ndarray, "B h N N"], grid: Grid) -> Hits:
+    """Measures the attention maps of one layer.
 
     Args:
       maps: Attention of each image token (third axis) to all image tokens (last axis), row by row,
@@ -126,15 +141,61 @@ def hit_rates(
     code = (dy + rows) * 2 * cols + dx + cols
     every = np.stack(np.divmod(np.arange(4 * tokens), 2 * cols)) - np.array([[rows], [cols]])
     neighbors = (rows - abs(every[0])) * (cols - abs(every[1]))  # tokens with one at this offset
-    offsets, rates = [], []
+    offsets, rates, masses = [], [], []
     for head in range(maps.shape[1]):
         counts = np.bincount(code[:, head].ravel(), minlength=4 * tokens)
         # Of equally frequent offsets the one of most tokens: if all attend to the same token, each
         # offset occurs once, and one that a single token has would count as a convolution.
         best = np.lexsort((neighbors, counts))[-1]
-        offsets.append(every[:, best])
+        offset = every[:, best]
+        y, x = token // cols + offset[0], token % cols + offset[1]
+        inside = (y >= 0) & (y < rows) & (x >= 0) & (x < cols)
+        offsets.append(offset)
         rates.append(counts[best] / (len(maps) * neighbors[best]))
-    return np.array(offsets), np.array(rates)
+        masses.append(maps[:, head, token[inside], (y * cols + x)[inside]].mean())
+    return Hits(np.array(offsets), np.array(rates), np.array(masses))
+
+
+def torch_maps(model: Any, images: Any) -> list[Float[np.ndarray, "B h T T"]]:
+    """Records the attention maps that a torch model computes.
+
+        grid, tokens = (14, 14), 196
+        for maps in torch_maps(model, images):  # by layer; class and register tokens come first
+            print(hit_rates(maps[..., -tokens:, -tokens:], grid).hit_rate)
+
+    It collects the result of every softmax over a square of tokens, those inside
+    `scaled_dot_product_attention` included. Pass a model that is not compiled.
+
+    Args:
+      model: A `torch.nn.Module`; it is called in evaluation mode.
+      images: Its input, a tensor [B, C, H, W] with normalized channels.
+
+    Returns:
+      The maps in the order in which the model computes them, over all T tokens.
+    """
+    import torch
+    from torch.nn.attention import SDPBackend, sdpa_kernel
+    from torch.utils._python_dispatch import TorchDispatchMode
+
+    found, training = [], model.training
+    fast_path = torch.backends.mha.get_fastpath_enabled()
+
+    class Recorder(TorchDispatchMode):
+        def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+            out = function(*args, **(kwargs or {}))
+            if "softmax" in function.__name__ and out.shape[-1] == out.shape[-2] > 1:
+                maps = out if out.ndim == 4 else out.reshape(len(images), -1, *out.shape[-2:])
+                found.append(maps.float().cpu().numpy())
+            return out
+
+    torch.backends.mha.set_fastpath_enabled(False)  # which fuses the softmax
+    try:
+        with torch.no_grad(), sdpa_kernel(SDPBackend.MATH), Recorder():
+            model.eval()(images)
+    finally:
+        torch.backends.mha.set_fastpath_enabled(fast_path)
+        model.train(training)
+    return found
 
 
 def natural_noise(
@@ -156,7 +217,7 @@ def natural_noise(
 # -- the forward pass ------------------------------------------------------------------------------
 
 
-def _embed(host, norm, images, grid, positions, rotary):
+def _embed(host: Host, norm, images, grid: Grid | None, positions, rotary: Rotations | None):
     """Returns the first block's input, the grid and the ratio of positions to content."""
     extra = [np.reshape(host.leaves[name], (-1, host.width)) for name in host.extra_tokens()]
     extra = np.concatenate([*extra, np.zeros((0, host.width))]).astype(np.float32)
@@ -176,14 +237,10 @@ def _embed(host, norm, images, grid, positions, rotary):
     return norm(x) if host.has_pre_norm() else x, grid, ratio
 
 
-def _patches(host, norm, images, grid):
+def _patches(host: Host, norm, images, grid: Grid):
     """Returns the products of patches and kernel, and the bias. Normed if the model has a norm."""
-    backbone = next((name for name in host.leaves if "patch_embed.backbone." in name), None)
-    if backbone:
-        raise InputError(
-            f"params: {backbone} belongs to a network before the patch embedding, which `check` "
-            f"does not compute: {MEASURE}"
-        )
+    if name := host.unmodeled_patches():
+        raise _not_modeled(name)
     kernel = _patch_kernel(host)
     height, width, channels, _ = kernel.shape
     rows, cols = grid
@@ -205,22 +262,18 @@ def _patches(host, norm, images, grid):
     return tokens, bias
 
 
-def _patch_kernel(host):
-    """Returns the kernel [rows, cols, channels, D] of the patch embedding."""
+def _patch_kernel(host: Host) -> Float[np.ndarray, "rows cols channels D"]:
     kernel = np.asarray(host.leaves[host.patch_kernel()], np.float32)
     if kernel.ndim == 2:  # of flattened patches, taken to be square and of color images
-        channels = 3
-        size = square(kernel.shape[1] // channels)
-        if size is None or kernel.shape[1] % channels:
-            raise InputError(
-                f"params: {host.patch_kernel()} has shape {kernel.shape}, not that of square "
-                f"patches of {channels} channels: {MEASURE}"
-            )
-        return kernel.T.reshape(*size, channels, host.width)
+        kernel = kernel if host.stack.layout.torch else kernel.T
+        size = square(kernel.shape[1] // 3)
+        if size is None or kernel.shape[1] % 3:
+            raise _not_modeled(host.patch_kernel())
+        return kernel.T.reshape(*size, 3, host.width)
     return kernel.transpose(2, 3, 1, 0) if host.stack.layout.torch else kernel
 
 
-def _run_block(host, norm, block: Block, layer, attention, x, rotary):
+def _run_block(host: Host, norm, block: Block, layer: int, attention, x, rotary):
     """Returns the block's output and its attention maps."""
     from scipy import special  # slow to import, and not always needed
 
@@ -245,21 +298,20 @@ def _run_block(host, norm, block: Block, layer, attention, x, rotary):
     return x + scale2 * _linear(host, block.mlp_out[0], layer, hidden), maps
 
 
-def _require_known(block):
+def _require_known(block: Block) -> None:
     """Raises `InputError` unless the block is what `_run_block` computes."""
-    counts = (
-        (block.norms, (2,), "two normalizations"),
-        (block.mlp_in, (1, 2), "one or two input layers of an MLP"),
-        (block.mlp_out, (1,), "the output layer of an MLP"),
-        (block.scales, (0, 2), "none or two LayerScales"),
-        (block.square + block.unknown, (0,), "nothing else"),
+    allowed = ((2,), (1, 2), (1,), (0, 2), (0,))
+    for kind, names, counts in zip(Block._fields, block, allowed, strict=True):
+        if len(names) not in counts:
+            needs = " or ".join(map(str, counts))
+            raise _not_modeled(f"a block with {kind} {', '.join(names) or 'none'}, not {needs},")
+
+
+def _not_modeled(name: str) -> InputError:
+    return InputError(
+        f"params: {name} is not part of the standard pre-norm ViT that `check` models: take the "
+        "attention maps from the model itself (`torch_maps` for torch) and pass them to `hit_rates`"
     )
-    for names, numbers, needed in counts:
-        if len(names) not in numbers:
-            raise InputError(
-                f"params: beside {block.attention or 'the attention layer'} there is "
-                f"{', '.join(names) or 'nothing'} where a pre-norm block has {needed}: {MEASURE}"
-            )
 
 
 def _layer_norm(x):

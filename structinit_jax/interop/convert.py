@@ -1,4 +1,4 @@
-"""Converts weights of our models to and from timm, with one converter per family.
+"""Converts weights of our models to and from timm, and selects a smaller model's from a larger's.
 
     from safetensors.numpy import load_file, save_file
 
@@ -10,8 +10,9 @@ our arrays on the right. Our arrays have a leading axis for the layers that timm
 """
 
 import math
-from collections.abc import Callable, Iterator, Mapping
-from typing import Any
+import re
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any, NamedTuple, TypeVar
 
 import jax.numpy as jnp
 import numpy as np
@@ -19,12 +20,33 @@ from flax import nnx, traverse_util
 
 from structinit_jax.attention_init import sincos_positions
 from structinit_jax.errors import InputError
-from structinit_jax.interop.entries import Entry, conv, like, linear, norm, same
+from structinit_jax.interop.entries import (
+    Entry,
+    check_array,
+    conv,
+    like,
+    linear,
+    norm,
+    same,
+    unwrapped,
+)
 from structinit_jax.interop.layouts import TIMM
 from structinit_jax.models.convmixer import ConvMixer
 from structinit_jax.models.mixer import MlpMixer
 from structinit_jax.models.swin import SwinTransformer
-from structinit_jax.models.vit import VisionTransformer
+from structinit_jax.models.vit import VisionTransformer, resample_positions
+
+StateDict = Mapping[str, Any]  # of NumPy or JAX arrays
+Student = TypeVar("Student", nnx.Module, StateDict)
+HEADS = ("head", "head_dist", "classifier")
+# Axes along which elements are places, and what must therefore be equal to select weights.
+PLACES = {
+    "patch_embed.proj.weight": (slice(2, 4), "patch size"),
+    "stem.proj.weight": (slice(2, 4), "patch size"),
+    "stem.0.weight": (slice(2, 4), "patch size"),
+    "relative_position_bias_table": (slice(0, 1), "window size"),
+    "mlp_tokens.fc1.weight": (slice(1, 2), "number of tokens"),
+}
 
 
 def to_timm(model: nnx.Module) -> dict[str, np.ndarray]:
@@ -36,7 +58,7 @@ def to_timm(model: nnx.Module) -> dict[str, np.ndarray]:
     ours = {path: np.asarray(array) for path, array in _arrays_by_path(model).items()}
     return {
         entry.name: np.asarray(entry.encode(*entry.arrays(ours)), order="C")
-        for entry in timm_entries(model)
+        for entry in _timm_entries(model)
         if entry.encode is not None
     }
 
@@ -44,14 +66,16 @@ def to_timm(model: nnx.Module) -> dict[str, np.ndarray]:
 def from_timm(model: nnx.Module, state_dict: Mapping[str, np.ndarray]) -> None:
     """Loads timm's weights into a model of the same architecture, in place.
 
+    Prefixes of torch's DataParallel and `torch.compile` are removed from the names.
+
     Raises:
       InputError: The model's family has no converter, or an entry is missing, unexpected or of
         another shape. The model is then unchanged.
     """
     old = _arrays_by_path(model)
     ours = {path: np.array(array) for path, array in old.items()}
-    remaining = dict(state_dict)
-    for entry in timm_entries(model):
+    remaining = {unwrapped(name): tensor for name, tensor in state_dict.items()}
+    for entry in _timm_entries(model):
         if entry.encode is None:
             remaining.pop(entry.name, None)
             continue
@@ -65,9 +89,8 @@ def from_timm(model: nnx.Module, state_dict: Mapping[str, np.ndarray]) -> None:
         if tensor.shape != entry.shape(shapes):
             raise InputError(
                 f"state_dict[{entry.name!r}] has shape {tensor.shape}, but the model needs "
-                f"{entry.shape(shapes)}: create the model for these weights (num_classes, "
-                "image_size), or train from them with config.start_from, which draws a new head "
-                "and resamples the positions"
+                f"{entry.shape(shapes)}: create the model for these weights, or train from them "
+                "with config.start_from, which draws a new head and resamples the positions"
             )
         for target, value in zip(targets, entry.decode(tensor, shapes), strict=True):
             target[...] = value
@@ -79,15 +102,17 @@ def from_timm(model: nnx.Module, state_dict: Mapping[str, np.ndarray]) -> None:
     nnx.update(model, state)
 
 
-def timm_entries(model: nnx.Module) -> Iterator[Entry]:
-    """Yields the entries of timm's state dict for a model; `InputError` without a converter."""
-    if type(model) not in CONVERTERS:
-        families = ", ".join(family.__name__ for family in CONVERTERS)
+# -- the entries of every family -------------------------------------------------------------------
+
+
+def _timm_entries(model: nnx.Module) -> Iterator[Entry]:
+    if type(model) not in _CONVERTERS:
+        families = ", ".join(family.__name__ for family in _CONVERTERS)
         raise InputError(f"no converter to timm for {type(model).__name__}, only for {families}")
-    return CONVERTERS[type(model)](model)
+    return _CONVERTERS[type(model)](model)
 
 
-def vit(model: VisionTransformer) -> Iterator[Entry]:
+def _vit(model: VisionTransformer) -> Iterator[Entry]:
     """Maps timm's `VisionTransformer`, or with rotary positions its `Eva`."""
     yield from conv("patch_embed.proj", "patch_embedding")
     if model.config.pool == "class_token":
@@ -139,7 +164,7 @@ def _fixed_positions(model: VisionTransformer) -> Entry:
     return Entry("pos_embed", (), lambda: encoding(model.grid, model.norm.scale.shape[0]), decode)
 
 
-def swin(model: SwinTransformer) -> Iterator[Entry]:
+def _swin(model: SwinTransformer) -> Iterator[Entry]:
     """Maps timm's `SwinTransformer`."""
     yield from conv("patch_embed.proj", "patch_embedding")
     yield from norm("patch_embed.norm", "patch_norm")
@@ -161,7 +186,7 @@ def swin(model: SwinTransformer) -> Iterator[Entry]:
     yield from linear("head.fc", "head")
 
 
-def mixer(model: MlpMixer) -> Iterator[Entry]:
+def _mixer(model: MlpMixer) -> Iterator[Entry]:
     """Maps timm's `MlpMixer`."""
     yield from conv("stem.proj", "patch_embedding")
     for i in range(model.config.depth):
@@ -175,7 +200,7 @@ def mixer(model: MlpMixer) -> Iterator[Entry]:
     yield from linear("head", "head")
 
 
-def convmixer(model: ConvMixer) -> Iterator[Entry]:
+def _convmixer(model: ConvMixer) -> Iterator[Entry]:
     """Maps timm's `ConvMixer`."""
     yield from conv("stem.0", "patch_embedding")
     yield from _batch_norm("stem.2", "stem_norm")
@@ -209,9 +234,294 @@ def _arrays_by_path(model: nnx.Module) -> dict[str, Any]:
     return traverse_util.flatten_dict(nnx.to_pure_dict(nnx.state(model)), sep="/")
 
 
-CONVERTERS: Mapping[type[nnx.Module], Callable[..., Iterator[Entry]]] = {
-    VisionTransformer: vit,
-    SwinTransformer: swin,
-    MlpMixer: mixer,
-    ConvMixer: convmixer,
+_CONVERTERS: Mapping[type[nnx.Module], Callable[..., Iterator[Entry]]] = {
+    VisionTransformer: _vit,
+    SwinTransformer: _swin,
+    MlpMixer: _mixer,
+    ConvMixer: _convmixer,
 }
+
+# -- timm's arguments ------------------------------------------------------------------------------
+
+
+class TimmModel(NamedTuple):
+    """A model of timm.
+
+    Attributes:
+      name: Name for `timm.create_model`; or its class, 'timm.models.mlp_mixer.MlpMixer', where
+        timm's named models fix the sizes.
+      arguments: Keyword arguments.
+    """
+
+    name: str
+    arguments: dict[str, Any]
+
+    @property
+    def is_registered(self) -> bool:
+        """Whether `timm.create_model` can build it."""
+        return "." not in self.name
+
+    def call(self) -> str:
+        """Returns the Python expression that builds it."""
+        texts = [f"{name}={value!r}" for name, value in self.arguments.items()]
+        if not self.is_registered:
+            return f"{self.name}({', '.join(texts)})"
+        if None in self.arguments.values():  # `create_model` drops arguments that are None
+            return f"timm.model_entrypoint({self.name!r})({', '.join(texts)})"
+        return f"timm.create_model({', '.join([repr(self.name), *texts])})"
+
+    def card(
+        self,
+        *,
+        image_size: int,
+        mean: Sequence[float],
+        std: Sequence[float],
+        crop_fraction: float,
+        class_names: Sequence[str] = (),
+    ) -> dict[str, Any]:
+        """Returns the `config.json` of a folder for `timm.create_model("local-dir:FOLDER")`.
+
+        Args:
+          image_size: Side of the images in pixels.
+          mean: Mean of the normalization, by channel.
+          std: Standard deviation of the normalization, by channel.
+          crop_fraction: See `data.crops.resize_and_center_crop`.
+          class_names: Name of each class, if they are known.
+        """
+        num_classes = self.arguments["num_classes"]
+        family = self.name.split("_")[0]
+        return {
+            "architecture": self.name,
+            "num_classes": num_classes,
+            "model_args": self.arguments,
+            **({"label_names": list(class_names)} if class_names else {}),
+            "pretrained_cfg": {
+                "input_size": [self.arguments["in_chans"], image_size, image_size],
+                "fixed_input_size": family != "convmixer",
+                "interpolation": "bicubic",
+                "crop_pct": crop_fraction,
+                "mean": list(mean),
+                "std": list(std),
+                "num_classes": num_classes,
+                "first_conv": _FIRST_CONV.get(family, "patch_embed.proj"),
+                "classifier": "head.fc" if family == "swin" else "head",
+            },
+        }
+
+
+def timm_model(model: Mapping[str, Any], *, image_size: int, channels: int) -> TimmModel:
+    """Returns timm's equivalent of a model.
+
+    Args:
+      model: `config.model`.
+      image_size: Side of the images in pixels.
+      channels: Input channels.
+
+    Raises:
+      InputError: timm has no such family.
+    """
+    if model["name"] not in _FAMILIES:
+        raise InputError(
+            f"config.model.name={model['name']!r} cannot be exported, since timm has only "
+            f"{', '.join(_FAMILIES)}: structinit_jax.evaluate.restore_model(config, workdir) "
+            "returns the weights of any model in Python"
+        )
+    common = dict(in_chans=channels, num_classes=model["num_classes"])
+    return _FAMILIES[model["name"]](model, common, dict(img_size=image_size))
+
+
+def _vit(model, common, size):
+    by_token = model["pool"] == "class_token"
+    arguments = dict(
+        patch_size=model["patch_size"],
+        embed_dim=model["width"],
+        depth=model["depth"],
+        num_heads=model["num_heads"],
+        mlp_ratio=model["mlp_ratio"],
+        class_token=by_token,
+        global_pool="token" if by_token else "avg",
+        qk_norm=model["qk_norm"],
+    )
+    registers, scale = model["num_registers"], model["layer_scale"]
+    if model["positions"] == "rope":
+        arguments |= dict(num_reg_tokens=registers, init_values=scale or None)
+        return TimmModel("vit_small_patch16_rope_224", common | size | arguments)
+    arguments |= dict(reg_tokens=registers, **({"init_values": scale} if scale else {}))
+    return TimmModel("vit_base_patch16_224", common | size | arguments)
+
+
+def _swin(model, common, size):
+    arguments = dict(
+        patch_size=model["patch_size"],
+        embed_dim=model["width"],
+        depths=list(model["depths"]),
+        num_heads=list(model["num_heads"]),
+        window_size=model["window_size"],
+        mlp_ratio=model["mlp_ratio"],
+    )
+    return TimmModel("swin_tiny_patch4_window7_224", common | size | arguments)
+
+
+def _mixer(model, common, size):
+    common = common | size | dict(mlp_ratio=[model["token_mlp_ratio"], model["mlp_ratio"]])
+    if name := _variant(MlpMixer, model, ("patch_size", "width", "depth")):
+        return TimmModel(name, common)
+    sizes = dict(
+        patch_size=model["patch_size"], embed_dim=model["width"], num_blocks=model["depth"]
+    )
+    return TimmModel("timm.models.mlp_mixer.MlpMixer", common | sizes)
+
+
+def _convmixer(model, common, _):
+    fields = ("patch_size", "width", "depth", "kernel_size", "activation")
+    name = _variant(ConvMixer, model, fields)
+    if name in ("convmixer_768_32", "convmixer_1024_20_ks9_p14", "convmixer_1536_20"):
+        return TimmModel(name, common)
+    sizes = dict(
+        patch_size=model["patch_size"],
+        dim=model["width"],
+        depth=model["depth"],
+        kernel_size=model["kernel_size"],
+        act_layer=_Expression(
+            {"gelu": "torch.nn.GELU", "relu": "torch.nn.ReLU"}[model["activation"]]
+        ),
+    )
+    return TimmModel("timm.models.convmixer.ConvMixer", common | sizes)
+
+
+def _variant(family, model, fields):
+    """Returns the name of the variant with these fields, or None."""
+    for name, changes in family.VARIANTS.items():
+        options = family.default_config() | changes
+        if all(options[field] == model[field] for field in fields):
+            return name
+    return None
+
+
+class _Expression(str):
+    """A Python expression among the arguments."""
+
+    __repr__ = str.__str__
+
+
+_FAMILIES = {"vit": _vit, "swin": _swin, "mixer": _mixer, "convmixer": _convmixer}
+_FIRST_CONV = {"mixer": "stem.proj", "convmixer": "stem.0"}
+
+# -- weight selection ------------------------------------------------------------------------------
+
+
+def select_weights(teacher: nnx.Module | StateDict, student: Student) -> Student:
+    """Gives a smaller model the weights selected from a larger one.
+
+        student = select_weights(vit_small, vit_tiny)                       # models
+        student = select_weights(load_file("vit_small.safetensors"), vit_tiny)
+        state_dict = select_weights(timm_s.state_dict(), timm_ti.state_dict())  # of NumPy arrays
+
+    Xu et al. 2024, "Initializing Models with Larger Ones" (arXiv:2311.18823); from the command line
+    with `config.start_from`. The student takes the teacher's first layers. If it has m of the
+    teacher's n elements along an axis, it takes every (n / m)-th one from the first on if m divides
+    n, else those nearest to m evenly spaced points from the first to the last.
+
+    Models are selected in timm's layout. As in the published program, query, key and value are then
+    3 h d outputs of one linear layer, so a student's head may mix channels of several heads.
+
+    Patch and window size must be equal. A learned position table of another grid is first resampled
+    if the student is a model, as timm does it; the table's grid is taken to be square. The head,
+    fixed position encodings and integers stay the student's.
+
+    Args:
+      teacher: The larger model, or its state dict in timm's layout.
+      student: The smaller model of the same family, or its state dict. It is not changed.
+
+    Returns:
+      A model or state dict like `student` with the selected weights and the student's head.
+
+    Raises:
+      InputError: The student is larger than the teacher or of another family. The message names
+        the first weight that does not fit.
+    """
+    large = to_timm(teacher) if isinstance(teacher, nnx.Module) else teacher
+    large = {unwrapped(name): array for name, array in large.items()}
+    if not isinstance(student, nnx.Module):
+        return _select_all(large, student)
+    # Older files of timm hold buffers that are functions of the sizes.
+    buffers = {_without_layers(e.name) for e in _timm_entries(student) if e.encode is None}
+    large = {name: array for name, array in large.items() if _without_layers(name) not in buffers}
+    small = to_timm(student)
+    if getattr(student, "positions", None) is not None and "pos_embed" in large:
+        large["pos_embed"] = _fit_positions(large["pos_embed"], student)
+    selected = _select_all(large, small)
+    for entry in _timm_entries(student):
+        if not entry.paths and entry.name in small:
+            entry.decode(np.asarray(large[entry.name]), [])  # refuses another position encoding
+            selected[entry.name] = small[entry.name]
+    model = nnx.clone(student)
+    from_timm(model, selected)
+    return model
+
+
+def _fit_positions(table: Any, student: VisionTransformer) -> Any:
+    """Resamples learned positions to the student's grid."""
+    num_tokens = table.shape[-2] - student.config.num_prefix
+    side = math.isqrt(max(num_tokens, 0))
+    if num_tokens == math.prod(student.grid) or side**2 != num_tokens:
+        return table
+    return resample_positions(jnp.asarray(table[0], jnp.float32), (side, side), student.grid)[None]
+
+
+def _select_all(large: StateDict, small: StateDict) -> dict[str, Any]:
+    _check_names(large, small)
+    selected = {}
+    for name, array in small.items():
+        check_array("student", name, array)
+        kept = _is_head(name) or not jnp.issubdtype(array.dtype, jnp.floating)
+        if not kept:
+            check_array("teacher", name, large[name])
+        selected[name] = array if kept else like(_select(name, large[name], array.shape), array)
+    return selected
+
+
+def _check_names(large: StateDict, small: StateDict) -> None:
+    """Requires equal names, except for a head and for more layers in the teacher."""
+    pools = ["class_token" if "cls_token" in names else "mean" for names in (large, small)]
+    patches = "patch_embed.proj.weight"
+    if pools[0] != pools[1] and patches in large and patches in small:
+        raise InputError(
+            f"teacher has pool={pools[0]!r} and student pool={pools[1]!r}: use the same, such as "
+            f"config.model.pool={pools[0]!r}"
+        )
+    named = {_without_layers(name) for name in small}
+    lacking = [("teacher", name) for name in small if name not in large]
+    lacking += [("student", name) for name in large if _without_layers(name) not in named]
+    for model, name in lacking:
+        if not _is_head(name):
+            raise InputError(
+                f"{model} has no {name}: use a teacher of the same family that is at least as deep"
+            )
+
+
+def _select(name, teacher, shape):
+    """Takes evenly spaced elements along every axis."""
+    places, what = next((v for end, v in PLACES.items() if name.endswith(end)), (slice(0), "rank"))
+    fits = teacher.ndim == len(shape) and teacher.shape[places] == shape[places]
+    if not fits or any(m > n for n, m in zip(teacher.shape, shape, strict=True)):
+        raise InputError(
+            f"{name} has shape {teacher.shape} in teacher and {shape} in student: the student must "
+            f"be the smaller model" + (f" and have the same {what}" if not fits else "")
+        )
+    for axis, (have, want) in enumerate(zip(teacher.shape, shape, strict=True)):
+        if have % want == 0:
+            indices = np.arange(want) * (have // want)
+        else:
+            indices = np.round(np.linspace(0, have - 1, want)).astype(np.int32)
+        teacher = teacher.take(indices, axis=axis)
+    return teacher
+
+
+def _is_head(name: str) -> bool:
+    return any(part in HEADS for part in name.split("."))
+
+
+def _without_layers(name: str) -> str:
+    """Replaces the layer numbers in a name."""
+    return re.sub(r"(?:(?<=\.)|(?<=_)|^)\d+(?=\.)", "*", name)

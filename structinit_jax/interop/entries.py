@@ -6,6 +6,7 @@ axes: query, key and value [D, h, d], output projection [h, d, D].
 """
 
 import math
+import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -122,11 +123,6 @@ def encode_some(
     entry: Entry, old: Any, ours: Mapping[str, Any], shapes: Sequence[Shape]
 ) -> np.ndarray | jax.Array:
     """Encodes our arrays, with a leading layer axis. Missing ones keep the old value."""
-    if not jnp.issubdtype(old.dtype, jnp.floating):
-        raise InputError(
-            f"params: {entry.name} holds {old.dtype}, not floating-point numbers: quantize a model "
-            "after its training"
-        )
     current = dict(zip(entry.paths, entry.decode(old, shapes), strict=True))
     for path in current.keys() & ours.keys():
         array = ours[path] if entry.layer is None else ours[path][entry.layer]
@@ -135,13 +131,13 @@ def encode_some(
     return like(entry.encode(*current.values()), old)
 
 
+def unwrapped(name: str) -> str:
+    """Removes the prefixes of torch's DataParallel and `torch.compile` from a parameter name."""
+    return re.sub(r"^(?:(?:module|_orig_mod)\.)+|(?<=\.)_orig_mod\.", "", name)
+
+
 def check_array(argument: str, name: str, leaf: Any) -> None:
     """Raises `InputError` for anything but a NumPy or JAX array, such as a torch tensor."""
-    if isinstance(leaf, jax.ShapeDtypeStruct):
-        raise InputError(
-            f"{argument}: {name} is abstract: build the model first, or call this function inside "
-            "jax.jit or jax.eval_shape together with what builds it"
-        )
     if not isinstance(leaf, np.ndarray | jax.Array):
         raise InputError(
             f"{argument}: {name} is a {type(leaf).__module__}.{type(leaf).__name__}, not a NumPy "

@@ -2,7 +2,7 @@
 
 import math
 import re
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -10,15 +10,47 @@ import jax.numpy as jnp
 import numpy as np
 
 from structinit_jax.attention_init import AttentionWeights
-from structinit_jax.attention_init.sites import check_grid, check_shape
+from structinit_jax.attention_init.sites import check_grid, check_shape, is_at_hand
 from structinit_jax.errors import InputError, is_count
 from structinit_jax.interop.entries import Entry, Shape, check_array, encode_some
-from structinit_jax.interop.layouts import FIELDS, Leaves
-from structinit_jax.interop.stacks import Stack, find_stack
+from structinit_jax.interop.layouts import FIELDS, Leaves, Stack, find_stack, unsupported
 
 Grid = tuple[int, int]
-EXTRA_NAMES = " (params named like cls_token, class_embedding, dist_token or registers)"
-COMPUTED = "positions=[N, D] if the model computes those of its tokens from these rows"
+
+_EXTRA_TOKENS = (
+    r"(?i:(?:.*\.)?(?:cls|class|dist|distillation|reg|registers?)_?"
+    r"(?:tok|tokens?|emb|embed|embeddings?)?)"
+)
+_PRE_NORM = r"(?:norm_pre|ln_pre|pre_lay(?:er|r)norm)\.(?:weight|scale)"  # as in CLIP
+_RELATIVE = r"(?:.*[._])?(?:rel_pos|relative_pos|relative_att|position_bias|attention_bias).*"
+_ROTARY = r"(?:.*[._])?(?:rope|rotary|freqs).*"
+
+
+class PositionTable(NamedTuple):
+    """Positions `rows` [T, D], the first `prefix` of which are off the grid."""
+
+    name: str
+    rows: Any
+    prefix: int
+    grid: Grid
+
+
+class Block(NamedTuple):
+    """What a transformer block holds besides attention.
+
+    Attributes:
+      norms: Names of the norms.
+      mlp_in: Names of the input layers of its MLP, the gate first.
+      mlp_out: Names of the output layers of its MLP.
+      scales: Names of its factors per channel (LayerScale).
+      others: Names of all other arrays.
+    """
+
+    norms: list[str]
+    mlp_in: list[str]
+    mlp_out: list[str]
+    scales: list[str]
+    others: list[str]
 
 
 class Host:
@@ -42,9 +74,8 @@ class Host:
         for entry in self.entries:
             shape, expected = self.leaves[entry.name].shape, entry.shape(self.shapes_of(entry))
             if shape != expected:
-                raise InputError(
-                    f"params: {entry.name} has shape {shape}, but needs {expected}: schemes need "
-                    "equal layers with as many keys as queries"
+                raise unsupported(
+                    entry.name, f"has shape {shape} where equal layers of attention have {expected}"
                 )
 
     def _set_sizes(self, num_heads: int | None) -> None:
@@ -57,14 +88,11 @@ class Host:
             if num_heads not in (None, self.num_heads):
                 raise InputError(f"num_heads={num_heads}, but {name} has {self.num_heads} heads")
             return
-        if len(shape) != 2:
-            raise InputError(f"params: {name} has shape {shape}, but needs two axes")
         self.width, inner = shape
-        if num_heads is None:
-            raise InputError(f"num_heads: pass the number of heads that share {inner} channels")
         if not is_count(num_heads) or inner % num_heads:
             raise InputError(
-                f"num_heads={num_heads!r}: needs a whole number that divides the {inner} channels"
+                f"num_heads={num_heads!r}: pass the number of heads that share {inner} channels, "
+                "which torch's parameters do not show"
             )
         self.num_heads, self.head_dim = num_heads, inner // num_heads
 
@@ -73,66 +101,8 @@ class Host:
         lead = (self.num_layers,) if entry.layer is None else ()
         return [(*lead, *self.shapes[path]) for path in entry.paths]
 
-    def position_table(self, grid: Grid | None) -> "Table | None":
-        """Finds the learned position table. See `initialize` for `grid`."""
-        if grid is not None:
-            check_grid("grid", grid)
-        found = [
-            name
-            for name in self._names(self.stack.layout.positions)
-            if _table_shape(self.leaves[name], self.width)
-        ]
-        if not found:
-            return None
-        if len(found) > 1:
-            raise InputError(
-                f"params hold several position tables ({', '.join(found)}): pass the subtree of one"
-            )
-        name, leaf = found[0], self.leaves[found[0]]
-        check_array("params", name, leaf)
-        rows = leaf.reshape(-1, self.width)
-        shape = _table_shape(leaf, self.width)
-        if len(shape) == 2 and grid in (None, shape):
-            return Table(name, rows, 0, shape)
-        extra = sum(math.prod(self.leaves[n].shape) // self.width for n in self.extra_tokens())
-        return Table(name, rows, *_split_rows(name, len(rows), extra, grid))
-
-    def positions(self, given: Any | None, grid: Grid | None) -> "Table":
-        """Returns the encoding that the model adds to its tokens.
-
-        Args:
-          given: The encoding [N, D], or None for the learned position table.
-          grid: See `initialize`.
-
-        Raises:
-          InputError: There is none, or it does not fit the model or the grid.
-        """
-        if given is None:
-            table = self.position_table(grid)
-            if table is None:
-                names = self.stack.layout.position_names
-                raise InputError(
-                    f"positions: params hold no position table of width {self.width} ({names}). "
-                    "Pass the encoding that the model adds to its tokens as positions=[N, D], or "
-                    "its rotary positions as rotations, or for a scheme that needs none "
-                    "('mimetic') grid=(rows, cols); no scheme fits relative positions"
-                )
-            return table
-        check_array("positions", "the encoding", given)
-        if given.ndim != 2 or given.shape[1] != self.width:
-            raise InputError(
-                f"positions has shape {given.shape}, but the model needs [N, {self.width}]"
-            )
-        if grid is not None:
-            check_grid("grid", grid)
-        elif (grid := square(len(given))) is None:
-            raise InputError(
-                f"grid: {len(given)} positions are not a square: pass grid=(rows, cols)"
-            )
-        return Table("positions", given, 0, grid)
-
     def sizes(self) -> dict[str, Any]:
-        """Returns the arguments of an `AttentionSite` beside the grid and the positions."""
+        """Returns the arguments of an `AttentionSite` besides the grid and the positions."""
         return dict(
             width=self.width,
             num_heads=self.num_heads,
@@ -141,54 +111,7 @@ class Host:
             qk_scale=self.head_dim**-0.5,
         )
 
-    def patch_kernels(self) -> list[str]:
-        """Returns the names of what may be the kernel of the patch embedding.
-
-        It may be a linear layer's or a convolution's (three-dimensional in models of videos).
-        """
-        layout = self.stack.layout
-
-        def may_be_one(name):
-            rank = len(getattr(self.leaves[name], "shape", ()))
-            return rank in (4, 5) or (rank == 2 and (layout.torch or "patch" in name.lower()))
-
-        return [
-            name
-            for name in self._names(rf"{p}\.{layout.leaf}" for p in layout.patches)
-            if not name.startswith(tuple(f"{attention}." for attention in self.stack.attentions))
-            and may_be_one(name)
-            and self.leaves[name].shape[0 if layout.torch else -1] == self.width
-        ]
-
-    def patch_kernel(self) -> str:
-        """Returns the name of the patch embedding's kernel, a convolution's or a linear layer's."""
-        found = self.patch_kernels()
-        if len(found) != 1:
-            raise InputError(
-                f"params hold {', '.join(found) or 'no kernel'} where a patch embedding to "
-                f"{self.width} channels is needed: build the scheme with patch_scale=1 and "
-                "multiply that kernel yourself"
-            )
-        return found[0]
-
-    def patch_norm(self) -> str | None:
-        """Returns the name of the scale of a norm of the patch embeddings, as in AIMv2."""
-        return next(
-            self._names(rf"{n}\.(?:weight|scale)" for n in self.stack.layout.patch_norms), None
-        )
-
-    def patch_gain(self) -> str:
-        """Returns the name of the array that sets the size of the patch embeddings."""
-        return self.patch_norm() or self.patch_kernel()
-
-    def patch_rms(self) -> jax.Array:
-        """Returns the root mean square (> 0) of the embeddings of white images of variance 1."""
-        gain = jnp.asarray(self.leaves[self.patch_gain()], jnp.float32)
-        return jnp.maximum(jnp.sqrt(jnp.sum(jnp.square(gain)) / self.width), 1e-12)
-
-    def patch_bias(self) -> str:
-        """Returns the name of the patch embedding's bias, which `leaves` need not hold."""
-        return f"{self.patch_kernel().rpartition('.')[0]}.bias"
+    # -- attention ---------------------------------------------------------------------------------
 
     def arrays(self) -> dict[str, jax.Array]:
         """Returns our arrays of the attention layers by path, with a leading layer axis."""
@@ -216,28 +139,225 @@ class Host:
                 new[entry.name] = encode_some(entry, new[entry.name], ours, self.shapes_of(entry))
         return new
 
+    def require_assumptions(self, own: Sequence[str] = ()) -> None:
+        """Raises `InputError` if the parameters show that a scheme's maps would not be the model's.
+
+        Args:
+          own: Names of parameters besides the projections that the scheme sets.
+        """
+        norms = {norm for block in self.blocks() for norm in block.norms}
+        prefixes = tuple(f"{a}." if a else "" for a in self.stack.attentions)
+        known = {entry.name for entry in self.entries} | set(own)
+        for name in self._inexact():
+            inside = name.startswith(prefixes)
+            module, _, leaf = name.rpartition(".")
+            if module in norms:
+                start = {"weight": 1, "scale": 1, "gamma": 1, "bias": 0, "beta": 0}.get(leaf)
+                if start is not None and _differs(self.leaves[name], start):
+                    raise InputError(
+                        f"params: {name} is not {start}: schemes need a freshly built model, whose "
+                        "norms before attention and MLP start with scale 1 and bias 0"
+                    )
+            elif (inside or self._matches(_RELATIVE, name)) and name not in known:
+                raise InputError(
+                    f"params: {name} changes the attention maps (as norms of queries and keys, "
+                    "position biases and temperatures do), so no scheme can set them: build the "
+                    "model without it"
+                )
+
+    def rotary_positions(self) -> str | None:
+        """Returns the name of a parameter of rotary positions, or None if no name shows them."""
+        return next((name for name in self._inexact() if self._matches(_ROTARY, name)), None)
+
+    # -- positions and patches ---------------------------------------------------------------------
+
+    def position_table(self, grid: Grid | None) -> PositionTable | None:
+        """Finds the learned position table. See `initialize` for `grid`."""
+        if grid is not None:
+            check_grid("grid", grid)
+        found = {
+            name: _table_shape(self.leaves[name], self.width)
+            for name in self._names(self.stack.layout.positions)
+        }
+        found = {name: shape for name, shape in found.items() if shape}
+        if not found:
+            return None
+        if len(found) > 1:
+            raise InputError(
+                f"params hold several position tables ({', '.join(found)}): pass the subtree of one"
+            )
+        ((name, shape),) = found.items()
+        check_array("params", name, self.leaves[name])
+        rows = self.leaves[name].reshape(-1, self.width)
+        if len(shape) == 2 and grid in (None, shape):
+            return PositionTable(name, rows, 0, shape)
+        extra = sum(math.prod(self.leaves[n].shape) // self.width for n in self.extra_tokens())
+        return PositionTable(name, rows, *_split_rows(name, len(rows), extra, grid))
+
+    def positions(self, given: Any | None, grid: Grid | None) -> PositionTable:
+        """Returns the encoding that the model adds to its tokens.
+
+        Args:
+          given: The encoding [N, D], or None for the learned position table.
+          grid: See `initialize`.
+
+        Raises:
+          InputError: There is none, or it does not fit the model or the grid.
+        """
+        if given is None:
+            table = self.position_table(grid)
+            if table is None:
+                raise InputError(
+                    f"positions: params hold no position table of width {self.width} named like "
+                    f"{self.stack.layout.positions}: pass the encoding that the model adds to its "
+                    "tokens as positions=[N, D], or its rotary positions as rotations, or for a "
+                    "scheme that needs none ('mimetic') grid=(rows, cols)"
+                )
+            return table
+        check_array("positions", "the encoding", given)
+        if given.ndim != 2 or given.shape[1] != self.width:
+            raise InputError(
+                f"positions has shape {given.shape}, but the model needs [N, {self.width}]"
+            )
+        if grid is None:
+            grid = square(len(given))
+        if grid is None:
+            raise InputError(
+                f"grid: {len(given)} positions are not a square: pass grid=(rows, cols)"
+            )
+        return PositionTable("positions", given, 0, grid)
+
     def extra_tokens(self) -> list[str]:
         """Returns the names of class, distillation and register tokens, the class token first."""
-        pattern = (
-            r"(?i:(?:.*\.)?(?:cls|class|dist|distillation|reg|registers?)_?"
-            r"(?:tok|tokens?|emb|embed|embeddings?)?)"
-        )
         names = [
             name
-            for name in self._names([pattern])
+            for name in self._names(_EXTRA_TOKENS)
             if getattr(self.leaves[name], "shape", ())[-1:] == (self.width,)
         ]
         return sorted(names, key=lambda name: "cls" not in name and "class" not in name)
 
     def has_pre_norm(self) -> bool:
         """Returns whether tokens are normalized before the first block too, as in CLIP."""
-        pattern = r"(?:norm_pre|ln_pre|pre_lay(?:er|r)norm)\.(?:weight|scale)"
-        return any(True for _ in self._names([pattern]))
+        return any(True for _ in self._names(_PRE_NORM))
 
-    def _names(self, patterns: Iterable[str]) -> Iterator[str]:
-        """Yields the names below the model's stem that match one of the patterns."""
-        pattern = re.compile(f"{re.escape(self.stack.stem)}(?:{'|'.join(patterns)})")
-        return (name for name in self.leaves if pattern.fullmatch(name))
+    def patch_kernel(self) -> str:
+        """Returns the name of the patch embedding's kernel, a convolution's or a linear layer's."""
+        layout = self.stack.layout
+        inside = tuple(f"{attention}." for attention in self.stack.attentions)
+
+        def may_be_one(name):
+            rank = len(getattr(self.leaves[name], "shape", ()))
+            named = layout.patches != ".*" or "patch" in name.lower()
+            return rank == 4 or (rank == 2 and named)
+
+        found = [
+            name
+            for name in self._names(rf"(?:{layout.patches})\.{layout.leaf}")
+            if not name.startswith(inside)
+            and may_be_one(name)
+            and self.leaves[name].shape[0 if layout.torch else -1] == self.width
+        ]
+        if len(found) != 1:
+            raise InputError(
+                f"params hold {', '.join(found) or 'no kernel'} where a patch embedding to "
+                f"{self.width} channels is needed: build the scheme with patch_scale=1 and "
+                "multiply that kernel yourself"
+            )
+        return found[0]
+
+    def patch_norm(self) -> str | None:
+        """Returns the name of the scale of a norm of the patch embeddings, as in AIMv2."""
+        return next(self._names(rf"(?:{self.stack.layout.patch_norm})\.(?:weight|scale)"), None)
+
+    def unmodeled_patches(self) -> str | None:
+        """Returns the name of a parameter that images pass before the patch embedding's kernel."""
+        return next(self._names(self.stack.layout.before_patches), None)
+
+    def patch_gain(self) -> str:
+        """Returns the name of the array that sets the size of the patch embeddings."""
+        return self.patch_norm() or self.patch_kernel()
+
+    def patch_rms(self) -> jax.Array:
+        """Returns the root mean square (> 0) of the embeddings of white images of variance 1."""
+        gain = jnp.asarray(self.leaves[self.patch_gain()], jnp.float32)
+        return jnp.maximum(jnp.sqrt(jnp.sum(jnp.square(gain)) / self.width), 1e-12)
+
+    def patch_bias(self) -> str:
+        """Returns the name of the patch embedding's bias, which `leaves` need not hold."""
+        return f"{self.patch_kernel().rpartition('.')[0]}.bias"
+
+    # -- blocks ------------------------------------------------------------------------------------
+
+    def blocks(self) -> list[Block]:
+        """Returns the parts of every block; of a single one if the layers are stacked."""
+        return [self._block(attention) for attention in self.stack.attentions]
+
+    def mlp_outputs(self) -> list[str]:
+        """Returns the names of the kernels of the MLPs' output layers.
+
+        Raises:
+          InputError: A block does not have exactly one.
+        """
+        names = []
+        for block, attention in zip(self.blocks(), self.stack.attentions, strict=True):
+            if len(block.mlp_out) != 1:
+                raise InputError(
+                    f"params: next to {attention or 'the attention layer'} is "
+                    f"{', '.join(block.mlp_out) or 'nothing'} where the output layer of an MLP is "
+                    "needed: build the scheme with mlp_scale=1 and multiply its kernel yourself"
+                )
+            names.append(f"{block.mlp_out[0]}.{self.stack.layout.leaf}")
+        return names
+
+    def _block(self, attention: str) -> Block:
+        layout, block = self.stack.layout, Block([], [], [], [], [])
+        prefix = attention.rpartition(".")[0] + "."
+        projections = {entry.name.rpartition(".")[0] for entry in self.entries}
+        for name in sorted(self._inexact() if attention else ()):
+            module = name.rpartition(".")[0]
+            if not name.startswith(prefix) or module in projections:
+                continue
+            path = module.removeprefix(prefix)
+            if re.fullmatch(layout.norms, path):
+                kind, found = block.norms, module
+            elif re.fullmatch(layout.scales, name.removeprefix(prefix)):
+                kind, found = block.scales, name
+            elif self._is_linear(module, layout.mlp_in, path, output=False):
+                kind, found = block.mlp_in, module
+            elif self._is_linear(module, layout.mlp_out, path, output=True):
+                kind, found = block.mlp_out, module
+            else:
+                kind, found = block.others, name
+            if found not in kind:
+                kind.append(found)
+        return block
+
+    def _is_linear(self, module: str, pattern: str | None, path: str, output: bool) -> bool:
+        """Whether a module is an MLP's input or output layer, by its shape if there is no name."""
+        if pattern is not None:
+            return re.fullmatch(pattern, path) is not None
+        shape = np.shape(self.leaves.get(f"{module}.{self.stack.layout.leaf}", ()))
+        shape = shape[int(self.stack.stacked) :]
+        if len(shape) != 2:
+            return False
+        inputs, outputs = shape[::-1] if self.stack.layout.torch else shape
+        return inputs != outputs and (outputs if output else inputs) == self.width
+
+    # -- names -------------------------------------------------------------------------------------
+
+    def _names(self, pattern: str) -> Iterator[str]:
+        """Yields the names below the model's stem that match a pattern."""
+        return (name for name in self.leaves if self._matches(pattern, name))
+
+    def _matches(self, pattern: str, name: str) -> bool:
+        stem = self.stack.stem
+        return name.startswith(stem) and re.fullmatch(pattern, name[len(stem) :]) is not None
+
+    def _inexact(self) -> Iterator[str]:
+        """Yields the names of floating-point arrays."""
+        for name, leaf in self.leaves.items():
+            if jnp.issubdtype(getattr(leaf, "dtype", np.int8), np.floating):
+                yield name
 
 
 def find_host(leaves: Leaves, layout: str | None, num_heads: int | None) -> Host:
@@ -245,13 +365,10 @@ def find_host(leaves: Leaves, layout: str | None, num_heads: int | None) -> Host
     return Host(leaves, find_stack(leaves, layout), num_heads)
 
 
-class Table(NamedTuple):
-    """A learned position table: `rows` [T, D], the first `prefix` of which are off the grid."""
-
-    name: str
-    rows: Any
-    prefix: int
-    grid: tuple[int, int]
+def square(tokens: int) -> Grid | None:
+    """Returns the square grid of that many tokens, or None."""
+    side = math.isqrt(max(tokens, 0))
+    return (side, side) if side and side * side == tokens else None
 
 
 def _table_shape(leaf: Any, width: int) -> tuple[int, ...]:
@@ -268,26 +385,21 @@ def _split_rows(name, rows, extra, grid):
     Of the `extra` class and register tokens, some may have no row.
     """
     if grid is not None:
-        prefix = rows - math.prod(grid)
-        if not 0 <= prefix <= extra:
-            raise InputError(
-                f"grid={grid} has {math.prod(grid)} tokens, but {name} has {rows} rows, at most "
-                f"{extra} of them for class and register tokens{EXTRA_NAMES}: pass another grid, "
-                f"or {COMPUTED}"
-            )
-        return prefix, grid
-    squares = {n: square(rows - n) for n in sorted({0, min(1, extra), extra})}
-    found = [(n, square) for n, square in squares.items() if square is not None]
+        found = [(rows - math.prod(grid), grid)]
+        found = found if 0 <= found[0][0] <= extra else []
+    else:
+        squares = {n: square(rows - n) for n in sorted({0, min(1, extra), extra})}
+        found = [(n, side) for n, side in squares.items() if side is not None]
     if len(found) != 1:
         raise InputError(
-            f"grid: the {rows} rows of {name}, at most {extra} of them for class and register "
-            f"tokens{EXTRA_NAMES}, do not determine a square of image tokens: pass "
-            f"grid=(rows, cols), or {COMPUTED}"
+            f"grid={grid} does not fit the {rows} rows of {name}, at most {extra} of them for "
+            "class and register tokens (parameters named like cls_token, class_embedding, "
+            "dist_token or registers): pass grid=(rows, cols) of the image tokens, or "
+            "positions=[N, D] if the model computes its positions from this table"
         )
     return found[0]
 
 
-def square(tokens: int) -> Grid | None:
-    """Returns the square grid of that many tokens, or None."""
-    side = math.isqrt(max(tokens, 0))
-    return (side, side) if side and side * side == tokens else None
+def _differs(array: Any, value: int) -> bool:
+    """Whether an array has another value; False for one whose values are not at hand."""
+    return is_at_hand(array) and bool(np.any(np.asarray(array) != value))

@@ -15,13 +15,11 @@ from structinit_jax.attention_init import (
 )
 from structinit_jax.attention_init.sites import call_scheme, check_scheme, check_shape
 from structinit_jax.errors import InputError
-from structinit_jax.interop.assumptions import require_assumptions, rotary_positions
-from structinit_jax.interop.blocks import mlp_outputs
 from structinit_jax.interop.entries import check_array, like, replace_rows
 from structinit_jax.interop.host import Grid, Host, find_host
 from structinit_jax.interop.layouts import FIELDS, Leaves, flatten
 from structinit_jax.interop.other_sites import find_sites
-from structinit_jax.interop.rotations import HOW, read_rotations
+from structinit_jax.interop.rotations import read_rotations
 
 # Of PyTorch's default kernel, on white images of variance 1: its variance is 1 / (3 fan-in).
 PATCH_RMS = 3**-0.5
@@ -47,7 +45,8 @@ def initialize(
     the attention alone, as timm and PyTorch do. Biases of the projections that the scheme sets
     become zero. Schemes assume that the LayerNorm before the attention has scale 1 and bias 0, that
     query-key products are scaled by d^-1/2, and that tokens are in row-major order. Parameters that
-    show otherwise are refused; `check` measures the maps that result.
+    show otherwise raise an error. Parameters do not show everything: measure the maps of the model
+    itself with `torch_maps` and `hit_rates`, or estimate them with `check`.
 
     A learned position table counts as trainable and is replaced by the encoding that the scheme
     returns. Its rows for class and register tokens change only if the scheme scales the whole
@@ -61,11 +60,12 @@ def initialize(
     near 0, MLPs and attention add little at first, whatever their weights.
 
     Args:
-      params: A state dict, Linen tree, NNX module, NNX state or pure dict. It is not changed.
+      params: A state dict, Linen tree, Equinox or NNX module, NNX state or pure dict. It is not
+        changed.
       attention_init: The scheme, for example `attention_init.impulse()`.
       rng: Random key for the scheme.
       layout: One of `LAYOUTS`; None detects it from the names.
-      num_heads: Number of heads h; required for state dicts of torch, whose shapes do not show it.
+      num_heads: Number of heads h; required for torch and Equinox, whose shapes do not show it.
       grid: (rows, cols) of the image tokens; None assumes a square, or reads it from `rotations`.
         In Swin and BEiT: of the windows that are not square.
       positions: [N, D] encoding that the model adds to its tokens without storing it in `params`,
@@ -87,19 +87,15 @@ def initialize(
     check_scheme(attention_init)
     if hasattr(params, "initialize_attention"):
         raise InputError(
-            f"params: a {type(params).__name__} of this package knows its own layers; call "
+            f"params is a {type(params).__name__} of this package: call "
             "model.initialize_attention(scheme, rng), which changes it in place"
         )
     leaves, rebuild = flatten(params)
     sites = find_sites(leaves, layout, grid)
     if sites:
-        if positions is not None or rotations is not None:
-            argument = "positions" if rotations is None else "rotations"
-            raise InputError(
-                f"{argument}: leave it out, the model has {sites[0].name} in its place"
-            )
-        if num_heads is not None:
-            raise InputError(f"num_heads={num_heads}: leave it out, {sites[0].name} shows it")
+        given = dict(positions=positions, rotations=rotations, num_heads=num_heads)
+        for argument in (name for name, value in given.items() if value is not None):
+            raise InputError(f"{argument}: leave it out, the model has {sites[0].name} instead")
         rngs = [rng] if len(sites) == 1 else jax.random.split(rng, len(sites))
         for found, site_rng in zip(sites, rngs, strict=True):
             leaves = found.write(leaves, call_scheme(attention_init, site_rng, found.site))
@@ -137,17 +133,29 @@ def _site(
     positions: np.ndarray | jax.Array | None,
     rotations: Any | None,
 ) -> AttentionSite:
-    require_assumptions(host)
+    host.require_assumptions()
+    table = host.position_table(grid) if positions is None else None
     if rotations is not None:
+        if table is not None:
+            raise InputError(
+                f"rotations: the model also adds the positions {table.name} to its tokens, which "
+                "schemes then use: leave out rotations, and measure the maps"
+            )
         return RotarySite(**read_rotations(host, rotations, grid)._asdict(), **host.sizes())
-    trainable = positions is None
-    rotary = rotary_positions(host)
+    rotary = host.rotary_positions()
     if rotary is not None:
-        what = f"params: {rotary} rotates queries and keys"
         if host.position_table(grid) is None:
-            raise InputError(f"{what}, and there is no position table: pass {HOW}")
-        warnings.warn(f"{what}, which moves the scheme's maps: measure them", stacklevel=3)
-    if trainable and grid is not None and host.position_table(grid) is None:
+            raise InputError(
+                f"params: {rotary} rotates queries and keys: pass rotations=model.rope.get_embed("
+                "shape=grid).numpy() (timm) or model.rope_embeddings(pixel_values) (Hugging Face)"
+            )
+        warnings.warn(
+            f"params: {rotary} rotates queries and keys, which moves the scheme's maps: measure "
+            "them",
+            stacklevel=3,
+        )
+    trainable = positions is None
+    if trainable and grid is not None and table is None:
         return AttentionSite(grid=grid, **host.sizes())  # some schemes need no positions
     table = host.positions(positions, grid)
     rows = table.rows[table.prefix :]
@@ -226,13 +234,12 @@ def _write(host: Host, weights: AttentionWeights, grid: Grid | None) -> Leaves:
                 f"params: the patch embedding has no {name}, in which this scheme needs to put a "
                 "vector that all tokens share: build the model with it, or use 'mimetic'"
             )
-        check_shape("patch_bias", weights.patch_bias, new[name].shape)
-        new[name] = like(weights.patch_bias, new[name])
+        new[name] = like(weights.patch_bias.reshape(new[name].shape), new[name])
     scales = {}
     if weights.patch_scale is not None:
         scales[host.patch_gain()] = weights.patch_scale * PATCH_RMS / host.patch_rms()
     if weights.mlp_scale is not None:
-        scales |= dict.fromkeys(mlp_outputs(host), weights.mlp_scale)
+        scales |= dict.fromkeys(host.mlp_outputs(), weights.mlp_scale)
     for name, scale in scales.items():
         check_array("params", name, new[name])
         new[name] = like(scale * jnp.asarray(new[name], jnp.float32), new[name])

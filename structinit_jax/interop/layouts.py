@@ -1,22 +1,26 @@
-"""The names of parameters in other projects."""
+"""One table of the names of parameters in other projects, and the search for attention layers."""
 
 import dataclasses
 import re
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
 import jax
 from flax import nnx
 
 from structinit_jax.errors import InputError
-from structinit_jax.interop.entries import Entry, linear, same
+from structinit_jax.interop.entries import Entry, linear, linear_bias, same, unwrapped
 
 FIELDS = ("query", "key", "value", "out")
 Leaves = dict[str, Any]
 
+_NUMBER = re.compile(r"(?<!\d)\d+(?=\.|$)")  # at the end of a part of a name
+# Attention that reduces, pools or gates its tokens: PVT, Segformer, MViT, ConViT.
+_OTHER_ATTENTION = re.compile(r"\.(?:sr|kv|qk|pool_[qkv]|gating_param|sequence_reduction)(?:\.|$)")
+
 
 def flatten(params: Any) -> tuple[Leaves, Callable[[Leaves], Any]]:
-    """Flattens a state dict, Linen tree, NNX module or NNX state.
+    """Flattens a state dict, Linen tree, Equinox or NNX module, or NNX state.
 
     Returns:
       The leaves by name, with dots between the levels ('blocks.0.attn.qkv.weight'), and the
@@ -46,7 +50,7 @@ def _name(path) -> str:
         path = path[:-1]
     name = jax.tree_util.keystr(path, simple=True, separator=".").replace("/", ".")
     # The fused weight and bias of torch's MultiheadAttention are not in a module.
-    return re.sub(r"in_proj_(weight|bias)$", r"in_proj.\1", name)
+    return re.sub(r"in_proj_(weight|bias)$", r"in_proj.\1", unwrapped(name))
 
 
 def join(*parts: str) -> str:
@@ -56,19 +60,26 @@ def join(*parts: str) -> str:
 
 @dataclasses.dataclass(frozen=True)
 class Layout:
-    """Names of one project.
+    """Names of one project. All but `example` and `modules` are patterns.
 
     Attributes:
       example: A parameter name, for error messages.
-      attention: Pattern of the name of an attention layer. Group `stem` is the prefix of the whole
-        model, group `index` the layer number if there is one. Without a group `index`, layers are
-        numbered by the last number in which their names differ.
+      attention: Name of an attention layer. Group `stem` is the prefix of the whole model, group
+        `index` the layer number if there is one. Without a group `index`, layers are numbered by
+        the last number in which their names differ.
       modules: Names of the modules of `FIELDS` below the attention layer; a fused module is
         repeated for query, key and value.
-      torch: Whether the modules are torch's Linear, rather than Flax's MultiHeadAttention's.
-      positions: Patterns of the name of a learned position table below the stem.
-      patches: Patterns of the name of the patch embedding below the stem.
-      patch_norms: Patterns of the name of a norm of the patch embeddings alone, below the stem.
+      torch: Whether kernels are [out, in], as in torch and Equinox, rather than those of Flax's
+        MultiHeadAttention.
+      positions: Name of a learned position table below the stem.
+      patches: Name of the patch embedding below the stem.
+      patch_norm: Name of a norm of the patch embeddings alone, below the stem.
+      before_patches: Names of what images pass before the patch embedding, below the stem.
+      norms: Names of the norms before attention and MLP, below the block.
+      mlp_in: Names of the MLP's input layers below the block. None if users choose their names:
+        input and output layer are then told apart by their shapes.
+      mlp_out: Name of the MLP's output layer, likewise.
+      scales: Names of the factors per channel (LayerScale) below the block.
       anchors: Fields whose presence marks an attention layer.
       separate_biases: Names of biases that belong to a fused module but are kept outside it.
     """
@@ -77,9 +88,14 @@ class Layout:
     attention: str
     modules: tuple[str, str, str, str]
     torch: bool
-    positions: tuple[str, ...]
-    patches: tuple[str, ...]
-    patch_norms: tuple[str, ...] = ()
+    positions: str
+    patches: str
+    patch_norm: str = r"patch_embed\.norm"
+    before_patches: str = r"patch_embed\.backbone\..*"
+    norms: str = r"norm[12]"
+    mlp_in: str | None = r"mlp\.fc1"
+    mlp_out: str | None = r"mlp\.fc2"
+    scales: str = r"ls_?[12]\.gamma|gamma_[12]"
     anchors: tuple[str, ...] = FIELDS
     separate_biases: Mapping[str, str] = dataclasses.field(default_factory=dict)
 
@@ -87,12 +103,6 @@ class Layout:
     def leaf(self) -> str:
         """What a module calls its kernel."""
         return "weight" if self.torch else "kernel"
-
-    @property
-    def position_names(self) -> str:
-        """What a position table may be called, for error messages."""
-        names = (pattern.replace("\\", "") for pattern in self.positions)
-        return ", ".join("*pos*" if "*" in name else name for name in names)
 
     def weight(self, attention: str, field: str) -> str:
         """Returns the name of the weight that holds a field."""
@@ -113,6 +123,8 @@ class Layout:
                 yield same(f"{name}.bias", f"{paths[0]}/bias", layer)
 
 
+# -- the table -------------------------------------------------------------------------------------
+
 _STEM = r"(?P<stem>(?:.*?\.)??)"
 _LINEN = Layout(
     example="Transformer.encoderblock_0.MultiHeadDotProductAttention_0.query.kernel",
@@ -121,21 +133,22 @@ _LINEN = Layout(
     + r"Transformer\.encoderblock(?:_(?P<index>\d+))?\.MultiHeadDotProductAttention_[01]",
     modules=FIELDS,
     torch=False,
-    positions=(
-        "pos_embedding",
-        r"Transformer\.pos_embedding",
-        r"Transformer\.posembed_input\.pos_embedding",
-    ),
-    patches=("embedding",),
+    positions=r"(?:Transformer\.(?:posembed_input\.)?)?pos_embedding",
+    patches="embedding",
+    norms=r"LayerNorm_\d",
+    mlp_in=r"MlpBlock_\d\.Dense_0",
+    mlp_out=r"MlpBlock_\d\.Dense_1",
 )
 TIMM = Layout(
     example="blocks.0.attn.qkv.weight",
     attention=_STEM + r"blocks\.(?P<index>\d+)\.attn",
     modules=("qkv", "qkv", "qkv", "proj"),
     torch=True,
-    positions=("pos_embed", r"embeds\.pos_embed"),  # `embeds` in NaFlexViT
-    patches=(r"patch_embed\.proj", r"embeds\.proj"),
-    patch_norms=(r"patch_embed\.norm", r"embeds\.norm"),
+    positions=r"(?:embeds\.)?pos_embed",  # `embeds` in NaFlexViT
+    patches=r"(?:patch_embed|embeds)\.proj",
+    patch_norm=r"(?:patch_embed|embeds)\.norm",
+    mlp_in=r"mlp\.(?:fc1(?:_[gx])?|w1|w2|w12)",  # gated ones too
+    mlp_out=r"mlp\.(?:fc2|w3)",
     separate_biases={"query": "q_bias", "key": "k_bias", "value": "v_bias"},  # BEiT, EVA
 )
 _TIMM_SEPARATE = dataclasses.replace(
@@ -151,26 +164,34 @@ _HUGGING_FACE = Layout(
     attention=_STEM + r"encoder\.layer\.(?P<index>\d+)\.attention",
     modules=("attention.query", "attention.key", "attention.value", "output.dense"),
     torch=True,
-    positions=(r"embeddings\.position_embeddings",),
-    patches=(r"embeddings\.patch_embeddings\.projection",),
+    positions=r"embeddings\.position_embeddings?(?:\.weight)?",
+    patches=r"embeddings\.patch_embed(?:ding)?s?(?:\.projection)?",
+    patch_norm=r"embeddings\.rms_norm",
+    norms=r"layernorm_(?:before|after)|(?:layer_|rms_)?norm[12]",
+    mlp_in=r"intermediate\.dense|(?:mlp|ffn)\.(?:fc1|weights_in|gate_proj|up_proj)",
+    mlp_out=r"output\.dense|(?:mlp|ffn)\.(?:fc2|weights_out|down_proj)",
+    scales=r"layer_scale[12]\.lambda1|lambda_[12]",
 )
 # Names in modules of transformers >= 5: ViT has `layers`, Dinov2 `encoder.layer`, DINOv3
 # `model.layer`, or in files `layer`.
 _HUGGING_FACE_5 = dataclasses.replace(
     _HUGGING_FACE,
     example="layers.0.attention.q_proj.weight",
-    attention=_STEM + r"(?:encoder\.layer|layers|(?:model\.)?layer)\.(?P<index>\d+)\.attention",
+    attention=_STEM + r"(?:encoder\.layers?|layers|(?:model\.)?layer)\.(?P<index>\d+)\.attention",
     modules=("q_proj", "k_proj", "v_proj", "o_proj"),
-    patches=(r"embeddings\.patch_embeddings(?:\.projection)?",),
+)
+# AIMv2 and EoMT.
+_HUGGING_FACE_OUT = dataclasses.replace(
+    _HUGGING_FACE_5, modules=("q_proj", "k_proj", "v_proj", "out_proj")
+)
+_HUGGING_FACE_INTERN = dataclasses.replace(
+    _HUGGING_FACE_5, modules=("q_proj", "k_proj", "v_proj", "projection_layer")
 )
 # The vision towers of CLIP and SigLIP.
 _HUGGING_FACE_CLIP = dataclasses.replace(
-    _HUGGING_FACE,
+    _HUGGING_FACE_OUT,
     example="encoder.layers.0.self_attn.q_proj.weight",
     attention=_STEM + r"encoder\.layers\.(?P<index>\d+)\.self_attn",
-    modules=("q_proj", "k_proj", "v_proj", "out_proj"),
-    positions=(r"embeddings\.position_embedding\.weight",),
-    patches=(r"embeddings\.patch_embedding",),
 )
 # Swin, in files and in modules of transformers >= 5; each stage is a stack.
 _HUGGING_FACE_SWIN = dataclasses.replace(
@@ -189,8 +210,11 @@ _TORCHVISION = Layout(
     attention=_STEM + r"encoder\.layers\.encoder_layer_(?P<index>\d+)\.self_attention",
     modules=("in_proj", "in_proj", "in_proj", "out_proj"),
     torch=True,
-    positions=(r"encoder\.pos_embedding",),
-    patches=("conv_proj",),
+    positions=r"encoder\.pos_embedding",
+    patches="conv_proj",
+    norms=r"ln_[12]",
+    mlp_in=r"mlp\.(?:0|linear_1)",
+    mlp_out=r"mlp\.(?:3|linear_2)",
 )
 # Swin; each stage is a stack.
 _TORCHVISION_SWIN = dataclasses.replace(
@@ -205,25 +229,67 @@ _OPEN_CLIP = Layout(
     attention=_STEM + r"transformer\.resblocks\.(?P<index>\d+)\.attn",
     modules=("in_proj", "in_proj", "in_proj", "out_proj"),
     torch=True,
-    positions=("positional_embedding",),
-    patches=("conv1",),
+    positions="positional_embedding",
+    patches="conv1",
+    norms=r"ln_[12]",
+    mlp_in=r"mlp\.c_fc",
+    mlp_out=r"mlp\.c_proj",
 )
 _DEIT3_JAX = Layout(
     example="layer_0.attn.wq.kernel",
     attention=_STEM + r"layer_(?P<index>\d+)\.attn",
     modules=("wq", "wk", "wv", "wo"),
     torch=False,
-    positions=(r"embed\.wpe",),
-    patches=(r"embed\.wte",),
+    positions=r"embed\.wpe",
+    patches=r"embed\.wte",
+    mlp_in=r"ff\.w1",
+    mlp_out=r"ff\.w2",
+    scales=r"scale[12]",
 )
+_VIT_PYTORCH = Layout(
+    example="transformer.layers.0.0.to_qkv.weight",
+    attention=_STEM + r"transformer\.layers\.(?P<index>\d+)\.0",
+    modules=("to_qkv", "to_qkv", "to_qkv", "to_out.0"),
+    torch=True,
+    positions="pos_embedding",
+    patches=r"to_patch_embedding\.2",
+    patch_norm=r"to_patch_embedding\.3",
+    before_patches=r"to_patch_embedding\.1\..*",
+    norms=r"0\.norm|1\.net\.0",
+    mlp_in=r"1\.net\.1",
+    mlp_out=r"1\.net\.[34]",
+)
+_SIMPLE_VIT = dataclasses.replace(_VIT_PYTORCH, modules=("to_qkv", "to_qkv", "to_qkv", "to_out"))
+# Models of one's own. The names of everything but the projections are the user's.
 _NNX = Layout(
     example="attn.query.kernel",
     attention=r"(?P<stem>).*",
     modules=FIELDS,
     torch=False,
-    positions=(r"(?:.*\.)?[^.]*pos[^.]*(?:\.embedding)?",),
-    patches=(r".*",),
+    positions=r"(?:.*\.)?[^.]*pos[^.]*(?:\.(?:embeddings?|weight))?",
+    patches=r".*",
+    norms=r"(?i:[^.]*(?:norm|ln)[^.]*)",
+    mlp_in=None,
+    mlp_out=None,
+    scales=r".*(?:scale|gamma|lambda).*",
     anchors=("query", "key"),
+)
+_KERAS = dataclasses.replace(_NNX, modules=("query", "key", "value", "attention_output"))
+_EQUINOX = dataclasses.replace(
+    _NNX,
+    example="attn.query_proj.weight",
+    modules=("query_proj", "key_proj", "value_proj", "output_proj"),
+    torch=True,
+)
+_TRANSFORMER_ENCODER = dataclasses.replace(
+    _NNX,
+    example="layers.0.self_attn.in_proj_weight",
+    attention=r"(?P<stem>)(?:.*\.)?layers\.(?P<index>\d+)\.self_attn",
+    modules=("in_proj", "in_proj", "in_proj", "out_proj"),
+    torch=True,
+    norms=r"norm[12]",
+    mlp_in="linear1",
+    mlp_out="linear2",
 )
 
 LAYOUTS: Mapping[str, tuple[Layout, ...]] = {
@@ -231,15 +297,173 @@ LAYOUTS: Mapping[str, tuple[Layout, ...]] = {
     "huggingface": (
         _HUGGING_FACE,
         _HUGGING_FACE_5,
+        _HUGGING_FACE_OUT,
+        _HUGGING_FACE_INTERN,
         _HUGGING_FACE_CLIP,
         _HUGGING_FACE_SWIN,
         _HUGGING_FACE_SWIN_5,
     ),
     "torchvision": (_TORCHVISION, _TORCHVISION_SWIN),
     "open_clip": (_OPEN_CLIP,),
+    "vit_pytorch": (_VIT_PYTORCH, _SIMPLE_VIT),
+    "torch": (_TRANSFORMER_ENCODER,),
     "big_vision": (_LINEN,),
     "vit_jax": (_LINEN,),
     "deit3_jax": (_DEIT3_JAX,),
     "nnx": (_NNX,),
+    "keras": (_KERAS,),
+    "equinox": (_EQUINOX,),
 }
-"""The layouts by name, each with its variants."""
+"""The layouts by name, each with its variants. 'torch' is `torch.nn.TransformerEncoder`."""
+
+# -- the search ------------------------------------------------------------------------------------
+
+
+@dataclasses.dataclass(frozen=True)
+class Stack:
+    """A model's stack of equal attention layers.
+
+    Attributes:
+      layout: The names of its parts.
+      stem: Prefix of all names of the model.
+      attentions: Name of every layer in order, or the only name if `stacked`.
+      stacked: Whether the arrays have a leading layer axis.
+    """
+
+    layout: Layout
+    stem: str
+    attentions: tuple[str, ...]
+    stacked: bool
+
+    def entries(self, leaves: Leaves, path: str) -> list[Entry]:
+        """Maps the weights and the existing biases of all layers, as `Layout.entries` does."""
+        entries: list[Entry] = []
+        for i, attention in enumerate(self.attentions):
+            layer = None if self.stacked else i
+            entries += self.layout.entries(attention, path, layer)
+            for field, bias in self.layout.separate_biases.items():
+                name = join(attention, bias)
+                entries.append(linear_bias(name, f"{path}/{field}", layer=layer))
+        return [entry for entry in entries if entry.name in leaves]
+
+    def missing(self, leaves: Leaves) -> list[str]:
+        """Returns the names of the projections that the model lacks."""
+        names = [self.layout.weight(a, field) for a in self.attentions for field in FIELDS]
+        return [name for name in dict.fromkeys(names) if name not in leaves]
+
+
+def unsupported(name: str, why: str) -> InputError:
+    """Returns the error for a model in which no scheme can set the attention maps."""
+    return InputError(
+        f"params: {name} {why}; such models are not supported, only ViTs with one grid of tokens, "
+        "Swin, BEiT, MLP-Mixer and ConvMixer"
+    )
+
+
+def find_stack(leaves: Leaves, name: str | None) -> Stack:
+    """Finds the attention layers of a model with a single grid of tokens.
+
+    Raises:
+      InputError: As for `find_stacks`; or the model has several stacks, and not exactly one of
+        them sees images.
+    """
+    stacks = find_stacks(leaves, name)
+    seeing = [stack for stack in stacks if _sees_images(leaves, stack)]
+    if len(stacks) == 1 or len(seeing) == 1:
+        return (seeing or stacks)[0]
+    names = [stack.attentions[0] for stack in stacks]
+    if len({_NUMBER.sub("#", name) for name in names}) == 1:
+        raise unsupported(names[0], f"is in one of {len(stacks)} stages of attention layers")
+    raise InputError(f"params hold several models ({', '.join(names)}): pass the subtree of one")
+
+
+def find_stacks(leaves: Leaves, name: str | None) -> list[Stack]:
+    """Finds the attention layers by their names.
+
+    Args:
+      leaves: The parameters by name.
+      name: A key of `LAYOUTS`, or None to try them all.
+
+    Returns:
+      The stacks of the first layout of which all projections are there.
+
+    Raises:
+      InputError: The layout is unknown, or none fits.
+    """
+    if name is not None and name not in LAYOUTS:
+        raise InputError(f"layout={name!r}: choose one of {', '.join(LAYOUTS)}")
+    missing = ""
+    for layout in [lay for n in (LAYOUTS if name is None else [name]) for lay in LAYOUTS[n]]:
+        stacks = _stacks(leaves, layout)
+        absent = [weight for stack in stacks for weight in stack.missing(leaves)]
+        if stacks and not absent:
+            return stacks
+        missing = missing or next(iter(absent), "")
+    other = next(filter(_OTHER_ATTENTION.search, leaves), None)
+    if other:
+        raise unsupported(other, "belongs to attention that pools, reduces or gates its tokens")
+    similar = [n for n in leaves if re.search(r"att|qkv|query|q_proj|in_proj", n, re.IGNORECASE)]
+    missing = missing or LAYOUTS[name or "timm"][-1].example
+    raise InputError(
+        f"params have no {missing}, but {', '.join(list(similar or leaves)[:6]) or 'nothing'}: if "
+        "each layer has linear projections from and to all channels, rename them to names such as "
+        f"{missing} for the call (interop.LAYOUTS lists them); other attention is not supported"
+    )
+
+
+def _stacks(leaves: Leaves, layout: Layout) -> list[Stack]:
+    numbered, single = [], []
+    for stem, layers in _attentions(leaves, layout):
+        attentions = tuple(layers[index] for index in sorted(layers))
+        query = leaves.get(layout.weight(attentions[0], "query"))
+        rank = len(getattr(query, "shape", (0, 0, 0)))
+        if layout.torch or rank == 3:
+            stacks = single if min(layers) < 0 else numbered
+            stacks.append(Stack(layout, stem, attentions, stacked=False))
+        elif rank == 4:
+            numbered += [Stack(layout, stem, (name,), stacked=True) for name in attentions]
+    # A single attention next to numbered ones pools tokens.
+    return numbered or single
+
+
+def _sees_images(leaves: Leaves, stack: Stack) -> bool:
+    pattern = re.compile(re.escape(stack.stem) + rf"(?:{stack.layout.patches})\.\w+")
+    return any(pattern.fullmatch(name) for name in leaves)
+
+
+def _attentions(leaves: Leaves, layout: Layout) -> list[tuple[str, dict[int, str]]]:
+    """Returns, per group of names that differ in one number, the stem and the names by number."""
+    matches: dict[str, re.Match] = {}
+    for suffix in dict.fromkeys(layout.weight("", field) for field in layout.anchors):
+        for name in leaves:
+            attention = ("." + name).removesuffix("." + suffix)[1:]
+            if attention != name and (match := re.fullmatch(layout.attention, attention)):
+                matches[attention] = match
+    if "index" in re.compile(layout.attention).groupindex:
+        spans = {name: match.span("index") for name, match in matches.items()}
+    else:
+        spans = _number_spans(matches)
+    groups: dict[tuple[str, str], tuple[str, dict[int, str]]] = {}
+    for attention, (start, end) in spans.items():
+        index = int(attention[start:end]) if end > 0 else -1  # there is none
+        around = (attention[:start], attention[end:]) if end > 0 else (attention, "")
+        groups.setdefault(around, (matches[attention]["stem"], {}))[1][index] = attention
+    return list(groups.values())
+
+
+def _number_spans(names: Iterable[str]) -> dict[str, tuple[int, int]]:
+    """Returns where each name has its layer number, (-1, -1) if it has no number.
+
+    It is the last number in which otherwise equal names differ.
+    """
+    groups: dict[str, dict[str, list[re.Match]]] = {}
+    for name in names:
+        groups.setdefault(_NUMBER.sub("#", name), {})[name] = [*_NUMBER.finditer(name)]
+    spans = {}
+    for group in groups.values():
+        columns = list(zip(*group.values(), strict=True))
+        differing = [i for i, column in enumerate(columns) if len({n[0] for n in column}) > 1]
+        column = (differing or range(len(columns)))[-1] if columns else None
+        for name, numbers in group.items():
+            spans[name] = (-1, -1) if column is None else numbers[column].span()
+    return spans

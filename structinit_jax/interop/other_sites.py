@@ -17,7 +17,6 @@ from structinit_jax.attention_init import (
 )
 from structinit_jax.attention_init.sites import check_grid, check_shape
 from structinit_jax.errors import InputError
-from structinit_jax.interop.assumptions import require_assumptions
 from structinit_jax.interop.entries import (
     Entry,
     check_array,
@@ -28,8 +27,7 @@ from structinit_jax.interop.entries import (
     replace_rows,
 )
 from structinit_jax.interop.host import Grid, Host, square
-from structinit_jax.interop.layouts import Leaves
-from structinit_jax.interop.stacks import check_stack, find_stacks
+from structinit_jax.interop.layouts import Leaves, Stack, find_stacks, unsupported
 
 TABLE = "relative_position_bias_table"
 COSINE = re.compile(r"(?:.*\.)?att\w*\.(?:.*\.)?logit_scale")
@@ -70,10 +68,7 @@ def find_sites(leaves: Leaves, layout: str | None, grid: Grid | None) -> list[Fo
         check_grid("grid", grid)
     cosine = next(filter(COSINE.fullmatch, leaves), None)
     if cosine:
-        raise InputError(
-            f"params: {cosine} belongs to cosine attention, as in SwinV2, which is not supported: "
-            "use Swin"
-        )
+        raise unsupported(cosine, "belongs to the cosine attention of SwinV2")
     if has_position_bias(leaves):
         return _windows(leaves, layout, grid)
     for pattern, find in ((TOKEN_MLP, _token_mixing), (DEPTHWISE, _convolutions)):
@@ -91,7 +86,7 @@ def has_position_bias(leaves: Leaves) -> str | None:
 # -- attention with a relative position bias: Swin, BEiT -------------------------------------------
 
 
-def _windows(leaves, layout, grid):
+def _windows(leaves: Leaves, layout: str | None, grid: Grid | None) -> list[FoundSite]:
     stacks = sorted(find_stacks(leaves, layout), key=lambda stack: _numbers(stack.stem))
     sites = [_window_site(leaves, stack, grid) for stack in stacks]
     if grid is not None and all(found.site.grid != grid for found in sites):
@@ -100,13 +95,12 @@ def _windows(leaves, layout, grid):
     return sites
 
 
-def _window_site(leaves, stack, grid):
-    check_stack(leaves, stack)
+def _window_site(leaves: Leaves, stack: Stack, grid: Grid | None) -> FoundSite:
     tables = _tables(leaves, stack)
     rows, num_heads = leaves[tables[0]].shape
     window = _window(tables[0], rows, grid)
     host = Host(leaves, stack, num_heads)
-    require_assumptions(host, own=tables)
+    host.require_assumptions(own=tables)
     site = WindowSite(grid=window, **host.sizes())
 
     def write(leaves: Leaves, weights: AttentionWeights) -> Leaves:
@@ -127,7 +121,7 @@ def _window_site(leaves, stack, grid):
     return FoundSite(tables[0], site, write)
 
 
-def _tables(leaves, stack) -> list[str]:
+def _tables(leaves: Leaves, stack: Stack) -> list[str]:
     """Returns the name of every layer's table."""
     tables = [
         name
@@ -136,10 +130,7 @@ def _tables(leaves, stack) -> list[str]:
         if name.startswith(f"{attention.rpartition('.')[0]}.") and name.endswith(TABLE)
     ]
     if len(tables) != len(stack.attentions):
-        raise InputError(
-            f"params: {stack.attentions[0]} has no {TABLE}, as other layers have: schemes need one "
-            "in every layer"
-        )
+        raise unsupported(stack.attentions[0], f"has no {TABLE}, as other layers have")
     check_array("params", tables[0], leaves[tables[0]])
     return tables
 
@@ -224,9 +215,9 @@ def _encode(
             old, shape = new[entry.name], [shapes[entry.paths[0]]]
             check_array("params", entry.name, old)
             if old.shape != entry.shape(shape):
-                raise InputError(
-                    f"params: {entry.name} has shape {old.shape}, but schemes for its layers need "
-                    f"{entry.shape(shape)}: equal layers without gates"
+                raise unsupported(
+                    entry.name,
+                    f"has shape {old.shape} where equal layers have {entry.shape(shape)}",
                 )
             new[entry.name] = encode_some(entry, old, ours, shape)
     return new

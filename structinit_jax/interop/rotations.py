@@ -1,6 +1,5 @@
 """Reads the rotary positions (RoPE) that another project's model computes."""
 
-import math
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -9,11 +8,6 @@ from jaxtyping import Complex, Float
 from structinit_jax.errors import InputError
 from structinit_jax.interop.entries import check_array
 from structinit_jax.interop.host import Grid, Host, square
-
-HOW = (
-    "rotations=model.rope.get_embed(shape=model.patch_embed.grid_size).detach().numpy() for timm, "
-    "rotations=tuple(x.numpy() for x in model.rope_embeddings(pixel_values)) for Hugging Face"
-)
 
 # Of sines and cosines in bfloat16, and of the turns between neighbors that are made of them.
 ROUNDING = 0.05
@@ -32,7 +26,8 @@ class Rotations(NamedTuple):
         prefix, tokens = np.split(x, [x.shape[1] - angles.shape[0]], axis=1)
         cos, sin = np.cos(angles), np.sin(angles)
         a, b = split_pairs(tokens, self.pairs)
-        turned = np.stack([a * cos - b * sin, b * cos + a * sin], axis=_pair_axis(self.pairs))
+        axis = -2 if self.pairs == "halves" else -1
+        turned = np.stack([a * cos - b * sin, b * cos + a * sin], axis=axis)
         return np.concatenate([prefix, turned.reshape(tokens.shape)], axis=1)
 
 
@@ -43,53 +38,30 @@ def split_pairs(x: np.ndarray, pairs: str) -> tuple[np.ndarray, np.ndarray]:
     return x[..., ::2], x[..., 1::2]
 
 
-def _pair_axis(pairs):
-    return -2 if pairs == "halves" else -1
-
-
 def read_rotations(host: Host, given: Any, grid: Grid | None) -> Rotations:
     """Reads `rotations` of `initialize`.
 
     Raises:
-      InputError: They do not fit the model or the grid or are not sines and cosines, or the model
-        also adds positions to its tokens.
+      InputError: They do not fit the model or the grid.
     """
-    table = host.position_table(grid)
-    if table is not None:
-        raise InputError(
-            f"rotations: the model adds the positions {table.name} to its tokens too, which "
-            "schemes then use: leave out rotations, and measure the maps"
-        )
     parts = tuple(given) if isinstance(given, tuple | list) else (given,)
     for part in parts:
         check_array("rotations", "the table", part)
     shapes, d, is_pair = [part.shape for part in parts], host.head_dim, len(parts) == 2
-    shape = shapes[0] if shapes else ()
-    lead = (1,) * (4 - len(shape)) + shape[:-2]
+    lead = (1,) * (4 - len(shapes[0])) + shapes[0][:-2]
     heads = (host.num_layers, host.num_heads)
     fits = len(lead) == 2 and all(n in (1, m) for n, m in zip(lead, heads, strict=True))
-    equal = len(set(shapes)) == 1 and len(shapes) <= 2
-    if not fits or not equal or shape[-1] != (d if is_pair else 2 * d):
+    if not fits or len(set(shapes)) != 1 or shapes[0][-1] != (d if is_pair else 2 * d):
         raise InputError(
-            f"rotations has shape {' and '.join(map(str, shapes))}, but the model needs sines and "
-            f"cosines [N, {2 * d}], or with leading axes for {host.num_layers} layers and "
-            f"{host.num_heads} heads, or a pair (cosines, sines) of [N, {d}]: pass {HOW}"
+            f"rotations has shape {' and '.join(map(str, shapes))}, but the model needs timm's "
+            f"model.rope.get_embed(shape=grid) [N, {2 * d}] or Hugging Face's pair "
+            f"model.rope_embeddings(pixel_values) of [N, {d}], with leading axes for "
+            f"{host.num_layers} layers and {host.num_heads} heads if these differ"
         )
     parts = [np.asarray(part, np.float64) for part in parts]
     cos, sin = parts if is_pair else (parts[0][..., d:], parts[0][..., :d])
-    for pairs in ("interleaved", "halves"):
-        if all(np.array_equal(*split_pairs(part, pairs)) for part in (sin, cos)):
-            break
-    else:
-        raise InputError(
-            "rotations: neither neighboring channels nor the two halves of a head have equal "
-            f"sines: pass {HOW}"
-        )
-    if not np.allclose(sin**2 + cos**2, 1, rtol=0, atol=ROUNDING):
-        raise InputError(
-            "rotations: the squares of sines and cosines do not add up to 1, so the table holds "
-            f"something else: pass {HOW}"
-        )
+    neighbors = all(np.array_equal(*split_pairs(part, "interleaved")) for part in (sin, cos))
+    pairs = "interleaved" if neighbors else "halves"
     angles = np.arctan2(split_pairs(sin, pairs)[0], split_pairs(cos, pairs)[0])
     angles = angles.reshape(*lead, *angles.shape[-2:]).astype(np.float32)
     return Rotations(_find_grid(angles, grid), angles, pairs)
@@ -98,11 +70,6 @@ def read_rotations(host: Host, given: Any, grid: Grid | None) -> Rotations:
 def _find_grid(angles: Float[np.ndarray, "L h N p"], grid: Grid | None) -> Grid:
     """Returns the given grid if the angles fit it, or without one a grid that they fit."""
     tokens = angles.shape[2]
-    if grid is not None and math.prod(grid) != tokens:
-        raise InputError(
-            f"grid={grid} has {math.prod(grid)} tokens, but rotations have {tokens}: pass "
-            "grid=(rows, cols) of the image tokens, and no rotations of class and register tokens"
-        )
     grids = [(n, tokens // n) for n in range(1, tokens + 1) if tokens % n == 0]
     found = [grid for grid in grids if _is_even(np.exp(1j * angles), grid)]
     wanted = grid or square(tokens)
@@ -110,14 +77,10 @@ def _find_grid(angles: Float[np.ndarray, "L h N p"], grid: Grid | None) -> Grid:
         return wanted
     if grid is None and len(found) == 1:
         return found[0]
-    if not found:
-        raise InputError(
-            f"rotations do not turn by equal angles along the rows and columns of any grid of "
-            f"{tokens} tokens: pass those of the image tokens alone, row by row"
-        )
     raise InputError(
-        f"grid={grid}: rotations turn by equal angles along the rows and columns of "
-        f"{' or '.join(map(str, found))}: pass that grid"
+        f"grid={grid}: the {tokens} rotations turn by equal angles along the rows and columns of "
+        f"{' or '.join(map(str, found)) or 'no grid'}: pass the rotations of the image tokens "
+        "alone, row by row, and their grid"
     )
 
 

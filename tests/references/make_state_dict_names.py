@@ -5,8 +5,8 @@
 
 Made with timm 1.0.31, transformers 5.23.0, torchvision 0.28.0 and torch 2.13.0, whose models get
 random weights: nothing is downloaded. `--check` puts impulse attention into the real models and
-measures the attention maps that they compute themselves, which are the softmaxes over tokens in
-their forward passes. `interop.check` finds the same hits in all of them; in CLIP, 1 % are others.
+measures the attention maps that they compute themselves. `interop.check` finds the same hits in all
+of them; in CLIP, 1 % are others.
 """
 
 import json
@@ -21,8 +21,6 @@ import torch
 import torchvision
 import transformers
 from safetensors.numpy import load_file
-from torch.nn.attention import SDPBackend, sdpa_kernel
-from torch.utils._python_dispatch import TorchDispatchMode
 
 DEPTH = 2
 TIMM = {
@@ -85,29 +83,6 @@ def record():
     json.loads(path.read_text())
 
 
-class Maps(TorchDispatchMode):
-    """Collects the results of all softmaxes over tokens, [B, h, T, T]."""
-
-    def __init__(self):
-        super().__init__()
-        self.found = []
-
-    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
-        out = function(*args, **(kwargs or {}))
-        if "softmax" in function.__name__ and out.shape[-1] == out.shape[-2] > 1:
-            self.found.append(out.reshape(-1, *out.shape[-3:]).numpy())
-        return out
-
-
-def attention_maps(model, images):
-    """Returns the maps of every layer of a torch model on images [B, H, W, C]."""
-    torch.backends.mha.set_fastpath_enabled(False)
-    images = torch.from_numpy(np.ascontiguousarray(images.transpose(0, 3, 1, 2)))
-    with torch.no_grad(), sdpa_kernel(SDPBackend.MATH), Maps() as maps:
-        model.eval()(images)
-    return maps.found
-
-
 def check():
     import jax
 
@@ -130,11 +105,12 @@ def check():
         model.load_state_dict({key: torch.from_numpy(value) for key, value in new.items()})
         images = natural_noise(4, side, side, 3)
         found = interop.check(new, images, num_heads=heads)
-        layers = attention_maps(model.vision_model if model is clip else model, images)
+        tensor = torch.from_numpy(np.ascontiguousarray(images.transpose(0, 3, 1, 2)))
+        layers = interop.torch_maps(model.vision_model if model is clip else model, tensor)
         grid = interop.attention_site(new, num_heads=heads).grid
         tokens = grid[0] * grid[1]
         maps = [layer[..., -tokens:, -tokens:] for layer in layers[:DEPTH]]
-        offsets, rates = zip(*(interop.hit_rates(layer, grid) for layer in maps), strict=True)
+        offsets, rates, _ = zip(*(interop.hit_rates(layer, grid) for layer in maps), strict=True)
         difference = np.abs(np.array(rates) - found.hit_rate).max()
         print(f"{name}: hits {np.mean(rates, axis=1).round(2)}, largest difference {difference}")
         np.testing.assert_array_equal(found.offset, offsets)
