@@ -35,18 +35,14 @@ AFTER = {
     "quickstart": """
 structure = [s.layers[0].measures["neighbor_mass"].min() for s in snapshots]
 assert structure[2] > 2 * structure[0]  # each head of impulse attends to one neighbor
-assert {"train/loss", "test/accuracy"} <= set().union(*curves["impulse"])
 """,
     "compare": """
 assert not failed and "| impulse | 1 of 1 |" in (workdir / "report.md").read_text()
 """,
     "why_it_works": """
-spans, errors = ({line.get_label(): line.get_ydata() for line in axis.lines} for axis in axes)
+spans = {line.get_label(): line.get_ydata() for line in axes[0].lines}
 assert spans["random"][8] == 9 > spans["impulse"][8]  # nine random filters, more impulses
-assert spans["impulse"][-1] > 8.5
-assert spans["box"][-1] == 1
-assert errors["random"][-1] < 1e-3 < 0.5 < errors["box"][-1]
-assert not failed
+assert (spans["impulse"][-1] > 8.5, spans["box"][-1], failed) == (True, 1, 0)
 """,
     "your_own_model": """
 mass = [measures.measure_mean_maps(m, GRID) for m in (before, after, nnx_maps(new))]
@@ -114,39 +110,28 @@ def test_the_notebook_is_stored_with_its_outputs(name):
     assert not re.search(r"/(root|home|work|usr|opt)/|site-packages", text)
 
 
-# -- installation ----------------------------------------------------------------------------------
-
-
-@pytest.fixture(scope="module")
-def runtime(tmp_path_factory):
-    """An environment like that of a notebook: it has pip and a JAX of its own, but not us."""
-    path = tmp_path_factory.mktemp("runtime")
-    venv.create(path)
-    (packages,) = path.glob("lib/python*/site-packages")
+def test_the_first_cell_installs_a_wheel_and_keeps_jax(tmp_path):
+    """In an environment like that of a notebook: it has pip and a JAX of its own, but not us."""
+    venv.create(tmp_path / "runtime")
+    (packages,) = (tmp_path / "runtime").glob("lib/python*/site-packages")
     (packages / "pip").symlink_to(Path(pip.__file__).parent)
     for name in ("jax", "jaxlib", "jax_cuda13_plugin", "jaxtyping"):
-        info = packages / f"{name}-0.99.0.dist-info"
-        info.mkdir()
+        (info := packages / f"{name}-0.99.0.dist-info").mkdir()
         (info / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {name}\nVersion: 0.99.0\n")
-    return path
+    target = tmp_path / "target"
+    environment = os.environ | {"PIP_NO_DEPS": "1", "PIP_TARGET": str(target), "PIP_NO_INDEX": "1"}
+    python, cell = tmp_path / "runtime" / "bin" / "python", source(code_cells("quickstart")[0])
 
+    def install():
+        return subprocess.run(
+            [python, "-c", cell], capture_output=True, text=True, cwd=tmp_path, env=environment
+        )
 
-def install(runtime, directory):
-    """Runs the first cell in a directory."""
-    environment = os.environ | {"PIP_NO_DEPS": "1", "PIP_TARGET": str(directory / "target")}
-    environment |= {"PIP_NO_INDEX": "1", "PIP_CONFIG_FILE": os.devnull}
-    command = [runtime / "bin" / "python", "-c", source(code_cells("quickstart")[0])]
-    return subprocess.run(command, capture_output=True, text=True, cwd=directory, env=environment)
-
-
-def test_the_first_cell_installs_a_wheel_and_keeps_jax(runtime, tmp_path):
-    result = install(runtime, tmp_path)
-    assert "Upload a wheel" in result.stderr  # and no name is looked up on an index
+    assert "Upload a wheel" in install().stderr  # and no name is looked up on an index
     build = [sys.executable, "-m", "pip", "wheel", "--quiet", "--no-deps", "-w", tmp_path, ROOT]
     subprocess.run(build, check=True)
-    result = install(runtime, tmp_path)
-    assert result.returncode == 0, result.stderr
-    assert (tmp_path / "target" / "structinit_jax" / "train.py").exists()
+    assert install().returncode == 0
+    assert (target / "structinit_jax" / "train.py").exists()
     kept = {"jax==0.99.0", "jaxlib==0.99.0", "jax_cuda13_plugin==0.99.0"}
     assert set((tmp_path / "constraints.txt").read_text().split()) == kept
 
