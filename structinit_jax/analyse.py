@@ -35,7 +35,6 @@ from pathlib import Path
 import jax
 import numpy as np
 from absl import flags
-from ml_collections import ConfigDict
 
 from structinit_jax import command_line, evaluate
 from structinit_jax import config as config_lib
@@ -183,8 +182,9 @@ def name_runs(workdirs: list[str]) -> list[str]:
     return next(names for names in ends if len({*names}) == len(names))
 
 
-def main(config: ConfigDict) -> None:
+def main(overrides: command_line.Overrides) -> None:
     """Runs the command."""
+    config = command_line.read_config(overrides, USES)
     _check_flags()
     config_lib.validate(config)
     other = None
@@ -294,4 +294,4 @@ def _print_summary(snapshots):
 
 
 if __name__ == "__main__":
-    command_line.run(main, uses=lambda: USES)
+    command_line.run(main)

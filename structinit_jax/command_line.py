@@ -1,15 +1,15 @@
-"""Code shared by the commands: flags, config files, error messages, compilation cache.
+"""Code shared by the commands: flags, fields of the config, error messages, compilation cache.
 
 `--config=FILE.py:ROW` and `--config.FIELD=VALUE` are parsed here because
-`ml_collections.config_flags` prints a traceback for a missing or failing file, an unknown field or
-a value of the wrong type, and reads no config of a workdir.
+`ml_collections.config_flags` prints a traceback for a missing file, an unknown field or a value of
+the wrong type, and reads no config of a workdir.
 """
 
 import ast
 import gc
 import os
 import sys
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +20,6 @@ from ml_collections import ConfigDict
 
 from structinit_jax import config as config_lib
 from structinit_jax.attention_init import scheme_options
-from structinit_jax.config import load_config
 from structinit_jax.errors import InputError, StoppedError, suggest
 
 CONFIG = flags.DEFINE_string(
@@ -51,53 +50,29 @@ OUT = flags.DEFINE_string(
 TRUST = flags.DEFINE_bool(
     "trust_workdir", False, "Import the Python modules that the config of --workdir names."
 )
-SHARED = ("workdir", "step", "out", "trust_workdir")
-MISTAKE_EXIT_CODE = 2  # a flag, config or file is wrong: starting again cannot help
-INTERRUPTED_EXIT_CODE = 130  # of a program that Ctrl-C ended, as shells report it
+SHARED = ("config", "workdir", "step", "out", "trust_workdir")
+Overrides = Sequence[tuple[str, str]]  # path and text of each --config.FIELD=VALUE
 
 
-def run(
-    main: Callable[[Any], None],
-    shared: Sequence[str] = SHARED,
-    with_config: bool = True,
-    of_a_run: bool = True,
-    uses: Callable[[], Collection[str]] = lambda: config_lib.EVALUATED,
-) -> None:
-    """Runs a command and exits. A user's mistake is printed without a traceback.
+def run(main: Callable[[Overrides], None], shared: Sequence[str] = SHARED) -> None:
+    """Runs a command and exits: with status 2 and no traceback if the user made a mistake.
 
     Args:
-      main: The command, called with the config.
-      shared: Which of the flags --workdir, --step, --out and --trust_workdir the command takes.
-      with_config: False for a command that takes no --config because it has its own configs. It is
-        called with the field and the text of each --config.FIELD=VALUE.
-      of_a_run: False for a command whose --workdir is not that of a run. It is called with None if
-        there is no --config.
-      uses: Returns the `uses` of `config.load_run_config`, once the flags are parsed.
+      main: The command, called with the fields of the config that the command line sets.
+      shared: Which of the flags in `SHARED` the command takes.
     """
-    own = [*(["config"] if with_config else []), *shared]
-    for name in {"config", *SHARED}.difference(own):
-        delattr(flags.FLAGS, name)
-    for name in own:  # --help lists the flags of the command's own module only
-        flags.FLAGS.register_key_flag_for_module(sys.argv[0], flags.FLAGS[name])
-
-    def run_main(parsed: Any) -> None:
-        use_compilation_cache()
-        # Collections would walk the imported modules again and again while programs are traced.
-        gc.freeze()
-        gc.enable()
-        main(parsed)
-
-    def parse(argv: list[str]) -> Any:
-        overrides = _parse_flags(argv)
-        return _make_config(overrides, of_a_run, uses()) if with_config else overrides
-
+    for name in SHARED:
+        if name in shared:  # --help lists the flags of the command's own module only
+            flags.FLAGS.register_key_flag_for_module(sys.argv[0], flags.FLAGS[name])
+        else:
+            delattr(flags.FLAGS, name)
     for stream in filter(None, (sys.stdout, sys.stderr)):
         stream.reconfigure(errors="backslashreplace")  # the name of a file need not be text
     try:
-        app.run(run_main, flags_parser=parse)
+        app.run(main, flags_parser=_parse_flags)
     except InputError as error:
         print(f"error: {error}", file=sys.stderr)
-        sys.exit(MISTAKE_EXIT_CODE)
+        sys.exit(2)
     except StoppedError as error:
         print(error, file=sys.stderr)
         sys.exit(error.exit_code)
@@ -106,12 +81,35 @@ def run(
         sys.exit(1)
     except KeyboardInterrupt:  # before the loop of training, which ends with a checkpoint
         print("interrupted", file=sys.stderr)
-        sys.exit(INTERRUPTED_EXIT_CODE)
+        sys.exit(130)  # as shells report it
 
 
-def out_path(default: str) -> Path:
-    """Returns --out, in which a shell leaves `~` as it is."""
-    return Path(OUT.value or default).expanduser()
+def _parse_flags(argv: list[str]) -> Overrides:
+    """Parses all flags and prepares JAX."""
+    flags.FLAGS.set_gnu_getopt(True)
+    try:
+        _, *unknown = flags.FLAGS(argv, known_only=True)
+    except SystemExit as error:  # absl has printed the help, and ends with status 1
+        raise SystemExit(0) from error
+    except flags.Error as error:
+        raise InputError(str(error)) from error
+    overrides = []
+    for word in unknown:
+        name, equals, text = word.lstrip("-").partition("=")
+        section, _, path = name.partition(".")
+        if not (word.startswith("-") and section == "config" and path and equals):
+            own = flags.FLAGS.get_key_flags_for_module(sys.argv[0])
+            paths = [f"config.{path}" for path in _fields(config_lib.base_config())]
+            near = suggest(name, [*(flag.name for flag in own), *paths])
+            raise InputError(f"unrecognized argument {word!r}: write --name=value; {near}")
+        overrides.append((path, text))
+    if flags.FLAGS["verbosity"].using_default_value:
+        flags.FLAGS.verbosity = logging.WARNING  # JAX, TFDS and orbax log much at INFO
+    use_compilation_cache()
+    # Collections would walk the imported modules again and again while programs are traced.
+    gc.freeze()
+    gc.enable()
+    return overrides
 
 
 def use_compilation_cache() -> None:
@@ -123,41 +121,21 @@ def use_compilation_cache() -> None:
         jax.config.update("jax_persistent_cache_min_compile_time_secs", 0)
 
 
-def _parse_flags(argv: list[str]) -> list[tuple[str, str]]:
-    """Parses all flags and returns the fields of the config that they set, as text."""
-    flags.FLAGS.set_gnu_getopt(True)
-    try:
-        _, *unknown = flags.FLAGS(argv, known_only=True)
-    except SystemExit as error:  # absl has printed the help, and ends with status 1
-        raise SystemExit(0) from error
-    except flags.Error as error:
-        raise InputError(str(error)) from error
-    if flags.FLAGS["verbosity"].using_default_value:
-        flags.FLAGS.verbosity = logging.WARNING  # JAX, TFDS and orbax log much at INFO
-    overrides = []
-    for word in unknown:
-        name, equals, text = word.lstrip("-").partition("=")
-        section, _, path = name.partition(".")
-        if not (word.startswith("-") and section == "config" and path and equals):
-            own = flags.FLAGS.get_key_flags_for_module(sys.argv[0])
-            paths = [f"config.{path}" for path, _ in _fields(config_lib.base_config())]
-            known = [*(flag.name for flag in own), *paths]
-            raise InputError(
-                f"unrecognized argument {word!r}: write --name=value; {suggest(name, known)}"
-            )
-        overrides.append((path, text))
-    return overrides
+def out_path(default: str) -> Path:
+    """Returns --out, in which a shell leaves `~` as it is."""
+    return Path(OUT.value or default).expanduser()
 
 
-def _make_config(
-    overrides: Sequence[tuple[str, str]], of_a_run: bool, uses: Collection[str]
-) -> ConfigDict | None:
-    """Returns the config that --config and its fields describe."""
-    workdir = WORKDIR.value if "workdir" in flags.FLAGS else None
+def read_config(overrides: Overrides, uses: Collection[str] = config_lib.EVALUATED) -> ConfigDict:
+    """Returns the config that --config, or else the run in --workdir, and the overrides describe.
+
+    Args:
+      overrides: What `run` passes to the command.
+      uses: Fields whose modules the command imports; see `config.load_run_config`.
+    """
+    workdir = WORKDIR.value
     if CONFIG.value is not None:
-        config = load_config(CONFIG.value)
-    elif not of_a_run:
-        return None
+        config = config_lib.load_config(CONFIG.value)
     elif workdir and (epath.Path(workdir).expanduser() / "config.json").exists():
         fields = {path for path, _ in overrides}
         if any(path.startswith("attention_init.") for path in fields):
@@ -178,7 +156,7 @@ def set_field(config: ConfigDict, path: str, text: str, flag: str = "config") ->
     """Sets a field, such as 'model.depth', as `--config.FIELD=VALUE` does.
 
     Options of the scheme need not be in `attention_init`. Another 'attention_init.name' removes
-    those that its scheme does not take.
+    those that its scheme does not take. A dict sets single fields of a section.
 
     Args:
       config: Config to change.
@@ -189,7 +167,7 @@ def set_field(config: ConfigDict, path: str, text: str, flag: str = "config") ->
     Raises:
       InputError: There is no such field, or the value has another type.
     """
-    fields = dict(_fields(config))
+    fields = _fields(config)
     if path.startswith("attention_init."):
         options = scheme_options(config.attention_init.name)
         fields = dict.fromkeys(f"attention_init.{option}" for option in options) | fields
@@ -199,23 +177,27 @@ def set_field(config: ConfigDict, path: str, text: str, flag: str = "config") ->
     section, _, name = path.rpartition(".")
     try:
         value = _read(text, old)
-        if isinstance(old, ConfigDict) and not isinstance(value, dict):
-            raise TypeError
         with config.unlocked():
-            (config[section] if section else config)[name] = value
-    except (TypeError, ValueError) as error:
+            if isinstance(old, ConfigDict) and path != "attention_init":
+                old.update(value)
+            else:
+                (config[section] if section else config)[name] = value
+    except (AttributeError, TypeError, ValueError) as error:
         kind = "dict" if isinstance(old, ConfigDict) else type(old).__name__
         raise InputError(f"--{flag}.{path}={text} must be of type {kind}, such as {old}") from error
     if path == "attention_init.name":
-        _drop_foreign_options(config)
+        for option in config_lib.drop_foreign_options(config):
+            print(f"note: attention_init.{option} is no option of {text!r} and is left out")
 
 
-def _fields(config: ConfigDict, prefix: str = "") -> Iterator[tuple[str, Any]]:
-    """Yields path and value of every field and section."""
+def _fields(config: ConfigDict, prefix: str = "") -> dict[str, Any]:
+    """Returns the values of all fields and sections by their paths."""
+    fields = {}
     for name, value in config.items():
-        yield prefix + name, value
+        fields[prefix + name] = value
         if isinstance(value, ConfigDict):
-            yield from _fields(value, f"{prefix}{name}.")
+            fields |= _fields(value, f"{prefix}{name}.")
+    return fields
 
 
 def _read(text: str, old: Any) -> Any:
@@ -237,9 +219,3 @@ def check_schemes(schemes: Sequence[str]) -> None:
         raise InputError(f"--schemes={','.join(schemes)}: a scheme appears twice")
     for scheme in schemes:
         scheme_options(scheme)
-
-
-def _drop_foreign_options(config):
-    for option in config_lib.drop_foreign_options(config):
-        name = config.attention_init.name
-        print(f"note: attention_init.{option} is not an option of {name!r} and is left out")

@@ -110,8 +110,9 @@ def _replace_together(files: dict[Path, bytes]) -> None:
             path.unlink(missing_ok=True)
 
 
-def main(config: ConfigDict) -> None:
+def main(overrides: command_line.Overrides) -> None:
     """Runs the command."""
+    config = command_line.read_config(overrides, uses=["model.name"])
     if not WORKDIR.value:
         raise InputError("--workdir is required: the output directory of the run")
     path = command_line.out_path("model.safetensors")
@@ -128,4 +129,4 @@ def main(config: ConfigDict) -> None:
 
 
 if __name__ == "__main__":
-    command_line.run(main, uses=lambda: ["model.name"])
+    command_line.run(main)

@@ -15,12 +15,11 @@ Any field of the config can be set on the command line: --config.batch_size=256
 import gc
 
 if __name__ == "__main__":
-    gc.disable()  # not worth its time during the imports; `command_line.run` enables it
+    gc.disable()  # not worth its time during the imports; `command_line` enables it
 
 
 # isort: split
 from absl import flags
-from ml_collections import ConfigDict
 
 from structinit_jax import command_line, dry_run, evaluate, train
 from structinit_jax.command_line import STEP, WORKDIR
@@ -58,12 +57,13 @@ LOST_TIMEOUT = flags.DEFINE_integer(
 )
 
 
-def main(config: ConfigDict) -> None:
+def main(overrides: command_line.Overrides) -> None:
     """Runs the mode that the flags select."""
     if TARGET.value and not DRY_RUN.value:
         raise InputError(f"--target={TARGET.value} needs --dry_run, which compiles for it")
     if MODE.value == "eval" and (DRY_RUN.value or PROFILE_STEPS.value):
         raise InputError("--dry_run and --profile_steps are about training: omit --mode=eval")
+    config = command_line.read_config(overrides, EVALUATED if MODE.value == "eval" else TRAINED)
     distributed.join(
         COORDINATOR_ADDRESS.value,
         NUM_PROCESSES.value,
@@ -83,9 +83,5 @@ def main(config: ConfigDict) -> None:
         train.train(config, WORKDIR.value, profiling.parse_steps(PROFILE_STEPS.value))
 
 
-def _uses():
-    return EVALUATED if MODE.value == "eval" else TRAINED
-
-
 if __name__ == "__main__":
-    command_line.run(main, shared=["workdir", "step", "trust_workdir"], uses=_uses)
+    command_line.run(main, shared=["config", "workdir", "step", "trust_workdir"])

@@ -171,4 +171,4 @@ def main(overrides: Sequence[tuple[str, str]]) -> None:
 
 
 if __name__ == "__main__":
-    command_line.run(main, shared=["workdir"], with_config=False)
+    command_line.run(main, shared=["workdir"])

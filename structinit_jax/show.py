@@ -83,8 +83,9 @@ def draw_tiles(images: list[np.ndarray], captions: list[str]) -> Image.Image:
     return sheet
 
 
-def main(config: ConfigDict) -> None:
+def main(overrides: command_line.Overrides) -> None:
     """Draws up to 48 images of the batch with their targets."""
+    config = command_line.read_config(overrides)
     step = STEP.value or "1"
     if not step.isdecimal() or int(step) < 1:
         raise InputError(f"--step={step} must be a training step: 1 or more")

@@ -29,7 +29,7 @@ CONFIG = "--config=configs/vit_t_digits.py"
 def test_the_command_names_what_is_wrong(tmp_path, data_dir, arguments, words):
     common = [CONFIG, f"--workdir={tmp_path}/run", f"--config.data.data_dir={data_dir}"]
     result = fork_main.run(*common, *arguments, timeout=60)
-    assert result.returncode == command_line.MISTAKE_EXIT_CODE, result.stderr
+    assert result.returncode == 2, result.stderr
     (message,) = [line for line in result.stderr.splitlines() if line.startswith("error: ")]
     assert not [word for word in words.split() if word not in message], message
     assert "Traceback" not in result.stderr

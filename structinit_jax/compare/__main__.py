@@ -18,10 +18,9 @@ import shlex
 import sys
 
 from absl import flags
-from ml_collections import ConfigDict
 
 from structinit_jax import command_line
-from structinit_jax.command_line import WORKDIR
+from structinit_jax.command_line import CONFIG, WORKDIR
 from structinit_jax.compare import grid, report, run
 from structinit_jax.errors import InputError
 from structinit_jax.training.workdir import local_path
@@ -42,15 +41,16 @@ _REPORT_ONLY = flags.DEFINE_bool(
 )
 
 
-def main(config: ConfigDict | None) -> None:
+def main(overrides: command_line.Overrides) -> None:
     """Runs the command; exits with status 1 if a run failed."""
     if not WORKDIR.value:
         raise InputError("--workdir is required: the output directory, such as /tmp/compare")
     if _REPORT_ONLY.value:
         report.write_report(local_path(WORKDIR.value))
         return
-    if config is None:
+    if CONFIG.value is None:
         raise InputError("--config is required, such as --config=configs/vit_fashion_mnist.py")
+    config = command_line.read_config(overrides)
     command_line.check_schemes(_SCHEMES.value)
     schemes = _SCHEMES.value or [config.attention_init.name]
     failed = run.run_grid(
@@ -65,4 +65,4 @@ def main(config: ConfigDict | None) -> None:
 
 
 if __name__ == "__main__":
-    command_line.run(main, shared=["workdir"], of_a_run=False)
+    command_line.run(main, shared=["config", "workdir"])
