@@ -19,7 +19,7 @@ from etils import epath
 from ml_collections import ConfigDict
 
 from structinit_jax import config as config_lib
-from structinit_jax.attention_init import scheme_options
+from structinit_jax.config import scheme_options
 from structinit_jax.errors import InputError, StoppedError, suggest
 
 CONFIG = flags.DEFINE_string(

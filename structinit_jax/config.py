@@ -6,12 +6,11 @@ The files in `configs/` start from `base_config` and set what their recipe chang
 """
 
 import dataclasses
-import functools
 import inspect
 import json
 import re
 import runpy
-from collections.abc import Collection, Mapping
+from collections.abc import Callable, Collection, Mapping
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -316,12 +315,35 @@ def order_options(config: ConfigDict) -> dict[str, Any]:
     )
 
 
+def find_scheme(name: str) -> Callable[..., attention_init.AttentionInit]:
+    """Returns the scheme of a `config.attention_init.name`, a function of its options.
+
+    Args:
+      name: A name in `attention_init.SCHEMES`, or your own as 'module:function'.
+    """
+    if is_reference(name):
+        return errors.load_reference(name, "attention_init.name")
+    if name not in attention_init.SCHEMES:
+        known = attention_init.SCHEMES
+        raise InputError(f"config.attention_init.name={name!r} is unknown: {suggest(name, known)}")
+    return attention_init.SCHEMES[name]
+
+
+def scheme_options(name: str) -> tuple[str, ...]:
+    """Returns the names of a scheme's options, which `config.attention_init` may set."""
+    return tuple(inspect.signature(find_scheme(name)).parameters)
+
+
 def make_attention_init(config: ConfigDict) -> attention_init.AttentionInit:
-    """Returns the scheme that `config.attention_init` names."""
-    scheme = _prefix_errors(attention_init.by_name, **{"name": "", **config.attention_init})
-    with_prefix = functools.partial(_prefix_errors, scheme)
-    with_prefix.__name__ = config.attention_init.name  # for error messages
-    return with_prefix
+    """Returns the `(rng, site) -> weights` that `config.attention_init` describes."""
+    options = dict(config.attention_init)
+    scheme = find_scheme(options.pop("name", ""))
+    if scheme in attention_init.SCHEMES.values():
+        errors.check_fields(scheme, options, "config.attention_init.")
+    try:
+        return scheme(**options)
+    except (InputError, TypeError) as error:
+        raise InputError(f"config.attention_init: {error}") from error
 
 
 def drop_foreign_options(config: ConfigDict) -> list[str]:
@@ -331,8 +353,8 @@ def drop_foreign_options(config: ConfigDict) -> list[str]:
     to one without. Options that no scheme takes stay, and are refused later.
     """
     section = config.attention_init
-    own = _prefix_errors(attention_init.scheme_options, section.get("name", ""))
-    known = {o for name in attention_init.SCHEMES for o in attention_init.scheme_options(name)}
+    own = scheme_options(section.get("name", ""))
+    known = {option for name in attention_init.SCHEMES for option in scheme_options(name)}
     foreign = [option for option in section if option in known and option not in own]
     with config.unlocked():
         for option in foreign:
@@ -351,13 +373,3 @@ def set_base_init(config: ConfigDict) -> bool:
 def _needs_pytorch_init(config):
     base_init = config.model.get("base_init", "pytorch")  # your own family may have none
     return config.attention_init.get("name") == "kaiming_uniform" and base_init != "pytorch"
-
-
-def _prefix_errors(function, *args, **kwargs):
-    """Calls a function of `attention_init` and adds the config section to its error messages."""
-    try:
-        return function(*args, **kwargs)
-    except InputError as error:
-        if str(error).startswith("config."):
-            raise
-        raise InputError(f"config.attention_init: {error}") from error

@@ -50,7 +50,7 @@ class Check(NamedTuple):
 
     Attributes:
       needs: Completes the sentence 'NAME=VALUE must be …'.
-      holds: The test. A `TypeError` counts as no.
+      holds: The test. A `TypeError` or `ValueError` counts as no.
     """
 
     needs: str
@@ -60,7 +60,7 @@ class Check(NamedTuple):
         """Whether a value passes the test."""
         try:
             return bool(self.holds(value))
-        except TypeError:
+        except (TypeError, ValueError):  # NumPy raises ValueError for the truth of an array
             return False
 
 

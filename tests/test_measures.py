@@ -6,7 +6,7 @@ from scipy.stats import entropy, special_ortho_group
 
 from structinit_jax.analysis import measures
 from structinit_jax.attention_init import AttentionSite, impulse, kernels, sincos_positions
-from structinit_jax.attention_init.pseudo_input import layer_norm
+from structinit_jax.attention_init.kernels import layer_norm
 
 GRID = (4, 5)
 RNG = np.random.default_rng(0)

@@ -94,7 +94,7 @@ def test_token_maps_are_the_mean_jacobian_over_channels(loaded):
 @pytest.mark.parametrize(("name", "ratio"), [("mimetic", 3.0), ("impulse", 0.5)])
 def test_schemes_are_the_same_under_jit(name, ratio):
     def build():
-        scheme = attention_init.by_name(name)
+        scheme = attention_init.SCHEMES[name]()
         return split_model(make(token_mlp_ratio=ratio, attention_init=scheme))[1]
 
     jax.tree.map(

@@ -33,7 +33,7 @@ pytestmark = pytest.mark.usefixtures("library_promotion")
 
 
 def scheme_of(family, name):
-    return attention_init.by_name(name, **(OPTIONS.get(name, {}) if family == "vit" else {}))
+    return attention_init.SCHEMES[name](**(OPTIONS.get(name, {}) if family == "vit" else {}))
 
 
 @jax.jit

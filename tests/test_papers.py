@@ -10,7 +10,8 @@ from scipy.special import softmax
 
 from structinit_jax import attention_init
 from structinit_jax.attention_init import AttentionSite, kernels, papers, sincos_positions
-from structinit_jax.attention_init.pseudo_input import draw_pseudo_input, layer_norm
+from structinit_jax.attention_init.kernels import layer_norm
+from structinit_jax.attention_init.papers import draw_pseudo_input
 
 # Few steps and small models leave the papers' targets out of reach.
 pytestmark = pytest.mark.filterwarnings("ignore:only .* of the attention rows")

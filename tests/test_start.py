@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from structinit_jax import train
-from structinit_jax.attention_init.draw import draw_flat
+from structinit_jax.attention_init.kernels import draw_flat
 from structinit_jax.data.datasets import CATALOG
 from structinit_jax.training.setup import initialize, set_up
 

@@ -82,7 +82,7 @@ def test_baselines():
 
 
 def test_options_that_do_not_fit_the_site_are_refused():
-    with pytest.raises(InputError, match="kernel_size=5 is larger than the token grid 4x6"):
+    with pytest.raises(InputError, match="kernel_size: size 5"):
         attention_init.impulse(kernel_size=5)(RNG, make_site())
     with pytest.raises(InputError, match=r"hidden=1: "):
         attention_init.impulse()(RNG, make_site(hidden=1))

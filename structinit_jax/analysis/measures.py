@@ -6,7 +6,7 @@ import numpy as np
 from jaxtyping import Array, Float
 
 from structinit_jax.attention_init.kernels import relative_index
-from structinit_jax.attention_init.report import find_hits
+from structinit_jax.attention_init.solve import find_hits
 
 # -- attention maps --------------------------------------------------------------------------------
 

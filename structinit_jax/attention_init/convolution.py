@@ -11,49 +11,40 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import PRNGKeyArray
 
-from structinit_jax.attention_init.kernels import assign, kernel_offsets
-from structinit_jax.attention_init.registry import register
+from structinit_jax.attention_init.kernels import Filters, assign, kernel_offsets
 from structinit_jax.attention_init.sites import ConvSite, ConvWeights
 from structinit_jax.errors import InputError
 
 FILTERS = ("impulse", "gaussian", "box")
 
 
-@register("default", ConvSite)
-@register("kaiming_uniform", ConvSite)
-def random_filters(rng: PRNGKeyArray, site: ConvSite) -> ConvWeights:
+def default(rng: PRNGKeyArray, site: ConvSite) -> ConvWeights:
     """Uniform between ±1/f, PyTorch's default for a filter that sees one channel."""
     shape = (site.num_layers, site.kernel_size, site.kernel_size, site.width)
     bound = 1 / site.kernel_size
     return ConvWeights(jax.random.uniform(rng, shape, minval=-bound, maxval=bound))
 
 
-@register("impulse", ConvSite)
-def impulse(
-    rng: PRNGKeyArray,
-    site: ConvSite,
-    *,
-    filters: str | np.ndarray = "impulse",
-    sigma: float = 0.7,
-    offsets: str = "even",
-    same_layers: bool = False,
-) -> ConvWeights:
-    """Gives each channel a filter centered at one of the f² places of the kernel.
-
-    For the options see `impulse` for an `AttentionSite`.
-    """
-    bank = _filter_bank(filters, site.kernel_size, sigma)
-    if offsets == "center_first" and site.kernel_size % 2 == 0:
+def impulse(rng: PRNGKeyArray, site: ConvSite, filters: Filters) -> ConvWeights:
+    """Gives each channel a filter centered at one of the f² places of the kernel."""
+    if (filters.kernel_size, filters.dilation) != (Filters.kernel_size, Filters.dilation):
+        raise InputError(
+            "kernel_size and dilation do not apply to a ConvSite, whose kernels have the size of "
+            "the model's: leave them out"
+        )
+    bank = _filter_bank(filters.kind, site.kernel_size, filters.sigma)
+    if filters.offsets == "center_first" and site.kernel_size % 2 == 0:
         raise InputError(
             f"offsets='center_first': the kernel of a ConvSite with kernel_size={site.kernel_size} "
             "is even and has no center: use 'even' or 'random'"
         )
     shape = (site.num_layers, site.width)
-    filter_index = assign(rng, shape, len(bank), order=offsets, same_layers=same_layers)
+    filter_index = assign(
+        rng, shape, len(bank), order=filters.offsets, same_layers=filters.same_layers
+    )
     return ConvWeights(jnp.moveaxis(jnp.asarray(bank)[filter_index], 1, -1))
 
 
-@register("impulse_2024", ConvSite)
 def impulse_2024(
     rng: PRNGKeyArray,
     site: ConvSite,
@@ -62,17 +53,7 @@ def impulse_2024(
     variance: float | None = None,
     num_filters: int | None = None,
 ) -> ConvWeights:
-    """The filters of the 2024 program, drawn independently for each channel.
-
-    Args:
-      rng: Random key.
-      site: The layers.
-      taps: Number of places with a weight, all with the same one. 1 is the impulse of table 4, and
-        f² its box.
-      variance: If given, filters are Gaussians of this variance around one place instead.
-      num_filters: Number of distinct filters of a layer, from which each channel draws one; None
-        gives each channel its own. If filters are trained, they do not stay equal.
-    """
+    """The filters of the 2024 program, drawn independently for each channel."""
     size, shape = site.kernel_size, (site.num_layers, site.width)
     if taps > size**2:
         raise InputError(

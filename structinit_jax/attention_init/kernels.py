@@ -1,21 +1,60 @@
-"""Convolution kernels, the attention maps that act like them, and their assignment to heads."""
+"""Convolution kernels, the attention maps that act like them, and their assignment to heads.
 
-from collections.abc import Sequence
-from typing import Any
+Also what schemes draw and the tokens that they solve for: random numbers, positions, LayerNorm.
+"""
+
+import dataclasses
+import math
+from collections.abc import Callable, Sequence
+from typing import Annotated, Literal
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Int, PRNGKeyArray
 
-from structinit_jax.attention_init.draw import draw_flat
 from structinit_jax.attention_init.sites import AttentionSite, TokenMixingSite
-from structinit_jax.errors import InputError, is_count
+from structinit_jax.errors import Check, InputError, PositiveFloat, PositiveInt, is_count
 
-FILTERS = ("impulse", "gaussian", "difference_of_gaussians", "box")
-ORDERS = ("even", "random", "center_first")
+OddInt = Annotated[int, Check("an odd positive whole number", lambda x: is_count(x) and x % 2 == 1)]
+FilterArray = Annotated[
+    np.ndarray | jax.Array,
+    Check(
+        "an array of kernels [F, f, f] or maps [F, N, N] of finite numbers",
+        lambda x: np.ndim(x) == 3 and np.size(x) > 0 and bool(np.isfinite(x).all()),
+    ),
+]
+FilterKind = Literal["impulse", "gaussian", "difference_of_gaussians", "box"] | FilterArray
+Order = Literal["even", "random", "center_first"]
 
 # -- kernels ---------------------------------------------------------------------------------------
+
+
+@dataclasses.dataclass(frozen=True)
+class Filters:
+    """The filters that the layers of a site imitate; the options are described in `impulse`.
+
+    Attributes:
+      kind: The option `filters`.
+      kernel_size: Kernel size f, or one per layer.
+      sigma: Standard deviation of Gaussians in tokens.
+      dilation: Tokens between neighboring offsets, or one per layer; None is the site's default.
+      offsets: How filters are assigned to heads.
+      same_layers: Whether layers with the same filters get the same weights.
+    """
+
+    kind: FilterKind = "impulse"
+    kernel_size: OddInt | tuple[OddInt, ...] = 3
+    sigma: PositiveFloat = 0.7
+    dilation: PositiveInt | tuple[PositiveInt, ...] | None = None
+    offsets: Order = "even"
+    same_layers: bool = False
+
+    def __post_init__(self):
+        is_impulse = isinstance(self.kind, str) and self.kind == "impulse"
+        if not is_impulse and np.any(np.not_equal(self.dilation or 1, 1)):
+            raise InputError(f"dilation={self.dilation!r} needs filters='impulse': leave it out")
 
 
 def kernel_offsets(kernel_size: int) -> Int[np.ndarray, "F 2"]:
@@ -55,20 +94,6 @@ def smooth_kernels(
 def box_kernels(kernel_size: int) -> Float[np.ndarray, "1 f f"]:
     """Returns the mean filter, a single kernel that spans one dimension (2024, corollary 3)."""
     return np.full((1, kernel_size, kernel_size), kernel_size**-2, np.float32)
-
-
-def check_kernel_size(kernel_size: Any, grid: tuple[int, int] | None = None) -> None:
-    """Raises `InputError` unless the kernel size is odd, positive and fits the grid."""
-    if not is_count(kernel_size) or kernel_size % 2 == 0:
-        raise InputError(
-            f"kernel_size={kernel_size!r}: needs an odd positive whole number, so that it has a "
-            "center"
-        )
-    if grid is not None and kernel_size > min(grid):
-        raise InputError(
-            f"kernel_size={kernel_size} is larger than the token grid {grid[0]}x{grid[1]}: use a "
-            "smaller kernel or more tokens"
-        )
 
 
 # -- target maps -----------------------------------------------------------------------------------
@@ -116,45 +141,80 @@ def normalize_rows(maps: Float[np.ndarray, "F N N"]) -> Float[np.ndarray, "F N N
     return (maps / np.where(total > 0, total, 1)).astype(np.float32)
 
 
-def target_kernels(
-    site: AttentionSite | TokenMixingSite,
-    *,
-    filters: str | np.ndarray,
-    kernel_size: int | Sequence[int],
-    dilation: int | Sequence[int],
-    sigma: float,
+def filter_kernels(
+    site: AttentionSite | TokenMixingSite, filters: Filters
 ) -> tuple[Float[np.ndarray, "F R C"], tuple[tuple[int, int], ...]]:
-    """Builds the distinct kernels that the options of `tokens.impulse` describe.
+    """Returns the distinct kernels of all layers, and which of them each layer uses.
 
     Returns:
       Kernels over all offsets of the site's grid, R = 2 rows - 1 and C = 2 cols - 1, and for each
-      layer the range (start, stop) of the kernels that it uses.
+      layer the range (start, stop) of its kernels.
     """
     layers = [None] * site.num_layers
-    if isinstance(filters, str):
-        sizes = _per_layer("kernel_size", kernel_size, site.num_layers)
-        dilations = _per_layer("dilation", dilation, site.num_layers)
+    if isinstance(filters.kind, str):
+        sizes = _per_layer("kernel_size", filters.kernel_size, site.num_layers)
+        dilations = _per_layer("dilation", filters.dilation or 1, site.num_layers)
         layers = list(zip(sizes, dilations, strict=True))
     ranges, banks, stop = {}, [], 0
     for layer in dict.fromkeys(layers):
-        if layer is None:
-            bank = _check_kernels(np.asarray(filters, np.float32))
-        elif filters == "impulse":
-            bank = impulse_kernels(*layer)
-        elif filters == "box":
-            bank = box_kernels(layer[0])
-        else:
-            surround = 2 * sigma if filters == "difference_of_gaussians" else None
-            bank = smooth_kernels(layer[0], sigma, surround=surround)
+        match filters.kind:
+            case np.ndarray() | jax.Array():
+                bank = _check_kernels(np.asarray(filters.kind, np.float32))
+            case "impulse":
+                bank = impulse_kernels(*layer)
+            case "box":
+                bank = box_kernels(layer[0])
+            case "gaussian":
+                bank = smooth_kernels(layer[0], filters.sigma)
+            case "difference_of_gaussians":
+                bank = smooth_kernels(layer[0], filters.sigma, surround=2 * filters.sigma)
         banks.append(crop_kernels(bank, site.grid))
         ranges[layer] = (stop, stop := stop + len(bank))
     return np.concatenate(banks), tuple(ranges[layer] for layer in layers)
 
 
+def filter_maps(
+    site: AttentionSite | TokenMixingSite, filters: Filters
+) -> tuple[Float[np.ndarray, "F N N"], tuple[tuple[int, int], ...]]:
+    """Like `filter_kernels`, but returns target maps H. `filters.kind` may also be these maps.
+
+    Raises:
+      InputError: The filters do not fit the grid.
+    """
+    is_array = not isinstance(filters.kind, str)
+    if is_array and np.shape(filters.kind)[1:] == (site.num_tokens,) * 2:
+        maps = np.asarray(filters.kind, np.float32)
+        ranges = ((0, len(maps)),) * site.num_layers
+        sums = maps.sum(axis=-1)
+        is_attention = (maps >= 0).all() and ((sums == 0) | (np.abs(sums - 1) < 1e-3)).all()
+        if isinstance(site, AttentionSite) and not is_attention:
+            raise InputError(
+                "filters: attention maps need nonnegative values and rows that sum to 1, or to 0 "
+                "for tokens without a target"
+            )
+    else:
+        size = max(np.shape(filters.kind)[1:]) if is_array else np.max(filters.kernel_size)
+        largest = 2 * max(site.grid) - 1 if is_array else min(site.grid)
+        if size > largest:
+            raise InputError(
+                f"{'filters' if is_array else 'kernel_size'}: size {size} does not fit "
+                f"{site.grid[0]}x{site.grid[1]} tokens, which allow kernels of {largest} and maps "
+                f"[F, {site.num_tokens}, {site.num_tokens}], without class and register tokens"
+            )
+        kernels, ranges = filter_kernels(site, filters)
+        maps = normalize_rows(convolution_maps(kernels, site.grid))
+    if not maps.any(axis=(1, 2)).all():
+        raise InputError(
+            f"filters: one leads off the {site.grid[0]}x{site.grid[1]} tokens from every token: "
+            "use a smaller kernel or dilation, or more tokens"
+        )
+    return maps, ranges
+
+
 def growing_dilation(
     kernel_size: int | Sequence[int], num_layers: int, grid: tuple[int, int]
 ) -> tuple[int, ...]:
-    """Returns the default dilation of each layer for `tokens.impulse`.
+    """Returns the default dilation of each layer for attention with positions.
 
     It is 1 in the first third of the layers. In the others the kernel reaches a seventh of the
     grid's shorter side: 2 tokens for 14×14.
@@ -165,54 +225,12 @@ def growing_dilation(
     return (1,) * first + tuple(later[first:])
 
 
-def target_maps(
-    site: AttentionSite | TokenMixingSite, *, filters: str | np.ndarray, **options
-) -> tuple[Float[np.ndarray, "F N N"], tuple[tuple[int, int], ...]]:
-    """Like `target_kernels`, but returns target maps. `filters` may also be these maps.
-
-    Raises `InputError` for filters that lead off the grid from every token.
-    """
-    if isinstance(filters, str):
-        for size in np.ravel(options["kernel_size"]).tolist():
-            check_kernel_size(size, site.grid)
-    if np.shape(filters)[1:] == (site.num_tokens,) * 2:
-        maps, ranges = np.asarray(filters, np.float32), ((0, len(filters)),) * site.num_layers
-        sums = maps.sum(axis=-1)
-        is_attention = (maps >= 0).all() and ((sums == 0) | (np.abs(sums - 1) < 1e-3)).all()
-        if isinstance(site, AttentionSite) and not is_attention:
-            raise InputError(
-                "filters: attention maps need nonnegative values and rows that sum to 1, or "
-                "to 0 for tokens without a target"
-            )
-    else:
-        widest = 2 * max(site.grid) - 1
-        if not isinstance(filters, str) and max(np.shape(filters)[1:]) > widest:
-            raise InputError(
-                f"filters has shape {np.shape(filters)}: maps need [F, {site.num_tokens}, "
-                f"{site.num_tokens}], without class and register tokens, and kernels [F, f, f] at "
-                f"most f={widest} on {site.grid[0]}x{site.grid[1]} tokens"
-            )
-        kernels, ranges = target_kernels(site, filters=filters, **options)
-        maps = normalize_rows(convolution_maps(kernels, site.grid))
-    empty = np.flatnonzero(~maps.any(axis=(1, 2)))
-    if len(empty):
-        name = f"dilation={options['dilation']}" if isinstance(filters, str) else "filters"
-        raise InputError(
-            f"{name}: filter {empty[0]} leads off the token grid "
-            f"{site.grid[0]}x{site.grid[1]} from every token: use filters whose weights are closer "
-            "to their centers, or more tokens"
-        )
-    return maps, ranges
-
-
 def _check_kernels(kernels):
-    if kernels.shape[1] != kernels.shape[2] or kernels.shape[1] % 2 == 0:
+    if kernels.shape[1] != kernels.shape[2] or kernels.shape[1] % 2 == 0 or kernels.min() < 0:
         raise InputError(
-            f"filters has shape {kernels.shape}: needs kernels [F, f, f] with odd f, or, except "
-            "for attention within windows, maps [F, N, N] for the N tokens"
+            f"filters of shape {kernels.shape}: needs kernels [F, f, f] with odd f and without "
+            "negative values, or for attention with positions maps [F, N, N] of the N tokens"
         )
-    if kernels.min() < 0:
-        raise InputError("filters has negative values, but attention cannot be negative")
     return kernels
 
 
@@ -291,3 +309,75 @@ def random_rotations(
     """Draws matrices with orthonormal columns (m ≥ n), which give equal maps different weights."""
     normal = draw_flat(jax.random.normal, rng, (1, *shape[1:]) if same_layers else shape)
     return jnp.broadcast_to(jnp.linalg.qr(normal)[0], shape)
+
+
+# -- random numbers -----------------------------------------------------------------------------
+
+
+def draw_flat(
+    draw: Callable[[PRNGKeyArray, tuple[int]], Array], rng: PRNGKeyArray, shape: tuple[int, ...]
+) -> Array:
+    """Returns the same values as `draw(rng, shape)`, but draws along a single axis.
+
+    On CPUs, XLA unrolls loops over short axes together with the many rounds of the random
+    generator, and takes up to 20 times as long to compile a draw over several axes.
+
+    Args:
+      draw: Draws independent numbers, such as `jax.random.normal`.
+      rng: Random key.
+      shape: Shape of the result.
+    """
+    return draw(rng, (math.prod(shape),)).reshape(shape)
+
+
+def trunc_normal(
+    rng: PRNGKeyArray, shape: tuple[int, ...], dtype: DTypeLike = float, *, std: float
+) -> Array:
+    """Draws as timm's `trunc_normal_(std=std)`, which cuts at ±2, not at ±2 standard deviations."""
+    return std * jax.random.truncated_normal(rng, -2 / std, 2 / std, shape, dtype)
+
+
+# -- tokens -------------------------------------------------------------------------------------
+
+
+def sincos_positions(
+    grid: tuple[int, int], width: int, convention: str = "timm"
+) -> Float[np.ndarray, "N D"]:
+    """Returns the 2-D sine-cosine encoding with temperature 10,000; N = rows × cols, row-major.
+
+    Args:
+      grid: (rows, cols).
+      width: Channels D, a multiple of 4 and at least 8.
+      convention: 'timm' is timm's `build_sincos2d_pos_embed`, which the 2024 paper uses: channels
+        sin y, sin x, cos y, cos x and frequencies 10,000^(-4 i / D), i = 0 … D/4 - 1. 'moco' is
+        that of MoCo v3 and big_vision: sin x, cos x, sin y, cos y and 10,000^(-i / (D/4 - 1)).
+
+    Raises:
+      InputError: The width cannot be encoded, or the convention is unknown.
+    """
+    if width % 4 or width < 8:
+        raise InputError(
+            f"width={width}: sin-cos positions need a width of at least 8 that is divisible by 4; "
+            "change the width, or use learned positions and a scheme that keeps them, such as "
+            "'mimetic'"
+        )
+    if convention not in ("timm", "moco"):
+        raise InputError(f"convention={convention!r}: choose 'timm' or 'moco'")
+    quarter = width // 4
+    steps = quarter if convention == "timm" else quarter - 1
+    frequencies = 10_000.0 ** -(np.arange(quarter) / steps)
+    y, x = np.meshgrid(*map(np.arange, grid), indexing="ij")
+    y, x = (axis.reshape(-1, 1) * frequencies for axis in (y, x))
+    if convention == "timm":
+        channels = [np.sin(y), np.sin(x), np.cos(y), np.cos(x)]
+    else:
+        channels = [np.sin(x), np.cos(x), np.sin(y), np.cos(y)]
+    return np.concatenate(channels, axis=1).astype(np.float32)
+
+
+def layer_norm(x: Float[Array | np.ndarray, "N D"], epsilon: float = 1e-6):
+    """LayerNorm without scale and bias: in float64 for a NumPy array, else in float32."""
+    xp, dtype = (np, np.float64) if isinstance(x, np.ndarray) else (jnp, jnp.float32)
+    x = x.astype(dtype)
+    x = x - x.mean(axis=1, keepdims=True)
+    return x / xp.sqrt((x * x).mean(axis=1, keepdims=True) + epsilon)

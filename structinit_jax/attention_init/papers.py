@@ -1,6 +1,7 @@
 """The impulse initializations of the papers as published, for comparison with our `impulse`."""
 
 import functools
+from typing import Literal
 
 import jax
 import jax.numpy as jnp
@@ -8,25 +9,26 @@ import numpy as np
 import optax
 from jaxtyping import Array, Float, PRNGKeyArray
 
-from structinit_jax.attention_init.draw import trunc_normal
 from structinit_jax.attention_init.kernels import (
+    Filters,
     assign,
-    check_kernel_size,
-    convolution_maps,
-    impulse_kernels,
+    filter_maps,
+    layer_norm,
+    trunc_normal,
 )
-from structinit_jax.attention_init.pseudo_input import draw_pseudo_input, layer_norm
-from structinit_jax.attention_init.registry import register
-from structinit_jax.attention_init.report import report_on_maps
 from structinit_jax.attention_init.sites import AttentionSite, AttentionWeights, SolveReport
-from structinit_jax.attention_init.solve import split_product
-from structinit_jax.attention_init.value_out import mimetic_vo
+from structinit_jax.attention_init.solve import (
+    mimetic_vo,
+    report_on_maps,
+    split_product,
+    warn_if_out_of_reach,
+)
 
+PseudoInput = Literal["positions", "uniform", "gaussian", "positions+uniform", "positions+gaussian"]
 PSEUDO_INPUT_EPSILON = 1e-5  # PyTorch's default for LayerNorm; the models themselves use 1e-6
 RESCALE_EVERY = 100  # steps of algorithm 1 between two rescalings
 
 
-@register("impulse_2024", AttentionSite)
 def impulse_2024(
     rng: PRNGKeyArray,
     site: AttentionSite,
@@ -44,24 +46,10 @@ def impulse_2024(
     details that the paper leaves open follow its program, which also rescales the weights every 100
     steps. V and projection keep the model's initialization. `impulse` gets closer to the same
     targets, and much faster.
-
-    Args:
-      rng: Random key.
-      site: Layers to initialize.
-      kernel_size: Kernel size f, odd. Each head draws one of the f² offsets, with replacement.
-      same_layers: Whether all layers share their Q and K, as in the paper's main results. With two
-        pseudo inputs, the first layer still has its own. Layers that are not shared draw their own
-        offsets and noise.
-      first_input: Pseudo input of the first layer (table 6): 'positions', 'uniform', 'gaussian',
-        'positions+uniform' or 'positions+gaussian'.
-      following_input: Pseudo input of the other layers.
-      max_steps: Number of Adam steps.
-      learning_rate: Adam's learning rate.
     """
-    check_kernel_size(kernel_size, site.grid)
     positions = site.require_positions()
     offset_rng, input_rng, solve_rng = jax.random.split(rng, 3)
-    targets = jnp.asarray(convolution_maps(impulse_kernels(kernel_size), site.grid))
+    targets = jnp.asarray(filter_maps(site, Filters(kernel_size=kernel_size))[0])
     shared = 1 + (first_input != following_input) if same_layers else site.num_layers
     num_solved = min(shared, site.num_layers)
     filter_index = assign(offset_rng, (num_solved, site.num_heads), len(targets), order="random")
@@ -77,18 +65,37 @@ def impulse_2024(
         max_steps=max_steps,
         learning_rate=learning_rate,
     )
-    query, key, report = jax.vmap(solve)(
+    query, key, reports = jax.vmap(solve)(
         jax.random.split(solve_rng, num_solved), jnp.stack(inputs), targets[filter_index]
     )
+    report = jax.tree.map(jnp.mean, reports)
+    warn_if_out_of_reach(report)
     # The last solved layer is repeated for all layers that are equal to it.
     layer = np.minimum(np.arange(site.num_layers), num_solved - 1)
     return AttentionWeights(
         query[layer],
         key[layer],
-        report=jax.tree.map(jnp.mean, report),
+        report=report,
         filter_index=filter_index[layer],
         targets=targets,
     )
+
+
+def draw_pseudo_input(
+    rng: PRNGKeyArray, name: str, positions: Float[Array | np.ndarray, "N D"]
+) -> Float[Array | np.ndarray, "N D"]:
+    """Draws one of the pseudo inputs in table 6 of the 2024 paper, before LayerNorm.
+
+    'uniform' is noise between -1 and 1; 'gaussian' is truncated normal noise of standard deviation
+    (1/2)^1/2, that of the sin-cos encoding; a sum adds the noise to the positions.
+    """
+    if name == "positions":
+        return positions
+    if name.endswith("uniform"):
+        noise = jax.random.uniform(rng, positions.shape, minval=-1.0, maxval=1.0)
+    else:
+        noise = trunc_normal(rng, positions.shape, std=0.5**0.5)
+    return noise + positions if name.startswith("positions+") else noise
 
 
 @functools.partial(jax.jit, static_argnames=("head_dim", "qk_scale", "max_steps", "learning_rate"))
@@ -148,7 +155,6 @@ def optimize_2024(
     return jnp.moveaxis(query, 0, 1), jnp.moveaxis(key, 0, 1), report
 
 
-@register("impulse_2025", AttentionSite)
 def impulse_2025(
     rng: PRNGKeyArray,
     site: AttentionSite,
@@ -164,22 +170,13 @@ def impulse_2025(
     target map is 1, and 3 times truncated normal noise of standard deviation 0.6 elsewhere;
     `factor_logits` gives Q and K. Offsets go to heads in a fixed order, center first. V and
     projection are mimetic, in the orientation of `mimetic_vo`, as in the program.
-
-    Args:
-      rng: Random key.
-      site: Layers to initialize.
-      kernel_size: Kernel size f, odd; 3 in the paper.
-      position_scale: Factor on learned positions; fixed ones stay as they are.
-      query_key_norm: Frobenius norm of each head's Q and K.
-      value_out_scale: Factor on value and projection.
     """
-    check_kernel_size(kernel_size, site.grid)
     positions = jnp.asarray(site.require_positions())
     scale = position_scale if site.positions_trainable else None
     if scale is not None:
         positions = scale * positions
     noise_rng, vo_rng, offset_rng = jax.random.split(rng, 3)
-    targets = jnp.asarray(convolution_maps(impulse_kernels(kernel_size), site.grid))
+    targets = jnp.asarray(filter_maps(site, Filters(kernel_size=kernel_size))[0])
     shape = (site.num_layers, site.num_heads)
     filter_index = assign(offset_rng, shape, len(targets), order="center_first")
     query, key, report = _solve_2025(
@@ -191,6 +188,7 @@ def impulse_2025(
         qk_scale=site.qk_scale,
         norm=query_key_norm,
     )
+    warn_if_out_of_reach(report)
     value, out = (value_out_scale * w for w in mimetic_vo(vo_rng, site))
     return AttentionWeights(
         query,

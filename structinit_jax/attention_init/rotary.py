@@ -10,30 +10,32 @@ solves for the coefficients c_p = σ conj(q_p) k_p. The other schemes are those 
 import dataclasses
 import functools
 import math
-from collections.abc import Sequence
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-import optax
 from jaxtyping import Array, Float, Int, PRNGKeyArray
 
 from structinit_jax.attention_init import tokens
-from structinit_jax.attention_init.kernels import assign, target_maps
-from structinit_jax.attention_init.minimize import MASS_ROUNDS, find_norm, minimize
-from structinit_jax.attention_init.registry import register
-from structinit_jax.attention_init.report import (
-    TARGET_MASS,
-    overlap,
-    report_on_maps,
-)
+from structinit_jax.attention_init.kernels import Filters, assign, filter_maps
 from structinit_jax.attention_init.sites import (
     AttentionWeights,
     RotarySite,
     SolveReport,
     unless_one,
 )
-from structinit_jax.attention_init.value_out import VO_INITS, remove_inputs, remove_outputs
+from structinit_jax.attention_init.solve import (
+    MASS_ROUNDS,
+    TARGET_MASS,
+    VO_INITS,
+    find_norm,
+    minimize,
+    overlap,
+    remove_inputs,
+    remove_outputs,
+    report_on_maps,
+    warn_if_out_of_reach,
+)
 from structinit_jax.errors import InputError
 
 MAX_STEPS = 100
@@ -69,17 +71,11 @@ def rotary_angles(
     return np.concatenate(angles, axis=1).astype(np.float32)[None, None]
 
 
-@register("impulse", RotarySite)
 def impulse(
     rng: PRNGKeyArray,
     site: RotarySite,
+    filters: Filters,
     *,
-    kernel_size: int | Sequence[int] = 3,
-    filters: str | np.ndarray = "impulse",
-    sigma: float = 0.7,
-    dilation: int | Sequence[int] = 1,
-    offsets: str = "even",
-    same_layers: bool = False,
     target_mass: float = TARGET_MASS,
     vo_init: str = "balanced",
     keep_positions: bool = True,
@@ -94,8 +90,7 @@ def impulse(
     the model's `base_init`. The sizes of the coefficients are solved for: the maps closest to the
     targets at the lowest norm are also those that content disturbs least. The phases of k are
     random and independent for each head.
-
-    For the options see `impulse` for an `AttentionSite`.
+    The options are those of `attention_init.impulse`.
     """
     if site.angles is None:
         raise InputError(
@@ -107,12 +102,12 @@ def impulse(
             f"RotarySite.width={site.width}: needs an even number, for as many channels of the "
             "common vector at +1 as at -1"
         )
-    targets, ranges = target_maps(
-        site, filters=filters, kernel_size=kernel_size, dilation=dilation, sigma=sigma
-    )
+    targets, ranges = filter_maps(site, filters)
     order_rng, place_rng = jax.random.split(rng)
     shape = (site.num_layers, site.num_heads)
-    filter_index = assign(order_rng, shape, ranges, order=offsets, same_layers=same_layers)
+    filter_index = assign(
+        order_rng, shape, ranges, order=filters.offsets, same_layers=filters.same_layers
+    )
     angles, targets = jnp.asarray(site.angles, jnp.float32), jnp.asarray(targets)
     if angles.shape[:2] == (1, 1):  # one solve for each filter serves all heads
         bank, report = solve_coefficients(angles[0], targets, target_mass)
@@ -127,15 +122,17 @@ def impulse(
         coefficients,
         # Without angles a site is hashable, as static arguments must be.
         site=dataclasses.replace(site, angles=None),
-        same_layers=same_layers,
+        same_layers=filters.same_layers,
         vo_init=vo_init,
         keep_positions=keep_positions,
     )
     # The norm of what reads the common vector: each column of Q is that vector times q_i / D.
     size = jnp.mean(jnp.linalg.norm(coefficients, axis=2))
     norm = jnp.sqrt(size / (2 * site.qk_scale * site.width))
+    report = report._replace(norm=norm)
+    warn_if_out_of_reach(report)
     return weights._replace(
-        report=report._replace(norm=norm),
+        report=report,
         filter_index=filter_index,
         targets=targets,
         patch_scale=unless_one(patch_scale),
@@ -189,7 +186,6 @@ def solve_coefficients(
     Returns:
       Real and imaginary parts of c, and the report with the square root of the sum as the norm.
     """
-    transform = optax.lbfgs()
 
     def solve(problem):
         angles, target = problem
@@ -214,7 +210,7 @@ def solve_coefficients(
                 log_maps = jax.nn.log_softmax(logits(factor, norm, rows), axis=-1)
                 return -jnp.sum(some * log_maps) / len(rows)
 
-            return minimize(loss, factor, transform, line_search=True, max_steps=MAX_STEPS)
+            return minimize(loss, factor, max_steps=MAX_STEPS)
 
         def fit_norm(factor, norm):
             def mass_at(norm):

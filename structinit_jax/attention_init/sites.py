@@ -1,26 +1,31 @@
-"""What a scheme knows about a stack of layers (a site) and what it returns (weights)."""
+"""Sites, which describe a stack of layers to a scheme, and the weights that a scheme returns."""
 
 import dataclasses
-import inspect
-import numbers
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import jax
 import numpy as np
 from jaxtyping import Array, Float, Int
 
-from structinit_jax.errors import InputError, is_count
+from structinit_jax.errors import (
+    InputError,
+    PositiveFloat,
+    PositiveInt,
+    check_fields,
+    is_count,
+    require,
+)
 
-BASE_INITS = ("timm", "pytorch")
+
+def _is_grid(x):
+    return isinstance(x, tuple) and len(x) == 2 and all(map(is_count, x))
 
 
 def check_grid(argument: str, grid: Any) -> None:
     """Raises `InputError` unless a grid is a tuple of two positive whole numbers."""
-    if not (isinstance(grid, tuple) and len(grid) == 2 and all(map(is_count, grid))):
-        raise InputError(
-            f"{argument}={grid!r}: needs a tuple (rows, cols) of two positive whole numbers"
-        )
+    needs = "a tuple (rows, cols) of two positive whole numbers"
+    require(argument, grid, needs, _is_grid)
 
 
 def check_shape(field: str, array: Any, expected: tuple[int, ...]) -> None:
@@ -31,24 +36,28 @@ def check_shape(field: str, array: Any, expected: tuple[int, ...]) -> None:
         )
 
 
-def is_at_hand(array: Any) -> bool:
-    """Whether this process can read an array, which is neither traced nor spread over processes."""
+def is_concrete(array: Any) -> bool:
+    """Whether this process can read an array: neither traced nor spread over processes."""
     return not isinstance(array, jax.core.Tracer) and getattr(array, "is_fully_addressable", True)
 
 
-def _check_sizes(site: Any, *sizes: str) -> None:
-    """Raises `InputError` unless these sizes of a site and its grid are positive whole numbers."""
-    kind = type(site).__name__
-    for size in sizes:
-        value = getattr(site, size)
-        if not is_count(value):
-            raise InputError(f"{kind}.{size}={value!r}: needs a positive whole number")
-    if hasattr(site, "grid"):
-        check_grid(f"{kind}.grid", site.grid)
+class _Site:
+    """Base of the sites: checks every field by its annotation."""
+
+    def __post_init__(self):
+        kind = type(self).__name__
+        check_fields(type(self), vars(self), f"{kind}.")
+        if hasattr(self, "grid"):
+            check_grid(f"{kind}.grid", self.grid)
+
+    @property
+    def num_tokens(self) -> int:
+        """Number of tokens N."""
+        return self.grid[0] * self.grid[1]
 
 
 @dataclasses.dataclass(frozen=True)
-class AttentionSite:
+class AttentionSite(_Site):
     """Stack of equal attention layers over one grid of tokens.
 
     Attributes:
@@ -61,65 +70,47 @@ class AttentionSite:
       positions: Position encoding [N, D] that the model adds to its tokens, N = rows × cols in
         row-major order, or None. The rank of a traced array is unknown, so its solve costs more.
       positions_trainable: Whether the model uses `AttentionWeights.positions`.
-      base_init: Start values of the model's other layers, 'timm' or 'pytorch'.
+      base_init: Initialization of the model's other layers, 'timm' or 'pytorch'.
     """
 
     grid: tuple[int, int]
-    width: int
-    num_heads: int
-    head_dim: int
-    num_layers: int
-    qk_scale: float
+    width: PositiveInt
+    num_heads: PositiveInt
+    head_dim: PositiveInt
+    num_layers: PositiveInt
+    qk_scale: PositiveFloat
     positions: np.ndarray | jax.Array | None = None
     positions_trainable: bool = False
-    base_init: str = "timm"
+    base_init: Literal["timm", "pytorch"] = "timm"
 
     def __post_init__(self):
-        kind = type(self).__name__
-        _check_sizes(self, "width", "num_heads", "head_dim", "num_layers")
-        if not (isinstance(self.qk_scale, numbers.Real) and self.qk_scale > 0):
-            raise InputError(
-                f"{kind}.qk_scale={self.qk_scale!r}: needs a positive Python number, such as "
-                "head_dim**-0.5"
-            )
-        if self.base_init not in BASE_INITS:
-            raise InputError(
-                f"{kind}.base_init={self.base_init!r}: choose one of {', '.join(BASE_INITS)}"
-            )
-        if not isinstance(self.positions, np.ndarray | jax.Array | None):
-            raise InputError(
-                f"{kind}.positions is a {type(self.positions).__name__}: pass a NumPy or JAX array"
-            )
+        super().__post_init__()
         expected = (self.num_tokens, self.width)
-        if self.positions is not None and self.positions.shape != expected:
+        if self.positions is not None and np.shape(self.positions) != expected:
             raise InputError(
-                f"AttentionSite.positions has shape {self.positions.shape}, but grid={self.grid} "
-                f"and width={self.width} need {expected}: leave out class and register tokens"
+                f"AttentionSite.positions has shape {np.shape(self.positions)}, but "
+                f"grid={self.grid} and width={self.width} need {expected}: leave out class and "
+                "register tokens"
             )
-
-    @property
-    def num_tokens(self) -> int:
-        """Number of tokens N."""
-        return self.grid[0] * self.grid[1]
 
     def require_positions(self) -> np.ndarray | jax.Array:
-        """Returns `positions`, as a NumPy array unless they are traced or spread over processes.
+        """Returns `positions`, as a NumPy array if they are concrete.
 
         Raises:
           InputError: There are none, or all are equal.
         """
         if self.positions is None:
             raise InputError(
-                "AttentionSite.positions=None: this scheme solves the attention maps against the "
-                "position encoding; pass one, or use 'mimetic' or 'default'"
+                "AttentionSite.positions=None: this scheme solves for attention to positions; pass "
+                "the model's position encoding, or use 'mimetic' or 'default'"
             )
-        if not is_at_hand(self.positions):
+        if not is_concrete(self.positions):
             return self.positions
         positions = np.asarray(self.positions)
         if not 0 < np.ptp(positions.astype(np.float64), axis=0).max() < np.inf:
             raise InputError(
-                "AttentionSite.positions are equal for all tokens or not finite: this scheme needs "
-                "an encoding that tells tokens apart; pass one, or use 'mimetic' or 'default'"
+                "AttentionSite.positions are equal for all tokens or not finite: pass an encoding "
+                "that tells tokens apart, or use 'mimetic' or 'default'"
             )
         return positions
 
@@ -153,12 +144,10 @@ class RotarySite(AttentionSite):
     positions: None = dataclasses.field(default=None, init=False)
     positions_trainable: bool = dataclasses.field(default=False, init=False)
     angles: np.ndarray | jax.Array | None = dataclasses.field(kw_only=True)
-    pairs: str = dataclasses.field(default="interleaved", kw_only=True)
+    pairs: Literal["interleaved", "halves"] = dataclasses.field(default="interleaved", kw_only=True)
 
     def __post_init__(self):
         super().__post_init__()
-        if self.pairs not in ("interleaved", "halves"):
-            raise InputError(f"RotarySite.pairs={self.pairs!r}: choose 'interleaved' or 'halves'")
         if self.angles is None:
             return
         shape, layers, heads = np.shape(self.angles), self.num_layers, self.num_heads
@@ -172,7 +161,7 @@ class RotarySite(AttentionSite):
 
 
 @dataclasses.dataclass(frozen=True)
-class TokenMixingSite:
+class TokenMixingSite(_Site):
     """Stack of equal token-mixing MLPs with exact GELU, as in MLP-Mixer, over one grid of tokens.
 
     Attributes:
@@ -183,21 +172,13 @@ class TokenMixingSite:
     """
 
     grid: tuple[int, int]
-    hidden: int
-    num_layers: int
-    width: int
-
-    def __post_init__(self):
-        _check_sizes(self, "hidden", "num_layers", "width")
-
-    @property
-    def num_tokens(self) -> int:
-        """Number of tokens N."""
-        return self.grid[0] * self.grid[1]
+    hidden: PositiveInt
+    num_layers: PositiveInt
+    width: PositiveInt
 
 
 @dataclasses.dataclass(frozen=True)
-class ConvSite:
+class ConvSite(_Site):
     """Stack of equal depthwise convolutions, as in ConvMixer.
 
     Attributes:
@@ -206,12 +187,9 @@ class ConvSite:
       num_layers: Number of convolutions L.
     """
 
-    kernel_size: int
-    width: int
-    num_layers: int
-
-    def __post_init__(self):
-        _check_sizes(self, "kernel_size", "width", "num_layers")
+    kernel_size: PositiveInt
+    width: PositiveInt
+    num_layers: PositiveInt
 
 
 class SolveReport(NamedTuple):
@@ -236,7 +214,7 @@ class SolveReport(NamedTuple):
 
 
 def unless_one(factor: float) -> float | None:
-    """Returns a factor for `AttentionWeights`, where None leaves the model's own, as 1 does."""
+    """Returns a factor for `AttentionWeights`; 1 becomes None, which leaves the model's own."""
     return None if factor == 1 else factor
 
 
@@ -244,7 +222,7 @@ class AttentionWeights(NamedTuple):
     """Initial weights for an `AttentionSite`, laid out as Flax's `MultiHeadAttention` kernels.
 
     None leaves the model's own initialization. Biases without a field keep theirs, except that
-    `interop` zeroes those of the projections that it sets.
+    `interop` zeroes the biases of the projections that it sets.
 
     Attributes:
       query: [L, D, h, d].
@@ -260,7 +238,7 @@ class AttentionWeights(NamedTuple):
       mlp_scale: Factor on the output kernels of the MLPs.
       report: Result of the solve.
       filter_index: Index [L, h] of each head's filter among the scheme's filters.
-      targets: The filters as maps [F, N, N], what `filter_index` counts. For analysis only.
+      targets: The filters as maps [F, N, N], to which `filter_index` refers. For analysis only.
       bias: Relative position bias [L, R, h] of a `WindowSite`, R = (2 rows - 1) (2 cols - 1), rows
         in timm's order (`kernels.relative_index`).
     """
@@ -306,31 +284,3 @@ Site = AttentionSite | TokenMixingSite | ConvSite
 Weights = AttentionWeights | TokenMixingWeights | ConvWeights
 AttentionInit = Callable[[jax.Array, Site], Weights]
 """Function `(rng, site) -> weights`: pure, and traceable by jit, vmap and eval_shape."""
-
-
-def check_scheme(scheme: Any) -> None:
-    """Raises `InputError` unless a scheme takes (rng, site); catches `impulse` for `impulse()`."""
-    try:
-        inspect.signature(scheme, follow_wrapped=False).bind(None, None)
-    except ValueError:  # it has no signature that Python knows
-        return
-    except TypeError as error:
-        name = getattr(scheme, "__name__", repr(scheme))
-        raise InputError(
-            f"attention_init={name} is not a function of (rng, site): call the scheme with its "
-            "options first, as in impulse()"
-        ) from error
-
-
-def call_scheme(scheme: AttentionInit, rng: jax.Array, site: Site) -> Weights:
-    """Returns a scheme's weights; raises `InputError` if they are of another kind than the site."""
-    weights = scheme(rng, site)
-    kinds = {TokenMixingSite: TokenMixingWeights, ConvSite: ConvWeights}
-    expected = kinds.get(type(site), AttentionWeights)
-    if not isinstance(weights, expected):
-        name = getattr(scheme, "__name__", repr(scheme))
-        raise InputError(
-            f"attention_init={name} returned {type(weights).__name__}: for this "
-            f"{type(site).__name__} it needs to return {expected.__name__}"
-        )
-    return weights

@@ -29,15 +29,18 @@ removes.
 """
 
 import functools
-from collections.abc import Sequence
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Float, PRNGKeyArray
 
-from structinit_jax.attention_init.kernels import assign, random_rotations, target_maps
-from structinit_jax.attention_init.registry import register
+from structinit_jax.attention_init.kernels import (
+    Filters,
+    assign,
+    filter_maps,
+    random_rotations,
+)
 from structinit_jax.attention_init.sites import TokenMixingSite, TokenMixingWeights
 from structinit_jax.errors import InputError
 
@@ -45,14 +48,12 @@ CORRELATION = 0.9  # between neighbors; the exact value hardly matters
 MIMETIC_NOISE = MIMETIC_IDENTITY = 0.7  # those of query and key in mimetic attention
 
 
-@register("default", TokenMixingSite)
 def default(rng: PRNGKeyArray, site: TokenMixingSite) -> TokenMixingWeights:
     """Leaves the model's own initialization in place, which is timm's."""
     del rng, site
     return TokenMixingWeights()
 
 
-@register("kaiming_uniform", TokenMixingSite)
 def kaiming_uniform(rng: PRNGKeyArray, site: TokenMixingSite) -> TokenMixingWeights:
     """Uniform between ±(inputs)^-1/2, PyTorch's default for Linear."""
 
@@ -66,7 +67,6 @@ def kaiming_uniform(rng: PRNGKeyArray, site: TokenMixingSite) -> TokenMixingWeig
     return TokenMixingWeights(*map(draw, rngs, shapes))
 
 
-@register("mimetic", TokenMixingSite)
 def mimetic(rng: PRNGKeyArray, site: TokenMixingSite) -> TokenMixingWeights:
     """Uses mimetic attention's logits, 0.7 U + 0.7 I with uniform noise U, as the map itself.
 
@@ -82,29 +82,15 @@ def mimetic(rng: PRNGKeyArray, site: TokenMixingSite) -> TokenMixingWeights:
     return TokenMixingWeights(*_factor_maps(rotation_rng, maps, jnp.asarray(basis), site.hidden))
 
 
-@register("impulse", TokenMixingSite)
-def impulse(
-    rng: PRNGKeyArray,
-    site: TokenMixingSite,
-    *,
-    kernel_size: int | Sequence[int] = 3,
-    filters: str | np.ndarray = "impulse",
-    sigma: float = 0.7,
-    dilation: int | Sequence[int] = 1,
-    offsets: str = "even",
-    same_layers: bool = False,
-) -> TokenMixingWeights:
-    """Gives each layer one filter, exactly or at the rank that its hidden units allow.
-
-    For the options see `impulse` for an `AttentionSite`.
-    """
-    maps, ranges = target_maps(
-        site, filters=filters, kernel_size=kernel_size, dilation=dilation, sigma=sigma
-    )
+def impulse(rng: PRNGKeyArray, site: TokenMixingSite, filters: Filters) -> TokenMixingWeights:
+    """Gives each layer one filter, exactly or at the rank that its hidden units allow."""
+    maps, ranges = filter_maps(site, filters)
     order_rng, rotation_rng = jax.random.split(rng)
     targets, bases = jnp.asarray(maps), jnp.asarray(output_basis(maps, site))
-    shape = (site.num_layers, 1)
-    index = assign(order_rng, shape, ranges, order=offsets, same_layers=same_layers, axis=0)[:, 0]
+    shape, same_layers = (site.num_layers, 1), filters.same_layers
+    index = assign(
+        order_rng, shape, ranges, order=filters.offsets, same_layers=same_layers, axis=0
+    )[:, 0]
     fc1, fc2 = _factor_maps(
         rotation_rng, targets[index], bases[index], site.hidden, same_layers=same_layers
     )

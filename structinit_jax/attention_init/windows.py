@@ -7,7 +7,6 @@ other schemes are those of `tokens`; they leave the bias to the model.
 
 import dataclasses
 import functools
-from collections.abc import Sequence
 
 import jax
 import jax.numpy as jnp
@@ -16,33 +15,26 @@ from jaxtyping import Array, Float, PRNGKeyArray
 
 from structinit_jax.attention_init import tokens
 from structinit_jax.attention_init.kernels import (
+    Filters,
     assign,
     convolution_maps,
     crop_kernels,
+    filter_kernels,
     normalize_rows,
     relative_index,
-    target_kernels,
 )
-from structinit_jax.attention_init.registry import register
-from structinit_jax.attention_init.report import TARGET_MASS, report_on_maps
 from structinit_jax.attention_init.sites import AttentionWeights, WindowSite
-from structinit_jax.attention_init.value_out import VO_INITS
+from structinit_jax.attention_init.solve import TARGET_MASS, VO_INITS, report_on_maps
 from structinit_jax.errors import InputError
 
 BISECTIONS = 50  # enough for the precision of float64
 
 
-@register("impulse", WindowSite)
 def impulse(
     rng: PRNGKeyArray,
     site: WindowSite,
+    filters: Filters,
     *,
-    kernel_size: int | Sequence[int] = 3,
-    filters: str | np.ndarray = "impulse",
-    sigma: float = 0.7,
-    dilation: int | Sequence[int] = 1,
-    offsets: str = "even",
-    same_layers: bool = False,
     target_mass: float = TARGET_MASS,
     vo_init: str = "balanced",
 ) -> AttentionWeights:
@@ -60,12 +52,9 @@ def impulse(
 
     Kernels without an offset inside the window are not assigned to heads. The report describes the
     bias maps of all others; its norm is that of the drawn query and key.
-
-    For the options see `impulse` for an `AttentionSite`.
+    The options are those of `attention_init.impulse`.
     """
-    kernels, ranges = target_kernels(
-        site, filters=filters, kernel_size=kernel_size, dilation=dilation, sigma=sigma
-    )
+    kernels, ranges = filter_kernels(site, filters)
     fits = kernels.sum(axis=(1, 2)) > 0
     place = np.cumsum([0, *fits]).tolist()  # index of each kernel among those that fit
     ranges = tuple((place[start], place[stop]) for start, stop in ranges)
@@ -82,8 +71,8 @@ def impulse(
         np.flatnonzero(fits).astype(np.int32),
         site=site,
         ranges=ranges,
-        offsets=offsets,
-        same_layers=same_layers,
+        offsets=filters.offsets,
+        same_layers=filters.same_layers,
         vo_init=vo_init,
     )
     return weights._replace(targets=targets)

@@ -8,7 +8,7 @@ from collections.abc import Iterable, Mapping, Sequence
 
 from ml_collections import ConfigDict
 
-from structinit_jax import attention_init, command_line
+from structinit_jax import command_line
 from structinit_jax import config as config_lib
 from structinit_jax.errors import InputError
 
@@ -33,7 +33,7 @@ def expand(
     Raises:
       InputError: A scheme, a field or a value does not exist, or appears twice.
     """
-    options = {scheme: attention_init.scheme_options(scheme) for scheme in schemes}
+    options = {scheme: config_lib.scheme_options(scheme) for scheme in schemes}
     for field in axes:
         section, _, option = field.partition(".")
         if field in ("seed", "attention_init", "attention_init.name"):

@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from structinit_jax.attention_init import AttentionWeights
-from structinit_jax.attention_init.sites import check_grid, check_shape, is_at_hand
+from structinit_jax.attention_init.sites import check_grid, check_shape, is_concrete
 from structinit_jax.errors import InputError, is_count
 from structinit_jax.interop.entries import Entry, Shape, check_array, encode_some
 from structinit_jax.interop.layouts import FIELDS, Leaves, Stack, find_stack, unsupported
@@ -402,4 +402,4 @@ def _split_rows(name, rows, extra, grid):
 
 def _differs(array: Any, value: int) -> bool:
     """Whether an array has another value; False for one whose values are not at hand."""
-    return is_at_hand(array) and bool(np.any(np.asarray(array) != value))
+    return is_concrete(array) and bool(np.any(np.asarray(array) != value))

@@ -13,7 +13,7 @@ from structinit_jax.attention_init import (
     AttentionWeights,
     RotarySite,
 )
-from structinit_jax.attention_init.sites import call_scheme, check_scheme, check_shape
+from structinit_jax.attention_init.sites import check_shape
 from structinit_jax.errors import InputError
 from structinit_jax.interop.entries import check_array, like, replace_rows
 from structinit_jax.interop.host import Grid, Host, find_host
@@ -84,7 +84,6 @@ def initialize(
       InputError: The attention layers cannot be found or do not fit, the parameters show that the
         maps would not be the scheme's, or an argument is missing.
     """
-    check_scheme(attention_init)
     if hasattr(params, "initialize_attention"):
         raise InputError(
             f"params is a {type(params).__name__} of this package: call "
@@ -98,11 +97,11 @@ def initialize(
             raise InputError(f"{argument}: leave it out, the model has {sites[0].name} instead")
         rngs = [rng] if len(sites) == 1 else jax.random.split(rng, len(sites))
         for found, site_rng in zip(sites, rngs, strict=True):
-            leaves = found.write(leaves, call_scheme(attention_init, site_rng, found.site))
+            leaves = found.write(leaves, attention_init(site_rng, found.site))
         return rebuild(leaves)
     host = find_host(leaves, layout, num_heads)
     site = _site(host, grid, positions, rotations)
-    return rebuild(_write(host, call_scheme(attention_init, rng, site), grid))
+    return rebuild(_write(host, attention_init(rng, site), grid))
 
 
 def attention_site(

@@ -24,7 +24,7 @@ from structinit_jax.attention_init import (
     SolveReport,
     Weights,
 )
-from structinit_jax.attention_init.sites import call_scheme, check_scheme, check_shape
+from structinit_jax.attention_init.sites import check_shape
 from structinit_jax.errors import (
     Fraction,
     InputError,
@@ -134,12 +134,11 @@ class Model(nnx.Module):
 
     def start_weights(self, scheme: AttentionInit, rng: PRNGKeyArray) -> dict[str, Weights]:
         """Returns a scheme's weights for each stack, by name, without changing the model."""
-        check_scheme(scheme)
         sites = self.sites()
         # Split for a single stage too, so that this does not depend on the number of stages.
         rngs = [rng] if list(sites) == ["blocks"] else jax.random.split(rng, len(sites))
         stacks = zip(sites.items(), rngs, strict=True)
-        return {name: call_scheme(scheme, stack_rng, site) for (name, site), stack_rng in stacks}
+        return {name: scheme(stack_rng, site) for (name, site), stack_rng in stacks}
 
     def initialize_attention(self, scheme: AttentionInit, rng: PRNGKeyArray) -> SolveReport | None:
         """Replaces the start values of every stack by those of a scheme.

@@ -16,7 +16,7 @@ from safetensors import SafetensorError
 from safetensors.numpy import load_file
 
 from structinit_jax import config as config_lib
-from structinit_jax.attention_init.report import out_of_reach
+from structinit_jax.attention_init.solve import out_of_reach
 from structinit_jax.errors import InputError
 from structinit_jax.interop import select_weights
 from structinit_jax.models import create_model
@@ -88,7 +88,10 @@ def check_attention_init(config: ConfigDict, model: AbstractModel) -> None:
     """Raises `InputError` if `config.attention_init` does not fit the model. Computes nothing."""
     initialize = functools.partial(_initialize_attention, config, model.graphdef)
     rng = jax.eval_shape(jax.random.key, 0)
-    jax.eval_shape(initialize, model.params, model.model_state, rng)
+    try:
+        jax.eval_shape(initialize, model.params, model.model_state, rng)
+    except InputError as error:
+        raise InputError(f"config.attention_init: {error}") from error
 
 
 def initialize_model(config: ConfigDict, model: AbstractModel) -> tuple[dict, dict]:

@@ -1,0 +1,186 @@
+"""What all schemes have in common, and how `impulse` and the others check and pass on options."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from structinit_jax import attention_init
+from structinit_jax.attention_init import (
+    SCHEMES,
+    AttentionSite,
+    ConvSite,
+    RotarySite,
+    TokenMixingSite,
+    WindowSite,
+    rotary_angles,
+    sincos_positions,
+)
+from structinit_jax.config import (
+    base_config,
+    drop_foreign_options,
+    make_attention_init,
+    scheme_options,
+)
+from structinit_jax.errors import InputError, check_fields
+
+RNG = jax.random.key(0)
+SITES = {
+    AttentionSite: AttentionSite((5, 6), 32, 4, 8, 3, 8**-0.5, sincos_positions((5, 6), 32)),
+    RotarySite: RotarySite((3, 4), 32, 4, 8, 3, 8**-0.5, angles=rotary_angles((3, 4), 8)),
+    WindowSite: WindowSite((3, 4), 32, 4, 8, 3, 8**-0.5),
+    TokenMixingSite: TokenMixingSite((3, 4), 10, 3, 16),
+    ConvSite: ConvSite(3, 16, 3),
+}
+ATTENTION = dict(query=(3, 32, 4, 8), key=(3, 32, 4, 8), value=(3, 32, 4, 8), out=(3, 4, 8, 32))
+SHAPES = dict.fromkeys((AttentionSite, RotarySite, WindowSite), ATTENTION) | {
+    TokenMixingSite: dict(fc1=(3, 12, 10), fc2=(3, 10, 12)),
+    ConvSite: dict(kernel=(3, 3, 3, 16)),
+}
+EMPTY = {
+    ("impulse_2024", AttentionSite): ("value", "out"),
+    ("default", TokenMixingSite): ("fc1", "fc2"),
+}
+UNSUPPORTED = [("mimetic", ConvSite)] + [
+    (name, site_type)
+    for name in ("impulse_2024", "impulse_2025")
+    for site_type in SITES
+    if site_type is not AttentionSite and (name, site_type) != ("impulse_2024", ConvSite)
+]
+OPTIONS = {("impulse_2024", AttentionSite): {"max_steps": 20}}
+# The pseudo-inverse amplifies rounding: positions that differ in their last bit already change the
+# weights by 1e-4.
+TOLERANCES = {"impulse_2025": 1e-3}
+
+
+@pytest.mark.filterwarnings("ignore:only .* of the attention rows")
+@pytest.mark.parametrize(
+    ("name", "site_type"),
+    [(n, t) for n in SCHEMES for t in SITES if (n, t) not in UNSUPPORTED],
+)
+def test_every_scheme_has_the_documented_shapes_and_can_be_traced(name, site_type, request):
+    if name == "impulse_2024":  # Adam relies on promotion
+        request.getfixturevalue("library_promotion")
+    scheme = SCHEMES[name](**OPTIONS.get((name, site_type), {}))
+    site = SITES[site_type]
+    eager = scheme(RNG, site)
+    for field, shape in SHAPES[site_type].items():
+        array = getattr(eager, field)
+        if field in EMPTY.get((name, site_type), ()):
+            assert array is None
+            continue
+        assert (array.shape, array.dtype) == (shape, jnp.float32)
+        assert np.all(np.isfinite(array))
+    if (index := getattr(eager, "filter_index", None)) is not None:
+        assert eager.targets.shape[1:] == (site.num_tokens,) * 2
+        assert index.max() < len(eager.targets)
+    jitted = jax.jit(lambda rng: scheme(rng, site))(RNG)
+    tolerance = TOLERANCES.get(name, 1e-4)
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, atol=tolerance), eager, jitted)
+    drawn = jax.tree.leaves(eager)
+    other = jax.tree.leaves(scheme(jax.random.key(1), site))
+    assert not drawn or any(np.abs(a - b).max() > 1e-3 for a, b in zip(drawn, other, strict=True))
+
+
+@pytest.mark.parametrize("name", sorted(SCHEMES))
+def test_every_option_is_documented(name):
+    for option in scheme_options(name):
+        assert f"  {option}: " in SCHEMES[name].__doc__
+
+
+@pytest.mark.parametrize(("name", "site_type"), UNSUPPORTED)
+def test_sites_without_an_implementation_are_refused(name, site_type):
+    with pytest.raises(InputError, match=site_type.__name__):
+        SCHEMES[name]()(RNG, SITES[site_type])
+
+
+@pytest.mark.parametrize(
+    ("name", "option", "values"),
+    [
+        ("impulse", "kernel_size", (0, 4, 3.0, (3, 2))),
+        ("impulse", "filters", ("sobel", np.ones((3, 3)), np.full((1, 3, 3), np.nan))),
+        ("impulse", "offsets", ("all",)),
+        ("impulse", "target_mass", (0.0, 1.5, (0.5, 0.4))),
+        ("impulse", "mlp_scale", (-1, "0")),
+        ("impulse_2024", "first_input", ("noise",)),
+        ("impulse_2025", "query_key_norm", (0.0,)),
+    ],
+)
+def test_values_are_checked_with_the_name_of_their_option(name, option, values):
+    for value in values:
+        with pytest.raises(InputError, match=f"^{option}="):
+            check_fields(SCHEMES[name], {option: value}, "")
+
+
+def test_the_schemes_check_their_options_themselves():
+    with pytest.raises(InputError, match=r"^kernel_size=4"):
+        attention_init.impulse(kernel_size=4)
+    with pytest.raises(InputError, match=r"norm=1\.0 and target_mass"):
+        attention_init.impulse(norm=1.0, target_mass=0.5)
+    with pytest.raises(InputError, match="dilation=2"):
+        attention_init.impulse(filters="box", dilation=2)
+    with pytest.raises(TypeError):
+        attention_init.mimetic(kernel_size=3)
+
+
+@pytest.mark.parametrize(
+    ("site_type", "options"),
+    [
+        (WindowSite, dict(norm=1.0)),
+        (WindowSite, dict(keep_positions=False)),
+        (TokenMixingSite, dict(target_mass=0.5)),
+        (ConvSite, dict(kernel_size=5)),
+        (ConvSite, dict(vo_init="mimetic")),
+    ],
+)
+def test_options_without_meaning_for_a_site_are_refused(site_type, options):
+    with pytest.raises(InputError, match=f"{next(iter(options))}.*{site_type.__name__}"):
+        attention_init.impulse(**options)(RNG, SITES[site_type])
+
+
+def my_scheme(strength=1.0):
+    """A user's own scheme: takes the options and returns the initializer."""
+
+    def init(rng, site):
+        return attention_init.ConvWeights(strength * attention_init.default()(rng, site).kernel)
+
+    return init
+
+
+def config_with(**attention):
+    config = base_config()
+    config.attention_init = attention
+    return config
+
+
+def test_configs_name_schemes_and_their_options():
+    name = f"{__name__}:my_scheme"
+    assert scheme_options(name) == ("strength",)
+    doubled, plain = (
+        make_attention_init(config_with(**options))(RNG, SITES[ConvSite]).kernel
+        for options in (dict(name=name, strength=2.0), dict(name="default"))
+    )
+    np.testing.assert_array_equal(doubled, 2 * plain)
+
+
+@pytest.mark.parametrize(
+    "attention",
+    [
+        dict(name="impuls"),
+        dict(name="impulse", kernel=3),
+        dict(name="impulse", kernel_size=4),
+        dict(name="impulse", norm=1.0, target_mass=0.5),
+        dict(name="no_such_module:f"),
+        dict(name=f"{__name__}:TOLERANCES"),
+        dict(name=f"{__name__}:my_scheme", weight=2.0),
+    ],
+)
+def test_mistakes_in_a_config_name_the_section(attention):
+    with pytest.raises(InputError, match=r"^config\.attention_init"):
+        make_attention_init(config_with(**attention))
+
+
+def test_a_new_name_drops_the_options_of_the_old_scheme():
+    config = config_with(name="mimetic", kernel_size=3, query_key_scale=2.0, typo=1)
+    assert drop_foreign_options(config) == ["kernel_size"]
+    assert config.attention_init.to_dict() == dict(name="mimetic", query_key_scale=2.0, typo=1)
