@@ -10,7 +10,6 @@ import subprocess
 import sys
 from pathlib import Path
 
-import fork_main
 import numpy as np
 import pytest
 from array_record.python import array_record_module
@@ -210,7 +209,7 @@ def test_damaged_tfrecord_is_named_and_not_trusted(tfrecord_dir):
     write_tfrecord(path, records[:-1])
     with pytest.raises(InputError, match="holds 358 examples, 359 are expected"):
         prepare.prepare("digits", str(tfrecord_dir))
-    with pytest.raises(InputError, match="is prepared as tfrecord"):
+    with pytest.raises(InputError, match="is not prepared as array_record"):
         open_dataset("digits", tfrecord_dir)
 
 
@@ -270,13 +269,13 @@ def test_stock_builders_need_tensorflow_and_archives(tmp_path, monkeypatch):
         prepare.prepare("imagenet2012", "~/tf", "~/archives")
 
 
-def test_the_command_ends_without_a_traceback(data_dir):
+def test_the_command_names_its_flags_and_survives_a_full_disk(data_dir):
+    with pytest.raises(InputError) as caught:
+        prepare.main(["--name=folder"])
+    message = prepare.with_own_flags(str(caught.value))
+    assert message.startswith("--data_dir='': there is no such folder")
     command = [sys.executable, "-m", "structinit_jax.prepare", "--name=digits"]
+    command.append(f"--data_dir={data_dir}")
     with open("/dev/full", "w") as full:
-        result = subprocess.run(
-            [*command, f"--data_dir={data_dir}"], stdout=full, stderr=subprocess.PIPE, text=True
-        )
+        result = subprocess.run(command, stdout=full, stderr=subprocess.PIPE, text=True)
     assert (result.returncode, result.stderr) == (2, "error: [Errno 28] No space left on device\n")
-    result = fork_main.run("--name=folder", module=prepare.__name__)
-    assert result.returncode == 2
-    assert result.stderr.startswith("error: --data_dir='': there is no such folder")

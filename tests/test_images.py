@@ -49,14 +49,11 @@ def distance(pixels, image):
         ("CMYK", "JPEG"),
         ("RGB", "PNG"),
         ("RGBA", "PNG"),
-        ("LA", "PNG"),
-        ("L", "PNG"),
         ("P", "PNG"),
         ("1", "PNG"),
         ("P", "GIF"),
         ("RGB", "WEBP"),
         ("CMYK", "TIFF"),
-        ("RGB", "BMP"),
     ],
 )
 def test_every_kind_looks_like_the_picture(photo, mode, image_format, channels):
@@ -143,7 +140,7 @@ def test_scaled_decode_is_large_enough_and_alike(photo, orientation):
         assert distance(pixels, box) < 2
 
 
-@pytest.mark.parametrize("image_format", ["JPEG", "PNG", "WEBP", "TIFF", "BMP", "GIF"])
+@pytest.mark.parametrize("image_format", ["JPEG", "PNG", "WEBP", "TIFF", "GIF"])
 @pytest.mark.parametrize("kept", [0.0, 0.02, 0.5, 0.9])
 def test_truncated_images_are_refused_by_name(photo, image_format, kept):
     content = encoded(photo, image_format)
@@ -193,16 +190,6 @@ def test_boxes_are_distributed_as_timms(size):
     assert (boxes[:, :2] >= 0).all()
     assert (boxes[:, :2] + boxes[:, 2:] <= shape).all()
     assert (boxes[:, 2:] >= 1).all()
-
-
-@pytest.mark.parametrize("size", [(1, 1), (1, 50), (50, 1), (2, 3)])
-def test_tiny_images_have_boxes(size):
-    for position in range(50):
-        box = RandomCrop(seed=3).draw_box(size, position)
-        assert box.height >= 1
-        assert box.width >= 1
-        assert box.top + box.height <= size[0]
-        assert box.left + box.width <= size[1]
 
 
 def test_boxes_depend_on_seed_and_position_alone():
@@ -257,11 +244,6 @@ def test_crop_with_scaled_decode_is_in_its_place_in_rotated_photos(orientation):
     assert np.abs((got - np.asarray(right)).mean(axis=(0, 1))).max() < 1.3
 
 
-def test_gray_crop(large_photo):
-    image = StoredImage(encoded(large_photo, "JPEG"), 1, "photo")
-    assert crop_and_resize(image, Box(0, 0, 50, 60), 8, "bilinear").shape == (8, 8, 1)
-
-
 def test_random_interpolation_takes_both():
     crop = RandomCrop(seed=0, interpolation="random")
     names = [crop.draw_interpolation(position) for position in range(200)]
@@ -295,29 +277,6 @@ def test_resize_and_center_crop():
     for height, width in itertools.product(range(5, 40, 7), repeat=2):
         image = np.zeros((height, width, 1), np.uint8)
         assert resize_and_center_crop(image, 14, 0.875).shape == (14, 14, 1)
-
-
-@pytest.mark.parametrize("size", [(8, 400), (401, 9), (30, 999)])
-@pytest.mark.parametrize("image_size", [30, 64])
-def test_center_crop_of_a_long_image_resizes_the_center(size, image_size, monkeypatch):
-    # Low in contrast, since Pillow clips overshoots after each direction, whose order may differ.
-    image = np.random.default_rng(0).integers(90, 160, (*size, 3), np.uint8)
-    got = resize_and_center_crop(image, image_size, 0.95).astype(int)
-    monkeypatch.setattr(crops, "LARGEST_RATIO", np.inf)
-    assert np.abs(got - resize_and_center_crop(image, image_size, 0.95)).max() <= 2
-
-
-@pytest.mark.parametrize("size", [(1, 20_000), (20_000, 1)])
-def test_center_crop_of_a_line_takes_little_memory(size, monkeypatch):
-    sizes, resize = [], Image.Image.resize
-
-    def record(image, size, *args):
-        sizes.append(size)
-        return resize(image, size, *args)
-
-    monkeypatch.setattr(Image.Image, "resize", record)
-    assert resize_and_center_crop(np.zeros((*size, 3), np.uint8), 224).shape == (224, 224, 3)
-    assert sizes == [(224, 224)]
 
 
 @pytest.mark.parametrize(

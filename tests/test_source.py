@@ -113,9 +113,9 @@ def test_images_are_files_bytes_or_pixels(tmp_path):
         ({"img": PIXELS, "label": 0}, "its record must be a dict"),
         ({"image": PIXELS}, "its record must be a dict"),
         ((PIXELS, 0), "its record must be a dict"),
-        ({"image": PIXELS, "label": "cat"}, "its 'label' is 'cat'"),
-        ({"image": PIXELS, "label": 0.5}, "its 'label' is 0.5"),
-        ({"image": PIXELS, "label": 2}, "its 'label' is 2"),
+        ({"image": PIXELS, "label": "cat"}, "its label is 'cat'"),
+        ({"image": PIXELS, "label": 0.5}, "its label is 0.5"),
+        ({"image": PIXELS, "label": 2}, "its label is 2"),
     ],
 )
 def test_records_of_another_form_are_refused_by_name(record, reason):

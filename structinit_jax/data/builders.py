@@ -126,19 +126,15 @@ def open_tfds(name: str, data_dir: Folder, manual_dir: Folder) -> Dataset:
     path, root = builder.data_path, builder.data_dir_root
     if name in OWN_BUILDERS and not path.exists():
         _prepare_own(builder, manual_dir)
-    command = f"python -m structinit_jax.prepare --name={name} --data_dir={root}"
-    if not path.exists():
+    if path.exists():
+        with explain_damage(name, path):
+            builder = tfds.builder_from_directory(path)  # knows formats that were added later
+    if not path.exists() or ARRAY_RECORD not in builder.info.available_file_formats():
         raise InputError(
-            f"config.data.name={name!r} is not prepared: there is no {path}. Pass"
-            f" --config.data.data_dir=DIR, the folder that holds {name}/, or prepare it; only this"
-            f" needs TensorFlow:\n  pip install '.[prepare]'\n  {command}"
-        )
-    with explain_damage(name, path):
-        builder = tfds.builder_from_directory(path)  # knows formats that were added later
-    if ARRAY_RECORD not in builder.info.available_file_formats():
-        raise InputError(
-            f"config.data.name={name!r}: {path} is prepared as {builder.info.file_format.value},"
-            f" array_record is needed. Convert it, which needs no TensorFlow:\n  {command}"
+            f"config.data.name={name!r} is not prepared as array_record: looked in {path}. Pass"
+            f" --config.data.data_dir=DIR, the folder that holds {name}/, or download or convert it"
+            " (only a download needs TensorFlow, pip install '.[prepare]'):\n"
+            f"  python -m structinit_jax.prepare --name={name} --data_dir={root}"
         )
     features = builder.info.features
     label_key = LABEL_KEYS.get(builder.name, "label")
@@ -161,17 +157,17 @@ def open_tfds(name: str, data_dir: Folder, manual_dir: Folder) -> Dataset:
     def open_split(split):
         explain = functools.partial(explain_damage, name, path)
         with explain():
-            return _PreparedRecords(builder.as_data_source(split, decoders=decoders), explain)
+            source = builder.as_data_source(split, decoders=decoders)
+            return _PreparedRecords(source, explain, label_key)
 
-    info = DatasetInfo(label.num_classes, shape, sizes)
-    return Dataset(name, info, label.names, open_split, label_key)
+    return Dataset(name, DatasetInfo(label.num_classes, shape, sizes), label.names, open_split)
 
 
 class _PreparedRecords:
-    """The examples of a prepared split. Reading a damaged file raises `InputError`."""
+    """The examples of a prepared split as `Records`, read many at once."""
 
-    def __init__(self, source, explain):
-        self._source, self._explain = source, explain
+    def __init__(self, source, explain, label_key):
+        self._source, self._explain, self._label_key = source, explain, label_key
 
     def __len__(self):
         return len(self._source)
@@ -184,7 +180,7 @@ class _PreparedRecords:
             examples = self._source.__getitems__(indices)
             if any(example["image"] is None for example in examples):
                 raise ValueError("an example is empty")  # a file cut at a block reads as such
-            return examples
+        return [example | {"label": example[self._label_key]} for example in examples]
 
 
 @contextlib.contextmanager

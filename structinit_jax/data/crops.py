@@ -14,8 +14,6 @@ try:
 except ImportError:  # there is no wheel for this platform, for example ARM Linux
     simd = None
 
-# Longer images than this are cropped before they are resized, which may round a pixel differently.
-LARGEST_RATIO = 8
 CROP_ATTEMPTS = 10
 # Counters of one Philox key. They differ from those of the epoch order.
 BOX_COUNTER = np.array([0, 0, 0, 1], np.uint64)
@@ -34,11 +32,6 @@ def resize_and_center_crop(
     height, width = (int(shorter * side / min(shape)) for side in shape)
     # timm and torchvision round a half to the even number, as Python does.
     top, left = (round((side - image_size) / 2) for side in (height, width))
-    if max(shape) > LARGEST_RATIO * min(shape):
-        # Resizes only what is kept; all of an image of 1x20000 pixels would take gigabytes.
-        y, x = shape[0] / height, shape[1] / width
-        box = (left * x, top * y, (left + image_size) * x, (top + image_size) * y)
-        return _pillow_resize(pixels, (image_size, image_size), "bicubic", box)
     if min(shape) != shorter:
         pixels = _pillow_resize(pixels, (width, height), "bicubic")
     return pixels[top : top + image_size, left : left + image_size]

@@ -7,8 +7,6 @@ import os
 import unicodedata
 from pathlib import Path
 
-import numpy as np
-
 from structinit_jax.data.source import Dataset, DatasetInfo, Folder, printable
 from structinit_jax.errors import InputError
 
@@ -25,30 +23,24 @@ TINY_FOLDER = "tiny-imagenet-200"
 
 
 class FileRecords:
-    """Image files and their labels as `Records`, ordered by a checksum of the paths below `root`.
-
-    Attributes:
-      labels: Label of each file, int64 [n].
-    """
+    """Image files and their labels as `Records`, ordered by a checksum of their paths in `root`."""
 
     def __init__(self, files: list[tuple[str, int]], root: Path):
         self._start = len(str(root)) + 1
-        files = sorted(files, key=lambda file: hashlib.sha256(self._encode(file[0])).digest())
-        self._paths = [path for path, _ in files]
-        self.labels = np.array([label for _, label in files], np.int64)
+        self._files = sorted(files, key=lambda file: hashlib.sha256(self._name(file[0])).digest())
 
     def __len__(self) -> int:
-        return len(self._paths)
+        return len(self._files)
 
     def __getitem__(self, index: int) -> dict[str, str | int]:
-        return {"image": self._paths[index], "label": int(self.labels[index])}
+        return dict(zip(("image", "label"), self._files[index], strict=True))
 
     @property
     def names(self) -> list[bytes]:
         """Path of each file below `root`."""
-        return list(map(self._encode, self._paths))
+        return [self._name(path) for path, _ in self._files]
 
-    def _encode(self, path):
+    def _name(self, path):
         return os.fsencode(path[self._start :].replace(os.sep, "/"))
 
 
@@ -83,11 +75,12 @@ def open_folder(root: Folder) -> Dataset:
     }
     if not splits or not found[splits[0]]:
         raise problem(f"it holds no class folder in {', '.join(SPLITS)}")
-    if unread := [name for name in _subfolders(folder) if name not in SPLITS]:
-        print(f"note: {folder}: only {', '.join(SPLITS)} are read, not {', '.join(unread)}")
+    place = printable(str(folder))
+    if unread := [printable(name) for name in _subfolders(folder) if name not in SPLITS]:
+        print(f"note: {place}: only {', '.join(SPLITS)} are read, not {', '.join(unread)}")
     if others:
         counts = ", ".join(f"{count:,} {suffix}" for suffix, count in sorted(others.items()))
-        print(f"note: {folder}: these files are not read: {counts}")
+        print(f"note: {place}: these files are not read: {counts}")
     first = splits[0]
 
     @functools.cache
@@ -159,7 +152,8 @@ def _scan(folder):
             found = sorted(entries, key=lambda entry: entry.name)
             return [e for e in found if e.name[0] not in ".@" and e.name not in SYSTEM_FOLDERS]
     except OSError as error:
-        raise InputError(f"{error.filename}: cannot be read ({error.strerror}).") from error
+        place = printable(str(error.filename))
+        raise InputError(f"{place}: cannot be read ({error.strerror}).") from error
 
 
 def _subfolders(folder):
@@ -174,7 +168,7 @@ def _find_images(folder, others):
         if entry.is_dir():
             found += _find_images(entry.path, others)
         elif suffix not in SUFFIXES:
-            others[suffix or "without a suffix"] += 1
+            others[printable(suffix) or "without a suffix"] += 1
         elif entry.is_file() or not os.path.exists(entry.path):
             found.append(entry.path)  # also a link to a missing file, which is reported when read
         else:

@@ -75,7 +75,7 @@ class StoredImage:
                 self._file = Image.fromarray(np.ascontiguousarray(pixels))
                 width, height = self._file.size
             # Pillow is slow on headers, so it reads only those of other formats or with EXIF tags.
-            elif data[:2] == b"\xff\xd8" and b"Exif\0\0" not in data[:65536]:
+            elif data[:2] == b"\xff\xd8" and not _may_have_exif(data):
                 width, height = self._read_jpeg_header()
             else:
                 width, height = self._read_header()
@@ -182,3 +182,16 @@ class StoredImage:
             "Replace it with an intact image, or leave it out: delete it, or set"
             " config.data.on_bad_image='skip'",
         )
+
+
+def _may_have_exif(data):
+    """Returns whether a JPEG has EXIF tags, by its segments; searching all of it takes longer."""
+    start = 2
+    while start + 4 <= len(data) and data[start] == 0xFF:
+        marker = data[start + 1]
+        if marker == 0xDA:  # start of the pixels
+            return False
+        if marker == 0xE1 and data[start + 4 : start + 10] == b"Exif\0\0":
+            return True
+        start += 2 + int.from_bytes(data[start + 2 : start + 4])
+    return True  # an unusual header

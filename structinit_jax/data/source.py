@@ -1,5 +1,7 @@
 """A data set, its splits in TFDS syntax, and the images and labels of a split."""
 
+import collections
+import contextlib
 import dataclasses
 import functools
 import hashlib
@@ -8,6 +10,7 @@ import math
 import operator
 import os
 import re
+import stat
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -51,8 +54,8 @@ class Records(Protocol):
 
     An example is a dict with an "image" (encoded bytes, the path of a file, or uint8 pixels [h, w,
     C]), a "label" (an integer), and optionally a "file_name" for messages. The optional method
-    `__getitems__(indices)` reads many examples at once. The optional attributes `labels` (of all
-    examples) and `names` (one for each, in bytes) help `digest` to notice changed data.
+    `__getitems__(indices)` reads many examples at once. The optional attribute `names` (a name for
+    each example, in bytes) says that reading a record reads no image, and is part of the `digest`.
     """
 
     def __len__(self) -> int: ...
@@ -69,7 +72,6 @@ class ImageSource:
       rows: Part of each example and its index in that part, int64 [n, 2].
       info: The data set.
       name: Name of the split in messages.
-      label_key: Key of the label in each record.
       new_labels: Labels that replace those of the records, int [n].
     """
 
@@ -77,7 +79,6 @@ class ImageSource:
     rows: np.ndarray
     info: DatasetInfo
     name: str
-    label_key: str = "label"
     new_labels: np.ndarray | None = None
 
     def __len__(self) -> int:
@@ -100,7 +101,7 @@ class ImageSource:
         ]
 
     def images(self) -> Iterator[StoredImage]:
-        """Yields every image in order, not yet decoded."""
+        """Yields every image in order, not yet decoded; labels are not checked."""
         for indices in self._blocks():
             yield from map(self._open, indices, self._fetch(indices))
 
@@ -110,20 +111,14 @@ class ImageSource:
 
     def labels(self) -> np.ndarray:
         """Returns all labels, int64 [n], which may be out of range."""
-        labels = self.cheap_labels()
-        return self._read_labels() if labels is None else labels
-
-    def cheap_labels(self) -> np.ndarray | None:
-        """Returns all labels, or None if that would read the images too."""
         if self.new_labels is not None:
             return self.new_labels
-        if all(hasattr(part, "labels") for part in self.parts):
-            labels = np.empty(len(self), np.int64)
-            for number, part in enumerate(self.parts):
-                inside = self.rows[:, 0] == number
-                labels[inside] = np.asarray(part.labels)[self.rows[inside, 1]]
-            return labels
-        return self._read_labels() if all(isinstance(p, list) for p in self.parts) else None
+        labels = [self._whole(index, label) for index, label in enumerate(self.column("label"))]
+        return np.array(labels, np.int64)
+
+    def has_cheap_labels(self) -> bool:
+        """Whether `labels` reads no images: they are files, or the records are in a list."""
+        return all(isinstance(part, list) or hasattr(part, "names") for part in self.parts)
 
     def select(self, wanted: np.ndarray) -> "ImageSource":
         """Returns the examples where `wanted`, bool [n], is true, in the same order."""
@@ -159,33 +154,30 @@ class ImageSource:
         return [range(start, min(start + READ_BLOCK, len(self))) for start in starts]
 
     def _fetch(self, indices):
-        rows = self.rows[np.asarray(indices, np.int64)]
-        found = [None] * len(rows)
-        for number in np.unique(rows[:, 0]):
-            part, places = self.parts[number], np.flatnonzero(rows[:, 0] == number)
-            wanted = rows[places, 1].tolist()
+        members = collections.defaultdict(list)  # by part: place in the result and index there
+        for place, (number, row) in enumerate(self.rows[np.asarray(indices, np.int64)].tolist()):
+            members[number].append((place, row))
+        found = [None] * len(indices)
+        for number, pairs in members.items():
+            part, rows = self.parts[number], [row for _, row in pairs]
             # One call for many examples is far faster.
             read_many = getattr(part, "__getitems__", None)
-            records = read_many(wanted) if read_many else map(part.__getitem__, wanted)
-            for place, record in zip(places, records, strict=True):
+            records = read_many(rows) if read_many else map(part.__getitem__, rows)
+            for (place, _), record in zip(pairs, records, strict=True):
                 found[place] = record
         for index, record in zip(indices, found, strict=True):
             keys = record.keys() if hasattr(record, "keys") else ()
-            if "image" not in keys or self.label_key not in keys:
+            if "image" not in keys or "label" not in keys:
                 raise InputError(
                     f"{self._describe(index)}: its record must be a dict with an 'image' and a"
-                    f" {self.label_key!r}, got {type(record).__name__} {list(keys)}."
+                    f" 'label', got {type(record).__name__} {list(keys)}."
                 )
         return found
-
-    def _read_labels(self):
-        labels = enumerate(self.column(self.label_key))
-        return np.array([self._whole(index, label) for index, label in labels], np.int64)
 
     def _open(self, index, record):
         image, file_name = record["image"], record.get("file_name", "")
         if isinstance(image, str | os.PathLike):
-            file_name, image = os.fspath(image), _read_file(Path(image))
+            file_name, image = os.fspath(image), _read_file(image)
         file_name = file_name.decode() if isinstance(file_name, bytes) else file_name
         name = self._describe(index) + (file_name and f" ({printable(file_name)})")
         shape = self.info.image_shape
@@ -200,7 +192,7 @@ class ImageSource:
     def _label(self, index, record):
         if self.new_labels is not None:
             return int(self.new_labels[index])
-        label = self._whole(index, record[self.label_key])
+        label = self._whole(index, record["label"])
         if not 0 <= label < self.info.num_classes:
             raise self._bad_label(index, label)
         return label
@@ -213,8 +205,8 @@ class ImageSource:
 
     def _bad_label(self, index, label):
         return InputError(
-            f"{self._describe(index)}: its {self.label_key!r} is {label!r}, expected a whole number"
-            f" from 0 to {self.info.num_classes - 1}."
+            f"{self._describe(index)}: its label is {label!r}, expected a whole number from 0 to"
+            f" {self.info.num_classes - 1}."
         )
 
     def _describe(self, index):
@@ -230,14 +222,12 @@ class Dataset:
       info: Number of classes, image shape and split sizes.
       class_names: Name of each class.
       open_split: Returns the records of a split.
-      label_key: Key of the label in each record.
     """
 
     name: str
     info: DatasetInfo
     class_names: Sequence[str]
     open_split: Callable[[str], Records]
-    label_key: str = "label"
 
     @classmethod
     def from_records(
@@ -292,7 +282,7 @@ class Dataset:
         numbers = [np.full(stop - start, i) for i, (_, start, stop) in enumerate(terms)]
         indices = [np.arange(start, stop) for _, start, stop in terms]
         rows = np.stack([np.concatenate(numbers), np.concatenate(indices)], axis=1)
-        source = ImageSource(parts, rows, self.info, f"{self.name} {spec!r}", self.label_key)
+        source = ImageSource(parts, rows, self.info, f"{self.name} {spec!r}")
         if on_bad_image == "stop":
             return source
         good, problems = source.split_bad_images()
@@ -382,40 +372,32 @@ def check_classes(info: DatasetInfo, num_classes: int) -> None:
 def digest(source: ImageSource) -> str:
     """Returns a checksum of a split, by which changed data are noticed without reading all of it.
 
-    It covers the number and the order of the examples, the labels and names of all of them where
-    they are known without reading the images (image folders and lists), and of `DIGEST_EXAMPLES`
-    evenly spaced examples the label, the size and the content. An image folder may be moved.
+    It covers number and order of the examples, all names and labels that are known without reading
+    the images (of image folders and lists), and label, size and content of `DIGEST_EXAMPLES` evenly
+    spaced examples. An image folder may be moved.
     """
-    found = hashlib.sha256(source.rows.tobytes())
-    labels = source.cheap_labels()
-    if labels is not None:
-        found.update(np.asarray(labels, np.int64).tobytes())
+    sample = source.evenly_spaced(DIGEST_EXAMPLES)
+    labels = (source if source.has_cheap_labels() else sample).labels()
+    found = hashlib.sha256(source.rows.tobytes() + labels.tobytes())
     for part in source.parts:
         found.update(b"\0".join(getattr(part, "names", ())))
-    sample = source.evenly_spaced(DIGEST_EXAMPLES)
-    found.update(sample.labels().tobytes())
-    for indices in sample._blocks():
-        for index, record in zip(indices, sample._fetch(indices), strict=True):
-            try:
-                image = sample._open(index, record)
-                found.update(f"{image.size}".encode() + image.content())
-            except BadImageError:
-                found.update(b"bad")
+    for index in range(len(sample)):
+        with contextlib.suppress(BadImageError):  # which stops the run when it is trained on
+            image, _ = sample[index]
+            found.update(f"{image.size}".encode() + image.content())
     return found.hexdigest()
 
 
 def note_classes(source: ImageSource, class_names: Sequence[str], field: str) -> None:
     """Prints a note if a split of a config field has a single class, or classes without images."""
-    labels = source.cheap_labels()
-    if labels is None:
-        return
-    counts = np.bincount(labels[labels >= 0], minlength=len(class_names))
-    missing = [name for name, count in zip(class_names, counts, strict=False) if not count]
     if len(class_names) == 1:
         print(f"note: the data set has a single class, {class_names[0]!r}: any model is right")
-    elif missing:
-        shown = ", ".join(missing[:5]) + (", …" if len(missing) > 5 else "")
-        print(f"note: config.{field} holds no image of {len(missing)} classes: {shown}")
+    elif source.has_cheap_labels():
+        labels = set(source.labels().tolist())
+        missing = [name for label, name in enumerate(class_names) if label not in labels]
+        if missing:
+            shown = ", ".join(missing[:5]) + (", …" if len(missing) > 5 else "")
+            print(f"note: config.{field} holds no image of {len(missing)} classes: {shown}")
 
 
 def printable(text: str) -> str:
@@ -450,11 +432,11 @@ def num_cores() -> int:
 
 
 def _read_file(path):
-    name = printable(str(path))
+    name = printable(os.fspath(path))
     try:
-        if path.exists() and not path.is_file():  # a pipe or a device may never end
+        if not stat.S_ISREG(os.stat(path).st_mode):  # a pipe or a device may never end
             raise InputError(f"{name}: is not a regular file.")
-        return path.read_bytes()
+        return Path(path).read_bytes()
     except FileNotFoundError as error:  # or a link to a missing file
         advice = "Restore it, or leave it out with config.data.on_bad_image='skip'"
         raise BadImageError(f"{name}: there is no such file", advice) from error
