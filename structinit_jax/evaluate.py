@@ -14,11 +14,12 @@ from structinit_jax.data.datasets import FILE_SETS, EvaluationSet, open_dataset,
 from structinit_jax.data.loader import make_loader
 from structinit_jax.data.source import Dataset, check_classes, count_shared, parse_split
 from structinit_jax.errors import InputError
-from structinit_jax.training import checkpoint, manifest, remote
+from structinit_jax.training import checkpoint
 from structinit_jax.training import mesh as mesh_lib
 from structinit_jax.training.metrics import InFlight
 from structinit_jax.training.state import AbstractModel, TrainState, abstract_model
 from structinit_jax.training.step import make_eval_step
+from structinit_jax.training.workdir import open_path
 
 
 def open_data(config: ConfigDict) -> Dataset:
@@ -149,11 +150,11 @@ def restore_model(
     Raises:
       InputError: There is no such checkpoint, or it does not fit the config.
     """
-    directory = remote.readable(workdir) / "checkpoints"
+    directory = open_path(workdir) / "checkpoints"
     number = checkpoint.find_step(directory, step)
     if number is None:
         problem = f"--workdir={workdir} has no complete checkpoint"
-        steps = [folder.name for folder in manifest.step_folders(directory)]
+        steps = [folder.name for folder in checkpoint.step_folders(directory)]
         if step == "newest" or not steps:
             raise InputError(f"{problem}: train there first")
         which = "that was evaluated" if step == "best" else f"of --step={step}"
@@ -190,7 +191,7 @@ def evaluate_checkpoint(
     test_set = open_evaluation_set(config, dataset)
     model, state = restore_model(config, workdir, step=step)
     number = int(state.step)
-    run = checkpoint.read_run(remote.readable(workdir) / "checkpoints", number)
+    run = checkpoint.read_run(open_path(workdir) / "checkpoints", number)
     if changed := resume.evaluation_changes(run, config):
         print("\n".join(["note: the checkpoint was trained with another config:", *changed]))
     if dataset and (difference := resume.other_class(run, dataset.class_names)):

@@ -27,7 +27,7 @@ from structinit_jax.evaluate import restore_model
 from structinit_jax.interop import to_timm
 from structinit_jax.interop.convert import TimmModel, timm_model
 from structinit_jax.training.checkpoint import read_run
-from structinit_jax.training.remote import readable
+from structinit_jax.training.workdir import open_path
 
 WEIGHTS = Path("model.safetensors")  # as timm expects it in a folder
 _AVERAGED = flags.DEFINE_bool(
@@ -71,7 +71,7 @@ def export(
     source = state.ema if averaged else state._asdict()
     weights = jax.device_get((source["params"], source["model_state"]))
     weights = to_timm(nnx.merge(model.graphdef, *weights))
-    run = read_run(readable(workdir) / "checkpoints", int(state.step))
+    run = read_run(open_path(workdir) / "checkpoints", int(state.step))
     card = timm.card(
         image_size=data.image_size,
         mean=data.mean,

@@ -17,7 +17,7 @@ from structinit_jax.data.loader import HostLoader
 from structinit_jax.errors import InputError
 from structinit_jax.evaluate import restore_model
 from structinit_jax.training.checkpoint import read_run
-from structinit_jax.training.remote import readable
+from structinit_jax.training.workdir import open_path
 
 BATCH_SIZE = 64
 
@@ -44,7 +44,7 @@ class Classifier:
     def __init__(self, workdir: str | Path, step: str = "best", trust: bool = False):
         self.config = config = load_run_config(workdir, trust, uses=["model.name"])
         model, state = restore_model(config, workdir, jax.local_devices()[:1], step)
-        run = read_run(readable(workdir) / "checkpoints", int(state.step))
+        run = read_run(open_path(workdir) / "checkpoints", int(state.step))
         self.class_names: list[str] = run["class_names"]
         self._mesh = model.mesh
         self._weights = state.ema or {"params": state.params, "model_state": state.model_state}

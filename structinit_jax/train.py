@@ -40,7 +40,7 @@ from structinit_jax.evaluate import (
     open_data,
     open_evaluation_sets,
 )
-from structinit_jax.training import checkpoint, distributed, profiling, remat, remote
+from structinit_jax.training import checkpoint, distributed, profiling, remat
 from structinit_jax.training import mesh as mesh_lib
 from structinit_jax.training import workdir as workdir_lib
 from structinit_jax.training.metrics import MetricsLog, PendingMetrics, Progress
@@ -144,7 +144,7 @@ def train(
     Args:
       config: See `structinit_jax.config.base_config`.
       workdir: Gets `config.json`, `metrics.jsonl`, `tensorboard/` and `checkpoints/`. A path, or a
-        URL of object storage, see `training.remote`.
+        URL of object storage, such as gs://BUCKET/RUN.
       profile_steps: First and last step to trace to `profile/`.
       stop_request: Records a signal, also one during the last step, which ends the run anyway. A
         caller that trains several runs asks it before it starts the next one.
@@ -169,7 +169,7 @@ def _train(config, workdir, profile_steps, stop_request, on_evaluation, on_exit)
     # -- Data, mesh, schedule, model, optimizer and training step; nothing is allocated yet --------
     run = open_run(config)
     place = workdir
-    workdir, mirror = on_exit.enter_context(remote.open_workdir(place))
+    workdir = on_exit.enter_context(workdir_lib.open_workdir(place))
     trained_on = run.describe_data()
     test_name, eval_sets = evaluation_name(config), run.eval_sets
     eval_sizes = [len(eval_set.source) for eval_set in eval_sets.values()]
@@ -196,7 +196,7 @@ def _train(config, workdir, profile_steps, stop_request, on_evaluation, on_exit)
 
     # -- Initialize the state, or restore it from the newest checkpoint ----------------------------
     checkpoints = checkpoint.Checkpoints(
-        workdir / "checkpoints", config.keep_checkpoints, mirror, describe_evaluation(config)
+        workdir / "checkpoints", config.keep_checkpoints, describe_evaluation(config)
     )
     on_exit.callback(checkpoints.close)
     start_step = checkpoints.latest_step or 0
@@ -289,6 +289,7 @@ def _train(config, workdir, profile_steps, stop_request, on_evaluation, on_exit)
                 record["pending_metrics"] = pending.to_json()
                 with progress.wait("checkpoint"):
                     accuracy = deciding_accuracy(results, test_name) if due.evaluate else None
+                    log.upload()  # first, since a resumed run needs the lines before the checkpoint
                     checkpoints.save(step, state, record, accuracy)
             if due.evaluate:
                 recompilations.start()  # from here on everything has been compiled

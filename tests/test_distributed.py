@@ -87,7 +87,7 @@ def test_two_processes_train_as_one_and_stop_together(expected, data_dir, tmp_pa
         for result in results
     }
     assert "resumed from step 10" in results[0].stdout
-    assert (two / "checkpoints" / str(stopped_at) / "manifest.json").exists()
+    assert (two / "checkpoints" / str(stopped_at) / "run.json").exists()
     assert max(losses(two)) == stopped_at
 
     actual = losses(two)

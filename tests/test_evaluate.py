@@ -13,6 +13,7 @@ from structinit_jax.config import base_config
 from structinit_jax.data.datasets import open_dataset
 from structinit_jax.errors import InputError
 from structinit_jax.models import model as model_lib
+from structinit_jax.training import checkpoint
 
 pytestmark = pytest.mark.usefixtures("library_promotion")
 
@@ -107,11 +108,11 @@ def test_a_split_named_train_does_not_take_the_names_of_training_metrics():
 @pytest.mark.parametrize(
     ("field", "value", "message"),
     [
-        ("model.width", 32, r"params 'blocks/attention/key/bias' is shape .*config\.model"),
+        ("model.width", 32, r"params/blocks/attention/key/bias' is shape .*config\.model"),
         (
             "model.positions",
             "learned",
-            r"'positions' is missing in the checkpoint, shape \[16, 16\]",
+            r"params/positions' is missing in the checkpoint, shape \[16, 16\]",
         ),
     ],
 )
@@ -136,8 +137,8 @@ def test_the_checkpoint_can_be_chosen(run_config, finished_run, capsys):
     best = max(metrics, key=lambda line: (line["test[:90]/ema_accuracy"], line["step"]))
     _, state = evaluate.restore_model(run_config, finished_run.workdir, step="best")
     assert state.step == best["step"]
-    saved = finished_run.workdir / "checkpoints" / str(best["step"]) / "metrics" / "metrics"
-    assert json.loads(saved.read_text())["accuracy"] == best["test[:90]/ema_accuracy"]
+    run = checkpoint.read_run(finished_run.workdir / "checkpoints", best["step"])
+    assert run["accuracy"] == best["test[:90]/ema_accuracy"]
     message = r"no complete checkpoint of --step=5: it has those of steps 12, 8, .*--step=newest"
     with pytest.raises(InputError, match=message):
         evaluate.evaluate_checkpoint(run_config, finished_run.workdir, "5")

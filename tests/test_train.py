@@ -165,8 +165,8 @@ def test_a_run_continues_with_fields_that_may_change(longer_config, workdir, cap
     assert metrics[-1]["step"] == 18
     assert metrics[-2]["train/loss"] > 10  # the user's loss
     best = checkpoint.find_step(workdir / "checkpoints", "best")
-    file = workdir / "checkpoints" / str(best) / "metrics" / "metrics"
-    assert json.loads(file.read_text())["evaluation"] == "digits test[:90], crop_fraction 1.0"
+    run = checkpoint.read_run(workdir / "checkpoints", best)
+    assert run["evaluation"] == "digits test[:90], crop_fraction 1.0"
     # The newest two checkpoints are kept, and the best.
     kept = {int(p.name) for p in (workdir / "checkpoints").iterdir() if p.name.isdigit()}
     name = "test[:90]/accuracy"

@@ -6,7 +6,12 @@ import sys
 import pytest
 
 from structinit_jax.errors import InputError
-from structinit_jax.training.workdir import local_path, lock_workdir, prepare_workdir
+from structinit_jax.training.workdir import (
+    local_path,
+    lock_workdir,
+    open_path,
+    prepare_workdir,
+)
 
 # Holds the lock as another run does. An interpreter without this package starts at once.
 HOLDER = """
@@ -64,9 +69,12 @@ def test_a_file_system_without_locks_is_reported(tmp_path, monkeypatch, capsys):
 
 def test_unusable_directories_are_refused(tmp_path, small_files_only):
     (tmp_path / "file").write_text("")
-    with pytest.raises(InputError, match=r"--workdir=.*file cannot be written to"):
+    with pytest.raises(InputError, match=r"--workdir=.*file cannot be used"):
         prepare_workdir(tmp_path / "file")
     with small_files_only(1000), pytest.raises(InputError, match=r"--workdir=.*File too large"):
         prepare_workdir(tmp_path / "full")
     with pytest.raises(InputError, match=r"--workdir=gs://bucket/run is a URL"):
         prepare_workdir("gs://bucket/run")
+    for url in ("nothing://x", "gs://bucket/[a]"):
+        with pytest.raises(InputError, match="--workdir="):
+            open_path(url)

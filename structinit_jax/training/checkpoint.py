@@ -1,100 +1,91 @@
-"""Checkpoints through Orbax: the newest few and the best one, written while training continues."""
+"""Checkpoints: the newest few and the best one, written while training continues.
 
-import functools
+A checkpoint is a folder `STEP/`, on a disk or in object storage. Each process writes the shards of
+its devices to `arrays_K.bin`, then their list and checksum to `index_K.json`. Process 0 writes
+`run.json` with the config, the data and the accuracy. Both JSON files end with their own checksum.
+A checkpoint is intact if all of these files are there and match. Others are not used, so a kill at
+any moment leaves the earlier checkpoints, and nothing has to be renamed or locked.
+
+Orbax is not used: version 0.12.8 cannot write to s3://, restores flipped bytes without an error,
+and takes a path with [ or ] for a pattern.
+"""
+
+import hashlib
 import json
-import logging
 import math
+from collections.abc import Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import numpy as np
-import orbax.checkpoint as ocp
+from etils import epath
 from jax.experimental import multihost_utils
-from orbax.checkpoint import checkpoint_managers
 
 from structinit_jax.errors import InputError
-from structinit_jax.training import manifest, workdir
-from structinit_jax.training.remote import Mirror
+from structinit_jax.training import workdir
 from structinit_jax.training.state import TrainState
 
-MAX_IGNORED = 64
-NOT_EVALUATED = -1.0  # accuracy of such a checkpoint; Orbax would warn at every save without one
+RUN = "run.json"
+CHUNK = 2**24  # bytes that are read at once
+
+
+class DamagedError(Exception):
+    """A file of a checkpoint is missing or not what was written; the message says which one."""
+
+
+class Shard(NamedTuple):
+    """A part of an array in a checkpoint.
+
+    Attributes:
+      name: Path of the array in the training state, such as 'params/head/kernel'.
+      dtype: Name of its type.
+      shape: Shape of the whole array.
+      start: Where the part begins, along each axis.
+      sizes: Shape of the part.
+      offset: Position of its first byte in the file of its process.
+    """
+
+    name: str
+    dtype: str
+    shape: list[int]
+    start: list[int]
+    sizes: list[int]
+    offset: int
 
 
 class Checkpoints:
     """The checkpoints of a run that is being trained.
 
-    Damaged checkpoints (see `training.manifest`) are reported and moved to `damaged/`, or ignored
-    if they cannot be moved.
+    Damaged checkpoints are reported and moved to `damaged/`; those that a kill left unfinished are
+    deleted.
 
     Args:
-      directory: Absolute path, created if it does not exist.
+      directory: Created if it does not exist.
       keep: Number of newest checkpoints to keep, in addition to the one of the highest accuracy.
-      mirror: Copies the checkpoints to object storage. Then each process has a directory of its
-        own, and process 0 alone writes, from whole arrays.
       evaluation: What accuracies are measured on. Only those on the same are compared; after a
         resume that changes it, the best checkpoint of each evaluation is kept.
+
+    Attributes:
+      latest_step: Step of the newest checkpoint, or None if there is no checkpoint.
     """
 
-    def __init__(
-        self, directory: Path, keep: int, mirror: Mirror | None = None, evaluation: str = ""
-    ):
-        self.directory, self._mirror, self._evaluation = directory, mirror, evaluation
-        self._alone = mirror is not None and jax.process_count() > 1
-        self._sealing: Future | None = None  # of the newest checkpoint, while it is being written
-        ignored = np.full(MAX_IGNORED, -1)
+    def __init__(self, directory: epath.PathLike, keep: int, evaluation: str = ""):
+        self.directory = epath.Path(directory)
+        self._keep, self._evaluation = keep, evaluation
+        self._writer = ThreadPoolExecutor(1, "checkpoint")
+        self._writing: Future | None = None
+        self._runs: dict[int, dict[str, Any]] = {}  # of all checkpoints; on process 0
         if jax.process_index() == 0:
-            directory.mkdir(parents=True, exist_ok=True)
-            steps = _set_damaged_aside(directory)
-            ignored[: len(steps)] = steps
-        ignored = multihost_utils.broadcast_one_to_all(ignored)
-        if self._alone:
-            # The others see process 0's checkpoints, also if theirs were copied a moment later.
-            steps = [int(f.name) for f in manifest.step_folders(directory)]
-            steps = [step for step in steps if step not in ignored] or [-1]
-            latest = int(multihost_utils.broadcast_one_to_all(np.int32(steps[0])))
-            self._latest = None if latest < 0 else latest
-        if self._alone and jax.process_index() != 0:
-            return
-
-        for name in ("absl", "asyncio"):
-            logging.getLogger(name).addFilter(_is_worth_logging)
-        newest = checkpoint_managers.LatestN(keep)
-        # Orbax's own `best_fn` with `max_to_keep` may delete the latest step.
-        known = map(_read_metrics, manifest.step_folders(directory))
-        names = [evaluation, *(metrics.get("evaluation", evaluation) for metrics in known)]
-        best = [
-            checkpoint_managers.BestN(
-                get_metric_fn=functools.partial(_accuracy, evaluation=name),
-                n=1,
-                keep_checkpoints_without_metrics=False,
-            )
-            for name in dict.fromkeys(names)
-        ]
-        self._manager = ocp.CheckpointManager(
-            directory,
-            options=ocp.CheckpointManagerOptions(
-                create=False,
-                step_name_format=_Without(frozenset(ignored.tolist())),
-                preservation_policy=checkpoint_managers.AnyPreservationPolicy([newest, *best]),
-                best_fn=best[0].get_metric_fn,  # without it Orbax does not write metrics
-                cleanup_tmp_directories=True,
-                multiprocessing_options=ocp.options.MultiprocessingOptions(
-                    active_processes={0} if self._alone else None,
-                    barrier_sync_key_prefix="alone" if self._alone else None,
-                ),
-                # In the background, Orbax waits minutes for a directory that cannot be created.
-                async_options=ocp.AsyncOptions(create_directories_asynchronously=False),
-            ),
-        )
-        self._sealer = ThreadPoolExecutor(1, "seal_checkpoint")
-
-    @property
-    def latest_step(self) -> int | None:
-        """Step of the newest checkpoint, or None if there is no checkpoint."""
-        return self._latest if self._alone else self._manager.latest_step()
+            self.directory.mkdir(parents=True, exist_ok=True)
+            for folder in step_folders(self.directory):
+                if damage := find_damage(folder):
+                    _set_aside(folder, damage)
+                else:
+                    self._runs[int(folder.name)] = _read_json(folder / RUN)
+        newest = np.int32(max(self._runs, default=-1))
+        newest = int(multihost_utils.broadcast_one_to_all(newest))
+        self.latest_step = None if newest < 0 else newest
 
     def save(
         self, step: int, state: TrainState, run: dict[str, Any], accuracy: float | None
@@ -102,7 +93,7 @@ class Checkpoints:
         """Starts to save a checkpoint; blocks only for the copy to host memory.
 
         Args:
-          step: Number of the checkpoint. An existing one is not replaced.
+          step: Number of the checkpoint.
           state: Training state after this step.
           run: JSON object to save with it; `read_run` reads it.
           accuracy: Accuracy at this step if it was evaluated; it determines the best checkpoint.
@@ -111,118 +102,104 @@ class Checkpoints:
           InputError: The directory is full or not writable, now or at the previous save.
         """
         self.wait()
-        state = _with_key_data(state)
-        if self._alone:
-            state = _whole_arrays(state)
-            self._latest = step
-            if jax.process_index() != 0:
-                return
-        if step in self._manager.all_steps():
-            return
-        args = ocp.args.Composite(state=ocp.args.StandardSave(state), run=ocp.args.JsonSave(run))
-        with self._explain_failure():
-            accuracy = NOT_EVALUATED if accuracy is None else accuracy
-            metrics = {"accuracy": accuracy, "evaluation": self._evaluation}
-            self._manager.save(step, args=args, metrics=metrics)
-        self._sealing = self._sealer.submit(self._seal, step)
-
-    def _seal(self, step: int) -> None:
-        self._manager.wait_until_finished()
-        if jax.process_index() == 0:
-            manifest.seal(self.directory / str(step))
-            if self._mirror is not None:
-                self._mirror.push_checkpoints()
+        shards, arrays = _copy_shards(state)
+        run = run | {
+            "step": step,
+            "num_processes": jax.process_count(),
+            "evaluation": self._evaluation,
+            "accuracy": accuracy,
+        }
+        self._writing = self._writer.submit(self._write, step, shards, arrays, run)
+        self.latest_step = step
 
     def wait(self) -> None:
-        """Waits until the newest checkpoint is complete and sealed.
+        """Waits until this process's part of the newest checkpoint is written.
 
         Raises:
           InputError: It could not be written.
         """
-        sealing, self._sealing = self._sealing, None
-        if sealing is not None:
-            with self._explain_failure():
-                # Raises once in each thread; here, so that `close` does not raise it again.
-                self._manager.wait_until_finished()
-                sealing.result()
+        writing, self._writing = self._writing, None
+        if writing is not None:
+            with workdir.explain_failed_write("a checkpoint", self.directory, self._what_is_safe):
+                writing.result()
 
     def close(self) -> None:
         """Waits until everything is written."""
-        if self._alone and jax.process_index() != 0:
-            return
         try:
             self.wait()
         finally:
-            self._sealer.shutdown()
-            self._manager.close()
+            self._writer.shutdown()
 
-    def _explain_failure(self):
-        place = self._mirror.url if self._mirror else self.directory
-        return workdir.explain_failed_write("a checkpoint", place, self._what_is_safe)
+    def _write(self, step, shards, arrays, run):
+        folder, process = self.directory / str(step), jax.process_index()
+        folder.mkdir(parents=True, exist_ok=True)
+        digest = _new_digest()
+        with (folder / f"arrays_{process}.bin").open("wb") as file:
+            for array in arrays:
+                content = array.reshape(-1).view(np.uint8).data
+                digest.update(content)
+                file.write(content)
+        index = {"shards": shards, "digest": digest.hexdigest()}
+        _write_json(folder / f"index_{process}.json", index)
+        if process == 0:
+            _write_json(folder / RUN, run)
+            self._runs[step] = run
+            self._remove_old()
+
+    def _remove_old(self):
+        # Another process may not have finished its part of the newest.
+        finished = [s for s in sorted(self._runs, reverse=True) if self._is_finished(s)]
+        runs = {step: self._runs[step] for step in finished}
+        kept = set(finished[: self._keep])
+        for evaluation in {run["evaluation"] for run in runs.values()}:
+            kept.update(_best_first(runs, evaluation)[:1])
+        for step in set(finished) - kept:
+            del self._runs[step]
+            _delete(self.directory / str(step))
+
+    def _is_finished(self, step):
+        processes = range(1, self._runs[step]["num_processes"])
+        return all((self.directory / f"{step}/index_{k}.json").exists() for k in processes)
 
     def _what_is_safe(self) -> str:
-        for folder in manifest.step_folders(self.directory):
-            if not manifest.find_damage(folder):
+        for folder in step_folders(self.directory):
+            if not find_damage(folder):
                 return f"the checkpoint of step {folder.name} is intact, later steps are lost"
         return "there is no earlier checkpoint"
 
 
-def _whole_arrays(state: TrainState) -> TrainState:
-    """Returns a state of several processes as NumPy arrays; every process must call this."""
-    with jax.transfer_guard("allow"):
-        return jax.tree.map(lambda x: multihost_utils.process_allgather(x, tiled=True), state)
+def step_folders(directory: epath.PathLike) -> list[epath.Path]:
+    """Lists the checkpoints in a directory, newest step first."""
+    directory = epath.Path(directory)
+    paths = directory.iterdir() if directory.is_dir() else ()
+    names = [path.name for path in paths if path.name.isascii() and path.name.isdigit()]
+    return [directory / name for name in sorted(names, key=int, reverse=True)]
 
 
-def _is_key(leaf):
-    return jax.dtypes.issubdtype(leaf.dtype, jax.dtypes.prng_key)
+def find_damage(folder: epath.Path) -> str | None:
+    """Returns what is wrong with a checkpoint, naming a file, or None if it is intact."""
+    try:
+        run = _read_json(folder / RUN)
+        if str(run["step"]) != folder.name:
+            return f"{RUN} is that of step {run['step']}"
+        for process in range(run["num_processes"]):
+            index = _read_json(folder / f"index_{process}.json")
+            path, digest = folder / f"arrays_{process}.bin", _new_digest()
+            with path.open("rb") as file:
+                while chunk := file.read(CHUNK):
+                    digest.update(chunk)
+            if digest.hexdigest() != index["digest"]:
+                return f"{path.name} does not match its checksum"
+    except DamagedError as error:
+        return str(error)
+    except FileNotFoundError:
+        return f"{path.name} is missing"
+    except OSError as error:
+        return f"it cannot be read ({error})"
+    return None
 
 
-def _with_key_data(tree):
-    """Replaces random keys, or their shapes, by their data, since Orbax does not restore keys."""
-
-    def convert(leaf):
-        if not _is_key(leaf):
-            return leaf
-        if not isinstance(leaf, jax.ShapeDtypeStruct):
-            return jax.random.key_data(leaf)
-        data = jax.eval_shape(jax.random.key_data, leaf)
-        return jax.ShapeDtypeStruct(data.shape, data.dtype, sharding=leaf.sharding)
-
-    return jax.tree.map(convert, tree)
-
-
-def _set_damaged_aside(directory):
-    """Moves damaged checkpoints away; returns the steps of those that could not be moved."""
-    left = []
-    for folder in manifest.step_folders(directory):
-        if damage := manifest.find_damage(folder):
-            try:
-                result = f"Moved to {manifest.set_aside(folder)}"
-            except OSError as error:
-                left.append(int(folder.name))
-                result = f"It cannot be moved ({error.strerror}) and is ignored"
-            print(f"note: checkpoint {folder} is damaged: {damage}. {result}")
-    return left[:MAX_IGNORED]
-
-
-class _Without(ocp.path.step.NameFormat):
-    """Names of step folders, except those of some steps."""
-
-    def __init__(self, ignored):
-        self._ignored, self._names = ignored, ocp.path.step.standard_name_format()
-
-    def build_name(self, step):
-        return self._names.build_name(step)
-
-    def find_all(self, base_path):
-        found = self._names.find_all(base_path)
-        return (metadata for metadata in found if metadata.step not in self._ignored)
-
-    def find_step(self, base_path, step):
-        return self._names.find_step(base_path, step)
-
-
-def find_step(directory: Path, wanted: str = "newest") -> int | None:
+def find_step(directory: epath.PathLike, wanted: str = "newest") -> int | None:
     """Returns the step of an intact checkpoint, or None if there is none.
 
     Changes nothing, so it can be called while a run writes to the directory.
@@ -235,32 +212,28 @@ def find_step(directory: Path, wanted: str = "newest") -> int | None:
     Raises:
       InputError: `wanted` is none of these.
     """
+    wanted = str(wanted)
     if wanted not in ("newest", "best") and not wanted.isdecimal():
         raise InputError(f"--step={wanted} must be 'newest', 'best' or the number of a step")
     step = -1
     if jax.process_index() == 0:
-        folders = manifest.step_folders(directory)
+        intact = _intact_steps(directory, int(wanted) if wanted.isdecimal() else None)
         if wanted == "best":
-            folders = _best_first(folders)
-        elif wanted != "newest":
-            folders = [folder for folder in folders if int(folder.name) == int(wanted)]
-        for folder in folders:
-            if damage := manifest.find_damage(folder):
-                print(f"note: skipping checkpoint {folder}: {damage}")
-            else:
-                step = int(folder.name)
-                break
+            runs = {step: read_run(directory, step) for step in intact}
+            evaluated = [run["evaluation"] for run in runs.values() if run["accuracy"] is not None]
+            intact = iter(_best_first(runs, evaluated[0]) if evaluated else ())
+        step = next(intact, -1)
     step = int(multihost_utils.broadcast_one_to_all(np.int32(step)))
     return None if step < 0 else step
 
 
-def read_run(directory: Path, step: int) -> dict[str, Any]:
+def read_run(directory: epath.PathLike, step: int) -> dict[str, Any]:
     """Reads the JSON object that was saved with a checkpoint."""
-    return ocp.JsonCheckpointHandler().restore(directory / str(step) / "run")
+    return _read_json(epath.Path(directory) / str(step) / RUN)
 
 
 def restore(
-    directory: Path, step: int, abstract_state: TrainState, *, weights_only: bool = False
+    directory: epath.PathLike, step: int, abstract_state: TrainState, *, weights_only: bool = False
 ) -> TrainState:
     """Restores a training state with the shapes, types and shardings of an abstract one.
 
@@ -274,87 +247,174 @@ def restore(
     Raises:
       InputError: The checkpoint does not fit; the message names the first difference.
     """
-    folder, handler = directory / str(step) / "state", ocp.PyTreeCheckpointHandler()
-    saved, expected = handler.metadata(folder).tree, abstract_state._asdict()
+    folder = epath.Path(directory) / str(step)
+    expected = abstract_state._asdict()
     if weights_only:
         del expected["opt_state"]
     if weights_only and not expected["ema"]:
         del expected["ema"]
-    numbers = {part: _with_key_data(tree) for part, tree in expected.items()}
-    _check_fits(folder.parent, saved, numbers)
-    args = ocp.args.PyTreeRestore(
-        numbers,
-        restore_args=ocp.checkpoint_utils.construct_restore_args(numbers),
-        partial_restore=weights_only,
-    )
+    numbers = _with_key_data(expected)
+    saved: dict[str, list[tuple[int, Shard]]] = {}
+    for process in range(read_run(directory, step)["num_processes"]):
+        for entry in _read_json(folder / f"index_{process}.json")["shards"]:
+            saved.setdefault(entry[0], []).append((process, Shard(*entry)))
+    _check_fits(folder, {name: shards[0][1].shape for name, shards in saved.items()}, numbers)
+
+    files = {}
+
+    def read(path, leaf):
+        array = np.empty(leaf.shape, leaf.dtype)
+        for process, shard in saved[_name(path)]:
+            if process not in files:
+                files[process] = (folder / f"arrays_{process}.bin").open("rb")
+            file, dtype = files[process], np.dtype(shard.dtype)
+            file.seek(shard.offset)
+            content = file.read(math.prod(shard.sizes) * dtype.itemsize)
+            ends = zip(shard.start, shard.sizes, strict=True)
+            where = tuple(slice(start, start + size) for start, size in ends)
+            array[where] = np.frombuffer(content, dtype).reshape(shard.sizes)
+        return jax.make_array_from_callback(leaf.shape, leaf.sharding, array.__getitem__)
+
+    try:
+        restored = jax.tree_util.tree_map_with_path(read, numbers)
+    finally:
+        for file in files.values():
+            file.close()
     restored = jax.tree.map(
         lambda leaf, value: jax.random.wrap_key_data(value) if _is_key(leaf) else value,
         expected,
-        handler.restore(folder, args=args),
+        restored,
     )
     return TrainState(**{"opt_state": {}, "ema": {}} | restored)
 
 
-def _check_fits(folder: Path, saved: dict[str, Any], expected: dict[str, Any]) -> None:
-    if "ema" in expected and bool(saved["ema"]) != bool(expected["ema"]):
-        has, rate = ("has", "is 0") if saved["ema"] else ("has no", "is not 0")
+# -- parts of the format ---------------------------------------------------------------------------
+
+
+def _copy_shards(state: TrainState) -> tuple[list[Shard], list[np.ndarray]]:
+    """Copies the shards that this process has to save to host memory."""
+    shards, data, offset = [], [], 0
+    for path, array in jax.tree_util.tree_leaves_with_path(_with_key_data(state._asdict())):
+        for shard in array.addressable_shards:
+            if shard.replica_id:
+                continue  # another device saves this part
+            start = [index.start or 0 for index in shard.index]
+            sizes = list(shard.data.shape)
+            dtype, shape = array.dtype.name, list(array.shape)
+            shards.append(Shard(_name(path), dtype, shape, start, sizes, offset))
+            data.append(shard.data)
+            offset += shard.data.nbytes
+    # On CPUs `device_get` returns views of buffers, which the next step overwrites.
+    return shards, [np.array(array, order="C") for array in jax.device_get(data)]
+
+
+def _check_fits(folder, saved: dict[str, Sequence[int]], expected: dict[str, Any]) -> None:
+    has_ema = any(name.startswith("ema/") for name in saved)
+    if "ema" in expected and has_ema != bool(expected["ema"]):
+        has, rate = ("has", "is 0") if has_ema else ("has no", "is not 0")
         raise InputError(
             f"checkpoint {folder} {has} averaged weights, but config.ema_decay {rate}: set it to "
             "the value that the run was trained with"
         )
-    for part, tree in expected.items():
-        old, new = _shapes_by_name(saved[part]), _shapes_by_name(tree)
-        for name in sorted(old.keys() | new.keys()):
-            if old.get(name) != new.get(name):
-                raise InputError(
-                    f"checkpoint {folder} does not fit: {part} {name!r} is "
-                    f"{old.get(name, 'missing')} in the checkpoint, {new.get(name, 'missing')} in "
-                    "the model of this config. Use the config.model of the checkpoint, or another "
-                    "--workdir"
-                )
+    leaves = jax.tree_util.tree_leaves_with_path(expected)
+    new = {_name(path): f"shape {list(leaf.shape)}" for path, leaf in leaves}
+    old = {n: f"shape {list(s)}" for n, s in saved.items() if n.split("/")[0] in expected}
+    for name in sorted(old.keys() | new.keys()):
+        if old.get(name) != new.get(name):
+            raise InputError(
+                f"checkpoint {folder} does not fit: {name!r} is {old.get(name, 'missing')} in the "
+                f"checkpoint, {new.get(name, 'missing')} in the model of this config. Use the "
+                "config.model of the checkpoint, or another --workdir"
+            )
 
 
-def _shapes_by_name(tree) -> dict[str, str]:
-    return {
-        jax.tree_util.keystr(path, simple=True, separator="/"): f"shape {list(leaf.shape)}"
-        for path, leaf in jax.tree_util.tree_leaves_with_path(tree)
+def _name(path):
+    return jax.tree_util.keystr(path, simple=True, separator="/")
+
+
+def _is_key(leaf):
+    return jax.dtypes.issubdtype(leaf.dtype, jax.dtypes.prng_key)
+
+
+def _with_key_data(tree):
+    """Converts PRNG keys, or their shapes, to raw key data."""
+
+    def convert(leaf):
+        if not _is_key(leaf):
+            return leaf
+        if not isinstance(leaf, jax.ShapeDtypeStruct):
+            return jax.random.key_data(leaf)
+        data = jax.eval_shape(jax.random.key_data, leaf)
+        return jax.ShapeDtypeStruct(data.shape, data.dtype, sharding=leaf.sharding)
+
+    return jax.tree.map(convert, tree)
+
+
+def _best_first(runs: dict[int, dict[str, Any]], evaluation: str) -> list[int]:
+    """Sorts the steps that were measured on an evaluation by accuracy; of equals, newest first."""
+    measured = {
+        step: run["accuracy"]
+        for step, run in runs.items()
+        if run["evaluation"] == evaluation and run["accuracy"] is not None
     }
+    return sorted(measured, key=lambda step: (measured[step], step), reverse=True)
 
 
-def _accuracy(metrics: dict[str, Any], evaluation: str | None) -> float:
-    """Reads the accuracy of a checkpoint: `NOT_EVALUATED` also if it is one on something else.
-
-    Older checkpoints do not tell their evaluation; the oldest call the accuracy 'test/accuracy'.
-    """
-    if evaluation is not None and metrics.get("evaluation", evaluation) != evaluation:
-        return NOT_EVALUATED
-    return metrics.get("accuracy", metrics.get("test/accuracy", NOT_EVALUATED))
-
-
-def _best_first(folders):
-    """Sorts checkpoints, newest first, by their accuracies on what the newest was evaluated on."""
-    metrics = {folder: _read_metrics(folder) for folder in folders}
-    evaluated = [folder for folder in folders if _accuracy(metrics[folder], None) >= 0]
-    told = (metrics[folder].get("evaluation") for folder in evaluated)
-    evaluation = next(filter(None, told), None)
-    accuracies = {folder: _accuracy(metrics[folder], evaluation) for folder in evaluated}
-    comparable = [folder for folder in evaluated if accuracies[folder] >= 0]
-    return sorted(comparable, key=accuracies.__getitem__, reverse=True)  # of equals, the newest
+def _intact_steps(directory: epath.PathLike, step: int | None) -> Iterator[int]:
+    """Yields intact checkpoints, newest first, and prints a note about each other one."""
+    for folder in step_folders(directory):
+        if step not in (None, int(folder.name)):
+            continue
+        if damage := find_damage(folder):
+            print(f"note: skipping checkpoint {folder}: {damage}")
+        else:
+            yield int(folder.name)
 
 
-def read_accuracy(folder: Path) -> float:
-    """Reads the accuracy that a checkpoint was saved with, below 0 if it was not evaluated."""
-    return _accuracy(_read_metrics(folder), None)
+def _set_aside(folder: epath.Path, damage: str) -> None:
+    if not (folder / RUN).exists():  # a kill while it was written or deleted
+        folder.rmtree()
+        print(f"note: checkpoint {folder} was not finished and is removed")
+        return
+    target, number = folder.parent / "damaged" / folder.name, 1
+    while target.exists():  # the same step was damaged before
+        number += 1
+        target = target.with_name(f"{folder.name}.{number}")
+    target.parent.mkdir(exist_ok=True)
+    if workdir.is_url(folder):  # where folders cannot be renamed
+        for path in folder.iterdir():
+            path.copy(target / path.name)
+        _delete(folder)
+    else:
+        folder.rename(target)
+    print(f"note: checkpoint {folder} is damaged: {damage}. Moved to {target}")
 
 
-def _read_metrics(folder):
+def _delete(folder: epath.Path) -> None:
+    (folder / RUN).unlink(missing_ok=True)  # first, so that the rest is not used
+    folder.rmtree()
+
+
+def _new_digest():
+    return hashlib.blake2b(digest_size=16)
+
+
+def _write_json(path: epath.Path, content: Any) -> None:
+    """Writes a JSON object in one line, and its checksum in the next."""
+    line = json.dumps(content).encode()
+    digest = _new_digest()
+    digest.update(line)
+    path.write_bytes(line + f"\n{digest.hexdigest()}\n".encode())
+
+
+def _read_json(path: epath.Path) -> Any:
+    """Reads what `_write_json` wrote; raises `DamagedError` if it is anything else."""
     try:
-        return json.loads((folder / "metrics" / "metrics").read_text())
-    except (OSError, ValueError):
-        return {"accuracy": math.inf}  # looked at first, and found to be damaged
-
-
-def _is_worth_logging(record: logging.LogRecord) -> bool:
-    """Drops failed writes that Orbax logs with a traceback and raises as well."""
-    from_orbax = "orbax" in record.pathname or record.name == "asyncio"
-    return not (from_orbax and record.exc_info and workdir.is_failed_write(record.exc_info[1]))
+        line, _, checksum = path.read_bytes().partition(b"\n")
+    except FileNotFoundError:
+        raise DamagedError(f"{path.name} is missing") from None
+    digest = _new_digest()
+    digest.update(line)
+    if checksum != f"{digest.hexdigest()}\n".encode():
+        raise DamagedError(f"{path.name} does not match its checksum")
+    return json.loads(line)

@@ -6,13 +6,14 @@ import json
 import math
 import socket
 import sys
+import tempfile
 import time
 from collections.abc import Iterable, Iterator, Sequence
-from pathlib import Path
 from typing import Any
 
 import jax
 import numpy as np
+from etils import epath
 from tensorboardX.proto.event_pb2 import Event, SessionLog
 from tensorboardX.proto.summary_pb2 import Summary
 from tensorboardX.record_writer import RecordWriter
@@ -100,22 +101,28 @@ class MetricsLog:
         are removed because these steps run again; with 0, all lines are removed.
     """
 
-    def __init__(self, workdir: Path, start_step: int):
-        self._workdir = workdir
+    def __init__(self, workdir: epath.PathLike, start_step: int):
+        self._workdir = epath.Path(workdir)
+        self._folder = self._workdir
         self._files = contextlib.ExitStack()
+        if workdir_lib.is_url(workdir):  # where files cannot be appended to
+            folder = self._files.enter_context(tempfile.TemporaryDirectory())
+            self._folder = epath.Path(folder)
         if jax.process_index() == 0:
             with self._explain_failure():
                 self._open(start_step)
 
     def _open(self, start_step: int) -> None:
-        path, folder = self._workdir / "metrics.jsonl", self._workdir / "tensorboard"
-        if path.exists():
-            kept = read_lines(path, start_step) if start_step else []
+        path, folder = self._folder / "metrics.jsonl", self._folder / "tensorboard"
+        if start_step and (self._workdir / "metrics.jsonl").exists():
+            kept = read_lines(self._workdir / "metrics.jsonl", start_step)
             workdir_lib.write_atomically(path, "".join(kept))
+        else:
+            workdir_lib.write_atomically(path, "")
         self._lines = self._files.enter_context(path.open("a"))
         folder.mkdir(exist_ok=True)
-        name = f"events.out.tfevents.{time.time():.6f}.{socket.gethostname()}"
-        self._events = RecordWriter(str(folder / name))
+        self._events_path = folder / f"events.out.tfevents.{time.time():.6f}.{socket.gethostname()}"
+        self._events = RecordWriter(str(self._events_path))
         self._files.callback(self._events.close)
         self._write_event(file_version="brain.Event:2")
         # TensorBoard drops the events of earlier files from this step on.
@@ -128,19 +135,31 @@ class MetricsLog:
             return
         scalars = [Summary.Value(tag=tag, simple_value=value) for tag, value in values.items()]
         with self._explain_failure():
-            self._lines.write(json.dumps({"step": step, **values}) + "\n")
+            finite = {
+                k: v if math.isfinite(v) else None for k, v in values.items()
+            }  # JSON has no NaN
+            self._lines.write(json.dumps({"step": step, **finite}) + "\n")
             self._lines.flush()
             self._write_event(step=step, summary=Summary(value=scalars))
 
     def write_missing(self, step: int, values: dict[str, float]) -> None:
         """Writes values of an earlier process that may have been stopped before it wrote them."""
         if jax.process_index() == 0:
-            lines = map(json.loads, read_lines(self._workdir / "metrics.jsonl", step))
+            lines = map(json.loads, read_lines(self._folder / "metrics.jsonl", step))
             if not any(line["step"] == step and values.keys() <= line.keys() for line in lines):
                 self.write(step, values)
 
+    def upload(self) -> None:
+        """Copies both files to the workdir if it is in object storage."""
+        if self._folder != self._workdir and jax.process_index() == 0:
+            with self._explain_failure():
+                for path in (self._folder / "metrics.jsonl", self._events_path):
+                    target = self._workdir / path.relative_to(self._folder)
+                    target.write_bytes(path.read_bytes())
+
     def close(self) -> None:
         """Closes both files."""
+        self.upload()
         with self._explain_failure():
             self._files.close()
 
@@ -152,21 +171,21 @@ class MetricsLog:
         self._events.flush()
 
 
-def read_lines(path: Path, last_step: int) -> list[str]:
-    """Returns the intact lines of a `metrics.jsonl` up to a step."""
-    lines = path.read_text(errors="replace").splitlines(keepends=True)
-    return [line for line in lines if _step_of(line) <= last_step]
+def read_lines(path: epath.PathLike, last_step: int) -> list[str]:
+    """Returns the intact lines of a `metrics.jsonl` up to a step.
 
-
-def _step_of(line: str) -> float:
-    """Returns the step of a line, infinite if it is incomplete.
-
-    A kill or power failure damages only the last lines, which come after the last checkpoint.
+    A kill can cut off the last line. Prints a note about each other line that cannot be read.
     """
-    try:
-        return float(json.loads(line)["step"]) if line.endswith("\n") else math.inf
-    except (ValueError, TypeError, KeyError):
-        return math.inf
+    lines = epath.Path(path).read_bytes().decode(errors="replace").splitlines(keepends=True)
+    kept = []
+    for number, line in enumerate(lines, start=1):
+        try:
+            if line.endswith("\n") and json.loads(line)["step"] <= last_step:
+                kept.append(line)
+        except (ValueError, TypeError, KeyError, RecursionError):
+            if number < len(lines):
+                print(f"note: line {number} of {path} cannot be read and is left out")
+    return kept
 
 
 class Progress:

@@ -1,9 +1,9 @@
 """Traces of training steps, recompilations and device memory."""
 
 import re
-from pathlib import Path
 
 import jax
+from etils import epath
 
 from structinit_jax.errors import InputError
 
@@ -20,8 +20,8 @@ class StepTrace:
       steps: First and last step to trace, or None for no trace.
     """
 
-    def __init__(self, directory: Path, steps: tuple[int, int] | None):
-        self._directory = directory
+    def __init__(self, directory: epath.PathLike, steps: tuple[int, int] | None):
+        self._directory = str(directory)
         traces = steps is not None and jax.process_index() == 0
         self._first, self._last = steps if traces else (None, None)
         self._running = False

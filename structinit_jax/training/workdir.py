@@ -4,7 +4,6 @@ import contextlib
 import errno
 import fcntl
 import os
-import re
 import signal
 import socket
 import tempfile
@@ -13,6 +12,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import jax
+from etils import epath
 from jax.experimental import multihost_utils
 
 from structinit_jax.errors import InputError
@@ -21,12 +21,12 @@ LOCK = ".lock"
 LOCKS_UNSUPPORTED = (errno.ENOLCK, errno.ENOTSUP, errno.ENOSYS)
 
 
-def is_url(workdir: str | Path) -> bool:
+def is_url(workdir: epath.PathLike) -> bool:
     """Whether an output directory is in object storage."""
     return "://" in str(workdir)
 
 
-def local_path(workdir: str | Path) -> Path:
+def local_path(workdir: epath.PathLike) -> Path:
     """Returns --workdir as an absolute path; raises `InputError` if it is a URL."""
     if is_url(workdir):
         raise InputError(
@@ -36,7 +36,55 @@ def local_path(workdir: str | Path) -> Path:
     return Path(workdir).expanduser().absolute()
 
 
-def prepare_workdir(workdir: str | Path) -> Path:
+def open_path(workdir: epath.PathLike) -> epath.Path:
+    """Returns --workdir as an absolute path, or as one in object storage.
+
+    Raises:
+      InputError: The storage is not supported, or its package is not installed.
+    """
+    if not is_url(workdir):
+        return epath.Path(local_path(workdir))
+    if set(str(workdir)) & set("[]*?"):
+        raise InputError(f"--workdir={workdir} must not contain [, ], * or ?, which are patterns")
+    try:
+        path = epath.Path(workdir)
+        path.exists()
+    except (ImportError, RuntimeError, ValueError, KeyError) as error:
+        raise InputError(
+            f"--workdir={workdir} needs gs:// and pip install '.[gcs]', or s3:// and '.[s3]': "
+            f"{error}"
+        ) from error
+    except Exception as error:  # each storage has its own errors
+        raise _unusable(workdir, error) from error
+    return path
+
+
+def _unusable(workdir, error):
+    return InputError(
+        f"--workdir={workdir} cannot be used ({type(error).__name__}: {error}): check its name, "
+        "permissions and free space"
+    )
+
+
+@contextlib.contextmanager
+def open_workdir(workdir: epath.PathLike) -> Iterator[epath.Path]:
+    """Creates and locks the output directory of a run within the context.
+
+    In object storage there is no lock: make sure that one run at a time uses it.
+
+    Raises:
+      InputError: It cannot be used, or another run uses it.
+    """
+    path = open_path(workdir)
+    with contextlib.ExitStack() as on_exit:
+        if not is_url(workdir):
+            local = prepare_workdir(workdir)
+            if jax.process_index() == 0:
+                on_exit.enter_context(lock_workdir(local))
+        yield path
+
+
+def prepare_workdir(workdir: epath.PathLike) -> Path:
     """Creates the output directory and returns its absolute path.
 
     Raises:
@@ -48,9 +96,7 @@ def prepare_workdir(workdir: str | Path) -> Path:
         with tempfile.TemporaryFile(dir=path) as file:
             file.write(bytes(2**16))  # a full disk still accepts empty files
     except OSError as error:
-        raise InputError(
-            f"--workdir={workdir} cannot be written to ({error.strerror}): choose another directory"
-        ) from error
+        raise _unusable(workdir, error) from error
     return path
 
 
@@ -84,17 +130,21 @@ def lock_workdir(workdir: Path) -> Iterator[None]:
         yield
 
 
-def write_atomically(path: Path, content: str | bytes) -> None:
+def write_atomically(path: epath.PathLike, content: str | bytes) -> None:
     """Replaces the content of a file. After a failure or a kill the old content is still there."""
+    path, content = epath.Path(path), content.encode() if isinstance(content, str) else content
+    if is_url(path):  # objects are written whole or not at all
+        path.write_bytes(content)
+        return
     partial = path.with_name(f"{path.name}.partial")
-    partial.write_bytes(content.encode() if isinstance(content, str) else content)
-    os.replace(partial, path)
+    partial.write_bytes(content)
+    partial.replace(path)
 
 
 @contextlib.contextmanager
 def explain_failed_write(
     what: str,
-    directory: Path | str,
+    directory: epath.PathLike,
     safe: Callable[[], str] = lambda: "the checkpoints are not affected",
 ) -> Iterator[None]:
     """Turns the errors of a full or read-only disk within the context into an `InputError`.
@@ -106,22 +156,14 @@ def explain_failed_write(
     """
     try:
         yield
-    except (OSError, ValueError) as error:
-        if not is_failed_write(error):
+    except Exception as error:
+        if not (isinstance(error, OSError) or is_url(directory)):  # storages have their own errors
             raise
-        text = re.sub(r"\s*\[os_error_code.*", "", str(error).rsplit(": ", 1)[-1])
-        reason = getattr(error, "strerror", None) or text
+        reason = getattr(error, "strerror", None) or error
         raise InputError(
             f"{what} could not be written to {directory}: {reason}. Training stops; {safe()}. Free "
             "disk space or fix the permissions, then run the same command again to resume"
         ) from error
-
-
-def is_failed_write(error: BaseException | None) -> bool:
-    """Recognizes disk errors, also those that TensorStore raises as `ValueError`."""
-    return isinstance(error, OSError) or (
-        isinstance(error, ValueError) and "os_error_code" in str(error)
-    )
 
 
 class StopRequest:
