@@ -32,7 +32,6 @@ from structinit_jax.errors import (
     is_count,
     is_reference,
     require,
-    suggest,
 )
 
 Seed = Annotated[int, Check("a whole number in [0, 2**32)", lambda x: is_count(x, 0) and x < 2**32)]
@@ -163,7 +162,6 @@ def load_config(location: str | Path) -> ConfigDict:
     config = get_config(**choices)
     if not isinstance(config, ConfigDict):
         raise InputError(f"--config={path}: get_config() must return a config, got {config!r}")
-    check_names(config)
     drop_foreign_options(config)
     return config
 
@@ -208,7 +206,6 @@ def load_run_config(
     # The options depend on the scheme, so those of the default are not kept.
     config.attention_init = ConfigDict(fields.pop("attention_init"))
     config.update(fields)
-    check_names(config)
     return config
 
 
@@ -242,12 +239,12 @@ def validate(config: ConfigDict) -> None:
 
     What only training needs, `training.setup.set_up` checks: scheme, loss and optimizer.
     """
-    check_names(config)
-    sections = ("model", "augment", "data", "attention_init")
-    run = {name: value for name, value in config.items() if name not in sections}
-    data, model = config.data, config.model
+    run, data, model = dict(config), config.data, config.model
+    for section in ("model", "augment", "data", "attention_init"):
+        del run[section]
     errors.check_fields(RunFields, run)
     errors.check_fields(DataFields, dict(data), "config.data.")
+    errors.check_fields(AugmentConfig, dict(config.augment), "config.augment.")
     models.check_fields(dict(model))
     needs = f"a tuple of {data.channels}, one number for each of config.data.channels"
     for field in ("mean", "std"):
@@ -268,24 +265,6 @@ def validate(config: ConfigDict) -> None:
             "config.attention_init.name='kaiming_uniform' is PyTorch's initialization of the whole "
             f"model, but config.model.base_init={model.base_init!r}: set it to 'pytorch'"
         )
-
-
-def check_names(config: ConfigDict) -> None:
-    """Raises `InputError` unless the config has the fields of `base_config` and no others.
-
-    A section that was set as a whole, or that belongs to another model, may lack some.
-    """
-    name = config.get("model", {}).get("name", "vit")
-    base = base_config(name)
-    start = f"start from structinit_jax.config.base_config({name!r}) and set single fields"
-    for section in ("", "model", "augment", "data"):
-        fields, wanted = (c[section] if section else c for c in (config, base))
-        path = f"config.{section}".rstrip(".")
-        for field in fields:
-            if field not in wanted:
-                raise InputError(f"{path} has no field {field!r}: {suggest(field, wanted)}")
-        if missing := [field for field in wanted if field not in fields]:
-            raise InputError(f"{path} lacks {', '.join(missing)}: {start}")
 
 
 # -- what sections stand for -----------------------------------------------------------------------

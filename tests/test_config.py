@@ -50,15 +50,12 @@ def test_bad_values_are_refused_by_field_and_value(field, value):
     assert str(caught.value).startswith(f"config.{field}={value!r} must be ")
 
 
-def test_missing_and_unknown_fields_are_named():
-    config = changed("seed", 1)
-    config.augment = {"flip": 0.5}
-    with pytest.raises(InputError, match=r"config\.augment lacks .*crop, "):
-        config_lib.validate(config)
-    config = changed("seed", 1)
-    config.bacth_size = 1
-    with pytest.raises(InputError, match=r"no field 'bacth_size': did you mean 'batch_size'"):
-        config_lib.validate(config)
+def test_unknown_fields_are_named():
+    for section in ("", "model", "augment", "data"):
+        config = changed("seed", 1)
+        (config[section] if section else config).bacth_size = 1
+        with pytest.raises(InputError, match=rf"config\.{section}.*bacth_size does not exist: "):
+            config_lib.validate(config)
 
 
 @pytest.mark.parametrize(("option", "value"), [("kernel_size", 2), ("name", "impulze")])
@@ -144,7 +141,6 @@ def test_the_row_after_the_colon_gives_the_arguments_of_get_config(tmp_path):
         "",
         "x = 1",
         "def get_config():\n    return {}",
-        "import ml_collections as m\ndef get_config():\n    return m.ConfigDict({'seed': 1})",
     ],
 )
 def test_a_file_without_a_config_is_refused(tmp_path, text):
