@@ -16,7 +16,7 @@ all three start from timm's base initialization (`model.base_init`), since we do
 the authors used here.
 
 Hardware: one GPU or more. Time: not measured.
-Accuracy to expect: the published figures are in the paper. Not run here.
+Accuracy to expect: the published figures are in configs/papers.csv; not run here.
 """
 
 from pathlib import Path

@@ -15,13 +15,7 @@ PyTorch's defaults (`model.base_init`); mean, standard deviation and test crop a
 vit_tiny_patch16_224.
 
 Hardware: 8 or more data-center GPUs or TPUs. Time: not measured.
-Accuracy to expect (published, top-1 in percent; not run here):
-
-    impulse3            74.24
-    impulse5            74.40
-    mimetic             74.34
-    truncated_normal    73.42
-    kaiming_uniform     74.11
+Accuracy to expect: the published figures are in configs/papers.csv; not run here.
 """
 
 from typing import Literal

@@ -6,16 +6,11 @@
 Paper: "Structured Initialization for Attention in Vision Transformers" (2024), table 1. Pass the
 row after a colon: the positions, sincos or learned; then the pooling, mean or class_token.
 
-The recipe is that of vit_2024_small.py. The initialization of this table is not stated. The row
-`sincos,mean` is the model of table 2, which has 86.36 with Kaiming uniform and 88.63 with truncated
-normal. This file uses truncated normal; --config.attention_init.name=kaiming_uniform is the other.
+The recipe is that of vit_2024_small.py. The initialization of this table is not stated: this file
+uses truncated normal, and --config.attention_init.name=kaiming_uniform is the other candidate.
 
 Hardware: one GPU. Time: not measured.
-Accuracy to expect (published, top-1 in percent; not run here):
-
-                class_token   mean
-    learned     81.23         82.23
-    sincos      83.17         85.30
+Accuracy to expect: the published figures are in configs/papers.csv; not run here.
 """
 
 from pathlib import Path

@@ -16,8 +16,7 @@ we use this one, and details of two more ViT-B configurations in the appendix, w
 `learning_rate` and `data.repeats`.
 
 Hardware: 8 or more data-center GPUs or TPUs. Time: not measured.
-Accuracy to expect (ViT-B, top-1; published in the rebuttal, as the appendix's figures in place of
-those of table 2; not run here): impulse 81.83 %, default 81.24 %, mimetic 80.56 %.
+Accuracy to expect: the published figures are in configs/papers.csv; not run here.
 """
 
 from typing import Literal

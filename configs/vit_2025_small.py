@@ -19,9 +19,7 @@ Table 4 selects weights from a larger pretrained model. Pass its safetensors fil
 --config.start_from=vit_small.safetensors.
 
 Hardware: one GPU or more. Time: not measured.
-Accuracy to expect (published in the authors' rebuttal, ViT-T on CIFAR-10, training accuracy after
-10 / 50 / 100 epochs; not run here): default 47.95 / 61.51 / 76.87 %, mimetic 49.05 / 63.62 /
-77.64 %, impulse 54.62 / 69.51 / 81.87 %. Test accuracies are in the paper.
+Accuracy to expect: the published figures are in configs/papers.csv; not run here.
 """
 
 from typing import Literal

@@ -7,7 +7,7 @@ vit_2025_imagenet.py describes the recipe, and has the paper's own scheme and ot
 of the model starts from PyTorch's defaults there, and from timm's here (`model.base_init`).
 
 Hardware: 8 or more data-center GPUs or TPUs. Time: not measured.
-Accuracy to expect: the paper reports 81.83 % top-1 with its own impulse; ours was not run here.
+Accuracy to expect: that of the paper's own impulse is in configs/papers.csv; not run here.
 """
 
 from pathlib import Path

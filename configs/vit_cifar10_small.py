@@ -6,9 +6,8 @@
 Hardware: two CPU cores. Time: not measured.
 Accuracy to expect: not measured.
 
-DIR has the images as files, DIR/{train,test}/CLASS/*.jpg. --config.data.name=cifar10 takes them
-from TensorFlow Datasets instead. Compare schemes with `python -m structinit_jax.compare` and
---schemes=default,mimetic,impulse --seeds=3.
+DIR has the images as files, DIR/{train,test}/CLASS/*.jpg. --config.data.name=cifar10 reads them
+from TensorFlow Datasets instead.
 """
 
 from structinit_jax.config import base_config
