@@ -75,22 +75,6 @@ def test_recipes_are_those_of_the_programs():
     assert not [row for row in rows if "DIFFERS" in row]
 
 
-@pytest.mark.parametrize(
-    ("file", "recipe"),
-    [
-        ("vit_2024_settings.py", "vit_2024_small.py"),
-        ("vit_2024_pseudo_inputs.py", "vit_2024_small.py"),
-        ("swin_mixer_2025_small.py", "vit_2025_small.py"),
-        ("vit_b_imagenet.py", "vit_2025_imagenet.py"),
-    ],
-)
-def test_files_that_name_another_one_have_its_recipe(file, recipe):
-    ours, wanted = (load_config(str(ROOT / "configs" / name)) for name in (file, recipe))
-    for section in ("model", "attention_init"):
-        del ours[section], wanted[section]
-    assert ours.to_dict() == wanted.to_dict()
-
-
 @each_file
 def test_every_row_is_a_valid_config_of_its_data_set_and_model(path):
     for row, config in load_rows(path).items():
