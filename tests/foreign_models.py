@@ -198,7 +198,3 @@ def structinit_model():
 
 def arguments(name):
     return RECORDED.get(name, ({}, GRID))[0]
-
-
-def timm_with(**tensors):
-    return state_dict("timm") | {k.replace("__", "."): v for k, v in tensors.items()}

@@ -349,21 +349,21 @@ def pvt():
     return params
 
 
-def stages():
-    """Attention of several sizes, as in MViT, GC ViT and CoAtNet."""
+def stages(name="stages__{}__blocks__0__attn"):
+    """Attention of several sizes, as in MViT, Hiera and DaViT."""
     params = {}
     for s, width in enumerate((8, 16)):
-        block = f"stages__{s}__blocks__0__attn"
+        block = name.format(s)
         params |= shapes(**{f"{block}__qkv": (3 * width, width), f"{block}__proj": (width, width)})
     return params
 
 
 ONES, WIDE = np.ones(WIDTH, np.float32), np.ones((2 * WIDTH, WIDTH), np.float32)
 REFUSED = {  # parameters, and what the message says
-    "nothing": (dict, r"no blocks\.0\.attn\.qkv\.weight, but nothing"),
+    "nothing": (dict, "no attention layers, only nothing"),
     "other_names": (
         lambda: shapes(body__attn__wqkv=(3, 3)),
-        r"attn\.wqkv\..* rename them to",
+        r"attn\.wqkv\..* rename them for",
     ),
     "torch_module": (Module, r"params is a Module, a torch module: pass \{k: v\.detach"),
     "torch_tensor": (
@@ -375,7 +375,7 @@ REFUSED = {  # parameters, and what the message says
     "relative": (lambda: changed(rel_pos__mlp__fc1__weight=ONES), r"rel_pos.* changes the atten"),
     "trained": (lambda: changed(blocks__1__norm1__weight=2 * ONES), r"norm1\.weight is not 1"),
     "trained_bias": (lambda: changed(blocks__1__norm2__bias=ONES), r"norm2\.bias is not 0"),
-    "no_positions": (lambda: without("pos_embed"), r"positions: .* width 16 .*pos_embed"),
+    "no_positions": (lambda: without("pos_embed"), r"positions: .* width 16: pass"),
     "incomplete": (lambda: without("blocks.1.attn.qkv"), r"params have no blocks\.1\.attn\.qkv\."),
     "unequal": (
         lambda: changed(blocks__1__attn__qkv__weight=WIDE),
@@ -386,6 +386,11 @@ REFUSED = {  # parameters, and what the message says
         r"several models \(a\.blocks\.0\.attn, b\..*\): pass the subtree",
     ),
     "pvt": (pvt, r"attn\.(kv|sr)\.weight .* not supported"),
+    "unequal_names": (lambda: stages("stages__{}__0__attn"), r"another shape .* not supported"),
+    "convolution": (
+        lambda: changed(blocks__0__attn__proj__weight=ONES[:, None, None, None]),
+        r"no linear layer; .* not supported",
+    ),
     "stages": (stages, r"in one of 2 stages .* not supported"),
 }
 

@@ -88,6 +88,8 @@ class Host:
             if num_heads not in (None, self.num_heads):
                 raise InputError(f"num_heads={num_heads}, but {name} has {self.num_heads} heads")
             return
+        if len(shape) != 2:
+            raise unsupported(name, f"has shape {shape} and is no linear layer")
         self.width, inner = shape
         if not is_count(num_heads) or inner % num_heads:
             raise InputError(
@@ -208,10 +210,10 @@ class Host:
             table = self.position_table(grid)
             if table is None:
                 raise InputError(
-                    f"positions: params hold no position table of width {self.width} named like "
-                    f"{self.stack.layout.positions}: pass the encoding that the model adds to its "
-                    "tokens as positions=[N, D], or its rotary positions as rotations, or for a "
-                    "scheme that needs none ('mimetic') grid=(rows, cols)"
+                    f"positions: params hold no position table of width {self.width}: pass the "
+                    "encoding that the model adds to its tokens as positions=[N, D], or its rotary "
+                    "positions as rotations, or for a scheme that needs none ('mimetic') "
+                    "grid=(rows, cols)"
                 )
             return table
         check_array("positions", "the encoding", given)

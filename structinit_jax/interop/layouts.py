@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
 import jax
+import numpy as np
 from flax import nnx
 
 from structinit_jax.errors import InputError
@@ -399,15 +400,28 @@ def find_stacks(leaves: Leaves, name: str | None) -> list[Stack]:
         if stacks and not absent:
             return stacks
         missing = missing or next(iter(absent), "")
-    other = next(filter(_OTHER_ATTENTION.search, leaves), None)
-    if other:
-        raise unsupported(other, "belongs to attention that pools, reduces or gates its tokens")
+    raise _not_found(leaves, missing or LAYOUTS[name or "timm"][-1].example)
+
+
+def _not_found(leaves: Leaves, missing: str) -> InputError:
+    """Returns the error for parameters of which no layout has all projections."""
     similar = [n for n in leaves if re.search(r"att|qkv|query|q_proj|in_proj", n, re.IGNORECASE)]
-    missing = missing or LAYOUTS[name or "timm"][-1].example
-    raise InputError(
-        f"params have no {missing}, but {', '.join(list(similar or leaves)[:6]) or 'nothing'}: if "
-        "each layer has linear projections from and to all channels, rename them to names such as "
-        f"{missing} for the call (interop.LAYOUTS lists them); other attention is not supported"
+    if not similar:
+        return InputError(
+            f"params hold no attention layers, only {', '.join(list(leaves)[:6]) or 'nothing'}"
+        )
+    if other := next(filter(_OTHER_ATTENTION.search, similar), None):
+        return unsupported(other, "belongs to attention that pools, reduces or gates its tokens")
+    shapes: dict[str, tuple[int, ...]] = {}
+    for name in similar:
+        shape = np.shape(leaves[name])
+        if shapes.setdefault(_NUMBER.sub("#", name), shape) != shape:
+            return unsupported(name, "has another shape than in other layers, as in stages")
+    return InputError(
+        f"params have no {missing}, but {', '.join(similar[:6])}: if each layer has linear "
+        "projections from and to all channels, rename them for the call to names such as "
+        f"{missing}, or to those of another project in interop.LAYOUTS; other attention is not "
+        "supported"
     )
 
 
