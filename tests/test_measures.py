@@ -2,7 +2,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from scipy.stats import entropy, special_ortho_group
+from scipy.stats import entropy
 
 from structinit_jax.analysis import measures
 from structinit_jax.attention_init import AttentionSite, impulse, kernels, sincos_positions
@@ -110,36 +110,41 @@ def test_stable_rank_is_that_of_the_singular_values(shape):
     np.testing.assert_allclose(measures.stable_rank(np.eye(5)), 5, rtol=1e-5)
 
 
-def nguyen_hsic(x, y):
-    """Equation 3 of Nguyen et al. 2021 in float64."""
-    n = len(x)
-    k, m = (np.float64(a) @ np.float64(a).T for a in (x, y))
-    for gram in (k, m):
-        np.fill_diagonal(gram, 0)
-    sums = k.sum() * m.sum() / ((n - 1) * (n - 2)) - 2 / (n - 2) * (k @ m).sum()
-    return (np.trace(k @ m) + sums) / (n * (n - 3))
+def convolve(x, mode):
+    """Features of a 3×3 convolution with random weights, [B, R, C, D]."""
+    x = np.pad(x, ((0, 0), (1, 1), (1, 1), (0, 0)), mode=mode)
+    kernel = np.random.default_rng(1).normal(size=(3, 3, x.shape[-1], 7)).astype(np.float32)
+    rows, columns = x.shape[1] - 2, x.shape[2] - 2
+    shifted = [x[:, i : i + rows, j : j + columns] @ kernel[i, j] for i, j in np.ndindex(3, 3)]
+    return jnp.asarray(np.maximum(sum(shifted), 0))
 
 
-def cka(x, y):
-    grams = [measures.centered_gram(jnp.asarray(a))[None] for a in (x, y)]
-    return float(measures.cka(*grams)[0, 0])
+@pytest.mark.parametrize("shift", [(0, 1), (2, 0)])
+def test_a_convolution_is_equivariant_to_shifts(shift):
+    x = RNG.normal(size=(4, 8, 9, 5)).astype(np.float32)
+    moved = np.roll(x, shift, axis=(1, 2))
+    circular = [convolve(images, "wrap") for images in (x, moved)]
+    assert measures.shift_distance(*circular, shift, margin=0) == 0
+    padded = [convolve(images, "constant") for images in (x, moved)]
+    assert measures.shift_distance(*padded, shift) == 0
+    assert measures.shift_distance(*padded, shift, margin=0) > 0.1
+    assert measures.shift_distance(*padded, (6, 0)) is None  # all tokens are at the border
 
 
-def test_cka_is_the_formula_of_the_paper():
-    x = RNG.normal(size=(16, 30)).astype(np.float32) + 3
-    y = x[:, :20] + RNG.normal(size=(16, 20)).astype(np.float32)
-    expected = nguyen_hsic(x, y) / (nguyen_hsic(x, x) * nguyen_hsic(y, y)) ** 0.5
-    assert 0.2 < expected < 0.95
-    np.testing.assert_allclose(cka(x, y), expected, rtol=1e-4)
-
-
-def test_cka_ignores_rotation_scale_and_shift_but_not_more():
-    x = RNG.normal(size=(32, 6)).astype(np.float32)
-    rotation = special_ortho_group.rvs(6, random_state=0).astype(np.float32)
-    np.testing.assert_allclose(cka(x, 3 * x @ rotation + 5), 1, rtol=1e-5)
-    many = RNG.normal(size=(32, 2000)).astype(np.float32)
-    assert abs(cka(x, many)) < 0.2  # the biased estimator gives 0.4
-    assert cka(x, np.ones_like(x)) == 0
+def test_positions_and_unrelated_features_have_known_distances():
+    x = RNG.normal(size=(64, 8, 8, 5)).astype(np.float32)
+    ramp = 0.5 * np.arange(8, dtype=np.float32)[:, None]
+    features, moved = (jnp.asarray(a + ramp) for a in (x, np.roll(x, 1, axis=2)))
+    # Each of the two has the variance of x, 1, and that of the ramp over the inner five columns of
+    # eight; they differ by one step of the ramp.
+    expected = (0.5**2 / (2 * (1 + 0.5**2 * 2))) ** 0.5
+    np.testing.assert_allclose(
+        measures.shift_distance(features, moved, (0, 1)), expected, rtol=0.02
+    )
+    a, b = (jnp.asarray(RNG.normal(size=(5000, 3)), jnp.float32) for _ in range(2))
+    np.testing.assert_allclose(measures.relative_distance(a, b), 1, rtol=0.02)
+    np.testing.assert_allclose(measures.relative_distance(a, -a), 2**0.5, rtol=1e-3)
+    assert measures.relative_distance(jnp.ones((9, 3)), jnp.ones((9, 3))) == 0
 
 
 def test_filter_cosine_is_of_each_channel():

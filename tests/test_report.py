@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from scipy import stats
 
-from structinit_jax.analysis import drawing as figures
+from structinit_jax.analysis import figures
 from structinit_jax.compare import report
 
 FACTS = {

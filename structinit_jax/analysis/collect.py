@@ -1,5 +1,6 @@
 """Runs models on images and averages their maps, measures and representations."""
 
+import math
 from typing import Any, NamedTuple
 
 import jax
@@ -9,12 +10,12 @@ from flax import nnx
 from jaxtyping import Array, Float, UInt8
 from ml_collections import ConfigDict
 
-from structinit_jax import evaluate
 from structinit_jax.analysis import measures
 from structinit_jax.attention_init import ConvSite, Site, TokenMixingSite
 from structinit_jax.augment import normalize
 from structinit_jax.data.loader import decode_all, stream_indices
 from structinit_jax.errors import InputError
+from structinit_jax.train import open_run
 from structinit_jax.training.mesh import make_mesh
 from structinit_jax.training.state import (
     AbstractModel,
@@ -36,9 +37,9 @@ class Layer(NamedTuple):
       token_size: Side of a token in pixels; None if unknown.
       maps: Attention maps of the heads; None without maps.
       filters: Filters of a depthwise convolution; None for other layers.
-      measures: Values of the heads [h] by the name of the measure; see `analysis.measures`.
+      measures: Values of the heads [h] by the name of the measure, see `analysis.measures`; of the
+        layer's output, 'stable_rank' and 'shift_distance' [1].
       uniform: Measures of uniform maps.
-      stable_rank: Stable rank of the layer's output.
     """
 
     name: str
@@ -48,7 +49,6 @@ class Layer(NamedTuple):
     filters: Float[np.ndarray, "f f D"] | None
     measures: dict[str, Float[np.ndarray, " h"]]
     uniform: dict[str, float]
-    stable_rank: float
 
 
 class Snapshot(NamedTuple):
@@ -58,43 +58,15 @@ class Snapshot(NamedTuple):
       name: Initialization and step, for titles.
       quantity: What the maps show, 'attention' or, for token mixing, 'sensitivity'.
       layers: First to last.
-      embedding_rank: Stable rank of the first layer's input.
-      grams: `measures.centered_gram` over the n images of the first layer's input and of the
-        layers' outputs.
+      input: Measures of the first layer's input, 'stable_rank' and 'shift_distance'.
+      logits: Measures of the logits, 'shift_distance'.
     """
 
     name: str
     quantity: str
     layers: list[Layer]
-    embedding_rank: float
-    grams: Float[np.ndarray, "P n n"]
-
-
-class StackSize(NamedTuple):
-    """Number of layers of a stack, of heads in each, and the type of their site."""
-
-    num_layers: int
-    num_heads: int
-    site_type: type
-
-
-def stack_sizes(model: AbstractModel) -> list[StackSize]:
-    """Returns the sizes of a model's stacks without allocating it."""
-    sizes = []
-
-    def trace(*weights):
-        sites = nnx.merge(model.graphdef, *weights).sites().values()
-        sizes.extend(StackSize(s.num_layers, getattr(s, "num_heads", 1), type(s)) for s in sites)
-
-    jax.eval_shape(trace, model.params, model.model_state)
-    return sizes
-
-
-def layer_names(sizes: list[StackSize]) -> list[str]:
-    """Returns the names of all layers; see `Layer`."""
-    stages = [f"{i + 1}." if len(sizes) > 1 else "" for i in range(len(sizes))]
-    pairs = zip(stages, sizes, strict=True)
-    return [f"{stage}{i + 1}" for stage, size in pairs for i in range(size.num_layers)]
+    input: dict[str, float]
+    logits: dict[str, float]
 
 
 def read_images(config: ConfigDict, count: int) -> UInt8[np.ndarray, "n H H C"]:
@@ -103,8 +75,7 @@ def read_images(config: ConfigDict, count: int) -> UInt8[np.ndarray, "n H H C"]:
     They are among the first that a run with the config's seed sees: `count`, or all if there are
     fewer, rounded down to whole batches.
     """
-    data = config.data
-    source = evaluate.open_data(config).split(data.train_split, on_bad_image=data.on_bad_image)
+    data, source = config.data, open_run(config).train_source
     whole = min(count, len(source)) // BATCH_SIZE * BATCH_SIZE
     if whole < 1:
         raise InputError(
@@ -166,7 +137,6 @@ class Observer:
     def __init__(self, config: ConfigDict, model: AbstractModel):
         self._config = config
         self._graphdef = model.graphdef
-        self._names = layer_names(stack_sizes(model))
         self._targets = find_targets(config, model)
         self._observe_batch = jax.jit(self._observe)
 
@@ -179,58 +149,115 @@ class Observer:
           weights: Parameters and model state.
           images: Images; n is a multiple of `BATCH_SIZE`.
           step: Training step of the weights.
-        """
-        total, outputs, ranks = None, [], []
-        batches = images.reshape(-1, BATCH_SIZE, *images.shape[1:])
-        for batch in batches:
-            averages, points = self._observe_batch(weights, batch)
-            total = averages if total is None else jax.tree.map(jnp.add, total, averages)
-            points = jax.device_get(points)
-            ranks.append([measures.stable_rank(point).mean() for point in points])
-            outputs.append([point.reshape(BATCH_SIZE, -1) for point in points])
-        ranks = np.mean(ranks, axis=0)
-        stacks = jax.device_get(jax.tree.map(lambda x: x / len(batches), total))
-        gram = jax.jit(measures.centered_gram)
-        grams = np.stack([gram(np.concatenate(point)) for point in zip(*outputs, strict=True)])
 
+        Raises:
+          InputError: The model has no layers to observe, or its weights are not finite.
+        """
         model = nnx.merge(self._graphdef, *weights)
-        patch_size, layers = self._config.model.get("patch_size"), []
-        sites = model.sites()
-        for index, (name, site) in enumerate(sites.items()):
-            heads, uniform = _summarize(stacks[index], site, self._targets.get(name))
+        sites, name = model.sites(), f"{self._config.attention_init.name}, step {step:,}"
+        if not sites:
+            raise InputError(f"config.model.name={self._config.model.name!r} has no sites()")
+        if not all(np.isfinite(leaf).all() for leaf in jax.device_get(jax.tree.leaves(weights))):
+            raise InputError(f"the weights of {name} are not finite: choose another --step")
+        totals, ranks = [], []
+        for batch in images.reshape(-1, BATCH_SIZE, *images.shape[1:]):
+            total, points = jax.device_get(self._observe_batch(weights, batch))
+            totals.append(total)
+            ranks.append([measures.stable_rank(point).mean() for point in points])
+        averages = jax.tree.map(lambda *values: np.mean(values, axis=0), *totals)
+        ranks, shifts = np.mean(ranks, axis=0), averages["shift_distance"]
+
+        def of_point(index):
+            known = {} if shifts[index] is None else {"shift_distance": shifts[index]}
+            return {"stable_rank": ranks[index]} | known
+
+        layers = []
+        for index, (stack, site) in enumerate(sites.items()):
+            heads, uniform = _summarize(averages["stacks"][index], site, self._targets.get(stack))
             is_conv = isinstance(site, ConvSite)
-            filters = np.asarray(getattr(model, name).spatial.kernel[...]) if is_conv else None
+            filters = np.asarray(getattr(model, stack).spatial.kernel[...]) if is_conv else None
             for i in range(site.num_layers):
+                of_output = of_point(len(layers) + 1).items()
                 layer = Layer(
-                    name=self._names[len(layers)],
+                    name=f"{index + 1}.{i + 1}" if len(sites) > 1 else str(i + 1),
                     grid=None if is_conv else site.grid,
-                    token_size=patch_size and patch_size * 2**index,
-                    maps=None if is_conv else stacks[index]["maps"][i],
+                    token_size=self._token_size(index),
+                    maps=None if is_conv else averages["stacks"][index]["maps"][i],
                     filters=filters[i] if is_conv else None,
-                    measures={key: values[i] for key, values in heads.items()},
+                    measures={key: values[i] for key, values in heads.items()}
+                    | {key: np.array([value]) for key, value in of_output},
                     uniform=uniform,
-                    stable_rank=float(ranks[len(layers) + 1]),
                 )
                 layers.append(layer)
-        name = f"{self._config.attention_init.name}, step {step:,}"
         mixes = any(isinstance(site, TokenMixingSite) for site in sites.values())
         quantity = "sensitivity" if mixes else "attention"
-        return Snapshot(name, quantity, layers, float(ranks[0]), grams)
+        logits = {} if shifts[-1] is None else {"shift_distance": float(shifts[-1])}
+        first = {key: float(value) for key, value in of_point(0).items()}
+        return Snapshot(name, quantity, layers, first, logits)
+
+    def _token_size(self, stage):
+        size = self._config.model.get("patch_size")
+        return size and size * 2**stage
 
     def _observe(self, weights, images):
-        """Returns averages over a batch, the first layer's input and all outputs [B, N, D]."""
-        data, model = self._config.data, nnx.merge(self._graphdef, *weights)
+        """Returns averages over a batch, and the first layer's input and all outputs [B, N, D]."""
+        model = nnx.merge(self._graphdef, *weights)
         sites = model.sites()
         has_maps = not any(isinstance(site, ConvSite) for site in sites.values())
+        logits, out = self._run(model, images, with_maps=has_maps)
+        stages = out.get("stages", [out])
+        stacks = [
+            _average_maps(stage["blocks"], site, self._targets.get(name))
+            for stage, (name, site) in zip(stages, sites.items(), strict=True)
+        ]
+        points = self._points(out, images)
+        averages = {"stacks": stacks, "shift_distance": self._shift(model, images, points, logits)}
+        return averages, [point for point, _ in points]
+
+    def _run(self, model, images, with_maps=False):
+        data = self._config.data
         images = normalize(images, tuple(data.mean), tuple(data.std))
-        out = model(images, with_maps=has_maps)[1]
+        return model(images, with_maps=with_maps)
+
+    def _points(self, out, images):
+        """Returns the first layer's input and all outputs [B, N, D], and the stage of each."""
         first = next(out[name] for name in ("embedded", "stem", "patch_embedding") if name in out)
-        points, stacks = [first], []
-        for (name, site), stack in zip(sites.items(), out.get("stages", [out]), strict=True):
-            points.extend(stack["blocks"]["output"])
-            stacks.append(_average_maps(stack["blocks"], site, self._targets.get(name)))
-        prefix = getattr(model, "num_prefix", 0)
-        return stacks, [_flatten_grid(point)[:, prefix:] for point in points]
+        points = [(first, 0)]
+        for stage, stack in enumerate(out.get("stages", [out])):
+            points.extend((output, stage) for output in stack["blocks"]["output"])
+        # Without class and register tokens, which come first.
+        return [
+            (_flatten_grid(point)[:, -math.prod(self._token_grid(stage, images)) :], stage)
+            for point, stage in points
+        ]
+
+    def _token_grid(self, stage, images):
+        """Returns rows and columns of a stage's tokens, (0, 0) if they are not known."""
+        size = self._token_size(stage)
+        return tuple(side // size for side in images.shape[1:3]) if size else (0, 0)
+
+    def _shift(self, model, images, points, logits):
+        """Returns `measures.shift_distance` of each point, and the distance of the logits.
+
+        Images are shifted by one token of the last stage, to the right and down.
+        """
+        size = self._token_size(points[-1][1])
+        if not size:
+            return [None] * (len(points) + 1)
+        found = []
+        for axis in (1, 2):
+            moved_logits, out = self._run(model, jnp.roll(images, size, axis))
+            found.append([])
+            for (point, stage), (moved, _) in zip(points, self._points(out, images), strict=True):
+                grid = (len(point), *self._token_grid(stage, images), -1)
+                tokens = size // self._token_size(stage)
+                shift = (tokens, 0) if axis == 1 else (0, tokens)
+                pair = point.reshape(grid), moved.reshape(grid)
+                found[-1].append(measures.shift_distance(*pair, shift))
+            found[-1].append(measures.relative_distance(moved_logits, logits))
+        return [
+            None if down is None else (down + right) / 2 for down, right in zip(*found, strict=True)
+        ]
 
 
 def _flatten_grid(x: Float[Array, "B *grid D"]) -> Float[Array, "B N D"]:
@@ -254,8 +281,8 @@ def comparable_maps(blocks: dict[str, Array], site: Site) -> Float[Array, "B L h
 
     Class and register tokens are left out. Windows count as images. For token mixing, a map is the
     share of each input token in the absolute derivatives of an output token with respect to all
-    input tokens; it has one head. The row of an output token that depends on none is 0, such as
-    that of a token at the border whose impulse is off the grid.
+    input tokens; it has one head. Output tokens that depend on no input get a zero row, such as a
+    token at the border whose impulse is off the grid.
     """
     if isinstance(site, TokenMixingSite):
         maps = jnp.abs(blocks["token_maps"])[:, :, None]

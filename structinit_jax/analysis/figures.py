@@ -1,7 +1,8 @@
 """Draws the results of `collect`. Within a figure, equal colors mean equal values."""
 
-import itertools
 import math
+import os
+import textwrap
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
@@ -10,25 +11,12 @@ from jaxtyping import Array, Float
 
 from structinit_jax.analysis import measures
 from structinit_jax.analysis.collect import Layer, Snapshot
-from structinit_jax.analysis.drawing import (
-    BAR_WIDTH,
-    TITLE_SIZE,
-    Scale,
-    add_legend,
-    draw_frame,
-    import_pyplot,
-    make_panels,
-    num_letters,
-    save,
-    wrap,
-)
 from structinit_jax.errors import InputError
 
 REACH = 4  # largest offset that is drawn: on a large grid, an impulse would be too small
 MAX_FILTERS = 16  # of each layer of a ConvMixer
-ZOOM_ROWS = 3  # rows of tokens in a zoom, as in the 2024 paper
+MAX_WIDTH = 17.0  # inches; further models are drawn below the first
 COLORS = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#56b4e9", "#e69f00")  # Okabe & Ito
-MAX_WRITTEN = 81  # similarities of a panel of cka.png that are also written as numbers
 
 PANELS = {
     "distance": "attention distance [tokens]",
@@ -39,7 +27,29 @@ PANELS = {
     "hit_rate": "rows that peak on the target",
     "filter_cosine": "cosine of filters to their start",
     "stable_rank": "stable rank of the output",
+    "shift_distance": "distance from shift equivariance",
 }
+
+
+def import_pyplot():
+    """Imports matplotlib's pyplot for drawing to files."""
+    os.environ.setdefault("MPLBACKEND", "Agg")  # needs no display; a notebook keeps its own
+    import matplotlib.pyplot as plt
+
+    return plt
+
+
+def add_legend(figure, handles, labels) -> None:
+    """Adds a legend below the axes, in as many columns as fit; the figure grows by it."""
+    width, height = figure.get_size_inches()
+    columns = max(1, min(4, int(width / (0.09 * max(map(len, labels)) + 0.6))))
+    figure.set_size_inches(width, height + 0.22 * math.ceil(len(labels) / columns))
+    figure.legend(handles, labels, loc="outside lower center", ncols=columns, frameon=False)
+
+
+def _wrap(text: str, width: float) -> str:
+    """Breaks a title of 12 points into lines of a width in inches."""
+    return textwrap.fill(text, max(12, int(width * 10)))
 
 
 # -- maps ------------------------------------------------------------------------------------------
@@ -47,12 +57,10 @@ PANELS = {
 
 def draw_by_offset(snapshots: Sequence[Snapshot], title: str, path: Path) -> None:
     """Draws every head as a convolution kernel; for a ConvMixer its filters."""
-    models = [(s.name, {layer.name: _tiles(layer) for layer in s.layers}) for s in snapshots]
-    if snapshots[0].layers[0].filters is not None:
-        _draw_kernels(models, title, path, "weight", set())
-        return
-    sizes = {layer.maps.shape[-1] for s in snapshots for layer in s.layers}
-    _draw_kernels(models, title, path, name_quantity(snapshots), sizes)
+    models = {s.name: {layer.name: _kernels(layer) for layer in s.layers} for s in snapshots}
+    sizes = {layer.maps.shape[-1] for s in snapshots for layer in s.layers if layer.grid}
+    quantity = " or ".join(dict.fromkeys(snapshot.quantity for snapshot in snapshots))
+    _draw_kernels(models, title, path, quantity, sizes)
 
 
 def draw_maps(
@@ -80,28 +88,16 @@ def draw_maps(
                 f"maps[{name!r}] has shape {array.shape}, but grid={grid} needs [layers, heads, "
                 f"{tokens}, {tokens}]: cut off class and register tokens, or pass the grid"
             )
-    models = [
-        (name, {str(i): _crop_offsets(layer, grid) for i, layer in enumerate(layers, 1)})
+    models = {
+        name: {str(i): _crop_offsets(layer, grid) for i, layer in enumerate(layers, 1)}
         for name, layers in maps.items()
-    ]
+    }
     _draw_kernels(models, title, path, "attention", {tokens})
 
 
-def title_by_offset(snapshots: Sequence[Snapshot], subject: str) -> str:
-    """Returns the title of `draw_by_offset`, which says what was observed."""
-    if snapshots[0].layers[0].filters is not None:
-        return f"First {MAX_FILTERS} filters of each layer: {subject}"
-    return f"{name_quantity(snapshots).capitalize()} maps by offset: {subject}"
-
-
-def name_quantity(snapshots: Sequence[Snapshot]) -> str:
-    """Returns what the maps of models show, such as 'attention'."""
-    return " or ".join(dict.fromkeys(snapshot.quantity for snapshot in snapshots))
-
-
-def _tiles(layer: Layer) -> list[np.ndarray]:
+def _kernels(layer: Layer) -> Float[np.ndarray, "h r c"]:
     if layer.filters is not None:
-        return list(np.moveaxis(layer.filters, -1, 0)[:MAX_FILTERS])
+        return np.moveaxis(layer.filters, -1, 0)[:MAX_FILTERS]
     return _crop_offsets(layer.maps, layer.grid)
 
 
@@ -109,98 +105,64 @@ def _crop_offsets(maps, grid):
     kernels = np.asarray(measures.attention_by_offset(maps, grid))
     rows, cols = grid
     y, x = min(REACH, rows - 1), min(REACH, cols - 1)
-    return list(kernels[:, rows - 1 - y : rows + y, cols - 1 - x : cols + x])
+    return kernels[:, rows - 1 - y : rows + y, cols - 1 - x : cols + x]
 
 
 def _draw_kernels(models, title, path, quantity, sizes):
-    """Draws the kernels of each head. A model is its name and lists of them by layer.
-
-    Models may have different numbers of layers and heads. `sizes` are the tokens of their maps.
-    """
-    every_layer = [kernels for _, layers in models for kernels in layers.values()]
-    has_filters = quantity == "weight"
-    peak = max(float(np.abs(kernel).max()) for kernels in every_layer for kernel in kernels)
-    if has_filters:
-        peak = peak or 1.0
-        scale = Scale("PuOr", -peak, peak, quantity)
-    else:
-        scale = Scale.of_maps(peak, sizes, f"{quantity} by offset (frame: the token itself)")
-    num_rows = max(len(layers) for _, layers in models)
-    num_columns = max(map(len, every_layer))
-    width = num_columns * 0.75 + 0.9
-    size = (width, max(num_rows * 0.75 + 0.9, 3.0))
-    figure, panels, bar = make_panels([name for name, _ in models], size, title)
-    for panel, (_, layers) in zip(panels, models, strict=True):
-        names, tiles = list(layers), list(layers.values())
-        panel.supxlabel("channel" if has_filters else "head", size=10)
-        panel.supylabel("layer", size=10)
-        for (y, x), axis in np.ndenumerate(panel.subplots(num_rows, num_columns, squeeze=False)):
-            if y >= len(tiles) or x >= len(tiles[y]):
-                axis.set_visible(False)
-                continue
-            image = scale.show(axis, tiles[y][x])
-            rows, cols = tiles[y][x].shape
-            middle = (cols // 2 - 0.5, rows // 2 - 0.5)
-            draw_frame(axis, middle, (1, 1), color="black" if has_filters else "white")
-            if x == 0:
-                axis.set_ylabel(names[y], rotation=0, ha="right", va="center")
-            if y == len(tiles) - 1 or x >= len(tiles[y + 1]):
-                axis.set_xlabel(f"{x + 1}")
-    save(figure, path, bar, image, scale)
-
-
-def draw_full(
-    snapshots: Sequence[Snapshot],
-    layers: Sequence[int],
-    heads: Sequence[int],
-    title: str,
-    path: Path,
-) -> None:
-    """Draws N×N maps, each with a zoom into the rows and columns of its first tokens below it.
+    """Draws one picture for each model, with a row for each layer and a column for each head.
 
     Args:
-      snapshots: Models with maps. Layers and heads that one of them lacks are left out.
-      layers: Indices of the layers, from 0.
-      heads: Indices of the heads.
+      models: Kernels [h, r, c] of the layers, by model and layer.
       title: Title of the figure.
       path: File to write.
+      quantity: What maps show.
+      sizes: Numbers of tokens of the maps; empty for filters, whose values have both signs.
     """
-    drawn = [s.layers[i] for s in snapshots for i in layers if i < len(s.layers)]
-    # The strongest attention of a typical row. Single rows that are stronger are clipped.
-    high = max(float(layer.maps.max(axis=-1).mean(axis=-1).max()) for layer in drawn)
-    label = f"{name_quantity(snapshots)} of the row's token to the column's token"
-    scale = Scale.of_maps(high, {layer.maps.shape[-1] for layer in drawn}, label)
-    cell = min(max(len(layer.maps[0]) / 150 for layer in drawn), 3.0)  # inches; one pixel an entry
-    cell = max(cell, 1.5)
-    size = (len(heads) * cell + 0.6, len(layers) * 2 * (cell + 0.15) + 0.6)
-    figure, panels, bar = make_panels([s.name for s in snapshots], size, title)
-    for panel, snapshot in zip(panels, snapshots, strict=True):
-        axes = panel.subplots(2 * len(layers), len(heads), squeeze=False)
-        for (y, x), axis in np.ndenumerate(axes):
-            index, head = layers[y // 2], heads[x]
-            if index >= len(snapshot.layers) or head >= len(snapshot.layers[index].maps):
-                axis.set_visible(False)
-                continue
-            layer = snapshot.layers[index]
-            cols, num_tokens = layer.grid[1], len(layer.maps[head])
-            side = min(ZOOM_ROWS * cols, num_tokens)
-            if y % 2 == 0:
-                image = scale.show(axis, layer.maps[head])
-                axis.set_title(f"layer {layer.name}, head {head + 1}", size=9)
-                draw_frame(axis, (-0.5, -0.5), (side, side), color="red")
-                ticks = [0, num_tokens - 1]
-            else:
-                scale.show(axis, layer.maps[head][:side, :side])
-                for start in range(0, side, cols):
-                    draw_frame(axis, (start - 0.5, start - 0.5), (cols, cols), color="white")
-                for spine in axis.spines.values():
-                    spine.set(color="red", linewidth=1.5)
-                ticks = [0, side - 1]
-            axis.set(xticks=ticks, yticks=ticks if x == 0 else [])
-            axis.tick_params(labelsize=7, length=2)
-            if x == 0:
-                axis.set_ylabel("token", size=8, labelpad=-4)
-    save(figure, path, bar, image, scale, extend="max")
+    plt = import_pyplot()
+    kernels = [each for layers in models.values() for each in layers.values()]
+    peak = max(float(np.abs(each).max()) for each in kernels) or 1.0
+    side = max(max(each.shape[1:]) for each in kernels) + 1  # one pixel lies between kernels
+    colors, label = dict(cmap="PuOr", vmin=-peak, vmax=peak), "weight"
+    if sizes:
+        # A scale of at least twice the uniform level, so that flat maps look flat.
+        uniform = [1 / size for size in sorted(sizes, reverse=True)]
+        colors = dict(cmap="viridis", vmin=0.0, vmax=max(peak, 2 * uniform[-1]))
+        values = ", ".join(f"{value:.2g}" for value in uniform)
+        label = f"{quantity} by offset; uniform: {values}"
+    heads = max(len(each) for each in kernels)
+    width, height = 0.6 * heads + 1.0, 0.6 * max(map(len, models.values())) + 0.9
+    columns = min(len(models), max(1, int(MAX_WIDTH / width)))
+    rows = math.ceil(len(models) / columns)
+    figure, axes = plt.subplots(
+        rows,
+        columns,
+        figsize=(max(width * columns, 4.5) + 1.0, max(height * rows, 2.5) + 0.5),
+        layout="constrained",
+        squeeze=False,
+    )
+    for axis in axes.flat[len(models) :]:
+        axis.set_visible(False)
+    for axis, (name, layers) in zip(axes.flat, models.items(), strict=False):
+        canvas = np.full((side * len(layers) - 1, side * heads - 1), np.nan)
+        for y, each in enumerate(layers.values()):
+            for x, kernel in enumerate(each):
+                top, left = y * side, x * side
+                canvas[top : top + kernel.shape[0], left : left + kernel.shape[1]] = kernel
+                corner = (left + kernel.shape[1] // 2 - 0.5, top + kernel.shape[0] // 2 - 0.5)
+                color = "white" if sizes else "black"  # frames the token itself
+                frame = plt.Rectangle(corner, 1, 1, fill=False, edgecolor=color, linewidth=0.7)
+                axis.add_patch(frame)
+        image = axis.imshow(canvas, interpolation="nearest", **colors)
+        axis.spines[:].set_visible(False)
+        axis.set_xticks([x * side + side / 2 - 1 for x in range(heads)], range(1, heads + 1))
+        axis.set_yticks([y * side + side / 2 - 1 for y in range(len(layers))], [*layers])
+        axis.tick_params(length=0)
+        axis.set(xlabel="head" if sizes else "channel", ylabel="layer")
+        axis.set_title(_wrap(name, width), size=10)
+    figure.suptitle(_wrap(title, figure.get_figwidth()))
+    figure.colorbar(image, ax=axes, label=_wrap(label, figure.get_figheight()))
+    figure.savefig(path, dpi=150)
+    plt.close(figure)
 
 
 # -- numbers ---------------------------------------------------------------------------------------
@@ -208,18 +170,27 @@ def draw_full(
 
 def draw_by_layer(snapshots: Sequence[Snapshot], title: str, path: Path) -> None:
     """Draws every measure against the layer: heads as dots, their mean as a line."""
+    known = {name for s in snapshots for layer in s.layers for name in layer.measures}
+    _draw_panels(snapshots, [name for name in PANELS if name in known], title, path)
+
+
+def draw_shift(snapshots: Sequence[Snapshot], title: str, path: Path) -> None:
+    """Draws `measures.shift_distance` of the first layer's input, of all layers and the logits."""
+    _draw_panels(snapshots, ["shift_distance"], title, path)
+
+
+def _draw_panels(snapshots, names, title, path):
     plt = import_pyplot()
-    known = [layer.measures.keys() for snapshot in snapshots for layer in snapshot.layers]
-    names = [n for n in PANELS if n == "stable_rank" or any(n in keys for keys in known)]
     columns = min(len(names), 4)
     rows = math.ceil(len(names) / columns)
-    size = (max(3.4 * columns, 7.0), 2.9 * rows + 0.6)
-    figure, axes = plt.subplots(
-        rows, columns, figsize=size, layout="constrained", squeeze=False, sharex=True
-    )
+    size = (max(3.4 * columns, 6.0), max(2.9 * rows, 3.4) + 0.6)
+    figure, axes = plt.subplots(rows, columns, figsize=size, layout="constrained", squeeze=False)
     for axis in axes.flat[len(names) :]:
         axis.set_visible(False)
-    quantity = name_quantity(snapshots)
+    quantity = " or ".join(dict.fromkeys(snapshot.quantity for snapshot in snapshots))
+    deepest = max(snapshots, key=lambda snapshot: len(snapshot.layers))
+    labels = ["input", *(layer.name for layer in deepest.layers), "logits"]
+    every = math.ceil(len(labels) / (14 if len(names) == 1 else 8))
     for axis, name in zip(axes.flat, names, strict=False):
         for number, snapshot in enumerate(snapshots):
             shift = 0.1 * (number - (len(snapshots) - 1) / 2)
@@ -227,83 +198,30 @@ def draw_by_layer(snapshots: Sequence[Snapshot], title: str, path: Path) -> None
         axis.axhline(0, color="black", linewidth=0.8)  # all measures are seen from 0
         axis.set_title(PANELS[name].replace("attention", quantity), size=10)
         axis.grid(alpha=0.3)
-    for axis in axes.flat[max(len(names) - columns, 0) : len(names)]:  # the lowest of each column
-        axis.set_xlabel("layer (0: input)")
-        axis.tick_params(labelbottom=True)
-    _label_layers(axes[0, 0], common_layer_names(snapshots), size[0] / columns)
-    lines = {}
+        last = len(labels) - (1 if name == "shift_distance" else 2)
+        ticks = [*range(0, last, every), last]
+        axis.set_xticks(ticks, [labels[tick] for tick in ticks])
+        axis.set_xlabel("layer")
+    handles: dict[str, object] = {}
     for axis in axes.flat:
-        handles, labels = axis.get_legend_handles_labels()
-        lines |= dict(zip(labels, handles, strict=True))
-    order = [n for n in ("uniform map", *(s.name for s in snapshots)) if n in lines]
-    add_legend(figure, [lines[name] for name in order], order, "outside lower center", 4)
-    figure.suptitle(wrap(title, figure.get_figwidth(), TITLE_SIZE))
+        handles |= dict(zip(*reversed(axis.get_legend_handles_labels()), strict=True))
+    figure.suptitle(_wrap(title, figure.get_figwidth()))
+    add_legend(figure, [*handles.values()], [*handles])
     figure.savefig(path, dpi=150)
     plt.close(figure)
 
 
 def _draw_measure(axis, name, snapshot, color, shift):
-    if name == "stable_rank":
-        values = [snapshot.embedding_rank, *(layer.stable_rank for layer in snapshot.layers)]
-        axis.plot(range(len(values)), values, color=color, marker="o", ms=4, label=snapshot.name)
-        return
+    """Draws a measure of a model; `shift` puts the dots of models side by side."""
     places = [i for i, layer in enumerate(snapshot.layers, 1) if name in layer.measures]
-    found = [snapshot.layers[i - 1] for i in places]
-    if not found:
-        return
-    uniform = [layer.uniform.get(name, math.nan) for layer in found]
-    if not all(map(math.isnan, uniform)):
+    values = [snapshot.layers[i - 1].measures[name] for i in places]
+    uniform = [snapshot.layers[i - 1].uniform.get(name, math.nan) for i in places]
+    if not np.isnan(uniform).all():
         axis.plot(places, uniform, color="gray", linestyle="--", linewidth=1, label="uniform map")
-    for place, layer in zip(places, found, strict=True):
-        heads = layer.measures[name]
-        # Side by side, so that no model hides another.
+    for place, heads in zip(places, values, strict=True):
         axis.plot([place + shift] * len(heads), heads, ".", color=color, alpha=0.4, ms=5)
-    means = [layer.measures[name].mean() for layer in found]
-    axis.plot([place + shift for place in places], means, color=color, label=snapshot.name)
-
-
-def common_layer_names(snapshots: Sequence[Snapshot]) -> list[str]:
-    """Returns the names of the layers of the deepest model, or their numbers if others differ."""
-    names = [[layer.name for layer in snapshot.layers] for snapshot in snapshots]
-    deepest = max(names, key=len)
-    if all(own == deepest[: len(own)] for own in names):
-        return deepest
-    return [str(i) for i in range(1, len(deepest) + 1)]
-
-
-def _label_layers(axis, names, width):
-    """Labels the layers, and their input as 0, as many as fit into a width in inches."""
-    names = ["0", *names]
-    step = math.ceil(len(names) * (max(map(len, names)) + 1) / num_letters(width, 10))
-    axis.set_xticks(range(0, len(names), step), names[::step])
-
-
-def draw_cka(snapshots: Sequence[Snapshot], title: str, path: Path) -> None:
-    """Draws the CKA between the layers of every two models; 0 is the first layer's input."""
-    plt = import_pyplot()
-    pairs = list(itertools.combinations(snapshots, 2))
-    scale = Scale("viridis", 0.0, 1.0, "CKA")
-    columns = min(len(pairs), 3)
-    rows = math.ceil(len(pairs) / columns)
-    size = (3.6 * columns + BAR_WIDTH + 1.0, 3.5 * rows + 0.6)
-    figure, axes = plt.subplots(rows, columns, figsize=size, layout="constrained", squeeze=False)
-    for axis in axes.flat[len(pairs) :]:
-        axis.set_visible(False)
-    for axis, (a, b) in zip(axes.flat, pairs, strict=False):
-        values = np.asarray(measures.cka(a.grams, b.grams))
-        image = scale.show(axis, values)
-        if values.size <= MAX_WRITTEN:
-            for (y, x), value in np.ndenumerate(values):
-                color = "black" if value > 0.5 else "white"
-                axis.text(x, y, f"{value:.2f}", ha="center", va="center", size=8, color=color)
-        for labels, snapshot in ((axis.set_yticks, a), (axis.set_xticks, b)):
-            names = ["0", *(layer.name for layer in snapshot.layers)]
-            shown = range(0, len(names), math.ceil(len(names) / 13))
-            labels(list(shown), [names[i] for i in shown])
-        axis.invert_yaxis()
-        axis.set_ylabel(wrap(f"layer of {a.name}", 3.0, 10))
-        axis.set_xlabel(wrap(f"layer of {b.name}", 3.0, 10))
-    figure.colorbar(image, ax=axes, label=scale.label, shrink=0.8)
-    figure.suptitle(wrap(title, size[0], TITLE_SIZE))
-    figure.savefig(path, dpi=150)
-    plt.close(figure)
+    before = [0] if name in snapshot.input else []
+    line = [*(snapshot.input[name] for _ in before), *(heads.mean() for heads in values)]
+    axis.plot([*before, *(p + shift for p in places)], line, color=color, label=snapshot.name)
+    if name in snapshot.logits:
+        axis.plot([len(snapshot.layers) + 1], [snapshot.logits[name]], "D", color=color, ms=5)

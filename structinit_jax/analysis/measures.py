@@ -123,41 +123,49 @@ def stable_rank(x: Float[np.ndarray, "*batch N D"]) -> Float[np.ndarray, "*batch
     return np.asarray(squares.sum(axis=-1) / squares[..., -1])
 
 
-def centered_gram(x: Float[Array | np.ndarray, "n F"]) -> Float[Array, "n n"]:
-    """Returns the Gram matrix of n examples, U-centered and of norm 1, for `cka`.
+def shift_distance(
+    features: Float[Array, "B R C D"],
+    of_shifted: Float[Array, "B R C D"],
+    shift: tuple[int, int],
+    margin: int = 1,
+) -> Float[Array, ""] | None:
+    """Returns how far the features of shifted images are from the shifted features.
 
-    U-centering (Székely & Rizzo 2014) makes the inner product of two such matrices n (n - 3) times
-    the unbiased estimator of HSIC by Song et al. 2012, which Nguyen et al. 2021 use. The matrix is
-    zero if all examples are equal.
-    """
-    n = len(x)
-    # Does not change the result, but avoids the cancellation of large numbers.
-    x = x - x.mean(axis=0, keepdims=True)
-    gram = jnp.einsum("nf,mf->nm", x, x, precision="highest")
-    off_diagonal = 1 - jnp.eye(n)
-    gram = gram * off_diagonal
-    sums = gram.sum(axis=0)
-    means = (sums[:, None] + sums[None, :]) / (n - 2) - sums.sum() / ((n - 1) * (n - 2))
-    centered = (gram - means) * off_diagonal
-    norm = jnp.linalg.norm(centered)
-    return centered / jnp.where(norm > 0, norm, 1)
-
-
-def cka(
-    a: Float[Array | np.ndarray, "P n n"], b: Float[Array | np.ndarray, "Q n n"]
-) -> Float[Array, "P Q"]:
-    """Returns the linear CKA of every two representations of the same n examples.
-
-    Linear centered kernel alignment (Kornblith et al. 2019, arXiv:1905.00414) with the unbiased
-    HSIC of Nguyen et al. 2021 (arXiv:2010.15327), over all examples at once. Hence it does not grow
-    with the number of features, and is 0 on average for unrelated representations (single values
-    may be negative) and 1 for those that are equal up to rotation and scale.
+    0 means that the model is equivariant to the shift, as a convolution is; 1 is the distance
+    between unrelated features.
 
     Args:
-      a: Gram matrices of P representations, from `centered_gram`.
-      b: Gram matrices of Q representations.
+      features: Features f(x) of the tokens of B images x.
+      of_shifted: Features f(Sx), where S moves an image by whole tokens; what leaves the image on
+        one side enters it on the other.
+      shift: Tokens by which S moves images, down and to the right; 0 or more.
+      margin: Tokens at the border that are left out where S moves them or their neighbors across
+        it: 1 suffices for a 3×3 convolution.
+
+    Returns:
+      `relative_distance` of f(Sx) and S f(x) over the inner tokens; None if there is none.
     """
-    return jnp.einsum("Pnm,Qnm->PQ", a, b, precision="highest")
+    expected = jnp.roll(features, shift, axis=(1, 2))
+    inner = [
+        slice(step + margin, size - margin) if step else slice(None)
+        for step, size in zip(shift, features.shape[1:3], strict=True)
+    ]
+    if not of_shifted[:, *inner].size:
+        return None
+    return relative_distance(of_shifted[:, *inner], expected[:, *inner])
+
+
+def relative_distance(
+    a: Float[Array, "*points D"], b: Float[Array, "*points D"]
+) -> Float[Array, ""]:
+    r"""Returns \(\sqrt{E‖a - b‖² / (E‖a - E a‖² + E‖b - E b‖²)}\), with means over the points.
+
+    It is 0 for equal and about 1 for unrelated points of equal mean, and 0 if all are equal.
+    """
+    a, b = a.reshape(-1, a.shape[-1]), b.reshape(-1, b.shape[-1])
+    spread = a.var(axis=0, ddof=1).sum() + b.var(axis=0, ddof=1).sum()
+    squared = jnp.square(a - b).sum(axis=-1).mean()
+    return jnp.sqrt(squared / jnp.where(spread > 0, spread, 1))
 
 
 def filter_cosine(

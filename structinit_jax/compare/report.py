@@ -19,8 +19,7 @@ from flax.traverse_util import flatten_dict
 from markdown_it import MarkdownIt
 from scipy import stats
 
-from structinit_jax.analysis.drawing import add_legend, import_pyplot
-from structinit_jax.analysis.figures import COLORS
+from structinit_jax.analysis.figures import COLORS, add_legend, import_pyplot
 from structinit_jax.errors import InputError
 from structinit_jax.evaluate import deciding_accuracy
 from structinit_jax.training.metrics import read_lines
@@ -437,7 +436,7 @@ def draw_curves(comparison: Comparison) -> bytes | None:
         axis.spines[["top", "right"]].set_visible(False)
     handles, labels = axes[0].get_legend_handles_labels()
     if handles:
-        add_legend(figure, handles, labels, "outside upper left", 3, frameon=False)
+        add_legend(figure, handles, labels)
     file = io.BytesIO()
     figure.savefig(file, format="png", dpi=150)
     import_pyplot().close(figure)
