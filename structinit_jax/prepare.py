@@ -140,7 +140,7 @@ def describe_split(source: ImageSource, num_classes: int, num_checked: int) -> l
 def mean_and_std(source: ImageSource) -> tuple[tuple[float, ...], tuple[float, ...]]:
     """Returns mean and standard deviation by channel, of pixels scaled to [0, 1].
 
-    Every image counts as much as any other. Histograms take no memory beside the pixels.
+    Every image counts as much as any other. Histograms take no memory besides the pixels.
     """
     levels, moments = np.arange(256) / 255, []
     for image in source.images():
@@ -193,7 +193,8 @@ if __name__ == "__main__":
         main()
         sys.stdout.flush()
     except (InputError, OSError) as error:  # an OSError: nobody reads the output, or a full disk
-        # Python would write what is left of the output once more when it exits.
+        # At exit, Python would write the rest of the output again.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        print(f"error: {with_own_flags(str(error))}", file=sys.stderr)
+        if not isinstance(error, BrokenPipeError):  # as of `| head`
+            print(f"error: {with_own_flags(str(error))}", file=sys.stderr)
         sys.exit(2)
