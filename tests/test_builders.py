@@ -56,32 +56,6 @@ def test_digits_are_sklearns_in_the_documented_split(data_dir):
     np.testing.assert_array_equal(color, np.repeat(images[0], 3, axis=-1))
 
 
-def test_second_open_does_not_prepare_again(data_dir, capsys):
-    files = list(Path(data_dir, "digits").rglob("*"))
-    before = [path.stat().st_mtime_ns for path in files]
-    open_dataset("digits", data_dir)
-    assert [path.stat().st_mtime_ns for path in files] == before
-    assert capsys.readouterr().out == ""
-
-
-def test_interrupted_preparation_is_not_trusted(tmp_path, monkeypatch, capsys):
-    def stop_midway(self, indices):
-        yield from self.original(indices[:10])
-        raise KeyboardInterrupt
-
-    with monkeypatch.context() as patch:
-        patch.setattr(
-            builders.Digits, "original", builders.Digits._generate_examples, raising=False
-        )
-        patch.setattr(builders.Digits, "_generate_examples", stop_midway)
-        # Keep the half-written folder, as a SIGKILL would.
-        patch.setattr("etils.epath.Path.rmtree", lambda *args, **kwargs: None, raising=False)
-        with pytest.raises(KeyboardInterrupt):
-            open_dataset("digits", tmp_path)
-    assert open_dataset("digits", tmp_path).info == CATALOG["digits"]
-    assert capsys.readouterr().out.count("Preparing digits") == 2
-
-
 @pytest.mark.parametrize(
     ("name", "reason"),
     [
@@ -144,21 +118,6 @@ def test_fashion_mnist_from_files(tmp_path, monkeypatch):
     monkeypatch.setenv("no_proxy", "127.0.0.1")
     with pytest.raises(InputError, match=r"cannot be downloaded.*--config\.data\.manual_dir=DIR"):
         open_dataset("fashion_mnist", tmp_path / "other")
-
-
-def test_the_original_files_of_fashion_mnist_are_known():
-    folder = Path(os.environ.get("FASHION_MNIST_DIR", "/usr/share/datasets/fashion-mnist"))
-    if not folder.is_dir():
-        pytest.skip(f"no {folder}; set FASHION_MNIST_DIR or apt-get install dataset-fashion-mnist")
-    files = {
-        name: builders._read_idx(folder / f"{name}.gz", checksum)
-        for name, checksum in builders.CHECKSUMS.items()
-    }
-    for part, size in CATALOG["fashion_mnist"].num_examples.items():
-        prefix = "t10k" if part == "test" else part
-        assert files[f"{prefix}-images-idx3-ubyte"].shape == (size, 28, 28)
-        labels = files[f"{prefix}-labels-idx1-ubyte"]
-        np.testing.assert_array_equal(np.bincount(labels), [size // 10] * 10)
 
 
 # -- structinit_jax.prepare ------------------------------------------------------------------------
