@@ -31,6 +31,11 @@ RECORDED = {
     "clip": (dict(num_heads=4), (6, 6)),
     "siglip": (dict(num_heads=4), (6, 6)),
     "torchvision": (dict(num_heads=4), (6, 6)),
+    "aimv2": (dict(num_heads=4), (6, 6)),
+    "internvl": (dict(num_heads=4), (6, 6)),
+    "eomt": (dict(num_heads=4), (6, 6)),
+    "vit_pytorch": (dict(num_heads=4), (6, 6)),
+    "torch_encoder": (dict(num_heads=4), (6, 6)),
 }
 
 
@@ -41,12 +46,17 @@ def noise(size):
 
 def state_dict(name, dtype=np.float32):
     """NumPy arrays with the names and shapes of a real model's state dict; norms at their start."""
-    starts = range(len(NAMES[name]))  # no two arrays are equal
+    shapes = NAMES[name]
+    starts = range(len(shapes))  # no two arrays are equal
+
+    def is_norm(key):
+        return len(shapes.get(f"{key.rpartition('.')[0]}.weight", ())) == 1
+
     return {
         key: np.full(shape, key.endswith("weight"), dtype)
-        if "norm" in key or ".ln_" in key
+        if is_norm(key)
         else noise(2**22)[start : start + math.prod(shape)].reshape(shape).astype(dtype)
-        for start, (key, shape) in zip(starts, NAMES[name].items(), strict=True)
+        for start, (key, shape) in zip(starts, shapes.items(), strict=True)
     }
 
 

@@ -7,6 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax import nnx
+from foreign_models import state_dict
 
 from structinit_jax import interop
 from structinit_jax.attention_init import AttentionWeights, impulse, sincos_positions
@@ -83,13 +84,6 @@ def open_clip():
     return text | {f"visual.{name}": array for name, array in vision.items()}
 
 
-def transformer_encoder():
-    """A module of one's own around `torch.nn.TransformerEncoder`."""
-    names = {"blocks": "encoder.layers", "attn.qkv.": "self_attn.in_proj_"}
-    names |= {"attn.proj": "self_attn.out_proj", "mlp.fc": "linear", "patch_embed.proj": "patches"}
-    return renamed(names)
-
-
 def split(params, fused, parts):
     """Splits the fused projections."""
     new = {}
@@ -100,20 +94,6 @@ def split(params, fused, parts):
         else:
             new[name] = array
     return new
-
-
-def hugging_face(out):
-    """AIMv2, EoMT or InternVL, up to their other norms and MLPs."""
-    names = {
-        "blocks": "encoder.layers",
-        "attn.qkv": "attention.qkv",
-        "attn.proj": f"attention.{out}",
-    }
-    names |= {"patch_embed.proj": "embeddings.patch_embed", "cls_token": "embeddings.cls_token"}
-    names |= {"pos_embed": "embeddings.position_embedding.weight"}
-    params = split(renamed(names), "qkv", ("q_proj", "k_proj", "v_proj"))
-    name = "embeddings.position_embedding.weight"
-    return params | {name: params[name][0]}
 
 
 def equinox():
@@ -140,9 +120,6 @@ def naflex():
 SAME_MODEL = {
     "open_clip": open_clip,
     "naflex": naflex,
-    "transformer_encoder": transformer_encoder,
-    "aimv2": lambda: hugging_face("out_proj"),
-    "internvl": lambda: hugging_face("projection_layer"),
     "equinox": equinox,
     "wrapped": wrapped,
 }
@@ -163,48 +140,17 @@ def test_names_of_other_projects(name):
     jax.tree.map(np.testing.assert_array_equal, *results)
 
 
-def vit_pytorch(simple):
-    """lucidrains' ViT, whose norms are in its attention and MLP, or his SimpleViT."""
-    params = {
-        "to_patch_embedding.1.weight": np.ones(12, np.float32),
-        "to_patch_embedding.2.weight": np.ones((WIDTH, 12), np.float32),
-        "to_patch_embedding.2.bias": np.ones(WIDTH, np.float32),
-        "to_patch_embedding.3.weight": np.ones(WIDTH, np.float32),
-        "transformer.norm.weight": np.ones(WIDTH, np.float32),
-    }
-    if not simple:
-        params["pos_embedding"] = np.ones((1, 17, WIDTH), np.float32)
-        params["cls_token"] = np.ones((1, 1, WIDTH), np.float32)
-    for i in range(LAYERS):
-        attention, mlp = f"transformer.layers.{i}.0", f"transformer.layers.{i}.1.net"
-        shapes = {f"{attention}.to_qkv": (3 * WIDTH, WIDTH), f"{mlp}.1": (2 * WIDTH, WIDTH)}
-        shapes[f"{attention}.to_out" + (".0" if not simple else "")] = (WIDTH, WIDTH)
-        shapes[f"{mlp}.{3 if simple else 4}"] = (WIDTH, 2 * WIDTH)
-        shapes |= {f"{attention}.norm": (WIDTH,), f"{mlp}.0": (WIDTH,)}
-        params |= {f"{name}.weight": np.ones(shape, np.float32) for name, shape in shapes.items()}
-    return params
-
-
-@pytest.mark.parametrize("simple", [False, True])
-def test_vit_pytorch(simple):
-    params, given = vit_pytorch(simple), {}
-    if simple:
-        given = dict(positions=sincos_positions(GRID, WIDTH))
-    new = interop.initialize(params, fixed_scheme, RNG, num_heads=HEADS, **given)
-    changed = {name for name in params if not np.array_equal(params[name], new[name])}
-    out, fc2 = ("0.to_out", "1.net.3") if simple else ("0.to_out.0", "1.net.4")
-    expected = {f"transformer.layers.{i}.{n}.weight" for i in (0, 1) for n in ("0.to_qkv", fc2)}
-    assert changed == expected | {"to_patch_embedding.3.weight"}
-    assert f"transformer.layers.0.{out}.weight" in params
-    with pytest.raises(InputError, match=r"to_patch_embedding\.1\.weight is not part of"):
-        interop.check(new, num_heads=HEADS, **given)
-    trained = params | {"transformer.layers.0.0.norm.weight": np.zeros(WIDTH, np.float32)}
+def test_vit_pytorch():
+    """Its norms are in its attention and MLP, and SimpleViT does not store its positions."""
+    params = state_dict("simple_vit")
+    given = dict(num_heads=4, positions=sincos_positions((6, 6), 32))
+    site = interop.attention_site(params, **given)
+    assert (site.num_layers, site.grid, site.positions_trainable) == (2, (6, 6), False)
+    with pytest.raises(InputError, match=r"to_patch_embedding\.1\.\w+ is not part of"):
+        interop.check(params, **given)
+    params["transformer.layers.0.0.norm.weight"] += 1
     with pytest.raises(InputError, match=r"0\.norm\.weight is not 1"):
-        interop.initialize(trained, fixed_scheme, RNG, num_heads=HEADS, **given)
-
-
-def fixed_scheme(rng, site):
-    return scheme(rng, site)._replace(positions=None)
+        interop.attention_site(params, **given)
 
 
 @pytest.mark.parametrize("out", ["out", "attention_output"])
