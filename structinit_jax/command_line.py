@@ -147,16 +147,14 @@ def read_config(overrides: Overrides, uses: Collection[str] = config_lib.EVALUAT
     # The options of a scheme can be set once its name is.
     for path, text in sorted(overrides, key=lambda override: override[0] != "attention_init.name"):
         set_field(config, path, text)
-    if config_lib.set_base_init(config):
-        print("note: kaiming_uniform applies to the whole model: config.model.base_init='pytorch'")
     return config.lock()
 
 
 def set_field(config: ConfigDict, path: str, text: str, flag: str = "config") -> None:
     """Sets a field, such as 'model.depth', as `--config.FIELD=VALUE` does.
 
-    Options of the scheme need not be in `attention_init`. Another 'attention_init.name' removes
-    those that its scheme does not take. A dict sets single fields of a section.
+    Options of the scheme need not be in `attention_init`; see `config.set_scheme` for its name. A
+    dict sets single fields of a section.
 
     Args:
       config: Config to change.
@@ -173,6 +171,8 @@ def set_field(config: ConfigDict, path: str, text: str, flag: str = "config") ->
         fields = dict.fromkeys(f"attention_init.{option}" for option in options) | fields
     if path not in fields:
         raise InputError(f"--{flag}.{path}: there is no such field; {suggest(path, fields)}")
+    if path == "attention_init.name":
+        return config_lib.set_scheme(config, text)
     old = fields[path]
     section, _, name = path.rpartition(".")
     try:
@@ -185,9 +185,6 @@ def set_field(config: ConfigDict, path: str, text: str, flag: str = "config") ->
     except (AttributeError, TypeError, ValueError) as error:
         kind = "dict" if isinstance(old, ConfigDict) else type(old).__name__
         raise InputError(f"--{flag}.{path}={text} must be of type {kind}, such as {old}") from error
-    if path == "attention_init.name":
-        for option in config_lib.drop_foreign_options(config):
-            print(f"note: attention_init.{option} is no option of {text!r} and is left out")
 
 
 def _fields(config: ConfigDict, prefix: str = "") -> dict[str, Any]:

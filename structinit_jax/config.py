@@ -162,7 +162,7 @@ def load_config(location: str | Path) -> ConfigDict:
     config = get_config(**choices)
     if not isinstance(config, ConfigDict):
         raise InputError(f"--config={path}: get_config() must return a config, got {config!r}")
-    drop_foreign_options(config)
+    set_scheme(config, config.attention_init.name)
     return config
 
 
@@ -260,11 +260,9 @@ def validate(config: ConfigDict) -> None:
         needs = f"1000, the classes of imagenet2012, for config.data.eval_name={data.eval_name!r}"
         require("config.model.num_classes", model.num_classes, needs, lambda x: x == 1000)
     augment_options(config)
-    if _needs_pytorch_init(config):
-        raise InputError(
-            "config.attention_init.name='kaiming_uniform' is PyTorch's initialization of the whole "
-            f"model, but config.model.base_init={model.base_init!r}: set it to 'pytorch'"
-        )
+    for field, value in _scheme_needs(config).items():
+        needs = f"{value!r} for config.attention_init.name={config.attention_init.name!r}"
+        require(f"config.model.{field}", model[field], needs, lambda x, value=value: x == value)
 
 
 # -- what sections stand for -----------------------------------------------------------------------
@@ -325,30 +323,34 @@ def make_attention_init(config: ConfigDict) -> attention_init.AttentionInit:
         raise InputError(f"config.attention_init: {error}") from error
 
 
-def drop_foreign_options(config: ConfigDict) -> list[str]:
-    """Removes options of `config.attention_init` that only other schemes take, and returns them.
+# Fields of `config.model` that a scheme needs.
+SCHEME_NEEDS = {
+    "impulse_2025": {"positions": "learned"},
+    "kaiming_uniform": {
+        "base_init": "pytorch"
+    },  # it is PyTorch's initialization of the whole model
+}
 
-    A new `config.attention_init.name` thus suffices to switch from a scheme with a `kernel_size`
-    to one without. Options that no scheme takes stay, and are refused later.
+
+def set_scheme(config: ConfigDict, name: str) -> None:
+    """Sets `config.attention_init.name` and what goes with it, and prints a note of each change.
+
+    Removes options that only other schemes take, and sets the fields of the model that the scheme
+    needs. Options that no scheme takes stay, and are refused later.
     """
-    section = config.attention_init
-    own = scheme_options(section.get("name", ""))
-    known = {option for name in attention_init.SCHEMES for option in scheme_options(name)}
-    foreign = [option for option in section if option in known and option not in own]
+    section, own = config.attention_init, scheme_options(name)
+    others = {o for scheme in attention_init.SCHEMES for o in scheme_options(scheme)} - {*own}
     with config.unlocked():
-        for option in foreign:
+        section.name = name
+        for option in others.intersection(section):
             del section[option]
-    return foreign
+            print(f"note: attention_init.{option} is no option of {name!r} and is left out")
+        for field, value in _scheme_needs(config).items():
+            if config.model[field] != value:
+                config.model[field] = value
+                print(f"note: {name} needs config.model.{field}={value!r}, which is set")
 
 
-def set_base_init(config: ConfigDict) -> bool:
-    """Sets `config.model.base_init` to what 'kaiming_uniform' needs; returns whether it changed."""
-    needed = _needs_pytorch_init(config)
-    if needed:
-        config.model.base_init = "pytorch"
-    return needed
-
-
-def _needs_pytorch_init(config):
-    base_init = config.model.get("base_init", "pytorch")  # your own family may have none
-    return config.attention_init.get("name") == "kaiming_uniform" and base_init != "pytorch"
+def _scheme_needs(config):
+    needs = SCHEME_NEEDS.get(config.attention_init.get("name"), {})
+    return {k: v for k, v in needs.items() if k in config.model}  # your own family may lack some

@@ -96,7 +96,6 @@ def make_settings(
             shrink(config, SUBSETS[sets.index(config.data.name) % len(SUBSETS)])
         for field, text in overrides:
             command_line.set_field(config, field, text)
-        config_lib.set_base_init(config)
         if set(words) <= set(name.split(",")) or name == TEACHER:
             settings[name] = config.lock()
     if not settings.keys() - {TEACHER}:

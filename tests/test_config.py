@@ -1,5 +1,4 @@
 import json
-import sys
 
 import pytest
 
@@ -58,12 +57,6 @@ def test_unknown_fields_are_named():
             config_lib.validate(config)
 
 
-@pytest.mark.parametrize(("option", "value"), [("kernel_size", 2), ("name", "impulze")])
-def test_the_message_of_a_scheme_gets_the_name_of_its_section(option, value):
-    with pytest.raises(InputError, match=rf"^config\.attention_init.*{option}={value!r}"):
-        config_lib.make_attention_init(changed(f"attention_init.{option}", value))
-
-
 def test_a_new_scheme_drops_the_options_of_the_former_but_not_its_own(capsys):
     config = changed("seed", 0)
     command_line.set_field(config, "attention_init.name", "mimetic")
@@ -75,35 +68,27 @@ def test_a_new_scheme_drops_the_options_of_the_former_but_not_its_own(capsys):
 
 
 @pytest.mark.parametrize("model", ["vit", "convmixer"])
-def test_kaiming_uniform_is_pytorchs_initialization_of_the_whole_model(model):
+def test_a_scheme_sets_the_fields_that_it_needs(model):
     config = config_lib.base_config(model)
     config.data.name = "digits"
     config.attention_init = dict(name="kaiming_uniform")
-    with pytest.raises(InputError, match=r"model\.base_init='timm': set it to 'pytorch'"):
+    with pytest.raises(InputError, match=r"model\.base_init='timm' must be 'pytorch'"):
         config_lib.validate(config)
-    assert config_lib.set_base_init(config)
+    config_lib.set_scheme(config, "kaiming_uniform")
     config_lib.validate(config)
-    assert not config_lib.set_base_init(config)
 
 
-SCHEME = """
-def keep(strength=1.0):
+def my_scheme(strength=1.0):
     return lambda rng, site: strength
-"""
 
 
-def test_a_scheme_of_the_users_own_needs_no_edit_in_the_package(tmp_path, monkeypatch):
-    (tmp_path / "users_schemes.py").write_text(SCHEME)
-    monkeypatch.syspath_prepend(tmp_path)
-    monkeypatch.delitem(sys.modules, "users_schemes", raising=False)
-    config = changed("attention_init.name", "users_schemes:keep")
-    assert config_lib.drop_foreign_options(config) == ["kernel_size"]
-    config.attention_init = dict(name="users_schemes:keep", strength=2.0)
-    assert config_lib.drop_foreign_options(config) == []
+def test_a_scheme_of_the_users_own_needs_no_edit_in_the_package():
+    config = changed("seed", 0)
+    config_lib.set_scheme(config, f"{__name__}:my_scheme")
+    command_line.set_field(config, "attention_init.strength", "2.0")
     assert config_lib.make_attention_init(config)(None, None) == 2.0
-    config.attention_init = dict(name="users_schemes:no_such_scheme")
     with pytest.raises(InputError, match=r"^config\.attention_init.*no_such_scheme"):
-        config_lib.make_attention_init(config)
+        config_lib.set_scheme(config, f"{__name__}:no_such_scheme")
 
 
 FILE = """

@@ -14,32 +14,17 @@ import pytest
 from flax import nnx
 
 from structinit_jax import command_line
-from structinit_jax.attention_init import SCHEMES
-from structinit_jax.config import (
-    drop_foreign_options,
-    load_config,
-    make_attention_init,
-    set_base_init,
-    validate,
-)
+from structinit_jax.config import load_config, make_attention_init, validate
 from structinit_jax.data.datasets import CATALOG
 from structinit_jax.data.source import split_size
-from structinit_jax.errors import InputError
 from structinit_jax.models import create_model
 from structinit_jax.training.setup import set_up
 
 ROOT = Path(__file__).parent.parent
 CONFIGS = sorted((ROOT / "configs").glob("*.py"))
-PAPERS = [path for path in CONFIGS if "202" in path.stem]
 REFERENCE = tomllib.loads((ROOT / "tests" / "references" / "recipes.toml").read_text())
 
 each_file = pytest.mark.parametrize("path", CONFIGS, ids=lambda path: path.stem)
-# Schemes of the papers that are not defined for a family's token mixing.
-WITHOUT_A_FORM = {
-    "swin": ("impulse_2024", "impulse_2025"),
-    "mixer": ("impulse_2024", "impulse_2025"),
-    "convmixer": ("mimetic", "impulse_2025"),
-}
 
 
 @functools.cache
@@ -93,49 +78,26 @@ def test_every_row_is_a_valid_config_of_its_data_set_and_model(path):
 
 
 @each_file
-def test_the_docstring_gives_command_hardware_time_and_accuracy(path):
+def test_commands_and_flags_in_the_docstring_work(path):
     text = runpy.run_path(str(path))["__doc__"]
-    rows = re.findall(rf"--config=configs/{path.name}(?::(\S+))?", text)
+    rows = re.findall(rf"--config=configs/{path.name}:?(\S+)?", text)
     assert rows
     for row in rows:
-        assert not row or any(f"{name},".startswith(f"{row},") for name in load_rows(path))
-    for word in ("Hardware:", "Time", "ccuracy"):
-        assert word in text
-    if path in PAPERS:
-        assert re.search(r"202[45]\W", text)
-        assert re.search(r"\btables? \d", text)
-        assert "ot run here" in text
-
-
-@each_file
-def test_flags_in_the_docstring_work(path):
-    text = runpy.run_path(str(path))["__doc__"]
+        load_config(f"{path}:{row}")
     for field, quoted, plain in re.findall(
         r"--config\.([\w.]+)=(?:[\"'](.+)[\"']|([\w./]*\w))", text
     ):
-        config = load_config(str(path)).lock()
+        config = load_config(path).lock()
         command_line.set_field(config, field, quoted or plain)
-        drop_foreign_options(config)
-        set_base_init(config)
         validate(config)
-        if plain:
-            assert str(get(config, field)) == plain
 
 
-def test_a_file_is_found_by_its_absolute_path_from_any_directory(tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    for path in CONFIGS:
-        load_config(str(path))
-    with pytest.raises(InputError, match=r"configs/vit_t_digits\.py"):
-        load_config("configs/vit_t_digits.py")
-
-
-def test_the_config_for_image_folders_in_the_docs_is_valid(tmp_path):
+def test_the_config_for_image_folders_is_valid(tmp_path):
     page = (ROOT / "docs" / "data.md").read_text()
     shown = re.search(r"<!-- my_config\.py -->\n```python\n(.*?)```", page, re.DOTALL)[1]
     path = tmp_path / "my_config.py"
     path.write_text(shown)
-    config = load_config(str(path))
+    config = load_config(path)
     validate(config)
     assert config.data.image_size % config.model.patch_size == 0
 
@@ -184,20 +146,6 @@ def start(config):
 @each_file
 def test_every_row_has_a_model_and_a_scheme_that_fit(path):
     for config in load_rows(path).values():
-        start(config)
-
-
-@pytest.mark.usefixtures("library_promotion")
-@pytest.mark.parametrize("scheme", SCHEMES)
-@pytest.mark.parametrize("path", PAPERS, ids=lambda path: path.stem)
-def test_another_scheme_needs_its_name_only(path, scheme):
-    config = load_config(str(path))
-    config.attention_init.name = scheme
-    drop_foreign_options(config)
-    if scheme in WITHOUT_A_FORM.get(config.model.name, ()):
-        with pytest.raises(InputError, match="impulse"):
-            start(config)
-    else:
         start(config)
 
 

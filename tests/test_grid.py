@@ -24,7 +24,7 @@ def test_settings_have_readable_names_and_what_their_scheme_needs(tiny_config, c
     assert settings["impulse_2025,model.depth=1"].model.positions == "learned"
     assert settings["impulse,attention_init.norm=0.5,model.depth=1"].attention_init.norm == 0.5
     assert tiny_config.model.positions == "sincos"
-    assert "impulse_2025 uses config.model.positions='learned'" in capsys.readouterr().out
+    assert "impulse_2025 needs config.model.positions='learned'" in capsys.readouterr().out
     baselines = grid.find_baselines(settings, "default")
     assert baselines["impulse,attention_init.norm=0.5,model.depth=2"] == "default,model.depth=2"
     assert baselines["default,model.depth=1"] == "default,model.depth=1"

@@ -43,8 +43,7 @@ def make_config(model):
 @pytest.mark.usefixtures("library_promotion")
 def test_the_readmes_objects_train_and_the_model_is_not_exported(mine, tmp_path, monkeypatch):
     config = make_config("mine:Linear")
-    config.attention_init.name = "default"
-    config_lib.drop_foreign_options(config)
+    config_lib.set_scheme(config, "default")
     results = train.train(config, tmp_path / "run")
     assert results["test/accuracy"] > 0.9
     with pytest.raises(InputError, match=r"config\.model\.name='mine:Linear' cannot be exported"):

@@ -12,8 +12,6 @@ from structinit_jax import command_line
 from structinit_jax import config as config_lib
 from structinit_jax.errors import InputError
 
-# Fields that a scheme needs, besides those of `config.set_base_init`.
-REQUIRED = {"impulse_2025": {"positions": "learned"}}
 MAX_PART = 60  # characters of one field in a setting's name, which is also a folder's
 
 
@@ -47,8 +45,9 @@ def expand(
             for field, values in sorted(axes.items())
             if not field.startswith("attention_init.") or field.split(".")[1] in options[scheme]
         }
+        start = with_scheme(config, scheme)
         for texts in itertools.product(*own.values()):
-            point = with_scheme(config, scheme)
+            point = start.copy_and_resolve_references()
             for field, text in zip(own, texts, strict=True):
                 command_line.set_field(point, field, text, flag="grid")
             name = ",".join([_file_safe(scheme), *(_name_part(point, field) for field in own)])
@@ -61,14 +60,7 @@ def expand(
 def with_scheme(config: ConfigDict, scheme: str) -> ConfigDict:
     """Returns a config with another scheme, the options it takes, and the fields it needs."""
     config = config.copy_and_resolve_references()
-    config.attention_init.name = scheme
-    config_lib.drop_foreign_options(config)
-    changed = {"base_init": "pytorch"} if config_lib.set_base_init(config) else {}
-    needed = REQUIRED.get(scheme, {})
-    changed |= {field: value for field, value in needed.items() if field in config.model}
-    config.model.update(changed)
-    for field, value in changed.items():
-        print(f"note: {scheme} uses config.model.{field}={value!r}")
+    config_lib.set_scheme(config, scheme)
     return config
 
 
