@@ -100,7 +100,6 @@ def main(overrides: command_line.Overrides) -> None:
                     f"has {config.data[field]}: choose a run that takes the same images"
                 )
         runs[_OTHER_WORKDIR.value] = other
-    command_line.check_schemes(_SCHEMES.value)
     out = command_line.out_path("analysis")
     out.mkdir(parents=True, exist_ok=True)
 

@@ -208,11 +208,3 @@ def _read(text: str, old: Any) -> Any:
     except (ValueError, SyntaxError):
         return text
     return (value,) if isinstance(old, tuple) and not isinstance(value, tuple | list) else value
-
-
-def check_schemes(schemes: Sequence[str]) -> None:
-    """Raises `InputError` if one of --schemes does not exist or appears twice."""
-    if len({*schemes}) < len(schemes):
-        raise InputError(f"--schemes={','.join(schemes)}: a scheme appears twice")
-    for scheme in schemes:
-        scheme_options(scheme)

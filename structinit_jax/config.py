@@ -32,6 +32,7 @@ from structinit_jax.errors import (
     is_count,
     is_reference,
     require,
+    suggest,
 )
 
 Seed = Annotated[int, Check("a whole number in [0, 2**32)", lambda x: is_count(x, 0) and x < 2**32)]

@@ -2,7 +2,6 @@
 
 import pytest
 
-from structinit_jax import command_line
 from structinit_jax.compare import grid
 from structinit_jax.errors import InputError
 
@@ -84,11 +83,11 @@ def test_mistaken_axes_are_refused(tiny_config, axis, message):
         grid.expand(tiny_config.lock(), ["impulse"], grid.parse_axes([axis]))
 
 
-def test_schemes_given_twice_or_unknown_are_refused():
-    with pytest.raises(InputError, match="--schemes=default,impulse,default"):
-        command_line.check_schemes(["default", "impulse", "default"])
+def test_schemes_given_twice_or_unknown_are_refused(tiny_config):
+    with pytest.raises(InputError, match="default twice"):
+        grid.expand(tiny_config.lock(), ["default", "impulse", "default"], {})
     with pytest.raises(InputError, match="did you mean 'impulse'"):
-        command_line.check_schemes(["default", "impuls"])
+        grid.expand(tiny_config.lock(), ["default", "impuls"], {})
     with pytest.raises(InputError, match=r"--grid=model\.depth is given twice"):
         grid.parse_axes(["model.depth=1", "model.depth=2"])
 

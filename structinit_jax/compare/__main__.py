@@ -51,7 +51,6 @@ def main(overrides: command_line.Overrides) -> None:
     if CONFIG.value is None:
         raise InputError("--config is required, such as --config=configs/vit_fashion_mnist.py")
     config = command_line.read_config(overrides)
-    command_line.check_schemes(_SCHEMES.value)
     schemes = _SCHEMES.value or [config.attention_init.name]
     failed = run.run_grid(
         grid.expand(config, schemes, grid.parse_axes(_GRID.value)),
