@@ -35,7 +35,7 @@ def record(workdir, runs, facts=None):
         settings[setting] = FACTS | {"seeds": [*seeds]} | (facts or {}).get(setting, {})
         for seed, curve in seeds.items():
             if curve is not None:
-                folder = report.run_folder(workdir, setting, seed)
+                folder = workdir / setting / f"seed_{seed}"
                 folder.mkdir(parents=True, exist_ok=True)
                 lines = [
                     {"step": step}

@@ -26,7 +26,7 @@ def test_every_row_has_a_config_and_a_baseline_and_can_be_trained_small(name, da
     small = reproduce.make_settings(rows, [], [("data.data_dir", data_dir)], small=True)
     for setting in (next(iter(small)), list(names)[-1]):  # traced
         if small[setting].start_from != reproduce.TEACHER:
-            assert run._check(setting, small[setting], {})["num_steps"] <= 500
+            assert run._check(setting, small[setting])[0]["num_steps"] <= 500
 
 
 def test_figures_are_at_their_place():

@@ -101,30 +101,18 @@ def parse_axes(flags: Iterable[str]) -> dict[str, list[str]]:
 def find_baselines(names: Iterable[str], scheme: str) -> dict[str, str | None]:
     """Returns the setting with which each setting is compared, by name, or None.
 
-    That is the one with the baseline's scheme and otherwise the same fields. Options of
-    `attention_init` need to agree only if both settings have them; the closest setting is taken.
-    If all settings have the same scheme, it is the first setting.
+    That is the first one with the baseline's scheme and the same fields, apart from options of
+    `attention_init`. If all settings have the same scheme, it is the first setting.
     """
-    parts = {name: _parse_name(name) for name in names}
-    if len({own for own, _, _ in parts.values()}) == 1:
-        return dict.fromkeys(parts, next(iter(parts)))
-
-    def find(name):
-        _, fields, options = parts[name]
-        differences = {
-            other: len(options.items() ^ others.items())
-            for other, (its_scheme, its_fields, others) in parts.items()
-            if (its_scheme, its_fields) == (_file_safe(scheme), fields)
-            and all(options[key] == others[key] for key in options.keys() & others.keys())
-        }
-        return min(differences, key=differences.__getitem__, default=None)
-
-    return {name: find(name) for name in parts}
-
-
-def _parse_name(name):
-    """Returns the scheme of a setting, its fields and its options of `attention_init`."""
-    scheme, *words = name.split(",")
-    values = dict(word.partition("=")[::2] for word in words)
-    options = {key: values.pop(key) for key in [*values] if key.startswith("attention_init.")}
-    return scheme, values, options
+    words = {name: name.split(",") for name in names}
+    if len({scheme for scheme, *_ in words.values()}) == 1:
+        return dict.fromkeys(words, next(iter(words)))
+    fields = {
+        name: [word for word in rest if not word.startswith("attention_init.")]
+        for name, (_, *rest) in words.items()
+    }
+    candidates = [name for name in words if words[name][0] == _file_safe(scheme)]
+    return {
+        name: next((other for other in candidates if fields[other] == fields[name]), None)
+        for name in words
+    }

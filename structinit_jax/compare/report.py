@@ -30,14 +30,13 @@ STATUS = "status.json"
 CURVES = "curves.png"
 FORMAT = 2  # of compare.json; those of earlier versions have none
 CONFIDENCE = 0.95
+LINES = ("-", "--", ":", "-.")  # a style for each pass through the colors
 TOLERANCE = 1e-9  # of accuracies: the mean of equal ones may be rounded up
-# Fields that change the results by rounding at most.
+# Fields that change the results by rounding at most; the content of data is compared by digests.
 HARMLESS = (
-    *("checkpoint_every_steps", "keep_checkpoints", "fsdp"),
+    *("checkpoint_every_steps", "keep_checkpoints", "fsdp", "data.data_dir", "data.manual_dir"),
     *("model.attention_implementation", "model.remat", "model.unroll"),
 )
-# Fields that the report does not compare: varied by the comparison, or irrelevant.
-OMITTED_FIELDS = ("attention_init", "seed", "data.data_dir", "data.manual_dir", *HARMLESS)
 STYLE = """
 body { font: 16px/1.5 system-ui, sans-serif; max-width: 70em; margin: 2em auto; padding: 0 1em }
 table { border-collapse: collapse; font-variant-numeric: tabular-nums; display: block;
@@ -59,6 +58,7 @@ class Run:
     Attributes:
       setting: Name of the setting.
       seed: The seed.
+      folder: Its workdir.
       status: 'done', 'failed' or 'unfinished'.
       error: Why the run failed, in one line.
       lines: The lines of its `metrics.jsonl` up to the last step of the comparison:
@@ -67,14 +67,14 @@ class Run:
       info: Entry of its setting in `compare.json`.
     """
 
-    def __init__(self, workdir: Path, setting: str, seed: int, info: Mapping[str, Any]):
-        folder = run_folder(workdir, setting, seed)
-        self.setting, self.seed, self.info = setting, seed, info
-        num_steps, path = info["num_steps"], folder / "metrics.jsonl"
+    def __init__(self, workdir: Path, setting: str, seed: int, grid: Mapping[str, Any]):
+        self.setting, self.seed, self.info = setting, seed, grid["settings"][setting]
+        self.folder = workdir / setting / f"seed_{seed}"
+        num_steps, path = self.info["num_steps"], self.folder / "metrics.jsonl"
         lines = read_lines(path, num_steps) if path.exists() else []
         self.lines: list[dict[str, float]] = [json.loads(line) for line in lines]
         self.nonfinite_steps = sum(line.get("train/nonfinite_steps", 0) for line in self.lines)
-        status = _read_status(folder / STATUS)
+        status = _read_status(self.folder / STATUS)
         self.status, self.error = status.get("status", "unfinished"), status.get("error", "")
         if self.status == "done" and num_steps not in self.test_curve:
             self.status = "unfinished"  # its metrics have been lost
@@ -160,7 +160,7 @@ def read(workdir: Path) -> Comparison:
     if info is None:
         raise InputError(f"--workdir={workdir} holds no comparison: there is no {GRID}")
     runs = {
-        setting: [Run(workdir, setting, seed, facts) for seed in facts["seeds"]]
+        setting: [Run(workdir, setting, seed, info) for seed in facts["seeds"]]
         for setting, facts in info["settings"].items()
     }
     return Comparison(info, runs)
@@ -186,11 +186,6 @@ def read_grid(workdir: Path) -> dict[str, Any] | None:
             "use another --workdir"
         )
     return info
-
-
-def run_folder(workdir: Path, setting: str, seed: int) -> Path:
-    """Returns the workdir of one run."""
-    return workdir / setting / f"seed_{seed}"
 
 
 def _read_status(path: Path) -> dict[str, str]:
@@ -269,7 +264,7 @@ def markdown(comparison: Comparison) -> str:
         notes.append("Settings with config.ema_decay are evaluated with the averaged weights.")
     parts = ["# Comparison", _table(_summary(comparison)), *notes]
     if any(comparison.finished(setting) for setting in runs):
-        parts.append(f"![Accuracy and loss by epoch]({CURVES})")
+        parts.append(f"![Accuracy by epoch]({CURVES})")
     every = [run for group in runs.values() for run in group]
     failures = [[run.setting, str(run.seed), run.error] for run in every if run.status == "failed"]
     if failures:
@@ -331,15 +326,19 @@ def _difference(comparison: Comparison, setting: str, several: bool) -> str:
 def _other_fields(info: Mapping[str, Any]) -> list[str]:
     """Describes fields that differ from those of the baseline and are not in the name."""
     fields = {
-        name: flatten_dict(facts["config"], sep=".") for name, facts in info["settings"].items()
+        name: {
+            field: value
+            for field, value in flatten_dict(facts["config"], sep=".").items()
+            if not field.startswith(("attention_init", *HARMLESS))
+        }
+        for name, facts in info["settings"].items()
     }
     names: dict[tuple[str, str, str], list[str]] = {}
     for name, baseline in info["baselines"].items():
-        if baseline not in fields:
-            continue
-        for field in sorted(fields[name].keys() | fields[baseline].keys()):
-            own, other = (fields[setting].get(field) for setting in (name, baseline))
-            if own != other and not field.startswith(OMITTED_FIELDS) and f",{field}=" not in name:
+        others = fields.get(baseline, fields[name])  # a baseline need not be a setting
+        for field in sorted(fields[name].keys() | others.keys()):
+            own, other = fields[name].get(field), others.get(field)
+            if own != other and f",{field}=" not in name:
                 names.setdefault((field, repr(own), repr(other)), []).append(name)
     return [
         f"config.{field} is {own} for {'; '.join(group)}, but {other} for the baseline."
@@ -392,7 +391,6 @@ def csv_text(comparison: Comparison) -> str:
     for setting, runs in comparison.runs.items():
         for run in runs:
             last = max(run.test_curve, default=0)
-            best = max(run.test_curve, key=run.test_curve.get, default=None)
             rows.append(
                 {
                     "setting": setting,
@@ -400,8 +398,7 @@ def csv_text(comparison: Comparison) -> str:
                     "status": run.status,
                     "epoch": run.epoch(last),
                     "test_accuracy": run.test_curve.get(last),
-                    "best_test_accuracy": run.test_curve.get(best),
-                    "best_epoch": None if best is None else run.epoch(best),
+                    "best_test_accuracy": max(run.test_curve.values(), default=None),
                     "nonfinite_steps": run.nonfinite_steps,
                     "training_seconds": run.seconds,
                     "init_seconds": run.init_metric("seconds"),
@@ -419,43 +416,39 @@ def csv_text(comparison: Comparison) -> str:
 
 
 def draw_curves(comparison: Comparison) -> bytes | None:
-    """Draws test accuracy and train loss by epoch as a PNG; None if no run has finished.
+    """Draws the test accuracy by epoch as a PNG; None if no run has finished.
 
     Lines are means over the finished seeds, bands one standard deviation on either side.
     """
-    figure, axes = import_pyplot().subplots(1, 2, figsize=(11, 3.9), layout="constrained")
+    plt = import_pyplot()
+    figure, axis = plt.subplots(figsize=(7, 3.9), layout="constrained")
     for number, setting in enumerate(comparison.runs):
-        style = dict(color=COLORS[number % len(COLORS)], label=setting)
-        style["linestyle"] = ("-", "--", ":", "-.")[number // len(COLORS) % 4]
         runs = comparison.finished(setting)
-        _draw_band(axes[0], runs, [run.test_curve for run in runs], 100, style)
-        _draw_band(axes[1], runs, [run.curve("train/loss") for run in runs], 1, style)
-    for axis, label in zip(axes, (f"{comparison.metric}, %", "train loss"), strict=True):
-        axis.set(xlabel="epoch", ylabel=label)
-        axis.grid(alpha=0.25)
-        axis.spines[["top", "right"]].set_visible(False)
-    handles, labels = axes[0].get_legend_handles_labels()
+        # The steps at which all of them were evaluated; a point alone needs a marker.
+        steps = sorted(set.intersection(*(set(run.test_curve) for run in runs))) if runs else []
+        if not steps:
+            continue
+        values = 100 * np.array([[run.test_curve[step] for step in steps] for run in runs])
+        epochs, mean = [runs[0].epoch(step) for step in steps], values.mean(axis=0)
+        color, line = (
+            COLORS[number % len(COLORS)],
+            ("-", "--", ":", "-.")[number // len(COLORS) % 4],
+        )
+        marker = "o" if len(steps) == 1 else None
+        axis.plot(epochs, mean, color=color, linestyle=line, marker=marker, label=setting)
+        if len(runs) > 1:
+            deviation = values.std(axis=0, ddof=1)
+            band = mean - deviation, mean + deviation
+            axis.fill_between(epochs, *band, alpha=0.15, color=color, linewidth=0)
+    axis.set(xlabel="epoch", ylabel=f"{comparison.metric}, %")
+    axis.grid(alpha=0.25)
+    handles, labels = axis.get_legend_handles_labels()
+    file = io.BytesIO()
     if handles:
         add_legend(figure, handles, labels)
-    file = io.BytesIO()
-    figure.savefig(file, format="png", dpi=150)
-    import_pyplot().close(figure)
-    return file.getvalue() if handles else None
-
-
-def _draw_band(axis, runs, curves, unit, style):
-    """Draws the mean and the standard deviation of curves over the steps that all of them have."""
-    steps = sorted(set.intersection(*map(set, curves))) if curves else []
-    if not steps:
-        return
-    values = unit * np.array([[curve[step] for step in steps] for curve in curves])
-    epochs, mean = [runs[0].epoch(step) for step in steps], values.mean(axis=0)
-    marker = "o" if len(steps) == 1 else None  # a line through one point is not visible
-    axis.plot(epochs, mean, linewidth=1.6, marker=marker, **style)
-    if len(curves) > 1:
-        deviation = values.std(axis=0, ddof=1)
-        low, high = mean - deviation, mean + deviation
-        axis.fill_between(epochs, low, high, alpha=0.15, color=style["color"])
+        figure.savefig(file, format="png", dpi=150)
+    plt.close(figure)
+    return file.getvalue() or None
 
 
 def html(text: str, curves: bytes | None) -> str:

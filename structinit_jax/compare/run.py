@@ -6,7 +6,7 @@ import platform
 import sys
 import time
 import traceback
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from importlib import metadata
 from pathlib import Path
 from typing import Any
@@ -16,9 +16,7 @@ from ml_collections import ConfigDict
 
 from structinit_jax import __version__, evaluate, resume
 from structinit_jax.compare import grid, report
-from structinit_jax.data import datasets
-from structinit_jax.data.source import digest
-from structinit_jax.errors import InputError, StoppedError, is_reference
+from structinit_jax.errors import InputError, StoppedError
 from structinit_jax.train import PREEMPTED_EXIT_CODE, open_run, train
 from structinit_jax.training import workdir as workdir_lib
 from structinit_jax.training.metrics import format_duration
@@ -61,7 +59,7 @@ def run_grid(
         cannot be written to.
       StoppedError: A signal stopped the runs.
     """
-    workdir, out = workdir_lib.prepare_workdir(workdir), sys.stdout
+    workdir = workdir_lib.prepare_workdir(workdir)
     new = {
         "format": report.FORMAT,
         "settings": {},
@@ -71,9 +69,11 @@ def run_grid(
         "machine": _describe_machine(),
     }
     for name, config in settings.items():
-        facts = _check(name, config, new["data"])
+        facts, data = _check(name, config)
         facts |= {"seeds": list(seeds), "note": note, "published": (published or {}).get(name, "")}
         new["settings"][name] = facts
+        _check_data(workdir, new["data"], data)
+        new["data"] |= data
     with workdir_lib.lock_workdir(workdir):
         info = _merge(workdir, new, settings)
         if baselines is None:
@@ -81,60 +81,58 @@ def run_grid(
         text = json.dumps(info, indent=1) + "\n"
         workdir_lib.write_atomically(workdir / report.GRID, text)
 
-    stop, failed = workdir_lib.StopRequest(), 0
-    runs = [(name, seed) for name in settings for seed in seeds]
-    began, trained = time.perf_counter(), 0
+    stop, began, trained = workdir_lib.StopRequest(), time.perf_counter(), 0
+    runs = [report.Run(workdir, name, seed, info) for name in settings for seed in seeds]
     try:
-        for number, (name, seed) in enumerate(runs, 1):
-            label = f"[{number}/{len(runs)}] {name} seed {seed}"
-            facts = info["settings"][name]
-            run = report.Run(workdir, name, seed, facts)
+        for number, run in enumerate(runs, 1):
+            show = _Progress(f"[{number}/{len(runs)}] {run.setting} seed {run.seed}", run.info)
             if run.status == "done":
-                print(f"{label}: already {_describe(run)}", file=out, flush=True)
+                show(f"done before, {_result(run)}")
                 continue
-            config = settings[name].copy_and_resolve_references()
-            config.seed = seed
-            _train(config.lock(), report.run_folder(workdir, name, seed), label, facts, stop)
-            run, trained = report.Run(workdir, name, seed, facts), trained + 1
-            failed += run.status != "done"
+            config = settings[run.setting].copy_and_resolve_references()
+            config.seed = run.seed
+            _train(config.lock(), run.folder, show, stop)
+            run, trained = report.Run(workdir, run.setting, run.seed, info), trained + 1
             left = (time.perf_counter() - began) / trained * (len(runs) - number)
-            print(
-                f"{label}: {_describe(run)}; about {format_duration(left)} left",
-                file=out,
-                flush=True,
-            )
+            show(f"{_result(run)}; about {format_duration(left)} left")
             if stop.reached(0):  # by a signal during the last step
                 raise StoppedError(STOPPED, PREEMPTED_EXIT_CODE)
     except KeyboardInterrupt:
         raise StoppedError(STOPPED, PREEMPTED_EXIT_CODE) from None
     finally:
         report.write_report(workdir)
-    return failed
+    ended = (report.Run(workdir, run.setting, run.seed, info) for run in runs)
+    return sum(run.status != "done" for run in ended)
 
 
-def _train(config, folder, label, facts, stop):
+class _Progress:
+    """Prints lines about a run to the output of the command, whatever the run redirects."""
+
+    def __init__(self, label: str, facts: Mapping[str, Any]):
+        self._label, self._facts, self._out = label, facts, sys.stdout
+
+    def __call__(self, text: str) -> None:
+        print(f"{self._label}: {text}", file=self._out, flush=True)
+
+    def show_evaluation(self, step: int, results: Mapping[str, float]) -> None:
+        facts = self._facts
+        accuracy = evaluate.deciding_accuracy(results, facts["test_name"])
+        epoch = step / facts["steps_per_epoch"]
+        self(f"step {step}, epoch {epoch:.1f}, {facts['test_name']} accuracy {accuracy:.2%}")
+
+
+def _train(config, folder, show, stop):
     """Trains a run, with its output in `log.txt`, and records how it ended.
 
     A failed run is trained again by the next command.
     """
-    out = sys.stdout
-
-    def show(step, results):
-        accuracy = evaluate.deciding_accuracy(results, facts["test_name"])
-        print(
-            f"{label}: step {step}, epoch {step / facts['steps_per_epoch']:.1f}, "
-            f"{facts['test_name']} accuracy {100 * accuracy:.2f} %",
-            file=out,
-            flush=True,
-        )
-
-    print(f"{label}: training for {facts['num_steps']:,} steps", file=out, flush=True)
+    show("started")
     folder.mkdir(parents=True, exist_ok=True)
     status = {"status": "done"}
     log = (folder / LOG).open("a", buffering=1, encoding="utf-8", errors="backslashreplace")
     with log, contextlib.redirect_stdout(log):
         try:
-            train(config, folder, stop_request=stop, on_evaluation=show)
+            train(config, folder, stop_request=stop, on_evaluation=show.show_evaluation)
         except Exception as error:  # of your own schemes and data sets too
             if isinstance(error, StoppedError) and error.exit_code == PREEMPTED_EXIT_CODE:
                 raise
@@ -148,26 +146,26 @@ def _train(config, folder, label, facts, stop):
     workdir_lib.write_atomically(folder / report.STATUS, json.dumps(status) + "\n")
 
 
-def _describe(run: report.Run) -> str:
+def _result(run: report.Run) -> str:
     if run.status == "done":
-        return f"done, {run.info['test_name']} accuracy {100 * run.accuracy:.2f} %"
+        return f"{run.info['test_name']} accuracy {run.accuracy:.2%}"
     return f"failed: {run.error}"
 
 
 def _describe_machine() -> str:
-    # A checkout that is not installed has no metadata of its own.
-    versions = [f"{name} {metadata.version(name)}" for name in PACKAGES]
+    versions = ", ".join(f"{name} {metadata.version(name)}" for name in PACKAGES)
     return (
         f"{len(jax.devices())} × {jax.devices()[0].device_kind}, Python "
         f"{platform.python_version()}, {platform.uname().system}; structinit-jax {__version__}, "
-        f"{', '.join(versions)}"
+        f"{versions}"
     )
 
 
-def _check(name: str, config: ConfigDict, digests: dict[str, Any]) -> dict[str, Any]:
-    """Traces a setting, without training, and returns what the report needs of it.
+def _check(name: str, config: ConfigDict) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Traces a setting without training.
 
-    `digests` gets those of its data, by the name of the data.
+    Returns:
+      What the report needs of it, and what identifies its data, by the name of the data.
     """
     data = config.data
     try:
@@ -178,53 +176,40 @@ def _check(name: str, config: ConfigDict, digests: dict[str, Any]) -> dict[str, 
     except Exception as error:  # of your own scheme, model or data set
         error.add_note(f"This is the setting {name} of the comparison")
         raise
-    place = "" if _is_named(data.name) else f" in {data.data_dir}"
-    digests[f"{data.name} {data.train_split}{place}"] = run.describe_data()
-    for eval_set in eval_sets.values():
-        sizes = {"num_examples": len(eval_set.source), "data_digest": digest(eval_set.source)}
-        digests[f"{eval_set.name}{place} for evaluation"] = sizes
+    digests = {f"{data.name} {data.train_split}": run.describe_data()}
+    for each in eval_sets.values():
+        digests[f"{each.name} for evaluation"] = resume.describe_data(each.source, ())
     fields = json.loads(config.to_json())
     del fields["seed"]
-    return {
+    facts = {
         "config": fields,
         "num_steps": schedule.num_steps,
         "steps_per_epoch": schedule.steps_per_epoch,
         "test_name": evaluate.evaluation_name(config),
     }
+    return facts, digests
 
 
 def _merge(workdir, new, settings):
-    """Adds settings and seeds to those of earlier commands; refuses changes of either or of data.
-
-    Data are compared by their digests, so that results of other files or labels under the same
-    names are never paired.
-    """
+    """Adds settings and seeds to those of earlier commands; refuses other configs and data."""
     old = report.read_grid(workdir)
     if old is None:
         return new
+    _check_data(workdir, old["data"], new["data"])
     for name in settings.keys() & old["settings"].keys():
         before, now = old["settings"][name], new["settings"][name]
         now["seeds"] = sorted({*before["seeds"], *now["seeds"]})
-        config = settings[name]
-        lines = [
-            f"  {field}: {a!r} -> {b!r}"
-            for field, (a, b) in resume.changes(
-                before["config"] | {"seed": config.seed}, config
-            ).items()
-            if not _may_change(field, config.data.name)
+        old_config = before["config"] | {"seed": settings[name].seed}
+        changes = [
+            f"{field}: {a!r} -> {b!r}"
+            for field, (a, b) in resume.changes(old_config, settings[name]).items()
+            if field not in report.HARMLESS
             and not (resume.is_moved_teacher(field, a, b) and Path(b).parent == workdir)
         ]
-        if lines:
-            changes = "\n".join(lines)
+        if changes:
             raise InputError(
-                f"--workdir={workdir} holds the setting {name} with another config:\n{changes}\n"
-                "Restore the old values, or use another --workdir"
-            )
-    for name in new["data"].keys() & old["data"].keys():
-        if new["data"][name] != old["data"][name]:
-            raise InputError(
-                f"--workdir={workdir} holds results for other files, labels or classes of {name}: "
-                "restore the old data, or use another --workdir"
+                f"--workdir={workdir} holds the setting {name} with another config "
+                f"({', '.join(changes)}): restore the old values, or use another --workdir"
             )
     return new | {
         "settings": old["settings"] | new["settings"],
@@ -234,23 +219,20 @@ def _merge(workdir, new, settings):
     }
 
 
-def _may_change(field: str, data_name: str) -> bool:
-    """Whether a second command may change a field."""
-    is_folder = field in ("data.data_dir", "data.manual_dir")
-    return field in report.HARMLESS or (is_folder and _is_named(data_name))
+def _check_data(workdir, old, new):
+    """Refuses other files, labels or classes under the same names: pairs would mean nothing."""
+    for name in new.keys() & old.keys():
+        if new[name] != old[name]:
+            raise InputError(
+                f"--workdir={workdir} holds results for other files, labels or classes of {name}: "
+                "restore the old data, or use another --workdir"
+            )
 
 
-def _is_named(data_name: str) -> bool:
-    """Whether the name of a data set tells what is in it, wherever it is."""
-    return data_name not in datasets.FILE_SETS and not is_reference(data_name)
-
-
-def _choose_baselines(workdir, info, baseline) -> dict[str, str | None]:
+def _choose_baselines(workdir, info, baseline):
     """Finds the baselines of all settings, also those of earlier commands, which may lack one."""
-    names: Iterable[str] = info["settings"]
-    chosen = [name for name in info["baselines"].values() if name]
-    scheme = baseline or [*chosen, *names][0].split(",")[0]
-    found = grid.find_baselines(names, scheme)
+    names, chosen = list(info["settings"]), [name for name in info["baselines"].values() if name]
+    found = grid.find_baselines(names, baseline or [*chosen, *names][0].split(",")[0])
     if baseline and not any(found.values()):
         raise InputError(f"--baseline={baseline}: no setting in --workdir={workdir} has it")
     return found
