@@ -71,22 +71,14 @@ def test_sets_that_cannot_be_opened_are_named(tmp_path, name, reason):
         open_dataset(name, tmp_path)
 
 
-def test_unwritable_data_dir(tmp_path):
-    occupied = tmp_path / "file"
-    occupied.touch()
-    with pytest.raises(InputError, match=r"config\.data\.data_dir=.*cannot prepare digits"):
-        open_dataset("digits", occupied / "below")
-
-
 @pytest.mark.parametrize(
     ("file", "damage"),
     [
         ("dataset_info.json", lambda path: path.write_text("{")),
         ("digits-train.array_record-00000-of-00001", Path.unlink),
-        ("digits-train.array_record-00000-of-00001", lambda path: os.truncate(path, 100_000)),
         ("digits-train.array_record-00000-of-00001", lambda path: os.truncate(path, 65_536)),
     ],
-    ids=["cut info", "no file", "cut file", "file cut at a block"],
+    ids=["cut info", "no file", "file cut at a block"],
 )
 def test_damaged_sets_are_named(tmp_path, data_dir, file, damage):
     shutil.copytree(Path(data_dir, "digits"), tmp_path / "digits")

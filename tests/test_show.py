@@ -44,15 +44,6 @@ def test_a_batch_of_a_run_needs_no_config(finished_run, tmp_path):
     assert f"--out={tmp_path}/batch cannot be written" in result.stderr
 
 
-def test_pixels_of_tiny_images_are_drawn_as_squares():
-    image = np.random.default_rng(0).integers(0, 256, (8, 10, 1), np.uint8)
-    sheet = np.asarray(show.draw_tiles([image], ["зелёный кузнечик в траве"]))
-    size = show.TILE // 8
-    drawn = sheet[show.MARGIN :, show.MARGIN :, 0][size // 2 :: size, size // 2 :: size]
-    np.testing.assert_array_equal(drawn[:8, :8], image[:, 1:-1, 0])
-    assert np.all(sheet[:, show.MARGIN + show.TILE :][:, : show.MARGIN] == 255)  # shortened
-
-
 def test_targets_are_described_without_their_smoothing():
     mixed = 0.9 * (0.7 * np.eye(10)[3] + 0.3 * np.eye(10)[8]) + 0.01
     names = [f"class {label}" for label in range(10)]

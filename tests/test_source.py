@@ -1,5 +1,4 @@
 import io
-import json
 import os
 from pathlib import Path
 
@@ -130,20 +129,9 @@ def test_images_of_another_size_than_declared_are_refused():
         records = [{"image": np.zeros((4, 6, 3), np.uint8), "label": 0}]
         return Dataset.from_records("mine", {"train": records}, ["a"], shape).split("train")[0]
 
-    for shape in ((4, 6, 3), (None, 6, 3), (None, None, 1)):
-        assert first(shape)[0].decode().shape == (4, 6, shape[-1])
+    assert first((None, 6, 1))[0].decode().shape == (4, 6, 1)
     with pytest.raises(InputError, match=r"^mine 'train', example 0: it has 4x6 pixels, but"):
         first((4, 4, 3))
-
-
-def test_declarations_are_checked():
-    names = np.unique([3, 5, 3])
-    dataset = Dataset.from_records("mine", {"train": []}, names)
-    assert json.loads(json.dumps(list(dataset.class_names))) == ["3", "5"]  # as in a checkpoint
-    with pytest.raises(InputError, match=r"^mine: image_shape=.* with 1 or 3 channels"):
-        Dataset.from_records("mine", {"train": []}, ["a"], (4, 4, 4))
-    with pytest.raises(InputError, match="'all'"):
-        Dataset.from_records("mine", {"all": []}, ["a"])
 
 
 def test_threads_are_as_many_as_the_cores_that_the_process_may_use(monkeypatch):
@@ -174,15 +162,6 @@ def of_folder(root, spec="train"):
     return digest(open_dataset("folder", root).split(spec))
 
 
-def rename(folder):
-    (folder / "ant" / "0.png").rename(folder / "ant" / "new.png")
-
-
-def move_some(folder):
-    for number in range(9):
-        (folder / "ant" / f"{number}.png").rename(folder / "bee" / f"ant_{number}.png")
-
-
 def exchange_classes(folder):
     for old, new in (("ant", "old"), ("bee", "ant"), ("old", "bee")):
         (folder / old).rename(folder / new)
@@ -192,7 +171,7 @@ def replace_an_image(folder):
     Image.new("L", (8, 8), 1).save(folder / "ant" / "3.png")
 
 
-@pytest.mark.parametrize("change", [rename, move_some, exchange_classes, replace_an_image])
+@pytest.mark.parametrize("change", [exchange_classes, replace_an_image])
 def test_changed_files_change_the_digest_of_their_split(root, change):
     Image.new("L", (8, 8), 7).save(root / "train" / "bee" / "3.png")
     before = {spec: of_folder(root, spec) for spec in ("train", "val", "val+train")}
@@ -201,18 +180,12 @@ def test_changed_files_change_the_digest_of_their_split(root, change):
     assert [before[spec] == after[spec] for spec in before] == [False, True, False]
 
 
-def test_a_folder_may_be_moved_and_hold_other_files(root):
+def test_the_digest_is_of_the_chosen_examples_in_their_order(root):
+    specs = ("train", "train[:10]", "train[10:]", "train[10:]+train[:10]")
+    assert len({of_folder(root, spec) for spec in specs}) == len(specs)
     before = of_folder(root)
     (root / "train" / "ant" / "notes.txt").touch()
     assert of_folder(root.rename(root.parent / "elsewhere")) == before
-
-
-def test_the_digest_is_that_of_the_chosen_examples_in_their_order(root):
-    specs = ("train", "train[:10]", "train[10:]", "train[10:]+train[:10]")
-    assert len({of_folder(root, spec) for spec in specs}) == len(specs)
-    source = open_dataset("folder", root).split("train")
-    kept = [digest(source.select(np.arange(20) != i)) for i in range(20)]
-    assert len({digest(source), *kept}) == 21
 
 
 def test_the_digest_covers_all_labels_of_a_list_and_prepared_sets(data_dir, monkeypatch):
