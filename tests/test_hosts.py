@@ -10,7 +10,7 @@ from flax import nnx
 from foreign_models import state_dict
 
 from structinit_jax import interop
-from structinit_jax.attention_init import AttentionWeights, impulse, sincos_positions
+from structinit_jax.attention_init import AttentionWeights, sincos_positions
 from structinit_jax.errors import InputError
 from structinit_jax.models import create_model, default_config
 
@@ -133,10 +133,11 @@ def test_names_of_other_projects(name):
     for start in (SAME_MODEL[name](), timm_tensors()):
         new = interop.initialize(start, scheme, RNG, num_heads=HEADS)
         assert new.keys() == start.keys()
-        maps = interop.check(new, images, num_heads=HEADS)
-        results.append((interop.read(new, num_heads=HEADS), maps[1:]))
-        text = [name for name in start if name.startswith("transformer")]
-        assert all(new[name] is start[name] for name in text)
+        results.append([interop.read(new, num_heads=HEADS)])
+        if name != "naflex":  # whose patches are flattened
+            results[-1].append(interop.check(new, images, num_heads=HEADS)[1:])
+        text = [key for key in start if key.startswith("transformer")]
+        assert all(new[key] is start[key] for key in text)
     jax.tree.map(np.testing.assert_array_equal, *results)
 
 
@@ -146,7 +147,7 @@ def test_vit_pytorch():
     given = dict(num_heads=4, positions=sincos_positions((6, 6), 32))
     site = interop.attention_site(params, **given)
     assert (site.num_layers, site.grid, site.positions_trainable) == (2, (6, 6), False)
-    with pytest.raises(InputError, match=r"to_patch_embedding\.1\.\w+ is not part of"):
+    with pytest.raises(InputError, match=r"to_patch_embedding\.2\.weight is not part of"):
         interop.check(params, **given)
     params["transformer.layers.0.0.norm.weight"] += 1
     with pytest.raises(InputError, match=r"0\.norm\.weight is not 1"):
@@ -186,7 +187,6 @@ def timm_times(gain, name="patch_embed.proj.weight"):
 
 HOSTS = {  # by the gain of the patch embeddings
     "convolution": timm_times,
-    "linear": lambda gain: naflex() | {"embeds.proj.weight": gain * naflex()["embeds.proj.weight"]},
     "norm": functools.partial(timm_times, name="patch_embed.norm.weight"),
     "nnx": nnx_model,
 }
@@ -383,9 +383,6 @@ def test_weights_and_schemes_that_do_not_fit_are_refused():
             interop.write(timm_tensors(), weights._replace(**change), num_heads=HEADS)
     with pytest.raises(InputError, match=r"^weights\.positions"):
         interop.write(without("pos_embed"), weights, num_heads=HEADS)
-    for wrong in (impulse, lambda rng, site: None):
-        with pytest.raises(InputError, match=r"^attention_init"):
-            interop.initialize(timm_tensors(), wrong, RNG, num_heads=HEADS)
     own = nnx.eval_shape(lambda: create_model(default_config("vit"), channels=3, rngs=nnx.Rngs(0)))
     with pytest.raises(InputError, match=r"call model\.initialize_attention\(scheme, rng\)"):
         interop.initialize(own, scheme, RNG)

@@ -9,10 +9,9 @@ from jaxtyping import Float, Int
 
 from structinit_jax.attention_init.sites import check_grid
 from structinit_jax.errors import InputError
-from structinit_jax.interop.host import Block, Grid, Host, find_host, square
+from structinit_jax.interop.host import Block, Grid, Host, PositionTable, find_host
 from structinit_jax.interop.layouts import FIELDS, flatten
 from structinit_jax.interop.other_sites import find_sites
-from structinit_jax.interop.rotations import Rotations, read_rotations
 
 NOISE_TOKENS = 1024  # tokens of noise images, enough for rates to about 0.02
 MODELED = (
@@ -44,8 +43,7 @@ class Check(NamedTuple):
     Attributes:
       modeled: What was computed. A model that differs has other maps, see `check`.
       position_to_content: Root mean square of the positions over that of the patch embeddings; the
-        first layer's input is their sum. With rotary positions: of the patch embedding's bias over
-        that of the rest.
+        first layer's input is their sum.
       offset: See `Hits`, with a leading layer axis.
       hit_rate: See `Hits`.
       target_mass: See `Hits`.
@@ -66,15 +64,14 @@ def check(
     num_heads: int | None = None,
     grid: Grid | None = None,
     positions: np.ndarray | jax.Array | None = None,
-    rotations: Any | None = None,
 ) -> Check:
     """Estimates the attention maps of a freshly initialized model from its parameters.
 
         check(params, num_heads=3).hit_rate.mean(axis=1)  # by layer
 
-    It models a standard pre-norm ViT, not your code: patches, positions, and pre-norm blocks of
-    softmax attention and an MLP with GELU, or with SiLU gates if it has two input kernels. A norm
-    without bias counts as RMSNorm. The maps exclude class and register tokens.
+    It models a standard pre-norm ViT, not your code: convolutional patches, positions, and blocks
+    of softmax attention and an MLP with GELU. A norm without bias counts as RMSNorm. The maps
+    exclude class and register tokens.
 
     Parameters do not show how they are used. The result is wrong without notice if the model scales
     its embeddings, positions or logits, masks its attention, stores a fused qkv by head, rotates
@@ -82,14 +79,13 @@ def check(
     of as many tokens. For a torch model, `torch_maps` records the maps that it really computes.
 
     Args:
-      params: Parameters as for `initialize`; likewise the other arguments.
+      params: Parameters; for these and the other arguments see `initialize`.
       images: Images as the model sees them, with normalized channels. None draws noise with the
         spectrum of natural images, on which the rates are close to those on photographs.
-      layout: See `initialize`.
-      num_heads: See `initialize`.
-      grid: See `initialize`.
-      positions: See `initialize`.
-      rotations: See `initialize`.
+      layout: One of `LAYOUTS`.
+      num_heads: Number of heads h.
+      grid: (rows, cols) of the image tokens.
+      positions: [N, D] encoding that the model adds to its tokens without storing it.
 
     Raises:
       InputError: The parameters show a model of another form.
@@ -102,15 +98,15 @@ def check(
     blocks = host.blocks()
     has_bias = all(f"{norm}.bias" in leaves for block in blocks for norm in block.norms)
     norm = _layer_norm if has_bias else _rms_norm
-    rotary = None if rotations is None else read_rotations(host, rotations, grid)
-    x, grid, ratio = _embed(host, norm, images, grid, positions, rotary)
+    table = host.positions(positions, grid)
+    x, ratio = _embed(host, norm, images, table)
     attention = {path: np.asarray(array, np.float32) for path, array in host.arrays().items()}
-    tokens, hits = math.prod(grid), []
+    tokens, hits = math.prod(table.grid), []
     for i, block in enumerate(blocks * (host.num_layers if host.stack.stacked else 1)):
         layer = {path: array[i] for path, array in attention.items()}
         _require_known(block)
-        x, maps = _run_block(host, norm, block, i, layer, x, rotary)
-        hits.append(hit_rates(maps[..., -tokens:, -tokens:], grid))
+        x, maps = _run_block(host, norm, block, i, layer, x)
+        hits.append(hit_rates(maps[..., -tokens:, -tokens:], table.grid))
     return Check(MODELED, ratio, *map(np.stack, zip(*hits, strict=True)))
 
 
@@ -217,31 +213,27 @@ def natural_noise(
 # -- the forward pass ------------------------------------------------------------------------------
 
 
-def _embed(host: Host, norm, images, grid: Grid | None, positions, rotary: Rotations | None):
-    """Returns the first block's input, the grid and the ratio of positions to content."""
+def _embed(host: Host, norm, images, table: PositionTable):
+    """Returns the first block's input and the ratio of positions to content."""
     extra = [np.reshape(host.leaves[name], (-1, host.width)) for name in host.extra_tokens()]
     extra = np.concatenate([*extra, np.zeros((0, host.width))]).astype(np.float32)
-    if rotary is None:
-        table = host.positions(positions, grid)
-        rows, grid = np.asarray(table.rows, np.float32), table.grid
-        extra[: table.prefix] += rows[: table.prefix]
-        content, bias = _patches(host, norm, images, grid)
-        content, positions = content + bias, rows[table.prefix :]
-    else:
-        grid = rotary.grid
-        content, positions = _patches(host, norm, images, grid)
+    rows = np.asarray(table.rows, np.float32)
+    extra[: table.prefix] += rows[: table.prefix]
+    content, positions = _patches(host, norm, images, table.grid), rows[table.prefix :]
     ratio = float(np.sqrt(np.mean(np.square(positions)) / np.mean(np.square(content))))
-    x = content + positions
-    extra = np.broadcast_to(extra, (len(x), *extra.shape))
-    x = np.concatenate([extra, x], axis=1)
-    return norm(x) if host.has_pre_norm() else x, grid, ratio
+    extra = np.broadcast_to(extra, (len(content), *extra.shape))
+    x = np.concatenate([extra, content + positions], axis=1)
+    return norm(x) if host.has_pre_norm() else x, ratio
 
 
-def _patches(host: Host, norm, images, grid: Grid):
-    """Returns the products of patches and kernel, and the bias. Normed if the model has a norm."""
-    if name := host.unmodeled_patches():
-        raise _not_modeled(name)
-    kernel = _patch_kernel(host)
+def _patches(host: Host, norm, images, grid: Grid) -> Float[np.ndarray, "B N D"]:
+    """Returns the patch embeddings, normed if the model has a norm for them."""
+    kernel = np.asarray(host.leaves[host.patch_kernel()], np.float32)
+    backbone = next((name for name in host.leaves if "patch_embed.backbone." in name), None)
+    if backbone or kernel.ndim == 2:
+        raise _not_modeled(backbone or host.patch_kernel())
+    if host.stack.layout.torch:
+        kernel = kernel.transpose(2, 3, 1, 0)
     height, width, channels, _ = kernel.shape
     rows, cols = grid
     shape = (rows * height, cols * width, channels)
@@ -256,51 +248,31 @@ def _patches(host: Host, norm, images, grid: Grid):
     patches = images.reshape(-1, rows, height, cols, width, channels).swapaxes(2, 3)
     patches = patches.reshape(len(images), rows * cols, -1)
     tokens = patches @ kernel.reshape(-1, host.width)
-    bias = np.asarray(host.leaves.get(host.patch_bias(), 0), np.float32)
+    tokens = tokens + np.asarray(host.leaves.get(host.patch_bias(), 0), np.float32)
     if scale := host.patch_norm():
-        return norm(tokens + bias) * np.asarray(host.leaves[scale], np.float32), 0
-    return tokens, bias
+        return norm(tokens) * np.asarray(host.leaves[scale], np.float32)
+    return tokens
 
 
-def _patch_kernel(host: Host) -> Float[np.ndarray, "rows cols channels D"]:
-    kernel = np.asarray(host.leaves[host.patch_kernel()], np.float32)
-    if kernel.ndim == 2:  # of flattened patches, taken to be square and of color images
-        kernel = kernel if host.stack.layout.torch else kernel.T
-        size = square(kernel.shape[1] // 3)
-        if size is None or kernel.shape[1] % 3:
-            raise _not_modeled(host.patch_kernel())
-        return kernel.T.reshape(*size, 3, host.width)
-    return kernel.transpose(2, 3, 1, 0) if host.stack.layout.torch else kernel
-
-
-def _run_block(host: Host, norm, block: Block, layer: int, attention, x, rotary):
+def _run_block(host: Host, norm, block: Block, layer: int, attention, x):
     """Returns the block's output and its attention maps."""
     from scipy import special  # slow to import, and not always needed
 
     query, key, value = (_project(norm(x), attention, field) for field in FIELDS[:3])
-    if rotary is not None:
-        query, key = rotary.apply(query, layer), rotary.apply(key, layer)
     logits = np.einsum("bnhd,bmhd->bhnm", query, key, optimize=True) * host.head_dim**-0.5
     maps = special.softmax(logits, axis=-1)
     mixed = np.einsum("bhnm,bmhd->bnhd", maps, value, optimize=True)
     out = np.einsum("bnhd,hdD->bnD", mixed, attention["attention/out/kernel"], optimize=True)
     scale1, scale2 = [_leaf(host, name, layer) for name in block.scales] or (1, 1)
     x = x + scale1 * (out + attention.get("attention/out/bias", 0))
-    hidden = [_linear(host, module, layer, norm(x)) for module in block.mlp_in]
-    if len(hidden) == 1:  # both input layers may be one
-        kernel = host.leaves[f"{block.mlp_out[0]}.{host.stack.layout.leaf}"]
-        inputs = kernel.shape[-1 if host.stack.layout.torch else -2]
-        hidden = np.split(hidden[0], hidden[0].shape[-1] // inputs, axis=-1)
-    if len(hidden) == 2:
-        hidden = hidden[0] * special.expit(hidden[0]) * hidden[1]  # SiLU gates
-    else:
-        hidden = hidden[0] * special.ndtr(hidden[0])  # GELU
+    hidden = _linear(host, block.mlp_in[0], layer, norm(x))
+    hidden = hidden * special.ndtr(hidden)  # GELU
     return x + scale2 * _linear(host, block.mlp_out[0], layer, hidden), maps
 
 
 def _require_known(block: Block) -> None:
     """Raises `InputError` unless the block is what `_run_block` computes."""
-    allowed = ((2,), (1, 2), (1,), (0, 2), (0,))
+    allowed = ((2,), (1,), (1,), (0, 2), (0,))
     for kind, names, counts in zip(Block._fields, block, allowed, strict=True):
         if len(names) not in counts:
             needs = " or ".join(map(str, counts))

@@ -271,10 +271,6 @@ class Host:
         """Returns the name of the scale of a norm of the patch embeddings, as in AIMv2."""
         return next(self._names(rf"(?:{self.stack.layout.patch_norm})\.(?:weight|scale)"), None)
 
-    def unmodeled_patches(self) -> str | None:
-        """Returns the name of a parameter that images pass before the patch embedding's kernel."""
-        return next(self._names(self.stack.layout.before_patches), None)
-
     def patch_gain(self) -> str:
         """Returns the name of the array that sets the size of the patch embeddings."""
         return self.patch_norm() or self.patch_kernel()

@@ -75,7 +75,6 @@ class Layout:
       positions: Name of a learned position table below the stem.
       patches: Name of the patch embedding below the stem.
       patch_norm: Name of a norm of the patch embeddings alone, below the stem.
-      before_patches: Names of what images pass before the patch embedding, below the stem.
       norms: Names of the norms before attention and MLP, below the block.
       mlp_in: Names of the MLP's input layers below the block. None if users choose their names:
         input and output layer are then told apart by their shapes.
@@ -92,7 +91,6 @@ class Layout:
     positions: str
     patches: str
     patch_norm: str = r"patch_embed\.norm"
-    before_patches: str = r"patch_embed\.backbone\..*"
     norms: str = r"norm[12]"
     mlp_in: str | None = r"mlp\.fc1"
     mlp_out: str | None = r"mlp\.fc2"
@@ -255,7 +253,6 @@ _VIT_PYTORCH = Layout(
     positions="pos_embedding",
     patches=r"to_patch_embedding\.2",
     patch_norm=r"to_patch_embedding\.3",
-    before_patches=r"to_patch_embedding\.1\..*",
     norms=r"0\.norm|1\.net\.0",
     mlp_in=r"1\.net\.1",
     mlp_out=r"1\.net\.[34]",

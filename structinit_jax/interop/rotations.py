@@ -20,18 +20,8 @@ class Rotations(NamedTuple):
     angles: Float[np.ndarray, "L h N p"]
     pairs: str
 
-    def apply(self, x: Float[np.ndarray, "B T h d"], layer: int) -> Float[np.ndarray, "B T h d"]:
-        """Rotates the queries or keys of a layer; the tokens before the last N keep theirs."""
-        angles = np.moveaxis(self.angles[min(layer, len(self.angles) - 1)], 0, 1)
-        prefix, tokens = np.split(x, [x.shape[1] - angles.shape[0]], axis=1)
-        cos, sin = np.cos(angles), np.sin(angles)
-        a, b = split_pairs(tokens, self.pairs)
-        axis = -2 if self.pairs == "halves" else -1
-        turned = np.stack([a * cos - b * sin, b * cos + a * sin], axis=axis)
-        return np.concatenate([prefix, turned.reshape(tokens.shape)], axis=1)
 
-
-def split_pairs(x: np.ndarray, pairs: str) -> tuple[np.ndarray, np.ndarray]:
+def _split_pairs(x: np.ndarray, pairs: str) -> tuple[np.ndarray, np.ndarray]:
     """Returns the first and the second channels of the pairs along the last axis."""
     if pairs == "halves":
         return x[..., : x.shape[-1] // 2], x[..., x.shape[-1] // 2 :]
@@ -60,9 +50,9 @@ def read_rotations(host: Host, given: Any, grid: Grid | None) -> Rotations:
         )
     parts = [np.asarray(part, np.float64) for part in parts]
     cos, sin = parts if is_pair else (parts[0][..., d:], parts[0][..., :d])
-    neighbors = all(np.array_equal(*split_pairs(part, "interleaved")) for part in (sin, cos))
+    neighbors = all(np.array_equal(*_split_pairs(part, "interleaved")) for part in (sin, cos))
     pairs = "interleaved" if neighbors else "halves"
-    angles = np.arctan2(split_pairs(sin, pairs)[0], split_pairs(cos, pairs)[0])
+    angles = np.arctan2(_split_pairs(sin, pairs)[0], _split_pairs(cos, pairs)[0])
     angles = angles.reshape(*lead, *angles.shape[-2:]).astype(np.float32)
     return Rotations(_find_grid(angles, grid), angles, pairs)
 
