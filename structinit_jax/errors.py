@@ -1,6 +1,6 @@
 """Errors, checks of values, suggestions for names, and references to a user's own code.
 
-A mistake is checked once, where a value enters the package. What a value must be stands in the
+Values are checked once, where they enter the package. What a value must be stands in the
 annotation next to its default, in a dataclass of fields or in the signature of a function:
 
     width: PositiveInt = 192
@@ -46,7 +46,7 @@ MAX_NAMES = 30  # that a message lists
 
 
 class Check(NamedTuple):
-    """What a value must be; stands in `Annotated`, behind the type.
+    """What a value must be; stands in `Annotated` after the type.
 
     Attributes:
       needs: Completes the sentence 'NAME=VALUE must be …'.
@@ -70,27 +70,14 @@ def is_count(value: Any, low: int = 1) -> bool:
     return whole and bool(value >= low)
 
 
-def is_positive(x: Any) -> bool:
-    """Whether a value is a finite number above 0."""
-    return 0 < x < math.inf
-
-
-def is_positive_or_zero(x: Any) -> bool:
-    """Whether a value is a finite number of 0 or more."""
-    return 0 <= x < math.inf
-
-
-def is_below_one(x: Any) -> bool:
-    """Whether a value is in [0, 1)."""
-    return 0 <= x < 1
-
-
 Number = int | float
 PositiveInt = Annotated[int, Check("a positive whole number", is_count)]
 NonNegativeInt = Annotated[int, Check("a whole number, 0 or more", lambda x: is_count(x, 0))]
-PositiveFloat = Annotated[Number, Check("a finite number above 0", is_positive)]
-NonNegativeFloat = Annotated[Number, Check("a finite number, 0 or more", is_positive_or_zero)]
-Fraction = Annotated[Number, Check("a number in [0, 1)", is_below_one)]
+PositiveFloat = Annotated[Number, Check("a finite number above 0", lambda x: 0 < x < math.inf)]
+NonNegativeFloat = Annotated[
+    Number, Check("a finite number, 0 or more", lambda x: 0 <= x < math.inf)
+]
+Fraction = Annotated[Number, Check("a number in [0, 1)", lambda x: 0 <= x < 1)]
 Probability = Annotated[Number, Check("a number in [0, 1]", lambda x: 0 <= x <= 1)]
 
 _CHECKS = {
@@ -173,15 +160,12 @@ def reference(thing: Any) -> str:
     """Returns the name under which a config finds your function or class.
 
     In a notebook or script `config.loss = reference(my_loss)` sets '__main__:my_loss'.
-
-    Raises:
-      InputError: It cannot be found by name, for example a lambda or a nested function.
+    It cannot be a lambda or a nested function.
     """
     module, name = getattr(thing, "__module__", None), getattr(thing, "__qualname__", "")
     if getattr(sys.modules.get(module), name, None) is not thing:
         raise InputError(
-            f"{thing!r} cannot be named in a config: define it with def or class at the top level "
-            "of a module, script or notebook"
+            f"{thing!r} cannot be named in a config: define it at a module's top level"
         )
     return f"{module}:{name}"
 
@@ -189,26 +173,18 @@ def reference(thing: Any) -> str:
 def load_reference(reference: str, field: str) -> Any:
     """Imports the object that a config field names, such as 'my_package.schemes:my_scheme'.
 
-    The module is found as by `import`, in the working directory and on `PYTHONPATH` too.
-
     Args:
-      reference: 'module:attribute'.
+      reference: 'module:attribute'; the module is found as by `import`.
       field: Config field, for error messages.
-
-    Raises:
-      InputError: The module cannot be imported or has no such function or class.
     """
     module_name, _, attribute = reference.partition(":")
     try:
         found = getattr(importlib.import_module(module_name), attribute)
-    except (ImportError, AttributeError, ValueError) as error:
+    except (ImportError, AttributeError) as error:
         raise InputError(
-            f"config.{field}={reference!r} cannot be imported: {error}. It needs the form "
-            "'module:attribute', and the module must be in the working directory, "
-            f"{os.getcwd()}, or on PYTHONPATH"
+            f"config.{field}={reference!r} cannot be imported ({error}): the module must be in the "
+            f"working directory, {os.getcwd()}, or on PYTHONPATH"
         ) from error
     if not callable(found):
-        raise InputError(
-            f"config.{field}={reference!r} is a {type(found).__name__}: name a function or class"
-        )
+        raise InputError(f"config.{field}={reference!r} must name a function or class")
     return found
