@@ -53,17 +53,12 @@ def export(
 
     Returns:
       The step of the checkpoint, and timm's model of the weights.
-
-    Raises:
-      InputError: timm has no such model, there is no checkpoint or no averaged weights, or the
-        files cannot be written.
     """
     config_lib.validate(config)
     if averaged and not config.ema_decay:
         raise InputError("--averaged needs a run with averaged weights, but config.ema_decay is 0")
     data, fields = config.data, config.model.to_dict()
-    sizes = dict(image_size=data.image_size, channels=data.channels)
-    timm = timm_model(fields, **sizes)
+    timm = timm_model(fields, image_size=data.image_size, channels=data.channels)
     is_folder = path.suffix != WEIGHTS.suffix
     if is_folder and (path / "checkpoints").exists():
         raise InputError(f"--out={path} is the workdir of a run: choose another folder")
@@ -77,21 +72,21 @@ def export(
         mean=data.mean,
         std=data.std,
         crop_fraction=data.crop_fraction,
-        class_names=run.get("class_names", ()),  # older runs have none
+        class_names=run["class_names"],
     )
     text = json.dumps(card, indent=2)
     # "format" tells readers of safetensors that the layout is PyTorch's.
     metadata = {"format": "pt", "model": timm.call(), "config": text}
     # `save_file` would write a file that only its owner can read.
     files = {(path / WEIGHTS if is_folder else path): save(weights, metadata)}
-    if is_folder and timm.is_registered:
-        files[path / "config.json"] = f"{text}\n".encode()
     try:
         if is_folder:
             path.mkdir(parents=True, exist_ok=True)
+            if timm.is_registered:
+                files[path / "config.json"] = f"{text}\n".encode()
+            else:
+                (path / "config.json").unlink(missing_ok=True)  # of an older export
         _replace_together(files)
-        if is_folder and not timm.is_registered:
-            (path / "config.json").unlink(missing_ok=True)  # of an older export
     except OSError as error:
         raise InputError(f"--out={path} cannot be written: {error}") from error
     return int(state.step), timm

@@ -50,10 +50,7 @@ JOIN_TIMEOUT = flags.DEFINE_integer(
     "join_timeout", 300, "Seconds to wait for the other processes to start.", lower_bound=1
 )
 LOST_TIMEOUT = flags.DEFINE_integer(
-    "lost_timeout",
-    60,
-    "Seconds after which the other processes end if one of them is lost.",
-    lower_bound=1,
+    "lost_timeout", 60, "Seconds after which processes end if one of them is lost.", lower_bound=1
 )
 
 
@@ -63,22 +60,17 @@ def main(overrides: command_line.Overrides) -> None:
         raise InputError(f"--target={TARGET.value} needs --dry_run, which compiles for it")
     if MODE.value == "eval" and (DRY_RUN.value or PROFILE_STEPS.value):
         raise InputError("--dry_run and --profile_steps are about training: omit --mode=eval")
+    if STEP.value and MODE.value != "eval":
+        raise InputError(f"--step={STEP.value} is the checkpoint to evaluate: add --mode=eval")
     config = command_line.read_config(overrides, EVALUATED if MODE.value == "eval" else TRAINED)
-    distributed.join(
-        COORDINATOR_ADDRESS.value,
-        NUM_PROCESSES.value,
-        PROCESS_ID.value,
-        JOIN_TIMEOUT.value,
-        LOST_TIMEOUT.value,
-    )
+    processes = (COORDINATOR_ADDRESS.value, NUM_PROCESSES.value, PROCESS_ID.value)
+    distributed.join(*processes, JOIN_TIMEOUT.value, LOST_TIMEOUT.value)
     if DRY_RUN.value:
         dry_run.dry_run(config, TARGET.value)
     elif not WORKDIR.value:
         raise InputError("--workdir is required: the output directory, such as /tmp/digits")
     elif MODE.value == "eval":
         evaluate.evaluate_checkpoint(config, WORKDIR.value, STEP.value or "newest")
-    elif STEP.value:
-        raise InputError(f"--step={STEP.value} is the checkpoint to evaluate: add --mode=eval")
     else:
         train.train(config, WORKDIR.value, profiling.parse_steps(PROFILE_STEPS.value))
 

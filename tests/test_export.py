@@ -46,9 +46,6 @@ def test_a_folder_has_the_card_that_timm_reads(run_config, finished_run, tmp_pat
         metadata = file.metadata()
     assert json.loads(metadata["config"]) == card
     assert metadata["model"] == model.call()
-    modes = [path.stat().st_mode for path in (tmp_path / "model").iterdir()]
-    assert len(modes) == 2
-    assert len(set(modes)) == 1  # both can be read by others, if config.json can
     assert metadata["model"].startswith("timm.create_model('vit_base_patch16_224', in_chans=1, ")
 
 
@@ -125,5 +122,5 @@ def test_mistakes_are_refused(run_config, finished_run, tmp_path):
     with pytest.raises(InputError, match=r"--out=.* is the workdir of a run"):
         export.export(run_config, finished_run.workdir, finished_run.workdir)
     run_config.ema_decay = 0.0
-    with pytest.raises(InputError, match=r"--averaged .*config\.ema_decay is 0"):
+    with pytest.raises(InputError, match=r"config\.ema_decay is 0"):
         export.export(run_config, finished_run.workdir, tmp_path / "file", averaged=True)

@@ -89,12 +89,6 @@ def test_a_run_killed_or_stopped_at_any_moment_ends_bit_equal(tmp_path, data_dir
     assert soak["lines_without_times"](killed) == soak["lines_without_times"](whole)
 
 
-def test_the_costs_are_printed_without_a_workdir(data_dir):
-    result = fork_main.run(*TINY, "--dry_run", f"--config.data.data_dir={data_dir}")
-    assert result.returncode == 0, result.stderr
-    assert "memory per device" in result.stdout
-
-
 def test_a_run_is_evaluated_and_exported_by_its_workdir(finished_run, tmp_path):
     workdir = f"--workdir={finished_run.workdir}"
     result = fork_main.run(workdir, "--mode=eval", "--step=best")
