@@ -3,19 +3,61 @@
 Data sets that `data.datasets` lists need not be present.
 """
 
+import importlib.util
+import os
+import re
 import time
+from collections.abc import Mapping
+from typing import NamedTuple
 
+import jax
 from clu import parameter_overview
+from jax.experimental import topologies
 from ml_collections import ConfigDict
 
 from structinit_jax import config as config_lib
 from structinit_jax.data.datasets import CATALOG, EVALUATION_SETS, find_info
 from structinit_jax.data.source import check_classes, split_size
+from structinit_jax.errors import InputError
 from structinit_jax.training import mesh as mesh_lib
-from structinit_jax.training.remat import mib
-from structinit_jax.training.setup import compile_step, set_up
+from structinit_jax.training.setup import compile_step, memory_limit, mib, set_up
 from structinit_jax.training.state import count_parameters
-from structinit_jax.training.targets import find_target, this_machine
+
+# Memory of one device that programs can use, as libtpu states it when a program needs more.
+MEMORY = {
+    "TPU v4": int(30.75 * 2**30),
+    "TPU v5 lite": int(15.75 * 2**30),
+    "TPU v5": int(95.74 * 2**30),
+    "TPU v6 lite": int(31.25 * 2**30),
+    "NVIDIA H100 80GB HBM3": 84_929_347_584 * 3 // 4,  # JAX's default share of a GPU's memory
+}
+# What XLA has to know about an H100 SXM that is not there: a GpuTargetConfigProto.
+H100 = """
+gpu_device_info {
+  cuda_compute_capability { major: 9 minor: 0 }
+  threads_per_block_limit: 1024
+  threads_per_warp: 32
+  threads_per_core_limit: 2048
+  shared_memory_per_block: 49152
+  shared_memory_per_block_optin: 232448
+  shared_memory_per_core: 233472
+  registers_per_core_limit: 65536
+  registers_per_block_limit: 65536
+  core_count: 132
+  fpus_per_core: 128
+  block_dim_limit_x: 2147483647
+  block_dim_limit_y: 65535
+  block_dim_limit_z: 65535
+  memory_bandwidth: 3352320000000
+  l2_cache_size: 52428800
+  clock_rate_ghz: 1.98
+  device_memory_size: 84929347584
+}
+platform_name: "CUDA"
+dnn_version_info { major: 9 minor: 8 }
+runtime_version { major: 12 minor: 8 }
+device_description_str: "NVIDIA H100 80GB HBM3"
+"""
 
 
 def dry_run(config: ConfigDict, target: str | None = None) -> dict[str, str]:
@@ -25,8 +67,7 @@ def dry_run(config: ConfigDict, target: str | None = None) -> dict[str, str]:
 
     Args:
       config: See `structinit_jax.config.base_config`.
-      target: Devices to compile for, see `training.targets.find_target`. The default is the devices
-        of this machine.
+      target: Devices to compile for, see `find_target`. The default is the devices of this machine.
 
     Returns:
       The printed lines by their name.
@@ -85,3 +126,81 @@ def dry_run(config: ConfigDict, target: str | None = None) -> dict[str, str]:
     for name, value in rows.items():
         print(f"{name:<{width}}  {value}")
     return rows
+
+
+# -- accelerators that are not there ----------------------------------------------------------------
+
+
+class Target(NamedTuple):
+    """Devices to compile for.
+
+    Attributes:
+      devices: All devices of the target; None for those of this machine.
+      memory: Bytes of one device that programs can use; None if that is not known.
+      compiler_options: Options without which the program cannot be compiled on this machine.
+    """
+
+    devices: list[jax.Device] | None
+    memory: int | None
+    compiler_options: Mapping[str, bool | int]
+
+
+def this_machine() -> Target:
+    """Returns the devices of this machine as a target."""
+    return Target(None, memory_limit(), {})
+
+
+def find_target(name: str) -> Target:
+    """Returns the target of a name like 'tpu-v5e:4x8' or 'h100:2x8' (machines × GPUs).
+
+    Raises:
+      InputError: There is no such target, or its compiler is not installed.
+    """
+    if name.startswith("tpu-"):
+        return _tpu(name)
+    if match := re.fullmatch(r"h100(?::(\d+)x(\d+))?", name):
+        return _h100(name, machines=match[1] or "1", gpus=match[2] or "8")
+    raise InputError(
+        f"--target={name!r} is unknown: use 'tpu-' and the name of a slice, such as 'tpu-v5e:4x8' "
+        "or 'tpu-v4:2x2x4', or 'h100:2x8' for two machines of eight GPUs"
+    )
+
+
+def _tpu(name):
+    _require("libtpu", name)
+    # Without these, libtpu asks Google Cloud which TPU this machine has, and complains that it has
+    # none.
+    os.environ["TPU_SKIP_MDS_QUERY"] = "1"
+    os.environ.setdefault("TPU_ACCELERATOR_TYPE", "v5litepod-4")
+    os.environ.setdefault("TPU_WORKER_HOSTNAMES", "localhost")
+    # Else only one process of the machine can have libtpu loaded, as if each took the chips.
+    os.environ.setdefault("ALLOW_MULTIPLE_LIBTPU_LOAD", "1")
+    # A v4 chip has two cores that programs see as one device, which is not libtpu's default here.
+    options = {"chip_config_name": "megacore"} if name.startswith("tpu-v4:") else {}
+    try:
+        slice_ = topologies.get_topology_desc(name.removeprefix("tpu-"), platform="tpu", **options)
+    except jax.errors.JaxRuntimeError as error:
+        raise InputError(f"--target={name!r} is not a TPU slice: {error}") from error
+    return Target(slice_.devices, MEMORY.get(slice_.devices[0].device_kind), {})
+
+
+def _h100(name, machines, gpus):
+    _require("jax_plugins.xla_cuda12", name)
+    topology = topologies.get_topology_desc(
+        "h100", platform="cuda", target_config=H100, topology=f"1x{machines}x{gpus}"
+    )
+    memory = MEMORY[topology.devices[0].device_kind]
+    # Both would time kernels on a GPU.
+    options = {"xla_gpu_enable_triton_gemm": False, "xla_gpu_autotune_level": 0}
+    return Target(topology.devices, memory, options)
+
+
+def _require(module, name):
+    try:
+        found = importlib.util.find_spec(module)
+    except ModuleNotFoundError:
+        found = None
+    if not found:
+        raise InputError(
+            f"--target={name!r} needs {module}, which is not installed: pip install '.[targets]'"
+        )

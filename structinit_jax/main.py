@@ -25,7 +25,8 @@ from structinit_jax import command_line, dry_run, evaluate, train
 from structinit_jax.command_line import STEP, WORKDIR
 from structinit_jax.config import EVALUATED, TRAINED
 from structinit_jax.errors import InputError
-from structinit_jax.training import distributed, profiling
+from structinit_jax.training import distributed
+from structinit_jax.training.metrics import parse_steps
 
 MODE = flags.DEFINE_enum(
     "mode", "train", ["train", "eval"], "Train, or evaluate a checkpoint in --workdir."
@@ -72,7 +73,7 @@ def main(overrides: command_line.Overrides) -> None:
     elif MODE.value == "eval":
         evaluate.evaluate_checkpoint(config, WORKDIR.value, STEP.value or "newest")
     else:
-        train.train(config, WORKDIR.value, profiling.parse_steps(PROFILE_STEPS.value))
+        train.train(config, WORKDIR.value, parse_steps(PROFILE_STEPS.value))
 
 
 if __name__ == "__main__":

@@ -37,12 +37,13 @@ from pathlib import Path
 from absl import flags
 from ml_collections import ConfigDict
 
-from structinit_jax import command_line, export, resume
+from structinit_jax import command_line, export
 from structinit_jax import config as config_lib
 from structinit_jax.command_line import WORKDIR
 from structinit_jax.compare import run
 from structinit_jax.errors import InputError, StoppedError
 from structinit_jax.train import PREEMPTED_EXIT_CODE, train
+from structinit_jax.training import resume
 from structinit_jax.training.workdir import StopRequest, prepare_workdir
 
 PAPERS = Path("configs/papers.csv")  # of a checkout, like the configs that it names

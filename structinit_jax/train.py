@@ -19,7 +19,6 @@ from jax.sharding import Mesh
 from ml_collections import ConfigDict
 
 from structinit_jax import config as config_lib
-from structinit_jax import resume
 from structinit_jax.data.datasets import EvaluationSet
 from structinit_jax.data.loader import (
     AugmentationSplit,
@@ -40,12 +39,20 @@ from structinit_jax.evaluate import (
     open_data,
     open_evaluation_sets,
 )
-from structinit_jax.training import checkpoint, distributed, profiling, remat
+from structinit_jax.training import checkpoint, distributed, resume
 from structinit_jax.training import mesh as mesh_lib
 from structinit_jax.training import workdir as workdir_lib
-from structinit_jax.training.metrics import MetricsLog, PendingMetrics, Progress
+from structinit_jax.training.metrics import (
+    MetricsLog,
+    PendingMetrics,
+    Progress,
+    RecompilationWatch,
+    StepTrace,
+    describe_memory,
+    steps_to_trace,
+)
 from structinit_jax.training.optimizer import Schedule
-from structinit_jax.training.setup import Setup, compile_step, set_up
+from structinit_jax.training.setup import Setup, compile_step, memory_limit, set_up
 from structinit_jax.training.state import initialize_and_measure
 
 # Exit code of a run that a signal has stopped: EX_TEMPFAIL of sysexits.h, "try again later".
@@ -188,7 +195,7 @@ def _train(config, workdir, profile_steps, stop_request, on_evaluation, on_exit)
     # they agree on the step by a collective, which all must start at the same place.
     lowered = setup.train_step.lower(setup.abstract_state, setup.abstract_batch)
     compile_train_step = functools.partial(
-        compile_step, config, setup, eval_sizes, remat.memory_limit(), first=lowered
+        compile_step, config, setup, eval_sizes, memory_limit(), first=lowered
     )
     compiler = ThreadPoolExecutor(1, "compile")
     on_exit.callback(compiler.shutdown, wait=False)
@@ -200,7 +207,7 @@ def _train(config, workdir, profile_steps, stop_request, on_evaluation, on_exit)
     )
     on_exit.callback(checkpoints.close)
     start_step = checkpoints.latest_step or 0
-    profile_steps = profiling.steps_to_trace(profile_steps, start_step, schedule.num_steps)
+    profile_steps = steps_to_trace(profile_steps, start_step, schedule.num_steps)
     if start_step:
         saved = checkpoint.read_run(checkpoints.directory, start_step)
         name = f"step {start_step} in {place}"
@@ -246,9 +253,9 @@ def _train(config, workdir, profile_steps, stop_request, on_evaluation, on_exit)
     if init_metrics:
         log.write(0, init_metrics)
     progress = Progress(start_step, schedule.num_steps, schedule.steps_per_epoch, config.batch_size)
-    trace = profiling.StepTrace(workdir / "profile", profile_steps)
+    trace = StepTrace(workdir / "profile", profile_steps)
     on_exit.callback(trace.close)
-    recompilations = on_exit.enter_context(profiling.RecompilationWatch())
+    recompilations = on_exit.enter_context(RecompilationWatch())
     stop_request = on_exit.enter_context(workdir_lib.listen_for_signals(stop_request))
     record = {"config": json.loads(config.to_json()), **trained_on}
     results: dict[str, float] = {}
@@ -264,7 +271,7 @@ def _train(config, workdir, profile_steps, stop_request, on_evaluation, on_exit)
             if step == start_step + 1:
                 jax.block_until_ready(metrics)
                 seconds = time.perf_counter() - began
-                progress.note(f"first step after {seconds:.1f} s{profiling.describe_memory()}")
+                progress.note(f"first step after {seconds:.1f} s{describe_memory()}")
 
             due = find_due(config, schedule, step, stop_request)
             if due.log or due.save:
@@ -302,7 +309,7 @@ def _train(config, workdir, profile_steps, stop_request, on_evaluation, on_exit)
     print(
         f"done: {test_name} accuracy {results[f'{test_name}/accuracy']:.4f} after "
         f"{schedule.num_steps} steps, {time.perf_counter() - began:.0f} s"
-        f"{profiling.describe_memory()}; results in {place}"
+        f"{describe_memory()}; results in {place}"
     )
     return results
 

@@ -2,9 +2,9 @@ import json
 
 import pytest
 
-from structinit_jax import resume
 from structinit_jax.config import base_config
 from structinit_jax.errors import InputError
+from structinit_jax.training import resume
 
 PLACE = "step 400 in /runs/digits"
 DATA = {"num_examples": 100, "class_names": ["blue", "green", "red"], "data_digest": "c0ffee"}

@@ -14,10 +14,11 @@ from typing import Any
 import jax
 from ml_collections import ConfigDict
 
-from structinit_jax import __version__, evaluate, resume
+from structinit_jax import __version__, evaluate
 from structinit_jax.compare import grid, report
 from structinit_jax.errors import InputError, StoppedError
 from structinit_jax.train import PREEMPTED_EXIT_CODE, open_run, train
+from structinit_jax.training import resume
 from structinit_jax.training import workdir as workdir_lib
 from structinit_jax.training.metrics import format_duration
 

@@ -1,4 +1,4 @@
-"""Checks which config fields may change when a run is resumed."""
+"""Checks that a config and its data continue the run of a checkpoint."""
 
 import json
 from collections.abc import Mapping, Sequence
@@ -8,8 +8,6 @@ from typing import Any
 from flax.traverse_util import flatten_dict
 from ml_collections import ConfigDict
 
-from structinit_jax.config import base_config
-from structinit_jax.data.source import ImageSource, digest
 from structinit_jax.errors import InputError
 
 # Fields and sections that must not change on resume, and what each one affects.
@@ -43,34 +41,15 @@ TEACHER = "teacher.safetensors"  # weights that `structinit_jax.reproduce` selec
 def changes(old: Mapping[str, Any], config: ConfigDict) -> dict[str, tuple[Any, Any]]:
     """Compares the config of a checkpoint, as read from JSON, with the current one.
 
-    A field that did not exist when the checkpoint was written counts as having its default.
-
     Returns:
       The old and new value of every field that differs, by its path, such as 'model.depth'. A
       field that only one config has is `ABSENT` in the other.
     """
     # Through JSON, which makes lists of tuples as in the old config.
-    new, defaults = (
-        flatten_dict(json.loads(c.to_json()), sep=".")
-        for c in (config, base_config(config.model.name))
-    )
-    # The fields of attention_init depend on the scheme, so none of them has a default here.
-    defaults = {k: v for k, v in defaults.items() if k in new and "attention_init." not in k}
-    old = defaults | flatten_dict(old, sep=".")
-    pairs = {
-        field: (old.get(field, ABSENT), new.get(field, ABSENT))
-        for field in sorted(new.keys() | old.keys())
-    }
+    new, old = (flatten_dict(c, sep=".") for c in (json.loads(config.to_json()), old))
+    fields = sorted(new.keys() | old.keys())
+    pairs = {field: (old.get(field, ABSENT), new.get(field, ABSENT)) for field in fields}
     return {field: pair for field, pair in pairs.items() if pair[0] != pair[1]}
-
-
-def describe_data(source: ImageSource, class_names: Sequence[str]) -> dict[str, Any]:
-    """Returns what a checkpoint records of the training split, a JSON object, for `check`."""
-    return {
-        "num_examples": len(source),
-        "class_names": list(class_names),
-        "data_digest": digest(source),
-    }
 
 
 def check(
@@ -79,9 +58,9 @@ def check(
     """Checks that a config and its data continue the run of a checkpoint.
 
     Args:
-      run: JSON object of the checkpoint: its 'config', and its data as in `describe_data`.
+      run: JSON object of the checkpoint: its 'config', and its data as `data`.
       config: Current config.
-      data: What `describe_data` returns for the current training split.
+      data: 'num_examples', 'class_names' and 'data_digest' of the current training split.
       place: Name of the checkpoint for messages, for example 'step 400 in /tmp/digits'.
 
     Returns:
@@ -100,21 +79,13 @@ def check(
         first = f"these fields of the config must not change when {place} is resumed:"
         last = "Restore the old values, or start a new run in another --workdir"
         raise InputError("\n".join([first, *refused, last]))
-    check_data(run, config, data, place)
-    return [_line(field, *pair) for field, pair in changed.items()]
 
-
-def check_data(
-    run: Mapping[str, Any], config: ConfigDict, data: Mapping[str, Any], place: str
-) -> None:
-    """Raises `InputError` if the training data have changed; for arguments see `check`."""
     what, num_examples = None, data["num_examples"]
-    digests = run.get("data_digest"), data["data_digest"]
     if run["num_examples"] != num_examples:
         what = f"on {run['num_examples']:,} in another order"
     elif difference := other_class(run, data["class_names"]):
         what = f"with other classes ({difference})"
-    elif all(digests) and digests[0] != digests[1]:  # older runs and some data sets have none
+    elif run["data_digest"] != data["data_digest"]:
         what = "on other files or labels"
     if what:
         raise InputError(
@@ -122,12 +93,12 @@ def check_data(
             f"but {place} was trained {what}: restore the old data, or start a new run in another "
             "--workdir"
         )
+    return [_line(field, *pair) for field, pair in changed.items()]
 
 
 def other_class(run: Mapping[str, Any], class_names: Sequence[str]) -> str | None:
     """Describes the first class whose name is not that of the run, or returns None."""
-    old = run.get("class_names") or class_names  # older runs and some data sets have none
-    for label, (trained, now) in enumerate(zip(old, class_names, strict=False)):
+    for label, (trained, now) in enumerate(zip(run["class_names"], class_names, strict=False)):
         if trained != now:
             return f"class {label} is {now!r} now and was {trained!r} in training"
     return None
@@ -148,7 +119,7 @@ def is_moved_teacher(field: str, old: Any, new: Any) -> bool:
 
 
 def _affects(field, old, new):
-    """What the change of a field affects; None if the field may change."""
+    """Returns what the change of a field affects; None if the field may change."""
     if field == "ema_decay" and not (old and new):
         return "whether there are averaged weights"
     if is_moved_teacher(field, old, new):
