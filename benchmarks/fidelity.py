@@ -18,7 +18,7 @@ import numpy as np
 from flax import nnx
 
 from structinit_jax.augment import describe
-from structinit_jax.config import augment_options, load_config
+from structinit_jax.config import augment_options, load_config, make_attention_init
 from structinit_jax.data.datasets import CATALOG
 from structinit_jax.data.source import split_size
 from structinit_jax.interop import to_timm
@@ -73,7 +73,9 @@ def start_weights(config) -> dict[str, list[float]]:
     """Returns what `make_programs.statistics` records, for one of our configs."""
     model = abstract_model(config, mesh_lib.make_mesh(devices=jax.devices()[:1]))
     sizes = {}
-    for name, value in to_timm(nnx.merge(model.graphdef, *initialize_model(config, model))).items():
+    for name, value in to_timm(
+        nnx.merge(model.graphdef, *initialize_model(config, model, make_attention_init(config)))
+    ).items():
         parts = {name: value}
         if ".qkv." in name:
             chunks = zip("qkv", np.split(value, 3), strict=True)

@@ -25,7 +25,7 @@ from structinit_jax.analysis.collect import one_device
 from structinit_jax.augment import normalize
 from structinit_jax.command_line import set_field
 from structinit_jax.compare.grid import expand
-from structinit_jax.config import load_config
+from structinit_jax.config import load_config, make_attention_init
 from structinit_jax.data.loader import decode_all
 from structinit_jax.evaluate import open_data
 from structinit_jax.training.state import abstract_model, initialize_model
@@ -38,7 +38,7 @@ DEFAULTS = ("data.train_split=train[:1000]", "data.eval_split=train[50000:54000]
 def gradients(config, images: np.ndarray, num_coordinates: int) -> np.ndarray:
     """Returns the gradient of a fixed combination of logits for each image, [n, coordinates]."""
     model = abstract_model(config, one_device())
-    params, model_state = initialize_model(config, model)
+    params, model_state = initialize_model(config, model, make_attention_init(config))
     leaves = jax.tree.leaves(params)
     rng = np.random.default_rng(0)
     size = sum(leaf.size for leaf in leaves)

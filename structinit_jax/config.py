@@ -238,7 +238,7 @@ def _with_tuples(value):
 def validate(config: ConfigDict) -> None:
     """Raises `InputError` for errors that can be found without data, devices or start weights.
 
-    What only training needs, `training.setup.set_up` checks: scheme, loss and optimizer.
+    What only training needs, `training.setup.make_setup` checks: scheme, loss and optimizer.
     """
     run, data, model = dict(config), config.data, config.model
     for section in ("model", "augment", "data", "attention_init"):

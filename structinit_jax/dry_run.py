@@ -19,8 +19,9 @@ from structinit_jax import config as config_lib
 from structinit_jax.data.datasets import CATALOG, EVALUATION_SETS, find_info
 from structinit_jax.data.source import check_classes, split_size
 from structinit_jax.errors import InputError
+from structinit_jax.train import set_up
 from structinit_jax.training import mesh as mesh_lib
-from structinit_jax.training.setup import compile_step, memory_limit, mib, set_up
+from structinit_jax.training.setup import compile_step, memory_limit, mib
 from structinit_jax.training.state import count_parameters
 
 # Memory of one device that programs can use, as libtpu states it when a program needs more.
@@ -128,7 +129,7 @@ def dry_run(config: ConfigDict, target: str | None = None) -> dict[str, str]:
     return rows
 
 
-# -- accelerators that are not there ----------------------------------------------------------------
+# -- accelerators that are not there ---------------------------------------------------------------
 
 
 class Target(NamedTuple):

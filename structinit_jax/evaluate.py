@@ -2,7 +2,7 @@
 
 import math
 import os
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 
 import jax
@@ -140,7 +140,7 @@ def restore_model(
     config: ConfigDict,
     workdir: str | Path,
     devices: list[jax.Device] | None = None,
-    step: str = "newest",
+    step: str | int = "newest",
 ) -> tuple[AbstractModel, TrainState]:
     """Restores the model of a run, without optimizer state.
 
@@ -245,7 +245,7 @@ class Classifier:
       InputError: There is no such checkpoint.
     """
 
-    def __init__(self, workdir: str | Path, step: str = "best", trust: bool = False):
+    def __init__(self, workdir: str | Path, step: str | int = "best", trust: bool = False):
         self.config = config = config_lib.load_run_config(workdir, trust, uses=["model.name"])
         model, state = restore_model(config, workdir, jax.local_devices()[:1], step)
         run = checkpoint.read_run(open_path(workdir) / "checkpoints", int(state.step))
@@ -261,7 +261,7 @@ class Classifier:
 
         self._logits = logits
 
-    def __call__(self, files: Sequence[str | os.PathLike]) -> Float[np.ndarray, "n classes"]:
+    def __call__(self, files: Iterable[str | os.PathLike]) -> Float[np.ndarray, "n classes"]:
         """Returns the logits of images.
 
         Raises:
@@ -269,6 +269,7 @@ class Classifier:
         """
         if isinstance(files, str | os.PathLike):
             raise InputError(f"files={os.fspath(files)!r} must be a list of paths: put it in [ ]")
+        files = list(files)
         if not files:
             raise InputError("files is empty: pass the paths of one or more images")
         records = [{"image": os.fspath(file), "label": 0} for file in files]

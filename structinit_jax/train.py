@@ -10,7 +10,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import numpy as np
@@ -23,11 +23,10 @@ from structinit_jax.data.datasets import EvaluationSet
 from structinit_jax.data.loader import (
     AugmentationSplit,
     Batch,
-    Loader,
     make_loader,
     split_augmentation,
 )
-from structinit_jax.data.source import Dataset, ImageSource, note_classes
+from structinit_jax.data.source import Dataset, DatasetInfo, ImageSource, digest, note_classes
 from structinit_jax.errors import InputError, StoppedError
 from structinit_jax.evaluate import (
     Evaluator,
@@ -41,6 +40,7 @@ from structinit_jax.evaluate import (
 )
 from structinit_jax.training import checkpoint, distributed, resume
 from structinit_jax.training import mesh as mesh_lib
+from structinit_jax.training import setup as setup_lib
 from structinit_jax.training import workdir as workdir_lib
 from structinit_jax.training.metrics import (
     MetricsLog,
@@ -51,8 +51,7 @@ from structinit_jax.training.metrics import (
     describe_memory,
     steps_to_trace,
 )
-from structinit_jax.training.optimizer import Schedule
-from structinit_jax.training.setup import Setup, compile_step, memory_limit, set_up
+from structinit_jax.training.setup import Setup, compile_step, memory_limit
 from structinit_jax.training.state import initialize_and_measure
 
 # Exit code of a run that a signal has stopped: EX_TEMPFAIL of sysexits.h, "try again later".
@@ -102,7 +101,11 @@ class Run:
 
     def describe_data(self) -> dict[str, Any]:
         """Returns what identifies the training data, a JSON object for `resume.check`."""
-        return resume.describe_data(self.train_source, self.dataset.class_names)
+        return {
+            "num_examples": len(self.train_source),
+            "class_names": list(self.dataset.class_names),
+            "data_digest": digest(self.train_source),
+        }
 
     def train_batches(
         self, start_step: int = 0, num_steps: int | None = None, mesh: Mesh | None = None
@@ -120,6 +123,30 @@ class Run:
             num_steps=num_steps or self.setup.schedule.num_steps,
             **config_lib.order_options(self.config),
         )
+
+
+def set_up(
+    config: ConfigDict,
+    info: DatasetInfo,
+    num_examples: int,
+    devices: Sequence[jax.Device] | None = None,
+) -> Setup:
+    """Builds everything but the data; see `training.setup.make_setup`.
+
+    Args:
+      config: See `structinit_jax.config.base_config`.
+      info: Info of the training set.
+      num_examples: Size of the training split.
+      devices: Devices of the mesh. The default is all devices of all processes.
+
+    Raises:
+      InputError: The fields of the config do not fit together, or the data or devices.
+    """
+    scheme = config_lib.make_attention_init(config)
+    augmentation = split_augmentation(
+        config_lib.augment_options(config), info, num_examples, config.seed
+    )
+    return setup_lib.make_setup(config, scheme, augmentation, num_examples, devices)
 
 
 def open_run(config: ConfigDict, devices: Sequence[jax.Device] | None = None) -> Run:
@@ -153,8 +180,8 @@ def train(
       workdir: Gets `config.json`, `metrics.jsonl`, `tensorboard/` and `checkpoints/`. A path, or a
         URL of object storage, such as gs://BUCKET/RUN.
       profile_steps: First and last step to trace to `profile/`.
-      stop_request: Records a signal, also one during the last step, which ends the run anyway. A
-        caller that trains several runs asks it before it starts the next one.
+      stop_request: Set on SIGTERM or SIGINT, even during the last step. A caller that trains
+        several runs checks it before it starts the next one.
       on_evaluation: Called with the step and the results of each evaluation.
 
     Returns:
@@ -170,9 +197,10 @@ def train(
 
 def _train(config, workdir, profile_steps, stop_request, on_evaluation, on_exit):
     began = time.perf_counter()
-    gc.disable()  # almost all objects of the start stay alive
+    gc.disable()  # nearly everything allocated at start-up survives
     on_exit.callback(gc.enable)
     on_exit.callback(gc.unfreeze)
+
     # -- Data, mesh, schedule, model, optimizer and training step; nothing is allocated yet --------
     run = open_run(config)
     place = workdir
@@ -180,9 +208,8 @@ def _train(config, workdir, profile_steps, stop_request, on_evaluation, on_exit)
     trained_on = run.describe_data()
     test_name, eval_sets = evaluation_name(config), run.eval_sets
     eval_sizes = [len(eval_set.source) for eval_set in eval_sets.values()]
-    distributed.check_equal(
-        {"config": json.loads(config.to_json()), "data": trained_on, "eval_sizes": eval_sizes}
-    )
+    record = {"config": json.loads(config.to_json()), **trained_on}
+    distributed.check_equal(record | {"eval_sizes": eval_sizes})
     note_shared_examples(config, run.dataset)
     note_classes(run.train_source, run.dataset.class_names, "data.train_split")
     setup = run.setup
@@ -191,8 +218,8 @@ def _train(config, workdir, profile_steps, stop_request, on_evaluation, on_exit)
 
     # Compiled ahead of time, so that an unexpected shape is an error and not a recompilation; in
     # another thread, while the state is initialized or restored. The first program is traced in
-    # this one, since context managers of JAX hold for a single thread. Several processes wait:
-    # they agree on the step by a collective, which all must start at the same place.
+    # this one, since JAX context managers are thread-local. Several processes compile here: they
+    # agree on the step by a collective, which all must start at the same place.
     lowered = setup.train_step.lower(setup.abstract_state, setup.abstract_batch)
     compile_train_step = functools.partial(
         compile_step, config, setup, eval_sizes, memory_limit(), first=lowered
@@ -224,7 +251,9 @@ def _train(config, workdir, profile_steps, stop_request, on_evaluation, on_exit)
         print(f"resumed from {name}")
     else:
         print(parameter_overview.get_parameter_overview(setup.model.params, include_stats=False))
-        params, model_state, init_metrics = initialize_and_measure(config, setup.model)
+        params, model_state, init_metrics = initialize_and_measure(
+            config, setup.model, setup.scheme
+        )
         state = setup.init_state(params, model_state)
         pending = PendingMetrics()
     if jax.process_index() == 0:
@@ -257,9 +286,8 @@ def _train(config, workdir, profile_steps, stop_request, on_evaluation, on_exit)
     on_exit.callback(trace.close)
     recompilations = on_exit.enter_context(RecompilationWatch())
     stop_request = on_exit.enter_context(workdir_lib.listen_for_signals(stop_request))
-    record = {"config": json.loads(config.to_json()), **trained_on}
     results: dict[str, float] = {}
-    gc.freeze()  # do not search the objects of the start again and again
+    gc.freeze()  # keep the collector from rescanning start-up objects
     gc.enable()
     with jax.transfer_guard("disallow"):
         for step, batch in enumerate(progress.watch(batches), start=start_step + 1):
@@ -273,36 +301,43 @@ def _train(config, workdir, profile_steps, stop_request, on_evaluation, on_exit)
                 seconds = time.perf_counter() - began
                 progress.note(f"first step after {seconds:.1f} s{describe_memory()}")
 
-            due = find_due(config, schedule, step, stop_request)
-            if due.log or due.save:
+            is_last, evaluates = step == schedule.num_steps, step in schedule.eval_steps
+            logs = is_last or step % config.log_every_steps == 0
+            stops = stop_request.reached(step) and not is_last
+            saves = evaluates or stops or step % config.checkpoint_every_steps == 0
+            if logs or saves:
                 # Before a checkpoint is written: a run resumed from it would not repeat the step.
                 latest = checkpoints.latest_step
-                for message in check_finite(config, pending.fetch(), place, latest):
+                for message in check_finite(config.on_nonfinite, pending.fetch(), place, latest):
                     progress.note(message)
-            if due.log:
+            if logs:
                 values = pending.average() | progress.measure(step)
                 log.write(step, values)
                 progress.show(step, values)
                 if message := recompilations.report():
                     progress.note(message)
-            if due.evaluate:
+            if evaluates:
                 with progress.wait("evaluation"):
                     results = evaluate(state)
                 log.write(step, results)
                 progress.note(f"step {step}  {describe(results)}")
                 if on_evaluation:
                     on_evaluation(step, results)
-            if due.save:
+            if saves:
                 record["pending_metrics"] = pending.to_json()
                 with progress.wait("checkpoint"):
-                    accuracy = deciding_accuracy(results, test_name) if due.evaluate else None
+                    accuracy = deciding_accuracy(results, test_name) if evaluates else None
                     log.upload()  # first, since a resumed run needs the lines before the checkpoint
                     checkpoints.save(step, state, record, accuracy)
-            if due.evaluate:
+            if evaluates:
                 recompilations.start()  # from here on everything has been compiled
-            if due.stop:
+            if stops:
                 checkpoints.wait()
-                raise stopped_by_signal(step, schedule.num_steps)
+                raise StoppedError(
+                    f"stopped by a signal after step {step} of {schedule.num_steps}, with a "
+                    "checkpoint: run the same command again to resume",
+                    exit_code=PREEMPTED_EXIT_CODE,
+                )
     if not results:  # the run had finished before
         results = evaluate(state)
         log.write_missing(schedule.num_steps, results)
@@ -314,50 +349,8 @@ def _train(config, workdir, profile_steps, stop_request, on_evaluation, on_exit)
     return results
 
 
-def train_batches(
-    config: ConfigDict, loader: Loader, schedule: Schedule, start_step: int
-) -> Iterator[dict[str, jax.Array]]:
-    """Yields the batches of a run after `start_step` steps."""
-    return loader.train_batches(
-        start_step=start_step, num_steps=schedule.num_steps, **config_lib.order_options(config)
-    )
-
-
-class Due(NamedTuple):
-    """Actions due after a step."""
-
-    log: bool
-    evaluate: bool
-    save: bool
-    stop: bool
-
-
-def find_due(
-    config: ConfigDict, schedule: Schedule, step: int, stop_request: workdir_lib.StopRequest
-) -> Due:
-    """Returns the actions due after a step; a run that stops early saves a checkpoint."""
-    is_last = step == schedule.num_steps
-    evaluate = step in schedule.eval_steps
-    stop = stop_request.reached(step) and not is_last
-    return Due(
-        log=is_last or step % config.log_every_steps == 0,
-        evaluate=evaluate,
-        save=evaluate or stop or step % config.checkpoint_every_steps == 0,
-        stop=stop,
-    )
-
-
-def stopped_by_signal(step: int, num_steps: int) -> StoppedError:
-    """Returns the error to raise when a signal has stopped a run and its checkpoint is written."""
-    return StoppedError(
-        f"stopped by a signal after step {step} of {num_steps}, with a checkpoint: run the same "
-        "command again to resume",
-        exit_code=PREEMPTED_EXIT_CODE,
-    )
-
-
 def check_finite(
-    config: ConfigDict,
+    on_nonfinite: str,
     metrics: dict[int, dict[str, Any]],
     workdir: str | Path,
     checkpoint_step: int | None,
@@ -365,7 +358,7 @@ def check_finite(
     """Returns a message for each step whose loss or gradient was not finite.
 
     Args:
-      config: Its `on_nonfinite` is 'stop' or 'skip'.
+      on_nonfinite: 'stop' or 'skip'.
       metrics: Metrics of the training step, by step.
       workdir: Output directory of the run.
       checkpoint_step: Step of the newest checkpoint, or None.
@@ -378,7 +371,7 @@ def check_finite(
         f"step {step}: loss {values['loss']}, gradient norm {values['gradient_norm']}"
         for step, values in bad.items()
     ]
-    if not bad or config.on_nonfinite == "skip":
+    if not bad or on_nonfinite == "skip":
         return [f"{line}: skipped" for line in lines]
     step, values = next(iter(bad.items()))
     norms = "".join(

@@ -13,7 +13,7 @@ from structinit_jax import analyse
 from structinit_jax.analysis import collect, figures
 from structinit_jax.attention_init.kernels import convolution_maps, impulse_kernels
 from structinit_jax.augment import normalize
-from structinit_jax.config import base_config, load_run_config
+from structinit_jax.config import base_config, load_run_config, make_attention_init
 from structinit_jax.errors import InputError
 from structinit_jax.evaluate import restore_model
 from structinit_jax.training.state import abstract_model, find_targets, initialize_model
@@ -56,7 +56,7 @@ def snapshots(finished_run):
 def forward(config, images):
     """Intermediates for all images at once."""
     model = abstract_model(config, collect.one_device())
-    model = nnx.merge(model.graphdef, *initialize_model(config, model))
+    model = nnx.merge(model.graphdef, *initialize_model(config, model, make_attention_init(config)))
     images = normalize(jnp.asarray(images), tuple(config.data.mean), tuple(config.data.std))
     return jax.jit(lambda model: model(images, with_maps=True)[1])(model)
 
@@ -100,9 +100,9 @@ def test_a_vit_is_averaged_over_images_without_its_extra_tokens(data_dir):
 def test_targets_are_those_that_the_solve_reaches(data_dir):
     config, images, snapshot = start("vit", data_dir)
     model = abstract_model(config, collect.one_device())
-    index, targets = find_targets(config, model)["blocks"]
+    index, targets = find_targets(config, model, make_attention_init(config))["blocks"]
     np.testing.assert_array_equal(targets, convolution_maps(impulse_kernels(3), (4, 4)))
-    params, state = initialize_model(config, model)
+    params, state = initialize_model(config, model, make_attention_init(config))
     # Without content, what is left is the position encoding, for which the heads were solved.
     params["patch_embedding"] = jax.tree.map(lambda x: 0 * x, params["patch_embedding"])
     observer = collect.Observer(config, model)

@@ -18,7 +18,7 @@ from structinit_jax.config import load_config, make_attention_init, validate
 from structinit_jax.data.datasets import CATALOG
 from structinit_jax.data.source import split_size
 from structinit_jax.models import create_model
-from structinit_jax.training.setup import set_up
+from structinit_jax.train import set_up
 
 ROOT = Path(__file__).parent.parent
 CONFIGS = sorted((ROOT / "configs").glob("*.py"))

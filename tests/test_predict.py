@@ -11,13 +11,12 @@ from PIL import Image
 from structinit_jax.augment import normalize
 from structinit_jax.data.datasets import open_dataset
 from structinit_jax.errors import InputError
-from structinit_jax.evaluate import restore_model
-from structinit_jax.predict import BATCH_SIZE, Classifier
+from structinit_jax.evaluate import BATCH_SIZE, Classifier, restore_model
 
 
 @pytest.fixture(scope="module")
 def classify(finished_run):
-    return Classifier(finished_run.workdir, step="newest")
+    return Classifier(finished_run.workdir, step=12)
 
 
 @pytest.fixture(scope="module")
@@ -39,7 +38,7 @@ def test_logits_are_those_of_the_averaged_weights(classify, digits, run_config, 
         normalize(jnp.asarray(images), *(tuple(run_config.data[x]) for x in ("mean", "std")))
     )
     np.testing.assert_allclose(classify(files), expected, atol=1e-5)
-    np.testing.assert_allclose(classify([str(files[3])]), expected[3:4], atol=1e-5)
+    np.testing.assert_allclose(classify(str(f) for f in files[3:4]), expected[3:4], atol=1e-5)
 
 
 def test_the_example_in_the_docs_classifies_an_image(digits, finished_run, tmp_path, monkeypatch):

@@ -5,7 +5,7 @@ import jax.numpy as jnp
 import pytest
 
 from structinit_jax.errors import InputError
-from structinit_jax.training import profiling
+from structinit_jax.training import metrics as profiling
 
 
 @pytest.mark.parametrize(("text", "steps"), [(None, None), ("10:13", (10, 13)), ("1:1", (1, 1))])

@@ -14,7 +14,12 @@ from structinit_jax.data.datasets import CATALOG
 from structinit_jax.errors import InputError
 from structinit_jax.models.model import REMAT_POLICIES
 from structinit_jax.training import setup as setup_lib
-from structinit_jax.training.remat import HEADROOM, bytes_needed, candidates, compile_step
+from structinit_jax.training.setup import (
+    HEADROOM,
+    bytes_needed,
+    candidates,
+    compile_first_that_fits,
+)
 
 
 @pytest.fixture(scope="module")
@@ -53,7 +58,7 @@ def test_the_fastest_policy_that_fits_is_chosen(steps, needed):
     assert list(steps) == ["none", "dots", "full"]
     assert needed["none"] > needed["dots"] > needed["full"]
     for name, size in needed.items():
-        found = compile_step(steps, int(size / (1 - HEADROOM)) + 1)
+        found = compile_first_that_fits(steps, int(size / (1 - HEADROOM)) + 1)
         assert found.description.startswith(f"{name} (needs ")
         assert bytes_needed(found.step) == size
         assert int(found.step(jnp.int32(0))) > 0
@@ -61,16 +66,16 @@ def test_the_fastest_policy_that_fits_is_chosen(steps, needed):
 
 def test_the_memory_of_every_try_is_shown(steps, needed):
     memory = 2 * needed["dots"]
-    description = compile_step(steps, min(memory, needed["none"])).description
+    description = compile_first_that_fits(steps, min(memory, needed["none"])).description
     sizes = {name: f"{size / 2**20:,.0f} MiB" for name, size in needed.items()}
     pattern = rf"dots \(needs {sizes['dots']} of \d+ MiB; none needs {sizes['none']}\)"
     assert re.fullmatch(pattern, description)
 
 
 def test_the_last_policy_may_use_the_headroom(steps, needed):
-    assert compile_step(steps, needed["full"]).description.startswith("full ")
+    assert compile_first_that_fits(steps, needed["full"]).description.startswith("full ")
     with pytest.raises(InputError) as caught:
-        compile_step(steps, needed["full"] - 1)
+        compile_first_that_fits(steps, needed["full"] - 1)
     message = str(caught.value)
     for text in ("none needs 4 MiB", "dots needs", "full needs", "--config.accumulate_steps=2"):
         assert text in message
@@ -79,9 +84,9 @@ def test_the_last_policy_may_use_the_headroom(steps, needed):
 
 def test_a_named_policy_may_use_the_headroom_and_is_not_replaced(steps, needed):
     named = {"none": steps["none"]}
-    assert compile_step(named, needed["none"]).description.startswith("none ")
+    assert compile_first_that_fits(named, needed["none"]).description.startswith("none ")
     with pytest.raises(InputError, match=r"To save memory: --config\.model\.remat=auto, "):
-        compile_step(named, needed["none"] - 1)
+        compile_first_that_fits(named, needed["none"] - 1)
 
 
 @pytest.mark.parametrize("memory", [None, 2**30])
@@ -90,16 +95,16 @@ def test_a_program_that_xla_refuses_does_not_fit(steps, memory):
         "RESOURCE_EXHAUSTED: Ran out of memory on HBM, the total memory required for HLO "
         "temporaries (23.32G) exceeds available HBM (15.75G)."
     )
-    found = compile_step({**steps, "none": refused}, memory)
+    found = compile_first_that_fits({**steps, "none": refused}, memory)
     assert "; none needs at least 23.32 GiB)" in found.description
     assert found.description.startswith("dots ")
     with pytest.raises(InputError, match=r"with remat full needs more\. To save memory"):
-        compile_step({"full": Failing("RESOURCE_EXHAUSTED: Out of memory")}, memory)
+        compile_first_that_fits({"full": Failing("RESOURCE_EXHAUSTED: Out of memory")}, memory)
 
 
 def test_other_errors_of_xla_are_not_about_memory(steps):
     with pytest.raises(jax.errors.JaxRuntimeError, match="INTERNAL"):
-        compile_step({**steps, "none": Failing("INTERNAL: a bug")}, None)
+        compile_first_that_fits({**steps, "none": Failing("INTERNAL: a bug")}, None)
 
 
 def test_only_auto_tries_several_policies():
@@ -131,7 +136,7 @@ def test_devices_without_a_limit_compile_once_and_recompute_nothing(
 def test_the_step_of_a_model_is_chosen_beside_its_data(tiny_config):
     tiny_config.batch_size = 512
     tiny_config.model.update(depth=6, mlp_ratio=8.0)
-    setup = setup_lib.set_up(tiny_config, CATALOG["digits"], 384)
+    setup = train.set_up(tiny_config, CATALOG["digits"], 384)
     assert setup.data_bytes == 384 * 8 * 8
     arguments = (setup.abstract_state, setup.abstract_batch)
     none, dots = (
@@ -153,6 +158,6 @@ def test_a_model_of_the_users_own_need_not_have_the_field(tiny_config):
     base = base_config("tiny_models:OwnModel")
     tiny_config.model, tiny_config.attention_init = base.model, dict(name="default")
     tiny_config.model.num_classes = 10
-    setup = setup_lib.set_up(tiny_config, CATALOG["digits"], 384)
+    setup = train.set_up(tiny_config, CATALOG["digits"], 384)
     description = setup_lib.compile_step(tiny_config, setup, [], None).description
     assert re.fullmatch(r"none \(needs \d+ MiB\)", description)

@@ -13,7 +13,8 @@ import pytest
 from structinit_jax import train
 from structinit_jax.attention_init.kernels import draw_flat
 from structinit_jax.data.datasets import CATALOG
-from structinit_jax.training.setup import initialize, set_up
+from structinit_jax.train import set_up
+from structinit_jax.training.setup import initialize
 
 HEAVY = ("clu", "flax", "grain", "orbax", "sklearn", "tensorflow", "tensorflow_datasets")
 

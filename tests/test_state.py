@@ -5,6 +5,7 @@ import pytest
 from flax import nnx
 from safetensors.numpy import save_file
 
+from structinit_jax.config import make_attention_init
 from structinit_jax.errors import InputError
 from structinit_jax.interop import to_timm
 from structinit_jax.models.vit import VisionTransformer, resample_positions
@@ -24,6 +25,11 @@ TEACHER = dict(
 )
 
 
+def start(config):
+    model = abstract_model(config, make_mesh())
+    return initialize_model(config, model, make_attention_init(config))
+
+
 @pytest.fixture
 def teacher(tmp_path):
     """Weights of a larger model with timm's names, and the path of their file."""
@@ -40,7 +46,7 @@ def test_weights_are_selected_from_a_larger_model(tiny_config, teacher, capsys):
     weights, tiny_config.start_from = teacher
     tiny_config.model.positions = "learned"
     model = abstract_model(tiny_config, make_mesh(fsdp=2))
-    params, model_state = initialize_model(tiny_config, model)
+    params, model_state = initialize_model(tiny_config, model, make_attention_init(tiny_config))
     assert f"weights selected from {tiny_config.start_from}" in capsys.readouterr().out
     student = to_timm(nnx.merge(model.graphdef, params, model_state))
     for i in range(2):
@@ -53,14 +59,16 @@ def test_weights_are_selected_from_a_larger_model(tiny_config, teacher, capsys):
     assert shardings == expected
     tiny_config.start_from = ""
     tiny_config.attention_init = dict(name="default")
-    drawn, _ = initialize_model(tiny_config, model)
+    drawn, _ = initialize_model(tiny_config, model, make_attention_init(tiny_config))
     np.testing.assert_array_equal(params["head"]["kernel"], drawn["head"]["kernel"])
 
 
 def test_a_file_of_another_resolution_fits_too(tiny_config, teacher):
     weights, tiny_config.start_from = teacher
     tiny_config.model.positions, tiny_config.data.image_size = "learned", 12
-    params, _ = initialize_model(tiny_config, abstract_model(tiny_config, make_mesh()))
+    params, _ = initialize_model(
+        tiny_config, abstract_model(tiny_config, make_mesh()), make_attention_init(tiny_config)
+    )
     table = resample_positions(jnp.asarray(weights["pos_embed"][0]), (4, 4), (6, 6))
     np.testing.assert_allclose(params["positions"], table[:, ::2], atol=1e-6)
 
@@ -69,7 +77,9 @@ def test_a_file_of_another_resolution_fits_too(tiny_config, teacher):
 def test_targets_out_of_reach_are_reported_once(tiny_config, heads, warned, capsys):
     tiny_config.model.update(num_heads=heads, depth=1)
     tiny_config.attention_init.norm = 2.0  # so narrow a model has soft maps otherwise
-    initialize_model(tiny_config, abstract_model(tiny_config, make_mesh()))
+    initialize_model(
+        tiny_config, abstract_model(tiny_config, make_mesh()), make_attention_init(tiny_config)
+    )
     assert capsys.readouterr().out.count("warning: only") == warned
 
 
@@ -79,7 +89,7 @@ def test_a_file_that_does_not_fit_is_refused(tiny_config, teacher, tmp_path):
     def check(path, message):
         tiny_config.start_from = str(path)
         with pytest.raises(InputError, match=message):
-            initialize_model(tiny_config, model)
+            initialize_model(tiny_config, model, make_attention_init(tiny_config))
 
     check(tmp_path / "nothing.safetensors", r"config\.start_from=.*nothing\.safetensors' cannot be")
     (tmp_path / "text").write_text("not weights")

@@ -9,7 +9,8 @@ from scipy.special import log_softmax
 from structinit_jax.augment import pipeline
 from structinit_jax.data.datasets import CATALOG
 from structinit_jax.models import layers
-from structinit_jax.training.setup import initialize, set_up
+from structinit_jax.train import set_up
+from structinit_jax.training.setup import initialize
 from structinit_jax.training.state import split_rng
 from structinit_jax.training.step import layer_norms, make_eval_step, step_rngs
 

@@ -4,9 +4,8 @@ import sys
 
 import pytest
 
-from structinit_jax.dry_run import dry_run
+from structinit_jax.dry_run import dry_run, find_target
 from structinit_jax.errors import InputError
-from structinit_jax.training.targets import find_target
 
 
 @pytest.mark.usefixtures("library_promotion")
@@ -37,7 +36,7 @@ def test_slices_of_several_hosts_have_their_devices():
 
 
 def test_several_processes_compile_for_tpus_at_once():
-    program = "from structinit_jax.training.targets import find_target; find_target('tpu-v5e:2x2')"
+    program = "from structinit_jax.dry_run import find_target; find_target('tpu-v5e:2x2')"
     find_target("tpu-v5e:2x2")
     subprocess.run([sys.executable, "-c", program], check=True)
 

@@ -12,10 +12,10 @@ from structinit_jax import evaluate, train
 from structinit_jax.data.datasets import CATALOG
 from structinit_jax.data.loader import DeviceLoader
 from structinit_jax.errors import InputError, StoppedError
+from structinit_jax.train import set_up
 from structinit_jax.training import checkpoint
 from structinit_jax.training import setup as setup_lib
 from structinit_jax.training.metrics import Progress
-from structinit_jax.training.setup import set_up
 from structinit_jax.training.workdir import StopRequest
 
 pytestmark = pytest.mark.usefixtures("library_promotion")
@@ -217,7 +217,7 @@ def sgd(config, learning_rate):
         ("model.num_heads", 3, r"model\.width=16 .*model\.num_heads=3"),
         ("model.name", "vitt", r"model\.name='vitt' .*vit"),
         ("batch_size", 60, r"config\.batch_size=60 .* 8 devices.* 56 or 64"),
-        ("attention_init.kernel_size", 5, r"kernel_size=5 .*4x4"),
+        ("attention_init.kernel_size", 5, r"kernel_size: size 5 .*4x4"),
         ("num_steps", -1, r"config\.num_steps=-1"),
         ("loss", "hinge", r"config\.loss='hinge' .*softmax_cross_entropy"),
         ("loss", "test_train:by_class", r"config\.loss=.* \[64, 10\], .* of the 64 examples"),

@@ -13,6 +13,7 @@ from ml_collections import ConfigDict
 from structinit_jax.analysis import measures
 from structinit_jax.attention_init import ConvSite, Site, TokenMixingSite
 from structinit_jax.augment import normalize
+from structinit_jax.config import make_attention_init
 from structinit_jax.data.loader import decode_all, stream_indices
 from structinit_jax.errors import InputError
 from structinit_jax.train import open_run
@@ -90,7 +91,9 @@ def read_images(config: ConfigDict, count: int) -> UInt8[np.ndarray, "n H H C"]:
 def observe_start(config: ConfigDict, images: np.ndarray) -> Snapshot:
     """Observes a model with its start values."""
     model = abstract_model(config, one_device())
-    return Observer(config, model)(initialize_model(config, model), images, step=0)
+    return Observer(config, model)(
+        initialize_model(config, model, make_attention_init(config)), images, step=0
+    )
 
 
 def observe_run(
@@ -105,7 +108,7 @@ def observe_run(
     """
     model, state = restored
     observer = Observer(config, model)
-    before = observer(initialize_model(config, model), images, step=0)
+    before = observer(initialize_model(config, model, make_attention_init(config)), images, step=0)
     after = observer((state.params, state.model_state), images, step=int(state.step))
     return [before, compare_filters(before, after)]
 
@@ -137,7 +140,7 @@ class Observer:
     def __init__(self, config: ConfigDict, model: AbstractModel):
         self._config = config
         self._graphdef = model.graphdef
-        self._targets = find_targets(config, model)
+        self._targets = find_targets(config, model, make_attention_init(config))
         self._observe_batch = jax.jit(self._observe)
 
     def __call__(

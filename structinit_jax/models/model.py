@@ -241,7 +241,7 @@ def run_stack(
       remat: What a step keeps for the gradient: 'none' keeps what is costly to compute (products,
         and arrays named `layers.RESIDUAL`), 'dots' the outputs of its linear layers, 'full' only
         its input. The rest is recomputed, which saves memory. 'auto' is 'none' here; the trainer
-        replaces it by the first of these that fits the device (`training.remat`).
+        replaces it by the first of these that fits the device (`training.setup`).
       cycle: Further static arguments of successive blocks, repeated along the stack. One cycle is
         one step of the scan.
       **options: Further arguments of all blocks.

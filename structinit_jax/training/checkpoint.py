@@ -199,7 +199,7 @@ def find_damage(folder: epath.Path) -> str | None:
     return None
 
 
-def find_step(directory: epath.PathLike, wanted: str = "newest") -> int | None:
+def find_step(directory: epath.PathLike, wanted: str | int = "newest") -> int | None:
     """Returns the step of an intact checkpoint, or None if there is none.
 
     Changes nothing, so it can be called while a run writes to the directory.

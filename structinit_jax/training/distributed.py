@@ -1,5 +1,6 @@
 """Joins the processes of a run before JAX initializes the devices."""
 
+import hashlib
 import importlib.util
 import json
 import os
@@ -16,7 +17,11 @@ import numpy as np
 from flax.traverse_util import flatten_dict
 from jax.experimental import multihost_utils
 
+import structinit_jax
 from structinit_jax.errors import InputError
+
+# Each host may have its copy of the data at a different place.
+LOCAL_FIELDS = ("config.data.data_dir", "config.data.manual_dir")
 
 
 def join(
@@ -86,14 +91,15 @@ def join(
 def check_equal(values: Mapping[str, Any]) -> None:
     """Raises the same `InputError` in all processes unless all have the same values.
 
-    Otherwise they would wait for each other forever, or train different models.
+    Otherwise they would wait for each other forever, or train different models. The code of this
+    package is compared too.
 
     Args:
       values: A JSON object. Every process must call this.
     """
     if jax.process_count() == 1:
         return
-    text = json.dumps(values, sort_keys=True)
+    text = json.dumps({**values, "code": _digest_of_code()}, sort_keys=True)
     sizes = multihost_utils.process_allgather(np.int32(len(text.encode())))
     buffer = np.zeros(sizes.max(), np.uint8)
     buffer[: len(text.encode())] = np.frombuffer(text.encode(), np.uint8)
@@ -103,7 +109,9 @@ def check_equal(values: Mapping[str, Any]) -> None:
         for row, size in zip(texts, sizes, strict=True)
     )
     for index, other in enumerate(others, start=1):
-        names = sorted(n for n in first | other if first.get(n) != other.get(n))
+        names = sorted(
+            n for n in first | other if first.get(n) != other.get(n) and n not in LOCAL_FIELDS
+        )
         if names:
             name = names[0]
             raise InputError(
@@ -111,6 +119,14 @@ def check_equal(values: Mapping[str, Any]) -> None:
                 f"{first.get(name)!r} (and {len(names) - 1} more differences): start all "
                 "processes with the same code, flags and data"
             )
+
+
+def _digest_of_code() -> str:
+    """Returns the version of this package and a digest of its source files."""
+    root, digest = Path(structinit_jax.__file__).parent, hashlib.blake2b(digest_size=8)
+    for path in sorted(root.rglob("*.py")):
+        digest.update(path.relative_to(root).as_posix().encode() + path.read_bytes())
+    return f"{structinit_jax.__version__} {digest.hexdigest()}"
 
 
 def _check(given: dict) -> None:

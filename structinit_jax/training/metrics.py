@@ -278,7 +278,7 @@ def format_duration(seconds: float) -> str:
     return f"{hours}:{minutes:02}:{seconds:02}" if hours else f"{minutes}:{seconds:02}"
 
 
-# -- traces, recompilations and device memory --------------------------------------------------------
+# -- traces, recompilations and device memory ------------------------------------------------------
 
 
 class StepTrace:

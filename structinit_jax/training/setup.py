@@ -21,10 +21,9 @@ import numpy as np
 from jax.experimental import multihost_utils
 from ml_collections import ConfigDict
 
-from structinit_jax import config as config_lib
+from structinit_jax.attention_init import AttentionInit
 from structinit_jax.augment import make_augment
-from structinit_jax.data.loader import AugmentationSplit, bytes_on_device, split_augmentation
-from structinit_jax.data.source import DatasetInfo
+from structinit_jax.data.loader import AugmentationSplit, bytes_on_device
 from structinit_jax.errors import InputError
 from structinit_jax.models.model import REMAT_POLICIES
 from structinit_jax.training import mesh as mesh_lib
@@ -53,6 +52,7 @@ class Setup(NamedTuple):
 
     Attributes:
       schedule: Number of steps, evaluations and the learning rate.
+      scheme: Start values of attention.
       augmentation: Which part of the augmentation runs on the host and which in the step.
       model: The model on the mesh of all devices.
       init_state: `(params, model_state) -> state` before the first step, jitted.
@@ -64,6 +64,7 @@ class Setup(NamedTuple):
     """
 
     schedule: Schedule
+    scheme: AttentionInit
     augmentation: AugmentationSplit
     model: AbstractModel
     init_state: Callable[..., TrainState]
@@ -78,9 +79,10 @@ class Setup(NamedTuple):
         return next(iter(self.train_steps.values()))
 
 
-def set_up(
+def make_setup(
     config: ConfigDict,
-    info: DatasetInfo,
+    scheme: AttentionInit,
+    augmentation: AugmentationSplit,
     num_examples: int,
     devices: list[jax.Device] | None = None,
 ) -> Setup:
@@ -88,7 +90,8 @@ def set_up(
 
     Args:
       config: See `structinit_jax.config.base_config`.
-      info: Info of the training set.
+      scheme: Start values of attention.
+      augmentation: Where training images are cropped, and their augmentation on the devices.
       num_examples: Size of the training split.
       devices: Devices to compile for. The default is all devices of all processes.
 
@@ -103,7 +106,7 @@ def set_up(
 
     # -- Model and optimizer -----------------------------------------------------------------------
     model = abstract_model(config, mesh)
-    check_attention_init(config, model)
+    check_attention_init(scheme, model)
     optimizer = find_optimizer(config.optimizer)(config, schedule.learning_rate)
     if not (hasattr(optimizer, "init") and hasattr(optimizer, "update")):
         raise InputError(
@@ -116,8 +119,6 @@ def set_up(
     shardings = jax.tree.map(lambda leaf: leaf.sharding, abstract_state)
 
     # -- Training step -----------------------------------------------------------------------------
-    options = config_lib.augment_options(config)
-    augmentation = split_augmentation(options, info, num_examples, config.seed)
     augment = make_augment(augmentation.on_device, mesh)
 
     def jit_step(changes):
@@ -139,6 +140,7 @@ def set_up(
     image_shape = (config.batch_size, size, size, channels)
     return Setup(
         schedule=schedule,
+        scheme=scheme,
         augmentation=augmentation,
         model=model,
         init_state=jax.jit(make_state, out_shardings=shardings, donate_argnums=(0, 1)),
@@ -152,7 +154,7 @@ def set_up(
     )
 
 
-# -- what the step recomputes in the backward pass (config.model.remat) -----------------------------
+# -- compilation -----------------------------------------------------------------------------------
 
 
 class CompiledStep(NamedTuple):
@@ -272,8 +274,7 @@ def compile_step(
     compiler_options: Mapping[str, bool | int] | None = None,
     first: jax.stages.Lowered | None = None,
 ) -> CompiledStep:
-    """Compiles the first of the training steps that fits beside the data, see
-    `compile_first_that_fits`.
+    """Compiles the first of the training steps that fits next to the data.
 
     Args:
       config: Config of the run.
@@ -301,4 +302,4 @@ def compile_step(
 
 def initialize(config: ConfigDict, setup: Setup) -> TrainState:
     """Returns the state before the first step, see `training.state.initialize_model`."""
-    return setup.init_state(*initialize_model(config, setup.model))
+    return setup.init_state(*initialize_model(config, setup.model, setup.scheme))

@@ -15,7 +15,7 @@ from ml_collections import ConfigDict
 from safetensors import SafetensorError
 from safetensors.numpy import load_file
 
-from structinit_jax import config as config_lib
+from structinit_jax.attention_init import AttentionInit
 from structinit_jax.attention_init.solve import out_of_reach
 from structinit_jax.errors import InputError
 from structinit_jax.interop import select_weights
@@ -84,9 +84,9 @@ def abstract_model(config: ConfigDict, mesh: jax.sharding.Mesh, **changes) -> Ab
     return AbstractModel(mesh, graphdef, **shapes)
 
 
-def check_attention_init(config: ConfigDict, model: AbstractModel) -> None:
-    """Raises `InputError` if `config.attention_init` does not fit the model. Computes nothing."""
-    initialize = functools.partial(_initialize_attention, config, model.graphdef)
+def check_attention_init(scheme: AttentionInit, model: AbstractModel) -> None:
+    """Raises `InputError` if a scheme does not fit the model. Computes nothing."""
+    initialize = functools.partial(_initialize_attention, scheme, model.graphdef)
     rng = jax.eval_shape(jax.random.key, 0)
     try:
         jax.eval_shape(initialize, model.params, model.model_state, rng)
@@ -94,13 +94,15 @@ def check_attention_init(config: ConfigDict, model: AbstractModel) -> None:
         raise InputError(f"config.attention_init: {error}") from error
 
 
-def initialize_model(config: ConfigDict, model: AbstractModel) -> tuple[dict, dict]:
+def initialize_model(
+    config: ConfigDict, model: AbstractModel, scheme: AttentionInit
+) -> tuple[dict, dict]:
     """Returns the parameters and the model state of `initialize_and_measure`."""
-    return initialize_and_measure(config, model)[:2]
+    return initialize_and_measure(config, model, scheme)[:2]
 
 
 def initialize_and_measure(
-    config: ConfigDict, model: AbstractModel
+    config: ConfigDict, model: AbstractModel, scheme: AttentionInit
 ) -> tuple[dict, dict, dict[str, float]]:
     """Initializes a model from `config.seed` and prints the cost and quality of the solve.
 
@@ -124,10 +126,11 @@ def initialize_and_measure(
     weights = draw(rng)
     start = time.perf_counter()
     solve = jax.jit(
-        functools.partial(_initialize_attention, config, model.graphdef),
+        functools.partial(_initialize_attention, scheme, model.graphdef),
         donate_argnums=(0, 1),
         out_shardings=(*shardings, mesh_lib.replicated(model.mesh)),
     )
+    print(f"attention_init {config.attention_init.name}: compiling", flush=True)
     solve = solve.lower(*weights, rng).compile()
     compiled = time.perf_counter()
     params, model_state, report = jax.block_until_ready(solve(*weights, rng))
@@ -154,7 +157,7 @@ def initialize_and_measure(
 
 
 def find_targets(
-    config: ConfigDict, model: AbstractModel
+    config: ConfigDict, model: AbstractModel, scheme: AttentionInit
 ) -> dict[str, tuple[Int[np.ndarray, "L h"], Float[np.ndarray, "F N N"]]]:
     """Returns the maps that `initialize_model` solves for: where the heads of a run started.
 
@@ -168,7 +171,6 @@ def find_targets(
 
     @jax.jit  # removes the solve, whose result is not used
     def find(params_rng, attention_rng):
-        scheme = config_lib.make_attention_init(config)
         weights = _build_model(config, params_rng).start_weights(scheme, attention_rng)
         # Weights of convolutions, and those of a scheme without targets, have none.
         with_targets = {k: w for k, w in weights.items() if getattr(w, "targets", None) is not None}
@@ -217,10 +219,10 @@ def _draw_weights(config: ConfigDict, rng: PRNGKeyArray) -> tuple[dict, dict]:
     return split_model(_build_model(config, params_rng))[1:]
 
 
-def _initialize_attention(config, graphdef, params, model_state, rng):
+def _initialize_attention(scheme, graphdef, params, model_state, rng):
     model = nnx.merge(graphdef, params, model_state)
     _, attention_rng, _ = split_rng(rng)
-    report = model.initialize_attention(config_lib.make_attention_init(config), attention_rng)
+    report = model.initialize_attention(scheme, attention_rng)
     return *split_model(model)[1:], report
 
 
