@@ -75,18 +75,9 @@ def test_a_folder_has_the_card_that_timm_reads(run_config, finished_run, tmp_pat
             "window_size=7, mlp_ratio=4.0)",
         ),
         (
-            default_config("mixer_s32_224"),
-            "timm.create_model('mixer_s32_224', in_chans=3, num_classes=1000, img_size=32, "
-            "mlp_ratio=[0.5, 4.0])",
-        ),
-        (
             default_config("mixer") | dict(patch_size=4),
             "timm.models.mlp_mixer.MlpMixer(in_chans=3, num_classes=1000, img_size=32, "
             "mlp_ratio=[0.5, 4.0], patch_size=4, embed_dim=512, num_blocks=8)",
-        ),
-        (
-            default_config("convmixer_768_32"),
-            "timm.create_model('convmixer_768_32', in_chans=3, num_classes=1000)",
         ),
         (
             default_config("convmixer") | dict(activation="relu"),

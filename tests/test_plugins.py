@@ -115,25 +115,3 @@ def test_objects_that_return_something_else_are_named(mine, tmp_path, field, cod
     config.update_from_flattened_dict({field: "mine:Wrong"})
     with pytest.raises(InputError, match=rf"config\.{field}='mine:Wrong'.* returns "):
         train.train(config, tmp_path / "run")
-
-
-LISTED = """
-class Listed(Linear):
-    def __init__(self, *, image_size, channels, num_classes, attention_init=None, rngs):
-        sizes = [image_size**2 * channels, 24, num_classes]
-        self.blocks = nnx.List([nnx.Linear(*s, rngs=rngs) for s in zip(sizes, sizes[1:])])
-
-    def __call__(self, images, *, rng=None, with_maps=False):
-        x = images.reshape(len(images), -1)
-        for block in self.blocks:
-            x = block(x)
-        return x, {}
-"""
-
-
-@pytest.mark.usefixtures("library_promotion")
-def test_a_list_named_blocks_is_not_a_stack(mine, tmp_path):
-    add_to(tmp_path, LISTED)
-    config = make_config("mine:Listed")
-    config.update(num_steps=2, fsdp=2)
-    assert train.train(config, tmp_path / "run")["test/loss"] > 0
