@@ -115,7 +115,10 @@ def _parse_flags(argv: list[str]) -> Overrides:
 def use_compilation_cache() -> None:
     """Caches compiled programs in the user's cache directory, unless JAX has a cache already."""
     if jax.config.jax_compilation_cache_dir is None:
-        root = os.environ.get("XDG_CACHE_HOME") or Path("~/.cache").expanduser()
+        try:
+            root = os.environ.get("XDG_CACHE_HOME") or Path("~/.cache").expanduser()
+        except RuntimeError:  # there is no home directory
+            return
         jax.config.update("jax_compilation_cache_dir", str(Path(root) / "structinit_jax" / "xla"))
         # A start compiles a dozen small programs too.
         jax.config.update("jax_persistent_cache_min_compile_time_secs", 0)
