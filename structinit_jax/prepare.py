@@ -110,7 +110,7 @@ def describe_split(source: ImageSource, num_classes: int, num_checked: int) -> l
     """Decodes `num_checked` evenly spaced examples, or all if it is 0.
 
     Returns:
-      Lines to print: classes, image sizes, bytes, mean and standard deviation of the pixels as
+      Lines to print: classes, image sizes, mean and standard deviation of the pixels as
       `config.data.mean` and `std` take them, invalid labels, and every image that cannot be
       decoded.
     """
@@ -119,7 +119,7 @@ def describe_split(source: ImageSource, num_classes: int, num_checked: int) -> l
     extent = "all" if len(checked) == len(source) else f"{len(checked):,} evenly spaced ones"
     lines = [f"{len(source):,} examples; checked {extent}"]
     if len(good):
-        sizes = np.array([(*image.size, image.num_bytes) for image in good.images()])
+        sizes = np.array([image.size for image in good.images()])
         labels = good.labels()
         known = (labels >= 0) & (labels < num_classes)
         counts = np.bincount(labels[known], minlength=num_classes)
@@ -129,7 +129,6 @@ def describe_split(source: ImageSource, num_classes: int, num_checked: int) -> l
             f"{np.count_nonzero(counts)} of {num_classes} classes, {counts.min():,} to"
             f" {counts.max():,} examples of each",
             f"{low[0]} to {high[0]} pixels high, {low[1]} to {high[1]} wide",
-            f"{sizes[:, 2].mean():,.0f} bytes per image",
             f"pixels: mean {mean}, std {std}",
         ]
         if others := np.unique(labels[~known & (labels != -1)]).tolist():  # -1 stands for no label

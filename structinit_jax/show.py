@@ -6,29 +6,27 @@ Steps are counted from 1, as in the log. To draw a batch of an existing run, pas
 instead of --config. To see what a setting does, change it, for example --config.augment.mixup=0.8.
 """
 
-
 # isort: split
 
+import itertools
 from collections.abc import Sequence
 
 import jax
 import numpy as np
-from matplotlib import font_manager
+from matplotlib.figure import Figure
 from ml_collections import ConfigDict
-from PIL import Image, ImageDraw, ImageFont
 
 from structinit_jax import command_line
 from structinit_jax.augment import make_augment
 from structinit_jax.command_line import STEP
-from structinit_jax.data.crops import resize_and_center_crop
 from structinit_jax.errors import InputError
 from structinit_jax.train import open_run
 from structinit_jax.training.mesh import make_mesh
 from structinit_jax.training.step import step_rngs
 
-MAX_TILES, COLUMNS = 48, 8
-TILE, CAPTION, MARGIN = 112, 16, 4  # pixels
-FONT_SIZE = 10
+MAX_IMAGES, COLUMNS = 48, 8
+TILE = 1.1  # inches
+MAX_CAPTION = 24  # characters
 
 
 def training_batch(config: ConfigDict, step: int) -> tuple[np.ndarray, np.ndarray, Sequence[str]]:
@@ -58,29 +56,17 @@ def describe_target(target: np.ndarray, smoothing: float, class_names: Sequence[
     return ", ".join(f"{weights[label]:.0%} {class_names[label]}" for label in classes)
 
 
-def draw_tiles(images: list[np.ndarray], captions: list[str]) -> Image.Image:
-    """Draws images, uint8 [h, w, 1 or 3], cropped to squares, in rows of eight.
-
-    Tiny images are enlarged to visible pixels. Captions are written below the images and shortened
-    to fit.
-    """
+def draw(images: np.ndarray, captions: Sequence[str]) -> Figure:
+    """Draws images, uint8 [n, H, W, 1 or 3], in rows of eight with captions above them."""
     rows = -(-len(images) // COLUMNS)
-    pitch = (TILE + MARGIN, TILE + CAPTION + MARGIN)
-    sheet = Image.new("RGB", (COLUMNS * pitch[0] + MARGIN, rows * pitch[1] + MARGIN), "white")
-    draw = ImageDraw.Draw(sheet)
-    # PIL's own font has no accents.
-    draw.font = ImageFont.truetype(font_manager.findfont("DejaVu Sans"), FONT_SIZE)
-    for number, (image, caption) in enumerate(zip(images, captions, strict=True)):
-        left = MARGIN + number % COLUMNS * pitch[0]
-        top = MARGIN + number // COLUMNS * pitch[1]
-        side = min(image.shape[:2])
-        tile = resize_and_center_crop(image, side if side <= TILE // 2 else TILE)
-        picture = Image.fromarray(np.repeat(tile, 3 // tile.shape[-1], axis=-1))
-        sheet.paste(picture.resize((TILE, TILE), Image.Resampling.NEAREST), (left, top))
-        while draw.textlength(caption) > TILE:
-            caption = caption[:-1]
-        draw.text((left, top + TILE + 1), caption, fill="black")
-    return sheet
+    figure = Figure(figsize=(COLUMNS * TILE, rows * TILE), layout="tight")
+    axes = figure.subplots(rows, COLUMNS, squeeze=False).flat
+    for axis, image, caption in itertools.zip_longest(axes, images, captions):
+        axis.set_axis_off()
+        if image is not None:
+            axis.imshow(image, cmap="gray", vmin=0, vmax=255, interpolation="nearest")
+            axis.set_title(caption[:MAX_CAPTION], fontsize=5)
+    return figure
 
 
 def main(overrides: command_line.Overrides) -> None:
@@ -91,10 +77,9 @@ def main(overrides: command_line.Overrides) -> None:
         raise InputError(f"--step={step} must be a training step: 1 or more")
     path = command_line.out_path("batch.png")
     images, targets, names = training_batch(config, int(step))
-    captions = [describe_target(t, config.label_smoothing, names) for t in targets[:MAX_TILES]]
-    picture = draw_tiles(list(images[:MAX_TILES]), captions)
+    captions = [describe_target(t, config.label_smoothing, names) for t in targets[:MAX_IMAGES]]
     try:
-        picture.save(path)
+        draw(images[:MAX_IMAGES], captions).savefig(path, dpi=150)
     except (OSError, ValueError) as error:  # a ValueError is about the suffix
         raise InputError(f"--out={path} cannot be written ({error}): name a .png file") from error
     print(f"wrote {path}: {len(captions)} of the {len(images)} images of step {step}")

@@ -188,7 +188,7 @@ def explain_damage(name: str, path: os.PathLike) -> Iterator[None]:
     """Turns any error while the data set at `path` is read into an `InputError`."""
     try:
         yield
-    except Exception as error:  # those of TFDS, protobuf and array_record have no common type
+    except Exception as error:  # TFDS, protobuf and array_record have no common type
         raise InputError(
             f"config.data.name={name!r}: {path} is damaged or incomplete:"
             f" {str(error).rstrip('.')}. Delete this folder, and prepare or copy the data set"

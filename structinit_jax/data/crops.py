@@ -15,7 +15,7 @@ except ImportError:  # there is no wheel for this platform, for example ARM Linu
     simd = None
 
 CROP_ATTEMPTS = 10
-# Counters of one Philox key. They differ from those of the epoch order.
+# Counters of one Philox key, different from the counter of the epoch order.
 BOX_COUNTER = np.array([0, 0, 0, 1], np.uint64)
 INTERPOLATION_COUNTER = np.array([0, 0, 0, 2], np.uint64)
 
@@ -105,7 +105,7 @@ class RandomCrop:
         return ("bilinear", "bicubic")[int(bits[0]) >> 63]
 
     def _random_bits(self, position, counter, count):
-        # NumPy guarantees the raw output of Philox across versions, unlike that of Generator.
+        # NumPy guarantees the raw output of Philox across versions, unlike Generator's.
         key = np.array([self.seed, position], np.uint64)
         return np.random.Philox(key=key, counter=counter).random_raw(count)
 

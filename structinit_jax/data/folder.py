@@ -55,7 +55,7 @@ def open_folder(root: Folder) -> Dataset:
 
     Raises:
       InputError: There is no such folder, no split or no class. A split raises it when it is
-        opened: a class is empty, or the classes are not those of the first split.
+        opened: a class is empty, or its classes differ from the first split's.
     """
 
     def problem(what):
@@ -146,7 +146,7 @@ def open_tiny_imagenet(root: Folder) -> Dataset:
 
 
 def _scan(folder):
-    """Lists a folder without what tools and systems put there."""
+    """Lists a folder, leaving out the files and folders of tools and systems."""
     try:
         with os.scandir(folder) as entries:
             found = sorted(entries, key=lambda entry: entry.name)

@@ -46,13 +46,13 @@ class StoredImage:
 
     - Gray, palette, CMYK and YCCK images are converted to RGB, or to gray for one channel, as
       Pillow converts them.
-    - 16-bit values keep their upper 8 bits. 32-bit and floating-point images, whose range is
-      unknown, are refused.
+    - 16-bit values keep their upper 8 bits. 32-bit and floating-point images are refused, because
+      their range is unknown.
     - Transparency is dropped, as in timm and torchvision.
     - The EXIF orientation is applied. (timm and torchvision ignore it.)
     - Only the first picture of an animation or a multi-page file is read.
-    - Truncated files are refused. Damaged EXIF tags, and whatever Pillow reads over in a JPEG, are
-      ignored.
+    - Truncated files are refused. Damaged EXIF tags are ignored, as is damage in a JPEG that Pillow
+      tolerates.
 
     Args:
       data: An encoded file, or pixels: uint8 [h, w] or [h, w, 1 or 3].
@@ -83,11 +83,6 @@ class StoredImage:
             raise self._bad(error) from error
         self.size = (width, height) if self._upright[0] else (height, width)
 
-    @property
-    def num_bytes(self) -> int:
-        """Stored size."""
-        return self._data.nbytes if isinstance(self._data, np.ndarray) else len(self._data)
-
     def decode(self, at_least: tuple[int, int] = (0, 0)) -> np.ndarray:
         """Returns the pixels, uint8 [h, w, C].
 
@@ -110,7 +105,10 @@ class StoredImage:
         return pixels[..., None] if pixels.ndim == 2 else pixels
 
     def content(self) -> bytes:
-        """Returns the bytes of a JPEG, or the pixels of formats that every encoder writes anew."""
+        """Returns the bytes of a JPEG, or the pixels of other formats.
+
+        The bytes of a PNG depend on the version of the program that prepared the data set.
+        """
         return self._data if self._jpeg_mode is not None else self.decode().tobytes()
 
     def _read_jpeg_header(self):
@@ -152,7 +150,7 @@ class StoredImage:
                 min_factor=2 if any(at_least) else 1,
             )
         except ValueError:
-            # It stops at the first warning. Pillow goes on, and refuses a file that is cut short.
+            # It stops at the first warning. Pillow goes on, but refuses a truncated file.
             return np.asarray(self._convert(Image.open(io.BytesIO(self._data))))
         pixels = pixels[..., 0] if pixels.shape[-1] == 1 else pixels
         if self._jpeg_mode == self._mode:

@@ -126,12 +126,12 @@ class ImageSource:
         return dataclasses.replace(self, rows=self.rows[wanted], new_labels=labels)
 
     def evenly_spaced(self, most: int) -> "ImageSource":
-        """Returns at most so many examples, spread evenly over the split."""
+        """Returns at most `most` examples, spread evenly over the split."""
         indices = np.linspace(0, len(self) - 1, min(most, len(self))).round().astype(int)
         return self.select(np.isin(np.arange(len(self)), indices))
 
     def split_bad_images(self) -> tuple["ImageSource", list[str]]:
-        """Returns the source without images that cannot be decoded, and what is wrong with each."""
+        """Separates images that cannot be decoded: returns the others, and a problem for each."""
 
         def problem(index, record):
             try:
