@@ -37,14 +37,16 @@ def only(**fields):
     return AugmentOptions(num_classes=5, mean=MEAN, std=STD, **fields)
 
 
-def test_result_is_a_function_of_the_random_key():
+def test_an_image_is_a_function_of_the_random_key_and_of_its_group():
     images, targets = whole_recipe(jax.random.key(1), IMAGES, LABELS)
     assert images.shape == (16, 20, 20, 3)
     assert images.dtype == targets.dtype == jnp.float32
     np.testing.assert_allclose(targets.sum(axis=1), 1, rtol=1e-6)
-    again = whole_recipe(jax.random.key(1), IMAGES, LABELS)
-    np.testing.assert_array_equal(again[0], images)
+    changed = np.concatenate([IMAGES[:2], 255 - IMAGES[2:]])
+    again = whole_recipe(jax.random.key(1), changed, LABELS)
+    np.testing.assert_array_equal(again[0][:2], images[:2])
     np.testing.assert_array_equal(again[1], targets)
+    assert np.all(np.any(np.asarray(again[0] != images)[2:], axis=(1, 2, 3)))
     assert np.any(np.asarray(whole_recipe(jax.random.key(2), IMAGES, LABELS)[0]) != images)
 
 
@@ -59,15 +61,6 @@ def test_result_is_the_same_on_one_and_on_eight_devices():
     # A group of two images is on one device, so nothing moves between devices.
     collectives = "all-gather|all-reduce|all-to-all|collective-permute"
     assert not re.findall(rf"= (\S+) (?:{collectives})\(", step.as_text())
-
-
-def test_an_image_does_not_depend_on_the_images_of_other_groups():
-    other = IMAGES.copy()
-    other[2:] = 255 - other[2:]
-    a, _ = whole_recipe(jax.random.key(4), IMAGES, LABELS)
-    b, _ = whole_recipe(jax.random.key(4), other, LABELS)
-    np.testing.assert_array_equal(a[:2], b[:2])
-    assert np.all(np.any(np.asarray(a[2:]) != b[2:], axis=(1, 2, 3)))
 
 
 def test_defaults_normalize_images_and_smooth_targets():
@@ -88,25 +81,6 @@ def test_rand_augment_fills_with_the_mean_color_and_resamples_as_the_crop(monkey
     options = only(rand_augment="rand-m9", interpolation="bicubic")
     make_augment(options)(jax.random.key(0), IMAGES, LABELS)
     assert passed == [dict(fill=(124, 116, 104), interpolation="bicubic")]
-
-
-def test_color_jitter_is_ignored_if_rand_augment_is_set():
-    def program(**fields):
-        options = only(rand_augment="rand-m9-inc1-n1", **fields)
-        return jax.jit(make_augment(options)).lower(jax.random.key(3), IMAGES, LABELS).as_text()
-
-    assert program(color_jitter=(0.4, 0.4, 0.4)) == program()
-
-
-def test_erasing_comes_before_or_after_mixing():
-    def erased(after):
-        options = only(erasing=1.0, erasing_mode="const", mixup=5.0, erase_after_mixing=after)
-        images, _ = jax.jit(make_augment(options))(jax.random.key(2), IMAGES, LABELS)
-        return np.mean(np.all(np.asarray(images) == 0, axis=-1))
-
-    before, after = erased(False), erased(True)
-    assert after > 0.1  # whole boxes of the mean color
-    assert before < after / 2  # only where two boxes overlap
 
 
 def test_erasing_after_mixing_is_the_order_of_timms_train_script():
@@ -148,15 +122,10 @@ def test_pixels_are_mixed_as_by_timms_train_script(monkeypatch):
     assert 0.4 < levels.max() < 0.501  # without the prefetcher, pixels are not rounded
 
 
-def test_gray_images_pass_through_everything():
-    recipe = dataclasses.replace(RECIPE, mean=(0.3,), std=(0.4,))
-    batch = jax.random.key(0), IMAGES[..., :1], LABELS
-    images, _ = jax.eval_shape(make_augment(recipe), *batch)
-    assert images.shape == (16, 20, 20, 1)
-    jitter = dataclasses.replace(
-        recipe, crop="pad", rand_augment="", color_jitter=(0.4, 0.4, 0.4, 0.1)
-    )
-    images, _ = jax.jit(make_augment(jitter))(*batch)
+def test_gray_images_pass_through_color_jitter():
+    recipe = only(crop="pad", color_jitter=(0.4, 0.4, 0.4, 0.1))
+    recipe = dataclasses.replace(recipe, mean=(0.3,), std=(0.4,))
+    images, _ = jax.jit(make_augment(recipe))(jax.random.key(0), IMAGES[..., :1], LABELS)
     assert images.shape == (16, 16, 16, 1)
     assert np.all(np.isfinite(images))
 
@@ -166,49 +135,29 @@ def test_gray_images_pass_through_everything():
     [
         ("crop", "center"),
         ("crop_scale", (0.5, 0.1)),
-        ("crop_ratio", (0.0, 1.0)),
-        ("color_jitter", (0.4,)),
         ("color_jitter", (0.4, 0.4, 0.4, 0.6)),
-        ("color_jitter", (0.4, 0.4, float("nan"))),
         ("erasing", float("nan")),
         ("mix_group", -1),
     ],
 )
-def test_invalid_fields_are_refused_by_name(field, value):
+def test_fields_out_of_range_are_refused(field, value):
     with pytest.raises(InputError, match=rf"^config\.augment\.{field}="):
         check_fields(AugmentConfig, {field: value}, "config.augment.")
 
 
 @pytest.mark.parametrize(
-    ("fields", "message"),
+    ("fields", "images", "labels", "message"),
     [
-        (dict(flip=1.5), r"^config\.augment\.flip=1\.5"),
-        (dict(rand_augment="rand-m9-q3"), r"^config\.augment\.rand_augment="),
-        (dict(image_size=0), r"^config\.data\.image_size=0"),
-        (dict(mean=(0.5, 0.5), std=(0.2, 0.2)), r"^config\.data\.mean="),
+        (dict(flip=1.5), IMAGES, LABELS, r"^config\.augment\.flip=1\.5"),
+        (dict(image_size=0), IMAGES, LABELS, r"^config\.data\.image_size=0"),
+        (dict(mean=(0.5, 0.5), std=(0.2, 0.2)), IMAGES, LABELS, r"^config\.data\.mean="),
+        (dict(mix_group=3), IMAGES, LABELS, r"config\.augment\.mix_group=3"),
+        ({}, IMAGES / 255, LABELS, r"uint8 pixels \[B, H, W, 3\]"),
+        ({}, IMAGES[..., :1], LABELS, r"uint8 pixels \[B, H, W, 3\]"),
+        ({}, IMAGES, np.eye(5)[LABELS], r"classes as whole numbers \[B\]"),
+        ({}, IMAGES, LABELS[:8], r"classes as whole numbers \[B\]"),
     ],
 )
-def test_options_that_do_not_fit_are_refused(fields, message):
+def test_options_and_batches_that_do_not_fit_are_refused(fields, images, labels, message):
     with pytest.raises(InputError, match=message):
-        dataclasses.replace(RECIPE, **fields)
-
-
-@pytest.mark.parametrize(
-    ("images", "labels"),
-    [
-        (IMAGES / 255, LABELS),
-        (IMAGES[0], LABELS[:1]),
-        (IMAGES[..., :1], LABELS),
-        (IMAGES, np.eye(5)[LABELS]),
-        (IMAGES, LABELS[:8]),
-    ],
-)
-def test_batches_of_other_types_or_shapes_are_refused(images, labels):
-    with pytest.raises(InputError, match=r"pass uint8 pixels \[B, H, W, 3\]"):
-        make_augment(RECIPE)(jax.random.key(0), images, labels)
-
-
-def test_a_group_must_divide_the_batch():
-    augment = make_augment(dataclasses.replace(RECIPE, mix_group=3))
-    with pytest.raises(InputError, match=r"config\.augment\.mix_group=3"):
-        augment(jax.random.key(0), IMAGES, LABELS)
+        make_augment(dataclasses.replace(RECIPE, **fields))(jax.random.key(0), images, labels)

@@ -1,21 +1,25 @@
-"""Every model family: sites, every scheme, and what is refused."""
+"""Every model family: names and fields, parameter counts, sites, schemes, and what is refused."""
 
 import functools
+import json
 import re
+from pathlib import Path
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+import references
 from flax import nnx
-from tiny_models import EVERYWHERE, SIZES, make, train_fn
+from tiny_models import EVERYWHERE, IMAGES, SIZES, make, train_fn
 
 from structinit_jax import attention_init
 from structinit_jax.errors import InputError
-from structinit_jax.models import FAMILIES, create_model, default_config
-from structinit_jax.training.state import split_model
+from structinit_jax.models import FAMILIES, VARIANTS, check_fields, create_model, default_config
+from structinit_jax.training.state import count_parameters, split_model
 
+COUNTS = json.loads((Path(references.__file__).parent / "parameter_counts.json").read_text())
 SITES = {
     "vit": {"blocks": attention_init.AttentionSite},
     "swin": {"stage1": attention_init.WindowSite, "stage2": attention_init.WindowSite},
@@ -28,18 +32,109 @@ SCHEMES = {
     "mixer": ["default", "impulse", "kaiming_uniform", "mimetic"],
     "convmixer": ["default", "impulse", "impulse_2024", "kaiming_uniform"],
 }
-OPTIONS = {"impulse_2024": dict(max_steps=3)}
 pytestmark = pytest.mark.usefixtures("library_promotion")
 
 
-def scheme_of(family, name):
-    return attention_init.SCHEMES[name](**(OPTIONS.get(name, {}) if family == "vit" else {}))
+# -- names and fields ------------------------------------------------------------------------------
+
+
+def test_unknown_names_are_refused_with_similar_ones():
+    with pytest.raises(InputError, match=r"model\.name='swin_tiny_224' is unknown: did you mean"):
+        default_config("swin_tiny_224")
+    with pytest.raises(InputError, match=r"model\.name='vit_tiny_patch16_224' is a variant"):
+        make("vit", name="vit_tiny_patch16_224")
+
+
+def test_a_class_of_the_users_own_is_a_family():
+    options = default_config("tiny_models:OwnModel")
+    assert options == {"name": "tiny_models:OwnModel", "num_classes": 7}
+    check_fields(options)
+    model = create_model(options, image_size=8, channels=1, rngs=nnx.Rngs(params=0))
+    assert model.initialize_attention(attention_init.default(), jax.random.key(0)) is None
+    assert model(IMAGES)[0].shape == (8, 7)
+    for name in ("tiny_models:make", "tiny_models:Nothing"):
+        with pytest.raises(InputError, match=r"model\.name='tiny_models:"):
+            default_config(name)
+
+
+@pytest.mark.parametrize("name", VARIANTS)
+def test_variants_have_timms_parameter_counts(name):
+    options = default_config(name)
+    check_fields(options)
+    model = nnx.eval_shape(lambda: create_model(options, channels=3, rngs=nnx.Rngs(0)))
+    expected = COUNTS.get(name)  # those of the papers are not in timm
+    assert expected in (None, count_parameters(split_model(model)[1]))
+    assert expected or name.endswith("patch2_32") or name.startswith("convmixer_")
+
+
+@pytest.mark.parametrize(
+    ("family", "field", "value"),
+    [
+        ("vit", "depth", 0),
+        ("vit", "num_heads", (2, 2)),
+        ("vit", "drop_path", 1.0),
+        ("vit", "layer_scale", -1.0),
+        ("vit", "pool", "max"),
+        ("swin", "depths", (2, 0)),
+        ("mixer", "mlp_mean", float("nan")),
+        ("convmixer", "unroll", -1),
+        *((family, "dtype", "float16") for family in SIZES),
+    ],
+)
+def test_fields_out_of_range_are_refused(family, field, value):
+    with pytest.raises(InputError, match=rf"^config\.model\.{field}={re.escape(repr(value))} must"):
+        make(family, **{field: value})
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        (dict(image_size=0), r"config\.data\.image_size=0 must"),
+        (dict(image_size=(8, 0)), r"config\.data\.image_size=\(8, 0\) must"),
+        (dict(image_size=(8, 9)), r"data\.image_size=\(8, 9\) .*model\.patch_size=2"),
+        (dict(image_size=8, size=3), r"config\.model\.size does not exist"),
+    ],
+)
+def test_images_without_a_grid_and_unknown_fields_are_refused(fields, message):
+    options = default_config("mixer") | SIZES["mixer"] | fields
+    with pytest.raises(InputError, match=message):
+        create_model(options, channels=1, rngs=nnx.Rngs(0))
+
+
+@pytest.mark.parametrize(
+    ("family", "shape", "message"),
+    [
+        ("vit", (1, 4, 16, 1), "images have 2x8 patches, but the model was built for 4x4"),
+        ("swin", (1, 8, 16, 1), r"\(8, 16\) pixels.*data\.image_size=\(8, 8\)"),
+        ("vit", (1, 8, 8, 3), r"images have shape \(1, 8, 8, 3\), .*\[B, H, W, 1\]"),
+        ("convmixer", (1, 9, 8, 1), r"images have shape \(1, 9, 8, 1\), .*patch size 2"),
+    ],
+)
+def test_images_that_the_model_was_not_built_for_are_refused(family, shape, message):
+    with pytest.raises(InputError, match=message):
+        make(family)(jnp.zeros(shape))
+
+
+# -- sites and schemes -----------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_sites_name_the_stacks(family):
+    sites = make(family).sites()
+    assert {name: type(site) for name, site in sites.items()} == SITES[family]
+    abstract = nnx.eval_shape(lambda: make.__wrapped__(family)).sites()
+    assert [s.num_layers for s in abstract.values()] == [s.num_layers for s in sites.values()]
 
 
 @jax.jit
 def descend(params, grads):
     norm = optax.tree.norm(grads)
     return jax.tree.map(lambda p, g: p - 0.02 * g / norm, params, grads)
+
+
+def scheme_of(family, name):
+    options = dict(max_steps=3) if (family, name) == ("vit", "impulse_2024") else {}
+    return attention_init.SCHEMES[name](**options)
 
 
 @pytest.mark.parametrize(
@@ -63,6 +158,19 @@ def test_every_model_learns_from_every_scheme(family, name):
     assert loss_and_grads(descend(params, grads), state, rng)[0][0] < before
 
 
+def test_an_initialized_model_has_the_tree_of_a_new_one():
+    new, initialized = make("vit"), nnx.clone(make("vit"))
+    scales = attention_init.AttentionWeights(patch_scale=0.3, mlp_scale=0.0)
+
+    @functools.wraps(attention_init.default())  # a decorated scheme is one
+    def scheme(rng, site):
+        return scales
+
+    initialized.initialize_attention(scheme, jax.random.key(0))
+    difference = jax.tree.map(jnp.subtract, initialized, new)
+    assert difference.patch_embedding.kernel[...].any()
+
+
 @pytest.mark.parametrize(
     ("family", "weights", "message"),
     [
@@ -76,75 +184,3 @@ def test_every_model_learns_from_every_scheme(family, name):
 def test_weights_that_would_be_broadcast_are_refused(family, weights, message):
     with pytest.raises(InputError, match=rf"weights\.{message}, but the model needs"):
         make(family).initialize_attention(lambda rng, site: weights, jax.random.key(0))
-
-
-def test_an_initialized_model_has_the_tree_of_a_new_one():
-    new, initialized = make("vit"), nnx.clone(make("vit"))
-    scales = attention_init.AttentionWeights(patch_scale=0.3, mlp_scale=0.0)
-    initialized.initialize_attention(lambda rng, site: scales, jax.random.key(0))
-    difference = jax.tree.map(jnp.subtract, initialized, new)
-    assert difference.patch_embedding.kernel[...].any()
-
-
-def test_a_decorated_scheme_is_one():
-    def with_option(rng, site, option):
-        return attention_init.default()(rng, site)
-
-    @functools.wraps(with_option)
-    def scheme(rng, site):
-        return with_option(rng, site, option=1)
-
-    make("vit").start_weights(scheme, jax.random.key(0))
-
-
-@pytest.mark.parametrize(
-    ("family", "field", "value"),
-    [
-        ("vit", "depth", 0),
-        ("vit", "num_heads", 0),
-        ("vit", "width", -16),
-        ("vit", "drop_path", 1.0),
-        ("vit", "layer_scale", -1.0),
-        ("vit", "num_registers", -1),
-        ("swin", "depths", (2, 0)),
-        ("swin", "num_heads", (2, 0)),
-        ("mixer", "mlp_mean", float("nan")),
-        ("convmixer", "unroll", -1),
-        *((family, "patch_size", 0) for family in SIZES),
-    ],
-)
-def test_constructors_refuse_fields_out_of_range(family, field, value):
-    with pytest.raises(InputError, match=rf"^config\.model\.{field}={re.escape(repr(value))} must"):
-        make(family, **{field: value})
-
-
-@pytest.mark.parametrize("image_size", [0, (8, 0)])
-def test_constructors_refuse_images_without_two_sides(image_size):
-    with pytest.raises(InputError, match=r"config\.data\.image_size="):
-        create_model(
-            default_config("mixer") | SIZES["mixer"] | dict(image_size=image_size),
-            channels=1,
-            rngs=nnx.Rngs(0),
-        )
-
-
-@pytest.mark.parametrize(
-    ("family", "shape", "message"),
-    [
-        ("vit", (1, 4, 16, 1), "images have 2x8 patches, but the model was built for 4x4"),
-        ("mixer", (1, 4, 16, 1), "images have 2x8 patches, but the model was built for 4x4"),
-        ("vit", (1, 8, 8, 3), r"images have shape \(1, 8, 8, 3\), .*\[B, H, W, 1\]"),
-        ("convmixer", (1, 9, 8, 1), r"images have shape \(1, 9, 8, 1\), .*patch size 2"),
-    ],
-)
-def test_images_that_the_model_was_not_built_for_are_refused(family, shape, message):
-    with pytest.raises(InputError, match=message):
-        make(family)(jnp.zeros(shape))
-
-
-@pytest.mark.parametrize("family", FAMILIES)
-def test_sites_name_the_stacks(family):
-    sites = make(family).sites()
-    assert {name: type(site) for name, site in sites.items()} == SITES[family]
-    abstract = nnx.eval_shape(lambda: make.__wrapped__(family)).sites()
-    assert [s.num_layers for s in abstract.values()] == [s.num_layers for s in sites.values()]

@@ -1,41 +1,105 @@
+"""The ViT against what timm and Flax compute with the same weights, and its own conventions."""
+
+import functools
+
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 import pytest
+import references
 import scipy.special
 from flax import nnx
+from references.vit_cases import CASES, SMALL
 
 from structinit_jax import attention_init
 from structinit_jax.attention_init import AttentionWeights
 from structinit_jax.errors import InputError
+from structinit_jax.interop import from_timm, select_weights, to_timm
+from structinit_jax.models.attention import rotate
 from structinit_jax.models.layers import drop_path
-from structinit_jax.models.vit import VisionTransformer
+from structinit_jax.models.vit import VisionTransformer, resample_positions
+from structinit_jax.training.state import split_model
 
+WITH_GRADIENTS = ("class_token", "registers", "rope_class_token")
 SIZES = dict(image_size=8, patch_size=2, channels=1, num_classes=10, width=16, depth=3, num_heads=2)
+IMAGES = jax.random.normal(jax.random.key(1), (2, 8, 8, 1))
 
 
 def make(**options):
     return VisionTransformer(**(SIZES | options), rngs=nnx.Rngs(0))
 
 
-def images(n=2):
-    return jax.random.normal(jax.random.key(1), (n, 8, 8, 1))
+def make_timm(**options):
+    return make(**(SMALL | dict(positions="learned") | options))
 
 
-@pytest.mark.parametrize("pool", ["mean", "class_token"])
-@pytest.mark.parametrize("positions", ["sincos", "learned", "rope"])
-def test_logits_and_intermediates_have_the_documented_shapes(pool, positions):
-    def run():
-        return make(pool=pool, positions=positions)(images(), with_maps=True)
+# -- against timm (references/make_vit.py) ---------------------------------------------------------
 
-    logits, out = jax.eval_shape(run)
-    tokens = 17 if pool == "class_token" else 16
-    assert logits.shape == (2, 10)
-    assert out["patch_embedding"].shape == (2, 16, 16)
-    assert out["embedded"].shape == (2, tokens, 16)
-    assert out["blocks"]["output"].shape == (3, 2, tokens, 16)
-    assert out["blocks"]["attention_maps"].shape == (3, 2, 2, tokens, tokens)
-    assert out["pooled"].shape == (2, 16)
+
+@functools.cache
+def recorded(case):
+    return references.part(references.load("vit"), case)
+
+
+@functools.cache
+def outcome(case):
+    """Logits, outputs of the blocks and the gradients by weights, in timm's layout, and images."""
+    arrays = recorded(case)
+    model = jax.jit(lambda: make_timm(**CASES[case]))()
+    from_timm(model, references.part(arrays, "state"))
+    graphdef, params, _ = split_model(model)
+
+    def loss_fn(params, images):
+        logits, out = nnx.merge(graphdef, params)(images)
+        losses = optax.softmax_cross_entropy_with_integer_labels(logits, jnp.array([1, 3]))
+        return losses.mean(), (logits, out["blocks"]["output"])
+
+    images = jnp.asarray(arrays["images"])
+    if case not in WITH_GRADIENTS:
+        return *jax.jit(loss_fn)(params, images)[1], None, None
+    grad_fn = jax.jit(jax.grad(loss_fn, argnums=(0, 1), has_aux=True))
+    (param_grads, image_grads), (logits, blocks) = grad_fn(params, images)
+    return logits, blocks, to_timm(nnx.merge(graphdef, param_grads)), image_grads
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_logits_and_blocks_equal_timm(case):
+    logits, blocks, *_ = outcome(case)
+    np.testing.assert_allclose(blocks, recorded(case)["blocks"], atol=1e-4)
+    np.testing.assert_allclose(logits, recorded(case)["logits"], atol=1e-4)
+
+
+@pytest.mark.parametrize("case", WITH_GRADIENTS)
+def test_gradients_equal_timm(case):
+    *_, param_grads, image_grads = outcome(case)
+    image_gradient = recorded(case)["image_gradient"]
+    np.testing.assert_allclose(image_grads, image_gradient, atol=1e-5, rtol=1e-3)
+    gradients = references.part(recorded(case), "gradient")
+    assert param_grads.keys() == gradients.keys()
+    for name, expected in gradients.items():
+        # Gradients that cancel out exactly (key biases) are rounding errors in both.
+        tolerance = 1e-3 * np.abs(expected).max() + 1e-6
+        np.testing.assert_allclose(param_grads[name], expected, atol=tolerance, err_msg=name)
+
+
+@pytest.mark.parametrize(("name", "grid"), [("larger", (7, 9)), ("smaller", (3, 2))])
+def test_positions_are_resampled_as_timm_does_it(name, grid):
+    arrays = recorded("positions")
+    ours = resample_positions(jnp.asarray(arrays["start"]), (4, 5), grid)
+    np.testing.assert_allclose(ours, arrays[name], atol=1e-5)
+
+
+def test_weights_are_loaded_at_another_resolution_as_timm_does_it():
+    state_dict = references.part(recorded("registers"), "state")
+    student = make_timm(**CASES["registers"] | dict(image_size=12, num_classes=7))
+    model = select_weights(state_dict, student)
+    pooled = jax.jit(model)(jnp.asarray(recorded("larger_images")["images"]))[1]["pooled"]
+    np.testing.assert_allclose(pooled, recorded("larger_images")["pooled"], atol=1e-4)
+    np.testing.assert_array_equal(model.head.kernel[...], student.head.kernel[...])
+
+
+# -- blocks ----------------------------------------------------------------------------------------
 
 
 @pytest.fixture(scope="module")
@@ -49,7 +113,7 @@ def first_block(model):
 
 
 def test_the_stack_agrees_with_blocks_called_one_by_one(model):
-    _, out = jax.jit(lambda model: model(images(), with_maps=True))(model)
+    _, out = jax.jit(lambda model: model(IMAGES, with_maps=True))(model)
     run_block = jax.jit(lambda block, x: block(x, drop_path_rate=jnp.zeros(())))
     np.testing.assert_allclose(out["blocks"]["attention_maps"].sum(-1), 1, rtol=1e-5)
     x = out["embedded"]
@@ -67,17 +131,7 @@ def test_attention_agrees_with_flax(first_block, library_promotion):
         getattr(flax_attention, name).kernel[...] = ours.kernel[...]
         getattr(flax_attention, name).bias[...] = ours.bias[...]
     x = jax.random.normal(jax.random.key(2), (2, 16, 16))
-    expected = flax_attention(x)
-    np.testing.assert_allclose(first_block.attention(x)[0], expected, atol=1e-5)
-
-
-def test_patch_embedding_is_a_strided_convolution(model):
-    embedding = model.patch_embedding
-    convolved = jax.lax.conv_general_dilated(
-        images(), embedding.kernel[...], (2, 2), "VALID", dimension_numbers=("NHWC", "HWIO", "NHWC")
-    )
-    expected = convolved + embedding.bias[...].reshape(1, 1, 1, -1)
-    np.testing.assert_allclose(embedding(images()), expected, atol=1e-5)
+    np.testing.assert_allclose(first_block.attention(x)[0], flax_attention(x), atol=1e-5)
 
 
 def test_mlp_uses_the_exact_gelu(first_block):
@@ -85,10 +139,8 @@ def test_mlp_uses_the_exact_gelu(first_block):
     mlp.fc1.kernel[...] = mlp.fc1.kernel[...] * 100  # large enough to tell erf from tanh
     x = jnp.linspace(-3, 3, 16)
     hidden = np.asarray(x) @ np.asarray(mlp.fc1.kernel[...])
-    expected = (hidden * (1 + scipy.special.erf(hidden / 2**0.5)) / 2) @ np.asarray(
-        mlp.fc2.kernel[...]
-    )
-    np.testing.assert_allclose(mlp(x), expected, atol=1e-5)
+    activated = hidden * (1 + scipy.special.erf(hidden / 2**0.5)) / 2
+    np.testing.assert_allclose(mlp(x), activated @ np.asarray(mlp.fc2.kernel[...]), atol=1e-5)
 
 
 def test_a_block_drops_what_its_branches_add(first_block):
@@ -110,14 +162,68 @@ def test_drop_path_keeps_expectation_and_drops_whole_examples():
     assert abs(per_example.mean() - 1) < 0.03
 
 
-def test_class_token_gets_no_sincos_position():
-    @jax.jit
-    def run():
-        model = make(pool="class_token", depth=1)
-        return model(images())[1]["embedded"], model.class_token[...]
+def test_rotation_is_that_of_complex_numbers_in_float32():
+    x = jax.random.normal(jax.random.key(0), (2, 5, 3, 8))
+    angles = np.random.default_rng(0).uniform(-9, 9, (5, 4)).astype(np.float32)
+    pairs = np.asarray(x[..., ::2]) + 1j * np.asarray(x[..., 1::2])
+    turned = pairs * np.exp(1j * angles)[:, None]
+    expected = np.stack([turned.real, turned.imag], axis=-1).reshape(x.shape)
+    np.testing.assert_allclose(rotate(x, angles), expected, atol=1e-5)
+    half = x.astype(jnp.bfloat16)
+    in_float32 = rotate(half.astype(jnp.float32), angles).astype(jnp.bfloat16)
+    np.testing.assert_array_equal(rotate(half, angles), in_float32)
 
-    embedded, class_token = run()
-    np.testing.assert_allclose(embedded[0, 0], class_token, atol=1e-7)
+
+# -- tokens, positions and schemes -----------------------------------------------------------------
+
+
+@pytest.mark.parametrize("pool", ["mean", "class_token"])
+@pytest.mark.parametrize("positions", ["sincos", "learned", "rope"])
+def test_logits_and_intermediates_have_the_documented_shapes(pool, positions):
+    options = dict(pool=pool, positions=positions)
+    logits, out = jax.eval_shape(lambda: make(**options)(IMAGES, with_maps=True))
+    tokens = 17 if pool == "class_token" else 16
+    assert logits.shape == (2, 10)
+    assert out["patch_embedding"].shape == (2, 16, 16)
+    assert out["embedded"].shape == (2, tokens, 16)
+    assert out["blocks"]["output"].shape == (3, 2, tokens, 16)
+    assert out["blocks"]["attention_maps"].shape == (3, 2, 2, tokens, tokens)
+    assert out["pooled"].shape == (2, 16)
+
+
+def test_class_token_gets_no_sincos_position():
+    model = make(pool="class_token", depth=1)
+    embedded = jax.jit(lambda model: model(IMAGES)[1]["embedded"])(model)
+    np.testing.assert_allclose(embedded[0, 0], model.class_token[...], atol=1e-7)
+
+
+def test_rotary_positions_are_seen_by_attention_alone():
+    @jax.jit
+    def run(images):
+        scheme = attention_init.default(query_key_scale=50.0)
+        out = make(positions="rope", attention_init=scheme)(images)[1]
+        return out["embedded"], out["blocks"]["output"][0]
+
+    swapped = jnp.roll(IMAGES, 2, axis=1)  # by one row of tokens
+    (embedded, output), (other, moved) = run(IMAGES), run(swapped)
+    order = np.roll(np.arange(16), -4)
+    np.testing.assert_allclose(other[:, order], embedded, atol=1e-6)
+    assert np.abs(moved[:, order] - output).max() > 1e-3
+
+
+def test_rotary_heads_of_every_layer_attend_to_their_neighbor(library_promotion):
+    options = dict(positions="rope", width=64, num_heads=8, depth=2)
+    (site,) = make(**options).sites().values()
+    weights = attention_init.impulse()(jax.random.key(0), site)
+    options |= dict(pool="class_token", num_registers=2, dtype="bfloat16", remat="full")
+    model = make(**options, attention_init=lambda rng, site: weights)
+    _, out = jax.jit(lambda model: model(IMAGES, with_maps=True))(model)
+    maps = np.asarray(out["blocks"]["attention_maps"], np.float32)[..., 3:, 3:]
+    targets = np.asarray(weights.targets)[np.asarray(weights.filter_index)][:, None]
+    has_target = np.broadcast_to(targets.max(-1) > 0, maps.shape[:-1])
+    hits = maps.argmax(-1) == targets.argmax(-1)
+    assert hits[has_target].mean() > 0.95
+    np.testing.assert_array_equal(model.patch_embedding.bias[...], weights.patch_bias)
 
 
 @pytest.mark.parametrize("pool", ["mean", "class_token"])
@@ -127,47 +233,37 @@ def test_attention_init_is_asked_once_and_put_in_place(pool):
     def init(rng, site):
         calls.append(site)
         shape = (site.num_layers, site.width, site.num_heads, site.head_dim)
-        return AttentionWeights(
-            query=jnp.full(shape, 2.0), positions=jnp.full((site.num_tokens, site.width), 3.0)
-        )
+        positions = jnp.full((site.num_tokens, site.width), 3.0)
+        return AttentionWeights(query=jnp.full(shape, 2.0), positions=positions)
 
     model = make(pool=pool, positions="learned", attention_init=init)
     (site,) = calls
     assert (site.grid, site.width, site.num_heads, site.head_dim) == ((4, 4), 16, 2, 8)
-    assert site.num_layers == 3
-    assert site.qk_scale == pytest.approx(8**-0.5)
+    assert (site.num_layers, site.qk_scale) == (3, pytest.approx(8**-0.5))
     assert site.positions.shape == (16, 16)
     assert np.all(model.blocks.attention.query.kernel[...] == 2)
+    assert not np.any(model.blocks.attention.key.kernel[...] == 2)
     assert np.all(model.positions[...][-16:] == 3)
     assert len(model.positions[...]) == (17 if pool == "class_token" else 16)
-    assert not np.any(model.blocks.attention.key.kernel[...] == 2)
 
 
-def test_position_scale_multiplies_the_whole_table():
+def test_scales_multiply_the_start_values():
     options = dict(pool="class_token", num_registers=2, positions="learned")
+    weights = AttentionWeights(position_scale=18.0, patch_scale=0.3, mlp_scale=0.0)
     model = make(**options)
-    scaled = make(**options, attention_init=lambda rng, site: AttentionWeights(position_scale=18.0))
+    scaled = make(**options, attention_init=lambda rng, site: weights)
     np.testing.assert_allclose(scaled.positions[...], 18 * model.positions[...], rtol=1e-6)
-
-
-def test_patch_and_mlp_scales_multiply_the_kernels():
-    model = make()
-    scheme = lambda rng, site: AttentionWeights(patch_scale=0.3, mlp_scale=0.0)  # noqa: E731
-    scaled = make(attention_init=scheme)
     kernel = model.patch_embedding.kernel[...]
     np.testing.assert_allclose(scaled.patch_embedding.kernel[...], 0.3 * kernel, rtol=1e-6)
     assert not np.any(scaled.blocks.mlp.fc2.kernel[...])
-    np.testing.assert_array_equal(
-        scaled.blocks.mlp.fc1.kernel[...], model.blocks.mlp.fc1.kernel[...]
-    )
+    unchanged = scaled.blocks.mlp.fc1.kernel[...], model.blocks.mlp.fc1.kernel[...]
+    np.testing.assert_array_equal(*unchanged)
 
 
-def test_scheme_that_sets_positions_is_refused_by_fixed_positions():
-    def init(rng, site):
-        return AttentionWeights(positions=jnp.zeros((16, 16)))
-
+def test_a_scheme_cannot_set_fixed_positions():
+    weights = AttentionWeights(positions=jnp.zeros((16, 16)))
     with pytest.raises(InputError, match=r"model\.positions='learned'"):
-        make(attention_init=init)
+        make(attention_init=lambda rng, site: weights)
 
 
 @pytest.mark.parametrize(
@@ -176,12 +272,10 @@ def test_scheme_that_sets_positions_is_refused_by_fixed_positions():
         (dict(patch_size=3), r"data\.image_size=8 .*model\.patch_size=3"),
         (dict(num_heads=3), r"model\.width=16 .*model\.num_heads=3"),
         (dict(width=18), r"width=18: sin-cos positions need a width .*divisible by 4"),
-        (dict(positions="none"), r"model\.positions='none' must be one of 'sincos', 'learned'"),
-        (dict(pool="max"), r"model\.pool='max' must be one of 'mean', 'class_token'"),
-        (dict(dtype="float16"), r"model\.dtype='float16'"),
+        (dict(positions="rope", num_heads=8), "head_dim=2: rotary positions need a multiple of 4"),
         (dict(mlp_ratio=0.01), r"model\.mlp_ratio .*MLP of 16 channels without hidden channels"),
     ],
 )
-def test_sizes_that_do_not_fit_are_refused_by_name(options, message):
+def test_sizes_that_do_not_fit_are_refused(options, message):
     with pytest.raises(InputError, match=message):
         make(**options)

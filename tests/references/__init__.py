@@ -1,20 +1,50 @@
-"""What timm computes: recorded, or by the timm that is installed where there is one."""
+"""What timm and the papers' programs compute: recorded, or by timm itself where it is installed.
+
+    cd tests && python -m references vit swin    # writes references/vit.npz and references/swin.npz
+
+The files were made with timm 1.0.31, torch 2.13.0 and Pillow 13.0.0, in float32 and from random
+weights: nothing is downloaded. `make_NAME.py` has a function `make` that returns the arrays, or the
+values of a JSON file, by name.
+"""
 
 import importlib
 import importlib.util
+import json
 import warnings
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
 HERE = Path(__file__).parent
 
 
-def load(name: str) -> dict[str, np.ndarray]:
-    """The arrays that `make_<name>.py` records in `<name>.npz`; live where timm is installed."""
-    if importlib.util.find_spec("timm") is None:
-        with np.load(HERE / f"{name}.npz") as file:
-            return dict(file)
+def make(name: str) -> dict[str, Any]:
+    """Computes what `NAME.npz` or `NAME.json` records."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # of torch and timm, about themselves
+        importlib.import_module("references.import_torchvision")
         return importlib.import_module(f"references.make_{name}").make()
+
+
+def load(name: str) -> dict[str, np.ndarray]:
+    """Returns the arrays of `NAME.npz`; computes them where timm is installed."""
+    if importlib.util.find_spec("timm") is not None:
+        return make(name)
+    with np.load(HERE / f"{name}.npz") as file:
+        return dict(file)
+
+
+def save(name: str) -> None:
+    """Writes `NAME.npz`, or `NAME.json` if the values are no arrays."""
+    values = make(name)
+    if all(isinstance(value, np.ndarray) for value in values.values()):
+        np.savez_compressed(HERE / f"{name}.npz", **values)
+    else:
+        lines = (f"{json.dumps(key)}: {json.dumps(value)}" for key, value in values.items())
+        (HERE / f"{name}.json").write_text("{\n" + ",\n".join(lines) + "\n}\n")
+
+
+def part(arrays: dict[str, np.ndarray], name: str) -> dict[str, np.ndarray]:
+    """Returns the arrays whose names begin with `name/`, without that."""
+    return {k.removeprefix(name + "/"): v for k, v in arrays.items() if k.startswith(name + "/")}

@@ -1,14 +1,7 @@
-"""Records the random draws of timm: magnitudes, operations, λ, boxes and erased areas.
+"""Random draws of timm: magnitudes, operations, λ, boxes and erased areas."""
 
-    python tests/references/make_augment.py    # writes augment.npz
-
-Made with timm 1.0.31, torch 2.13.0, Pillow 13.0.0. Seeds are fixed; nothing is downloaded.
-"""
-
-import pathlib
 import random
 
-import import_torchvision  # noqa: F401
 import numpy as np
 import torch
 from PIL import Image
@@ -106,7 +99,8 @@ def mixed_batch():
     return inputs, labels, images.numpy().transpose(0, 2, 3, 1), targets.numpy()
 
 
-def main():
+def make():
+    """All arrays by name."""
     random.seed(0)
     np.random.seed(0)  # noqa: NPY002
     arrays = {"levels": level_arguments().astype(np.float32)}
@@ -120,11 +114,4 @@ def main():
     arrays["crops"] = crops(24, 40, (0.08, 1.0), (3 / 4, 4 / 3))
     arrays["crops_wide"] = crops(10, 40, (0.9, 1.0), (3 / 4, 4 / 3))
     names = ("mixed_inputs", "mixed_labels", "mixed_images", "mixed_targets")
-    arrays |= dict(zip(names, mixed_batch(), strict=True))
-    path = pathlib.Path(__file__).with_name("augment.npz")
-    np.savez_compressed(path, strings=np.array(STRINGS), **arrays)
-    print(f"{path.name}: {path.stat().st_size / 1000:.0f} kB")
-
-
-if __name__ == "__main__":
-    main()
+    return arrays | dict(zip(names, mixed_batch(), strict=True), strings=np.array(STRINGS))

@@ -1,15 +1,10 @@
-"""Records the start values of timm's models: mean, standard deviation and largest value of each.
+"""Mean, standard deviation and largest absolute value of the start values of timm's models.
 
-    python tests/references/make_base_init.py    # writes base_init.npz
-
-Made with timm 1.0.31 and torch 2.13.0. 'pytorch' is a model whose `init_weights` is skipped. This
-version then does not initialize tokens and positions. Those of the papers (0.9.16 and 1.0.22) set
-the tokens to zero and draw positions with a standard deviation of 0.02.
+'pytorch' is a model whose `init_weights` is skipped. timm 1.0.31 then does not initialize tokens
+and positions. The versions of the papers (0.9.16 and 1.0.22) set the tokens to zero and draw
+positions with a standard deviation of 0.02.
 """
 
-import pathlib
-
-import import_torchvision  # noqa: F401
 import numpy as np
 import torch
 from timm.models.convmixer import ConvMixer
@@ -62,11 +57,3 @@ def make():
             arrays[f"{family} {base_init}/names"] = np.array(list(statistics))
             arrays[f"{family} {base_init}/statistics"] = np.array(list(statistics.values()))
     return arrays
-
-
-def main():
-    np.savez_compressed(pathlib.Path(__file__).with_name("base_init.npz"), **make())
-
-
-if __name__ == "__main__":
-    main()

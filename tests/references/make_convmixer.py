@@ -1,23 +1,13 @@
-"""Records small ConvMixers of timm: weights, images, and what they compute in both modes.
+"""What small ConvMixers of timm compute in training and evaluation.
 
-    python tests/references/make_convmixer.py    # writes convmixer.npz and convmixer_counts.json
-
-Made with timm 1.0.31 and torch 2.13.0. Inputs are not square; one model has GELU and an even
-kernel, the other ReLU and an odd one. Weights and running statistics are random also where timm's
-start values are not. Keys: `state/` what a model starts with, `evaluation/` and `training/` the
-blocks' outputs and the logits, `after/` the running statistics after one forward pass in training.
+Inputs are not square; weights and running statistics are random. Keys: `state/` is the model,
+`evaluation/` and `training/` the blocks' outputs and the logits, `after/` the running statistics
+after one forward pass in training.
 """
 
-import json
-import pathlib
-
-import import_torchvision  # noqa: F401
-import numpy as np
-import timm
 import torch
 from timm.models.convmixer import ConvMixer
 
-FOLDER = pathlib.Path(__file__).parent
 MODELS = {
     "gelu_even": dict(kernel_size=8, act_layer=torch.nn.GELU),
     "relu_odd": dict(kernel_size=5, act_layer=torch.nn.ReLU),
@@ -58,14 +48,3 @@ def record(options):
 def make():
     """All arrays by name."""
     return {f"{n}/{k}": v for n, o in MODELS.items() for k, v in record(o).items()}
-
-
-def main():
-    np.savez_compressed(FOLDER / "convmixer.npz", **make())
-    names = ("convmixer_768_32", "convmixer_1024_20_ks9_p14", "convmixer_1536_20")
-    counts = {n: sum(p.numel() for p in timm.create_model(n).parameters()) for n in names}
-    (FOLDER / "convmixer_counts.json").write_text(json.dumps(counts, indent=2) + "\n")
-
-
-if __name__ == "__main__":
-    main()

@@ -3,7 +3,7 @@
     python tests/references/make_convmixer_filters.py CONVMIXER_PY    # writes the .json
 
 CONVMIXER_PY is pytorch-image-models/timm/models/convmixer.py of
-https://github.com/osiriszjq/structured_init at commit 9c2d0e0. Made with torch 2.13.0.
+https://github.com/osiriszjq/structured_init at commit 9c2d0e0.
 """
 
 import ast

@@ -1,15 +1,9 @@
-"""Records algorithm 1 of the 2024 paper as its program runs it, for `test_papers.py`.
+"""Algorithm 1 of the 2024 paper as its program runs it, with PyTorch's LayerNorm, MSE and Adam.
 
-    python tests/references/make_impulse_2024.py    # writes impulse_2024.npz
-
-Made with torch 2.13.0, whose LayerNorm, MSE and Adam it uses. With the same offsets and start
-values, `impulse_init` of the authors' program (osiriszjq/structured_init, commit 9c2d0e0, run on a
-CPU) returns the same Q and K.
+With the same offsets and start values, `impulse_init` of the authors' program
+(osiriszjq/structured_init, commit 9c2d0e0, on a CPU) returns the same Q and K.
 """
 
-import pathlib
-
-import numpy as np
 import torch
 
 ROWS, COLS, WIDTH, HEADS, HEAD_DIM = 5, 5, 32, 4, 8
@@ -59,7 +53,3 @@ def make():
         adam.step()
     arrays |= {"targets": targets(), "losses": torch.stack(losses), "query": query, "key": key}
     return {name: array.detach().numpy() for name, array in arrays.items()}
-
-
-if __name__ == "__main__":
-    np.savez_compressed(pathlib.Path(__file__).parent / "impulse_2024.npz", **make())

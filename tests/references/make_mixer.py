@@ -1,15 +1,8 @@
-"""Records a small MLP-Mixer of timm: weights, images, what every block and the head make of them.
+"""What the blocks and the head of a small MLP-Mixer of timm compute with random weights.
 
-    python tests/references/make_mixer.py    # writes mixer.npz
-
-Made with timm 1.0.31 and torch 2.13.0. The input is not square, the weights are random also where
-timm's start values are not (norms, biases, the head).
+The input is not square. Norms, biases and the head, which start at constants, are random too.
 """
 
-import pathlib
-
-import import_torchvision  # noqa: F401
-import numpy as np
 import torch
 from timm.models.mlp_mixer import MlpMixer
 
@@ -32,11 +25,3 @@ def make():
     arrays["blocks"] = torch.stack(blocks).numpy()
     arrays["logits"] = logits.numpy()
     return arrays
-
-
-def main():
-    np.savez_compressed(pathlib.Path(__file__).with_name("mixer.npz"), **make())
-
-
-if __name__ == "__main__":
-    main()

@@ -1,11 +1,12 @@
 """Records what the authors' programs do for each recipe: `programs.json`.
 
-    python tests/references/make_programs.py 2024 CHECKOUT   # github.com/osiriszjq/structured_init
-    python tests/references/make_programs.py 2025 CHECKOUT   # .../structured_initialization
+    cd tests
+    python -m references.make_programs 2024 CHECKOUT   # github.com/osiriszjq/structured_init
+    python -m references.make_programs 2025 CHECKOUT   # .../structured_initialization
 
 CHECKOUT is the timm folder inside the repository, at commit 48b59c3 or 2623dcc. The commands are
 those of its README; the models, schedules, optimizers and transforms are built by its own
-functions. Made with torch 2.13.0 on a CPU, for which the GPU calls are removed. Takes 20 minutes.
+functions, without the GPU calls. Takes 20 minutes.
 """
 
 import json
@@ -13,9 +14,10 @@ import pathlib
 import re
 import sys
 
-import import_torchvision  # noqa: F401
 import numpy as np
 import torch
+
+import references.import_torchvision  # noqa: F401
 
 OUT = pathlib.Path(__file__).with_name("programs.json")
 SHARED = "--opt adamw --sched cosine --aa rand-m9-mstd0.5-inc1"

@@ -1,7 +1,8 @@
 """Records how other projects name their parameters, and checks `interop` against them.
 
-    python tests/references/make_state_dict_names.py           # writes state_dict_names.json
-    python tests/references/make_state_dict_names.py --check   # needs structinit_jax beside torch
+    cd tests
+    python -m references.make_state_dict_names           # writes state_dict_names.json
+    python -m references.make_state_dict_names --check   # needs structinit_jax next to torch
 
 Made with timm 1.0.31, transformers 5.24.0, vit-pytorch 1.26.11, torchvision 0.28.0 and torch
 2.13.0, whose models get random weights: nothing is downloaded. `--check` puts impulse attention
@@ -9,12 +10,14 @@ into the real models and measures the attention maps that they compute themselve
 finds the same hits in all of them; in CLIP and AIMv2, 1 % are others.
 """
 
+import references.import_torchvision  # noqa: F401, needed before timm
+
+# isort: split
 import json
 import pathlib
 import sys
 import tempfile
 
-import import_torchvision  # noqa: F401
 import numpy as np
 import timm
 import torch

@@ -1,19 +1,9 @@
-"""What timm's Swin computes, recorded in `swin.npz`, so that the tests run without timm.
+"""What timm's Swin computes with random weights, by case.
 
-    pip install timm==1.0.31 torch
-    python tests/references/make_swin.py      # writes swin.npz beside this file
-
-Made with timm 1.0.31 and torch 2.13.0 in float32, from random weights: nothing is downloaded. For
-each model of `CASES`: its weights, images, the output of every block, logits, and the gradient of
-sum(cotangent · logits) where windows are shifted. For the registered models: their number of
-parameters.
+Its weights, images, the output of every block, logits, and the gradient of sum(cotangent · logits)
+where windows are shifted.
 """
 
-import pathlib
-
-import import_torchvision  # noqa: F401
-import numpy as np
-import timm
 import torch
 from timm.models.swin_transformer import SwinTransformer
 
@@ -26,13 +16,6 @@ CASES = {
     # Pixels behind the last patch; grid 7×7, then 4×4: windows larger than the map.
     "single": dict(img_size=(30, 30), depths=(2, 1), window_size=8),
 }
-VARIANTS = (
-    "swin_tiny_patch4_window7_224",
-    "swin_small_patch4_window7_224",
-    "swin_base_patch4_window7_224",
-    "swin_base_patch4_window12_384",
-    "swin_large_patch4_window7_224",
-)
 
 
 def run(name, options):
@@ -70,16 +53,4 @@ def make():
     arrays = {}
     for name, options in CASES.items():
         arrays |= run(name, options)
-    for name in VARIANTS:
-        with torch.device("meta"):
-            model = timm.create_model(name)
-        arrays[f"parameters/{name}"] = np.array(sum(p.numel() for p in model.parameters()))
     return arrays
-
-
-def main():
-    np.savez_compressed(pathlib.Path(__file__).with_name("swin.npz"), **make())
-
-
-if __name__ == "__main__":
-    main()

@@ -1,15 +1,9 @@
-"""Records what timm's train.py does: learning rates, weight decay, and the augmentation's order.
+"""What timm's train.py does: learning rates, weight decay, and the order of the augmentation.
 
-    python tests/references/make_train_script.py    # writes train_script.npz
-
-Made with timm 1.0.31 and torch 2.13.0. The schedules are those of the papers' public commands;
-`create_scheduler_v2`, `create_optimizer_v2` and `create_loader` get the arguments that train.py
-passes on.
+The schedules are those of the papers' public commands; `create_scheduler_v2`, `create_optimizer_v2`
+and `create_loader` get the arguments that train.py passes on.
 """
 
-import pathlib
-
-import import_torchvision  # noqa: F401
 import numpy as np
 import torch
 from PIL import Image
@@ -135,11 +129,3 @@ def make():
     for family, model in models().items():
         arrays[f"names/{family}"], arrays[f"decayed/{family}"] = decayed(model)
     return arrays
-
-
-def main():
-    np.savez_compressed(pathlib.Path(__file__).with_name("train_script.npz"), **make())
-
-
-if __name__ == "__main__":
-    main()

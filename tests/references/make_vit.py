@@ -1,22 +1,13 @@
-"""Records what timm's ViT computes, for `test_timm_vit.py`, and the parameter counts of its sizes.
+"""What timm's ViT computes with random weights.
 
-    python tests/references/make_vit.py    # writes vit.npz and vit_parameters.json
-
-Made with timm 1.0.31 and torch 2.13.0. Weights are random, with biases, norms, scales and tokens
-moved off their start values, so that none can hide.
+Biases, norms, scales and tokens are moved off their start values, so that none can hide.
 """
 
-import json
-import pathlib
-
-import import_torchvision  # noqa: F401
-import numpy as np
 import torch
 from timm.layers import resample_abs_pos_embed
 from timm.models.eva import Eva
 from timm.models.vision_transformer import VisionTransformer, checkpoint_filter_fn
 
-HERE = pathlib.Path(__file__).parent
 SMALL = dict(patch_size=4, num_classes=5, embed_dim=16, depth=2, num_heads=2)
 CASES = {
     "class_token": dict(img_size=(8, 12)),
@@ -38,13 +29,6 @@ ROPE_CASES = {
     ),
     "rope_mean": dict(img_size=(8, 8), class_token=False),
 }
-SIZES = {
-    "tiny": (192, 12, 3),
-    "small": (384, 12, 6),
-    "base": (768, 12, 12),
-    "large": (1024, 24, 16),
-}
-INPUTS = [(2, 32), (4, 32), *((p, size) for p in (8, 14, 16, 32) for size in (224, 384))]
 
 
 def record(name, options):
@@ -104,20 +88,3 @@ def make():
     for name, options in ROPE_CASES.items():
         arrays |= record(name, options)
     return arrays
-
-
-def main():
-    np.savez_compressed(HERE / "vit.npz", **make())
-    counts = {}
-    for size, (width, depth, heads) in SIZES.items():
-        for patch, image in INPUTS:
-            if image % patch:
-                continue
-            with torch.device("meta"):
-                model = VisionTransformer(image, patch, 3, 1000, "token", width, depth, heads)
-            counts[f"vit_{size}_patch{patch}_{image}"] = sum(p.numel() for p in model.parameters())
-    (HERE / "vit_parameters.json").write_text(json.dumps(counts, indent=1) + "\n")
-
-
-if __name__ == "__main__":
-    main()
