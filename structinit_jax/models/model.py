@@ -36,20 +36,22 @@ from structinit_jax.errors import (
 from structinit_jax.models.layers import RESIDUAL, Rng, set_weight
 
 
-def _keep_products(primitive, *args, **params):
-    """Keeps what is costly to compute. The rest is elementwise: recomputing beats reading it.
+def _keep_costly(primitive, *args, **params):
+    """Keeps what is costly to compute, and small. Recomputing the rest beats reading it.
 
-    Names that start with 'dot' include the fused attention of cuDNN.
+    These are the products of linear layers, convolutions, the fused attention of cuDNN, and what
+    layers name. The products of `attention.dot_product_attention` are as large as its maps.
     """
-    named = _KEEP_NAMED(primitive, *args, **params)
-    return named or primitive.name.startswith(("dot", "conv_general"))
+    kept = _KEEP_LINEAR(primitive, *args, **params) or _KEEP_NAMED(primitive, *args, **params)
+    return kept or primitive.name.startswith(("dot_product_attention", "conv_general"))
 
 
+_KEEP_LINEAR = jax.checkpoint_policies.dots_with_no_batch_dims_saveable
 _KEEP_NAMED = jax.checkpoint_policies.save_only_these_names(RESIDUAL)
 # Fastest first.
 REMAT_POLICIES = {
-    "none": _keep_products,
-    "dots": jax.checkpoint_policies.dots_with_no_batch_dims_saveable,
+    "none": _keep_costly,
+    "dots": _KEEP_LINEAR,
     "full": jax.checkpoint_policies.nothing_saveable,
 }
 
@@ -93,12 +95,6 @@ class Model(nnx.Module):
     scheme for the start values of the stacks, or None), `rngs`, whose `params` stream draws the
     start values, and the fields of `Config`. A class of your own may define a static method
     `default_config` instead of `Config`.
-
-    Logits have derivatives of any order by `jax.grad`, `jax.vjp` and forward over reverse, such as
-    `jax.jvp(jax.grad(loss), ...)` and `jax.hessian`. Only `jax.jvp` and `jax.linearize` of a model
-    itself fail, except for MLP-Mixer, because of `jax.custom_vjp`. Reverse mode twice replaces
-    them: `y, pull = jax.vjp(f, x)`, then `jax.vjp(pull, jnp.zeros_like(y))[1]((tangent,))[0]`.
-    `jax.export` also takes images whose number is symbolic.
     """
 
     Config: ClassVar[type[ModelConfig]]
@@ -238,10 +234,9 @@ def run_stack(
       rng: Split among the blocks; None in evaluation.
       unroll: Steps of the scan to unroll; 0 unrolls all, which is slower to compile and, on
         CPUs, to run.
-      remat: What a step keeps for the gradient: 'none' keeps what is costly to compute (products,
-        and arrays named `layers.RESIDUAL`), 'dots' the outputs of its linear layers, 'full' only
-        its input. The rest is recomputed, which saves memory. 'auto' is 'none' here; the trainer
-        replaces it by the first of these that fits the device (`training.setup`).
+      remat: What a step keeps for the gradient, a key of `REMAT_POLICIES`: 'none' keeps what is
+        costly to compute, 'dots' the outputs of its linear layers, 'full' only its input. The rest
+        is recomputed, which saves memory. 'auto' is 'none' here; the trainer tries all three.
       cycle: Further static arguments of successive blocks, repeated along the stack. One cycle is
         one step of the scan.
       **options: Further arguments of all blocks.
