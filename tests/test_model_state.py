@@ -10,12 +10,10 @@ from conftest import library_promotion_rules, make_tiny_config, place
 from structinit_jax import evaluate, train
 from structinit_jax.config import base_config
 from structinit_jax.data.datasets import CATALOG
-from structinit_jax.data.loader import make_loader
 from structinit_jax.errors import InputError
 from structinit_jax.train import set_up
 from structinit_jax.training import checkpoint
 from structinit_jax.training.setup import initialize
-from structinit_jax.training.step import make_eval_step
 
 pytestmark = pytest.mark.usefixtures("library_promotion")
 
@@ -80,27 +78,6 @@ def test_steps_update_statistics_and_their_average_but_not_fixed_filters(
         found = state.ema["model_state"]["blocks"]["norm1"][name]
         np.testing.assert_allclose(found, average[name], rtol=1e-5)
         assert np.abs(found - new[name]).min() > 1e-4
-
-
-def test_evaluation_uses_the_running_statistics(config, setup, first_state):
-    state, batch = place(first_state, setup), make_batch()
-    for _ in range(12):
-        state, _ = setup.train_step(state, batch)
-    evaluation_set = evaluate.open_evaluation_set(config)
-    results = evaluate.Evaluator(config, setup.model, {"test": evaluation_set})(state)
-    loader = make_loader(evaluation_set.source, setup.model.mesh, image_size=8)
-    whole_split = next(loader.eval_batches(batch_size=96))
-    step = jax.jit(make_eval_step(config, setup.model.graphdef, setup.model.mesh))
-
-    def loss(params, model_state):
-        return float(step(params, model_state, whole_split)["loss"]) / 90
-
-    averaged = state.ema
-    assert results["test/loss"] == pytest.approx(loss(state.params, state.model_state), rel=1e-5)
-    assert results["test/ema_loss"] == pytest.approx(
-        loss(averaged["params"], averaged["model_state"]), rel=1e-5
-    )
-    assert abs(results["test/loss"] - loss(state.params, first_state.model_state)) > 0.02
 
 
 def test_one_and_eight_devices_normalize_by_the_global_batch(

@@ -75,20 +75,11 @@ def test_gradients_equal_timm():
         np.testing.assert_allclose(gradient[key], value, atol=1e-3 * scale, err_msg=key)
 
 
-def test_weights_return_to_timm_and_old_buffers_are_passed_over():
+def test_weights_return_to_timm():
     weights = references.part(REFERENCES, "padded/weights")
     again = to_timm(loaded("padded"))
     assert again.keys() == weights.keys()
     jax.tree.map(np.testing.assert_array_equal, again, weights)
-    old = weights | {
-        "layers.0.blocks.1.attn_mask": np.zeros((6, 16, 16)),
-        "layers.1.blocks.2.attn.relative_position_index": np.zeros((16, 16), int),
-    }
-    from_timm(nnx.clone(loaded("padded")), old)
-    with pytest.raises(InputError, match=r"no place for: layers\.0\.blocks\.9\.attn_mask"):
-        from_timm(
-            nnx.clone(loaded("padded")), weights | {"layers.0.blocks.9.attn_mask": np.zeros(1)}
-        )
 
 
 def test_intermediates_have_the_documented_shapes():

@@ -217,7 +217,7 @@ def rotation_matrix(degrees: Float[Array, ""], height: int, width: int) -> Float
 
 
 # Both interpolations are written as a value plus differences: equal neighbors give that very value,
-# whereas weights whose sum is rounded below 1 would darken plain areas by 1.
+# whereas weights that sum to slightly less than 1 would darken plain areas by 1.
 
 
 def _linear(a, b, fraction):

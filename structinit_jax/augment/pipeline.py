@@ -72,7 +72,7 @@ class AugmentConfig:
     # without effect if rand_augment is set, as in timm.
     color_jitter: Strengths = (0.0, 0.0, 0.0)
     erasing: Probability = 0.0  # of random erasing
-    # What fills an erased box: noise per pixel, one random color, or the mean color.
+    # Fill of an erased box: noise per pixel, one random color, or the mean color.
     erasing_mode: Literal["pixel", "rand", "const"] = "pixel"
     # True is the order of timm's train script with its prefetcher: mix uint8 images, round,
     # normalize, erase. DeiT, and timm without the prefetcher, erase and then mix normalized images.

@@ -46,7 +46,7 @@ def default_config(name: str) -> dict[str, Any]:
 
 
 def check_fields(fields: Mapping[str, Any]) -> None:
-    """Raises `InputError` unless the fields of `config.model` are what its family needs.
+    """Raises `InputError` unless `config.model` has valid fields of its family.
 
     A family of your own checks its fields itself.
     """
@@ -60,7 +60,7 @@ def create_model(
 ) -> nnx.Module:
     """Builds a model with its default start values.
 
-    `model.initialize_attention(scheme, rng)` writes those of a scheme into it.
+    `model.initialize_attention(scheme, rng)` then writes a scheme's values into it.
 
     Args:
       options: `config.model`: the `name` of the family and fields of its `Config`.

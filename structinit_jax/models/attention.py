@@ -141,8 +141,8 @@ def dot_product_attention(
 ) -> Float[Array, "B N h d"]:
     """Returns softmax(query·key / √d + bias)·value, with logits and softmax in float32.
 
-    `run_stack` keeps no array [B, h, N, M] for the gradient, which recomputes the maps from what is
-    named here. (A derivative written by hand, as in FlashAttention, makes a training step of
+    `run_stack` keeps no array [B, h, N, M] for the gradient, which recomputes the maps from the
+    arrays named here. (A derivative written by hand, as in FlashAttention, makes a training step of
     ViT-Ti/16 3 % faster on a CPU.)
     """
     # Heads first, since the products over tokens are slow on CPUs in any other layout.

@@ -9,7 +9,7 @@ import numpy as np
 from flax import nnx
 from jaxtyping import Array, Float
 
-from structinit_jax.attention_init import AttentionInit, ConvSite, ConvWeights
+from structinit_jax.attention_init import ConvSite, ConvWeights
 from structinit_jax.errors import InputError, PositiveInt
 from structinit_jax.models import layers
 from structinit_jax.models.layers import Rng
@@ -62,15 +62,8 @@ class ConvMixer(Model):
         "convmixer_512_8": dict(image_size=32, patch_size=2, width=512, depth=8, kernel_size=5),
     }
 
-    def __init__(
-        self,
-        *,
-        channels: int,
-        attention_init: AttentionInit | None = None,
-        rngs: nnx.Rngs,
-        **fields,
-    ):
-        self.config = config = ConvMixerConfig.from_fields(fields)
+    def _make_layers(self, channels: int, rngs: nnx.Rngs) -> None:
+        config = self.config
         width = config.width
         self.grid = token_grid(config.image_size, config.patch_size)
         options = dict(dtype=jnp.dtype(config.dtype), rngs=rngs)
@@ -87,8 +80,6 @@ class ConvMixer(Model):
         )
         head_init = layers.pytorch_init(width)
         self.head = nnx.Linear(width, config.num_classes, **head_init, rngs=rngs)
-        if attention_init is not None:
-            self.initialize_attention(attention_init, rngs.params())
 
     def sites(self) -> dict[str, ConvSite]:
         """See `Model.sites`."""
@@ -218,7 +209,7 @@ def _add_shifted(x, kernel):
 class BatchNorm(nnx.Module):
     """PyTorch's BatchNorm2d: momentum 0.1, epsilon 1e-5, computed in float32.
 
-    Not `nnx.BatchNorm`, whose running variance is the biased one; PyTorch's is unbiased.
+    Not `nnx.BatchNorm`, which records the biased variance; PyTorch records the unbiased one.
     """
 
     momentum = 0.1

@@ -23,7 +23,7 @@ from structinit_jax.errors import InputError
 Rng = PRNGKeyArray | None
 
 
-# `jax.checkpoint` name of arrays that a training step keeps besides the results of products.
+# `jax.checkpoint` name of arrays that a training step keeps in addition to products.
 RESIDUAL = "residual"
 
 
@@ -108,7 +108,7 @@ class PatchEmbedding(nnx.Module):
     """Maps each p × p patch to a token, like a convolution of size and stride p.
 
     A matrix product rather than `nnx.Conv`: its gradient is deterministic on GPUs, whereas cuDNN's
-    need not be. Start values are those of PyTorch's Conv2d, as in timm.
+    need not be. It starts like PyTorch's Conv2d, as in timm.
     """
 
     def __init__(self, patch_size: int, channels: int, width: int, *, dtype, rngs: nnx.Rngs):

@@ -9,7 +9,7 @@ import numpy as np
 from flax import nnx
 from jaxtyping import Array, Float
 
-from structinit_jax.attention_init import AttentionInit, TokenMixingSite, TokenMixingWeights
+from structinit_jax.attention_init import TokenMixingSite, TokenMixingWeights
 from structinit_jax.errors import Fraction, PositiveFloat, PositiveInt
 from structinit_jax.models import layers
 from structinit_jax.models.layers import Rng
@@ -51,15 +51,8 @@ class MlpMixer(Model):
         "mixer_l16_224": dict(image_size=224, patch_size=16, width=1024, depth=24),
     }
 
-    def __init__(
-        self,
-        *,
-        channels: int,
-        attention_init: AttentionInit | None = None,
-        rngs: nnx.Rngs,
-        **fields,
-    ):
-        self.config = config = MixerConfig.from_fields(fields)
+    def _make_layers(self, channels: int, rngs: nnx.Rngs) -> None:
+        config = self.config
         width = config.width
         self.grid = token_grid(config.image_size, config.patch_size)
         options = dict(dtype=jnp.dtype(config.dtype), rngs=rngs)
@@ -85,8 +78,6 @@ class MlpMixer(Model):
         )
         self.norm = layers.layer_norm(width, **options)
         self.head = nnx.Linear(width, config.num_classes, **head_init, rngs=rngs)
-        if attention_init is not None:
-            self.initialize_attention(attention_init, rngs.params())
 
     def sites(self) -> dict[str, TokenMixingSite]:
         """See `Model.sites`."""

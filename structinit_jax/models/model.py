@@ -1,8 +1,8 @@
 """The base class of the model families and of their configs, and stacks of equal blocks.
 
 Modules hold parameters and no random state: a call takes a random key `rng`, and `rng=None` means
-evaluation. A module is thus a plain pytree, and a stack is one block whose variables have a leading
-layer axis.
+evaluation. A module is thus a plain pytree. A stack is one block, and each of its variables has a
+leading layer axis.
 """
 
 import dataclasses
@@ -37,10 +37,10 @@ from structinit_jax.models.layers import RESIDUAL, Rng, set_weight
 
 
 def _keep_costly(primitive, *args, **params):
-    """Keeps what is costly to compute, and small. Recomputing the rest beats reading it.
+    """Keeps small arrays that are costly to compute. Recomputing the rest beats reading it.
 
-    These are the products of linear layers, convolutions, the fused attention of cuDNN, and what
-    layers name. The products of `attention.dot_product_attention` are as large as its maps.
+    Kept are the products of linear layers, convolutions, cuDNN's fused attention, and the arrays
+    that layers name. The products of `attention.dot_product_attention` are as large as its maps.
     """
     kept = _KEEP_LINEAR(primitive, *args, **params) or _KEEP_NAMED(primitive, *args, **params)
     return kept or primitive.name.startswith(("dot_product_attention", "conv_general"))
@@ -90,25 +90,48 @@ class ModelConfig:
 class Model(nnx.Module):
     """Base class of the model families.
 
-    A family defines `Config`, `sites`, `__call__`, and a constructor that raises `InputError` if
-    sizes do not fit each other. Its arguments are `channels` of the input, `attention_init` (a
-    scheme for the start values of the stacks, or None), `rngs`, whose `params` stream draws the
-    start values, and the fields of `Config`. A class of your own may define a static method
-    `default_config` instead of `Config`.
+    A family defines `Config`, `_make_layers`, `sites` and `__call__`. A class of your own may also
+    define its own constructor, and a static method `default_config` instead of `Config`.
+
+    Args:
+      channels: Channels of the input.
+      attention_init: Scheme for the start values of the stacks; None keeps the family's own.
+      rngs: Its `params` stream draws the start values.
+      **fields: Fields of `Config`.
+
+    Raises:
+      InputError: A field is invalid, or sizes do not fit each other.
     """
 
     Config: ClassVar[type[ModelConfig]]
     VARIANTS: ClassVar[Mapping[str, dict[str, Any]]] = {}  # named changes to the defaults
+
+    def __init__(
+        self,
+        *,
+        channels: int,
+        attention_init: AttentionInit | None = None,
+        rngs: nnx.Rngs,
+        **fields,
+    ):
+        self.config = self.Config.from_fields(fields)
+        self._make_layers(channels, rngs)
+        if attention_init is not None:
+            self.initialize_attention(attention_init, rngs.params())
 
     @classmethod
     def default_config(cls) -> dict[str, Any]:
         """Returns the fields of `config.model` with their defaults, and their `image_size`."""
         return {field.name: field.default for field in dataclasses.fields(cls.Config)}
 
+    def _make_layers(self, channels: int, rngs: nnx.Rngs) -> None:
+        """Creates the layers that `self.config` describes."""
+        raise NotImplementedError
+
     def sites(self) -> dict[str, Site]:
         """Describes each stack to initialization schemes, by the name of the model's attribute.
 
-        The attribute has a method `set_weights` for what a scheme returns.
+        The attribute has a method `set_weights` that takes what a scheme returns.
         """
         raise NotImplementedError
 
@@ -120,7 +143,7 @@ class Model(nnx.Module):
         Args:
           images: Normalized images.
           rng: Random key for dropout and drop path in training; None in evaluation.
-          with_maps: Whether to return attention maps, whose memory grows with the tokens squared.
+          with_maps: Whether to return attention maps. Their memory grows with the tokens squared.
 
         Returns:
           Logits and the intermediates by name. Logits are float32 for every dtype, because the
@@ -137,10 +160,10 @@ class Model(nnx.Module):
         return {name: scheme(stack_rng, site) for (name, site), stack_rng in stacks}
 
     def initialize_attention(self, scheme: AttentionInit, rng: PRNGKeyArray) -> SolveReport | None:
-        """Replaces the start values of every stack by those of a scheme.
+        """Replaces the start values of every stack with the weights of a scheme.
 
-        Some schemes also multiply the patch embedding and the MLPs by factors. Since no scheme
-        undoes those of an earlier one, initialize a new model for each.
+        Some schemes also scale the patch embedding and the MLPs. No scheme undoes the scaling of an
+        earlier one, so initialize a new model for each.
 
         Args:
           scheme: `(rng, site) -> weights`, such as `attention_init.impulse()`.
@@ -297,8 +320,8 @@ def gather_weights(block: Any) -> Any:
     """Returns one block of a stack with all of its weights on every device.
 
     If the weights are split, the training and evaluation steps set the mesh that this uses. Without
-    a mesh, or on a mesh of yours, the block is returned as it is. Call it for one block at a time,
-    so that the others stay split.
+    that mesh, the block is returned as it is. Call it for one block at a time, so that the others
+    stay split.
     """
     mesh = jax.sharding.get_abstract_mesh()
     kinds = dict(zip(mesh.axis_names, mesh.axis_types, strict=True))
@@ -314,7 +337,7 @@ def gather_weights(block: Any) -> Any:
 
 
 def _gather_split(weight, split):
-    # Pinned first, since XLA would else keep the full copy for the gradient.
+    # Pin to the split sharding first; otherwise XLA keeps the full copy for the gradient.
     weight = jax.lax.with_sharding_constraint(weight, split)
     return jax.lax.with_sharding_constraint(weight, NamedSharding(split.mesh, PartitionSpec()))
 
@@ -325,7 +348,7 @@ def _gather_weight_forward(weight, split):
 
 
 def _gather_weight_backward(split, _, gradient):
-    # That of the constraints would sum the whole gradient on every device before it is split.
+    # The default derivative all-reduces the full gradient; this reduce-scatters it.
     return (jax.lax.with_sharding_constraint(gradient, split),)
 
 

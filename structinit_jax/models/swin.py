@@ -10,7 +10,7 @@ import numpy as np
 from flax import nnx
 from jaxtyping import Array, Float
 
-from structinit_jax.attention_init import AttentionInit, AttentionWeights, WindowSite
+from structinit_jax.attention_init import AttentionWeights, WindowSite
 from structinit_jax.errors import Fraction, InputError, PositiveFloat, PositiveInt
 from structinit_jax.models import layers
 from structinit_jax.models.attention import Block
@@ -57,15 +57,8 @@ class SwinTransformer(Model):
         "swin_large_patch4_window7_224": _BASE | dict(width=192, num_heads=(6, 12, 24, 48)),
     }
 
-    def __init__(
-        self,
-        *,
-        channels: int,
-        attention_init: AttentionInit | None = None,
-        rngs: nnx.Rngs,
-        **fields,
-    ):
-        self.config = config = SwinConfig.from_fields(fields)
+    def _make_layers(self, channels: int, rngs: nnx.Rngs) -> None:
+        config = self.config
         self.image_size = image_sides(config.image_size)
         self._check_sizes()
         width, options = config.width, dict(dtype=jnp.dtype(config.dtype), rngs=rngs)
@@ -99,8 +92,6 @@ class SwinTransformer(Model):
         self.norm = layers.layer_norm(width, epsilon=EPSILON, **options)
         head_init = layers.BASE_INITS[config.base_init](width)
         self.head = nnx.Linear(width, config.num_classes, **head_init, rngs=rngs)
-        if attention_init is not None:
-            self.initialize_attention(attention_init, rngs.params())
 
     def _check_sizes(self):
         config = self.config
@@ -208,7 +199,7 @@ class SwinStage(nnx.Module):
     def __call__(
         self, x: Float[Array, "B rows cols D"], **run_options
     ) -> tuple[Float[Array, "B r c E"], dict[str, Any]]:
-        """Returns the output and the intermediates; `run_options` are those of `run_stack`."""
+        """Returns the output and the intermediates. For `run_options` see `run_stack`."""
         out = {}
         if self.merging is not None:
             x = out["merged"] = self.merging(x)
@@ -287,7 +278,7 @@ def unpartition(
 
 
 def shift_mask(grid: Sides, window: Sides, shift: Sides) -> Float[np.ndarray, "W n n"]:
-    """Returns what to add to the logits of each window of a shifted grid.
+    """Returns the mask that is added to the logits of each window of a shifted grid.
 
     The last windows hold tokens from both ends of the grid, which must not attend to each other:
     `MASKED` for such pairs, 0 for all others. As in timm, ends are those of the padded grid.

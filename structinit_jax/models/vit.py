@@ -10,7 +10,6 @@ from flax import nnx
 from jaxtyping import Array, Float
 
 from structinit_jax.attention_init import (
-    AttentionInit,
     AttentionSite,
     RotarySite,
     rotary_angles,
@@ -86,15 +85,8 @@ class VisionTransformer(Model):
     Config = ViTConfig
     VARIANTS: ClassVar = _variants()
 
-    def __init__(
-        self,
-        *,
-        channels: int,
-        attention_init: AttentionInit | None = None,
-        rngs: nnx.Rngs,
-        **fields,
-    ):
-        self.config = config = ViTConfig.from_fields(fields)
+    def _make_layers(self, channels: int, rngs: nnx.Rngs) -> None:
+        config = self.config
         width, num_heads = config.width, config.num_heads
         self.grid = token_grid(config.image_size, config.patch_size)
         if width % num_heads:
@@ -135,8 +127,6 @@ class VisionTransformer(Model):
         self.norm = layers.layer_norm(width, **options)
         head_init = layers.BASE_INITS[config.base_init](width)
         self.head = nnx.Linear(width, config.num_classes, **head_init, rngs=rngs)
-        if attention_init is not None:
-            self.initialize_attention(attention_init, rngs.params())
 
     def sites(self) -> dict[str, AttentionSite]:
         """See `Model.sites`."""
@@ -212,7 +202,7 @@ def resample_positions(
 ) -> Float[Array, "S D"]:
     """Resamples learned positions to another grid, bicubic with antialiasing as in timm.
 
-    `positions` begins with those of class token and registers, which are kept. Grids are
+    Positions of the class token and the registers come first and are kept. Grids are
     (rows, cols). Raises `InputError` if there are fewer positions than tokens on the old grid.
     """
     num_prefix = len(positions) - old_grid[0] * old_grid[1]
