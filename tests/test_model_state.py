@@ -101,7 +101,7 @@ def test_one_and_eight_devices_normalize_by_the_global_batch(
 
 
 def test_a_resumed_run_has_the_same_model_state(config, setup, first_state, tmp_path):
-    train.train(config, tmp_path / "whole")
+    results = train.train(config, tmp_path / "whole")
     shutil.copytree(tmp_path / "whole", tmp_path / "killed")
     shutil.rmtree(tmp_path / "killed" / "checkpoints" / "12")  # as if killed before it was saved
     train.train(config, tmp_path / "killed")
@@ -113,6 +113,8 @@ def test_a_resumed_run_has_the_same_model_state(config, setup, first_state, tmp_
     fresh, found = first_state.model_state["blocks"], jax.device_get(whole.model_state)["blocks"]
     np.testing.assert_array_equal(found["spatial"]["kernel"], fresh["spatial"]["kernel"])
     assert np.abs(found["norm1"]["mean"] - fresh["norm1"]["mean"]).max() > 1e-3
+    evaluated = evaluate.evaluate_checkpoint(config, tmp_path / "whole")
+    assert evaluated == pytest.approx(results, rel=1e-6)
     config.model.spatial_filters = "trained"
     with pytest.raises(InputError, match=r"'blocks/spatial/.*' is missing in the checkpoint"):
         evaluate.evaluate_checkpoint(config, tmp_path / "whole")
