@@ -2,6 +2,7 @@
 
 import csv
 import functools
+import itertools
 import json
 import os
 import signal
@@ -214,7 +215,8 @@ def test_the_command_writes_into_a_pipe_stops_and_resumes(tmp_path, data_dir):
     environment = os.environ | fork_main.ENVIRONMENT
     process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=environment)
     name = "[1/2] default,model.num_heads=1 seed 0"
-    lines = [process.stdout.readline() for _ in range(2)]  # while the command runs
+    lines = (process.stdout.readline() for _ in itertools.count())  # while the command runs
+    lines = list(itertools.islice((line for line in lines if line[:5] != "note:"), 2))
     assert lines[0] == f"{name}: started\n"
     assert lines[1].startswith(f"{name}: step 112, epoch 5.0, test accuracy ")
     assert process.poll() is None

@@ -6,6 +6,7 @@ import signal
 
 import fork_main
 import pytest
+from ml_collections import ConfigDict
 
 from structinit_jax import reproduce
 from structinit_jax.compare import run
@@ -86,4 +87,4 @@ def test_a_signal_during_the_last_step_of_the_teacher_stops_the_command(tmp_path
 
     monkeypatch.setattr(reproduce, "train", interrupted)
     with pytest.raises(StoppedError, match="run the same command again"):
-        reproduce.train_teacher(None, workdir=tmp_path)
+        reproduce.train_teacher(ConfigDict(), workdir=tmp_path)
