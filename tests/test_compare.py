@@ -18,7 +18,7 @@ from structinit_jax import train
 from structinit_jax.compare import grid, report, run
 from structinit_jax.data import datasets
 from structinit_jax.errors import InputError, StoppedError
-from structinit_jax.training.workdir import listen_for_signals
+from structinit_jax.training.workdir import listen_for_signals, lock_workdir
 
 pytestmark = pytest.mark.usefixtures("library_promotion")
 ACCURACIES = {"default": (0.1, 0.5), "impulse": (0.6, 0.8), "mimetic": (0.3, 0.4)}
@@ -65,6 +65,7 @@ def test_a_failed_run_is_reported_and_the_others_go_on(start, tmp_path, capsys):
     assert failed == 1
     assert len(trained) == 9
     lines = capsys.readouterr().out.splitlines()
+    lines = [line for line in lines if not line.startswith("note:")]
     assert lines[0] == "[1/9] default seed 0: started"
     assert lines[1] == "[1/9] default seed 0: step 6, epoch 1.0, test[:90] accuracy 10.00%"
     assert lines[2].startswith("[1/9] default seed 0: test[:90] accuracy 50.00%; about ")
@@ -194,6 +195,14 @@ def test_a_signal_during_the_last_step_of_a_run_stops_the_others(start, tmp_path
         start(["default"], train=interrupted)
     assert error.value.exit_code == train.PREEMPTED_EXIT_CODE
     assert report.read(tmp_path).accuracies("default").keys() == {0}
+
+
+def test_a_second_process_trains_other_settings(start, tmp_path, capsys):
+    start(["default"], [0])
+    (tmp_path / "default" / "seed_0" / "status.json").unlink()
+    with lock_workdir(tmp_path / "default"):  # as the first does
+        assert start(["default", "impulse"], [0]) == (0, [("impulse", 0)])
+    assert "default: another process trains it\n" in capsys.readouterr().out
 
 
 def test_a_setting_that_cannot_be_trained_is_refused_before_the_first_run(start, tiny_config):

@@ -9,8 +9,9 @@ field can be an axis: --grid=model.num_heads=3,6. If all settings have the same 
 setting is the baseline.
 
 The same command resumes after Ctrl-C and retries failed runs; with more schemes, values or seeds it
-trains only what is missing. Each run is a workdir of its own, SETTING/seed_K, for all other
-commands.
+trains only what is missing. Started a second time while it runs, for example with another device
+(CUDA_VISIBLE_DEVICES) or core (taskset), it trains settings that the first has not begun. Each run
+is a workdir of its own, SETTING/seed_K, for all other commands.
 """
 
 # isort: split

@@ -82,28 +82,35 @@ def run_grid(
         text = json.dumps(info, indent=1) + "\n"
         workdir_lib.write_atomically(workdir / report.GRID, text)
 
-    stop, began, trained = workdir_lib.StopRequest(), time.perf_counter(), 0
-    runs = [report.Run(workdir, name, seed, info) for name in settings for seed in seeds]
+    stop, began = workdir_lib.StopRequest(), time.perf_counter()
+    total, trained, failed = len(settings) * len(seeds), 0, 0
     try:
-        for number, run in enumerate(runs, 1):
-            show = _Progress(f"[{number}/{len(runs)}] {run.setting} seed {run.seed}", run.info)
-            if run.status == "done":
-                show(f"done before, {_result(run)}")
-                continue
-            config = settings[run.setting].copy_and_resolve_references()
-            config.seed = run.seed
-            _train(config.lock(), run.folder, show, stop)
-            run, trained = report.Run(workdir, run.setting, run.seed, info), trained + 1
-            left = (time.perf_counter() - began) / trained * (len(runs) - number)
-            show(f"{_result(run)}; about {format_duration(left)} left")
-            if stop.reached(0):  # by a signal during the last step
-                raise StoppedError(STOPPED, PREEMPTED_EXIT_CODE)
+        for index, (name, config) in enumerate(settings.items()):
+            with contextlib.ExitStack() as on_exit:
+                try:
+                    (workdir / name).mkdir(exist_ok=True)
+                    on_exit.enter_context(workdir_lib.lock_workdir(workdir / name))
+                except InputError:
+                    print(f"{name}: another process trains it", flush=True)
+                    continue
+                for number, seed in enumerate(seeds, 1 + index * len(seeds)):
+                    run = report.Run(workdir, name, seed, info)
+                    show = _Progress(f"[{number}/{total}] {name} seed {seed}", run.info)
+                    if run.status == "done":
+                        show(f"done before, {_result(run)}")
+                        continue
+                    _train(config, run, show, stop)
+                    run, trained = report.Run(workdir, name, seed, info), trained + 1
+                    failed += run.status == "failed"
+                    left = (time.perf_counter() - began) / trained * (total - number)
+                    show(f"{_result(run)}; about {format_duration(left)} left")
+                    if stop.reached(0):  # by a signal during the last step
+                        raise StoppedError(STOPPED, PREEMPTED_EXIT_CODE)
     except KeyboardInterrupt:
         raise StoppedError(STOPPED, PREEMPTED_EXIT_CODE) from None
     finally:
         report.write_report(workdir)
-    ended = (report.Run(workdir, run.setting, run.seed, info) for run in runs)
-    return sum(run.status != "done" for run in ended)
+    return failed
 
 
 class _Progress:
@@ -122,18 +129,20 @@ class _Progress:
         self(f"step {step}, epoch {epoch:.1f}, {facts['test_name']} accuracy {accuracy:.2%}")
 
 
-def _train(config, folder, show, stop):
+def _train(config, run, show, stop):
     """Trains a run, with its output in `log.txt`, and records how it ended.
 
     A failed run is trained again by the next command.
     """
     show("started")
-    folder.mkdir(parents=True, exist_ok=True)
+    config, folder = config.copy_and_resolve_references(), run.folder
+    config.seed = run.seed
+    folder.mkdir(exist_ok=True)
     status = {"status": "done"}
     log = (folder / LOG).open("a", buffering=1, encoding="utf-8", errors="backslashreplace")
     with log, contextlib.redirect_stdout(log):
         try:
-            train(config, folder, stop_request=stop, on_evaluation=show.show_evaluation)
+            train(config.lock(), folder, stop_request=stop, on_evaluation=show.show_evaluation)
         except Exception as error:  # of your own schemes and data sets too
             if isinstance(error, StoppedError) and error.exit_code == PREEMPTED_EXIT_CODE:
                 raise
