@@ -1,6 +1,5 @@
 import io
 
-import fork_main
 import jax
 import numpy as np
 import pytest
@@ -200,37 +199,6 @@ def test_each_device_gathers_its_own_part(device_loader):
     assert not any(word in text for word in ("all-gather", "all-reduce", "all-to-all"))
 
 
-TWO_PROCESSES = """
-import sys
-import jax, numpy as np
-from structinit_jax.data.loader import DeviceLoader, stream_indices
-from structinit_jax.training import distributed
-jax.config.update("jax_num_cpu_devices", 2)
-distributed.join(sys.argv[1], 2, int(sys.argv[2]), timeout=60)
-images = np.random.default_rng(0).integers(0, 256, (13, 2, 2, 1), dtype=np.uint8)
-mesh = jax.make_mesh((4,), ("data",), axis_types=(jax.sharding.AxisType.Auto,))
-loader = DeviceLoader(images, np.arange(13, dtype=np.int32), mesh)
-batches = loader.train_batches(batch_size=8, seed=1, start_step=2, num_steps=7)
-for step, batch in enumerate(batches, start=2):
-    start = 8 * step + 4 * jax.process_index()
-    indices = stream_indices(1, start, start + 4, 13)
-    for key, expected in (("image", images[indices]), ("label", indices)):
-        shards = sorted(batch[key].addressable_shards, key=lambda shard: shard.index[0].start)
-        local = np.concatenate([np.asarray(shard.data) for shard in shards])
-        np.testing.assert_array_equal(local, expected)
-assert step == 6
-"""
-
-
-def test_two_processes_share_each_device_batch(tmp_path):
-    script = tmp_path / "two_processes.py"
-    script.write_text(TWO_PROCESSES)
-    address = f"127.0.0.1:{fork_main.free_port()}"
-    pair = [fork_main.Command(address, i, module=str(script)) for i in range(2)]
-    results = [command.wait(timeout=120) for command in pair]
-    assert [result.returncode for result in results] == [0, 0], results
-
-
 # -- order -----------------------------------------------------------------------------------------
 
 
@@ -243,11 +211,6 @@ def test_the_stream_is_shuffled_epochs_end_to_end():
         np.testing.assert_array_equal(stream_indices(5, start, stop, 10), stream[start:stop])
     # A change here would change the order of every resumed run.
     assert stream_indices(3, 0, 8, 8).tolist() == [6, 1, 5, 2, 7, 4, 3, 0]
-
-
-def test_the_stream_is_uniform():
-    first = [stream_indices(seed, 0, 1, 5)[0] for seed in range(2000)]
-    np.testing.assert_allclose(np.bincount(first, minlength=5), 400, atol=90)
 
 
 @pytest.mark.parametrize("repeats", [1, 3])
