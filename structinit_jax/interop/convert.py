@@ -39,7 +39,7 @@ from structinit_jax.models.vit import VisionTransformer, resample_positions
 StateDict = Mapping[str, Any]  # of NumPy or JAX arrays
 Student = TypeVar("Student", nnx.Module, StateDict)
 HEADS = ("head", "head_dist", "classifier")
-# Axes along which elements are places, and what must therefore be equal to select weights.
+# Axes along which elements are places, and the size that must be equal to select weights.
 PLACES = {
     "patch_embed.proj.weight": (slice(2, 4), "patch size"),
     "stem.proj.weight": (slice(2, 4), "patch size"),
@@ -112,7 +112,7 @@ def _timm_entries(model: nnx.Module) -> Iterator[Entry]:
     return _CONVERTERS[type(model)](model)
 
 
-def _vit(model: VisionTransformer) -> Iterator[Entry]:
+def _vit_entries(model: VisionTransformer) -> Iterator[Entry]:
     """Maps timm's `VisionTransformer`, or with rotary positions its `Eva`."""
     yield from conv("patch_embed.proj", "patch_embedding")
     if model.config.pool == "class_token":
@@ -164,7 +164,7 @@ def _fixed_positions(model: VisionTransformer) -> Entry:
     return Entry("pos_embed", (), lambda: encoding(model.grid, model.norm.scale.shape[0]), decode)
 
 
-def _swin(model: SwinTransformer) -> Iterator[Entry]:
+def _swin_entries(model: SwinTransformer) -> Iterator[Entry]:
     """Maps timm's `SwinTransformer`."""
     yield from conv("patch_embed.proj", "patch_embedding")
     yield from norm("patch_embed.norm", "patch_norm")
@@ -186,7 +186,7 @@ def _swin(model: SwinTransformer) -> Iterator[Entry]:
     yield from linear("head.fc", "head")
 
 
-def _mixer(model: MlpMixer) -> Iterator[Entry]:
+def _mixer_entries(model: MlpMixer) -> Iterator[Entry]:
     """Maps timm's `MlpMixer`."""
     yield from conv("stem.proj", "patch_embedding")
     for i in range(model.config.depth):
@@ -200,7 +200,7 @@ def _mixer(model: MlpMixer) -> Iterator[Entry]:
     yield from linear("head", "head")
 
 
-def _convmixer(model: ConvMixer) -> Iterator[Entry]:
+def _convmixer_entries(model: ConvMixer) -> Iterator[Entry]:
     """Maps timm's `ConvMixer`."""
     yield from conv("stem.0", "patch_embedding")
     yield from _batch_norm("stem.2", "stem_norm")
@@ -235,10 +235,10 @@ def _arrays_by_path(model: nnx.Module) -> dict[str, Any]:
 
 
 _CONVERTERS: Mapping[type[nnx.Module], Callable[..., Iterator[Entry]]] = {
-    VisionTransformer: _vit,
-    SwinTransformer: _swin,
-    MlpMixer: _mixer,
-    ConvMixer: _convmixer,
+    VisionTransformer: _vit_entries,
+    SwinTransformer: _swin_entries,
+    MlpMixer: _mixer_entries,
+    ConvMixer: _convmixer_entries,
 }
 
 # -- timm's arguments ------------------------------------------------------------------------------
@@ -330,7 +330,7 @@ def timm_model(model: Mapping[str, Any], *, image_size: int, channels: int) -> T
     return _FAMILIES[model["name"]](model, common, dict(img_size=image_size))
 
 
-def _vit(model, common, size):
+def _vit_arguments(model, common, size):
     by_token = model["pool"] == "class_token"
     arguments = dict(
         patch_size=model["patch_size"],
@@ -350,7 +350,7 @@ def _vit(model, common, size):
     return TimmModel("vit_base_patch16_224", common | size | arguments)
 
 
-def _swin(model, common, size):
+def _swin_arguments(model, common, size):
     arguments = dict(
         patch_size=model["patch_size"],
         embed_dim=model["width"],
@@ -362,7 +362,7 @@ def _swin(model, common, size):
     return TimmModel("swin_tiny_patch4_window7_224", common | size | arguments)
 
 
-def _mixer(model, common, size):
+def _mixer_arguments(model, common, size):
     common = common | size | dict(mlp_ratio=[model["token_mlp_ratio"], model["mlp_ratio"]])
     if name := _variant(MlpMixer, model, ("patch_size", "width", "depth")):
         return TimmModel(name, common)
@@ -372,7 +372,7 @@ def _mixer(model, common, size):
     return TimmModel("timm.models.mlp_mixer.MlpMixer", common | sizes)
 
 
-def _convmixer(model, common, _):
+def _convmixer_arguments(model, common, _):
     fields = ("patch_size", "width", "depth", "kernel_size", "activation")
     name = _variant(ConvMixer, model, fields)
     if name in ("convmixer_768_32", "convmixer_1024_20_ks9_p14", "convmixer_1536_20"):
@@ -404,7 +404,12 @@ class _Expression(str):
     __repr__ = str.__str__
 
 
-_FAMILIES = {"vit": _vit, "swin": _swin, "mixer": _mixer, "convmixer": _convmixer}
+_FAMILIES = {
+    "vit": _vit_arguments,
+    "swin": _swin_arguments,
+    "mixer": _mixer_arguments,
+    "convmixer": _convmixer_arguments,
+}
 _FIRST_CONV = {"mixer": "stem.proj", "convmixer": "stem.0"}
 
 # -- weight selection ------------------------------------------------------------------------------
@@ -502,12 +507,12 @@ def _check_names(large: StateDict, small: StateDict) -> None:
 
 def _select(name, teacher, shape):
     """Takes evenly spaced elements along every axis."""
-    places, what = next((v for end, v in PLACES.items() if name.endswith(end)), (slice(0), "rank"))
+    places, size = next((v for end, v in PLACES.items() if name.endswith(end)), (slice(0), "rank"))
     fits = teacher.ndim == len(shape) and teacher.shape[places] == shape[places]
     if not fits or any(m > n for n, m in zip(teacher.shape, shape, strict=True)):
         raise InputError(
             f"{name} has shape {teacher.shape} in teacher and {shape} in student: the student must "
-            f"be the smaller model" + (f" and have the same {what}" if not fits else "")
+            "be the smaller model" + (f" and have the same {size}" if not fits else "")
         )
     for axis, (have, want) in enumerate(zip(teacher.shape, shape, strict=True)):
         if have % want == 0:

@@ -399,5 +399,5 @@ def _split_rows(name, rows, extra, grid):
 
 
 def _differs(array: Any, value: int) -> bool:
-    """Whether an array has another value; False for one whose values are not at hand."""
+    """Whether an array has another value; False if its values are not concrete."""
     return is_concrete(array) and bool(np.any(np.asarray(array) != value))

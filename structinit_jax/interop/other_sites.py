@@ -207,7 +207,7 @@ def _convolutions(leaves, layers, grid):
 def _encode(
     leaves: Leaves, entries: list[Entry], ours: Mapping[str, Any], shapes: Mapping[str, Any]
 ) -> Leaves:
-    """Returns leaves with those of our arrays that are not None."""
+    """Returns leaves with our arrays written into them; None leaves a layer as it is."""
     ours = {path: array for path, array in ours.items() if array is not None}
     new = dict(leaves)
     for entry in entries:
