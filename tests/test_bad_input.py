@@ -21,6 +21,7 @@ CONFIG = "--config=configs/vit_t_digits.py"
         (["--config.batch_size=many"], "--config.batch_size=many int"),
         (["--config.data.name=digitz"], "digitz 'digits'"),
         (["--config.model.num_heads=3"], "num_heads"),
+        (["--config.loss=hinge"], "config.loss='hinge'"),
         (["--config=configs/nope.py"], "--config=configs/nope.py no such file"),
         (["--mode=eval"], "no complete checkpoint"),
     ],

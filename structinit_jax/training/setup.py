@@ -27,7 +27,7 @@ from structinit_jax.data.loader import AugmentationSplit, bytes_on_device
 from structinit_jax.errors import InputError
 from structinit_jax.models.model import REMAT_POLICIES
 from structinit_jax.training import mesh as mesh_lib
-from structinit_jax.training.optimizer import Schedule, find_optimizer, make_schedule
+from structinit_jax.training.optimizer import Schedule, find_loss, find_optimizer, make_schedule
 from structinit_jax.training.state import (
     AbstractModel,
     TrainState,
@@ -107,6 +107,7 @@ def make_setup(
     # -- Model and optimizer -----------------------------------------------------------------------
     model = abstract_model(config, mesh)
     check_attention_init(scheme, model)
+    find_loss(config.loss)  # the step looks it up again when it is traced
     optimizer = find_optimizer(config.optimizer)(config, schedule.learning_rate)
     if not (hasattr(optimizer, "init") and hasattr(optimizer, "update")):
         raise InputError(
