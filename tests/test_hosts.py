@@ -100,7 +100,8 @@ def equinox():
     """Equinox's modules have torch's layouts; the names beside attention are the user's."""
     params = renamed({"attn.proj": "attn.output_proj", "mlp.fc": "mlp.layers."})
     params = split(params, "qkv", ("query_proj", "key_proj", "value_proj"))
-    return {**params, "pos_embed": params["pos_embed"][0]}
+    bias = "patch_embed.proj.bias"
+    return params | {"pos_embed": params["pos_embed"][0], bias: params[bias][:, None, None]}
 
 
 def wrapped():

@@ -248,7 +248,8 @@ def _patches(host: Host, norm, images, grid: Grid) -> Float[np.ndarray, "B N D"]
     patches = images.reshape(-1, rows, height, cols, width, channels).swapaxes(2, 3)
     patches = patches.reshape(len(images), rows * cols, -1)
     tokens = patches @ kernel.reshape(-1, host.width)
-    tokens = tokens + np.asarray(host.leaves.get(host.patch_bias(), 0), np.float32)
+    # Equinox's bias is [D, 1, 1].
+    tokens = tokens + np.ravel(host.leaves.get(host.patch_bias(), 0)).astype(np.float32)
     if scale := host.patch_norm():
         return norm(tokens) * np.asarray(host.leaves[scale], np.float32)
     return tokens
