@@ -100,17 +100,6 @@ def test_2024_reaches_the_programs_figures(side, heads, loss, mass, norms, libra
     np.testing.assert_allclose(report.norm, geometric, rtol=0.01)
 
 
-def test_2024_lowers_the_loss_and_leaves_value_alone(library_promotion):
-    site = make_site()
-    short, longer = (
-        attention_init.impulse_2024(max_steps=steps, learning_rate=1e-2)(jax.random.key(0), site)
-        for steps in (1, 201)
-    )
-    assert longer.report.loss < short.report.loss
-    assert jnp.array_equal(short.filter_index, longer.filter_index)
-    assert longer.value is None
-
-
 def test_2024_layers_are_equal_or_fresh_and_take_their_pseudo_inputs(library_promotion):
     site = make_site()
     same = attention_init.impulse_2024(max_steps=2)(jax.random.key(0), site)
@@ -122,19 +111,6 @@ def test_2024_layers_are_equal_or_fresh_and_take_their_pseudo_inputs(library_pro
     )
     assert np.array_equal(mixed.query[1], mixed.query[2])
     assert not np.array_equal(mixed.filter_index[0], mixed.filter_index[1])
-
-
-def test_2024_layers_that_are_not_shared_draw_their_own_noise(library_promotion, monkeypatch):
-    drawn = []
-    monkeypatch.setattr(
-        papers,
-        "draw_pseudo_input",
-        lambda *args: drawn.append(draw_pseudo_input(*args)) or drawn[-1],
-    )
-    options = dict(max_steps=1, first_input="uniform", following_input="uniform")
-    attention_init.impulse_2024(same_layers=False, **options)(jax.random.key(0), make_site())
-    assert len(drawn) == 3
-    assert not np.array_equal(drawn[0], drawn[1])
 
 
 def test_pseudo_inputs_have_the_papers_distributions():
@@ -191,18 +167,6 @@ def test_2025_weights_are_those_of_its_parts():
     np.testing.assert_allclose(weights.report.target_mass, mass, rtol=1e-3)
     np.testing.assert_allclose(weights.report.loss, np.mean((maps - targets) ** 2), rtol=1e-3)
     assert attention_init.impulse_2025()(jax.random.key(0), make_site()).position_scale is None
-
-
-def test_2025_takes_the_programs_three_factors():
-    positions = 0.02 * jax.random.normal(jax.random.key(5), (36, 32))
-    site = make_site(positions=positions, positions_trainable=True)
-    plain = attention_init.impulse_2025()(jax.random.key(0), site)
-    options = dict(position_scale=9.0, query_key_norm=3.5, value_out_scale=0.5)
-    halved = attention_init.impulse_2025(**options)(jax.random.key(0), site)
-    assert halved.position_scale == 9
-    np.testing.assert_allclose(np.linalg.norm(halved.query, axis=(1, 3)), 3.5, rtol=1e-4)
-    np.testing.assert_allclose(halved.out, 0.5 * plain.out, rtol=1e-6)
-    np.testing.assert_allclose(halved.report.norm, plain.report.norm / 2, rtol=1e-6)
 
 
 def head_norms(weights):

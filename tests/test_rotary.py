@@ -105,28 +105,6 @@ def test_the_other_inputs_of_query_and_key_start_as_the_models_own(plain):
         np.testing.assert_allclose(np.std(rest), np.std(base), rtol=0.1)
 
 
-def test_layers_are_equal_on_request():
-    weights = impulse(same_layers=True, vo_init="default")(RNG, make_site())
-    np.testing.assert_array_equal(weights.query[0], weights.query[3])
-    np.testing.assert_array_equal(weights.filter_index[0], weights.filter_index[3])
-
-
-def test_gaussians_are_wider_than_impulses():
-    options = dict(offsets="center_first", same_layers=True, vo_init="default", target_mass=0.6)
-    weights = impulse(filters="gaussian", **options)(RNG, make_site())
-    np.testing.assert_allclose(weights.report.target_mass, 0.6, atol=0.02)
-    middle = head_maps(weights, make_site())[0, 0, 17].reshape(GRID)
-    assert middle.argmax() == 17
-    assert middle[1:4, 2:5].sum() > middle[2, 3] + 0.2
-
-
-def test_angles_that_do_not_tell_rows_apart_warn():
-    angles = rotary_angles(GRID, DIM).copy()
-    angles[..., DIM // 4 :] = 0
-    with pytest.warns(UserWarning, match="of the attention rows peak .*frequencies of rotary"):
-        impulse(vo_init="default")(RNG, make_site(angles=angles))
-
-
 def test_filters_of_few_rows_are_solved_on_larger_grids():
     angles = rotary_angles((9, 10), DIM)
     site = make_site(grid=(9, 10), angles=angles)
@@ -136,16 +114,6 @@ def test_filters_of_few_rows_are_solved_on_larger_grids():
     np.testing.assert_allclose(report.target_mass, 0.5, atol=0.01)
 
 
-def test_an_odd_width_is_refused():
-    with pytest.raises(InputError, match=r"RotarySite\.width=33: needs an even number"):
-        impulse()(RNG, make_site(width=33))
-
-
-def test_a_site_without_angles_is_refused():
-    with pytest.raises(InputError, match=r"RotarySite\.angles=None: .*rotary_angles"):
-        impulse()(RNG, make_site(angles=None))
-
-
 def test_angles_may_be_traced():
     def init(angles):
         return impulse()(RNG, dataclasses.replace(make_site(), angles=angles)).query
@@ -153,15 +121,11 @@ def test_angles_may_be_traced():
     assert jax.eval_shape(init, jnp.asarray(mixed_angles())).shape == (LAYERS, WIDTH, HEADS, DIM)
 
 
-@pytest.mark.parametrize(
-    "shape",
-    [(1, 1, 36, 8), (2, 1, 35, 8)],
-)
-def test_angles_that_do_not_fit_are_refused(shape):
-    with pytest.raises(InputError, match=r"RotarySite\.angles"):
-        make_site(angles=np.zeros(shape))
-
-
-def test_a_head_dimension_that_cannot_be_rotated_is_refused():
-    with pytest.raises(InputError, match=r"head_dim=6: .*multiple of 4"):
+def test_sites_that_do_not_fit_are_refused():
+    for changes in (dict(width=33), dict(angles=None)):
+        with pytest.raises(InputError, match=rf"^RotarySite\.{next(iter(changes))}"):
+            impulse()(RNG, make_site(**changes))
+    with pytest.raises(InputError, match=r"^RotarySite\.angles"):
+        make_site(angles=np.zeros((2, 1, 35, 8), np.float32))
+    with pytest.raises(InputError, match=r"^head_dim"):
         rotary_angles(GRID, 6)

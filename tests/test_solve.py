@@ -61,38 +61,12 @@ def test_report_is_true_of_the_maps_that_the_weights_make(solved):
     assert bank.report.hit_rate == 1
 
 
-def test_solution_is_close_and_every_peak_in_place(solved):
-    _, z, _, targets, bank = solved
-    maps = solve.attention_maps(z, z, bank.query, bank.key, SCALE)
-    uniform = np.mean((targets - 1 / 64) ** 2)
-    assert bank.report.loss < 0.75 * uniform
-    rows = targets.sum(-1) > 0
-    assert np.all(maps.argmax(-1)[rows] == targets.argmax(-1)[rows])
-
-
-def test_norm_is_held(solved):
-    *_, bank = solved
-    for factor in bank[:2]:
-        column_norm = np.sqrt(np.sum(np.square(factor), axis=(1, 2)) / HEAD_DIM)
-        np.testing.assert_allclose(column_norm, NORM, rtol=1e-5)
-
-
 def test_solve_stops_when_it_has_converged_and_at_max_steps(solved):
     _, z, _, targets, bank = solved
     assert bank.report.steps < 100
     short = solve_bank(z, targets, norm=NORM, max_steps=3)
     assert short.report.steps == 3
     assert short.report.loss > bank.report.loss
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("norm", [0.6, 1.1, 1.8])
-def test_sharp_maps_come_close_at_any_norm(norm):
-    """The reference procedure ends at 4.7e-5 for ViT-B/16, with a norm of 1.08."""
-    z, _ = solve.row_space(layer_norm(sincos_positions((14, 14), 768)))
-    targets = kernels.convolution_maps(kernels.impulse_kernels(3), (14, 14))
-    bank = solve_bank(z, targets, head_dim=64, norm=norm)
-    assert bank.report.loss < 3.5e-5
 
 
 def test_a_target_mass_is_reached_for_every_filter(solved):
@@ -120,9 +94,3 @@ def test_part_of_the_rows_determines_the_solution(solved, monkeypatch):
     maps = solve.attention_maps(z, z, part.query, part.key, SCALE)
     loss = np.mean((targets - np.asarray(maps)) ** 2)
     np.testing.assert_allclose(loss, bank.report.loss, rtol=0.15)
-
-
-def test_uniform_targets_have_a_start():
-    z, _ = solve.row_space(layer_norm(sincos_positions((2, 2), WIDTH)))
-    for factor in solve.start_factors(z, np.full((1, 4, 4), 0.25, np.float32), HEAD_DIM):
-        assert np.linalg.norm(factor, axis=(2, 3)).min() > 0

@@ -5,7 +5,6 @@ import numpy as np
 import pytest
 from flax import nnx
 
-from structinit_jax import attention_init
 from structinit_jax.attention_init import WindowSite, impulse, windows
 from structinit_jax.attention_init import kernels as kernels_lib
 from structinit_jax.errors import InputError
@@ -48,17 +47,6 @@ def test_impulse_rows_have_exactly_the_mass_and_others_are_uniform(mass):
     assert weights.out is None
 
 
-def test_report_is_that_of_the_maps():
-    report = impulse()(RNG, SITE).report
-    targets = kernels_lib.convolution_maps(kernels_lib.impulse_kernels(3), WINDOW)
-    maps = 0.5 * targets + 0.5 / 19 * (1 - targets)
-    maps = np.where(targets.any(-1, keepdims=True), maps, 1 / 20)
-    np.testing.assert_allclose(report.loss, np.mean((maps - targets) ** 2), rtol=1e-5)
-    np.testing.assert_allclose(report.target_mass, 0.5, rtol=1e-5)
-    np.testing.assert_allclose(report.norm, 0.02 * 24**0.5, rtol=0.1)
-    assert report.steps == 0
-
-
 @pytest.mark.parametrize("name", ["gaussian", "difference_of_gaussians", "box", "given"])
 def test_other_kernels_are_mixed_with_a_uniform_floor(name):
     window, mass = (9, 9), 0.8
@@ -87,24 +75,6 @@ def test_other_kernels_are_mixed_with_a_uniform_floor(name):
     np.testing.assert_allclose(shape, target, atol=1e-5)
 
 
-def test_kernel_size_and_dilation_may_differ_by_layer():
-    weights = impulse(kernel_size=(1, 3, 3, 3, 3, 3), dilation=(1, 1, 1, 2, 2, 2))(RNG, SITE)
-    bank = [
-        kernels_lib.impulse_kernels(1),
-        kernels_lib.impulse_kernels(3),
-        kernels_lib.impulse_kernels(3, 2),
-    ]
-    targets = np.concatenate([kernels_lib.convolution_maps(k, WINDOW) for k in bank])[
-        weights.filter_index
-    ]
-    np.testing.assert_allclose(
-        (maps_of(weights) * targets).sum(-1)[targets.any(-1)], 0.5, rtol=1e-5
-    )
-    assert not np.any(weights.filter_index[0])
-    assert np.all((weights.filter_index[1:3] >= 1) & (weights.filter_index[1:3] < 10))
-    assert np.all(weights.filter_index[3:] >= 10)
-
-
 def test_offsets_that_do_not_exist_in_the_window_go_to_no_head():
     row = impulse()(RNG, dataclasses.replace(SITE, grid=(1, 3)))
     assert set(np.unique(row.filter_index)) == {3, 4, 5}
@@ -112,56 +82,12 @@ def test_offsets_that_do_not_exist_in_the_window_go_to_no_head():
     single = impulse()(RNG, dataclasses.replace(SITE, grid=(1, 1)))
     assert set(np.unique(single.filter_index)) == {4}
     assert not np.any(single.bias)
-    corner = np.zeros((1, 3, 3), np.float32)
-    corner[0, 0, 0] = 1
-    with pytest.raises(
-        InputError, match=r"filters: no kernel has an offset within the window \(1, 3\)"
-    ):
-        impulse(filters=corner)(RNG, dataclasses.replace(SITE, grid=(1, 3)))
-
-
-def test_layers_are_equal_on_request():
-    weights = impulse(same_layers=True)(RNG, SITE)
-    for name in ("bias", "query", "key", "filter_index"):
-        value = getattr(weights, name)
-        assert np.array_equal(value[0], value[5])
-    assert not np.array_equal(*impulse()(RNG, SITE).bias[:2])
-
-
-@pytest.mark.parametrize("vo_init", ["balanced", "mimetic"])
-def test_value_and_projection_are_near_minus_identity(vo_init):
-    site = dataclasses.replace(SITE, width=96, num_heads=3, head_dim=32)
-    weights = impulse(vo_init=vo_init)(RNG, site)
-    noise = np.einsum("LDhd,LhdE->LDE", weights.value, weights.out) + 0.4 * np.eye(96)
-    np.testing.assert_allclose(noise.std(), 0.4 * 96**-0.5, rtol=0.3)
-    assert abs(noise.mean()) < 0.01
-
-
-@pytest.mark.parametrize("name", ["default", "kaiming_uniform", "mimetic"])
-def test_baselines_leave_the_bias_to_the_model(name):
-    weights = attention_init.SCHEMES[name]()(RNG, SITE)
-    assert weights.bias is None
-    assert weights.query.shape == (6, 24, 3, 8)
-    assert weights.report is None
 
 
 @pytest.mark.parametrize("kernels", [np.ones((2, 20, 20)), -np.ones((1, 3, 3))])
 def test_kernels_that_cannot_be_are_refused(kernels):
     with pytest.raises(InputError, match=r"^filters"):
         impulse(filters=kernels)(RNG, SITE)
-
-
-def test_a_window_site_has_no_positions():
-    with pytest.raises(TypeError, match="positions"):
-        WindowSite(
-            grid=(2, 2),
-            width=4,
-            num_heads=1,
-            head_dim=4,
-            num_layers=1,
-            qk_scale=0.5,
-            positions=np.zeros((4, 4)),
-        )
 
 
 # -- in a Swin -------------------------------------------------------------------------------------
@@ -207,7 +133,7 @@ def test_maps_on_images_have_the_mass_in_shifted_and_unshifted_blocks(swin):
         assert stage.shift == (2, 2)
         maps = np.asarray(blocks["attention_maps"]).mean(axis=1)  # [L, W, h, n, n]
         mask = shift_mask(grid, (4, 4), (2, 2)) == 0  # [W, n, n], with itself
-        for layer in range(stage.depth):
+        for layer in range(len(maps)):
             shifted = layer % 2 == 1
             for window in range(maps.shape[1]):
                 seen = mask[window] if shifted else np.ones((n, n), bool)
@@ -230,26 +156,3 @@ def test_reports_are_averaged_and_every_offset_is_used(swin):
     np.testing.assert_allclose(report.norm, 0.02 * (32**0.5 + 64**0.5) / 2, rtol=0.05)
     for heads in chosen:
         assert set(np.unique(heads)) == set(range(9))
-
-
-def test_sites_are_the_stages(swin):
-    first, second = swin[0].sites().values()
-    assert (first.grid, first.width, first.num_heads, first.head_dim) == ((4, 4), 32, 4, 8)
-    assert (second.width, second.num_heads, second.num_layers) == (64, 8, 2)
-    assert first.qk_scale == pytest.approx(8**-0.5)
-
-
-def test_a_model_is_made_abstractly_with_a_scheme():
-    model = nnx.eval_shape(
-        lambda: SwinTransformer(
-            image_size=32,
-            channels=1,
-            num_classes=3,
-            width=8,
-            depths=(2, 2, 2, 2),  # down to a grid of one token
-            num_heads=(1, 2, 2, 2),
-            attention_init=impulse(),
-            rngs=nnx.Rngs(0),
-        )
-    )
-    assert model.stage4.blocks.relative_position_bias.shape == (2, 1, 2)

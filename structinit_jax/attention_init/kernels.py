@@ -298,7 +298,7 @@ def _assign(rng, shape, num_filters, order, same_layers, axis):
         drawn = jnp.asarray(center_first(num_filters)[place % num_filters])
     else:
         rngs = jax.random.split(rng, -(-layers * heads // num_filters))
-        rounds = jax.vmap(lambda rng: jax.random.permutation(rng, num_filters))(rngs)
+        rounds = permutations(rngs, num_filters)
         drawn = rounds.reshape(-1)[: layers * heads].reshape(layers, heads)
     return jnp.broadcast_to(drawn.astype(jnp.int32), shape)
 
@@ -328,6 +328,11 @@ def draw_flat(
       shape: Shape of the result.
     """
     return draw(rng, (math.prod(shape),)).reshape(shape)
+
+
+def permutations(rngs: Array, size: int) -> Int[Array, "n size"]:
+    """Returns a permutation of 0 … size - 1 for each key; under vmap it compiles 3 times slower."""
+    return jax.lax.map(lambda rng: jax.random.permutation(rng, size), rngs)
 
 
 def trunc_normal(

@@ -19,7 +19,7 @@ import numpy as np
 import optax
 from jaxtyping import Array, Bool, Float, Int, PRNGKeyArray
 
-from structinit_jax.attention_init.kernels import draw_flat
+from structinit_jax.attention_init.kernels import draw_flat, permutations
 from structinit_jax.attention_init.sites import AttentionSite, SolveReport, is_concrete
 from structinit_jax.errors import Check, InputError
 
@@ -361,7 +361,7 @@ def balanced_vo(
     layers, width = site.num_layers, site.width
     inner, bound = site.num_heads * site.head_dim, (3 / width) ** 0.5
     rngs = jax.random.split(channel_rng, layers)
-    channels = jax.vmap(lambda rng: jax.random.permutation(rng, width))(rngs)
+    channels = permutations(rngs, width)
     channels = jnp.tile(channels, (1, -(-inner // width)))[:, :inner]
     identity = jax.nn.one_hot(channels, width)  # [L, inner, D], the rows of Πᵀ
     # 16 random bits are plenty for noise, and half the cost of 32.
