@@ -167,7 +167,7 @@ def load_config(location: str | Path) -> ConfigDict:
     return config
 
 
-# Fields that can name code of the user's own, 'module:name', which a use of the config imports.
+# Fields that may name your own code as 'module:name': what evaluation and training import.
 EVALUATED = ("model.name", "data.name")
 TRAINED = (*EVALUATED, "attention_init.name", "loss", "optimizer")
 
@@ -192,8 +192,8 @@ def load_run_config(
     path = epath.Path(workdir).expanduser() / "config.json"
     try:
         fields = _with_tuples(json.loads(path.read_text(encoding="utf-8")))
-        model = fields["model"]["name"]
-    except (OSError, ValueError, KeyError, TypeError) as error:
+        model = ConfigDict(fields).model.name  # which refuses dots in names, as in 'model.name'
+    except (OSError, ValueError, AttributeError, TypeError) as error:
         raise InputError(
             f"--workdir={workdir}: config.json cannot be read ({error!r}): pass the output "
             "directory of a run, or --config with its config file"
@@ -263,7 +263,7 @@ def validate(config: ConfigDict) -> None:
     augment_options(config)
     for field, value in _scheme_needs(config).items():
         needs = f"{value!r} for config.attention_init.name={config.attention_init.name!r}"
-        require(f"config.model.{field}", model[field], needs, lambda x, value=value: x == value)
+        require(f"config.model.{field}", model[field], needs, [value].__contains__)
 
 
 # -- what sections stand for -----------------------------------------------------------------------

@@ -130,7 +130,7 @@ def _check_of(hint: Any) -> Check:
         case _ if hint is tuple or typing.get_origin(hint) is tuple:
             each = _check_of(arguments[0])
             return Check(
-                f"a tuple, each of it {each.needs}",
+                f"a tuple, each element {each.needs}",
                 lambda x: isinstance(x, tuple | list) and all(map(each.holds, x)),
             )
     return _CHECKS.get(hint, Check("", lambda _: True))

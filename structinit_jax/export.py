@@ -93,7 +93,7 @@ def export(
 
 
 def _replace_together(files: dict[Path, bytes]) -> None:
-    """Writes all files before it replaces the first, so that a full disk leaves the old ones."""
+    """Writes all files before replacing the first, so that a full disk leaves the old ones."""
     partial = {path: path.with_name(f"{path.name}.partial") for path in files}
     try:
         for path, content in files.items():

@@ -152,7 +152,15 @@ def test_a_runs_config_is_read_with_its_tuples(tmp_path):
     config_lib.validate(config)
 
 
-@pytest.mark.parametrize("text", ["", "[1]", '{"architecture": "vit_tiny"}'])
+@pytest.mark.parametrize(
+    "text",
+    [
+        "",
+        "[1]",
+        '{"architecture": "vit_tiny"}',
+        '{"model": {"name": "evil:X"}, "model.name": "vit"}',  # whose flat form hides a module
+    ],
+)
 def test_another_config_json_is_refused(tmp_path, text):
     (tmp_path / "config.json").write_text(text)
     with pytest.raises(InputError, match=r"config\.json cannot be read"):
