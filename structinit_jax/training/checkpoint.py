@@ -1,24 +1,32 @@
-"""Checkpoints: the newest few and the best one, written while training continues.
+"""Checkpoints through Orbax: the newest few and the best one, written while training continues.
 
-A checkpoint is a folder `STEP/`, on a disk or in object storage. Each process writes the shards of
-its devices to `arrays_K.bin`, then their list and checksum to `index_K.json`. Process 0 writes
-`run.json` with the config, the data and the accuracy. Both JSON files end with their own checksum.
-A checkpoint is intact if all of these files are there and match. Others are not used, so a kill at
-any moment leaves the earlier checkpoints, and nothing has to be renamed or locked.
+A checkpoint is a folder `STEP/`, on a disk or in object storage:
 
-Orbax is not used: version 0.12.8 cannot write to s3://, restores flipped bytes without an error,
-and takes a path with [ or ] for a pattern.
+- `state/`: the training state, for which Orbax has each process write the shards of its devices;
+- `index_K.json`: the files of `state/` with their checksums, since Orbax restores flipped bytes
+  without an error;
+- `run.json`: the config, the data and the accuracy. It is written last.
+
+Both JSON files end with their own checksum. A checkpoint is intact if everything is there and
+matches. Others are not used, so a kill at any moment leaves the earlier checkpoints.
+
+Orbax 0.12.8 writes to disks and gs:// only. For object storage each process stages its shards in
+a temporary directory and copies them, which serves gs:// and s3:// alike.
 """
 
+import contextlib
 import hashlib
 import json
-import math
-from collections.abc import Iterator, Sequence
+import logging
+import tempfile
+from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
-from typing import Any, NamedTuple
+from pathlib import Path
+from typing import Any
 
 import jax
 import numpy as np
+import orbax.checkpoint as ocp
 from etils import epath
 from jax.experimental import multihost_utils
 
@@ -26,32 +34,12 @@ from structinit_jax.errors import InputError
 from structinit_jax.training import workdir
 from structinit_jax.training.state import TrainState
 
-RUN = "run.json"
+STATE, RUN = "state", "run.json"
 CHUNK = 2**24  # bytes that are read at once
 
 
 class DamagedError(Exception):
     """A file of a checkpoint is missing or not what was written; the message says which one."""
-
-
-class Shard(NamedTuple):
-    """A part of an array in a checkpoint.
-
-    Attributes:
-      name: Path of the array in the training state, such as 'params/head/kernel'.
-      dtype: Name of its type.
-      shape: Shape of the whole array.
-      start: Where the part begins, along each axis.
-      sizes: Shape of the part.
-      offset: Position of its first byte in the file of its process.
-    """
-
-    name: str
-    dtype: str
-    shape: list[int]
-    start: list[int]
-    sizes: list[int]
-    offset: int
 
 
 class Checkpoints:
@@ -73,6 +61,8 @@ class Checkpoints:
     def __init__(self, directory: epath.PathLike, keep: int, evaluation: str = ""):
         self.directory = epath.Path(directory)
         self._keep, self._evaluation = keep, evaluation
+        self._staged = workdir.is_url(directory)
+        self._saver = _make_saver(self._staged)
         self._writer = ThreadPoolExecutor(1, "checkpoint")
         self._writing: Future | None = None
         self._runs: dict[int, dict[str, Any]] = {}  # of all checkpoints; on process 0
@@ -102,14 +92,19 @@ class Checkpoints:
           InputError: The directory is full or not writable, now or at the previous save.
         """
         self.wait()
-        shards, arrays = _copy_shards(state)
         run = run | {
             "step": step,
-            "num_processes": jax.process_count(),
+            "num_indexes": jax.process_count() if self._staged else 1,
             "evaluation": self._evaluation,
             "accuracy": accuracy,
         }
-        self._writing = self._writer.submit(self._write, step, shards, arrays, run)
+        folder = self.directory / str(step)
+        with self._explain_failure():
+            local = Path(tempfile.mkdtemp() if self._staged else folder)
+            local.mkdir(parents=True, exist_ok=True)
+            tree = ocp.args.PyTreeSave(_with_key_data(state._asdict()))
+            self._saver.save(local / STATE, args=tree, force=True)
+        self._writing = self._writer.submit(self._finish, folder, local, run)
         self.latest_step = step
 
     def wait(self) -> None:
@@ -120,7 +115,7 @@ class Checkpoints:
         """
         writing, self._writing = self._writing, None
         if writing is not None:
-            with workdir.explain_failed_write("a checkpoint", self.directory, self._what_is_safe):
+            with self._explain_failure():
                 writing.result()
 
     def close(self) -> None:
@@ -129,22 +124,33 @@ class Checkpoints:
             self.wait()
         finally:
             self._writer.shutdown()
+            self._saver.close()
 
-    def _write(self, step, shards, arrays, run):
-        folder, process = self.directory / str(step), jax.process_index()
-        folder.mkdir(parents=True, exist_ok=True)
-        digest = _new_digest()
-        with (folder / f"arrays_{process}.bin").open("wb") as file:
-            for array in arrays:
-                content = array.reshape(-1).view(np.uint8).data
-                digest.update(content)
-                file.write(content)
-        index = {"shards": shards, "digest": digest.hexdigest()}
-        _write_json(folder / f"index_{process}.json", index)
-        if process == 0:
-            _write_json(folder / RUN, run)
-            self._runs[step] = run
-            self._remove_old()
+    def _finish(self, folder, local, run):
+        """Waits for Orbax, and completes the checkpoint with its checksums and `run.json`."""
+        try:
+            self._saver.wait_until_finished()
+            process = jax.process_index()
+            if process < run["num_indexes"]:
+                paths = _files(epath.Path(local / STATE))
+                files = {p.relative_to(local).as_posix(): _digest_of(p) for p in paths}
+                if self._staged:
+                    for name in files:
+                        (folder / name).parent.mkdir(parents=True, exist_ok=True)
+                        epath.Path(local / name).copy(folder / name, overwrite=True)
+                _write_json(folder / f"index_{process}.json", {"files": files})
+            if process == 0:
+                _write_json(folder / RUN, run)
+                self._runs[run["step"]] = run
+                self._remove_old()
+        finally:
+            if self._staged:
+                epath.Path(local).rmtree()
+
+    def _explain_failure(self):
+        return workdir.explain_failed_write(
+            "a checkpoint", self.directory, self._what_is_safe, Exception
+        )
 
     def _remove_old(self):
         # Another process may not have finished its part of the newest.
@@ -158,8 +164,8 @@ class Checkpoints:
             _delete(self.directory / str(step))
 
     def _is_finished(self, step):
-        processes = range(1, self._runs[step]["num_processes"])
-        return all((self.directory / f"{step}/index_{k}.json").exists() for k in processes)
+        others = range(1, self._runs[step]["num_indexes"])
+        return all((self.directory / f"{step}/index_{k}.json").exists() for k in others)
 
     def _what_is_safe(self) -> str:
         for folder in step_folders(self.directory):
@@ -182,18 +188,15 @@ def find_damage(folder: epath.Path) -> str | None:
         run = _read_json(folder / RUN)
         if str(run["step"]) != folder.name:
             return f"{RUN} is that of step {run['step']}"
-        for process in range(run["num_processes"]):
-            index = _read_json(folder / f"index_{process}.json")
-            path, digest = folder / f"arrays_{process}.bin", _new_digest()
-            with path.open("rb") as file:
-                while chunk := file.read(CHUNK):
-                    digest.update(chunk)
-            if digest.hexdigest() != index["digest"]:
-                return f"{path.name} does not match its checksum"
+        for process in range(run["num_indexes"]):
+            for name, digest in _read_json(folder / f"index_{process}.json")["files"].items():
+                path = folder / name
+                if _digest_of(path) != digest:
+                    return f"{name} does not match its checksum"
     except DamagedError as error:
         return str(error)
     except FileNotFoundError:
-        return f"{path.name} is missing"
+        return f"{name} is missing"
     except OSError as error:
         return f"it cannot be read ({error})"
     return None
@@ -254,32 +257,14 @@ def restore(
     if weights_only and not expected["ema"]:
         del expected["ema"]
     numbers = _with_key_data(expected)
-    saved: dict[str, list[tuple[int, Shard]]] = {}
-    for process in range(read_run(directory, step)["num_processes"]):
-        for entry in _read_json(folder / f"index_{process}.json")["shards"]:
-            saved.setdefault(entry[0], []).append((process, Shard(*entry)))
-    _check_fits(folder, {name: shards[0][1].shape for name, shards in saved.items()}, numbers)
-
-    files = {}
-
-    def read(path, leaf):
-        array = np.empty(leaf.shape, leaf.dtype)
-        for process, shard in saved[_name(path)]:
-            if process not in files:
-                files[process] = (folder / f"arrays_{process}.bin").open("rb")
-            file, dtype = files[process], np.dtype(shard.dtype)
-            file.seek(shard.offset)
-            content = file.read(math.prod(shard.sizes) * dtype.itemsize)
-            ends = zip(shard.start, shard.sizes, strict=True)
-            where = tuple(slice(start, start + size) for start, size in ends)
-            array[where] = np.frombuffer(content, dtype).reshape(shard.sizes)
-        return jax.make_array_from_callback(leaf.shape, leaf.sharding, array.__getitem__)
-
-    try:
-        restored = jax.tree_util.tree_map_with_path(read, numbers)
-    finally:
-        for file in files.values():
-            file.close()
+    with _on_disk(folder) as path, contextlib.closing(_make_handler()) as handler:
+        _check_fits(folder, handler.metadata(path).tree, numbers)
+        args = ocp.args.PyTreeRestore(
+            numbers,
+            restore_args=ocp.checkpoint_utils.construct_restore_args(numbers),
+            partial_restore=weights_only,
+        )
+        restored = handler.restore(path, args=args)
     restored = jax.tree.map(
         lambda leaf, value: jax.random.wrap_key_data(value) if _is_key(leaf) else value,
         expected,
@@ -291,34 +276,54 @@ def restore(
 # -- parts of the format ---------------------------------------------------------------------------
 
 
-def _copy_shards(state: TrainState) -> tuple[list[Shard], list[np.ndarray]]:
-    """Copies the shards that this process has to save to host memory."""
-    shards, data, offset = [], [], 0
-    for path, array in jax.tree_util.tree_leaves_with_path(_with_key_data(state._asdict())):
-        for shard in array.addressable_shards:
-            if shard.replica_id:
-                continue  # another device saves this part
-            start = [index.start or 0 for index in shard.index]
-            sizes = list(shard.data.shape)
-            dtype, shape = array.dtype.name, list(array.shape)
-            shards.append(Shard(_name(path), dtype, shape, start, sizes, offset))
-            data.append(shard.data)
-            offset += shard.data.nbytes
-    # On CPUs `device_get` returns views of buffers, which the next step overwrites.
-    return shards, [np.array(array, order="C") for array in jax.device_get(data)]
+def _make_handler(staged: bool = False) -> ocp.PyTreeCheckpointHandler:
+    # OCDBT would merge the files of all processes, and looks for them with a glob that takes a path
+    # with [ or ] for a pattern.
+    return ocp.PyTreeCheckpointHandler(
+        use_ocdbt=False, multiprocessing_options=_multiprocessing(staged)
+    )
 
 
-def _check_fits(folder, saved: dict[str, Sequence[int]], expected: dict[str, Any]) -> None:
-    has_ema = any(name.startswith("ema/") for name in saved)
-    if "ema" in expected and has_ema != bool(expected["ema"]):
-        has, rate = ("has", "is 0") if has_ema else ("has no", "is not 0")
+def _make_saver(staged: bool) -> ocp.AsyncCheckpointer:
+    # Whatever Orbax logs of a failed write, with a traceback, it raises as well.
+    logging.getLogger("absl").addFilter(lambda record: "orbax" not in record.pathname)
+    return ocp.AsyncCheckpointer(
+        _make_handler(staged),
+        multiprocessing_options=_multiprocessing(staged),
+        # In the background, Orbax waits minutes for a directory that cannot be created.
+        async_options=ocp.AsyncOptions(create_directories_asynchronously=False),
+    )
+
+
+def _multiprocessing(staged: bool) -> ocp.options.MultiprocessingOptions:
+    # Without a primary host every process prepares its own directory.
+    return ocp.options.MultiprocessingOptions(primary_host=None if staged else 0)
+
+
+@contextlib.contextmanager
+def _on_disk(folder: epath.Path) -> Iterator[Path]:
+    """Yields the saved state of a checkpoint, or a temporary copy of one in object storage."""
+    if not workdir.is_url(folder):
+        yield Path(folder) / STATE
+        return
+    with tempfile.TemporaryDirectory() as copy:
+        for process in range(_read_json(folder / RUN)["num_indexes"]):
+            for name in _read_json(folder / f"index_{process}.json")["files"]:
+                target = Path(copy) / name
+                target.parent.mkdir(parents=True, exist_ok=True)
+                (folder / name).copy(target, overwrite=True)
+        yield Path(copy) / STATE
+
+
+def _check_fits(folder: epath.Path, saved: dict[str, Any], expected: dict[str, Any]) -> None:
+    if "ema" in expected and bool(saved["ema"]) != bool(expected["ema"]):
+        has, rate = ("has", "is 0") if saved["ema"] else ("has no", "is not 0")
         raise InputError(
             f"checkpoint {folder} {has} averaged weights, but config.ema_decay {rate}: set it to "
             "the value that the run was trained with"
         )
-    leaves = jax.tree_util.tree_leaves_with_path(expected)
-    new = {_name(path): f"shape {list(leaf.shape)}" for path, leaf in leaves}
-    old = {n: f"shape {list(s)}" for n, s in saved.items() if n.split("/")[0] in expected}
+    old = _shapes_by_name({part: saved[part] for part in expected})
+    new = _shapes_by_name(expected)
     for name in sorted(old.keys() | new.keys()):
         if old.get(name) != new.get(name):
             raise InputError(
@@ -328,8 +333,11 @@ def _check_fits(folder, saved: dict[str, Sequence[int]], expected: dict[str, Any
             )
 
 
-def _name(path):
-    return jax.tree_util.keystr(path, simple=True, separator="/")
+def _shapes_by_name(tree) -> dict[str, str]:
+    return {
+        jax.tree_util.keystr(path, simple=True, separator="/"): f"shape {list(leaf.shape)}"
+        for path, leaf in jax.tree_util.tree_leaves_with_path(tree)
+    }
 
 
 def _is_key(leaf):
@@ -382,12 +390,17 @@ def _set_aside(folder: epath.Path, damage: str) -> None:
         target = target.with_name(f"{folder.name}.{number}")
     target.parent.mkdir(exist_ok=True)
     if workdir.is_url(folder):  # where folders cannot be renamed
-        for path in folder.iterdir():
-            path.copy(target / path.name)
+        for path in _files(folder):
+            path.copy(target / path.relative_to(folder))
         _delete(folder)
     else:
         folder.rename(target)
     print(f"note: checkpoint {folder} is damaged: {damage}. Moved to {target}")
+
+
+def _files(folder: epath.Path) -> Iterator[epath.Path]:
+    for path in folder.iterdir():
+        yield from _files(path) if path.is_dir() else (path,)
 
 
 def _delete(folder: epath.Path) -> None:
@@ -397,6 +410,14 @@ def _delete(folder: epath.Path) -> None:
 
 def _new_digest():
     return hashlib.blake2b(digest_size=16)
+
+
+def _digest_of(path: epath.PathLike) -> str:
+    digest = _new_digest()
+    with epath.Path(path).open("rb") as file:
+        while chunk := file.read(CHUNK):
+            digest.update(chunk)
+    return digest.hexdigest()
 
 
 def _write_json(path: epath.Path, content: Any) -> None:

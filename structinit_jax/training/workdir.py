@@ -146,6 +146,7 @@ def explain_failed_write(
     what: str,
     directory: epath.PathLike,
     safe: Callable[[], str] = lambda: "the checkpoints are not affected",
+    errors: type[Exception] = OSError,
 ) -> Iterator[None]:
     """Turns the errors of a full or read-only disk within the context into an `InputError`.
 
@@ -153,13 +154,16 @@ def explain_failed_write(
       what: What is written, for the message.
       directory: Where it is written.
       safe: Describes what a failure leaves intact.
+      errors: Errors of a failed write; in object storage every error is taken for one.
     """
     try:
         yield
     except Exception as error:
-        if not (isinstance(error, OSError) or is_url(directory)):  # storages have their own errors
+        if not (isinstance(error, errors) or is_url(directory)):  # storages have their own errors
             raise
-        reason = getattr(error, "strerror", None) or error
+        reason = getattr(error, "strerror", None) or str(error)
+        if "[os_error_code" in reason:  # of TensorStore, after the names of several files
+            reason = reason.split(" [os_error_code")[0].rsplit(": ", 1)[-1]
         raise InputError(
             f"{what} could not be written to {directory}: {reason}. Training stops; {safe()}. Free "
             "disk space or fix the permissions, then run the same command again to resume"
