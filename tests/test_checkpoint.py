@@ -228,6 +228,7 @@ def test_the_best_needs_an_evaluation(tmp_path):
     assert checkpoint.find_step(tmp_path) == 4
 
 
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")  # of Orbax's tasks
 def test_a_full_disk_stops_the_run_and_says_what_is_safe(directory, small_files_only):
     message = (
         rf"could not be written to {directory}: File too large\. .* the checkpoint of step 12 is "

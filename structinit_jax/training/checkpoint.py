@@ -132,7 +132,9 @@ class Checkpoints:
             self._saver.wait_until_finished()
             process = jax.process_index()
             if process < run["num_indexes"]:
-                paths = _files(epath.Path(local / STATE))
+                paths = list(_files(epath.Path(local / STATE)))
+                if process > 0:  # files that describe the whole are those of process 0
+                    paths = [path for path in paths if path.parent.name != STATE]
                 files = {p.relative_to(local).as_posix(): _digest_of(p) for p in paths}
                 if self._staged:
                     for name in files:
