@@ -43,7 +43,7 @@ def fake_train(config, workdir, trained, stop_request=None, on_evaluation=None, 
             file.write(json.dumps(line) + "\n")
     on_evaluation(6, {"test[:90]/accuracy": first})
     if failed:
-        raise RuntimeError("\nout of memory | while training\nand more")
+        raise RuntimeError("\nout of memory | while training \udcff\nand more")
 
 
 @pytest.fixture
@@ -61,7 +61,7 @@ def start(tiny_config, tmp_path, monkeypatch):
 
 
 def test_a_failed_run_is_reported_and_the_others_go_on(start, tmp_path, capsys):
-    failed, trained = start(["default", "mimetic", "impulse"], command="the command")
+    failed, trained = start(["default", "mimetic", "impulse"], command="the command \udcff")
     assert failed == 1
     assert len(trained) == 9
     lines = capsys.readouterr().out.splitlines()
@@ -69,21 +69,21 @@ def test_a_failed_run_is_reported_and_the_others_go_on(start, tmp_path, capsys):
     assert lines[0] == "[1/9] default seed 0: started"
     assert lines[1] == "[1/9] default seed 0: step 6, epoch 1.0, test[:90] accuracy 10.00%"
     assert lines[2].startswith("[1/9] default seed 0: test[:90] accuracy 50.00%; about ")
-    failure = "failed: RuntimeError: out of memory | while training"
+    failure = r"failed: RuntimeError: out of memory | while training \udcff"
     assert any(line.startswith(f"[5/9] mimetic seed 1: {failure}") for line in lines)
     log = (tmp_path / "mimetic" / "seed_1" / "log.txt").read_text()
     assert "some output" in log
     assert "Traceback" in log
     assert not any("some output" in line for line in lines)
     text = (tmp_path / "report.md").read_text()
-    assert r"| mimetic | 1 | RuntimeError: out of memory \| while training |" in text
+    assert r"| mimetic | 1 | RuntimeError: out of memory \| while training \udcff |" in text
     # Fewer seeds of mimetic are paired with the baseline: 0 and 2.
     row = "| mimetic | 2 of 3 | 42.00 ± 2.83 | -10.00 [-10.00, -10.00] (2 common seeds) |"
     assert row in text
     # default ends at 0.52 on average, which impulse reaches after the first epoch.
     assert "| default | 3 of 3 | 52.00 ± 2.00 | baseline | 2.0 (2 of 3 runs) | 6.0 |" in text
     assert "| impulse | 3 of 3 | 82.00 ± 2.00 | +30.00 [+30.00, +30.00] | 1.0 | 6.0 |" in text
-    assert "the command" in text
+    assert r"the command \udcff" in text  # names of files need not be text
 
 
 def test_a_second_command_trains_only_what_is_missing(start, tiny_config, tmp_path, capsys):

@@ -2,16 +2,13 @@
 
 import csv
 import json
-import signal
 
 import fork_main
 import pytest
-from ml_collections import ConfigDict
 
 from structinit_jax import reproduce
 from structinit_jax.compare import run
-from structinit_jax.errors import InputError, StoppedError
-from structinit_jax.training.workdir import listen_for_signals
+from structinit_jax.errors import InputError
 
 pytestmark = pytest.mark.usefixtures("library_promotion")
 with open(reproduce.PAPERS) as file:
@@ -78,13 +75,3 @@ def test_the_command_trains_a_teacher_and_selects_its_weights(tmp_path, data_dir
     assert result.returncode == 0, result.stderr
     assert "resumed from step 2" in (row / "seed_3" / "log.txt").read_text()
     assert "| cifar10,selected | 2 of 2 |" in (tmp_path / "moved" / "report.md").read_text()
-
-
-def test_a_signal_during_the_last_step_of_the_teacher_stops_the_command(tmp_path, monkeypatch):
-    def interrupted(config, workdir, stop_request):
-        with listen_for_signals(stop_request):
-            signal.raise_signal(signal.SIGTERM)
-
-    monkeypatch.setattr(reproduce, "train", interrupted)
-    with pytest.raises(StoppedError, match="run the same command again"):
-        reproduce.train_teacher(ConfigDict(), workdir=tmp_path)

@@ -111,7 +111,7 @@ def find_baselines(names: Iterable[str], scheme: str) -> dict[str, str | None]:
         name: [word for word in rest if not word.startswith("attention_init.")]
         for name, (_, *rest) in words.items()
     }
-    candidates = [name for name in words if words[name][0] == _file_safe(scheme)]
+    candidates = [name for name in words if words[name][0] in (scheme, _file_safe(scheme))]
     return {
         name: next((other for other in candidates if fields[other] == fields[name]), None)
         for name in words

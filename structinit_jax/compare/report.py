@@ -117,10 +117,6 @@ class Run:
         reached = (step for step, value in self.test_curve.items() if value >= goal)
         return next(map(self.epoch, reached), None)
 
-    def init_metric(self, name: str) -> float | None:
-        """Returns a metric of the initialization; see `training.state.initialize_and_measure`."""
-        return self.lines[0].get(f"init/{name}") if self.lines else None
-
 
 class Comparison(NamedTuple):
     """All runs of a workdir.
@@ -381,6 +377,8 @@ def write_report(workdir: Path) -> None:
     files |= {CURVES: curves} if curves else {}
     files["report.html"] = html(text, curves)
     for name, content in files.items():
+        if isinstance(content, str):  # names of files in commands need not be text
+            content = content.encode("utf-8", "backslashreplace")
         write_atomically(workdir / name, content)
     print(f"wrote {', '.join(files)} to {workdir}", flush=True)
 
@@ -401,8 +399,7 @@ def csv_text(comparison: Comparison) -> str:
                     "best_test_accuracy": max(run.test_curve.values(), default=None),
                     "nonfinite_steps": run.nonfinite_steps,
                     "training_seconds": run.seconds,
-                    "init_seconds": run.init_metric("seconds"),
-                    "init_compile_seconds": run.init_metric("compile_seconds"),
+                    "init_seconds": run.curve("init/seconds").get(0),
                     "baseline": comparison.info["baselines"][setting],
                     "published": run.info["published"],
                     "error": run.error,

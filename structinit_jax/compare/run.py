@@ -16,6 +16,7 @@ from ml_collections import ConfigDict
 
 from structinit_jax import __version__, evaluate
 from structinit_jax.compare import grid, report
+from structinit_jax.data.source import digest
 from structinit_jax.errors import InputError, StoppedError
 from structinit_jax.train import PREEMPTED_EXIT_CODE, open_run, train
 from structinit_jax.training import resume
@@ -152,7 +153,9 @@ def _train(config, run, show, stop):
             else:
                 traceback.print_exc(file=log)
                 text = f"{type(error).__name__}: {text}"
-            status = {"status": "failed", "error": text.splitlines()[0]}
+            # Names of files in messages need not be text.
+            first = text.splitlines()[0].encode("utf-8", "backslashreplace").decode("utf-8")
+            status = {"status": "failed", "error": first}
     workdir_lib.write_atomically(folder / report.STATUS, json.dumps(status) + "\n")
 
 
@@ -188,7 +191,8 @@ def _check(name: str, config: ConfigDict) -> tuple[dict[str, Any], dict[str, Any
         raise
     digests = {f"{data.name} {data.train_split}": run.describe_data()}
     for each in eval_sets.values():
-        digests[f"{each.name} for evaluation"] = resume.describe_data(each.source, ())
+        examples = {"num_examples": len(each.source), "data_digest": digest(each.source)}
+        digests[f"{each.name} for evaluation"] = examples
     fields = json.loads(config.to_json())
     del fields["seed"]
     facts = {
