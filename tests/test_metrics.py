@@ -1,8 +1,10 @@
 import contextlib
 import io
 import json
+import re
 import sys
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -57,6 +59,16 @@ def test_resuming_removes_the_steps_that_will_be_repeated(tmp_path):
     events = [e for p in (tmp_path / "tensorboard").iterdir() for e in read_events(p)]
     restarts = [e.step for e in events if e.session_log.status == proto.event_pb2.SessionLog.START]
     assert sorted(restarts) == [0, 5]  # TensorBoard drops what earlier runs wrote from there on
+
+
+def test_a_broken_line_is_reported_and_json_has_no_nan(tmp_path, capsys):
+    with contextlib.closing(MetricsLog(tmp_path, 0)) as log:
+        log.write(2, {"train/loss": float("nan")})
+    path = tmp_path / "metrics.jsonl"
+    assert path.read_text() == '{"step": 2, "train/loss": null}\n'
+    path.write_text('{"step": 1}\n{"step": \n{"step": 3}\n{"step": 4')
+    assert metrics_lib.read_lines(path, 3) == ['{"step": 1}\n', '{"step": 3}\n']
+    assert capsys.readouterr().out == f"note: line 2 of {path} cannot be read and is left out\n"
 
 
 @pytest.mark.parametrize("limit", [100, 3000, 3200, 3400])
@@ -207,3 +219,37 @@ def test_a_terminal_gets_a_bar_rewritten_in_place(monkeypatch):
     assert text.startswith("\r\x1b[K" + "█" * 12 + "░" * 12 + " step 50/100")
     assert text.endswith("\r\x1b[Kstep 50  test accuracy 0.9\n")
     assert text.count("\n") == 1
+
+
+@pytest.mark.parametrize("text", ["10", "13:10", "0:3", "a:b"])
+def test_steps_to_trace_are_parsed(text):
+    assert metrics_lib.parse_steps("10:13") == (10, 13)
+    with pytest.raises(InputError, match=rf"--profile_steps={text} must be"):
+        metrics_lib.parse_steps(text)
+
+
+def test_steps_outside_the_run_are_not_traced(capsys):
+    assert metrics_lib.steps_to_trace(None, 12, 18) is None
+    assert metrics_lib.steps_to_trace((13, 18), 12, 18) == (13, 18)
+    assert metrics_lib.steps_to_trace((12, 13), 12, 18) is None
+    note = "note: --profile_steps=12:13: nothing is traced, since the run resumes after step 12"
+    assert note in capsys.readouterr().out
+    with pytest.raises(InputError, match=r"--profile_steps=18:19: .* 13 to 18"):
+        metrics_lib.steps_to_trace((18, 19), 12, 18)
+
+
+def test_recompilations_are_counted_by_name():
+    @jax.jit
+    def doubled(x):
+        return 2 * x
+
+    with metrics_lib.RecompilationWatch() as watch:
+        doubled(jnp.zeros(2))
+        watch.start()
+        assert watch.report() is None
+        for size in (3, 4, 4):
+            doubled(jnp.zeros(size))
+        assert re.match(r"warning: \d recompilations, of .*jit\(doubled\)", watch.report())
+        assert watch.report() is None
+    doubled(jnp.zeros(5))
+    assert watch.report() is None

@@ -99,12 +99,6 @@ def test_objects_are_named_by_reference():
 @pytest.mark.parametrize(
     ("field", "code"),
     [
-        (
-            "model.name",
-            "class Wrong(Linear):\n"
-            "    def __call__(self, images, *, rng=None, with_maps=False):\n"
-            "        return super().__call__(images)[0]",
-        ),
         ("optimizer", "def Wrong(config, learning_rate):\n    return 0.1"),
     ],
 )

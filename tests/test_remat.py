@@ -6,10 +6,8 @@ import re
 import jax
 import jax.numpy as jnp
 import pytest
-from ml_collections import ConfigDict
 
 from structinit_jax import train
-from structinit_jax.config import base_config
 from structinit_jax.data.datasets import CATALOG
 from structinit_jax.errors import InputError
 from structinit_jax.models.model import REMAT_POLICIES
@@ -17,7 +15,6 @@ from structinit_jax.training import setup as setup_lib
 from structinit_jax.training.setup import (
     HEADROOM,
     bytes_needed,
-    candidates,
     compile_first_that_fits,
 )
 
@@ -82,13 +79,6 @@ def test_the_last_policy_may_use_the_headroom(steps, needed):
     assert "remat=auto" not in message
 
 
-def test_a_named_policy_may_use_the_headroom_and_is_not_replaced(steps, needed):
-    named = {"none": steps["none"]}
-    assert compile_first_that_fits(named, needed["none"]).description.startswith("none ")
-    with pytest.raises(InputError, match=r"To save memory: --config\.model\.remat=auto, "):
-        compile_first_that_fits(named, needed["none"] - 1)
-
-
 @pytest.mark.parametrize("memory", [None, 2**30])
 def test_a_program_that_xla_refuses_does_not_fit(steps, memory):
     refused = Failing(
@@ -100,17 +90,6 @@ def test_a_program_that_xla_refuses_does_not_fit(steps, memory):
     assert found.description.startswith("dots ")
     with pytest.raises(InputError, match=r"with remat full needs more\. To save memory"):
         compile_first_that_fits({"full": Failing("RESOURCE_EXHAUSTED: Out of memory")}, memory)
-
-
-def test_other_errors_of_xla_are_not_about_memory(steps):
-    with pytest.raises(jax.errors.JaxRuntimeError, match="INTERNAL"):
-        compile_first_that_fits({**steps, "none": Failing("INTERNAL: a bug")}, None)
-
-
-def test_only_auto_tries_several_policies():
-    assert list(candidates(ConfigDict({"remat": "auto"}))) == ["none", "dots", "full"]
-    assert candidates(ConfigDict({"remat": "dots"})) == {"dots": {"remat": "dots"}}
-    assert candidates(ConfigDict()) == {"none": {}}
 
 
 @pytest.mark.usefixtures("library_promotion")
@@ -151,13 +130,3 @@ def test_the_step_of_a_model_is_chosen_beside_its_data(tiny_config):
         for memory in (enough, enough - 2, None)
     ]
     assert found == ["none ", "dots ", "none "]
-
-
-@pytest.mark.usefixtures("library_promotion")
-def test_a_model_of_the_users_own_need_not_have_the_field(tiny_config):
-    base = base_config("tiny_models:OwnModel")
-    tiny_config.model, tiny_config.attention_init = base.model, dict(name="default")
-    tiny_config.model.num_classes = 10
-    setup = train.set_up(tiny_config, CATALOG["digits"], 384)
-    description = setup_lib.compile_step(tiny_config, setup, [], None).description
-    assert re.fullmatch(r"none \(needs \d+ MiB\)", description)

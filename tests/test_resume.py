@@ -32,20 +32,11 @@ def test_an_equal_config_has_no_changes():
     ("field", "value", "line"),
     [
         ("num_epochs", 90.0, "  num_epochs: 30.0 -> 90.0"),
-        ("num_steps", 500, "  num_steps: 0 -> 500"),
-        ("learning_rate", 5e-4, "  learning_rate: 0.001 -> 0.0005"),
-        ("clip_norm", 0.0, "  clip_norm: 1.0 -> 0.0"),
-        ("layer_decay", 0.75, "  layer_decay: 1.0 -> 0.75"),
-        ("log_every_steps", 5, "  log_every_steps: 20 -> 5"),
-        ("keep_checkpoints", 5, "  keep_checkpoints: 2 -> 5"),
         ("loss", "m:f", "  loss: 'softmax_cross_entropy' -> 'm:f'"),
-        ("on_nonfinite", "skip", "  on_nonfinite: 'stop' -> 'skip'"),
-        ("accumulate_steps", 2, "  accumulate_steps: 1 -> 2"),
         ("model.remat", "full", "  model.remat: 'auto' -> 'full'"),
         ("model.drop_path", 0.1, "  model.drop_path: 0.0 -> 0.1"),
         ("augment.mixup", 0.8, "  augment.mixup: 0.0 -> 0.8"),
         ("data.data_dir", "/moved", "  data.data_dir: '' -> '/moved'"),
-        ("data.eval_split", "train", "  data.eval_split: 'test' -> 'train'"),
     ],
 )
 def test_fields_that_may_change_are_listed(field, value, line):
@@ -57,16 +48,7 @@ def test_fields_that_may_change_are_listed(field, value, line):
     ("field", "value", "line"),
     [
         ("seed", 1, "seed: 0 -> 1  (affects the data order and all randomness)"),
-        ("batch_size", 64, "batch_size: 128 -> 64  (affects the data order)"),
-        ("data.name", "cifar10", "data.name: 'digits' -> 'cifar10'  (affects the data order)"),
         ("data.train_split", "test", "data.train_split: 'train' -> 'test'  (affects the data"),
-        ("data.repeats", 3, "data.repeats: 1 -> 3  (affects the data order)"),
-        (
-            "data.drop_remainder",
-            True,
-            "data.drop_remainder: False -> True  (affects the data",
-        ),
-        ("data.image_size", 32, "data.image_size: 224 -> 32  (affects the architecture)"),
         (
             "data.std",
             (1.0, 1.0, 1.0),
@@ -74,12 +56,6 @@ def test_fields_that_may_change_are_listed(field, value, line):
         ),
         ("optimizer", "optax:sgd", "'adamw' -> 'optax:sgd'  (affects the optimizer state)"),
         ("model.depth", 6, "model.depth: 12 -> 6  (affects the architecture)"),
-        ("model.qk_norm", True, "model.qk_norm: False -> True  (affects the architecture)"),
-        (
-            "model.pool",
-            "class_token",
-            "model.pool: 'mean' -> 'class_token'  (affects the architecture)",
-        ),
         ("attention_init.kernel_size", 5, "kernel_size: 3 -> 5  (affects the initial weights"),
         ("ema_decay", 0.99, "ema_decay: 0.0 -> 0.99  (affects whether there are averaged weights"),
     ],
@@ -103,12 +79,6 @@ def test_a_teacher_may_have_moved_with_its_workdir():
     for path in ("", "/runs/table/other.safetensors"):
         with pytest.raises(InputError, match=r"start_from: .*  \(affects the initial weights"):
             resume.check(saved(start_from=path), config, DATA, PLACE)
-
-
-def test_the_rate_of_averaging_may_change():
-    config = make_config(ema_decay=0.999)
-    found = resume.check(saved(ema_decay=0.99), config, DATA, PLACE)
-    assert found == ["  ema_decay: 0.99 -> 0.999"]
 
 
 def test_another_scheme_is_refused_with_its_options():

@@ -5,7 +5,6 @@ import importlib.util
 import json
 import os
 import re
-import socket
 import sys
 import threading
 from collections.abc import Mapping
@@ -59,7 +58,6 @@ def join(
     if flags != (None, None, None):
         _check(given)
         if num_processes == 1:
-            _check_own_address(coordinator_address)
             return
         place = f"process {process_id} of {num_processes} (coordinator {coordinator_address})"
     watchdog = threading.Timer(timeout, _give_up, (place, timeout))
@@ -131,10 +129,7 @@ def _digest_of_code() -> str:
 
 def _check(given: dict) -> None:
     if missing := [flag for flag, value in given.items() if value is None]:
-        raise InputError(
-            f"{' and '.join(missing)} must be set too: several processes need all of "
-            f"{', '.join(given)}"
-        )
+        raise InputError(f"{' and '.join(missing)} must be set: pass all of {', '.join(given)}")
     address, num_processes, process_id = given.values()
     if not re.fullmatch(r".+:\d+", address):
         raise InputError(
@@ -144,21 +139,6 @@ def _check(given: dict) -> None:
         raise InputError(
             f"--process_id={process_id} must be from 0 to --num_processes={num_processes} minus 1"
         )
-
-
-def _check_own_address(address: str) -> None:
-    """Raises `InputError` unless the host of the address is this machine."""
-    host = address.rpartition(":")[0].strip("[]")
-    try:
-        family, *_, found = socket.getaddrinfo(host, 0, type=socket.SOCK_STREAM)[0]
-        with socket.socket(family, socket.SOCK_STREAM) as probe:
-            probe.bind(found)
-    except OSError as error:
-        raise InputError(
-            f"--coordinator_address={address} is not this machine ({error.strerror}), but "
-            "--num_processes=1 says that there is no other: pass the number of processes, or "
-            "--num_processes=1 alone"
-        ) from error
 
 
 def _in_cluster(environment) -> bool:

@@ -16,8 +16,6 @@ from ml_collections import ConfigDict
 
 from structinit_jax.errors import InputError, is_reference, load_reference
 
-MAX_STEPS = 2**31 - 1  # the training state counts steps as int32
-
 
 class Schedule(NamedTuple):
     """Steps of a run.
@@ -43,7 +41,7 @@ def make_schedule(config: ConfigDict, num_examples: int) -> Schedule:
       num_examples: Size of the training split.
 
     Raises:
-      InputError: An epoch has no whole batch, or the run more steps than can be counted.
+      InputError: An epoch has no whole batch.
     """
     if config.data.drop_remainder:
         if num_examples < config.batch_size:
@@ -54,22 +52,29 @@ def make_schedule(config: ConfigDict, num_examples: int) -> Schedule:
         num_examples -= num_examples % config.batch_size
     steps_per_epoch = num_examples / config.batch_size
     num_steps = config.num_steps or max(1, round(config.num_epochs * steps_per_epoch))
-    if num_steps > MAX_STEPS:
-        field = "num_steps" if config.num_steps else "num_epochs"
-        raise InputError(
-            f"config.{field}={config[field]!r} gives {num_steps:,} steps, more than {MAX_STEPS:,}"
-        )
-    cooldown = round(config.cooldown_epochs * steps_per_epoch)
-    if cooldown >= num_steps:  # as in a first try of a long recipe
-        print(
-            f"note: config.cooldown_epochs={config.cooldown_epochs} covers {cooldown:,} steps, and "
-            f"the run has only {num_steps:,}: it trains at the final learning rate throughout"
-        )
+    _note_odd_epochs(config, num_steps, steps_per_epoch)
     interval = max(1.0, config.eval_every_epochs * steps_per_epoch)  # one evaluation a step at most
     evaluations = range(1, int(num_steps / interval) + 1)
     eval_steps = frozenset(round(interval * number) for number in evaluations) | {num_steps}
     learning_rate = SCHEDULES[config.schedule](config, num_steps, num_examples)
     return Schedule(num_steps, steps_per_epoch, eval_steps, learning_rate)
+
+
+def _note_odd_epochs(config, num_steps, steps_per_epoch):
+    """Prints a note if a first try of a long recipe is shorter than its warm-up or cool-down."""
+    warmup, cooldown = (
+        round(epochs * steps_per_epoch) for epochs in (config.warmup_epochs, config.cooldown_epochs)
+    )
+    if cooldown >= num_steps:
+        print(
+            f"note: config.cooldown_epochs={config.cooldown_epochs} covers all {num_steps:,} "
+            "steps: the run trains at the final learning rate throughout"
+        )
+    elif warmup >= num_steps - cooldown:
+        print(
+            f"note: config.warmup_epochs={config.warmup_epochs} covers all {num_steps:,} steps: "
+            "the learning rate rises to its peak and does not fall"
+        )
 
 
 def cosine(config: ConfigDict, num_steps: int, num_examples: int) -> optax.Schedule:

@@ -14,7 +14,6 @@ from jaxtyping import Array, Float, PRNGKeyArray
 from ml_collections import ConfigDict
 
 from structinit_jax.augment import Augment, normalize
-from structinit_jax.errors import InputError
 from structinit_jax.models.model import FSDP_AXIS, stack_of
 from structinit_jax.training import mesh as mesh_lib
 from structinit_jax.training.optimizer import find_loss
@@ -63,15 +62,11 @@ def make_train_step(
     def loss_fn(params, model_state, batch, rng):
         images, targets = batch
         model = nnx.merge(graphdef, params, model_state)
-        logits = _logits(config, model(images, rng=rng), images)
+        logits, _ = model(images, rng=rng)
         correct = jnp.mean(logits.argmax(-1) == targets.argmax(-1))
-        losses = loss_of(logits, targets)
-        if _shape(losses) != logits.shape[:1]:  # a mean over classes too would go unnoticed
-            raise InputError(
-                f"config.loss={config.loss!r} returns {_describe(losses)}, but one "
-                f"number is needed for each of the {len(logits)} examples: sum over the classes"
-            )
-        return losses.mean(), (correct, split_model(model)[2])
+        # Over the examples: JAX refuses the gradient of a loss that has classes too.
+        loss = jnp.mean(loss_of(logits, targets), axis=0)
+        return loss, (correct, split_model(model)[2])
 
     value_and_grad = jax.value_and_grad(loss_fn, has_aux=True)
 
@@ -157,30 +152,6 @@ def _gather_by_layer(function, mesh):
     return wrapped
 
 
-def _logits(config, output, images):
-    """Returns the logits of a model's output after checking their shape, on which metrics rely."""
-    expected = (len(images), config.model.num_classes)
-    logits = output[0] if isinstance(output, tuple) and len(output) == 2 else None
-    if _shape(logits) != expected:
-        raise InputError(
-            f"config.model.name={config.model.name!r}: the model returns {_describe(output)}, but "
-            f"needs to return a pair of logits {list(expected)} (config.model.num_classes wide) "
-            "and a dict of intermediates, which may be empty"
-        )
-    return logits
-
-
-def _shape(value):
-    return getattr(value, "shape", None)
-
-
-def _describe(value):
-    if isinstance(value, tuple):
-        return f"({', '.join(map(_describe, value))})"
-    shape = _shape(value)
-    return type(value).__name__ if shape is None else f"the shape {list(shape)}"
-
-
 def layer_norms(grads: dict[str, Any]) -> dict[str, Float[Array, "..."]]:
     """Computes the norm of each layer's gradient, by path.
 
@@ -221,7 +192,7 @@ def make_eval_step(
 
     def predict(params, model_state, images):
         model = nnx.merge(graphdef, params, model_state)
-        return _logits(config, model(images), images)
+        return model(images)[0]
 
     def eval_step(params: dict, model_state: dict, batch: Batch) -> Metrics:
         images = normalize(batch["image"], tuple(config.data.mean), tuple(config.data.std))
