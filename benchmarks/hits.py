@@ -2,9 +2,9 @@
 
     python benchmarks/hits.py --out=hits.md
 
-The table of structinit_jax/interop/README.md: `impulse` in models with the random weights of their
-libraries, on noise and on crops of the two photographs that scikit-learn contains. Needs torch,
-timm, torchvision, transformers and scikit-learn.
+`impulse` in models with the random weights of their libraries, on noise and on crops of the two
+photographs that scikit-learn contains. Needs torch, timm, torchvision, transformers and
+scikit-learn.
 """
 
 import argparse

@@ -14,14 +14,14 @@ them; `check` estimates them from the parameters of a standard ViT.
 model from a larger one. State dicts hold NumPy or JAX arrays; only `torch_maps` needs torch.
 """
 
-from structinit_jax.interop.check import Check, Hits, check, hit_rates, torch_maps
+from structinit_jax.interop.check import Estimate, Hits, check, hit_rates, torch_maps
 from structinit_jax.interop.convert import from_timm, select_weights, to_timm
 from structinit_jax.interop.initialize import attention_site, initialize, read, write
 from structinit_jax.interop.layouts import LAYOUTS
 
 __all__ = [
     "LAYOUTS",
-    "Check",
+    "Estimate",
     "Hits",
     "attention_site",
     "check",

@@ -37,7 +37,7 @@ class Hits(NamedTuple):
     target_mass: Float[np.ndarray, " h"]
 
 
-class Check(NamedTuple):
+class Estimate(NamedTuple):
     """What the attention of a standard ViT with a model's parameters does, by layer and head.
 
     Attributes:
@@ -64,7 +64,7 @@ def check(
     num_heads: int | None = None,
     grid: Grid | None = None,
     positions: np.ndarray | jax.Array | None = None,
-) -> Check:
+) -> Estimate:
     """Estimates the attention maps of a freshly initialized model from its parameters.
 
         check(params, num_heads=3).hit_rate.mean(axis=1)  # by layer
@@ -107,7 +107,7 @@ def check(
         _require_known(block)
         x, maps = _run_block(host, norm, block, i, layer, x)
         hits.append(hit_rates(maps[..., -tokens:, -tokens:], table.grid))
-    return Check(MODELED, ratio, *map(np.stack, zip(*hits, strict=True)))
+    return Estimate(MODELED, ratio, *map(np.stack, zip(*hits, strict=True)))
 
 
 def hit_rates(maps: Float[np.ndarray, "B h N N"], grid: Grid) -> Hits:

@@ -9,7 +9,7 @@ import jax
 import numpy as np
 from flax import nnx
 
-from structinit_jax.errors import InputError
+from structinit_jax.errors import InputError, suggest
 from structinit_jax.interop.entries import Entry, linear, linear_bias, same, unwrapped
 
 FIELDS = ("query", "key", "value", "out")
@@ -389,7 +389,7 @@ def find_stacks(leaves: Leaves, name: str | None) -> list[Stack]:
       InputError: The layout is unknown, or none fits.
     """
     if name is not None and name not in LAYOUTS:
-        raise InputError(f"layout={name!r}: choose one of {', '.join(LAYOUTS)}")
+        raise InputError(f"layout={name!r} is unknown: {suggest(name, LAYOUTS)}")
     missing = ""
     for layout in [lay for n in (LAYOUTS if name is None else [name]) for lay in LAYOUTS[n]]:
         stacks = _stacks(leaves, layout)
