@@ -1,6 +1,7 @@
 """Self-attention and the transformer block that ViT and Swin share."""
 
-from typing import Any
+import dataclasses
+from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
@@ -10,20 +11,29 @@ from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Array, Float
 
 from structinit_jax.attention_init import AttentionWeights
-from structinit_jax.errors import InputError
+from structinit_jax.errors import Fraction, InputError, PositiveFloat
 from structinit_jax.models.layers import (
     BASE_INITS,
     RESIDUAL,
-    LinearInit,
     Mlp,
     PreNormBlock,
     Rng,
     dropout,
     layer_norm,
     set_weight,
-    timm_init,
     truncated_normal,
 )
+from structinit_jax.models.model import ModelConfig
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class TransformerConfig(ModelConfig):
+    """Fields of the families whose stacks are `Block`s."""
+
+    mlp_ratio: PositiveFloat = 4.0  # hidden width of the MLP over D
+    dropout: Fraction = 0.0  # rate after attention projections and MLP layers
+    attention_implementation: Literal["auto", "cudnn"] = "auto"  # "cudnn" is a fused kernel
+    layer_scale, qk_norm = 0.0, False  # fields of ViT only
 
 
 class Attention(nnx.Module):
@@ -32,28 +42,18 @@ class Attention(nnx.Module):
     Unlike Flax's, it runs fused kernels, adds a bias to the logits and returns the maps.
     """
 
-    def __init__(
-        self,
-        width: int,
-        num_heads: int,
-        *,
-        dropout: float = 0.0,
-        qk_norm: bool = False,
-        implementation: str = "auto",
-        init: LinearInit = timm_init,
-        dtype,
-        rngs: nnx.Rngs,
-    ):
+    def __init__(self, config: TransformerConfig, *, width: int, num_heads: int, rngs: nnx.Rngs):
         heads = (num_heads, width // num_heads)
-        options = dict(dtype=dtype, rngs=rngs, **init(width))
+        dtype = dict(dtype=jnp.dtype(config.dtype), rngs=rngs)
+        options = dtype | BASE_INITS[config.base_init](width)
         self.query = nnx.LinearGeneral(width, heads, **options)
         self.key = nnx.LinearGeneral(width, heads, **options)
         self.value = nnx.LinearGeneral(width, heads, **options)
         self.out = nnx.LinearGeneral(heads, width, axis=(-2, -1), **options)
-        self.dropout = dropout
-        self.implementation = implementation
-        self.query_norm = layer_norm(heads[1], dtype=dtype, rngs=rngs) if qk_norm else None
-        self.key_norm = layer_norm(heads[1], dtype=dtype, rngs=rngs) if qk_norm else None
+        self.dropout = config.dropout
+        self.implementation = config.attention_implementation
+        self.query_norm = layer_norm(heads[1], **dtype) if config.qk_norm else None
+        self.key_norm = layer_norm(heads[1], **dtype) if config.qk_norm else None
 
     def __call__(
         self,
@@ -164,48 +164,34 @@ def _maps(query, key, bias):
 class Block(PreNormBlock):
     """A pre-norm transformer block.
 
-    For most arguments see `VisionTransformer.default_config`. `position_bias_rows` is the number of
-    rows of a table `relative_position_bias` [rows, h], for subclasses whose `mix` adds it to the
-    logits; 0 omits it.
+    `position_bias_rows` is the number of rows of a table `relative_position_bias` [rows, h], for
+    subclasses whose `mix` adds it to the logits; 0 omits it.
     """
 
     mix_name = "attention"
 
     def __init__(
         self,
+        config: TransformerConfig,
+        *,
         width: int,
         num_heads: int,
-        *,
-        mlp_ratio: float = 4.0,
-        dropout: float = 0.0,
-        layer_scale: float = 0.0,
-        qk_norm: bool = False,
-        attention_implementation: str = "auto",
-        position_bias_rows: int = 0,
         epsilon: float = 1e-6,
-        base_init: str = "timm",
-        dtype,
+        position_bias_rows: int = 0,
         rngs: nnx.Rngs,
     ):
-        options, init = dict(dtype=dtype, rngs=rngs), BASE_INITS[base_init]
+        options = dict(dtype=jnp.dtype(config.dtype), rngs=rngs)
         self.norm1 = layer_norm(width, epsilon=epsilon, **options)
-        self.attention = Attention(
-            width,
-            num_heads,
-            dropout=dropout,
-            qk_norm=qk_norm,
-            implementation=attention_implementation,
-            init=init,
-            **options,
-        )
+        self.attention = Attention(config, width=width, num_heads=num_heads, rngs=rngs)
         if position_bias_rows:
             table = truncated_normal(rngs.params(), (position_bias_rows, num_heads))
             self.relative_position_bias = nnx.Param(table)
         self.norm2 = layer_norm(width, epsilon=epsilon, **options)
-        self.mlp = Mlp(width, int(width * mlp_ratio), dropout=dropout, init=init, **options)
-        if layer_scale:
-            self.scale1 = nnx.Param(jnp.full((width,), layer_scale))
-            self.scale2 = nnx.Param(jnp.full((width,), layer_scale))
+        init, hidden = BASE_INITS[config.base_init], int(width * config.mlp_ratio)
+        self.mlp = Mlp(width, hidden, dropout=config.dropout, init=init, **options)
+        if config.layer_scale:
+            self.scale1 = nnx.Param(jnp.full((width,), config.layer_scale))
+            self.scale2 = nnx.Param(jnp.full((width,), config.layer_scale))
 
     def mix(self, x, *, rng, with_maps, angles=None):
         """Attends to all tokens [B, N, D], with rotary positions if there are angles [N, d / 2]."""

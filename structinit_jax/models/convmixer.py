@@ -69,15 +69,7 @@ class ConvMixer(Model):
         options = dict(dtype=jnp.dtype(config.dtype), rngs=rngs)
         self.patch_embedding = layers.PatchEmbedding(config.patch_size, channels, width, **options)
         self.stem_norm = BatchNorm(width)
-        self.blocks = make_stack(
-            ConvMixerBlock,
-            config.depth,
-            width=width,
-            kernel_size=config.kernel_size,
-            activation=config.activation,
-            fixed_filters=config.spatial_filters == "fixed",
-            **options,
-        )
+        self.blocks = make_stack(ConvMixerBlock, config.depth, config=config, rngs=rngs)
         head_init = layers.pytorch_init(width)
         self.head = nnx.Linear(width, config.num_classes, **head_init, rngs=rngs)
 
@@ -103,10 +95,9 @@ class ConvMixer(Model):
         x, blocks = run_stack(
             self.blocks,
             stem,
+            config=config,
             drop_path_rates=np.linspace(0, config.drop_path, config.depth, dtype=np.float32),
             rng=rng,
-            unroll=config.unroll,
-            remat=config.remat,
         )
         pooled = x.astype(jnp.float32).mean(axis=(1, 2))
         return self.head(pooled), dict(stem=stem, blocks=blocks, pooled=pooled)
@@ -115,24 +106,14 @@ class ConvMixer(Model):
 class ConvMixerBlock(nnx.Module):
     """x + norm1(act(spatial(x))), then norm2(act(channel(x))): depthwise, then pointwise."""
 
-    def __init__(
-        self,
-        *,
-        width: int,
-        kernel_size: int,
-        activation: str,
-        fixed_filters: bool,
-        dtype,
-        rngs: nnx.Rngs,
-    ):
-        self.spatial = DepthwiseConv(
-            width, kernel_size, fixed=fixed_filters, dtype=dtype, rngs=rngs
-        )
+    def __init__(self, config: ConvMixerConfig, *, rngs: nnx.Rngs):
+        width, options = config.width, dict(dtype=jnp.dtype(config.dtype), rngs=rngs)
+        fixed = config.spatial_filters == "fixed"
+        self.spatial = DepthwiseConv(width, config.kernel_size, fixed=fixed, **options)
         self.norm1 = BatchNorm(width)
-        init = layers.pytorch_init(width)
-        self.channel = nnx.Linear(width, width, dtype=dtype, **init, rngs=rngs)
+        self.channel = nnx.Linear(width, width, **layers.pytorch_init(width), **options)
         self.norm2 = BatchNorm(width)
-        self.activation = activation
+        self.activation = config.activation
 
     def __call__(
         self,

@@ -57,24 +57,16 @@ class MlpMixer(Model):
         self.grid = token_grid(config.image_size, config.patch_size)
         options = dict(dtype=jnp.dtype(config.dtype), rngs=rngs)
         self.patch_embedding = layers.PatchEmbedding(config.patch_size, channels, width, **options)
-        mlp_init, head_init = layers.pytorch_init, layers.pytorch_init(width)
+        head_init = layers.pytorch_init(width)
         if config.base_init == "timm":
-            mlp_init, head_init = _timm_mlp_init, dict(kernel_init=nnx.initializers.zeros)
+            head_init = dict(kernel_init=nnx.initializers.zeros)
             kernel, bias = self.patch_embedding.kernel, self.patch_embedding.bias
             kernel[...] = nnx.initializers.lecun_normal()(rngs.params(), kernel.shape)
             bias[...] = jnp.zeros(bias.shape)
 
+        num_tokens = self.grid[0] * self.grid[1]
         self.blocks = make_stack(
-            MixerBlock,
-            config.depth,
-            num_tokens=self.grid[0] * self.grid[1],
-            width=width,
-            token_hidden=int(width * config.token_mlp_ratio),
-            channel_hidden=int(width * config.mlp_ratio),
-            mlp_mean=config.mlp_mean,
-            dropout=config.dropout,
-            init=mlp_init,
-            **options,
+            MixerBlock, config.depth, config=config, num_tokens=num_tokens, rngs=rngs
         )
         self.norm = layers.layer_norm(width, **options)
         self.head = nnx.Linear(width, config.num_classes, **head_init, rngs=rngs)
@@ -99,10 +91,9 @@ class MlpMixer(Model):
         x, blocks = run_stack(
             self.blocks,
             patches,
+            config=config,
             drop_path_rates=np.full((config.depth,), config.drop_path, np.float32),
             rng=rng,
-            unroll=config.unroll,
-            remat=config.remat,
             with_maps=with_maps,
         )
         pooled = self.norm(x).mean(axis=1)
@@ -115,26 +106,15 @@ class MixerBlock(layers.PreNormBlock):
 
     mix_name = "token_mixing"
 
-    def __init__(
-        self,
-        *,
-        num_tokens: int,
-        width: int,
-        token_hidden: int,
-        channel_hidden: int,
-        mlp_mean: float,
-        dropout: float,
-        init: layers.LinearInit,
-        dtype,
-        rngs: nnx.Rngs,
-    ):
-        options = dict(dtype=dtype, rngs=rngs)
-        mlp_options = options | dict(dropout=dropout, init=init)
+    def __init__(self, config: MixerConfig, *, num_tokens: int, rngs: nnx.Rngs):
+        width, options = config.width, dict(dtype=jnp.dtype(config.dtype), rngs=rngs)
+        init = _timm_mlp_init if config.base_init == "timm" else layers.pytorch_init
+        mlp_options = options | dict(dropout=config.dropout, init=init)
         self.norm1 = layers.layer_norm(width, **options)
-        self.token_mlp = layers.Mlp(num_tokens, token_hidden, **mlp_options)
+        self.token_mlp = layers.Mlp(num_tokens, int(width * config.token_mlp_ratio), **mlp_options)
         self.norm2 = layers.layer_norm(width, **options)
-        self.mlp = layers.Mlp(width, channel_hidden, **mlp_options)
-        self.mlp.fc1.kernel[...] = self.mlp.fc1.kernel[...] + mlp_mean
+        self.mlp = layers.Mlp(width, int(width * config.mlp_ratio), **mlp_options)
+        self.mlp.fc1.kernel[...] = self.mlp.fc1.kernel[...] + config.mlp_mean
 
     def mix(self, x, *, rng, with_maps):
         """Applies the token-mixing MLP to [B, N, D]."""

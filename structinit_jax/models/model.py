@@ -238,10 +238,9 @@ def run_stack(
     blocks: nnx.Module,
     x: Float[Array, "B *grid D"],
     *,
+    config: ModelConfig,
     drop_path_rates: Float[np.ndarray, " L"],
     rng: Rng,
-    unroll: int,
-    remat: str,
     cycle: Sequence[Mapping[str, Any]] = ({},),
     **options,
 ) -> tuple[Float[Array, "B *grid D"], dict[str, Array]]:
@@ -253,13 +252,13 @@ def run_stack(
       blocks: The stack, from `make_stack`; a block is called as
         `block(x, drop_path_rate=..., rng=..., **options) -> (x, intermediates)`.
       x: Input of the first block.
+      config: Its `unroll` is the number of steps of the scan to unroll; 0 unrolls all, which is
+        slower to compile and, on CPUs, to run. Its `remat`, a key of `REMAT_POLICIES`, decides what
+        a step keeps for the gradient: 'none' keeps what is costly to compute, 'dots' the outputs of
+        its linear layers, 'full' only its input. The rest is recomputed, which saves memory. 'auto'
+        is 'none' here; the trainer tries all three.
       drop_path_rates: One for each block; blocks get None if all are zero.
       rng: Split among the blocks; None in evaluation.
-      unroll: Steps of the scan to unroll; 0 unrolls all, which is slower to compile and, on
-        CPUs, to run.
-      remat: What a step keeps for the gradient, a key of `REMAT_POLICIES`: 'none' keeps what is
-        costly to compute, 'dots' the outputs of its linear layers, 'full' only its input. The rest
-        is recomputed, which saves memory. 'auto' is 'none' here; the trainer tries all three.
       cycle: Further static arguments of successive blocks, repeated along the stack. One cycle is
         one step of the scan.
       **options: Further arguments of all blocks.
@@ -288,15 +287,16 @@ def run_stack(
         return x, jax.tree.map(lambda *leaves: jnp.stack(leaves), *outs)
 
     # In a loop, XLA cannot merge what the backward pass recomputes with the forward pass.
-    unrolled = unroll == 0 or unroll >= whole // period
-    policy = REMAT_POLICIES["none" if remat == "auto" else remat]
+    unroll = config.unroll or True
+    unrolled = unroll is True or unroll >= whole // period
+    policy = REMAT_POLICIES["none" if config.remat == "auto" else config.remat]
     step = jax.checkpoint(step, policy=policy, prevent_cse=unrolled)
     rngs = None if rng is None else jax.random.split(rng, depth)
     layers = (blocks, jnp.asarray(drop_path_rates) if drop_path_rates.any() else None, rngs)
     steps = jax.tree.map(
         lambda leaf: leaf[:whole].reshape(whole // period, period, *leaf.shape[1:]), layers
     )
-    x, outs = jax.lax.scan(step, x, steps, unroll=unroll or True)
+    x, outs = jax.lax.scan(step, x, steps, unroll=unroll)
     outs = jax.tree.map(lambda leaf: leaf.reshape(whole, *leaf.shape[2:]), outs)
     for i in range(whole, depth):  # an incomplete last cycle
         x, last = run_block(x, take(layers, i), cycle[i - whole])

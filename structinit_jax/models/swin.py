@@ -2,7 +2,7 @@
 
 import dataclasses
 import math
-from typing import Any, ClassVar, Literal
+from typing import Any, ClassVar
 
 import jax
 import jax.numpy as jnp
@@ -11,11 +11,11 @@ from flax import nnx
 from jaxtyping import Array, Float
 
 from structinit_jax.attention_init import AttentionWeights, WindowSite
-from structinit_jax.errors import Fraction, InputError, PositiveFloat, PositiveInt
+from structinit_jax.errors import InputError, PositiveInt
 from structinit_jax.models import layers
-from structinit_jax.models.attention import Block
+from structinit_jax.models.attention import Block, TransformerConfig
 from structinit_jax.models.layers import Rng
-from structinit_jax.models.model import Model, ModelConfig, image_sides, make_stack, run_stack
+from structinit_jax.models.model import Model, image_sides, make_stack, run_stack
 
 Sides = tuple[int, int]
 EPSILON = 1e-5  # of every LayerNorm
@@ -28,17 +28,17 @@ _BASE = _SMALL | dict(width=128, num_heads=(4, 8, 16, 32))
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class SwinConfig(ModelConfig):
-    """Fields of a `SwinTransformer`. `unroll` counts pairs of blocks."""
+class SwinConfig(TransformerConfig):
+    """Fields of a `SwinTransformer`.
+
+    `unroll` counts pairs of blocks; attention_implementation='cudnn' needs even windows.
+    """
 
     patch_size: PositiveInt = 4
     width: PositiveInt = 96  # D of the first stage; it doubles in each further stage
     depths: tuple[PositiveInt, ...] = (2, 2, 6, 2)  # number of blocks of each stage
     num_heads: tuple[PositiveInt, ...] = (3, 6, 12, 24)  # h of each stage
     window_size: PositiveInt = 7  # in tokens; a smaller grid is one window, unshifted
-    mlp_ratio: PositiveFloat = 4.0  # hidden width of the MLP over D
-    dropout: Fraction = 0.0  # rate after attention projections and MLP layers
-    attention_implementation: Literal["auto", "cudnn"] = "auto"  # "cudnn" needs even windows
 
 
 class SwinTransformer(Model):
@@ -69,17 +69,13 @@ class SwinTransformer(Model):
             if i:
                 grid, width = tuple(-(-side // 2) for side in grid), 2 * width
             stage = SwinStage(
+                config,
                 width=width,
                 num_heads=num_heads,
                 depth=depth,
                 grid=grid,
-                window_size=config.window_size,
                 merge=i > 0,
-                mlp_ratio=config.mlp_ratio,
-                dropout=config.dropout,
-                base_init=config.base_init,
-                attention_implementation=config.attention_implementation,
-                **options,
+                rngs=rngs,
             )
             if config.attention_implementation == "cudnn" and math.prod(stage.window) % 2:
                 raise InputError(
@@ -154,8 +150,7 @@ class SwinTransformer(Model):
                 x,
                 drop_path_rates=stage_rates,
                 rng=stage_rng,
-                unroll=config.unroll,
-                remat=config.remat,
+                config=config,
                 with_maps=with_maps,
             )
             outs.append(out)
@@ -167,30 +162,26 @@ class SwinTransformer(Model):
 class SwinStage(nnx.Module):
     """Patch merging, in all stages but the first, then a stack of blocks, every second shifted.
 
-    Along a side of the grid no longer than `window_size` there is one window and no shift. For
-    `block_options` see `attention.Block`.
+    Along a side of the grid no longer than `window_size` there is one window and no shift.
     """
 
     def __init__(
         self,
+        config: SwinConfig,
         *,
         width: int,
+        num_heads: int,
         depth: int,
         grid: Sides,
-        window_size: int,
         merge: bool,
-        base_init: str,
-        dtype,
         rngs: nnx.Rngs,
-        **block_options,
     ):
-        self.window = tuple(min(side, window_size) for side in grid)
-        self.shift = tuple(window_size // 2 if side > window_size else 0 for side in grid)
-        options = dict(base_init=base_init, dtype=dtype, rngs=rngs)
-        self.merging = PatchMerging(width // 2, **options) if merge else None
-        self.blocks = make_stack(
-            SwinBlock, depth, width=width, window=self.window, **options, **block_options
-        )
+        size = config.window_size
+        self.window = tuple(min(side, size) for side in grid)
+        self.shift = tuple(size // 2 if side > size else 0 for side in grid)
+        self.merging = PatchMerging(config, width // 2, rngs=rngs) if merge else None
+        options = dict(width=width, num_heads=num_heads, window=self.window, rngs=rngs)
+        self.blocks = make_stack(SwinBlock, depth, config=config, **options)
 
     def set_weights(self, weights: AttentionWeights) -> None:
         """Replaces the weights of the blocks by those that a scheme sets."""
@@ -215,10 +206,10 @@ class PatchMerging(nnx.Module):
     A grid with an odd side is padded with zeros.
     """
 
-    def __init__(self, width: int, *, base_init: str, dtype, rngs: nnx.Rngs):
-        options, inputs = dict(dtype=dtype, rngs=rngs), 4 * width
+    def __init__(self, config: SwinConfig, width: int, *, rngs: nnx.Rngs):
+        options, inputs = dict(dtype=jnp.dtype(config.dtype), rngs=rngs), 4 * width
         self.norm = layers.layer_norm(inputs, epsilon=EPSILON, **options)
-        init = layers.BASE_INITS[base_init](inputs)
+        init = layers.BASE_INITS[config.base_init](inputs)
         self.reduction = nnx.Linear(inputs, 2 * width, use_bias=False, **init, **options)
 
     def __call__(self, x: Float[Array, "B rows cols D"]) -> Float[Array, "B r c E"]:
@@ -234,9 +225,9 @@ class PatchMerging(nnx.Module):
 class SwinBlock(Block):
     """A pre-norm block that attends within windows, with a relative position bias."""
 
-    def __init__(self, width: int, num_heads: int, *, window: Sides, **options):
+    def __init__(self, config: SwinConfig, *, window: Sides, **sizes):
         rows = (2 * window[0] - 1) * (2 * window[1] - 1)
-        super().__init__(width, num_heads, position_bias_rows=rows, epsilon=EPSILON, **options)
+        super().__init__(config, position_bias_rows=rows, epsilon=EPSILON, **sizes)
         self.window = window
 
     def mix(self, x, *, shift, rng, with_maps):

@@ -20,13 +20,12 @@ from structinit_jax.errors import (
     InputError,
     NonNegativeFloat,
     NonNegativeInt,
-    PositiveFloat,
     PositiveInt,
 )
 from structinit_jax.models import layers
-from structinit_jax.models.attention import Block
+from structinit_jax.models.attention import Block, TransformerConfig
 from structinit_jax.models.layers import Rng
-from structinit_jax.models.model import Model, ModelConfig, make_stack, run_stack, token_grid
+from structinit_jax.models.model import Model, make_stack, run_stack, token_grid
 
 
 def _variants() -> dict[str, dict[str, Any]]:
@@ -56,22 +55,20 @@ def _variants() -> dict[str, dict[str, Any]]:
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class ViTConfig(ModelConfig):
+class ViTConfig(TransformerConfig):
     """Fields of a `VisionTransformer`."""
 
     depth: PositiveInt = 12  # L, the number of blocks
     num_heads: PositiveInt = 3  # h, a divisor of the width
-    mlp_ratio: PositiveFloat = 4.0  # hidden width of the MLP over D
     # Fixed encoding, or "learned", both added to the tokens, or "rope": axial rotary positions of
     # temperature 100 (Heo et al. 2024).
     positions: Literal["sincos", "learned", "rope"] = "sincos"
     pool: Literal["mean", "class_token"] = "mean"  # of the image tokens; the final norm follows
     num_registers: NonNegativeInt = 0  # tokens that are not on the grid (Darcet et al. 2024)
-    dropout: Fraction = 0.0  # rate after positions, attention projections and MLP layers
+    dropout: Fraction = 0.0  # rate after positions too
     # Start of a trained factor per channel of each branch (Touvron et al. 2021); 0 omits it.
     layer_scale: NonNegativeFloat = 0.0
     qk_norm: bool = False  # LayerNorm on each head's queries and keys (Dehghani et al. 2023)
-    attention_implementation: Literal["auto", "cudnn"] = "auto"  # "cudnn" is a fused kernel
 
     @property
     def num_prefix(self) -> int:
@@ -112,17 +109,7 @@ class VisionTransformer(Model):
                 rotary_angles(self.grid, width // num_heads)
 
         self.blocks = make_stack(
-            Block,
-            config.depth,
-            width=width,
-            num_heads=num_heads,
-            mlp_ratio=config.mlp_ratio,
-            dropout=config.dropout,
-            layer_scale=config.layer_scale,
-            qk_norm=config.qk_norm,
-            base_init=config.base_init,
-            attention_implementation=config.attention_implementation,
-            **options,
+            Block, config.depth, config=config, width=width, num_heads=num_heads, rngs=rngs
         )
         self.norm = layers.layer_norm(width, **options)
         head_init = layers.BASE_INITS[config.base_init](width)
@@ -157,10 +144,9 @@ class VisionTransformer(Model):
         x, blocks = run_stack(
             self.blocks,
             layers.dropout(embedded, config.dropout, dropout_rng),
+            config=config,
             drop_path_rates=np.linspace(0, config.drop_path, config.depth, dtype=np.float32),
             rng=blocks_rng,
-            unroll=config.unroll,
-            remat=config.remat,
             with_maps=with_maps,
             angles=self._angles(),
         )
