@@ -41,8 +41,13 @@ def save(name: str) -> None:
     if all(isinstance(value, np.ndarray) for value in values.values()):
         np.savez_compressed(HERE / f"{name}.npz", **values)
     else:
-        lines = (f"{json.dumps(key)}: {json.dumps(value)}" for key, value in values.items())
-        (HERE / f"{name}.json").write_text("{\n" + ",\n".join(lines) + "\n}\n")
+        write_json(name, values)
+
+
+def write_json(name: str, values: dict[str, Any]) -> None:
+    """Writes `NAME.json`, one value a line."""
+    lines = (f"{json.dumps(key)}: {json.dumps(value)}" for key, value in values.items())
+    (HERE / f"{name}.json").write_text("{\n" + ",\n".join(lines) + "\n}\n")
 
 
 def part(arrays: dict[str, np.ndarray], name: str) -> dict[str, np.ndarray]:

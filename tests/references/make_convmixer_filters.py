@@ -1,18 +1,19 @@
 """Records moments of the 2024 program's ConvMixer filters.
 
-    python tests/references/make_convmixer_filters.py CONVMIXER_PY    # writes the .json
+    cd tests && python -m references.make_convmixer_filters CONVMIXER_PY    # writes the .json
 
 CONVMIXER_PY is pytorch-image-models/timm/models/convmixer.py of
 https://github.com/osiriszjq/structured_init at commit 9c2d0e0.
 """
 
 import ast
-import json
 import pathlib
 import sys
 
 import numpy as np
 import torch
+
+import references
 
 CHANNELS = 20_000
 CASES = (("impulse", 3), ("box1", 3), ("box4", 3), ("box9", 3), ("box7", 8), ("gau0.5", 3))
@@ -47,9 +48,7 @@ def main():
     for init, size in CASES:
         filters = torch.as_tensor(draw(CHANNELS, size, init=init)).float().reshape(CHANNELS, -1)
         figures[f"{init} {size}"] = moments(filters)
-    lines = [f"{json.dumps(case)}: {json.dumps(values)}" for case, values in figures.items()]
-    path = pathlib.Path(__file__).with_name("convmixer_filters.json")
-    path.write_text("{\n" + ",\n".join(lines) + "\n}\n")
+    references.write_json("convmixer_filters", figures)
 
 
 if __name__ == "__main__":
