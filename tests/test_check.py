@@ -115,6 +115,7 @@ def test_noise_has_the_spectrum_of_natural_images():
         ("blocks.1.conv.weight", (3, 3, 16), r"others blocks\.1\.conv\.weight.*`torch_maps`"),
         ("blocks.1.mlp.w1.weight", (64, WIDTH), r"mlp_in .*w1"),
         ("blocks.0.attn.q_norm.weight", (8,), r"q_norm\.weight changes the attention maps"),
+        ("rope.freqs", (2, 4), r"rope\.freqs is not part of"),
         ("patch_embed.backbone.stem.weight", (3, 3), r"backbone\.stem\.weight is not part of"),
         ("patch_embed.proj.weight", (WIDTH, 8), r"proj\.weight is not part of"),
         ("blocks.0.attn.relative_position_bias_table", (9, 2), "bias_table is not part of"),

@@ -95,6 +95,8 @@ def check(
         raise _not_modeled(sites[0].name)
     host = find_host(leaves, layout, num_heads)
     host.require_assumptions()
+    if rotary := host.rotary_positions():
+        raise _not_modeled(rotary)
     blocks = host.blocks()
     has_bias = all(f"{norm}.bias" in leaves for block in blocks for norm in block.norms)
     norm = _layer_norm if has_bias else _rms_norm

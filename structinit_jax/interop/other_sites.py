@@ -69,18 +69,13 @@ def find_sites(leaves: Leaves, layout: str | None, grid: Grid | None) -> list[Fo
     cosine = next(filter(COSINE.fullmatch, leaves), None)
     if cosine:
         raise unsupported(cosine, "belongs to the cosine attention of SwinV2")
-    if has_position_bias(leaves):
+    if any(TABLE in name for name in leaves):
         return _windows(leaves, layout, grid)
     for pattern, find in ((TOKEN_MLP, _token_mixing), (DEPTHWISE, _convolutions)):
         layers = {int(m["index"]): m for m in map(pattern.fullmatch, leaves) if m}
         if layers:
             return [find(leaves, [layers[index] for index in sorted(layers)], grid)]
     return []
-
-
-def has_position_bias(leaves: Leaves) -> str | None:
-    """Returns the name of a table of relative position biases, or None."""
-    return next((name for name in leaves if TABLE in name), None)
 
 
 # -- attention with a relative position bias: Swin, BEiT -------------------------------------------
