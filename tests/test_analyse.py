@@ -1,5 +1,6 @@
 import functools
 import json
+import types
 
 import fork_main
 import jax
@@ -196,10 +197,16 @@ def test_the_command_analyzes_two_runs(finished_run, workdir, tmp_path):
     assert "layer 2: distance " in result.stdout
 
 
-@pytest.mark.parametrize("words", ["--schemes=default --workdir=x", "--step=best"])
-def test_flags_that_do_not_go_together_are_refused(words, finished_run):
-    words = words.replace("=x", f"={finished_run.workdir}").split()
-    config = [] if "--workdir" in words[-1] else ["--config=configs/vit_t_digits.py"]
-    result = fork_main.run(*words, *config, module="structinit_jax.analyse")
-    assert result.returncode == 2
-    assert "--workdir" in result.stderr
+@pytest.mark.parametrize(
+    ("values", "message"),
+    [
+        (dict(_SCHEMES=["default"], WORKDIR="run"), "--schemes compares start values"),
+        (dict(STEP="best"), "need --workdir"),
+    ],
+)
+def test_flags_that_do_not_go_together_are_refused(monkeypatch, values, message):
+    monkeypatch.setattr(analyse.command_line, "read_config", lambda *_: base_config())
+    for name in ("_SCHEMES", "WORKDIR", "STEP", "_OTHER_WORKDIR"):
+        monkeypatch.setattr(analyse, name, types.SimpleNamespace(value=values.get(name)))
+    with pytest.raises(InputError, match=message):
+        analyse.main([])

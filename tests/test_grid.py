@@ -32,13 +32,6 @@ def test_settings_have_readable_names_and_what_their_scheme_needs(tiny_config, c
     assert baselines["default,model.depth=2"] == "impulse,attention_init.norm=0.5,model.depth=2"
 
 
-def test_another_scheme_keeps_the_options_that_it_takes(tiny_config):
-    tiny_config.attention_init.update(name="impulse", kernel_size=5)
-    config = grid.with_scheme(tiny_config.lock(), "impulse_2025")
-    assert config.attention_init.to_dict() == {"name": "impulse_2025", "kernel_size": 5}
-    assert grid.with_scheme(config, "default").attention_init.to_dict() == {"name": "default"}
-
-
 def test_a_setting_is_never_compared_with_one_of_other_fields():
     names = ["default", "default,model.depth=1", "mine,model.depth=1", "x,model.depth=2"]
     assert grid.find_baselines(names, "mine") == {

@@ -79,9 +79,6 @@ def test_only_common_seeds_are_paired(tmp_path):
     }
     text = report.markdown(record(tmp_path, runs))
     assert "| impulse | 3 of 3 | 70.00 ± 17.32 | +10.00 [+10.00, +10.00] (2 common seeds) |" in text
-
-
-def test_one_seed_has_no_interval(tmp_path):
     runs = {"default": {0: {12: 0.5}}, "impulse": {0: {12: 0.8}}}
     text = report.markdown(record(tmp_path, runs))
     assert "| impulse | 1 of 1 | 80.00 | +30.00 (one seed) |" in text

@@ -66,12 +66,3 @@ def test_the_command_trains_a_teacher_and_selects_its_weights(tmp_path, data_dir
     report = (tmp_path / "run" / "report.md").read_text()
     assert "reproduce --table=2025.4 --scale=small" in report
     assert reproduce.SMALL_NOTE in report
-
-    # In another place, with a run that has not recorded its end and one that has not been started.
-    row = (tmp_path / "run").rename(tmp_path / "moved") / "cifar10,selected"
-    (row / "seed_3" / "status.json").unlink()
-    again = [*arguments[:-1], "--seeds=2", f"--workdir={tmp_path / 'moved' / '..' / 'moved'}"]
-    result = fork_main.run(*again, module="structinit_jax.reproduce")
-    assert result.returncode == 0, result.stderr
-    assert "resumed from step 2" in (row / "seed_3" / "log.txt").read_text()
-    assert "| cifar10,selected | 2 of 2 |" in (tmp_path / "moved" / "report.md").read_text()
