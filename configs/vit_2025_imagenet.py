@@ -19,51 +19,33 @@ Hardware: 8 or more data-center GPUs or TPUs. Time: not measured.
 Accuracy to expect: the published figures are in configs/papers.csv; not run here.
 """
 
+from pathlib import Path
 from typing import Literal
 
-from structinit_jax.config import base_config
+from structinit_jax.config import load_config
 
-SCHEMES = {"impulse": "impulse_2025", "mimetic": "mimetic", "default": "default"}
+RECIPE = Path(__file__).with_name("vit_2025_small.py")  # augmentation and regularization
 MODELS = ("vit_base_patch16_224", "vit_small_patch16_224", "vit_tiny_patch16_224")
 
 
 def get_config(
-    model: Literal[*MODELS] = "vit_base_patch16_224", init: Literal[*SCHEMES] = "impulse"
+    model: Literal[*MODELS] = "vit_base_patch16_224",
+    init: Literal["impulse", "mimetic", "default"] = "impulse",
 ):
-    config = base_config(model)
+    config = load_config(f"{RECIPE}:cifar10,{model},{init}")
     config.num_epochs = 310.0
     config.cooldown_epochs = 10.0  # of the 310
     config.batch_size = 1024
-    config.label_smoothing = 0.1
-    config.schedule = "timm_cosine"
     config.learning_rate = 1e-3  # 5e-4 * batch_size / 512
     config.warmup_epochs = 5.0
-    config.warmup_learning_rate = 1e-6
     config.final_learning_rate = 1e-5
-    config.weight_decay = 0.05
-    config.clip_norm = 0.0
     config.log_every_steps = 50
+    config.eval_every_epochs = 5.0
     config.checkpoint_every_steps = 1250
 
     config.model.num_classes = 1000
-    config.model.drop_path = 0.1
-    config.model.dtype = "bfloat16"
-    config.model.base_init = "pytorch"
-    config.attention_init = dict(name=SCHEMES[init])
-
-    config.augment.crop = "resized"
-    config.augment.flip = 0.5
-    config.augment.rand_augment = "rand-m9-mstd0.5-inc1"
-    config.augment.erasing = 0.25
-    config.augment.erase_after_mixing = True
-    config.augment.mixup = 0.8
-    config.augment.cutmix = 1.0
-    config.augment.mix_group = 64  # one lambda for the images of one process, as in the program
 
     config.data.name = "imagenet2012"
     config.data.eval_split = "validation"
     config.data.repeats = 3  # repeated augmentation
-    config.data.drop_remainder = True
-    config.data.image_size = 224
-    config.data.crop_fraction = 0.875
     return config
