@@ -104,7 +104,7 @@ def _parse_flags(argv: list[str]) -> Overrides:
             raise InputError(f"unrecognized argument {word!r}: write --name=value; {near}")
         overrides.append((path, text))
     if flags.FLAGS["verbosity"].using_default_value:
-        flags.FLAGS.verbosity = logging.WARNING  # JAX, TFDS and orbax log much at INFO
+        flags.FLAGS.verbosity = logging.WARNING  # JAX and TFDS log much at INFO
     use_compilation_cache()
     # Collections would walk the imported modules again and again while programs are traced.
     gc.freeze()

@@ -16,7 +16,7 @@ from structinit_jax.data.datasets import CATALOG
 from structinit_jax.train import set_up
 from structinit_jax.training.setup import initialize
 
-HEAVY = ("clu", "flax", "grain", "orbax", "sklearn", "tensorflow", "tensorflow_datasets")
+HEAVY = ("clu", "flax", "grain", "sklearn", "tensorflow", "tensorflow_datasets")
 
 
 @pytest.mark.parametrize(

@@ -4,7 +4,7 @@
 'none' keeps what is costly to compute, such as matrix products, and recomputes elementwise work,
 which is cheaper than storing and reading its results. 'dots' keeps the outputs of linear layers,
 'full' only the inputs of blocks. 'auto' compiles the step with these in turn, takes the first that
-leaves a tenth of the memory free beside the data kept on the device, and prints its choice. CPUs
+leaves a tenth of the memory free next to the data kept on the device, and prints its choice. CPUs
 report no limit and take 'none'.
 
 All policies give the same gradients up to rounding. With 'auto', a run that resumes on another kind
@@ -57,7 +57,7 @@ class Setup(NamedTuple):
       model: The model on the mesh of all devices.
       init_state: `(params, model_state) -> state` before the first step, jitted.
       train_steps: `(state, batch) -> (state, metrics)`, jitted, by the values of
-        `config.model.remat` to try, the fastest first. They donate the state.
+        `config.model.remat` to try, fastest first. They donate the state.
       abstract_state: Shapes, types and shardings of the training state.
       abstract_batch: Shapes, types and shardings of a global batch.
       data_bytes: Bytes of the training split in the memory of every device.
@@ -123,7 +123,7 @@ def make_setup(
     augment = make_augment(augmentation.on_device, mesh)
 
     def jit_step(changes):
-        def train_step(*args):  # makes its model when traced: most candidates never are
+        def train_step(*args):  # builds the model lazily: most candidates are never traced
             graphdef = abstract_model(config, mesh, **changes).graphdef
             rate = schedule.learning_rate
             step = make_train_step(config, graphdef, optimizer, rate, augment, mesh)
@@ -172,7 +172,7 @@ class CompiledStep(NamedTuple):
 
 
 def candidates(model: ConfigDict) -> dict[str, dict[str, str]]:
-    """Returns the policies to try for a model, the fastest first.
+    """Returns the policies to try for a model, fastest first.
 
     Args:
       model: The section `config.model`.
@@ -207,7 +207,7 @@ def compile_first_that_fits(
     Every process of a run must call this, and all get the same step.
 
     Args:
-      steps: Functions that lower the training step, by policy, the fastest first.
+      steps: Functions that lower the training step, by policy, fastest first.
       memory: Bytes of one device that the step can use. If None, every step that compiles fits.
       compiler_options: Options of XLA.
 
