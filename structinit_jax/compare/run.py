@@ -76,7 +76,8 @@ def run_grid(
         new["settings"][name] = facts
         _check_data(workdir, new["data"], data)
         new["data"] |= data
-    with workdir_lib.lock_workdir(workdir):
+    explain = workdir_lib.explain_failed_write("the comparison", workdir)
+    with workdir_lib.lock_workdir(workdir), explain:
         info = _merge(workdir, new, settings)
         if baselines is None:
             info["baselines"] = _choose_baselines(workdir, info, baseline)
