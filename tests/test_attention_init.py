@@ -82,12 +82,6 @@ def test_every_scheme_has_the_documented_shapes_and_can_be_traced(name, site_typ
     assert not drawn or any(np.abs(a - b).max() > 1e-3 for a, b in zip(drawn, other, strict=True))
 
 
-@pytest.mark.parametrize("name", sorted(SCHEMES))
-def test_every_option_is_documented(name):
-    for option in scheme_options(name):
-        assert f"  {option}: " in SCHEMES[name].__doc__
-
-
 @pytest.mark.parametrize(("name", "site_type"), UNSUPPORTED)
 def test_sites_without_an_implementation_are_refused(name, site_type):
     with pytest.raises(InputError, match=site_type.__name__):

@@ -88,15 +88,6 @@ def test_all_tokens_share_a_vector_that_no_layer_changes(plain):
     assert (plain.patch_scale, plain.mlp_scale) == (0.3, 0)
 
 
-def test_heads_of_one_offset_have_weights_of_their_own(plain):
-    index = np.asarray(plain.filter_index).ravel()
-    query = np.einsum("D,LDhd->Lhd", plain.patch_bias, plain.query).reshape(-1, DIM)
-    first, again = np.argwhere((index[:, None] == index) & np.tri(len(index), k=-1, dtype=bool))[0]
-    lengths = np.linalg.norm(query, axis=1)
-    np.testing.assert_allclose(lengths[first], lengths[again], rtol=1e-4)
-    assert np.abs(query[first] @ query[again]) < 0.99 * lengths[first] ** 2
-
-
 def test_the_other_inputs_of_query_and_key_start_as_the_models_own(plain):
     own = default()(RNG, make_site())
     for drawn, base in ((plain.query, own.query), (plain.key, own.key)):

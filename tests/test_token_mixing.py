@@ -60,12 +60,6 @@ def test_center_first_goes_outwards_from_layer_to_layer():
     assert weights.filter_index.tolist() == [4, 1, 5, 3, 7]
 
 
-def test_maps_may_be_given():
-    maps = np.random.default_rng(0).standard_normal((1, TOKENS, TOKENS)).astype(np.float32)
-    weights = attention_init.impulse(filters=maps)(RNG, make_site())
-    np.testing.assert_allclose(spatial_maps(weights)[0], maps[0], atol=1e-5)
-
-
 def test_mimetic_maps_are_near_the_identity():
     noise = np.asarray(spatial_maps(attention_init.mimetic()(RNG, make_site())))
     noise = noise - 0.7 * np.eye(TOKENS)

@@ -178,14 +178,6 @@ def test_targets_out_of_reach_warn():
         impulse(kernel_size=5, vo_init="default")(jax.random.key(0), site)
 
 
-def test_a_traced_scheme_holds_no_rows_of_its_targets_that_the_loss_leaves_out():
-    grid = (40, 40)
-    site = make_site(grid=grid, positions=sincos_positions(grid, WIDTH))
-    scheme = impulse(filters=kernels_lib.impulse_kernels(3)[[1]])
-    traced = jax.make_jaxpr(lambda rng: scheme(rng, site).query)(jax.random.key(0))
-    assert max((const.shape for const in traced.consts), key=np.prod) == (1, 1024, 1600)
-
-
 def test_equal_filters_have_equal_maps_and_independent_weights(plain):
     heads = LAYERS * HEADS  # 12 heads of 9 filters: three must repeat
     maps = head_maps(plain).reshape(heads, -1)

@@ -16,7 +16,7 @@ Each kind of site has a module with its schemes:
 - `TokenMixingSite`: token-mixing MLPs, as in MLP-Mixer (`token_mixing`).
 - `ConvSite`: depthwise convolutions, as in ConvMixer (`convolution`).
 
-Symbols are those of the papers: N tokens on a grid, width D, h heads of d = D / h channels, L
+Symbols follow the papers: N tokens on a grid, width D, h heads of d = D / h channels, L
 layers, F filters, kernel size f, positions P [N, D], X = LayerNorm(P), σ = d^-1/2, Q and K [D, d]
 of one head, H [N, N] the map of a convolution, M = softmax(σ X Q Kᵀ Xᵀ).
 
@@ -92,8 +92,8 @@ def impulse(
     train worse than 'mimetic', and on 2,000 images worse than 'default': for photographs, use
     'mimetic' (README). The forms for other sites are our own.
 
-    Options without a default here have that of the site. An option that does not apply to a site
-    is refused.
+    An option that is None takes the default for the site. An option that does not apply to a site
+    raises an error.
 
     Args:
       kernel_size: Kernel size f, odd, at most the grid's shorter side; or one per layer. Arrays as
@@ -178,8 +178,8 @@ def impulse_2024(
 ) -> AttentionInit:
     """The impulse initialization of the 2024 paper as published, to reproduce it.
 
-    The first six options are those of attention with positions (`papers.impulse_2024`), the last
-    three those of convolutions (`convolution.impulse_2024`).
+    The first six options are for attention with positions (`papers.impulse_2024`), the last three
+    for convolutions (`convolution.impulse_2024`).
 
     Args:
       kernel_size: Kernel size f, odd; 3 by default. Each head draws one of the f² offsets, with
@@ -233,8 +233,8 @@ def mimetic(
     """Mimetic initialization (Trockman & Kolter 2023): heads attend to similar tokens.
 
     Args:
-      position_scale: Factor on learned positions. The factors are those of the 2025 program, 1 by
-        default, and only for attention.
+      position_scale: Factor on learned positions. The three factors come from the 2025 program,
+        are 1 by default, and apply to attention only.
       query_key_scale: Factor on query and key.
       value_out_scale: Factor on value and projection.
     """
@@ -253,8 +253,8 @@ def default(
     """The model's own initialization, timm's or PyTorch's (`config.model.base_init`).
 
     Args:
-      position_scale: Factor on learned positions. The factors are those of the 2025 program, 1 by
-        default, and only for attention.
+      position_scale: Factor on learned positions. The three factors come from the 2025 program,
+        are 1 by default, and apply to attention only.
       query_key_scale: Factor on query and key.
       value_out_scale: Factor on value and projection.
     """

@@ -1,6 +1,6 @@
 """Convolution kernels, the attention maps that act like them, and their assignment to heads.
 
-Also what schemes draw and the tokens that they solve for: random numbers, positions, LayerNorm.
+Random draws, the sin-cos encoding and LayerNorm, which all schemes share, are here too.
 """
 
 import dataclasses
@@ -33,7 +33,7 @@ Order = Literal["even", "random", "center_first"]
 
 @dataclasses.dataclass(frozen=True)
 class Filters:
-    """The filters that the layers of a site imitate; the options are described in `impulse`.
+    """The filters that the layers of a site imitate. `attention_init.impulse` explains the options.
 
     Attributes:
       kind: The option `filters`.
@@ -52,9 +52,13 @@ class Filters:
     same_layers: bool = False
 
     def __post_init__(self):
-        is_impulse = isinstance(self.kind, str) and self.kind == "impulse"
-        if not is_impulse and np.any(np.not_equal(self.dilation or 1, 1)):
+        if not self.is_impulse and np.any(np.not_equal(self.dilation or 1, 1)):
             raise InputError(f"dilation={self.dilation!r} needs filters='impulse': leave it out")
+
+    @property
+    def is_impulse(self) -> bool:
+        """Whether each filter is one token."""
+        return isinstance(self.kind, str) and self.kind == "impulse"
 
 
 def kernel_offsets(kernel_size: int) -> Int[np.ndarray, "F 2"]:

@@ -4,7 +4,7 @@ RoPE rotates each pair of channels of query i and key j by angles θ_i and θ_j.
 the rotation, all queries of a head equal one vector q and all keys one vector k. With pairs of
 channels as complex numbers, the logits are then σ Re Σ_p conj(q_p) k_p exp(i (θ_jp - θ_ip)): they
 depend only on the positions, and only on the offset if angles are linear in the position. `impulse`
-solves for the coefficients c_p = σ conj(q_p) k_p. The other schemes are those of `tokens`.
+solves for the coefficients c_p = σ conj(q_p) k_p. The other schemes are in `tokens`.
 """
 
 import dataclasses
@@ -90,7 +90,7 @@ def impulse(
     the model's `base_init`. The sizes of the coefficients are solved for: the maps closest to the
     targets at the lowest norm are also those that content disturbs least. The phases of k are
     random and independent for each head.
-    The options are those of `attention_init.impulse`.
+    `attention_init.impulse` explains the options.
     """
     if site.angles is None:
         raise InputError(
@@ -126,7 +126,7 @@ def impulse(
         vo_init=vo_init,
         keep_positions=keep_positions,
     )
-    # The norm of what reads the common vector: each column of Q is that vector times q_i / D.
+    # Norm of the part of Q that reads the common vector: each column is that vector times q_i / D.
     size = jnp.mean(jnp.linalg.norm(coefficients, axis=2))
     norm = jnp.sqrt(size / (2 * site.qk_scale * site.width))
     report = report._replace(norm=norm)

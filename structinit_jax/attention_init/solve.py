@@ -153,8 +153,8 @@ def solve_bank(
       target_mass: Attention mass wanted on target, to which each filter's norm is fitted.
       max_steps: Maximum number of steps of each solve.
     """
-    # If a traced caller passes constants, XLA would compute at compile time, far more slowly, what
-    # depends on the targets alone, such as their row maxima.
+    # For constants of a traced caller, XLA would evaluate everything that depends on the targets
+    # alone, such as their row maxima, at compile time, which is far slower.
     starts, z, targets = jax.lax.optimization_barrier((starts, z, targets))
     num_filters, _, num_tokens = targets.shape
     queries = z[loss_rows(num_tokens)]

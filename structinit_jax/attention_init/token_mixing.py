@@ -45,7 +45,7 @@ from structinit_jax.attention_init.sites import TokenMixingSite, TokenMixingWeig
 from structinit_jax.errors import InputError
 
 CORRELATION = 0.9  # between neighbors; the exact value hardly matters
-MIMETIC_NOISE = MIMETIC_IDENTITY = 0.7  # those of query and key in mimetic attention
+MIMETIC_NOISE = MIMETIC_IDENTITY = 0.7  # as for query and key in mimetic attention
 
 
 def default(rng: PRNGKeyArray, site: TokenMixingSite) -> TokenMixingWeights:

@@ -73,7 +73,7 @@ def impulse(
     space, so at first they see positions alone.
     """
     # Targets H [F, N, N]; layer l uses the filters from ranges[l][0] to ranges[l][1].
-    if filters.dilation is None and isinstance(filters.kind, str) and filters.kind == "impulse":
+    if filters.dilation is None and filters.is_impulse:
         dilation = growing_dilation(filters.kernel_size, site.num_layers, site.grid)
         filters = dataclasses.replace(filters, dilation=dilation)
     targets, ranges = filter_maps(site, filters)

@@ -2,7 +2,7 @@
 
 The logits of windowed attention are content plus a bias by relative position. While the content is
 near zero, the softmax of the bias alone is the map, in every window: no positions, no solve. The
-other schemes are those of `tokens`; they leave the bias to the model.
+other schemes are in `tokens`; they leave the bias to the model.
 """
 
 import dataclasses
@@ -52,7 +52,7 @@ def impulse(
 
     Kernels without an offset inside the window are not assigned to heads. The report describes the
     bias maps of all others; its norm is that of the drawn query and key.
-    The options are those of `attention_init.impulse`.
+    `attention_init.impulse` explains the options.
     """
     kernels, ranges = filter_kernels(site, filters)
     fits = kernels.sum(axis=(1, 2)) > 0
