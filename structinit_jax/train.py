@@ -209,7 +209,8 @@ def _train(config, workdir, profile_steps, stop_request, on_evaluation, on_exit)
     test_name, eval_sets = evaluation_name(config), run.eval_sets
     eval_sizes = [len(eval_set.source) for eval_set in eval_sets.values()]
     record = {"config": json.loads(config.to_json()), **trained_on}
-    distributed.check_equal(record | {"eval_sizes": eval_sizes})
+    facts = {"eval_sizes": eval_sizes, "--workdir": workdir_lib.identify(workdir)}
+    distributed.check_equal(record | facts)
     note_shared_examples(config, run.dataset)
     note_classes(run.train_source, run.dataset.class_names, "data.train_split")
     setup = run.setup

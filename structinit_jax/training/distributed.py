@@ -115,7 +115,8 @@ def check_equal(values: Mapping[str, Any]) -> None:
             raise InputError(
                 f"process {index} has {name}={other.get(name)!r}, process 0 has "
                 f"{first.get(name)!r} (and {len(names) - 1} more differences): start all "
-                "processes with the same code, flags and data"
+                "processes with the same code, flags and data, and with one --workdir on a shared "
+                "disk or in object storage"
             )
 
 

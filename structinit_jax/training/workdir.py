@@ -127,7 +127,17 @@ def lock_workdir(workdir: Path) -> Iterator[None]:
         file.truncate(0)
         file.write(f"process {os.getpid()} on {socket.gethostname()}\n")
         file.flush()
+        os.fsync(file.fileno())  # for `identify` on other hosts
         yield
+
+
+def identify(workdir: epath.Path) -> str | None:
+    """Returns what all processes of a run find if they share its directory: the lock's text."""
+    multihost_utils.sync_global_devices("workdir")  # process 0 has written it
+    if is_url(workdir):
+        return str(workdir)
+    lock = workdir / LOCK
+    return lock.read_text() if lock.exists() else None
 
 
 def write_atomically(path: epath.PathLike, content: str | bytes) -> None:
