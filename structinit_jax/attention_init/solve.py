@@ -23,7 +23,7 @@ from structinit_jax.attention_init.kernels import draw_flat, permutations
 from structinit_jax.attention_init.sites import AttentionSite, SolveReport, is_concrete
 from structinit_jax.errors import Check, InputError
 
-TARGET_MASS = 0.5  # default of every impulse of our own
+TARGET_MASS = 0.5  # default of windows and rotary positions
 MIN_HIT_RATE = 0.75  # below it, targets count as out of reach
 # Directions weaker than this, relative to the strongest, cannot move a map at a reasonable norm.
 RANK_TOLERANCE = 1e-4

@@ -11,7 +11,7 @@ import functools
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import PRNGKeyArray
+from jaxtyping import Array, Float, PRNGKeyArray
 
 from structinit_jax.attention_init.kernels import (
     Filters,
@@ -26,7 +26,6 @@ from structinit_jax.attention_init.kernels import (
 )
 from structinit_jax.attention_init.sites import AttentionSite, AttentionWeights, unless_one
 from structinit_jax.attention_init.solve import (
-    TARGET_MASS,
     VO_INITS,
     factors_near_identity,
     loss_rows,
@@ -53,12 +52,13 @@ def impulse(
     site: AttentionSite,
     filters: Filters,
     *,
-    target_mass: float = TARGET_MASS,
+    target_mass: float = 0.2,
     norm: float | None = None,
+    mimetic_layers: float = 0.5,
     vo_init: str = "balanced",
-    keep_positions: bool = True,
-    patch_scale: float = 0.3,
-    mlp_scale: float = 0.0,
+    keep_positions: bool = False,
+    patch_scale: float = 1.0,
+    mlp_scale: float = 1.0,
     max_steps: int = 400,
 ) -> AttentionWeights:
     """Layers that start as convolutions with one filter per head; options as in the public one.
@@ -108,6 +108,7 @@ def impulse(
         ranges=ranges,
         offsets=filters.offsets,
         same_layers=filters.same_layers,
+        num_mimetic=round(mimetic_layers * site.num_layers),
         vo_init=vo_init,
         keep_positions=keep_positions,
         max_steps=max_steps,
@@ -121,7 +122,8 @@ def impulse(
     )
 
 
-STATIC = ["site", "ranges", "offsets", "same_layers", "vo_init", "keep_positions", "max_steps"]
+STATIC = ["site", "ranges", "offsets", "same_layers", "num_mimetic"]
+STATIC += ["vo_init", "keep_positions", "max_steps"]
 
 
 @functools.partial(jax.jit, static_argnames=STATIC)
@@ -138,6 +140,7 @@ def _solve_and_place(
     ranges,
     offsets,
     same_layers,
+    num_mimetic,
     vo_init,
     keep_positions,
     max_steps,
@@ -166,6 +169,15 @@ def _solve_and_place(
         return jnp.einsum("Dr,Lrhd->LDhd", v, rotated)
 
     query, key = place(bank.query), place(bank.key)
+
+    # The last layers attend to similar tokens instead: Q Kᵀ near 0.7 I.
+    if num_mimetic:
+        content = mimetic_query_key(jax.random.fold_in(vo_rng, 1), site, num_mimetic)
+        first = slice(site.num_layers - num_mimetic)
+        query, key = (
+            jnp.concatenate([positional[first], similar])
+            for positional, similar in zip((query, key), content, strict=True)
+        )
 
     # Value and projection: V Proj near -0.4 I, which would erase the positions that M needs.
     value, out = VO_INITS[vo_init](vo_rng, site)
@@ -215,15 +227,22 @@ def mimetic(
     require_narrow_heads(site)
     qk_rng, vo_rng = jax.random.split(rng)
     layers, width, heads = site.num_layers, site.width, (site.num_heads, site.head_dim)
-    query, key = factors_near_identity(
-        qk_rng, (layers, site.num_heads, width), site.head_dim, noise=0.7, identity=0.7
-    )
+    query, key = mimetic_query_key(qk_rng, site, layers)
     a, b = factors_near_identity(vo_rng, (layers, width), width, noise=0.4, identity=-0.4)
     inner = heads[0] * heads[1]
     value = jnp.swapaxes(a, -1, -2)[..., :inner].reshape(layers, width, *heads)
     out = b[:, :inner].reshape(layers, *heads, width)
-    weights = AttentionWeights(jnp.moveaxis(query, 1, 2), jnp.moveaxis(key, 1, 2), value, out)
+    weights = AttentionWeights(query, key, value, out)
     return _scale(weights, position_scale, query_key_scale, value_out_scale)
+
+
+def mimetic_query_key(
+    rng: PRNGKeyArray, site: AttentionSite, num_layers: int
+) -> tuple[Float[Array, "L D h d"], Float[Array, "L D h d"]]:
+    """Draws Q and K of layers with Q Kᵀ closest to 0.7 U + 0.7 I in each head."""
+    shape = (num_layers, site.num_heads, site.width)
+    query, key = factors_near_identity(rng, shape, site.head_dim, noise=0.7, identity=0.7)
+    return jnp.moveaxis(query, 1, 2), jnp.moveaxis(key, 1, 2)
 
 
 def _draw_all(rng, site, draw):
