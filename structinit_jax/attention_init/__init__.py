@@ -123,8 +123,8 @@ def impulse(
       norm: Instead of a target mass, the root mean square norm of the columns of Q and K. 3^-1/2,
         that of Q in the 2024 paper's program, gives a target mass of 0.12 to 0.98, depending on the
         model. Only for attention with positions.
-      mimetic_layers: Share of the layers, the last ones, whose query and key are those of
-        `mimetic`; 0.5 by default. Only for attention with positions.
+      mimetic_layers: Share of the layers, the last ones, whose query and key attend to similar
+        tokens; 0.5 by default. Only for attention with positions.
       vo_init: Value and projection of attention. 'balanced', the default: V Proj near -0.4 I, in
         which all heads are equally strong. 'mimetic': the same by SVD as in `impulse_2025`, with
         heads sorted by singular values. 'default': the model's own.

@@ -335,7 +335,7 @@ def draw_flat(
 
 
 def permutations(rngs: Array, size: int) -> Int[Array, "n size"]:
-    """Returns a permutation of 0 … size - 1 for each key; under vmap it compiles 3 times slower."""
+    """Returns a permutation of 0 … size - 1 for each key; under vmap it compiles slower."""
     return jax.lax.map(lambda rng: jax.random.permutation(rng, size), rngs)
 
 

@@ -172,7 +172,7 @@ def _solve_and_place(
 
     # The last layers attend to similar tokens instead: Q Kᵀ near 0.7 I.
     if num_mimetic:
-        content = mimetic_query_key(jax.random.fold_in(vo_rng, 1), site, num_mimetic)
+        content = similar_query_key(jax.random.fold_in(vo_rng, 1), site, num_mimetic)
         first = slice(site.num_layers - num_mimetic)
         query, key = (
             jnp.concatenate([positional[first], similar])
@@ -184,6 +184,32 @@ def _solve_and_place(
     if keep_positions:
         value, out = remove_inputs(value, v), remove_outputs(out, v)
     return AttentionWeights(query, key, value, out, report=bank.report, filter_index=filter_index)
+
+
+def similar_query_key(
+    rng: PRNGKeyArray, site: AttentionSite, num_layers: int
+) -> tuple[Float[Array, "L D h d"], Float[Array, "L D h d"]]:
+    """Draws Q and K of heads that attend to similar tokens, as in `mimetic` but without its SVD.
+
+    Q Kᵀ is A = 0.7 U + 0.7 I projected on d dimensions, near those of its largest singular values:
+    four subspace iterations keep 93 to 98 % of the energy that the SVD keeps, for widths from 96 to
+    768, where 72 SVDs (half of ViT-B) would take half a minute on a CPU.
+    """
+    width, bound = site.width, (3 / site.width) ** 0.5
+    noise_rng, start_rng = jax.random.split(rng)
+    heads = (num_layers, site.num_heads, width)
+    draw = functools.partial(jax.random.uniform, minval=-bound, maxval=bound)
+    noise = draw_flat(draw, noise_rng, (*heads, width))
+    a = 0.7 * (noise + jnp.broadcast_to(jnp.eye(width), noise.shape))
+
+    def iterate(_, query):
+        return jnp.linalg.qr(a @ (jnp.swapaxes(a, -1, -2) @ query))[0]
+
+    start = draw_flat(jax.random.normal, start_rng, (*heads, site.head_dim))
+    query = jax.lax.fori_loop(0, 4, iterate, start)
+    key = jnp.swapaxes(a, -1, -2) @ query
+    balance = (jnp.linalg.norm(key, axis=(-2, -1), keepdims=True) / site.head_dim**0.5) ** 0.5
+    return jnp.moveaxis(balance * query, 1, 2), jnp.moveaxis(key / balance, 1, 2)
 
 
 def default(
@@ -227,22 +253,15 @@ def mimetic(
     require_narrow_heads(site)
     qk_rng, vo_rng = jax.random.split(rng)
     layers, width, heads = site.num_layers, site.width, (site.num_heads, site.head_dim)
-    query, key = mimetic_query_key(qk_rng, site, layers)
+    query, key = factors_near_identity(
+        qk_rng, (layers, site.num_heads, width), site.head_dim, noise=0.7, identity=0.7
+    )
     a, b = factors_near_identity(vo_rng, (layers, width), width, noise=0.4, identity=-0.4)
     inner = heads[0] * heads[1]
     value = jnp.swapaxes(a, -1, -2)[..., :inner].reshape(layers, width, *heads)
     out = b[:, :inner].reshape(layers, *heads, width)
-    weights = AttentionWeights(query, key, value, out)
+    weights = AttentionWeights(jnp.moveaxis(query, 1, 2), jnp.moveaxis(key, 1, 2), value, out)
     return _scale(weights, position_scale, query_key_scale, value_out_scale)
-
-
-def mimetic_query_key(
-    rng: PRNGKeyArray, site: AttentionSite, num_layers: int
-) -> tuple[Float[Array, "L D h d"], Float[Array, "L D h d"]]:
-    """Draws Q and K of layers with Q Kᵀ closest to 0.7 U + 0.7 I in each head."""
-    shape = (num_layers, site.num_heads, site.width)
-    query, key = factors_near_identity(rng, shape, site.head_dim, noise=0.7, identity=0.7)
-    return jnp.moveaxis(query, 1, 2), jnp.moveaxis(key, 1, 2)
 
 
 def _draw_all(rng, site, draw):
