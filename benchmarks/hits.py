@@ -22,17 +22,22 @@ from structinit_jax.attention_init import impulse
 from structinit_jax.interop import check, initialize
 
 SIZE, CROPS = 224, 4
-UNSCALED = dict(patch_scale=1, mlp_scale=1)
+UNSCALED = dict(mimetic_layers=0, target_mass=0.5, keep_positions=True)
+POSITIONAL = dict(patch_scale=0.3, mlp_scale=0, **UNSCALED)
 SIGLIP, CLIP = "Hugging Face's `SiglipVisionConfig()`", "Hugging Face's `CLIPVisionConfig()`"
 ROWS = [  # model, heads, options of `impulse`
-    ("vit_tiny_patch16_224", 3, {}),
+    ("vit_tiny_patch16_224", 3, POSITIONAL),
     ("vit_tiny_patch16_224", 3, UNSCALED),
-    ("vit_base_patch16_224", 12, {}),
+    ("vit_base_patch16_224", 12, POSITIONAL),
     ("vit_base_patch16_224", 12, UNSCALED),
-    ("vit_base_patch16_224", 12, dict(norm=3**-0.5)),
-    (SIGLIP, 12, {}),
-    ("torchvision's `vit_b_16`", 12, {}),
-    (CLIP, 12, {}),
+    (
+        "vit_base_patch16_224",
+        12,
+        POSITIONAL | dict(target_mass=None, norm=3**-0.5),
+    ),
+    (SIGLIP, 12, POSITIONAL),
+    ("torchvision's `vit_b_16`", 12, POSITIONAL),
+    (CLIP, 12, POSITIONAL),
 ]
 
 
@@ -71,7 +76,7 @@ def main() -> None:
     for name, num_heads, options in ROWS:
         params = {k: v.numpy() for k, v in make_model(name).state_dict().items()}
         params = initialize(params, impulse(**options), jax.random.key(0), num_heads=num_heads)
-        given = ", ".join(f"{k}={v:.3g}" for k, v in options.items()) or "defaults"
+        given = ", ".join(f"{k}={v}" for k, v in options.items())
         for kind, images in image_sets.items():
             rates = check(params, images, num_heads=num_heads).hit_rate.mean(axis=1)
             by_layer = " ".join(f"{rate:.2f}" for rate in rates)

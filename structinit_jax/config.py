@@ -343,9 +343,10 @@ def set_scheme(config: ConfigDict, name: str) -> None:
     others = {o for scheme in attention_init.SCHEMES for o in scheme_options(scheme)} - {*own}
     with config.unlocked():
         section.name = name
-        for option in others.intersection(section):
+        if foreign := sorted(others.intersection(section)):
+            print(f"note: attention_init: {name!r} does not use {', '.join(foreign)}")
+        for option in foreign:
             del section[option]
-            print(f"note: attention_init.{option} is no option of {name!r} and is left out")
         for field, value in _scheme_needs(config).items():
             if config.model[field] != value:
                 config.model[field] = value
