@@ -99,7 +99,10 @@ def test_a_vit_is_averaged_over_images_without_its_extra_tokens(data_dir):
 
 
 def test_targets_are_those_that_the_solve_reaches(data_dir):
-    config, images, snapshot = start("vit", data_dir)
+    config = make_config("vit", data_dir)
+    config.attention_init.update(mimetic_layers=0.0, target_mass=0.5, patch_scale=0.3)
+    images = collect.read_images(config, NUM_IMAGES)
+    snapshot = collect.observe_start(config, images)
     model = abstract_model(config, collect.one_device())
     index, targets = find_targets(config, model, make_attention_init(config))["blocks"]
     np.testing.assert_array_equal(targets, convolution_maps(impulse_kernels(3), (4, 4)))
