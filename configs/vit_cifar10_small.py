@@ -3,8 +3,9 @@
     python -m structinit_jax.main --config=configs/vit_cifar10_small.py --workdir=/tmp/cifar10 \
         --config.data.data_dir=DIR
 
-Hardware: two CPU cores. Time: not measured.
-Accuracy to expect: not measured.
+Hardware: one CPU core. Time: 9 minutes.
+Accuracy to expect: 54 % on images cut from the training split (--config.data.eval_split='train[80%:]',
+two seeds); not measured on the test split.
 
 DIR has the images as files, DIR/{train,test}/CLASS/*.jpg. --config.data.name=cifar10 reads them
 from TensorFlow Datasets instead.
