@@ -184,6 +184,17 @@ def test_arrays_are_restored_on_other_meshes(tmp_path):
             checkpoints.save(fsdp, jax.device_put(state, shardings), {}, None)
 
 
+def test_only_unfinished_checkpoints_are_deleted(directory):
+    (directory / "8" / "run.json").unlink()
+    (directory / "8" / "state").rename(directory / "8" / "state.orbax-checkpoint-tmp")
+    older = directory / "12"  # as if written by another version
+    (older / "run.json").rename(older / "manifest.json")
+    with opened(directory) as checkpoints:
+        assert checkpoints.latest_step == 4
+    assert not (directory / "8").exists()
+    assert {path.name for path in (directory / "damaged").iterdir()} == {"12"}
+
+
 def test_if_all_are_damaged_there_is_none(directory, capsys):
     for folder in checkpoint.step_folders(directory):
         remove(folder / ARRAY)

@@ -382,7 +382,8 @@ def _intact_steps(directory: epath.PathLike, step: int | None) -> Iterator[int]:
 
 
 def _set_aside(folder: epath.Path, damage: str) -> None:
-    if not (folder / RUN).exists():  # a kill while it was written or deleted
+    names = {path.name.split("_")[0].split(".")[0] for path in folder.iterdir()}
+    if names <= {STATE, "index"}:  # a kill while it was written or deleted
         folder.rmtree()
         print(f"note: checkpoint {folder} was not finished and is removed")
         return
