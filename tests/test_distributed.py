@@ -136,6 +136,24 @@ def test_a_process_started_alone_gives_up_with_a_message(tmp_path):
         assert "waited 2 s, but not all processes joined" in result.stderr
 
 
+@pytest.mark.parametrize(("code", "seed", "field"), [("two", 0, "code"), ("one", 1, "config.seed")])
+def test_processes_with_other_code_or_config_are_refused(monkeypatch, code, seed, field):
+    values = {"config": {"seed": 0}}
+    other = json.dumps({"config": {"seed": seed}, "code": code}, sort_keys=True).encode()
+
+    def gather(mine):  # the other process sends as many bytes, since both texts are equally long
+        theirs = np.frombuffer(other, np.uint8) if np.ndim(mine) else mine
+        return np.stack([mine, theirs])
+
+    monkeypatch.setattr(distributed, "_digest_of_code", lambda: "one")
+    monkeypatch.setattr(distributed.jax, "process_count", lambda: 2)
+    monkeypatch.setattr(distributed.multihost_utils, "process_allgather", gather)
+    with pytest.raises(InputError, match=f"process 1 has {field}="):
+        distributed.check_equal(values)
+    other = json.dumps({**values, "code": "one"}, sort_keys=True).encode()
+    distributed.check_equal(values)
+
+
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
