@@ -91,7 +91,7 @@ def impulse(
 
     For attention with positions the weights are solved for, close to the targets of the 2024 paper
     but with maps of a given sharpness. The last layers attend to similar tokens, as `mimetic` does.
-    On CIFAR-10 that trained about as well as `mimetic`, and much better than convolutions in all
+    On CIFAR-10 that trained nearly as well as `mimetic`, and much better than convolutions in all
     layers (benchmarks/results/search.md). The forms for other sites are our own.
 
     An option that is None takes the default for the site. An option that does not apply to a site
