@@ -11,9 +11,9 @@
 #   --dry_run        print the commands without running them
 #   --help           print this text
 #
-# Without --cpu_devices, process i uses GPU i, or the i-th of CUDA_VISIBLE_DEVICES. When this script receives a signal (Ctrl-C included),
-# all processes save a checkpoint after the same step and exit with status 75. Run the same command
-# again to resume. A second run in the same workdir is refused.
+# Without --cpu_devices, process i uses GPU i, or the i-th of CUDA_VISIBLE_DEVICES. When this script
+# receives a signal (Ctrl-C included), all processes save a checkpoint after the same step and exit
+# with status 75. Run the same command again to resume. A second run in the same workdir is refused.
 
 set -euo pipefail
 cd "$(dirname "$0")/.."
@@ -50,8 +50,10 @@ if [[ -n ${CUDA_VISIBLE_DEVICES:-} && -z $cpu_devices ]]; then
     fail "--processes=$processes, but CUDA_VISIBLE_DEVICES=$CUDA_VISIBLE_DEVICES has ${#gpus[@]}"
 fi
 
-pids=()
-for ((i = 0; i < processes; i++)); do
+# Before the first process starts, so that a signal never leaves processes behind.
+pids=() stopped=0
+trap 'stopped=1; kill -TERM "${pids[@]}" 2> /dev/null || true' INT TERM
+for ((i = 0; i < processes && !stopped; i++)); do
   if [[ -n $cpu_devices ]]; then
     virtual=--xla_force_host_platform_device_count=$cpu_devices
     devices=(JAX_PLATFORMS=cpu "XLA_FLAGS=${XLA_FLAGS:-} $virtual")
@@ -69,11 +71,9 @@ for ((i = 0; i < processes; i++)); do
 done
 $dry_run && exit
 
-trap 'kill -TERM "${pids[@]}" 2> /dev/null || true' INT TERM
-
 # The first failure ends all processes: the others would wait for the failed one forever.
 status=0
-for ((left = processes; left > 0; left--)); do
+for ((left = ${#pids[@]}; left > 0; left--)); do
   code=0
   wait -n || code=$?
   while ((code > 128)) && (($(jobs -pr | wc -l) == left)); do # this script received a signal
