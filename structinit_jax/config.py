@@ -327,9 +327,8 @@ def make_attention_init(config: ConfigDict) -> attention_init.AttentionInit:
 # Fields of `config.model` that a scheme needs.
 SCHEME_NEEDS = {
     "impulse_2025": {"positions": "learned"},
-    "kaiming_uniform": {
-        "base_init": "pytorch"
-    },  # it is PyTorch's initialization of the whole model
+    # It is PyTorch's initialization of the whole model.
+    "kaiming_uniform": {"base_init": "pytorch"},
 }
 
 

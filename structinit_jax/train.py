@@ -90,9 +90,7 @@ class Run:
     @functools.cached_property
     def augmentation(self) -> AugmentationSplit:
         """Where training images are cropped, and their augmentation on the devices."""
-        options = config_lib.augment_options(self.config)
-        info, num_examples = self.dataset.info, len(self.train_source)
-        return split_augmentation(options, info, num_examples, self.config.seed)
+        return _augmentation(self.config, self.dataset.info, len(self.train_source))
 
     @functools.cached_property
     def setup(self) -> Setup:
@@ -143,10 +141,13 @@ def set_up(
       InputError: The fields of the config do not fit together, or the data or devices.
     """
     scheme = config_lib.make_attention_init(config)
-    augmentation = split_augmentation(
-        config_lib.augment_options(config), info, num_examples, config.seed
-    )
+    augmentation = _augmentation(config, info, num_examples)
     return setup_lib.make_setup(config, scheme, augmentation, num_examples, devices)
+
+
+def _augmentation(config, info, num_examples):
+    options = config_lib.augment_options(config)
+    return split_augmentation(options, info, num_examples, config.seed)
 
 
 def open_run(config: ConfigDict, devices: Sequence[jax.Device] | None = None) -> Run:

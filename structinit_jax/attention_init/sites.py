@@ -237,7 +237,8 @@ class AttentionWeights(NamedTuple):
       patch_bias: Bias [D] of the patch embedding.
       mlp_scale: Factor on the output kernels of the MLPs.
       report: Result of the solve.
-      filter_index: Index [L, h] of each head's filter among the scheme's filters.
+      filter_index: Index [L, h] of each head's filter among the scheme's filters. The
+        `mimetic_layers` of `impulse` have one too, which their maps do not follow.
       targets: The filters as maps [F, N, N], to which `filter_index` refers. For analysis only.
       bias: Relative position bias [L, R, h] of a `WindowSite`, R = (2 rows - 1) (2 cols - 1), rows
         in timm's order (`kernels.relative_index`).

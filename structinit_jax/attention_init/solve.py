@@ -390,16 +390,23 @@ def remove_outputs(
 def factors_near_identity(
     rng: PRNGKeyArray, shape: tuple[int, ...], rank: int, *, noise: float, identity: float
 ) -> tuple[Float[Array, "*batch D k"], Float[Array, "*batch D k"]]:
-    """Returns A, B [*shape, rank] with A Bᵀ closest to noise · U + identity · I.
+    """Returns A, B [*shape, rank] with A Bᵀ closest to `near_identity` of the same arguments."""
+    return split_product(near_identity(rng, shape, noise=noise, identity=identity), rank)
 
-    U is uniform between ±(3 / D)^1/2, D = shape[-1], so that its entries have variance 1 / D.
+
+def near_identity(
+    rng: PRNGKeyArray, shape: tuple[int, ...], *, noise: float, identity: float
+) -> Float[Array, "*batch D D"]:
+    """Draws noise · U + identity · I, [*shape, D] with D = shape[-1].
+
+    U is uniform between ±(3 / D)^1/2, so that its entries have variance 1 / D.
     """
     width = shape[-1]
     bound = (3 / width) ** 0.5
     draw = functools.partial(jax.random.uniform, minval=-bound, maxval=bound)
     uniform = draw_flat(draw, rng, (*shape, width))
     eye = jnp.broadcast_to(jnp.eye(width), uniform.shape)
-    return split_product(noise * uniform + identity * eye, rank)
+    return noise * uniform + identity * eye
 
 
 def require_narrow_heads(site: AttentionSite) -> None:

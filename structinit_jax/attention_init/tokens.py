@@ -29,6 +29,7 @@ from structinit_jax.attention_init.solve import (
     VO_INITS,
     factors_near_identity,
     loss_rows,
+    near_identity,
     remove_inputs,
     remove_outputs,
     require_narrow_heads,
@@ -70,7 +71,8 @@ def impulse(
     is minimized once per filter, in the coordinates VᵀQ and VᵀK [r, d] of the row space of X.
     Every head gets a copy Q R, K R of its filter's solution with a random orthogonal R [d, d] of
     its own: M is the same, the weights are independent. Query and key are zero outside the row
-    space, so at first they see positions alone.
+    space, so at first they see positions alone. The last layers take Q and K from
+    `similar_query_key` instead.
     """
     # Targets H [F, N, N]; layer l uses the filters from ranges[l][0] to ranges[l][1].
     if filters.dilation is None and filters.is_impulse:
@@ -179,7 +181,8 @@ def _solve_and_place(
             for positional, similar in zip((query, key), content, strict=True)
         )
 
-    # Value and projection: V Proj near -0.4 I, which would erase the positions that M needs.
+    # Value and projection: V Proj near -0.4 I, so that every layer removes a part of the positions
+    # from the residual stream, unless they are kept.
     value, out = VO_INITS[vo_init](vo_rng, site)
     if keep_positions:
         value, out = remove_inputs(value, v), remove_outputs(out, v)
@@ -195,12 +198,9 @@ def similar_query_key(
     four subspace iterations keep 93 to 98 % of the energy that the SVD keeps, for widths from 96 to
     768, where 72 SVDs (half of ViT-B) would take half a minute on a CPU.
     """
-    width, bound = site.width, (3 / site.width) ** 0.5
     noise_rng, start_rng = jax.random.split(rng)
-    heads = (num_layers, site.num_heads, width)
-    draw = functools.partial(jax.random.uniform, minval=-bound, maxval=bound)
-    noise = draw_flat(draw, noise_rng, (*heads, width))
-    a = 0.7 * (noise + jnp.broadcast_to(jnp.eye(width), noise.shape))
+    heads = (num_layers, site.num_heads, site.width)
+    a = near_identity(noise_rng, heads, noise=0.7, identity=0.7)
 
     def iterate(_, query):
         query = a @ (jnp.swapaxes(a, -1, -2) @ query)

@@ -49,7 +49,7 @@ img { max-width: 100% }
 # -- runs ------------------------------------------------------------------------------------------
 
 
-class Run:
+class SeedRun:
     """One seed of one setting, as far as it has been trained.
 
     A run is done if it was recorded as such and `metrics.jsonl` has the accuracy of its last step.
@@ -127,7 +127,7 @@ class Comparison(NamedTuple):
     """
 
     info: dict[str, Any]
-    runs: dict[str, list[Run]]
+    runs: dict[str, list[SeedRun]]
 
     @property
     def metric(self) -> str:
@@ -135,7 +135,7 @@ class Comparison(NamedTuple):
         names = {facts["test_name"] for facts in self.info["settings"].values()}
         return f"{names.pop()} accuracy" if len(names) == 1 else "accuracy"
 
-    def finished(self, setting: str | None) -> list[Run]:
+    def finished(self, setting: str | None) -> list[SeedRun]:
         """Returns the runs of a setting that are done; a baseline need not be a setting."""
         return [run for run in self.runs.get(setting, ()) if run.status == "done"]
 
@@ -156,7 +156,7 @@ def read(workdir: Path) -> Comparison:
     if info is None:
         raise InputError(f"--workdir={workdir} holds no comparison: there is no {GRID}")
     runs = {
-        setting: [Run(workdir, setting, seed, info) for seed in facts["seeds"]]
+        setting: [SeedRun(workdir, setting, seed, info) for seed in facts["seeds"]]
         for setting, facts in info["settings"].items()
     }
     return Comparison(info, runs)
@@ -298,7 +298,7 @@ def _summary(comparison: Comparison) -> list[list[str]]:
     return rows
 
 
-def _accuracy(runs: Sequence[Run]) -> str:
+def _accuracy(runs: Sequence[SeedRun]) -> str:
     """Formats the accuracies of finished runs, with the number of steps that were not finite."""
     if not runs:
         return "–"
@@ -427,10 +427,8 @@ def draw_curves(comparison: Comparison) -> bytes | None:
             continue
         values = 100 * np.array([[run.test_curve[step] for step in steps] for run in runs])
         epochs, mean = [runs[0].epoch(step) for step in steps], values.mean(axis=0)
-        color, line = (
-            COLORS[number % len(COLORS)],
-            ("-", "--", ":", "-.")[number // len(COLORS) % 4],
-        )
+        color = COLORS[number % len(COLORS)]
+        line = LINES[number // len(COLORS) % len(LINES)]
         marker = "o" if len(steps) == 1 else None
         axis.plot(epochs, mean, color=color, linestyle=line, marker=marker, label=setting)
         if len(runs) > 1:

@@ -96,13 +96,13 @@ def run_grid(
                     print(f"{name}: another process trains it", flush=True)
                     continue
                 for number, seed in enumerate(seeds, 1 + index * len(seeds)):
-                    run = report.Run(workdir, name, seed, info)
+                    run = report.SeedRun(workdir, name, seed, info)
                     show = _Progress(f"[{number}/{total}] {name} seed {seed}", run.info)
                     if run.status == "done":
                         show(f"done before, {_result(run)}")
                         continue
                     _train(config, run, show, stop)
-                    run, trained = report.Run(workdir, name, seed, info), trained + 1
+                    run, trained = report.SeedRun(workdir, name, seed, info), trained + 1
                     failed += run.status == "failed"
                     left = (time.perf_counter() - began) / trained * (total - number)
                     show(f"{_result(run)}; about {format_duration(left)} left")
@@ -160,7 +160,7 @@ def _train(config, run, show, stop):
     workdir_lib.write_atomically(folder / report.STATUS, json.dumps(status) + "\n")
 
 
-def _result(run: report.Run) -> str:
+def _result(run: report.SeedRun) -> str:
     if run.status == "done":
         return f"{run.info['test_name']} accuracy {run.accuracy:.2%}"
     return f"failed: {run.error}"

@@ -111,6 +111,10 @@ class ImageSource:
 
     def labels(self) -> np.ndarray:
         """Returns all labels, int64 [n], which may be out of range."""
+        return self._labels
+
+    @functools.cached_property  # the digest and the note about classes need them
+    def _labels(self) -> np.ndarray:
         if self.new_labels is not None:
             return self.new_labels
         labels = [self._whole(index, label) for index, label in enumerate(self.column("label"))]
@@ -273,10 +277,8 @@ class Dataset:
         Raises:
           InputError: There is no such split or policy, or no good image in the split.
         """
-        policies = ("stop", "skip")
-        require(
-            "config.data.on_bad_image", on_bad_image, f"one of {policies}", policies.__contains__
-        )
+        needs = f"one of {POLICIES}"
+        require("config.data.on_bad_image", on_bad_image, needs, POLICIES.__contains__)
         terms = parse_split(self.name, spec, self.info, field)
         parts = [self.open_split(split) for split, _, _ in terms]
         numbers = [np.full(stop - start, i) for i, (_, start, stop) in enumerate(terms)]

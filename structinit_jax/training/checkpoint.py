@@ -100,7 +100,7 @@ class Checkpoints:
         }
         folder = self.directory / str(step)
         with self._explain_failure():
-            local = Path(tempfile.mkdtemp() if self._staged else folder)
+            local = epath.Path(tempfile.mkdtemp()) if self._staged else folder
             local.mkdir(parents=True, exist_ok=True)
             tree = ocp.args.PyTreeSave(_with_key_data(state._asdict()))
             self._saver.save(local / STATE, args=tree, force=True)
@@ -132,14 +132,14 @@ class Checkpoints:
             self._saver.wait_until_finished()
             process = jax.process_index()
             if process < run["num_indexes"]:
-                paths = list(_files(epath.Path(local / STATE)))
+                paths = list(_files(local / STATE))
                 if process > 0:  # files that describe the whole are those of process 0
                     paths = [path for path in paths if path.parent.name != STATE]
                 files = {p.relative_to(local).as_posix(): _digest_of(p) for p in paths}
                 if self._staged:
                     for name in files:
                         (folder / name).parent.mkdir(parents=True, exist_ok=True)
-                        epath.Path(local / name).copy(folder / name, overwrite=True)
+                        (local / name).copy(folder / name, overwrite=True)
                 _write_json(folder / f"index_{process}.json", {"files": files})
             if process == 0:
                 _write_json(folder / RUN, run)
@@ -147,7 +147,7 @@ class Checkpoints:
                 self._remove_old()
         finally:
             if self._staged:
-                epath.Path(local).rmtree()
+                local.rmtree()
 
     def _explain_failure(self):
         return workdir.explain_failed_write(

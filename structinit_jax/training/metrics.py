@@ -138,9 +138,8 @@ class MetricsLog:
             return
         scalars = [Summary.Value(tag=tag, simple_value=value) for tag, value in values.items()]
         with self._explain_failure():
-            finite = {
-                k: v if math.isfinite(v) else None for k, v in values.items()
-            }  # JSON has no NaN
+            # JSON has no NaN.
+            finite = {k: v if math.isfinite(v) else None for k, v in values.items()}
             self._lines.write(json.dumps({"step": step, **finite}) + "\n")
             self._lines.flush()
             self._write_event(step=step, summary=Summary(value=scalars))
