@@ -8,23 +8,21 @@
 
 `LAYOUTS` lists the projects whose names it knows. `attention_site`, `read` and `write` are its
 parts. `torch_maps` records the attention maps that a torch model computes, and `hit_rates` measures
-them; `check` estimates them from the parameters of a standard ViT.
+them.
 
 `from_timm` and `to_timm` convert the weights of our own models. `select_weights` starts a smaller
 model from a larger one. State dicts hold NumPy or JAX arrays; only `torch_maps` needs torch.
 """
 
-from structinit_jax.interop.check import Estimate, Hits, check, hit_rates, torch_maps
 from structinit_jax.interop.convert import from_timm, select_weights, to_timm
 from structinit_jax.interop.initialize import attention_site, initialize, read, write
 from structinit_jax.interop.layouts import LAYOUTS
+from structinit_jax.interop.maps import Hits, hit_rates, torch_maps
 
 __all__ = [
     "LAYOUTS",
-    "Estimate",
     "Hits",
     "attention_site",
-    "check",
     "from_timm",
     "hit_rates",
     "initialize",

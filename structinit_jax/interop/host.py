@@ -21,7 +21,6 @@ _EXTRA_TOKENS = (
     r"(?i:(?:.*\.)?(?:cls|class|dist|distillation|reg|registers?)_?"
     r"(?:tok|tokens?|emb|embed|embeddings?)?)"
 )
-_PRE_NORM = r"(?:norm_pre|ln_pre|pre_lay(?:er|r)norm)\.(?:weight|scale)"  # as in CLIP
 _RELATIVE = r"(?:.*[._])?(?:rel_pos|relative_pos|relative_att|position_bias|attention_bias).*"
 _ROTARY = r"(?:.*[._])?(?:rope|rotary|freqs).*"
 
@@ -36,21 +35,10 @@ class PositionTable(NamedTuple):
 
 
 class Block(NamedTuple):
-    """What a transformer block holds besides attention.
-
-    Attributes:
-      norms: Names of the norms.
-      mlp_in: Names of the input layers of its MLP, the gate first.
-      mlp_out: Names of the output layers of its MLP.
-      scales: Names of its factors per channel (LayerScale).
-      others: Names of all other arrays.
-    """
+    """Names of a transformer block's norms and of the output layers of its MLP."""
 
     norms: list[str]
-    mlp_in: list[str]
     mlp_out: list[str]
-    scales: list[str]
-    others: list[str]
 
 
 class Host:
@@ -230,17 +218,12 @@ class Host:
         return PositionTable("positions", given, 0, grid)
 
     def extra_tokens(self) -> list[str]:
-        """Returns the names of class, distillation and register tokens, the class token first."""
-        names = [
+        """Returns the names of class, distillation and register tokens."""
+        return [
             name
             for name in self._names(_EXTRA_TOKENS)
             if getattr(self.leaves[name], "shape", ())[-1:] == (self.width,)
         ]
-        return sorted(names, key=lambda name: "cls" not in name and "class" not in name)
-
-    def has_pre_norm(self) -> bool:
-        """Returns whether tokens are normalized before the first block too, as in CLIP."""
-        return any(True for _ in self._names(_PRE_NORM))
 
     def patch_kernel(self) -> str:
         """Returns the name of the patch embedding's kernel, a convolution's or a linear layer's."""
@@ -308,30 +291,21 @@ class Host:
         return names
 
     def _block(self, attention: str) -> Block:
-        layout, block = self.stack.layout, Block([], [], [], [], [])
+        layout, block = self.stack.layout, Block([], [])
         prefix = attention.rpartition(".")[0] + "."
         projections = {entry.name.rpartition(".")[0] for entry in self.entries}
-        for name in sorted(self._inexact() if attention else ()):
-            module = name.rpartition(".")[0]
-            if not name.startswith(prefix) or module in projections:
-                continue
+        modules = {name.rpartition(".")[0] for name in self._inexact() if name.startswith(prefix)}
+        for module in sorted(modules - projections if attention else ()):
             path = module.removeprefix(prefix)
             if re.fullmatch(layout.norms, path):
-                kind, found = block.norms, module
-            elif re.fullmatch(layout.scales, name.removeprefix(prefix)):
-                kind, found = block.scales, name
-            elif self._is_linear(module, layout.mlp_in, path, output=False):
-                kind, found = block.mlp_in, module
-            elif self._is_linear(module, layout.mlp_out, path, output=True):
-                kind, found = block.mlp_out, module
-            else:
-                kind, found = block.others, name
-            if found not in kind:
-                kind.append(found)
+                block.norms.append(module)
+            elif self._is_mlp_output(module, path):
+                block.mlp_out.append(module)
         return block
 
-    def _is_linear(self, module: str, pattern: str | None, path: str, output: bool) -> bool:
-        """Whether a module is an MLP's input or output layer, by its shape if there is no name."""
+    def _is_mlp_output(self, module: str, path: str) -> bool:
+        """Whether a module is an MLP's output layer, by its shape if users choose its name."""
+        pattern = self.stack.layout.mlp_out
         if pattern is not None:
             return re.fullmatch(pattern, path) is not None
         shape = np.shape(self.leaves.get(f"{module}.{self.stack.layout.leaf}", ()))
@@ -339,7 +313,7 @@ class Host:
         if len(shape) != 2:
             return False
         inputs, outputs = shape[::-1] if self.stack.layout.torch else shape
-        return inputs != outputs and (outputs if output else inputs) == self.width
+        return inputs != outputs == self.width
 
     # -- names -------------------------------------------------------------------------------------
 

@@ -46,7 +46,7 @@ def initialize(
     become zero. Schemes assume that the LayerNorm before the attention has scale 1 and bias 0, that
     query-key products are scaled by d^-1/2, and that tokens are in row-major order. Parameters that
     show otherwise raise an error. Parameters do not show everything: measure the maps of the model
-    itself with `torch_maps` and `hit_rates`, or estimate them with `check`.
+    itself, with `torch_maps` and `hit_rates` if it is a torch model.
 
     A learned position table counts as trainable and is replaced by the encoding that the scheme
     returns. Its rows for class and register tokens change only if the scheme scales the whole

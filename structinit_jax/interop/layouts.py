@@ -76,10 +76,8 @@ class Layout:
       patches: Name of the patch embedding below the stem.
       patch_norm: Name of a norm of the patch embeddings alone, below the stem.
       norms: Names of the norms before attention and MLP, below the block.
-      mlp_in: Names of the MLP's input layers below the block. None if users choose their names:
-        input and output layer are then told apart by their shapes.
-      mlp_out: Name of the MLP's output layer, likewise.
-      scales: Names of the factors per channel (LayerScale) below the block.
+      mlp_out: Name of the MLP's output layer below the block. None if users choose its name: it is
+        then found by its shape.
       anchors: Fields whose presence marks an attention layer.
       separate_biases: Names of biases that belong to a fused module but are kept outside it.
     """
@@ -92,9 +90,7 @@ class Layout:
     patches: str
     patch_norm: str = r"patch_embed\.norm"
     norms: str = r"norm[12]"
-    mlp_in: str | None = r"mlp\.fc1"
     mlp_out: str | None = r"mlp\.fc2"
-    scales: str = r"ls_?[12]\.gamma|gamma_[12]"
     anchors: tuple[str, ...] = FIELDS
     separate_biases: Mapping[str, str] = dataclasses.field(default_factory=dict)
 
@@ -135,7 +131,6 @@ _LINEN = Layout(
     positions=r"(?:Transformer\.(?:posembed_input\.)?)?pos_embedding",
     patches="embedding",
     norms=r"LayerNorm_\d",
-    mlp_in=r"MlpBlock_\d\.Dense_0",
     mlp_out=r"MlpBlock_\d\.Dense_1",
 )
 TIMM = Layout(
@@ -146,7 +141,6 @@ TIMM = Layout(
     positions=r"(?:embeds\.)?pos_embed",  # `embeds` in NaFlexViT
     patches=r"(?:patch_embed|embeds)\.proj",
     patch_norm=r"(?:patch_embed|embeds)\.norm",
-    mlp_in=r"mlp\.(?:fc1(?:_[gx])?|w1|w2|w12)",  # gated ones too
     mlp_out=r"mlp\.(?:fc2|w3)",
     separate_biases={"query": "q_bias", "key": "k_bias", "value": "v_bias"},  # BEiT, EVA
 )
@@ -167,9 +161,7 @@ _HUGGING_FACE = Layout(
     patches=r"embeddings\.patch_embed(?:ding)?s?(?:\.projection)?",
     patch_norm=r"embeddings\.rms_norm",
     norms=r"layernorm_(?:before|after)|(?:layer_|rms_)?norm[12]",
-    mlp_in=r"intermediate\.dense|(?:mlp|ffn)\.(?:fc1|weights_in|gate_proj|up_proj)",
     mlp_out=r"output\.dense|(?:mlp|ffn)\.(?:fc2|weights_out|down_proj)",
-    scales=r"layer_scale[12]\.lambda1|lambda_[12]",
 )
 # Names in modules of transformers >= 5: ViT has `layers`, Dinov2 `encoder.layer`, DINOv3
 # `model.layer`, or in files `layer`.
@@ -212,7 +204,6 @@ _TORCHVISION = Layout(
     positions=r"encoder\.pos_embedding",
     patches="conv_proj",
     norms=r"ln_[12]",
-    mlp_in=r"mlp\.(?:0|linear_1)",
     mlp_out=r"mlp\.(?:3|linear_2)",
 )
 # Swin; each stage is a stack.
@@ -231,7 +222,6 @@ _OPEN_CLIP = Layout(
     positions="positional_embedding",
     patches="conv1",
     norms=r"ln_[12]",
-    mlp_in=r"mlp\.c_fc",
     mlp_out=r"mlp\.c_proj",
 )
 _DEIT3_JAX = Layout(
@@ -241,9 +231,7 @@ _DEIT3_JAX = Layout(
     torch=False,
     positions=r"embed\.wpe",
     patches=r"embed\.wte",
-    mlp_in=r"ff\.w1",
     mlp_out=r"ff\.w2",
-    scales=r"scale[12]",
 )
 _VIT_PYTORCH = Layout(
     example="transformer.layers.0.0.to_qkv.weight",
@@ -254,7 +242,6 @@ _VIT_PYTORCH = Layout(
     patches=r"to_patch_embedding\.2",
     patch_norm=r"to_patch_embedding\.3",
     norms=r"0\.norm|1\.net\.0",
-    mlp_in=r"1\.net\.1",
     mlp_out=r"1\.net\.[34]",
 )
 _SIMPLE_VIT = dataclasses.replace(_VIT_PYTORCH, modules=("to_qkv", "to_qkv", "to_qkv", "to_out"))
@@ -267,9 +254,7 @@ _NNX = Layout(
     positions=r"(?:.*\.)?[^.]*pos[^.]*(?:\.(?:embeddings?|weight))?",
     patches=r".*",
     norms=r"(?i:[^.]*(?:norm|ln)[^.]*)",
-    mlp_in=None,
     mlp_out=None,
-    scales=r".*(?:scale|gamma|lambda).*",
     anchors=("query", "key"),
 )
 _KERAS = dataclasses.replace(_NNX, modules=("query", "key", "value", "attention_output"))
@@ -286,7 +271,6 @@ _TRANSFORMER_ENCODER = dataclasses.replace(
     modules=("in_proj", "in_proj", "in_proj", "out_proj"),
     torch=True,
     norms=r"norm[12]",
-    mlp_in="linear1",
     mlp_out="linear2",
 )
 

@@ -6,14 +6,14 @@
 
 Made with timm 1.0.31, transformers 5.24.0, vit-pytorch 1.26.11, torchvision 0.28.0 and torch
 2.13.0, whose models get random weights: nothing is downloaded. `--check` puts impulse attention
-into the real models and measures the attention maps that they compute themselves. `interop.check`
-finds the same hits in all of them; in CLIP and AIMv2, 1 % are others.
+into the real models and measures the attention maps that they compute themselves.
 """
 
 import references.import_torchvision  # noqa: F401, needed before timm
 
 # isort: split
 import json
+import math
 import pathlib
 import sys
 import tempfile
@@ -35,6 +35,9 @@ TIMM = {
     "timm_no_positions": "beit_base_patch16_224",
 }
 HUGGING_FACE = ("huggingface", "dinov2", "siglip", "aimv2", "internvl")
+POSITIONAL = dict(
+    mimetic_layers=0, target_mass=0.5, keep_positions=True, patch_scale=0.3, mlp_scale=0
+)
 SIZES = dict(
     hidden_size=32, num_hidden_layers=DEPTH, num_attention_heads=4, image_size=48, patch_size=8
 )
@@ -127,7 +130,6 @@ def check():
 
     from structinit_jax import interop
     from structinit_jax.attention_init import impulse
-    from structinit_jax.interop.check import natural_noise
 
     clip = hugging_face("clip")
     cases = {
@@ -141,20 +143,17 @@ def check():
     }
     for name, (model, heads, side) in cases.items():
         state = {key: value.numpy() for key, value in model.state_dict().items()}
-        new = interop.initialize(state, impulse(norm=1.5), jax.random.key(0), num_heads=heads)
+        new = interop.initialize(state, impulse(**POSITIONAL), jax.random.key(0), num_heads=heads)
         model.load_state_dict({key: torch.from_numpy(value) for key, value in new.items()})
-        images = natural_noise(4, side, side, 3)
-        found = interop.check(new, images, num_heads=heads)
-        tensor = torch.from_numpy(np.ascontiguousarray(images.transpose(0, 3, 1, 2)))
-        layers = interop.torch_maps(model.vision_model if model is clip else model, tensor)
-        grid = interop.attention_site(new, num_heads=heads).grid
-        tokens = grid[0] * grid[1]
-        maps = [layer[..., -tokens:, -tokens:] for layer in layers[:DEPTH]]
-        offsets, rates, _ = zip(*(interop.hit_rates(layer, grid) for layer in maps), strict=True)
-        difference = np.abs(np.array(rates) - found.hit_rate).max()
-        print(f"{name}: hits {np.mean(rates, axis=1).round(2)}, largest difference {difference}")
-        np.testing.assert_array_equal(found.offset, offsets)
-        assert difference < 0.02  # CLIP has a faster GELU and another epsilon
+        images = torch.randn(4, 3, side, side)
+        layers = interop.torch_maps(model.vision_model if model is clip else model, images)
+        rates = []
+        for layer in layers[:DEPTH]:
+            grid = 2 * (math.isqrt(layer.shape[-1]),)
+            tokens = grid[0] * grid[1]
+            rates.append(interop.hit_rates(layer[..., -tokens:, -tokens:], grid).hit_rate.mean())
+        print(f"{name}: hits by layer {np.round(rates, 2)}", flush=True)
+        assert min(rates) > 0.5
 
 
 if __name__ == "__main__":
