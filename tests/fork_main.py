@@ -55,6 +55,10 @@ class Command:
         )
         self.process.start()
 
+    def output(self):
+        """Returns what the command has printed so far."""
+        return self.paths[0].read_text() if self.paths[0].exists() else ""
+
     def kill(self, number):
         """Sends a signal."""
         os.kill(self.process.pid, number)

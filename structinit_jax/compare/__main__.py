@@ -5,8 +5,8 @@ r"""Compares initializations, and any other fields, over several seeds.
 
 Trains every setting with the seeds config.seed, config.seed + 1, …, prints a line for each run and
 each evaluation, and writes results.csv, report.md, report.html and curves.png to the workdir. Any
-field can be an axis: --grid=model.num_heads=3,6. If all settings have the same scheme, the first
-setting is the baseline.
+field can be an axis: --grid=model.num_heads=3,6. The first scheme is the baseline; with a single
+scheme, the first setting is.
 
 The same command resumes after Ctrl-C and retries failed runs; with more schemes, values or seeds it
 trains only what is missing. Started a second time while it runs, for example with another device
@@ -31,12 +31,6 @@ _SEEDS = flags.DEFINE_integer("seeds", 3, "Seeds of each setting.", lower_bound=
 _GRID = flags.DEFINE_multi_string(
     "grid", [], "A field and its values, such as model.num_heads=3,6. May be repeated."
 )
-_BASELINE = flags.DEFINE_string(
-    "baseline",
-    None,
-    "Scheme that the others are compared with. The default is the baseline of earlier commands in "
-    "the workdir, or else the first scheme.",
-)
 _REPORT_ONLY = flags.DEFINE_bool(
     "report_only", False, "Only report what has been trained so far; uses --workdir alone."
 )
@@ -57,7 +51,6 @@ def main(overrides: command_line.Overrides) -> None:
         grid.expand(config, schemes, grid.parse_axes(_GRID.value)),
         range(config.seed, config.seed + _SEEDS.value),
         WORKDIR.value,
-        baseline=_BASELINE.value,
         command=shlex.join(["python", "-m", "structinit_jax.compare", *sys.argv[1:]]),
     )
     if failed:

@@ -1,6 +1,5 @@
 """Turns the flags of a comparison into its settings: the points of the grid, without the seed."""
 
-import hashlib
 import itertools
 import operator
 import re
@@ -11,8 +10,6 @@ from ml_collections import ConfigDict
 from structinit_jax import command_line
 from structinit_jax import config as config_lib
 from structinit_jax.errors import InputError
-
-MAX_PART = 60  # characters of one field in a setting's name, which is also a folder's
 
 
 def expand(
@@ -71,9 +68,7 @@ def _name_part(config, field):
 
 
 def _file_safe(text):
-    """Replaces characters with a meaning in paths or shells; a digest keeps names different."""
-    safe = re.sub(r"[^\w.=+-]", "_", text)[:MAX_PART]
-    return safe if safe == text else f"{safe}-{hashlib.sha256(text.encode()).hexdigest()[:6]}"
+    return re.sub(r"[^\w.=+-]", "_", text)
 
 
 def parse_axes(flags: Iterable[str]) -> dict[str, list[str]]:
@@ -88,30 +83,25 @@ def parse_axes(flags: Iterable[str]) -> dict[str, list[str]]:
             raise InputError(f"--grid={flag} must be a field and its values: model.num_heads=3,6")
         if field in axes:
             raise InputError(f"--grid={field} is given twice: give all its values at once")
-        axes[field], depth = [""], 0
-        for character in text:
-            depth += (character in "([{") - (character in ")]}")
-            if character == "," and depth == 0:
-                axes[field].append("")
-            else:
-                axes[field][-1] += character
+        axes[field] = re.split(r",(?![^(\[{]*[)\]}])", text)
     return axes
 
 
-def find_baselines(names: Iterable[str], scheme: str) -> dict[str, str | None]:
+def find_baselines(names: Iterable[str]) -> dict[str, str | None]:
     """Returns the setting with which each setting is compared, by name, or None.
 
-    That is the first one with the baseline's scheme and the same fields, apart from options of
-    `attention_init`. If all settings have the same scheme, it is the first setting.
+    That is the first one that has the scheme of the first setting and the same fields, apart from
+    options of `attention_init`. If all settings have the same scheme, it is the first setting.
     """
     words = {name: name.split(",") for name in names}
-    if len({scheme for scheme, *_ in words.values()}) == 1:
-        return dict.fromkeys(words, next(iter(words)))
+    first, scheme = next((name, scheme) for name, (scheme, *_) in words.items())
+    if all(own == scheme for own, *_ in words.values()):
+        return dict.fromkeys(words, first)
     fields = {
         name: [word for word in rest if not word.startswith("attention_init.")]
         for name, (_, *rest) in words.items()
     }
-    candidates = [name for name in words if words[name][0] in (scheme, _file_safe(scheme))]
+    candidates = [name for name in words if words[name][0] == scheme]
     return {
         name: next((other for other in candidates if fields[other] == fields[name]), None)
         for name in words

@@ -6,7 +6,6 @@ needs only the files that the runs have written, so it can be repeated.
 
 import base64
 import csv
-import functools
 import io
 import json
 import math
@@ -26,10 +25,9 @@ from structinit_jax.training.metrics import read_lines
 from structinit_jax.training.workdir import write_atomically
 
 GRID = "compare.json"
-STATUS = "status.json"
+STATUS = "status.txt"  # of a run: `DONE`, or why it failed
+DONE = "done"
 CURVES = "curves.png"
-FORMAT = 2  # of compare.json; those of earlier versions have none
-CONFIDENCE = 0.95
 LINES = ("-", "--", ":", "-.")  # a style for each pass through the colors
 TOLERANCE = 1e-9  # of accuracies: the mean of equal ones may be rounded up
 # Fields that change the results by rounding at most; the content of data is compared by digests.
@@ -39,8 +37,7 @@ HARMLESS = (
 )
 STYLE = """
 body { font: 16px/1.5 system-ui, sans-serif; max-width: 70em; margin: 2em auto; padding: 0 1em }
-table { border-collapse: collapse; font-variant-numeric: tabular-nums; display: block;
-        overflow-x: auto }
+table { border-collapse: collapse; font-variant-numeric: tabular-nums }
 th, td { text-align: left; padding: .3em .9em .3em 0; border-bottom: 1px solid #ccc }
 pre { background: #f4f4f4; padding: 1em; overflow-x: auto }
 img { max-width: 100% }
@@ -52,63 +49,59 @@ img { max-width: 100% }
 class SeedRun:
     """One seed of one setting, as far as it has been trained.
 
-    A run is done if it was recorded as such and `metrics.jsonl` has the accuracy of its last step.
-    It has failed if it ended with an error or if most of its steps were not finite.
-
     Attributes:
       setting: Name of the setting.
       seed: The seed.
+      facts: Entry of its setting in `compare.json`.
       folder: Its workdir.
-      status: 'done', 'failed' or 'unfinished'.
-      error: Why the run failed, in one line.
+      test_name: Name of the test split.
       lines: The lines of its `metrics.jsonl` up to the last step of the comparison:
         `structinit_jax.main` may have trained the run longer.
+      test_curve: The test accuracy by step, from 0 to 1.
       nonfinite_steps: Number of steps whose loss or gradient was not finite.
-      info: Entry of its setting in `compare.json`.
+      status: 'done', 'failed' or 'unfinished'.
+      error: Why the run failed, in one line.
     """
 
-    def __init__(self, workdir: Path, setting: str, seed: int, grid: Mapping[str, Any]):
-        self.setting, self.seed, self.info = setting, seed, grid["settings"][setting]
-        self.folder = workdir / setting / f"seed_{seed}"
-        num_steps, path = self.info["num_steps"], self.folder / "metrics.jsonl"
-        lines = read_lines(path, num_steps) if path.exists() else []
+    def __init__(self, workdir: Path, setting: str, seed: int, facts: Mapping[str, Any]):
+        self.setting, self.seed, self.facts = setting, seed, facts
+        self.folder, self.test_name = workdir / setting / f"seed_{seed}", facts["test_name"]
+        metrics, status = self.folder / "metrics.jsonl", self.folder / STATUS
+        lines = read_lines(metrics, facts["num_steps"]) if metrics.exists() else []
         self.lines: list[dict[str, float]] = [json.loads(line) for line in lines]
+        self.test_curve = {
+            line["step"]: deciding_accuracy(line, self.test_name)
+            for line in self.lines
+            if f"{self.test_name}/accuracy" in line
+        }
         self.nonfinite_steps = sum(line.get("train/nonfinite_steps", 0) for line in self.lines)
-        status = _read_status(self.folder / STATUS)
-        self.status, self.error = status.get("status", "unfinished"), status.get("error", "")
-        if self.status == "done" and num_steps not in self.test_curve:
-            self.status = "unfinished"  # its metrics have been lost
-        elif self.status == "done" and 2 * self.nonfinite_steps > num_steps:
-            self.status = "failed"
-            self.error = f"diverged: {self.nonfinite_steps} of {num_steps} steps were not finite"
-
-    def curve(self, name: str) -> dict[int, float]:
-        """Returns a metric by step; accuracies are those that determine the best checkpoint."""
-        split, _, kind = name.rpartition("/")
-        lines = [line for line in self.lines if line.get(name) is not None]
-        if kind == "accuracy":
-            return {line["step"]: deciding_accuracy(line, split) for line in lines}
-        return {line["step"]: line[name] for line in lines}
-
-    @functools.cached_property
-    def test_curve(self) -> dict[int, float]:
-        """The test accuracy by step, from 0 to 1."""
-        return self.curve(f"{self.info['test_name']}/accuracy")
+        recorded = status.read_text(encoding="utf-8").strip() if status.exists() else ""
+        self.error = "" if recorded == DONE else recorded
+        self.status = "failed" if self.error else "unfinished"
+        if recorded == DONE and facts["num_steps"] in self.test_curve:
+            self.status = "done"
 
     @property
-    def accuracy(self) -> float | None:
+    def accuracy(self) -> float:
         """The test accuracy after the last step of a run that is done."""
-        return self.test_curve[self.info["num_steps"]] if self.status == "done" else None
+        return self.test_curve[self.facts["num_steps"]]
+
+    def result(self) -> str:
+        """Describes how the run ended."""
+        if self.status == "done":
+            return f"{self.test_name} accuracy {self.accuracy:.2%}"
+        return f"failed: {self.error}"
 
     def epoch(self, step: int) -> float:
         """Converts a step to epochs."""
-        return step / self.info["steps_per_epoch"]
+        return step / self.facts["steps_per_epoch"]
 
     @property
     def seconds(self) -> float | None:
         """Time spent in training steps, without evaluations, checkpoints and compilation."""
-        speeds = self.curve("images_per_second")
-        images = np.diff([0, *speeds]) * self.info["config"]["batch_size"]
+        name = "images_per_second"
+        speeds = {line["step"]: line[name] for line in self.lines if line.get(name)}
+        images = np.diff([0, *speeds]) * self.facts["config"]["batch_size"]
         return float(np.sum(images / [*speeds.values()])) if speeds else None
 
     def first_epoch(self, accuracy: float) -> float | None:
@@ -143,94 +136,49 @@ class Comparison(NamedTuple):
         """Returns the test accuracies of the finished runs of a setting, by seed."""
         return {run.seed: run.accuracy for run in self.finished(setting)}
 
-    def epochs_to_baseline(self, setting: str) -> list[float | None]:
-        """Returns when each finished run reaches the baseline's mean final accuracy, if it does."""
-        finals = [*self.accuracies(self.info["baselines"][setting]).values()]
-        runs = self.finished(setting) if finals else []
-        return [run.first_epoch(float(np.mean(finals))) for run in runs]
-
 
 def read(workdir: Path) -> Comparison:
     """Reads a comparison; raises `InputError` if there is none."""
-    info = read_grid(workdir)
-    if info is None:
-        raise InputError(f"--workdir={workdir} holds no comparison: there is no {GRID}")
+    info = read_info(workdir)
     runs = {
-        setting: [SeedRun(workdir, setting, seed, info) for seed in facts["seeds"]]
+        setting: [SeedRun(workdir, setting, seed, facts) for seed in facts["seeds"]]
         for setting, facts in info["settings"].items()
     }
     return Comparison(info, runs)
 
 
-def read_grid(workdir: Path) -> dict[str, Any] | None:
-    """Returns the content of `compare.json`, or None if there is no such file.
-
-    Raises:
-      InputError: The file is damaged, or of an earlier version of this package.
-    """
+def read_info(workdir: Path) -> dict[str, Any]:
+    """Returns the content of `compare.json`; raises `InputError` if there is no such file."""
     path = workdir / GRID
     if not path.exists():
-        return None
-    try:
-        info = json.loads(path.read_text(encoding="utf-8"))
-        version = info.get("format", 1)
-    except (ValueError, AttributeError) as error:
-        raise InputError(f"{path} is damaged ({error}): use another --workdir") from error
-    if version != FORMAT:
-        raise InputError(
-            f"{path} has format {version}, but this version of the package needs {FORMAT}: "
-            "use another --workdir"
-        )
-    return info
-
-
-def _read_status(path: Path) -> dict[str, str]:
-    """Returns how a run ended; nothing if that was not recorded, or if a crash cut the file."""
-    try:
-        return dict(json.loads(path.read_text(encoding="utf-8")))
-    except (OSError, ValueError, TypeError):
-        return {}
+        raise InputError(f"--workdir={workdir} holds no comparison: there is no {GRID}")
+    return json.loads(path.read_text(encoding="utf-8"))
 
 
 # -- statistics ------------------------------------------------------------------------------------
 
 
 class Interval(NamedTuple):
-    """A mean and the bounds of its confidence interval, None for fewer than two values."""
+    """A mean and the bounds of its confidence interval, None for a single value."""
 
     mean: float
     low: float | None
     high: float | None
 
 
-def mean_and_deviation(values: Sequence[float]) -> tuple[float, float | None]:
-    """Returns the mean and the sample standard deviation, None for a single value."""
-    deviation = float(np.std(values, ddof=1)) if len(values) > 1 else None
-    return float(np.mean(values)), deviation
+def paired_difference(values: Mapping[int, float], others: Mapping[int, float]) -> Interval | None:
+    """Returns the mean of `values - others` over common seeds, with Student's 95 % interval.
 
-
-def paired_difference(
-    values: Mapping[int, float], others: Mapping[int, float], confidence: float = CONFIDENCE
-) -> Interval | None:
-    """Returns the mean difference over common seeds with Student's interval.
-
-    Args:
-      values: Values by seed.
-      others: Values to subtract, by seed.
-      confidence: Probability that the interval covers the true mean, for normal differences.
-
-    Returns:
-      The interval, or None if there is no common seed.
+    The interval assumes normal differences. None if there is no common seed.
     """
     differences = [values[seed] - others[seed] for seed in values if seed in others]
     if not differences:
         return None
-    mean, deviation = mean_and_deviation(differences)
-    if deviation is None:
+    mean, n = float(np.mean(differences)), len(differences)
+    if n == 1:
         return Interval(mean, None, None)
-    n = len(differences)
-    half = stats.t.ppf((1 + confidence) / 2, n - 1) * deviation / math.sqrt(n)
-    return Interval(mean, float(mean - half), float(mean + half))
+    half = float(stats.t.ppf(0.975, n - 1) * np.std(differences, ddof=1) / math.sqrt(n))
+    return Interval(mean, mean - half, mean + half)
 
 
 # -- text ------------------------------------------------------------------------------------------
@@ -239,17 +187,19 @@ def paired_difference(
 def markdown(comparison: Comparison) -> str:
     """Returns the report in Markdown."""
     info, runs = comparison.info, comparison.runs
-    sizes = {len(group) for group in runs.values()}
-    count = " to ".join(map(str, sorted({min(sizes), max(sizes)})))
-    notes = [
-        f"Accuracy after the last epoch in percent: mean ± standard deviation over {count} "
-        f"{'seeds' if max(sizes) > 1 else 'seed'}. "
-        + (
+    every = [run for group in runs.values() for run in group]
+    if len({run.seed for run in every}) > 1:
+        interval = (
             "The difference to the baseline is paired by seed, with Student's 95 % interval, which "
             "covers the variation between seeds, not between data sets."
-            if max(sizes) > 1
-            else "With one seed there is no interval: a difference may be chance."
-        ),
+        )
+    else:
+        interval = "With one seed there is no interval: a difference may be chance."
+    parts = [
+        "# Comparison",
+        _table(_summary(comparison)),
+        "Accuracy after the last epoch in percent: mean ± standard deviation over seeds. "
+        + interval,
         "Epochs to the baseline: the first evaluation at which a run reaches the baseline's mean "
         "final accuracy, averaged over the runs that reach it. Seconds are spent in training "
         "steps, without evaluations, checkpoints and compilation.",
@@ -257,11 +207,9 @@ def markdown(comparison: Comparison) -> str:
         *dict.fromkeys(facts["note"] for facts in info["settings"].values() if facts["note"]),
     ]
     if any(facts["config"].get("ema_decay") for facts in info["settings"].values()):
-        notes.append("Settings with config.ema_decay are evaluated with the averaged weights.")
-    parts = ["# Comparison", _table(_summary(comparison)), *notes]
-    if any(comparison.finished(setting) for setting in runs):
+        parts.append("Settings with config.ema_decay are evaluated with the averaged weights.")
+    if any(run.status == "done" for run in every):
         parts.append(f"![Accuracy by epoch]({CURVES})")
-    every = [run for group in runs.values() for run in group]
     failures = [[run.setting, str(run.seed), run.error] for run in every if run.status == "failed"]
     if failures:
         parts += ["## Failed runs", _table([["setting", "seed", "error"], *failures])]
@@ -279,7 +227,7 @@ def _table(rows: list[list[str]]) -> str:
 
 
 def _summary(comparison: Comparison) -> list[list[str]]:
-    facts, baselines = comparison.info["settings"], comparison.info["baselines"]
+    facts = comparison.info["settings"]
     published = any(fact["published"] for fact in facts.values())
     header = ["setting", "seeds", f"{comparison.metric}, %"]
     header += ["published, %"] if published else []
@@ -291,8 +239,8 @@ def _summary(comparison: Comparison) -> list[list[str]]:
         rows.append([setting, f"{len(done)} of {len(runs)}", _accuracy(done)])
         rows[-1] += [facts[setting]["published"] or "–"] if published else []
         rows[-1] += [
-            _difference(comparison, setting, several=len({*baselines.values()}) > 1),
-            _epochs(comparison.epochs_to_baseline(setting)),
+            _difference(comparison, setting),
+            _epochs(comparison, setting),
             f"{np.mean(seconds):.1f}" if seconds else "–",
         ]
     return rows
@@ -302,68 +250,61 @@ def _accuracy(runs: Sequence[SeedRun]) -> str:
     """Formats the accuracies of finished runs, with the number of steps that were not finite."""
     if not runs:
         return "–"
-    text, bad = percent([run.accuracy for run in runs]), sum(run.nonfinite_steps for run in runs)
-    steps = sum(run.info["num_steps"] for run in runs)
+    accuracies = [100 * run.accuracy for run in runs]
+    text, bad = f"{np.mean(accuracies):.2f}", sum(run.nonfinite_steps for run in runs)
+    text += f" ± {np.std(accuracies, ddof=1):.2f}" if len(runs) > 1 else ""
+    steps = sum(run.facts["num_steps"] for run in runs)
     return f"{text} ({bad} of {steps} steps were not finite)" if bad else text
 
 
-def _difference(comparison: Comparison, setting: str, several: bool) -> str:
-    baseline = comparison.info["baselines"][setting]
-    if baseline == setting:
+def _difference(comparison: Comparison, setting: str) -> str:
+    """Formats the difference to the baseline in percentage points, '+1.20 [+0.40, +2.00]'."""
+    baselines = comparison.info["baselines"]
+    if (baseline := baselines[setting]) == setting:
         return "baseline"
     accuracies, others = comparison.accuracies(setting), comparison.accuracies(baseline)
     interval = paired_difference(accuracies, others)
+    if interval is None:
+        return "–"
+    mean, *bounds = [f"{100 * x:+.2f}" for x in interval if x is not None]
+    text = f"{mean} [{', '.join(bounds)}]" if bounds else f"{mean} (one seed)"
     pairs = len(accuracies.keys() & others.keys())
-    text = format_interval(interval)
     text += f" ({pairs} common seeds)" if 1 < pairs < len(comparison.runs[setting]) else ""
-    return f"{text} to {baseline}" if several and interval else text
+    return f"{text} to {baseline}" if len({*baselines.values()}) > 1 else text
+
+
+def _epochs(comparison: Comparison, setting: str) -> str:
+    """Formats when the runs reach the baseline's mean final accuracy, and how many of them do."""
+    goals = [*comparison.accuracies(comparison.info["baselines"][setting]).values()]
+    runs = comparison.finished(setting)
+    if not (goals and runs):
+        return "–"
+    epochs = [run.first_epoch(float(np.mean(goals))) for run in runs]
+    reached = [epoch for epoch in epochs if epoch is not None]
+    if not reached:
+        return "not reached"
+    text = f"{np.mean(reached):.1f}"
+    return text if len(reached) == len(runs) else f"{text} ({len(reached)} of {len(runs)} runs)"
 
 
 def _other_fields(info: Mapping[str, Any]) -> list[str]:
     """Describes fields that differ from those of the baseline and are not in the name."""
     fields = {
-        name: {
-            field: value
-            for field, value in flatten_dict(facts["config"], sep=".").items()
-            if not field.startswith(("attention_init", *HARMLESS))
-        }
-        for name, facts in info["settings"].items()
+        name: flatten_dict(facts["config"], sep=".") for name, facts in info["settings"].items()
     }
-    names: dict[tuple[str, str, str], list[str]] = {}
+    lines = []
     for name, baseline in info["baselines"].items():
-        others = fields.get(baseline, fields[name])  # a baseline need not be a setting
-        for field in sorted(fields[name].keys() | others.keys()):
-            own, other = fields[name].get(field), others.get(field)
-            if own != other and f",{field}=" not in name:
-                names.setdefault((field, repr(own), repr(other)), []).append(name)
-    return [
-        f"config.{field} is {own} for {'; '.join(group)}, but {other} for the baseline."
-        for (field, own, other), group in names.items()
-    ]
-
-
-def percent(accuracies: Sequence[float]) -> str:
-    """Formats accuracies from 0 to 1 as mean and standard deviation in percent."""
-    mean, deviation = mean_and_deviation([100 * value for value in accuracies])
-    return f"{mean:.2f}" if deviation is None else f"{mean:.2f} ± {deviation:.2f}"
-
-
-def format_interval(interval: Interval | None) -> str:
-    """Formats a difference of accuracies in percentage points, '+1.20 [+0.40, +2.00]'."""
-    if interval is None:
-        return "–"
-    if interval.low is None:
-        return f"{100 * interval.mean:+.2f} (one seed)"
-    mean, low, high = (f"{100 * x:+.2f}" for x in interval)
-    return f"{mean} [{low}, {high}]"
-
-
-def _epochs(values: Sequence[float | None]) -> str:
-    reached = [value for value in values if value is not None]
-    if not reached:
-        return "not reached" if values else "–"
-    text = f"{np.mean(reached):.1f}"
-    return text if len(reached) == len(values) else f"{text} ({len(reached)} of {len(values)} runs)"
+        own, other = fields[name], fields.get(baseline, fields[name])
+        different = [
+            f"{field} is {own.get(field)!r} ({other.get(field)!r})"
+            for field in sorted(own.keys() | other.keys())
+            if own.get(field) != other.get(field)
+            and not field.startswith(("attention_init", *HARMLESS))
+            and f",{field}=" not in name
+        ]
+        if different:
+            lines.append(f"In {name} (and in the baseline) {', '.join(different)}.")
+    return lines
 
 
 # -- files -----------------------------------------------------------------------------------------
@@ -377,8 +318,6 @@ def write_report(workdir: Path) -> None:
     files |= {CURVES: curves} if curves else {}
     files["report.html"] = html(text, curves)
     for name, content in files.items():
-        if isinstance(content, str):  # names of files in commands need not be text
-            content = content.encode("utf-8", "backslashreplace")
         write_atomically(workdir / name, content)
     print(f"wrote {', '.join(files)} to {workdir}", flush=True)
 
@@ -399,9 +338,8 @@ def csv_text(comparison: Comparison) -> str:
                     "best_test_accuracy": max(run.test_curve.values(), default=None),
                     "nonfinite_steps": run.nonfinite_steps,
                     "training_seconds": run.seconds,
-                    "init_seconds": run.curve("init/seconds").get(0),
                     "baseline": comparison.info["baselines"][setting],
-                    "published": run.info["published"],
+                    "published": run.facts["published"],
                     "error": run.error,
                 }
             )
@@ -417,33 +355,29 @@ def draw_curves(comparison: Comparison) -> bytes | None:
 
     Lines are means over the finished seeds, bands one standard deviation on either side.
     """
+    finished = {name: comparison.finished(name) for name in comparison.runs}
+    if not any(finished.values()):
+        return None
     plt = import_pyplot()
     figure, axis = plt.subplots(figsize=(7, 3.9), layout="constrained")
-    for number, setting in enumerate(comparison.runs):
-        runs = comparison.finished(setting)
-        # The steps at which all of them were evaluated; a point alone needs a marker.
-        steps = sorted(set.intersection(*(set(run.test_curve) for run in runs))) if runs else []
-        if not steps:
+    for number, (setting, runs) in enumerate(finished.items()):
+        if not runs:
             continue
-        values = 100 * np.array([[run.test_curve[step] for step in steps] for run in runs])
-        epochs, mean = [runs[0].epoch(step) for step in steps], values.mean(axis=0)
-        color = COLORS[number % len(COLORS)]
-        line = LINES[number // len(COLORS) % len(LINES)]
-        marker = "o" if len(steps) == 1 else None
-        axis.plot(epochs, mean, color=color, linestyle=line, marker=marker, label=setting)
+        curves = 100 * np.array([[*run.test_curve.values()] for run in runs])
+        epochs, mean = [runs[0].epoch(step) for step in runs[0].test_curve], curves.mean(axis=0)
+        color, line = COLORS[number % len(COLORS)], LINES[number // len(COLORS) % len(LINES)]
+        axis.plot(epochs, mean, color=color, linestyle=line, marker=".", label=setting)
         if len(runs) > 1:
-            deviation = values.std(axis=0, ddof=1)
+            deviation = curves.std(axis=0, ddof=1)
             band = mean - deviation, mean + deviation
             axis.fill_between(epochs, *band, alpha=0.15, color=color, linewidth=0)
     axis.set(xlabel="epoch", ylabel=f"{comparison.metric}, %")
     axis.grid(alpha=0.25)
-    handles, labels = axis.get_legend_handles_labels()
+    add_legend(figure, *axis.get_legend_handles_labels())
     file = io.BytesIO()
-    if handles:
-        add_legend(figure, handles, labels)
-        figure.savefig(file, format="png", dpi=150)
+    figure.savefig(file, format="png", dpi=150)
     plt.close(figure)
-    return file.getvalue() or None
+    return file.getvalue()
 
 
 def html(text: str, curves: bytes | None) -> str:

@@ -6,7 +6,7 @@ import platform
 import sys
 import time
 import traceback
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from importlib import metadata
 from pathlib import Path
 from typing import Any
@@ -33,7 +33,6 @@ def run_grid(
     seeds: Sequence[int],
     workdir: str | Path,
     *,
-    baseline: str | None = None,
     baselines: Mapping[str, str] | None = None,
     published: Mapping[str, str] | None = None,
     note: str = "",
@@ -45,9 +44,7 @@ def run_grid(
       settings: Config of each setting, by name. Their seeds are replaced.
       seeds: Seeds of every setting.
       workdir: Output directory. Each run has a workdir of its own, `SETTING/seed_K`.
-      baseline: Scheme that the others are compared with. The default is that of earlier commands in
-        the workdir, or else that of the first setting.
-      baselines: Setting that each one is compared with, trained or not; replaces what
+      baselines: Setting that each one is compared with, trained or not. The default is what
         `grid.find_baselines` finds.
       published: Figures of the papers that are shown next to ours, by setting.
       note: A remark on the settings for the report.
@@ -57,113 +54,79 @@ def run_grid(
       The number of runs of these settings and seeds that failed.
 
     Raises:
-      InputError: A setting cannot be trained, the workdir holds a comparison that disagrees, or it
-        cannot be written to.
+      InputError: A setting cannot be trained, or the workdir holds a comparison that disagrees.
       StoppedError: A signal stopped the runs.
     """
-    workdir = workdir_lib.prepare_workdir(workdir)
-    new = {
-        "format": report.FORMAT,
-        "settings": {},
-        "data": {},
-        "baselines": dict(baselines or {}),
-        "commands": [command] if command else [],
-        "machine": _describe_machine(),
-    }
+    workdir, new = workdir_lib.prepare_workdir(workdir), {}
     for name, config in settings.items():
-        facts, data = _check(name, config)
-        facts |= {"seeds": list(seeds), "note": note, "published": (published or {}).get(name, "")}
-        new["settings"][name] = facts
-        _check_data(workdir, new["data"], data)
-        new["data"] |= data
-    explain = workdir_lib.explain_failed_write("the comparison", workdir)
-    with workdir_lib.lock_workdir(workdir), explain:
+        extra = {"seeds": list(seeds), "note": note, "published": (published or {}).get(name, "")}
+        new[name] = _describe_setting(name, config) | extra
+    with workdir_lib.lock_workdir(workdir):
         info = _merge(workdir, new, settings)
-        if baselines is None:
-            info["baselines"] = _choose_baselines(workdir, info, baseline)
-        text = json.dumps(info, indent=1) + "\n"
+        info["baselines"] |= baselines or grid.find_baselines(info["settings"])
+        info["commands"] = list(dict.fromkeys([*info["commands"], *filter(None, [command])]))
+        text = json.dumps(info | {"machine": _describe_machine()}, indent=1) + "\n"
         workdir_lib.write_atomically(workdir / report.GRID, text)
-
-    stop, began = workdir_lib.StopRequest(), time.perf_counter()
-    total, trained, failed = len(settings) * len(seeds), 0, 0
     try:
-        for index, (name, config) in enumerate(settings.items()):
-            with contextlib.ExitStack() as on_exit:
-                try:
-                    (workdir / name).mkdir(exist_ok=True)
-                    on_exit.enter_context(workdir_lib.lock_workdir(workdir / name))
-                except InputError:
-                    print(f"{name}: another process trains it", flush=True)
-                    continue
-                for number, seed in enumerate(seeds, 1 + index * len(seeds)):
-                    run = report.SeedRun(workdir, name, seed, info)
-                    show = _Progress(f"[{number}/{total}] {name} seed {seed}", run.info)
-                    if run.status == "done":
-                        show(f"done before, {_result(run)}")
-                        continue
-                    _train(config, run, show, stop)
-                    run, trained = report.SeedRun(workdir, name, seed, info), trained + 1
-                    failed += run.status == "failed"
-                    left = (time.perf_counter() - began) / trained * (total - number)
-                    show(f"{_result(run)}; about {format_duration(left)} left")
-                    if stop.reached(0):  # by a signal during the last step
-                        raise StoppedError(STOPPED, PREEMPTED_EXIT_CODE)
+        return _train_all(workdir, info, settings, seeds)
     except KeyboardInterrupt:
         raise StoppedError(STOPPED, PREEMPTED_EXIT_CODE) from None
     finally:
         report.write_report(workdir)
+
+
+def _train_all(workdir, info, settings, seeds) -> int:
+    """Trains the runs that are not done, and returns how many of them failed."""
+    stop, began, trained, failed = workdir_lib.StopRequest(), time.perf_counter(), 0, 0
+    runs = [(name, seed) for name in settings for seed in seeds]
+    for number, (name, seed) in enumerate(runs, start=1):
+        run = report.SeedRun(workdir, name, seed, info["settings"][name])
+        say = _printer(f"[{number}/{len(runs)}] {name} seed {seed}")
+        if run.status == "done":
+            say(f"done before, {run.result()}")
+            continue
+        run.folder.mkdir(parents=True, exist_ok=True)
+        try:
+            with workdir_lib.lock_workdir(run.folder.parent):
+                _train(settings[name], run, say, stop)
+        except InputError:
+            say("another process trains this setting")
+            continue
+        run, trained = report.SeedRun(workdir, name, seed, run.facts), trained + 1
+        failed += run.status == "failed"
+        left = (time.perf_counter() - began) / trained * (len(runs) - number)
+        say(f"{run.result()}; about {format_duration(left)} left")
+        if stop.reached(0):  # by a signal during the last step
+            raise StoppedError(STOPPED, PREEMPTED_EXIT_CODE)
     return failed
 
 
-class _Progress:
-    """Prints lines about a run to the output of the command, whatever the run redirects."""
-
-    def __init__(self, label: str, facts: Mapping[str, Any]):
-        self._label, self._facts, self._out = label, facts, sys.stdout
-
-    def __call__(self, text: str) -> None:
-        print(f"{self._label}: {text}", file=self._out, flush=True)
-
-    def show_evaluation(self, step: int, results: Mapping[str, float]) -> None:
-        facts = self._facts
-        accuracy = evaluate.deciding_accuracy(results, facts["test_name"])
-        epoch = step / facts["steps_per_epoch"]
-        self(f"step {step}, epoch {epoch:.1f}, {facts['test_name']} accuracy {accuracy:.2%}")
+def _printer(label: str) -> Callable[[str], None]:
+    """Returns a function that prints to the current output, even while it is redirected."""
+    out = sys.stdout
+    return lambda text: print(f"{label}: {text}", file=out, flush=True)
 
 
-def _train(config, run, show, stop):
-    """Trains a run, with its output in `log.txt`, and records how it ended.
+def _train(config, run, say, stop):
+    """Trains a run, with its output in `log.txt`, and records how it ended."""
+    say("started")
+    config = config.copy_and_resolve_references()
+    config.seed, status = run.seed, report.DONE
 
-    A failed run is trained again by the next command.
-    """
-    show("started")
-    config, folder = config.copy_and_resolve_references(), run.folder
-    config.seed = run.seed
-    folder.mkdir(exist_ok=True)
-    status = {"status": "done"}
-    log = (folder / LOG).open("a", buffering=1, encoding="utf-8", errors="backslashreplace")
+    def show_evaluation(step, results):
+        accuracy = evaluate.deciding_accuracy(results, run.test_name)
+        say(f"step {step}, epoch {run.epoch(step):.1f}, {run.test_name} accuracy {accuracy:.2%}")
+
+    log = (run.folder / LOG).open("a", buffering=1, encoding="utf-8", errors="backslashreplace")
     with log, contextlib.redirect_stdout(log):
         try:
-            train(config.lock(), folder, stop_request=stop, on_evaluation=show.show_evaluation)
+            train(config.lock(), run.folder, stop_request=stop, on_evaluation=show_evaluation)
         except Exception as error:  # of your own schemes and data sets too
             if isinstance(error, StoppedError) and error.exit_code == PREEMPTED_EXIT_CODE:
                 raise
-            text = str(error).strip() or repr(error)
-            if isinstance(error, InputError | StoppedError):
-                print(text)
-            else:
-                traceback.print_exc(file=log)
-                text = f"{type(error).__name__}: {text}"
-            # Names of files in messages need not be text.
-            first = text.splitlines()[0].encode("utf-8", "backslashreplace").decode("utf-8")
-            status = {"status": "failed", "error": first}
-    workdir_lib.write_atomically(folder / report.STATUS, json.dumps(status) + "\n")
-
-
-def _result(run: report.SeedRun) -> str:
-    if run.status == "done":
-        return f"{run.info['test_name']} accuracy {run.accuracy:.2%}"
-    return f"failed: {run.error}"
+            traceback.print_exc(file=log)
+            status = f"{type(error).__name__}: {error}".splitlines()[0]
+    workdir_lib.write_atomically(run.folder / report.STATUS, status + "\n")
 
 
 def _describe_machine() -> str:
@@ -175,79 +138,49 @@ def _describe_machine() -> str:
     )
 
 
-def _check(name: str, config: ConfigDict) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Traces a setting without training.
-
-    Returns:
-      What the report needs of it, and what identifies its data, by the name of the data.
-    """
-    data = config.data
+def _describe_setting(name: str, config: ConfigDict) -> dict[str, Any]:
+    """Traces a setting without training, and returns what the report needs of it."""
     try:
         run = open_run(config)
         schedule, eval_sets = run.setup.schedule, run.eval_sets
     except InputError as error:
         raise InputError(f"setting {name}: {error}") from error
-    except Exception as error:  # of your own scheme, model or data set
-        error.add_note(f"This is the setting {name} of the comparison")
-        raise
-    digests = {f"{data.name} {data.train_split}": run.describe_data()}
-    for each in eval_sets.values():
-        examples = {"num_examples": len(each.source), "data_digest": digest(each.source)}
-        digests[f"{each.name} for evaluation"] = examples
-    fields = json.loads(config.to_json())
-    del fields["seed"]
-    facts = {
-        "config": fields,
+    data = {f"{config.data.name} {config.data.train_split}": run.describe_data()}
+    data |= {f"{each.name} for evaluation": digest(each.source) for each in eval_sets.values()}
+    return {
+        "config": json.loads(config.to_json()),
+        "data": data,
         "num_steps": schedule.num_steps,
         "steps_per_epoch": schedule.steps_per_epoch,
         "test_name": evaluate.evaluation_name(config),
     }
-    return facts, digests
 
 
 def _merge(workdir, new, settings):
     """Adds settings and seeds to those of earlier commands; refuses other configs and data."""
-    old = report.read_grid(workdir)
-    if old is None:
-        return new
-    _check_data(workdir, old["data"], new["data"])
-    for name in settings.keys() & old["settings"].keys():
-        before, now = old["settings"][name], new["settings"][name]
-        now["seeds"] = sorted({*before["seeds"], *now["seeds"]})
-        old_config = before["config"] | {"seed": settings[name].seed}
+    if not (workdir / report.GRID).exists():
+        return {"settings": new, "baselines": {}, "commands": []}
+    info = report.read_info(workdir)
+    old = info["settings"]
+    data = {name: value for facts in old.values() for name, value in facts["data"].items()}
+    for name, facts in new.items():
+        if other := [k for k, value in facts["data"].items() if data.get(k, value) != value]:
+            raise InputError(
+                f"--workdir={workdir} holds results for other files, labels or classes of "
+                f"{other[0]}: restore the old data, or use another --workdir"
+            )
+        if name not in old:
+            continue
         changes = [
-            f"{field}: {a!r} -> {b!r}"
-            for field, (a, b) in resume.changes(old_config, settings[name]).items()
-            if field not in report.HARMLESS
-            and not (resume.is_moved_teacher(field, a, b) and Path(b).parent == workdir)
+            f"{field}: {before!r} -> {now!r}"
+            for field, (before, now) in resume.changes(old[name]["config"], settings[name]).items()
+            if field not in ("seed", *report.HARMLESS)
+            and not resume.is_moved_teacher(field, before, now)
         ]
         if changes:
             raise InputError(
                 f"--workdir={workdir} holds the setting {name} with another config "
                 f"({', '.join(changes)}): restore the old values, or use another --workdir"
             )
-    return new | {
-        "settings": old["settings"] | new["settings"],
-        "data": old["data"] | new["data"],
-        "baselines": old["baselines"] | new["baselines"],
-        "commands": list(dict.fromkeys([*old["commands"], *new["commands"]])),
-    }
-
-
-def _check_data(workdir, old, new):
-    """Refuses other files, labels or classes under the same names: pairs would mean nothing."""
-    for name in new.keys() & old.keys():
-        if new[name] != old[name]:
-            raise InputError(
-                f"--workdir={workdir} holds results for other files, labels or classes of {name}: "
-                "restore the old data, or use another --workdir"
-            )
-
-
-def _choose_baselines(workdir, info, baseline):
-    """Finds the baselines of all settings, also those of earlier commands, which may lack one."""
-    names, chosen = list(info["settings"]), [name for name in info["baselines"].values() if name]
-    found = grid.find_baselines(names, baseline or [*chosen, *names][0].split(",")[0])
-    if baseline and not any(found.values()):
-        raise InputError(f"--baseline={baseline}: no setting in --workdir={workdir} has it")
-    return found
+        facts["seeds"] = sorted({*old[name]["seeds"], *facts["seeds"]})
+    return info | {"settings": new | {name: old[name] for name in old if name not in new}}
