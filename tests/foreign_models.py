@@ -12,6 +12,7 @@ import numpy as np
 from flax import nnx
 
 from structinit_jax.attention_init import AttentionWeights, sincos_positions
+from structinit_jax.interop import initialize
 from structinit_jax.models.vit import VisionTransformer
 
 WIDTH, HEADS, DIM, LAYERS, GRID = 32, 4, 8, 2, (4, 4)
@@ -72,6 +73,22 @@ def normal_scheme(rng, site):
     out = normal(rng, layers[0], *layers[2:], layers[1])
     positions = sincos_positions(site.grid, site.width) if site.positions_trainable else None
     return AttentionWeights(*map(jnp.asarray, (query, key, value, out)), positions)
+
+
+def write(params, weights, **given):
+    return initialize(params, lambda rng, site: weights, jax.random.key(0), **given)
+
+
+def site_of(params, **given):
+    """The site that a scheme gets."""
+    sites = []
+
+    def scheme(rng, site):
+        sites.append(site)
+        return AttentionWeights()
+
+    initialize(params, scheme, jax.random.key(0), **given)
+    return sites[0]
 
 
 def linen_block(rng, lead=(), number=0):

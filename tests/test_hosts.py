@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax import nnx
-from foreign_models import state_dict
+from foreign_models import site_of, state_dict, write
 
 from structinit_jax import interop
 from structinit_jax.attention_init import AttentionWeights, sincos_positions
@@ -143,11 +143,11 @@ def test_vit_pytorch():
     """Its norms are in its attention and MLP, and SimpleViT does not store its positions."""
     params = state_dict("simple_vit")
     given = dict(num_heads=4, positions=sincos_positions((6, 6), 32))
-    site = interop.attention_site(params, **given)
+    site = site_of(params, **given)
     assert (site.num_layers, site.grid, site.positions_trainable) == (2, (6, 6), False)
     params["transformer.layers.0.0.norm.weight"] += 1
     with pytest.raises(InputError, match=r"0\.norm\.weight is not 1"):
-        interop.attention_site(params, **given)
+        site_of(params, **given)
 
 
 @pytest.mark.parametrize("out", ["out", "attention_output"])
@@ -156,7 +156,7 @@ def test_keras_hub_and_flax(out):
     shapes[out] = (HEADS, 8, WIDTH)
     params = {f"block_{i}/mha/{n}/kernel": np.ones(s) for i in (1, 2) for n, s in shapes.items()}
     params["embedding/position_embedding/embeddings"] = np.ones((16, WIDTH))
-    site = interop.attention_site(params)
+    site = site_of(params)
     assert (site.num_layers, site.num_heads, site.grid) == (2, HEADS, GRID)
 
 
@@ -283,7 +283,7 @@ OPTIONS = {
     "layout": dict(layout="keras_3"),
     "num_heads": dict(num_heads=5),
     "grid": dict(grid=(5, 5)),
-    "positions": dict(positions=np.zeros((12, 8), np.float32)),
+    "AttentionSite.positions": dict(positions=np.zeros((16, 8), np.float32)),
 }
 
 
@@ -311,9 +311,9 @@ def test_weights_and_schemes_that_do_not_fit_are_refused():
         dict(bias=weights.query),
     ):
         with pytest.raises(InputError, match=rf"^weights\.{next(iter(change))}"):
-            interop.write(timm_tensors(), weights._replace(**change), num_heads=HEADS)
+            write(timm_tensors(), weights._replace(**change), num_heads=HEADS)
     with pytest.raises(InputError, match=r"^weights\.positions"):
-        interop.write(without("pos_embed"), weights, num_heads=HEADS)
+        write(without("pos_embed"), weights, num_heads=HEADS, grid=GRID)
     own = nnx.eval_shape(lambda: create_model(default_config("vit"), channels=3, rngs=nnx.Rngs(0)))
     with pytest.raises(InputError, match=r"call model\.initialize_attention\(scheme, rng\)"):
         interop.initialize(own, scheme, RNG)
@@ -322,9 +322,9 @@ def test_weights_and_schemes_that_do_not_fit_are_refused():
 def test_what_cannot_be_scaled_is_refused():
     attention = nnx.MultiHeadAttention(HEADS, WIDTH, rngs=nnx.Rngs(0))
     with pytest.raises(InputError, match=r"no kernel where a patch embedding .*patch_scale=1"):
-        interop.write(attention, AttentionWeights(patch_scale=0.5))
+        write(attention, AttentionWeights(patch_scale=0.5), grid=GRID)
     with pytest.raises(InputError, match=r"nothing where the output .*mlp_scale=1"):
-        interop.write(attention, AttentionWeights(mlp_scale=0))
+        write(attention, AttentionWeights(mlp_scale=0), grid=GRID)
 
 
 @pytest.mark.parametrize("names", [("w3", "w1", "w2"), ("fc2", "fc1_g", "fc1_x"), ("fc2", "fc1")])
@@ -332,6 +332,6 @@ def test_an_mlp_as_wide_as_the_model(names):
     square = np.ones((WIDTH, WIDTH), np.float32)
     params = without(".mlp.")
     params |= {f"blocks.{i}.mlp.{n}.weight": square for i in range(LAYERS) for n in names}
-    new = interop.write(params, AttentionWeights(mlp_scale=0), num_heads=HEADS)
+    new = write(params, AttentionWeights(mlp_scale=0), num_heads=HEADS)
     found = {name for name in params if not np.array_equal(new[name], params[name])}
     assert found == {f"blocks.{i}.mlp.{names[0]}.weight" for i in range(LAYERS)}

@@ -14,7 +14,9 @@ from foreign_models import (
     arguments,
     linen_tree,
     normal_scheme,
+    site_of,
     state_dict,
+    write,
 )
 
 from structinit_jax import interop
@@ -49,10 +51,10 @@ def layer_maps(weights, positions):
 def test_write_then_read_returns_the_weights_and_changes_nothing_else(name):
     params = MODELS[name]()
     before = {path: to_numpy(leaf) for path, leaf in by_path(params).items()}
-    site = interop.attention_site(params, **arguments(name))
+    site = site_of(params, **arguments(name))
     assert (site.num_layers, site.grid) == (2, RECORDED.get(name, (None, GRID))[1])
     weights = normal_scheme(None, site)
-    new = interop.write(params, weights, **arguments(name))
+    new = write(params, weights, **arguments(name))
     again = interop.read(new, **arguments(name))
     for field in ("query", "key", "value", "out", "positions"):
         np.testing.assert_array_equal(getattr(again, field), getattr(weights, field))
@@ -104,7 +106,7 @@ def test_torch_projections_have_the_maps_of_the_scheme(name):
     prefix, modules, table = TORCH_NAMES[name]
     params = state_dict(name)
     new = interop.initialize(params, normal_scheme, RNG, **needed)
-    weights = normal_scheme(None, interop.attention_site(params, **needed))
+    weights = normal_scheme(None, site_of(params, **needed))
     np.testing.assert_array_equal(new[table][0, 0], params[table][0, 0])  # the class token's row
     np.testing.assert_array_equal(new[table][0, 1:], weights.positions)
     x, heads = layer_norm(new[table][0, 1:]), needed["num_heads"]
@@ -119,7 +121,7 @@ def test_torch_projections_have_the_maps_of_the_scheme(name):
 
 def test_position_scale_multiplies_the_whole_table():
     params = state_dict("timm")
-    new = interop.write(params, AttentionWeights(position_scale=18.0), num_heads=3)
+    new = write(params, AttentionWeights(position_scale=18.0), num_heads=3)
     np.testing.assert_allclose(new["pos_embed"], 18 * params["pos_embed"], rtol=1e-6)
 
 
@@ -146,7 +148,7 @@ SCALED = {  # the patch embedding, and the output layer of a block's MLP
 def test_scales_of_the_patch_embedding_and_the_mlps(name):
     params, (patches, output) = MODELS[name](), SCALED[name]
     weights = AttentionWeights(patch_scale=0.5, mlp_scale=0)
-    new = by_path(interop.write(params, weights, **arguments(name)))
+    new = by_path(write(params, weights, **arguments(name)))
     old = by_path(params)
     (kernel,) = {f"{patches}.weight", f"{patches}.kernel"} & old.keys()
     width = interop.read(params, **arguments(name)).query.shape[1]
@@ -190,7 +192,7 @@ def test_biases_outside_the_fused_module_become_zero():
 def test_linen_trees_under_jit():
     tree = linen_tree("big_vision_scan")
     new = interop.initialize(tree, normal_scheme, RNG)
-    weights = normal_scheme(RNG, interop.attention_site(tree))
+    weights = normal_scheme(RNG, site_of(tree))
     read = interop.read(new)
     expected = layer_maps(weights, weights.positions)
     np.testing.assert_allclose(layer_maps(read, read.positions), expected, atol=1e-6)
@@ -219,9 +221,9 @@ class OtherNames(nnx.Module):
 @pytest.mark.usefixtures("library_promotion")
 def test_layers_are_numbered_by_the_number_in_which_their_names_differ():
     model = OtherNames(nnx.Rngs(0))
-    site = interop.attention_site(model)
+    site = site_of(model)
     assert (site.num_layers, site.grid) == (LAYERS, GRID)
-    new = interop.write(model, AttentionWeights(patch_scale=0.5, mlp_scale=2.0))
+    new = write(model, AttentionWeights(patch_scale=0.5, mlp_scale=2.0))
     ratio = new.patch_projection.kernel[...] / model.patch_projection.kernel[...]
     np.testing.assert_allclose(ratio, ratio[0, 0], rtol=1e-5)
     before, after = model.blocks[1].mlp_1.kernel[...], new.blocks[1].mlp_1.kernel[...]
@@ -231,7 +233,7 @@ def test_layers_are_numbered_by_the_number_in_which_their_names_differ():
 def test_single_attention_with_given_positions():
     model = nnx.MultiHeadAttention(HEADS, WIDTH, rngs=nnx.Rngs(0))
     given = dict(grid=(2, 8), positions=sincos_positions((2, 8), WIDTH))
-    site = interop.attention_site(model, **given)
+    site = site_of(model, **given)
     assert (site.num_layers, site.positions_trainable) == (1, False)
     assert interop.read(model).positions is None
     new = interop.initialize(model, normal_scheme, RNG, **given)
@@ -242,8 +244,8 @@ def test_schemes_that_need_no_positions_need_no_table():
     tree = linen_tree("big_vision")
     del tree["pos_embedding"]
     with pytest.raises(InputError, match=r"positions: .* \('mimetic'\) grid=\(rows, cols\)"):
-        interop.attention_site(tree)
-    site = interop.attention_site(tree, grid=GRID)
+        site_of(tree)
+    site = site_of(tree, grid=GRID)
     assert (site.grid, site.positions, site.positions_trainable) == (GRID, None, False)
 
 
@@ -277,7 +279,7 @@ def test_flat_checkpoints():
 def test_a_given_grid_need_not_be_square():
     tree = linen_tree("big_vision")
     tree["pos_embedding"] = jnp.zeros((1, 12, WIDTH))
-    assert interop.attention_site(tree, grid=(3, 4)).grid == (3, 4)
+    assert site_of(tree, grid=(3, 4)).grid == (3, 4)
     tree["pos_embedding"] = jnp.zeros((1, 13, WIDTH))  # the class token has a row, as before 2022
-    site = interop.attention_site(tree, grid=(3, 4))
+    site = site_of(tree, grid=(3, 4))
     assert site.positions.shape == (12, WIDTH)

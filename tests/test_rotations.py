@@ -5,6 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax import nnx
+from foreign_models import site_of
 
 from structinit_jax import interop
 from structinit_jax.attention_init import default, impulse, rotary_angles
@@ -71,7 +72,7 @@ def test_the_written_model_hits(model, written):
 
 def test_tables_are_read_in_every_form(params):
     def site(rotations, **options):
-        return interop.attention_site(params, num_heads=HEADS, rotations=rotations, **options)
+        return site_of(params, num_heads=HEADS, rotations=rotations, **options)
 
     tables = np.stack([[TABLE, -TABLE], [TABLE, TABLE]])
     pair = tuple(np.stack([part] * HEADS) for part in HALVES)
@@ -91,7 +92,7 @@ def test_the_grid_is_that_of_the_angles(params):
     def site(angles, dtype=np.float32, **options):
         pair = (np.cos(angles), np.sin(angles))
         table = tuple(np.tile(part, 2).astype(dtype) for part in pair)
-        return interop.attention_site(params, num_heads=HEADS, rotations=table, **options)
+        return site_of(params, num_heads=HEADS, rotations=table, **options)
 
     wide = rotary_angles((2, 8), DIM)[0, 0]
     for dtype in (np.float32, np.float16, jnp.bfloat16):

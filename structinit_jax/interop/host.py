@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from structinit_jax.attention_init import AttentionWeights
-from structinit_jax.attention_init.sites import check_grid, check_shape, is_concrete
+from structinit_jax.attention_init.sites import check_shape, is_concrete
 from structinit_jax.errors import InputError, is_count
 from structinit_jax.interop.entries import Entry, Shape, check_array, encode_some
 from structinit_jax.interop.layouts import FIELDS, Leaves, Stack, find_stack, unsupported
@@ -32,13 +32,6 @@ class PositionTable(NamedTuple):
     rows: Any
     prefix: int
     grid: Grid
-
-
-class Block(NamedTuple):
-    """Names of a transformer block's norms and of the output layers of its MLP."""
-
-    norms: list[str]
-    mlp_out: list[str]
 
 
 class Host:
@@ -135,7 +128,7 @@ class Host:
         Args:
           own: Names of parameters besides the projections that the scheme sets.
         """
-        norms = {norm for block in self.blocks() for norm in block.norms}
+        norms = self.norms()
         prefixes = tuple(f"{a}." if a else "" for a in self.stack.attentions)
         known = {entry.name for entry in self.entries} | set(own)
         for name in self._inexact():
@@ -163,8 +156,6 @@ class Host:
 
     def position_table(self, grid: Grid | None) -> PositionTable | None:
         """Finds the learned position table. See `initialize` for `grid`."""
-        if grid is not None:
-            check_grid("grid", grid)
         found = {
             name: _table_shape(self.leaves[name], self.width)
             for name in self._names(self.stack.layout.positions)
@@ -183,39 +174,6 @@ class Host:
             return PositionTable(name, rows, 0, shape)
         extra = sum(math.prod(self.leaves[n].shape) // self.width for n in self.extra_tokens())
         return PositionTable(name, rows, *_split_rows(name, len(rows), extra, grid))
-
-    def positions(self, given: Any | None, grid: Grid | None) -> PositionTable:
-        """Returns the encoding that the model adds to its tokens.
-
-        Args:
-          given: The encoding [N, D], or None for the learned position table.
-          grid: See `initialize`.
-
-        Raises:
-          InputError: There is none, or it does not fit the model or the grid.
-        """
-        if given is None:
-            table = self.position_table(grid)
-            if table is None:
-                raise InputError(
-                    f"positions: params hold no position table of width {self.width}: pass the "
-                    "encoding that the model adds to its tokens as positions=[N, D], or its rotary "
-                    "positions as rotations, or for a scheme that needs none ('mimetic') "
-                    "grid=(rows, cols)"
-                )
-            return table
-        check_array("positions", "the encoding", given)
-        if given.ndim != 2 or given.shape[1] != self.width:
-            raise InputError(
-                f"positions has shape {given.shape}, but the model needs [N, {self.width}]"
-            )
-        if grid is None:
-            grid = square(len(given))
-        if grid is None:
-            raise InputError(
-                f"grid: {len(given)} positions are not a square: pass grid=(rows, cols)"
-            )
-        return PositionTable("positions", given, 0, grid)
 
     def extra_tokens(self) -> list[str]:
         """Returns the names of class, distillation and register tokens."""
@@ -254,24 +212,17 @@ class Host:
         """Returns the name of the scale of a norm of the patch embeddings, as in AIMv2."""
         return next(self._names(rf"(?:{self.stack.layout.patch_norm})\.(?:weight|scale)"), None)
 
-    def patch_gain(self) -> str:
-        """Returns the name of the array that sets the size of the patch embeddings."""
-        return self.patch_norm() or self.patch_kernel()
-
-    def patch_rms(self) -> jax.Array:
-        """Returns the root mean square (> 0) of the embeddings of white images of variance 1."""
-        gain = jnp.asarray(self.leaves[self.patch_gain()], jnp.float32)
-        return jnp.maximum(jnp.sqrt(jnp.sum(jnp.square(gain)) / self.width), 1e-12)
-
-    def patch_bias(self) -> str:
-        """Returns the name of the patch embedding's bias, which `leaves` need not hold."""
-        return f"{self.patch_kernel().rpartition('.')[0]}.bias"
-
     # -- blocks ------------------------------------------------------------------------------------
 
-    def blocks(self) -> list[Block]:
-        """Returns the parts of every block; of a single one if the layers are stacked."""
-        return [self._block(attention) for attention in self.stack.attentions]
+    def norms(self) -> set[str]:
+        """Returns the names of the norms before attention and MLPs."""
+        pattern = re.compile(self.stack.layout.norms)
+        return {
+            module
+            for attention in self.stack.attentions
+            for module, path in self._block_modules(attention)
+            if pattern.fullmatch(path)
+        }
 
     def mlp_outputs(self) -> list[str]:
         """Returns the names of the kernels of the MLPs' output layers.
@@ -280,39 +231,36 @@ class Host:
           InputError: A block does not have exactly one.
         """
         names = []
-        for block, attention in zip(self.blocks(), self.stack.attentions, strict=True):
-            if len(block.mlp_out) != 1:
+        for attention in self.stack.attentions:
+            found = [m for m, path in self._block_modules(attention) if self._is_mlp_out(m, path)]
+            if len(found) != 1:
                 raise InputError(
                     f"params: next to {attention or 'the attention layer'} is "
-                    f"{', '.join(block.mlp_out) or 'nothing'} where the output layer of an MLP is "
-                    "needed: build the scheme with mlp_scale=1 and multiply its kernel yourself"
+                    f"{', '.join(found) or 'nothing'} where the output layer of an MLP is needed: "
+                    "build the scheme with mlp_scale=1 and multiply its kernel yourself"
                 )
-            names.append(f"{block.mlp_out[0]}.{self.stack.layout.leaf}")
+            names.append(f"{found[0]}.{self.stack.layout.leaf}")
         return names
 
-    def _block(self, attention: str) -> Block:
-        layout, block = self.stack.layout, Block([], [])
+    def _block_modules(self, attention: str) -> list[tuple[str, str]]:
+        """Returns the block's modules besides its projections: names, and names in the block."""
+        if not attention:
+            return []
         prefix = attention.rpartition(".")[0] + "."
         projections = {entry.name.rpartition(".")[0] for entry in self.entries}
         modules = {name.rpartition(".")[0] for name in self._inexact() if name.startswith(prefix)}
-        for module in sorted(modules - projections if attention else ()):
-            path = module.removeprefix(prefix)
-            if re.fullmatch(layout.norms, path):
-                block.norms.append(module)
-            elif self._is_mlp_output(module, path):
-                block.mlp_out.append(module)
-        return block
+        return [(module, module.removeprefix(prefix)) for module in sorted(modules - projections)]
 
-    def _is_mlp_output(self, module: str, path: str) -> bool:
+    def _is_mlp_out(self, module: str, path: str) -> bool:
         """Whether a module is an MLP's output layer, by its shape if users choose its name."""
-        pattern = self.stack.layout.mlp_out
-        if pattern is not None:
-            return re.fullmatch(pattern, path) is not None
-        shape = np.shape(self.leaves.get(f"{module}.{self.stack.layout.leaf}", ()))
+        layout = self.stack.layout
+        if layout.mlp_out is not None:
+            return re.fullmatch(layout.mlp_out, path) is not None
+        shape = np.shape(self.leaves.get(f"{module}.{layout.leaf}", ()))
         shape = shape[int(self.stack.stacked) :]
         if len(shape) != 2:
             return False
-        inputs, outputs = shape[::-1] if self.stack.layout.torch else shape
+        inputs, outputs = shape[::-1] if layout.torch else shape
         return inputs != outputs == self.width
 
     # -- names -------------------------------------------------------------------------------------

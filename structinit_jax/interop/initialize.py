@@ -7,19 +7,14 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from structinit_jax.attention_init import (
-    AttentionInit,
-    AttentionSite,
-    AttentionWeights,
-    RotarySite,
-)
+from structinit_jax.attention_init import AttentionInit, AttentionSite, AttentionWeights
 from structinit_jax.attention_init.sites import check_shape
 from structinit_jax.errors import InputError
 from structinit_jax.interop.entries import check_array, like, replace_rows
-from structinit_jax.interop.host import Grid, Host, find_host
+from structinit_jax.interop.host import Grid, Host, find_host, square
 from structinit_jax.interop.layouts import FIELDS, Leaves, flatten
 from structinit_jax.interop.other_sites import find_sites
-from structinit_jax.interop.rotations import read_rotations
+from structinit_jax.interop.rotations import rotary_site
 
 # Of PyTorch's default kernel, on white images of variance 1: its variance is 1 / (3 fan-in).
 PATCH_RMS = 3**-0.5
@@ -41,28 +36,26 @@ def initialize(
     The model is a ViT or, for schemes that support them, a model with a relative position bias in
     every layer (Swin, BEiT), an MLP-Mixer or a ConvMixer.
 
-    Parameters that the scheme does not set stay as they are: `default` and `kaiming_uniform` draw
-    the attention alone, as timm and PyTorch do. Biases of the projections that the scheme sets
-    become zero. Schemes assume that the LayerNorm before the attention has scale 1 and bias 0, that
-    query-key products are scaled by d^-1/2, and that tokens are in row-major order. Parameters that
-    show otherwise raise an error. Parameters do not show everything: measure the maps of the model
-    itself, with `torch_maps` and `hit_rates` if it is a torch model.
+    Parameters that the scheme does not set stay as they are, except for the biases of the
+    projections that it sets, which become zero. Schemes assume that the LayerNorm before the
+    attention has scale 1 and bias 0, that query-key products are scaled by d^-1/2, and that tokens
+    are in row-major order. Parameters that show otherwise raise an error. Parameters do not show
+    everything: measure the maps of the model itself, with `torch_maps` and `hit_rates` if it is a
+    torch model.
 
     A learned position table counts as trainable and is replaced by the encoding that the scheme
-    returns. Its rows for class and register tokens change only if the scheme scales the whole
-    table.
+    returns. Its rows for class and register tokens change only if the scheme scales the table.
 
     A scheme's `patch_scale` is the size of the patch embeddings relative to those of PyTorch's
     default kernel, so that the ratio of positions to content is the same in every model: the
-    kernel, or the norm after it, is multiplied by the factor that this takes. With `patch_scale=1`,
-    `impulse` leaves it alone. `patch_bias` replaces the patch embedding's bias. `mlp_scale`
-    multiplies the output kernels of the MLPs, gated ones included. After a LayerScale that starts
-    near 0, MLPs and attention add little at first, whatever their weights.
+    kernel, or the norm after it, is multiplied by the factor that this takes. `mlp_scale`
+    multiplies the output kernels of the MLPs, gated ones included.
 
     Args:
       params: A state dict, Linen tree, Equinox or NNX module, NNX state or pure dict. It is not
         changed.
-      attention_init: The scheme, for example `attention_init.impulse()`.
+      attention_init: The scheme, for example `attention_init.impulse()`; to write weights that you
+        have, `lambda rng, site: weights`.
       rng: Random key for the scheme.
       layout: One of `LAYOUTS`; None detects it from the names.
       num_heads: Number of heads h; required for torch and Equinox, whose shapes do not show it.
@@ -91,79 +84,17 @@ def initialize(
         )
     leaves, rebuild = flatten(params)
     sites = find_sites(leaves, layout, grid)
-    if sites:
-        given = dict(positions=positions, rotations=rotations, num_heads=num_heads)
-        for argument in (name for name, value in given.items() if value is not None):
-            raise InputError(f"{argument}: leave it out, the model has {sites[0].name} instead")
-        rngs = [rng] if len(sites) == 1 else jax.random.split(rng, len(sites))
-        for found, site_rng in zip(sites, rngs, strict=True):
-            leaves = found.write(leaves, attention_init(site_rng, found.site))
-        return rebuild(leaves)
-    host = find_host(leaves, layout, num_heads)
-    site = _site(host, grid, positions, rotations)
-    return rebuild(_write(host, attention_init(rng, site), grid))
-
-
-def attention_site(
-    params: Any,
-    *,
-    layout: str | None = None,
-    num_heads: int | None = None,
-    grid: Grid | None = None,
-    positions: np.ndarray | jax.Array | None = None,
-    rotations: Any | None = None,
-) -> AttentionSite:
-    """Describes the attention layers of a ViT for a scheme. See `initialize` for the arguments.
-
-    Returns:
-      The site; with `rotations` a `RotarySite`.
-
-    Raises:
-      InputError: As for `initialize`; or the model is a Swin, MLP-Mixer or ConvMixer, whose sites
-        only `initialize` finds.
-    """
-    host = find_host(flatten(params)[0], layout, num_heads)
-    return _site(host, grid, positions, rotations)
-
-
-def _site(
-    host: Host,
-    grid: Grid | None,
-    positions: np.ndarray | jax.Array | None,
-    rotations: Any | None,
-) -> AttentionSite:
-    host.require_assumptions()
-    table = host.position_table(grid) if positions is None else None
-    if rotations is not None:
-        if table is not None:
-            raise InputError(
-                f"rotations: the model also adds the positions {table.name} to its tokens, which "
-                "schemes then use: leave out rotations, and measure the maps"
-            )
-        return RotarySite(**read_rotations(host, rotations, grid)._asdict(), **host.sizes())
-    rotary = host.rotary_positions()
-    if rotary is not None:
-        if host.position_table(grid) is None:
-            raise InputError(
-                f"params: {rotary} rotates queries and keys: pass rotations=model.rope.get_embed("
-                "shape=grid).numpy() (timm) or model.rope_embeddings(pixel_values) (Hugging Face)"
-            )
-        warnings.warn(
-            f"params: {rotary} rotates queries and keys, which moves the scheme's maps: measure "
-            "them",
-            stacklevel=3,
-        )
-    trainable = positions is None
-    if trainable and grid is not None and table is None:
-        return AttentionSite(grid=grid, **host.sizes())  # some schemes need no positions
-    table = host.positions(positions, grid)
-    rows = table.rows[table.prefix :]
-    return AttentionSite(
-        grid=table.grid,
-        **host.sizes(),
-        positions=jnp.asarray(rows, jnp.float32) if trainable else rows,
-        positions_trainable=trainable,
-    )
+    if not sites:
+        host = find_host(leaves, layout, num_heads)
+        weights = attention_init(rng, _find_site(host, grid, positions, rotations))
+        return rebuild(_write(host, weights, grid))
+    given = dict(positions=positions, rotations=rotations, num_heads=num_heads)
+    for argument in (name for name, value in given.items() if value is not None):
+        raise InputError(f"{argument}: leave it out, the model has {sites[0].name} instead")
+    rngs = [rng] if len(sites) == 1 else jax.random.split(rng, len(sites))
+    for found, site_rng in zip(sites, rngs, strict=True):
+        leaves = found.write(leaves, attention_init(site_rng, found.site))
+    return rebuild(leaves)
 
 
 def read(
@@ -189,25 +120,53 @@ def read(
     return AttentionWeights(**weights, positions=positions)
 
 
-def write(
-    params: Any,
-    weights: AttentionWeights,
-    *,
-    layout: str | None = None,
-    num_heads: int | None = None,
-    grid: Grid | None = None,
-) -> Any:
-    """Returns new parameters with those `weights` that are not None.
-
-    Biases of the projections that they set become zero. For `patch_scale` and the other arguments
-    see `initialize`.
-
-    Raises:
-      InputError: The attention layers cannot be found, or the weights do not fit them.
-    """
-    leaves, rebuild = flatten(params)
-    host = find_host(leaves, layout, num_heads)
-    return rebuild(_write(host, weights, grid))
+def _find_site(
+    host: Host,
+    grid: Grid | None,
+    positions: np.ndarray | jax.Array | None,
+    rotations: Any | None,
+) -> AttentionSite:
+    host.require_assumptions()
+    table = host.position_table(grid) if positions is None else None
+    if rotations is not None:
+        if table is not None:
+            raise InputError(
+                f"rotations: the model also adds the positions {table.name} to its tokens, which "
+                "schemes then use: leave out rotations, and measure the maps"
+            )
+        return rotary_site(host, rotations, grid)
+    rotary = host.rotary_positions()
+    if rotary is not None:
+        if host.position_table(grid) is None:
+            raise InputError(
+                f"params: {rotary} rotates queries and keys: pass rotations=model.rope.get_embed("
+                "shape=grid).numpy() (timm) or model.rope_embeddings(pixel_values) (Hugging Face)"
+            )
+        warnings.warn(
+            f"params: {rotary} rotates queries and keys, which moves the scheme's maps: measure "
+            "them",
+            stacklevel=3,
+        )
+    if positions is not None:
+        check_array("positions", "the encoding", positions)
+        grid = grid or square(len(positions))
+        if grid is None:
+            raise InputError(f"grid: pass grid=(rows, cols) of the {len(positions)} positions")
+        return AttentionSite(grid=grid, **host.sizes(), positions=positions)
+    if table is not None:
+        return AttentionSite(
+            grid=table.grid,
+            **host.sizes(),
+            positions=jnp.asarray(table.rows[table.prefix :], jnp.float32),
+            positions_trainable=True,
+        )
+    if grid is not None:
+        return AttentionSite(grid=grid, **host.sizes())  # some schemes need no positions
+    raise InputError(
+        f"positions: params hold no position table of width {host.width}: pass the encoding that "
+        "the model adds to its tokens as positions=[N, D], or its rotary positions as rotations, "
+        "or for a scheme that needs none ('mimetic') grid=(rows, cols)"
+    )
 
 
 def _write(host: Host, weights: AttentionWeights, grid: Grid | None) -> Leaves:
@@ -227,7 +186,7 @@ def _write(host: Host, weights: AttentionWeights, grid: Grid | None) -> Leaves:
         old = host.leaves[table.name]
         new[table.name] = like(rows.reshape(old.shape), old)
     if weights.patch_bias is not None:
-        name = host.patch_bias()
+        name = f"{host.patch_kernel().rpartition('.')[0]}.bias"
         if name not in new:
             raise InputError(
                 f"params: the patch embedding has no {name}, in which this scheme needs to put a "
@@ -236,7 +195,10 @@ def _write(host: Host, weights: AttentionWeights, grid: Grid | None) -> Leaves:
         new[name] = like(weights.patch_bias.reshape(new[name].shape), new[name])
     scales = {}
     if weights.patch_scale is not None:
-        scales[host.patch_gain()] = weights.patch_scale * PATCH_RMS / host.patch_rms()
+        name = host.patch_norm() or host.patch_kernel()
+        squares = jnp.square(jnp.asarray(host.leaves[name], jnp.float32))
+        rms = jnp.sqrt(jnp.sum(squares) / host.width)  # of the embeddings of white images
+        scales[name] = weights.patch_scale * PATCH_RMS / jnp.maximum(rms, 1e-12)
     if weights.mlp_scale is not None:
         scales |= dict.fromkeys(host.mlp_outputs(), weights.mlp_scale)
     for name, scale in scales.items():

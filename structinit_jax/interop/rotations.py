@@ -1,10 +1,11 @@
 """Reads the rotary positions (RoPE) that another project's model computes."""
 
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 from jaxtyping import Complex, Float
 
+from structinit_jax.attention_init import RotarySite
 from structinit_jax.errors import InputError
 from structinit_jax.interop.entries import check_array
 from structinit_jax.interop.host import Grid, Host, square
@@ -13,27 +14,8 @@ from structinit_jax.interop.host import Grid, Host, square
 ROUNDING = 0.05
 
 
-class Rotations(NamedTuple):
-    """Rotations of queries and keys; the fields are those of a `RotarySite`."""
-
-    grid: Grid
-    angles: Float[np.ndarray, "L h N p"]
-    pairs: str
-
-
-def _split_pairs(x: np.ndarray, pairs: str) -> tuple[np.ndarray, np.ndarray]:
-    """Returns the first and the second channels of the pairs along the last axis."""
-    if pairs == "halves":
-        return x[..., : x.shape[-1] // 2], x[..., x.shape[-1] // 2 :]
-    return x[..., ::2], x[..., 1::2]
-
-
-def read_rotations(host: Host, given: Any, grid: Grid | None) -> Rotations:
-    """Reads `rotations` of `initialize`.
-
-    Raises:
-      InputError: They do not fit the model or the grid.
-    """
+def rotary_site(host: Host, given: Any, grid: Grid | None) -> RotarySite:
+    """Returns the site of a model with the `rotations` that were passed to `initialize`."""
     parts = tuple(given) if isinstance(given, tuple | list) else (given,)
     for part in parts:
         check_array("rotations", "the table", part)
@@ -50,15 +32,17 @@ def read_rotations(host: Host, given: Any, grid: Grid | None) -> Rotations:
         )
     parts = [np.asarray(part, np.float64) for part in parts]
     cos, sin = parts if is_pair else (parts[0][..., d:], parts[0][..., :d])
-    neighbors = all(np.array_equal(*_split_pairs(part, "interleaved")) for part in (sin, cos))
-    pairs = "interleaved" if neighbors else "halves"
-    angles = np.arctan2(_split_pairs(sin, pairs)[0], _split_pairs(cos, pairs)[0])
+    # Both channels of a pair have the same sine and cosine.
+    neighbors = all(np.array_equal(part[..., ::2], part[..., 1::2]) for part in (sin, cos))
+    pairs, firsts = ("interleaved", slice(0, d, 2)) if neighbors else ("halves", slice(d // 2))
+    angles = np.arctan2(sin[..., firsts], cos[..., firsts])
     angles = angles.reshape(*lead, *angles.shape[-2:]).astype(np.float32)
-    return Rotations(_find_grid(angles, grid), angles, pairs)
+    grid = _find_grid(angles, grid)
+    return RotarySite(grid=grid, **host.sizes(), angles=angles, pairs=pairs)
 
 
 def _find_grid(angles: Float[np.ndarray, "L h N p"], grid: Grid | None) -> Grid:
-    """Returns the given grid if the angles fit it, or without one a grid that they fit."""
+    """Returns the given grid or else the square, or the only other grid that the angles fit."""
     tokens = angles.shape[2]
     grids = [(n, tokens // n) for n in range(1, tokens + 1) if tokens % n == 0]
     found = [grid for grid in grids if _is_even(np.exp(1j * angles), grid)]
