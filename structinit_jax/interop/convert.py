@@ -39,6 +39,8 @@ from structinit_jax.models.vit import VisionTransformer, resample_positions
 StateDict = Mapping[str, Any]  # of NumPy or JAX arrays
 Student = TypeVar("Student", nnx.Module, StateDict)
 HEADS = ("head", "head_dist", "classifier")
+# Functions of the sizes, in Swin weights of older versions of timm.
+BUFFERS = ("attn.relative_position_index", "attn_mask")
 # Axes along which elements are places, and the size that must be equal to select weights.
 PLACES = {
     "patch_embed.proj.weight": (slice(2, 4), "patch size"),
@@ -50,16 +52,11 @@ PLACES = {
 
 
 def to_timm(model: nnx.Module) -> dict[str, np.ndarray]:
-    """Returns a model's weights, fixed ones and running statistics included, as timm's state dict.
-
-    Raises:
-      InputError: The model's family has no converter.
-    """
+    """Returns all weights and running statistics of a model as timm's state dict."""
     ours = {path: np.asarray(array) for path, array in _arrays_by_path(model).items()}
     return {
         entry.name: np.asarray(entry.encode(*entry.arrays(ours)), order="C")
         for entry in _timm_entries(model)
-        if entry.encode is not None
     }
 
 
@@ -69,16 +66,12 @@ def from_timm(model: nnx.Module, state_dict: Mapping[str, np.ndarray]) -> None:
     Prefixes of torch's DataParallel and `torch.compile` are removed from the names.
 
     Raises:
-      InputError: The model's family has no converter, or an entry is missing, unexpected or of
-        another shape. The model is then unchanged.
+      InputError: An entry is missing, unexpected or of another shape. The model is then unchanged.
     """
     old = _arrays_by_path(model)
     ours = {path: np.array(array) for path, array in old.items()}
-    remaining = {unwrapped(name): tensor for name, tensor in state_dict.items()}
+    remaining = {unwrapped(k): v for k, v in state_dict.items() if not k.endswith(BUFFERS)}
     for entry in _timm_entries(model):
-        if entry.encode is None:
-            remaining.pop(entry.name, None)
-            continue
         if entry.name not in remaining:
             raise InputError(
                 f"state_dict has no {entry.name!r}: is it of the same architecture and depth?"
@@ -179,9 +172,6 @@ def _swin_entries(model: SwinTransformer) -> Iterator[Entry]:
             yield from _block(block, blocks, i)
             table = f"{block}.attn.relative_position_bias_table"
             yield same(table, f"{blocks}/relative_position_bias", i)
-            # Buffers that timm no longer saves; both are functions of the sizes.
-            for buffer in ("attn.relative_position_index", "attn_mask"):
-                yield Entry(f"{block}.{buffer}", (), None, lambda tensor, shapes: [])
     yield from norm("norm", "norm")
     yield from linear("head.fc", "head")
 
@@ -449,9 +439,6 @@ def select_weights(teacher: nnx.Module | StateDict, student: Student) -> Student
     large = {unwrapped(name): array for name, array in large.items()}
     if not isinstance(student, nnx.Module):
         return _select_all(large, student)
-    # Older files of timm hold buffers that are functions of the sizes.
-    buffers = {_without_layers(e.name) for e in _timm_entries(student) if e.encode is None}
-    large = {name: array for name, array in large.items() if _without_layers(name) not in buffers}
     small = to_timm(student)
     if getattr(student, "positions", None) is not None and "pos_embed" in large:
         large["pos_embed"] = _fit_positions(large["pos_embed"], student)
@@ -479,7 +466,7 @@ def _select_all(large: StateDict, small: StateDict) -> dict[str, Any]:
     selected = {}
     for name, array in small.items():
         check_array("student", name, array)
-        kept = _is_head(name) or not jnp.issubdtype(array.dtype, jnp.floating)
+        kept = _is_own(name) or not jnp.issubdtype(array.dtype, jnp.floating)
         if not kept:
             check_array("teacher", name, large[name])
         selected[name] = array if kept else like(_select(name, large[name], array.shape), array)
@@ -487,7 +474,7 @@ def _select_all(large: StateDict, small: StateDict) -> dict[str, Any]:
 
 
 def _check_names(large: StateDict, small: StateDict) -> None:
-    """Requires equal names, except for a head and for more layers in the teacher."""
+    """Requires equal names, except for heads, buffers and more layers in the teacher."""
     pools = ["class_token" if "cls_token" in names else "mean" for names in (large, small)]
     patches = "patch_embed.proj.weight"
     if pools[0] != pools[1] and patches in large and patches in small:
@@ -499,7 +486,7 @@ def _check_names(large: StateDict, small: StateDict) -> None:
     lacking = [("teacher", name) for name in small if name not in large]
     lacking += [("student", name) for name in large if _without_layers(name) not in named]
     for model, name in lacking:
-        if not _is_head(name):
+        if not _is_own(name):
             raise InputError(
                 f"{model} has no {name}: use a teacher of the same family that is at least as deep"
             )
@@ -523,8 +510,9 @@ def _select(name, teacher, shape):
     return teacher
 
 
-def _is_head(name: str) -> bool:
-    return any(part in HEADS for part in name.split("."))
+def _is_own(name: str) -> bool:
+    """Whether the student keeps its own value."""
+    return name.endswith(BUFFERS) or any(part in HEADS for part in name.split("."))
 
 
 def _without_layers(name: str) -> str:

@@ -27,14 +27,14 @@ class Entry(NamedTuple):
       name: Its name there, with dots.
       paths: Paths of our arrays that it holds, with slashes: several if they are fused, none if the
         tensor is computed rather than trained.
-      encode: Turns our arrays into the tensor. None if it is accepted but never written.
+      encode: Turns our arrays into the tensor.
       decode: Turns the tensor and the shapes of our arrays into our arrays.
       layer: Index on the leading axis of our arrays if they stack all layers, else None.
     """
 
     name: str
     paths: tuple[str, ...]
-    encode: Callable[..., Any] | None
+    encode: Callable[..., Any]
     decode: Callable[[Any, Sequence[Shape]], list[Any]]
     layer: int | None = None
 

@@ -6,7 +6,6 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
 import jax
-import numpy as np
 from flax import nnx
 
 from structinit_jax.errors import InputError, suggest
@@ -16,8 +15,6 @@ FIELDS = ("query", "key", "value", "out")
 Leaves = dict[str, Any]
 
 _NUMBER = re.compile(r"(?<!\d)\d+(?=\.|$)")  # at the end of a part of a name
-# Attention that reduces, pools or gates its tokens: PVT, Segformer, MViT, ConViT.
-_OTHER_ATTENTION = re.compile(r"\.(?:sr|kv|qk|pool_[qkv]|gating_param|sequence_reduction)(?:\.|$)")
 
 
 def flatten(params: Any) -> tuple[Leaves, Callable[[Leaves], Any]]:
@@ -26,9 +23,6 @@ def flatten(params: Any) -> tuple[Leaves, Callable[[Leaves], Any]]:
     Returns:
       The leaves by name, with dots between the levels ('blocks.0.attn.qkv.weight'), and the
       function that rebuilds `params` from such a dict.
-
-    Raises:
-      InputError: `params` is a torch module.
     """
     if callable(getattr(params, "state_dict", None)):
         raise InputError(
@@ -121,6 +115,7 @@ class Layout:
 # -- the table -------------------------------------------------------------------------------------
 
 _STEM = r"(?P<stem>(?:.*?\.)??)"
+_HUGGING_FACE_LAYER = r"(?:encoder\.layers?|layers|(?:model\.)?layer)\.(?P<index>\d+)\.attention"
 _LINEN = Layout(
     example="Transformer.encoderblock_0.MultiHeadDotProductAttention_0.query.kernel",
     # A block without a number is a scan over the layers. Checkpoints older than Linen count _1.
@@ -151,50 +146,39 @@ _TIMM_SEPARATE = dataclasses.replace(
     anchors=("query", "key", "value"),
     separate_biases={},
 )
-# Names in the files of every version, and in modules of transformers < 5.
-_HUGGING_FACE = Layout(
-    example="encoder.layer.0.attention.attention.query.weight",
-    attention=_STEM + r"encoder\.layer\.(?P<index>\d+)\.attention",
-    modules=("attention.query", "attention.key", "attention.value", "output.dense"),
-    torch=True,
-    positions=r"embeddings\.position_embeddings?(?:\.weight)?",
-    patches=r"embeddings\.patch_embed(?:ding)?s?(?:\.projection)?",
-    patch_norm=r"embeddings\.rms_norm",
-    norms=r"layernorm_(?:before|after)|(?:layer_|rms_)?norm[12]",
-    mlp_out=r"output\.dense|(?:mlp|ffn)\.(?:fc2|weights_out|down_proj)",
-)
-# Names in modules of transformers >= 5: ViT has `layers`, Dinov2 `encoder.layer`, DINOv3
-# `model.layer`, or in files `layer`.
-_HUGGING_FACE_5 = dataclasses.replace(
-    _HUGGING_FACE,
-    example="layers.0.attention.q_proj.weight",
-    attention=_STEM + r"(?:encoder\.layers?|layers|(?:model\.)?layer)\.(?P<index>\d+)\.attention",
-    modules=("q_proj", "k_proj", "v_proj", "o_proj"),
-)
-# AIMv2 and EoMT.
-_HUGGING_FACE_OUT = dataclasses.replace(
-    _HUGGING_FACE_5, modules=("q_proj", "k_proj", "v_proj", "out_proj")
-)
-_HUGGING_FACE_INTERN = dataclasses.replace(
-    _HUGGING_FACE_5, modules=("q_proj", "k_proj", "v_proj", "projection_layer")
-)
-# The vision towers of CLIP and SigLIP.
-_HUGGING_FACE_CLIP = dataclasses.replace(
-    _HUGGING_FACE_OUT,
-    example="encoder.layers.0.self_attn.q_proj.weight",
-    attention=_STEM + r"encoder\.layers\.(?P<index>\d+)\.self_attn",
-)
-# Swin, in files and in modules of transformers >= 5; each stage is a stack.
-_HUGGING_FACE_SWIN = dataclasses.replace(
-    _HUGGING_FACE,
-    example="encoder.layers.0.blocks.0.attention.self.query.weight",
-    attention=_STEM + r"blocks\.(?P<index>\d+)\.attention",
-    modules=("self.query", "self.key", "self.value", "output.dense"),
-)
-_HUGGING_FACE_SWIN_5 = dataclasses.replace(
-    _HUGGING_FACE_SWIN,
-    example="encoder.layers.0.blocks.0.attention.q_proj.weight",
-    modules=_HUGGING_FACE_5.modules,
+_HUGGING_FACE = tuple(
+    Layout(
+        example="layers.0.attention.q_proj.weight",
+        attention=_STEM + attention,
+        modules=modules,
+        torch=True,
+        positions=r"embeddings\.position_embeddings?(?:\.weight)?",
+        patches=r"embeddings\.patch_embed(?:ding)?s?(?:\.projection)?",
+        patch_norm=r"embeddings\.rms_norm",
+        norms=r"layernorm_(?:before|after)|(?:layer_|rms_)?norm[12]",
+        mlp_out=r"output\.dense|(?:mlp|ffn)\.(?:fc2|weights_out|down_proj)",
+    )
+    for attention, modules in (
+        (  # in files, and in modules of transformers < 5
+            r"encoder\.layer\.(?P<index>\d+)\.attention",
+            ("attention.query", "attention.key", "attention.value", "output.dense"),
+        ),
+        # In modules of transformers >= 5: ViT has `layers`, Dinov2 `encoder.layer`, DINOv3
+        # `model.layer`, or in files `layer`, AIMv2 and EoMT an `out_proj`.
+        (_HUGGING_FACE_LAYER, ("q_proj", "k_proj", "v_proj", "o_proj")),
+        (_HUGGING_FACE_LAYER, ("q_proj", "k_proj", "v_proj", "out_proj")),
+        (_HUGGING_FACE_LAYER, ("q_proj", "k_proj", "v_proj", "projection_layer")),  # InternVL
+        (  # the vision towers of CLIP and SigLIP
+            r"encoder\.layers\.(?P<index>\d+)\.self_attn",
+            ("q_proj", "k_proj", "v_proj", "out_proj"),
+        ),
+        # Swin, in files and in modules of transformers >= 5; each stage is a stack.
+        (
+            r"blocks\.(?P<index>\d+)\.attention",
+            ("self.query", "self.key", "self.value", "output.dense"),
+        ),
+        (r"blocks\.(?P<index>\d+)\.attention", ("q_proj", "k_proj", "v_proj", "o_proj")),
+    )
 )
 _TORCHVISION = Layout(
     example="encoder.layers.encoder_layer_0.self_attention.in_proj_weight",
@@ -276,15 +260,7 @@ _TRANSFORMER_ENCODER = dataclasses.replace(
 
 LAYOUTS: Mapping[str, tuple[Layout, ...]] = {
     "timm": (_TIMM_SEPARATE, TIMM),
-    "huggingface": (
-        _HUGGING_FACE,
-        _HUGGING_FACE_5,
-        _HUGGING_FACE_OUT,
-        _HUGGING_FACE_INTERN,
-        _HUGGING_FACE_CLIP,
-        _HUGGING_FACE_SWIN,
-        _HUGGING_FACE_SWIN_5,
-    ),
+    "huggingface": _HUGGING_FACE,
     "torchvision": (_TORCHVISION, _TORCHVISION_SWIN),
     "open_clip": (_OPEN_CLIP,),
     "vit_pytorch": (_VIT_PYTORCH, _SIMPLE_VIT),
@@ -346,28 +322,20 @@ def find_stack(leaves: Leaves, name: str | None) -> Stack:
     """Finds the attention layers of a model with a single grid of tokens.
 
     Raises:
-      InputError: As for `find_stacks`; or the model has several stacks, and not exactly one of
-        them sees images.
+      InputError: As for `find_stacks`; or of several stacks, not exactly one sees images.
     """
     stacks = find_stacks(leaves, name)
     seeing = [stack for stack in stacks if _sees_images(leaves, stack)]
     if len(stacks) == 1 or len(seeing) == 1:
         return (seeing or stacks)[0]
-    names = [stack.attentions[0] for stack in stacks]
-    if len({_NUMBER.sub("#", name) for name in names}) == 1:
-        raise unsupported(names[0], f"is in one of {len(stacks)} stages of attention layers")
-    raise InputError(f"params hold several models ({', '.join(names)}): pass the subtree of one")
+    raise InputError(
+        f"params hold several models ({', '.join(stack.attentions[0] for stack in stacks)}): pass "
+        "the subtree of one; a model with several stages is not supported unless it is a Swin"
+    )
 
 
 def find_stacks(leaves: Leaves, name: str | None) -> list[Stack]:
-    """Finds the attention layers by their names.
-
-    Args:
-      leaves: The parameters by name.
-      name: A key of `LAYOUTS`, or None to try them all.
-
-    Returns:
-      The stacks of the first layout of which all projections are there.
+    """Finds the attention layers by the names of a layout, or of the first in which all are there.
 
     Raises:
       InputError: The layout is unknown, or none fits.
@@ -391,15 +359,8 @@ def _not_found(leaves: Leaves, missing: str) -> InputError:
         return InputError(
             f"params hold no attention layers, only {', '.join(list(leaves)[:6]) or 'nothing'}"
         )
-    if other := next(filter(_OTHER_ATTENTION.search, similar), None):
-        return unsupported(other, "belongs to attention that pools, reduces or gates its tokens")
-    shapes: dict[str, tuple[int, ...]] = {}
-    for name in similar:
-        shape = np.shape(leaves[name])
-        if shapes.setdefault(_NUMBER.sub("#", name), shape) != shape:
-            return unsupported(name, "has another shape than in other layers, as in stages")
     return InputError(
-        f"params have no {missing}, but {', '.join(similar[:6])}: if each layer has linear "
+        f"params have no {missing}, but {', '.join(similar[:6])}: if all layers have equal linear "
         "projections from and to all channels, rename them for the call to names such as "
         f"{missing}, or to those of another project in interop.LAYOUTS; other attention is not "
         "supported"
