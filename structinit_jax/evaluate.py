@@ -13,7 +13,7 @@ from ml_collections import ConfigDict
 
 from structinit_jax import config as config_lib
 from structinit_jax.augment import normalize
-from structinit_jax.data.datasets import FILE_SETS, EvaluationSet, open_dataset, open_test_set
+from structinit_jax.data.datasets import EvaluationSet, open_dataset, open_test_set
 from structinit_jax.data.images import BadImageError
 from structinit_jax.data.loader import HostLoader, make_loader
 from structinit_jax.data.source import Dataset, check_classes, count_shared, parse_split
@@ -49,7 +49,7 @@ def open_evaluation_set(config: ConfigDict, dataset: Dataset | None = None) -> E
         source = dataset.split(data.eval_split, "data.eval_split", data.on_bad_image)
         return EvaluationSet(f"{data.name} {data.eval_split}", source)
     # The test sets are prepared with TFDS; the data_dir of an image folder does not hold them.
-    root = None if data.name in FILE_SETS else data.data_dir or None
+    root = None if data.name == "folder" else data.data_dir or None
     test_set = open_test_set(data.eval_name, root, data.on_bad_image, data.channels)
     check_classes(test_set.source.info, config.model.num_classes)
     return test_set

@@ -3,28 +3,22 @@
     python -m structinit_jax.prepare --name=cifar10
     python -m structinit_jax.prepare --name=folder --data_dir=DIR
 
-For digits, fashion_mnist, tiny_imagenet, image folders and data sets of your own, this only prints
-the report. Data sets prepared as tfrecord are converted to array_record. All others are downloaded
-and prepared by TFDS's own builder; only this needs TensorFlow (`pip install '.[prepare]'`).
+For digits, fashion_mnist, image folders and data sets of your own, this only prints the report. All
+others are downloaded and prepared by TFDS's own builder; only this needs TensorFlow
+(`pip install '.[prepare]'`).
 """
 
 # isort: split
 import argparse
 import importlib.util
-import json
-import os
-import re
-import struct
 import sys
-from collections.abc import Iterator, Sequence
-from pathlib import Path
+from collections.abc import Sequence
 
 import numpy as np
 import tensorflow_datasets as tfds
-from PIL import Image
 
-from structinit_jax.data.builders import ARRAY_RECORD, OWN_BUILDERS, explain_damage, find_builder
-from structinit_jax.data.datasets import FILE_SETS, open_dataset
+from structinit_jax.data.builders import OWN_BUILDERS, find_builder
+from structinit_jax.data.datasets import open_dataset
 from structinit_jax.data.source import Dataset, Folder, ImageSource, expand_user
 from structinit_jax.errors import InputError, is_reference, require
 
@@ -41,69 +35,26 @@ def prepare(name: str, data_dir: Folder = None, manual_dir: Folder = None) -> No
     Raises:
       InputError: The name is unknown, or TensorFlow or an archive is missing.
     """
-    if name in FILE_SETS or is_reference(name):
+    if name == "folder" or name in OWN_BUILDERS or is_reference(name):
         return
     builder = find_builder(name, expand_user(data_dir))
-    path = builder.data_path
-    if path.exists():
-        with explain_damage(name, path):
-            builder = tfds.builder_from_directory(path)
-        if builder.info.available_file_formats() == {tfds.core.FileFormat.TFRECORD}:
-            print(f"Converting {path} to array_record (once).", flush=True)
-            with explain_damage(name, path):
-                convert(builder)
-    elif name not in OWN_BUILDERS:
-        if importlib.util.find_spec("tensorflow") is None:
-            raise InputError(
-                f"config.data.name={name!r}: TFDS needs TensorFlow to prepare this data set."
-                " Install it, here or on another machine:\n  pip install '.[prepare]'\n"
-                "Training does not need it."
-            )
-        config = tfds.download.DownloadConfig(manual_dir=expand_user(manual_dir))
-        try:
-            builder.download_and_prepare(file_format="array_record", download_config=config)
-        except Exception as error:  # TensorFlow's errors have no common type
-            by_hand = getattr(builder, "MANUAL_DOWNLOAD_INSTRUCTIONS", None)
-            raise InputError(
-                f"config.data.name={name!r} cannot be prepared: {type(error).__name__}: {error}."
-                + (f" Pass --manual_dir=DIR. {by_hand}" if by_hand else "")
-            ) from error
-
-
-def convert(builder: tfds.core.DatasetBuilder) -> None:
-    """Copies the serialized examples of a tfrecord data set into array_record files next to it.
-
-    dataset_info.json names the new files only when all are written, so an interrupted conversion
-    is repeated.
-    """
-    folder = Path(builder.data_path)
-    adapter = tfds.core.file_adapters.ADAPTER_FOR_FORMAT[ARRAY_RECORD]
-    for split in builder.info.splits.values():
-        for name, count in zip(sorted(split.filenames), split.shard_lengths, strict=True):
-            target = folder / name.replace(".tfrecord-", f".{ARRAY_RECORD.file_suffix}-")
-            adapter.write_examples(target, enumerate(read_tfrecord(folder / name)))
-            written = adapter.num_examples(target) if count else 0
-            if written != count:
-                raise ValueError(f"{name} holds {written:,} examples, {count:,} are expected")
-    path = folder / "dataset_info.json"
-    info = json.loads(path.read_text()) | {"alternativeFileFormats": [ARRAY_RECORD.value]}
-    partial = path.with_suffix(".partial")
-    partial.write_text(json.dumps(info, indent=2))
-    os.replace(partial, path)
-
-
-def read_tfrecord(path: Path) -> Iterator[bytes]:
-    """Yields the records of a tfrecord file; `ValueError` if it ends within one.
-
-    A record is stored as its length, a checksum (CRC-32C, not verified), the bytes and a checksum.
-    """
-    with path.open("rb") as file:
-        while header := file.read(12):
-            length = struct.unpack("<Q", header[:8])[0] if len(header) == 12 else 0
-            content = file.read(length + 4)
-            if len(header) < 12 or len(content) < length + 4:
-                raise ValueError(f"{path.name} ends within a record")
-            yield content[:length]
+    if builder.data_path.exists():
+        return
+    if importlib.util.find_spec("tensorflow") is None:
+        raise InputError(
+            f"config.data.name={name!r}: TFDS needs TensorFlow to prepare this data set. Install"
+            " it, here or on another machine:\n  pip install '.[prepare]'\n"
+            "Training does not need it."
+        )
+    config = tfds.download.DownloadConfig(manual_dir=expand_user(manual_dir))
+    try:
+        builder.download_and_prepare(file_format="array_record", download_config=config)
+    except Exception as error:  # TensorFlow's errors have no common type
+        by_hand = getattr(builder, "MANUAL_DOWNLOAD_INSTRUCTIONS", None)
+        raise InputError(
+            f"config.data.name={name!r} cannot be prepared: {type(error).__name__}: {error}."
+            + (f" Pass --manual_dir=DIR. {by_hand}" if by_hand else "")
+        ) from error
 
 
 def describe_split(source: ImageSource, num_classes: int, num_checked: int) -> list[str]:
@@ -139,14 +90,12 @@ def describe_split(source: ImageSource, num_classes: int, num_checked: int) -> l
 def mean_and_std(source: ImageSource) -> tuple[tuple[float, ...], tuple[float, ...]]:
     """Returns mean and standard deviation by channel, of pixels scaled to [0, 1].
 
-    Every image counts as much as any other. Histograms take no memory besides the pixels.
+    Every image counts as much as any other.
     """
-    levels, moments = np.arange(256) / 255, []
+    moments = []
     for image in source.images():
-        pixels = image.decode()
-        picture = Image.fromarray(pixels[..., 0] if pixels.shape[-1] == 1 else pixels)
-        counts = np.reshape(picture.histogram(), (-1, 256)) / (picture.width * picture.height)
-        moments.append([counts @ levels, counts @ levels**2])
+        pixels = image.decode() / np.float32(255)
+        moments.append([power.mean(axis=(0, 1), dtype=float) for power in (pixels, pixels**2)])
     mean, square = np.mean(moments, axis=0)
     return tuple(mean.round(3).tolist()), tuple(np.sqrt(square - mean**2).round(3).tolist())
 
@@ -171,7 +120,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     add = parser.add_argument
-    add("--name", required=True, help="TFDS name, 'folder', 'tiny_imagenet' or 'module:function'")
+    add("--name", required=True, help="TFDS name, 'folder' or 'module:function'")
     add("--data_dir", help="folder of TFDS's data sets, or of the images ('folder')")
     add("--manual_dir", help="folder of archives that you downloaded by hand")
     text = "images to decode in each split (default: 1000); 0 for all"
@@ -182,18 +131,10 @@ def main(argv: Sequence[str] | None = None) -> None:
     report(open_dataset(flags.name, flags.data_dir, flags.manual_dir), flags.check)
 
 
-def with_own_flags(message: str) -> str:
-    """Replaces the config fields in a message with the flags of this command."""
-    return re.sub(r"(--)?config\.data\.(name|data_dir|manual_dir)\b", r"--\2", message)
-
-
 if __name__ == "__main__":
+    sys.stdout.reconfigure(errors="backslashreplace")  # the name of a file need not be text
     try:
         main()
-        sys.stdout.flush()
-    except (InputError, OSError) as error:  # an OSError: nobody reads the output, or a full disk
-        # At exit, Python would write the rest of the output again.
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        if not isinstance(error, BrokenPipeError):  # as of `| head`
-            print(f"error: {with_own_flags(str(error))}", file=sys.stderr)
+    except InputError as error:
+        print(f"error: {error}", file=sys.stderr)
         sys.exit(2)

@@ -26,7 +26,7 @@ from structinit_jax.data.loader import (
     make_loader,
     split_augmentation,
 )
-from structinit_jax.data.source import Dataset, DatasetInfo, ImageSource, digest, note_classes
+from structinit_jax.data.source import Dataset, DatasetInfo, ImageSource, digest
 from structinit_jax.errors import InputError, StoppedError
 from structinit_jax.evaluate import (
     Evaluator,
@@ -213,7 +213,6 @@ def _train(config, workdir, profile_steps, stop_request, on_evaluation, on_exit)
     facts = {"eval_sizes": eval_sizes, "--workdir": workdir_lib.identify(workdir)}
     distributed.check_equal(record | facts)
     note_shared_examples(config, run.dataset)
-    note_classes(run.train_source, run.dataset.class_names, "data.train_split")
     setup = run.setup
     schedule, mesh = setup.schedule, setup.model.mesh
     print(f"devices: {mesh_lib.describe(mesh)}")

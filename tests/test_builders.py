@@ -2,17 +2,13 @@
 
 import gzip
 import hashlib
-import json
 import os
 import shutil
 import struct
-import subprocess
-import sys
 from pathlib import Path
 
 import numpy as np
 import pytest
-from array_record.python import array_record_module
 from PIL import Image
 
 from structinit_jax import prepare
@@ -115,53 +111,12 @@ def test_fashion_mnist_from_files(tmp_path, monkeypatch):
 # -- structinit_jax.prepare ------------------------------------------------------------------------
 
 
-def write_tfrecord(path, records):
-    with path.open("wb") as file:
-        for record in records:
-            file.write(struct.pack("<QI", len(record), 0) + record + b"\0\0\0\0")
-
-
-@pytest.fixture
-def tfrecord_dir(tmp_path, data_dir):
-    """Digits as TFDS would have prepared them in its default format."""
+def test_sets_prepared_as_tfrecord_are_named(tmp_path, data_dir):
     shutil.copytree(f"{data_dir}/digits", tmp_path / "digits")
-    folder = tmp_path / "digits" / "1.0.0"
-    for path in folder.glob("*.array_record-*"):
-        reader = array_record_module.ArrayRecordReader(str(path))
-        records = [reader.read([number])[0] for number in range(reader.num_records())]
-        write_tfrecord(path.with_name(path.name.replace("array_record", "tfrecord")), records)
-        path.unlink()
-    info = folder / "dataset_info.json"
+    info = tmp_path / "digits" / "1.0.0" / "dataset_info.json"
     info.write_text(info.read_text().replace("array_record", "tfrecord"))
-    return tmp_path
-
-
-def test_tfrecord_is_converted_once(tfrecord_dir, data_dir, capsys):
-    with pytest.raises(InputError, match=r"prepare --name=digits --data_dir="):
-        open_dataset("digits", tfrecord_dir)
-    prepare.main(["--name=digits", f"--data_dir={tfrecord_dir}", "--check=10"])
-    assert "Converting" in capsys.readouterr().out
-    for split in ("train", "test"):
-        ours, theirs = (open_dataset("digits", d).split(split) for d in (tfrecord_dir, data_dir))
-        for one, other in zip(read(ours), read(theirs), strict=True):
-            np.testing.assert_array_equal(one, other)
-    info = json.loads((tfrecord_dir / "digits" / "1.0.0" / "dataset_info.json").read_text())
-    assert (info["fileFormat"], info["alternativeFileFormats"]) == ("tfrecord", ["array_record"])
-    prepare.prepare("digits", str(tfrecord_dir))
-    assert capsys.readouterr().out == ""
-
-
-def test_damaged_tfrecord_is_named_and_not_trusted(tfrecord_dir):
-    (path,) = (tfrecord_dir / "digits" / "1.0.0").glob("*-test.tfrecord-*")
-    records, content = list(prepare.read_tfrecord(path)), path.read_bytes()
-    path.write_bytes(content[: len(content) // 2])
-    with pytest.raises(InputError, match=r"test\.tfrecord-.* ends within a record"):
-        prepare.prepare("digits", str(tfrecord_dir))
-    write_tfrecord(path, records[:-1])
-    with pytest.raises(InputError, match="holds 358 examples, 359 are expected"):
-        prepare.prepare("digits", str(tfrecord_dir))
-    with pytest.raises(InputError, match="is not prepared as array_record"):
-        open_dataset("digits", tfrecord_dir)
+    with pytest.raises(InputError, match=rf"tfds convert_format --dataset_version_dir={tmp_path}"):
+        open_dataset("digits", tmp_path)
 
 
 def test_the_report_names_classes_sizes_and_bad_images(tmp_path, capsys):
@@ -206,15 +161,3 @@ def test_stock_builders_need_tensorflow(tmp_path, monkeypatch):
     monkeypatch.setattr(prepare.importlib.util, "find_spec", lambda name: None)
     with pytest.raises(InputError, match=r"TensorFlow to prepare(.|\n)*pip install '\.\[prepare\]"):
         prepare.prepare("cifar10", tmp_path)
-
-
-def test_the_command_names_its_flags_and_survives_a_full_disk(data_dir):
-    with pytest.raises(InputError) as caught:
-        prepare.main(["--name=folder"])
-    message = prepare.with_own_flags(str(caught.value))
-    assert message.startswith("--data_dir='': there is no such folder")
-    command = [sys.executable, "-m", "structinit_jax.prepare", "--name=digits"]
-    command.append(f"--data_dir={data_dir}")
-    with open("/dev/full", "w") as full:
-        result = subprocess.run(command, stdout=full, stderr=subprocess.PIPE, text=True)
-    assert (result.returncode, result.stderr) == (2, "error: [Errno 28] No space left on device\n")

@@ -8,12 +8,12 @@ from PIL import Image
 
 from structinit_jax.data import source as source_lib
 from structinit_jax.data.datasets import open_dataset
+from structinit_jax.data.images import BadImageError
 from structinit_jax.data.source import (
     Dataset,
     DatasetInfo,
     check_classes,
     digest,
-    note_classes,
     num_cores,
     parse_split,
     split_size,
@@ -99,39 +99,15 @@ def test_images_are_files_bytes_or_pixels(tmp_path):
     chosen = source.select(np.array([True, False, True]))
     assert [label for _, label in chosen.read([0, 1])] == chosen.labels().tolist() == [0, 2]
     (tmp_path / "0.png").unlink()
-    with pytest.raises(InputError, match=r"0\.png: there is no such file"):
-        source[0]
-    os.mkfifo(tmp_path / "0.png")
-    with pytest.raises(InputError, match=r"0\.png: is not a regular file"):
+    with pytest.raises(BadImageError, match=r"0\.png\): there is no such file"):
         source[0]
 
 
-@pytest.mark.parametrize(
-    ("record", "reason"),
-    [
-        ({"img": PIXELS, "label": 0}, "its record must be a dict"),
-        ({"image": PIXELS}, "its record must be a dict"),
-        ((PIXELS, 0), "its record must be a dict"),
-        ({"image": PIXELS, "label": "cat"}, "its label is 'cat'"),
-        ({"image": PIXELS, "label": 0.5}, "its label is 0.5"),
-        ({"image": PIXELS, "label": 2}, "its label is 2"),
-    ],
-)
-def test_records_of_another_form_are_refused_by_name(record, reason):
-    records = [{"image": PIXELS, "label": np.int64(1)}, record]
+def test_labels_out_of_range_are_named():
+    records = [{"image": PIXELS, "label": label} for label in (np.int64(1), 2)]
     source = Dataset.from_records("mine", {"train": records}, ["a", "b"]).split("train")
-    with pytest.raises(InputError, match=f"^mine 'train', example 1: {reason}"):
+    with pytest.raises(InputError, match=r"^mine 'train', example 1: its label is 2"):
         source.read([0, 1])
-
-
-def test_images_of_another_size_than_declared_are_refused():
-    def first(shape):
-        records = [{"image": np.zeros((4, 6, 3), np.uint8), "label": 0}]
-        return Dataset.from_records("mine", {"train": records}, ["a"], shape).split("train")[0]
-
-    assert first((None, 6, 1))[0].decode().shape == (4, 6, 1)
-    with pytest.raises(InputError, match=r"^mine 'train', example 0: it has 4x6 pixels, but"):
-        first((4, 4, 3))
 
 
 def test_threads_are_as_many_as_the_cores_that_the_process_may_use(monkeypatch):
@@ -201,15 +177,3 @@ def test_the_digest_covers_all_labels_of_a_list_and_prepared_sets(data_dir, monk
     digits = open_dataset("digits", data_dir)
     assert digest(digits.split("train[:50]")) == digest(digits.split("train[:50]"))
     assert digest(digits.split("train[:50]")) != digest(digits.split("test[:50]"))
-
-
-def test_classes_without_training_images_are_noted(capsys):
-    def note(labels, names):
-        records = [{"image": PIXELS, "label": label} for label in labels]
-        source = Dataset.from_records("mine", {"train": records}, names).split("train")
-        note_classes(source, names, "data.train_split")
-        return capsys.readouterr().out
-
-    assert note([0, 1, 1], ["cat", "dog"]) == ""
-    assert "holds no image of 1 classes: dog\n" in note([0, 0], ["cat", "dog"])
-    assert "a single class, 'cat'" in note([0, 0], ["cat"])

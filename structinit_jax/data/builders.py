@@ -24,7 +24,6 @@ from structinit_jax.errors import InputError, suggest
 
 tfds.disable_progress_bar()
 
-ARRAY_RECORD = tfds.core.FileFormat.ARRAY_RECORD
 # Data sets whose label is not called "label".
 LABEL_KEYS = {"imagenet2012_real": "original_label"}
 # Original files of fashion_mnist (with the suffix .gz) -> SHA-256 of the decompressed content. The
@@ -129,12 +128,17 @@ def open_tfds(name: str, data_dir: Folder, manual_dir: Folder) -> Dataset:
     if path.exists():
         with explain_damage(name, path):
             builder = tfds.builder_from_directory(path)  # knows formats that were added later
-    if not path.exists() or ARRAY_RECORD not in builder.info.available_file_formats():
+    if not path.exists():
         raise InputError(
-            f"config.data.name={name!r} is not prepared as array_record: looked in {path}. Pass"
-            f" --config.data.data_dir=DIR, the folder that holds {name}/, or download or convert it"
-            " (only a download needs TensorFlow, pip install '.[prepare]'):\n"
+            f"config.data.name={name!r} is not prepared: looked in {path}. Pass"
+            f" --config.data.data_dir=DIR, the folder that holds {name}/, or download it with\n"
             f"  python -m structinit_jax.prepare --name={name} --data_dir={root}"
+        )
+    if tfds.core.FileFormat.ARRAY_RECORD not in builder.info.available_file_formats():
+        raise InputError(
+            f"config.data.name={name!r} is not prepared as array_record. Convert it, once, where"
+            " TensorFlow is installed (pip install '.[prepare]'):\n"
+            f"  tfds convert_format --dataset_version_dir={path} --out_file_format=array_record"
         )
     features = builder.info.features
     label_key = LABEL_KEYS.get(builder.name, "label")

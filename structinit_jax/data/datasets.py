@@ -9,7 +9,7 @@ import itertools
 
 import numpy as np
 
-from structinit_jax.data import folder
+from structinit_jax.data.folder import open_folder
 from structinit_jax.data.source import Dataset, DatasetInfo, Folder, ImageSource, expand_user
 from structinit_jax.errors import InputError, is_reference, load_reference
 
@@ -29,7 +29,6 @@ CATALOG: dict[str, DatasetInfo] = {
     ),
     "oxford_iiit_pet": DatasetInfo(37, (None, None, 3), {"train": 3_680, "test": 3_669}),
     "food101": DatasetInfo(101, (None, None, 3), {"train": 75_750, "validation": 25_250}),
-    "tiny_imagenet": folder.TINY_IMAGENET,
     "imagenet2012": DatasetInfo(1000, (None, None, 3), {"train": 1_281_167, "validation": 50_000}),
     # Test sets with the classes of imagenet2012.
     "imagenet2012_real": DatasetInfo(1000, (None, None, 3), {"validation": 50_000}),
@@ -48,8 +47,6 @@ EVALUATION_SETS = {
     "imagenet_a": ("test", 200),
     "imagenet_r": ("test", 200),
 }
-# Read from image files, without preparation.
-FILE_SETS = {"folder": folder.open_folder, "tiny_imagenet": folder.open_tiny_imagenet}
 
 
 def open_dataset(
@@ -58,9 +55,9 @@ def open_dataset(
     """Opens a data set. digits and fashion_mnist are prepared on first use.
 
     Args:
-      name: 'folder', 'tiny_imagenet', a TFDS name or `module:function` (a data set of your own).
-      data_dir: Folder of the images for 'folder' and 'tiny_imagenet', TFDS's folder for its data
-        sets (None: `$TFDS_DATA_DIR` or `~/tensorflow_datasets`), or the argument of the function.
+      name: 'folder', a TFDS name or `module:function` (a data set of your own).
+      data_dir: The image folder, TFDS's folder for its data sets (None: `$TFDS_DATA_DIR` or
+        `~/tensorflow_datasets`), or the argument of the function.
       manual_dir: Folder with the original files of fashion_mnist; None downloads them.
         `~` is expanded in both folders.
       channels: 1 converts the images to gray and 3 to color; None leaves them as they are.
@@ -69,8 +66,8 @@ def open_dataset(
       InputError: The name is unknown, or the data set cannot be read or prepared.
     """
     data_dir, manual_dir = expand_user(data_dir), expand_user(manual_dir)
-    if name in FILE_SETS:
-        dataset = FILE_SETS[name](data_dir)
+    if name == "folder":
+        dataset = open_folder(data_dir)
     elif is_reference(name):
         dataset = load_reference(name, "data.name")(data_dir)
         if not isinstance(dataset, Dataset):

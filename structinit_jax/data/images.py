@@ -4,6 +4,7 @@ JPEGs are decoded by libjpeg-turbo (simplejpeg), which returns Pillow's pixels i
 can decode at a fraction of the size. Every other format goes through Pillow.
 """
 
+import contextlib
 import io
 
 import numpy as np
@@ -14,6 +15,7 @@ from structinit_jax.errors import InputError
 PIL_MODES = {1: "L", 3: "RGB"}
 # JPEG color spaces that libjpeg-turbo converts as Pillow does.
 JPEG_MODES = {"Gray": "L", "YCbCr": "RGB", "RGB": "RGB"}
+MAX_EXIF_START = 65_536  # bytes into a JPEG; searching all of it takes longer
 # EXIF orientation -> whether to swap height and width, then the steps along rows and columns.
 UPRIGHT = {
     1: (False, 1, 1),
@@ -25,7 +27,6 @@ UPRIGHT = {
     7: (True, -1, -1),
     8: (True, -1, 1),
 }
-PHOTOMETRIC, WHITE_IS_ZERO = 262, 0  # a TIFF tag and one of its values
 
 
 class BadImageError(InputError):
@@ -33,11 +34,13 @@ class BadImageError(InputError):
 
     Args:
       problem: What is wrong with which image.
-      advice: What to do if the run stops because of it.
     """
 
-    def __init__(self, problem: str, advice: str):
-        super().__init__(f"{problem}. {advice}.")
+    def __init__(self, problem: str):
+        super().__init__(
+            f"{problem}. Replace it with an intact image, or leave it out with"
+            " config.data.on_bad_image='skip'."
+        )
         self.problem = problem
 
 
@@ -51,8 +54,7 @@ class StoredImage:
     - Transparency is dropped, as in timm and torchvision.
     - The EXIF orientation is applied. (timm and torchvision ignore it.)
     - Only the first picture of an animation or a multi-page file is read.
-    - Truncated files are refused. Damaged EXIF tags are ignored, as is damage in a JPEG that Pillow
-      tolerates.
+    - Truncated files are refused. Damage in a JPEG that Pillow tolerates is ignored.
 
     Args:
       data: An encoded file, or pixels: uint8 [h, w] or [h, w, 1 or 3].
@@ -69,18 +71,16 @@ class StoredImage:
     def __init__(self, data: bytes | np.ndarray, channels: int, name: str):
         self.name, self._data, self._mode = name, data, PIL_MODES[channels]
         self._upright, self._jpeg_mode = UPRIGHT[1], None
-        try:
+        with self._explain():
             if isinstance(data, np.ndarray):
                 pixels = data[..., 0] if data.shape[2:] == (1,) else data
                 self._file = Image.fromarray(np.ascontiguousarray(pixels))
                 width, height = self._file.size
             # Pillow is slow on headers, so it reads only those of other formats or with EXIF tags.
-            elif data[:2] == b"\xff\xd8" and not _may_have_exif(data):
+            elif data[:2] == b"\xff\xd8" and b"Exif\0\0" not in data[:MAX_EXIF_START]:
                 width, height = self._read_jpeg_header()
             else:
                 width, height = self._read_header()
-        except Exception as error:  # each format's decoder has errors of its own
-            raise self._bad(error) from error
         self.size = (width, height) if self._upright[0] else (height, width)
 
     def decode(self, at_least: tuple[int, int] = (0, 0)) -> np.ndarray:
@@ -94,13 +94,11 @@ class StoredImage:
           BadImageError: The image is truncated, or of a kind that is not supported.
         """
         swap, down, across = self._upright
-        try:
+        with self._explain():
             if self._jpeg_mode is not None:
                 pixels = self._decode_jpeg(at_least[::-1] if swap else at_least)
             else:
                 pixels = np.asarray(self._convert(self._file))
-        except Exception as error:
-            raise self._bad(error) from error
         pixels = (pixels.swapaxes(0, 1) if swap else pixels)[::down, ::across]
         return pixels[..., None] if pixels.ndim == 2 else pixels
 
@@ -126,14 +124,10 @@ class StoredImage:
     def _read_header(self):
         self._file = file = Image.open(io.BytesIO(self._data))
         size, is_jpeg = file.size, file.format in ("JPEG", "MPO")
-        # Pillow applies the orientation of a TIFF while loading. For formats other than JPEG, the
-        # search for EXIF tags may have to decode the image.
-        if file.format != "TIFF" and not (is_jpeg and "exif" not in file.info):
-            try:
-                orientation = file.getexif().get(ExifTags.Base.Orientation, 1)
+        if file.format != "TIFF":  # whose orientation Pillow applies while loading
+            with contextlib.suppress(Exception):  # damaged tags
+                orientation = file.getexif().get(ExifTags.Base.Orientation)
                 self._upright = UPRIGHT.get(orientation, UPRIGHT[1])
-            except Exception:  # damaged tags, or damaged pixels, at which decoding it anew stops
-                self._file = Image.open(io.BytesIO(self._data))
         if is_jpeg and file.mode in ("L", "RGB"):
             self._jpeg_mode = file.mode
         return size
@@ -158,38 +152,19 @@ class StoredImage:
         return np.asarray(Image.fromarray(pixels).convert(self._mode))
 
     def _convert(self, image):
-        is_pgm = (image.mode, image.format) == ("I", "PPM")  # has 16 bits
-        if image.mode.startswith("I;16") or is_pgm:
-            pixels = (np.asarray(image) >> 8).astype(np.uint8)  # Pillow itself clips at 255
-            # Pillow inverts such a TIFF only if it has 8 bits.
-            tags = getattr(image, "tag_v2", {})
-            inverted = tags.get(PHOTOMETRIC) == WHITE_IS_ZERO
-            image = Image.fromarray(255 - pixels if inverted else pixels)
+        if image.mode.startswith("I;16"):  # Pillow itself clips at 255
+            image = Image.fromarray((np.asarray(image) >> 8).astype(np.uint8))
         elif image.mode in ("I", "F"):
             raise ValueError("32-bit and floating-point values have no known range: convert them")
         if "transparency" in image.info:
             image = image.convert("RGBA")  # Pillow warns when it drops a palette's transparency
         return image if image.mode == self._mode else image.convert(self._mode)
 
-    def _bad(self, error):
-        # Pillow's text for an unknown format contains a memory address.
-        unknown = isinstance(error, UnidentifiedImageError)
-        reason = "unknown image format" if unknown else str(error).rstrip(".")
-        return BadImageError(
-            f"{self.name}: cannot be decoded ({reason})",
-            "Replace it with an intact image, or leave it out: delete it, or set"
-            " config.data.on_bad_image='skip'",
-        )
-
-
-def _may_have_exif(data):
-    """Returns whether a JPEG has EXIF tags, by its segments; searching all of it takes longer."""
-    start = 2
-    while start + 4 <= len(data) and data[start] == 0xFF:
-        marker = data[start + 1]
-        if marker == 0xDA:  # start of the pixels
-            return False
-        if marker == 0xE1 and data[start + 4 : start + 10] == b"Exif\0\0":
-            return True
-        start += 2 + int.from_bytes(data[start + 2 : start + 4])
-    return True  # an unusual header
+    @contextlib.contextmanager
+    def _explain(self):
+        try:
+            yield
+        except UnidentifiedImageError as error:  # its text contains a memory address
+            raise BadImageError(f"{self.name}: cannot be decoded (unknown format)") from error
+        except Exception as error:  # each format's decoder has errors of its own
+            raise BadImageError(f"{self.name}: cannot be decoded ({error})") from error

@@ -1,6 +1,5 @@
 """A data set, its splits in TFDS syntax, and the images and labels of a split."""
 
-import collections
 import contextlib
 import dataclasses
 import functools
@@ -10,7 +9,6 @@ import math
 import operator
 import os
 import re
-import stat
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -23,10 +21,8 @@ from structinit_jax.errors import InputError, require
 
 Folder = str | os.PathLike | None
 READ_BLOCK = 256  # examples
-POLICIES = ("stop", "skip")  # values of config.data.on_bad_image
 DIGEST_EXAMPLES = 64
 SPLIT = re.compile(r"([\w-]+)(?:\[(-?[\d_]+%?)?:(-?[\d_]+%?)?\])?")  # 'train[10%:]'
-UNPRINTABLE = re.compile("[\x00-\x1f\x7f-\x9f\u2028\u2029\ud800-\udfff]")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -92,8 +88,8 @@ class ImageSource:
         """Returns several images, not yet decoded, and their labels.
 
         Raises:
-          BadImageError: The header of an image is damaged.
-          InputError: A file cannot be read, or a label is out of range.
+          BadImageError: An image file is missing or its header is damaged.
+          InputError: A label is out of range.
         """
         return [
             (self._open(index, record), self._label(index, record))
@@ -111,18 +107,9 @@ class ImageSource:
 
     def labels(self) -> np.ndarray:
         """Returns all labels, int64 [n], which may be out of range."""
-        return self._labels
-
-    @functools.cached_property  # the digest and the note about classes need them
-    def _labels(self) -> np.ndarray:
         if self.new_labels is not None:
             return self.new_labels
-        labels = [self._whole(index, label) for index, label in enumerate(self.column("label"))]
-        return np.array(labels, np.int64)
-
-    def has_cheap_labels(self) -> bool:
-        """Whether `labels` reads no images: they are files, or the records are in a list."""
-        return all(isinstance(part, list) or hasattr(part, "names") for part in self.parts)
+        return np.array(list(map(operator.index, self.column("label"))), np.int64)
 
     def select(self, wanted: np.ndarray) -> "ImageSource":
         """Returns the examples where `wanted`, bool [n], is true, in the same order."""
@@ -158,60 +145,40 @@ class ImageSource:
         return [range(start, min(start + READ_BLOCK, len(self))) for start in starts]
 
     def _fetch(self, indices):
-        members = collections.defaultdict(list)  # by part: place in the result and index there
-        for place, (number, row) in enumerate(self.rows[np.asarray(indices, np.int64)].tolist()):
-            members[number].append((place, row))
-        found = [None] * len(indices)
-        for number, pairs in members.items():
-            part, rows = self.parts[number], [row for _, row in pairs]
+        rows, found = self.rows[np.asarray(indices, np.int64)], [None] * len(indices)
+        for number in set(rows[:, 0].tolist()):
+            part, places = self.parts[number], np.flatnonzero(rows[:, 0] == number)
+            wanted = rows[places, 1].tolist()
             # One call for many examples is far faster.
             read_many = getattr(part, "__getitems__", None)
-            records = read_many(rows) if read_many else map(part.__getitem__, rows)
-            for (place, _), record in zip(pairs, records, strict=True):
+            records = read_many(wanted) if read_many else map(part.__getitem__, wanted)
+            for place, record in zip(places, records, strict=True):
                 found[place] = record
-        for index, record in zip(indices, found, strict=True):
-            keys = record.keys() if hasattr(record, "keys") else ()
-            if "image" not in keys or "label" not in keys:
-                raise InputError(
-                    f"{self._describe(index)}: its record must be a dict with an 'image' and a"
-                    f" 'label', got {type(record).__name__} {list(keys)}."
-                )
         return found
 
     def _open(self, index, record):
         image, file_name = record["image"], record.get("file_name", "")
         if isinstance(image, str | os.PathLike):
-            file_name, image = os.fspath(image), _read_file(image)
+            file_name = os.fspath(image)
         file_name = file_name.decode() if isinstance(file_name, bytes) else file_name
-        name = self._describe(index) + (file_name and f" ({printable(file_name)})")
-        shape = self.info.image_shape
-        stored = StoredImage(image, shape[-1], name)
-        if any(side not in (None, found) for side, found in zip(shape, stored.size, strict=False)):
-            raise InputError(
-                f"{name}: it has {stored.size[0]}x{stored.size[1]} pixels, but the image_shape of"
-                f" the data set is {shape}: its sides must be None where they vary."
-            )
-        return stored
+        name = self._describe(index) + (file_name and f" ({file_name})")
+        if isinstance(image, str | os.PathLike):
+            try:
+                image = Path(image).read_bytes()
+            except FileNotFoundError as error:  # also a link to a missing file
+                raise BadImageError(f"{name}: there is no such file") from error
+        return StoredImage(image, self.info.image_shape[-1], name)
 
     def _label(self, index, record):
         if self.new_labels is not None:
             return int(self.new_labels[index])
-        label = self._whole(index, record["label"])
+        label = operator.index(record["label"])
         if not 0 <= label < self.info.num_classes:
-            raise self._bad_label(index, label)
+            raise InputError(
+                f"{self._describe(index)}: its label is {label}, expected 0 to"
+                f" {self.info.num_classes - 1}."
+            )
         return label
-
-    def _whole(self, index, label):
-        try:
-            return operator.index(label)
-        except TypeError as error:
-            raise self._bad_label(index, label) from error
-
-    def _bad_label(self, index, label):
-        return InputError(
-            f"{self._describe(index)}: its label is {label!r}, expected a whole number from 0 to"
-            f" {self.info.num_classes - 1}."
-        )
 
     def _describe(self, index):
         return f"{self.name}, example {self.rows[index, 1]}"
@@ -251,13 +218,10 @@ class Dataset:
           splits: The records of each split; a list or other `Records`.
           class_names: Name of each class, by label. Other types are converted to strings.
           image_shape: Height, width (None if they vary) and channels, 1 or 3. Images are converted
-            to this number of channels. Images of another size are refused. If the size is square,
-            images are cropped on the device.
+            to this number of channels. If the size is square, they are cropped on the device.
         """
-        text = "(height, width, channels) with 1 or 3 channels"
-        require(f"{name}: image_shape", image_shape, text, lambda x: x[2] in PIL_MODES)
-        text = "names of splits other than 'all', which means all of them in TFDS"
-        require(f"{name}: splits", list(splits), text, lambda x: "all" not in x)
+        needs = "(height, width, channels) with 1 or 3 channels"
+        require(f"{name}: image_shape", image_shape, needs, lambda x: x[2] in PIL_MODES)
         sizes = {split: len(records) for split, records in splits.items()}
         names = [str(class_name) for class_name in class_names]
         return cls(name, DatasetInfo(len(names), image_shape, sizes), names, splits.__getitem__)
@@ -275,10 +239,8 @@ class Dataset:
             and leaves them out, so that all processes and restarts number the examples alike.
 
         Raises:
-          InputError: There is no such split or policy, or no good image in the split.
+          InputError: There is no such split, or no good image in it.
         """
-        needs = f"one of {POLICIES}"
-        require("config.data.on_bad_image", on_bad_image, needs, POLICIES.__contains__)
         terms = parse_split(self.name, spec, self.info, field)
         parts = [self.open_split(split) for split, _, _ in terms]
         numbers = [np.full(stop - start, i) for i, (_, start, stop) in enumerate(terms)]
@@ -289,11 +251,9 @@ class Dataset:
             return source
         good, problems = source.split_bad_images()
         if problems:
-            print(
-                f"config.{field}={spec!r}: left out {len(problems):,} bad images of {len(rows):,}:"
-            )
+            counts = f"{len(problems):,} bad images of {len(rows):,}"
             shown = problems[:10] + (["…"] if len(problems) > 10 else [])
-            print(*(f"  {problem}" for problem in shown), sep="\n", flush=True)
+            print(f"config.{field}={spec!r}: left out {counts}:", *shown, sep="\n  ", flush=True)
         if not len(good):
             raise InputError(
                 f"config.{field}={spec!r}: none of its {len(rows):,} images can be decoded."
@@ -379,7 +339,8 @@ def digest(source: ImageSource) -> str:
     spaced examples. An image folder may be moved.
     """
     sample = source.evenly_spaced(DIGEST_EXAMPLES)
-    labels = (source if source.has_cheap_labels() else sample).labels()
+    cheap = all(isinstance(part, list) or hasattr(part, "names") for part in source.parts)
+    labels = (source if cheap else sample).labels()
     found = hashlib.sha256(source.rows.tobytes() + labels.tobytes())
     for part in source.parts:
         found.update(b"\0".join(getattr(part, "names", ())))
@@ -390,33 +351,9 @@ def digest(source: ImageSource) -> str:
     return found.hexdigest()
 
 
-def note_classes(source: ImageSource, class_names: Sequence[str], field: str) -> None:
-    """Prints a note if a split of a config field has a single class, or classes without images."""
-    if len(class_names) == 1:
-        print(f"note: the data set has a single class, {class_names[0]!r}: any model is right")
-    elif source.has_cheap_labels():
-        labels = set(source.labels().tolist())
-        missing = [name for label, name in enumerate(class_names) if label not in labels]
-        if missing:
-            shown = ", ".join(missing[:5]) + (", …" if len(missing) > 5 else "")
-            print(f"note: config.{field} holds no image of {len(missing)} classes: {shown}")
-
-
-def printable(text: str) -> str:
-    """Returns a file name with line breaks and bytes that are not UTF-8 escaped."""
-    return UNPRINTABLE.sub(lambda found: ascii(found[0])[1:-1], text)
-
-
 def expand_user(path: Folder) -> Folder:
-    """Expands `~`, which shells leave alone in `--flag=~/folder`.
-
-    Raises:
-      InputError: There is no home directory; a folder called `~` would appear otherwise.
-    """
-    expanded = path and os.path.expanduser(path)
-    if expanded and os.fspath(expanded).startswith("~"):
-        raise InputError(f"{path}: there is no such home directory: set HOME, or pass its path")
-    return expanded
+    """Expands `~`, which shells leave alone in `--flag=~/folder`."""
+    return path and os.path.expanduser(path)
 
 
 @functools.cache
@@ -431,16 +368,3 @@ def num_cores() -> int:
     except (OSError, ValueError):
         return cores
     return cores if quota == "max" else min(cores, math.ceil(int(quota) / int(period)))
-
-
-def _read_file(path):
-    name = printable(os.fspath(path))
-    try:
-        if not stat.S_ISREG(os.stat(path).st_mode):  # a pipe or a device may never end
-            raise InputError(f"{name}: is not a regular file.")
-        return Path(path).read_bytes()
-    except FileNotFoundError as error:  # or a link to a missing file
-        advice = "Restore it, or leave it out with config.data.on_bad_image='skip'"
-        raise BadImageError(f"{name}: there is no such file", advice) from error
-    except OSError as error:
-        raise InputError(f"{name}: cannot be read ({error.strerror}).") from error
