@@ -41,7 +41,6 @@ from structinit_jax.command_line import STEP, TRUST, WORKDIR
 from structinit_jax.compare import grid
 from structinit_jax.errors import InputError
 
-USES = (*config_lib.EVALUATED, "attention_init.name")  # the scheme has the targets of a run's heads
 _SCHEMES = flags.DEFINE_list("schemes", [], "Initializations to compare, without --workdir.")
 _OTHER_WORKDIR = flags.DEFINE_string(
     "other_workdir", None, "Another run, on the same images and at the same --step."
@@ -85,14 +84,14 @@ def _to_json(snapshot: Snapshot) -> dict:
 
 def main(overrides: command_line.Overrides) -> None:
     """Runs the command."""
-    config = command_line.read_config(overrides, USES)
+    config = command_line.read_config(overrides)
     runs = {path: config for path in (WORKDIR.value,) if path}
     if _SCHEMES.value and runs:
         raise InputError("--schemes compares start values and cannot be used with --workdir")
     if (STEP.value or _OTHER_WORKDIR.value) and not runs:
         raise InputError("--step and --other_workdir need --workdir, the directory of a run")
     if _OTHER_WORKDIR.value:
-        other = config_lib.load_run_config(_OTHER_WORKDIR.value, TRUST.value, USES)
+        other = config_lib.load_run_config(_OTHER_WORKDIR.value, TRUST.value)
         for field in ("image_size", "channels"):
             if config.data[field] != other.data[field]:
                 raise InputError(

@@ -1,25 +1,23 @@
 """Code shared by the commands: flags, fields of the config, error messages, compilation cache.
 
-`--config=FILE.py:ROW` and `--config.FIELD=VALUE` are parsed here because
-`ml_collections.config_flags` prints a traceback for a missing file, an unknown field or a value of
-the wrong type, and reads no config of a workdir.
+`ml_collections.config_flags` does not parse `--config=FILE.py:ROW` and `--config.FIELD=VALUE`: it
+prints a traceback for a missing file, an unknown field or a value of the wrong type.
 """
 
 import ast
 import gc
 import os
 import sys
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
 import jax
 from absl import app, flags, logging
-from etils import epath
+from flax.traverse_util import flatten_dict
 from ml_collections import ConfigDict
 
 from structinit_jax import config as config_lib
-from structinit_jax.config import scheme_options
 from structinit_jax.errors import InputError, StoppedError, suggest
 
 CONFIG = flags.DEFINE_string(
@@ -48,7 +46,7 @@ OUT = flags.DEFINE_string(
     "(show).",
 )
 TRUST = flags.DEFINE_bool(
-    "trust_workdir", False, "Import the Python modules that the config of --workdir names."
+    "trust_workdir", False, "Import Python code that the config of --workdir names."
 )
 SHARED = ("config", "workdir", "step", "out", "trust_workdir")
 Overrides = Sequence[tuple[str, str]]  # path and text of each --config.FIELD=VALUE
@@ -66,8 +64,6 @@ def run(main: Callable[[Overrides], None], shared: Sequence[str] = SHARED) -> No
             flags.FLAGS.register_key_flag_for_module(sys.argv[0], flags.FLAGS[name])
         else:
             delattr(flags.FLAGS, name)
-    for stream in filter(None, (sys.stdout, sys.stderr)):
-        stream.reconfigure(errors="backslashreplace")  # the name of a file need not be text
     try:
         app.run(main, flags_parser=_parse_flags)
     except InputError as error:
@@ -76,9 +72,6 @@ def run(main: Callable[[Overrides], None], shared: Sequence[str] = SHARED) -> No
     except StoppedError as error:
         print(error, file=sys.stderr)
         sys.exit(error.exit_code)
-    except BrokenPipeError:  # as in `| head`
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # for the flush at exit
-        sys.exit(1)
     except KeyboardInterrupt:  # before the loop of training, which ends with a checkpoint
         print("interrupted", file=sys.stderr)
         sys.exit(130)  # as shells report it
@@ -86,30 +79,22 @@ def run(main: Callable[[Overrides], None], shared: Sequence[str] = SHARED) -> No
 
 def _parse_flags(argv: list[str]) -> Overrides:
     """Parses all flags and prepares JAX."""
-    flags.FLAGS.set_gnu_getopt(True)
+    fields = [word for word in argv if word.lstrip("-").startswith("config.") and "=" in word]
     try:
-        _, *unknown = flags.FLAGS(argv, known_only=True)
+        _, *words = flags.FLAGS([word for word in argv if word not in fields])
     except SystemExit as error:  # absl has printed the help, and ends with status 1
         raise SystemExit(0) from error
     except flags.Error as error:
-        raise InputError(str(error)) from error
-    overrides = []
-    for word in unknown:
-        name, equals, text = word.lstrip("-").partition("=")
-        section, _, path = name.partition(".")
-        if not (word.startswith("-") and section == "config" and path and equals):
-            own = flags.FLAGS.get_key_flags_for_module(sys.argv[0])
-            paths = [f"config.{path}" for path in _fields(config_lib.base_config())]
-            near = suggest(name, [*(flag.name for flag in own), *paths])
-            raise InputError(f"unrecognized argument {word!r}: write --name=value; {near}")
-        overrides.append((path, text))
+        raise InputError(f"{error}; fields of the config are --config.FIELD=VALUE") from error
+    if words:
+        raise InputError(f"unrecognized argument {words[0]!r}: write --name=value")
     if flags.FLAGS["verbosity"].using_default_value:
         flags.FLAGS.verbosity = logging.WARNING  # JAX and TFDS log much at INFO
     use_compilation_cache()
     # Collections would walk the imported modules again and again while programs are traced.
     gc.freeze()
     gc.enable()
-    return overrides
+    return [tuple(word.lstrip("-").removeprefix("config.").split("=", 1)) for word in fields]
 
 
 def use_compilation_cache() -> None:
@@ -129,24 +114,18 @@ def out_path(default: str) -> Path:
     return Path(OUT.value or default).expanduser()
 
 
-def read_config(overrides: Overrides, uses: Collection[str] = config_lib.EVALUATED) -> ConfigDict:
+def read_config(overrides: Overrides) -> ConfigDict:
     """Returns the config that --config, or else the run in --workdir, and the overrides describe.
 
     Args:
       overrides: What `run` passes to the command.
-      uses: Fields whose modules the command imports; see `config.load_run_config`.
     """
-    workdir = WORKDIR.value
     if CONFIG.value is not None:
         config = config_lib.load_config(CONFIG.value)
-    elif workdir and (epath.Path(workdir).expanduser() / "config.json").exists():
-        fields = {path for path, _ in overrides}
-        if any(path.startswith("attention_init.") for path in fields):
-            uses = {*uses, "attention_init.name"}  # has the names of the options
-        config = config_lib.load_run_config(workdir, TRUST.value, uses, overridden=fields)
+    elif WORKDIR.value:
+        config = config_lib.load_run_config(WORKDIR.value, TRUST.value)
     else:
-        hint = f": --workdir={workdir} holds no run (config.json)" if workdir else ""
-        raise InputError(f"--config is required, such as --config=configs/vit_t_digits.py{hint}")
+        raise InputError("--config is required, such as --config=configs/vit_t_digits.py")
     # The options of a scheme can be set once its name is.
     for path, text in sorted(overrides, key=lambda override: override[0] != "attention_init.name"):
         set_field(config, path, text)
@@ -156,8 +135,7 @@ def read_config(overrides: Overrides, uses: Collection[str] = config_lib.EVALUAT
 def set_field(config: ConfigDict, path: str, text: str, flag: str = "config") -> None:
     """Sets a field, such as 'model.depth', as `--config.FIELD=VALUE` does.
 
-    Options of the scheme need not be in `attention_init`; see `config.set_scheme` for its name. A
-    dict sets single fields of a section.
+    Options of the scheme need not be in `attention_init`; see `config.set_scheme` for its name.
 
     Args:
       config: Config to change.
@@ -168,36 +146,21 @@ def set_field(config: ConfigDict, path: str, text: str, flag: str = "config") ->
     Raises:
       InputError: There is no such field, or the value has another type.
     """
-    fields = _fields(config)
+    if path == "attention_init.name":
+        return config_lib.set_scheme(config, text)
+    fields = flatten_dict(config.to_dict(), sep=".")
     if path.startswith("attention_init."):
-        options = scheme_options(config.attention_init.name)
+        options = config_lib.scheme_options(config.attention_init.name)
         fields = dict.fromkeys(f"attention_init.{option}" for option in options) | fields
     if path not in fields:
         raise InputError(f"--{flag}.{path}: there is no such field; {suggest(path, fields)}")
-    if path == "attention_init.name":
-        return config_lib.set_scheme(config, text)
-    old = fields[path]
     section, _, name = path.rpartition(".")
     try:
-        value = _read(text, old)
         with config.unlocked():
-            if isinstance(old, ConfigDict) and path != "attention_init":
-                old.update(value)
-            else:
-                (config[section] if section else config)[name] = value
-    except (AttributeError, TypeError, ValueError) as error:
-        kind = "dict" if isinstance(old, ConfigDict) else type(old).__name__
-        raise InputError(f"--{flag}.{path}={text} must be of type {kind}, such as {old}") from error
-
-
-def _fields(config: ConfigDict, prefix: str = "") -> dict[str, Any]:
-    """Returns the values of all fields and sections by their paths."""
-    fields = {}
-    for name, value in config.items():
-        fields[prefix + name] = value
-        if isinstance(value, ConfigDict):
-            fields |= _fields(value, f"{prefix}{name}.")
-    return fields
+            (config[section] if section else config)[name] = _read(text, fields[path])
+    except (TypeError, ValueError) as error:
+        kind = f"{type(fields[path]).__name__}, such as {fields[path]}"
+        raise InputError(f"--{flag}.{path}={text} must be of type {kind}") from error
 
 
 def _read(text: str, old: Any) -> Any:

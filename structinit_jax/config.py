@@ -8,9 +8,8 @@ The files in `configs/` start from `base_config` and set what their recipe chang
 import dataclasses
 import inspect
 import json
-import re
 import runpy
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -142,52 +141,40 @@ def load_config(location: str | Path) -> ConfigDict:
         The words of the row, separated by commas, are the arguments of the file's `get_config`.
 
     Raises:
-      InputError: The file is missing, has no such row or does not return a config.
+      InputError: The file is missing or has no such row.
     """
-    path, row = re.fullmatch(r"(.*?\.py(?=:|$)|.*)(?::(.*))?", str(location), re.DOTALL).groups()
+    stem, suffix, row = str(location).partition(".py:")
+    path = stem + suffix.removesuffix(":")
     if not Path(path).is_file():
         raise InputError(
             f"--config={path}: there is no such file in {Path.cwd()}; a checkout of this project "
             "has recipes in configs/"
         )
-    get_config = runpy.run_path(path).get("get_config")
-    if get_config is None:
-        raise InputError(f"--config={path} does not define get_config()")
+    get_config = runpy.run_path(path)["get_config"]
     words = row.split(",") if row else []
-    columns = list(inspect.signature(get_config).parameters)
+    columns = inspect.signature(get_config).parameters
     if len(words) > len(columns):
-        form = f":{','.join(columns).upper()}" if columns else "no row"
+        form = f"at most {', '.join(columns)}" if columns else "no row"
         raise InputError(f"--config={location} has {len(words)} words, but the file takes {form}")
     choices = dict(zip(columns, words, strict=False))
     errors.check_fields(get_config, choices, f"--config={location}: ")
     config = get_config(**choices)
-    if not isinstance(config, ConfigDict):
-        raise InputError(f"--config={path}: get_config() must return a config, got {config!r}")
     set_scheme(config, config.attention_init.name)
     return config
 
 
-# Fields that may name your own code as 'module:name': what evaluation and training import.
-EVALUATED = ("model.name", "data.name")
-TRAINED = (*EVALUATED, "attention_init.name", "loss", "optimizer")
+REFERENCES = ("model.name", "data.name", "attention_init.name", "loss", "optimizer")
 
 
-def load_run_config(
-    workdir: str | Path,
-    trust: bool = False,
-    uses: Collection[str] = EVALUATED,
-    overridden: Collection[str] = (),
-) -> ConfigDict:
+def load_run_config(workdir: str | Path, trust: bool = False) -> ConfigDict:
     """Reads the config of a run from the `config.json` of its output directory.
 
     Args:
       workdir: Output directory of the run.
-      trust: Whether to import modules that the file names.
-      uses: Fields of `TRAINED` whose modules would be imported.
-      overridden: Fields that the caller sets afterwards, such as 'data.name'.
+      trust: Whether the file may name Python code to import, as 'module:name'.
 
     Raises:
-      InputError: There is no config of this package, or it names modules and is not trusted.
+      InputError: There is no config of this package, or it names code and is not trusted.
     """
     path = epath.Path(workdir).expanduser() / "config.json"
     try:
@@ -198,31 +185,18 @@ def load_run_config(
             f"--workdir={workdir}: config.json cannot be read ({error!r}): pass the output "
             "directory of a run, or --config with its config file"
         ) from error
-    if not trust:
-        # The class of the model is imported below, before any field can be set.
-        used = {"model.name", *uses}.difference(set(overridden) - {"model.name"})
-        values = flatten_dict(fields, sep=".")
-        check_trust({name: values.get(name) for name in sorted(used)}, workdir)
+    values = flatten_dict(fields, sep=".")
+    code = [f"{k}={values[k]!r}" for k in REFERENCES if is_reference(str(values.get(k)))]
+    if code and not trust:
+        raise InputError(
+            f"{workdir} names Python code to import: {', '.join(code)}. If you trust whoever wrote "
+            "this directory, pass --trust_workdir (in Python trust=True)"
+        )
     config = base_config(model)
     # The options depend on the scheme, so those of the default are not kept.
     config.attention_init = ConfigDict(fields.pop("attention_init"))
     config.update(fields)
     return config
-
-
-def check_trust(names: Mapping[str, Any], place: str | Path) -> None:
-    """Raises `InputError` if names that were read from a file would import modules.
-
-    Args:
-      names: Values that may be references, such as {'data.name': 'my_module:my_dataset'}.
-      place: Directory of the file, for the message.
-    """
-    found = [f"{k}={v!r}" for k, v in names.items() if isinstance(v, str) and is_reference(v)]
-    if found:
-        raise InputError(
-            f"{place} names Python code to import: {', '.join(found)}. If you trust whoever wrote "
-            "this directory, pass --trust_workdir (in Python trust=True)"
-        )
 
 
 def _with_tuples(value):
@@ -240,25 +214,23 @@ def validate(config: ConfigDict) -> None:
 
     What only training needs, `training.setup.make_setup` checks: scheme, loss and optimizer.
     """
-    run, data, model = dict(config), config.data, config.model
-    for section in ("model", "augment", "data", "attention_init"):
-        del run[section]
+    data, model = config.data, config.model
+    run = {k: value for k, value in config.items() if not isinstance(value, ConfigDict)}
     errors.check_fields(RunFields, run)
     errors.check_fields(DataFields, dict(data), "config.data.")
     errors.check_fields(AugmentConfig, dict(config.augment), "config.augment.")
     models.check_fields(dict(model))
-    needs = f"a tuple of {data.channels}, one number for each of config.data.channels"
     for field in ("mean", "std"):
+        needs = f"a tuple of config.data.channels={data.channels} numbers"
         require(f"config.data.{field}", data[field], needs, lambda x: len(x) == data.channels)
     if not config.num_steps:
         needs = f"below config.num_epochs={config.num_epochs}, which includes them"
         cooldown = config.cooldown_epochs
         require("config.cooldown_epochs", cooldown, needs, lambda x: x < config.num_epochs)
-    if data.eval_name:
+    if name := data.eval_name:
         needs = f"empty or one of {', '.join(EVALUATION_SETS)}"
-        known = EVALUATION_SETS.__contains__
-        require("config.data.eval_name", data.eval_name, needs, lambda x: known(x.split("/")[0]))
-        needs = f"1000, the classes of imagenet2012, for config.data.eval_name={data.eval_name!r}"
+        require("config.data.eval_name", name.split("/")[0], needs, EVALUATION_SETS.__contains__)
+        needs = f"1000, the classes of imagenet2012, for config.data.eval_name={name!r}"
         require("config.model.num_classes", model.num_classes, needs, lambda x: x == 1000)
     augment_options(config)
     for field, value in _scheme_needs(config).items():
@@ -271,25 +243,13 @@ def validate(config: ConfigDict) -> None:
 
 def augment_options(config: ConfigDict) -> AugmentOptions:
     """Returns the augmentation of training images, from `config.augment` and related fields."""
-    # Tuples are lists in a config that was read from JSON.
-    options = {k: tuple(v) if isinstance(v, list) else v for k, v in config.augment.items()}
     return AugmentOptions(
         num_classes=config.model.num_classes,
-        mean=tuple(config.data.mean),
-        std=tuple(config.data.std),
+        mean=config.data.mean,
+        std=config.data.std,
         image_size=config.data.image_size,
         label_smoothing=config.label_smoothing,
-        **options,
-    )
-
-
-def order_options(config: ConfigDict) -> dict[str, Any]:
-    """Returns the arguments of `Loader.train_batches` that decide which examples a step sees."""
-    return dict(
-        batch_size=config.batch_size,
-        seed=config.seed,
-        repeats=config.data.repeats,
-        drop_remainder=config.data.drop_remainder,
+        **config.augment,
     )
 
 

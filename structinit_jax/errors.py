@@ -40,8 +40,6 @@ class StoppedError(RuntimeError):
         self.exit_code = exit_code
 
 
-MAX_NAMES = 30  # that a message lists
-
 # -- checks ----------------------------------------------------------------------------------------
 
 
@@ -144,8 +142,7 @@ def suggest(word: str, known: Iterable[str]) -> str:
     names = list(map(str, known))
     if near := difflib.get_close_matches(str(word), names, n=3):
         return f"did you mean {' or '.join(map(repr, near))}?"
-    more = ", …" if len(names) > MAX_NAMES else ""
-    return f"choose from {', '.join(names[:MAX_NAMES])}{more}" if names else "there are none"
+    return f"choose from {', '.join(names)}" if names else "there are none"
 
 
 # -- references ------------------------------------------------------------------------------------
@@ -154,20 +151,6 @@ def suggest(word: str, known: Iterable[str]) -> str:
 def is_reference(name: str) -> bool:
     """Whether a config value has the form `my_module:my_function`."""
     return re.fullmatch(r"(?!huggingface:)[A-Za-z_][\w.]*:[A-Za-z_]\w*", name) is not None
-
-
-def reference(thing: Any) -> str:
-    """Returns the name under which a config finds your function or class.
-
-    In a notebook or script `config.loss = reference(my_loss)` sets '__main__:my_loss'.
-    It cannot be a lambda or a nested function.
-    """
-    module, name = getattr(thing, "__module__", None), getattr(thing, "__qualname__", "")
-    if getattr(sys.modules.get(module), name, None) is not thing:
-        raise InputError(
-            f"{thing!r} cannot be named in a config: define it at a module's top level"
-        )
-    return f"{module}:{name}"
 
 
 def load_reference(reference: str, field: str) -> Any:
@@ -179,12 +162,9 @@ def load_reference(reference: str, field: str) -> Any:
     """
     module_name, _, attribute = reference.partition(":")
     try:
-        found = getattr(importlib.import_module(module_name), attribute)
+        return getattr(importlib.import_module(module_name), attribute)
     except (ImportError, AttributeError) as error:
         raise InputError(
             f"config.{field}={reference!r} cannot be imported ({error}): the module must be in the "
             f"working directory, {os.getcwd()}, or on PYTHONPATH"
         ) from error
-    if not callable(found):
-        raise InputError(f"config.{field}={reference!r} must name a function or class")
-    return found

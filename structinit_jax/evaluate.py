@@ -235,7 +235,7 @@ class Classifier:
     Args:
       workdir: Output directory of the run.
       step: 'best', 'newest' or a number; see `training.checkpoint.find_step`.
-      trust: Whether to import the module of a model that the run's config names.
+      trust: Whether the run's config may name Python code to import.
 
     Attributes:
       config: Config of the run.
@@ -246,7 +246,7 @@ class Classifier:
     """
 
     def __init__(self, workdir: str | Path, step: str | int = "best", trust: bool = False):
-        self.config = config = config_lib.load_run_config(workdir, trust, uses=["model.name"])
+        self.config = config = config_lib.load_run_config(workdir, trust)
         model, state = restore_model(config, workdir, jax.local_devices()[:1], step)
         run = checkpoint.read_run(open_path(workdir) / "checkpoints", int(state.step))
         self.class_names: list[str] = run["class_names"]

@@ -27,7 +27,7 @@ from structinit_jax.evaluate import restore_model
 from structinit_jax.interop import to_timm
 from structinit_jax.interop.convert import TimmModel, timm_model
 from structinit_jax.training.checkpoint import read_run
-from structinit_jax.training.workdir import open_path
+from structinit_jax.training.workdir import open_path, write_atomically
 
 WEIGHTS = Path("model.safetensors")  # as timm expects it in a folder
 _AVERAGED = flags.DEFINE_bool(
@@ -77,50 +77,30 @@ def export(
     text = json.dumps(card, indent=2)
     # "format" tells readers of safetensors that the layout is PyTorch's.
     metadata = {"format": "pt", "model": timm.call(), "config": text}
-    # `save_file` would write a file that only its owner can read.
-    files = {(path / WEIGHTS if is_folder else path): save(weights, metadata)}
     try:
         if is_folder:
             path.mkdir(parents=True, exist_ok=True)
+            (path / "config.json").unlink(missing_ok=True)  # of an older export
             if timm.is_registered:
-                files[path / "config.json"] = f"{text}\n".encode()
-            else:
-                (path / "config.json").unlink(missing_ok=True)  # of an older export
-        _replace_together(files)
+                write_atomically(path / "config.json", f"{text}\n")
+        # `save_file` would write a file that only its owner can read.
+        write_atomically(path / WEIGHTS if is_folder else path, save(weights, metadata))
     except OSError as error:
         raise InputError(f"--out={path} cannot be written: {error}") from error
     return int(state.step), timm
 
 
-def _replace_together(files: dict[Path, bytes]) -> None:
-    """Writes all files before replacing the first, so that a full disk leaves the old ones."""
-    partial = {path: path.with_name(f"{path.name}.partial") for path in files}
-    try:
-        for path, content in files.items():
-            partial[path].write_bytes(content)
-        for path in files:
-            partial[path].replace(path)
-    finally:
-        for path in partial.values():
-            path.unlink(missing_ok=True)
-
-
 def main(overrides: command_line.Overrides) -> None:
     """Runs the command."""
-    config = command_line.read_config(overrides, uses=["model.name"])
+    config = command_line.read_config(overrides)
     if not WORKDIR.value:
         raise InputError("--workdir is required: the output directory of the run")
     path = command_line.out_path("model.safetensors")
     step, model = export(config, WORKDIR.value, path, _AVERAGED.value, STEP.value or "newest")
     print(f"wrote the weights of step {step} to {path}")
-    is_folder = path.suffix != WEIGHTS.suffix
-    if is_folder and model.is_registered:
+    if path.suffix != WEIGHTS.suffix and model.is_registered:
         print(f'PyTorch: timm.create_model("local-dir:{path}", pretrained=True), that is')
-        print(f"         {model.call()}")
-    else:
-        file = path / WEIGHTS if is_folder else path
-        print(f"PyTorch: model = {model.call()}")
-        print(f"         model.load_state_dict(safetensors.torch.load_file({str(file)!r}))")
+    print(f"PyTorch: {model.call()}")
 
 
 if __name__ == "__main__":

@@ -23,7 +23,6 @@ from absl import flags
 
 from structinit_jax import command_line, dry_run, evaluate, train
 from structinit_jax.command_line import STEP, WORKDIR
-from structinit_jax.config import EVALUATED, TRAINED
 from structinit_jax.errors import InputError
 from structinit_jax.training import distributed
 from structinit_jax.training.metrics import parse_steps
@@ -63,7 +62,7 @@ def main(overrides: command_line.Overrides) -> None:
         raise InputError("--dry_run and --profile_steps are about training: omit --mode=eval")
     if STEP.value and MODE.value != "eval":
         raise InputError(f"--step={STEP.value} is the checkpoint to evaluate: add --mode=eval")
-    config = command_line.read_config(overrides, EVALUATED if MODE.value == "eval" else TRAINED)
+    config = command_line.read_config(overrides)
     processes = (COORDINATOR_ADDRESS.value, NUM_PROCESSES.value, PROCESS_ID.value)
     distributed.join(*processes, JOIN_TIMEOUT.value, LOST_TIMEOUT.value)
     if DRY_RUN.value:

@@ -119,7 +119,10 @@ class Run:
         return loader.train_batches(
             start_step=start_step,
             num_steps=num_steps or self.setup.schedule.num_steps,
-            **config_lib.order_options(self.config),
+            batch_size=self.config.batch_size,
+            seed=self.config.seed,
+            repeats=self.config.data.repeats,
+            drop_remainder=self.config.data.drop_remainder,
         )
 
 

@@ -14,15 +14,10 @@ CONFIG = "--config=configs/vit_t_digits.py"
     ("arguments", "words"),
     [
         (["--config.model.widht=5"], "config.model.widht did you mean 'model.width'"),
-        (["--learning_rate=1"], "--learning_rate=1 config.learning_rate"),
-        (["--wrokdir=x"], "--wrokdir=x 'workdir'"),
+        (["--wrokdir=x"], "'wrokdir' Did you mean: workdir --config.FIELD=VALUE"),
         (["train"], "unrecognized argument 'train'"),
-        (["--mode=test"], "--mode=test"),
         (["--config.batch_size=many"], "--config.batch_size=many int"),
-        (["--config.data.name=digitz"], "digitz 'digits'"),
-        (["--config.model.num_heads=3"], "num_heads"),
         (["--config.loss=hinge"], "config.loss='hinge'"),
-        (["--config=configs/nope.py"], "--config=configs/nope.py no such file"),
         (["--mode=eval"], "no complete checkpoint"),
     ],
     ids=lambda value: value[0] if isinstance(value, list) else "",
@@ -46,7 +41,6 @@ def test_the_command_names_what_is_wrong(tmp_path, data_dir, arguments, words):
         ("data.std", "0.3", (0.3,)),
         ("data.mean", "(0.3, 0.4, 0.5)", (0.3, 0.4, 0.5)),
         ("attention_init.target_mass", "0.9", 0.9),  # an option that the config does not set
-        ("attention_init", "{'name': 'mimetic'}", {"name": "mimetic"}),
     ],
 )
 def test_fields_are_set_from_text(path, text, value):
@@ -65,9 +59,6 @@ def test_fields_are_set_from_text(path, text, value):
         ("seed", "1.5"),
         ("learning_rate", "1e-3.5"),
         ("model.qk_norm", "maybe"),
-        ("model", "5"),
-        ("augment", "None"),
-        ("attention_init", "{"),
         ("data.mean", "(0.5"),
     ],
 )
@@ -80,9 +71,7 @@ def test_text_of_another_type_is_refused(path, text):
 @pytest.mark.parametrize(
     ("path", "near"),
     [
-        ("modle.width", "model.width"),
         ("image_size", "data.image_size"),
-        ("model.depth.x", "model.depth"),
         ("attention_init.kernel", "attention_init.kernel_size"),
     ],
 )

@@ -1,5 +1,3 @@
-import json
-
 import pytest
 
 from structinit_jax import command_line
@@ -27,18 +25,11 @@ def test_base_config_needs_nothing_but_a_data_set(model):
     ("field", "value"),
     [
         ("seed", -1),
-        ("num_epochs", 0.0),
-        ("loss", ""),
-        ("layer_decay", 1.1),
         ("cooldown_epochs", 30.0),  # of 30
         ("keep_checkpoints", 1),
-        ("schedule", "linear"),
         ("model.depth", 0),
-        ("data.channels", 0),
         ("data.mean", (0.5,)),
-        ("data.mean", (0.5, 0.5, "0.5")),
         ("data.std", (0.0, 0.2, 0.2)),
-        ("data.on_bad_image", "ignore"),
         ("data.eval_name", "imagenet_x"),
         ("augment.flip", 2.0),
     ],
@@ -62,7 +53,7 @@ def test_a_new_scheme_drops_the_options_of_the_former_but_not_its_own(capsys):
     command_line.set_field(config, "attention_init.name", "mimetic")
     assert config.attention_init.to_dict() == {"name": "mimetic"}
     assert "kernel_size" in capsys.readouterr().out
-    command_line.set_field(config, "attention_init", "{'name': 'mimetic', 'kernel_size': 5}")
+    config.attention_init.kernel_size = 5
     with pytest.raises(InputError, match="kernel_size"):
         config_lib.make_attention_init(config)
 
@@ -115,41 +106,20 @@ def test_the_row_after_the_colon_gives_the_arguments_of_get_config(tmp_path):
     ):
         config = config_lib.load_config(f"{file}{row}")
         assert (config.data.name, config.model.depth) == expected
-    for row in ("mnist", "stl10,7", "stl10,", "stl10,6,1"):
+    for row in ("mnist", "stl10,7", "stl10,6,1"):
         with pytest.raises(InputError, match=f":{row}"):
             config_lib.load_config(f"{file}:{row}")
-
-
-@pytest.mark.parametrize(
-    "text",
-    [
-        "",
-        "x = 1",
-        "def get_config():\n    return {}",
-    ],
-)
-def test_a_file_without_a_config_is_refused(tmp_path, text):
-    (tmp_path / "c.py").write_text(text)
-    with pytest.raises(InputError):
-        config_lib.load_config(tmp_path / "c.py")
     with pytest.raises(InputError, match="no such file"):
-        config_lib.load_config(tmp_path / "d.py")
+        config_lib.load_config(folder / "d.py")
 
 
 # -- the config of a workdir -----------------------------------------------------------------------
 
 
-def write_config(folder, **fields):
-    config = changed("seed", 3)
-    config.update_from_flattened_dict({k.replace("__", "."): v for k, v in fields.items()})
-    (folder / "config.json").write_text(config.to_json())
-
-
 def test_a_runs_config_is_read_with_its_tuples(tmp_path):
-    write_config(tmp_path)
-    config = config_lib.load_run_config(tmp_path)
-    assert config.to_dict() == changed("seed", 3).to_dict()
-    config_lib.validate(config)
+    config = changed("seed", 3)
+    (tmp_path / "config.json").write_text(config.to_json())
+    assert config_lib.load_run_config(tmp_path).to_dict() == config.to_dict()
 
 
 @pytest.mark.parametrize(
@@ -167,22 +137,17 @@ def test_another_config_json_is_refused(tmp_path, text):
         config_lib.load_run_config(tmp_path)
 
 
-@pytest.mark.parametrize("field", config_lib.TRAINED)
+@pytest.mark.parametrize("field", config_lib.REFERENCES)
 def test_modules_that_a_workdir_names_need_consent(tmp_path, field, monkeypatch):
     (tmp_path / "strangers.py").write_text("raise AssertionError('imported')")
     monkeypatch.syspath_prepend(tmp_path)
-    write_config(tmp_path)
-    fields = json.loads((tmp_path / "config.json").read_text())
-    *sections, name = field.split(".")
-    (fields[sections[0]] if sections else fields)[name] = "strangers:thing"
-    (tmp_path / "config.json").write_text(json.dumps(fields))
+    config = changed("seed", 0)
+    config.update_from_flattened_dict({field: "strangers:thing"})
+    (tmp_path / "config.json").write_text(config.to_json())
     with pytest.raises(InputError, match=rf"{field}='strangers:thing'.*--trust_workdir"):
-        config_lib.load_run_config(tmp_path, uses=config_lib.TRAINED)
+        config_lib.load_run_config(tmp_path)
     if field == "model.name":  # the only one that is imported at once
         with pytest.raises(AssertionError, match="imported"):
             config_lib.load_run_config(tmp_path, trust=True)
     else:
         config_lib.validate(config_lib.load_run_config(tmp_path, trust=True))
-        config_lib.load_run_config(tmp_path, uses=config_lib.TRAINED, overridden=[field])
-    if field not in config_lib.EVALUATED:
-        config_lib.validate(config_lib.load_run_config(tmp_path))

@@ -88,11 +88,9 @@ def test_commands_and_flags_in_the_docstring_work(path):
     assert rows
     for row in rows:
         load_config(f"{path}:{row}")
-    for field, quoted, plain in re.findall(
-        r"--config\.([\w.]+)=(?:[\"'](.+)[\"']|([\w./]*\w))", text
-    ):
-        config = load_config(path).lock()
-        command_line.set_field(config, field, quoted or plain)
+    config = load_config(path)
+    for field, value in re.findall(r"--config\.([\w.]+)='?([\w./%:\[\]]*[\w\]])", text):
+        command_line.set_field(config, field, value)
         validate(config)
 
 
