@@ -91,7 +91,7 @@ def test_sites_without_an_implementation_are_refused(name, site_type):
 @pytest.mark.parametrize(
     ("name", "option", "values"),
     [
-        ("impulse", "kernel_size", (0, 4, 3.0, (3, 2))),
+        ("impulse", "kernel_size", (0, 4, 3.0)),
         ("impulse", "filters", ("sobel", np.ones((3, 3)), np.full((1, 3, 3), np.nan))),
         ("impulse", "offsets", ("all",)),
         ("impulse", "target_mass", (0.0, 1.5, (0.5, 0.4))),
@@ -112,7 +112,7 @@ def test_the_schemes_check_their_options_themselves():
     with pytest.raises(InputError, match=r"norm=1\.0 and target_mass"):
         attention_init.impulse(norm=1.0, target_mass=0.5)
     with pytest.raises(InputError, match="dilation=2"):
-        attention_init.impulse(filters="box", dilation=2)
+        attention_init.impulse(filters="gaussian", dilation=2)
     with pytest.raises(TypeError):
         attention_init.mimetic(kernel_size=3)
 
@@ -124,7 +124,7 @@ def test_the_schemes_check_their_options_themselves():
         (WindowSite, dict(keep_positions=False)),
         (TokenMixingSite, dict(target_mass=0.5)),
         (ConvSite, dict(kernel_size=5)),
-        (ConvSite, dict(vo_init="mimetic")),
+        (ConvSite, dict(vo_init="default")),
     ],
 )
 def test_options_without_meaning_for_a_site_are_refused(site_type, options):
@@ -175,6 +175,9 @@ def test_mistakes_in_a_config_name_the_section(attention):
 
 
 def test_a_new_name_drops_the_options_of_the_old_scheme():
-    config = config_with(name="mimetic", kernel_size=3, query_key_scale=2.0, typo=1)
+    config = config_with(name="mimetic", kernel_size=3, position_scale=2.0, typo=1)
+    set_scheme(config, "impulse_2025")
+    expected = dict(name="impulse_2025", kernel_size=3, position_scale=2.0, typo=1)
+    assert config.attention_init.to_dict() == expected
     set_scheme(config, "mimetic")
-    assert config.attention_init.to_dict() == dict(name="mimetic", query_key_scale=2.0, typo=1)
+    assert config.attention_init.to_dict() == dict(name="mimetic", typo=1)

@@ -76,7 +76,6 @@ def test_variants_have_timms_parameter_counts(name):
         ("vit", "layer_scale", -1.0),
         ("vit", "pool", "max"),
         ("swin", "depths", (2, 0)),
-        ("mixer", "mlp_mean", float("nan")),
         ("convmixer", "unroll", -1),
         *((family, "dtype", "float16") for family in SIZES),
     ],

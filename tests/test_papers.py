@@ -37,12 +37,7 @@ def optimize_2024(query, key, positions, targets, steps, compiler_options=None):
     """Runs the algorithm on factors as the program stores them: [h, D, d] and [h, d, D]."""
     start = jnp.asarray(query), jnp.asarray(key).swapaxes(1, 2)
     run = jax.jit(
-        functools.partial(
-            papers.optimize_2024,
-            qk_scale=query.shape[2] ** -0.5,
-            max_steps=steps,
-            learning_rate=1e-4,
-        ),
+        functools.partial(papers.optimize_2024, qk_scale=query.shape[2] ** -0.5, max_steps=steps),
         compiler_options=compiler_options,
     )
     query, key, report = run(start, jnp.asarray(positions), jnp.asarray(targets))

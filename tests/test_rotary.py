@@ -113,9 +113,8 @@ def test_angles_may_be_traced():
 
 
 def test_sites_that_do_not_fit_are_refused():
-    for changes in (dict(width=33), dict(angles=None)):
-        with pytest.raises(InputError, match=rf"^RotarySite\.{next(iter(changes))}"):
-            impulse()(RNG, make_site(**changes))
+    with pytest.raises(InputError, match=r"^RotarySite\.angles=None"):
+        impulse()(RNG, make_site(angles=None))
     with pytest.raises(InputError, match=r"^RotarySite\.angles"):
         make_site(angles=np.zeros((2, 1, 35, 8), np.float32))
     with pytest.raises(InputError, match=r"^head_dim"):

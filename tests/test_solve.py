@@ -1,4 +1,3 @@
-import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -13,7 +12,7 @@ SCALE = HEAD_DIM**-0.5
 
 def solve_bank(z, targets, head_dim=HEAD_DIM, **options):
     starts = solve.start_factors(np.asarray(z), targets, head_dim)
-    options = dict(head_dim=head_dim, qk_scale=head_dim**-0.5) | options
+    options = dict(head_dim=head_dim, qk_scale=head_dim**-0.5, norm=3**-0.5) | options
     return solve.solve_bank(starts, z, targets[:, solve.loss_rows(len(z))], **options)
 
 
@@ -33,15 +32,6 @@ def test_row_space_is_small_and_exact(solved):
     np.testing.assert_allclose(v.T @ v, np.eye(v.shape[1]), atol=1e-5)
 
 
-def test_row_space_of_a_traced_array_has_zeros_beyond_the_rank(solved):
-    x, z, v = solved[:3]
-    traced_z, traced_v = jax.jit(solve.row_space)(jnp.asarray(x, jnp.float32))
-    assert traced_z.shape == (64, WIDTH)
-    np.testing.assert_allclose(traced_z @ traced_v.T, x, atol=2e-3)
-    np.testing.assert_allclose(traced_v @ traced_v.T, v @ v.T, atol=1e-2)
-    assert not np.any(traced_v[:, z.shape[1] :])
-
-
 def test_report_is_true_of_the_maps_that_the_weights_make(solved):
     x, _, v, targets, bank = solved
     query, key = (np.einsum("Dr,frk->fDk", v, factor) for factor in bank[:2])
@@ -51,14 +41,7 @@ def test_report_is_true_of_the_maps_that_the_weights_make(solved):
     mass = np.sum(targets * maps) / np.sum(targets)
     np.testing.assert_allclose(bank.report.target_mass, mass, rtol=1e-2)
     assert bank.report.hit_rate == 1
-
-
-def test_solve_stops_when_it_has_converged_and_at_max_steps(solved):
-    _, z, _, targets, bank = solved
     assert bank.report.steps < 100
-    short = solve_bank(z, targets, norm=NORM, max_steps=3)
-    assert short.report.steps == 3
-    assert short.report.loss > bank.report.loss
 
 
 def test_a_target_mass_is_reached_for_every_filter(solved):

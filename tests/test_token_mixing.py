@@ -47,17 +47,10 @@ def test_the_map_is_the_filter_or_its_closest_map_of_the_possible_rank(hidden):
         assert error < 0.4 * (singular**2).sum()
 
 
-def test_layers_of_equal_filters_are_independent_unless_they_are_to_be_equal():
-    weights = attention_init.impulse(filters="box")(RNG, make_site())
+def test_layers_of_equal_filters_are_independent():
+    weights = attention_init.impulse(filters=np.ones((1, 3, 3)))(RNG, make_site())
     first, second = np.asarray(weights.fc1)
     assert np.abs(first - second).max() > 0.1
-    same = attention_init.impulse(filters="box", same_layers=True)(RNG, make_site())
-    np.testing.assert_array_equal(*same.fc1)
-
-
-def test_center_first_goes_outwards_from_layer_to_layer():
-    weights = attention_init.impulse(offsets="center_first")(RNG, make_site(num_layers=5))
-    assert weights.filter_index.tolist() == [4, 1, 5, 3, 7]
 
 
 def test_mimetic_maps_are_near_the_identity():
@@ -75,8 +68,6 @@ def test_baselines():
     assert attention_init.default()(RNG, make_site()) == attention_init.TokenMixingWeights()
 
 
-def test_options_that_do_not_fit_the_site_are_refused():
-    with pytest.raises(InputError, match="kernel_size: size 5"):
-        attention_init.impulse(kernel_size=5)(RNG, make_site())
+def test_a_single_hidden_unit_is_refused():
     with pytest.raises(InputError, match=r"hidden=1: "):
         attention_init.impulse()(RNG, make_site(hidden=1))

@@ -157,8 +157,7 @@ def test_class_token_gets_no_sincos_position():
 def test_rotary_positions_are_seen_by_attention_alone():
     @jax.jit
     def run(images):
-        scheme = attention_init.default(query_key_scale=50.0)
-        out = make(positions="rope", attention_init=scheme)(images)[1]
+        out = make(positions="rope", attention_init=attention_init.mimetic())(images)[1]
         return out["embedded"], out["blocks"]["output"][0]
 
     swapped = jnp.roll(IMAGES, 2, axis=1)  # by one row of tokens

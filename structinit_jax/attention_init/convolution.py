@@ -15,8 +15,6 @@ from structinit_jax.attention_init.kernels import Filters, assign, kernel_offset
 from structinit_jax.attention_init.sites import ConvSite, ConvWeights
 from structinit_jax.errors import InputError
 
-FILTERS = ("impulse", "gaussian", "box")
-
 
 def default(rng: PRNGKeyArray, site: ConvSite) -> ConvWeights:
     """Uniform between ±1/f, PyTorch's default for a filter that sees one channel."""
@@ -33,15 +31,7 @@ def impulse(rng: PRNGKeyArray, site: ConvSite, filters: Filters) -> ConvWeights:
             "the model's: leave them out"
         )
     bank = _filter_bank(filters.kind, site.kernel_size, filters.sigma)
-    if filters.offsets == "center_first" and site.kernel_size % 2 == 0:
-        raise InputError(
-            f"offsets='center_first': the kernel of a ConvSite with kernel_size={site.kernel_size} "
-            "is even and has no center: use 'even' or 'random'"
-        )
-    shape = (site.num_layers, site.width)
-    filter_index = assign(
-        rng, shape, len(bank), order=filters.offsets, same_layers=filters.same_layers
-    )
+    filter_index = assign(rng, (site.num_layers, site.width), len(bank), filters.offsets)
     return ConvWeights(jnp.moveaxis(jnp.asarray(bank)[filter_index], 1, -1))
 
 
@@ -96,10 +86,6 @@ def _filter_bank(filters, size, sigma):
         if len(zero):
             raise InputError(f"filters: filter {zero[0]} is zero, which would cut off channels")
         return bank
-    if filters not in FILTERS:
-        raise InputError(f"filters={filters!r}: a ConvSite takes {', '.join(FILTERS)}")
-    if filters == "box":
-        return np.ones((1, size, size), np.float32)
     bank = np.eye(size**2, dtype=np.float32)
     if filters == "gaussian":
         places = kernel_offsets(size)

@@ -4,8 +4,9 @@ Random draws, the sin-cos encoding and LayerNorm, which all schemes share, are h
 """
 
 import dataclasses
+import functools
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Annotated, Literal
 
 import jax
@@ -25,31 +26,22 @@ FilterArray = Annotated[
         lambda x: np.ndim(x) == 3 and np.size(x) > 0 and bool(np.isfinite(x).all()),
     ),
 ]
-FilterKind = Literal["impulse", "gaussian", "difference_of_gaussians", "box"] | FilterArray
-Order = Literal["even", "random", "center_first"]
+FilterKind = Literal["impulse", "gaussian"] | FilterArray
+Order = Literal["even", "random"]
+Dilation = PositiveInt | tuple[PositiveInt, ...]
 
 # -- kernels ---------------------------------------------------------------------------------------
 
 
 @dataclasses.dataclass(frozen=True)
 class Filters:
-    """The filters that the layers of a site imitate. `attention_init.impulse` explains the options.
-
-    Attributes:
-      kind: The option `filters`.
-      kernel_size: Kernel size f, or one per layer.
-      sigma: Standard deviation of Gaussians in tokens.
-      dilation: Tokens between neighboring offsets, or one per layer; None is the site's default.
-      offsets: How filters are assigned to heads.
-      same_layers: Whether layers with the same filters get the same weights.
-    """
+    """Options of `attention_init.impulse` that every site takes; `kind` is its `filters`."""
 
     kind: FilterKind = "impulse"
-    kernel_size: OddInt | tuple[OddInt, ...] = 3
+    kernel_size: OddInt = 3
     sigma: PositiveFloat = 0.7
-    dilation: PositiveInt | tuple[PositiveInt, ...] | None = None
+    dilation: Dilation | None = None
     offsets: Order = "even"
-    same_layers: bool = False
 
     def __post_init__(self):
         if not self.is_impulse and np.any(np.not_equal(self.dilation or 1, 1)):
@@ -78,26 +70,13 @@ def impulse_kernels(kernel_size: int, dilation: int = 1) -> Float[np.ndarray, "F
     return kernels
 
 
-def smooth_kernels(
-    kernel_size: int, sigma: float, *, surround: float | None = None
-) -> Float[np.ndarray, "F g g"]:
-    """Returns Gaussians of deviation `sigma` (tokens) centered at the f² offsets, each of sum 1.
-
-    With `surround`, a wider Gaussian of that deviation is subtracted. Only the positive part is
-    kept, a narrower bump, since attention cannot be negative.
-    """
+def gaussian_kernels(kernel_size: int, sigma: float) -> Float[np.ndarray, "F g g"]:
+    """Returns Gaussians of deviation `sigma` (tokens) centered at the f² offsets, each of sum 1."""
     reach = kernel_size // 2 + int(np.ceil(2 * sigma))
     y, x = np.meshgrid(*(np.arange(-reach, reach + 1),) * 2, indexing="ij")
     squared = np.stack([(y - dy) ** 2 + (x - dx) ** 2 for dy, dx in kernel_offsets(kernel_size)])
     kernels = np.exp(-squared / (2 * sigma**2)) / sigma**2
-    if surround is not None:
-        kernels = np.maximum(kernels - np.exp(-squared / (2 * surround**2)) / surround**2, 0)
     return np.stack([k / k.sum() for k in kernels]).astype(np.float32)
-
-
-def box_kernels(kernel_size: int) -> Float[np.ndarray, "1 f f"]:
-    """Returns the mean filter, a single kernel that spans one dimension (2024, corollary 3)."""
-    return np.full((1, kernel_size, kernel_size), kernel_size**-2, np.float32)
 
 
 # -- target maps -----------------------------------------------------------------------------------
@@ -154,27 +133,29 @@ def filter_kernels(
       Kernels over all offsets of the site's grid, R = 2 rows - 1 and C = 2 cols - 1, and for each
       layer the range (start, stop) of its kernels.
     """
-    layers = [None] * site.num_layers
-    if isinstance(filters.kind, str):
-        sizes = _per_layer("kernel_size", filters.kernel_size, site.num_layers)
-        dilations = _per_layer("dilation", filters.dilation or 1, site.num_layers)
-        layers = list(zip(sizes, dilations, strict=True))
+    dilations = filters.dilation or 1
+    dilations = (dilations,) * site.num_layers if np.ndim(dilations) == 0 else tuple(dilations)
+    if len(dilations) != site.num_layers:
+        raise InputError(
+            f"dilation={filters.dilation!r} has {len(dilations)} values for {site.num_layers} "
+            "layers: pass one for each layer, or a single one"
+        )
     ranges, banks, stop = {}, [], 0
-    for layer in dict.fromkeys(layers):
-        match filters.kind:
-            case np.ndarray() | jax.Array():
-                bank = _check_kernels(np.asarray(filters.kind, np.float32))
-            case "impulse":
-                bank = impulse_kernels(*layer)
-            case "box":
-                bank = box_kernels(layer[0])
-            case "gaussian":
-                bank = smooth_kernels(layer[0], filters.sigma)
-            case "difference_of_gaussians":
-                bank = smooth_kernels(layer[0], filters.sigma, surround=2 * filters.sigma)
+    for dilation in dict.fromkeys(dilations):
+        if not isinstance(filters.kind, str):
+            bank = np.asarray(filters.kind, np.float32)
+            if bank.shape[1] != bank.shape[2] or bank.shape[1] % 2 == 0 or bank.min() < 0:
+                raise InputError(
+                    f"filters of shape {bank.shape}: needs kernels [F, f, f] with odd f and no "
+                    "negative values, or for attention with positions maps [F, N, N] of N tokens"
+                )
+        elif filters.kind == "gaussian":
+            bank = gaussian_kernels(filters.kernel_size, filters.sigma)
+        else:
+            bank = impulse_kernels(filters.kernel_size, dilation)
         banks.append(crop_kernels(bank, site.grid))
-        ranges[layer] = (stop, stop := stop + len(bank))
-    return np.concatenate(banks), tuple(ranges[layer] for layer in layers)
+        ranges[dilation] = (stop, stop := stop + len(bank))
+    return np.concatenate(banks), tuple(ranges[dilation] for dilation in dilations)
 
 
 def filter_maps(
@@ -185,8 +166,9 @@ def filter_maps(
     Raises:
       InputError: The filters do not fit the grid.
     """
-    is_array = not isinstance(filters.kind, str)
-    if is_array and np.shape(filters.kind)[1:] == (site.num_tokens,) * 2:
+    rows, cols = site.grid
+    sides = () if isinstance(filters.kind, str) else np.shape(filters.kind)[1:]
+    if sides == (site.num_tokens,) * 2:
         maps = np.asarray(filters.kind, np.float32)
         ranges = ((0, len(maps)),) * site.num_layers
         sums = maps.sum(axis=-1)
@@ -197,125 +179,78 @@ def filter_maps(
                 "for tokens without a target"
             )
     else:
-        size = max(np.shape(filters.kind)[1:]) if is_array else np.max(filters.kernel_size)
-        largest = 2 * max(site.grid) - 1 if is_array else min(site.grid)
-        if size > largest:
+        if max(sides, default=0) > 2 * max(site.grid) - 1:
             raise InputError(
-                f"{'filters' if is_array else 'kernel_size'}: size {size} does not fit "
-                f"{site.grid[0]}x{site.grid[1]} tokens, which allow kernels of {largest} and maps "
-                f"[F, {site.num_tokens}, {site.num_tokens}], without class and register tokens"
+                f"filters of {sides[0]}x{sides[1]} do not fit {rows}x{cols} tokens: pass smaller "
+                f"kernels, or maps [F, {site.num_tokens}, {site.num_tokens}] without class and "
+                "register tokens"
             )
         kernels, ranges = filter_kernels(site, filters)
         maps = normalize_rows(convolution_maps(kernels, site.grid))
     if not maps.any(axis=(1, 2)).all():
         raise InputError(
-            f"filters: one leads off the {site.grid[0]}x{site.grid[1]} tokens from every token: "
-            "use a smaller kernel or dilation, or more tokens"
+            f"filters: one leads off the {rows}x{cols} tokens from every token: use a smaller "
+            "kernel or dilation, or more tokens"
         )
     return maps, ranges
 
 
-def growing_dilation(
-    kernel_size: int | Sequence[int], num_layers: int, grid: tuple[int, int]
-) -> tuple[int, ...]:
+def growing_dilation(kernel_size: int, num_layers: int, grid: tuple[int, int]) -> tuple[int, ...]:
     """Returns the default dilation of each layer for attention with positions.
 
     It is 1 in the first third of the layers. In the others the kernel reaches a seventh of the
     grid's shorter side: 2 tokens for 14×14.
     """
-    reaches = [size // 2 for size in _per_layer("kernel_size", kernel_size, num_layers)]
-    later = [max(1, min(grid) // (7 * reach)) if reach else 1 for reach in reaches]
+    reach = kernel_size // 2
+    later = max(1, min(grid) // (7 * reach)) if reach else 1
     first = max(1, num_layers // 3)
-    return (1,) * first + tuple(later[first:])
-
-
-def _check_kernels(kernels):
-    if kernels.shape[1] != kernels.shape[2] or kernels.shape[1] % 2 == 0 or kernels.min() < 0:
-        raise InputError(
-            f"filters of shape {kernels.shape}: needs kernels [F, f, f] with odd f and without "
-            "negative values, or for attention with positions maps [F, N, N] of the N tokens"
-        )
-    return kernels
-
-
-def _per_layer(option, value, num_layers):
-    values = (value,) * num_layers if np.ndim(value) == 0 else tuple(value)
-    if len(values) != num_layers:
-        raise InputError(
-            f"{option}={value!r} has {len(values)} values for {num_layers} layers: pass one for "
-            "each layer, or a single one"
-        )
-    return values
+    return (1,) * first + (later,) * (num_layers - first)
 
 
 # -- which head gets which filter ------------------------------------------------------------------
 
 
-def center_first(num_filters: int) -> Int[np.ndarray, " F"]:
+def center_first(kernel_size: int) -> Int[np.ndarray, " F"]:
     """Returns kernel indices from the center outwards; for 3×3 the order of the 2025 program."""
-    if num_filters == 9:
+    if kernel_size == 3:
         return np.array([4, 1, 5, 3, 7, 0, 2, 6, 8])
-    size = round(num_filters**0.5)
-    if size**2 != num_filters:  # not the offsets of a square kernel: keep their own order
-        return np.arange(num_filters)
-    return np.argsort(np.sum(kernel_offsets(size) ** 2, axis=1), kind="stable")
+    return np.argsort(np.sum(kernel_offsets(kernel_size) ** 2, axis=1), kind="stable")
 
 
 def assign(
-    rng: PRNGKeyArray,
-    shape: tuple[int, int],
-    bank: int | tuple[tuple[int, int], ...],
-    *,
-    order: str,
-    same_layers: bool = False,
-    axis: int = 1,
+    rng: PRNGKeyArray, shape: tuple[int, int], num_filters: int, order: str
 ) -> Int[Array, "L h"]:
-    """Assigns one filter of a bank to every head.
+    """Assigns one of F filters to every head.
 
-    Args:
-      rng: Random key.
-      shape: (layers, heads).
-      bank: Number of filters F, all available to every layer, or one range (start, stop) of filters
-        per layer. Layers with the same range are assigned together.
-      order: 'even', 'random' or 'center_first', see `tokens.impulse`. With 'even', each
-        successive block of F heads uses every filter once.
-      same_layers: Whether layers with the same filters available get the same ones.
-      axis: Axis of `shape` along which 'center_first' goes: 1 for heads, 0 for layers.
+    With the order 'even', each successive block of F heads uses every filter once; with 'random',
+    each head draws its own.
     """
-    if isinstance(bank, int):
-        return _assign(rng, shape, bank, order, same_layers, axis)
-    filter_index = jnp.zeros(shape, jnp.int32)
-    for start, stop in dict.fromkeys(bank):
-        layers = np.flatnonzero([available == (start, stop) for available in bank])
-        range_rng, part = jax.random.fold_in(rng, start), (len(layers), shape[1])
-        drawn = _assign(range_rng, part, stop - start, order, same_layers, axis)
+    layers, heads = shape
+    if order == "random":
+        return jax.random.randint(rng, shape, 0, num_filters)
+    rngs = jax.random.split(rng, -(-layers * heads // num_filters))
+    return permutations(rngs, num_filters).reshape(-1)[: layers * heads].reshape(shape)
+
+
+def assign_by_layer(
+    rng: PRNGKeyArray, num_heads: int, ranges: tuple[tuple[int, int], ...], order: str
+) -> Int[Array, "L h"]:
+    """Like `assign`, with a range (start, stop) of filters for each layer, as of `filter_maps`."""
+    filter_index = jnp.zeros((len(ranges), num_heads), jnp.int32)
+    for start, stop in dict.fromkeys(ranges):
+        layers = np.flatnonzero([available == (start, stop) for available in ranges])
+        range_rng = jax.random.fold_in(rng, start)
+        drawn = assign(range_rng, (len(layers), num_heads), stop - start, order)
         filter_index = filter_index.at[layers].set(start + drawn)
     return filter_index
 
 
-def _assign(rng, shape, num_filters, order, same_layers, axis):
-    layers, heads = (1, shape[1]) if same_layers else shape
-    if order == "random":
-        drawn = jax.random.randint(rng, (layers, heads), 0, num_filters)
-    elif order == "center_first":
-        place = np.indices((layers, heads))[axis]
-        drawn = jnp.asarray(center_first(num_filters)[place % num_filters])
-    else:
-        rngs = jax.random.split(rng, -(-layers * heads // num_filters))
-        rounds = permutations(rngs, num_filters)
-        drawn = rounds.reshape(-1)[: layers * heads].reshape(layers, heads)
-    return jnp.broadcast_to(drawn.astype(jnp.int32), shape)
-
-
-def random_rotations(
-    rng: PRNGKeyArray, shape: tuple[int, ...], *, same_layers: bool
-) -> Float[Array, "L *batch m n"]:
+def random_rotations(rng: PRNGKeyArray, shape: tuple[int, ...]) -> Float[Array, "*batch m n"]:
     """Draws matrices with orthonormal columns (m ≥ n), which give equal maps different weights."""
-    normal = draw_flat(jax.random.normal, rng, (1, *shape[1:]) if same_layers else shape)
-    return jnp.broadcast_to(jnp.linalg.qr(normal)[0], shape)
+    return jnp.linalg.qr(draw_flat(jax.random.normal, rng, shape))[0]
 
 
-# -- random numbers -----------------------------------------------------------------------------
+# -- random numbers --------------------------------------------------------------------------------
 
 
 def draw_flat(
@@ -346,7 +281,22 @@ def trunc_normal(
     return std * jax.random.truncated_normal(rng, -2 / std, 2 / std, shape, dtype)
 
 
-# -- tokens -------------------------------------------------------------------------------------
+def near_identity(
+    rng: PRNGKeyArray, shape: tuple[int, ...], *, noise: float, identity: float
+) -> Float[Array, "*batch D D"]:
+    """Draws noise · U + identity · I, [*shape, D] with D = shape[-1].
+
+    U is uniform between ±(3 / D)^1/2, so that its entries have variance 1 / D.
+    """
+    width = shape[-1]
+    bound = (3 / width) ** 0.5
+    draw = functools.partial(jax.random.uniform, minval=-bound, maxval=bound)
+    uniform = draw_flat(draw, rng, (*shape, width))
+    eye = jnp.broadcast_to(jnp.eye(width), uniform.shape)
+    return noise * uniform + identity * eye
+
+
+# -- tokens ----------------------------------------------------------------------------------------
 
 
 def sincos_positions(

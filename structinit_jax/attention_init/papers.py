@@ -1,4 +1,8 @@
-"""The impulse initializations of the papers as published, for comparison with our `impulse`."""
+"""Initializations as published, for comparison with our `impulse`.
+
+`mimetic`, `default` and `kaiming_uniform` use no positions, so they also serve attention within
+windows and with rotary positions.
+"""
 
 import functools
 from typing import Literal
@@ -12,20 +16,23 @@ from jaxtyping import Array, Float, PRNGKeyArray
 from structinit_jax.attention_init.kernels import (
     Filters,
     assign,
+    center_first,
+    draw_flat,
     filter_maps,
     layer_norm,
+    near_identity,
     trunc_normal,
 )
 from structinit_jax.attention_init.sites import AttentionSite, AttentionWeights, SolveReport
 from structinit_jax.attention_init.solve import (
-    mimetic_vo,
     report_on_maps,
-    split_product,
     warn_if_out_of_reach,
 )
+from structinit_jax.errors import InputError
 
 PseudoInput = Literal["positions", "uniform", "gaussian", "positions+uniform", "positions+gaussian"]
 PSEUDO_INPUT_EPSILON = 1e-5  # PyTorch's default for LayerNorm; the models themselves use 1e-6
+LEARNING_RATE = 1e-4  # of Adam in algorithm 1
 RESCALE_EVERY = 100  # steps of algorithm 1 between two rescalings
 
 
@@ -38,7 +45,6 @@ def impulse_2024(
     first_input: str = "positions",
     following_input: str = "positions",
     max_steps: int = 10_000,
-    learning_rate: float = 1e-4,
 ) -> AttentionWeights:
     """Algorithm 1 of "Structured Initialization for Attention in Vision Transformers" (2024).
 
@@ -52,7 +58,7 @@ def impulse_2024(
     targets = jnp.asarray(filter_maps(site, Filters(kernel_size=kernel_size))[0])
     shared = 1 + (first_input != following_input) if same_layers else site.num_layers
     num_solved = min(shared, site.num_layers)
-    filter_index = assign(offset_rng, (num_solved, site.num_heads), len(targets), order="random")
+    filter_index = assign(offset_rng, (num_solved, site.num_heads), len(targets), "random")
     names = [first_input] + [following_input] * (num_solved - 1)
     inputs = [
         draw_pseudo_input(rng, name, jnp.asarray(positions))
@@ -63,7 +69,6 @@ def impulse_2024(
         head_dim=site.head_dim,
         qk_scale=site.qk_scale,
         max_steps=max_steps,
-        learning_rate=learning_rate,
     )
     query, key, reports = jax.vmap(solve)(
         jax.random.split(solve_rng, num_solved), jnp.stack(inputs), targets[filter_index]
@@ -98,7 +103,7 @@ def draw_pseudo_input(
     return noise + positions if name.startswith("positions+") else noise
 
 
-@functools.partial(jax.jit, static_argnames=("head_dim", "qk_scale", "max_steps", "learning_rate"))
+@functools.partial(jax.jit, static_argnames=("head_dim", "qk_scale", "max_steps"))
 def _solve_2024(rng, pseudo_input, targets, *, head_dim, **options):
     """Solves one layer: `optimize_2024` from a random start."""
     heads, width = len(targets), pseudo_input.shape[1]
@@ -114,7 +119,6 @@ def optimize_2024(
     *,
     qk_scale: float,
     max_steps: int,
-    learning_rate: float,
 ) -> tuple[Float[Array, "D h d"], Float[Array, "D h d"], SolveReport]:
     """Returns Q, K and a report for one layer after `max_steps` from the start values of Q and K.
 
@@ -122,7 +126,7 @@ def optimize_2024(
     rescaled to n, the mean column norm of Q at the start. Hence ‖Q‖ = n d^1/2, but ‖K‖ = n D^1/2.
     """
     x = layer_norm(pseudo_input, PSEUDO_INPUT_EPSILON)
-    adam = optax.adam(learning_rate, eps=1e-8)
+    adam = optax.adam(LEARNING_RATE, eps=1e-8)
     norm = jnp.linalg.norm(start[0], axis=1).mean()
 
     def rescale(factors):
@@ -162,7 +166,6 @@ def impulse_2025(
     kernel_size: int = 3,
     position_scale: float = 18.0,
     query_key_norm: float = 7.0,
-    value_out_scale: float = 1.0,
 ) -> AttentionWeights:
     """The closed form of "Structured Initialization for Vision Transformers" (arXiv:2505.19985).
 
@@ -175,10 +178,10 @@ def impulse_2025(
     scale = position_scale if site.positions_trainable else None
     if scale is not None:
         positions = scale * positions
-    noise_rng, vo_rng, offset_rng = jax.random.split(rng, 3)
+    noise_rng, vo_rng, _ = jax.random.split(rng, 3)
     targets = jnp.asarray(filter_maps(site, Filters(kernel_size=kernel_size))[0])
-    shape = (site.num_layers, site.num_heads)
-    filter_index = assign(offset_rng, shape, len(targets), order="center_first")
+    order = center_first(kernel_size)[np.arange(site.num_heads) % len(targets)]
+    filter_index = jnp.asarray(np.tile(order, (site.num_layers, 1)), jnp.int32)
     query, key, report = _solve_2025(
         noise_rng,
         layer_norm(positions, PSEUDO_INPUT_EPSILON),
@@ -189,7 +192,7 @@ def impulse_2025(
         norm=query_key_norm,
     )
     warn_if_out_of_reach(report)
-    value, out = (value_out_scale * w for w in mimetic_vo(vo_rng, site))
+    value, out = mimetic_vo(vo_rng, site)
     return AttentionWeights(
         query,
         key,
@@ -237,3 +240,93 @@ def factor_logits(
     return tuple(
         jnp.pad(f / jnp.linalg.norm(f), ((0, 0), (0, head_dim - rank))) for f in (query, key)
     )
+
+
+def mimetic(rng: PRNGKeyArray, site: AttentionSite) -> AttentionWeights:
+    """Trockman & Kolter (2023): Q Kᵀ = 0.7 U + 0.7 I per head and V Proj ≈ -0.4 I, by SVD.
+
+    As in the programs of both papers, which store the factors of A Bᵀ = 0.4 U - 0.4 I untransposed
+    as PyTorch weights: V = Aᵀ, Proj = B. The heads are then equally strong. With V = A, Proj = Bᵀ,
+    the formula's form, they are sorted by singular values (`mimetic_vo`).
+    """
+    require_narrow_heads(site)
+    qk_rng, vo_rng = jax.random.split(rng)
+    layers, width, heads = site.num_layers, site.width, (site.num_heads, site.head_dim)
+    query, key = factors_near_identity(
+        qk_rng, (layers, site.num_heads, width), site.head_dim, noise=0.7, identity=0.7
+    )
+    a, b = factors_near_identity(vo_rng, (layers, width), width, noise=0.4, identity=-0.4)
+    inner = heads[0] * heads[1]
+    value = jnp.swapaxes(a, -1, -2)[..., :inner].reshape(layers, width, *heads)
+    out = b[:, :inner].reshape(layers, *heads, width)
+    return AttentionWeights(jnp.moveaxis(query, 1, 2), jnp.moveaxis(key, 1, 2), value, out)
+
+
+def mimetic_vo(
+    rng: PRNGKeyArray, site: AttentionSite
+) -> tuple[Float[Array, "L D h d"], Float[Array, "L h d D"]]:
+    """Returns V and projection with V Proj = 0.4 U - 0.4 I over all heads of a layer, U uniform.
+
+    Heads are sorted by singular values, the strongest first.
+    """
+    require_narrow_heads(site)
+    layers, width, heads = site.num_layers, site.width, (site.num_heads, site.head_dim)
+    inner = heads[0] * heads[1]
+    value, out = factors_near_identity(rng, (layers, width), inner, noise=0.4, identity=-0.4)
+    out = jnp.swapaxes(out, -1, -2).reshape(layers, *heads, width)
+    return value.reshape(layers, width, *heads), out
+
+
+def factors_near_identity(
+    rng: PRNGKeyArray, shape: tuple[int, ...], rank: int, *, noise: float, identity: float
+) -> tuple[Float[Array, "*batch D k"], Float[Array, "*batch D k"]]:
+    """Returns A, B [*shape, rank] with A Bᵀ closest to `near_identity` of the same arguments."""
+    return split_product(near_identity(rng, shape, noise=noise, identity=identity), rank)
+
+
+def split_product(
+    product: Float[Array, "*batch D D"], rank: int
+) -> tuple[Float[Array, "*batch D k"], Float[Array, "*batch D k"]]:
+    """Returns A, B with A Bᵀ closest to the product, singular values split evenly."""
+    # One by one: on CPUs, batches that several programs or devices decompose at the same time wait
+    # for each other's threads, without end or for long.
+    matrices = product.reshape(-1, *product.shape[-2:])
+    u, s, vt = (
+        x.reshape(*product.shape[:-2], *x.shape[1:]) for x in jax.lax.map(jnp.linalg.svd, matrices)
+    )
+    root = jnp.sqrt(s[..., None, :rank])
+    return u[..., :rank] * root, jnp.swapaxes(vt, -1, -2)[..., :rank] * root
+
+
+def require_narrow_heads(site: AttentionSite) -> None:
+    """Raises `InputError` if the heads have more channels than the model."""
+    inner = site.num_heads * site.head_dim
+    if inner > site.width:
+        raise InputError(
+            f"num_heads={site.num_heads} × head_dim={site.head_dim} = {inner} channels are more "
+            f"than width={site.width}, which mimetic weights do not allow: use 'default' or "
+            "'impulse'"
+        )
+
+
+def default(rng: PRNGKeyArray, site: AttentionSite) -> AttentionWeights:
+    """The model's `base_init`: timm's truncated normal of deviation 0.02, or PyTorch's uniform."""
+    if site.base_init == "pytorch":
+        return kaiming_uniform(rng, site)
+    return _draw_all(rng, site, functools.partial(trunc_normal, std=0.02))
+
+
+def kaiming_uniform(rng: PRNGKeyArray, site: AttentionSite) -> AttentionWeights:
+    """Uniform between ±(inputs)^-1/2, PyTorch's default for Linear."""
+    inner = site.num_heads * site.head_dim
+    weights = _draw_all(rng, site, functools.partial(jax.random.uniform, minval=-1.0, maxval=1.0))
+    query, key, value = (site.width**-0.5 * w for w in weights[:3])
+    return AttentionWeights(query, key, value, inner**-0.5 * weights.out)
+
+
+def _draw_all(rng, site, draw):
+    layers, width, heads, dim = site.num_layers, site.width, site.num_heads, site.head_dim
+    rngs = jax.random.split(rng, 4)
+    query, key, value = (draw_flat(draw, r, (layers, width, heads, dim)) for r in rngs[:3])
+    out = draw_flat(draw, rngs[3], (layers, heads, dim, width))
+    return AttentionWeights(query, key, value, out)

@@ -4,7 +4,7 @@ RoPE rotates each pair of channels of query i and key j by angles θ_i and θ_j.
 the rotation, all queries of a head equal one vector q and all keys one vector k. With pairs of
 channels as complex numbers, the logits are then σ Re Σ_p conj(q_p) k_p exp(i (θ_jp - θ_ip)): they
 depend only on the positions, and only on the offset if angles are linear in the position. `impulse`
-solves for the coefficients c_p = σ conj(q_p) k_p. The other schemes are in `tokens`.
+solves for the coefficients c_p = σ conj(q_p) k_p. The other schemes are in `papers`.
 """
 
 import dataclasses
@@ -16,8 +16,8 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float, Int, PRNGKeyArray
 
-from structinit_jax.attention_init import tokens
-from structinit_jax.attention_init.kernels import Filters, assign, filter_maps
+from structinit_jax.attention_init.kernels import Filters, assign_by_layer, filter_maps
+from structinit_jax.attention_init.papers import default
 from structinit_jax.attention_init.sites import (
     AttentionWeights,
     RotarySite,
@@ -27,15 +27,13 @@ from structinit_jax.attention_init.sites import (
 from structinit_jax.attention_init.solve import (
     MASS_ROUNDS,
     TARGET_MASS,
-    VO_INITS,
     find_norm,
     minimize,
     overlap,
-    remove_inputs,
-    remove_outputs,
     report_on_maps,
     warn_if_out_of_reach,
 )
+from structinit_jax.attention_init.tokens import remove_inputs, value_and_projection
 from structinit_jax.errors import InputError
 
 MAX_STEPS = 100
@@ -90,39 +88,29 @@ def impulse(
     the model's `base_init`. The sizes of the coefficients are solved for: the maps closest to the
     targets at the lowest norm are also those that content disturbs least. The phases of k are
     random and independent for each head.
-    `attention_init.impulse` explains the options.
     """
     if site.angles is None:
         raise InputError(
             "RotarySite.angles=None: this scheme solves for the rotations of the model; pass them, "
             "such as rotary_angles(grid, head_dim), or use 'mimetic' or 'default'"
         )
-    if site.width % 2:
-        raise InputError(
-            f"RotarySite.width={site.width}: needs an even number, for as many channels of the "
-            "common vector at +1 as at -1"
-        )
     targets, ranges = filter_maps(site, filters)
     order_rng, place_rng = jax.random.split(rng)
-    shape = (site.num_layers, site.num_heads)
-    filter_index = assign(
-        order_rng, shape, ranges, order=filters.offsets, same_layers=filters.same_layers
-    )
+    filter_index = assign_by_layer(order_rng, site.num_heads, ranges, filters.offsets)
     angles, targets = jnp.asarray(site.angles, jnp.float32), jnp.asarray(targets)
     if angles.shape[:2] == (1, 1):  # one solve for each filter serves all heads
         bank, report = solve_coefficients(angles[0], targets, target_mass)
         coefficients = bank[filter_index]
     else:
-        tables = jnp.broadcast_to(angles, (*shape, *angles.shape[2:]))
+        tables = jnp.broadcast_to(angles, (*filter_index.shape, *angles.shape[2:]))
         tables = tables.reshape(-1, *angles.shape[2:])
         found, report = solve_coefficients(tables, targets[filter_index.ravel()], target_mass)
-        coefficients = found.reshape(*shape, *found.shape[1:])
+        coefficients = found.reshape(*filter_index.shape, *found.shape[1:])
     weights = _place(
         place_rng,
         coefficients,
         # Without angles a site is hashable, as static arguments must be.
         site=dataclasses.replace(site, angles=None),
-        same_layers=filters.same_layers,
         vo_init=vo_init,
         keep_positions=keep_positions,
     )
@@ -140,18 +128,17 @@ def impulse(
     )
 
 
-@functools.partial(jax.jit, static_argnames=("site", "same_layers", "vo_init", "keep_positions"))
-def _place(rng, coefficients, *, site, same_layers, vo_init, keep_positions):
+@functools.partial(jax.jit, static_argnames=("site", "vo_init", "keep_positions"))
+def _place(rng, coefficients, *, site, vo_init, keep_positions):
     """Returns weights of heads with coefficients [L, h, 2, p]."""
     sign_rng, phase_rng, qk_rng, vo_rng = jax.random.split(rng, 4)
     layers, heads, width = site.num_layers, site.num_heads, site.width
     size = jnp.sqrt(jnp.linalg.norm(coefficients, axis=2) / site.qk_scale)  # of q and k, by pair
-    drawn_layers = 1 if same_layers else layers
-    phase = 2 * math.pi * jax.random.uniform(phase_rng, (drawn_layers, *size.shape[1:]))
+    phase = 2 * math.pi * jax.random.uniform(phase_rng, size.shape)
     turn = jnp.arctan2(coefficients[:, :, 1], coefficients[:, :, 0])
     common = jax.random.permutation(sign_rng, np.repeat(np.float32([-1, 1]), width // 2))
     v = common[:, None] / width**0.5
-    drawn = tokens.default(qk_rng, dataclasses.replace(site, num_layers=drawn_layers))
+    drawn = default(qk_rng, site)
 
     def place(phase, kernel):
         parts = jnp.stack([size * jnp.cos(phase), size * jnp.sin(phase)], axis=-1)
@@ -161,9 +148,7 @@ def _place(rng, coefficients, *, site, same_layers, vo_init, keep_positions):
         return remove_inputs(kernel, v) + jnp.einsum("D,Lhd->LDhd", common / width, vectors)
 
     query, key = place(phase - turn, drawn.query), place(phase, drawn.key)
-    value, out = VO_INITS[vo_init](vo_rng, site)
-    if keep_positions and vo_init != "default":
-        value, out = remove_inputs(value, v), remove_outputs(out, v)
+    value, out = value_and_projection(vo_rng, site, vo_init, v if keep_positions else None)
     return AttentionWeights(query, key, value, out, patch_bias=common)
 
 
@@ -173,18 +158,11 @@ def solve_coefficients(
     targets: Float[Array, "B N N"],
     target_mass: float | Float[Array, ""],
 ) -> tuple[Float[Array, "B 2 p"], SolveReport]:
-    """Returns coefficients c whose maps come closest to the targets at the lowest sum of |c|.
+    """Returns coefficients c, as real and imaginary parts, whose maps come closest to the targets.
 
     The maps' cross-entropy is minimized, a convex problem in c, at the sum of |c| that gives the
-    target mass. The start has equal |c|, and peaks at the mean offset of the target.
-
-    Args:
-      angles: θ, for each target or for all.
-      targets: H, whose rows without a target are zero.
-      target_mass: Attention mass wanted on target.
-
-    Returns:
-      Real and imaginary parts of c, and the report with the square root of the sum as the norm.
+    target mass. The start has equal |c|, and peaks at the mean offset of the target. The norm of
+    the report is the square root of the sum.
     """
 
     def solve(problem):
@@ -205,24 +183,20 @@ def solve_coefficients(
             across = imaginary * cos[rows] - real * sin[rows]
             return along @ cos.T - across @ sin.T
 
-        def minimize_loss(factor, norm):
+        def improve(_, carry):
+            factor, norm, steps = carry
+
             def loss(factor):
                 log_maps = jax.nn.log_softmax(logits(factor, norm, rows), axis=-1)
                 return -jnp.sum(some * log_maps) / len(rows)
 
-            return minimize(loss, factor, max_steps=MAX_STEPS)
+            factor, more = minimize(loss, factor, MAX_STEPS)
 
-        def fit_norm(factor, norm):
             def mass_at(norm):
                 maps = jax.nn.softmax(logits(factor, norm[0], rows), axis=-1)
                 return overlap(some[None], maps[None])
 
-            return find_norm(mass_at, norm[None], target_mass)[0]
-
-        def improve(_, carry):
-            factor, norm, steps = carry
-            factor, more = minimize_loss(factor, norm)
-            return factor, fit_norm(factor, norm), steps + more
+            return factor, find_norm(mass_at, norm[None], target_mass)[0], steps + more
 
         # The sum of H_ij exp(i (θ_j - θ_i)), conjugate, at unit size.
         mean_cos, mean_sin = target @ cos, target @ sin

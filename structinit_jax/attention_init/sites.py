@@ -2,13 +2,14 @@
 
 import dataclasses
 from collections.abc import Callable
-from typing import Any, Literal, NamedTuple
+from typing import Annotated, Any, Literal, NamedTuple
 
 import jax
 import numpy as np
 from jaxtyping import Array, Float, Int
 
 from structinit_jax.errors import (
+    Check,
     InputError,
     PositiveFloat,
     PositiveInt,
@@ -17,15 +18,16 @@ from structinit_jax.errors import (
     require,
 )
 
-
-def _is_grid(x):
-    return isinstance(x, tuple) and len(x) == 2 and all(map(is_count, x))
+GRID = Check(
+    "a tuple (rows, cols) of two positive whole numbers",
+    lambda x: isinstance(x, tuple) and len(x) == 2 and all(map(is_count, x)),
+)
+Grid = Annotated[tuple[int, int], GRID]
 
 
 def check_grid(argument: str, grid: Any) -> None:
     """Raises `InputError` unless a grid is a tuple of two positive whole numbers."""
-    needs = "a tuple (rows, cols) of two positive whole numbers"
-    require(argument, grid, needs, _is_grid)
+    require(argument, grid, *GRID)
 
 
 def check_shape(field: str, array: Any, expected: tuple[int, ...]) -> None:
@@ -45,10 +47,7 @@ class _Site:
     """Base of the sites: checks every field by its annotation."""
 
     def __post_init__(self):
-        kind = type(self).__name__
-        check_fields(type(self), vars(self), f"{kind}.")
-        if hasattr(self, "grid"):
-            check_grid(f"{kind}.grid", self.grid)
+        check_fields(type(self), vars(self), f"{type(self).__name__}.")
 
     @property
     def num_tokens(self) -> int:
@@ -58,30 +57,19 @@ class _Site:
 
 @dataclasses.dataclass(frozen=True)
 class AttentionSite(_Site):
-    """Stack of equal attention layers over one grid of tokens.
+    """Stack of equal attention layers over one grid of tokens."""
 
-    Attributes:
-      grid: Rows and columns of the image tokens, without class and register tokens.
-      width: Channels D of a token.
-      num_heads: Number of heads h.
-      head_dim: Channels d of one head.
-      num_layers: Number of layers L.
-      qk_scale: Factor σ on query-key products before the softmax, usually d^-1/2.
-      positions: Position encoding [N, D] that the model adds to its tokens, N = rows × cols in
-        row-major order, or None. The rank of a traced array is unknown, so its solve costs more.
-      positions_trainable: Whether the model uses `AttentionWeights.positions`.
-      base_init: Initialization of the model's other layers, 'timm' or 'pytorch'.
-    """
-
-    grid: tuple[int, int]
-    width: PositiveInt
-    num_heads: PositiveInt
-    head_dim: PositiveInt
-    num_layers: PositiveInt
-    qk_scale: PositiveFloat
+    grid: Grid  # rows and columns of the image tokens, without class and register tokens
+    width: PositiveInt  # channels D of a token
+    num_heads: PositiveInt  # h
+    head_dim: PositiveInt  # channels d of one head
+    num_layers: PositiveInt  # L
+    qk_scale: PositiveFloat  # factor σ on query-key products before the softmax, usually d^-1/2
+    # Encoding [N, D] that the model adds to its tokens, N = rows × cols in row-major order. Only
+    # trainable ones may be traced: `impulse` solves for the values of the others.
     positions: np.ndarray | jax.Array | None = None
-    positions_trainable: bool = False
-    base_init: Literal["timm", "pytorch"] = "timm"
+    positions_trainable: bool = False  # whether the model uses `AttentionWeights.positions`
+    base_init: Literal["timm", "pytorch"] = "timm"  # of the model's other layers
 
     def __post_init__(self):
         super().__post_init__()
@@ -133,17 +121,13 @@ class RotarySite(AttentionSite):
 
     The rotation by the angle θ takes the channels (a, b) of a pair to
     (a cos θ - b sin θ, b cos θ + a sin θ).
-
-    Attributes:
-      angles: Rotation [L, h, N, d / 2] of each pair of channels in radians; L or h may be 1 if all
-        layers or heads share them.
-      pairs: Channels that are rotated together: 'interleaved' for 2 k and 2 k + 1, 'halves' for k
-        and k + d / 2.
     """
 
     positions: None = dataclasses.field(default=None, init=False)
     positions_trainable: bool = dataclasses.field(default=False, init=False)
+    # Rotation [L, h, N, d / 2] of each pair of channels in radians; 1 for L or h if all share it.
     angles: np.ndarray | jax.Array | None = dataclasses.field(kw_only=True)
+    # Channels that are rotated together: 2 k and 2 k + 1, or k and k + d / 2.
     pairs: Literal["interleaved", "halves"] = dataclasses.field(default="interleaved", kw_only=True)
 
     def __post_init__(self):
@@ -162,34 +146,21 @@ class RotarySite(AttentionSite):
 
 @dataclasses.dataclass(frozen=True)
 class TokenMixingSite(_Site):
-    """Stack of equal token-mixing MLPs with exact GELU, as in MLP-Mixer, over one grid of tokens.
+    """Stack of equal token-mixing MLPs with exact GELU, as in MLP-Mixer."""
 
-    Attributes:
-      grid: Rows and columns of the tokens; N = rows × cols in row-major order.
-      hidden: Hidden units of one MLP.
-      num_layers: Number of MLPs L.
-      width: Channels D; they share the weights.
-    """
-
-    grid: tuple[int, int]
-    hidden: PositiveInt
-    num_layers: PositiveInt
-    width: PositiveInt
+    grid: Grid  # rows and columns of the N tokens, in row-major order
+    hidden: PositiveInt  # hidden units of one MLP
+    num_layers: PositiveInt  # L
+    width: PositiveInt  # channels D, which share the weights
 
 
 @dataclasses.dataclass(frozen=True)
 class ConvSite(_Site):
-    """Stack of equal depthwise convolutions, as in ConvMixer.
+    """Stack of equal depthwise convolutions, as in ConvMixer."""
 
-    Attributes:
-      kernel_size: Height and width f of the kernel, odd or even.
-      width: Channels D; each has its own filter.
-      num_layers: Number of convolutions L.
-    """
-
-    kernel_size: PositiveInt
-    width: PositiveInt
-    num_layers: PositiveInt
+    kernel_size: PositiveInt  # height and width f, odd or even
+    width: PositiveInt  # channels D, each with its own filter
+    num_layers: PositiveInt  # L
 
 
 class SolveReport(NamedTuple):
@@ -199,11 +170,9 @@ class SolveReport(NamedTuple):
       loss: Mean squared difference between target and attention map.
       target_mass: Attention on the target, averaged over the rows that have one (an impulse row
         has none if its neighbor is off the grid). A uniform map has 1 / N on an impulse.
-      hit_rate: Fraction of those rows whose strongest attention is where the target is strongest
-        (top-1). Well below 1, the head dimension or the rank of the encoding is too low.
+      hit_rate: Fraction of those rows whose strongest attention is where the target is strongest.
       steps: Optimizer steps taken.
-      norm: Norm of a head's Q and K as the root mean square of their d columns' norms; the
-        geometric mean of both, since the maps depend on their product.
+      norm: Root mean square norm of the columns of a head's Q and K: the geometric mean of both.
     """
 
     loss: Float[Array, ""]
@@ -223,56 +192,36 @@ class AttentionWeights(NamedTuple):
 
     None leaves the model's own initialization. Biases without a field keep theirs, except that
     `interop` zeroes the biases of the projections that it sets.
-
-    Attributes:
-      query: [L, D, h, d].
-      key: [L, D, h, d].
-      value: [L, D, h, d].
-      out: Output projection [L, h, d, D].
-      positions: Initial value [N, D] of a trainable position encoding.
-      position_scale: Factor on the model's own trainable positions, including those of class token
-        and registers.
-      patch_scale: Factor on the kernel of the patch embedding, as PyTorch initializes it. Flax's is
-        3^1/2 times as large; `interop` makes up for that.
-      patch_bias: Bias [D] of the patch embedding.
-      mlp_scale: Factor on the output kernels of the MLPs.
-      report: Result of the solve.
-      filter_index: Index [L, h] of each head's filter among the scheme's filters. The
-        `mimetic_layers` of `impulse` have one too, which their maps do not follow.
-      targets: The filters as maps [F, N, N], to which `filter_index` refers. For analysis only.
-      bias: Relative position bias [L, R, h] of a `WindowSite`, R = (2 rows - 1) (2 cols - 1), rows
-        in timm's order (`kernels.relative_index`).
     """
 
     query: Float[Array, "L D h d"] | None = None
     key: Float[Array, "L D h d"] | None = None
     value: Float[Array, "L D h d"] | None = None
-    out: Float[Array, "L h d D"] | None = None
-    positions: Float[Array, "N D"] | None = None
+    out: Float[Array, "L h d D"] | None = None  # the output projection
+    positions: Float[Array, "N D"] | None = None  # of a trainable position encoding
     report: SolveReport | None = None
+    # Each head's filter among `targets`; also of `mimetic_layers`, whose maps do not follow it.
     filter_index: Int[Array, "L h"] | None = None
-    targets: Float[Array | np.ndarray, "F N N"] | None = None
+    targets: Float[Array | np.ndarray, "F N N"] | None = None  # the filters as maps, for analysis
+    # Relative position bias of a `WindowSite`, R = (2 rows - 1) (2 cols - 1), in timm's order
+    # (`kernels.relative_index`).
     bias: Float[Array, "L R h"] | None = None
+    # Factor on the model's own trainable positions, with those of class token and registers.
     position_scale: float | Float[Array, ""] | None = None
+    # Factor on the kernel of the patch embedding, as PyTorch initializes it. Flax's is 3^1/2 times
+    # as large; `interop` makes up for that.
     patch_scale: float | Float[Array, ""] | None = None
-    patch_bias: Float[Array, " D"] | None = None
-    mlp_scale: float | Float[Array, ""] | None = None
+    patch_bias: Float[Array, " D"] | None = None  # of the patch embedding
+    mlp_scale: float | Float[Array, ""] | None = None  # factor on the output kernels of the MLPs
 
 
 class TokenMixingWeights(NamedTuple):
-    """Initial weights for a `TokenMixingSite`; None leaves the model's own.
-
-    Attributes:
-      fc1: First layer [L, N, hidden].
-      fc2: Second layer [L, hidden, N].
-      filter_index: Index [L] of each layer's filter among the scheme's filters.
-      targets: The filters as maps [F, N, N].
-    """
+    """Initial weights for a `TokenMixingSite`; None leaves the model's own."""
 
     fc1: Float[Array, "L N hidden"] | None = None
     fc2: Float[Array, "L hidden N"] | None = None
-    filter_index: Int[Array, " L"] | None = None
-    targets: Float[Array | np.ndarray, "F N N"] | None = None
+    filter_index: Int[Array, " L"] | None = None  # each layer's filter among `targets`
+    targets: Float[Array | np.ndarray, "F N N"] | None = None  # the filters as maps
 
 
 class ConvWeights(NamedTuple):

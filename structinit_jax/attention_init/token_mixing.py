@@ -37,7 +37,7 @@ from jaxtyping import Float, PRNGKeyArray
 
 from structinit_jax.attention_init.kernels import (
     Filters,
-    assign,
+    assign_by_layer,
     filter_maps,
     random_rotations,
 )
@@ -87,13 +87,8 @@ def impulse(rng: PRNGKeyArray, site: TokenMixingSite, filters: Filters) -> Token
     maps, ranges = filter_maps(site, filters)
     order_rng, rotation_rng = jax.random.split(rng)
     targets, bases = jnp.asarray(maps), jnp.asarray(output_basis(maps, site))
-    shape, same_layers = (site.num_layers, 1), filters.same_layers
-    index = assign(
-        order_rng, shape, ranges, order=filters.offsets, same_layers=same_layers, axis=0
-    )[:, 0]
-    fc1, fc2 = _factor_maps(
-        rotation_rng, targets[index], bases[index], site.hidden, same_layers=same_layers
-    )
+    index = assign_by_layer(order_rng, 1, ranges, filters.offsets)[:, 0]
+    fc1, fc2 = _factor_maps(rotation_rng, targets[index], bases[index], site.hidden)
     return TokenMixingWeights(fc1, fc2, index, maps)
 
 
@@ -119,11 +114,11 @@ def output_basis(
     return np.linalg.eigh(covariance)[1][..., ::-1][..., :count].astype(np.float32)
 
 
-@functools.partial(jax.jit, static_argnames=("hidden", "same_layers"))
-def _factor_maps(rng, maps, bases, hidden, *, same_layers=False):
+@functools.partial(jax.jit, static_argnames="hidden")
+def _factor_maps(rng, maps, bases, hidden):
     """Returns fc1 and fc2 that map u to U Uᵀ M u; M [L, N, N], U [#L, N, k]."""
     layers, pairs, rank = len(maps), hidden // 2, bases.shape[-1]
-    rotations = random_rotations(rng, (layers, pairs, rank), same_layers=same_layers)
+    rotations = random_rotations(rng, (layers, pairs, rank))
     bases = jnp.broadcast_to(bases, (layers, *bases.shape[1:]))
     second = jnp.einsum("Lmk,Lpk->Lpm", bases, rotations)
     first = jnp.einsum("Lpm,Lmn->Lnp", second, maps)

@@ -2,7 +2,7 @@
 
 The logits of windowed attention are content plus a bias by relative position. While the content is
 near zero, the softmax of the bias alone is the map, in every window: no positions, no solve. The
-other schemes are in `tokens`; they leave the bias to the model.
+other schemes are in `papers`; they leave the bias to the model.
 """
 
 import dataclasses
@@ -13,18 +13,19 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float, PRNGKeyArray
 
-from structinit_jax.attention_init import tokens
 from structinit_jax.attention_init.kernels import (
     Filters,
-    assign,
+    assign_by_layer,
     convolution_maps,
     crop_kernels,
     filter_kernels,
     normalize_rows,
     relative_index,
 )
+from structinit_jax.attention_init.papers import default
 from structinit_jax.attention_init.sites import AttentionWeights, WindowSite
-from structinit_jax.attention_init.solve import TARGET_MASS, VO_INITS, report_on_maps
+from structinit_jax.attention_init.solve import TARGET_MASS, report_on_maps
+from structinit_jax.attention_init.tokens import value_and_projection
 from structinit_jax.errors import InputError
 
 BISECTIONS = 50  # enough for the precision of float64
@@ -52,7 +53,6 @@ def impulse(
 
     Kernels without an offset inside the window are not assigned to heads. The report describes the
     bias maps of all others; its norm is that of the drawn query and key.
-    `attention_init.impulse` explains the options.
     """
     kernels, ranges = filter_kernels(site, filters)
     fits = kernels.sum(axis=(1, 2)) > 0
@@ -72,27 +72,22 @@ def impulse(
         site=site,
         ranges=ranges,
         offsets=filters.offsets,
-        same_layers=filters.same_layers,
         vo_init=vo_init,
     )
     return weights._replace(targets=targets)
 
 
-@functools.partial(jax.jit, static_argnames=("site", "ranges", "offsets", "same_layers", "vo_init"))
-def _draw_and_place(rng, table, targets, fitting, *, site, ranges, offsets, same_layers, vo_init):
+@functools.partial(jax.jit, static_argnames=("site", "ranges", "offsets", "vo_init"))
+def _draw_and_place(rng, table, targets, fitting, *, site, ranges, offsets, vo_init):
     """Runs everything random as one compiled program, given biases [F, R] and maps [F, n, n]."""
     order_rng, qk_rng, vo_rng = jax.random.split(rng, 3)
-    shape = (site.num_layers, site.num_heads)
-    kernel = assign(order_rng, shape, ranges, order=offsets, same_layers=same_layers)
-    drawn_layers = 1 if same_layers else site.num_layers
-    drawn_site = dataclasses.replace(site, num_layers=drawn_layers, base_init="timm")
-    drawn = tokens.default(qk_rng, drawn_site)
-    query, key = (jnp.broadcast_to(w, (site.num_layers, *w.shape[1:])) for w in drawn[:2])
+    kernel = assign_by_layer(order_rng, site.num_heads, ranges, offsets)
+    query, key, *_ = default(qk_rng, dataclasses.replace(site, base_init="timm"))
     maps = bias_maps(table[..., None], site.grid)[:, 0]
     norm = jnp.sqrt(jnp.mean(jnp.stack([query, key]) ** 2) * site.width)
     report = report_on_maps(targets, maps, steps=0, norm=norm)
     bias = jnp.swapaxes(table[kernel], 1, 2)
-    value, out = VO_INITS[vo_init](vo_rng, site)
+    value, out = value_and_projection(vo_rng, site, vo_init)
     return AttentionWeights(
         query, key, value, out, report=report, filter_index=fitting[kernel], bias=bias
     )

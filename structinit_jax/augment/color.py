@@ -17,14 +17,10 @@ VALUES = np.arange(256, dtype=np.int32)
 def color_jitter(
     rng: Key[Array, ""], image: UInt8[Array, "H W C"], strengths: tuple[float, ...]
 ) -> UInt8[Array, "H W C"]:
-    """Changes brightness, contrast, saturation and hue in random order, as torchvision does.
+    """Changes brightness, contrast, saturation and optionally hue in random order, as torchvision.
 
-    Args:
-      rng: A random key.
-      image: An image of one or three channels.
-      strengths: Strengths of brightness, contrast, saturation and (optionally) hue. The factors of
-        the first three are uniform in `[max(0, 1 - strength), 1 + strength]`, the shift of the hue
-        is uniform in `[-strength, strength]`, as a fraction of the color circle.
+    The factors of the first three are uniform in `[max(0, 1 - strength), 1 + strength]`, the shift
+    of the hue is uniform in `[-strength, strength]`, as a fraction of the color circle.
     """
     if not any(strengths[3:]):
         strengths = strengths[:3]  # a conversion to HSV and back would change the colors
@@ -151,15 +147,11 @@ def smooth(image: UInt8[Array, "C H W"]) -> Int[Array, "C H W"]:
 
 
 def adjust_hue(image: UInt8[Array, "C H W"], shift: Float[Array, ""]) -> UInt8[Array, "C H W"]:
-    """Shifts the hue of every pixel, like torchvision's `adjust_hue`.
+    """Shifts the hue of every pixel by a fraction of the color circle, like torchvision.
 
     Pillow's HSV images divide the color circle into 255 steps and store hues modulo 256, so colors
     change slightly even if the shift is 0. Pillow converts in single precision, in which some hues
     come out one step lower than in the exact integer arithmetic used here (0.3 % of random colors).
-
-    Args:
-      image: An image of one or three channels. One channel is returned unchanged.
-      shift: Shift as a fraction of the color circle, from -0.5 to 0.5.
     """
     if len(image) == 1:
         return image

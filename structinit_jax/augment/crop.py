@@ -55,13 +55,9 @@ def random_resized_crop(
 ) -> UInt8[Array, "size size C"]:
     """Crops a random box and resizes it, like torchvision's `RandomResizedCrop`.
 
-    Args:
-      rng: A random key.
-      image: An image of any size.
-      size: Height and width of the result in pixels.
-      scale: Range of the box's area, as a fraction of the image's area.
-      ratio: Range of the box's aspect ratio, width / height.
-      interpolation: 'bilinear', 'bicubic' or 'random' (one of the two with equal probability).
+    `scale` is the range of the box's area as a fraction of the image's, `ratio` that of its aspect
+    ratio, width / height. The interpolation is 'bilinear', 'bicubic' or 'random', one of the two
+    with equal probability.
     """
     box_rng, bicubic_rng = jax.random.split(rng)
     box = crop_box(box_rng, *image.shape[:2], scale, ratio)
@@ -100,9 +96,8 @@ def draw_attempts(
 ) -> tuple[Int[Array, " n"], Int[Array, " n"], Float[Array, "2 n"]]:
     """Draws 10 candidate boxes of uniform area and log-uniform aspect ratio for `place_first_fit`.
 
-    Returns:
-      The two sides of each box in pixels, the ratio being first / second, and uniform numbers in
-      [0, 1) for its top and left.
+    Returns the two sides of each box in pixels, whose ratio is first / second, and uniform numbers
+    in [0, 1) for its top and left.
     """
     uniform = jax.random.uniform(rng, (4, ATTEMPTS))
     low, high = math.log(ratio[0]), math.log(ratio[1])
@@ -171,18 +166,12 @@ def _round(values):
 def affine_warp(
     image: UInt8[Array, "C H W"], matrix: Float[Array, "6"], bicubic: bool, fill: tuple[int, ...]
 ) -> UInt8[Array, "C H W"]:
-    """Warps an image by an affine map.
+    """Reads output pixel `(x, y)` from the input at `(a x + b y + c, d x + e y + f)`.
 
     Follows Pillow: pixel centers are at half integers, neighbors outside the image repeat its
     edge, the bicubic kernel has a = -1, and values are truncated to integers. Pillow computes in
-    double precision, so results close to an integer may differ by 1.
-
-    Args:
-      image: An image of at most four channels.
-      matrix: The inverse map `(a, b, c, d, e, f)`: output pixel `(x, y)` is read from the input at
-        `(a x + b y + c, d x + e y + f)`, in pixels. The identity returns the image unchanged.
-      bicubic: Whether to interpolate between 16 pixels (bicubic) or 4 (bilinear).
-      fill: Value per channel for output pixels that are read from outside the image.
+    double precision, so results close to an integer may differ by 1. Pixels that are read from
+    outside the image, of at most four channels, become `fill`.
     """
     C, H, W = image.shape
     a, b, c, d, e, f = matrix

@@ -39,13 +39,12 @@ def mix(
       rng: A random key for the whole batch.
       images: Images, normalized or not.
       targets: Class probabilities.
-      mixup: α of mixup's λ ~ Beta(α, α). 0 disables mixup.
-      cutmix: α of cutmix's λ ~ Beta(α, α). 0 disables cutmix.
+      mixup: α of mixup's λ ~ Beta(α, α); 0 disables mixup.
+      cutmix: α of cutmix's λ; 0 disables cutmix.
       probability: Probability that a group is mixed.
       switch: Probability of cutmix if both are enabled.
-      group: Number of images per group, a divisor of B. 0 makes the whole batch one group. With 1,
-        λ is drawn per image and the partner is the mirror image in the batch. With 0 and 1, the
-        devices that share a batch exchange images.
+      group: Number of images per group, a divisor of B; 0 is the whole batch. With 1, λ is drawn
+        per image and the partner is the mirror image in the batch.
     """
     B, H, W, _ = images.shape
     size = group or B
@@ -138,14 +137,10 @@ def smooth_one_hot(
 def random_erasing(
     rngs: Key[Array, " B"], images: Float[Array, "B H W C"], probability: float, mode: str
 ) -> Float[Array, "B H W C"]:
-    """Fills a random box of some normalized images.
+    """Fills a random box of some normalized images, each with the given probability.
 
-    Args:
-      rngs: A random key per image.
-      images: Images in which 0 is the mean color.
-      probability: Probability that an image is changed.
-      mode: Fill of the box: 'const' (zeros), 'rand' (one normally distributed color) or 'pixel' (a
-        normally distributed color per pixel).
+    The mode says with what: 'const' (zeros, the mean color), 'rand' (one normally distributed
+    color) or 'pixel' (one per pixel).
     """
     _, H, W, C = images.shape
     split = jax.vmap(lambda rng: jax.random.split(rng, 3), out_axes=1)

@@ -88,11 +88,7 @@ class AugmentConfig:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class AugmentOptions(AugmentConfig):
-    """Everything that augmentation depends on: `config.augment` and fields of other sections.
-
-    Raises:
-      InputError: A field has an invalid value, or the fields do not fit each other.
-    """
+    """Everything that augmentation depends on: `config.augment` and fields of other sections."""
 
     num_classes: int
     mean: tuple[float, ...]  # per channel, of pixels scaled to [0, 1]
@@ -124,16 +120,12 @@ def make_augment(options: AugmentOptions, mesh: Mesh | None = None) -> Augment:
     The order of operations is timm's: crop, flip, RandAugment or else color jitter, normalization,
     erasing, mixing; or with `erase_after_mixing` mixing, normalization, erasing. The random numbers
     for an image depend only on `rng` and on its index in the batch, so the result does not depend
-    on the number of devices.
+    on the number of devices. The function is pure, returns normalized float32 images and targets,
+    and raises `InputError` for arrays of another type or shape.
 
     Args:
       options: The recipe's options.
       mesh: Devices over which the batch is sharded, along all axes. None for a single device.
-
-    Returns:
-      A pure function of a random key, uint8 images `[B, H, W, C]` and integer labels `[B]`. It
-      returns normalized float32 images and targets `[B, num_classes]`, and raises `InputError` for
-      arrays of another type or shape.
     """
     before, after = (_shard(_chain(part), mesh) for part in _operations(options))
 

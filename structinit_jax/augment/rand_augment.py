@@ -43,37 +43,22 @@ NO_OPERATION = len(OPERATIONS)
 
 
 class Policy(NamedTuple):
-    """A parsed policy string.
+    """A parsed policy string."""
 
-    Attributes:
-      magnitude: Mean magnitude ('m').
-      magnitude_std: Its standard deviation ('mstd'). Infinite for magnitudes uniform in [0, m].
-      magnitude_max: Upper limit of the magnitude ('mmax').
-      num_operations: Number of operations applied in sequence ('n').
-      probability: Probability of applying each of them ('p').
-      increasing: Whether a higher magnitude always means a stronger change ('inc').
-    """
-
-    magnitude: float = 10.0
-    magnitude_std: float = 0.0
-    magnitude_max: float = 10.0
-    num_operations: int = 2
-    probability: float = 0.5
-    increasing: bool = False
+    magnitude: float = 10.0  # 'm', the mean
+    magnitude_std: float = 0.0  # 'mstd'; infinite for magnitudes uniform in [0, m]
+    magnitude_max: float = 10.0  # 'mmax'
+    num_operations: int = 2  # 'n', applied in sequence
+    probability: float = 0.5  # 'p', of applying each of them
+    increasing: bool = False  # 'inc', whether a higher magnitude always means a stronger change
 
 
 class DrawnOperations(NamedTuple):
-    """The `n` operations drawn for an image.
+    """The `n` operations drawn for an image."""
 
-    Attributes:
-      operation: Indices into `OPERATIONS`, or `NO_OPERATION`.
-      argument: Arguments of the operations, see `operation_arguments`.
-      bicubic: Whether a warp interpolates bicubically rather than bilinearly.
-    """
-
-    operation: Int[Array, " n"]
-    argument: Float[Array, " n"]
-    bicubic: Bool[Array, " n"]
+    operation: Int[Array, " n"]  # indices into `OPERATIONS`, or `NO_OPERATION`
+    argument: Float[Array, " n"]  # see `operation_arguments`
+    bicubic: Bool[Array, " n"]  # whether a warp interpolates bicubically rather than bilinearly
 
 
 def rand_augment(
@@ -84,15 +69,10 @@ def rand_augment(
     fill: tuple[int, ...],
     interpolation: str = "random",
 ) -> UInt8[Array, "B H W C"]:
-    """Draws operations for each image and applies them.
+    """Draws operations for each image of one or three channels and applies them.
 
-    Args:
-      rngs: A random key per image.
-      images: Images of one or three channels.
-      policy: The policy to draw from.
-      fill: Value per channel that warps show outside the image.
-      interpolation: Interpolation of warps: 'bilinear', 'bicubic' or 'random' (one of the two with
-        equal probability).
+    Warps show `fill`, a value per channel, outside the image; their interpolation is 'bilinear',
+    'bicubic' or 'random', one of the two with equal probability.
     """
     draw = functools.partial(draw_operations, policy=policy, interpolation=interpolation)
     return apply_operations(images, jax.vmap(draw)(rngs), fill)
@@ -110,13 +90,10 @@ _PATTERN = re.compile(r"rand(-(m|mstd|mmax|p)(\d+\.?\d*|inf)|-(n|inc)\d+)*")
 
 
 def parse(text: str) -> Policy:
-    """Parses a policy string of timm, e.g. 'rand-m9-mstd0.5-inc1'.
+    """Parses a policy string of timm, e.g. 'rand-m9-mstd0.5-inc1'; raises `InputError` for others.
 
     A standard deviation above 100 selects uniform magnitudes, as in timm. So does 'mstdinf', which
-    timm ignores.
-
-    Raises:
-      InputError: The string is malformed or selects another set of operations ('t').
+    timm ignores. Other sets of operations ('t') do not exist here.
     """
     if isinstance(text, str) and _PATTERN.fullmatch(text):
         fields = {}
@@ -162,18 +139,13 @@ def draw_operations(
 def operation_arguments(
     magnitude: Float[Array, "*n"], negative: Bool[Array, "*n"], *, increasing: bool
 ) -> Float[Array, "*n 15"]:
-    """Computes the argument of each of `OPERATIONS` at a magnitude.
+    """Returns the argument of each of `OPERATIONS` at a magnitude, 0…10 or more; 0 if it has none.
 
-    Args:
-      magnitude: Magnitude, 0…10 or more if the policy allows it.
-      negative: Whether to negate rotations, shears and translations and, in the increasing set, to
-        reduce color, contrast, brightness and sharpness.
-      increasing: Whether to use timm's increasing set. In its other set Posterize and Solarize are
-        weaker at higher magnitudes, and enhancement factors are 1 at magnitude 5.
-
-    Returns:
-      Degrees, numbers of bits, thresholds, added pixel values, enhancement factors, shears, and
-      translations as fractions of the image size. 0 for operations without an argument.
+    These are degrees, numbers of bits, thresholds, added pixel values, enhancement factors, shears,
+    and translations as fractions of the image size. `negative` negates rotations, shears and
+    translations and, in the increasing set, reduces color, contrast, brightness and sharpness. In
+    timm's other set, Posterize and Solarize are weaker at higher magnitudes, and enhancement
+    factors are 1 at magnitude 5.
     """
     level = magnitude / 10
     sign = jnp.where(negative, -1.0, 1.0)
@@ -277,13 +249,8 @@ def apply_where(
 
     The selected images are gathered into chunks of a sixteenth of the batch, and a loop runs over
     as many chunks as they fill. Split a batch that is sharded over devices by `jax.shard_map`
-    first, since the number of selected images differs between devices.
-
-    Args:
-      function: Maps `(image, *arguments)` of a single example to an image of the same shape.
-      mask: Which images to change.
-      images: `[B, ...]`.
-      *arguments: Further inputs of the function, each `[B, ...]`.
+    first, since the number of selected images differs between devices. `function` maps
+    `(image, *arguments)` of a single example to an image of the same shape.
     """
     B = len(images)
     size = -(-B // CHUNKS)

@@ -24,10 +24,6 @@ class MixerConfig(ModelConfig):
     depth: PositiveInt = 8  # L, the number of blocks
     token_mlp_ratio: PositiveFloat = 0.5  # hidden width of the token-mixing MLP over D (not over N)
     mlp_ratio: PositiveFloat = 4.0  # hidden width of the channel MLP over D
-    # Mean of the start values of the channel MLPs' first layers (Trockman & Kolter 2026,
-    # arXiv:2602.07156). It has no effect until training changes the norm's scale and bias, since
-    # the output of LayerNorm sums to zero.
-    mlp_mean: float = 0.0
     dropout: Fraction = 0.0  # rate after both layers of both MLPs
 
 
@@ -114,7 +110,6 @@ class MixerBlock(layers.PreNormBlock):
         self.token_mlp = layers.Mlp(num_tokens, int(width * config.token_mlp_ratio), **mlp_options)
         self.norm2 = layers.layer_norm(width, **options)
         self.mlp = layers.Mlp(width, int(width * config.mlp_ratio), **mlp_options)
-        self.mlp.fc1.kernel[...] = self.mlp.fc1.kernel[...] + config.mlp_mean
 
     def mix(self, x, *, rng, with_maps):
         """Applies the token-mixing MLP to [B, N, D]."""

@@ -246,25 +246,12 @@ def run_stack(
 ) -> tuple[Float[Array, "B *grid D"], dict[str, Array]]:
     """Runs a stack of blocks under `lax.scan`, so that deep models compile as fast as shallow ones.
 
-    Blocks may update their `nnx.BatchStat` variables in training.
-
-    Args:
-      blocks: The stack, from `make_stack`; a block is called as
-        `block(x, drop_path_rate=..., rng=..., **options) -> (x, intermediates)`.
-      x: Input of the first block.
-      config: Its `unroll` is the number of steps of the scan to unroll; 0 unrolls all, which is
-        slower to compile and, on CPUs, to run. Its `remat`, a key of `REMAT_POLICIES`, decides what
-        a step keeps for the gradient: 'none' keeps what is costly to compute, 'dots' the outputs of
-        its linear layers, 'full' only its input. The rest is recomputed, which saves memory. 'auto'
-        is 'none' here; the trainer tries all three.
-      drop_path_rates: One for each block; blocks get None if all are zero.
-      rng: Split among the blocks; None in evaluation.
-      cycle: Further static arguments of successive blocks, repeated along the stack. One cycle is
-        one step of the scan.
-      **options: Further arguments of all blocks.
-
-    Returns:
-      The output of the last block, and the intermediates with a leading layer axis.
+    A block is called as `block(x, drop_path_rate=..., rng=..., **options) -> (x, intermediates)`,
+    without a rate if all are zero, and may update its `nnx.BatchStat` variables in training. One
+    step of the scan runs a `cycle` of blocks, whose static arguments are repeated along the stack.
+    `config.remat` decides what a step keeps for the gradient, and the rest is recomputed: 'none'
+    keeps what is costly to compute, 'dots' the outputs of linear layers, 'full' only its input.
+    'auto' is 'none' here; the trainer tries all three. Intermediates get a leading layer axis.
     """
     depth, period = len(drop_path_rates), len(cycle)
     whole = depth - depth % period  # blocks in whole cycles

@@ -1,7 +1,6 @@
 """Swin Transformer (Liu et al. 2021, arXiv:2103.14030) with timm's conventions, in Flax NNX."""
 
 import dataclasses
-import math
 from typing import Any, ClassVar
 
 import jax
@@ -77,13 +76,6 @@ class SwinTransformer(Model):
                 merge=i > 0,
                 rngs=rngs,
             )
-            if config.attention_implementation == "cudnn" and math.prod(stage.window) % 2:
-                raise InputError(
-                    f"config.model.attention_implementation='cudnn': windows of stage {i + 1} have "
-                    f"{stage.window[0]}x{stage.window[1]} tokens, but cuDNN needs an even number "
-                    "to train a bias: use 'auto', or an even config.model.window_size and grids "
-                    "divisible by it"
-                )
             setattr(self, f"stage{i + 1}", stage)
         self.norm = layers.layer_norm(width, epsilon=EPSILON, **options)
         head_init = layers.BASE_INITS[config.base_init](width)
