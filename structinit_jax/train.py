@@ -46,10 +46,8 @@ from structinit_jax.training.metrics import (
     MetricsLog,
     PendingMetrics,
     Progress,
-    RecompilationWatch,
     StepTrace,
     describe_memory,
-    steps_to_trace,
 )
 from structinit_jax.training.setup import Setup, compile_step, memory_limit
 from structinit_jax.training.state import initialize_and_measure
@@ -195,7 +193,7 @@ def train(
       InputError: The config, the data or the workdir cannot be used.
       StoppedError: A signal stopped the run, or a step was not finite. Checkpoints are complete.
     """
-    with contextlib.ExitStack() as on_exit:
+    with workdir_lib.explain_full_disk(workdir), contextlib.ExitStack() as on_exit:
         return _train(config, workdir, profile_steps, stop_request, on_evaluation, on_exit)
 
 
@@ -238,7 +236,6 @@ def _train(config, workdir, profile_steps, stop_request, on_evaluation, on_exit)
     )
     on_exit.callback(checkpoints.close)
     start_step = checkpoints.latest_step or 0
-    profile_steps = steps_to_trace(profile_steps, start_step, schedule.num_steps)
     if start_step:
         saved = checkpoint.read_run(checkpoints.directory, start_step)
         name = f"step {start_step} in {place}"
@@ -261,8 +258,7 @@ def _train(config, workdir, profile_steps, stop_request, on_evaluation, on_exit)
         state = setup.init_state(params, model_state)
         pending = PendingMetrics()
     if jax.process_index() == 0:
-        with workdir_lib.explain_failed_write("the config", workdir):
-            workdir_lib.write_atomically(workdir / "config.json", config.to_json(indent=2) + "\n")
+        workdir_lib.write_atomically(workdir / "config.json", config.to_json(indent=2) + "\n")
 
     # -- Batches -----------------------------------------------------------------------------------
     batches = run.train_batches(start_step)
@@ -288,7 +284,6 @@ def _train(config, workdir, profile_steps, stop_request, on_evaluation, on_exit)
     progress = Progress(start_step, schedule.num_steps, schedule.steps_per_epoch, config.batch_size)
     trace = StepTrace(workdir / "profile", profile_steps)
     on_exit.callback(trace.close)
-    recompilations = on_exit.enter_context(RecompilationWatch())
     stop_request = on_exit.enter_context(workdir_lib.listen_for_signals(stop_request))
     results: dict[str, float] = {}
     gc.freeze()  # keep the collector from rescanning start-up objects
@@ -298,12 +293,11 @@ def _train(config, workdir, profile_steps, stop_request, on_evaluation, on_exit)
             trace.before(step)
             state, metrics = train_step(state, batch)
             pending.add(step, metrics)
-            if message := trace.after(step, state):
-                progress.note(message)
+            trace.after(step, state)
             if step == start_step + 1:
                 jax.block_until_ready(metrics)
                 seconds = time.perf_counter() - began
-                progress.note(f"first step after {seconds:.1f} s{describe_memory()}")
+                print(f"first step after {seconds:.1f} s{describe_memory()}", flush=True)
 
             is_last, evaluates = step == schedule.num_steps, step in schedule.eval_steps
             logs = is_last or step % config.log_every_steps == 0
@@ -313,18 +307,16 @@ def _train(config, workdir, profile_steps, stop_request, on_evaluation, on_exit)
                 # Before a checkpoint is written: a run resumed from it would not repeat the step.
                 latest = checkpoints.latest_step
                 for message in check_finite(config.on_nonfinite, pending.fetch(), place, latest):
-                    progress.note(message)
+                    print(message, flush=True)
             if logs:
                 values = pending.average() | progress.measure(step)
                 log.write(step, values)
                 progress.show(step, values)
-                if message := recompilations.report():
-                    progress.note(message)
             if evaluates:
                 with progress.wait("evaluation"):
                     results = evaluate(state)
                 log.write(step, results)
-                progress.note(f"step {step}  {describe(results)}")
+                print(f"step {step}  {describe(results)}", flush=True)
                 if on_evaluation:
                     on_evaluation(step, results)
             if saves:
@@ -333,8 +325,6 @@ def _train(config, workdir, profile_steps, stop_request, on_evaluation, on_exit)
                     accuracy = deciding_accuracy(results, test_name) if evaluates else None
                     log.upload()  # first, since a resumed run needs the lines before the checkpoint
                     checkpoints.save(step, state, record, accuracy)
-            if evaluates:
-                recompilations.start()  # from here on everything has been compiled
             if stops:
                 checkpoints.wait()
                 raise StoppedError(
@@ -344,7 +334,6 @@ def _train(config, workdir, profile_steps, stop_request, on_evaluation, on_exit)
                 )
     if not results:  # the run had finished before
         results = evaluate(state)
-        log.write_missing(schedule.num_steps, results)
     print(
         f"done: {test_name} accuracy {results[f'{test_name}/accuracy']:.4f} after "
         f"{schedule.num_steps} steps, {time.perf_counter() - began:.0f} s"

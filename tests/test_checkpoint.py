@@ -1,6 +1,5 @@
 import contextlib
 import os
-import shutil
 
 import fork_main
 import fsspec
@@ -103,20 +102,12 @@ def remove(path):
     path.unlink()
 
 
-def write_braces(path):
-    path.write_text("{}")
-
-
-def nest(path):
-    path.write_text("[" * 100_000)
-
-
 ARRAY = "state/params.kernel/0.0"
 
 
 @pytest.mark.parametrize("name", [ARRAY, "state/_METADATA", "index_0.json", "run.json"])
-@pytest.mark.parametrize("damage", [truncate, flip_byte, extend, remove, write_braces, nest])
-def test_a_damaged_checkpoint_is_set_aside_and_the_one_before_used(directory, damage, name, capsys):
+@pytest.mark.parametrize("damage", [truncate, flip_byte, extend, remove])
+def test_a_damaged_checkpoint_is_skipped_and_overwritten(directory, damage, name, capsys):
     damage(directory / "12" / name)
     message = f"{name} is missing" if damage is remove else f"{name} does not match its checksum"
     assert checkpoint.find_step(directory) == 8  # only reads
@@ -125,17 +116,18 @@ def test_a_damaged_checkpoint_is_set_aside_and_the_one_before_used(directory, da
         assert checkpoints.latest_step == 8
         state = checkpoint.restore(directory, 8, ABSTRACT)
         jax.tree.map(np.testing.assert_array_equal, state, make_state(8))
-        output = capsys.readouterr().out
-        if (name, damage) == ("run.json", remove):
-            assert "12 was not finished and is removed" in output
-            return
-        assert f"note: checkpoint {directory / '12'} is damaged: {message}" in output
+        # A kill while it was written or deleted leaves no run.json.
+        assert (directory / "12").exists() == ((name, damage) != ("run.json", remove))
         checkpoints.save(12, make_state(12), {}, 0.1)
     assert checkpoint.find_step(directory) == 12
-    damage(directory / "12" / name)
-    with opened(directory) as checkpoints:  # the same step, damaged once more
-        assert checkpoints.latest_step == 8
-    assert {p.name for p in (directory / "damaged").iterdir()} == {"12", "12.2"}
+
+
+def test_if_all_are_damaged_there_is_none(directory):
+    for folder in checkpoint.step_folders(directory):
+        remove(folder / ARRAY)
+    assert checkpoint.find_step(directory) is None
+    with opened(directory) as checkpoints:
+        assert checkpoints.latest_step is None
 
 
 def test_a_renamed_checkpoint_and_one_without_a_part_of_a_process_are_damaged(directory):
@@ -165,7 +157,6 @@ def test_checkpoints_are_kept_at_odd_paths_and_in_object_storage(request, storag
         assert checkpoints.latest_step == 16
     state = checkpoint.restore(directory, 16, ABSTRACT)
     jax.tree.map(np.testing.assert_array_equal, state, make_state(16))
-    assert (directory / "damaged" / "20" / "run.json").exists()
 
 
 def test_arrays_are_restored_on_other_meshes(tmp_path):
@@ -184,41 +175,13 @@ def test_arrays_are_restored_on_other_meshes(tmp_path):
             checkpoints.save(fsdp, jax.device_put(state, shardings), {}, None)
 
 
-def test_only_unfinished_checkpoints_are_deleted(directory):
-    (directory / "8" / "run.json").unlink()
-    (directory / "8" / "state").rename(directory / "8" / "state.orbax-checkpoint-tmp")
-    older = directory / "12"  # as if written by another version
-    (older / "run.json").rename(older / "manifest.json")
-    with opened(directory) as checkpoints:
-        assert checkpoints.latest_step == 4
-    assert not (directory / "8").exists()
-    assert {path.name for path in (directory / "damaged").iterdir()} == {"12"}
-
-
-def test_if_all_are_damaged_there_is_none(directory, capsys):
-    for folder in checkpoint.step_folders(directory):
-        remove(folder / ARRAY)
-    assert checkpoint.find_step(directory) is None
-    with opened(directory) as checkpoints:
-        assert checkpoints.latest_step is None
-    assert capsys.readouterr().out.count("Moved to") == 3
-
-
-def test_the_best_checkpoint_is_kept_after_a_resume_too(directory):
-    for step in (16, 20, 24, 28):
-        with opened(directory) as checkpoints:
-            checkpoints.save(step, make_state(step), {}, 1 / step if step == 16 else None)
-    assert [p.name for p in checkpoint.step_folders(directory)] == ["28", "24", "20", "4"]
-
-
 def test_accuracies_on_other_images_are_not_compared(directory):
     assert checkpoint.find_step(directory, "best") == 4  # with 0.25
     for step, accuracy in ((16, 0.1), (20, 0.05), (24, None), (28, 0.02), (32, None)):
         with opened(directory, "digits train[90%:]") as checkpoints:
             checkpoints.save(step, make_state(step), {}, accuracy)
     assert checkpoint.find_step(directory, "best") == 16
-    # The best on the other images is not deleted.
-    assert [p.name for p in checkpoint.step_folders(directory)] == ["32", "28", "24", "16", "4"]
+    assert [p.name for p in checkpoint.step_folders(directory)] == ["32", "28", "24", "16"]
 
 
 def test_the_newest_the_best_or_any_checkpoint_is_found(directory, capsys):
@@ -232,52 +195,16 @@ def test_the_newest_the_best_or_any_checkpoint_is_found(directory, capsys):
     assert f"note: skipping checkpoint {directory / '4'}: run.json" in capsys.readouterr().out
 
 
-def test_the_best_needs_an_evaluation(tmp_path):
-    with opened(tmp_path) as checkpoints:
-        checkpoints.save(4, make_state(4), {}, None)
-    assert checkpoint.find_step(tmp_path, "best") is None
-    assert checkpoint.find_step(tmp_path) == 4
-
-
-@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")  # of Orbax's tasks
-def test_a_full_disk_stops_the_run_and_says_what_is_safe(directory, small_files_only):
-    message = (
-        rf"could not be written to {directory}: File too large\. .* the checkpoint of step 12 is "
-        r"intact, later steps are lost"
-    )
-    with opened(directory) as checkpoints, small_files_only(4096):
-        checkpoints.save(16, make_state(16), {}, None)
-        with pytest.raises(InputError, match=message):
-            checkpoints.save(20, make_state(20), {}, None)
-    with pytest.raises(InputError, match=message), small_files_only(4096):  # noqa: SIM117
-        with opened(directory) as checkpoints:  # closing waits for what is under way
-            checkpoints.save(16, make_state(16), {}, None)
-    with opened(directory) as checkpoints:
-        assert checkpoints.latest_step == 12
-        state = checkpoint.restore(directory, 12, ABSTRACT)
-        jax.tree.map(np.testing.assert_array_equal, state, make_state(12))
-
-
-def test_a_folder_that_cannot_be_written_to_stops_the_run(tmp_path):
-    directory = tmp_path / "checkpoints"
-    message = r"(Not a|No such file or) directory\. .* there is no earlier checkpoint"
-    with opened(directory) as checkpoints:
-        shutil.rmtree(directory)
-        directory.write_text("")
-        with pytest.raises(InputError, match=message):
-            checkpoints.save(4, make_state(4), {}, None)
-
-
 def test_averaged_weights_must_fit_the_config(tmp_path):
     state, averaged = make_state(4), ABSTRACT._replace(ema=ABSTRACT.params)
     with opened(tmp_path) as checkpoints:
         checkpoints.save(4, state, {"seed": 1}, None)
         checkpoints.save(8, state._replace(ema=state.params), {}, None)
     assert checkpoint.read_run(tmp_path, 4)["seed"] == 1
-    with pytest.raises(InputError, match=r"8 has averaged weights, but config\.ema_decay is 0"):
+    with pytest.raises(InputError, match=r"8 does .* 'ema/kernel' is .* missing in the mo"):
         checkpoint.restore(tmp_path, 8, ABSTRACT)
     for weights_only in (False, True):
-        with pytest.raises(InputError, match=r"4 has no averaged weights, but config\.ema_decay"):
+        with pytest.raises(InputError, match=r"'ema/kernel' is missing in the checkpoint"):
             checkpoint.restore(tmp_path, 4, averaged, weights_only=weights_only)
     # Evaluation may leave them out.
     restored = checkpoint.restore(tmp_path, 8, ABSTRACT, weights_only=True)

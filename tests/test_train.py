@@ -1,3 +1,5 @@
+import contextlib
+import gc
 import gzip
 import json
 import signal
@@ -58,7 +60,6 @@ def test_training_writes_the_documented_files_and_output(finished_run):
         "done: test[:90] accuracy",
     ):
         assert text in finished_run.output
-    assert "recompilation" not in finished_run.output
     assert {path.name for path in finished_run.workdir.iterdir()} == {
         *(".lock", "checkpoints", "config.json", "metrics.jsonl", "tensorboard")
     }
@@ -132,14 +133,6 @@ def test_a_finished_run_started_again_is_evaluated(run_config, finished_run, wor
     assert again == pytest.approx(finished_run.results, rel=1e-6)
     assert "resumed from step 12" in capsys.readouterr().out
     assert read_metrics(workdir) == read_metrics(finished_run.workdir)
-    # The computer may stop between the last checkpoint and the last lines.
-    log = workdir / "metrics.jsonl"
-    log.write_text("".join(log.read_text().splitlines(keepends=True)[:-1]))
-    train.train(run_config, workdir)
-    *before, last = read_metrics(workdir)
-    *expected, expected_last = read_metrics(finished_run.workdir)
-    assert before == expected
-    assert last == pytest.approx(expected_last, rel=1e-6)
 
 
 def test_a_run_continues_with_fields_that_may_change(longer_config, workdir, capsys):
@@ -311,26 +304,23 @@ def test_a_run_traces_the_requested_steps(longer_config, workdir, capsys):
     train.train(longer_config, workdir, (14, 15))
     out = capsys.readouterr().out
     assert f"traced steps 14 to 15 to {workdir / 'profile'}" in out
-    assert "warning: " not in out
     (perfetto,) = (workdir / "profile").rglob("perfetto_trace.json.gz")
     assert list((workdir / "profile").rglob("*.xplane.pb"))
     events = json.loads(gzip.decompress(perfetto.read_bytes()))["traceEvents"]
     assert len(events) > 10
-    train.train(longer_config, workdir, (14, 15))
-    assert "nothing is traced, since the run resumes after step 18" in capsys.readouterr().out
 
 
-def test_recompilations_are_reported(longer_config, workdir, capsys, monkeypatch):
-    write = train.MetricsLog.write
-
-    def write_and_compile(log, step, values):
-        with jax.transfer_guard("allow"):
-            jax.jit(lambda x: x + step)(jnp.zeros(()))
-        write(log, step, values)
-
-    monkeypatch.setattr(train.MetricsLog, "write", write_and_compile)
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")  # of Orbax's tasks
+def test_a_full_disk_ends_the_run_with_a_message(longer_config, workdir, small_files_only):
     longer_config.update(log_every_steps=1, eval_every_epochs=0.5)
+    with contextlib.ExitStack() as full:
+
+        def fill(step, results):
+            full.enter_context(small_files_only(4096))
+
+        with pytest.raises(InputError, match=rf"{workdir} could not be written to: File too large"):
+            train.train(longer_config, workdir, on_evaluation=fill)
+    gc.collect()
+    assert checkpoint.find_step(workdir / "checkpoints") == 12
     train.train(longer_config, workdir)
-    before, after = capsys.readouterr().out.split("warning: ", maxsplit=1)
-    assert "recompilations, of" in after
-    assert "step 15  test[:90] loss" in before  # until the first evaluation compilation is expected
+    assert [m["step"] for m in read_metrics(workdir) if "train/loss" in m][-6:] == [*range(13, 19)]

@@ -69,7 +69,7 @@ def test_a_file_system_without_locks_is_reported(tmp_path, monkeypatch, capsys):
 
 def test_unusable_directories_are_refused(tmp_path, small_files_only):
     (tmp_path / "file").write_text("")
-    with pytest.raises(InputError, match=r"--workdir=.*file cannot be used"):
+    with pytest.raises(InputError, match=r"--workdir=.*file cannot be written to"):
         prepare_workdir(tmp_path / "file")
     with small_files_only(1000), pytest.raises(InputError, match=r"--workdir=.*File too large"):
         prepare_workdir(tmp_path / "full")

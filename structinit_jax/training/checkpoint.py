@@ -17,9 +17,8 @@ a temporary directory and copies them, which serves gs:// and s3:// alike.
 import contextlib
 import hashlib
 import json
-import logging
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -31,8 +30,8 @@ from etils import epath
 from jax.experimental import multihost_utils
 
 from structinit_jax.errors import InputError
-from structinit_jax.training import workdir
 from structinit_jax.training.state import TrainState
+from structinit_jax.training.workdir import is_url
 
 STATE, RUN = "state", "run.json"
 CHUNK = 2**24  # bytes that are read at once
@@ -45,14 +44,12 @@ class DamagedError(Exception):
 class Checkpoints:
     """The checkpoints of a run that is being trained.
 
-    Damaged checkpoints are reported and moved to `damaged/`; those that a kill left unfinished are
-    deleted.
+    Damaged checkpoints are reported and not used; those that a kill left unfinished are deleted.
 
     Args:
       directory: Created if it does not exist.
       keep: Number of newest checkpoints to keep, in addition to the one of the highest accuracy.
-      evaluation: What accuracies are measured on. Only those on the same are compared; after a
-        resume that changes it, the best checkpoint of each evaluation is kept.
+      evaluation: What accuracies are measured on. Only those on the same are compared.
 
     Attributes:
       latest_step: Step of the newest checkpoint, or None if there is no checkpoint.
@@ -61,18 +58,17 @@ class Checkpoints:
     def __init__(self, directory: epath.PathLike, keep: int, evaluation: str = ""):
         self.directory = epath.Path(directory)
         self._keep, self._evaluation = keep, evaluation
-        self._staged = workdir.is_url(directory)
+        self._staged = is_url(directory)
         self._saver = _make_saver(self._staged)
         self._writer = ThreadPoolExecutor(1, "checkpoint")
         self._writing: Future | None = None
-        self._runs: dict[int, dict[str, Any]] = {}  # of all checkpoints; on process 0
+        self._runs: dict[int, dict[str, Any]] = {}  # of all intact checkpoints; on process 0
         if jax.process_index() == 0:
             self.directory.mkdir(parents=True, exist_ok=True)
             for folder in step_folders(self.directory):
-                if damage := find_damage(folder):
-                    _set_aside(folder, damage)
-                else:
-                    self._runs[int(folder.name)] = _read_json(folder / RUN)
+                if not (folder / RUN).exists():  # a kill while it was written or deleted
+                    folder.rmtree()
+            self._runs = {step: read_run(directory, step) for step in _intact_steps(directory)}
         newest = np.int32(max(self._runs, default=-1))
         newest = int(multihost_utils.broadcast_one_to_all(newest))
         self.latest_step = None if newest < 0 else newest
@@ -82,14 +78,13 @@ class Checkpoints:
     ) -> None:
         """Starts to save a checkpoint; blocks only for the copy to host memory.
 
+        An error of the write is raised by this method or the next call of any.
+
         Args:
           step: Number of the checkpoint.
           state: Training state after this step.
           run: JSON object to save with it; `read_run` reads it.
           accuracy: Accuracy at this step if it was evaluated; it determines the best checkpoint.
-
-        Raises:
-          InputError: The directory is full or not writable, now or at the previous save.
         """
         self.wait()
         run = run | {
@@ -99,24 +94,21 @@ class Checkpoints:
             "accuracy": accuracy,
         }
         folder = self.directory / str(step)
-        with self._explain_failure():
-            local = epath.Path(tempfile.mkdtemp()) if self._staged else folder
-            local.mkdir(parents=True, exist_ok=True)
-            tree = ocp.args.PyTreeSave(_with_key_data(state._asdict()))
-            self._saver.save(local / STATE, args=tree, force=True)
+        if jax.process_index() == 0:
+            (folder / RUN).unlink(missing_ok=True)  # of a damaged checkpoint of the same step
+        _index(folder, jax.process_index()).unlink(missing_ok=True)
+        local = epath.Path(tempfile.mkdtemp()) if self._staged else folder
+        local.mkdir(parents=True, exist_ok=True)
+        tree = ocp.args.PyTreeSave(state._asdict())
+        self._saver.save(local / STATE, args=tree, force=True)
         self._writing = self._writer.submit(self._finish, folder, local, run)
         self.latest_step = step
 
     def wait(self) -> None:
-        """Waits until this process's part of the newest checkpoint is written.
-
-        Raises:
-          InputError: It could not be written.
-        """
+        """Waits until this process's part of the newest checkpoint is written."""
         writing, self._writing = self._writing, None
         if writing is not None:
-            with self._explain_failure():
-                writing.result()
+            writing.result()
 
     def close(self) -> None:
         """Waits until everything is written."""
@@ -137,10 +129,8 @@ class Checkpoints:
                     paths = [path for path in paths if path.parent.name != STATE]
                 files = {p.relative_to(local).as_posix(): _digest_of(p) for p in paths}
                 if self._staged:
-                    for name in files:
-                        (folder / name).parent.mkdir(parents=True, exist_ok=True)
-                        (local / name).copy(folder / name, overwrite=True)
-                _write_json(folder / f"index_{process}.json", {"files": files})
+                    _copy(files, local, folder)
+                _write_json(_index(folder, process), files)
             if process == 0:
                 _write_json(folder / RUN, run)
                 self._runs[run["step"]] = run
@@ -149,31 +139,19 @@ class Checkpoints:
             if self._staged:
                 local.rmtree()
 
-    def _explain_failure(self):
-        return workdir.explain_failed_write(
-            "a checkpoint", self.directory, self._what_is_safe, Exception
-        )
-
     def _remove_old(self):
         # Another process may not have finished its part of the newest.
         finished = [s for s in sorted(self._runs, reverse=True) if self._is_finished(s)]
-        runs = {step: self._runs[step] for step in finished}
-        kept = set(finished[: self._keep])
-        for evaluation in {run["evaluation"] for run in runs.values()}:
-            kept.update(_best_first(runs, evaluation)[:1])
-        for step in set(finished) - kept:
+        best = _best_first({s: self._runs[s] for s in finished}, self._evaluation)[:1]
+        for step in set(finished).difference(finished[: self._keep], best):
             del self._runs[step]
-            _delete(self.directory / str(step))
+            folder = self.directory / str(step)
+            (folder / RUN).unlink()  # first, so that the rest is not used
+            folder.rmtree()
 
     def _is_finished(self, step):
         others = range(1, self._runs[step]["num_indexes"])
-        return all((self.directory / f"{step}/index_{k}.json").exists() for k in others)
-
-    def _what_is_safe(self) -> str:
-        for folder in step_folders(self.directory):
-            if not find_damage(folder):
-                return f"the checkpoint of step {folder.name} is intact, later steps are lost"
-        return "there is no earlier checkpoint"
+        return all(_index(self.directory / str(step), k).exists() for k in others)
 
 
 def step_folders(directory: epath.PathLike) -> list[epath.Path]:
@@ -191,14 +169,13 @@ def find_damage(folder: epath.Path) -> str | None:
         if str(run["step"]) != folder.name:
             return f"{RUN} is that of step {run['step']}"
         for process in range(run["num_indexes"]):
-            for name, digest in _read_json(folder / f"index_{process}.json")["files"].items():
-                path = folder / name
-                if _digest_of(path) != digest:
+            for name, digest in _read_json(_index(folder, process)).items():
+                if not (folder / name).exists():
+                    return f"{name} is missing"
+                if _digest_of(folder / name) != digest:
                     return f"{name} does not match its checksum"
     except DamagedError as error:
         return str(error)
-    except FileNotFoundError:
-        return f"{name} is missing"
     except OSError as error:
         return f"it cannot be read ({error})"
     return None
@@ -258,20 +235,14 @@ def restore(
         del expected["opt_state"]
     if weights_only and not expected["ema"]:
         del expected["ema"]
-    numbers = _with_key_data(expected)
     with _on_disk(folder) as path, contextlib.closing(_make_handler()) as handler:
-        _check_fits(folder, handler.metadata(path).tree, numbers)
+        _check_fits(folder, handler.metadata(path).tree, expected)
         args = ocp.args.PyTreeRestore(
-            numbers,
-            restore_args=ocp.checkpoint_utils.construct_restore_args(numbers),
+            expected,
+            restore_args=ocp.checkpoint_utils.construct_restore_args(expected),
             partial_restore=weights_only,
         )
         restored = handler.restore(path, args=args)
-    restored = jax.tree.map(
-        lambda leaf, value: jax.random.wrap_key_data(value) if _is_key(leaf) else value,
-        expected,
-        restored,
-    )
     return TrainState(**{"opt_state": {}, "ema": {}} | restored)
 
 
@@ -287,8 +258,6 @@ def _make_handler(staged: bool = False) -> ocp.PyTreeCheckpointHandler:
 
 
 def _make_saver(staged: bool) -> ocp.AsyncCheckpointer:
-    # Whatever Orbax logs of a failed write, with a traceback, it raises as well.
-    logging.getLogger("absl").addFilter(lambda record: "orbax" not in record.pathname)
     return ocp.AsyncCheckpointer(
         _make_handler(staged),
         multiprocessing_options=_multiprocessing(staged),
@@ -305,25 +274,16 @@ def _multiprocessing(staged: bool) -> ocp.options.MultiprocessingOptions:
 @contextlib.contextmanager
 def _on_disk(folder: epath.Path) -> Iterator[Path]:
     """Yields the saved state of a checkpoint, or a temporary copy of one in object storage."""
-    if not workdir.is_url(folder):
+    if not is_url(folder):
         yield Path(folder) / STATE
         return
     with tempfile.TemporaryDirectory() as copy:
         for process in range(_read_json(folder / RUN)["num_indexes"]):
-            for name in _read_json(folder / f"index_{process}.json")["files"]:
-                target = Path(copy) / name
-                target.parent.mkdir(parents=True, exist_ok=True)
-                (folder / name).copy(target, overwrite=True)
+            _copy(_read_json(_index(folder, process)), folder, epath.Path(copy))
         yield Path(copy) / STATE
 
 
 def _check_fits(folder: epath.Path, saved: dict[str, Any], expected: dict[str, Any]) -> None:
-    if "ema" in expected and bool(saved["ema"]) != bool(expected["ema"]):
-        has, rate = ("has", "is 0") if saved["ema"] else ("has no", "is not 0")
-        raise InputError(
-            f"checkpoint {folder} {has} averaged weights, but config.ema_decay {rate}: set it to "
-            "the value that the run was trained with"
-        )
     old = _shapes_by_name({part: saved[part] for part in expected})
     new = _shapes_by_name(expected)
     for name in sorted(old.keys() | new.keys()):
@@ -331,33 +291,20 @@ def _check_fits(folder: epath.Path, saved: dict[str, Any], expected: dict[str, A
             raise InputError(
                 f"checkpoint {folder} does not fit: {name!r} is {old.get(name, 'missing')} in the "
                 f"checkpoint, {new.get(name, 'missing')} in the model of this config. Use the "
-                "config.model of the checkpoint, or another --workdir"
+                "config of the checkpoint, or another --workdir"
             )
 
 
 def _shapes_by_name(tree) -> dict[str, str]:
+    def describe(leaf):
+        if jax.dtypes.issubdtype(leaf.dtype, jax.dtypes.prng_key):  # stored as numbers
+            leaf = jax.eval_shape(jax.random.key_data, leaf)
+        return f"shape {list(leaf.shape)}"
+
     return {
-        jax.tree_util.keystr(path, simple=True, separator="/"): f"shape {list(leaf.shape)}"
+        jax.tree_util.keystr(path, simple=True, separator="/"): describe(leaf)
         for path, leaf in jax.tree_util.tree_leaves_with_path(tree)
     }
-
-
-def _is_key(leaf):
-    return jax.dtypes.issubdtype(leaf.dtype, jax.dtypes.prng_key)
-
-
-def _with_key_data(tree):
-    """Converts PRNG keys, or their shapes, to raw key data."""
-
-    def convert(leaf):
-        if not _is_key(leaf):
-            return leaf
-        if not isinstance(leaf, jax.ShapeDtypeStruct):
-            return jax.random.key_data(leaf)
-        data = jax.eval_shape(jax.random.key_data, leaf)
-        return jax.ShapeDtypeStruct(data.shape, data.dtype, sharding=leaf.sharding)
-
-    return jax.tree.map(convert, tree)
 
 
 def _best_first(runs: dict[int, dict[str, Any]], evaluation: str) -> list[int]:
@@ -370,7 +317,7 @@ def _best_first(runs: dict[int, dict[str, Any]], evaluation: str) -> list[int]:
     return sorted(measured, key=lambda step: (measured[step], step), reverse=True)
 
 
-def _intact_steps(directory: epath.PathLike, step: int | None) -> Iterator[int]:
+def _intact_steps(directory: epath.PathLike, step: int | None = None) -> Iterator[int]:
     """Yields intact checkpoints, newest first, and prints a note about each other one."""
     for folder in step_folders(directory):
         if step not in (None, int(folder.name)):
@@ -381,24 +328,8 @@ def _intact_steps(directory: epath.PathLike, step: int | None) -> Iterator[int]:
             yield int(folder.name)
 
 
-def _set_aside(folder: epath.Path, damage: str) -> None:
-    names = {path.name.split("_")[0].split(".")[0] for path in folder.iterdir()}
-    if names <= {STATE, "index"}:  # a kill while it was written or deleted
-        folder.rmtree()
-        print(f"note: checkpoint {folder} was not finished and is removed")
-        return
-    target, number = folder.parent / "damaged" / folder.name, 1
-    while target.exists():  # the same step was damaged before
-        number += 1
-        target = target.with_name(f"{folder.name}.{number}")
-    target.parent.mkdir(exist_ok=True)
-    if workdir.is_url(folder):  # where folders cannot be renamed
-        for path in _files(folder):
-            path.copy(target / path.relative_to(folder))
-        _delete(folder)
-    else:
-        folder.rename(target)
-    print(f"note: checkpoint {folder} is damaged: {damage}. Moved to {target}")
+def _index(folder: epath.Path, process: int) -> epath.Path:
+    return folder / f"index_{process}.json"
 
 
 def _files(folder: epath.Path) -> Iterator[epath.Path]:
@@ -406,9 +337,10 @@ def _files(folder: epath.Path) -> Iterator[epath.Path]:
         yield from _files(path) if path.is_dir() else (path,)
 
 
-def _delete(folder: epath.Path) -> None:
-    (folder / RUN).unlink(missing_ok=True)  # first, so that the rest is not used
-    folder.rmtree()
+def _copy(names: Iterable[str], source: epath.Path, target: epath.Path) -> None:
+    for name in names:
+        (target / name).parent.mkdir(parents=True, exist_ok=True)
+        (source / name).copy(target / name, overwrite=True)
 
 
 def _new_digest():

@@ -2,11 +2,11 @@
 
 import collections
 import contextlib
+import datetime
 import json
 import math
 import re
 import socket
-import sys
 import tempfile
 import time
 from collections.abc import Iterable, Iterator, Sequence
@@ -20,12 +20,10 @@ from tensorboardX.proto.summary_pb2 import Summary
 from tensorboardX.record_writer import RecordWriter
 
 from structinit_jax.errors import InputError
-from structinit_jax.training import workdir as workdir_lib
+from structinit_jax.training.workdir import is_url, write_atomically
 
 # Steps dispatched ahead of the devices: enough to keep them busy, with few batches in memory.
 MAX_IN_FLIGHT = 2
-BAR_WIDTH = 24
-COMPILE_EVENT = "/jax/core/compile/backend_compile_duration"
 WAITS = ("data", "checkpoint", "evaluation")
 
 
@@ -94,9 +92,8 @@ class PendingMetrics:
 class MetricsLog:
     """Appends metrics to `metrics.jsonl` and to a TensorBoard event file in `tensorboard/`.
 
-    Only the first process writes. All methods raise `InputError` if the disk is full or read-only.
-    tensorboardX's SummaryWriter is not used: its thread dies on a full disk, and then its queue
-    blocks the loop.
+    Only the first process writes. tensorboardX's SummaryWriter is not used: its thread dies on a
+    full disk, and then its queue blocks the loop.
 
     Args:
       workdir: Output directory of the run.
@@ -108,21 +105,18 @@ class MetricsLog:
         self._workdir = epath.Path(workdir)
         self._folder = self._workdir
         self._files = contextlib.ExitStack()
-        if workdir_lib.is_url(workdir):  # where files cannot be appended to
+        if is_url(workdir):  # where files cannot be appended to
             folder = self._files.enter_context(tempfile.TemporaryDirectory())
             self._folder = epath.Path(folder)
         if jax.process_index() == 0:
-            with self._explain_failure():
-                self._open(start_step)
+            self._open(start_step)
 
     def _open(self, start_step: int) -> None:
-        path, folder = self._folder / "metrics.jsonl", self._folder / "tensorboard"
-        if start_step and (self._workdir / "metrics.jsonl").exists():
-            kept = read_lines(self._workdir / "metrics.jsonl", start_step)
-            workdir_lib.write_atomically(path, "".join(kept))
-        else:
-            workdir_lib.write_atomically(path, "")
+        path, earlier = self._folder / "metrics.jsonl", self._workdir / "metrics.jsonl"
+        lines = read_lines(earlier, start_step) if start_step and earlier.exists() else []
+        write_atomically(path, "".join(lines))
         self._lines = self._files.enter_context(path.open("a"))
+        folder = self._folder / "tensorboard"
         folder.mkdir(exist_ok=True)
         self._events_path = folder / f"events.out.tfevents.{time.time():.6f}.{socket.gethostname()}"
         self._events = RecordWriter(str(self._events_path))
@@ -134,39 +128,24 @@ class MetricsLog:
 
     def write(self, step: int, values: dict[str, float]) -> None:
         """Writes one JSON line, and one TensorBoard scalar per name."""
-        if jax.process_index() != 0:
-            return
-        scalars = [Summary.Value(tag=tag, simple_value=value) for tag, value in values.items()]
-        with self._explain_failure():
-            # JSON has no NaN.
-            finite = {k: v if math.isfinite(v) else None for k, v in values.items()}
+        if jax.process_index() == 0:
+            finite = {k: v if math.isfinite(v) else None for k, v in values.items()}  # as in JSON
             self._lines.write(json.dumps({"step": step, **finite}) + "\n")
             self._lines.flush()
+            scalars = [Summary.Value(tag=tag, simple_value=value) for tag, value in values.items()]
             self._write_event(step=step, summary=Summary(value=scalars))
-
-    def write_missing(self, step: int, values: dict[str, float]) -> None:
-        """Writes values of an earlier process that may have been stopped before it wrote them."""
-        if jax.process_index() == 0:
-            lines = map(json.loads, read_lines(self._folder / "metrics.jsonl", step))
-            if not any(line["step"] == step and values.keys() <= line.keys() for line in lines):
-                self.write(step, values)
 
     def upload(self) -> None:
         """Copies both files to the workdir if it is in object storage."""
         if self._folder != self._workdir and jax.process_index() == 0:
-            with self._explain_failure():
-                for path in (self._folder / "metrics.jsonl", self._events_path):
-                    target = self._workdir / path.relative_to(self._folder)
-                    target.write_bytes(path.read_bytes())
+            for path in (self._folder / "metrics.jsonl", self._events_path):
+                target = self._workdir / path.relative_to(self._folder)
+                target.write_bytes(path.read_bytes())
 
     def close(self) -> None:
         """Closes both files."""
-        self.upload()
-        with self._explain_failure():
-            self._files.close()
-
-    def _explain_failure(self):
-        return workdir_lib.explain_failed_write("the metrics", self._workdir)
+        with self._files:
+            self.upload()
 
     def _write_event(self, **fields):
         self._events.write(Event(wall_time=time.time(), **fields).SerializeToString())
@@ -174,26 +153,21 @@ class MetricsLog:
 
 
 def read_lines(path: epath.PathLike, last_step: int) -> list[str]:
-    """Returns the intact lines of a `metrics.jsonl` up to a step.
-
-    A kill can cut off the last line. Prints a note about each other line that cannot be read.
-    """
-    lines = epath.Path(path).read_bytes().decode(errors="replace").splitlines(keepends=True)
+    """Returns the lines of a `metrics.jsonl` up to a step, without those that a kill cut off."""
     kept = []
-    for number, line in enumerate(lines, start=1):
+    for line in epath.Path(path).read_bytes().decode(errors="replace").splitlines(keepends=True):
         try:
             if line.endswith("\n") and json.loads(line)["step"] <= last_step:
                 kept.append(line)
-        except (ValueError, TypeError, KeyError, RecursionError):
-            if number < len(lines):
-                print(f"note: line {number} of {path} cannot be read and is left out")
+        except (ValueError, TypeError, KeyError):
+            continue
     return kept
 
 
 class Progress:
-    """Prints step, epoch, metrics, speed and remaining time: a bar on a terminal, lines in a log.
+    """Prints step, epoch, metrics, speed and remaining time.
 
-    tqdm would count evaluations as training time, and writes no plain lines to a log.
+    tqdm would count evaluations as training time.
 
     Args:
       start_step: Steps taken before this run.
@@ -206,7 +180,6 @@ class Progress:
         self._num_steps = num_steps
         self._steps_per_epoch = steps_per_epoch
         self._batch_size = batch_size
-        self._bar = sys.stdout.isatty()
         self._last_step, self._last_time = start_step, time.perf_counter()
         self._training_steps, self._training_seconds = 0, 0.0
         self._waited = dict.fromkeys(WAITS, 0.0)
@@ -244,40 +217,22 @@ class Progress:
         self._waited = dict.fromkeys(WAITS, 0.0)
         self._training_steps += steps
         self._training_seconds += training
-        speed = steps * self._batch_size / training
-        return {"images_per_second": speed, **waits}
+        return {"images_per_second": steps * self._batch_size / training, **waits}
 
     def show(self, step: int, values: dict[str, float]) -> None:
-        """Prints the metrics of a step."""
-        text = (
+        """Prints the metrics of a step, after `measure`."""
+        left = self._training_seconds / self._training_steps * (self._num_steps - step)
+        print(
             f"step {step}/{self._num_steps}  epoch {step / self._steps_per_epoch:.1f}  "
             f"loss {values['train/loss']:.4f}  lr {values['train/learning_rate']:.2e}  "
-            f"{values['images_per_second']:.0f} images/s  {self._time_left(step)} left"
+            f"{values['images_per_second']:.0f} images/s  {format_duration(left)} left",
+            flush=True,
         )
-        if self._bar:
-            done = BAR_WIDTH * step // self._num_steps
-            bar = "█" * done + "░" * (BAR_WIDTH - done)
-            print(f"\r\x1b[K{bar} {text}", end="", flush=True)
-        else:
-            print(text, flush=True)
-
-    def note(self, text: str) -> None:
-        """Prints a separate line, above the bar."""
-        print(f"\r\x1b[K{text}" if self._bar else text, flush=True)
-
-    def _time_left(self, step: int) -> str:
-        left = self._num_steps - step
-        return format_duration(self._training_seconds / self._training_steps * left)
 
 
 def format_duration(seconds: float) -> str:
     """Formats a time, for example '1:02:03'."""
-    minutes, seconds = divmod(round(seconds), 60)
-    hours, minutes = divmod(minutes, 60)
-    return f"{hours}:{minutes:02}:{seconds:02}" if hours else f"{minutes}:{seconds:02}"
-
-
-# -- traces, recompilations and device memory ------------------------------------------------------
+    return str(datetime.timedelta(seconds=round(seconds)))
 
 
 class StepTrace:
@@ -306,115 +261,42 @@ class StepTrace:
             )
             self._running = True
 
-    def after(self, step: int, state) -> str | None:
-        """Stops the trace when the last step has finished, and returns a message then."""
-        if step != self._last:
-            return None
-        jax.block_until_ready(state)
-        self.close()
-        return (
-            f"traced steps {self._first} to {self._last} to {self._directory}: open "
-            "perfetto_trace.json.gz at https://ui.perfetto.dev, or the directory with XProf"
-        )
+    def after(self, step: int, state: Any) -> None:
+        """Stops the trace when the last step has finished."""
+        if step == self._last:
+            jax.block_until_ready(state)
+            self.close()
 
     def close(self) -> None:
         """Writes the trace, also of a run that ends before its last step."""
         if self._running:
             self._running = False
             jax.profiler.stop_trace()
+            print(
+                f"traced steps {self._first} to {self._last} to {self._directory}: open "
+                "perfetto_trace.json.gz at https://ui.perfetto.dev, or the directory with XProf"
+            )
 
 
 def parse_steps(text: str | None) -> tuple[int, int] | None:
-    """Parses the flag --profile_steps, for example '10:13', or None.
-
-    Raises:
-      InputError: The text is not a range of steps.
-    """
+    """Parses the flag --profile_steps, for example '10:13', or None."""
     if text is None:
         return None
     match = re.fullmatch(r"(\d+):(\d+)", text)
     first, last = map(int, match.groups()) if match else (0, 0)
     if not 1 <= first <= last:
         raise InputError(
-            f"--profile_steps={text} must be the first and the last step to trace, counted from "
-            "1, for example 10:13; the first steps of a run are slower than the others"
+            f"--profile_steps={text} must be the first and the last step to trace, such as 10:13"
         )
     return first, last
-
-
-def steps_to_trace(
-    steps: tuple[int, int] | None, start_step: int, num_steps: int
-) -> tuple[int, int] | None:
-    """Returns the steps that a run from `start_step` to `num_steps` traces.
-
-    None if it resumes after the first of them: a command that is repeated to resume names steps
-    that are done.
-
-    Raises:
-      InputError: The run ends before the last of them.
-    """
-    if steps is None:
-        return None
-    first, last = steps
-    if last > num_steps:
-        raise InputError(
-            f"--profile_steps={first}:{last}: this run takes steps {start_step + 1} to "
-            f"{num_steps}; choose among them"
-        )
-    if first <= start_step:
-        print(
-            f"note: --profile_steps={first}:{last}: nothing is traced, since the run resumes after "
-            f"step {start_step}"
-        )
-        return None
-    return steps
-
-
-class RecompilationWatch:
-    """A context that reports what JAX compiles after `start`, when all should be compiled."""
-
-    def __init__(self):
-        self._counting = False
-        self._names: list[str] = []
-
-    def __enter__(self):
-        jax.monitoring.register_event_duration_secs_listener(self._listen)
-        return self
-
-    def __exit__(self, *exception):
-        self._counting = False
-        # JAX 0.7 cannot unregister a listener, which then stays and counts nothing.
-        if hasattr(jax.monitoring, "unregister_event_duration_listener"):
-            jax.monitoring.unregister_event_duration_listener(self._listen)
-
-    def start(self) -> None:
-        """Starts counting, if it has not started yet."""
-        self._counting = True
-
-    def report(self) -> str | None:
-        """Returns a warning about the compilations since the last call, or None."""
-        names, self._names = self._names, []
-        if not names:
-            return None
-        return (
-            f"warning: {len(names)} recompilations, of {', '.join(sorted(set(names)))}: a shape or "
-            "a Python value differs between calls, and the devices are idle during compilation"
-        )
-
-    def _listen(self, event: str, _duration: float, **details) -> None:
-        if self._counting and event == COMPILE_EVENT:
-            self._names.append(str(details.get("fun_name", "a function")))
 
 
 def describe_memory() -> str:
     """Formats the memory use of this process's first device, for the end of a message.
 
-    For example ', device memory 1.20 GiB in use, peak 3.40 of 79.6 GiB'. The peak is since the
-    process started. Empty on backends that do not report memory, such as CPUs.
+    Empty on backends that do not report memory, such as CPUs.
     """
-    stats = jax.local_devices()[0].memory_stats()
-    if not stats or "peak_bytes_in_use" not in stats:
+    stats = jax.local_devices()[0].memory_stats() or {}
+    if "peak_bytes_in_use" not in stats:
         return ""
-    in_use, peak = (stats[name] / 2**30 for name in ("bytes_in_use", "peak_bytes_in_use"))
-    limit = f" of {stats['bytes_limit'] / 2**30:.1f}" if "bytes_limit" in stats else ""
-    return f", device memory {in_use:.2f} GiB in use, peak {peak:.2f}{limit} GiB"
+    return f", peak device memory {stats['peak_bytes_in_use'] / 2**30:.2f} GiB"

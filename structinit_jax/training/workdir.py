@@ -8,7 +8,7 @@ import signal
 import socket
 import tempfile
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 
 import jax
@@ -18,7 +18,7 @@ from jax.experimental import multihost_utils
 from structinit_jax.errors import InputError
 
 LOCK = ".lock"
-LOCKS_UNSUPPORTED = (errno.ENOLCK, errno.ENOTSUP, errno.ENOSYS)
+FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS)
 
 
 def is_url(workdir: epath.PathLike) -> bool:
@@ -29,10 +29,7 @@ def is_url(workdir: epath.PathLike) -> bool:
 def local_path(workdir: epath.PathLike) -> Path:
     """Returns --workdir as an absolute path; raises `InputError` if it is a URL."""
     if is_url(workdir):
-        raise InputError(
-            f"--workdir={workdir} is a URL, but this command needs a directory: mount the bucket, "
-            "with gcsfuse for Google Cloud Storage, and pass the mount point"
-        )
+        raise InputError(f"--workdir={workdir} is a URL, but this command needs a directory")
     return Path(workdir).expanduser().absolute()
 
 
@@ -40,7 +37,7 @@ def open_path(workdir: epath.PathLike) -> epath.Path:
     """Returns --workdir as an absolute path, or as one in object storage.
 
     Raises:
-      InputError: The storage is not supported, or its package is not installed.
+      InputError: The storage is not supported, or cannot be reached.
     """
     if not is_url(workdir):
         return epath.Path(local_path(workdir))
@@ -49,21 +46,12 @@ def open_path(workdir: epath.PathLike) -> epath.Path:
     try:
         path = epath.Path(workdir)
         path.exists()
-    except (ImportError, RuntimeError, ValueError, KeyError) as error:
-        raise InputError(
-            f"--workdir={workdir} needs gs:// and pip install '.[gcs]', or s3:// and '.[s3]': "
-            f"{error}"
-        ) from error
     except Exception as error:  # each storage has its own errors
-        raise _unusable(workdir, error) from error
+        raise InputError(
+            f"--workdir={workdir} cannot be used ({type(error).__name__}: {error}): gs:// needs "
+            "pip install '.[gcs]', s3:// '.[s3]', and both need access to the bucket"
+        ) from error
     return path
-
-
-def _unusable(workdir, error):
-    return InputError(
-        f"--workdir={workdir} cannot be used ({type(error).__name__}: {error}): check its name, "
-        "permissions and free space"
-    )
 
 
 @contextlib.contextmanager
@@ -96,7 +84,7 @@ def prepare_workdir(workdir: epath.PathLike) -> Path:
         with tempfile.TemporaryFile(dir=path) as file:
             file.write(bytes(2**16))  # a full disk still accepts empty files
     except OSError as error:
-        raise _unusable(workdir, error) from error
+        raise InputError(f"--workdir={workdir} cannot be written to: {error}") from error
     return path
 
 
@@ -120,9 +108,7 @@ def lock_workdir(workdir: Path) -> Iterator[None]:
                 f"--workdir={workdir} is in use by another run ({file.read().strip()}): wait until "
                 "it ends, stop it, or choose another directory"
             ) from None
-        except OSError as error:
-            if error.errno not in LOCKS_UNSUPPORTED:
-                raise
+        except OSError:
             print(f"note: {workdir} cannot be locked: make sure that no other run uses it")
         file.truncate(0)
         file.write(f"process {os.getpid()} on {socket.gethostname()}\n")
@@ -152,31 +138,17 @@ def write_atomically(path: epath.PathLike, content: str | bytes) -> None:
 
 
 @contextlib.contextmanager
-def explain_failed_write(
-    what: str,
-    directory: epath.PathLike,
-    safe: Callable[[], str] = lambda: "the checkpoints are not affected",
-    errors: type[Exception] = OSError,
-) -> Iterator[None]:
-    """Turns the errors of a full or read-only disk within the context into an `InputError`.
-
-    Args:
-      what: What is written, for the message.
-      directory: Where it is written.
-      safe: Describes what a failure leaves intact.
-      errors: Errors of a failed write; in object storage every error is taken for one.
-    """
+def explain_full_disk(workdir: epath.PathLike) -> Iterator[None]:
+    """Turns the errors of a full or read-only disk within the context into an `InputError`."""
     try:
         yield
-    except Exception as error:
-        if not (isinstance(error, errors) or is_url(directory)):  # storages have their own errors
+    except Exception as error:  # TensorStore raises a ValueError that ends with the system's words
+        reason = next((os.strerror(n) for n in FULL if os.strerror(n) in str(error)), None)
+        if reason is None or isinstance(error, InputError):
             raise
-        reason = getattr(error, "strerror", None) or str(error)
-        if "[os_error_code" in reason:  # of TensorStore, after the names of several files
-            reason = reason.split(" [os_error_code")[0].rsplit(": ", 1)[-1]
         raise InputError(
-            f"{what} could not be written to {directory}: {reason}. Training stops; {safe()}. Free "
-            "disk space or fix the permissions, then run the same command again to resume"
+            f"{workdir} could not be written to: {reason}. Earlier checkpoints are intact: free "
+            "disk space, then run the same command again to resume"
         ) from error
 
 
