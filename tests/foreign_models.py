@@ -13,31 +13,21 @@ from flax import nnx
 
 from structinit_jax.attention_init import AttentionWeights, sincos_positions
 from structinit_jax.interop import initialize
+from structinit_jax.interop.layouts import flatten
 from structinit_jax.models.vit import VisionTransformer
 
 WIDTH, HEADS, DIM, LAYERS, GRID = 32, 4, 8, 2, (4, 4)
 TOKENS = 16
 FOLDER = pathlib.Path(__file__).parent / "references"
 NAMES = json.loads((FOLDER / "state_dict_names.json").read_text())
-# Arguments that each recorded state dict needs, and the grid to find.
-RECORDED = {
-    "timm": (dict(num_heads=3), (14, 14)),
-    "timm_registers": (dict(num_heads=6), (37, 37)),
-    "timm_distilled": (dict(num_heads=3), (14, 14)),
-    "timm_separate": (dict(num_heads=12), (32, 32)),
-    "huggingface": (dict(num_heads=4), (6, 6)),
-    "huggingface_file": (dict(num_heads=4), (6, 6)),
-    "dinov2": (dict(num_heads=4), (6, 6)),
-    "dinov2_file": (dict(num_heads=4), (6, 6)),
-    "clip": (dict(num_heads=4), (6, 6)),
-    "siglip": (dict(num_heads=4), (6, 6)),
-    "torchvision": (dict(num_heads=4), (6, 6)),
-    "aimv2": (dict(num_heads=4), (6, 6)),
-    "internvl": (dict(num_heads=4), (6, 6)),
-    "eomt": (dict(num_heads=4), (6, 6)),
-    "vit_pytorch": (dict(num_heads=4), (6, 6)),
-    "torch_encoder": (dict(num_heads=4), (6, 6)),
+RECORDED = {  # number of heads of each recorded state dict, and the grid to find
+    **dict.fromkeys(NAMES, (4, (6, 6))),
+    "timm": (3, (14, 14)),
+    "timm_registers": (6, (37, 37)),
+    "timm_distilled": (3, (14, 14)),
+    "timm_separate": (12, (32, 32)),
 }
+del RECORDED["timm_no_positions"], RECORDED["simple_vit"]
 
 
 @functools.cache
@@ -92,26 +82,20 @@ def site_of(params, **given):
 
 
 def linen_block(rng, lead=(), number=0):
-    attention = {
-        name: {
-            "kernel": normal(rng, *lead, WIDTH, HEADS, DIM),
-            "bias": normal(rng, *lead, HEADS, DIM),
+    def module(inputs, outputs):
+        return {
+            "kernel": normal(rng, *lead, *inputs, *outputs),
+            "bias": normal(rng, *lead, *outputs),
         }
-        for name in ("query", "key", "value")
-    }
-    attention["out"] = {
-        "kernel": normal(rng, *lead, HEADS, DIM, WIDTH),
-        "bias": normal(rng, *lead, WIDTH),
-    }
+
+    attention = {name: module((WIDTH,), (HEADS, DIM)) for name in ("query", "key", "value")}
+    attention["out"] = module((HEADS, DIM), (WIDTH,))
     return {
         "LayerNorm_0": {"scale": np.ones((*lead, WIDTH)), "bias": np.zeros((*lead, WIDTH))},
         f"MultiHeadDotProductAttention_{number}": attention,
         "MlpBlock_0": {
-            "Dense_0": {"kernel": normal(rng, *lead, WIDTH, 2 * WIDTH)},
-            "Dense_1": {
-                "kernel": normal(rng, *lead, 2 * WIDTH, WIDTH),
-                "bias": normal(rng, *lead, WIDTH),
-            },
+            "Dense_0": module((WIDTH,), (2 * WIDTH,)),
+            "Dense_1": module((2 * WIDTH,), (WIDTH,)),
         },
     }
 
@@ -183,19 +167,78 @@ class NNXModel(nnx.Module):
         self.MAPHead = Block(rngs)
 
 
-MODELS = {
-    **{name: lambda name=name: state_dict(name) for name in RECORDED},
-    **{
-        name: lambda name=name: linen_tree(name)
-        for name in ("big_vision", "big_vision_scan", "vit_jax")
-    },
-    "deit3_jax": deit3_tree,
-    "nnx": lambda: NNXModel(nnx.Rngs(0)),
-    "nnx_state": lambda: nnx.state(NNXModel(nnx.Rngs(0)), nnx.Param),
-    "nnx_pure": lambda: nnx.to_pure_dict(nnx.state(NNXModel(nnx.Rngs(0)), nnx.Param)),
-    "frozen": lambda: nn.FrozenDict({"params": linen_tree("big_vision")}),
-    "structinit_jax": lambda: structinit_model(),
-}
+@functools.cache
+def timm_tensors():
+    rng = np.random.default_rng(0)
+    params = {
+        "cls_token": normal(rng, 1, 1, WIDTH),
+        "pos_embed": normal(rng, 1, TOKENS + 1, WIDTH),
+        "patch_embed.proj.weight": normal(rng, WIDTH, 3, 2, 2),
+        "patch_embed.proj.bias": normal(rng, WIDTH),
+    }
+    sizes = {"attn.qkv": (3, 1), "attn.proj": (1, 1), "mlp.fc1": (4, 1), "mlp.fc2": (1, 4)}
+    for i in range(LAYERS):
+        for norm in ("norm1", "norm2"):
+            params[f"blocks.{i}.{norm}.weight"] = np.ones(WIDTH, np.float32)
+            params[f"blocks.{i}.{norm}.bias"] = np.zeros(WIDTH, np.float32)
+        for name, (outputs, inputs) in sizes.items():
+            params[f"blocks.{i}.{name}.weight"] = normal(rng, outputs * WIDTH, inputs * WIDTH)
+            params[f"blocks.{i}.{name}.bias"] = normal(rng, outputs * WIDTH)
+    return params
+
+
+def renamed(**names):
+    """timm's tensors under other names."""
+    params = {}
+    for name, array in timm_tensors().items():
+        for old, new in names.items():
+            name = name.replace(old.replace("__", "."), new)
+        params[name] = array
+    return params
+
+
+def open_clip():
+    """Both towers of CLIP, the one for text under names like those of the one for images."""
+    vision = renamed(
+        cls_token="class_embedding",
+        pos_embed="positional_embedding",
+        patch_embed__proj="conv1",
+        blocks="transformer.resblocks",
+        norm="ln_",
+        qkv__="in_proj_",
+        attn__proj="attn.out_proj",
+        fc1="c_fc",
+        fc2="c_proj",
+    )
+    text = {name: array for name, array in vision.items() if "conv1" not in name}
+    vision["class_embedding"] = vision["class_embedding"].reshape(WIDTH)
+    vision["positional_embedding"] = vision["positional_embedding"][0]
+    return text | {f"visual.{name}": array for name, array in vision.items()}
+
+
+def equinox():
+    """Equinox's modules have torch's layouts; the names beside attention are the user's."""
+    params = renamed(attn__proj="attn.output_proj", mlp__fc="mlp.layers.")
+    for name in [name for name in params if "qkv" in name]:
+        fused = np.split(params.pop(name), 3)
+        for part, array in zip(("query", "key", "value"), fused, strict=True):
+            params[name.replace("qkv", f"{part}_proj")] = array
+    params["patch_embed.proj.bias"] = params["patch_embed.proj.bias"][:, None, None]
+    return params | {"pos_embed": params["pos_embed"][0]}
+
+
+def naflex():
+    """NaFlexViT: patches through a linear layer, and a table with the axes of the grid."""
+    params = renamed(patch_embed="embeds", cls_token="embeds.cls_token")
+    kernel = params["embeds.proj.weight"]
+    params["embeds.proj.weight"] = kernel.transpose(0, 2, 3, 1).reshape(WIDTH, -1)
+    params["embeds.pos_embed"] = params.pop("pos_embed")[:, 1:].reshape(1, *GRID, WIDTH)
+    return params
+
+
+def compiled():
+    """A compiled module in DataParallel."""
+    return {f"_orig_mod.module.{name}": array for name, array in timm_tensors().items()}
 
 
 def structinit_model():
@@ -223,5 +266,32 @@ def structinit_model():
     )
 
 
+MODELS = {
+    **{name: lambda name=name: state_dict(name) for name in RECORDED},
+    **{
+        name: lambda name=name: linen_tree(name)
+        for name in ("big_vision", "big_vision_scan", "vit_jax")
+    },
+    "deit3_jax": deit3_tree,
+    "nnx": lambda: NNXModel(nnx.Rngs(0)),
+    "nnx_state": lambda: nnx.state(NNXModel(nnx.Rngs(0)), nnx.Param),
+    "nnx_pure": lambda: nnx.to_pure_dict(nnx.state(NNXModel(nnx.Rngs(0)), nnx.Param)),
+    "frozen": lambda: nn.FrozenDict({"params": linen_tree("big_vision")}),
+    "flat": lambda: {
+        f"params/{name}": np.asarray(array)
+        for name, array in flatten(linen_tree("vit_jax"))[0].items()
+    },
+    "structinit_jax": structinit_model,
+    "open_clip": open_clip,
+    "equinox": equinox,
+    "naflex": naflex,
+    "compiled": compiled,
+}
+
+
 def arguments(name):
-    return RECORDED.get(name, ({}, GRID))[0]
+    """The arguments that `initialize` needs for a model of `MODELS`."""
+    if name in RECORDED:
+        return dict(num_heads=RECORDED[name][0])
+    is_torch = name in ("open_clip", "equinox", "naflex", "compiled")
+    return dict(num_heads=HEADS) if is_torch else {}

@@ -1,12 +1,11 @@
 import functools
-import json
-import pathlib
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax import nnx
+from foreign_models import NAMES
 
 from structinit_jax import interop
 from structinit_jax.attention_init import (
@@ -30,7 +29,6 @@ MODELS = {
     "mixer": (MlpMixer, dict(INPUT, patch_size=4, width=16, depth=2)),
     "convmixer": (ConvMixer, dict(INPUT, patch_size=2, width=16, depth=2, kernel_size=5)),
 }
-NAMES = pathlib.Path(__file__).parent / "references" / "state_dict_names.json"
 
 
 def scheme(rng, site):
@@ -99,40 +97,47 @@ def test_initialization_can_be_traced():
     assert {key: value.shape for key, value in shapes.items()} == jax.tree.map(np.shape, start)
 
 
-def swin_of_hugging_face(fused):
-    """Our Swin under the names of transformers' modules, or of its files."""
-    out = "attention.o_proj" if fused else "attention.output.dense"
-    parts = [f"attention.{n}_proj" for n in "qkv"]
-    if not fused:
-        parts = [f"attention.self.{n}" for n in ("query", "key", "value")]
-    table = "relative_position_bias." if fused else "self."
-    params = {}
-    for name, value in interop.to_timm(model("swin")).items():
-        name = "swin.encoder." + name.replace("norm1", "layernorm_before")
-        name = name.replace("attn.proj", out)
-        name = name.replace("attn.relative", f"attention.{table}relative")
-        if "attn.qkv" in name:
-            for part, array in zip(parts, np.split(value, 3), strict=True):
-                params[name.replace("attn.qkv", part)] = array
+SWIN_NAMES = {  # ours by timm's, and those of query, key and value
+    "modules of transformers": (
+        {
+            "norm1": "layernorm_before",
+            "attn.relative": "attention.relative_position_bias.relative",
+            "attn.proj": "attention.o_proj",
+        },
+        [f"attention.{field}_proj" for field in "qkv"],
+    ),
+    "files of transformers": (
+        {"attn.relative": "attention.self.relative", "attn.proj": "attention.output.dense"},
+        [f"attention.self.{field}" for field in ("query", "key", "value")],
+    ),
+    "torchvision": ({"layers.0.blocks": "features.1", "layers.1.blocks": "features.3"}, None),
+}
+
+
+@pytest.mark.parametrize("project", SWIN_NAMES)
+def test_swin_of_other_projects(project):
+    names, parts = SWIN_NAMES[project]
+    start, params = interop.to_timm(model("swin")), {}
+
+    def renamed(name):
+        for old, new in names.items():
+            name = name.replace(old, new)
+        return name
+
+    for name, array in start.items():
+        if parts and "attn.qkv" in name:
+            for part, piece in zip(parts, np.split(array, 3), strict=True):
+                params[name.replace("attn.qkv", part)] = piece
         else:
-            params[name] = value
-    return params
-
-
-@pytest.mark.parametrize("fused", [True, False])
-def test_swin_of_hugging_face(fused):
-    found = interop.initialize(swin_of_hugging_face(fused), scheme, RNG)
-    expected = interop.initialize(interop.to_timm(model("swin")), scheme, RNG)
-    key = "layers.1.blocks.1.attn."
-    table = next(v for k, v in found.items() if "layers.1.blocks.1" in k and "position_bias" in k)
-    np.testing.assert_array_equal(table, expected[key + "relative_position_bias_table"])
-    out = "o_proj" if fused else "output.dense"
-    projection = found[f"swin.encoder.layers.1.blocks.1.attention.{out}.weight"]
-    np.testing.assert_array_equal(projection, expected[key + "proj.weight"])
+            params[renamed(name)] = array
+    found = interop.initialize(params, scheme, RNG)
+    expected = interop.initialize(start, scheme, RNG)
+    for name in (name for name in expected if renamed(name) in found):
+        np.testing.assert_array_equal(found[renamed(name)], expected[name], err_msg=name)
 
 
 def test_rows_of_the_class_token_stay():
-    shapes = json.loads(NAMES.read_text())["timm_no_positions"]
+    shapes = NAMES["timm_no_positions"]
     params = {
         name: np.full(shape, name.endswith("weight") if "norm" in name else 0.1, np.float32)
         for name, shape in shapes.items()
@@ -164,31 +169,22 @@ def test_windows_that_are_not_square_in_one_stage():
 
 
 TABLE = "layers.0.blocks.0.attn.relative_position_bias_table"
-UNFIT = {  # changes of a state dict, arguments, and what the message names
-    "table": ("swin", {TABLE: np.ones((48, 2), np.float32)}, {}, rf"grid: the 48 rows of {TABLE}"),
-    "grid": ("swin", {}, dict(grid=(4, 5)), r"grid=\(4, 5\) is none of the windows \(4, 4\)"),
-    "positions": ("swin", {}, dict(positions=np.zeros((16, 16))), "positions: leave it out"),
-    "num_heads": ("swin", {}, dict(num_heads=5), "num_heads: leave it out"),
-    "temperature": ("swin", {"layers.0.blocks.0.attn.tau": np.ones(2, np.float32)}, {}, "attn.tau"),
-    "cosine": (
-        "swin",
-        {"layers.0.blocks.0.attn.logit_scale": np.ones(2, np.float32)},
-        {},
-        "SwinV2; such models are not supported",
-    ),
-    "tokens": ("mixer", {}, dict(grid=(3, 5)), r"grid=\(3, 5\): .*fc1\.weight mixes 16 tokens"),
-    "gates": (
-        "mixer",
-        {"blocks.1.mlp_tokens.fc2.weight": np.ones((16, 4), np.float32)},
-        {},
-        r"blocks\.1\.mlp_tokens\.fc2\.weight .* not supported",
-    ),
-}
+ONES = np.ones((2, 2), np.float32)
 
 
-@pytest.mark.parametrize("case", UNFIT)
-def test_models_that_do_not_fit_are_refused(case):
-    name, changes, options, message = UNFIT[case]
+@pytest.mark.parametrize(
+    ("name", "changes", "options", "message"),
+    [
+        ("swin", {TABLE: np.ones((48, 2), np.float32)}, {}, rf"grid: the 48 rows of {TABLE}"),
+        ("swin", {}, dict(grid=(4, 5)), r"grid=\(4, 5\) is none of the windows \(4, 4\)"),
+        ("swin", {}, dict(positions=ONES), "positions: leave it out"),
+        ("swin", {"layers.0.blocks.0.attn.tau": ONES}, {}, "attn.tau"),
+        ("swin", {"layers.0.blocks.0.attn.logit_scale": ONES}, {}, "SwinV2; .* not supported"),
+        ("mixer", {}, dict(grid=(3, 5)), r"grid=\(3, 5\): .*fc1\.weight mixes 16 tokens"),
+        ("mixer", {"blocks.1.mlp_tokens.fc2.weight": ONES}, {}, "fc2.weight .* not supported"),
+    ],
+)
+def test_models_that_do_not_fit_are_refused(name, changes, options, message):
     with pytest.raises(InputError, match=message):
         interop.initialize(interop.to_timm(model(name)) | changes, scheme, RNG, **options)
 

@@ -1,0 +1,171 @@
+"""Parameters as other projects name and shape them, and what `interop` makes of them."""
+
+import jax
+import numpy as np
+import pytest
+from flax import nnx
+from foreign_models import (
+    GRID,
+    HEADS,
+    LAYERS,
+    WIDTH,
+    normal_scheme,
+    site_of,
+    state_dict,
+    timm_tensors,
+    write,
+)
+
+from structinit_jax import interop
+from structinit_jax.attention_init import AttentionWeights, sincos_positions
+from structinit_jax.errors import InputError
+from structinit_jax.models import create_model, default_config
+
+RNG = jax.random.key(0)
+
+
+def test_vit_pytorch():
+    """Its norms are in its attention and MLP, and SimpleViT does not store its positions."""
+    params = state_dict("simple_vit")
+    given = dict(num_heads=4, positions=sincos_positions((6, 6), 32))
+    site = site_of(params, **given)
+    assert (site.num_layers, site.grid, site.positions_trainable) == (2, (6, 6), False)
+    params["transformer.layers.0.0.norm.weight"] += 1
+    with pytest.raises(InputError, match=r"0\.norm\.weight is not 1"):
+        site_of(params, **given)
+
+
+@pytest.mark.parametrize("out", ["out", "attention_output"])
+def test_keras_hub_and_flax(out):
+    shapes = {"query": (WIDTH, HEADS, 8), "key": (WIDTH, HEADS, 8), "value": (WIDTH, HEADS, 8)}
+    shapes[out] = (HEADS, 8, WIDTH)
+    params = {f"block_{i}/mha/{n}/kernel": np.ones(s) for i in (1, 2) for n, s in shapes.items()}
+    params["embedding/position_embedding/embeddings"] = np.ones((16, WIDTH))
+    site = site_of(params)
+    assert (site.num_layers, site.num_heads, site.grid) == (2, HEADS, GRID)
+
+
+def test_a_patch_embedding_of_zeros_stays_one():
+    name = "patch_embed.proj.weight"
+    zeros = timm_tensors() | {name: np.zeros((WIDTH, 3, 2, 2), np.float32)}
+    new = write(zeros, AttentionWeights(patch_scale=0.3), num_heads=HEADS)
+    np.testing.assert_array_equal(new[name], 0)
+
+
+# -- models that are refused -----------------------------------------------------------------------
+
+
+class Module:
+    def state_dict(self):
+        raise AssertionError("its tensors would have to be converted")
+
+
+def changed(**tensors):
+    return timm_tensors() | {k.replace("__", "."): v for k, v in tensors.items()}
+
+
+def without(part):
+    return {name: value for name, value in timm_tensors().items() if part not in name}
+
+
+def shapes(**modules):
+    names = {k.replace("__", "."): shape for k, shape in modules.items()}
+    return {f"{name}.weight": np.ones(shape, np.float32) for name, shape in names.items()}
+
+
+def stages():
+    """Attention of several sizes, as in MViT, Hiera and DaViT."""
+    params = {}
+    for s, width in enumerate((8, 16)):
+        block = f"stages__{s}__blocks__0__attn"
+        params |= shapes(**{f"{block}__qkv": (3 * width, width), f"{block}__proj": (width, width)})
+    return params
+
+
+def two_models():
+    return {f"{k}.{name}": array for k in "ab" for name, array in timm_tensors().items()}
+
+
+ONES, WIDE = np.ones(WIDTH, np.float32), np.ones((2 * WIDTH, WIDTH), np.float32)
+REFUSED = {  # what the message says, and the parameters
+    "no attention layers, only nothing": dict,
+    r"attn\.wqkv\..* rename them for": lambda: shapes(body__attn__wqkv=(3, 3)),
+    r"attn\.kv\.weight.* other attention is not": lambda: shapes(
+        a__attn__kv=(8, 4), a__attn__sr=(4,)
+    ),
+    r"params is a Module, a torch module: pass \{k: v\.detach": Module,
+    r"weight is a .*Module": lambda: changed(blocks__0__attn__proj__weight=Module()),
+    "q_norm.weight changes the attention": lambda: changed(blocks__0__attn__q_norm__weight=ONES),
+    "rel_pos.* changes the attention": lambda: changed(rel_pos__mlp__fc1__weight=ONES),
+    r"norm1\.weight is not 1": lambda: changed(blocks__1__norm1__weight=2 * ONES),
+    r"norm2\.bias is not 0": lambda: changed(blocks__1__norm2__bias=ONES),
+    "positions: .* width 32: pass": lambda: without("pos_embed"),
+    r"params have no blocks\.1\.attn\.qkv\.": lambda: without("blocks.1.attn.qkv"),
+    r"\.qkv\.weight .*not supported": lambda: changed(blocks__1__attn__qkv__weight=WIDE),
+    r"several models \(a\.blocks\.0\.attn, b\..*\): pass the subtree": two_models,
+    r"no linear layer; .* not": lambda: changed(blocks__0__attn__proj__weight=ONES[:, None, None]),
+    "several stages is not supported": stages,
+}
+
+
+@pytest.mark.parametrize("message", REFUSED)
+def test_unusable_parameters_are_refused(message):
+    with pytest.raises(InputError, match=message):
+        interop.initialize(REFUSED[message](), normal_scheme, RNG, num_heads=HEADS)
+
+
+@pytest.mark.parametrize(
+    ("message", "options"),
+    [
+        ("^layout='keras_3'", dict(layout="keras_3")),
+        ("^num_heads=5", dict(num_heads=5)),
+        ("^grid=", dict(grid=(5, 5))),
+        (r"^AttentionSite\.positions", dict(positions=np.zeros((16, 8), np.float32))),
+    ],
+)
+def test_arguments_that_do_not_fit_are_refused(message, options):
+    with pytest.raises(InputError, match=message):
+        interop.initialize(timm_tensors(), normal_scheme, RNG, **dict(num_heads=HEADS) | options)
+
+
+def test_rotary_positions_beside_a_table_are_reported():
+    params = changed(rope__freqs=ONES)
+    with pytest.warns(UserWarning, match=r"rope\.freqs rotates queries and keys"):
+        interop.initialize(params, normal_scheme, RNG, num_heads=HEADS)
+    del params["pos_embed"]
+    with pytest.raises(InputError, match=r"rope\.freqs rotates .* pass rotations="):
+        interop.initialize(params, normal_scheme, RNG, num_heads=HEADS)
+
+
+def test_weights_and_schemes_that_do_not_fit_are_refused():
+    weights = interop.read(timm_tensors(), num_heads=HEADS)
+    for name, array in (
+        ("query", weights.query[:1]),
+        ("positions", weights.positions[:9]),
+        ("bias", weights.query),
+    ):
+        with pytest.raises(InputError, match=rf"^weights\.{name}"):
+            write(timm_tensors(), weights._replace(**{name: array}), num_heads=HEADS)
+    with pytest.raises(InputError, match=r"^weights\.positions"):
+        write(without("pos_embed"), weights, num_heads=HEADS, grid=GRID)
+    own = nnx.eval_shape(lambda: create_model(default_config("vit"), channels=3, rngs=nnx.Rngs(0)))
+    with pytest.raises(InputError, match=r"call model\.initialize_attention\(scheme, rng\)"):
+        interop.initialize(own, normal_scheme, RNG)
+
+
+def test_what_cannot_be_scaled_is_refused():
+    attention = nnx.MultiHeadAttention(HEADS, WIDTH, rngs=nnx.Rngs(0))
+    with pytest.raises(InputError, match=r"no kernel where a patch embedding .*patch_scale=1"):
+        write(attention, AttentionWeights(patch_scale=0.5), grid=GRID)
+    with pytest.raises(InputError, match=r"nothing where the output .*mlp_scale=1"):
+        write(attention, AttentionWeights(mlp_scale=0), grid=GRID)
+
+
+@pytest.mark.parametrize("names", [("w3", "w1", "w2"), ("fc2", "fc1_g", "fc1_x"), ("fc2", "fc1")])
+def test_an_mlp_as_wide_as_the_model(names):
+    square = np.ones((WIDTH, WIDTH), np.float32)
+    params = without(".mlp.")
+    params |= {f"blocks.{i}.mlp.{n}.weight": square for i in range(LAYERS) for n in names}
+    new = write(params, AttentionWeights(mlp_scale=0), num_heads=HEADS)
+    found = {name for name in params if not np.array_equal(new[name], params[name])}
+    assert found == {f"blocks.{i}.mlp.{names[0]}.weight" for i in range(LAYERS)}
