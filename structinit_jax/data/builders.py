@@ -5,13 +5,10 @@ Training reads prepared sets only. These two are prepared on first use; for othe
 """
 
 import contextlib
-import functools
 import gzip
 import hashlib
 import io
-import os
 import urllib.request
-from collections.abc import Iterator
 from pathlib import Path
 
 import numpy as np
@@ -19,7 +16,7 @@ import tensorflow_datasets as tfds
 from PIL import Image
 from tensorflow_datasets.image_classification import mnist
 
-from structinit_jax.data.source import Dataset, DatasetInfo, Folder, expand_user
+from structinit_jax.data.source import Dataset, DatasetInfo, Folder
 from structinit_jax.errors import InputError, suggest
 
 tfds.disable_progress_bar()
@@ -96,14 +93,8 @@ with tfds.core.registered.skip_registration():
         manual_dir = None
 
         def _split_generators(self, dl_manager):
-            if self.manual_dir is not None:
-                folder = Path(self.manual_dir)
-                paths = {name: folder / f"{name}.gz" for name in CHECKSUMS}
-            else:
-                urls = {name: f"{self.URL}{name}.gz" for name in CHECKSUMS}
-                _check_reachable(next(iter(urls.values())))
-                paths = dl_manager.download(urls)
-            arrays = [_read_idx(Path(paths[name]), sha256) for name, sha256 in CHECKSUMS.items()]
+            place = self.manual_dir or self.URL
+            arrays = [_read_idx(place, name, sha256) for name, sha256 in CHECKSUMS.items()]
             return {
                 "train": self._generate_examples(*arrays[:2]),
                 "test": self._generate_examples(*arrays[2:]),
@@ -119,21 +110,18 @@ OWN_BUILDERS = {"digits": Digits, "fashion_mnist": FashionMNIST}
 
 def open_tfds(name: str, data_dir: Folder, manual_dir: Folder) -> Dataset:
     """Opens a TFDS data set; for arguments and errors see `datasets.open_dataset`."""
-    if data_dir is None:
-        expand_user(tfds.core.constants.DATA_DIR)  # TFDS would make a folder called ~
     builder = find_builder(name, data_dir)
-    path, root = builder.data_path, builder.data_dir_root
+    path = builder.data_path
     if name in OWN_BUILDERS and not path.exists():
         _prepare_own(builder, manual_dir)
-    if path.exists():
-        with explain_damage(name, path):
-            builder = tfds.builder_from_directory(path)  # knows formats that were added later
     if not path.exists():
         raise InputError(
             f"config.data.name={name!r} is not prepared: looked in {path}. Pass"
             f" --config.data.data_dir=DIR, the folder that holds {name}/, or download it with\n"
-            f"  python -m structinit_jax.prepare --name={name} --data_dir={root}"
+            f"  python -m structinit_jax.prepare --name={name} --data_dir={builder.data_dir_root}"
         )
+    with _explain_damage(name, path):
+        builder = tfds.builder_from_directory(path)  # knows formats that were added later
     if tfds.core.FileFormat.ARRAY_RECORD not in builder.info.available_file_formats():
         raise InputError(
             f"config.data.name={name!r} is not prepared as array_record. Convert it, once, where"
@@ -159,10 +147,8 @@ def open_tfds(name: str, data_dir: Folder, manual_dir: Folder) -> Dataset:
     shape = (*image.shape[:2], 1 if image.shape[2] == 1 else 3)
 
     def open_split(split):
-        explain = functools.partial(explain_damage, name, path)
-        with explain():
-            source = builder.as_data_source(split, decoders=decoders)
-            return _PreparedRecords(source, explain, label_key)
+        with _explain_damage(name, path):
+            return _PreparedRecords(builder.as_data_source(split, decoders=decoders), label_key)
 
     return Dataset(name, DatasetInfo(label.num_classes, shape, sizes), label.names, open_split)
 
@@ -170,8 +156,8 @@ def open_tfds(name: str, data_dir: Folder, manual_dir: Folder) -> Dataset:
 class _PreparedRecords:
     """The examples of a prepared split as `Records`, read many at once."""
 
-    def __init__(self, source, explain, label_key):
-        self._source, self._explain, self._label_key = source, explain, label_key
+    def __init__(self, source, label_key):
+        self._source, self._label_key = source, label_key
 
     def __len__(self):
         return len(self._source)
@@ -180,23 +166,18 @@ class _PreparedRecords:
         return self.__getitems__([index])[0]
 
     def __getitems__(self, indices):
-        with self._explain():
-            examples = self._source.__getitems__(indices)
-            if any(example["image"] is None for example in examples):
-                raise ValueError("an example is empty")  # a file cut at a block reads as such
+        examples = self._source.__getitems__(indices)
         return [example | {"label": example[self._label_key]} for example in examples]
 
 
 @contextlib.contextmanager
-def explain_damage(name: str, path: os.PathLike) -> Iterator[None]:
-    """Turns any error while the data set at `path` is read into an `InputError`."""
+def _explain_damage(name, path):
     try:
         yield
     except Exception as error:  # TFDS, protobuf and array_record have no common type
         raise InputError(
-            f"config.data.name={name!r}: {path} is damaged or incomplete:"
-            f" {str(error).rstrip('.')}. Delete this folder, and prepare or copy the data set"
-            " again."
+            f"config.data.name={name!r}: {path} is damaged or incomplete: {error}. Delete this"
+            " folder, and prepare or copy the data set again."
         ) from error
 
 
@@ -212,16 +193,12 @@ def find_builder(name: str, data_dir: Folder) -> tfds.core.DatasetBuilder:
         return tfds.builder(name, data_dir=data_dir)
     except tfds.core.DatasetNotFoundError as error:
         stock = tfds.list_builders(with_community_datasets=False)
-        hint = suggest(name.lower(), ["folder", "tiny_imagenet", *OWN_BUILDERS, *stock])
-        raise InputError(
-            f"config.data.name={name!r}: TFDS has no such data set, and there is no"
-            f" {name}/VERSION/features.json in config.data.data_dir="
-            f"{str(data_dir or tfds.core.constants.DATA_DIR)!r}: {hint}"
-        ) from error
+        hint = suggest(name.lower(), ["folder", *OWN_BUILDERS, *stock])
+        raise InputError(f"config.data.name={name!r}: TFDS has no such data set: {hint}") from error
     except Exception as error:  # a malformed name, variant or file; a missing package
         raise InputError(
-            f"config.data.name={name!r}, config.data.data_dir={str(data_dir or '')!r}: TFDS cannot"
-            f" open this data set: {type(error).__name__}: {error}"
+            f"config.data.name={name!r}: TFDS cannot open it in config.data.data_dir="
+            f"{str(data_dir or '')!r}: {type(error).__name__}: {error}"
         ) from error
 
 
@@ -237,32 +214,27 @@ def _prepare_own(builder, manual_dir):
         if not builder.data_path.exists():
             raise InputError(
                 f"config.data.data_dir={str(builder.data_dir_root)!r}: cannot prepare"
-                f" {builder.name}: {error}. Pass --config.data.data_dir=DIR, a writable folder with"
-                " space left."
+                f" {builder.name}: {error}. Pass a writable folder with space left."
             ) from error
 
 
-def _read_idx(path, sha256):
-    """Reads the idx format: two zeros, type 8 (uint8), rank, big-endian sizes, values."""
+def _read_idx(place, name, sha256):
+    """Reads the idx format: two zeros, type 8 (uint8), rank, big-endian sizes, values.
+
+    Not by TFDS's download manager, which would retry for minutes without a network.
+    """
     try:
-        content = gzip.decompress(path.read_bytes())
-    except Exception as error:  # of the file system, gzip or zlib
-        raise InputError(f"fashion_mnist: {path}: {error}. {MANUAL_DOWNLOAD}") from error
+        if str(place).startswith("http"):
+            with urllib.request.urlopen(f"{place}{name}.gz", timeout=30) as response:
+                content = gzip.decompress(response.read())
+        else:
+            content = gzip.decompress(Path(place, f"{name}.gz").read_bytes())
+    except OSError as error:  # of the network, the file system or gzip
+        raise InputError(f"fashion_mnist: {name}.gz: {error}. {MANUAL_DOWNLOAD}") from error
     if hashlib.sha256(content).hexdigest() != sha256:
         raise InputError(
-            f"fashion_mnist: {path} is not the original file: the SHA-256 of its decompressed"
-            f" content is not {sha256}. {MANUAL_DOWNLOAD}"
+            f"fashion_mnist: {name}.gz in {place} is not the original file. {MANUAL_DOWNLOAD}"
         )
     rank = content[3]
     shape = np.frombuffer(content, ">i4", count=rank, offset=4)
     return np.frombuffer(content, np.uint8, offset=4 + 4 * rank).reshape(shape)
-
-
-def _check_reachable(url):
-    """Requests a URL once, because TFDS would retry for minutes without a network."""
-    try:
-        request = urllib.request.Request(url, method="HEAD")
-        urllib.request.urlopen(request, timeout=5).close()
-    except OSError as error:
-        message = f"fashion_mnist cannot be downloaded from {url} ({error}). {MANUAL_DOWNLOAD}"
-        raise InputError(message) from error

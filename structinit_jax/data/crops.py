@@ -2,7 +2,6 @@
 
 import dataclasses
 import math
-from typing import NamedTuple
 
 import numpy as np
 from PIL import Image
@@ -44,13 +43,7 @@ def _pillow_resize(pixels, size, interpolation, box=None):
     return resized[..., None] if resized.ndim == 2 else resized
 
 
-class Box(NamedTuple):
-    """A rectangle in an image, in pixels."""
-
-    top: int
-    left: int
-    height: int
-    width: int
+Box = tuple[int, int, int, int]  # top, left, height and width of a rectangle, in pixels
 
 
 @dataclasses.dataclass(frozen=True)
@@ -92,10 +85,10 @@ class RandomCrop:
             if 0 < box_height <= height and 0 < box_width <= width:
                 top = int(down * (height - box_height + 1))
                 left = int(across * (width - box_width + 1))
-                return Box(top, left, box_height, box_width)
+                return top, left, box_height, box_width
         box_height = min(height, max(1, round(width / self.ratio[0])))
         box_width = min(width, max(1, round(height * self.ratio[1])))
-        return Box((height - box_height) // 2, (width - box_width) // 2, box_height, box_width)
+        return (height - box_height) // 2, (width - box_width) // 2, box_height, box_width
 
     def draw_interpolation(self, position: int) -> str:
         """Returns 'bicubic' or 'bilinear'."""
@@ -118,14 +111,15 @@ def crop_and_resize(
     `interpolation` is 'bicubic' or 'bilinear'.
     A JPEG is decoded at a fraction of its size if the box still has `image_size` pixels each way.
     """
-    full, sides = image.size, (box.height, box.width)
+    full, (top, left, *sides) = image.size, box
     at_least = (math.ceil(size * image_size / side) for size, side in zip(full, sides, strict=True))
     pixels = image.decode(tuple(at_least))
     height, width = pixels.shape[:2]
     # The decoded size is rounded up, but its pixels are exact eighths apart.
     scale = round(8 * max(height, width) / max(full)) / 8
-    top, left = box.top * scale, box.left * scale
-    bottom, right = min(top + box.height * scale, height), min(left + box.width * scale, width)
+    bottom = min((top + sides[0]) * scale, height)
+    right = min((left + sides[1]) * scale, width)
+    top, left = top * scale, left * scale
     # Cut out first, as timm does, so that pixels outside the box do not bleed into its edge.
     y, x = math.floor(top), math.floor(left)
     inside = pixels[y : math.ceil(bottom), x : math.ceil(right)]

@@ -6,9 +6,10 @@ can decode at a fraction of the size. Every other format goes through Pillow.
 
 import contextlib
 import io
+import struct
 
 import numpy as np
-from PIL import ExifTags, Image, UnidentifiedImageError
+from PIL import ExifTags, Image, ImageOps, UnidentifiedImageError
 
 from structinit_jax.errors import InputError
 
@@ -16,17 +17,6 @@ PIL_MODES = {1: "L", 3: "RGB"}
 # JPEG color spaces that libjpeg-turbo converts as Pillow does.
 JPEG_MODES = {"Gray": "L", "YCbCr": "RGB", "RGB": "RGB"}
 MAX_EXIF_START = 65_536  # bytes into a JPEG; searching all of it takes longer
-# EXIF orientation -> whether to swap height and width, then the steps along rows and columns.
-UPRIGHT = {
-    1: (False, 1, 1),
-    2: (False, 1, -1),
-    3: (False, -1, -1),
-    4: (False, -1, 1),
-    5: (True, 1, 1),
-    6: (True, 1, -1),
-    7: (True, -1, -1),
-    8: (True, -1, 1),
-}
 
 
 class BadImageError(InputError):
@@ -70,18 +60,16 @@ class StoredImage:
 
     def __init__(self, data: bytes | np.ndarray, channels: int, name: str):
         self.name, self._data, self._mode = name, data, PIL_MODES[channels]
-        self._upright, self._jpeg_mode = UPRIGHT[1], None
+        self._jpeg_mode = None  # of a JPEG that simplejpeg decodes
+        self._transposed = False  # by the EXIF orientation
         with self._explain():
             if isinstance(data, np.ndarray):
-                pixels = data[..., 0] if data.shape[2:] == (1,) else data
-                self._file = Image.fromarray(np.ascontiguousarray(pixels))
-                width, height = self._file.size
+                self.size = data.shape[:2]
             # Pillow is slow on headers, so it reads only those of other formats or with EXIF tags.
-            elif data[:2] == b"\xff\xd8" and b"Exif\0\0" not in data[:MAX_EXIF_START]:
-                width, height = self._read_jpeg_header()
+            elif not self._is_jpeg() or b"Exif\0\0" in data[:MAX_EXIF_START]:
+                self._read_header()
             else:
-                width, height = self._read_header()
-        self.size = (width, height) if self._upright[0] else (height, width)
+                self._read_jpeg_header()
 
     def decode(self, at_least: tuple[int, int] = (0, 0)) -> np.ndarray:
         """Returns the pixels, uint8 [h, w, C].
@@ -93,13 +81,9 @@ class StoredImage:
         Raises:
           BadImageError: The image is truncated, or of a kind that is not supported.
         """
-        swap, down, across = self._upright
         with self._explain():
-            if self._jpeg_mode is not None:
-                pixels = self._decode_jpeg(at_least[::-1] if swap else at_least)
-            else:
-                pixels = np.asarray(self._convert(self._file))
-        pixels = (pixels.swapaxes(0, 1) if swap else pixels)[::down, ::across]
+            read = self._decode if self._jpeg_mode is None else self._decode_jpeg
+            pixels = read(at_least)
         return pixels[..., None] if pixels.ndim == 2 else pixels
 
     def content(self) -> bytes:
@@ -107,7 +91,10 @@ class StoredImage:
 
         The bytes of a PNG depend on the version of the program that prepared the data set.
         """
-        return self._data if self._jpeg_mode is not None else self.decode().tobytes()
+        return self._data if self._is_jpeg() else self.decode().tobytes()
+
+    def _is_jpeg(self):
+        return isinstance(self._data, bytes) and self._data.startswith(b"\xff\xd8")
 
     def _read_jpeg_header(self):
         import simplejpeg  # imported here so that other formats can be read without it
@@ -116,21 +103,22 @@ class StoredImage:
             height, width, space, _ = simplejpeg.decode_jpeg_header(self._data)
         except ValueError:
             space = None
-        if space not in JPEG_MODES:  # Pillow reads it, or says what is wrong
-            return self._read_header()
-        self._jpeg_mode = JPEG_MODES[space]
-        return width, height
+        if space in JPEG_MODES:
+            self.size, self._jpeg_mode = (height, width), JPEG_MODES[space]
+        else:
+            self._read_header()  # Pillow reads it, or says what is wrong
 
     def _read_header(self):
-        self._file = file = Image.open(io.BytesIO(self._data))
-        size, is_jpeg = file.size, file.format in ("JPEG", "MPO")
-        if file.format != "TIFF":  # whose orientation Pillow applies while loading
+        image, orientation = Image.open(io.BytesIO(self._data)), 1
+        self.size = image.height, image.width
+        if image.format != "TIFF":  # whose orientation Pillow applies to the size, too
             with contextlib.suppress(Exception):  # damaged tags
-                orientation = file.getexif().get(ExifTags.Base.Orientation)
-                self._upright = UPRIGHT.get(orientation, UPRIGHT[1])
-        if is_jpeg and file.mode in ("L", "RGB"):
-            self._jpeg_mode = file.mode
-        return size
+                orientation = image.getexif().get(ExifTags.Base.Orientation, 1)
+        self._transposed = 5 <= orientation <= 8
+        if self._transposed:
+            self.size = self.size[::-1]
+        if self._is_jpeg() and image.mode in ("L", "RGB") and not 2 <= orientation <= 8:
+            self._jpeg_mode = image.mode
 
     def _decode_jpeg(self, at_least):
         import simplejpeg
@@ -145,20 +133,29 @@ class StoredImage:
             )
         except ValueError:
             # It stops at the first warning. Pillow goes on, but refuses a truncated file.
-            return np.asarray(self._convert(Image.open(io.BytesIO(self._data))))
+            return self._decode()
         pixels = pixels[..., 0] if pixels.shape[-1] == 1 else pixels
         if self._jpeg_mode == self._mode:
             return pixels
         return np.asarray(Image.fromarray(pixels).convert(self._mode))
 
-    def _convert(self, image):
+    def _decode(self, at_least=(0, 0)):
+        if isinstance(self._data, np.ndarray):
+            pixels = self._data[..., 0] if self._data.shape[2:] == (1,) else self._data
+            image = Image.fromarray(np.ascontiguousarray(pixels))
+        else:
+            image = Image.open(io.BytesIO(self._data))
+            if any(at_least):
+                image.draft(None, at_least if self._transposed else at_least[::-1])
+            with contextlib.suppress(SyntaxError, struct.error):  # damaged tags
+                image = ImageOps.exif_transpose(image)
         if image.mode.startswith("I;16"):  # Pillow itself clips at 255
             image = Image.fromarray((np.asarray(image) >> 8).astype(np.uint8))
         elif image.mode in ("I", "F"):
             raise ValueError("32-bit and floating-point values have no known range: convert them")
         if "transparency" in image.info:
             image = image.convert("RGBA")  # Pillow warns when it drops a palette's transparency
-        return image if image.mode == self._mode else image.convert(self._mode)
+        return np.asarray(image if image.mode == self._mode else image.convert(self._mode))
 
     @contextlib.contextmanager
     def _explain(self):
