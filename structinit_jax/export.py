@@ -67,14 +67,7 @@ def export(
     weights = jax.device_get((source["params"], source["model_state"]))
     weights = to_timm(nnx.merge(model.graphdef, *weights))
     run = read_run(open_path(workdir) / "checkpoints", int(state.step))
-    card = timm.card(
-        image_size=data.image_size,
-        mean=data.mean,
-        std=data.std,
-        crop_fraction=data.crop_fraction,
-        class_names=run["class_names"],
-    )
-    text = json.dumps(card, indent=2)
+    text = json.dumps(timm.card(data.to_dict(), run["class_names"]), indent=2)
     # "format" tells readers of safetensors that the layout is PyTorch's.
     metadata = {"format": "pt", "model": timm.call(), "config": text}
     try:

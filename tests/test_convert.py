@@ -205,7 +205,7 @@ def without(model, dropped):
 UNFIT = {  # teacher and student from a teacher, and what the message says
     "deeper": (lambda t: (t, vit(12, 5, 3)), r"teacher has no blocks\.4\.\S+: .* as deep"),
     "wider": (lambda t: (t, vit(32, 2, 4)), "the student must be the smaller model"),
-    "pool": (lambda t: (t, vit(12, 2, 3, pool="mean")), r"such as config\.model\.pool='class_tok"),
+    "pool": (lambda t: (t, vit(12, 2, 3, pool="mean")), r"with the same config\.model\.pool"),
     "state_dict": (
         lambda t: (to_timm(t), without(vit(12, 2, 3), "norm.bias")),
         "student has no no",

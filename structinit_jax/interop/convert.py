@@ -260,40 +260,31 @@ class TimmModel(NamedTuple):
             return f"timm.model_entrypoint({self.name!r})({', '.join(texts)})"
         return f"timm.create_model({', '.join([repr(self.name), *texts])})"
 
-    def card(
-        self,
-        *,
-        image_size: int,
-        mean: Sequence[float],
-        std: Sequence[float],
-        crop_fraction: float,
-        class_names: Sequence[str] = (),
-    ) -> dict[str, Any]:
+    def card(self, data: Mapping[str, Any], class_names: Sequence[str] = ()) -> dict[str, Any]:
         """Returns the `config.json` of a folder for `timm.create_model("local-dir:FOLDER")`.
 
         Args:
-          image_size: Side of the images in pixels.
-          mean: Mean of the normalization, by channel.
-          std: Standard deviation of the normalization, by channel.
-          crop_fraction: See `data.crops.resize_and_center_crop`.
+          data: `config.data`.
           class_names: Name of each class, if they are known.
         """
         num_classes = self.arguments["num_classes"]
         family = self.name.split("_")[0]
+        first_convs = {"mixer": "stem.proj", "convmixer": "stem.0"}
+        size = data["image_size"]
         return {
             "architecture": self.name,
             "num_classes": num_classes,
             "model_args": self.arguments,
             **({"label_names": list(class_names)} if class_names else {}),
             "pretrained_cfg": {
-                "input_size": [self.arguments["in_chans"], image_size, image_size],
+                "input_size": [self.arguments["in_chans"], size, size],
                 "fixed_input_size": family != "convmixer",
                 "interpolation": "bicubic",
-                "crop_pct": crop_fraction,
-                "mean": list(mean),
-                "std": list(std),
+                "crop_pct": data["crop_fraction"],
+                "mean": list(data["mean"]),
+                "std": list(data["std"]),
                 "num_classes": num_classes,
-                "first_conv": _FIRST_CONV.get(family, "patch_embed.proj"),
+                "first_conv": first_convs.get(family, "patch_embed.proj"),
                 "classifier": "head.fc" if family == "swin" else "head",
             },
         }
@@ -316,11 +307,14 @@ def timm_model(model: Mapping[str, Any], *, image_size: int, channels: int) -> T
             f"{', '.join(_FAMILIES)}: structinit_jax.evaluate.restore_model(config, workdir) "
             "returns the weights of any model in Python"
         )
-    common = dict(in_chans=channels, num_classes=model["num_classes"])
-    return _FAMILIES[model["name"]](model, common, dict(img_size=image_size))
+    size = {} if model["name"] == "convmixer" else dict(img_size=image_size)
+    name, arguments = _FAMILIES[model["name"]](model)
+    return TimmModel(
+        name, dict(in_chans=channels, num_classes=model["num_classes"], **size, **arguments)
+    )
 
 
-def _vit_arguments(model, common, size):
+def _vit_arguments(model):
     by_token = model["pool"] == "class_token"
     arguments = dict(
         patch_size=model["patch_size"],
@@ -335,13 +329,13 @@ def _vit_arguments(model, common, size):
     registers, scale = model["num_registers"], model["layer_scale"]
     if model["positions"] == "rope":
         arguments |= dict(num_reg_tokens=registers, init_values=scale or None)
-        return TimmModel("vit_small_patch16_rope_224", common | size | arguments)
+        return "vit_small_patch16_rope_224", arguments
     arguments |= dict(reg_tokens=registers, **({"init_values": scale} if scale else {}))
-    return TimmModel("vit_base_patch16_224", common | size | arguments)
+    return "vit_base_patch16_224", arguments
 
 
-def _swin_arguments(model, common, size):
-    arguments = dict(
+def _swin_arguments(model):
+    return "swin_tiny_patch4_window7_224", dict(
         patch_size=model["patch_size"],
         embed_dim=model["width"],
         depths=list(model["depths"]),
@@ -349,34 +343,30 @@ def _swin_arguments(model, common, size):
         window_size=model["window_size"],
         mlp_ratio=model["mlp_ratio"],
     )
-    return TimmModel("swin_tiny_patch4_window7_224", common | size | arguments)
 
 
-def _mixer_arguments(model, common, size):
-    common = common | size | dict(mlp_ratio=[model["token_mlp_ratio"], model["mlp_ratio"]])
+def _mixer_arguments(model):
+    arguments = dict(mlp_ratio=[model["token_mlp_ratio"], model["mlp_ratio"]])
     if name := _variant(MlpMixer, model, ("patch_size", "width", "depth")):
-        return TimmModel(name, common)
-    sizes = dict(
+        return name, arguments
+    return "timm.models.mlp_mixer.MlpMixer", arguments | dict(
         patch_size=model["patch_size"], embed_dim=model["width"], num_blocks=model["depth"]
     )
-    return TimmModel("timm.models.mlp_mixer.MlpMixer", common | sizes)
 
 
-def _convmixer_arguments(model, common, _):
+def _convmixer_arguments(model):
     fields = ("patch_size", "width", "depth", "kernel_size", "activation")
     name = _variant(ConvMixer, model, fields)
     if name in ("convmixer_768_32", "convmixer_1024_20_ks9_p14", "convmixer_1536_20"):
-        return TimmModel(name, common)
-    sizes = dict(
+        return name, {}
+    activations = {"gelu": "torch.nn.GELU", "relu": "torch.nn.ReLU"}
+    return "timm.models.convmixer.ConvMixer", dict(
         patch_size=model["patch_size"],
         dim=model["width"],
         depth=model["depth"],
         kernel_size=model["kernel_size"],
-        act_layer=_Expression(
-            {"gelu": "torch.nn.GELU", "relu": "torch.nn.ReLU"}[model["activation"]]
-        ),
+        act_layer=_Expression(activations[model["activation"]]),
     )
-    return TimmModel("timm.models.convmixer.ConvMixer", common | sizes)
 
 
 def _variant(family, model, fields):
@@ -400,7 +390,6 @@ _FAMILIES = {
     "mixer": _mixer_arguments,
     "convmixer": _convmixer_arguments,
 }
-_FIRST_CONV = {"mixer": "stem.proj", "convmixer": "stem.0"}
 
 # -- weight selection ------------------------------------------------------------------------------
 
@@ -475,20 +464,14 @@ def _select_all(large: StateDict, small: StateDict) -> dict[str, Any]:
 
 def _check_names(large: StateDict, small: StateDict) -> None:
     """Requires equal names, except for heads, buffers and more layers in the teacher."""
-    pools = ["class_token" if "cls_token" in names else "mean" for names in (large, small)]
-    patches = "patch_embed.proj.weight"
-    if pools[0] != pools[1] and patches in large and patches in small:
-        raise InputError(
-            f"teacher has pool={pools[0]!r} and student pool={pools[1]!r}: use the same, such as "
-            f"config.model.pool={pools[0]!r}"
-        )
     named = {_without_layers(name) for name in small}
     lacking = [("teacher", name) for name in small if name not in large]
     lacking += [("student", name) for name in large if _without_layers(name) not in named]
     for model, name in lacking:
         if not _is_own(name):
             raise InputError(
-                f"{model} has no {name}: use a teacher of the same family that is at least as deep"
+                f"{model} has no {name}: use a teacher of the same family, with the same "
+                "config.model.pool, that is at least as deep"
             )
 
 

@@ -55,10 +55,9 @@ def join(*parts: str) -> str:
 
 @dataclasses.dataclass(frozen=True)
 class Layout:
-    """Names of one project. All but `example` and `modules` are patterns.
+    """Names of one project. All but `modules` are patterns.
 
     Attributes:
-      example: A parameter name, for error messages.
       attention: Name of an attention layer. Group `stem` is the prefix of the whole model, group
         `index` the layer number if there is one. Without a group `index`, layers are numbered by
         the last number in which their names differ.
@@ -76,7 +75,6 @@ class Layout:
       separate_biases: Names of biases that belong to a fused module but are kept outside it.
     """
 
-    example: str
     attention: str
     modules: tuple[str, str, str, str]
     torch: bool
@@ -117,7 +115,6 @@ class Layout:
 _STEM = r"(?P<stem>(?:.*?\.)??)"
 _HUGGING_FACE_LAYER = r"(?:encoder\.layers?|layers|(?:model\.)?layer)\.(?P<index>\d+)\.attention"
 _LINEN = Layout(
-    example="Transformer.encoderblock_0.MultiHeadDotProductAttention_0.query.kernel",
     # A block without a number is a scan over the layers. Checkpoints older than Linen count _1.
     attention=_STEM
     + r"Transformer\.encoderblock(?:_(?P<index>\d+))?\.MultiHeadDotProductAttention_[01]",
@@ -129,7 +126,6 @@ _LINEN = Layout(
     mlp_out=r"MlpBlock_\d\.Dense_1",
 )
 TIMM = Layout(
-    example="blocks.0.attn.qkv.weight",
     attention=_STEM + r"blocks\.(?P<index>\d+)\.attn",
     modules=("qkv", "qkv", "qkv", "proj"),
     torch=True,
@@ -141,14 +137,12 @@ TIMM = Layout(
 )
 _TIMM_SEPARATE = dataclasses.replace(
     TIMM,
-    example="blocks.0.attn.q_proj.weight",
     modules=("q_proj", "k_proj", "v_proj", "proj"),
     anchors=("query", "key", "value"),
     separate_biases={},
 )
 _HUGGING_FACE = tuple(
     Layout(
-        example="layers.0.attention.q_proj.weight",
         attention=_STEM + attention,
         modules=modules,
         torch=True,
@@ -181,7 +175,6 @@ _HUGGING_FACE = tuple(
     )
 )
 _TORCHVISION = Layout(
-    example="encoder.layers.encoder_layer_0.self_attention.in_proj_weight",
     attention=_STEM + r"encoder\.layers\.encoder_layer_(?P<index>\d+)\.self_attention",
     modules=("in_proj", "in_proj", "in_proj", "out_proj"),
     torch=True,
@@ -193,13 +186,11 @@ _TORCHVISION = Layout(
 # Swin; each stage is a stack.
 _TORCHVISION_SWIN = dataclasses.replace(
     TIMM,
-    example="features.1.0.attn.qkv.weight",
     attention=r"(?P<stem>(?:.*\.)?features\.\d+\.)(?P<index>\d+)\.attn",
     separate_biases={},
 )
 # Its own vision towers and OpenAI's; those of timm in it have timm's names.
 _OPEN_CLIP = Layout(
-    example="visual.transformer.resblocks.0.attn.in_proj_weight",
     attention=_STEM + r"transformer\.resblocks\.(?P<index>\d+)\.attn",
     modules=("in_proj", "in_proj", "in_proj", "out_proj"),
     torch=True,
@@ -209,7 +200,6 @@ _OPEN_CLIP = Layout(
     mlp_out=r"mlp\.c_proj",
 )
 _DEIT3_JAX = Layout(
-    example="layer_0.attn.wq.kernel",
     attention=_STEM + r"layer_(?P<index>\d+)\.attn",
     modules=("wq", "wk", "wv", "wo"),
     torch=False,
@@ -218,7 +208,6 @@ _DEIT3_JAX = Layout(
     mlp_out=r"ff\.w2",
 )
 _VIT_PYTORCH = Layout(
-    example="transformer.layers.0.0.to_qkv.weight",
     attention=_STEM + r"transformer\.layers\.(?P<index>\d+)\.0",
     modules=("to_qkv", "to_qkv", "to_qkv", "to_out.0"),
     torch=True,
@@ -231,7 +220,6 @@ _VIT_PYTORCH = Layout(
 _SIMPLE_VIT = dataclasses.replace(_VIT_PYTORCH, modules=("to_qkv", "to_qkv", "to_qkv", "to_out"))
 # Models of one's own. The names of everything but the projections are the user's.
 _NNX = Layout(
-    example="attn.query.kernel",
     attention=r"(?P<stem>).*",
     modules=FIELDS,
     torch=False,
@@ -244,13 +232,11 @@ _NNX = Layout(
 _KERAS = dataclasses.replace(_NNX, modules=("query", "key", "value", "attention_output"))
 _EQUINOX = dataclasses.replace(
     _NNX,
-    example="attn.query_proj.weight",
     modules=("query_proj", "key_proj", "value_proj", "output_proj"),
     torch=True,
 )
 _TRANSFORMER_ENCODER = dataclasses.replace(
     _NNX,
-    example="layers.0.self_attn.in_proj_weight",
     attention=r"(?P<stem>)(?:.*\.)?layers\.(?P<index>\d+)\.self_attn",
     modules=("in_proj", "in_proj", "in_proj", "out_proj"),
     torch=True,
@@ -349,7 +335,7 @@ def find_stacks(leaves: Leaves, name: str | None) -> list[Stack]:
         if stacks and not absent:
             return stacks
         missing = missing or next(iter(absent), "")
-    raise _not_found(leaves, missing or LAYOUTS[name or "timm"][-1].example)
+    raise _not_found(leaves, missing or "blocks.0.attn.qkv.weight")
 
 
 def _not_found(leaves: Leaves, missing: str) -> InputError:

@@ -82,8 +82,7 @@ def find_sites(leaves: Leaves, layout: str | None, grid: Grid | None) -> list[Fo
 
 
 def _windows(leaves: Leaves, layout: str | None, grid: Grid | None) -> list[FoundSite]:
-    stacks = sorted(find_stacks(leaves, layout), key=lambda stack: _numbers(stack.stem))
-    sites = [_window_site(leaves, stack, grid) for stack in stacks]
+    sites = [_window_site(leaves, stack, grid) for stack in find_stacks(leaves, layout)]
     if grid is not None and all(found.site.grid != grid for found in sites):
         windows = ", ".join(f"{found.site.grid} of {found.name}" for found in sites)
         raise InputError(f"grid={grid} is none of the windows {windows}: leave it out")
@@ -148,10 +147,6 @@ def _window(table: str, rows: int, grid: Grid | None) -> Grid:
 
 def _offsets(window: Grid) -> int:
     return (2 * window[0] - 1) * (2 * window[1] - 1)
-
-
-def _numbers(stem: str) -> list[int]:
-    return [int(number) for number in re.findall(r"\d+", stem)]
 
 
 # -- token mixing and convolutions -----------------------------------------------------------------
