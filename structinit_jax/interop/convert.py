@@ -41,13 +41,13 @@ Student = TypeVar("Student", nnx.Module, StateDict)
 HEADS = ("head", "head_dist", "classifier")
 # Functions of the sizes, in Swin weights of older versions of timm.
 BUFFERS = ("attn.relative_position_index", "attn_mask")
-# Axes along which elements are places, and the size that must be equal to select weights.
+# Axes along which elements are places, which student and teacher must share.
 PLACES = {
-    "patch_embed.proj.weight": (slice(2, 4), "patch size"),
-    "stem.proj.weight": (slice(2, 4), "patch size"),
-    "stem.0.weight": (slice(2, 4), "patch size"),
-    "relative_position_bias_table": (slice(0, 1), "window size"),
-    "mlp_tokens.fc1.weight": (slice(1, 2), "number of tokens"),
+    "patch_embed.proj.weight": slice(2, 4),
+    "stem.proj.weight": slice(2, 4),
+    "stem.0.weight": slice(2, 4),
+    "relative_position_bias_table": slice(0, 1),
+    "mlp_tokens.fc1.weight": slice(1, 2),
 }
 
 
@@ -451,7 +451,16 @@ def _fit_positions(table: Any, student: VisionTransformer) -> Any:
 
 
 def _select_all(large: StateDict, small: StateDict) -> dict[str, Any]:
-    _check_names(large, small)
+    # The teacher may have more layers.
+    named = {_without_layers(name) for name in small}
+    lacking = [("teacher", name) for name in small if name not in large]
+    lacking += [("student", name) for name in large if _without_layers(name) not in named]
+    for model, name in lacking:
+        if not _is_own(name):
+            raise InputError(
+                f"{model} has no {name}: use a teacher of the same family, with the same "
+                "config.model.pool, that is at least as deep"
+            )
     selected = {}
     for name, array in small.items():
         check_array("student", name, array)
@@ -462,27 +471,14 @@ def _select_all(large: StateDict, small: StateDict) -> dict[str, Any]:
     return selected
 
 
-def _check_names(large: StateDict, small: StateDict) -> None:
-    """Requires equal names, except for heads, buffers and more layers in the teacher."""
-    named = {_without_layers(name) for name in small}
-    lacking = [("teacher", name) for name in small if name not in large]
-    lacking += [("student", name) for name in large if _without_layers(name) not in named]
-    for model, name in lacking:
-        if not _is_own(name):
-            raise InputError(
-                f"{model} has no {name}: use a teacher of the same family, with the same "
-                "config.model.pool, that is at least as deep"
-            )
-
-
 def _select(name, teacher, shape):
     """Takes evenly spaced elements along every axis."""
-    places, size = next((v for end, v in PLACES.items() if name.endswith(end)), (slice(0), "rank"))
+    places = next((axes for end, axes in PLACES.items() if name.endswith(end)), slice(0))
     fits = teacher.ndim == len(shape) and teacher.shape[places] == shape[places]
     if not fits or any(m > n for n, m in zip(teacher.shape, shape, strict=True)):
         raise InputError(
             f"{name} has shape {teacher.shape} in teacher and {shape} in student: the student must "
-            "be the smaller model" + (f" and have the same {size}" if not fits else "")
+            "be the smaller model, with the same patch size, window size and number of tokens"
         )
     for axis, (have, want) in enumerate(zip(teacher.shape, shape, strict=True)):
         if have % want == 0:

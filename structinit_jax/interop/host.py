@@ -42,6 +42,11 @@ class Host:
 
     def __init__(self, leaves: Leaves, stack: Stack, num_heads: int | None):
         self.leaves, self.stack = leaves, stack
+        self.floating = [
+            name
+            for name, leaf in leaves.items()
+            if jnp.issubdtype(getattr(leaf, "dtype", np.int8), np.floating)
+        ]
         self.entries = self.stack.entries(self.leaves, "attention")
         for entry in self.entries:
             check_array("params", entry.name, self.leaves[entry.name])
@@ -128,10 +133,12 @@ class Host:
         Args:
           own: Names of parameters besides the projections that the scheme sets.
         """
-        norms = self.norms()
+        pattern = re.compile(self.stack.layout.norms)
+        modules = [pair for a in self.stack.attentions for pair in self._block_modules(a)]
+        norms = {module for module, path in modules if pattern.fullmatch(path)}
         prefixes = tuple(f"{a}." if a else "" for a in self.stack.attentions)
         known = {entry.name for entry in self.entries} | set(own)
-        for name in self._inexact():
+        for name in self.floating:
             inside = name.startswith(prefixes)
             module, _, leaf = name.rpartition(".")
             if module in norms:
@@ -150,7 +157,7 @@ class Host:
 
     def rotary_positions(self) -> str | None:
         """Returns the name of a parameter of rotary positions, or None if no name shows them."""
-        return next((name for name in self._inexact() if self._matches(_ROTARY, name)), None)
+        return next((name for name in self.floating if self._matches(_ROTARY, name)), None)
 
     # -- positions and patches ---------------------------------------------------------------------
 
@@ -214,16 +221,6 @@ class Host:
 
     # -- blocks ------------------------------------------------------------------------------------
 
-    def norms(self) -> set[str]:
-        """Returns the names of the norms before attention and MLPs."""
-        pattern = re.compile(self.stack.layout.norms)
-        return {
-            module
-            for attention in self.stack.attentions
-            for module, path in self._block_modules(attention)
-            if pattern.fullmatch(path)
-        }
-
     def mlp_outputs(self) -> list[str]:
         """Returns the names of the kernels of the MLPs' output layers.
 
@@ -248,7 +245,7 @@ class Host:
             return []
         prefix = attention.rpartition(".")[0] + "."
         projections = {entry.name.rpartition(".")[0] for entry in self.entries}
-        modules = {name.rpartition(".")[0] for name in self._inexact() if name.startswith(prefix)}
+        modules = {name.rpartition(".")[0] for name in self.floating if name.startswith(prefix)}
         return [(module, module.removeprefix(prefix)) for module in sorted(modules - projections)]
 
     def _is_mlp_out(self, module: str, path: str) -> bool:
@@ -272,12 +269,6 @@ class Host:
     def _matches(self, pattern: str, name: str) -> bool:
         stem = self.stack.stem
         return name.startswith(stem) and re.fullmatch(pattern, name[len(stem) :]) is not None
-
-    def _inexact(self) -> Iterator[str]:
-        """Yields the names of floating-point arrays."""
-        for name, leaf in self.leaves.items():
-            if jnp.issubdtype(getattr(leaf, "dtype", np.int8), np.floating):
-                yield name
 
 
 def find_host(leaves: Leaves, layout: str | None, num_heads: int | None) -> Host:

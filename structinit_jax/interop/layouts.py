@@ -290,11 +290,6 @@ class Stack:
                 entries.append(linear_bias(name, f"{path}/{field}", layer=layer))
         return [entry for entry in entries if entry.name in leaves]
 
-    def missing(self, leaves: Leaves) -> list[str]:
-        """Returns the names of the projections that the model lacks."""
-        names = [self.layout.weight(a, field) for a in self.attentions for field in FIELDS]
-        return [name for name in dict.fromkeys(names) if name not in leaves]
-
 
 def unsupported(name: str, why: str) -> InputError:
     """Returns the error for a model in which no scheme can set the attention maps."""
@@ -328,44 +323,27 @@ def find_stacks(leaves: Leaves, name: str | None) -> list[Stack]:
     """
     if name is not None and name not in LAYOUTS:
         raise InputError(f"layout={name!r} is unknown: {suggest(name, LAYOUTS)}")
-    missing = ""
+    missing: list[str] = []
     for layout in [lay for n in (LAYOUTS if name is None else [name]) for lay in LAYOUTS[n]]:
         stacks = _stacks(leaves, layout)
-        absent = [weight for stack in stacks for weight in stack.missing(leaves)]
+        attentions = [attention for stack in stacks for attention in stack.attentions]
+        weights = [layout.weight(attention, field) for attention in attentions for field in FIELDS]
+        absent = [weight for weight in weights if weight not in leaves]
         if stacks and not absent:
             return stacks
-        missing = missing or next(iter(absent), "")
-    raise _not_found(leaves, missing or "blocks.0.attn.qkv.weight")
-
-
-def _not_found(leaves: Leaves, missing: str) -> InputError:
-    """Returns the error for parameters of which no layout has all projections."""
+        missing += absent
     similar = [n for n in leaves if re.search(r"att|qkv|query|q_proj|in_proj", n, re.IGNORECASE)]
     if not similar:
-        return InputError(
+        raise InputError(
             f"params hold no attention layers, only {', '.join(list(leaves)[:6]) or 'nothing'}"
         )
-    return InputError(
-        f"params have no {missing}, but {', '.join(similar[:6])}: if all layers have equal linear "
+    wanted = missing[0] if missing else "blocks.0.attn.qkv.weight"
+    raise InputError(
+        f"params have no {wanted}, but {', '.join(similar[:6])}: if all layers have equal linear "
         "projections from and to all channels, rename them for the call to names such as "
-        f"{missing}, or to those of another project in interop.LAYOUTS; other attention is not "
+        f"{wanted}, or to those of another project in interop.LAYOUTS; other attention is not "
         "supported"
     )
-
-
-def _stacks(leaves: Leaves, layout: Layout) -> list[Stack]:
-    numbered, single = [], []
-    for stem, layers in _attentions(leaves, layout):
-        attentions = tuple(layers[index] for index in sorted(layers))
-        query = leaves.get(layout.weight(attentions[0], "query"))
-        rank = len(getattr(query, "shape", (0, 0, 0)))
-        if layout.torch or rank == 3:
-            stacks = single if min(layers) < 0 else numbered
-            stacks.append(Stack(layout, stem, attentions, stacked=False))
-        elif rank == 4:
-            numbered += [Stack(layout, stem, (name,), stacked=True) for name in attentions]
-    # A single attention next to numbered ones pools tokens.
-    return numbered or single
 
 
 def _sees_images(leaves: Leaves, stack: Stack) -> bool:
@@ -373,8 +351,8 @@ def _sees_images(leaves: Leaves, stack: Stack) -> bool:
     return any(pattern.fullmatch(name) for name in leaves)
 
 
-def _attentions(leaves: Leaves, layout: Layout) -> list[tuple[str, dict[int, str]]]:
-    """Returns, per group of names that differ in one number, the stem and the names by number."""
+def _stacks(leaves: Leaves, layout: Layout) -> list[Stack]:
+    """Returns the groups of attention layers whose names differ in one number."""
     matches: dict[str, re.Match] = {}
     for suffix in dict.fromkeys(layout.weight("", field) for field in layout.anchors):
         for name in leaves:
@@ -385,12 +363,23 @@ def _attentions(leaves: Leaves, layout: Layout) -> list[tuple[str, dict[int, str
         spans = {name: match.span("index") for name, match in matches.items()}
     else:
         spans = _number_spans(matches)
-    groups: dict[tuple[str, str], tuple[str, dict[int, str]]] = {}
+    groups: dict[tuple[str, str], dict[int, str]] = {}
     for attention, (start, end) in spans.items():
-        index = int(attention[start:end]) if end > 0 else -1  # there is none
-        around = (attention[:start], attention[end:]) if end > 0 else (attention, "")
-        groups.setdefault(around, (matches[attention]["stem"], {}))[1][index] = attention
-    return list(groups.values())
+        index = int(attention[start:end] or -1)
+        groups.setdefault((attention[:start], attention[end:]), {})[index] = attention
+    numbered, single = [], []
+    for layers in groups.values():
+        attentions = tuple(layers[index] for index in sorted(layers))
+        stem = matches[attentions[0]]["stem"]
+        query = leaves.get(layout.weight(attentions[0], "query"))
+        rank = len(getattr(query, "shape", (0, 0, 0)))
+        if layout.torch or rank == 3:
+            stacks = single if min(layers) < 0 else numbered
+            stacks.append(Stack(layout, stem, attentions, stacked=False))
+        elif rank == 4:
+            numbered += [Stack(layout, stem, (name,), stacked=True) for name in attentions]
+    # A single attention next to numbered ones pools tokens.
+    return numbered or single
 
 
 def _number_spans(names: Iterable[str]) -> dict[str, tuple[int, int]]:
