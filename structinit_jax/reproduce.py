@@ -21,10 +21,10 @@ configs/papers.csv has the rows of all tables with their configs and published f
 One GPU suffices for the small data sets; ImageNet-1K needs eight or more.
 
 --rows=A,B selects the rows whose names contain all of these words; the difference to a baseline is
-reported once its row is trained too. --scale=small trains small models of the same shape on subsets
-of digits, in minutes on a CPU and without a download; their accuracies are not comparable with the
-published ones. --config.FIELD=VALUE applies to all rows. The workdir, the report and resuming are
-those of `structinit_jax.compare`.
+reported once its row is trained too. --scale=small trains small models of the same shape on digits,
+in minutes on a CPU and without a download; their accuracies are not comparable with the published
+ones. --config.FIELD=VALUE applies to all rows. The workdir, the report and resuming are those of
+`structinit_jax.compare`.
 """
 
 # isort: split
@@ -41,10 +41,10 @@ from structinit_jax import command_line, export
 from structinit_jax import config as config_lib
 from structinit_jax.command_line import WORKDIR
 from structinit_jax.compare import run
-from structinit_jax.errors import InputError, StoppedError
-from structinit_jax.train import PREEMPTED_EXIT_CODE, train
+from structinit_jax.errors import InputError
+from structinit_jax.train import train
 from structinit_jax.training import resume
-from structinit_jax.training.workdir import StopRequest, prepare_workdir
+from structinit_jax.training.workdir import prepare_workdir
 
 PAPERS = Path("configs/papers.csv")  # of a checkout, like the configs that it names
 _TABLE = flags.DEFINE_string("table", None, "The table, such as 2024.2; --help lists them.")
@@ -55,8 +55,6 @@ SMALL_NOTE = (
     "Every row is a small model on digits (--scale=small), also where its name has another data "
     "set: its accuracy is not comparable with the published ones."
 )
-# Digits that stand for the data sets of a table, in the order of their first appearance.
-SUBSETS = ("train", "train[:800]", "train[:400]", "train[:200]", "train[400:]", "train[800:]")
 TEACHER = "teacher"  # name of the row whose model the others select their weights from
 
 
@@ -86,30 +84,29 @@ def make_settings(
       overrides: Fields to set in all configs, with their values as on the command line.
       small: Whether to shrink the configs.
     """
-    settings, sets = {}, []
+    settings = {}
     for name, row in rows.items():
+        if name != TEACHER and not set(words) <= set(name.split(",")):
+            continue
         config = config_lib.load_config(row["config"])
-        sets += [config.data.name] if config.data.name not in sets else []
-        fields = [field.split("=", 1) for field in row["fields"].split()]
-        for field, text in fields:
+        for field, text in (field.split("=", 1) for field in row["fields"].split()):
             command_line.set_field(config, field, text)
         if small:
-            shrink(config, SUBSETS[sets.index(config.data.name) % len(SUBSETS)])
+            config = shrink(config)
         for field, text in overrides:
             command_line.set_field(config, field, text)
-        if set(words) <= set(name.split(",")) or name == TEACHER:
-            settings[name] = config.lock()
+        settings[name] = config.lock()
     if not settings.keys() - {TEACHER}:
         raise InputError(f"--rows={','.join(words)}: no row has these words: {'; '.join(rows)}")
     return settings
 
 
-def shrink(config: ConfigDict, train_split: str) -> None:
-    """Replaces the data by digits, and the model by a small one of the same shape.
+def shrink(config: ConfigDict) -> ConfigDict:
+    """Returns the recipe of `vit_t_digits.py` with a small model of the same shape.
 
-    Layers, widths and epochs are fewer; heads, kernels, positions and initialization stay.
+    Layers and widths are fewer; heads, kernels, positions and initialization stay.
     """
-    model, base = config.model, config_lib.base_config(config.model.name)
+    model = config.model
     if model.name == "vit":
         # Every head keeps two channels or more, and sin-cos positions need a multiple of four.
         model.width = max(model.width // 4, 4 * -(-2 * model.num_heads // 4))
@@ -121,24 +118,17 @@ def shrink(config: ConfigDict, train_split: str) -> None:
         model.width //= 8
     changes = dict(depth=3, num_classes=10, patch_size=1, dtype="float32", drop_path=0.0)
     model.update({field: value for field, value in changes.items() if field in model})
-    config.update(num_epochs=20.0, batch_size=64, learning_rate=2e-3, schedule="cosine")
-    config.update(warmup_epochs=2.0, cooldown_epochs=0.0, adam_epsilon=1e-8, clip_norm=1.0)
-    config.update(log_every_steps=10, eval_every_epochs=2.0, checkpoint_every_steps=500)
-    if model.name == "vit" and config.attention_init.name == "impulse_2024":
-        with config.unlocked():
-            config.attention_init.max_steps = 1000
-    config.augment.update(base.augment)
-    config.data.update(base.data)
-    config.data.update(name="digits", train_split=train_split, image_size=8, channels=1)
-    config.data.update(mean=(0.305,), std=(0.376,))
+    small = config_lib.load_config("configs/vit_t_digits.py")
+    small.model, small.attention_init = model, config.attention_init
+    small.start_from = config.start_from
+    if model.name == "vit" and small.attention_init.name == "impulse_2024":
+        small.attention_init.max_steps = 1000
+    return small
 
 
 def train_teacher(config: ConfigDict, workdir: Path) -> str:
     """Trains the model whose weights are selected, and returns its safetensors file."""
-    stop = StopRequest()
-    train(config, workdir / TEACHER, stop_request=stop)
-    if stop.reached(0):  # by a signal during the last step
-        raise StoppedError(run.STOPPED, PREEMPTED_EXIT_CODE)
+    train(config, workdir / TEACHER)
     path = workdir / resume.TEACHER
     export.export(config, workdir / TEACHER, path)
     return str(path)

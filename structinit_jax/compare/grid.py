@@ -1,9 +1,9 @@
 """Turns the flags of a comparison into its settings: the points of the grid, without the seed."""
 
 import itertools
-import operator
 import re
 from collections.abc import Iterable, Mapping, Sequence
+from operator import attrgetter
 
 from ml_collections import ConfigDict
 
@@ -31,7 +31,7 @@ def expand(
     options = {scheme: config_lib.scheme_options(scheme) for scheme in schemes}
     for field in axes:
         section, _, option = field.partition(".")
-        if field in ("seed", "attention_init", "attention_init.name"):
+        if field in ("seed", "attention_init.name"):
             raise InputError(f"--grid={field} cannot be an axis: use --seeds=N and --schemes=A,B")
         if section == "attention_init" and not any(option in own for own in options.values()):
             raise InputError(f"--grid={field}: no scheme of --schemes has the option {option!r}")
@@ -47,7 +47,9 @@ def expand(
             point = start.copy_and_resolve_references()
             for field, text in zip(own, texts, strict=True):
                 command_line.set_field(point, field, text, flag="grid")
-            name = ",".join([_file_safe(scheme), *(_name_part(point, field) for field in own)])
+            # From parsed values, so that 1e-3 and 0.001 give the same name.
+            parts = [scheme, *(f"{field}={attrgetter(field)(point)}" for field in own)]
+            name = ",".join(re.sub(r"[^\w.=+-]", "_", part.replace(" ", "")) for part in parts)
             if name in settings:
                 raise InputError(f"--schemes and --grid give {name} twice: give each value once")
             settings[name] = point.lock()
@@ -59,16 +61,6 @@ def with_scheme(config: ConfigDict, scheme: str) -> ConfigDict:
     config = config.copy_and_resolve_references()
     config_lib.set_scheme(config, scheme)
     return config
-
-
-def _name_part(config, field):
-    """Returns a field with its value, so that 1e-3 and 0.001 give the same name."""
-    value = str(operator.attrgetter(field)(config)).replace(" ", "")
-    return _file_safe(f"{field}={value}")
-
-
-def _file_safe(text):
-    return re.sub(r"[^\w.=+-]", "_", text)
 
 
 def parse_axes(flags: Iterable[str]) -> dict[str, list[str]]:

@@ -124,9 +124,9 @@ class Comparison(NamedTuple):
 
     @property
     def metric(self) -> str:
-        """What is compared, such as 'test accuracy', named after the split."""
-        names = {facts["test_name"] for facts in self.info["settings"].values()}
-        return f"{names.pop()} accuracy" if len(names) == 1 else "accuracy"
+        """What is compared, such as 'test accuracy', named after the first setting's split."""
+        first, *_ = self.info["settings"].values()
+        return f"{first['test_name']} accuracy"
 
     def finished(self, setting: str | None) -> list[SeedRun]:
         """Returns the runs of a setting that are done; a baseline need not be a setting."""
@@ -387,7 +387,6 @@ def html(text: str, curves: bytes | None) -> str:
         data = f"data:image/png;base64,{base64.b64encode(curves).decode()}"
         body = body.replace(f'src="{CURVES}"', f'src="{data}"')
     return (
-        '<!DOCTYPE html>\n<html lang="en">\n<head>\n<meta charset="utf-8">\n'
-        f"<title>Comparison</title>\n<style>{STYLE}</style>\n</head>\n<body>\n{body}</body>\n"
-        "</html>\n"
+        '<!DOCTYPE html>\n<meta charset="utf-8">\n<title>Comparison</title>\n'
+        f"<style>{STYLE}</style>\n{body}"
     )
