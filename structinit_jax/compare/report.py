@@ -16,9 +16,10 @@ from typing import Any, NamedTuple
 import numpy as np
 from flax.traverse_util import flatten_dict
 from markdown_it import MarkdownIt
-from scipy import stats
+from matplotlib.figure import Figure
+from scipy import special
 
-from structinit_jax.analysis.figures import COLORS, add_legend, import_pyplot
+from structinit_jax.analysis.figures import COLORS, add_legend
 from structinit_jax.errors import InputError
 from structinit_jax.evaluate import deciding_accuracy
 from structinit_jax.training.metrics import read_lines
@@ -177,7 +178,7 @@ def paired_difference(values: Mapping[int, float], others: Mapping[int, float]) 
     mean, n = float(np.mean(differences)), len(differences)
     if n == 1:
         return Interval(mean, None, None)
-    half = float(stats.t.ppf(0.975, n - 1) * np.std(differences, ddof=1) / math.sqrt(n))
+    half = float(special.stdtrit(n - 1, 0.975) * np.std(differences, ddof=1) / math.sqrt(n))
     return Interval(mean, mean - half, mean + half)
 
 
@@ -313,10 +314,12 @@ def _other_fields(info: Mapping[str, Any]) -> list[str]:
 def write_report(workdir: Path) -> None:
     """Writes the files of the report."""
     comparison = read(workdir)
-    text, curves = markdown(comparison), draw_curves(comparison)
+    text, curves = markdown(comparison), io.BytesIO()
     files: dict[str, str | bytes] = {"results.csv": csv_text(comparison), "report.md": text}
-    files |= {CURVES: curves} if curves else {}
-    files["report.html"] = html(text, curves)
+    if figure := draw_curves(comparison):
+        figure.savefig(curves, format="png", dpi=150)
+        files[CURVES] = curves.getvalue()
+    files["report.html"] = html(text, curves.getvalue())
     for name, content in files.items():
         write_atomically(workdir / name, content)
     print(f"wrote {', '.join(files)} to {workdir}", flush=True)
@@ -350,16 +353,16 @@ def csv_text(comparison: Comparison) -> str:
     return file.getvalue()
 
 
-def draw_curves(comparison: Comparison) -> bytes | None:
-    """Draws the test accuracy by epoch as a PNG; None if no run has finished.
+def draw_curves(comparison: Comparison) -> Figure | None:
+    """Draws the test accuracy by epoch; None if no run has finished.
 
     Lines are means over the finished seeds, bands one standard deviation on either side.
     """
     finished = {name: comparison.finished(name) for name in comparison.runs}
     if not any(finished.values()):
         return None
-    plt = import_pyplot()
-    figure, axis = plt.subplots(figsize=(7, 3.9), layout="constrained")
+    figure = Figure(figsize=(7, 3.9), layout="constrained")
+    axis = figure.subplots()
     for number, (setting, runs) in enumerate(finished.items()):
         if not runs:
             continue
@@ -374,13 +377,10 @@ def draw_curves(comparison: Comparison) -> bytes | None:
     axis.set(xlabel="epoch", ylabel=f"{comparison.metric}, %")
     axis.grid(alpha=0.25)
     add_legend(figure, *axis.get_legend_handles_labels())
-    file = io.BytesIO()
-    figure.savefig(file, format="png", dpi=150)
-    plt.close(figure)
-    return file.getvalue()
+    return figure
 
 
-def html(text: str, curves: bytes | None) -> str:
+def html(text: str, curves: bytes) -> str:
     """Renders the report as a page that needs neither a network nor other files."""
     body = MarkdownIt("js-default").render(text)  # escapes HTML in names and errors
     if curves:
