@@ -8,16 +8,11 @@ import base64
 import importlib.util
 import io
 import json
-import os
 import re
-import subprocess
-import sys
 import tomllib
-import venv
 from pathlib import Path
 
 import fork_main
-import pip
 import pytest
 from packaging.requirements import Requirement
 from PIL import Image
@@ -108,32 +103,6 @@ def test_the_notebook_is_stored_with_its_outputs(name):
         assert Image.open(io.BytesIO(base64.b64decode("".join(data["image/png"])))).width >= 700
     text = json.dumps(outputs)
     assert not re.search(r"/(root|home|work|usr|opt)/|site-packages", text)
-
-
-def test_the_first_cell_installs_a_wheel_and_keeps_jax(tmp_path):
-    """In an environment like that of a notebook: it has pip and a JAX of its own, but not us."""
-    venv.create(tmp_path / "runtime")
-    (packages,) = (tmp_path / "runtime").glob("lib/python*/site-packages")
-    (packages / "pip").symlink_to(Path(pip.__file__).parent)
-    for name in ("jax", "jaxlib", "jax_cuda13_plugin", "jaxtyping"):
-        (info := packages / f"{name}-0.99.0.dist-info").mkdir()
-        (info / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {name}\nVersion: 0.99.0\n")
-    target = tmp_path / "target"
-    environment = os.environ | {"PIP_NO_DEPS": "1", "PIP_TARGET": str(target), "PIP_NO_INDEX": "1"}
-    python, cell = tmp_path / "runtime" / "bin" / "python", source(code_cells("quickstart")[0])
-
-    def install():
-        return subprocess.run(
-            [python, "-c", cell], capture_output=True, text=True, cwd=tmp_path, env=environment
-        )
-
-    assert "Upload a wheel" in install().stderr  # and no name is looked up on an index
-    build = [sys.executable, "-m", "pip", "wheel", "--quiet", "--no-deps", "-w", tmp_path, ROOT]
-    subprocess.run(build, check=True)
-    assert install().returncode == 0
-    assert (target / "structinit_jax" / "train.py").exists()
-    kept = {"jax==0.99.0", "jaxlib==0.99.0", "jax_cuda13_plugin==0.99.0"}
-    assert set((tmp_path / "constraints.txt").read_text().split()) == kept
 
 
 def test_the_runtime_of_colab_is_new_enough():
