@@ -16,9 +16,9 @@ It writes to the directory --out:
 - `analysis.json`: all measures by layer and head.
 - `maps.npz`: the maps [h, N, N] of each model and layer, averaged over the images.
 - `maps_by_offset.png`: every head as a convolution kernel; for a ConvMixer its filters.
-- `by_layer.png`: every measure against the layer.
-- `shift.png`: how far each layer's output is from moving with an image that is shifted by one
-  patch (in Swin by one token of the last stage): 0 for a convolution, 1 for unrelated features.
+- `by_layer.png`: every measure against the layer. The distance from shift equivariance tells how
+  far each layer's output is from moving with an image that is shifted by one patch (in Swin by one
+  token of the last stage): 0 for a convolution, 1 for unrelated features.
 
 `analysis.measures` defines the measures. In Swin they describe maps within windows, in MLP-Mixer
 the derivatives of token mixing (`analysis.collect.comparable_maps`). ConvMixer has no maps, so it
@@ -56,30 +56,29 @@ def write(snapshots: list[Snapshot], subject: str, out: Path) -> None:
       subject: What was observed, for the titles.
       out: Directory to write to.
     """
-    numbers = dict(subject=subject, models=[_to_json(snapshot) for snapshot in snapshots])
-    (out / "analysis.json").write_text(json.dumps(numbers, indent=1) + "\n", encoding="utf-8")
+    models = [
+        dict(
+            name=snapshot.name,
+            input=snapshot.input,
+            layers=[
+                dict(layer=layer.name, grid=layer.grid, measures=layer.measures)
+                | dict(uniform=layer.uniform)
+                for layer in snapshot.layers
+            ],
+            logits=snapshot.logits,
+        )
+        for snapshot in snapshots
+    ]
+    is_number = lambda x: isinstance(x, float | np.ndarray)  # noqa: E731
+    rounded = jax.tree.map(lambda x: np.round(x, 5).tolist() if is_number(x) else x, models)
+    text = json.dumps(dict(subject=subject, models=rounded), indent=1)
+    (out / "analysis.json").write_text(text + "\n", encoding="utf-8")
     figures.draw_by_layer(snapshots, f"Measures by layer: {subject}", out / "by_layer.png")
     figures.draw_by_offset(snapshots, f"Heads by offset: {subject}", out / "maps_by_offset.png")
-    if any("shift_distance" in layer.measures for s in snapshots for layer in s.layers):
-        figures.draw_shift(snapshots, f"Images shifted by a patch: {subject}", out / "shift.png")
     maps = {f"{s.name}/layer {layer.name}": layer.maps for s in snapshots for layer in s.layers}
     maps = {name: array for name, array in maps.items() if array is not None}
     if maps:
         np.savez_compressed(out / "maps.npz", **maps)
-
-
-def _to_json(snapshot: Snapshot) -> dict:
-    layers = []
-    for layer in snapshot.layers:
-        values = dict(layer.measures)
-        if layer.maps is not None and layer.token_size:
-            values["distance_in_pixels"] = layer.token_size * values["distance"]
-        layers.append(dict(layer=layer.name, grid=layer.grid, measures=values))
-        layers[-1]["uniform"] = layer.uniform
-    numbers = dict(input=snapshot.input, layers=layers, logits=snapshot.logits)
-    is_number = lambda x: isinstance(x, float | np.ndarray)  # noqa: E731
-    rounded = jax.tree.map(lambda x: np.round(x, 5).tolist() if is_number(x) else x, numbers)
-    return dict(name=snapshot.name, **rounded)
 
 
 def main(overrides: command_line.Overrides) -> None:
@@ -92,12 +91,11 @@ def main(overrides: command_line.Overrides) -> None:
         raise InputError("--step and --other_workdir need --workdir, the directory of a run")
     if _OTHER_WORKDIR.value:
         other = config_lib.load_run_config(_OTHER_WORKDIR.value, TRUST.value)
-        for field in ("image_size", "channels"):
-            if config.data[field] != other.data[field]:
-                raise InputError(
-                    f"--other_workdir has config.data.{field}={other.data[field]}, but --workdir "
-                    f"has {config.data[field]}: choose a run that takes the same images"
-                )
+        if any(config.data[field] != other.data[field] for field in ("image_size", "channels")):
+            raise InputError(
+                "--other_workdir must have config.data.image_size and config.data.channels of"
+                " --workdir, to take the same images"
+            )
         runs[_OTHER_WORKDIR.value] = other
     out = command_line.out_path("analysis")
     out.mkdir(parents=True, exist_ok=True)

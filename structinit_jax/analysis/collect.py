@@ -1,6 +1,5 @@
 """Runs models on images and averages their maps, measures and representations."""
 
-import math
 from typing import Any, NamedTuple
 
 import jax
@@ -35,7 +34,6 @@ class Layer(NamedTuple):
     Attributes:
       name: Number of the layer, from 1. In a model with stages it begins with that of the stage.
       grid: Rows and columns of the N tokens of a map; None without maps.
-      token_size: Side of a token in pixels; None if unknown.
       maps: Attention maps of the heads; None without maps.
       filters: Filters of a depthwise convolution; None for other layers.
       measures: Values of the heads [h] by the name of the measure, see `analysis.measures`; of the
@@ -45,7 +43,6 @@ class Layer(NamedTuple):
 
     name: str
     grid: tuple[int, int] | None
-    token_size: int | None
     maps: Float[np.ndarray, "h N N"] | None
     filters: Float[np.ndarray, "f f D"] | None
     measures: dict[str, Float[np.ndarray, " h"]]
@@ -88,40 +85,34 @@ def read_images(config: ConfigDict, count: int) -> UInt8[np.ndarray, "n H H C"]:
     return decode_all(source.select(wanted), data.image_size, data.crop_fraction)[0]
 
 
-def observe_start(config: ConfigDict, images: np.ndarray) -> Snapshot:
+def observe_start(config: ConfigDict, images: UInt8[np.ndarray, "n H H C"]) -> Snapshot:
     """Observes a model with its start values."""
-    model = abstract_model(config, one_device())
-    return Observer(config, model)(
-        initialize_model(config, model, make_attention_init(config)), images, step=0
-    )
+    observer = Observer(config, abstract_model(config, one_device()))
+    return observer(observer.start_values(), images, step=0)
 
 
 def observe_run(
-    config: ConfigDict, restored: tuple[AbstractModel, TrainState], images: np.ndarray
+    config: ConfigDict,
+    restored: tuple[AbstractModel, TrainState],
+    images: UInt8[np.ndarray, "n H H C"],
 ) -> list[Snapshot]:
     """Observes a run before and after training.
+
+    Layers with filters get the measure 'filter_cosine' after it.
 
     Args:
       config: Config of the run.
       restored: The run's model on one device and its state, from `evaluate.restore_model`.
-      images: Images, uint8 [n, H, W, C].
+      images: Images to average over.
     """
     model, state = restored
     observer = Observer(config, model)
-    before = observer(initialize_model(config, model, make_attention_init(config)), images, step=0)
+    before = observer(observer.start_values(), images, step=0)
     after = observer((state.params, state.model_state), images, step=int(state.step))
-    return [before, compare_filters(before, after)]
-
-
-def compare_filters(before: Snapshot, after: Snapshot) -> Snapshot:
-    """Returns `after` with the measure 'filter_cosine' of each channel, if layers have filters."""
-    layers = []
     for old, new in zip(before.layers, after.layers, strict=True):
         if new.filters is not None:
-            cosine = measures.filter_cosine(old.filters, new.filters)
-            new = new._replace(measures=new.measures | {"filter_cosine": cosine})
-        layers.append(new)
-    return after._replace(layers=layers)
+            new.measures["filter_cosine"] = measures.filter_cosine(old.filters, new.filters)
+    return [before, after]
 
 
 def one_device() -> jax.sharding.Mesh:
@@ -138,13 +129,17 @@ class Observer:
     """
 
     def __init__(self, config: ConfigDict, model: AbstractModel):
-        self._config = config
-        self._graphdef = model.graphdef
+        self._config, self._model = config, model
+        self._patch_size = config.model.get("patch_size")
         self._targets = find_targets(config, model, make_attention_init(config))
         self._observe_batch = jax.jit(self._observe)
 
+    def start_values(self) -> tuple[Any, Any]:
+        """Returns the parameters and the model state that training starts with."""
+        return initialize_model(self._config, self._model, make_attention_init(self._config))
+
     def __call__(
-        self, weights: tuple[Any, Any], images: UInt8[np.ndarray, "n H W C"], step: int
+        self, weights: tuple[Any, Any], images: UInt8[np.ndarray, "n H H C"], step: int
     ) -> Snapshot:
         """Returns averages over images.
 
@@ -156,7 +151,7 @@ class Observer:
         Raises:
           InputError: The model has no layers to observe, or its weights are not finite.
         """
-        model = nnx.merge(self._graphdef, *weights)
+        model = nnx.merge(self._model.graphdef, *weights)
         sites, name = model.sites(), f"{self._config.attention_init.name}, step {step:,}"
         if not sites:
             raise InputError(f"config.model.name={self._config.model.name!r} has no sites()")
@@ -166,26 +161,26 @@ class Observer:
         for batch in images.reshape(-1, BATCH_SIZE, *images.shape[1:]):
             total, points = jax.device_get(self._observe_batch(weights, batch))
             totals.append(total)
-            ranks.append([measures.stable_rank(point).mean() for point in points])
-        averages = jax.tree.map(lambda *values: np.mean(values, axis=0), *totals)
-        ranks, shifts = np.mean(ranks, axis=0), averages["shift_distance"]
-
-        def of_point(index):
-            known = {} if shifts[index] is None else {"shift_distance": shifts[index]}
-            return {"stable_rank": ranks[index]} | known
+            matrices = [point.reshape(len(point), -1, point.shape[-1]) for point in points]
+            ranks.append([measures.stable_rank(matrix).mean() for matrix in matrices])
+        stacks, shifts = jax.tree.map(lambda *values: np.mean(values, axis=0), *totals)
+        # Of the first layer's input and of all outputs.
+        points = [{"stable_rank": rank} for rank in np.mean(ranks, axis=0)]
+        logits = {}
+        for point, shift in zip([*points, logits], shifts, strict=True):
+            point |= {} if shift is None else {"shift_distance": shift}
 
         layers = []
         for index, (stack, site) in enumerate(sites.items()):
-            heads, uniform = _summarize(averages["stacks"][index], site, self._targets.get(stack))
+            maps, heads, uniform = _summarize(stacks[index], site, self._targets.get(stack))
             is_conv = isinstance(site, ConvSite)
             filters = np.asarray(getattr(model, stack).spatial.kernel[...]) if is_conv else None
             for i in range(site.num_layers):
-                of_output = of_point(len(layers) + 1).items()
+                of_output = points[len(layers) + 1].items()
                 layer = Layer(
                     name=f"{index + 1}.{i + 1}" if len(sites) > 1 else str(i + 1),
                     grid=None if is_conv else site.grid,
-                    token_size=self._token_size(index),
-                    maps=None if is_conv else averages["stacks"][index]["maps"][i],
+                    maps=None if is_conv else maps[i],
                     filters=filters[i] if is_conv else None,
                     measures={key: values[i] for key, values in heads.items()}
                     | {key: np.array([value]) for key, value in of_output},
@@ -193,29 +188,22 @@ class Observer:
                 )
                 layers.append(layer)
         mixes = any(isinstance(site, TokenMixingSite) for site in sites.values())
-        quantity = "sensitivity" if mixes else "attention"
-        logits = {} if shifts[-1] is None else {"shift_distance": float(shifts[-1])}
-        first = {key: float(value) for key, value in of_point(0).items()}
-        return Snapshot(name, quantity, layers, first, logits)
-
-    def _token_size(self, stage):
-        size = self._config.model.get("patch_size")
-        return size and size * 2**stage
+        first, logits = jax.tree.map(float, (points[0], logits))
+        return Snapshot(name, "sensitivity" if mixes else "attention", layers, first, logits)
 
     def _observe(self, weights, images):
-        """Returns averages over a batch, and the first layer's input and all outputs [B, N, D]."""
-        model = nnx.merge(self._graphdef, *weights)
+        """Returns averages over a batch, and the first layer's input and all outputs."""
+        model = nnx.merge(self._model.graphdef, *weights)
         sites = model.sites()
         has_maps = not any(isinstance(site, ConvSite) for site in sites.values())
         logits, out = self._run(model, images, with_maps=has_maps)
-        stages = out.get("stages", [out])
         stacks = [
             _average_maps(stage["blocks"], site, self._targets.get(name))
-            for stage, (name, site) in zip(stages, sites.items(), strict=True)
+            for stage, (name, site) in zip(out.get("stages", [out]), sites.items(), strict=True)
         ]
         points = self._points(out, images)
-        averages = {"stacks": stacks, "shift_distance": self._shift(model, images, points, logits)}
-        return averages, [point for point, _ in points]
+        shifts = self._shift_distances(model, images, points, logits)
+        return (stacks, shifts), points
 
     def _run(self, model, images, with_maps=False):
         data = self._config.data
@@ -223,48 +211,40 @@ class Observer:
         return model(images, with_maps=with_maps)
 
     def _points(self, out, images):
-        """Returns the first layer's input and all outputs [B, N, D], and the stage of each."""
+        """Returns the first layer's input and all outputs, [B, R, C, D] (without a grid R = 1)."""
         first = next(out[name] for name in ("embedded", "stem", "patch_embedding") if name in out)
         points = [(first, 0)]
         for stage, stack in enumerate(out.get("stages", [out])):
             points.extend((output, stage) for output in stack["blocks"]["output"])
-        # Without class and register tokens, which come first.
-        return [
-            (_flatten_grid(point)[:, -math.prod(self._token_grid(stage, images)) :], stage)
-            for point, stage in points
-        ]
+        size, grids = self._patch_size, []
+        for point, stage in points:
+            tokens = point.reshape(len(point), -1, point.shape[-1]).astype(jnp.float32)
+            rows, columns = 1, tokens.shape[1]
+            if size:
+                rows, columns = (side // (size * 2**stage) for side in images.shape[1:3])
+            # Without class and register tokens, which come first.
+            grids.append(tokens[:, -rows * columns :].reshape(len(point), rows, columns, -1))
+        return grids
 
-    def _token_grid(self, stage, images):
-        """Returns rows and columns of a stage's tokens, (0, 0) if they are not known."""
-        size = self._token_size(stage)
-        return tuple(side // size for side in images.shape[1:3]) if size else (0, 0)
-
-    def _shift(self, model, images, points, logits):
+    def _shift_distances(self, model, images, points, logits):
         """Returns `measures.shift_distance` of each point, and the distance of the logits.
 
         Images are shifted by one token of the last stage, to the right and down.
         """
-        size = self._token_size(points[-1][1])
-        if not size:
+        if not self._patch_size:
             return [None] * (len(points) + 1)
-        found = []
+        size, found = images.shape[1] // points[-1].shape[1], []
         for axis in (1, 2):
             moved_logits, out = self._run(model, jnp.roll(images, size, axis))
-            found.append([])
-            for (point, stage), (moved, _) in zip(points, self._points(out, images), strict=True):
-                grid = (len(point), *self._token_grid(stage, images), -1)
-                tokens = size // self._token_size(stage)
+            distances = []
+            for point, moved in zip(points, self._points(out, images), strict=True):
+                tokens = size * point.shape[axis] // images.shape[axis]
                 shift = (tokens, 0) if axis == 1 else (0, tokens)
-                pair = point.reshape(grid), moved.reshape(grid)
-                found[-1].append(measures.shift_distance(*pair, shift))
-            found[-1].append(measures.relative_distance(moved_logits, logits))
+                distances.append(measures.shift_distance(point, moved, shift))
+            found.append([*distances, measures.relative_distance(moved_logits, logits)])
         return [
             None if down is None else (down + right) / 2 for down, right in zip(*found, strict=True)
         ]
-
-
-def _flatten_grid(x: Float[Array, "B *grid D"]) -> Float[Array, "B N D"]:
-    return x.reshape(len(x), -1, x.shape[-1]).astype(jnp.float32)
 
 
 def _average_maps(blocks, site: Site, targets) -> dict[str, Array]:
@@ -298,12 +278,13 @@ def comparable_maps(blocks: dict[str, Array], site: Site) -> Float[Array, "B L h
     return maps / jnp.where(total > 0, total, 1)
 
 
-def _summarize(averages, site: Site, targets) -> tuple[dict, dict]:
-    """Returns all measures of a stack [L, h], and those of uniform maps."""
+def _summarize(averages, site: Site, targets):
+    """Returns the maps of a stack [L, h, N, N], all measures [L, h], and those of uniform maps."""
     if isinstance(site, ConvSite):
-        return {}, {}
-    averages = dict(averages)
-    heads = measures.measure_mean_maps(averages.pop("maps"), site.grid) | averages
+        return None, {}, {}
+    heads = dict(averages)
+    maps = heads.pop("maps")
+    heads = measures.measure_mean_maps(maps, site.grid) | heads
     flat = jnp.full((1, site.num_tokens, site.num_tokens), 1 / site.num_tokens)
     uniform = measures.measure_mean_maps(flat, site.grid)
     uniform = {k: v for k, v in uniform.items() if k not in ("neighbor_row", "neighbor_column")}
@@ -312,4 +293,4 @@ def _summarize(averages, site: Site, targets) -> tuple[dict, dict]:
         every = jnp.asarray(targets[1])
         against = measures.measure_against_targets(jnp.broadcast_to(flat, every.shape)[None], every)
         uniform["target_mass"] = against["target_mass"].mean()
-    return jax.device_get(heads), {name: float(value.squeeze()) for name, value in uniform.items()}
+    return maps, jax.device_get(heads), {name: float(x.squeeze()) for name, x in uniform.items()}

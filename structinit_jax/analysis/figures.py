@@ -170,17 +170,9 @@ def _draw_kernels(models, title, path, quantity, sizes):
 
 def draw_by_layer(snapshots: Sequence[Snapshot], title: str, path: Path) -> None:
     """Draws every measure against the layer: heads as dots, their mean as a line."""
-    known = {name for s in snapshots for layer in s.layers for name in layer.measures}
-    _draw_panels(snapshots, [name for name in PANELS if name in known], title, path)
-
-
-def draw_shift(snapshots: Sequence[Snapshot], title: str, path: Path) -> None:
-    """Draws `measures.shift_distance` of the first layer's input, of all layers and the logits."""
-    _draw_panels(snapshots, ["shift_distance"], title, path)
-
-
-def _draw_panels(snapshots, names, title, path):
     plt = import_pyplot()
+    known = {name for s in snapshots for layer in s.layers for name in layer.measures}
+    names = [name for name in PANELS if name in known]
     columns = min(len(names), 4)
     rows = math.ceil(len(names) / columns)
     size = (max(3.4 * columns, 6.0), max(2.9 * rows, 3.4) + 0.6)
@@ -190,7 +182,7 @@ def _draw_panels(snapshots, names, title, path):
     quantity = " or ".join(dict.fromkeys(snapshot.quantity for snapshot in snapshots))
     deepest = max(snapshots, key=lambda snapshot: len(snapshot.layers))
     labels = ["input", *(layer.name for layer in deepest.layers), "logits"]
-    every = math.ceil(len(labels) / (14 if len(names) == 1 else 8))
+    every = math.ceil(len(labels) / 8)
     for axis, name in zip(axes.flat, names, strict=False):
         for number, snapshot in enumerate(snapshots):
             shift = 0.1 * (number - (len(snapshots) - 1) / 2)
