@@ -66,14 +66,9 @@ def norm(name: str, path: str, layer: int | None = None) -> Iterator[Entry]:
 def linear(
     name: str, *paths: str, layer: int | None = None, in_axes: int = 1, bias: bool = True
 ) -> Iterator[Entry]:
-    """A linear layer that holds one or more linear layers of ours.
+    """A linear layer that holds one or more of ours, of equal sizes, fused along `out`.
 
-    Args:
-      name: Name of the torch module.
-      *paths: Paths of our modules, which have equal sizes and are fused along `out`.
-      layer: See `Entry`.
-      in_axes: Number of input axes of our kernels; the others are output axes.
-      bias: Whether the layer has a bias.
+    Our kernels have `in_axes` input axes; the others are output axes.
     """
 
     def encode(*kernels):
@@ -90,7 +85,7 @@ def linear(
 
 
 def linear_bias(name: str, *paths: str, layer: int | None) -> Entry:
-    """The bias of a linear layer. See `linear` for the arguments."""
+    """The bias of a linear layer that holds one or more of ours."""
 
     def encode(*biases):
         return _concatenate([bias.reshape(-1) for bias in biases])
@@ -158,15 +153,11 @@ def like(new: Any, old: np.ndarray | jax.Array) -> np.ndarray | jax.Array:
 def replace_rows(
     table: Float[Array, "R k"], rows: Float[Array | np.ndarray, "r k"], start: int
 ) -> Float[Array, "R k"]:
-    """Returns a table with other rows from `start` on.
-
-    Arrays on a mesh with explicit axes allow neither `.at[...].set` nor empty parts outside
-    `jax.set_mesh`.
-    """
-    stop = start + len(rows)
-    before = [table[:start]] if start else []
-    after = [table[stop:]] if stop < len(table) else []
-    return jnp.concatenate([*before, rows, *after])
+    """Returns a table with other rows from `start` on."""
+    # Arrays on a mesh with explicit axes allow neither `.at[...].set` nor empty parts outside
+    # `jax.set_mesh`.
+    parts = [table[:start], rows, table[start + len(rows) :]]
+    return jnp.concatenate([part for part in parts if len(part)])
 
 
 def _stays_numpy(new, old):

@@ -50,16 +50,12 @@ class FoundSite(NamedTuple):
 
 
 def find_sites(leaves: Leaves, layout: str | None, grid: Grid | None) -> list[FoundSite]:
-    """Finds the stacks of a Swin Transformer or BEiT, MLP-Mixer or ConvMixer.
+    """Finds the stacks of a Swin Transformer or BEiT, MLP-Mixer or ConvMixer, from first to last.
 
-    Args:
-      leaves: The parameters by name.
-      layout: A key of `LAYOUTS`, or None to try them all.
-      grid: (rows, cols) of the tokens, or of the windows that are not square; None assumes a
-        square. Other windows are taken to be square.
+    `grid` is that of the tokens, or of the windows that are not square.
 
     Returns:
-      The stacks from first to last; none if the model is of another kind.
+      The stacks; none if the model is of another kind.
 
     Raises:
       InputError: No scheme fits this model.
@@ -90,9 +86,17 @@ def _windows(leaves: Leaves, layout: str | None, grid: Grid | None) -> list[Foun
 
 
 def _window_site(leaves: Leaves, stack: Stack, grid: Grid | None) -> FoundSite:
-    tables = _tables(leaves, stack)
+    tables = [
+        name
+        for attention in stack.attentions
+        for name in leaves
+        if name.startswith(f"{attention.rpartition('.')[0]}.") and name.endswith(TABLE)
+    ]
+    if len(tables) != len(stack.attentions):
+        raise unsupported(stack.attentions[0], f"has no {TABLE}, as other layers have")
+    check_array("params", tables[0], leaves[tables[0]])
     rows, num_heads = leaves[tables[0]].shape
-    window = _window(tables[0], rows, grid)
+    window = _find_window(tables[0], rows, grid)
     host = Host(leaves, stack, num_heads)
     host.require_assumptions(own=tables)
     site = WindowSite(grid=window, **host.sizes())
@@ -106,7 +110,7 @@ def _window_site(leaves: Leaves, stack: Stack, grid: Grid | None) -> FoundSite:
                 )
         new = Host(leaves, stack, num_heads).with_attention(weights)
         if weights.bias is not None:
-            check_shape("bias", weights.bias, (host.num_layers, _offsets(window), num_heads))
+            check_shape("bias", weights.bias, (host.num_layers, _num_offsets(window), num_heads))
             for name, biases in zip(tables, weights.bias, strict=True):
                 table = replace_rows(jnp.asarray(leaves[name], jnp.float32), biases, 0)
                 new[name] = like(table, leaves[name])
@@ -115,28 +119,11 @@ def _window_site(leaves: Leaves, stack: Stack, grid: Grid | None) -> FoundSite:
     return FoundSite(tables[0], site, write)
 
 
-def _tables(leaves: Leaves, stack: Stack) -> list[str]:
-    """Returns the name of every layer's table."""
-    tables = [
-        name
-        for attention in stack.attentions
-        for name in leaves
-        if name.startswith(f"{attention.rpartition('.')[0]}.") and name.endswith(TABLE)
-    ]
-    if len(tables) != len(stack.attentions):
-        raise unsupported(stack.attentions[0], f"has no {TABLE}, as other layers have")
-    check_array("params", tables[0], leaves[tables[0]])
-    return tables
-
-
-def _window(table: str, rows: int, grid: Grid | None) -> Grid:
-    """Returns the window, given a table's rows: one per offset, and BEiT's 3 for its class token.
-
-    See `find_sites` for `grid`.
-    """
+def _find_window(table: str, rows: int, grid: Grid | None) -> Grid:
+    """Returns the window of a table with one row per offset, and BEiT's 3 for its class token."""
     side = math.isqrt(rows) // 2 + 1
     for window in (grid, (side, side)):
-        if window and _offsets(window) in (rows, rows - 3):
+        if window and _num_offsets(window) in (rows, rows - 3):
             return window
     given = "" if grid is None else f" or one of {grid}"
     raise InputError(
@@ -145,7 +132,7 @@ def _window(table: str, rows: int, grid: Grid | None) -> Grid:
     )
 
 
-def _offsets(window: Grid) -> int:
+def _num_offsets(window: Grid) -> int:
     return (2 * window[0] - 1) * (2 * window[1] - 1)
 
 
