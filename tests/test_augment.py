@@ -8,7 +8,7 @@ import pytest
 import references
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
-from structinit_jax.augment import AugmentConfig, AugmentOptions, describe, make_augment, pipeline
+from structinit_jax.augment import AugmentConfig, AugmentOptions, describe, make_augment
 from structinit_jax.augment import mix as mix_lib
 from structinit_jax.errors import InputError, check_fields
 
@@ -70,19 +70,6 @@ def test_defaults_normalize_images_and_smooth_targets():
     np.testing.assert_allclose(targets, np.eye(5)[LABELS] * 0.9 + 0.02, atol=1e-6)
 
 
-def test_rand_augment_fills_with_the_mean_color_and_resamples_as_the_crop(monkeypatch):
-    passed = []
-
-    def rand_augment(rngs, images, spec, **options):
-        passed.append(options)
-        return images
-
-    monkeypatch.setattr(pipeline, "rand_augment", rand_augment)
-    options = only(rand_augment="rand-m9", interpolation="bicubic")
-    make_augment(options)(jax.random.key(0), IMAGES, LABELS)
-    assert passed == [dict(fill=(124, 116, 104), interpolation="bicubic")]
-
-
 def test_erasing_after_mixing_is_the_order_of_timms_train_script():
     order = {
         "RandomResizedCropAndInterpolation": "crop",
@@ -122,20 +109,12 @@ def test_pixels_are_mixed_as_by_timms_train_script(monkeypatch):
     assert 0.4 < levels.max() < 0.501  # without the prefetcher, pixels are not rounded
 
 
-def test_gray_images_pass_through_color_jitter():
-    recipe = only(crop="pad", color_jitter=(0.4, 0.4, 0.4, 0.1))
-    recipe = dataclasses.replace(recipe, mean=(0.3,), std=(0.4,))
-    images, _ = jax.jit(make_augment(recipe))(jax.random.key(0), IMAGES[..., :1], LABELS)
-    assert images.shape == (16, 16, 16, 1)
-    assert np.all(np.isfinite(images))
-
-
 @pytest.mark.parametrize(
     ("field", "value"),
     [
         ("crop", "center"),
         ("crop_scale", (0.5, 0.1)),
-        ("color_jitter", (0.4, 0.4, 0.4, 0.6)),
+        ("color_jitter", (0.4, 0.4, 0.4, 0.1)),
         ("erasing", float("nan")),
         ("mix_group", -1),
     ],

@@ -5,7 +5,6 @@ import jax
 import numpy as np
 import pytest
 import references
-from scipy import ndimage
 
 from structinit_jax import attention_init
 from structinit_jax.attention_init import ConvSite
@@ -57,26 +56,6 @@ def test_filters_may_be_shared_by_channels(num_filters, fewest, most):
     assert distinct.shape == (64, num_filters)
     assert fewest <= counts.min() <= counts.max() <= most
     np.testing.assert_array_equal((distinct > 0).sum(axis=0), 5)
-
-
-def test_filters_act_as_correlations_do():
-    """A place of the kernel is the neighbor that the same place of scipy's kernel looks at."""
-    (kernel,) = kernels(attention_init.impulse(), kernel_size=8, width=6, num_layers=1)
-    image = np.random.default_rng(0).standard_normal((10, 12, 6)).astype(np.float32)
-    ours = jax.lax.conv_general_dilated(
-        image[None],
-        kernel[:, :, None, :],
-        (1, 1),
-        "SAME",
-        dimension_numbers=("NHWC", "HWIO", "NHWC"),
-        feature_group_count=6,
-    )[0]
-    for channel in range(6):
-        # Even kernels: scipy's center is place 4, ours is place 3, as in PyTorch.
-        expected = ndimage.correlate(
-            image[..., channel], kernel[..., channel], mode="constant", origin=-1
-        )
-        np.testing.assert_allclose(ours[..., channel], expected, atol=1e-6)
 
 
 def test_gaussians_lie_between_impulse_and_box():

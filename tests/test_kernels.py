@@ -100,15 +100,3 @@ def test_layer_norm_is_the_same_in_numpy_and_jax():
     np.testing.assert_allclose(ours.mean(1), 0, atol=1e-7)
     np.testing.assert_allclose(ours.std(1), 1, atol=1e-5)
     assert layer_norm(jnp.asarray(x, jnp.bfloat16)).dtype == jnp.float32
-
-
-@pytest.mark.parametrize(
-    ("kernels", "dimension"), [(kernels_lib.impulse_kernels(3), 9), (np.ones((1, 3, 3)), 1)]
-)
-def test_fixed_impulse_filters_are_enough_from_k_f_squared_channels_on(kernels, dimension):
-    """Proposition 1 of the 2024 paper: on inputs of rank k, the vectors a_i ⊗ h_i span k f²."""
-    rank, channels = 3, 27
-    a = np.random.default_rng(0).standard_normal((rank, channels))
-    fixed = np.resize(kernels.reshape(len(kernels), -1), (channels, 9))
-    spanned = np.linalg.matrix_rank(np.einsum("ji,iv->jvi", a, fixed).reshape(-1, channels))
-    assert spanned == rank * dimension

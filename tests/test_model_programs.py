@@ -9,10 +9,9 @@ import numpy as np
 import pytest
 from flax import nnx
 from jax import export
-from jax.sharding import AxisType, Mesh, PartitionSpec
+from jax.sharding import AxisType, PartitionSpec
 from tiny_models import IMAGES, make, train
 
-from structinit_jax.errors import InputError
 from structinit_jax.models import FAMILIES, default_config, layers
 from structinit_jax.models import model as model_lib
 from structinit_jax.training.state import split_model
@@ -112,31 +111,6 @@ def test_a_model_with_remat_auto_recomputes_as_with_none(family):
     )
     assert auto == none != full
     assert "unroll=2" in full
-
-
-@pytest.mark.parametrize("family", ["vit", "swin"])
-def test_families_pass_the_implementation_to_their_attention(family):
-    model = make(family, attention_implementation="cudnn", dtype="bfloat16")
-    with pytest.raises(InputError, match=r"attention_implementation='cudnn': .* an NVIDIA GPU"):
-        model(IMAGES)
-
-
-def test_models_have_second_derivatives_also_with_split_weights():
-    graphdef, params, state = split_model(make("vit"))
-    mesh = Mesh(np.asarray(jax.devices()[:2]), (model_lib.FSDP_AXIS,))
-
-    def loss(params):
-        with jax.sharding.use_abstract_mesh(mesh.abstract_mesh):
-            return nnx.merge(graphdef, params, state)(IMAGES, rng=jax.random.key(0))[0].var()
-
-    def products(params):
-        gradient = jax.grad(loss)
-        forward_over_reverse = jax.jvp(gradient, (params,), (params,))[1]
-        return forward_over_reverse, jax.vjp(gradient, params)[1](params)[0]
-
-    # Only lowering notices a derivative that does not exist.
-    products = jax.jit(products).lower(params).out_info
-    assert {jax.tree.structure(product) for product in products} == {jax.tree.structure(params)}
 
 
 @pytest.mark.parametrize("family", FAMILIES)

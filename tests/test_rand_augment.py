@@ -224,18 +224,3 @@ def test_masked_images_change_once_and_the_others_stay(count, fraction):
     mask = random.random(count) < fraction
     out = apply_where_jit(jnp.add, mask, images, amounts)
     np.testing.assert_array_equal(out, images + (mask * amounts)[:, None, None])
-
-
-def test_work_is_proportional_to_the_number_of_masked_images():
-    calls = []
-
-    def watched(image):
-        jax.debug.callback(lambda _: calls.append(1), image)
-        return image + 1
-
-    images = jnp.zeros((10 * CHUNKS, 2), jnp.int32)
-    for number in (0, 1, 10, 11, 80):
-        calls.clear()
-        jax.block_until_ready(apply_where_jit(watched, jnp.arange(len(images)) < number, images))
-        jax.effects_barrier()
-        assert len(calls) == -(-number // 10) * 10

@@ -3,14 +3,7 @@ import dataclasses
 import numpy as np
 import pytest
 
-from structinit_jax.attention_init import (
-    AttentionSite,
-    ConvSite,
-    RotarySite,
-    TokenMixingSite,
-    WindowSite,
-    rotary_angles,
-)
+from structinit_jax.attention_init import AttentionSite, RotarySite, WindowSite, rotary_angles
 from structinit_jax.errors import InputError
 
 ATTENTION = dict(grid=(3, 4), width=32, num_heads=4, head_dim=8, num_layers=2, qk_scale=8**-0.5)
@@ -18,23 +11,16 @@ FIELDS = {
     AttentionSite: ATTENTION,
     WindowSite: ATTENTION,
     RotarySite: ATTENTION | dict(angles=rotary_angles((3, 4), 8)),
-    TokenMixingSite: dict(grid=(3, 4), hidden=8, num_layers=2, width=32),
-    ConvSite: dict(kernel_size=3, width=32, num_layers=2),
 }
 
 
 @pytest.mark.parametrize(
     ("site_type", "field", "value"),
     [
-        (AttentionSite, "grid", [3, 4]),
         (WindowSite, "grid", (3, 0)),
-        (TokenMixingSite, "grid", 12),
-        (AttentionSite, "num_heads", 0),
         (AttentionSite, "base_init", "torch"),
         (AttentionSite, "positions", np.zeros((13, 32), np.float32)),
         (RotarySite, "angles", np.zeros((1, 1, 13, 4), np.float32)),
-        (RotarySite, "pairs", "thirds"),
-        (ConvSite, "kernel_size", -1),
     ],
 )
 def test_sizes_that_no_layer_has_are_refused(site_type, field, value):

@@ -111,9 +111,8 @@ def test_maps_are_those_of_the_outputs():
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        (dict(image_size=3), r"data\.image_size=\(3, 3\) .*model\.patch_size=4"),
         (dict(depths=(2,)), r"model\.depths=\(2,\) .*model\.num_heads=\(2, 4\)"),
-        (dict(num_heads=(2, 3)), r"model\.num_heads=\(2, 3\): the 16 channels of stage 2"),
+        (dict(num_heads=(2, 3)), r"model\.num_heads: 16 channels are not divisible by 3 heads"),
     ],
 )
 def test_sizes_that_do_not_fit_are_refused_by_name(options, message):

@@ -226,7 +226,7 @@ def test_a_scheme_cannot_set_fixed_positions():
     ("options", "message"),
     [
         (dict(patch_size=3), r"data\.image_size=8 .*model\.patch_size=3"),
-        (dict(num_heads=3), r"model\.width=16 .*model\.num_heads=3"),
+        (dict(num_heads=3), r"model\.num_heads: 16 channels .* by 3 heads"),
         (dict(width=18), r"width=18: sin-cos positions need a width .*divisible by 4"),
         (dict(positions="rope", num_heads=8), "head_dim=2: rotary positions need a multiple of 4"),
         (dict(mlp_ratio=0.01), r"model\.mlp_ratio .*MLP of 16 channels without hidden channels"),

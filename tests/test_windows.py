@@ -83,59 +83,24 @@ def test_kernels_that_cannot_be_are_refused(kernels):
         impulse(filters=kernels)(RNG, SITE)
 
 
-# -- in a Swin -------------------------------------------------------------------------------------
-
-TARGET_MASS = 0.6
-
-
-@pytest.fixture(scope="module")
-def swin():
-    """A model, its filters by stage, and the maps that it has on random images."""
-    model = SwinTransformer(
-        image_size=48,
-        channels=2,
-        num_classes=3,
-        width=32,
-        depths=(4, 2),
-        num_heads=(4, 8),
-        window_size=4,
-        rngs=nnx.Rngs(0),
-    )
-    chosen = []
-
-    def scheme(rng, site):
-        weights = impulse(target_mass=TARGET_MASS)(rng, site)
-        chosen.append(weights.filter_index)
-        return weights
-
-    report = model.initialize_attention(scheme, RNG)
+def test_maps_on_images_have_the_mass_in_shifted_and_unshifted_blocks():
+    n, mass = 16, 0.6
+    sizes = dict(image_size=48, channels=2, num_classes=3, width=32, depths=(2,), num_heads=(4,))
+    model = SwinTransformer(**sizes, window_size=4, rngs=nnx.Rngs(0))
+    assert model.stage1.shift == (2, 2)
+    (site,) = model.sites().values()
+    weights = impulse(target_mass=mass)(RNG, site)
+    model.initialize_attention(lambda rng, site: weights, RNG)
     images = jax.random.normal(jax.random.key(1), (3, 48, 48, 2))
     out = jax.jit(lambda images: model(images, with_maps=True)[1])(images)
-    return model, chosen, report, out
-
-
-def test_maps_on_images_have_the_mass_in_shifted_and_unshifted_blocks(swin):
-    model, chosen, _, out = swin
-    n = 16
-    targets = kernels_lib.convolution_maps(kernels_lib.impulse_kernels(3), (4, 4))
-    boost = (n - 1) * TARGET_MASS / (1 - TARGET_MASS)  # the exponential of the bias
-    blocks_of_stages = [stage["blocks"] for stage in out["stages"]]
-    for stage, heads, blocks, grid in zip(
-        model.stages, chosen, blocks_of_stages, ((12, 12), (6, 6)), strict=True
-    ):
-        assert stage.shift == (2, 2)
-        maps = np.asarray(blocks["attention_maps"]).mean(axis=1)  # [L, W, h, n, n]
-        mask = shift_mask(grid, (4, 4), (2, 2)) == 0  # [W, n, n], with itself
-        for layer in range(len(maps)):
-            shifted = layer % 2 == 1
-            for window in range(maps.shape[1]):
-                seen = mask[window] if shifted else np.ones((n, n), bool)
-                for head in range(maps.shape[2]):
-                    target = targets[heads[layer, head]] * seen
-                    has_target = target.any(-1)
-                    expected = np.where(has_target, boost / (boost + seen.sum(-1) - 1), 0)
-                    mass = (maps[layer, window, head] * target).sum(-1)
-                    np.testing.assert_allclose(mass, expected, atol=0.03)
-                    assert np.all(maps[layer, window, head][~seen] < 1e-6)
-            if shifted:
-                assert not mask.all()
+    maps = np.asarray(out["stages"][0]["blocks"]["attention_maps"]).mean(axis=1)  # [L, W, h, n, n]
+    targets = np.asarray(weights.targets)[np.asarray(weights.filter_index)]
+    boost = (n - 1) * mass / (1 - mass)  # the exponential of the bias
+    mask = shift_mask((12, 12), (4, 4), (2, 2)) == 0  # [W, n, n], with itself
+    assert not mask.all()
+    for layer, seen in enumerate((np.ones_like(mask), mask)):
+        target = targets[layer] * seen[:, None]
+        size = seen.sum(-1)[:, None]
+        expected = np.where(target.any(-1), boost / (boost + size - 1), 0)
+        np.testing.assert_allclose((maps[layer] * target).sum(-1), expected, atol=0.03)
+        assert np.all(maps[layer][np.broadcast_to(~seen[:, None], maps[layer].shape)] < 1e-6)

@@ -45,19 +45,12 @@ def impulse_2024(
 ) -> ConvWeights:
     """The filters of the 2024 program, drawn independently for each channel."""
     size, shape = site.kernel_size, (site.num_layers, site.width)
-    if taps > size**2:
-        raise InputError(
-            f"taps={taps}: a ConvSite with kernel_size={size} needs a number from 1 to {size**2}"
-        )
-    if num_filters is not None and num_filters > site.width:
-        raise InputError(
-            f"num_filters={num_filters}: a ConvSite with width={site.width} needs a number from 1 "
-            f"to {site.width}"
-        )
+    for name, value, most in (("taps", taps, size**2), ("num_filters", num_filters, site.width)):
+        if value is not None and value > most:
+            raise InputError(f"{name}={value} must be at most {most} for this ConvSite")
     if variance is not None and taps != 1:
         raise InputError(
-            f"taps={taps} has no effect with variance={variance}, which makes Gaussians around "
-            "one place: pass one of them"
+            f"taps={taps} has no effect on Gaussians, variance={variance}: pass one of them"
         )
     filter_rng, share_rng = jax.random.split(rng)
     if variance is None:

@@ -127,11 +127,9 @@ def normalize_rows(maps: Float[np.ndarray, "F N N"]) -> Float[np.ndarray, "F N N
 def filter_kernels(
     site: AttentionSite | TokenMixingSite, filters: Filters
 ) -> tuple[Float[np.ndarray, "F R C"], tuple[tuple[int, int], ...]]:
-    """Returns the distinct kernels of all layers, and which of them each layer uses.
+    """Returns the distinct kernels of all layers, and the range (start, stop) that each layer uses.
 
-    Returns:
-      Kernels over all offsets of the site's grid, R = 2 rows - 1 and C = 2 cols - 1, and for each
-      layer the range (start, stop) of its kernels.
+    Kernels are over all offsets of the site's grid, R = 2 rows - 1 and C = 2 cols - 1.
     """
     dilations = filters.dilation or 1
     dilations = (dilations,) * site.num_layers if np.ndim(dilations) == 0 else tuple(dilations)
@@ -260,11 +258,6 @@ def draw_flat(
 
     On CPUs, XLA unrolls loops over short axes together with the many rounds of the random
     generator, and takes up to 20 times as long to compile a draw over several axes.
-
-    Args:
-      draw: Draws independent numbers, such as `jax.random.normal`.
-      rng: Random key.
-      shape: Shape of the result.
     """
     return draw(rng, (math.prod(shape),)).reshape(shape)
 
@@ -302,17 +295,12 @@ def near_identity(
 def sincos_positions(
     grid: tuple[int, int], width: int, convention: str = "timm"
 ) -> Float[np.ndarray, "N D"]:
-    """Returns the 2-D sine-cosine encoding with temperature 10,000; N = rows × cols, row-major.
+    """Returns the 2-D sine-cosine encoding of a grid (rows, cols), tokens in row-major order.
 
-    Args:
-      grid: (rows, cols).
-      width: Channels D, a multiple of 4 and at least 8.
-      convention: 'timm' is timm's `build_sincos2d_pos_embed`, which the 2024 paper uses: channels
-        sin y, sin x, cos y, cos x and frequencies 10,000^(-4 i / D), i = 0 … D/4 - 1. 'moco' is
-        that of MoCo v3 and big_vision: sin x, cos x, sin y, cos y and 10,000^(-i / (D/4 - 1)).
-
-    Raises:
-      InputError: The width cannot be encoded, or the convention is unknown.
+    The convention 'timm' is timm's `build_sincos2d_pos_embed`, which the 2024 paper uses: channels
+    sin y, sin x, cos y, cos x and frequencies 10,000^(-4 i / D), i = 0 … D/4 - 1. 'moco' is that of
+    MoCo v3 and big_vision: sin x, cos x, sin y, cos y and 10,000^(-i / (D/4 - 1)). Raises
+    `InputError` unless the width D is a multiple of 4 and at least 8.
     """
     if width % 4 or width < 8:
         raise InputError(

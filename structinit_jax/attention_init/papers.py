@@ -172,12 +172,10 @@ def impulse_2025(
     Learned positions are scaled; X is their LayerNorm. The target logits W are 1000 where the
     target map is 1, and 3 times truncated normal noise of standard deviation 0.6 elsewhere;
     `factor_logits` gives Q and K. Offsets go to heads in a fixed order, center first. V and
-    projection are mimetic, in the orientation of `mimetic_vo`, as in the program.
+    projection are mimetic, with heads sorted by singular values, as in the program.
     """
-    positions = jnp.asarray(site.require_positions())
     scale = position_scale if site.positions_trainable else None
-    if scale is not None:
-        positions = scale * positions
+    positions = (scale or 1) * jnp.asarray(site.require_positions())
     noise_rng, vo_rng, _ = jax.random.split(rng, 3)
     targets = jnp.asarray(filter_maps(site, Filters(kernel_size=kernel_size))[0])
     order = center_first(kernel_size)[np.arange(site.num_heads) % len(targets)]
@@ -192,7 +190,7 @@ def impulse_2025(
         norm=query_key_norm,
     )
     warn_if_out_of_reach(report)
-    value, out = mimetic_vo(vo_rng, site)
+    value, out = mimetic_vo(vo_rng, site, transposed=False)
     return AttentionWeights(
         query,
         key,
@@ -245,43 +243,38 @@ def factor_logits(
 def mimetic(rng: PRNGKeyArray, site: AttentionSite) -> AttentionWeights:
     """Trockman & Kolter (2023): Q Kᵀ = 0.7 U + 0.7 I per head and V Proj ≈ -0.4 I, by SVD.
 
-    As in the programs of both papers, which store the factors of A Bᵀ = 0.4 U - 0.4 I untransposed
-    as PyTorch weights: V = Aᵀ, Proj = B. The heads are then equally strong. With V = A, Proj = Bᵀ,
-    the formula's form, they are sorted by singular values (`mimetic_vo`).
+    As in the programs of both papers, which store the factors of V Proj untransposed as PyTorch
+    weights. The heads are then equally strong.
     """
-    require_narrow_heads(site)
     qk_rng, vo_rng = jax.random.split(rng)
-    layers, width, heads = site.num_layers, site.width, (site.num_heads, site.head_dim)
-    query, key = factors_near_identity(
-        qk_rng, (layers, site.num_heads, width), site.head_dim, noise=0.7, identity=0.7
-    )
-    a, b = factors_near_identity(vo_rng, (layers, width), width, noise=0.4, identity=-0.4)
-    inner = heads[0] * heads[1]
-    value = jnp.swapaxes(a, -1, -2)[..., :inner].reshape(layers, width, *heads)
-    out = b[:, :inner].reshape(layers, *heads, width)
-    return AttentionWeights(jnp.moveaxis(query, 1, 2), jnp.moveaxis(key, 1, 2), value, out)
+    value, out = mimetic_vo(vo_rng, site, transposed=True)
+    shape = (site.num_layers, site.num_heads, site.width)
+    products = near_identity(qk_rng, shape, noise=0.7, identity=0.7)
+    query, key = (jnp.moveaxis(f, 1, 2) for f in split_product(products, site.head_dim))
+    return AttentionWeights(query, key, value, out)
 
 
 def mimetic_vo(
-    rng: PRNGKeyArray, site: AttentionSite
+    rng: PRNGKeyArray, site: AttentionSite, *, transposed: bool
 ) -> tuple[Float[Array, "L D h d"], Float[Array, "L h d D"]]:
-    """Returns V and projection with V Proj = 0.4 U - 0.4 I over all heads of a layer, U uniform.
+    """Returns V and projection from the factors of A Bᵀ = 0.4 U - 0.4 I over all heads of a layer.
 
-    Heads are sorted by singular values, the strongest first.
+    V = A and Proj = Bᵀ, in which heads are sorted by singular values, the strongest first; or
+    transposed V = Aᵀ and Proj = B. Raises `InputError` if heads have more channels than the model.
     """
-    require_narrow_heads(site)
     layers, width, heads = site.num_layers, site.width, (site.num_heads, site.head_dim)
     inner = heads[0] * heads[1]
-    value, out = factors_near_identity(rng, (layers, width), inner, noise=0.4, identity=-0.4)
-    out = jnp.swapaxes(out, -1, -2).reshape(layers, *heads, width)
-    return value.reshape(layers, width, *heads), out
-
-
-def factors_near_identity(
-    rng: PRNGKeyArray, shape: tuple[int, ...], rank: int, *, noise: float, identity: float
-) -> tuple[Float[Array, "*batch D k"], Float[Array, "*batch D k"]]:
-    """Returns A, B [*shape, rank] with A Bᵀ closest to `near_identity` of the same arguments."""
-    return split_product(near_identity(rng, shape, noise=noise, identity=identity), rank)
+    if inner > width:
+        raise InputError(
+            f"num_heads={heads[0]} × head_dim={heads[1]} = {inner} channels are more than "
+            f"width={width}, which mimetic weights do not allow: use 'default' or 'impulse'"
+        )
+    product = near_identity(rng, (layers, width), noise=0.4, identity=-0.4)
+    a, b = split_product(product, width)
+    if transposed:
+        a, b = jnp.swapaxes(a, -1, -2), jnp.swapaxes(b, -1, -2)
+    out = jnp.swapaxes(b[..., :inner], -1, -2).reshape(layers, *heads, width)
+    return a[..., :inner].reshape(layers, width, *heads), out
 
 
 def split_product(
@@ -296,17 +289,6 @@ def split_product(
     )
     root = jnp.sqrt(s[..., None, :rank])
     return u[..., :rank] * root, jnp.swapaxes(vt, -1, -2)[..., :rank] * root
-
-
-def require_narrow_heads(site: AttentionSite) -> None:
-    """Raises `InputError` if the heads have more channels than the model."""
-    inner = site.num_heads * site.head_dim
-    if inner > site.width:
-        raise InputError(
-            f"num_heads={site.num_heads} × head_dim={site.head_dim} = {inner} channels are more "
-            f"than width={site.width}, which mimetic weights do not allow: use 'default' or "
-            "'impulse'"
-        )
 
 
 def default(rng: PRNGKeyArray, site: AttentionSite) -> AttentionWeights:

@@ -46,16 +46,10 @@ def rotary_angles(
 ) -> Float[np.ndarray, "1 1 N p"]:
     """Returns the angles of timm's axial RoPE ViTs, for `RotarySite`.
 
-    The first half of the pairs turns with the column, the second with the row, both with the
-    frequencies temperature^(-4 i / d), i = 0 … d/4 - 1, in radians per token.
-
-    Args:
-      grid: (rows, cols).
-      head_dim: Channels d = 2 p of a head, a multiple of 4.
-      temperature: Base of the frequencies; 100 in `vit_small_patch16_rope_224` and its relatives.
-
-    Raises:
-      InputError: The head dimension cannot be rotated.
+    The first half of the pairs turns with the column, the second with the row of the grid, both
+    with the frequencies temperature^(-4 i / d), i = 0 … d/4 - 1, in radians per token. The
+    temperature is 100 in `vit_small_patch16_rope_224` and its relatives. Raises `InputError` unless
+    the head dimension d = 2 p is a multiple of 4.
     """
     if head_dim % 4:
         raise InputError(

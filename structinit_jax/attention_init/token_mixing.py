@@ -1,31 +1,22 @@
 """Schemes for token-mixing MLPs (`TokenMixingSite`), as in MLP-Mixer.
 
-The papers do not cover these; `impulse` and `mimetic` for them are our own.
+The papers do not cover these; `impulse` and `mimetic` for them are our own. Neither is better than
+the model's own initialization (benchmarks/results/search.md), which is the default for a Mixer: all
+channels share the token mixing, and shifts by the same offset at every token do not tell positions
+apart.
 
-On the digits (configs/mixer_digits.py), neither is better than the model's own initialization,
-which is therefore the default for a Mixer. All channels share the token mixing, and unlike random
-weights, shifts by the same offset at every token do not tell positions apart. A smaller gain, one
-filter for each token, filters added to the model's own weights, and convolutions with random
-filters were not better either. Random weights under a Gaussian window around each hidden unit's
-token were better by one point over six seeds, which is within the noise, and equal on 2,000
-Fashion-MNIST images (benchmarks/results/search.md).
-
-Token mixing computes y = A gelu(B u), biases aside, for the N values u of each channel. GELU is z
-Φ(z), so gelu(z) - gelu(-z) = z: with B = [B'; -B'] and A = [A', -A'], y = A' B' u exactly. Every
-linear map M = A' B' of the tokens thus fits into twice as many hidden units as its rank. The two
-units of a pair have different gradients, so training makes them nonlinear from the first step.
-
-All channels share the weights, so a layer has one filter: the block returns x + M norm(x).
+Token mixing computes y = A gelu(B u), biases aside, for the N values u of each channel. Since
+gelu(z) - gelu(-z) = z, B = [B'; -B'] and A = [A', -A'] give y = A' B' u exactly. Every linear map
+M = A' B' of the tokens thus fits into twice as many hidden units as its rank. The two units of a
+pair have different gradients, so training makes them nonlinear from the first step. A layer has one
+filter: the block returns x + M norm(x).
 
 With k < N pairs the map is U Uᵀ M, where U [N, k] are the first k principal components of M applied
 to tokens whose correlation falls with distance: the lowest spatial frequencies of the output. On a
-14×14 grid, 128 pairs keep 97 % of the output of shifts of photographs. A truncated SVD of M keeps
-72 %: the singular values of a shift are all equal, so it keeps an arbitrary part.
-
-A random rotation R of the pairs, A' = U Rᵀ and B' = R Uᵀ M with Rᵀ R = I, keeps the map and makes
-layers and hidden units independent. Neighboring tokens are alike, so outputs add up: in Mixer-S/16
-tokens of photographs grow to 8 in root mean square (timm's initialization: 2.5), which LayerNorm
-removes.
+14×14 grid, 128 pairs keep 97 % of the output of shifts of photographs, a truncated SVD of M only
+72 %, since the singular values of a shift are all equal. A random rotation R of the pairs,
+A' = U Rᵀ and B' = R Uᵀ M with Rᵀ R = I, keeps the map and makes layers and hidden units
+independent.
 """
 
 import functools
@@ -45,7 +36,6 @@ from structinit_jax.attention_init.sites import TokenMixingSite, TokenMixingWeig
 from structinit_jax.errors import InputError
 
 CORRELATION = 0.9  # between neighbors; the exact value hardly matters
-MIMETIC_NOISE = MIMETIC_IDENTITY = 0.7  # as for query and key in mimetic attention
 
 
 def default(rng: PRNGKeyArray, site: TokenMixingSite) -> TokenMixingWeights:
@@ -68,15 +58,12 @@ def kaiming_uniform(rng: PRNGKeyArray, site: TokenMixingSite) -> TokenMixingWeig
 
 
 def mimetic(rng: PRNGKeyArray, site: TokenMixingSite) -> TokenMixingWeights:
-    """Uses mimetic attention's logits, 0.7 U + 0.7 I with uniform noise U, as the map itself.
-
-    As in mimetic attention (Trockman & Kolter 2023), tokens mostly keep to themselves.
-    """
+    """Uses mimetic attention's logits, 0.7 U + 0.7 I with uniform noise U, as the map itself."""
     noise_rng, rotation_rng = jax.random.split(rng)
     tokens = site.num_tokens
     shape, bound = (site.num_layers, tokens, tokens), (3 / tokens) ** 0.5
     noise = jax.random.uniform(noise_rng, shape, minval=-bound, maxval=bound)
-    maps = MIMETIC_NOISE * noise + MIMETIC_IDENTITY * jnp.eye(tokens)[None]
+    maps = 0.7 * noise + 0.7 * jnp.eye(tokens)[None]
     # The basis of the identity serves all layers, since their maps are close to it.
     basis = output_basis(np.eye(tokens)[None], site)
     return TokenMixingWeights(*_factor_maps(rotation_rng, maps, jnp.asarray(basis), site.hidden))
@@ -98,8 +85,7 @@ def output_basis(
     """Returns the orthonormal U for which the site's hidden units hold U Uᵀ M of each map M.
 
     These are the first k = min(N, hidden // 2) principal components of M u over tokens u whose
-    correlation is `CORRELATION` to the power of their distance in rows plus in columns. Raises
-    `InputError` if there are not enough hidden units for one pair.
+    correlation is `CORRELATION` to the power of their distance in rows plus in columns.
     """
     if site.hidden < 2:
         raise InputError(

@@ -83,15 +83,15 @@ def impulse(
         )
 
     # Sharpness: a fixed norm of Q and K, or the one at which maps have the target mass.
-    if norm is None:
-        norm = (START_SHARPNESS / (site.qk_scale * site.head_dim * site.width)) ** 0.5
-    else:
-        target_mass = None
-    starts = start_factors(z, targets, site.head_dim)
-    rows = targets[:, loss_rows(site.num_tokens)]
+    start = (START_SHARPNESS / (site.qk_scale * site.head_dim * site.width)) ** 0.5
     weights = _solve_and_place(
         rng,
-        *(starts, z, v, rows, norm, target_mass),
+        start_factors(z, targets, site.head_dim),
+        z,
+        v,
+        targets[:, loss_rows(site.num_tokens)],
+        norm or start,
+        target_mass if norm is None else None,
         site=dataclasses.replace(site, positions=None),  # hashable, as static arguments must be
         ranges=ranges,
         offsets=filters.offsets,

@@ -43,16 +43,10 @@ def impulse(
 
     Query and key are drawn as in timm; after a LayerNorm, the content logits then have a standard
     deviation of about 0.02² D. With a target mass of 0.5, the blocks of Swin-T average 0.48 to
-    0.50.
-
-    - Rows with the whole kernel inside the window have exactly the target mass. The weight of an
-      offset that leads out of the window is distributed in proportion over the rest of the row: an
-      impulse without its neighbor leaves the row uniform.
-    - The mask of a shifted block leaves fewer tokens in a row, so the target gets more of it.
-    - Tokens that pad the grid to whole windows are attended to like others, as in timm.
-
-    Kernels without an offset inside the window are not assigned to heads. The report describes the
-    bias maps of all others; its norm is that of the drawn query and key.
+    0.50. Rows with the whole kernel inside the window have exactly the target mass; an impulse
+    without its neighbor leaves the row uniform. The mask of a shifted block leaves fewer tokens in
+    a row, so the target gets more of it. Kernels without an offset inside the window are not
+    assigned to heads. The report describes the bias maps of all others.
     """
     kernels, ranges = filter_kernels(site, filters)
     fits = kernels.sum(axis=(1, 2)) > 0
@@ -108,12 +102,7 @@ def bias_of_kernels(
     an offset is m w + (1 - m) / n, which is a bias of ln(1 + n w m / (1 - m)). The mixture m is
     chosen so that the overlap with the kernel, the sum of min(w, m w + (1 - m) / n), is the target
     mass p. For an impulse the bias is ln((n - 1) p / (1 - p)) at the offset. A mass below that of a
-    uniform map gives the uniform map.
-
-    Args:
-      kernels: Nonnegative kernels; offsets that no two tokens of the window have are cropped.
-      window: (rows, cols).
-      target_mass: Attention mass on target, between 0 and 1.
+    uniform map gives the uniform map. Kernels are nonnegative, and cropped to the window's offsets.
     """
     offsets = crop_kernels(kernels, window).astype(np.float64)
     weights = (offsets / offsets.sum(axis=(1, 2), keepdims=True)).reshape(len(kernels), -1)

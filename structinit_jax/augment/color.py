@@ -1,7 +1,7 @@
 """Color operations on a single uint8 image, with the arithmetic of Pillow and torchvision.
 
-Images have one or three channels; a single channel has neither saturation nor hue. Operations that
-map each pixel value separately are lookup tables (`lut`) of 256 entries.
+Images have one or three channels; a single channel has no saturation. Operations that map each
+pixel value separately are lookup tables (`lut`) of 256 entries.
 """
 
 import jax
@@ -15,31 +15,23 @@ VALUES = np.arange(256, dtype=np.int32)
 
 
 def color_jitter(
-    rng: Key[Array, ""], image: UInt8[Array, "H W C"], strengths: tuple[float, ...]
+    rng: Key[Array, ""], image: UInt8[Array, "H W C"], strengths: tuple[float, float, float]
 ) -> UInt8[Array, "H W C"]:
-    """Changes brightness, contrast, saturation and optionally hue in random order, as torchvision.
+    """Changes brightness, contrast and saturation in random order, as torchvision does.
 
-    The factors of the first three are uniform in `[max(0, 1 - strength), 1 + strength]`, the shift
-    of the hue is uniform in `[-strength, strength]`, as a fraction of the color circle.
+    The factors are uniform in `[max(0, 1 - strength), 1 + strength]`.
     """
-    if not any(strengths[3:]):
-        strengths = strengths[:3]  # a conversion to HSV and back would change the colors
-    count = len(strengths)
     strength = jnp.asarray(strengths, jnp.float32)
-    low = jnp.maximum(1 - strength, 0).at[3:].set(-strength[3:])
-    high = (1 + strength).at[3:].set(strength[3:])
+    low, high = jnp.maximum(1 - strength, 0), 1 + strength
     order_rng, factor_rng = jax.random.split(rng)
-    factors = low + (high - low) * jax.random.uniform(factor_rng, (count,))
+    factors = low + (high - low) * jax.random.uniform(factor_rng, (3,))
 
     image = image.transpose(2, 0, 1)
-    for operation in jax.random.permutation(order_rng, count):
-        factor = jnp.where(jnp.arange(count) == operation, factors, 1.0)  # 1 has no effect
+    for operation in jax.random.permutation(order_rng, 3):
+        factor = jnp.where(jnp.arange(3) == operation, factors, 1.0)  # 1 has no effect
         lut = jnp.where(operation == 0, brightness_lut(factor[0]), contrast_lut(image, factor[1]))
         lut = jnp.broadcast_to(lut, (len(image), 256)).astype(jnp.uint8)
-        jittered = adjust_saturation(apply_lut(image, lut), factor[2])
-        if count > 3:
-            jittered = jnp.where(operation == 3, adjust_hue(image, factors[3]), jittered)
-        image = jittered
+        image = adjust_saturation(apply_lut(image, lut), factor[2])
     return image.transpose(1, 2, 0)
 
 
@@ -144,48 +136,6 @@ def smooth(image: UInt8[Array, "C H W"]) -> Int[Array, "C H W"]:
     y, x = jnp.arange(H)[None, :, None], jnp.arange(W)[None, None, :]
     interior = (y > 0) & (y < H - 1) & (x > 0) & (x < W - 1)
     return jnp.where(interior, mean, pixels).astype(jnp.int32)
-
-
-def adjust_hue(image: UInt8[Array, "C H W"], shift: Float[Array, ""]) -> UInt8[Array, "C H W"]:
-    """Shifts the hue of every pixel by a fraction of the color circle, like torchvision.
-
-    Pillow's HSV images divide the color circle into 255 steps and store hues modulo 256, so colors
-    change slightly even if the shift is 0. Pillow converts in single precision, in which some hues
-    come out one step lower than in the exact integer arithmetic used here (0.3 % of random colors).
-    """
-    if len(image) == 1:
-        return image
-    hue, saturation, value = _rgb_to_hsv(*image.astype(jnp.int32))
-    steps = (255 * shift).astype(jnp.int32)  # truncated toward zero
-    return jnp.stack(_hsv_to_rgb((hue + steps) % 256, saturation, value)).astype(jnp.uint8)
-
-
-def _rgb_to_hsv(red, green, blue):
-    value = jnp.maximum(red, jnp.maximum(green, blue))
-    spread = value - jnp.minimum(red, jnp.minimum(green, blue))
-    # Sixths of the circle from red, times the spread.
-    green_or_blue = jnp.where(green == value, 2 * spread + blue - red, 4 * spread + red - green)
-    sixths = jnp.where(red == value, green - blue, green_or_blue)
-    divisor = jnp.maximum(spread, 1)  # gray has neither hue nor saturation
-    hue = 85 * (sixths % (6 * divisor)) // (2 * divisor)
-    return hue, 255 * spread // jnp.maximum(value, 1), value
-
-
-def _hsv_to_rgb(hue, saturation, value):
-    sixth, rest = jnp.divmod(6 * hue, 255)
-
-    def darken(amount):
-        """Returns `value * (1 - amount / 255²)`, rounded."""
-        return (2 * value * (65_025 - amount) + 65_025) // 130_050
-
-    low = darken(255 * saturation)
-    falling, rising = darken(saturation * rest), darken(saturation * (255 - rest))
-    sixth = sixth % 6
-    return (
-        jnp.choose(sixth, [value, falling, low, low, rising, value], mode="clip"),
-        jnp.choose(sixth, [rising, value, value, falling, low, low], mode="clip"),
-        jnp.choose(sixth, [low, low, rising, value, value, falling], mode="clip"),
-    )
 
 
 def _lut_index(image):

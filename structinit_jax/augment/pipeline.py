@@ -43,15 +43,8 @@ Ratios = Annotated[
     Check("a pair with 0 < low <= high", lambda x: len(x) == 2 and 0 < x[0] <= x[1] < math.inf),
 ]
 Strengths = Annotated[
-    tuple[float, ...],
-    Check(
-        "three numbers of 0 or more, or four with the hue at most 0.5",
-        lambda x: (
-            len(x) in (3, 4)
-            and all(0 <= strength < math.inf for strength in x)
-            and max(x[3:], default=0) <= 0.5
-        ),
-    ),
+    tuple[float, float, float],
+    Check("three numbers, 0 or more", lambda x: len(x) == 3 and all(0 <= s < math.inf for s in x)),
 ]
 
 
@@ -68,8 +61,8 @@ class AugmentConfig:
     interpolation: Literal["bilinear", "bicubic", "random"] = "random"
     flip: Probability = 0.0  # of a horizontal flip
     rand_augment: str = ""  # timm's notation, such as 'rand-m9-mstd0.5-inc1'; empty disables it
-    # Strengths of brightness, contrast, saturation and optionally hue (`color.color_jitter`);
-    # without effect if rand_augment is set, as in timm.
+    # Strengths of brightness, contrast and saturation (`color.color_jitter`); without effect if
+    # rand_augment is set, as in timm.
     color_jitter: Strengths = (0.0, 0.0, 0.0)
     erasing: Probability = 0.0  # of random erasing
     # Fill of an erased box: noise per pixel, one random color, or the mean color.

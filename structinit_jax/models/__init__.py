@@ -28,20 +28,11 @@ VARIANTS = {
 def default_config(name: str) -> dict[str, Any]:
     """Returns every field of `config.model`, and the `image_size` that belongs in `config.data`.
 
-    Args:
-      name: A family such as 'vit', a variant such as 'vit_tiny_patch16_224', or your
-        own class as 'module:Class' (see `model.Model`).
-
-    Raises:
-      InputError: The name is unknown.
+    The name is that of a family such as 'vit', of a variant such as 'vit_tiny_patch16_224', or of
+    your own class as 'module:Class' (see `model.Model`). Raises `InputError` for others.
     """
     family, changes = VARIANTS.get(name, (name, {}))
     fields = _family(family, [*FAMILIES, *VARIANTS]).default_config()
-    if "num_classes" not in fields:
-        raise InputError(
-            f"config.model.name={name!r}: its default_config() lacks 'num_classes', the width of "
-            "the logits: add it, and make it an argument of the class"
-        )
     return {"name": family} | fields | changes
 
 
@@ -58,7 +49,7 @@ def check_fields(fields: Mapping[str, Any]) -> None:
 def create_model(
     options: Mapping[str, Any], *, image_size: int | None = None, channels: int, rngs: nnx.Rngs
 ) -> nnx.Module:
-    """Builds a model with its default start values.
+    """Builds a model with its default start values, drawn from the `params` stream of `rngs`.
 
     `model.initialize_attention(scheme, rng)` then writes a scheme's values into it.
 
@@ -66,7 +57,7 @@ def create_model(
       options: `config.model`: the `name` of the family and fields of its `Config`.
       image_size: Height and width of the images; None takes the `image_size` of the options.
       channels: Input channels.
-      rngs: Its `params` stream draws the start values.
+      rngs: Random streams.
 
     Raises:
       InputError: The model is unknown, or its sizes do not fit each other.
@@ -76,10 +67,7 @@ def create_model(
     if name in VARIANTS:
         family, changes = VARIANTS[name]
         sizes = ", ".join(f"{field}={value}" for field, value in changes.items())
-        raise InputError(
-            f"config.model.name={name!r} is a variant of {family!r}: start the config from "
-            f"base_config({name!r}), or set {sizes}"
-        )
+        raise InputError(f"config.model.name={name!r} is a variant of {family!r}: set {sizes}")
     model = _family(name, FAMILIES)
     if image_size is not None:
         options["image_size"] = image_size

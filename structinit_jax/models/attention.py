@@ -43,6 +43,10 @@ class Attention(nnx.Module):
     """
 
     def __init__(self, config: TransformerConfig, *, width: int, num_heads: int, rngs: nnx.Rngs):
+        if width % num_heads:
+            raise InputError(
+                f"config.model.num_heads: {width} channels are not divisible by {num_heads} heads"
+            )
         heads = (num_heads, width // num_heads)
         dtype = dict(dtype=jnp.dtype(config.dtype), rngs=rngs)
         options = dtype | BASE_INITS[config.base_init](width)

@@ -14,7 +14,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import nnx
-from jax.sharding import AxisType, NamedSharding, PartitionSpec
+from jax.sharding import NamedSharding, PartitionSpec
 from jaxtyping import Array, Float, PRNGKeyArray
 
 from structinit_jax.attention_init import (
@@ -138,16 +138,11 @@ class Model(nnx.Module):
     def __call__(
         self, images: Float[Array, "B H W C"], *, rng: Rng = None, with_maps: bool = False
     ) -> tuple[Float[Array, "B classes"], dict[str, Any]]:
-        """Computes logits.
+        """Computes logits of normalized images, and the intermediates by name.
 
-        Args:
-          images: Normalized images.
-          rng: Random key for dropout and drop path in training; None in evaluation.
-          with_maps: Whether to return attention maps. Their memory grows with the tokens squared.
-
-        Returns:
-          Logits and the intermediates by name. Logits are float32 for every dtype, because the
-          loss exponentiates them.
+        Logits are float32 for every dtype, because the loss exponentiates them. `rng` is the random
+        key for dropout and drop path in training, None in evaluation. `with_maps` adds attention
+        maps, whose memory grows with the tokens squared.
         """
         raise NotImplementedError
 
@@ -163,17 +158,11 @@ class Model(nnx.Module):
         """Replaces the start values of every stack with the weights of a scheme.
 
         Some schemes also scale the patch embedding and the MLPs. No scheme undoes the scaling of an
-        earlier one, so initialize a new model for each.
-
-        Args:
-          scheme: `(rng, site) -> weights`, such as `attention_init.impulse()`.
-          rng: Passed to the scheme; split among the stages of a model that has them.
+        earlier one, so initialize a new model for each. Raises `InputError` if the scheme does not
+        fit the model.
 
         Returns:
           The report of the scheme's solve, averaged over the stacks; None if it does not solve.
-
-        Raises:
-          InputError: The scheme does not fit the model.
         """
         sites, reports = self.sites(), []
         for name, weights in self.start_weights(scheme, rng).items():
@@ -219,13 +208,10 @@ def make_stack(block: type[nnx.Module], depth: int, *, rngs: nnx.Rngs, **options
 
 
 def stack_of(path: jax.tree_util.KeyPath) -> str:
-    """Returns the stack that an array belongs to, such as 'stage1/blocks', or '' if none.
+    """Returns the stack that an array of a model or state belongs to, such as 'stage1/blocks'.
 
-    Arrays of a stack have a leading layer axis. Models name their stacks 'blocks'; an `nnx.List` of
-    this name does not count.
-
-    Args:
-      path: Path of the array in a tree of a model's arrays, or of a training state.
+    It is '' if there is none. Arrays of a stack have a leading layer axis. Models name their stacks
+    'blocks'; an `nnx.List` of this name does not count.
     """
     names = jax.tree_util.keystr(path, simple=True, separator="/").split("/")
     if "blocks" not in names:
@@ -306,41 +292,21 @@ def weight_spec(shape: tuple[int, ...], parts: int) -> PartitionSpec:
 def gather_weights(block: Any) -> Any:
     """Returns one block of a stack with all of its weights on every device.
 
-    If the weights are split, the training and evaluation steps set the mesh that this uses. Without
-    that mesh, the block is returned as it is. Call it for one block at a time, so that the others
-    stay split.
+    If the weights are split, the training and evaluation steps set the mesh that this uses. Call it
+    for one block at a time, so that the others stay split. (A derivative written by hand, which
+    scatters gradients like the weights, compiles to no fewer collectives for TPU v5e 2x2 and 2x4.)
     """
     mesh = jax.sharding.get_abstract_mesh()
-    kinds = dict(zip(mesh.axis_names, mesh.axis_types, strict=True))
-    if kinds.get(FSDP_AXIS) is not AxisType.Auto:
+    if FSDP_AXIS not in mesh.axis_names:
         return block
 
-    def gather_weight(weight):
-        return _gather_weight(
-            weight, NamedSharding(mesh, weight_spec(weight.shape, mesh.shape[FSDP_AXIS]))
-        )
+    def gather(weight):
+        # Pin to the split sharding first; otherwise XLA keeps the full copy for the gradient.
+        split = weight_spec(weight.shape, mesh.shape[FSDP_AXIS])
+        weight = jax.lax.with_sharding_constraint(weight, NamedSharding(mesh, split))
+        return jax.lax.with_sharding_constraint(weight, NamedSharding(mesh, PartitionSpec()))
 
-    return jax.tree.map(gather_weight, block)
-
-
-def _gather_split(weight, split):
-    # Pin to the split sharding first; otherwise XLA keeps the full copy for the gradient.
-    weight = jax.lax.with_sharding_constraint(weight, split)
-    return jax.lax.with_sharding_constraint(weight, NamedSharding(split.mesh, PartitionSpec()))
-
-
-def _gather_weight_forward(weight, split):
-    # Not `_gather_weight`, since second derivatives differentiate this function too.
-    return _gather_split(weight, split), None
-
-
-def _gather_weight_backward(split, _, gradient):
-    # The default derivative all-reduces the full gradient; this reduce-scatters it.
-    return (jax.lax.with_sharding_constraint(gradient, split),)
-
-
-_gather_weight = jax.custom_vjp(_gather_split, nondiff_argnums=(1,))
-_gather_weight.defvjp(_gather_weight_forward, _gather_weight_backward)
+    return jax.tree.map(gather, block)
 
 
 def image_sides(image_size: int | Sequence[int]) -> tuple[int, int]:

@@ -59,7 +59,11 @@ class SwinTransformer(Model):
     def _make_layers(self, channels: int, rngs: nnx.Rngs) -> None:
         config = self.config
         self.image_size = image_sides(config.image_size)
-        self._check_sizes()
+        if len(config.depths) != len(config.num_heads):
+            raise InputError(
+                f"config.model.depths={config.depths} and config.model.num_heads="
+                f"{config.num_heads} must have one number for each stage"
+            )
         width, options = config.width, dict(dtype=jnp.dtype(config.dtype), rngs=rngs)
         self.patch_embedding = layers.PatchEmbedding(config.patch_size, channels, width, **options)
         self.patch_norm = layers.layer_norm(width, epsilon=EPSILON, **options)
@@ -80,25 +84,6 @@ class SwinTransformer(Model):
         self.norm = layers.layer_norm(width, epsilon=EPSILON, **options)
         head_init = layers.BASE_INITS[config.base_init](width)
         self.head = nnx.Linear(width, config.num_classes, **head_init, rngs=rngs)
-
-    def _check_sizes(self):
-        config = self.config
-        if min(self.image_size) < config.patch_size:
-            raise InputError(
-                f"config.data.image_size={self.image_size} is smaller than "
-                f"config.model.patch_size={config.patch_size}: choose a smaller patch"
-            )
-        if len(config.depths) != len(config.num_heads):
-            raise InputError(
-                f"config.model.depths={config.depths} and config.model.num_heads="
-                f"{config.num_heads} must have one number for each stage"
-            )
-        for stage, heads in enumerate(config.num_heads):
-            if config.width * 2**stage % heads:
-                raise InputError(
-                    f"config.model.num_heads={config.num_heads}: the {config.width * 2**stage} "
-                    f"channels of stage {stage + 1} are not divisible by {heads} heads"
-                )
 
     @property
     def stages(self) -> tuple["SwinStage", ...]:

@@ -17,7 +17,6 @@ from structinit_jax.attention_init import (
 )
 from structinit_jax.errors import (
     Fraction,
-    InputError,
     NonNegativeFloat,
     NonNegativeInt,
     PositiveInt,
@@ -86,10 +85,6 @@ class VisionTransformer(Model):
         config = self.config
         width, num_heads = config.width, config.num_heads
         self.grid = token_grid(config.image_size, config.patch_size)
-        if width % num_heads:
-            raise InputError(
-                f"config.model.width={width} is not divisible by config.model.num_heads={num_heads}"
-            )
         options = dict(dtype=jnp.dtype(config.dtype), rngs=rngs)
         self.patch_embedding = layers.PatchEmbedding(config.patch_size, channels, width, **options)
         std = 1e-6 if config.base_init == "timm" else 0.0
@@ -188,15 +183,9 @@ def resample_positions(
 ) -> Float[Array, "S D"]:
     """Resamples learned positions to another grid, bicubic with antialiasing as in timm.
 
-    Positions of the class token and the registers come first and are kept. Grids are
-    (rows, cols). Raises `InputError` if there are fewer positions than tokens on the old grid.
+    Positions of the class token and the registers come first and are kept. Grids are (rows, cols).
     """
     num_prefix = len(positions) - old_grid[0] * old_grid[1]
-    if num_prefix < 0:
-        raise InputError(
-            f"resample_positions: {len(positions)} positions are fewer than the "
-            f"{old_grid[0]}x{old_grid[1]} tokens of old_grid"
-        )
     width = positions.shape[-1]
     prefix, grid = positions[:num_prefix], positions[num_prefix:].reshape(*old_grid, width)
     grid = jax.image.resize(grid, (*new_grid, width), "cubic", antialias=True)
