@@ -154,10 +154,12 @@ def replace_rows(
     table: Float[Array, "R k"], rows: Float[Array | np.ndarray, "r k"], start: int
 ) -> Float[Array, "R k"]:
     """Returns a table with other rows from `start` on."""
-    # Arrays on a mesh with explicit axes allow neither `.at[...].set` nor empty parts outside
+    # Arrays on a mesh with explicit axes allow neither `.at[...].set` nor empty slices outside
     # `jax.set_mesh`.
-    parts = [table[:start], rows, table[start + len(rows) :]]
-    return jnp.concatenate([part for part in parts if len(part)])
+    stop = start + len(rows)
+    before = [table[:start]] if start else []
+    after = [table[stop:]] if stop < len(table) else []
+    return jnp.concatenate([*before, rows, *after])
 
 
 def _stays_numpy(new, old):
