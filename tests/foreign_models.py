@@ -14,20 +14,19 @@ from flax import nnx
 from structinit_jax.attention_init import AttentionWeights, sincos_positions
 from structinit_jax.interop import initialize
 from structinit_jax.interop.layouts import flatten
-from structinit_jax.models.vit import VisionTransformer
 
 WIDTH, HEADS, DIM, LAYERS, GRID = 32, 4, 8, 2, (4, 4)
 TOKENS = 16
 FOLDER = pathlib.Path(__file__).parent / "references"
 NAMES = json.loads((FOLDER / "state_dict_names.json").read_text())
-RECORDED = {  # number of heads of each recorded state dict, and the grid to find
+STATE_DICTS = {  # number of heads of each state dict of torch, and the grid to find
     **dict.fromkeys(NAMES, (4, (6, 6))),
-    "timm": (3, (14, 14)),
+    **dict.fromkeys(("timm", "timm_distilled"), (3, (14, 14))),
+    **dict.fromkeys(("open_clip", "equinox", "naflex", "compiled"), (3, (14, 14))),
     "timm_registers": (6, (37, 37)),
-    "timm_distilled": (3, (14, 14)),
     "timm_separate": (12, (32, 32)),
 }
-del RECORDED["timm_no_positions"], RECORDED["simple_vit"]
+del STATE_DICTS["timm_no_positions"], STATE_DICTS["simple_vit"]
 
 
 @functools.cache
@@ -167,34 +166,26 @@ class NNXModel(nnx.Module):
         self.MAPHead = Block(rngs)
 
 
-@functools.cache
-def timm_tensors():
-    rng = np.random.default_rng(0)
-    params = {
-        "cls_token": normal(rng, 1, 1, WIDTH),
-        "pos_embed": normal(rng, 1, TOKENS + 1, WIDTH),
-        "patch_embed.proj.weight": normal(rng, WIDTH, 3, 2, 2),
-        "patch_embed.proj.bias": normal(rng, WIDTH),
-    }
-    sizes = {"attn.qkv": (3, 1), "attn.proj": (1, 1), "mlp.fc1": (4, 1), "mlp.fc2": (1, 4)}
-    for i in range(LAYERS):
-        for norm in ("norm1", "norm2"):
-            params[f"blocks.{i}.{norm}.weight"] = np.ones(WIDTH, np.float32)
-            params[f"blocks.{i}.{norm}.bias"] = np.zeros(WIDTH, np.float32)
-        for name, (outputs, inputs) in sizes.items():
-            params[f"blocks.{i}.{name}.weight"] = normal(rng, outputs * WIDTH, inputs * WIDTH)
-            params[f"blocks.{i}.{name}.bias"] = normal(rng, outputs * WIDTH)
-    return params
-
-
 def renamed(**names):
     """timm's tensors under other names."""
     params = {}
-    for name, array in timm_tensors().items():
+    for name, array in state_dict("timm").items():
         for old, new in names.items():
             name = name.replace(old.replace("__", "."), new)
         params[name] = array
     return params
+
+
+def split(params, fused, parts):
+    """Splits the fused projections."""
+    new = {}
+    for name, array in params.items():
+        if fused in name:
+            for part, piece in zip(parts, np.split(array, 3), strict=True):
+                new[name.replace(fused, part)] = piece
+        else:
+            new[name] = array
+    return new
 
 
 def open_clip():
@@ -211,7 +202,7 @@ def open_clip():
         fc2="c_proj",
     )
     text = {name: array for name, array in vision.items() if "conv1" not in name}
-    vision["class_embedding"] = vision["class_embedding"].reshape(WIDTH)
+    vision["class_embedding"] = vision["class_embedding"].reshape(-1)
     vision["positional_embedding"] = vision["positional_embedding"][0]
     return text | {f"visual.{name}": array for name, array in vision.items()}
 
@@ -219,10 +210,7 @@ def open_clip():
 def equinox():
     """Equinox's modules have torch's layouts; the names beside attention are the user's."""
     params = renamed(attn__proj="attn.output_proj", mlp__fc="mlp.layers.")
-    for name in [name for name in params if "qkv" in name]:
-        fused = np.split(params.pop(name), 3)
-        for part, array in zip(("query", "key", "value"), fused, strict=True):
-            params[name.replace("qkv", f"{part}_proj")] = array
+    params = split(params, "qkv", ("query_proj", "key_proj", "value_proj"))
     params["patch_embed.proj.bias"] = params["patch_embed.proj.bias"][:, None, None]
     return params | {"pos_embed": params["pos_embed"][0]}
 
@@ -231,67 +219,34 @@ def naflex():
     """NaFlexViT: patches through a linear layer, and a table with the axes of the grid."""
     params = renamed(patch_embed="embeds", cls_token="embeds.cls_token")
     kernel = params["embeds.proj.weight"]
-    params["embeds.proj.weight"] = kernel.transpose(0, 2, 3, 1).reshape(WIDTH, -1)
-    params["embeds.pos_embed"] = params.pop("pos_embed")[:, 1:].reshape(1, *GRID, WIDTH)
+    params["embeds.proj.weight"] = kernel.transpose(0, 2, 3, 1).reshape(len(kernel), -1)
+    params["embeds.pos_embed"] = params.pop("pos_embed")[:, 1:].reshape(1, 14, 14, -1)
     return params
 
 
 def compiled():
     """A compiled module in DataParallel."""
-    return {f"_orig_mod.module.{name}": array for name, array in timm_tensors().items()}
-
-
-def structinit_model():
-    """State of our own ViT: one block whose parameters have a leading layer axis."""
-    abstract = nnx.eval_shape(
-        lambda: VisionTransformer(
-            image_size=8,
-            patch_size=2,
-            channels=1,
-            num_classes=10,
-            width=WIDTH,
-            depth=LAYERS,
-            num_heads=HEADS,
-            positions="learned",
-            pool="class_token",
-            rngs=nnx.Rngs(0),
-        )
-    )
-    state = nnx.state(abstract, nnx.Param)
-    return jax.tree.map_with_path(
-        lambda path, leaf: jnp.full(
-            leaf.shape, "norm" not in str(path) or "scale" in str(path), float
-        ),
-        state,
-    )
+    return {f"_orig_mod.module.{name}": array for name, array in state_dict("timm").items()}
 
 
 MODELS = {
-    **{name: lambda name=name: state_dict(name) for name in RECORDED},
+    **{name: lambda name=name: state_dict(name) for name in STATE_DICTS if name in NAMES},
+    **{family.__name__: family for family in (open_clip, equinox, naflex, compiled)},
     **{
         name: lambda name=name: linen_tree(name)
         for name in ("big_vision", "big_vision_scan", "vit_jax")
     },
     "deit3_jax": deit3_tree,
     "nnx": lambda: NNXModel(nnx.Rngs(0)),
-    "nnx_state": lambda: nnx.state(NNXModel(nnx.Rngs(0)), nnx.Param),
     "nnx_pure": lambda: nnx.to_pure_dict(nnx.state(NNXModel(nnx.Rngs(0)), nnx.Param)),
     "frozen": lambda: nn.FrozenDict({"params": linen_tree("big_vision")}),
     "flat": lambda: {
         f"params/{name}": np.asarray(array)
         for name, array in flatten(linen_tree("vit_jax"))[0].items()
     },
-    "structinit_jax": structinit_model,
-    "open_clip": open_clip,
-    "equinox": equinox,
-    "naflex": naflex,
-    "compiled": compiled,
 }
 
 
 def arguments(name):
     """The arguments that `initialize` needs for a model of `MODELS`."""
-    if name in RECORDED:
-        return dict(num_heads=RECORDED[name][0])
-    is_torch = name in ("open_clip", "equinox", "naflex", "compiled")
-    return dict(num_heads=HEADS) if is_torch else {}
+    return dict(num_heads=STATE_DICTS[name][0]) if name in STATE_DICTS else {}

@@ -4,23 +4,14 @@ import jax
 import numpy as np
 import pytest
 from flax import nnx
-from foreign_models import (
-    GRID,
-    HEADS,
-    LAYERS,
-    WIDTH,
-    normal_scheme,
-    site_of,
-    state_dict,
-    timm_tensors,
-    write,
-)
+from foreign_models import LAYERS, normal_scheme, site_of, state_dict, write
 
 from structinit_jax import interop
 from structinit_jax.attention_init import AttentionWeights, sincos_positions
 from structinit_jax.errors import InputError
 from structinit_jax.models import create_model, default_config
 
+HEADS, WIDTH, GRID = 3, 192, (14, 14)
 RNG = jax.random.key(0)
 
 
@@ -42,12 +33,12 @@ def test_keras_hub_and_flax(out):
     params = {f"block_{i}/mha/{n}/kernel": np.ones(s) for i in (1, 2) for n, s in shapes.items()}
     params["embedding/position_embedding/embeddings"] = np.ones((16, WIDTH))
     site = site_of(params)
-    assert (site.num_layers, site.num_heads, site.grid) == (2, HEADS, GRID)
+    assert (site.num_layers, site.num_heads, site.grid) == (2, HEADS, (4, 4))
 
 
 def test_a_patch_embedding_of_zeros_stays_one():
     name = "patch_embed.proj.weight"
-    zeros = timm_tensors() | {name: np.zeros((WIDTH, 3, 2, 2), np.float32)}
+    zeros = state_dict("timm") | {name: np.zeros((WIDTH, 3, 16, 16), np.float32)}
     new = write(zeros, AttentionWeights(patch_scale=0.3), num_heads=HEADS)
     np.testing.assert_array_equal(new[name], 0)
 
@@ -61,11 +52,11 @@ class Module:
 
 
 def changed(**tensors):
-    return timm_tensors() | {k.replace("__", "."): v for k, v in tensors.items()}
+    return state_dict("timm") | {k.replace("__", "."): v for k, v in tensors.items()}
 
 
 def without(part):
-    return {name: value for name, value in timm_tensors().items() if part not in name}
+    return {name: value for name, value in state_dict("timm").items() if part not in name}
 
 
 def shapes(**modules):
@@ -83,7 +74,7 @@ def stages():
 
 
 def two_models():
-    return {f"{k}.{name}": array for k in "ab" for name, array in timm_tensors().items()}
+    return {f"{k}.{name}": array for k in "ab" for name, array in state_dict("timm").items()}
 
 
 ONES, WIDE = np.ones(WIDTH, np.float32), np.ones((2 * WIDTH, WIDTH), np.float32)
@@ -99,7 +90,7 @@ REFUSED = {  # what the message says, and the parameters
     "rel_pos.* changes the attention": lambda: changed(rel_pos__mlp__fc1__weight=ONES),
     r"norm1\.weight is not 1": lambda: changed(blocks__1__norm1__weight=2 * ONES),
     r"norm2\.bias is not 0": lambda: changed(blocks__1__norm2__bias=ONES),
-    "positions: .* width 32: pass": lambda: without("pos_embed"),
+    "positions: .* width 192: pass": lambda: without("pos_embed"),
     r"params have no blocks\.1\.attn\.qkv\.": lambda: without("blocks.1.attn.qkv"),
     r"\.qkv\.weight .*not supported": lambda: changed(blocks__1__attn__qkv__weight=WIDE),
     r"several models \(a\.blocks\.0\.attn, b\..*\): pass the subtree": two_models,
@@ -125,7 +116,9 @@ def test_unusable_parameters_are_refused(message):
 )
 def test_arguments_that_do_not_fit_are_refused(message, options):
     with pytest.raises(InputError, match=message):
-        interop.initialize(timm_tensors(), normal_scheme, RNG, **dict(num_heads=HEADS) | options)
+        interop.initialize(
+            state_dict("timm"), normal_scheme, RNG, **dict(num_heads=HEADS) | options
+        )
 
 
 def test_rotary_positions_beside_a_table_are_reported():
@@ -138,14 +131,14 @@ def test_rotary_positions_beside_a_table_are_reported():
 
 
 def test_weights_and_schemes_that_do_not_fit_are_refused():
-    weights = interop.read(timm_tensors(), num_heads=HEADS)
+    weights = interop.read(state_dict("timm"), num_heads=HEADS)
     for name, array in (
         ("query", weights.query[:1]),
         ("positions", weights.positions[:9]),
         ("bias", weights.query),
     ):
         with pytest.raises(InputError, match=rf"^weights\.{name}"):
-            write(timm_tensors(), weights._replace(**{name: array}), num_heads=HEADS)
+            write(state_dict("timm"), weights._replace(**{name: array}), num_heads=HEADS)
     with pytest.raises(InputError, match=r"^weights\.positions"):
         write(without("pos_embed"), weights, num_heads=HEADS, grid=GRID)
     own = nnx.eval_shape(lambda: create_model(default_config("vit"), channels=3, rngs=nnx.Rngs(0)))

@@ -1,3 +1,5 @@
+import re
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -8,7 +10,7 @@ from foreign_models import (
     HEADS,
     LAYERS,
     MODELS,
-    RECORDED,
+    STATE_DICTS,
     TOKENS,
     WIDTH,
     arguments,
@@ -52,7 +54,7 @@ def test_write_then_read_returns_the_weights_and_changes_nothing_else(name):
     params = MODELS[name]()
     before = {path: to_numpy(leaf) for path, leaf in by_path(params).items()}
     site = site_of(params, **arguments(name))
-    assert (site.num_layers, site.grid) == (2, RECORDED.get(name, (HEADS, GRID))[1])
+    assert (site.num_layers, site.grid) == (2, STATE_DICTS.get(name, (HEADS, GRID))[1])
     weights = normal_scheme(None, site)
     new = write(params, weights, **arguments(name))
     again = interop.read(new, **arguments(name))
@@ -67,22 +69,8 @@ def test_write_then_read_returns_the_weights_and_changes_nothing_else(name):
         assert type(after[path]) is type(old)
         assert after[path].dtype == old.dtype
     changed = {p for p, old in before.items() if not np.array_equal(old, to_numpy(after[p]))}
-    kept = [
-        "norm",
-        "mlp",
-        "text_model",
-        "conv",
-        "head",
-        "embedding/",
-        "fc",
-        "cls",
-        "class",
-        "patch",
-        "ids",
-        "MlpBlock",
-        "pooler",
-    ]
-    assert not [path for path in changed if any(part in path for part in kept)]
+    kept = "norm|mlp|text_model|conv|head|embedding/|fc|cls|class|patch|ids|MlpBlock|pooler"
+    assert not [path for path in changed if re.search(kept, path)]
     assert name != "open_clip" or all(path.startswith("visual.") for path in changed)
 
 
@@ -140,7 +128,6 @@ SCALED = {  # the patch embedding, and the output layer of a block's MLP
     "naflex": ("embeds.proj", "blocks.{}.mlp.fc2"),
     "big_vision_scan": ("embedding", "Transformer.encoderblock.MlpBlock_0.Dense_1"),
     "nnx_pure": ("patches", "encoder.layers.{}.mlp.layers.2"),
-    "structinit_jax": ("patch_embedding", "blocks.mlp.fc2"),
 }
 
 
@@ -192,10 +179,6 @@ def test_biases_outside_the_fused_module_become_zero():
 def test_linen_trees_under_jit():
     tree = linen_tree("big_vision_scan")
     new = interop.initialize(tree, normal_scheme, RNG)
-    weights = normal_scheme(RNG, site_of(tree))
-    read = interop.read(new)
-    expected = layer_maps(weights, weights.positions)
-    np.testing.assert_allclose(layer_maps(read, read.positions), expected, atol=1e-6)
     jitted = jax.jit(lambda tree, rng: interop.initialize(tree, normal_scheme, rng))
     jax.tree.map(np.testing.assert_array_equal, jitted(tree, RNG), new)
     # The pooling attention of big_vision is not a layer.

@@ -5,7 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax import nnx
-from foreign_models import NAMES
+from foreign_models import NAMES, split
 
 from structinit_jax import interop
 from structinit_jax.attention_init import (
@@ -117,19 +117,16 @@ SWIN_NAMES = {  # ours by timm's, and those of query, key and value
 @pytest.mark.parametrize("project", SWIN_NAMES)
 def test_swin_of_other_projects(project):
     names, parts = SWIN_NAMES[project]
-    start, params = interop.to_timm(model("swin")), {}
+    start = interop.to_timm(model("swin"))
 
     def renamed(name):
         for old, new in names.items():
             name = name.replace(old, new)
         return name
 
-    for name, array in start.items():
-        if parts and "attn.qkv" in name:
-            for part, piece in zip(parts, np.split(array, 3), strict=True):
-                params[name.replace("attn.qkv", part)] = piece
-        else:
-            params[renamed(name)] = array
+    params = {renamed(name): array for name, array in start.items()}
+    if parts:
+        params = split(params, "attn.qkv", parts)
     found = interop.initialize(params, scheme, RNG)
     expected = interop.initialize(start, scheme, RNG)
     for name in (name for name in expected if renamed(name) in found):
