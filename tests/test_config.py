@@ -40,14 +40,6 @@ def test_bad_values_are_refused_by_field_and_value(field, value):
     assert str(caught.value).startswith(f"config.{field}={value!r} must be ")
 
 
-def test_unknown_fields_are_named():
-    for section in ("", "model", "augment", "data"):
-        config = changed("seed", 1)
-        (config[section] if section else config).bacth_size = 1
-        with pytest.raises(InputError, match=rf"config\.{section}.*bacth_size does not exist: "):
-            config_lib.validate(config)
-
-
 def test_a_new_scheme_drops_the_options_of_the_former_but_not_its_own(capsys):
     config = changed("seed", 0)
     command_line.set_field(config, "attention_init.name", "mimetic")

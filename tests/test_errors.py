@@ -35,7 +35,6 @@ class Fields:
 
 
 def test_good_values_pass():
-    check_fields(Fields, dataclasses.asdict(Fields()))
     check_fields(Fields, dict(depth=2, scale=0.1, flip=1, heads=[2, 4], mean=(0, 1.5)))
 
 

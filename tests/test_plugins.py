@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from structinit_jax import config as config_lib
-from structinit_jax import evaluate, export, train
+from structinit_jax import export, train
 from structinit_jax.errors import InputError, load_reference
 
 PAGE = Path(__file__).parent.parent / "docs" / "extending.md"
@@ -57,28 +57,6 @@ def test_the_readmes_objects_train_and_the_model_is_not_exported(mine, tmp_path,
     monkeypatch.setattr(sys.modules[mine], "halves", swapped)
     with pytest.raises(InputError, match=r"256 examples, but .* trained on other files or labels"):
         train.train(config, tmp_path / "run")
-
-
-COUNTING = """
-class Counting(Linear):
-    def __init__(self, **options):
-        super().__init__(**options)
-        self.calls = nnx.BatchStat(jax.numpy.zeros((), int))
-
-    def __call__(self, images, *, rng=None, with_maps=False):
-        self.calls[...] += rng is not None
-        return super().__call__(images)
-"""
-
-
-@pytest.mark.usefixtures("library_promotion")
-def test_an_integer_in_the_state_of_a_model_is_not_averaged(mine, tmp_path):
-    add_to(tmp_path, COUNTING)
-    config = make_config("mine:Counting")
-    config.update(num_steps=3, ema_decay=0.5)
-    train.train(config, tmp_path / "run")
-    _, state = evaluate.restore_model(config, tmp_path / "run")
-    assert int(state.ema["model_state"]["calls"]) == 3
 
 
 @pytest.mark.parametrize("name", ["no_such_module:f", "test_plugins:no_such_name"])
