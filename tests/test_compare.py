@@ -19,6 +19,7 @@ from structinit_jax.errors import InputError, StoppedError
 from structinit_jax.training.workdir import listen_for_signals, lock_workdir
 
 pytestmark = pytest.mark.usefixtures("library_promotion")
+OPENED = {}
 ACCURACIES = {"default": (0.1, 0.5), "impulse": (0.6, 0.8), "mimetic": (0.3, 0.4)}
 
 
@@ -42,10 +43,18 @@ def fake_train(config, workdir, trained, stop_request=None, on_evaluation=None):
         raise RuntimeError("out of memory | while training\nand more")
 
 
+def open_once(config):
+    """Opens equal configs once: tracing takes most of a comparison's time here."""
+    return OPENED.get(config.to_json()) or OPENED.setdefault(
+        config.to_json(), train.open_run(config)
+    )
+
+
 @pytest.fixture
 def start(tiny_config, tmp_path, monkeypatch):
     """Starts a comparison; returns how many runs failed, and which were trained."""
     tiny_config.lock()
+    monkeypatch.setattr(run, "open_run", open_once)
 
     def run_grid(schemes, seeds=(0, 1, 2), config=tiny_config, train=fake_train, **options):
         trained = []
@@ -135,6 +144,7 @@ def test_other_data_under_the_same_names_are_refused(start, tiny_config, monkeyp
         }
         return datasets.Dataset.from_records("mine", splits, list("0123456789"), (8, 8, 1))
 
+    monkeypatch.setattr(run, "open_run", train.open_run)
     monkeypatch.setitem(sys.modules, "mine", types.SimpleNamespace(open_set=open_set))
     config = tiny_config.copy_and_resolve_references()
     config.data.update(name="mine:open_set", train_split="train", eval_split="test")
