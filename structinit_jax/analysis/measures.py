@@ -14,11 +14,7 @@ from structinit_jax.attention_init.solve import find_hits
 def measure_mean_maps(
     maps: Float[Array | np.ndarray, "*heads N N"], grid: tuple[int, int]
 ) -> dict[str, Float[Array, "*heads"]]:
-    """Measures maps that are averaged over images; these measures are linear in the maps.
-
-    Args:
-      maps: Attention maps over the N tokens of the grid, whose rows sum to 1.
-      grid: Rows and columns of the tokens.
+    """Measures attention maps, averaged over images, over the N tokens of a grid of rows, columns.
 
     Returns:
       Averages over tokens:
@@ -33,7 +29,8 @@ def measure_mean_maps(
       - 'neighbor_row' and 'neighbor_column': that offset.
     """
     num_tokens = grid[0] * grid[1]
-    distances = token_distances(grid)
+    y, x = np.divmod(np.arange(num_tokens), grid[1])
+    distances = np.hypot(y[:, None] - y, x[:, None] - x).astype(np.float32)
     near = (distances < 1.5).astype(np.float32)  # up to the diagonal neighbors
     rows, columns = (side // 2 for side in grid)
     center = (
@@ -78,24 +75,15 @@ def measure_against_targets(
     }
 
 
-def token_distances(grid: tuple[int, int]) -> Float[np.ndarray, "N N"]:
-    """Returns the Euclidean distance between every two tokens of a grid, in tokens."""
-    y, x = np.divmod(np.arange(grid[0] * grid[1]), grid[1])
-    return np.hypot(y[:, None] - y, x[:, None] - x).astype(np.float32)
-
-
 def attention_by_offset(
     maps: Float[Array | np.ndarray, "*batch N N"], grid: tuple[int, int]
 ) -> Float[Array, "*batch R C"]:
     """Averages attention over tokens at every offset: the map as a convolution kernel.
 
-    Args:
-      maps: Attention maps over the N tokens of the grid.
-      grid: Rows and columns of the tokens.
+    Each offset is averaged over the tokens of the grid (rows, columns) that have that neighbor.
 
     Returns:
-      [*batch, 2 rows - 1, 2 cols - 1]; the center is a token's attention to itself. Each offset is
-      averaged over the tokens that have that neighbor.
+      [*batch, 2 rows - 1, 2 columns - 1]; the center is a token's attention to itself.
     """
     shape = (2 * grid[0] - 1, 2 * grid[1] - 1)
     place = relative_index(grid).T.ravel()  # from query to key
@@ -136,8 +124,7 @@ def shift_distance(
 
     Args:
       features: Features f(x) of the tokens of B images x.
-      of_shifted: Features f(Sx), where S moves an image by whole tokens; what leaves the image on
-        one side enters it on the other.
+      of_shifted: Features f(Sx); S rolls an image by whole tokens.
       shift: Tokens by which S moves images, down and to the right; 0 or more.
       margin: Tokens at the border that are left out where S moves them or their neighbors across
         it: 1 suffices for a 3×3 convolution.

@@ -148,26 +148,10 @@ def open_tfds(name: str, data_dir: Folder, manual_dir: Folder) -> Dataset:
 
     def open_split(split):
         with _explain_damage(name, path):
-            return _PreparedRecords(builder.as_data_source(split, decoders=decoders), label_key)
+            return builder.as_data_source(split, decoders=decoders)
 
-    return Dataset(name, DatasetInfo(label.num_classes, shape, sizes), label.names, open_split)
-
-
-class _PreparedRecords:
-    """The examples of a prepared split as `Records`, read many at once."""
-
-    def __init__(self, source, label_key):
-        self._source, self._label_key = source, label_key
-
-    def __len__(self):
-        return len(self._source)
-
-    def __getitem__(self, index):
-        return self.__getitems__([index])[0]
-
-    def __getitems__(self, indices):
-        examples = self._source.__getitems__(indices)
-        return [example | {"label": example[self._label_key]} for example in examples]
+    info = DatasetInfo(label.num_classes, shape, sizes)
+    return Dataset(name, info, label.names, open_split, label_key)
 
 
 @contextlib.contextmanager

@@ -12,14 +12,14 @@ import collections
 import dataclasses
 import functools
 import itertools
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.sharding import Mesh, NamedSharding, PartitionSpec, Sharding
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from structinit_jax.augment import AugmentOptions
 from structinit_jax.data.crops import RandomCrop, resize_and_center_crop
@@ -52,21 +52,12 @@ def stream_indices(
 ) -> np.ndarray:
     """Returns a part of the training stream: independently shuffled epochs, one after another.
 
-    By default a batch may straddle two epochs, so each epoch contains every example exactly once. A
-    shorter epoch uses the first part of its permutation. With repeated augmentation (Hoffer et al.
-    2020), each example occupies `repeats` consecutive positions, and an epoch of the same length
-    also uses the first part of its permutation, as in timm.
-
-    Args:
-      seed: Non-negative seed of the permutations.
-      start: First position.
-      stop: Position after the last one.
-      num_examples: Number of examples.
-      repeats: Number of consecutive positions that hold the same example.
-      epoch_length: Number of positions in an epoch, at most `num_examples` and by default equal.
+    An epoch of `epoch_length` positions, by default `num_examples`, uses the first part of its
+    permutation. With repeated augmentation (Hoffer et al. 2020), each example occupies `repeats`
+    consecutive positions in an epoch of the same length, as in timm.
 
     Returns:
-      Example indices, int64 [stop - start].
+      The examples at the positions from `start` to `stop - 1`, int64 [stop - start].
     """
     positions = np.arange(start, stop, dtype=np.int64)
     length = epoch_length or num_examples
@@ -146,7 +137,8 @@ class Loader(abc.ABC):
           start_step: Number of steps already done.
           num_steps: Number of steps of the whole run.
           repeats: See `stream_indices`.
-          drop_remainder: Whether each epoch ends after its last whole batch.
+          drop_remainder: Whether each epoch ends after its last whole batch; otherwise a batch may
+            straddle two epochs.
 
         Yields:
           `{"image": uint8 [B, H, W, C], "label": int32 [B]}`, split over the devices.
@@ -223,7 +215,13 @@ class HostLoader(Loader):
 
         process = (jax.process_index(), jax.process_count())
         batches = read_batches(read, order, steps, batch_size, *process)
-        return place_batches(batches, NamedSharding(self.mesh, PartitionSpec(self.mesh.axis_names)))
+        sharding = NamedSharding(self.mesh, PartitionSpec(self.mesh.axis_names))
+        # Copies to the devices are asynchronous and start two batches ahead.
+        placed = (_make_global(batch, sharding) for batch in batches)
+        ahead = collections.deque(itertools.islice(placed, 2))
+        while ahead:
+            yield ahead.popleft()
+            ahead.extend(itertools.islice(placed, 1))
 
 
 class DeviceLoader(Loader):
@@ -243,8 +241,7 @@ class DeviceLoader(Loader):
         # Rows of pixels, because a TPU would pad a last axis of 3 channels to 128.
         self._images = self._send(images.reshape(len(images), -1))
         self._labels = self._send(labels)
-        # Jitted once, so that later calls of `train_batches` and `eval_batches` are compiled. Not
-        # a method: jit would keep the loader, and with it the images, in a cycle.
+        # Not a method: jit would keep the loader, and with it the images, in a cycle.
         self._gather = jax.jit(
             functools.partial(_gather_batch, self._sharded, images.shape[1:]),
             static_argnames=("batch_size", "with_mask"),
@@ -343,20 +340,6 @@ def read_batches(
     # Grain warns of threads that have nothing to read.
     options = grain.ReadOptions(num_threads=min(READ_THREADS, ahead), prefetch_buffer_size=ahead)
     return iter(examples.to_iter_dataset(options).batch(size))
-
-
-def place_batches(
-    batches: Iterable[dict[str, np.ndarray]], sharding: Sharding, depth: int = 2
-) -> Iterator[Batch]:
-    """Combines the local batches of all processes, arrays [B / P, ...], into global ones [B, ...].
-
-    Copies to the devices are asynchronous and start `depth` batches ahead.
-    """
-    placed = (_make_global(batch, sharding) for batch in batches)
-    ahead = collections.deque(itertools.islice(placed, depth))
-    while ahead:
-        yield ahead.popleft()
-        ahead.extend(itertools.islice(placed, 1))
 
 
 def _make_global(arrays, sharding):

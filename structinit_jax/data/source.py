@@ -9,6 +9,7 @@ import math
 import operator
 import os
 import re
+import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -68,6 +69,7 @@ class ImageSource:
       rows: Part of each example and its index in that part, int64 [n, 2].
       info: The data set.
       name: Name of the split in messages.
+      label_key: Entry of a record that is its label.
       new_labels: Labels that replace those of the records, int [n].
     """
 
@@ -75,6 +77,7 @@ class ImageSource:
     rows: np.ndarray
     info: DatasetInfo
     name: str
+    label_key: str = "label"
     new_labels: np.ndarray | None = None
 
     def __len__(self) -> int:
@@ -109,7 +112,7 @@ class ImageSource:
         """Returns all labels, int64 [n], which may be out of range."""
         if self.new_labels is not None:
             return self.new_labels
-        return np.array(list(map(operator.index, self.column("label"))), np.int64)
+        return np.array(list(map(operator.index, self.column(self.label_key))), np.int64)
 
     def select(self, wanted: np.ndarray) -> "ImageSource":
         """Returns the examples where `wanted`, bool [n], is true, in the same order."""
@@ -161,7 +164,7 @@ class ImageSource:
         if isinstance(image, str | os.PathLike):
             file_name = os.fspath(image)
         file_name = file_name.decode() if isinstance(file_name, bytes) else file_name
-        name = self._describe(index) + (file_name and f" ({file_name})")
+        name = f"{self.name}, example {self.rows[index, 1]}" + (file_name and f" ({file_name})")
         if isinstance(image, str | os.PathLike):
             try:
                 image = Path(image).read_bytes()
@@ -172,16 +175,11 @@ class ImageSource:
     def _label(self, index, record):
         if self.new_labels is not None:
             return int(self.new_labels[index])
-        label = operator.index(record["label"])
+        label = operator.index(record[self.label_key])
         if not 0 <= label < self.info.num_classes:
-            raise InputError(
-                f"{self._describe(index)}: its label is {label}, expected 0 to"
-                f" {self.info.num_classes - 1}."
-            )
+            place = f"{self.name}, example {self.rows[index, 1]}"
+            raise InputError(f"{place}: label {label} is not in [0, {self.info.num_classes}).")
         return label
-
-    def _describe(self, index):
-        return f"{self.name}, example {self.rows[index, 1]}"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -193,12 +191,14 @@ class Dataset:
       info: Number of classes, image shape and split sizes.
       class_names: Name of each class.
       open_split: Returns the records of a split.
+      label_key: Entry of a record that is its label.
     """
 
     name: str
     info: DatasetInfo
     class_names: Sequence[str]
     open_split: Callable[[str], Records]
+    label_key: str = "label"
 
     @classmethod
     def from_records(
@@ -246,7 +246,7 @@ class Dataset:
         numbers = [np.full(stop - start, i) for i, (_, start, stop) in enumerate(terms)]
         indices = [np.arange(start, stop) for _, start, stop in terms]
         rows = np.stack([np.concatenate(numbers), np.concatenate(indices)], axis=1)
-        source = ImageSource(parts, rows, self.info, f"{self.name} {spec!r}")
+        source = ImageSource(parts, rows, self.info, f"{self.name} {spec!r}", self.label_key)
         if on_bad_image == "stop":
             return source
         good, problems = source.split_bad_images()
@@ -359,12 +359,10 @@ def expand_user(path: Folder) -> Folder:
 @functools.cache
 def num_cores() -> int:
     """Returns how many cores this process may use; SLURM and containers may limit them."""
-    if hasattr(os, "sched_getaffinity"):  # not on macOS
-        cores = len(os.sched_getaffinity(0))
-    else:
-        cores = os.cpu_count() or 1
     try:  # the quota of a container: microseconds of processor time in each period
-        quota, period = Path("/sys/fs/cgroup/cpu.max").read_text().split()
-    except (OSError, ValueError):
-        return cores
-    return cores if quota == "max" else min(cores, math.ceil(int(quota) / int(period)))
+        quota, period = map(int, Path("/sys/fs/cgroup/cpu.max").read_text().split())
+        limit = math.ceil(quota / period)
+    except (OSError, ValueError):  # there is none
+        limit = sys.maxsize
+    has_affinity = hasattr(os, "sched_getaffinity")  # not on macOS
+    return min(len(os.sched_getaffinity(0)) if has_affinity else os.cpu_count() or 1, limit)
