@@ -114,16 +114,46 @@ def conv(name: str, path: str, layer: int | None = None) -> Iterator[Entry]:
     yield same(f"{name}.bias", f"{path}/bias", layer)
 
 
-def encode_some(
-    entry: Entry, old: Any, ours: Mapping[str, Any], shapes: Sequence[Shape]
-) -> np.ndarray | jax.Array:
-    """Encodes our arrays, with a leading layer axis. Missing ones keep the old value."""
-    current = dict(zip(entry.paths, entry.decode(old, shapes), strict=True))
-    for path in current.keys() & ours.keys():
-        array = ours[path] if entry.layer is None else ours[path][entry.layer]
-        xp = np if _stays_numpy(array, old) else jnp
-        current[path] = xp.asarray(array).astype(old.dtype)
-    return like(entry.encode(*current.values()), old)
+def check_entries(
+    leaves: Mapping[str, Any], entries: Sequence[Entry], shapes: Mapping[str, Shape]
+) -> None:
+    """Raises `InputError` unless the tensors are arrays that hold our arrays of these shapes."""
+    for entry in entries:
+        check_array("params", entry.name, leaves[entry.name])
+        shape = leaves[entry.name].shape
+        expected = entry.shape([shapes[path] for path in entry.paths])
+        if shape != expected:
+            raise unsupported(entry.name, f"has shape {shape} where equal layers have {expected}")
+
+
+def write_entries(
+    leaves: Mapping[str, Any],
+    entries: Sequence[Entry],
+    ours: Mapping[str, Any],
+    shapes: Mapping[str, Shape],
+) -> dict[str, Any]:
+    """Returns leaves with our arrays [L, ...] written into them; others keep the old values."""
+    new = dict(leaves)
+    for entry in entries:
+        if not any(path in ours for path in entry.paths):
+            continue
+        old = leaves[entry.name]
+        parts = entry.decode(old, [shapes[path] for path in entry.paths])
+        for i, path in enumerate(entry.paths):
+            if path in ours:
+                array = ours[path] if entry.layer is None else ours[path][entry.layer]
+                xp = np if _stays_numpy(array, old) else jnp
+                parts[i] = xp.asarray(array).astype(old.dtype)
+        new[entry.name] = like(entry.encode(*parts), old)
+    return new
+
+
+def unsupported(name: str, why: str) -> InputError:
+    """Returns the error for a model in which no scheme can set the attention maps."""
+    return InputError(
+        f"params: {name} {why}; such models are not supported, only ViTs with one grid of tokens, "
+        "Swin, BEiT, MLP-Mixer and ConvMixer"
+    )
 
 
 def unwrapped(name: str) -> str:

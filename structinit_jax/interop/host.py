@@ -12,8 +12,13 @@ import numpy as np
 from structinit_jax.attention_init import AttentionWeights
 from structinit_jax.attention_init.sites import check_shape, is_concrete
 from structinit_jax.errors import InputError, is_count
-from structinit_jax.interop.entries import Entry, Shape, check_array, encode_some
-from structinit_jax.interop.layouts import FIELDS, Leaves, Stack, find_stack, unsupported
+from structinit_jax.interop.entries import (
+    check_array,
+    check_entries,
+    unsupported,
+    write_entries,
+)
+from structinit_jax.interop.layouts import FIELDS, Leaves, Stack, find_stack
 
 Grid = tuple[int, int]
 
@@ -37,7 +42,7 @@ class PositionTable(NamedTuple):
 class Host:
     """A model's parameters by name, the entries of its attention layers, and their sizes.
 
-    `shapes` are those of our arrays by path, without the layer axis.
+    `shapes` are those of our arrays by path, with a layer axis if the model stacks its layers.
     """
 
     def __init__(self, leaves: Leaves, stack: Stack, num_heads: int | None):
@@ -48,25 +53,20 @@ class Host:
             if jnp.issubdtype(getattr(leaf, "dtype", np.int8), np.floating)
         ]
         self.entries = self.stack.entries(self.leaves, "attention")
-        for entry in self.entries:
-            check_array("params", entry.name, self.leaves[entry.name])
         self._set_sizes(num_heads)
         heads = (self.num_heads, self.head_dim)
-        self.shapes = {"attention/out/kernel": (*heads, self.width)}
-        self.shapes["attention/out/bias"] = (self.width,)
+        lead = (self.num_layers,) if stack.stacked else ()
+        self.shapes = {"attention/out/kernel": (*lead, *heads, self.width)}
+        self.shapes["attention/out/bias"] = (*lead, self.width)
         for field in ("query", "key", "value"):
-            self.shapes[f"attention/{field}/kernel"] = (self.width, *heads)
-            self.shapes[f"attention/{field}/bias"] = heads
-        for entry in self.entries:
-            shape, expected = self.leaves[entry.name].shape, entry.shape(self.shapes_of(entry))
-            if shape != expected:
-                raise unsupported(
-                    entry.name, f"has shape {shape} where equal layers of attention have {expected}"
-                )
+            self.shapes[f"attention/{field}/kernel"] = (*lead, self.width, *heads)
+            self.shapes[f"attention/{field}/bias"] = (*lead, *heads)
+        check_entries(leaves, self.entries, self.shapes)
 
     def _set_sizes(self, num_heads: int | None) -> None:
         layout, attentions = self.stack.layout, self.stack.attentions
         name = layout.weight(attentions[0], "out" if layout.torch else "query")
+        check_array("params", name, self.leaves[name])
         shape = self.leaves[name].shape
         self.num_layers = shape[0] if self.stack.stacked else len(attentions)
         if not layout.torch:
@@ -84,11 +84,6 @@ class Host:
             )
         self.num_heads, self.head_dim = num_heads, inner // num_heads
 
-    def shapes_of(self, entry: Entry) -> list[Shape]:
-        """Shapes of our arrays in an entry, with the layer axis if the model stacks its layers."""
-        lead = (self.num_layers,) if entry.layer is None else ()
-        return [(*lead, *self.shapes[path]) for path in entry.paths]
-
     def sizes(self) -> dict[str, Any]:
         """Returns the arguments of an `AttentionSite` besides the grid and the positions."""
         return dict(
@@ -105,7 +100,8 @@ class Host:
         """Returns our arrays of the attention layers by path, with a leading layer axis."""
         layers: dict[str, list[jax.Array]] = {}
         for entry in self.entries:
-            arrays = entry.decode(jnp.asarray(self.leaves[entry.name]), self.shapes_of(entry))
+            shapes = [self.shapes[path] for path in entry.paths]
+            arrays = entry.decode(jnp.asarray(self.leaves[entry.name]), shapes)
             for path, array in zip(entry.paths, arrays, strict=True):
                 layers.setdefault(path, []).append(array)
         return {path: a[0] if self.stack.stacked else jnp.stack(a) for path, a in layers.items()}
@@ -113,19 +109,14 @@ class Host:
     def with_attention(self, weights: AttentionWeights) -> Leaves:
         """Returns new leaves with the projections that are not None, and zero biases for them."""
         ours: dict[str, Any] = {}
+        lead = () if self.stack.stacked else (self.num_layers,)
         for field in FIELDS:
-            kernel = getattr(weights, field)
+            kernel, path = getattr(weights, field), f"attention/{field}"
             if kernel is not None:
-                path = f"attention/{field}"
-                check_shape(field, kernel, (self.num_layers, *self.shapes[f"{path}/kernel"]))
+                check_shape(field, kernel, (*lead, *self.shapes[f"{path}/kernel"]))
                 ours[f"{path}/kernel"] = kernel
-                bias_shape = (self.num_layers, *self.shapes[f"{path}/bias"])
-                ours[f"{path}/bias"] = np.zeros(bias_shape, np.float32)
-        new = dict(self.leaves)
-        for entry in self.entries:
-            if any(path in ours for path in entry.paths):
-                new[entry.name] = encode_some(entry, new[entry.name], ours, self.shapes_of(entry))
-        return new
+                ours[f"{path}/bias"] = np.zeros((*lead, *self.shapes[f"{path}/bias"]), np.float32)
+        return write_entries(self.leaves, self.entries, ours, self.shapes)
 
     def require_assumptions(self, own: Sequence[str] = ()) -> None:
         """Raises `InputError` if the parameters show that a scheme's maps would not be the model's.

@@ -291,14 +291,6 @@ class Stack:
         return [entry for entry in entries if entry.name in leaves]
 
 
-def unsupported(name: str, why: str) -> InputError:
-    """Returns the error for a model in which no scheme can set the attention maps."""
-    return InputError(
-        f"params: {name} {why}; such models are not supported, only ViTs with one grid of tokens, "
-        "Swin, BEiT, MLP-Mixer and ConvMixer"
-    )
-
-
 def find_stack(leaves: Leaves, name: str | None) -> Stack:
     """Finds the attention layers of a model with a single grid of tokens.
 

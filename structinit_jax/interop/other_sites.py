@@ -2,8 +2,8 @@
 
 import math
 import re
-from collections.abc import Callable, Mapping
-from typing import Any, NamedTuple
+from collections.abc import Callable
+from typing import NamedTuple
 
 import jax.numpy as jnp
 
@@ -18,16 +18,17 @@ from structinit_jax.attention_init import (
 from structinit_jax.attention_init.sites import check_grid, check_shape
 from structinit_jax.errors import InputError
 from structinit_jax.interop.entries import (
-    Entry,
     check_array,
+    check_entries,
     conv,
-    encode_some,
     like,
     linear,
     replace_rows,
+    unsupported,
+    write_entries,
 )
 from structinit_jax.interop.host import Grid, Host, square
-from structinit_jax.interop.layouts import Leaves, Stack, find_stacks, unsupported
+from structinit_jax.interop.layouts import Leaves, Stack, find_stacks
 
 TABLE = "relative_position_bias_table"
 COSINE = re.compile(r"(?:.*\.)?att\w*\.(?:.*\.)?logit_scale")
@@ -148,19 +149,22 @@ def _token_mixing(leaves, layers, grid):
         raise InputError(
             f"grid={grid}: {first} mixes {tokens} tokens: pass grid=(rows, cols) of that product"
         )
-    width = leaves[f"{layers[0]['stem']}{layers[0]['index']}.norm1.weight"].shape[0]
+    blocks = [f"{layer['stem']}{layer['index']}" for layer in layers]
+    width = leaves[f"{blocks[0]}.norm1.weight"].shape[0]
     site = TokenMixingSite(grid=grid, hidden=hidden, num_layers=len(layers), width=width)
-    entries = []
-    for i, layer in enumerate(layers):
-        module = f"{layer['stem']}{layer['index']}.mlp_tokens"
-        entries += linear(f"{module}.fc1", "fc1", layer=i, bias=False)
-        entries += linear(f"{module}.fc2", "fc2", layer=i, bias=False)
+    entries = [
+        entry
+        for i, block in enumerate(blocks)
+        for name in ("fc1", "fc2")
+        for entry in linear(f"{block}.mlp_tokens.{name}", name, layer=i, bias=False)
+    ]
     shapes = {"fc1/kernel": (tokens, hidden), "fc2/kernel": (hidden, tokens)}
+    check_entries(leaves, entries, shapes)
 
     def write(leaves: Leaves, weights: Weights) -> Leaves:
-        return _encode(
-            leaves, entries, {f"{k}/kernel": getattr(weights, k) for k in ("fc1", "fc2")}, shapes
-        )
+        ours = {"fc1/kernel": weights.fc1, "fc2/kernel": weights.fc2}
+        ours = {path: array for path, array in ours.items() if array is not None}
+        return write_entries(leaves, entries, ours, shapes)
 
     return FoundSite(first, site, write)
 
@@ -170,31 +174,12 @@ def _convolutions(leaves, layers, grid):
     check_array("params", first, leaves[first])
     width, _, size, _ = leaves[first].shape
     site = ConvSite(kernel_size=size, width=width, num_layers=len(layers))
-    entries = [
-        next(conv(layer[0].removesuffix(".weight"), "conv", i)) for i, layer in enumerate(layers)
-    ]
+    names = [layer[0].removesuffix(".weight") for layer in layers]
+    entries = [next(conv(name, "conv", i)) for i, name in enumerate(names)]
+    shapes = {"conv/kernel": (size, size, width)}
+    check_entries(leaves, entries, shapes)
 
     def write(leaves: Leaves, weights: Weights) -> Leaves:
-        shapes = {"conv/kernel": (size, size, width)}
-        return _encode(leaves, entries, {"conv/kernel": weights.kernel}, shapes)
+        return write_entries(leaves, entries, {"conv/kernel": weights.kernel}, shapes)
 
     return FoundSite(first, site, write)
-
-
-def _encode(
-    leaves: Leaves, entries: list[Entry], ours: Mapping[str, Any], shapes: Mapping[str, Any]
-) -> Leaves:
-    """Returns leaves with our arrays written into them; None leaves a layer as it is."""
-    ours = {path: array for path, array in ours.items() if array is not None}
-    new = dict(leaves)
-    for entry in entries:
-        if entry.paths[0] in ours:
-            old, shape = new[entry.name], [shapes[entry.paths[0]]]
-            check_array("params", entry.name, old)
-            if old.shape != entry.shape(shape):
-                raise unsupported(
-                    entry.name,
-                    f"has shape {old.shape} where equal layers have {entry.shape(shape)}",
-                )
-            new[entry.name] = encode_some(entry, old, ours, shape)
-    return new
