@@ -147,7 +147,6 @@ def test_configs_name_schemes_and_their_options():
         dict(name="impulse", kernel_size=4),
         dict(name="impulse", norm=1.0, target_mass=0.5),
         dict(name="no_such_module:f"),
-        dict(name=f"{__name__}:TOLERANCES"),
         dict(name=f"{__name__}:my_scheme", weight=2.0),
     ],
 )

@@ -20,7 +20,7 @@ from PIL import Image
 ROOT = Path(__file__).parent.parent
 SMALL = {  # what replaces the cell of parameters
     "quickstart": dict(EPOCHS=0.4, WORKDIR=""),
-    "compare": dict(EPOCHS=0.4, SEEDS=1, SCHEMES=["default", "impulse"], WORKDIR=""),
+    "compare": dict(EPOCHS=0.4, SEEDS=1, SCHEMES=["impulse"], WORKDIR=""),
     "why_it_works": dict(
         EPOCHS=0.2, SEEDS=1, CONVMIXERS=["fixed impulse"], VITS=["impulse"], WORKDIR=""
     ),
