@@ -9,7 +9,6 @@ import pytest
 import references
 from flax import nnx
 
-from structinit_jax import attention_init
 from structinit_jax.errors import InputError
 from structinit_jax.interop import from_timm, to_timm
 from structinit_jax.models.convmixer import ConvMixer, convolve_depthwise
@@ -92,21 +91,6 @@ def test_shifted_products_equal_the_convolution_that_accelerators_compile(size):
 def convolution(x, kernel):
     dimensions = dict(dimension_numbers=("NHWC", "HWIO", "NHWC"), feature_group_count=6)
     return jax.lax.conv_general_dilated(x, kernel[:, :, None], (1, 1), "SAME", **dimensions)
-
-
-@pytest.mark.parametrize("kernel_size", [3, 8])
-def test_attention_init_sets_the_filters_also_when_traced(kernel_size):
-    options = dict(kernel_size=kernel_size, attention_init=attention_init.impulse())
-
-    def build():
-        return make(**options)
-
-    model = nnx.eval_shape(build)
-    assert model.sites() == {"blocks": attention_init.ConvSite(kernel_size, 8, 2)}
-    kernel = jax.jit(build)().blocks.spatial.kernel[...]
-    assert set(np.unique(kernel)) == {0, 1}
-    np.testing.assert_array_equal(kernel.sum(axis=(1, 2)), 1)
-    np.testing.assert_array_equal(kernel, build().blocks.spatial.kernel[...])
 
 
 def test_fixed_filters_are_no_parameters_but_state():

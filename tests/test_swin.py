@@ -75,21 +75,6 @@ def test_gradients_equal_timm():
         np.testing.assert_allclose(gradient[key], value, atol=1e-3 * scale, err_msg=key)
 
 
-def test_intermediates_have_the_documented_shapes():
-    logits, out, _ = outcome("padded")
-    assert logits.shape == (2, 5)
-    assert out["patch_embedding"].shape == (2, 7, 11, 8)
-    first, second = out["stages"]
-    assert "merged" not in first
-    assert second["merged"].shape == (2, 4, 6, 16)
-    assert first["blocks"]["attention"].shape == (2, 2, 7, 11, 8)
-    assert second["blocks"]["output"].shape == (3, 2, 4, 6, 16)
-    assert first["blocks"]["attention_maps"].shape == (2, 2, 6, 2, 16, 16)
-    assert second["blocks"]["attention_maps"].shape == (3, 2, 2, 4, 16, 16)
-    np.testing.assert_allclose(second["blocks"]["attention_maps"].sum(-1), 1, rtol=1e-5)
-    assert out["pooled"].shape == (2, 16)
-
-
 def test_maps_are_those_of_the_outputs():
     """What the maps say an impulse in V would do is what the attention module does."""
     model = loaded("shifted")

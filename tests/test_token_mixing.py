@@ -6,6 +6,7 @@ import pytest
 from structinit_jax import attention_init
 from structinit_jax.attention_init import TokenMixingSite, kernels
 from structinit_jax.errors import InputError
+from structinit_jax.models import layers
 
 RNG = jax.random.key(7)
 GRID, TOKENS = (4, 6), 24
@@ -45,6 +46,15 @@ def test_the_map_is_the_filter_or_its_closest_map_of_the_possible_rank(hidden):
         assert np.linalg.matrix_rank(found, tol=1e-4) == pairs
         assert error == pytest.approx((singular[pairs:] ** 2).sum(), rel=1e-3)
         assert error < 0.4 * (singular**2).sum()
+
+
+def test_both_units_of_a_pair_learn_and_not_the_same():
+    fc1, fc2 = (w[0] for w in attention_init.impulse()(RNG, make_site())[:2])
+    u = jax.random.normal(jax.random.key(3), (5, TOKENS))
+    gradient = jax.grad(lambda fc1: jnp.square(layers.gelu(u @ fc1) @ fc2).sum())(fc1)
+    halves = np.split(np.asarray(gradient), 2, axis=-1)
+    assert min(np.abs(half).max() for half in halves) > 0.1
+    assert np.abs(halves[0] - halves[1]).max() > 0.1
 
 
 def test_layers_of_equal_filters_are_independent():

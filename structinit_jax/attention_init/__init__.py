@@ -89,27 +89,29 @@ def impulse(
     """Impulse initialization: layers that start as convolutions with one filter per head.
 
     `tokens.impulse` is the method for attention with positions, close to the 2024 paper's; the
-    forms for other sites are our own. None takes the default for the site. Raises `InputError` for
-    an invalid value, and the returned function for an option that does not apply to the site.
+    forms for other sites are our own. None takes the default for the site, stated below. Raises
+    `InputError` for an invalid value, and the returned function for an option that does not apply.
 
     Args:
       kernel_size: Kernel size f, odd.
-      filters: 'impulse' (one token), 'gaussian', or an array: kernels [F, f, f] or, for attention
-        with positions, maps [F, N, N] with rows of sum 1.
+      filters: 'impulse' (one token), 'gaussian', or an array: kernels [F, f, f] or, except for
+        windows and convolutions, maps [F, N, N] with rows of sum 1.
       sigma: Standard deviation of Gaussians in tokens.
       dilation: Tokens between neighboring offsets, or one number per layer. By default 1, and for
         large grids with positions more in later layers (`kernels.growing_dilation`).
       offsets: 'even' uses all filters equally often; 'random' draws each head's (2024 paper).
-      target_mass: Attention mass wanted on target, by default 0.2 with positions and 0.5 otherwise.
-        It fixes how sharp the maps are in any model and on any grid.
+      target_mass: Attention mass wanted on target, which fixes how sharp the maps are in any model
+        and on any grid. By default 0.2 with positions and 0.5 otherwise.
       norm: Instead of a target mass, the root mean square norm of the columns of Q and K.
-      mimetic_layers: Share of the layers, the last ones, whose heads attend to similar tokens.
-      vo_init: V and projection: 'balanced' (V Proj near -0.4 I) or 'default', the model's own.
+      mimetic_layers: Share of the layers, the last ones, whose heads attend to similar tokens. By
+        default 0.5.
+      vo_init: V and projection: 'balanced', the default (V Proj near -0.4 I), or 'default', the
+        model's own.
       keep_positions: Whether V and projection leave positions alone (with rotary ones, the vector
-        that all tokens share). Otherwise every layer subtracts 0.4 of them.
+        that all tokens share), of which layers otherwise subtract 0.4. By default only rotary ones.
       patch_scale: Factor on the kernel of the patch embedding. With less content next to the
-        positions, maps are more like the targets in all layers.
-      mlp_scale: Factor on the output kernels of the MLPs, for the same reason.
+        positions, maps are more like the targets in all layers. By default 1, with rotary ones 0.3.
+      mlp_scale: Factor on the output kernels of the MLPs. By default 1, with rotary positions 0.
     """
     options = dict(locals())
     check_fields(impulse, options, "")
