@@ -31,7 +31,7 @@ def test_every_dropout_and_drop_path_of_every_layer_has_its_own_key(family, monk
 
     monkeypatch.setattr(layers, "_drop", record)
     model = make(family, dropout=0.1)
-    model(IMAGES, rng=jax.random.key(3))
+    jax.block_until_ready(jax.jit(lambda x: model(x, rng=jax.random.key(3))[0])(IMAGES))
     jax.effects_barrier()
     # In each block one after attention in ViT and Swin, two in each MLP, and two drop paths.
     expected = {"vit": 2 * 5 + 1, "swin": 3 * 5, "mixer": 2 * 6}
