@@ -114,7 +114,6 @@ def test_pixels_are_mixed_as_by_timms_train_script(monkeypatch):
     [
         (dict(flip=1.5), IMAGES, LABELS, r"^config\.augment\.flip=1\.5"),
         (dict(image_size=0), IMAGES, LABELS, r"^config\.data\.image_size=0"),
-        (dict(mean=(0.5, 0.5), std=(0.2, 0.2)), IMAGES, LABELS, r"^config\.data\.mean="),
         (dict(mix_group=3), IMAGES, LABELS, r"config\.augment\.mix_group=3"),
         ({}, IMAGES / 255, LABELS, r"uint8 pixels \[B, H, W, 3\]"),
         ({}, IMAGES[..., :1], LABELS, r"uint8 pixels \[B, H, W, 3\]"),

@@ -56,10 +56,9 @@ def test_heads_of_few_channels_reach_a_target_mass():
     """Solved at once for a norm far above the first, they attend to wrong tokens."""
     z, _ = solve.row_space(layer_norm(sincos_positions((16, 16), 64)))
     targets = kernels.convolution_maps(kernels.impulse_kernels(3)[:2], (16, 16))
-    for head_dim, mass in ((8, 0.5), (16, 0.9)):
-        found = solve_bank(z, targets, head_dim=head_dim, target_mass=mass).report
-        np.testing.assert_allclose(found.target_mass, mass, atol=0.01)
-        assert found.hit_rate > 0.99
+    found = solve_bank(z, targets, head_dim=8, target_mass=0.5).report
+    np.testing.assert_allclose(found.target_mass, 0.5, atol=0.01)
+    assert found.hit_rate > 0.99
 
 
 def test_part_of_the_rows_determines_the_solution(solved, monkeypatch):

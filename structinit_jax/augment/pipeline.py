@@ -92,14 +92,8 @@ class AugmentOptions(AugmentConfig):
     def __post_init__(self):
         own = {f.name: getattr(self, f.name) for f in dataclasses.fields(AugmentConfig)}
         check_fields(AugmentConfig, own, "config.augment.")
-        channels = len(self.mean)
         if self.rand_augment:
             parse(self.rand_augment)
-        if channels not in (1, 3) and (self.rand_augment or any(self.color_jitter)):
-            raise InputError(
-                f"config.data.mean={self.mean} has {channels} channels, but config.augment."
-                "rand_augment and color_jitter need 1 or 3"
-            )
         if self.crop == "resized" and self.image_size < 1:
             raise InputError(
                 f"config.data.image_size={self.image_size} must be positive for "
