@@ -263,9 +263,7 @@ class TimmModel(NamedTuple):
     def card(self, data: Mapping[str, Any], class_names: Sequence[str] = ()) -> dict[str, Any]:
         """Returns the `config.json` of a folder for `timm.create_model("local-dir:FOLDER")`.
 
-        Args:
-          data: `config.data`.
-          class_names: Name of each class, if they are known.
+        `data` is `config.data`. An empty `class_names` stands for unknown names.
         """
         num_classes = self.arguments["num_classes"]
         family = self.name.split("_")[0]
@@ -291,12 +289,7 @@ class TimmModel(NamedTuple):
 
 
 def timm_model(model: Mapping[str, Any], *, image_size: int, channels: int) -> TimmModel:
-    """Returns timm's equivalent of a model.
-
-    Args:
-      model: `config.model`.
-      image_size: Side of the images in pixels.
-      channels: Input channels.
+    """Returns timm's equivalent of a model, given `config.model` and the size of its images.
 
     Raises:
       InputError: timm has no such family.
@@ -370,7 +363,7 @@ def _convmixer_arguments(model):
 
 
 def _variant(family, model, fields):
-    """Returns the name of the variant with these fields, or None."""
+    """Returns the name of the variant with the values that a model has in these fields, or None."""
     for name, changes in family.VARIANTS.items():
         options = family.default_config() | changes
         if all(options[field] == model[field] for field in fields):
@@ -421,8 +414,7 @@ def select_weights(teacher: nnx.Module | StateDict, student: Student) -> Student
       A model or state dict like `student` with the selected weights and the student's head.
 
     Raises:
-      InputError: The student is larger than the teacher or of another family. The message names
-        the first weight that does not fit.
+      InputError: The student is larger than the teacher or of another family.
     """
     large = to_timm(teacher) if isinstance(teacher, nnx.Module) else teacher
     large = {unwrapped(name): array for name, array in large.items()}
@@ -480,12 +472,9 @@ def _select(name, teacher, shape):
             f"{name} has shape {teacher.shape} in teacher and {shape} in student: the student must "
             "be the smaller model, with the same patch size, window size and number of tokens"
         )
-    for axis, (have, want) in enumerate(zip(teacher.shape, shape, strict=True)):
-        if have % want == 0:
-            indices = np.arange(want) * (have // want)
-        else:
-            indices = np.round(np.linspace(0, have - 1, want)).astype(np.int32)
-        teacher = teacher.take(indices, axis=axis)
+    for axis, (n, m) in enumerate(zip(teacher.shape, shape, strict=True)):
+        even = np.arange(0, n, n // m) if n % m == 0 else np.linspace(0, n - 1, m)
+        teacher = teacher.take(np.round(even).astype(np.int32), axis=axis)
     return teacher
 
 

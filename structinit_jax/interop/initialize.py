@@ -16,7 +16,8 @@ from structinit_jax.interop.layouts import FIELDS, Leaves, flatten
 from structinit_jax.interop.other_sites import find_sites
 from structinit_jax.interop.rotations import rotary_site
 
-# Of PyTorch's default kernel, on white images of variance 1: its variance is 1 / (3 fan-in).
+# Root mean square of the embeddings of white images of variance 1 under PyTorch's default kernel,
+# whose variance is 1 / (3 fan-in).
 PATCH_RMS = 3**-0.5
 
 
@@ -197,7 +198,7 @@ def _write(host: Host, weights: AttentionWeights, grid: Grid | None) -> Leaves:
     if weights.patch_scale is not None:
         name = host.patch_norm() or host.patch_kernel()
         squares = jnp.square(jnp.asarray(host.leaves[name], jnp.float32))
-        rms = jnp.sqrt(jnp.sum(squares) / host.width)  # of the embeddings of white images
+        rms = jnp.sqrt(jnp.sum(squares) / host.width)
         scales[name] = weights.patch_scale * PATCH_RMS / jnp.maximum(rms, 1e-12)
     if weights.mlp_scale is not None:
         scales |= dict.fromkeys(host.mlp_outputs(), weights.mlp_scale)

@@ -10,7 +10,7 @@ from structinit_jax.errors import InputError
 from structinit_jax.interop.entries import check_array
 from structinit_jax.interop.host import Grid, Host, square
 
-# Of sines and cosines in bfloat16, and of the turns between neighbors that are made of them.
+# Error of sines and cosines in bfloat16, and of the turns between neighbors computed from them.
 ROUNDING = 0.05
 
 
