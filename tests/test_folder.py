@@ -4,7 +4,6 @@ import jax
 import pytest
 from PIL import Image
 
-from structinit_jax.data.crops import RandomCrop
 from structinit_jax.data.datasets import open_dataset
 from structinit_jax.data.images import BadImageError
 from structinit_jax.data.loader import HostLoader
@@ -70,9 +69,7 @@ def test_slices_hold_some_of_every_class_and_partition_the_split(root, tmp_path_
     ("change", "reason"),
     [
         (lambda root: root.rename(root.with_name("gone")), "there is no such folder"),
-        (lambda root: [(root / s).rename(root / f"_{s}") for s in ("train", "val")], "no class"),
         (lambda root: (root / "val" / "cat").rename(root / "val" / "cats"), "have: 'cat'"),
-        (lambda root: write_image(root / "val" / "dog" / "0.png", 0), "have: 'dog'"),
         (lambda root: [p.unlink() for p in (root / "train" / "cat").iterdir()], "train/cat holds"),
         (lambda root: [(root / "train" / n).rename(root / n) for n in CLASSES], "no class"),
     ],
@@ -106,11 +103,10 @@ def test_bad_images_stop_or_are_left_out(root, capsys):
     bad.write_bytes(bad.read_bytes()[:50])
     (root / "train" / "apple" / "1.PNG").write_bytes(b"<html>404</html>")
     mesh = jax.make_mesh((8,), ("data",), axis_types=(jax.sharding.AxisType.Auto,))
-    for crop in (None, RandomCrop(seed=0)):
-        loader = HostLoader(open_dataset("folder", root).split("train"), mesh, 8, 1.0, crop)
-        batches = loader.train_batches(batch_size=8, seed=0, start_step=0, num_steps=4)
-        with pytest.raises(BadImageError, match=r"^folder 'train', example \d+ \(.*(cat/3|apple)"):
-            list(batches)
+    loader = HostLoader(open_dataset("folder", root).split("train"), mesh, 8, 1.0)
+    batches = loader.train_batches(batch_size=8, seed=0, start_step=0, num_steps=4)
+    with pytest.raises(BadImageError, match=r"^folder 'train', example \d+ \(.*(cat/3|apple)"):
+        list(batches)
 
     (root / "train" / "cat" / "gone.png").symlink_to(root / "nothing")
     source = open_dataset("folder", root).split("train", on_bad_image="skip")

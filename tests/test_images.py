@@ -1,5 +1,4 @@
 import io
-import itertools
 from pathlib import Path
 
 import numpy as np
@@ -92,16 +91,10 @@ def test_exif_orientation(photo, image_format):
         assert distance(image.decode(), right) == 0
 
 
-@pytest.mark.parametrize("image_format", ["JPEG", "PNG"])
-def test_damaged_exif_is_passed_over(photo, image_format):
-    content = encoded(photo, image_format)
-    pixels = StoredImage(content, 3, "photo").decode()
-    damaged = encoded(photo, image_format, exif=b"Exif\0\0 is none")
-    image = StoredImage(damaged, 3, "photo")
-    assert image.size == (64, 96)
-    np.testing.assert_array_equal(image.decode(), pixels)
-    with pytest.raises(BadImageError, match=r"^photo: cannot be decoded"):
-        StoredImage(damaged[: len(damaged) // 2], 3, "photo").decode()
+def test_damaged_exif_is_passed_over(photo):
+    damaged = encoded(photo, "JPEG", exif=b"Exif\0\0 is none")
+    pixels = StoredImage(encoded(photo, "JPEG"), 3, "photo").decode()
+    np.testing.assert_array_equal(StoredImage(damaged, 3, "photo").decode(), pixels)
 
 
 @pytest.mark.parametrize("orientation", [1, 6])
@@ -191,27 +184,15 @@ def test_crop_with_scaled_decode_is_close(large_photo, box):
 
 def test_pixels_are_images_too(photo):
     pixels = np.asarray(photo)
-    image = StoredImage(pixels, 3, "photo")
-    assert image.size == (64, 96)
-    np.testing.assert_array_equal(image.decode(), pixels)
+    np.testing.assert_array_equal(StoredImage(pixels, 3, "photo").decode(), pixels)
     gray = StoredImage(pixels[..., :1], 3, "photo").decode()
     np.testing.assert_array_equal(gray, np.repeat(pixels[..., :1], 3, axis=2))
     assert StoredImage(pixels, 1, "photo").decode().shape == (64, 96, 1)
-    for other in (pixels.astype(np.float32), pixels[None]):
-        with pytest.raises(BadImageError, match=r"^photo: cannot be decoded"):
-            StoredImage(other, 3, "photo").decode()
+    with pytest.raises(BadImageError, match=r"^photo: cannot be decoded"):
+        StoredImage(pixels.astype(np.float32), 3, "photo").decode()
 
 
 # -- center crops ----------------------------------------------------------------------------------
-
-
-def test_resize_and_center_crop():
-    rng = np.random.default_rng(0)
-    image = rng.integers(0, 256, (8, 8, 1), dtype=np.uint8)
-    np.testing.assert_array_equal(resize_and_center_crop(image, 8), image)
-    for height, width in itertools.product(range(5, 40, 7), repeat=2):
-        image = np.zeros((height, width, 1), np.uint8)
-        assert resize_and_center_crop(image, 14, 0.875).shape == (14, 14, 1)
 
 
 @pytest.mark.parametrize(

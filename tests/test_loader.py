@@ -1,9 +1,6 @@
-import io
-
 import jax
 import numpy as np
 import pytest
-from PIL import Image
 
 from structinit_jax.augment import AugmentOptions
 from structinit_jax.data import loader as loader_lib
@@ -90,8 +87,8 @@ def test_the_last_partial_batch_of_each_epoch_is_dropped(device_loader):
 
 @pytest.mark.parametrize(
     ("batch_size", "start_step", "drop_remainder"),
-    # 37 examples: batches that straddle an epoch, several, and more than one at once.
-    [(8, 0, False), (8, 11, False), (40, 4, False), (88, 11, False), (8, 0, True), (8, 11, True)],
+    # 37 examples: batches that straddle an epoch, and more than one.
+    [(8, 0, False), (88, 11, False), (8, 11, True)],
 )
 @pytest.mark.parametrize("repeats", [1, 2])
 def test_both_loaders_return_the_same_training_batches(
@@ -105,7 +102,7 @@ def test_both_loaders_return_the_same_training_batches(
     assert_same(ours, theirs, 12 - start_step)
 
 
-@pytest.mark.parametrize("batch_size", [8, 16, 40])
+@pytest.mark.parametrize("batch_size", [8, 40])
 def test_evaluation_sees_each_example_once(device_loader, host_loader, batch_size):
     loaders = (device_loader, host_loader)
     number = -(-NUM // batch_size)
@@ -117,7 +114,7 @@ def test_evaluation_sees_each_example_once(device_loader, host_loader, batch_siz
     assert seen == list(range(NUM))
 
 
-@pytest.mark.parametrize("process_count", [1, 2, 3])
+@pytest.mark.parametrize("process_count", [1, 3])
 def test_processes_share_each_global_batch(process_count):
     def order(start, stop):
         return 100 + np.arange(start, stop)
@@ -139,12 +136,8 @@ def test_processes_share_each_global_batch(process_count):
 def test_host_batches_are_random_crops_by_position(mesh):
     from sklearn.datasets import load_sample_image
 
-    photo = Image.fromarray(load_sample_image("china.jpg"))
-    records = []
-    for label in range(7):
-        file = io.BytesIO()
-        photo.rotate(15 * label).save(file, "JPEG")
-        records.append({"image": file.getvalue(), "label": label, "file_name": f"{label}.jpg"})
+    photo = load_sample_image("china.jpg")
+    records = [{"image": photo[10 * label :], "label": label} for label in range(7)]
     dataset = Dataset.from_records("photos", {"train": records}, list("abcdefg"))
     source, crop = dataset.split("train"), RandomCrop(seed=1, interpolation="random")
     loader = make_loader(source, mesh, image_size=16, random_crop=crop)
@@ -219,10 +212,6 @@ def test_a_shorter_epoch_is_the_first_part_of_its_permutation(repeats):
     shorter = stream_indices(1, 0, 32, 11, repeats, epoch_length=8).reshape(4, 8)
     np.testing.assert_array_equal(shorter, whole[:, :8])
     np.testing.assert_array_equal(stream_indices(1, 5, 19, 11, repeats, 8), shorter.ravel()[5:19])
-
-
-def test_repeated_examples_stand_together():
-    epochs = stream_indices(1, 0, 40, 20, repeats=2).reshape(2, 10, 2)
-    np.testing.assert_array_equal(epochs[..., 0], epochs[..., 1])
-    firsts = stream_indices(1, 0, 40, 20).reshape(2, 20)[:, :10]
-    np.testing.assert_array_equal(epochs[..., 0], firsts)
+    # Repeated examples stand together, and are the first of a plain epoch.
+    firsts = stream_indices(1, 0, 44, 11).reshape(4, 11)[:, np.arange(11) // repeats]
+    np.testing.assert_array_equal(whole, firsts)

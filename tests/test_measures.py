@@ -53,8 +53,6 @@ def test_entropy_is_that_of_scipy():
     maps = random_maps(3, 2)
     expected = entropy(maps, axis=-1).mean(axis=(0, 2))
     np.testing.assert_allclose(measures.mean_entropy(jnp.asarray(maps)), expected, rtol=1e-5)
-    uniform = jnp.full((1, 20, 20), 1 / 20)
-    np.testing.assert_allclose(measures.mean_entropy(uniform), np.log(20), rtol=1e-5)
 
 
 @pytest.mark.parametrize("index", [0, 4, 5])
@@ -64,6 +62,10 @@ def test_an_impulse_is_recognized(index):
     offset = [float(found["neighbor_row"]), float(found["neighbor_column"])]
     assert offset == kernels.kernel_offsets(3)[index].tolist()
     np.testing.assert_allclose(found["neighbor_mass"], 1, rtol=1e-6)
+    kernel = measures.attention_by_offset(maps, GRID)
+    assert kernel.shape == (7, 9)
+    row, column = np.unravel_index(np.argmax(kernel), kernel.shape)
+    assert [row - 3, column - 4] == offset
     targets = jnp.asarray(np.stack([impulse_target(index), impulse_target(8)]))
     against = measures.measure_against_targets(jnp.stack([maps, maps])[None], targets)
     np.testing.assert_allclose(against["target_mass"][0], 1, rtol=1e-6)
@@ -80,20 +82,12 @@ def test_a_soft_target_is_overlapped():
     np.testing.assert_allclose(found["hit_rate"], 1 / 2)  # of the two rows that have a target
 
 
-def test_attention_by_offset_is_the_kernel():
-    kernel = measures.attention_by_offset(impulse_map(5), GRID)
-    assert kernel.shape == (7, 9)
-    assert np.unravel_index(np.argmax(kernel), kernel.shape) == (3, 5)  # one right of the center
-    np.testing.assert_allclose(kernel[3, 5], 1)
-
-
 @pytest.mark.parametrize("shape", [(3, 6, 4), (3, 4, 6)])
 def test_stable_rank_is_that_of_the_singular_values(shape):
     x = RNG.normal(size=shape).astype(np.float32)
     values = np.linalg.svd(x, compute_uv=False)
     expected = (values**2).sum(axis=-1) / values.max(axis=-1) ** 2
     np.testing.assert_allclose(measures.stable_rank(x), expected, rtol=1e-4)
-    np.testing.assert_allclose(measures.stable_rank(np.eye(5)), 5, rtol=1e-5)
 
 
 def convolve(x, mode):
@@ -130,7 +124,6 @@ def test_positions_and_unrelated_features_have_known_distances():
     a, b = (jnp.asarray(RNG.normal(size=(5000, 3)), jnp.float32) for _ in range(2))
     np.testing.assert_allclose(measures.relative_distance(a, b), 1, rtol=0.02)
     np.testing.assert_allclose(measures.relative_distance(a, -a), 2**0.5, rtol=1e-3)
-    assert measures.relative_distance(jnp.ones((9, 3)), jnp.ones((9, 3))) == 0
 
 
 def test_filter_cosine_is_of_each_channel():
