@@ -56,18 +56,10 @@ def write(snapshots: list[Snapshot], subject: str, out: Path) -> None:
       subject: What was observed, for the titles.
       out: Directory to write to.
     """
+    fields = ("name", "grid", "measures", "uniform")
     models = [
-        dict(
-            name=snapshot.name,
-            input=snapshot.input,
-            layers=[
-                dict(layer=layer.name, grid=layer.grid, measures=layer.measures)
-                | dict(uniform=layer.uniform)
-                for layer in snapshot.layers
-            ],
-            logits=snapshot.logits,
-        )
-        for snapshot in snapshots
+        dict(name=s.name, layers=[{k: getattr(layer, k) for k in fields} for layer in s.layers])
+        for s in snapshots
     ]
     is_number = lambda x: isinstance(x, float | np.ndarray)  # noqa: E731
     rounded = jax.tree.map(lambda x: np.round(x, 5).tolist() if is_number(x) else x, models)

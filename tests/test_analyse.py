@@ -101,7 +101,6 @@ def test_targets_are_those_that_the_solve_reaches(data_dir):
     config = make_config("vit", data_dir)
     config.attention_init.update(mimetic_layers=0.0, target_mass=0.5, patch_scale=0.3)
     images = collect.read_images(config, NUM_IMAGES)
-    snapshot = collect.observe_start(config, images)
     model = abstract_model(config, collect.one_device())
     index, targets = find_targets(config, model, make_attention_init(config))["blocks"]
     np.testing.assert_array_equal(targets, convolution_maps(impulse_kernels(3), (4, 4)))
@@ -115,7 +114,6 @@ def test_targets_are_those_that_the_solve_reaches(data_dir):
     for head, wanted in enumerate(index[0]):
         offset = [layer.measures[f"neighbor_{axis}"][head] for axis in ("row", "column")]
         assert offset == [wanted // 3 - 1, wanted % 3 - 1]
-    assert np.all(snapshot.layers[0].measures["target_mass"] < layer.measures["target_mass"])
     params["patch_embedding"] = jax.tree.map(lambda x: x / 0, params["patch_embedding"])
     with pytest.raises(InputError, match="impulse, step 7 are not finite"):
         observer((params, state), images, step=7)
@@ -130,7 +128,6 @@ def test_a_run_is_compared_with_its_start(snapshots, tmp_path):
     numbers = json.loads((tmp_path / "analysis.json").read_text())
     first = numbers["models"][1]["layers"][0]["measures"]
     assert len(first["target_mass"]) == 2
-    assert numbers["models"][1]["logits"]["shift_distance"] > 0
     with np.load(tmp_path / "maps.npz") as maps:
         np.testing.assert_array_equal(maps["impulse, step 12/layer 2"], after.layers[1].maps)
 
@@ -163,7 +160,6 @@ def test_convmixer_has_filters_and_is_equivariant_to_shifts(data_dir, tmp_path):
     first, second = snapshot.layers
     assert first.maps is None
     assert first.filters.shape == (3, 3, 16)
-    assert snapshot.input["shift_distance"] < 1e-6
     assert first.measures["shift_distance"] < 1e-5
     assert second.measures["shift_distance"] > 1e-3  # zeros around the image are two layers away
     analyse.write([snapshot, snapshot._replace(name="after")], "tiny", tmp_path)

@@ -56,15 +56,11 @@ class Snapshot(NamedTuple):
       name: Initialization and step, for titles.
       quantity: What the maps show, 'attention' or, for token mixing, 'sensitivity'.
       layers: First to last.
-      input: Measures of the first layer's input, 'stable_rank' and 'shift_distance'.
-      logits: Measures of the logits, 'shift_distance'.
     """
 
     name: str
     quantity: str
     layers: list[Layer]
-    input: dict[str, float]
-    logits: dict[str, float]
 
 
 def read_images(config: ConfigDict, count: int) -> UInt8[np.ndarray, "n H H C"]:
@@ -159,16 +155,12 @@ class Observer:
             raise InputError(f"the weights of {name} are not finite: choose another --step")
         totals, ranks = [], []
         for batch in images.reshape(-1, BATCH_SIZE, *images.shape[1:]):
-            total, points = jax.device_get(self._observe_batch(weights, batch))
+            total, outputs = jax.device_get(self._observe_batch(weights, batch))
             totals.append(total)
-            matrices = [point.reshape(len(point), -1, point.shape[-1]) for point in points]
+            matrices = [output.reshape(len(output), -1, output.shape[-1]) for output in outputs]
             ranks.append([measures.stable_rank(matrix).mean() for matrix in matrices])
         stacks, shifts = jax.tree.map(lambda *values: np.mean(values, axis=0), *totals)
-        # Of the first layer's input and of all outputs.
-        points = [{"stable_rank": rank} for rank in np.mean(ranks, axis=0)]
-        logits = {}
-        for point, shift in zip([*points, logits], shifts, strict=True):
-            point |= {} if shift is None else {"shift_distance": shift}
+        ranks = np.mean(ranks, axis=0)
 
         layers = []
         for index, (stack, site) in enumerate(sites.items()):
@@ -176,72 +168,68 @@ class Observer:
             is_conv = isinstance(site, ConvSite)
             filters = np.asarray(getattr(model, stack).spatial.kernel[...]) if is_conv else None
             for i in range(site.num_layers):
-                of_output = points[len(layers) + 1].items()
+                values = {key: value[i] for key, value in heads.items()}
+                values["stable_rank"] = ranks[len(layers), None]
+                if (shift := shifts[len(layers)]) is not None:
+                    values["shift_distance"] = shift[None]
                 layer = Layer(
                     name=f"{index + 1}.{i + 1}" if len(sites) > 1 else str(i + 1),
                     grid=None if is_conv else site.grid,
                     maps=None if is_conv else maps[i],
                     filters=filters[i] if is_conv else None,
-                    measures={key: values[i] for key, values in heads.items()}
-                    | {key: np.array([value]) for key, value in of_output},
+                    measures=values,
                     uniform=uniform,
                 )
                 layers.append(layer)
         mixes = any(isinstance(site, TokenMixingSite) for site in sites.values())
-        first, logits = jax.tree.map(float, (points[0], logits))
-        return Snapshot(name, "sensitivity" if mixes else "attention", layers, first, logits)
+        return Snapshot(name, "sensitivity" if mixes else "attention", layers)
 
     def _observe(self, weights, images):
-        """Returns averages over a batch, and the first layer's input and all outputs."""
+        """Returns averages over a batch, and the outputs of all layers."""
         model = nnx.merge(self._model.graphdef, *weights)
         sites = model.sites()
         has_maps = not any(isinstance(site, ConvSite) for site in sites.values())
-        logits, out = self._run(model, images, with_maps=has_maps)
+        out = self._run(model, images, with_maps=has_maps)
         stacks = [
             _average_maps(stage["blocks"], site, self._targets.get(name))
             for stage, (name, site) in zip(out.get("stages", [out]), sites.items(), strict=True)
         ]
-        points = self._points(out, images)
-        shifts = self._shift_distances(model, images, points, logits)
-        return (stacks, shifts), points
+        outputs = self._outputs(out, images)
+        return (stacks, self._shift_distances(model, images, outputs)), outputs
 
     def _run(self, model, images, with_maps=False):
         data = self._config.data
         images = normalize(images, tuple(data.mean), tuple(data.std))
-        return model(images, with_maps=with_maps)
+        return model(images, with_maps=with_maps)[1]
 
-    def _points(self, out, images):
-        """Returns the first layer's input and all outputs, [B, R, C, D] (without a grid R = 1)."""
-        first = next(out[name] for name in ("embedded", "stem", "patch_embedding") if name in out)
-        points = [(first, 0)]
-        for stage, stack in enumerate(out.get("stages", [out])):
-            points.extend((output, stage) for output in stack["blocks"]["output"])
+    def _outputs(self, out, images):
+        """Returns the outputs of all layers, [B, R, C, D] (without a grid R = 1)."""
         size, grids = self._patch_size, []
-        for point, stage in points:
-            tokens = point.reshape(len(point), -1, point.shape[-1]).astype(jnp.float32)
-            rows, columns = 1, tokens.shape[1]
-            if size:
-                rows, columns = (side // (size * 2**stage) for side in images.shape[1:3])
-            # Without class and register tokens, which come first.
-            grids.append(tokens[:, -rows * columns :].reshape(len(point), rows, columns, -1))
+        for stage, stack in enumerate(out.get("stages", [out])):
+            for output in stack["blocks"]["output"]:
+                tokens = output.reshape(len(output), -1, output.shape[-1]).astype(jnp.float32)
+                rows, columns = 1, tokens.shape[1]
+                if size:
+                    rows, columns = (side // (size * 2**stage) for side in images.shape[1:3])
+                # Without class and register tokens, which come first.
+                grids.append(tokens[:, -rows * columns :].reshape(len(output), rows, columns, -1))
         return grids
 
-    def _shift_distances(self, model, images, points, logits):
-        """Returns `measures.shift_distance` of each point, and the distance of the logits.
+    def _shift_distances(self, model, images, outputs):
+        """Returns `measures.shift_distance` of each layer, None if the patch size is not known.
 
         Images are shifted by one token of the last stage, to the right and down.
         """
         if not self._patch_size:
-            return [None] * (len(points) + 1)
-        size, found = images.shape[1] // points[-1].shape[1], []
+            return [None] * len(outputs)
+        size, found = images.shape[1] // outputs[-1].shape[1], []
         for axis in (1, 2):
-            moved_logits, out = self._run(model, jnp.roll(images, size, axis))
-            distances = []
-            for point, moved in zip(points, self._points(out, images), strict=True):
-                tokens = size * point.shape[axis] // images.shape[axis]
+            shifted = self._outputs(self._run(model, jnp.roll(images, size, axis)), images)
+            found.append([])
+            for output, moved in zip(outputs, shifted, strict=True):
+                tokens = size * output.shape[axis] // images.shape[axis]
                 shift = (tokens, 0) if axis == 1 else (0, tokens)
-                distances.append(measures.shift_distance(point, moved, shift))
-            found.append([*distances, measures.relative_distance(moved_logits, logits)])
+                found[-1].append(measures.shift_distance(output, moved, shift))
         return [
             None if down is None else (down + right) / 2 for down, right in zip(*found, strict=True)
         ]

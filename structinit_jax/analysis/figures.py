@@ -178,7 +178,7 @@ def draw_by_layer(snapshots: Sequence[Snapshot], title: str, path: Path) -> None
     )
     quantity = " or ".join(dict.fromkeys(snapshot.quantity for snapshot in snapshots))
     deepest = max(snapshots, key=lambda snapshot: len(snapshot.layers))
-    labels = ["input", *(layer.name for layer in deepest.layers), "logits"]
+    labels = [layer.name for layer in deepest.layers]
     every = math.ceil(len(labels) / 8)
     for axis, name in zip(axes, names, strict=True):
         for number, snapshot in enumerate(snapshots):
@@ -187,9 +187,7 @@ def draw_by_layer(snapshots: Sequence[Snapshot], title: str, path: Path) -> None
         axis.axhline(0, color="black", linewidth=0.8)  # all measures are seen from 0
         axis.set_title(PANELS[name].replace("attention", quantity), size=10)
         axis.grid(alpha=0.3)
-        last = len(labels) - (1 if name == "shift_distance" else 2)
-        ticks = [*range(0, last, every), last]
-        axis.set_xticks(ticks, [labels[tick] for tick in ticks])
+        axis.set_xticks(range(1, len(labels) + 1, every), labels[::every])
         axis.set_xlabel("layer")
     handles: dict[str, object] = {}
     for axis in axes:
@@ -207,8 +205,5 @@ def _draw_measure(axis, name, snapshot, color, shift):
         axis.plot(places, uniform, color="gray", linestyle="--", linewidth=1, label="uniform map")
     for place, heads in zip(places, values, strict=True):
         axis.plot([place + shift] * len(heads), heads, ".", color=color, alpha=0.4, ms=5)
-    before = [0] if name in snapshot.input else []
-    line = [*(snapshot.input[name] for _ in before), *(heads.mean() for heads in values)]
-    axis.plot([*before, *(p + shift for p in places)], line, color=color, label=snapshot.name)
-    if name in snapshot.logits:
-        axis.plot([len(snapshot.layers) + 1], [snapshot.logits[name]], "D", color=color, ms=5)
+    means, places = [heads.mean() for heads in values], [place + shift for place in places]
+    axis.plot(places, means, color=color, label=snapshot.name)

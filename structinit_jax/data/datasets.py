@@ -109,10 +109,7 @@ class EvaluationSet:
 
 
 def open_test_set(
-    name: str,
-    data_dir: Folder = None,
-    on_bad_image: str = "stop",
-    channels: int | None = None,
+    name: str, data_dir: Folder = None, on_bad_image: str = "stop", channels: int | None = None
 ) -> EvaluationSet:
     """Opens a test set for models trained on ImageNet-1K.
 
@@ -120,12 +117,9 @@ def open_test_set(
     ImageNet-A and ImageNet-R contain 200 classes, and the best of these 200 is the prediction. ReaL
     has a set of correct labels for each image; images with an empty set are left out.
 
-    Args:
-      name: A key of `EVALUATION_SETS`, for ImageNet-V2 optionally with a variant, for example
-        'imagenet_v2/topimages'; the default is 'matched-frequency'.
-      data_dir: See `open_dataset`.
-      on_bad_image: See `Dataset.split`.
-      channels: See `open_dataset`.
+    For the arguments see `open_dataset` and `Dataset.split`. `name` is a key of `EVALUATION_SETS`,
+    for ImageNet-V2 optionally with a variant, such as 'imagenet_v2/topimages'; its default is
+    'matched-frequency'.
 
     Raises:
       InputError: The set is not prepared or is incomplete.
@@ -150,10 +144,9 @@ def open_test_set(
 def _open_real(name, source):
     """Leaves out images without a label; the label of the others is their row of `answers`."""
     labels = source.column("real_label")
-    counts = np.array([len(row) for row in labels])
-    source = source.select(counts > 0)
-    labelled = (row for row in labels if len(row))
+    labelled = [row for row in labels if len(row)]
     answers = np.array(list(itertools.zip_longest(*labelled, fillvalue=-1)), np.int32).T
-    name = f"{name}, images without a label left out: {np.sum(counts == 0):,}"
+    name = f"{name}, images without a label left out: {len(labels) - len(labelled):,}"
+    source = source.select(np.array([len(row) > 0 for row in labels]))
     source = dataclasses.replace(source, new_labels=np.arange(len(source)))
     return EvaluationSet(name, source, answers=answers)

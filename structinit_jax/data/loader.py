@@ -1,10 +1,9 @@
 """Loads the batches of a split as global arrays on the devices, for training and evaluation.
 
 A small split is decoded once and kept in device memory (`DeviceLoader`). Images of a larger one are
-decoded by Grain's threads while the devices train (`HostLoader`). Both return the same batches. The
-order of the examples is a function of the seed and the position in the stream, so a run needs only
-its step number to resume, on any number of processes. Grain's `shuffle` does not promise the same
-order in later versions.
+decoded by Grain's threads while the devices train (`HostLoader`). Both return the same batches,
+whose order is a function of (seed, position in the stream), on any number of processes. Grain's
+`shuffle` does not promise the same order in later versions.
 """
 
 import abc
@@ -320,7 +319,7 @@ def read_batches(
     """Reads the contiguous part of each global batch that belongs to this process.
 
     Grain's threads call `read(position, index)`, which returns an example as a dict of arrays, and
-    stack the arrays to `[batch_size / process_count, ...]`. `process_count` divides `batch_size`.
+    stack the arrays to `[batch_size / process_count, ...]`.
     """
     import grain
 
