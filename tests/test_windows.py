@@ -5,7 +5,7 @@ import numpy as np
 import pytest
 from flax import nnx
 
-from structinit_jax.attention_init import WindowSite, impulse, windows
+from structinit_jax.attention_init import WindowSite, impulse
 from structinit_jax.attention_init import kernels as kernels_lib
 from structinit_jax.errors import InputError
 from structinit_jax.models.swin import SwinTransformer, shift_mask
@@ -15,9 +15,9 @@ SITE = WindowSite(grid=WINDOW, width=24, num_heads=3, head_dim=8, num_layers=6, 
 RNG = jax.random.key(0)
 
 
-def maps_of(weights):
+def maps_of(weights, window=WINDOW):
     """Softmax of the bias, gathered by loops rather than by the index under test."""
-    rows, cols = WINDOW
+    rows, cols = window
     n = rows * cols
     table = np.asarray(weights.bias).reshape(-1, 2 * rows - 1, 2 * cols - 1, weights.bias.shape[-1])
     logits = np.zeros((len(table), table.shape[-1], n, n))
@@ -29,7 +29,7 @@ def maps_of(weights):
     return exponential / exponential.sum(-1, keepdims=True)
 
 
-@pytest.mark.parametrize("mass", [0.3, 0.5, 0.9])
+@pytest.mark.parametrize("mass", [0.3, 0.9])
 def test_impulse_rows_have_exactly_the_mass_and_others_are_uniform(mass):
     weights = impulse(target_mass=mass, vo_init="default")(RNG, SITE)
     maps = maps_of(weights)
@@ -55,12 +55,9 @@ def test_other_kernels_are_mixed_with_a_uniform_floor(name):
         filters, kernels = name, kernels_lib.gaussian_kernels(3, 0.7)
     scheme = impulse(filters=filters, target_mass=mass)
     weights = scheme(RNG, dataclasses.replace(SITE, grid=window))
-    maps = np.asarray(windows.bias_maps(weights.bias, window))
-    target = kernels_lib.convolution_maps(kernels, window)[weights.filter_index][
-        :, :, 40
-    ]  # the center row
+    targets = kernels_lib.convolution_maps(kernels, window)[weights.filter_index]
+    target, row = targets[:, :, 40], maps_of(weights, window)[:, :, 40]  # of the center
     target = target / target.sum(-1, keepdims=True)
-    row = maps[:, :, 40]
     np.testing.assert_allclose(np.minimum(row, target).sum(-1), mass, rtol=1e-4)
     floor = row.min(axis=-1, keepdims=True)
     # Above the floor the row is the kernel.

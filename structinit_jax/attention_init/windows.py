@@ -11,7 +11,7 @@ import functools
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array, Float, PRNGKeyArray
+from jaxtyping import Float, PRNGKeyArray
 
 from structinit_jax.attention_init.kernels import (
     Filters,
@@ -77,7 +77,7 @@ def _draw_and_place(rng, table, targets, fitting, *, site, ranges, offsets, vo_i
     order_rng, qk_rng, vo_rng = jax.random.split(rng, 3)
     kernel = assign_by_layer(order_rng, site.num_heads, ranges, offsets)
     query, key, *_ = default(qk_rng, dataclasses.replace(site, base_init="timm"))
-    maps = bias_maps(table[..., None], site.grid)[:, 0]
+    maps = jax.nn.softmax(table[:, relative_index(site.grid)], axis=-1)
     norm = jnp.sqrt(jnp.mean(jnp.stack([query, key]) ** 2) * site.width)
     report = report_on_maps(targets, maps, steps=0, norm=norm)
     bias = jnp.swapaxes(table[kernel], 1, 2)
@@ -85,12 +85,6 @@ def _draw_and_place(rng, table, targets, fitting, *, site, ranges, offsets, vo_i
     return AttentionWeights(
         query, key, value, out, report=report, filter_index=fitting[kernel], bias=bias
     )
-
-
-def bias_maps(table: Float[Array, "*L R h"], window: tuple[int, int]) -> Float[Array, "*L h n n"]:
-    """Returns the attention maps of a bias table at zero content logits."""
-    logits = jnp.moveaxis(table[..., relative_index(window), :], -1, -3)
-    return jax.nn.softmax(logits, axis=-1)
 
 
 def bias_of_kernels(
