@@ -105,12 +105,6 @@ class SeedRun:
         images = np.diff([0, *speeds]) * self.facts["config"]["batch_size"]
         return float(np.sum(images / [*speeds.values()])) if speeds else None
 
-    def first_epoch(self, accuracy: float) -> float | None:
-        """Returns the epoch of the first evaluation that reaches an accuracy."""
-        goal = accuracy - TOLERANCE
-        reached = (step for step, value in self.test_curve.items() if value >= goal)
-        return next(map(self.epoch, reached), None)
-
 
 class Comparison(NamedTuple):
     """All runs of a workdir.
@@ -159,27 +153,21 @@ def read_info(workdir: Path) -> dict[str, Any]:
 # -- statistics ------------------------------------------------------------------------------------
 
 
-class Interval(NamedTuple):
-    """A mean and the bounds of its confidence interval, None for a single value."""
+def paired_difference(
+    values: Mapping[int, float], others: Mapping[int, float]
+) -> tuple[float, float | None] | None:
+    """Returns the mean of `values - others` over common seeds, and half of its 95 % interval.
 
-    mean: float
-    low: float | None
-    high: float | None
-
-
-def paired_difference(values: Mapping[int, float], others: Mapping[int, float]) -> Interval | None:
-    """Returns the mean of `values - others` over common seeds, with Student's 95 % interval.
-
-    The interval assumes normal differences. None if there is no common seed.
+    The interval is Student's, for normal differences, and None for one seed. Without a common seed
+    the result is None.
     """
     differences = [values[seed] - others[seed] for seed in values if seed in others]
     if not differences:
         return None
     mean, n = float(np.mean(differences)), len(differences)
     if n == 1:
-        return Interval(mean, None, None)
-    half = float(special.stdtrit(n - 1, 0.975) * np.std(differences, ddof=1) / math.sqrt(n))
-    return Interval(mean, mean - half, mean + half)
+        return mean, None
+    return mean, float(special.stdtrit(n - 1, 0.975) * np.std(differences, ddof=1) / math.sqrt(n))
 
 
 # -- text ------------------------------------------------------------------------------------------
@@ -264,11 +252,14 @@ def _difference(comparison: Comparison, setting: str) -> str:
     if (baseline := baselines[setting]) == setting:
         return "baseline"
     accuracies, others = comparison.accuracies(setting), comparison.accuracies(baseline)
-    interval = paired_difference(accuracies, others)
-    if interval is None:
+    difference = paired_difference(accuracies, others)
+    if difference is None:
         return "–"
-    mean, *bounds = [f"{100 * x:+.2f}" for x in interval if x is not None]
-    text = f"{mean} [{', '.join(bounds)}]" if bounds else f"{mean} (one seed)"
+    mean, half = difference
+    if half is None:
+        text = f"{100 * mean:+.2f} (one seed)"
+    else:
+        text = f"{100 * mean:+.2f} [{100 * (mean - half):+.2f}, {100 * (mean + half):+.2f}]"
     pairs = len(accuracies.keys() & others.keys())
     text += f" ({pairs} common seeds)" if 1 < pairs < len(comparison.runs[setting]) else ""
     return f"{text} to {baseline}" if len({*baselines.values()}) > 1 else text
@@ -280,8 +271,12 @@ def _epochs(comparison: Comparison, setting: str) -> str:
     runs = comparison.finished(setting)
     if not (goals and runs):
         return "–"
-    epochs = [run.first_epoch(float(np.mean(goals))) for run in runs]
-    reached = [epoch for epoch in epochs if epoch is not None]
+    goal = np.mean(goals) - TOLERANCE
+    reached = [
+        min(run.epoch(step) for step, value in run.test_curve.items() if value >= goal)
+        for run in runs
+        if max(run.test_curve.values()) >= goal
+    ]
     if not reached:
         return "not reached"
     text = f"{np.mean(reached):.1f}"
