@@ -18,7 +18,12 @@ import numpy as np
 from flax import nnx
 
 from structinit_jax.augment import describe
-from structinit_jax.config import augment_options, load_config, make_attention_init
+from structinit_jax.config import (
+    augment_options,
+    load_config,
+    make_attention_init,
+    schedule_options,
+)
 from structinit_jax.data.datasets import CATALOG
 from structinit_jax.data.source import split_size
 from structinit_jax.interop import to_timm
@@ -34,7 +39,7 @@ def recipe(config) -> dict:
     """Returns what `make_programs.record_recipe` records, for one of our configs."""
     data = config.data
     num_examples = split_size(data.name, data.train_split, CATALOG[data.name], "data.train_split")
-    schedule = make_schedule(config, num_examples)
+    schedule = make_schedule(num_examples, **schedule_options(config))
     num_epochs = round(config.num_epochs)
     epochs = np.linspace(0, num_epochs - 1, 10).round().astype(int).tolist()
     rates = schedule.learning_rate(np.array(epochs) * round(schedule.steps_per_epoch))
@@ -58,7 +63,7 @@ def recipe(config) -> dict:
 
 def decayed(config) -> list[str]:
     """Returns timm's names of the weights that weight decay applies to, without block numbers."""
-    model = abstract_model(config, mesh_lib.make_mesh(devices=jax.devices()[:1]))
+    model = abstract_model(config.model, config.data, mesh_lib.make_mesh(devices=jax.devices()[:1]))
     marks = jax.tree.map(
         lambda leaf, mark: np.full(leaf.shape, mark, np.float32),
         model.params,
@@ -71,11 +76,10 @@ def decayed(config) -> list[str]:
 
 def start_weights(config) -> dict[str, list[float]]:
     """Returns what `make_programs.statistics` records, for one of our configs."""
-    model = abstract_model(config, mesh_lib.make_mesh(devices=jax.devices()[:1]))
+    model = abstract_model(config.model, config.data, mesh_lib.make_mesh(devices=jax.devices()[:1]))
     sizes = {}
-    for name, value in to_timm(
-        nnx.merge(model.graphdef, *initialize_model(config, model, make_attention_init(config)))
-    ).items():
+    *weights, _ = initialize_model(model, make_attention_init(config), config.seed)
+    for name, value in to_timm(nnx.merge(model.graphdef, *weights)).items():
         parts = {name: value}
         if ".qkv." in name:
             chunks = zip("qkv", np.split(value, 3), strict=True)

@@ -37,8 +37,9 @@ DEFAULTS = ("data.train_split=train[:1000]", "data.eval_split=train[50000:54000]
 
 def gradients(config, images: np.ndarray, num_coordinates: int) -> np.ndarray:
     """Returns the gradient of a fixed combination of logits for each image, [n, coordinates]."""
-    model = abstract_model(config, one_device())
-    params, model_state = initialize_model(config, model, make_attention_init(config))
+    model = abstract_model(config.model, config.data, one_device())
+    scheme = make_attention_init(config)
+    params, model_state, _ = initialize_model(model, scheme, config.seed)
     leaves = jax.tree.leaves(params)
     rng = np.random.default_rng(0)
     size = sum(leaf.size for leaf in leaves)

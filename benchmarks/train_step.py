@@ -97,10 +97,8 @@ def make_ours(row: Row, program: str, dtype: str) -> tuple[Step, dict[str, Any]]
     """Returns the trainer's step and its costs."""
     import jax
 
-    from structinit_jax.training.setup import initialize
-
-    config, setup = set_up_ours(row, program, dtype)
-    state = initialize(config, setup)
+    _, setup = set_up_ours(row, program, dtype)
+    state, _ = setup.initialize()
     images, labels = random_batch(row)
     images = (127 + 40 * images).clip(0, 255).astype(np.uint8)
     shardings = {name: array.sharding for name, array in setup.abstract_batch.items()}

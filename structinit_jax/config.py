@@ -212,7 +212,7 @@ def _with_tuples(value):
 def validate(config: ConfigDict) -> None:
     """Raises `InputError` for errors that can be found without data, devices or start weights.
 
-    What only training needs, `training.setup.make_setup` checks: scheme, loss and optimizer.
+    What only training needs, `train.set_up` checks: scheme, loss and optimizer.
     """
     data, model = config.data, config.model
     run = {k: value for k, value in config.items() if not isinstance(value, ConfigDict)}
@@ -251,6 +251,14 @@ def augment_options(config: ConfigDict) -> AugmentOptions:
         label_smoothing=config.label_smoothing,
         **config.augment,
     )
+
+
+def schedule_options(config: ConfigDict) -> dict[str, Any]:
+    """Returns the options of `training.optimizer.make_schedule`."""
+    names = ("batch_size", "num_epochs", "num_steps", "eval_every_epochs", "schedule")
+    names += ("learning_rate", "warmup_epochs", "warmup_learning_rate", "final_learning_rate")
+    names += ("cooldown_epochs",)
+    return {n: config[n] for n in names} | {"drop_remainder": config.data.drop_remainder}
 
 
 def find_scheme(name: str) -> Callable[..., attention_init.AttentionInit]:

@@ -17,6 +17,7 @@ from ml_collections import ConfigDict
 
 from structinit_jax import config as config_lib
 from structinit_jax.data.datasets import CATALOG, EVALUATION_SETS, find_info
+from structinit_jax.data.loader import bytes_on_device
 from structinit_jax.data.source import check_classes, split_size
 from structinit_jax.errors import InputError
 from structinit_jax.train import set_up
@@ -83,50 +84,51 @@ def dry_run(config: ConfigDict, target: str | None = None) -> dict[str, str]:
     info = find_info(data.name, data.data_dir or None, data.channels)
     check_classes(info, config.model.num_classes)
     num_examples = split_size(data.name, data.train_split, info, "data.train_split")
-    if data.eval_name:
-        test_name = data.eval_name.split("/")[0]
-        test_split = EVALUATION_SETS[test_name][0]
-        num_eval = CATALOG[test_name].num_examples[test_split]
-        test_split = f"{data.eval_name} {test_split}"
-    else:
-        test_split = data.eval_split
-        num_eval = split_size(data.name, test_split, info, "data.eval_split")
-    eval_sizes = [num_eval]
-    if spec := data.train_eval_split:
-        eval_sizes.append(split_size(data.name, spec, info, "data.train_eval_split"))
+    eval_sizes = _eval_sizes(config, info)
     setup = set_up(config, info, num_examples, devices)
+    schedule, mesh = setup.schedule, setup.model.mesh
     print(parameter_overview.get_parameter_overview(setup.model.params, include_stats=False))
 
-    schedule, mesh = setup.schedule, setup.model.mesh
+    eval_bytes = sum(bytes_on_device(n, data.image_size, data.channels) for n in eval_sizes)
     start = time.perf_counter()
-    step, remat = compile_step(config, setup, eval_sizes, memory_limit, options)
+    step, remat = compile_step(setup, eval_bytes, memory_limit, options)
     compile_seconds = time.perf_counter() - start
-    memory = step.memory_analysis()
-    num_processes = len({device.process_index for device in mesh.devices.flat})
-    num_flops = step.cost_analysis()["flops"]
+    memory, epochs = step.memory_analysis(), schedule.num_steps / schedule.steps_per_epoch
+    num_hosts = len({device.process_index for device in mesh.devices.flat})
     rows = {
         "model": f"{config.model.name}, {count_parameters(setup.model.params):,} parameters",
         "attention_init": ", ".join(f"{k}={v}" for k, v in config.attention_init.items()),
         "devices": mesh_lib.describe(mesh),
         "batch": f"{config.batch_size} global, {config.batch_size // mesh.size} per device, "
-        f"{config.batch_size // num_processes} per host",
+        f"{config.batch_size // num_hosts} per host",
         "data": f"{data.name}, {num_examples:,} training examples ({data.train_split}), "
-        f"{num_eval:,} test examples ({test_split})",
-        "steps": f"{schedule.num_steps:,}, "
-        f"{schedule.num_steps / schedule.steps_per_epoch:.1f} epochs of "
-        f"{schedule.steps_per_epoch:.1f}; {len(schedule.eval_steps)} evaluations",
-        "FLOPs per step": f"{num_flops:.3e} on each device",
+        f"{eval_sizes[0]:,} test examples ({data.eval_name or data.eval_split})",
+        "steps": f"{schedule.num_steps:,}, {epochs:.1f} epochs of {schedule.steps_per_epoch:.1f}; "
+        f"{len(schedule.eval_steps)} evaluations",
+        "FLOPs per step": f"{step.cost_analysis()['flops']:.3e} on each device",
         "memory per device": f"{mib(memory.argument_size_in_bytes)} state and batch, "
-        f"{mib(memory.temp_size_in_bytes)} activations and temporaries",
+        f"{mib(memory.temp_size_in_bytes)} activations and temporaries"
+        + (f"; {mib(memory_limit)} available" if memory_limit else ""),
         "remat": remat,
         "compiled in": f"{compile_seconds:.0f} s",
     }
-    if memory_limit:
-        rows["memory per device"] += f"; {mib(memory_limit)} available"
     width = max(map(len, rows))
     for name, value in rows.items():
         print(f"{name:<{width}}  {value}")
     return rows
+
+
+def _eval_sizes(config, info):
+    """Returns the number of examples of each set that training would evaluate."""
+    data = config.data
+    if data.eval_name:
+        name = data.eval_name.split("/")[0]
+        sizes = [CATALOG[name].num_examples[EVALUATION_SETS[name][0]]]
+    else:
+        sizes = [split_size(data.name, data.eval_split, info, "data.eval_split")]
+    if spec := data.train_eval_split:
+        sizes.append(split_size(data.name, spec, info, "data.train_eval_split"))
+    return sizes
 
 
 # -- accelerators that are not there ---------------------------------------------------------------

@@ -99,24 +99,28 @@ class Evaluator:
     """Computes loss and accuracy over all examples of evaluation sets.
 
     Args:
-      config: Config of the run.
       model: The model, on the mesh of the states to evaluate.
       eval_sets: Images and the classes that count as right, by their name in the metrics.
+      data: The section `config.data`.
+      batch_size: Rounded up to a multiple of the devices, since any size gives the same sums.
     """
 
     def __init__(
-        self, config: ConfigDict, model: AbstractModel, eval_sets: dict[str, EvaluationSet]
+        self,
+        model: AbstractModel,
+        eval_sets: dict[str, EvaluationSet],
+        data: ConfigDict,
+        batch_size: int,
     ):
-        replicated = mesh_lib.replicated(model.mesh)
-        sizes = dict(image_size=config.data.image_size, crop_fraction=config.data.crop_fraction)
-        self._parts = {}
+        mesh, self._parts = model.mesh, {}
         for name, eval_set in eval_sets.items():
             rule = (eval_set.classes, eval_set.answers)
-            step = make_eval_step(config, model.graphdef, model.mesh, *rule)
-            loader = make_loader(eval_set.source, model.mesh, **sizes)
-            self._parts[name] = jax.jit(step, out_shardings=replicated), loader
-        # Any batch size gives the same sums, so it is rounded up to a multiple of the devices.
-        self._batch_size = -(-config.batch_size // model.mesh.size) * model.mesh.size
+            step = make_eval_step(model.graphdef, mesh, data.mean, data.std, *rule)
+            loader = make_loader(
+                eval_set.source, mesh, image_size=data.image_size, crop_fraction=data.crop_fraction
+            )
+            self._parts[name] = jax.jit(step, out_shardings=mesh_lib.replicated(mesh)), loader
+        self._batch_size = -(-batch_size // mesh.size) * mesh.size
 
     def __call__(self, state: TrainState) -> dict[str, float]:
         """Returns 'NAME/loss' and 'NAME/accuracy', and 'NAME/ema_…' for averaged weights."""
@@ -159,18 +163,14 @@ def restore_model(
     directory = open_path(workdir) / "checkpoints"
     number = checkpoint.find_step(directory, step)
     if number is None:
-        problem = f"--workdir={workdir} has no complete checkpoint"
-        steps = [folder.name for folder in checkpoint.step_folders(directory)]
-        if step == "newest" or not steps:
-            raise InputError(f"{problem}: train there first")
-        which = "that was evaluated" if step == "best" else f"of --step={step}"
+        steps = ", ".join(folder.name for folder in checkpoint.step_folders(directory))
         raise InputError(
-            f"{problem} {which}: it has those of steps {', '.join(steps)}, the first of which is "
-            "--step=newest"
+            f"--workdir={workdir} has no complete checkpoint for --step={step}, only those of "
+            f"steps {steps or '(none)'}"
         )
     devices = devices or jax.devices()
     mesh = mesh_lib.make_mesh(math.gcd(config.fsdp, len(devices)), devices)
-    model = abstract_model(config, mesh)
+    model = abstract_model(config.model, config.data, mesh)
     weights = {"params": model.params, "model_state": model.model_state}
     count = jax.ShapeDtypeStruct((), np.int32, sharding=mesh_lib.replicated(model.mesh))
     ema = weights if config.ema_decay else {}
@@ -202,7 +202,8 @@ def evaluate_checkpoint(
         print("\n".join(["note: the checkpoint was trained with another config:", *changed]))
     if dataset and (difference := resume.other_class(run, dataset.class_names)):
         print(f"note: the checkpoint was trained with other classes: {difference}")
-    results = Evaluator(config, model, {evaluation_name(config): test_set})(state)
+    eval_sets = {evaluation_name(config): test_set}
+    results = Evaluator(model, eval_sets, config.data, config.batch_size)(state)
     count = len(test_set.source)
     print(f"step {number}  {describe(results)} on {count:,} examples of {test_set.name}")
     return results
@@ -270,8 +271,6 @@ class Classifier:
         if isinstance(files, str | os.PathLike):
             raise InputError(f"files={os.fspath(files)!r} must be a list of paths: put it in [ ]")
         files = list(files)
-        if not files:
-            raise InputError("files is empty: pass the paths of one or more images")
         records = [{"image": os.fspath(file), "label": 0} for file in files]
         shape, data = (None, None, self.config.data.channels), self.config.data
         dataset = Dataset.from_records("files", {"files": records}, self.class_names, shape)

@@ -15,14 +15,17 @@ from typing import Any
 import jax
 import numpy as np
 from clu import parameter_overview
+from flax.traverse_util import flatten_dict
 from jax.sharding import Mesh
 from ml_collections import ConfigDict
 
 from structinit_jax import config as config_lib
+from structinit_jax.augment import make_augment
 from structinit_jax.data.datasets import EvaluationSet
 from structinit_jax.data.loader import (
     AugmentationSplit,
     Batch,
+    bytes_on_device,
     make_loader,
     split_augmentation,
 )
@@ -40,7 +43,6 @@ from structinit_jax.evaluate import (
 )
 from structinit_jax.training import checkpoint, distributed, resume
 from structinit_jax.training import mesh as mesh_lib
-from structinit_jax.training import setup as setup_lib
 from structinit_jax.training import workdir as workdir_lib
 from structinit_jax.training.metrics import (
     MetricsLog,
@@ -49,8 +51,22 @@ from structinit_jax.training.metrics import (
     StepTrace,
     describe_memory,
 )
-from structinit_jax.training.setup import Setup, compile_step, memory_limit
-from structinit_jax.training.state import initialize_and_measure
+from structinit_jax.training.optimizer import find_loss, make_optimizer, make_schedule
+from structinit_jax.training.setup import (
+    Setup,
+    abstract_batch,
+    compile_step,
+    jit_steps,
+    memory_limit,
+    remat_candidates,
+)
+from structinit_jax.training.state import (
+    abstract_model,
+    check_attention_init,
+    init_state,
+    initialize_model,
+)
+from structinit_jax.training.step import make_train_step
 
 # Exit code of a run that a signal has stopped: EX_TEMPFAIL of sysexits.h, "try again later".
 PREEMPTED_EXIT_CODE = 75
@@ -130,7 +146,7 @@ def set_up(
     num_examples: int,
     devices: Sequence[jax.Device] | None = None,
 ) -> Setup:
-    """Builds everything but the data; see `training.setup.make_setup`.
+    """Builds mesh, schedule, model, optimizer and training step, without allocating arrays.
 
     Args:
       config: See `structinit_jax.config.base_config`.
@@ -141,9 +157,42 @@ def set_up(
     Raises:
       InputError: The fields of the config do not fit together, or the data or devices.
     """
-    scheme = config_lib.make_attention_init(config)
-    augmentation = _augmentation(config, info, num_examples)
-    return setup_lib.make_setup(config, scheme, augmentation, num_examples, devices)
+    data, augmentation = config.data, _augmentation(config, info, num_examples)
+    mesh = mesh_lib.make_mesh(config.fsdp, devices)
+    mesh_lib.check_batch_size(config.batch_size, mesh.size, config.accumulate_steps)
+    schedule = make_schedule(num_examples, **config_lib.schedule_options(config))
+    optimizer = make_optimizer(config.optimizer, schedule.learning_rate, dict(config))
+    build = functools.partial(abstract_model, config.model, data, mesh)
+    model, scheme = build(), config_lib.make_attention_init(config)
+    check_attention_init(scheme, model)
+    make_state = functools.partial(init_state, optimizer=optimizer, with_ema=config.ema_decay > 0)
+    state = mesh_lib.shard(mesh, jax.eval_shape(make_state, model.params, model.model_state))
+    shardings = jax.tree.map(lambda leaf: leaf.sharding, state)
+    make_state = jax.jit(make_state, out_shardings=shardings, donate_argnums=(0, 1))
+
+    def initialize():
+        *weights, metrics = initialize_model(model, scheme, config.seed, config.start_from)
+        return make_state(*weights), metrics
+
+    batch = abstract_batch(config.batch_size, augmentation.image_size, data.channels, mesh)
+    make_step = functools.partial(
+        make_train_step,
+        optimizer=optimizer,
+        learning_rate=schedule.learning_rate,
+        augment=make_augment(augmentation.on_device, mesh),
+        mesh=mesh,
+        loss=find_loss(config.loss),
+        seed=config.seed,
+        accumulate_steps=config.accumulate_steps,
+        ema_decay=config.ema_decay,
+        mixes=config.augment.mixup > 0 or config.augment.cutmix > 0,
+    )
+    candidates = remat_candidates(config.model)
+    models = {name: functools.partial(build, **fields) for name, fields in candidates.items()}
+    steps = jit_steps(models, make_step, state, batch)
+    on_device = augmentation.host_crop is None
+    data_bytes = bytes_on_device(num_examples, augmentation.image_size, data.channels)
+    return Setup(schedule, model, initialize, steps, state, batch, data_bytes * on_device)
 
 
 def _augmentation(config, info, num_examples):
@@ -211,8 +260,10 @@ def _train(config, workdir, profile_steps, stop_request, on_evaluation, on_exit)
     test_name, eval_sets = evaluation_name(config), run.eval_sets
     eval_sizes = [len(eval_set.source) for eval_set in eval_sets.values()]
     record = {"config": json.loads(config.to_json()), **trained_on}
+    # Each host may have its copy of the data at a different place.
+    fields = {k: v for k, v in flatten_dict(record["config"], sep=".").items() if "_dir" not in k}
     facts = {"eval_sizes": eval_sizes, "--workdir": workdir_lib.identify(workdir)}
-    distributed.check_equal(record | facts)
+    distributed.check_equal(record | facts | {"config": fields})
     note_shared_examples(config, run.dataset)
     setup = run.setup
     schedule, mesh = setup.schedule, setup.model.mesh
@@ -223,8 +274,10 @@ def _train(config, workdir, profile_steps, stop_request, on_evaluation, on_exit)
     # this one, since JAX context managers are thread-local. Several processes compile here: they
     # agree on the step by a collective, which all must start at the same place.
     lowered = setup.train_step.lower(setup.abstract_state, setup.abstract_batch)
+    size = config.data.image_size, config.data.channels
+    eval_bytes = sum(bytes_on_device(count, *size) for count in eval_sizes)
     compile_train_step = functools.partial(
-        compile_step, config, setup, eval_sizes, memory_limit(), first=lowered
+        compile_step, setup, eval_bytes, memory_limit(), first=lowered
     )
     compiler = ThreadPoolExecutor(1, "compile")
     on_exit.callback(compiler.shutdown, wait=False)
@@ -252,10 +305,7 @@ def _train(config, workdir, profile_steps, stop_request, on_evaluation, on_exit)
         print(f"resumed from {name}")
     else:
         print(parameter_overview.get_parameter_overview(setup.model.params, include_stats=False))
-        params, model_state, init_metrics = initialize_and_measure(
-            config, setup.model, setup.scheme
-        )
-        state = setup.init_state(params, model_state)
+        state, init_metrics = setup.initialize()
         pending = PendingMetrics()
     if jax.process_index() == 0:
         workdir_lib.write_atomically(workdir / "config.json", config.to_json(indent=2) + "\n")
@@ -268,7 +318,7 @@ def _train(config, workdir, profile_steps, stop_request, on_evaluation, on_exit)
     # -- Steps -------------------------------------------------------------------------------------
     train_step, description = compiling.result() if compiling else compile_train_step()
     print(f"remat: {description}")
-    evaluate = Evaluator(config, setup.model, eval_sets)
+    evaluate = Evaluator(setup.model, eval_sets, config.data, config.batch_size)
 
     # -- Loop --------------------------------------------------------------------------------------
     print(
@@ -371,14 +421,12 @@ def check_finite(
         f"  {layer}: {np.array2string(norm, precision=3, max_line_width=90, threshold=10**6)}\n"
         for layer, norm in values["layer_gradient_norms"].items()
     )
-    show = ["python", "-m", "structinit_jax.show", f"--workdir={workdir}"]
-    show += [f"--step={step}", f"--out=step_{step}.png"]
-    start = f"from the checkpoint of step {checkpoint_step}" if checkpoint_step else "anew"
     raise StoppedError(
         f"{lines[0]}. Training stops; the checkpoints are not affected.\n"
         f"Gradient norms of the layers:\n{norms}"
-        f"To draw the batch of this step: {shlex.join(show)}\n"
-        f"Running the same command again starts {start} and repeats the step. Lower "
+        "To draw the batch of this step: python -m structinit_jax.show "
+        f"--workdir={shlex.quote(str(workdir))} --step={step} --out=step_{step}.png\n"
+        f"The same command resumes from step {checkpoint_step or 0} and repeats the step. Lower "
         "config.learning_rate, set config.clip_norm, or skip such steps with "
         "--config.on_nonfinite=skip",
         exit_code=1,

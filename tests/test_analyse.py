@@ -56,8 +56,9 @@ def snapshots(finished_run):
 
 def forward(config, images):
     """Intermediates for all images at once."""
-    model = abstract_model(config, collect.one_device())
-    model = nnx.merge(model.graphdef, *initialize_model(config, model, make_attention_init(config)))
+    model = abstract_model(config.model, config.data, collect.one_device())
+    *weights, _ = initialize_model(model, make_attention_init(config), config.seed)
+    model = nnx.merge(model.graphdef, *weights)
     images = normalize(jnp.asarray(images), tuple(config.data.mean), tuple(config.data.std))
     return jax.jit(lambda model: model(images, with_maps=True)[1])(model)
 
@@ -101,10 +102,10 @@ def test_targets_are_those_that_the_solve_reaches(data_dir):
     config = make_config("vit", data_dir)
     config.attention_init.update(mimetic_layers=0.0, target_mass=0.5, patch_scale=0.3)
     images = collect.read_images(config, NUM_IMAGES)
-    model = abstract_model(config, collect.one_device())
-    index, targets = find_targets(config, model, make_attention_init(config))["blocks"]
+    model = abstract_model(config.model, config.data, collect.one_device())
+    index, targets = find_targets(model, make_attention_init(config), config.seed)["blocks"]
     np.testing.assert_array_equal(targets, convolution_maps(impulse_kernels(3), (4, 4)))
-    params, state = initialize_model(config, model, make_attention_init(config))
+    params, state, _ = initialize_model(model, make_attention_init(config), config.seed)
     # Without content, what is left is the position encoding, for which the heads were solved.
     params["patch_embedding"] = jax.tree.map(lambda x: 0 * x, params["patch_embedding"])
     observer = collect.Observer(config, model)

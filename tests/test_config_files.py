@@ -112,7 +112,9 @@ def test_every_scheme_fits_its_family(path):
         for config in load_rows(path).values()
     }
     for config in distinct.values():
-        check_attention_init(make_attention_init(config), abstract_model(config, make_mesh()))
+        check_attention_init(
+            make_attention_init(config), abstract_model(config.model, config.data, make_mesh())
+        )
 
 
 @pytest.mark.usefixtures("library_promotion")

@@ -11,7 +11,6 @@ from flax import nnx
 from PIL import Image
 from scipy.special import log_softmax, logsumexp
 
-from structinit_jax.config import base_config
 from structinit_jax.data.datasets import CATALOG, EVALUATION_SETS, open_dataset, open_test_set
 from structinit_jax.data.loader import make_loader
 from structinit_jax.errors import InputError
@@ -171,12 +170,9 @@ class Table(nnx.Module):
 
 def eval_sums(labels, classes, answers):
     """The sums of an evaluation step on 300 images."""
-    config = base_config()
-    config.model.num_classes = 1000
-    config.data.update(mean=(0.0,) * 3, std=(1 / 255,) * 3)
     mesh = make_mesh(devices=jax.devices()[:1])
     graphdef, *state = split_model(Table())
-    step = jax.jit(make_eval_step(config, graphdef, mesh, classes, answers))
+    step = jax.jit(make_eval_step(graphdef, mesh, (0.0,) * 3, (1 / 255,) * 3, classes, answers))
     numbers = np.arange(300)
     images = np.stack([numbers // 256, numbers % 256, 0 * numbers], axis=-1).astype(np.uint8)
     batch = {"image": images[:, None, None], "label": labels, "mask": np.ones(300, np.float32)}

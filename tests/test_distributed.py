@@ -132,38 +132,28 @@ def test_a_process_started_alone_gives_up_with_a_message(tmp_path):
     for i, command in enumerate(commands):
         result = command.wait()
         assert result.returncode == 1
-        assert f"error: process {i} of 2 (coordinator 127.0.0.1:" in result.stderr
-        assert "waited 2 s, but not all processes joined" in result.stderr
+        assert re.search(rf"error: .*, 2, {i}\) waited 2 s, but not all .* joined", result.stderr)
 
 
-@pytest.mark.parametrize(("code", "seed", "field"), [("two", 0, "code"), ("one", 1, "config.seed")])
-def test_processes_with_other_code_or_config_are_refused(monkeypatch, code, seed, field):
-    values = {"config": {"seed": 0}}
-    other = json.dumps({"config": {"seed": seed}, "code": code}, sort_keys=True).encode()
+@pytest.mark.parametrize("other", ["code", "config"])
+def test_processes_with_other_code_or_config_are_refused(monkeypatch, other):
+    codes, seen = ["one", "two" if other == "code" else "one"], []
+    configs = [{"seed": 0}, {"seed": 1 if other == "config" else 0}]
 
-    def gather(mine):  # the other process sends as many bytes, since both texts are equally long
-        theirs = np.frombuffer(other, np.uint8) if np.ndim(mine) else mine
-        return np.stack([mine, theirs])
+    def gather(mine):
+        seen.append(mine)
+        return np.stack(seen)
 
-    monkeypatch.setattr(distributed, "_digest_of_code", lambda: "one")
-    monkeypatch.setattr(distributed.jax, "process_count", lambda: 2)
+    monkeypatch.setattr(distributed, "_digest_of_code", lambda: codes[len(seen)])
     monkeypatch.setattr(distributed.multihost_utils, "process_allgather", gather)
-    with pytest.raises(InputError, match=f"process 1 has {field}="):
-        distributed.check_equal(values)
-    other = json.dumps({**values, "code": "one"}, sort_keys=True).encode()
-    distributed.check_equal(values)
+    distributed.check_equal({"config": configs[0]})
+    with pytest.raises(InputError, match=f"process 1 has another {other} than process 0"):
+        distributed.check_equal({"config": configs[1]})
 
 
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        (("host:1", None, None), "--num_processes and --process_id must be set"),
-        (("host:port", 2, 0), "--coordinator_address=host:port must be a host and a port"),
-        (("host:1", 2, 2), "--process_id=2 must be from 0 to --num_processes=2"),
-    ],
-)
-def test_incomplete_arguments_are_refused(arguments, message):
-    with pytest.raises(InputError, match=message):
+@pytest.mark.parametrize("arguments", [("host:1", None, None), ("host:1", 2, 2)])
+def test_incomplete_arguments_are_refused(arguments):
+    with pytest.raises(InputError, match="--process_id must be set together"):
         distributed.join(*arguments)
 
 

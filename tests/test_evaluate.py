@@ -26,26 +26,19 @@ def test_a_checkpoint_is_evaluated_as_in_training(run_config, finished_run, caps
     assert "note:" not in out
 
 
-def test_batch_size_and_devices_need_not_fit(run_config, finished_run, monkeypatch):
-    devices = jax.devices()[:3]
-    monkeypatch.setattr(jax, "devices", lambda: devices)
-    run_config.batch_size = 64
-    results = evaluate.evaluate_checkpoint(run_config, finished_run.workdir)
-    assert results == pytest.approx(finished_run.results, rel=1e-5)
-
-
 @pytest.mark.parametrize(("num_devices", "shared_by"), [(8, 4), (6, 2)])
 def test_weights_are_split_as_in_training(
     run_config, finished_run, num_devices, shared_by, monkeypatch
 ):
     monkeypatch.setattr(model_lib, "MIN_SPLIT_SIZE", 1)
-    run_config.fsdp = 4
+    run_config.update(fsdp=4, batch_size=20)  # neither need fit the devices
     devices = jax.devices()[:num_devices]
     model, state = evaluate.restore_model(run_config, finished_run.workdir, devices)
     assert model.mesh.shape == {"data": num_devices // shared_by, "fsdp": shared_by}
     kernel = state.params["blocks"]["mlp"]["fc1"]["kernel"]
     assert kernel.addressable_shards[0].data.size == kernel.size // shared_by
-    if num_devices == 8:
+    if num_devices == 6:
+        monkeypatch.setattr(jax, "devices", lambda: devices)
         results = evaluate.evaluate_checkpoint(run_config, finished_run.workdir)
         assert results == pytest.approx(finished_run.results, rel=1e-5)
 
@@ -82,20 +75,16 @@ def test_averaged_weights_are_restored_if_the_config_has_them(run_config, finish
     assert np.abs(logits[0] - logits[1]).max() > 1e-4
 
 
-def test_evaluating_with_other_pixels_is_reported(run_config, finished_run, capsys):
-    run_config.data.mean = (0.0,)
-    evaluate.evaluate_checkpoint(run_config, finished_run.workdir)
-    assert "trained with another config:\n  data.mean: [0.3] -> [0.0]" in capsys.readouterr().out
-
-
 def test_evaluating_with_other_classes_is_reported(run_config, finished_run, monkeypatch, capsys):
     digits = open_dataset("digits", run_config.data.data_dir)
     names = [*digits.class_names[:8], "nine", "eight"]
     renamed = dataclasses.replace(digits, class_names=names)
     monkeypatch.setattr(evaluate, "open_dataset", lambda *args: renamed)
+    run_config.data.mean = (0.0,)
     evaluate.evaluate_checkpoint(run_config, finished_run.workdir)
-    note = "with other classes: class 8 is 'nine' now and was '8' in training"
-    assert note in capsys.readouterr().out
+    out = capsys.readouterr().out
+    assert "trained with another config:\n  data.mean: [0.3] -> [0.0]" in out
+    assert "with other classes: class 8 is 'nine' now and was '8' in training" in out
 
 
 def test_a_split_named_train_does_not_take_the_names_of_training_metrics():
@@ -108,7 +97,7 @@ def test_a_split_named_train_does_not_take_the_names_of_training_metrics():
 @pytest.mark.parametrize(
     ("field", "value", "message"),
     [
-        ("model.width", 32, r"params/blocks/attention/key/bias' is shape .*config\.model"),
+        ("model.width", 32, r"params/blocks/attention/key/bias' is shape .*config of the ch"),
         (
             "model.positions",
             "learned",
@@ -122,12 +111,6 @@ def test_another_model_is_refused(run_config, finished_run, field, value, messag
         evaluate.evaluate_checkpoint(run_config, finished_run.workdir)
 
 
-def test_averaged_weights_decide_which_checkpoint_is_the_best():
-    plain = {"train_eval/accuracy": 0.9, "test/accuracy": 0.5}
-    assert evaluate.deciding_accuracy(plain, "test") == 0.5
-    assert evaluate.deciding_accuracy(plain | {"test/ema_accuracy": 0.4}, "test") == 0.4
-
-
 def test_the_checkpoint_can_be_chosen(run_config, finished_run, capsys):
     evaluate.evaluate_checkpoint(run_config, finished_run.workdir, "8")
     assert "step 8  test[:90] loss" in capsys.readouterr().out
@@ -139,7 +122,7 @@ def test_the_checkpoint_can_be_chosen(run_config, finished_run, capsys):
     assert state.step == best["step"]
     run = checkpoint.read_run(finished_run.workdir / "checkpoints", best["step"])
     assert run["accuracy"] == best["test[:90]/ema_accuracy"]
-    message = r"no complete checkpoint of --step=5: it has those of steps 12, 8, .*--step=newest"
+    message = r"no complete checkpoint for --step=5, only those of steps 12, 8"
     with pytest.raises(InputError, match=message):
         evaluate.evaluate_checkpoint(run_config, finished_run.workdir, "5")
 
@@ -147,17 +130,15 @@ def test_the_checkpoint_can_be_chosen(run_config, finished_run, capsys):
 def test_a_workdir_without_checkpoints_is_refused(run_config, tmp_path):
     for workdir in (tmp_path, tmp_path / "missing"):
         for step in ("newest", "best", "4"):
-            with pytest.raises(InputError, match=r"no complete checkpoint: train there first"):
+            with pytest.raises(InputError, match=r"no complete checkpoint .* steps \(none\)"):
                 evaluate.evaluate_checkpoint(run_config, workdir, step)
 
 
 @pytest.mark.parametrize(
     ("train_split", "eval_split", "shared"),
     [
-        ("train", "train[90%:]", 144),
         ("train[:90%]", "train[90%:]", 0),
         ("train[:100]+train[200:300]", "test+train[90:210]", 20),
-        ("train", "test", 0),
     ],
 )
 def test_training_images_in_the_evaluation_split_are_noted(

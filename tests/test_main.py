@@ -3,7 +3,6 @@
 import re
 import runpy
 import signal
-import sys
 import time
 
 import fork_main
@@ -11,7 +10,6 @@ import jax
 import numpy as np
 import pytest
 
-from structinit_jax import command_line
 from structinit_jax.config import load_run_config
 from structinit_jax.evaluate import restore_model
 
@@ -97,21 +95,6 @@ def test_a_run_is_evaluated_and_exported_by_its_workdir(finished_run, tmp_path):
     assert result.stdout.startswith(f"wrote the weights of step 8 to {folder}\n")
     assert f'timm.create_model("local-dir:{folder}", pretrained=True)' in result.stdout
     assert {path.name for path in folder.iterdir()} == {"config.json", "model.safetensors"}
-
-
-def test_ctrl_c_before_the_loop_prints_no_traceback(monkeypatch, tmp_path):
-    def interrupted(*_, **__):
-        raise KeyboardInterrupt
-
-    monkeypatch.setattr(command_line.app, "run", interrupted)
-    path = tmp_path / "output"
-    with path.open("w") as file:
-        for name in ("stdout", "stderr"):
-            monkeypatch.setattr(sys, name, file)
-        with pytest.raises(SystemExit) as caught:
-            command_line.run(print)
-    assert caught.value.code == 130
-    assert path.read_text() == "interrupted\n"
 
 
 @pytest.mark.slow

@@ -15,7 +15,6 @@ from structinit_jax.errors import InputError
 from structinit_jax.models.model import MIN_SPLIT_SIZE
 from structinit_jax.train import set_up
 from structinit_jax.training import mesh as mesh_lib
-from structinit_jax.training.setup import initialize
 from structinit_jax.training.step import make_eval_step
 
 pytestmark = pytest.mark.usefixtures("library_promotion")
@@ -107,10 +106,10 @@ def test_an_evaluation_gathers_one_block_at_a_time(wide_config):
     for fsdp in (1, 4):
         wide_config.fsdp = fsdp
         setup = set_up(wide_config, CATALOG["digits"], 384)
-        model, state = setup.model, initialize(wide_config, setup)
+        model, state = setup.model, setup.initialize()[0]
         arguments = (state.params, state.model_state)
         placed = jax.device_put(batch, mesh_lib.batch_sharding(model.mesh))
-        step = jax.jit(make_eval_step(wide_config, model.graphdef, model.mesh))
+        step = jax.jit(make_eval_step(model.graphdef, model.mesh, (0.3,), (0.4,)))
         step = step.lower(*arguments, placed).compile()
         sums[fsdp], sent[fsdp] = jax.device_get(step(*arguments, placed)), step.as_text()
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5), sums[4], sums[1])
@@ -132,7 +131,7 @@ def test_a_split_state_trains_as_a_whole_one(wide_config):
     for fsdp in (1, 4):
         wide_config.fsdp = fsdp
         setup, step = compile_step(wide_config)
-        state = initialize(wide_config, setup)
+        state = setup.initialize()[0]
         sharding = mesh_lib.batch_sharding(setup.model.mesh)
         batch = jax.device_put({"image": images, "label": labels}, sharding)
         metrics = []

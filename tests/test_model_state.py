@@ -13,7 +13,6 @@ from structinit_jax.data.datasets import CATALOG
 from structinit_jax.errors import InputError
 from structinit_jax.train import set_up
 from structinit_jax.training import checkpoint
-from structinit_jax.training.setup import initialize
 
 pytestmark = pytest.mark.usefixtures("library_promotion")
 
@@ -39,9 +38,9 @@ def setup(data_dir):
 
 
 @pytest.fixture(scope="module")
-def first_state(data_dir, setup):
+def first_state(setup):
     with library_promotion_rules():
-        return jax.device_get(initialize(make_config(data_dir), setup))
+        return jax.device_get(setup.initialize()[0])
 
 
 def make_batch():

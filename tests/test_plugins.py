@@ -63,13 +63,3 @@ def test_the_readmes_objects_train_and_the_model_is_not_exported(mine, tmp_path,
 def test_a_name_that_cannot_be_imported_is_an_error(name):
     with pytest.raises(InputError, match=rf"^config\.loss='{name}'"):
         load_reference(name, "loss")
-
-
-@pytest.mark.usefixtures("library_promotion")
-def test_an_optimizer_that_is_none_is_named(mine, tmp_path):
-    add_to(tmp_path, "def wrong(config, learning_rate):\n    return 0.1")
-    config = make_config("mine:Linear")
-    config_lib.set_scheme(config, "default")
-    config.optimizer = "mine:wrong"
-    with pytest.raises(InputError, match=r"config\.optimizer='mine:wrong'.* returns "):
-        train.train(config, tmp_path / "run")

@@ -65,11 +65,6 @@ def test_files_that_are_no_images_are_named(classify, tmp_path, name, message):
     assert "on_bad_image" not in str(error.value)
 
 
-def test_no_files_are_refused(classify):
-    with pytest.raises(InputError, match="files is empty"):
-        classify([])
-
-
 def test_a_single_path_is_refused(classify):
     with pytest.raises(InputError, match=r"files='photo\.jpg' must be a list of paths"):
         classify("photo.jpg")

@@ -56,17 +56,12 @@ def test_the_fastest_policy_that_fits_is_chosen(steps, needed):
     assert needed["none"] > needed["dots"] > needed["full"]
     for name, size in needed.items():
         found = compile_first_that_fits(steps, int(size / (1 - HEADROOM)) + 1)
-        assert found.description.startswith(f"{name} (needs ")
+        tries = "".join(
+            f"; {other} needs {n / 2**20:,.0f} MiB" for other, n in needed.items() if n > size
+        )
+        assert re.fullmatch(rf"{name} \(needs \d+ MiB of \d+ MiB{tries}\)", found.description)
         assert bytes_needed(found.step) == size
         assert int(found.step(jnp.int32(0))) > 0
-
-
-def test_the_memory_of_every_try_is_shown(steps, needed):
-    memory = 2 * needed["dots"]
-    description = compile_first_that_fits(steps, min(memory, needed["none"])).description
-    sizes = {name: f"{size / 2**20:,.0f} MiB" for name, size in needed.items()}
-    pattern = rf"dots \(needs {sizes['dots']} of \d+ MiB; none needs {sizes['none']}\)"
-    assert re.fullmatch(pattern, description)
 
 
 def test_the_last_policy_may_use_the_headroom(steps, needed):
@@ -76,7 +71,6 @@ def test_the_last_policy_may_use_the_headroom(steps, needed):
     message = str(caught.value)
     for text in ("none needs 4 MiB", "dots needs", "full needs", "--config.accumulate_steps=2"):
         assert text in message
-    assert "remat=auto" not in message
 
 
 @pytest.mark.parametrize("memory", [None, 2**30])
@@ -86,9 +80,9 @@ def test_a_program_that_xla_refuses_does_not_fit(steps, memory):
         "temporaries (23.32G) exceeds available HBM (15.75G)."
     )
     found = compile_first_that_fits({**steps, "none": refused}, memory)
-    assert "; none needs at least 23.32 GiB)" in found.description
+    assert "; none needs more than there is)" in found.description
     assert found.description.startswith("dots ")
-    with pytest.raises(InputError, match=r"with remat full needs more\. To save memory"):
+    with pytest.raises(InputError, match=r"with remat full needs more than there is\. To"):
         compile_first_that_fits({"full": Failing("RESOURCE_EXHAUSTED: Out of memory")}, memory)
 
 
@@ -96,13 +90,13 @@ def test_a_program_that_xla_refuses_does_not_fit(steps, memory):
 def test_devices_without_a_limit_compile_once_and_recompute_nothing(
     tiny_config, tmp_path, monkeypatch, capsys
 ):
-    traced, make_train_step = [], setup_lib.make_train_step
+    traced, make_train_step = [], train.make_train_step
 
-    def make(*args):
-        step = make_train_step(*args)
+    def make(*args, **options):
+        step = make_train_step(*args, **options)
         return lambda *arguments: traced.append(1) or step(*arguments)
 
-    monkeypatch.setattr(setup_lib, "make_train_step", make)
+    monkeypatch.setattr(train, "make_train_step", make)
     assert tiny_config.model.remat == "auto"
     tiny_config.update(num_epochs=1.0)
     train.train(tiny_config, tmp_path)
@@ -126,7 +120,7 @@ def test_the_step_of_a_model_is_chosen_beside_its_data(tiny_config):
     data = setup.data_bytes + 90 * 8 * 8
     enough = int(none / (1 - HEADROOM)) + 1 + data
     found = [
-        setup_lib.compile_step(tiny_config, setup, [90], memory).description[:5]
+        setup_lib.compile_step(setup, 90 * 8 * 8, memory).description[:5]
         for memory in (enough, enough - 2, None)
     ]
     assert found == ["none ", "dots ", "none "]

@@ -47,17 +47,17 @@ def test_fields_that_may_change_are_listed(field, value, line):
 @pytest.mark.parametrize(
     ("field", "value", "line"),
     [
-        ("seed", 1, "seed: 0 -> 1  (affects the data order and all randomness)"),
-        ("data.train_split", "test", "data.train_split: 'train' -> 'test'  (affects the data"),
+        ("seed", 1, "seed: 0 -> 1"),
+        ("data.train_split", "test", "data.train_split: 'train' -> 'test'"),
         (
             "data.std",
             (1.0, 1.0, 1.0),
-            "data.std: [0.229, 0.224, 0.225] -> [1.0, 1.0, 1.0]  (affects the model's input)",
+            "data.std: [0.229, 0.224, 0.225] -> [1.0, 1.0, 1.0]",
         ),
-        ("optimizer", "optax:sgd", "'adamw' -> 'optax:sgd'  (affects the optimizer state)"),
-        ("model.depth", 6, "model.depth: 12 -> 6  (affects the architecture)"),
-        ("attention_init.kernel_size", 5, "kernel_size: 3 -> 5  (affects the initial weights"),
-        ("ema_decay", 0.99, "ema_decay: 0.0 -> 0.99  (affects whether there are averaged weights"),
+        ("optimizer", "optax:sgd", "'adamw' -> 'optax:sgd'"),
+        ("model.depth", 6, "model.depth: 12 -> 6"),
+        ("attention_init.kernel_size", 5, "kernel_size: 3 -> 5"),
+        ("ema_decay", 0.99, "ema_decay: 0.0 -> 0.99"),
     ],
 )
 def test_fields_that_must_not_change_are_refused_by_name(field, value, line):
@@ -77,7 +77,7 @@ def test_a_teacher_may_have_moved_with_its_workdir():
     line = "  start_from: '/runs/table/teacher.safetensors' -> '/moved/teacher.safetensors'"
     assert resume.check(run, config, DATA, PLACE) == [line]
     for path in ("", "/runs/table/other.safetensors"):
-        with pytest.raises(InputError, match=r"start_from: .*  \(affects the initial weights"):
+        with pytest.raises(InputError, match=r"start_from: .*"):
             resume.check(saved(start_from=path), config, DATA, PLACE)
 
 

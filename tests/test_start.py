@@ -4,7 +4,6 @@ import gc
 import logging
 import subprocess
 import sys
-import threading
 
 import jax
 import numpy as np
@@ -14,7 +13,6 @@ from structinit_jax import train
 from structinit_jax.attention_init.kernels import draw_flat
 from structinit_jax.data.datasets import CATALOG
 from structinit_jax.train import set_up
-from structinit_jax.training.setup import initialize
 
 HEAVY = ("clu", "flax", "grain", "sklearn", "tensorflow", "tensorflow_datasets")
 
@@ -46,7 +44,7 @@ def test_a_state_takes_few_programs(tiny_config, caplog):
     setup = set_up(tiny_config, CATALOG["digits"], 384)
     jax.clear_caches()
     with jax.log_compiles(), caplog.at_level(logging.WARNING, logger="jax"):
-        initialize(tiny_config, setup)
+        setup.initialize()
     text = "Finished XLA compilation of "
     compiled = [m.removeprefix(text).split()[0] for m in caplog.messages if m.startswith(text)]
     # These three, and two for the random key.
@@ -61,17 +59,3 @@ def test_a_run_leaves_nothing_on_the_device(run_config, tmp_path):
     # Not after a collection: none comes in time for the next run in the same process.
     assert gc.get_freeze_count() == 0
     assert len(jax.live_arrays()) <= before
-
-
-@pytest.mark.usefixtures("library_promotion")
-def test_an_error_of_the_compiler_reaches_the_caller(run_config, tmp_path, monkeypatch):
-    original = jax.stages.Lowered.compile
-
-    def compile_or_fail(self, *options):
-        if threading.current_thread().name.startswith("compile"):
-            raise ValueError("cannot be compiled")
-        return original(self, *options)
-
-    monkeypatch.setattr(jax.stages.Lowered, "compile", compile_or_fail)
-    with pytest.raises(ValueError, match="cannot be compiled"):
-        train.train(run_config, tmp_path)

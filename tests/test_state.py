@@ -26,8 +26,12 @@ TEACHER = dict(
 
 
 def start(config):
-    model = abstract_model(config, make_mesh())
-    return initialize_model(config, model, make_attention_init(config))
+    return initialize(config, abstract_model(config.model, config.data, make_mesh()))
+
+
+def initialize(config, model):
+    scheme = make_attention_init(config)
+    return initialize_model(model, scheme, config.seed, config.start_from)[:2]
 
 
 @pytest.fixture
@@ -45,8 +49,8 @@ def teacher(tmp_path):
 def test_weights_are_selected_from_a_larger_model(tiny_config, teacher, capsys):
     weights, tiny_config.start_from = teacher
     tiny_config.model.positions = "learned"
-    model = abstract_model(tiny_config, make_mesh(fsdp=2))
-    params, model_state = initialize_model(tiny_config, model, make_attention_init(tiny_config))
+    model = abstract_model(tiny_config.model, tiny_config.data, make_mesh(fsdp=2))
+    params, model_state = initialize(tiny_config, model)
     assert f"weights selected from {tiny_config.start_from}" in capsys.readouterr().out
     student = to_timm(nnx.merge(model.graphdef, params, model_state))
     for i in range(2):
@@ -59,16 +63,14 @@ def test_weights_are_selected_from_a_larger_model(tiny_config, teacher, capsys):
     assert shardings == expected
     tiny_config.start_from = ""
     tiny_config.attention_init = dict(name="default")
-    drawn, _ = initialize_model(tiny_config, model, make_attention_init(tiny_config))
+    drawn, _ = initialize(tiny_config, model)
     np.testing.assert_array_equal(params["head"]["kernel"], drawn["head"]["kernel"])
 
 
 def test_a_file_of_another_resolution_fits_too(tiny_config, teacher):
     weights, tiny_config.start_from = teacher
     tiny_config.model.positions, tiny_config.data.image_size = "learned", 12
-    params, _ = initialize_model(
-        tiny_config, abstract_model(tiny_config, make_mesh()), make_attention_init(tiny_config)
-    )
+    params, _ = start(tiny_config)
     table = resample_positions(jnp.asarray(weights["pos_embed"][0]), (4, 4), (6, 6))
     np.testing.assert_allclose(params["positions"], table[:, ::2], atol=1e-6)
 
@@ -77,24 +79,21 @@ def test_a_file_of_another_resolution_fits_too(tiny_config, teacher):
 def test_targets_out_of_reach_are_reported_once(tiny_config, heads, warned, capsys):
     tiny_config.model.update(num_heads=heads, depth=1)
     tiny_config.attention_init.norm = 2.0  # so narrow a model has soft maps otherwise
-    initialize_model(
-        tiny_config, abstract_model(tiny_config, make_mesh()), make_attention_init(tiny_config)
-    )
+    start(tiny_config)
     assert capsys.readouterr().out.count("warning: only") == warned
 
 
 def test_a_file_that_does_not_fit_is_refused(tiny_config, teacher, tmp_path):
-    model = abstract_model(tiny_config, make_mesh())
+    model = abstract_model(tiny_config.model, tiny_config.data, make_mesh())
 
     def check(path, message):
         tiny_config.start_from = str(path)
         with pytest.raises(InputError, match=message):
-            initialize_model(tiny_config, model, make_attention_init(tiny_config))
+            initialize(tiny_config, model)
 
     check(tmp_path / "nothing.safetensors", r"config\.start_from=.*nothing\.safetensors' cannot be")
     (tmp_path / "text").write_text("not weights")
     check(tmp_path / "text", "must be a safetensors file")
-    check(tmp_path, r"start_from=.* is a folder: name the model\.safetensors in it")
     tiny_config.model.depth = 4
-    model = abstract_model(tiny_config, make_mesh())
+    model = abstract_model(tiny_config.model, tiny_config.data, make_mesh())
     check(teacher[1], r"does not fit the model: .*blocks\.3\.")

@@ -10,7 +10,6 @@ from structinit_jax.augment import pipeline
 from structinit_jax.data.datasets import CATALOG
 from structinit_jax.models import layers
 from structinit_jax.train import set_up
-from structinit_jax.training.setup import initialize
 from structinit_jax.training.state import split_rng
 from structinit_jax.training.step import layer_norms, make_eval_step, step_rngs
 
@@ -42,9 +41,9 @@ def setup(config):
 
 
 @pytest.fixture(scope="module")
-def first_state(config, setup):
+def first_state(setup):
     with library_promotion_rules():
-        return jax.device_get(initialize(config, setup))
+        return jax.device_get(setup.initialize()[0])
 
 
 @pytest.fixture
@@ -53,16 +52,16 @@ def state(setup, first_state):
     return place(first_state, setup)
 
 
-def make_eval(config, setup):
-    return jax.jit(make_eval_step(config, setup.model.graphdef, setup.model.mesh))
+def make_eval(setup):
+    return jax.jit(make_eval_step(setup.model.graphdef, setup.model.mesh, (0.3,), (0.4,)))
 
 
-def test_losses_agree_with_scipy(config, setup, state):
+def test_losses_agree_with_scipy(setup, state):
     batch = make_batch()
     images = (batch["image"] / 255 - 0.3) / 0.4
     model = nnx.merge(setup.model.graphdef, state.params, state.model_state)
     log_p = log_softmax(np.asarray(model(jnp.asarray(images, jnp.float32))[0]), axis=-1)
-    sums = make_eval(config, setup)(
+    sums = make_eval(setup)(
         state.params, state.model_state, batch | {"mask": np.ones(64, np.float32)}
     )
     np.testing.assert_allclose(sums["loss"], -log_p[np.arange(64), batch["label"]].sum(), rtol=1e-5)
@@ -71,9 +70,9 @@ def test_losses_agree_with_scipy(config, setup, state):
     np.testing.assert_allclose(metrics["loss"], -(smoothed * log_p).sum(-1).mean(), rtol=1e-5)
 
 
-def test_padding_does_not_count_in_evaluation(config, setup, state):
+def test_padding_does_not_count_in_evaluation(setup, state):
     batch = make_batch(mask=(np.arange(64) < 44).astype(np.float32))
-    eval_step = make_eval(config, setup)
+    eval_step = make_eval(setup)
     padded = eval_step(state.params, state.model_state, batch)
     batch["image"][44:] = 0  # the content of the padding
     again = eval_step(state.params, state.model_state, batch)
@@ -149,7 +148,7 @@ def test_parts_of_a_batch_and_operations_on_it_have_keys_of_their_own(config, mo
     monkeypatch.setattr(pipeline, "mix", lambda rng, *a, **k: mix(record(rng), *a, **k))
     monkeypatch.setattr(layers, "_drop", lambda x, rate, rng, s: drop(x, rate, record(rng), s))
     setup = set_up(config, CATALOG["digits"], 384)
-    jax.block_until_ready(setup.train_step(initialize(config, setup), make_batch()))
+    jax.block_until_ready(setup.train_step(setup.initialize()[0], make_batch()))
     jax.effects_barrier()
     dropouts = 2 * (1 + 2 * 3)  # in both parts: of the input, and three in each of two blocks
     assert len(keys) == dropouts + 4 * 64 + 1  # four operations on each image, and mixup

@@ -2,12 +2,10 @@ import contextlib
 import gc
 import gzip
 import json
-import signal
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-import optax
 import pytest
 
 from structinit_jax import evaluate, train
@@ -16,9 +14,6 @@ from structinit_jax.data.loader import DeviceLoader
 from structinit_jax.errors import InputError, StoppedError
 from structinit_jax.train import set_up
 from structinit_jax.training import checkpoint
-from structinit_jax.training import setup as setup_lib
-from structinit_jax.training.metrics import Progress
-from structinit_jax.training.workdir import StopRequest
 
 pytestmark = pytest.mark.usefixtures("library_promotion")
 
@@ -51,7 +46,7 @@ def test_training_writes_the_documented_files_and_output(finished_run):
     for text in (
         "devices: 8 × cpu",
         "blocks/attention/query/kernel",
-        "attention_init impulse:",
+        "attention_init:",
         "of the attention on target",
         "training on 384 examples for 12 steps (2.0 epochs), testing on 90",
         "first step after",
@@ -108,26 +103,6 @@ def test_an_interrupted_and_resumed_run_is_bit_equal(
     assert whole == resumed
 
 
-def test_the_first_batch_is_not_waiting_time(longer_config, workdir, monkeypatch):
-    """It may compile or decode; both happen before the clock of `data_wait` starts."""
-    events = []
-    draw, watch = DeviceLoader.train_batches, Progress.watch
-
-    def drawn(*args, **options):
-        for batch in draw(*args, **options):
-            events.append("drawn")
-            yield batch
-
-    def watched(*args):
-        events.append("watched")
-        return watch(*args)
-
-    monkeypatch.setattr(DeviceLoader, "train_batches", drawn)
-    monkeypatch.setattr(Progress, "watch", watched)
-    train.train(longer_config, workdir)
-    assert events == ["drawn", "watched", *5 * ["drawn"]]
-
-
 def test_a_finished_run_started_again_is_evaluated(run_config, finished_run, workdir, capsys):
     again = train.train(run_config, workdir)
     assert again == pytest.approx(finished_run.results, rel=1e-6)
@@ -177,12 +152,9 @@ def weighted_cross_entropy(logits, targets):
 @pytest.mark.parametrize(
     ("field", "value", "message"),
     [
-        ("model.width", 32, r"(?s)step 12 in .*\n  model\.width: 16 -> 32  \(.* architecture\)"),
-        ("attention_init.kernel_size", 1, r"attention_init\.kernel_size: 3 -> 1  \(.* weights"),
+        ("model.width", 32, r"(?s)step 12 in .*\n  model\.width: 16 -> 32\n"),
         ("num_steps", 5, r"step 12, but the config ends at step 5: raise config\.num_steps, "),
-        ("seed", 1, r"seed: 0 -> 1  \("),
-        ("ema_decay", 0.0, r"ema_decay: 0\.5 -> 0\.0  \(.* averaged weights"),
-        ("optimizer", "test_train:sgd", r"optimizer: 'adamw' -> .* \(.* optimizer state"),
+        ("seed", 1, r"seed: 0 -> 1\n"),
     ],
 )
 def test_resuming_with_another_config_is_refused(run_config, workdir, field, value, message):
@@ -191,24 +163,15 @@ def test_resuming_with_another_config_is_refused(run_config, workdir, field, val
         train.train(run_config, workdir)
 
 
-def sgd(config, learning_rate):
-    return optax.sgd(learning_rate)
-
-
 @pytest.mark.parametrize(
     ("field", "value", "message"),
     [
-        ("data.name", "digitz", r"digits"),
-        ("data.train_split", "trian", r"data\.train_split"),
         ("data.eval_split", "validation", r"data\.eval_split"),
         ("model.num_classes", 100, r"model\.num_classes=100"),
         ("data.image_size", 9, r"data\.image_size=9 .*model\.patch_size=2"),
-        ("model.num_heads", 3, r"model\.num_heads: 16 channels"),
-        ("model.name", "vitt", r"model\.name='vitt' .*vit"),
-        ("batch_size", 60, r"config\.batch_size=60 .* 8 devices.* 56 or 64"),
+        ("batch_size", 60, r"config\.batch_size=60 must be a multiple of 8"),
         ("attention_init.kernel_size", 9, r"filters: one leads off the 4x4 tokens"),
         ("num_steps", -1, r"config\.num_steps=-1"),
-        ("loss", "hinge", r"config\.loss='hinge' .*softmax_cross_entropy"),
         ("optimizer", "test_train:nothing", r"config\.optimizer='test_train:nothing'"),
     ],
 )
@@ -236,23 +199,10 @@ def test_training_images_are_evaluated_too(longer_config, workdir, capsys):
     assert evaluated["train[:100]/loss"] == pytest.approx(results["train_eval/loss"], rel=1e-5)
 
 
-def test_a_signal_during_the_last_step_is_recorded(longer_config, workdir, monkeypatch):
-    def interrupted(*args):
-        signal.raise_signal(signal.SIGINT)
-        return evaluate_state(*args)
-
-    evaluate_state = evaluate.Evaluator.__call__
-    monkeypatch.setattr(evaluate.Evaluator, "__call__", interrupted)
-    stop_request = StopRequest()
-    results = train.train(longer_config, workdir, stop_request=stop_request)
-    assert results == {name: read_metrics(workdir)[-1][name] for name in results}
-    assert stop_request.reached(18)
-
-
 @pytest.fixture
 def bad_step_15(monkeypatch):
     """Gives step 15 a label of -1, and makes the targets of such labels NaN."""
-    make_augment, train_batches = setup_lib.make_augment, DeviceLoader.train_batches
+    make_augment, train_batches = train.make_augment, DeviceLoader.train_batches
     spoil = jax.jit(lambda labels: jnp.where(jnp.arange(len(labels)) == 3, -1, labels))
 
     def make_augment_with_nan(options, mesh):
@@ -269,7 +219,7 @@ def bad_step_15(monkeypatch):
         for step, batch in enumerate(batches, start=start_step + 1):
             yield batch | {"label": spoil(batch["label"])} if step == 15 else batch
 
-    monkeypatch.setattr(setup_lib, "make_augment", make_augment_with_nan)
+    monkeypatch.setattr(train, "make_augment", make_augment_with_nan)
     monkeypatch.setattr(DeviceLoader, "train_batches", batches_with_a_bad_one)
 
 
@@ -286,7 +236,7 @@ def test_a_nonfinite_step_stops_the_run(longer_config, workdir, bad_step_15):
         assert show.endswith(
             f": python -m structinit_jax.show --workdir={workdir} --step=15 --out=step_15.png"
         )
-        assert "checkpoint of step 14" in again
+        assert "resumes from step 14" in again
     assert len(list((workdir / "profile").rglob("perfetto_trace.json.gz"))) == 2
 
 

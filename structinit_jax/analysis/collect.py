@@ -83,7 +83,7 @@ def read_images(config: ConfigDict, count: int) -> UInt8[np.ndarray, "n H H C"]:
 
 def observe_start(config: ConfigDict, images: UInt8[np.ndarray, "n H H C"]) -> Snapshot:
     """Observes a model with its start values."""
-    observer = Observer(config, abstract_model(config, one_device()))
+    observer = Observer(config, abstract_model(config.model, config.data, one_device()))
     return observer(observer.start_values(), images, step=0)
 
 
@@ -127,12 +127,15 @@ class Observer:
     def __init__(self, config: ConfigDict, model: AbstractModel):
         self._config, self._model = config, model
         self._patch_size = config.model.get("patch_size")
-        self._targets = find_targets(config, model, make_attention_init(config))
+        self._targets = {}
+        if not config.start_from:
+            self._targets = find_targets(model, make_attention_init(config), config.seed)
         self._observe_batch = jax.jit(self._observe)
 
     def start_values(self) -> tuple[Any, Any]:
         """Returns the parameters and the model state that training starts with."""
-        return initialize_model(self._config, self._model, make_attention_init(self._config))
+        config, scheme = self._config, make_attention_init(self._config)
+        return initialize_model(self._model, scheme, config.seed, config.start_from)[:2]
 
     def __call__(
         self, weights: tuple[Any, Any], images: UInt8[np.ndarray, "n H H C"], step: int

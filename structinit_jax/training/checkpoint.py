@@ -34,7 +34,6 @@ from structinit_jax.training.state import TrainState
 from structinit_jax.training.workdir import is_url
 
 STATE, RUN = "state", "run.json"
-CHUNK = 2**24  # bytes that are read at once
 
 
 class DamagedError(Exception):
@@ -343,34 +342,26 @@ def _copy(names: Iterable[str], source: epath.Path, target: epath.Path) -> None:
         (source / name).copy(target / name, overwrite=True)
 
 
-def _new_digest():
-    return hashlib.blake2b(digest_size=16)
+def _new_digest(content: bytes = b""):
+    return hashlib.blake2b(content, digest_size=16)
 
 
-def _digest_of(path: epath.PathLike) -> str:
-    digest = _new_digest()
-    with epath.Path(path).open("rb") as file:
-        while chunk := file.read(CHUNK):
-            digest.update(chunk)
-    return digest.hexdigest()
+def _digest_of(path: epath.Path) -> str:
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, _new_digest).hexdigest()
 
 
 def _write_json(path: epath.Path, content: Any) -> None:
     """Writes a JSON object in one line, and its checksum in the next."""
     line = json.dumps(content).encode()
-    digest = _new_digest()
-    digest.update(line)
-    path.write_bytes(line + f"\n{digest.hexdigest()}\n".encode())
+    path.write_bytes(line + f"\n{_new_digest(line).hexdigest()}\n".encode())
 
 
 def _read_json(path: epath.Path) -> Any:
     """Reads what `_write_json` wrote; raises `DamagedError` if it is anything else."""
-    try:
-        line, _, checksum = path.read_bytes().partition(b"\n")
-    except FileNotFoundError:
-        raise DamagedError(f"{path.name} is missing") from None
-    digest = _new_digest()
-    digest.update(line)
-    if checksum != f"{digest.hexdigest()}\n".encode():
+    if not path.exists():
+        raise DamagedError(f"{path.name} is missing")
+    line, _, checksum = path.read_bytes().partition(b"\n")
+    if checksum != f"{_new_digest(line).hexdigest()}\n".encode():
         raise DamagedError(f"{path.name} does not match its checksum")
     return json.loads(line)

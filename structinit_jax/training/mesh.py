@@ -71,11 +71,9 @@ def check_batch_size(batch_size: int, num_devices: int, accumulate_steps: int) -
     """Raises `InputError` unless a batch divides evenly into its parts on all devices."""
     divisor = num_devices * accumulate_steps
     if batch_size % divisor:
-        lower = batch_size // divisor * divisor
-        parts = f" times config.accumulate_steps={accumulate_steps}" if accumulate_steps > 1 else ""
         raise InputError(
-            f"config.batch_size={batch_size} is the global batch size and must be divisible by the "
-            f"{num_devices} devices{parts}: for example {lower or divisor} or {lower + divisor}"
+            f"config.batch_size={batch_size} must be a multiple of {divisor}: the global batch is "
+            f"split over {num_devices} devices and config.accumulate_steps={accumulate_steps}"
         )
 
 

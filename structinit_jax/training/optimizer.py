@@ -1,9 +1,11 @@
 """Schedule, loss and optimizer.
 
 A new loss or optimizer is a function and an entry in `LOSSES` or `OPTIMIZERS`. `config.loss` and
-`config.optimizer` also take your own function as `my_module:my_function`.
+`config.optimizer` also take your own function as `my_module:my_function`. An optimizer is called
+with the schedule as `learning_rate`, and with the fields of the config that its parameters name.
 """
 
+import inspect
 import math
 from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
@@ -12,7 +14,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
-from ml_collections import ConfigDict
 
 from structinit_jax.errors import InputError, is_reference, load_reference
 
@@ -33,98 +34,102 @@ class Schedule(NamedTuple):
     learning_rate: optax.Schedule
 
 
-def make_schedule(config: ConfigDict, num_examples: int) -> Schedule:
-    """Converts the epochs of a config to steps.
+class Length(NamedTuple):
+    """Length of a run. `num_epochs` is as in the config, from which `num_steps` is rounded."""
 
-    Args:
-      config: See `structinit_jax.config.base_config`.
-      num_examples: Size of the training split.
+    num_steps: int
+    num_epochs: float
+    num_examples: int
+    batch_size: int
+
+
+class Rates(NamedTuple):
+    """Fields of the config that shape the learning rate."""
+
+    learning_rate: float
+    warmup_epochs: float
+    warmup_learning_rate: float
+    final_learning_rate: float
+    cooldown_epochs: float
+
+
+def make_schedule(
+    num_examples: int,
+    *,
+    batch_size: int,
+    num_epochs: float,
+    num_steps: int,
+    eval_every_epochs: float,
+    drop_remainder: bool,
+    schedule: str,
+    **rates: float,
+) -> Schedule:
+    """Converts the epochs of a config to steps; `config.schedule_options` returns the options.
 
     Raises:
       InputError: An epoch has no whole batch.
     """
-    if config.data.drop_remainder:
-        if num_examples < config.batch_size:
+    if drop_remainder:
+        if num_examples < batch_size:
             raise InputError(
                 f"config.data.drop_remainder=True leaves no batch of {num_examples:,} training "
-                f"examples: set it to False, or lower config.batch_size={config.batch_size}"
+                f"examples: set it to False, or lower config.batch_size={batch_size}"
             )
-        num_examples -= num_examples % config.batch_size
-    steps_per_epoch = num_examples / config.batch_size
-    num_steps = config.num_steps or max(1, round(config.num_epochs * steps_per_epoch))
-    _note_odd_epochs(config, num_steps, steps_per_epoch)
-    interval = max(1.0, config.eval_every_epochs * steps_per_epoch)  # one evaluation a step at most
+        num_examples -= num_examples % batch_size
+    steps_per_epoch = num_examples / batch_size
+    if num_steps:
+        num_epochs = num_steps * batch_size / num_examples
+    else:
+        num_steps = max(1, round(num_epochs * steps_per_epoch))
+    interval = max(1.0, eval_every_epochs * steps_per_epoch)  # one evaluation a step at most
     evaluations = range(1, int(num_steps / interval) + 1)
     eval_steps = frozenset(round(interval * number) for number in evaluations) | {num_steps}
-    learning_rate = SCHEDULES[config.schedule](config, num_steps, num_examples)
+    length = Length(num_steps, num_epochs, num_examples, batch_size)
+    learning_rate = SCHEDULES[schedule](length, Rates(**rates))
     return Schedule(num_steps, steps_per_epoch, eval_steps, learning_rate)
 
 
-def _note_odd_epochs(config, num_steps, steps_per_epoch):
-    """Prints a note if a first try of a long recipe is shorter than its warm-up or cool-down."""
-    warmup, cooldown = (
-        round(epochs * steps_per_epoch) for epochs in (config.warmup_epochs, config.cooldown_epochs)
-    )
-    if cooldown >= num_steps:
-        print(
-            f"note: config.cooldown_epochs={config.cooldown_epochs} covers all {num_steps:,} "
-            "steps: the run trains at the final learning rate throughout"
-        )
-    elif warmup >= num_steps - cooldown:
-        print(
-            f"note: config.warmup_epochs={config.warmup_epochs} covers all {num_steps:,} steps: "
-            "the learning rate rises to its peak and does not fall"
-        )
-
-
-def cosine(config: ConfigDict, num_steps: int, num_examples: int) -> optax.Schedule:
+def cosine(length: Length, rates: Rates) -> optax.Schedule:
     """Linear warm-up, then a cosine over the rest of the run, both by step.
 
     The learning rate rises from `warmup_learning_rate` to `learning_rate`, falls to
     `final_learning_rate` and stays there for `cooldown_epochs`. A warm-up that is longer than the
     rest of the run is shortened.
-
-    Args:
-      config: See `structinit_jax.config.base_config`.
-      num_steps: Total number of steps.
-      num_examples: Number of examples in an epoch.
     """
-    steps_per_epoch = num_examples / config.batch_size
-    cosine_end = max(1, num_steps - round(config.cooldown_epochs * steps_per_epoch))
-    warmup_steps = min(round(config.warmup_epochs * steps_per_epoch), cosine_end - 1)
+    steps_per_epoch = length.num_examples / length.batch_size
+    cosine_end = max(1, length.num_steps - round(rates.cooldown_epochs * steps_per_epoch))
+    warmup_steps = min(round(rates.warmup_epochs * steps_per_epoch), cosine_end - 1)
     return optax.warmup_cosine_decay_schedule(
-        init_value=config.warmup_learning_rate if warmup_steps else config.learning_rate,
-        peak_value=config.learning_rate,
+        init_value=rates.warmup_learning_rate if warmup_steps else rates.learning_rate,
+        peak_value=rates.learning_rate,
         warmup_steps=warmup_steps,
         decay_steps=cosine_end,
-        end_value=min(config.final_learning_rate, config.learning_rate),
+        end_value=min(rates.final_learning_rate, rates.learning_rate),
     )
 
 
-def timm_cosine(config: ConfigDict, num_steps: int, num_examples: int) -> optax.Schedule:
+def timm_cosine(length: Length, rates: Rates) -> optax.Schedule:
     """The schedule of timm's train.py, which changes the learning rate once per epoch.
 
     In epoch e (from 0) it is linear in e during the warm-up, so the whole first epoch runs at
     `warmup_learning_rate`, which should not be 0. Then it continues a cosine that began at epoch 0,
     not at the end of the warm-up, and reaches `final_learning_rate` when the `cooldown_epochs`
-    begin. A step that straddles two epochs belongs to the one of its first example. For arguments
-    see `cosine`.
+    begin. A step that straddles two epochs belongs to the one of its first example.
     """
-    num_epochs = num_steps * config.batch_size / num_examples
-    length = (num_epochs if config.num_steps else config.num_epochs) - config.cooldown_epochs
-    start, warmup = config.warmup_learning_rate, config.warmup_epochs
-    peak, final = config.learning_rate, config.final_learning_rate
+    peak, warmup, start, final, cooldown = rates
+    cosine_epochs = length.num_epochs - cooldown
 
     def epoch_rate(epoch):
         if epoch < warmup:
             return start + (peak - start) * epoch / warmup
-        if epoch < length:
-            return final + (peak - final) * (1 + math.cos(math.pi * epoch / length)) / 2
+        if epoch < cosine_epochs:
+            return final + (peak - final) * (1 + math.cos(math.pi * epoch / cosine_epochs)) / 2
         return final
 
-    epochs = range(math.ceil(num_epochs))
+    num_steps, _, num_examples, batch_size = length
+    epochs = range(math.ceil(num_steps * batch_size / num_examples))
     rates = np.array([epoch_rate(epoch) for epoch in epochs], np.float32)
-    first_steps = np.array([-(-e * num_examples // config.batch_size) for e in epochs], np.int32)
+    first_steps = np.array([-(-e * num_examples // batch_size) for e in epochs], np.int32)
 
     def learning_rate(step):
         # Not a binary search, which is a loop of kernels.
@@ -134,36 +139,43 @@ def timm_cosine(config: ConfigDict, num_steps: int, num_examples: int) -> optax.
     return learning_rate
 
 
-def adamw(config: ConfigDict, learning_rate: optax.Schedule) -> optax.GradientTransformation:
+def adamw(
+    learning_rate: optax.Schedule,
+    *,
+    weight_decay: float,
+    adam_b2: float,
+    adam_epsilon: float,
+    clip_norm: float,
+    layer_decay: float,
+) -> optax.GradientTransformation:
     """AdamW (Loshchilov & Hutter 2019) as ViT recipes use it.
 
     Gradients are clipped by their global norm, weight decay applies to matrices only, and the
     learning rate may decrease from the head to the patch embedding. Disabled features keep their
     place in the optimizer state, so that they can be enabled when a run is resumed.
     """
-    clip, decay = config.clip_norm, config.layer_decay
 
     def scale_layers(updates, params):
-        return jax.tree.map(jnp.multiply, updates, layer_rates(params, decay))
+        return jax.tree.map(jnp.multiply, updates, layer_rates(params, layer_decay))
 
     return optax.chain(
-        optax.clip_by_global_norm(clip) if clip else optax.identity(),
+        optax.clip_by_global_norm(clip_norm) if clip_norm else optax.identity(),
         optax.adamw(
             learning_rate,
-            b2=config.adam_b2,
-            eps=config.adam_epsilon,
-            weight_decay=config.weight_decay,
+            b2=adam_b2,
+            eps=adam_epsilon,
+            weight_decay=weight_decay,
             mask=decay_mask,
         ),
-        optax.stateless(scale_layers) if decay != 1 else optax.identity(),
+        optax.stateless(scale_layers) if layer_decay != 1 else optax.identity(),
     )
 
 
-# schedule(config, num_steps, num_examples) -> (step, counted from 0) -> learning rate
+# schedule(length, rates) -> (step, counted from 0) -> learning rate
 SCHEDULES: Mapping[str, Callable] = {"cosine": cosine, "timm_cosine": timm_cosine}
 # loss(logits [B, C], targets [B, C]) -> [B]; targets are probabilities, mixed and smoothed.
 LOSSES: Mapping[str, Callable] = {"softmax_cross_entropy": optax.softmax_cross_entropy}
-# optimizer(config, learning_rate_schedule) -> optax.GradientTransformation
+# optimizer(learning_rate schedule, any fields of the config) -> optax.GradientTransformation
 OPTIMIZERS: Mapping[str, Callable] = {"adamw": adamw}
 
 
@@ -172,9 +184,20 @@ def find_loss(name: str) -> Callable:
     return _find(LOSSES, name, "loss")
 
 
-def find_optimizer(name: str) -> Callable:
-    """Returns the function that `config.optimizer` names, or raises `InputError`."""
-    return _find(OPTIMIZERS, name, "optimizer")
+def make_optimizer(
+    name: str, learning_rate: optax.Schedule, fields: Mapping[str, Any]
+) -> optax.GradientTransformation:
+    """Returns the optimizer that `config.optimizer` names, or raises `InputError`.
+
+    Args:
+      name: The name, or your own as 'module:function'.
+      learning_rate: Schedule of the learning rate.
+      fields: Fields of the config, of which the optimizer gets those that its parameters name.
+    """
+    build = _find(OPTIMIZERS, name, "optimizer")
+    parameters = inspect.signature(build).parameters
+    options = {key: fields[key] for key in parameters if key in fields}
+    return build(**options | {"learning_rate": learning_rate})
 
 
 def _find(registry: Mapping[str, Callable], name: str, field: str) -> Callable:

@@ -10,30 +10,19 @@ from ml_collections import ConfigDict
 
 from structinit_jax.errors import InputError
 
-# Fields and sections that must not change on resume, and what each one affects.
-FIXED = {
-    "seed": "the data order and all randomness",
-    "batch_size": "the data order",
-    "optimizer": "the optimizer state",
-    "data.name": "the data order",
-    "data.train_split": "the data order",
-    "data.repeats": "the data order",
-    "data.drop_remainder": "the data order",
-    "data.image_size": "the architecture",
-    "data.channels": "the architecture",
-    "data.mean": "the model's input",
-    "data.std": "the model's input",
-    "model": "the architecture",
-    "attention_init": "the initial weights, which are set before step 1",
-    "start_from": "the initial weights, which are set before step 1",
-}
-# Fields of these sections that may change: how the model is computed and regularized.
+# Fields and sections that decide what a trained model computes.
+COMPUTED = ("model", "data.image_size", "data.channels", "data.mean", "data.std")
+# Those that must not change on resume: with another value it would be another run.
+FIXED = (
+    *COMPUTED,
+    *("seed", "batch_size", "optimizer", "attention_init", "start_from"),
+    *("data.name", "data.train_split", "data.repeats", "data.drop_remainder"),
+)
+# Fields of `model` that may change: how the model is computed and regularized.
 FREE = [
     f"model.{field}"
     for field in ("attention_implementation", "drop_path", "dropout", "dtype", "remat", "unroll")
 ]
-# What a change also affects in a model that is only evaluated.
-EVALUATION = ("the architecture", "the model's input")
 ABSENT = "(absent)"
 TEACHER = "teacher.safetensors"  # weights that `structinit_jax.reproduce` selects from
 
@@ -70,12 +59,7 @@ def check(
       InputError: A field has changed that must not change on resume, or the data have changed.
     """
     changed = changes(run["config"], config)
-    refused = [
-        f"{_line(field, *pair)}  (affects {what})"
-        for field, pair in changed.items()
-        if (what := _affects(field, *pair))
-    ]
-    if refused:
+    if refused := [_line(field, *pair) for field, pair in changed.items() if _fixed(field, *pair)]:
         first = f"these fields of the config must not change when {place} is resumed:"
         last = "Restore the old values, or start a new run in another --workdir"
         raise InputError("\n".join([first, *refused, last]))
@@ -106,10 +90,11 @@ def other_class(run: Mapping[str, Any], class_names: Sequence[str]) -> str | Non
 
 def evaluation_changes(run: Mapping[str, Any], config: ConfigDict) -> list[str]:
     """Lists changed fields that affect what a trained model computes, one line each."""
+    changed = changes(run["config"], config)
     return [
         _line(field, *pair)
-        for field, pair in changes(run["config"], config).items()
-        if _affects(field, *pair) in EVALUATION
+        for field, pair in changed.items()
+        if _is_in(field, COMPUTED) and _fixed(field, *pair)
     ]
 
 
@@ -118,15 +103,16 @@ def is_moved_teacher(field: str, old: Any, new: Any) -> bool:
     return field == "start_from" and Path(old).name == Path(new).name == TEACHER
 
 
-def _affects(field, old, new):
-    """Returns what the change of a field affects; None if the field may change."""
-    if field == "ema_decay" and not (old and new):
-        return "whether there are averaged weights"
-    if is_moved_teacher(field, old, new):
-        return None
-    if field in FREE or (ABSENT in (old, new) and not field.startswith("attention_init.")):
-        return None  # weights that appear or disappear with the field are found on restoring
-    return FIXED.get(field) or FIXED.get(field.split(".")[0])
+def _fixed(field, old, new):
+    if field == "ema_decay":
+        return not (old and new)  # there are averaged weights, or there are none
+    if ABSENT in (old, new) and not field.startswith("attention_init."):
+        return False  # weights that appear or disappear with the field are found on restoring
+    return _is_in(field, FIXED) and field not in FREE and not is_moved_teacher(field, old, new)
+
+
+def _is_in(field, fields):
+    return field in fields or field.split(".")[0] in fields
 
 
 def _line(field, old, new):

@@ -1,4 +1,4 @@
-"""Builds schedule, model, optimizer and training step from a config, without allocating arrays.
+"""The parts of a run before any array is allocated, and the compilation of its training step.
 
 `config.model.remat` chooses what the step recomputes in the backward pass.
 'none' keeps what is costly to compute, such as matrix products, and recomputes elementwise work,
@@ -12,39 +12,25 @@ of device may take another policy.
 """
 
 import functools
-import re
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from typing import NamedTuple
 
 import jax
 import numpy as np
+from flax import nnx
 from jax.experimental import multihost_utils
+from jax.sharding import Mesh
 from ml_collections import ConfigDict
 
-from structinit_jax.attention_init import AttentionInit
-from structinit_jax.augment import make_augment
-from structinit_jax.data.loader import AugmentationSplit, bytes_on_device
 from structinit_jax.errors import InputError
 from structinit_jax.models.model import REMAT_POLICIES
 from structinit_jax.training import mesh as mesh_lib
-from structinit_jax.training.optimizer import Schedule, find_loss, find_optimizer, make_schedule
-from structinit_jax.training.state import (
-    AbstractModel,
-    TrainState,
-    abstract_model,
-    check_attention_init,
-    init_state,
-    initialize_model,
-)
-from structinit_jax.training.step import make_train_step
+from structinit_jax.training.optimizer import Schedule
+from structinit_jax.training.state import AbstractModel, TrainState
 
 # Part of the memory that 'auto' leaves free: for batches read ahead, for fragmentation, and since
 # XLA starts to recompute on its own account when a program nearly fills the memory.
 HEADROOM = 0.1
-TO_SAVE_MEMORY = (
-    "--config.accumulate_steps=2 (or more), --config.fsdp=N for weights and optimizer state, or "
-    "more devices"
-)
 
 
 class Setup(NamedTuple):
@@ -52,10 +38,9 @@ class Setup(NamedTuple):
 
     Attributes:
       schedule: Number of steps, evaluations and the learning rate.
-      scheme: Start values of attention.
-      augmentation: Which part of the augmentation runs on the host and which in the step.
       model: The model on the mesh of all devices.
-      init_state: `(params, model_state) -> state` before the first step, jitted.
+      initialize: Returns the state before the first step, and metrics of the initialization; see
+        `state.initialize_model`.
       train_steps: `(state, batch) -> (state, metrics)`, jitted, by the values of
         `config.model.remat` to try, fastest first. They donate the state.
       abstract_state: Shapes, types and shardings of the training state.
@@ -64,10 +49,8 @@ class Setup(NamedTuple):
     """
 
     schedule: Schedule
-    scheme: AttentionInit
-    augmentation: AugmentationSplit
     model: AbstractModel
-    init_state: Callable[..., TrainState]
+    initialize: Callable[[], tuple[TrainState, dict[str, float]]]
     train_steps: dict[str, jax.stages.Wrapped]
     abstract_state: TrainState
     abstract_batch: dict[str, jax.ShapeDtypeStruct]
@@ -79,80 +62,48 @@ class Setup(NamedTuple):
         return next(iter(self.train_steps.values()))
 
 
-def make_setup(
-    config: ConfigDict,
-    scheme: AttentionInit,
-    augmentation: AugmentationSplit,
-    num_examples: int,
-    devices: list[jax.Device] | None = None,
-) -> Setup:
-    """Builds the schedule, the model, the optimizer and the training step of a run.
+def abstract_batch(
+    batch_size: int, image_size: int, channels: int, mesh: Mesh
+) -> dict[str, jax.ShapeDtypeStruct]:
+    """Returns the shapes, types and shardings of a global batch."""
+    sharding = mesh_lib.batch_sharding(mesh)
+    shape = (batch_size, image_size, image_size, channels)
+    return {
+        "image": jax.ShapeDtypeStruct(shape, np.uint8, sharding=sharding),
+        "label": jax.ShapeDtypeStruct((batch_size,), np.int32, sharding=sharding),
+    }
+
+
+def jit_steps(
+    models: Mapping[str, Callable[[], AbstractModel]],
+    make_step: Callable[[nnx.GraphDef], Callable],
+    state: TrainState,
+    batch: dict[str, jax.ShapeDtypeStruct],
+) -> dict[str, jax.stages.Wrapped]:
+    """Jits the training step of each model; a model is built when its step is traced.
 
     Args:
-      config: See `structinit_jax.config.base_config`.
-      scheme: Start values of attention.
-      augmentation: Where training images are cropped, and their augmentation on the devices.
-      num_examples: Size of the training split.
-      devices: Devices to compile for. The default is all devices of all processes.
-
-    Raises:
-      InputError: The fields of the config do not fit together, or the data or devices.
+      models: Functions that build a model, by the policy of what it recomputes.
+      make_step: Makes the training step of a model's definition.
+      state: Shapes, types and shardings of the training state.
+      batch: Shapes, types and shardings of a global batch.
     """
-    # -- Mesh and schedule -------------------------------------------------------------------------
-    mesh = mesh_lib.make_mesh(config.fsdp, devices)
-    mesh_lib.check_batch_size(config.batch_size, mesh.size, config.accumulate_steps)
-    replicated, sharded = mesh_lib.replicated(mesh), mesh_lib.batch_sharding(mesh)
-    schedule = make_schedule(config, num_examples)
+    state_shardings, batch_shardings = (
+        jax.tree.map(lambda leaf: leaf.sharding, tree) for tree in (state, batch)
+    )
 
-    # -- Model and optimizer -----------------------------------------------------------------------
-    model = abstract_model(config, mesh)
-    check_attention_init(scheme, model)
-    find_loss(config.loss)  # the step looks it up again when it is traced
-    optimizer = find_optimizer(config.optimizer)(config, schedule.learning_rate)
-    if not (hasattr(optimizer, "init") and hasattr(optimizer, "update")):
-        raise InputError(
-            f"config.optimizer={config.optimizer!r} returns {type(optimizer).__name__}, but an "
-            "optax.GradientTransformation is needed"
-        )
-    make_state = functools.partial(init_state, optimizer=optimizer, with_ema=config.ema_decay > 0)
-    shapes = jax.eval_shape(make_state, model.params, model.model_state)
-    abstract_state = mesh_lib.shard(mesh, shapes)
-    shardings = jax.tree.map(lambda leaf: leaf.sharding, abstract_state)
-
-    # -- Training step -----------------------------------------------------------------------------
-    augment = make_augment(augmentation.on_device, mesh)
-
-    def jit_step(changes):
-        def train_step(*args):  # builds the model lazily: most candidates are never traced
-            graphdef = abstract_model(config, mesh, **changes).graphdef
-            rate = schedule.learning_rate
-            step = make_train_step(config, graphdef, optimizer, rate, augment, mesh)
-            return step(*args)
+    def jit_step(build):
+        def train_step(state, batch):
+            return make_step(build().graphdef)(state, batch)
 
         return jax.jit(
             train_step,
-            in_shardings=(shardings, sharded),
-            out_shardings=(shardings, replicated),
+            in_shardings=(state_shardings, batch_shardings),
+            out_shardings=(state_shardings, mesh_lib.replicated(batch["label"].sharding.mesh)),
             donate_argnums=0,
         )
 
-    size, channels = augmentation.image_size, config.data.channels
-    on_host = augmentation.host_crop is not None
-    image_shape = (config.batch_size, size, size, channels)
-    return Setup(
-        schedule=schedule,
-        scheme=scheme,
-        augmentation=augmentation,
-        model=model,
-        init_state=jax.jit(make_state, out_shardings=shardings, donate_argnums=(0, 1)),
-        train_steps={name: jit_step(c) for name, c in candidates(config.model).items()},
-        abstract_state=abstract_state,
-        abstract_batch={
-            "image": jax.ShapeDtypeStruct(image_shape, np.uint8, sharding=sharded),
-            "label": jax.ShapeDtypeStruct((config.batch_size,), np.int32, sharding=sharded),
-        },
-        data_bytes=0 if on_host else bytes_on_device(num_examples, size, channels),
-    )
+    return {policy: jit_step(build) for policy, build in models.items()}
 
 
 # -- compilation -----------------------------------------------------------------------------------
@@ -171,15 +122,10 @@ class CompiledStep(NamedTuple):
     description: str
 
 
-def candidates(model: ConfigDict) -> dict[str, dict[str, str]]:
-    """Returns the policies to try for a model, fastest first.
+def remat_candidates(model: ConfigDict) -> dict[str, dict[str, str]]:
+    """Returns the fields of `config.model` to replace, by the policies to try, fastest first.
 
-    Args:
-      model: The section `config.model`.
-
-    Returns:
-      The fields of the section to replace, by policy. Your own models need not have the field
-      `remat`; they recompute nothing.
+    Your own models need not have the field `remat`; they recompute nothing.
     """
     if "remat" not in model:
         return {"none": {}}
@@ -187,13 +133,9 @@ def candidates(model: ConfigDict) -> dict[str, dict[str, str]]:
     return {name: {"remat": name} for name in names}
 
 
-def memory_limit(devices: Sequence[jax.Device] | None = None) -> int | None:
-    """Returns the bytes that programs can use on each of the devices, by default this process's.
-
-    None if that is unknown, as on CPUs.
-    """
-    devices = jax.local_devices() if devices is None else devices
-    limits = [(device.memory_stats() or {}).get("bytes_limit") for device in devices]
+def memory_limit() -> int | None:
+    """Returns the bytes that programs can use on each device; None if unknown, as on CPUs."""
+    limits = [(device.memory_stats() or {}).get("bytes_limit") for device in jax.local_devices()]
     return None if None in limits else min(limits)
 
 
@@ -214,30 +156,30 @@ def compile_first_that_fits(
     Raises:
       InputError: No step fits.
     """
-    too_large = []
+    tries = []
     for number, (policy, lower) in enumerate(steps.items(), start=1):
         is_last = number == len(steps)
         room = memory if is_last or memory is None else round(memory * (1 - HEADROOM))
         try:
             compiled = lower().compile(dict(compiler_options or {}))
         except jax.errors.JaxRuntimeError as error:
-            if not is_out_of_memory(error):
+            if "RESOURCE_EXHAUSTED" not in str(error):
                 raise
-            fits, needs = False, _needed_by(error)
+            fits, needs = False, "more than there is"
         else:
             needed = bytes_needed(compiled)
             fits, needs = room is None or needed <= room, mib(needed)
         # Limits, and on GPUs programs, may differ a little between processes.
         if multihost_utils.process_allgather(np.asarray(fits)).all():
             limit = "" if room is None else f" of {mib(room)}"
-            details = "; ".join([f"needs {needs}{limit}", *too_large])
+            details = "; ".join([f"needs {needs}{limit}", *tries])
             return CompiledStep(compiled, f"{policy} ({details})")
-        too_large.append(f"{policy} needs {needs}")
+        tries.append(f"{policy} needs {needs}")
     limit = "" if memory is None else f" of {mib(memory)}"
-    auto = "--config.model.remat=auto, " if list(steps) in (["none"], ["dots"]) else ""
     raise InputError(
         f"the training step does not fit into the memory{limit} of each device: with remat "
-        f"{', '.join(too_large)}. To save memory: {auto}{TO_SAVE_MEMORY}"
+        f"{', '.join(tries)}. To save memory: --config.model.remat=auto, "
+        "--config.accumulate_steps=2 (or more), --config.fsdp=N, or more devices"
     )
 
 
@@ -248,29 +190,14 @@ def bytes_needed(compiled: jax.stages.Compiled) -> int:
     return memory.argument_size_in_bytes + outputs + memory.temp_size_in_bytes
 
 
-def is_out_of_memory(error: jax.errors.JaxRuntimeError) -> bool:
-    """Returns whether XLA refused a program because it needs too much memory."""
-    return "RESOURCE_EXHAUSTED" in str(error)
-
-
 def mib(size: int) -> str:
     """Formats a number of bytes, for example '7,112 MiB'."""
     return f"{size / 2**20:,.0f} MiB"
 
 
-def _needed_by(error: Exception) -> str:
-    """Returns what XLA's message says of a program that it refuses, for example '23.32 GiB'.
-
-    This is all of the program, or only its temporaries.
-    """
-    size = re.search(r"(\d[\d.]*)([KMG])\b", str(error))
-    return f"at least {size[1]} {size[2]}iB" if size else "more"
-
-
 def compile_step(
-    config: ConfigDict,
     setup: Setup,
-    eval_sizes: Iterable[int],
+    eval_bytes: int,
     memory_limit: int | None,
     compiler_options: Mapping[str, bool | int] | None = None,
     first: jax.stages.Lowered | None = None,
@@ -278,9 +205,8 @@ def compile_step(
     """Compiles the first of the training steps that fits next to the data.
 
     Args:
-      config: Config of the run.
       setup: The run.
-      eval_sizes: Sizes of the evaluation sets.
+      eval_bytes: Bytes of the evaluation sets in the memory of every device.
       memory_limit: Bytes of one device that programs can use, or None if that is not known.
       compiler_options: Options of XLA.
       first: The fastest step, if it has been lowered.
@@ -288,19 +214,12 @@ def compile_step(
     Raises:
       InputError: No step fits.
     """
-    data = config.data
-    if memory_limit is not None:
-        memory_limit -= setup.data_bytes
-        memory_limit -= sum(bytes_on_device(n, data.image_size, data.channels) for n in eval_sizes)
     arguments = (setup.abstract_state, setup.abstract_batch)
     steps = {
         name: functools.partial(step.lower, *arguments) for name, step in setup.train_steps.items()
     }
     if first is not None:
         steps[next(iter(steps))] = lambda: first
+    if memory_limit is not None:
+        memory_limit -= setup.data_bytes + eval_bytes
     return compile_first_that_fits(steps, memory_limit, compiler_options)
-
-
-def initialize(config: ConfigDict, setup: Setup) -> TrainState:
-    """Returns the state before the first step, see `training.state.initialize_model`."""
-    return setup.init_state(*initialize_model(config, setup.model, setup.scheme))

@@ -2,6 +2,7 @@
 
 import functools
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -49,12 +50,14 @@ class AbstractModel(NamedTuple):
     `nnx.merge(graphdef, params, model_state)` with real arrays makes the model.
 
     Attributes:
+      build: `rng -> model`, with real arrays.
       mesh: Devices of the arrays.
       graphdef: Static definition of the model.
       params: Shapes, types and shardings of `TrainState.params`.
       model_state: Shapes, types and shardings of `TrainState.model_state`.
     """
 
+    build: Callable[[PRNGKeyArray], nnx.Module]
     mesh: jax.sharding.Mesh
     graphdef: nnx.GraphDef
     params: dict[str, Any]
@@ -67,21 +70,32 @@ def split_model(model: nnx.Module) -> tuple[nnx.GraphDef, dict[str, Any], dict[s
     return graphdef, nnx.to_pure_dict(params), nnx.to_pure_dict(model_state)
 
 
-def abstract_model(config: ConfigDict, mesh: jax.sharding.Mesh, **changes) -> AbstractModel:
+def abstract_model(
+    model: ConfigDict, data: ConfigDict, mesh: jax.sharding.Mesh, **changes
+) -> AbstractModel:
     """Builds the model of a config without allocating it.
 
     Args:
-      config: See `structinit_jax.config.base_config`.
-      mesh: Devices of its arrays.
-      **changes: Fields of `config.model` that replace those of the config.
+      model: The section `config.model`.
+      data: The section `config.data`.
+      mesh: Devices of the arrays.
+      **changes: Fields that replace those of `config.model`.
 
     Raises:
       InputError: The fields of `config.model` do not fit together.
     """
-    model = nnx.eval_shape(lambda: _build_model(config, jax.random.key(0), **changes))
-    graphdef, params, model_state = split_model(model)
+
+    def build(rng):
+        return create_model(
+            model.to_dict() | changes,
+            image_size=data.image_size,
+            channels=data.channels,
+            rngs=nnx.Rngs(params=rng),
+        )
+
+    graphdef, params, model_state = split_model(nnx.eval_shape(lambda: build(jax.random.key(0))))
     shapes = mesh_lib.shard(mesh, {"params": params, "model_state": model_state})
-    return AbstractModel(mesh, graphdef, **shapes)
+    return AbstractModel(build, mesh, graphdef, **shapes)
 
 
 def check_attention_init(scheme: AttentionInit, model: AbstractModel) -> None:
@@ -95,34 +109,31 @@ def check_attention_init(scheme: AttentionInit, model: AbstractModel) -> None:
 
 
 def initialize_model(
-    config: ConfigDict, model: AbstractModel, scheme: AttentionInit
-) -> tuple[dict, dict]:
-    """Returns the parameters and the model state of `initialize_and_measure`."""
-    return initialize_and_measure(config, model, scheme)[:2]
-
-
-def initialize_and_measure(
-    config: ConfigDict, model: AbstractModel, scheme: AttentionInit
+    model: AbstractModel, scheme: AttentionInit, seed: int, start_from: str = ""
 ) -> tuple[dict, dict, dict[str, float]]:
-    """Initializes a model from `config.seed` and prints the cost and quality of the solve.
+    """Initializes a model and prints the cost and quality of the solve.
 
-    If `config.start_from` is set, all weights but the head are selected from that file instead
-    (Xu et al. 2024, "Initializing Models with Larger Ones").
+    Args:
+      model: The model.
+      scheme: Start values of attention.
+      seed: `config.seed`.
+      start_from: `config.start_from`, a file from which all weights but the head are selected
+        instead (Xu et al. 2024, "Initializing Models with Larger Ones").
 
     Returns:
       Parameters, model state, and what is printed as metrics: 'init/seconds',
       'init/compile_seconds', and 'init/loss', 'init/target_mass' and others of a scheme that
-      reports them. No metrics with `config.start_from`.
+      reports them. No metrics with `start_from`.
 
     Raises:
-      InputError: The weights of `config.start_from` do not fit the model.
+      InputError: The weights in `start_from` do not fit the model.
     """
-    rng = jax.random.key(config.seed)  # split within the programs: each split would be another one
-    if config.start_from:
-        return *_select_from_file(config, model, rng), {}
+    rng = jax.random.key(seed)  # split within the programs: each split would be another one
+    if start_from:
+        return *_select_from_file(model, rng, start_from), {}
 
     shardings = jax.tree.map(lambda leaf: leaf.sharding, (model.params, model.model_state))
-    draw = jax.jit(functools.partial(_draw_weights, config), out_shardings=shardings)
+    draw = jax.jit(functools.partial(_draw_weights, model.build), out_shardings=shardings)
     weights = draw(rng)
     start = time.perf_counter()
     solve = jax.jit(
@@ -130,18 +141,13 @@ def initialize_and_measure(
         donate_argnums=(0, 1),
         out_shardings=(*shardings, mesh_lib.replicated(model.mesh)),
     )
-    print(f"attention_init {config.attention_init.name}: compiling", flush=True)
+    print("attention_init: compiling", flush=True)
     solve = solve.lower(*weights, rng).compile()
     compiled = time.perf_counter()
     params, model_state, report = jax.block_until_ready(solve(*weights, rng))
-    metrics = {
-        "init/seconds": time.perf_counter() - compiled,
-        "init/compile_seconds": compiled - start,
-    }
-    text = (
-        f"attention_init {config.attention_init.name}: {metrics['init/seconds']:.2f} s "
-        f"(plus {metrics['init/compile_seconds']:.2f} s to compile)"
-    )
+    seconds, compile_seconds = time.perf_counter() - compiled, compiled - start
+    metrics = {"init/seconds": seconds, "init/compile_seconds": compile_seconds}
+    text = f"attention_init: {seconds:.2f} s (plus {compile_seconds:.2f} s to compile)"
     if report is not None:
         report = jax.device_get(report)
         metrics |= {f"init/{name}": float(value) for name, value in report._asdict().items()}
@@ -157,21 +163,19 @@ def initialize_and_measure(
 
 
 def find_targets(
-    config: ConfigDict, model: AbstractModel, scheme: AttentionInit
+    model: AbstractModel, scheme: AttentionInit, seed: int
 ) -> dict[str, tuple[Int[np.ndarray, "L h"], Float[np.ndarray, "F N N"]]]:
     """Returns the maps that `initialize_model` solves for: where the heads of a run started.
 
     Returns:
       Index of each head's map and the maps, by the name of the stack. Stacks to which the scheme
-      gives no targets are left out: all of them if it has none or `config.start_from` is set.
+      gives no targets are left out.
     """
-    if config.start_from:
-        return {}
-    params_rng, attention_rng, _ = split_rng(jax.random.key(config.seed))
+    params_rng, attention_rng, _ = split_rng(jax.random.key(seed))
 
     @jax.jit  # removes the solve, whose result is not used
     def find(params_rng, attention_rng):
-        weights = _build_model(config, params_rng).start_weights(scheme, attention_rng)
+        weights = model.build(params_rng).start_weights(scheme, attention_rng)
         # Weights of convolutions, and those of a scheme without targets, have none.
         with_targets = {k: w for k, w in weights.items() if getattr(w, "targets", None) is not None}
         return {k: (w.filter_index, w.targets) for k, w in with_targets.items()}
@@ -205,18 +209,9 @@ def split_rng(rng: PRNGKeyArray) -> tuple[PRNGKeyArray, PRNGKeyArray, PRNGKeyArr
     return params_rng, attention_rng, steps_rng
 
 
-def _build_model(config: ConfigDict, rng: PRNGKeyArray, **changes) -> nnx.Module:
-    return create_model(
-        config.model.to_dict() | changes,
-        image_size=config.data.image_size,
-        channels=config.data.channels,
-        rngs=nnx.Rngs(params=rng),
-    )
-
-
-def _draw_weights(config: ConfigDict, rng: PRNGKeyArray) -> tuple[dict, dict]:
+def _draw_weights(build, rng):
     params_rng, _, _ = split_rng(rng)
-    return split_model(_build_model(config, params_rng))[1:]
+    return split_model(build(params_rng))[1:]
 
 
 def _initialize_attention(scheme, graphdef, params, model_state, rng):
@@ -226,23 +221,17 @@ def _initialize_attention(scheme, graphdef, params, model_state, rng):
     return *split_model(model)[1:], report
 
 
-def _select_from_file(config: ConfigDict, model: AbstractModel, rng) -> tuple[dict, dict]:
-    """Selects all weights but the head, which is drawn, from `config.start_from`."""
-    path = config.start_from
-    if Path(path).expanduser().is_dir():
-        raise InputError(
-            f"config.start_from={path!r} is a folder: name the model.safetensors in it, which "
-            "python -m structinit_jax.export writes for a run"
-        )
+def _select_from_file(model: AbstractModel, rng: PRNGKeyArray, path: str) -> tuple[dict, dict]:
+    """Selects all weights but the head, which is drawn, from a safetensors file."""
     try:
         teacher = load_file(Path(path).expanduser())
     except (OSError, SafetensorError) as error:
         raise InputError(
             f"config.start_from={path!r} cannot be read: {error}. It must be a safetensors file of "
-            "a timm model"
+            "a timm model, such as structinit_jax.export writes"
         ) from error
-    draw = jax.jit(functools.partial(_draw_weights, config))
-    student = nnx.merge(model.graphdef, *jax.device_get(draw(rng)))
+    drawn = jax.jit(functools.partial(_draw_weights, model.build))(rng)
+    student = nnx.merge(model.graphdef, *jax.device_get(drawn))
     try:
         student = select_weights(teacher, student)
     except InputError as error:

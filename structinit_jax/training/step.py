@@ -1,6 +1,6 @@
 """The training step and the evaluation step as pure functions."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from typing import Any
 
@@ -11,12 +11,10 @@ import optax
 from flax import nnx
 from jax.sharding import Mesh
 from jaxtyping import Array, Float, PRNGKeyArray
-from ml_collections import ConfigDict
 
 from structinit_jax.augment import Augment, normalize
 from structinit_jax.models.model import FSDP_AXIS, stack_of
 from structinit_jax.training import mesh as mesh_lib
-from structinit_jax.training.optimizer import find_loss
 from structinit_jax.training.state import TrainState, split_model, split_rng
 
 Batch = dict[str, Array]
@@ -31,14 +29,19 @@ def step_rngs(seed: int | Array, step: int | Array) -> tuple[PRNGKeyArray, PRNGK
 
 
 def make_train_step(
-    config: ConfigDict,
     graphdef: nnx.GraphDef,
     optimizer: optax.GradientTransformation,
     learning_rate: optax.Schedule,
     augment: Augment,
     mesh: Mesh,
+    *,
+    loss: Callable[..., Array],
+    seed: int,
+    accumulate_steps: int = 1,
+    ema_decay: float = 0.0,
+    mixes: bool = False,
 ) -> Callable[[TrainState, Batch], tuple[TrainState, Metrics]]:
-    """Builds the training step, `(state, batch, seed=config.seed) -> (state, metrics)`.
+    """Builds the training step, `(state, batch) -> (state, metrics)`.
 
     All randomness follows from (seed, step). A step whose loss or gradient is not finite changes
     the step number and the optimizer's counters only, and with them the data, the randomness and
@@ -48,17 +51,50 @@ def make_train_step(
     `layer_norms`.
 
     Args:
-      config: See `structinit_jax.config.base_config`.
       graphdef: Static definition of the model.
       optimizer: Turns gradients into updates.
       learning_rate: Schedule of the learning rate, for the metrics.
       augment: Augmentation of a batch.
       mesh: Devices of the state and the batch. Split weights are gathered layer by layer, forward
         and backward; gradients, optimizer state and new weights stay split.
+      loss: `(logits, targets) -> losses`, [B, classes] -> [B].
+      seed: Seed of the run.
+      accumulate_steps: Parts into which each batch is split, to save memory.
+      ema_decay: Decay of the averaged weights; 0 disables them.
+      mixes: Whether the augmentation mixes images.
     """
-    loss_of = find_loss(config.loss)
-    mixes = config.augment.mixup > 0 or config.augment.cutmix > 0
+    value_and_grad = _make_value_and_grad(graphdef, loss)
+    if accumulate_steps > 1:
+        value_and_grad = _in_parts(value_and_grad, accumulate_steps)
+    value_and_grad = _gather_by_layer(value_and_grad, mesh)
 
+    def train_step(state: TrainState, batch: Batch) -> tuple[TrainState, Metrics]:
+        augment_rng, rng = step_rngs(seed, state.step)
+        batch = augment(augment_rng, batch["image"], batch["label"])
+        gradient = value_and_grad(state.params, state.model_state, batch, rng)
+        (loss, (correct, model_state)), grads = gradient
+        updates, opt_state = optimizer.update(grads, state.opt_state, state.params)
+        params = optax.apply_updates(state.params, updates)
+        ema = state.ema
+        if ema_decay:
+            ema = _average({"params": params, "model_state": model_state}, ema, ema_decay)
+        gradient_norm = optax.tree.norm(grads)
+        finite = jnp.isfinite(loss) & jnp.isfinite(gradient_norm)
+        metrics = {
+            "loss": loss,
+            **({} if mixes else {"accuracy": correct}),
+            "learning_rate": jnp.asarray(learning_rate(state.step)),
+            "gradient_norm": gradient_norm,
+            "layer_gradient_norms": layer_norms(grads),
+            "nonfinite": 1.0 - finite.astype(jnp.float32),
+        }
+        new = TrainState(state.step + 1, params, model_state, opt_state, ema)
+        return _apply_if(finite, new, state), metrics
+
+    return train_step
+
+
+def _make_value_and_grad(graphdef, loss_of):
     def loss_fn(params, model_state, batch, rng):
         images, targets = batch
         model = nnx.merge(graphdef, params, model_state)
@@ -68,16 +104,17 @@ def make_train_step(
         loss = jnp.mean(loss_of(logits, targets), axis=0)
         return loss, (correct, split_model(model)[2])
 
-    value_and_grad = jax.value_and_grad(loss_fn, has_aux=True)
+    return jax.value_and_grad(loss_fn, has_aux=True)
+
+
+def _in_parts(value_and_grad, num_parts):
+    """Computes `value_and_grad` of a batch in parts, to save memory."""
+
+    def split(x):
+        # Strided, so that every device keeps an equal share of each part.
+        return jnp.moveaxis(x.reshape(len(x) // num_parts, num_parts, *x.shape[1:]), 1, 0)
 
     def accumulate(params, model_state, batch, rng):
-        """Computes `value_and_grad` of a batch in parts, to save memory."""
-        num_parts = config.accumulate_steps
-
-        def split(x):
-            # Strided, so that every device keeps an equal share of each part.
-            return jnp.moveaxis(x.reshape(len(x) // num_parts, num_parts, *x.shape[1:]), 1, 0)
-
         def body(carry, part):
             sums, model_state = carry
             batch, number = part
@@ -92,46 +129,27 @@ def make_train_step(
         loss, correct, grads = jax.tree.map(lambda x: x / num_parts, sums)
         return (loss, (correct, model_state)), grads
 
+    return accumulate
+
+
+def _average(new, mean, decay):
     def average(new, mean):
         if not jnp.issubdtype(new.dtype, jnp.inexact):
             return new  # a counter of a user's model
-        return optax.incremental_update(new, mean, 1 - config.ema_decay)
+        return optax.incremental_update(new, mean, 1 - decay)
 
-    def train_step(
-        state: TrainState, batch: Batch, seed: int | Array = config.seed
-    ) -> tuple[TrainState, Metrics]:
-        augment_rng, rng = step_rngs(seed, state.step)
-        batch = augment(augment_rng, batch["image"], batch["label"])
-        gradient_of = accumulate if config.accumulate_steps > 1 else value_and_grad
-        gradient = _gather_by_layer(gradient_of, mesh)(state.params, state.model_state, batch, rng)
-        (loss, (correct, model_state)), grads = gradient
-        updates, opt_state = optimizer.update(grads, state.opt_state, state.params)
-        params = optax.apply_updates(state.params, updates)
-        ema = state.ema
-        if config.ema_decay:
-            new = {"params": params, "model_state": model_state}
-            ema = jax.tree.map(average, new, ema)
-        gradient_norm = optax.tree.norm(grads)
-        finite = jnp.isfinite(loss) & jnp.isfinite(gradient_norm)
-        metrics = {
-            "loss": loss,
-            **({} if mixes else {"accuracy": correct}),
-            "learning_rate": jnp.asarray(learning_rate(state.step)),
-            "gradient_norm": gradient_norm,
-            "layer_gradient_norms": layer_norms(grads),
-            "nonfinite": 1.0 - finite.astype(jnp.float32),
-        }
-        new_state = TrainState(state.step + 1, params, model_state, opt_state, ema)
-        kept = jax.tree.map(lambda new, old: jnp.where(finite, new, old), new_state, state)
-        # The optimizer's counters go on like the step, so the schedule does.
-        opt_state = jax.tree.map(
-            lambda new, old: new if jnp.issubdtype(new.dtype, jnp.integer) else old,
-            opt_state,
-            kept.opt_state,
-        )
-        return kept._replace(step=new_state.step, opt_state=opt_state), metrics
+    return jax.tree.map(average, new, mean)
 
-    return train_step
+
+def _apply_if(finite, new: TrainState, old: TrainState) -> TrainState:
+    kept = jax.tree.map(lambda new, old: jnp.where(finite, new, old), new, old)
+    # The optimizer's counters go on like the step, so the schedule does.
+    opt_state = jax.tree.map(
+        lambda new, old: new if jnp.issubdtype(new.dtype, jnp.integer) else old,
+        new.opt_state,
+        kept.opt_state,
+    )
+    return kept._replace(step=new.step, opt_state=opt_state)
 
 
 def _gather_by_layer(function, mesh):
@@ -168,9 +186,10 @@ def layer_norms(grads: dict[str, Any]) -> dict[str, Float[Array, "..."]]:
 
 
 def make_eval_step(
-    config: ConfigDict,
     graphdef: nnx.GraphDef,
     mesh: Mesh,
+    mean: Sequence[float],
+    std: Sequence[float],
     classes: np.ndarray | None = None,
     answers: np.ndarray | None = None,
 ) -> Callable[[dict, dict, Batch], Metrics]:
@@ -181,22 +200,23 @@ def make_eval_step(
     probability.
 
     Args:
-      config: See `structinit_jax.config.base_config`.
       graphdef: Static definition of the model.
       mesh: Devices of the weights and the batch. Split weights are gathered layer by layer.
+      mean: Per channel, of pixels scaled to [0, 1].
+      std: Likewise.
       classes: Classes to predict, int [classes]. The default is all of them.
       answers: Right classes of each label, int32 [labels, most], padded with -1. By default labels
         are classes.
     """
-    every_class = np.arange(config.model.num_classes)
 
     def predict(params, model_state, images):
         model = nnx.merge(graphdef, params, model_state)
         return model(images)[0]
 
     def eval_step(params: dict, model_state: dict, batch: Batch) -> Metrics:
-        images = normalize(batch["image"], tuple(config.data.mean), tuple(config.data.std))
+        images = normalize(batch["image"], tuple(mean), tuple(std))
         logits = _gather_by_layer(predict, mesh)(params, model_state, images)
+        every_class = np.arange(logits.shape[-1])
         if classes is not None:
             logits = jnp.where(np.isin(every_class, classes)[None], logits, -jnp.inf)
         labels = batch["label"]
