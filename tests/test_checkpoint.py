@@ -130,6 +130,17 @@ def test_if_all_are_damaged_there_is_none(directory):
         assert checkpoints.latest_step is None
 
 
+def test_unfinished_checkpoints_are_deleted_but_none_of_another_program(directory):
+    (directory / "12" / checkpoint.RUN).unlink()
+    with opened(directory) as checkpoints:
+        assert checkpoints.latest_step == 8
+    assert not (directory / "12").exists()
+    (directory / "16" / "default").mkdir(parents=True)
+    with pytest.raises(InputError, match="16"):
+        checkpoint.Checkpoints(directory, 3)
+    assert (directory / "16" / "default").exists()
+
+
 def test_a_renamed_checkpoint_and_one_without_a_part_of_a_process_are_damaged(directory):
     (directory / "12").rename(directory / "17")
     assert "that of step 12" in checkpoint.find_damage(epath.Path(directory / "17"))

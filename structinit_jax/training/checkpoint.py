@@ -44,6 +44,7 @@ class Checkpoints:
     """The checkpoints of a run that is being trained.
 
     Damaged checkpoints are reported and not used; those that a kill left unfinished are deleted.
+    Raises `InputError` if there are checkpoints of another program.
 
     Args:
       directory: Created if it does not exist.
@@ -65,8 +66,8 @@ class Checkpoints:
         if jax.process_index() == 0:
             self.directory.mkdir(parents=True, exist_ok=True)
             for folder in step_folders(self.directory):
-                if not (folder / RUN).exists():  # a kill while it was written or deleted
-                    folder.rmtree()
+                if not (folder / RUN).exists():
+                    _remove_unfinished(folder)
             self._runs = {step: read_run(directory, step) for step in _intact_steps(directory)}
         newest = np.int32(max(self._runs, default=-1))
         newest = int(multihost_utils.broadcast_one_to_all(newest))
@@ -325,6 +326,16 @@ def _intact_steps(directory: epath.PathLike, step: int | None = None) -> Iterato
             print(f"note: skipping checkpoint {folder}: {damage}")
         else:
             yield int(folder.name)
+
+
+def _remove_unfinished(folder: epath.Path) -> None:
+    """Deletes what a kill left when it interrupted writing or deleting a checkpoint."""
+    if any(not path.name.startswith((STATE, "index_")) for path in folder.iterdir()):
+        raise InputError(
+            f"{folder} is a checkpoint of another program or version: use another --workdir, or "
+            "move it away"
+        )
+    folder.rmtree()
 
 
 def _index(folder: epath.Path, process: int) -> epath.Path:
