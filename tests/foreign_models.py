@@ -190,17 +190,10 @@ def split(params, fused, parts):
 
 def open_clip():
     """Both towers of CLIP, the one for text under names like those of the one for images."""
-    vision = renamed(
-        cls_token="class_embedding",
-        pos_embed="positional_embedding",
-        patch_embed__proj="conv1",
-        blocks="transformer.resblocks",
-        norm="ln_",
-        qkv__="in_proj_",
-        attn__proj="attn.out_proj",
-        fc1="c_fc",
-        fc2="c_proj",
-    )
+    names = dict(cls_token="class_embedding", pos_embed="positional_embedding")
+    names |= dict(patch_embed__proj="conv1", blocks="transformer.resblocks", norm="ln_")
+    names |= dict(qkv__="in_proj_", attn__proj="attn.out_proj", fc1="c_fc", fc2="c_proj")
+    vision = renamed(**names)
     text = {name: array for name, array in vision.items() if "conv1" not in name}
     vision["class_embedding"] = vision["class_embedding"].reshape(-1)
     vision["positional_embedding"] = vision["positional_embedding"][0]

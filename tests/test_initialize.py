@@ -30,11 +30,6 @@ from structinit_jax.interop.layouts import flatten
 RNG = jax.random.key(0)
 
 
-def by_path(params):
-    leaves, _ = flatten(params)
-    return leaves
-
-
 def to_numpy(leaf):
     if jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key):
         leaf = jax.random.key_data(leaf)
@@ -52,7 +47,7 @@ def layer_maps(weights, positions):
 @pytest.mark.parametrize("name", MODELS)
 def test_write_then_read_returns_the_weights_and_changes_nothing_else(name):
     params = MODELS[name]()
-    before = {path: to_numpy(leaf) for path, leaf in by_path(params).items()}
+    before = {path: to_numpy(leaf) for path, leaf in flatten(params)[0].items()}
     site = site_of(params, **arguments(name))
     assert (site.num_layers, site.grid) == (2, STATE_DICTS.get(name, (HEADS, GRID))[1])
     weights = normal_scheme(None, site)
@@ -63,8 +58,8 @@ def test_write_then_read_returns_the_weights_and_changes_nothing_else(name):
 
     assert type(new) is type(params)
     assert jax.tree.structure(new) == jax.tree.structure(params)
-    after = by_path(new)
-    for path, old in by_path(params).items():
+    after = flatten(new)[0]
+    for path, old in flatten(params)[0].items():
         np.testing.assert_array_equal(to_numpy(old), before[path])  # params is not changed
         assert type(after[path]) is type(old)
         assert after[path].dtype == old.dtype
@@ -135,8 +130,8 @@ SCALED = {  # the patch embedding, and the output layer of a block's MLP
 def test_scales_of_the_patch_embedding_and_the_mlps(name):
     params, (patches, output) = MODELS[name](), SCALED[name]
     weights = AttentionWeights(patch_scale=0.5, mlp_scale=0)
-    new = by_path(write(params, weights, **arguments(name)))
-    old = by_path(params)
+    new = flatten(write(params, weights, **arguments(name)))[0]
+    old = flatten(params)[0]
     (kernel,) = {f"{patches}.weight", f"{patches}.kernel"} & old.keys()
     width = interop.read(params, **arguments(name)).query.shape[1]
     # White images of variance 1 get half of what PyTorch's default kernel makes of them.
