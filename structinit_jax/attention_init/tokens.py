@@ -64,7 +64,6 @@ def impulse(
         mean of (H - M)²,   M = softmax(σ X Q Kᵀ Xᵀ),   X = LayerNorm(P) = Z Vᵀ
 
     is minimized once per filter, in the coordinates VᵀQ and VᵀK [r, d] of the row space of X.
-    Query and key are zero outside the row space, so at first they see positions alone.
     """
     # Targets H [F, N, N]; layer l uses the filters from ranges[l][0] to ranges[l][1].
     if filters.dilation is None and filters.is_impulse:
@@ -83,14 +82,13 @@ def impulse(
         )
 
     # Sharpness: a fixed norm of Q and K, or the one at which maps have the target mass.
-    start = (START_SHARPNESS / (site.qk_scale * site.head_dim * site.width)) ** 0.5
     weights = _solve_and_place(
         rng,
         start_factors(z, targets, site.head_dim),
         z,
         v,
         targets[:, loss_rows(site.num_tokens)],
-        norm or start,
+        norm or (START_SHARPNESS / (site.qk_scale * site.head_dim * site.width)) ** 0.5,
         target_mass if norm is None else None,
         site=dataclasses.replace(site, positions=None),  # hashable, as static arguments must be
         ranges=ranges,
@@ -135,7 +133,8 @@ def _solve_and_place(
 
     # Rotation: every head gets a copy of its filter's solution, turned by a random orthogonal R
     # [d, k] of its own: Q = V bank[filter] Rᵀ and K with the same R. The map is the same, the
-    # weights are independent.
+    # weights are independent. Q and K are zero outside the row space, so at first they see
+    # positions alone.
     filter_index = assign_by_layer(order_rng, site.num_heads, ranges, offsets)
     shape = (*filter_index.shape, site.head_dim, bank.query.shape[-1])
     rotations = random_rotations(rotation_rng, shape)
