@@ -62,12 +62,9 @@ def test_a_bad_value_is_named_with_its_field(field, values):
         assert str(caught.value).startswith(f"config.model.{field}={value!r} must be ")
 
 
-def test_an_unknown_field_gets_a_suggestion():
+def test_suggestions_are_near_names_or_all_of_them():
     with pytest.raises(InputError, match=r"config\.dpeth .* did you mean 'depth'\?"):
         check_fields(Fields, {"dpeth": 2})
-
-
-def test_suggestions_are_near_names_or_all_of_them():
     assert suggest("vitt", ["vit", "swin"]) == "did you mean 'vit'?"
     assert suggest("resnet", ["vit", "swin"]) == "choose from vit, swin"
 

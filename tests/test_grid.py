@@ -58,7 +58,6 @@ def test_a_setting_has_one_name_however_it_is_written(tiny_config):
 @pytest.mark.parametrize(
     ("axis", "message"),
     [
-        ("model.dpth=1", "depth"),
         ("model.depth=x", r"--grid\.model\.depth=x"),
         ("learning_rate=1e-3,0.001", r"learning_rate=0\.001 twice"),
         ("attention_init.nrm=1", r"--grid=attention_init\.nrm"),

@@ -111,7 +111,7 @@ def test_fields_that_differ_from_the_baseline_are_reported(tmp_path):
     }
     text = report.markdown(record(tmp_path, {name: {0: {12: 0.5}} for name in settings}, settings))
     for name in ("a", "b,model.num_heads=2"):
-        line = f"In {name} (and in the baseline) model.positions is 'learned' ('sincos').\n"
+        line = f"{name} differs from its baseline: model.positions is 'learned', not 'sincos'.\n"
         assert line in text
     assert text.count("Trained on digits.") == 1
     assert "| default | 1 of 1 | 50.00 | 50.10 | baseline |" in text

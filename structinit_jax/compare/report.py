@@ -292,14 +292,14 @@ def _other_fields(info: Mapping[str, Any]) -> list[str]:
     for name, baseline in info["baselines"].items():
         own, other = fields[name], fields.get(baseline, fields[name])
         different = [
-            f"{field} is {own.get(field)!r} ({other.get(field)!r})"
+            f"{field} is {own.get(field)!r}, not {other.get(field)!r}"
             for field in sorted(own.keys() | other.keys())
             if own.get(field) != other.get(field)
             and not field.startswith(("attention_init", *HARMLESS))
             and f",{field}=" not in name
         ]
         if different:
-            lines.append(f"In {name} (and in the baseline) {', '.join(different)}.")
+            lines.append(f"{name} differs from its baseline: {'; '.join(different)}.")
     return lines
 
 

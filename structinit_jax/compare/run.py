@@ -162,7 +162,7 @@ def _merge(workdir, new, settings):
         return {"settings": new, "baselines": {}, "commands": []}
     info = report.read_info(workdir)
     old = info["settings"]
-    data = {name: value for facts in old.values() for name, value in facts["data"].items()}
+    data = {k: value for facts in old.values() for k, value in facts["data"].items()}
     for name, facts in new.items():
         if other := [k for k, value in facts["data"].items() if data.get(k, value) != value]:
             raise InputError(
