@@ -1,7 +1,5 @@
 """Data sets by name, and the test sets of ImageNet, whose rules are compared with NumPy."""
 
-import sys
-
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -12,47 +10,13 @@ from PIL import Image
 from scipy.special import log_softmax, logsumexp
 
 from structinit_jax.data.datasets import CATALOG, EVALUATION_SETS, open_dataset, open_test_set
-from structinit_jax.data.loader import make_loader
 from structinit_jax.errors import InputError
 from structinit_jax.training.mesh import make_mesh
 from structinit_jax.training.state import split_model
 from structinit_jax.training.step import make_eval_step
 
-# A user's own module: a new data set is this much, and its name in the config.
-MODULE = '''
-import numpy as np
-from structinit_jax.data.source import Dataset
 
-def colors(data_dir):
-    """Plain images, named in the config as data.name="my_module:colors"."""
-    records = [{"image": np.full((4, 4, 3), 50 * (i % 3), np.uint8), "label": i % 3}
-               for i in range(14)]
-    splits = {"train": records[:10], "test": records[10:]}
-    return Dataset.from_records(f"colors of {data_dir}", splits, ["black", "gray", "light"])
-'''
-
-
-@pytest.fixture
-def my_module(tmp_path, monkeypatch):
-    (tmp_path / "my_colors.py").write_text(MODULE)
-    monkeypatch.syspath_prepend(tmp_path)
-    yield "my_colors"
-    sys.modules.pop("my_colors", None)
-
-
-def test_a_data_set_of_the_users_own_is_loaded_in_batches(my_module):
-    dataset = open_dataset(f"{my_module}:colors", "/data", channels=1)
-    assert dataset.name == "colors of /data"
-    assert dataset.info.num_examples == {"train": 10, "test": 4}
-    mesh = jax.make_mesh((8,), ("data",), axis_types=(jax.sharding.AxisType.Auto,))
-    loader = make_loader(dataset.split("train[2:]+test"), mesh, image_size=4)
-    batches = loader.train_batches(batch_size=8, seed=0, start_step=0, num_steps=3)
-    labels = []
-    for batch in jax.device_get(list(batches)):
-        for image, label in zip(batch["image"], batch["label"], strict=True):
-            np.testing.assert_array_equal(image, np.full((4, 4, 1), 50 * label))
-            labels.append(int(label))
-    assert sorted(labels) == sorted(2 * [i % 3 for i in range(2, 14)])
+def test_a_function_that_returns_no_data_set_is_named():
     with pytest.raises(InputError, match=r"config\.data\.name='builtins:str' returned str"):
         open_dataset("builtins:str")
 

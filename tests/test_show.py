@@ -23,15 +23,6 @@ def test_a_batch_without_augmentation_is_the_data(tiny_config):
     np.testing.assert_array_equal(images, expected)
 
 
-def test_augmentation_is_seen_in_images_and_targets(tiny_config):
-    plain, *_ = show.training_batch(tiny_config, 1)
-    tiny_config.augment.update(mixup=0.8, erasing=1.0, erasing_mode="const")
-    images, targets, _ = show.training_batch(tiny_config, 1)
-    assert np.mean(np.any(images != plain, axis=(1, 2, 3))) > 0.9
-    np.testing.assert_allclose(targets.sum(axis=1), 1, rtol=1e-5)
-    assert np.mean((targets > 0.02).sum(axis=1) == 2) > 0.5
-
-
 def test_a_batch_of_a_run_needs_no_config(finished_run, tmp_path):
     path = tmp_path / "batch.png"
     arguments = [f"--workdir={finished_run.workdir}", "--step=9", f"--out={path}"]

@@ -5,6 +5,7 @@ Training reads prepared sets only. These two are prepared on first use; for othe
 """
 
 import contextlib
+import functools
 import gzip
 import hashlib
 import io
@@ -120,8 +121,7 @@ def open_tfds(name: str, data_dir: Folder, manual_dir: Folder) -> Dataset:
             f" --config.data.data_dir=DIR, the folder that holds {name}/, or download it with\n"
             f"  python -m structinit_jax.prepare --name={name} --data_dir={builder.data_dir_root}"
         )
-    with _explain_damage(name, path):
-        builder = tfds.builder_from_directory(path)  # knows formats that were added later
+    builder = tfds.builder_from_directory(path)  # knows formats that were added later
     if tfds.core.FileFormat.ARRAY_RECORD not in builder.info.available_file_formats():
         raise InputError(
             f"config.data.name={name!r} is not prepared as array_record. Convert it, once, where"
@@ -145,24 +145,9 @@ def open_tfds(name: str, data_dir: Folder, manual_dir: Folder) -> Dataset:
         if isinstance(feature, tfds.features.Image)
     }
     shape = (*image.shape[:2], 1 if image.shape[2] == 1 else 3)
-
-    def open_split(split):
-        with _explain_damage(name, path):
-            return builder.as_data_source(split, decoders=decoders)
-
     info = DatasetInfo(label.num_classes, shape, sizes)
+    open_split = functools.partial(builder.as_data_source, decoders=decoders)
     return Dataset(name, info, label.names, open_split, label_key)
-
-
-@contextlib.contextmanager
-def _explain_damage(name, path):
-    try:
-        yield
-    except Exception as error:  # TFDS, protobuf and array_record have no common type
-        raise InputError(
-            f"config.data.name={name!r}: {path} is damaged or incomplete: {error}. Delete this"
-            " folder, and prepare or copy the data set again."
-        ) from error
 
 
 def find_builder(name: str, data_dir: Folder) -> tfds.core.DatasetBuilder:
@@ -179,7 +164,7 @@ def find_builder(name: str, data_dir: Folder) -> tfds.core.DatasetBuilder:
         stock = tfds.list_builders(with_community_datasets=False)
         hint = suggest(name.lower(), ["folder", *OWN_BUILDERS, *stock])
         raise InputError(f"config.data.name={name!r}: TFDS has no such data set: {hint}") from error
-    except Exception as error:  # a malformed name, variant or file; a missing package
+    except Exception as error:  # a malformed name or variant, a damaged file, a missing package
         raise InputError(
             f"config.data.name={name!r}: TFDS cannot open it in config.data.data_dir="
             f"{str(data_dir or '')!r}: {type(error).__name__}: {error}"
