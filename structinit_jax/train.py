@@ -356,7 +356,7 @@ def _train(config, workdir, profile_steps, stop_request, on_evaluation, on_exit)
             if logs or saves:
                 # Before a checkpoint is written: a run resumed from it would not repeat the step.
                 latest = checkpoints.latest_step
-                for message in check_finite(config.on_nonfinite, pending.fetch(), place, latest):
+                for message in _check_finite(config.on_nonfinite, pending.fetch(), place, latest):
                     print(message, flush=True)
             if logs:
                 values = pending.average() | progress.measure(step)
@@ -392,23 +392,8 @@ def _train(config, workdir, profile_steps, stop_request, on_evaluation, on_exit)
     return results
 
 
-def check_finite(
-    on_nonfinite: str,
-    metrics: dict[int, dict[str, Any]],
-    workdir: str | Path,
-    checkpoint_step: int | None,
-) -> list[str]:
-    """Returns a message for each step whose loss or gradient was not finite.
-
-    Args:
-      on_nonfinite: 'stop' or 'skip'.
-      metrics: Metrics of the training step, by step.
-      workdir: Output directory of the run.
-      checkpoint_step: Step of the newest checkpoint, or None.
-
-    Raises:
-      StoppedError: A step was not finite.
-    """
+def _check_finite(on_nonfinite, metrics, workdir, checkpoint_step):
+    """Returns a message for each step that was not finite, or raises `StoppedError`."""
     bad = {step: values for step, values in metrics.items() if values["nonfinite"]}
     lines = [
         f"step {step}: loss {values['loss']}, gradient norm {values['gradient_norm']}"

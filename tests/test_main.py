@@ -23,14 +23,6 @@ TINY = [
 ]
 
 
-def test_help_lists_the_flags_of_the_command():
-    result = fork_main.run("--help")
-    assert result.returncode == 0
-    words = result.stdout.split()
-    assert {"--config:", "--workdir:", "--mode:"} <= set(words)
-    assert "--out:" not in words
-
-
 def test_a_run_killed_or_stopped_at_any_moment_ends_bit_equal(tmp_path, data_dir):
     arguments = [
         *TINY,

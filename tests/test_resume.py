@@ -23,11 +23,6 @@ def saved(**fields):
     return {"config": json.loads(make_config(**fields).to_json()), **DATA}
 
 
-def test_an_equal_config_has_no_changes():
-    assert resume.changes(saved()["config"], make_config()) == {}
-    assert resume.check(saved(), make_config(), DATA, PLACE) == []
-
-
 @pytest.mark.parametrize(
     ("field", "value", "line"),
     [
@@ -54,7 +49,6 @@ def test_fields_that_may_change_are_listed(field, value, line):
             (1.0, 1.0, 1.0),
             "data.std: [0.229, 0.224, 0.225] -> [1.0, 1.0, 1.0]",
         ),
-        ("optimizer", "optax:sgd", "'adamw' -> 'optax:sgd'"),
         ("model.depth", 6, "model.depth: 12 -> 6"),
         ("attention_init.kernel_size", 5, "kernel_size: 3 -> 5"),
         ("ema_decay", 0.99, "ema_decay: 0.0 -> 0.99"),
@@ -81,15 +75,6 @@ def test_a_teacher_may_have_moved_with_its_workdir():
             resume.check(saved(start_from=path), config, DATA, PLACE)
 
 
-def test_another_scheme_is_refused_with_its_options():
-    config = make_config()
-    config.attention_init = {"name": "mimetic"}
-    with pytest.raises(InputError) as caught:
-        resume.check(saved(), config, DATA, PLACE)
-    assert "attention_init.name: 'impulse' -> 'mimetic'" in str(caught.value)
-    assert "attention_init.kernel_size: 3 -> (absent)" in str(caught.value)
-
-
 def test_fields_that_only_one_config_has_may_differ():
     run = saved()
     del run["config"]["clip_norm"], run["config"]["model"]["qk_norm"]
@@ -102,24 +87,18 @@ def test_fields_that_only_one_config_has_may_differ():
     ]
 
 
-def test_a_split_that_grew_is_refused():
-    message = r"config\.data\.train_split='train' has 90 examples, but step 400 .* on 100"
+@pytest.mark.parametrize(
+    ("field", "value", "message"),
+    [
+        ("num_examples", 90, r"'train' has 90 examples, but step 400 .* on 100 in another order"),
+        ("class_names", ["Red", "blue"], r"\(class 0 is 'Red' now and was 'blue' in training\)"),
+        ("data_digest", "decaf", "has 100 examples, but step 400 .* on other files or labels"),
+    ],
+)
+def test_other_data_are_refused(field, value, message):
+    assert resume.check(saved(), make_config(), DATA, PLACE) == []
     with pytest.raises(InputError, match=message):
-        resume.check(saved(), make_config(), DATA | {"num_examples": 90}, PLACE)
-
-
-def test_classes_in_another_order_are_refused():
-    message = r"step 400 .* with other classes \(class 0 is 'Red' now and was 'blue' in training\)"
-    with pytest.raises(InputError, match=message):
-        resume.check(
-            saved(), make_config(), DATA | {"class_names": ["Red", "blue", "green"]}, PLACE
-        )
-
-
-def test_other_examples_of_the_same_number_are_refused():
-    message = r"has 100 examples, but step 400 .* was trained on other files or labels"
-    with pytest.raises(InputError, match=message):
-        resume.check(saved(), make_config(), DATA | {"data_digest": "decaf"}, PLACE)
+        resume.check(saved(), make_config(), DATA | {field: value}, PLACE)
 
 
 def test_changes_that_affect_evaluation_are_listed():

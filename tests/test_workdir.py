@@ -1,4 +1,3 @@
-import fcntl
 import os
 import subprocess
 import sys
@@ -42,15 +41,6 @@ def test_a_second_run_is_refused_until_the_first_is_dead(tmp_path):
         holder.wait()
         with lock_workdir(tmp_path):
             assert (tmp_path / ".lock").read_text().startswith(f"process {os.getpid()} on ")
-
-
-def test_a_file_system_without_locks_is_reported(tmp_path, monkeypatch, capsys):
-    def flock(file, operation):
-        raise OSError(38, "Function not implemented")
-
-    monkeypatch.setattr(fcntl, "flock", flock)
-    with lock_workdir(tmp_path):
-        assert "cannot be locked" in capsys.readouterr().out
 
 
 def test_unusable_directories_are_refused(tmp_path, small_files_only):

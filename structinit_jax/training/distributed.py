@@ -51,16 +51,7 @@ def join(
             f"last one must be below the number of processes: they are {given}"
         )
 
-    def give_up():
-        print(
-            f"error: {given} waited {timeout:.0f} s, but not all processes joined: start them at "
-            "the same time, or pass --num_processes=1 to train on this machine alone",
-            file=sys.stderr,
-            flush=True,
-        )
-        os._exit(1)  # the main thread is blocked in a call that cannot be interrupted
-
-    watchdog = threading.Timer(timeout, give_up)
+    watchdog = threading.Timer(timeout, _give_up, (given, timeout))
     watchdog.daemon = True
     watchdog.start()
     try:
@@ -122,3 +113,13 @@ def _in_cluster(environment) -> bool:
     chips = Path("/dev/accel0").exists() or Path("/dev/vfio/0").exists()
     libtpu = importlib.util.find_spec("libtpu") is not None
     return srun or gke or (chips and libtpu and "TPU_SKIP_MDS_QUERY" not in environment)
+
+
+def _give_up(given: tuple, timeout: float) -> None:
+    print(
+        f"error: {given} waited {timeout:.0f} s, but not all processes joined: start them at the "
+        "same time, or pass --num_processes=1 to train on this machine alone",
+        file=sys.stderr,
+        flush=True,
+    )
+    os._exit(1)  # the main thread is blocked in a call that cannot be interrupted

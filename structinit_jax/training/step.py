@@ -44,19 +44,16 @@ def make_train_step(
     """Builds the training step, `(state, batch) -> (state, metrics)`.
 
     All randomness follows from (seed, step). A step whose loss or gradient is not finite changes
-    the step number and the optimizer's counters only, and with them the data, the randomness and
-    the learning rate of the next step. The metrics are the scalars 'loss', 'accuracy' (not with
-    mixup or cutmix, whose images have two classes), 'learning_rate', 'gradient_norm' and
-    'nonfinite' (1.0 for a step that was not applied), and 'layer_gradient_norms', see
-    `layer_norms`.
+    the step number and the optimizer's counters only. The metrics are the scalars 'loss',
+    'accuracy' (not of mixed images, which have two classes), 'learning_rate', 'gradient_norm' and
+    'nonfinite' (1.0 for a step that was not applied), and 'layer_gradient_norms'.
 
     Args:
       graphdef: Static definition of the model.
       optimizer: Turns gradients into updates.
       learning_rate: Schedule of the learning rate, for the metrics.
       augment: Augmentation of a batch.
-      mesh: Devices of the state and the batch. Split weights are gathered layer by layer, forward
-        and backward; gradients, optimizer state and new weights stay split.
+      mesh: Devices of the state and the batch. Gradients and new weights stay split over them.
       loss: `(logits, targets) -> losses`, [B, classes] -> [B].
       seed: Seed of the run.
       accumulate_steps: Parts into which each batch is split, to save memory.
