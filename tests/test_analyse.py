@@ -1,6 +1,5 @@
 import functools
 import json
-import types
 
 import fork_main
 import jax
@@ -14,10 +13,14 @@ from structinit_jax import analyse
 from structinit_jax.analysis import collect, figures
 from structinit_jax.attention_init.kernels import convolution_maps, impulse_kernels
 from structinit_jax.augment import normalize
-from structinit_jax.config import base_config, load_run_config, make_attention_init
+from structinit_jax.config import base_config, make_attention_init
 from structinit_jax.errors import InputError
-from structinit_jax.evaluate import restore_model
-from structinit_jax.training.state import abstract_model, find_targets, initialize_model
+from structinit_jax.training.state import (
+    TrainState,
+    abstract_model,
+    find_targets,
+    initialize_model,
+)
 
 pytestmark = pytest.mark.usefixtures("library_promotion")
 NUM_IMAGES = 16
@@ -44,14 +47,6 @@ def start(family, data_dir):
     config = make_config(family, data_dir)
     images = collect.read_images(config, NUM_IMAGES)
     return config, images, collect.observe_start(config, images)
-
-
-@pytest.fixture(scope="module")
-def snapshots(finished_run):
-    """The shared run before and after training."""
-    config = load_run_config(finished_run.workdir)
-    restored = restore_model(config, finished_run.workdir, jax.local_devices()[:1])
-    return collect.observe_run(config, restored, collect.read_images(config, NUM_IMAGES))
 
 
 def forward(config, images):
@@ -120,20 +115,7 @@ def test_targets_are_those_that_the_solve_reaches(data_dir):
         observer((params, state), images, step=7)
 
 
-def test_a_run_is_compared_with_its_start(snapshots, tmp_path):
-    before, after = snapshots
-    assert (before.name, after.name) == ("impulse, step 0", "impulse, step 12")
-    assert np.abs(before.layers[0].maps - after.layers[0].maps).max() > 1e-5
-    analyse.write(snapshots, "tiny", tmp_path)
-    check_figures(tmp_path, {"by_layer", "maps_by_offset"})
-    numbers = json.loads((tmp_path / "analysis.json").read_text())
-    first = numbers["models"][1]["layers"][0]["measures"]
-    assert len(first["target_mass"]) == 2
-    with np.load(tmp_path / "maps.npz") as maps:
-        np.testing.assert_array_equal(maps["impulse, step 12/layer 2"], after.layers[1].maps)
-
-
-def test_swin_is_measured_within_windows(data_dir, tmp_path):
+def test_swin_is_measured_within_windows(data_dir):
     _, _, snapshot = start("swin", data_dir)
     assert [layer.name for layer in snapshot.layers] == ["1.1", "1.2", "2.1"]
     assert [layer.maps.shape for layer in snapshot.layers] == [(1, 16, 16)] * 2 + [(2, 16, 16)]
@@ -141,8 +123,6 @@ def test_swin_is_measured_within_windows(data_dir, tmp_path):
     for layer in (snapshot.layers[0], snapshot.layers[2]):
         np.testing.assert_allclose(layer.measures["target_mass"], 0.5, atol=0.05)
         np.testing.assert_allclose(layer.measures["hit_rate"], 1, atol=0.05)
-    analyse.write([snapshot, start("vit", data_dir)[2]], "tiny", tmp_path)
-    check_figures(tmp_path, {"by_layer", "maps_by_offset"})
 
 
 def test_token_mixing_is_measured_by_its_derivatives(data_dir):
@@ -157,13 +137,19 @@ def test_token_mixing_is_measured_by_its_derivatives(data_dir):
 
 
 def test_convmixer_has_filters_and_is_equivariant_to_shifts(data_dir, tmp_path):
-    snapshot = start("convmixer", data_dir)[2]
-    first, second = snapshot.layers
+    config = make_config("convmixer", data_dir)
+    model = abstract_model(config.model, config.data, collect.one_device())
+    *weights, _ = initialize_model(model, make_attention_init(config), config.seed)
+    state = TrainState(jnp.int32(3), *weights, opt_state={}, ema={})
+    images = collect.read_images(config, NUM_IMAGES)
+    before, after = collect.observe_run(config, (model, state), images)
+    first, second = after.layers
     assert first.maps is None
     assert first.filters.shape == (3, 3, 16)
     assert first.measures["shift_distance"] < 1e-5
     assert second.measures["shift_distance"] > 1e-3  # zeros around the image are two layers away
-    analyse.write([snapshot, snapshot._replace(name="after")], "tiny", tmp_path)
+    np.testing.assert_allclose(second.measures["filter_cosine"], np.ones(16), rtol=1e-5)
+    analyse.write([before, after], "tiny", tmp_path)
     check_figures(tmp_path, {"by_layer", "maps_by_offset"})
     assert not (tmp_path / "maps.npz").exists()
 
@@ -180,27 +166,20 @@ def test_maps_of_any_model_are_drawn(tmp_path):
         show({"after": maps}, (4, 5))
 
 
-def test_the_command_analyzes_two_runs(finished_run, workdir, tmp_path):
+def test_the_command_compares_two_runs_with_their_starts(finished_run, workdir, tmp_path):
     arguments = (f"--workdir={finished_run.workdir}", f"--other_workdir={workdir}")
-    options = ("--num_images=8", f"--out={tmp_path / 'out'}")
+    out = tmp_path / "out"
+    options = ("--num_images=8", f"--out={out}")
     result = fork_main.run(*arguments, *options, module="structinit_jax.analyse")
     assert result.returncode == 0, result.stderr
-    models = json.loads((tmp_path / "out" / "analysis.json").read_text())["models"]
+    assert "layer 2: distance " in result.stdout
+    models = json.loads((out / "analysis.json").read_text())["models"]
     names = [f"{place}: impulse, step" for place in (finished_run.workdir, workdir)]
     assert [model["name"] for model in models] == [f"{n} {s}" for n in names for s in (0, 12)]
-    assert "layer 2: distance " in result.stdout
-
-
-@pytest.mark.parametrize(
-    ("values", "message"),
-    [
-        (dict(_SCHEMES=["default"], WORKDIR="run"), "--schemes compares start values"),
-        (dict(STEP="best"), "need --workdir"),
-    ],
-)
-def test_flags_that_do_not_go_together_are_refused(monkeypatch, values, message):
-    monkeypatch.setattr(analyse.command_line, "read_config", lambda *_: base_config())
-    for name in ("_SCHEMES", "WORKDIR", "STEP", "_OTHER_WORKDIR"):
-        monkeypatch.setattr(analyse, name, types.SimpleNamespace(value=values.get(name)))
-    with pytest.raises(InputError, match=message):
-        analyse.main([])
+    before, after, *others = [model["layers"][0]["measures"] for model in models]
+    assert len(after["target_mass"]) == 2
+    assert before["entropy"] != after["entropy"]
+    assert others == [before, after]
+    check_figures(out, {"by_layer", "maps_by_offset"})
+    with np.load(out / "maps.npz") as maps:
+        assert maps[f"{names[0]} 12/layer 2"].shape == (2, 16, 16)
