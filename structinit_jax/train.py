@@ -171,7 +171,8 @@ def set_up(
     make_state = jax.jit(make_state, out_shardings=shardings, donate_argnums=(0, 1))
 
     def initialize():
-        *weights, metrics = initialize_model(model, scheme, config.seed, config.start_from)
+        fields = config.seed, config.start_from, config.attention_init.name
+        *weights, metrics = initialize_model(model, scheme, *fields)
         return make_state(*weights), metrics
 
     batch = abstract_batch(config.batch_size, augmentation.image_size, data.channels, mesh)

@@ -46,7 +46,7 @@ def test_training_writes_the_documented_files_and_output(finished_run):
     for text in (
         "devices: 8 × cpu",
         "blocks/attention/query/kernel",
-        "attention_init:",
+        "attention_init impulse:",
         "of the attention on target",
         "training on 384 examples for 12 steps (2.0 epochs), testing on 90",
         "first step after",

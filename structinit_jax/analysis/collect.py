@@ -135,7 +135,8 @@ class Observer:
     def start_values(self) -> tuple[Any, Any]:
         """Returns the parameters and the model state that training starts with."""
         config, scheme = self._config, make_attention_init(self._config)
-        return initialize_model(self._model, scheme, config.seed, config.start_from)[:2]
+        fields = config.seed, config.start_from, config.attention_init.name
+        return initialize_model(self._model, scheme, *fields)[:2]
 
     def __call__(
         self, weights: tuple[Any, Any], images: UInt8[np.ndarray, "n H H C"], step: int

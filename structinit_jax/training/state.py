@@ -109,7 +109,7 @@ def check_attention_init(scheme: AttentionInit, model: AbstractModel) -> None:
 
 
 def initialize_model(
-    model: AbstractModel, scheme: AttentionInit, seed: int, start_from: str = ""
+    model: AbstractModel, scheme: AttentionInit, seed: int, start_from: str = "", name: str = ""
 ) -> tuple[dict, dict, dict[str, float]]:
     """Initializes a model and prints the cost and quality of the solve.
 
@@ -119,6 +119,7 @@ def initialize_model(
       seed: `config.seed`.
       start_from: `config.start_from`, a file from which all weights but the head are selected
         instead (Xu et al. 2024, "Initializing Models with Larger Ones").
+      name: Name of the scheme, for the output.
 
     Returns:
       Parameters, model state, and what is printed as metrics: 'init/seconds',
@@ -141,13 +142,13 @@ def initialize_model(
         donate_argnums=(0, 1),
         out_shardings=(*shardings, mesh_lib.replicated(model.mesh)),
     )
-    print("attention_init: compiling", flush=True)
+    print(f"attention_init {name}: compiling", flush=True)
     solve = solve.lower(*weights, rng).compile()
     compiled = time.perf_counter()
     params, model_state, report = jax.block_until_ready(solve(*weights, rng))
     seconds, compile_seconds = time.perf_counter() - compiled, compiled - start
     metrics = {"init/seconds": seconds, "init/compile_seconds": compile_seconds}
-    text = f"attention_init: {seconds:.2f} s (plus {compile_seconds:.2f} s to compile)"
+    text = f"attention_init {name}: {seconds:.2f} s (plus {compile_seconds:.2f} s to compile)"
     if report is not None:
         report = jax.device_get(report)
         metrics |= {f"init/{name}": float(value) for name, value in report._asdict().items()}
