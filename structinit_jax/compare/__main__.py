@@ -5,8 +5,8 @@ r"""Compares initializations, and any other fields, over several seeds.
 
 Trains every setting with the seeds config.seed, config.seed + 1, …, prints a line for each run and
 each evaluation, and writes results.csv, report.md, report.html and curves.png to the workdir. Any
-field can be an axis: --grid=model.num_heads=3,6. The first scheme is the baseline; with a single
-scheme, the first setting is.
+field can be an axis: --grid=model.num_heads=3,6. The first scheme of the latest command is the
+baseline, or the first setting if all have the same scheme.
 
 The same command resumes after Ctrl-C and retries failed runs; with more schemes, values or seeds it
 trains only what is missing. Started a second time while it runs, for example with another device
