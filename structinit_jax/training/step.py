@@ -43,10 +43,9 @@ def make_train_step(
 ) -> Callable[[TrainState, Batch], tuple[TrainState, Metrics]]:
     """Builds the training step, `(state, batch) -> (state, metrics)`.
 
-    All randomness follows from (seed, step). A step whose loss or gradient is not finite changes
-    the step number and the optimizer's counters only. The metrics are the scalars 'loss',
-    'accuracy' (not of mixed images, which have two classes), 'learning_rate', 'gradient_norm' and
-    'nonfinite' (1.0 for a step that was not applied), and 'layer_gradient_norms'.
+    A step whose loss or gradient is not finite changes the step number and the optimizer's counters
+    only. The metrics are 'loss', 'accuracy' (not of mixed images, which have two classes),
+    'learning_rate', 'gradient_norm', 'layer_gradient_norms' and 'nonfinite' (1.0 or 0.0).
 
     Args:
       graphdef: Static definition of the model.
