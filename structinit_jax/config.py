@@ -60,7 +60,8 @@ class RunFields:
     warmup_epochs: NonNegativeFloat = 2.0  # linear, from warmup_learning_rate to learning_rate
     warmup_learning_rate: NonNegativeFloat = 0.0
     final_learning_rate: NonNegativeFloat = 1e-6  # end of the cosine decay
-    cooldown_epochs: NonNegativeFloat = 0.0  # trailing part of num_epochs at final_learning_rate
+    # The last of num_epochs, at final_learning_rate. (timm adds them to its epochs.)
+    cooldown_epochs: NonNegativeFloat = 0.0
     weight_decay: NonNegativeFloat = 0.05  # on matrices only: no biases, norms, positions, tokens
     layer_decay: Share = 1.0  # learning rate multiplier from each block to the one before it
     adam_b2: Fraction = 0.999
@@ -163,7 +164,8 @@ def load_config(location: str | Path) -> ConfigDict:
     return config
 
 
-REFERENCES = ("model.name", "data.name", "attention_init.name", "loss", "optimizer")
+# Fields that may name code to import, as module:function.
+CODE_FIELDS = ("model.name", "data.name", "attention_init.name", "loss", "optimizer")
 
 
 def load_run_config(workdir: str | Path, trust: bool = False) -> ConfigDict:
@@ -179,14 +181,15 @@ def load_run_config(workdir: str | Path, trust: bool = False) -> ConfigDict:
     path = epath.Path(workdir).expanduser() / "config.json"
     try:
         fields = _with_tuples(json.loads(path.read_text(encoding="utf-8")))
-        model = ConfigDict(fields).model.name  # which refuses dots in names, as in 'model.name'
+        # ConfigDict refuses keys with dots, which flatten_dict would confuse with nested fields.
+        model = ConfigDict(fields).model.name
     except (OSError, ValueError, AttributeError, TypeError) as error:
         raise InputError(
             f"--workdir={workdir}: config.json cannot be read ({error!r}): pass the output "
             "directory of a run, or --config with its config file"
         ) from error
     values = flatten_dict(fields, sep=".")
-    code = [f"{k}={values[k]!r}" for k in REFERENCES if is_reference(str(values.get(k)))]
+    code = [f"{k}={values[k]!r}" for k in CODE_FIELDS if is_reference(str(values.get(k)))]
     if code and not trust:
         raise InputError(
             f"{workdir} names Python code to import: {', '.join(code)}. If you trust whoever wrote "
@@ -212,7 +215,7 @@ def _with_tuples(value):
 def validate(config: ConfigDict) -> None:
     """Raises `InputError` for errors that can be found without data, devices or start weights.
 
-    What only training needs, `train.set_up` checks: scheme, loss and optimizer.
+    Scheme, loss and optimizer, which only training needs, are checked by `train.set_up`.
     """
     data, model = config.data, config.model
     run = {k: value for k, value in config.items() if not isinstance(value, ConfigDict)}
@@ -238,7 +241,7 @@ def validate(config: ConfigDict) -> None:
         require(f"config.model.{field}", model[field], needs, [value].__contains__)
 
 
-# -- what sections stand for -----------------------------------------------------------------------
+# -- objects that sections describe ----------------------------------------------------------------
 
 
 def augment_options(config: ConfigDict) -> AugmentOptions:
@@ -317,7 +320,7 @@ def set_scheme(config: ConfigDict, name: str) -> None:
         for field, value in _scheme_needs(config).items():
             if config.model[field] != value:
                 config.model[field] = value
-                print(f"note: {name} needs config.model.{field}={value!r}, which is set")
+                print(f"note: {name} needs config.model.{field}={value!r}: it is set")
 
 
 def _scheme_needs(config):

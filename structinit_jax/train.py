@@ -73,9 +73,9 @@ PREEMPTED_EXIT_CODE = 75
 
 
 class Run:
-    """What a config stands for: data, augmentation, schedule, model and training step.
+    """The parts of a run: data, augmentation, schedule, model and training step.
 
-    Each part is opened on first use, and then kept. Nothing is allocated on the devices.
+    Each part is built on first use and cached. Only `train_batches` allocates device memory.
 
     Attributes:
       config: The config.
@@ -98,7 +98,7 @@ class Run:
 
     @functools.cached_property
     def eval_sets(self) -> dict[str, EvaluationSet]:
-        """What is evaluated in training, by its name in the metrics."""
+        """Evaluation sets, by their names in the metrics."""
         return open_evaluation_sets(self.config, self.dataset)
 
     @functools.cached_property
@@ -112,7 +112,7 @@ class Run:
         return set_up(self.config, self.dataset.info, len(self.train_source), self.devices)
 
     def describe_data(self) -> dict[str, Any]:
-        """Returns what identifies the training data, a JSON object for `resume.check`."""
+        """Returns a fingerprint of the training data, a JSON object for `resume.check`."""
         return {
             "num_examples": len(self.train_source),
             "class_names": list(self.dataset.class_names),
@@ -191,9 +191,10 @@ def set_up(
     candidates = remat_candidates(config.model)
     models = {name: functools.partial(build, **fields) for name, fields in candidates.items()}
     steps = jit_steps(models, make_step, state, batch)
-    on_device = augmentation.host_crop is None
-    data_bytes = bytes_on_device(num_examples, augmentation.image_size, data.channels)
-    return Setup(schedule, model, initialize, steps, state, batch, data_bytes * on_device)
+    data_bytes = 0
+    if augmentation.host_crop is None:
+        data_bytes = bytes_on_device(num_examples, augmentation.image_size, data.channels)
+    return Setup(schedule, model, initialize, steps, state, batch, data_bytes)
 
 
 def _augmentation(config, info, num_examples):
@@ -261,8 +262,9 @@ def _train(config, workdir, profile_steps, stop_request, on_evaluation, on_exit)
     test_name, eval_sets = evaluation_name(config), run.eval_sets
     eval_sizes = [len(eval_set.source) for eval_set in eval_sets.values()]
     record = {"config": json.loads(config.to_json()), **trained_on}
-    # Each host may have its copy of the data at a different place.
-    fields = {k: v for k, v in flatten_dict(record["config"], sep=".").items() if "_dir" not in k}
+    fields = flatten_dict(record["config"], sep=".")
+    for name in ("data.data_dir", "data.manual_dir"):  # each host may have its own copy of the data
+        fields.pop(name, None)
     facts = {"eval_sizes": eval_sizes, "--workdir": workdir_lib.identify(workdir)}
     distributed.check_equal(record | facts | {"config": fields})
     note_shared_examples(config, run.dataset)
@@ -272,8 +274,8 @@ def _train(config, workdir, profile_steps, stop_request, on_evaluation, on_exit)
 
     # Compiled ahead of time, so that an unexpected shape is an error and not a recompilation; in
     # another thread, while the state is initialized or restored. The first program is traced in
-    # this one, since JAX context managers are thread-local. Several processes compile here: they
-    # agree on the step by a collective, which all must start at the same place.
+    # this one, since JAX context managers are thread-local. Several processes compile after that,
+    # because they agree on the step by a collective, which all must reach in the same order.
     lowered = setup.train_step.lower(setup.abstract_state, setup.abstract_batch)
     size = config.data.image_size, config.data.channels
     eval_bytes = sum(bytes_on_device(count, *size) for count in eval_sizes)
@@ -316,7 +318,7 @@ def _train(config, workdir, profile_steps, stop_request, on_evaluation, on_exit)
     # The first batch is drawn here, since that compiles a gather or starts the decoding threads.
     batches = itertools.chain(list(itertools.islice(batches, 1)), batches)
 
-    # -- Steps -------------------------------------------------------------------------------------
+    # -- Compiled step and evaluation --------------------------------------------------------------
     train_step, description = compiling.result() if compiling else compile_train_step()
     print(f"remat: {description}")
     evaluate = Evaluator(setup.model, eval_sets, config.data, config.batch_size)

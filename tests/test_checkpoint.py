@@ -132,17 +132,19 @@ def test_unfinished_checkpoints_are_deleted_but_none_of_another_program(director
         assert checkpoints.latest_step == 8
     assert not (directory / "12").exists()
     (directory / "16" / "default").mkdir(parents=True)
-    with pytest.raises(InputError, match="16"):
+    with pytest.raises(InputError, match="another program"):
         checkpoint.Checkpoints(directory, 3)
     assert (directory / "16" / "default").exists()
 
 
 def test_a_renamed_checkpoint_and_one_without_a_part_of_a_process_are_damaged(directory):
     (directory / "12").rename(directory / "17")
-    assert "that of step 12" in checkpoint.find_damage(epath.Path(directory / "17"))
+    with pytest.raises(checkpoint.DamagedError, match="that of step 12"):
+        checkpoint.read_intact(epath.Path(directory / "17"))
     run = checkpoint.read_run(directory, 8)
     checkpoint._write_json(epath.Path(directory / "8" / "run.json"), run | {"num_indexes": 2})
-    assert checkpoint.find_damage(epath.Path(directory / "8")) == "index_1.json is missing"
+    with pytest.raises(checkpoint.DamagedError, match=r"index_1\.json is missing"):
+        checkpoint.read_intact(epath.Path(directory / "8"))
     assert checkpoint.find_step(directory) == 4
 
 

@@ -129,7 +129,7 @@ def test_another_config_json_is_refused(tmp_path, text):
         config_lib.load_run_config(tmp_path)
 
 
-@pytest.mark.parametrize("field", config_lib.REFERENCES)
+@pytest.mark.parametrize("field", config_lib.CODE_FIELDS)
 def test_modules_that_a_workdir_names_need_consent(tmp_path, field, monkeypatch):
     (tmp_path / "strangers.py").write_text("raise AssertionError('imported')")
     monkeypatch.syspath_prepend(tmp_path)

@@ -107,13 +107,14 @@ def impulse(
         default 0.5.
       vo_init: V and projection: 'balanced', the default (V Proj near -0.4 I), or 'default', the
         model's own.
-      keep_positions: Whether V and projection leave positions alone (with rotary ones, the vector
-        that all tokens share), of which layers otherwise subtract 0.4. By default only rotary ones.
+      keep_positions: If true, V and projection leave positions alone (at a `RotarySite`, the vector
+        that all tokens share). If false, each layer removes 0.4 of them from the residual stream.
+        The default is true at a `RotarySite` only.
       patch_scale: Factor on the kernel of the patch embedding. With less content next to the
         positions, maps are more like the targets in all layers. By default 1, with rotary ones 0.3.
       mlp_scale: Factor on the output kernels of the MLPs. By default 1, with rotary positions 0.
     """
-    options = dict(locals())
+    options = dict(locals())  # the arguments: this line has to come first
     check_fields(impulse, options, "")
     if norm is not None and target_mass is not None:
         raise InputError(f"norm={norm} and target_mass={target_mass} exclude each other: pass one")
@@ -159,7 +160,7 @@ def impulse_2024(
       num_filters: Number of distinct filters of a layer, from which each channel draws one; None
         gives each channel its own.
     """
-    options = dict(locals())
+    options = dict(locals())  # the arguments: this line has to come first
     check_fields(impulse_2024, options, "")
     functions = {AttentionSite: papers.impulse_2024, ConvSite: convolution.impulse_2024}
     return _by_site(functions, options)
@@ -178,7 +179,7 @@ def impulse_2025(
       position_scale: Factor on learned positions; fixed ones stay as they are.
       query_key_norm: Frobenius norm of each head's Q and K.
     """
-    options = dict(locals())
+    options = dict(locals())  # the arguments: this line has to come first
     check_fields(impulse_2025, options, "")
     return _by_site({AttentionSite: papers.impulse_2025}, options)
 

@@ -108,8 +108,9 @@ def solve_bank(
     """Minimizes the mean of (H - M)² (2024, equation 8) for each target H at a fixed norm.
 
     The norm is the root mean square of the norms of the d columns of Q (and of K), and limits how
-    sharp the maps are. Given a target mass, it is only the first one: each filter's is then fitted
-    to that mass. Only directions are optimized, from the best of the starts (`start_factors`).
+    sharp the maps are. With a target mass, it is only the initial value: the norm of each filter is
+    then fitted to that mass. Only directions are optimized, from the best of the starts
+    (`start_factors`).
     `targets` are the `loss_rows` of each H.
     """
     # For constants of a traced caller, XLA would evaluate everything that depends on the targets
@@ -131,8 +132,8 @@ def solve_bank(
 
     def improve(_, carry):
         factors, norm, steps = carry
-        # At unit norm, so that step sizes mean the same at any norm of the weights. A sum over
-        # filters keeps each one's gradient independent of how many there are.
+        # At unit norm, so that step sizes mean the same at any norm of the weights. Summed, so
+        # that the gradient of a filter does not shrink with their number.
         factors = tuple(at_norm(factor, jnp.ones_like(norm)) for factor in factors)
         factors, more = minimize(lambda factors: losses(factors, norm).sum(), factors, MAX_STEPS)
         if target_mass is not None:
@@ -229,7 +230,7 @@ def overlap(targets: Float[Array, "F n m"], maps: Float[Array, "F n m"]) -> Floa
 def find_hits(
     targets: Float[Array, "*F n m"], maps: Float[Array, "*F n m"]
 ) -> tuple[Bool[Array, "*F n"], Bool[Array, "*F n"]]:
-    """Returns which rows are strongest where their target is, and which have a target at all."""
+    """Returns which rows peak where their target peaks, and which have a target at all."""
     strongest = targets.max(axis=-1)
     has_target = strongest > 0
     at_peak = jnp.take_along_axis(targets, maps.argmax(axis=-1)[..., None], axis=-1)[..., 0]
@@ -263,4 +264,5 @@ def out_of_reach(report: SolveReport) -> str | None:
 def warn_if_out_of_reach(report: SolveReport) -> None:
     """Warns the caller of a scheme if its targets are out of reach, unless the report is traced."""
     if is_concrete(report.hit_rate) and (message := out_of_reach(report)):
+        # The levels are this function, `impulse`, the function that `_by_site` returns, its caller.
         warnings.warn(message, stacklevel=4)

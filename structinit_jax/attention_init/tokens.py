@@ -59,11 +59,12 @@ def impulse(
 ) -> AttentionWeights:
     """Layers that start as convolutions with one filter per head (`attention_init.impulse`).
 
-    Each of the F distinct filters has a target map H [N, N]. Over Q and K [D, d] of a head,
+    Each of the F distinct filters has a target map H [N, N]. Its Q and K [D, d] minimize
 
-        mean of (H - M)²,   M = softmax(σ X Q Kᵀ Xᵀ),   X = LayerNorm(P) = Z Vᵀ
+        mean of (H - M)²,   M = softmax(σ X Q Kᵀ Xᵀ),   X = LayerNorm(P) = Z Vᵀ.
 
-    is minimized once per filter, in the coordinates VᵀQ and VᵀK [r, d] of the row space of X.
+    The problem is solved once per filter, in the coordinates VᵀQ and VᵀK [r, d] of the row space of
+    X.
     """
     # Targets H [F, N, N]; layer l uses the filters from ranges[l][0] to ranges[l][1].
     if filters.dilation is None and filters.is_impulse:
@@ -127,7 +128,7 @@ def _solve_and_place(
     keep_positions,
 ):
     """Runs everything that is not fixed by the site as one compiled program."""
-    rotation_rng, order_rng, vo_rng = jax.random.split(rng, 3)
+    rotation_rng, order_rng, vo_rng, similar_rng = jax.random.split(rng, 4)
     sizes = dict(head_dim=site.head_dim, qk_scale=site.qk_scale)
     bank = solve_bank(starts, z, targets, norm=norm, target_mass=target_mass, **sizes)
 
@@ -148,7 +149,7 @@ def _solve_and_place(
     # The last layers attend to similar tokens instead: Q Kᵀ near 0.7 I.
     if num_mimetic:
         first = site.num_layers - num_mimetic
-        similar = similar_query_key(jax.random.fold_in(vo_rng, 1), site, num_mimetic)
+        similar = similar_query_key(similar_rng, site, num_mimetic)
         query = jnp.concatenate([query[:first], similar[0]])
         key = jnp.concatenate([key[:first], similar[1]])
 

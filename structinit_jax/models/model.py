@@ -69,7 +69,7 @@ class ModelConfig:
     num_classes: PositiveInt = 1000
     patch_size: PositiveInt = 16  # side of a patch in pixels
     width: PositiveInt = 192  # D, the number of channels
-    drop_path: Fraction = 0.0  # rate of the last block; it rises linearly from 0 in the first
+    drop_path: Fraction = 0.0  # rate of the last block; rises linearly from 0 (MLP-Mixer: of all)
     # Start values: timm's for this family, or "pytorch": the defaults of PyTorch's layers.
     base_init: Literal["timm", "pytorch"] = "timm"
     dtype: Literal["float32", "bfloat16"] = "float32"  # of the computation, not of parameters
@@ -149,7 +149,7 @@ class Model(nnx.Module):
     def start_weights(self, scheme: AttentionInit, rng: PRNGKeyArray) -> dict[str, Weights]:
         """Returns a scheme's weights for each stack, by name, without changing the model."""
         sites = self.sites()
-        # Split for a single stage too, so that this does not depend on the number of stages.
+        # Models with stages split the key even if there is a single one.
         rngs = [rng] if list(sites) == ["blocks"] else jax.random.split(rng, len(sites))
         stacks = zip(sites.items(), rngs, strict=True)
         return {name: scheme(stack_rng, site) for (name, site), stack_rng in stacks}
@@ -168,7 +168,7 @@ class Model(nnx.Module):
         for name, weights in self.start_weights(scheme, rng).items():
             if isinstance(weights, AttentionWeights):
                 self._set_positions(sites[name], weights)
-                if name == next(iter(sites)):  # the others follow it
+                if name == next(iter(sites)):  # the stages share one patch embedding
                     self._set_patch_embedding(weights)
                 if weights.report is not None:
                     reports.append(weights.report)
@@ -217,7 +217,7 @@ def stack_of(path: jax.tree_util.KeyPath) -> str:
     if "blocks" not in names:
         return ""
     end = names.index("blocks") + 1
-    return "" if names[end].isdecimal() else "/".join(names[:end])
+    return "" if names[end:] == [] or names[end].isdecimal() else "/".join(names[:end])
 
 
 def run_stack(
@@ -260,7 +260,7 @@ def run_stack(
         return x, jax.tree.map(lambda *leaves: jnp.stack(leaves), *outs)
 
     # In a loop, XLA cannot merge what the backward pass recomputes with the forward pass.
-    unroll = config.unroll or True
+    unroll = config.unroll or True  # to `lax.scan`, True means all
     unrolled = unroll is True or unroll >= whole // period
     policy = REMAT_POLICIES["none" if config.remat == "auto" else config.remat]
     step = jax.checkpoint(step, policy=policy, prevent_cse=unrolled)
@@ -281,7 +281,7 @@ def run_stack(
 
 
 def weight_spec(shape: tuple[int, ...], parts: int) -> PartitionSpec:
-    """Splits an array along its longest axis that is divisible by `parts`, unless it is small."""
+    """Returns the spec that splits a large array along its longest axis that `parts` divides."""
     axes = [axis for axis, size in enumerate(shape) if size % parts == 0]
     if parts == 1 or not axes or math.prod(shape) < MIN_SPLIT_SIZE:
         return PartitionSpec()
@@ -293,8 +293,7 @@ def gather_weights(block: Any) -> Any:
     """Returns one block of a stack with all of its weights on every device.
 
     If the weights are split, the training and evaluation steps set the mesh that this uses. Call it
-    for one block at a time, so that the others stay split. (A derivative written by hand, which
-    scatters gradients like the weights, compiles to no fewer collectives for TPU v5e 2x2 and 2x4.)
+    for one block at a time, so that the others stay split.
     """
     mesh = jax.sharding.get_abstract_mesh()
     if FSDP_AXIS not in mesh.axis_names:

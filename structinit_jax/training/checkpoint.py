@@ -16,6 +16,7 @@ a temporary directory and copies them, which serves gs:// and s3:// alike.
 
 import contextlib
 import hashlib
+import itertools
 import json
 import tempfile
 from collections.abc import Iterable, Iterator
@@ -34,6 +35,7 @@ from structinit_jax.training.state import TrainState
 from structinit_jax.training.workdir import is_url
 
 STATE, RUN = "state", "run.json"
+FOREIGN = -2  # in place of the newest step, if another program wrote to the directory
 
 
 class DamagedError(Exception):
@@ -49,7 +51,7 @@ class Checkpoints:
     Args:
       directory: Created if it does not exist.
       keep: Number of newest checkpoints to keep, in addition to the one of the highest accuracy.
-      evaluation: What accuracies are measured on. Only those on the same are compared.
+      evaluation: What accuracies are measured on; those on other images are not compared.
 
     Attributes:
       latest_step: Step of the newest checkpoint, or None if there is no checkpoint.
@@ -63,22 +65,27 @@ class Checkpoints:
         self._writer = ThreadPoolExecutor(1, "checkpoint")
         self._writing: Future | None = None
         self._runs: dict[int, dict[str, Any]] = {}  # of all intact checkpoints; on process 0
+        newest = FOREIGN
         if jax.process_index() == 0:
             self.directory.mkdir(parents=True, exist_ok=True)
-            for folder in step_folders(self.directory):
-                if not (folder / RUN).exists():
-                    _remove_unfinished(folder)
-            self._runs = {step: read_run(directory, step) for step in _intact_steps(directory)}
-        newest = np.int32(max(self._runs, default=-1))
-        newest = int(multihost_utils.broadcast_one_to_all(newest))
+            if _remove_unfinished(self.directory):
+                self._runs = dict(_intact_runs(self.directory))
+                newest = max(self._runs, default=-1)
+        newest = int(multihost_utils.broadcast_one_to_all(np.int32(newest)))
+        if newest == FOREIGN:
+            raise InputError(
+                f"{directory} has checkpoints of another program or version: use another "
+                "--workdir, or move them away"
+            )
         self.latest_step = None if newest < 0 else newest
 
     def save(
         self, step: int, state: TrainState, run: dict[str, Any], accuracy: float | None
     ) -> None:
-        """Starts to save a checkpoint; blocks only for the copy to host memory.
+        """Starts to save a checkpoint in the background.
 
-        An error of the write is raised by this method or the next call of any.
+        Blocks until the previous one is written and the state is copied to host memory. If a write
+        fails, the next call of `save`, `wait` or `close` raises the error.
 
         Args:
           step: Number of the checkpoint.
@@ -162,25 +169,6 @@ def step_folders(directory: epath.PathLike) -> list[epath.Path]:
     return [directory / name for name in sorted(names, key=int, reverse=True)]
 
 
-def find_damage(folder: epath.Path) -> str | None:
-    """Returns what is wrong with a checkpoint, naming a file, or None if it is intact."""
-    try:
-        run = _read_json(folder / RUN)
-        if str(run["step"]) != folder.name:
-            return f"{RUN} is that of step {run['step']}"
-        for process in range(run["num_indexes"]):
-            for name, digest in _read_json(_index(folder, process)).items():
-                if not (folder / name).exists():
-                    return f"{name} is missing"
-                if _digest_of(folder / name) != digest:
-                    return f"{name} does not match its checksum"
-    except DamagedError as error:
-        return str(error)
-    except OSError as error:
-        return f"it cannot be read ({error})"
-    return None
-
-
 def find_step(directory: epath.PathLike, wanted: str | int = "newest") -> int | None:
     """Returns the step of an intact checkpoint, or None if there is none.
 
@@ -199,12 +187,14 @@ def find_step(directory: epath.PathLike, wanted: str | int = "newest") -> int | 
         raise InputError(f"--step={wanted} must be 'newest', 'best' or the number of a step")
     step = -1
     if jax.process_index() == 0:
-        intact = _intact_steps(directory, int(wanted) if wanted.isdecimal() else None)
+        intact = _intact_runs(directory, int(wanted) if wanted.isdecimal() else None)
         if wanted == "best":
-            runs = {step: read_run(directory, step) for step in intact}
+            runs = dict(intact)
             evaluated = [run["evaluation"] for run in runs.values() if run["accuracy"] is not None]
-            intact = iter(_best_first(runs, evaluated[0]) if evaluated else ())
-        step = next(intact, -1)
+            steps = _best_first(runs, evaluated[0]) if evaluated else []
+        else:
+            steps = [step for step, _ in itertools.islice(intact, 1)]
+        step = steps[0] if steps else -1
     step = int(multihost_utils.broadcast_one_to_all(np.int32(step)))
     return None if step < 0 else step
 
@@ -317,25 +307,50 @@ def _best_first(runs: dict[int, dict[str, Any]], evaluation: str) -> list[int]:
     return sorted(measured, key=lambda step: (measured[step], step), reverse=True)
 
 
-def _intact_steps(directory: epath.PathLike, step: int | None = None) -> Iterator[int]:
-    """Yields intact checkpoints, newest first, and prints a note about each other one."""
+def _intact_runs(
+    directory: epath.PathLike, step: int | None = None
+) -> Iterator[tuple[int, dict[str, Any]]]:
+    """Yields step and `run.json` of intact checkpoints, newest first; tells about the others."""
     for folder in step_folders(directory):
         if step not in (None, int(folder.name)):
             continue
-        if damage := find_damage(folder):
-            print(f"note: skipping checkpoint {folder}: {damage}")
+        try:
+            run = read_intact(folder)
+        except DamagedError as error:
+            print(f"note: skipping checkpoint {folder}: {error}")
         else:
-            yield int(folder.name)
+            yield int(folder.name), run
 
 
-def _remove_unfinished(folder: epath.Path) -> None:
-    """Deletes what a kill left when it interrupted writing or deleting a checkpoint."""
-    if any(not path.name.startswith((STATE, "index_")) for path in folder.iterdir()):
-        raise InputError(
-            f"{folder} is a checkpoint of another program or version: use another --workdir, or "
-            "move it away"
-        )
-    folder.rmtree()
+def read_intact(folder: epath.Path) -> dict[str, Any]:
+    """Returns `run.json` of a checkpoint; raises `DamagedError` if any of its files is damaged."""
+    try:
+        run = _read_json(folder / RUN)
+        if str(run["step"]) != folder.name:
+            raise DamagedError(f"{RUN} is that of step {run['step']}")
+        for process in range(run["num_indexes"]):
+            for name, digest in _read_json(_index(folder, process)).items():
+                if not (folder / name).exists():
+                    raise DamagedError(f"{name} is missing")
+                if _digest_of(folder / name) != digest:
+                    raise DamagedError(f"{name} does not match its checksum")
+    except OSError as error:
+        raise DamagedError(f"it cannot be read ({error})") from error
+    return run
+
+
+def _remove_unfinished(directory: epath.Path) -> bool:
+    """Deletes checkpoints that a kill left half written or half deleted.
+
+    Returns False, and deletes nothing, if a checkpoint is not of this program.
+    """
+    unfinished = [folder for folder in step_folders(directory) if not (folder / RUN).exists()]
+    names = [path.name for folder in unfinished for path in folder.iterdir()]
+    if not all(name.startswith((STATE, "index_")) for name in names):
+        return False
+    for folder in unfinished:
+        folder.rmtree()
+    return True
 
 
 def _index(folder: epath.Path, process: int) -> epath.Path:

@@ -22,7 +22,7 @@ Metrics = dict[str, Any]
 
 
 def step_rngs(seed: int | Array, step: int | Array) -> tuple[PRNGKeyArray, PRNGKeyArray]:
-    """Returns the random keys of the augmentation and the model, after a number of steps."""
+    """Returns the random keys of augmentation and model for the step that follows `step` others."""
     _, _, steps_rng = split_rng(jax.random.key(seed))
     augment_rng, model_rng = jax.random.split(jax.random.fold_in(steps_rng, step))
     return augment_rng, model_rng
@@ -43,8 +43,8 @@ def make_train_step(
 ) -> Callable[[TrainState, Batch], tuple[TrainState, Metrics]]:
     """Builds the training step, `(state, batch) -> (state, metrics)`.
 
-    A step whose loss or gradient is not finite changes the step number and the optimizer's counters
-    only. The metrics are 'loss', 'accuracy' (not of mixed images, which have two classes),
+    A step whose loss or gradient is not finite updates only the step number and the optimizer's
+    counters. The metrics are 'loss', 'accuracy' (not of mixed images, which have two classes),
     'learning_rate', 'gradient_norm', 'layer_gradient_norms' and 'nonfinite' (1.0 or 0.0).
 
     Args:
@@ -67,8 +67,8 @@ def make_train_step(
     def train_step(state: TrainState, batch: Batch) -> tuple[TrainState, Metrics]:
         augment_rng, rng = step_rngs(seed, state.step)
         batch = augment(augment_rng, batch["image"], batch["label"])
-        gradient = value_and_grad(state.params, state.model_state, batch, rng)
-        (loss, (correct, model_state)), grads = gradient
+        result = value_and_grad(state.params, state.model_state, batch, rng)
+        (loss, (accuracy, model_state)), grads = result
         updates, opt_state = optimizer.update(grads, state.opt_state, state.params)
         params = optax.apply_updates(state.params, updates)
         ema = state.ema
@@ -78,7 +78,7 @@ def make_train_step(
         finite = jnp.isfinite(loss) & jnp.isfinite(gradient_norm)
         metrics = {
             "loss": loss,
-            **({} if mixes else {"accuracy": correct}),
+            **({} if mixes else {"accuracy": accuracy}),
             "learning_rate": jnp.asarray(learning_rate(state.step)),
             "gradient_norm": gradient_norm,
             "layer_gradient_norms": layer_norms(grads),
@@ -95,10 +95,10 @@ def _make_value_and_grad(graphdef, loss_of):
         images, targets = batch
         model = nnx.merge(graphdef, params, model_state)
         logits, _ = model(images, rng=rng)
-        correct = jnp.mean(logits.argmax(-1) == targets.argmax(-1))
-        # Over the examples: JAX refuses the gradient of a loss that has classes too.
+        accuracy = jnp.mean(logits.argmax(-1) == targets.argmax(-1))
+        # Over examples only: JAX refuses the gradient of a loss that wrongly returns classes, too.
         loss = jnp.mean(loss_of(logits, targets), axis=0)
-        return loss, (correct, split_model(model)[2])
+        return loss, (accuracy, split_model(model)[2])
 
     return jax.value_and_grad(loss_fn, has_aux=True)
 
@@ -114,16 +114,16 @@ def _in_parts(value_and_grad, num_parts):
         def body(carry, part):
             sums, model_state = carry
             batch, number = part
-            (loss, (correct, model_state)), grads = value_and_grad(
+            (loss, (accuracy, model_state)), grads = value_and_grad(
                 params, model_state, batch, jax.random.fold_in(rng, number)
             )
-            return (jax.tree.map(jnp.add, sums, (loss, correct, grads)), model_state), None
+            return (jax.tree.map(jnp.add, sums, (loss, accuracy, grads)), model_state), None
 
         zeros = (jnp.zeros(()), jnp.zeros(()), jax.tree.map(jnp.zeros_like, params))
         parts = (jax.tree.map(split, batch), jnp.arange(num_parts))
         (sums, model_state), _ = jax.lax.scan(body, (zeros, model_state), parts)
-        loss, correct, grads = jax.tree.map(lambda x: x / num_parts, sums)
-        return (loss, (correct, model_state)), grads
+        loss, accuracy, grads = jax.tree.map(lambda x: x / num_parts, sums)
+        return (loss, (accuracy, model_state)), grads
 
     return accumulate
 
@@ -139,7 +139,7 @@ def _average(new, mean, decay):
 
 def _apply_if(finite, new: TrainState, old: TrainState) -> TrainState:
     kept = jax.tree.map(lambda new, old: jnp.where(finite, new, old), new, old)
-    # The optimizer's counters go on like the step, so the schedule does.
+    # The optimizer's counters advance like the step, which keeps the schedule in line with it.
     opt_state = jax.tree.map(
         lambda new, old: new if jnp.issubdtype(new.dtype, jnp.integer) else old,
         new.opt_state,
@@ -223,7 +223,7 @@ def make_eval_step(
         correct = jnp.take_along_axis(right, logits.argmax(-1)[:, None], axis=1)[:, 0]
         mask = batch["mask"]
         return {
-            "loss": jnp.sum(losses * mask),
+            "loss": jnp.sum(jnp.where(mask > 0, losses, 0)),
             "correct": jnp.sum(correct * mask),
             "count": jnp.sum(mask),
         }
