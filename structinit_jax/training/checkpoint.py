@@ -18,6 +18,7 @@ import contextlib
 import hashlib
 import itertools
 import json
+import logging
 import tempfile
 from collections.abc import Iterable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -33,6 +34,9 @@ from jax.experimental import multihost_utils
 from structinit_jax.errors import InputError
 from structinit_jax.training.state import TrainState
 from structinit_jax.training.workdir import is_url
+
+# At every checkpoint, Orbax warns that without OCDBT there is nothing to merge.
+logging.getLogger("absl").addFilter(lambda record: "merge of OCDBT" not in record.getMessage())
 
 STATE, RUN = "state", "run.json"
 FOREIGN = -2  # in place of the newest step, if another program wrote to the directory
