@@ -126,17 +126,18 @@ class Observer:
 
     def __init__(self, config: ConfigDict, model: AbstractModel):
         self._config, self._model = config, model
+        self._scheme = make_attention_init(config)
         self._patch_size = config.model.get("patch_size")
         self._targets = {}
         if not config.start_from:
-            self._targets = find_targets(model, make_attention_init(config), config.seed)
+            self._targets = find_targets(model, self._scheme, config.seed)
         self._observe_batch = jax.jit(self._observe)
 
     def start_values(self) -> tuple[Any, Any]:
         """Returns the parameters and the model state that training starts with."""
-        config, scheme = self._config, make_attention_init(self._config)
+        config = self._config
         fields = config.seed, config.start_from, config.attention_init.name
-        return initialize_model(self._model, scheme, *fields)[:2]
+        return initialize_model(self._model, self._scheme, *fields)[:2]
 
     def __call__(
         self, weights: tuple[Any, Any], images: UInt8[np.ndarray, "n H H C"], step: int

@@ -30,6 +30,7 @@ from structinit_jax.attention_init.kernels import (
     Filters,
     assign_by_layer,
     filter_maps,
+    near_identity,
     random_rotations,
 )
 from structinit_jax.attention_init.sites import TokenMixingSite, TokenMixingWeights
@@ -60,12 +61,10 @@ def kaiming_uniform(rng: PRNGKeyArray, site: TokenMixingSite) -> TokenMixingWeig
 def mimetic(rng: PRNGKeyArray, site: TokenMixingSite) -> TokenMixingWeights:
     """Uses mimetic attention's logits, 0.7 U + 0.7 I with uniform noise U, as the map itself."""
     noise_rng, rotation_rng = jax.random.split(rng)
-    tokens = site.num_tokens
-    shape, bound = (site.num_layers, tokens, tokens), (3 / tokens) ** 0.5
-    noise = jax.random.uniform(noise_rng, shape, minval=-bound, maxval=bound)
-    maps = 0.7 * noise + 0.7 * jnp.eye(tokens)[None]
+    shape = (site.num_layers, site.num_tokens)
+    maps = near_identity(noise_rng, shape, noise=0.7, identity=0.7)
     # The basis of the identity serves all layers, since their maps are close to it.
-    basis = output_basis(np.eye(tokens)[None], site)
+    basis = output_basis(np.eye(site.num_tokens)[None], site)
     return TokenMixingWeights(*_factor_maps(rotation_rng, maps, jnp.asarray(basis), site.hidden))
 
 

@@ -361,8 +361,10 @@ def draw_curves(comparison: Comparison) -> Figure | None:
     for number, (setting, runs) in enumerate(finished.items()):
         if not runs:
             continue
-        curves = 100 * np.array([[*run.test_curve.values()] for run in runs])
-        epochs, mean = [runs[0].epoch(step) for step in runs[0].test_curve], curves.mean(axis=0)
+        # `structinit_jax.main` may have evaluated some of them at other steps, too.
+        steps = sorted(set.intersection(*(set(run.test_curve) for run in runs)))
+        curves = 100 * np.array([[run.test_curve[step] for step in steps] for run in runs])
+        epochs, mean = [runs[0].epoch(step) for step in steps], curves.mean(axis=0)
         color, line = COLORS[number % len(COLORS)], LINES[number // len(COLORS) % len(LINES)]
         axis.plot(epochs, mean, color=color, linestyle=line, marker=".", label=setting)
         if len(runs) > 1:

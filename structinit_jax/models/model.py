@@ -217,7 +217,9 @@ def stack_of(path: jax.tree_util.KeyPath) -> str:
     if "blocks" not in names:
         return ""
     end = names.index("blocks") + 1
-    return "" if names[end:] == [] or names[end].isdecimal() else "/".join(names[:end])
+    if end == len(names) or names[end].isdecimal():
+        return ""
+    return "/".join(names[:end])
 
 
 def run_stack(
