@@ -18,12 +18,7 @@ import numpy as np
 from flax import nnx
 
 from structinit_jax.augment import describe
-from structinit_jax.config import (
-    augment_options,
-    load_config,
-    make_attention_init,
-    schedule_options,
-)
+from structinit_jax.config import augment_options, load_config, make_attention_init
 from structinit_jax.data.datasets import CATALOG
 from structinit_jax.data.source import split_size
 from structinit_jax.interop import to_timm
@@ -39,7 +34,7 @@ def recipe(config) -> dict:
     """Returns what `make_programs.record_recipe` records, for one of our configs."""
     data = config.data
     num_examples = split_size(data.name, data.train_split, CATALOG[data.name], "data.train_split")
-    schedule = make_schedule(num_examples, **schedule_options(config))
+    schedule = make_schedule(num_examples, dict(config), drop_remainder=data.drop_remainder)
     num_epochs = round(config.num_epochs)
     epochs = np.linspace(0, num_epochs - 1, 10).round().astype(int).tolist()
     rates = schedule.learning_rate(np.array(epochs) * round(schedule.steps_per_epoch))

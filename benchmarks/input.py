@@ -20,6 +20,7 @@ import io
 import itertools
 import json
 import os
+import runpy
 import subprocess
 import sys
 import tempfile
@@ -30,6 +31,7 @@ from pathlib import Path
 import numpy as np
 from PIL import Image
 
+IMPORT_TORCHVISION = Path(__file__).parents[1] / "tests" / "references" / "import_torchvision.py"
 SIZES = ("500x375", "1600x1200")
 IMAGE_SIZE, BATCH_SIZE = 224, 64
 FILES = 32
@@ -176,14 +178,10 @@ def torch_small_batches(folder: Path, num_batches: int) -> Iterator[np.ndarray]:
 
 
 def import_torch():
-    """Imports PyTorch on one thread, with a torchvision that lacks its operators if need be."""
+    """Imports PyTorch on one thread, and torchvision."""
+    runpy.run_path(str(IMPORT_TORCHVISION))
     import torch
 
-    if not hasattr(torch.ops.torchvision, "nms"):
-        library = torch.library.Library("torchvision", "DEF")
-        library.define("nms(Tensor a, Tensor b, float c) -> Tensor")
-        library.define("qnms(Tensor a, Tensor b, float c) -> Tensor")
-        import_torch.library = library  # its operators go when it goes
     torch.set_num_threads(1)
     return torch
 

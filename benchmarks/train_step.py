@@ -27,6 +27,7 @@ import argparse
 import contextlib
 import json
 import os
+import runpy
 import subprocess
 import sys
 import time
@@ -36,6 +37,8 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
+
+IMPORT_TORCHVISION = Path(__file__).parents[1] / "tests" / "references" / "import_torchvision.py"
 
 
 class Row(NamedTuple):
@@ -195,11 +198,7 @@ def make_timm(row: Row, program: str, dtype: str) -> tuple[Step, dict[str, float
     """Returns a step of timm's model."""
     import torch
 
-    # timm imports torchvision, whose compiled operators need not fit this torch: it uses none.
-    with contextlib.suppress(RuntimeError):  # where they are defined already
-        library = torch.library.Library("torchvision", "DEF")
-        for schema in ("nms(Tensor d, Tensor s, float t) -> Tensor", "qnms(Tensor d) -> Tensor"):
-            library.define(schema)
+    runpy.run_path(str(IMPORT_TORCHVISION))
     import timm
 
     torch.set_float32_matmul_precision("high")  # TF32, JAX's default on GPUs

@@ -2,22 +2,21 @@
 
     python -m structinit_jax.main --config=configs/swin_digits.py --workdir=/tmp/swin
 
-Every pixel is a token. The relative position biases start as impulses.
+Every pixel is a token. The relative position biases start as impulses. The recipe is that of
+vit_t_digits.py.
 
 Hardware: two CPU cores. Time and accuracy: not measured.
 """
 
-from structinit_jax.config import base_config
+from pathlib import Path
+
+from structinit_jax.config import base_config, load_config
 
 
 def get_config():
-    config = base_config("swin")
-    config.num_epochs = 20.0
-    config.batch_size = 64
-    config.learning_rate = 2e-3
-    config.warmup_epochs = 3.0
-    config.log_every_steps = 50
-    config.eval_every_epochs = 5.0
+    config = load_config(Path(__file__).with_name("vit_t_digits.py"))
+    config.model = base_config("swin").model
+    config.attention_init = dict(name="impulse", kernel_size=3)
 
     config.model.num_classes = 10
     config.model.width = 32
@@ -25,10 +24,4 @@ def get_config():
     config.model.num_heads = (4, 8)
     config.model.window_size = 4
     config.model.patch_size = 1
-
-    config.data.name = "digits"
-    config.data.image_size = 8
-    config.data.channels = 1
-    config.data.mean = (0.305,)
-    config.data.std = (0.376,)
     return config

@@ -256,14 +256,6 @@ def augment_options(config: ConfigDict) -> AugmentOptions:
     )
 
 
-def schedule_options(config: ConfigDict) -> dict[str, Any]:
-    """Returns the options of `training.optimizer.make_schedule`."""
-    names = ("batch_size", "num_epochs", "num_steps", "eval_every_epochs", "schedule")
-    names += ("learning_rate", "warmup_epochs", "warmup_learning_rate", "final_learning_rate")
-    names += ("cooldown_epochs",)
-    return {n: config[n] for n in names} | {"drop_remainder": config.data.drop_remainder}
-
-
 def find_scheme(name: str) -> Callable[..., attention_init.AttentionInit]:
     """Returns the scheme of a `config.attention_init.name`, a function of its options.
 

@@ -160,7 +160,7 @@ def set_up(
     data, augmentation = config.data, _augmentation(config, info, num_examples)
     mesh = mesh_lib.make_mesh(config.fsdp, devices)
     mesh_lib.check_batch_size(config.batch_size, mesh.size, config.accumulate_steps)
-    schedule = make_schedule(num_examples, **config_lib.schedule_options(config))
+    schedule = make_schedule(num_examples, dict(config), drop_remainder=data.drop_remainder)
     optimizer = make_optimizer(config.optimizer, schedule.learning_rate, dict(config))
     build = functools.partial(abstract_model, config.model, data, mesh)
     model, scheme = build(), config_lib.make_attention_init(config)

@@ -6,7 +6,7 @@ import pytest
 import references
 from flax import nnx
 
-from structinit_jax.config import base_config, schedule_options
+from structinit_jax.config import base_config
 from structinit_jax.errors import InputError
 from structinit_jax.interop import to_timm
 from structinit_jax.models import create_model, default_config
@@ -104,25 +104,22 @@ def test_layer_decay_needs_a_stack():
         (384, {"num_steps": 7}, 7, {6, 7}),
         (384, {"eval_every_epochs": 100.0}, 12, {12}),
         (10, {"num_epochs": 1.0}, 1, {1}),
-        (120, {"num_epochs": 4.0, "data.drop_remainder": True}, 4, {1, 2, 3, 4}),
+        (120, {"num_epochs": 4.0, "drop_remainder": True}, 4, {1, 2, 3, 4}),
     ],
 )
 def test_epochs_become_steps(num_examples, fields, steps, evaluations):
-    config = base_config()
-    fields = dict(batch_size=64, num_epochs=2.0, eval_every_epochs=1.0) | fields
-    config.update_from_flattened_dict(fields)
-    schedule = make_schedule(num_examples, **schedule_options(config))
+    whole = fields.pop("drop_remainder", False)
+    fields = dict(base_config(), batch_size=64, num_epochs=2.0, eval_every_epochs=1.0) | fields
+    schedule = make_schedule(num_examples, fields, drop_remainder=whole)
     assert schedule.num_steps == steps
     assert schedule.eval_steps == evaluations
-    whole = config.data.drop_remainder
     assert schedule.steps_per_epoch == (num_examples // 64 if whole else num_examples / 64)
 
 
 def test_an_epoch_without_a_whole_batch_is_refused():
     config = base_config()
-    config.data.drop_remainder = True
     with pytest.raises(InputError, match=r"config\.data\.drop_remainder=True .*127 training ex"):
-        make_schedule(127, **schedule_options(config))
+        make_schedule(127, dict(config), drop_remainder=True)
 
 
 def test_losses_and_optimizers_are_found_by_name():
@@ -142,7 +139,8 @@ def make_rate(num_steps=100, steps_per_epoch=10.0, **fields):
     )
     config.update(**fields)
     config.update(batch_size=10, num_steps=num_steps)
-    return make_schedule(round(10 * steps_per_epoch), **schedule_options(config)).learning_rate
+    num_examples = round(10 * steps_per_epoch)
+    return make_schedule(num_examples, dict(config), drop_remainder=False).learning_rate
 
 
 def test_warm_up_is_linear_and_the_rest_a_cosine():
@@ -182,9 +180,8 @@ def test_timm_cosine_equals_timm_in_every_step_of_every_epoch(recipe, num_exampl
     config.update(dict(zip(RATE_FIELDS, REFERENCE[f"settings/{recipe}"].tolist(), strict=True)))
     config.num_epochs += config.cooldown_epochs
     config.update(schedule="timm_cosine", batch_size=32)
-    config.data.drop_remainder = drop
     epoch_length = num_examples - drop * num_examples % 32
-    schedule = make_schedule(num_examples, **schedule_options(config))
+    schedule = make_schedule(num_examples, dict(config), drop_remainder=drop)
     steps = np.arange(schedule.num_steps, dtype=np.int32)
     ours = jax.jit(jax.vmap(schedule.learning_rate))(steps)
     expected = REFERENCE[f"rates/{recipe}"][steps * 32 // epoch_length]

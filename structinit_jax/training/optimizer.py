@@ -54,21 +54,19 @@ class Rates(NamedTuple):
 
 
 def make_schedule(
-    num_examples: int,
-    *,
-    batch_size: int,
-    num_epochs: float,
-    num_steps: int,
-    eval_every_epochs: float,
-    drop_remainder: bool,
-    schedule: str,
-    **rates: float,
+    num_examples: int, fields: Mapping[str, Any], *, drop_remainder: bool
 ) -> Schedule:
-    """Converts the epochs of a config to steps; `config.schedule_options` returns the options.
+    """Converts the epochs of a config to steps.
+
+    Args:
+      num_examples: Size of the training split.
+      fields: Fields of the config, among them those of `Rates`.
+      drop_remainder: Whether each epoch leaves out its last partial batch.
 
     Raises:
       InputError: An epoch has no whole batch.
     """
+    batch_size, num_epochs = fields["batch_size"], fields["num_epochs"]
     if drop_remainder:
         if num_examples < batch_size:
             raise InputError(
@@ -77,15 +75,17 @@ def make_schedule(
             )
         num_examples -= num_examples % batch_size
     steps_per_epoch = num_examples / batch_size
-    if num_steps:
+    if num_steps := fields["num_steps"]:
         num_epochs = num_steps * batch_size / num_examples
     else:
         num_steps = max(1, round(num_epochs * steps_per_epoch))
-    interval = max(1.0, eval_every_epochs * steps_per_epoch)  # one evaluation a step at most
+    # One evaluation a step at most.
+    interval = max(1.0, fields["eval_every_epochs"] * steps_per_epoch)
     evaluations = range(1, int(num_steps / interval) + 1)
     eval_steps = frozenset(round(interval * number) for number in evaluations) | {num_steps}
     length = Length(num_steps, num_epochs, num_examples, batch_size)
-    learning_rate = SCHEDULES[schedule](length, Rates(**rates))
+    rates = Rates(**{name: fields[name] for name in Rates._fields})
+    learning_rate = SCHEDULES[fields["schedule"]](length, rates)
     return Schedule(num_steps, steps_per_epoch, eval_steps, learning_rate)
 
 

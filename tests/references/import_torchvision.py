@@ -1,7 +1,8 @@
 """Imports torchvision, which timm needs, beside any build of torch.
 
-Its compiled operators need not fit the installed torch. The reference programs use none of them, so
-it is enough that their names are defined. Import this before timm.
+Its compiled operators need not fit the installed torch. The reference programs and the benchmarks
+use none of them, so it is enough that their names are defined. Import this, or run it with
+`runpy.run_path`, before timm.
 """
 
 import torch
