@@ -1,4 +1,4 @@
-"""Reads the runs of a comparison, computes statistics over seeds, and writes the report.
+"""Reads the runs of a comparison and writes the report.
 
 The report is results.csv, report.md, curves.png and report.html, which holds the other two. It
 needs only the files that the runs have written, so it can be repeated.
@@ -30,7 +30,6 @@ STATUS = "status.txt"  # of a run: `DONE`, or why it failed
 DONE = "done"
 CURVES = "curves.png"
 LINES = ("-", "--", ":", "-.")  # a style for each pass through the colors
-TOLERANCE = 1e-9  # of accuracies: the mean of equal ones may be rounded up
 # Fields that change the results by rounding at most; the content of data is compared by digests.
 HARMLESS = (
     *("checkpoint_every_steps", "keep_checkpoints", "fsdp", "data.data_dir", "data.manual_dir"),
@@ -52,14 +51,10 @@ class SeedRun:
 
     Attributes:
       setting: Name of the setting.
-      seed: The seed.
       facts: Entry of its setting in `compare.json`.
-      folder: Its workdir.
-      test_name: Name of the test split.
       lines: The lines of its `metrics.jsonl` up to the last step of the comparison:
         `structinit_jax.main` may have trained the run longer.
       test_curve: The test accuracy by step, from 0 to 1.
-      nonfinite_steps: Number of steps whose loss or gradient was not finite.
       status: 'done', 'failed' or 'unfinished'.
       error: Why the run failed, in one line.
     """
@@ -75,12 +70,16 @@ class SeedRun:
             for line in self.lines
             if f"{self.test_name}/accuracy" in line
         }
-        self.nonfinite_steps = sum(line.get("train/nonfinite_steps", 0) for line in self.lines)
         recorded = status.read_text(encoding="utf-8").strip() if status.exists() else ""
         self.error = "" if recorded == DONE else recorded
         self.status = "failed" if self.error else "unfinished"
         if recorded == DONE and facts["num_steps"] in self.test_curve:
             self.status = "done"
+
+    @property
+    def nonfinite_steps(self) -> int:
+        """Number of steps whose loss or gradient was not finite."""
+        return int(sum(line.get("train/nonfinite_steps", 0) for line in self.lines))
 
     @property
     def accuracy(self) -> float:
@@ -107,15 +106,10 @@ class SeedRun:
 
 
 class Comparison(NamedTuple):
-    """All runs of a workdir.
+    """All runs of a workdir."""
 
-    Attributes:
-      info: Content of `compare.json`.
-      runs: By setting, in the order of the seeds.
-    """
-
-    info: dict[str, Any]
-    runs: dict[str, list[SeedRun]]
+    info: dict[str, Any]  # content of `compare.json`
+    runs: dict[str, list[SeedRun]]  # by setting, in the order of the seeds
 
     @property
     def metric(self) -> str:
@@ -150,26 +144,6 @@ def read_info(workdir: Path) -> dict[str, Any]:
     return json.loads(path.read_text(encoding="utf-8"))
 
 
-# -- statistics ------------------------------------------------------------------------------------
-
-
-def paired_difference(
-    values: Mapping[int, float], others: Mapping[int, float]
-) -> tuple[float, float | None] | None:
-    """Returns the mean of `values - others` over common seeds, and half of its 95 % interval.
-
-    The interval is Student's, for normal differences, and None for one seed. Without a common seed
-    the result is None.
-    """
-    differences = [values[seed] - others[seed] for seed in values if seed in others]
-    if not differences:
-        return None
-    mean, n = float(np.mean(differences)), len(differences)
-    if n == 1:
-        return mean, None
-    return mean, float(special.stdtrit(n - 1, 0.975) * np.std(differences, ddof=1) / math.sqrt(n))
-
-
 # -- text ------------------------------------------------------------------------------------------
 
 
@@ -177,12 +151,11 @@ def markdown(comparison: Comparison) -> str:
     """Returns the report in Markdown."""
     info, runs = comparison.info, comparison.runs
     every = [run for group in runs.values() for run in group]
-    if len({run.seed for run in every}) > 1:
-        interval = (
-            "The difference to the baseline is paired by seed, with Student's 95 % interval, which "
-            "covers the variation between seeds, not between data sets."
-        )
-    else:
+    interval = (
+        "The difference to the baseline is paired by seed, with Student's 95 % interval, which "
+        "covers the variation between seeds, not between data sets."
+    )
+    if len({run.seed for run in every}) == 1:
         interval = "With one seed there is no interval: a difference may be chance."
     parts = [
         "# Comparison",
@@ -202,8 +175,6 @@ def markdown(comparison: Comparison) -> str:
     failures = [[run.setting, str(run.seed), run.error] for run in every if run.status == "failed"]
     if failures:
         parts += ["## Failed runs", _table([["setting", "seed", "error"], *failures])]
-    if missing := sum(run.status == "unfinished" for run in every):
-        parts += ["## Not finished", f"{missing} runs have not finished."]
     if info["commands"]:
         parts += ["## Commands", "```bash\n" + "\n".join(info["commands"]) + "\n```"]
     parts += ["## Machine and versions", info["machine"], "Every run: results.csv."]
@@ -216,23 +187,25 @@ def _table(rows: list[list[str]]) -> str:
 
 
 def _summary(comparison: Comparison) -> list[list[str]]:
-    facts = comparison.info["settings"]
-    published = any(fact["published"] for fact in facts.values())
-    header = ["setting", "seeds", f"{comparison.metric}, %"]
-    header += ["published, %"] if published else []
-    header += ["difference to the baseline (95 %)", "epochs to the baseline", "training, s"]
-    rows = [header]
+    facts, rows = comparison.info["settings"], []
     for setting, runs in comparison.runs.items():
         done = comparison.finished(setting)
         seconds = [run.seconds for run in done if run.seconds is not None]
-        rows.append([setting, f"{len(done)} of {len(runs)}", _accuracy(done)])
-        rows[-1] += [facts[setting]["published"] or "–"] if published else []
-        rows[-1] += [
-            _difference(comparison, setting),
-            _epochs(comparison, setting),
-            f"{np.mean(seconds):.1f}" if seconds else "–",
-        ]
-    return rows
+        rows.append(
+            {
+                "setting": setting,
+                "seeds": f"{len(done)} of {len(runs)}",
+                f"{comparison.metric}, %": _accuracy(done),
+                "published, %": facts[setting]["published"] or "–",
+                "difference to the baseline (95 %)": _difference(comparison, setting),
+                "epochs to the baseline": _epochs(comparison, setting),
+                "training, s": f"{np.mean(seconds):.1f}" if seconds else "–",
+            }
+        )
+    header = [*rows[0]]
+    if not any(fact["published"] for fact in facts.values()):
+        header.remove("published, %")
+    return [header, *([row[name] for name in header] for row in rows)]
 
 
 def _accuracy(runs: Sequence[SeedRun]) -> str:
@@ -251,18 +224,25 @@ def _difference(comparison: Comparison, setting: str) -> str:
     baselines = comparison.info["baselines"]
     if (baseline := baselines[setting]) == setting:
         return "baseline"
-    accuracies, others = comparison.accuracies(setting), comparison.accuracies(baseline)
-    difference = paired_difference(accuracies, others)
-    if difference is None:
+    own, other = comparison.accuracies(setting), comparison.accuracies(baseline)
+    differences = [100 * (own[seed] - other[seed]) for seed in own if seed in other]
+    pairs = len(differences)
+    if not pairs:
         return "–"
-    mean, half = difference
-    if half is None:
-        text = f"{100 * mean:+.2f} (one seed)"
+    mean = np.mean(differences)
+    if pairs == 1:
+        text = f"{mean:+.2f} (one seed)"
     else:
-        text = f"{100 * mean:+.2f} [{100 * (mean - half):+.2f}, {100 * (mean + half):+.2f}]"
-    pairs = len(accuracies.keys() & others.keys())
+        half = half_interval(differences)
+        text = f"{mean:+.2f} [{mean - half:+.2f}, {mean + half:+.2f}]"
     text += f" ({pairs} common seeds)" if 1 < pairs < len(comparison.runs[setting]) else ""
     return f"{text} to {baseline}" if len({*baselines.values()}) > 1 else text
+
+
+def half_interval(values: Sequence[float]) -> float:
+    """Returns half of Student's 95 % interval of the mean of two or more normal values."""
+    n = len(values)
+    return float(special.stdtrit(n - 1, 0.975) * np.std(values, ddof=1) / math.sqrt(n))
 
 
 def _epochs(comparison: Comparison, setting: str) -> str:
@@ -271,7 +251,7 @@ def _epochs(comparison: Comparison, setting: str) -> str:
     runs = comparison.finished(setting)
     if not (goals and runs):
         return "–"
-    goal = np.mean(goals) - TOLERANCE
+    goal = np.mean(goals) - 1e-9  # the mean of equal accuracies may be rounded up
     reached = [
         min(run.epoch(step) for step, value in run.test_curve.items() if value >= goal)
         for run in runs
