@@ -23,7 +23,7 @@ def idx_bytes(array):
 
 def read(source):
     """Pixels and labels of a whole split."""
-    examples = source.read(range(len(source)))
+    examples = list(source.read(range(len(source))))
     return [image.decode() for image, _ in examples], [label for _, label in examples]
 
 

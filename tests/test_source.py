@@ -97,7 +97,7 @@ def test_labels_out_of_range_are_named():
     records = [{"image": PIXELS, "label": label} for label in (np.int64(1), 2)]
     source = Dataset.from_records("mine", {"train": records}, ["a", "b"]).split("train")
     with pytest.raises(InputError, match=r"^mine 'train', example 1: label 2 is"):
-        source.read([0, 1])
+        list(source.read([0, 1]))
 
 
 # -- changed data ----------------------------------------------------------------------------------

@@ -4,12 +4,12 @@ JPEGs are decoded by libjpeg-turbo (simplejpeg), which returns Pillow's pixels i
 can decode at a fraction of the size. Every other format goes through Pillow.
 """
 
-import contextlib
+import functools
 import io
-import struct
+from typing import NamedTuple
 
 import numpy as np
-from PIL import ExifTags, Image, ImageOps, UnidentifiedImageError
+from PIL import ExifTags, Image, UnidentifiedImageError
 
 from structinit_jax.errors import InputError
 
@@ -17,6 +17,7 @@ PIL_MODES = {1: "L", 3: "RGB"}
 # JPEG color spaces that libjpeg-turbo converts as Pillow does.
 JPEG_MODES = {"Gray": "L", "YCbCr": "RGB", "RGB": "RGB"}
 MAX_EXIF_START = 65_536  # bytes into a JPEG; searching all of it takes longer
+TRANSPOSED = (5, 6, 7, 8)  # EXIF orientations that exchange height and width
 
 
 class BadImageError(InputError):
@@ -35,7 +36,7 @@ class BadImageError(InputError):
 
 
 class StoredImage:
-    """An image whose header has been read; the pixels are decoded on demand.
+    """An image that is decoded on demand.
 
     - Gray, palette, CMYK and YCCK images are converted to RGB, or to gray for one channel, as
       Pillow converts them.
@@ -50,26 +51,24 @@ class StoredImage:
       data: An encoded file, or pixels: uint8 [h, w] or [h, w, 1 or 3].
       channels: Number of channels to decode to, 1 or 3.
       name: Name of the image in error messages.
-
-    Attributes:
-      size: Height and width in pixels, after applying the orientation.
-
-    Raises:
-      BadImageError: The header is damaged or the kind of image is not supported.
     """
 
     def __init__(self, data: bytes | np.ndarray, channels: int, name: str):
         self.name, self._data, self._mode = name, data, PIL_MODES[channels]
-        self._jpeg_mode = None  # of a JPEG that simplejpeg decodes
-        self._transposed = False  # by the EXIF orientation
-        with self._explain():
-            if isinstance(data, np.ndarray):
-                self.size = data.shape[:2]
-            # Pillow is slow on headers, so it reads only those of other formats or with EXIF tags.
-            elif not self._is_jpeg() or b"Exif\0\0" in data[:MAX_EXIF_START]:
-                self._read_header()
-            else:
-                self._read_jpeg_header()
+
+    @functools.cached_property
+    def size(self) -> tuple[int, int]:
+        """Height and width in pixels, after applying the orientation.
+
+        Formats other than JPEG are decoded for this.
+
+        Raises:
+          BadImageError: The image is damaged or not supported.
+        """
+        if self._jpeg is None:
+            return self._pixels.shape[:2]
+        height, width = self._jpeg.height, self._jpeg.width
+        return (width, height) if self._jpeg.orientation in TRANSPOSED else (height, width)
 
     def decode(self, at_least: tuple[int, int] = (0, 0)) -> np.ndarray:
         """Returns the pixels, uint8 [h, w, C].
@@ -79,12 +78,9 @@ class StoredImage:
             eighths of its own, that is no smaller than this. (0, 0) decodes the full size.
 
         Raises:
-          BadImageError: The image is truncated, or of a kind that is not supported.
+          BadImageError: The image is truncated, damaged or not supported.
         """
-        with self._explain():
-            read = self._decode if self._jpeg_mode is None else self._decode_jpeg
-            pixels = read(at_least)
-        return pixels[..., None] if pixels.ndim == 2 else pixels
+        return self._pixels if self._jpeg is None else self._decode_jpeg(at_least)
 
     def content(self) -> bytes:
         """Returns the bytes of a JPEG, or the pixels of other formats.
@@ -96,72 +92,93 @@ class StoredImage:
     def _is_jpeg(self):
         return isinstance(self._data, bytes) and self._data.startswith(b"\xff\xd8")
 
-    def _read_jpeg_header(self):
+    @functools.cached_property
+    def _jpeg(self) -> "_Jpeg | None":
+        """Header of a JPEG that simplejpeg can decode."""
+        if not self._is_jpeg():
+            return None
         import simplejpeg  # imported here so that other formats can be read without it
 
         try:
             height, width, space, _ = simplejpeg.decode_jpeg_header(self._data)
-        except ValueError:
-            space = None
-        if space in JPEG_MODES:
-            self.size, self._jpeg_mode = (height, width), JPEG_MODES[space]
-        else:
-            self._read_header()  # Pillow reads it, or says what is wrong
-
-    def _read_header(self):
-        image, orientation = Image.open(io.BytesIO(self._data)), 1
-        self.size = image.height, image.width
-        if image.format != "TIFF":  # whose orientation Pillow applies to the size, too
-            with contextlib.suppress(Exception):  # damaged tags
-                orientation = image.getexif().get(ExifTags.Base.Orientation, 1)
-        self._transposed = 5 <= orientation <= 8
-        if self._transposed:
-            self.size = self.size[::-1]
-        if self._is_jpeg() and image.mode in ("L", "RGB") and not 2 <= orientation <= 8:
-            self._jpeg_mode = image.mode
+        except ValueError:  # Pillow reads it, or says what is wrong
+            return None
+        if space not in JPEG_MODES:  # CMYK
+            return None
+        orientation = 1
+        if b"Exif\0\0" in self._data[:MAX_EXIF_START]:
+            orientation = _orientation(Image.open(io.BytesIO(self._data)))
+        return _Jpeg(height, width, JPEG_MODES[space], orientation)
 
     def _decode_jpeg(self, at_least):
         import simplejpeg
 
+        _, _, mode, orientation = self._jpeg
+        height, width = at_least[::-1] if orientation in TRANSPOSED else at_least
         try:
             pixels = simplejpeg.decode_jpeg(
                 self._data,
-                {"L": "GRAY", "RGB": "RGB"}[self._jpeg_mode],
-                min_height=at_least[0],
-                min_width=at_least[1],
+                {"L": "GRAY", "RGB": "RGB"}[mode],
+                min_height=height,
+                min_width=width,
                 min_factor=2 if any(at_least) else 1,
             )
         except ValueError:
             # It stops at the first warning. Pillow goes on, but refuses a truncated file.
-            return self._decode()
-        pixels = pixels[..., 0] if pixels.shape[-1] == 1 else pixels
-        if self._jpeg_mode == self._mode:
-            return pixels
-        return np.asarray(Image.fromarray(pixels).convert(self._mode))
+            return self._pixels
+        if mode != self._mode:
+            image = Image.fromarray(pixels[..., 0] if mode == "L" else pixels)
+            pixels = np.asarray(image.convert(self._mode))
+        return _turn(pixels.reshape(*pixels.shape[:2], -1), orientation)
 
-    def _decode(self, at_least=(0, 0)):
+    @functools.cached_property
+    def _pixels(self) -> np.ndarray:
+        """The pixels as Pillow decodes them, uint8 [h, w, C]."""
+        try:
+            return self._decode()
+        except UnidentifiedImageError as error:  # its text contains a memory address
+            raise BadImageError(f"{self.name}: cannot be decoded (unknown format)") from error
+        except Exception as error:  # each format's decoder has errors of its own
+            raise BadImageError(f"{self.name}: cannot be decoded ({error})") from error
+
+    def _decode(self):
+        orientation = 1
         if isinstance(self._data, np.ndarray):
             pixels = self._data[..., 0] if self._data.shape[2:] == (1,) else self._data
             image = Image.fromarray(np.ascontiguousarray(pixels))
         else:
             image = Image.open(io.BytesIO(self._data))
-            if any(at_least):
-                image.draft(None, at_least if self._transposed else at_least[::-1])
-            with contextlib.suppress(SyntaxError, struct.error):  # damaged tags
-                image = ImageOps.exif_transpose(image)
+            image.load()  # which turns a TIFF
+            orientation = _orientation(image)
         if image.mode.startswith("I;16"):  # Pillow itself clips at 255
             image = Image.fromarray((np.asarray(image) >> 8).astype(np.uint8))
         elif image.mode in ("I", "F"):
             raise ValueError("32-bit and floating-point values have no known range: convert them")
         if "transparency" in image.info:
-            image = image.convert("RGBA")  # Pillow warns when it drops a palette's transparency
-        return np.asarray(image if image.mode == self._mode else image.convert(self._mode))
+            image = image.convert("RGBA")  # Pillow warns when it drops that of a palette
+        pixels = np.asarray(image if image.mode == self._mode else image.convert(self._mode))
+        return _turn(pixels.reshape(*pixels.shape[:2], -1), orientation)
 
-    @contextlib.contextmanager
-    def _explain(self):
-        try:
-            yield
-        except UnidentifiedImageError as error:  # its text contains a memory address
-            raise BadImageError(f"{self.name}: cannot be decoded (unknown format)") from error
-        except Exception as error:  # each format's decoder has errors of its own
-            raise BadImageError(f"{self.name}: cannot be decoded ({error})") from error
+
+class _Jpeg(NamedTuple):
+    height: int
+    width: int
+    mode: str
+    orientation: int
+
+
+def _orientation(image):
+    """Returns the EXIF orientation of an image; 1 is upright."""
+    try:
+        return image.getexif().get(ExifTags.Base.Orientation, 1)
+    except Exception:  # damaged tags
+        return 1
+
+
+def _turn(pixels, orientation):
+    """Returns a view of pixels [h, w, C] that is upright."""
+    if orientation in TRANSPOSED:
+        pixels = pixels.swapaxes(0, 1)
+    if orientation in (3, 4, 7, 8):
+        pixels = pixels[::-1]
+    return pixels[:, ::-1] if orientation in (2, 3, 6, 7) else pixels

@@ -81,19 +81,17 @@ class ImageSource:
 
     def __getitem__(self, index: int) -> tuple[StoredImage, int]:
         """Returns an image and its label."""
-        return self.read([index])[0]
+        return next(self.read([index]))
 
-    def read(self, indices: Sequence[int]) -> list[tuple[StoredImage, int]]:
-        """Returns several images, not yet decoded, and their labels.
+    def read(self, indices: Sequence[int]) -> Iterator[tuple[StoredImage, int]]:
+        """Yields several images, not yet decoded, and their labels.
 
         Raises:
-          BadImageError: An image file is missing or its header is damaged.
+          BadImageError: An image file is missing.
           InputError: A label is out of range.
         """
-        return [
-            (self._open(index, record), self._label(index, record))
-            for index, record in zip(indices, self._fetch(indices), strict=True)
-        ]
+        for index, record in zip(indices, self._fetch(indices), strict=True):
+            yield self._open(index, record), self._label(index, record)
 
     def images(self) -> Iterator[StoredImage]:
         """Yields every image in order, not yet decoded; labels are not checked."""
