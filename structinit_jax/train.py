@@ -256,35 +256,24 @@ def _train(config, workdir, profile_steps, stop_request, on_evaluation, on_exit)
 
     # -- Data, mesh, schedule, model, optimizer and training step; nothing is allocated yet --------
     run = open_run(config)
-    place = workdir
-    workdir = on_exit.enter_context(workdir_lib.open_workdir(place))
-    trained_on = run.describe_data()
+    workdir = on_exit.enter_context(workdir_lib.open_workdir(workdir))
     test_name, eval_sets = evaluation_name(config), run.eval_sets
     eval_sizes = [len(eval_set.source) for eval_set in eval_sets.values()]
-    record = {"config": json.loads(config.to_json()), **trained_on}
-    fields = flatten_dict(record["config"], sep=".")
-    for name in ("data.data_dir", "data.manual_dir"):  # each host may have its own copy of the data
-        fields.pop(name, None)
-    facts = {"eval_sizes": eval_sizes, "--workdir": workdir_lib.identify(workdir)}
-    distributed.check_equal(record | facts | {"config": fields})
+    # Saved with each checkpoint, and checked when the run is resumed from it.
+    saved_fields = {"config": json.loads(config.to_json()), **run.describe_data()}
+    _check_processes(saved_fields, eval_sizes, workdir)
     note_shared_examples(config, run.dataset)
     setup = run.setup
     schedule, mesh = setup.schedule, setup.model.mesh
     print(f"devices: {mesh_lib.describe(mesh)}")
 
     # Compiled ahead of time, so that an unexpected shape is an error and not a recompilation; in
-    # another thread, while the state is initialized or restored. The first program is traced in
-    # this one, since JAX context managers are thread-local. Several processes compile after that,
-    # because they agree on the step by a collective, which all must reach in the same order.
+    # another thread, while the state is initialized or restored. It is traced in this one, since
+    # JAX context managers are thread-local.
     lowered = setup.train_step.lower(setup.abstract_state, setup.abstract_batch)
-    size = config.data.image_size, config.data.channels
-    eval_bytes = sum(bytes_on_device(count, *size) for count in eval_sizes)
-    compile_train_step = functools.partial(
-        compile_step, setup, eval_bytes, memory_limit(), first=lowered
-    )
     compiler = ThreadPoolExecutor(1, "compile")
     on_exit.callback(compiler.shutdown, wait=False)
-    compiling = compiler.submit(compile_train_step) if jax.process_count() == 1 else None
+    compiling = compiler.submit(lowered.compile)
 
     # -- Initialize the state, or restore it from the newest checkpoint ----------------------------
     checkpoints = checkpoint.Checkpoints(
@@ -293,19 +282,8 @@ def _train(config, workdir, profile_steps, stop_request, on_evaluation, on_exit)
     on_exit.callback(checkpoints.close)
     start_step = checkpoints.latest_step or 0
     if start_step:
-        saved = checkpoint.read_run(checkpoints.directory, start_step)
-        name = f"step {start_step} in {place}"
-        if changed := resume.check(saved, config, trained_on, name):
-            print("config changed since the checkpoint:", *changed, sep="\n")
-        if start_step > schedule.num_steps:
-            field = "num_steps" if config.num_steps else "num_epochs"
-            raise InputError(
-                f"--workdir={place} has a checkpoint of step {start_step}, but the config ends "
-                f"at step {schedule.num_steps}: raise config.{field}, or use another --workdir"
-            )
-        state = checkpoint.restore(checkpoints.directory, start_step, setup.abstract_state)
-        pending, init_metrics = PendingMetrics(saved["pending_metrics"]), {}
-        print(f"resumed from {name}")
+        state, pending = _restore(run, checkpoints, saved_fields, workdir)
+        init_metrics = {}
     else:
         print(parameter_overview.get_parameter_overview(setup.model.params, include_stats=False))
         state, init_metrics = setup.initialize()
@@ -319,7 +297,11 @@ def _train(config, workdir, profile_steps, stop_request, on_evaluation, on_exit)
     batches = itertools.chain(list(itertools.islice(batches, 1)), batches)
 
     # -- Compiled step and evaluation --------------------------------------------------------------
-    train_step, description = compiling.result() if compiling else compile_train_step()
+    size = config.data.image_size, config.data.channels
+    eval_bytes = sum(bytes_on_device(count, *size) for count in eval_sizes)
+    train_step, description = compile_step(
+        setup, eval_bytes, memory_limit(), first=compiling.result
+    )
     print(f"remat: {description}")
     evaluate = Evaluator(setup.model, eval_sets, config.data, config.batch_size)
 
@@ -359,7 +341,7 @@ def _train(config, workdir, profile_steps, stop_request, on_evaluation, on_exit)
             if logs or saves:
                 # Before a checkpoint is written: a run resumed from it would not repeat the step.
                 latest = checkpoints.latest_step
-                for message in _check_finite(config.on_nonfinite, pending.fetch(), place, latest):
+                for message in _check_finite(config.on_nonfinite, pending.fetch(), workdir, latest):
                     print(message, flush=True)
             if logs:
                 values = pending.average() | progress.measure(step)
@@ -373,11 +355,11 @@ def _train(config, workdir, profile_steps, stop_request, on_evaluation, on_exit)
                 if on_evaluation:
                     on_evaluation(step, results)
             if saves:
-                record["pending_metrics"] = pending.to_json()
+                saved_fields["pending_metrics"] = pending.to_json()
                 with progress.wait("checkpoint"):
                     accuracy = deciding_accuracy(results, test_name) if evaluates else None
                     log.upload()  # first, since a resumed run needs the lines before the checkpoint
-                    checkpoints.save(step, state, record, accuracy)
+                    checkpoints.save(step, state, saved_fields, accuracy)
             if stops:
                 checkpoints.wait()
                 raise StoppedError(
@@ -390,9 +372,35 @@ def _train(config, workdir, profile_steps, stop_request, on_evaluation, on_exit)
     print(
         f"done: {test_name} accuracy {results[f'{test_name}/accuracy']:.4f} after "
         f"{schedule.num_steps} steps, {time.perf_counter() - began:.0f} s"
-        f"{describe_memory()}; results in {place}"
+        f"{describe_memory()}; results in {workdir}"
     )
     return results
+
+
+def _check_processes(saved_fields, eval_sizes, workdir):
+    """Checks that all processes have the same config, data and workdir."""
+    fields = flatten_dict(saved_fields["config"], sep=".")
+    for name in ("data.data_dir", "data.manual_dir"):  # each host may have its own copy of the data
+        fields.pop(name, None)
+    facts = {"eval_sizes": eval_sizes, "--workdir": workdir_lib.identify(workdir)}
+    distributed.check_equal(saved_fields | facts | {"config": fields})
+
+
+def _restore(run, checkpoints, saved_fields, workdir):
+    """Restores the state and the pending metrics, or raises `InputError` if they do not fit."""
+    step, config, num_steps = checkpoints.latest_step, run.config, run.setup.schedule.num_steps
+    saved, name = checkpoint.read_run(checkpoints.directory, step), f"step {step} in {workdir}"
+    if changed := resume.check(saved, config, saved_fields, name):
+        print("config changed since the checkpoint:", *changed, sep="\n")
+    if step > num_steps:
+        field = "num_steps" if config.num_steps else "num_epochs"
+        raise InputError(
+            f"--workdir={workdir} has a checkpoint of step {step}, but the config ends at step "
+            f"{num_steps}: raise config.{field}, or use another --workdir"
+        )
+    state = checkpoint.restore(checkpoints.directory, step, run.setup.abstract_state)
+    print(f"resumed from {name}")
+    return state, PendingMetrics(saved["pending_metrics"])
 
 
 def _check_finite(on_nonfinite, metrics, workdir, checkpoint_step):

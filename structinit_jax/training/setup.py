@@ -1,14 +1,10 @@
 """The parts of a run before any array is allocated, and the compilation of its training step.
 
-`config.model.remat` chooses what the step recomputes in the backward pass.
-'none' keeps what is costly to compute, such as matrix products, and recomputes elementwise work,
-which is cheaper than storing and reading its results. 'dots' keeps the outputs of linear layers,
-'full' only the inputs of blocks. 'auto' compiles the step with these in turn, takes the first that
-leaves a tenth of the memory free next to the data kept on the device, and prints its choice. CPUs
-report no limit and take 'none'.
-
-All policies give the same gradients up to rounding. With 'auto', a run that resumes on another kind
-of device may take another policy.
+`config.model.remat` is the policy of what the step recomputes in the backward pass, see
+`models.model.run_stack`. 'auto' compiles the step with each policy in turn, fastest first, takes
+the first that leaves a tenth of the memory free next to the data kept on the device, and prints its
+choice. CPUs report no limit and take 'none'. All policies give the same gradients up to rounding; a
+run that resumes on another kind of device may take another one.
 """
 
 import functools
@@ -80,14 +76,7 @@ def jit_steps(
     state: TrainState,
     batch: dict[str, jax.ShapeDtypeStruct],
 ) -> dict[str, jax.stages.Wrapped]:
-    """Jits the training step of each model; a model is built when its step is traced.
-
-    Args:
-      models: Functions that build a model, by the policy of what it recomputes.
-      make_step: Makes the training step of a model's definition.
-      state: Shapes, types and shardings of the training state.
-      batch: Shapes, types and shardings of a global batch.
-    """
+    """Jits the training step of each model, by policy; a step builds its model when traced."""
     state_shardings, batch_shardings = (
         jax.tree.map(lambda leaf: leaf.sharding, tree) for tree in (state, batch)
     )
@@ -140,28 +129,25 @@ def memory_limit() -> int | None:
 
 
 def compile_first_that_fits(
-    steps: Mapping[str, Callable[[], jax.stages.Lowered]],
-    memory: int | None,
-    compiler_options: Mapping[str, bool | int] | None = None,
+    steps: Mapping[str, Callable[[], jax.stages.Compiled]], memory: int | None
 ) -> CompiledStep:
     """Compiles the first step that leaves `HEADROOM` of the memory free, or the last if it fits.
 
     Every process of a run must call this, and all get the same step.
 
     Args:
-      steps: Functions that lower the training step, by policy, fastest first.
+      steps: Functions that compile the training step, by policy, fastest first.
       memory: Bytes of one device that the step can use. If None, every step that compiles fits.
-      compiler_options: Options of XLA.
 
     Raises:
       InputError: No step fits.
     """
     tries = []
-    for number, (policy, lower) in enumerate(steps.items(), start=1):
+    for number, (policy, compile_) in enumerate(steps.items(), start=1):
         is_last = number == len(steps)
         room = memory if is_last or memory is None else round(memory * (1 - HEADROOM))
         try:
-            compiled = lower().compile(dict(compiler_options or {}))
+            compiled = compile_()
         except jax.errors.JaxRuntimeError as error:
             if "RESOURCE_EXHAUSTED" not in str(error):
                 raise
@@ -200,7 +186,7 @@ def compile_step(
     eval_bytes: int,
     memory_limit: int | None,
     compiler_options: Mapping[str, bool | int] | None = None,
-    first: jax.stages.Lowered | None = None,
+    first: Callable[[], jax.stages.Compiled] | None = None,
 ) -> CompiledStep:
     """Compiles the first of the training steps that fits next to the data.
 
@@ -209,17 +195,19 @@ def compile_step(
       eval_bytes: Bytes of the evaluation sets in the memory of every device.
       memory_limit: Bytes of one device that programs can use, or None if that is not known.
       compiler_options: Options of XLA.
-      first: The fastest step, if it has been lowered.
+      first: Returns the compiled program of the fastest step, if it is compiled elsewhere.
 
     Raises:
       InputError: No step fits.
     """
-    arguments = (setup.abstract_state, setup.abstract_batch)
-    steps = {
-        name: functools.partial(step.lower, *arguments) for name, step in setup.train_steps.items()
-    }
+
+    def compile_(step):
+        lowered = step.lower(setup.abstract_state, setup.abstract_batch)
+        return lowered.compile(dict(compiler_options or {}))
+
+    steps = {name: functools.partial(compile_, step) for name, step in setup.train_steps.items()}
     if first is not None:
-        steps[next(iter(steps))] = lambda: first
+        steps[next(iter(steps))] = first
     if memory_limit is not None:
         memory_limit -= setup.data_bytes + eval_bytes
-    return compile_first_that_fits(steps, memory_limit, compiler_options)
+    return compile_first_that_fits(steps, memory_limit)
