@@ -29,7 +29,7 @@ SITES = {
     AttentionSite: AttentionSite((5, 6), 32, 4, 8, 3, 8**-0.5, sincos_positions((5, 6), 32)),
     RotarySite: RotarySite((3, 4), 32, 4, 8, 3, 8**-0.5, angles=rotary_angles((3, 4), 8)),
     WindowSite: WindowSite((3, 4), 32, 4, 8, 3, 8**-0.5),
-    TokenMixingSite: TokenMixingSite((3, 4), 10, 3, 16),
+    TokenMixingSite: TokenMixingSite((3, 4), 10, 3),
     ConvSite: ConvSite(3, 16, 3),
 }
 ATTENTION = dict(query=(3, 32, 4, 8), key=(3, 32, 4, 8), value=(3, 32, 4, 8), out=(3, 4, 8, 32))

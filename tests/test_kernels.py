@@ -37,10 +37,10 @@ def test_gaussian_kernels_are_densities_at_the_offsets():
         np.testing.assert_allclose(kernel, density / density.sum(), atol=1e-6)
 
 
-def test_even_order_covers_all_filters_evenly():
-    filter_index = kernels_lib.assign(jax.random.key(0), (4, 9), 9, "even")
+def test_heads_use_all_filters_evenly():
+    filter_index = kernels_lib.assign(jax.random.key(0), (4, 9), 9)
     assert np.all(np.sort(filter_index, axis=1) == np.arange(9))
-    filter_index = kernels_lib.assign(jax.random.key(1), (12, 3), 9, "even")
+    filter_index = kernels_lib.assign(jax.random.key(1), (12, 3), 9)
     assert np.all(np.bincount(np.ravel(filter_index), minlength=9) == 4)
 
 
@@ -50,10 +50,9 @@ def test_center_first_goes_outwards():
     assert np.all(np.diff(distances) >= 0)
 
 
-@pytest.mark.parametrize("order", ["even", "random"])
-def test_layers_get_filters_of_their_own_range(order):
+def test_layers_get_filters_of_their_own_range():
     ranges = ((0, 1), (1, 10), (0, 1), (1, 10))
-    filter_index = np.asarray(kernels_lib.assign_by_layer(jax.random.key(0), 5, ranges, order))
+    filter_index = np.asarray(kernels_lib.assign_by_layer(jax.random.key(0), 5, ranges))
     assert not np.any(filter_index[[0, 2]])
     assert np.all((filter_index[[1, 3]] >= 1) & (filter_index[[1, 3]] < 10))
     assert not np.array_equal(filter_index[1], filter_index[3])

@@ -13,7 +13,11 @@ GRID, TOKENS = (4, 6), 24
 
 
 def make_site(hidden=48, num_layers=2):
-    return TokenMixingSite(grid=GRID, hidden=hidden, num_layers=num_layers, width=16)
+    return TokenMixingSite(
+        grid=GRID,
+        hidden=hidden,
+        num_layers=num_layers,
+    )
 
 
 @jax.jit

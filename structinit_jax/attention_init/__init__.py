@@ -41,7 +41,6 @@ from structinit_jax.attention_init.kernels import (
     FilterKind,
     Filters,
     OddInt,
-    Order,
     sincos_positions,
 )
 from structinit_jax.attention_init.papers import PseudoInput
@@ -77,7 +76,6 @@ def impulse(
     filters: FilterKind = "impulse",
     sigma: PositiveFloat = 0.7,
     dilation: Dilation | None = None,
-    offsets: Order = "even",
     target_mass: OpenFraction | None = None,
     norm: PositiveFloat | None = None,
     mimetic_layers: Probability | None = None,
@@ -99,7 +97,6 @@ def impulse(
       sigma: Standard deviation of Gaussians in tokens.
       dilation: Tokens between neighboring offsets, or one number per layer. By default 1, and for
         large grids with positions more in later layers (`kernels.growing_dilation`).
-      offsets: 'even' uses all filters equally often; 'random' draws each head's (2024 paper).
       target_mass: Attention mass wanted on target, which fixes how sharp the maps are in any model
         and on any grid. By default 0.2 with positions and 0.5 otherwise.
       norm: Instead of a target mass, the root mean square norm of the columns of Q and K.
@@ -118,7 +115,7 @@ def impulse(
     check_fields(impulse, options, "")
     if norm is not None and target_mass is not None:
         raise InputError(f"norm={norm} and target_mass={target_mass} exclude each other: pass one")
-    shared = ("filters", "kernel_size", "sigma", "dilation", "offsets")
+    shared = ("filters", "kernel_size", "sigma", "dilation")
     filters = Filters(*(options.pop(name) for name in shared))
     functions = {
         AttentionSite: tokens.impulse,

@@ -31,7 +31,7 @@ def impulse(rng: PRNGKeyArray, site: ConvSite, filters: Filters) -> ConvWeights:
             "the model's: leave them out"
         )
     bank = _filter_bank(filters.kind, site.kernel_size, filters.sigma)
-    filter_index = assign(rng, (site.num_layers, site.width), len(bank), filters.offsets)
+    filter_index = assign(rng, (site.num_layers, site.width), len(bank))
     return ConvWeights(jnp.moveaxis(jnp.asarray(bank)[filter_index], 1, -1))
 
 

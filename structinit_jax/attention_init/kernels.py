@@ -27,7 +27,6 @@ FilterArray = Annotated[
     ),
 ]
 FilterKind = Literal["impulse", "gaussian"] | FilterArray
-Order = Literal["even", "random"]
 Dilation = PositiveInt | tuple[PositiveInt, ...]
 
 # -- kernels ---------------------------------------------------------------------------------------
@@ -41,7 +40,6 @@ class Filters:
     kernel_size: OddInt = 3
     sigma: PositiveFloat = 0.7
     dilation: Dilation | None = None
-    offsets: Order = "even"
 
     def __post_init__(self):
         if not self.is_impulse and np.any(np.not_equal(self.dilation or 1, 1)):
@@ -215,30 +213,22 @@ def center_first(kernel_size: int) -> Int[np.ndarray, " F"]:
     return np.argsort(np.sum(kernel_offsets(kernel_size) ** 2, axis=1), kind="stable")
 
 
-def assign(
-    rng: PRNGKeyArray, shape: tuple[int, int], num_filters: int, order: str
-) -> Int[Array, "L h"]:
-    """Assigns one of F filters to every head.
-
-    With the order 'even', each successive block of F heads uses every filter once; with 'random',
-    each head draws its own.
-    """
+def assign(rng: PRNGKeyArray, shape: tuple[int, int], num_filters: int) -> Int[Array, "L h"]:
+    """Assigns one of F filters to every head; each successive block of F heads uses all of them."""
     layers, heads = shape
-    if order == "random":
-        return jax.random.randint(rng, shape, 0, num_filters)
     rngs = jax.random.split(rng, -(-layers * heads // num_filters))
     return permutations(rngs, num_filters).reshape(-1)[: layers * heads].reshape(shape)
 
 
 def assign_by_layer(
-    rng: PRNGKeyArray, num_heads: int, ranges: tuple[tuple[int, int], ...], order: str
+    rng: PRNGKeyArray, num_heads: int, ranges: tuple[tuple[int, int], ...]
 ) -> Int[Array, "L h"]:
     """Like `assign`, with a range (start, stop) of filters for each layer, as of `filter_maps`."""
     filter_index = jnp.zeros((len(ranges), num_heads), jnp.int32)
     for start, stop in dict.fromkeys(ranges):
         layers = np.flatnonzero([available == (start, stop) for available in ranges])
         range_rng = jax.random.fold_in(rng, start)
-        drawn = assign(range_rng, (len(layers), num_heads), stop - start, order)
+        drawn = assign(range_rng, (len(layers), num_heads), stop - start)
         filter_index = filter_index.at[layers].set(start + drawn)
     return filter_index
 

@@ -15,7 +15,6 @@ from jaxtyping import Array, Float, PRNGKeyArray
 
 from structinit_jax.attention_init.kernels import (
     Filters,
-    assign,
     center_first,
     draw_flat,
     filter_maps,
@@ -24,10 +23,7 @@ from structinit_jax.attention_init.kernels import (
     trunc_normal,
 )
 from structinit_jax.attention_init.sites import AttentionSite, AttentionWeights, SolveReport
-from structinit_jax.attention_init.solve import (
-    report_on_maps,
-    warn_if_out_of_reach,
-)
+from structinit_jax.attention_init.solve import report_on_maps, warn_if_out_of_reach
 from structinit_jax.errors import InputError
 
 PseudoInput = Literal["positions", "uniform", "gaussian", "positions+uniform", "positions+gaussian"]
@@ -58,18 +54,14 @@ def impulse_2024(
     targets = jnp.asarray(filter_maps(site, Filters(kernel_size=kernel_size))[0])
     shared = 1 + (first_input != following_input) if same_layers else site.num_layers
     num_solved = min(shared, site.num_layers)
-    filter_index = assign(offset_rng, (num_solved, site.num_heads), len(targets), "random")
+    filter_index = jax.random.randint(offset_rng, (num_solved, site.num_heads), 0, len(targets))
     names = [first_input] + [following_input] * (num_solved - 1)
     inputs = [
         draw_pseudo_input(rng, name, jnp.asarray(positions))
         for rng, name in zip(jax.random.split(input_rng, num_solved), names, strict=True)
     ]
-    solve = functools.partial(
-        _solve_2024,
-        head_dim=site.head_dim,
-        qk_scale=site.qk_scale,
-        max_steps=max_steps,
-    )
+    options = dict(head_dim=site.head_dim, qk_scale=site.qk_scale, max_steps=max_steps)
+    solve = functools.partial(_solve_2024, **options)
     query, key, reports = jax.vmap(solve)(
         jax.random.split(solve_rng, num_solved), jnp.stack(inputs), targets[filter_index]
     )

@@ -90,7 +90,7 @@ def impulse(
         )
     targets, ranges = filter_maps(site, filters)
     order_rng, place_rng = jax.random.split(rng)
-    filter_index = assign_by_layer(order_rng, site.num_heads, ranges, filters.offsets)
+    filter_index = assign_by_layer(order_rng, site.num_heads, ranges)
     angles, targets = jnp.asarray(site.angles, jnp.float32), jnp.asarray(targets)
     if angles.shape[:2] == (1, 1):  # one solve for each filter serves all heads
         bank, report = solve_coefficients(angles[0], targets, target_mass)

@@ -151,7 +151,6 @@ class TokenMixingSite(_Site):
     grid: Grid  # rows and columns of the N tokens, in row-major order
     hidden: PositiveInt  # hidden units of one MLP
     num_layers: PositiveInt  # L
-    width: PositiveInt  # channels D, which share the weights
 
 
 @dataclasses.dataclass(frozen=True)

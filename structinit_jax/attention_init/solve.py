@@ -1,8 +1,8 @@
 """Solves for query and key factors whose softmax maps come closest to given targets.
 
-With X = Z Vᵀ (Z [N, r], V [D, r] orthonormal), the map softmax(σ X Q Kᵀ Xᵀ) depends only on VᵀQ and
-VᵀK. A sin-cos encoding has rank r of about 20 at any width, so factors [r, k], k = min(d, r), are
-solved for instead of [D, d], once for each distinct filter.
+With X = Z Bᵀ (Z [N, r], B [D, r] orthonormal), the map softmax(σ X Q Kᵀ Xᵀ) depends only on BᵀQ
+and BᵀK. A sin-cos encoding has rank r of about 20 at any width, so factors [r, k], k = min(d, r),
+are solved for instead of [D, d], once for each distinct filter.
 
 The parts of a solve (`minimize`, `find_norm`) and the comparison of maps with targets serve all
 kinds of attention.
@@ -26,48 +26,45 @@ MIN_HIT_RATE = 0.75  # below it, targets count as out of reach
 # Directions weaker than this, relative to the strongest, cannot move a map at a reasonable norm.
 RANK_TOLERANCE = 1e-4
 # Starts of the solve, as regularizations of a pseudo-inverse relative to the strongest direction.
-# The one with the lowest loss at START_HEADROOM times the norm leads to better solutions.
-START_REGULARIZATIONS, START_HEADROOM = np.geomspace(3e-5, 3e-2, 7), 2.0
+START_REGULARIZATIONS = np.geomspace(3e-5, 3e-2, 7)
+START_HEADROOM = 2.0  # times the norm; the start with the lowest loss there leads to better maps
 # Rows of the maps in the loss. All rows of a filter pose the same problem at different places, so
 # on a larger grid an evenly spaced subset determines the solution.
 MAX_ROWS = 1024
 MAX_STEPS = 400  # of a minimization
-# A minimization has converged when this many steps in a row lower the loss by less than this
-# fraction.
-PATIENCE, MIN_IMPROVEMENT = 5, 2e-3
-# With a target mass, the norm is fitted to it after each of several solves. It can at most double
-# each time: factors scaled far beyond the norm they were solved at peak on the wrong tokens.
-MASS_ROUNDS, NORM_CHANGE, NORM_GRID, NORM_BISECTIONS = 3, (1 / 16, 2.0), 16, 8
+PATIENCE = 5  # steps in a row that hardly lower the loss, after which a minimization ends
+MIN_IMPROVEMENT = 2e-3  # fraction of the loss; less counts as hardly
+MASS_ROUNDS = 3  # solves for a target mass, after each of which the norm is fitted to it
+# The norm can at most double each time: factors scaled far beyond the norm they were solved at peak
+# on the wrong tokens.
+NORM_CHANGE = (1 / 16, 2.0)
+NORM_GRID = 16
+NORM_BISECTIONS = 8
 
 
 # -- the solve -------------------------------------------------------------------------------------
 
 
 class Bank(NamedTuple):
-    """Factors for every filter of a bank: a head's Q is V query, its K is V key."""
+    """Factors for every filter of a bank: a head's Q is B query, its K is B key."""
 
     query: Float[Array, "F r k"]
     key: Float[Array, "F r k"]
     report: SolveReport
 
 
-def loss_rows(num_tokens: int) -> Int[np.ndarray, " n"]:
-    """Returns the rows of the maps that enter the loss, evenly spaced: n = min(N, `MAX_ROWS`)."""
-    return np.linspace(0, num_tokens - 1, min(num_tokens, MAX_ROWS)).round().astype(int)
-
-
 def row_space(
     x: Float[np.ndarray, "N D"],
 ) -> tuple[Float[np.ndarray, "N r"], Float[np.ndarray, "D r"]]:
-    """Splits X into coordinates Z and an orthonormal basis V, X ≈ Z Vᵀ, of numerical rank r."""
+    """Splits X into coordinates Z and an orthonormal basis B, X ≈ Z Bᵀ, of numerical rank r."""
     # The smaller Gram matrix is many times faster than an SVD for a long or wide X. Its rounding
     # error, in float64, is far below the squared tolerance.
     gram = x.T @ x if x.shape[0] > x.shape[1] else x @ x.T
     squared, vectors = np.linalg.eigh(gram)
     kept = squared > RANK_TOLERANCE**2 * squared[-1]
     s, vectors = np.sqrt(squared[kept][::-1]), vectors[:, kept][:, ::-1]
-    v = vectors if x.shape[0] > x.shape[1] else x.T @ (vectors / s)
-    return (x @ v).astype(np.float32), v.astype(np.float32)
+    basis = vectors if x.shape[0] > x.shape[1] else x.T @ (vectors / s)
+    return (x @ basis).astype(np.float32), basis.astype(np.float32)
 
 
 def start_factors(
@@ -94,16 +91,14 @@ def start_factors(
     return u[..., :rank] * root, np.swapaxes(vt, -1, -2)[..., :rank] * root
 
 
-@functools.partial(jax.jit, static_argnames=("head_dim", "qk_scale"))
 def solve_bank(
-    starts: tuple[Float[Array, "S F r k"], Float[Array, "S F r k"]],
-    z: Float[Array, "N r"],
-    targets: Float[Array, "F n N"],
+    z: Float[np.ndarray, "N r"],
+    targets: Float[np.ndarray, "F N N"],
     *,
     head_dim: int,
     qk_scale: float,
-    norm: float | Array,
-    target_mass: float | Array | None = None,
+    norm: float,
+    target_mass: float | None = None,
 ) -> Bank:
     """Minimizes the mean of (H - M)² (2024, equation 8) for each target H at a fixed norm.
 
@@ -111,13 +106,20 @@ def solve_bank(
     sharp the maps are. With a target mass, it is only the initial value: the norm of each filter is
     then fitted to that mass. Only directions are optimized, from the best of the starts
     (`start_factors`).
-    `targets` are the `loss_rows` of each H.
     """
+    starts = start_factors(z, targets, head_dim)
+    rows = np.linspace(0, len(z) - 1, min(len(z), MAX_ROWS)).round().astype(int)
+    sizes = dict(head_dim=head_dim, qk_scale=qk_scale)
+    return _solve(starts, z[rows], z, targets[:, rows], norm, target_mass, **sizes)
+
+
+@functools.partial(jax.jit, static_argnames=("head_dim", "qk_scale"))
+def _solve(starts, queries, z, targets, norm, target_mass, *, head_dim, qk_scale):
     # For constants of a traced caller, XLA would evaluate everything that depends on the targets
     # alone, such as their row maxima, at compile time, which is far slower.
-    starts, z, targets = jax.lax.optimization_barrier((starts, z, targets))
-    num_filters, _, num_tokens = targets.shape
-    queries = z[loss_rows(num_tokens)]
+    constants = (starts, queries, z, targets)
+    starts, queries, z, targets = jax.lax.optimization_barrier(constants)
+    num_filters = len(targets)
 
     def at_norm(factor, norm):
         length = jnp.sqrt(jnp.sum(factor**2, axis=(1, 2), keepdims=True))

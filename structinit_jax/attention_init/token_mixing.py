@@ -73,7 +73,7 @@ def impulse(rng: PRNGKeyArray, site: TokenMixingSite, filters: Filters) -> Token
     maps, ranges = filter_maps(site, filters)
     order_rng, rotation_rng = jax.random.split(rng)
     targets, bases = jnp.asarray(maps), jnp.asarray(output_basis(maps, site))
-    index = assign_by_layer(order_rng, 1, ranges, filters.offsets)[:, 0]
+    index = assign_by_layer(order_rng, 1, ranges)[:, 0]
     fc1, fc2 = _factor_maps(rotation_rng, targets[index], bases[index], site.hidden)
     return TokenMixingWeights(fc1, fc2, index, maps)
 

@@ -1,6 +1,6 @@
 """`impulse` for attention over a grid of tokens with positions (`AttentionSite`), as in ViT.
 
-This is the method: targets H, row space X = Z Vᵀ, solve, rotation, value and projection.
+This is the method: targets H, row space X = Z Bᵀ, solve, rotation, value and projection.
 """
 
 import dataclasses
@@ -26,10 +26,8 @@ from structinit_jax.attention_init.kernels import (
 )
 from structinit_jax.attention_init.sites import AttentionSite, AttentionWeights, unless_one
 from structinit_jax.attention_init.solve import (
-    loss_rows,
     row_space,
     solve_bank,
-    start_factors,
     warn_if_out_of_reach,
 )
 from structinit_jax.errors import Check, InputError
@@ -61,9 +59,9 @@ def impulse(
 
     Each of the F distinct filters has a target map H [N, N]. Its Q and K [D, d] minimize
 
-        mean of (H - M)²,   M = softmax(σ X Q Kᵀ Xᵀ),   X = LayerNorm(P) = Z Vᵀ.
+        mean of (H - M)²,   M = softmax(σ X Q Kᵀ Xᵀ),   X = LayerNorm(P) = Z Bᵀ.
 
-    The problem is solved once per filter, in the coordinates VᵀQ and VᵀK [r, d] of the row space of
+    The problem is solved once per filter, in the coordinates BᵀQ and BᵀK [r, d] of the row space of
     X.
     """
     # Targets H [F, N, N]; layer l uses the filters from ranges[l][0] to ranges[l][1].
@@ -72,79 +70,65 @@ def impulse(
         filters = dataclasses.replace(filters, dilation=dilation)
     targets, ranges = filter_maps(site, filters)
 
-    # Row space: coordinates Z [N, r] and basis V [D, r].
+    # Row space: coordinates Z [N, r] and basis B [D, r].
     trainable = site.positions_trainable
     positions = sincos_positions(site.grid, site.width) if trainable else site.require_positions()
-    z, v = row_space(layer_norm(np.asarray(positions)))
-    if keep_positions and v.shape[1] > MAX_RANK * site.width:
+    z, basis = row_space(layer_norm(np.asarray(positions)))
+    if keep_positions and basis.shape[1] > MAX_RANK * site.width:
         raise InputError(
-            f"AttentionSite.positions have rank {v.shape[1]}, which leaves too little of the width "
-            f"{site.width} for value and projection: pass keep_positions=False"
+            f"AttentionSite.positions have rank {basis.shape[1]}, which leaves too little of the "
+            f"width {site.width} for value and projection: pass keep_positions=False"
         )
 
-    # Sharpness: a fixed norm of Q and K, or the one at which maps have the target mass.
-    weights = _solve_and_place(
-        rng,
-        start_factors(z, targets, site.head_dim),
+    # Solve at a fixed norm of Q and K, or at the one at which maps have the target mass.
+    bank = solve_bank(
         z,
-        v,
-        targets[:, loss_rows(site.num_tokens)],
-        norm or (START_SHARPNESS / (site.qk_scale * site.head_dim * site.width)) ** 0.5,
-        target_mass if norm is None else None,
+        targets,
+        head_dim=site.head_dim,
+        qk_scale=site.qk_scale,
+        norm=norm or (START_SHARPNESS / (site.qk_scale * site.head_dim * site.width)) ** 0.5,
+        target_mass=target_mass if norm is None else None,
+    )
+    warn_if_out_of_reach(bank.report)
+    weights = _place(
+        rng,
+        (bank.query, bank.key),
+        basis,
         site=dataclasses.replace(site, positions=None),  # hashable, as static arguments must be
         ranges=ranges,
-        offsets=filters.offsets,
         num_mimetic=round(mimetic_layers * site.num_layers),
         vo_init=vo_init,
         keep_positions=keep_positions,
     )
-    warn_if_out_of_reach(weights.report)
     return weights._replace(
-        targets=targets,
         positions=jnp.asarray(positions) if trainable else None,
+        report=bank.report,
+        targets=targets,
         patch_scale=unless_one(patch_scale),
         mlp_scale=unless_one(mlp_scale),
     )
 
 
-STATIC = ["site", "ranges", "offsets", "num_mimetic", "vo_init", "keep_positions"]
-
-
-@functools.partial(jax.jit, static_argnames=STATIC)
-def _solve_and_place(
-    rng,
-    starts,
-    z,
-    v,
-    targets,
-    norm,
-    target_mass,
-    *,
-    site,
-    ranges,
-    offsets,
-    num_mimetic,
-    vo_init,
-    keep_positions,
-):
-    """Runs everything that is not fixed by the site as one compiled program."""
+@functools.partial(
+    jax.jit, static_argnames=("site", "ranges", "num_mimetic", "vo_init", "keep_positions")
+)
+def _place(rng, bank, basis, *, site, ranges, num_mimetic, vo_init, keep_positions):
+    """Returns weights of heads that have factors Q and K [F, r, k] of a bank."""
     rotation_rng, order_rng, vo_rng, similar_rng = jax.random.split(rng, 4)
-    sizes = dict(head_dim=site.head_dim, qk_scale=site.qk_scale)
-    bank = solve_bank(starts, z, targets, norm=norm, target_mass=target_mass, **sizes)
 
     # Rotation: every head gets a copy of its filter's solution, turned by a random orthogonal R
-    # [d, k] of its own: Q = V bank[filter] Rᵀ and K with the same R. The map is the same, the
+    # [d, k] of its own: Q = B bank[filter] Rᵀ and K with the same R. The map is the same, the
     # weights are independent. Q and K are zero outside the row space, so at first they see
     # positions alone.
-    filter_index = assign_by_layer(order_rng, site.num_heads, ranges, offsets)
-    shape = (*filter_index.shape, site.head_dim, bank.query.shape[-1])
+    filter_index = assign_by_layer(order_rng, site.num_heads, ranges)
+    shape = (*filter_index.shape, site.head_dim, bank[0].shape[-1])
     rotations = random_rotations(rotation_rng, shape)
 
     def place(factors):
         rotated = jnp.einsum("Lhrk,Lhdk->Lrhd", factors[filter_index], rotations)
-        return jnp.einsum("Dr,Lrhd->LDhd", v, rotated)
+        return jnp.einsum("Dr,Lrhd->LDhd", basis, rotated)
 
-    query, key = place(bank.query), place(bank.key)
+    query, key = map(place, bank)
 
     # The last layers attend to similar tokens instead: Q Kᵀ near 0.7 I.
     if num_mimetic:
@@ -155,8 +139,8 @@ def _solve_and_place(
 
     # V Proj near -0.4 I, so that every layer removes a part of the positions from the residual
     # stream, unless they are kept.
-    value, out = value_and_projection(vo_rng, site, vo_init, v if keep_positions else None)
-    return AttentionWeights(query, key, value, out, report=bank.report, filter_index=filter_index)
+    value, out = value_and_projection(vo_rng, site, vo_init, basis if keep_positions else None)
+    return AttentionWeights(query, key, value, out, filter_index=filter_index)
 
 
 def similar_query_key(
@@ -221,7 +205,7 @@ def value_and_projection(
 
 
 def remove_inputs(
-    kernel: Float[Array, "L D h d"], v: Float[Array | np.ndarray, "D r"]
+    kernel: Float[Array, "L D h d"], basis: Float[Array | np.ndarray, "D r"]
 ) -> Float[Array, "L D h d"]:
-    """Removes the part of a kernel that acts on inputs in the span of the orthonormal V."""
-    return kernel - jnp.einsum("Dr,Lrhd->LDhd", v, jnp.einsum("Er,LEhd->Lrhd", v, kernel))
+    """Removes the part of a kernel that acts on inputs in the span of an orthonormal basis."""
+    return kernel - jnp.einsum("Dr,Lrhd->LDhd", basis, jnp.einsum("Er,LEhd->Lrhd", basis, kernel))

@@ -65,17 +65,16 @@ def impulse(
         np.flatnonzero(fits).astype(np.int32),
         site=site,
         ranges=ranges,
-        offsets=filters.offsets,
         vo_init=vo_init,
     )
     return weights._replace(targets=targets)
 
 
-@functools.partial(jax.jit, static_argnames=("site", "ranges", "offsets", "vo_init"))
-def _draw_and_place(rng, table, targets, fitting, *, site, ranges, offsets, vo_init):
+@functools.partial(jax.jit, static_argnames=("site", "ranges", "vo_init"))
+def _draw_and_place(rng, table, targets, fitting, *, site, ranges, vo_init):
     """Runs everything random as one compiled program, given biases [F, R] and maps [F, n, n]."""
     order_rng, qk_rng, vo_rng = jax.random.split(rng, 3)
-    kernel = assign_by_layer(order_rng, site.num_heads, ranges, offsets)
+    kernel = assign_by_layer(order_rng, site.num_heads, ranges)
     query, key, *_ = default(qk_rng, dataclasses.replace(site, base_init="timm"))
     maps = jax.nn.softmax(table[:, relative_index(site.grid)], axis=-1)
     norm = jnp.sqrt(jnp.mean(jnp.stack([query, key]) ** 2) * site.width)

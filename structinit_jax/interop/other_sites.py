@@ -150,8 +150,7 @@ def _token_mixing(leaves, layers, grid):
             f"grid={grid}: {first} mixes {tokens} tokens: pass grid=(rows, cols) of that product"
         )
     blocks = [f"{layer['stem']}{layer['index']}" for layer in layers]
-    width = leaves[f"{blocks[0]}.norm1.weight"].shape[0]
-    site = TokenMixingSite(grid=grid, hidden=hidden, num_layers=len(layers), width=width)
+    site = TokenMixingSite(grid, hidden=hidden, num_layers=len(layers))
     entries = [
         entry
         for i, block in enumerate(blocks)

@@ -69,9 +69,8 @@ class MlpMixer(Model):
 
     def sites(self) -> dict[str, TokenMixingSite]:
         """See `Model.sites`."""
-        config, hidden = self.config, self.blocks.token_mlp.fc1.kernel.shape[-1]
-        sizes = dict(hidden=hidden, num_layers=config.depth, width=config.width)
-        return {"blocks": TokenMixingSite(grid=self.grid, **sizes)}
+        num_layers, _, hidden = self.blocks.token_mlp.fc1.kernel.shape
+        return {"blocks": TokenMixingSite(self.grid, hidden=hidden, num_layers=num_layers)}
 
     def __call__(
         self, images: Float[Array, "B H W C"], *, rng: Rng = None, with_maps: bool = False
