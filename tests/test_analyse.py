@@ -10,7 +10,7 @@ from flax import nnx
 from PIL import Image
 
 from structinit_jax import analyse
-from structinit_jax.analysis import collect, figures
+from structinit_jax.analysis import collect, figures, measures
 from structinit_jax.attention_init.kernels import convolution_maps, impulse_kernels
 from structinit_jax.augment import normalize
 from structinit_jax.config import base_config, make_attention_init
@@ -108,8 +108,9 @@ def test_targets_are_those_that_the_solve_reaches(data_dir):
     assert np.all(layer.measures["hit_rate"] > 0.9)
     assert np.all(layer.measures["target_mass"] > 2 * layer.uniform["target_mass"])
     for head, wanted in enumerate(index[0]):
-        offset = [layer.measures[f"neighbor_{axis}"][head] for axis in ("row", "column")]
-        assert offset == [wanted // 3 - 1, wanted % 3 - 1]
+        kernel = measures.attention_by_offset(layer.maps[head], (4, 4))
+        place = np.unravel_index(np.argmax(kernel), kernel.shape)
+        assert np.subtract(place, 3).tolist() == [wanted // 3 - 1, wanted % 3 - 1]
     params["patch_embedding"] = jax.tree.map(lambda x: x / 0, params["patch_embedding"])
     with pytest.raises(InputError, match="impulse, step 7 are not finite"):
         observer((params, state), images, step=7)

@@ -76,8 +76,7 @@ def read_images(config: ConfigDict, count: int) -> UInt8[np.ndarray, "n H H C"]:
             f"--num_images={count} of the {len(source)} in "
             f"config.data.train_split={data.train_split!r}: needs at least {BATCH_SIZE}"
         )
-    wanted = np.zeros(len(source), bool)
-    wanted[stream_indices(config.seed, 0, whole, len(source))] = True
+    wanted = np.sort(stream_indices(config.seed, 0, whole, len(source)))
     return decode_all(source.select(wanted), data.image_size, data.crop_fraction)[0]
 
 
@@ -280,7 +279,6 @@ def _summarize(averages, site: Site, targets):
     heads = measures.measure_mean_maps(maps, site.grid) | heads
     flat = jnp.full((1, site.num_tokens, site.num_tokens), 1 / site.num_tokens)
     uniform = measures.measure_mean_maps(flat, site.grid)
-    uniform = {k: v for k, v in uniform.items() if k not in ("neighbor_row", "neighbor_column")}
     uniform["entropy"] = measures.mean_entropy(flat)
     if targets is not None:
         every = jnp.asarray(targets[1])

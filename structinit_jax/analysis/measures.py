@@ -26,7 +26,6 @@ def measure_mean_maps(
       - 'neighbor_mass': attention on the token at one offset, over the tokens that have it, for the
         offset with the most. Offsets are up to half the grid, so that a quarter of the tokens or
         more have each. About 1 / N for a uniform map.
-      - 'neighbor_row' and 'neighbor_column': that offset.
     """
     num_tokens = grid[0] * grid[1]
     y, x = np.divmod(np.arange(num_tokens), grid[1])
@@ -38,14 +37,10 @@ def measure_mean_maps(
         slice(grid[1] - 1 - columns, grid[1] + columns),
     )
     kernels = attention_by_offset(maps, grid)[..., *center]
-    flat = kernels.reshape(*kernels.shape[:-2], -1)
-    row, column = jnp.divmod(flat.argmax(axis=-1), 2 * columns + 1)
     return {
         "distance": jnp.einsum("...nm,nm->...", maps, distances) / num_tokens,
         "neighborhood_mass": jnp.einsum("...nm,nm->...", maps, near) / num_tokens,
-        "neighbor_mass": flat.max(axis=-1),
-        "neighbor_row": row.astype(jnp.float32) - rows,
-        "neighbor_column": column.astype(jnp.float32) - columns,
+        "neighbor_mass": kernels.max(axis=(-2, -1)),
     }
 
 

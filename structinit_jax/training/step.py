@@ -13,11 +13,11 @@ from jax.sharding import Mesh
 from jaxtyping import Array, Float, PRNGKeyArray
 
 from structinit_jax.augment import Augment, normalize
+from structinit_jax.data.loader import Batch
 from structinit_jax.models.model import FSDP_AXIS, stack_of
 from structinit_jax.training import mesh as mesh_lib
 from structinit_jax.training.state import TrainState, split_model, split_rng
 
-Batch = dict[str, Array]
 Metrics = dict[str, Any]
 
 
