@@ -13,7 +13,8 @@ from flax import nnx
 
 from structinit_jax.attention_init import AttentionWeights, sincos_positions
 from structinit_jax.interop import initialize
-from structinit_jax.interop.layouts import flatten
+from structinit_jax.interop.host import Host
+from structinit_jax.interop.layouts import FIELDS, find_stack, flatten
 
 WIDTH, HEADS, DIM, LAYERS, GRID = 32, 4, 8, 2, (4, 4)
 TOKENS = 16
@@ -66,6 +67,23 @@ def normal_scheme(rng, site):
 
 def write(params, weights, **given):
     return initialize(params, lambda rng, site: weights, jax.random.key(0), **given)
+
+
+def read(params, num_heads=None):
+    """The weights of a model's attention layers, as a scheme returns them."""
+    leaves = flatten(params)[0]
+    host = Host(leaves, find_stack(leaves), num_heads)
+    layers = {}
+    for entry in host.entries:
+        shapes = [host.shapes[path] for path in entry.paths]
+        for path, array in zip(entry.paths, entry.decode(leaves[entry.name], shapes), strict=True):
+            layers.setdefault(path, []).append(array)
+    kernels = [layers[f"attention/{field}/kernel"] for field in FIELDS]
+    kernels = [each[0] if host.stack.stacked else np.stack(each) for each in kernels]
+    table = host.position_table(None)
+    return AttentionWeights(
+        *kernels, positions=None if table is None else table.rows[table.prefix :]
+    )
 
 
 def site_of(params, **given):

@@ -26,9 +26,12 @@ def test_links_within_the_repository_lead_somewhere(page):
 
 
 @pytest.mark.usefixtures("library_promotion")
-@pytest.mark.parametrize("name", ["site", "model"])
-def test_the_examples_of_the_readme_run(name):
-    readme = (fork_main.ROOT / "README.md").read_text()
+@pytest.mark.parametrize(
+    ("page", "name"),
+    [("README.md", "site"), ("README.md", "model"), ("structinit_jax/interop/README.md", "flax")],
+)
+def test_the_examples_run(page, name):
+    readme = (fork_main.ROOT / page).read_text()
     code = re.search(rf"<!-- {name}\.py -->\n```python\n(.*?)```", readme, re.DOTALL)[1]
     values = {}
     nnx.eval_shape(lambda: exec(code, values))  # traced, which takes a tenth of the time

@@ -16,6 +16,7 @@ from foreign_models import (
     arguments,
     linen_tree,
     normal_scheme,
+    read,
     site_of,
     state_dict,
     write,
@@ -52,7 +53,7 @@ def test_write_then_read_returns_the_weights_and_changes_nothing_else(name):
     assert (site.num_layers, site.grid) == (2, STATE_DICTS.get(name, (HEADS, GRID))[1])
     weights = normal_scheme(None, site)
     new = write(params, weights, **arguments(name))
-    again = interop.read(new, **arguments(name))
+    again = read(new, **arguments(name))
     for field in ("query", "key", "value", "out", "positions"):
         np.testing.assert_array_equal(getattr(again, field), getattr(weights, field))
 
@@ -133,7 +134,7 @@ def test_scales_of_the_patch_embedding_and_the_mlps(name):
     new = flatten(write(params, weights, **arguments(name)))[0]
     old = flatten(params)[0]
     (kernel,) = {f"{patches}.weight", f"{patches}.kernel"} & old.keys()
-    width = interop.read(params, **arguments(name)).query.shape[1]
+    width = read(params, **arguments(name)).query.shape[1]
     # White images of variance 1 get half of what PyTorch's default kernel makes of them.
     size = np.sqrt(np.square(to_numpy(old[kernel]), dtype=np.float64).sum() / width)
     factors = {kernel: 0.5 * 3**-0.5 / size}
@@ -213,7 +214,7 @@ def test_single_attention_with_given_positions():
     given = dict(grid=(2, 8), positions=sincos_positions((2, 8), WIDTH))
     site = site_of(model, **given)
     assert (site.num_layers, site.positions_trainable) == (1, False)
-    assert interop.read(model).positions is None
+    assert read(model).positions is None
     new = interop.initialize(model, normal_scheme, RNG, **given)
     assert np.abs(new.query.kernel[...] - model.query.kernel[...]).max() > 0.01
 

@@ -6,7 +6,6 @@
     params = {name: tensor.numpy() for name, tensor in state_dict.items()}
     params = initialize(params, impulse(), jax.random.key(0), num_heads=3)
 
-`LAYOUTS` lists the projects whose names it knows, and `read` returns the weights that a model has.
 `torch_maps` records the attention maps that a torch model computes, and `hit_rates` measures them.
 
 `from_timm` and `to_timm` convert the weights of our own models. `select_weights` starts a smaller
@@ -14,17 +13,14 @@ model from a larger one. State dicts hold NumPy or JAX arrays; only `torch_maps`
 """
 
 from structinit_jax.interop.convert import from_timm, select_weights, to_timm
-from structinit_jax.interop.initialize import initialize, read
-from structinit_jax.interop.layouts import LAYOUTS
+from structinit_jax.interop.initialize import initialize
 from structinit_jax.interop.maps import Hits, hit_rates, torch_maps
 
 __all__ = [
-    "LAYOUTS",
     "Hits",
     "from_timm",
     "hit_rates",
     "initialize",
-    "read",
     "select_weights",
     "to_timm",
     "torch_maps",

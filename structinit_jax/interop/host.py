@@ -5,7 +5,6 @@ import re
 from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
-import jax
 import jax.numpy as jnp
 import numpy as np
 
@@ -18,16 +17,23 @@ from structinit_jax.interop.entries import (
     unsupported,
     write_entries,
 )
-from structinit_jax.interop.layouts import FIELDS, Leaves, Stack, find_stack
+from structinit_jax.interop.layouts import FIELDS, Leaves, Stack
 
 Grid = tuple[int, int]
 
+# Patterns of names, below the stem of the model or, of norms, below the block.
+_POSITIONS = r"(?:.*\.)?(?:[^.]*pos[^.]*(?:\.(?:embeddings?|weight))?|wpe)"
 _EXTRA_TOKENS = (
     r"(?i:(?:.*\.)?(?:cls|class|dist|distillation|reg|registers?)_?"
     r"(?:tok|tokens?|emb|embed|embeddings?)?)"
 )
 _RELATIVE = r"(?:.*[._])?(?:rel_pos|relative_pos|relative_att|position_bias|attention_bias).*"
 _ROTARY = r"(?:.*[._])?(?:rope|rotary|freqs).*"
+_PATCH_NORM = (  # timm, Hugging Face's AIMv2, vit-pytorch
+    r"(?:.*\.)?(?:(?:patch_embed|embeds)\.norm|embeddings\.rms_norm|to_patch_embedding\.3)"
+    r"\.(?:weight|scale)"
+)
+_NORMS = re.compile(r"(?i:[^.]*(?:norm|ln)[^.]*)|0\.norm|1\.net\.0")  # the last two: vit-pytorch
 
 
 class PositionTable(NamedTuple):
@@ -65,7 +71,7 @@ class Host:
 
     def _set_sizes(self, num_heads: int | None) -> None:
         layout, attentions = self.stack.layout, self.stack.attentions
-        name = layout.weight(attentions[0], "out" if layout.torch else "query")
+        name = layout.weights(attentions[0])[FIELDS.index("out" if layout.torch else "query")]
         check_array("params", name, self.leaves[name])
         shape = self.leaves[name].shape
         self.num_layers = shape[0] if self.stack.stacked else len(attentions)
@@ -96,16 +102,6 @@ class Host:
 
     # -- attention ---------------------------------------------------------------------------------
 
-    def arrays(self) -> dict[str, jax.Array]:
-        """Returns our arrays of the attention layers by path, with a leading layer axis."""
-        layers: dict[str, list[jax.Array]] = {}
-        for entry in self.entries:
-            shapes = [self.shapes[path] for path in entry.paths]
-            arrays = entry.decode(jnp.asarray(self.leaves[entry.name]), shapes)
-            for path, array in zip(entry.paths, arrays, strict=True):
-                layers.setdefault(path, []).append(array)
-        return {path: a[0] if self.stack.stacked else jnp.stack(a) for path, a in layers.items()}
-
     def with_attention(self, weights: AttentionWeights) -> Leaves:
         """Returns new leaves with the projections that are not None, and zero biases for them."""
         ours: dict[str, Any] = {}
@@ -124,9 +120,8 @@ class Host:
         Args:
           own: Names of parameters besides the projections that the scheme sets.
         """
-        pattern = re.compile(self.stack.layout.norms)
         modules = [pair for a in self.stack.attentions for pair in self._block_modules(a)]
-        norms = {module for module, path in modules if pattern.fullmatch(path)}
+        norms = {module for module, path in modules if _NORMS.fullmatch(path)}
         prefixes = tuple(f"{a}." if a else "" for a in self.stack.attentions)
         known = {entry.name for entry in self.entries} | set(own)
         for name in self.floating:
@@ -155,8 +150,7 @@ class Host:
     def position_table(self, grid: Grid | None) -> PositionTable | None:
         """Finds the learned position table. See `initialize` for `grid`."""
         found = {
-            name: _table_shape(self.leaves[name], self.width)
-            for name in self._names(self.stack.layout.positions)
+            name: _table_shape(self.leaves[name], self.width) for name in self._names(_POSITIONS)
         }
         found = {name: shape for name, shape in found.items() if shape}
         if not found:
@@ -185,19 +179,14 @@ class Host:
         """Returns the name of the patch embedding's kernel, a convolution's or a linear layer's."""
         layout = self.stack.layout
         inside = tuple(f"{attention}." for attention in self.stack.attentions)
-
-        def may_be_one(name):
-            rank = len(getattr(self.leaves[name], "shape", ()))
-            named = layout.patches != ".*" or "patch" in name.lower()
-            return rank == 4 or (rank == 2 and named)
-
-        found = [
-            name
-            for name in self._names(rf"(?:{layout.patches})\.{layout.leaf}")
-            if not name.startswith(inside)
-            and may_be_one(name)
-            and self.leaves[name].shape[0 if layout.torch else -1] == self.width
-        ]
+        ranks = {}
+        for name in self._names(rf".*\.{layout.leaf}"):
+            shape = np.shape(self.leaves[name])
+            ends_here = len(shape) in (2, 4) and shape[0 if layout.torch else -1] == self.width
+            if ends_here and not name.startswith(inside):
+                ranks[name] = len(shape)
+        named = [name for name in ranks if re.search(r"patch|embeds\.proj", name.lower())]
+        found = named or [name for name, rank in ranks.items() if rank == 4]
         if len(found) != 1:
             raise InputError(
                 f"params hold {', '.join(found) or 'no kernel'} where a patch embedding to "
@@ -208,7 +197,7 @@ class Host:
 
     def patch_norm(self) -> str | None:
         """Returns the name of the scale of a norm of the patch embeddings, as in AIMv2."""
-        return next(self._names(rf"(?:{self.stack.layout.patch_norm})\.(?:weight|scale)"), None)
+        return next(self._names(_PATCH_NORM), None)
 
     # -- blocks ------------------------------------------------------------------------------------
 
@@ -220,7 +209,7 @@ class Host:
         """
         names = []
         for attention in self.stack.attentions:
-            found = [m for m, path in self._block_modules(attention) if self._is_mlp_out(m, path)]
+            found = [m for m, _ in self._block_modules(attention) if self._is_mlp_out(m)]
             if len(found) != 1:
                 raise InputError(
                     f"params: next to {attention or 'the attention layer'} is "
@@ -239,11 +228,9 @@ class Host:
         modules = {name.rpartition(".")[0] for name in self.floating if name.startswith(prefix)}
         return [(module, module.removeprefix(prefix)) for module in sorted(modules - projections)]
 
-    def _is_mlp_out(self, module: str, path: str) -> bool:
-        """Whether a module is an MLP's output layer, by its shape if users choose its name."""
+    def _is_mlp_out(self, module: str) -> bool:
+        """Whether a module is an MLP's output layer, by its shape since users choose its name."""
         layout = self.stack.layout
-        if layout.mlp_out is not None:
-            return re.fullmatch(layout.mlp_out, path) is not None
         shape = np.shape(self.leaves.get(f"{module}.{layout.leaf}", ()))
         shape = shape[int(self.stack.stacked) :]
         if len(shape) != 2:
@@ -260,11 +247,6 @@ class Host:
     def _matches(self, pattern: str, name: str) -> bool:
         stem = self.stack.stem
         return name.startswith(stem) and re.fullmatch(pattern, name[len(stem) :]) is not None
-
-
-def find_host(leaves: Leaves, layout: str | None, num_heads: int | None) -> Host:
-    """Finds the attention layers of a model with a single grid of tokens."""
-    return Host(leaves, find_stack(leaves, layout), num_heads)
 
 
 def square(tokens: int) -> Grid | None:

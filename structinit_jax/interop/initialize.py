@@ -11,8 +11,8 @@ from structinit_jax.attention_init import AttentionInit, AttentionSite, Attentio
 from structinit_jax.attention_init.sites import check_shape
 from structinit_jax.errors import InputError
 from structinit_jax.interop.entries import check_array, like, replace_rows
-from structinit_jax.interop.host import Grid, Host, find_host, square
-from structinit_jax.interop.layouts import FIELDS, Leaves, flatten
+from structinit_jax.interop.host import Grid, Host, square
+from structinit_jax.interop.layouts import Leaves, find_stack, flatten
 from structinit_jax.interop.other_sites import find_sites
 from structinit_jax.interop.rotations import rotary_site
 
@@ -26,7 +26,6 @@ def initialize(
     attention_init: AttentionInit,
     rng: jax.Array,
     *,
-    layout: str | None = None,
     num_heads: int | None = None,
     grid: Grid | None = None,
     positions: np.ndarray | jax.Array | None = None,
@@ -58,7 +57,6 @@ def initialize(
       attention_init: The scheme, for example `attention_init.impulse()`; to write weights that you
         have, `lambda rng, site: weights`.
       rng: Random key for the scheme.
-      layout: One of `LAYOUTS`; None detects it from the names.
       num_heads: Number of heads h; required for torch and Equinox, whose shapes do not show it.
       grid: (rows, cols) of the image tokens; None assumes a square, or reads it from `rotations`.
         In Swin and BEiT: of the windows that are not square.
@@ -84,9 +82,9 @@ def initialize(
             "model.initialize_attention(scheme, rng), which changes it in place"
         )
     leaves, rebuild = flatten(params)
-    sites = find_sites(leaves, layout, grid)
+    sites = find_sites(leaves, grid)
     if not sites:
-        host = find_host(leaves, layout, num_heads)
+        host = Host(leaves, find_stack(leaves), num_heads)
         weights = attention_init(rng, _find_site(host, grid, positions, rotations))
         return rebuild(_write(host, weights, grid))
     given = dict(positions=positions, rotations=rotations, num_heads=num_heads)
@@ -96,29 +94,6 @@ def initialize(
     for found, site_rng in zip(sites, rngs, strict=True):
         leaves = found.write(leaves, attention_init(site_rng, found.site))
     return rebuild(leaves)
-
-
-def read(
-    params: Any,
-    *,
-    layout: str | None = None,
-    num_heads: int | None = None,
-    grid: Grid | None = None,
-) -> AttentionWeights:
-    """Reads the attention weights of a ViT. See `initialize` for the arguments.
-
-    Returns:
-      The weights as a scheme returns them; `positions` is None if `params` hold no position table.
-
-    Raises:
-      InputError: The attention layers or the position table cannot be found or do not fit.
-    """
-    host = find_host(flatten(params)[0], layout, num_heads)
-    arrays = host.arrays()
-    weights = {field: arrays[f"attention/{field}/kernel"] for field in FIELDS}
-    table = host.position_table(grid)
-    positions = None if table is None else jnp.asarray(table.rows[table.prefix :])
-    return AttentionWeights(**weights, positions=positions)
 
 
 def _find_site(

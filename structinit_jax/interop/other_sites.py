@@ -50,7 +50,7 @@ class FoundSite(NamedTuple):
     write: Callable[[Leaves, Weights], Leaves]
 
 
-def find_sites(leaves: Leaves, layout: str | None, grid: Grid | None) -> list[FoundSite]:
+def find_sites(leaves: Leaves, grid: Grid | None) -> list[FoundSite]:
     """Finds the stacks of a Swin Transformer or BEiT, MLP-Mixer or ConvMixer, from first to last.
 
     `grid` is that of the tokens, or of the windows that are not square.
@@ -67,7 +67,7 @@ def find_sites(leaves: Leaves, layout: str | None, grid: Grid | None) -> list[Fo
     if cosine:
         raise unsupported(cosine, "belongs to the cosine attention of SwinV2")
     if any(TABLE in name for name in leaves):
-        return _windows(leaves, layout, grid)
+        return _windows(leaves, grid)
     for pattern, find in ((TOKEN_MLP, _token_mixing), (DEPTHWISE, _convolutions)):
         layers = {int(m["index"]): m for m in map(pattern.fullmatch, leaves) if m}
         if layers:
@@ -78,8 +78,8 @@ def find_sites(leaves: Leaves, layout: str | None, grid: Grid | None) -> list[Fo
 # -- attention with a relative position bias: Swin, BEiT -------------------------------------------
 
 
-def _windows(leaves: Leaves, layout: str | None, grid: Grid | None) -> list[FoundSite]:
-    sites = [_window_site(leaves, stack, grid) for stack in find_stacks(leaves, layout)]
+def _windows(leaves: Leaves, grid: Grid | None) -> list[FoundSite]:
+    sites = [_window_site(leaves, stack, grid) for stack in find_stacks(leaves)]
     if grid is not None and all(found.site.grid != grid for found in sites):
         windows = ", ".join(f"{found.site.grid} of {found.name}" for found in sites)
         raise InputError(f"grid={grid} is none of the windows {windows}: leave it out")
@@ -99,7 +99,7 @@ def _window_site(leaves: Leaves, stack: Stack, grid: Grid | None) -> FoundSite:
     rows, num_heads = leaves[tables[0]].shape
     window = _find_window(tables[0], rows, grid)
     host = Host(leaves, stack, num_heads)
-    host.require_assumptions(own=tables)
+    host.require_assumptions(own=[name for name in leaves if name.endswith(TABLE)])
     site = WindowSite(grid=window, **host.sizes())
 
     def write(leaves: Leaves, weights: AttentionWeights) -> Leaves:
