@@ -134,7 +134,7 @@ def test_parts_of_a_batch_and_operations_on_it_have_keys_of_their_own(config, mo
     config = config.copy_and_resolve_references()
     config.accumulate_steps = 2
     config.model.dropout = 0.1
-    config.augment.update(crop="pad", flip=0.5, erasing=0.25)
+    config.augment.update(crop="pad", flip=0.5, color_jitter=(0.4, 0.4, 0.4), erasing=0.25)
     config.augment.mixup = 0.8
     keys = set()
 
@@ -151,7 +151,7 @@ def test_parts_of_a_batch_and_operations_on_it_have_keys_of_their_own(config, mo
     jax.block_until_ready(setup.train_step(setup.initialize()[0], make_batch()))
     jax.effects_barrier()
     dropouts = 2 * (1 + 2 * 3)  # in both parts: of the input, and three in each of two blocks
-    assert len(keys) == dropouts + 3 * 64 + 1  # three operations on each image, and mixup
+    assert len(keys) == dropouts + 4 * 64 + 1  # four operations on each image, and mixup
 
 
 def test_one_and_eight_devices_take_the_same_steps(config, setup, state, monkeypatch):

@@ -1,16 +1,38 @@
-"""Color operations on a single uint8 image, with the arithmetic of Pillow.
+"""Color operations on a single uint8 image, with the arithmetic of Pillow and torchvision.
 
 Images have one or three channels; a single channel has no saturation. Operations that map each
 pixel value separately are lookup tables (`lut`) of 256 entries.
 """
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.typing import ArrayLike
-from jaxtyping import Array, Float, Int, UInt8
+from jaxtyping import Array, Float, Int, Key, UInt8
 
 VALUES = np.arange(256, dtype=np.int32)
 """All pixel values, the identity as a lookup table."""
+
+
+def color_jitter(
+    rng: Key[Array, ""], image: UInt8[Array, "H W C"], strengths: tuple[float, float, float]
+) -> UInt8[Array, "H W C"]:
+    """Changes brightness, contrast and saturation in random order, as torchvision does.
+
+    The factors are uniform in `[max(0, 1 - strength), 1 + strength]`.
+    """
+    strength = jnp.asarray(strengths, jnp.float32)
+    low, high = jnp.maximum(1 - strength, 0), 1 + strength
+    order_rng, factor_rng = jax.random.split(rng)
+    factors = low + (high - low) * jax.random.uniform(factor_rng, (3,))
+
+    image = image.transpose(2, 0, 1)
+    for operation in jax.random.permutation(order_rng, 3):
+        factor = jnp.where(jnp.arange(3) == operation, factors, 1.0)  # 1 has no effect
+        lut = jnp.where(operation == 0, brightness_lut(factor[0]), contrast_lut(image, factor[1]))
+        lut = jnp.broadcast_to(lut, (len(image), 256)).astype(jnp.uint8)
+        image = adjust_saturation(apply_lut(image, lut), factor[2])
+    return image.transpose(1, 2, 0)
 
 
 def apply_lut(image: UInt8[Array, "C H W"], lut: UInt8[Array, "C 256"]) -> UInt8[Array, "C H W"]:

@@ -12,6 +12,7 @@ import numpy as np
 from jax.sharding import Mesh, PartitionSpec
 from jaxtyping import Array, Float, Integer, Key, Real, UInt8
 
+from structinit_jax.augment.color import color_jitter
 from structinit_jax.augment.crop import random_flip, random_pad_crop, random_resized_crop
 from structinit_jax.augment.mix import mix, random_erasing, smooth_one_hot
 from structinit_jax.augment.rand_augment import parse, rand_augment
@@ -25,7 +26,7 @@ from structinit_jax.errors import (
 )
 
 # Each operation has its own random stream, so disabling one does not change the others' draws.
-CROP, FLIP, RAND_AUGMENT, ERASING, MIXING = 0, 1, 2, 4, 5
+CROP, FLIP, RAND_AUGMENT, COLOR_JITTER, ERASING, MIXING = range(6)
 
 Augment = Callable[
     [Key[Array, ""], UInt8[Array, "B H W C"], Integer[Array, " B"]],
@@ -40,6 +41,10 @@ Shares = Annotated[
 Ratios = Annotated[
     tuple[float, float],
     Check("a pair with 0 < low <= high", lambda x: len(x) == 2 and 0 < x[0] <= x[1] < math.inf),
+]
+Strengths = Annotated[
+    tuple[float, float, float],
+    Check("three numbers, 0 or more", lambda x: len(x) == 3 and all(0 <= s < math.inf for s in x)),
 ]
 
 
@@ -56,6 +61,9 @@ class AugmentConfig:
     interpolation: Literal["bilinear", "bicubic", "random"] = "random"
     flip: Probability = 0.0  # of a horizontal flip
     rand_augment: str = ""  # timm's notation, such as 'rand-m9-mstd0.5-inc1'; empty disables it
+    # Strengths of brightness, contrast and saturation (`color.color_jitter`); without effect if
+    # rand_augment is set, as in timm.
+    color_jitter: Strengths = (0.0, 0.0, 0.0)
     erasing: Probability = 0.0  # of random erasing
     # Fill of an erased box: noise per pixel, one random color, or the mean color.
     erasing_mode: Literal["pixel", "rand", "const"] = "pixel"
@@ -96,11 +104,11 @@ class AugmentOptions(AugmentConfig):
 def make_augment(options: AugmentOptions, mesh: Mesh | None = None) -> Augment:
     """Builds the function `(rng, images, labels) -> (images, targets)` to call within jit.
 
-    The order of operations is timm's: crop, flip, RandAugment, normalization, erasing, mixing; or
-    with `erase_after_mixing` mixing, normalization, erasing. The random numbers for an image depend
-    only on `rng` and on its index in the batch, not on the number of devices. The function is pure,
-    returns normalized float32 images and targets, and raises `InputError` for arrays of another
-    type or shape.
+    The order of operations is timm's: crop, flip, RandAugment or else color jitter, normalization,
+    erasing, mixing; or with `erase_after_mixing` mixing, normalization, erasing. The random numbers
+    for an image depend only on `rng` and on its index in the batch, so the result does not depend
+    on the number of devices. The function is pure, returns normalized float32 images and targets,
+    and raises `InputError` for arrays of another type or shape.
 
     Args:
       options: The recipe's options.
@@ -190,6 +198,9 @@ def _operations(options):
             fill=tuple(min(255, round(255 * mean)) for mean in options.mean),  # as in timm
             interpolation=options.interpolation,
         )
+    elif any(options.color_jitter):
+        jitter = options.color_jitter
+        pixels[f"jitter {jitter}"] = each(color_jitter, COLOR_JITTER, strengths=jitter)
 
     def erase(rng, index, images):
         rngs = _image_rngs(rng, ERASING, index)
