@@ -108,8 +108,8 @@ def crop_and_resize(
 ) -> np.ndarray:
     """Decodes a box of an image and resizes it to uint8 [image_size, image_size, C].
 
-    `interpolation` is 'bicubic' or 'bilinear'.
-    A JPEG is decoded at a fraction of its size if the box still has `image_size` pixels each way.
+    `interpolation` is 'bicubic' or 'bilinear'. A JPEG is decoded at a fraction of its size if the
+    box still has `image_size` pixels each way.
     """
     full, (top, left, *sides) = image.size, box
     at_least = (math.ceil(size * image_size / side) for size, side in zip(full, sides, strict=True))

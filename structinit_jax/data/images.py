@@ -1,7 +1,7 @@
 """Decodes a stored image.
 
 JPEGs are decoded by libjpeg-turbo (simplejpeg), which returns Pillow's pixels in half the time and
-can decode at a fraction of the size. Every other format goes through Pillow.
+can decode at a fraction of the size. Pillow decodes every other format, and CMYK JPEGs.
 """
 
 import functools
