@@ -71,7 +71,7 @@ def test_a_folder_has_the_card_that_timm_reads(run_config, finished_run, tmp_pat
         (
             default_config("mixer") | dict(patch_size=4),
             "timm.models.mlp_mixer.MlpMixer(in_chans=3, num_classes=1000, img_size=32, "
-            "mlp_ratio=[0.5, 4.0], patch_size=4, embed_dim=512, num_blocks=8)",
+            "patch_size=4, embed_dim=512, num_blocks=8, mlp_ratio=[0.5, 4.0])",
         ),
     ],
 )

@@ -238,8 +238,8 @@ class TimmModel(NamedTuple):
     """A model of timm.
 
     Attributes:
-      name: Name for `timm.create_model`; or its class, 'timm.models.mlp_mixer.MlpMixer', where
-        timm's named models fix the sizes.
+      name: Name for `timm.create_model`; or of a class, 'timm.models.mlp_mixer.MlpMixer', since
+        timm's named MLP-Mixers and ConvMixers fix the sizes.
       arguments: Keyword arguments.
     """
 
@@ -265,10 +265,7 @@ class TimmModel(NamedTuple):
 
         `data` is `config.data`. An empty `class_names` stands for unknown names.
         """
-        num_classes = self.arguments["num_classes"]
-        family = self.name.split("_")[0]
-        first_convs = {"mixer": "stem.proj", "convmixer": "stem.0"}
-        size = data["image_size"]
+        num_classes, size = self.arguments["num_classes"], data["image_size"]
         return {
             "architecture": self.name,
             "num_classes": num_classes,
@@ -276,14 +273,14 @@ class TimmModel(NamedTuple):
             **({"label_names": list(class_names)} if class_names else {}),
             "pretrained_cfg": {
                 "input_size": [self.arguments["in_chans"], size, size],
-                "fixed_input_size": family != "convmixer",
+                "fixed_input_size": True,
                 "interpolation": "bicubic",
                 "crop_pct": data["crop_fraction"],
                 "mean": list(data["mean"]),
                 "std": list(data["std"]),
                 "num_classes": num_classes,
-                "first_conv": first_convs.get(family, "patch_embed.proj"),
-                "classifier": "head.fc" if family == "swin" else "head",
+                "first_conv": "patch_embed.proj",
+                "classifier": "head.fc" if self.name.startswith("swin") else "head",
             },
         }
 
@@ -302,15 +299,13 @@ def timm_model(model: Mapping[str, Any], *, image_size: int, channels: int) -> T
         )
     size = {} if model["name"] == "convmixer" else dict(img_size=image_size)
     name, arguments = _FAMILIES[model["name"]](model)
-    return TimmModel(
-        name, dict(in_chans=channels, num_classes=model["num_classes"], **size, **arguments)
-    )
+    shared = dict(in_chans=channels, num_classes=model["num_classes"], **size)
+    return TimmModel(name, shared | dict(patch_size=model["patch_size"]) | arguments)
 
 
 def _vit_arguments(model):
     by_token = model["pool"] == "class_token"
     arguments = dict(
-        patch_size=model["patch_size"],
         embed_dim=model["width"],
         depth=model["depth"],
         num_heads=model["num_heads"],
@@ -329,7 +324,6 @@ def _vit_arguments(model):
 
 def _swin_arguments(model):
     return "swin_tiny_patch4_window7_224", dict(
-        patch_size=model["patch_size"],
         embed_dim=model["width"],
         depths=list(model["depths"]),
         num_heads=list(model["num_heads"]),
@@ -339,36 +333,21 @@ def _swin_arguments(model):
 
 
 def _mixer_arguments(model):
-    arguments = dict(mlp_ratio=[model["token_mlp_ratio"], model["mlp_ratio"]])
-    if name := _variant(MlpMixer, model, ("patch_size", "width", "depth")):
-        return name, arguments
-    return "timm.models.mlp_mixer.MlpMixer", arguments | dict(
-        patch_size=model["patch_size"], embed_dim=model["width"], num_blocks=model["depth"]
+    return "timm.models.mlp_mixer.MlpMixer", dict(
+        embed_dim=model["width"],
+        num_blocks=model["depth"],
+        mlp_ratio=[model["token_mlp_ratio"], model["mlp_ratio"]],
     )
 
 
 def _convmixer_arguments(model):
-    fields = ("patch_size", "width", "depth", "kernel_size", "activation")
-    name = _variant(ConvMixer, model, fields)
-    if name in ("convmixer_768_32", "convmixer_1024_20_ks9_p14", "convmixer_1536_20"):
-        return name, {}
     activations = {"gelu": "torch.nn.GELU", "relu": "torch.nn.ReLU"}
     return "timm.models.convmixer.ConvMixer", dict(
-        patch_size=model["patch_size"],
         dim=model["width"],
         depth=model["depth"],
         kernel_size=model["kernel_size"],
         act_layer=_Expression(activations[model["activation"]]),
     )
-
-
-def _variant(family, model, fields):
-    """Returns the name of the variant with the values that a model has in these fields, or None."""
-    for name, changes in family.VARIANTS.items():
-        options = family.default_config() | changes
-        if all(options[field] == model[field] for field in fields):
-            return name
-    return None
 
 
 class _Expression(str):

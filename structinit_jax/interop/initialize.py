@@ -34,22 +34,16 @@ def initialize(
     """Writes the weights of a scheme into the parameters of a freshly built model.
 
     The model is a ViT or, for schemes that support them, a model with a relative position bias in
-    every layer (Swin, BEiT), an MLP-Mixer or a ConvMixer.
+    every layer (Swin, BEiT), an MLP-Mixer or a ConvMixer. Schemes assume that the LayerNorm before
+    the attention has scale 1 and bias 0, that query-key products are scaled by d^-1/2, and that
+    tokens are in row-major order. Parameters that show otherwise raise an error, but they do not
+    show everything: measure a torch model's own maps with `torch_maps` and `hit_rates`.
 
-    Parameters that the scheme does not set stay as they are, except for the biases of the
-    projections that it sets, which become zero. Schemes assume that the LayerNorm before the
-    attention has scale 1 and bias 0, that query-key products are scaled by d^-1/2, and that tokens
-    are in row-major order. Parameters that show otherwise raise an error. Parameters do not show
-    everything: measure the maps of the model itself, with `torch_maps` and `hit_rates` if it is a
-    torch model.
-
-    A learned position table counts as trainable and is replaced by the encoding that the scheme
-    returns. Its rows for class and register tokens change only if the scheme scales the table.
-
-    A scheme's `patch_scale` is the size of the patch embeddings relative to those of PyTorch's
-    default kernel, so that the ratio of positions to content is the same in every model: the
-    kernel, or the norm after it, is multiplied by the factor that this takes. `mlp_scale`
-    multiplies the output kernels of the MLPs, gated ones included.
+    The biases of the projections that the scheme sets become zero. A learned position table is
+    replaced by the scheme's encoding, except for its rows for class and register tokens.
+    `patch_scale` is relative to PyTorch's default kernel, so that the ratio of positions to content
+    is the same in every model: it multiplies the patch embedding's kernel, or the norm after it.
+    `mlp_scale` multiplies the output kernels of the MLPs.
 
     Args:
       params: A state dict, Linen tree, Equinox or NNX module, NNX state or pure dict. It is not
