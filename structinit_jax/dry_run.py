@@ -79,7 +79,10 @@ def dry_run(config: ConfigDict, target: str | None = None) -> dict[str, str]:
         than a device of the target has.
     """
     config_lib.validate(config)
-    devices, memory_limit, options = find_target(target) if target else this_machine()
+    if target:
+        devices, memory, options = find_target(target)
+    else:
+        devices, memory, options = None, memory_limit(), {}
     data = config.data
     info = find_info(data.name, data.data_dir or None, data.channels)
     check_classes(info, config.model.num_classes)
@@ -91,9 +94,9 @@ def dry_run(config: ConfigDict, target: str | None = None) -> dict[str, str]:
 
     eval_bytes = sum(bytes_on_device(n, data.image_size, data.channels) for n in eval_sizes)
     start = time.perf_counter()
-    step, remat = compile_step(setup, eval_bytes, memory_limit, options)
+    step, remat = compile_step(setup, eval_bytes, memory, options)
     compile_seconds = time.perf_counter() - start
-    memory, epochs = step.memory_analysis(), schedule.num_steps / schedule.steps_per_epoch
+    needs, epochs = step.memory_analysis(), schedule.num_steps / schedule.steps_per_epoch
     num_hosts = len({device.process_index for device in mesh.devices.flat})
     rows = {
         "model": f"{config.model.name}, {count_parameters(setup.model.params):,} parameters",
@@ -106,9 +109,9 @@ def dry_run(config: ConfigDict, target: str | None = None) -> dict[str, str]:
         "steps": f"{schedule.num_steps:,}, {epochs:.1f} epochs of {schedule.steps_per_epoch:.1f}; "
         f"{len(schedule.eval_steps)} evaluations",
         "FLOPs per step": f"{step.cost_analysis()['flops']:.3e} on each device",
-        "memory per device": f"{mib(memory.argument_size_in_bytes)} state and batch, "
-        f"{mib(memory.temp_size_in_bytes)} activations and temporaries"
-        + (f"; {mib(memory_limit)} available" if memory_limit else ""),
+        "memory per device": f"{mib(needs.argument_size_in_bytes)} state and batch, "
+        f"{mib(needs.temp_size_in_bytes)} activations and temporaries"
+        + (f"; {mib(memory)} available" if memory else ""),
         "remat": remat,
         "compiled in": f"{compile_seconds:.0f} s",
     }
@@ -138,19 +141,14 @@ class Target(NamedTuple):
     """Devices to compile for.
 
     Attributes:
-      devices: All devices of the target; None for those of this machine.
+      devices: All devices of the target.
       memory: Bytes of one device that programs can use; None if that is not known.
       compiler_options: Options without which the program cannot be compiled on this machine.
     """
 
-    devices: list[jax.Device] | None
+    devices: list[jax.Device]
     memory: int | None
     compiler_options: Mapping[str, bool | int]
-
-
-def this_machine() -> Target:
-    """Returns the devices of this machine as a target."""
-    return Target(None, memory_limit(), {})
 
 
 def find_target(name: str) -> Target:

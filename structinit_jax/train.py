@@ -58,7 +58,6 @@ from structinit_jax.training.setup import (
     compile_step,
     jit_steps,
     memory_limit,
-    remat_candidates,
 )
 from structinit_jax.training.state import (
     abstract_model,
@@ -188,9 +187,7 @@ def set_up(
         ema_decay=config.ema_decay,
         mixes=config.augment.mixup > 0 or config.augment.cutmix > 0,
     )
-    candidates = remat_candidates(config.model)
-    models = {name: functools.partial(build, **fields) for name, fields in candidates.items()}
-    steps = jit_steps(models, make_step, state, batch)
+    steps = jit_steps(build, config.model.get("remat"), make_step, state, batch)
     data_bytes = 0
     if augmentation.host_crop is None:
         data_bytes = bytes_on_device(num_examples, augmentation.image_size, data.channels)

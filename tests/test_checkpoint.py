@@ -118,14 +118,6 @@ def test_a_damaged_checkpoint_is_skipped_and_overwritten(directory, damage, name
     assert checkpoint.find_step(directory) == 12
 
 
-def test_if_all_are_damaged_there_is_none(directory):
-    for folder in checkpoint.step_folders(directory):
-        remove(folder / ARRAY)
-    assert checkpoint.find_step(directory) is None
-    with opened(directory) as checkpoints:
-        assert checkpoints.latest_step is None
-
-
 def test_unfinished_checkpoints_are_deleted_but_none_of_another_program(directory):
     (directory / "12" / checkpoint.RUN).unlink()
     with opened(directory) as checkpoints:

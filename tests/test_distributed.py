@@ -149,16 +149,9 @@ def test_incomplete_arguments_are_refused(arguments):
         distributed.join(*arguments)
 
 
-def test_one_process_needs_no_others():
-    distributed.join()
-    distributed.join(num_processes=1)
-    distributed.join("127.0.0.1:1", 1, 0)
-
-
 @pytest.mark.parametrize(
     ("environment", "found"),
     [
-        ({}, False),
         ({"SLURM_JOB_ID": "1", "SLURM_NTASKS": "8"}, False),  # the batch script, not srun's step
         ({"SLURM_STEP_NUM_TASKS": "8"}, True),
         ({"TPU_WORKER_HOSTNAMES": "localhost"}, False),

@@ -94,19 +94,9 @@ def test_a_split_named_train_does_not_take_the_names_of_training_metrics():
         assert evaluate.evaluation_name(config) == name
 
 
-@pytest.mark.parametrize(
-    ("field", "value", "message"),
-    [
-        ("model.width", 32, r"params/blocks/attention/key/bias' is shape .*config of the ch"),
-        (
-            "model.positions",
-            "learned",
-            r"params/positions' is missing in the checkpoint, shape \[16, 16\]",
-        ),
-    ],
-)
-def test_another_model_is_refused(run_config, finished_run, field, value, message):
-    run_config.update_from_flattened_dict({field: value})
+def test_another_model_is_refused(run_config, finished_run):
+    run_config.model.positions = "learned"
+    message = r"params/positions' is missing in the checkpoint, shape \[16, 16\]"
     with pytest.raises(InputError, match=message):
         evaluate.evaluate_checkpoint(run_config, finished_run.workdir)
 
@@ -128,10 +118,9 @@ def test_the_checkpoint_can_be_chosen(run_config, finished_run, capsys):
 
 
 def test_a_workdir_without_checkpoints_is_refused(run_config, tmp_path):
-    for workdir in (tmp_path, tmp_path / "missing"):
-        for step in ("newest", "best", "4"):
-            with pytest.raises(InputError, match=r"no complete checkpoint .* steps \(none\)"):
-                evaluate.evaluate_checkpoint(run_config, workdir, step)
+    for step in ("newest", "best", "4"):
+        with pytest.raises(InputError, match=r"no complete checkpoint .* steps \(none\)"):
+            evaluate.evaluate_checkpoint(run_config, tmp_path / "missing", step)
 
 
 @pytest.mark.parametrize(

@@ -30,9 +30,8 @@ TEACHER = "teacher.safetensors"  # weights that `structinit_jax.reproduce` selec
 def changes(old: Mapping[str, Any], config: ConfigDict) -> dict[str, tuple[Any, Any]]:
     """Compares the config of a checkpoint, as read from JSON, with the current one.
 
-    Returns:
-      The old and new value of every field that differs, by its path, such as 'model.depth'. A
-      field that only one config has is `ABSENT` in the other.
+    Returns the old and new value of every field that differs, by its path, such as 'model.depth'. A
+    field that only one config has is `ABSENT` in the other.
     """
     # Through JSON, which makes lists of tuples as in the old config.
     new, old = (flatten_dict(c, sep=".") for c in (json.loads(config.to_json()), old))
@@ -44,16 +43,13 @@ def changes(old: Mapping[str, Any], config: ConfigDict) -> dict[str, tuple[Any, 
 def check(
     run: Mapping[str, Any], config: ConfigDict, data: Mapping[str, Any], place: str
 ) -> list[str]:
-    """Checks that a config and its data continue the run of a checkpoint.
+    """Checks that a config and its data continue a run; lists changed fields, one line each.
 
     Args:
       run: JSON object of the checkpoint: its 'config', and its data as `data`.
       config: Current config.
       data: 'num_examples', 'class_names' and 'data_digest' of the current training split.
       place: Name of the checkpoint for messages, for example 'step 400 in /tmp/digits'.
-
-    Returns:
-      One line for each field that has changed and may change.
 
     Raises:
       InputError: A field has changed that must not change on resume, or the data have changed.

@@ -16,7 +16,6 @@ import numpy as np
 from flax import nnx
 from jax.experimental import multihost_utils
 from jax.sharding import Mesh
-from ml_collections import ConfigDict
 
 from structinit_jax.errors import InputError
 from structinit_jax.models.model import REMAT_POLICIES
@@ -71,19 +70,28 @@ def abstract_batch(
 
 
 def jit_steps(
-    models: Mapping[str, Callable[[], AbstractModel]],
+    build: Callable[..., AbstractModel],
+    remat: str | None,
     make_step: Callable[[nnx.GraphDef], Callable],
     state: TrainState,
     batch: dict[str, jax.ShapeDtypeStruct],
 ) -> dict[str, jax.stages.Wrapped]:
-    """Jits the training step of each model, by policy; a step builds its model when traced."""
+    """Jits the training step with each policy to try, fastest first.
+
+    Args:
+      build: Builds the model, with changed fields of `config.model`. Called when a step is traced.
+      remat: `config.model.remat`; None for a model of your own that has no such field.
+      make_step: Makes the training step of a model's definition.
+      state: Shapes, types and shardings of the training state.
+      batch: Shapes, types and shardings of a global batch.
+    """
     state_shardings, batch_shardings = (
         jax.tree.map(lambda leaf: leaf.sharding, tree) for tree in (state, batch)
     )
 
-    def jit_step(build):
+    def jit_step(**changes):
         def train_step(state, batch):
-            return make_step(build().graphdef)(state, batch)
+            return make_step(build(**changes).graphdef)(state, batch)
 
         return jax.jit(
             train_step,
@@ -92,7 +100,10 @@ def jit_steps(
             donate_argnums=0,
         )
 
-    return {policy: jit_step(build) for policy, build in models.items()}
+    if remat is None:
+        return {"none": jit_step()}
+    policies = REMAT_POLICIES if remat == "auto" else [remat]
+    return {policy: jit_step(remat=policy) for policy in policies}
 
 
 # -- compilation -----------------------------------------------------------------------------------
@@ -109,17 +120,6 @@ class CompiledStep(NamedTuple):
 
     step: jax.stages.Compiled
     description: str
-
-
-def remat_candidates(model: ConfigDict) -> dict[str, dict[str, str]]:
-    """Returns the fields of `config.model` to replace, by the policies to try, fastest first.
-
-    Your own models need not have the field `remat`; they recompute nothing.
-    """
-    if "remat" not in model:
-        return {"none": {}}
-    names = REMAT_POLICIES if model.remat == "auto" else [model.remat]
-    return {name: {"remat": name} for name in names}
 
 
 def memory_limit() -> int | None:

@@ -175,9 +175,7 @@ class StopRequest:
 
 @contextlib.contextmanager
 def listen_for_signals(request: StopRequest | None = None) -> Iterator[StopRequest]:
-    """Treats SIGTERM and SIGINT as requests to stop within the context.
-
-    `request` records them, or a new one.
+    """Treats SIGTERM and SIGINT as requests to stop within the context; `request` records them.
 
     Schedulers send SIGTERM before they take a machine away: 30 s before on spot VMs and GKE, 120 s
     with `--signal=TERM@120` on SLURM. Ctrl-C sends SIGINT. With several processes JAX itself
