@@ -114,7 +114,8 @@ class Evaluator:
     ):
         mesh, self._parts = model.mesh, {}
         for name, eval_set in eval_sets.items():
-            step = make_eval_step(model.graphdef, mesh, data.mean, data.std, eval_set.classes)
+            rule = (eval_set.classes, eval_set.answers)
+            step = make_eval_step(model.graphdef, mesh, data.mean, data.std, *rule)
             loader = make_loader(
                 eval_set.source, mesh, image_size=data.image_size, crop_fraction=data.crop_fraction
             )

@@ -7,7 +7,7 @@ import pytest
 import tensorflow_datasets as tfds
 from flax import nnx
 from PIL import Image
-from scipy.special import logsumexp
+from scipy.special import log_softmax, logsumexp
 
 from structinit_jax.data.datasets import CATALOG, EVALUATION_SETS, open_dataset, open_test_set
 from structinit_jax.errors import InputError
@@ -30,10 +30,12 @@ def test_catalog_agrees_with_the_stock_builders(tmp_path):
         if name == "digits":  # which TFDS does not have
             continue
         found = features(name)
+        label = found["original_label" if name == "imagenet2012_real" else "label"]
         assert found["image"].shape == info.image_shape, name
-        assert found["label"].num_classes == info.num_classes, name
+        assert label.num_classes == info.num_classes, name
         if name in EVALUATION_SETS:
-            assert found["label"].names == classes
+            assert label.names == classes
+    assert features("imagenet2012_real")["real_label"].feature.names == classes
 
 
 # -- test sets of ImageNet -------------------------------------------------------------------------
@@ -41,14 +43,14 @@ def test_catalog_agrees_with_the_stock_builders(tmp_path):
 # As many classes as ImageNet-A has, spread over the thousand.
 CLASSES = np.arange(200) * 5 + 2
 LABEL = tfds.features.ClassLabel(num_classes=1000)
-LOGITS = np.random.default_rng(0).normal(size=(250, 1000)).astype(np.float32)
+LOGITS = np.random.default_rng(0).normal(size=(300, 1000)).astype(np.float32)
 
 
 @tfds.core.registered.skip_registration()
-def prepare(name, version, labels, data_dir, variant=None):
+def prepare(name, version, split, rows, data_dir, features=None, variant=None):
     """Writes a small set in the place and with the features of the stock builder `name`.
 
-    The red value of image i is i; TFDS stores it in an order of its own.
+    The pixels of image i are i // 256 and i % 256; TFDS stores it in an order of its own.
     """
 
     class SmallSet(tfds.core.GeneratorBasedBuilder):
@@ -56,34 +58,67 @@ def prepare(name, version, labels, data_dir, variant=None):
         BUILDER_CONFIGS = [tfds.core.BuilderConfig(name=variant)] if variant else []
 
         def _info(self):
-            features = {"image": tfds.features.Image(), "label": LABEL}
-            features["file_name"] = tfds.features.Text()
-            features = tfds.features.FeaturesDict(features)
-            return tfds.core.DatasetInfo(builder=self, features=features)
+            common = {"image": tfds.features.Image(), "file_name": tfds.features.Text()}
+            return tfds.core.DatasetInfo(
+                builder=self,
+                features=tfds.features.FeaturesDict({**common, **(features or {"label": LABEL})}),
+            )
 
         def _split_generators(self, dl_manager):
-            return {"test": self._generate_examples()}
+            return {split: self._generate_examples()}
 
         def _generate_examples(self):
-            for number, label in enumerate(labels):
-                image = Image.new("RGB", (2, 2), (number, 0, 0))
-                yield number, {"image": image, "file_name": f"{number}.JPEG", "label": int(label)}
+            for number, row in enumerate(rows):
+                image = Image.new("RGB", (2, 2), (number // 256, number % 256, 0))
+                yield number, {"image": image, "file_name": f"{number}.JPEG", **row}
 
     SmallSet.name = name
     SmallSet(data_dir=data_dir).download_and_prepare(file_format="array_record")
 
 
+def prepare_real(answers, data_dir):
+    rows = [{"original_label": 0, "real_label": labels} for labels in answers]
+    features = {"original_label": LABEL, "real_label": tfds.features.Sequence(LABEL)}
+    prepare("imagenet2012_real", "1.0.0", "validation", rows, data_dir, features)
+
+
+def labelled(labels):
+    return [{"label": int(label)} for label in labels]
+
+
+def numbers_and_labels(test_set):
+    """Which image each example is, and its label."""
+    examples = test_set.source.read(range(len(test_set.source)))
+    pixels = [(image.decode()[0, 0], label) for image, label in examples]
+    return [(256 * int(high) + int(low), label) for (high, low, _), label in pixels]
+
+
 def test_sets_of_all_or_some_classes_choose_among_these(tmp_path):
-    prepare("imagenet_v2", "3.0.0", [4, 7], tmp_path, "matched-frequency")
+    prepare("imagenet_v2", "3.0.0", "test", labelled([4, 7]), tmp_path, None, "matched-frequency")
     test_set = open_test_set("imagenet_v2", tmp_path)
-    assert test_set.classes is None
-    examples = test_set.source.read(range(2))
-    assert sorted((image.decode()[0, 0, 0], label) for image, label in examples) == [(0, 4), (1, 7)]
-    prepare("imagenet_a", "0.1.0", CLASSES, tmp_path)
-    prepare("imagenet_r", "0.2.0", CLASSES[:150], tmp_path)
-    np.testing.assert_array_equal(open_test_set("imagenet_a", tmp_path).classes, CLASSES)
+    assert (test_set.classes, test_set.answers) == (None, None)
+    assert sorted(numbers_and_labels(test_set)) == [(0, 4), (1, 7)]
+    prepare("imagenet_a", "0.1.0", "test", labelled(CLASSES), tmp_path)
+    prepare("imagenet_r", "0.2.0", "test", labelled(CLASSES[:150]), tmp_path)
+    test_set = open_test_set("imagenet_a", tmp_path)
+    np.testing.assert_array_equal(test_set.classes, CLASSES)
+    assert test_set.answers is None
     with pytest.raises(InputError, match=r"holds 150 classes, 200 are expected"):
         open_test_set("imagenet_r", tmp_path)
+
+
+def test_real_has_all_labels_and_leaves_out_images_without(tmp_path):
+    answers = [[3], [], [4, 7], [9]]
+    prepare_real(answers, tmp_path)
+    test_set = open_test_set("imagenet2012_real", tmp_path)
+    assert test_set.name.endswith("images without a label left out: 1")
+    found = {
+        number: {int(answer) for answer in test_set.answers[label]} - {-1}
+        for number, label in numbers_and_labels(test_set)
+    }
+    assert found == {0: {3}, 2: {4, 7}, 3: {9}}
+    chosen = test_set.source.select(np.array([False, True, True]))
+    assert [label for _, label in chosen.read([0, 1])] == [1, 2]
 
 
 class Table(nnx.Module):
@@ -93,24 +128,39 @@ class Table(nnx.Module):
         self.logits = nnx.Param(jnp.asarray(LOGITS))
 
     def __call__(self, images, **options):
-        return self.logits[...][jnp.round(images[:, 0, 0, 0]).astype(jnp.int32)], {}
+        number = jnp.round(256 * images[:, 0, 0, 0] + images[:, 0, 0, 1]).astype(jnp.int32)
+        return self.logits[...][number], {}
 
 
-@pytest.mark.parametrize("classes", [None, CLASSES], ids=["all", "some"])
-def test_rules_agree_with_numpy(classes, library_promotion):
-    rng, chosen = np.random.default_rng(1), np.arange(1000) if classes is None else classes
-    best = chosen[LOGITS[:, chosen].argmax(axis=1)]
-    labels = np.where(rng.random(250) < 0.5, best, rng.choice(chosen, 250))
-    mask = (np.arange(250) < 240).astype(np.float32)
+def eval_sums(labels, classes, answers):
+    """The sums of an evaluation step on 300 images."""
     mesh = make_mesh(devices=jax.devices()[:1])
     graphdef, *state = split_model(Table())
-    step = jax.jit(make_eval_step(graphdef, mesh, (0.0,) * 3, (1 / 255,) * 3, classes))
-    images = np.zeros((250, 1, 1, 3), np.uint8)
-    images[:, 0, 0, 0] = np.arange(250)
-    batch = {"image": images, "label": labels.astype(np.int32), "mask": mask}
-    sums = jax.tree.map(float, step(*state, batch))
-    assert sums["count"] == 240
-    assert sums["correct"] == np.sum((best == labels)[:240])
-    log_p = LOGITS - logsumexp(LOGITS[:, chosen], axis=1, keepdims=True)
-    loss = -log_p[np.arange(240), labels[:240]].sum()
+    step = jax.jit(make_eval_step(graphdef, mesh, (0.0,) * 3, (1 / 255,) * 3, classes, answers))
+    numbers = np.arange(300)
+    images = np.stack([numbers // 256, numbers % 256, 0 * numbers], axis=-1).astype(np.uint8)
+    batch = {"image": images[:, None, None], "label": labels, "mask": np.ones(300, np.float32)}
+    return jax.tree.map(float, step(*state, batch))
+
+
+@pytest.mark.parametrize("rule", ["all", "some", "answers"])
+def test_rules_agree_with_numpy(rule, library_promotion):
+    rng, best = np.random.default_rng(1), LOGITS.argmax(axis=1)
+    labels = np.where(rng.random(300) < 0.5, best, (best + 1) % 1000)
+    log_p, classes, answers = log_softmax(LOGITS, axis=1), None, None
+    right = [[label] for label in labels]
+    if rule == "some":
+        classes, best = CLASSES, CLASSES[LOGITS[:, CLASSES].argmax(axis=1)]
+        labels = np.where(rng.random(300) < 0.5, best, rng.choice(CLASSES, 300))
+        log_p = LOGITS - logsumexp(LOGITS[:, CLASSES], axis=1, keepdims=True)
+        right = [[label] for label in labels]
+    if rule == "answers":
+        others = np.where(rng.random(300) < 0.5, (best + 7) % 1000, -1)
+        answers = np.stack([labels, others], axis=1).astype(np.int32)
+        right = [sorted({*row} - {-1}) for row in answers.tolist()]
+        labels = np.arange(300)
+    sums = eval_sums(labels.astype(np.int32), classes, answers)
+    assert sums["count"] == 300
+    assert sums["correct"] == sum(b in row for b, row in zip(best, right, strict=True))
+    loss = -sum(logsumexp(log_p[i, row]) for i, row in enumerate(right))
     assert sums["loss"] == pytest.approx(loss, rel=1e-5)

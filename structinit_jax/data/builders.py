@@ -22,6 +22,8 @@ from structinit_jax.errors import InputError, suggest
 
 tfds.disable_progress_bar()
 
+# Data sets whose label is not called "label".
+LABEL_KEYS = {"imagenet2012_real": "original_label"}
 # Original files of fashion_mnist (with the suffix .gz) -> SHA-256 of the decompressed content. The
 # compressed files differ between sources.
 CHECKSUMS = {
@@ -127,7 +129,8 @@ def open_tfds(name: str, data_dir: Folder, manual_dir: Folder) -> Dataset:
             f"  tfds convert_format --dataset_version_dir={path} --out_file_format=array_record"
         )
     features = builder.info.features
-    image, label = (dict(features).get(key) for key in ("image", "label"))
+    label_key = LABEL_KEYS.get(builder.name, "label")
+    image, label = (dict(features).get(key) for key in ("image", label_key))
     kinds = (tfds.features.Image, tfds.features.ClassLabel)
     if not all(map(isinstance, (image, label), kinds)):
         raise InputError(
@@ -144,7 +147,7 @@ def open_tfds(name: str, data_dir: Folder, manual_dir: Folder) -> Dataset:
     shape = (*image.shape[:2], 1 if image.shape[2] == 1 else 3)
     info = DatasetInfo(label.num_classes, shape, sizes)
     open_split = functools.partial(builder.as_data_source, decoders=decoders)
-    return Dataset(name, info, label.names, open_split)
+    return Dataset(name, info, label.names, open_split, label_key)
 
 
 def find_builder(name: str, data_dir: Folder) -> tfds.core.DatasetBuilder:

@@ -5,6 +5,7 @@ To use your own data set, write a function `my_dataset(data_dir) -> Dataset` tha
 """
 
 import dataclasses
+import itertools
 
 import numpy as np
 
@@ -30,6 +31,7 @@ CATALOG: dict[str, DatasetInfo] = {
     "food101": DatasetInfo(101, (None, None, 3), {"train": 75_750, "validation": 25_250}),
     "imagenet2012": DatasetInfo(1000, (None, None, 3), {"train": 1_281_167, "validation": 50_000}),
     # Test sets with the classes of imagenet2012.
+    "imagenet2012_real": DatasetInfo(1000, (None, None, 3), {"validation": 50_000}),
     "imagenet_v2": DatasetInfo(1000, (None, None, 3), {"test": 10_000}),
     "imagenet_sketch": DatasetInfo(1000, (None, None, 3), {"test": 50_889}),
     "imagenet_a": DatasetInfo(1000, (None, None, 3), {"test": 7_500}),
@@ -39,6 +41,7 @@ CATALOG: dict[str, DatasetInfo] = {
 # how many of the 1,000 classes occur in it.
 EVALUATION_SETS = {
     "imagenet2012": ("validation", 1000),
+    "imagenet2012_real": ("validation", 1000),
     "imagenet_v2": ("test", 1000),
     "imagenet_sketch": ("test", 1000),
     "imagenet_a": ("test", 200),
@@ -89,17 +92,20 @@ def find_info(name: str, data_dir: Folder = None, channels: int | None = None) -
 
 @dataclasses.dataclass(frozen=True)
 class EvaluationSet:
-    """Images to evaluate a model on.
+    """Images to evaluate a model on, and the correct predictions.
 
     Attributes:
       name: Data set, split and rule, for messages.
-      source: The images.
+      source: The images. Labels are classes, or rows of `answers`.
       classes: Classes that a prediction is chosen from, int64 [k], ascending; None for all.
+      answers: The correct classes of each label, int32 [n, most], each row padded with -1; None if
+        the label is the only correct class.
     """
 
     name: str
     source: ImageSource
     classes: np.ndarray | None = None
+    answers: np.ndarray | None = None
 
 
 def open_test_set(
@@ -107,8 +113,9 @@ def open_test_set(
 ) -> EvaluationSet:
     """Opens a test set for models trained on ImageNet-1K.
 
-    TFDS labels all of them with the classes of imagenet2012. ImageNet-A and ImageNet-R contain 200
-    of these classes, and the best of the 200 is the prediction.
+    TFDS labels all of them with the classes of imagenet2012. Two rules differ from top-1 accuracy:
+    ImageNet-A and ImageNet-R contain 200 classes, and the best of these 200 is the prediction. ReaL
+    has a set of correct labels for each image; images with an empty set are left out.
 
     For the arguments see `open_dataset` and `Dataset.split`. `name` is a key of `EVALUATION_SETS`,
     for ImageNet-V2 optionally with a variant, such as 'imagenet_v2/topimages'; its default is
@@ -120,6 +127,8 @@ def open_test_set(
     split, num_classes = EVALUATION_SETS[name.split("/")[0]]
     dataset = open_dataset(name, data_dir, channels=channels)
     source = dataset.split(split, f"data.eval_name={name!r}, split", on_bad_image)
+    if name == "imagenet2012_real":
+        return _open_real(f"{name} {split}", source)
     if num_classes == dataset.info.num_classes:
         return EvaluationSet(f"{name} {split}", source)
     classes = np.unique(source.labels())
@@ -130,3 +139,14 @@ def open_test_set(
         )
     rule = f"the best of its {num_classes} classes"
     return EvaluationSet(f"{name} {split}, {rule}", source, classes)
+
+
+def _open_real(name, source):
+    """Leaves out images without a label; the label of the others is their row of `answers`."""
+    labels = source.column("real_label")
+    labelled = [row for row in labels if len(row)]
+    answers = np.array(list(itertools.zip_longest(*labelled, fillvalue=-1)), np.int32).T
+    name = f"{name}, images without a label left out: {len(labels) - len(labelled):,}"
+    source = source.select(np.array([len(row) > 0 for row in labels]))
+    source = dataclasses.replace(source, new_labels=np.arange(len(source)))
+    return EvaluationSet(name, source, answers=answers)

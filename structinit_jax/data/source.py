@@ -69,12 +69,16 @@ class ImageSource:
       rows: Part of each example and its index in that part, int64 [n, 2].
       info: The data set.
       name: Name of the split in messages.
+      label_key: Entry of a record that is its label.
+      new_labels: Labels that replace those of the records, int [n].
     """
 
     parts: Sequence[Records]
     rows: np.ndarray
     info: DatasetInfo
     name: str
+    label_key: str = "label"
+    new_labels: np.ndarray | None = None
 
     def __len__(self) -> int:
         return len(self.rows)
@@ -98,19 +102,25 @@ class ImageSource:
         for indices in self._blocks():
             yield from map(self._open, indices, self._fetch(indices))
 
+    def column(self, key: str) -> list[Any]:
+        """Returns one entry of every record without decoding the images."""
+        return [record[key] for block in self._blocks() for record in self._fetch(block)]
+
     def labels(self) -> np.ndarray:
-        """Returns all labels, int64 [n], without decoding images; they may be out of range."""
-        records = itertools.chain.from_iterable(map(self._fetch, self._blocks()))
-        return np.array([operator.index(record["label"]) for record in records], np.int64)
+        """Returns all labels, int64 [n], which may be out of range."""
+        if self.new_labels is not None:
+            return self.new_labels
+        return np.array(list(map(operator.index, self.column(self.label_key))), np.int64)
 
     def select(self, wanted: np.ndarray) -> "ImageSource":
-        """Returns the examples at the indices `wanted`, or where it is true, bool [n]."""
-        return dataclasses.replace(self, rows=self.rows[wanted])
+        """Returns the examples where `wanted`, bool [n], is true, in the same order."""
+        labels = None if self.new_labels is None else self.new_labels[wanted]
+        return dataclasses.replace(self, rows=self.rows[wanted], new_labels=labels)
 
     def evenly_spaced(self, most: int) -> "ImageSource":
         """Returns at most `most` examples, spread evenly over the split."""
-        indices = np.linspace(0, len(self) - 1, min(most, len(self)))
-        return self.select(indices.round().astype(int))
+        indices = np.linspace(0, len(self) - 1, min(most, len(self))).round().astype(int)
+        return self.select(np.isin(np.arange(len(self)), indices))
 
     def split_bad_images(self) -> tuple["ImageSource", list[str]]:
         """Separates images that cannot be decoded: returns the others, and a problem for each."""
@@ -161,7 +171,9 @@ class ImageSource:
         return StoredImage(image, self.info.image_shape[-1], name)
 
     def _label(self, index, record):
-        label = operator.index(record["label"])
+        if self.new_labels is not None:
+            return int(self.new_labels[index])
+        label = operator.index(record[self.label_key])
         if not 0 <= label < self.info.num_classes:
             place = f"{self.name}, example {self.rows[index, 1]}"
             raise InputError(f"{place}: label {label} is not in [0, {self.info.num_classes}).")
@@ -177,12 +189,14 @@ class Dataset:
       info: Number of classes, image shape and split sizes.
       class_names: Name of each class.
       open_split: Returns the records of a split.
+      label_key: Entry of a record that is its label.
     """
 
     name: str
     info: DatasetInfo
     class_names: Sequence[str]
     open_split: Callable[[str], Records]
+    label_key: str = "label"
 
     @classmethod
     def from_records(
@@ -230,7 +244,7 @@ class Dataset:
         numbers = [np.full(stop - start, i) for i, (_, start, stop) in enumerate(terms)]
         indices = [np.arange(start, stop) for _, start, stop in terms]
         rows = np.stack([np.concatenate(numbers), np.concatenate(indices)], axis=1)
-        source = ImageSource(parts, rows, self.info, f"{self.name} {spec!r}")
+        source = ImageSource(parts, rows, self.info, f"{self.name} {spec!r}", self.label_key)
         if on_bad_image == "stop":
             return source
         good, problems = source.split_bad_images()

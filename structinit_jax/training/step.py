@@ -187,10 +187,13 @@ def make_eval_step(
     mean: Sequence[float],
     std: Sequence[float],
     classes: np.ndarray | None = None,
+    answers: np.ndarray | None = None,
 ) -> Callable[[dict, dict, Batch], Metrics]:
     """Builds the evaluation step, `(params, model_state, batch) -> sums`.
 
-    The sums 'loss', 'correct' and 'count' are over the examples whose mask is 1.
+    The sums 'loss', 'correct' and 'count' are over the examples whose mask is 1. A prediction is
+    correct if it is one of the image's right classes; the loss is the negative log of their total
+    probability.
 
     Args:
       graphdef: Static definition of the model.
@@ -198,6 +201,8 @@ def make_eval_step(
       mean: Per channel, of pixels scaled to [0, 1].
       std: Likewise.
       classes: Classes to predict, int [classes]. The default is all of them.
+      answers: Right classes of each label, int32 [labels, most], padded with -1. By default labels
+        are classes.
     """
 
     def predict(params, model_state, images):
@@ -207,13 +212,16 @@ def make_eval_step(
     def eval_step(params: dict, model_state: dict, batch: Batch) -> Metrics:
         images = normalize(batch["image"], tuple(mean), tuple(std))
         logits = _gather_by_layer(predict, mesh)(params, model_state, images)
+        every_class = np.arange(logits.shape[-1])
         if classes is not None:
-            allowed = np.isin(np.arange(logits.shape[-1]), classes)
-            logits = jnp.where(allowed[None], logits, -jnp.inf)
-        label, mask = batch["label"], batch["mask"]
-        label_logits = jnp.take_along_axis(logits, label[:, None], axis=1)[:, 0]
-        losses = jax.nn.logsumexp(logits, axis=-1) - label_logits
-        correct = logits.argmax(-1) == label
+            logits = jnp.where(np.isin(every_class, classes)[None], logits, -jnp.inf)
+        labels = batch["label"]
+        rows = labels[:, None] if answers is None else jnp.take(answers, labels, axis=0)
+        right = jnp.any(rows[:, :, None] == every_class[None, None], axis=1)  # [B, classes]
+        right_logits = jnp.where(right, logits, -jnp.inf)
+        losses = jax.nn.logsumexp(logits, axis=-1) - jax.nn.logsumexp(right_logits, axis=-1)
+        correct = jnp.take_along_axis(right, logits.argmax(-1)[:, None], axis=1)[:, 0]
+        mask = batch["mask"]
         return {
             "loss": jnp.sum(jnp.where(mask > 0, losses, 0)),
             "correct": jnp.sum(correct * mask),
