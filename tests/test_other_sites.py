@@ -98,14 +98,6 @@ def test_initialization_can_be_traced():
 
 
 SWIN_NAMES = {  # ours by timm's, and those of query, key and value
-    "modules of transformers": (
-        {
-            "norm1": "layernorm_before",
-            "attn.relative": "attention.relative_position_bias.relative",
-            "attn.proj": "attention.o_proj",
-        },
-        [f"attention.{field}_proj" for field in "qkv"],
-    ),
     "files of transformers": (
         {"attn.relative": "attention.self.relative", "attn.proj": "attention.output.dense"},
         [f"attention.self.{field}" for field in ("query", "key", "value")],
@@ -184,11 +176,3 @@ ONES = np.ones((2, 2), np.float32)
 def test_models_that_do_not_fit_are_refused(name, changes, options, message):
     with pytest.raises(InputError, match=message):
         interop.initialize(interop.to_timm(model(name)) | changes, scheme, RNG, **options)
-
-
-def test_a_scheme_cannot_scale_positions_that_are_not_there():
-    def scaled(rng, site):
-        return AttentionWeights(position_scale=18.0)
-
-    with pytest.raises(InputError, match=r"sets position_scale, .* with layers\.0.*table"):
-        interop.initialize(interop.to_timm(model("swin")), scaled, RNG)

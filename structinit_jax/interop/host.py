@@ -48,7 +48,8 @@ class PositionTable(NamedTuple):
 class Host:
     """A model's parameters by name, the entries of its attention layers, and their sizes.
 
-    `shapes` are those of our arrays by path, with a layer axis if the model stacks its layers.
+    `shapes` are those of our arrays by path, with a layer axis if the model stacks its layers;
+    `blocks` are the prefixes of the blocks around the attention layers.
     """
 
     def __init__(self, leaves: Leaves, stack: Stack, num_heads: int | None):
@@ -58,7 +59,8 @@ class Host:
             for name, leaf in leaves.items()
             if jnp.issubdtype(getattr(leaf, "dtype", np.int8), np.floating)
         ]
-        self.entries = self.stack.entries(self.leaves, "attention")
+        self.blocks = [f"{attention.rpartition('.')[0]}." for attention in stack.attentions]
+        self.entries = stack.entries(leaves, "attention")
         self._set_sizes(num_heads)
         heads = (self.num_heads, self.head_dim)
         lead = (self.num_layers,) if stack.stacked else ()
@@ -120,14 +122,13 @@ class Host:
         Args:
           own: Names of parameters besides the projections that the scheme sets.
         """
-        modules = [pair for a in self.stack.attentions for pair in self._block_modules(a)]
-        norms = {module for module, path in modules if _NORMS.fullmatch(path)}
         prefixes = tuple(f"{a}." if a else "" for a in self.stack.attentions)
         known = {entry.name for entry in self.entries} | set(own)
         for name in self.floating:
             inside = name.startswith(prefixes)
             module, _, leaf = name.rpartition(".")
-            if module in norms:
+            blocks = [block for block in self.blocks if name.startswith(block)]
+            if blocks and _NORMS.fullmatch(module.removeprefix(blocks[0])):
                 start = {"weight": 1, "scale": 1, "gamma": 1, "bias": 0, "beta": 0}.get(leaf)
                 if start is not None and _differs(self.leaves[name], start):
                     raise InputError(
@@ -164,16 +165,9 @@ class Host:
         rows = self.leaves[name].reshape(-1, self.width)
         if len(shape) == 2 and grid in (None, shape):
             return PositionTable(name, rows, 0, shape)
-        extra = sum(math.prod(self.leaves[n].shape) // self.width for n in self.extra_tokens())
+        shapes = [np.shape(self.leaves[token]) for token in self._names(_EXTRA_TOKENS)]
+        extra = sum(math.prod(s) // self.width for s in shapes if s[-1:] == (self.width,))
         return PositionTable(name, rows, *_split_rows(name, len(rows), extra, grid))
-
-    def extra_tokens(self) -> list[str]:
-        """Returns the names of class, distillation and register tokens."""
-        return [
-            name
-            for name in self._names(_EXTRA_TOKENS)
-            if getattr(self.leaves[name], "shape", ())[-1:] == (self.width,)
-        ]
 
     def patch_kernel(self) -> str:
         """Returns the name of the patch embedding's kernel, a convolution's or a linear layer's."""
@@ -207,36 +201,26 @@ class Host:
         Raises:
           InputError: A block does not have exactly one.
         """
-        names = []
-        for attention in self.stack.attentions:
-            found = [m for m, _ in self._block_modules(attention) if self._is_mlp_out(m)]
+        projections = {entry.name for entry in self.entries}
+        kernels = [name for name in self.floating if name not in projections]
+        outputs = []
+        for attention, block in zip(self.stack.attentions, self.blocks, strict=True):
+            found = [name for name in kernels if name.startswith(block) and self._is_mlp_out(name)]
             if len(found) != 1:
                 raise InputError(
                     f"params: next to {attention or 'the attention layer'} is "
                     f"{', '.join(found) or 'nothing'} where the output layer of an MLP is needed: "
                     "build the scheme with mlp_scale=1 and multiply its kernel yourself"
                 )
-            names.append(f"{found[0]}.{self.stack.layout.leaf}")
-        return names
+            outputs += found
+        return outputs
 
-    def _block_modules(self, attention: str) -> list[tuple[str, str]]:
-        """Returns the block's modules besides its projections: names, and names in the block."""
-        if not attention:
-            return []
-        prefix = attention.rpartition(".")[0] + "."
-        projections = {entry.name.rpartition(".")[0] for entry in self.entries}
-        modules = {name.rpartition(".")[0] for name in self.floating if name.startswith(prefix)}
-        return [(module, module.removeprefix(prefix)) for module in sorted(modules - projections)]
-
-    def _is_mlp_out(self, module: str) -> bool:
-        """Whether a module is an MLP's output layer, by its shape since users choose its name."""
+    def _is_mlp_out(self, name: str) -> bool:
+        """Whether a kernel ends an MLP, by its shape since users choose its name."""
         layout = self.stack.layout
-        shape = np.shape(self.leaves.get(f"{module}.{layout.leaf}", ()))
-        shape = shape[int(self.stack.stacked) :]
-        if len(shape) != 2:
-            return False
-        inputs, outputs = shape[::-1] if layout.torch else shape
-        return inputs != outputs == self.width
+        shape = self.leaves[name].shape[int(self.stack.stacked) :]
+        outputs, inputs = (shape if layout.torch else shape[::-1]) if len(shape) == 2 else (0, 0)
+        return name.endswith(f".{layout.leaf}") and inputs != outputs == self.width
 
     # -- names -------------------------------------------------------------------------------------
 
