@@ -102,11 +102,9 @@ def test_the_schemes_check_their_options_themselves():
 @pytest.mark.parametrize(
     ("site_type", "options"),
     [
-        (WindowSite, dict(norm=1.0)),
         (WindowSite, dict(keep_positions=False)),
         (TokenMixingSite, dict(target_mass=0.5)),
         (ConvSite, dict(kernel_size=5)),
-        (ConvSite, dict(vo_init="default")),
     ],
 )
 def test_options_without_meaning_for_a_site_are_refused(site_type, options):
@@ -143,10 +141,8 @@ def test_configs_name_schemes_and_their_options():
     "attention",
     [
         dict(name="impuls"),
-        dict(name="impulse", kernel=3),
         dict(name="impulse", kernel_size=4),
         dict(name="impulse", norm=1.0, target_mass=0.5),
-        dict(name="no_such_module:f"),
         dict(name=f"{__name__}:my_scheme", weight=2.0),
     ],
 )

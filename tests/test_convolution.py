@@ -81,14 +81,13 @@ def test_given_kernels():
 
 
 @pytest.mark.parametrize(
-    ("name", "options", "kernel_size", "field"),
+    ("name", "options"),
     [
-        ("impulse_2024", dict(taps=10), 3, "taps"),
-        ("impulse_2024", dict(taps=2, variance=1.0), 3, "taps"),
-        ("impulse_2024", dict(num_filters=37), 3, "num_filters"),
-        ("impulse", dict(filters=np.ones((2, 5, 5), np.float32)), 3, "filters"),
+        ("impulse_2024", dict(taps=10)),
+        ("impulse_2024", dict(taps=2, variance=1.0)),
+        ("impulse", dict(filters=np.ones((2, 5, 5), np.float32))),
     ],
 )
-def test_options_that_do_not_fit_a_convolution_are_refused(name, options, kernel_size, field):
-    with pytest.raises(InputError, match=f"^{field}"):
-        kernels(attention_init.SCHEMES[name](**options), kernel_size)
+def test_options_that_do_not_fit_a_convolution_are_refused(name, options):
+    with pytest.raises(InputError, match=f"^{next(iter(options))}"):
+        kernels(attention_init.SCHEMES[name](**options))

@@ -5,7 +5,6 @@ import pytest
 
 from structinit_jax import attention_init
 from structinit_jax.attention_init import TokenMixingSite, kernels
-from structinit_jax.errors import InputError
 from structinit_jax.models import layers
 
 RNG = jax.random.key(7)
@@ -80,8 +79,3 @@ def test_baselines():
     assert 0.9 * TOKENS**-0.5 < jnp.abs(kaiming.fc1).max() <= TOKENS**-0.5
     assert 0.9 * 48**-0.5 < jnp.abs(kaiming.fc2).max() <= 48**-0.5
     assert attention_init.default()(RNG, make_site()) == attention_init.TokenMixingWeights()
-
-
-def test_a_single_hidden_unit_is_refused():
-    with pytest.raises(InputError, match=r"hidden=1: "):
-        attention_init.impulse()(RNG, make_site(hidden=1))

@@ -34,7 +34,6 @@ from structinit_jax.attention_init.kernels import (
     random_rotations,
 )
 from structinit_jax.attention_init.sites import TokenMixingSite, TokenMixingWeights
-from structinit_jax.errors import InputError
 
 CORRELATION = 0.9  # between neighbors; the exact value hardly matters
 
@@ -86,10 +85,6 @@ def output_basis(
     These are the first k = min(N, hidden // 2) principal components of M u over tokens u whose
     correlation is `CORRELATION` to the power of their distance in rows plus in columns.
     """
-    if site.hidden < 2:
-        raise InputError(
-            f"TokenMixingSite.hidden={site.hidden}: a filter needs at least 2 hidden units"
-        )
     count = min(site.num_tokens, site.hidden // 2)
     if count == site.num_tokens:
         return np.broadcast_to(np.eye(count, dtype=np.float32), (len(maps), count, count))

@@ -39,12 +39,9 @@ class MlpMixer(Model):
 
     Config = MixerConfig
     VARIANTS: ClassVar = {
-        "mixer_s32_224": dict(image_size=224, patch_size=32, width=512, depth=8),
-        "mixer_s16_224": dict(image_size=224, patch_size=16, width=512, depth=8),
-        "mixer_b32_224": dict(image_size=224, patch_size=32, width=768, depth=12),
-        "mixer_b16_224": dict(image_size=224, patch_size=16, width=768, depth=12),
-        "mixer_l32_224": dict(image_size=224, patch_size=32, width=1024, depth=24),
-        "mixer_l16_224": dict(image_size=224, patch_size=16, width=1024, depth=24),
+        f"mixer_{name}{patch}_224": dict(image_size=224, patch_size=patch, width=width, depth=depth)
+        for name, width, depth in (("s", 512, 8), ("b", 768, 12), ("l", 1024, 24))
+        for patch in (32, 16)
     }
 
     def _make_layers(self, channels: int, rngs: nnx.Rngs) -> None:
