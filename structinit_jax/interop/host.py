@@ -17,7 +17,7 @@ from structinit_jax.interop.entries import (
     unsupported,
     write_entries,
 )
-from structinit_jax.interop.layouts import FIELDS, Leaves, Stack
+from structinit_jax.interop.layouts import FIELDS, Leaves, Stack, shared_parts
 
 Grid = tuple[int, int]
 
@@ -156,6 +156,9 @@ class Host:
         found = {name: shape for name, shape in found.items() if shape}
         if not found:
             return None
+        # The text tower of a CLIP model also has one.
+        shared = {name: shared_parts(name, self.stack.attentions[0]) for name in found}
+        found = {name: found[name] for name in found if shared[name] == max(shared.values())}
         if len(found) > 1:
             raise InputError(
                 f"params hold several position tables ({', '.join(found)}): pass the subtree of one"

@@ -1,5 +1,6 @@
 """Names of parameters in other projects, and the search for attention layers."""
 
+import itertools
 import re
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any, NamedTuple
@@ -143,11 +144,9 @@ def find_stack(leaves: Leaves) -> Stack:
     stacks = [stack for stack in stacks if stack.stacked or len(stack.attentions) > 1] or stacks
     if len(stacks) == 1:
         return stacks[0]
-    names = [stack.attentions[0].split(".") for stack in stacks]
-    common = 0
-    while all(name[: common + 1] == names[0][: common + 1] for name in names):
-        common += 1
-    stems = [".".join(name[: common + 1]) + "." for name in names]
+    names = [stack.attentions[0] for stack in stacks]
+    parts = shared_parts(*names) + 1
+    stems = [".".join(name.split(".")[:parts]) + "." for name in names]
     seeing = [
         stack._replace(stem=stem)
         for stack, stem in zip(stacks, stems, strict=True)
@@ -156,7 +155,7 @@ def find_stack(leaves: Leaves) -> Stack:
     if len(seeing) == 1:
         return seeing[0]
     raise InputError(
-        f"params hold several models ({', '.join(stack.attentions[0] for stack in stacks)}): pass "
+        f"params hold several models ({', '.join(names)}): pass "
         "the subtree of one; a model with several stages is not supported unless it is a Swin"
     )
 
@@ -218,6 +217,12 @@ def _numbered(names: Iterable[str]) -> list[list[str]]:
             others = [number for i, number in enumerate(numbers) if i != layer]
             groups.setdefault((template, *others), []).append(name)
     return list(groups.values())
+
+
+def shared_parts(*names: str) -> int:
+    """Returns the number of first parts that names have in common."""
+    columns = zip(*(name.split(".") for name in names), strict=False)
+    return len(list(itertools.takewhile(lambda column: len(set(column)) == 1, columns)))
 
 
 def _rank(leaf: Any) -> int:

@@ -71,10 +71,6 @@ def hit_rates(maps: Float[np.ndarray, "B h N N"], grid: Grid) -> Hits:
 def torch_maps(model: Any, images: Any) -> list[Float[np.ndarray, "B h T T"]]:
     """Records the attention maps that a torch model computes.
 
-        grid, tokens = (14, 14), 196
-        for maps in torch_maps(model, images):  # by layer; class and register tokens come first
-            print(hit_rates(maps[..., -tokens:, -tokens:], grid).hit_rate)
-
     It collects the result of every softmax over a square of tokens, those inside
     `scaled_dot_product_attention` included. Pass a model that is not compiled.
 
