@@ -24,6 +24,7 @@ STATE_DICTS = {  # number of heads of each state dict of torch, and the grid to 
     **dict.fromkeys(NAMES, (4, (6, 6))),
     **dict.fromkeys(("timm", "timm_distilled"), (3, (14, 14))),
     **dict.fromkeys(("open_clip", "clip_of_timm", "equinox", "naflex", "compiled"), (3, (14, 14))),
+    "vision_language": (4, (6, 6)),
     "timm_registers": (6, (37, 37)),
     "timm_separate": (12, (32, 32)),
 }
@@ -224,6 +225,13 @@ def clip_of_timm():
     return vision | {"text_model.positional_embedding": np.ones((77, 192), np.float32)}
 
 
+def vision_language():
+    """InternVL with its language model, whose projections have names of another project."""
+    vision = {f"model.vision_tower.{k}": array for k, array in state_dict("internvl").items()}
+    attention, square = "model.language_model.layers.{}.self_attn.{}_proj.weight", np.ones((32, 32))
+    return vision | {attention.format(i, field): square for i in range(3) for field in "qkvo"}
+
+
 def equinox():
     """Equinox's modules have torch's layouts; the names beside attention are the user's."""
     params = renamed(attn__proj="attn.output_proj", mlp__fc="mlp.layers.")
@@ -248,7 +256,10 @@ def compiled():
 
 MODELS = {
     **{name: lambda name=name: state_dict(name) for name in STATE_DICTS if name in NAMES},
-    **{family.__name__: family for family in (open_clip, clip_of_timm, equinox, naflex, compiled)},
+    **{
+        family.__name__: family
+        for family in (open_clip, clip_of_timm, vision_language, equinox, naflex, compiled)
+    },
     **{
         name: lambda name=name: linen_tree(name)
         for name in ("big_vision", "big_vision_scan", "vit_jax")

@@ -59,7 +59,7 @@ class Host:
             for name, leaf in leaves.items()
             if jnp.issubdtype(getattr(leaf, "dtype", np.int8), np.floating)
         ]
-        self.blocks = [f"{attention.rpartition('.')[0]}." for attention in stack.attentions]
+        self.blocks = stack.blocks
         self.entries = stack.entries(leaves, "attention")
         self._set_sizes(num_heads)
         heads = (self.num_heads, self.head_dim)
@@ -182,7 +182,9 @@ class Host:
             ends_here = len(shape) in (2, 4) and shape[0 if layout.torch else -1] == self.width
             if ends_here and not name.startswith(inside):
                 ranks[name] = len(shape)
-        named = [name for name in ranks if re.search(r"patch|embeds\.proj", name.lower())]
+        # The backbone of a hybrid model is not its patch embedding.
+        pattern = r"patch(?!.*backbone)|embeds\.proj"
+        named = [name for name in ranks if re.search(pattern, name.lower())]
         found = named or [name for name, rank in ranks.items() if rank == 4]
         if len(found) != 1:
             raise InputError(

@@ -121,6 +121,11 @@ class Stack(NamedTuple):
     stacked: bool = False
     stem: str = ""
 
+    @property
+    def blocks(self) -> tuple[str, ...]:
+        """Prefixes of the blocks around the attention layers."""
+        return tuple(f"{attention.rpartition('.')[0]}." for attention in self.attentions)
+
     def entries(self, leaves: Leaves, path: str) -> list[Entry]:
         """Maps the existing weights and biases of all layers, as `Layout.entries` does."""
         entries: list[Entry] = []
@@ -161,14 +166,14 @@ def find_stack(leaves: Leaves) -> Stack:
 
 
 def find_stacks(leaves: Leaves) -> list[Stack]:
-    """Finds the stacks of attention layers of the first layout that fits.
+    """Finds the stacks of attention layers of all layouts: the towers of a model may differ.
 
     Raises:
-      InputError: None fits.
+      InputError: There are none.
     """
-    for layout in LAYOUTS:
-        if stacks := _stacks(leaves, layout):
-            return stacks
+    stacks = [stack for layout in LAYOUTS for stack in _stacks(leaves, layout)]
+    if stacks:
+        return stacks
     similar = [n for n in leaves if re.search(r"att|qkv|query|q_proj|in_proj", n, re.IGNORECASE)]
     if not similar:
         raise InputError(

@@ -79,7 +79,11 @@ def find_sites(leaves: Leaves, grid: Grid | None) -> list[FoundSite]:
 
 
 def _windows(leaves: Leaves, grid: Grid | None) -> list[FoundSite]:
-    sites = [_window_site(leaves, stack, grid) for stack in find_stacks(leaves)]
+    tables = [name for name in leaves if name.endswith(TABLE)]
+    stacks = find_stacks(leaves)
+    # Those without tables are of a text model.
+    seeing = [stack for stack in stacks if any(name.startswith(stack.blocks) for name in tables)]
+    sites = [_window_site(leaves, stack, grid) for stack in seeing or stacks]
     if grid is not None and all(found.site.grid != grid for found in sites):
         windows = ", ".join(f"{found.site.grid} of {found.name}" for found in sites)
         raise InputError(f"grid={grid} is none of the windows {windows}: leave it out")
