@@ -169,6 +169,7 @@ ONES = np.ones((2, 2), np.float32)
         ("swin", {}, dict(positions=ONES), "positions: leave it out"),
         ("swin", {"layers.0.blocks.0.attn.tau": ONES}, {}, "attn.tau"),
         ("swin", {"layers.0.blocks.0.attn.logit_scale": ONES}, {}, "SwinV2; .* not supported"),
+        ("swin", {"layers.0.blocks.0.attn_grid.qkv.weight": ONES}, {}, "grid attention of MaxViT"),
         ("mixer", {}, dict(grid=(3, 5)), r"grid=\(3, 5\): .*fc1\.weight mixes 16 tokens"),
         ("mixer", {"blocks.1.mlp_tokens.fc2.weight": ONES}, {}, "fc2.weight .* not supported"),
     ],

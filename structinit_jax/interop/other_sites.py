@@ -31,7 +31,10 @@ from structinit_jax.interop.host import Grid, Host, square
 from structinit_jax.interop.layouts import Leaves, Stack, find_stacks
 
 TABLE = "relative_position_bias_table"
-COSINE = re.compile(r"(?:.*\.)?att\w*\.(?:.*\.)?logit_scale")
+REFUSED = {  # by the names of their parameters
+    re.compile(r"(?:.*\.)?att\w*\.(?:.*\.)?logit_scale"): "the cosine attention of SwinV2",
+    re.compile(r"(?:.*\.)?attn_grid\..*"): "the grid attention of MaxViT",
+}
 TOKEN_MLP = re.compile(r"(?P<stem>(?:.*\.)?blocks\.)(?P<index>\d+)\.mlp_tokens\.fc1\.weight")
 DEPTHWISE = re.compile(r"(?P<stem>(?:.*\.)?blocks\.)(?P<index>\d+)\.0\.fn\.0\.weight")
 
@@ -63,9 +66,9 @@ def find_sites(leaves: Leaves, grid: Grid | None) -> list[FoundSite]:
     """
     if grid is not None:
         check_grid("grid", grid)
-    cosine = next(filter(COSINE.fullmatch, leaves), None)
-    if cosine:
-        raise unsupported(cosine, "belongs to the cosine attention of SwinV2")
+    for pattern, attention in REFUSED.items():
+        for name in filter(pattern.fullmatch, leaves):
+            raise unsupported(name, f"belongs to {attention}")
     if any(TABLE in name for name in leaves):
         return _windows(leaves, grid)
     for pattern, find in ((TOKEN_MLP, _token_mixing), (DEPTHWISE, _convolutions)):
