@@ -216,7 +216,7 @@ def test_operations_are_applied_in_sequence():
 
 
 @pytest.mark.parametrize("count", [1, 3 * CHUNKS + 5])
-@pytest.mark.parametrize("fraction", [0.0, 0.1, 0.6, 1.0])
+@pytest.mark.parametrize("fraction", [0.0, 0.6, 1.0])
 def test_masked_images_change_once_and_the_others_stay(count, fraction):
     random = np.random.default_rng(0)
     images = random.integers(0, 100, (count, 3, 2)).astype(np.int32)

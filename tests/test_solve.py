@@ -18,22 +18,22 @@ def solve_bank(z, targets, head_dim=HEAD_DIM, **options):
 @pytest.fixture(scope="module")
 def solved():
     x = layer_norm(sincos_positions(GRID, WIDTH))
-    z, v = map(jnp.asarray, solve.row_space(x))
+    z, basis = map(jnp.asarray, solve.row_space(x))
     targets = kernels.convolution_maps(kernels.impulse_kernels(3), GRID)
     bank = solve_bank(z, targets, norm=NORM)
-    return x, z, v, targets, bank
+    return x, z, basis, targets, bank
 
 
 def test_row_space_is_small_and_exact(solved):
-    x, z, v, _, _ = solved
+    x, z, basis, _, _ = solved
     assert z.shape[1] < 24
-    np.testing.assert_allclose(z @ v.T, x, atol=2e-3)
-    np.testing.assert_allclose(v.T @ v, np.eye(v.shape[1]), atol=1e-5)
+    np.testing.assert_allclose(z @ basis.T, x, atol=2e-3)
+    np.testing.assert_allclose(basis.T @ basis, np.eye(basis.shape[1]), atol=1e-5)
 
 
 def test_report_is_true_of_the_maps_that_the_weights_make(solved):
-    x, _, v, targets, bank = solved
-    query, key = (np.einsum("Dr,frk->fDk", v, factor) for factor in bank[:2])
+    x, _, basis, targets, bank = solved
+    query, key = (np.einsum("Dr,frk->fDk", basis, factor) for factor in bank[:2])
     logits = np.einsum("nD,fDk,fEk,mE->fnm", x, query, key, x, optimize=True)
     maps = softmax(SCALE * logits, axis=-1)
     np.testing.assert_allclose(bank.report.loss, np.mean((targets - maps) ** 2), rtol=1e-2)

@@ -131,7 +131,7 @@ def _place(rng, coefficients, *, site, vo_init, keep_positions):
     phase = 2 * math.pi * jax.random.uniform(phase_rng, size.shape)
     turn = jnp.arctan2(coefficients[:, :, 1], coefficients[:, :, 0])
     common = jax.random.permutation(sign_rng, np.repeat(np.float32([-1, 1]), width // 2))
-    v = common[:, None] / width**0.5
+    basis = common[:, None] / width**0.5
     drawn = default(qk_rng, site)
 
     def place(phase, kernel):
@@ -139,10 +139,10 @@ def _place(rng, coefficients, *, site, vo_init, keep_positions):
         if site.pairs == "halves":
             parts = jnp.swapaxes(parts, -1, -2)
         vectors = parts.reshape(layers, heads, site.head_dim)
-        return remove_inputs(kernel, v) + jnp.einsum("D,Lhd->LDhd", common / width, vectors)
+        return remove_inputs(kernel, basis) + jnp.einsum("D,Lhd->LDhd", common / width, vectors)
 
     query, key = place(phase - turn, drawn.query), place(phase, drawn.key)
-    value, out = value_and_projection(vo_rng, site, vo_init, v if keep_positions else None)
+    value, out = value_and_projection(vo_rng, site, vo_init, basis if keep_positions else None)
     return AttentionWeights(query, key, value, out, patch_bias=common)
 
 

@@ -74,22 +74,16 @@ def impulse(
     trainable = site.positions_trainable
     positions = sincos_positions(site.grid, site.width) if trainable else site.require_positions()
     z, basis = row_space(layer_norm(np.asarray(positions)))
-    if keep_positions and basis.shape[1] > MAX_RANK * site.width:
-        raise InputError(
-            f"AttentionSite.positions have rank {basis.shape[1]}, which leaves too little of the "
-            f"width {site.width} for value and projection: pass keep_positions=False"
-        )
 
     # Solve at a fixed norm of Q and K, or at the one at which maps have the target mass.
-    bank = solve_bank(
-        z,
-        targets,
-        head_dim=site.head_dim,
-        qk_scale=site.qk_scale,
-        norm=norm or (START_SHARPNESS / (site.qk_scale * site.head_dim * site.width)) ** 0.5,
-        target_mass=target_mass if norm is None else None,
-    )
-    warn_if_out_of_reach(bank.report)
+    sizes = dict(head_dim=site.head_dim, qk_scale=site.qk_scale)
+    if norm is None:
+        start = (START_SHARPNESS / (site.qk_scale * site.head_dim * site.width)) ** 0.5
+        bank = solve_bank(z, targets, norm=start, target_mass=target_mass, **sizes)
+    else:
+        bank = solve_bank(z, targets, norm=norm, **sizes)
+
+    # Rotation, similar heads, value and projection.
     weights = _place(
         rng,
         (bank.query, bank.key),
@@ -100,6 +94,7 @@ def impulse(
         vo_init=vo_init,
         keep_positions=keep_positions,
     )
+    warn_if_out_of_reach(bank.report)
     return weights._replace(
         positions=jnp.asarray(positions) if trainable else None,
         report=bank.report,
@@ -185,6 +180,11 @@ def value_and_projection(
     """
     if vo_init == "default":
         return None, None
+    if kept is not None and kept.shape[1] > MAX_RANK * site.width:
+        raise InputError(
+            f"AttentionSite.positions have rank {kept.shape[1]}, which leaves too little of the "
+            f"width {site.width} for value and projection: pass keep_positions=False"
+        )
     noise_rng, channel_rng = jax.random.split(rng)
     layers, width = site.num_layers, site.width
     inner, bound = site.num_heads * site.head_dim, (3 / width) ** 0.5
