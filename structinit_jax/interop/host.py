@@ -180,11 +180,10 @@ class Host:
         for name in self._names(rf".*\.{layout.leaf}"):
             shape = np.shape(self.leaves[name])
             ends_here = len(shape) in (2, 4) and shape[0 if layout.torch else -1] == self.width
-            if ends_here and not name.startswith(inside):
+            # The backbone of a hybrid model is not its patch embedding.
+            if ends_here and not name.startswith(inside) and "patch_embed.backbone" not in name:
                 ranks[name] = len(shape)
-        # The backbone of a hybrid model is not its patch embedding.
-        pattern = r"patch(?!.*backbone)|embeds\.proj"
-        named = [name for name in ranks if re.search(pattern, name.lower())]
+        named = [name for name in ranks if re.search(r"patch|embeds\.proj", name.lower())]
         found = named or [name for name, rank in ranks.items() if rank == 4]
         if len(found) != 1:
             raise InputError(
