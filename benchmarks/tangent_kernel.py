@@ -27,7 +27,7 @@ from structinit_jax.command_line import set_field
 from structinit_jax.compare.grid import expand
 from structinit_jax.config import load_config, make_attention_init
 from structinit_jax.data.loader import decode_all
-from structinit_jax.evaluate import open_data
+from structinit_jax.run import open_data
 from structinit_jax.training.state import abstract_model, initialize_model
 
 RIDGES = (1e-3, 1e-2, 3e-2, 0.1, 0.3, 1.0)  # relative to the mean diagonal of the kernel

@@ -121,7 +121,7 @@ def set_up_ours(row: Row, program: str, dtype: str, devices: list | None = None)
 
     from structinit_jax.config import base_config
     from structinit_jax.data.source import DatasetInfo
-    from structinit_jax.train import set_up
+    from structinit_jax.run import set_up
 
     config = base_config(row.ours)
     config.update(batch_size=row.batch, clip_norm=0.0, label_smoothing=0.0)

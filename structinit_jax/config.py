@@ -215,7 +215,7 @@ def _with_tuples(value):
 def validate(config: ConfigDict) -> None:
     """Raises `InputError` for errors that can be found without data, devices or start weights.
 
-    Scheme, loss and optimizer, which only training needs, are checked by `train.set_up`.
+    Scheme, loss and optimizer, which only training needs, are checked by `run.set_up`.
     """
     data, model = config.data, config.model
     run = {k: value for k, value in config.items() if not isinstance(value, ConfigDict)}

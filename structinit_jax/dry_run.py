@@ -20,7 +20,7 @@ from structinit_jax.data.datasets import CATALOG, EVALUATION_SETS, find_info
 from structinit_jax.data.loader import bytes_on_device
 from structinit_jax.data.source import check_classes, split_size
 from structinit_jax.errors import InputError
-from structinit_jax.train import set_up
+from structinit_jax.run import set_up
 from structinit_jax.training import mesh as mesh_lib
 from structinit_jax.training.setup import compile_step, memory_limit, mib
 from structinit_jax.training.state import count_parameters

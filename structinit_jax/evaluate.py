@@ -13,11 +13,12 @@ from ml_collections import ConfigDict
 
 from structinit_jax import config as config_lib
 from structinit_jax.augment import normalize
-from structinit_jax.data.datasets import EvaluationSet, open_dataset, open_test_set
+from structinit_jax.data.datasets import EvaluationSet
 from structinit_jax.data.images import BadImageError
 from structinit_jax.data.loader import HostLoader, make_loader
-from structinit_jax.data.source import Dataset, check_classes, count_shared, parse_split
+from structinit_jax.data.source import Dataset
 from structinit_jax.errors import InputError
+from structinit_jax.run import evaluation_name, open_data, open_evaluation_set
 from structinit_jax.training import checkpoint, resume
 from structinit_jax.training import mesh as mesh_lib
 from structinit_jax.training.metrics import InFlight
@@ -26,73 +27,6 @@ from structinit_jax.training.step import make_eval_step
 from structinit_jax.training.workdir import open_path
 
 BATCH_SIZE = 64  # of a Classifier
-
-
-def open_data(config: ConfigDict) -> Dataset:
-    """Opens the data set of a config; raises `InputError` if it does not fit the model."""
-    data = config.data
-    folders = data.data_dir or None, data.manual_dir or None
-    dataset = open_dataset(data.name, *folders, data.channels)
-    check_classes(dataset.info, config.model.num_classes)
-    return dataset
-
-
-def open_evaluation_set(config: ConfigDict, dataset: Dataset | None = None) -> EvaluationSet:
-    """Opens the test split of the config's data set, or the test set of `config.data.eval_name`.
-
-    Raises:
-      InputError: The split or the test set does not exist, or does not fit the model.
-    """
-    data = config.data
-    if not data.eval_name:
-        dataset = dataset or open_data(config)
-        source = dataset.split(data.eval_split, "data.eval_split", data.on_bad_image)
-        return EvaluationSet(f"{data.name} {data.eval_split}", source)
-    # The test sets are prepared with TFDS; the data_dir of an image folder does not hold them.
-    root = None if data.name == "folder" else data.data_dir or None
-    test_set = open_test_set(data.eval_name, root, data.on_bad_image, data.channels)
-    check_classes(test_set.source.info, config.model.num_classes)
-    return test_set
-
-
-def evaluation_name(config: ConfigDict) -> str:
-    """Returns the name of the evaluation set in metrics, such as 'test' or 'imagenet_v2'.
-
-    Returns 'eval' for a split such as 'train', whose name other metrics begin with.
-    """
-    name = config.data.eval_name or config.data.eval_split
-    return "eval" if name in ("train", "train_eval", "init") else name
-
-
-def describe_evaluation(config: ConfigDict) -> str:
-    """Tells what training evaluates on; accuracies can be compared if this is equal."""
-    data = config.data
-    return f"{data.name} {data.eval_name or data.eval_split}, crop_fraction {data.crop_fraction}"
-
-
-def open_evaluation_sets(config: ConfigDict, dataset: Dataset) -> dict[str, EvaluationSet]:
-    """Opens the sets evaluated during training: the evaluation set and, if set, 'train_eval'."""
-    data, sets = config.data, {evaluation_name(config): open_evaluation_set(config, dataset)}
-    if spec := data.train_eval_split:
-        source = dataset.split(spec, "data.train_eval_split", data.on_bad_image)
-        sets["train_eval"] = EvaluationSet(f"{data.name} {spec}", source)
-    return sets
-
-
-def note_shared_examples(config: ConfigDict, dataset: Dataset) -> None:
-    """Prints a note if `config.data.eval_split` holds examples that are trained on."""
-    if config.data.eval_name:  # another data set
-        return
-    train, test = (
-        parse_split(dataset.name, config.data[field], dataset.info, f"data.{field}")
-        for field in ("train_split", "eval_split")
-    )
-    if shared := count_shared(test, train):
-        print(
-            f"note: {shared:,} examples of config.data.eval_split={config.data.eval_split!r} are"
-            f" also in config.data.train_split={config.data.train_split!r}, so its accuracy is not"
-            " that on new images. Splits such as train[:90%] and train[90%:] share none"
-        )
 
 
 class Evaluator:

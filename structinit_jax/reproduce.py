@@ -40,7 +40,7 @@ from ml_collections import ConfigDict
 from structinit_jax import command_line, export
 from structinit_jax import config as config_lib
 from structinit_jax.command_line import WORKDIR
-from structinit_jax.compare import run
+from structinit_jax.compare import train_grid
 from structinit_jax.errors import InputError
 from structinit_jax.train import train
 from structinit_jax.training import resume
@@ -147,7 +147,7 @@ def main(overrides: Sequence[tuple[str, str]]) -> None:
         for config in selected:
             config.start_from = path
     first_seed = next(iter(settings.values())).seed
-    failed = run.run_grid(
+    failed = train_grid.run_grid(
         settings,
         range(first_seed, first_seed + _SEEDS.value),
         workdir,

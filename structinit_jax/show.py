@@ -20,7 +20,7 @@ from structinit_jax import command_line
 from structinit_jax.augment import make_augment
 from structinit_jax.command_line import STEP
 from structinit_jax.errors import InputError
-from structinit_jax.train import open_run
+from structinit_jax.run import Run
 from structinit_jax.training.mesh import make_mesh
 from structinit_jax.training.step import step_rngs
 
@@ -36,7 +36,7 @@ def training_batch(config: ConfigDict, step: int) -> tuple[np.ndarray, np.ndarra
       Images with the normalization undone, uint8 [B, H, W, C], targets [B, classes], and the names
       of the classes.
     """
-    run, data = open_run(config), config.data
+    run, data = Run(config), config.data
     mesh = make_mesh(devices=jax.devices()[:1])  # which any batch divides over
     batch = next(run.train_batches(step - 1, step, mesh))
     augment = jax.jit(make_augment(run.augmentation.on_device, mesh))

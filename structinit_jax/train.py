@@ -1,46 +1,25 @@
 """The training loop. Read it from top to bottom."""
 
 import contextlib
-import functools
 import gc
 import itertools
 import json
 import shlex
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Any
 
 import jax
 import numpy as np
 from clu import parameter_overview
 from flax.traverse_util import flatten_dict
-from jax.sharding import Mesh
 from ml_collections import ConfigDict
 
-from structinit_jax import config as config_lib
-from structinit_jax.augment import make_augment
-from structinit_jax.data.datasets import EvaluationSet
-from structinit_jax.data.loader import (
-    AugmentationSplit,
-    Batch,
-    bytes_on_device,
-    make_loader,
-    split_augmentation,
-)
-from structinit_jax.data.source import Dataset, DatasetInfo, ImageSource, digest
+from structinit_jax.data.loader import bytes_on_device
 from structinit_jax.errors import InputError, StoppedError
-from structinit_jax.evaluate import (
-    Evaluator,
-    deciding_accuracy,
-    describe,
-    describe_evaluation,
-    evaluation_name,
-    note_shared_examples,
-    open_data,
-    open_evaluation_sets,
-)
+from structinit_jax.evaluate import Evaluator, deciding_accuracy, describe
+from structinit_jax.run import Run, describe_evaluation, evaluation_name
 from structinit_jax.training import checkpoint, distributed, resume
 from structinit_jax.training import mesh as mesh_lib
 from structinit_jax.training import workdir as workdir_lib
@@ -51,169 +30,10 @@ from structinit_jax.training.metrics import (
     StepTrace,
     describe_memory,
 )
-from structinit_jax.training.optimizer import find_loss, make_optimizer, make_schedule
-from structinit_jax.training.setup import (
-    Setup,
-    abstract_batch,
-    compile_step,
-    jit_steps,
-    memory_limit,
-)
-from structinit_jax.training.state import (
-    abstract_model,
-    check_attention_init,
-    init_state,
-    initialize_model,
-)
-from structinit_jax.training.step import make_train_step
+from structinit_jax.training.setup import compile_step, memory_limit
 
 # Exit code of a run that a signal has stopped: EX_TEMPFAIL of sysexits.h, "try again later".
 PREEMPTED_EXIT_CODE = 75
-
-
-class Run:
-    """The parts of a run: data, augmentation, schedule, model and training step.
-
-    Each part is built on first use and cached. Only `train_batches` allocates device memory.
-
-    Attributes:
-      config: The config.
-      devices: Devices of the mesh; None for all of them.
-    """
-
-    def __init__(self, config: ConfigDict, devices: Sequence[jax.Device] | None = None):
-        self.config, self.devices = config, devices
-
-    @functools.cached_property
-    def dataset(self) -> Dataset:
-        """The data set of `config.data`, which fits the model."""
-        return open_data(self.config)
-
-    @functools.cached_property
-    def train_source(self) -> ImageSource:
-        """The training split."""
-        data = self.config.data
-        return self.dataset.split(data.train_split, "data.train_split", data.on_bad_image)
-
-    @functools.cached_property
-    def eval_sets(self) -> dict[str, EvaluationSet]:
-        """Evaluation sets, by their names in the metrics."""
-        return open_evaluation_sets(self.config, self.dataset)
-
-    @functools.cached_property
-    def augmentation(self) -> AugmentationSplit:
-        """Where training images are cropped, and their augmentation on the devices."""
-        return _augmentation(self.config, self.dataset.info, len(self.train_source))
-
-    @functools.cached_property
-    def setup(self) -> Setup:
-        """Mesh, schedule, model, optimizer and training step."""
-        return set_up(self.config, self.dataset.info, len(self.train_source), self.devices)
-
-    def describe_data(self) -> dict[str, Any]:
-        """Returns a fingerprint of the training data, a JSON object for `resume.check`."""
-        return {
-            "num_examples": len(self.train_source),
-            "class_names": list(self.dataset.class_names),
-            "data_digest": digest(self.train_source),
-        }
-
-    def train_batches(
-        self, start_step: int = 0, num_steps: int | None = None, mesh: Mesh | None = None
-    ) -> Iterator[Batch]:
-        """Yields the batches of the steps from `start_step`, counted from 0, to `num_steps - 1`.
-
-        The defaults are all steps of the run, on the mesh of `setup`.
-        """
-        crop = dict(
-            image_size=self.augmentation.image_size, random_crop=self.augmentation.host_crop
-        )
-        loader = make_loader(self.train_source, mesh or self.setup.model.mesh, **crop)
-        return loader.train_batches(
-            start_step=start_step,
-            num_steps=num_steps or self.setup.schedule.num_steps,
-            batch_size=self.config.batch_size,
-            seed=self.config.seed,
-            repeats=self.config.data.repeats,
-            drop_remainder=self.config.data.drop_remainder,
-        )
-
-
-def set_up(
-    config: ConfigDict,
-    info: DatasetInfo,
-    num_examples: int,
-    devices: Sequence[jax.Device] | None = None,
-) -> Setup:
-    """Builds mesh, schedule, model, optimizer and training step, without allocating arrays.
-
-    Args:
-      config: See `structinit_jax.config.base_config`.
-      info: Info of the training set.
-      num_examples: Size of the training split.
-      devices: Devices of the mesh. The default is all devices of all processes.
-
-    Raises:
-      InputError: The fields of the config do not fit together, or the data or devices.
-    """
-    data, augmentation = config.data, _augmentation(config, info, num_examples)
-    mesh = mesh_lib.make_mesh(config.fsdp, devices)
-    mesh_lib.check_batch_size(config.batch_size, mesh.size, config.accumulate_steps)
-    schedule = make_schedule(num_examples, dict(config), drop_remainder=data.drop_remainder)
-    optimizer = make_optimizer(config.optimizer, schedule.learning_rate, dict(config))
-    build = functools.partial(abstract_model, config.model, data, mesh)
-    model, scheme = build(), config_lib.make_attention_init(config)
-    check_attention_init(scheme, model)
-    make_state = functools.partial(init_state, optimizer=optimizer, with_ema=config.ema_decay > 0)
-    state = mesh_lib.shard(mesh, jax.eval_shape(make_state, model.params, model.model_state))
-    shardings = jax.tree.map(lambda leaf: leaf.sharding, state)
-    make_state = jax.jit(make_state, out_shardings=shardings, donate_argnums=(0, 1))
-
-    def initialize():
-        fields = config.seed, config.start_from, config.attention_init.name
-        *weights, metrics = initialize_model(model, scheme, *fields)
-        return make_state(*weights), metrics
-
-    batch = abstract_batch(config.batch_size, augmentation.image_size, data.channels, mesh)
-    make_step = functools.partial(
-        make_train_step,
-        optimizer=optimizer,
-        learning_rate=schedule.learning_rate,
-        augment=make_augment(augmentation.on_device, mesh),
-        mesh=mesh,
-        loss=find_loss(config.loss),
-        seed=config.seed,
-        accumulate_steps=config.accumulate_steps,
-        ema_decay=config.ema_decay,
-        mixes=config.augment.mixup > 0 or config.augment.cutmix > 0,
-    )
-    steps = jit_steps(build, config.model.get("remat"), make_step, state, batch)
-    data_bytes = 0
-    if augmentation.host_crop is None:
-        data_bytes = bytes_on_device(num_examples, augmentation.image_size, data.channels)
-    return Setup(schedule, model, initialize, steps, state, batch, data_bytes)
-
-
-def _augmentation(config, info, num_examples):
-    options = config_lib.augment_options(config)
-    return split_augmentation(options, info, num_examples, config.seed)
-
-
-def open_run(config: ConfigDict, devices: Sequence[jax.Device] | None = None) -> Run:
-    """Opens a run and its training data.
-
-    Args:
-      config: See `structinit_jax.config.base_config`.
-      devices: Devices of the mesh. The default is all devices of all processes.
-
-    Raises:
-      InputError: The config or the data cannot be used. Parts that are opened later may raise it
-        too.
-    """
-    config_lib.validate(config)
-    run = Run(config, devices)
-    _ = run.train_source
-    return run
 
 
 def train(
@@ -252,14 +72,14 @@ def _train(config, workdir, profile_steps, stop_request, on_evaluation, on_exit)
     on_exit.callback(gc.unfreeze)
 
     # -- Data, mesh, schedule, model, optimizer and training step; nothing is allocated yet --------
-    run = open_run(config)
+    run = Run(config)
     workdir = on_exit.enter_context(workdir_lib.open_workdir(workdir))
     test_name, eval_sets = evaluation_name(config), run.eval_sets
     eval_sizes = [len(eval_set.source) for eval_set in eval_sets.values()]
     # Saved with each checkpoint, and checked when the run is resumed from it.
     saved_fields = {"config": json.loads(config.to_json()), **run.describe_data()}
     _check_processes(saved_fields, eval_sizes, workdir)
-    note_shared_examples(config, run.dataset)
+    run.note_shared_examples()
     setup = run.setup
     schedule, mesh = setup.schedule, setup.model.mesh
     print(f"devices: {mesh_lib.describe(mesh)}")

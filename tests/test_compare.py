@@ -13,9 +13,10 @@ import numpy as np
 import pytest
 
 from structinit_jax import train
-from structinit_jax.compare import grid, report, run
+from structinit_jax.compare import grid, report, train_grid
 from structinit_jax.data import datasets
 from structinit_jax.errors import InputError, StoppedError
+from structinit_jax.run import Run
 from structinit_jax.training.workdir import listen_for_signals, lock_workdir
 
 pytestmark = pytest.mark.usefixtures("library_promotion")
@@ -45,22 +46,20 @@ def fake_train(config, workdir, trained, stop_request=None, on_evaluation=None):
 
 def open_once(config):
     """Opens equal configs once: tracing takes most of a comparison's time here."""
-    return OPENED.get(config.to_json()) or OPENED.setdefault(
-        config.to_json(), train.open_run(config)
-    )
+    return OPENED.get(config.to_json()) or OPENED.setdefault(config.to_json(), Run(config))
 
 
 @pytest.fixture
 def start(tiny_config, tmp_path, monkeypatch):
     """Starts a comparison; returns how many runs failed, and which were trained."""
     tiny_config.lock()
-    monkeypatch.setattr(run, "open_run", open_once)
+    monkeypatch.setattr(train_grid, "Run", open_once)
 
     def run_grid(schemes, seeds=(0, 1, 2), config=tiny_config, train=fake_train, **options):
         trained = []
-        monkeypatch.setattr(run, "train", functools.partial(train, trained=trained))
+        monkeypatch.setattr(train_grid, "train", functools.partial(train, trained=trained))
         settings = grid.expand(config, schemes, {})
-        return run.run_grid(settings, list(seeds), tmp_path, **options), trained
+        return train_grid.run_grid(settings, list(seeds), tmp_path, **options), trained
 
     return run_grid
 
@@ -143,7 +142,7 @@ def test_other_data_under_the_same_names_are_refused(start, tiny_config, monkeyp
         }
         return datasets.Dataset.from_records("mine", splits, list("0123456789"), (8, 8, 1))
 
-    monkeypatch.setattr(run, "open_run", train.open_run)
+    monkeypatch.setattr(train_grid, "Run", Run)
     monkeypatch.setitem(sys.modules, "mine", types.SimpleNamespace(open_set=open_set))
     config = tiny_config.copy_and_resolve_references()
     config.data.update(name="mine:open_set", train_split="train", eval_split="test")

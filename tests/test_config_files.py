@@ -15,7 +15,7 @@ from structinit_jax import command_line
 from structinit_jax.config import load_config, make_attention_init, validate
 from structinit_jax.data.datasets import CATALOG
 from structinit_jax.data.source import split_size
-from structinit_jax.train import set_up
+from structinit_jax.run import set_up
 from structinit_jax.training.mesh import make_mesh
 from structinit_jax.training.state import abstract_model, check_attention_init
 

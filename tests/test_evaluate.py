@@ -8,7 +8,7 @@ import pytest
 from flax import nnx
 from PIL import Image
 
-from structinit_jax import evaluate
+from structinit_jax import evaluate, run
 from structinit_jax.config import base_config
 from structinit_jax.data.datasets import open_dataset
 from structinit_jax.errors import InputError
@@ -79,7 +79,7 @@ def test_evaluating_with_other_classes_is_reported(run_config, finished_run, mon
     digits = open_dataset("digits", run_config.data.data_dir)
     names = [*digits.class_names[:8], "nine", "eight"]
     renamed = dataclasses.replace(digits, class_names=names)
-    monkeypatch.setattr(evaluate, "open_dataset", lambda *args: renamed)
+    monkeypatch.setattr(run, "open_dataset", lambda *args: renamed)
     run_config.data.mean = (0.0,)
     evaluate.evaluate_checkpoint(run_config, finished_run.workdir)
     out = capsys.readouterr().out
@@ -91,7 +91,7 @@ def test_a_split_named_train_does_not_take_the_names_of_training_metrics():
     config = base_config()
     for split, name in (("test", "test"), ("train[:10%]", "train[:10%]"), ("train", "eval")):
         config.data.eval_split = split
-        assert evaluate.evaluation_name(config) == name
+        assert run.evaluation_name(config) == name
 
 
 def test_another_model_is_refused(run_config, finished_run):
@@ -131,10 +131,10 @@ def test_a_workdir_without_checkpoints_is_refused(run_config, tmp_path):
     ],
 )
 def test_training_images_in_the_evaluation_split_are_noted(
-    run_config, data_dir, capsys, train_split, eval_split, shared
+    run_config, capsys, train_split, eval_split, shared
 ):
     run_config.data.update(train_split=train_split, eval_split=eval_split)
-    evaluate.note_shared_examples(run_config, open_dataset("digits", data_dir))
+    run.Run(run_config).note_shared_examples()
     note = capsys.readouterr().out
     assert bool(note) == bool(shared)
     if shared:

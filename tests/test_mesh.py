@@ -13,7 +13,7 @@ from structinit_jax.config import base_config
 from structinit_jax.data.datasets import CATALOG
 from structinit_jax.errors import InputError
 from structinit_jax.models.model import MIN_SPLIT_SIZE
-from structinit_jax.train import set_up
+from structinit_jax.run import set_up
 from structinit_jax.training import mesh as mesh_lib
 from structinit_jax.training.step import make_eval_step
 

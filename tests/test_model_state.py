@@ -11,7 +11,7 @@ from structinit_jax import evaluate, train
 from structinit_jax.config import base_config
 from structinit_jax.data.datasets import CATALOG
 from structinit_jax.errors import InputError
-from structinit_jax.train import set_up
+from structinit_jax.run import set_up
 from structinit_jax.training import checkpoint
 
 pytestmark = pytest.mark.usefixtures("library_promotion")

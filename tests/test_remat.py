@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 import pytest
 
-from structinit_jax import train
+from structinit_jax import run, train
 from structinit_jax.data.datasets import CATALOG
 from structinit_jax.errors import InputError
 from structinit_jax.models.model import REMAT_POLICIES
@@ -75,13 +75,13 @@ def test_a_program_that_xla_refuses_does_not_fit(steps, memory):
 def test_devices_without_a_limit_compile_once_and_recompute_nothing(
     tiny_config, tmp_path, monkeypatch, capsys
 ):
-    traced, make_train_step = [], train.make_train_step
+    traced, make_train_step = [], run.make_train_step
 
     def make(*args, **options):
         step = make_train_step(*args, **options)
         return lambda *arguments: traced.append(1) or step(*arguments)
 
-    monkeypatch.setattr(train, "make_train_step", make)
+    monkeypatch.setattr(run, "make_train_step", make)
     assert tiny_config.model.remat == "auto"
     tiny_config.update(num_epochs=1.0)
     train.train(tiny_config, tmp_path)
@@ -94,7 +94,7 @@ def test_devices_without_a_limit_compile_once_and_recompute_nothing(
 def test_the_step_of_a_model_is_chosen_beside_its_data(tiny_config):
     tiny_config.batch_size = 512
     tiny_config.model.update(depth=6, mlp_ratio=8.0)
-    setup = train.set_up(tiny_config, CATALOG["digits"], 384)
+    setup = run.set_up(tiny_config, CATALOG["digits"], 384)
     assert setup.data_bytes == 384 * 8 * 8
     arguments = (setup.abstract_state, setup.abstract_batch)
     none, dots = (

@@ -7,7 +7,7 @@ import pytest
 
 from structinit_jax import reproduce
 from structinit_jax.errors import InputError
-from structinit_jax.train import open_run
+from structinit_jax.run import Run
 
 pytestmark = pytest.mark.usefixtures("library_promotion")
 with open(reproduce.PAPERS) as file:
@@ -22,7 +22,7 @@ def test_every_row_has_a_config_and_a_baseline_and_can_be_trained_small(name, da
     assert {rows[row]["baseline"] for row in names} <= names
     small = reproduce.make_settings(rows, [], [("data.data_dir", data_dir)], small=True)
     name = next(iter(small))
-    assert open_run(small[name]).setup.schedule.num_steps <= 500  # traced
+    assert Run(small[name]).setup.schedule.num_steps <= 500  # traced
 
 
 def test_rows_are_selected_by_words_and_compared_within_their_data_set():

@@ -12,7 +12,7 @@ import pytest
 from structinit_jax import train
 from structinit_jax.attention_init.kernels import draw_flat
 from structinit_jax.data.datasets import CATALOG
-from structinit_jax.train import set_up
+from structinit_jax.run import set_up
 
 HEAVY = ("clu", "flax", "grain", "sklearn", "tensorflow", "tensorflow_datasets")
 

@@ -9,7 +9,7 @@ from scipy.special import log_softmax
 from structinit_jax.augment import pipeline
 from structinit_jax.data.datasets import CATALOG
 from structinit_jax.models import layers
-from structinit_jax.train import set_up
+from structinit_jax.run import set_up
 from structinit_jax.training.state import split_rng
 from structinit_jax.training.step import layer_norms, make_eval_step, step_rngs
 

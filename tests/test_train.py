@@ -8,11 +8,11 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from structinit_jax import evaluate, train
+from structinit_jax import evaluate, run, train
 from structinit_jax.data.datasets import CATALOG
 from structinit_jax.data.loader import DeviceLoader
 from structinit_jax.errors import InputError, StoppedError
-from structinit_jax.train import set_up
+from structinit_jax.run import set_up
 from structinit_jax.training import checkpoint
 
 pytestmark = pytest.mark.usefixtures("library_promotion")
@@ -200,7 +200,7 @@ def test_training_images_are_evaluated_too(longer_config, workdir, capsys):
 @pytest.fixture
 def bad_step_15(monkeypatch):
     """Gives step 15 a label of -1, and makes the targets of such labels NaN."""
-    make_augment, train_batches = train.make_augment, DeviceLoader.train_batches
+    make_augment, train_batches = run.make_augment, DeviceLoader.train_batches
     spoil = jax.jit(lambda labels: jnp.where(jnp.arange(len(labels)) == 3, -1, labels))
 
     def make_augment_with_nan(options, mesh):
@@ -217,7 +217,7 @@ def bad_step_15(monkeypatch):
         for step, batch in enumerate(batches, start=start_step + 1):
             yield batch | {"label": spoil(batch["label"])} if step == 15 else batch
 
-    monkeypatch.setattr(train, "make_augment", make_augment_with_nan)
+    monkeypatch.setattr(run, "make_augment", make_augment_with_nan)
     monkeypatch.setattr(DeviceLoader, "train_batches", batches_with_a_bad_one)
 
 

@@ -15,7 +15,7 @@ from structinit_jax.augment import normalize
 from structinit_jax.config import make_attention_init
 from structinit_jax.data.loader import decode_all, stream_indices
 from structinit_jax.errors import InputError
-from structinit_jax.train import open_run
+from structinit_jax.run import Run
 from structinit_jax.training.mesh import make_mesh
 from structinit_jax.training.state import (
     AbstractModel,
@@ -69,7 +69,7 @@ def read_images(config: ConfigDict, count: int) -> UInt8[np.ndarray, "n H H C"]:
     They are among the first that a run with the config's seed sees: `count`, or all if there are
     fewer, rounded down to whole batches.
     """
-    data, source = config.data, open_run(config).train_source
+    data, source = config.data, Run(config).train_source
     whole = min(count, len(source)) // BATCH_SIZE * BATCH_SIZE
     if whole < 1:
         raise InputError(

@@ -22,7 +22,7 @@ from absl import flags
 
 from structinit_jax import command_line
 from structinit_jax.command_line import CONFIG, WORKDIR
-from structinit_jax.compare import grid, report, run
+from structinit_jax.compare import grid, report, train_grid
 from structinit_jax.errors import InputError
 from structinit_jax.training.workdir import local_path
 
@@ -47,7 +47,7 @@ def main(overrides: command_line.Overrides) -> None:
         raise InputError("--config is required, such as --config=configs/vit_fashion_mnist.py")
     config = command_line.read_config(overrides)
     schemes = _SCHEMES.value or [config.attention_init.name]
-    failed = run.run_grid(
+    failed = train_grid.run_grid(
         grid.expand(config, schemes, grid.parse_axes(_GRID.value)),
         range(config.seed, config.seed + _SEEDS.value),
         WORKDIR.value,

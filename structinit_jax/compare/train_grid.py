@@ -18,7 +18,8 @@ from structinit_jax import __version__, evaluate
 from structinit_jax.compare import grid, report
 from structinit_jax.data.source import digest
 from structinit_jax.errors import InputError, StoppedError
-from structinit_jax.train import PREEMPTED_EXIT_CODE, open_run, train
+from structinit_jax.run import Run, evaluation_name
+from structinit_jax.train import PREEMPTED_EXIT_CODE, train
 from structinit_jax.training import resume
 from structinit_jax.training import workdir as workdir_lib
 from structinit_jax.training.metrics import format_duration
@@ -141,7 +142,7 @@ def _describe_machine() -> str:
 def _describe_setting(name: str, config: ConfigDict) -> dict[str, Any]:
     """Traces a setting without training, and returns what the report needs of it."""
     try:
-        run = open_run(config)
+        run = Run(config)
         schedule, eval_sets = run.setup.schedule, run.eval_sets
     except InputError as error:
         raise InputError(f"setting {name}: {error}") from error
@@ -152,7 +153,7 @@ def _describe_setting(name: str, config: ConfigDict) -> dict[str, Any]:
         "data": data,
         "num_steps": schedule.num_steps,
         "steps_per_epoch": schedule.steps_per_epoch,
-        "test_name": evaluate.evaluation_name(config),
+        "test_name": evaluation_name(config),
     }
 
 

@@ -1,0 +1,231 @@
+"""A run before it trains: its data, evaluation sets, model and training step."""
+
+import functools
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import jax
+from jax.sharding import Mesh
+from ml_collections import ConfigDict
+
+from structinit_jax import config as config_lib
+from structinit_jax.augment import make_augment
+from structinit_jax.data.datasets import EvaluationSet, open_dataset, open_test_set
+from structinit_jax.data.loader import (
+    AugmentationSplit,
+    Batch,
+    bytes_on_device,
+    make_loader,
+    split_augmentation,
+)
+from structinit_jax.data.source import (
+    Dataset,
+    DatasetInfo,
+    check_classes,
+    count_shared,
+    digest,
+    parse_split,
+)
+from structinit_jax.training import mesh as mesh_lib
+from structinit_jax.training.optimizer import find_loss, make_optimizer, make_schedule
+from structinit_jax.training.setup import Setup, abstract_batch, jit_steps
+from structinit_jax.training.state import (
+    abstract_model,
+    check_attention_init,
+    init_state,
+    initialize_model,
+)
+from structinit_jax.training.step import make_train_step
+
+
+class Run:
+    """A run of a config, and its training data.
+
+    Other parts are built on first use. Only `train_batches` allocates device memory.
+
+    Args:
+      config: See `structinit_jax.config.base_config`.
+      devices: Devices of the mesh. The default is all devices of all processes.
+
+    Attributes:
+      dataset: The data set of `config.data`, which fits the model.
+      train_source: The training split.
+
+    Raises:
+      InputError: The config or the data cannot be used. Parts that are built later may raise it
+        too.
+    """
+
+    def __init__(self, config: ConfigDict, devices: Sequence[jax.Device] | None = None):
+        config_lib.validate(config)
+        self.config, self.devices, data = config, devices, config.data
+        self.dataset = open_data(config)
+        self.train_source = self.dataset.split(
+            data.train_split, "data.train_split", data.on_bad_image
+        )
+
+    @functools.cached_property
+    def eval_sets(self) -> dict[str, EvaluationSet]:
+        """Evaluation sets by their names in the metrics; `train_eval` if its split is set."""
+        data = self.config.data
+        sets = {evaluation_name(self.config): open_evaluation_set(self.config, self.dataset)}
+        if spec := data.train_eval_split:
+            source = self.dataset.split(spec, "data.train_eval_split", data.on_bad_image)
+            sets["train_eval"] = EvaluationSet(f"{data.name} {spec}", source)
+        return sets
+
+    @functools.cached_property
+    def augmentation(self) -> AugmentationSplit:
+        """Where training images are cropped, and their augmentation on the devices."""
+        return _augmentation(self.config, self.dataset.info, len(self.train_source))
+
+    @functools.cached_property
+    def setup(self) -> Setup:
+        """Mesh, schedule, model, optimizer and training step."""
+        return set_up(self.config, self.dataset.info, len(self.train_source), self.devices)
+
+    def describe_data(self) -> dict[str, Any]:
+        """Returns a fingerprint of the training data, a JSON object for `resume.check`."""
+        return {
+            "num_examples": len(self.train_source),
+            "class_names": list(self.dataset.class_names),
+            "data_digest": digest(self.train_source),
+        }
+
+    def note_shared_examples(self) -> None:
+        """Prints a note if `config.data.eval_split` holds examples that are trained on."""
+        data, dataset = self.config.data, self.dataset
+        if data.eval_name:  # another data set
+            return
+        train, test = (
+            parse_split(dataset.name, data[field], dataset.info, f"data.{field}")
+            for field in ("train_split", "eval_split")
+        )
+        if shared := count_shared(test, train):
+            print(
+                f"note: {shared:,} examples of config.data.eval_split={data.eval_split!r} are also "
+                f"in config.data.train_split={data.train_split!r}, so its accuracy is not that on "
+                "new images. Splits such as train[:90%] and train[90%:] share none"
+            )
+
+    def train_batches(
+        self, start_step: int = 0, num_steps: int | None = None, mesh: Mesh | None = None
+    ) -> Iterator[Batch]:
+        """Yields the batches of the steps from `start_step`, counted from 0, to `num_steps - 1`.
+
+        The defaults are all steps of the run, on the mesh of `setup`.
+        """
+        crop = dict(
+            image_size=self.augmentation.image_size, random_crop=self.augmentation.host_crop
+        )
+        loader = make_loader(self.train_source, mesh or self.setup.model.mesh, **crop)
+        return loader.train_batches(
+            start_step=start_step,
+            num_steps=num_steps or self.setup.schedule.num_steps,
+            batch_size=self.config.batch_size,
+            seed=self.config.seed,
+            repeats=self.config.data.repeats,
+            drop_remainder=self.config.data.drop_remainder,
+        )
+
+
+def set_up(
+    config: ConfigDict,
+    info: DatasetInfo,
+    num_examples: int,
+    devices: Sequence[jax.Device] | None = None,
+) -> Setup:
+    """Builds mesh, schedule, model, optimizer and training step, without allocating arrays.
+
+    Args:
+      config: See `structinit_jax.config.base_config`.
+      info: Info of the training set.
+      num_examples: Size of the training split.
+      devices: Devices of the mesh. The default is all devices of all processes.
+
+    Raises:
+      InputError: The fields of the config do not fit together, or the data or devices.
+    """
+    data, augmentation = config.data, _augmentation(config, info, num_examples)
+    mesh = mesh_lib.make_mesh(config.fsdp, devices)
+    mesh_lib.check_batch_size(config.batch_size, mesh.size, config.accumulate_steps)
+    schedule = make_schedule(num_examples, dict(config), drop_remainder=data.drop_remainder)
+    optimizer = make_optimizer(config.optimizer, schedule.learning_rate, dict(config))
+    build = functools.partial(abstract_model, config.model, data, mesh)
+    model, scheme = build(), config_lib.make_attention_init(config)
+    check_attention_init(scheme, model)
+    make_state = functools.partial(init_state, optimizer=optimizer, with_ema=config.ema_decay > 0)
+    state = mesh_lib.shard(mesh, jax.eval_shape(make_state, model.params, model.model_state))
+    shardings = jax.tree.map(lambda leaf: leaf.sharding, state)
+    make_state = jax.jit(make_state, out_shardings=shardings, donate_argnums=(0, 1))
+
+    def initialize():
+        fields = config.seed, config.start_from, config.attention_init.name
+        *weights, metrics = initialize_model(model, scheme, *fields)
+        return make_state(*weights), metrics
+
+    batch = abstract_batch(config.batch_size, augmentation.image_size, data.channels, mesh)
+    make_step = functools.partial(
+        make_train_step,
+        optimizer=optimizer,
+        learning_rate=schedule.learning_rate,
+        augment=make_augment(augmentation.on_device, mesh),
+        mesh=mesh,
+        loss=find_loss(config.loss),
+        seed=config.seed,
+        accumulate_steps=config.accumulate_steps,
+        ema_decay=config.ema_decay,
+        mixes=config.augment.mixup > 0 or config.augment.cutmix > 0,
+    )
+    steps = jit_steps(build, config.model.get("remat"), make_step, state, batch)
+    data_bytes = 0
+    if augmentation.host_crop is None:
+        data_bytes = bytes_on_device(num_examples, augmentation.image_size, data.channels)
+    return Setup(schedule, model, initialize, steps, state, batch, data_bytes)
+
+
+def _augmentation(config, info, num_examples):
+    options = config_lib.augment_options(config)
+    return split_augmentation(options, info, num_examples, config.seed)
+
+
+def open_data(config: ConfigDict) -> Dataset:
+    """Opens the data set of a config; raises `InputError` if it does not fit the model."""
+    data = config.data
+    folders = data.data_dir or None, data.manual_dir or None
+    dataset = open_dataset(data.name, *folders, data.channels)
+    check_classes(dataset.info, config.model.num_classes)
+    return dataset
+
+
+def open_evaluation_set(config: ConfigDict, dataset: Dataset | None = None) -> EvaluationSet:
+    """Opens the test split of the config's data set, or the test set of `config.data.eval_name`.
+
+    Raises:
+      InputError: The split or the test set does not exist, or does not fit the model.
+    """
+    data = config.data
+    if not data.eval_name:
+        dataset = dataset or open_data(config)
+        source = dataset.split(data.eval_split, "data.eval_split", data.on_bad_image)
+        return EvaluationSet(f"{data.name} {data.eval_split}", source)
+    # The test sets are prepared with TFDS; the data_dir of an image folder does not hold them.
+    root = None if data.name == "folder" else data.data_dir or None
+    test_set = open_test_set(data.eval_name, root, data.on_bad_image, data.channels)
+    check_classes(test_set.source.info, config.model.num_classes)
+    return test_set
+
+
+def evaluation_name(config: ConfigDict) -> str:
+    """Returns the name of the evaluation set in metrics, such as 'test' or 'imagenet_v2'.
+
+    Returns 'eval' for a split such as 'train', whose name other metrics begin with.
+    """
+    name = config.data.eval_name or config.data.eval_split
+    return "eval" if name in ("train", "train_eval", "init") else name
+
+
+def describe_evaluation(config: ConfigDict) -> str:
+    """Tells what training evaluates on; accuracies can be compared if this is equal."""
+    data = config.data
+    return f"{data.name} {data.eval_name or data.eval_split}, crop_fraction {data.crop_fraction}"
