@@ -19,6 +19,10 @@ import tempfile
 import time
 from pathlib import Path
 
+import jax
+import numpy as np
+import orbax.checkpoint as ocp
+
 from structinit_jax.training import checkpoint
 
 ROOT = Path(__file__).parent.parent
@@ -133,12 +137,10 @@ def soak(folder: Path, kills: int, steps: int, seed: int) -> tuple[dict, Path, P
 def final_state(workdir: Path) -> tuple[int, dict[str, bytes]]:
     """Returns step and arrays of the newest checkpoint."""
     newest = checkpoint.step_folders(workdir / "checkpoints")[0]
-    content = (newest / "arrays_0.bin").read_bytes()
-    shards = json.loads((newest / "index_0.json").read_text().splitlines()[0])["shards"]
-    shards = [checkpoint.Shard(*shard) for shard in shards]
-    ends = [shard.offset for shard in shards[1:]] + [None]
+    with ocp.PyTreeCheckpointer() as reader:
+        leaves = jax.tree.leaves_with_path(reader.restore(newest / "state"))
     return int(newest.name), {
-        shard.name: content[shard.offset : end] for shard, end in zip(shards, ends, strict=True)
+        jax.tree_util.keystr(path): np.asarray(leaf).tobytes() for path, leaf in leaves
     }
 
 
