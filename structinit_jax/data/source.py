@@ -113,7 +113,7 @@ class ImageSource:
         return np.array(list(map(operator.index, self.column(self.label_key))), np.int64)
 
     def select(self, wanted: np.ndarray) -> "ImageSource":
-        """Returns the examples where `wanted`, bool [n], is true, in the same order."""
+        """Returns the examples that `wanted` selects, bool [n] or indices in ascending order."""
         labels = None if self.new_labels is None else self.new_labels[wanted]
         return dataclasses.replace(self, rows=self.rows[wanted], new_labels=labels)
 
