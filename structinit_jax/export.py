@@ -2,10 +2,11 @@
 
     python -m structinit_jax.export --workdir=DIR --out=model
 
-Exports the newest checkpoint, or that of --step=best or --step=N. Writes `model.safetensors` and
-`config.json` to the folder --out, so that `timm.create_model("local-dir:model", pretrained=True)`
-builds the model with its normalization and class names. If --out ends in .safetensors, writes only
-that file, with the same information in its metadata. To start a new run from it, pass
+Exports the newest checkpoint, or that of --step=best or --step=N. Writes `model.safetensors` to the
+folder --out and prints the call that builds the model in PyTorch. With ViT and Swin, the folder
+also gets a `config.json`, so that `timm.create_model("local-dir:model", pretrained=True)` builds
+the model with its normalization and class names. If --out ends in .safetensors, writes only that
+file, with the same information in its metadata. To start a new run from it, pass
 `--config.start_from=model/model.safetensors`.
 """
 
