@@ -66,15 +66,14 @@ def describe_split(source: ImageSource, num_classes: int, num_checked: int) -> l
       decoded.
     """
     checked = source.evenly_spaced(num_checked or len(source))
-    good, problems = checked.split_bad_images()
+    good, sizes, problems = checked.split_bad_images()
     extent = "all" if len(checked) == len(source) else f"{len(checked):,} evenly spaced ones"
     lines = [f"{len(source):,} examples; checked {extent}"]
     if len(good):
-        sizes = np.array([image.size for image in good.images()])
         labels = good.labels()
         known = (labels >= 0) & (labels < num_classes)
         counts = np.bincount(labels[known], minlength=num_classes)
-        low, high = sizes.min(axis=0), sizes.max(axis=0)
+        low, high = np.min(sizes, axis=0), np.max(sizes, axis=0)
         mean, std = mean_and_std(good.evenly_spaced(MAX_AVERAGED))
         lines += [
             f"{np.count_nonzero(counts)} of {num_classes} classes, {counts.min():,} to"

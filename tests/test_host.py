@@ -143,3 +143,11 @@ def test_weights_and_schemes_that_do_not_fit_are_refused():
     own = nnx.eval_shape(lambda: create_model(default_config("vit"), channels=3, rngs=nnx.Rngs(0)))
     with pytest.raises(InputError, match=r"call model\.initialize_attention\(scheme, rng\)"):
         interop.initialize(own, normal_scheme, RNG)
+
+
+def test_what_cannot_be_scaled_is_refused():
+    attention = nnx.MultiHeadAttention(HEADS, WIDTH, rngs=nnx.Rngs(0))
+    with pytest.raises(InputError, match=r"no kernel where a patch embedding .*patch_scale=1"):
+        write(attention, AttentionWeights(patch_scale=0.5), grid=GRID)
+    with pytest.raises(InputError, match=r"nothing where the output .*mlp_scale=1"):
+        write(attention, AttentionWeights(mlp_scale=0), grid=GRID)

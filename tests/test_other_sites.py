@@ -177,3 +177,11 @@ ONES = np.ones((2, 2), np.float32)
 def test_models_that_do_not_fit_are_refused(name, changes, options, message):
     with pytest.raises(InputError, match=message):
         interop.initialize(interop.to_timm(model(name)) | changes, scheme, RNG, **options)
+
+
+def test_a_scheme_cannot_scale_positions_that_are_not_there():
+    def scaled(rng, site):
+        return AttentionWeights(position_scale=18.0)
+
+    with pytest.raises(InputError, match=r"sets position_scale, .* with layers\.0.*table"):
+        interop.initialize(interop.to_timm(model("swin")), scaled, RNG)

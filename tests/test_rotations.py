@@ -5,10 +5,10 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax import nnx
-from foreign_models import site_of
+from foreign_models import renamed, site_of, split, write
 
 from structinit_jax import interop
-from structinit_jax.attention_init import default, impulse, rotary_angles
+from structinit_jax.attention_init import AttentionWeights, default, impulse, rotary_angles
 from structinit_jax.errors import InputError
 from structinit_jax.models.vit import VisionTransformer
 
@@ -95,6 +95,25 @@ def test_the_grid_is_that_of_the_angles(params):
         site(wide, grid=(4, 4))
     with pytest.raises(InputError, match=r"of no grid: .* row by row"):
         site(np.random.default_rng(0).permutation(ANGLES))
+
+
+def test_huggingface_dinov3_is_found():
+    names = dict(blocks="model.layer", attn="attention", attention__proj="attention.o_proj")
+    names |= dict(fc2="down_proj", cls_token="embeddings.cls_token")
+    names |= dict(patch_embed__proj="embeddings.patch_embeddings")
+    params = split(renamed(**names), "qkv", [f"{field}_proj" for field in "qkv"])
+    del params["pos_embed"]
+    angles = rotary_angles((14, 14), 64)[0, 0]
+    halves = (np.tile(np.cos(angles), 2), np.tile(np.sin(angles), 2))
+    given = dict(num_heads=3, rotations=halves)
+    query = jnp.ones((DEPTH, 192, 3, 64))
+    weights = AttentionWeights(query, patch_bias=jnp.ones(192), patch_scale=0.5, mlp_scale=0)
+    new = write(params, weights, **given)
+    changed = {name for name in params if not np.array_equal(new[name], params[name])}
+    layer = ("attention.q_proj.weight", "attention.q_proj.bias", "mlp.down_proj.weight")
+    expected = {f"model.layer.{i}.{name}" for i in range(DEPTH) for name in layer}
+    patches = "embeddings.patch_embeddings"
+    assert changed == expected | {f"{patches}.weight", f"{patches}.bias"}
 
 
 @pytest.mark.parametrize(

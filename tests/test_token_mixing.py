@@ -12,11 +12,7 @@ GRID, TOKENS = (4, 6), 24
 
 
 def make_site(hidden=48, num_layers=2):
-    return TokenMixingSite(
-        grid=GRID,
-        hidden=hidden,
-        num_layers=num_layers,
-    )
+    return TokenMixingSite(grid=GRID, hidden=hidden, num_layers=num_layers)
 
 
 @jax.jit

@@ -12,6 +12,7 @@ from structinit_jax.attention_init import (
     impulse_2025,
     mimetic,
     sincos_positions,
+    tokens,
 )
 from structinit_jax.attention_init import kernels as kernels_lib
 from structinit_jax.attention_init.kernels import layer_norm
@@ -206,6 +207,13 @@ def test_mimetic_weights_are_the_programs_factors_as_stored_by_pytorch():
 def test_filters_that_do_not_fit_the_site_are_refused(field, options):
     with pytest.raises(InputError, match=f"^{field}"):
         make(**options)
+
+
+def test_kept_positions_that_leave_no_room_are_refused_before_the_solve(monkeypatch):
+    monkeypatch.setattr(tokens, "solve_bank", None)
+    full = np.random.default_rng(0).normal(size=(35, 32)).astype(np.float32)
+    with pytest.raises(InputError, match=r"^AttentionSite\.positions have rank 31, .* width 32"):
+        impulse(keep_positions=True)(jax.random.key(0), make_site(width=32, positions=full))
 
 
 def test_positions_are_required_and_checked():

@@ -61,8 +61,7 @@ def impulse(
 
         mean of (H - M)²,   M = softmax(σ X Q Kᵀ Xᵀ),   X = LayerNorm(P) = Z Bᵀ.
 
-    The problem is solved once per filter, in the coordinates BᵀQ and BᵀK [r, d] of the row space of
-    X.
+    It is solved once per filter, in the coordinates BᵀQ and BᵀK [r, d] of the row space of X.
     """
     # Targets H [F, N, N]; layer l uses the filters from ranges[l][0] to ranges[l][1].
     if filters.dilation is None and filters.is_impulse:
@@ -74,6 +73,8 @@ def impulse(
     trainable = site.positions_trainable
     positions = sincos_positions(site.grid, site.width) if trainable else site.require_positions()
     z, basis = row_space(layer_norm(np.asarray(positions)))
+    if keep_positions and vo_init != "default":
+        _check_rank(basis)
 
     # Solve at a fixed norm of Q and K, or at the one at which maps have the target mass.
     sizes = dict(head_dim=site.head_dim, qk_scale=site.qk_scale)
@@ -102,6 +103,15 @@ def impulse(
         patch_scale=unless_one(patch_scale),
         mlp_scale=unless_one(mlp_scale),
     )
+
+
+def _check_rank(basis):
+    width, rank = basis.shape
+    if rank > MAX_RANK * width:
+        raise InputError(
+            f"AttentionSite.positions have rank {rank}, which leaves too little of the width "
+            f"{width} for value and projection: pass keep_positions=False"
+        )
 
 
 @functools.partial(
@@ -180,11 +190,6 @@ def value_and_projection(
     """
     if vo_init == "default":
         return None, None
-    if kept is not None and kept.shape[1] > MAX_RANK * site.width:
-        raise InputError(
-            f"AttentionSite.positions have rank {kept.shape[1]}, which leaves too little of the "
-            f"width {site.width} for value and projection: pass keep_positions=False"
-        )
     noise_rng, channel_rng = jax.random.split(rng)
     layers, width = site.num_layers, site.width
     inner, bound = site.num_heads * site.head_dim, (3 / width) ** 0.5

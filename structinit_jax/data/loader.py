@@ -12,7 +12,6 @@ import dataclasses
 import functools
 import itertools
 from collections.abc import Callable, Iterator
-from concurrent.futures import ThreadPoolExecutor
 from typing import Any, NamedTuple
 
 import jax
@@ -22,7 +21,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from structinit_jax.augment import AugmentOptions
 from structinit_jax.data.crops import RandomCrop, resize_and_center_crop
-from structinit_jax.data.source import READ_BLOCK, DatasetInfo, ImageSource, num_cores
+from structinit_jax.data.source import DatasetInfo, ImageSource, num_cores
 
 IN_MEMORY_BYTES = 2_000_000_000
 # One thread more than cores, to hide file latency. 16 threads on two cores run at a third of the
@@ -296,15 +295,12 @@ def decode_all(
     images = np.empty((n, image_size, image_size, channels), np.uint8)
     labels = np.empty(n, np.int32)
 
-    def decode(start):
-        indices = range(start, min(start + READ_BLOCK, n))
+    def decode(indices):
         for index, (image, label) in zip(indices, source.read(indices), strict=True):
             images[index] = resize_and_center_crop(image.decode(), image_size, crop_fraction)
             labels[index] = label
 
-    # More threads than cores would contend for the interpreter lock.
-    with ThreadPoolExecutor(num_cores()) as pool:
-        list(pool.map(decode, range(0, n, READ_BLOCK)))  # raises the first error
+    source.map_blocks(decode)
     return images, labels
 
 

@@ -120,26 +120,39 @@ class ImageSource:
     def evenly_spaced(self, most: int) -> "ImageSource":
         """Returns at most `most` examples, spread evenly over the split."""
         indices = np.linspace(0, len(self) - 1, min(most, len(self))).round().astype(int)
-        return self.select(np.isin(np.arange(len(self)), indices))
+        return self.select(np.unique(indices))
 
-    def split_bad_images(self) -> tuple["ImageSource", list[str]]:
-        """Separates images that cannot be decoded: returns the others, and a problem for each."""
+    def split_bad_images(self) -> tuple["ImageSource", list[tuple[int, int]], list[str]]:
+        """Separates images that cannot be decoded.
 
-        def problem(index, record):
+        Returns the others, their heights and widths, and the problems of those that cannot.
+        """
+
+        def check(index, record):
             try:
+                image = self._open(index, record)
                 # Decoding at 1/8 size still reads every byte of a JPEG, in a third of the time.
-                self._open(index, record).decode(at_least=(1, 1))
+                image.decode(at_least=(1, 1))
             except BadImageError as error:
-                return error.problem
-            return None
+                return None, error.problem
+            return image.size, None
 
-        def problems(indices):
-            return list(map(problem, indices, self._fetch(indices)))
+        def check_block(indices):
+            return list(map(check, indices, self._fetch(indices)))
 
+        checked = list(itertools.chain.from_iterable(self.map_blocks(check_block)))
+        good = self.select(np.array([problem is None for _, problem in checked], bool))
+        sizes = [size for size, _ in checked if size is not None]
+        return good, sizes, [problem for _, problem in checked if problem is not None]
+
+    def map_blocks(self, function: Callable[[range], Any]) -> list[Any]:
+        """Calls a function with ranges that cover all indices, in threads; returns its results.
+
+        The first error is raised.
+        """
+        # More threads than cores would contend for the interpreter lock.
         with ThreadPoolExecutor(num_cores()) as pool:
-            found = list(itertools.chain.from_iterable(pool.map(problems, self._blocks())))
-        good = self.select(np.array([text is None for text in found], bool))
-        return good, [text for text in found if text is not None]
+            return list(pool.map(function, self._blocks()))
 
     def _blocks(self):
         starts = range(0, len(self), READ_BLOCK)
@@ -247,7 +260,7 @@ class Dataset:
         source = ImageSource(parts, rows, self.info, f"{self.name} {spec!r}", self.label_key)
         if on_bad_image == "stop":
             return source
-        good, problems = source.split_bad_images()
+        good, _, problems = source.split_bad_images()
         if problems:
             counts = f"{len(problems):,} bad images of {len(rows):,}"
             shown = problems[:10] + (["…"] if len(problems) > 10 else [])

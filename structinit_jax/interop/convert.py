@@ -298,9 +298,10 @@ def timm_model(model: Mapping[str, Any], *, image_size: int, channels: int) -> T
             "returns the weights of any model in Python"
         )
     size = {} if model["name"] == "convmixer" else dict(img_size=image_size)
-    name, arguments = _FAMILIES[model["name"]](model)
+    size["patch_size"] = model["patch_size"]
     shared = dict(in_chans=channels, num_classes=model["num_classes"], **size)
-    return TimmModel(name, shared | dict(patch_size=model["patch_size"]) | arguments)
+    name, arguments = _FAMILIES[model["name"]](model)
+    return TimmModel(name, shared | arguments)
 
 
 def _vit_arguments(model):
