@@ -86,7 +86,7 @@ def dry_run(config: ConfigDict, target: str | None = None) -> dict[str, str]:
     data = config.data
     info = find_info(data.name, data.data_dir or None, data.channels)
     check_classes(info, config.model.num_classes)
-    num_examples = split_size(data.name, data.train_split, info, "data.train_split")
+    num_examples = split_size(data.train_split, info, "data.train_split")
     eval_sizes = _eval_sizes(config, info)
     setup = set_up(config, info, num_examples, devices)
     schedule, mesh = setup.schedule, setup.model.mesh
@@ -128,9 +128,9 @@ def _eval_sizes(config, info):
         name = data.eval_name.split("/")[0]
         sizes = [CATALOG[name].num_examples[EVALUATION_SETS[name][0]]]
     else:
-        sizes = [split_size(data.name, data.eval_split, info, "data.eval_split")]
+        sizes = [split_size(data.eval_split, info, "data.eval_split")]
     if spec := data.train_eval_split:
-        sizes.append(split_size(data.name, spec, info, "data.train_eval_split"))
+        sizes.append(split_size(spec, info, "data.train_eval_split"))
     return sizes
 
 

@@ -94,11 +94,11 @@ class Run:
 
     def note_shared_examples(self) -> None:
         """Prints a note if `config.data.eval_split` holds examples that are trained on."""
-        data, dataset = self.config.data, self.dataset
+        data = self.config.data
         if data.eval_name:  # another data set
             return
         train, test = (
-            parse_split(dataset.name, data[field], dataset.info, f"data.{field}")
+            parse_split(data[field], self.dataset.info, f"data.{field}")
             for field in ("train_split", "eval_split")
         )
         if shared := count_shared(test, train):

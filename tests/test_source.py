@@ -36,13 +36,13 @@ def test_splits_are_tfds(spec):
         for split, n in INFO.num_examples.items()
     }
     theirs = tfds.core.ReadInstruction.from_spec(spec).to_absolute(splits)
-    parts = parse_split("toy", spec, INFO, "data.train_split")
+    parts = parse_split(spec, INFO, "data.train_split")
     assert len(parts) == len(theirs)
-    for (name, start, stop), part in zip(parts, theirs, strict=True):
+    for (name, ours), part in zip(parts, theirs, strict=True):
         size = INFO.num_examples[name]
-        expected = (part.from_ or 0, size if part.to is None else part.to)
-        assert (name, start, stop) == (part.splitname, *expected)
-    assert split_size("toy", spec, INFO, "data.train_split") == sum(b - a for _, a, b in parts)
+        expected = range(part.from_ or 0, size if part.to is None else part.to)
+        assert (name, ours) == (part.splitname, expected)
+    assert split_size(spec, INFO, "data.train_split") == sum(len(part) for _, part in parts)
 
 
 @pytest.mark.parametrize(
@@ -50,7 +50,7 @@ def test_splits_are_tfds(spec):
 )
 def test_bad_splits_are_refused_by_field(spec):
     with pytest.raises(InputError, match=r"^config\.data\.eval_split=.* 'train' \(57\), 'test'"):
-        parse_split("toy", spec, INFO, "data.eval_split")
+        parse_split(spec, INFO, "data.eval_split")
 
 
 # -- examples --------------------------------------------------------------------------------------

@@ -119,8 +119,8 @@ class ImageSource:
 
     def evenly_spaced(self, most: int) -> "ImageSource":
         """Returns at most `most` examples, spread evenly over the split."""
-        indices = np.linspace(0, len(self) - 1, min(most, len(self))).round().astype(int)
-        return self.select(np.unique(indices))
+        indices = np.linspace(0, len(self) - 1, min(most, len(self))).round()
+        return self.select(indices.astype(int))
 
     def split_bad_images(self) -> tuple["ImageSource", list[tuple[int, int]], list[str]]:
         """Separates images that cannot be decoded.
@@ -137,10 +137,8 @@ class ImageSource:
                 return None, error.problem
             return image.size, None
 
-        def check_block(indices):
-            return list(map(check, indices, self._fetch(indices)))
-
-        checked = list(itertools.chain.from_iterable(self.map_blocks(check_block)))
+        blocks = self.map_blocks(lambda indices: list(map(check, indices, self._fetch(indices))))
+        checked = list(itertools.chain.from_iterable(blocks))
         good = self.select(np.array([problem is None for _, problem in checked], bool))
         sizes = [size for size, _ in checked if size is not None]
         return good, sizes, [problem for _, problem in checked if problem is not None]
@@ -159,28 +157,23 @@ class ImageSource:
         return [range(start, min(start + READ_BLOCK, len(self))) for start in starts]
 
     def _fetch(self, indices):
-        rows, found = self.rows[np.asarray(indices, np.int64)], [None] * len(indices)
-        for number in set(rows[:, 0].tolist()):
-            part, places = self.parts[number], np.flatnonzero(rows[:, 0] == number)
-            wanted = rows[places, 1].tolist()
+        rows = self.rows[np.asarray(indices, np.int64)].tolist()
+        for number, group in itertools.groupby(rows, key=operator.itemgetter(0)):
+            part, wanted = self.parts[number], [place for _, place in group]
             # One call for many examples is far faster.
             read_many = getattr(part, "__getitems__", None)
-            records = read_many(wanted) if read_many else map(part.__getitem__, wanted)
-            for place, record in zip(places, records, strict=True):
-                found[place] = record
-        return found
+            yield from read_many(wanted) if read_many else map(part.__getitem__, wanted)
 
     def _open(self, index, record):
-        image, file_name = record["image"], record.get("file_name", "")
+        image, name = record["image"], f"{self.name}, example {self.rows[index, 1]}"
         if isinstance(image, str | os.PathLike):
-            file_name = os.fspath(image)
-        file_name = file_name.decode() if isinstance(file_name, bytes) else file_name
-        name = f"{self.name}, example {self.rows[index, 1]}" + (file_name and f" ({file_name})")
-        if isinstance(image, str | os.PathLike):
+            name += f" ({os.fspath(image)})"
             try:
                 image = Path(image).read_bytes()
             except FileNotFoundError as error:  # also a link to a missing file
                 raise BadImageError(f"{name}: there is no such file") from error
+        elif file_name := record.get("file_name"):
+            name += f" ({file_name.decode() if isinstance(file_name, bytes) else file_name})"
         return StoredImage(image, self.info.image_shape[-1], name)
 
     def _label(self, index, record):
@@ -252,11 +245,11 @@ class Dataset:
         Raises:
           InputError: There is no such split, or no good image in it.
         """
-        terms = parse_split(self.name, spec, self.info, field)
-        parts = [self.open_split(split) for split, _, _ in terms]
-        numbers = [np.full(stop - start, i) for i, (_, start, stop) in enumerate(terms)]
-        indices = [np.arange(start, stop) for _, start, stop in terms]
-        rows = np.stack([np.concatenate(numbers), np.concatenate(indices)], axis=1)
+        terms = parse_split(spec, self.info, field)
+        parts = [self.open_split(split) for split, _ in terms]
+        numbers = np.repeat(np.arange(len(terms)), [len(indices) for _, indices in terms])
+        indices = [np.arange(part.start, part.stop) for _, part in terms]
+        rows = np.stack([numbers, np.concatenate(indices)], axis=1)
         source = ImageSource(parts, rows, self.info, f"{self.name} {spec!r}", self.label_key)
         if on_bad_image == "stop":
             return source
@@ -272,15 +265,14 @@ class Dataset:
         return good
 
 
-def parse_split(name: str, spec: str, info: DatasetInfo, field: str) -> list[tuple[str, int, int]]:
+def parse_split(spec: str, info: DatasetInfo, field: str) -> list[tuple[str, range]]:
     """Parses a split in TFDS syntax, for example `train[10%:]` or `train[:2000]+test`.
 
     Percentages are rounded as TFDS rounds them. Its slices in shards are not supported, because
-    their number depends on who prepared the set. `name` and `field` (the config field that holds
-    `spec`) are for error messages.
+    their number depends on who prepared the set. `field` is the config field that holds `spec`.
 
     Returns:
-      `(split name, start, stop)` for each term of the sum; `stop` is exclusive.
+      The name of a split and the indices in it, for each term of the sum.
 
     Raises:
       InputError: `spec` is malformed, empty or names an unknown split.
@@ -288,10 +280,9 @@ def parse_split(name: str, spec: str, info: DatasetInfo, field: str) -> list[tup
 
     def problem(reason):
         splits = ", ".join(f"{split!r} ({n:,})" for split, n in info.num_examples.items())
-        first = next(iter(info.num_examples), "train")
         return InputError(
-            f"config.{field}={spec!r}: {reason}. The splits of {name} are {splits}. Parts are"
-            f" written '{first}[:100]', '{first}[90%:]' or '{first}[:90%]+…'."
+            f"config.{field}={spec!r}: {reason}. The splits are {splits}; a part of one is written"
+            " like 'train[:100]' or 'train[90%:]', and a sum like 'train+test'."
         )
 
     def position(text, size, default):
@@ -311,25 +302,24 @@ def parse_split(name: str, spec: str, info: DatasetInfo, field: str) -> list[tup
         if split not in info.num_examples:
             raise problem(f"there is no split {split!r}")
         size = info.num_examples[split]
-        start, stop = position(start, size, 0), position(stop, size, size)
-        parts.append((split, start, max(start, stop)))
-    if all(start == stop for _, start, stop in parts):
+        parts.append((split, range(position(start, size, 0), position(stop, size, size))))
+    if not any(part for _, part in parts):
         raise problem("it holds no example")
     return parts
 
 
-def split_size(name: str, spec: str, info: DatasetInfo, field: str) -> int:
+def split_size(spec: str, info: DatasetInfo, field: str) -> int:
     """Returns the number of examples in a split; for arguments and errors see `parse_split`."""
-    return sum(stop - start for _, start, stop in parse_split(name, spec, info, field))
+    return sum(len(part) for _, part in parse_split(spec, info, field))
 
 
-def count_shared(one: Sequence[tuple[str, int, int]], other: Sequence[tuple[str, int, int]]) -> int:
+def count_shared(one: Sequence[tuple[str, range]], other: Sequence[tuple[str, range]]) -> int:
     """Returns how many examples of one split are in the other, both as parsed by `parse_split`."""
     return sum(
-        max(0, min(stop, last) - max(start, first))
-        for name, start, stop in one
-        for same, first, last in other
-        if name == same
+        len(range(max(part.start, same.start), min(part.stop, same.stop)))
+        for split, part in one
+        for other_split, same in other
+        if split == other_split
     )
 
 
