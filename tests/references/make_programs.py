@@ -1,12 +1,14 @@
-"""Records what the authors' programs do for each recipe: `programs.json`.
+"""Records again what the authors' programs do for each recipe of `programs.json`.
 
     cd tests
     python -m references.make_programs 2024 CHECKOUT   # github.com/osiriszjq/structured_init
     python -m references.make_programs 2025 CHECKOUT   # .../structured_initialization
 
-CHECKOUT is the timm folder inside the repository, at commit 48b59c3 or 2623dcc. The commands are
-those of its README; the models, schedules, optimizers and transforms are built by its own
-functions, without the GPU calls. Takes 20 minutes.
+CHECKOUT is the timm folder inside the repository, at commit 48b59c3 or 2623dcc. The commands in
+`programs.json` are those of its README, except that there is none for ConvMixer: the 2024 paper
+trains it like its small ViTs, with learning rate 0.01 for 100 epochs. The models, schedules,
+optimizers and transforms are built by the program's own functions, without the GPU calls. Takes 20
+minutes.
 """
 
 import json
@@ -20,54 +22,6 @@ import torch
 import references.import_torchvision  # noqa: F401
 
 OUT = pathlib.Path(__file__).with_name("programs.json")
-SHARED = "--opt adamw --sched cosine --aa rand-m9-mstd0.5-inc1"
-MIXED_2025 = (
-    "--input-size 3 224 224 --mean 0.485 0.456 0.406 --std 0.229 0.224 0.225 --warmup-lr 1e-6 "
-    "--weight-decay 0.05 --opt-eps 1e-8 --epochs 300 --cutmix 1.0 --mixup 0.8 --reprob 0.25 "
-    "--smoothing 0.1 --drop 0.0 --color-jitter 0.4 --drop-path 0.1 --crop-pct 0.875"
-)
-SMALL_2024 = (
-    "--input-size 3 32 32 --mean 0.4914 0.4822 0.4465 --std 0.2470 0.2435 0.2616 -b 512 "
-    "--min-lr 0.000001 --warmup-epochs 10 --opt-eps 1e-3 --clip-grad 3.0 --weight-decay 0.01 "
-    "--scale 1.0 1.0 --ratio 1.0 1.0 --crop-pct 1.0 --reprob 0.0 --num-classes 10"
-)
-# Paper -> recipe -> our config, images in a batch, command. There is no command for ConvMixer; the
-# 2024 paper trains it like its small ViTs, with learning rate 0.01 for 100 epochs.
-RECIPES = {
-    "2024": {
-        "small_2024": (
-            "vit_2024_small.py",
-            512,
-            f"{SMALL_2024} --model vit_tiny_patch2_32 --gp avg --epochs 200 --lr 0.001",
-        ),
-        "convmixer_2024": (
-            "convmixer_2024.py",
-            512,
-            f"{SMALL_2024} --model convmixer_256_8_3_train --epochs 100 --lr 0.01",
-        ),
-        "imagenet_2024": (
-            "vit_2024_imagenet.py",
-            8 * 512,
-            "--model vit_tiny_patch16_224 --gp avg -b 512 --epochs 300 --input-size 3 224 224 "
-            "--lr 0.004 --weight-decay 0.05 --cutmix 0.8 --mixup 1.0 --reprob 0.25 --remode pixel "
-            "--num-classes 1000 --warmup-epochs 50",
-        ),
-    },
-    "2025": {
-        "small_2025": (
-            "vit_2025_small.py",
-            8 * 64,
-            f"{MIXED_2025} --model vit_tiny_patch16_224 -b 64 --lr 2e-3 --min-lr 1e-6 "
-            "--warmup-epochs 50 --num-classes 10 --layer-decay 1.0",
-        ),
-        "imagenet_2025": (
-            "vit_2025_imagenet.py",
-            16 * 64,
-            f"{MIXED_2025} --model vit_base_patch16_224 -b 64 --lr 0.001 --min-lr 1e-5 "
-            "--warmup-epochs 5 --cooldown-epochs 10 --aug-repeats 3.0 --num-classes 1000",
-        ),
-    },
-}
 # Paper -> our config and row up to the initialization -> timm's name, its arguments, classes.
 TINY, POOLED = "vit_tiny_patch2_32", dict(sin_pe=True, class_token=False, global_pool="avg")
 SIZES = {
@@ -115,8 +69,8 @@ def main(paper, checkout):
     import train
     from timm.models import vision_transformer
 
-    results = json.loads(OUT.read_text()) if OUT.exists() else {"recipes": {}, "models": {}}
-    recipes, models = results["recipes"], results["models"]
+    results = json.loads(OUT.read_text())
+    models = results["models"]
     if paper == "2024":
         encode = vision_transformer.build_sincos2d_pos_embed
         vision_transformer.build_sincos2d_pos_embed = lambda shape, dim, device: encode(shape, dim)
@@ -126,10 +80,10 @@ def main(paper, checkout):
                 filters: statistics(train.create_model(f"convmixer_{name}_{kind}", num_classes=10))
                 for filters, kind in FILTERS.items()
             }
-    for name, (config, batch_size, command) in RECIPES[paper].items():
-        size = {"img_size": 224} if paper == "2025" else {}
-        recipe = record_recipe(train, f"{SHARED} {command}", batch_size, **size)
-        recipes[name] = {"config": config} | recipe
+    for name, recipe in results["recipes"].items():
+        if name.endswith(paper):
+            size = {"img_size": 224} if paper == "2025" else {}
+            recipe |= record_recipe(train, recipe["command"], **size)
     for name, (model, arguments, classes) in MODELS[paper].items():
         models[name] = {}
         for init, options in INITS[paper].items():
@@ -143,7 +97,7 @@ def main(paper, checkout):
     OUT.write_text(text + "\n")
 
 
-def record_recipe(train, command, batch_size, **arguments):
+def record_recipe(train, command, **arguments):
     """Builds what one command trains with; the arguments are the model's."""
     sys.argv = ["train.py", "DATA", *command.split()]
     args, _ = train._parse_args()
@@ -164,8 +118,6 @@ def record_recipe(train, command, batch_size, **arguments):
     data = train.resolve_data_config(vars(args), model=model)
     group = optimizer.param_groups[0]
     return {
-        "command": command,
-        "batch_size": batch_size,
         "num_epochs": num_epochs,
         "learning_rate": rates,
         "weight_decay": max(g["weight_decay"] for g in optimizer.param_groups),

@@ -1,4 +1,4 @@
-"""What timm's train.py does: learning rates, weight decay, and the order of the augmentation.
+"""What timm's train.py does: learning rates, weight decay, and a batch with mixup.
 
 The schedules are those of the papers' public commands; `create_scheduler_v2`, `create_optimizer_v2`
 and `create_loader` get the arguments that train.py passes on.
@@ -68,56 +68,28 @@ def decayed(model):
     return np.array(list(parameters)), np.array([decay[id(p)] > 0 for p in parameters.values()])
 
 
-class Spy:
-    """Calls a function and notes its name; also notes where images were normalized on the way."""
-
-    def __init__(self, function, calls):
-        self.function, self.calls = function, calls
-
-    def __call__(self, images, *rest):
-        if isinstance(images, torch.Tensor) and images.is_floating_point():
-            self.calls.append("normalized")
-        self.calls.append(type(self.function).__name__)
-        return self.function(images, *rest)
-
-
-def training_batch(images, collate, **options):
-    """The loader that train.py makes, on PIL images with labels 0, 1, …: its one batch."""
+def mixed_batch():
+    """The one batch of the loader that train.py makes, with mixup alone and λ = 0.3."""
+    pixels = np.random.default_rng(0).integers(0, 256, (4, 8, 8, 3), dtype=np.uint8)
 
     class Images(torch.utils.data.Dataset):
         transform = None
 
         def __len__(self):
-            return len(images)
+            return len(pixels)
 
         def __getitem__(self, index):
-            return self.transform(images[index]), index
+            return self.transform(Image.fromarray(pixels[index])), index
 
-    cpu = dict(device=torch.device("cpu"), num_workers=0, persistent_workers=False)
-    options = dict(is_training=True, collate_fn=collate, **cpu) | options
-    loader = create_loader(Images(), (3, 8, 8), len(images), **options)
-    calls = []
-    steps = loader.dataset.transform.transforms
-    steps[:] = [Spy(step, calls) for step in steps]
-    loader.loader.collate_fn = Spy(collate, calls)
-    if loader.random_erasing:
-        loader.random_erasing = Spy(loader.random_erasing, calls)
-    batch, targets = next(iter(loader))
-    return batch.permute(0, 2, 3, 1).numpy(), targets.numpy(), list(dict.fromkeys(calls))
-
-
-def augmentation():
-    """The order of the operations with everything on, and a batch with mixup alone, λ = 0.3."""
-    pixels = np.random.default_rng(0).integers(0, 256, (4, 8, 8, 3), dtype=np.uint8)
-    images = [Image.fromarray(image) for image in pixels]
     collate = FastCollateMixup(mixup_alpha=0.8, num_classes=4, label_smoothing=0.1)
     collate._params_per_batch = lambda: (0.3, False)
-    everything = dict(auto_augment="rand-m9-mstd0.5-inc1", re_prob=1.0, re_mode="pixel")
-    order = training_batch(images, collate, **everything)[2]
-    batch, targets, _ = training_batch(images, collate, no_aug=True)
-    labels = targets.argmax(1)[::-1]  # the larger share is that of the mirror image
-    names = ("order", "inputs", "labels", "images", "targets")
-    return dict(zip(names, (np.array(order), pixels[labels], labels, batch, targets), strict=True))
+    cpu = dict(device=torch.device("cpu"), num_workers=0, persistent_workers=False)
+    options = dict(is_training=True, no_aug=True, collate_fn=collate)
+    batch, targets = next(iter(create_loader(Images(), (3, 8, 8), len(pixels), **options, **cpu)))
+    labels = targets.numpy().argmax(1)[::-1]  # the larger share is that of the mirror image
+    names = ("inputs", "labels", "images", "targets")
+    arrays = (pixels[labels], labels, batch.permute(0, 2, 3, 1).numpy(), targets.numpy())
+    return dict(zip(names, arrays, strict=True))
 
 
 def make():
@@ -125,7 +97,7 @@ def make():
     torch.manual_seed(0)
     arrays = {f"rates/{name}": learning_rates(*row) for name, row in SCHEDULES.items()}
     arrays |= {f"settings/{name}": np.array(row) for name, row in SCHEDULES.items()}
-    arrays |= {f"augmentation/{key}": value for key, value in augmentation().items()}
+    arrays |= {f"augmentation/{key}": value for key, value in mixed_batch().items()}
     for family, model in models().items():
         arrays[f"names/{family}"], arrays[f"decayed/{family}"] = decayed(model)
     return arrays
