@@ -35,7 +35,11 @@ DATASETS = {
     "oxford_iiit_pet": (37, "train", "test"),
     "food101": (101, "train", "validation"),
 }
-SCHEMES = {"impulse": "impulse_2025", "mimetic": "mimetic", "default": "default"}
+SCHEMES = {
+    "impulse": dict(name="impulse_2025"),
+    "mimetic": dict(name="mimetic", replace_positions=False),  # the program keeps learned ones
+    "default": dict(name="default"),
+}
 MODELS = ("vit_tiny_patch16_224", "vit_small_patch16_224", "vit_base_patch16_224")
 
 
@@ -62,7 +66,7 @@ def get_config(
     config.model.drop_path = 0.1
     config.model.dtype = "bfloat16"
     config.model.base_init = "pytorch"
-    config.attention_init = dict(name=SCHEMES[init])
+    config.attention_init = SCHEMES[init]
 
     config.augment.crop = "resized"
     config.augment.flip = 0.5

@@ -22,7 +22,7 @@ from foreign_models import (
 )
 
 from structinit_jax import interop
-from structinit_jax.attention_init import AttentionWeights, sincos_positions
+from structinit_jax.attention_init import AttentionWeights, mimetic, sincos_positions
 from structinit_jax.attention_init.kernels import layer_norm
 from structinit_jax.errors import InputError
 from structinit_jax.interop.layouts import flatten
@@ -86,6 +86,21 @@ def test_torch_projections_have_the_maps_of_the_scheme():
         query, key, _ = outputs.reshape(len(x), 3, 3, 64).transpose(1, 2, 0, 3)
         scores = query @ key.swapaxes(1, 2) * 64**-0.5
         np.testing.assert_allclose(jax.nn.softmax(scores, axis=-1), maps, atol=1e-5)
+
+
+def test_mimetic_writes_sincos_positions_into_a_learned_table():
+    """timm's start near zero, where tokens are hardly told apart."""
+    params = state_dict("timm")
+    replaced, kept = (
+        interop.initialize(params, mimetic(replace_positions=replace), RNG, num_heads=3)
+        for replace in (True, False)
+    )
+    table = params["pos_embed"].copy()
+    np.testing.assert_array_equal(kept["pos_embed"], table)
+    table[0, 1:] = sincos_positions((14, 14), 192)  # the class token's row stays
+    np.testing.assert_array_equal(replaced.pop("pos_embed"), table)
+    for name, array in replaced.items():
+        np.testing.assert_array_equal(array, kept[name])
 
 
 def test_position_scale_multiplies_the_whole_table():

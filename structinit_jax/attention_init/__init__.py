@@ -181,10 +181,18 @@ def impulse_2025(
     return _by_site({AttentionSite: papers.impulse_2025}, options)
 
 
-def mimetic() -> AttentionInit:
-    """Mimetic initialization (Trockman & Kolter 2023): heads attend to similar tokens."""
+def mimetic(*, replace_positions: bool | None = None) -> AttentionInit:
+    """Mimetic initialization (Trockman & Kolter 2023): heads attend to similar tokens.
+
+    Args:
+      replace_positions: Whether a sin-cos encoding replaces learned positions, by default true.
+        Heads find a token's neighbors by their similar positions, and learned positions that start
+        near zero tell tokens apart too little. The 2025 paper's program keeps them.
+    """
+    options = dict(locals())  # the arguments: this line has to come first
+    check_fields(mimetic, options, "")
     attention = dict.fromkeys(ATTENTION, papers.mimetic)
-    return _by_site(attention | {TokenMixingSite: token_mixing.mimetic})
+    return _by_site(attention | {TokenMixingSite: token_mixing.mimetic}, options)
 
 
 def default() -> AttentionInit:

@@ -294,9 +294,9 @@ def sincos_positions(
     """
     if width % 4 or width < 8:
         raise InputError(
-            f"width={width}: sin-cos positions need a width of at least 8 that is divisible by 4; "
+            f"width={width}: sin-cos positions need a width of at least 8 that is divisible by 4: "
             "change the width, or use learned positions and a scheme that keeps them, such as "
-            "'mimetic'"
+            "'default' or mimetic(replace_positions=False)"
         )
     if convention not in ("timm", "moco"):
         raise InputError(f"convention={convention!r}: choose 'timm' or 'moco'")

@@ -1,6 +1,6 @@
 """Initializations as published, for comparison with our `impulse`.
 
-`mimetic`, `default` and `kaiming_uniform` use no positions, so they also serve attention within
+`mimetic`, `default` and `kaiming_uniform` need no positions, so they also serve attention within
 windows and with rotary positions.
 """
 
@@ -20,6 +20,7 @@ from structinit_jax.attention_init.kernels import (
     filter_maps,
     layer_norm,
     near_identity,
+    sincos_positions,
     trunc_normal,
 )
 from structinit_jax.attention_init.sites import AttentionSite, AttentionWeights, SolveReport
@@ -232,18 +233,23 @@ def factor_logits(
     )
 
 
-def mimetic(rng: PRNGKeyArray, site: AttentionSite) -> AttentionWeights:
+def mimetic(
+    rng: PRNGKeyArray, site: AttentionSite, *, replace_positions: bool = True
+) -> AttentionWeights:
     """Trockman & Kolter (2023): Q Kᵀ = 0.7 U + 0.7 I per head and V Proj ≈ -0.4 I, by SVD.
 
     As in the programs of both papers, which store the factors of V Proj untransposed as PyTorch
     weights. The heads are then equally strong.
     """
+    positions = None
+    if replace_positions and site.positions_trainable:
+        positions = jnp.asarray(sincos_positions(site.grid, site.width))
     qk_rng, vo_rng = jax.random.split(rng)
     value, out = mimetic_vo(vo_rng, site, transposed=True)
     shape = (site.num_layers, site.num_heads, site.width)
     products = near_identity(qk_rng, shape, noise=0.7, identity=0.7)
     query, key = (jnp.moveaxis(f, 1, 2) for f in split_product(products, site.head_dim))
-    return AttentionWeights(query, key, value, out)
+    return AttentionWeights(query, key, value, out, positions)
 
 
 def mimetic_vo(
