@@ -6,7 +6,7 @@ import math
 import numpy as np
 from PIL import Image
 
-from structinit_jax.data.images import StoredImage
+from structinit_jax.data.images import StoredImage, from_pillow, to_pillow
 
 try:
     import cykooz_resizer as simd  # six times as fast as Pillow
@@ -37,10 +37,8 @@ def resize_and_center_crop(
 
 
 def _pillow_resize(pixels, size, interpolation, box=None):
-    image = np.ascontiguousarray(pixels[..., 0] if pixels.shape[-1] == 1 else pixels)
     resample = getattr(Image.Resampling, interpolation.upper())
-    resized = np.asarray(Image.fromarray(image).resize(size, resample, box))
-    return resized[..., None] if resized.ndim == 2 else resized
+    return from_pillow(to_pillow(pixels).resize(size, resample, box), pixels.shape[-1])
 
 
 Box = tuple[int, int, int, int]  # top, left, height and width of a rectangle, in pixels

@@ -6,16 +6,16 @@ can decode at a fraction of the size. Pillow decodes every other format, and CMY
 
 import functools
 import io
-from typing import NamedTuple
 
 import numpy as np
+import simplejpeg
 from PIL import ExifTags, Image, UnidentifiedImageError
 
 from structinit_jax.errors import InputError
 
 PIL_MODES = {1: "L", 3: "RGB"}
-# JPEG color spaces that libjpeg-turbo converts as Pillow does.
-JPEG_MODES = {"Gray": "L", "YCbCr": "RGB", "RGB": "RGB"}
+# JPEG color spaces that libjpeg-turbo decodes as Pillow does, and to what.
+JPEG_SPACES = {"Gray": "GRAY", "YCbCr": "RGB", "RGB": "RGB"}
 MAX_EXIF_START = 65_536  # bytes into a JPEG; searching all of it takes longer
 TRANSPOSED = (5, 6, 7, 8)  # EXIF orientations that exchange height and width
 
@@ -54,7 +54,7 @@ class StoredImage:
     """
 
     def __init__(self, data: bytes | np.ndarray, channels: int, name: str):
-        self.name, self._data, self._mode = name, data, PIL_MODES[channels]
+        self.name, self._data, self._channels = name, data, channels
 
     @functools.cached_property
     def size(self) -> tuple[int, int]:
@@ -67,8 +67,8 @@ class StoredImage:
         """
         if self._jpeg is None:
             return self._pixels.shape[:2]
-        height, width = self._jpeg.height, self._jpeg.width
-        return (width, height) if self._jpeg.orientation in TRANSPOSED else (height, width)
+        height, width, _, orientation = self._jpeg
+        return (width, height) if orientation in TRANSPOSED else (height, width)
 
     def decode(self, at_least: tuple[int, int] = (0, 0)) -> np.ndarray:
         """Returns the pixels, uint8 [h, w, C].
@@ -93,78 +93,69 @@ class StoredImage:
         return isinstance(self._data, bytes) and self._data.startswith(b"\xff\xd8")
 
     @functools.cached_property
-    def _jpeg(self) -> "_Jpeg | None":
-        """Header of a JPEG that simplejpeg can decode."""
+    def _jpeg(self) -> tuple[int, int, str, int] | None:
+        """Height, width, color space and orientation of a JPEG that simplejpeg can decode."""
         if not self._is_jpeg():
             return None
-        import simplejpeg  # imported here so that other formats can be read without it
-
         try:
             height, width, space, _ = simplejpeg.decode_jpeg_header(self._data)
         except ValueError:  # Pillow reads it, or says what is wrong
             return None
-        if space not in JPEG_MODES:  # CMYK
+        if space not in JPEG_SPACES:  # CMYK
             return None
         orientation = 1
         if b"Exif\0\0" in self._data[:MAX_EXIF_START]:
             orientation = _orientation(Image.open(io.BytesIO(self._data)))
-        return _Jpeg(height, width, JPEG_MODES[space], orientation)
+        return height, width, JPEG_SPACES[space], orientation
 
     def _decode_jpeg(self, at_least):
-        import simplejpeg
-
-        _, _, mode, orientation = self._jpeg
+        _, _, space, orientation = self._jpeg
         height, width = at_least[::-1] if orientation in TRANSPOSED else at_least
+        factor = 2 if any(at_least) else 1
+        scale = dict(min_height=height, min_width=width, min_factor=factor)
         try:
-            pixels = simplejpeg.decode_jpeg(
-                self._data,
-                {"L": "GRAY", "RGB": "RGB"}[mode],
-                min_height=height,
-                min_width=width,
-                min_factor=2 if any(at_least) else 1,
-            )
+            pixels = simplejpeg.decode_jpeg(self._data, space, **scale)
         except ValueError:
             # It stops at the first warning. Pillow goes on, but refuses a truncated file.
             return self._pixels
-        if mode != self._mode:
-            image = Image.fromarray(pixels[..., 0] if mode == "L" else pixels)
-            pixels = np.asarray(image.convert(self._mode))
-        return _turn(pixels.reshape(*pixels.shape[:2], -1), orientation)
+        if pixels.shape[-1] != self._channels:
+            pixels = from_pillow(to_pillow(pixels), self._channels)
+        return _turn(pixels, orientation)
 
     @functools.cached_property
     def _pixels(self) -> np.ndarray:
         """The pixels as Pillow decodes them, uint8 [h, w, C]."""
         try:
             return self._decode()
-        except UnidentifiedImageError as error:  # its text contains a memory address
-            raise BadImageError(f"{self.name}: cannot be decoded (unknown format)") from error
         except Exception as error:  # each format's decoder has errors of its own
-            raise BadImageError(f"{self.name}: cannot be decoded ({error})") from error
+            # The text of this one contains a memory address.
+            reason = "unknown format" if isinstance(error, UnidentifiedImageError) else error
+            raise BadImageError(f"{self.name}: cannot be decoded ({reason})") from error
 
     def _decode(self):
-        orientation = 1
-        if isinstance(self._data, np.ndarray):
-            pixels = self._data[..., 0] if self._data.shape[2:] == (1,) else self._data
-            image = Image.fromarray(np.ascontiguousarray(pixels))
-        else:
-            image = Image.open(io.BytesIO(self._data))
-            image.load()  # which turns a TIFF
-            orientation = _orientation(image)
+        is_array = isinstance(self._data, np.ndarray)
+        image = to_pillow(self._data) if is_array else Image.open(io.BytesIO(self._data))
+        image.load()  # which turns a TIFF
+        orientation = _orientation(image)
         if image.mode.startswith("I;16"):  # Pillow itself clips at 255
             image = Image.fromarray((np.asarray(image) >> 8).astype(np.uint8))
         elif image.mode in ("I", "F"):
             raise ValueError("32-bit and floating-point values have no known range: convert them")
         if "transparency" in image.info:
             image = image.convert("RGBA")  # Pillow warns when it drops that of a palette
-        pixels = np.asarray(image if image.mode == self._mode else image.convert(self._mode))
-        return _turn(pixels.reshape(*pixels.shape[:2], -1), orientation)
+        return _turn(from_pillow(image, self._channels), orientation)
 
 
-class _Jpeg(NamedTuple):
-    height: int
-    width: int
-    mode: str
-    orientation: int
+def to_pillow(pixels: np.ndarray) -> Image.Image:
+    """Converts pixels, uint8 [h, w] or [h, w, 1 or 3], to an image of Pillow."""
+    return Image.fromarray(pixels[..., 0] if pixels.shape[2:] == (1,) else pixels)
+
+
+def from_pillow(image: Image.Image, channels: int) -> np.ndarray:
+    """Converts an image of Pillow to pixels of 1 (gray) or 3 (color) channels, uint8 [h, w, C]."""
+    mode = PIL_MODES[channels]
+    pixels = np.asarray(image if image.mode == mode else image.convert(mode))
+    return pixels.reshape(*pixels.shape[:2], channels)
 
 
 def _orientation(image):
