@@ -9,7 +9,6 @@ import dataclasses
 import inspect
 import json
 import runpy
-from collections.abc import Callable
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -31,7 +30,6 @@ from structinit_jax.errors import (
     is_count,
     is_reference,
     require,
-    suggest,
 )
 
 Seed = Annotated[int, Check("a whole number in [0, 2**32)", lambda x: is_count(x, 0) and x < 2**32)]
@@ -140,23 +138,18 @@ def load_config(location: str | Path) -> ConfigDict:
     Args:
       location: Path of the file, optionally with a table row: 'configs/vit_2025_small.py:food101'.
         The words of the row, separated by commas, are the arguments of the file's `get_config`.
-
-    Raises:
-      InputError: The file is missing or has no such row.
     """
     stem, suffix, row = str(location).partition(".py:")
     path = stem + suffix.removesuffix(":")
     if not Path(path).is_file():
         raise InputError(
-            f"--config={path}: there is no such file in {Path.cwd()}; a checkout of this project "
-            "has recipes in configs/"
+            f"--config={path}: there is no such file in {Path.cwd()}; a checkout has configs/"
         )
     get_config = runpy.run_path(path)["get_config"]
     words = row.split(",") if row else []
     columns = inspect.signature(get_config).parameters
     if len(words) > len(columns):
-        form = f"at most {', '.join(columns)}" if columns else "no row"
-        raise InputError(f"--config={location} has {len(words)} words, but the file takes {form}")
+        raise InputError(f"--config={location} has more words than the file takes: {len(columns)}")
     choices = dict(zip(columns, words, strict=False))
     errors.check_fields(get_config, choices, f"--config={location}: ")
     config = get_config(**choices)
@@ -256,30 +249,18 @@ def augment_options(config: ConfigDict) -> AugmentOptions:
     )
 
 
-def find_scheme(name: str) -> Callable[..., attention_init.AttentionInit]:
-    """Returns the scheme of a `config.attention_init.name`, a function of its options.
-
-    Args:
-      name: A name in `attention_init.SCHEMES`, or your own as 'module:function'.
-    """
-    if is_reference(name):
-        return errors.load_reference(name, "attention_init.name")
-    if name not in attention_init.SCHEMES:
-        known = attention_init.SCHEMES
-        raise InputError(f"config.attention_init.name={name!r} is unknown: {suggest(name, known)}")
-    return attention_init.SCHEMES[name]
-
-
 def scheme_options(name: str) -> tuple[str, ...]:
     """Returns the names of a scheme's options, which `config.attention_init` may set."""
-    return tuple(inspect.signature(find_scheme(name)).parameters)
+    scheme = errors.find(name, attention_init.SCHEMES, "attention_init.name")
+    return tuple(inspect.signature(scheme).parameters)
 
 
 def make_attention_init(config: ConfigDict) -> attention_init.AttentionInit:
     """Returns the `(rng, site) -> weights` that `config.attention_init` describes."""
     options = dict(config.attention_init)
-    scheme = find_scheme(options.pop("name", ""))
-    if scheme in attention_init.SCHEMES.values():
+    name = options.pop("name", "")
+    scheme = errors.find(name, attention_init.SCHEMES, "attention_init.name")
+    if name in attention_init.SCHEMES:
         errors.check_fields(scheme, options, "config.attention_init.")
     try:
         return scheme(**options)

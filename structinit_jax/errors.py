@@ -153,13 +153,17 @@ def is_reference(name: str) -> bool:
     return re.fullmatch(r"(?!huggingface:)[A-Za-z_][\w.]*:[A-Za-z_]\w*", name) is not None
 
 
-def load_reference(reference: str, field: str) -> Any:
-    """Imports the object that a config field names, such as 'my_package.schemes:my_scheme'.
+def find(name: str, known: Mapping[str, Any], field: str) -> Any:
+    """Returns what a config field names: a known object, or your own as 'module:attribute'."""
+    if name in known:
+        return known[name]
+    if is_reference(name):
+        return load_reference(name, field)
+    raise InputError(f"config.{field}={name!r} is unknown: {suggest(name, known)}")
 
-    Args:
-      reference: 'module:attribute'; the module is found as by `import`.
-      field: Config field, for error messages.
-    """
+
+def load_reference(reference: str, field: str) -> Any:
+    """Imports the object that a config field names, such as 'my_package.schemes:my_scheme'."""
     module_name, _, attribute = reference.partition(":")
     try:
         return getattr(importlib.import_module(module_name), attribute)

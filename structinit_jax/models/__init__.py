@@ -1,11 +1,11 @@
 """The model families, and their creation by the name of a family, a variant, or your own class."""
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 from flax import nnx
 
-from structinit_jax.errors import InputError, is_reference, load_reference, suggest
+from structinit_jax.errors import InputError, find
 from structinit_jax.models.convmixer import ConvMixer
 from structinit_jax.models.mixer import MlpMixer
 from structinit_jax.models.model import Model
@@ -32,8 +32,8 @@ def default_config(name: str) -> dict[str, Any]:
     your own class as 'module:Class' (see `model.Model`). Raises `InputError` for others.
     """
     family, changes = VARIANTS.get(name, (name, {}))
-    fields = _family(family, [*FAMILIES, *VARIANTS]).default_config()
-    return {"name": family} | fields | changes
+    model = find(family, FAMILIES | VARIANTS, "model.name")
+    return {"name": family} | model.default_config() | changes
 
 
 def check_fields(fields: Mapping[str, Any]) -> None:
@@ -68,21 +68,7 @@ def create_model(
         family, changes = VARIANTS[name]
         sizes = ", ".join(f"{field}={value}" for field, value in changes.items())
         raise InputError(f"config.model.name={name!r} is a variant of {family!r}: set {sizes}")
-    model = _family(name, FAMILIES)
+    model = find(name, FAMILIES, "model.name")
     if image_size is not None:
         options["image_size"] = image_size
     return model(**options, channels=channels, rngs=rngs)
-
-
-def _family(name: str, known: Iterable[str]) -> type[Model]:
-    if name in FAMILIES:
-        return FAMILIES[name]
-    if is_reference(name):
-        model = load_reference(name, "model.name")
-        if not hasattr(model, "default_config"):
-            raise InputError(
-                f"config.model.name={name!r} has no default_config(): derive it from "
-                "structinit_jax.models.model.Model"
-            )
-        return model
-    raise InputError(f"config.model.name={name!r} is unknown: {suggest(name, known)}")

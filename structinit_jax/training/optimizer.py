@@ -15,7 +15,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
-from structinit_jax.errors import InputError, is_reference, load_reference
+from structinit_jax.errors import InputError, find
 
 
 class Schedule(NamedTuple):
@@ -181,7 +181,7 @@ OPTIMIZERS: Mapping[str, Callable] = {"adamw": adamw}
 
 def find_loss(name: str) -> Callable:
     """Returns the training loss that `config.loss` names, or raises `InputError`."""
-    return _find(LOSSES, name, "loss")
+    return find(name, LOSSES, "loss")
 
 
 def make_optimizer(
@@ -194,21 +194,10 @@ def make_optimizer(
       learning_rate: Schedule of the learning rate.
       fields: Fields of the config, of which the optimizer gets those that its parameters name.
     """
-    build = _find(OPTIMIZERS, name, "optimizer")
+    build = find(name, OPTIMIZERS, "optimizer")
     parameters = inspect.signature(build).parameters
     options = {key: fields[key] for key in parameters if key in fields}
     return build(**options | {"learning_rate": learning_rate})
-
-
-def _find(registry: Mapping[str, Callable], name: str, field: str) -> Callable:
-    if is_reference(name):
-        return load_reference(name, field)
-    if name not in registry:
-        raise InputError(
-            f"config.{field}={name!r} is unknown: use one of {', '.join(registry)}, or "
-            "'module:function' for your own"
-        )
-    return registry[name]
 
 
 def decay_mask(params: Any) -> Any:
