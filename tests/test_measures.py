@@ -119,11 +119,3 @@ def test_positions_and_unrelated_features_have_known_distances():
     a, b = (jnp.asarray(RNG.normal(size=(5000, 3)), jnp.float32) for _ in range(2))
     np.testing.assert_allclose(measures.relative_distance(a, b), 1, rtol=0.02)
     np.testing.assert_allclose(measures.relative_distance(a, -a), 2**0.5, rtol=1e-3)
-
-
-def test_filter_cosine_is_of_each_channel():
-    a = RNG.normal(size=(3, 3, 2)).astype(np.float32)
-    b = np.stack([-2 * a[..., 0], np.zeros((3, 3), np.float32)], axis=-1)
-    b[0, 0, 1] = 1
-    expected = [-1, a[0, 0, 1] / np.linalg.norm(a[..., 1])]
-    np.testing.assert_allclose(measures.filter_cosine(a, b), expected, rtol=1e-6)

@@ -93,8 +93,6 @@ def observe_run(
 ) -> list[Snapshot]:
     """Observes a run before and after training.
 
-    Layers with filters get the measure 'filter_cosine' after it.
-
     Args:
       config: Config of the run.
       restored: The run's model on one device and its state, from `evaluate.restore_model`.
@@ -103,11 +101,7 @@ def observe_run(
     model, state = restored
     observer = Observer(config, model)
     before = observer(observer.start_values(), images, step=0)
-    after = observer((state.params, state.model_state), images, step=int(state.step))
-    for old, new in zip(before.layers, after.layers, strict=True):
-        if new.filters is not None:
-            new.measures["filter_cosine"] = measures.filter_cosine(old.filters, new.filters)
-    return [before, after]
+    return [before, observer((state.params, state.model_state), images, step=int(state.step))]
 
 
 def one_device() -> jax.sharding.Mesh:
@@ -149,14 +143,11 @@ class Observer:
           step: Training step of the weights.
 
         Raises:
-          InputError: The model has no layers to observe, or its weights are not finite.
+          InputError: The model has no layers to observe.
         """
         model = nnx.merge(self._model.graphdef, *weights)
-        sites, name = model.sites(), f"{self._config.attention_init.name}, step {step:,}"
-        if not sites:
+        if not (sites := model.sites()):
             raise InputError(f"config.model.name={self._config.model.name!r} has no sites()")
-        if not all(np.isfinite(leaf).all() for leaf in jax.device_get(jax.tree.leaves(weights))):
-            raise InputError(f"the weights of {name} are not finite: choose another --step")
         totals, ranks = [], []
         for batch in images.reshape(-1, BATCH_SIZE, *images.shape[1:]):
             total, outputs = jax.device_get(self._observe_batch(weights, batch))
@@ -186,6 +177,7 @@ class Observer:
                 )
                 layers.append(layer)
         mixes = any(isinstance(site, TokenMixingSite) for site in sites.values())
+        name = f"{self._config.attention_init.name}, step {step:,}"
         return Snapshot(name, "sensitivity" if mixes else "attention", layers)
 
     def _observe(self, weights, images):

@@ -1,13 +1,14 @@
 """Draws the results of `collect`. Within a figure, equal colors mean equal values."""
 
 import math
-import os
 import textwrap
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 import numpy as np
 from jaxtyping import Array, Float
+from matplotlib.figure import Figure
+from matplotlib.patches import Rectangle
 
 from structinit_jax.analysis import measures
 from structinit_jax.analysis.collect import Layer, Snapshot
@@ -25,18 +26,9 @@ PANELS = {
     "neighbor_mass": "attention at strongest offset",
     "target_mass": "attention on the head's target",
     "hit_rate": "rows that peak on the target",
-    "filter_cosine": "cosine of filters to their start",
     "stable_rank": "stable rank of the output",
     "shift_distance": "distance from shift equivariance",
 }
-
-
-def import_pyplot():
-    """Imports matplotlib's pyplot for drawing to files."""
-    os.environ.setdefault("MPLBACKEND", "Agg")  # needs no display; a notebook keeps its own
-    import matplotlib.pyplot as plt
-
-    return plt
 
 
 def add_legend(figure, handles, labels) -> None:
@@ -47,9 +39,14 @@ def add_legend(figure, handles, labels) -> None:
     figure.legend(handles, labels, loc="outside lower center", ncols=columns, frameon=False)
 
 
-def _wrap(text: str, width: float) -> str:
+def _wrap(text, width):
     """Breaks a title of 12 points into lines of a width in inches."""
     return textwrap.fill(text, max(12, int(width * 10)))
+
+
+def _save(figure, title, path):
+    figure.suptitle(_wrap(title, figure.get_figwidth()))
+    figure.savefig(path, dpi=150)
 
 
 # -- maps ------------------------------------------------------------------------------------------
@@ -95,7 +92,7 @@ def draw_maps(
     _draw_kernels(models, title, path, "attention", {tokens})
 
 
-def _kernels(layer: Layer) -> Float[np.ndarray, "h r c"]:
+def _kernels(layer: Layer):
     if layer.filters is not None:
         return np.moveaxis(layer.filters, -1, 0)[:MAX_FILTERS]
     return _crop_offsets(layer.maps, layer.grid)
@@ -114,7 +111,6 @@ def _draw_kernels(models, title, path, quantity, sizes):
     `models` holds kernels [h, r, c] by model and layer. They are of maps that show a `quantity` and
     have these `sizes` in tokens; without sizes they are filters, whose values have both signs.
     """
-    plt = import_pyplot()
     kernels = [each for layers in models.values() for each in layers.values()]
     peak = max(float(np.abs(each).max()) for each in kernels) or 1.0
     side = max(max(each.shape[1:]) for each in kernels) + 1  # one pixel lies between kernels
@@ -128,10 +124,11 @@ def _draw_kernels(models, title, path, quantity, sizes):
     heads = max(len(each) for each in kernels)
     width, height = 0.6 * heads + 1.0, 0.6 * max(map(len, models.values())) + 0.9
     columns = min(len(models), max(1, int(MAX_WIDTH / width)))
-    figure, axes = _grid_of_axes(
-        len(models), columns, lambda rows: (max(width * columns, 4.5) + 1, max(height * rows, 3.0))
-    )
-    for axis, (name, layers) in zip(axes, models.items(), strict=True):
+    rows = math.ceil(len(models) / columns)
+    size = max(width * columns, 4.5) + 1, max(height * rows, 3.0)
+    figure = Figure(size, layout="constrained")
+    for number, (name, layers) in enumerate(models.items(), 1):
+        axis = figure.add_subplot(rows, columns, number)
         canvas = np.full((side * len(layers) - 1, side * heads - 1), np.nan)
         for y, each in enumerate(layers.values()):
             for x, kernel in enumerate(each):
@@ -139,8 +136,7 @@ def _draw_kernels(models, title, path, quantity, sizes):
                 canvas[top : top + kernel.shape[0], left : left + kernel.shape[1]] = kernel
                 corner = (left + kernel.shape[1] // 2 - 0.5, top + kernel.shape[0] // 2 - 0.5)
                 color = "white" if sizes else "black"  # frames the token itself
-                frame = plt.Rectangle(corner, 1, 1, fill=False, edgecolor=color, linewidth=0.7)
-                axis.add_patch(frame)
+                axis.add_patch(Rectangle(corner, 1, 1, fill=False, edgecolor=color, linewidth=0.7))
         image = axis.imshow(canvas, interpolation="nearest", **colors)
         axis.spines[:].set_visible(False)
         axis.set_xticks([x * side + side / 2 - 1 for x in range(heads)], range(1, heads + 1))
@@ -148,21 +144,8 @@ def _draw_kernels(models, title, path, quantity, sizes):
         axis.tick_params(length=0)
         axis.set(xlabel="head" if sizes else "channel", ylabel="layer")
         axis.set_title(_wrap(name, width), size=10)
-    figure.colorbar(image, ax=axes, label=_wrap(label, figure.get_figheight()))
+    figure.colorbar(image, ax=figure.axes, label=_wrap(label, figure.get_figheight()))
     _save(figure, title, path)
-
-
-def _grid_of_axes(count, columns, size_of):
-    """Makes a figure of `count` axes in rows; `size_of` gives its size for a number of rows."""
-    rows = math.ceil(count / columns)
-    figure = import_pyplot().figure(figsize=size_of(rows), layout="constrained")
-    return figure, [figure.add_subplot(rows, columns, i) for i in range(1, count + 1)]
-
-
-def _save(figure, title, path):
-    figure.suptitle(_wrap(title, figure.get_figwidth()))
-    figure.savefig(path, dpi=150)
-    import_pyplot().close(figure)
 
 
 # -- numbers ---------------------------------------------------------------------------------------
@@ -173,14 +156,15 @@ def draw_by_layer(snapshots: Sequence[Snapshot], title: str, path: Path) -> None
     known = {name for s in snapshots for layer in s.layers for name in layer.measures}
     names = [name for name in PANELS if name in known]
     columns = min(len(names), 4)
-    figure, axes = _grid_of_axes(
-        len(names), columns, lambda rows: (max(3.4 * columns, 6.0), 2.9 * rows + 0.8)
-    )
+    rows = math.ceil(len(names) / columns)
+    figure = Figure((max(3.4 * columns, 6.0), 2.9 * rows + 0.8), layout="constrained")
     quantity = " or ".join(dict.fromkeys(snapshot.quantity for snapshot in snapshots))
     deepest = max(snapshots, key=lambda snapshot: len(snapshot.layers))
     labels = [layer.name for layer in deepest.layers]
     every = math.ceil(len(labels) / 8)
-    for axis, name in zip(axes, names, strict=True):
+    legend: dict[str, object] = {}
+    for place, name in enumerate(names, 1):
+        axis = figure.add_subplot(rows, columns, place)
         for number, snapshot in enumerate(snapshots):
             shift = 0.1 * (number - (len(snapshots) - 1) / 2)
             _draw_measure(axis, name, snapshot, COLORS[number % len(COLORS)], shift)
@@ -189,10 +173,9 @@ def draw_by_layer(snapshots: Sequence[Snapshot], title: str, path: Path) -> None
         axis.grid(alpha=0.3)
         axis.set_xticks(range(1, len(labels) + 1, every), labels[::every])
         axis.set_xlabel("layer")
-    handles: dict[str, object] = {}
-    for axis in axes:
-        handles |= dict(zip(*reversed(axis.get_legend_handles_labels()), strict=True))
-    add_legend(figure, [*handles.values()], [*handles])
+        handles, texts = axis.get_legend_handles_labels()
+        legend |= dict(zip(texts, handles, strict=True))
+    add_legend(figure, [*legend.values()], [*legend])
     _save(figure, title, path)
 
 

@@ -148,11 +148,3 @@ def relative_distance(
     spread = a.var(axis=0, ddof=1).sum() + b.var(axis=0, ddof=1).sum()
     squared = jnp.square(a - b).sum(axis=-1).mean()
     return jnp.sqrt(squared / jnp.where(spread > 0, spread, 1))
-
-
-def filter_cosine(
-    a: Float[np.ndarray, "f f D"], b: Float[np.ndarray, "f f D"]
-) -> Float[np.ndarray, " D"]:
-    """Returns the cosine between the filters of each channel."""
-    a, b = a.reshape(-1, a.shape[-1]), b.reshape(-1, b.shape[-1])
-    return (a * b).sum(axis=0) / (np.linalg.norm(a, axis=0) * np.linalg.norm(b, axis=0))
