@@ -82,8 +82,6 @@ def _parse_flags(argv: list[str]) -> Overrides:
     fields = [word for word in argv if word.lstrip("-").startswith("config.") and "=" in word]
     try:
         _, *words = flags.FLAGS([word for word in argv if word not in fields])
-    except SystemExit as error:  # absl has printed the help, and ends with status 1
-        raise SystemExit(0) from error
     except flags.Error as error:
         raise InputError(f"{error}; fields of the config are --config.FIELD=VALUE") from error
     if words:
@@ -100,10 +98,7 @@ def _parse_flags(argv: list[str]) -> Overrides:
 def use_compilation_cache() -> None:
     """Caches compiled programs in the user's cache directory, unless JAX has a cache already."""
     if jax.config.jax_compilation_cache_dir is None:
-        try:
-            root = os.environ.get("XDG_CACHE_HOME") or Path("~/.cache").expanduser()
-        except RuntimeError:  # there is no home directory
-            return
+        root = os.environ.get("XDG_CACHE_HOME") or Path("~/.cache").expanduser()
         jax.config.update("jax_compilation_cache_dir", str(Path(root) / "structinit_jax" / "xla"))
         # A start compiles a dozen small programs too.
         jax.config.update("jax_persistent_cache_min_compile_time_secs", 0)
@@ -115,11 +110,7 @@ def out_path(default: str) -> Path:
 
 
 def read_config(overrides: Overrides) -> ConfigDict:
-    """Returns the config that --config, or else the run in --workdir, and the overrides describe.
-
-    Args:
-      overrides: What `run` passes to the command.
-    """
+    """Returns the config of --config, or else of the run in --workdir, with the overrides."""
     if CONFIG.value is not None:
         config = config_lib.load_config(CONFIG.value)
     elif WORKDIR.value:
@@ -132,19 +123,11 @@ def read_config(overrides: Overrides) -> ConfigDict:
     return config.lock()
 
 
-def set_field(config: ConfigDict, path: str, text: str, flag: str = "config") -> None:
+def set_field(config: ConfigDict, path: str, text: str) -> None:
     """Sets a field, such as 'model.depth', as `--config.FIELD=VALUE` does.
 
     Options of the scheme need not be in `attention_init`; see `config.set_scheme` for its name.
-
-    Args:
-      config: Config to change.
-      path: The field.
-      text: Its value.
-      flag: What the user typed before the field, for messages.
-
-    Raises:
-      InputError: There is no such field, or the value has another type.
+    Raises `InputError` if there is no such field, or if the value has another type.
     """
     if path == "attention_init.name":
         return config_lib.set_scheme(config, text)
@@ -153,14 +136,14 @@ def set_field(config: ConfigDict, path: str, text: str, flag: str = "config") ->
         options = config_lib.scheme_options(config.attention_init.name)
         fields = dict.fromkeys(f"attention_init.{option}" for option in options) | fields
     if path not in fields:
-        raise InputError(f"--{flag}.{path}: there is no such field; {suggest(path, fields)}")
+        raise InputError(f"config.{path} does not exist: {suggest(path, fields)}")
     section, _, name = path.rpartition(".")
     try:
         with config.unlocked():
             (config[section] if section else config)[name] = _read(text, fields[path])
     except (TypeError, ValueError) as error:
         kind = f"{type(fields[path]).__name__}, such as {fields[path]}"
-        raise InputError(f"--{flag}.{path}={text} must be of type {kind}") from error
+        raise InputError(f"config.{path}={text} must be of type {kind}") from error
 
 
 def _read(text: str, old: Any) -> Any:

@@ -17,7 +17,7 @@ CONFIG = "--config=configs/vit_t_digits.py"
         (["--config.attention_init.kernel=5"], "'attention_init.kernel_size'"),
         (["--wrokdir=x"], "'wrokdir' Did you mean: workdir --config.FIELD=VALUE"),
         (["train"], "unrecognized argument 'train'"),
-        (["--config.batch_size=many"], "--config.batch_size=many int"),
+        (["--config.batch_size=many"], "config.batch_size=many int"),
         (["--config.loss=hinge"], "config.loss='hinge'"),
         (["--mode=eval"], "no complete checkpoint"),
     ],
@@ -66,4 +66,4 @@ def test_fields_are_set_from_text(path, text, value):
 def test_text_of_another_type_is_refused(path, text):
     with pytest.raises(InputError) as caught:
         command_line.set_field(base_config(), path, text)
-    assert str(caught.value).startswith(f"--config.{path}={text} must be of type ")
+    assert str(caught.value).startswith(f"config.{path}={text} must be of type ")

@@ -58,7 +58,7 @@ def test_a_setting_has_one_name_however_it_is_written(tiny_config):
 @pytest.mark.parametrize(
     ("axis", "message"),
     [
-        ("model.depth=x", r"--grid\.model\.depth=x"),
+        ("model.depth=x", r"config\.model\.depth=x must be of type int"),
         ("learning_rate=1e-3,0.001", r"learning_rate=0\.001 twice"),
         ("attention_init.nrm=1", r"--grid=attention_init\.nrm"),
         ("seed=1,2", "use --seeds=N"),

@@ -46,7 +46,7 @@ def expand(
         for texts in itertools.product(*own.values()):
             point = start.copy_and_resolve_references()
             for field, text in zip(own, texts, strict=True):
-                command_line.set_field(point, field, text, flag="grid")
+                command_line.set_field(point, field, text)
             # From parsed values, so that 1e-3 and 0.001 give the same name.
             parts = [scheme, *(f"{field}={attrgetter(field)(point)}" for field in own)]
             name = ",".join(re.sub(r"[^\w.=+-]", "_", part.replace(" ", "")) for part in parts)
@@ -85,16 +85,13 @@ def find_baselines(names: Iterable[str]) -> dict[str, str | None]:
     That is the first one that has the scheme of the first setting and the same fields, apart from
     options of `attention_init`. If all settings have the same scheme, it is the first setting.
     """
-    words = {name: name.split(",") for name in names}
-    first, scheme = next((name, scheme) for name, (scheme, *_) in words.items())
-    if all(own == scheme for own, *_ in words.values()):
-        return dict.fromkeys(words, first)
-    fields = {
-        name: [word for word in rest if not word.startswith("attention_init.")]
-        for name, (_, *rest) in words.items()
-    }
-    candidates = [name for name in words if words[name][0] == scheme]
-    return {
-        name: next((other for other in candidates if fields[other] == fields[name]), None)
-        for name in words
-    }
+    schemes, fields = {}, {}
+    for name in names:
+        schemes[name], *words = name.split(",")
+        fields[name] = tuple(word for word in words if not word.startswith("attention_init."))
+    first = next(iter(schemes))
+    candidates = [name for name in schemes if schemes[name] == schemes[first]]
+    if len(candidates) == len(schemes):
+        return dict.fromkeys(schemes, first)
+    baselines = {fields[name]: name for name in reversed(candidates)}
+    return {name: baselines.get(fields[name]) for name in schemes}

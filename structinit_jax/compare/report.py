@@ -9,20 +9,21 @@ import csv
 import io
 import json
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
-from flax.traverse_util import flatten_dict
 from markdown_it import MarkdownIt
 from matplotlib.figure import Figure
+from ml_collections import ConfigDict
 from scipy import special
 
 from structinit_jax.analysis.figures import COLORS, add_legend
 from structinit_jax.errors import InputError
 from structinit_jax.evaluate import deciding_accuracy
 from structinit_jax.training.metrics import read_lines
+from structinit_jax.training.resume import changes
 from structinit_jax.training.workdir import write_atomically
 
 GRID = "compare.json"
@@ -52,9 +53,11 @@ class SeedRun:
     Attributes:
       setting: Name of the setting.
       facts: Entry of its setting in `compare.json`.
-      lines: The lines of its `metrics.jsonl` up to the last step of the comparison:
+      curve: The test accuracy by step, from 0 to 1, up to the last step of the comparison:
         `structinit_jax.main` may have trained the run longer.
-      test_curve: The test accuracy by step, from 0 to 1.
+      nonfinite_steps: Number of steps whose loss or gradient was not finite.
+      seconds: Time spent in training steps, without evaluations, checkpoints and compilation;
+        None if no speed has been logged.
       status: 'done', 'failed' or 'unfinished'.
       error: Why the run failed, in one line.
     """
@@ -63,46 +66,32 @@ class SeedRun:
         self.setting, self.seed, self.facts = setting, seed, facts
         self.folder, self.test_name = workdir / setting / f"seed_{seed}", facts["test_name"]
         metrics, status = self.folder / "metrics.jsonl", self.folder / STATUS
-        lines = read_lines(metrics, facts["num_steps"]) if metrics.exists() else []
-        self.lines: list[dict[str, float]] = [json.loads(line) for line in lines]
-        self.test_curve = {
+        texts = read_lines(metrics, facts["num_steps"]) if metrics.exists() else []
+        lines = [json.loads(text) for text in texts]
+        self.curve: dict[int, float] = {
             line["step"]: deciding_accuracy(line, self.test_name)
-            for line in self.lines
+            for line in lines
             if f"{self.test_name}/accuracy" in line
         }
+        self.nonfinite_steps = int(sum(line.get("train/nonfinite_steps", 0) for line in lines))
+        name = "images_per_second"
+        speeds = {line["step"]: line[name] for line in lines if line.get(name)}
+        images = np.diff([0, *speeds]) * facts["config"]["batch_size"]
+        self.seconds = float(np.sum(images / [*speeds.values()])) if speeds else None
         recorded = status.read_text(encoding="utf-8").strip() if status.exists() else ""
         self.error = "" if recorded == DONE else recorded
         self.status = "failed" if self.error else "unfinished"
-        if recorded == DONE and facts["num_steps"] in self.test_curve:
+        if recorded == DONE and facts["num_steps"] in self.curve:
             self.status = "done"
-
-    @property
-    def nonfinite_steps(self) -> int:
-        """Number of steps whose loss or gradient was not finite."""
-        return int(sum(line.get("train/nonfinite_steps", 0) for line in self.lines))
 
     @property
     def accuracy(self) -> float:
         """The test accuracy after the last step of a run that is done."""
-        return self.test_curve[self.facts["num_steps"]]
-
-    def result(self) -> str:
-        """Describes how the run ended."""
-        if self.status == "done":
-            return f"{self.test_name} accuracy {self.accuracy:.2%}"
-        return f"failed: {self.error}"
+        return self.curve[self.facts["num_steps"]]
 
     def epoch(self, step: int) -> float:
         """Converts a step to epochs."""
         return step / self.facts["steps_per_epoch"]
-
-    @property
-    def seconds(self) -> float | None:
-        """Time spent in training steps, without evaluations, checkpoints and compilation."""
-        name = "images_per_second"
-        speeds = {line["step"]: line[name] for line in self.lines if line.get(name)}
-        images = np.diff([0, *speeds]) * self.facts["config"]["batch_size"]
-        return float(np.sum(images / [*speeds.values()])) if speeds else None
 
 
 class Comparison(NamedTuple):
@@ -128,20 +117,14 @@ class Comparison(NamedTuple):
 
 def read(workdir: Path) -> Comparison:
     """Reads a comparison; raises `InputError` if there is none."""
-    info = read_info(workdir)
+    if not (workdir / GRID).exists():
+        raise InputError(f"--workdir={workdir} holds no comparison: there is no {GRID}")
+    info = json.loads((workdir / GRID).read_text(encoding="utf-8"))
     runs = {
         setting: [SeedRun(workdir, setting, seed, facts) for seed in facts["seeds"]]
         for setting, facts in info["settings"].items()
     }
     return Comparison(info, runs)
-
-
-def read_info(workdir: Path) -> dict[str, Any]:
-    """Returns the content of `compare.json`; raises `InputError` if there is no such file."""
-    path = workdir / GRID
-    if not path.exists():
-        raise InputError(f"--workdir={workdir} holds no comparison: there is no {GRID}")
-    return json.loads(path.read_text(encoding="utf-8"))
 
 
 # -- text ------------------------------------------------------------------------------------------
@@ -195,7 +178,7 @@ def _summary(comparison: Comparison) -> list[list[str]]:
             {
                 "setting": setting,
                 "seeds": f"{len(done)} of {len(runs)}",
-                f"{comparison.metric}, %": _accuracy(done),
+                f"{comparison.metric}, %": _accuracy(comparison.accuracies(setting).values()),
                 "published, %": facts[setting]["published"] or "–",
                 "difference to the baseline (95 %)": _difference(comparison, setting),
                 "epochs to the baseline": _epochs(comparison, setting),
@@ -208,15 +191,12 @@ def _summary(comparison: Comparison) -> list[list[str]]:
     return [header, *([row[name] for name in header] for row in rows)]
 
 
-def _accuracy(runs: Sequence[SeedRun]) -> str:
-    """Formats the accuracies of finished runs, with the number of steps that were not finite."""
-    if not runs:
+def _accuracy(accuracies: Iterable[float]) -> str:
+    percent = [100 * accuracy for accuracy in accuracies]
+    if not percent:
         return "–"
-    accuracies = [100 * run.accuracy for run in runs]
-    text, bad = f"{np.mean(accuracies):.2f}", sum(run.nonfinite_steps for run in runs)
-    text += f" ± {np.std(accuracies, ddof=1):.2f}" if len(runs) > 1 else ""
-    steps = sum(run.facts["num_steps"] for run in runs)
-    return f"{text} ({bad} of {steps} steps were not finite)" if bad else text
+    deviation = f" ± {np.std(percent, ddof=1):.2f}" if len(percent) > 1 else ""
+    return f"{np.mean(percent):.2f}{deviation}"
 
 
 def _difference(comparison: Comparison, setting: str) -> str:
@@ -252,31 +232,24 @@ def _epochs(comparison: Comparison, setting: str) -> str:
     if not (goals and runs):
         return "–"
     goal = np.mean(goals) - 1e-9  # the mean of equal accuracies may be rounded up
-    reached = [
-        min(run.epoch(step) for step, value in run.test_curve.items() if value >= goal)
-        for run in runs
-        if max(run.test_curve.values()) >= goal
-    ]
-    if not reached:
+    epochs = [[run.epoch(step) for step in run.curve if run.curve[step] >= goal] for run in runs]
+    first = [each[0] for each in epochs if each]
+    if not first:
         return "not reached"
-    text = f"{np.mean(reached):.1f}"
-    return text if len(reached) == len(runs) else f"{text} ({len(reached)} of {len(runs)} runs)"
+    text = f"{np.mean(first):.1f}"
+    return text if len(first) == len(runs) else f"{text} ({len(first)} of {len(runs)} runs)"
 
 
 def _other_fields(info: Mapping[str, Any]) -> list[str]:
     """Describes fields that differ from those of the baseline and are not in the name."""
-    fields = {
-        name: flatten_dict(facts["config"], sep=".") for name, facts in info["settings"].items()
-    }
+    configs = {name: facts["config"] for name, facts in info["settings"].items()}
     lines = []
     for name, baseline in info["baselines"].items():
-        own, other = fields[name], fields.get(baseline, fields[name])
+        own = ConfigDict(configs[name])
         different = [
-            f"{field} is {own.get(field)!r}, not {other.get(field)!r}"
-            for field in sorted(own.keys() | other.keys())
-            if own.get(field) != other.get(field)
-            and not field.startswith(("attention_init", *HARMLESS))
-            and f",{field}=" not in name
+            f"{field} is {value!r}, not {other!r}"
+            for field, (other, value) in changes(configs.get(baseline, configs[name]), own).items()
+            if not field.startswith(("attention_init", *HARMLESS)) and f",{field}=" not in name
         ]
         if different:
             lines.append(f"{name} differs from its baseline: {'; '.join(different)}.")
@@ -305,15 +278,15 @@ def csv_text(comparison: Comparison) -> str:
     rows = []
     for setting, runs in comparison.runs.items():
         for run in runs:
-            last = max(run.test_curve, default=0)
+            last = max(run.curve, default=0)
             rows.append(
                 {
                     "setting": setting,
                     "seed": run.seed,
                     "status": run.status,
                     "epoch": run.epoch(last),
-                    "test_accuracy": run.test_curve.get(last),
-                    "best_test_accuracy": max(run.test_curve.values(), default=None),
+                    "test_accuracy": run.curve.get(last),
+                    "best_test_accuracy": max(run.curve.values(), default=None),
                     "nonfinite_steps": run.nonfinite_steps,
                     "training_seconds": run.seconds,
                     "baseline": comparison.info["baselines"][setting],
@@ -342,8 +315,8 @@ def draw_curves(comparison: Comparison) -> Figure | None:
         if not runs:
             continue
         # `structinit_jax.main` may have evaluated some of them at other steps, too.
-        steps = sorted(set.intersection(*(set(run.test_curve) for run in runs)))
-        curves = 100 * np.array([[run.test_curve[step] for step in steps] for run in runs])
+        steps = sorted(set.intersection(*(set(run.curve) for run in runs)))
+        curves = 100 * np.array([[run.curve[step] for step in steps] for run in runs])
         epochs, mean = [runs[0].epoch(step) for step in steps], curves.mean(axis=0)
         color, line = COLORS[number % len(COLORS)], LINES[number // len(COLORS) % len(LINES)]
         axis.plot(epochs, mean, color=color, linestyle=line, marker=".", label=setting)
