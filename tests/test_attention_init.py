@@ -1,5 +1,7 @@
 """What all schemes have in common, and how `impulse` and the others check and pass on options."""
 
+import dataclasses
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -86,6 +88,19 @@ def test_every_scheme_has_the_documented_shapes_and_can_be_traced(name, site_typ
 def test_sites_without_an_implementation_are_refused(name, site_type):
     with pytest.raises(InputError, match=site_type.__name__):
         SCHEMES[name]()(RNG, SITES[site_type])
+
+
+@pytest.mark.parametrize(
+    ("site_type", "field", "value"),
+    [
+        (WindowSite, "grid", (3, 0)),
+        (AttentionSite, "positions", np.zeros((31, 32), np.float32)),
+        (RotarySite, "angles", np.zeros((1, 1, 13, 4), np.float32)),
+    ],
+)
+def test_sizes_that_no_layer_has_are_refused(site_type, field, value):
+    with pytest.raises(InputError, match=rf"^{site_type.__name__}\.{field}"):
+        dataclasses.replace(SITES[site_type], **{field: value})
 
 
 def test_the_schemes_check_their_options_themselves():

@@ -15,7 +15,7 @@ from structinit_jax.errors import InputError
 from structinit_jax.interop import from_timm, select_weights, to_timm
 from structinit_jax.models.mixer import MlpMixer
 from structinit_jax.models.swin import SwinTransformer
-from structinit_jax.models.vit import VisionTransformer, resample_positions
+from structinit_jax.models.vit import VisionTransformer
 
 
 def make(**options):
@@ -163,15 +163,6 @@ def test_fixed_positions_stay_the_students():
     np.testing.assert_array_equal(found["norm.bias"], to_timm(teacher)["norm.bias"][::2])
     with pytest.raises(InputError, match=r"pos_embed.*positions='learned'"):
         select_weights(to_timm(vit(*TEACHER)), student)
-
-
-def test_positions_of_another_grid_are_resampled_before_the_selection():
-    teacher, student = vit(*TEACHER, image_size=16), vit(12, 2, 3, image_size=12, seed=1)
-    found = select_weights(teacher, student).positions[...]
-    table = teacher.positions[...]
-    np.testing.assert_array_equal(found[0], table[0, ::2])
-    expected = resample_positions(table, (4, 4), (3, 3))[1:, ::2]
-    np.testing.assert_allclose(found[1:], expected, atol=1e-6)
 
 
 def test_buffers_of_older_files_are_ignored():

@@ -89,7 +89,7 @@ def test_torch_projections_have_the_maps_of_the_scheme():
 
 
 def test_mimetic_writes_sincos_positions_into_a_learned_table():
-    """timm's start near zero, where tokens are hardly told apart."""
+    """timm's start near zero, too small for heads to attend to them."""
     params = state_dict("timm")
     replaced, kept = (
         interop.initialize(params, mimetic(replace_positions=replace), RNG, num_heads=3)

@@ -1,3 +1,4 @@
+import dataclasses
 import functools
 
 import jax
@@ -20,17 +21,8 @@ pytestmark = pytest.mark.filterwarnings("ignore:only .* of the attention rows")
 OPTIMIZED = {"xla_backend_optimization_level": 3, "xla_cpu_use_fusion_emitters": True}
 
 
-def make_site(**changes):
-    fields = dict(
-        grid=(6, 6),
-        width=32,
-        num_heads=4,
-        head_dim=8,
-        num_layers=3,
-        qk_scale=8**-0.5,
-        positions=sincos_positions((6, 6), 32),
-    )
-    return AttentionSite(**(fields | changes))
+SITE = AttentionSite((6, 6), 32, 4, 8, 3, 8**-0.5, positions=sincos_positions((6, 6), 32))
+make_site = functools.partial(dataclasses.replace, SITE)
 
 
 def optimize_2024(query, key, positions, targets, steps, compiler_options=None):

@@ -1,3 +1,5 @@
+import dataclasses
+import functools
 import itertools
 
 import jax
@@ -21,19 +23,10 @@ from structinit_jax.errors import InputError
 GRID, WIDTH, HEADS, DIM, LAYERS = (7, 5), 48, 3, 16, 4
 
 
-def make_site(**changes):
-    fields = dict(
-        grid=GRID,
-        width=WIDTH,
-        num_heads=HEADS,
-        head_dim=DIM,
-        num_layers=LAYERS,
-        qk_scale=DIM**-0.5,
-        positions=sincos_positions(GRID, WIDTH),
-    )
-    return AttentionSite(**(fields | changes))
-
-
+SITE = AttentionSite(
+    GRID, WIDTH, HEADS, DIM, LAYERS, DIM**-0.5, positions=sincos_positions(GRID, WIDTH)
+)
+make_site = functools.partial(dataclasses.replace, SITE)
 # The solve in all layers.
 EVERYWHERE = dict(mimetic_layers=0.0, target_mass=0.5)
 
@@ -212,13 +205,11 @@ def test_filters_that_do_not_fit_the_site_are_refused(field, options):
 def test_kept_positions_that_leave_no_room_are_refused_before_the_solve(monkeypatch):
     monkeypatch.setattr(tokens, "solve_bank", None)
     full = np.random.default_rng(0).normal(size=(35, 32)).astype(np.float32)
-    with pytest.raises(InputError, match=r"^AttentionSite\.positions have rank 31, .* width 32"):
+    with pytest.raises(InputError, match=r"have rank 31, .* width 32.* keep_positions=False"):
         impulse(keep_positions=True)(jax.random.key(0), make_site(width=32, positions=full))
 
 
 def test_positions_are_required_and_checked():
-    with pytest.raises(InputError, match=r"AttentionSite.positions has shape \(36, 48\)"):
-        make_site(positions=np.ones((36, WIDTH), np.float32))
     with pytest.raises(InputError, match=r"AttentionSite.positions=None"):
         impulse()(jax.random.key(0), make_site(positions=None))
     for same in (np.ones((35, WIDTH), np.float32), jnp.full((35, WIDTH), jnp.nan)):
@@ -226,11 +217,7 @@ def test_positions_are_required_and_checked():
             impulse_2025()(jax.random.key(0), make_site(positions=same))
 
 
-def test_sites_that_the_scheme_does_not_fit_are_refused():
-    positions = np.random.default_rng(0).normal(size=(64, WIDTH)).astype(np.float32)
-    full_rank = make_site(grid=(8, 8), positions=positions)
-    with pytest.raises(InputError, match="keep_positions=False"):
-        impulse(keep_positions=True)(jax.random.key(0), full_rank)
+def test_more_channels_in_heads_than_in_the_model_are_refused():
     wide_heads = make_site(num_heads=2, head_dim=32)
     for scheme in (mimetic(), impulse_2025()):
         with pytest.raises(InputError, match="head_dim=32"):

@@ -186,8 +186,8 @@ def mimetic(*, replace_positions: bool | None = None) -> AttentionInit:
 
     Args:
       replace_positions: Whether a sin-cos encoding replaces learned positions, by default true.
-        Heads find a token's neighbors by their similar positions, and learned positions that start
-        near zero tell tokens apart too little. The 2025 paper's program keeps them.
+        Neighbors then have similar positions, to which heads attend. Learned positions start near
+        zero, too small to matter; the 2025 paper's program keeps them.
     """
     options = dict(locals())  # the arguments: this line has to come first
     check_fields(mimetic, options, "")

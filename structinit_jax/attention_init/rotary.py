@@ -83,11 +83,6 @@ def impulse(
     targets at the lowest norm are also those that content disturbs least. The phases of k are
     random and independent for each head.
     """
-    if site.angles is None:
-        raise InputError(
-            "RotarySite.angles=None: this scheme solves for the rotations of the model; pass them, "
-            "such as rotary_angles(grid, head_dim), or use 'mimetic' or 'default'"
-        )
     targets, ranges = filter_maps(site, filters)
     order_rng, place_rng = jax.random.split(rng)
     filter_index = assign_by_layer(order_rng, site.num_heads, ranges)

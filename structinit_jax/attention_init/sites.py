@@ -15,7 +15,6 @@ from structinit_jax.errors import (
     PositiveInt,
     check_fields,
     is_count,
-    require,
 )
 
 GRID = Check(
@@ -23,11 +22,6 @@ GRID = Check(
     lambda x: isinstance(x, tuple) and len(x) == 2 and all(map(is_count, x)),
 )
 Grid = Annotated[tuple[int, int], GRID]
-
-
-def check_grid(argument: str, grid: Any) -> None:
-    """Raises `InputError` unless a grid is a tuple of two positive whole numbers."""
-    require(argument, grid, *GRID)
 
 
 def check_shape(field: str, array: Any, expected: tuple[int, ...]) -> None:

@@ -84,7 +84,6 @@ def impulse(
     else:
         bank = solve_bank(z, targets, norm=norm, **sizes)
 
-    # Rotation, similar heads, value and projection.
     weights = _place(
         rng,
         (bank.query, bank.key),

@@ -36,20 +36,18 @@ def initialize(
     The model is a ViT or, for schemes that support them, a model with a relative position bias in
     every layer (Swin, BEiT), an MLP-Mixer or a ConvMixer. Schemes assume that the LayerNorm before
     the attention has scale 1 and bias 0, that query-key products are scaled by d^-1/2, and that
-    tokens are in row-major order. Parameters that show otherwise raise an error, but they do not
-    show everything: measure a torch model's own maps with `torch_maps` and `hit_rates`.
+    tokens are in row-major order. Parameters that show otherwise raise an error, but not all do:
+    measure a torch model's own maps with `torch_maps` and `hit_rates`.
 
-    The biases of the projections that the scheme sets become zero. A learned position table is
-    replaced by the scheme's encoding, except for its rows for class and register tokens.
-    `patch_scale` is relative to PyTorch's default kernel, so that the ratio of positions to content
-    is the same in every model: it multiplies the patch embedding's kernel, or the norm after it.
-    `mlp_scale` multiplies the output kernels of the MLPs.
+    The biases of the projections that the scheme sets become zero, and its encoding replaces a
+    learned position table, except for class and register tokens. `mlp_scale` multiplies the output
+    kernels of the MLPs. `patch_scale` multiplies the patch embedding's kernel, or the norm after
+    it, and is relative to PyTorch's default kernel, so that the ratio of positions to content is
+    the same in every model.
 
     Args:
-      params: A state dict, Linen tree, Equinox or NNX module, NNX state or pure dict. It is not
-        changed.
-      attention_init: The scheme, for example `attention_init.impulse()`; to write weights that you
-        have, `lambda rng, site: weights`.
+      params: A state dict, Linen tree, Equinox or NNX module, NNX state or pure dict; not changed.
+      attention_init: The scheme, such as `impulse()`; or `lambda rng, site: weights`.
       rng: Random key for the scheme.
       num_heads: Number of heads h; required for torch and Equinox, whose shapes do not show it.
       grid: (rows, cols) of the image tokens; None assumes a square, or reads it from `rotations`.
@@ -57,24 +55,18 @@ def initialize(
       positions: [N, D] encoding that the model adds to its tokens without storing it in `params`,
         for example `sincos_positions(grid, D)`, or for MoCo v3 and big_vision
         `sincos_positions(grid, D, convention="moco")`. A table in `params` is then ignored.
-      rotations: Rotary positions (RoPE) of the image tokens, for a model that adds no positions to
-        its tokens: the sines and cosines [..., N, 2 d] of timm's `model.rope.get_embed(...)`,
-        optionally with axes for layers and heads, or the pair (cosines, sines) of Hugging Face's
+      rotations: Rotary positions (RoPE) of the image tokens, of a model that adds none to them:
+        sines and cosines [..., N, 2 d] of timm's `model.rope.get_embed(...)`, optionally with axes
+        for layers and heads, or the pair (cosines, sines) of Hugging Face's
         `model.rope_embeddings(pixel_values)`, as NumPy arrays.
 
     Returns:
-      Parameters of the same structure, array kinds (NumPy or JAX), dtypes and shardings. Arrays
-      that did not change may be shared with `params`.
+      Parameters of the same structure, array kinds (NumPy or JAX), dtypes and shardings. Unchanged
+      arrays may be shared with `params`.
 
     Raises:
-      InputError: The attention layers cannot be found or do not fit, the parameters show that the
-        maps would not be the scheme's, or an argument is missing.
+      InputError: An argument is missing, or the model does not fit the scheme.
     """
-    if hasattr(params, "initialize_attention"):
-        raise InputError(
-            f"params is a {type(params).__name__} of this package: call "
-            "model.initialize_attention(scheme, rng), which changes it in place"
-        )
     leaves, rebuild = flatten(params)
     sites = find_sites(leaves, grid)
     if not sites:

@@ -5,8 +5,8 @@ from typing import Any, NamedTuple
 import numpy as np
 from jaxtyping import Float, Int
 
-from structinit_jax.attention_init.sites import check_grid
-from structinit_jax.errors import InputError
+from structinit_jax.attention_init.sites import GRID
+from structinit_jax.errors import InputError, require
 from structinit_jax.interop.host import Grid
 
 
@@ -37,7 +37,7 @@ def hit_rates(maps: Float[np.ndarray, "B h N N"], grid: Grid) -> Hits:
     Raises:
       InputError: There are no maps, they are not of that grid, or they are NaN.
     """
-    check_grid("grid", grid)
+    require("grid", grid, *GRID)
     rows, cols = grid
     maps, tokens = np.asarray(maps), rows * cols
     if maps.ndim != 4 or maps.shape[2:] != (tokens, tokens) or not len(maps):

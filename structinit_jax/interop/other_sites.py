@@ -15,8 +15,8 @@ from structinit_jax.attention_init import (
     Weights,
     WindowSite,
 )
-from structinit_jax.attention_init.sites import check_grid, check_shape
-from structinit_jax.errors import InputError
+from structinit_jax.attention_init.sites import GRID, check_shape
+from structinit_jax.errors import InputError, require
 from structinit_jax.interop.entries import (
     check_array,
     check_entries,
@@ -65,7 +65,7 @@ def find_sites(leaves: Leaves, grid: Grid | None) -> list[FoundSite]:
       InputError: No scheme fits this model.
     """
     if grid is not None:
-        check_grid("grid", grid)
+        require("grid", grid, *GRID)
     for pattern, attention in REFUSED.items():
         for name in filter(pattern.fullmatch, leaves):
             raise unsupported(name, f"belongs to {attention}")

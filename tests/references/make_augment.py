@@ -87,18 +87,6 @@ def crops(height, width, scale, ratio):
     return np.array([draw(image, scale, ratio) for _ in range(SAMPLES)], np.int16)
 
 
-def mixed_batch():
-    """Inputs and outputs of timm's Mixup for a small batch of random images and λ = 0.3."""
-    inputs = np.random.default_rng(0).normal(size=(6, 5, 7, 3)).astype(np.float32)
-    labels = np.array([0, 1, 2, 3, 1, 0])
-    mixer = mixup.Mixup(mixup_alpha=0.8, num_classes=4, label_smoothing=0.1)
-    mixer._params_per_batch = lambda: (0.3, False)
-    images, targets = mixer(
-        torch.from_numpy(inputs.transpose(0, 3, 1, 2).copy()), torch.tensor(labels)
-    )
-    return inputs, labels, images.numpy().transpose(0, 2, 3, 1), targets.numpy()
-
-
 def make():
     """All arrays by name."""
     random.seed(0)
@@ -113,5 +101,4 @@ def make():
     arrays["erased"] = erased(24, 40)
     arrays["crops"] = crops(24, 40, (0.08, 1.0), (3 / 4, 4 / 3))
     arrays["crops_wide"] = crops(10, 40, (0.9, 1.0), (3 / 4, 4 / 3))
-    names = ("mixed_inputs", "mixed_labels", "mixed_images", "mixed_targets")
-    return arrays | dict(zip(names, mixed_batch(), strict=True), strings=np.array(STRINGS))
+    return arrays | dict(strings=np.array(STRINGS))
