@@ -3,10 +3,8 @@
 Data sets that `data.datasets` lists need not be present.
 """
 
-import importlib.util
 import os
 import re
-import time
 from collections.abc import Mapping
 from typing import NamedTuple
 
@@ -62,27 +60,19 @@ device_description_str: "NVIDIA H100 80GB HBM3"
 """
 
 
-def dry_run(config: ConfigDict, target: str | None = None) -> dict[str, str]:
-    """Compiles the training step of a config and prints parameters, FLOPs and memory.
-
-    The FLOPs are XLA's count of everything that the compiled program does.
+def dry_run(config: ConfigDict, target: str | None = None) -> None:
+    """Compiles the training step of a config and prints parameters, XLA's FLOPs, and memory.
 
     Args:
       config: See `structinit_jax.config.base_config`.
       target: Devices to compile for, see `find_target`. The default is the devices of this machine.
-
-    Returns:
-      The printed lines by their name.
 
     Raises:
       InputError: The config, the data or the target cannot be used, or the step needs more memory
         than a device of the target has.
     """
     config_lib.validate(config)
-    if target:
-        devices, memory, options = find_target(target)
-    else:
-        devices, memory, options = None, memory_limit(), {}
+    devices, memory, options = find_target(target) if target else (None, memory_limit(), {})
     data = config.data
     info = find_info(data.name, data.data_dir or None, data.channels)
     check_classes(info, config.model.num_classes)
@@ -93,9 +83,7 @@ def dry_run(config: ConfigDict, target: str | None = None) -> dict[str, str]:
     print(parameter_overview.get_parameter_overview(setup.model.params, include_stats=False))
 
     eval_bytes = sum(bytes_on_device(n, data.image_size, data.channels) for n in eval_sizes)
-    start = time.perf_counter()
     step, remat = compile_step(setup, eval_bytes, memory, options)
-    compile_seconds = time.perf_counter() - start
     needs, epochs = step.memory_analysis(), schedule.num_steps / schedule.steps_per_epoch
     num_hosts = len({device.process_index for device in mesh.devices.flat})
     rows = {
@@ -113,12 +101,10 @@ def dry_run(config: ConfigDict, target: str | None = None) -> dict[str, str]:
         f"{mib(needs.temp_size_in_bytes)} activations and temporaries"
         + (f"; {mib(memory)} available" if memory else ""),
         "remat": remat,
-        "compiled in": f"{compile_seconds:.0f} s",
     }
     width = max(map(len, rows))
     for name, value in rows.items():
         print(f"{name:<{width}}  {value}")
-    return rows
 
 
 def _eval_sizes(config, info):
@@ -138,17 +124,11 @@ def _eval_sizes(config, info):
 
 
 class Target(NamedTuple):
-    """Devices to compile for.
-
-    Attributes:
-      devices: All devices of the target.
-      memory: Bytes of one device that programs can use; None if that is not known.
-      compiler_options: Options without which the program cannot be compiled on this machine.
-    """
+    """Devices to compile for."""
 
     devices: list[jax.Device]
-    memory: int | None
-    compiler_options: Mapping[str, bool | int]
+    memory: int | None  # bytes of one device that programs can use; None if not known
+    compiler_options: Mapping[str, bool | int] = {}
 
 
 def find_target(name: str) -> Target:
@@ -157,18 +137,23 @@ def find_target(name: str) -> Target:
     Raises:
       InputError: There is no such target, or its compiler is not installed.
     """
-    if name.startswith("tpu-"):
-        return _tpu(name)
-    if match := re.fullmatch(r"h100(?::(\d+)x(\d+))?", name):
-        return _h100(name, machines=match[1] or "1", gpus=match[2] or "8")
+    try:
+        if name.startswith("tpu-"):
+            return _tpu(name.removeprefix("tpu-"))
+        if match := re.fullmatch(r"h100(?::(\d+)x(\d+))?", name):
+            return _h100(machines=match[1] or "1", gpus=match[2] or "8")
+    except RuntimeError as error:  # of JAX too
+        raise InputError(
+            f"--target={name!r} is no such slice, or its compiler is not installed (pip install "
+            f"'.[targets]'): {error}"
+        ) from error
     raise InputError(
         f"--target={name!r} is unknown: use 'tpu-' and the name of a slice, such as 'tpu-v5e:4x8' "
         "or 'tpu-v4:2x2x4', or 'h100:2x8' for two machines of eight GPUs"
     )
 
 
-def _tpu(name):
-    _require("libtpu", name)
+def _tpu(slice_name):
     # Without these, libtpu asks Google Cloud which TPU this machine has, and complains that it has
     # none.
     os.environ["TPU_SKIP_MDS_QUERY"] = "1"
@@ -177,31 +162,15 @@ def _tpu(name):
     # Else only one process of the machine can have libtpu loaded, as if each took the chips.
     os.environ.setdefault("ALLOW_MULTIPLE_LIBTPU_LOAD", "1")
     # A v4 chip has two cores that programs see as one device, which is not libtpu's default here.
-    options = {"chip_config_name": "megacore"} if name.startswith("tpu-v4:") else {}
-    try:
-        slice_ = topologies.get_topology_desc(name.removeprefix("tpu-"), platform="tpu", **options)
-    except jax.errors.JaxRuntimeError as error:
-        raise InputError(f"--target={name!r} is not a TPU slice: {error}") from error
-    return Target(slice_.devices, MEMORY.get(slice_.devices[0].device_kind), {})
+    options = {"chip_config_name": "megacore"} if slice_name.startswith("v4:") else {}
+    devices = topologies.get_topology_desc(slice_name, platform="tpu", **options).devices
+    return Target(devices, MEMORY.get(devices[0].device_kind))
 
 
-def _h100(name, machines, gpus):
-    _require("jax_plugins.xla_cuda12", name)
+def _h100(machines, gpus):
     topology = topologies.get_topology_desc(
         "h100", platform="cuda", target_config=H100, topology=f"1x{machines}x{gpus}"
     )
-    memory = MEMORY[topology.devices[0].device_kind]
     # Both would time kernels on a GPU.
     options = {"xla_gpu_enable_triton_gemm": False, "xla_gpu_autotune_level": 0}
-    return Target(topology.devices, memory, options)
-
-
-def _require(module, name):
-    try:
-        found = importlib.util.find_spec(module)
-    except ModuleNotFoundError:
-        found = None
-    if not found:
-        raise InputError(
-            f"--target={name!r} needs {module}, which is not installed: pip install '.[targets]'"
-        )
+    return Target(topology.devices, MEMORY[topology.devices[0].device_kind], options)

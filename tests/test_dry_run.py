@@ -1,19 +1,21 @@
+import subprocess
+import sys
 from pathlib import Path
 
 import jax
 import pytest
 
 from structinit_jax.config import load_config
-from structinit_jax.dry_run import dry_run
+from structinit_jax.dry_run import dry_run, find_target
 from structinit_jax.errors import InputError
 
 CONFIGS = Path(__file__).parent.parent / "configs"
 # `test_config_files` traces the step of the others.
 FILES = ["convmixer_digits", "vit_2024_imagenet"]
+pytestmark = pytest.mark.usefixtures("library_promotion")
 
 
 @pytest.mark.slow
-@pytest.mark.usefixtures("library_promotion")
 @pytest.mark.parametrize("name", FILES)
 def test_configs_build_without_data_and_memory(name, capsys, monkeypatch):
     monkeypatch.setenv("TFDS_DATA_DIR", "/nonexistent")
@@ -22,43 +24,74 @@ def test_configs_build_without_data_and_memory(name, capsys, monkeypatch):
     dry_run(config)
     out = capsys.readouterr().out
     assert len(jax.live_arrays()) <= live + 20  # a few keys and constants, no state
-    for text in (
-        "head/kernel",
-        "parameters",
-        f"{config.batch_size} global",
-        "FLOPs per step",
-        "memory per device",
-        "epochs of",
-    ):
+    rows = ("parameters", f"{config.batch_size} global", "memory per device", "epochs of")
+    for text in ("head/kernel", "FLOPs per step", *rows):
         assert text in out
 
 
-@pytest.mark.usefixtures("library_promotion")
 def test_another_test_set_is_counted(tiny_config, capsys):
     tiny_config.model.update(num_classes=1000, depth=1)
-    tiny_config.data.update(
-        name="imagenet2012",
-        eval_split="validation",
-        eval_name="imagenet_v2/topimages",
-        channels=3,
-        mean=(0.5,) * 3,
-        std=(0.5,) * 3,
-    )
+    tiny_config.data.update(name="imagenet2012", channels=3, mean=(0.5,) * 3, std=(0.5,) * 3)
+    tiny_config.data.update(eval_split="validation", eval_name="imagenet_v2/topimages")
     dry_run(tiny_config)
-    out = capsys.readouterr().out
-    assert (
-        "384 training examples (train[:384]), 10,000 test examples (imagenet_v2/topimages)" in out
-    )
+    counts = "384 training examples (train[:384]), 10,000 test examples (imagenet_v2/topimages)"
+    assert counts in capsys.readouterr().out
 
 
 def test_mistakes_are_found_without_data(tiny_config):
-    tiny_config.model.num_classes = 3
-    with pytest.raises(InputError, match=r"model\.num_classes=3"):
-        dry_run(tiny_config)
-    tiny_config.model.num_classes = 10
-    tiny_config.data.train_eval_split = "trian"
-    with pytest.raises(InputError, match=r"data\.train_eval_split='trian'"):
-        dry_run(tiny_config)
-    tiny_config.label_smoothing = 1.0
-    with pytest.raises(InputError, match=r"label_smoothing=1\.0"):
-        dry_run(tiny_config)
+    for section, field, value in (
+        (tiny_config.data, "train_eval_split", "trian"),
+        (tiny_config.model, "num_classes", 3),
+        (tiny_config, "label_smoothing", 1.0),
+    ):
+        section[field] = value
+        with pytest.raises(InputError, match=rf"{field}={value!r}"):
+            dry_run(tiny_config)
+
+
+# -- accelerators that are not there ---------------------------------------------------------------
+
+
+def test_a_step_is_compiled_for_a_tpu_slice(tiny_config, capsys):
+    dry_run(tiny_config, "tpu-v5e:2x2")
+    out = capsys.readouterr().out
+    assert "4 × TPU v5 lite" in out
+    assert "64 global, 16 per device, 64 per host" in out
+    assert "16,128 MiB available" in out
+
+
+def test_a_step_that_does_not_fit_is_refused_with_remedies(tiny_config):
+    tiny_config.batch_size = 2**25
+    message = (
+        r"of 16,128 MiB .*remat none needs more than there is, dots needs more .*, full needs more"
+    )
+    with pytest.raises(InputError, match=message):
+        dry_run(tiny_config, "tpu-v5e:2x2")
+
+
+def test_slices_of_several_hosts_have_their_devices():
+    target = find_target("tpu-v4:2x2x4")
+    assert len(target.devices) == 16  # one a chip, not one a core
+    assert {device.process_index for device in target.devices} == set(range(4))
+
+
+def test_several_processes_compile_for_tpus_at_once():
+    program = "from structinit_jax.dry_run import find_target; find_target('tpu-v5e:2x2')"
+    find_target("tpu-v5e:2x2")
+    subprocess.run([sys.executable, "-c", program], check=True)
+
+
+@pytest.mark.parametrize("name", ["tpu-v5e:3x5", "a100", "h100:8"])
+def test_unknown_targets_are_refused(name):
+    with pytest.raises(InputError, match=f"--target='{name}' is"):
+        find_target(name)
+
+
+def test_a_missing_compiler_is_named_with_its_installation(monkeypatch):
+    def missing(*args, **options):
+        raise RuntimeError("JAX TPU support not installed")
+
+    monkeypatch.setattr("jax.experimental.topologies.get_topology_desc", missing)
+    for name in ("tpu-v5e:2x2", "h100"):
+        with pytest.raises(InputError, match=rf"{name}.*\[targets\].*not installed"):
+            find_target(name)
