@@ -61,7 +61,6 @@ class RunFields:
     # The last of num_epochs, at final_learning_rate. (timm adds them to its epochs.)
     cooldown_epochs: NonNegativeFloat = 0.0
     weight_decay: NonNegativeFloat = 0.05  # on matrices only: no biases, norms, positions, tokens
-    layer_decay: Share = 1.0  # learning rate multiplier from each block to the one before it
     adam_b2: Fraction = 0.999
     adam_epsilon: PositiveFloat = 1e-8
     clip_norm: NonNegativeFloat = 1.0  # global gradient norm; 0 disables clipping
@@ -191,7 +190,8 @@ def load_run_config(workdir: str | Path, trust: bool = False) -> ConfigDict:
     config = base_config(model)
     # The options depend on the scheme, so those of the default are not kept.
     config.attention_init = ConfigDict(fields.pop("attention_init"))
-    config.update(fields)
+    # An older version may have had other fields.
+    config.update({name: value for name, value in fields.items() if name in config})
     return config
 
 

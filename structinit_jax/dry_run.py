@@ -21,7 +21,6 @@ from structinit_jax.errors import InputError
 from structinit_jax.run import set_up
 from structinit_jax.training import mesh as mesh_lib
 from structinit_jax.training.setup import compile_step, memory_limit, mib
-from structinit_jax.training.state import count_parameters
 
 # Memory of one device that programs can use, as libtpu states it when a program needs more.
 MEMORY = {
@@ -86,8 +85,9 @@ def dry_run(config: ConfigDict, target: str | None = None) -> None:
     step, remat = compile_step(setup, eval_bytes, memory, options)
     needs, epochs = step.memory_analysis(), schedule.num_steps / schedule.steps_per_epoch
     num_hosts = len({device.process_index for device in mesh.devices.flat})
+    num_parameters = parameter_overview.count_parameters(setup.model.params)
     rows = {
-        "model": f"{config.model.name}, {count_parameters(setup.model.params):,} parameters",
+        "model": f"{config.model.name}, {num_parameters:,} parameters",
         "attention_init": ", ".join(f"{k}={v}" for k, v in config.attention_init.items()),
         "devices": mesh_lib.describe(mesh),
         "batch": f"{config.batch_size} global, {config.batch_size // mesh.size} per device, "

@@ -45,7 +45,6 @@ class Run:
 
     Args:
       config: See `structinit_jax.config.base_config`.
-      devices: Devices of the mesh. The default is all devices of all processes.
 
     Attributes:
       dataset: The data set of `config.data`, which fits the model.
@@ -56,9 +55,9 @@ class Run:
         too.
     """
 
-    def __init__(self, config: ConfigDict, devices: Sequence[jax.Device] | None = None):
+    def __init__(self, config: ConfigDict):
         config_lib.validate(config)
-        self.config, self.devices, data = config, devices, config.data
+        self.config, data = config, config.data
         self.dataset = open_data(config)
         self.train_source = self.dataset.split(
             data.train_split, "data.train_split", data.on_bad_image
@@ -82,7 +81,7 @@ class Run:
     @functools.cached_property
     def setup(self) -> Setup:
         """Mesh, schedule, model, optimizer and training step."""
-        return set_up(self.config, self.dataset.info, len(self.train_source), self.devices)
+        return set_up(self.config, self.dataset.info, len(self.train_source))
 
     def describe_data(self) -> dict[str, Any]:
         """Returns a fingerprint of the training data, a JSON object for `resume.check`."""

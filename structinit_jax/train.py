@@ -11,7 +11,6 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import jax
-import numpy as np
 from clu import parameter_overview
 from flax.traverse_util import flatten_dict
 from ml_collections import ConfigDict
@@ -40,7 +39,7 @@ def train(
     config: ConfigDict,
     workdir: str | Path,
     profile_steps: tuple[int, int] | None = None,
-    stop_request: workdir_lib.StopRequest | None = None,
+    stop_request: distributed.StopRequest | None = None,
     on_evaluation: Callable[[int, dict[str, float]], None] | None = None,
 ) -> dict[str, float]:
     """Trains a model. If the workdir holds a checkpoint, training resumes from it.
@@ -77,7 +76,11 @@ def _train(config, workdir, profile_steps, stop_request, on_evaluation, on_exit)
     test_name, eval_sets = evaluation_name(config), run.eval_sets
     eval_sizes = [len(eval_set.source) for eval_set in eval_sets.values()]
     # Saved with each checkpoint, and checked when the run is resumed from it.
-    saved_fields = {"config": json.loads(config.to_json()), **run.describe_data()}
+    saved_fields = {
+        "config": json.loads(config.to_json()),
+        "evaluation": describe_evaluation(config),
+        **run.describe_data(),
+    }
     _check_processes(saved_fields, eval_sizes, workdir)
     run.note_shared_examples()
     setup = run.setup
@@ -93,9 +96,7 @@ def _train(config, workdir, profile_steps, stop_request, on_evaluation, on_exit)
     compiling = compiler.submit(lowered.compile)
 
     # -- Initialize the state, or restore it from the newest checkpoint ----------------------------
-    checkpoints = checkpoint.Checkpoints(
-        workdir / "checkpoints", config.keep_checkpoints, describe_evaluation(config)
-    )
+    checkpoints = checkpoint.Checkpoints(workdir / "checkpoints", config.keep_checkpoints)
     on_exit.callback(checkpoints.close)
     start_step = checkpoints.latest_step or 0
     if start_step:
@@ -136,13 +137,13 @@ def _train(config, workdir, profile_steps, stop_request, on_evaluation, on_exit)
     progress = Progress(start_step, schedule.num_steps, schedule.steps_per_epoch, config.batch_size)
     trace = StepTrace(workdir / "profile", profile_steps)
     on_exit.callback(trace.close)
-    stop_request = on_exit.enter_context(workdir_lib.listen_for_signals(stop_request))
+    trace.after(start_step, state)
+    stop_request = on_exit.enter_context(stop_request or distributed.StopRequest())
     results: dict[str, float] = {}
     gc.freeze()  # keep the collector from rescanning start-up objects
     gc.enable()
     with jax.transfer_guard("disallow"):
         for step, batch in enumerate(progress.watch(batches), start=start_step + 1):
-            trace.before(step)
             state, metrics = train_step(state, batch)
             pending.add(step, metrics)
             trace.after(step, state)
@@ -157,9 +158,9 @@ def _train(config, workdir, profile_steps, stop_request, on_evaluation, on_exit)
             saves = evaluates or stops or step % config.checkpoint_every_steps == 0
             if logs or saves:
                 # Before a checkpoint is written: a run resumed from it would not repeat the step.
-                latest = checkpoints.latest_step
-                for message in _check_finite(config.on_nonfinite, pending.fetch(), workdir, latest):
-                    print(message, flush=True)
+                _check_finite(
+                    pending.fetch(), config.on_nonfinite, workdir, checkpoints.latest_step
+                )
             if logs:
                 values = pending.average() | progress.measure(step)
                 log.write(step, values)
@@ -172,11 +173,13 @@ def _train(config, workdir, profile_steps, stop_request, on_evaluation, on_exit)
                 if on_evaluation:
                     on_evaluation(step, results)
             if saves:
+                saved_fields["accuracy"] = (
+                    deciding_accuracy(results, test_name) if evaluates else None
+                )
                 saved_fields["pending_metrics"] = pending.to_json()
                 with progress.wait("checkpoint"):
-                    accuracy = deciding_accuracy(results, test_name) if evaluates else None
                     log.upload()  # first, since a resumed run needs the lines before the checkpoint
-                    checkpoints.save(step, state, saved_fields, accuracy)
+                    checkpoints.save(step, state, saved_fields)
             if stops:
                 checkpoints.wait()
                 raise StoppedError(
@@ -220,27 +223,21 @@ def _restore(run, checkpoints, saved_fields, workdir):
     return state, PendingMetrics(saved["pending_metrics"])
 
 
-def _check_finite(on_nonfinite, metrics, workdir, checkpoint_step):
-    """Returns a message for each step that was not finite, or raises `StoppedError`."""
-    bad = {step: values for step, values in metrics.items() if values["nonfinite"]}
-    lines = [
-        f"step {step}: loss {values['loss']}, gradient norm {values['gradient_norm']}"
-        for step, values in bad.items()
-    ]
-    if not bad or on_nonfinite == "skip":
-        return [f"{line}: skipped" for line in lines]
-    step, values = next(iter(bad.items()))
-    norms = "".join(
-        f"  {layer}: {np.array2string(norm, precision=3, max_line_width=90, threshold=10**6)}\n"
-        for layer, norm in values["layer_gradient_norms"].items()
-    )
-    raise StoppedError(
-        f"{lines[0]}. Training stops; the checkpoints are not affected.\n"
-        f"Gradient norms of the layers:\n{norms}"
-        "To draw the batch of this step: python -m structinit_jax.show "
-        f"--workdir={shlex.quote(str(workdir))} --step={step} --out=step_{step}.png\n"
-        f"The same command resumes from step {checkpoint_step or 0} and repeats the step. Lower "
-        "config.learning_rate, set config.clip_norm, or skip such steps with "
-        "--config.on_nonfinite=skip",
-        exit_code=1,
-    )
+def _check_finite(metrics, on_nonfinite, workdir, checkpoint_step):
+    """Prints which steps were not finite and have been skipped, or raises `StoppedError`."""
+    for step, values in metrics.items():
+        if not values["nonfinite"]:
+            continue
+        problem = f"step {step}: loss {values['loss']}, gradient norm {values['gradient_norm']}"
+        if on_nonfinite == "skip":
+            print(f"{problem}: skipped", flush=True)
+            continue
+        raise StoppedError(
+            f"{problem}. Training stops; the checkpoints are not affected.\n"
+            "To draw the batch of this step: python -m structinit_jax.show "
+            f"--workdir={shlex.quote(str(workdir))} --step={step} --out=step_{step}.png\n"
+            f"The same command resumes from step {checkpoint_step or 0} and repeats the step. "
+            "Lower config.learning_rate, set config.clip_norm, or skip such steps with "
+            "--config.on_nonfinite=skip",
+            exit_code=1,
+        )

@@ -17,7 +17,7 @@ from structinit_jax.compare import grid, report, train_grid
 from structinit_jax.data import datasets
 from structinit_jax.errors import InputError, StoppedError
 from structinit_jax.run import Run
-from structinit_jax.training.workdir import listen_for_signals, lock_workdir
+from structinit_jax.training.workdir import lock_workdir
 
 pytestmark = pytest.mark.usefixtures("library_promotion")
 OPENED = {}
@@ -156,7 +156,7 @@ def test_other_data_under_the_same_names_are_refused(start, tiny_config, monkeyp
 
 def test_a_signal_during_the_last_step_of_a_run_stops_the_others(start, tmp_path):
     def interrupted(config, workdir, stop_request, **options):
-        with listen_for_signals(stop_request):
+        with stop_request:
             fake_train(config, workdir, **options)
             signal.raise_signal(signal.SIGTERM)
 

@@ -9,13 +9,14 @@ import numpy as np
 import optax
 import pytest
 import references
+from clu import parameter_overview
 from flax import nnx
 from tiny_models import EVERYWHERE, IMAGES, SIZES, make, train_fn
 
 from structinit_jax import attention_init
 from structinit_jax.errors import InputError
 from structinit_jax.models import VARIANTS, check_fields, create_model, default_config
-from structinit_jax.training.state import count_parameters, split_model
+from structinit_jax.training.state import split_model
 
 COUNTS = json.loads((Path(references.__file__).parent / "parameter_counts.json").read_text())
 SCHEMES = {
@@ -54,7 +55,7 @@ def test_variants_have_timms_parameter_counts(name):
     check_fields(options)
     model = nnx.eval_shape(lambda: create_model(options, channels=3, rngs=nnx.Rngs(0)))
     expected = COUNTS.get(name)  # those of the papers are not in timm
-    assert expected in (None, count_parameters(split_model(model)[1]))
+    assert expected in (None, parameter_overview.count_parameters(split_model(model)[1]))
     assert expected or name.endswith("patch2_32") or name.startswith("convmixer_")
 
 

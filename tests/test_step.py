@@ -11,7 +11,7 @@ from structinit_jax.data.datasets import CATALOG
 from structinit_jax.models import layers
 from structinit_jax.run import set_up
 from structinit_jax.training.state import split_rng
-from structinit_jax.training.step import layer_norms, make_eval_step, step_rngs
+from structinit_jax.training.step import make_eval_step, step_rngs
 
 pytestmark = pytest.mark.usefixtures("library_promotion")
 
@@ -199,21 +199,3 @@ def test_a_nonfinite_step_changes_nothing_but_the_step_and_counters(setup, state
     state, metrics = setup.train_step(place(before, setup), make_batch())
     assert float(metrics["nonfinite"]) == 0
     assert np.any(np.asarray(state.params["head"]["kernel"]) != before.params["head"]["kernel"])
-
-
-def test_gradient_norms_are_by_layer(setup, state):
-    norms = layer_norms(
-        {
-            "blocks": {"mlp": {"kernel": jnp.full((2, 2, 2), 2.0), "bias": jnp.zeros((2, 2))}},
-            "stage1": {"blocks": {"bias": jnp.array([[3.0, 4.0]])}},
-            "head": {"kernel": jnp.ones((4, 4)), "bias": jnp.full(2, 3.0)},
-            "positions": jnp.ones((3, 3)),
-        }
-    )
-    expected = {"blocks": [4, 4], "stage1/blocks": [5], "head": 34**0.5, "positions": 3}
-    assert norms.keys() == expected.keys()
-    for name, values in expected.items():
-        np.testing.assert_allclose(norms[name], values, rtol=1e-6)
-    _, metrics = setup.train_step(state, make_batch())
-    squares = [np.sum(norms**2) for norms in metrics["layer_gradient_norms"].values()]
-    np.testing.assert_allclose(sum(squares) ** 0.5, metrics["gradient_norm"], rtol=1e-5)

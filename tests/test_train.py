@@ -111,8 +111,8 @@ def test_a_finished_run_started_again_is_evaluated(run_config, finished_run, wor
 
 
 def test_a_run_continues_with_fields_that_may_change(longer_config, workdir, capsys):
-    # Disabled parts of the optimizer keep their place in its state.
-    longer_config.update(learning_rate=5e-4, clip_norm=0.0, layer_decay=0.75)
+    # Disabled clipping keeps its place in the state of the optimizer.
+    longer_config.update(learning_rate=5e-4, clip_norm=0.0)
     longer_config.update(checkpoint_every_steps=3, eval_every_epochs=0.5)
     longer_config.loss = "test_train:weighted_cross_entropy"
     train.train(longer_config, workdir)
@@ -122,13 +122,12 @@ def test_a_run_continues_with_fields_that_may_change(longer_config, workdir, cap
         "  checkpoint_every_steps: 4 -> 3\n"
         "  clip_norm: 1.0 -> 0.0\n"
         "  eval_every_epochs: 1.0 -> 0.5\n"
-        "  layer_decay: 1.0 -> 0.75\n"
         "  learning_rate: 0.001 -> 0.0005\n"
         "  loss: 'softmax_cross_entropy' -> 'test_train:weighted_cross_entropy'\n"
         "  num_epochs: 2.0 -> 3.0\n"
         "resumed from step 12"
     ) in out
-    assert json.loads((workdir / "config.json").read_text())["layer_decay"] == 0.75
+    assert json.loads((workdir / "config.json").read_text())["clip_norm"] == 0
     metrics = read_metrics(workdir)
     assert metrics[-1]["step"] == 18
     assert metrics[-2]["train/loss"] > 10  # the user's loss
@@ -229,10 +228,9 @@ def test_a_nonfinite_step_stops_the_run_and_traces_are_kept(
         with pytest.raises(StoppedError) as caught:
             train.train(longer_config, workdir, steps)
         assert caught.value.exit_code == 1
-        first, *_, show, again = str(caught.value).splitlines()
+        first, show, again = str(caught.value).splitlines()
         assert first.startswith("step 15: loss nan, gradient norm nan. ")
         assert first.endswith("not affected.")  # a comparison reports the first line
-        assert "  blocks: [nan nan]\n" in str(caught.value)
         assert show.endswith(
             f": python -m structinit_jax.show --workdir={workdir} --step=15 --out=step_15.png"
         )

@@ -20,7 +20,7 @@ from structinit_jax.data.source import digest
 from structinit_jax.errors import InputError, StoppedError
 from structinit_jax.run import Run, evaluation_name
 from structinit_jax.train import PREEMPTED_EXIT_CODE, train
-from structinit_jax.training import resume
+from structinit_jax.training import distributed, resume
 from structinit_jax.training import workdir as workdir_lib
 from structinit_jax.training.metrics import format_duration
 
@@ -78,7 +78,7 @@ def run_grid(
 
 def _train_all(workdir, info, settings, seeds) -> int:
     """Trains the runs that are not done, and returns how many of them failed."""
-    stop, began, trained, failed = workdir_lib.StopRequest(), time.perf_counter(), 0, 0
+    stop, began, trained, failed = distributed.StopRequest(), time.perf_counter(), 0, 0
     runs = [(name, seed) for name in settings for seed in seeds]
     for number, (name, seed) in enumerate(runs, start=1):
         run = report.SeedRun(workdir, name, seed, info["settings"][name])

@@ -16,7 +16,6 @@ a temporary directory and copies them, which serves gs:// and s3:// alike.
 
 import contextlib
 import hashlib
-import itertools
 import json
 import logging
 import tempfile
@@ -39,7 +38,6 @@ from structinit_jax.training.workdir import is_url
 logging.getLogger("absl").addFilter(lambda record: "merge of OCDBT" not in record.getMessage())
 
 STATE, RUN = "state", "run.json"
-FOREIGN = -2  # in place of the newest step, if another program wrote to the directory
 
 
 class DamagedError(Exception):
@@ -54,38 +52,34 @@ class Checkpoints:
 
     Args:
       directory: Created if it does not exist.
-      keep: Number of newest checkpoints to keep, in addition to the one of the highest accuracy.
-      evaluation: What accuracies are measured on; those on other images are not compared.
+      keep: Number of newest checkpoints to keep, in addition to the best.
 
     Attributes:
       latest_step: Step of the newest checkpoint, or None if there is no checkpoint.
     """
 
-    def __init__(self, directory: epath.PathLike, keep: int, evaluation: str = ""):
+    def __init__(self, directory: epath.PathLike, keep: int):
         self.directory = epath.Path(directory)
-        self._keep, self._evaluation = keep, evaluation
+        self._keep = keep
         self._staged = is_url(directory)
-        self._saver = _make_saver(self._staged)
+        # Without a primary host every process prepares its own directory.
+        options = ocp.options.MultiprocessingOptions(primary_host=None if self._staged else 0)
+        self._saver = ocp.AsyncCheckpointer(
+            _make_handler(options),
+            multiprocessing_options=options,
+            # In the background, Orbax waits minutes for a directory that cannot be created.
+            async_options=ocp.AsyncOptions(create_directories_asynchronously=False),
+        )
         self._writer = ThreadPoolExecutor(1, "checkpoint")
         self._writing: Future | None = None
         self._runs: dict[int, dict[str, Any]] = {}  # of all intact checkpoints; on process 0
-        newest = FOREIGN
         if jax.process_index() == 0:
             self.directory.mkdir(parents=True, exist_ok=True)
-            if _remove_unfinished(self.directory):
-                self._runs = dict(_intact_runs(self.directory))
-                newest = max(self._runs, default=-1)
-        newest = int(multihost_utils.broadcast_one_to_all(np.int32(newest)))
-        if newest == FOREIGN:
-            raise InputError(
-                f"{directory} has checkpoints of another program or version: use another "
-                "--workdir, or move them away"
-            )
-        self.latest_step = None if newest < 0 else newest
+            _remove_unfinished(self.directory)
+            self._runs = dict(_intact_runs(step_folders(self.directory)))
+        self.latest_step = _from_process_0(max(self._runs, default=None))
 
-    def save(
-        self, step: int, state: TrainState, run: dict[str, Any], accuracy: float | None
-    ) -> None:
+    def save(self, step: int, state: TrainState, run: dict[str, Any]) -> None:
         """Starts to save a checkpoint in the background.
 
         Blocks until the previous one is written and the state is copied to host memory. If a write
@@ -94,16 +88,13 @@ class Checkpoints:
         Args:
           step: Number of the checkpoint.
           state: Training state after this step.
-          run: JSON object to save with it; `read_run` reads it.
-          accuracy: Accuracy at this step if it was evaluated; it determines the best checkpoint.
+          run: JSON object to save with it; `read_run` reads it. The best checkpoint has the highest
+            'accuracy'; None if this step was not evaluated. Those of another 'evaluation' than the
+            last are not compared.
         """
         self.wait()
-        run = run | {
-            "step": step,
-            "num_indexes": jax.process_count() if self._staged else 1,
-            "evaluation": self._evaluation,
-            "accuracy": accuracy,
-        }
+        num_indexes = jax.process_count() if self._staged else 1
+        run = run | {"step": step, "num_indexes": num_indexes}
         folder = self.directory / str(step)
         if jax.process_index() == 0:
             (folder / RUN).unlink(missing_ok=True)  # of a damaged checkpoint of the same step
@@ -135,10 +126,11 @@ class Checkpoints:
             self._saver.wait_until_finished()
             process = jax.process_index()
             if process < run["num_indexes"]:
-                paths = list(_files(local / STATE))
+                paths = [path for path in Path(local / STATE).rglob("*") if path.is_file()]
                 if process > 0:  # files that describe the whole are those of process 0
                     paths = [path for path in paths if path.parent.name != STATE]
-                files = {p.relative_to(local).as_posix(): _digest_of(p) for p in paths}
+                names = [path.relative_to(local).as_posix() for path in paths]
+                files = {name: _digest_of(local / name) for name in names}
                 if self._staged:
                     _copy(files, local, folder)
                 _write_json(_index(folder, process), files)
@@ -153,8 +145,8 @@ class Checkpoints:
     def _remove_old(self):
         # Another process may not have finished its part of the newest.
         finished = [s for s in sorted(self._runs, reverse=True) if self._is_finished(s)]
-        best = _best_first({s: self._runs[s] for s in finished}, self._evaluation)[:1]
-        for step in set(finished).difference(finished[: self._keep], best):
+        best = _find_best({step: self._runs[step] for step in finished})
+        for step in set(finished).difference(finished[: self._keep], [best]):
             del self._runs[step]
             folder = self.directory / str(step)
             (folder / RUN).unlink()  # first, so that the rest is not used
@@ -186,21 +178,16 @@ def find_step(directory: epath.PathLike, wanted: str | int = "newest") -> int | 
     Raises:
       InputError: `wanted` is none of these.
     """
-    wanted = str(wanted)
+    wanted, step = str(wanted), None
     if wanted not in ("newest", "best") and not wanted.isdecimal():
         raise InputError(f"--step={wanted} must be 'newest', 'best' or the number of a step")
-    step = -1
     if jax.process_index() == 0:
-        intact = _intact_runs(directory, int(wanted) if wanted.isdecimal() else None)
-        if wanted == "best":
-            runs = dict(intact)
-            evaluated = [run["evaluation"] for run in runs.values() if run["accuracy"] is not None]
-            steps = _best_first(runs, evaluated[0]) if evaluated else []
-        else:
-            steps = [step for step, _ in itertools.islice(intact, 1)]
-        step = steps[0] if steps else -1
-    step = int(multihost_utils.broadcast_one_to_all(np.int32(step)))
-    return None if step < 0 else step
+        folders = step_folders(directory)
+        if wanted.isdecimal():
+            folders = [folder for folder in folders if int(folder.name) == int(wanted)]
+        intact = _intact_runs(folders)
+        step = _find_best(dict(intact)) if wanted == "best" else next(intact, (None,))[0]
+    return _from_process_0(step)
 
 
 def read_run(directory: epath.PathLike, step: int) -> dict[str, Any]:
@@ -243,26 +230,13 @@ def restore(
 # -- parts of the format ---------------------------------------------------------------------------
 
 
-def _make_handler(staged: bool = False) -> ocp.PyTreeCheckpointHandler:
+def _make_handler(
+    options: ocp.options.MultiprocessingOptions | None = None,
+) -> ocp.PyTreeCheckpointHandler:
     # OCDBT would merge the files of all processes, and looks for them with a glob that takes a path
     # with [ or ] for a pattern.
-    return ocp.PyTreeCheckpointHandler(
-        use_ocdbt=False, multiprocessing_options=_multiprocessing(staged)
-    )
-
-
-def _make_saver(staged: bool) -> ocp.AsyncCheckpointer:
-    return ocp.AsyncCheckpointer(
-        _make_handler(staged),
-        multiprocessing_options=_multiprocessing(staged),
-        # In the background, Orbax waits minutes for a directory that cannot be created.
-        async_options=ocp.AsyncOptions(create_directories_asynchronously=False),
-    )
-
-
-def _multiprocessing(staged: bool) -> ocp.options.MultiprocessingOptions:
-    # Without a primary host every process prepares its own directory.
-    return ocp.options.MultiprocessingOptions(primary_host=None if staged else 0)
+    options = options or ocp.options.MultiprocessingOptions()
+    return ocp.PyTreeCheckpointHandler(use_ocdbt=False, multiprocessing_options=options)
 
 
 @contextlib.contextmanager
@@ -301,29 +275,25 @@ def _shapes_by_name(tree) -> dict[str, str]:
     }
 
 
-def _best_first(runs: dict[int, dict[str, Any]], evaluation: str) -> list[int]:
-    """Sorts the steps that were measured on an evaluation by accuracy; of equals, newest first."""
-    measured = {
-        step: run["accuracy"]
-        for step, run in runs.items()
-        if run["evaluation"] == evaluation and run["accuracy"] is not None
-    }
-    return sorted(measured, key=lambda step: (measured[step], step), reverse=True)
+def _find_best(runs: dict[int, dict[str, Any]]) -> int | None:
+    """Returns the newest step of the highest accuracy on the images that were evaluated last."""
+    measured = [step for step in sorted(runs, reverse=True) if runs[step]["accuracy"] is not None]
+    comparable = [s for s in measured if runs[s]["evaluation"] == runs[measured[0]]["evaluation"]]
+    return max(comparable, key=lambda step: runs[step]["accuracy"], default=None)
 
 
-def _intact_runs(
-    directory: epath.PathLike, step: int | None = None
-) -> Iterator[tuple[int, dict[str, Any]]]:
-    """Yields step and `run.json` of intact checkpoints, newest first; tells about the others."""
-    for folder in step_folders(directory):
-        if step not in (None, int(folder.name)):
-            continue
+def _from_process_0(step: int | None) -> int | None:
+    step = int(multihost_utils.broadcast_one_to_all(np.int32(-1 if step is None else step)))
+    return None if step < 0 else step
+
+
+def _intact_runs(folders: Iterable[epath.Path]) -> Iterator[tuple[int, dict[str, Any]]]:
+    """Yields step and `run.json` of the intact checkpoints; reports the others."""
+    for folder in folders:
         try:
-            run = read_intact(folder)
+            yield int(folder.name), read_intact(folder)
         except DamagedError as error:
             print(f"note: skipping checkpoint {folder}: {error}")
-        else:
-            yield int(folder.name), run
 
 
 def read_intact(folder: epath.Path) -> dict[str, Any]:
@@ -343,27 +313,24 @@ def read_intact(folder: epath.Path) -> dict[str, Any]:
     return run
 
 
-def _remove_unfinished(directory: epath.Path) -> bool:
+def _remove_unfinished(directory: epath.Path) -> None:
     """Deletes checkpoints that a kill left half written or half deleted.
 
-    Returns False, and deletes nothing, if a checkpoint is not of this program.
+    Raises `InputError`, and deletes nothing, if a checkpoint is not of this program.
     """
     unfinished = [folder for folder in step_folders(directory) if not (folder / RUN).exists()]
-    names = [path.name for folder in unfinished for path in folder.iterdir()]
-    if not all(name.startswith((STATE, "index_")) for name in names):
-        return False
+    for folder in unfinished:
+        if not all(path.name.startswith((STATE, "index_")) for path in folder.iterdir()):
+            raise InputError(
+                f"{folder} is a checkpoint of another program: use another --workdir, or move it "
+                "away"
+            )
     for folder in unfinished:
         folder.rmtree()
-    return True
 
 
 def _index(folder: epath.Path, process: int) -> epath.Path:
     return folder / f"index_{process}.json"
-
-
-def _files(folder: epath.Path) -> Iterator[epath.Path]:
-    for path in folder.iterdir():
-        yield from _files(path) if path.is_dir() else (path,)
 
 
 def _copy(names: Iterable[str], source: epath.Path, target: epath.Path) -> None:

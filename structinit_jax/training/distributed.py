@@ -1,9 +1,10 @@
-"""Joins the processes of a run before JAX initializes the devices."""
+"""The processes of a run: how they join, what must agree, and the signals that stop them."""
 
 import hashlib
 import importlib.util
 import json
 import os
+import signal
 import sys
 import threading
 from collections.abc import Mapping
@@ -94,6 +95,45 @@ def check_equal(values: Mapping[str, Any]) -> None:
             "processes with the same code, flags and data, and with one --workdir on a shared disk "
             "or in object storage"
         )
+
+
+class StopRequest:
+    """Whether SIGTERM or SIGINT has asked for a stop while this was a context, once or repeatedly.
+
+    Schedulers send SIGTERM before they take a machine away: 30 s before on spot VMs and GKE, 120 s
+    with `--signal=TERM@120` on SLURM. Ctrl-C sends SIGINT. With several processes JAX itself
+    handles SIGTERM, and a signal to any of them stops all of them after the same step. Signals
+    cannot be handled outside the main thread.
+    """
+
+    _received = False
+
+    def __enter__(self):
+        single = jax.process_count() == 1
+        numbers = (signal.SIGINT, signal.SIGTERM) if single else (signal.SIGINT,)
+        if threading.current_thread() is not threading.main_thread():
+            numbers = ()
+        self._handlers = {number: signal.signal(number, self._receive) for number in numbers}
+        return self
+
+    def __exit__(self, *_):
+        for number, handler in self._handlers.items():
+            signal.signal(number, handler)
+
+    def _receive(self, _number, _frame):
+        """Handles the first signal, and restores the default handlers for the second."""
+        signal.signal(signal.SIGINT, signal.default_int_handler)
+        if jax.process_count() > 1:
+            signal.raise_signal(signal.SIGTERM)  # JAX passes it on to all processes
+        else:
+            signal.signal(signal.SIGTERM, signal.SIG_DFL)
+            self._received = True
+
+    def reached(self, step: int) -> bool:
+        """Returns whether to stop after this step. Every process must ask after every step."""
+        if jax.process_count() > 1:
+            return multihost_utils.reached_preemption_sync_point(step)
+        return self._received
 
 
 def _digest_of_code() -> str:

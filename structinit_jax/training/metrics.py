@@ -62,16 +62,15 @@ class PendingMetrics:
     def fetch(self) -> dict[int, dict[str, Any]]:
         """Waits for all steps, and returns the metrics of those since the last call, by step."""
         fetched, self._on_device = jax.device_get(self._on_device), {}
-        for metrics in fetched.values():
-            self._fetched.append({k: v for k, v in metrics.items() if not isinstance(v, dict)})
+        self._fetched.extend(fetched.values())
         return fetched
 
     def to_json(self) -> list[dict[str, float]]:
-        """Returns the scalars among the fetched metrics, to be saved with a checkpoint."""
+        """Returns the fetched metrics, to be saved with a checkpoint."""
         return [{name: float(v) for name, v in step.items()} for step in self._fetched]
 
     def average(self) -> dict[str, float]:
-        """Averages the scalars among the fetched metrics over the finite steps, and clears them.
+        """Averages the fetched metrics over the finite steps, and clears them.
 
         Returns:
           Means under 'train/…', except for 'train/learning_rate', which is that of the last step,
@@ -165,7 +164,7 @@ def read_lines(path: epath.PathLike, last_step: int) -> list[str]:
 
 
 class Progress:
-    """Prints step, epoch, metrics, speed and remaining time.
+    """Measures speed and waiting times, and prints them with the metrics.
 
     tqdm would count evaluations as training time.
 
@@ -177,11 +176,9 @@ class Progress:
     """
 
     def __init__(self, start_step: int, num_steps: int, steps_per_epoch: float, batch_size: int):
-        self._num_steps = num_steps
-        self._steps_per_epoch = steps_per_epoch
+        self._num_steps, self._steps_per_epoch = num_steps, steps_per_epoch
         self._batch_size = batch_size
         self._last_step, self._last_time = start_step, time.perf_counter()
-        self._training_steps, self._training_seconds = 0, 0.0
         self._waited = dict.fromkeys(WAITS, 0.0)
 
     @contextlib.contextmanager
@@ -215,13 +212,11 @@ class Progress:
         steps = step - self._last_step
         self._last_step, self._last_time = step, now
         self._waited = dict.fromkeys(WAITS, 0.0)
-        self._training_steps += steps
-        self._training_seconds += training
         return {"images_per_second": steps * self._batch_size / training, **waits}
 
     def show(self, step: int, values: dict[str, float]) -> None:
-        """Prints the metrics of a step, after `measure`."""
-        left = self._training_seconds / self._training_steps * (self._num_steps - step)
+        """Prints metrics, among them those of `measure`."""
+        left = (self._num_steps - step) * self._batch_size / values["images_per_second"]
         print(
             f"step {step}/{self._num_steps}  epoch {step / self._steps_per_epoch:.1f}  "
             f"loss {values['train/loss']:.4f}  lr {values['train/learning_rate']:.2e}  "
@@ -251,19 +246,16 @@ class StepTrace:
         self._first, self._last = steps if traces else (None, None)
         self._running = False
 
-    def before(self, step: int) -> None:
-        """Starts the trace before the first step is dispatched."""
-        if step == self._first:
+    def after(self, step: int, state: Any) -> None:
+        """Starts the trace after the step before the first one, and stops it after the last."""
+        if step + 1 == self._first:
             options = jax.profiler.ProfileOptions()
             options.python_tracer_level = 0  # tracing Python calls would slow the steps down
             jax.profiler.start_trace(
                 self._directory, create_perfetto_trace=True, profiler_options=options
             )
             self._running = True
-
-    def after(self, step: int, state: Any) -> None:
-        """Stops the trace when the last step has finished."""
-        if step == self._last:
+        elif step == self._last:
             jax.block_until_ready(state)
             self.close()
 

@@ -34,25 +34,6 @@ class Schedule(NamedTuple):
     learning_rate: optax.Schedule
 
 
-class Length(NamedTuple):
-    """Length of a run. `num_epochs` is as in the config, from which `num_steps` is rounded."""
-
-    num_steps: int
-    num_epochs: float
-    num_examples: int
-    batch_size: int
-
-
-class Rates(NamedTuple):
-    """Fields of the config that shape the learning rate."""
-
-    learning_rate: float
-    warmup_epochs: float
-    warmup_learning_rate: float
-    final_learning_rate: float
-    cooldown_epochs: float
-
-
 def make_schedule(
     num_examples: int, fields: Mapping[str, Any], *, drop_remainder: bool
 ) -> Schedule:
@@ -60,7 +41,7 @@ def make_schedule(
 
     Args:
       num_examples: Size of the training split.
-      fields: Fields of the config, among them those of `Rates`.
+      fields: Fields of the config. The schedule gets those that its parameters name.
       drop_remainder: Whether each epoch leaves out its last partial batch.
 
     Raises:
@@ -83,32 +64,52 @@ def make_schedule(
     interval = max(1.0, fields["eval_every_epochs"] * steps_per_epoch)
     evaluations = range(1, int(num_steps / interval) + 1)
     eval_steps = frozenset(round(interval * number) for number in evaluations) | {num_steps}
-    length = Length(num_steps, num_epochs, num_examples, batch_size)
-    rates = Rates(**{name: fields[name] for name in Rates._fields})
-    learning_rate = SCHEDULES[fields["schedule"]](length, rates)
+    length = {"num_steps": num_steps, "num_epochs": num_epochs, "num_examples": num_examples}
+    learning_rate = _call(SCHEDULES[fields["schedule"]], {**fields, **length})
     return Schedule(num_steps, steps_per_epoch, eval_steps, learning_rate)
 
 
-def cosine(length: Length, rates: Rates) -> optax.Schedule:
+def cosine(
+    *,
+    num_steps: int,
+    num_examples: int,
+    batch_size: int,
+    learning_rate: float,
+    warmup_epochs: float,
+    warmup_learning_rate: float,
+    final_learning_rate: float,
+    cooldown_epochs: float,
+) -> optax.Schedule:
     """Linear warm-up, then a cosine over the rest of the run, both by step.
 
     The learning rate rises from `warmup_learning_rate` to `learning_rate`, falls to
     `final_learning_rate` and stays there for `cooldown_epochs`. A warm-up that is longer than the
     rest of the run is shortened.
     """
-    steps_per_epoch = length.num_examples / length.batch_size
-    cosine_end = max(1, length.num_steps - round(rates.cooldown_epochs * steps_per_epoch))
-    warmup_steps = min(round(rates.warmup_epochs * steps_per_epoch), cosine_end - 1)
+    steps_per_epoch = num_examples / batch_size
+    cosine_end = max(1, num_steps - round(cooldown_epochs * steps_per_epoch))
+    warmup_steps = min(round(warmup_epochs * steps_per_epoch), cosine_end - 1)
     return optax.warmup_cosine_decay_schedule(
-        init_value=rates.warmup_learning_rate if warmup_steps else rates.learning_rate,
-        peak_value=rates.learning_rate,
+        init_value=warmup_learning_rate if warmup_steps else learning_rate,
+        peak_value=learning_rate,
         warmup_steps=warmup_steps,
         decay_steps=cosine_end,
-        end_value=min(rates.final_learning_rate, rates.learning_rate),
+        end_value=min(final_learning_rate, learning_rate),
     )
 
 
-def timm_cosine(length: Length, rates: Rates) -> optax.Schedule:
+def timm_cosine(
+    *,
+    num_steps: int,
+    num_epochs: float,
+    num_examples: int,
+    batch_size: int,
+    learning_rate: float,
+    warmup_epochs: float,
+    warmup_learning_rate: float,
+    final_learning_rate: float,
+    cooldown_epochs: float,
+) -> optax.Schedule:
     """The schedule of timm's train.py, which changes the learning rate once per epoch.
 
     In epoch e (from 0) it is linear in e during the warm-up, so the whole first epoch runs at
@@ -116,27 +117,27 @@ def timm_cosine(length: Length, rates: Rates) -> optax.Schedule:
     not at the end of the warm-up, and reaches `final_learning_rate` when the `cooldown_epochs`
     begin. A step that straddles two epochs belongs to the one of its first example.
     """
-    peak, warmup, start, final, cooldown = rates
-    cosine_epochs = length.num_epochs - cooldown
+    cosine_epochs = num_epochs - cooldown_epochs
 
     def epoch_rate(epoch):
-        if epoch < warmup:
-            return start + (peak - start) * epoch / warmup
+        if epoch < warmup_epochs:
+            rise = (learning_rate - warmup_learning_rate) * epoch / warmup_epochs
+            return warmup_learning_rate + rise
         if epoch < cosine_epochs:
-            return final + (peak - final) * (1 + math.cos(math.pi * epoch / cosine_epochs)) / 2
-        return final
+            share = (1 + math.cos(math.pi * epoch / cosine_epochs)) / 2
+            return final_learning_rate + (learning_rate - final_learning_rate) * share
+        return final_learning_rate
 
-    num_steps, _, num_examples, batch_size = length
     epochs = range(math.ceil(num_steps * batch_size / num_examples))
     rates = np.array([epoch_rate(epoch) for epoch in epochs], np.float32)
     first_steps = np.array([-(-e * num_examples // batch_size) for e in epochs], np.int32)
 
-    def learning_rate(step):
+    def rate(step):
         # Not a binary search, which is a loop of kernels.
         epoch = jnp.searchsorted(first_steps, step, side="right", method="compare_all") - 1
         return jnp.asarray(rates)[epoch]
 
-    return learning_rate
+    return rate
 
 
 def adamw(
@@ -146,18 +147,12 @@ def adamw(
     adam_b2: float,
     adam_epsilon: float,
     clip_norm: float,
-    layer_decay: float,
 ) -> optax.GradientTransformation:
     """AdamW (Loshchilov & Hutter 2019) as ViT recipes use it.
 
-    Gradients are clipped by their global norm, weight decay applies to matrices only, and the
-    learning rate may decrease from the head to the patch embedding. Disabled features keep their
-    place in the optimizer state, so that they can be enabled when a run is resumed.
+    Gradients are clipped by their global norm, and weight decay applies to matrices only. Without
+    clipping its place in the optimizer state stays, so that it can be enabled on resume.
     """
-
-    def scale_layers(updates, params):
-        return jax.tree.map(jnp.multiply, updates, layer_rates(params, layer_decay))
-
     return optax.chain(
         optax.clip_by_global_norm(clip_norm) if clip_norm else optax.identity(),
         optax.adamw(
@@ -167,11 +162,10 @@ def adamw(
             weight_decay=weight_decay,
             mask=decay_mask,
         ),
-        optax.stateless(scale_layers) if layer_decay != 1 else optax.identity(),
     )
 
 
-# schedule(length, rates) -> (step, counted from 0) -> learning rate
+# schedule(any fields of the config and num_examples) -> (step, counted from 0) -> learning rate
 SCHEDULES: Mapping[str, Callable] = {"cosine": cosine, "timm_cosine": timm_cosine}
 # loss(logits [B, C], targets [B, C]) -> [B]; targets are probabilities, mixed and smoothed.
 LOSSES: Mapping[str, Callable] = {"softmax_cross_entropy": optax.softmax_cross_entropy}
@@ -195,9 +189,13 @@ def make_optimizer(
       fields: Fields of the config, of which the optimizer gets those that its parameters name.
     """
     build = find(name, OPTIMIZERS, "optimizer")
-    parameters = inspect.signature(build).parameters
-    options = {key: fields[key] for key in parameters if key in fields}
-    return build(**options | {"learning_rate": learning_rate})
+    return _call(build, {**fields, "learning_rate": learning_rate})
+
+
+def _call(build: Callable, fields: Mapping[str, Any]) -> Any:
+    """Calls a function with the fields that its parameters name."""
+    names = inspect.signature(build).parameters.keys() & fields.keys()
+    return build(**{name: fields[name] for name in names})
 
 
 def decay_mask(params: Any) -> Any:
@@ -208,30 +206,3 @@ def decay_mask(params: Any) -> Any:
     return jax.tree_util.tree_map_with_path(
         lambda path, _: jax.tree_util.keystr(path[-1:], simple=True) == "kernel", params
     )
-
-
-def layer_rates(params: Any, decay: float) -> Any:
-    """Returns the factor on the learning rate of every weight (Clark et al. 2020; Bao et al. 2022).
-
-    With L blocks, block i (from 1) has the factor decay^(L + 1 - i), everything before the blocks
-    decay^(L + 1), and everything after them 1. The factors of stacked blocks vary along their
-    leading axis.
-
-    Raises:
-      InputError: The model does not have a single stack of blocks.
-    """
-    if "blocks" not in params:
-        raise InputError(
-            f"config.layer_decay={decay} needs a model with a single stack of blocks: set it to 1"
-        )
-    depth = len(jax.tree.leaves(params["blocks"])[0])
-
-    def rate(path, leaf):
-        part = path[0].key
-        if part == "blocks":
-            rates = decay ** jnp.arange(depth, 0, -1, dtype=jnp.float32)
-            return rates.reshape(depth, *(1,) * (leaf.ndim - 1))
-        factor = 1.0 if part in ("norm", "head") else decay ** (depth + 1)
-        return jnp.full((1,) * leaf.ndim, factor)
-
-    return jax.tree_util.tree_map_with_path(rate, params)

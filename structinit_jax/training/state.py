@@ -199,11 +199,6 @@ def init_state(
     return TrainState(jnp.zeros((), jnp.int32), params, model_state, optimizer.init(params), ema)
 
 
-def count_parameters(params) -> int:
-    """Counts the elements of all arrays of a tree."""
-    return sum(leaf.size for leaf in jax.tree.leaves(params))
-
-
 def split_rng(rng: PRNGKeyArray) -> tuple[PRNGKeyArray, PRNGKeyArray, PRNGKeyArray]:
     """Splits the key of `config.seed` into those of the weights, attention_init and the steps."""
     params_rng, attention_rng, steps_rng = jax.random.split(rng, 3)

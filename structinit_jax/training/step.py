@@ -10,7 +10,7 @@ import numpy as np
 import optax
 from flax import nnx
 from jax.sharding import Mesh
-from jaxtyping import Array, Float, PRNGKeyArray
+from jaxtyping import Array, PRNGKeyArray
 
 from structinit_jax.augment import Augment, normalize
 from structinit_jax.data.loader import Batch
@@ -45,7 +45,7 @@ def make_train_step(
 
     A step whose loss or gradient is not finite updates only the step number and the optimizer's
     counters. The metrics are 'loss', 'accuracy' (not of mixed images, which have two classes),
-    'learning_rate', 'gradient_norm', 'layer_gradient_norms' and 'nonfinite' (1.0 or 0.0).
+    'learning_rate', 'gradient_norm' and 'nonfinite' (1.0 or 0.0).
 
     Args:
       graphdef: Static definition of the model.
@@ -81,7 +81,6 @@ def make_train_step(
             **({} if mixes else {"accuracy": accuracy}),
             "learning_rate": jnp.asarray(learning_rate(state.step)),
             "gradient_norm": gradient_norm,
-            "layer_gradient_norms": layer_norms(grads),
             "nonfinite": 1.0 - finite.astype(jnp.float32),
         }
         new = TrainState(state.step + 1, params, model_state, opt_state, ema)
@@ -164,21 +163,6 @@ def _gather_by_layer(function, mesh):
             return function(params, *args)
 
     return wrapped
-
-
-def layer_norms(grads: dict[str, Any]) -> dict[str, Float[Array, "..."]]:
-    """Computes the norm of each layer's gradient, by path.
-
-    Layers like 'head' have a scalar, and stacks of L blocks, like 'stage1/blocks', an array [L].
-    """
-    squares = {}
-    for path, grad in jax.tree_util.tree_leaves_with_path(grads):
-        stack = stack_of(path)
-        name = jax.tree_util.keystr(path, simple=True, separator="/")
-        layer = stack or name.rpartition("/")[0] or name
-        square = jnp.sum(jnp.square(grad), axis=tuple(range(1 if stack else 0, grad.ndim)))
-        squares[layer] = squares[layer] + square if layer in squares else square
-    return jax.tree.map(jnp.sqrt, squares)
 
 
 def make_eval_step(

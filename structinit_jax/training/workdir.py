@@ -1,13 +1,11 @@
-"""The output directory of a run: its lock, its small files, and the signals that end the run."""
+"""The output directory of a run: its lock, its small files, and a full disk."""
 
 import contextlib
 import errno
 import fcntl
 import os
-import signal
 import socket
 import tempfile
-import threading
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -63,13 +61,12 @@ def open_workdir(workdir: epath.PathLike) -> Iterator[epath.Path]:
     Raises:
       InputError: It cannot be used, or another run uses it.
     """
-    path = open_path(workdir)
-    with contextlib.ExitStack() as on_exit:
-        if not is_url(workdir):
-            local = prepare_workdir(workdir)
-            if jax.process_index() == 0:
-                on_exit.enter_context(lock_workdir(local))
-        yield path
+    if is_url(workdir):
+        yield open_path(workdir)
+        return
+    path = prepare_workdir(workdir)
+    with lock_workdir(path) if jax.process_index() == 0 else contextlib.nullcontext():
+        yield epath.Path(path)
 
 
 def prepare_workdir(workdir: epath.PathLike) -> Path:
@@ -150,43 +147,3 @@ def explain_full_disk(workdir: epath.PathLike) -> Iterator[None]:
             f"{workdir} could not be written to: {reason}. Earlier checkpoints are intact: free "
             "disk space, then run the same command again to resume"
         ) from error
-
-
-class StopRequest:
-    """Whether SIGTERM or SIGINT has asked for a stop; see `listen_for_signals`."""
-
-    _received = False
-
-    def receive(self, _number: int, _frame) -> None:
-        """Handles the first signal, and restores the default handlers for the second."""
-        signal.signal(signal.SIGINT, signal.default_int_handler)
-        if jax.process_count() > 1:
-            signal.raise_signal(signal.SIGTERM)  # JAX passes it on to all processes
-        else:
-            signal.signal(signal.SIGTERM, signal.SIG_DFL)
-            self._received = True
-
-    def reached(self, step: int) -> bool:
-        """Returns whether to stop after this step. Every process must ask after every step."""
-        if jax.process_count() > 1:
-            return multihost_utils.reached_preemption_sync_point(step)
-        return self._received
-
-
-@contextlib.contextmanager
-def listen_for_signals(request: StopRequest | None = None) -> Iterator[StopRequest]:
-    """Treats SIGTERM and SIGINT as requests to stop within the context; `request` records them.
-
-    Schedulers send SIGTERM before they take a machine away: 30 s before on spot VMs and GKE, 120 s
-    with `--signal=TERM@120` on SLURM. Ctrl-C sends SIGINT. With several processes JAX itself
-    handles SIGTERM, and a signal to any of them stops all of them after the same step. Signals
-    cannot be handled outside the main thread.
-    """
-    request = request or StopRequest()
-    single = jax.process_count() == 1
-    numbers = (signal.SIGINT, signal.SIGTERM) if single else (signal.SIGINT,)
-    with contextlib.ExitStack() as on_exit:
-        if threading.current_thread() is threading.main_thread():
-            for number in numbers:
-                on_exit.callback(signal.signal, number, signal.signal(number, request.receive))
-        yield request
