@@ -9,19 +9,29 @@ others are downloaded and prepared by TFDS's own builder; only this needs Tensor
 """
 
 # isort: split
-import argparse
 import importlib.util
 import sys
-from collections.abc import Sequence
 
 import numpy as np
 import tensorflow_datasets as tfds
+from absl import flags
 
+from structinit_jax import command_line
 from structinit_jax.data.builders import OWN_BUILDERS, find_builder
 from structinit_jax.data.datasets import open_dataset
 from structinit_jax.data.source import Dataset, Folder, ImageSource, expand_user
-from structinit_jax.errors import InputError, is_reference, require
+from structinit_jax.errors import InputError, is_reference
 
+_NAME = flags.DEFINE_string("name", None, "TFDS name, 'folder' or 'module:function'.")
+_DATA_DIR = flags.DEFINE_string(
+    "data_dir", None, "Folder of TFDS's data sets, or of the images ('folder')."
+)
+_MANUAL_DIR = flags.DEFINE_string(
+    "manual_dir", None, "Folder of archives that you downloaded by hand."
+)
+_CHECK = flags.DEFINE_integer(
+    "check", 1000, "Images to decode in each split; 0 for all.", lower_bound=0
+)
 MAX_SHOWN_CLASSES = 10
 MAX_AVERAGED = 1000  # images, which fixes mean and deviation to about 0.01
 
@@ -111,29 +121,15 @@ def report(dataset: Dataset, num_checked: int) -> None:
                 print(f"  {split}: {line}", flush=True)
 
 
-def main(argv: Sequence[str] | None = None) -> None:
+def main(overrides: command_line.Overrides) -> None:
     """Prepares a data set and prints a report."""
-    parser = argparse.ArgumentParser(
-        prog="python -m structinit_jax.prepare",
-        description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
-    add = parser.add_argument
-    add("--name", required=True, help="TFDS name, 'folder' or 'module:function'")
-    add("--data_dir", help="folder of TFDS's data sets, or of the images ('folder')")
-    add("--manual_dir", help="folder of archives that you downloaded by hand")
-    text = "images to decode in each split (default: 1000); 0 for all"
-    add("--check", type=int, default=1000, help=text)
-    flags = parser.parse_args(argv)
-    require("--check", flags.check, "0 (all images) or more", lambda x: x >= 0)
-    prepare(flags.name, flags.data_dir, flags.manual_dir)
-    report(open_dataset(flags.name, flags.data_dir, flags.manual_dir), flags.check)
+    if not _NAME.value:
+        raise InputError("--name is required, such as --name=cifar10 or --name=folder")
+    sys.stdout.reconfigure(errors="backslashreplace")  # the name of a file need not be text
+    arguments = _NAME.value, _DATA_DIR.value, _MANUAL_DIR.value
+    prepare(*arguments)
+    report(open_dataset(*arguments), _CHECK.value)
 
 
 if __name__ == "__main__":
-    sys.stdout.reconfigure(errors="backslashreplace")  # the name of a file need not be text
-    try:
-        main()
-    except InputError as error:
-        print(f"error: {error}", file=sys.stderr)
-        sys.exit(2)
+    command_line.run(main, shared=())

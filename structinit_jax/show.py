@@ -26,7 +26,6 @@ from structinit_jax.training.step import step_rngs
 
 MAX_IMAGES, COLUMNS = 48, 8
 TILE = 1.1  # inches
-MAX_CAPTION = 24  # characters
 
 
 def training_batch(config: ConfigDict, step: int) -> tuple[np.ndarray, np.ndarray, Sequence[str]]:
@@ -65,7 +64,7 @@ def draw(images: np.ndarray, captions: Sequence[str]) -> Figure:
         axis.set_axis_off()
         if image is not None:
             axis.imshow(image, cmap="gray", vmin=0, vmax=255, interpolation="nearest")
-            axis.set_title(caption[:MAX_CAPTION], fontsize=5)
+            axis.set_title(caption[:24], fontsize=5)
     return figure
 
 

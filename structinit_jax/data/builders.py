@@ -46,9 +46,10 @@ with tfds.core.registered.skip_registration():
     class Digits(tfds.core.GeneratorBasedBuilder):
         """The 1,797 8x8 gray images that come with scikit-learn.
 
-        They are the test part of the UCI "Optical Recognition of Handwritten Digits" set. The gray
-        levels 0, ..., 16 are scaled to 0, ..., 255 and rounded. Every fifth image (index % 5 == 4)
-        is in `test` (359), the others are in `train` (1,438). The same writers appear in both.
+        They are the test part of "Optical Recognition of Handwritten Digits" (UCI,
+        https://doi.org/10.24432/C50P49). The gray levels 0, ..., 16 are scaled to 0, ..., 255 and
+        rounded. Every fifth image (index % 5 == 4) is in `test` (359), the others are in `train`
+        (1,438). The same writers appear in both.
         """
 
         name = "digits"
@@ -63,8 +64,6 @@ with tfds.core.registered.skip_registration():
                 builder=self,
                 description=type(self).__doc__,
                 features=tfds.features.FeaturesDict(features),
-                supervised_keys=("image", "label"),
-                homepage="https://doi.org/10.24432/C50P49",
             )
 
         def _split_generators(self, dl_manager):
@@ -94,8 +93,9 @@ with tfds.core.registered.skip_registration():
         manual_dir = None
 
         def _split_generators(self, dl_manager):
-            place = self.manual_dir or self.URL
-            arrays = [_read_idx(place, name, sha256) for name, sha256 in CHECKSUMS.items()]
+            folder = self.manual_dir and f"{Path(self.manual_dir).absolute().as_uri()}/"
+            urls = {f"{folder or self.URL}{name}.gz": sha for name, sha in CHECKSUMS.items()}
+            arrays = [_read_idx(url, sha256) for url, sha256 in urls.items()]
             return {
                 "train": self._generate_examples(*arrays[:2]),
                 "test": self._generate_examples(*arrays[2:]),
@@ -187,23 +187,18 @@ def _prepare_own(builder, manual_dir):
             ) from error
 
 
-def _read_idx(place, name, sha256):
+def _read_idx(url, sha256):
     """Reads the idx format: two zeros, type 8 (uint8), rank, big-endian sizes, values.
 
     Not by TFDS's download manager, which would retry for minutes without a network.
     """
     try:
-        if str(place).startswith("http"):
-            with urllib.request.urlopen(f"{place}{name}.gz", timeout=30) as response:
-                content = gzip.decompress(response.read())
-        else:
-            content = gzip.decompress(Path(place, f"{name}.gz").read_bytes())
+        with urllib.request.urlopen(url, timeout=30) as response:
+            content = gzip.decompress(response.read())
     except OSError as error:  # of the network, the file system or gzip
-        raise InputError(f"fashion_mnist: {name}.gz: {error}. {MANUAL_DOWNLOAD}") from error
+        raise InputError(f"fashion_mnist: {url}: {error}. {MANUAL_DOWNLOAD}") from error
     if hashlib.sha256(content).hexdigest() != sha256:
-        raise InputError(
-            f"fashion_mnist: {name}.gz in {place} is not the original file. {MANUAL_DOWNLOAD}"
-        )
+        raise InputError(f"fashion_mnist: {url} is not the original file. {MANUAL_DOWNLOAD}")
     rank = content[3]
     shape = np.frombuffer(content, ">i4", count=rank, offset=4)
     return np.frombuffer(content, np.uint8, offset=4 + 4 * rank).reshape(shape)

@@ -26,7 +26,8 @@ class FileRecords:
         return len(self._files)
 
     def __getitem__(self, index: int) -> dict[str, str | int]:
-        return dict(zip(("image", "label"), self._files[index], strict=True))
+        path, label = self._files[index]
+        return {"image": path, "label": label}
 
     @property
     def names(self) -> list[bytes]:
@@ -57,13 +58,11 @@ def open_folder(root: Folder) -> Dataset:
     folder = Path(root or "")
     if not root or not folder.is_dir():
         raise problem(f"there is no such folder (from {Path.cwd()})")
-    found = {
-        split: {
-            entry.name: _find_images(entry) for entry in _scan(folder / split) if entry.is_dir()
-        }
-        for split in SPLITS
-        if (folder / split).is_dir()
-    }
+    found = {}
+    for split in SPLITS:
+        if (folder / split).is_dir():
+            classes = (entry for entry in _scan(folder / split) if entry.is_dir())
+            found[split] = {entry.name: _find_images(entry) for entry in classes}
     first = next(iter(found), None)
     if first is None or not found[first]:
         raise problem(f"it holds no class folder in {', '.join(SPLITS)}")
