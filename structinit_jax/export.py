@@ -47,7 +47,7 @@ def export(
 
     Args:
       config: Config of the run.
-      workdir: Output directory of the run.
+      workdir: Its output directory.
       path: Folder for the weights and timm's `config.json`, or a `.safetensors` file.
       averaged: Whether to export the averaged weights.
       step: 'newest', 'best' or a number; see `checkpoint.find_step`.
@@ -58,9 +58,9 @@ def export(
     config_lib.validate(config)
     if averaged and not config.ema_decay:
         raise InputError("--averaged needs a run with averaged weights, but config.ema_decay is 0")
-    data, fields = config.data, config.model.to_dict()
-    timm = timm_model(fields, image_size=data.image_size, channels=data.channels)
-    is_folder = path.suffix != WEIGHTS.suffix
+    data, is_folder = config.data, path.suffix != WEIGHTS.suffix
+    size = dict(image_size=data.image_size, channels=data.channels)
+    timm = timm_model(config.model.to_dict(), **size)
     if is_folder and (path / "checkpoints").exists():
         raise InputError(f"--out={path} is the workdir of a run: choose another folder")
     model, state = restore_model(config, workdir, jax.local_devices()[:1], step)
@@ -74,7 +74,6 @@ def export(
     try:
         if is_folder:
             path.mkdir(parents=True, exist_ok=True)
-            (path / "config.json").unlink(missing_ok=True)  # of an older export
             if timm.is_registered:
                 write_atomically(path / "config.json", f"{text}\n")
         # `save_file` would write a file that only its owner can read.

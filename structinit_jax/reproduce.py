@@ -23,8 +23,7 @@ One GPU suffices for the small data sets; ImageNet-1K needs eight or more.
 --rows=A,B selects the rows whose names contain all of these words; the difference to a baseline is
 reported once its row is trained too. --scale=small trains small models of the same shape on digits,
 in minutes on a CPU and without a download; their accuracies are not comparable with the published
-ones. --config.FIELD=VALUE applies to all rows. The workdir, the report and resuming are those of
-`structinit_jax.compare`.
+ones. --config.FIELD=VALUE applies to all rows. Workdir, report and resuming are those of `compare`.
 """
 
 # isort: split
@@ -51,10 +50,7 @@ _TABLE = flags.DEFINE_string("table", None, "The table, such as 2024.2; --help l
 _ROWS = flags.DEFINE_list("rows", [], "Only the rows whose name has all these words.")
 _SCALE = flags.DEFINE_enum("scale", "full", ["full", "small"], "Size of the models and data.")
 _SEEDS = flags.DEFINE_integer("seeds", 1, "Seeds of each row, from config.seed on.", lower_bound=1)
-SMALL_NOTE = (
-    "Every row is a small model on digits (--scale=small), also where its name has another data "
-    "set: its accuracy is not comparable with the published ones."
-)
+SMALL_NOTE = "Every row is a small model on digits (--scale=small), whatever its name says."
 TEACHER = "teacher"  # name of the row whose model the others select their weights from
 
 
@@ -76,7 +72,7 @@ def make_settings(
     overrides: Sequence[tuple[str, str]],
     small: bool,
 ) -> dict[str, ConfigDict]:
-    """Returns the configs of the rows whose name has all the words, by name.
+    """Returns the configs of the rows whose names have all the words, by name.
 
     Args:
       rows: Rows of a table.
@@ -89,8 +85,8 @@ def make_settings(
         if name != TEACHER and not set(words) <= set(name.split(",")):
             continue
         config = config_lib.load_config(row["config"])
-        for field, text in (field.split("=", 1) for field in row["fields"].split()):
-            command_line.set_field(config, field, text)
+        for field in row["fields"].split():
+            command_line.set_field(config, *field.split("=", 1))
         if small:
             config = shrink(config)
         for field, text in overrides:
@@ -126,15 +122,7 @@ def shrink(config: ConfigDict) -> ConfigDict:
     return small
 
 
-def train_teacher(config: ConfigDict, workdir: Path) -> str:
-    """Trains the model whose weights are selected, and returns its safetensors file."""
-    train(config, workdir / TEACHER)
-    path = workdir / resume.TEACHER
-    export.export(config, workdir / TEACHER, path)
-    return str(path)
-
-
-def main(overrides: Sequence[tuple[str, str]]) -> None:
+def main(overrides: command_line.Overrides) -> None:
     """Runs the command; exits with status 1 if a run failed."""
     if not WORKDIR.value:
         raise InputError("--workdir is required: the output directory, such as /tmp/table")
@@ -143,16 +131,17 @@ def main(overrides: Sequence[tuple[str, str]]) -> None:
     workdir, teacher = prepare_workdir(WORKDIR.value), settings.pop(TEACHER, None)
     selected = [config for config in settings.values() if config.start_from == TEACHER]
     if selected:
-        path = train_teacher(teacher, workdir)
+        train(teacher, workdir / TEACHER)
+        export.export(teacher, workdir / TEACHER, workdir / resume.TEACHER)
         for config in selected:
-            config.start_from = path
+            config.start_from = str(workdir / resume.TEACHER)
     first_seed = next(iter(settings.values())).seed
     failed = train_grid.run_grid(
         settings,
         range(first_seed, first_seed + _SEEDS.value),
         workdir,
         baselines={name: rows[name]["baseline"] for name in settings},
-        published=None if small else {name: rows[name]["published"] for name in settings},
+        published={} if small else {name: rows[name]["published"] for name in settings},
         note=SMALL_NOTE if small else "",
         command=shlex.join(["python", "-m", "structinit_jax.reproduce", *sys.argv[1:]]),
     )
