@@ -9,32 +9,18 @@ from structinit_jax.errors import InputError
 from structinit_jax.evaluate import Classifier
 
 
-@pytest.fixture
-def strangers(workdir, tmp_path):
-    """A workdir whose config.json names code, and the file that the code would write."""
+def test_code_that_a_workdir_names_runs_only_with_consent(workdir, tmp_path):
     trace = tmp_path / "trace"
     fields = json.loads((workdir / "config.json").read_text())
     fields["data"] |= {"name": "os:system", "data_dir": f"touch {trace}"}
     (workdir / "config.json").write_text(json.dumps(fields))
-    return workdir, trace
-
-
-@pytest.mark.parametrize(
-    ("module", "arguments"),
-    [("main", ["--dry_run"]), ("analyse", []), ("show", []), ("export", [])],
-)
-def test_a_command_lists_what_it_would_import(strangers, module, arguments):
-    workdir, trace = strangers
-    result = fork_main.run(f"--workdir={workdir}", *arguments, module=f"structinit_jax.{module}")
+    with pytest.raises(InputError, match="os:system"):
+        Classifier(workdir)
+    arguments = f"--workdir={workdir}", "--mode=eval"
+    result = fork_main.run(*arguments)
     assert result.returncode == 2, result.stderr
     assert "data.name='os:system'" in result.stderr
     assert "--trust_workdir" in result.stderr
     assert not trace.exists()
-
-
-def test_a_consent_runs_the_code(strangers):
-    workdir, trace = strangers
-    with pytest.raises(InputError, match="os:system"):
-        Classifier(workdir)
-    fork_main.run(f"--workdir={workdir}", "--mode=eval", "--trust_workdir")
+    fork_main.run(*arguments, "--trust_workdir")
     assert trace.exists()

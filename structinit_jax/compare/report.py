@@ -89,6 +89,13 @@ class SeedRun:
         """The test accuracy after the last step of a run that is done."""
         return self.curve[self.facts["num_steps"]]
 
+    @property
+    def result(self) -> str:
+        """How the run ended, in one line."""
+        if self.status == "done":
+            return f"{self.test_name} accuracy {self.accuracy:.2%}"
+        return f"failed: {self.error}"
+
     def epoch(self, step: int) -> float:
         """Converts a step to epochs."""
         return step / self.facts["steps_per_epoch"]

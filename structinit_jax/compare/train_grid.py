@@ -84,7 +84,7 @@ def _train_all(workdir, info, settings, seeds) -> int:
         run = report.SeedRun(workdir, name, seed, info["settings"][name])
         say = _printer(f"[{number}/{len(runs)}] {name} seed {seed}")
         if run.status == "done":
-            say(f"done before, {_result(run)}")
+            say(f"done before, {run.result}")
             continue
         run.folder.mkdir(parents=True, exist_ok=True)
         try:
@@ -96,16 +96,10 @@ def _train_all(workdir, info, settings, seeds) -> int:
         run, trained = report.SeedRun(workdir, name, seed, run.facts), trained + 1
         failed += run.status == "failed"
         left = (time.perf_counter() - began) / trained * (len(runs) - number)
-        say(f"{_result(run)}; about {format_duration(left)} left")
+        say(f"{run.result}; about {format_duration(left)} left")
         if stop.reached(0):  # by a signal during the last step
             raise StoppedError(STOPPED, PREEMPTED_EXIT_CODE)
     return failed
-
-
-def _result(run: report.SeedRun) -> str:
-    if run.status == "done":
-        return f"{run.test_name} accuracy {run.accuracy:.2%}"
-    return f"failed: {run.error}"
 
 
 def _printer(label: str) -> Callable[[str], None]:

@@ -138,19 +138,9 @@ def record_augmentation(args, data):
     """Lists the steps between a decoded image and the model, in the order of timm's loader."""
     from timm.data import create_transform
 
+    options = dict(scale=args.scale, ratio=args.ratio, hflip=args.hflip, auto_augment=args.aa)
     transform = create_transform(
-        data["input_size"],
-        is_training=True,
-        use_prefetcher=True,
-        scale=args.scale,
-        ratio=args.ratio,
-        hflip=args.hflip,
-        color_jitter=args.color_jitter,
-        auto_augment=args.aa,
-        interpolation=args.train_interpolation,
-        mean=data["mean"],
-        std=data["std"],
-        re_prob=args.reprob,
+        data["input_size"], is_training=True, use_prefetcher=True, **options
     )
     steps = []
     for step in transform.transforms:
