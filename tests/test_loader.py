@@ -187,7 +187,7 @@ def test_no_implicit_transfers_and_one_send_per_epoch(device_loader, monkeypatch
 def test_each_device_gathers_its_own_part(device_loader):
     indices, zero = (device_loader._send(np.zeros(n, np.int32)) for n in (53, ()))
     arguments = (device_loader._images, device_loader._labels, indices, zero)
-    text = device_loader._gather.lower(*arguments, 16, True).compile().as_text()
+    text = device_loader._gather.lower(*arguments, 16).compile().as_text()
     assert "gather" in text
     assert not any(word in text for word in ("all-gather", "all-reduce", "all-to-all"))
 

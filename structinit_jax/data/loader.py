@@ -111,10 +111,11 @@ class Loader(abc.ABC):
     def __len__(self) -> int: ...
 
     @abc.abstractmethod
-    def _batches(self, order, steps, batch_size, with_mask=False) -> Iterator[Batch]:
+    def _batches(self, order, steps, batch_size) -> Iterator[Batch]:
         """Yields the batch of each step, which starts at position `step * batch_size`.
 
-        `order(start, stop)` gives the examples at these positions, int64; -1 marks padding.
+        `order(start, stop)` gives the examples at these positions, int64; -1 marks padding, whose
+        "mask" is 0.
         """
 
     def train_batches(
@@ -146,7 +147,8 @@ class Loader(abc.ABC):
         def order(start, stop):
             return stream_indices(seed, start, stop, len(self), repeats, length)
 
-        return self._batches(order, range(start_step, num_steps), batch_size)
+        for batch in self._batches(order, range(start_step, num_steps), batch_size):
+            yield {key: batch[key] for key in ("image", "label")}
 
     def eval_batches(self, *, batch_size: int) -> Iterator[Batch]:
         """Yields every example once, in order; the last batch is padded with example 0.
@@ -159,7 +161,7 @@ class Loader(abc.ABC):
             positions = np.arange(start, stop)
             return np.where(positions < len(self), positions, -1)
 
-        return self._batches(order, range(-(-len(self) // batch_size)), batch_size, with_mask=True)
+        return self._batches(order, range(-(-len(self) // batch_size)), batch_size)
 
 
 def make_loader(
@@ -201,15 +203,14 @@ class HostLoader(Loader):
     def __len__(self) -> int:
         return len(self.source)
 
-    def _batches(self, order, steps, batch_size, with_mask=False):
+    def _batches(self, order, steps, batch_size):
         def read(position, index):
             image, label = self.source[max(index, 0)]
             if self.random_crop is None:
                 pixels = resize_and_center_crop(image.decode(), self.image_size, self.crop_fraction)
             else:
                 pixels = self.random_crop(image, position, self.image_size)
-            mask = {"mask": np.float32(index >= 0)} if with_mask else {}
-            return {"image": pixels, "label": np.int32(label), **mask}
+            return {"image": pixels, "label": np.int32(label), "mask": np.float32(index >= 0)}
 
         process = (jax.process_index(), jax.process_count())
         batches = read_batches(read, order, steps, batch_size, *process)
@@ -242,14 +243,14 @@ class DeviceLoader(Loader):
         # Not a method: jit would keep the loader, and with it the images, in a cycle.
         self._gather = jax.jit(
             functools.partial(_gather_batch, self._sharded, images.shape[1:]),
-            static_argnames=("batch_size", "with_mask"),
+            static_argnames="batch_size",
             out_shardings=(self._sharded, self._replicated),
         )
 
     def __len__(self) -> int:
         return len(self._labels)
 
-    def _batches(self, order, steps, batch_size, with_mask=False):
+    def _batches(self, order, steps, batch_size):
         # One epoch plus the overlap of its last batch.
         window = len(self) + batch_size
         indices, offset, end = None, None, -1
@@ -259,27 +260,24 @@ class DeviceLoader(Loader):
                 end = first + window
                 indices = self._send(order(first, end).astype(np.int32))
                 offset = self._send(np.zeros((), np.int32))
-            batch, offset = self._gather(
-                self._images, self._labels, indices, offset, batch_size, with_mask
-            )
+            batch, offset = self._gather(self._images, self._labels, indices, offset, batch_size)
             yield batch
 
     def _send(self, array):
         return _make_global(array, self._replicated)
 
 
-def _gather_batch(sharding, image_shape, images, labels, order, offset, batch_size, with_mask):
+def _gather_batch(sharding, image_shape, images, labels, order, offset, batch_size):
     """Returns the examples order[offset : offset + batch_size], and the next offset."""
     indices = jax.lax.dynamic_slice_in_dim(order, offset, batch_size)
     # Each device gathers its own part only.
     indices = jax.lax.with_sharding_constraint(indices, sharding)
-    rows = jnp.take(images, jnp.maximum(indices, 0), axis=0, mode="clip")
+    # Padding is -1, clipped to example 0.
     batch = {
-        "image": rows.reshape(batch_size, *image_shape),
-        "label": jnp.take(labels, jnp.maximum(indices, 0), mode="clip"),
+        "image": jnp.take(images, indices, axis=0, mode="clip").reshape(batch_size, *image_shape),
+        "label": jnp.take(labels, indices, mode="clip"),
+        "mask": (indices >= 0).astype(jnp.float32),
     }
-    if with_mask:
-        batch["mask"] = (indices >= 0).astype(jnp.float32)
     return batch, offset + batch_size
 
 
