@@ -7,6 +7,7 @@ from PIL import Image
 from structinit_jax.data.datasets import open_dataset
 from structinit_jax.data.images import BadImageError
 from structinit_jax.data.loader import HostLoader
+from structinit_jax.data.source import DatasetInfo
 from structinit_jax.errors import InputError
 
 CLASSES = ["apple", "Birch", "cat"]
@@ -17,14 +18,9 @@ def write_image(path, value, size=(9, 7)):
     Image.new("RGB", size, (value, 255 - value, 0)).save(path)
 
 
-def read(source):
-    """Pixels and label of every example."""
-    return [(image.decode(), label) for image, label in source.read(range(len(source)))]
-
-
 def values(source):
     """The red value of every example."""
-    return [int(pixels[0, 0, 0]) for pixels, _ in read(source)]
+    return [int(image.decode()[0, 0, 0]) for image, _ in source.read(range(len(source)))]
 
 
 @pytest.fixture
@@ -41,18 +37,15 @@ def root(tmp_path):
 
 def test_examples_of_a_folder(root):
     dataset = open_dataset("folder", root)
-    assert dataset.info.num_classes == 3
-    assert dataset.info.image_shape == (None, None, 3)
-    assert dataset.info.num_examples == {"train": 30, "val": 6}
+    assert dataset.info == DatasetInfo(3, (None, None, 3), {"train": 30, "val": 6})
     source = dataset.split("train")
-    examples = read(source)
     # Sorted as Python sorts: capitals first.
-    assert dataset.class_names == sorted(CLASSES)
-    labels = {name: label for label, name in enumerate(sorted(CLASSES))}
-    expected = {10 * i + n: labels[name] for i, name in enumerate(CLASSES) for n in range(10)}
-    assert {int(pixels[0, 0, 0]): label for pixels, label in examples} == expected
-    assert examples[0][0].shape == (7, 9, 3)
-    assert source.labels().tolist() == [label for _, label in examples]
+    assert dataset.class_names == ["Birch", "apple", "cat"]
+    expected = {value: [1, 0, 2][value // 10] for value in range(30)}
+    assert dict(zip(values(source), source.labels().tolist(), strict=True)) == expected
+    image, label = source[7]
+    assert image.decode().shape == (7, 9, 3)
+    assert label == source.labels()[7]
 
 
 def test_slices_hold_some_of_every_class_and_partition_the_split(root, tmp_path_factory):

@@ -5,6 +5,7 @@ import numpy as np
 import pytest
 from PIL import Image, ImageOps
 from scipy import stats
+from sklearn.datasets import load_sample_image
 
 from structinit_jax.data import crops
 from structinit_jax.data.crops import RandomCrop, crop_and_resize, resize_and_center_crop
@@ -15,15 +16,11 @@ REFERENCE = np.load(Path(__file__).parent / "references" / "random_resized_crop.
 
 @pytest.fixture(scope="module")
 def large_photo():
-    from sklearn.datasets import load_sample_image
-
     return Image.fromarray(load_sample_image("china.jpg"))  # 427 x 640
 
 
 @pytest.fixture(scope="module")
 def photo():
-    from sklearn.datasets import load_sample_image
-
     return Image.fromarray(load_sample_image("flower.jpg")).resize((96, 64))
 
 
@@ -41,18 +38,10 @@ def distance(pixels, image):
 
 @pytest.mark.parametrize("channels", [1, 3])
 @pytest.mark.parametrize(
-    ("mode", "image_format"),
-    [
-        ("RGB", "JPEG"),
-        ("L", "JPEG"),
-        ("CMYK", "JPEG"),
-        ("RGBA", "PNG"),
-        ("P", "PNG"),
-        ("P", "GIF"),
-        ("RGB", "WEBP"),
-    ],
+    "kind", ["RGB JPEG", "L JPEG", "CMYK JPEG", "RGBA PNG", "P PNG", "P GIF", "RGB WEBP"]
 )
-def test_every_kind_looks_like_the_picture(photo, mode, image_format, channels):
+def test_every_kind_looks_like_the_picture(photo, kind, channels):
+    mode, image_format = kind.split()
     content = encoded(photo.convert(mode), image_format)
     pixels = StoredImage(content, channels, "picture").decode()
     assert pixels.shape == (64, 96, channels)
@@ -93,8 +82,8 @@ def test_exif_orientation(photo, image_format):
 
 def test_damaged_exif_is_passed_over(photo):
     damaged = encoded(photo, "JPEG", exif=b"Exif\0\0 is none")
-    pixels = StoredImage(encoded(photo, "JPEG"), 3, "photo").decode()
-    np.testing.assert_array_equal(StoredImage(damaged, 3, "photo").decode(), pixels)
+    right = Image.open(io.BytesIO(encoded(photo, "JPEG")))
+    assert distance(StoredImage(damaged, 3, "photo").decode(), right) == 0
 
 
 @pytest.mark.parametrize("orientation", [1, 6])
@@ -120,9 +109,8 @@ def test_scaled_decode_is_large_enough_and_alike(photo, orientation):
 @pytest.mark.parametrize("kept", [0.0, 0.02, 0.9])
 def test_truncated_images_are_refused_by_name(photo, image_format, kept):
     content = encoded(photo, image_format)
-    with pytest.raises(
-        BadImageError, match=r"^cat\.img: cannot be decoded .*config\.data\.on_bad_image='skip'"
-    ):
+    message = r"^cat\.img: cannot be decoded .*config\.data\.on_bad_image='skip'"
+    with pytest.raises(BadImageError, match=message):
         StoredImage(content[: int(kept * len(content))], 3, "cat.img").decode()
 
 
@@ -131,10 +119,8 @@ def test_boxes_are_distributed_as_timms(size):
     shape = tuple(map(int, size.split("x")))
     crop = RandomCrop(seed=0)
     boxes = np.array([crop.draw_box(shape, position) for position in range(1000)])
-    for name, ours, theirs in zip(
-        ("top", "left", "height", "width"), boxes.T, REFERENCE[size].T, strict=True
-    ):
-        assert stats.ks_2samp(ours, theirs).pvalue > 0.01, name
+    # By top, left, height and width.
+    assert (stats.ks_2samp(boxes, REFERENCE[size], axis=0).pvalue > 0.01).all()
     assert (boxes[:, :2] >= 0).all()
     assert (boxes[:, :2] + boxes[:, 2:] <= shape).all()
     assert (boxes[:, 2:] >= 1).all()
@@ -146,7 +132,6 @@ def test_boxes_depend_on_seed_and_position_alone():
 
     # A change here would change the crops of every resumed run.
     assert draw(3, 5) == (42, 61, 305, 320)
-    assert draw(3, 5) == draw(3, 5)
     assert len({draw(seed, position) for seed in range(5) for position in range(20)}) == 100
     crop = RandomCrop(seed=0, interpolation="random")
     names = [crop.draw_interpolation(position) for position in range(200)]
@@ -204,10 +189,8 @@ def test_pixels_are_images_too(photo):
         ((31, 38), 31, 1.0, (31, 38), (0, 4)),
     ],
 )
-def test_center_crop_is_timms(size, image_size, crop_fraction, resized, corner):
-    from sklearn.datasets import load_sample_image
-
-    image = Image.fromarray(load_sample_image("china.jpg")).resize(size[::-1])
+def test_center_crop_is_timms(large_photo, size, image_size, crop_fraction, resized, corner):
+    image = large_photo.resize(size[::-1])
     right = image.resize(resized[::-1], Image.Resampling.BICUBIC)
     right = right.crop((corner[1], corner[0], corner[1] + image_size, corner[0] + image_size))
     got = resize_and_center_crop(np.asarray(image), image_size, crop_fraction)
