@@ -41,9 +41,8 @@ def make_config(family, data_dir):
     return config
 
 
-@functools.cache
 def start(family, data_dir):
-    """Config, images and snapshot of a family's start values; the tests share the compilation."""
+    """Config, images and snapshot of a family's start values."""
     config = make_config(family, data_dir)
     images = collect.read_images(config, NUM_IMAGES)
     return config, images, collect.observe_start(config, images)
@@ -58,19 +57,19 @@ def forward(config, images):
     return jax.jit(lambda model: model(images, with_maps=True)[1])(model)
 
 
-def check_figures(out, names):
-    assert {path.stem for path in out.glob("*.png")} == names
-    for name in names:
-        picture = np.asarray(Image.open(out / f"{name}.png").convert("L"), np.float32)
+def check_figures(out):
+    assert {path.stem for path in out.glob("*.png")} == {"by_layer", "maps_by_offset"}
+    for path in out.glob("*.png"):
+        picture = np.asarray(Image.open(path).convert("L"), np.float32)
         assert picture.shape[1] > 500
         assert picture.std() > 10  # something is drawn
 
 
 def test_images_are_a_fixed_part_of_the_training_split(data_dir):
-    config, images, _ = start("vit", data_dir)
-    np.testing.assert_array_equal(images, collect.read_images(config, NUM_IMAGES + 7))
-    assert images.shape == (NUM_IMAGES, 8, 8, 1)
     config = make_config("vit", data_dir)
+    images = collect.read_images(config, NUM_IMAGES)
+    assert images.shape == (NUM_IMAGES, 8, 8, 1)
+    np.testing.assert_array_equal(images, collect.read_images(config, NUM_IMAGES + 7))
     config.seed = 1
     assert np.any(images != collect.read_images(config, NUM_IMAGES))
     config.data.train_split = "train[:7]"
@@ -113,11 +112,11 @@ def test_targets_are_those_that_the_solve_reaches(data_dir):
 
 
 def test_swin_is_measured_within_windows(data_dir):
-    _, _, snapshot = start("swin", data_dir)
-    assert [layer.name for layer in snapshot.layers] == ["1.1", "1.2", "2.1"]
-    assert [layer.maps.shape for layer in snapshot.layers] == [(1, 16, 16)] * 2 + [(2, 16, 16)]
+    layers = start("swin", data_dir)[2].layers
+    assert [layer.name for layer in layers] == ["1.1", "1.2", "2.1"]
+    assert [layer.maps.shape for layer in layers] == [(1, 16, 16)] * 2 + [(2, 16, 16)]
     # The first block of a stage is not shifted, so that it has the default target mass.
-    for layer in (snapshot.layers[0], snapshot.layers[2]):
+    for layer in (layers[0], layers[2]):
         np.testing.assert_allclose(layer.measures["target_mass"], 0.5, atol=0.05)
         np.testing.assert_allclose(layer.measures["hit_rate"], 1, atol=0.05)
 
@@ -146,7 +145,7 @@ def test_convmixer_has_filters_and_is_equivariant_to_shifts(data_dir, tmp_path):
     assert first.measures["shift_distance"] < 1e-5
     assert second.measures["shift_distance"] > 1e-3  # zeros around the image are two layers away
     analyse.write([before, after], "tiny", tmp_path)
-    check_figures(tmp_path, {"by_layer", "maps_by_offset"})
+    check_figures(tmp_path)
     assert not (tmp_path / "maps.npz").exists()
 
 
@@ -163,10 +162,9 @@ def test_maps_of_any_model_are_drawn(tmp_path):
 
 
 def test_the_command_compares_two_runs_with_their_starts(finished_run, workdir, tmp_path):
-    arguments = (f"--workdir={finished_run.workdir}", f"--other_workdir={workdir}")
     out = tmp_path / "out"
-    options = ("--num_images=8", f"--out={out}")
-    result = fork_main.run(*arguments, *options, module="structinit_jax.analyse")
+    arguments = (f"--workdir={finished_run.workdir}", f"--other_workdir={workdir}", f"--out={out}")
+    result = fork_main.run(*arguments, "--num_images=8", module=analyse.__name__)
     assert result.returncode == 0, result.stderr
     assert "layer 2: distance " in result.stdout
     models = json.loads((out / "analysis.json").read_text())["models"]
@@ -176,6 +174,6 @@ def test_the_command_compares_two_runs_with_their_starts(finished_run, workdir, 
     assert len(after["target_mass"]) == 2
     assert before["entropy"] != after["entropy"]
     assert others == [before, after]
-    check_figures(out, {"by_layer", "maps_by_offset"})
+    check_figures(out)
     with np.load(out / "maps.npz") as maps:
         assert maps[f"{names[0]} 12/layer 2"].shape == (2, 16, 16)

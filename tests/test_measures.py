@@ -16,34 +16,23 @@ def random_maps(*shape):
     return np.asarray(jax.nn.softmax(jnp.asarray(2 * logits, jnp.float32), axis=-1))
 
 
-def impulse_target(index):
-    return kernels.convolution_maps(kernels.impulse_kernels(3), GRID)[index]
-
-
-def impulse_map(index):
-    """The map of one impulse; rows without the neighbor attend evenly."""
-    target = impulse_target(index)
-    return jnp.asarray(np.where(target.sum(-1, keepdims=True), target, np.float32(1 / 20)))
-
-
 def test_measures_of_mean_maps_are_the_sums_over_pairs_of_tokens():
     maps = random_maps(2)
     found = measures.measure_mean_maps(jnp.asarray(maps), GRID)
     for head, weights in enumerate(maps):
-        distance = near = 0.0
+        expected = {"distance": 0.0, "neighborhood_mass": 0.0}
         masses, counts = np.zeros((5, 5)), np.zeros((5, 5))  # offsets of up to half of 4 and 5
         for query, key in np.ndindex(20, 20):
             dy, dx = key // 5 - query // 5, key % 5 - query % 5
-            distance += weights[query, key] * (dy**2 + dx**2) ** 0.5 / 20
+            expected["distance"] += weights[query, key] * (dy**2 + dx**2) ** 0.5 / 20
             if max(abs(dy), abs(dx)) <= 1:
-                near += weights[query, key] / 20
+                expected["neighborhood_mass"] += weights[query, key] / 20
             if max(abs(dy), abs(dx)) <= 2:
                 masses[dy + 2, dx + 2] += weights[query, key]
                 counts[dy + 2, dx + 2] += 1
-        strongest = (masses / counts).max()
-        np.testing.assert_allclose(found["distance"][head], distance, rtol=1e-5)
-        np.testing.assert_allclose(found["neighborhood_mass"][head], near, rtol=1e-5)
-        np.testing.assert_allclose(found["neighbor_mass"][head], strongest, rtol=1e-5)
+        expected["neighbor_mass"] = (masses / counts).max()
+        for name, value in expected.items():
+            np.testing.assert_allclose(found[name][head], value, rtol=1e-5, err_msg=name)
 
 
 def test_entropy_is_that_of_scipy():
@@ -54,19 +43,19 @@ def test_entropy_is_that_of_scipy():
 
 @pytest.mark.parametrize("index", [0, 4, 5])
 def test_an_impulse_is_recognized(index):
-    maps = impulse_map(index)
-    found = measures.measure_mean_maps(maps, GRID)
+    targets = kernels.convolution_maps(kernels.impulse_kernels(3), GRID)[[index, 8]]
+    # Rows without the neighbor attend evenly.
+    maps = np.where(targets[0].sum(-1, keepdims=True), targets[0], np.float32(1 / 20))
+    found = measures.measure_mean_maps(jnp.asarray(maps), GRID)
     np.testing.assert_allclose(found["neighbor_mass"], 1, rtol=1e-6)
     kernel = measures.attention_by_offset(maps, GRID)
     assert kernel.shape == (7, 9)
     row, column = np.unravel_index(np.argmax(kernel), kernel.shape)
     assert [row - 3, column - 4] == kernels.kernel_offsets(3)[index].tolist()
-    targets = jnp.asarray(np.stack([impulse_target(index), impulse_target(8)]))
-    against = measures.measure_against_targets(jnp.stack([maps, maps])[None], targets)
-    np.testing.assert_allclose(against["target_mass"][0], 1, rtol=1e-6)
-    np.testing.assert_allclose(against["hit_rate"][0], 1, rtol=1e-6)
-    assert against["target_mass"][1] < 0.1
-    assert against["hit_rate"][1] < 0.1
+    both = jnp.asarray(np.stack([maps, maps])[None])
+    for values in measures.measure_against_targets(both, jnp.asarray(targets)).values():
+        np.testing.assert_allclose(values[0], 1, rtol=1e-6)
+        assert values[1] < 0.1  # the target of another impulse
 
 
 def test_a_soft_target_is_overlapped():
@@ -113,9 +102,8 @@ def test_positions_and_unrelated_features_have_known_distances():
     # Each of the two has the variance of x, 1, and that of the ramp over the inner five columns of
     # eight; they differ by one step of the ramp.
     expected = (0.5**2 / (2 * (1 + 0.5**2 * 2))) ** 0.5
-    np.testing.assert_allclose(
-        measures.shift_distance(features, moved, (0, 1)), expected, rtol=0.02
-    )
+    found = measures.shift_distance(features, moved, (0, 1))
+    np.testing.assert_allclose(found, expected, rtol=0.02)
     a, b = (jnp.asarray(RNG.normal(size=(5000, 3)), jnp.float32) for _ in range(2))
     np.testing.assert_allclose(measures.relative_distance(a, b), 1, rtol=0.02)
     np.testing.assert_allclose(measures.relative_distance(a, -a), 2**0.5, rtol=1e-3)
