@@ -11,47 +11,37 @@ from scipy import stats
 from structinit_jax.compare import report
 
 FACTS = {
-    "num_steps": 12,
-    "steps_per_epoch": 6,
-    "test_name": "test",
+    **{"num_steps": 12, "steps_per_epoch": 6, "test_name": "test", "published": "", "note": ""},
     "config": {"batch_size": 64},
-    "published": "",
-    "note": "",
 }
 
 
 def record(workdir, runs, facts=None):
-    """Writes and reads a comparison.
+    """Writes and reads a comparison with the baseline 'default'.
 
     Args:
       workdir: Its folder.
-      runs: By setting and seed the test accuracies by step, or other metrics; None if there are
-        none yet. The others are done.
+      runs: By setting and seed the test accuracies by step, or other metrics, of runs that are
+        done; None for runs that have not begun.
       facts: Of single settings, in addition to `FACTS`.
     """
     settings = {}
     for setting, seeds in runs.items():
         settings[setting] = FACTS | {"seeds": [*seeds]} | (facts or {}).get(setting, {})
         for seed, curve in seeds.items():
-            if curve is not None:
-                folder = workdir / setting / f"seed_{seed}"
-                folder.mkdir(parents=True, exist_ok=True)
-                lines = [
-                    {"step": step}
-                    | (value if isinstance(value, dict) else {"test/accuracy": value})
-                    for step, value in curve.items()
-                ]
-                text = "".join(json.dumps(line) + "\n" for line in lines)
-                (folder / "metrics.jsonl").write_text(text)
-                (folder / report.STATUS).write_text(report.DONE)
-    info = {"settings": settings, "commands": [], "machine": ""}
-    info["baselines"] = dict.fromkeys(runs, "default")
+            if curve is None:
+                continue
+            folder = workdir / setting / f"seed_{seed}"
+            folder.mkdir(parents=True, exist_ok=True)
+            with (folder / "metrics.jsonl").open("w") as file:
+                for step, value in curve.items():
+                    metrics = value if isinstance(value, dict) else {"test/accuracy": value}
+                    file.write(json.dumps({"step": step} | metrics) + "\n")
+            (folder / report.STATUS).write_text(report.DONE)
+    baselines = dict.fromkeys(runs, "default")
+    info = {"settings": settings, "baselines": baselines, "commands": [], "machine": ""}
     (workdir / report.GRID).write_text(json.dumps(info))
     return report.read(workdir)
-
-
-def rows_of(comparison):
-    return list(csv.DictReader(report.csv_text(comparison).splitlines()))
 
 
 def test_intervals_are_those_of_scipy():
@@ -67,10 +57,6 @@ def test_only_common_seeds_are_paired(tmp_path):
     }
     text = report.markdown(record(tmp_path, runs))
     assert "| impulse | 3 of 3 | 70.00 ± 17.32 | +10.00 [+10.00, +10.00] (2 common seeds) |" in text
-    runs = {"default": {0: {12: 0.5}}, "impulse": {0: {12: 0.8}}}
-    text = report.markdown(record(tmp_path, runs))
-    assert "| impulse | 1 of 1 | 80.00 | +30.00 (one seed) |" in text
-    assert "With one seed there is no interval" in text
 
 
 def test_a_run_that_ends_at_the_mean_of_the_baseline_reaches_it(tmp_path):
@@ -84,16 +70,16 @@ def test_accuracies_are_those_of_the_averaged_weights(tmp_path):
     def values(raw, averaged):
         return {"test/accuracy": raw, "test/ema_accuracy": averaged}
 
-    runs = {
-        "default": {0: {6: 0.8, 12: 0.75}},
-        "impulse": {0: {6: values(0.1, 0.9), 12: values(0.95, 0.8)}},
-    }
+    averaged = {6: values(0.1, 0.9), 12: values(0.95, 0.8)}
+    runs = {"default": {0: {6: 0.8, 12: 0.75}}, "impulse": {0: averaged}}
     facts = {"impulse": {"config": {"batch_size": 64, "ema_decay": 0.9}}}
     comparison = record(tmp_path, runs, facts)
     text = report.markdown(comparison)
     assert "| impulse | 1 of 1 | 80.00 | +5.00 (one seed) | 1.0 |" in text
+    assert "With one seed there is no interval" in text
     assert "evaluated with the averaged weights" in text
-    assert rows_of(comparison)[1]["test_accuracy"] == "0.8"
+    rows = list(csv.DictReader(report.csv_text(comparison).splitlines()))
+    assert rows[1]["test_accuracy"] == "0.8"
 
 
 def test_fields_that_differ_from_the_baseline_are_reported(tmp_path):
@@ -123,9 +109,7 @@ def test_curves_are_those_of_finished_runs(tmp_path):
     first, second = report.draw_curves(comparison).axes[0].get_lines()
     np.testing.assert_allclose(first.get_ydata(), [11, 51])
     np.testing.assert_allclose(second.get_ydata(), [40])
-    for status in tmp_path.glob(f"*/*/{report.STATUS}"):
-        status.unlink()
-    assert report.draw_curves(report.read(tmp_path)) is None
+    assert report.draw_curves(record(tmp_path, {"impulse": {0: None}})) is None
 
 
 def test_the_page_needs_no_other_files(tmp_path):

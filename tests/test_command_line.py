@@ -1,0 +1,72 @@
+"""Flags and fields on the command line: an error names what is wrong, and the exit code is 2."""
+
+import functools
+
+import fork_main
+import pytest
+
+from structinit_jax import command_line
+from structinit_jax.config import base_config
+from structinit_jax.errors import InputError
+
+CONFIG = "--config=configs/vit_t_digits.py"
+
+
+@pytest.mark.parametrize(
+    ("argument", "words"),
+    [
+        ("--config.model.widht=5", "config.model.widht did you mean 'model.width'"),
+        ("--wrokdir=x", "'wrokdir' Did you mean: workdir --config.FIELD=VALUE"),
+        ("train", "unrecognized argument 'train'"),
+        ("--config.loss=hinge", "config.loss='hinge'"),
+        ("--mode=eval", "no complete checkpoint"),
+    ],
+)
+def test_the_command_names_what_is_wrong(tmp_path, data_dir, argument, words):
+    common = [CONFIG, f"--workdir={tmp_path}/run", f"--config.data.data_dir={data_dir}"]
+    result = fork_main.run(*common, argument, timeout=60)
+    assert result.returncode == 2, result.stderr
+    (message,) = [line for line in result.stderr.splitlines() if line.startswith("error: ")]
+    assert not [word for word in words.split() if word not in message], message
+    assert "Traceback" not in result.stderr
+
+
+@pytest.mark.parametrize(
+    ("path", "text", "value"),
+    [
+        ("seed", "3", 3),
+        ("learning_rate", "1", 1.0),
+        ("model.qk_norm", "true", True),
+        ("data.name", "3", "3"),
+        ("data.std", "0.3", (0.3,)),
+        ("data.mean", "(0.3, 0.4, 0.5)", (0.3, 0.4, 0.5)),
+        ("attention_init.target_mass", "0.9", 0.9),  # an option that the config does not set
+    ],
+)
+def test_fields_are_set_from_text(path, text, value):
+    config = base_config().lock()
+    command_line.set_field(config, path, text)
+    found = functools.reduce(lambda section, name: section[name], path.split("."), config)
+    assert found == value
+    assert type(found) is type(value)
+
+
+@pytest.mark.parametrize(
+    ("path", "text", "message"),
+    [
+        ("seed", "1.5", "=1.5 must be of type int"),
+        ("batch_size", "many", "=many must be of type int"),
+        ("learning_rate", "1e-3.5", "=1e-3.5 must be of type float"),
+        ("model.qk_norm", "maybe", "=maybe must be of type bool"),
+        ("data.mean", "(0.5", "=(0.5 must be of type tuple"),
+        (
+            "attention_init.kernel",
+            "5",
+            " does not exist: did you mean 'attention_init.kernel_size'",
+        ),
+    ],
+)
+def test_other_text_and_fields_are_refused(path, text, message):
+    with pytest.raises(InputError) as caught:
+        command_line.set_field(base_config(), path, text)
+    assert str(caught.value).startswith(f"config.{path}{message}")
