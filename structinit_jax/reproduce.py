@@ -42,7 +42,6 @@ from structinit_jax.command_line import WORKDIR
 from structinit_jax.compare import train_grid
 from structinit_jax.errors import InputError
 from structinit_jax.train import train
-from structinit_jax.training import resume
 from structinit_jax.training.workdir import prepare_workdir
 
 PAPERS = Path("configs/papers.csv")  # of a checkout, like the configs that it names
@@ -132,9 +131,10 @@ def main(overrides: command_line.Overrides) -> None:
     selected = [config for config in settings.values() if config.start_from == TEACHER]
     if selected:
         train(teacher, workdir / TEACHER)
-        export.export(teacher, workdir / TEACHER, workdir / resume.TEACHER)
+        weights = workdir / f"{TEACHER}.safetensors"
+        export.export(teacher, workdir / TEACHER, weights)
         for config in selected:
-            config.start_from = str(workdir / resume.TEACHER)
+            config.start_from = str(weights)
     first_seed = next(iter(settings.values())).seed
     failed = train_grid.run_grid(
         settings,

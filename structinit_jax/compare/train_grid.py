@@ -176,7 +176,6 @@ def _merge(workdir, new, settings):
             f"{field}: {before!r} -> {now!r}"
             for field, (before, now) in resume.changes(old[name]["config"], settings[name]).items()
             if field not in ("seed", *report.HARMLESS)
-            and not (resume.is_moved_teacher(field, before, now) and Path(now).parent == workdir)
         ]
         if changes:
             raise InputError(

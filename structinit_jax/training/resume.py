@@ -2,7 +2,6 @@
 
 import json
 from collections.abc import Mapping, Sequence
-from pathlib import Path
 from typing import Any
 
 from flax.traverse_util import flatten_dict
@@ -24,7 +23,6 @@ FREE = [
     for field in ("attention_implementation", "drop_path", "dropout", "dtype", "remat", "unroll")
 ]
 ABSENT = "(absent)"
-TEACHER = "teacher.safetensors"  # weights that `structinit_jax.reproduce` selects from
 
 
 def changes(old: Mapping[str, Any], config: ConfigDict) -> dict[str, tuple[Any, Any]]:
@@ -94,17 +92,12 @@ def evaluation_changes(run: Mapping[str, Any], config: ConfigDict) -> list[str]:
     ]
 
 
-def is_moved_teacher(field: str, old: Any, new: Any) -> bool:
-    """Whether a field has another path of a teacher's weights: its workdir has been moved."""
-    return field == "start_from" and Path(old).name == Path(new).name == TEACHER
-
-
 def _fixed(field, old, new):
     if field == "ema_decay":
         return not (old and new)  # there are averaged weights, or there are none
     if ABSENT in (old, new) and not field.startswith("attention_init."):
         return False  # weights that appear or disappear with the field are found on restoring
-    return _is_in(field, FIXED) and field not in FREE and not is_moved_teacher(field, old, new)
+    return _is_in(field, FIXED) and field not in FREE
 
 
 def _is_in(field, fields):
