@@ -55,25 +55,12 @@ def make_tiny_config(data_dir):
     from structinit_jax.config import base_config
 
     config = base_config()
-    config.update(
-        num_epochs=2.0,
-        batch_size=64,
-        warmup_epochs=0.5,
-        log_every_steps=2,
-        eval_every_epochs=1.0,
-        checkpoint_every_steps=4,
-    )
+    config.update(num_epochs=2.0, batch_size=64, warmup_epochs=0.5)
+    config.update(log_every_steps=2, eval_every_epochs=1.0, checkpoint_every_steps=4)
     config.model.update(num_classes=10, width=16, depth=2, num_heads=2, patch_size=2)
-    config.data.update(
-        name="digits",
-        data_dir=data_dir,
-        train_split="train[:384]",
-        eval_split="test[:90]",  # not a multiple of the batch size
-        image_size=8,
-        channels=1,
-        mean=(0.3,),
-        std=(0.4,),
-    )
+    config.data.update(name="digits", data_dir=data_dir, train_split="train[:384]")
+    config.data.eval_split = "test[:90]"  # not a multiple of the batch size
+    config.data.update(image_size=8, channels=1, mean=(0.3,), std=(0.4,))
     return config
 
 

@@ -40,19 +40,15 @@ class Command:
     Args:
       arguments: What follows on the command line.
       module: The command's module, or the path of a script.
-      stdout: Where its output goes, if it is not to be read.
       environment: Variables that differ from those of this process.
     """
 
-    def __init__(self, *arguments, module="structinit_jax.main", stdout=None, **environment):
+    def __init__(self, *arguments, module="structinit_jax.main", **environment):
         self.arguments = list(map(str, arguments))
         self.directory = tempfile.TemporaryDirectory()
         self.paths = [Path(self.directory.name, name) for name in ("stdout", "stderr")]
-        written = [stdout or self.paths[0], self.paths[1]]
-        environment = ENVIRONMENT | environment
-        self.process = CONTEXT.Process(
-            target=_run_module, args=(module, self.arguments, written, environment), daemon=True
-        )
+        arguments = module, self.arguments, self.paths, ENVIRONMENT | environment
+        self.process = CONTEXT.Process(target=_run_module, args=arguments, daemon=True)
         self.process.start()
 
     def output(self):

@@ -1,4 +1,5 @@
 import dataclasses
+import math
 from typing import Annotated, Literal
 
 import pytest
@@ -13,6 +14,7 @@ from structinit_jax.errors import (
     PositiveInt,
     Probability,
     check_fields,
+    find,
     is_reference,
     suggest,
 )
@@ -73,3 +75,8 @@ def test_references_name_a_module_and_an_attribute():
     assert is_reference("my.module:thing")
     for name in ("cifar10", "digits:9.9.9", "huggingface:mnist", "a b:c", ":c", "a:"):
         assert not is_reference(name)
+    assert find("known", {"known": 3}, "loss") == 3
+    assert find("math:pi", {"known": 3}, "loss") == math.pi
+    for name in ("no_such_module:f", "math:no_such_name", "knwon"):
+        with pytest.raises(InputError, match=rf"^config\.loss='{name}'"):
+            find(name, {"known": 3}, "loss")

@@ -8,7 +8,7 @@ import pytest
 
 from structinit_jax import config as config_lib
 from structinit_jax import export, train
-from structinit_jax.errors import InputError, load_reference
+from structinit_jax.errors import InputError
 
 PAGE = Path(__file__).parent.parent / "docs" / "extending.md"
 SHOWN = re.search(r"<!-- mine\.py -->\n```python\n(.*?)```", PAGE.read_text(), re.DOTALL)[1]
@@ -21,11 +21,6 @@ def mine(tmp_path, monkeypatch):
     monkeypatch.syspath_prepend(tmp_path)
     yield "mine"
     sys.modules.pop("mine", None)
-
-
-def add_to(folder, code):
-    path = folder / "mine.py"
-    path.write_text(path.read_text() + code)
 
 
 def make_config(model):
@@ -57,9 +52,3 @@ def test_the_readmes_objects_train_and_the_model_is_not_exported(mine, tmp_path,
     monkeypatch.setattr(sys.modules[mine], "halves", swapped)
     with pytest.raises(InputError, match=r"256 examples, but .* trained on other files or labels"):
         train.train(config, tmp_path / "run")
-
-
-@pytest.mark.parametrize("name", ["no_such_module:f", "test_plugins:no_such_name"])
-def test_a_name_that_cannot_be_imported_is_an_error(name):
-    with pytest.raises(InputError, match=rf"^config\.loss='{name}'"):
-        load_reference(name, "loss")
