@@ -130,7 +130,7 @@ def set_up_ours(row: Row, program: str, dtype: str, devices: list | None = None)
     if program.endswith(AUGMENTED):
         config.augment.update(AUGMENT)
     info = DatasetInfo(1000, (row.size, row.size, 3), {})
-    return config, set_up(config, info, 100 * row.batch, devices or jax.devices()[:1])
+    return config, set_up(config, info, 100 * row.batch, devices=devices or jax.devices()[:1])
 
 
 def make_big_vision(

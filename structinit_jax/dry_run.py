@@ -15,7 +15,6 @@ from ml_collections import ConfigDict
 
 from structinit_jax import config as config_lib
 from structinit_jax.data.datasets import CATALOG, EVALUATION_SETS, find_info
-from structinit_jax.data.loader import bytes_on_device
 from structinit_jax.data.source import check_classes, split_size
 from structinit_jax.errors import InputError
 from structinit_jax.run import set_up
@@ -77,12 +76,11 @@ def dry_run(config: ConfigDict, target: str | None = None) -> None:
     check_classes(info, config.model.num_classes)
     num_examples = split_size(data.train_split, info, "data.train_split")
     eval_sizes = _eval_sizes(config, info)
-    setup = set_up(config, info, num_examples, devices)
+    setup = set_up(config, info, num_examples, eval_sizes, devices)
     schedule, mesh = setup.schedule, setup.model.mesh
     print(parameter_overview.get_parameter_overview(setup.model.params, include_stats=False))
 
-    eval_bytes = sum(bytes_on_device(n, data.image_size, data.channels) for n in eval_sizes)
-    step, remat = compile_step(setup, eval_bytes, memory, options)
+    step, remat = compile_step(setup, memory, options)
     needs, epochs = step.memory_analysis(), schedule.num_steps / schedule.steps_per_epoch
     num_hosts = len({device.process_index for device in mesh.devices.flat})
     num_parameters = parameter_overview.count_parameters(setup.model.params)

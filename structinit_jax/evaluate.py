@@ -21,7 +21,7 @@ from structinit_jax.errors import InputError
 from structinit_jax.run import evaluation_name, open_data, open_evaluation_set
 from structinit_jax.training import checkpoint, resume
 from structinit_jax.training import mesh as mesh_lib
-from structinit_jax.training.metrics import InFlight
+from structinit_jax.training.metrics import MAX_IN_FLIGHT
 from structinit_jax.training.state import AbstractModel, TrainState, abstract_model
 from structinit_jax.training.step import make_eval_step
 from structinit_jax.training.workdir import open_path
@@ -64,10 +64,10 @@ class Evaluator:
         results = {}
         for name, (step, loader) in self._parts.items():
             for kind, (params, model_state) in weights.items():
-                sums, in_flight = [], InFlight()
+                sums = []
                 for batch in loader.eval_batches(batch_size=self._batch_size):
                     sums.append(step(params, model_state, batch))
-                    in_flight.add(sums[-1])
+                    jax.block_until_ready(sums[-MAX_IN_FLIGHT - 1 : -MAX_IN_FLIGHT])
                 totals = jax.tree.map(lambda *leaves: float(np.sum(leaves)), *jax.device_get(sums))
                 results[f"{name}/{kind}loss"] = totals["loss"] / totals["count"]
                 results[f"{name}/{kind}accuracy"] = totals["correct"] / totals["count"]

@@ -81,7 +81,8 @@ class Run:
     @functools.cached_property
     def setup(self) -> Setup:
         """Mesh, schedule, model, optimizer and training step."""
-        return set_up(self.config, self.dataset.info, len(self.train_source))
+        eval_sizes = [len(eval_set.source) for eval_set in self.eval_sets.values()]
+        return set_up(self.config, self.dataset.info, len(self.train_source), eval_sizes)
 
     def describe_data(self) -> dict[str, Any]:
         """Returns a fingerprint of the training data, a JSON object for `resume.check`."""
@@ -103,8 +104,8 @@ class Run:
         if shared := count_shared(test, train):
             print(
                 f"note: {shared:,} examples of config.data.eval_split={data.eval_split!r} are also "
-                f"in config.data.train_split={data.train_split!r}, so its accuracy is not that on "
-                "new images. Splits such as train[:90%] and train[90%:] share none"
+                f"in config.data.train_split={data.train_split!r}, so it does not measure accuracy "
+                "on new images"
             )
 
     def train_batches(
@@ -132,6 +133,7 @@ def set_up(
     config: ConfigDict,
     info: DatasetInfo,
     num_examples: int,
+    eval_sizes: Sequence[int] = (),
     devices: Sequence[jax.Device] | None = None,
 ) -> Setup:
     """Builds mesh, schedule, model, optimizer and training step, without allocating arrays.
@@ -140,6 +142,7 @@ def set_up(
       config: See `structinit_jax.config.base_config`.
       info: Info of the training set.
       num_examples: Size of the training split.
+      eval_sizes: Sizes of the evaluation sets.
       devices: Devices of the mesh. The default is all devices of all processes.
 
     Raises:
@@ -177,9 +180,9 @@ def set_up(
         mixes=config.augment.mixup > 0 or config.augment.cutmix > 0,
     )
     steps = jit_steps(build, config.model.get("remat"), make_step, state, batch)
-    data_bytes = 0
+    data_bytes = sum(bytes_on_device(n, data.image_size, data.channels) for n in eval_sizes)
     if augmentation.host_crop is None:
-        data_bytes = bytes_on_device(num_examples, augmentation.image_size, data.channels)
+        data_bytes += bytes_on_device(num_examples, augmentation.image_size, data.channels)
     return Setup(schedule, model, initialize, steps, state, batch, data_bytes)
 
 
@@ -197,15 +200,14 @@ def open_data(config: ConfigDict) -> Dataset:
     return dataset
 
 
-def open_evaluation_set(config: ConfigDict, dataset: Dataset | None = None) -> EvaluationSet:
-    """Opens the test split of the config's data set, or the test set of `config.data.eval_name`.
+def open_evaluation_set(config: ConfigDict, dataset: Dataset | None) -> EvaluationSet:
+    """Opens the test split of a data set, or the test set that `config.data.eval_name` names.
 
     Raises:
       InputError: The split or the test set does not exist, or does not fit the model.
     """
     data = config.data
     if not data.eval_name:
-        dataset = dataset or open_data(config)
         source = dataset.split(data.eval_split, "data.eval_split", data.on_bad_image)
         return EvaluationSet(f"{data.name} {data.eval_split}", source)
     # The test sets are prepared with TFDS; the data_dir of an image folder does not hold them.
@@ -222,9 +224,3 @@ def evaluation_name(config: ConfigDict) -> str:
     """
     name = config.data.eval_name or config.data.eval_split
     return "eval" if name in ("train", "train_eval", "init") else name
-
-
-def describe_evaluation(config: ConfigDict) -> str:
-    """Tells what training evaluates on; accuracies can be compared if this is equal."""
-    data = config.data
-    return f"{data.name} {data.eval_name or data.eval_split}, crop_fraction {data.crop_fraction}"

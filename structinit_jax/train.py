@@ -15,10 +15,9 @@ from clu import parameter_overview
 from flax.traverse_util import flatten_dict
 from ml_collections import ConfigDict
 
-from structinit_jax.data.loader import bytes_on_device
 from structinit_jax.errors import InputError, StoppedError
 from structinit_jax.evaluate import Evaluator, deciding_accuracy, describe
-from structinit_jax.run import Run, describe_evaluation, evaluation_name
+from structinit_jax.run import Run, evaluation_name
 from structinit_jax.training import checkpoint, distributed, resume
 from structinit_jax.training import mesh as mesh_lib
 from structinit_jax.training import workdir as workdir_lib
@@ -74,14 +73,13 @@ def _train(config, workdir, profile_steps, stop_request, on_evaluation, on_exit)
     run = Run(config)
     workdir = on_exit.enter_context(workdir_lib.open_workdir(workdir))
     test_name, eval_sets = evaluation_name(config), run.eval_sets
-    eval_sizes = [len(eval_set.source) for eval_set in eval_sets.values()]
     # Saved with each checkpoint, and checked when the run is resumed from it.
     saved_fields = {
         "config": json.loads(config.to_json()),
-        "evaluation": describe_evaluation(config),
+        "evaluation": f"{eval_sets[test_name].name}, crop_fraction {config.data.crop_fraction}",
         **run.describe_data(),
     }
-    _check_processes(saved_fields, eval_sizes, workdir)
+    _check_processes(saved_fields, eval_sets, workdir)
     run.note_shared_examples()
     setup = run.setup
     schedule, mesh = setup.schedule, setup.model.mesh
@@ -115,12 +113,8 @@ def _train(config, workdir, profile_steps, stop_request, on_evaluation, on_exit)
     batches = itertools.chain(list(itertools.islice(batches, 1)), batches)
 
     # -- Compiled step and evaluation --------------------------------------------------------------
-    size = config.data.image_size, config.data.channels
-    eval_bytes = sum(bytes_on_device(count, *size) for count in eval_sizes)
-    train_step, description = compile_step(
-        setup, eval_bytes, memory_limit(), first=compiling.result
-    )
-    print(f"remat: {description}")
+    train_step, remat = compile_step(setup, memory_limit(), first=compiling.result)
+    print(f"remat: {remat}")
     evaluate = Evaluator(setup.model, eval_sets, config.data, config.batch_size)
 
     # -- Loop --------------------------------------------------------------------------------------
@@ -143,7 +137,9 @@ def _train(config, workdir, profile_steps, stop_request, on_evaluation, on_exit)
     gc.freeze()  # keep the collector from rescanning start-up objects
     gc.enable()
     with jax.transfer_guard("disallow"):
-        for step, batch in enumerate(progress.watch(batches), start=start_step + 1):
+        for step in range(start_step + 1, schedule.num_steps + 1):
+            with progress.wait("data"):
+                batch = next(batches)
             state, metrics = train_step(state, batch)
             pending.add(step, metrics)
             trace.after(step, state)
@@ -197,8 +193,9 @@ def _train(config, workdir, profile_steps, stop_request, on_evaluation, on_exit)
     return results
 
 
-def _check_processes(saved_fields, eval_sizes, workdir):
+def _check_processes(saved_fields, eval_sets, workdir):
     """Checks that all processes have the same config, data and workdir."""
+    eval_sizes = [len(eval_set.source) for eval_set in eval_sets.values()]
     fields = flatten_dict(saved_fields["config"], sep=".")
     for name in ("data.data_dir", "data.manual_dir"):  # each host may have its own copy of the data
         fields.pop(name, None)

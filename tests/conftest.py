@@ -21,6 +21,7 @@ from jaxtyping import install_import_hook
 install_import_hook("structinit_jax", "beartype.beartype")
 
 import jax
+import numpy as np
 import pytest
 
 jax.config.update("jax_numpy_dtype_promotion", "strict")
@@ -107,6 +108,13 @@ def finished_run(data_dir, tmp_path_factory):
 def workdir(finished_run, tmp_path):
     """A copy of the workdir of `finished_run`."""
     return Path(shutil.copytree(finished_run.workdir, tmp_path / "run"))
+
+
+def make_batch(**arrays):
+    """A batch of random digits, with other or further arrays."""
+    rng = np.random.default_rng(0)
+    images = rng.integers(0, 256, (64, 8, 8, 1), dtype=np.uint8)
+    return {"image": images, "label": rng.integers(0, 10, 64, dtype=np.int32), **arrays}
 
 
 def place(state, setup):

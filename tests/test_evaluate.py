@@ -101,7 +101,7 @@ def test_another_model_is_refused(run_config, finished_run):
         evaluate.evaluate_checkpoint(run_config, finished_run.workdir)
 
 
-def test_the_checkpoint_can_be_chosen(run_config, finished_run, capsys):
+def test_the_checkpoint_can_be_chosen(run_config, finished_run, tmp_path, capsys):
     evaluate.evaluate_checkpoint(run_config, finished_run.workdir, "8")
     assert "step 8  test[:90] loss" in capsys.readouterr().out
     lines = (finished_run.workdir / "metrics.jsonl").read_text().splitlines()
@@ -112,15 +112,10 @@ def test_the_checkpoint_can_be_chosen(run_config, finished_run, capsys):
     assert state.step == best["step"]
     run = checkpoint.read_run(finished_run.workdir / "checkpoints", best["step"])
     assert run["accuracy"] == best["test[:90]/ema_accuracy"]
-    message = r"no complete checkpoint for --step=5, only those of steps 12, 8"
-    with pytest.raises(InputError, match=message):
-        evaluate.evaluate_checkpoint(run_config, finished_run.workdir, "5")
-
-
-def test_a_workdir_without_checkpoints_is_refused(run_config, tmp_path):
-    for step in ("newest", "best", "4"):
-        with pytest.raises(InputError, match=r"no complete checkpoint .* steps \(none\)"):
-            evaluate.evaluate_checkpoint(run_config, tmp_path / "missing", step)
+    for workdir, steps in ((finished_run.workdir, "12, 8"), (tmp_path / "missing", r"\(none\)")):
+        message = rf"no complete checkpoint for --step=5, only those of steps {steps}"
+        with pytest.raises(InputError, match=message):
+            evaluate.evaluate_checkpoint(run_config, workdir, "5")
 
 
 @pytest.mark.parametrize(

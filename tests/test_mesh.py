@@ -7,6 +7,7 @@ import jax
 import numpy as np
 import pytest
 from collectives import bytes_by_kind
+from conftest import make_batch
 from jax.sharding import PartitionSpec
 
 from structinit_jax.config import base_config
@@ -96,12 +97,7 @@ def test_the_model_state_and_its_average_are_replicated(tiny_config):
 
 
 def test_an_evaluation_gathers_one_block_at_a_time(wide_config):
-    rng = np.random.default_rng(0)
-    batch = {
-        "image": rng.integers(0, 256, (64, 8, 8, 1), np.uint8),
-        "label": np.arange(64, dtype=np.int32) % 10,
-        "mask": np.ones(64, np.float32),
-    }
+    batch = make_batch(mask=np.ones(64, np.float32))
     sums, sent = {}, {}
     for fsdp in (1, 4):
         wide_config.fsdp = fsdp
@@ -125,15 +121,13 @@ def test_an_evaluation_gathers_one_block_at_a_time(wide_config):
 
 @pytest.mark.slow
 def test_a_split_state_trains_as_a_whole_one(wide_config):
-    images = np.random.default_rng(0).integers(0, 256, (64, 8, 8, 1), np.uint8)
-    labels = np.arange(64, dtype=np.int32) % 10
     losses = {}
     for fsdp in (1, 4):
         wide_config.fsdp = fsdp
         setup, step = compile_step(wide_config)
         state = setup.initialize()[0]
         sharding = mesh_lib.batch_sharding(setup.model.mesh)
-        batch = jax.device_put({"image": images, "label": labels}, sharding)
+        batch = jax.device_put(make_batch(), sharding)
         metrics = []
         for _ in range(4):
             state, values = step(state, batch)

@@ -118,16 +118,15 @@ def test_speed_and_time_left_are_those_of_training_alone(monkeypatch, capsys):
     clock = Clock(monkeypatch)
     progress = Progress(0, 1_000_100, 10.0, 64)
 
-    def slow_batches():
-        for number in range(4):
-            clock.now += 0.5
-            yield number
-
-    for _ in progress.watch(slow_batches()):
-        clock.now += 1.5
-    for wait in ("evaluation", "checkpoint", "checkpoint"):
+    clock.now += 6.0
+    for wait, seconds in (
+        ("data", 2.0),
+        ("evaluation", 4.0),
+        ("checkpoint", 3.0),
+        ("checkpoint", 5.0),
+    ):
         with progress.wait(wait):
-            clock.now += 4.0
+            clock.now += seconds
     values = progress.measure(100)
     assert values == {
         "images_per_second": 800.0,

@@ -5,7 +5,7 @@ import shutil
 import jax
 import numpy as np
 import pytest
-from conftest import library_promotion_rules, make_tiny_config, place
+from conftest import library_promotion_rules, make_batch, make_tiny_config, place
 
 from structinit_jax import evaluate, train
 from structinit_jax.config import base_config
@@ -41,14 +41,6 @@ def setup(data_dir):
 def first_state(setup):
     with library_promotion_rules():
         return jax.device_get(setup.initialize()[0])
-
-
-def make_batch():
-    rng = np.random.default_rng(0)
-    return {
-        "image": rng.integers(0, 256, (64, 8, 8, 1), dtype=np.uint8),
-        "label": rng.integers(0, 10, 64, dtype=np.int32),
-    }
 
 
 def test_steps_update_statistics_and_their_average_but_not_fixed_filters(

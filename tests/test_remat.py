@@ -41,17 +41,17 @@ def test_the_fastest_policy_that_fits_is_chosen(steps, needed):
     assert list(steps) == ["none", "dots", "full"]
     assert needed["none"] > needed["dots"] > needed["full"]
     for name, size in needed.items():
-        found = compile_first_that_fits(steps, int(size / (1 - HEADROOM)) + 1)
+        step, description = compile_first_that_fits(steps, int(size / (1 - HEADROOM)) + 1)
         tries = "".join(
             f"; {other} needs {n / 2**20:,.0f} MiB" for other, n in needed.items() if n > size
         )
-        assert re.fullmatch(rf"{name} \(needs \d+ MiB of \d+ MiB{tries}\)", found.description)
-        assert bytes_needed(found.step) == size
-        assert int(found.step(jnp.int32(0))) > 0
+        assert re.fullmatch(rf"{name} \(needs \d+ MiB of \d+ MiB{tries}\)", description)
+        assert bytes_needed(step) == size
+        assert int(step(jnp.int32(0))) > 0
 
 
 def test_the_last_policy_may_use_the_headroom(steps, needed):
-    assert compile_first_that_fits(steps, needed["full"]).description.startswith("full ")
+    assert compile_first_that_fits(steps, needed["full"])[1].startswith("full ")
     with pytest.raises(InputError) as caught:
         compile_first_that_fits(steps, needed["full"] - 1)
     message = str(caught.value)
@@ -64,9 +64,9 @@ def test_a_program_that_xla_refuses_does_not_fit(steps, memory):
     def refused():
         raise jax.errors.JaxRuntimeError("RESOURCE_EXHAUSTED: Ran out of memory on HBM")
 
-    found = compile_first_that_fits({**steps, "none": refused}, memory)
-    assert "; none needs more than there is)" in found.description
-    assert found.description.startswith("dots ")
+    _, description = compile_first_that_fits({**steps, "none": refused}, memory)
+    assert "; none needs more than there is)" in description
+    assert description.startswith("dots ")
     with pytest.raises(InputError, match=r"with remat full needs more than there is\. To"):
         compile_first_that_fits({"full": refused}, memory)
 
@@ -94,18 +94,14 @@ def test_devices_without_a_limit_compile_once_and_recompute_nothing(
 def test_the_step_of_a_model_is_chosen_beside_its_data(tiny_config):
     tiny_config.batch_size = 512
     tiny_config.model.update(depth=6, mlp_ratio=8.0)
-    setup = run.set_up(tiny_config, CATALOG["digits"], 384)
-    assert setup.data_bytes == 384 * 8 * 8
+    setup = run.set_up(tiny_config, CATALOG["digits"], 384, [90])
+    assert setup.data_bytes == (384 + 90) * 8 * 8
     arguments = (setup.abstract_state, setup.abstract_batch)
     none, dots = (
         bytes_needed(setup.train_steps[name].lower(*arguments).compile())
         for name in ("none", "dots")
     )
     assert dots < none
-    data = setup.data_bytes + 90 * 8 * 8
-    enough = int(none / (1 - HEADROOM)) + 1 + data
-    found = [
-        setup_lib.compile_step(setup, 90 * 8 * 8, memory).description[:5]
-        for memory in (enough, enough - 2, None)
-    ]
+    enough = int(none / (1 - HEADROOM)) + 1 + setup.data_bytes
+    found = [setup_lib.compile_step(setup, memory)[1][:5] for memory in (enough, enough - 2, None)]
     assert found == ["none ", "dots ", "none "]

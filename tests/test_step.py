@@ -2,7 +2,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from conftest import library_promotion_rules, make_tiny_config, place
+from conftest import library_promotion_rules, make_batch, make_tiny_config, place
 from flax import nnx
 from scipy.special import log_softmax
 
@@ -14,15 +14,6 @@ from structinit_jax.training.state import split_rng
 from structinit_jax.training.step import make_eval_step, step_rngs
 
 pytestmark = pytest.mark.usefixtures("library_promotion")
-
-
-def make_batch(**arrays):
-    rng = np.random.default_rng(0)
-    return {
-        "image": rng.integers(0, 256, (64, 8, 8, 1), dtype=np.uint8),
-        "label": rng.integers(0, 10, 64, dtype=np.int32),
-        **arrays,
-    }
 
 
 @pytest.fixture(scope="module")

@@ -1,46 +1,17 @@
 import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
 from structinit_jax.errors import InputError
-from structinit_jax.training.workdir import (
-    local_path,
-    lock_workdir,
-    open_path,
-    prepare_workdir,
-)
-
-# Holds the lock as another run does. An interpreter without this package starts at once.
-HOLDER = """
-import fcntl, sys
-file = open(sys.argv[1], "a+")
-fcntl.flock(file, fcntl.LOCK_EX)
-file.write("process 7 on another host")
-file.flush()
-print("held", flush=True)
-sys.stdin.read()
-"""
+from structinit_jax.training.workdir import local_path, lock_workdir, open_path, prepare_workdir
 
 
-def test_a_second_run_is_refused_until_the_first_is_dead(tmp_path):
-    holder = subprocess.Popen(
-        [sys.executable, "-c", HOLDER, str(tmp_path / ".lock")],
-        stdin=subprocess.PIPE,
-        stdout=subprocess.PIPE,
-        text=True,
-    )
-    with holder:
-        assert holder.stdout.readline() == "held\n"
-        message = rf"--workdir={tmp_path} is in use by another run \(process 7 on another host\)"
-        with pytest.raises(InputError, match=message), lock_workdir(tmp_path):
-            pass
-        holder.kill()
-        holder.wait()
-        with lock_workdir(tmp_path):
-            assert (tmp_path / ".lock").read_text().startswith(f"process {os.getpid()} on ")
+def test_a_second_run_is_refused_until_the_first_has_ended(tmp_path):
+    holder = rf"--workdir={tmp_path} is in use by another run \(process {os.getpid()} on "
+    for _ in range(2):
+        with lock_workdir(tmp_path), pytest.raises(InputError, match=holder):
+            lock_workdir(tmp_path).__enter__()
 
 
 def test_unusable_directories_are_refused(tmp_path, small_files_only):

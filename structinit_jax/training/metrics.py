@@ -1,6 +1,5 @@
 """Collects training metrics from the devices, averages them, writes them to disk and shows them."""
 
-import collections
 import contextlib
 import datetime
 import json
@@ -9,7 +8,7 @@ import re
 import socket
 import tempfile
 import time
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import jax
@@ -27,19 +26,6 @@ MAX_IN_FLIGHT = 2
 WAITS = ("data", "checkpoint", "evaluation")
 
 
-class InFlight:
-    """Bounds the number of steps that are dispatched ahead of the devices."""
-
-    def __init__(self):
-        self._outputs = collections.deque()
-
-    def add(self, outputs: Any) -> None:
-        """Adds the outputs of a step; waits for the step `MAX_IN_FLIGHT` before it."""
-        self._outputs.append(outputs)
-        if len(self._outputs) > MAX_IN_FLIGHT:
-            jax.block_until_ready(self._outputs.popleft())
-
-
 class PendingMetrics:
     """Metrics of the steps since the last log line.
 
@@ -52,12 +38,11 @@ class PendingMetrics:
     def __init__(self, saved: Sequence[dict[str, float]] = ()):
         self._fetched = [{name: np.float32(v) for name, v in step.items()} for step in saved]
         self._on_device: dict[int, dict[str, Any]] = {}
-        self._in_flight = InFlight()
 
     def add(self, step: int, metrics: dict[str, Any]) -> None:
-        """Adds the metrics of a step without waiting for it."""
+        """Adds the metrics of a step; waits for the step `MAX_IN_FLIGHT` before it."""
         self._on_device[step] = metrics
-        self._in_flight.add(metrics)
+        jax.block_until_ready(self._on_device.get(step - MAX_IN_FLIGHT))
 
     def fetch(self) -> dict[int, dict[str, Any]]:
         """Waits for all steps, and returns the metrics of those since the last call, by step."""
@@ -187,16 +172,6 @@ class Progress:
         start = time.perf_counter()
         yield
         self._waited[name] += time.perf_counter() - start
-
-    def watch(self, batches: Iterable[Any]) -> Iterator[Any]:
-        """Yields the batches, and counts the time until each is available as waiting for data."""
-        batches = iter(batches)
-        while True:
-            with self.wait("data"):
-                batch = next(batches, None)
-            if batch is None:
-                return
-            yield batch
 
     def measure(self, step: int) -> dict[str, float]:
         """Measures speed and waiting times since the last call.

@@ -40,7 +40,7 @@ class Setup(NamedTuple):
         `config.model.remat` to try, fastest first. They donate the state.
       abstract_state: Shapes, types and shardings of the training state.
       abstract_batch: Shapes, types and shardings of a global batch.
-      data_bytes: Bytes of the training split in the memory of every device.
+      data_bytes: Bytes of training and evaluation images in the memory of every device.
     """
 
     schedule: Schedule
@@ -109,19 +109,6 @@ def jit_steps(
 # -- compilation -----------------------------------------------------------------------------------
 
 
-class CompiledStep(NamedTuple):
-    """A compiled training step.
-
-    Attributes:
-      step: The program.
-      description: The policy and the memory of one device, for example 'dots (needs
-        7,112 MiB of 14,515 MiB; none needs 19,033 MiB)'.
-    """
-
-    step: jax.stages.Compiled
-    description: str
-
-
 def memory_limit() -> int | None:
     """Returns the bytes that programs can use on each device; None if unknown, as on CPUs."""
     limits = [(device.memory_stats() or {}).get("bytes_limit") for device in jax.local_devices()]
@@ -130,7 +117,7 @@ def memory_limit() -> int | None:
 
 def compile_first_that_fits(
     steps: Mapping[str, Callable[[], jax.stages.Compiled]], memory: int | None
-) -> CompiledStep:
+) -> tuple[jax.stages.Compiled, str]:
     """Compiles the first step that leaves `HEADROOM` of the memory free, or the last if it fits.
 
     Every process of a run must call this, and all get the same step.
@@ -138,6 +125,10 @@ def compile_first_that_fits(
     Args:
       steps: Functions that compile the training step, by policy, fastest first.
       memory: Bytes of one device that the step can use. If None, every step that compiles fits.
+
+    Returns:
+      The program, and its policy and memory, for example 'dots (needs 7,112 MiB of 14,515 MiB; none
+      needs 19,033 MiB)'.
 
     Raises:
       InputError: No step fits.
@@ -159,7 +150,7 @@ def compile_first_that_fits(
         if multihost_utils.process_allgather(np.asarray(fits)).all():
             limit = "" if room is None else f" of {mib(room)}"
             details = "; ".join([f"needs {needs}{limit}", *tries])
-            return CompiledStep(compiled, f"{policy} ({details})")
+            return compiled, f"{policy} ({details})"
         tries.append(f"{policy} needs {needs}")
     limit = "" if memory is None else f" of {mib(memory)}"
     raise InputError(
@@ -183,22 +174,19 @@ def mib(size: int) -> str:
 
 def compile_step(
     setup: Setup,
-    eval_bytes: int,
-    memory_limit: int | None,
+    memory: int | None,
     compiler_options: Mapping[str, bool | int] | None = None,
     first: Callable[[], jax.stages.Compiled] | None = None,
-) -> CompiledStep:
+) -> tuple[jax.stages.Compiled, str]:
     """Compiles the first of the training steps that fits next to the data.
+
+    For results and errors see `compile_first_that_fits`.
 
     Args:
       setup: The run.
-      eval_bytes: Bytes of the evaluation sets in the memory of every device.
-      memory_limit: Bytes of one device that programs can use, or None if that is not known.
+      memory: Bytes of one device that programs can use, or None if that is not known.
       compiler_options: Options of XLA.
       first: Returns the compiled program of the fastest step, if it is compiled elsewhere.
-
-    Raises:
-      InputError: No step fits.
     """
 
     def compile_(step):
@@ -208,6 +196,4 @@ def compile_step(
     steps = {name: functools.partial(compile_, step) for name, step in setup.train_steps.items()}
     if first is not None:
         steps[next(iter(steps))] = first
-    if memory_limit is not None:
-        memory_limit -= setup.data_bytes + eval_bytes
-    return compile_first_that_fits(steps, memory_limit)
+    return compile_first_that_fits(steps, None if memory is None else memory - setup.data_bytes)
