@@ -1,6 +1,5 @@
 """What keeps the start of a run short."""
 
-import gc
 import logging
 import subprocess
 import sys
@@ -9,7 +8,6 @@ import jax
 import numpy as np
 import pytest
 
-from structinit_jax import train
 from structinit_jax.attention_init.kernels import draw_flat
 from structinit_jax.data.datasets import CATALOG
 from structinit_jax.run import set_up
@@ -50,12 +48,3 @@ def test_a_state_takes_few_programs(tiny_config, caplog):
     # These three, and two for the random key.
     assert {"jit(_draw_weights)", "jit(_initialize_attention)", "jit(init_state)"} <= set(compiled)
     assert len(compiled) <= 5, compiled
-
-
-@pytest.mark.usefixtures("library_promotion")
-def test_a_run_leaves_nothing_on_the_device(run_config, tmp_path):
-    before = len(jax.live_arrays())
-    train.train(run_config, tmp_path)
-    # Not after a collection: none comes in time for the next run in the same process.
-    assert gc.get_freeze_count() == 0
-    assert len(jax.live_arrays()) <= before
