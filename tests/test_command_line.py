@@ -1,6 +1,6 @@
 """Flags and fields on the command line: an error names what is wrong, and the exit code is 2."""
 
-import functools
+from operator import attrgetter
 
 import fork_main
 import pytest
@@ -46,7 +46,7 @@ def test_the_command_names_what_is_wrong(tmp_path, data_dir, argument, words):
 def test_fields_are_set_from_text(path, text, value):
     config = base_config().lock()
     command_line.set_field(config, path, text)
-    found = functools.reduce(lambda section, name: section[name], path.split("."), config)
+    found = attrgetter(path)(config)
     assert found == value
     assert type(found) is type(value)
 

@@ -12,7 +12,7 @@ import fork_main
 import numpy as np
 import pytest
 
-from structinit_jax import train
+from structinit_jax import compare, train
 from structinit_jax.compare import grid, report, train_grid
 from structinit_jax.data import datasets
 from structinit_jax.errors import InputError, StoppedError
@@ -163,12 +163,12 @@ def test_a_signal_during_the_last_step_of_a_run_stops_the_others(start, tmp_path
     with pytest.raises(StoppedError, match="run the same command again") as error:
         start(["default"], train=interrupted)
     assert error.value.exit_code == train.PREEMPTED_EXIT_CODE
-    assert report.read(tmp_path).accuracies("default").keys() == {0}
+    assert compare.read_comparison(tmp_path).accuracies("default").keys() == {0}
 
 
 def test_a_second_process_trains_other_settings(start, tmp_path, capsys):
     start(["default"], [0])
-    (tmp_path / "default" / "seed_0" / report.STATUS).unlink()
+    (tmp_path / "default" / "seed_0" / compare.STATUS).unlink()
     with lock_workdir(tmp_path / "default"):  # as the first does
         assert start(["default", "impulse"], [0]) == (0, [("impulse", 0)])
     assert "default seed 0: another process trains this setting\n" in capsys.readouterr().out

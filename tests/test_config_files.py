@@ -6,6 +6,7 @@ import re
 import runpy
 import tomllib
 import typing
+from operator import attrgetter
 from pathlib import Path
 
 import jax
@@ -44,17 +45,13 @@ def catalog_name(config):
     return "cifar10" if config.data.name == "folder" else config.data.name
 
 
-def get(config, field):
-    return functools.reduce(lambda section, name: section[name], field.split("."), config)
-
-
 @pytest.mark.parametrize("name", REFERENCE["recipes"])
 def test_recipes_have_the_papers_numbers(name):
     recipe = REFERENCE["recipes"][name]
     assert recipe["source"]
     for file in recipe["configs"]:
         config = next(iter(load_rows(ROOT / "configs" / file).values()))
-        assert {field: get(config, field) for field in recipe["fields"]} == recipe["fields"]
+        assert {field: attrgetter(field)(config) for field in recipe["fields"]} == recipe["fields"]
 
 
 def test_recipes_are_those_of_the_programs():

@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 from scipy import stats
 
+from structinit_jax import compare
 from structinit_jax.compare import report
 
 FACTS = {
@@ -37,11 +38,11 @@ def record(workdir, runs, facts=None):
                 for step, value in curve.items():
                     metrics = value if isinstance(value, dict) else {"test/accuracy": value}
                     file.write(json.dumps({"step": step} | metrics) + "\n")
-            (folder / report.STATUS).write_text(report.DONE)
+            (folder / compare.STATUS).write_text(compare.DONE)
     baselines = dict.fromkeys(runs, "default")
     info = {"settings": settings, "baselines": baselines, "commands": [], "machine": ""}
-    (workdir / report.GRID).write_text(json.dumps(info))
-    return report.read(workdir)
+    (workdir / compare.GRID).write_text(json.dumps(info))
+    return compare.read_comparison(workdir)
 
 
 def test_intervals_are_those_of_scipy():

@@ -14,7 +14,7 @@ from typing import Any
 import jax
 from ml_collections import ConfigDict
 
-from structinit_jax import __version__, evaluate
+from structinit_jax import __version__, compare, evaluate
 from structinit_jax.compare import grid, report
 from structinit_jax.data.source import digest
 from structinit_jax.errors import InputError, StoppedError
@@ -67,7 +67,7 @@ def run_grid(
         info["baselines"] |= baselines or grid.find_baselines(info["settings"])
         info["commands"] = list(dict.fromkeys([*info["commands"], *filter(None, [command])]))
         text = json.dumps(info | {"machine": _describe_machine()}, indent=1) + "\n"
-        workdir_lib.write_atomically(workdir / report.GRID, text)
+        workdir_lib.write_atomically(workdir / compare.GRID, text)
     try:
         return _train_all(workdir, info, settings, seeds)
     except KeyboardInterrupt:
@@ -81,7 +81,7 @@ def _train_all(workdir, info, settings, seeds) -> int:
     stop, began, trained, failed = distributed.StopRequest(), time.perf_counter(), 0, 0
     runs = [(name, seed) for name in settings for seed in seeds]
     for number, (name, seed) in enumerate(runs, start=1):
-        run = report.SeedRun(workdir, name, seed, info["settings"][name])
+        run = compare.SeedRun(workdir, name, seed, info["settings"][name])
         say = _printer(f"[{number}/{len(runs)}] {name} seed {seed}")
         if run.status == "done":
             say(f"done before, {run.result}")
@@ -93,7 +93,7 @@ def _train_all(workdir, info, settings, seeds) -> int:
         except InputError:
             say("another process trains this setting")
             continue
-        run, trained = report.SeedRun(workdir, name, seed, run.facts), trained + 1
+        run, trained = compare.SeedRun(workdir, name, seed, run.facts), trained + 1
         failed += run.status == "failed"
         left = (time.perf_counter() - began) / trained * (len(runs) - number)
         say(f"{run.result}; about {format_duration(left)} left")
@@ -112,7 +112,7 @@ def _train(config, run, say, stop):
     """Trains a run, with its output in `log.txt`, and records how it ended."""
     say("started")
     config = config.copy_and_resolve_references()
-    config.seed, status = run.seed, report.DONE
+    config.seed, status = run.seed, compare.DONE
 
     def show_evaluation(step, results):
         accuracy = evaluate.deciding_accuracy(results, run.test_name)
@@ -127,7 +127,7 @@ def _train(config, run, say, stop):
                 raise
             traceback.print_exc(file=log)
             status = f"{type(error).__name__}: {error}".splitlines()[0]
-    workdir_lib.write_atomically(run.folder / report.STATUS, status + "\n")
+    workdir_lib.write_atomically(run.folder / compare.STATUS, status + "\n")
 
 
 def _describe_machine() -> str:
@@ -159,9 +159,9 @@ def _describe_setting(name: str, config: ConfigDict) -> dict[str, Any]:
 
 def _merge(workdir, new, settings):
     """Adds settings and seeds to those of earlier commands; refuses other configs and data."""
-    if not (workdir / report.GRID).exists():
+    if not (workdir / compare.GRID).exists():
         return {"settings": new, "baselines": {}, "commands": []}
-    info = report.read(workdir).info
+    info = compare.read_comparison(workdir).info
     old = info["settings"]
     data = {k: value for facts in old.values() for k, value in facts["data"].items()}
     for name, facts in new.items():
@@ -175,7 +175,7 @@ def _merge(workdir, new, settings):
         changes = [
             f"{field}: {before!r} -> {now!r}"
             for field, (before, now) in resume.changes(old[name]["config"], settings[name]).items()
-            if field not in ("seed", *report.HARMLESS)
+            if field not in ("seed", *compare.HARMLESS)
         ]
         if changes:
             raise InputError(
