@@ -15,14 +15,13 @@ It writes to the directory --out:
 
 - `analysis.json`: all measures by layer and head.
 - `maps.npz`: the maps [h, N, N] of each model and layer, averaged over the images.
-- `maps_by_offset.png`: every head as a convolution kernel; for a ConvMixer its filters.
+- `maps_by_offset.png`: every head as a convolution kernel.
 - `by_layer.png`: every measure against the layer. The distance from shift equivariance tells how
   far each layer's output is from moving with an image that is shifted by one patch (in Swin by one
   token of the last stage): 0 for a convolution, 1 for unrelated features.
 
 `analysis.measures` defines the measures. In Swin they describe maps within windows, in MLP-Mixer
-the derivatives of token mixing (`analysis.collect.comparable_maps`). ConvMixer has no maps, so it
-gets only the measures of the outputs.
+the derivatives of token mixing (`analysis.collect.comparable_maps`).
 """
 
 # isort: split
@@ -67,10 +66,8 @@ def write(snapshots: list[Snapshot], subject: str, out: Path) -> None:
     (out / "analysis.json").write_text(text + "\n", encoding="utf-8")
     figures.draw_by_layer(snapshots, f"Measures by layer: {subject}", out / "by_layer.png")
     figures.draw_by_offset(snapshots, f"Heads by offset: {subject}", out / "maps_by_offset.png")
-    layers = {f"{s.name}/layer {layer.name}": layer for s in snapshots for layer in s.layers}
-    maps = {name: layer.maps for name, layer in layers.items() if layer.grid}
-    if maps:
-        np.savez_compressed(out / "maps.npz", **maps)
+    maps = {f"{s.name}/layer {layer.name}": layer.maps for s in snapshots for layer in s.layers}
+    np.savez_compressed(out / "maps.npz", **maps)
 
 
 def main(overrides: command_line.Overrides) -> None:

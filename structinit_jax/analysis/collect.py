@@ -1,5 +1,6 @@
 """Runs models on images and averages their maps, measures and representations."""
 
+import functools
 from typing import Any, NamedTuple
 
 import jax
@@ -33,18 +34,16 @@ class Layer(NamedTuple):
 
     Attributes:
       name: Number of the layer, from 1. In a model with stages it begins with that of the stage.
-      grid: Rows and columns of the N tokens of a map; None without maps.
-      maps: Attention maps of the heads; None without maps.
-      filters: Filters of a depthwise convolution; None for other layers.
+      grid: Rows and columns of the N tokens of a map.
+      maps: Maps of the heads, see `comparable_maps`.
       measures: Values of the heads [h] by the name of the measure, see `analysis.measures`; of the
         layer's output, 'stable_rank' and 'shift_distance' [1].
       uniform: Measures of uniform maps.
     """
 
     name: str
-    grid: tuple[int, int] | None
-    maps: Float[np.ndarray, "h N N"] | None
-    filters: Float[np.ndarray, "f f D"] | None
+    grid: tuple[int, int]
+    maps: Float[np.ndarray, "h N N"]
     measures: dict[str, Float[np.ndarray, " h"]]
     uniform: dict[str, float]
 
@@ -54,12 +53,10 @@ class Snapshot(NamedTuple):
 
     Attributes:
       name: Initialization and step, for titles.
-      quantity: What the maps show, 'attention' or, for token mixing, 'sensitivity'.
       layers: First to last.
     """
 
     name: str
-    quantity: str
     layers: list[Layer]
 
 
@@ -82,8 +79,8 @@ def read_images(config: ConfigDict, count: int) -> UInt8[np.ndarray, "n H H C"]:
 
 def observe_start(config: ConfigDict, images: UInt8[np.ndarray, "n H H C"]) -> Snapshot:
     """Observes a model with its start values."""
-    observer = Observer(config, abstract_model(config.model, config.data, one_device()))
-    return observer(observer.start_values(), images, step=0)
+    model = abstract_model(config.model, config.data, one_device())
+    return observe(config, model, {0: _start_values(config, model)}, images)[0]
 
 
 def observe_run(
@@ -99,9 +96,8 @@ def observe_run(
       images: Images to average over.
     """
     model, state = restored
-    observer = Observer(config, model)
-    before = observer(observer.start_values(), images, step=0)
-    return [before, observer((state.params, state.model_state), images, step=int(state.step))]
+    trained = {int(state.step): (state.params, state.model_state)}
+    return observe(config, model, {0: _start_values(config, model)} | trained, images)
 
 
 def one_device() -> jax.sharding.Mesh:
@@ -109,132 +105,102 @@ def one_device() -> jax.sharding.Mesh:
     return make_mesh(devices=jax.local_devices()[:1])
 
 
-class Observer:
-    """Observes a model with any weights.
+def _start_values(config, model):
+    scheme, name = make_attention_init(config), config.attention_init.name
+    return initialize_model(model, scheme, config.seed, config.start_from, name)[:2]
+
+
+def observe(
+    config: ConfigDict,
+    model: AbstractModel,
+    weights: dict[int, tuple[Any, Any]],
+    images: UInt8[np.ndarray, "n H H C"],
+) -> list[Snapshot]:
+    """Observes a model with several weights.
 
     Args:
       config: Config of the model.
       model: The model, on one device.
+      weights: Parameters and model state by training step.
+      images: Images to average over; n is a multiple of `BATCH_SIZE`.
+
+    Raises:
+      InputError: The model has no attention or token mixing.
     """
-
-    def __init__(self, config: ConfigDict, model: AbstractModel):
-        self._config, self._model = config, model
-        self._scheme = make_attention_init(config)
-        self._patch_size = config.model.get("patch_size")
-        self._targets = {}
-        if not config.start_from:
-            self._targets = find_targets(model, self._scheme, config.seed)
-        self._observe_batch = jax.jit(self._observe)
-
-    def start_values(self) -> tuple[Any, Any]:
-        """Returns the parameters and the model state that training starts with."""
-        config = self._config
-        fields = config.seed, config.start_from, config.attention_init.name
-        return initialize_model(self._model, self._scheme, *fields)[:2]
-
-    def __call__(
-        self, weights: tuple[Any, Any], images: UInt8[np.ndarray, "n H H C"], step: int
-    ) -> Snapshot:
-        """Returns averages over images.
-
-        Args:
-          weights: Parameters and model state.
-          images: Images; n is a multiple of `BATCH_SIZE`.
-          step: Training step of the weights.
-
-        Raises:
-          InputError: The model has no layers to observe.
-        """
-        model = nnx.merge(self._model.graphdef, *weights)
-        if not (sites := model.sites()):
-            raise InputError(f"config.model.name={self._config.model.name!r} has no sites()")
+    sites = nnx.merge(model.graphdef, *next(iter(weights.values()))).sites()
+    if not sites or any(isinstance(site, ConvSite) for site in sites.values()):
+        raise InputError(f"config.model.name={config.model.name!r} has no attention to analyze")
+    targets = {}
+    if not config.start_from:
+        targets = find_targets(model, make_attention_init(config), config.seed)
+    observe_batch = jax.jit(functools.partial(_observe_batch, config, model.graphdef, targets))
+    snapshots = []
+    for step, each in weights.items():
         totals, ranks = [], []
         for batch in images.reshape(-1, BATCH_SIZE, *images.shape[1:]):
-            total, outputs = jax.device_get(self._observe_batch(weights, batch))
+            total, outputs = jax.device_get(observe_batch(each, batch))
             totals.append(total)
             matrices = [output.reshape(len(output), -1, output.shape[-1]) for output in outputs]
             ranks.append([measures.stable_rank(matrix).mean() for matrix in matrices])
         stacks, shifts = jax.tree.map(lambda *values: np.mean(values, axis=0), *totals)
-        ranks = np.mean(ranks, axis=0)
-
+        of_outputs = list(zip(np.mean(ranks, axis=0), shifts, strict=True))
         layers = []
-        for index, (stack, site) in enumerate(sites.items()):
-            maps, heads, uniform = _summarize(stacks[index], site, self._targets.get(stack))
-            is_conv = isinstance(site, ConvSite)
-            filters = np.asarray(getattr(model, stack).spatial.kernel[...]) if is_conv else None
+        for stage, (stack, site) in enumerate(sites.items(), 1):
+            maps, heads, uniform = _summarize(stacks[stage - 1], site, targets.get(stack))
             for i in range(site.num_layers):
                 values = {key: value[i] for key, value in heads.items()}
-                values["stable_rank"] = ranks[len(layers), None]
-                if (shift := shifts[len(layers)]) is not None:
+                rank, shift = of_outputs[len(layers)]
+                values["stable_rank"] = rank[None]
+                if shift is not None:
                     values["shift_distance"] = shift[None]
-                layer = Layer(
-                    name=f"{index + 1}.{i + 1}" if len(sites) > 1 else str(i + 1),
-                    grid=None if is_conv else site.grid,
-                    maps=None if is_conv else maps[i],
-                    filters=filters[i] if is_conv else None,
-                    measures=values,
-                    uniform=uniform,
-                )
-                layers.append(layer)
-        mixes = any(isinstance(site, TokenMixingSite) for site in sites.values())
-        name = f"{self._config.attention_init.name}, step {step:,}"
-        return Snapshot(name, "sensitivity" if mixes else "attention", layers)
+                name = f"{stage}.{i + 1}" if len(sites) > 1 else str(i + 1)
+                layers.append(Layer(name, site.grid, maps[i], values, uniform))
+        snapshots.append(Snapshot(f"{config.attention_init.name}, step {step:,}", layers))
+    return snapshots
 
-    def _observe(self, weights, images):
-        """Returns averages over a batch, and the outputs of all layers."""
-        model = nnx.merge(self._model.graphdef, *weights)
-        sites = model.sites()
-        has_maps = not any(isinstance(site, ConvSite) for site in sites.values())
-        out = self._run(model, images, with_maps=has_maps)
-        stacks = [
-            _average_maps(stage["blocks"], site, self._targets.get(name))
-            for stage, (name, site) in zip(out.get("stages", [out]), sites.items(), strict=True)
-        ]
-        outputs = self._outputs(out, images)
-        return (stacks, self._shift_distances(model, images, outputs)), outputs
 
-    def _run(self, model, images, with_maps=False):
-        data = self._config.data
+def _observe_batch(config, graphdef, targets, weights, images):
+    """Returns averages over a batch, by stack and by layer, and the outputs of all layers."""
+    model, data = nnx.merge(graphdef, *weights), config.data
+
+    def run(images, with_maps=False):
         images = normalize(images, tuple(data.mean), tuple(data.std))
-        return model(images, with_maps=with_maps)[1]
+        out = model(images, with_maps=with_maps)[1]
+        return out.get("stages", [out])
 
-    def _outputs(self, out, images):
-        """Returns the outputs of all layers, [B, R, C, D] (without a grid R = 1)."""
-        size, grids = self._patch_size, []
-        for stage, stack in enumerate(out.get("stages", [out])):
-            for output in stack["blocks"]["output"]:
-                tokens = output.reshape(len(output), -1, output.shape[-1]).astype(jnp.float32)
-                rows, columns = 1, tokens.shape[1]
-                if size:
-                    rows, columns = (side // (size * 2**stage) for side in images.shape[1:3])
-                # Without class and register tokens, which come first.
-                grids.append(tokens[:, -rows * columns :].reshape(len(output), rows, columns, -1))
-        return grids
+    stages, sites = run(images, with_maps=True), model.sites()
+    stacks = [
+        _average_maps(stage["blocks"], site, targets.get(name))
+        for stage, (name, site) in zip(stages, sites.items(), strict=True)
+    ]
+    outputs = _output_grids(stages, sites)
+    size = data.image_size // outputs[-1].shape[1]  # pixels of a token of the last stage
 
-    def _shift_distances(self, model, images, outputs):
-        """Returns `measures.shift_distance` of each layer, None if the patch size is not known.
+    def shift_distances(axis):
+        shifted = _output_grids(run(jnp.roll(images, size, axis)), sites)
+        for output, moved in zip(outputs, shifted, strict=True):
+            tokens = size * output.shape[axis] // data.image_size
+            shift = (tokens, 0) if axis == 1 else (0, tokens)
+            yield measures.shift_distance(output, moved, shift)
 
-        Images are shifted by one token of the last stage, to the right and down.
-        """
-        if not self._patch_size:
-            return [None] * len(outputs)
-        size, found = images.shape[1] // outputs[-1].shape[1], []
-        for axis in (1, 2):
-            shifted = self._outputs(self._run(model, jnp.roll(images, size, axis)), images)
-            found.append([])
-            for output, moved in zip(outputs, shifted, strict=True):
-                tokens = size * output.shape[axis] // images.shape[axis]
-                shift = (tokens, 0) if axis == 1 else (0, tokens)
-                found[-1].append(measures.shift_distance(output, moved, shift))
-        return [
-            None if down is None else (down + right) / 2 for down, right in zip(*found, strict=True)
-        ]
+    both = zip(shift_distances(1), shift_distances(2), strict=True)
+    shifts = [None if down is None else (down + right) / 2 for down, right in both]
+    return (stacks, shifts), outputs
+
+
+def _output_grids(stages, sites):
+    """Returns the outputs of all layers, [B, R, C, D], without class and register tokens."""
+    grids = []
+    for stage, site in zip(stages, sites.values(), strict=True):
+        for output in stage["blocks"]["output"].astype(jnp.float32):
+            if output.ndim == 3:  # class and register tokens come first
+                output = output[:, -site.num_tokens :].reshape(len(output), *site.grid, -1)
+            grids.append(output)
+    return grids
 
 
 def _average_maps(blocks, site: Site, targets) -> dict[str, Array]:
     """Averages maps [L, h, N, N] and measures that are not linear in them over images."""
-    if isinstance(site, ConvSite):
-        return {}
     maps = comparable_maps(blocks, site)
     averages = dict(maps=maps.mean(axis=0), entropy=measures.mean_entropy(maps))
     if targets is not None:
@@ -264,8 +230,6 @@ def comparable_maps(blocks: dict[str, Array], site: Site) -> Float[Array, "B L h
 
 def _summarize(averages, site: Site, targets):
     """Returns the maps of a stack [L, h, N, N], all measures [L, h], and those of uniform maps."""
-    if isinstance(site, ConvSite):
-        return None, {}, {}
     heads = dict(averages)
     maps = heads.pop("maps")
     heads = measures.measure_mean_maps(maps, site.grid) | heads

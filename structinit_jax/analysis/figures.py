@@ -11,20 +11,19 @@ from matplotlib.figure import Figure
 from matplotlib.patches import Rectangle
 
 from structinit_jax.analysis import measures
-from structinit_jax.analysis.collect import Layer, Snapshot
+from structinit_jax.analysis.collect import Snapshot
 from structinit_jax.errors import InputError
 
 REACH = 4  # largest offset that is drawn: on a large grid, an impulse would be too small
-MAX_FILTERS = 16  # of each layer of a ConvMixer
 MAX_WIDTH = 17.0  # inches; further models are drawn below the first
 COLORS = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#56b4e9", "#e69f00")  # Okabe & Ito
 
 PANELS = {
-    "distance": "attention distance [tokens]",
-    "entropy": "attention entropy [nats]",
-    "neighborhood_mass": "attention on 3×3 neighborhood",
-    "neighbor_mass": "attention at strongest offset",
-    "target_mass": "attention on the head's target",
+    "distance": "distance of attention [tokens]",
+    "entropy": "entropy [nats]",
+    "neighborhood_mass": "share of the 3×3 neighborhood",
+    "neighbor_mass": "share of the strongest offset",
+    "target_mass": "share of the head's target",
     "hit_rate": "rows that peak on the target",
     "stable_rank": "stable rank of the output",
     "shift_distance": "distance from shift equivariance",
@@ -53,11 +52,13 @@ def _save(figure, title, path):
 
 
 def draw_by_offset(snapshots: Sequence[Snapshot], title: str, path: Path) -> None:
-    """Draws every head as a convolution kernel; for a ConvMixer its filters."""
-    models = {s.name: {layer.name: _kernels(layer) for layer in s.layers} for s in snapshots}
-    sizes = {layer.maps.shape[-1] for s in snapshots for layer in s.layers if layer.grid}
-    quantity = " or ".join(dict.fromkeys(snapshot.quantity for snapshot in snapshots))
-    _draw_kernels(models, title, path, quantity, sizes)
+    """Draws every head as a convolution kernel."""
+    models = {
+        s.name: {layer.name: _crop_offsets(layer.maps, layer.grid) for layer in s.layers}
+        for s in snapshots
+    }
+    sizes = {layer.maps.shape[-1] for s in snapshots for layer in s.layers}
+    _draw_kernels(models, title, path, sizes)
 
 
 def draw_maps(
@@ -89,13 +90,7 @@ def draw_maps(
         name: {str(i): _crop_offsets(layer, grid) for i, layer in enumerate(layers, 1)}
         for name, layers in maps.items()
     }
-    _draw_kernels(models, title, path, "attention", {tokens})
-
-
-def _kernels(layer: Layer):
-    if layer.filters is not None:
-        return np.moveaxis(layer.filters, -1, 0)[:MAX_FILTERS]
-    return _crop_offsets(layer.maps, layer.grid)
+    _draw_kernels(models, title, path, {tokens})
 
 
 def _crop_offsets(maps, grid):
@@ -105,22 +100,17 @@ def _crop_offsets(maps, grid):
     return kernels[:, rows - 1 - y : rows + y, cols - 1 - x : cols + x]
 
 
-def _draw_kernels(models, title, path, quantity, sizes):
+def _draw_kernels(models, title, path, sizes):
     """Draws one picture for each model, with a row for each layer and a column for each head.
 
-    `models` holds kernels [h, r, c] by model and layer. They are of maps that show a `quantity` and
-    have these `sizes` in tokens; without sizes they are filters, whose values have both signs.
+    `models` holds kernels [h, r, c] by model and layer, `sizes` the numbers of tokens of the maps.
     """
     kernels = [each for layers in models.values() for each in layers.values()]
-    peak = max(float(np.abs(each).max()) for each in kernels) or 1.0
     side = max(max(each.shape[1:]) for each in kernels) + 1  # one pixel lies between kernels
-    colors, label = dict(cmap="PuOr", vmin=-peak, vmax=peak), "weight"
-    if sizes:
-        # A scale of at least twice the uniform level, so that flat maps look flat.
-        uniform = [1 / size for size in sorted(sizes, reverse=True)]
-        colors = dict(cmap="viridis", vmin=0.0, vmax=max(peak, 2 * uniform[-1]))
-        values = ", ".join(f"{value:.2g}" for value in uniform)
-        label = f"{quantity} by offset; uniform: {values}"
+    # A scale of at least twice the uniform level, so that flat maps look flat.
+    peak = max(2 / min(sizes), *(float(each.max()) for each in kernels))
+    uniform = ", ".join(f"{1 / size:.2g}" for size in sorted(sizes, reverse=True))
+    label = f"share by offset; uniform: {uniform}"
     heads = max(len(each) for each in kernels)
     width, height = 0.6 * heads + 1.0, 0.6 * max(map(len, models.values())) + 0.9
     columns = min(len(models), max(1, int(MAX_WIDTH / width)))
@@ -135,14 +125,14 @@ def _draw_kernels(models, title, path, quantity, sizes):
                 top, left = y * side, x * side
                 canvas[top : top + kernel.shape[0], left : left + kernel.shape[1]] = kernel
                 corner = (left + kernel.shape[1] // 2 - 0.5, top + kernel.shape[0] // 2 - 0.5)
-                color = "white" if sizes else "black"  # frames the token itself
-                axis.add_patch(Rectangle(corner, 1, 1, fill=False, edgecolor=color, linewidth=0.7))
-        image = axis.imshow(canvas, interpolation="nearest", **colors)
+                # A frame around the token itself.
+                axis.add_patch(Rectangle(corner, 1, 1, fill=False, color="white", linewidth=0.7))
+        image = axis.imshow(canvas, interpolation="nearest", vmin=0, vmax=peak)
         axis.spines[:].set_visible(False)
         axis.set_xticks([x * side + side / 2 - 1 for x in range(heads)], range(1, heads + 1))
         axis.set_yticks([y * side + side / 2 - 1 for y in range(len(layers))], [*layers])
         axis.tick_params(length=0)
-        axis.set(xlabel="head" if sizes else "channel", ylabel="layer")
+        axis.set(xlabel="head", ylabel="layer")
         axis.set_title(_wrap(name, width), size=10)
     figure.colorbar(image, ax=figure.axes, label=_wrap(label, figure.get_figheight()))
     _save(figure, title, path)
@@ -158,7 +148,6 @@ def draw_by_layer(snapshots: Sequence[Snapshot], title: str, path: Path) -> None
     columns = min(len(names), 4)
     rows = math.ceil(len(names) / columns)
     figure = Figure((max(3.4 * columns, 6.0), 2.9 * rows + 0.8), layout="constrained")
-    quantity = " or ".join(dict.fromkeys(snapshot.quantity for snapshot in snapshots))
     deepest = max(snapshots, key=lambda snapshot: len(snapshot.layers))
     labels = [layer.name for layer in deepest.layers]
     every = math.ceil(len(labels) / 8)
@@ -169,7 +158,7 @@ def draw_by_layer(snapshots: Sequence[Snapshot], title: str, path: Path) -> None
             shift = 0.1 * (number - (len(snapshots) - 1) / 2)
             _draw_measure(axis, name, snapshot, COLORS[number % len(COLORS)], shift)
         axis.axhline(0, color="black", linewidth=0.8)  # all measures are seen from 0
-        axis.set_title(PANELS[name].replace("attention", quantity), size=10)
+        axis.set_title(PANELS[name], size=10)
         axis.grid(alpha=0.3)
         axis.set_xticks(range(1, len(labels) + 1, every), labels[::every])
         axis.set_xlabel("layer")
