@@ -136,17 +136,12 @@ def library_promotion():
         yield
 
 
-@pytest.fixture
-def small_files_only():
-    """As good as a full disk: within `small_files_only(n)` no file can grow beyond n bytes."""
-
-    @contextlib.contextmanager
-    def limit(num_bytes):
-        soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
-        resource.setrlimit(resource.RLIMIT_FSIZE, (num_bytes, hard))
-        try:
-            yield
-        finally:
-            resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
-
-    return limit
+@contextlib.contextmanager
+def small_files_only(num_bytes):
+    """As good as a full disk: within the context no file can grow beyond so many bytes."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (num_bytes, hard))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))

@@ -7,6 +7,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from conftest import small_files_only
 
 from structinit_jax import evaluate, train
 from structinit_jax.data.datasets import CATALOG
@@ -238,7 +239,7 @@ def test_a_nonfinite_step_is_skipped_and_counted(bad_config, workdir, capsys):
 
 
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")  # of Orbax's tasks
-def test_a_full_disk_ends_the_run_with_a_message(longer_config, workdir, small_files_only):
+def test_a_full_disk_ends_the_run_with_a_message(longer_config, workdir):
     longer_config.update(log_every_steps=1, eval_every_epochs=0.5)
     with contextlib.ExitStack() as full:
 

@@ -2,6 +2,7 @@ import os
 from pathlib import Path
 
 import pytest
+from conftest import small_files_only
 
 from structinit_jax.errors import InputError
 from structinit_jax.training.workdir import local_path, lock_workdir, open_path, prepare_workdir
@@ -14,7 +15,7 @@ def test_a_second_run_is_refused_until_the_first_has_ended(tmp_path):
             lock_workdir(tmp_path).__enter__()
 
 
-def test_unusable_directories_are_refused(tmp_path, small_files_only):
+def test_unusable_directories_are_refused(tmp_path):
     assert local_path("~/run") == Path("~/run").expanduser()
     (tmp_path / "file").write_text("")
     with pytest.raises(InputError, match=r"--workdir=.*file cannot be written to"):
