@@ -68,17 +68,15 @@ with tfds.core.registered.skip_registration():
 
         def _split_generators(self, dl_manager):
             is_test = np.arange(1797) % 5 == 4
-            return {
-                "train": self._generate_examples(np.flatnonzero(~is_test)),
-                "test": self._generate_examples(np.flatnonzero(is_test)),
-            }
+            parts = {"train": ~is_test, "test": is_test}
+            return {split: self._generate_examples(part) for split, part in parts.items()}
 
-        def _generate_examples(self, indices):
+        def _generate_examples(self, chosen):
             from sklearn.datasets import load_digits
 
             digits = load_digits()
             pixels = np.rint(digits.images * (255 / 16)).astype(np.uint8)
-            for index in indices.tolist():
+            for index in np.flatnonzero(chosen).tolist():
                 image = Image.fromarray(pixels[index])
                 yield index, {"image": image, "label": int(digits.target[index])}
 
