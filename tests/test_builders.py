@@ -22,16 +22,15 @@ def idx_bytes(array):
     return header + array.astype(np.uint8).tobytes()
 
 
-def read(source):
-    """Pixels and labels of a whole split."""
-    examples = list(source.read(range(len(source))))
-    return [image.decode() for image, _ in examples], [label for _, label in examples]
-
-
-def as_rows(pixels, labels):
-    """Sorted rows of pixels and label, since TFDS shuffles while it prepares."""
-    rows = np.concatenate([np.reshape(pixels, (len(labels), -1)), np.c_[labels]], axis=1)
-    return rows[np.lexsort(rows.T)]
+def assert_holds(source, pixels, labels):
+    """Compares in sorted order, since TFDS shuffles while it prepares."""
+    images = [image.decode() for image, _ in source.read(range(len(source)))]
+    rows = [
+        np.concatenate([np.reshape(array, (len(y), -1)), np.c_[y]], axis=1)
+        for array, y in ((images, source.labels()), (pixels, labels))
+    ]
+    found, expected = (each[np.lexsort(each.T)] for each in rows)
+    np.testing.assert_array_equal(found, expected)
 
 
 def test_digits_are_sklearns_in_the_documented_split(data_dir):
@@ -42,13 +41,11 @@ def test_digits_are_sklearns_in_the_documented_split(data_dir):
     assert dataset.info == CATALOG["digits"]
     is_test = np.arange(1797) % 5 == 4
     for split, chosen in (("train", ~is_test), ("test", is_test)):
-        images, labels = read(dataset.split(split))
-        assert images[0].shape == (8, 8, 1)
         pixels = np.rint(digits.images[chosen] * 255 / 16)
-        expected = as_rows(pixels, digits.target[chosen])
-        np.testing.assert_array_equal(as_rows(images, labels), expected)
-    color = open_dataset("digits", data_dir, channels=3).split("test")[0][0].decode()
-    np.testing.assert_array_equal(color, np.repeat(images[0], 3, axis=-1))
+        assert_holds(dataset.split(split), pixels, digits.target[chosen])
+    gray, color = (open_dataset("digits", data_dir, channels=n).split("test")[0] for n in (1, 3))
+    assert gray[0].decode().shape == (8, 8, 1)
+    np.testing.assert_array_equal(color[0].decode(), np.repeat(gray[0].decode(), 3, axis=-1))
 
 
 @pytest.mark.parametrize(
@@ -87,8 +84,8 @@ def test_fashion_mnist_from_files(tmp_path, monkeypatch):
         open_dataset("fashion_mnist", tmp_path / "data", tmp_path)  # such as MNIST
     monkeypatch.setattr(builders, "CHECKSUMS", sums)
     dataset = open_dataset("fashion_mnist", tmp_path / "data", tmp_path)
-    expected = as_rows(written["train-images-idx3-ubyte"], written["train-labels-idx1-ubyte"])
-    np.testing.assert_array_equal(as_rows(*read(dataset.split("train"))), expected)
+    images, labels = written["train-images-idx3-ubyte"], written["train-labels-idx1-ubyte"]
+    assert_holds(dataset.split("train"), images, labels)
     with pytest.raises(InputError, match=r"fashion_mnist: .*No such file.*apt-get install"):
         open_dataset("fashion_mnist", tmp_path / "other", tmp_path / "nothing")
     # Port 9 of this host: refused at once, whatever network there is.

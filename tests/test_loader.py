@@ -28,14 +28,10 @@ def source():
     """Gray images of several sizes; the label of each is its index."""
     rng = np.random.default_rng(0)
     sizes = [(8, 8), (9, 12), (20, 11)]
-    records = [
-        {"image": rng.integers(0, 256, (*sizes[i % 3], 1), dtype=np.uint8), "label": i}
-        for i in range(NUM)
-    ]
-    names = [str(i) for i in range(NUM)]
-    return Dataset.from_records("numbers", {"train": records}, names, (None, None, 1)).split(
-        "train"
-    )
+    images = [rng.integers(0, 256, (*sizes[i % 3], 1), dtype=np.uint8) for i in range(NUM)]
+    records = [{"image": image, "label": label} for label, image in enumerate(images)]
+    dataset = Dataset.from_records("numbers", {"train": records}, range(NUM), (None, None, 1))
+    return dataset.split("train")
 
 
 @pytest.fixture(scope="module")
@@ -70,10 +66,8 @@ def test_batches_follow_the_order(device_loader, source):
     batches = list(device_loader.train_batches(start_step=0, **args))
     labels, order = labels_of(batches), stream_indices(1, 0, 9 * 16, NUM)
     assert np.ravel(labels).tolist() == order.tolist()
-    expected = [
-        resize_and_center_crop(image.decode(), 8, 0.9)
-        for image, _ in source.read(order[:16].tolist())
-    ]
+    images = [image.decode() for image, _ in source.read(order[:16].tolist())]
+    expected = [resize_and_center_crop(image, 8, 0.9) for image in images]
     np.testing.assert_array_equal(jax.device_get(batches[0]["image"]), expected)
     assert labels_of(device_loader.train_batches(start_step=5, **args)) == labels[5:]
 
@@ -97,7 +91,7 @@ def test_both_loaders_return_the_same_training_batches(
     assert isinstance(device_loader, DeviceLoader)
     assert isinstance(host_loader, HostLoader)
     args = dict(batch_size=batch_size, seed=3, start_step=start_step, num_steps=12)
-    args |= dict(repeats=repeats, drop_remainder=drop_remainder)
+    args.update(repeats=repeats, drop_remainder=drop_remainder)
     ours, theirs = (loader.train_batches(**args) for loader in (device_loader, host_loader))
     assert_same(ours, theirs, 12 - start_step)
 
@@ -171,11 +165,8 @@ def test_images_of_one_size_in_memory_are_cropped_on_the_devices():
 
 
 def test_no_implicit_transfers_and_one_send_per_epoch(device_loader, monkeypatch):
-    sent = []
-    send = DeviceLoader._send
-    monkeypatch.setattr(
-        DeviceLoader, "_send", lambda self, array: sent.append(array.shape) or send(self, array)
-    )
+    sent, send = [], device_loader._send
+    monkeypatch.setattr(device_loader, "_send", lambda x: sent.append(x.shape) or send(x))
     args = dict(batch_size=8, seed=0, start_step=0, num_steps=5 * NUM // 8)
     with jax.transfer_guard("disallow"):
         list(device_loader.train_batches(**args))
