@@ -92,7 +92,6 @@ class DataFields:
     on_bad_image: Literal["stop", "skip"] = "stop"  # at an image that cannot be decoded
     train_split: str = "train"  # TFDS syntax: 'train[:90%]', 'train+validation'
     eval_split: str = "test"  # a split of your own, such as 'train[90%:]', may choose the best step
-    train_eval_split: str = ""  # training images to evaluate too, without augmentation
     eval_name: str = ""  # an ImageNet test set that replaces eval_split, such as 'imagenet_v2'
     drop_remainder: bool = False  # whether each epoch leaves out its last partial batch
     repeats: PositiveInt = 1  # consecutive copies of each training example (repeated augmentation)
@@ -190,8 +189,10 @@ def load_run_config(workdir: str | Path, trust: bool = False) -> ConfigDict:
     config = base_config(model)
     # The options depend on the scheme, so those of the default are not kept.
     config.attention_init = ConfigDict(fields.pop("attention_init"))
-    # An older version may have had other fields.
-    config.update({name: value for name, value in fields.items() if name in config})
+    # Fields of earlier versions that mattered in training only.
+    fields.pop("layer_decay", None)
+    fields["data"].pop("train_eval_split", None)
+    config.update(fields)
     return config
 
 

@@ -75,8 +75,8 @@ def dry_run(config: ConfigDict, target: str | None = None) -> None:
     info = find_info(data.name, data.data_dir or None, data.channels)
     check_classes(info, config.model.num_classes)
     num_examples = split_size(data.train_split, info, "data.train_split")
-    eval_sizes = _eval_sizes(config, info)
-    setup = set_up(config, info, num_examples, eval_sizes, devices)
+    num_eval_examples = _num_eval_examples(data, info)
+    setup = set_up(config, info, num_examples, num_eval_examples, devices)
     schedule, mesh = setup.schedule, setup.model.mesh
     print(parameter_overview.get_parameter_overview(setup.model.params, include_stats=False))
 
@@ -91,7 +91,7 @@ def dry_run(config: ConfigDict, target: str | None = None) -> None:
         "batch": f"{config.batch_size} global, {config.batch_size // mesh.size} per device, "
         f"{config.batch_size // num_hosts} per host",
         "data": f"{data.name}, {num_examples:,} training examples ({data.train_split}), "
-        f"{eval_sizes[0]:,} test examples ({data.eval_name or data.eval_split})",
+        f"{num_eval_examples:,} test examples ({data.eval_name or data.eval_split})",
         "steps": f"{schedule.num_steps:,}, {epochs:.1f} epochs of {schedule.steps_per_epoch:.1f}; "
         f"{len(schedule.eval_steps)} evaluations",
         "FLOPs per step": f"{step.cost_analysis()['flops']:.3e} on each device",
@@ -105,17 +105,11 @@ def dry_run(config: ConfigDict, target: str | None = None) -> None:
         print(f"{name:<{width}}  {value}")
 
 
-def _eval_sizes(config, info):
-    """Returns the number of examples of each set that training would evaluate."""
-    data = config.data
+def _num_eval_examples(data, info):
     if data.eval_name:
         name = data.eval_name.split("/")[0]
-        sizes = [CATALOG[name].num_examples[EVALUATION_SETS[name][0]]]
-    else:
-        sizes = [split_size(data.eval_split, info, "data.eval_split")]
-    if spec := data.train_eval_split:
-        sizes.append(split_size(spec, info, "data.train_eval_split"))
-    return sizes
+        return CATALOG[name].num_examples[EVALUATION_SETS[name][0]]
+    return split_size(data.eval_split, info, "data.eval_split")
 
 
 # -- accelerators that are not there ---------------------------------------------------------------

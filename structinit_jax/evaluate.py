@@ -30,11 +30,11 @@ BATCH_SIZE = 64  # of a Classifier
 
 
 class Evaluator:
-    """Computes loss and accuracy over all examples of evaluation sets.
+    """Computes loss and accuracy over all examples of an evaluation set.
 
     Args:
       model: The model, on the mesh of the states to evaluate.
-      eval_sets: Images and the classes that count as right, by their name in the metrics.
+      eval_set: Images, and the classes that count as right.
       data: The section `config.data`.
       batch_size: Rounded up to a multiple of the devices, since any size gives the same sums.
     """
@@ -42,18 +42,18 @@ class Evaluator:
     def __init__(
         self,
         model: AbstractModel,
-        eval_sets: dict[str, EvaluationSet],
+        eval_set: EvaluationSet,
         data: ConfigDict,
         batch_size: int,
     ):
-        mesh, self._parts = model.mesh, {}
-        for name, eval_set in eval_sets.items():
-            rule = (eval_set.classes, eval_set.answers)
-            step = make_eval_step(model.graphdef, mesh, data.mean, data.std, *rule)
-            loader = make_loader(
-                eval_set.source, mesh, image_size=data.image_size, crop_fraction=data.crop_fraction
-            )
-            self._parts[name] = jax.jit(step, out_shardings=mesh_lib.replicated(mesh)), loader
+        mesh = model.mesh
+        rule = (eval_set.classes, eval_set.answers)
+        step = make_eval_step(model.graphdef, mesh, data.mean, data.std, *rule)
+        self._step = jax.jit(step, out_shardings=mesh_lib.replicated(mesh))
+        self._loader = make_loader(
+            eval_set.source, mesh, image_size=data.image_size, crop_fraction=data.crop_fraction
+        )
+        self._name = evaluation_name(data)
         self._batch_size = -(-batch_size // mesh.size) * mesh.size
 
     def __call__(self, state: TrainState) -> dict[str, float]:
@@ -62,15 +62,14 @@ class Evaluator:
         if state.ema:
             weights["ema_"] = (state.ema["params"], state.ema["model_state"])
         results = {}
-        for name, (step, loader) in self._parts.items():
-            for kind, (params, model_state) in weights.items():
-                sums = []
-                for batch in loader.eval_batches(batch_size=self._batch_size):
-                    sums.append(step(params, model_state, batch))
-                    jax.block_until_ready(sums[-MAX_IN_FLIGHT - 1 : -MAX_IN_FLIGHT])
-                totals = jax.tree.map(lambda *leaves: float(np.sum(leaves)), *jax.device_get(sums))
-                results[f"{name}/{kind}loss"] = totals["loss"] / totals["count"]
-                results[f"{name}/{kind}accuracy"] = totals["correct"] / totals["count"]
+        for kind, (params, model_state) in weights.items():
+            sums = []
+            for batch in self._loader.eval_batches(batch_size=self._batch_size):
+                sums.append(self._step(params, model_state, batch))
+                jax.block_until_ready(sums[-MAX_IN_FLIGHT - 1 : -MAX_IN_FLIGHT])
+            totals = jax.tree.map(lambda *leaves: float(np.sum(leaves)), *jax.device_get(sums))
+            results[f"{self._name}/{kind}loss"] = totals["loss"] / totals["count"]
+            results[f"{self._name}/{kind}accuracy"] = totals["correct"] / totals["count"]
         return results
 
 
@@ -118,7 +117,7 @@ def evaluate_checkpoint(
     """Evaluates a checkpoint of a run, possibly on other data, and prints the results.
 
     Args:
-      config: Config of the run. `data.train_eval_split` is not evaluated.
+      config: Config of the run.
       workdir: Output directory of the run.
       step: 'newest', 'best' or a number; see `checkpoint.find_step`.
 
@@ -136,8 +135,7 @@ def evaluate_checkpoint(
         print("\n".join(["note: the checkpoint was trained with another config:", *changed]))
     if dataset and (difference := resume.other_class(run, dataset.class_names)):
         print(f"note: the checkpoint was trained with other classes: {difference}")
-    eval_sets = {evaluation_name(config): test_set}
-    results = Evaluator(model, eval_sets, config.data, config.batch_size)(state)
+    results = Evaluator(model, test_set, config.data, config.batch_size)(state)
     count = len(test_set.source)
     print(f"step {number}  {describe(results)} on {count:,} examples of {test_set.name}")
     return results

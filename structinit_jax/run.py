@@ -64,14 +64,9 @@ class Run:
         )
 
     @functools.cached_property
-    def eval_sets(self) -> dict[str, EvaluationSet]:
-        """Evaluation sets by their names in the metrics; `train_eval` if its split is set."""
-        data = self.config.data
-        sets = {evaluation_name(self.config): open_evaluation_set(self.config, self.dataset)}
-        if spec := data.train_eval_split:
-            source = self.dataset.split(spec, "data.train_eval_split", data.on_bad_image)
-            sets["train_eval"] = EvaluationSet(f"{data.name} {spec}", source)
-        return sets
+    def eval_set(self) -> EvaluationSet:
+        """The images that training evaluates on."""
+        return open_evaluation_set(self.config, self.dataset)
 
     @functools.cached_property
     def augmentation(self) -> AugmentationSplit:
@@ -81,8 +76,8 @@ class Run:
     @functools.cached_property
     def setup(self) -> Setup:
         """Mesh, schedule, model, optimizer and training step."""
-        eval_sizes = [len(eval_set.source) for eval_set in self.eval_sets.values()]
-        return set_up(self.config, self.dataset.info, len(self.train_source), eval_sizes)
+        sizes = len(self.train_source), len(self.eval_set.source)
+        return set_up(self.config, self.dataset.info, *sizes)
 
     def describe_data(self) -> dict[str, Any]:
         """Returns a fingerprint of the training data, a JSON object for `resume.check`."""
@@ -133,7 +128,7 @@ def set_up(
     config: ConfigDict,
     info: DatasetInfo,
     num_examples: int,
-    eval_sizes: Sequence[int] = (),
+    num_eval_examples: int = 0,
     devices: Sequence[jax.Device] | None = None,
 ) -> Setup:
     """Builds mesh, schedule, model, optimizer and training step, without allocating arrays.
@@ -142,7 +137,7 @@ def set_up(
       config: See `structinit_jax.config.base_config`.
       info: Info of the training set.
       num_examples: Size of the training split.
-      eval_sizes: Sizes of the evaluation sets.
+      num_eval_examples: Size of the evaluation set.
       devices: Devices of the mesh. The default is all devices of all processes.
 
     Raises:
@@ -180,7 +175,7 @@ def set_up(
         mixes=config.augment.mixup > 0 or config.augment.cutmix > 0,
     )
     steps = jit_steps(build, config.model.get("remat"), make_step, state, batch)
-    data_bytes = sum(bytes_on_device(n, data.image_size, data.channels) for n in eval_sizes)
+    data_bytes = bytes_on_device(num_eval_examples, data.image_size, data.channels)
     if augmentation.host_crop is None:
         data_bytes += bytes_on_device(num_examples, augmentation.image_size, data.channels)
     return Setup(schedule, model, initialize, steps, state, batch, data_bytes)
@@ -217,10 +212,10 @@ def open_evaluation_set(config: ConfigDict, dataset: Dataset | None) -> Evaluati
     return test_set
 
 
-def evaluation_name(config: ConfigDict) -> str:
-    """Returns the name of the evaluation set in metrics, such as 'test' or 'imagenet_v2'.
+def evaluation_name(data: ConfigDict) -> str:
+    """Returns the name of `config.data`'s evaluation set in metrics: 'test' or 'imagenet_v2'.
 
-    Returns 'eval' for a split such as 'train', whose name other metrics begin with.
+    Returns 'eval' for the split 'train', whose name the metrics of training begin with.
     """
-    name = config.data.eval_name or config.data.eval_split
-    return "eval" if name in ("train", "train_eval", "init") else name
+    name = data.eval_name or data.eval_split
+    return "eval" if name == "train" else name

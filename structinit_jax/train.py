@@ -72,14 +72,14 @@ def _train(config, workdir, profile_steps, stop_request, on_evaluation, on_exit)
     # -- Data, mesh, schedule, model, optimizer and training step; nothing is allocated yet --------
     run = Run(config)
     workdir = on_exit.enter_context(workdir_lib.open_workdir(workdir))
-    test_name, eval_sets = evaluation_name(config), run.eval_sets
+    test_name, test_set = evaluation_name(config.data), run.eval_set
     # Saved with each checkpoint, and checked when the run is resumed from it.
     saved_fields = {
         "config": json.loads(config.to_json()),
-        "evaluation": f"{eval_sets[test_name].name}, crop_fraction {config.data.crop_fraction}",
+        "evaluation": f"{test_set.name}, crop_fraction {config.data.crop_fraction}",
         **run.describe_data(),
     }
-    _check_processes(saved_fields, eval_sets, workdir)
+    _check_processes(saved_fields, len(test_set.source), workdir)
     run.note_shared_examples()
     setup = run.setup
     schedule, mesh = setup.schedule, setup.model.mesh
@@ -115,13 +115,13 @@ def _train(config, workdir, profile_steps, stop_request, on_evaluation, on_exit)
     # -- Compiled step and evaluation --------------------------------------------------------------
     train_step, remat = compile_step(setup, memory_limit(), first=compiling.result)
     print(f"remat: {remat}")
-    evaluate = Evaluator(setup.model, eval_sets, config.data, config.batch_size)
+    evaluate = Evaluator(setup.model, test_set, config.data, config.batch_size)
 
     # -- Loop --------------------------------------------------------------------------------------
     print(
         f"training on {len(run.train_source):,} examples for {schedule.num_steps:,} steps "
         f"({schedule.num_steps / schedule.steps_per_epoch:.1f} epochs), "
-        f"testing on {len(eval_sets[test_name].source):,}",
+        f"testing on {len(test_set.source):,}",
         flush=True,
     )
     log = MetricsLog(workdir, start_step)
@@ -193,13 +193,12 @@ def _train(config, workdir, profile_steps, stop_request, on_evaluation, on_exit)
     return results
 
 
-def _check_processes(saved_fields, eval_sets, workdir):
+def _check_processes(saved_fields, num_eval_examples, workdir):
     """Checks that all processes have the same config, data and workdir."""
-    eval_sizes = [len(eval_set.source) for eval_set in eval_sets.values()]
     fields = flatten_dict(saved_fields["config"], sep=".")
     for name in ("data.data_dir", "data.manual_dir"):  # each host may have its own copy of the data
         fields.pop(name, None)
-    facts = {"eval_sizes": eval_sizes, "--workdir": workdir_lib.identify(workdir)}
+    facts = {"evaluation set": num_eval_examples, "--workdir": workdir_lib.identify(workdir)}
     distributed.check_equal(saved_fields | facts | {"config": fields})
 
 

@@ -40,7 +40,7 @@ def test_another_test_set_is_counted(tiny_config, capsys):
 
 def test_mistakes_are_found_without_data(tiny_config):
     for section, field, value in (
-        (tiny_config.data, "train_eval_split", "trian"),
+        (tiny_config.data, "train_split", "trian"),
         (tiny_config.model, "num_classes", 3),
         (tiny_config, "label_smoothing", 1.0),
     ):

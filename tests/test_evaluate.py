@@ -91,7 +91,7 @@ def test_a_split_named_train_does_not_take_the_names_of_training_metrics():
     config = base_config()
     for split, name in (("test", "test"), ("train[:10%]", "train[:10%]"), ("train", "eval")):
         config.data.eval_split = split
-        assert run.evaluation_name(config) == name
+        assert run.evaluation_name(config.data) == name
 
 
 def test_another_model_is_refused(run_config, finished_run):

@@ -94,7 +94,7 @@ def test_devices_without_a_limit_compile_once_and_recompute_nothing(
 def test_the_step_of_a_model_is_chosen_beside_its_data(tiny_config):
     tiny_config.batch_size = 512
     tiny_config.model.update(depth=6, mlp_ratio=8.0)
-    setup = run.set_up(tiny_config, CATALOG["digits"], 384, [90])
+    setup = run.set_up(tiny_config, CATALOG["digits"], 384, 90)
     assert setup.data_bytes == (384 + 90) * 8 * 8
     arguments = (setup.abstract_state, setup.abstract_batch)
     none, dots = (

@@ -143,17 +143,17 @@ def _describe_setting(name: str, config: ConfigDict) -> dict[str, Any]:
     """Traces a setting without training, and returns what the report needs of it."""
     try:
         run = Run(config)
-        schedule, eval_sets = run.setup.schedule, run.eval_sets
+        schedule, test_set = run.setup.schedule, run.eval_set
     except InputError as error:
         raise InputError(f"setting {name}: {error}") from error
     data = {f"{config.data.name} {config.data.train_split}": run.describe_data()}
-    data |= {f"{each.name} for evaluation": digest(each.source) for each in eval_sets.values()}
+    data[f"{test_set.name} for evaluation"] = digest(test_set.source)
     return {
         "config": json.loads(config.to_json()),
         "data": data,
         "num_steps": schedule.num_steps,
         "steps_per_epoch": schedule.steps_per_epoch,
-        "test_name": evaluation_name(config),
+        "test_name": evaluation_name(config.data),
     }
 
 
