@@ -1,6 +1,7 @@
 """The model of a config and the training state, abstract or initialized."""
 
 import functools
+import os
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -8,6 +9,7 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import jaxlib.version
 import numpy as np
 import optax
 from flax import nnx
@@ -135,7 +137,7 @@ def initialize_model(
 
     shardings = jax.tree.map(lambda leaf: leaf.sharding, (model.params, model.model_state))
     draw = jax.jit(functools.partial(_draw_weights, model.build), out_shardings=shardings)
-    weights = draw(rng)
+    weights = draw.lower(rng).compile(_options_for_one_run())(rng)
     start = time.perf_counter()
     solve = jax.jit(
         functools.partial(_initialize_attention, scheme, model.graphdef),
@@ -143,7 +145,7 @@ def initialize_model(
         out_shardings=(*shardings, mesh_lib.replicated(model.mesh)),
     )
     print(f"attention_init {name}: compiling", flush=True)
-    solve = solve.lower(*weights, rng).compile()
+    solve = solve.lower(*weights, rng).compile(_options_for_one_run())
     compiled = time.perf_counter()
     params, model_state, report = jax.block_until_ready(solve(*weights, rng))
     seconds, compile_seconds = time.perf_counter() - compiled, compiled - start
@@ -161,6 +163,19 @@ def initialize_model(
         text += f"\nwarning: {warning}" if warning else ""
     print(text, flush=True)
     return params, model_state, metrics
+
+
+def _options_for_one_run() -> dict[str, Any]:
+    """XLA's options for a program that runs once; they halve its compilation on CPUs.
+
+    It runs as fast as with all optimizations. Options that the user sets take precedence.
+    """
+    if jax.default_backend() != "cpu" or "XLA_FLAGS" in os.environ:
+        return {}
+    options = {"xla_backend_optimization_level": 1, "xla_cpu_parallel_codegen_split_count": 1}
+    if jaxlib.version.__version_info__ < (0, 11):  # later ones have no such option
+        options["xla_cpu_use_fusion_emitters"] = False
+    return options
 
 
 def find_targets(
