@@ -141,7 +141,7 @@ def load_config(location: str | Path) -> ConfigDict:
     path = stem + suffix.removesuffix(":")
     if not Path(path).is_file():
         raise InputError(
-            f"--config={path}: there is no such file in {Path.cwd()}; a checkout has configs/"
+            f"--config={path}: there is no such file in {Path.cwd()}; the recipes are in a checkout"
         )
     get_config = runpy.run_path(path)["get_config"]
     words = row.split(",") if row else []

@@ -88,7 +88,7 @@ _CHECKS = {
 
 
 def require(name: str, value: Any, needs: str, holds: Callable[[Any], bool]) -> None:
-    """Raises `InputError` unless a value meets a test; the message says that it must be `needs`."""
+    """Raises `InputError` unless the test `holds`; the message is 'NAME=VALUE must be NEEDS'."""
     if not Check(needs, holds).accepts(value):
         raise InputError(f"{name}={value!r} must be {needs}")
 
@@ -134,7 +134,7 @@ def _check_of(hint: Any) -> Check:
     return _CHECKS.get(hint, Check("", lambda _: True))
 
 
-# -- names -----------------------------------------------------------------------------------------
+# -- names and references --------------------------------------------------------------------------
 
 
 def suggest(word: str, known: Iterable[str]) -> str:
@@ -143,9 +143,6 @@ def suggest(word: str, known: Iterable[str]) -> str:
     if near := difflib.get_close_matches(str(word), names, n=3):
         return f"did you mean {' or '.join(map(repr, near))}?"
     return f"choose from {', '.join(names)}" if names else "there are none"
-
-
-# -- references ------------------------------------------------------------------------------------
 
 
 def is_reference(name: str) -> bool:

@@ -73,11 +73,7 @@ def make_settings(
 ) -> dict[str, ConfigDict]:
     """Returns the configs of the rows whose names have all the words, by name.
 
-    Args:
-      rows: Rows of a table.
-      words: Words of the names.
-      overrides: Fields to set in all configs, with their values as on the command line.
-      small: Whether to shrink the configs.
+    The overrides are fields of all configs, with values as on the command line, and are set last.
     """
     settings = {}
     for name, row in rows.items():

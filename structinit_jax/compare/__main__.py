@@ -21,7 +21,7 @@ import sys
 from absl import flags
 
 from structinit_jax import command_line
-from structinit_jax.command_line import WORKDIR
+from structinit_jax.command_line import CONFIG, WORKDIR
 from structinit_jax.compare import grid, report, train_grid
 from structinit_jax.errors import InputError
 from structinit_jax.training.workdir import local_path
@@ -43,6 +43,8 @@ def main(overrides: command_line.Overrides) -> None:
     if _REPORT_ONLY.value:
         report.write_report(local_path(WORKDIR.value))
         return
+    if CONFIG.value is None:
+        raise InputError("--config is required, such as --config=configs/vit_fashion_mnist.py")
     config = command_line.read_config(overrides)
     schemes = _SCHEMES.value or [config.attention_init.name]
     failed = train_grid.run_grid(
