@@ -60,19 +60,15 @@ def test_images_are_cropped_as_the_config_says(run_config, finished_run):
 
 
 def test_averaged_weights_are_restored_if_the_config_has_them(run_config, finished_run):
-    model, state = evaluate.restore_model(run_config, finished_run.workdir, jax.devices()[:1])
+    _, state = evaluate.restore_model(run_config, finished_run.workdir, jax.devices()[:1])
     assert state.opt_state == {}
     assert all(leaf.devices() == {jax.devices()[0]} for leaf in jax.tree.leaves(state))
     run_config.ema_decay = 0.0
     _, without = evaluate.restore_model(run_config, finished_run.workdir, jax.devices()[:1])
     assert without.ema == {}
     jax.tree.map(np.testing.assert_array_equal, without.params, state.params)
-    images = jax.random.normal(jax.random.key(0), (2, 8, 8, 1))
-    logits = [
-        nnx.merge(model.graphdef, params, {})(images)[0]
-        for params in (state.params, state.ema["params"])
-    ]
-    assert np.abs(logits[0] - logits[1]).max() > 1e-4
+    weights, averaged = (params["head"]["kernel"] for params in (state.params, state.ema["params"]))
+    assert np.abs(weights - averaged).max() > 1e-4
 
 
 def test_evaluating_with_other_classes_is_reported(run_config, finished_run, monkeypatch, capsys):
@@ -92,13 +88,6 @@ def test_a_split_named_train_does_not_take_the_names_of_training_metrics():
     for split, name in (("test", "test"), ("train[:10%]", "train[:10%]"), ("train", "eval")):
         config.data.eval_split = split
         assert run.evaluation_name(config.data) == name
-
-
-def test_another_model_is_refused(run_config, finished_run):
-    run_config.model.positions = "learned"
-    message = r"params/positions' is missing in the checkpoint, shape \[16, 16\]"
-    with pytest.raises(InputError, match=message):
-        evaluate.evaluate_checkpoint(run_config, finished_run.workdir)
 
 
 def test_the_checkpoint_can_be_chosen(run_config, finished_run, tmp_path, capsys):

@@ -9,8 +9,6 @@ from structinit_jax.errors import InputError
 from structinit_jax.training import metrics as metrics_lib
 from structinit_jax.training.metrics import MetricsLog, PendingMetrics, Progress
 
-VALUES = {"train/loss": 0.5, "train/learning_rate": 1e-3, "images_per_second": 800.0}
-
 
 def lines(workdir):
     return [json.loads(line) for line in (workdir / "metrics.jsonl").read_text().splitlines()]
@@ -106,27 +104,14 @@ def test_pending_metrics_are_averaged_over_finite_steps_also_after_a_resume():
     assert whole.to_json() == []
 
 
-class Clock:
-    """A clock that is set by hand."""
-
-    def __init__(self, monkeypatch):
-        self.now = 0.0
-        monkeypatch.setattr(metrics_lib.time, "perf_counter", lambda: self.now)
-
-
 def test_speed_and_time_left_are_those_of_training_alone(monkeypatch, capsys):
-    clock = Clock(monkeypatch)
+    now = [0.0]
+    monkeypatch.setattr(metrics_lib.time, "perf_counter", lambda: now[0])
     progress = Progress(0, 1_000_100, 10.0, 64)
-
-    clock.now += 6.0
-    for wait, seconds in (
-        ("data", 2.0),
-        ("evaluation", 4.0),
-        ("checkpoint", 3.0),
-        ("checkpoint", 5.0),
-    ):
-        with progress.wait(wait):
-            clock.now += seconds
+    now[0] += 6
+    for kind, seconds in (("data", 2), ("evaluation", 4), ("checkpoint", 3), ("checkpoint", 5)):
+        with progress.wait(kind):
+            now[0] += seconds
     values = progress.measure(100)
     assert values == {
         "images_per_second": 800.0,
@@ -134,11 +119,11 @@ def test_speed_and_time_left_are_those_of_training_alone(monkeypatch, capsys):
         "checkpoint_wait": 0.4,
         "evaluation_wait": 0.2,
     }
-    progress.show(100, VALUES)
+    progress.show(100, values | {"train/loss": 0.5, "train/learning_rate": 1e-3})
     assert capsys.readouterr().out == (
         "step 100/1000100  epoch 10.0  loss 0.5000  lr 1.00e-03  800 images/s  22:13:20 left\n"
     )
-    clock.now += 1.0
+    now[0] += 1
     assert progress.measure(101)["checkpoint_wait"] == 0.0
 
 

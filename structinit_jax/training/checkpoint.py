@@ -291,12 +291,12 @@ def _intact_runs(folders: Iterable[epath.Path]) -> Iterator[tuple[int, dict[str,
     """Yields step and `run.json` of the intact checkpoints; reports the others."""
     for folder in folders:
         try:
-            yield int(folder.name), read_intact(folder)
+            yield int(folder.name), _read_intact(folder)
         except DamagedError as error:
             print(f"note: skipping checkpoint {folder}: {error}")
 
 
-def read_intact(folder: epath.Path) -> dict[str, Any]:
+def _read_intact(folder: epath.Path) -> dict[str, Any]:
     """Returns `run.json` of a checkpoint; raises `DamagedError` if any of its files is damaged."""
     try:
         run = _read_json(folder / RUN)
