@@ -30,11 +30,7 @@ def make(**options):
 def state_dicts():
     """timm's state dicts by case."""
     recorded = references.load("vit")
-    prefixes = {case: f"{case}/state/" for case in CASES}
-    return {
-        case: {k.removeprefix(p): v for k, v in recorded.items() if k.startswith(p)}
-        for case, p in prefixes.items()
-    }
+    return {case: references.part(recorded, f"{case}/state") for case in CASES}
 
 
 @pytest.mark.parametrize("case", CASES)

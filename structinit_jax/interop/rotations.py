@@ -1,9 +1,10 @@
 """Reads the rotary positions (RoPE) that another project's model computes."""
 
+import math
 from typing import Any
 
 import numpy as np
-from jaxtyping import Complex, Float
+from jaxtyping import Complex
 
 from structinit_jax.attention_init import RotarySite
 from structinit_jax.errors import InputError
@@ -37,25 +38,15 @@ def rotary_site(host: Host, given: Any, grid: Grid | None) -> RotarySite:
     pairs, firsts = ("interleaved", slice(0, d, 2)) if neighbors else ("halves", slice(d // 2))
     angles = np.arctan2(sin[..., firsts], cos[..., firsts])
     angles = angles.reshape(*lead, *angles.shape[-2:]).astype(np.float32)
-    grid = _find_grid(angles, grid)
-    return RotarySite(grid=grid, **host.sizes(), angles=angles, pairs=pairs)
-
-
-def _find_grid(angles: Float[np.ndarray, "L h N p"], grid: Grid | None) -> Grid:
-    """Returns the given grid or else the square, or the only other grid that the angles fit."""
     tokens = angles.shape[2]
-    grids = [(n, tokens // n) for n in range(1, tokens + 1) if tokens % n == 0]
-    found = [grid for grid in grids if _is_even(np.exp(1j * angles), grid)]
-    wanted = grid or square(tokens)
-    if wanted in found:
-        return wanted
-    if grid is None and len(found) == 1:
-        return found[0]
-    raise InputError(
-        f"grid={grid}: the {tokens} rotations turn by equal angles along the rows and columns of "
-        f"{' or '.join(map(str, found)) or 'no grid'}: pass the rotations of the image tokens "
-        "alone, row by row, and their grid"
-    )
+    grid = grid or square(tokens)
+    if grid is None or math.prod(grid) != tokens or not _is_even(np.exp(1j * angles), grid):
+        raise InputError(
+            f"grid={grid}: the {tokens} rotations do not turn by equal angles along the rows and "
+            "columns of this grid: pass the rotations of the image tokens alone, row by row, and "
+            "their grid=(rows, cols)"
+        )
+    return RotarySite(grid=grid, **host.sizes(), angles=angles, pairs=pairs)
 
 
 def _is_even(turns: Complex[np.ndarray, "L h N p"], grid: Grid) -> bool:
