@@ -119,26 +119,6 @@ def test_an_evaluation_gathers_one_block_at_a_time(wide_config):
     assert max(map(math.prod, gathered)) == max(weight.size // 2 for weight in weights)  # 2 blocks
 
 
-@pytest.mark.slow
-def test_a_split_state_trains_as_a_whole_one(wide_config):
-    losses = {}
-    for fsdp in (1, 4):
-        wide_config.fsdp = fsdp
-        setup, step = compile_step(wide_config)
-        state = setup.initialize()[0]
-        sharding = mesh_lib.batch_sharding(setup.model.mesh)
-        batch = jax.device_put(make_batch(), sharding)
-        metrics = []
-        for _ in range(4):
-            state, values = step(state, batch)
-            metrics.append(values["loss"])
-        losses[fsdp] = np.asarray(metrics)
-        fc1 = state.params["blocks"]["mlp"]["fc1"]["kernel"]
-        assert fc1.addressable_shards[0].data.size == fc1.size // fsdp
-    np.testing.assert_allclose(losses[4], losses[1], rtol=1e-5)
-    assert losses[1][-1] < losses[1][0]
-
-
 def test_batches_are_split_over_both_axes():
     mesh = mesh_lib.make_mesh(fsdp=2)
     assert mesh.shape == {"data": 4, "fsdp": 2}

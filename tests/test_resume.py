@@ -23,19 +23,14 @@ def saved(**fields):
     return {"config": json.loads(make_config(**fields).to_json()), **DATA}
 
 
-@pytest.mark.parametrize(
-    ("field", "value", "line"),
-    [
-        ("num_epochs", 90.0, "  num_epochs: 30.0 -> 90.0"),
-        ("loss", "m:f", "  loss: 'softmax_cross_entropy' -> 'm:f'"),
-        ("model.remat", "full", "  model.remat: 'auto' -> 'full'"),
-        ("augment.mixup", 0.8, "  augment.mixup: 0.0 -> 0.8"),
-        ("data.data_dir", "/moved", "  data.data_dir: '' -> '/moved'"),
-    ],
-)
-def test_fields_that_may_change_are_listed(field, value, line):
-    config = make_config(**{field: value})
-    assert resume.check(saved(), config, DATA, PLACE) == [line]
+def test_fields_that_may_change_are_listed():
+    fields = {"num_epochs": 90.0, "loss": "m:f", "model.remat": "full", "data.data_dir": "/moved"}
+    assert resume.check(saved(), make_config(**fields), DATA, PLACE) == [
+        "  data.data_dir: '' -> '/moved'",
+        "  loss: 'softmax_cross_entropy' -> 'm:f'",
+        "  model.remat: 'auto' -> 'full'",
+        "  num_epochs: 30.0 -> 90.0",
+    ]
 
 
 @pytest.mark.parametrize(
