@@ -48,21 +48,17 @@ _NUM_IMAGES = flags.DEFINE_integer("num_images", 64, "Number of training images.
 
 
 def write(snapshots: list[Snapshot], subject: str, out: Path) -> None:
-    """Writes the numbers and draws the figures.
-
-    Args:
-      snapshots: Results of `observe_run` or `observe_start`.
-      subject: What was observed, for the titles.
-      out: Directory to write to.
-    """
+    """Writes the numbers and draws the figures; `subject` is for their titles."""
     fields = ("name", "grid", "measures", "uniform")
     models = [
         dict(name=s.name, layers=[{k: getattr(layer, k) for k in fields} for layer in s.layers])
         for s in snapshots
     ]
-    is_number = lambda x: isinstance(x, float | np.ndarray)  # noqa: E731
-    rounded = jax.tree.map(lambda x: np.round(x, 5).tolist() if is_number(x) else x, models)
-    text = json.dumps(dict(subject=subject, models=rounded), indent=1)
+
+    def rounded(x):
+        return np.round(x, 5).tolist() if isinstance(x, float | np.ndarray) else x
+
+    text = json.dumps(dict(subject=subject, models=jax.tree.map(rounded, models)), indent=1)
     (out / "analysis.json").write_text(text + "\n", encoding="utf-8")
     figures.draw_by_layer(snapshots, f"Measures by layer: {subject}", out / "by_layer.png")
     figures.draw_by_offset(snapshots, f"Heads by offset: {subject}", out / "maps_by_offset.png")
@@ -73,7 +69,7 @@ def write(snapshots: list[Snapshot], subject: str, out: Path) -> None:
 def main(overrides: command_line.Overrides) -> None:
     """Runs the command."""
     config = command_line.read_config(overrides)
-    runs = {path: config for path in (WORKDIR.value,) if path}
+    runs = {WORKDIR.value: config} if WORKDIR.value else {}
     if _SCHEMES.value and runs:
         raise InputError("--schemes compares start values and cannot be used with --workdir")
     if (STEP.value or _OTHER_WORKDIR.value) and not runs:

@@ -8,7 +8,6 @@ instead of --config. To see what a setting does, change it, for example --config
 
 # isort: split
 
-import itertools
 from collections.abc import Sequence
 
 import jax
@@ -59,12 +58,11 @@ def draw(images: np.ndarray, captions: Sequence[str]) -> Figure:
     """Draws images, uint8 [n, H, W, 1 or 3], in rows of eight with captions above them."""
     rows = -(-len(images) // COLUMNS)
     figure = Figure(figsize=(COLUMNS * TILE, rows * TILE), layout="tight")
-    axes = figure.subplots(rows, COLUMNS, squeeze=False).flat
-    for axis, image, caption in itertools.zip_longest(axes, images, captions):
+    for place, (image, caption) in enumerate(zip(images, captions, strict=True), 1):
+        axis = figure.add_subplot(rows, COLUMNS, place)
         axis.set_axis_off()
-        if image is not None:
-            axis.imshow(image, cmap="gray", vmin=0, vmax=255, interpolation="nearest")
-            axis.set_title(caption[:24], fontsize=5)
+        axis.imshow(image, cmap="gray", vmin=0, vmax=255, interpolation="nearest")
+        axis.set_title(caption[:24], fontsize=5)
     return figure
 
 
@@ -75,12 +73,10 @@ def main(overrides: command_line.Overrides) -> None:
     if not step.isdecimal() or int(step) < 1:
         raise InputError(f"--step={step} must be a training step: 1 or more")
     path = command_line.out_path("batch.png")
+    path.parent.mkdir(parents=True, exist_ok=True)
     images, targets, names = training_batch(config, int(step))
     captions = [describe_target(t, config.label_smoothing, names) for t in targets[:MAX_IMAGES]]
-    try:
-        draw(images[:MAX_IMAGES], captions).savefig(path, dpi=150)
-    except (OSError, ValueError) as error:  # a ValueError is about the suffix
-        raise InputError(f"--out={path} cannot be written ({error}): name a .png file") from error
+    draw(images[:MAX_IMAGES], captions).savefig(path, dpi=150)
     print(f"wrote {path}: {len(captions)} of the {len(images)} images of step {step}")
 
 

@@ -307,8 +307,8 @@ def read_batches(
     order: Callable[[int, int], np.ndarray],
     steps: range,
     batch_size: int,
-    process_index: int = 0,
-    process_count: int = 1,
+    process_index: int,
+    process_count: int,
 ) -> Iterator[dict[str, np.ndarray]]:
     """Reads the contiguous part of each global batch that belongs to this process.
 
@@ -336,7 +336,7 @@ def read_batches(
 
 
 def _make_global(arrays, sharding):
+    make = functools.partial(jax.make_array_from_process_local_data, sharding)
     # With several processes, JAX mistakes this explicit transfer for an implicit one.
     with jax.transfer_guard("allow"):
-        make = functools.partial(jax.make_array_from_process_local_data, sharding)
         return jax.tree.map(make, arrays)
