@@ -1,16 +1,9 @@
-"""Records how other projects name their parameters, and with which shapes.
-
-    cd tests && python -m references.make_state_dict_names    # writes state_dict_names.json
+"""How other projects name their parameters, and with which shapes.
 
 Made with timm 1.0.31, transformers 5.24.0, vit-pytorch 1.26.11, torchvision 0.28.0 and torch
 2.13.0. `benchmarks/hits.py` measures attention maps in models of these libraries.
 """
 
-import references.import_torchvision  # noqa: F401, needed before timm
-
-# isort: split
-import json
-import pathlib
 import tempfile
 
 import timm
@@ -65,7 +58,8 @@ def encoder():
     return model
 
 
-def main():
+def make():
+    """Names and shapes of the parameters of each model."""
     models = {key: timm.create_model(name, depth=2) for key, name in TIMM.items()} | hugging_face()
     models["torchvision"] = torchvision.models.VisionTransformer(48, 8, 2, 4, 32, 64)
     sizes = dict(image_size=48, patch_size=8, num_classes=3, dim=32, depth=2, heads=4)
@@ -77,16 +71,7 @@ def main():
         with tempfile.TemporaryDirectory() as folder:
             models[key].save_pretrained(folder)
             states[f"{key}_file"] = load_file(f"{folder}/model.safetensors")
-    lines = ",\n".join(
-        f'"{key}": {{\n'
-        + ",\n".join(f'  "{name}": {list(value.shape)}' for name, value in state.items())
-        + "\n}"
+    return {
+        key: {name: list(value.shape) for name, value in state.items()}
         for key, state in states.items()
-    )
-    path = pathlib.Path(__file__).with_name("state_dict_names.json")
-    path.write_text("{\n" + lines + "\n}\n")
-    json.loads(path.read_text())
-
-
-if __name__ == "__main__":
-    main()
+    }
