@@ -40,27 +40,27 @@ def test_catalog_agrees_with_the_stock_builders(tmp_path):
 
 # -- test sets of ImageNet -------------------------------------------------------------------------
 
+NUM = 256
 # As many classes as ImageNet-A has, spread over the thousand.
 CLASSES = np.arange(200) * 5 + 2
 LABEL = tfds.features.ClassLabel(num_classes=1000)
-LOGITS = np.random.default_rng(0).normal(size=(300, 1000)).astype(np.float32)
+LOGITS = np.random.default_rng(0).normal(size=(NUM, 1000)).astype(np.float32)
 
 
 @tfds.core.registered.skip_registration()
-def prepare(name, version, split, rows, data_dir, features=None):
+def prepare(name, version, split, rows, data_dir, **labels):
     """Writes a small set in the place and with the features of the stock builder `name`.
 
-    The pixels of image i are i // 256 and i % 256; TFDS stores it in an order of its own.
+    The gray level of image i is i; TFDS stores it in an order of its own.
     """
+    features = dict(image=tfds.features.Image(), file_name=tfds.features.Text(), **labels)
 
     class SmallSet(tfds.core.GeneratorBasedBuilder):
         VERSION = tfds.core.Version(version)
 
         def _info(self):
-            common = {"image": tfds.features.Image(), "file_name": tfds.features.Text()}
             return tfds.core.DatasetInfo(
-                builder=self,
-                features=tfds.features.FeaturesDict({**common, **(features or {"label": LABEL})}),
+                builder=self, features=tfds.features.FeaturesDict(features)
             )
 
         def _split_generators(self, dl_manager):
@@ -68,30 +68,27 @@ def prepare(name, version, split, rows, data_dir, features=None):
 
         def _generate_examples(self):
             for number, row in enumerate(rows):
-                image = Image.new("RGB", (2, 2), (number // 256, number % 256, 0))
+                image = Image.new("RGB", (2, 2), (number,) * 3)
                 yield number, {"image": image, "file_name": f"{number}.JPEG", **row}
 
     SmallSet.name = name
     SmallSet(data_dir=data_dir).download_and_prepare(file_format="array_record")
 
 
-def labelled(labels):
-    return [{"label": int(label)} for label in labels]
-
-
 def numbers_and_labels(test_set):
     """Which image each example is, and its label."""
     examples = test_set.source.read(range(len(test_set.source)))
-    pixels = [(image.decode()[0, 0], label) for image, label in examples]
-    return [(256 * int(high) + int(low), label) for (high, low, _), label in pixels]
+    return [(int(image.decode()[0, 0, 0]), label) for image, label in examples]
 
 
 def test_sets_of_all_or_some_classes_choose_among_these(tmp_path):
-    prepare("imagenet_sketch", "1.0.0", "test", labelled([4, 7]), tmp_path)
+    rows = [{"label": 4}, {"label": 7}]
+    prepare("imagenet_sketch", "1.0.0", "test", rows, tmp_path, label=LABEL)
     test_set = open_test_set("imagenet_sketch", tmp_path)
     assert (test_set.classes, test_set.answers) == (None, None)
     assert sorted(numbers_and_labels(test_set)) == [(0, 4), (1, 7)]
-    prepare("imagenet_a", "0.1.0", "test", labelled(CLASSES), tmp_path)
+    rows = [{"label": label} for label in CLASSES.tolist()]
+    prepare("imagenet_a", "0.1.0", "test", rows, tmp_path, label=LABEL)
     test_set = open_test_set("imagenet_a", tmp_path)
     np.testing.assert_array_equal(test_set.classes, CLASSES)
     assert test_set.answers is None
@@ -100,7 +97,7 @@ def test_sets_of_all_or_some_classes_choose_among_these(tmp_path):
 def test_real_has_all_labels_and_leaves_out_images_without(tmp_path):
     rows = [{"original_label": 0, "real_label": labels} for labels in ([3], [], [4, 7], [9])]
     features = {"original_label": LABEL, "real_label": tfds.features.Sequence(LABEL)}
-    prepare("imagenet2012_real", "1.0.0", "validation", rows, tmp_path, features)
+    prepare("imagenet2012_real", "1.0.0", "validation", rows, tmp_path, **features)
     test_set = open_test_set("imagenet2012_real", tmp_path)
     assert test_set.name.endswith("images without a label left out: 1")
     found = {
@@ -113,45 +110,37 @@ def test_real_has_all_labels_and_leaves_out_images_without(tmp_path):
 
 
 class Table(nnx.Module):
-    """A model whose logits are those of `LOGITS` for the image's number."""
+    """A model whose logits are those of `LOGITS` for the gray level of the image."""
 
     def __init__(self):
         self.logits = nnx.Param(jnp.asarray(LOGITS))
 
     def __call__(self, images, **options):
-        number = jnp.round(256 * images[:, 0, 0, 0] + images[:, 0, 0, 1]).astype(jnp.int32)
-        return self.logits[...][number], {}
-
-
-def eval_sums(labels, classes, answers):
-    """The sums of an evaluation step on 300 images."""
-    mesh = make_mesh(devices=jax.devices()[:1])
-    graphdef, *state = split_model(Table())
-    step = jax.jit(make_eval_step(graphdef, mesh, (0.0,) * 3, (1 / 255,) * 3, classes, answers))
-    numbers = np.arange(300)
-    images = np.stack([numbers // 256, numbers % 256, 0 * numbers], axis=-1).astype(np.uint8)
-    batch = {"image": images[:, None, None], "label": labels, "mask": np.ones(300, np.float32)}
-    return jax.tree.map(float, step(*state, batch))
+        return self.logits[...][jnp.round(images[:, 0, 0, 0]).astype(jnp.int32)], {}
 
 
 @pytest.mark.parametrize("rule", ["all", "some", "answers"])
 def test_rules_agree_with_numpy(rule, library_promotion):
     rng, best = np.random.default_rng(1), LOGITS.argmax(axis=1)
-    labels = np.where(rng.random(300) < 0.5, best, (best + 1) % 1000)
+    labels = np.where(rng.random(NUM) < 0.5, best, (best + 1) % 1000)
     log_p, classes, answers = log_softmax(LOGITS, axis=1), None, None
-    right = [[label] for label in labels]
     if rule == "some":
         classes, best = CLASSES, CLASSES[LOGITS[:, CLASSES].argmax(axis=1)]
-        labels = np.where(rng.random(300) < 0.5, best, rng.choice(CLASSES, 300))
+        labels = np.where(rng.random(NUM) < 0.5, best, rng.choice(CLASSES, NUM))
         log_p = LOGITS - logsumexp(LOGITS[:, CLASSES], axis=1, keepdims=True)
-        right = [[label] for label in labels]
+    right = [{label} for label in labels.tolist()]
     if rule == "answers":
-        others = np.where(rng.random(300) < 0.5, (best + 7) % 1000, -1)
+        others = np.where(rng.random(NUM) < 0.5, (best + 7) % 1000, -1)
         answers = np.stack([labels, others], axis=1).astype(np.int32)
-        right = [sorted({*row} - {-1}) for row in answers.tolist()]
-        labels = np.arange(300)
-    sums = eval_sums(labels.astype(np.int32), classes, answers)
-    assert sums["count"] == 300
+        right = [{*row} - {-1} for row in answers.tolist()]
+        labels = np.arange(NUM)
+    graphdef, *state = split_model(Table())
+    mesh = make_mesh(devices=jax.devices()[:1])
+    step = jax.jit(make_eval_step(graphdef, mesh, (0.0,), (1 / 255,), classes, answers))
+    images = np.arange(NUM, dtype=np.uint8)[:, None, None, None]
+    batch = {"image": images, "label": labels.astype(np.int32), "mask": np.ones(NUM, np.float32)}
+    sums = jax.tree.map(float, step(*state, batch))
+    assert sums["count"] == NUM
     assert sums["correct"] == sum(b in row for b, row in zip(best, right, strict=True))
-    loss = -sum(logsumexp(log_p[i, row]) for i, row in enumerate(right))
+    loss = -sum(logsumexp(log_p[i, sorted(row)]) for i, row in enumerate(right))
     assert sums["loss"] == pytest.approx(loss, rel=1e-5)

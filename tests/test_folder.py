@@ -76,14 +76,12 @@ def test_broken_folders_are_refused_by_name(root, change, reason):
 
 def test_only_images_are_read(root):
     cat = root / "train" / "cat"
-    for name in (".ipynb_checkpoints", "@eaDir"):
-        write_image(cat / name / "0.png", 50)
-        write_image(root / "train" / name / "0.png", 50)
-    for name in ("1.heic", ".4.png"):
+    for hidden in ("cat/.ipynb_checkpoints", "cat/@eaDir", ".ipynb_checkpoints", "@eaDir"):
+        write_image(root / "train" / hidden / "0.png", 50)
+    for name in ("1.heic", ".4.png", "new.avif"):
         (cat / name).touch()
     (cat / "link.png").symlink_to(cat / "0.bmp")
     (root / "test").mkdir()
-    write_image(cat / "new.avif", 50)
     dataset = open_dataset("folder", root)
     assert dataset.class_names == sorted(CLASSES)
     assert len(dataset.split("train")) == 32

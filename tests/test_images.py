@@ -61,13 +61,6 @@ def test_sixteen_bits_keep_the_upper_eight():
             StoredImage(content, 3, "deep.tif").decode()
 
 
-@pytest.mark.parametrize("image_format", ["GIF", "MPO"])
-def test_the_first_of_several_pictures_is_read(photo, image_format):
-    other = Image.new("RGB", photo.size, "red")
-    content = encoded(photo, image_format, save_all=True, append_images=[other])
-    assert distance(StoredImage(content, 3, "film").decode(), photo) < 12
-
-
 @pytest.mark.parametrize("image_format", ["JPEG", "PNG", "TIFF"])
 def test_exif_orientation(photo, image_format):
     for orientation in range(1, 9):
