@@ -98,7 +98,7 @@ def check_equal(values: Mapping[str, Any]) -> None:
 
 
 class StopRequest:
-    """Whether SIGTERM or SIGINT has asked for a stop while this was a context, once or repeatedly.
+    """A context in which SIGTERM and SIGINT ask for a stop. It can be entered again.
 
     Schedulers send SIGTERM before they take a machine away: 30 s before on spot VMs and GKE, 120 s
     with `--signal=TERM@120` on SLURM. Ctrl-C sends SIGINT. With several processes JAX itself
@@ -137,11 +137,10 @@ class StopRequest:
 
 
 def _digest_of_code() -> str:
-    """Returns the version of this package and a digest of its source files."""
-    root, digest = Path(structinit_jax.__file__).parent, hashlib.blake2b(digest_size=8)
+    root, digest = Path(structinit_jax.__file__).parent, hashlib.sha256()
     for path in sorted(root.rglob("*.py")):
         digest.update(path.relative_to(root).as_posix().encode() + path.read_bytes())
-    return f"{structinit_jax.__version__} {digest.hexdigest()}"
+    return digest.hexdigest()
 
 
 def _in_cluster(environment) -> bool:
