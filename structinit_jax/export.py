@@ -12,7 +12,9 @@ file, with the same information in its metadata. To start a new run from it, pas
 
 # isort: split
 import json
+from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import Any, NamedTuple
 
 import jax
 from absl import flags
@@ -26,7 +28,6 @@ from structinit_jax.command_line import STEP, WORKDIR
 from structinit_jax.errors import InputError
 from structinit_jax.evaluate import restore_model
 from structinit_jax.interop import to_timm
-from structinit_jax.interop.convert import TimmModel, timm_model
 from structinit_jax.training.checkpoint import read_run
 from structinit_jax.training.workdir import open_path, write_atomically
 
@@ -34,6 +35,130 @@ WEIGHTS = Path("model.safetensors")  # as timm expects it in a folder
 _AVERAGED = flags.DEFINE_bool(
     "averaged", False, "Export the averaged weights of a run with config.ema_decay."
 )
+
+
+class TimmModel(NamedTuple):
+    """A model of timm.
+
+    Attributes:
+      name: Name for `timm.create_model`; or of a class, 'timm.models.mlp_mixer.MlpMixer', since
+        timm's named MLP-Mixers and ConvMixers fix the sizes.
+      arguments: Keyword arguments.
+    """
+
+    name: str
+    arguments: dict[str, Any]
+
+    @property
+    def is_registered(self) -> bool:
+        """Whether `timm.create_model` can build it."""
+        return "." not in self.name
+
+    def call(self) -> str:
+        """Returns the Python expression that builds it."""
+        texts = [f"{name}={value!r}" for name, value in self.arguments.items()]
+        if not self.is_registered:
+            return f"{self.name}({', '.join(texts)})"
+        if None in self.arguments.values():  # `create_model` drops arguments that are None
+            return f"timm.model_entrypoint({self.name!r})({', '.join(texts)})"
+        return f"timm.create_model({', '.join([repr(self.name), *texts])})"
+
+    def card(self, data: Mapping[str, Any], class_names: Sequence[str] = ()) -> dict[str, Any]:
+        """Returns the `config.json` of a folder for `timm.create_model("local-dir:FOLDER")`.
+
+        `data` is `config.data`. An empty `class_names` stands for unknown names.
+        """
+        num_classes, size = self.arguments["num_classes"], data["image_size"]
+        return {
+            "architecture": self.name,
+            "num_classes": num_classes,
+            "model_args": self.arguments,
+            **({"label_names": list(class_names)} if class_names else {}),
+            "pretrained_cfg": {
+                "input_size": [self.arguments["in_chans"], size, size],
+                "fixed_input_size": True,
+                "interpolation": "bicubic",
+                "crop_pct": data["crop_fraction"],
+                "mean": list(data["mean"]),
+                "std": list(data["std"]),
+                "num_classes": num_classes,
+                "first_conv": "patch_embed.proj",
+                "classifier": "head.fc" if self.name.startswith("swin") else "head",
+            },
+        }
+
+
+def timm_model(model: Mapping[str, Any], *, image_size: int, channels: int) -> TimmModel:
+    """Returns timm's equivalent of a model, given `config.model` and the size of its images.
+
+    Raises:
+      InputError: timm has no such family.
+    """
+    shared = dict(in_chans=channels, num_classes=model["num_classes"])
+    shared |= dict(img_size=image_size, patch_size=model["patch_size"])
+    match model["name"]:
+        case "vit":
+            rope = model["positions"] == "rope"
+            name = "vit_small_patch16_rope_224" if rope else "vit_base_patch16_224"
+            arguments = _vit_arguments(model)
+        case "swin":
+            name = "swin_tiny_patch4_window7_224"
+            arguments = dict(
+                embed_dim=model["width"],
+                depths=list(model["depths"]),
+                num_heads=list(model["num_heads"]),
+                window_size=model["window_size"],
+                mlp_ratio=model["mlp_ratio"],
+            )
+        case "mixer":
+            name = "timm.models.mlp_mixer.MlpMixer"
+            arguments = dict(
+                embed_dim=model["width"],
+                num_blocks=model["depth"],
+                mlp_ratio=[model["token_mlp_ratio"], model["mlp_ratio"]],
+            )
+        case "convmixer":
+            del shared["img_size"]
+            name = "timm.models.convmixer.ConvMixer"
+            arguments = dict(
+                dim=model["width"],
+                depth=model["depth"],
+                kernel_size=model["kernel_size"],
+                act_layer=_Expression(_ACTIVATIONS[model["activation"]]),
+            )
+        case other:
+            raise InputError(
+                f"config.model.name={other!r} cannot be exported, since timm has no such family: "
+                "structinit_jax.evaluate.restore_model(config, workdir) returns the weights of any "
+                "model in Python"
+            )
+    return TimmModel(name, shared | arguments)
+
+
+def _vit_arguments(model):
+    by_token, registers = model["pool"] == "class_token", model["num_registers"]
+    scale = model["layer_scale"] or None
+    arguments = dict(
+        embed_dim=model["width"],
+        depth=model["depth"],
+        num_heads=model["num_heads"],
+        mlp_ratio=model["mlp_ratio"],
+        class_token=by_token,
+        global_pool="token" if by_token else "avg",
+        qk_norm=model["qk_norm"],
+    )
+    if model["positions"] == "rope":  # timm's default is a scale
+        return arguments | dict(num_reg_tokens=registers, init_values=scale)
+    return arguments | dict(reg_tokens=registers) | (dict(init_values=scale) if scale else {})
+
+
+class _Expression(str):
+    """A Python expression among the arguments."""
+
+    __repr__ = str.__str__
+
+
+_ACTIVATIONS = {"gelu": "torch.nn.GELU", "relu": "torch.nn.ReLU"}
 
 
 def export(

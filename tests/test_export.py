@@ -10,7 +10,6 @@ from safetensors.numpy import load_file
 from structinit_jax import evaluate, export
 from structinit_jax.errors import InputError
 from structinit_jax.interop import from_timm
-from structinit_jax.interop.convert import timm_model
 from structinit_jax.models import create_model, default_config
 
 pytestmark = pytest.mark.usefixtures("library_promotion")
@@ -69,6 +68,11 @@ def test_a_folder_has_the_card_that_timm_reads(run_config, finished_run, tmp_pat
             "init_values=None)",
         ),
         (
+            default_config("convmixer"),
+            "timm.models.convmixer.ConvMixer(in_chans=3, num_classes=1000, patch_size=2, dim=256, "
+            "depth=8, kernel_size=5, act_layer=torch.nn.GELU)",
+        ),
+        (
             default_config("mixer") | dict(patch_size=4),
             "timm.models.mlp_mixer.MlpMixer(in_chans=3, num_classes=1000, img_size=32, "
             "patch_size=4, embed_dim=512, num_blocks=8, mlp_ratio=[0.5, 4.0])",
@@ -76,7 +80,7 @@ def test_a_folder_has_the_card_that_timm_reads(run_config, finished_run, tmp_pat
     ],
 )
 def test_timms_call_names_every_size(options, call):
-    model = timm_model(options, image_size=32, channels=3)
+    model = export.timm_model(options, image_size=32, channels=3)
     assert model.call() == call
     assert model.is_registered == (not call.startswith("timm.models."))
 

@@ -11,8 +11,8 @@ our arrays on the right. Our arrays have a leading axis for the layers that timm
 
 import math
 import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any, NamedTuple, TypeVar
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any, TypeVar
 
 import jax.numpy as jnp
 import numpy as np
@@ -229,139 +229,6 @@ _CONVERTERS: Mapping[type[nnx.Module], Callable[..., Iterator[Entry]]] = {
     SwinTransformer: _swin_entries,
     MlpMixer: _mixer_entries,
     ConvMixer: _convmixer_entries,
-}
-
-# -- timm's arguments ------------------------------------------------------------------------------
-
-
-class TimmModel(NamedTuple):
-    """A model of timm.
-
-    Attributes:
-      name: Name for `timm.create_model`; or of a class, 'timm.models.mlp_mixer.MlpMixer', since
-        timm's named MLP-Mixers and ConvMixers fix the sizes.
-      arguments: Keyword arguments.
-    """
-
-    name: str
-    arguments: dict[str, Any]
-
-    @property
-    def is_registered(self) -> bool:
-        """Whether `timm.create_model` can build it."""
-        return "." not in self.name
-
-    def call(self) -> str:
-        """Returns the Python expression that builds it."""
-        texts = [f"{name}={value!r}" for name, value in self.arguments.items()]
-        if not self.is_registered:
-            return f"{self.name}({', '.join(texts)})"
-        if None in self.arguments.values():  # `create_model` drops arguments that are None
-            return f"timm.model_entrypoint({self.name!r})({', '.join(texts)})"
-        return f"timm.create_model({', '.join([repr(self.name), *texts])})"
-
-    def card(self, data: Mapping[str, Any], class_names: Sequence[str] = ()) -> dict[str, Any]:
-        """Returns the `config.json` of a folder for `timm.create_model("local-dir:FOLDER")`.
-
-        `data` is `config.data`. An empty `class_names` stands for unknown names.
-        """
-        num_classes, size = self.arguments["num_classes"], data["image_size"]
-        return {
-            "architecture": self.name,
-            "num_classes": num_classes,
-            "model_args": self.arguments,
-            **({"label_names": list(class_names)} if class_names else {}),
-            "pretrained_cfg": {
-                "input_size": [self.arguments["in_chans"], size, size],
-                "fixed_input_size": True,
-                "interpolation": "bicubic",
-                "crop_pct": data["crop_fraction"],
-                "mean": list(data["mean"]),
-                "std": list(data["std"]),
-                "num_classes": num_classes,
-                "first_conv": "patch_embed.proj",
-                "classifier": "head.fc" if self.name.startswith("swin") else "head",
-            },
-        }
-
-
-def timm_model(model: Mapping[str, Any], *, image_size: int, channels: int) -> TimmModel:
-    """Returns timm's equivalent of a model, given `config.model` and the size of its images.
-
-    Raises:
-      InputError: timm has no such family.
-    """
-    if model["name"] not in _FAMILIES:
-        raise InputError(
-            f"config.model.name={model['name']!r} cannot be exported, since timm has only "
-            f"{', '.join(_FAMILIES)}: structinit_jax.evaluate.restore_model(config, workdir) "
-            "returns the weights of any model in Python"
-        )
-    size = {} if model["name"] == "convmixer" else dict(img_size=image_size)
-    size["patch_size"] = model["patch_size"]
-    shared = dict(in_chans=channels, num_classes=model["num_classes"], **size)
-    name, arguments = _FAMILIES[model["name"]](model)
-    return TimmModel(name, shared | arguments)
-
-
-def _vit_arguments(model):
-    by_token = model["pool"] == "class_token"
-    arguments = dict(
-        embed_dim=model["width"],
-        depth=model["depth"],
-        num_heads=model["num_heads"],
-        mlp_ratio=model["mlp_ratio"],
-        class_token=by_token,
-        global_pool="token" if by_token else "avg",
-        qk_norm=model["qk_norm"],
-    )
-    registers, scale = model["num_registers"], model["layer_scale"]
-    if model["positions"] == "rope":
-        arguments |= dict(num_reg_tokens=registers, init_values=scale or None)
-        return "vit_small_patch16_rope_224", arguments
-    arguments |= dict(reg_tokens=registers, **({"init_values": scale} if scale else {}))
-    return "vit_base_patch16_224", arguments
-
-
-def _swin_arguments(model):
-    return "swin_tiny_patch4_window7_224", dict(
-        embed_dim=model["width"],
-        depths=list(model["depths"]),
-        num_heads=list(model["num_heads"]),
-        window_size=model["window_size"],
-        mlp_ratio=model["mlp_ratio"],
-    )
-
-
-def _mixer_arguments(model):
-    return "timm.models.mlp_mixer.MlpMixer", dict(
-        embed_dim=model["width"],
-        num_blocks=model["depth"],
-        mlp_ratio=[model["token_mlp_ratio"], model["mlp_ratio"]],
-    )
-
-
-def _convmixer_arguments(model):
-    activations = {"gelu": "torch.nn.GELU", "relu": "torch.nn.ReLU"}
-    return "timm.models.convmixer.ConvMixer", dict(
-        dim=model["width"],
-        depth=model["depth"],
-        kernel_size=model["kernel_size"],
-        act_layer=_Expression(activations[model["activation"]]),
-    )
-
-
-class _Expression(str):
-    """A Python expression among the arguments."""
-
-    __repr__ = str.__str__
-
-
-_FAMILIES = {
-    "vit": _vit_arguments,
-    "swin": _swin_arguments,
-    "mixer": _mixer_arguments,
-    "convmixer": _convmixer_arguments,
 }
 
 # -- weight selection ------------------------------------------------------------------------------
