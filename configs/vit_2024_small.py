@@ -1,4 +1,4 @@
-"""ViTs on CIFAR-10, CIFAR-100 and SVHN: tables 2, 3, 5 and 7 of the 2024 paper.
+"""ViTs on CIFAR-10, CIFAR-100 and SVHN: tables 1, 2, 3, 5, 6 and 7 of the 2024 paper.
 
     python -m structinit_jax.main --workdir=DIR \
         --config=configs/vit_2024_small.py:cifar100,vit_small_patch2_32,mimetic
@@ -8,7 +8,13 @@ the row after a colon: the data set, cifar10, cifar100 or svhn_cropped; then the
 vit_tiny_patch2_32 (the default), vit_tiny_h8_patch2_32, vit_small_patch2_32,
 vit_small_h16_patch2_32, or of depth 8 vit_wD_hH_patch2_32 with width D of 64, 128, 256 or 512 and
 H of 4, 8, 16 or 32 heads; then the initialization, impulse3 (the default), impulse5, mimetic,
-truncated_normal or kaiming_uniform. Our own scheme: --config.attention_init.name=impulse.
+truncated_normal or kaiming_uniform.
+
+Table 1 varies --config.model.positions=learned and --config.model.pool=class_token of ViT-T; its
+initialization is not stated, and configs/papers.csv takes truncated_normal. Table 6 varies the
+pseudo inputs of the solve, --config.attention_init.first_input=uniform and
+--config.attention_init.following_input=uniform; its right half has
+--config.attention_init.same_layers=False. Our own scheme: --config.attention_init.name=impulse.
 
 From the text: AdamW, learning rate 1e-3, weight decay 0.01, batch 512, 200 epochs, RandAugment.
 From the authors' command (github.com/osiriszjq/structured_init): the schedule, epsilon 1e-3,
