@@ -75,6 +75,14 @@ def test_a_file_of_another_resolution_fits_too(tiny_config, teacher):
     np.testing.assert_allclose(params["positions"], table[:, ::2], atol=1e-6)
 
 
+def test_weights_are_the_same_with_xla_options_for_programs_that_run_once(tiny_config, monkeypatch):
+    tiny_config.attention_init = dict(name="default")
+    expected, _ = start(tiny_config)
+    monkeypatch.delenv("XLA_FLAGS")  # whose options took precedence
+    found, _ = start(tiny_config)
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, atol=1e-7), found, expected)
+
+
 @pytest.mark.parametrize(("heads", "warned"), [(2, False), (8, True)])
 def test_targets_out_of_reach_are_reported_once(tiny_config, heads, warned, capsys):
     tiny_config.model.update(num_heads=heads, depth=1)
