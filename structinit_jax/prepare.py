@@ -56,7 +56,7 @@ def prepare(name: str, data_dir: Folder = None, manual_dir: Folder = None) -> No
             " it, here or on another machine:\n  pip install '.[prepare]'\n"
             "Training does not need it."
         )
-    config = tfds.download.DownloadConfig(manual_dir=expand_user(manual_dir))
+    config = tfds.download.DownloadConfig(manual_dir=manual_dir)
     try:
         builder.download_and_prepare(file_format="array_record", download_config=config)
     except Exception as error:  # TensorFlow's errors have no common type
