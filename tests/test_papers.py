@@ -168,14 +168,3 @@ def test_value_and_projection_of_vit_tiny_have_the_programs_norms():
     np.testing.assert_allclose(head_norms(impulse), [(7.17, 5.65, 3.57)] * 2, rtol=0.02)
     mimetic = attention_init.mimetic()(jax.random.key(0), site)
     np.testing.assert_allclose(head_norms(mimetic), [(5.65, 5.67, 5.65)] * 2, rtol=0.02)
-
-
-def test_mimetic_replaces_learned_positions_unless_told_otherwise():
-    site, learned = (make_site(positions_trainable=trainable) for trainable in (False, True))
-    fixed, replaced, kept = (
-        attention_init.mimetic(replace_positions=replace)(jax.random.key(0), site)
-        for site, replace in ((site, None), (learned, None), (learned, False))
-    )
-    np.testing.assert_array_equal(replaced.positions, sincos_positions((6, 6), 32))
-    assert fixed.positions is kept.positions is None
-    jax.tree.map(np.testing.assert_array_equal, replaced._replace(positions=None), kept)
