@@ -95,7 +95,8 @@ def timm_model(model: Mapping[str, Any], *, image_size: int, channels: int) -> T
       InputError: timm has no such family.
     """
     shared = dict(in_chans=channels, num_classes=model["num_classes"])
-    shared |= dict(img_size=image_size, patch_size=model["patch_size"])
+    # A family of your own, which the match refuses, may have no patches.
+    shared |= dict(img_size=image_size, patch_size=model.get("patch_size"))
     match model["name"]:
         case "vit":
             rope = model["positions"] == "rope"
