@@ -189,13 +189,13 @@ def make_optimizer(
       fields: Fields of the config, of which the optimizer gets those that its parameters name.
     """
     build = find(name, OPTIMIZERS, "optimizer")
-    return _call(build, {**fields, "learning_rate": learning_rate})
+    return _call(build, fields, learning_rate=learning_rate)
 
 
-def _call(build: Callable, fields: Mapping[str, Any]) -> Any:
-    """Calls a function with the fields that its parameters name."""
+def _call(build: Callable, fields: Mapping[str, Any], **arguments) -> Any:
+    """Calls a function with the fields that its parameters name, and with further arguments."""
     names = inspect.signature(build).parameters.keys() & fields.keys()
-    return build(**{name: fields[name] for name in names})
+    return build(**{name: fields[name] for name in names} | arguments)
 
 
 def decay_mask(params: Any) -> Any:
