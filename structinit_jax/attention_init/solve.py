@@ -27,19 +27,19 @@ MIN_HIT_RATE = 0.75  # below it, targets count as out of reach
 RANK_TOLERANCE = 1e-4
 # Starts of the solve, as regularizations of a pseudo-inverse relative to the strongest direction.
 START_REGULARIZATIONS = np.geomspace(3e-5, 3e-2, 7)
-START_HEADROOM = 2.0  # times the norm; the start with the lowest loss there leads to better maps
+START_HEADROOM = 2.0  # multiple of the norm at which starts are compared: it finds better ones
 # Rows of the maps in the loss. All rows of a filter pose the same problem at different places, so
 # on a larger grid an evenly spaced subset determines the solution.
 MAX_ROWS = 1024
 MAX_STEPS = 400  # of a minimization
-PATIENCE = 5  # steps in a row that hardly lower the loss, after which a minimization ends
-MIN_IMPROVEMENT = 2e-3  # fraction of the loss; less counts as hardly
+PATIENCE = 5  # a minimization ends after this many stalled steps in a row
+MIN_IMPROVEMENT = 2e-3  # a step stalls if it lowers the loss by a smaller fraction
 MASS_ROUNDS = 3  # solves for a target mass, after each of which the norm is fitted to it
-# The norm can at most double each time: factors scaled far beyond the norm they were solved at peak
-# on the wrong tokens.
+# Range that `find_norm` searches, relative to the norm of the solve. If Q and K are scaled up much
+# further, their maps peak on the wrong tokens.
 NORM_CHANGE = (1 / 16, 2.0)
-NORM_GRID = 16
-NORM_BISECTIONS = 8
+NORM_GRID = 16  # norms in the grid search
+NORM_BISECTIONS = 8  # steps of the bisection that follows
 
 
 # -- the solve -------------------------------------------------------------------------------------
@@ -70,7 +70,7 @@ def row_space(
 def start_factors(
     z: Float[np.ndarray, "N r"], targets: Float[np.ndarray, "F N N"], head_dim: int
 ) -> tuple[Float[np.ndarray, "S F r k"], Float[np.ndarray, "S F r k"]]:
-    """Returns start values of Q and K for the solve, one for each regularization.
+    """Returns start values of Q and K for the solve, for each of S regularizations.
 
     Z⁺ H Z⁺ᵀ is split into factors of rank k = min(d, r), as in `papers.factor_logits`, but with
     regularized pseudo-inverses Z⁺ of `row_space`'s Z. Rows without a target stay flat.
@@ -115,6 +115,7 @@ def solve_bank(
 
 @functools.partial(jax.jit, static_argnames=("head_dim", "qk_scale"))
 def _solve(starts, queries, z, targets, norm, target_mass, *, head_dim, qk_scale):
+    """Solves for a bank; `queries` and `targets` have only the rows that enter the loss."""
     # For constants of a traced caller, XLA would evaluate everything that depends on the targets
     # alone, such as their row maxima, at compile time, which is far slower.
     constants = (starts, queries, z, targets)
@@ -135,7 +136,7 @@ def _solve(starts, queries, z, targets, norm, target_mass, *, head_dim, qk_scale
     def improve(_, carry):
         factors, norm, steps = carry
         # At unit norm, so that step sizes mean the same at any norm of the weights. Summed, so
-        # that the gradient of a filter does not shrink with their number.
+        # that the gradient of one filter does not shrink with the number of filters.
         factors = tuple(at_norm(factor, jnp.ones_like(norm)) for factor in factors)
         factors, more = minimize(lambda factors: losses(factors, norm).sum(), factors, MAX_STEPS)
         if target_mass is not None:

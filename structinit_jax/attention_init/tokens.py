@@ -1,6 +1,7 @@
 """`impulse` for attention over a grid of tokens with positions (`AttentionSite`), as in ViT.
 
-This is the method: targets H, row space X = Z Bᵀ, solve, rotation, value and projection.
+This is the method, from top to bottom: targets H, row space X = Z Bᵀ, the solve for Q and K, a
+rotated copy for each head, value and projection.
 """
 
 import dataclasses
@@ -25,11 +26,7 @@ from structinit_jax.attention_init.kernels import (
     sincos_positions,
 )
 from structinit_jax.attention_init.sites import AttentionSite, AttentionWeights, unless_one
-from structinit_jax.attention_init.solve import (
-    row_space,
-    solve_bank,
-    warn_if_out_of_reach,
-)
+from structinit_jax.attention_init.solve import row_space, solve_bank, warn_if_out_of_reach
 from structinit_jax.errors import Check, InputError
 
 OpenFraction = Annotated[int | float, Check("a number between 0 and 1", lambda x: 0 < x < 1)]
@@ -55,13 +52,14 @@ def impulse(
     patch_scale: float = 1.0,
     mlp_scale: float = 1.0,
 ) -> AttentionWeights:
-    """Layers that start as convolutions with one filter per head (`attention_init.impulse`).
+    """Layers whose heads start as convolutions with one filter each; see `attention_init.impulse`.
 
     Each of the F distinct filters has a target map H [N, N]. Its Q and K [D, d] minimize
 
         mean of (H - M)²,   M = softmax(σ X Q Kᵀ Xᵀ),   X = LayerNorm(P) = Z Bᵀ.
 
-    It is solved once per filter, in the coordinates BᵀQ and BᵀK [r, d] of the row space of X.
+    M depends on Q and K only through BᵀQ and BᵀK [r, d], which are solved for once per filter. The
+    last `mimetic_layers` of the layers attend to similar tokens instead.
     """
     # Targets H [F, N, N]; layer l uses the filters from ranges[l][0] to ranges[l][1].
     if filters.dilation is None and filters.is_impulse:
@@ -69,14 +67,18 @@ def impulse(
         filters = dataclasses.replace(filters, dilation=dilation)
     targets, ranges = filter_maps(site, filters)
 
-    # Row space: coordinates Z [N, r] and basis B [D, r].
+    # Row space: coordinates Z [N, r] and basis B [D, r]. Learned positions start near zero and
+    # carry no structure, so the sin-cos encoding replaces them.
     trainable = site.positions_trainable
     positions = sincos_positions(site.grid, site.width) if trainable else site.require_positions()
     z, basis = row_space(layer_norm(np.asarray(positions)))
-    if keep_positions and vo_init != "default":
-        _check_rank(basis)
+    if keep_positions and vo_init != "default" and basis.shape[1] > MAX_RANK * site.width:
+        raise InputError(
+            f"AttentionSite.positions have rank {basis.shape[1]}, which leaves too little of the "
+            f"width {site.width} for value and projection: pass keep_positions=False"
+        )
 
-    # Solve at a fixed norm of Q and K, or at the one at which maps have the target mass.
+    # Solve at the given norm of Q and K, or at the norm that gives the maps the target mass.
     sizes = dict(head_dim=site.head_dim, qk_scale=site.qk_scale)
     if norm is None:
         start = (START_SHARPNESS / (site.qk_scale * site.head_dim * site.width)) ** 0.5
@@ -84,7 +86,7 @@ def impulse(
     else:
         bank = solve_bank(z, targets, norm=norm, **sizes)
 
-    weights = _place(
+    weights = _draw_weights(
         rng,
         (bank.query, bank.key),
         basis,
@@ -104,26 +106,16 @@ def impulse(
     )
 
 
-def _check_rank(basis):
-    width, rank = basis.shape
-    if rank > MAX_RANK * width:
-        raise InputError(
-            f"AttentionSite.positions have rank {rank}, which leaves too little of the width "
-            f"{width} for value and projection: pass keep_positions=False"
-        )
-
-
 @functools.partial(
     jax.jit, static_argnames=("site", "ranges", "num_mimetic", "vo_init", "keep_positions")
 )
-def _place(rng, bank, basis, *, site, ranges, num_mimetic, vo_init, keep_positions):
-    """Returns weights of heads that have factors Q and K [F, r, k] of a bank."""
+def _draw_weights(rng, bank, basis, *, site, ranges, num_mimetic, vo_init, keep_positions):
+    """Draws the weights of all heads, given Q' and K' [F, r, k] of every filter, and B [D, r]."""
     rotation_rng, order_rng, vo_rng, similar_rng = jax.random.split(rng, 4)
 
-    # Rotation: every head gets a copy of its filter's solution, turned by a random orthogonal R
-    # [d, k] of its own: Q = B bank[filter] Rᵀ and K with the same R. The map is the same, the
-    # weights are independent. Q and K are zero outside the row space, so at first they see
-    # positions alone.
+    # Rotation: every head draws an R [d, k] with orthonormal columns. From Q' and K' [r, k] of its
+    # filter it gets Q = B Q' Rᵀ and K = B K' Rᵀ. Since Rᵀ R = I, the map stays the same, but the
+    # weights of heads are independent. Q and K ignore all input outside the row space of X.
     filter_index = assign_by_layer(order_rng, site.num_heads, ranges)
     shape = (*filter_index.shape, site.head_dim, bank[0].shape[-1])
     rotations = random_rotations(rotation_rng, shape)
@@ -152,9 +144,9 @@ def similar_query_key(
 ) -> tuple[Float[Array, "L D h d"], Float[Array, "L D h d"]]:
     """Draws Q and K of heads that attend to similar tokens, as in `mimetic` but without its SVD.
 
-    Q Kᵀ is A = 0.7 U + 0.7 I projected on d dimensions, near those of its largest singular values:
-    four subspace iterations keep 93 to 98 % of the energy that the SVD keeps, for widths from 96 to
-    768, where 72 SVDs (half of ViT-B) would take half a minute on a CPU.
+    Q Kᵀ = W Wᵀ A projects A = 0.7 U + 0.7 I onto d orthonormal columns W close to its leading
+    singular vectors: four subspace iterations keep 93 to 98 % of the energy that the SVD keeps, for
+    widths from 96 to 768, where 72 SVDs (half of ViT-B) would take half a minute on a CPU.
     """
     noise_rng, start_rng = jax.random.split(rng)
     heads = (num_layers, site.num_heads, site.width)
