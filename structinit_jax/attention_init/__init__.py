@@ -28,14 +28,7 @@ import inspect
 from collections.abc import Callable
 from typing import Any
 
-from structinit_jax.attention_init import (
-    convolution,
-    papers,
-    rotary,
-    token_mixing,
-    tokens,
-    windows,
-)
+from structinit_jax.attention_init import convolution, papers, rotary, token_mixing, tokens, windows
 from structinit_jax.attention_init.kernels import (
     Dilation,
     FilterKind,
@@ -100,16 +93,16 @@ def impulse(
       target_mass: Attention mass wanted on target, which fixes how sharp the maps are in any model
         and on any grid. By default 0.2 with positions and 0.5 otherwise.
       norm: Instead of a target mass, the root mean square norm of the columns of Q and K.
-      mimetic_layers: Share of the layers, the last ones, whose heads attend to similar tokens. By
-        default 0.5.
-      vo_init: V and projection: 'balanced', the default (V Proj near -0.4 I), or 'default', the
-        model's own.
+      mimetic_layers: Share of the layers, counted from the last, in which heads attend to similar
+        tokens. By default 0.5.
+      vo_init: V and projection: 'balanced' (V Proj near -0.4 I), unless it is 'default', which
+        keeps the model's own.
       keep_positions: If true, V and projection leave positions alone (at a `RotarySite`, the vector
         that all tokens share). If false, each layer removes 0.4 of them from the residual stream.
         The default is true at a `RotarySite` only.
       patch_scale: Factor on the kernel of the patch embedding. With less content next to the
-        positions, maps are more like the targets in all layers. By default 1, with rotary ones 0.3.
-      mlp_scale: Factor on the output kernels of the MLPs. By default 1, with rotary positions 0.
+        positions, maps are more like the targets in all layers. By default 1; 0.3 if rotary.
+      mlp_scale: Factor on the output kernels of the MLPs. By default 1; 0 if positions are rotary.
     """
     options = dict(locals())  # the arguments: this line has to come first
     check_fields(impulse, options, "")

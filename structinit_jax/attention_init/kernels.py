@@ -288,8 +288,8 @@ def sincos_positions(
     """Returns the 2-D sine-cosine encoding of a grid (rows, cols), tokens in row-major order.
 
     The convention 'timm' is timm's `build_sincos2d_pos_embed`, which the 2024 paper uses: channels
-    sin y, sin x, cos y, cos x and frequencies 10,000^(-4 i / D), i = 0 … D/4 - 1. 'moco' is that of
-    MoCo v3 and big_vision: sin x, cos x, sin y, cos y and 10,000^(-i / (D/4 - 1)). Raises
+    sin y, sin x, cos y, cos x and frequencies 10,000^(-4 i / D), i = 0 … D/4 - 1. MoCo v3 and
+    big_vision use 'moco': sin x, cos x, sin y, cos y and 10,000^(-i / (D/4 - 1)). Raises
     `InputError` unless the width D is a multiple of 4 and at least 8.
     """
     if width % 4 or width < 8:

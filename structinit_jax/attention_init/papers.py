@@ -85,7 +85,7 @@ def draw_pseudo_input(
     """Draws one of the pseudo inputs in table 6 of the 2024 paper, before LayerNorm.
 
     'uniform' is noise between -1 and 1; 'gaussian' is truncated normal noise of standard deviation
-    (1/2)^1/2, that of the sin-cos encoding; a sum adds the noise to the positions.
+    (1/2)^1/2, as large as the sin-cos encoding; a sum adds the noise to the positions.
     """
     if name == "positions":
         return positions
@@ -238,8 +238,8 @@ def mimetic(
 ) -> AttentionWeights:
     """Trockman & Kolter (2023): Q Kᵀ = 0.7 U + 0.7 I per head and V Proj ≈ -0.4 I, by SVD.
 
-    As in the programs of both papers, which store the factors of V Proj untransposed as PyTorch
-    weights. The heads are then equally strong.
+    The programs of both papers store the factors of V Proj untransposed as PyTorch weights, which
+    makes heads equally strong; so does this function.
     """
     positions = None
     if replace_positions and site.positions_trainable:

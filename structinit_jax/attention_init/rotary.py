@@ -95,7 +95,7 @@ def impulse(
         tables = tables.reshape(-1, *angles.shape[2:])
         found, report = solve_coefficients(tables, targets[filter_index.ravel()], target_mass)
         coefficients = found.reshape(*filter_index.shape, *found.shape[1:])
-    weights = _place(
+    weights = _draw_weights(
         place_rng,
         coefficients,
         # Without angles a site is hashable, as static arguments must be.
@@ -118,8 +118,8 @@ def impulse(
 
 
 @functools.partial(jax.jit, static_argnames=("site", "vo_init", "keep_positions"))
-def _place(rng, coefficients, *, site, vo_init, keep_positions):
-    """Returns weights of heads with coefficients [L, h, 2, p]."""
+def _draw_weights(rng, coefficients, *, site, vo_init, keep_positions):
+    """Draws the weights of heads that have the coefficients [L, h, 2, p]."""
     sign_rng, phase_rng, qk_rng, vo_rng = jax.random.split(rng, 4)
     layers, heads, width = site.num_layers, site.num_heads, site.width
     size = jnp.sqrt(jnp.linalg.norm(coefficients, axis=2) / site.qk_scale)  # of q and k, by pair

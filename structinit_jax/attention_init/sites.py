@@ -193,13 +193,13 @@ class AttentionWeights(NamedTuple):
     out: Float[Array, "L h d D"] | None = None  # the output projection
     positions: Float[Array, "N D"] | None = None  # of a trainable position encoding
     report: SolveReport | None = None
-    # Each head's filter among `targets`; also of `mimetic_layers`, whose maps do not follow it.
+    # Index of each head's filter in `targets`. Heads of `mimetic_layers` do not follow theirs.
     filter_index: Int[Array, "L h"] | None = None
     targets: Float[Array | np.ndarray, "F N N"] | None = None  # the filters as maps, for analysis
     # Relative position bias of a `WindowSite`, R = (2 rows - 1) (2 cols - 1), in timm's order
     # (`kernels.relative_index`).
     bias: Float[Array, "L R h"] | None = None
-    # Factor on the model's own trainable positions, with those of class token and registers.
+    # Factor on the model's own trainable positions, class token and registers included.
     position_scale: float | Float[Array, ""] | None = None
     # Factor on the kernel of the patch embedding, as PyTorch initializes it. Flax's is 3^1/2 times
     # as large; `interop` makes up for that.

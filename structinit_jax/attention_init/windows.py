@@ -58,7 +58,7 @@ def impulse(
             "weight near their center"
         )
     targets = normalize_rows(convolution_maps(kernels, site.grid))
-    weights = _draw_and_place(
+    weights = _draw_weights(
         rng,
         bias_of_kernels(kernels[fits], site.grid, target_mass),
         targets[fits],
@@ -71,7 +71,7 @@ def impulse(
 
 
 @functools.partial(jax.jit, static_argnames=("site", "ranges", "vo_init"))
-def _draw_and_place(rng, table, targets, fitting, *, site, ranges, vo_init):
+def _draw_weights(rng, table, targets, fitting, *, site, ranges, vo_init):
     """Runs everything random as one compiled program, given biases [F, R] and maps [F, n, n]."""
     order_rng, qk_rng, vo_rng = jax.random.split(rng, 3)
     kernel = assign_by_layer(order_rng, site.num_heads, ranges)
