@@ -1,8 +1,7 @@
 """The config of a run: every field with its default, and the checks that need no data.
 
-The files in `configs/` start from `base_config` and set what their recipe changes. The fields of
-`config.model` are those of the model family, and the fields of `config.augment` are those of
-`augment.AugmentConfig`.
+The files in `configs/` start from `base_config` and set what their recipe changes. The model family
+defines the fields of `config.model`, and `augment.AugmentConfig` those of `config.augment`.
 """
 
 import dataclasses

@@ -28,8 +28,8 @@ VARIANTS = {
 def default_config(name: str) -> dict[str, Any]:
     """Returns every field of `config.model`, and the `image_size` that belongs in `config.data`.
 
-    The name is that of a family such as 'vit', of a variant such as 'vit_tiny_patch16_224', or of
-    your own class as 'module:Class' (see `model.Model`). Raises `InputError` for others.
+    The name is a family such as 'vit', a variant such as 'vit_tiny_patch16_224', or your own class
+    as 'module:Class' (see `model.Model`). Raises `InputError` for other names.
     """
     family, changes = VARIANTS.get(name, (name, {}))
     model = find(family, FAMILIES | VARIANTS, "model.name")

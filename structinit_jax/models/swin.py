@@ -249,7 +249,7 @@ def shift_mask(grid: Sides, window: Sides, shift: Sides) -> Float[np.ndarray, "W
     """Returns the mask that is added to the logits of each window of a shifted grid.
 
     The last windows hold tokens from both ends of the grid, which must not attend to each other:
-    `MASKED` for such pairs, 0 for all others. As in timm, ends are those of the padded grid.
+    `MASKED` for such pairs, 0 for all others. As in timm, the grid ends after its padding.
     """
     wrapped = []  # whether a row or column was moved from the first end to the last
     for side, size, move in zip(grid, window, shift, strict=True):

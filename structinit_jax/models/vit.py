@@ -9,18 +9,8 @@ import numpy as np
 from flax import nnx
 from jaxtyping import Array, Float
 
-from structinit_jax.attention_init import (
-    AttentionSite,
-    RotarySite,
-    rotary_angles,
-    sincos_positions,
-)
-from structinit_jax.errors import (
-    Fraction,
-    NonNegativeFloat,
-    NonNegativeInt,
-    PositiveInt,
-)
+from structinit_jax.attention_init import AttentionSite, RotarySite, rotary_angles, sincos_positions
+from structinit_jax.errors import Fraction, NonNegativeFloat, NonNegativeInt, PositiveInt
 from structinit_jax.models import layers
 from structinit_jax.models.attention import Block, TransformerConfig
 from structinit_jax.models.layers import Rng
@@ -59,19 +49,19 @@ class ViTConfig(TransformerConfig):
 
     depth: PositiveInt = 12  # L, the number of blocks
     num_heads: PositiveInt = 3  # h, a divisor of the width
-    # Fixed encoding, or "learned", both added to the tokens, or "rope": axial rotary positions of
-    # temperature 100 (Heo et al. 2024).
+    # "sincos" (fixed) and "learned" positions are added to the tokens. "rope" rotates queries and
+    # keys: axial rotary positions of temperature 100 (Heo et al. 2024).
     positions: Literal["sincos", "learned", "rope"] = "sincos"
     pool: Literal["mean", "class_token"] = "mean"  # of the image tokens; the final norm follows
     num_registers: NonNegativeInt = 0  # tokens that are not on the grid (Darcet et al. 2024)
-    dropout: Fraction = 0.0  # rate after positions too
-    # Start of a trained factor per channel of each branch (Touvron et al. 2021); 0 omits it.
+    dropout: Fraction = 0.0  # rate, also where positions have been added
+    # Initial value of a trained factor per channel and branch (Touvron et al. 2021); 0 omits it.
     layer_scale: NonNegativeFloat = 0.0
     qk_norm: bool = False  # LayerNorm on each head's queries and keys (Dehghani et al. 2023)
 
     @property
     def num_prefix(self) -> int:
-        """Number of tokens before those of the grid: the class token and the registers."""
+        """Number of tokens that precede the image tokens: the class token and the registers."""
         return self.num_registers + (self.pool == "class_token")
 
 
