@@ -144,10 +144,10 @@ def evaluate_checkpoint(
 def deciding_accuracy(results: Mapping[str, float | int], name: str) -> float:
     """Returns the accuracy that determines the best checkpoint.
 
-    It is that of the averaged weights if the run has them, as in timm.
+    If the run has averaged weights, it is their accuracy, as in timm.
 
     Args:
-      results: What an `Evaluator` returned, or a line of `metrics.jsonl` that has it.
+      results: Results of an `Evaluator`, or a line of `metrics.jsonl` with them.
       name: Name of the evaluation set.
     """
     return results.get(f"{name}/ema_accuracy", results[f"{name}/accuracy"])

@@ -39,9 +39,10 @@ from structinit_jax.training.step import make_train_step
 
 
 class Run:
-    """A run of a config, and its training data.
+    """The data, model and training step that a config describes.
 
-    Other parts are built on first use. Only `train_batches` allocates device memory.
+    The data are opened at once, all else on first use. Only `train_batches` and `setup.initialize`
+    allocate device memory.
 
     Args:
       config: See `structinit_jax.config.base_config`.

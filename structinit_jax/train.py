@@ -74,12 +74,12 @@ def _train(config, workdir, profile_steps, stop_request, on_evaluation, on_exit)
     workdir = on_exit.enter_context(workdir_lib.open_workdir(workdir))
     test_name, test_set = evaluation_name(config.data), run.eval_set
     # Saved with each checkpoint, and checked when the run is resumed from it.
-    saved_fields = {
+    record = {
         "config": json.loads(config.to_json()),
         "evaluation": f"{test_set.name}, crop_fraction {config.data.crop_fraction}",
         **run.describe_data(),
     }
-    _check_processes(saved_fields, len(test_set.source), workdir)
+    _check_processes(record, len(test_set.source), workdir)
     run.note_shared_examples()
     setup = run.setup
     schedule, mesh = setup.schedule, setup.model.mesh
@@ -98,7 +98,7 @@ def _train(config, workdir, profile_steps, stop_request, on_evaluation, on_exit)
     on_exit.callback(checkpoints.close)
     start_step = checkpoints.latest_step or 0
     if start_step:
-        state, pending = _restore(run, checkpoints, saved_fields, workdir)
+        state, pending = _restore(run, checkpoints, record, workdir)
         init_metrics = {}
     else:
         print(parameter_overview.get_parameter_overview(setup.model.params, include_stats=False))
@@ -169,13 +169,11 @@ def _train(config, workdir, profile_steps, stop_request, on_evaluation, on_exit)
                 if on_evaluation:
                     on_evaluation(step, results)
             if saves:
-                saved_fields["accuracy"] = (
-                    deciding_accuracy(results, test_name) if evaluates else None
-                )
-                saved_fields["pending_metrics"] = pending.to_json()
+                record["accuracy"] = deciding_accuracy(results, test_name) if evaluates else None
+                record["pending_metrics"] = pending.to_json()
                 with progress.wait("checkpoint"):
                     log.upload()  # first, since a resumed run needs the lines before the checkpoint
-                    checkpoints.save(step, state, saved_fields)
+                    checkpoints.save(step, state, record)
             if stops:
                 checkpoints.wait()
                 raise StoppedError(
@@ -193,20 +191,20 @@ def _train(config, workdir, profile_steps, stop_request, on_evaluation, on_exit)
     return results
 
 
-def _check_processes(saved_fields, num_eval_examples, workdir):
+def _check_processes(record, num_eval_examples, workdir):
     """Checks that all processes have the same config, data and workdir."""
-    fields = flatten_dict(saved_fields["config"], sep=".")
+    fields = flatten_dict(record["config"], sep=".")
     for name in ("data.data_dir", "data.manual_dir"):  # each host may have its own copy of the data
         fields.pop(name, None)
     facts = {"evaluation set": num_eval_examples, "--workdir": workdir_lib.identify(workdir)}
-    distributed.check_equal(saved_fields | facts | {"config": fields})
+    distributed.check_equal(record | facts | {"config": fields})
 
 
-def _restore(run, checkpoints, saved_fields, workdir):
+def _restore(run, checkpoints, record, workdir):
     """Restores the state and the pending metrics, or raises `InputError` if they do not fit."""
     step, config, num_steps = checkpoints.latest_step, run.config, run.setup.schedule.num_steps
     saved, name = checkpoint.read_run(checkpoints.directory, step), f"step {step} in {workdir}"
-    if changed := resume.check(saved, config, saved_fields, name):
+    if changed := resume.check(saved, config, record, name):
         print("config changed since the checkpoint:", *changed, sep="\n")
     if step > num_steps:
         field = "num_steps" if config.num_steps else "num_epochs"

@@ -148,7 +148,7 @@ def test_a_renamed_checkpoint_and_one_without_a_part_of_a_process_are_damaged(di
     checkpoint._write_json(epath.Path(directory / "8" / "run.json"), run | {"num_indexes": 2})
     assert checkpoint.find_step(directory) == 4
     notes = capsys.readouterr().out
-    assert "17: run.json is that of step 12\n" in notes
+    assert "17: run.json belongs to step 12\n" in notes
     assert "8: index_1.json is missing\n" in notes
 
 

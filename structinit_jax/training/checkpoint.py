@@ -2,13 +2,13 @@
 
 A checkpoint is a folder `STEP/`, on a disk or in object storage:
 
-- `state/`: the training state, for which Orbax has each process write the shards of its devices;
+- `state/`: the training state, of which each process writes the shards on its devices (Orbax);
 - `index_K.json`: the files of `state/` with their checksums, since Orbax restores flipped bytes
   without an error;
 - `run.json`: the config, the data and the accuracy. It is written last.
 
-Both JSON files end with their own checksum. A checkpoint is intact if everything is there and
-matches. Others are not used, so a kill at any moment leaves the earlier checkpoints.
+Both JSON files end with their own checksum. A checkpoint is intact if all files are there and match
+their checksums. Others are skipped, so after a kill at any moment the earlier checkpoints are used.
 
 Orbax 0.12.8 writes to disks and gs:// only. For object storage each process stages its shards in
 a temporary directory and copies them, which serves gs:// and s3:// alike.
@@ -89,8 +89,8 @@ class Checkpoints:
           step: Number of the checkpoint.
           state: Training state after this step.
           run: JSON object to save with it; `read_run` reads it. The best checkpoint has the highest
-            'accuracy'; None if this step was not evaluated. Those of another 'evaluation' than the
-            last are not compared.
+            'accuracy' (None if this step was not evaluated) among those with the same 'evaluation'
+            as the newest.
         """
         self.wait()
         num_indexes = jax.process_count() if self._staged else 1
@@ -127,7 +127,7 @@ class Checkpoints:
             process = jax.process_index()
             if process < run["num_indexes"]:
                 paths = [path for path in Path(local / STATE).rglob("*") if path.is_file()]
-                if process > 0:  # files that describe the whole are those of process 0
+                if process > 0:  # process 0 lists the files that describe the whole
                     paths = [path for path in paths if path.parent.name != STATE]
                 names = [path.relative_to(local).as_posix() for path in paths]
                 files = {name: _digest_of(local / name) for name in names}
@@ -301,7 +301,7 @@ def _read_intact(folder: epath.Path) -> dict[str, Any]:
     try:
         run = _read_json(folder / RUN)
         if str(run["step"]) != folder.name:
-            raise DamagedError(f"{RUN} is that of step {run['step']}")
+            raise DamagedError(f"{RUN} belongs to step {run['step']}")
         for process in range(run["num_indexes"]):
             for name, digest in _read_json(_index(folder, process)).items():
                 if not (folder / name).exists():

@@ -46,8 +46,8 @@ def replicated(mesh: Mesh) -> NamedSharding:
 def shard(mesh: Mesh, abstract_state: Any) -> Any:
     """Adds a sharding to the shape and type of every array of a (part of a) training state.
 
-    Arrays are split over 'fsdp' as in `models.model.weight_spec`, those of stacked blocks as the
-    array of one block. The model state, averaged or not, is replicated.
+    Arrays are split over 'fsdp' as in `models.model.weight_spec`; an array of stacked blocks is
+    split as that of one block would be. The model state, averaged or not, is replicated.
 
     Args:
       mesh: The device mesh.

@@ -58,8 +58,8 @@ class PendingMetrics:
         """Averages the fetched metrics over the finite steps, and clears them.
 
         Returns:
-          Means under 'train/…', except for 'train/learning_rate', which is that of the last step,
-          and the number of 'train/nonfinite_steps'.
+          Means under 'train/…', but 'train/learning_rate' of the last step, and the number of
+          'train/nonfinite_steps'.
         """
         steps, self._fetched = self._fetched, []
         finite = [m for m in steps if not m["nonfinite"]] or steps
@@ -190,7 +190,7 @@ class Progress:
         return {"images_per_second": steps * self._batch_size / training, **waits}
 
     def show(self, step: int, values: dict[str, float]) -> None:
-        """Prints metrics, among them those of `measure`."""
+        """Prints metrics, including the values that `measure` returned."""
         left = (self._num_steps - step) * self._batch_size / values["images_per_second"]
         print(
             f"step {step}/{self._num_steps}  epoch {step / self._steps_per_epoch:.1f}  "

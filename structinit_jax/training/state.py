@@ -192,7 +192,7 @@ def find_targets(
     @jax.jit  # removes the solve, whose result is not used
     def find(params_rng, attention_rng):
         weights = model.build(params_rng).start_weights(scheme, attention_rng)
-        # Weights of convolutions, and those of a scheme without targets, have none.
+        # Convolutions, and schemes that do not solve, have no targets.
         with_targets = {k: w for k, w in weights.items() if getattr(w, "targets", None) is not None}
         return {k: (w.filter_index, w.targets) for k, w in with_targets.items()}
 
@@ -215,7 +215,7 @@ def init_state(
 
 
 def split_rng(rng: PRNGKeyArray) -> tuple[PRNGKeyArray, PRNGKeyArray, PRNGKeyArray]:
-    """Splits the key of `config.seed` into those of the weights, attention_init and the steps."""
+    """Splits the key of `config.seed` into keys of the weights, attention_init and the steps."""
     params_rng, attention_rng, steps_rng = jax.random.split(rng, 3)
     return params_rng, attention_rng, steps_rng
 

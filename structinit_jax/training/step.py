@@ -22,7 +22,7 @@ Metrics = dict[str, Any]
 
 
 def step_rngs(seed: int | Array, step: int | Array) -> tuple[PRNGKeyArray, PRNGKeyArray]:
-    """Returns the random keys of augmentation and model for the step that follows `step` others."""
+    """Returns the random keys of augmentation and model for a step, counted from 0."""
     _, _, steps_rng = split_rng(jax.random.key(seed))
     augment_rng, model_rng = jax.random.split(jax.random.fold_in(steps_rng, step))
     return augment_rng, model_rng
@@ -127,13 +127,15 @@ def _in_parts(value_and_grad, num_parts):
     return accumulate
 
 
-def _average(new, mean, decay):
+def _average(new, ema, decay):
+    """Moves the averaged weights `ema` towards the new ones."""
+
     def average(new, mean):
         if not jnp.issubdtype(new.dtype, jnp.inexact):
             return new  # a counter of a user's model
         return optax.incremental_update(new, mean, 1 - decay)
 
-    return jax.tree.map(average, new, mean)
+    return jax.tree.map(average, new, ema)
 
 
 def _apply_if(finite, new: TrainState, old: TrainState) -> TrainState:
@@ -182,11 +184,11 @@ def make_eval_step(
     Args:
       graphdef: Static definition of the model.
       mesh: Devices of the weights and the batch. Split weights are gathered layer by layer.
-      mean: Per channel, of pixels scaled to [0, 1].
-      std: Likewise.
-      classes: Classes to predict, int [classes]. The default is all of them.
-      answers: Right classes of each label, int32 [labels, most], padded with -1. By default labels
-        are classes.
+      mean: Mean of each channel, of pixels scaled to [0, 1].
+      std: Standard deviation of each channel, of the same pixels.
+      classes: Classes that a prediction is chosen from, int [k]. The default is all classes.
+      answers: Right classes of each label, int32 [labels, m], padded with -1 to the largest number
+        m of right classes. By default each label is the only right class.
     """
 
     def predict(params, model_state, images):
