@@ -29,7 +29,7 @@ MEMORY = {
     "TPU v6 lite": int(31.25 * 2**30),
     "NVIDIA H100 80GB HBM3": 84_929_347_584 * 3 // 4,  # JAX's default share of a GPU's memory
 }
-# What XLA has to know about an H100 SXM that is not there: a GpuTargetConfigProto.
+# Describes an H100 SXM to XLA where there is none: a GpuTargetConfigProto.
 H100 = """
 gpu_device_info {
   cuda_compute_capability { major: 9 minor: 0 }

@@ -1,7 +1,7 @@
 """Errors, checks of values, suggestions for names, and references to a user's own code.
 
-Values are checked once, where they enter the package. What a value must be stands in the
-annotation next to its default, in a dataclass of fields or in the signature of a function:
+Values are checked once, where they enter the package. The annotation next to a default says what
+the value must be, in a dataclass of fields or in the signature of a function:
 
     width: PositiveInt = 192
     drop_path: Fraction = 0.0
@@ -44,7 +44,7 @@ class StoppedError(RuntimeError):
 
 
 class Check(NamedTuple):
-    """What a value must be; stands in `Annotated` after the type.
+    """A requirement on a value, written in `Annotated` after the type.
 
     Attributes:
       needs: Completes the sentence 'NAME=VALUE must be …'.

@@ -39,8 +39,7 @@ MAX_AVERAGED = 1000  # images, which fixes mean and deviation to about 0.01
 def prepare(name: str, data_dir: Folder = None, manual_dir: Folder = None) -> None:
     """Prepares a data set so that `open_dataset` can open it.
 
-    `name` and `data_dir` are those of `open_dataset`; `manual_dir` holds archives downloaded by
-    hand.
+    For `name` and `data_dir` see `open_dataset`; `manual_dir` holds archives downloaded by hand.
 
     Raises:
       InputError: The name is unknown, or TensorFlow or an archive is missing.

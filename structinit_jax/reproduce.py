@@ -23,7 +23,7 @@ One GPU suffices for the small data sets; ImageNet-1K needs eight or more.
 --rows=A,B selects the rows whose names contain all of these words; the difference to a baseline is
 reported once its row is trained too. --scale=small trains small models of the same shape on digits,
 in minutes on a CPU and without a download; their accuracies are not comparable with the published
-ones. --config.FIELD=VALUE applies to all rows. Workdir, report and resuming are those of `compare`.
+ones. --config.FIELD=VALUE applies to all rows. Workdir, report and resuming are as in `compare`.
 """
 
 # isort: split

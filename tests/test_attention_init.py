@@ -18,12 +18,7 @@ from structinit_jax.attention_init import (
     rotary_angles,
     sincos_positions,
 )
-from structinit_jax.config import (
-    base_config,
-    make_attention_init,
-    scheme_options,
-    set_scheme,
-)
+from structinit_jax.config import base_config, make_attention_init, scheme_options, set_scheme
 from structinit_jax.errors import InputError
 
 RNG = jax.random.key(0)

@@ -10,12 +10,7 @@ from structinit_jax.config import base_config
 from structinit_jax.errors import InputError
 from structinit_jax.interop import to_timm
 from structinit_jax.models import create_model, default_config
-from structinit_jax.training.optimizer import (
-    decay_mask,
-    find_loss,
-    make_optimizer,
-    make_schedule,
-)
+from structinit_jax.training.optimizer import decay_mask, find_loss, make_optimizer, make_schedule
 from structinit_jax.training.state import split_model
 
 REFERENCE = references.load("train_script")

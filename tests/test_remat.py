@@ -11,11 +11,7 @@ from structinit_jax.data.datasets import CATALOG
 from structinit_jax.errors import InputError
 from structinit_jax.models.model import REMAT_POLICIES
 from structinit_jax.training import setup as setup_lib
-from structinit_jax.training.setup import (
-    HEADROOM,
-    bytes_needed,
-    compile_first_that_fits,
-)
+from structinit_jax.training.setup import HEADROOM, bytes_needed, compile_first_that_fits
 
 
 @pytest.fixture(scope="module")

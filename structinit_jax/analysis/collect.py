@@ -33,7 +33,7 @@ class Layer(NamedTuple):
     """One layer of a model, averaged over images.
 
     Attributes:
-      name: Number of the layer, from 1. In a model with stages it begins with that of the stage.
+      name: Number of the layer, from 1. With stages, the stage's number precedes it, as in '2.1'.
       grid: Rows and columns of the N tokens of a map.
       maps: Maps of the heads, see `comparable_maps`.
       measures: Values of the heads [h] by the name of the measure, see `analysis.measures`; of the
@@ -229,7 +229,7 @@ def comparable_maps(blocks: dict[str, Array], site: Site) -> Float[Array, "B L h
 
 
 def _summarize(averages, site: Site, targets):
-    """Returns the maps of a stack [L, h, N, N], all measures [L, h], and those of uniform maps."""
+    """Returns the maps of a stack [L, h, N, N], their measures [L, h], and a uniform map's."""
     heads = dict(averages)
     maps = heads.pop("maps")
     heads = measures.measure_mean_maps(maps, site.grid) | heads

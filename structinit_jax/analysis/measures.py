@@ -47,7 +47,7 @@ def measure_mean_maps(
 def mean_entropy(maps: Float[Array, "B *heads N N"]) -> Float[Array, "*heads"]:
     """Returns the entropy of a token's attention in nats, averaged over images and tokens.
 
-    It is at most ln N, that of a uniform map.
+    It is at most ln N, for a uniform map.
     """
     return -jnp.sum(jax.scipy.special.xlogy(maps, maps), axis=-1).mean(axis=(0, -1))
 

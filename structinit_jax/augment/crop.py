@@ -55,8 +55,8 @@ def random_resized_crop(
 ) -> UInt8[Array, "size size C"]:
     """Crops a random box and resizes it, like torchvision's `RandomResizedCrop`.
 
-    `scale` is the range of the box's area as a fraction of the image's, `ratio` that of its aspect
-    ratio, width / height. The interpolation is 'bilinear', 'bicubic' or 'random', one of the two
+    `scale` is the range of the box's area as a fraction of the image's, and `ratio` is the range of
+    its width / height. The interpolation is 'bilinear', 'bicubic' or 'random', one of the two
     with equal probability.
     """
     box_rng, bicubic_rng = jax.random.split(rng)
@@ -96,7 +96,7 @@ def draw_attempts(
 ) -> tuple[Int[Array, " n"], Int[Array, " n"], Float[Array, "2 n"]]:
     """Draws 10 candidate boxes of uniform area and log-uniform aspect ratio for `place_first_fit`.
 
-    Returns the two sides of each box in pixels, whose ratio is first / second, and uniform numbers
+    Returns two sides of each box in pixels (the aspect ratio is first / second) and uniform numbers
     in [0, 1) for its top and left.
     """
     uniform = jax.random.uniform(rng, (4, ATTEMPTS))

@@ -87,7 +87,7 @@ class Comparison(NamedTuple):
 
     @property
     def metric(self) -> str:
-        """What is compared, such as 'test accuracy', named after the first setting's split."""
+        """Name of the compared metric, such as 'test accuracy', after the first setting's split."""
         first, *_ = self.info["settings"].values()
         return f"{first['test_name']} accuracy"
 

@@ -84,10 +84,10 @@ def _summary(comparison: Comparison) -> list[list[str]]:
             {
                 "setting": setting,
                 "seeds": f"{len(done)} of {len(runs)}",
-                f"{comparison.metric}, %": _accuracy(comparison.accuracies(setting).values()),
+                f"{comparison.metric}, %": _format_percent(comparison.accuracies(setting).values()),
                 "published, %": facts[setting]["published"] or "–",
-                "difference to the baseline (95 %)": _difference(comparison, setting),
-                "epochs to the baseline": _epochs(comparison, setting),
+                "difference to the baseline (95 %)": _format_difference(comparison, setting),
+                "epochs to the baseline": _format_epochs(comparison, setting),
                 "training, s": f"{np.mean(seconds):.1f}" if seconds else "–",
             }
         )
@@ -97,7 +97,7 @@ def _summary(comparison: Comparison) -> list[list[str]]:
     return [header, *([row[name] for name in header] for row in rows)]
 
 
-def _accuracy(accuracies: Iterable[float]) -> str:
+def _format_percent(accuracies: Iterable[float]) -> str:
     percent = [100 * accuracy for accuracy in accuracies]
     if not percent:
         return "–"
@@ -105,7 +105,7 @@ def _accuracy(accuracies: Iterable[float]) -> str:
     return f"{np.mean(percent):.2f}{deviation}"
 
 
-def _difference(comparison: Comparison, setting: str) -> str:
+def _format_difference(comparison: Comparison, setting: str) -> str:
     """Formats the difference to the baseline in percentage points, '+1.20 [+0.40, +2.00]'."""
     baselines = comparison.info["baselines"]
     if (baseline := baselines[setting]) == setting:
@@ -131,7 +131,7 @@ def half_interval(values: Sequence[float]) -> float:
     return float(special.stdtrit(n - 1, 0.975) * np.std(values, ddof=1) / math.sqrt(n))
 
 
-def _epochs(comparison: Comparison, setting: str) -> str:
+def _format_epochs(comparison: Comparison, setting: str) -> str:
     """Formats when the runs reach the baseline's mean final accuracy, and how many of them do."""
     goals = [*comparison.accuracies(comparison.info["baselines"][setting]).values()]
     runs = comparison.finished(setting)
@@ -147,7 +147,7 @@ def _epochs(comparison: Comparison, setting: str) -> str:
 
 
 def _other_fields(info: Mapping[str, Any]) -> list[str]:
-    """Describes fields that differ from those of the baseline and are not in the name."""
+    """Describes fields that differ from the baseline's and are not in the setting's name."""
     configs = {name: facts["config"] for name, facts in info["settings"].items()}
     lines = []
     for name, baseline in info["baselines"].items():

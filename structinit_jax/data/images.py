@@ -24,7 +24,7 @@ class BadImageError(InputError):
     """An image cannot be decoded, or the meaning of its values is unknown.
 
     Args:
-      problem: What is wrong with which image.
+      problem: Names the image and says what is wrong with it.
     """
 
     def __init__(self, problem: str):
@@ -142,7 +142,7 @@ class StoredImage:
         elif image.mode in ("I", "F"):
             raise ValueError("32-bit and floating-point values have no known range: convert them")
         if "transparency" in image.info:
-            image = image.convert("RGBA")  # Pillow warns when it drops that of a palette
+            image = image.convert("RGBA")  # Pillow warns when it drops a palette's
         return _turn(from_pillow(image, self._channels), orientation)
 
 

@@ -1,9 +1,9 @@
 """Loads the batches of a split as global arrays on the devices, for training and evaluation.
 
 A small split is decoded once and kept in device memory (`DeviceLoader`). Images of a larger one are
-decoded by Grain's threads while the devices train (`HostLoader`). Both return the same batches,
-whose order is a function of (seed, position in the stream), on any number of processes. Grain's
-`shuffle` does not promise the same order in later versions.
+decoded by Grain's threads while the devices train (`HostLoader`). Both return the same batches on
+any number of processes. Their order is a function of (seed, position in the stream), and our own,
+since Grain's `shuffle` may change it in later versions.
 """
 
 import abc
@@ -153,8 +153,8 @@ class Loader(abc.ABC):
     def eval_batches(self, *, batch_size: int) -> Iterator[Batch]:
         """Yields every example once, in order; the last batch is padded with example 0.
 
-        The batches are those of `train_batches` with a "mask", float32 [B]: 1 for an example and 0
-        for padding.
+        Batches are like those of `train_batches`, and have a "mask", float32 [B]: 1 for an example
+        and 0 for padding.
         """
 
         def order(start, stop):

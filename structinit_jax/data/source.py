@@ -28,7 +28,7 @@ SPLIT = re.compile(r"([\w-]+)(?:\[(-?[\d_]+%?)?:(-?[\d_]+%?)?\])?")  # 'train[10
 
 @dataclasses.dataclass(frozen=True)
 class DatasetInfo:
-    """What the model and the schedule need to know about a data set.
+    """Properties of a data set that the model and the schedule depend on.
 
     Attributes:
       num_classes: Number of classes. Labels are 0, ..., `num_classes - 1`.
@@ -70,7 +70,7 @@ class ImageSource:
       info: The data set.
       name: Name of the split in messages.
       label_key: Entry of a record that is its label.
-      new_labels: Labels that replace those of the records, int [n].
+      new_labels: Labels that replace the records' labels, int [n].
     """
 
     parts: Sequence[Records]

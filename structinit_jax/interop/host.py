@@ -11,12 +11,7 @@ import numpy as np
 from structinit_jax.attention_init import AttentionWeights
 from structinit_jax.attention_init.sites import check_shape, is_concrete
 from structinit_jax.errors import InputError, is_count
-from structinit_jax.interop.entries import (
-    check_array,
-    check_entries,
-    unsupported,
-    write_entries,
-)
+from structinit_jax.interop.entries import check_array, check_entries, unsupported, write_entries
 from structinit_jax.interop.layouts import FIELDS, Leaves, Stack, shared_parts
 
 Grid = tuple[int, int]
@@ -48,7 +43,7 @@ class PositionTable(NamedTuple):
 class Host:
     """A model's parameters by name, the entries of its attention layers, and their sizes.
 
-    `shapes` are those of our arrays by path, with a layer axis if the model stacks its layers;
+    `shapes` holds the shapes of our arrays by path, with a layer axis if the model stacks layers;
     `blocks` are the prefixes of the blocks around the attention layers.
     """
 
@@ -252,7 +247,7 @@ def _table_shape(leaf: Any, width: int) -> tuple[int, ...]:
 
 
 def _split_rows(name, rows, extra, grid):
-    """Returns the number of rows before those of the grid, and the grid.
+    """Returns the number of rows that precede the image tokens, and the grid.
 
     Of the `extra` class and register tokens, some may have no row.
     """

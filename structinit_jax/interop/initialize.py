@@ -36,8 +36,8 @@ def initialize(
     The model is a ViT or, for schemes that support them, a model with a relative position bias in
     every layer (Swin, BEiT), an MLP-Mixer or a ConvMixer. Schemes assume that the LayerNorm before
     the attention has scale 1 and bias 0, that query-key products are scaled by d^-1/2, and that
-    tokens are in row-major order. Parameters that show otherwise raise an error, but not all do:
-    measure a torch model's own maps with `torch_maps` and `hit_rates`.
+    tokens are in row-major order. Parameters that show otherwise raise an error, but they do not
+    show everything: measure a torch model's own maps with `torch_maps` and `hit_rates`.
 
     The biases of the projections that the scheme sets become zero, and its encoding replaces a
     learned position table, except for class and register tokens. `mlp_scale` multiplies the output
@@ -74,8 +74,8 @@ def initialize(
         weights = attention_init(rng, _find_site(host, grid, positions, rotations))
         return rebuild(_write(host, weights, grid))
     given = dict(positions=positions, rotations=rotations, num_heads=num_heads)
-    for argument in (name for name, value in given.items() if value is not None):
-        raise InputError(f"{argument}: leave it out, the model has {sites[0].name} instead")
+    if unused := [name for name, value in given.items() if value is not None]:
+        raise InputError(f"{unused[0]}: leave it out, the model has {sites[0].name} instead")
     rngs = [rng] if len(sites) == 1 else jax.random.split(rng, len(sites))
     for found, site_rng in zip(sites, rngs, strict=True):
         leaves = found.write(leaves, attention_init(site_rng, found.site))

@@ -58,7 +58,7 @@ class Layout(NamedTuple):
 
     Attributes:
       modules: Names of the modules of `FIELDS` below the layer; a fused module is repeated.
-      torch: Whether kernels are [out, in], as in torch and Equinox, rather than those of Flax's
+      torch: Whether kernels are [out, in], as in torch and Equinox, or else in the layout of Flax's
         MultiHeadAttention.
     """
 
@@ -67,7 +67,7 @@ class Layout(NamedTuple):
 
     @property
     def leaf(self) -> str:
-        """What a module calls its kernel."""
+        """Name of a module's kernel."""
         return "weight" if self.torch else "kernel"
 
     def weights(self, attention: str) -> list[str]:

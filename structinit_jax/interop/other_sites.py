@@ -56,7 +56,7 @@ class FoundSite(NamedTuple):
 def find_sites(leaves: Leaves, grid: Grid | None) -> list[FoundSite]:
     """Finds the stacks of a Swin Transformer or BEiT, MLP-Mixer or ConvMixer, from first to last.
 
-    `grid` is that of the tokens, or of the windows that are not square.
+    `grid` is (rows, cols) of the tokens, or of the windows that are not square.
 
     Returns:
       The stacks; none if the model is of another kind.
