@@ -1,4 +1,4 @@
-"""Our configs beside the authors' programs: recipes, and the size of all start weights.
+"""Compares our configs with the authors' programs: recipes, and the size of all start weights.
 
     python benchmarks/fidelity.py --out=fidelity.md
 

@@ -1,4 +1,4 @@
-"""Training images per second and core, beside PyTorch's loader with timm's transforms.
+"""Training images per second and core, compared with PyTorch's loader and timm's transforms.
 
     python benchmarks/input.py --out=input.json
 

@@ -1,8 +1,8 @@
-"""Time and loss of the attention solve beside the 2024 paper's procedure.
+"""Time and loss of the attention solve, compared with the 2024 paper's procedure.
 
     python benchmarks/solve.py --out=solve.json
 
-The models are those of the papers, with different weights in every layer. `impulse` is timed as a
+The models are the papers', with different weights in every layer. `impulse` is timed as a
 whole, cold (first call, including compilation) and warm. The reference procedure is `impulse_2024`,
 which takes the steps of the authors' program (`tests/test_papers.py`): 10,000 Adam steps on the
 full Q and K of every head. It is run for one layer, and its time scaled to all layers and, for

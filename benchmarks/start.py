@@ -2,7 +2,7 @@
 
     python benchmarks/start.py --out=benchmarks/results/start.json
 
-A cold run starts with an empty compilation cache, a warm one with that of the cold run before it.
+A cold run starts with an empty compilation cache, a warm one with the cache of the cold run before.
 """
 
 import argparse

@@ -1,4 +1,4 @@
-"""What start values generalize to by themselves: kernel regression with a model's tangent kernel.
+"""Measures how start values generalize: kernel regression with a model's tangent kernel.
 
     python benchmarks/tangent_kernel.py --out=tangent_kernel.json \
         --schemes=default,mimetic,impulse --set data.manual_dir=DIR
@@ -9,7 +9,7 @@ did not change, and takes a minute or two for each scheme and seed on one CPU co
 with kernels that know nothing of the model: Gaussians on the pixels, and on patches of the model's
 tokens, without overlap and position by position.
 
-Accuracies are those of the best of six ridge parameters on the evaluation split, so they are upper
+Accuracies are for the best of six ridge parameters on the evaluation split, so they are upper
 bounds. Kernels use a random subset of the parameters' coordinates, by default 32,768.
 """
 

@@ -1,4 +1,4 @@
-"""Speed, memory and compile time of one training step, beside timm and big_vision.
+"""Speed, memory and compile time of one training step, compared with timm and big_vision.
 
 On CPUs, in float32:
 

@@ -2,7 +2,7 @@
 
     python -m structinit_jax.main --config=configs/convmixer_digits.py --workdir=/tmp/convmixer
 
-Every pixel is a token. The depthwise filters start as impulses. The recipe is that of
+Every pixel is a token. The depthwise filters start as impulses. The recipe is as in
 vit_t_digits.py.
 
 Hardware: two CPU cores. Time: 24 seconds.

@@ -2,7 +2,7 @@
 
     python -m structinit_jax.main --config=configs/swin_digits.py --workdir=/tmp/swin
 
-Every pixel is a token. The relative position biases start as impulses. The recipe is that of
+Every pixel is a token. The relative position biases start as impulses. The recipe is as in
 vit_t_digits.py.
 
 Hardware: two CPU cores. Time and accuracy: not measured.

@@ -11,9 +11,8 @@ only; its size is not known to us.
 The paper's closed form is for attention with positions; we do not know how the authors applied it
 to these two families. The scheme here is our own: `impulse` in Swin's relative position bias
 and in Mixer's token-mixing MLPs. Others: --config.attention_init.name=default, mimetic or
-kaiming_uniform. The recipe is that of vit_2025_small.py, except that
-all three start from timm's base initialization (`model.base_init`), since we do not know which one
-the authors used here.
+kaiming_uniform. The recipe is as in vit_2025_small.py, but all schemes start from timm's base
+initialization (`model.base_init`), since we do not know which one the authors used here.
 
 Hardware: one GPU or more. Time: not measured.
 Accuracy to expect: the published figures are in configs/papers.csv; not run here.

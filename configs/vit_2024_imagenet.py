@@ -11,7 +11,7 @@ From the text: 300 epochs "with the settings of ConvMixer". The authors' command
 (github.com/osiriszjq/structured_init) has other settings, and this file follows the command: eight
 processes of 512 images, learning rate 4e-3, 50 epochs of warm-up, weight decay 0.05, mixup 1.0,
 cutmix 0.8, random erasing. From their program: all but truncated_normal start the whole model from
-PyTorch's defaults (`model.base_init`); mean, standard deviation and test crop are those of timm's
+PyTorch's defaults (`model.base_init`); mean, standard deviation and test crop are as in timm's
 vit_tiny_patch16_224.
 
 Hardware: 8 or more data-center GPUs or TPUs. Time: not measured.
@@ -22,7 +22,7 @@ from typing import Literal
 
 from structinit_jax.config import base_config
 
-# Initialization -> that of the whole model, and the scheme for attention.
+# Initialization -> `model.base_init`, and the scheme for attention.
 INITS = {
     "impulse3": ("pytorch", dict(name="impulse_2024", kernel_size=3)),
     "impulse5": ("pytorch", dict(name="impulse_2024", kernel_size=5)),
@@ -56,7 +56,7 @@ def get_config(init: Literal[*INITS] = "impulse3"):
 
     config.augment.crop = "resized"
     config.augment.flip = 0.5
-    config.augment.rand_augment = "rand-m9-mstd0.5-inc1"  # color jitter has no effect beside it
+    config.augment.rand_augment = "rand-m9-mstd0.5-inc1"  # color jitter has no effect with it
     config.augment.erasing = 0.25
     config.augment.erase_after_mixing = True
     config.augment.mixup = 1.0

@@ -37,7 +37,7 @@ DATASETS = {
     "cifar100": (100, (0.5071, 0.4867, 0.4408), (0.2675, 0.2565, 0.2761)),
     "svhn_cropped": (10, (0.4377, 0.4438, 0.4728), (0.1980, 0.2010, 0.1970)),
 }
-# Initialization -> that of the whole model, and the scheme for attention.
+# Initialization -> `model.base_init`, and the scheme for attention.
 INITS = {
     "impulse3": ("pytorch", dict(name="impulse_2024", kernel_size=3)),
     "impulse5": ("pytorch", dict(name="impulse_2024", kernel_size=5)),

@@ -10,7 +10,7 @@ paper's), mimetic or default. Our own scheme: --config.attention_init.name=impul
 
 All settings are from the authors' command (github.com/osiriszjq/structured_initialization): eight
 processes of 64 images, 300 epochs, learning rate 2e-3, 50 epochs of warm-up from 1e-6. Its color
-jitter has no effect beside RandAugment, and it keeps no averaged weights: it sets their decay
+jitter has no effect with RandAugment, and it keeps no averaged weights: it sets their decay
 without switching them on. From the program: all three start the whole model from PyTorch's defaults
 (`model.base_init`). Not stated anywhere: which splits of the data sets are used.
 

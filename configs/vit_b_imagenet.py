@@ -7,7 +7,7 @@ vit_2025_imagenet.py describes the recipe, and has the paper's own scheme and ot
 of the model starts from PyTorch's defaults there, and from timm's here (`model.base_init`).
 
 Hardware: 8 or more data-center GPUs or TPUs. Time: not measured.
-Accuracy to expect: that of the paper's own impulse is in configs/papers.csv; not run here.
+Accuracy to expect: configs/papers.csv has the paper's, for its own impulse; not run here.
 """
 
 from pathlib import Path
