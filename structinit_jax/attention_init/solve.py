@@ -27,7 +27,7 @@ MIN_HIT_RATE = 0.75  # below it, targets count as out of reach
 RANK_TOLERANCE = 1e-4
 # Starts of the solve, as regularizations of a pseudo-inverse relative to the strongest direction.
 START_REGULARIZATIONS = np.geomspace(3e-5, 3e-2, 7)
-START_HEADROOM = 2.0  # multiple of the norm at which starts are compared: it finds better ones
+START_HEADROOM = 2.0  # starts are compared at this multiple of the norm: better ones win there
 # Rows of the maps in the loss. All rows of a filter pose the same problem at different places, so
 # on a larger grid an evenly spaced subset determines the solution.
 MAX_ROWS = 1024

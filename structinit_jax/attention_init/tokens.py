@@ -67,8 +67,8 @@ def impulse(
         filters = dataclasses.replace(filters, dilation=dilation)
     targets, ranges = filter_maps(site, filters)
 
-    # Row space: coordinates Z [N, r] and basis B [D, r]. Learned positions start near zero and
-    # carry no structure, so the sin-cos encoding replaces them.
+    # Row space: coordinates Z [N, r] and basis B [D, r]. Learned positions start as noise, so the
+    # sin-cos encoding replaces them.
     trainable = site.positions_trainable
     positions = sincos_positions(site.grid, site.width) if trainable else site.require_positions()
     z, basis = row_space(layer_norm(np.asarray(positions)))
