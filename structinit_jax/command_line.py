@@ -82,6 +82,8 @@ def _parse_flags(argv: list[str]) -> Overrides:
     fields = [word for word in argv if word.lstrip("-").startswith("config.") and "=" in word]
     try:
         _, *words = flags.FLAGS([word for word in argv if word not in fields])
+    except SystemExit as error:  # absl has printed the help, and ends with status 1
+        raise SystemExit(0) from error
     except flags.Error as error:
         raise InputError(f"{error}; fields of the config are --config.FIELD=VALUE") from error
     if words:

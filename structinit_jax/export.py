@@ -200,6 +200,7 @@ def export(
     try:
         if is_folder:
             path.mkdir(parents=True, exist_ok=True)
+            (path / "config.json").unlink(missing_ok=True)  # of an older export
             if timm.is_registered:
                 write_atomically(path / "config.json", f"{text}\n")
         # `save_file` would write a file that only its owner can read.

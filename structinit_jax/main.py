@@ -58,6 +58,8 @@ def main(overrides: command_line.Overrides) -> None:
     """Runs the mode that the flags select."""
     if TARGET.value and not DRY_RUN.value:
         raise InputError(f"--target={TARGET.value} needs --dry_run, which compiles for it")
+    if MODE.value == "eval" and (DRY_RUN.value or PROFILE_STEPS.value):
+        raise InputError("--dry_run and --profile_steps are about training: omit --mode=eval")
     if STEP.value and MODE.value != "eval":
         raise InputError(f"--step={STEP.value} is the checkpoint to evaluate: add --mode=eval")
     config = command_line.read_config(overrides)

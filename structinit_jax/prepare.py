@@ -124,6 +124,8 @@ def main(overrides: command_line.Overrides) -> None:
     """Prepares a data set and prints a report."""
     if not _NAME.value:
         raise InputError("--name is required, such as --name=cifar10 or --name=folder")
+    if overrides:
+        raise InputError(f"prepare has no --config.{overrides[0][0]}; --help lists its flags")
     sys.stdout.reconfigure(errors="backslashreplace")  # the name of a file need not be text
     arguments = _NAME.value, _DATA_DIR.value, _MANUAL_DIR.value
     prepare(*arguments)

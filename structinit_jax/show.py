@@ -73,10 +73,13 @@ def main(overrides: command_line.Overrides) -> None:
     if not step.isdecimal() or int(step) < 1:
         raise InputError(f"--step={step} must be a training step: 1 or more")
     path = command_line.out_path("batch.png")
-    path.parent.mkdir(parents=True, exist_ok=True)
     images, targets, names = training_batch(config, int(step))
     captions = [describe_target(t, config.label_smoothing, names) for t in targets[:MAX_IMAGES]]
-    draw(images[:MAX_IMAGES], captions).savefig(path, dpi=150)
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        draw(images[:MAX_IMAGES], captions).savefig(path, dpi=150)
+    except (OSError, ValueError) as error:  # a ValueError is about the suffix
+        raise InputError(f"--out={path} cannot be written ({error}): name a .png file") from error
     print(f"wrote {path}: {len(captions)} of the {len(images)} images of step {step}")
 
 

@@ -106,6 +106,9 @@ def one_device() -> jax.sharding.Mesh:
 
 
 def _start_values(config, model):
+    sites = nnx.merge(model.graphdef, model.params, model.model_state).sites()
+    if not sites or any(isinstance(site, ConvSite) for site in sites.values()):
+        raise InputError(f"config.model.name={config.model.name!r} has no attention to analyze")
     scheme, name = make_attention_init(config), config.attention_init.name
     return initialize_model(model, scheme, config.seed, config.start_from, name)[:2]
 
@@ -123,13 +126,8 @@ def observe(
       model: The model, on one device.
       weights: Parameters and model state by training step.
       images: Images to average over; n is a multiple of `BATCH_SIZE`.
-
-    Raises:
-      InputError: The model has no attention or token mixing.
     """
     sites = nnx.merge(model.graphdef, *next(iter(weights.values()))).sites()
-    if not sites or any(isinstance(site, ConvSite) for site in sites.values()):
-        raise InputError(f"config.model.name={config.model.name!r} has no attention to analyze")
     targets = {}
     if not config.start_from:
         targets = find_targets(model, make_attention_init(config), config.seed)
