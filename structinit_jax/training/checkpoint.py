@@ -73,10 +73,17 @@ class Checkpoints:
         self._writer = ThreadPoolExecutor(1, "checkpoint")
         self._writing: Future | None = None
         self._runs: dict[int, dict[str, Any]] = {}  # of all intact checkpoints; on process 0
+        foreign = None
         if jax.process_index() == 0:
             self.directory.mkdir(parents=True, exist_ok=True)
-            _remove_unfinished(self.directory)
+            foreign = _remove_unfinished(self.directory)
             self._runs = dict(_intact_runs(step_folders(self.directory)))
+        # In all processes: one that raised alone would leave the others waiting.
+        if (step := _from_process_0(foreign)) is not None:
+            raise InputError(
+                f"{self.directory / str(step)} is a checkpoint of another program: use another "
+                "--workdir, or move it away"
+            )
         self.latest_step = _from_process_0(max(self._runs, default=None))
 
     def save(self, step: int, state: TrainState, run: dict[str, Any]) -> None:
@@ -313,20 +320,18 @@ def _read_intact(folder: epath.Path) -> dict[str, Any]:
     return run
 
 
-def _remove_unfinished(directory: epath.Path) -> None:
+def _remove_unfinished(directory: epath.Path) -> int | None:
     """Deletes checkpoints that a kill left half written or half deleted.
 
-    Raises `InputError`, and deletes nothing, if a checkpoint is not of this program.
+    Returns the step of a checkpoint that is not of this program, and deletes nothing then.
     """
     unfinished = [folder for folder in step_folders(directory) if not (folder / RUN).exists()]
     for folder in unfinished:
         if not all(path.name.startswith((STATE, "index_")) for path in folder.iterdir()):
-            raise InputError(
-                f"{folder} is a checkpoint of another program: use another --workdir, or move it "
-                "away"
-            )
+            return int(folder.name)
     for folder in unfinished:
         folder.rmtree()
+    return None
 
 
 def _index(folder: epath.Path, process: int) -> epath.Path:
