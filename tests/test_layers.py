@@ -29,7 +29,7 @@ def test_gelu_and_its_gradient_are_exact(dtype, tolerance):
     close(value_and_gradients(layers.gelu, x), exact, tolerance)
 
 
-@pytest.mark.parametrize("bias_batch", [0, 2])
+@pytest.mark.parametrize("bias_batch", [0, 1, 2])
 @pytest.mark.parametrize(("dtype", "tolerance"), [("float32", 1e-5), ("bfloat16", 3e-2)])
 def test_attention_and_its_gradients_equal_those_of_jax(dtype, tolerance, bias_batch):
     rngs = jax.random.split(jax.random.key(0), 4)
