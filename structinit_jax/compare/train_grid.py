@@ -159,9 +159,10 @@ def _describe_setting(name: str, config: ConfigDict) -> dict[str, Any]:
 
 def _merge(workdir, new, settings):
     """Adds settings and seeds to those of earlier commands; refuses other configs and data."""
-    if not (workdir / compare.GRID).exists():
+    path = workdir / compare.GRID
+    if not path.exists():
         return {"settings": new, "baselines": {}, "commands": []}
-    info = compare.read_comparison(workdir).info
+    info = json.loads(path.read_text(encoding="utf-8"))
     old = info["settings"]
     data = {k: value for facts in old.values() for k, value in facts["data"].items()}
     for name, facts in new.items():
