@@ -57,7 +57,6 @@ class Run:
             [
                 *(sys.executable, "-u", "-m", "structinit_jax.main", *CONFIG),
                 *(f"--config.num_steps={steps}", f"--workdir={self.workdir}"),
-                f"--config.data.data_dir={folder / 'tfds'}",
             ],
             cwd=ROOT,
             stdout=self._file,

@@ -27,12 +27,12 @@ MARKS = {
 IMPORTS = ("jax", "structinit_jax.attention_init", "structinit_jax.main")
 
 
-def time_start(cache: str, data_dir: str) -> dict[str, float]:
+def time_start(cache: str) -> dict[str, float]:
     """Starts a run and ends it after the first step; returns seconds since the command."""
     environment = dict(os.environ, XDG_CACHE_HOME=cache, PYTHONUNBUFFERED="1")
     with tempfile.TemporaryDirectory() as workdir:
-        command = [sys.executable, "-m", "structinit_jax.main", f"--config={CONFIG}"]
-        command += [f"--workdir={workdir}", f"--config.data.data_dir={data_dir}"]
+        command = [sys.executable, "-m", "structinit_jax.main"]
+        command += [f"--config={CONFIG}", f"--workdir={workdir}"]
         begin, seconds = time.perf_counter(), {}
         with subprocess.Popen(command, env=environment, stdout=-1, text=True) as process:
             for line in process.stdout:
@@ -58,17 +58,14 @@ def main() -> None:
     """Prints the report, and writes it to --out."""
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--rounds", type=int, default=5, help="Cold and warm starts.")
-    parser.add_argument("--data_dir", default="", help="As config.data.data_dir.")
     parser.add_argument("--out", default=None, help="JSON file to write.")
     args = parser.parse_args()
 
-    with tempfile.TemporaryDirectory() as cache:
-        time_start(cache, args.data_dir)  # prepares the data
     runs = {"cold": [], "warm": []}
     for _ in range(args.rounds):
         with tempfile.TemporaryDirectory() as cache:
-            runs["cold"].append(time_start(cache, args.data_dir))
-            runs["warm"].append(time_start(cache, args.data_dir))
+            runs["cold"].append(time_start(cache))
+            runs["warm"].append(time_start(cache))
     imports = {name: [time_import(name) for _ in range(args.rounds)] for name in IMPORTS}
     summary = {
         kind: {

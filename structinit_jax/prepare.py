@@ -17,7 +17,7 @@ import tensorflow_datasets as tfds
 from absl import flags
 
 from structinit_jax import command_line
-from structinit_jax.data.builders import OWN_BUILDERS, find_builder
+from structinit_jax.data.builders import find_builder
 from structinit_jax.data.datasets import open_dataset
 from structinit_jax.data.source import Dataset, Folder, ImageSource, expand_user
 from structinit_jax.errors import InputError, is_reference
@@ -44,7 +44,7 @@ def prepare(name: str, data_dir: Folder = None, manual_dir: Folder = None) -> No
     Raises:
       InputError: The name is unknown, or TensorFlow or an archive is missing.
     """
-    if name == "folder" or name in OWN_BUILDERS or is_reference(name):
+    if name in ("folder", "digits", "fashion_mnist") or is_reference(name):
         return
     builder = find_builder(name, expand_user(data_dir))
     if builder.data_path.exists():

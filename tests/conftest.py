@@ -43,12 +43,8 @@ def compilation_cache(tmp_path_factory):
 
 @pytest.fixture(scope="session")
 def data_dir(tmp_path_factory):
-    """A TFDS folder in which digits are prepared once for all tests."""
-    from structinit_jax.data import datasets
-
-    path = tmp_path_factory.mktemp("tfds")
-    datasets.open_dataset("digits", str(path))
-    return str(path)
+    """A folder of data sets."""
+    return str(tmp_path_factory.mktemp("data"))
 
 
 def make_tiny_config(data_dir):

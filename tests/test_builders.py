@@ -1,51 +1,55 @@
 """Data sets of TFDS without TensorFlow, and `structinit_jax.prepare`."""
 
-import gzip
-import hashlib
-import shutil
-import struct
-
 import fork_main
 import numpy as np
 import pytest
+import tensorflow_datasets as tfds
 from PIL import Image
 
 from structinit_jax import prepare
-from structinit_jax.data import builders
-from structinit_jax.data.datasets import CATALOG, open_dataset
-from structinit_jax.data.source import Dataset
+from structinit_jax.data.datasets import open_dataset
+from structinit_jax.data.source import Dataset, DatasetInfo
 from structinit_jax.errors import InputError
 
 
-def idx_bytes(array):
-    header = struct.pack(f">BBBB{array.ndim}i", 0, 0, 8, array.ndim, *array.shape)
-    return header + array.astype(np.uint8).tobytes()
+def prepare_small_set(name, version, data_dir):
+    """Writes two images in the place and with the features of TFDS's builder `name`."""
+    label = tfds.features.ClassLabel(num_classes=1000)
+    features = {"image": tfds.features.Image(), "label": label, "file_name": tfds.features.Text()}
+
+    with tfds.core.registered.skip_registration():
+
+        class SmallSet(tfds.core.GeneratorBasedBuilder):
+            VERSION = tfds.core.Version(version)
+
+            def _info(self):
+                return tfds.core.DatasetInfo(
+                    builder=self, features=tfds.features.FeaturesDict(features)
+                )
+
+            def _split_generators(self, dl_manager):
+                return {"test": self._generate_examples()}
+
+            def _generate_examples(self):
+                for label in (4, 7):
+                    image = Image.new("RGB", (3, 2), (label, 0, 9))
+                    yield label, {"image": image, "label": label, "file_name": f"{label}.JPEG"}
+
+    SmallSet.name = name
+    SmallSet(data_dir=data_dir).download_and_prepare(file_format="array_record")
 
 
-def assert_holds(source, pixels, labels):
-    """Compares in sorted order, since TFDS shuffles while it prepares."""
-    images = [image.decode() for image, _ in source.read(range(len(source)))]
-    rows = [
-        np.concatenate([np.reshape(array, (len(y), -1)), np.c_[y]], axis=1)
-        for array, y in ((images, source.labels()), (pixels, labels))
-    ]
-    found, expected = (each[np.lexsort(each.T)] for each in rows)
-    np.testing.assert_array_equal(found, expected)
-
-
-def test_digits_are_sklearns_in_the_documented_split(data_dir):
-    from sklearn.datasets import load_digits
-
-    digits = load_digits()
-    dataset = open_dataset("digits", data_dir)
-    assert dataset.info == CATALOG["digits"]
-    is_test = np.arange(1797) % 5 == 4
-    for split, chosen in (("train", ~is_test), ("test", is_test)):
-        pixels = np.rint(digits.images[chosen] * 255 / 16)
-        assert_holds(dataset.split(split), pixels, digits.target[chosen])
-    gray, color = (open_dataset("digits", data_dir, channels=n).split("test")[0] for n in (1, 3))
-    assert gray[0].decode().shape == (8, 8, 1)
-    np.testing.assert_array_equal(color[0].decode(), np.repeat(gray[0].decode(), 3, axis=-1))
+def test_a_prepared_set_is_read(tmp_path):
+    prepare_small_set("imagenet_sketch", "1.0.0", tmp_path)
+    dataset = open_dataset("imagenet_sketch", tmp_path)
+    assert dataset.info == DatasetInfo(1000, (None, None, 3), {"test": 2})
+    assert len(dataset.class_names) == 1000
+    for image, label in dataset.split("test").read([1, 0]):
+        pixels = np.broadcast_to(np.uint8([label, 0, 9]), (2, 3, 3))
+        np.testing.assert_array_equal(image.decode(), pixels)
+        assert image.name.endswith(f"({label}.JPEG)")
+    gray, _ = open_dataset("imagenet_sketch", tmp_path, channels=1).split("test")[0]
+    assert gray.decode().shape == (2, 3, 1)
 
 
 @pytest.mark.parametrize(
@@ -61,38 +65,15 @@ def test_sets_that_cannot_be_opened_are_named(tmp_path, name, reason):
         open_dataset(name, tmp_path)
 
 
-def test_damaged_sets_and_those_prepared_as_tfrecord_are_named(tmp_path, data_dir):
-    shutil.copytree(f"{data_dir}/digits", tmp_path / "digits")
-    info = tmp_path / "digits" / "1.0.0" / "dataset_info.json"
+def test_damaged_sets_and_those_prepared_as_tfrecord_are_named(tmp_path):
+    prepare_small_set("imagenet_sketch", "1.0.0", tmp_path)
+    info = tmp_path / "imagenet_sketch" / "1.0.0" / "dataset_info.json"
     info.write_text(info.read_text().replace("array_record", "tfrecord"))
     with pytest.raises(InputError, match=rf"tfds convert_format --dataset_version_dir={tmp_path}"):
-        open_dataset("digits", tmp_path)
+        open_dataset("imagenet_sketch", tmp_path)
     info.write_text("{")
-    with pytest.raises(InputError, match=rf"config\.data\.name='digits'.*{tmp_path}"):
-        open_dataset("digits", tmp_path)
-
-
-def test_fashion_mnist_from_files(tmp_path, monkeypatch):
-    rng, sums, written = np.random.default_rng(0), {}, {}
-    for name in builders.CHECKSUMS:
-        size = 6 if name.startswith("train") else 3
-        array = rng.integers(0, 9, (size, 28, 28) if "images" in name else size)
-        written[name] = array
-        (tmp_path / f"{name}.gz").write_bytes(gzip.compress(idx_bytes(array)))
-        sums[name] = hashlib.sha256(idx_bytes(array)).hexdigest()
-    with pytest.raises(InputError, match=r"train-images.*gz is not the original file"):
-        open_dataset("fashion_mnist", tmp_path / "data", tmp_path)  # such as MNIST
-    monkeypatch.setattr(builders, "CHECKSUMS", sums)
-    dataset = open_dataset("fashion_mnist", tmp_path / "data", tmp_path)
-    images, labels = written["train-images-idx3-ubyte"], written["train-labels-idx1-ubyte"]
-    assert_holds(dataset.split("train"), images, labels)
-    with pytest.raises(InputError, match=r"fashion_mnist: .*No such file.*apt-get install"):
-        open_dataset("fashion_mnist", tmp_path / "other", tmp_path / "nothing")
-    # Port 9 of this host: refused at once, whatever network there is.
-    monkeypatch.setattr(builders.FashionMNIST, "URL", "http://127.0.0.1:9/")
-    monkeypatch.setenv("no_proxy", "127.0.0.1")
-    with pytest.raises(InputError, match=r"fashion_mnist: .*refused.*--config\.data\.manual_dir="):
-        open_dataset("fashion_mnist", tmp_path / "other")
+    with pytest.raises(InputError, match=rf"config\.data\.name='imagenet_sketch'.*{tmp_path}"):
+        open_dataset("imagenet_sketch", tmp_path)
 
 
 # -- structinit_jax.prepare ------------------------------------------------------------------------

@@ -97,7 +97,6 @@ def test_the_readme_command_trains_from_nothing_and_evaluates(tmp_path):
         *command.split(),
         "--config.num_epochs=2",
         f"--workdir={tmp_path / 'digits'}",
-        f"--config.data.data_dir={tmp_path / 'tfds'}",
     ]
     optimized = dict(XLA_FLAGS="")  # so many steps are worth the compilation
     result = fork_main.run(*arguments, timeout=600, **optimized)

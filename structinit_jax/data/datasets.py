@@ -10,6 +10,7 @@ import itertools
 import numpy as np
 
 from structinit_jax.data.folder import open_folder
+from structinit_jax.data.small import open_digits, open_fashion_mnist
 from structinit_jax.data.source import Dataset, DatasetInfo, Folder, ImageSource, expand_user
 from structinit_jax.errors import InputError, is_reference, load_reference
 
@@ -52,10 +53,11 @@ EVALUATION_SETS = {
 def open_dataset(
     name: str, data_dir: Folder = None, manual_dir: Folder = None, channels: int | None = None
 ) -> Dataset:
-    """Opens a data set. digits and fashion_mnist are prepared on first use.
+    """Opens a data set.
 
     Args:
-      name: 'folder', a TFDS name or `module:function` (a data set of your own).
+      name: 'digits', 'fashion_mnist', 'folder', a TFDS name or `module:function` (a data set of
+        your own).
       data_dir: The image folder, TFDS's folder for its data sets (None: `$TFDS_DATA_DIR` or
         `~/tensorflow_datasets`), or the argument of the function.
       manual_dir: Folder with the original files of fashion_mnist; None downloads them.
@@ -63,11 +65,15 @@ def open_dataset(
       channels: 1 converts the images to gray and 3 to color; None leaves them as they are.
 
     Raises:
-      InputError: The name is unknown, or the data set cannot be read or prepared.
+      InputError: The name is unknown, or the data set cannot be read.
     """
     data_dir, manual_dir = expand_user(data_dir), expand_user(manual_dir)
     if name == "folder":
         dataset = open_folder(data_dir)
+    elif name == "digits":
+        dataset = open_digits()
+    elif name == "fashion_mnist":
+        dataset = open_fashion_mnist(data_dir, manual_dir)
     elif is_reference(name):
         dataset = load_reference(name, "data.name")(data_dir)
         if not isinstance(dataset, Dataset):
@@ -78,7 +84,7 @@ def open_dataset(
     else:
         from structinit_jax.data import builders  # imports TFDS
 
-        dataset = builders.open_tfds(name, data_dir, manual_dir)
+        dataset = builders.open_tfds(name, data_dir)
     if channels is None:
         return dataset
     return dataclasses.replace(dataset, info=dataset.info.with_channels(channels))

@@ -1,0 +1,114 @@
+"""digits and fashion_mnist, which fit into memory and need no preparation."""
+
+import gzip
+import hashlib
+import os
+import urllib.request
+from importlib.util import find_spec
+from pathlib import Path
+
+import numpy as np
+
+from structinit_jax.data.source import Dataset, Folder
+from structinit_jax.errors import InputError
+
+URL = "http://fashion-mnist.s3-website.eu-central-1.amazonaws.com"
+# Original files of fashion_mnist (with the suffix .gz) -> SHA-256 of the decompressed content. The
+# compressed files differ between sources.
+CHECKSUMS = {
+    "train-images-idx3-ubyte": "c59f468a2f672dc815687fe0f83887768d799fd8a3f3276145d20f83aa44d888",
+    "train-labels-idx1-ubyte": "bad3541b69d912435c50bb6ba87bec294ff4f6a2e1246121d8633921760443d9",
+    "t10k-images-idx3-ubyte": "5b4141f0afbad91edebe8549f8fcffe087ea10ca49f1dbef5c9a5cd8815ce37b",
+    "t10k-labels-idx1-ubyte": "0402a96d92fd2663957122ceb108a494c5af83dab82d92729df917d7dec38c34",
+}
+MANUAL_DOWNLOAD = (
+    f"Put the four files {', '.join(f'{name}.gz' for name in CHECKSUMS)} into a folder and pass"
+    " --config.data.manual_dir=DIR. On Debian and Ubuntu `apt-get install dataset-fashion-mnist`"
+    " installs them in /usr/share/datasets/fashion-mnist."
+)
+FASHION_CLASSES = (
+    *("T-shirt/top", "Trouser", "Pullover", "Dress", "Coat"),
+    *("Sandal", "Shirt", "Sneaker", "Bag", "Ankle boot"),
+)
+
+
+def open_digits() -> Dataset:
+    """Opens the 1,797 8x8 gray images that come with scikit-learn.
+
+    They are the test part of "Optical Recognition of Handwritten Digits" (UCI,
+    https://doi.org/10.24432/C50P49). The gray levels 0, ..., 16 are scaled to 0, ..., 255 and
+    rounded. Every fifth image (index % 5 == 4) is in `test` (359), the others are in `train`
+    (1,438). The same writers appear in both.
+    """
+    # The file itself, since importing scikit-learn takes a second.
+    (package,) = find_spec("sklearn").submodule_search_locations
+    table = np.loadtxt(Path(package, "datasets", "data", "digits.csv.gz"), delimiter=",")
+    images = np.rint(table[:, :-1].reshape(-1, 8, 8) * (255 / 16)).astype(np.uint8)
+    labels, is_test = table[:, -1].astype(int), np.arange(len(table)) % 5 == 4
+    splits = {
+        split: _in_order(split, np.flatnonzero(chosen), images, labels)
+        for split, chosen in (("train", ~is_test), ("test", is_test))
+    }
+    return Dataset.from_records("digits", splits, range(10), (8, 8, 1))
+
+
+def open_fashion_mnist(data_dir: Folder, manual_dir: Folder) -> Dataset:
+    """Opens Fashion-MNIST (Xiao et al. 2017): 70,000 28x28 gray images of clothes.
+
+    Args:
+      data_dir: Folder of data sets. The four original files are downloaded to its subfolder
+        `fashion_mnist`, once. The default is that of TFDS.
+      manual_dir: Folder that holds these files; nothing is downloaded.
+
+    Raises:
+      InputError: A file cannot be read or downloaded, or is not the original.
+    """
+    root = data_dir or os.environ.get("TFDS_DATA_DIR") or "~/tensorflow_datasets"
+    folder = Path(manual_dir or Path(root).expanduser() / "fashion_mnist")
+    arrays = []
+    for name, sha256 in CHECKSUMS.items():
+        path = folder / f"{name}.gz"
+        try:
+            if not manual_dir and not path.exists():
+                _download(f"{URL}/{path.name}", path)
+            arrays.append(_read_idx(path, sha256))
+        except OSError as error:  # of the network, the file system or gzip
+            raise InputError(f"fashion_mnist: {path}: {error}. {MANUAL_DOWNLOAD}") from error
+    splits = {
+        split: _in_order(split, np.arange(len(labels)), images, labels)
+        for split, images, labels in (("train", *arrays[:2]), ("test", *arrays[2:]))
+    }
+    return Dataset.from_records("fashion_mnist", splits, FASHION_CLASSES, (28, 28, 1))
+
+
+def _in_order(split, indices, images, labels):
+    """Returns records in the order in which TFDS prepares them, a fixed shuffle.
+
+    Both sets had this order when TFDS prepared them, and every seed keeps its batches.
+    """
+
+    def checksum(index):
+        return hashlib.md5(f"{split}{index}".encode(), usedforsecurity=False).digest()
+
+    order = sorted(indices.tolist(), key=checksum)
+    return [{"image": images[index], "label": int(labels[index])} for index in order]
+
+
+def _download(url, path):
+    print(f"Downloading {url} to {path.parent} (once).", flush=True)
+    with urllib.request.urlopen(url, timeout=30) as response:
+        content = response.read()
+    path.parent.mkdir(parents=True, exist_ok=True)
+    partial = path.with_name(f"{path.name}.{os.getpid()}")  # others may download it too
+    partial.write_bytes(content)
+    partial.replace(path)
+
+
+def _read_idx(path, sha256):
+    """Reads the idx format: two zeros, type 8 (uint8), rank, big-endian sizes, values."""
+    content = gzip.decompress(path.read_bytes())
+    if hashlib.sha256(content).hexdigest() != sha256:
+        raise InputError(f"fashion_mnist: {path} is not the original file. {MANUAL_DOWNLOAD}")
+    rank = content[3]
+    shape = np.frombuffer(content, ">i4", count=rank, offset=4)
+    return np.frombuffer(content, np.uint8, offset=4 + 4 * rank).reshape(shape)

@@ -1,0 +1,83 @@
+import gzip
+import hashlib
+import struct
+
+import numpy as np
+import pytest
+from tensorflow_datasets.core.hashing import Hasher
+
+from structinit_jax.data import small
+from structinit_jax.data.datasets import CATALOG, open_dataset
+from structinit_jax.errors import InputError
+
+
+def idx_bytes(array):
+    header = struct.pack(f">BBBB{array.ndim}i", 0, 0, 8, array.ndim, *array.shape)
+    return header + array.astype(np.uint8).tobytes()
+
+
+def assert_holds(dataset, split, indices, pixels, labels):
+    """The images and labels at the indices, in the order in which TFDS would store them."""
+    order = sorted(indices, key=Hasher(split).hash_key)
+    source = dataset.split(split)
+    images = [image.decode()[..., 0] for image in source.images()]
+    np.testing.assert_array_equal(images, pixels[order])
+    np.testing.assert_array_equal(source.labels(), labels[order])
+
+
+def test_digits_are_sklearns_in_the_documented_split():
+    from sklearn.datasets import load_digits
+
+    digits, dataset = load_digits(), open_dataset("digits")
+    assert dataset.info == CATALOG["digits"]
+    pixels = np.rint(digits.images * 255 / 16)
+    for split, indices in (
+        ("train", [i for i in range(1797) if i % 5 != 4]),
+        ("test", range(4, 1797, 5)),
+    ):
+        assert_holds(dataset, split, indices, pixels, digits.target)
+    gray, color = (open_dataset("digits", channels=n).split("test")[0][0].decode() for n in (1, 3))
+    np.testing.assert_array_equal(color, np.repeat(gray, 3, axis=-1))
+
+
+@pytest.fixture
+def files(tmp_path, monkeypatch):
+    """Small files in place of those of fashion_mnist: their folder, and their arrays by name."""
+    rng, arrays = np.random.default_rng(0), {}
+    for name in small.CHECKSUMS:
+        size = 6 if name.startswith("train") else 3
+        arrays[name] = rng.integers(0, 9, (size, 28, 28) if "images" in name else size)
+        (tmp_path / f"{name}.gz").write_bytes(gzip.compress(idx_bytes(arrays[name])))
+    sums = {name: hashlib.sha256(idx_bytes(array)).hexdigest() for name, array in arrays.items()}
+    monkeypatch.setattr(small, "CHECKSUMS", sums)
+    return tmp_path, arrays
+
+
+def test_fashion_mnist_is_read_from_files_and_downloaded_once(files, tmp_path, monkeypatch):
+    folder, arrays = files
+    data_dir = tmp_path / "data"
+    # First by a URL, then from the folder of data sets alone, then from the folder of the files.
+    for url, arguments in (
+        (folder.as_uri(), [data_dir]),
+        ("http://127.0.0.1:9", [data_dir]),
+        ("http://127.0.0.1:9", [None, folder]),
+    ):
+        monkeypatch.setattr(small, "URL", url)
+        dataset = open_dataset("fashion_mnist", *arguments)
+        for split, prefix in (("train", "train"), ("test", "t10k")):
+            images, labels = (arrays[f"{prefix}-{x}-ubyte"] for x in ("images-idx3", "labels-idx1"))
+            assert_holds(dataset, split, range(len(labels)), images, labels)
+
+
+def test_files_that_cannot_be_read_or_downloaded_are_named(files, tmp_path, monkeypatch):
+    folder, _ = files
+    with pytest.raises(InputError, match=r"fashion_mnist: .*No such file.*apt-get install"):
+        open_dataset("fashion_mnist", None, tmp_path / "nothing")
+    # Port 9 of this host: refused at once, whatever network there is.
+    monkeypatch.setattr(small, "URL", "http://127.0.0.1:9")
+    monkeypatch.setenv("no_proxy", "127.0.0.1")
+    with pytest.raises(InputError, match=r"fashion_mnist: .*refused.*--config\.data\.manual_dir="):
+        open_dataset("fashion_mnist", tmp_path / "data")
+    (folder / "t10k-labels-idx1-ubyte.gz").write_bytes(gzip.compress(b"another"))
+    with pytest.raises(InputError, match=r"t10k-labels.*gz is not the original file"):
+        open_dataset("fashion_mnist", None, folder)  # such as MNIST
