@@ -19,7 +19,7 @@ from structinit_jax.data.loader import HostLoader, make_loader
 from structinit_jax.data.source import Dataset
 from structinit_jax.errors import InputError
 from structinit_jax.run import evaluation_name, open_data, open_evaluation_set
-from structinit_jax.training import checkpoint, resume
+from structinit_jax.training import checkpoint
 from structinit_jax.training import mesh as mesh_lib
 from structinit_jax.training.metrics import MAX_IN_FLIGHT
 from structinit_jax.training.state import AbstractModel, TrainState, abstract_model
@@ -129,15 +129,9 @@ def evaluate_checkpoint(
     dataset = None if config.data.eval_name else open_data(config)
     test_set = open_evaluation_set(config, dataset)
     model, state = restore_model(config, workdir, step=step)
-    number = int(state.step)
-    run = checkpoint.read_run(open_path(workdir) / "checkpoints", number)
-    if changed := resume.evaluation_changes(run, config):
-        print("\n".join(["note: the checkpoint was trained with another config:", *changed]))
-    if dataset and (difference := resume.other_class(run, dataset.class_names)):
-        print(f"note: the checkpoint was trained with other classes: {difference}")
     results = Evaluator(model, test_set, config.data, config.batch_size)(state)
     count = len(test_set.source)
-    print(f"step {number}  {describe(results)} on {count:,} examples of {test_set.name}")
+    print(f"step {state.step}  {describe(results)} on {count:,} examples of {test_set.name}")
     return results
 
 

@@ -2,7 +2,6 @@
 
 import functools
 from collections.abc import Iterator, Sequence
-from typing import Any
 
 import jax
 from jax.sharding import Mesh
@@ -23,7 +22,6 @@ from structinit_jax.data.source import (
     DatasetInfo,
     check_classes,
     count_shared,
-    digest,
     parse_split,
 )
 from structinit_jax.training import mesh as mesh_lib
@@ -79,14 +77,6 @@ class Run:
         """Mesh, schedule, model, optimizer and training step."""
         sizes = len(self.train_source), len(self.eval_set.source)
         return set_up(self.config, self.dataset.info, *sizes)
-
-    def describe_data(self) -> dict[str, Any]:
-        """Returns a fingerprint of the training data, a JSON object for `resume.check`."""
-        return {
-            "num_examples": len(self.train_source),
-            "class_names": list(self.dataset.class_names),
-            "data_digest": digest(self.train_source),
-        }
 
     def note_shared_examples(self) -> None:
         """Prints a note if `config.data.eval_split` holds examples that are trained on."""

@@ -15,6 +15,7 @@ from clu import parameter_overview
 from flax.traverse_util import flatten_dict
 from ml_collections import ConfigDict
 
+from structinit_jax.data.source import digest
 from structinit_jax.errors import InputError, StoppedError
 from structinit_jax.evaluate import Evaluator, deciding_accuracy, describe
 from structinit_jax.run import Run, evaluation_name
@@ -77,7 +78,8 @@ def _train(config, workdir, profile_steps, stop_request, on_evaluation, on_exit)
     record = {
         "config": json.loads(config.to_json()),
         "evaluation": f"{test_set.name}, crop_fraction {config.data.crop_fraction}",
-        **run.describe_data(),
+        "class_names": list(run.dataset.class_names),
+        "data_digest": digest(run.train_source, run.dataset.class_names),
     }
     _check_processes(record, len(test_set.source), workdir)
     run.note_shared_examples()
@@ -204,7 +206,7 @@ def _restore(run, checkpoints, record, workdir):
     """Restores the state and the pending metrics, or raises `InputError` if they do not fit."""
     step, config, num_steps = checkpoints.latest_step, run.config, run.setup.schedule.num_steps
     saved, name = checkpoint.read_run(checkpoints.directory, step), f"step {step} in {workdir}"
-    if changed := resume.check(saved, config, record, name):
+    if changed := resume.check(saved, config, record["data_digest"], name):
         print("config changed since the checkpoint:", *changed, sep="\n")
     if step > num_steps:
         field = "num_steps" if config.num_steps else "num_epochs"

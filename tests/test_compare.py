@@ -11,6 +11,7 @@ import pytest
 
 from structinit_jax import compare, train
 from structinit_jax.compare import grid, report, train_grid
+from structinit_jax.data.source import digest
 from structinit_jax.errors import InputError, StoppedError
 from structinit_jax.run import Run
 from structinit_jax.training.workdir import lock_workdir
@@ -127,13 +128,14 @@ def test_lost_metrics_make_a_run_unfinished(start, tmp_path):
     assert start(["default"], [0, 1])[1] == [("default", 0), ("default", 1)]
 
 
-@pytest.mark.parametrize("split", ["train", "evaluation"])
+@pytest.mark.parametrize("split", ["train", "test"])
 def test_other_data_under_the_same_names_are_refused(start, monkeypatch, split):
     start(["default"], [0])
-    if split == "train":
-        monkeypatch.setattr(Run, "describe_data", lambda run: {"data_digest": "another"})
-    else:
-        monkeypatch.setattr(train_grid, "digest", lambda source: "another")
+
+    def other_digest(source, class_names):
+        return "another" if f"'{split}" in source.name else digest(source, class_names)
+
+    monkeypatch.setattr(train_grid, "digest", other_digest)
     with pytest.raises(InputError, match=rf"other files, labels or classes of .*{split}"):
         start(["mimetic"], [0])
 

@@ -146,11 +146,13 @@ def _describe_setting(name: str, config: ConfigDict) -> dict[str, Any]:
         schedule, test_set = run.setup.schedule, run.eval_set
     except InputError as error:
         raise InputError(f"setting {name}: {error}") from error
-    data = {f"{config.data.name} {config.data.train_split}": run.describe_data()}
-    data[f"{test_set.name} for evaluation"] = digest(test_set.source)
+    sources = {
+        f"{config.data.name} {config.data.train_split}": run.train_source,
+        f"{test_set.name} for evaluation": test_set.source,
+    }
     return {
         "config": json.loads(config.to_json()),
-        "data": data,
+        "data": {k: digest(source, run.dataset.class_names) for k, source in sources.items()},
         "num_steps": schedule.num_steps,
         "steps_per_epoch": schedule.steps_per_epoch,
         "test_name": evaluation_name(config.data),

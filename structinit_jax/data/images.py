@@ -82,20 +82,10 @@ class StoredImage:
         """
         return self._pixels if self._jpeg is None else self._decode_jpeg(at_least)
 
-    def content(self) -> bytes:
-        """Returns the bytes of a JPEG, or the pixels of other formats.
-
-        The bytes of a PNG depend on the version of the program that prepared the data set.
-        """
-        return self._data if self._is_jpeg() else self.decode().tobytes()
-
-    def _is_jpeg(self):
-        return isinstance(self._data, bytes) and self._data.startswith(b"\xff\xd8")
-
     @functools.cached_property
     def _jpeg(self) -> tuple[int, int, str, int] | None:
         """Height, width, color space and orientation of a JPEG that simplejpeg can decode."""
-        if not self._is_jpeg():
+        if not (isinstance(self._data, bytes) and self._data.startswith(b"\xff\xd8")):
             return None
         try:
             height, width, space, _ = simplejpeg.decode_jpeg_header(self._data)

@@ -1,7 +1,7 @@
 """Checks that a config and its data continue the run of a checkpoint."""
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any
 
 from flax.traverse_util import flatten_dict
@@ -9,13 +9,11 @@ from ml_collections import ConfigDict
 
 from structinit_jax.errors import InputError
 
-# Fields and sections that decide what a trained model computes.
-COMPUTED = ("model", "data.image_size", "data.channels", "data.mean", "data.std")
-# Those that must not change on resume: with another value it would be another run.
+# Fields and sections that must not change on resume: with another value it would be another run.
 FIXED = (
-    *COMPUTED,
-    *("seed", "batch_size", "optimizer", "attention_init", "start_from"),
+    *("model", "attention_init", "start_from", "seed", "batch_size", "optimizer"),
     *("data.name", "data.train_split", "data.repeats", "data.drop_remainder"),
+    *("data.image_size", "data.channels", "data.mean", "data.std"),
 )
 # Fields of `model` that may change: how the model is computed and regularized.
 FREE = [
@@ -38,15 +36,13 @@ def changes(old: Mapping[str, Any], config: ConfigDict) -> dict[str, tuple[Any, 
     return {field: pair for field, pair in pairs.items() if pair[0] != pair[1]}
 
 
-def check(
-    run: Mapping[str, Any], config: ConfigDict, data: Mapping[str, Any], place: str
-) -> list[str]:
+def check(run: Mapping[str, Any], config: ConfigDict, data_digest: str, place: str) -> list[str]:
     """Checks that a config and its data continue a run; lists changed fields, one line each.
 
     Args:
-      run: JSON object of the checkpoint: its 'config', and its data as `data`.
+      run: JSON object of the checkpoint, with its 'config' and 'data_digest'.
       config: Current config.
-      data: 'num_examples', 'class_names' and 'data_digest' of the current training split.
+      data_digest: `data.source.digest` of the current training split.
       place: Name of the checkpoint for messages, for example 'step 400 in /tmp/digits'.
 
     Raises:
@@ -57,39 +53,13 @@ def check(
         first = f"these fields of the config must not change when {place} is resumed:"
         last = "Restore the old values, or start a new run in another --workdir"
         raise InputError("\n".join([first, *refused, last]))
-
-    what, num_examples = None, data["num_examples"]
-    if run["num_examples"] != num_examples:
-        what = f"on {run['num_examples']:,} in another order"
-    elif difference := other_class(run, data["class_names"]):
-        what = f"with other classes ({difference})"
-    elif run["data_digest"] != data["data_digest"]:
-        what = "on other files or labels"
-    if what:
+    if run["data_digest"] != data_digest:
         raise InputError(
-            f"config.data.train_split={config.data.train_split!r} has {num_examples:,} examples, "
-            f"but {place} was trained {what}: restore the old data, or start a new run in another "
-            "--workdir"
+            f"config.data.train_split={config.data.train_split!r} does not hold the examples and "
+            f"classes that {place} was trained on: restore the old data, or start a new run in "
+            "another --workdir"
         )
     return [_line(field, *pair) for field, pair in changed.items()]
-
-
-def other_class(run: Mapping[str, Any], class_names: Sequence[str]) -> str | None:
-    """Describes the first class whose name is not that of the run, or returns None."""
-    for label, (trained, now) in enumerate(zip(run["class_names"], class_names, strict=False)):
-        if trained != now:
-            return f"class {label} is {now!r} now and was {trained!r} in training"
-    return None
-
-
-def evaluation_changes(run: Mapping[str, Any], config: ConfigDict) -> list[str]:
-    """Lists changed fields that affect what a trained model computes, one line each."""
-    changed = changes(run["config"], config)
-    return [
-        _line(field, *pair)
-        for field, pair in changed.items()
-        if _is_in(field, COMPUTED) and _fixed(field, *pair)
-    ]
 
 
 def _fixed(field, old, new):
@@ -97,11 +67,7 @@ def _fixed(field, old, new):
         return not (old and new)  # there are averaged weights, or there are none
     if ABSENT in (old, new) and not field.startswith("attention_init."):
         return False  # weights that appear or disappear with the field are found on restoring
-    return _is_in(field, FIXED) and field not in FREE
-
-
-def _is_in(field, fields):
-    return field in fields or field.split(".")[0] in fields
+    return (field in FIXED or field.split(".")[0] in FIXED) and field not in FREE
 
 
 def _line(field, old, new):
