@@ -17,13 +17,7 @@ from structinit_jax.data.loader import (
     make_loader,
     split_augmentation,
 )
-from structinit_jax.data.source import (
-    Dataset,
-    DatasetInfo,
-    check_classes,
-    count_shared,
-    parse_split,
-)
+from structinit_jax.data.source import Dataset, DatasetInfo, check_classes
 from structinit_jax.training import mesh as mesh_lib
 from structinit_jax.training.optimizer import find_loss, make_optimizer, make_schedule
 from structinit_jax.training.setup import Setup, abstract_batch, jit_steps
@@ -77,22 +71,6 @@ class Run:
         """Mesh, schedule, model, optimizer and training step."""
         sizes = len(self.train_source), len(self.eval_set.source)
         return set_up(self.config, self.dataset.info, *sizes)
-
-    def note_shared_examples(self) -> None:
-        """Prints a note if `config.data.eval_split` holds examples that are trained on."""
-        data = self.config.data
-        if data.eval_name:  # another data set
-            return
-        train, test = (
-            parse_split(data[field], self.dataset.info, f"data.{field}")
-            for field in ("train_split", "eval_split")
-        )
-        if shared := count_shared(test, train):
-            print(
-                f"note: {shared:,} examples of config.data.eval_split={data.eval_split!r} are also "
-                f"in config.data.train_split={data.train_split!r}, so it does not measure accuracy "
-                "on new images"
-            )
 
     def train_batches(
         self, start_step: int = 0, num_steps: int | None = None, mesh: Mesh | None = None

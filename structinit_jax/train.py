@@ -82,7 +82,6 @@ def _train(config, workdir, profile_steps, stop_request, on_evaluation, on_exit)
         "data_digest": digest(run.train_source, run.dataset.class_names),
     }
     _check_processes(record, len(test_set.source), workdir)
-    run.note_shared_examples()
     setup = run.setup
     schedule, mesh = setup.schedule, setup.model.mesh
     print(f"devices: {mesh_lib.describe(mesh)}")

@@ -90,21 +90,3 @@ def test_the_checkpoint_can_be_chosen(run_config, finished_run, tmp_path, capsys
         message = rf"no complete checkpoint for --step=5, only those of steps {steps}"
         with pytest.raises(InputError, match=message):
             evaluate.evaluate_checkpoint(run_config, workdir, "5")
-
-
-@pytest.mark.parametrize(
-    ("train_split", "eval_split", "shared"),
-    [
-        ("train[:90%]", "train[90%:]", 0),
-        ("train[:100]+train[200:300]", "test+train[90:210]", 20),
-    ],
-)
-def test_training_images_in_the_evaluation_split_are_noted(
-    run_config, capsys, train_split, eval_split, shared
-):
-    run_config.data.update(train_split=train_split, eval_split=eval_split)
-    run.Run(run_config).note_shared_examples()
-    note = capsys.readouterr().out
-    assert bool(note) == bool(shared)
-    if shared:
-        assert f"{shared} examples of config.data.eval_split={eval_split!r} are also in" in note

@@ -312,16 +312,6 @@ def split_size(spec: str, info: DatasetInfo, field: str) -> int:
     return sum(len(part) for _, part in parse_split(spec, info, field))
 
 
-def count_shared(one: Sequence[tuple[str, range]], other: Sequence[tuple[str, range]]) -> int:
-    """Returns how many examples of one split are in the other, both as parsed by `parse_split`."""
-    return sum(
-        len(range(max(part.start, same.start), min(part.stop, same.stop)))
-        for split, part in one
-        for other_split, same in other
-        if split == other_split
-    )
-
-
 def check_classes(info: DatasetInfo, num_classes: int) -> None:
     """Raises an `InputError` if a model's outputs do not fit the data set."""
     if num_classes != info.num_classes:
