@@ -17,8 +17,8 @@ import jax
 import numpy as np
 from flax import nnx
 
-from structinit_jax.augment import describe
-from structinit_jax.config import augment_options, load_config, make_attention_init
+from structinit_jax.augment import AugmentConfig
+from structinit_jax.config import load_config, make_attention_init
 from structinit_jax.data.datasets import CATALOG
 from structinit_jax.data.source import split_size
 from structinit_jax.interop import to_timm
@@ -52,7 +52,11 @@ def recipe(config) -> dict:
         "drop_path": config.model.drop_path,
         "repeats": data.repeats,
         "label_smoothing": config.label_smoothing,
-        "augmentation": describe(augment_options(config)),
+        "augmentation": {
+            field: value
+            for field, value in config.augment.items()
+            if value != getattr(AugmentConfig, field)
+        },
     }
 
 
@@ -110,6 +114,8 @@ def compare_recipes(programs: dict) -> list[str]:
 
 
 def _as_text(value):
+    if isinstance(value, dict):
+        value = [f"{field}={x}" for field, x in sorted(value.items())]
     return ", ".join(map(str, value)) if isinstance(value, list) else str(value)
 
 

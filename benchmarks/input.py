@@ -2,13 +2,11 @@
 
     python benchmarks/input.py --out=input.json
 
-- JPEGs of 500×375 (typical of ImageNet) and 1600×1200 pixels become 224² random resized crops
-  (bicubic), uint8. Ours is the trainer's pipeline: decode, crop, resize and batch in Grain's
-  threads. The peer is a DataLoader without workers, with timm's transforms up to the same point:
-  decoding and RandomResizedCropAndInterpolation in Pillow, and the array that timm's fast collate
-  takes. Decoding alone, with libjpeg-turbo and with Pillow, is the upper limit.
-- 32² images in memory get a random resized crop, a flip, RandAugment and normalization. Ours
-  gathers and augments on the device, here the CPU; the peer is timm's `create_transform`.
+JPEGs of 500×375 (typical of ImageNet) and 1600×1200 pixels become 224² random resized crops
+(bicubic), uint8. Ours is the trainer's pipeline: decode, crop, resize and batch in Grain's threads.
+The peer is a DataLoader without workers, with timm's transforms up to the same point: decoding and
+RandomResizedCropAndInterpolation in Pillow, and the array that timm's fast collate takes. Decoding
+alone, with libjpeg-turbo and with Pillow, is the upper limit.
 
 Each loader runs on one core. Times are processor times, the best of several interleaved rounds, to
 limit the influence of other processes. PyTorch and timm are measured if the interpreter given by
@@ -37,11 +35,6 @@ IMAGE_SIZE, BATCH_SIZE = 224, 64
 FILES = 32
 # Batches beyond the timed ones, so that a loader that reads ahead does so to the end.
 READ_AHEAD = 8
-SMALL = "32x32"
-SMALL_IMAGES, SMALL_BATCH_SIZE = 10_000, 512
-# Without mstd, since timm may then draw 0 bits for Posterize, which Pillow 13 rejects.
-RAND_AUGMENT = "rand-m9-inc1"
-MEAN, STD = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)
 
 
 def write_images(folder: Path, width: int, height: int) -> None:
@@ -117,66 +110,6 @@ def torch_batches(folder: Path, num_batches: int) -> Iterator[np.ndarray]:
     return iter(torch.utils.data.DataLoader(Crops(), BATCH_SIZE, shuffle=True, collate_fn=collate))
 
 
-def small_images() -> np.ndarray:
-    """Returns crops of scikit-learn's two photographs, uint8 [n, 32, 32, 3]."""
-    from sklearn.datasets import load_sample_images
-
-    rng = np.random.default_rng(0)
-    photos = load_sample_images().images
-    corners = rng.integers(0, (photos[0].shape[0] - 32, photos[0].shape[1] - 32), (SMALL_IMAGES, 2))
-    return np.stack(
-        [photos[i % 2][y : y + 32, x : x + 32] for i, (y, x) in enumerate(corners.tolist())]
-    )
-
-
-def our_small_batches(folder: Path, num_batches: int) -> Iterator[np.ndarray]:
-    """Yields batches gathered and augmented on the device, as in the training step."""
-    import jax
-
-    from structinit_jax.augment import AugmentOptions, make_augment
-    from structinit_jax.data.loader import DeviceLoader
-    from structinit_jax.training.mesh import make_mesh
-
-    options = AugmentOptions(
-        num_classes=10,
-        mean=MEAN,
-        std=STD,
-        crop="resized",
-        image_size=32,
-        flip=0.5,
-        rand_augment=RAND_AUGMENT,
-    )
-    mesh, labels = make_mesh(), np.zeros(SMALL_IMAGES, np.int32)
-    augment = jax.jit(make_augment(options, mesh))
-    key = jax.random.key(0)
-    batches = DeviceLoader(small_images(), labels, mesh).train_batches(
-        batch_size=SMALL_BATCH_SIZE, seed=0, start_step=0, num_steps=num_batches
-    )
-    for step, batch in enumerate(batches):
-        images, _ = augment(jax.random.fold_in(key, step), batch["image"], batch["label"])
-        yield jax.block_until_ready(images)
-
-
-def torch_small_batches(folder: Path, num_batches: int) -> Iterator[np.ndarray]:
-    """Yields batches of PyTorch's DataLoader with timm's transforms."""
-    torch = import_torch()
-    from timm.data import create_transform
-
-    transform = create_transform(
-        32, is_training=True, auto_augment=RAND_AUGMENT, color_jitter=None, mean=MEAN, std=STD
-    )
-    images = small_images()
-
-    class Images(torch.utils.data.Dataset):
-        def __len__(self):
-            return num_batches * SMALL_BATCH_SIZE
-
-        def __getitem__(self, index):
-            return transform(Image.fromarray(images[index % SMALL_IMAGES]))
-
-    return iter(torch.utils.data.DataLoader(Images(), SMALL_BATCH_SIZE, shuffle=True))
-
-
 def import_torch():
     """Imports PyTorch on one thread, and torchvision."""
     runpy.run_path(str(IMPORT_TORCHVISION))
@@ -186,10 +119,7 @@ def import_torch():
     return torch
 
 
-LOADERS = {
-    **{size: {"ours": our_batches, "torch": torch_batches} for size in SIZES},
-    SMALL: {"ours": our_small_batches, "torch": torch_small_batches},
-}
+LOADERS = {size: {"ours": our_batches, "torch": torch_batches} for size in SIZES}
 LOADERS[SIZES[0]] |= {"libjpeg-turbo alone": libjpeg_turbo, "pillow alone": pillow}
 
 
@@ -238,8 +168,7 @@ def main() -> None:
     for size, loaders in LOADERS.items():
         rounds = []
         with tempfile.TemporaryDirectory() as folder:
-            if size != SMALL:
-                write_images(Path(folder), *map(int, size.split("x")))
+            write_images(Path(folder), *map(int, size.split("x")))
             for _ in range(flags.rounds):
                 rounds.append({name: measure_apart(size, name, folder, flags) for name in loaders})
         speeds = results[size] = {

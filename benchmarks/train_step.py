@@ -120,7 +120,6 @@ def set_up_ours(row: Row, program: str, dtype: str, devices: list | None = None)
     import jax
 
     from structinit_jax.config import base_config
-    from structinit_jax.data.source import DatasetInfo
     from structinit_jax.run import set_up
 
     config = base_config(row.ours)
@@ -129,8 +128,7 @@ def set_up_ours(row: Row, program: str, dtype: str, devices: list | None = None)
     config.model.update(dtype=dtype, **OURS[program])
     if program.endswith(AUGMENTED):
         config.augment.update(AUGMENT)
-    info = DatasetInfo(1000, (row.size, row.size, 3), {})
-    return config, set_up(config, info, 100 * row.batch, devices=devices or jax.devices()[:1])
+    return config, set_up(config, 100 * row.batch, devices=devices or jax.devices()[:1])
 
 
 def make_big_vision(

@@ -243,7 +243,6 @@ def augment_options(config: ConfigDict) -> AugmentOptions:
         num_classes=config.model.num_classes,
         mean=config.data.mean,
         std=config.data.std,
-        image_size=config.data.image_size,
         label_smoothing=config.label_smoothing,
         **config.augment,
     )

@@ -76,7 +76,7 @@ def dry_run(config: ConfigDict, target: str | None = None) -> None:
     check_classes(info, config.model.num_classes)
     num_examples = split_size(data.train_split, info, "data.train_split")
     num_eval_examples = _num_eval_examples(data, info)
-    setup = set_up(config, info, num_examples, num_eval_examples, devices)
+    setup = set_up(config, num_examples, num_eval_examples, devices)
     schedule, mesh = setup.schedule, setup.model.mesh
     print(parameter_overview.get_parameter_overview(setup.model.params, include_stats=False))
 

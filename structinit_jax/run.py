@@ -9,15 +9,10 @@ from ml_collections import ConfigDict
 
 from structinit_jax import config as config_lib
 from structinit_jax.augment import make_augment
+from structinit_jax.data.crops import RandomCrop
 from structinit_jax.data.datasets import EvaluationSet, open_dataset, open_test_set
-from structinit_jax.data.loader import (
-    AugmentationSplit,
-    Batch,
-    bytes_on_device,
-    make_loader,
-    split_augmentation,
-)
-from structinit_jax.data.source import Dataset, DatasetInfo, check_classes
+from structinit_jax.data.loader import Batch, bytes_on_device, make_loader
+from structinit_jax.data.source import Dataset, check_classes
 from structinit_jax.training import mesh as mesh_lib
 from structinit_jax.training.optimizer import find_loss, make_optimizer, make_schedule
 from structinit_jax.training.setup import Setup, abstract_batch, jit_steps
@@ -62,15 +57,10 @@ class Run:
         return open_evaluation_set(self.config, self.dataset)
 
     @functools.cached_property
-    def augmentation(self) -> AugmentationSplit:
-        """Where training images are cropped, and their augmentation on the devices."""
-        return _augmentation(self.config, self.dataset.info, len(self.train_source))
-
-    @functools.cached_property
     def setup(self) -> Setup:
         """Mesh, schedule, model, optimizer and training step."""
         sizes = len(self.train_source), len(self.eval_set.source)
-        return set_up(self.config, self.dataset.info, *sizes)
+        return set_up(self.config, *sizes)
 
     def train_batches(
         self, start_step: int = 0, num_steps: int | None = None, mesh: Mesh | None = None
@@ -79,23 +69,30 @@ class Run:
 
         The defaults are all steps of the run, on the mesh of `setup`.
         """
-        crop = dict(
-            image_size=self.augmentation.image_size, random_crop=self.augmentation.host_crop
+        config, augment = self.config, self.config.augment
+        random_crop = None
+        if augment.crop == "resized":
+            random_crop = RandomCrop(
+                config.seed, augment.crop_scale, augment.crop_ratio, augment.interpolation
+            )
+        loader = make_loader(
+            self.train_source,
+            mesh or self.setup.model.mesh,
+            image_size=config.data.image_size,
+            random_crop=random_crop,
         )
-        loader = make_loader(self.train_source, mesh or self.setup.model.mesh, **crop)
         return loader.train_batches(
             start_step=start_step,
             num_steps=num_steps or self.setup.schedule.num_steps,
-            batch_size=self.config.batch_size,
-            seed=self.config.seed,
-            repeats=self.config.data.repeats,
-            drop_remainder=self.config.data.drop_remainder,
+            batch_size=config.batch_size,
+            seed=config.seed,
+            repeats=config.data.repeats,
+            drop_remainder=config.data.drop_remainder,
         )
 
 
 def set_up(
     config: ConfigDict,
-    info: DatasetInfo,
     num_examples: int,
     num_eval_examples: int = 0,
     devices: Sequence[jax.Device] | None = None,
@@ -104,7 +101,6 @@ def set_up(
 
     Args:
       config: See `structinit_jax.config.base_config`.
-      info: Info of the training set.
       num_examples: Size of the training split.
       num_eval_examples: Size of the evaluation set.
       devices: Devices of the mesh. The default is all devices of all processes.
@@ -112,7 +108,7 @@ def set_up(
     Raises:
       InputError: The fields of the config do not fit together, or the data or devices.
     """
-    data, augmentation = config.data, _augmentation(config, info, num_examples)
+    data = config.data
     mesh = mesh_lib.make_mesh(config.fsdp, devices)
     mesh_lib.check_batch_size(config.batch_size, mesh.size, config.accumulate_steps)
     schedule = make_schedule(num_examples, dict(config), drop_remainder=data.drop_remainder)
@@ -130,12 +126,12 @@ def set_up(
         *weights, metrics = initialize_model(model, scheme, *fields)
         return make_state(*weights), metrics
 
-    batch = abstract_batch(config.batch_size, augmentation.image_size, data.channels, mesh)
+    batch = abstract_batch(config.batch_size, data.image_size, data.channels, mesh)
     make_step = functools.partial(
         make_train_step,
         optimizer=optimizer,
         learning_rate=schedule.learning_rate,
-        augment=make_augment(augmentation.on_device, mesh),
+        augment=make_augment(config_lib.augment_options(config), mesh),
         mesh=mesh,
         loss=find_loss(config.loss),
         seed=config.seed,
@@ -145,14 +141,9 @@ def set_up(
     )
     steps = jit_steps(build, config.model.get("remat"), make_step, state, batch)
     data_bytes = bytes_on_device(num_eval_examples, data.image_size, data.channels)
-    if augmentation.host_crop is None:
-        data_bytes += bytes_on_device(num_examples, augmentation.image_size, data.channels)
+    if config.augment.crop != "resized":  # those are cropped while decoding
+        data_bytes += bytes_on_device(num_examples, data.image_size, data.channels)
     return Setup(schedule, model, initialize, steps, state, batch, data_bytes)
-
-
-def _augmentation(config, info, num_examples):
-    options = config_lib.augment_options(config)
-    return split_augmentation(options, info, num_examples, config.seed)
 
 
 def open_data(config: ConfigDict) -> Dataset:

@@ -18,6 +18,7 @@ from ml_collections import ConfigDict
 from structinit_jax import command_line
 from structinit_jax.augment import make_augment
 from structinit_jax.command_line import STEP
+from structinit_jax.config import augment_options
 from structinit_jax.errors import InputError
 from structinit_jax.run import Run
 from structinit_jax.training.mesh import make_mesh
@@ -37,7 +38,7 @@ def training_batch(config: ConfigDict, step: int) -> tuple[np.ndarray, np.ndarra
     run, data = Run(config), config.data
     mesh = make_mesh(devices=jax.devices()[:1])  # which any batch divides over
     batch = next(run.train_batches(step - 1, step, mesh))
-    augment = jax.jit(make_augment(run.augmentation.on_device, mesh))
+    augment = jax.jit(make_augment(augment_options(config), mesh))
     rng = step_rngs(config.seed, step - 1)[0]
     images, targets = augment(rng, batch["image"], batch["label"])
     pixels = 255 * (np.asarray(images) * np.asarray(data.std) + np.asarray(data.mean))

@@ -118,7 +118,7 @@ def test_every_scheme_fits_its_family(path):
 @pytest.mark.parametrize("name", ["convmixer_digits", "vit_2024_small", "vit_2025_imagenet"])
 def test_a_training_step_can_be_traced(name):
     config = load_config(ROOT / "configs" / f"{name}.py")
-    setup = set_up(config, CATALOG[config.data.name], 10_000)
+    setup = set_up(config, 10_000)
     before = setup.abstract_state
     after, metrics = jax.eval_shape(setup.train_step, before, setup.abstract_batch)
     assert metrics["loss"].shape == ()

@@ -2,7 +2,6 @@ import jax
 import numpy as np
 import pytest
 
-from structinit_jax.augment import AugmentOptions
 from structinit_jax.data import loader as loader_lib
 from structinit_jax.data.crops import RandomCrop, resize_and_center_crop
 from structinit_jax.data.loader import (
@@ -10,10 +9,9 @@ from structinit_jax.data.loader import (
     HostLoader,
     make_loader,
     read_batches,
-    split_augmentation,
     stream_indices,
 )
-from structinit_jax.data.source import Dataset, DatasetInfo
+from structinit_jax.data.source import Dataset
 
 NUM = 37
 
@@ -145,23 +143,6 @@ def test_host_batches_are_random_crops_by_position(mesh):
         assert batch["label"][offset] == label
     for batch in loader.train_batches(start_step=2, **args):
         np.testing.assert_array_equal(jax.device_get(batch["image"]), whole[2]["image"])
-
-
-def test_images_of_one_size_in_memory_are_cropped_on_the_devices():
-    options = AugmentOptions(
-        num_classes=10, mean=(0.5,) * 3, std=(0.5,) * 3, image_size=16, crop="resized"
-    )
-
-    def split(shape, num_examples=100):
-        info = DatasetInfo(10, shape, {"train": num_examples})
-        return split_augmentation(options, info, num_examples, seed=7)
-
-    assert split((32, 32, 3)) == (32, None, options)
-    others = [split((None, None, 3)), split((32, 48, 3)), split((32, 32, 3), 10**6)]
-    for image_size, crop, on_device in others:
-        assert image_size == 16
-        assert crop == RandomCrop(7, options.crop_scale, options.crop_ratio, "random")
-        assert on_device.crop == "none"
 
 
 def test_no_implicit_transfers_and_one_send_per_epoch(device_loader, monkeypatch):

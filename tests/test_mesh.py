@@ -11,7 +11,6 @@ from conftest import make_batch
 from jax.sharding import PartitionSpec
 
 from structinit_jax.config import base_config
-from structinit_jax.data.datasets import CATALOG
 from structinit_jax.errors import InputError
 from structinit_jax.models.model import MIN_SPLIT_SIZE
 from structinit_jax.run import set_up
@@ -26,7 +25,7 @@ def num_bytes(tree):
 
 
 def compile_step(config):
-    setup = set_up(config, CATALOG["digits"], 384)
+    setup = set_up(config, 384)
     return setup, setup.train_step.lower(setup.abstract_state, setup.abstract_batch).compile()
 
 
@@ -42,7 +41,7 @@ def wide_config(tiny_config):
 @pytest.mark.slow
 def test_data_parallel_devices_exchange_gradients_and_nothing_else(wide_config):
     wide_config.augment.update(
-        crop="resized",
+        crop="pad",
         flip=0.5,
         rand_augment="rand-m9-mstd0.5-inc1",
         erasing=0.25,
@@ -87,7 +86,7 @@ def test_the_model_state_and_its_average_are_replicated(tiny_config):
         num_classes=10, width=128, depth=2, kernel_size=8, spatial_filters="fixed"
     )
     tiny_config.update(fsdp=4, ema_decay=0.9)
-    state = set_up(tiny_config, CATALOG["digits"], 384).abstract_state
+    state = set_up(tiny_config, 384).abstract_state
     kernel = state.model_state["blocks"]["spatial"]["kernel"]
     assert kernel.size >= MIN_SPLIT_SIZE
     for model_state in (state.model_state, state.ema["model_state"]):
@@ -101,7 +100,7 @@ def test_an_evaluation_gathers_one_block_at_a_time(wide_config):
     sums, sent = {}, {}
     for fsdp in (1, 4):
         wide_config.fsdp = fsdp
-        setup = set_up(wide_config, CATALOG["digits"], 384)
+        setup = set_up(wide_config, 384)
         model, state = setup.model, setup.initialize()[0]
         arguments = (state.params, state.model_state)
         placed = jax.device_put(batch, mesh_lib.batch_sharding(model.mesh))

@@ -9,7 +9,6 @@ from conftest import library_promotion_rules, make_batch, make_tiny_config, plac
 
 from structinit_jax import evaluate, train
 from structinit_jax.config import base_config
-from structinit_jax.data.datasets import CATALOG
 from structinit_jax.errors import InputError
 from structinit_jax.run import set_up
 from structinit_jax.training import checkpoint
@@ -34,7 +33,7 @@ def config(data_dir):
 @pytest.fixture(scope="module")
 def setup(data_dir):
     with library_promotion_rules():
-        return set_up(make_config(data_dir), CATALOG["digits"], 384)
+        return set_up(make_config(data_dir), 384)
 
 
 @pytest.fixture(scope="module")
@@ -76,7 +75,7 @@ def test_one_and_eight_devices_normalize_by_the_global_batch(
 ):
     one_device = jax.devices()[:1]
     monkeypatch.setattr(jax, "devices", lambda: one_device)
-    single = set_up(config, CATALOG["digits"], 384)
+    single = set_up(config, 384)
     assert (setup.model.mesh.size, single.model.mesh.size) == (8, 1)
     state, single_state = place(first_state, setup), place(first_state, single)
     batch = make_batch()

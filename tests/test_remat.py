@@ -7,7 +7,6 @@ import jax.numpy as jnp
 import pytest
 
 from structinit_jax import run, train
-from structinit_jax.data.datasets import CATALOG
 from structinit_jax.errors import InputError
 from structinit_jax.models.model import REMAT_POLICIES
 from structinit_jax.training import setup as setup_lib
@@ -90,7 +89,7 @@ def test_devices_without_a_limit_compile_once_and_recompute_nothing(
 def test_the_step_of_a_model_is_chosen_beside_its_data(tiny_config):
     tiny_config.batch_size = 512
     tiny_config.model.update(depth=6, mlp_ratio=8.0)
-    setup = run.set_up(tiny_config, CATALOG["digits"], 384, 90)
+    setup = run.set_up(tiny_config, 384, 90)
     assert setup.data_bytes == (384 + 90) * 8 * 8
     arguments = (setup.abstract_state, setup.abstract_batch)
     none, dots = (

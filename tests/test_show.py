@@ -4,6 +4,7 @@ import pytest
 from PIL import Image
 
 from structinit_jax import show
+from structinit_jax.data.crops import RandomCrop
 from structinit_jax.data.datasets import open_dataset
 from structinit_jax.data.loader import stream_indices
 
@@ -21,6 +22,16 @@ def test_a_batch_without_augmentation_is_the_data(tiny_config):
     indices = stream_indices(tiny_config.seed, 6 * 66, 7 * 66, 384, repeats=2, epoch_length=5 * 66)
     expected = [image.decode() for image, _ in source.read(indices.tolist())]
     np.testing.assert_array_equal(images, expected)
+
+
+def test_random_resized_crops_are_those_of_the_positions_in_the_stream(tiny_config):
+    tiny_config.augment.crop = "resized"
+    images, _, _ = show.training_batch(tiny_config, 2)
+    source = open_dataset("digits", tiny_config.data.data_dir).split("train[:384]")
+    indices = stream_indices(tiny_config.seed, 64, 128, 384)
+    crop = RandomCrop(tiny_config.seed, interpolation="random")
+    for position, (image, _) in enumerate(source.read(indices.tolist())):
+        np.testing.assert_array_equal(images[position], crop(image, 64 + position, 8))
 
 
 def test_a_batch_of_a_run_needs_no_config(finished_run, tmp_path):

@@ -9,7 +9,6 @@ import numpy as np
 import pytest
 
 from structinit_jax.attention_init.kernels import draw_flat
-from structinit_jax.data.datasets import CATALOG
 from structinit_jax.run import set_up
 
 HEAVY = ("clu", "flax", "grain", "sklearn", "tensorflow", "tensorflow_datasets")
@@ -39,7 +38,7 @@ def test_a_flat_draw_has_the_same_values(draw, shape):
 
 
 def test_a_state_takes_few_programs(tiny_config, caplog):
-    setup = set_up(tiny_config, CATALOG["digits"], 384)
+    setup = set_up(tiny_config, 384)
     jax.clear_caches()
     with jax.log_compiles(), caplog.at_level(logging.WARNING, logger="jax"):
         setup.initialize()

@@ -7,7 +7,6 @@ from flax import nnx
 from scipy.special import log_softmax
 
 from structinit_jax.augment import pipeline
-from structinit_jax.data.datasets import CATALOG
 from structinit_jax.models import layers
 from structinit_jax.run import set_up
 from structinit_jax.training.state import split_rng
@@ -28,7 +27,7 @@ def config(data_dir):
 @pytest.fixture(scope="module")
 def setup(config):
     with library_promotion_rules():
-        return set_up(config, CATALOG["digits"], 384)
+        return set_up(config, 384)
 
 
 @pytest.fixture(scope="module")
@@ -91,7 +90,7 @@ def test_averaged_weights_follow_the_weights(setup, state):
 def test_randomness_depends_on_seed_and_step_only(config, setup, first_state, fields):
     config = config.copy_and_resolve_references()
     config.update_from_flattened_dict(fields)
-    random_setup = set_up(config, CATALOG["digits"], 384)
+    random_setup = set_up(config, 384)
 
     def loss_at(step, setup):
         state = place(first_state._replace(step=np.int32(step)), setup)
@@ -128,7 +127,7 @@ def test_parts_of_a_batch_and_operations_on_it_have_keys_of_their_own(config, mo
     monkeypatch.setattr(pipeline, "_image_rngs", lambda *args: record(image_rngs(*args)))
     monkeypatch.setattr(pipeline, "mix", lambda rng, *a, **k: mix(record(rng), *a, **k))
     monkeypatch.setattr(layers, "_drop", lambda x, rate, rng, s: drop(x, rate, record(rng), s))
-    setup = set_up(config, CATALOG["digits"], 384)
+    setup = set_up(config, 384)
     jax.block_until_ready(setup.train_step(setup.initialize()[0], make_batch()))
     jax.effects_barrier()
     dropouts = 2 * (1 + 2 * 3)  # in both parts: of the input, and three in each of two blocks
@@ -138,7 +137,7 @@ def test_parts_of_a_batch_and_operations_on_it_have_keys_of_their_own(config, mo
 def test_one_and_eight_devices_take_the_same_steps(config, setup, state, monkeypatch):
     one_device = jax.devices()[:1]
     monkeypatch.setattr(jax, "devices", lambda: one_device)
-    single = set_up(config, CATALOG["digits"], 384)
+    single = set_up(config, 384)
     assert (setup.model.mesh.size, single.model.mesh.size) == (8, 1)
     single_state = place(jax.device_get(state), single)
     for _ in range(3):
@@ -151,7 +150,7 @@ def test_a_batch_in_parts_takes_the_same_step(config, setup, first_state):
     whole, whole_metrics = setup.train_step(place(first_state, setup), make_batch())
     config = config.copy_and_resolve_references()
     config.accumulate_steps = 4
-    in_parts = set_up(config, CATALOG["digits"], 384)
+    in_parts = set_up(config, 384)
     parts, metrics = in_parts.train_step(place(first_state, in_parts), make_batch())
     for name in ("loss", "accuracy", "gradient_norm"):
         np.testing.assert_allclose(metrics[name], whole_metrics[name], rtol=1e-4)

@@ -10,7 +10,6 @@ import pytest
 from conftest import small_files_only
 
 from structinit_jax import train
-from structinit_jax.data.datasets import CATALOG
 from structinit_jax.data.loader import DeviceLoader
 from structinit_jax.errors import InputError, StoppedError
 from structinit_jax.run import set_up
@@ -30,7 +29,7 @@ def without_times(metrics):
 
 
 def final_state(config, workdir):
-    setup = set_up(config, CATALOG["digits"], 384)
+    setup = set_up(config, 384)
     directory = workdir / "checkpoints"
     step = checkpoint.find_step(directory)
     return jax.device_get(checkpoint.restore(directory, step, setup.abstract_state))

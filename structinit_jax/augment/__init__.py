@@ -9,9 +9,8 @@ from structinit_jax.augment.pipeline import (
     Augment,
     AugmentConfig,
     AugmentOptions,
-    describe,
     make_augment,
     normalize,
 )
 
-__all__ = ["Augment", "AugmentConfig", "AugmentOptions", "describe", "make_augment", "normalize"]
+__all__ = ["Augment", "AugmentConfig", "AugmentOptions", "make_augment", "normalize"]

@@ -1,31 +1,8 @@
 """Crops, flips and affine warps of a single image, as in torchvision, timm and Pillow."""
 
-import math
-from typing import NamedTuple
-
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Bool, Float, Int, Key, UInt8
-
-ATTEMPTS = 10
-# Probability of bicubic rather than bilinear interpolation.
-BICUBIC_PROBABILITY = {"bilinear": 0.0, "bicubic": 1.0, "random": 0.5}
-
-
-class Box(NamedTuple):
-    """A rectangle within an image, in pixels."""
-
-    top: Int[Array, ""]
-    left: Int[Array, ""]
-    height: Int[Array, ""]
-    width: Int[Array, ""]
-
-
-def box_mask(box: Box, height: int, width: int) -> Bool[Array, "H W"]:
-    """Returns a mask of the pixels inside the box."""
-    y, x = jnp.arange(height)[:, None], jnp.arange(width)[None, :]
-    rows = (y >= box.top) & (y < box.top + box.height)
-    return rows & (x >= box.left) & (x < box.left + box.width)
+from jaxtyping import Array, Float, Key, UInt8
 
 
 def random_flip(
@@ -42,125 +19,6 @@ def random_pad_crop(
     padded = jnp.pad(image, ((padding, padding), (padding, padding), (0, 0)))
     top, left = jax.random.randint(rng, (2,), 0, 2 * padding + 1)
     return jax.lax.dynamic_slice(padded, (top, left, 0), image.shape)
-
-
-def random_resized_crop(
-    rng: Key[Array, ""],
-    image: UInt8[Array, "H W C"],
-    size: int,
-    *,
-    scale: tuple[float, float],
-    ratio: tuple[float, float],
-    interpolation: str = "random",
-) -> UInt8[Array, "size size C"]:
-    """Crops a random box and resizes it, like torchvision's `RandomResizedCrop`.
-
-    `scale` is the range of the box's area as a fraction of the image's, and `ratio` is the range of
-    its width / height. The interpolation is 'bilinear', 'bicubic' or 'random', one of the two
-    with equal probability.
-    """
-    box_rng, bicubic_rng = jax.random.split(rng)
-    box = crop_box(box_rng, *image.shape[:2], scale, ratio)
-    bicubic = jax.random.bernoulli(bicubic_rng, BICUBIC_PROBABILITY[interpolation])
-    return resize_box(image, box, size, bicubic)
-
-
-def crop_box(
-    rng: Key[Array, ""],
-    height: int,
-    width: int,
-    scale: tuple[float, float],
-    ratio: tuple[float, float],
-) -> Box:
-    """Draws the box of `random_resized_crop` (Szegedy et al. 2015, https://arxiv.org/abs/1409.4842).
-
-    If none of 10 attempts fits into the image, the result is the largest central box with an aspect
-    ratio in the range, as in torchvision.
-    """
-    box_width, box_height, position = draw_attempts(rng, height * width, scale, ratio)
-    fits = (box_width <= width) & (box_height <= height) & (box_width > 0) & (box_height > 0)
-    box = place_first_fit(fits, box_height, box_width, position, height, width)
-
-    central_height, central_width = height, width
-    if width / height < ratio[0]:
-        central_height = round(width / ratio[0])
-    elif width / height > ratio[1]:
-        central_width = round(height * ratio[1])
-    top, left = (height - central_height) // 2, (width - central_width) // 2
-    central = Box(*map(jnp.int32, (top, left, central_height, central_width)))
-    return jax.tree.map(lambda a, b: jnp.where(fits.any(), a, b), box, central)
-
-
-def draw_attempts(
-    rng: Key[Array, ""], num_pixels: int, area: tuple[float, float], ratio: tuple[float, float]
-) -> tuple[Int[Array, " n"], Int[Array, " n"], Float[Array, "2 n"]]:
-    """Draws 10 candidate boxes of uniform area and log-uniform aspect ratio for `place_first_fit`.
-
-    Returns two sides of each box in pixels (the aspect ratio is first / second) and uniform numbers
-    in [0, 1) for its top and left.
-    """
-    uniform = jax.random.uniform(rng, (4, ATTEMPTS))
-    low, high = math.log(ratio[0]), math.log(ratio[1])
-    pixels = (area[0] + (area[1] - area[0]) * uniform[0]) * num_pixels
-    aspect = jnp.exp(low + (high - low) * uniform[1])
-    first = jnp.round(jnp.sqrt(pixels * aspect)).astype(jnp.int32)
-    second = jnp.round(jnp.sqrt(pixels / aspect)).astype(jnp.int32)
-    return first, second, uniform[2:]
-
-
-def place_first_fit(
-    fits: Bool[Array, " n"],
-    box_height: Int[Array, " n"],
-    box_width: Int[Array, " n"],
-    position: Float[Array, "2 n"],
-    height: int,
-    width: int,
-) -> Box:
-    """Places the first box that fits uniformly within the image, or else the first box anywhere."""
-    first = jnp.argmax(fits)
-    box_height, box_width, (u, v) = box_height[first], box_width[first], position[:, first]
-
-    def start(uniform, room):
-        return jnp.floor(uniform * (room + 1).astype(jnp.float32)).astype(jnp.int32)
-
-    return Box(start(u, height - box_height), start(v, width - box_width), box_height, box_width)
-
-
-def resize_box(
-    image: UInt8[Array, "H W C"], box: Box, size: int, bicubic: Bool[Array, ""]
-) -> UInt8[Array, "size size C"]:
-    """Crops a box and resizes it along x, then along y, each rounded to integers, as in Pillow.
-
-    (From version 13 on, Pillow begins with y if that is much cheaper.)
-    """
-    H, W, _ = image.shape
-    along_x = _resize_weights(box.left, box.width, W, size, bicubic)
-    along_y = _resize_weights(box.top, box.height, H, size, bicubic)
-    # TensorFloat-32 and bfloat16 products have too few bits to round correctly.
-    precision = jax.lax.Precision.HIGHEST
-    pixels = image.astype(jnp.float32)
-    rows = _round(jnp.einsum("hwc,xw->hxc", pixels, along_x, precision=precision))
-    return _round(jnp.einsum("hxc,yh->yxc", rows, along_y, precision=precision)).astype(jnp.uint8)
-
-
-def _resize_weights(start, length, side, size, bicubic) -> Float[Array, "size side"]:
-    """Weights of each input pixel in each output pixel; rows add up to 1."""
-    scale = length.astype(jnp.float32) / size
-    center = (jnp.arange(size, dtype=jnp.float32)[:, None] + 0.5) * scale
-    place = jnp.arange(side)[None, :] - start
-    distance = (place.astype(jnp.float32) + 0.5 - center) / jnp.maximum(scale, 1)
-    t = jnp.abs(distance)
-    linear = jnp.maximum(1 - t, 0)
-    near = (1.5 * t - 2.5) * t * t + 1
-    far = ((-0.5 * t + 2.5) * t - 4) * t + 2
-    cubic = jnp.where(t < 1, near, jnp.where(t < 2, far, 0))
-    weights = jnp.where(bicubic, cubic, linear)
-    weights = jnp.where((place >= 0) & (place < length), weights, 0)
-    return weights / jnp.sum(weights, axis=-1, keepdims=True)
-
-
-def _round(values):
-    return jnp.clip(jnp.floor(values + 0.5), 0, 255)
 
 
 def affine_warp(

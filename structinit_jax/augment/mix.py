@@ -5,18 +5,36 @@ Zhang et al. 2018 (https://arxiv.org/abs/1710.09412), Yun et al. 2019
 """
 
 import functools
+import math
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array, Bool, Float, Integer, Key
+from jaxtyping import Array, Bool, Float, Int, Integer, Key
 
-from structinit_jax.augment.crop import Box, box_mask, draw_attempts, place_first_fit
 from structinit_jax.augment.rand_augment import apply_where
 
 NUM_QUANTILES = 4097
 ERASED_AREA = (0.02, 1 / 3)  # as a fraction of the image's area
 ERASED_RATIO = (0.3, 1 / 0.3)  # height / width
+ERASING_ATTEMPTS = 10
+
+
+class Box(NamedTuple):
+    """A rectangle within an image, in pixels."""
+
+    top: Int[Array, ""]
+    left: Int[Array, ""]
+    height: Int[Array, ""]
+    width: Int[Array, ""]
+
+
+def box_mask(box: Box, height: int, width: int) -> Bool[Array, "H W"]:
+    """Returns a mask of the pixels inside the box."""
+    y, x = jnp.arange(height)[:, None], jnp.arange(width)[None, :]
+    rows = (y >= box.top) & (y < box.top + box.height)
+    return rows & (x >= box.left) & (x < box.left + box.width)
 
 
 def mix(
@@ -158,8 +176,24 @@ def random_erasing(
 
 
 def _erasing_box(rng, height, width) -> Box:
-    """Draws a box, empty if none of 10 attempts is smaller than the image in both directions."""
-    box_height, box_width, position = draw_attempts(rng, height * width, ERASED_AREA, ERASED_RATIO)
+    """Draws a box of uniform area and log-uniform aspect ratio at a uniform place.
+
+    The box is empty if none of 10 attempts is smaller than the image in both directions.
+    """
+    uniform = jax.random.uniform(rng, (4, ERASING_ATTEMPTS))
+    smallest, largest = ERASED_AREA
+    low, high = map(math.log, ERASED_RATIO)
+    pixels = (smallest + (largest - smallest) * uniform[0]) * (height * width)
+    aspect = jnp.exp(low + (high - low) * uniform[1])
+    box_height = jnp.round(jnp.sqrt(pixels * aspect)).astype(jnp.int32)
+    box_width = jnp.round(jnp.sqrt(pixels / aspect)).astype(jnp.int32)
     fits = (box_height < height) & (box_width < width)
-    box_height, box_width = jnp.where(fits, box_height, 0), jnp.where(fits, box_width, 0)
-    return place_first_fit(fits, box_height, box_width, position, height, width)
+    first = jnp.argmax(fits)
+    box_height, box_width = (jnp.where(fits, x, 0)[first] for x in (box_height, box_width))
+
+    def start(uniform, room):
+        return jnp.floor(uniform * (room + 1).astype(jnp.float32)).astype(jnp.int32)
+
+    top = start(uniform[2, first], height - box_height)
+    left = start(uniform[3, first], width - box_width)
+    return Box(top, left, box_height, box_width)

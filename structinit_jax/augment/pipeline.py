@@ -13,7 +13,7 @@ from jax.sharding import Mesh, PartitionSpec
 from jaxtyping import Array, Float, Integer, Key, Real, UInt8
 
 from structinit_jax.augment.color import color_jitter
-from structinit_jax.augment.crop import random_flip, random_pad_crop, random_resized_crop
+from structinit_jax.augment.crop import random_flip, random_pad_crop
 from structinit_jax.augment.mix import mix, random_erasing, smooth_one_hot
 from structinit_jax.augment.rand_augment import parse, rand_augment
 from structinit_jax.errors import (
@@ -52,7 +52,8 @@ Strengths = Annotated[
 class AugmentConfig:
     """Fields of `config.augment`. By default images are only normalized."""
 
-    # 'pad' pads, then crops to the image's size; 'resized' resizes a random box to image_size.
+    # 'pad' pads, then crops to the image's size. 'resized' resizes a random box to image_size: the
+    # loader does this when it decodes (`data.crops.RandomCrop`), not `make_augment`.
     crop: Literal["none", "pad", "resized"] = "none"
     crop_padding: NonNegativeInt = 4  # pixels on each side, for crop='pad'
     crop_scale: Shares = (0.08, 1.0)  # range of the box's share of the area, for crop='resized'
@@ -86,7 +87,6 @@ class AugmentOptions(AugmentConfig):
     num_classes: int
     mean: tuple[float, ...]  # per channel, of pixels scaled to [0, 1]
     std: tuple[float, ...]
-    image_size: int = 0  # height and width after crop='resized'; other crops keep the size
     label_smoothing: float = 0.0  # share of each target that is spread evenly over all classes
 
     def __post_init__(self):
@@ -94,11 +94,6 @@ class AugmentOptions(AugmentConfig):
         check_fields(AugmentConfig, own, "config.augment.")
         if self.rand_augment:
             parse(self.rand_augment)
-        if self.crop == "resized" and self.image_size < 1:
-            raise InputError(
-                f"config.data.image_size={self.image_size} must be positive for "
-                "config.augment.crop='resized'"
-            )
 
 
 def make_augment(options: AugmentOptions, mesh: Mesh | None = None) -> Augment:
@@ -140,16 +135,6 @@ def make_augment(options: AugmentOptions, mesh: Mesh | None = None) -> Augment:
     return augment
 
 
-def describe(options: AugmentOptions) -> list[str]:
-    """Lists the operations of `make_augment` in their order, such as 'flip 0.5'."""
-    before, after = _operations(options)
-    mixing = []
-    if options.mixup or options.cutmix:
-        group = options.mix_group or "batch"
-        mixing = [f"mixup {options.mixup:g}, cutmix {options.cutmix:g}, one lambda per {group}"]
-    return [*before, *mixing, *after]
-
-
 def _check_batch(images, labels, options):
     batch, channels = len(images), len(options.mean)
     is_batch = images.dtype == np.uint8 and images.ndim == 4 and images.shape[-1] == channels
@@ -167,54 +152,44 @@ def _check_batch(images, labels, options):
 
 
 def _operations(options):
-    """Returns the operations on single images before and after mixing, in order, by description."""
+    """Returns the operations on single images before and after mixing, in order."""
 
     def each(function, stream, **arguments):
         """Applies a function of one image and its key."""
         function = jax.vmap(functools.partial(function, **arguments))
         return lambda rng, index, images: function(_image_rngs(rng, stream, index), images)
 
-    pixels = {}
-    if options.crop == "pad":
-        padding = options.crop_padding
-        pixels[f"crop after padding {padding}"] = each(random_pad_crop, CROP, padding=padding)
-    elif options.crop == "resized":
-        smallest, largest = options.crop_scale
-        pixels[f"crop area {smallest:g}-{largest:g}"] = each(
-            random_resized_crop,
-            CROP,
-            size=options.image_size,
-            scale=options.crop_scale,
-            ratio=options.crop_ratio,
-            interpolation=options.interpolation,
-        )
-    if options.flip:
-        pixels[f"flip {options.flip:g}"] = each(random_flip, FLIP, probability=options.flip)
-    if options.rand_augment:
-        pixels[options.rand_augment] = lambda rng, index, images: rand_augment(
+    def distort(rng, index, images):
+        return rand_augment(
             _image_rngs(rng, RAND_AUGMENT, index),
             images,
             parse(options.rand_augment),
             fill=tuple(min(255, round(255 * mean)) for mean in options.mean),  # as in timm
             interpolation=options.interpolation,
         )
-    elif any(options.color_jitter):
-        jitter = options.color_jitter
-        pixels[f"jitter {jitter}"] = each(color_jitter, COLOR_JITTER, strengths=jitter)
 
     def erase(rng, index, images):
         rngs = _image_rngs(rng, ERASING, index)
         return random_erasing(rngs, images, options.erasing, options.erasing_mode)
 
-    normalized = {"normalize": lambda rng, index, x: normalize(x, options.mean, options.std)}
+    pixels = []
+    if options.crop == "pad":
+        pixels.append(each(random_pad_crop, CROP, padding=options.crop_padding))
+    if options.flip:
+        pixels.append(each(random_flip, FLIP, probability=options.flip))
+    if options.rand_augment:
+        pixels.append(distort)
+    elif any(options.color_jitter):
+        pixels.append(each(color_jitter, COLOR_JITTER, strengths=options.color_jitter))
+    normalized = [lambda rng, index, images: normalize(images, options.mean, options.std)]
     if options.erasing:
-        normalized[f"erase {options.erasing:g} {options.erasing_mode}"] = erase
-    return (pixels, normalized) if options.erase_after_mixing else (pixels | normalized, {})
+        normalized.append(erase)
+    return (pixels, normalized) if options.erase_after_mixing else (pixels + normalized, [])
 
 
 def _chain(operations):
     def apply(rng, index, images):
-        for operation in operations.values():
+        for operation in operations:
             images = operation(rng, index, images)
         return images
 

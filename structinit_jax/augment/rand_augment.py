@@ -15,10 +15,12 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int, Key, UInt8
 
 from structinit_jax.augment import color
-from structinit_jax.augment.crop import BICUBIC_PROBABILITY, affine_warp, rotation_matrix
+from structinit_jax.augment.crop import affine_warp, rotation_matrix
 from structinit_jax.errors import InputError
 
 CHUNKS = 16  # into which `apply_where` divides a batch
+# Probability of bicubic rather than bilinear interpolation.
+BICUBIC_PROBABILITY = {"bilinear": 0.0, "bicubic": 1.0, "random": 0.5}
 # The operations in timm's order, and the kernel that computes each (see `_apply_operation`).
 # timm's increasing set appends 'Increasing' to six of the names.
 _KERNELS = {

@@ -13,7 +13,7 @@ try:
 except ImportError:  # there is no wheel for this platform, for example ARM Linux
     simd = None
 
-CROP_ATTEMPTS = 10
+ATTEMPTS = 10  # as in torchvision
 # Counters of one Philox key, different from the counter of the epoch order.
 BOX_COUNTER = np.array([0, 0, 0, 1], np.uint64)
 INTERPOLATION_COUNTER = np.array([0, 0, 0, 2], np.uint64)
@@ -41,9 +41,6 @@ def _pillow_resize(pixels, size, interpolation, box=None):
     return from_pillow(to_pillow(pixels).resize(size, resample, box), pixels.shape[-1])
 
 
-Box = tuple[int, int, int, int]  # top, left, height and width of a rectangle, in pixels
-
-
 @dataclasses.dataclass(frozen=True)
 class RandomCrop:
     """Random resized crop (Szegedy et al. 2015), distributed as timm's.
@@ -67,14 +64,14 @@ class RandomCrop:
         box = self.draw_box(image.size, position)
         return crop_and_resize(image, box, image_size, self.draw_interpolation(position))
 
-    def draw_box(self, size: tuple[int, int], position: int) -> Box:
-        """Draws a box inside an image of the given height and width.
+    def draw_box(self, size: tuple[int, int], position: int) -> tuple[int, int, int, int]:
+        """Draws a box (top, left, height, width) inside an image of the given height and width.
 
         If no attempt fits into the image, the box is the largest central one of an allowed ratio.
         """
         height, width = size
-        bits = self._random_bits(position, BOX_COUNTER, 4 * CROP_ATTEMPTS)
-        uniforms = ((bits >> np.uint64(11)) * 2.0**-53).reshape(CROP_ATTEMPTS, 4)  # in [0, 1)
+        bits = self._random_bits(position, BOX_COUNTER, 4 * ATTEMPTS)
+        uniforms = ((bits >> np.uint64(11)) * 2.0**-53).reshape(ATTEMPTS, 4)  # in [0, 1)
         for area, ratio, down, across in uniforms.tolist():
             area = height * width * (self.scale[0] + area * (self.scale[1] - self.scale[0]))
             low, high = map(math.log, self.ratio)
@@ -102,12 +99,12 @@ class RandomCrop:
 
 
 def crop_and_resize(
-    image: StoredImage, box: Box, image_size: int, interpolation: str
+    image: StoredImage, box: tuple[int, int, int, int], image_size: int, interpolation: str
 ) -> np.ndarray:
     """Decodes a box of an image and resizes it to uint8 [image_size, image_size, C].
 
-    `interpolation` is 'bicubic' or 'bilinear'. A JPEG is decoded at a fraction of its size if the
-    box still has `image_size` pixels each way.
+    The box is (top, left, height, width) in pixels, `interpolation` 'bicubic' or 'bilinear'. A JPEG
+    is decoded at a fraction of its size if the box still has `image_size` pixels each way.
     """
     full, (top, left, *sides) = image.size, box
     at_least = (math.ceil(size * image_size / side) for size, side in zip(full, sides, strict=True))

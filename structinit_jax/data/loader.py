@@ -12,16 +12,15 @@ import dataclasses
 import functools
 import itertools
 from collections.abc import Callable, Iterator
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from structinit_jax.augment import AugmentOptions
 from structinit_jax.data.crops import RandomCrop, resize_and_center_crop
-from structinit_jax.data.source import DatasetInfo, ImageSource, num_cores
+from structinit_jax.data.source import ImageSource, num_cores
 
 IN_MEMORY_BYTES = 2_000_000_000
 # One thread more than cores, to hide file latency. 16 threads on two cores run at a third of the
@@ -65,37 +64,6 @@ def stream_indices(
         inside = epochs == epoch
         indices[inside] = _epoch_order(seed, epoch, num_examples)[offsets[inside] // repeats]
     return indices
-
-
-class AugmentationSplit(NamedTuple):
-    """Where training images are cropped.
-
-    Attributes:
-      image_size: Side of the uint8 images that reach the training step, in pixels.
-      host_crop: Random crop applied while decoding, or None.
-      on_device: Augmentation that remains for the training step.
-    """
-
-    image_size: int
-    host_crop: RandomCrop | None
-    on_device: AugmentOptions
-
-
-def split_augmentation(
-    options: AugmentOptions, info: DatasetInfo, num_examples: int, seed: int
-) -> AugmentationSplit:
-    """Assigns the random crop to the devices or to the decoder.
-
-    Images of one square size that fit into device memory are cropped there. Others are cropped by
-    the host, with `seed`, while they are decoded. `num_examples` is the size of the split.
-    """
-    if options.crop != "resized":
-        return AugmentationSplit(options.image_size, None, options)
-    height, width, channels = info.image_shape
-    if height and height == width and bytes_on_device(num_examples, height, channels):
-        return AugmentationSplit(height, None, options)
-    crop = RandomCrop(seed, options.crop_scale, options.crop_ratio, options.interpolation)
-    return AugmentationSplit(options.image_size, crop, dataclasses.replace(options, crop="none"))
 
 
 def bytes_on_device(num_examples: int, image_size: int, channels: int) -> int:

@@ -6,7 +6,6 @@ import numpy as np
 import torch
 from PIL import Image
 from timm.data import auto_augment, mixup, random_erasing
-from timm.data.transforms import RandomResizedCropAndInterpolation
 
 SAMPLES = 4000
 STRINGS = ("rand-m9-mstd0.5-inc1", "rand-m7-mstd101-n3-p0.8", "rand-m15-mstd3-mmax20-inc1")
@@ -81,12 +80,6 @@ def erased(height, width):
     return rows
 
 
-def crops(height, width, scale, ratio):
-    image = Image.new("RGB", (width, height))
-    draw = RandomResizedCropAndInterpolation.get_params
-    return np.array([draw(image, scale, ratio) for _ in range(SAMPLES)], np.int16)
-
-
 def make():
     """All arrays by name."""
     random.seed(0)
@@ -99,6 +92,4 @@ def make():
     arrays["mix_both"] = mixes(24, 40, **both)
     arrays["mix_mixup"] = mixes(24, 40, mixup_alpha=0.2)[:, :1]
     arrays["erased"] = erased(24, 40)
-    arrays["crops"] = crops(24, 40, (0.08, 1.0), (3 / 4, 4 / 3))
-    arrays["crops_wide"] = crops(10, 40, (0.9, 1.0), (3 / 4, 4 / 3))
     return arrays | dict(strings=np.array(STRINGS))

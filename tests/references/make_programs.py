@@ -135,33 +135,38 @@ def record_recipe(train, command, **arguments):
 
 
 def record_augmentation(args, data):
-    """Lists the steps between a decoded image and the model, in the order of timm's loader."""
+    """Returns timm's steps between a decoded image and the model, as fields of `AugmentConfig`.
+
+    Fields at their default are left out.
+    """
     from timm.data import create_transform
 
     options = dict(scale=args.scale, ratio=args.ratio, hflip=args.hflip, auto_augment=args.aa)
     transform = create_transform(
         data["input_size"], is_training=True, use_prefetcher=True, **options
     )
-    steps = []
+    fields = {}
     for step in transform.transforms:
         name = type(step).__name__
         if name == "RandomResizedCropAndInterpolation":
             if args.scale != args.ratio:  # both are (1, 1) where images have the input's size
-                steps.append(f"crop area {step.scale[0]:g}-{step.scale[1]:g}")
+                if (step.scale, step.ratio) != ((0.08, 1.0), (3 / 4, 4 / 3)):
+                    raise ValueError(f"unknown crop {step}")
+                fields["crop"] = "resized"
         elif name == "RandomHorizontalFlip":
-            steps.append(f"flip {step.p:g}")
+            fields["flip"] = step.p
         elif name == "RandAugment":
-            steps.append(args.aa)
+            fields["rand_augment"] = args.aa
         elif name not in ("ToNumpy", "MaybePILToTensor", "PILToTensor"):
             raise ValueError(f"unknown step {step}")
     # The prefetching loader mixes while it collates, then normalizes and erases on the device.
     if args.mixup or args.cutmix:
-        group = args.batch_size
-        steps.append(f"mixup {args.mixup:g}, cutmix {args.cutmix:g}, one lambda per {group}")
-    steps.append("normalize")
+        fields |= dict(mixup=args.mixup, cutmix=args.cutmix, mix_group=args.batch_size)
     if args.reprob:
-        steps.append(f"erase {args.reprob:g} {args.remode}")
-    return steps
+        if args.remode != "pixel":
+            raise ValueError(f"unknown mode of erasing {args.remode}")
+        fields |= dict(erasing=args.reprob, erase_after_mixing=True)
+    return fields
 
 
 def statistics(model):
