@@ -59,7 +59,7 @@ device_description_str: "NVIDIA H100 80GB HBM3"
 
 
 def dry_run(config: ConfigDict, target: str | None = None) -> None:
-    """Compiles the training step of a config and prints parameters, XLA's FLOPs, and memory.
+    """Compiles the training step of a config and prints parameters and memory.
 
     Args:
       config: See `structinit_jax.config.base_config`.
@@ -94,7 +94,6 @@ def dry_run(config: ConfigDict, target: str | None = None) -> None:
         f"{num_eval_examples:,} test examples ({data.eval_name or data.eval_split})",
         "steps": f"{schedule.num_steps:,}, {epochs:.1f} epochs of {schedule.steps_per_epoch:.1f}; "
         f"{len(schedule.eval_steps)} evaluations",
-        "FLOPs per step": f"{step.cost_analysis()['flops']:.3e} on each device",
         "memory per device": f"{mib(needs.argument_size_in_bytes)} state and batch, "
         f"{mib(needs.temp_size_in_bytes)} activations and temporaries"
         + (f"; {mib(memory)} available" if memory else ""),
