@@ -19,6 +19,7 @@ from structinit_jax.data.source import check_classes, split_size
 from structinit_jax.errors import InputError
 from structinit_jax.run import set_up
 from structinit_jax.training import mesh as mesh_lib
+from structinit_jax.training.collectives import bytes_by_kind
 from structinit_jax.training.setup import compile_step, memory_limit, mib
 
 # Memory of one device that programs can use, as libtpu states it when a program needs more.
@@ -59,7 +60,7 @@ device_description_str: "NVIDIA H100 80GB HBM3"
 
 
 def dry_run(config: ConfigDict, target: str | None = None) -> None:
-    """Compiles the training step of a config and prints parameters and memory.
+    """Compiles the training step of a config and prints parameters, memory and communication.
 
     Args:
       config: See `structinit_jax.config.base_config`.
@@ -99,6 +100,10 @@ def dry_run(config: ConfigDict, target: str | None = None) -> None:
         + (f"; {mib(memory)} available" if memory else ""),
         "remat": remat,
     }
+    if mesh.size > 1:
+        sizes = bytes_by_kind(step.as_text()).items()
+        rows["collectives"] = ", ".join(f"{kind} {mib(size)}" for kind, size in sizes)
+        rows["collectives"] += " per step on each device"
     width = max(map(len, rows))
     for name, value in rows.items():
         print(f"{name:<{width}}  {value}")

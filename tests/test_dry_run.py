@@ -1,3 +1,4 @@
+import re
 import subprocess
 import sys
 
@@ -21,7 +22,7 @@ def test_a_config_builds_without_data_and_memory(capsys, monkeypatch):
     out = capsys.readouterr().out
     assert len(jax.live_arrays()) <= live + 20  # a few keys and constants, no state
     rows = ("parameters", f"{config.batch_size} global", "memory per device", "epochs of")
-    for text in ("head/kernel", *rows):
+    for text in ("head/kernel", "all-reduce", *rows):
         assert text in out
 
 
@@ -49,11 +50,24 @@ def test_mistakes_are_found_without_data(tiny_config):
 
 
 def test_a_step_is_compiled_for_a_tpu_slice(tiny_config, capsys):
+    tiny_config.model.update(width=256, depth=2)  # 2 × 12 × 256² weights, 6 MiB, in matrices
     dry_run(tiny_config, "tpu-v5e:2x2")
     out = capsys.readouterr().out
     assert "4 × TPU v5 lite" in out
     assert "64 global, 16 per device, 64 per host" in out
     assert "16,128 MiB available" in out
+    assert re.search("collectives +all-reduce 6 MiB per step on each device\n", out)
+
+
+@pytest.mark.slow
+def test_split_weights_are_gathered_twice_and_each_gradient_is_reduced_once(tiny_config, capsys):
+    tiny_config.model.update(width=256, depth=2)
+    tiny_config.fsdp = 4
+    dry_run(tiny_config, "tpu-v5e:2x2")
+    (row,) = re.findall("collectives +(.*)", capsys.readouterr().out)
+    sizes = {kind: int(size) for kind, size in re.findall(r"(\S+) (\d+) MiB", row)}
+    assert sizes["all-gather"] == 2 * 3  # a TPU multiplies in bfloat16, and XLA gathers it
+    assert sizes["all-reduce"] + sizes["reduce-scatter"] == 6
 
 
 def test_a_step_that_does_not_fit_is_refused_with_remedies(tiny_config):

@@ -6,7 +6,6 @@ import re
 import jax
 import numpy as np
 import pytest
-from collectives import bytes_by_kind
 from conftest import make_batch
 from jax.sharding import PartitionSpec
 
@@ -15,6 +14,7 @@ from structinit_jax.errors import InputError
 from structinit_jax.models.model import MIN_SPLIT_SIZE
 from structinit_jax.run import set_up
 from structinit_jax.training import mesh as mesh_lib
+from structinit_jax.training.collectives import bytes_by_kind
 from structinit_jax.training.step import make_eval_step
 
 pytestmark = pytest.mark.usefixtures("library_promotion")
