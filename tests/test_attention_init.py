@@ -18,7 +18,6 @@ from structinit_jax.attention_init import (
     rotary_angles,
     sincos_positions,
 )
-from structinit_jax.config import base_config, make_attention_init, scheme_options, set_scheme
 from structinit_jax.errors import InputError
 
 RNG = jax.random.key(0)
@@ -89,7 +88,6 @@ def test_sites_without_an_implementation_are_refused(name, site_type):
     ("site_type", "field", "value"),
     [
         (WindowSite, "grid", (3, 0)),
-        (AttentionSite, "positions", np.zeros((31, 32), np.float32)),
         (RotarySite, "angles", np.zeros((1, 1, 13, 4), np.float32)),
     ],
 )
@@ -120,51 +118,3 @@ def test_the_schemes_check_their_options_themselves():
 def test_options_without_meaning_for_a_site_are_refused(site_type, options):
     with pytest.raises(InputError, match=f"{next(iter(options))}.*{site_type.__name__}"):
         attention_init.impulse(**options)(RNG, SITES[site_type])
-
-
-def my_scheme(strength=1.0):
-    """A user's own scheme: takes the options and returns the initializer."""
-
-    def init(rng, site):
-        return attention_init.ConvWeights(strength * attention_init.default()(rng, site).kernel)
-
-    return init
-
-
-def config_with(**attention):
-    config = base_config()
-    config.attention_init = attention
-    return config
-
-
-def test_configs_name_schemes_and_their_options():
-    name = f"{__name__}:my_scheme"
-    assert scheme_options(name) == ("strength",)
-    doubled, plain = (
-        make_attention_init(config_with(**options))(RNG, SITES[ConvSite]).kernel
-        for options in (dict(name=name, strength=2.0), dict(name="default"))
-    )
-    np.testing.assert_array_equal(doubled, 2 * plain)
-
-
-@pytest.mark.parametrize(
-    "attention",
-    [
-        dict(name="impuls"),
-        dict(name="impulse", kernel_size=4),
-        dict(name="impulse", norm=1.0, target_mass=0.5),
-        dict(name=f"{__name__}:my_scheme", weight=2.0),
-    ],
-)
-def test_mistakes_in_a_config_name_the_section(attention):
-    with pytest.raises(InputError, match=r"^config\.attention_init"):
-        make_attention_init(config_with(**attention))
-
-
-def test_a_new_name_drops_the_options_of_the_old_scheme():
-    config = config_with(name="mimetic", kernel_size=3, position_scale=2.0, typo=1)
-    set_scheme(config, "impulse_2025")
-    expected = dict(name="impulse_2025", kernel_size=3, position_scale=2.0, typo=1)
-    assert config.attention_init.to_dict() == expected
-    set_scheme(config, "mimetic")
-    assert config.attention_init.to_dict() == dict(name="mimetic", typo=1)
