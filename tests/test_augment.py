@@ -102,9 +102,7 @@ def test_pixels_are_mixed_as_by_timms_train_script(monkeypatch):
 @pytest.mark.parametrize(
     ("fields", "images", "labels", "message"),
     [
-        (dict(flip=1.5), IMAGES, LABELS, r"^config\.augment\.flip=1\.5"),
         (dict(mix_group=3), IMAGES, LABELS, r"config\.augment\.mix_group=3"),
-        ({}, IMAGES / 255, LABELS, r"uint8 pixels \[B, H, W, 3\]"),
         ({}, IMAGES[..., :1], LABELS, r"uint8 pixels \[B, H, W, 3\]"),
         ({}, IMAGES, np.eye(5)[LABELS], r"classes as whole numbers \[B\]"),
         ({}, IMAGES, LABELS[:8], r"classes as whole numbers \[B\]"),

@@ -78,30 +78,21 @@ def test_pending_metrics_are_averaged_over_finite_steps_also_after_a_resume():
             "nonfinite": jnp.float32(step == 3),
         }
 
-    whole, first = PendingMetrics(), PendingMetrics()
-    for step in range(1, 7):
-        whole.add(step, metrics(step))
+    first = PendingMetrics()
     for step in range(1, 4):
         first.add(step, metrics(step))
-    fetched = first.fetch()
-    assert list(fetched) == [1, 2, 3]
+    assert list(first.fetch()) == [1, 2, 3]
     assert first.fetch() == {}
-
-    saved = json.loads(json.dumps(first.to_json()))
-    assert saved[1].keys() == {"loss", "learning_rate", "nonfinite"}
-    resumed = PendingMetrics(saved)
+    resumed = PendingMetrics(json.loads(json.dumps(first.to_json())))
     for step in range(4, 7):
         resumed.add(step, metrics(step))
-    assert list(whole.fetch()) == [1, 2, 3, 4, 5, 6]
     assert list(resumed.fetch()) == [4, 5, 6]
-    values = whole.average()
-    assert values == resumed.average()
-    assert values == {
+    assert resumed.average() == {
         "train/loss": pytest.approx(0.36),
         "train/learning_rate": pytest.approx(0.06),
         "train/nonfinite_steps": 1,
     }
-    assert whole.to_json() == []
+    assert resumed.to_json() == []
 
 
 def test_speed_and_time_left_are_those_of_training_alone(monkeypatch, capsys):
