@@ -20,11 +20,11 @@ from foreign_models import (
     state_dict,
     write,
 )
+from scipy.special import softmax
 
 from structinit_jax import interop
-from structinit_jax.attention_init import AttentionWeights, mimetic, sincos_positions
+from structinit_jax.attention_init import AttentionWeights, sincos_positions
 from structinit_jax.attention_init.kernels import layer_norm
-from structinit_jax.errors import InputError
 from structinit_jax.interop.layouts import flatten
 
 RNG = jax.random.key(0)
@@ -34,14 +34,6 @@ def to_numpy(leaf):
     if jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key):
         leaf = jax.random.key_data(leaf)
     return np.array(leaf)
-
-
-def layer_maps(weights, positions):
-    x = layer_norm(np.asarray(positions))
-    scores = np.einsum("nD,LDhd,LEhd,mE->Lhnm", x, weights.query, weights.key, x, optimize=True) * (
-        weights.query.shape[-1] ** -0.5
-    )
-    return np.asarray(jax.nn.softmax(jnp.asarray(scores), axis=-1))
 
 
 @pytest.mark.parametrize("name", MODELS)
@@ -80,27 +72,16 @@ def test_torch_projections_have_the_maps_of_the_scheme():
     np.testing.assert_array_equal(table[0], params["pos_embed"][0, 0])  # the class token's row
     np.testing.assert_array_equal(table[1:], weights.positions)
     x = layer_norm(table[1:])
-    for layer, maps in enumerate(layer_maps(weights, weights.positions)):
+    factors = (np.einsum("nD,LDhd->Lhnd", x, w) for w in (weights.query, weights.key))
+    for layer, (wanted_query, wanted_key) in enumerate(zip(*factors, strict=True)):
         qkv = f"blocks.{layer}.attn.qkv"
         outputs = x @ new[f"{qkv}.weight"].T + new[f"{qkv}.bias"]
         query, key, _ = outputs.reshape(len(x), 3, 3, 64).transpose(1, 2, 0, 3)
-        scores = query @ key.swapaxes(1, 2) * 64**-0.5
-        np.testing.assert_allclose(jax.nn.softmax(scores, axis=-1), maps, atol=1e-5)
-
-
-def test_mimetic_writes_sincos_positions_into_a_learned_table():
-    """timm's start near zero, too small for heads to attend to them."""
-    params = state_dict("timm")
-    replaced, kept = (
-        interop.initialize(params, mimetic(replace_positions=replace), RNG, num_heads=3)
-        for replace in (True, False)
-    )
-    table = params["pos_embed"].copy()
-    np.testing.assert_array_equal(kept["pos_embed"], table)
-    table[0, 1:] = sincos_positions((14, 14), 192)  # the class token's row stays
-    np.testing.assert_array_equal(replaced.pop("pos_embed"), table)
-    for name, array in replaced.items():
-        np.testing.assert_array_equal(array, kept[name])
+        maps, wanted = (
+            softmax(q @ k.swapaxes(1, 2) * 64**-0.5, axis=-1)
+            for q, k in ((query, key), (wanted_query, wanted_key))
+        )
+        np.testing.assert_allclose(maps, wanted, atol=1e-5)
 
 
 def test_position_scale_multiplies_the_whole_table():
@@ -191,8 +172,6 @@ def test_single_attention_with_given_positions():
 def test_schemes_that_need_no_positions_need_no_table():
     tree = linen_tree("big_vision")
     del tree["pos_embedding"]
-    with pytest.raises(InputError, match=r"positions: .* \('mimetic'\) grid=\(rows, cols\)"):
-        site_of(tree)
     site = site_of(tree, grid=GRID)
     assert (site.grid, site.positions, site.positions_trainable) == (GRID, None, False)
 

@@ -50,14 +50,6 @@ def test_center_first_goes_outwards():
     assert np.all(np.diff(distances) >= 0)
 
 
-def test_layers_get_filters_of_their_own_range():
-    ranges = ((0, 1), (1, 10), (0, 1), (1, 10))
-    filter_index = np.asarray(kernels_lib.assign_by_layer(jax.random.key(0), 5, ranges))
-    assert not np.any(filter_index[[0, 2]])
-    assert np.all((filter_index[[1, 3]] >= 1) & (filter_index[[1, 3]] < 10))
-    assert not np.array_equal(filter_index[1], filter_index[3])
-
-
 def test_sincos_channels_of_the_moco_convention_are_sin_x_cos_x_sin_y_cos_y():
     encoding = sincos_positions((3, 5), 16, convention="moco")
     y, x = 2, 4

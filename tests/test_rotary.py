@@ -7,7 +7,6 @@ import numpy as np
 import pytest
 
 from structinit_jax.attention_init import RotarySite, default, impulse, rotary_angles
-from structinit_jax.errors import InputError
 
 GRID, WIDTH, HEADS, DIM, LAYERS = (5, 7), 48, 3, 16, 4
 RNG = jax.random.key(0)
@@ -102,8 +101,3 @@ def test_angles_may_be_traced():
         return impulse()(RNG, make_site(angles=angles)).query
 
     assert jax.eval_shape(init, jnp.asarray(mixed_angles())).shape == (LAYERS, WIDTH, HEADS, DIM)
-
-
-def test_head_dimensions_without_two_kinds_of_pairs_are_refused():
-    with pytest.raises(InputError, match=r"^head_dim"):
-        rotary_angles(GRID, 6)

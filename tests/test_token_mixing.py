@@ -74,4 +74,3 @@ def test_baselines():
     kaiming = attention_init.kaiming_uniform()(RNG, make_site())
     assert 0.9 * TOKENS**-0.5 < jnp.abs(kaiming.fc1).max() <= TOKENS**-0.5
     assert 0.9 * 48**-0.5 < jnp.abs(kaiming.fc2).max() <= 48**-0.5
-    assert attention_init.default()(RNG, make_site()) == attention_init.TokenMixingWeights()
