@@ -12,8 +12,6 @@ from flax import nnx
 from structinit_jax.errors import InputError
 from structinit_jax.interop import from_timm, to_timm
 from structinit_jax.models.convmixer import ConvMixer, convolve_depthwise
-from structinit_jax.training.optimizer import decay_mask
-from structinit_jax.training.state import split_model
 
 SIZES = dict(
     image_size=(8, 12), patch_size=2, channels=1, num_classes=5, width=8, depth=2, kernel_size=3
@@ -26,10 +24,6 @@ RECORDED = {
 
 def make(**options):
     return ConvMixer(**(SIZES | options), rngs=nnx.Rngs(0))
-
-
-def images(n=4):
-    return jax.random.normal(jax.random.key(1), (n, 8, 12, 1))
 
 
 @jax.jit
@@ -93,17 +87,6 @@ def convolution(x, kernel):
     return jax.lax.conv_general_dilated(x, kernel[:, :, None], (1, 1), "SAME", **dimensions)
 
 
-def test_fixed_filters_are_no_parameters_but_state():
-    _, params, model_state = split_model(make(spatial_filters="fixed"))
-    assert "spatial" not in params["blocks"]
-    assert model_state["blocks"]["spatial"].keys() == {"kernel", "bias"}
-    _, params, _ = split_model(make())
-    assert params["blocks"]["spatial"].keys() == {"kernel", "bias"}
-    assert not decay_mask(params)["blocks"]["spatial"]["bias"]
-    assert decay_mask(params)["blocks"]["channel"] == {"kernel": True, "bias": False}
-    assert not any(jax.tree.leaves(decay_mask(params)["blocks"]["norm1"]))
-
-
 def test_attention_maps_are_refused():
     with pytest.raises(InputError, match=r"with_maps=True: config\.model\.name='convmixer'"):
-        jax.eval_shape(lambda: make()(images(), with_maps=True))
+        jax.eval_shape(lambda: make()(jnp.zeros((1, 8, 12, 1)), with_maps=True))

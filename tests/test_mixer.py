@@ -15,10 +15,6 @@ REFERENCE = references.load("mixer")
 STATE = references.part(REFERENCE, "state")
 
 
-def make(**options):
-    return MlpMixer(**(SIZES | options), rngs=nnx.Rngs(0))
-
-
 @jax.jit
 def run(model):
     return model(jnp.asarray(REFERENCE["images"]), with_maps=True)
@@ -27,7 +23,7 @@ def run(model):
 @pytest.fixture(scope="module")
 def loaded():
     """A model with the weights of the recorded one."""
-    model = jax.jit(make)()
+    model = jax.jit(lambda: MlpMixer(**SIZES, rngs=nnx.Rngs(0)))()
     from_timm(model, STATE)
     return model
 
@@ -36,9 +32,6 @@ def test_every_block_and_the_logits_agree_with_timm(loaded):
     logits, out = run(loaded)
     np.testing.assert_allclose(out["blocks"]["output"], REFERENCE["blocks"], atol=1e-4)
     np.testing.assert_allclose(logits, REFERENCE["logits"], atol=1e-4)
-    assert out["patch_embedding"].shape == (2, 24, 16)
-    assert out["pooled"].shape == (2, 16)
-    assert out["blocks"]["token_maps"].shape == (2, 2, 24, 24)
 
 
 def test_token_maps_are_the_mean_jacobian_over_channels(loaded):

@@ -11,7 +11,7 @@ import pytest
 import references
 from clu import parameter_overview
 from flax import nnx
-from tiny_models import EVERYWHERE, IMAGES, SIZES, make, train_fn
+from tiny_models import EVERYWHERE, SIZES, make, train_fn
 
 from structinit_jax import attention_init
 from structinit_jax.errors import InputError
@@ -38,17 +38,6 @@ def test_unknown_names_are_refused_with_similar_ones():
         make("vit", name="vit_tiny_patch16_224")
 
 
-def test_a_class_of_the_users_own_is_a_family():
-    options = default_config("tiny_models:OwnModel")
-    assert options == {"name": "tiny_models:OwnModel", "num_classes": 7}
-    check_fields(options)
-    model = create_model(options, image_size=8, channels=1, rngs=nnx.Rngs(params=0))
-    assert model.initialize_attention(attention_init.default(), jax.random.key(0)) is None
-    assert model(IMAGES)[0].shape == (8, 7)
-    with pytest.raises(InputError, match=r"model\.name='tiny_models:"):
-        default_config("tiny_models:Nothing")
-
-
 @pytest.mark.parametrize("name", VARIANTS)
 def test_variants_have_timms_parameter_counts(name):
     options = default_config(name)
@@ -62,7 +51,6 @@ def test_variants_have_timms_parameter_counts(name):
 @pytest.mark.parametrize(
     ("fields", "message"),
     [
-        (dict(depth=0), r"config\.model\.depth=0 must"),
         (dict(image_size=(8, 0)), r"config\.data\.image_size=\(8, 0\) must"),
         (dict(image_size=(8, 9)), r"data\.image_size=\(8, 9\) .*model\.patch_size=2"),
         (dict(size=3), r"config\.model\.size does not exist"),
@@ -97,17 +85,13 @@ def descend(params, grads):
     return jax.tree.map(lambda p, g: p - 0.02 * g / norm, params, grads)
 
 
-def scheme_of(family, name):
-    options = dict(max_steps=3) if (family, name) == ("vit", "impulse_2024") else {}
-    return attention_init.SCHEMES[name](**options)
-
-
 @pytest.mark.parametrize(
     ("family", "name"), [(family, name) for family in SCHEMES for name in SCHEMES[family]]
 )
 def test_every_model_learns_from_every_scheme(family, name):
     graphdef, *start = split_model(make(family, dtype="bfloat16"))
-    scheme, rng = scheme_of(family, name), jax.random.key(0)
+    options = dict(max_steps=3) if (family, name) == ("vit", "impulse_2024") else {}
+    scheme, rng = attention_init.SCHEMES[name](**options), jax.random.key(0)
 
     def init(params, state, rng):
         model = nnx.merge(graphdef, params, state)

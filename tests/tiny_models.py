@@ -10,7 +10,6 @@ from flax import nnx
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from structinit_jax.models import create_model, default_config
-from structinit_jax.models.model import Model
 from structinit_jax.training.state import split_model
 
 SIZES = {
@@ -55,20 +54,3 @@ def train_fn(family, **changes):
 def train(family, rng=0, **changes):
     start = split_model(make(family))[1:]
     return train_fn(family, **changes)(*start, jax.random.key(rng))
-
-
-class OwnModel(Model):
-    """A family outside the package: a linear model."""
-
-    def __init__(self, *, image_size, channels, num_classes, rngs):
-        self.head = nnx.Linear(image_size**2 * channels, num_classes, rngs=rngs)
-
-    @staticmethod
-    def default_config():
-        return dict(num_classes=7)
-
-    def sites(self):
-        return {}
-
-    def __call__(self, images, *, rng=None, with_maps=False):
-        return self.head(images.reshape(len(images), -1)), {}
