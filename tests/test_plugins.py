@@ -23,18 +23,13 @@ def mine(tmp_path, monkeypatch):
     sys.modules.pop("mine", None)
 
 
-def make_config(model):
-    config = config_lib.base_config(model)
+@pytest.mark.usefixtures("library_promotion")
+def test_the_readmes_objects_train_and_the_model_is_not_exported(mine, tmp_path, monkeypatch):
+    config = config_lib.base_config("mine:Linear")
     config.update(batch_size=64, num_epochs=6.0, warmup_epochs=1.0, learning_rate=1e-2)
     config.update(eval_every_epochs=6.0, loss="mine:focal")
     config.model.num_classes = 2
     config.data.update(name="mine:halves", channels=1, mean=(0.5,), std=(0.5,), image_size=8)
-    return config
-
-
-@pytest.mark.usefixtures("library_promotion")
-def test_the_readmes_objects_train_and_the_model_is_not_exported(mine, tmp_path, monkeypatch):
-    config = make_config("mine:Linear")
     config_lib.set_scheme(config, "default")
     results = train.train(config, tmp_path / "run")
     assert results["test/accuracy"] > 0.9

@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 import pytest
 
-from structinit_jax import run, train
+from structinit_jax import run
 from structinit_jax.errors import InputError
 from structinit_jax.models.model import REMAT_POLICIES
 from structinit_jax.training import setup as setup_lib
@@ -64,25 +64,6 @@ def test_a_program_that_xla_refuses_does_not_fit(steps, memory):
     assert description.startswith("dots ")
     with pytest.raises(InputError, match=r"with remat full needs more than there is\. To"):
         compile_first_that_fits({"full": refused}, memory)
-
-
-@pytest.mark.usefixtures("library_promotion")
-def test_devices_without_a_limit_compile_once_and_recompute_nothing(
-    tiny_config, tmp_path, monkeypatch, capsys
-):
-    traced, make_train_step = [], run.make_train_step
-
-    def make(*args, **options):
-        step = make_train_step(*args, **options)
-        return lambda *arguments: traced.append(1) or step(*arguments)
-
-    monkeypatch.setattr(run, "make_train_step", make)
-    assert tiny_config.model.remat == "auto"
-    tiny_config.update(num_epochs=1.0)
-    train.train(tiny_config, tmp_path)
-    assert len(traced) == 1
-    assert re.search(r"^remat: none \(needs \d+ MiB\)$", capsys.readouterr().out, re.MULTILINE)
-    assert '"remat": "auto"' in (tmp_path / "config.json").read_text()
 
 
 @pytest.mark.usefixtures("library_promotion")

@@ -1,5 +1,4 @@
 import jax
-import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax import nnx
@@ -8,7 +7,7 @@ from safetensors.numpy import save_file
 from structinit_jax.config import make_attention_init
 from structinit_jax.errors import InputError
 from structinit_jax.interop import to_timm
-from structinit_jax.models.vit import VisionTransformer, resample_positions
+from structinit_jax.models.vit import VisionTransformer
 from structinit_jax.training.mesh import make_mesh
 from structinit_jax.training.state import abstract_model, initialize_model, split_model
 
@@ -65,14 +64,6 @@ def test_weights_are_selected_from_a_larger_model(tiny_config, teacher, capsys):
     tiny_config.attention_init = dict(name="default")
     drawn, _ = initialize(tiny_config, model)
     np.testing.assert_array_equal(params["head"]["kernel"], drawn["head"]["kernel"])
-
-
-def test_a_file_of_another_resolution_fits_too(tiny_config, teacher):
-    weights, tiny_config.start_from = teacher
-    tiny_config.model.positions, tiny_config.data.image_size = "learned", 12
-    params, _ = start(tiny_config)
-    table = resample_positions(jnp.asarray(weights["pos_embed"][0]), (4, 4), (6, 6))
-    np.testing.assert_allclose(params["positions"], table[:, ::2], atol=1e-6)
 
 
 def test_weights_are_the_same_with_xla_options_for_programs_that_run_once(tiny_config, monkeypatch):

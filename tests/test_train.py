@@ -9,10 +9,9 @@ import numpy as np
 import pytest
 from conftest import small_files_only
 
-from structinit_jax import train
+from structinit_jax import run, train
 from structinit_jax.data.loader import DeviceLoader
 from structinit_jax.errors import InputError, StoppedError
-from structinit_jax.run import set_up
 from structinit_jax.training import checkpoint
 
 pytestmark = pytest.mark.usefixtures("library_promotion")
@@ -29,7 +28,7 @@ def without_times(metrics):
 
 
 def final_state(config, workdir):
-    setup = set_up(config, 384)
+    setup = run.set_up(config, 384)
     directory = workdir / "checkpoints"
     step = checkpoint.find_step(directory)
     return jax.device_get(checkpoint.restore(directory, step, setup.abstract_state))
@@ -45,6 +44,7 @@ def longer_config(run_config):
 def test_training_writes_the_documented_files_and_output(finished_run):
     for text in (
         "of the attention on target",
+        "remat: none (needs ",
         "training on 384 examples for 12 steps (2.0 epochs), testing on 90",
         "step 12/12",
         "done: test[:90] accuracy",
@@ -54,7 +54,7 @@ def test_training_writes_the_documented_files_and_output(finished_run):
         *(".lock", "checkpoints", "config.json", "metrics.jsonl", "tensorboard")
     }
     saved = json.loads((finished_run.workdir / "config.json").read_text())
-    assert saved["model"]["width"] == 16
+    assert (saved["model"]["width"], saved["model"]["remat"]) == (16, "auto")
     metrics = read_metrics(finished_run.workdir)
     assert [m["step"] for m in metrics] == [0, 5, 6, 10, 12, 12]
     assert metrics[0].keys() == {
@@ -105,13 +105,21 @@ def test_a_finished_run_started_again_is_evaluated(run_config, finished_run, wor
     assert read_metrics(workdir) == read_metrics(finished_run.workdir)
 
 
-def test_a_run_continues_with_fields_that_may_change(longer_config, workdir, capsys):
+def test_a_run_continues_with_fields_that_may_change(longer_config, workdir, capsys, monkeypatch):
+    traced, make_train_step = [], run.make_train_step
+
+    def make(*args, **options):
+        step = make_train_step(*args, **options)
+        return lambda *arguments: traced.append(1) or step(*arguments)
+
+    monkeypatch.setattr(run, "make_train_step", make)
     # Disabled clipping keeps its place in the state of the optimizer.
     longer_config.update(learning_rate=5e-4, clip_norm=0.0)
     longer_config.update(checkpoint_every_steps=3, eval_every_epochs=0.5)
     longer_config.loss = "test_train:weighted_cross_entropy"
     live = len(jax.live_arrays())
     train.train(longer_config, workdir)
+    assert len(traced) == 1
     # Not after a collection: none comes in time for the next run in the same process.
     assert gc.get_freeze_count() == 0
     assert len(jax.live_arrays()) <= live
@@ -123,8 +131,8 @@ def test_a_run_continues_with_fields_that_may_change(longer_config, workdir, cap
     assert metrics[-1]["step"] == 18
     assert metrics[-2]["train/loss"] > 10  # the user's loss
     best = checkpoint.find_step(workdir / "checkpoints", "best")
-    run = checkpoint.read_run(workdir / "checkpoints", best)
-    assert run["evaluation"] == "digits test[:90], crop_fraction 1.0"
+    record = checkpoint.read_run(workdir / "checkpoints", best)
+    assert record["evaluation"] == "digits test[:90], crop_fraction 1.0"
     # The newest two checkpoints are kept, and the best.
     kept = {int(p.name) for p in (workdir / "checkpoints").iterdir() if p.name.isdigit()}
     name = "test[:90]/accuracy"
@@ -139,15 +147,9 @@ def weighted_cross_entropy(logits, targets):
     return -10 * jnp.sum(targets * jax.nn.log_softmax(logits), axis=-1)
 
 
-@pytest.mark.parametrize(
-    ("field", "value", "message"),
-    [
-        ("model.width", 32, r"(?s)step 12 in .*\n  model\.width: 16 -> 32\n"),
-        ("num_steps", 5, r"step 12, but the config ends at step 5: raise config\.num_steps, "),
-    ],
-)
-def test_resuming_with_another_config_is_refused(run_config, workdir, field, value, message):
-    run_config.update_from_flattened_dict({field: value})
+def test_a_run_that_is_past_its_last_step_is_not_resumed(run_config, workdir):
+    run_config.num_steps = 5
+    message = r"step 12, but the config ends at step 5: raise config\.num_steps, "
     with pytest.raises(InputError, match=message):
         train.train(run_config, workdir)
 
@@ -157,7 +159,6 @@ def test_resuming_with_another_config_is_refused(run_config, workdir, field, val
     [
         ("data.eval_split", "validation", r"data\.eval_split"),
         ("model.num_classes", 100, r"model\.num_classes=100"),
-        ("data.image_size", 9, r"data\.image_size=9 .*model\.patch_size=2"),
         ("batch_size", 60, r"config\.batch_size=60 must be a multiple of 8"),
         ("attention_init.kernel_size", 9, r"filters: one leads off the 4x4 tokens"),
         ("optimizer", "test_train:nothing", r"config\.optimizer='test_train:nothing'"),
@@ -167,14 +168,6 @@ def test_mistakes_are_refused_before_training(tiny_config, tmp_path, field, valu
     tiny_config.update_from_flattened_dict({field: value})
     with pytest.raises(InputError, match=message):
         train.train(tiny_config, tmp_path)
-
-
-def test_accuracy_is_not_logged_while_images_are_mixed(longer_config, workdir):
-    longer_config.augment.update(mixup=0.8, crop="pad")
-    train.train(longer_config, workdir)
-    # The images of a mixed batch have two classes each.
-    logged = [line for line in read_metrics(workdir) if "train/loss" in line]
-    assert ["train/accuracy" in line for line in logged] == 3 * [True] + 2 * [False]
 
 
 def cross_entropy_of_known_classes(logits, targets):
