@@ -32,6 +32,13 @@ if jaxlib.version.__version_info__ < (0, 11):  # later ones do not know it, and 
     FAST_COMPILATION += " --xla_cpu_use_fusion_emitters=false"
 # Of every command; conftest.py adds the folder of compiled programs.
 ENVIRONMENT = {"XLA_FLAGS": FAST_COMPILATION, "JAX_PLATFORMS": "cpu"}
+TINY = [  # arguments for a model that compiles in a second or two
+    "--config=configs/vit_t_digits.py",
+    "--config.model.width=16",
+    "--config.model.depth=2",
+    "--config.model.num_heads=2",
+    "--config.model.patch_size=2",
+]
 
 
 class Command:

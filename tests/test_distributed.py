@@ -14,11 +14,8 @@ from structinit_jax.errors import InputError
 from structinit_jax.training import distributed
 
 TINY = [
-    "--config=configs/vit_t_digits.py",
+    *fork_main.TINY,
     "--config.model.width=128",  # wide enough for its matrices to be split
-    "--config.model.depth=2",
-    "--config.model.num_heads=2",
-    "--config.model.patch_size=2",
     "--config.attention_init.name=default",
     "--config.log_every_steps=1",
     "--config.eval_every_epochs=1000.0",

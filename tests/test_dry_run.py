@@ -2,37 +2,26 @@ import re
 import subprocess
 import sys
 
-import fork_main
 import jax
 import pytest
 
-from structinit_jax.config import load_config
 from structinit_jax.dry_run import dry_run, find_target
 from structinit_jax.errors import InputError
 
 pytestmark = pytest.mark.usefixtures("library_promotion")
 
 
-@pytest.mark.slow
-def test_a_config_builds_without_data_and_memory(capsys, monkeypatch):
-    monkeypatch.setenv("TFDS_DATA_DIR", "/nonexistent")
-    live = len(jax.live_arrays())
-    config = load_config(fork_main.ROOT / "configs" / "vit_2024_imagenet.py")
-    dry_run(config)
-    out = capsys.readouterr().out
-    assert len(jax.live_arrays()) <= live + 20  # a few keys and constants, no state
-    rows = ("parameters", f"{config.batch_size} global", "memory per device", "epochs of")
-    for text in ("head/kernel", "all-reduce", *rows):
-        assert text in out
-
-
-def test_another_test_set_is_counted(tiny_config, capsys):
+def test_sizes_and_costs_are_printed_without_data_and_memory(tiny_config, capsys):
     tiny_config.model.update(num_classes=1000, depth=1)
     tiny_config.data.update(name="imagenet2012", channels=3, mean=(0.5,) * 3, std=(0.5,) * 3)
     tiny_config.data.update(eval_split="validation", eval_name="imagenet_v2/topimages")
+    live = len(jax.live_arrays())
     dry_run(tiny_config)
+    assert len(jax.live_arrays()) <= live + 20  # a few keys and constants, no state
+    out = capsys.readouterr().out
     counts = "384 training examples (train[:384]), 10,000 test examples (imagenet_v2/topimages)"
-    assert counts in capsys.readouterr().out
+    for text in ("head/kernel", "64 global", "memory per device", "all-reduce", counts):
+        assert text in out
 
 
 def test_mistakes_are_found_without_data(tiny_config):
@@ -72,10 +61,8 @@ def test_split_weights_are_gathered_twice_and_each_gradient_is_reduced_once(tiny
 
 def test_a_step_that_does_not_fit_is_refused_with_remedies(tiny_config):
     tiny_config.batch_size = 2**25
-    message = (
-        r"of 16,128 MiB .*remat none needs more than there is, dots needs more .*, full needs more"
-    )
-    with pytest.raises(InputError, match=message):
+    tiny_config.model.remat = "none"  # test_remat.py tries the others too
+    with pytest.raises(InputError, match=r"of 16,128 MiB .*remat none needs more than there is\."):
         dry_run(tiny_config, "tpu-v5e:2x2")
 
 
@@ -95,13 +82,3 @@ def test_several_processes_compile_for_tpus_at_once():
 def test_unknown_targets_are_refused(name):
     with pytest.raises(InputError, match=f"--target='{name}' is"):
         find_target(name)
-
-
-def test_a_missing_compiler_is_named_with_its_installation(monkeypatch):
-    def missing(*args, **options):
-        raise RuntimeError("JAX TPU support not installed")
-
-    monkeypatch.setattr("jax.experimental.topologies.get_topology_desc", missing)
-    for name in ("tpu-v5e:2x2", "h100"):
-        with pytest.raises(InputError, match=rf"{name}.*\[targets\].*not installed"):
-            find_target(name)

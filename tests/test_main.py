@@ -14,18 +14,11 @@ from structinit_jax.config import load_run_config
 from structinit_jax.evaluate import restore_model
 
 PREEMPTED = 75  # EX_TEMPFAIL, on which launch scripts start the command again
-TINY = [
-    "--config=configs/vit_t_digits.py",
-    "--config.model.width=16",
-    "--config.model.depth=2",
-    "--config.model.num_heads=2",
-    "--config.model.patch_size=2",
-]
 
 
 def test_a_run_killed_or_stopped_at_any_moment_ends_bit_equal(tmp_path, data_dir):
     arguments = [
-        *TINY,
+        *fork_main.TINY,
         f"--config.data.data_dir={data_dir}",
         "--config.num_steps=200",
         "--config.checkpoint_every_steps=18",  # not where lines are logged
