@@ -3,8 +3,8 @@
 import fork_main
 import numpy as np
 import pytest
-import tensorflow_datasets as tfds
 from PIL import Image
+from tfds_sets import LABEL, write_set
 
 from structinit_jax import prepare
 from structinit_jax.data.datasets import open_dataset
@@ -12,42 +12,21 @@ from structinit_jax.data.source import Dataset, DatasetInfo
 from structinit_jax.errors import InputError
 
 
-def prepare_small_set(name, version, data_dir):
-    """Writes two images in the place and with the features of TFDS's builder `name`."""
-    label = tfds.features.ClassLabel(num_classes=1000)
-    features = {"image": tfds.features.Image(), "label": label, "file_name": tfds.features.Text()}
-
-    with tfds.core.registered.skip_registration():
-
-        class SmallSet(tfds.core.GeneratorBasedBuilder):
-            VERSION = tfds.core.Version(version)
-
-            def _info(self):
-                return tfds.core.DatasetInfo(
-                    builder=self, features=tfds.features.FeaturesDict(features)
-                )
-
-            def _split_generators(self, dl_manager):
-                return {"test": self._generate_examples()}
-
-            def _generate_examples(self):
-                for label in (4, 7):
-                    image = Image.new("RGB", (3, 2), (label, 0, 9))
-                    yield label, {"image": image, "label": label, "file_name": f"{label}.JPEG"}
-
-    SmallSet.name = name
-    SmallSet(data_dir=data_dir).download_and_prepare(file_format="array_record")
+def write_two_images(data_dir):
+    rows = [{"label": 4}, {"label": 7}]
+    write_set("imagenet_sketch", "1.0.0", "test", rows, data_dir, label=LABEL)
 
 
 def test_a_prepared_set_is_read(tmp_path):
-    prepare_small_set("imagenet_sketch", "1.0.0", tmp_path)
+    write_two_images(tmp_path)
     dataset = open_dataset("imagenet_sketch", tmp_path)
     assert dataset.info == DatasetInfo(1000, (None, None, 3), {"test": 2})
     assert len(dataset.class_names) == 1000
     for image, label in dataset.split("test").read([1, 0]):
-        pixels = np.broadcast_to(np.uint8([label, 0, 9]), (2, 3, 3))
+        number = [4, 7].index(label)
+        pixels = np.broadcast_to(np.uint8([number, 0, 9]), (2, 3, 3))
         np.testing.assert_array_equal(image.decode(), pixels)
-        assert image.name.endswith(f"({label}.JPEG)")
+        assert image.name.endswith(f"({number}.JPEG)")
     gray, _ = open_dataset("imagenet_sketch", tmp_path, channels=1).split("test")[0]
     assert gray.decode().shape == (2, 3, 1)
 
@@ -66,7 +45,7 @@ def test_sets_that_cannot_be_opened_are_named(tmp_path, name, reason):
 
 
 def test_damaged_sets_and_those_prepared_as_tfrecord_are_named(tmp_path):
-    prepare_small_set("imagenet_sketch", "1.0.0", tmp_path)
+    write_two_images(tmp_path)
     info = tmp_path / "imagenet_sketch" / "1.0.0" / "dataset_info.json"
     info.write_text(info.read_text().replace("array_record", "tfrecord"))
     with pytest.raises(InputError, match=rf"tfds convert_format --dataset_version_dir={tmp_path}"):

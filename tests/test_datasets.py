@@ -6,8 +6,8 @@ import numpy as np
 import pytest
 import tensorflow_datasets as tfds
 from flax import nnx
-from PIL import Image
 from scipy.special import log_softmax, logsumexp
+from tfds_sets import LABEL, write_set
 
 from structinit_jax.data.datasets import CATALOG, EVALUATION_SETS, open_dataset, open_test_set
 from structinit_jax.errors import InputError
@@ -43,36 +43,7 @@ def test_catalog_agrees_with_the_stock_builders(tmp_path):
 NUM = 256
 # As many classes as ImageNet-A has, spread over the thousand.
 CLASSES = np.arange(200) * 5 + 2
-LABEL = tfds.features.ClassLabel(num_classes=1000)
 LOGITS = np.random.default_rng(0).normal(size=(NUM, 1000)).astype(np.float32)
-
-
-@tfds.core.registered.skip_registration()
-def prepare(name, version, split, rows, data_dir, **labels):
-    """Writes a small set in the place and with the features of the stock builder `name`.
-
-    The gray level of image i is i; TFDS stores it in an order of its own.
-    """
-    features = dict(image=tfds.features.Image(), file_name=tfds.features.Text(), **labels)
-
-    class SmallSet(tfds.core.GeneratorBasedBuilder):
-        VERSION = tfds.core.Version(version)
-
-        def _info(self):
-            return tfds.core.DatasetInfo(
-                builder=self, features=tfds.features.FeaturesDict(features)
-            )
-
-        def _split_generators(self, dl_manager):
-            return {split: self._generate_examples()}
-
-        def _generate_examples(self):
-            for number, row in enumerate(rows):
-                image = Image.new("RGB", (2, 2), (number,) * 3)
-                yield number, {"image": image, "file_name": f"{number}.JPEG", **row}
-
-    SmallSet.name = name
-    SmallSet(data_dir=data_dir).download_and_prepare(file_format="array_record")
 
 
 def numbers_and_labels(test_set):
@@ -83,12 +54,12 @@ def numbers_and_labels(test_set):
 
 def test_sets_of_all_or_some_classes_choose_among_these(tmp_path):
     rows = [{"label": 4}, {"label": 7}]
-    prepare("imagenet_sketch", "1.0.0", "test", rows, tmp_path, label=LABEL)
+    write_set("imagenet_sketch", "1.0.0", "test", rows, tmp_path, label=LABEL)
     test_set = open_test_set("imagenet_sketch", tmp_path)
     assert (test_set.classes, test_set.answers) == (None, None)
     assert sorted(numbers_and_labels(test_set)) == [(0, 4), (1, 7)]
     rows = [{"label": label} for label in CLASSES.tolist()]
-    prepare("imagenet_a", "0.1.0", "test", rows, tmp_path, label=LABEL)
+    write_set("imagenet_a", "0.1.0", "test", rows, tmp_path, label=LABEL)
     test_set = open_test_set("imagenet_a", tmp_path)
     np.testing.assert_array_equal(test_set.classes, CLASSES)
     assert test_set.answers is None
@@ -97,7 +68,7 @@ def test_sets_of_all_or_some_classes_choose_among_these(tmp_path):
 def test_real_has_all_labels_and_leaves_out_images_without(tmp_path):
     rows = [{"original_label": 0, "real_label": labels} for labels in ([3], [], [4, 7], [9])]
     features = {"original_label": LABEL, "real_label": tfds.features.Sequence(LABEL)}
-    prepare("imagenet2012_real", "1.0.0", "validation", rows, tmp_path, **features)
+    write_set("imagenet2012_real", "1.0.0", "validation", rows, tmp_path, **features)
     test_set = open_test_set("imagenet2012_real", tmp_path)
     assert test_set.name.endswith("images without a label left out: 1")
     found = {
