@@ -20,22 +20,16 @@ SIZES = {
 }
 
 
-def start_values(family, base_init, scheme=None):
-    options = default_config(family) | SIZES[family]
-    options |= dict(patch_size=4, num_classes=200, base_init=base_init, attention_init=scheme)
-    options.pop("image_size")
-    model = jax.jit(
-        lambda: create_model(options, image_size=32, channels=3, rngs=nnx.Rngs(params=1))
-    )()
-    return to_timm(model)
-
-
 @pytest.mark.parametrize("scheme", [None, attention_init.default()], ids=["own", "default"])
 @pytest.mark.parametrize("base_init", ["timm", "pytorch"])
 @pytest.mark.parametrize("family", FAMILIES)
 def test_start_values_are_distributed_as_timms(family, base_init, scheme):
     prefix = f"{family} {base_init}/"
-    values = start_values(family, base_init, scheme)
+    options = default_config(family) | SIZES[family]
+    options |= dict(image_size=32, patch_size=4, num_classes=200)
+    options |= dict(base_init=base_init, attention_init=scheme)
+    model = jax.jit(lambda: create_model(options, channels=3, rngs=nnx.Rngs(params=1)))()
+    values = to_timm(model)
     names, statistics = REFERENCE[prefix + "names"], REFERENCE[prefix + "statistics"]
     assert set(names) | {"cls_token", "reg_token", "pos_embed"} >= {
         name for name in values if "running" not in name and "num_batches" not in name

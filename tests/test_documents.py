@@ -1,4 +1,4 @@
-"""Links and examples of the pages in Markdown."""
+"""Links, commands and examples of the pages in Markdown."""
 
 import re
 
@@ -18,11 +18,15 @@ def anchors(page):
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(fork_main.ROOT)))
-def test_links_within_the_repository_lead_somewhere(page):
-    for path, anchor in LINK.findall(page.read_text()):
+def test_links_and_commands_lead_somewhere(page):
+    text = page.read_text()
+    for path, anchor in LINK.findall(text):
         target = page.parent / path if path else page
         assert target.exists(), path
         assert not anchor or anchor in anchors(target), (path, anchor)
+    for module in re.findall(r"-m (structinit_jax[a-z_.]*[a-z_])\b", text):
+        path = fork_main.ROOT / module.replace(".", "/")
+        assert path.with_suffix(".py").exists() or (path / "__main__.py").exists(), module
 
 
 @pytest.mark.usefixtures("library_promotion")
@@ -37,10 +41,3 @@ def test_the_examples_run(page, name):
     nnx.eval_shape(lambda: exec(code, values))  # traced, which takes a tenth of the time
     if name == "site":
         assert values["weights"].query.shape == (12, 192, 3, 64)
-
-
-@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(fork_main.ROOT)))
-def test_commands_name_modules_of_the_package(page):
-    for module in re.findall(r"-m (structinit_jax[a-z_.]*[a-z_])\b", page.read_text()):
-        path = fork_main.ROOT / module.replace(".", "/")
-        assert path.with_suffix(".py").exists() or (path / "__main__.py").exists(), module
