@@ -191,6 +191,8 @@ def load_run_config(workdir: str | Path, trust: bool = False) -> ConfigDict:
     # Fields of earlier versions that mattered in training only.
     fields.pop("layer_decay", None)
     fields["data"].pop("train_eval_split", None)
+    for field in ("crop_padding", "erasing_mode", "mix_probability", "mix_switch"):
+        fields["augment"].pop(field, None)
     config.update(fields)
     return config
 
@@ -228,7 +230,6 @@ def validate(config: ConfigDict) -> None:
         require("config.data.eval_name", name.split("/")[0], needs, EVALUATION_SETS.__contains__)
         needs = f"1000, the classes of imagenet2012, for config.data.eval_name={name!r}"
         require("config.model.num_classes", model.num_classes, needs, lambda x: x == 1000)
-    augment_options(config)
     for field, value in _scheme_needs(config).items():
         needs = f"{value!r} for config.attention_init.name={config.attention_init.name!r}"
         require(f"config.model.{field}", model[field], needs, [value].__contains__)

@@ -31,6 +31,7 @@ def test_base_config_needs_nothing_but_a_data_set(model):
         ("data.std", (0.0, 0.2, 0.2)),
         ("data.eval_name", "imagenet_x"),
         ("augment.flip", 2.0),
+        ("augment.rand_augment", "rand-m9-x1"),
     ],
 )
 def test_bad_values_are_refused_by_field_and_value(field, value):

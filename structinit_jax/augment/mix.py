@@ -11,7 +11,7 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array, Bool, Float, Int, Integer, Key
+from jaxtyping import Array, Bool, Float, Int, Key
 
 from structinit_jax.augment.rand_augment import apply_where
 
@@ -44,14 +44,13 @@ def mix(
     *,
     mixup: float = 0.0,
     cutmix: float = 0.0,
-    probability: float = 1.0,
-    switch: float = 0.5,
     group: int = 0,
 ) -> tuple[Float[Array, "B H W C"], Float[Array, "B classes"]]:
     """Mixes each image and its target with a partner's.
 
-    Consecutive images form groups that share one λ and one box. The partner of an image is its
-    mirror image in the group: the first image is mixed with the last.
+    Consecutive images form groups that share one λ and one box. If mixup and cutmix are both
+    enabled, a group uses either with equal probability. The partner of an image is its mirror image
+    in the group: the first image is mixed with the last.
 
     Args:
       rng: A random key for the whole batch.
@@ -59,17 +58,14 @@ def mix(
       targets: Class probabilities.
       mixup: α of mixup's λ ~ Beta(α, α); 0 disables mixup.
       cutmix: α of cutmix's λ; 0 disables cutmix.
-      probability: Probability that a group is mixed.
-      switch: Probability of cutmix if both are enabled.
       group: Number of images per group, a divisor of B; 0 is the whole batch. With 1, λ is drawn
         per image and the partner is the mirror image in the batch.
     """
     B, H, W, _ = images.shape
     size = group or B
-    if not (mixup and cutmix):
-        switch = float(cutmix > 0)
+    switch = 0.5 if mixup and cutmix else float(cutmix > 0)
     # λ is drawn from both distributions. If one is disabled, any positive α will do.
-    options = dict(mixup=mixup or 1.0, cutmix=cutmix or 1.0, probability=probability, switch=switch)
+    options = dict(mixup=mixup or 1.0, cutmix=cutmix or 1.0, switch=switch)
     draw = functools.partial(draw_mixing, height=H, width=W, **options)
     rngs = jax.vmap(lambda i: jax.random.fold_in(rng, i))(jnp.arange(B // size))
     lam, use_cutmix, box = jax.tree.map(lambda x: jnp.repeat(x, size), jax.vmap(draw)(rngs))
@@ -97,15 +93,17 @@ def draw_mixing(
     width: int,
     mixup: float,
     cutmix: float,
-    probability: float,
     switch: float,
 ) -> tuple[Float[Array, ""], Bool[Array, ""], Box]:
-    """Draws λ, whether to use cutmix, and the box of one group of images. See `mix`."""
-    mix_rng, switch_rng, lam_rng, box_rng = jax.random.split(rng, 4)
+    """Draws λ, whether to use cutmix, and the box of one group of images.
+
+    `mixup` and `cutmix` are the α of each, and `switch` is the probability of cutmix.
+    """
+    # A split in three would change the draws of every resumed run.
+    _, switch_rng, lam_rng, box_rng = jax.random.split(rng, 4)
     use_cutmix = jax.random.bernoulli(switch_rng, switch)
     uniform = jax.random.uniform(lam_rng)
     lam = jnp.where(use_cutmix, beta_quantile(uniform, cutmix), beta_quantile(uniform, mixup))
-    lam = jnp.where(jax.random.bernoulli(mix_rng, probability), lam, 1.0)
     box = _cutmix_box(box_rng, lam, height, width)
     # The box may be clipped at the image's border, so λ follows from its actual area.
     outside = 1 - (box.height * box.width).astype(jnp.float32) / (height * width)
@@ -145,32 +143,18 @@ def _beta_quantiles(alpha: float) -> np.ndarray:
     return betaincinv(alpha, alpha, np.linspace(0, 1, NUM_QUANTILES)).astype(np.float32)
 
 
-def smooth_one_hot(
-    labels: Integer[Array, " B"], num_classes: int, smoothing: float
-) -> Float[Array, "B classes"]:
-    """Returns one-hot targets with a fraction `smoothing` spread evenly over all classes."""
-    return jax.nn.one_hot(labels, num_classes) * (1 - smoothing) + smoothing / num_classes
-
-
 def random_erasing(
-    rngs: Key[Array, " B"], images: Float[Array, "B H W C"], probability: float, mode: str
+    rngs: Key[Array, " B"], images: Float[Array, "B H W C"], probability: float
 ) -> Float[Array, "B H W C"]:
-    """Fills a random box of some normalized images, each with the given probability.
-
-    The mode says with what: 'const' (zeros, the mean color), 'rand' (one normally distributed
-    color) or 'pixel' (one per pixel).
-    """
-    _, H, W, C = images.shape
+    """Fills a random box of some normalized images with normally distributed noise."""
+    _, H, W, _ = images.shape
     split = jax.vmap(lambda rng: jax.random.split(rng, 3), out_axes=1)
     select_rngs, box_rngs, fill_rngs = split(rngs)
     mask = jax.vmap(lambda rng: jax.random.bernoulli(rng, probability))(select_rngs)
-    fill_shape = (H, W, C) if mode == "pixel" else (1, 1, C)
 
     def erase(image, box_rng, fill_rng):
         inside = box_mask(_erasing_box(box_rng, H, W), H, W)[..., None]
-        if mode == "const":
-            return jnp.where(inside, 0.0, image)
-        return jnp.where(inside, jax.random.normal(fill_rng, fill_shape, image.dtype), image)
+        return jnp.where(inside, jax.random.normal(fill_rng, image.shape, image.dtype), image)
 
     return apply_where(erase, mask, images, box_rngs, fill_rngs)
 

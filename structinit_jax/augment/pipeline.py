@@ -8,25 +8,25 @@ from typing import Annotated, Literal
 
 import jax
 import jax.numpy as jnp
-import numpy as np
+import optax
 from jax.sharding import Mesh, PartitionSpec
 from jaxtyping import Array, Float, Integer, Key, Real, UInt8
 
 from structinit_jax.augment.color import color_jitter
 from structinit_jax.augment.crop import random_flip, random_pad_crop
-from structinit_jax.augment.mix import mix, random_erasing, smooth_one_hot
-from structinit_jax.augment.rand_augment import parse, rand_augment
+from structinit_jax.augment.mix import mix, random_erasing
+from structinit_jax.augment.rand_augment import POLICY, parse, rand_augment
 from structinit_jax.errors import (
     Check,
     InputError,
     NonNegativeFloat,
     NonNegativeInt,
     Probability,
-    check_fields,
 )
 
 # Each operation has its own random stream, so disabling one does not change the others' draws.
 CROP, FLIP, RAND_AUGMENT, COLOR_JITTER, ERASING, MIXING = range(6)
+PADDING = 4  # pixels on each side, for crop='pad'
 
 Augment = Callable[
     [Key[Array, ""], UInt8[Array, "B H W C"], Integer[Array, " B"]],
@@ -46,35 +46,33 @@ Strengths = Annotated[
     tuple[float, float, float],
     Check("three numbers, 0 or more", lambda x: len(x) == 3 and all(0 <= s < math.inf for s in x)),
 ]
+PolicyText = Annotated[str, Check(f"empty or {POLICY}", lambda x: x == "" or parse(x))]
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class AugmentConfig:
     """Fields of `config.augment`. By default images are only normalized."""
 
-    # 'pad' pads, then crops to the image's size. 'resized' resizes a random box to image_size: the
-    # loader does this when it decodes (`data.crops.RandomCrop`), not `make_augment`.
+    # 'pad' pads by 4 pixels, then crops to the image's size. 'resized' resizes a random box to
+    # image_size; the loader does it when it decodes (`data.crops.RandomCrop`), not `make_augment`.
     crop: Literal["none", "pad", "resized"] = "none"
-    crop_padding: NonNegativeInt = 4  # pixels on each side, for crop='pad'
     crop_scale: Shares = (0.08, 1.0)  # range of the box's share of the area, for crop='resized'
     crop_ratio: Ratios = (3 / 4, 4 / 3)  # range of the box's width / height, for crop='resized'
     # Of resized crops and of RandAugment's warps; 'random' draws one of the two at each use.
     interpolation: Literal["bilinear", "bicubic", "random"] = "random"
     flip: Probability = 0.0  # of a horizontal flip
-    rand_augment: str = ""  # timm's notation, such as 'rand-m9-mstd0.5-inc1'; empty disables it
+    # In timm's notation, such as 'rand-m9-mstd0.5-inc1'; empty disables it.
+    rand_augment: PolicyText = ""
     # Strengths of brightness, contrast and saturation (`color.color_jitter`); without effect if
     # rand_augment is set, as in timm.
     color_jitter: Strengths = (0.0, 0.0, 0.0)
-    erasing: Probability = 0.0  # of random erasing
-    # Fill of an erased box: noise per pixel, one random color, or the mean color.
-    erasing_mode: Literal["pixel", "rand", "const"] = "pixel"
+    erasing: Probability = 0.0  # of random erasing, with noise
     # True is the order of timm's train script with its prefetcher: mix uint8 images, round,
     # normalize, erase. DeiT, and timm without the prefetcher, erase and then mix normalized images.
     erase_after_mixing: bool = False
-    mixup: NonNegativeFloat = 0.0  # alpha; 0 disables mixup
-    cutmix: NonNegativeFloat = 0.0  # alpha; 0 disables cutmix
-    mix_probability: Probability = 1.0  # that a group of images is mixed
-    mix_switch: Probability = 0.5  # of cutmix rather than mixup if both are enabled
+    # Alphas; 0 disables. If both are enabled, a group uses either with equal probability.
+    mixup: NonNegativeFloat = 0.0
+    cutmix: NonNegativeFloat = 0.0
     # Consecutive images that share one lambda; 0 is the whole batch. timm and DeiT share it within
     # the batch of each process.
     mix_group: NonNegativeInt = 0
@@ -89,12 +87,6 @@ class AugmentOptions(AugmentConfig):
     std: tuple[float, ...]
     label_smoothing: float = 0.0  # share of each target that is spread evenly over all classes
 
-    def __post_init__(self):
-        own = {f.name: getattr(self, f.name) for f in dataclasses.fields(AugmentConfig)}
-        check_fields(AugmentConfig, own, "config.augment.")
-        if self.rand_augment:
-            parse(self.rand_augment)
-
 
 def make_augment(options: AugmentOptions, mesh: Mesh | None = None) -> Augment:
     """Builds the function `(rng, images, labels) -> (images, targets)` to call within jit.
@@ -103,7 +95,7 @@ def make_augment(options: AugmentOptions, mesh: Mesh | None = None) -> Augment:
     erasing, mixing; or with `erase_after_mixing` mixing, normalization, erasing. The random numbers
     for an image depend only on `rng` and on its index in the batch, so the result does not depend
     on the number of devices. The function is pure, returns normalized float32 images and targets,
-    and raises `InputError` for arrays of another type or shape.
+    and raises `InputError` if `mix_group` does not divide the batch.
 
     Args:
       options: The recipe's options.
@@ -113,10 +105,15 @@ def make_augment(options: AugmentOptions, mesh: Mesh | None = None) -> Augment:
 
     def augment(rng, images, labels):
         images, labels = jnp.asarray(images), jnp.asarray(labels)
-        _check_batch(images, labels, options)
+        if options.mix_group and len(images) % options.mix_group:
+            raise InputError(
+                f"config.augment.mix_group={options.mix_group} does not divide the batch size "
+                f"{len(images)}: choose a divisor, or 0 to mix within the whole batch"
+            )
         index = jnp.arange(len(images))
         images = before(rng, index, images)
-        targets = smooth_one_hot(labels, options.num_classes, options.label_smoothing)
+        targets = jax.nn.one_hot(labels, options.num_classes)
+        targets = optax.smooth_labels(targets, options.label_smoothing)
         if options.mixup or options.cutmix:
             images, targets = mix(
                 jax.random.fold_in(rng, MIXING),
@@ -124,8 +121,6 @@ def make_augment(options: AugmentOptions, mesh: Mesh | None = None) -> Augment:
                 targets,
                 mixup=options.mixup,
                 cutmix=options.cutmix,
-                probability=options.mix_probability,
-                switch=options.mix_switch,
                 group=options.mix_group,
             )
             if options.erase_after_mixing:  # not normalized yet
@@ -133,22 +128,6 @@ def make_augment(options: AugmentOptions, mesh: Mesh | None = None) -> Augment:
         return after(rng, index, images), targets
 
     return augment
-
-
-def _check_batch(images, labels, options):
-    batch, channels = len(images), len(options.mean)
-    is_batch = images.dtype == np.uint8 and images.ndim == 4 and images.shape[-1] == channels
-    if not is_batch or labels.shape != (batch,) or not np.issubdtype(labels.dtype, np.integer):
-        raise InputError(
-            f"images are {images.dtype} {list(images.shape)} and labels {labels.dtype} "
-            f"{list(labels.shape)}: pass uint8 pixels [B, H, W, {channels}], which are normalized "
-            "here by config.data.mean, and classes as whole numbers [B]"
-        )
-    if options.mix_group and batch % options.mix_group:
-        raise InputError(
-            f"config.augment.mix_group={options.mix_group} does not divide the batch size "
-            f"{batch}: choose a divisor, or 0 to mix within the whole batch"
-        )
 
 
 def _operations(options):
@@ -170,11 +149,11 @@ def _operations(options):
 
     def erase(rng, index, images):
         rngs = _image_rngs(rng, ERASING, index)
-        return random_erasing(rngs, images, options.erasing, options.erasing_mode)
+        return random_erasing(rngs, images, options.erasing)
 
     pixels = []
     if options.crop == "pad":
-        pixels.append(each(random_pad_crop, CROP, padding=options.crop_padding))
+        pixels.append(each(random_pad_crop, CROP, padding=PADDING))
     if options.flip:
         pixels.append(each(random_flip, FLIP, probability=options.flip))
     if options.rand_augment:

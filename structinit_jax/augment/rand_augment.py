@@ -80,6 +80,10 @@ def rand_augment(
     return apply_operations(images, jax.vmap(draw)(rngs), fill)
 
 
+POLICY = (
+    "a RandAugment policy: 'rand' followed by any of -mM, -mstdS, -mmaxX, -nN (N >= 1), -pP (P <= "
+    "1), -inc0 or -inc1, for example 'rand-m9-mstd0.5-inc1'"
+)
 _FIELDS = {
     "m": ("magnitude", float),
     "mstd": ("magnitude_std", float),
@@ -106,11 +110,7 @@ def parse(text: str) -> Policy:
         if policy.num_operations > 0 and policy.probability <= 1:
             std = policy.magnitude_std if policy.magnitude_std <= 100 else math.inf
             return policy._replace(magnitude_std=std, magnitude_max=policy.magnitude_max or 10.0)
-    raise InputError(
-        f"config.augment.rand_augment={text!r} is not a RandAugment policy: use 'rand' followed by "
-        "any of -mM, -mstdS, -mmaxX, -nN (N >= 1), -pP (P <= 1), -inc0 or -inc1, for example "
-        "'rand-m9-mstd0.5-inc1'"
-    )
+    raise InputError(f"rand_augment={text!r} must be {POLICY}")
 
 
 def draw_operations(
