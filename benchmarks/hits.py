@@ -19,7 +19,7 @@ from PIL import Image
 from sklearn.datasets import load_sample_images
 
 from structinit_jax.attention_init import impulse
-from structinit_jax.interop import hit_rates, initialize, torch_maps
+from structinit_jax.interop import initialize, torch_maps
 
 SIZE, CROPS, DEPTH = 224, 4, 12
 UNSCALED = dict(mimetic_layers=0, target_mass=0.5, keep_positions=True)
@@ -67,6 +67,26 @@ def photographs() -> torch.Tensor:
     return torch.from_numpy(images).permute(0, 3, 1, 2)
 
 
+def hit_rate(maps: np.ndarray, side: int) -> float:
+    """Returns the share of tokens that attend most to the neighbor at their head's offset.
+
+    The offset of a head is the most frequent one between a token and the token that it attends to
+    most. `maps` is [images, heads, N, N] for N = side² tokens; tokens without that neighbor do not
+    count.
+    """
+    y, x = np.divmod(np.arange(side * side), side)
+    strongest, rates = maps.argmax(axis=-1), []
+    for head in range(maps.shape[1]):
+        offsets = np.stack([y[strongest[:, head]] - y, x[strongest[:, head]] - x], axis=-1)
+        offsets, counts = np.unique(offsets.reshape(-1, 2), axis=0, return_counts=True)
+        neighbors = np.prod(side - abs(offsets), axis=1)  # tokens with one at this offset
+        # Of equally frequent offsets the one of most tokens: if all attend to the same token, each
+        # offset occurs once, and one that a single token has would count as a convolution.
+        best = np.lexsort((neighbors, counts))[-1]
+        rates.append(counts[best] / (len(maps) * neighbors[best]))
+    return float(np.mean(rates))
+
+
 def main() -> None:
     """Prints the table and writes it."""
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
@@ -84,7 +104,7 @@ def main() -> None:
         for maps in torch_maps(model, images)[:DEPTH]:
             side = math.isqrt(maps.shape[-1])
             tokens = side * side
-            rates.append(hit_rates(maps[..., -tokens:, -tokens:], (side, side)).hit_rate.mean())
+            rates.append(hit_rate(maps[..., -tokens:, -tokens:], side))
         lines.append(f"| {name} | {given} | {' '.join(f'{rate:.2f}' for rate in rates)} |")
         print(lines[-1], flush=True)
     with open(arguments.out, "w") as file:

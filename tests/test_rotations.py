@@ -8,6 +8,7 @@ from flax import nnx
 from foreign_models import renamed, site_of, split, write
 
 from structinit_jax import interop
+from structinit_jax.analysis.measures import measure_mean_maps
 from structinit_jax.attention_init import AttentionWeights, default, impulse, rotary_angles
 from structinit_jax.errors import InputError
 from structinit_jax.models.vit import VisionTransformer
@@ -57,7 +58,8 @@ def test_the_written_model_hits(model, written):
     images = np.random.default_rng(1).standard_normal((3, 8, 8, 3), np.float32)
     out = jax.jit(lambda images: ours(images, with_maps=True)[1])(images)
     maps = np.asarray(out["blocks"]["attention_maps"])[0, ..., -16:, -16:]
-    assert interop.hit_rates(maps, GRID).hit_rate.min() > 0.9
+    mass = measure_mean_maps(maps.mean(axis=0), GRID)["neighbor_mass"]
+    assert mass.min() > 0.4  # as wanted, less what content takes
 
 
 def test_tables_are_read_in_every_form(params):

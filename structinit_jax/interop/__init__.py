@@ -6,7 +6,8 @@
     params = {name: tensor.numpy() for name, tensor in state_dict.items()}
     params = initialize(params, impulse(), jax.random.key(0), num_heads=3)
 
-`torch_maps` records the attention maps that a torch model computes, and `hit_rates` measures them.
+`torch_maps` records the attention maps that a torch model computes; `analysis.measures` measures
+them.
 
 `from_timm` and `to_timm` convert the weights of our own models. `select_weights` starts a smaller
 model from a larger one. State dicts hold NumPy or JAX arrays; only `torch_maps` needs torch.
@@ -14,12 +15,10 @@ model from a larger one. State dicts hold NumPy or JAX arrays; only `torch_maps`
 
 from structinit_jax.interop.convert import from_timm, select_weights, to_timm
 from structinit_jax.interop.initialize import initialize
-from structinit_jax.interop.maps import Hits, hit_rates, torch_maps
+from structinit_jax.interop.maps import torch_maps
 
 __all__ = [
-    "Hits",
     "from_timm",
-    "hit_rates",
     "initialize",
     "select_weights",
     "to_timm",

@@ -152,7 +152,7 @@ def unsupported(name: str, why: str) -> InputError:
     """Returns the error for a model in which no scheme can set the attention maps."""
     return InputError(
         f"params: {name} {why}; such models are not supported, only ViTs with one grid of tokens, "
-        "Swin, BEiT, MLP-Mixer and ConvMixer"
+        "Swin and BEiT"
     )
 
 

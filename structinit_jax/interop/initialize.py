@@ -13,8 +13,7 @@ from structinit_jax.errors import InputError
 from structinit_jax.interop.entries import check_array, like, replace_rows
 from structinit_jax.interop.host import Grid, Host, square
 from structinit_jax.interop.layouts import Leaves, find_stack, flatten
-from structinit_jax.interop.other_sites import find_sites
-from structinit_jax.interop.rotations import rotary_site
+from structinit_jax.interop.sites import find_window_sites, rotary_site
 
 # Root mean square of the embeddings of white images of variance 1 under PyTorch's default kernel,
 # whose variance is 1 / (3 fan-in).
@@ -34,10 +33,10 @@ def initialize(
     """Writes the weights of a scheme into the parameters of a freshly built model.
 
     The model is a ViT or, for schemes that support them, a model with a relative position bias in
-    every layer (Swin, BEiT), an MLP-Mixer or a ConvMixer. Schemes assume that the LayerNorm before
-    the attention has scale 1 and bias 0, that query-key products are scaled by d^-1/2, and that
-    tokens are in row-major order. Parameters that show otherwise raise an error, but they do not
-    show everything: measure a torch model's own maps with `torch_maps` and `hit_rates`.
+    every layer (Swin, BEiT). Schemes assume that the LayerNorm before the attention has scale 1 and
+    bias 0, that query-key products are scaled by d^-1/2, and that tokens are in row-major order.
+    Parameters that show otherwise raise an error, but they do not show everything: measure a torch
+    model's own maps with `torch_maps`.
 
     The biases of the projections that the scheme sets become zero, and its encoding replaces a
     learned position table, except for class and register tokens. `mlp_scale` multiplies the output
@@ -68,7 +67,7 @@ def initialize(
       InputError: An argument is missing, or the model does not fit the scheme.
     """
     leaves, rebuild = flatten(params)
-    sites = find_sites(leaves, grid)
+    sites = find_window_sites(leaves, grid)
     if not sites:
         host = Host(leaves, find_stack(leaves), num_heads)
         weights = attention_init(rng, _find_site(host, grid, positions, rotations))

@@ -1,32 +1,18 @@
-"""Finds other projects' layers without positions: windows, token mixing, convolutions."""
+"""Describes attention layers of other projects: those with windows or rotary positions."""
 
 import math
 import re
 from collections.abc import Callable
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Complex
 
-from structinit_jax.attention_init import (
-    AttentionWeights,
-    ConvSite,
-    Site,
-    TokenMixingSite,
-    Weights,
-    WindowSite,
-)
+from structinit_jax.attention_init import AttentionWeights, RotarySite, WindowSite
 from structinit_jax.attention_init.sites import GRID, check_shape
 from structinit_jax.errors import InputError, require
-from structinit_jax.interop.entries import (
-    check_array,
-    check_entries,
-    conv,
-    like,
-    linear,
-    replace_rows,
-    unsupported,
-    write_entries,
-)
+from structinit_jax.interop.entries import check_array, like, replace_rows, unsupported
 from structinit_jax.interop.host import Grid, Host, square
 from structinit_jax.interop.layouts import Leaves, Stack, find_stacks
 
@@ -35,8 +21,11 @@ REFUSED = {  # by the names of their parameters
     re.compile(r"(?:.*\.)?att\w*\.(?:.*\.)?logit_scale"): "the cosine attention of SwinV2",
     re.compile(r"(?:.*\.)?attn_grid\..*"): "the grid attention of MaxViT",
 }
-TOKEN_MLP = re.compile(r"(?P<stem>(?:.*\.)?blocks\.)(?P<index>\d+)\.mlp_tokens\.fc1\.weight")
-DEPTHWISE = re.compile(r"(?P<stem>(?:.*\.)?blocks\.)(?P<index>\d+)\.0\.fn\.0\.weight")
+# Error of sines and cosines in bfloat16, and of the turns between neighbors computed from them.
+ROUNDING = 0.05
+
+
+# -- attention with a relative position bias: Swin, BEiT -------------------------------------------
 
 
 class FoundSite(NamedTuple):
@@ -49,14 +38,14 @@ class FoundSite(NamedTuple):
     """
 
     name: str
-    site: Site
-    write: Callable[[Leaves, Weights], Leaves]
+    site: WindowSite
+    write: Callable[[Leaves, AttentionWeights], Leaves]
 
 
-def find_sites(leaves: Leaves, grid: Grid | None) -> list[FoundSite]:
-    """Finds the stacks of a Swin Transformer or BEiT, MLP-Mixer or ConvMixer, from first to last.
+def find_window_sites(leaves: Leaves, grid: Grid | None) -> list[FoundSite]:
+    """Finds the stacks of a Swin Transformer or BEiT, from first to last.
 
-    `grid` is (rows, cols) of the tokens, or of the windows that are not square.
+    `grid` is (rows, cols) of the windows that are not square.
 
     Returns:
       The stacks; none if the model is of another kind.
@@ -69,20 +58,9 @@ def find_sites(leaves: Leaves, grid: Grid | None) -> list[FoundSite]:
     for pattern, attention in REFUSED.items():
         for name in filter(pattern.fullmatch, leaves):
             raise unsupported(name, f"belongs to {attention}")
-    if any(TABLE in name for name in leaves):
-        return _windows(leaves, grid)
-    for pattern, find in ((TOKEN_MLP, _token_mixing), (DEPTHWISE, _convolutions)):
-        layers = {int(m["index"]): m for m in map(pattern.fullmatch, leaves) if m}
-        if layers:
-            return [find(leaves, [layers[index] for index in sorted(layers)], grid)]
-    return []
-
-
-# -- attention with a relative position bias: Swin, BEiT -------------------------------------------
-
-
-def _windows(leaves: Leaves, grid: Grid | None) -> list[FoundSite]:
     tables = [name for name in leaves if name.endswith(TABLE)]
+    if not tables:
+        return []
     stacks = find_stacks(leaves)
     # Those without tables are of a text model.
     seeing = [stack for stack in stacks if any(name.startswith(stack.blocks) for name in tables)]
@@ -144,48 +122,48 @@ def _num_offsets(window: Grid) -> int:
     return (2 * window[0] - 1) * (2 * window[1] - 1)
 
 
-# -- token mixing and convolutions -----------------------------------------------------------------
+# -- rotary positions -----------------------------------------------------------------------------
 
 
-def _token_mixing(leaves, layers, grid):
-    first = layers[0][0]
-    check_array("params", first, leaves[first])
-    hidden, tokens = leaves[first].shape
-    grid = grid or square(tokens)
-    if grid is None or math.prod(grid) != tokens:
+def rotary_site(host: Host, given: Any, grid: Grid | None) -> RotarySite:
+    """Returns the site of a model with the `rotations` that were passed to `initialize`."""
+    parts = tuple(given) if isinstance(given, tuple | list) else (given,)
+    for part in parts:
+        check_array("rotations", "the table", part)
+    shapes, d, is_pair = [part.shape for part in parts], host.head_dim, len(parts) == 2
+    lead = (1,) * (4 - len(shapes[0])) + shapes[0][:-2]
+    heads = (host.num_layers, host.num_heads)
+    fits = len(lead) == 2 and all(n in (1, m) for n, m in zip(lead, heads, strict=True))
+    if not fits or len(set(shapes)) != 1 or shapes[0][-1] != (d if is_pair else 2 * d):
         raise InputError(
-            f"grid={grid}: {first} mixes {tokens} tokens: pass grid=(rows, cols) of that product"
+            f"rotations has shape {' and '.join(map(str, shapes))}, but the model needs timm's "
+            f"model.rope.get_embed(shape=grid) [N, {2 * d}] or Hugging Face's pair "
+            f"model.rope_embeddings(pixel_values) of [N, {d}], with leading axes for "
+            f"{host.num_layers} layers and {host.num_heads} heads if these differ"
         )
-    blocks = [f"{layer['stem']}{layer['index']}" for layer in layers]
-    site = TokenMixingSite(grid, hidden=hidden, num_layers=len(layers))
-    entries = [
-        entry
-        for i, block in enumerate(blocks)
-        for name in ("fc1", "fc2")
-        for entry in linear(f"{block}.mlp_tokens.{name}", name, layer=i, bias=False)
-    ]
-    shapes = {"fc1/kernel": (tokens, hidden), "fc2/kernel": (hidden, tokens)}
-    check_entries(leaves, entries, shapes)
+    parts = [np.asarray(part, np.float64) for part in parts]
+    cos, sin = parts if is_pair else (parts[0][..., d:], parts[0][..., :d])
+    # Both channels of a pair have the same sine and cosine.
+    neighbors = all(np.array_equal(part[..., ::2], part[..., 1::2]) for part in (sin, cos))
+    pairs, firsts = ("interleaved", slice(0, d, 2)) if neighbors else ("halves", slice(d // 2))
+    angles = np.arctan2(sin[..., firsts], cos[..., firsts])
+    angles = angles.reshape(*lead, *angles.shape[-2:]).astype(np.float32)
+    tokens = angles.shape[2]
+    grid = grid or square(tokens)
+    if grid is None or math.prod(grid) != tokens or not _is_even(np.exp(1j * angles), grid):
+        raise InputError(
+            f"grid={grid}: the {tokens} rotations do not turn by equal angles along the rows and "
+            "columns of this grid: pass the rotations of the image tokens alone, row by row, and "
+            "their grid=(rows, cols)"
+        )
+    return RotarySite(grid=grid, **host.sizes(), angles=angles, pairs=pairs)
 
-    def write(leaves: Leaves, weights: Weights) -> Leaves:
-        ours = {"fc1/kernel": weights.fc1, "fc2/kernel": weights.fc2}
-        ours = {path: array for path, array in ours.items() if array is not None}
-        return write_entries(leaves, entries, ours, shapes)
 
-    return FoundSite(first, site, write)
-
-
-def _convolutions(leaves, layers, grid):
-    first = layers[0][0]
-    check_array("params", first, leaves[first])
-    width, _, size, _ = leaves[first].shape
-    site = ConvSite(kernel_size=size, width=width, num_layers=len(layers))
-    names = [layer[0].removesuffix(".weight") for layer in layers]
-    entries = [next(conv(name, "conv", i)) for i, name in enumerate(names)]
-    shapes = {"conv/kernel": (size, size, width)}
-    check_entries(leaves, entries, shapes)
-
-    def write(leaves: Leaves, weights: Weights) -> Leaves:
-        return write_entries(leaves, entries, {"conv/kernel": weights.kernel}, shapes)
-
-    return FoundSite(first, site, write)
+def _is_even(turns: Complex[np.ndarray, "L h N p"], grid: Grid) -> bool:
+    """Whether the turns between neighbors are the same in the whole grid, as in 2D RoPE."""
+    turns = turns.reshape(*turns.shape[:2], *grid, -1)
+    right = turns[..., 1:, :] * turns[..., :-1, :].conj()
+    down = turns[..., 1:, :, :] * turns[..., :-1, :, :].conj()
+    return all(
+        np.allclose(steps, steps[..., :1, :1, :], rtol=0, atol=ROUNDING) for steps in (right, down)
+    )
