@@ -20,8 +20,7 @@ It writes to the directory --out:
   far each layer's output is from moving with an image that is shifted by one patch (in Swin by one
   token of the last stage): 0 for a convolution, 1 for unrelated features.
 
-`analysis.measures` defines the measures. In Swin they describe maps within windows, in MLP-Mixer
-the derivatives of token mixing (`analysis.collect.comparable_maps`).
+`analysis.measures` defines the measures. In Swin they describe maps within windows.
 """
 
 # isort: split

@@ -127,6 +127,8 @@ def test_tables_that_do_not_fit_are_refused(params, rotations):
 
 def test_models_that_the_rotations_do_not_describe_are_refused(params):
     options = dict(num_heads=HEADS, rotations=TABLE)
+    with pytest.raises(InputError, match="positions and rotations exclude each other"):
+        interop.initialize(params, scheme, RNG, positions=np.eye(16), **options)
     table = params | {"pos_embed": np.zeros((1, 16, WIDTH), np.float32)}
     with pytest.raises(InputError, match="adds the positions pos_embed to its tokens"):
         interop.initialize(table, default(), RNG, **options)

@@ -11,7 +11,7 @@ from jaxtyping import Array, Float, UInt8
 from ml_collections import ConfigDict
 
 from structinit_jax.analysis import measures
-from structinit_jax.attention_init import ConvSite, Site, TokenMixingSite
+from structinit_jax.attention_init import AttentionSite, ConvSite, TokenMixingSite
 from structinit_jax.augment import normalize
 from structinit_jax.config import make_attention_init
 from structinit_jax.data.loader import decode_all, stream_indices
@@ -107,7 +107,8 @@ def one_device() -> jax.sharding.Mesh:
 
 def _start_values(config, model):
     sites = nnx.merge(model.graphdef, model.params, model.model_state).sites()
-    if not sites or any(isinstance(site, ConvSite) for site in sites.values()):
+    no_attention = ConvSite | TokenMixingSite
+    if not sites or any(isinstance(site, no_attention) for site in sites.values()):
         raise InputError(f"config.model.name={config.model.name!r} has no attention to analyze")
     scheme, name = make_attention_init(config), config.attention_init.name
     return initialize_model(model, scheme, config.seed, config.start_from, name)[:2]
@@ -146,7 +147,7 @@ def observe(
         for stage, (stack, site) in enumerate(sites.items(), 1):
             maps, heads, uniform = _summarize(stacks[stage - 1], site, targets.get(stack))
             for i in range(site.num_layers):
-                values = {key: value[i] for key, value in heads.items()}
+                values = {key: value[i] for key, value in heads.items() if i < len(value)}
                 rank, shift = of_outputs[len(layers)]
                 values["stable_rank"] = rank[None]
                 if shift is not None:
@@ -197,36 +198,29 @@ def _output_grids(stages, sites):
     return grids
 
 
-def _average_maps(blocks, site: Site, targets) -> dict[str, Array]:
+def _average_maps(blocks, site: AttentionSite, targets) -> dict[str, Array]:
     """Averages maps [L, h, N, N] and measures that are not linear in them over images."""
     maps = comparable_maps(blocks, site)
     averages = dict(maps=maps.mean(axis=0), entropy=measures.mean_entropy(maps))
     if targets is not None:
         index, filters = targets
-        averages |= measures.measure_against_targets(maps, jnp.asarray(filters[index]))
+        with_target = maps[:, : len(index)]  # the first layers; heads of `mimetic_layers` have none
+        averages |= measures.measure_against_targets(with_target, jnp.asarray(filters[index]))
     return averages
 
 
-def comparable_maps(blocks: dict[str, Array], site: Site) -> Float[Array, "B L h N N"]:
+def comparable_maps(blocks: dict[str, Array], site: AttentionSite) -> Float[Array, "B L h N N"]:
     """Returns maps over the tokens of a site's grid, whose rows sum to 1.
 
-    Class and register tokens are left out. Windows count as images. For token mixing, a map is the
-    share of each input token in the absolute derivatives of an output token with respect to all
-    input tokens; it has one head. Output tokens that depend on no input get a zero row, such as a
-    token at the border whose impulse is off the grid.
+    Class and register tokens are left out. Windows count as images.
     """
-    if isinstance(site, TokenMixingSite):
-        maps = jnp.abs(blocks["token_maps"])[:, :, None]
-    else:
-        maps = blocks["attention_maps"]
-    maps = maps[..., -site.num_tokens :, -site.num_tokens :]
+    maps = blocks["attention_maps"][..., -site.num_tokens :, -site.num_tokens :]
     maps = maps.reshape(len(maps), -1, *maps.shape[-3:])
     maps = jnp.moveaxis(maps, 1, 0)
-    total = maps.sum(axis=-1, keepdims=True)
-    return maps / jnp.where(total > 0, total, 1)
+    return maps / maps.sum(axis=-1, keepdims=True)
 
 
-def _summarize(averages, site: Site, targets):
+def _summarize(averages, site: AttentionSite, targets):
     """Returns the maps of a stack [L, h, N, N], their measures [L, h], and a uniform map's."""
     heads = dict(averages)
     maps = heads.pop("maps")

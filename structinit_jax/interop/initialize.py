@@ -87,6 +87,8 @@ def _find_site(
     positions: np.ndarray | jax.Array | None,
     rotations: Any | None,
 ) -> AttentionSite:
+    if positions is not None and rotations is not None:
+        raise InputError("positions and rotations exclude each other: pass one of them")
     host.require_assumptions()
     table = host.position_table(grid) if positions is None else None
     if rotations is not None:

@@ -3,14 +3,13 @@
 import dataclasses
 from typing import Any, ClassVar
 
-import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 from jaxtyping import Array, Float
 
 from structinit_jax.attention_init import TokenMixingSite, TokenMixingWeights
-from structinit_jax.errors import Fraction, PositiveFloat, PositiveInt
+from structinit_jax.errors import Fraction, InputError, PositiveFloat, PositiveInt
 from structinit_jax.models import layers
 from structinit_jax.models.layers import Rng
 from structinit_jax.models.model import Model, ModelConfig, make_stack, run_stack, token_grid
@@ -72,12 +71,14 @@ class MlpMixer(Model):
     def __call__(
         self, images: Float[Array, "B H W C"], *, rng: Rng = None, with_maps: bool = False
     ) -> tuple[Float[Array, "B classes"], dict[str, Any]]:
-        """Returns logits and intermediates; see `Model.__call__`.
+        """Returns logits and intermediates.
 
-        The intermediates are 'patch_embedding' [B, N, D]; 'blocks' with 'token_mixing', 'mlp',
-        'output' [L, B, N, D] and the maps 'token_maps' [L, B, N, N] of `MixerBlock.token_map`;
-        'pooled' [B, D] after the norm.
+        See `Model.__call__`; `with_maps` must be False. The intermediates are 'patch_embedding'
+        [B, N, D]; 'blocks' with 'token_mixing', 'mlp', 'output' [L, B, N, D]; 'pooled' [B, D] after
+        the norm.
         """
+        if with_maps:
+            raise InputError("with_maps=True: config.model.name='mixer' has no attention maps")
         config = self.config
         patches = self.patch_embedding.embed(images, self.grid)
         x, blocks = run_stack(
@@ -86,7 +87,6 @@ class MlpMixer(Model):
             config=config,
             drop_path_rates=np.full((config.depth,), config.drop_path, np.float32),
             rng=rng,
-            with_maps=with_maps,
         )
         pooled = self.norm(x).mean(axis=1)
         out = dict(patch_embedding=patches, blocks=blocks, pooled=pooled)
@@ -109,19 +109,8 @@ class MixerBlock(layers.PreNormBlock):
 
     def mix(self, x, *, rng, with_maps):
         """Applies the token-mixing MLP to [B, N, D]."""
-        mixed = jnp.swapaxes(self.token_mlp(jnp.swapaxes(x, 1, 2), rng=rng), 1, 2)
-        return mixed, {"token_maps": self.token_map(x)} if with_maps else {}
-
-    def token_map(self, normed: Float[Array, "B N D"]) -> Float[Array, "B N N"]:
-        """Returns the Jacobian of token mixing, averaged over channels; comparable to attention.
-
-        Entry [n, m] is the mean over channels of the derivative of output token n with respect to
-        input token m. Channels differ only in the slope of GELU, so its mean is enough.
-        """
-        fc1, fc2 = self.token_mlp.fc1, self.token_mlp.fc2
-        hidden = fc1(jnp.swapaxes(normed, 1, 2)).astype(jnp.float32)
-        _, slope = jax.jvp(layers.gelu, (hidden,), (jnp.ones_like(hidden),))
-        return jnp.einsum("mh,Bh,hn->Bnm", fc1.kernel[...], slope.mean(axis=1), fc2.kernel[...])
+        del with_maps
+        return jnp.swapaxes(self.token_mlp(jnp.swapaxes(x, 1, 2), rng=rng), 1, 2), {}
 
     def set_weights(self, weights: TokenMixingWeights) -> None:
         """Writes the weights that a scheme returns into a stack of these blocks."""

@@ -192,13 +192,11 @@ def find_targets(
     @jax.jit  # removes the solve, whose result is not used
     def find(params_rng, attention_rng):
         weights = model.build(params_rng).start_weights(scheme, attention_rng)
-        # Convolutions, and schemes that do not solve, have no targets.
+        # Schemes that do not solve have no targets.
         with_targets = {k: w for k, w in weights.items() if getattr(w, "targets", None) is not None}
         return {k: (w.filter_index, w.targets) for k, w in with_targets.items()}
 
-    found = jax.device_get(find(params_rng, attention_rng))
-    # Token mixing has one map a layer.
-    return {k: (index.reshape(len(index), -1), maps) for k, (index, maps) in found.items()}
+    return jax.device_get(find(params_rng, attention_rng))
 
 
 def init_state(
