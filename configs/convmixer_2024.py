@@ -6,8 +6,8 @@
 Paper: "Structured Initialization for Attention in Vision Transformers" (2024), section 5.5. Pass
 the row after a colon: the model, convmixer_256_8, convmixer_512_6 or convmixer_512_8; the kernel
 size, 3, 5 or 8; the filters, trained or fixed at random, impulse or box values. Fixed filters keep
-their biases too. For other filters of the program, add --config.attention_init.name=impulse_2024
-and --config.attention_init.taps=4 (drawn), .variance=0.5 (Gaussians) or .num_filters=32 (in all).
+their biases too. For filters with several drawn places, as in the program, add
+--config.attention_init.name=impulse_2024 and --config.attention_init.taps=4.
 
 From the text: learning rate 0.01, 100 epochs, all else as for ViT (vit_2024_small.py). From the
 program (github.com/osiriszjq/structured_init): the scale of the filters, and depth 6 at width 512,

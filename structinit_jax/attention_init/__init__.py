@@ -128,12 +128,10 @@ def impulse_2024(
     following_input: PseudoInput | None = None,
     max_steps: PositiveInt | None = None,
     taps: PositiveInt | None = None,
-    variance: PositiveFloat | None = None,
-    num_filters: PositiveInt | None = None,
 ) -> AttentionInit:
     """The impulse initialization of the 2024 paper as published, to reproduce it.
 
-    The first five options are for attention with positions, the last three for convolutions.
+    The first five options are for attention with positions, `taps` is for convolutions.
 
     Args:
       kernel_size: Kernel size f, odd; 3 by default. Each head draws one of the f² offsets.
@@ -146,9 +144,6 @@ def impulse_2024(
       max_steps: Number of Adam steps; 10,000 by default.
       taps: Number of places with a weight in each filter, all with the same one. 1, the default, is
         the impulse of table 4, and f² its box.
-      variance: If given, filters are Gaussians of this variance around one place instead.
-      num_filters: Number of distinct filters of a layer, from which each channel draws one; None
-        gives each channel its own.
     """
     options = dict(locals())  # the arguments: this line has to come first
     check_fields(impulse_2024, options, "")

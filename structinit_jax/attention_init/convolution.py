@@ -35,35 +35,14 @@ def impulse(rng: PRNGKeyArray, site: ConvSite, filters: Filters) -> ConvWeights:
     return ConvWeights(jnp.moveaxis(jnp.asarray(bank)[filter_index], 1, -1))
 
 
-def impulse_2024(
-    rng: PRNGKeyArray,
-    site: ConvSite,
-    *,
-    taps: int = 1,
-    variance: float | None = None,
-    num_filters: int | None = None,
-) -> ConvWeights:
+def impulse_2024(rng: PRNGKeyArray, site: ConvSite, *, taps: int = 1) -> ConvWeights:
     """The filters of the 2024 program, drawn independently for each channel."""
-    size, shape = site.kernel_size, (site.num_layers, site.width)
-    for name, value, most in (("taps", taps, size**2), ("num_filters", num_filters, site.width)):
-        if value is not None and value > most:
-            raise InputError(f"{name}={value} must be at most {most} for this ConvSite")
-    if variance is not None and taps != 1:
-        raise InputError(
-            f"taps={taps} has no effect on Gaussians, variance={variance}: pass one of them"
-        )
-    filter_rng, share_rng = jax.random.split(rng)
-    if variance is None:
-        order = jnp.argsort(jax.random.uniform(filter_rng, (*shape, size**2)), axis=-1)
-        filters = jnp.where(order < taps, (taps * size) ** -0.5, 0.0)
-    else:
-        bank = jnp.asarray(_filter_bank("gaussian", size, variance**0.5))
-        filters = bank.reshape(size**2, -1)[jax.random.randint(filter_rng, shape, 0, size**2)]
-        squared_norm = jnp.square(filters).sum(axis=-1).mean(axis=1)
-        filters = filters * ((squared_norm * size) ** -0.5)[:, None, None]
-    if num_filters is not None:
-        chosen = jax.random.randint(share_rng, shape, 0, num_filters)
-        filters = jnp.take_along_axis(filters, chosen[:, :, None], axis=1)
+    size = site.kernel_size
+    if taps > size**2:
+        raise InputError(f"taps={taps} must be at most {size**2} for this ConvSite")
+    filter_rng, _ = jax.random.split(rng)  # not `rng`, which would change the filters of a seed
+    uniform = jax.random.uniform(filter_rng, (site.num_layers, site.width, size**2))
+    filters = jnp.where(jnp.argsort(uniform, axis=-1) < taps, (taps * size) ** -0.5, 0.0)
     return ConvWeights(jnp.moveaxis(filters, 1, -1).reshape(-1, size, size, site.width))
 
 
