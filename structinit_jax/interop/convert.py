@@ -12,7 +12,7 @@ our arrays on the right. Our arrays have a leading axis for the layers that timm
 import math
 import re
 from collections.abc import Callable, Iterator, Mapping
-from typing import Any, TypeVar
+from typing import Any
 
 import jax.numpy as jnp
 import numpy as np
@@ -37,7 +37,6 @@ from structinit_jax.models.swin import SwinTransformer
 from structinit_jax.models.vit import VisionTransformer, resample_positions
 
 StateDict = Mapping[str, Any]  # of NumPy or JAX arrays
-Student = TypeVar("Student", nnx.Module, StateDict)
 HEADS = ("head", "head_dist", "classifier")
 # Functions of the sizes, in Swin weights of older versions of timm.
 BUFFERS = ("attn.relative_position_index", "attn_mask")
@@ -234,12 +233,10 @@ _CONVERTERS: Mapping[type[nnx.Module], Callable[..., Iterator[Entry]]] = {
 # -- weight selection ------------------------------------------------------------------------------
 
 
-def select_weights(teacher: nnx.Module | StateDict, student: Student) -> Student:
-    """Gives a smaller model the weights selected from a larger one.
+def select_weights(teacher: StateDict, student: nnx.Module) -> nnx.Module:
+    """Gives one of our models the weights selected from a larger model of timm.
 
-        student = select_weights(vit_small, vit_tiny)                       # models
         student = select_weights(load_file("vit_small.safetensors"), vit_tiny)
-        state_dict = select_weights(timm_s.state_dict(), timm_ti.state_dict())  # of NumPy arrays
 
     Xu et al. 2024, "Initializing Models with Larger Ones" (arXiv:2311.18823); from the command line
     with `config.start_from`. The student takes the teacher's first layers. If it has m of the
@@ -249,24 +246,21 @@ def select_weights(teacher: nnx.Module | StateDict, student: Student) -> Student
     Models are selected in timm's layout. As in the published program, query, key and value are then
     3 h d outputs of one linear layer, so a student's head may mix channels of several heads.
 
-    Patch and window size must be equal. A learned position table of another grid is first resampled
-    if the student is a model, as timm does it; the table's grid is taken to be square. The head,
-    fixed position encodings and integers stay the student's.
+    Patch and window size must be equal. A learned position table of another grid is first
+    resampled, as timm does it; the table's grid is taken to be square. The head, fixed position
+    encodings and integers stay the student's.
 
     Args:
-      teacher: The larger model, or its state dict in timm's layout.
-      student: The smaller model of the same family, or its state dict. It is not changed.
+      teacher: The larger model's state dict in timm's layout.
+      student: The smaller model of the same family. It is not changed.
 
     Returns:
-      A model or state dict like `student` with the selected weights and the student's head.
+      A model like `student` with the selected weights and the student's head.
 
     Raises:
       InputError: The student is larger than the teacher or of another family.
     """
-    large = to_timm(teacher) if isinstance(teacher, nnx.Module) else teacher
-    large = {unwrapped(name): array for name, array in large.items()}
-    if not isinstance(student, nnx.Module):
-        return _select_all(large, student)
+    large = {unwrapped(name): array for name, array in teacher.items()}
     small = to_timm(student)
     if getattr(student, "positions", None) is not None and "pos_embed" in large:
         large["pos_embed"] = _fit_positions(large["pos_embed"], student)
@@ -302,7 +296,6 @@ def _select_all(large: StateDict, small: StateDict) -> dict[str, Any]:
             )
     selected = {}
     for name, array in small.items():
-        check_array("student", name, array)
         kept = _is_own(name) or not jnp.issubdtype(array.dtype, jnp.floating)
         if not kept:
             check_array("teacher", name, large[name])
