@@ -71,7 +71,6 @@ AUGMENTED = ", augmentation"
 OURS = {  # changes to the config's model
     "structinit_jax": {},
     "structinit_jax, cuDNN attention": dict(attention_implementation="cudnn"),
-    "structinit_jax, unrolled": dict(unroll=0),
     "structinit_jax, remat dots": dict(remat="dots"),
     f"structinit_jax{AUGMENTED}": {},
 }

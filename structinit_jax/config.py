@@ -191,6 +191,7 @@ def load_run_config(workdir: str | Path, trust: bool = False) -> ConfigDict:
     # Fields of earlier versions that mattered in training only.
     fields.pop("layer_decay", None)
     fields["data"].pop("train_eval_split", None)
+    fields["model"].pop("unroll", None)
     for field in ("crop_padding", "erasing_mode", "mix_probability", "mix_switch"):
         fields["augment"].pop(field, None)
     config.update(fields)

@@ -21,7 +21,7 @@ DONE = "done"
 # Fields that change the results by rounding at most; the content of data is compared by digests.
 HARMLESS = (
     *("checkpoint_every_steps", "keep_checkpoints", "fsdp", "data.data_dir", "data.manual_dir"),
-    *("model.attention_implementation", "model.remat", "model.unroll"),
+    *("model.attention_implementation", "model.remat"),
 )
 
 

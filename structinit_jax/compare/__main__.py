@@ -22,17 +22,13 @@ from absl import flags
 
 from structinit_jax import command_line
 from structinit_jax.command_line import CONFIG, WORKDIR
-from structinit_jax.compare import grid, report, train_grid
+from structinit_jax.compare import grid, train_grid
 from structinit_jax.errors import InputError
-from structinit_jax.training.workdir import local_path
 
 _SCHEMES = flags.DEFINE_list("schemes", [], "Initializations to compare.")
 _SEEDS = flags.DEFINE_integer("seeds", 3, "Seeds of each setting.", lower_bound=1)
 _GRID = flags.DEFINE_multi_string(
     "grid", [], "A field and its values, such as model.num_heads=3,6. May be repeated."
-)
-_REPORT_ONLY = flags.DEFINE_bool(
-    "report_only", False, "Only report what has been trained so far; uses --workdir alone."
 )
 
 
@@ -40,9 +36,6 @@ def main(overrides: command_line.Overrides) -> None:
     """Runs the command; exits with status 1 if a run failed."""
     if not WORKDIR.value:
         raise InputError("--workdir is required: the output directory, such as /tmp/compare")
-    if _REPORT_ONLY.value:
-        report.write_report(local_path(WORKDIR.value))
-        return
     if CONFIG.value is None:
         raise InputError("--config is required, such as --config=configs/vit_fashion_mnist.py")
     config = command_line.read_config(overrides)

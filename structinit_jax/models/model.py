@@ -28,7 +28,6 @@ from structinit_jax.attention_init.sites import check_shape
 from structinit_jax.errors import (
     Fraction,
     InputError,
-    NonNegativeInt,
     PositiveInt,
     check_fields,
     is_count,
@@ -73,7 +72,6 @@ class ModelConfig:
     # Start values: timm's for this family, or "pytorch": the defaults of PyTorch's layers.
     base_init: Literal["timm", "pytorch"] = "timm"
     dtype: Literal["float32", "bfloat16"] = "float32"  # of the computation, not of parameters
-    unroll: NonNegativeInt = 1  # blocks per step of the scan; 0 unrolls it and compiles longer
     # What the training step recomputes to save memory (see `run_stack`); "auto" is the first policy
     # that fits the device.
     remat: Literal["auto", "none", "dots", "full"] = "auto"
@@ -261,17 +259,16 @@ def run_stack(
             outs.append(out)
         return x, jax.tree.map(lambda *leaves: jnp.stack(leaves), *outs)
 
-    # In a loop, XLA cannot merge what the backward pass recomputes with the forward pass.
-    unroll = config.unroll or True  # to `lax.scan`, True means all
-    unrolled = unroll is True or unroll >= whole // period
     policy = REMAT_POLICIES["none" if config.remat == "auto" else config.remat]
-    step = jax.checkpoint(step, policy=policy, prevent_cse=unrolled)
+    # In a loop, XLA cannot merge what the backward pass recomputes with the forward pass. It
+    # removes a loop of one step.
+    step = jax.checkpoint(step, policy=policy, prevent_cse=whole == period)
     rngs = None if rng is None else jax.random.split(rng, depth)
     layers = (blocks, jnp.asarray(drop_path_rates) if drop_path_rates.any() else None, rngs)
     steps = jax.tree.map(
         lambda leaf: leaf[:whole].reshape(whole // period, period, *leaf.shape[1:]), layers
     )
-    x, outs = jax.lax.scan(step, x, steps, unroll=unroll)
+    x, outs = jax.lax.scan(step, x, steps)
     outs = jax.tree.map(lambda leaf: leaf.reshape(whole, *leaf.shape[2:]), outs)
     for i in range(whole, depth):  # an incomplete last cycle
         x, last = run_block(x, take(layers, i), cycle[i - whole])

@@ -18,7 +18,7 @@ FIXED = (
 # Fields of `model` that may change: how the model is computed and regularized.
 FREE = [
     f"model.{field}"
-    for field in ("attention_implementation", "drop_path", "dropout", "dtype", "remat", "unroll")
+    for field in ("attention_implementation", "drop_path", "dropout", "dtype", "remat")
 ]
 ABSENT = "(absent)"
 
