@@ -30,7 +30,10 @@ class SeedRun:
 
     Attributes:
       setting: Name of the setting.
+      seed: Its seed.
       facts: Entry of its setting in `compare.json`.
+      folder: Its workdir.
+      test_name: Name of the test set in its metrics.
       curve: The test accuracy by step, from 0 to 1, up to the last step of the comparison:
         `structinit_jax.main` may have trained the run longer.
       nonfinite_steps: Number of steps whose loss or gradient was not finite.

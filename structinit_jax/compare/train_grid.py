@@ -87,12 +87,13 @@ def _train_all(workdir, info, settings, seeds) -> int:
             say(f"done before, {run.result}")
             continue
         run.folder.mkdir(parents=True, exist_ok=True)
-        try:
-            with workdir_lib.lock_workdir(run.folder.parent):
-                _train(settings[name], run, say, stop)
-        except InputError:
-            say("another process trains this setting")
-            continue
+        with contextlib.ExitStack() as stack:
+            try:
+                stack.enter_context(workdir_lib.lock_workdir(run.folder.parent))
+            except InputError:
+                say("another process trains this setting")
+                continue
+            _train(settings[name], run, say, stop)
         run, trained = compare.SeedRun(workdir, name, seed, run.facts), trained + 1
         failed += run.status == "failed"
         left = (time.perf_counter() - began) / trained * (len(runs) - number)

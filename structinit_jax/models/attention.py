@@ -33,7 +33,8 @@ class TransformerConfig(ModelConfig):
     mlp_ratio: PositiveFloat = 4.0  # hidden width of the MLP over D
     dropout: Fraction = 0.0  # rate after attention projections and MLP layers
     attention_implementation: Literal["auto", "cudnn"] = "auto"  # "cudnn" is a fused kernel
-    layer_scale, qk_norm = 0.0, False  # fields of ViT only
+    # Fields of ViT only. As class attributes they let the blocks of Swin read them.
+    layer_scale, qk_norm = 0.0, False
 
 
 class Attention(nnx.Module):
@@ -106,7 +107,7 @@ def cudnn_attention(
     value: Float[Array, "B N h d"],
     bias: Float[Array, "#B h N N"] | None = None,
 ) -> Float[Array, "B N h d"]:
-    """Computes `dot_product_attention` with cuDNN's fused kernel; the bias is cast to their dtype.
+    """Computes `dot_product_attention` with cuDNN's fused kernel; `bias` is cast to query's dtype.
 
     JAX supports gradients only for even N, which a class token often makes odd. Without a bias, a
     masked token is then appended. Raises `InputError` where JAX refuses the device, type or shape.
