@@ -2,7 +2,7 @@
 
 `make_augment(AugmentOptions(...))` returns the augmentation of a whole training recipe as one pure
 function. The modules hold the individual operations, which follow timm, torchvision and Pillow:
-`crop` (crops, flips and warps), `color`, `rand_augment` and `mix` (mixup, cutmix and erasing).
+`transforms` (crops, flips, warps and colors), `rand_augment` and `mix` (mixup, cutmix and erasing).
 """
 
 from structinit_jax.augment.pipeline import (

@@ -12,10 +12,9 @@ import optax
 from jax.sharding import Mesh, PartitionSpec
 from jaxtyping import Array, Float, Integer, Key, Real, UInt8
 
-from structinit_jax.augment.color import color_jitter
-from structinit_jax.augment.crop import random_flip, random_pad_crop
 from structinit_jax.augment.mix import mix, random_erasing
 from structinit_jax.augment.rand_augment import POLICY, parse, rand_augment
+from structinit_jax.augment.transforms import color_jitter, random_flip, random_pad_crop
 from structinit_jax.errors import (
     Check,
     InputError,
@@ -63,8 +62,8 @@ class AugmentConfig:
     flip: Probability = 0.0  # of a horizontal flip
     # In timm's notation, such as 'rand-m9-mstd0.5-inc1'; empty disables it.
     rand_augment: PolicyText = ""
-    # Strengths of brightness, contrast and saturation (`color.color_jitter`); without effect if
-    # rand_augment is set, as in timm.
+    # Strengths of brightness, contrast and saturation (`transforms.color_jitter`); as in timm,
+    # without effect if rand_augment is set.
     color_jitter: Strengths = (0.0, 0.0, 0.0)
     erasing: Probability = 0.0  # of random erasing, with noise
     # True is the order of timm's train script with its prefetcher: mix uint8 images, round,

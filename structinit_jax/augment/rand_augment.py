@@ -14,8 +14,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int, Key, UInt8
 
-from structinit_jax.augment import color
-from structinit_jax.augment.crop import affine_warp, rotation_matrix
+from structinit_jax.augment import transforms
 from structinit_jax.errors import InputError
 
 CHUNKS = 16  # into which `apply_where` divides a batch
@@ -202,9 +201,9 @@ def _apply_operation(images, drawn, fill):
         mask = computed_by("warp") & (bicubic == cubic)
         images = apply_where(warp, mask, images, operation, argument)
     images = apply_where(_apply_lut, computed_by("lut"), images, operation, argument)
-    images = apply_where(color.equalize, computed_by("equalize"), images)
-    images = apply_where(color.adjust_saturation, computed_by("saturation"), images, argument)
-    return apply_where(color.adjust_sharpness, computed_by("sharpness"), images, argument)
+    images = apply_where(transforms.equalize, computed_by("equalize"), images)
+    images = apply_where(transforms.adjust_saturation, computed_by("saturation"), images, argument)
+    return apply_where(transforms.adjust_sharpness, computed_by("sharpness"), images, argument)
 
 
 def _warp(image, operation, argument, bicubic, fill):
@@ -216,32 +215,32 @@ def _warp(image, operation, argument, bicubic, fill):
         return jnp.where(operation == OPERATIONS.index(name), argument, zero)
 
     # Rotation by 0 degrees is exactly the identity, since cos 0 = 1 and sin 0 = 0.
-    rotation = rotation_matrix(argument_of("Rotate"), H, W)
+    rotation = transforms.rotation_matrix(argument_of("Rotate"), H, W)
     x = [zero, argument_of("ShearX"), argument_of("TranslateXRel") * W]
     y = [argument_of("ShearY"), zero, argument_of("TranslateYRel") * H]
-    return affine_warp(image, rotation + jnp.stack(x + y), bicubic, fill)
+    return transforms.affine_warp(image, rotation + jnp.stack(x + y), bicubic, fill)
 
 
 def _apply_lut(image, operation, argument):
     """Applies an operation that is a lookup table."""
-    pixel = color.VALUES
+    pixel = transforms.VALUES
     whole = argument.astype(jnp.int32)
     low_bits = 8 - jnp.clip(whole, 0, 8)
     luts = {
-        "AutoContrast": color.autocontrast_lut(image),
+        "AutoContrast": transforms.autocontrast_lut(image),
         "Invert": 255 - pixel,
         "Posterize": (pixel >> low_bits) << low_bits,
         "Solarize": jnp.where(pixel < whole, pixel, 255 - pixel),
         "SolarizeAdd": jnp.where(pixel < 128, jnp.minimum(pixel + whole, 255), pixel),
-        "Contrast": color.contrast_lut(image, argument),
-        "Brightness": color.brightness_lut(argument),
+        "Contrast": transforms.contrast_lut(image, argument),
+        "Brightness": transforms.brightness_lut(argument),
     }
     selected = jnp.stack([operation == OPERATIONS.index(name) for name in luts])
     candidates = jnp.stack([jnp.broadcast_to(lut, (len(image), 256)) for lut in luts.values()])
     # Select by a product: XLA would fuse a `where` into the lookup and recompute the tables for
     # every pixel. Pixel values are exact in any floating-point format that a product may use.
     lut = jnp.einsum("t,tcv->cv", selected.astype(jnp.float32), candidates.astype(jnp.float32))
-    return color.apply_lut(image, lut.astype(jnp.uint8))
+    return transforms.apply_lut(image, lut.astype(jnp.uint8))
 
 
 def apply_where(

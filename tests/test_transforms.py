@@ -1,4 +1,4 @@
-"""Color operations against Pillow and torchvision's definitions."""
+"""Transforms of single images against Pillow and torchvision's definitions."""
 
 import functools
 import itertools
@@ -7,10 +7,40 @@ import jax
 import numpy as np
 import sklearn.datasets
 from PIL import Image, ImageEnhance, ImageOps
+from scipy import stats
 
-from structinit_jax.augment import color
+from structinit_jax.augment import transforms
 
 ENHANCERS = (ImageEnhance.Brightness, ImageEnhance.Contrast, ImageEnhance.Color)
+
+
+def batched(function, rngs, *arrays, **options):
+    return jax.jit(jax.vmap(functools.partial(function, **options)))(rngs, *arrays)
+
+
+def split(count):
+    return jax.random.split(jax.random.key(0), count)
+
+
+def test_flips_are_mirror_images_of_half_the_batch():
+    images = np.random.default_rng(0).integers(0, 256, (400, 3, 4, 1)).astype(np.uint8)
+    out = np.asarray(batched(transforms.random_flip, split(400), images, probability=0.5))
+    flipped = np.all(out == images[:, :, ::-1], axis=(1, 2, 3))
+    assert 150 < flipped.sum() < 250
+    np.testing.assert_array_equal(out[~flipped], images[~flipped])
+
+
+def test_pad_crops_are_uniform_windows_of_the_padded_image():
+    images = np.random.default_rng(0).integers(1, 256, (300, 5, 6, 1)).astype(np.uint8)
+    out = np.asarray(batched(transforms.random_pad_crop, split(300), images, padding=2))
+    places = []
+    for image, window in zip(images, out, strict=True):
+        padded = np.pad(image, ((2, 2), (2, 2), (0, 0)))
+        every = [(y, x) for y in range(5) for x in range(5)]
+        places += [p for p in every if np.all(padded[p[0] :, p[1] :][:5, :6] == window)][:1]
+    counts = np.bincount([5 * y + x for y, x in places], minlength=25)
+    assert counts.sum() == 300
+    assert stats.chisquare(counts).pvalue > 0.001
 
 
 def test_autocontrast_matches_pillow_for_every_pair_of_lowest_and_highest_value():
@@ -18,7 +48,7 @@ def test_autocontrast_matches_pillow_for_every_pair_of_lowest_and_highest_value(
     low, high = np.triu_indices(256)
     rows = np.clip(np.arange(256), low[:, None], high[:, None]).astype(np.uint8)
     images = np.pad(rows, ((0, -len(rows) % 3), (0, 0))).reshape(-1, 3, 256)
-    luts = np.asarray(jax.jit(jax.vmap(color.autocontrast_lut))(images[:, :, None]))
+    luts = np.asarray(jax.jit(jax.vmap(transforms.autocontrast_lut))(images[:, :, None]))
     ours = np.take_along_axis(luts, images.astype(int), axis=-1)
     pixels = np.ascontiguousarray(images.swapaxes(1, 2))[:, None]
     theirs = np.stack([np.asarray(ImageOps.autocontrast(Image.fromarray(x)))[0] for x in pixels])
@@ -32,7 +62,7 @@ def test_autocontrast_matches_pillow_for_every_pair_of_lowest_and_highest_value(
 
 @functools.partial(jax.jit, static_argnums=2)
 def color_jitter(rngs, images, strengths):
-    jitter = functools.partial(color.color_jitter, strengths=strengths)
+    jitter = functools.partial(transforms.color_jitter, strengths=strengths)
     return jax.vmap(jitter)(rngs, images)
 
 
