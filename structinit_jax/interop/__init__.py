@@ -14,8 +14,7 @@ model from a larger one. State dicts hold NumPy or JAX arrays; only `torch_maps`
 """
 
 from structinit_jax.interop.convert import from_timm, select_weights, to_timm
-from structinit_jax.interop.initialize import initialize
-from structinit_jax.interop.maps import torch_maps
+from structinit_jax.interop.initialize import initialize, torch_maps
 
 __all__ = [
     "from_timm",
