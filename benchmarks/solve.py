@@ -56,7 +56,6 @@ def time_impulse(site: AttentionSite, vo_init: str) -> dict:
         "warm_s": float(np.median(seconds[1:])),
         "loss": float(weights.report.loss),
         "target_mass": float(weights.report.target_mass),
-        "steps": int(weights.report.steps),
     }
 
 

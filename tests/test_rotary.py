@@ -5,8 +5,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from conftest import library_promotion_rules
 
 from structinit_jax.attention_init import RotarySite, default, impulse, rotary_angles
+
+pytestmark = pytest.mark.usefixtures("library_promotion")  # Adam relies on promotion
 
 GRID, WIDTH, HEADS, DIM, LAYERS = (5, 7), 48, 3, 16, 4
 RNG = jax.random.key(0)
@@ -68,7 +71,8 @@ def test_every_head_attends_to_its_neighbor_with_the_target_mass(pairs, angles):
 
 @pytest.fixture(scope="module")
 def plain():
-    return impulse()(RNG, make_site())
+    with library_promotion_rules():
+        return impulse()(RNG, make_site())
 
 
 def test_all_tokens_share_a_vector_that_no_layer_changes(plain):

@@ -146,7 +146,6 @@ def optimize_2024(
     report = report_on_maps(
         targets,
         maps(factors),
-        steps=max_steps,
         norm=jnp.sqrt(lengths[0] * lengths[1] / query.shape[-1]).mean(),
     )
     return jnp.moveaxis(query, 0, 1), jnp.moveaxis(key, 0, 1), report
@@ -206,7 +205,7 @@ def _solve_2025(rng, x, targets, filter_index, *, head_dim, qk_scale, norm):
         logits = 1000 * target + 3 * jnp.where(target == 0, noise, 0)
         query, key = (norm * factor for factor in factor_logits(x, logits, head_dim))
         maps = jax.nn.softmax(qk_scale * (x @ query) @ (x @ key).T, axis=-1)
-        report = report_on_maps(target[None], maps[None], steps=0, norm=norm / head_dim**0.5)
+        report = report_on_maps(target[None], maps[None], norm=norm / head_dim**0.5)
         return query, key, report
 
     # One head at a time: the N × N logits of all heads of a large model do not fit into memory.

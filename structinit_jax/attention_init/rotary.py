@@ -25,9 +25,7 @@ from structinit_jax.attention_init.sites import (
     unless_one,
 )
 from structinit_jax.attention_init.solve import (
-    MASS_ROUNDS,
     TARGET_MASS,
-    find_norm,
     minimize,
     overlap,
     report_on_maps,
@@ -36,8 +34,7 @@ from structinit_jax.attention_init.solve import (
 from structinit_jax.attention_init.tokens import remove_inputs, value_and_projection
 from structinit_jax.errors import InputError
 
-MAX_STEPS = 100
-START_NORM = 3.0  # root of the sum of |c| in the first solve; most grids need about this
+START_NORM = 3.0  # root of the sum of |c| at the start; most grids need about this
 MAX_ROWS = 64  # of the maps in the solve: all rows pose the same problem at different places
 
 
@@ -172,33 +169,22 @@ def solve_coefficients(
             across = imaginary * cos[rows] - real * sin[rows]
             return along @ cos.T - across @ sin.T
 
-        def improve(_, carry):
-            factor, norm, steps = carry
-
-            def loss(factor):
-                log_maps = jax.nn.log_softmax(logits(factor, norm, rows), axis=-1)
-                return -jnp.sum(some * log_maps) / len(rows)
-
-            factor, more = minimize(loss, factor, MAX_STEPS)
-
-            def mass_at(norm):
-                maps = jax.nn.softmax(logits(factor, norm[0], rows), axis=-1)
-                return overlap(some[None], maps[None])
-
-            return factor, find_norm(mass_at, norm[None], target_mass)[0], steps + more
+        def loss_and_mass(factor, norm):
+            log_maps = jax.nn.log_softmax(logits(factor, norm, rows), axis=-1)
+            loss = -jnp.sum(some * log_maps) / len(rows)
+            return loss, overlap(some[None], jnp.exp(log_maps)[None])[0]
 
         # The sum of H_ij exp(i (θ_j - θ_i)), conjugate, at unit size.
         mean_cos, mean_sin = target @ cos, target @ sin
         start = jnp.stack([cos * mean_cos + sin * mean_sin, sin * mean_cos - cos * mean_sin])
         start = start.sum(axis=1)
         start = start / jnp.maximum(jnp.linalg.norm(start, axis=0, keepdims=True), 1e-6)
-        carry = (start, jnp.float32(START_NORM), jnp.int32(0))
-        factor, norm, steps = jax.lax.fori_loop(0, MASS_ROUNDS, improve, carry)
+        factor, norm = minimize(loss_and_mass, start, jnp.float32(START_NORM), target_mass)
         maps = jax.nn.softmax(logits(factor, norm), axis=-1)
-        report = report_on_maps(target[None], maps[None], steps=steps, norm=norm)
+        report = report_on_maps(target[None], maps[None], norm=norm)
         return coefficients(factor, norm), report
 
-    # One after the other: their loops end at different times, and together they take more memory.
+    # One after the other, since together they take more memory.
     angles = jnp.broadcast_to(angles, (len(targets), *angles.shape[1:]))
     found, reports = jax.lax.map(solve, (angles, targets))
     return found, jax.tree.map(jnp.mean, reports)

@@ -164,14 +164,12 @@ class SolveReport(NamedTuple):
       target_mass: Attention on the target, averaged over the rows that have one (an impulse row
         has none if its neighbor is off the grid). A uniform map has 1 / N on an impulse.
       hit_rate: Fraction of those rows whose strongest attention is where the target is strongest.
-      steps: Optimizer steps taken.
       norm: Root mean square norm of the columns of a head's Q and K: the geometric mean of both.
     """
 
     loss: Float[Array, ""]
     target_mass: Float[Array, ""]
     hit_rate: Float[Array, ""]
-    steps: Float[Array, ""]
     norm: Float[Array, ""]
 
 

@@ -34,8 +34,7 @@ VoInit = Literal["balanced", "default"]
 # Largest rank of the positions, relative to the width, that leaves room for value and projection.
 MAX_RANK = 0.9
 # σ d norm² D at the start of a solve for a target mass. Logits are proportional to it, and sharp
-# maps need about 200 on 7×7 tokens and 850 on 24×24, at any width and number of heads. From norms
-# far above that, a solve takes several times as many steps.
+# maps need about 200 on 7×7 tokens and 850 on 24×24, at any width and number of heads.
 START_SHARPNESS = 128
 
 

@@ -78,7 +78,7 @@ def _draw_weights(rng, table, targets, fitting, *, site, ranges, vo_init):
     query, key, *_ = default(qk_rng, dataclasses.replace(site, base_init="timm"))
     maps = jax.nn.softmax(table[:, relative_index(site.grid)], axis=-1)
     norm = jnp.sqrt(jnp.mean(jnp.stack([query, key]) ** 2) * site.width)
-    report = report_on_maps(targets, maps, steps=0, norm=norm)
+    report = report_on_maps(targets, maps, norm=norm)
     bias = jnp.swapaxes(table[kernel], 1, 2)
     value, out = value_and_projection(vo_rng, site, vo_init)
     return AttentionWeights(

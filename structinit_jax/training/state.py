@@ -156,8 +156,7 @@ def initialize_model(
         metrics |= {f"init/{name}": float(value) for name, value in report._asdict().items()}
         text += (
             f", loss {report.loss:.2e}, {100 * report.target_mass:.1f} % of the attention on "
-            f"target, {100 * report.hit_rate:.0f} % of the rows peak on target, "
-            f"{report.steps:.0f} solver steps"
+            f"target, {100 * report.hit_rate:.0f} % of the rows peak on target"
         )
         warning = out_of_reach(report)
         text += f"\nwarning: {warning}" if warning else ""
