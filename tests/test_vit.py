@@ -11,6 +11,7 @@ import references
 from flax import nnx
 from references.vit_cases import CASES, SMALL
 
+from structinit_jax import attention_init
 from structinit_jax.attention_init import AttentionWeights
 from structinit_jax.errors import InputError
 from structinit_jax.interop import from_timm, select_weights, to_timm
@@ -124,6 +125,21 @@ def test_class_token_gets_no_sincos_position():
     model = make(pool="class_token", depth=1)
     embedded = jax.jit(lambda model: model(IMAGES)[1]["embedded"])(model)
     np.testing.assert_allclose(embedded[0, 0], model.class_token[...], atol=1e-7)
+
+
+def test_rotary_heads_of_every_layer_attend_to_their_neighbor(library_promotion):
+    options = dict(positions="rope", width=64, num_heads=8, depth=2)
+    (site,) = make(**options).sites().values()
+    weights = attention_init.impulse()(jax.random.key(0), site)
+    options |= dict(pool="class_token", num_registers=2, dtype="bfloat16", remat="full")
+    model = make(**options, attention_init=lambda rng, site: weights)
+    _, out = jax.jit(lambda model: model(IMAGES, with_maps=True))(model)
+    maps = np.asarray(out["blocks"]["attention_maps"], np.float32)[..., 3:, 3:]
+    targets = np.asarray(weights.targets)[np.asarray(weights.filter_index)][:, None]
+    has_target = np.broadcast_to(targets.max(-1) > 0, maps.shape[:-1])
+    hits = maps.argmax(-1) == targets.argmax(-1)
+    assert hits[has_target].mean() > 0.95
+    np.testing.assert_array_equal(model.patch_embedding.bias[...], weights.patch_bias)
 
 
 @pytest.mark.parametrize("pool", ["mean", "class_token"])
