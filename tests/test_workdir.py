@@ -2,7 +2,6 @@ import os
 from pathlib import Path
 
 import pytest
-from conftest import small_files_only
 
 from structinit_jax.errors import InputError
 from structinit_jax.training.workdir import local_path, lock_workdir, open_path, prepare_workdir
@@ -20,8 +19,6 @@ def test_unusable_directories_are_refused(tmp_path):
     (tmp_path / "file").write_text("")
     with pytest.raises(InputError, match=r"--workdir=.*file cannot be written to"):
         prepare_workdir(tmp_path / "file")
-    with small_files_only(1000), pytest.raises(InputError, match=r"--workdir=.*File too large"):
-        prepare_workdir(tmp_path / "full")
     with pytest.raises(InputError, match=r"--workdir=gs://bucket/run is a URL"):
         prepare_workdir("gs://bucket/run")
     for url in ("nothing://x", "gs://bucket/[a]"):

@@ -1,7 +1,6 @@
-"""The output directory of a run: its lock, its small files, and a full disk."""
+"""The output directory of a run: its lock and its small files."""
 
 import contextlib
-import errno
 import fcntl
 import os
 import socket
@@ -16,7 +15,6 @@ from jax.experimental import multihost_utils
 from structinit_jax.errors import InputError
 
 LOCK = ".lock"
-FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS)
 
 
 def is_url(workdir: epath.PathLike) -> bool:
@@ -78,8 +76,7 @@ def prepare_workdir(workdir: epath.PathLike) -> Path:
     path = local_path(workdir)
     try:
         path.mkdir(parents=True, exist_ok=True)
-        with tempfile.TemporaryFile(dir=path) as file:
-            file.write(bytes(2**16))  # a full disk still accepts empty files
+        tempfile.TemporaryFile(dir=path).close()
     except OSError as error:
         raise InputError(f"--workdir={workdir} cannot be written to: {error}") from error
     return path
@@ -132,18 +129,3 @@ def write_atomically(path: epath.PathLike, content: str | bytes) -> None:
     partial = path.with_name(f"{path.name}.partial")
     partial.write_bytes(content)
     partial.replace(path)
-
-
-@contextlib.contextmanager
-def explain_full_disk(workdir: epath.PathLike) -> Iterator[None]:
-    """Turns the errors of a full or read-only disk within the context into an `InputError`."""
-    try:
-        yield
-    except Exception as error:  # TensorStore raises a ValueError that ends with the system's words
-        reason = next((os.strerror(n) for n in FULL if os.strerror(n) in str(error)), None)
-        if reason is None or isinstance(error, InputError):
-            raise
-        raise InputError(
-            f"{workdir} could not be written to: {reason}. Earlier checkpoints are intact: free "
-            "disk space, then run the same command again to resume"
-        ) from error
