@@ -17,7 +17,6 @@ from ml_collections import ConfigDict
 
 from structinit_jax import attention_init, errors, models
 from structinit_jax.augment import AugmentConfig, AugmentOptions
-from structinit_jax.data.datasets import EVALUATION_SETS
 from structinit_jax.errors import (
     Check,
     Fraction,
@@ -91,7 +90,6 @@ class DataFields:
     on_bad_image: Literal["stop", "skip"] = "stop"  # at an image that cannot be decoded
     train_split: str = "train"  # TFDS syntax: 'train[:90%]', 'train+validation'
     eval_split: str = "test"  # a split of your own, such as 'train[90%:]', may choose the best step
-    eval_name: str = ""  # an ImageNet test set that replaces eval_split, such as 'imagenet_v2'
     drop_remainder: bool = False  # whether each epoch leaves out its last partial batch
     repeats: PositiveInt = 1  # consecutive copies of each training example (repeated augmentation)
     image_size: PositiveInt = 224  # height and width of the model's input in pixels
@@ -226,11 +224,6 @@ def validate(config: ConfigDict) -> None:
         needs = f"below config.num_epochs={config.num_epochs}, which includes them"
         cooldown = config.cooldown_epochs
         require("config.cooldown_epochs", cooldown, needs, lambda x: x < config.num_epochs)
-    if name := data.eval_name:
-        needs = f"empty or one of {', '.join(EVALUATION_SETS)}"
-        require("config.data.eval_name", name.split("/")[0], needs, EVALUATION_SETS.__contains__)
-        needs = f"1000, the classes of imagenet2012, for config.data.eval_name={name!r}"
-        require("config.model.num_classes", model.num_classes, needs, lambda x: x == 1000)
     for field, value in _scheme_needs(config).items():
         needs = f"{value!r} for config.attention_init.name={config.attention_init.name!r}"
         require(f"config.model.{field}", model[field], needs, [value].__contains__)

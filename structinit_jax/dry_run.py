@@ -14,7 +14,7 @@ from jax.experimental import topologies
 from ml_collections import ConfigDict
 
 from structinit_jax import config as config_lib
-from structinit_jax.data.datasets import CATALOG, EVALUATION_SETS, find_info
+from structinit_jax.data.datasets import find_info
 from structinit_jax.data.source import check_classes, split_size
 from structinit_jax.errors import InputError
 from structinit_jax.run import set_up
@@ -76,7 +76,7 @@ def dry_run(config: ConfigDict, target: str | None = None) -> None:
     info = find_info(data.name, data.data_dir or None, data.channels)
     check_classes(info, config.model.num_classes)
     num_examples = split_size(data.train_split, info, "data.train_split")
-    num_eval_examples = _num_eval_examples(data, info)
+    num_eval_examples = split_size(data.eval_split, info, "data.eval_split")
     setup = set_up(config, num_examples, num_eval_examples, devices)
     schedule, mesh = setup.schedule, setup.model.mesh
     print(parameter_overview.get_parameter_overview(setup.model.params, include_stats=False))
@@ -92,7 +92,7 @@ def dry_run(config: ConfigDict, target: str | None = None) -> None:
         "batch": f"{config.batch_size} global, {config.batch_size // mesh.size} per device, "
         f"{config.batch_size // num_hosts} per host",
         "data": f"{data.name}, {num_examples:,} training examples ({data.train_split}), "
-        f"{num_eval_examples:,} test examples ({data.eval_name or data.eval_split})",
+        f"{num_eval_examples:,} test examples ({data.eval_split})",
         "steps": f"{schedule.num_steps:,}, {epochs:.1f} epochs of {schedule.steps_per_epoch:.1f}; "
         f"{len(schedule.eval_steps)} evaluations",
         "memory per device": f"{mib(needs.argument_size_in_bytes)} state and batch, "
@@ -107,13 +107,6 @@ def dry_run(config: ConfigDict, target: str | None = None) -> None:
     width = max(map(len, rows))
     for name, value in rows.items():
         print(f"{name:<{width}}  {value}")
-
-
-def _num_eval_examples(data, info):
-    if data.eval_name:
-        name = data.eval_name.split("/")[0]
-        return CATALOG[name].num_examples[EVALUATION_SETS[name][0]]
-    return split_size(data.eval_split, info, "data.eval_split")
 
 
 # -- accelerators that are not there ---------------------------------------------------------------

@@ -13,12 +13,11 @@ from ml_collections import ConfigDict
 
 from structinit_jax import config as config_lib
 from structinit_jax.augment import normalize
-from structinit_jax.data.datasets import EvaluationSet
 from structinit_jax.data.images import BadImageError
 from structinit_jax.data.loader import HostLoader, make_loader
-from structinit_jax.data.source import Dataset
+from structinit_jax.data.source import Dataset, ImageSource
 from structinit_jax.errors import InputError
-from structinit_jax.run import evaluation_name, open_data, open_evaluation_set
+from structinit_jax.run import evaluation_name, open_data, open_eval_source
 from structinit_jax.training import checkpoint
 from structinit_jax.training import mesh as mesh_lib
 from structinit_jax.training.metrics import MAX_IN_FLIGHT
@@ -30,11 +29,11 @@ BATCH_SIZE = 64  # of a Classifier
 
 
 class Evaluator:
-    """Computes loss and accuracy over all examples of an evaluation set.
+    """Computes loss and accuracy over all examples of a split.
 
     Args:
       model: The model, on the mesh of the states to evaluate.
-      eval_set: Images, and the classes that count as right.
+      source: The split.
       data: The section `config.data`.
       batch_size: Rounded up to a multiple of the devices, since any size gives the same sums.
     """
@@ -42,16 +41,15 @@ class Evaluator:
     def __init__(
         self,
         model: AbstractModel,
-        eval_set: EvaluationSet,
+        source: ImageSource,
         data: ConfigDict,
         batch_size: int,
     ):
         mesh = model.mesh
-        rule = (eval_set.classes, eval_set.answers)
-        step = make_eval_step(model.graphdef, mesh, data.mean, data.std, *rule)
+        step = make_eval_step(model.graphdef, mesh, data.mean, data.std)
         self._step = jax.jit(step, out_shardings=mesh_lib.replicated(mesh))
         self._loader = make_loader(
-            eval_set.source, mesh, image_size=data.image_size, crop_fraction=data.crop_fraction
+            source, mesh, image_size=data.image_size, crop_fraction=data.crop_fraction
         )
         self._name = evaluation_name(data)
         self._batch_size = -(-batch_size // mesh.size) * mesh.size
@@ -126,12 +124,11 @@ def evaluate_checkpoint(
         used.
     """
     config_lib.validate(config)
-    dataset = None if config.data.eval_name else open_data(config)
-    test_set = open_evaluation_set(config, dataset)
+    source = open_eval_source(config, open_data(config))
     model, state = restore_model(config, workdir, step=step)
-    results = Evaluator(model, test_set, config.data, config.batch_size)(state)
-    count = len(test_set.source)
-    print(f"step {state.step}  {describe(results)} on {count:,} examples of {test_set.name}")
+    results = Evaluator(model, source, config.data, config.batch_size)(state)
+    name = f"{config.data.name} {config.data.eval_split}"
+    print(f"step {state.step}  {describe(results)} on {len(source):,} examples of {name}")
     return results
 
 
@@ -142,7 +139,7 @@ def deciding_accuracy(results: Mapping[str, float | int], name: str) -> float:
 
     Args:
       results: Results of an `Evaluator`, or a line of `metrics.jsonl` with them.
-      name: Name of the evaluation set.
+      name: Name of the split, see `run.evaluation_name`.
     """
     return results.get(f"{name}/ema_accuracy", results[f"{name}/accuracy"])
 

@@ -1,4 +1,4 @@
-"""A run before it trains: its data, evaluation sets, model and training step."""
+"""A run before it trains: its data, model and training step."""
 
 import functools
 from collections.abc import Iterator, Sequence
@@ -10,9 +10,9 @@ from ml_collections import ConfigDict
 from structinit_jax import config as config_lib
 from structinit_jax.augment import make_augment
 from structinit_jax.data.crops import RandomCrop
-from structinit_jax.data.datasets import EvaluationSet, open_dataset, open_test_set
+from structinit_jax.data.datasets import open_dataset
 from structinit_jax.data.loader import Batch, bytes_on_device, make_loader
-from structinit_jax.data.source import Dataset, check_classes
+from structinit_jax.data.source import Dataset, ImageSource, check_classes
 from structinit_jax.training import mesh as mesh_lib
 from structinit_jax.training.optimizer import find_loss, make_optimizer, make_schedule
 from structinit_jax.training.setup import Setup, abstract_batch, jit_steps
@@ -52,15 +52,14 @@ class Run:
         )
 
     @functools.cached_property
-    def eval_set(self) -> EvaluationSet:
-        """The images that training evaluates on."""
-        return open_evaluation_set(self.config, self.dataset)
+    def eval_source(self) -> ImageSource:
+        """The evaluation split."""
+        return open_eval_source(self.config, self.dataset)
 
     @functools.cached_property
     def setup(self) -> Setup:
         """Mesh, schedule, model, optimizer and training step."""
-        sizes = len(self.train_source), len(self.eval_set.source)
-        return set_up(self.config, *sizes)
+        return set_up(self.config, len(self.train_source), len(self.eval_source))
 
     def train_batches(
         self, start_step: int = 0, num_steps: int | None = None, mesh: Mesh | None = None
@@ -102,7 +101,7 @@ def set_up(
     Args:
       config: See `structinit_jax.config.base_config`.
       num_examples: Size of the training split.
-      num_eval_examples: Size of the evaluation set.
+      num_eval_examples: Size of the evaluation split.
       devices: Devices of the mesh. The default is all devices of all processes.
 
     Raises:
@@ -155,27 +154,15 @@ def open_data(config: ConfigDict) -> Dataset:
     return dataset
 
 
-def open_evaluation_set(config: ConfigDict, dataset: Dataset | None) -> EvaluationSet:
-    """Opens the test split of a data set, or the test set that `config.data.eval_name` names.
-
-    Raises:
-      InputError: The split or the test set does not exist, or does not fit the model.
-    """
+def open_eval_source(config: ConfigDict, dataset: Dataset) -> ImageSource:
+    """Opens the split to evaluate on, `config.data.eval_split`."""
     data = config.data
-    if not data.eval_name:
-        source = dataset.split(data.eval_split, "data.eval_split", data.on_bad_image)
-        return EvaluationSet(f"{data.name} {data.eval_split}", source)
-    # The test sets are prepared with TFDS; the data_dir of an image folder does not hold them.
-    root = None if data.name == "folder" else data.data_dir or None
-    test_set = open_test_set(data.eval_name, root, data.on_bad_image, data.channels)
-    check_classes(test_set.source.info, config.model.num_classes)
-    return test_set
+    return dataset.split(data.eval_split, "data.eval_split", data.on_bad_image)
 
 
 def evaluation_name(data: ConfigDict) -> str:
-    """Returns the name of `config.data`'s evaluation set in metrics: 'test' or 'imagenet_v2'.
+    """Returns the name of `config.data.eval_split` in metrics, for example 'test'.
 
     Returns 'eval' for the split 'train', whose name the metrics of training begin with.
     """
-    name = data.eval_name or data.eval_split
-    return "eval" if name == "train" else name
+    return "eval" if data.eval_split == "train" else data.eval_split

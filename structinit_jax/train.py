@@ -69,15 +69,15 @@ def train(
         # -- Data, mesh, schedule, model, optimizer and training step; nothing is allocated yet ----
         run = Run(config)
         workdir = on_exit.enter_context(workdir_lib.open_workdir(workdir))
-        test_name, test_set = evaluation_name(config.data), run.eval_set
+        test_name, data = evaluation_name(config.data), config.data
         # Saved with each checkpoint, and checked when the run is resumed from it.
         record = {
             "config": json.loads(config.to_json()),
-            "evaluation": f"{test_set.name}, crop_fraction {config.data.crop_fraction}",
+            "evaluation": f"{data.name} {data.eval_split}, crop_fraction {data.crop_fraction}",
             "class_names": list(run.dataset.class_names),
             "data_digest": digest(run.train_source, run.dataset.class_names),
         }
-        _check_processes(record, len(test_set.source), workdir)
+        _check_processes(record, len(run.eval_source), workdir)
         setup = run.setup
         schedule, mesh = setup.schedule, setup.model.mesh
         print(f"devices: {mesh_lib.describe(mesh)}")
@@ -113,13 +113,13 @@ def train(
         # -- Compiled step and evaluation ----------------------------------------------------------
         train_step, remat = compile_step(setup, memory_limit(), first=compiling.result)
         print(f"remat: {remat}")
-        evaluate = Evaluator(setup.model, test_set, config.data, config.batch_size)
+        evaluate = Evaluator(setup.model, run.eval_source, data, config.batch_size)
 
         # -- Loop ----------------------------------------------------------------------------------
         print(
             f"training on {len(run.train_source):,} examples for {schedule.num_steps:,} steps "
             f"({schedule.num_steps / schedule.steps_per_epoch:.1f} epochs), "
-            f"testing on {len(test_set.source):,}",
+            f"testing on {len(run.eval_source):,}",
             flush=True,
         )
         log = MetricsLog(workdir, start_step)
@@ -196,7 +196,7 @@ def _check_processes(record, num_eval_examples, workdir):
     fields = flatten_dict(record["config"], sep=".")
     for name in ("data.data_dir", "data.manual_dir"):  # each host may have its own copy of the data
         fields.pop(name, None)
-    facts = {"evaluation set": num_eval_examples, "--workdir": workdir_lib.identify(workdir)}
+    facts = {"evaluation split": num_eval_examples, "--workdir": workdir_lib.identify(workdir)}
     distributed.check_equal(record | facts | {"config": fields})
 
 

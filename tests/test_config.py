@@ -29,7 +29,6 @@ def test_base_config_needs_nothing_but_a_data_set(model):
         ("model.depth", 0),
         ("data.mean", (0.5,)),
         ("data.std", (0.0, 0.2, 0.2)),
-        ("data.eval_name", "imagenet_x"),
         ("augment.flip", 2.0),
         ("augment.rand_augment", "rand-m9-x1"),
     ],

@@ -14,12 +14,12 @@ pytestmark = pytest.mark.usefixtures("library_promotion")
 def test_sizes_and_costs_are_printed_without_data_and_memory(tiny_config, capsys):
     tiny_config.model.update(num_classes=1000, depth=1)
     tiny_config.data.update(name="imagenet2012", channels=3, mean=(0.5,) * 3, std=(0.5,) * 3)
-    tiny_config.data.update(eval_split="validation", eval_name="imagenet_v2/topimages")
+    tiny_config.data.eval_split = "validation"
     live = len(jax.live_arrays())
     dry_run(tiny_config)
     assert len(jax.live_arrays()) <= live + 20  # a few keys and constants, no state
     out = capsys.readouterr().out
-    counts = "384 training examples (train[:384]), 10,000 test examples (imagenet_v2/topimages)"
+    counts = "384 training examples (train[:384]), 50,000 test examples (validation)"
     for text in ("head/kernel", "64 global", "memory per device", "all-reduce", counts):
         assert text in out
 

@@ -144,19 +144,19 @@ def _describe_setting(name: str, config: ConfigDict) -> dict[str, Any]:
     """Traces a setting without training, and returns what the report needs of it."""
     try:
         run = Run(config)
-        schedule, test_set = run.setup.schedule, run.eval_set
+        schedule, data = run.setup.schedule, config.data
     except InputError as error:
         raise InputError(f"setting {name}: {error}") from error
     sources = {
-        f"{config.data.name} {config.data.train_split}": run.train_source,
-        f"{test_set.name} for evaluation": test_set.source,
+        f"{data.name} {data.train_split}": run.train_source,
+        f"{data.name} {data.eval_split}": run.eval_source,
     }
     return {
         "config": json.loads(config.to_json()),
         "data": {k: digest(source, run.dataset.class_names) for k, source in sources.items()},
         "num_steps": schedule.num_steps,
         "steps_per_epoch": schedule.steps_per_epoch,
-        "test_name": evaluation_name(config.data),
+        "test_name": evaluation_name(data),
     }
 
 

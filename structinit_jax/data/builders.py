@@ -12,9 +12,6 @@ from structinit_jax.errors import InputError, suggest
 
 tfds.disable_progress_bar()
 
-# Data sets whose label is not called "label".
-LABEL_KEYS = {"imagenet2012_real": "original_label"}
-
 
 def open_tfds(name: str, data_dir: Folder) -> Dataset:
     """Opens a TFDS data set; for arguments and errors see `datasets.open_dataset`."""
@@ -34,8 +31,7 @@ def open_tfds(name: str, data_dir: Folder) -> Dataset:
             f"  tfds convert_format --dataset_version_dir={path} --out_file_format=array_record"
         )
     features = builder.info.features
-    label_key = LABEL_KEYS.get(builder.name, "label")
-    image, label = (dict(features).get(key) for key in ("image", label_key))
+    image, label = (dict(features).get(key) for key in ("image", "label"))
     kinds = (tfds.features.Image, tfds.features.ClassLabel)
     if not all(map(isinstance, (image, label), kinds)):
         raise InputError(
@@ -52,7 +48,7 @@ def open_tfds(name: str, data_dir: Folder) -> Dataset:
     shape = (*image.shape[:2], 1 if image.shape[2] == 1 else 3)
     info = DatasetInfo(label.num_classes, shape, sizes)
     open_split = functools.partial(builder.as_data_source, decoders=decoders)
-    return Dataset(name, info, label.names, open_split, label_key)
+    return Dataset(name, info, label.names, open_split)
 
 
 def find_builder(name: str, data_dir: Folder) -> tfds.core.DatasetBuilder:

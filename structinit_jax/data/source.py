@@ -68,16 +68,12 @@ class ImageSource:
       rows: Part of each example and its index in that part, int64 [n, 2].
       info: The data set.
       name: Name of the split in messages.
-      label_key: Entry of a record that is its label.
-      new_labels: Labels that replace the records' labels, int [n].
     """
 
     parts: Sequence[Records]
     rows: np.ndarray
     info: DatasetInfo
     name: str
-    label_key: str = "label"
-    new_labels: np.ndarray | None = None
 
     def __len__(self) -> int:
         return len(self.rows)
@@ -101,20 +97,14 @@ class ImageSource:
         for indices in self._blocks():
             yield from map(self._open, indices, self._fetch(indices))
 
-    def column(self, key: str) -> list[Any]:
-        """Returns one entry of every record without decoding the images."""
-        return [record[key] for block in self._blocks() for record in self._fetch(block)]
-
     def labels(self) -> np.ndarray:
-        """Returns all labels, int64 [n], which may be out of range."""
-        if self.new_labels is not None:
-            return self.new_labels
-        return np.array(list(map(operator.index, self.column(self.label_key))), np.int64)
+        """Returns all labels, int64 [n], which may be out of range; decodes no image."""
+        records = itertools.chain.from_iterable(map(self._fetch, self._blocks()))
+        return np.array([operator.index(record["label"]) for record in records], np.int64)
 
     def select(self, wanted: np.ndarray) -> "ImageSource":
         """Returns the examples that `wanted` selects, bool [n] or indices in ascending order."""
-        labels = None if self.new_labels is None else self.new_labels[wanted]
-        return dataclasses.replace(self, rows=self.rows[wanted], new_labels=labels)
+        return dataclasses.replace(self, rows=self.rows[wanted])
 
     def evenly_spaced(self, most: int) -> "ImageSource":
         """Returns at most `most` examples, spread evenly over the split."""
@@ -176,9 +166,7 @@ class ImageSource:
         return StoredImage(image, self.info.image_shape[-1], name)
 
     def _label(self, index, record):
-        if self.new_labels is not None:
-            return int(self.new_labels[index])
-        label = operator.index(record[self.label_key])
+        label = operator.index(record["label"])
         if not 0 <= label < self.info.num_classes:
             place = f"{self.name}, example {self.rows[index, 1]}"
             raise InputError(f"{place}: label {label} is not in [0, {self.info.num_classes}).")
@@ -194,14 +182,12 @@ class Dataset:
       info: Number of classes, image shape and split sizes.
       class_names: Name of each class.
       open_split: Returns the records of a split.
-      label_key: Entry of a record that is its label.
     """
 
     name: str
     info: DatasetInfo
     class_names: Sequence[str]
     open_split: Callable[[str], Records]
-    label_key: str = "label"
 
     @classmethod
     def from_records(
@@ -249,7 +235,7 @@ class Dataset:
         numbers = np.repeat(np.arange(len(terms)), [len(indices) for _, indices in terms])
         indices = [np.arange(part.start, part.stop) for _, part in terms]
         rows = np.stack([numbers, np.concatenate(indices)], axis=1)
-        source = ImageSource(parts, rows, self.info, f"{self.name} {spec!r}", self.label_key)
+        source = ImageSource(parts, rows, self.info, f"{self.name} {spec!r}")
         if on_bad_image == "stop":
             return source
         good, _, problems = source.split_bad_images()
