@@ -27,6 +27,7 @@ from structinit_jax.training.metrics import (
     PendingMetrics,
     Progress,
     StepTrace,
+    average,
     describe_memory,
 )
 from structinit_jax.training.setup import compile_step, memory_limit
@@ -95,13 +96,11 @@ def train(
         on_exit.callback(checkpoints.close)
         start_step = checkpoints.latest_step or 0
         if start_step:
-            state, pending = _restore(run, checkpoints, record, workdir)
-            init_metrics = {}
+            state, init_metrics = _restore(run, checkpoints, record, workdir), {}
         else:
             params = setup.model.params
             print(parameter_overview.get_parameter_overview(params, include_stats=False))
             state, init_metrics = setup.initialize()
-            pending = PendingMetrics()
         if jax.process_index() == 0:
             workdir_lib.write_atomically(workdir / "config.json", config.to_json(indent=2) + "\n")
 
@@ -126,6 +125,7 @@ def train(
         on_exit.callback(log.close)
         if init_metrics:
             log.write(0, init_metrics)
+        pending = PendingMetrics()
         progress = Progress(
             start_step, schedule.num_steps, schedule.steps_per_epoch, config.batch_size
         )
@@ -149,16 +149,13 @@ def train(
                 print(f"first step after {seconds:.1f} s{describe_memory()}", flush=True)
 
             is_last, evaluates = step == schedule.num_steps, step in schedule.eval_steps
-            logs = is_last or step % config.log_every_steps == 0
             stops = stop_request.reached(step) and not is_last
             saves = evaluates or stops or step % config.checkpoint_every_steps == 0
-            if logs or saves:
-                # Before a checkpoint is written: a run resumed from it would not repeat the step.
-                _check_finite(
-                    pending.fetch(), config.on_nonfinite, workdir, checkpoints.latest_step
-                )
-            if logs:
-                values = pending.average() | progress.measure(step)
+            # Every checkpoint logs: a run resumed from it does not repeat the steps before it.
+            if saves or step % config.log_every_steps == 0:
+                steps = pending.fetch()
+                _check_finite(steps, config.on_nonfinite, workdir, checkpoints.latest_step)
+                values = average(steps) | progress.measure(step)
                 log.write(step, values)
                 progress.show(step, values)
             if evaluates:
@@ -170,7 +167,6 @@ def train(
                     on_evaluation(step, results)
             if saves:
                 record["accuracy"] = deciding_accuracy(results, test_name) if evaluates else None
-                record["pending_metrics"] = pending.to_json()
                 with progress.wait("checkpoint"):
                     log.upload()  # first, since a resumed run needs the lines before the checkpoint
                     checkpoints.save(step, state, record)
@@ -201,7 +197,7 @@ def _check_processes(record, num_eval_examples, workdir):
 
 
 def _restore(run, checkpoints, record, workdir):
-    """Restores the state and the pending metrics, or raises `InputError` if they do not fit."""
+    """Restores the state of the newest checkpoint, or raises `InputError` if it does not fit."""
     step, config, num_steps = checkpoints.latest_step, run.config, run.setup.schedule.num_steps
     saved, name = checkpoint.read_run(checkpoints.directory, step), f"step {step} in {workdir}"
     if changed := resume.check(saved, config, record["data_digest"], name):
@@ -214,7 +210,7 @@ def _restore(run, checkpoints, record, workdir):
         )
     state = checkpoint.restore(checkpoints.directory, step, run.setup.abstract_state)
     print(f"resumed from {name}")
-    return state, PendingMetrics(saved["pending_metrics"])
+    return state
 
 
 def _check_finite(metrics, on_nonfinite, workdir, checkpoint_step):

@@ -7,7 +7,7 @@ from tensorboardX import proto
 
 from structinit_jax.errors import InputError
 from structinit_jax.training import metrics as metrics_lib
-from structinit_jax.training.metrics import MetricsLog, PendingMetrics, Progress
+from structinit_jax.training.metrics import MetricsLog, PendingMetrics, Progress, average
 
 
 def lines(workdir):
@@ -60,39 +60,23 @@ def test_resuming_removes_the_steps_that_will_be_repeated(tmp_path):
     assert sorted(restarts) == [0, 5]  # TensorBoard drops what earlier runs wrote from there on
 
 
-def test_a_metric_that_some_steps_lack_is_left_out():
-    common = {"loss": 1.0, "learning_rate": 0.1, "nonfinite": 0.0}
-    pending = PendingMetrics([common | {"accuracy": 0.5}])  # saved before mixing was switched on
-    pending.add(2, {name: np.float32(value) for name, value in common.items()})
-    pending.fetch()
-    assert pending.average().keys() == {f"train/{name}" for name in ("loss", "learning_rate")} | {
-        "train/nonfinite_steps"
-    }
-
-
-def test_pending_metrics_are_averaged_over_finite_steps_also_after_a_resume():
-    def metrics(step):
-        return {
+def test_metrics_are_averaged_over_finite_steps():
+    pending = PendingMetrics()
+    for step in range(1, 7):
+        metrics = {
             "loss": jnp.float32(np.nan if step == 3 else 0.1 * step),
             "learning_rate": jnp.float32(0.01 * step),
             "nonfinite": jnp.float32(step == 3),
         }
-
-    first = PendingMetrics()
-    for step in range(1, 4):
-        first.add(step, metrics(step))
-    assert list(first.fetch()) == [1, 2, 3]
-    assert first.fetch() == {}
-    resumed = PendingMetrics(json.loads(json.dumps(first.to_json())))
-    for step in range(4, 7):
-        resumed.add(step, metrics(step))
-    assert list(resumed.fetch()) == [4, 5, 6]
-    assert resumed.average() == {
+        pending.add(step, metrics)
+    steps = pending.fetch()
+    assert list(steps) == [1, 2, 3, 4, 5, 6]
+    assert pending.fetch() == {}
+    assert average(steps) == {
         "train/loss": pytest.approx(0.36),
         "train/learning_rate": pytest.approx(0.06),
         "train/nonfinite_steps": 1,
     }
-    assert resumed.to_json() == []
 
 
 def test_speed_and_time_left_are_those_of_training_alone(monkeypatch, capsys):

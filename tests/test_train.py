@@ -56,7 +56,7 @@ def test_training_writes_the_documented_files_and_output(finished_run):
     saved = json.loads((finished_run.workdir / "config.json").read_text())
     assert (saved["model"]["width"], saved["model"]["remat"]) == (16, "auto")
     metrics = read_metrics(finished_run.workdir)
-    assert [m["step"] for m in metrics] == [0, 5, 6, 10, 12, 12]
+    assert [m["step"] for m in metrics] == [0, 4, 5, 6, 6, 8, 10, 12, 12]
     assert metrics[0].keys() == {
         *("step", "init/seconds", "init/compile_seconds", "init/loss", "init/target_mass"),
         *("init/hit_rate", "init/steps", "init/norm"),
@@ -90,7 +90,6 @@ def test_an_interrupted_and_resumed_run_is_bit_equal(
             train.train(run_config, tmp_path)
     train.train(run_config, tmp_path)
     assert "resumed from step 8" in capsys.readouterr().out
-    assert len(checkpoint.read_run(tmp_path / "checkpoints", 8)["pending_metrics"]) == 3
     whole, resumed = (final_state(run_config, d) for d in (finished_run.workdir, tmp_path))
     assert whole.step == 12
     jax.tree.map(np.testing.assert_array_equal, whole, resumed)

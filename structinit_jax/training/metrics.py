@@ -8,7 +8,7 @@ import re
 import socket
 import tempfile
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import jax
@@ -27,50 +27,40 @@ WAITS = ("data", "checkpoint", "evaluation")
 
 
 class PendingMetrics:
-    """Metrics of the steps since the last log line.
+    """Metrics of the steps since the last log line, on the devices.
 
     Reading them after every step would leave the devices idle.
-
-    Args:
-      saved: Result of `to_json` at the checkpoint to resume from.
     """
 
-    def __init__(self, saved: Sequence[dict[str, float]] = ()):
-        self._fetched = [{name: np.float32(v) for name, v in step.items()} for step in saved]
-        self._on_device: dict[int, dict[str, Any]] = {}
+    def __init__(self):
+        self._steps: dict[int, dict[str, Any]] = {}
 
     def add(self, step: int, metrics: dict[str, Any]) -> None:
         """Adds the metrics of a step; waits for the step `MAX_IN_FLIGHT` before it."""
-        self._on_device[step] = metrics
-        jax.block_until_ready(self._on_device.get(step - MAX_IN_FLIGHT))
+        self._steps[step] = metrics
+        jax.block_until_ready(self._steps.get(step - MAX_IN_FLIGHT))
 
     def fetch(self) -> dict[int, dict[str, Any]]:
         """Waits for all steps, and returns the metrics of those since the last call, by step."""
-        fetched, self._on_device = jax.device_get(self._on_device), {}
-        self._fetched.extend(fetched.values())
-        return fetched
+        steps, self._steps = self._steps, {}
+        return jax.device_get(steps)
 
-    def to_json(self) -> list[dict[str, float]]:
-        """Returns the fetched metrics, to be saved with a checkpoint."""
-        return [{name: float(v) for name, v in step.items()} for step in self._fetched]
 
-    def average(self) -> dict[str, float]:
-        """Averages the fetched metrics over the finite steps, and clears them.
+def average(steps: Mapping[int, dict[str, Any]]) -> dict[str, float]:
+    """Averages the metrics of steps, as `PendingMetrics.fetch` returns them, over the finite steps.
 
-        Returns:
-          Means under 'train/…', but 'train/learning_rate' of the last step, and the number of
-          'train/nonfinite_steps'.
-        """
-        steps, self._fetched = self._fetched, []
-        finite = [m for m in steps if not m["nonfinite"]] or steps
-        # A run may resume with other metrics: the accuracy is left out while images are mixed.
-        names = [name for name in steps[0] if all(name in m for m in steps)]
-        means = {f"train/{name}": float(np.mean([m[name] for m in finite])) for name in names}
-        del means["train/nonfinite"]
-        return means | {
-            "train/learning_rate": float(steps[-1]["learning_rate"]),
-            "train/nonfinite_steps": sum(int(m["nonfinite"]) for m in steps),
-        }
+    Returns:
+      Means under 'train/…', but 'train/learning_rate' of the last step, and the number of
+      'train/nonfinite_steps'.
+    """
+    every = list(steps.values())
+    finite = [m for m in every if not m["nonfinite"]] or every
+    means = {f"train/{name}": float(np.mean([m[name] for m in finite])) for name in every[0]}
+    del means["train/nonfinite"]
+    return means | {
+        "train/learning_rate": float(every[-1]["learning_rate"]),
+        "train/nonfinite_steps": sum(int(m["nonfinite"]) for m in every),
+    }
 
 
 class MetricsLog:
