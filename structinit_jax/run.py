@@ -13,8 +13,9 @@ from structinit_jax.data.crops import RandomCrop
 from structinit_jax.data.datasets import open_dataset
 from structinit_jax.data.loader import Batch, bytes_on_device, make_loader
 from structinit_jax.data.source import Dataset, ImageSource, check_classes
+from structinit_jax.errors import InputError, find
 from structinit_jax.training import mesh as mesh_lib
-from structinit_jax.training.optimizer import find_loss, make_optimizer, make_schedule
+from structinit_jax.training.optimizer import LOSSES, make_optimizer, make_schedule
 from structinit_jax.training.setup import Setup, abstract_batch, jit_steps
 from structinit_jax.training.state import (
     abstract_model,
@@ -109,7 +110,12 @@ def set_up(
     """
     data = config.data
     mesh = mesh_lib.make_mesh(config.fsdp, devices)
-    mesh_lib.check_batch_size(config.batch_size, mesh.size, config.accumulate_steps)
+    divisor = mesh.size * config.accumulate_steps
+    if config.batch_size % divisor:
+        raise InputError(
+            f"config.batch_size={config.batch_size} must be a multiple of {divisor}: the batch is "
+            f"split over {mesh.size} devices and config.accumulate_steps={config.accumulate_steps}"
+        )
     schedule = make_schedule(num_examples, dict(config), drop_remainder=data.drop_remainder)
     optimizer = make_optimizer(config.optimizer, schedule.learning_rate, dict(config))
     build = functools.partial(abstract_model, config.model, data, mesh)
@@ -132,7 +138,7 @@ def set_up(
         learning_rate=schedule.learning_rate,
         augment=make_augment(config_lib.augment_options(config), mesh),
         mesh=mesh,
-        loss=find_loss(config.loss),
+        loss=find(config.loss, LOSSES, "loss"),
         seed=config.seed,
         accumulate_steps=config.accumulate_steps,
         ema_decay=config.ema_decay,

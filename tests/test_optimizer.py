@@ -10,7 +10,7 @@ from structinit_jax.config import base_config
 from structinit_jax.errors import InputError
 from structinit_jax.interop import to_timm
 from structinit_jax.models import create_model, default_config
-from structinit_jax.training.optimizer import decay_mask, find_loss, make_optimizer, make_schedule
+from structinit_jax.training.optimizer import decay_mask, make_optimizer, make_schedule
 from structinit_jax.training.state import split_model
 
 REFERENCE = references.load("train_script")
@@ -93,11 +93,7 @@ def test_an_epoch_without_a_whole_batch_is_refused():
         make_schedule(127, dict(config), drop_remainder=True)
 
 
-def test_losses_and_optimizers_are_found_by_name():
-    assert find_loss("softmax_cross_entropy") is optax.softmax_cross_entropy
-    with pytest.raises(InputError, match=r"config\.loss='other' is unknown"):
-        find_loss("other")
-    # With the fields that its parameters name.
+def test_an_optimizer_gets_the_fields_that_its_parameters_name():
     lion = make_optimizer("optax:lion", lambda step: 0.1, dict(base_config()))
     update, _ = lion.update(jnp.ones(2), lion.init(jnp.ones(2)), jnp.ones(2))
     np.testing.assert_allclose(update, -0.1 * (1 + 0.05), rtol=1e-5)

@@ -67,16 +67,6 @@ def shard(mesh: Mesh, abstract_state: Any) -> Any:
     return jax.tree_util.tree_map_with_path(place, abstract_state)
 
 
-def check_batch_size(batch_size: int, num_devices: int, accumulate_steps: int) -> None:
-    """Raises `InputError` unless a batch divides evenly into its parts on all devices."""
-    divisor = num_devices * accumulate_steps
-    if batch_size % divisor:
-        raise InputError(
-            f"config.batch_size={batch_size} must be a multiple of {divisor}: the global batch is "
-            f"split over {num_devices} devices and config.accumulate_steps={accumulate_steps}"
-        )
-
-
 def describe(mesh: Mesh) -> str:
     """Formats a mesh, for example '8 × TPU v4 (2 hosts), each copy of the state on 4'."""
     devices = mesh.devices.flatten()

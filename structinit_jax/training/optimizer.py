@@ -174,11 +174,6 @@ LOSSES: Mapping[str, Callable] = {"softmax_cross_entropy": optax.softmax_cross_e
 OPTIMIZERS: Mapping[str, Callable] = {"adamw": adamw}
 
 
-def find_loss(name: str) -> Callable:
-    """Returns the training loss that `config.loss` names, or raises `InputError`."""
-    return find(name, LOSSES, "loss")
-
-
 def make_optimizer(
     name: str, learning_rate: optax.Schedule, fields: Mapping[str, Any]
 ) -> optax.GradientTransformation:

@@ -2,12 +2,11 @@
 
 `config.model.remat` is the policy of what the step recomputes in the backward pass, see
 `models.model.run_stack`. 'auto' compiles the step with each policy in turn, fastest first, takes
-the first that leaves a tenth of the memory free next to the data kept on the device, and prints its
+the first that leaves free a tenth of what the data leave of the device's memory, and prints its
 choice. CPUs report no limit and take 'none'. All policies give the same gradients up to rounding; a
 run that resumes on another kind of device may take another one.
 """
 
-import functools
 from collections.abc import Callable, Mapping
 from typing import NamedTuple
 
@@ -115,16 +114,22 @@ def memory_limit() -> int | None:
     return None if None in limits else min(limits)
 
 
-def compile_first_that_fits(
-    steps: Mapping[str, Callable[[], jax.stages.Compiled]], memory: int | None
+def compile_step(
+    setup: Setup,
+    memory: int | None,
+    compiler_options: Mapping[str, bool | int] | None = None,
+    first: Callable[[], jax.stages.Compiled] | None = None,
 ) -> tuple[jax.stages.Compiled, str]:
-    """Compiles the first step that leaves `HEADROOM` of the memory free, or the last if it fits.
+    """Compiles the first of the training steps that fits next to the data.
 
-    Every process of a run must call this, and all get the same step.
+    It leaves `HEADROOM` of the memory free, which the last one may use. Every process of a run must
+    call this, and all get the same step.
 
     Args:
-      steps: Functions that compile the training step, by policy, fastest first.
-      memory: Bytes of one device that the step can use. If None, every step that compiles fits.
+      setup: The run.
+      memory: Bytes of one device that programs can use. If None, every step that compiles fits.
+      compiler_options: Options of XLA.
+      first: Returns the compiled program of the fastest step, if it is compiled elsewhere.
 
     Returns:
       The program, and its policy and memory, for example 'dots (needs 7,112 MiB of 14,515 MiB; none
@@ -133,12 +138,18 @@ def compile_first_that_fits(
     Raises:
       InputError: No step fits.
     """
+
+    def compile_(step):
+        lowered = step.lower(setup.abstract_state, setup.abstract_batch)
+        return lowered.compile(dict(compiler_options or {}))
+
+    memory = None if memory is None else memory - setup.data_bytes
     tries = []
-    for number, (policy, compile_) in enumerate(steps.items(), start=1):
-        is_last = number == len(steps)
+    for number, (policy, step) in enumerate(setup.train_steps.items(), start=1):
+        is_last = number == len(setup.train_steps)
         room = memory if is_last or memory is None else round(memory * (1 - HEADROOM))
         try:
-            compiled = compile_()
+            compiled = first() if first and number == 1 else compile_(step)
         except jax.errors.JaxRuntimeError as error:
             if "RESOURCE_EXHAUSTED" not in str(error):
                 raise
@@ -170,30 +181,3 @@ def bytes_needed(compiled: jax.stages.Compiled) -> int:
 def mib(size: int) -> str:
     """Formats a number of bytes, for example '7,112 MiB'."""
     return f"{size / 2**20:,.0f} MiB"
-
-
-def compile_step(
-    setup: Setup,
-    memory: int | None,
-    compiler_options: Mapping[str, bool | int] | None = None,
-    first: Callable[[], jax.stages.Compiled] | None = None,
-) -> tuple[jax.stages.Compiled, str]:
-    """Compiles the first of the training steps that fits next to the data.
-
-    For results and errors see `compile_first_that_fits`.
-
-    Args:
-      setup: The run.
-      memory: Bytes of one device that programs can use, or None if that is not known.
-      compiler_options: Options of XLA.
-      first: Returns the compiled program of the fastest step, if it is compiled elsewhere.
-    """
-
-    def compile_(step):
-        lowered = step.lower(setup.abstract_state, setup.abstract_batch)
-        return lowered.compile(dict(compiler_options or {}))
-
-    steps = {name: functools.partial(compile_, step) for name, step in setup.train_steps.items()}
-    if first is not None:
-        steps[next(iter(steps))] = first
-    return compile_first_that_fits(steps, None if memory is None else memory - setup.data_bytes)
