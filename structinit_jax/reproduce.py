@@ -1,7 +1,6 @@
 """Reproduces tables of the papers and puts the published accuracies next to ours.
 
     python -m structinit_jax.reproduce --table=2024.2 --rows=cifar10 --workdir=/tmp/table2
-    python -m structinit_jax.reproduce --table=2024.2 --scale=small --workdir=/tmp/table2_small
 
 configs/papers.csv has the rows of all tables with their configs and published figures:
 
@@ -21,9 +20,8 @@ configs/papers.csv has the rows of all tables with their configs and published f
 One GPU suffices for the small data sets; ImageNet-1K needs eight or more.
 
 --rows=A,B selects the rows whose names contain all of these words; the difference to a baseline is
-reported once its row is trained too. --scale=small trains small models of the same shape on digits,
-in minutes on a CPU and without a download; their accuracies are not comparable with the published
-ones. --config.FIELD=VALUE applies to all rows. Workdir, report and resuming are as in `compare`.
+reported once its row is trained too. --config.FIELD=VALUE applies to all rows. Workdir, report and
+resuming are as in `compare`.
 """
 
 # isort: split
@@ -47,9 +45,7 @@ from structinit_jax.training.workdir import prepare_workdir
 PAPERS = Path("configs/papers.csv")  # of a checkout, like the configs that it names
 _TABLE = flags.DEFINE_string("table", None, "The table, such as 2024.2; --help lists them.")
 _ROWS = flags.DEFINE_list("rows", [], "Only the rows whose name has all these words.")
-_SCALE = flags.DEFINE_enum("scale", "full", ["full", "small"], "Size of the models and data.")
 _SEEDS = flags.DEFINE_integer("seeds", 1, "Seeds of each row, from config.seed on.", lower_bound=1)
-SMALL_NOTE = "Every row is a small model on digits (--scale=small), whatever its name says."
 TEACHER = "teacher"  # name of the row whose model the others select their weights from
 
 
@@ -66,10 +62,7 @@ def read_table(table: str | None) -> dict[str, dict[str, str]]:
 
 
 def make_settings(
-    rows: dict[str, dict[str, str]],
-    words: Sequence[str],
-    overrides: Sequence[tuple[str, str]],
-    small: bool,
+    rows: dict[str, dict[str, str]], words: Sequence[str], overrides: command_line.Overrides
 ) -> dict[str, ConfigDict]:
     """Returns the configs of the rows whose names have all the words, by name.
 
@@ -82,8 +75,6 @@ def make_settings(
         config = config_lib.load_config(row["config"])
         for field in row["fields"].split():
             command_line.set_field(config, *field.split("=", 1))
-        if small:
-            config = shrink(config)
         for field, text in overrides:
             command_line.set_field(config, field, text)
         settings[name] = config.lock()
@@ -92,37 +83,12 @@ def make_settings(
     return settings
 
 
-def shrink(config: ConfigDict) -> ConfigDict:
-    """Returns the recipe of `vit_t_digits.py` with a small model of the same shape.
-
-    Layers and widths are fewer; heads, kernels, positions and initialization stay.
-    """
-    model = config.model
-    if model.name == "vit":
-        # Every head keeps two channels or more, and sin-cos positions need a multiple of four.
-        model.width = max(model.width // 4, 4 * -(-2 * model.num_heads // 4))
-    elif model.name == "swin":
-        tiny = model.width < 128
-        model.update(width=16 if tiny else 32, depths=(2, 2), window_size=4)
-        model.num_heads = (2, 4) if tiny else (4, 8)
-    else:
-        model.width //= 8
-    changes = dict(depth=3, num_classes=10, patch_size=1, dtype="float32", drop_path=0.0)
-    model.update({field: value for field, value in changes.items() if field in model})
-    small = config_lib.load_config("configs/vit_t_digits.py")
-    small.model, small.attention_init = model, config.attention_init
-    small.start_from = config.start_from
-    if model.name == "vit" and small.attention_init.name == "impulse_2024":
-        small.attention_init.max_steps = 1000
-    return small
-
-
 def main(overrides: command_line.Overrides) -> None:
     """Runs the command; exits with status 1 if a run failed."""
     if not WORKDIR.value:
         raise InputError("--workdir is required: the output directory, such as /tmp/table")
-    rows, small = read_table(_TABLE.value), _SCALE.value == "small"
-    settings = make_settings(rows, _ROWS.value, overrides, small)
+    rows = read_table(_TABLE.value)
+    settings = make_settings(rows, _ROWS.value, overrides)
     workdir, teacher = prepare_workdir(WORKDIR.value), settings.pop(TEACHER, None)
     selected = [config for config in settings.values() if config.start_from == TEACHER]
     if selected:
@@ -137,8 +103,7 @@ def main(overrides: command_line.Overrides) -> None:
         range(first_seed, first_seed + _SEEDS.value),
         workdir,
         baselines={name: rows[name]["baseline"] for name in settings},
-        published={} if small else {name: rows[name]["published"] for name in settings},
-        note=SMALL_NOTE if small else "",
+        published={name: rows[name]["published"] for name in settings},
         command=shlex.join(["python", "-m", "structinit_jax.reproduce", *sys.argv[1:]]),
     )
     if failed:

@@ -55,7 +55,6 @@ def markdown(comparison: Comparison) -> str:
         "final accuracy, averaged over the runs that reach it. Seconds are spent in training "
         "steps, without evaluations, checkpoints and compilation.",
         *_other_fields(info),
-        *dict.fromkeys(facts["note"] for facts in info["settings"].values() if facts["note"]),
     ]
     if any(facts["config"].get("ema_decay") for facts in info["settings"].values()):
         parts.append("Settings with config.ema_decay are evaluated with the averaged weights.")

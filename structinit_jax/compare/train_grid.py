@@ -36,7 +36,6 @@ def run_grid(
     *,
     baselines: Mapping[str, str] | None = None,
     published: Mapping[str, str] | None = None,
-    note: str = "",
     command: str = "",
 ) -> int:
     """Trains all settings that are not done, prints their progress and writes the report.
@@ -48,7 +47,6 @@ def run_grid(
       baselines: Setting that each one is compared with, trained or not. The default is what
         `grid.find_baselines` finds.
       published: Figures of the papers that are shown next to ours, by setting.
-      note: A remark on the settings for the report.
       command: Command of this comparison, for the report.
 
     Returns:
@@ -60,7 +58,7 @@ def run_grid(
     """
     workdir, new = workdir_lib.prepare_workdir(workdir), {}
     for name, config in settings.items():
-        extra = {"seeds": list(seeds), "note": note, "published": (published or {}).get(name, "")}
+        extra = {"seeds": list(seeds), "published": (published or {}).get(name, "")}
         new[name] = _describe_setting(name, config) | extra
     with workdir_lib.lock_workdir(workdir):
         info = _merge(workdir, new, settings)
