@@ -42,8 +42,7 @@ STEP = flags.DEFINE_string(
 OUT = flags.DEFINE_string(
     "out",
     None,
-    "File or directory to write: by default analysis, model.safetensors (export) or batch.png "
-    "(show).",
+    "File or directory to write: by default analysis, model (export) or batch.png (show).",
 )
 TRUST = flags.DEFINE_bool(
     "trust_workdir", False, "Import Python code that the config of --workdir names."

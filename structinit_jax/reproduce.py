@@ -93,10 +93,10 @@ def main(overrides: command_line.Overrides) -> None:
     selected = [config for config in settings.values() if config.start_from == TEACHER]
     if selected:
         train(teacher, workdir / TEACHER)
-        weights = workdir / f"{TEACHER}.safetensors"
-        export.export(teacher, workdir / TEACHER, weights)
+        folder = workdir / TEACHER / "model"
+        export.export(teacher, workdir / TEACHER, folder)
         for config in selected:
-            config.start_from = str(weights)
+            config.start_from = str(folder / export.WEIGHTS)
     first_seed = next(iter(settings.values())).seed
     failed = train_grid.run_grid(
         settings,

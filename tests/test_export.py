@@ -21,12 +21,11 @@ def test_the_file_has_the_weights_of_the_newest_checkpoint(
 ):
     model, state = evaluate.restore_model(run_config, finished_run.workdir)
     params = jax.device_get(state.ema["params"] if averaged else state.params)
-    path = tmp_path / "model.safetensors"
     run_config.batch_size = 9  # does not fit the devices
-    assert export.export(run_config, finished_run.workdir, path, averaged)[0] == 12
+    assert export.export(run_config, finished_run.workdir, tmp_path, averaged)[0] == 12
     options = run_config.model.to_dict()
     loaded = create_model(options, image_size=8, channels=1, rngs=nnx.Rngs(9))
-    from_timm(loaded, load_file(path))
+    from_timm(loaded, load_file(tmp_path / "model.safetensors"))
     images = jax.random.normal(jax.random.key(0), (2, 8, 8, 1))
     expected = nnx.merge(model.graphdef, params, {})(images)[0]
     np.testing.assert_allclose(loaded(images)[0], expected, atol=1e-6)

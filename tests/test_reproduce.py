@@ -47,5 +47,6 @@ def test_the_command_trains_a_teacher_and_selects_its_weights(tmp_path):
     result = fork_main.run(*arguments, module="structinit_jax.reproduce")
     assert result.returncode == 0, result.stderr
     log = (tmp_path / "run" / "cifar10,selected" / "seed_3" / "log.txt").read_text()
-    assert f"weights selected from {tmp_path / 'run' / 'teacher.safetensors'}" in log
+    weights = tmp_path / "run" / "teacher" / "model" / "model.safetensors"
+    assert f"weights selected from {weights}" in log
     assert "reproduce --table=2025.4" in (tmp_path / "run" / "report.md").read_text()
