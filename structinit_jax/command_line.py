@@ -5,7 +5,6 @@ prints a traceback for a missing file, an unknown field or a value of the wrong 
 """
 
 import ast
-import gc
 import os
 import sys
 from collections.abc import Callable, Sequence
@@ -90,9 +89,6 @@ def _parse_flags(argv: list[str]) -> Overrides:
     if flags.FLAGS["verbosity"].using_default_value:
         flags.FLAGS.verbosity = logging.WARNING  # JAX and TFDS log much at INFO
     use_compilation_cache()
-    # Collections would walk the imported modules again and again while programs are traced.
-    gc.freeze()
-    gc.enable()
     return [tuple(word.lstrip("-").removeprefix("config.").split("=", 1)) for word in fields]
 
 

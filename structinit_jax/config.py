@@ -186,12 +186,6 @@ def load_run_config(workdir: str | Path, trust: bool = False) -> ConfigDict:
     config = base_config(model)
     # The options depend on the scheme, so those of the default are not kept.
     config.attention_init = ConfigDict(fields.pop("attention_init"))
-    # Fields of earlier versions that mattered in training only.
-    fields.pop("layer_decay", None)
-    fields["data"].pop("train_eval_split", None)
-    fields["model"].pop("unroll", None)
-    for field in ("crop_padding", "erasing_mode", "mix_probability", "mix_switch"):
-        fields["augment"].pop(field, None)
     config.update(fields)
     return config
 

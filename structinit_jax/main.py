@@ -12,12 +12,6 @@ Any field of the config can be set on the command line: --config.batch_size=256
 --config.model.depth=6 --config.attention_init.name=mimetic
 """
 
-import gc
-
-if __name__ == "__main__":
-    gc.disable()  # not worth its time during the imports; `command_line` enables it
-
-
 # isort: split
 from absl import flags
 
