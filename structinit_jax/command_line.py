@@ -77,7 +77,7 @@ def run(main: Callable[[Overrides], None], shared: Sequence[str] = SHARED) -> No
 
 def _parse_flags(argv: list[str]) -> Overrides:
     """Parses all flags and prepares JAX."""
-    fields = [word for word in argv if word.lstrip("-").startswith("config.") and "=" in word]
+    fields = [word for word in argv if word.startswith(("--config.", "-config.")) and "=" in word]
     try:
         _, *words = flags.FLAGS([word for word in argv if word not in fields])
     except SystemExit as error:  # absl has printed the help, and ends with status 1
@@ -114,10 +114,15 @@ def read_config(overrides: Overrides) -> ConfigDict:
         config = config_lib.load_run_config(WORKDIR.value, TRUST.value)
     else:
         raise InputError("--config is required, such as --config=configs/vit_t_digits.py")
+    set_fields(config, overrides)
+    return config.lock()
+
+
+def set_fields(config: ConfigDict, overrides: Overrides) -> None:
+    """Sets fields as the command line does; for errors see `set_field`."""
     # The options of a scheme can be set once its name is.
     for path, text in sorted(overrides, key=lambda override: override[0] != "attention_init.name"):
         set_field(config, path, text)
-    return config.lock()
 
 
 def set_field(config: ConfigDict, path: str, text: str) -> None:

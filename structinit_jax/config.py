@@ -170,7 +170,7 @@ def load_run_config(workdir: str | Path, trust: bool = False) -> ConfigDict:
     try:
         fields = _with_tuples(json.loads(path.read_text(encoding="utf-8")))
         # ConfigDict refuses keys with dots, which flatten_dict would confuse with nested fields.
-        model = ConfigDict(fields).model.name
+        model, scheme = ConfigDict(fields).model.name, ConfigDict(fields).attention_init
     except (OSError, ValueError, AttributeError, TypeError) as error:
         raise InputError(
             f"--workdir={workdir}: config.json cannot be read ({error!r}): pass the output "
@@ -185,7 +185,7 @@ def load_run_config(workdir: str | Path, trust: bool = False) -> ConfigDict:
         )
     config = base_config(model)
     # The options depend on the scheme, so those of the default are not kept.
-    config.attention_init = ConfigDict(fields.pop("attention_init"))
+    config.attention_init = scheme
     config.update(fields)
     return config
 

@@ -194,6 +194,8 @@ class Classifier:
         if isinstance(files, str | os.PathLike):
             raise InputError(f"files={os.fspath(files)!r} must be a list of paths: put it in [ ]")
         files = list(files)
+        if not files:
+            return np.zeros((0, len(self.class_names)), np.float32)
         records = [{"image": os.fspath(file), "label": 0} for file in files]
         shape, data = (None, None, self.config.data.channels), self.config.data
         dataset = Dataset.from_records("files", {"files": records}, self.class_names, shape)

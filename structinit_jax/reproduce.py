@@ -73,10 +73,9 @@ def make_settings(
         if name != TEACHER and not set(words) <= set(name.split(",")):
             continue
         config = config_lib.load_config(row["config"])
-        for field in row["fields"].split():
-            command_line.set_field(config, *field.split("=", 1))
-        for field, text in overrides:
-            command_line.set_field(config, field, text)
+        fields = [tuple(field.split("=", 1)) for field in row["fields"].split()]
+        command_line.set_fields(config, fields)
+        command_line.set_fields(config, overrides)
         settings[name] = config.lock()
     if not settings.keys() - {TEACHER}:
         raise InputError(f"--rows={','.join(words)}: no row has these words: {'; '.join(rows)}")

@@ -179,6 +179,7 @@ def train(
                 )
         if not results:  # the run had finished before
             results = evaluate(state)
+        checkpoints.wait()  # for the last one
         print(
             f"done: {test_name} accuracy {results[f'{test_name}/accuracy']:.4f} after "
             f"{schedule.num_steps} steps, {time.perf_counter() - began:.0f} s"

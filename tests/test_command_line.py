@@ -17,7 +17,7 @@ CONFIG = "--config=configs/vit_t_digits.py"
     [
         ("--config.model.widht=5", "config.model.widht did you mean 'model.width'"),
         ("--wrokdir=x", "'wrokdir' Did you mean: workdir --config.FIELD=VALUE"),
-        ("train", "unrecognized argument 'train'"),
+        ("config.seed=3", "unrecognized argument 'config.seed=3'"),
         ("--mode=eval", "no complete checkpoint"),
     ],
 )

@@ -131,6 +131,7 @@ def test_a_runs_config_is_read_with_its_tuples(tmp_path):
         "",
         "[1]",
         '{"architecture": "vit_tiny"}',
+        '{"model": {"name": "vit"}}',
         '{"model": {"name": "evil:X"}, "model.name": "vit"}',  # whose flat form hides a module
     ],
 )

@@ -21,6 +21,13 @@ def test_every_row_has_a_config_and_a_baseline(name):
     assert {rows[row]["baseline"] for row in names} <= names
 
 
+def test_the_options_of_a_scheme_may_stand_before_its_name():
+    rows = reproduce.read_table("2024.2")
+    fields = [("attention_init.target_mass", "0.3"), ("attention_init.name", "impulse")]
+    for config in reproduce.make_settings(rows, ["cifar10"], fields).values():
+        assert config.attention_init.target_mass == 0.3
+
+
 def test_rows_are_selected_by_words_and_compared_within_their_data_set():
     rows = reproduce.read_table("2024.2")
     assert len(reproduce.make_settings(rows, ["cifar10"], [])) == 5  # not cifar100
@@ -34,7 +41,8 @@ def test_rows_are_selected_by_words_and_compared_within_their_data_set():
 
 SMALL = {
     "data": dict(name="digits", eval_split="test", image_size=8, channels=1, mean=0.3, std=0.4),
-    "model": dict(num_classes=10, patch_size=2, width=16, depth=1, num_heads=2),
+    "model": dict(num_classes=10, patch_size=2, width=16, depth=1, num_heads=2, dtype="float32"),
+    "augment": dict(crop="none", rand_augment="", erasing=0.0, mixup=0.0, cutmix=0.0),
 }
 
 

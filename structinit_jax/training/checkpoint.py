@@ -106,11 +106,14 @@ class Checkpoints:
         if jax.process_index() == 0:
             (folder / RUN).unlink(missing_ok=True)  # of a damaged checkpoint of the same step
         _index(folder, jax.process_index()).unlink(missing_ok=True)
-        local = epath.Path(tempfile.mkdtemp()) if self._staged else folder
-        local.mkdir(parents=True, exist_ok=True)
-        tree = ocp.args.PyTreeSave(state._asdict())
-        self._saver.save(local / STATE, args=tree, force=True)
-        self._writing = self._writer.submit(self._finish, folder, local, run)
+        with contextlib.ExitStack() as stage:
+            local = folder
+            if self._staged:
+                local = epath.Path(stage.enter_context(tempfile.TemporaryDirectory()))
+            local.mkdir(parents=True, exist_ok=True)
+            tree = ocp.args.PyTreeSave(state._asdict())
+            self._saver.save(local / STATE, args=tree, force=True)
+            self._writing = self._writer.submit(self._finish, folder, local, stage.pop_all(), run)
         self.latest_step = step
 
     def wait(self) -> None:
@@ -127,9 +130,9 @@ class Checkpoints:
             self._writer.shutdown()
             self._saver.close()
 
-    def _finish(self, folder, local, run):
+    def _finish(self, folder, local, stage, run):
         """Waits for Orbax, and completes the checkpoint with its checksums and `run.json`."""
-        try:
+        with stage:
             self._saver.wait_until_finished()
             process = jax.process_index()
             if process < run["num_indexes"]:
@@ -145,9 +148,6 @@ class Checkpoints:
                 _write_json(folder / RUN, run)
                 self._runs[run["step"]] = run
                 self._remove_old()
-        finally:
-            if self._staged:
-                local.rmtree()
 
     def _remove_old(self):
         # Another process may not have finished its part of the newest.

@@ -24,7 +24,7 @@ def join(
     num_processes: int | None = None,
     process_id: int | None = None,
     timeout: float = 300,
-    lost_timeout: float = 100,
+    lost_timeout: float = 60,
 ) -> None:
     """Connects this process to the others of a run. Only process 0 prints to stdout afterwards.
 
