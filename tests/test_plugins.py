@@ -45,5 +45,5 @@ def test_the_readmes_objects_train_and_the_model_is_not_exported(mine, tmp_path,
         return dataset
 
     monkeypatch.setattr(sys.modules[mine], "halves", swapped)
-    with pytest.raises(InputError, match=r"256 examples, but .* trained on other files or labels"):
+    with pytest.raises(InputError, match=r"does not hold the examples .* trained on"):
         train.train(config, tmp_path / "run")
