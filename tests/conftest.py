@@ -41,13 +41,7 @@ def compilation_cache(tmp_path_factory):
     jax.config.update("jax_persistent_cache_min_entry_size_bytes", -1)
 
 
-@pytest.fixture(scope="session")
-def data_dir(tmp_path_factory):
-    """A folder of data sets."""
-    return str(tmp_path_factory.mktemp("data"))
-
-
-def make_tiny_config(data_dir):
+def make_tiny_config():
     """Digits for two epochs of six steps, with a model that compiles in a second or two."""
     from structinit_jax.config import base_config
 
@@ -55,18 +49,18 @@ def make_tiny_config(data_dir):
     config.update(num_epochs=2.0, batch_size=64, warmup_epochs=0.5)
     config.update(log_every_steps=2, eval_every_epochs=1.0, checkpoint_every_steps=4)
     config.model.update(num_classes=10, width=16, depth=2, num_heads=2, patch_size=2)
-    config.data.update(name="digits", data_dir=data_dir, train_split="train[:384]")
+    config.data.update(name="digits", train_split="train[:384]")
     config.data.eval_split = "test[:90]"  # not a multiple of the batch size
     config.data.update(image_size=8, channels=1, mean=(0.3,), std=(0.4,))
     return config
 
 
-def make_run_config(data_dir):
+def make_run_config():
     """The config of `finished_run`, with drop path and averaged weights.
 
     It logs at steps 5 and 10, and logs and saves at 4, 6, 8 and 12.
     """
-    config = make_tiny_config(data_dir)
+    config = make_tiny_config()
     config.log_every_steps = 5
     config.model.drop_path = 0.2
     config.ema_decay = 0.5
@@ -74,13 +68,13 @@ def make_run_config(data_dir):
 
 
 @pytest.fixture
-def tiny_config(data_dir):
-    return make_tiny_config(data_dir)
+def tiny_config():
+    return make_tiny_config()
 
 
 @pytest.fixture
-def run_config(data_dir):
-    return make_run_config(data_dir)
+def run_config():
+    return make_run_config()
 
 
 class Run(NamedTuple):
@@ -90,13 +84,13 @@ class Run(NamedTuple):
 
 
 @pytest.fixture(scope="session")
-def finished_run(data_dir, tmp_path_factory):
+def finished_run(tmp_path_factory):
     """A run of 12 steps that the tests share; they must not write to its workdir."""
     from structinit_jax import train
 
     workdir, output = tmp_path_factory.mktemp("finished_run"), io.StringIO()
     with library_promotion_rules(), contextlib.redirect_stdout(output):
-        results = train.train(make_run_config(data_dir), workdir)
+        results = train.train(make_run_config(), workdir)
     return Run(workdir, results, output.getvalue())
 
 

@@ -27,18 +27,18 @@ MODELS = {
 }
 
 
-def make_config(family, data_dir):
+def make_config(family):
     config = base_config(family)
     config.model.update(num_classes=10, **MODELS[family])
-    config.data.update(name="digits", data_dir=data_dir, image_size=8, channels=1)
+    config.data.update(name="digits", image_size=8, channels=1)
     config.data.update(mean=(0.3,), std=(0.4,))
     config.attention_init = dict(name="impulse")
     return config
 
 
-def start(family, data_dir):
+def start(family):
     """Config, images and snapshot of a family's start values."""
-    config = make_config(family, data_dir)
+    config = make_config(family)
     images = collect.read_images(config, NUM_IMAGES)
     return config, images, collect.observe_start(config, images)
 
@@ -52,8 +52,8 @@ def forward(config, images):
     return jax.jit(lambda model: model(images, with_maps=True)[1])(model)
 
 
-def test_images_are_a_fixed_part_of_the_training_split(data_dir):
-    config = make_config("vit", data_dir)
+def test_images_are_a_fixed_part_of_the_training_split():
+    config = make_config("vit")
     images = collect.read_images(config, NUM_IMAGES)
     assert images.shape == (NUM_IMAGES, 8, 8, 1)
     np.testing.assert_array_equal(images, collect.read_images(config, NUM_IMAGES + 7))
@@ -64,8 +64,8 @@ def test_images_are_a_fixed_part_of_the_training_split(data_dir):
         collect.read_images(config, NUM_IMAGES)
 
 
-def test_a_vit_is_averaged_over_images_without_its_extra_tokens(data_dir):
-    config, images, snapshot = start("vit", data_dir)
+def test_a_vit_is_averaged_over_images_without_its_extra_tokens():
+    config, images, snapshot = start("vit")
     shifted = [np.roll(images, 2, axis) for axis in (1, 2)]
     out = jax.device_get(forward(config, np.concatenate([images, *shifted])))
     maps = out["blocks"]["attention_maps"][0][:NUM_IMAGES, :, 2:, 2:]
@@ -85,8 +85,8 @@ def test_a_vit_is_averaged_over_images_without_its_extra_tokens(data_dir):
     assert layer.measures["shift_distance"] > 0.1  # positions do not move with the image
 
 
-def test_targets_are_those_that_the_solve_reaches(data_dir):
-    config = make_config("vit", data_dir)
+def test_targets_are_those_that_the_solve_reaches():
+    config = make_config("vit")
     config.attention_init.update(mimetic_layers=0.0, target_mass=0.5, patch_scale=0.3)
     images = collect.read_images(config, NUM_IMAGES)
     model = abstract_model(config.model, config.data, collect.one_device())
@@ -104,8 +104,8 @@ def test_targets_are_those_that_the_solve_reaches(data_dir):
         assert np.subtract(place, 3).tolist() == [wanted // 3 - 1, wanted % 3 - 1]
 
 
-def test_swin_is_measured_within_windows(data_dir):
-    layers = start("swin", data_dir)[2].layers
+def test_swin_is_measured_within_windows():
+    layers = start("swin")[2].layers
     assert [layer.name for layer in layers] == ["1.1", "1.2", "2.1"]
     assert [layer.maps.shape for layer in layers] == [(1, 16, 16)] * 2 + [(2, 16, 16)]
     # The first block of a stage is not shifted, so that it has the default target mass.
@@ -115,9 +115,9 @@ def test_swin_is_measured_within_windows(data_dir):
 
 
 @pytest.mark.parametrize("family", ["mixer", "convmixer"])
-def test_models_without_attention_are_refused(family, data_dir):
+def test_models_without_attention_are_refused(family):
     with pytest.raises(InputError, match=rf"^config\.model\.name='{family}' has no attention"):
-        start(family, data_dir)
+        start(family)
 
 
 def test_maps_of_any_model_are_drawn(tmp_path):

@@ -68,7 +68,7 @@ def source(cell):
 
 
 @pytest.mark.parametrize("name", SMALL)
-def test_the_notebook_runs_top_to_bottom(name, data_dir, tmp_path):
+def test_the_notebook_runs_top_to_bottom(name, tmp_path):
     _, parameters, *rest = code_cells(name)
     assert re.findall(r"^\w+", source(parameters), re.M) == list(SMALL[name])
     small = [f"{variable} = {value!r}" for variable, value in SMALL[name].items()]
@@ -79,7 +79,7 @@ def test_the_notebook_runs_top_to_bottom(name, data_dir, tmp_path):
     # The cells write their figures to the current directory.
     start = f"import os; os.chdir({str(tmp_path)!r})"
     script.write_text("\n".join([DISPLAY, start, *small, *cells, AFTER[name]]))
-    variables = dict(MPLBACKEND="Agg", TFDS_DATA_DIR=data_dir)
+    variables = dict(MPLBACKEND="Agg")
     result = fork_main.run(module=str(script), timeout=600, **variables)
     assert result.returncode == 0, result.stderr
     assert "Warning" not in result.stderr

@@ -21,8 +21,8 @@ CONFIG = "--config=configs/vit_t_digits.py"
         ("--mode=eval", "no complete checkpoint"),
     ],
 )
-def test_the_command_names_what_is_wrong(tmp_path, data_dir, argument, words):
-    common = [CONFIG, f"--workdir={tmp_path}/run", f"--config.data.data_dir={data_dir}"]
+def test_the_command_names_what_is_wrong(tmp_path, argument, words):
+    common = [CONFIG, f"--workdir={tmp_path}/run"]
     result = fork_main.run(*common, argument, timeout=60)
     assert result.returncode == 2, result.stderr
     (message,) = [line for line in result.stderr.splitlines() if line.startswith("error: ")]

@@ -164,12 +164,12 @@ def test_a_setting_that_cannot_be_trained_is_refused_before_the_first_run(start,
         start(["default"], config=config)
 
 
-def test_the_command_stops_and_resumes(tmp_path, data_dir):
+def test_the_command_stops_and_resumes(tmp_path):
     arguments = [
         *("--config=configs/vit_t_digits.py", "--config.model.width=16", "--config.model.depth=1"),
         *("--config.model.patch_size=2", "--config.num_steps=120", "--config.eval_every_epochs=1"),
         *("--schemes=default", "--grid=model.num_heads=2", "--seeds=2"),
-        *(f"--config.data.data_dir={data_dir}", f"--workdir={tmp_path}"),
+        f"--workdir={tmp_path}",
     ]
     module = "structinit_jax.compare"
     command = fork_main.Command(*arguments, module=module)

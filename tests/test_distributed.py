@@ -48,10 +48,10 @@ def losses(workdir):
 
 
 @pytest.mark.slow
-def test_a_run_goes_on_with_other_processes_and_devices_and_stops_together(data_dir, tmp_path):
+def test_a_run_goes_on_with_other_processes_and_devices_and_stops_together(tmp_path):
     def arguments(workdir, num_steps, fsdp=1):
-        fields = [f"--config.data.data_dir={data_dir}", f"--config.num_steps={num_steps}"]
-        return [*TINY, *fields, f"--config.fsdp={fsdp}", f"--workdir={tmp_path / workdir}"]
+        fields = [f"--config.num_steps={num_steps}", f"--config.fsdp={fsdp}"]
+        return [*TINY, *fields, f"--workdir={tmp_path / workdir}"]
 
     result = start(8, *arguments("one", 20)).wait()
     assert result.returncode == 0, result

@@ -48,7 +48,7 @@ def test_images_are_cropped_as_the_config_says(run_config, finished_run):
     run_config.data.crop_fraction = 0.5
     results = evaluate.evaluate_checkpoint(run_config, finished_run.workdir)
     model, state = evaluate.restore_model(run_config, finished_run.workdir, jax.devices()[:1])
-    source = open_dataset("digits", run_config.data.data_dir).split("test[:90]")
+    source = open_dataset("digits").split("test[:90]")
     images, labels = zip(*source.read(range(90)), strict=True)
     pillow = [Image.fromarray(image.decode()[..., 0]) for image in images]
     images = [image.resize((16, 16), Image.Resampling.BICUBIC) for image in pillow]

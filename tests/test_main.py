@@ -16,10 +16,9 @@ from structinit_jax.evaluate import restore_model
 PREEMPTED = 75  # EX_TEMPFAIL, on which launch scripts start the command again
 
 
-def test_a_run_killed_or_stopped_at_any_moment_ends_bit_equal(tmp_path, data_dir):
+def test_a_run_killed_or_stopped_at_any_moment_ends_bit_equal(tmp_path):
     arguments = [
         *fork_main.TINY,
-        f"--config.data.data_dir={data_dir}",
         "--config.num_steps=200",
         "--config.checkpoint_every_steps=18",  # not where lines are logged
         "--config.log_every_steps=5",

@@ -17,8 +17,8 @@ from structinit_jax.training import checkpoint
 pytestmark = pytest.mark.usefixtures("library_promotion")
 
 
-def make_config(data_dir):
-    config = make_tiny_config(data_dir)
+def make_config():
+    config = make_tiny_config()
     config.update(learning_rate=1e-2, weight_decay=0.5, ema_decay=0.75)
     base = base_config("convmixer")
     config.model, config.attention_init = base.model, base.attention_init
@@ -27,14 +27,14 @@ def make_config(data_dir):
 
 
 @pytest.fixture
-def config(data_dir):
-    return make_config(data_dir)
+def config():
+    return make_config()
 
 
 @pytest.fixture(scope="module")
-def setup(data_dir):
+def setup():
     with library_promotion_rules():
-        return set_up(make_config(data_dir), 384)
+        return set_up(make_config(), 384)
 
 
 @pytest.fixture(scope="module")

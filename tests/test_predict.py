@@ -20,9 +20,9 @@ def classify(finished_run):
 
 
 @pytest.fixture(scope="module")
-def digits(data_dir, tmp_path_factory):
+def digits(tmp_path_factory):
     """Images of the test split and files of them: more than a batch."""
-    source = open_dataset("digits", data_dir).split(f"test[:{BATCH_SIZE + 1}]")
+    source = open_dataset("digits").split(f"test[:{BATCH_SIZE + 1}]")
     images = np.stack([image.decode() for image in source.images()])
     files = [tmp_path_factory.getbasetemp() / f"digit_{i}.png" for i in range(len(images))]
     for file, image in zip(files, images, strict=True):

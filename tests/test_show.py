@@ -17,7 +17,7 @@ def test_a_batch_without_augmentation_is_the_data(tiny_config):
     images, targets, _ = show.training_batch(tiny_config, 7)
     assert images.shape == (66, 8, 8, 1)
     assert targets.shape == (66, 10)
-    source = open_dataset("digits", tiny_config.data.data_dir).split("train[:384]")
+    source = open_dataset("digits").split("train[:384]")
     # Steps count from 1; each epoch has five.
     indices = stream_indices(tiny_config.seed, 6 * 66, 7 * 66, 384, repeats=2, epoch_length=5 * 66)
     expected = [image.decode() for image, _ in source.read(indices.tolist())]
@@ -27,7 +27,7 @@ def test_a_batch_without_augmentation_is_the_data(tiny_config):
 def test_random_resized_crops_are_those_of_the_positions_in_the_stream(tiny_config):
     tiny_config.augment.crop = "resized"
     images, _, _ = show.training_batch(tiny_config, 2)
-    source = open_dataset("digits", tiny_config.data.data_dir).split("train[:384]")
+    source = open_dataset("digits").split("train[:384]")
     indices = stream_indices(tiny_config.seed, 64, 128, 384)
     crop = RandomCrop(tiny_config.seed, interpolation="random")
     for position, (image, _) in enumerate(source.read(indices.tolist())):

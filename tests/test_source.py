@@ -49,8 +49,8 @@ def test_bad_splits_are_refused_by_field(spec):
 # -- examples --------------------------------------------------------------------------------------
 
 
-def test_slices_and_reads_agree(data_dir):
-    dataset = open_dataset("digits", data_dir)
+def test_slices_and_reads_agree():
+    dataset = open_dataset("digits")
     part, train, test = map(dataset.split, ("train[100:110]+test[:5]", "train", "test"))
     expected = [*train.read(range(100, 110)), *test.read(range(5))]
     for (image, label), (right, right_label) in zip(part.read(range(15)), expected, strict=True):

@@ -16,9 +16,9 @@ pytestmark = pytest.mark.usefixtures("library_promotion")
 
 
 @pytest.fixture(scope="module")
-def config(data_dir):
+def config():
     """Shared; tests that change it take a copy."""
-    config = make_tiny_config(data_dir)
+    config = make_tiny_config()
     config.update(learning_rate=1e-2, ema_decay=0.75)
     config.attention_init = dict(name="default")
     return config
