@@ -71,8 +71,11 @@ def test_the_last_half_of_the_layers_attends_to_similar_tokens(plain):
         assert 0.93 < measure(products[2:]) / measure(best[2:]) < 1.02
     sizes = [np.linalg.norm(w[2:], axis=(1, 3)) for w in (weights.query, weights.key)]
     np.testing.assert_allclose(*sizes, rtol=1e-4)
-    share = impulse(mimetic_layers=0.25)(jax.random.key(0), make_site())
-    np.testing.assert_array_equal(share.query[:2], weights.query[:2])
+    for share, first in ((0.25, 3), (0.5, 2), (1.0, 0)):  # only the first layers have filters
+        draw = functools.partial(impulse(mimetic_layers=share), site=make_site())
+        weights = jax.eval_shape(draw, jax.random.key(0))
+        assert weights.filter_index.shape == (first, HEADS)
+        assert len(weights.query) == LAYERS
 
 
 @pytest.mark.parametrize(("width", "heads"), [(768, 3), (96, 12)])

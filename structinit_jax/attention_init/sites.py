@@ -191,8 +191,8 @@ class AttentionWeights(NamedTuple):
     out: Float[Array, "L h d D"] | None = None  # the output projection
     positions: Float[Array, "N D"] | None = None  # of a trainable position encoding
     report: SolveReport | None = None
-    # Index of each head's filter in `targets`. Heads of `mimetic_layers` do not follow theirs.
-    filter_index: Int[Array, "L h"] | None = None
+    # Index of each head's filter in `targets`, for the first layers; `mimetic_layers` have none.
+    filter_index: Int[Array, "first h"] | None = None
     targets: Float[Array | np.ndarray, "F N N"] | None = None  # the filters as maps, for analysis
     # Relative position bias of a `WindowSite`, R = (2 rows - 1) (2 cols - 1), in timm's order
     # (`kernels.relative_index`).

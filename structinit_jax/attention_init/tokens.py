@@ -115,7 +115,8 @@ def _draw_weights(rng, bank, basis, *, site, ranges, num_mimetic, vo_init, keep_
     # Rotation: every head draws an R [d, k] with orthonormal columns. From Q' and K' [r, k] of its
     # filter it gets Q = B Q' Rᵀ and K = B K' Rᵀ. Since Rᵀ R = I, the map stays the same, but the
     # weights of heads are independent. Q and K ignore all input outside the row space of X.
-    filter_index = assign_by_layer(order_rng, site.num_heads, ranges)
+    num_impulse = site.num_layers - num_mimetic
+    filter_index = assign_by_layer(order_rng, site.num_heads, ranges[:num_impulse])
     shape = (*filter_index.shape, site.head_dim, bank[0].shape[-1])
     rotations = random_rotations(rotation_rng, shape)
 
@@ -127,10 +128,8 @@ def _draw_weights(rng, bank, basis, *, site, ranges, num_mimetic, vo_init, keep_
 
     # The last layers attend to similar tokens instead: Q Kᵀ near 0.7 I.
     if num_mimetic:
-        first = site.num_layers - num_mimetic
         similar = similar_query_key(similar_rng, site, num_mimetic)
-        query = jnp.concatenate([query[:first], similar[0]])
-        key = jnp.concatenate([key[:first], similar[1]])
+        query, key = (jnp.concatenate(parts) for parts in zip((query, key), similar, strict=True))
 
     # V Proj near -0.4 I, so that every layer removes a part of the positions from the residual
     # stream, unless they are kept.
