@@ -41,7 +41,7 @@ CONFIG = [
 ]
 KILLS, STEPS = 50, 2000
 EARLY = 0.2  # probability of a kill before the first step
-TIMES = ("images_per_second", "data_wait", "checkpoint_wait", "evaluation_wait", "mfu")
+TIMES = ("images_per_second", "data_wait", "checkpoint_wait", "evaluation_wait")
 TIMES += ("init/seconds", "init/compile_seconds")
 
 

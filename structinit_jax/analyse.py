@@ -23,7 +23,6 @@ It writes to the directory --out:
 `analysis.measures` defines the measures. In Swin they describe maps within windows.
 """
 
-# isort: split
 import json
 from pathlib import Path
 

@@ -9,7 +9,6 @@ the model with its normalization and class names. To start a new run from it, pa
 `--config.start_from=model/model.safetensors`.
 """
 
-# isort: split
 import json
 from collections.abc import Mapping, Sequence
 from pathlib import Path

@@ -12,7 +12,6 @@ Any field of the config can be set on the command line: --config.batch_size=256
 --config.model.depth=6 --config.attention_init.name=mimetic
 """
 
-# isort: split
 from absl import flags
 
 from structinit_jax import command_line, dry_run, evaluate, train

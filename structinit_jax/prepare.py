@@ -8,7 +8,6 @@ others are downloaded and prepared by TFDS's own builder; only this needs Tensor
 (`pip install '.[prepare]'`).
 """
 
-# isort: split
 import importlib.util
 import sys
 

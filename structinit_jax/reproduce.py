@@ -24,7 +24,6 @@ reported once its row is trained too. --config.FIELD=VALUE applies to all rows. 
 resuming are as in `compare`.
 """
 
-# isort: split
 import csv
 import shlex
 import sys

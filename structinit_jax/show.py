@@ -6,8 +6,6 @@ Steps are counted from 1, as in the log. To draw a batch of an existing run, pas
 instead of --config. To see what a setting does, change it, for example --config.augment.mixup=0.8.
 """
 
-# isort: split
-
 from collections.abc import Sequence
 
 import jax

@@ -79,5 +79,9 @@ def test_files_that_cannot_be_read_or_downloaded_are_named(files, tmp_path, monk
     with pytest.raises(InputError, match=r"fashion_mnist: .*refused.*--config\.data\.manual_dir="):
         open_dataset("fashion_mnist", tmp_path / "data")
     (folder / "t10k-labels-idx1-ubyte.gz").write_bytes(gzip.compress(b"another"))
-    with pytest.raises(InputError, match=r"t10k-labels.*gz is not the original file"):
-        open_dataset("fashion_mnist", None, folder)  # such as MNIST
+    monkeypatch.setattr(small, "URL", folder.as_uri())
+    data_dir = tmp_path / "data"
+    for arguments in ([None, folder], [data_dir]):  # such as MNIST, or a proxy's page
+        with pytest.raises(InputError, match=r"t10k-labels.*gz: it is not the original file"):
+            open_dataset("fashion_mnist", *arguments)
+    assert len(list(data_dir.rglob("*.*"))) == 3  # nothing is kept of the other file

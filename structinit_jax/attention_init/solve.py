@@ -31,9 +31,10 @@ MAX_ROWS = 1024
 # Adam needs about as many evaluations of the loss as L-BFGS with a line search, and compiles in a
 # third of the time.
 STEPS, LEARNING_RATE = 150, 0.1
-# Every step multiplies the norm by (target mass / mass)^0.1. Maps of fewer than 8 channels peak on
-# wrong tokens if the norm grows faster than their directions turn.
-MASS_EXPONENT = 0.1
+# Every step multiplies the norm by the ratio of the odds p / (1 - p) of the target mass to those of
+# the mass, to this power. With larger ones, the norm grows faster than the directions turn, and
+# narrow heads end with maps that peak on wrong tokens.
+ODDS_EXPONENT = 0.1
 # Bounds of the norm, relative to the start. If Q and K are scaled up much further, their maps peak
 # on the wrong tokens.
 NORM_CHANGE = (1 / 16, 8.0)
@@ -95,7 +96,7 @@ def solve_bank(
     norm: float,
     target_mass: float | None = None,
 ) -> Bank:
-    """Minimizes the mean of (H - M)² (2024, equation 8) for each target H at a fixed norm.
+    """Minimizes the mean of (H - M)² (2024, equation 8) for each target H.
 
     The norm is the root mean square of the norms of the d columns of Q (and of K), and limits how
     sharp the maps are. With a target mass, it is only the initial value: the norm of each filter
@@ -156,7 +157,9 @@ def minimize(
         factors, state, norm = carry
         grad, mass = jax.grad(loss_and_mass, has_aux=True)(factors, norm)
         if target_mass is not None:
-            norm = jnp.clip(norm * (target_mass / mass) ** MASS_EXPONENT, *bounds)
+            odds = mass / (1 - jnp.minimum(mass, 0.999))
+            change = (target_mass / (1 - target_mass) / odds) ** ODDS_EXPONENT
+            norm = jnp.clip(norm * change, *bounds).astype(norm.dtype)
         updates, state = adam.update(grad, state)
         factors = jax.tree.map(lambda factor, update: factor - rate * update, factors, updates)
         return (factors, state, norm), None
@@ -185,7 +188,7 @@ def attention_maps(
 def overlap(targets: Float[Array, "F n m"], maps: Float[Array, "F n m"]) -> Float[Array, " F"]:
     """Returns the attention mass on target, averaged over the rows that have a target."""
     rows = jnp.sum(targets.max(axis=-1) > 0, axis=-1, dtype=jnp.float32)
-    return jnp.sum(jnp.minimum(targets, maps), axis=(1, 2)) / rows
+    return jnp.sum(jnp.minimum(targets, maps), axis=(1, 2)) / jnp.maximum(rows, 1)
 
 
 def find_hits(

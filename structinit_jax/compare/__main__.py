@@ -14,7 +14,6 @@ trains only what is missing. Started a second time while it runs, for example wi
 is a workdir of its own, SETTING/seed_K, for all other commands.
 """
 
-# isort: split
 import shlex
 import sys
 

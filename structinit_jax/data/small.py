@@ -3,7 +3,10 @@
 import gzip
 import hashlib
 import os
+import tempfile
 import urllib.request
+import zlib
+from http.client import HTTPException
 from importlib.util import find_spec
 from pathlib import Path
 
@@ -69,10 +72,12 @@ def open_fashion_mnist(data_dir: Folder, manual_dir: Folder) -> Dataset:
     for name, sha256 in CHECKSUMS.items():
         path = folder / f"{name}.gz"
         try:
-            if not manual_dir and not path.exists():
-                _download(f"{URL}/{path.name}", path)
-            arrays.append(_read_idx(path, sha256))
-        except OSError as error:  # of the network, the file system or gzip
+            if manual_dir or path.exists():
+                arrays.append(_parse_idx(path.read_bytes(), sha256))
+            else:
+                arrays.append(_download(f"{URL}/{path.name}", path, sha256))
+        # Of the network, the file system, gzip or the checksum.
+        except (OSError, EOFError, zlib.error, HTTPException, ValueError) as error:
             raise InputError(f"fashion_mnist: {path}: {error}. {MANUAL_DOWNLOAD}") from error
     splits = {
         split: _in_order(split, np.arange(len(labels)), images, labels)
@@ -94,21 +99,25 @@ def _in_order(split, indices, images, labels):
     return [{"image": images[index], "label": int(labels[index])} for index in order]
 
 
-def _download(url, path):
+def _download(url, path, sha256):
+    """Downloads a file, and puts it into place once its content is known to be right."""
     print(f"Downloading {url} to {path.parent} (once).", flush=True)
     with urllib.request.urlopen(url, timeout=30) as response:
         content = response.read()
+    array = _parse_idx(content, sha256)
     path.parent.mkdir(parents=True, exist_ok=True)
-    partial = path.with_name(f"{path.name}.{os.getpid()}")  # others may download it too
-    partial.write_bytes(content)
-    partial.replace(path)
+    # Other processes, on other hosts too, may download the same file.
+    with tempfile.NamedTemporaryFile(dir=path.parent, delete=False) as partial:
+        partial.write(content)
+    os.replace(partial.name, path)
+    return array
 
 
-def _read_idx(path, sha256):
+def _parse_idx(compressed, sha256):
     """Reads the idx format: two zeros, type 8 (uint8), rank, big-endian sizes, values."""
-    content = gzip.decompress(path.read_bytes())
+    content = gzip.decompress(compressed)
     if hashlib.sha256(content).hexdigest() != sha256:
-        raise InputError(f"fashion_mnist: {path} is not the original file. {MANUAL_DOWNLOAD}")
+        raise ValueError("it is not the original file")
     rank = content[3]
     shape = np.frombuffer(content, ">i4", count=rank, offset=4)
     return np.frombuffer(content, np.uint8, offset=4 + 4 * rank).reshape(shape)

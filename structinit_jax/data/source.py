@@ -207,7 +207,7 @@ class Dataset:
           splits: The records of each split; a list or other `Records`.
           class_names: Name of each class, by label. Other types are converted to strings.
           image_shape: Height, width (None if they vary) and channels, 1 or 3. Images are converted
-            to this number of channels. If the size is square, they are cropped on the device.
+            to this number of channels.
         """
         needs = "(height, width, channels) with 1 or 3 channels"
         require(f"{name}: image_shape", image_shape, needs, lambda x: x[2] in PIL_MODES)
