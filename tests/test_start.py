@@ -37,7 +37,7 @@ def test_a_flat_draw_has_the_same_values(draw, shape):
     np.testing.assert_array_equal(draw_flat(draw, rng, shape), draw(rng, shape))
 
 
-def test_a_state_takes_few_programs(tiny_config, caplog):
+def test_a_state_takes_few_programs(tiny_config, caplog, library_promotion):
     setup = set_up(tiny_config, 384)
     jax.clear_caches()
     with jax.log_compiles(), caplog.at_level(logging.WARNING, logger="jax"):
