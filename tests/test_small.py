@@ -67,6 +67,9 @@ def test_fashion_mnist_is_read_from_files_and_downloaded_once(files, tmp_path, m
         for split, prefix in (("train", "train"), ("test", "t10k")):
             images, labels = (arrays[f"{prefix}-{x}-ubyte"] for x in ("images-idx3", "labels-idx1"))
             assert_holds(dataset, split, range(len(labels)), images, labels)
+    (tmp_path / "plain").touch()
+    modes = {path.stat().st_mode for path in [tmp_path / "plain", *data_dir.rglob("*.gz")]}
+    assert len(modes) == 1  # others may read what was downloaded
 
 
 def test_files_that_cannot_be_read_or_downloaded_are_named(files, tmp_path, monkeypatch):

@@ -3,7 +3,7 @@
 import gzip
 import hashlib
 import os
-import tempfile
+import socket
 import urllib.request
 import zlib
 from http.client import HTTPException
@@ -106,10 +106,11 @@ def _download(url, path, sha256):
         content = response.read()
     array = _parse_idx(content, sha256)
     path.parent.mkdir(parents=True, exist_ok=True)
-    # Other processes, on other hosts too, may download the same file.
-    with tempfile.NamedTemporaryFile(dir=path.parent, delete=False) as partial:
-        partial.write(content)
-    os.replace(partial.name, path)
+    # Other processes, on other hosts too, may download the same file. A file of `tempfile` could be
+    # read by its owner alone.
+    partial = path.with_name(f"{path.name}.{socket.gethostname()}.{os.getpid()}")
+    partial.write_bytes(content)
+    partial.replace(path)
     return array
 
 

@@ -5,12 +5,12 @@ use none of them, so it is enough that their names are defined. Import this, or 
 `runpy.run_path`, before timm.
 """
 
-import torch
+from torch import library
 
 try:
     import torchvision
 except (ImportError, RuntimeError):
-    _library = torch.library.Library("torchvision", "DEF")
+    _library = library.Library("torchvision", "DEF")
     for _schema in ("nms(Tensor d, Tensor s, float t) -> Tensor", "qnms(Tensor d) -> Tensor"):
         _library.define(_schema)
     import torchvision  # noqa: F401
