@@ -131,8 +131,8 @@ def compare(name, images, bicubic=False):
 def test_color_operations_match_pillow(name, kind):
     differences = compare(name, IMAGES[kind])
     # Color and Sharpness match exactly on the machines tried, but a compiler that fuses a product
-    # and a sum may truncate to one lower.
-    allowed = 1 if name in ("Color", "Sharpness") else 0
+    # and a sum may truncate to one lower. test_transforms.py tests where AutoContrast differs.
+    allowed = 1 if name in ("AutoContrast", "Color", "Sharpness") else 0
     assert differences.max() <= allowed
     assert np.mean(differences > 0) < 0.001
 

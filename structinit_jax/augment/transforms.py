@@ -133,20 +133,13 @@ def contrast_lut(image: UInt8[Array, "C H W"], factor: Float[Array, ""]) -> Int[
 def autocontrast_lut(image: UInt8[Array, "C H W"]) -> Int[Array, "C 256"]:
     """Returns the lookup table that stretches the range of each channel to 0…255.
 
-    Entries are exact quotients, rounded down. Pillow computes in double precision and truncates, so
-    that a quotient that is an integer may come out one lower. This is reproduced.
+    Entries are exact quotients, rounded down. Pillow truncates the result of floating-point
+    operations, so where the quotient is a whole number, an entry may be 1 above Pillow's.
     """
     low = image.min(axis=(1, 2)).astype(jnp.int32)[:, None]
     high = image.max(axis=(1, 2)).astype(jnp.int32)[:, None]
-    span = jnp.maximum(high - low, 1)
-    product = (VALUES[None, :] - low) * 255
-    value = product // span
-    products = jnp.asarray(_DOUBLE_PRODUCTS)[span[:, 0]]
-    error = products - jnp.take_along_axis(products, low, axis=-1)
-    half_gap = jnp.asarray(_HALF_GAPS)[jnp.clip(value, 0, 255)]
-    one_lower = (product % span == 0) & (error.astype(jnp.float32) < -half_gap)
-    value = value - one_lower.astype(jnp.int32)
-    return jnp.where(high > low, jnp.clip(value, 0, 255), VALUES[None, :])
+    stretched = (VALUES[None, :] - low) * 255 // jnp.maximum(high - low, 1)
+    return jnp.where(high > low, jnp.clip(stretched, 0, 255), VALUES[None, :])
 
 
 def equalize(image: UInt8[Array, "C H W"]) -> UInt8[Array, "C H W"]:
@@ -218,24 +211,3 @@ def smooth(image: UInt8[Array, "C H W"]) -> Int[Array, "C H W"]:
 def _lut_index(image):
     """Index of each pixel's value in a flattened `[C, 256]` table."""
     return 256 * jnp.arange(len(image))[:, None, None] + image.astype(jnp.int32)
-
-
-def _double_products() -> Int[np.ndarray, "256 256"]:
-    """The doubles v * (255 / d) for each range d and pixel value v, in units of 2**-52, mod 2**16.
-
-    If the exact difference of two products is an integer, then the 16-bit difference of their
-    entries is the rounding error.
-    """
-    ranges = np.maximum(VALUES, 1)[:, None]
-    products = np.floor(VALUES * (255.0 / ranges) * 2.0**52)
-    return (products % 2**16).astype(np.uint16).view(np.int16)
-
-
-def _half_gaps() -> Float[np.ndarray, "256"]:
-    """Half of the distance from each pixel value to the next lower double, in units of 2**-52."""
-    gaps = (VALUES - np.nextafter(VALUES.astype(np.float64), -1)) * 2**51
-    return gaps.astype(np.float32)
-
-
-_DOUBLE_PRODUCTS = _double_products()
-_HALF_GAPS = _half_gaps()
