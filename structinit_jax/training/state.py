@@ -102,10 +102,8 @@ def abstract_model(
 
 def check_attention_init(scheme: AttentionInit, model: AbstractModel) -> None:
     """Raises `InputError` if a scheme does not fit the model. Computes nothing."""
-    initialize = functools.partial(_initialize_attention, scheme, model.graphdef)
-    rng = jax.eval_shape(jax.random.key, 0)
     try:
-        jax.eval_shape(initialize, model.params, model.model_state, rng)
+        jax.eval_shape(functools.partial(_initialize, model.build, scheme), jax.random.key(0))
     except InputError as error:
         raise InputError(f"config.attention_init: {error}") from error
 
@@ -131,23 +129,20 @@ def initialize_model(
     Raises:
       InputError: The weights in `start_from` do not fit the model.
     """
-    rng = jax.random.key(seed)  # split within the programs: each split would be another one
+    rng = jax.random.key(seed)  # split within the program: each split would be another one
     if start_from:
         return *_select_from_file(model, rng, start_from), {}
 
-    shardings = jax.tree.map(lambda leaf: leaf.sharding, (model.params, model.model_state))
-    draw = jax.jit(functools.partial(_draw_weights, model.build), out_shardings=shardings)
-    weights = draw.lower(rng).compile(_options_for_one_run())(rng)
+    print(f"attention_init {name}: compiling", flush=True)
     start = time.perf_counter()
-    solve = jax.jit(
-        functools.partial(_initialize_attention, scheme, model.graphdef),
-        donate_argnums=(0, 1),
+    shardings = jax.tree.map(lambda leaf: leaf.sharding, (model.params, model.model_state))
+    initialize = jax.jit(
+        functools.partial(_initialize, model.build, scheme),
         out_shardings=(*shardings, mesh_lib.replicated(model.mesh)),
     )
-    print(f"attention_init {name}: compiling", flush=True)
-    solve = solve.lower(*weights, rng).compile(_options_for_one_run())
+    initialize = initialize.lower(rng).compile(_options_for_one_run())
     compiled = time.perf_counter()
-    params, model_state, report = jax.block_until_ready(solve(*weights, rng))
+    params, model_state, report = jax.block_until_ready(initialize(rng))
     seconds, compile_seconds = time.perf_counter() - compiled, compiled - start
     metrics = {"init/seconds": seconds, "init/compile_seconds": compile_seconds}
     text = f"attention_init {name}: {seconds:.2f} s (plus {compile_seconds:.2f} s to compile)"
@@ -217,14 +212,10 @@ def split_rng(rng: PRNGKeyArray) -> tuple[PRNGKeyArray, PRNGKeyArray, PRNGKeyArr
     return params_rng, attention_rng, steps_rng
 
 
-def _draw_weights(build, rng):
-    params_rng, _, _ = split_rng(rng)
-    return split_model(build(params_rng))[1:]
-
-
-def _initialize_attention(scheme, graphdef, params, model_state, rng):
-    model = nnx.merge(graphdef, params, model_state)
-    _, attention_rng, _ = split_rng(rng)
+def _initialize(build, scheme, rng):
+    """Draws a model and applies a scheme to it."""
+    params_rng, attention_rng, _ = split_rng(rng)
+    model = build(params_rng)
     report = model.initialize_attention(scheme, attention_rng)
     return *split_model(model)[1:], report
 
@@ -238,8 +229,8 @@ def _select_from_file(model: AbstractModel, rng: PRNGKeyArray, path: str) -> tup
             f"config.start_from={path!r} cannot be read: {error}. It must be a safetensors file of "
             "a timm model, such as structinit_jax.export writes"
         ) from error
-    drawn = jax.jit(functools.partial(_draw_weights, model.build))(rng)
-    student = nnx.merge(model.graphdef, *jax.device_get(drawn))
+    draw = jax.jit(lambda rng: split_model(model.build(split_rng(rng)[0]))[1:])
+    student = nnx.merge(model.graphdef, *jax.device_get(draw(rng)))
     try:
         student = select_weights(teacher, student)
     except InputError as error:
