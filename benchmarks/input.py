@@ -2,11 +2,11 @@
 
     python benchmarks/input.py --out=input.json
 
-JPEGs of 500×375 (typical of ImageNet) and 1600×1200 pixels become 224² random resized crops
-(bicubic), uint8. Ours is the trainer's pipeline: decode, crop, resize and batch in Grain's threads.
-The peer is a DataLoader without workers, with timm's transforms up to the same point: decoding and
-RandomResizedCropAndInterpolation in Pillow, and the array that timm's fast collate takes. Decoding
-alone, with libjpeg-turbo and with Pillow, is the upper limit.
+JPEGs of 500×375 (typical of ImageNet) and 1600×1200 pixels become 224² random resized crops,
+uint8, bilinear or bicubic at random. Ours is the trainer's pipeline: decode, crop, resize and batch
+in Grain's threads. The peer is a DataLoader without workers, with timm's transforms up to the same
+point: decoding and RandomResizedCropAndInterpolation in Pillow, and the array that timm's fast
+collate takes. Decoding alone, with libjpeg-turbo and with Pillow, is the upper limit.
 
 Each loader runs on one core. Times are processor times, the best of several interleaved rounds, to
 limit the influence of other processes. PyTorch and timm are measured if the interpreter given by
@@ -94,7 +94,7 @@ def torch_batches(folder: Path, num_batches: int) -> Iterator[np.ndarray]:
     from timm.data.transforms import RandomResizedCropAndInterpolation
 
     files = sorted((folder / "train" / "photo").iterdir())
-    crop = RandomResizedCropAndInterpolation(IMAGE_SIZE, interpolation="bicubic")
+    crop = RandomResizedCropAndInterpolation(IMAGE_SIZE, interpolation="random")
 
     class Crops(torch.utils.data.Dataset):
         def __len__(self):

@@ -72,9 +72,7 @@ class Run:
         config, augment = self.config, self.config.augment
         random_crop = None
         if augment.crop == "resized":
-            random_crop = RandomCrop(
-                config.seed, augment.crop_scale, augment.crop_ratio, augment.interpolation
-            )
+            random_crop = RandomCrop(config.seed, augment.crop_scale)
         loader = make_loader(
             self.train_source,
             mesh or self.setup.model.mesh,

@@ -123,7 +123,7 @@ def test_host_batches_are_random_crops_by_position(mesh):
     photo = load_sample_image("china.jpg")
     records = [{"image": photo[10 * label :], "label": label} for label in range(7)]
     dataset = Dataset.from_records("photos", {"train": records}, list("abcdefg"))
-    source, crop = dataset.split("train"), RandomCrop(seed=1, interpolation="random")
+    source, crop = dataset.split("train"), RandomCrop(seed=1)
     loader = make_loader(source, mesh, image_size=16, random_crop=crop)
     args = dict(batch_size=8, seed=1, num_steps=3)
     whole = jax.device_get(list(loader.train_batches(start_step=0, **args)))

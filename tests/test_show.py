@@ -29,7 +29,7 @@ def test_random_resized_crops_are_those_of_the_positions_in_the_stream(tiny_conf
     images, _, _ = show.training_batch(tiny_config, 2)
     source = open_dataset("digits").split("train[:384]")
     indices = stream_indices(tiny_config.seed, 64, 128, 384)
-    crop = RandomCrop(tiny_config.seed, interpolation="random")
+    crop = RandomCrop(tiny_config.seed)
     for position, (image, _) in enumerate(source.read(indices.tolist())):
         np.testing.assert_array_equal(images[position], crop(image, 64 + position, 8))
 

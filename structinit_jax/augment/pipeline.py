@@ -32,14 +32,9 @@ Augment = Callable[
     tuple[Float[Array, "B h w C"], Float[Array, "B classes"]],
 ]
 
-# Ranges of the random box.
 Shares = Annotated[
     tuple[float, float],
     Check("a pair with 0 < low <= high <= 1", lambda x: len(x) == 2 and 0 < x[0] <= x[1] <= 1),
-]
-Ratios = Annotated[
-    tuple[float, float],
-    Check("a pair with 0 < low <= high", lambda x: len(x) == 2 and 0 < x[0] <= x[1] < math.inf),
 ]
 Strengths = Annotated[
     tuple[float, float, float],
@@ -56,9 +51,6 @@ class AugmentConfig:
     # image_size; the loader does it when it decodes (`data.crops.RandomCrop`), not `make_augment`.
     crop: Literal["none", "pad", "resized"] = "none"
     crop_scale: Shares = (0.08, 1.0)  # range of the box's share of the area, for crop='resized'
-    crop_ratio: Ratios = (3 / 4, 4 / 3)  # range of the box's width / height, for crop='resized'
-    # Of resized crops and of RandAugment's warps; 'random' draws one of the two at each use.
-    interpolation: Literal["bilinear", "bicubic", "random"] = "random"
     flip: Probability = 0.0  # of a horizontal flip
     # In timm's notation, such as 'rand-m9-mstd0.5-inc1'; empty disables it.
     rand_augment: PolicyText = ""
@@ -143,7 +135,6 @@ def _operations(options):
             images,
             parse(options.rand_augment),
             fill=tuple(min(255, round(255 * mean)) for mean in options.mean),  # as in timm
-            interpolation=options.interpolation,
         )
 
     def erase(rng, index, images):

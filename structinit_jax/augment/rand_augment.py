@@ -18,8 +18,6 @@ from structinit_jax.augment import transforms
 from structinit_jax.errors import InputError
 
 CHUNKS = 16  # into which `apply_where` divides a batch
-# Probability of bicubic rather than bilinear interpolation.
-BICUBIC_PROBABILITY = {"bilinear": 0.0, "bicubic": 1.0, "random": 0.5}
 # The operations in timm's order, and the kernel that computes each (see `_apply_operation`).
 # timm's increasing set appends 'Increasing' to six of the names.
 _KERNELS = {
@@ -68,14 +66,12 @@ def rand_augment(
     policy: Policy,
     *,
     fill: tuple[int, ...],
-    interpolation: str = "random",
 ) -> UInt8[Array, "B H W C"]:
     """Draws operations for each image of one or three channels and applies them.
 
-    Warps show `fill`, a value per channel, outside the image; their interpolation is 'bilinear',
-    'bicubic' or 'random', one of the two with equal probability.
+    Warps show `fill`, a value per channel, outside the image.
     """
-    draw = functools.partial(draw_operations, policy=policy, interpolation=interpolation)
+    draw = functools.partial(draw_operations, policy=policy)
     return apply_operations(images, jax.vmap(draw)(rngs), fill)
 
 
@@ -112,10 +108,11 @@ def parse(text: str) -> Policy:
     raise InputError(f"rand_augment={text!r} must be {POLICY}")
 
 
-def draw_operations(
-    rng: Key[Array, ""], policy: Policy, interpolation: str = "random"
-) -> DrawnOperations:
-    """Draws the operations for an image, uniformly and with replacement. See `rand_augment`."""
+def draw_operations(rng: Key[Array, ""], policy: Policy) -> DrawnOperations:
+    """Draws the operations for an image, uniformly and with replacement.
+
+    Warps interpolate bilinearly or bicubically with equal probability.
+    """
     n = policy.num_operations
     operation_rng, apply_rng, magnitude_rng, sign_rng, bicubic_rng = jax.random.split(rng, 5)
     operation = jax.random.randint(operation_rng, (n,), 0, len(OPERATIONS))
@@ -133,7 +130,7 @@ def draw_operations(
     return DrawnOperations(
         operation=jnp.where(skip, NO_OPERATION, operation),
         argument=jnp.take_along_axis(arguments, operation[:, None], axis=1)[:, 0],
-        bicubic=jax.random.bernoulli(bicubic_rng, BICUBIC_PROBABILITY[interpolation], (n,)),
+        bicubic=jax.random.bernoulli(bicubic_rng, shape=(n,)),
     )
 
 

@@ -13,6 +13,7 @@ try:
 except ImportError:  # there is no wheel for this platform, for example ARM Linux
     simd = None
 
+RATIO = (3 / 4, 4 / 3)  # smallest and largest width / height of random boxes, as in timm
 ATTEMPTS = 10  # as in torchvision
 # Counters of one Philox key, different from the counter of the epoch order.
 BOX_COUNTER = np.array([0, 0, 0, 1], np.uint64)
@@ -45,19 +46,17 @@ def _pillow_resize(pixels, size, interpolation, box=None):
 class RandomCrop:
     """Random resized crop (Szegedy et al. 2015), distributed as timm's.
 
-    A crop depends only on the seed and on the position of the image in the training stream.
+    Aspect ratios are uniform in the logarithm, and crops are resized bicubically or bilinearly with
+    equal probability, both antialiased. A crop depends only on the seed and on the position of the
+    image in the training stream.
 
     Attributes:
       seed: Non-negative seed.
       scale: Smallest and largest area, as fractions of the image's area.
-      ratio: Smallest and largest width / height, sampled uniformly in the logarithm.
-      interpolation: 'bicubic', 'bilinear' (both antialiased) or 'random', one of them per image.
     """
 
     seed: int
     scale: tuple[float, float] = (0.08, 1.0)
-    ratio: tuple[float, float] = (3 / 4, 4 / 3)
-    interpolation: str = "bicubic"
 
     def __call__(self, image: StoredImage, position: int, image_size: int) -> np.ndarray:
         """Crops an image. Returns uint8 [image_size, image_size, C]."""
@@ -74,21 +73,19 @@ class RandomCrop:
         uniforms = ((bits >> np.uint64(11)) * 2.0**-53).reshape(ATTEMPTS, 4)  # in [0, 1)
         for area, ratio, down, across in uniforms.tolist():
             area = height * width * (self.scale[0] + area * (self.scale[1] - self.scale[0]))
-            low, high = map(math.log, self.ratio)
+            low, high = map(math.log, RATIO)
             ratio = math.exp(low + ratio * (high - low))
             box_height, box_width = round(math.sqrt(area / ratio)), round(math.sqrt(area * ratio))
             if 0 < box_height <= height and 0 < box_width <= width:
                 top = int(down * (height - box_height + 1))
                 left = int(across * (width - box_width + 1))
                 return top, left, box_height, box_width
-        box_height = min(height, max(1, round(width / self.ratio[0])))
-        box_width = min(width, max(1, round(height * self.ratio[1])))
+        box_height = min(height, max(1, round(width / RATIO[0])))
+        box_width = min(width, max(1, round(height * RATIO[1])))
         return (height - box_height) // 2, (width - box_width) // 2, box_height, box_width
 
     def draw_interpolation(self, position: int) -> str:
         """Returns 'bicubic' or 'bilinear'."""
-        if self.interpolation != "random":
-            return self.interpolation
         bits = self._random_bits(position, INTERPOLATION_COUNTER, 1)
         return ("bilinear", "bicubic")[int(bits[0]) >> 63]
 
