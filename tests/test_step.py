@@ -6,7 +6,7 @@ from conftest import library_promotion_rules, make_batch, make_tiny_config, plac
 from flax import nnx
 from scipy.special import log_softmax
 
-from structinit_jax.augment import pipeline
+from structinit_jax import augment
 from structinit_jax.models import layers
 from structinit_jax.run import set_up
 from structinit_jax.training.state import split_rng
@@ -97,9 +97,9 @@ def test_parts_of_a_batch_and_operations_on_it_have_keys_of_their_own(config, mo
         jax.debug.callback(lambda data: keys.update(map(tuple, np.asarray(data))), data)
         return rngs
 
-    image_rngs, mix, drop = pipeline._image_rngs, pipeline.mix, layers._drop
-    monkeypatch.setattr(pipeline, "_image_rngs", lambda *args: record(image_rngs(*args)))
-    monkeypatch.setattr(pipeline, "mix", lambda rng, *a, **k: mix(record(rng), *a, **k))
+    image_rngs, mix, drop = augment._image_rngs, augment.mix.mix, layers._drop
+    monkeypatch.setattr(augment, "_image_rngs", lambda *args: record(image_rngs(*args)))
+    monkeypatch.setattr(augment.mix, "mix", lambda rng, *a, **k: mix(record(rng), *a, **k))
     monkeypatch.setattr(layers, "_drop", lambda x, rate, rng, s: drop(x, rate, record(rng), s))
     setup = set_up(config, 384)
     jax.block_until_ready(setup.train_step(setup.initialize()[0], make_batch()))

@@ -5,12 +5,190 @@ function. The modules hold the individual operations, which follow timm, torchvi
 `transforms` (crops, flips, warps and colors), `rand_augment` and `mix` (mixup, cutmix and erasing).
 """
 
-from structinit_jax.augment.pipeline import (
-    Augment,
-    AugmentConfig,
-    AugmentOptions,
-    make_augment,
-    normalize,
+import dataclasses
+import functools
+import math
+from collections.abc import Callable
+from typing import Annotated, Literal
+
+import jax
+import jax.numpy as jnp
+import optax
+from jax.sharding import Mesh, PartitionSpec
+from jaxtyping import Array, Float, Integer, Key, Real, UInt8
+
+from structinit_jax.augment import mix, rand_augment, transforms
+from structinit_jax.errors import (
+    Check,
+    InputError,
+    NonNegativeFloat,
+    NonNegativeInt,
+    Probability,
 )
 
-__all__ = ["Augment", "AugmentConfig", "AugmentOptions", "make_augment", "normalize"]
+# Each operation has its own random stream, so disabling one does not change the others' draws.
+CROP, FLIP, RAND_AUGMENT, COLOR_JITTER, ERASING, MIXING = range(6)
+PADDING = 4  # pixels on each side, for crop='pad'
+
+Augment = Callable[
+    [Key[Array, ""], UInt8[Array, "B H W C"], Integer[Array, " B"]],
+    tuple[Float[Array, "B h w C"], Float[Array, "B classes"]],
+]
+
+Shares = Annotated[
+    tuple[float, float],
+    Check("a pair with 0 < low <= high <= 1", lambda x: len(x) == 2 and 0 < x[0] <= x[1] <= 1),
+]
+Strengths = Annotated[
+    tuple[float, float, float],
+    Check("three numbers, 0 or more", lambda x: len(x) == 3 and all(0 <= s < math.inf for s in x)),
+]
+PolicyText = Annotated[
+    str, Check(f"empty or {rand_augment.POLICY}", lambda x: x == "" or rand_augment.parse(x))
+]
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class AugmentConfig:
+    """Fields of `config.augment`. By default images are only normalized."""
+
+    # 'pad' pads by 4 pixels, then crops to the image's size. 'resized' resizes a random box to
+    # image_size; the loader does it when it decodes (`data.crops.RandomCrop`), not `make_augment`.
+    crop: Literal["none", "pad", "resized"] = "none"
+    crop_scale: Shares = (0.08, 1.0)  # range of the box's share of the area, for crop='resized'
+    flip: Probability = 0.0  # of a horizontal flip
+    # In timm's notation, such as 'rand-m9-mstd0.5-inc1'; empty disables it.
+    rand_augment: PolicyText = ""
+    # Strengths of brightness, contrast and saturation (`transforms.color_jitter`); as in timm,
+    # without effect if rand_augment is set.
+    color_jitter: Strengths = (0.0, 0.0, 0.0)
+    erasing: Probability = 0.0  # of random erasing, with noise
+    # True is the order of timm's train script with its prefetcher: mix uint8 images, round,
+    # normalize, erase. DeiT, and timm without the prefetcher, erase and then mix normalized images.
+    erase_after_mixing: bool = False
+    # Alphas; 0 disables. If both are enabled, a group uses either with equal probability.
+    mixup: NonNegativeFloat = 0.0
+    cutmix: NonNegativeFloat = 0.0
+    # Consecutive images that share one lambda; 0 is the whole batch. timm and DeiT share it within
+    # the batch of each process.
+    mix_group: NonNegativeInt = 0
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class AugmentOptions(AugmentConfig):
+    """Everything that augmentation depends on: `config.augment` and fields of other sections."""
+
+    num_classes: int
+    mean: tuple[float, ...]  # per channel, of pixels scaled to [0, 1]
+    std: tuple[float, ...]
+    label_smoothing: float = 0.0  # share of each target that is spread evenly over all classes
+
+
+def make_augment(options: AugmentOptions, mesh: Mesh | None = None) -> Augment:
+    """Builds the function `(rng, images, labels) -> (images, targets)` to call within jit.
+
+    The order of operations is timm's: crop, flip, RandAugment or else color jitter, normalization,
+    erasing, mixing; or with `erase_after_mixing` mixing, normalization, erasing. The random numbers
+    for an image depend only on `rng` and on its index in the batch, so the result does not depend
+    on the number of devices. The function is pure, returns normalized float32 images and targets,
+    and raises `InputError` if `mix_group` does not divide the batch.
+
+    Args:
+      options: The recipe's options.
+      mesh: Devices over which the batch is sharded, along all axes. None for a single device.
+    """
+    before, after = (_shard(_chain(part), mesh) for part in _operations(options))
+
+    def augment(rng, images, labels):
+        images, labels = jnp.asarray(images), jnp.asarray(labels)
+        if options.mix_group and len(images) % options.mix_group:
+            raise InputError(
+                f"config.augment.mix_group={options.mix_group} does not divide the batch size "
+                f"{len(images)}: choose a divisor, or 0 to mix within the whole batch"
+            )
+        index = jnp.arange(len(images))
+        images = before(rng, index, images)
+        targets = jax.nn.one_hot(labels, options.num_classes)
+        targets = optax.smooth_labels(targets, options.label_smoothing)
+        if options.mixup or options.cutmix:
+            images, targets = mix.mix(
+                jax.random.fold_in(rng, MIXING),
+                images.astype(jnp.float32),
+                targets,
+                mixup=options.mixup,
+                cutmix=options.cutmix,
+                group=options.mix_group,
+            )
+            if options.erase_after_mixing:  # not normalized yet
+                images = jnp.round(images)  # to a uint8 value, as in timm
+        return after(rng, index, images), targets
+
+    return augment
+
+
+def _operations(options):
+    """Returns the operations on single images before and after mixing, in order."""
+
+    def each(function, stream, **arguments):
+        """Applies a function of one image and its key."""
+        function = jax.vmap(functools.partial(function, **arguments))
+        return lambda rng, index, images: function(_image_rngs(rng, stream, index), images)
+
+    def distort(rng, index, images):
+        return rand_augment.rand_augment(
+            _image_rngs(rng, RAND_AUGMENT, index),
+            images,
+            rand_augment.parse(options.rand_augment),
+            fill=tuple(min(255, round(255 * mean)) for mean in options.mean),  # as in timm
+        )
+
+    def erase(rng, index, images):
+        rngs = _image_rngs(rng, ERASING, index)
+        return mix.random_erasing(rngs, images, options.erasing)
+
+    pixels = []
+    if options.crop == "pad":
+        pixels.append(each(transforms.random_pad_crop, CROP, padding=PADDING))
+    if options.flip:
+        pixels.append(each(transforms.random_flip, FLIP, probability=options.flip))
+    if options.rand_augment:
+        pixels.append(distort)
+    elif any(options.color_jitter):
+        pixels.append(each(transforms.color_jitter, COLOR_JITTER, strengths=options.color_jitter))
+    normalized = [lambda rng, index, images: normalize(images, options.mean, options.std)]
+    if options.erasing:
+        normalized.append(erase)
+    return (pixels, normalized) if options.erase_after_mixing else (pixels + normalized, [])
+
+
+def _chain(operations):
+    def apply(rng, index, images):
+        for operation in operations:
+            images = operation(rng, index, images)
+        return images
+
+    return apply
+
+
+def _image_rngs(rng, stream, index):
+    """Returns a random key per image, from its index in the global batch."""
+    stream_rng = jax.random.fold_in(rng, stream)
+    return jax.vmap(lambda i: jax.random.fold_in(stream_rng, i))(index)
+
+
+def _shard(function, mesh):
+    """Runs a function of `(rng, index, images)` on each device's own part of the batch."""
+    if mesh is None:
+        return function
+    batch = PartitionSpec(mesh.axis_names)
+    return jax.shard_map(
+        function, mesh=mesh, in_specs=(PartitionSpec(), batch, batch), out_specs=batch
+    )
+
+
+def normalize(
+    images: Real[Array, "B H W C"], mean: tuple[float, ...], std: tuple[float, ...]
+) -> Float[Array, "B H W C"]:
+    """Converts pixels from 0 to 255 to `(pixel / 255 - mean) / std`, per channel."""
+    mean, std = (jnp.asarray(x, jnp.float32)[None, None, None, :] for x in (mean, std))
+    return (images.astype(jnp.float32) / 255 - mean) / std
