@@ -58,7 +58,6 @@ def get_config(init: Literal[*INITS] = "impulse3"):
     config.augment.flip = 0.5
     config.augment.rand_augment = "rand-m9-mstd0.5-inc1"  # color jitter has no effect with it
     config.augment.erasing = 0.25
-    config.augment.erase_after_mixing = True
     config.augment.mixup = 1.0
     config.augment.cutmix = 0.8
     config.augment.mix_group = 512  # one lambda for the images of one process, as in the program

@@ -72,7 +72,6 @@ def get_config(
     config.augment.flip = 0.5
     config.augment.rand_augment = "rand-m9-mstd0.5-inc1"
     config.augment.erasing = 0.25
-    config.augment.erase_after_mixing = True
     config.augment.mixup = 0.8
     config.augment.cutmix = 1.0
     config.augment.mix_group = 64  # one lambda for the images of one process, as in the program

@@ -69,14 +69,12 @@ def test_defaults_normalize_images_and_smooth_targets():
     np.testing.assert_allclose(targets, np.eye(5)[LABELS] * 0.9 + 0.02, atol=1e-6)
 
 
-def test_only_erasing_before_mixing_erases_the_box_of_the_partner_too():
-    black = np.zeros_like(IMAGES)
-    for after in (False, True):
-        augment = jax.jit(make_augment(only(erasing=1.0, mixup=1.0, erase_after_mixing=after)))
-        images, _ = augment(jax.random.key(0), black, LABELS)
-        erased = np.any(np.abs(np.asarray(images) + np.divide(MEAN, STD)) > 1e-5, axis=-1)
-        assert np.all(np.any(erased, axis=(1, 2)))
-        assert np.array_equal(erased, erased[::-1]) != after
+def test_the_box_of_an_image_is_not_erased_in_its_partner():
+    augment = jax.jit(make_augment(only(erasing=1.0, mixup=1.0)))
+    images, _ = augment(jax.random.key(0), np.zeros_like(IMAGES), LABELS)
+    erased = np.any(np.abs(np.asarray(images) + np.divide(MEAN, STD)) > 1e-5, axis=-1)
+    assert np.all(np.any(erased, axis=(1, 2)))
+    assert np.all(np.any(erased != erased[::-1], axis=(1, 2)))
 
 
 def test_pixels_are_mixed_as_by_timms_train_script(monkeypatch):
@@ -87,16 +85,10 @@ def test_pixels_are_mixed_as_by_timms_train_script(monkeypatch):
     fixed = lambda *args, **options: (jnp.float32(0.3), *draw(*args, **options)[1:])  # noqa: E731
     monkeypatch.setattr(mix_lib, "draw_mixing", fixed)
     options = dataclasses.replace(only(label_smoothing=0.1, mixup=0.8), num_classes=4)
-
-    def augmented(**changes):
-        augment = jax.jit(make_augment(dataclasses.replace(options, **changes)))
-        return augment(jax.random.key(0), jnp.asarray(inputs), jnp.asarray(labels))
-
-    ours = augmented(erase_after_mixing=True)
+    augment = jax.jit(make_augment(options))
+    ours = augment(jax.random.key(0), jnp.asarray(inputs), jnp.asarray(labels))
     np.testing.assert_allclose(ours[0], images, atol=2e-6)
     np.testing.assert_allclose(ours[1], targets, atol=1e-6)
-    levels = 255 * np.asarray(STD) * np.abs(augmented()[0] - images)
-    assert 0.4 < levels.max() < 0.501  # without the prefetcher, pixels are not rounded
 
 
 def test_groups_of_mixing_divide_the_batch():

@@ -63,9 +63,6 @@ class AugmentConfig:
     # without effect if rand_augment is set.
     color_jitter: Strengths = (0.0, 0.0, 0.0)
     erasing: Probability = 0.0  # of random erasing, with noise
-    # True is the order of timm's train script with its prefetcher: mix uint8 images, round,
-    # normalize, erase. DeiT, and timm without the prefetcher, erase and then mix normalized images.
-    erase_after_mixing: bool = False
     # Alphas; 0 disables. If both are enabled, a group uses either with equal probability.
     mixup: NonNegativeFloat = 0.0
     cutmix: NonNegativeFloat = 0.0
@@ -87,8 +84,8 @@ class AugmentOptions(AugmentConfig):
 def make_augment(options: AugmentOptions, mesh: Mesh | None = None) -> Augment:
     """Builds the function `(rng, images, labels) -> (images, targets)` to call within jit.
 
-    The order of operations is timm's: crop, flip, RandAugment or else color jitter, normalization,
-    erasing, mixing; or with `erase_after_mixing` mixing, normalization, erasing. The random numbers
+    The order of operations is that of timm's train script with its prefetcher: crop, flip,
+    RandAugment or else color jitter, mixing, rounding, normalization, erasing. The random numbers
     for an image depend only on `rng` and on its index in the batch, so the result does not depend
     on the number of devices. The function is pure, returns normalized float32 images and targets,
     and raises `InputError` if `mix_group` does not divide the batch.
@@ -97,7 +94,33 @@ def make_augment(options: AugmentOptions, mesh: Mesh | None = None) -> Augment:
       options: The recipe's options.
       mesh: Devices over which the batch is sharded, along all axes. None for a single device.
     """
-    before, after = (_shard(_chain(part), mesh) for part in _operations(options))
+
+    def change_pixels(rng, index, images):
+        def each(function, stream, images, **arguments):
+            """Applies a function of one key and image."""
+            function = jax.vmap(functools.partial(function, **arguments))
+            return function(_image_rngs(rng, stream, index), images)
+
+        if options.crop == "pad":
+            images = each(transforms.random_pad_crop, CROP, images, padding=PADDING)
+        if options.flip:
+            images = each(transforms.random_flip, FLIP, images, probability=options.flip)
+        if options.rand_augment:
+            policy = rand_augment.parse(options.rand_augment)
+            fill = tuple(min(255, round(255 * mean)) for mean in options.mean)  # as in timm
+            rngs = _image_rngs(rng, RAND_AUGMENT, index)
+            images = rand_augment.rand_augment(rngs, images, policy, fill=fill)
+        elif any(options.color_jitter):
+            strengths = options.color_jitter
+            images = each(transforms.color_jitter, COLOR_JITTER, images, strengths=strengths)
+        return images
+
+    def normalize_and_erase(rng, index, images):
+        images = normalize(images, options.mean, options.std)
+        if options.erasing:
+            rngs = _image_rngs(rng, ERASING, index)
+            images = mix.random_erasing(rngs, images, options.erasing)
+        return images
 
     def augment(rng, images, labels):
         images, labels = jnp.asarray(images), jnp.asarray(labels)
@@ -107,7 +130,7 @@ def make_augment(options: AugmentOptions, mesh: Mesh | None = None) -> Augment:
                 f"{len(images)}: choose a divisor, or 0 to mix within the whole batch"
             )
         index = jnp.arange(len(images))
-        images = before(rng, index, images)
+        images = _shard(change_pixels, mesh)(rng, index, images)
         targets = jax.nn.one_hot(labels, options.num_classes)
         targets = optax.smooth_labels(targets, options.label_smoothing)
         if options.mixup or options.cutmix:
@@ -119,55 +142,10 @@ def make_augment(options: AugmentOptions, mesh: Mesh | None = None) -> Augment:
                 cutmix=options.cutmix,
                 group=options.mix_group,
             )
-            if options.erase_after_mixing:  # not normalized yet
-                images = jnp.round(images)  # to a uint8 value, as in timm
-        return after(rng, index, images), targets
+            images = jnp.round(images)  # timm stores them as uint8
+        return _shard(normalize_and_erase, mesh)(rng, index, images), targets
 
     return augment
-
-
-def _operations(options):
-    """Returns the operations on single images before and after mixing, in order."""
-
-    def each(function, stream, **arguments):
-        """Applies a function of one image and its key."""
-        function = jax.vmap(functools.partial(function, **arguments))
-        return lambda rng, index, images: function(_image_rngs(rng, stream, index), images)
-
-    def distort(rng, index, images):
-        return rand_augment.rand_augment(
-            _image_rngs(rng, RAND_AUGMENT, index),
-            images,
-            rand_augment.parse(options.rand_augment),
-            fill=tuple(min(255, round(255 * mean)) for mean in options.mean),  # as in timm
-        )
-
-    def erase(rng, index, images):
-        rngs = _image_rngs(rng, ERASING, index)
-        return mix.random_erasing(rngs, images, options.erasing)
-
-    pixels = []
-    if options.crop == "pad":
-        pixels.append(each(transforms.random_pad_crop, CROP, padding=PADDING))
-    if options.flip:
-        pixels.append(each(transforms.random_flip, FLIP, probability=options.flip))
-    if options.rand_augment:
-        pixels.append(distort)
-    elif any(options.color_jitter):
-        pixels.append(each(transforms.color_jitter, COLOR_JITTER, strengths=options.color_jitter))
-    normalized = [lambda rng, index, images: normalize(images, options.mean, options.std)]
-    if options.erasing:
-        normalized.append(erase)
-    return (pixels, normalized) if options.erase_after_mixing else (pixels + normalized, [])
-
-
-def _chain(operations):
-    def apply(rng, index, images):
-        for operation in operations:
-            images = operation(rng, index, images)
-        return images
-
-    return apply
 
 
 def _image_rngs(rng, stream, index):

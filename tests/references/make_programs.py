@@ -165,7 +165,7 @@ def record_augmentation(args, data):
     if args.reprob:
         if args.remode != "pixel":
             raise ValueError(f"unknown mode of erasing {args.remode}")
-        fields |= dict(erasing=args.reprob, erase_after_mixing=True)
+        fields |= dict(erasing=args.reprob)
     return fields
 
 
