@@ -16,7 +16,7 @@ from flax.traverse_util import flatten_dict
 from ml_collections import ConfigDict
 
 from structinit_jax import attention_init, errors, models
-from structinit_jax.augment import AugmentConfig, AugmentOptions
+from structinit_jax.augment import AugmentConfig
 from structinit_jax.errors import (
     Check,
     Fraction,
@@ -223,18 +223,7 @@ def validate(config: ConfigDict) -> None:
         require(f"config.model.{field}", model[field], needs, [value].__contains__)
 
 
-# -- objects that sections describe ----------------------------------------------------------------
-
-
-def augment_options(config: ConfigDict) -> AugmentOptions:
-    """Returns the augmentation of training images, from `config.augment` and related fields."""
-    return AugmentOptions(
-        num_classes=config.model.num_classes,
-        mean=config.data.mean,
-        std=config.data.std,
-        label_smoothing=config.label_smoothing,
-        **config.augment,
-    )
+# -- the scheme ------------------------------------------------------------------------------------
 
 
 def scheme_options(name: str) -> tuple[str, ...]:

@@ -1,4 +1,3 @@
-import dataclasses
 import re
 
 import jax
@@ -8,16 +7,14 @@ import pytest
 import references
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
-from structinit_jax.augment import AugmentOptions, make_augment
+from structinit_jax.augment import make_augment
 from structinit_jax.augment import mix as mix_lib
+from structinit_jax.config import base_config
 from structinit_jax.errors import InputError
 
 REFERENCE = references.load("train_script")
 MEAN, STD = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)
-RECIPE = AugmentOptions(
-    num_classes=5,
-    mean=MEAN,
-    std=STD,
+RECIPE = dict(
     crop="pad",
     flip=0.5,
     rand_augment="rand-m9-mstd0.5-inc1",
@@ -29,11 +26,17 @@ RECIPE = AugmentOptions(
 )
 IMAGES = np.random.default_rng(0).integers(0, 256, (16, 16, 16, 3)).astype(np.uint8)
 LABELS = np.arange(16, dtype=np.int32) % 5
-whole_recipe = jax.jit(make_augment(RECIPE))
 
 
-def only(**fields):
-    return AugmentOptions(num_classes=5, mean=MEAN, std=STD, **fields)
+def make(num_classes=5, label_smoothing=0.0, mesh=None, **fields):
+    """An augmentation with some fields of `config.augment`, and the others at their defaults."""
+    config = base_config().augment
+    config.update(fields)
+    options = dict(num_classes=num_classes, label_smoothing=label_smoothing, mesh=mesh)
+    return make_augment(config, mean=MEAN, std=STD, **options)
+
+
+whole_recipe = jax.jit(make(**RECIPE))
 
 
 def test_an_image_is_a_function_of_the_random_key_and_of_its_group():
@@ -54,7 +57,7 @@ def test_result_is_the_same_on_one_and_on_eight_devices():
     sharded = NamedSharding(mesh, PartitionSpec("data"))
     batch = jax.device_put((IMAGES, LABELS), sharded)
     rng = jax.random.key(1)
-    step = jax.jit(make_augment(RECIPE, mesh), out_shardings=sharded).lower(rng, *batch).compile()
+    step = jax.jit(make(mesh=mesh, **RECIPE), out_shardings=sharded).lower(rng, *batch).compile()
     for a, b in zip(step(rng, *batch), whole_recipe(rng, IMAGES, LABELS), strict=True):
         np.testing.assert_allclose(a, b, atol=1e-5)
     # A group of two images is on one device, so nothing moves between devices.
@@ -63,14 +66,14 @@ def test_result_is_the_same_on_one_and_on_eight_devices():
 
 
 def test_defaults_normalize_images_and_smooth_targets():
-    augment = jax.jit(make_augment(only(label_smoothing=0.1)))
+    augment = jax.jit(make(label_smoothing=0.1))
     images, targets = augment(jax.random.key(0), IMAGES, LABELS)
     np.testing.assert_allclose(images, (IMAGES / 255 - MEAN) / STD, rtol=1e-4, atol=1e-5)
     np.testing.assert_allclose(targets, np.eye(5)[LABELS] * 0.9 + 0.02, atol=1e-6)
 
 
 def test_the_box_of_an_image_is_not_erased_in_its_partner():
-    augment = jax.jit(make_augment(only(erasing=1.0, mixup=1.0)))
+    augment = jax.jit(make(erasing=1.0, mixup=1.0))
     images, _ = augment(jax.random.key(0), np.zeros_like(IMAGES), LABELS)
     erased = np.any(np.abs(np.asarray(images) + np.divide(MEAN, STD)) > 1e-5, axis=-1)
     assert np.all(np.any(erased, axis=(1, 2)))
@@ -84,8 +87,7 @@ def test_pixels_are_mixed_as_by_timms_train_script(monkeypatch):
     draw = mix_lib.draw_mixing
     fixed = lambda *args, **options: (jnp.float32(0.3), *draw(*args, **options)[1:])  # noqa: E731
     monkeypatch.setattr(mix_lib, "draw_mixing", fixed)
-    options = dataclasses.replace(only(label_smoothing=0.1, mixup=0.8), num_classes=4)
-    augment = jax.jit(make_augment(options))
+    augment = jax.jit(make(num_classes=4, label_smoothing=0.1, mixup=0.8))
     ours = augment(jax.random.key(0), jnp.asarray(inputs), jnp.asarray(labels))
     np.testing.assert_allclose(ours[0], images, atol=2e-6)
     np.testing.assert_allclose(ours[1], targets, atol=1e-6)
@@ -93,4 +95,4 @@ def test_pixels_are_mixed_as_by_timms_train_script(monkeypatch):
 
 def test_groups_of_mixing_divide_the_batch():
     with pytest.raises(InputError, match=r"config\.augment\.mix_group=3 does not divide .* 16"):
-        make_augment(only(mixup=1.0, mix_group=3))(jax.random.key(0), IMAGES, LABELS)
+        make(mixup=1.0, mix_group=3)(jax.random.key(0), IMAGES, LABELS)

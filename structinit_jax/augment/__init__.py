@@ -1,8 +1,8 @@
 """Data augmentation that runs on the device, inside the jitted training step.
 
-`make_augment(AugmentOptions(...))` returns the augmentation of a whole training recipe as one pure
-function. The modules hold the individual operations, which follow timm, torchvision and Pillow:
-`transforms` (crops, flips, warps and colors), `rand_augment` and `mix` (mixup, cutmix and erasing).
+`make_augment` returns the augmentation of a whole training recipe as one pure function. The modules
+hold the individual operations, which follow timm, torchvision and Pillow: `transforms` (crops,
+flips, warps and colors), `rand_augment` and `mix` (mixup, cutmix and erasing).
 """
 
 import dataclasses
@@ -16,15 +16,10 @@ import jax.numpy as jnp
 import optax
 from jax.sharding import Mesh, PartitionSpec
 from jaxtyping import Array, Float, Integer, Key, Real, UInt8
+from ml_collections import ConfigDict
 
 from structinit_jax.augment import mix, rand_augment, transforms
-from structinit_jax.errors import (
-    Check,
-    InputError,
-    NonNegativeFloat,
-    NonNegativeInt,
-    Probability,
-)
+from structinit_jax.errors import Check, InputError, NonNegativeFloat, NonNegativeInt, Probability
 
 # Each operation has its own random stream, so disabling one does not change the others' draws.
 CROP, FLIP, RAND_AUGMENT, COLOR_JITTER, ERASING, MIXING = range(6)
@@ -71,17 +66,15 @@ class AugmentConfig:
     mix_group: NonNegativeInt = 0
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class AugmentOptions(AugmentConfig):
-    """Everything that augmentation depends on: `config.augment` and fields of other sections."""
-
-    num_classes: int
-    mean: tuple[float, ...]  # per channel, of pixels scaled to [0, 1]
-    std: tuple[float, ...]
-    label_smoothing: float = 0.0  # share of each target that is spread evenly over all classes
-
-
-def make_augment(options: AugmentOptions, mesh: Mesh | None = None) -> Augment:
+def make_augment(
+    config: ConfigDict,
+    *,
+    num_classes: int,
+    mean: tuple[float, ...],
+    std: tuple[float, ...],
+    label_smoothing: float = 0.0,
+    mesh: Mesh | None = None,
+) -> Augment:
     """Builds the function `(rng, images, labels) -> (images, targets)` to call within jit.
 
     The order of operations is that of timm's train script with its prefetcher: crop, flip,
@@ -91,7 +84,11 @@ def make_augment(options: AugmentOptions, mesh: Mesh | None = None) -> Augment:
     and raises `InputError` if `mix_group` does not divide the batch.
 
     Args:
-      options: The recipe's options.
+      config: `config.augment`, with the fields of `AugmentConfig`.
+      num_classes: Number of classes.
+      mean: Mean per channel, of pixels scaled to [0, 1].
+      std: Standard deviation per channel.
+      label_smoothing: Share of each target that is spread evenly over all classes.
       mesh: Devices over which the batch is sharded, along all axes. None for a single device.
     """
 
@@ -101,46 +98,46 @@ def make_augment(options: AugmentOptions, mesh: Mesh | None = None) -> Augment:
             function = jax.vmap(functools.partial(function, **arguments))
             return function(_image_rngs(rng, stream, index), images)
 
-        if options.crop == "pad":
+        if config.crop == "pad":
             images = each(transforms.random_pad_crop, CROP, images, padding=PADDING)
-        if options.flip:
-            images = each(transforms.random_flip, FLIP, images, probability=options.flip)
-        if options.rand_augment:
-            policy = rand_augment.parse(options.rand_augment)
-            fill = tuple(min(255, round(255 * mean)) for mean in options.mean)  # as in timm
+        if config.flip:
+            images = each(transforms.random_flip, FLIP, images, probability=config.flip)
+        if config.rand_augment:
+            policy = rand_augment.parse(config.rand_augment)
+            fill = tuple(min(255, round(255 * x)) for x in mean)  # as in timm
             rngs = _image_rngs(rng, RAND_AUGMENT, index)
             images = rand_augment.rand_augment(rngs, images, policy, fill=fill)
-        elif any(options.color_jitter):
-            strengths = options.color_jitter
+        elif any(config.color_jitter):
+            strengths = config.color_jitter
             images = each(transforms.color_jitter, COLOR_JITTER, images, strengths=strengths)
         return images
 
     def normalize_and_erase(rng, index, images):
-        images = normalize(images, options.mean, options.std)
-        if options.erasing:
+        images = normalize(images, mean, std)
+        if config.erasing:
             rngs = _image_rngs(rng, ERASING, index)
-            images = mix.random_erasing(rngs, images, options.erasing)
+            images = mix.random_erasing(rngs, images, config.erasing)
         return images
 
     def augment(rng, images, labels):
         images, labels = jnp.asarray(images), jnp.asarray(labels)
-        if options.mix_group and len(images) % options.mix_group:
+        if config.mix_group and len(images) % config.mix_group:
             raise InputError(
-                f"config.augment.mix_group={options.mix_group} does not divide the batch size "
+                f"config.augment.mix_group={config.mix_group} does not divide the batch size "
                 f"{len(images)}: choose a divisor, or 0 to mix within the whole batch"
             )
         index = jnp.arange(len(images))
         images = _shard(change_pixels, mesh)(rng, index, images)
-        targets = jax.nn.one_hot(labels, options.num_classes)
-        targets = optax.smooth_labels(targets, options.label_smoothing)
-        if options.mixup or options.cutmix:
+        targets = jax.nn.one_hot(labels, num_classes)
+        targets = optax.smooth_labels(targets, label_smoothing)
+        if config.mixup or config.cutmix:
             images, targets = mix.mix(
                 jax.random.fold_in(rng, MIXING),
                 images.astype(jnp.float32),
                 targets,
-                mixup=options.mixup,
-                cutmix=options.cutmix,
-                group=options.mix_group,
+                mixup=config.mixup,
+                cutmix=config.cutmix,
+                group=config.mix_group,
             )
             images = jnp.round(images)  # timm stores them as uint8
         return _shard(normalize_and_erase, mesh)(rng, index, images), targets
