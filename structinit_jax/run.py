@@ -8,7 +8,7 @@ from jax.sharding import Mesh
 from ml_collections import ConfigDict
 
 from structinit_jax import config as config_lib
-from structinit_jax.augment import make_augment
+from structinit_jax.augment import Augment, make_augment
 from structinit_jax.data.crops import RandomCrop
 from structinit_jax.data.datasets import open_dataset
 from structinit_jax.data.loader import Batch, bytes_on_device, make_loader
@@ -134,14 +134,7 @@ def set_up(
         make_train_step,
         optimizer=optimizer,
         learning_rate=schedule.learning_rate,
-        augment=make_augment(
-            config.augment,
-            num_classes=config.model.num_classes,
-            mean=data.mean,
-            std=data.std,
-            label_smoothing=config.label_smoothing,
-            mesh=mesh,
-        ),
+        augment=augmentation(config, mesh),
         mesh=mesh,
         loss=find(config.loss, LOSSES, "loss"),
         seed=config.seed,
@@ -154,6 +147,18 @@ def set_up(
     if config.augment.crop != "resized":  # those are cropped while decoding
         data_bytes += bytes_on_device(num_examples, data.image_size, data.channels)
     return Setup(schedule, model, initialize, steps, state, batch, data_bytes)
+
+
+def augmentation(config: ConfigDict, mesh: Mesh) -> Augment:
+    """Returns the augmentation of training batches that are sharded over a mesh."""
+    return make_augment(
+        config.augment,
+        num_classes=config.model.num_classes,
+        mean=config.data.mean,
+        std=config.data.std,
+        label_smoothing=config.label_smoothing,
+        mesh=mesh,
+    )
 
 
 def open_data(config: ConfigDict) -> Dataset:

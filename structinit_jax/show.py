@@ -14,10 +14,9 @@ from matplotlib.figure import Figure
 from ml_collections import ConfigDict
 
 from structinit_jax import command_line
-from structinit_jax.augment import make_augment
 from structinit_jax.command_line import STEP
 from structinit_jax.errors import InputError
-from structinit_jax.run import Run
+from structinit_jax.run import Run, augmentation
 from structinit_jax.training.mesh import make_mesh
 from structinit_jax.training.step import step_rngs
 
@@ -35,16 +34,9 @@ def training_batch(config: ConfigDict, step: int) -> tuple[np.ndarray, np.ndarra
     run, data = Run(config), config.data
     mesh = make_mesh(devices=jax.devices()[:1])  # which any batch divides over
     batch = next(run.train_batches(step - 1, step, mesh))
-    augment = make_augment(
-        config.augment,
-        num_classes=config.model.num_classes,
-        mean=data.mean,
-        std=data.std,
-        label_smoothing=config.label_smoothing,
-        mesh=mesh,
-    )
+    augment = jax.jit(augmentation(config, mesh))
     rng = step_rngs(config.seed, step - 1)[0]
-    images, targets = jax.jit(augment)(rng, batch["image"], batch["label"])
+    images, targets = augment(rng, batch["image"], batch["label"])
     pixels = 255 * (np.asarray(images) * np.asarray(data.std) + np.asarray(data.mean))
     images = np.clip(pixels.round(), 0, 255).astype(np.uint8)
     return images, np.asarray(targets), run.dataset.class_names
