@@ -9,11 +9,11 @@ import pytest
 from jax.sharding import PartitionSpec
 
 from structinit_jax.config import base_config
+from structinit_jax.dry_run import bytes_by_kind
 from structinit_jax.errors import InputError
 from structinit_jax.models.model import MIN_SPLIT_SIZE
 from structinit_jax.run import set_up
 from structinit_jax.training import mesh as mesh_lib
-from structinit_jax.training.collectives import bytes_by_kind
 from structinit_jax.training.step import make_eval_step
 
 pytestmark = pytest.mark.usefixtures("library_promotion")
