@@ -74,7 +74,7 @@ def dry_run(config: ConfigDict, target: str | None = None) -> None:
     config_lib.validate(config)
     devices, memory, options = find_target(target) if target else (None, memory_limit(), {})
     data = config.data
-    info = find_info(data.name, data.data_dir or None, data.channels)
+    info = find_info(data.name, data.data_dir or None)
     check_classes(info, config.model.num_classes)
     num_examples = split_size(data.train_split, info, "data.train_split")
     num_eval_examples = split_size(data.eval_split, info, "data.eval_split")

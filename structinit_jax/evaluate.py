@@ -197,8 +197,8 @@ class Classifier:
         if not files:
             return np.zeros((0, len(self.class_names)), np.float32)
         records = [{"image": os.fspath(file), "label": 0} for file in files]
-        shape, data = (None, None, self.config.data.channels), self.config.data
-        dataset = Dataset.from_records("files", {"files": records}, self.class_names, shape)
+        data, names = self.config.data, self.class_names
+        dataset = Dataset.from_records("files", {"files": records}, names, data.channels)
         sizes = data.image_size, data.crop_fraction
         loader = HostLoader(dataset.split("files"), self._mesh, *sizes, random_crop=None)
         batches = loader.eval_batches(batch_size=min(len(files), BATCH_SIZE))

@@ -111,8 +111,7 @@ def report(dataset: Dataset, num_checked: int) -> None:
     """Prints the contents of a data set; for `num_checked` see `describe_split`."""
     names = dataset.class_names
     shown = ", ".join(names[:MAX_SHOWN_CLASSES]) + (", …" if len(names) > MAX_SHOWN_CLASSES else "")
-    channels = dataset.info.image_shape[-1]
-    print(f"{dataset.name}: {len(names)} classes ({shown}), {channels} channels")
+    print(f"{dataset.name}: {len(names)} classes ({shown}), {dataset.info.channels} channels")
     for split, size in dataset.info.num_examples.items():
         if size:
             for line in describe_split(dataset.split(split), len(names), num_checked):

@@ -15,7 +15,7 @@ from structinit_jax.errors import InputError
 def test_a_prepared_set_is_read(tmp_path):
     write_small_set(tmp_path)
     dataset = open_dataset("imagenet_sketch", tmp_path)
-    assert dataset.info == DatasetInfo(1000, (None, None, 3), {"test": 2})
+    assert dataset.info == DatasetInfo(1000, 3, {"test": 2})
     assert len(dataset.class_names) == 1000
     for image, label in dataset.split("test").read([1, 0]):
         pixels = np.broadcast_to(np.uint8([label, 0, 9]), (2, 3, 3))

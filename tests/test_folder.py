@@ -37,7 +37,7 @@ def root(tmp_path):
 
 def test_examples_of_a_folder(root):
     dataset = open_dataset("folder", root)
-    assert dataset.info == DatasetInfo(3, (None, None, 3), {"train": 30, "val": 6})
+    assert dataset.info == DatasetInfo(3, 3, {"train": 30, "val": 6})
     source = dataset.split("train")
     # Sorted as Python sorts: capitals first.
     assert dataset.class_names == ["Birch", "apple", "cat"]

@@ -28,7 +28,7 @@ def source():
     sizes = [(8, 8), (9, 12), (20, 11)]
     images = [rng.integers(0, 256, (*sizes[i % 3], 1), dtype=np.uint8) for i in range(NUM)]
     records = [{"image": image, "label": label} for label, image in enumerate(images)]
-    dataset = Dataset.from_records("numbers", {"train": records}, range(NUM), (None, None, 1))
+    dataset = Dataset.from_records("numbers", {"train": records}, range(NUM), channels=1)
     return dataset.split("train")
 
 

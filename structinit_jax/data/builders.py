@@ -45,8 +45,8 @@ def open_tfds(name: str, data_dir: Folder) -> Dataset:
         for key, feature in features.items()
         if isinstance(feature, tfds.features.Image)
     }
-    shape = (*image.shape[:2], 1 if image.shape[2] == 1 else 3)
-    info = DatasetInfo(label.num_classes, shape, sizes)
+    channels = 1 if image.shape[2] == 1 else 3
+    info = DatasetInfo(label.num_classes, channels, sizes)
     open_split = functools.partial(builder.as_data_source, decoders=decoders)
     return Dataset(name, info, label.names, open_split)
 

@@ -14,20 +14,16 @@ from structinit_jax.errors import InputError, is_reference, load_reference
 # Known data sets: a dry run needs no data. Splits without labels are left out: 'unlabelled' of
 # stl10, 'test' of imagenet2012.
 CATALOG: dict[str, DatasetInfo] = {
-    "digits": DatasetInfo(10, (8, 8, 1), {"train": 1_438, "test": 359}),
-    "fashion_mnist": DatasetInfo(10, (28, 28, 1), {"train": 60_000, "test": 10_000}),
-    "cifar10": DatasetInfo(10, (32, 32, 3), {"train": 50_000, "test": 10_000}),
-    "cifar100": DatasetInfo(100, (32, 32, 3), {"train": 50_000, "test": 10_000}),
-    "svhn_cropped": DatasetInfo(
-        10, (32, 32, 3), {"train": 73_257, "test": 26_032, "extra": 531_131}
-    ),
-    "stl10": DatasetInfo(10, (96, 96, 3), {"train": 5_000, "test": 8_000}),
-    "oxford_flowers102": DatasetInfo(
-        102, (None, None, 3), {"train": 1_020, "validation": 1_020, "test": 6_149}
-    ),
-    "oxford_iiit_pet": DatasetInfo(37, (None, None, 3), {"train": 3_680, "test": 3_669}),
-    "food101": DatasetInfo(101, (None, None, 3), {"train": 75_750, "validation": 25_250}),
-    "imagenet2012": DatasetInfo(1000, (None, None, 3), {"train": 1_281_167, "validation": 50_000}),
+    "digits": DatasetInfo(10, 1, {"train": 1_438, "test": 359}),
+    "fashion_mnist": DatasetInfo(10, 1, {"train": 60_000, "test": 10_000}),
+    "cifar10": DatasetInfo(10, 3, {"train": 50_000, "test": 10_000}),
+    "cifar100": DatasetInfo(100, 3, {"train": 50_000, "test": 10_000}),
+    "svhn_cropped": DatasetInfo(10, 3, {"train": 73_257, "test": 26_032, "extra": 531_131}),
+    "stl10": DatasetInfo(10, 3, {"train": 5_000, "test": 8_000}),
+    "oxford_flowers102": DatasetInfo(102, 3, {"train": 1_020, "validation": 1_020, "test": 6_149}),
+    "oxford_iiit_pet": DatasetInfo(37, 3, {"train": 3_680, "test": 3_669}),
+    "food101": DatasetInfo(101, 3, {"train": 75_750, "validation": 25_250}),
+    "imagenet2012": DatasetInfo(1000, 3, {"train": 1_281_167, "validation": 50_000}),
 }
 
 
@@ -68,10 +64,9 @@ def open_dataset(
         dataset = builders.open_tfds(name, data_dir)
     if channels is None:
         return dataset
-    return dataclasses.replace(dataset, info=dataset.info.with_channels(channels))
+    return dataclasses.replace(dataset, info=dataclasses.replace(dataset.info, channels=channels))
 
 
-def find_info(name: str, data_dir: Folder = None, channels: int | None = None) -> DatasetInfo:
+def find_info(name: str, data_dir: Folder = None) -> DatasetInfo:
     """Returns the info of a data set, which need not be present if it is in `CATALOG`."""
-    info = CATALOG[name] if name in CATALOG else open_dataset(name, data_dir).info
-    return info if channels is None else info.with_channels(channels)
+    return CATALOG[name] if name in CATALOG else open_dataset(name, data_dir).info

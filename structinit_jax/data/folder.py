@@ -80,7 +80,7 @@ def open_folder(root: Folder) -> Dataset:
         return FileRecords(files, folder / split)
 
     sizes = {split: sum(map(len, classes.values())) for split, classes in found.items()}
-    info = DatasetInfo(len(found[first]), (None, None, 3), sizes)
+    info = DatasetInfo(len(found[first]), 3, sizes)
     return Dataset("folder", info, list(found[first]), open_split)
 
 

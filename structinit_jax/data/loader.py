@@ -149,8 +149,7 @@ def make_loader(
       crop_fraction: See `resize_and_center_crop`.
       random_crop: Random crop of the stored images instead; never kept in device memory.
     """
-    channels = source.info.image_shape[-1]
-    if random_crop is None and bytes_on_device(len(source), image_size, channels):
+    if random_crop is None and bytes_on_device(len(source), image_size, source.info.channels):
         return DeviceLoader(*decode_all(source, image_size, crop_fraction), mesh)
     return HostLoader(source, mesh, image_size, crop_fraction, random_crop)
 
@@ -257,9 +256,8 @@ def decode_all(
     Returns:
       Images, uint8 [n, image_size, image_size, C], and labels, int32 [n].
     """
-    n, channels = len(source), source.info.image_shape[-1]
-    images = np.empty((n, image_size, image_size, channels), np.uint8)
-    labels = np.empty(n, np.int32)
+    images = np.empty((len(source), image_size, image_size, source.info.channels), np.uint8)
+    labels = np.empty(len(source), np.int32)
 
     def decode(indices):
         for index, (image, label) in zip(indices, source.read(indices), strict=True):

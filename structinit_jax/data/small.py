@@ -52,7 +52,7 @@ def open_digits() -> Dataset:
         split: _in_order(split, np.flatnonzero(chosen), images, labels)
         for split, chosen in (("train", ~is_test), ("test", is_test))
     }
-    return Dataset.from_records("digits", splits, range(10), (8, 8, 1))
+    return Dataset.from_records("digits", splits, range(10), channels=1)
 
 
 def open_fashion_mnist(data_dir: Folder, manual_dir: Folder) -> Dataset:
@@ -83,7 +83,7 @@ def open_fashion_mnist(data_dir: Folder, manual_dir: Folder) -> Dataset:
         split: _in_order(split, np.arange(len(labels)), images, labels)
         for split, images, labels in (("train", *arrays[:2]), ("test", *arrays[2:]))
     }
-    return Dataset.from_records("fashion_mnist", splits, FASHION_CLASSES, (28, 28, 1))
+    return Dataset.from_records("fashion_mnist", splits, FASHION_CLASSES, channels=1)
 
 
 def _in_order(split, indices, images, labels):

@@ -31,17 +31,13 @@ class DatasetInfo:
 
     Attributes:
       num_classes: Number of classes. Labels are 0, ..., `num_classes - 1`.
-      image_shape: Height, width and channels; height and width are None if they vary.
+      channels: Channels that images are decoded to: 1 (gray) or 3 (color).
       num_examples: Number of examples in each split.
     """
 
     num_classes: int
-    image_shape: tuple[int | None, int | None, int]
+    channels: int
     num_examples: Mapping[str, int]
-
-    def with_channels(self, channels: int) -> "DatasetInfo":
-        """Returns the info of the same images in gray (1 channel) or color (3)."""
-        return dataclasses.replace(self, image_shape=(*self.image_shape[:2], channels))
 
 
 @runtime_checkable
@@ -163,7 +159,7 @@ class ImageSource:
                 raise BadImageError(f"{name}: there is no such file") from error
         elif file_name := record.get("file_name"):
             name += f" ({file_name.decode() if isinstance(file_name, bytes) else file_name})"
-        return StoredImage(image, self.info.image_shape[-1], name)
+        return StoredImage(image, self.info.channels, name)
 
     def _label(self, index, record):
         label = operator.index(record["label"])
@@ -179,7 +175,7 @@ class Dataset:
 
     Attributes:
       name: Name in messages.
-      info: Number of classes, image shape and split sizes.
+      info: Number of classes, channels and split sizes.
       class_names: Name of each class.
       open_split: Returns the records of a split.
     """
@@ -195,7 +191,7 @@ class Dataset:
         name: str,
         splits: Mapping[str, Records],
         class_names: Iterable[Any],
-        image_shape: tuple[int | None, int | None, int] = (None, None, 3),
+        channels: int = 3,
     ) -> "Dataset":
         """Makes a data set from its records.
 
@@ -206,14 +202,12 @@ class Dataset:
           name: Name in messages.
           splits: The records of each split; a list or other `Records`.
           class_names: Name of each class, by label. Other types are converted to strings.
-          image_shape: Height, width (None if they vary) and channels, 1 or 3. Images are converted
-            to this number of channels.
+          channels: Number of channels that images are converted to, 1 or 3.
         """
-        needs = "(height, width, channels) with 1 or 3 channels"
-        require(f"{name}: image_shape", image_shape, needs, lambda x: x[2] in PIL_MODES)
+        require(f"{name}: channels", channels, "1 or 3", PIL_MODES.__contains__)
         sizes = {split: len(records) for split, records in splits.items()}
         names = [str(class_name) for class_name in class_names]
-        return cls(name, DatasetInfo(len(names), image_shape, sizes), names, splits.__getitem__)
+        return cls(name, DatasetInfo(len(names), channels, sizes), names, splits.__getitem__)
 
     def split(
         self, spec: str, field: str = "data.train_split", on_bad_image: str = "stop"
