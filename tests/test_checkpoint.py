@@ -133,13 +133,21 @@ def test_a_damaged_checkpoint_is_skipped_and_overwritten(directory, damage, name
     assert checkpoint.find_step(directory) == 12
 
 
-def test_nothing_is_deleted_next_to_a_checkpoint_of_another_program(directory):
+def test_nothing_of_another_program_is_deleted(directory, capsys):
     (directory / "12" / checkpoint.RUN).unlink()
-    (directory / "16" / "default").mkdir(parents=True)
-    with pytest.raises(InputError, match=r"checkpoints/16 is a checkpoint of another program"):
-        checkpoint.Checkpoints(directory, keep=2)
-    assert (directory / "16" / "default").exists()
-    assert (directory / "12").exists()
+    others = [directory / name for name in ("16/notes.txt", "20/state_dict", "24/state/a", "24/b")]
+    for path in others:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.touch()
+    with opened(directory) as checkpoints:
+        assert checkpoints.latest_step == 8
+        assert not (directory / "12").exists()
+        for step in (16, 17, 18, 19):
+            save(checkpoints, step)
+        with pytest.raises(ValueError, match="24/state already exists"):
+            save(checkpoints, 24)
+    assert all(path.exists() for path in others)
+    assert f"note: skipping checkpoint {directory / '24'}: run.json is" in capsys.readouterr().out
 
 
 def test_a_renamed_checkpoint_and_one_without_a_part_of_a_process_are_damaged(directory, capsys):

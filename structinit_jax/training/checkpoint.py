@@ -18,6 +18,7 @@ import contextlib
 import hashlib
 import json
 import logging
+import re
 import tempfile
 from collections.abc import Iterable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -38,6 +39,7 @@ from structinit_jax.training.workdir import is_url
 logging.getLogger("absl").addFilter(lambda record: "merge of OCDBT" not in record.getMessage())
 
 STATE, RUN = "state", "run.json"
+PART = re.compile(r"state(\.orbax-checkpoint-tmp.*)?|index_\d+\.json|run\.json")
 
 
 class DamagedError(Exception):
@@ -48,7 +50,7 @@ class Checkpoints:
     """The checkpoints of a run that is being trained.
 
     Damaged checkpoints are reported and not used; those that a kill left unfinished are deleted.
-    Raises `InputError` if there are checkpoints of another program.
+    Files of other programs are never deleted.
 
     Args:
       directory: Created if it does not exist.
@@ -73,17 +75,11 @@ class Checkpoints:
         self._writer = ThreadPoolExecutor(1, "checkpoint")
         self._writing: Future | None = None
         self._runs: dict[int, dict[str, Any]] = {}  # of all intact checkpoints; on process 0
-        foreign = None
         if jax.process_index() == 0:
             self.directory.mkdir(parents=True, exist_ok=True)
-            foreign = _remove_unfinished(self.directory)
+            for folder in step_folders(self.directory):
+                _remove_unfinished(folder)
             self._runs = dict(_intact_runs(step_folders(self.directory)))
-        # In all processes: one that raised alone would leave the others waiting.
-        if (step := _from_process_0(foreign)) is not None:
-            raise InputError(
-                f"{self.directory / str(step)} is a checkpoint of another program: use another "
-                "--workdir, or move it away"
-            )
         self.latest_step = _from_process_0(max(self._runs, default=None))
 
     def save(self, step: int, state: TrainState, run: dict[str, Any]) -> None:
@@ -112,7 +108,7 @@ class Checkpoints:
                 local = epath.Path(stage.enter_context(tempfile.TemporaryDirectory()))
             local.mkdir(parents=True, exist_ok=True)
             tree = ocp.args.PyTreeSave(state._asdict())
-            self._saver.save(local / STATE, args=tree, force=True)
+            self._saver.save(local / STATE, args=tree, force=_is_ours(local))
             self._writing = self._writer.submit(self._finish, folder, local, stage.pop_all(), run)
         self.latest_step = step
 
@@ -157,7 +153,7 @@ class Checkpoints:
             del self._runs[step]
             folder = self.directory / str(step)
             (folder / RUN).unlink()  # first, so that the rest is not used
-            folder.rmtree()
+            _remove_unfinished(folder)
 
     def _is_finished(self, step):
         others = range(1, self._runs[step]["num_indexes"])
@@ -320,18 +316,15 @@ def _read_intact(folder: epath.Path) -> dict[str, Any]:
     return run
 
 
-def _remove_unfinished(directory: epath.Path) -> int | None:
-    """Deletes checkpoints that a kill left half written or half deleted.
-
-    Returns the step of a checkpoint that is not of this program, and deletes nothing then.
-    """
-    unfinished = [folder for folder in step_folders(directory) if not (folder / RUN).exists()]
-    for folder in unfinished:
-        if not all(path.name.startswith((STATE, "index_")) for path in folder.iterdir()):
-            return int(folder.name)
-    for folder in unfinished:
+def _remove_unfinished(folder: epath.Path) -> None:
+    """Deletes a checkpoint without `run.json`: half written, or half deleted."""
+    if not (folder / RUN).exists() and _is_ours(folder):
         folder.rmtree()
-    return None
+
+
+def _is_ours(folder: epath.Path) -> bool:
+    """Whether a folder holds nothing but parts of a checkpoint of this program."""
+    return all(PART.fullmatch(path.name) for path in folder.iterdir())
 
 
 def _index(folder: epath.Path, process: int) -> epath.Path:
