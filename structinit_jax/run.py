@@ -4,6 +4,7 @@ import functools
 from collections.abc import Iterator, Sequence
 
 import jax
+import numpy as np
 from jax.sharding import Mesh
 from ml_collections import ConfigDict
 
@@ -14,9 +15,10 @@ from structinit_jax.data.datasets import open_dataset
 from structinit_jax.data.loader import Batch, bytes_on_device, make_loader
 from structinit_jax.data.source import Dataset, ImageSource, check_classes
 from structinit_jax.errors import InputError, find
+from structinit_jax.models.model import REMAT_POLICIES
 from structinit_jax.training import mesh as mesh_lib
 from structinit_jax.training.optimizer import LOSSES, make_optimizer, make_schedule
-from structinit_jax.training.setup import Setup, abstract_batch, jit_steps
+from structinit_jax.training.setup import Setup
 from structinit_jax.training.state import (
     abstract_model,
     check_attention_init,
@@ -121,15 +123,20 @@ def set_up(
     check_attention_init(scheme, model)
     make_state = functools.partial(init_state, optimizer=optimizer, with_ema=config.ema_decay > 0)
     state = mesh_lib.shard(mesh, jax.eval_shape(make_state, model.params, model.model_state))
-    shardings = jax.tree.map(lambda leaf: leaf.sharding, state)
-    make_state = jax.jit(make_state, out_shardings=shardings, donate_argnums=(0, 1))
+    state_shardings = jax.tree.map(lambda leaf: leaf.sharding, state)
+    make_state = jax.jit(make_state, out_shardings=state_shardings, donate_argnums=(0, 1))
 
     def initialize():
         fields = config.seed, config.start_from, config.attention_init.name
         *weights, metrics = initialize_model(model, scheme, *fields)
         return make_state(*weights), metrics
 
-    batch = abstract_batch(config.batch_size, data.image_size, data.channels, mesh)
+    split = mesh_lib.batch_sharding(mesh)
+    shape = (config.batch_size, data.image_size, data.image_size, data.channels)
+    batch = {
+        "image": jax.ShapeDtypeStruct(shape, np.uint8, sharding=split),
+        "label": jax.ShapeDtypeStruct(shape[:1], np.int32, sharding=split),
+    }
     make_step = functools.partial(
         make_train_step,
         optimizer=optimizer,
@@ -142,7 +149,25 @@ def set_up(
         ema_decay=config.ema_decay,
         mixes=config.augment.mixup > 0 or config.augment.cutmix > 0,
     )
-    steps = jit_steps(build, config.model.get("remat"), make_step, state, batch)
+
+    def jit_step(**changes):
+        """Jits the step of a model with changed fields, which is built when the step is traced."""
+
+        def train_step(state, batch):
+            return make_step(build(**changes).graphdef)(state, batch)
+
+        return jax.jit(
+            train_step,
+            in_shardings=(state_shardings, split),
+            out_shardings=(state_shardings, mesh_lib.replicated(mesh)),
+            donate_argnums=0,
+        )
+
+    if (remat := config.model.get("remat")) is None:  # a model of your own without this field
+        steps = {"none": jit_step()}
+    else:
+        policies = REMAT_POLICIES if remat == "auto" else [remat]
+        steps = {policy: jit_step(remat=policy) for policy in policies}
     data_bytes = bytes_on_device(num_eval_examples, data.image_size, data.channels)
     if config.augment.crop != "resized":  # those are cropped while decoding
         data_bytes += bytes_on_device(num_examples, data.image_size, data.channels)

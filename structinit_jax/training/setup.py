@@ -1,10 +1,10 @@
 """The parts of a run before any array is allocated, and the compilation of its training step.
 
 `config.model.remat` is the policy of what the step recomputes in the backward pass, see
-`models.model.run_stack`. 'auto' compiles the step with each policy in turn, fastest first, takes
-the first that leaves free a tenth of what the data leave of the device's memory, and prints its
-choice. CPUs report no limit and take 'none'. All policies give the same gradients up to rounding; a
-run that resumes on another kind of device may take another one.
+`models.model.run_stack`. 'auto' compiles the step with each policy in turn, fastest first, and
+takes the first that leaves free a tenth of what the data leave of the device's memory. CPUs report
+no limit and take 'none'. All policies give the same gradients up to rounding; a run that resumes on
+another kind of device may take another one.
 """
 
 from collections.abc import Callable, Mapping
@@ -12,13 +12,9 @@ from typing import NamedTuple
 
 import jax
 import numpy as np
-from flax import nnx
 from jax.experimental import multihost_utils
-from jax.sharding import Mesh
 
 from structinit_jax.errors import InputError
-from structinit_jax.models.model import REMAT_POLICIES
-from structinit_jax.training import mesh as mesh_lib
 from structinit_jax.training.optimizer import Schedule
 from structinit_jax.training.state import AbstractModel, TrainState
 
@@ -32,7 +28,7 @@ class Setup(NamedTuple):
 
     Attributes:
       schedule: Number of steps, evaluations and the learning rate.
-      model: The model on the mesh of all devices.
+      model: The model on the devices of the run, or those of a dry run's target.
       initialize: Returns the state before the first step, and metrics of the initialization; see
         `state.initialize_model`.
       train_steps: `(state, batch) -> (state, metrics)`, jitted, by the values of
@@ -54,58 +50,6 @@ class Setup(NamedTuple):
     def train_step(self) -> jax.stages.Wrapped:
         """The fastest of `train_steps`."""
         return next(iter(self.train_steps.values()))
-
-
-def abstract_batch(
-    batch_size: int, image_size: int, channels: int, mesh: Mesh
-) -> dict[str, jax.ShapeDtypeStruct]:
-    """Returns the shapes, types and shardings of a global batch."""
-    sharding = mesh_lib.batch_sharding(mesh)
-    shape = (batch_size, image_size, image_size, channels)
-    return {
-        "image": jax.ShapeDtypeStruct(shape, np.uint8, sharding=sharding),
-        "label": jax.ShapeDtypeStruct((batch_size,), np.int32, sharding=sharding),
-    }
-
-
-def jit_steps(
-    build: Callable[..., AbstractModel],
-    remat: str | None,
-    make_step: Callable[[nnx.GraphDef], Callable],
-    state: TrainState,
-    batch: dict[str, jax.ShapeDtypeStruct],
-) -> dict[str, jax.stages.Wrapped]:
-    """Jits the training step with each policy to try, fastest first.
-
-    Args:
-      build: Builds the model, with changed fields of `config.model`. Called when a step is traced.
-      remat: `config.model.remat`; None for a model of your own that has no such field.
-      make_step: Makes the training step of a model's definition.
-      state: Shapes, types and shardings of the training state.
-      batch: Shapes, types and shardings of a global batch.
-    """
-    state_shardings, batch_shardings = (
-        jax.tree.map(lambda leaf: leaf.sharding, tree) for tree in (state, batch)
-    )
-
-    def jit_step(**changes):
-        def train_step(state, batch):
-            return make_step(build(**changes).graphdef)(state, batch)
-
-        return jax.jit(
-            train_step,
-            in_shardings=(state_shardings, batch_shardings),
-            out_shardings=(state_shardings, mesh_lib.replicated(batch["label"].sharding.mesh)),
-            donate_argnums=0,
-        )
-
-    if remat is None:
-        return {"none": jit_step()}
-    policies = REMAT_POLICIES if remat == "auto" else [remat]
-    return {policy: jit_step(remat=policy) for policy in policies}
-
-
-# -- compilation -----------------------------------------------------------------------------------
 
 
 def memory_limit() -> int | None:
