@@ -15,7 +15,6 @@ import jax
 import numpy as np
 from jax.experimental import multihost_utils
 
-import structinit_jax
 from structinit_jax.errors import InputError
 
 
@@ -79,21 +78,19 @@ def join(
 def check_equal(values: Mapping[str, Any]) -> None:
     """Raises the same `InputError` in all processes unless all have the same values.
 
-    Otherwise they would wait for each other forever, or train different models. The code of this
-    package is compared too.
+    Otherwise they would wait for each other forever, or train different models.
 
     Args:
       values: JSON objects by name. Every process must call this.
     """
-    values = {**values, "code": _digest_of_code()}
     texts = [json.dumps(value, sort_keys=True).encode() for value in values.values()]
     digests = np.stack([np.frombuffer(hashlib.sha256(text).digest(), np.uint8) for text in texts])
     gathered = multihost_utils.process_allgather(digests).reshape(-1, *digests.shape)
     for process, name in np.argwhere((gathered != gathered[0]).any(-1)):
         raise InputError(
             f"process {process} has another {list(values)[name]} than process 0: start all "
-            "processes with the same code, flags and data, and with one --workdir on a shared disk "
-            "or in object storage"
+            "processes with the same flags and data, and with one --workdir on a shared disk or in "
+            "object storage"
         )
 
 
@@ -134,13 +131,6 @@ class StopRequest:
         if jax.process_count() > 1:
             return multihost_utils.reached_preemption_sync_point(step)
         return self._received
-
-
-def _digest_of_code() -> str:
-    root, digest = Path(structinit_jax.__file__).parent, hashlib.sha256()
-    for path in sorted(root.rglob("*.py")):
-        digest.update(path.relative_to(root).as_posix().encode() + path.read_bytes())
-    return digest.hexdigest()
 
 
 def _in_cluster(environment) -> bool:
