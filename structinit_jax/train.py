@@ -28,7 +28,6 @@ from structinit_jax.training.metrics import (
     Progress,
     StepTrace,
     average,
-    describe_memory,
 )
 from structinit_jax.training.setup import compile_step, memory_limit
 
@@ -145,8 +144,7 @@ def train(
             trace.after(step, state)
             if step == start_step + 1:
                 jax.block_until_ready(metrics)
-                seconds = time.perf_counter() - began
-                print(f"first step after {seconds:.1f} s{describe_memory()}", flush=True)
+                print(f"first step after {time.perf_counter() - began:.1f} s", flush=True)
 
             is_last, evaluates = step == schedule.num_steps, step in schedule.eval_steps
             stops = stop_request.reached(step) and not is_last
@@ -182,8 +180,7 @@ def train(
         checkpoints.wait()  # for the last one
         print(
             f"done: {test_name} accuracy {results[f'{test_name}/accuracy']:.4f} after "
-            f"{schedule.num_steps} steps, {time.perf_counter() - began:.0f} s"
-            f"{describe_memory()}; results in {workdir}"
+            f"{schedule.num_steps} steps, {time.perf_counter() - began:.0f} s; results in {workdir}"
         )
         return results
 

@@ -246,14 +246,3 @@ def parse_steps(text: str | None) -> tuple[int, int] | None:
             f"--profile_steps={text} must be the first and the last step to trace, such as 10:13"
         )
     return first, last
-
-
-def describe_memory() -> str:
-    """Formats the memory use of this process's first device, for the end of a message.
-
-    Empty on backends that do not report memory, such as CPUs.
-    """
-    stats = jax.local_devices()[0].memory_stats() or {}
-    if "peak_bytes_in_use" not in stats:
-        return ""
-    return f", peak device memory {stats['peak_bytes_in_use'] / 2**30:.2f} GiB"
