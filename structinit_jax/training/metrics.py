@@ -127,15 +127,9 @@ class MetricsLog:
 
 
 def read_lines(path: epath.PathLike, last_step: int) -> list[str]:
-    """Returns the lines of a `metrics.jsonl` up to a step, without those that a kill cut off."""
-    kept = []
-    for line in epath.Path(path).read_bytes().decode(errors="replace").splitlines(keepends=True):
-        try:
-            if line.endswith("\n") and json.loads(line)["step"] <= last_step:
-                kept.append(line)
-        except (ValueError, TypeError, KeyError):
-            continue
-    return kept
+    """Returns the lines of a `metrics.jsonl` up to a step, without one that a kill cut off."""
+    lines = epath.Path(path).read_text().splitlines(keepends=True)
+    return [line for line in lines if line.endswith("\n") and json.loads(line)["step"] <= last_step]
 
 
 class Progress:
