@@ -162,7 +162,6 @@ def adamw(
             weight_decay=weight_decay,
             mask=decay_mask,
         ),
-        optax.identity(),  # the place of layer decay, so that earlier checkpoints can be resumed
     )
 
 
