@@ -4,7 +4,7 @@ from pathlib import Path
 import pytest
 
 from structinit_jax.errors import InputError
-from structinit_jax.training.workdir import local_path, lock_workdir, open_path, prepare_workdir
+from structinit_jax.training.workdir import lock_workdir, open_path, prepare_workdir
 
 
 def test_a_second_run_is_refused_until_the_first_has_ended(tmp_path):
@@ -15,7 +15,7 @@ def test_a_second_run_is_refused_until_the_first_has_ended(tmp_path):
 
 
 def test_unusable_directories_are_refused(tmp_path):
-    assert local_path("~/run") == Path("~/run").expanduser()
+    assert open_path("~/run") == Path("~/run").expanduser()
     (tmp_path / "file").write_text("")
     with pytest.raises(InputError, match=r"--workdir=.*file cannot be written to"):
         prepare_workdir(tmp_path / "file")

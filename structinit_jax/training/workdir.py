@@ -4,7 +4,6 @@ import contextlib
 import fcntl
 import os
 import socket
-import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -22,13 +21,6 @@ def is_url(workdir: epath.PathLike) -> bool:
     return "://" in str(workdir)
 
 
-def local_path(workdir: epath.PathLike) -> Path:
-    """Returns --workdir as an absolute path; raises `InputError` if it is a URL."""
-    if is_url(workdir):
-        raise InputError(f"--workdir={workdir} is a URL, but this command needs a directory")
-    return Path(workdir).expanduser().absolute()
-
-
 def open_path(workdir: epath.PathLike) -> epath.Path:
     """Returns --workdir as an absolute path, or as one in object storage.
 
@@ -36,7 +28,7 @@ def open_path(workdir: epath.PathLike) -> epath.Path:
       InputError: The storage is not supported, or cannot be reached.
     """
     if not is_url(workdir):
-        return epath.Path(local_path(workdir))
+        return epath.Path(Path(workdir).expanduser().absolute())
     if set(str(workdir)) & set("[]*?"):
         raise InputError(f"--workdir={workdir} must not contain [, ], * or ?, which are patterns")
     try:
@@ -71,12 +63,14 @@ def prepare_workdir(workdir: epath.PathLike) -> Path:
     """Creates the output directory and returns its absolute path.
 
     Raises:
-      InputError: The directory cannot be created or written to.
+      InputError: The directory cannot be created or written to, or it is a URL.
     """
-    path = local_path(workdir)
+    if is_url(workdir):
+        raise InputError(f"--workdir={workdir} is a URL, but this command needs a directory")
+    path = Path(workdir).expanduser().absolute()
     try:
         path.mkdir(parents=True, exist_ok=True)
-        tempfile.TemporaryFile(dir=path).close()
+        (path / LOCK).touch()
     except OSError as error:
         raise InputError(f"--workdir={workdir} cannot be written to: {error}") from error
     return path
