@@ -69,7 +69,6 @@ class RunFields:
     accumulate_steps: PositiveInt = 1  # parts into which each batch is split, to save memory
 
     # -- logging, evaluation, checkpoints ----------------------------------------------------------
-    on_nonfinite: Literal["stop", "skip"] = "stop"  # at a non-finite loss or gradient
     log_every_steps: PositiveInt = 20
     eval_every_epochs: PositiveFloat = 5.0
     checkpoint_every_steps: PositiveInt = 500

@@ -58,7 +58,7 @@ def train(
 
     Raises:
       InputError: The config, the data or the workdir cannot be used.
-      StoppedError: A signal stopped the run, or a step was not finite. Checkpoints are complete.
+      StoppedError: A signal stopped the run, or its state is not finite. Checkpoints are complete.
     """
     with contextlib.ExitStack() as on_exit:
         began = time.perf_counter()
@@ -152,7 +152,7 @@ def train(
             # Every checkpoint logs: a run resumed from it does not repeat the steps before it.
             if saves or step % config.log_every_steps == 0:
                 steps = pending.fetch()
-                _check_finite(steps, config.on_nonfinite, workdir, checkpoints.latest_step)
+                _check_finite(steps, workdir, checkpoints.latest_step)
                 values = average(steps) | progress.measure(step)
                 log.write(step, values)
                 progress.show(step, values)
@@ -211,21 +211,17 @@ def _restore(run, checkpoints, record, workdir):
     return state
 
 
-def _check_finite(metrics, on_nonfinite, workdir, checkpoint_step):
-    """Prints which steps were not finite and have been skipped, or raises `StoppedError`."""
-    for step, values in metrics.items():
-        if not values["nonfinite"]:
-            continue
-        problem = f"step {step}: loss {values['loss']}, gradient norm {values['gradient_norm']}"
-        if on_nonfinite == "skip":
-            print(f"{problem}: skipped", flush=True)
+def _check_finite(steps, workdir, checkpoint_step):
+    """Raises `StoppedError` for the first step after which the state is not finite."""
+    for step, values in steps.items():
+        if values["finite"]:
             continue
         raise StoppedError(
-            f"{problem}. Training stops; the checkpoints are not affected.\n"
+            f"after step {step} the state is not finite (loss {values['loss']}, gradient norm "
+            f"{values['gradient_norm']}). Training stops; the checkpoints are not affected.\n"
             "To draw the batch of this step: python -m structinit_jax.show "
             f"--workdir={shlex.quote(str(workdir))} --step={step} --out=step_{step}.png\n"
             f"The same command resumes from step {checkpoint_step or 0} and repeats the step. "
-            "Lower config.learning_rate, set config.clip_norm, or skip such steps with "
-            "--config.on_nonfinite=skip",
+            "Lower config.learning_rate or set config.clip_norm",
             exit_code=1,
         )

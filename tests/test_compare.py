@@ -28,7 +28,7 @@ def fake_train(config, workdir, trained, stop_request=None, on_evaluation=None):
     print("some output of the training")
     first, last = (value + 0.02 * seed for value in ACCURACIES[scheme])
     lines = [
-        {"step": 6, "train/nonfinite_steps": 0, "images_per_second": 96.0},
+        {"step": 6, "images_per_second": 96.0},
         {"step": 6, "test[:90]/accuracy": first},
         {"step": 12, "test[:90]/accuracy": last, "images_per_second": 192.0},
     ]

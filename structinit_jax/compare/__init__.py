@@ -36,7 +36,6 @@ class SeedRun:
       test_name: Name of the test set in its metrics.
       curve: The test accuracy by step, from 0 to 1, up to the last step of the comparison:
         `structinit_jax.main` may have trained the run longer.
-      nonfinite_steps: Number of steps whose loss or gradient was not finite.
       seconds: Time spent in training steps, without evaluations, checkpoints and compilation;
         None if no speed has been logged.
       status: 'done', 'failed' or 'unfinished'.
@@ -54,7 +53,6 @@ class SeedRun:
             for line in lines
             if f"{self.test_name}/accuracy" in line
         }
-        self.nonfinite_steps = int(sum(line.get("train/nonfinite_steps", 0) for line in lines))
         name = "images_per_second"
         speeds = {line["step"]: line[name] for line in lines if line.get(name)}
         images = np.diff([0, *speeds]) * facts["config"]["batch_size"]

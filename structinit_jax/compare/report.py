@@ -192,7 +192,6 @@ def csv_text(comparison: Comparison) -> str:
                     "epoch": run.epoch(last),
                     "test_accuracy": run.curve.get(last),
                     "best_test_accuracy": max(run.curve.values(), default=None),
-                    "nonfinite_steps": run.nonfinite_steps,
                     "training_seconds": run.seconds,
                     "baseline": comparison.info["baselines"][setting],
                     "published": run.facts["published"],

@@ -47,20 +47,15 @@ class PendingMetrics:
 
 
 def average(steps: Mapping[int, dict[str, Any]]) -> dict[str, float]:
-    """Averages the metrics of steps, as `PendingMetrics.fetch` returns them, over the finite steps.
+    """Averages the metrics of steps, as `PendingMetrics.fetch` returns them.
 
     Returns:
-      Means under 'train/…', but 'train/learning_rate' of the last step, and the number of
-      'train/nonfinite_steps'.
+      Means under 'train/…', but 'train/learning_rate' of the last step.
     """
     every = list(steps.values())
-    finite = [m for m in every if not m["nonfinite"]] or every
-    means = {f"train/{name}": float(np.mean([m[name] for m in finite])) for name in every[0]}
-    del means["train/nonfinite"]
-    return means | {
-        "train/learning_rate": float(every[-1]["learning_rate"]),
-        "train/nonfinite_steps": sum(int(m["nonfinite"]) for m in every),
-    }
+    means = {f"train/{name}": float(np.mean([m[name] for m in every])) for name in every[0]}
+    del means["train/finite"]
+    return means | {"train/learning_rate": float(every[-1]["learning_rate"])}
 
 
 class MetricsLog:

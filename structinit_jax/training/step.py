@@ -42,9 +42,8 @@ def make_train_step(
 ) -> Callable[[TrainState, Batch], tuple[TrainState, Metrics]]:
     """Builds the training step, `(state, batch) -> (state, metrics)`.
 
-    A step whose loss or gradient is not finite updates only the step number and the optimizer's
-    counters. The metrics are 'loss', 'accuracy' (not of mixed images, which have two classes),
-    'learning_rate', 'gradient_norm' and 'nonfinite' (1.0 or 0.0).
+    The metrics are 'loss', 'accuracy' (not of mixed images, which have two classes),
+    'learning_rate', 'gradient_norm' and 'finite', whether all of the new state is finite.
 
     Args:
       graphdef: Static definition of the model.
@@ -73,17 +72,14 @@ def make_train_step(
         ema = state.ema
         if ema_decay:
             ema = _average({"params": params, "model_state": model_state}, ema, ema_decay)
-        gradient_norm = optax.tree.norm(grads)
-        finite = jnp.isfinite(loss) & jnp.isfinite(gradient_norm)
         metrics = {
             "loss": loss,
             **({} if mixes else {"accuracy": accuracy}),
             "learning_rate": jnp.asarray(learning_rate(state.step)),
-            "gradient_norm": gradient_norm,
-            "nonfinite": 1.0 - finite.astype(jnp.float32),
+            "gradient_norm": optax.tree.norm(grads),
+            "finite": _is_finite((params, model_state, opt_state)),
         }
-        new = TrainState(state.step + 1, params, model_state, opt_state, ema)
-        return _apply_if(finite, new, state), metrics
+        return TrainState(state.step + 1, params, model_state, opt_state, ema), metrics
 
     return train_step
 
@@ -137,15 +133,10 @@ def _average(new, ema, decay):
     return jax.tree.map(average, new, ema)
 
 
-def _apply_if(finite, new: TrainState, old: TrainState) -> TrainState:
-    kept = jax.tree.map(lambda new, old: jnp.where(finite, new, old), new, old)
-    # The optimizer's counters advance like the step, which keeps the schedule in line with it.
-    opt_state = jax.tree.map(
-        lambda new, old: new if jnp.issubdtype(new.dtype, jnp.integer) else old,
-        new.opt_state,
-        kept.opt_state,
-    )
-    return kept._replace(step=new.step, opt_state=opt_state)
+def _is_finite(tree):
+    """Whether all floating-point arrays are finite; others are counters and random keys."""
+    arrays = [x for x in jax.tree.leaves(tree) if jnp.issubdtype(x.dtype, jnp.inexact)]
+    return jnp.stack([jnp.isfinite(x).all() for x in arrays]).all()
 
 
 def _gather_by_layer(function, mesh):
