@@ -1,7 +1,7 @@
 """Measures how start values generalize: kernel regression with a model's tangent kernel.
 
     python benchmarks/tangent_kernel.py --out=tangent_kernel.json \
-        --schemes=default,mimetic,impulse --set data.manual_dir=DIR
+        --schemes=default,mimetic,impulse --set data.data_dir=DIR
 
 The tangent kernel of two images is the inner product of the gradients of an output with respect to
 the parameters (Jacot et al. 2018). Regression with it is what training would find if the features

@@ -84,8 +84,9 @@ class DataFields:
     """Fields of `config.data`."""
 
     name: Name = ""  # TFDS name, 'folder', or your own data set, as 'module:function'
-    data_dir: str = ""  # empty: TFDS's default directory
-    manual_dir: str = ""  # directory of files that you downloaded by hand
+    # Of TFDS's data sets, of the images ('folder'), or of the four files of 'fashion_mnist'. Empty:
+    # $TFDS_DATA_DIR or ~/tensorflow_datasets, and in it fashion_mnist/.
+    data_dir: str = ""
     on_bad_image: Literal["stop", "skip"] = "stop"  # at an image that cannot be decoded
     train_split: str = "train"  # TFDS syntax: 'train[:90%]', 'train+validation'
     eval_split: str = "test"  # a split of your own, such as 'train[90%:]', may choose the best step

@@ -23,7 +23,7 @@ from structinit_jax.errors import InputError, is_reference
 
 _NAME = flags.DEFINE_string("name", None, "TFDS name, 'folder' or 'module:function'.")
 _DATA_DIR = flags.DEFINE_string(
-    "data_dir", None, "Folder of TFDS's data sets, or of the images ('folder')."
+    "data_dir", None, "Folder of TFDS's data sets, of the images ('folder'), or of fashion_mnist."
 )
 _MANUAL_DIR = flags.DEFINE_string(
     "manual_dir", None, "Folder of archives that you downloaded by hand."
@@ -125,9 +125,8 @@ def main(overrides: command_line.Overrides) -> None:
     if overrides:
         raise InputError(f"prepare has no --config.{overrides[0][0]}; --help lists its flags")
     sys.stdout.reconfigure(errors="backslashreplace")  # the name of a file need not be text
-    arguments = _NAME.value, _DATA_DIR.value, _MANUAL_DIR.value
-    prepare(*arguments)
-    report(open_dataset(*arguments), _CHECK.value)
+    prepare(_NAME.value, _DATA_DIR.value, _MANUAL_DIR.value)
+    report(open_dataset(_NAME.value, _DATA_DIR.value), _CHECK.value)
 
 
 if __name__ == "__main__":

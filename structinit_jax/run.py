@@ -189,8 +189,7 @@ def augmentation(config: ConfigDict, mesh: Mesh) -> Augment:
 def open_data(config: ConfigDict) -> Dataset:
     """Opens the data set of a config; raises `InputError` if it does not fit the model."""
     data = config.data
-    folders = data.data_dir or None, data.manual_dir or None
-    dataset = open_dataset(data.name, *folders, data.channels)
+    dataset = open_dataset(data.name, data.data_dir or None, data.channels)
     check_classes(dataset.info, config.model.num_classes)
     return dataset
 

@@ -27,30 +27,27 @@ CATALOG: dict[str, DatasetInfo] = {
 }
 
 
-def open_dataset(
-    name: str, data_dir: Folder = None, manual_dir: Folder = None, channels: int | None = None
-) -> Dataset:
+def open_dataset(name: str, data_dir: Folder = None, channels: int | None = None) -> Dataset:
     """Opens a data set.
 
     Args:
       name: 'digits', 'fashion_mnist', 'folder', a TFDS name or `module:function` (a data set of
         your own).
-      data_dir: The image folder, TFDS's folder for its data sets (None: `$TFDS_DATA_DIR` or
-        `~/tensorflow_datasets`), or the argument of the function.
-      manual_dir: Folder with the original files of fashion_mnist; None downloads them.
-        `~` is expanded in both folders.
+      data_dir: TFDS's folder for its data sets (None: `$TFDS_DATA_DIR` or
+        `~/tensorflow_datasets`), the image folder, the folder of fashion_mnist's files, or the
+        argument of the function. `~` is expanded.
       channels: 1 converts the images to gray and 3 to color; None leaves them as they are.
 
     Raises:
       InputError: The name is unknown, or the data set cannot be read.
     """
-    data_dir, manual_dir = expand_user(data_dir), expand_user(manual_dir)
+    data_dir = expand_user(data_dir)
     if name == "folder":
         dataset = open_folder(data_dir)
     elif name == "digits":
         dataset = open_digits()
     elif name == "fashion_mnist":
-        dataset = open_fashion_mnist(data_dir, manual_dir)
+        dataset = open_fashion_mnist(data_dir)
     elif is_reference(name):
         dataset = load_reference(name, "data.name")(data_dir)
         if not isinstance(dataset, Dataset):

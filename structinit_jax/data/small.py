@@ -26,7 +26,7 @@ CHECKSUMS = {
 }
 MANUAL_DOWNLOAD = (
     f"Put the four files {', '.join(f'{name}.gz' for name in CHECKSUMS)} into a folder and pass"
-    " --config.data.manual_dir=DIR. On Debian and Ubuntu `apt-get install dataset-fashion-mnist`"
+    " --config.data.data_dir=DIR. On Debian and Ubuntu `apt-get install dataset-fashion-mnist`"
     " installs them in /usr/share/datasets/fashion-mnist."
 )
 FASHION_CLASSES = (
@@ -55,24 +55,23 @@ def open_digits() -> Dataset:
     return Dataset.from_records("digits", splits, range(10), channels=1)
 
 
-def open_fashion_mnist(data_dir: Folder, manual_dir: Folder) -> Dataset:
+def open_fashion_mnist(data_dir: Folder) -> Dataset:
     """Opens Fashion-MNIST (Xiao et al. 2017): 70,000 28x28 gray images of clothes.
 
     Args:
-      data_dir: Folder of data sets. The four original files are downloaded to its subfolder
-        `fashion_mnist`, once. The default is that of TFDS.
-      manual_dir: Folder that holds these files; nothing is downloaded.
+      data_dir: Folder of the four original files; missing ones are downloaded to it. None is the
+        folder `fashion_mnist` in that of TFDS.
 
     Raises:
       InputError: A file cannot be read or downloaded, or is not the original.
     """
-    root = data_dir or os.environ.get("TFDS_DATA_DIR") or "~/tensorflow_datasets"
-    folder = Path(manual_dir or Path(root).expanduser() / "fashion_mnist")
+    root = os.environ.get("TFDS_DATA_DIR") or "~/tensorflow_datasets"
+    folder = Path(data_dir or Path(root, "fashion_mnist").expanduser())
     arrays = []
     for name, sha256 in CHECKSUMS.items():
         path = folder / f"{name}.gz"
         try:
-            if manual_dir or path.exists():
+            if path.exists():
                 arrays.append(_parse_idx(path.read_bytes(), sha256))
             else:
                 arrays.append(_download(f"{URL}/{path.name}", path, sha256))
