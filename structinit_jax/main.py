@@ -18,7 +18,6 @@ from structinit_jax import command_line, dry_run, evaluate, train
 from structinit_jax.command_line import STEP, WORKDIR
 from structinit_jax.errors import InputError
 from structinit_jax.training import distributed
-from structinit_jax.training.metrics import parse_steps
 
 MODE = flags.DEFINE_enum(
     "mode", "train", ["train", "eval"], "Train, or evaluate a checkpoint in --workdir."
@@ -29,8 +28,8 @@ DRY_RUN = flags.DEFINE_bool(
 TARGET = flags.DEFINE_string(
     "target", None, "With --dry_run: devices to compile for, such as tpu-v5e:4x8 or h100:2x8."
 )
-PROFILE_STEPS = flags.DEFINE_string(
-    "profile_steps", None, "First and last step to trace into WORKDIR/profile, such as 10:13."
+PROFILE_STEP = flags.DEFINE_integer(
+    "profile_step", None, "First of four steps to trace into WORKDIR/profile.", lower_bound=1
 )
 COORDINATOR_ADDRESS = flags.DEFINE_string(
     "coordinator_address", None, "Host and port of process 0, when several processes train."
@@ -51,8 +50,8 @@ def main(overrides: command_line.Overrides) -> None:
     """Runs the mode that the flags select."""
     if TARGET.value and not DRY_RUN.value:
         raise InputError(f"--target={TARGET.value} needs --dry_run, which compiles for it")
-    if MODE.value == "eval" and (DRY_RUN.value or PROFILE_STEPS.value):
-        raise InputError("--dry_run and --profile_steps are about training: omit --mode=eval")
+    if MODE.value == "eval" and (DRY_RUN.value or PROFILE_STEP.value):
+        raise InputError("--dry_run and --profile_step are about training: omit --mode=eval")
     if STEP.value and MODE.value != "eval":
         raise InputError(f"--step={STEP.value} is the checkpoint to evaluate: add --mode=eval")
     config = command_line.read_config(overrides)
@@ -65,7 +64,7 @@ def main(overrides: command_line.Overrides) -> None:
     elif MODE.value == "eval":
         evaluate.evaluate_checkpoint(config, WORKDIR.value, STEP.value or "newest")
     else:
-        train.train(config, WORKDIR.value, parse_steps(PROFILE_STEPS.value))
+        train.train(config, WORKDIR.value, PROFILE_STEP.value)
 
 
 if __name__ == "__main__":

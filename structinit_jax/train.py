@@ -38,7 +38,7 @@ PREEMPTED_EXIT_CODE = 75
 def train(
     config: ConfigDict,
     workdir: str | Path,
-    profile_steps: tuple[int, int] | None = None,
+    profile_step: int | None = None,
     stop_request: distributed.StopRequest | None = None,
     on_evaluation: Callable[[int, dict[str, float]], None] | None = None,
 ) -> dict[str, float]:
@@ -48,7 +48,7 @@ def train(
       config: See `structinit_jax.config.base_config`.
       workdir: Gets `config.json`, `metrics.jsonl`, `tensorboard/` and `checkpoints/`. A path, or a
         URL of object storage, such as gs://BUCKET/RUN.
-      profile_steps: First and last step to trace to `profile/`.
+      profile_step: First of four steps to trace to `profile/`.
       stop_request: Set on SIGTERM or SIGINT, even during the last step. A caller that trains
         several runs checks it before it starts the next one.
       on_evaluation: Called with the step and the results of each evaluation.
@@ -128,7 +128,7 @@ def train(
         progress = Progress(
             start_step, schedule.num_steps, schedule.steps_per_epoch, config.batch_size
         )
-        trace = StepTrace(workdir / "profile", profile_steps)
+        trace = StepTrace(workdir / "profile", profile_step)
         on_exit.callback(trace.close)
         trace.after(start_step, state)
         stop_request = on_exit.enter_context(stop_request or distributed.StopRequest())

@@ -4,7 +4,6 @@ import jax.numpy as jnp
 import pytest
 from tensorboardX import proto
 
-from structinit_jax.errors import InputError
 from structinit_jax.training import metrics as metrics_lib
 from structinit_jax.training.metrics import MetricsLog, PendingMetrics, Progress, average
 
@@ -98,10 +97,3 @@ def test_speed_and_time_left_are_those_of_training_alone(monkeypatch, capsys):
     )
     now[0] += 1
     assert progress.measure(101)["checkpoint_wait"] == 0.0
-
-
-@pytest.mark.parametrize("text", ["10", "13:10", "0:3"])
-def test_steps_to_trace_are_parsed(text):
-    assert metrics_lib.parse_steps("10:13") == (10, 13)
-    with pytest.raises(InputError, match=rf"--profile_steps={text} must be"):
-        metrics_lib.parse_steps(text)

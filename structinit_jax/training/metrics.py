@@ -4,7 +4,6 @@ import contextlib
 import datetime
 import json
 import math
-import re
 import socket
 import tempfile
 import time
@@ -18,7 +17,6 @@ from tensorboardX.proto.event_pb2 import Event, SessionLog
 from tensorboardX.proto.summary_pb2 import Summary
 from tensorboardX.record_writer import RecordWriter
 
-from structinit_jax.errors import InputError
 from structinit_jax.training.workdir import is_url, write_atomically
 
 # Steps dispatched ahead of the devices: enough to keep them busy, with few batches in memory.
@@ -185,19 +183,18 @@ def format_duration(seconds: float) -> str:
 
 
 class StepTrace:
-    """Records a JAX profiler trace of some steps, on the first process.
+    """Records a JAX profiler trace of four steps, on the first process.
 
     clu.periodic_actions.Profile would import TensorFlow, and writes no Perfetto file.
 
     Args:
       directory: Receives `plugins/profile/<time>/` with files for XProf and Perfetto.
-      steps: First and last step to trace, or None for no trace.
+      first_step: First step to trace, or None for no trace.
     """
 
-    def __init__(self, directory: epath.PathLike, steps: tuple[int, int] | None):
+    def __init__(self, directory: epath.PathLike, first_step: int | None):
         self._directory = str(directory)
-        traces = steps is not None and jax.process_index() == 0
-        self._first, self._last = steps if traces else (None, None)
+        self._first = first_step if jax.process_index() == 0 else None
         self._running = False
 
     def after(self, step: int, state: Any) -> None:
@@ -209,7 +206,7 @@ class StepTrace:
                 self._directory, create_perfetto_trace=True, profiler_options=options
             )
             self._running = True
-        elif step == self._last:
+        elif self._running and step == self._first + 3:
             jax.block_until_ready(state)
             self.close()
 
@@ -219,19 +216,6 @@ class StepTrace:
             self._running = False
             jax.profiler.stop_trace()
             print(
-                f"traced steps {self._first} to {self._last} to {self._directory}: open "
+                f"wrote a trace from step {self._first} on to {self._directory}: open "
                 "perfetto_trace.json.gz at https://ui.perfetto.dev, or the directory with XProf"
             )
-
-
-def parse_steps(text: str | None) -> tuple[int, int] | None:
-    """Parses the flag --profile_steps, for example '10:13', or None."""
-    if text is None:
-        return None
-    match = re.fullmatch(r"(\d+):(\d+)", text)
-    first, last = map(int, match.groups()) if match else (0, 0)
-    if not 1 <= first <= last:
-        raise InputError(
-            f"--profile_steps={text} must be the first and the last step to trace, such as 10:13"
-        )
-    return first, last
