@@ -9,6 +9,7 @@ others are downloaded and prepared by TFDS's own builder; only this needs Tensor
 """
 
 import importlib.util
+import re
 import sys
 
 import numpy as np
@@ -50,7 +51,7 @@ def prepare(name: str, data_dir: Folder = None, manual_dir: Folder = None) -> No
         return
     if importlib.util.find_spec("tensorflow") is None:
         raise InputError(
-            f"config.data.name={name!r}: TFDS needs TensorFlow to prepare this data set. Install"
+            f"--name={name!r}: TFDS needs TensorFlow to prepare this data set. Install"
             " it, here or on another machine:\n  pip install '.[prepare]'\n"
             "Training does not need it."
         )
@@ -60,7 +61,7 @@ def prepare(name: str, data_dir: Folder = None, manual_dir: Folder = None) -> No
     except Exception as error:  # TensorFlow's errors have no common type
         by_hand = getattr(builder, "MANUAL_DOWNLOAD_INSTRUCTIONS", None)
         raise InputError(
-            f"config.data.name={name!r} cannot be prepared: {type(error).__name__}: {error}."
+            f"--name={name!r} cannot be prepared: {type(error).__name__}: {error}."
             + (f" Pass --manual_dir=DIR. {by_hand}" if by_hand else "")
         ) from error
 
@@ -125,8 +126,11 @@ def main(overrides: command_line.Overrides) -> None:
     if overrides:
         raise InputError(f"prepare has no --config.{overrides[0][0]}; --help lists its flags")
     sys.stdout.reconfigure(errors="backslashreplace")  # the name of a file need not be text
-    prepare(_NAME.value, _DATA_DIR.value, _MANUAL_DIR.value)
-    report(open_dataset(_NAME.value, _DATA_DIR.value), _CHECK.value)
+    try:
+        prepare(_NAME.value, _DATA_DIR.value, _MANUAL_DIR.value)
+        report(open_dataset(_NAME.value, _DATA_DIR.value), _CHECK.value)
+    except InputError as error:  # of the data sets, which name the fields of training
+        raise InputError(re.sub(r"(--)?config\.data\.", "--", str(error))) from error
 
 
 if __name__ == "__main__":
