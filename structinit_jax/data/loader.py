@@ -2,8 +2,8 @@
 
 A small split is decoded once and kept in device memory (`DeviceLoader`). Images of a larger one are
 decoded by Grain's threads while the devices train (`HostLoader`). Both return the same batches on
-any number of processes. Their order is a function of (seed, position in the stream), and our own,
-since Grain's `shuffle` may change it in later versions.
+any number of processes. The order is a function of (seed, position in the stream). It is computed
+here, since Grain's `shuffle` may change between versions.
 """
 
 import abc

@@ -86,10 +86,7 @@ def open_fashion_mnist(data_dir: Folder) -> Dataset:
 
 
 def _in_order(split, indices, images, labels):
-    """Returns records in the order in which TFDS prepares them, a fixed shuffle.
-
-    Both sets had this order when TFDS prepared them, and every seed keeps its batches.
-    """
+    """Returns records in a fixed order that mixes the classes: that of a set that TFDS prepares."""
 
     def checksum(index):
         return hashlib.md5(f"{split}{index}".encode(), usedforsecurity=False).digest()

@@ -3,8 +3,8 @@
 A checkpoint is a folder `STEP/`, on a disk or in object storage:
 
 - `state/`: the training state, of which each process writes the shards on its devices (Orbax);
-- `index_K.json`: the files of `state/` with their checksums, since Orbax restores flipped bytes
-  without an error;
+- `index_0.json`: checksums of the files of `state/`, since Orbax restores flipped bytes without an
+  error. In object storage process K writes those of its own files to `index_K.json`;
 - `run.json`: the config, the data and the accuracy. It is written last.
 
 Both JSON files end with their own checksum. A checkpoint is intact if all files are there and match

@@ -78,7 +78,7 @@ def join(
 def check_equal(values: Mapping[str, Any]) -> None:
     """Raises the same `InputError` in all processes unless all have the same values.
 
-    Otherwise they would wait for each other forever, or train different models.
+    Processes that differ would wait for each other forever, or train different models.
 
     Args:
       values: JSON objects by name. Every process must call this.

@@ -2,8 +2,8 @@
 
 `config.model.remat` is the policy of what the step recomputes in the backward pass, see
 `models.model.run_stack`. 'auto' compiles the step with each policy in turn, fastest first, and
-takes the first that leaves free a tenth of what the data leave of the device's memory. CPUs report
-no limit and take 'none'. All policies give the same gradients up to rounding; a run that resumes on
+takes the first that fits into the memory next to the data with a tenth to spare. CPUs report no
+limit and take 'none'. All policies give the same gradients up to rounding; a run that resumes on
 another kind of device may take another one.
 """
 
@@ -66,8 +66,8 @@ def compile_step(
 ) -> tuple[jax.stages.Compiled, str]:
     """Compiles the first of the training steps that fits next to the data.
 
-    It leaves `HEADROOM` of the memory free, which the last one may use. Every process of a run must
-    call this, and all get the same step.
+    All but the last must leave `HEADROOM` of the memory free. Every process of a run must call
+    this, and all get the same step.
 
     Args:
       setup: The run.

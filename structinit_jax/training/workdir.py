@@ -106,7 +106,7 @@ def lock_workdir(workdir: Path) -> Iterator[None]:
 
 
 def identify(workdir: epath.Path) -> str | None:
-    """Returns what all processes of a run find if they share its directory: the lock's text."""
+    """Returns the lock's text, or the URL: the same in all processes that share the directory."""
     multihost_utils.sync_global_devices("workdir")  # process 0 has written it
     if is_url(workdir):
         return str(workdir)
