@@ -155,14 +155,14 @@ def test_warps_match_pillow_within_rounding(name, bicubic, kind):
 
 @pytest.mark.parametrize("increasing", [False, True])
 def test_arguments_match_timm(increasing):
-    magnitude = jnp.repeat(jnp.arange(21.0)[:, None], 2, axis=1)
-    negative = jnp.broadcast_to(jnp.array([False, True]), (21, 2))
+    magnitude = jnp.repeat(jnp.arange(11.0)[:, None], 2, axis=1)
+    negative = jnp.broadcast_to(jnp.array([False, True]), (11, 2))
     ours = np.asarray(operation_arguments(magnitude, negative, increasing=increasing))
     theirs = REFERENCE["levels"][int(increasing)].swapaxes(1, 2)
     np.testing.assert_allclose(ours, theirs, rtol=1e-6, atol=1e-6)
 
 
-@pytest.mark.parametrize("index", range(3))
+@pytest.mark.parametrize("index", range(2))
 def test_draws_are_distributed_as_in_timm(index):
     string = str(REFERENCE["strings"][index])
     theirs, their_arguments = REFERENCE[f"operations_{index}"], REFERENCE[f"arguments_{index}"]
@@ -182,30 +182,32 @@ def test_draws_are_distributed_as_in_timm(index):
 
 
 def test_policy_strings_are_parsed_as_in_timm():
-    assert parse("rand-m9-mstd0.5-inc1") == Policy(9.0, 0.5, 10.0, 2, 0.5, True)
+    assert parse("rand-m9-mstd0.5-inc1") == Policy(9.0, 0.5, 2, True)
     assert parse("rand") == Policy()
-    wide = Policy(7.0, float("inf"), 20.0, 3, 0.8, False)
-    assert parse("rand-n3-p0.8-mmax20-m7-mstd101-inc0") == wide
-    assert parse("rand-n3-p0.8-mmax20-m7-mstdinf") == wide
-    assert parse("rand-mstd100").magnitude_std == 100
+    assert parse("rand-n3-m7-mstd100-inc0") == Policy(7.0, 100.0, 3, False)
 
 
-@pytest.mark.parametrize("string", ["augmix-m5", "rand-tweights", "rand-n0", "rand-p2"])
-def test_malformed_policies_are_refused(string):
+@pytest.mark.parametrize(
+    "string",
+    ["augmix-m5", "rand-n0", "rand-mstd101", "rand-p0.8", "rand-mmax20", "rand-tweights"],
+)
+def test_other_policies_are_refused(string):
     with pytest.raises(InputError, match=r"^rand_augment="):
         parse(string)
 
 
 def test_operations_are_applied_in_sequence():
-    policy = parse("rand-m9-mstd0.5-inc1")._replace(num_operations=2, probability=1.0)
+    policy = parse("rand-m9-mstd0.5-inc1-n4")
     sources = IMAGES["photographs"] * 22
     rngs = jax.random.split(jax.random.key(3), len(sources))
     drawn = jax.tree.map(np.asarray, draw(rngs, policy))
     out = apply(to_batch(sources), drawn)
     expected = []
     for row, image in enumerate(sources):
-        for place in range(2):
+        for place in range(4):
             operation, argument, bicubic = (field[row, place] for field in drawn)
+            if operation == NO_OPERATION:
+                continue
             name = OPERATIONS[operation]
             whole_number = name in ("Posterize", "Solarize", "SolarizeAdd")
             value = int(argument) if whole_number else float(argument)

@@ -52,7 +52,7 @@ class AugmentConfig:
     crop: Literal["none", "pad", "resized"] = "none"
     crop_scale: Shares = (0.08, 1.0)  # range of the box's share of the area, for crop='resized'
     flip: Probability = 0.0  # of a horizontal flip
-    # In timm's notation, such as 'rand-m9-mstd0.5-inc1'; empty disables it.
+    # A string of timm with any of m, mstd, n and inc, 'rand-m9-mstd0.5-inc1'; empty disables it.
     rand_augment: PolicyText = ""
     # Strengths of brightness, contrast and saturation (`transforms.color_jitter`); as in timm,
     # without effect if rand_augment is set.

@@ -5,7 +5,6 @@ they are reduced to five kernels, each of which runs only on the images that nee
 """
 
 import functools
-import math
 import re
 from collections.abc import Callable
 from typing import NamedTuple
@@ -18,6 +17,8 @@ from structinit_jax.augment import transforms
 from structinit_jax.errors import InputError
 
 CHUNKS = 16  # into which `apply_where` divides a batch
+PROBABILITY = 0.5  # of applying each drawn operation
+MAX_MAGNITUDE = 10.0
 # The operations in timm's order, and the kernel that computes each (see `_apply_operation`).
 # timm's increasing set appends 'Increasing' to six of the names.
 _KERNELS = {
@@ -45,10 +46,8 @@ class Policy(NamedTuple):
     """A parsed policy string."""
 
     magnitude: float = 10.0  # 'm', the mean
-    magnitude_std: float = 0.0  # 'mstd'; infinite for magnitudes uniform in [0, m]
-    magnitude_max: float = 10.0  # 'mmax'
-    num_operations: int = 2  # 'n', applied in sequence
-    probability: float = 0.5  # 'p', of applying each of them
+    magnitude_std: float = 0.0  # 'mstd'
+    num_operations: int = 2  # 'n', drawn for each image
     increasing: bool = False  # 'inc', whether a higher magnitude always means a stronger change
 
 
@@ -76,35 +75,33 @@ def rand_augment(
 
 
 POLICY = (
-    "a RandAugment policy: 'rand' followed by any of -mM, -mstdS, -mmaxX, -nN (N >= 1), -pP (P <= "
-    "1), -inc0 or -inc1, for example 'rand-m9-mstd0.5-inc1'"
+    "a RandAugment policy: 'rand' followed by any of -mM, -mstdS (S <= 100), -nN (N >= 1), -inc0 "
+    "or -inc1, for example 'rand-m9-mstd0.5-inc1'"
 )
 _FIELDS = {
     "m": ("magnitude", float),
     "mstd": ("magnitude_std", float),
-    "mmax": ("magnitude_max", float),
     "n": ("num_operations", int),
-    "p": ("probability", float),
     "inc": ("increasing", lambda text: bool(int(text))),
 }
-_PATTERN = re.compile(r"rand(-(m|mstd|mmax|p)(\d+\.?\d*|inf)|-(n|inc)\d+)*")
+_PATTERN = re.compile(r"rand(-(m|mstd)\d+\.?\d*|-(n|inc)\d+)*")
 
 
 def parse(text: str) -> Policy:
-    """Parses a policy string of timm, e.g. 'rand-m9-mstd0.5-inc1'; raises `InputError` for others.
+    """Parses a policy string of timm, such as 'rand-m9-mstd0.5-inc1'.
 
-    A standard deviation above 100 selects uniform magnitudes, as in timm. So does 'mstdinf', which
-    timm ignores. Other sets of operations ('t') do not exist here.
+    Raises:
+      InputError: It is no such string, or it sets timm's 'p', 'mmax' or 't', or an 'mstd' above
+        100, with which timm draws uniform magnitudes.
     """
     if isinstance(text, str) and _PATTERN.fullmatch(text):
         fields = {}
-        for prefix, number in re.findall(r"-([a-z]+?)(\d+\.?\d*|inf)", text):
+        for prefix, number in re.findall(r"-([a-z]+)(\d+\.?\d*)", text):
             name, convert = _FIELDS[prefix]
             fields[name] = convert(number)
         policy = Policy(**fields)
-        if policy.num_operations > 0 and policy.probability <= 1:
-            std = policy.magnitude_std if policy.magnitude_std <= 100 else math.inf
-            return policy._replace(magnitude_std=std, magnitude_max=policy.magnitude_max or 10.0)
+        if policy.num_operations > 0 and policy.magnitude_std <= 100:
+            return policy
     raise InputError(f"rand_augment={text!r} must be {POLICY}")
 
 
@@ -116,17 +113,14 @@ def draw_operations(rng: Key[Array, ""], policy: Policy) -> DrawnOperations:
     n = policy.num_operations
     operation_rng, apply_rng, magnitude_rng, sign_rng, bicubic_rng = jax.random.split(rng, 5)
     operation = jax.random.randint(operation_rng, (n,), 0, len(OPERATIONS))
-    if policy.magnitude_std == math.inf:
-        magnitude = policy.magnitude * jax.random.uniform(magnitude_rng, (n,))
-    else:
-        noise = jax.random.normal(magnitude_rng, (n,))
-        magnitude = policy.magnitude + policy.magnitude_std * noise
+    noise = jax.random.normal(magnitude_rng, (n,))
+    magnitude = policy.magnitude + policy.magnitude_std * noise
     arguments = operation_arguments(
-        jnp.clip(magnitude, 0, policy.magnitude_max),
+        jnp.clip(magnitude, 0, MAX_MAGNITUDE),
         jax.random.bernoulli(sign_rng, shape=(n,)),
         increasing=policy.increasing,
     )
-    skip = jax.random.uniform(apply_rng, (n,)) >= policy.probability
+    skip = jax.random.uniform(apply_rng, (n,)) >= PROBABILITY
     return DrawnOperations(
         operation=jnp.where(skip, NO_OPERATION, operation),
         argument=jnp.take_along_axis(arguments, operation[:, None], axis=1)[:, 0],
@@ -137,7 +131,7 @@ def draw_operations(rng: Key[Array, ""], policy: Policy) -> DrawnOperations:
 def operation_arguments(
     magnitude: Float[Array, "*n"], negative: Bool[Array, "*n"], *, increasing: bool
 ) -> Float[Array, "*n 15"]:
-    """Returns the argument of each of `OPERATIONS` at a magnitude, 0…10 or more; 0 if it has none.
+    """Returns the argument of each of `OPERATIONS` at a magnitude in [0, 10]; 0 if it has none.
 
     These are degrees, numbers of bits, thresholds, added pixel values, enhancement factors, shears,
     and translations as fractions of the image size. `negative` negates rotations, shears and
@@ -145,20 +139,20 @@ def operation_arguments(
     timm's other set, Posterize and Solarize are weaker at higher magnitudes, and enhancement
     factors are 1 at magnitude 5.
     """
-    level = magnitude / 10
+    level = magnitude / MAX_MAGNITUDE
     sign = jnp.where(negative, -1.0, 1.0)
     bits = jnp.floor(level * 4)
-    threshold = jnp.minimum(jnp.floor(level * 256), 256)
+    threshold = jnp.floor(level * 256)
     factor = level * 1.8 + 0.1
     if increasing:
         bits, threshold = 4 - bits, 256 - threshold
-        factor = jnp.maximum(1 + sign * (level * 0.9), 0.1)
+        factor = 1 + sign * (level * 0.9)
     shear, translation = sign * (level * 0.3), sign * (level * 0.45)
     arguments = {
         "Rotate": sign * (level * 30),
         "Posterize": bits,
         "Solarize": threshold,
-        "SolarizeAdd": jnp.minimum(jnp.floor(level * 110), 128),
+        "SolarizeAdd": jnp.floor(level * 110),
         "Color": factor,
         "Contrast": factor,
         "Brightness": factor,

@@ -8,18 +8,18 @@ from PIL import Image
 from timm.data import auto_augment, mixup, random_erasing
 
 SAMPLES = 4000
-STRINGS = ("rand-m9-mstd0.5-inc1", "rand-m7-mstd101-n3-p0.8", "rand-m15-mstd3-mmax20-inc1")
+STRINGS = ("rand-m9-mstd0.5-inc1", "rand-m7-mstd3-n3")
 
 
 def level_arguments():
-    """Arguments without noise `[increasing, magnitude 0…20, operation, sign]`; 0 for none."""
+    """Arguments without noise `[increasing, magnitude 0…10, operation, sign]`; 0 for none."""
     random_random = random.random
-    arguments = np.zeros((2, 21, 15, 2))
+    arguments = np.zeros((2, 11, 15, 2))
     sets = (auto_augment._RAND_TRANSFORMS, auto_augment._RAND_INCREASING_TRANSFORMS)
     for increasing, names in enumerate(sets):
         for index, name in enumerate(names):
             function = auto_augment.LEVEL_TO_ARG[name]
-            for magnitude in range(21):
+            for magnitude in range(11):
                 for sign in range(2):
                     auto_augment.random.random = lambda sign=sign: float(sign)
                     if function is not None:
