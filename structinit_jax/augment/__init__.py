@@ -61,8 +61,8 @@ class AugmentConfig:
     # Alphas; 0 disables. If both are enabled, a group uses either with equal probability.
     mixup: NonNegativeFloat = 0.0
     cutmix: NonNegativeFloat = 0.0
-    # Consecutive images that share one lambda; 0 is the whole batch. timm and DeiT share it within
-    # the batch of each process.
+    # Consecutive images that share one lambda; 0 is the whole batch, and 1 is timm's mode 'elem'.
+    # By default, timm and DeiT share it within the batch of each process.
     mix_group: NonNegativeInt = 0
 
 

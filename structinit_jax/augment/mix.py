@@ -15,7 +15,7 @@ from jaxtyping import Array, Bool, Float, Int, Key
 
 from structinit_jax.augment.rand_augment import apply_where
 
-NUM_QUANTILES = 4097
+NUM_QUANTILES = 4097  # in the table of `beta_quantile`
 ERASED_AREA = (0.02, 1 / 3)  # as a fraction of the image's area
 ERASED_RATIO = (0.3, 1 / 0.3)  # height / width
 ERASING_ATTEMPTS = 10
@@ -49,8 +49,8 @@ def mix(
     """Mixes each image and its target with a partner's.
 
     Consecutive images form groups that share one λ and one box. If mixup and cutmix are both
-    enabled, a group uses either with equal probability. The partner of an image is its mirror image
-    in the group: the first image is mixed with the last.
+    enabled, a group uses either with equal probability. Within a group, the first image is mixed
+    with the last, the second with the last but one, and so on.
 
     Args:
       rng: A random key for the whole batch.
@@ -58,8 +58,8 @@ def mix(
       targets: Class probabilities.
       mixup: α of mixup's λ ~ Beta(α, α); 0 disables mixup.
       cutmix: α of cutmix's λ; 0 disables cutmix.
-      group: Number of images per group, a divisor of B; 0 is the whole batch. With 1, λ is drawn
-        per image and the partner is the mirror image in the batch.
+      group: Number of images per group, a divisor of B; 0 is the whole batch. With 1, each image
+        has its own λ and box, and partners are found as in a group of the whole batch.
     """
     B, H, W, _ = images.shape
     size = group or B
@@ -146,7 +146,10 @@ def _beta_quantiles(alpha: float) -> np.ndarray:
 def random_erasing(
     rngs: Key[Array, " B"], images: Float[Array, "B H W C"], probability: float
 ) -> Float[Array, "B H W C"]:
-    """Fills a random box of some normalized images with normally distributed noise."""
+    """Fills a random box of each normalized image with noise, with the given probability.
+
+    The noise is normally distributed, and independent for each pixel and channel.
+    """
     _, H, W, _ = images.shape
     split = jax.vmap(lambda rng: jax.random.split(rng, 3), out_axes=1)
     select_rngs, box_rngs, fill_rngs = split(rngs)

@@ -91,8 +91,8 @@ def parse(text: str) -> Policy:
     """Parses a policy string of timm, such as 'rand-m9-mstd0.5-inc1'.
 
     Raises:
-      InputError: It is no such string, or it sets timm's 'p', 'mmax' or 't', or an 'mstd' above
-        100, with which timm draws uniform magnitudes.
+      InputError: The string is malformed, or it has what is not supported: timm's 'p', 'mmax' and
+        't', and an 'mstd' above 100, which means uniform magnitudes there.
     """
     if isinstance(text, str) and _PATTERN.fullmatch(text):
         fields = {}
@@ -169,7 +169,7 @@ def operation_arguments(
 def apply_operations(
     images: UInt8[Array, "B H W C"], drawn: DrawnOperations, fill: tuple[int, ...]
 ) -> UInt8[Array, "B H W C"]:
-    """Applies the `n` operations of `drawn`, of fields `[B, n]`, to each image in sequence."""
+    """Applies to each image its `n` operations in sequence; fields of `drawn` are `[B, n]`."""
 
     def apply(images, drawn):
         return _apply_operation(images, drawn, fill), None

@@ -1,7 +1,7 @@
 """Transforms of a single uint8 image of one or three channels: crops, flips, warps and colors.
 
-They have the arithmetic of Pillow and torchvision. A single channel has no saturation. Operations
-that map each pixel value separately are lookup tables (`lut`) of 256 entries.
+They follow the arithmetic of Pillow and torchvision; docstrings say where the rounding may differ.
+Operations that map each pixel value separately are lookup tables (`lut`) of 256 entries.
 """
 
 import jax
@@ -14,7 +14,7 @@ VALUES = np.arange(256, dtype=np.int32)
 """All pixel values, the identity as a lookup table."""
 
 
-# -- places --------------------------------------------------------------------------------------
+# -- crops, flips and warps ------------------------------------------------------------------------
 
 
 def random_flip(
@@ -40,8 +40,8 @@ def affine_warp(
 
     Follows Pillow: pixel centers are at half integers, neighbors outside the image repeat its
     edge, the bicubic kernel has a = -1, and values are truncated to integers. Pillow computes in
-    double precision, so results close to an integer may differ by 1. Pixels that are read from
-    outside the image, of at most four channels, become `fill`.
+    double precision, so results close to an integer may differ by 1. Where `(x, y)` maps to a point
+    outside the image, the output is `fill`, one value per channel. At most four channels.
     """
     C, H, W = image.shape
     a, b, c, d, e, f = matrix
@@ -88,7 +88,7 @@ def _cubic(a, b, c, d, fraction):
     return b + fraction * (first + fraction * (second + fraction * third))
 
 
-# -- colors --------------------------------------------------------------------------------------
+# -- colors ----------------------------------------------------------------------------------------
 
 
 def color_jitter(
@@ -181,7 +181,7 @@ def luminance(image: UInt8[Array, "C H W"]) -> Int[Array, "1 H W"]:
 def adjust_saturation(
     image: UInt8[Array, "C H W"], factor: Float[Array, ""]
 ) -> UInt8[Array, "C H W"]:
-    """Blends with the luminance; Pillow's and timm's `Color`."""
+    """Blends with the luminance, as `Color` of Pillow and timm; a single channel is unchanged."""
     if len(image) == 1:
         return image
     return blend(luminance(image), image.astype(jnp.int32), factor).astype(jnp.uint8)
