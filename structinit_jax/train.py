@@ -22,13 +22,7 @@ from structinit_jax.run import Run, evaluation_name
 from structinit_jax.training import checkpoint, distributed, resume
 from structinit_jax.training import mesh as mesh_lib
 from structinit_jax.training import workdir as workdir_lib
-from structinit_jax.training.metrics import (
-    MetricsLog,
-    PendingMetrics,
-    Progress,
-    StepTrace,
-    average,
-)
+from structinit_jax.training.metrics import MetricsLog, PendingMetrics, Progress, StepTrace, average
 from structinit_jax.training.setup import compile_step, memory_limit
 
 # Exit code of a run that a signal has stopped: EX_TEMPFAIL of sysexits.h, "try again later".
