@@ -24,7 +24,7 @@ from flax import nnx
 from structinit_jax.analysis.collect import one_device
 from structinit_jax.augment import normalize
 from structinit_jax.command_line import set_field
-from structinit_jax.compare.grid import expand
+from structinit_jax.compare.train_grid import expand
 from structinit_jax.config import load_config, make_attention_init
 from structinit_jax.data.loader import decode_all
 from structinit_jax.run import open_data

@@ -35,7 +35,7 @@ from structinit_jax import config as config_lib
 from structinit_jax.analysis import figures
 from structinit_jax.analysis.collect import Snapshot, observe_run, observe_start, read_images
 from structinit_jax.command_line import STEP, TRUST, WORKDIR
-from structinit_jax.compare import grid
+from structinit_jax.compare import train_grid
 from structinit_jax.errors import InputError
 
 _SCHEMES = flags.DEFINE_list("schemes", [], "Initializations to compare, without --workdir.")
@@ -92,7 +92,7 @@ def main(overrides: command_line.Overrides) -> None:
         snapshots += [s._replace(name=f"{place}{s.name}") for s in observed]
     if not runs:
         schemes = _SCHEMES.value or [config.attention_init.name]
-        settings = [grid.with_scheme(config, scheme) for scheme in schemes]
+        settings = [train_grid.with_scheme(config, scheme) for scheme in schemes]
         snapshots = [observe_start(setting, images) for setting in settings]
     families = dict.fromkeys([config.model.name, *(each.model.name for each in runs.values())])
     subject = f"{' and '.join(families)}, {len(images)} training images of {config.data.name}"

@@ -10,7 +10,7 @@ import fork_main
 import pytest
 
 from structinit_jax import compare, train
-from structinit_jax.compare import grid, report, train_grid
+from structinit_jax.compare import report, train_grid
 from structinit_jax.data.source import digest
 from structinit_jax.errors import InputError, StoppedError
 from structinit_jax.run import Run
@@ -55,7 +55,7 @@ def start(tiny_config, tmp_path, monkeypatch):
     def run_grid(schemes, seeds=(0, 1, 2), config=tiny_config, train=fake_train, **options):
         trained = []
         monkeypatch.setattr(train_grid, "train", functools.partial(train, trained=trained))
-        settings = grid.expand(config, schemes, {})
+        settings = train_grid.expand(config, schemes, {})
         return train_grid.run_grid(settings, list(seeds), tmp_path, **options), trained
 
     return run_grid

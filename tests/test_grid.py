@@ -2,16 +2,16 @@
 
 import pytest
 
-from structinit_jax.compare import grid
+from structinit_jax.compare import train_grid
 from structinit_jax.errors import InputError
 
 pytestmark = pytest.mark.usefixtures("library_promotion")
 
 
 def test_settings_have_readable_names_and_what_their_scheme_needs(tiny_config, capsys):
-    axes = grid.parse_axes(["model.depth=1,2", "attention_init.norm=0.5"])
+    axes = train_grid.parse_axes(["model.depth=1,2", "attention_init.norm=0.5"])
     schemes = ["default", "kaiming_uniform", "impulse_2025", "impulse"]
-    settings = grid.expand(tiny_config.lock(), schemes, axes)
+    settings = train_grid.expand(tiny_config.lock(), schemes, axes)
     assert list(settings) == [
         *("default,model.depth=1", "default,model.depth=2"),
         *("kaiming_uniform,model.depth=1", "kaiming_uniform,model.depth=2"),
@@ -24,14 +24,14 @@ def test_settings_have_readable_names_and_what_their_scheme_needs(tiny_config, c
     assert settings["impulse,attention_init.norm=0.5,model.depth=1"].attention_init.norm == 0.5
     assert tiny_config.model.positions == "sincos"
     assert "impulse_2025 needs config.model.positions='learned'" in capsys.readouterr().out
-    baselines = grid.find_baselines(settings)
+    baselines = train_grid.find_baselines(settings)
     assert baselines["impulse,attention_init.norm=0.5,model.depth=2"] == "default,model.depth=2"
     assert baselines["default,model.depth=1"] == "default,model.depth=1"
 
 
 def test_a_setting_is_never_compared_with_one_of_other_fields():
     names = ["mine,model.depth=1", "default", "default,model.depth=1", "x,model.depth=2"]
-    assert grid.find_baselines(names) == {
+    assert train_grid.find_baselines(names) == {
         "mine,model.depth=1": "mine,model.depth=1",
         "default": None,
         "default,model.depth=1": "mine,model.depth=1",
@@ -39,14 +39,14 @@ def test_a_setting_is_never_compared_with_one_of_other_fields():
     }
     # Options of the scheme do not matter, nor does anything if there is one scheme.
     names = [*(f"impulse{option}" for option in (",attention_init.norm=1", "")), "default"]
-    assert grid.find_baselines(names) == dict.fromkeys(names, names[0])
+    assert train_grid.find_baselines(names) == dict.fromkeys(names, names[0])
     names = [f"impulse,learning_rate={rate}" for rate in (0.001, 0.003)]
-    assert grid.find_baselines(names) == dict.fromkeys(names, names[0])
+    assert train_grid.find_baselines(names) == dict.fromkeys(names, names[0])
 
 
 def test_a_setting_has_one_name_however_it_is_written(tiny_config):
     def names(*axes):
-        return [*grid.expand(tiny_config.lock(), ["impulse"], grid.parse_axes(axes))]
+        return [*train_grid.expand(tiny_config.lock(), ["impulse"], train_grid.parse_axes(axes))]
 
     first = names("learning_rate=0.001,0.002", "config.model.qk_norm=true")
     assert first == names("model.qk_norm=True", "learning_rate=1e-3,2e-3")
@@ -68,8 +68,8 @@ def test_a_setting_has_one_name_however_it_is_written(tiny_config):
 )
 def test_mistaken_axes_are_refused(tiny_config, axis, message):
     with pytest.raises(InputError, match=message):
-        grid.expand(tiny_config.lock(), ["impulse"], grid.parse_axes(axis.split()))
+        train_grid.expand(tiny_config.lock(), ["impulse"], train_grid.parse_axes(axis.split()))
 
 
 def test_commas_within_brackets_do_not_separate_values():
-    assert grid.parse_axes(["data.mean=(0.1,),(0.2,)"])["data.mean"] == ["(0.1,)", "(0.2,)"]
+    assert train_grid.parse_axes(["data.mean=(0.1,),(0.2,)"])["data.mean"] == ["(0.1,)", "(0.2,)"]

@@ -21,7 +21,7 @@ from absl import flags
 
 from structinit_jax import command_line
 from structinit_jax.command_line import CONFIG, WORKDIR
-from structinit_jax.compare import grid, train_grid
+from structinit_jax.compare import train_grid
 from structinit_jax.errors import InputError
 
 _SCHEMES = flags.DEFINE_list("schemes", [], "Initializations to compare.")
@@ -40,7 +40,7 @@ def main(overrides: command_line.Overrides) -> None:
     config = command_line.read_config(overrides)
     schemes = _SCHEMES.value or [config.attention_init.name]
     failed = train_grid.run_grid(
-        grid.expand(config, schemes, grid.parse_axes(_GRID.value)),
+        train_grid.expand(config, schemes, train_grid.parse_axes(_GRID.value)),
         range(config.seed, config.seed + _SEEDS.value),
         WORKDIR.value,
         command=shlex.join(["python", "-m", "structinit_jax.compare", *sys.argv[1:]]),
