@@ -135,8 +135,7 @@ def timm_model(model: Mapping[str, Any], *, image_size: int, channels: int) -> T
 
 
 def _vit_arguments(model):
-    by_token, registers = model["pool"] == "class_token", model["num_registers"]
-    scale = model["layer_scale"] or None
+    by_token, scale = model["pool"] == "class_token", model["layer_scale"] or None
     arguments = dict(
         embed_dim=model["width"],
         depth=model["depth"],
@@ -144,11 +143,10 @@ def _vit_arguments(model):
         mlp_ratio=model["mlp_ratio"],
         class_token=by_token,
         global_pool="token" if by_token else "avg",
-        qk_norm=model["qk_norm"],
     )
     if model["positions"] == "rope":  # timm's default is a scale
-        return arguments | dict(num_reg_tokens=registers, init_values=scale)
-    return arguments | dict(reg_tokens=registers) | (dict(init_values=scale) if scale else {})
+        return arguments | dict(init_values=scale)
+    return arguments | (dict(init_values=scale) if scale else {})
 
 
 class _Expression(str):

@@ -20,7 +20,7 @@ from structinit_jax.training.state import abstract_model, find_targets, initiali
 pytestmark = pytest.mark.usefixtures("library_promotion")
 NUM_IMAGES = 16
 MODELS = {
-    "vit": dict(width=32, depth=1, num_heads=2, patch_size=2, num_registers=1, pool="class_token"),
+    "vit": dict(width=32, depth=1, num_heads=2, patch_size=2, pool="class_token"),
     "swin": dict(width=8, depths=(2, 1), num_heads=(1, 2), patch_size=1, window_size=4),
     "mixer": dict(width=16, depth=2, patch_size=1),
     "convmixer": dict(width=16, depth=2, patch_size=1),
@@ -68,13 +68,13 @@ def test_a_vit_is_averaged_over_images_without_its_extra_tokens():
     config, images, snapshot = start("vit")
     shifted = [np.roll(images, 2, axis) for axis in (1, 2)]
     out = jax.device_get(forward(config, np.concatenate([images, *shifted])))
-    maps = out["blocks"]["attention_maps"][0][:NUM_IMAGES, :, 2:, 2:]
+    maps = out["blocks"]["attention_maps"][0][:NUM_IMAGES, :, 1:, 1:]
     maps = maps / maps.sum(axis=-1, keepdims=True)
     layer = snapshot.layers[0]
     np.testing.assert_allclose(layer.maps, maps.mean(axis=0), rtol=1e-4, atol=1e-6)
     entropy = -(maps * np.log(maps)).sum(axis=-1).mean(axis=(0, 2))
     np.testing.assert_allclose(layer.measures["entropy"], entropy, rtol=1e-4)
-    outputs = out["blocks"]["output"][0][:, 2:]
+    outputs = out["blocks"]["output"][0][:, 1:]
     values = np.linalg.svd(outputs[:NUM_IMAGES], compute_uv=False)
     rank = np.mean((values**2).sum(axis=-1) / values[:, 0] ** 2)
     np.testing.assert_allclose(layer.measures["stable_rank"], [rank], rtol=1e-4)

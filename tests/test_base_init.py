@@ -12,8 +12,7 @@ from structinit_jax.models import FAMILIES, create_model, default_config
 
 REFERENCE = references.load("base_init")
 SIZES = {
-    "vit": dict(width=128, depth=1, num_heads=4, positions="learned", pool="class_token")
-    | dict(num_registers=40),
+    "vit": dict(width=128, depth=1, num_heads=4, positions="learned", pool="class_token"),
     "swin": dict(width=64, depths=(1, 1), num_heads=(8, 16), window_size=8),
     "mixer": dict(width=128, depth=1),
     "convmixer": dict(width=128, depth=1, kernel_size=5),
@@ -31,7 +30,7 @@ def test_start_values_are_distributed_as_timms(family, base_init, scheme):
     model = jax.jit(lambda: create_model(options, channels=3, rngs=nnx.Rngs(params=1)))()
     values = to_timm(model)
     names, statistics = REFERENCE[prefix + "names"], REFERENCE[prefix + "statistics"]
-    assert set(names) | {"cls_token", "reg_token", "pos_embed"} >= {
+    assert set(names) | {"cls_token", "pos_embed"} >= {
         name for name in values if "running" not in name and "num_batches" not in name
     }
     for name, (mean, std, largest) in zip(names, statistics, strict=True):

@@ -35,7 +35,7 @@ def test_the_command_names_what_is_wrong(tmp_path, argument, words):
     [
         ("seed", "3", 3),
         ("learning_rate", "1", 1.0),
-        ("model.qk_norm", "true", True),
+        ("data.drop_remainder", "true", True),
         ("data.name", "3", "3"),
         ("data.std", "0.3", (0.3,)),
         ("data.mean", "(0.3, 0.4, 0.5)", (0.3, 0.4, 0.5)),
@@ -55,7 +55,7 @@ def test_fields_are_set_from_text(path, text, value):
     [
         ("seed", "1.5", "=1.5 must be of type int"),
         ("learning_rate", "1e-3.5", "=1e-3.5 must be of type float"),
-        ("model.qk_norm", "maybe", "=maybe must be of type bool"),
+        ("data.drop_remainder", "maybe", "=maybe must be of type bool"),
         (
             "attention_init.kernel",
             "5",

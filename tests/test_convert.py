@@ -63,6 +63,10 @@ def test_a_state_dict_that_does_not_fit_is_refused_and_changes_nothing(state_dic
         from_timm(model, state_dict | {"extra.weight": np.ones(3)})
     with pytest.raises(InputError, match=r"\['pos_embed'\].*9, 16.*4, 16.*start_from"):
         from_timm(model, state_dict | {"pos_embed": np.ones((1, 9, 16))})
+    for name in ("reg_token", "blocks.0.attn.q_norm.weight"):
+        for convert in (from_timm, lambda model, state_dict: select_weights(state_dict, model)):
+            with pytest.raises(InputError, match=f"{name}.* no register tokens and no norms"):
+                convert(model, state_dict | {name: np.ones(8, np.float32)})
     after = to_timm(model)
     assert all(np.array_equal(before[name], after[name]) for name in before)
 

@@ -53,18 +53,17 @@ def test_a_folder_has_the_card_that_timm_reads(run_config, finished_run, tmp_pat
     ("options", "call"),
     [
         (
-            default_config("vit") | dict(pool="class_token", num_registers=3, layer_scale=0.1),
+            default_config("vit") | dict(pool="class_token", layer_scale=0.1),
             "timm.create_model('vit_base_patch16_224', in_chans=3, num_classes=1000, img_size=32, "
             "patch_size=16, embed_dim=192, depth=12, num_heads=3, mlp_ratio=4.0, class_token=True, "
-            "global_pool='token', qk_norm=False, reg_tokens=3, init_values=0.1)",
+            "global_pool='token', init_values=0.1)",
         ),
         (
             default_config("vit") | dict(positions="rope", patch_size=4),
             # `create_model` would drop init_values=None, and the model have a LayerScale.
             "timm.model_entrypoint('vit_small_patch16_rope_224')(in_chans=3, num_classes=1000, "
             "img_size=32, patch_size=4, embed_dim=192, depth=12, num_heads=3, mlp_ratio=4.0, "
-            "class_token=False, global_pool='avg', qk_norm=False, num_reg_tokens=0, "
-            "init_values=None)",
+            "class_token=False, global_pool='avg', init_values=None)",
         ),
         (
             default_config("convmixer"),

@@ -48,9 +48,9 @@ def test_a_setting_has_one_name_however_it_is_written(tiny_config):
     def names(*axes):
         return [*train_grid.expand(tiny_config.lock(), ["impulse"], train_grid.parse_axes(axes))]
 
-    first = names("learning_rate=0.001,0.002", "config.model.qk_norm=true")
-    assert first == names("model.qk_norm=True", "learning_rate=1e-3,2e-3")
-    assert first == [f"impulse,learning_rate={r},model.qk_norm=True" for r in (0.001, 0.002)]
+    first = names("learning_rate=0.001,0.002", "config.data.drop_remainder=true")
+    assert first == names("data.drop_remainder=True", "learning_rate=1e-3,2e-3")
+    assert first == [f"impulse,data.drop_remainder=True,learning_rate={r}" for r in (0.001, 0.002)]
     # Characters with a meaning in paths are replaced.
     assert names("data.train_split=train[:64]") == ["impulse,data.train_split=train__64_"]
 

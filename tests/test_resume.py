@@ -56,12 +56,12 @@ def test_fields_that_must_not_change_are_refused_by_name(field, value, line):
 
 def test_fields_that_only_one_config_has_may_differ():
     run = saved()
-    del run["config"]["clip_norm"], run["config"]["model"]["qk_norm"]
+    del run["config"]["clip_norm"], run["config"]["model"]["layer_scale"]
     run["config"] |= {"gone": 1, "section": {"a": 3}}
     assert resume.check(run, make_config(), DIGEST, PLACE) == [
         "  clip_norm: (absent) -> 1.0",
         "  gone: 1 -> (absent)",
-        "  model.qk_norm: (absent) -> False",
+        "  model.layer_scale: (absent) -> 0.0",
         "  section.a: 3 -> (absent)",
     ]
 

@@ -27,7 +27,7 @@ scheme = impulse(vo_init="default")
 @pytest.fixture(scope="module")
 def model():
     """A ViT of the shapes of timm's RoPE ViTs, with layer scales far from 0."""
-    options = dict(image_size=8, patch_size=2, channels=3, num_classes=3, num_registers=2)
+    options = dict(image_size=8, patch_size=2, channels=3, num_classes=3)
     options |= dict(width=WIDTH, depth=DEPTH, num_heads=HEADS, positions="rope")
     options |= dict(pool="class_token", layer_scale=0.5)
     return jax.jit(lambda: VisionTransformer(**options, rngs=nnx.Rngs(0)))()

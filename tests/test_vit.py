@@ -19,7 +19,7 @@ from structinit_jax.models.layers import drop_path
 from structinit_jax.models.vit import VisionTransformer, resample_positions
 from structinit_jax.training.state import split_model
 
-WITH_GRADIENTS = ("class_token", "registers", "rope_class_token")
+WITH_GRADIENTS = ("class_token", "layer_scale", "rope_class_token")
 SIZES = dict(image_size=8, patch_size=2, channels=1, num_classes=10, width=16, depth=3, num_heads=2)
 IMAGES = jax.random.normal(jax.random.key(1), (2, 8, 8, 1))
 
@@ -89,8 +89,8 @@ def test_positions_are_resampled_as_timm_does_it(name, grid):
 
 
 def test_weights_are_loaded_at_another_resolution_as_timm_does_it():
-    state_dict = references.part(recorded("registers"), "state")
-    student = make_timm(**CASES["registers"] | dict(image_size=12, num_classes=7))
+    state_dict = references.part(recorded("layer_scale"), "state")
+    student = make_timm(**CASES["layer_scale"] | dict(image_size=12, num_classes=7))
     model = select_weights(state_dict, student)
     pooled = jax.jit(model)(jnp.asarray(recorded("larger_images")["images"]))[1]["pooled"]
     np.testing.assert_allclose(pooled, recorded("larger_images")["pooled"], atol=1e-4)
@@ -131,10 +131,10 @@ def test_rotary_heads_of_every_layer_attend_to_their_neighbor(library_promotion)
     options = dict(positions="rope", width=64, num_heads=8, depth=2)
     (site,) = make(**options).sites().values()
     weights = attention_init.impulse()(jax.random.key(0), site)
-    options |= dict(pool="class_token", num_registers=2, dtype="bfloat16", remat="full")
+    options |= dict(pool="class_token", dtype="bfloat16", remat="full")
     model = make(**options, attention_init=lambda rng, site: weights)
     _, out = jax.jit(lambda model: model(IMAGES, with_maps=True))(model)
-    maps = np.asarray(out["blocks"]["attention_maps"], np.float32)[..., 3:, 3:]
+    maps = np.asarray(out["blocks"]["attention_maps"], np.float32)[..., 1:, 1:]
     targets = np.asarray(weights.targets)[np.asarray(weights.filter_index)][:, None]
     has_target = np.broadcast_to(targets.max(-1) > 0, maps.shape[:-1])
     hits = maps.argmax(-1) == targets.argmax(-1)
@@ -164,7 +164,7 @@ def test_attention_init_is_asked_once_and_put_in_place(pool):
 
 
 def test_scales_multiply_the_start_values():
-    options = dict(pool="class_token", num_registers=2, positions="learned")
+    options = dict(pool="class_token", positions="learned")
     weights = AttentionWeights(position_scale=18.0, patch_scale=0.3, mlp_scale=0.0)
     model = make(**options)
     scaled = make(**options, attention_init=lambda rng, site: weights)

@@ -40,6 +40,7 @@ StateDict = Mapping[str, Any]  # of NumPy or JAX arrays
 HEADS = ("head", "head_dist", "classifier")
 # Functions of the sizes, in Swin weights of older versions of timm.
 BUFFERS = ("attn.relative_position_index", "attn_mask")
+UNSUPPORTED = re.compile(r"reg_token|\.[qk]_norm\.")  # parts of timm's ViT that ours lacks
 # Axes along which elements are places, which student and teacher must share.
 PLACES = {
     "patch_embed.proj.weight": slice(2, 4),
@@ -69,7 +70,7 @@ def from_timm(model: nnx.Module, state_dict: Mapping[str, np.ndarray]) -> None:
     """
     old = _arrays_by_path(model)
     ours = {path: np.array(array) for path, array in old.items()}
-    remaining = {unwrapped(k): v for k, v in state_dict.items() if not k.endswith(BUFFERS)}
+    remaining = _read_names(state_dict)
     for entry in _timm_entries(model):
         if entry.name not in remaining:
             raise InputError(
@@ -94,6 +95,18 @@ def from_timm(model: nnx.Module, state_dict: Mapping[str, np.ndarray]) -> None:
     nnx.update(model, state)
 
 
+def _read_names(state_dict: StateDict) -> dict[str, Any]:
+    """Returns the weights by timm's names, without buffers and the prefixes of wrappers."""
+    weights = {unwrapped(k): v for k, v in state_dict.items() if not k.endswith(BUFFERS)}
+    for name in weights:
+        if UNSUPPORTED.search(name):
+            raise InputError(
+                f"state_dict has {name!r}: our ViT has no register tokens and no norms of queries "
+                "and keys, so weights of a model with them cannot be converted or selected"
+            )
+    return weights
+
+
 # -- the entries of every family -------------------------------------------------------------------
 
 
@@ -109,17 +122,12 @@ def _vit_entries(model: VisionTransformer) -> Iterator[Entry]:
     yield from conv("patch_embed.proj", "patch_embedding")
     if model.config.pool == "class_token":
         yield same("cls_token", "class_token", lead=2)
-    if model.config.num_registers:
-        yield same("reg_token", "registers", lead=1)
     if model.positions is not None:
         yield same("pos_embed", "positions", lead=1)
     elif model.config.positions != "rope":  # timm does not save rotations
         yield _fixed_positions(model)
     for i in range(model.config.depth):
         yield from _block(f"blocks.{i}", "blocks", i)
-        if model.blocks.attention.query_norm is not None:
-            yield from norm(f"blocks.{i}.attn.q_norm", "blocks/attention/query_norm", i)
-            yield from norm(f"blocks.{i}.attn.k_norm", "blocks/attention/key_norm", i)
         if model.blocks.scale1 is not None:
             scales = (
                 ("gamma_1", "gamma_2")
@@ -260,8 +268,7 @@ def select_weights(teacher: StateDict, student: nnx.Module) -> nnx.Module:
     Raises:
       InputError: The student is larger than the teacher or of another family.
     """
-    large = {unwrapped(name): array for name, array in teacher.items()}
-    small = to_timm(student)
+    large, small = _read_names(teacher), to_timm(student)
     if getattr(student, "positions", None) is not None and "pos_embed" in large:
         large["pos_embed"] = _fit_positions(large["pos_embed"], student)
     selected = _select_all(large, small)
@@ -320,7 +327,7 @@ def _select(name, teacher, shape):
 
 def _is_own(name: str) -> bool:
     """Whether the student keeps its own value."""
-    return name.endswith(BUFFERS) or any(part in HEADS for part in name.split("."))
+    return any(part in HEADS for part in name.split("."))
 
 
 def _without_layers(name: str) -> str:

@@ -33,8 +33,7 @@ class TransformerConfig(ModelConfig):
     mlp_ratio: PositiveFloat = 4.0  # hidden width of the MLP over D
     dropout: Fraction = 0.0  # rate after attention projections and MLP layers
     attention_implementation: Literal["auto", "cudnn"] = "auto"  # "cudnn" is a fused kernel
-    # Fields of ViT only. As class attributes they let the blocks of Swin read them.
-    layer_scale, qk_norm = 0.0, False
+    layer_scale = 0.0  # a field of ViT only; as a class attribute, it lets Swin's blocks read it
 
 
 class Attention(nnx.Module):
@@ -49,16 +48,14 @@ class Attention(nnx.Module):
                 f"config.model.num_heads: {width} channels are not divisible by {num_heads} heads"
             )
         heads = (num_heads, width // num_heads)
-        dtype = dict(dtype=jnp.dtype(config.dtype), rngs=rngs)
-        options = dtype | BASE_INITS[config.base_init](width)
+        options = dict(dtype=jnp.dtype(config.dtype), rngs=rngs)
+        options |= BASE_INITS[config.base_init](width)
         self.query = nnx.LinearGeneral(width, heads, **options)
         self.key = nnx.LinearGeneral(width, heads, **options)
         self.value = nnx.LinearGeneral(width, heads, **options)
         self.out = nnx.LinearGeneral(heads, width, axis=(-2, -1), **options)
         self.dropout = config.dropout
         self.implementation = config.attention_implementation
-        self.query_norm = layer_norm(heads[1], **dtype) if config.qk_norm else None
-        self.key_norm = layer_norm(heads[1], **dtype) if config.qk_norm else None
 
     def __call__(
         self,
@@ -75,8 +72,6 @@ class Attention(nnx.Module):
         `bias` is added to the logits.
         """
         query, key, value = self.query(x), self.key(x), self.value(x)
-        if self.query_norm is not None:
-            query, key = self.query_norm(query), self.key_norm(key)
         if angles is not None:
             query, key = rotate(query, angles), rotate(key, angles)
         if self.implementation == "cudnn":
@@ -253,11 +248,6 @@ class Block(PreNormBlock):
 
     def set_weights(self, weights: AttentionWeights) -> None:
         """Writes the weights that a scheme returns into a stack of these blocks."""
-        if self.attention.query_norm is not None and weights.filter_index is not None:
-            raise InputError(
-                "config.model.qk_norm=True would rescale the queries and keys that this scheme "
-                "solves for: set it to False, or config.attention_init.name='mimetic' or 'default'"
-            )
         for name in ("query", "key", "value", "out"):
             kernel = getattr(weights, name)
             if kernel is not None:

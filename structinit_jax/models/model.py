@@ -186,7 +186,7 @@ class Model(nnx.Module):
             )
         if positions is not None:
             check_shape("positions", positions, (site.num_tokens, site.width))
-            # Those of class and register tokens come first and are kept.
+            # That of a class token comes first and is kept.
             self.positions[...] = self.positions[...].at[-len(positions) :].set(positions)
         if scale is not None:
             self.positions[...] = scale * self.positions[...]

@@ -10,7 +10,7 @@ from flax import nnx
 from jaxtyping import Array, Float
 
 from structinit_jax.attention_init import AttentionSite, RotarySite, rotary_angles, sincos_positions
-from structinit_jax.errors import Fraction, NonNegativeFloat, NonNegativeInt, PositiveInt
+from structinit_jax.errors import Fraction, NonNegativeFloat, PositiveInt
 from structinit_jax.models import layers
 from structinit_jax.models.attention import Block, TransformerConfig
 from structinit_jax.models.layers import Rng
@@ -53,16 +53,14 @@ class ViTConfig(TransformerConfig):
     # keys: axial rotary positions of temperature 100 (Heo et al. 2024).
     positions: Literal["sincos", "learned", "rope"] = "sincos"
     pool: Literal["mean", "class_token"] = "mean"  # of the image tokens; the final norm follows
-    num_registers: NonNegativeInt = 0  # tokens that are not on the grid (Darcet et al. 2024)
     dropout: Fraction = 0.0  # rate, also where positions have been added
     # Initial value of a trained factor per channel and branch (Touvron et al. 2021); 0 omits it.
     layer_scale: NonNegativeFloat = 0.0
-    qk_norm: bool = False  # LayerNorm on each head's queries and keys (Dehghani et al. 2023)
 
     @property
     def num_prefix(self) -> int:
-        """Number of tokens that precede the image tokens: the class token and the registers."""
-        return self.num_registers + (self.pool == "class_token")
+        """Number of tokens that precede the image tokens: the class token, if there is one."""
+        return int(self.pool == "class_token")
 
 
 class VisionTransformer(Model):
@@ -81,8 +79,6 @@ class VisionTransformer(Model):
         init = nnx.initializers.normal(std, jnp.float32)
         if config.pool == "class_token":
             self.class_token = nnx.Param(init(rngs.params(), (width,)))
-        if config.num_registers:
-            self.registers = nnx.Param(init(rngs.params(), (config.num_registers, width)))
         if config.positions == "learned":
             shape = (config.num_prefix + self.grid[0] * self.grid[1], width)
             self.positions = nnx.Param(layers.truncated_normal(rngs.params(), shape))
@@ -118,14 +114,14 @@ class VisionTransformer(Model):
     ) -> tuple[Float[Array, "B classes"], dict[str, Any]]:
         """Returns logits and intermediates; see `Model.__call__`.
 
-        The intermediates are 'patch_embedding' [B, N, D]; 'embedded' [B, T, D] with positions, T
-        counting the class token and registers, which come first; 'blocks' with 'attention', 'mlp',
+        The intermediates are 'patch_embedding' [B, N, D]; 'embedded' [B, T, D] with positions,
+        where T counts the class token, which comes first; 'blocks' with 'attention', 'mlp',
         'output' [L, B, T, D] and 'attention_maps' [L, B, h, T, T]; 'pooled' [B, D] after the norm.
         """
         config = self.config
         dropout_rng, blocks_rng = (None, None) if rng is None else jax.random.split(rng)
         patches = self.patch_embedding.embed(images, self.grid)
-        embedded = self._add_prefix_and_positions(patches)
+        embedded = self._add_class_token_and_positions(patches)
         x, blocks = run_stack(
             self.blocks,
             layers.dropout(embedded, config.dropout, dropout_rng),
@@ -135,25 +131,19 @@ class VisionTransformer(Model):
             with_maps=with_maps,
             angles=self._angles(),
         )
-        if config.pool == "class_token":
-            pooled = self.norm(x[:, 0])
-        else:
-            pooled = self.norm(x[:, config.num_prefix :].mean(axis=1))
+        pooled = self.norm(x[:, 0] if config.pool == "class_token" else x.mean(axis=1))
         out = dict(patch_embedding=patches, embedded=embedded, blocks=blocks, pooled=pooled)
         return self.head(pooled.astype(jnp.float32)), out
 
-    def _add_prefix_and_positions(self, patches):
+    def _add_class_token_and_positions(self, patches):
         config, (batch, _, width) = self.config, patches.shape
-        prefix = [self.class_token[...][None]] if config.pool == "class_token" else []
-        if config.num_registers:
-            prefix.append(self.registers[...])
-        if prefix:
-            prefix = jnp.concatenate(prefix).astype(patches.dtype)
-            prefix = jnp.broadcast_to(prefix, (batch, *prefix.shape))
-            patches = jnp.concatenate([prefix, patches], axis=1)
+        if config.pool == "class_token":
+            token = self.class_token[...].astype(patches.dtype)
+            token = jnp.broadcast_to(token, (batch, 1, width))
+            patches = jnp.concatenate([token, patches], axis=1)
         if config.positions == "rope":
             return patches
-        if config.positions == "sincos":  # zero for the prefix, which is not on the grid
+        if config.positions == "sincos":  # zero for the class token, which is not on the grid
             positions = sincos_positions(self.grid, width)
             positions = jnp.pad(positions, ((config.num_prefix, 0), (0, 0)))
         else:
@@ -165,7 +155,8 @@ class VisionTransformer(Model):
         if self.config.positions != "rope":
             return None
         angles = rotary_angles(self.grid, self.config.width // self.config.num_heads)[0, 0]
-        return np.pad(angles, ((self.config.num_prefix, 0), (0, 0)))  # prefix tokens do not rotate
+        # The class token does not rotate.
+        return np.pad(angles, ((self.config.num_prefix, 0), (0, 0)))
 
 
 def resample_positions(
@@ -173,7 +164,7 @@ def resample_positions(
 ) -> Float[Array, "S D"]:
     """Resamples learned positions to another grid, bicubic with antialiasing as in timm.
 
-    Positions of the class token and the registers come first and are kept. Grids are (rows, cols).
+    That of the class token, if there is one, comes first and is kept. Grids are (rows, cols).
     """
     num_prefix = len(positions) - old_grid[0] * old_grid[1]
     width = positions.shape[-1]

@@ -27,7 +27,7 @@ def make_model(family, base_init):
     """Builds one of timm's models as base_init says."""
     options = SIZES | dict(weight_init="" if base_init == "timm" else "skip")
     if family == "vit":
-        return VisionTransformer(**options, embed_dim=128, depth=1, num_heads=4, reg_tokens=40)
+        return VisionTransformer(**options, embed_dim=128, depth=1, num_heads=4)
     if family == "swin":
         sizes = dict(embed_dim=64, depths=(1, 1), num_heads=(8, 16), window_size=8)
         return SwinTransformer(**options, **sizes)
@@ -39,7 +39,7 @@ def make_model(family, base_init):
 
 def make_statistics(family, base_init):
     """Mean, deviation and largest absolute value of every parameter by name."""
-    skipped = ("cls_token", "reg_token", "pos_embed") if base_init == "pytorch" else ()
+    skipped = ("cls_token", "pos_embed") if base_init == "pytorch" else ()
     return {
         name: torch.stack([p.mean(), p.std(correction=0), p.abs().max()]).detach().numpy()
         for name, p in make_model(family, base_init).named_parameters()

@@ -47,12 +47,11 @@ def learning_rates(epochs, rate, warmup_epochs, warmup_rate, final_rate, cooldow
 def models():
     """Small models of every family, with every kind of parameter."""
     options = dict(num_classes=5, embed_dim=16)
-    vit = dict(img_size=8, patch_size=4, depth=2, num_heads=2, **options)
-    extras = dict(reg_tokens=3, init_values=0.1, qk_norm=True)
+    vit = dict(img_size=8, patch_size=4, depth=2, num_heads=2, init_values=0.1, **options)
     swin = dict(img_size=16, patch_size=2, window_size=4, depths=(2, 1), num_heads=(2, 4))
     mixer = dict(img_size=8, patch_size=2, num_blocks=2, **options)
     return {
-        "vit": VisionTransformer(**vit, **extras),
+        "vit": VisionTransformer(**vit),
         "swin": SwinTransformer(**swin, **options),
         "mixer": MlpMixer(**mixer),
         "convmixer": ConvMixer(dim=16, depth=2, kernel_size=3, patch_size=2, num_classes=5),

@@ -12,8 +12,7 @@ SMALL = dict(patch_size=4, num_classes=5, embed_dim=16, depth=2, num_heads=2)
 CASES = {
     "class_token": dict(img_size=(8, 12)),
     "mean": dict(img_size=(8, 8), class_token=False, global_pool="avg"),
-    "registers": dict(img_size=(8, 8), reg_tokens=3, init_values=0.1, qk_norm=True),
-    "mean_registers": dict(img_size=(8, 8), class_token=False, global_pool="avg", reg_tokens=2),
+    "layer_scale": dict(img_size=(8, 8), init_values=0.1),
 }
 # As in timm's `vit_small_patch16_rope_224`.
 ROPE = dict(
@@ -24,9 +23,7 @@ ROPE = dict(
     rope_temperature=100.0,
 )
 ROPE_CASES = {
-    "rope_class_token": dict(
-        img_size=(8, 12), global_pool="token", num_reg_tokens=3, init_values=0.1, qk_norm=True
-    ),
+    "rope_class_token": dict(img_size=(8, 12), global_pool="token", init_values=0.1),
     "rope_mean": dict(img_size=(8, 8), class_token=False),
 }
 
@@ -59,8 +56,8 @@ def record(name, options):
 
 
 def load_at_another_resolution(state_dict):
-    """What the model of the case 'registers' computes from images of 12 rather than 8 pixels."""
-    options = CASES["registers"] | dict(img_size=12, num_classes=0)
+    """What the model of the case 'layer_scale' computes from images of 12 rather than 8 pixels."""
+    options = CASES["layer_scale"] | dict(img_size=12, num_classes=0)
     model = VisionTransformer(**SMALL | options).eval()
     state_dict = {k: v for k, v in state_dict.items() if not k.startswith("head.")}
     model.load_state_dict(checkpoint_filter_fn(state_dict, model))
@@ -76,7 +73,7 @@ def make():
     arrays = {}
     for name, options in CASES.items():
         arrays |= record(name, options)
-    start = "registers/state/"
+    start = "layer_scale/state/"
     state_dict = {k.removeprefix(start): v for k, v in arrays.items() if k.startswith(start)}
     arrays |= load_at_another_resolution({k: torch.tensor(v) for k, v in state_dict.items()})
     torch.manual_seed(0)

@@ -4,17 +4,9 @@ SMALL = dict(patch_size=4, channels=3, num_classes=5, width=16, depth=2, num_hea
 CASES = {
     "class_token": dict(image_size=(8, 12), pool="class_token"),
     "mean": dict(image_size=8),
-    "registers": dict(
-        image_size=8, pool="class_token", num_registers=3, layer_scale=0.1, qk_norm=True
-    ),
-    "mean_registers": dict(image_size=8, num_registers=2),
+    "layer_scale": dict(image_size=8, pool="class_token", layer_scale=0.1),
     "rope_class_token": dict(
-        positions="rope",
-        image_size=(8, 12),
-        pool="class_token",
-        num_registers=3,
-        layer_scale=0.1,
-        qk_norm=True,
+        positions="rope", image_size=(8, 12), pool="class_token", layer_scale=0.1
     ),
     "rope_mean": dict(positions="rope", image_size=8),
 }
