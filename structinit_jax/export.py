@@ -2,11 +2,11 @@
 
     python -m structinit_jax.export --workdir=DIR --out=model
 
-Exports the newest checkpoint, or that of --step=best or --step=N. Writes `model.safetensors` to the
-folder --out and prints the call that builds the model in PyTorch. With ViT and Swin, the folder
-also gets a `config.json`, so that `timm.create_model("local-dir:model", pretrained=True)` builds
-the model with its normalization and class names. To start a new run from it, pass
-`--config.start_from=model/model.safetensors`.
+Exports the newest checkpoint of a ViT or Swin, or that of --step=best or --step=N. Writes
+`model.safetensors` and `config.json` to the folder --out, so that
+`timm.create_model("local-dir:model", pretrained=True)` builds the model in PyTorch, with its
+normalization and class names, and prints the call that names all sizes. To start a new run from the
+weights, pass `--config.start_from=model/model.safetensors`.
 """
 
 import json
@@ -39,24 +39,16 @@ class TimmModel(NamedTuple):
     """A model of timm.
 
     Attributes:
-      name: Name for `timm.create_model`; or of a class, 'timm.models.mlp_mixer.MlpMixer', since
-        timm's named MLP-Mixers and ConvMixers fix the sizes.
+      name: Name for `timm.create_model`.
       arguments: Keyword arguments.
     """
 
     name: str
     arguments: dict[str, Any]
 
-    @property
-    def is_registered(self) -> bool:
-        """Whether `timm.create_model` can build it."""
-        return "." not in self.name
-
     def call(self) -> str:
         """Returns the Python expression that builds it."""
         texts = [f"{name}={value!r}" for name, value in self.arguments.items()]
-        if not self.is_registered:
-            return f"{self.name}({', '.join(texts)})"
         if None in self.arguments.values():  # `create_model` drops arguments that are None
             return f"timm.model_entrypoint({self.name!r})({', '.join(texts)})"
         return f"timm.create_model({', '.join([repr(self.name), *texts])})"
@@ -90,11 +82,8 @@ def timm_model(model: Mapping[str, Any], *, image_size: int, channels: int) -> T
     """Returns timm's equivalent of a model, given `config.model` and the size of its images.
 
     Raises:
-      InputError: timm has no such family.
+      InputError: timm cannot build such a model from a folder.
     """
-    shared = dict(in_chans=channels, num_classes=model["num_classes"])
-    # A family of your own, which the match refuses, may have no patches.
-    shared |= dict(img_size=image_size, patch_size=model.get("patch_size"))
     match model["name"]:
         case "vit":
             rope = model["positions"] == "rope"
@@ -109,28 +98,15 @@ def timm_model(model: Mapping[str, Any], *, image_size: int, channels: int) -> T
                 window_size=model["window_size"],
                 mlp_ratio=model["mlp_ratio"],
             )
-        case "mixer":
-            name = "timm.models.mlp_mixer.MlpMixer"
-            arguments = dict(
-                embed_dim=model["width"],
-                num_blocks=model["depth"],
-                mlp_ratio=[model["token_mlp_ratio"], model["mlp_ratio"]],
-            )
-        case "convmixer":
-            del shared["img_size"]
-            name = "timm.models.convmixer.ConvMixer"
-            arguments = dict(
-                dim=model["width"],
-                depth=model["depth"],
-                kernel_size=model["kernel_size"],
-                act_layer=_Expression(_ACTIVATIONS[model["activation"]]),
-            )
         case other:
             raise InputError(
-                f"config.model.name={other!r} cannot be exported, since timm has no such family: "
-                "structinit_jax.evaluate.restore_model(config, workdir) returns the weights of any "
-                "model in Python"
+                f"config.model.name={other!r} cannot be exported, since timm builds only ViT and "
+                "Swin from a folder: in Python, evaluate.restore_model(config, workdir) returns "
+                "the weights of any model, and interop.to_timm(model) has those of MLP-Mixer and "
+                "ConvMixer in timm's layout"
             )
+    shared = dict(in_chans=channels, num_classes=model["num_classes"])
+    shared |= dict(img_size=image_size, patch_size=model["patch_size"])
     return TimmModel(name, shared | arguments)
 
 
@@ -147,15 +123,6 @@ def _vit_arguments(model):
     if model["positions"] == "rope":  # timm's default is a scale
         return arguments | dict(init_values=scale)
     return arguments | (dict(init_values=scale) if scale else {})
-
-
-class _Expression(str):
-    """A Python expression among the arguments."""
-
-    __repr__ = str.__str__
-
-
-_ACTIVATIONS = {"gelu": "torch.nn.GELU", "relu": "torch.nn.ReLU"}
 
 
 def export(
@@ -195,9 +162,7 @@ def export(
     metadata = {"format": "pt", "model": timm.call(), "config": text}
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        (folder / "config.json").unlink(missing_ok=True)  # of an older export
-        if timm.is_registered:
-            write_atomically(folder / "config.json", f"{text}\n")
+        write_atomically(folder / "config.json", f"{text}\n")
         # `save_file` would write a file that only its owner can read.
         write_atomically(folder / WEIGHTS, save(weights, metadata))
     except OSError as error:
@@ -213,8 +178,7 @@ def main(overrides: command_line.Overrides) -> None:
     folder = command_line.out_path("model")
     step, model = export(config, WORKDIR.value, folder, _AVERAGED.value, STEP.value or "newest")
     print(f"wrote the weights of step {step} to {folder}")
-    if model.is_registered:
-        print(f'PyTorch: timm.create_model("local-dir:{folder}", pretrained=True), that is')
+    print(f'PyTorch: timm.create_model("local-dir:{folder}", pretrained=True), that is')
     print(f"PyTorch: {model.call()}")
 
 
