@@ -36,9 +36,6 @@ def gelu(x: Float[Array, "..."]) -> Float[Array, "..."]:
     return (wide * (0.5 + 0.5 * jax.lax.erf(wide * 0.5**0.5))).astype(x.dtype)
 
 
-ACTIVATIONS = {"gelu": gelu, "relu": jax.nn.relu}
-
-
 def truncated_normal(rng, shape, dtype=jnp.float32, out_sharding=None):
     """Initializes as timm's ViT and Swin do, with a standard deviation of 0.02."""
     return draw_flat(functools.partial(trunc_normal, std=0.02, dtype=dtype), rng, shape)

@@ -6,7 +6,7 @@ import torch
 NAMES = (
     *timm.list_models("swin_*_window7_224"),
     "swin_base_patch4_window12_384",
-    *("convmixer_768_32", "convmixer_1024_20_ks9_p14", "convmixer_1536_20"),
+    *("convmixer_1024_20_ks9_p14", "convmixer_1536_20"),
     *(f"mixer_{size}{patch}_224" for size in "sbl" for patch in (32, 16)),
 )
 # width, depth, heads; in more patch and image sizes than timm has names for
