@@ -102,7 +102,7 @@ def test_the_schemes_check_their_options_themselves():
     with pytest.raises(InputError, match=r"norm=1\.0 and target_mass"):
         attention_init.impulse(norm=1.0, target_mass=0.5)
     with pytest.raises(InputError, match="dilation=2"):
-        attention_init.impulse(filters="gaussian", dilation=2)
+        attention_init.impulse(filters=np.ones((1, 3, 3)), dilation=2)
     with pytest.raises(TypeError):
         attention_init.mimetic(kernel_size=3)
 
@@ -112,7 +112,7 @@ def test_the_schemes_check_their_options_themselves():
     [
         (WindowSite, dict(keep_positions=False)),
         (TokenMixingSite, dict(target_mass=0.5)),
-        (ConvSite, dict(kernel_size=5)),
+        (ConvSite, dict(kernel_size=3)),
     ],
 )
 def test_options_without_meaning_for_a_site_are_refused(site_type, options):

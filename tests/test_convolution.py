@@ -46,21 +46,6 @@ def test_filters_of_2024_have_the_moments_of_the_program(case):
     np.testing.assert_allclose((squares.sum(axis=1) ** 2).mean(), expected["norm4"], rtol=0.02)
 
 
-def test_gaussians_lie_between_impulse_and_box():
-    narrow, wide = (
-        kernels(attention_init.impulse(filters="gaussian", sigma=s)) for s in (0.1, 99.0)
-    )
-    impulses = kernels(attention_init.impulse())
-    np.testing.assert_allclose(narrow, impulses, atol=1e-6)
-    np.testing.assert_allclose(wide, 1, atol=1e-3)
-    bump = kernels(attention_init.impulse(filters="gaussian", sigma=0.7), kernel_size=5)
-    peaks = bump == 1
-    np.testing.assert_array_equal(peaks.sum(axis=(1, 2)), 1)
-    layer, row, col, channel = np.argwhere(peaks)[0]
-    expected = np.exp(-((np.arange(5) - row) ** 2) / (2 * 0.7**2))
-    np.testing.assert_allclose(bump[layer, :, col, channel], expected, rtol=1e-5)
-
-
 def test_given_kernels():
     given = np.arange(18, dtype=np.float32).reshape(2, 3, 3)
     values = kernels(attention_init.impulse(filters=given), width=4)

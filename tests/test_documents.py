@@ -32,7 +32,12 @@ def test_links_and_commands_lead_somewhere(page):
 @pytest.mark.usefixtures("library_promotion")
 @pytest.mark.parametrize(
     ("page", "name"),
-    [("README.md", "site"), ("README.md", "model"), ("structinit_jax/interop/README.md", "flax")],
+    [
+        ("README.md", "site"),
+        ("README.md", "model"),
+        ("docs/extending.md", "filters"),
+        ("structinit_jax/interop/README.md", "flax"),
+    ],
 )
 def test_the_examples_run(page, name):
     readme = (fork_main.ROOT / page).read_text()

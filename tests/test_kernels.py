@@ -3,7 +3,6 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from scipy.ndimage import correlate
-from scipy.stats import multivariate_normal
 
 from structinit_jax.attention_init import kernels as kernels_lib
 from structinit_jax.attention_init.kernels import layer_norm, sincos_positions
@@ -26,15 +25,6 @@ def test_dilation_moves_offsets_apart():
     assert kernels.shape == (9, 5, 5)
     assert np.argwhere(kernels[0]).tolist() == [[0, 0]]
     assert np.argwhere(kernels[5]).tolist() == [[2, 4]]
-
-
-def test_gaussian_kernels_are_densities_at_the_offsets():
-    kernels = kernels_lib.gaussian_kernels(3, 0.7)
-    reach = np.arange(kernels.shape[1]) - kernels.shape[1] // 2
-    places = np.stack(np.meshgrid(reach, reach, indexing="ij"), axis=-1)
-    for kernel, offset in zip(kernels, kernels_lib.kernel_offsets(3), strict=True):
-        density = multivariate_normal(offset, 0.7**2).pdf(places)
-        np.testing.assert_allclose(kernel, density / density.sum(), atol=1e-6)
 
 
 def test_heads_use_all_filters_evenly():

@@ -90,9 +90,8 @@ def test_maps_are_equally_sharp_in_narrow_and_wide_models(width, heads):
     assert report.hit_rate > 0.98
 
 
-@pytest.mark.parametrize("filters", ["gaussian", np.ones((1, 3, 3), np.float32)])
-def test_other_filters_are_approached(filters):
-    weights = make(filters=filters, target_mass=0.6)
+def test_given_filters_are_approached():
+    weights = make(filters=np.ones((1, 3, 3), np.float32), target_mass=0.6)
     np.testing.assert_allclose(weights.report.target_mass, 0.6, atol=0.01)
 
 
@@ -113,7 +112,7 @@ def test_dilation_grows_with_depth_on_larger_grids():
     site = make_site(grid=(14, 14), positions=sincos_positions((14, 14), WIDTH))
     dilated, filters = (
         len(jax.eval_shape(lambda rng, i=i: i(rng, site), jax.random.key(0)).targets)
-        for i in (impulse(), impulse(filters="gaussian"))
+        for i in (impulse(), impulse(filters=np.ones((9, 3, 3), np.float32)))
     )
     assert (dilated, filters) == (18, 9)
 

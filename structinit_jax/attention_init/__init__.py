@@ -31,8 +31,7 @@ from typing import Any
 from structinit_jax.attention_init import convolution, papers, rotary, token_mixing, tokens, windows
 from structinit_jax.attention_init.kernels import (
     Dilation,
-    FilterKind,
-    Filters,
+    FilterArray,
     OddInt,
     sincos_positions,
 )
@@ -65,9 +64,8 @@ from structinit_jax.errors import (
 
 def impulse(
     *,
-    kernel_size: OddInt = 3,
-    filters: FilterKind = "impulse",
-    sigma: PositiveFloat = 0.7,
+    kernel_size: OddInt | None = None,
+    filters: FilterArray | None = None,
     dilation: Dilation | None = None,
     target_mass: OpenFraction | None = None,
     norm: PositiveFloat | None = None,
@@ -84,10 +82,9 @@ def impulse(
     `InputError` for an invalid value, and the returned function for an option that does not apply.
 
     Args:
-      kernel_size: Kernel size f, odd.
-      filters: 'impulse' (one token), 'gaussian', or an array: kernels [F, f, f] or, except for
-        windows and convolutions, maps [F, N, N] with rows of sum 1.
-      sigma: Standard deviation of Gaussians in tokens.
+      kernel_size: Kernel size f of the impulses, odd; by default 3. A `ConvSite` has its own.
+      filters: Your own filters instead of impulses, which are one token: kernels [F, f, f] or,
+        except for windows and convolutions, maps [F, N, N] with rows of sum 1.
       dilation: Tokens between neighboring offsets, or one number per layer. By default 1, and for
         large grids with positions more in later layers (`kernels.growing_dilation`).
       target_mass: Attention mass wanted on target, which fixes how sharp the maps are in any model
@@ -104,12 +101,11 @@ def impulse(
         positions, maps are more like the targets in all layers. By default 1; 0.3 if rotary.
       mlp_scale: Factor on the output kernels of the MLPs. By default 1; 0 if positions are rotary.
     """
-    options = dict(locals())  # the arguments: this line has to come first
-    check_fields(impulse, options, "")
+    options = dict(locals())  # the arguments: before any other name
     if norm is not None and target_mass is not None:
         raise InputError(f"norm={norm} and target_mass={target_mass} exclude each other: pass one")
-    shared = ("filters", "kernel_size", "sigma", "dilation")
-    filters = Filters(*(options.pop(name) for name in shared))
+    if filters is not None and dilation is not None:
+        raise InputError(f"dilation={dilation} is for impulses: leave it out, or leave out filters")
     functions = {
         AttentionSite: tokens.impulse,
         RotarySite: rotary.impulse,
@@ -117,7 +113,7 @@ def impulse(
         TokenMixingSite: token_mixing.impulse,
         ConvSite: convolution.impulse,
     }
-    return _by_site(functions, options | {"filters": filters})
+    return _by_site(impulse, functions, options)
 
 
 def impulse_2024(
@@ -145,10 +141,9 @@ def impulse_2024(
       taps: Number of places with a weight in each filter, all with the same one. 1, the default, is
         the impulse of table 4, and f² its box.
     """
-    options = dict(locals())  # the arguments: this line has to come first
-    check_fields(impulse_2024, options, "")
+    options = dict(locals())  # the arguments: before any other name
     functions = {AttentionSite: papers.impulse_2024, ConvSite: convolution.impulse_2024}
-    return _by_site(functions, options)
+    return _by_site(impulse_2024, functions, options)
 
 
 def impulse_2025(
@@ -164,9 +159,7 @@ def impulse_2025(
       position_scale: Factor on learned positions; fixed ones stay as they are.
       query_key_norm: Frobenius norm of each head's Q and K.
     """
-    options = dict(locals())  # the arguments: this line has to come first
-    check_fields(impulse_2025, options, "")
-    return _by_site({AttentionSite: papers.impulse_2025}, options)
+    return _by_site(impulse_2025, {AttentionSite: papers.impulse_2025}, dict(locals()))
 
 
 def mimetic(*, replace_positions: bool | None = None) -> AttentionInit:
@@ -177,24 +170,23 @@ def mimetic(*, replace_positions: bool | None = None) -> AttentionInit:
         Neighbors then have similar positions, to which heads attend. Learned positions start near
         zero, too small to matter; the 2025 paper's program keeps them.
     """
-    options = dict(locals())  # the arguments: this line has to come first
-    check_fields(mimetic, options, "")
+    options = dict(locals())  # the arguments: before any other name
     attention = dict.fromkeys(ATTENTION, papers.mimetic)
-    return _by_site(attention | {TokenMixingSite: token_mixing.mimetic}, options)
+    return _by_site(mimetic, attention | {TokenMixingSite: token_mixing.mimetic}, options)
 
 
 def default() -> AttentionInit:
     """The model's own initialization, timm's or PyTorch's (`config.model.base_init`)."""
     attention = dict.fromkeys(ATTENTION, papers.default)
     others = {TokenMixingSite: token_mixing.default, ConvSite: convolution.default}
-    return _by_site(attention | others)
+    return _by_site(default, attention | others, {})
 
 
 def kaiming_uniform() -> AttentionInit:
     """PyTorch's default for linear layers and convolutions: uniform between ±(inputs)^-1/2."""
     attention = dict.fromkeys(ATTENTION, papers.kaiming_uniform)
     others = {TokenMixingSite: token_mixing.kaiming_uniform, ConvSite: convolution.default}
-    return _by_site(attention | others)
+    return _by_site(kaiming_uniform, attention | others, {})
 
 
 ATTENTION = (AttentionSite, RotarySite, WindowSite)
@@ -209,13 +201,16 @@ SCHEMES: dict[str, Callable[..., AttentionInit]] = {
 
 
 def _by_site(
-    functions: dict[type, Callable[..., Weights]], options: dict[str, Any] | None = None
+    scheme: Callable[..., AttentionInit],
+    functions: dict[type, Callable[..., Weights]],
+    options: dict[str, Any],
 ) -> AttentionInit:
-    """Returns `(rng, site) -> weights`, which calls the function for the site's type.
+    """Checks a scheme's options, its arguments, and returns `(rng, site) -> weights`.
 
-    Options that are None are left to the functions' defaults.
+    This calls the function for the site's type. Options that are None are left to its defaults.
     """
-    options = {name: value for name, value in (options or {}).items() if value is not None}
+    check_fields(scheme, options, "")
+    options = {name: value for name, value in options.items() if value is not None}
 
     def init(rng, site):
         kind = type(site).__name__

@@ -11,7 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import PRNGKeyArray
 
-from structinit_jax.attention_init.kernels import Filters, assign, kernel_offsets
+from structinit_jax.attention_init.kernels import FilterArray, assign
 from structinit_jax.attention_init.sites import ConvSite, ConvWeights
 from structinit_jax.errors import InputError
 
@@ -23,14 +23,18 @@ def default(rng: PRNGKeyArray, site: ConvSite) -> ConvWeights:
     return ConvWeights(jax.random.uniform(rng, shape, minval=-bound, maxval=bound))
 
 
-def impulse(rng: PRNGKeyArray, site: ConvSite, filters: Filters) -> ConvWeights:
-    """Gives each channel a filter centered at one of the f² places of the kernel."""
-    if (filters.kernel_size, filters.dilation) != (Filters.kernel_size, Filters.dilation):
+def impulse(
+    rng: PRNGKeyArray, site: ConvSite, *, filters: FilterArray | None = None
+) -> ConvWeights:
+    """Gives each channel an impulse at one of the f² places of the kernel, or one of `filters`."""
+    size = site.kernel_size
+    bank = np.eye(size**2).reshape(-1, size, size) if filters is None else filters
+    bank = np.asarray(bank, np.float32)
+    if bank.shape[1:] != (size, size):
         raise InputError(
-            "kernel_size and dilation do not apply to a ConvSite, whose kernels have the size of "
-            "the model's: leave them out"
+            f"filters has shape {bank.shape}: a ConvSite with kernel_size={size} needs kernels "
+            f"[F, {size}, {size}]"
         )
-    bank = _filter_bank(filters.kind, site.kernel_size, filters.sigma)
     filter_index = assign(rng, (site.num_layers, site.width), len(bank))
     return ConvWeights(jnp.moveaxis(jnp.asarray(bank)[filter_index], 1, -1))
 
@@ -44,20 +48,3 @@ def impulse_2024(rng: PRNGKeyArray, site: ConvSite, *, taps: int = 1) -> ConvWei
     uniform = jax.random.uniform(filter_rng, (site.num_layers, site.width, size**2))
     filters = jnp.where(jnp.argsort(uniform, axis=-1) < taps, (taps * size) ** -0.5, 0.0)
     return ConvWeights(jnp.moveaxis(filters, 1, -1).reshape(-1, size, size, site.width))
-
-
-def _filter_bank(filters, size, sigma):
-    if not isinstance(filters, str):
-        bank = np.asarray(filters, np.float32)
-        if bank.shape[1:] != (size, size):
-            raise InputError(
-                f"filters has shape {bank.shape}: a ConvSite with kernel_size={size} needs kernels "
-                f"[F, {size}, {size}]"
-            )
-        return bank
-    bank = np.eye(size**2, dtype=np.float32)
-    if filters == "gaussian":
-        places = kernel_offsets(size)
-        squared = np.sum((places[:, None] - places) ** 2, axis=-1)
-        bank = np.exp(-squared / (2 * sigma**2)).astype(np.float32)
-    return bank.reshape(-1, size, size)

@@ -3,11 +3,10 @@
 Random draws, the sin-cos encoding and LayerNorm, which all schemes share, are here too.
 """
 
-import dataclasses
 import functools
 import math
 from collections.abc import Callable
-from typing import Annotated, Literal
+from typing import Annotated
 
 import jax
 import jax.numpy as jnp
@@ -16,7 +15,7 @@ from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Int, PRNGKeyArray
 
 from structinit_jax.attention_init.sites import AttentionSite, TokenMixingSite
-from structinit_jax.errors import Check, InputError, PositiveFloat, PositiveInt, is_count
+from structinit_jax.errors import Check, InputError, PositiveInt, is_count
 
 OddInt = Annotated[int, Check("an odd positive whole number", lambda x: is_count(x) and x % 2 == 1)]
 FilterArray = Annotated[
@@ -26,29 +25,9 @@ FilterArray = Annotated[
         lambda x: np.ndim(x) == 3 and np.size(x) > 0 and bool(np.isfinite(x).all()),
     ),
 ]
-FilterKind = Literal["impulse", "gaussian"] | FilterArray
 Dilation = PositiveInt | tuple[PositiveInt, ...]
 
 # -- kernels ---------------------------------------------------------------------------------------
-
-
-@dataclasses.dataclass(frozen=True)
-class Filters:
-    """Options of `attention_init.impulse` that every site takes; `kind` is its `filters`."""
-
-    kind: FilterKind = "impulse"
-    kernel_size: OddInt = 3
-    sigma: PositiveFloat = 0.7
-    dilation: Dilation | None = None
-
-    def __post_init__(self):
-        if not self.is_impulse and np.any(np.not_equal(self.dilation or 1, 1)):
-            raise InputError(f"dilation={self.dilation!r} needs filters='impulse': leave it out")
-
-    @property
-    def is_impulse(self) -> bool:
-        """Whether each filter is one token."""
-        return isinstance(self.kind, str) and self.kind == "impulse"
 
 
 def kernel_offsets(kernel_size: int) -> Int[np.ndarray, "F 2"]:
@@ -66,15 +45,6 @@ def impulse_kernels(kernel_size: int, dilation: int = 1) -> Float[np.ndarray, "F
     kernels = np.zeros((count, wide, wide), np.float32)
     kernels[:, ::dilation, ::dilation] = np.eye(count).reshape(count, kernel_size, kernel_size)
     return kernels
-
-
-def gaussian_kernels(kernel_size: int, sigma: float) -> Float[np.ndarray, "F g g"]:
-    """Returns Gaussians of deviation `sigma` (tokens) centered at the f² offsets, each of sum 1."""
-    reach = kernel_size // 2 + int(np.ceil(2 * sigma))
-    y, x = np.meshgrid(*(np.arange(-reach, reach + 1),) * 2, indexing="ij")
-    squared = np.stack([(y - dy) ** 2 + (x - dx) ** 2 for dy, dx in kernel_offsets(kernel_size)])
-    kernels = np.exp(-squared / (2 * sigma**2)) / sigma**2
-    return np.stack([k / k.sum() for k in kernels]).astype(np.float32)
 
 
 # -- target maps -----------------------------------------------------------------------------------
@@ -123,49 +93,53 @@ def normalize_rows(maps: Float[np.ndarray, "F N N"]) -> Float[np.ndarray, "F N N
 
 
 def filter_kernels(
-    site: AttentionSite | TokenMixingSite, filters: Filters
+    site: AttentionSite | TokenMixingSite,
+    kernel_size: int = 3,
+    filters: FilterArray | None = None,
+    dilation: Dilation = 1,
 ) -> tuple[Float[np.ndarray, "F R C"], tuple[tuple[int, int], ...]]:
     """Returns the distinct kernels of all layers, and the range (start, stop) that each layer uses.
 
-    Kernels are over all offsets of the site's grid, R = 2 rows - 1 and C = 2 cols - 1.
+    They are impulses unless `filters` are given. Kernels are over all offsets of the site's grid,
+    R = 2 rows - 1 and C = 2 cols - 1.
     """
-    dilations = filters.dilation or 1
-    dilations = (dilations,) * site.num_layers if np.ndim(dilations) == 0 else tuple(dilations)
+    dilations = (dilation,) * site.num_layers if np.ndim(dilation) == 0 else tuple(dilation)
     if len(dilations) != site.num_layers:
         raise InputError(
-            f"dilation={filters.dilation!r} has {len(dilations)} values for {site.num_layers} "
-            "layers: pass one for each layer, or a single one"
+            f"dilation={dilation!r} has {len(dilations)} values for {site.num_layers} layers: pass "
+            "one for each layer, or a single one"
         )
     ranges, banks, stop = {}, [], 0
     for dilation in dict.fromkeys(dilations):
-        if not isinstance(filters.kind, str):
-            bank = np.asarray(filters.kind, np.float32)
+        if filters is None:
+            bank = impulse_kernels(kernel_size, dilation)
+        else:
+            bank = np.asarray(filters, np.float32)
             if bank.shape[1] != bank.shape[2] or bank.shape[1] % 2 == 0 or bank.min() < 0:
                 raise InputError(
                     f"filters of shape {bank.shape}: needs kernels [F, f, f] with odd f and no "
                     "negative values, or for attention with positions maps [F, N, N] of N tokens"
                 )
-        elif filters.kind == "gaussian":
-            bank = gaussian_kernels(filters.kernel_size, filters.sigma)
-        else:
-            bank = impulse_kernels(filters.kernel_size, dilation)
         banks.append(crop_kernels(bank, site.grid))
         ranges[dilation] = (stop, stop := stop + len(bank))
     return np.concatenate(banks), tuple(ranges[dilation] for dilation in dilations)
 
 
 def filter_maps(
-    site: AttentionSite | TokenMixingSite, filters: Filters
+    site: AttentionSite | TokenMixingSite,
+    kernel_size: int = 3,
+    filters: FilterArray | None = None,
+    dilation: Dilation = 1,
 ) -> tuple[Float[np.ndarray, "F N N"], tuple[tuple[int, int], ...]]:
-    """Like `filter_kernels`, but returns target maps H. `filters.kind` may also be these maps.
+    """Like `filter_kernels`, but returns target maps H. `filters` may also be these maps.
 
     Raises:
       InputError: The filters do not fit the grid.
     """
     rows, cols = site.grid
-    sides = () if isinstance(filters.kind, str) else np.shape(filters.kind)[1:]
+    sides = () if filters is None else np.shape(filters)[1:]
     if sides == (site.num_tokens,) * 2:
-        maps = np.asarray(filters.kind, np.float32)
+        maps = np.asarray(filters, np.float32)
         ranges = ((0, len(maps)),) * site.num_layers
         sums = maps.sum(axis=-1)
         is_attention = (maps >= 0).all() and ((sums == 0) | (np.abs(sums - 1) < 1e-3)).all()
@@ -181,7 +155,7 @@ def filter_maps(
                 f"kernels, or maps [F, {site.num_tokens}, {site.num_tokens}] without class and "
                 "register tokens"
             )
-        kernels, ranges = filter_kernels(site, filters)
+        kernels, ranges = filter_kernels(site, kernel_size, filters, dilation)
         maps = normalize_rows(convolution_maps(kernels, site.grid))
     if not maps.any(axis=(1, 2)).all():
         raise InputError(

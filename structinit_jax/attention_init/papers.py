@@ -14,7 +14,6 @@ import optax
 from jaxtyping import Array, Float, PRNGKeyArray
 
 from structinit_jax.attention_init.kernels import (
-    Filters,
     center_first,
     draw_flat,
     filter_maps,
@@ -52,7 +51,7 @@ def impulse_2024(
     """
     positions = site.require_positions()
     offset_rng, input_rng, solve_rng = jax.random.split(rng, 3)
-    targets = jnp.asarray(filter_maps(site, Filters(kernel_size=kernel_size))[0])
+    targets = jnp.asarray(filter_maps(site, kernel_size)[0])
     shared = 1 + (first_input != following_input) if same_layers else site.num_layers
     num_solved = min(shared, site.num_layers)
     filter_index = jax.random.randint(offset_rng, (num_solved, site.num_heads), 0, len(targets))
@@ -169,7 +168,7 @@ def impulse_2025(
     scale = position_scale if site.positions_trainable else None
     positions = (scale or 1) * jnp.asarray(site.require_positions())
     noise_rng, vo_rng, _ = jax.random.split(rng, 3)
-    targets = jnp.asarray(filter_maps(site, Filters(kernel_size=kernel_size))[0])
+    targets = jnp.asarray(filter_maps(site, kernel_size)[0])
     order = center_first(kernel_size)[np.arange(site.num_heads) % len(targets)]
     filter_index = jnp.asarray(np.tile(order, (site.num_layers, 1)), jnp.int32)
     query, key, report = _solve_2025(

@@ -16,7 +16,12 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float, Int, PRNGKeyArray
 
-from structinit_jax.attention_init.kernels import Filters, assign_by_layer, filter_maps
+from structinit_jax.attention_init.kernels import (
+    Dilation,
+    FilterArray,
+    assign_by_layer,
+    filter_maps,
+)
 from structinit_jax.attention_init.papers import default
 from structinit_jax.attention_init.sites import (
     AttentionWeights,
@@ -63,8 +68,10 @@ def rotary_angles(
 def impulse(
     rng: PRNGKeyArray,
     site: RotarySite,
-    filters: Filters,
     *,
+    kernel_size: int = 3,
+    filters: FilterArray | None = None,
+    dilation: Dilation = 1,
     target_mass: float = TARGET_MASS,
     vo_init: str = "balanced",
     keep_positions: bool = True,
@@ -80,7 +87,7 @@ def impulse(
     targets at the lowest norm are also those that content disturbs least. The phases of k are
     random and independent for each head.
     """
-    targets, ranges = filter_maps(site, filters)
+    targets, ranges = filter_maps(site, kernel_size, filters, dilation)
     order_rng, place_rng = jax.random.split(rng)
     filter_index = assign_by_layer(order_rng, site.num_heads, ranges)
     angles, targets = jnp.asarray(site.angles, jnp.float32), jnp.asarray(targets)

@@ -27,7 +27,8 @@ import numpy as np
 from jaxtyping import Float, PRNGKeyArray
 
 from structinit_jax.attention_init.kernels import (
-    Filters,
+    Dilation,
+    FilterArray,
     assign_by_layer,
     filter_maps,
     near_identity,
@@ -67,9 +68,16 @@ def mimetic(rng: PRNGKeyArray, site: TokenMixingSite) -> TokenMixingWeights:
     return TokenMixingWeights(*_factor_maps(rotation_rng, maps, jnp.asarray(basis), site.hidden))
 
 
-def impulse(rng: PRNGKeyArray, site: TokenMixingSite, filters: Filters) -> TokenMixingWeights:
+def impulse(
+    rng: PRNGKeyArray,
+    site: TokenMixingSite,
+    *,
+    kernel_size: int = 3,
+    filters: FilterArray | None = None,
+    dilation: Dilation = 1,
+) -> TokenMixingWeights:
     """Gives each layer one filter, exactly or at the rank that its hidden units allow."""
-    maps, ranges = filter_maps(site, filters)
+    maps, ranges = filter_maps(site, kernel_size, filters, dilation)
     order_rng, rotation_rng = jax.random.split(rng)
     targets, bases = jnp.asarray(maps), jnp.asarray(output_basis(maps, site))
     index = assign_by_layer(order_rng, 1, ranges)[:, 0]

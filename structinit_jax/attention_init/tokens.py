@@ -14,7 +14,8 @@ import numpy as np
 from jaxtyping import Array, Float, PRNGKeyArray
 
 from structinit_jax.attention_init.kernels import (
-    Filters,
+    Dilation,
+    FilterArray,
     assign_by_layer,
     draw_flat,
     filter_maps,
@@ -41,8 +42,10 @@ START_SHARPNESS = 128
 def impulse(
     rng: PRNGKeyArray,
     site: AttentionSite,
-    filters: Filters,
     *,
+    kernel_size: int = 3,
+    filters: FilterArray | None = None,
+    dilation: Dilation | None = None,
     target_mass: float = 0.2,
     norm: float | None = None,
     mimetic_layers: float = 0.5,
@@ -61,10 +64,10 @@ def impulse(
     last `mimetic_layers` of the layers attend to similar tokens instead.
     """
     # Targets H [F, N, N]; layer l uses the filters from ranges[l][0] to ranges[l][1].
-    if filters.dilation is None and filters.is_impulse:
-        dilation = growing_dilation(filters.kernel_size, site.num_layers, site.grid)
-        filters = dataclasses.replace(filters, dilation=dilation)
-    targets, ranges = filter_maps(site, filters)
+    if dilation is None:
+        growing = growing_dilation(kernel_size, site.num_layers, site.grid)
+        dilation = growing if filters is None else 1
+    targets, ranges = filter_maps(site, kernel_size, filters, dilation)
 
     # Row space: coordinates Z [N, r] and basis B [D, r]. Learned positions start as noise, so the
     # sin-cos encoding replaces them.

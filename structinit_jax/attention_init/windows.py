@@ -14,7 +14,8 @@ import numpy as np
 from jaxtyping import Float, PRNGKeyArray
 
 from structinit_jax.attention_init.kernels import (
-    Filters,
+    Dilation,
+    FilterArray,
     assign_by_layer,
     convolution_maps,
     crop_kernels,
@@ -34,8 +35,10 @@ BISECTIONS = 50  # enough for the precision of float64
 def impulse(
     rng: PRNGKeyArray,
     site: WindowSite,
-    filters: Filters,
     *,
+    kernel_size: int = 3,
+    filters: FilterArray | None = None,
+    dilation: Dilation = 1,
     target_mass: float = TARGET_MASS,
     vo_init: str = "balanced",
 ) -> AttentionWeights:
@@ -48,7 +51,7 @@ def impulse(
     a row, so the target gets more of it. Kernels without an offset inside the window are not
     assigned to heads. The report describes the bias maps of all others.
     """
-    kernels, ranges = filter_kernels(site, filters)
+    kernels, ranges = filter_kernels(site, kernel_size, filters, dilation)
     fits = kernels.sum(axis=(1, 2)) > 0
     place = np.cumsum([0, *fits]).tolist()  # index of each kernel among those that fit
     ranges = tuple((place[start], place[stop]) for start, stop in ranges)
