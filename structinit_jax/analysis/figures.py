@@ -53,12 +53,8 @@ def _save(figure, title, path):
 
 def draw_by_offset(snapshots: Sequence[Snapshot], title: str, path: Path) -> None:
     """Draws every head as a convolution kernel."""
-    models = {
-        s.name: {layer.name: _crop_offsets(layer.maps, layer.grid) for layer in s.layers}
-        for s in snapshots
-    }
-    sizes = {layer.maps.shape[-1] for s in snapshots for layer in s.layers}
-    _draw_kernels(models, title, path, sizes)
+    models = {s.name: {each.name: (each.maps, each.grid) for each in s.layers} for s in snapshots}
+    _draw_kernels(models, title, path)
 
 
 def draw_maps(
@@ -87,10 +83,10 @@ def draw_maps(
                 f"{tokens}, {tokens}]: cut off class and register tokens, or pass the grid"
             )
     models = {
-        name: {str(i): _crop_offsets(layer, grid) for i, layer in enumerate(layers, 1)}
+        name: {str(i): (layer, grid) for i, layer in enumerate(layers, 1)}
         for name, layers in maps.items()
     }
-    _draw_kernels(models, title, path, {tokens})
+    _draw_kernels(models, title, path)
 
 
 def _crop_offsets(maps, grid):
@@ -100,11 +96,16 @@ def _crop_offsets(maps, grid):
     return kernels[:, rows - 1 - y : rows + y, cols - 1 - x : cols + x]
 
 
-def _draw_kernels(models, title, path, sizes):
+def _draw_kernels(models, title, path):
     """Draws one picture for each model, with a row for each layer and a column for each head.
 
-    `models` holds kernels [h, r, c] by model and layer, `sizes` the numbers of tokens of the maps.
+    `models` holds the maps [h, N, N] and the grid by model and layer.
     """
+    sizes = {maps.shape[-1] for layers in models.values() for maps, _ in layers.values()}
+    models = {
+        name: {layer: _crop_offsets(maps, grid) for layer, (maps, grid) in layers.items()}
+        for name, layers in models.items()
+    }
     kernels = [each for layers in models.values() for each in layers.values()]
     side = max(max(each.shape[1:]) for each in kernels) + 1  # one pixel lies between kernels
     # A scale of at least twice the uniform level, so that flat maps look flat.
