@@ -1,6 +1,7 @@
 """Runs models on images and averages their maps, measures and representations."""
 
 import functools
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -52,7 +53,7 @@ class Snapshot(NamedTuple):
     """A model with certain weights, on certain images.
 
     Attributes:
-      name: Initialization and step, for titles.
+      name: Initialization and step, for titles; "selected weights" with `config.start_from`.
       layers: First to last.
     """
 
@@ -80,7 +81,13 @@ def read_images(config: ConfigDict, count: int) -> UInt8[np.ndarray, "n H H C"]:
 def observe_start(config: ConfigDict, images: UInt8[np.ndarray, "n H H C"]) -> Snapshot:
     """Observes a model with its start values."""
     model = abstract_model(config.model, config.data, one_device())
-    return observe(config, model, {0: _start_values(config, model)}, images)[0]
+    sites = nnx.merge(model.graphdef, model.params, model.model_state).sites()
+    no_attention = ConvSite | TokenMixingSite
+    if not sites or any(isinstance(site, no_attention) for site in sites.values()):
+        raise InputError(f"config.model.name={config.model.name!r} has no attention to analyze")
+    scheme, name = make_attention_init(config), config.attention_init.name
+    *weights, _ = initialize_model(model, scheme, config.seed, config.start_from, name)
+    return observe(config, model, 0, weights, images)
 
 
 def observe_run(
@@ -96,8 +103,9 @@ def observe_run(
       images: Images to average over.
     """
     model, state = restored
-    trained = {int(state.step): (state.params, state.model_state)}
-    return observe(config, model, {0: _start_values(config, model)} | trained, images)
+    weights = state.params, state.model_state
+    start = observe_start(config, images)
+    return [start, observe(config, model, int(state.step), weights, images)]
 
 
 def one_device() -> jax.sharding.Mesh:
@@ -105,57 +113,50 @@ def one_device() -> jax.sharding.Mesh:
     return make_mesh(devices=jax.local_devices()[:1])
 
 
-def _start_values(config, model):
-    sites = nnx.merge(model.graphdef, model.params, model.model_state).sites()
-    no_attention = ConvSite | TokenMixingSite
-    if not sites or any(isinstance(site, no_attention) for site in sites.values()):
-        raise InputError(f"config.model.name={config.model.name!r} has no attention to analyze")
-    scheme, name = make_attention_init(config), config.attention_init.name
-    return initialize_model(model, scheme, config.seed, config.start_from, name)[:2]
-
-
 def observe(
     config: ConfigDict,
     model: AbstractModel,
-    weights: dict[int, tuple[Any, Any]],
+    step: int,
+    weights: Sequence[Any],
     images: UInt8[np.ndarray, "n H H C"],
-) -> list[Snapshot]:
-    """Observes a model with several weights.
+) -> Snapshot:
+    """Observes a model with given weights.
 
     Args:
       config: Config of the model.
       model: The model, on one device.
-      weights: Parameters and model state by training step.
+      step: Training step of the weights.
+      weights: Parameters and model state.
       images: Images to average over; n is a multiple of `BATCH_SIZE`.
     """
-    sites = nnx.merge(model.graphdef, *next(iter(weights.values()))).sites()
-    targets = {}
+    sites = nnx.merge(model.graphdef, *weights).sites()
+    name, targets = "selected weights", {}
     if not config.start_from:
+        name = config.attention_init.name
         targets = find_targets(model, make_attention_init(config), config.seed)
     observe_batch = jax.jit(functools.partial(_observe_batch, config, model.graphdef, targets))
-    snapshots = []
-    for step, each in weights.items():
-        totals, ranks = [], []
-        for batch in images.reshape(-1, BATCH_SIZE, *images.shape[1:]):
-            total, outputs = jax.device_get(observe_batch(each, batch))
-            totals.append(total)
-            matrices = [output.reshape(len(output), -1, output.shape[-1]) for output in outputs]
-            ranks.append([measures.stable_rank(matrix).mean() for matrix in matrices])
-        stacks, shifts = jax.tree.map(lambda *values: np.mean(values, axis=0), *totals)
-        of_outputs = list(zip(np.mean(ranks, axis=0), shifts, strict=True))
-        layers = []
-        for stage, (stack, site) in enumerate(sites.items(), 1):
-            maps, heads, uniform = _summarize(stacks[stage - 1], site, targets.get(stack))
-            for i in range(site.num_layers):
-                values = {key: value[i] for key, value in heads.items() if i < len(value)}
-                rank, shift = of_outputs[len(layers)]
-                values["stable_rank"] = rank[None]
-                if shift is not None:
-                    values["shift_distance"] = shift[None]
-                name = f"{stage}.{i + 1}" if len(sites) > 1 else str(i + 1)
-                layers.append(Layer(name, site.grid, maps[i], values, uniform))
-        snapshots.append(Snapshot(f"{config.attention_init.name}, step {step:,}", layers))
-    return snapshots
+    totals, ranks = [], []
+    for batch in images.reshape(-1, BATCH_SIZE, *images.shape[1:]):
+        total, outputs = jax.device_get(observe_batch(weights, batch))
+        totals.append(total)
+        matrices = [output.reshape(len(output), -1, output.shape[-1]) for output in outputs]
+        ranks.append([measures.stable_rank(matrix).mean() for matrix in matrices])
+    stacks, shifts = jax.tree.map(lambda *values: np.mean(values, axis=0), *totals)
+    of_outputs = list(zip(np.mean(ranks, axis=0), shifts, strict=True))
+    layers = []
+    for stage, ((stack, site), averages) in enumerate(zip(sites.items(), stacks, strict=True), 1):
+        maps = averages.pop("maps")
+        heads = jax.device_get(measures.measure_mean_maps(maps, site.grid)) | averages
+        uniform = _measure_uniform_maps(site, targets.get(stack))
+        for i in range(site.num_layers):
+            values = {key: value[i] for key, value in heads.items() if i < len(value)}
+            rank, shift = of_outputs[len(layers)]
+            values["stable_rank"] = rank[None]
+            if shift is not None:
+                values["shift_distance"] = shift[None]
+            number = f"{stage}.{i + 1}" if len(sites) > 1 else str(i + 1)
+            layers.append(Layer(number, site.grid, maps[i], values, uniform))
+    return Snapshot(f"{name}, step {step:,}", layers)
 
 
 def _observe_batch(config, graphdef, targets, weights, images):
@@ -199,7 +200,10 @@ def _output_grids(stages, sites):
 
 
 def _average_maps(blocks, site: AttentionSite, targets) -> dict[str, Array]:
-    """Averages maps [L, h, N, N] and measures that are not linear in them over images."""
+    """Averages maps [L, h, N, N] and the measures that need the maps of each image.
+
+    For the others, see `measures.measure_mean_maps`.
+    """
     maps = comparable_maps(blocks, site)
     averages = dict(maps=maps.mean(axis=0), entropy=measures.mean_entropy(maps))
     if targets is not None:
@@ -220,16 +224,12 @@ def comparable_maps(blocks: dict[str, Array], site: AttentionSite) -> Float[Arra
     return maps / maps.sum(axis=-1, keepdims=True)
 
 
-def _summarize(averages, site: AttentionSite, targets):
-    """Returns the maps of a stack [L, h, N, N], their measures [L, h], and a uniform map's."""
-    heads = dict(averages)
-    maps = heads.pop("maps")
-    heads = measures.measure_mean_maps(maps, site.grid) | heads
-    flat = jnp.full((1, site.num_tokens, site.num_tokens), 1 / site.num_tokens)
-    uniform = measures.measure_mean_maps(flat, site.grid)
-    uniform["entropy"] = measures.mean_entropy(flat)
+def _measure_uniform_maps(site: AttentionSite, targets) -> dict[str, float]:
+    """Returns the measures of uniform maps, averaged over the targets."""
+    maps = jnp.full((1, site.num_tokens, site.num_tokens), 1 / site.num_tokens)
+    values = measures.measure_mean_maps(maps, site.grid) | {"entropy": measures.mean_entropy(maps)}
     if targets is not None:
         every = jnp.asarray(targets[1])
-        against = measures.measure_against_targets(jnp.broadcast_to(flat, every.shape)[None], every)
-        uniform["target_mass"] = against["target_mass"].mean()
-    return maps, jax.device_get(heads), {name: float(x.squeeze()) for name, x in uniform.items()}
+        against = measures.measure_against_targets(jnp.broadcast_to(maps, every.shape)[None], every)
+        values["target_mass"] = against["target_mass"].mean()
+    return {name: float(value.squeeze()) for name, value in values.items()}
