@@ -191,7 +191,6 @@ def csv_text(comparison: Comparison) -> str:
                     "status": run.status,
                     "epoch": run.epoch(last),
                     "test_accuracy": run.curve.get(last),
-                    "best_test_accuracy": max(run.curve.values(), default=None),
                     "training_seconds": run.seconds,
                     "baseline": comparison.info["baselines"][setting],
                     "published": run.facts["published"],
