@@ -34,8 +34,6 @@ pytestmark = pytest.mark.usefixtures("library_promotion")
 def test_unknown_names_are_refused_with_similar_ones():
     with pytest.raises(InputError, match=r"model\.name='swin_tiny_224' is unknown: did you mean"):
         default_config("swin_tiny_224")
-    with pytest.raises(InputError, match=r"model\.name='vit_tiny_patch16_224' is a variant"):
-        make("vit", name="vit_tiny_patch16_224")
 
 
 @pytest.mark.parametrize("name", VARIANTS)

@@ -187,7 +187,6 @@ def test_a_scheme_cannot_set_fixed_positions():
     [
         (dict(num_heads=3), r"model\.num_heads: 16 channels .* by 3 heads"),
         (dict(positions="rope", num_heads=8), "head_dim=2: rotary positions need a multiple of 4"),
-        (dict(mlp_ratio=0.01), r"model\.mlp_ratio .*MLP of 16 channels without hidden channels"),
     ],
 )
 def test_sizes_that_do_not_fit_are_refused(options, message):

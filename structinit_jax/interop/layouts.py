@@ -24,11 +24,6 @@ def flatten(params: Any) -> tuple[Leaves, Callable[[Leaves], Any]]:
       The leaves by name, with dots between the levels ('blocks.0.attn.qkv.weight'), and the
       function that rebuilds `params` from such a dict.
     """
-    if hasattr(params, "initialize_attention"):
-        raise InputError(
-            f"params is a {type(params).__name__} of this package: call "
-            "model.initialize_attention(scheme, rng), which changes it in place"
-        )
     if callable(getattr(params, "state_dict", None)):
         raise InputError(
             f"params is a {type(params).__name__}, a torch module: pass "

@@ -5,7 +5,7 @@ from typing import Any
 
 from flax import nnx
 
-from structinit_jax.errors import InputError, find
+from structinit_jax.errors import find
 from structinit_jax.models.convmixer import ConvMixer
 from structinit_jax.models.mixer import MlpMixer
 from structinit_jax.models.model import Model
@@ -64,10 +64,6 @@ def create_model(
     """
     options = dict(options)
     name = options.pop("name")
-    if name in VARIANTS:
-        family, changes = VARIANTS[name]
-        sizes = ", ".join(f"{field}={value}" for field, value in changes.items())
-        raise InputError(f"config.model.name={name!r} is a variant of {family!r}: set {sizes}")
     model = find(name, FAMILIES, "model.name")
     if image_size is not None:
         options["image_size"] = image_size

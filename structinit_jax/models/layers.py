@@ -156,11 +156,6 @@ class Mlp(nnx.Module):
         dtype,
         rngs: nnx.Rngs,
     ):
-        if hidden < 1:
-            raise InputError(
-                "config.model.mlp_ratio or config.model.token_mlp_ratio leaves an MLP of "
-                f"{width} channels without hidden channels: raise it"
-            )
         options = dict(dtype=dtype, rngs=rngs)
         self.fc1 = nnx.Linear(width, hidden, **init(width), **options)
         self.fc2 = nnx.Linear(hidden, width, **init(hidden), **options)
