@@ -132,8 +132,8 @@ def write_entries(
     ours: Mapping[str, Any],
     shapes: Mapping[str, Shape],
 ) -> dict[str, Any]:
-    """Returns leaves with our arrays [L, ...] written into them; others keep the old values."""
-    new = dict(leaves)
+    """Returns the tensors that hold our arrays [L, ...]; other arrays in them keep their values."""
+    new = {}
     for entry in entries:
         if not any(path in ours for path in entry.paths):
             continue

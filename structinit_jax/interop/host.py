@@ -12,7 +12,14 @@ from structinit_jax.attention_init import AttentionWeights
 from structinit_jax.attention_init.sites import check_shape, is_concrete
 from structinit_jax.errors import InputError, is_count
 from structinit_jax.interop.entries import check_array, check_entries, unsupported, write_entries
-from structinit_jax.interop.layouts import FIELDS, Leaves, Stack, shared_parts
+from structinit_jax.interop.layouts import (
+    FIELDS,
+    Leaves,
+    Stack,
+    find_stack,
+    find_stacks,
+    shared_parts,
+)
 
 Grid = tuple[int, int]
 
@@ -28,6 +35,11 @@ _PATCH_NORM = (  # timm, Hugging Face's AIMv2, vit-pytorch
     r"(?:.*\.)?(?:(?:patch_embed|embeds)\.norm|embeddings\.rms_norm|to_patch_embedding\.3)"
     r"\.(?:weight|scale)"
 )
+_BIAS_TABLE = "relative_position_bias_table"  # of Swin and BEiT
+_REFUSED = {  # by the names of their parameters
+    re.compile(r"(?:.*\.)?att\w*\.(?:.*\.)?logit_scale"): "the cosine attention of SwinV2",
+    re.compile(r"(?:.*\.)?attn_grid\..*"): "the grid attention of MaxViT",
+}
 _NORMS = re.compile(r"(?i:[^.]*(?:norm|ln)[^.]*)|0\.norm|1\.net\.0")  # the last two: vit-pytorch
 
 
@@ -41,14 +53,21 @@ class PositionTable(NamedTuple):
 
 
 class Host:
-    """A model's parameters by name, the entries of its attention layers, and their sizes.
+    """A model's parameters by name, the entries of one stack of attention layers, and their sizes.
 
     `shapes` holds the shapes of our arrays by path, with a layer axis if the model stacks layers;
-    `blocks` are the prefixes of the blocks around the attention layers.
+    `blocks` are the prefixes of the blocks around the attention layers. `bias_tables` are the names
+    of the layers' relative position biases, if the model has them.
     """
 
-    def __init__(self, leaves: Leaves, stack: Stack, num_heads: int | None):
-        self.leaves, self.stack = leaves, stack
+    def __init__(
+        self,
+        leaves: Leaves,
+        stack: Stack,
+        num_heads: int | None,
+        bias_tables: Sequence[str] = (),
+    ):
+        self.leaves, self.stack, self.bias_tables = leaves, stack, bias_tables
         self.floating = [
             name
             for name, leaf in leaves.items()
@@ -99,8 +118,8 @@ class Host:
 
     # -- attention ---------------------------------------------------------------------------------
 
-    def with_attention(self, weights: AttentionWeights) -> Leaves:
-        """Returns new leaves with the projections that are not None, and zero biases for them."""
+    def write_attention(self, weights: AttentionWeights) -> Leaves:
+        """Returns the leaves of the projections that are not None, and zero biases for them."""
         ours: dict[str, Any] = {}
         lead = () if self.stack.stacked else (self.num_layers,)
         for field in FIELDS:
@@ -111,14 +130,16 @@ class Host:
                 ours[f"{path}/bias"] = np.zeros((*lead, *self.shapes[f"{path}/bias"]), np.float32)
         return write_entries(self.leaves, self.entries, ours, self.shapes)
 
-    def require_assumptions(self, own: Sequence[str] = ()) -> None:
+    def require_assumptions(self) -> None:
         """Raises `InputError` if the parameters show that a scheme's maps would not be the model's.
 
-        Args:
-          own: Names of parameters besides the projections that the scheme sets.
+        Those are norms that have been trained, and parameters that change the maps besides the
+        projections and the bias tables, which schemes set.
         """
         prefixes = tuple(f"{a}." if a else "" for a in self.stack.attentions)
-        known = {entry.name for entry in self.entries} | set(own)
+        known = {entry.name for entry in self.entries}
+        if self.bias_tables:
+            known.update(name for name in self.floating if name.endswith(_BIAS_TABLE))
         for name in self.floating:
             inside = name.startswith(prefixes)
             module, _, leaf = name.rpartition(".")
@@ -230,6 +251,33 @@ class Host:
     def _matches(self, pattern: str, name: str) -> bool:
         stem = self.stack.stem
         return name.startswith(stem) and re.fullmatch(pattern, name[len(stem) :]) is not None
+
+
+def find_hosts(leaves: Leaves, num_heads: int | None) -> list[Host]:
+    """Finds the stacks of attention layers: one of a ViT or BEiT, one for each stage of a Swin.
+
+    Raises:
+      InputError: No scheme fits this model.
+    """
+    for pattern, attention in _REFUSED.items():
+        for name in filter(pattern.fullmatch, leaves):
+            raise unsupported(name, f"belongs to {attention}")
+    tables = [name for name in leaves if name.endswith(_BIAS_TABLE)]
+    if not tables:
+        return [Host(leaves, find_stack(leaves), num_heads)]
+    if num_heads is not None:
+        raise InputError(f"num_heads: leave it out, {tables[0]} shows it")
+    stacks = find_stacks(leaves)
+    # Those without tables are of a text model.
+    seeing = [stack for stack in stacks if any(name.startswith(stack.blocks) for name in tables)]
+    hosts = []
+    for stack in seeing or stacks:
+        own = [name for block in stack.blocks for name in tables if name.startswith(block)]
+        if len(own) != len(stack.attentions):
+            raise unsupported(stack.attentions[0], f"has no {_BIAS_TABLE}, as other layers have")
+        check_array("params", own[0], leaves[own[0]])
+        hosts.append(Host(leaves, stack, leaves[own[0]].shape[1], own))
+    return hosts
 
 
 def square(tokens: int) -> Grid | None:

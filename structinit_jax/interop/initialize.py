@@ -1,6 +1,5 @@
 """Writes attention schemes into other projects' models, and records the maps of torch models."""
 
-import warnings
 from typing import Any
 
 import jax
@@ -8,13 +7,13 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Float
 
-from structinit_jax.attention_init import AttentionInit, AttentionSite, AttentionWeights
-from structinit_jax.attention_init.sites import check_shape
-from structinit_jax.errors import InputError
+from structinit_jax.attention_init import AttentionInit, AttentionWeights
+from structinit_jax.attention_init.sites import GRID, check_shape
+from structinit_jax.errors import InputError, require
 from structinit_jax.interop.entries import check_array, like, replace_rows
-from structinit_jax.interop.host import Grid, Host, square
-from structinit_jax.interop.layouts import Leaves, find_stack, flatten
-from structinit_jax.interop.sites import find_window_sites, rotary_site
+from structinit_jax.interop.host import Grid, Host, find_hosts
+from structinit_jax.interop.layouts import Leaves, flatten
+from structinit_jax.interop.sites import find_site, num_offsets
 
 # Root mean square of the embeddings of white images of variance 1 under PyTorch's default kernel,
 # whose variance is 1 / (3 fan-in).
@@ -67,76 +66,37 @@ def initialize(
     Raises:
       InputError: An argument is missing, or the model does not fit the scheme.
     """
+    if grid is not None:
+        require("grid", grid, *GRID)
     leaves, rebuild = flatten(params)
-    sites = find_window_sites(leaves, grid)
-    if not sites:
-        host = Host(leaves, find_stack(leaves), num_heads)
-        weights = attention_init(rng, _find_site(host, grid, positions, rotations))
-        return rebuild(_write(host, weights, grid))
-    given = dict(positions=positions, rotations=rotations, num_heads=num_heads)
-    if unused := [name for name, value in given.items() if value is not None]:
-        raise InputError(f"{unused[0]}: leave it out, the model has {sites[0].name} instead")
-    rngs = [rng] if len(sites) == 1 else jax.random.split(rng, len(sites))
-    for found, site_rng in zip(sites, rngs, strict=True):
-        leaves = found.write(leaves, attention_init(site_rng, found.site))
+    hosts, sites = find_hosts(leaves, num_heads), []
+    for host in hosts:
+        sites.append(find_site(host, grid, positions, rotations))
+    if grid is not None and all(site.grid != grid for site in sites):
+        windows = ", ".join(str(site.grid) for site in sites)
+        raise InputError(f"grid={grid} is none of the windows {windows}: leave it out")
+    rngs = [rng] if len(hosts) == 1 else jax.random.split(rng, len(hosts))
+    for host, site, site_rng in zip(hosts, sites, rngs, strict=True):
+        leaves |= _write(host, attention_init(site_rng, site), site.grid)
     return rebuild(leaves)
 
 
-def _find_site(
-    host: Host,
-    grid: Grid | None,
-    positions: np.ndarray | jax.Array | None,
-    rotations: Any | None,
-) -> AttentionSite:
-    if positions is not None and rotations is not None:
-        raise InputError("positions and rotations exclude each other: pass one of them")
-    host.require_assumptions()
-    table = host.position_table(grid) if positions is None else None
-    if rotations is not None:
-        if table is not None:
+def _write(host: Host, weights: AttentionWeights, grid: Grid) -> Leaves:
+    """Returns the leaves that the weights of a scheme change."""
+    windowed = ("positions", "position_scale", "patch_scale", "patch_bias", "mlp_scale")
+    for field in windowed if host.bias_tables else ("bias",):
+        if getattr(weights, field) is not None:
             raise InputError(
-                f"rotations: the model also adds the positions {table.name} to its tokens, which "
-                "schemes then use: leave out rotations, and measure the maps"
+                f"weights.{field}: the model has no place for it: leave it None, or leave out the "
+                "option of the scheme"
             )
-        return rotary_site(host, rotations, grid)
-    rotary = host.rotary_positions()
-    if rotary is not None:
-        if host.position_table(grid) is None:
-            raise InputError(
-                f"params: {rotary} rotates queries and keys: pass rotations=model.rope.get_embed("
-                "shape=grid).numpy() (timm) or model.rope_embeddings(pixel_values) (Hugging Face)"
-            )
-        warnings.warn(
-            f"params: {rotary} rotates queries and keys, which moves the scheme's maps: measure "
-            "them",
-            stacklevel=3,
-        )
-    if positions is not None:
-        check_array("positions", "the encoding", positions)
-        grid = grid or square(len(positions))
-        if grid is None:
-            raise InputError(f"grid: pass grid=(rows, cols) of the {len(positions)} positions")
-        return AttentionSite(grid=grid, **host.sizes(), positions=positions)
-    if table is not None:
-        return AttentionSite(
-            grid=table.grid,
-            **host.sizes(),
-            positions=jnp.asarray(table.rows[table.prefix :], jnp.float32),
-            positions_trainable=True,
-        )
-    if grid is not None:
-        return AttentionSite(grid=grid, **host.sizes())  # some schemes need no positions
-    raise InputError(
-        f"positions: params hold no position table of width {host.width}: pass the encoding that "
-        "the model adds to its tokens as positions=[N, D], or its rotary positions as rotations, "
-        "or for a scheme that needs none ('mimetic') grid=(rows, cols)"
-    )
-
-
-def _write(host: Host, weights: AttentionWeights, grid: Grid | None) -> Leaves:
+    new = host.write_attention(weights)
     if weights.bias is not None:
-        raise InputError("weights.bias: the model has no relative position bias, so leave it None")
-    new = host.with_attention(weights)
+        shape = (host.num_layers, num_offsets(grid), host.num_heads)
+        check_shape("bias", weights.bias, shape)
+        for name, biases in zip(host.bias_tables, weights.bias, strict=True):
+            table = replace_rows(jnp.asarray(host.leaves[name], jnp.float32), biases, 0)
+            new[name] = like(table, host.leaves[name])
     if weights.positions is not None or weights.position_scale is not None:
         table = host.position_table(grid)
         if table is None:
@@ -151,12 +111,13 @@ def _write(host: Host, weights: AttentionWeights, grid: Grid | None) -> Leaves:
         new[table.name] = like(rows.reshape(old.shape), old)
     if weights.patch_bias is not None:
         name = f"{host.patch_kernel().rpartition('.')[0]}.bias"
-        if name not in new:
+        if name not in host.leaves:
             raise InputError(
                 f"params: the patch embedding has no {name}, in which this scheme needs to put a "
                 "vector that all tokens share: build the model with it, or use 'mimetic'"
             )
-        new[name] = like(weights.patch_bias.reshape(new[name].shape), new[name])
+        old = host.leaves[name]
+        new[name] = like(weights.patch_bias.reshape(old.shape), old)
     scales = {}
     if weights.patch_scale is not None:
         name = host.patch_norm() or host.patch_kernel()
@@ -166,8 +127,9 @@ def _write(host: Host, weights: AttentionWeights, grid: Grid | None) -> Leaves:
     if weights.mlp_scale is not None:
         scales |= dict.fromkeys(host.mlp_outputs(), weights.mlp_scale)
     for name, scale in scales.items():
-        check_array("params", name, new[name])
-        new[name] = like(scale * jnp.asarray(new[name], jnp.float32), new[name])
+        old = host.leaves[name]
+        check_array("params", name, old)
+        new[name] = like(scale * jnp.asarray(old, jnp.float32), old)
     return new
 
 

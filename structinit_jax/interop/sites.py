@@ -1,115 +1,96 @@
-"""Describes attention layers of other projects: those with windows or rotary positions."""
+"""Describes attention layers of other projects to schemes."""
 
 import math
-import re
-from collections.abc import Callable
-from typing import Any, NamedTuple
+import warnings
+from typing import Any
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Complex
 
-from structinit_jax.attention_init import AttentionWeights, RotarySite, WindowSite
-from structinit_jax.attention_init.sites import GRID, check_shape
-from structinit_jax.errors import InputError, require
-from structinit_jax.interop.entries import check_array, like, replace_rows, unsupported
+from structinit_jax.attention_init import AttentionSite, RotarySite, WindowSite
+from structinit_jax.errors import InputError
+from structinit_jax.interop.entries import check_array
 from structinit_jax.interop.host import Grid, Host, square
-from structinit_jax.interop.layouts import Leaves, Stack, find_stacks
 
-TABLE = "relative_position_bias_table"
-REFUSED = {  # by the names of their parameters
-    re.compile(r"(?:.*\.)?att\w*\.(?:.*\.)?logit_scale"): "the cosine attention of SwinV2",
-    re.compile(r"(?:.*\.)?attn_grid\..*"): "the grid attention of MaxViT",
-}
 # Error of sines and cosines in bfloat16, and of the turns between neighbors computed from them.
 ROUNDING = 0.05
 
 
-# -- attention with a relative position bias: Swin, BEiT -------------------------------------------
-
-
-class FoundSite(NamedTuple):
-    """A stack of layers in another project's model.
-
-    Attributes:
-      name: One of its parameters, for error messages.
-      site: The stack as schemes see it.
-      write: Returns leaves with the weights that a scheme returned for the site.
-    """
-
-    name: str
-    site: WindowSite
-    write: Callable[[Leaves, AttentionWeights], Leaves]
-
-
-def find_window_sites(leaves: Leaves, grid: Grid | None) -> list[FoundSite]:
-    """Finds the stacks of a Swin Transformer or BEiT, from first to last.
-
-    `grid` is (rows, cols) of the windows that are not square.
-
-    Returns:
-      The stacks; none if the model is of another kind.
+def find_site(
+    host: Host,
+    grid: Grid | None,
+    positions: np.ndarray | jax.Array | None,
+    rotations: Any | None,
+) -> AttentionSite:
+    """Describes a model's attention layers as schemes see them; for the arguments see `initialize`.
 
     Raises:
-      InputError: No scheme fits this model.
+      InputError: An argument is missing, or does not fit the model.
     """
+    if positions is not None and rotations is not None:
+        raise InputError("positions and rotations exclude each other: pass one of them")
+    host.require_assumptions()
+    if host.bias_tables:
+        for name, value in dict(positions=positions, rotations=rotations).items():
+            if value is not None:
+                raise InputError(f"{name}: leave it out, the model has {host.bias_tables[0]}")
+        return WindowSite(grid=_find_window(host, grid), **host.sizes())
+    table = host.position_table(grid) if positions is None else None
+    if rotations is not None:
+        if table is not None:
+            raise InputError(
+                f"rotations: the model also adds the positions {table.name} to its tokens, which "
+                "schemes then use: leave out rotations, and measure the maps"
+            )
+        return _rotary_site(host, rotations, grid)
+    rotary = host.rotary_positions()
+    if rotary is not None:
+        if host.position_table(grid) is None:
+            raise InputError(
+                f"params: {rotary} rotates queries and keys: pass rotations=model.rope.get_embed("
+                "shape=grid).numpy() (timm) or model.rope_embeddings(pixel_values) (Hugging Face)"
+            )
+        warnings.warn(
+            f"params: {rotary} rotates queries and keys, which moves the scheme's maps: measure "
+            "them",
+            stacklevel=3,
+        )
+    if positions is not None:
+        check_array("positions", "the encoding", positions)
+        grid = grid or square(len(positions))
+        if grid is None:
+            raise InputError(f"grid: pass grid=(rows, cols) of the {len(positions)} positions")
+        return AttentionSite(grid=grid, **host.sizes(), positions=positions)
+    if table is not None:
+        return AttentionSite(
+            grid=table.grid,
+            **host.sizes(),
+            positions=jnp.asarray(table.rows[table.prefix :], jnp.float32),
+            positions_trainable=True,
+        )
     if grid is not None:
-        require("grid", grid, *GRID)
-    for pattern, attention in REFUSED.items():
-        for name in filter(pattern.fullmatch, leaves):
-            raise unsupported(name, f"belongs to {attention}")
-    tables = [name for name in leaves if name.endswith(TABLE)]
-    if not tables:
-        return []
-    stacks = find_stacks(leaves)
-    # Those without tables are of a text model.
-    seeing = [stack for stack in stacks if any(name.startswith(stack.blocks) for name in tables)]
-    sites = [_window_site(leaves, stack, grid) for stack in seeing or stacks]
-    if grid is not None and all(found.site.grid != grid for found in sites):
-        windows = ", ".join(f"{found.site.grid} of {found.name}" for found in sites)
-        raise InputError(f"grid={grid} is none of the windows {windows}: leave it out")
-    return sites
+        return AttentionSite(grid=grid, **host.sizes())  # some schemes need no positions
+    raise InputError(
+        f"positions: params hold no position table of width {host.width}: pass the encoding that "
+        "the model adds to its tokens as positions=[N, D], or its rotary positions as rotations, "
+        "or for a scheme that needs none ('mimetic') grid=(rows, cols)"
+    )
 
 
-def _window_site(leaves: Leaves, stack: Stack, grid: Grid | None) -> FoundSite:
-    tables = [
-        name
-        for attention in stack.attentions
-        for name in leaves
-        if name.startswith(f"{attention.rpartition('.')[0]}.") and name.endswith(TABLE)
-    ]
-    if len(tables) != len(stack.attentions):
-        raise unsupported(stack.attentions[0], f"has no {TABLE}, as other layers have")
-    check_array("params", tables[0], leaves[tables[0]])
-    rows, num_heads = leaves[tables[0]].shape
-    window = _find_window(tables[0], rows, grid)
-    host = Host(leaves, stack, num_heads)
-    host.require_assumptions(own=[name for name in leaves if name.endswith(TABLE)])
-    site = WindowSite(grid=window, **host.sizes())
-
-    def write(leaves: Leaves, weights: AttentionWeights) -> Leaves:
-        for field in ("positions", "position_scale", "patch_scale", "patch_bias", "mlp_scale"):
-            if getattr(weights, field) is not None:
-                raise InputError(
-                    f"attention_init: the scheme sets {field}, which has no place in a model with "
-                    f"{tables[0]}: leave out the option"
-                )
-        new = Host(leaves, stack, num_heads).with_attention(weights)
-        if weights.bias is not None:
-            check_shape("bias", weights.bias, (host.num_layers, _num_offsets(window), num_heads))
-            for name, biases in zip(tables, weights.bias, strict=True):
-                table = replace_rows(jnp.asarray(leaves[name], jnp.float32), biases, 0)
-                new[name] = like(table, leaves[name])
-        return new
-
-    return FoundSite(tables[0], site, write)
+def num_offsets(window: Grid) -> int:
+    """Returns the number of offsets between the tokens of a window."""
+    return (2 * window[0] - 1) * (2 * window[1] - 1)
 
 
-def _find_window(table: str, rows: int, grid: Grid | None) -> Grid:
-    """Returns the window of a table with one row per offset, and BEiT's 3 for its class token."""
+def _find_window(host: Host, grid: Grid | None) -> Grid:
+    """Returns the window of tables with one row per offset, and BEiT's 3 for its class token."""
+    table = host.bias_tables[0]
+    rows = len(host.leaves[table])
     side = math.isqrt(rows) // 2 + 1
     for window in (grid, (side, side)):
-        if window and _num_offsets(window) in (rows, rows - 3):
+        if window and num_offsets(window) in (rows, rows - 3):
             return window
     given = "" if grid is None else f" or one of {grid}"
     raise InputError(
@@ -118,15 +99,7 @@ def _find_window(table: str, rows: int, grid: Grid | None) -> Grid:
     )
 
 
-def _num_offsets(window: Grid) -> int:
-    return (2 * window[0] - 1) * (2 * window[1] - 1)
-
-
-# -- rotary positions -----------------------------------------------------------------------------
-
-
-def rotary_site(host: Host, given: Any, grid: Grid | None) -> RotarySite:
-    """Returns the site of a model with the `rotations` that were passed to `initialize`."""
+def _rotary_site(host: Host, given: Any, grid: Grid | None) -> RotarySite:
     parts = tuple(given) if isinstance(given, tuple | list) else (given,)
     for part in parts:
         check_array("rotations", "the table", part)
