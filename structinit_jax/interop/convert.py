@@ -41,7 +41,7 @@ HEADS = ("head", "head_dist", "classifier")
 # Functions of the sizes, in Swin weights of older versions of timm.
 BUFFERS = ("attn.relative_position_index", "attn_mask")
 UNSUPPORTED = re.compile(r"reg_token|\.[qk]_norm\.")  # parts of timm's ViT that ours lacks
-# Axes along which elements are places, which student and teacher must share.
+# Axes along which teacher and student must have equal sizes: places in a patch, window or image.
 PLACES = {
     "patch_embed.proj.weight": slice(2, 4),
     "stem.proj.weight": slice(2, 4),
@@ -66,7 +66,8 @@ def from_timm(model: nnx.Module, state_dict: Mapping[str, np.ndarray]) -> None:
     Prefixes of torch's DataParallel and `torch.compile` are removed from the names.
 
     Raises:
-      InputError: An entry is missing, unexpected or of another shape. The model is then unchanged.
+      InputError: An entry is missing, of another shape, or unexpected, such as register tokens.
+        The model is then unchanged.
     """
     old = _arrays_by_path(model)
     ours = {path: np.array(array) for path, array in old.items()}
@@ -101,8 +102,8 @@ def _read_names(state_dict: StateDict) -> dict[str, Any]:
     for name in weights:
         if UNSUPPORTED.search(name):
             raise InputError(
-                f"state_dict has {name!r}: our ViT has no register tokens and no norms of queries "
-                "and keys, so weights of a model with them cannot be converted or selected"
+                f"{name} cannot be converted: our ViT has no register tokens and no norms of "
+                "queries and keys"
             )
     return weights
 
@@ -326,7 +327,7 @@ def _select(name, teacher, shape):
 
 
 def _is_own(name: str) -> bool:
-    """Whether the student keeps its own value."""
+    """Whether a weight belongs to a head, so that the student keeps its own."""
     return any(part in HEADS for part in name.split("."))
 
 

@@ -142,7 +142,7 @@ def find_stack(leaves: Leaves) -> Stack:
     """Finds the attention layers of a model with a single grid of tokens.
 
     Raises:
-      InputError: As for `find_stacks`; or of several stacks, not exactly one sees images.
+      InputError: There are no attention layers, or several models that may be the one meant.
     """
     stacks = find_stacks(leaves)
     # A single attention next to a stack of them pools tokens.

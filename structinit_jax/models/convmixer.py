@@ -125,7 +125,7 @@ class ConvMixerBlock(nnx.Module):
         return x, {"spatial": mixed, "output": x}
 
     def set_weights(self, weights: ConvWeights) -> None:
-        """Replaces the depthwise filters of a stack of these blocks, but not their biases."""
+        """Writes the filters that a scheme returns into a stack of these blocks."""
         layers.set_weight(self.spatial.kernel, "kernel", weights.kernel)
 
 

@@ -133,7 +133,7 @@ class PatchEmbedding(nnx.Module):
     def embed(
         self, images: Float[Array, "B H W C"], grid: tuple[int, int]
     ) -> Float[Array, "B N D"]:
-        """Returns the tokens of the grid row by row; `InputError` for images of another grid."""
+        """Returns the tokens row by row; raises `InputError` for images of another grid."""
         tokens = self(images)
         if tokens.shape[1:3] != grid:
             raise InputError(

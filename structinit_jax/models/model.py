@@ -36,10 +36,11 @@ from structinit_jax.models.layers import RESIDUAL, Rng, set_weight
 
 
 def _keep_costly(primitive, *args, **params):
-    """Keeps small arrays that are costly to compute. Recomputing the rest beats reading it.
+    """Keeps the arrays that are small or costly to compute; the rest is faster to recompute.
 
-    Kept are the products of linear layers, convolutions, cuDNN's fused attention, and the arrays
-    that layers name. The products of `attention.dot_product_attention` are as large as its maps.
+    Kept are the outputs of linear layers, convolutions and cuDNN's fused attention, and the arrays
+    that layers name. Other products, inside `attention.dot_product_attention`, are as large as its
+    maps.
     """
     kept = _KEEP_LINEAR(primitive, *args, **params) or _KEEP_NAMED(primitive, *args, **params)
     return kept or primitive.name.startswith(("dot_product_attention", "conv_general"))

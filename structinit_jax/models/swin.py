@@ -28,7 +28,10 @@ _BASE = _SMALL | dict(width=128, num_heads=(4, 8, 16, 32))
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class SwinConfig(TransformerConfig):
-    """Fields of a `SwinTransformer`; attention_implementation='cudnn' needs even windows."""
+    """Fields of a `SwinTransformer`.
+
+    With attention_implementation='cudnn', windows must have an even number of tokens.
+    """
 
     patch_size: PositiveInt = 4
     width: PositiveInt = 96  # D of the first stage; it doubles in each further stage
@@ -158,7 +161,7 @@ class SwinStage(nnx.Module):
         self.blocks = make_stack(SwinBlock, depth, config=config, **options)
 
     def set_weights(self, weights: AttentionWeights) -> None:
-        """Replaces the weights of the blocks by those that a scheme sets."""
+        """Writes the weights that a scheme returns into the blocks."""
         self.blocks.set_weights(weights)
 
     def __call__(

@@ -53,7 +53,7 @@ class ViTConfig(TransformerConfig):
     # keys: axial rotary positions of temperature 100 (Heo et al. 2024).
     positions: Literal["sincos", "learned", "rope"] = "sincos"
     pool: Literal["mean", "class_token"] = "mean"  # of the image tokens; the final norm follows
-    dropout: Fraction = 0.0  # rate, also where positions have been added
+    dropout: Fraction = 0.0  # rate, as in `TransformerConfig`, and after positions are added
     # Initial value of a trained factor per channel and branch (Touvron et al. 2021); 0 omits it.
     layer_scale: NonNegativeFloat = 0.0
 
