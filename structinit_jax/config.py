@@ -112,11 +112,9 @@ def base_config(model: str = "vit") -> ConfigDict:
     config.augment = _defaults(AugmentConfig)
     config.model = model_fields
     # Name of the scheme, or your own as 'module:function', and its options.
-    config.attention_init = dict(name="impulse", kernel_size=3)
-    if config.model.name == "convmixer":
-        del config.attention_init.kernel_size  # its layers have a kernel size of their own
-    elif config.model.name == "mixer":  # the others do not help it: attention_init.token_mixing
-        config.attention_init = dict(name="default")
+    config.attention_init = dict(name="impulse")
+    if config.model.name == "mixer":  # the others do not help it: attention_init.token_mixing
+        config.attention_init.name = "default"
     return config
 
 
