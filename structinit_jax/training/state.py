@@ -175,11 +175,11 @@ def _options_for_one_run() -> dict[str, Any]:
 def find_targets(
     model: AbstractModel, scheme: AttentionInit, seed: int
 ) -> dict[str, tuple[Int[np.ndarray, "first h"], Float[np.ndarray, "F N N"]]]:
-    """Returns the maps that `initialize_model` solves for: where the heads of a run started.
+    """Returns the target maps that the heads of a run started from.
 
     Returns:
-      Index of each head's map and the maps, by the name of the stack, for the first layers if the
-      others have none. Stacks to which the scheme gives no targets are left out.
+      For each stack to which the scheme gives targets, by its name, the distinct maps and the index
+      of each head's map among them. There is no index for the last layers if they have no targets.
     """
     params_rng, attention_rng, _ = split_rng(jax.random.key(seed))
 
