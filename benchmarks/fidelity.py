@@ -1,9 +1,9 @@
-"""Compares our configs with the authors' programs: recipes, and the size of all start weights.
+"""Compares our configs with the authors' programs: recipes, and the size of all initial weights.
 
     python benchmarks/fidelity.py --out=fidelity.md
 
 `tests/references/programs.json` holds what the programs do; `tests/references/make_programs.py`
-recorded it. A recipe is compared field by field. Start weights are compared by their root mean
+recorded it. A recipe is compared field by field. Initial weights are compared by their root mean
 square, for each kind of weight, averaged over the layers. The solves of `impulse_2024` take their
 10,000 steps, so this takes half an hour on two CPU cores.
 """
@@ -73,7 +73,7 @@ def decayed(config) -> list[str]:
     return sorted({kind(name) for name, marks in names.items() if marks.all()})
 
 
-def start_weights(config) -> dict[str, list[float]]:
+def initial_weights(config) -> dict[str, list[float]]:
     """Returns what `make_programs.statistics` records, for one of our configs."""
     model = abstract_model(config.model, config.data, mesh_lib.make_mesh(devices=jax.devices()[:1]))
     sizes = {}
@@ -127,7 +127,7 @@ def compare_weights(programs: dict, chosen: str) -> list[str]:
             row = f"{model},{init}".replace(":,", ":")
             if not re.search(chosen, row):
                 continue
-            ours = start_weights(load_config(str(ROOT / "configs" / row)))
+            ours = initial_weights(load_config(str(ROOT / "configs" / row)))
             for name, wanted in reference.items():
                 values, wanted = np.array(ours[name]), np.array(wanted)
                 if not wanted.any():
@@ -159,7 +159,7 @@ def main():
             "| recipe | field | program | ours | |",
             "|---|---|---|---|---|",
             *recipes,
-            "\n# Start weights\n",
+            "\n# Initial weights\n",
             "Root mean square, averaged over the layers.\n",
             "| config and row | weight | program | ours | ratio |",
             "|---|---|---|---|---|",

@@ -1,4 +1,4 @@
-"""Measures how start values generalize: kernel regression with a model's tangent kernel.
+"""Measures how initial values generalize: kernel regression with a model's tangent kernel.
 
     python benchmarks/tangent_kernel.py --out=tangent_kernel.json \
         --schemes=default,mimetic,impulse --set data.data_dir=DIR

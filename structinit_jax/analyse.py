@@ -2,9 +2,9 @@ r"""Analyzes what attention does in a model: maps, measures by layer and head, s
 
     python -m structinit_jax.analyse --workdir=DIR --out=analysis
 
-compares the newest checkpoint of a run (or that of --step=best or --step=N) with its start values,
-on training images. --other_workdir adds a second run of the same image size, at the same --step.
-Without a run, it compares the start values of schemes:
+compares the newest checkpoint of a run, or another with --step=best or --step=N, with its initial
+weights, on training images. --other_workdir adds a second run of the same image size, at the same
+--step. Without a run, it compares the initial weights of schemes:
 
     python -m structinit_jax.analyse --config=configs/vit_fashion_mnist.py \
         --schemes=default,mimetic,impulse --out=analysis
@@ -69,7 +69,7 @@ def main(overrides: command_line.Overrides) -> None:
     config = command_line.read_config(overrides)
     runs = {WORKDIR.value: config} if WORKDIR.value else {}
     if _SCHEMES.value and runs:
-        raise InputError("--schemes compares start values and cannot be used with --workdir")
+        raise InputError("--schemes compares initial weights and cannot be used with --workdir")
     if (STEP.value or _OTHER_WORKDIR.value) and not runs:
         raise InputError("--step and --other_workdir need --workdir, the directory of a run")
     if _OTHER_WORKDIR.value:

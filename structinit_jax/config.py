@@ -42,7 +42,7 @@ class RunFields:
     """Fields of the config outside its sections."""
 
     # -- schedule ----------------------------------------------------------------------------------
-    seed: Seed = 0  # of everything random: start weights, data order, augmentation
+    seed: Seed = 0  # of initial weights, data order, augmentation and everything else random
     num_epochs: PositiveFloat = 30.0
     num_steps: NonNegativeInt = 0  # if positive, overrides num_epochs
     batch_size: PositiveInt = 128  # global: summed over all devices of all hosts
@@ -56,7 +56,7 @@ class RunFields:
     warmup_epochs: NonNegativeFloat = 2.0  # linear, from warmup_learning_rate to learning_rate
     warmup_learning_rate: NonNegativeFloat = 0.0
     final_learning_rate: NonNegativeFloat = 1e-6  # end of the cosine decay
-    # The last of num_epochs, at final_learning_rate. (timm adds them to its epochs.)
+    # Part of num_epochs, at its end, with final_learning_rate (timm adds them to its epochs).
     cooldown_epochs: NonNegativeFloat = 0.0
     weight_decay: NonNegativeFloat = 0.05  # on matrices only: no biases, norms, positions, tokens
     adam_b2: Fraction = 0.999
@@ -74,7 +74,7 @@ class RunFields:
     checkpoint_every_steps: PositiveInt = 500
     keep_checkpoints: AtLeastTwo = 2  # the newest ones; the best one is kept in addition
 
-    # Safetensors file of a timm model of the same size or larger, at any resolution. If given, all
+    # Safetensors file of a timm model of the same size or larger, at any resolution. If set, all
     # weights but the head are selected from it (Xu et al. 2024), and attention_init is not used.
     start_from: str = ""
 
@@ -84,13 +84,13 @@ class DataFields:
     """Fields of `config.data`."""
 
     name: Name = ""  # TFDS name, 'folder', or your own data set, as 'module:function'
-    # Of TFDS's data sets, of the images ('folder'), or of the four files of 'fashion_mnist'. Empty:
-    # $TFDS_DATA_DIR or ~/tensorflow_datasets, and in it fashion_mnist/.
+    # Folder of TFDS's data sets, of the images ('folder') or of the files of 'fashion_mnist'. If
+    # empty, $TFDS_DATA_DIR or ~/tensorflow_datasets, and its fashion_mnist/ for those files.
     data_dir: str = ""
     on_bad_image: Literal["stop", "skip"] = "stop"  # at an image that cannot be decoded
     train_split: str = "train"  # TFDS syntax: 'train[:90%]', 'train+validation'
-    eval_split: str = "test"  # a split of your own, such as 'train[90%:]', may choose the best step
-    drop_remainder: bool = False  # whether each epoch leaves out its last partial batch
+    eval_split: str = "test"  # or a validation split such as 'train[90%:]', to choose the best step
+    drop_remainder: bool = False  # whether to drop the last partial batch of each epoch
     repeats: PositiveInt = 1  # consecutive copies of each training example (repeated augmentation)
     image_size: PositiveInt = 224  # height and width of the model's input in pixels
     crop_fraction: Share = 1.0  # of the shorter side, kept by the center crop of test images
@@ -113,7 +113,7 @@ def base_config(model: str = "vit") -> ConfigDict:
     config.model = model_fields
     # Name of the scheme, or your own as 'module:function', and its options.
     config.attention_init = dict(name="impulse")
-    if config.model.name == "mixer":  # the others do not help it: attention_init.token_mixing
+    if config.model.name == "mixer":  # no other scheme helps it, see attention_init.token_mixing
         config.attention_init.name = "default"
     return config
 
@@ -130,7 +130,7 @@ def load_config(location: str | Path) -> ConfigDict:
 
     Args:
       location: Path of the file, optionally with a table row: 'configs/vit_2025_small.py:food101'.
-        The words of the row, separated by commas, are the arguments of the file's `get_config`.
+        The words of the row, separated by commas, are passed to the file's `get_config` in order.
     """
     stem, suffix, row = str(location).partition(".py:")
     path = stem + suffix.removesuffix(":")
@@ -189,7 +189,7 @@ def load_run_config(workdir: str | Path, trust: bool = False) -> ConfigDict:
 
 
 def _with_tuples(value):
-    """Undoes what JSON does to tuples."""
+    """Returns the value with lists, which JSON makes of tuples, turned back into tuples."""
     if isinstance(value, dict):
         return {name: _with_tuples(part) for name, part in value.items()}
     return tuple(map(_with_tuples, value)) if isinstance(value, list) else value
@@ -199,7 +199,7 @@ def _with_tuples(value):
 
 
 def validate(config: ConfigDict) -> None:
-    """Raises `InputError` for errors that can be found without data, devices or start weights.
+    """Raises `InputError` for errors that can be found without data, devices or initial weights.
 
     Scheme, loss and optimizer, which only training needs, are checked by `run.set_up`.
     """
@@ -218,7 +218,7 @@ def validate(config: ConfigDict) -> None:
         require("config.cooldown_epochs", cooldown, needs, lambda x: x < config.num_epochs)
     for field, value in _scheme_needs(config).items():
         needs = f"{value!r} for config.attention_init.name={config.attention_init.name!r}"
-        require(f"config.model.{field}", model[field], needs, [value].__contains__)
+        require(f"config.model.{field}", model[field], needs, lambda x, value=value: x == value)
 
 
 # -- the scheme ------------------------------------------------------------------------------------
@@ -246,16 +246,16 @@ def make_attention_init(config: ConfigDict) -> attention_init.AttentionInit:
 # Fields of `config.model` that a scheme needs.
 SCHEME_NEEDS = {
     "impulse_2025": {"positions": "learned"},
-    # It is PyTorch's initialization of the whole model.
+    # The scheme is PyTorch's initialization of the whole model.
     "kaiming_uniform": {"base_init": "pytorch"},
 }
 
 
 def set_scheme(config: ConfigDict, name: str) -> None:
-    """Sets `config.attention_init.name` and what goes with it, and prints a note of each change.
+    """Sets `config.attention_init.name` and the fields that depend on it.
 
-    Removes options that only other schemes take, and sets the fields of the model that the scheme
-    needs. Options that no scheme takes stay, and are refused later.
+    Removes options that only other schemes take, sets the model fields that the scheme needs, and
+    prints a note of each change. Options that no scheme takes stay, and are refused later.
     """
     section, own = config.attention_init, scheme_options(name)
     others = {o for scheme in attention_init.SCHEMES for o in scheme_options(scheme)} - {*own}

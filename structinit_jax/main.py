@@ -2,9 +2,9 @@
 
     python -m structinit_jax.main --config=configs/vit_t_digits.py --workdir=/tmp/digits
 
---mode=eval evaluates the newest checkpoint, or with --step=best the one with the highest accuracy
-on config.data.eval_split, of the averaged weights if config.ema_decay is set. To keep this choice
-off the test images, train with a validation split, such as --config.data.train_split=train[:90%]
+--mode=eval evaluates the newest checkpoint. --step=best selects the one with the highest accuracy
+on config.data.eval_split, of the averaged weights if config.ema_decay is set. To avoid choosing it
+by the test images, train with a validation split, such as --config.data.train_split=train[:90%]
 --config.data.eval_split=train[90%:], and evaluate with --mode=eval --step=best
 --config.data.eval_split=test.
 
@@ -47,7 +47,7 @@ LOST_TIMEOUT = flags.DEFINE_integer(
 
 
 def main(overrides: command_line.Overrides) -> None:
-    """Runs the mode that the flags select."""
+    """Trains, evaluates or does a dry run, as the flags say; `overrides` set config fields."""
     if TARGET.value and not DRY_RUN.value:
         raise InputError(f"--target={TARGET.value} needs --dry_run, which compiles for it")
     if MODE.value == "eval" and (DRY_RUN.value or PROFILE_STEP.value):

@@ -1,4 +1,4 @@
-"""A run before it trains: its data, model and training step."""
+"""Builds the data, model and training step of a run from its config."""
 
 import functools
 from collections.abc import Iterator, Sequence
@@ -31,19 +31,19 @@ from structinit_jax.training.step import make_train_step
 class Run:
     """The data, model and training step that a config describes.
 
-    The data are opened at once, all else on first use. Only `train_batches` and `setup.initialize`
-    allocate device memory.
+    The training data are opened at once, everything else on first use. Only `train_batches` and
+    `setup.initialize` allocate device memory.
 
     Args:
       config: See `structinit_jax.config.base_config`.
 
     Attributes:
-      dataset: The data set of `config.data`, which fits the model.
+      dataset: The data set of `config.data`; its classes fit the model.
       train_source: The training split.
 
     Raises:
-      InputError: The config or the data cannot be used. Parts that are built later may raise it
-        too.
+      InputError: The config or the data cannot be used. The properties below may raise it on first
+        use.
     """
 
     def __init__(self, config: ConfigDict):
@@ -67,9 +67,9 @@ class Run:
     def train_batches(
         self, start_step: int = 0, num_steps: int | None = None, mesh: Mesh | None = None
     ) -> Iterator[Batch]:
-        """Yields the batches of the steps from `start_step`, counted from 0, to `num_steps - 1`.
+        """Yields the batches of steps `start_step` to `num_steps - 1`, counted from 0.
 
-        The defaults are all steps of the run, on the mesh of `setup`.
+        By default these are all steps of the run, and batches are sharded over the mesh of `setup`.
         """
         config, augment = self.config, self.config.augment
         random_crop = None
@@ -97,7 +97,7 @@ def set_up(
     num_eval_examples: int = 0,
     devices: Sequence[jax.Device] | None = None,
 ) -> Setup:
-    """Builds mesh, schedule, model, optimizer and training step, without allocating arrays.
+    """Returns mesh, schedule, model, optimizer and training step, without allocating arrays.
 
     Args:
       config: See `structinit_jax.config.base_config`.
@@ -106,7 +106,7 @@ def set_up(
       devices: Devices of the mesh. The default is all devices of all processes.
 
     Raises:
-      InputError: The fields of the config do not fit together, or the data or devices.
+      InputError: Fields of the config do not fit each other, the data or the devices.
     """
     data = config.data
     mesh = mesh_lib.make_mesh(config.fsdp, devices)
@@ -151,7 +151,7 @@ def set_up(
     )
 
     def jit_step(**changes):
-        """Jits the step of a model with changed fields, which is built when the step is traced."""
+        """Jits the step with changed fields of the model, which is built when it is traced."""
 
         def train_step(state, batch):
             return make_step(build(**changes).graphdef)(state, batch)
@@ -169,7 +169,7 @@ def set_up(
         policies = REMAT_POLICIES if remat == "auto" else [remat]
         steps = {policy: jit_step(remat=policy) for policy in policies}
     data_bytes = bytes_on_device(num_eval_examples, data.image_size, data.channels)
-    if config.augment.crop != "resized":  # those are cropped while decoding
+    if config.augment.crop != "resized":  # those are taken while decoding
         data_bytes += bytes_on_device(num_examples, data.image_size, data.channels)
     return Setup(schedule, model, initialize, steps, state, batch, data_bytes)
 
@@ -203,6 +203,6 @@ def open_eval_source(config: ConfigDict, dataset: Dataset) -> ImageSource:
 def evaluation_name(data: ConfigDict) -> str:
     """Returns the name of `config.data.eval_split` in metrics, for example 'test'.
 
-    Returns 'eval' for the split 'train', whose name the metrics of training begin with.
+    The split 'train' is named 'eval', since the names of training metrics begin with 'train'.
     """
     return "eval" if data.eval_split == "train" else data.eval_split

@@ -43,8 +43,8 @@ def train(
       workdir: Gets `config.json`, `metrics.jsonl`, `tensorboard/` and `checkpoints/`. A path, or a
         URL of object storage, such as gs://BUCKET/RUN.
       profile_step: First of four steps to trace to `profile/`.
-      stop_request: Set on SIGTERM or SIGINT, even during the last step. A caller that trains
-        several runs checks it before it starts the next one.
+      stop_request: Records SIGTERM and SIGINT. A caller that trains several runs passes one and
+        checks it between runs, since a signal during the last step raises no `StoppedError`.
       on_evaluation: Called with the step and the results of each evaluation.
 
     Returns:
@@ -76,9 +76,9 @@ def train(
         schedule, mesh = setup.schedule, setup.model.mesh
         print(f"devices: {mesh_lib.describe(mesh)}")
 
-        # Compiled ahead of time, so that an unexpected shape is an error and not a recompilation;
-        # in another thread, while the state is initialized or restored. It is traced in this one,
-        # since JAX context managers are thread-local.
+        # Compiled ahead of time, so that an unexpected shape is an error and not a recompilation.
+        # Another thread compiles while this one initializes or restores the state. The step is
+        # traced here, since JAX context managers are thread-local.
         lowered = setup.train_step.lower(setup.abstract_state, setup.abstract_batch)
         compiler = ThreadPoolExecutor(1, "compile")
         on_exit.callback(compiler.shutdown, wait=False)
@@ -99,7 +99,7 @@ def train(
 
         # -- Batches -------------------------------------------------------------------------------
         batches = run.train_batches(start_step)
-        # The first batch is drawn here: that compiles a gather or starts the decoding threads.
+        # Taken before the loop, since it compiles a gather or starts the decoding threads.
         batches = itertools.chain(list(itertools.islice(batches, 1)), batches)
 
         # -- Compiled step and evaluation ----------------------------------------------------------
@@ -143,7 +143,7 @@ def train(
             is_last, evaluates = step == schedule.num_steps, step in schedule.eval_steps
             stops = stop_request.reached(step) and not is_last
             saves = evaluates or stops or step % config.checkpoint_every_steps == 0
-            # Every checkpoint logs: a run resumed from it does not repeat the steps before it.
+            # Every checkpoint is logged: a run resumed from it does not repeat the steps before it.
             if saves or step % config.log_every_steps == 0:
                 steps = pending.fetch()
                 _check_finite(steps, workdir, checkpoints.latest_step)
@@ -160,7 +160,7 @@ def train(
             if saves:
                 record["accuracy"] = deciding_accuracy(results, test_name) if evaluates else None
                 with progress.wait("checkpoint"):
-                    log.upload()  # first, since a resumed run needs the lines before the checkpoint
+                    log.upload()  # first: a run resumed from the checkpoint needs the lines so far
                     checkpoints.save(step, state, record)
             if stops:
                 checkpoints.wait()

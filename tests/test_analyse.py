@@ -37,7 +37,7 @@ def make_config(family):
 
 
 def start(family):
-    """Config, images and snapshot of a family's start values."""
+    """Config, images and snapshot of a family's initial values."""
     config = make_config(family)
     images = collect.read_images(config, NUM_IMAGES)
     return config, images, collect.observe_start(config, images)

@@ -1,4 +1,4 @@
-"""`base_init` of every family against the start values of timm's models."""
+"""`base_init` of every family against the initial values of timm's models."""
 
 import jax
 import numpy as np
@@ -22,7 +22,7 @@ SIZES = {
 @pytest.mark.parametrize("scheme", [None, attention_init.default()], ids=["own", "default"])
 @pytest.mark.parametrize("base_init", ["timm", "pytorch"])
 @pytest.mark.parametrize("family", FAMILIES)
-def test_start_values_are_distributed_as_timms(family, base_init, scheme):
+def test_initial_values_are_distributed_as_timms(family, base_init, scheme):
     prefix = f"{family} {base_init}/"
     options = default_config(family) | SIZES[family]
     options |= dict(image_size=32, patch_size=4, num_classes=200)

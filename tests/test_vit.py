@@ -163,7 +163,7 @@ def test_attention_init_is_asked_once_and_put_in_place(pool):
     assert len(model.positions[...]) == (17 if pool == "class_token" else 16)
 
 
-def test_scales_multiply_the_start_values():
+def test_scales_multiply_the_initial_values():
     options = dict(pool="class_token", positions="learned")
     weights = AttentionWeights(position_scale=18.0, patch_scale=0.3, mlp_scale=0.0)
     model = make(**options)

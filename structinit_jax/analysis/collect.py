@@ -79,7 +79,7 @@ def read_images(config: ConfigDict, count: int) -> UInt8[np.ndarray, "n H H C"]:
 
 
 def observe_start(config: ConfigDict, images: UInt8[np.ndarray, "n H H C"]) -> Snapshot:
-    """Observes a model with its start values."""
+    """Observes a model with its initial values."""
     model = abstract_model(config.model, config.data, one_device())
     sites = nnx.merge(model.graphdef, model.params, model.model_state).sites()
     no_attention = ConvSite | TokenMixingSite

@@ -112,7 +112,7 @@ def optimize_2024(
     qk_scale: float,
     max_steps: int,
 ) -> tuple[Float[Array, "D h d"], Float[Array, "D h d"], SolveReport]:
-    """Returns Q, K and a report for one layer after `max_steps` from the start values of Q and K.
+    """Returns Q, K and a report for one layer after `max_steps` from the initial values of Q and K.
 
     Before steps 0, 100, 200, …, every column of Q (norm over D) and every row of K (norm over d) is
     rescaled to n, the mean column norm of Q at the start. Hence ‖Q‖ = n d^1/2, but ‖K‖ = n D^1/2.

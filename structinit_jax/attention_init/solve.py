@@ -68,7 +68,7 @@ def row_space(
 def start_factors(
     z: Float[np.ndarray, "N r"], targets: Float[np.ndarray, "F N N"], head_dim: int
 ) -> tuple[Float[np.ndarray, "F r k"], Float[np.ndarray, "F r k"]]:
-    """Returns start values of Q and K for the solve.
+    """Returns initial values of Q and K for the solve.
 
     Z⁺ H Z⁺ᵀ is split into factors of rank k = min(d, r), as in `papers.factor_logits`, but with a
     regularized pseudo-inverse Z⁺ of `row_space`'s Z. Rows without a target stay flat.

@@ -49,7 +49,7 @@ def check_fields(fields: Mapping[str, Any]) -> None:
 def create_model(
     options: Mapping[str, Any], *, image_size: int | None = None, channels: int, rngs: nnx.Rngs
 ) -> nnx.Module:
-    """Builds a model with its default start values, drawn from the `params` stream of `rngs`.
+    """Builds a model with its default initial values, drawn from the `params` stream of `rngs`.
 
     `model.initialize_attention(scheme, rng)` then writes a scheme's values into it.
 

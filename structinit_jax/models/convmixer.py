@@ -30,7 +30,7 @@ class ConvMixerConfig(ModelConfig):
     depth: PositiveInt = 8  # L, the number of blocks
     # f of the depthwise convolutions; an even one reaches farther down and to the right.
     kernel_size: PositiveInt = 5
-    # "fixed" filters and their biases keep their start values.
+    # "fixed" filters and their biases keep their initial values.
     spatial_filters: Literal["trained", "fixed"] = "trained"
 
 

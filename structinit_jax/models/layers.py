@@ -1,7 +1,7 @@
 """Layers that the model families share, with timm's conventions.
 
 These are exact (erf) GELU and LayerNorm with epsilon 1e-6. `dtype` is the type of the computation;
-parameters are float32. Their start values come from the `params` stream of `rngs`.
+parameters are float32. Their initial values come from the `params` stream of `rngs`.
 """
 
 import functools

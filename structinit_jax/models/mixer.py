@@ -29,8 +29,8 @@ class MixerConfig(ModelConfig):
 class MlpMixer(Model):
     """Patch embedding, a stack of token- and channel-mixing blocks, norm, pooling and linear head.
 
-    It needs no positions: token mixing has separate weights for each token. timm's start values are
-    Xavier uniform in the MLPs, LeCun normal in the patch embedding, zero in the head.
+    It needs no positions: token mixing has separate weights for each token. timm's initial weights
+    are Xavier uniform in the MLPs, LeCun normal in the patch embedding, zero in the head.
 
     Use base_init='pytorch' for gray patches of one pixel: without biases, all embedded pixels are
     multiples of one vector, of which LayerNorm leaves only the sign.

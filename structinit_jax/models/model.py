@@ -70,7 +70,7 @@ class ModelConfig:
     patch_size: PositiveInt = 16  # side of a patch in pixels
     width: PositiveInt = 192  # D, the number of channels
     drop_path: Fraction = 0.0  # rate of the last block; rises linearly from 0 (MLP-Mixer: of all)
-    # Start values: timm's for this family, or "pytorch": the defaults of PyTorch's layers.
+    # Initial values: timm's for this family, or "pytorch": the defaults of PyTorch's layers.
     base_init: Literal["timm", "pytorch"] = "timm"
     dtype: Literal["float32", "bfloat16"] = "float32"  # of the computation, not of parameters
     # What the training step recomputes to save memory (see `run_stack`); "auto" is the first policy
@@ -94,8 +94,8 @@ class Model(nnx.Module):
 
     Args:
       channels: Channels of the input.
-      attention_init: Scheme for the start values of the stacks; None keeps the family's own.
-      rngs: Its `params` stream draws the start values.
+      attention_init: Scheme for the initial values of the stacks; None keeps the family's own.
+      rngs: Its `params` stream draws the initial values.
       **fields: Fields of `Config`.
 
     Raises:
@@ -145,7 +145,7 @@ class Model(nnx.Module):
         """
         raise NotImplementedError
 
-    def start_weights(self, scheme: AttentionInit, rng: PRNGKeyArray) -> dict[str, Weights]:
+    def initial_weights(self, scheme: AttentionInit, rng: PRNGKeyArray) -> dict[str, Weights]:
         """Returns a scheme's weights for each stack, by name, without changing the model."""
         sites = self.sites()
         # Models with stages split the key even if there is a single one.
@@ -154,7 +154,7 @@ class Model(nnx.Module):
         return {name: scheme(stack_rng, site) for (name, site), stack_rng in stacks}
 
     def initialize_attention(self, scheme: AttentionInit, rng: PRNGKeyArray) -> SolveReport | None:
-        """Replaces the start values of every stack with the weights of a scheme.
+        """Replaces the initial values of every stack with the weights of a scheme.
 
         Some schemes also scale the patch embedding and the MLPs. No scheme undoes the scaling of an
         earlier one, so initialize a new model for each. Raises `InputError` if the scheme does not
@@ -164,7 +164,7 @@ class Model(nnx.Module):
           The report of the scheme's solve, averaged over the stacks; None if it does not solve.
         """
         sites, reports = self.sites(), []
-        for name, weights in self.start_weights(scheme, rng).items():
+        for name, weights in self.initial_weights(scheme, rng).items():
             if isinstance(weights, AttentionWeights):
                 self._set_positions(sites[name], weights)
                 if name == next(iter(sites)):  # the stages share one patch embedding

@@ -115,7 +115,7 @@ def initialize_model(
 
     Args:
       model: The model.
-      scheme: Start values of attention.
+      scheme: Initial values of attention.
       seed: `config.seed`.
       start_from: `config.start_from`, a file from which all weights but the head are selected
         instead (Xu et al. 2024, "Initializing Models with Larger Ones").
@@ -185,7 +185,7 @@ def find_targets(
 
     @jax.jit  # removes the solve, whose result is not used
     def find(params_rng, attention_rng):
-        weights = model.build(params_rng).start_weights(scheme, attention_rng)
+        weights = model.build(params_rng).initial_weights(scheme, attention_rng)
         # Schemes that do not solve have no targets.
         with_targets = {k: w for k, w in weights.items() if getattr(w, "targets", None) is not None}
         return {k: (w.filter_index, w.targets) for k, w in with_targets.items()}

@@ -1,4 +1,4 @@
-"""Mean, standard deviation and largest absolute value of the start values of timm's models.
+"""Mean, standard deviation and largest absolute value of the initial values of timm's models.
 
 'pytorch' is a model whose `init_weights` is skipped. timm 1.0.31 then does not initialize tokens
 and positions. The versions of the papers (0.9.16 and 1.0.22) set the tokens to zero and draw

@@ -1,6 +1,6 @@
 """Algorithm 1 of the 2024 paper as its program runs it, with PyTorch's LayerNorm, MSE and Adam.
 
-With the same offsets and start values, `impulse_init` of the authors' program
+With the same offsets and initial values, `impulse_init` of the authors' program
 (osiriszjq/structured_init, commit 9c2d0e0, on a CPU) returns the same Q and K.
 """
 

@@ -1,6 +1,6 @@
 """What timm's ViT computes with random weights.
 
-Biases, norms, scales and tokens are moved off their start values, so that none can hide.
+Biases, norms, scales and tokens are moved off their initial values, so that none can hide.
 """
 
 import torch
