@@ -1,7 +1,7 @@
 """Structured initialization of attention: JAX and optax only, for any model.
 
-A scheme takes its options and returns a function `(rng, site) -> weights`. A site describes a stack
-of equal layers; the weights are in Flax's layout:
+A scheme is a function of options that returns a function `(rng, site) -> weights`. A site describes
+a stack of equal layers. The weights have the layout of Flax's kernels:
 
     init = impulse(kernel_size=3)
     site = AttentionSite(grid=(14, 14), width=192, num_heads=3, head_dim=64, num_layers=12,
@@ -16,9 +16,9 @@ Each kind of site has a module with its schemes:
 - `TokenMixingSite`: token-mixing MLPs, as in MLP-Mixer (`token_mixing`).
 - `ConvSite`: depthwise convolutions, as in ConvMixer (`convolution`).
 
-Symbols follow the papers: N tokens on a grid, width D, h heads of d = D / h channels, L
-layers, F filters, kernel size f, positions P [N, D], X = LayerNorm(P), σ = d^-1/2, Q and K [D, d]
-of one head, H [N, N] the map of a convolution, M = softmax(σ X Q Kᵀ Xᵀ).
+Symbols follow the papers: N tokens on a grid, width D, h heads of d = D / h channels, L layers, F
+filters, kernel size f, positions P [N, D], X = LayerNorm(P), σ = d^-1/2, Q and K [D, d] of a head,
+target map H [N, N] of a convolution, attention map M = softmax(σ X Q Kᵀ Xᵀ) [N, N].
 
 To add a scheme, write a function that takes the options and returns `(rng, site) -> weights`, and
 add it to `SCHEMES`. A config also finds it as 'my_module:my_scheme', without a change here.
@@ -77,31 +77,31 @@ def impulse(
 ) -> AttentionInit:
     """Impulse initialization: layers that start as convolutions with one filter per head.
 
-    `tokens.impulse` is the method for attention with positions, close to the 2024 paper's; the
-    forms for other sites are our own. None takes the default for the site, stated below. Raises
-    `InputError` for an invalid value, and the returned function for an option that does not apply.
+    `tokens.impulse` is the method for attention with positions, close to the 2024 paper's. The
+    forms for other sites are our own. None means the default for the site, given below. Invalid
+    values raise `InputError` here, options that do not apply to a site in the returned function.
 
     Args:
       kernel_size: Kernel size f of the impulses, odd; by default 3. A `ConvSite` has its own.
-      filters: Your own filters instead of impulses, which are one token: kernels [F, f, f] or,
-        except for windows and convolutions, maps [F, N, N] with rows of sum 1.
-      dilation: Tokens between neighboring offsets, or one number per layer. By default 1, and for
+      filters: Your own filters instead of impulses: kernels [F, f, f] or, except for windows and
+        convolutions, maps [F, N, N] whose rows sum to 1.
+      dilation: Tokens between neighboring offsets, or one number per layer. By default 1, and on
         large grids with positions more in later layers (`kernels.growing_dilation`).
-      target_mass: Attention mass wanted on target, which fixes how sharp the maps are in any model
-        and on any grid. By default 0.2 with positions and 0.5 otherwise.
-      norm: Instead of a target mass, the root mean square norm of the columns of Q and K.
+      target_mass: Share of the attention that the solve puts on the target. It sets how sharp the
+        maps are, in any model and on any grid. By default 0.2 with positions and 0.5 otherwise.
+      norm: Root mean square norm of the columns of Q and K, instead of a target mass.
       mimetic_layers: Share of the layers, counted from the last, in which heads attend to similar
         tokens. By default 0.5.
-      vo_init: V and projection: 'balanced' (V Proj near -0.4 I), unless it is 'default', which
-        keeps the model's own.
-      keep_positions: If true, V and projection leave positions alone (at a `RotarySite`, the vector
-        that all tokens share). If false, each layer removes 0.4 of them from the residual stream.
-        The default is true at a `RotarySite` only.
-      patch_scale: Factor on the kernel of the patch embedding. With less content next to the
-        positions, maps are more like the targets in all layers. By default 1; 0.3 if rotary.
-      mlp_scale: Factor on the output kernels of the MLPs. By default 1; 0 if positions are rotary.
+      vo_init: Value and output projection: 'balanced', the default, makes their product V Proj
+        close to -0.4 I; 'default' keeps the model's own.
+      keep_positions: If false, each layer removes 0.4 of the positions from the residual stream. If
+        true, V and projection do not act on positions (at a `RotarySite`, on the vector that all
+        tokens share). By default true at a `RotarySite` only.
+      patch_scale: Factor on the kernel of the patch embedding. The weaker the content next to the
+        positions, the closer maps are to targets. By default 1, and 0.3 at a `RotarySite`.
+      mlp_scale: Factor on the output kernels of the MLPs. By default 1, and 0 at a `RotarySite`.
     """
-    options = dict(locals())  # the arguments: before any other name
+    options = dict(locals())  # all arguments, since no other local is set yet
     if norm is not None and target_mass is not None:
         raise InputError(f"norm={norm} and target_mass={target_mass} exclude each other: pass one")
     if filters is not None and dilation is not None:
@@ -138,10 +138,10 @@ def impulse_2024(
         'gaussian', 'positions+uniform' or 'positions+gaussian'.
       following_input: Pseudo input of the other layers.
       max_steps: Number of Adam steps; 10,000 by default.
-      taps: Number of places with a weight in each filter, all with the same one. 1, the default, is
-        the impulse of table 4, and f² its box.
+      taps: Number of nonzero entries in each filter, all equal: 1, the default, gives the impulses
+        of table 4, and f² its box filters.
     """
-    options = dict(locals())  # the arguments: before any other name
+    options = dict(locals())  # all arguments, since no other local is set yet
     functions = {AttentionSite: papers.impulse_2024, ConvSite: convolution.impulse_2024}
     return _by_site(impulse_2024, functions, options)
 
@@ -170,7 +170,7 @@ def mimetic(*, replace_positions: bool | None = None) -> AttentionInit:
         Neighbors then have similar positions, to which heads attend. Learned positions start near
         zero, too small to matter; the 2025 paper's program keeps them.
     """
-    options = dict(locals())  # the arguments: before any other name
+    options = dict(locals())  # all arguments, since no other local is set yet
     attention = dict.fromkeys(ATTENTION, papers.mimetic)
     return _by_site(mimetic, attention | {TokenMixingSite: token_mixing.mimetic}, options)
 
@@ -183,7 +183,7 @@ def default() -> AttentionInit:
 
 
 def kaiming_uniform() -> AttentionInit:
-    """PyTorch's default for linear layers and convolutions: uniform between ±(inputs)^-1/2."""
+    """PyTorch's default for linear layers and convolutions: uniform between ±(fan-in)^-1/2."""
     attention = dict.fromkeys(ATTENTION, papers.kaiming_uniform)
     others = {TokenMixingSite: token_mixing.kaiming_uniform, ConvSite: convolution.default}
     return _by_site(kaiming_uniform, attention | others, {})
@@ -205,9 +205,9 @@ def _by_site(
     functions: dict[type, Callable[..., Weights]],
     options: dict[str, Any],
 ) -> AttentionInit:
-    """Checks a scheme's options, its arguments, and returns `(rng, site) -> weights`.
+    """Checks the options of a scheme and returns its `(rng, site) -> weights`.
 
-    This calls the function for the site's type. Options that are None are left to its defaults.
+    That calls `functions[type(site)](rng, site, **options)`, without the options that are None.
     """
     check_fields(scheme, options, "")
     options = {name: value for name, value in options.items() if value is not None}

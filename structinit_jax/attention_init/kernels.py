@@ -1,6 +1,6 @@
 """Convolution kernels, the attention maps that act like them, and their assignment to heads.
 
-Random draws, the sin-cos encoding and LayerNorm, which all schemes share, are here too.
+Also the random draws, sin-cos encoding and LayerNorm that schemes share.
 """
 
 import functools
@@ -51,9 +51,9 @@ def impulse_kernels(kernel_size: int, dilation: int = 1) -> Float[np.ndarray, "F
 
 
 def relative_index(grid: tuple[int, int]) -> Int[np.ndarray, "N N"]:
-    """Returns the row of a bias table for query i and key j, tokens in row-major order.
+    """Returns the row of a relative position bias table for each query i and key j, row-major.
 
-    As in timm, rows run over query minus key: (dy + rows - 1) (2 cols - 1) + dx + cols - 1.
+    As in timm, the row is (dy + rows - 1) (2 cols - 1) + dx + cols - 1, (dy, dx) query minus key.
     """
     rows, cols = grid
     y, x = np.divmod(np.arange(rows * cols), cols)
@@ -100,8 +100,8 @@ def filter_kernels(
 ) -> tuple[Float[np.ndarray, "F R C"], tuple[tuple[int, int], ...]]:
     """Returns the distinct kernels of all layers, and the range (start, stop) that each layer uses.
 
-    They are impulses unless `filters` are given. Kernels are over all offsets of the site's grid,
-    R = 2 rows - 1 and C = 2 cols - 1.
+    They are impulses unless `filters` are given, on the R = 2 rows - 1 by C = 2 cols - 1 offsets of
+    the grid. Raises `InputError` if `filters` are no odd kernels, or dilations do not fit layers.
     """
     dilations = (dilation,) * site.num_layers if np.ndim(dilation) == 0 else tuple(dilation)
     if len(dilations) != site.num_layers:
@@ -131,10 +131,10 @@ def filter_maps(
     filters: FilterArray | None = None,
     dilation: Dilation = 1,
 ) -> tuple[Float[np.ndarray, "F N N"], tuple[tuple[int, int], ...]]:
-    """Like `filter_kernels`, but returns target maps H. `filters` may also be these maps.
+    """Like `filter_kernels`, but returns target maps H. `filters` may also be such maps.
 
     Raises:
-      InputError: The filters do not fit the grid.
+      InputError: The filters do not fit the grid, or are neither kernels nor attention maps.
     """
     rows, cols = site.grid
     sides = () if filters is None else np.shape(filters)[1:]
@@ -188,7 +188,7 @@ def center_first(kernel_size: int) -> Int[np.ndarray, " F"]:
 
 
 def assign(rng: PRNGKeyArray, shape: tuple[int, int], num_filters: int) -> Int[Array, "L h"]:
-    """Assigns one of F filters to every head; each successive block of F heads uses all of them."""
+    """Assigns one of F filters to every head; F successive heads get each filter once."""
     layers, heads = shape
     rngs = jax.random.split(rng, -(-layers * heads // num_filters))
     return permutations(rngs, num_filters).reshape(-1)[: layers * heads].reshape(shape)
@@ -197,7 +197,7 @@ def assign(rng: PRNGKeyArray, shape: tuple[int, int], num_filters: int) -> Int[A
 def assign_by_layer(
     rng: PRNGKeyArray, num_heads: int, ranges: tuple[tuple[int, int], ...]
 ) -> Int[Array, "L h"]:
-    """Like `assign`, with a range (start, stop) of filters for each layer, as of `filter_maps`."""
+    """Like `assign`, but each layer has its own range of filters, as `filter_maps` returns it."""
     filter_index = jnp.zeros((len(ranges), num_heads), jnp.int32)
     for start, stop in dict.fromkeys(ranges):
         layers = np.flatnonzero([available == (start, stop) for available in ranges])
@@ -208,7 +208,7 @@ def assign_by_layer(
 
 
 def random_rotations(rng: PRNGKeyArray, shape: tuple[int, ...]) -> Float[Array, "*batch m n"]:
-    """Draws matrices with orthonormal columns (m ≥ n), which give equal maps different weights."""
+    """Draws matrices with orthonormal columns (m ≥ n), so that equal maps differ in weights."""
     return jnp.linalg.qr(draw_flat(jax.random.normal, rng, shape))[0]
 
 
@@ -227,7 +227,7 @@ def draw_flat(
 
 
 def permutations(rngs: Array, size: int) -> Int[Array, "n size"]:
-    """Returns a permutation of 0 … size - 1 for each key; under vmap it compiles slower."""
+    """Returns a permutation of 0 … size - 1 for each key (not by vmap, which compiles slower)."""
     return jax.lax.map(lambda rng: jax.random.permutation(rng, size), rngs)
 
 
@@ -241,7 +241,7 @@ def trunc_normal(
 def near_identity(
     rng: PRNGKeyArray, shape: tuple[int, ...], *, noise: float, identity: float
 ) -> Float[Array, "*batch D D"]:
-    """Draws noise · U + identity · I, [*shape, D] with D = shape[-1].
+    """Draws matrices noise · U + identity · I of shape [*shape, D], where D = shape[-1].
 
     U is uniform between ±(3 / D)^1/2, so that its entries have variance 1 / D.
     """
@@ -261,9 +261,9 @@ def sincos_positions(
 ) -> Float[np.ndarray, "N D"]:
     """Returns the 2-D sine-cosine encoding of a grid (rows, cols), tokens in row-major order.
 
-    The convention 'timm' is timm's `build_sincos2d_pos_embed`, which the 2024 paper uses: channels
-    sin y, sin x, cos y, cos x and frequencies 10,000^(-4 i / D), i = 0 … D/4 - 1. MoCo v3 and
-    big_vision use 'moco': sin x, cos x, sin y, cos y and 10,000^(-i / (D/4 - 1)). Raises
+    'timm' is timm's `build_sincos2d_pos_embed`, which the 2024 paper uses: channels sin y, sin x,
+    cos y, cos x and frequencies 10,000^(-4 i / D), i = 0 … D/4 - 1. 'moco' is the encoding of
+    MoCo v3 and big_vision: sin x, cos x, sin y, cos y and 10,000^(-i / (D/4 - 1)). Raises
     `InputError` unless the width D is a multiple of 4 and at least 8.
     """
     if width % 4 or width < 8:
@@ -287,7 +287,7 @@ def sincos_positions(
 
 
 def layer_norm(x: Float[Array | np.ndarray, "N D"], epsilon: float = 1e-6):
-    """LayerNorm without scale and bias: in float64 for a NumPy array, else in float32."""
+    """Applies LayerNorm without scale and bias: in float64 for a NumPy array, else in float32."""
     xp, dtype = (np, np.float64) if isinstance(x, np.ndarray) else (jnp, jnp.float32)
     x = x.astype(dtype)
     x = x - x.mean(axis=1, keepdims=True)

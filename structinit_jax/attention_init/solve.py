@@ -21,7 +21,7 @@ from jaxtyping import Array, Bool, Float
 from structinit_jax.attention_init.sites import SolveReport, is_concrete
 
 TARGET_MASS = 0.5  # default of windows and rotary positions
-MIN_HIT_RATE = 0.75  # below it, targets count as out of reach
+MIN_HIT_RATE = 0.75  # below it, a warning says that the targets are out of reach
 # Directions weaker than this, relative to the strongest, cannot move a map at a reasonable norm.
 RANK_TOLERANCE = 1e-4
 START_REGULARIZATION = 1e-3  # of the pseudo-inverse, relative to the strongest direction
@@ -70,15 +70,15 @@ def start_factors(
 ) -> tuple[Float[np.ndarray, "F r k"], Float[np.ndarray, "F r k"]]:
     """Returns initial values of Q and K for the solve.
 
-    Z⁺ H Z⁺ᵀ is split into factors of rank k = min(d, r), as in `papers.factor_logits`, but with a
-    regularized pseudo-inverse Z⁺ of `row_space`'s Z. Rows without a target stay flat.
+    They factor Z⁺ H Z⁺ᵀ at rank k = min(d, r), as in `papers.factor_logits`, with a regularized
+    pseudo-inverse Z⁺ of `row_space`'s Z. Rows of H are centered, as softmax ignores constants.
     """
     # The columns of Z are orthogonal, so Z⁺ needs no decomposition.
     squared = (z * z).sum(axis=0)
     centered = targets @ z - targets.mean(axis=-1)[..., None] * z.sum(axis=0)[None, None]
     inverse = 1 / (squared + START_REGULARIZATION**2 * squared.max())
     product = inverse[:, None] * np.einsum("nr,fns->frs", z, centered) * inverse
-    # A uniform target may project to zero, which cannot be normalized.
+    # A uniform target may project to zero, which cannot be normalized: start from the identity.
     nothing = (product == 0).all(axis=(1, 2), keepdims=True)
     product = np.where(nothing, np.eye(z.shape[1], dtype=z.dtype), product)
     rank = min(head_dim, z.shape[1])
@@ -98,9 +98,9 @@ def solve_bank(
 ) -> Bank:
     """Minimizes the mean of (H - M)² (2024, equation 8) for each target H.
 
-    The norm is the root mean square of the norms of the d columns of Q (and of K), and limits how
-    sharp the maps are. With a target mass, it is only the initial value: the norm of each filter
-    then follows that mass. Only directions are optimized, from `start_factors`.
+    `norm` is the root mean square of the norms of the d columns of Q (and of K), and limits how
+    sharp the maps are. With a target mass, it is only the initial value: each filter's norm is
+    adjusted to reach that mass. Only directions are optimized, from `start_factors`.
     """
     start = start_factors(z, targets, head_dim)
     rows = np.linspace(0, len(z) - 1, min(len(z), MAX_ROWS)).round().astype(int)
@@ -111,8 +111,8 @@ def solve_bank(
 @functools.partial(jax.jit, static_argnames=("head_dim", "qk_scale"))
 def _solve(start, queries, z, targets, norm, target_mass, *, head_dim, qk_scale):
     """Solves for a bank; `queries` and `targets` have only the rows that enter the loss."""
-    # For constants of a traced caller, XLA would evaluate everything that depends on the targets
-    # alone, such as their row maxima, at compile time, which is far slower.
+    # In a traced caller these are constants, and XLA would evaluate all that depends on them alone,
+    # such as the row maxima of the targets, at compile time, which is far slower.
     constants = (start, queries, z, targets)
     start, queries, z, targets = jax.lax.optimization_barrier(constants)
 
@@ -144,11 +144,11 @@ def minimize(
     norm: Float[Array, "*F"],
     target_mass: float | Float[Array, ""] | None,
 ) -> tuple[Any, Float[Array, "*F"]]:
-    """Minimizes a loss over the directions of a tree of arrays by Adam.
+    """Minimizes a loss with Adam over `factors`, a tree of arrays, and returns factors and norm.
 
-    `loss_and_mass(factors, norm)` does not depend on the lengths of the factors, which should be
-    about 1 per column. With a target mass, the norm rises while the mass is below it and falls
-    while it is above, within 1/16 and 8 times its start. Returns the factors and the norm.
+    `loss_and_mass(factors, norm)` normalizes the factors, whose columns should have a norm of about
+    1, so that only their directions matter. With a target mass, the norm rises while the mass is
+    below it and falls while it is above, between 1/16 and 8 times its initial value.
     """
     adam = optax.scale_by_adam(b2=0.95)
     bounds = [change * norm for change in NORM_CHANGE]
@@ -186,7 +186,7 @@ def attention_maps(
 
 
 def overlap(targets: Float[Array, "F n m"], maps: Float[Array, "F n m"]) -> Float[Array, " F"]:
-    """Returns the attention mass on target, averaged over the rows that have a target."""
+    """Returns the attention mass on target, Σ min(H, M), averaged over the rows with a target."""
     rows = jnp.sum(targets.max(axis=-1) > 0, axis=-1, dtype=jnp.float32)
     return jnp.sum(jnp.minimum(targets, maps), axis=(1, 2)) / jnp.maximum(rows, 1)
 
@@ -202,7 +202,7 @@ def find_hits(
 
 
 def report_on_maps(targets, maps, *, norm) -> SolveReport:
-    """Compares maps [F, n, m] with their targets; copies the norm into the report."""
+    """Compares maps with targets, both [F, n, m]; `norm` is copied into the report."""
     hits, has_target = find_hits(targets, maps)
     return SolveReport(
         loss=jnp.mean((targets - maps) ** 2),

@@ -1,7 +1,7 @@
 """`impulse` for attention over a grid of tokens with positions (`AttentionSite`), as in ViT.
 
-This is the method, from top to bottom: targets H, row space X = Z Bᵀ, the solve for Q and K, a
-rotated copy for each head, value and projection.
+`impulse` reads as the method, step by step: targets H, row space X = Z Bᵀ, the solve for Q and K,
+and in `_draw_weights` a rotated copy for each head, value and projection.
 """
 
 import dataclasses
@@ -54,23 +54,23 @@ def impulse(
     patch_scale: float = 1.0,
     mlp_scale: float = 1.0,
 ) -> AttentionWeights:
-    """Layers whose heads start as convolutions with one filter each; see `attention_init.impulse`.
+    """Makes each head start as a convolution with one filter; see `attention_init.impulse`.
 
     Each of the F distinct filters has a target map H [N, N]. Its Q and K [D, d] minimize
 
         mean of (H - M)²,   M = softmax(σ X Q Kᵀ Xᵀ),   X = LayerNorm(P) = Z Bᵀ.
 
-    M depends on Q and K only through BᵀQ and BᵀK [r, d], which are solved for once per filter. The
-    last `mimetic_layers` of the layers attend to similar tokens instead.
+    M depends on Q and K only through BᵀQ and BᵀK [r, d], which are solved for once per filter. In
+    the last layers, a share of `mimetic_layers`, heads attend to similar tokens instead.
     """
-    # Targets H [F, N, N]; layer l uses the filters from ranges[l][0] to ranges[l][1].
+    # Targets H [F, N, N]; heads of layer l draw from H[start:stop], where start, stop = ranges[l].
     if dilation is None:
         growing = growing_dilation(kernel_size, site.num_layers, site.grid)
         dilation = growing if filters is None else 1
     targets, ranges = filter_maps(site, kernel_size, filters, dilation)
 
-    # Row space: coordinates Z [N, r] and basis B [D, r]. Learned positions start as noise, so the
-    # sin-cos encoding replaces them.
+    # Row space: coordinates Z [N, r] and orthonormal basis B [D, r]. Learned positions start as
+    # noise, so the sin-cos encoding replaces them.
     trainable = site.positions_trainable
     positions = sincos_positions(site.grid, site.width) if trainable else site.require_positions()
     z, basis = row_space(layer_norm(np.asarray(positions)))
@@ -112,7 +112,7 @@ def impulse(
     jax.jit, static_argnames=("site", "ranges", "num_mimetic", "vo_init", "keep_positions")
 )
 def _draw_weights(rng, bank, basis, *, site, ranges, num_mimetic, vo_init, keep_positions):
-    """Draws the weights of all heads, given Q' and K' [F, r, k] of every filter, and B [D, r]."""
+    """Draws the weights of all heads from `bank`, Q' and K' [F, r, k], and `basis`, B [D, r]."""
     rotation_rng, order_rng, vo_rng, similar_rng = jax.random.split(rng, 4)
 
     # Rotation: every head draws an R [d, k] with orthonormal columns. From Q' and K' [r, k] of its
@@ -146,8 +146,8 @@ def similar_query_key(
     """Draws Q and K of heads that attend to similar tokens, as in `mimetic` but without its SVD.
 
     Q Kᵀ = W Wᵀ A projects A = 0.7 U + 0.7 I onto d orthonormal columns W close to its leading
-    singular vectors: four subspace iterations keep 93 to 98 % of the energy that the SVD keeps, for
-    widths from 96 to 768, where 72 SVDs (half of ViT-B) would take half a minute on a CPU.
+    singular vectors. They come from four subspace iterations, which keep 93 to 98 % of the energy
+    that the SVD keeps at widths 96 to 768; the SVDs of half of ViT-B take half a minute on a CPU.
     """
     noise_rng, start_rng = jax.random.split(rng)
     heads = (num_layers, site.num_heads, site.width)
@@ -177,8 +177,8 @@ def value_and_projection(
     """Returns V = c (I - U / 2) Π and Proj = -c Πᵀ (I - U' / 2), so V Proj ≈ -0.4 (I - noise).
 
     c² = 0.4, U and U' are uniform noise as in `mimetic`, and the permutation Π distributes the
-    channels over the heads: some are left out or used twice unless h d = D. Inputs and outputs in
-    the span of the orthonormal `kept` are left alone. Both are None for `vo_init='default'`.
+    channels over the heads: some are left out or used twice unless h d = D. V ignores inputs, and
+    Proj has no outputs, in the span of the orthonormal `kept`. 'default' returns None for both.
     """
     if vo_init == "default":
         return None, None

@@ -1,6 +1,6 @@
 """Makes the settings of a grid from flags, and trains each with several seeds.
 
-A setting is a point of the grid without the seed. Unfinished runs are resumed.
+A setting is a scheme and values of fields; a run adds a seed. Unfinished runs are resumed.
 """
 
 import contextlib
@@ -43,13 +43,13 @@ def expand(
 ) -> dict[str, ConfigDict]:
     """Returns the config of each setting by its name, such as 'impulse,model.num_heads=6'.
 
-    Fields that a scheme needs are set with it, and options that it does not take are left out. An
-    option of `attention_init` is an axis only for the schemes that take it.
+    Each scheme is set by `config.set_scheme`. An axis for an option of `attention_init` applies to
+    the schemes that take the option; the others get one setting for all its values.
 
     Args:
       config: Config that all settings start from.
       schemes: Values of `config.attention_init.name`.
-      axes: Values of further fields as they are written on the command line, by field.
+      axes: Values of further fields, by field, as text from the command line.
 
     Raises:
       InputError: A scheme, a field or a value does not exist, or appears twice.
@@ -83,7 +83,7 @@ def expand(
 
 
 def with_scheme(config: ConfigDict, scheme: str) -> ConfigDict:
-    """Returns a config with another scheme, the options it takes, and the fields it needs."""
+    """Returns a copy of the config with another scheme, set by `config.set_scheme`."""
     config = config.copy_and_resolve_references()
     config_lib.set_scheme(config, scheme)
     return config
@@ -92,7 +92,7 @@ def with_scheme(config: ConfigDict, scheme: str) -> ConfigDict:
 def parse_axes(flags: Iterable[str]) -> dict[str, list[str]]:
     """Parses values of --grid, such as 'model.num_heads=3,6', into values by field.
 
-    Commas within brackets do not separate values.
+    Commas in brackets do not separate values. Raises `InputError` for a repeated or empty field.
     """
     axes = {}
     for flag in flags:
@@ -117,15 +117,15 @@ def run_grid(
     published: Mapping[str, str] | None = None,
     command: str = "",
 ) -> int:
-    """Trains all settings that are not done, prints their progress and writes the report.
+    """Trains all runs that are not done, prints their progress and writes the report.
 
     Args:
       settings: Config of each setting, by name. Their seeds are replaced.
       seeds: Seeds of every setting.
       workdir: Output directory. Each run has a workdir of its own, `SETTING/seed_K`.
-      baselines: Setting that each one is compared with, trained or not. The default is what
-        `find_baselines` finds.
-      published: Figures of the papers that are shown next to ours, by setting.
+      baselines: Setting that each one is compared with, trained or not. By default the result of
+        `find_baselines`.
+      published: Published accuracies that are shown next to ours, by setting.
       command: Command of this comparison, for the report.
 
     Returns:
@@ -154,10 +154,10 @@ def run_grid(
 
 
 def find_baselines(names: Iterable[str]) -> dict[str, str | None]:
-    """Returns the setting with which each setting is compared, by name, or None.
+    """Returns the baseline of each setting, by name; None if there is none.
 
-    That is the first one that has the scheme of the first setting and the same fields, apart from
-    options of `attention_init`. If all settings have the same scheme, it is the first setting.
+    It is the first setting with the scheme of the very first one and the same values of all fields
+    outside `attention_init`. If all settings have the same scheme, it is the very first setting.
     """
     schemes, fields = {}, {}
     for name in names:
@@ -236,7 +236,7 @@ def _describe_machine() -> str:
 
 
 def _describe_setting(name: str, config: ConfigDict) -> dict[str, Any]:
-    """Traces a setting without training, and returns what the report needs of it."""
+    """Checks a setting without training, and returns the facts that the report needs."""
     try:
         run = Run(config)
         schedule, data = run.setup.schedule, config.data
@@ -256,7 +256,7 @@ def _describe_setting(name: str, config: ConfigDict) -> dict[str, Any]:
 
 
 def _merge(workdir, new, settings):
-    """Adds settings and seeds to those of earlier commands; refuses other configs and data."""
+    """Merges settings and seeds into those of earlier commands, which must agree with them."""
     path = workdir / compare.GRID
     if not path.exists():
         return {"settings": new, "baselines": {}, "commands": []}

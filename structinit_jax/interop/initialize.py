@@ -15,8 +15,8 @@ from structinit_jax.interop.host import Grid, Host, find_hosts
 from structinit_jax.interop.layouts import Leaves, flatten
 from structinit_jax.interop.sites import find_site, num_offsets
 
-# Root mean square of the embeddings of white images of variance 1 under PyTorch's default kernel,
-# whose variance is 1 / (3 fan-in).
+# Root mean square of the patch embeddings of white noise of variance 1 under PyTorch's default
+# kernel, whose variance is 1 / (3 fan-in).
 PATCH_RMS = 3**-0.5
 
 
@@ -35,29 +35,29 @@ def initialize(
     The model is a ViT or, for schemes that support them, a model with a relative position bias in
     every layer (Swin, BEiT). Schemes assume that the LayerNorm before the attention has scale 1 and
     bias 0, that query-key products are scaled by d^-1/2, and that tokens are in row-major order.
-    Parameters that show otherwise raise an error, but they do not show everything: measure a torch
-    model's own maps with `torch_maps`.
+    Parameters that show otherwise raise an error, but they do not show everything: check the maps
+    of a torch model with `torch_maps`.
 
-    The biases of the projections that the scheme sets become zero, and its encoding replaces a
-    learned position table, except for class and register tokens. `mlp_scale` multiplies the output
-    kernels of the MLPs. `patch_scale` multiplies the patch embedding's kernel, or the norm after
-    it, and is relative to PyTorch's default kernel, so that the ratio of positions to content is
-    the same in every model.
+    The biases of the projections that the scheme sets become zero. If it has positions, they
+    replace a learned position table, except for class and register tokens. `mlp_scale` multiplies
+    the output kernels of the MLPs, `patch_scale` the kernel of the patch embedding or the norm
+    after it. The latter is relative to PyTorch's default kernel, so that the ratio of positions to
+    content is the same in every model.
 
     Args:
       params: A state dict, Linen tree, Equinox or NNX module, NNX state or pure dict; not changed.
       attention_init: The scheme, such as `impulse()`; or `lambda rng, site: weights`.
       rng: Random key for the scheme.
       num_heads: Number of heads h; required for torch and Equinox, whose shapes do not show it.
-      grid: (rows, cols) of the image tokens, or in Swin and BEiT of the windows that are not
-        square; None assumes a square.
+      grid: (rows, cols) of the image tokens, or of the window in Swin and BEiT; needed only if it
+        is not square.
       positions: [N, D] encoding that the model adds to its tokens without storing it in `params`,
         for example `sincos_positions(grid, D)`, or for MoCo v3 and big_vision
         `sincos_positions(grid, D, convention="moco")`. A table in `params` is then ignored.
-      rotations: Rotary positions (RoPE) of the image tokens, of a model that adds none to them:
-        sines and cosines [..., N, 2 d] of timm's `model.rope.get_embed(...)`, optionally with axes
-        for layers and heads, or the pair (cosines, sines) of Hugging Face's
-        `model.rope_embeddings(pixel_values)`, as NumPy arrays.
+      rotations: Rotary positions (RoPE) of the image tokens, in a model that adds no positions. As
+        NumPy arrays, either sines and cosines [..., N, 2 d] of timm's `model.rope.get_embed(...)`,
+        optionally with axes for layers and heads, or the pair (cosines, sines), each [..., N, d],
+        of Hugging Face's `model.rope_embeddings(pixel_values)`.
 
     Returns:
       Parameters of the same structure, array kinds (NumPy or JAX), dtypes and shardings. Unchanged
@@ -82,9 +82,9 @@ def initialize(
 
 
 def _write(host: Host, weights: AttentionWeights, grid: Grid) -> Leaves:
-    """Returns the leaves that the weights of a scheme change."""
-    windowed = ("positions", "position_scale", "patch_scale", "patch_bias", "mlp_scale")
-    for field in windowed if host.bias_tables else ("bias",):
+    """Returns the leaves that the weights of a scheme change, or raises `InputError`."""
+    token_fields = ("positions", "position_scale", "patch_scale", "patch_bias", "mlp_scale")
+    for field in token_fields if host.bias_tables else ("bias",):  # which the model lacks
         if getattr(weights, field) is not None:
             raise InputError(
                 f"weights.{field}: the model has no place for it: leave it None, or leave out the "
@@ -136,8 +136,8 @@ def _write(host: Host, weights: AttentionWeights, grid: Grid) -> Leaves:
 def torch_maps(model: Any, images: Any) -> list[Float[np.ndarray, "B h T T"]]:
     """Records the attention maps that a torch model computes.
 
-    It collects the result of every softmax over a square of tokens, those inside
-    `scaled_dot_product_attention` included. Pass a model that is not compiled.
+    It records the result of every softmax over tokens by tokens, also of those inside
+    `scaled_dot_product_attention`. Pass a model that is not compiled.
 
     Args:
       model: A `torch.nn.Module`; it is called in evaluation mode.

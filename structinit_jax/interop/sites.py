@@ -14,7 +14,7 @@ from structinit_jax.errors import InputError
 from structinit_jax.interop.entries import check_array
 from structinit_jax.interop.host import Grid, Host, square
 
-# Error of sines and cosines in bfloat16, and of the turns between neighbors computed from them.
+# Tolerance for rotations from one token to the next, computed from bfloat16 sines and cosines.
 ROUNDING = 0.05
 
 
@@ -24,7 +24,7 @@ def find_site(
     positions: np.ndarray | jax.Array | None,
     rotations: Any | None,
 ) -> AttentionSite:
-    """Describes a model's attention layers as schemes see them; for the arguments see `initialize`.
+    """Returns the site of a model's attention layers; for the arguments see `initialize`.
 
     Raises:
       InputError: An argument is missing, or does not fit the model.
@@ -85,7 +85,7 @@ def num_offsets(window: Grid) -> int:
 
 
 def _find_window(host: Host, grid: Grid | None) -> Grid:
-    """Returns the window of tables with one row per offset, and BEiT's 3 for its class token."""
+    """Returns the window of a bias table: a row per offset, and in BEiT 3 for the class token."""
     table = host.bias_tables[0]
     rows = len(host.leaves[table])
     side = math.isqrt(rows) // 2 + 1
@@ -116,9 +116,9 @@ def _rotary_site(host: Host, given: Any, grid: Grid | None) -> RotarySite:
         )
     parts = [np.asarray(part, np.float64) for part in parts]
     cos, sin = parts if is_pair else (parts[0][..., d:], parts[0][..., :d])
-    # Both channels of a pair have the same sine and cosine.
-    neighbors = all(np.array_equal(part[..., ::2], part[..., 1::2]) for part in (sin, cos))
-    pairs, firsts = ("interleaved", slice(0, d, 2)) if neighbors else ("halves", slice(d // 2))
+    # Both channels of a pair have the same sine and cosine, which shows how channels are paired.
+    interleaved = all(np.array_equal(part[..., ::2], part[..., 1::2]) for part in (sin, cos))
+    pairs, firsts = ("interleaved", slice(0, d, 2)) if interleaved else ("halves", slice(d // 2))
     angles = np.arctan2(sin[..., firsts], cos[..., firsts])
     angles = angles.reshape(*lead, *angles.shape[-2:]).astype(np.float32)
     tokens = angles.shape[2]
@@ -132,11 +132,11 @@ def _rotary_site(host: Host, given: Any, grid: Grid | None) -> RotarySite:
     return RotarySite(grid=grid, **host.sizes(), angles=angles, pairs=pairs)
 
 
-def _is_even(turns: Complex[np.ndarray, "L h N p"], grid: Grid) -> bool:
-    """Whether the turns between neighbors are the same in the whole grid, as in 2D RoPE."""
-    turns = turns.reshape(*turns.shape[:2], *grid, -1)
-    right = turns[..., 1:, :] * turns[..., :-1, :].conj()
-    down = turns[..., 1:, :, :] * turns[..., :-1, :, :].conj()
+def _is_even(rotations: Complex[np.ndarray, "L h N p"], grid: Grid) -> bool:
+    """Whether e^iθ changes by one factor per row and one per column of the grid, as in 2-D RoPE."""
+    rotations = rotations.reshape(*rotations.shape[:2], *grid, -1)
+    right = rotations[..., 1:, :] * rotations[..., :-1, :].conj()
+    down = rotations[..., 1:, :, :] * rotations[..., :-1, :, :].conj()
     return all(
         np.allclose(steps, steps[..., :1, :1, :], rtol=0, atol=ROUNDING) for steps in (right, down)
     )

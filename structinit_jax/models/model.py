@@ -1,8 +1,8 @@
-"""The base class of the model families and of their configs, and stacks of equal blocks.
+"""Base classes of the model families and their configs, and stacks of equal blocks.
 
-Modules hold parameters and no random state: a call takes a random key `rng`, and `rng=None` means
-evaluation. A module is thus a plain pytree. A stack is one block, and each of its variables has a
-leading layer axis.
+Modules hold parameters and no random state, so they are plain pytrees. A call takes a random key
+`rng`, or None for evaluation. A stack of blocks is one module: that of a block, with a leading
+layer axis on each variable.
 """
 
 import dataclasses
@@ -38,9 +38,9 @@ from structinit_jax.models.layers import RESIDUAL, Rng, set_weight
 def _keep_costly(primitive, *args, **params):
     """Keeps the arrays that are small or costly to compute; the rest is faster to recompute.
 
-    Kept are the outputs of linear layers, convolutions and cuDNN's fused attention, and the arrays
-    that layers name. Other products, inside `attention.dot_product_attention`, are as large as its
-    maps.
+    It keeps the outputs of linear layers, convolutions and cuDNN's fused attention, and the arrays
+    that layers name. It recomputes the products inside `attention.dot_product_attention`, which are
+    as large as attention maps.
     """
     kept = _KEEP_LINEAR(primitive, *args, **params) or _KEEP_NAMED(primitive, *args, **params)
     return kept or primitive.name.startswith(("dot_product_attention", "conv_general"))
@@ -48,7 +48,7 @@ def _keep_costly(primitive, *args, **params):
 
 _KEEP_LINEAR = jax.checkpoint_policies.dots_with_no_batch_dims_saveable
 _KEEP_NAMED = jax.checkpoint_policies.save_only_these_names(RESIDUAL)
-# Fastest first.
+# By the values of `config.model.remat`, fastest first.
 REMAT_POLICIES = {
     "none": _keep_costly,
     "dots": _KEEP_LINEAR,
@@ -56,7 +56,7 @@ REMAT_POLICIES = {
 }
 
 
-FSDP_AXIS = "fsdp"  # of the mesh, over which weights are split
+FSDP_AXIS = "fsdp"  # axis of the mesh over which weights are split
 # Smaller arrays (norms, biases, the class token) are not worth an all-gather.
 MIN_SPLIT_SIZE = 2**14
 
@@ -69,8 +69,8 @@ class ModelConfig:
     num_classes: PositiveInt = 1000
     patch_size: PositiveInt = 16  # side of a patch in pixels
     width: PositiveInt = 192  # D, the number of channels
-    drop_path: Fraction = 0.0  # rate of the last block; rises linearly from 0 (MLP-Mixer: of all)
-    # Initial values: timm's for this family, or "pytorch": the defaults of PyTorch's layers.
+    drop_path: Fraction = 0.0  # rate of the last block, linear from 0; in MLP-Mixer of all blocks
+    # Initial weights: "timm" as in timm's model, "pytorch" the defaults of PyTorch's layers.
     base_init: Literal["timm", "pytorch"] = "timm"
     dtype: Literal["float32", "bfloat16"] = "float32"  # of the computation, not of parameters
     # What the training step recomputes to save memory (see `run_stack`); "auto" is the first policy
@@ -82,24 +82,24 @@ class ModelConfig:
         """Returns the config with these fields; raises `InputError` for an invalid one."""
         fields = {k: tuple(v) if isinstance(v, list) else v for k, v in fields.items()}  # of JSON
         check_fields(cls, fields | {"image_size": 1}, "config.model.")
-        image_sides(fields.get("image_size", 1))
+        image_sides(fields.get("image_size", 1))  # its message names config.data.image_size
         return cls(**fields)
 
 
 class Model(nnx.Module):
     """Base class of the model families.
 
-    A family defines `Config`, `_make_layers`, `sites` and `__call__`. A class of your own may also
-    define its own constructor, and a static method `default_config` instead of `Config`.
+    A family defines `Config`, `_make_layers`, `sites` and `__call__`. A class of your own may
+    instead define a constructor and a static method `default_config`, in place of the first two.
 
     Args:
       channels: Channels of the input.
-      attention_init: Scheme for the initial values of the stacks; None keeps the family's own.
-      rngs: Its `params` stream draws the initial values.
+      attention_init: Scheme for the initial weights of the stacks; None keeps the family's own.
+      rngs: Its `params` stream draws the initial weights.
       **fields: Fields of `Config`.
 
     Raises:
-      InputError: A field is invalid, or sizes do not fit each other.
+      InputError: A field is invalid, or the sizes or the scheme do not fit.
     """
 
     Config: ClassVar[type[ModelConfig]]
@@ -128,9 +128,9 @@ class Model(nnx.Module):
         raise NotImplementedError
 
     def sites(self) -> dict[str, Site]:
-        """Describes each stack to initialization schemes, by the name of the model's attribute.
+        """Returns a site for each stack, by the attribute that holds the stack.
 
-        The attribute has a method `set_weights` that takes what a scheme returns.
+        The stack has a method `set_weights` that takes what a scheme returns for the site.
         """
         raise NotImplementedError
 
@@ -141,7 +141,7 @@ class Model(nnx.Module):
 
         Logits are float32 for every dtype, because the loss exponentiates them. `rng` is the random
         key for dropout and drop path in training, None in evaluation. `with_maps` adds attention
-        maps, whose memory grows with the tokens squared.
+        maps, whose memory grows with the square of the number of tokens.
         """
         raise NotImplementedError
 
@@ -154,7 +154,7 @@ class Model(nnx.Module):
         return {name: scheme(stack_rng, site) for (name, site), stack_rng in stacks}
 
     def initialize_attention(self, scheme: AttentionInit, rng: PRNGKeyArray) -> SolveReport | None:
-        """Replaces the initial values of every stack with the weights of a scheme.
+        """Replaces the initial weights of every stack with those of a scheme.
 
         Some schemes also scale the patch embedding and the MLPs. No scheme undoes the scaling of an
         earlier one, so initialize a new model for each. Raises `InputError` if the scheme does not
@@ -187,7 +187,7 @@ class Model(nnx.Module):
             )
         if positions is not None:
             check_shape("positions", positions, (site.num_tokens, site.width))
-            # That of a class token comes first and is kept.
+            # The position of a class token comes first and is kept.
             self.positions[...] = self.positions[...].at[-len(positions) :].set(positions)
         if scale is not None:
             self.positions[...] = scale * self.positions[...]
@@ -209,8 +209,8 @@ def make_stack(block: type[nnx.Module], depth: int, *, rngs: nnx.Rngs, **options
 def stack_of(path: jax.tree_util.KeyPath) -> str:
     """Returns the stack that an array of a model or state belongs to, such as 'stage1/blocks'.
 
-    It is '' if there is none. Arrays of a stack have a leading layer axis. Models name their stacks
-    'blocks'; an `nnx.List` of this name does not count.
+    Returns '' for an array of no stack. Models name their stacks 'blocks'; an `nnx.List` of that
+    name, whose arrays have no layer axis, is not a stack.
     """
     names = jax.tree_util.keystr(path, simple=True, separator="/").split("/")
     if "blocks" not in names:
@@ -234,11 +234,11 @@ def run_stack(
     """Runs a stack of blocks under `lax.scan`, so that deep models compile as fast as shallow ones.
 
     A block is called as `block(x, drop_path_rate=..., rng=..., **options) -> (x, intermediates)`,
-    without a rate if all are zero, and may update its `nnx.BatchStat` variables in training. One
-    step of the scan runs a `cycle` of blocks, whose static arguments are repeated along the stack.
-    `config.remat` decides what a step keeps for the gradient, and the rest is recomputed: 'none'
-    keeps what is costly to compute, 'dots' the outputs of linear layers, 'full' only its input.
-    'auto' is 'none' here; the trainer tries all three. Intermediates get a leading layer axis.
+    with None as the rate if all are zero. It may update its `nnx.BatchStat` variables in training.
+    `cycle` holds static arguments of successive blocks, repeated along the stack; a step of the
+    scan runs one cycle. `config.remat` says what a step keeps for the gradient rather than
+    recompute: 'none' what is costly to compute, 'dots' the outputs of linear layers, 'full' only
+    its input; 'auto' is 'none' here, and training tries all. Intermediates get a layer axis first.
     """
     depth, period = len(drop_path_rates), len(cycle)
     whole = depth - depth % period  # blocks in whole cycles
@@ -261,8 +261,8 @@ def run_stack(
         return x, jax.tree.map(lambda *leaves: jnp.stack(leaves), *outs)
 
     policy = REMAT_POLICIES["none" if config.remat == "auto" else config.remat]
-    # In a loop, XLA cannot merge what the backward pass recomputes with the forward pass. It
-    # removes a loop of one step.
+    # Only outside loops can XLA merge what the backward pass recomputes with the forward pass, and
+    # it unrolls a scan of one step.
     step = jax.checkpoint(step, policy=policy, prevent_cse=whole == period)
     rngs = None if rng is None else jax.random.split(rng, depth)
     layers = (blocks, jnp.asarray(drop_path_rates) if drop_path_rates.any() else None, rngs)
@@ -292,8 +292,8 @@ def weight_spec(shape: tuple[int, ...], parts: int) -> PartitionSpec:
 def gather_weights(block: Any) -> Any:
     """Returns one block of a stack with all of its weights on every device.
 
-    If the weights are split, the training and evaluation steps set the mesh that this uses. Call it
-    for one block at a time, so that the others stay split.
+    Training and evaluation steps set a mesh with `FSDP_AXIS` if weights are split; without one, the
+    block is returned as it is. Call this for one block at a time, so that the others stay split.
     """
     mesh = jax.sharding.get_abstract_mesh()
     if FSDP_AXIS not in mesh.axis_names:
@@ -309,7 +309,7 @@ def gather_weights(block: Any) -> Any:
 
 
 def image_sides(image_size: int | Sequence[int]) -> tuple[int, int]:
-    """Returns (height, width); a single number is both.
+    """Returns (height, width) of an image size, where a single number is both.
 
     Raises `InputError` unless they are positive whole numbers.
     """

@@ -52,9 +52,9 @@ class ViTConfig(TransformerConfig):
     # "sincos" (fixed) and "learned" positions are added to the tokens. "rope" rotates queries and
     # keys: axial rotary positions of temperature 100 (Heo et al. 2024).
     positions: Literal["sincos", "learned", "rope"] = "sincos"
-    pool: Literal["mean", "class_token"] = "mean"  # of the image tokens; the final norm follows
+    pool: Literal["mean", "class_token"] = "mean"  # pooling of the tokens, before the final norm
     dropout: Fraction = 0.0  # rate, as in `TransformerConfig`, and after positions are added
-    # Initial value of a trained factor per channel and branch (Touvron et al. 2021); 0 omits it.
+    # Initial LayerScale (Touvron et al. 2021), a trained factor per channel and branch; 0: none.
     layer_scale: NonNegativeFloat = 0.0
 
     @property
@@ -75,9 +75,9 @@ class VisionTransformer(Model):
         self.grid = token_grid(config.image_size, config.patch_size)
         options = dict(dtype=jnp.dtype(config.dtype), rngs=rngs)
         self.patch_embedding = layers.PatchEmbedding(config.patch_size, channels, width, **options)
-        std = 1e-6 if config.base_init == "timm" else 0.0
-        init = nnx.initializers.normal(std, jnp.float32)
         if config.pool == "class_token":
+            std = 1e-6 if config.base_init == "timm" else 0.0
+            init = nnx.initializers.normal(std, jnp.float32)
             self.class_token = nnx.Param(init(rngs.params(), (width,)))
         if config.positions == "learned":
             shape = (config.num_prefix + self.grid[0] * self.grid[1], width)
@@ -85,9 +85,9 @@ class VisionTransformer(Model):
         else:
             self.positions = None
             if config.positions == "sincos":
-                sincos_positions(self.grid, width)  # raises if the width has none
+                sincos_positions(self.grid, width)  # only to raise if the width does not allow it
             else:
-                rotary_angles(self.grid, width // num_heads)
+                rotary_angles(self.grid, width // num_heads)  # likewise for the head dimension
 
         self.blocks = make_stack(
             Block, config.depth, config=config, width=width, num_heads=num_heads, rngs=rngs
@@ -114,9 +114,9 @@ class VisionTransformer(Model):
     ) -> tuple[Float[Array, "B classes"], dict[str, Any]]:
         """Returns logits and intermediates; see `Model.__call__`.
 
-        The intermediates are 'patch_embedding' [B, N, D]; 'embedded' [B, T, D] with positions,
-        where T counts the class token, which comes first; 'blocks' with 'attention', 'mlp',
-        'output' [L, B, T, D] and 'attention_maps' [L, B, h, T, T]; 'pooled' [B, D] after the norm.
+        The intermediates are 'patch_embedding' [B, N, D]; 'embedded' [B, T, D], with positions and
+        with the class token, if there is one, in front; 'blocks' with 'attention', 'mlp', 'output'
+        [L, B, T, D] and 'attention_maps' [L, B, h, T, T]; 'pooled' [B, D], after the norm.
         """
         config = self.config
         dropout_rng, blocks_rng = (None, None) if rng is None else jax.random.split(rng)
@@ -151,7 +151,7 @@ class VisionTransformer(Model):
         return patches + jnp.asarray(positions, patches.dtype)[None]
 
     def _angles(self):
-        """Angles [T, d / 2] of the rotation of each token; None without rotary positions."""
+        """Returns each token's rotation [T, d / 2] in radians; None without rotary positions."""
         if self.config.positions != "rope":
             return None
         angles = rotary_angles(self.grid, self.config.width // self.config.num_heads)[0, 0]
@@ -164,7 +164,7 @@ def resample_positions(
 ) -> Float[Array, "S D"]:
     """Resamples learned positions to another grid, bicubic with antialiasing as in timm.
 
-    That of the class token, if there is one, comes first and is kept. Grids are (rows, cols).
+    The position of a class token comes first and is kept. Grids are (rows, cols).
     """
     num_prefix = len(positions) - old_grid[0] * old_grid[1]
     width = positions.shape[-1]

@@ -1,4 +1,4 @@
-"""The model of a config and the training state, abstract or initialized."""
+"""Builds the model of a config and the training state, as shapes only or initialized."""
 
 import functools
 import os
@@ -27,7 +27,7 @@ from structinit_jax.training import mesh as mesh_lib
 
 
 class TrainState(NamedTuple):
-    """Everything that changes in training. Data order and randomness follow from (seed, step).
+    """Everything that changes in training. Data order and random keys follow from (seed, step).
 
     Attributes:
       step: Number of optimizer steps taken.
@@ -35,8 +35,8 @@ class TrainState(NamedTuple):
       model_state: The other arrays of the model, in the same form: fixed weights and the running
         statistics that the forward pass updates. Empty for a ViT.
       opt_state: State of the optimizer. Empty in a state that was restored for evaluation.
-      ema: Exponential moving averages of `params` and `model_state` (as in timm's ModelEmaV2 and
-        V3) under these names. Empty if `config.ema_decay` is 0.
+      ema: Exponential moving averages 'params' and 'model_state', as in timm's ModelEmaV2 and V3.
+        Empty if `config.ema_decay` is 0.
     """
 
     step: Int[Array, ""]
@@ -49,10 +49,10 @@ class TrainState(NamedTuple):
 class AbstractModel(NamedTuple):
     """A model whose arrays are not allocated.
 
-    `nnx.merge(graphdef, params, model_state)` with real arrays makes the model.
+    `nnx.merge(graphdef, params, model_state)`, given real arrays of these shapes, is the model.
 
     Attributes:
-      build: `rng -> model`, with real arrays.
+      build: Function `rng -> model` that draws real arrays.
       mesh: Devices of the arrays.
       graphdef: Static definition of the model.
       params: Shapes, types and shardings of `TrainState.params`.
@@ -75,7 +75,7 @@ def split_model(model: nnx.Module) -> tuple[nnx.GraphDef, dict[str, Any], dict[s
 def abstract_model(
     model: ConfigDict, data: ConfigDict, mesh: jax.sharding.Mesh, **changes
 ) -> AbstractModel:
-    """Builds the model of a config without allocating it.
+    """Builds the model of a config without allocating arrays.
 
     Args:
       model: The section `config.model`.
@@ -101,7 +101,7 @@ def abstract_model(
 
 
 def check_attention_init(scheme: AttentionInit, model: AbstractModel) -> None:
-    """Raises `InputError` if a scheme does not fit the model. Computes nothing."""
+    """Raises `InputError` if a scheme does not fit the model. Only traces; computes nothing."""
     try:
         jax.eval_shape(functools.partial(_initialize, model.build, scheme), jax.random.key(0))
     except InputError as error:
@@ -115,21 +115,21 @@ def initialize_model(
 
     Args:
       model: The model.
-      scheme: Initial values of attention.
+      scheme: Scheme for the attention weights.
       seed: `config.seed`.
-      start_from: `config.start_from`, a file from which all weights but the head are selected
+      start_from: `config.start_from`. If set, all weights but the head are selected from this file
         instead (Xu et al. 2024, "Initializing Models with Larger Ones").
       name: Name of the scheme, for the output.
 
     Returns:
-      Parameters, model state, and what is printed as metrics: 'init/seconds',
-      'init/compile_seconds', and 'init/loss', 'init/target_mass' and others of a scheme that
-      reports them. No metrics with `start_from`.
+      Parameters, model state and metrics: 'init/seconds', 'init/compile_seconds', and for a scheme
+      that solves, 'init/loss', 'init/target_mass' and the other fields of its `SolveReport`. No
+      metrics with `start_from`.
 
     Raises:
       InputError: The weights in `start_from` do not fit the model.
     """
-    rng = jax.random.key(seed)  # split within the program: each split would be another one
+    rng = jax.random.key(seed)  # split inside the jitted program: outside, splits compile alone
     if start_from:
         return *_select_from_file(model, rng, start_from), {}
 
@@ -160,9 +160,9 @@ def initialize_model(
 
 
 def _options_for_one_run() -> dict[str, Any]:
-    """XLA's options for a program that runs once; they halve its compilation on CPUs.
+    """Returns XLA options for a program that runs once, which halve its compile time on CPUs.
 
-    It runs as fast as with all optimizations. Options that the user sets take precedence.
+    It runs as fast as with all optimizations. Nothing is set if the user sets `XLA_FLAGS`.
     """
     if jax.default_backend() != "cpu" or "XLA_FLAGS" in os.environ:
         return {}
@@ -178,8 +178,8 @@ def find_targets(
     """Returns the target maps that the heads of a run started from.
 
     Returns:
-      For each stack to which the scheme gives targets, by its name, the distinct maps and the index
-      of each head's map among them. There is no index for the last layers if they have no targets.
+      `(filter_index, targets)` by the name of each stack that has targets: the distinct maps, and
+      the index of each head's map. Last layers without targets have no row in `filter_index`.
     """
     params_rng, attention_rng, _ = split_rng(jax.random.key(seed))
 
@@ -207,7 +207,7 @@ def init_state(
 
 
 def split_rng(rng: PRNGKeyArray) -> tuple[PRNGKeyArray, PRNGKeyArray, PRNGKeyArray]:
-    """Splits the key of `config.seed` into keys of the weights, attention_init and the steps."""
+    """Splits the key of `config.seed` into the keys of weights, attention_init and steps."""
     params_rng, attention_rng, steps_rng = jax.random.split(rng, 3)
     return params_rng, attention_rng, steps_rng
 

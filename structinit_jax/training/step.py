@@ -42,15 +42,15 @@ def make_train_step(
 ) -> Callable[[TrainState, Batch], tuple[TrainState, Metrics]]:
     """Builds the training step, `(state, batch) -> (state, metrics)`.
 
-    The metrics are 'loss', 'accuracy' (not of mixed images, which have two classes),
-    'learning_rate', 'gradient_norm' and 'finite', whether all of the new state is finite.
+    The metrics are 'loss', 'accuracy' (unless `mixes`, since mixed images have two classes),
+    'learning_rate', 'gradient_norm' and 'finite': whether the new state has no NaN or infinity.
 
     Args:
       graphdef: Static definition of the model.
       optimizer: Turns gradients into updates.
       learning_rate: Schedule of the learning rate, for the metrics.
       augment: Augmentation of a batch.
-      mesh: Devices of the state and the batch. Gradients and new weights stay split over them.
+      mesh: Devices of the state and the batch. Gradients and new weights stay sharded over them.
       loss: `(logits, targets) -> losses`, [B, classes] -> [B].
       seed: Seed of the run.
       accumulate_steps: Parts into which each batch is split, to save memory.
@@ -84,21 +84,21 @@ def make_train_step(
     return train_step
 
 
-def _make_value_and_grad(graphdef, loss_of):
+def _make_value_and_grad(graphdef, loss):
     def loss_fn(params, model_state, batch, rng):
         images, targets = batch
         model = nnx.merge(graphdef, params, model_state)
         logits, _ = model(images, rng=rng)
         accuracy = jnp.mean(logits.argmax(-1) == targets.argmax(-1))
-        # Over examples only: JAX refuses the gradient of a loss that wrongly returns classes, too.
-        loss = jnp.mean(loss_of(logits, targets), axis=0)
-        return loss, (accuracy, split_model(model)[2])
+        # Over examples only: if a loss wrongly keeps the axis of classes, JAX refuses its gradient.
+        mean_loss = jnp.mean(loss(logits, targets), axis=0)
+        return mean_loss, (accuracy, split_model(model)[2])
 
     return jax.value_and_grad(loss_fn, has_aux=True)
 
 
 def _in_parts(value_and_grad, num_parts):
-    """Computes `value_and_grad` of a batch in parts, to save memory."""
+    """Accumulates `value_and_grad` over equal parts of a batch, one after another."""
 
     def split(x):
         # Strided, so that every device keeps an equal share of each part.
@@ -134,13 +134,13 @@ def _average(new, ema, decay):
 
 
 def _is_finite(tree):
-    """Whether all floating-point arrays are finite; others are counters and random keys."""
+    """Whether all floating-point arrays are finite. The others are counters and random keys."""
     arrays = [x for x in jax.tree.leaves(tree) if jnp.issubdtype(x.dtype, jnp.inexact)]
     return jnp.stack([jnp.isfinite(x).all() for x in arrays]).all()
 
 
 def _gather_by_layer(function, mesh):
-    """Lets `function(params, ...)` gather split weights layer by layer as it runs the model."""
+    """Wraps `function(params, ...)` so that the model gathers sharded weights layer by layer."""
     replicated = mesh_lib.replicated(mesh)
 
     def gather_outside_stacks(path, leaf):
@@ -169,9 +169,9 @@ def make_eval_step(
 
     Args:
       graphdef: Static definition of the model.
-      mesh: Devices of the weights and the batch. Split weights are gathered layer by layer.
+      mesh: Devices of the weights and the batch. Sharded weights are gathered layer by layer.
       mean: Mean of each channel, of pixels scaled to [0, 1].
-      std: Standard deviation of each channel, of the same pixels.
+      std: Standard deviation of each channel, of pixels scaled to [0, 1].
     """
 
     def predict(params, model_state, images):
