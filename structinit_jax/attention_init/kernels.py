@@ -100,8 +100,8 @@ def filter_kernels(
 ) -> tuple[Float[np.ndarray, "F R C"], tuple[tuple[int, int], ...]]:
     """Returns the distinct kernels of all layers, and the range (start, stop) that each layer uses.
 
-    They are impulses unless `filters` are given, on the R = 2 rows - 1 by C = 2 cols - 1 offsets of
-    the grid. Raises `InputError` if `filters` are no odd kernels, or dilations do not fit layers.
+    They are impulses unless `filters` are given, on R = 2 rows - 1 by C = 2 cols - 1 offsets.
+    Raises `InputError` for even sizes, negative values or a wrong number of dilations.
     """
     dilations = (dilation,) * site.num_layers if np.ndim(dilation) == 0 else tuple(dilation)
     if len(dilations) != site.num_layers:
@@ -121,7 +121,8 @@ def filter_kernels(
                     "negative values, or for attention with positions maps [F, N, N] of N tokens"
                 )
         banks.append(crop_kernels(bank, site.grid))
-        ranges[dilation] = (stop, stop := stop + len(bank))
+        start, stop = stop, stop + len(bank)
+        ranges[dilation] = (start, stop)
     return np.concatenate(banks), tuple(ranges[dilation] for dilation in dilations)
 
 
@@ -133,8 +134,7 @@ def filter_maps(
 ) -> tuple[Float[np.ndarray, "F N N"], tuple[tuple[int, int], ...]]:
     """Like `filter_kernels`, but returns target maps H. `filters` may also be such maps.
 
-    Raises:
-      InputError: The filters do not fit the grid, or are neither kernels nor attention maps.
+    Raises `InputError` if the filters do not fit the grid, or are neither kernels nor such maps.
     """
     rows, cols = site.grid
     sides = () if filters is None else np.shape(filters)[1:]

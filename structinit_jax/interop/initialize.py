@@ -49,8 +49,8 @@ def initialize(
       attention_init: The scheme, such as `impulse()`; or `lambda rng, site: weights`.
       rng: Random key for the scheme.
       num_heads: Number of heads h; required for torch and Equinox, whose shapes do not show it.
-      grid: (rows, cols) of the image tokens, or of the window in Swin and BEiT; needed only if it
-        is not square.
+      grid: (rows, cols) of the image tokens, or in Swin and BEiT of the windows that are not
+        square. If None, all are square.
       positions: [N, D] encoding that the model adds to its tokens without storing it in `params`,
         for example `sincos_positions(grid, D)`, or for MoCo v3 and big_vision
         `sincos_positions(grid, D, convention="moco")`. A table in `params` is then ignored.

@@ -26,8 +26,7 @@ def find_site(
 ) -> AttentionSite:
     """Returns the site of a model's attention layers; for the arguments see `initialize`.
 
-    Raises:
-      InputError: An argument is missing, or does not fit the model.
+    Raises `InputError` if an argument is missing or does not fit the model.
     """
     if positions is not None and rotations is not None:
         raise InputError("positions and rotations exclude each other: pass one of them")
@@ -100,6 +99,7 @@ def _find_window(host: Host, grid: Grid | None) -> Grid:
 
 
 def _rotary_site(host: Host, given: Any, grid: Grid | None) -> RotarySite:
+    """Returns the site for the `rotations` of `initialize`, timm's table or Hugging Face's pair."""
     parts = tuple(given) if isinstance(given, tuple | list) else (given,)
     for part in parts:
         check_array("rotations", "the table", part)

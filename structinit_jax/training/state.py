@@ -129,7 +129,7 @@ def initialize_model(
     Raises:
       InputError: The weights in `start_from` do not fit the model.
     """
-    rng = jax.random.key(seed)  # split inside the jitted program: outside, splits compile alone
+    rng = jax.random.key(seed)  # split in `_initialize`: here, splits would compile separately
     if start_from:
         return *_select_from_file(model, rng, start_from), {}
 

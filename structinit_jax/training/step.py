@@ -85,6 +85,8 @@ def make_train_step(
 
 
 def _make_value_and_grad(graphdef, loss):
+    """Returns `(params, model_state, batch, rng) -> ((loss, (accuracy, model_state)), grads)`."""
+
     def loss_fn(params, model_state, batch, rng):
         images, targets = batch
         model = nnx.merge(graphdef, params, model_state)
@@ -158,10 +160,7 @@ def _gather_by_layer(function, mesh):
 
 
 def make_eval_step(
-    graphdef: nnx.GraphDef,
-    mesh: Mesh,
-    mean: Sequence[float],
-    std: Sequence[float],
+    graphdef: nnx.GraphDef, mesh: Mesh, mean: Sequence[float], std: Sequence[float]
 ) -> Callable[[dict, dict, Batch], Metrics]:
     """Builds the evaluation step, `(params, model_state, batch) -> sums`.
 
