@@ -131,11 +131,11 @@ def set_up(
         *weights, metrics = initialize_model(model, scheme, *fields)
         return make_state(*weights), metrics
 
-    split = mesh_lib.batch_sharding(mesh)
+    batch_sharding = mesh_lib.batch_sharding(mesh)
     shape = (config.batch_size, data.image_size, data.image_size, data.channels)
     batch = {
-        "image": jax.ShapeDtypeStruct(shape, np.uint8, sharding=split),
-        "label": jax.ShapeDtypeStruct(shape[:1], np.int32, sharding=split),
+        "image": jax.ShapeDtypeStruct(shape, np.uint8, sharding=batch_sharding),
+        "label": jax.ShapeDtypeStruct(shape[:1], np.int32, sharding=batch_sharding),
     }
     make_step = functools.partial(
         make_train_step,
@@ -158,7 +158,7 @@ def set_up(
 
         return jax.jit(
             train_step,
-            in_shardings=(state_shardings, split),
+            in_shardings=(state_shardings, batch_sharding),
             out_shardings=(state_shardings, mesh_lib.replicated(mesh)),
             donate_argnums=0,
         )

@@ -32,7 +32,7 @@ def test_a_checkpoint_is_evaluated_on_another_data_set(run_config, finished_run,
 
 
 def test_weights_are_split_over_the_devices_that_there_are(run_config, finished_run, monkeypatch):
-    monkeypatch.setattr(model_lib, "MIN_SPLIT_SIZE", 1)
+    monkeypatch.setattr(model_lib, "MIN_SIZE_TO_SHARD", 1)
     run_config.update(fsdp=4, batch_size=20)  # neither fits six devices
     devices = jax.devices()[:6]
     model, state = evaluate.restore_model(run_config, finished_run.workdir, devices)

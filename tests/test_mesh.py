@@ -11,7 +11,7 @@ from jax.sharding import PartitionSpec
 from structinit_jax.config import base_config
 from structinit_jax.dry_run import bytes_by_kind
 from structinit_jax.errors import InputError
-from structinit_jax.models.model import MIN_SPLIT_SIZE
+from structinit_jax.models.model import MIN_SIZE_TO_SHARD
 from structinit_jax.run import set_up
 from structinit_jax.training import mesh as mesh_lib
 from structinit_jax.training.step import make_eval_step
@@ -87,7 +87,7 @@ def test_the_model_state_and_its_average_are_replicated(tiny_config):
     tiny_config.update(fsdp=4, ema_decay=0.9)
     state = set_up(tiny_config, 384).abstract_state
     kernel = state.model_state["blocks"]["spatial"]["kernel"]
-    assert kernel.size >= MIN_SPLIT_SIZE
+    assert kernel.size >= MIN_SIZE_TO_SHARD
     for model_state in (state.model_state, state.ema["model_state"]):
         assert all(leaf.sharding.is_fully_replicated for leaf in jax.tree.leaves(model_state))
     for params in (state.params, state.ema["params"]):

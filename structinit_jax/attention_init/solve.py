@@ -212,7 +212,7 @@ def report_on_maps(targets, maps, *, norm) -> SolveReport:
     )
 
 
-def out_of_reach(report: SolveReport) -> str | None:
+def reach_warning(report: SolveReport) -> str | None:
     """Returns a warning if too few rows peak on their target, else None."""
     if report.hit_rate >= MIN_HIT_RATE:
         return None
@@ -226,6 +226,6 @@ def out_of_reach(report: SolveReport) -> str | None:
 
 def warn_if_out_of_reach(report: SolveReport) -> None:
     """Warns the caller of a scheme if its targets are out of reach, unless the report is traced."""
-    if is_concrete(report.hit_rate) and (message := out_of_reach(report)):
+    if is_concrete(report.hit_rate) and (message := reach_warning(report)):
         # The levels are this function, `impulse`, the function that `_by_site` returns, its caller.
         warnings.warn(message, stacklevel=4)

@@ -56,9 +56,9 @@ REMAT_POLICIES = {
 }
 
 
-FSDP_AXIS = "fsdp"  # axis of the mesh over which weights are split
+FSDP_AXIS = "fsdp"  # axis of the mesh over which weights are sharded
 # Smaller arrays (norms, biases, the class token) are not worth an all-gather.
-MIN_SPLIT_SIZE = 2**14
+MIN_SIZE_TO_SHARD = 2**14
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -281,9 +281,9 @@ def run_stack(
 
 
 def weight_spec(shape: tuple[int, ...], parts: int) -> PartitionSpec:
-    """Returns the spec that splits a large array along its longest axis that `parts` divides."""
+    """Returns the spec that shards a large array along its longest axis that `parts` divides."""
     axes = [axis for axis, size in enumerate(shape) if size % parts == 0]
-    if parts == 1 or not axes or math.prod(shape) < MIN_SPLIT_SIZE:
+    if parts == 1 or not axes or math.prod(shape) < MIN_SIZE_TO_SHARD:
         return PartitionSpec()
     longest = max(axes, key=lambda axis: shape[axis])
     return PartitionSpec(*(None,) * longest, FSDP_AXIS)
@@ -292,17 +292,17 @@ def weight_spec(shape: tuple[int, ...], parts: int) -> PartitionSpec:
 def gather_weights(block: Any) -> Any:
     """Returns one block of a stack with all of its weights on every device.
 
-    Training and evaluation steps set a mesh with `FSDP_AXIS` if weights are split; without one, the
-    block is returned as it is. Call this for one block at a time, so that the others stay split.
+    Training and evaluation steps set a mesh with `FSDP_AXIS` if weights are sharded; else the block
+    is returned as it is. Call this for one block at a time, so that the others stay sharded.
     """
     mesh = jax.sharding.get_abstract_mesh()
     if FSDP_AXIS not in mesh.axis_names:
         return block
 
     def gather(weight):
-        # Pin to the split sharding first; otherwise XLA keeps the full copy for the gradient.
-        split = weight_spec(weight.shape, mesh.shape[FSDP_AXIS])
-        weight = jax.lax.with_sharding_constraint(weight, NamedSharding(mesh, split))
+        # Pin to the sharded layout first; otherwise XLA keeps the full copy for the gradient.
+        spec = weight_spec(weight.shape, mesh.shape[FSDP_AXIS])
+        weight = jax.lax.with_sharding_constraint(weight, NamedSharding(mesh, spec))
         return jax.lax.with_sharding_constraint(weight, NamedSharding(mesh, PartitionSpec()))
 
     return jax.tree.map(gather, block)

@@ -13,7 +13,7 @@ from structinit_jax.models.model import FSDP_AXIS, stack_of, weight_spec
 def make_mesh(fsdp: int = 1, devices: list[jax.Device] | None = None) -> Mesh:
     """Arranges devices on two axes, 'data' and 'fsdp'. Devices along 'fsdp' are neighbors.
 
-    Batches are split over both axes, the training state over 'fsdp' only.
+    Batches are sharded over both axes, the training state over 'fsdp' only.
 
     Args:
       fsdp: Number of devices that share one copy of the state.
@@ -34,7 +34,7 @@ def make_mesh(fsdp: int = 1, devices: list[jax.Device] | None = None) -> Mesh:
 
 
 def batch_sharding(mesh: Mesh) -> NamedSharding:
-    """Splits the leading axis over all devices."""
+    """Shards the leading axis over all devices."""
     return NamedSharding(mesh, PartitionSpec(mesh.axis_names))
 
 
@@ -46,8 +46,8 @@ def replicated(mesh: Mesh) -> NamedSharding:
 def shard(mesh: Mesh, abstract_state: Any) -> Any:
     """Adds a sharding to the shape and type of every array of a (part of a) training state.
 
-    Arrays are split over 'fsdp' as in `models.model.weight_spec`; an array of stacked blocks is
-    split as that of one block would be. The model state, averaged or not, is replicated.
+    Arrays are sharded over 'fsdp' by `models.model.weight_spec`; an array of stacked blocks is
+    sharded like that of one block. The model state, averaged or not, is replicated.
 
     Args:
       mesh: The device mesh.

@@ -19,7 +19,7 @@ from safetensors import SafetensorError
 from safetensors.numpy import load_file
 
 from structinit_jax.attention_init import AttentionInit
-from structinit_jax.attention_init.solve import out_of_reach
+from structinit_jax.attention_init.solve import reach_warning
 from structinit_jax.errors import InputError
 from structinit_jax.interop import select_weights
 from structinit_jax.models import create_model
@@ -153,7 +153,7 @@ def initialize_model(
             f", loss {report.loss:.2e}, {100 * report.target_mass:.1f} % of the attention on "
             f"target, {100 * report.hit_rate:.0f} % of the rows peak on target"
         )
-        warning = out_of_reach(report)
+        warning = reach_warning(report)
         text += f"\nwarning: {warning}" if warning else ""
     print(text, flush=True)
     return params, model_state, metrics

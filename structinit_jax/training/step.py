@@ -146,14 +146,14 @@ def _gather_by_layer(function, mesh):
     replicated = mesh_lib.replicated(mesh)
 
     def gather_outside_stacks(path, leaf):
-        # Without this, XLA would split activations along the channels like the weights.
+        # Without this, XLA would shard activations along the channels like the weights.
         return leaf if stack_of(path) else jax.lax.with_sharding_constraint(leaf, replicated)
 
     def wrapped(params, *args):
         params = jax.tree_util.tree_map_with_path(gather_outside_stacks, params)
         # Tells stacks to gather the weights of each block (`models.model.gather_weights`).
-        split = mesh.shape[FSDP_AXIS] > 1
-        with jax.sharding.use_abstract_mesh(mesh.abstract_mesh) if split else nullcontext():
+        sharded = mesh.shape[FSDP_AXIS] > 1
+        with jax.sharding.use_abstract_mesh(mesh.abstract_mesh) if sharded else nullcontext():
             return function(params, *args)
 
     return wrapped
