@@ -44,7 +44,7 @@ def expand(
     """Returns the config of each setting by its name, such as 'impulse,model.num_heads=6'.
 
     Each scheme is set by `config.set_scheme`. An axis for an option of `attention_init` applies to
-    the schemes that take the option; the others get one setting for all its values.
+    the schemes that take the option; the others ignore it.
 
     Args:
       config: Config that all settings start from.
