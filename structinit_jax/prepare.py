@@ -27,7 +27,7 @@ _DATA_DIR = flags.DEFINE_string(
     "data_dir", None, "Folder of TFDS's data sets, of the images ('folder'), or of fashion_mnist."
 )
 _MANUAL_DIR = flags.DEFINE_string(
-    "manual_dir", None, "Folder of archives that you downloaded by hand."
+    "manual_dir", None, "With TFDS: folder of archives that you downloaded by hand."
 )
 _CHECK = flags.DEFINE_integer(
     "check", 1000, "Images to decode in each split; 0 for all.", lower_bound=0
