@@ -49,8 +49,8 @@ class DamagedError(Exception):
 class Checkpoints:
     """The checkpoints of a run that is being trained.
 
-    Damaged checkpoints are reported and not used; those that a kill left unfinished are deleted.
-    Files of other programs are never deleted.
+    Damaged checkpoints are reported and not used; those that a kill left unfinished are deleted,
+    unless their folder holds other files too.
 
     Args:
       directory: Created if it does not exist.
