@@ -100,6 +100,11 @@ class Checkpoints:
         run = run | {"step": step, "num_indexes": num_indexes}
         folder = self.directory / str(step)
         if jax.process_index() == 0:
+            if (folder / STATE).exists() and not _is_ours(folder):
+                raise InputError(
+                    f"{folder} has {STATE}/ next to files of another program: move the folder away "
+                    "and run the same command again to resume"
+                )
             (folder / RUN).unlink(missing_ok=True)  # of a damaged checkpoint of the same step
         _index(folder, jax.process_index()).unlink(missing_ok=True)
         with contextlib.ExitStack() as stage:
@@ -108,7 +113,7 @@ class Checkpoints:
                 local = epath.Path(stage.enter_context(tempfile.TemporaryDirectory()))
             local.mkdir(parents=True, exist_ok=True)
             tree = ocp.args.PyTreeSave(state._asdict())
-            self._saver.save(local / STATE, args=tree, force=_is_ours(local))
+            self._saver.save(local / STATE, args=tree, force=True)
             self._writing = self._writer.submit(self._finish, folder, local, stage.pop_all(), run)
         self.latest_step = step
 
