@@ -102,8 +102,13 @@ def abstract_model(
 
 def check_attention_init(scheme: AttentionInit, model: AbstractModel) -> None:
     """Raises `InputError` if a scheme does not fit the model. Only traces; computes nothing."""
+
+    def initialize(params, model_state, rng):
+        return nnx.merge(model.graphdef, params, model_state).initialize_attention(scheme, rng)
+
+    rng = jax.eval_shape(jax.random.key, 0)
     try:
-        jax.eval_shape(functools.partial(_initialize, model.build, scheme), jax.random.key(0))
+        jax.eval_shape(initialize, model.params, model.model_state, rng)
     except InputError as error:
         raise InputError(f"config.attention_init: {error}") from error
 
