@@ -64,10 +64,9 @@ def impulse(
     the last layers, a share of `mimetic_layers`, heads attend to similar tokens instead.
     """
     # Targets H [F, N, N]; heads of layer l draw from H[start:stop], where start, stop = ranges[l].
-    if dilation is None:
-        growing = growing_dilation(kernel_size, site.num_layers, site.grid)
-        dilation = growing if filters is None else 1
-    targets, ranges = filter_maps(site, kernel_size, filters, dilation)
+    if dilation is None and filters is None:
+        dilation = growing_dilation(kernel_size, site.num_layers, site.grid)
+    targets, ranges = filter_maps(site, kernel_size, filters, dilation or 1)
 
     # Row space: coordinates Z [N, r] and orthonormal basis B [D, r]. Learned positions start as
     # noise, so the sin-cos encoding replaces them.
