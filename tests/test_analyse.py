@@ -96,7 +96,7 @@ def test_targets_are_those_that_the_solve_reaches():
     params, state, _ = initialize_model(model, make_attention_init(config), config.seed)
     # Without content, what is left is the position encoding, for which the heads were solved.
     params["patch_embedding"] = jax.tree.map(lambda x: 0 * x, params["patch_embedding"])
-    layer, last = collect.observe(config, model, 0, (params, state), images).layers
+    layer, last = collect.make_observer(config, model)(0, (params, state), images).layers
     assert "target_mass" not in last.measures  # its heads attend to similar tokens
     assert np.all(layer.measures["hit_rate"] > 0.9)
     assert np.all(layer.measures["target_mass"] > 2 * layer.uniform["target_mass"])

@@ -1,7 +1,7 @@
 """Runs models on images and averages their maps, measures and representations."""
 
 import functools
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -81,13 +81,8 @@ def read_images(config: ConfigDict, count: int) -> UInt8[np.ndarray, "n H H C"]:
 def observe_start(config: ConfigDict, images: UInt8[np.ndarray, "n H H C"]) -> Snapshot:
     """Observes a model with its initial values."""
     model = abstract_model(config.model, config.data, one_device())
-    sites = nnx.merge(model.graphdef, model.params, model.model_state).sites()
-    no_attention = ConvSite | TokenMixingSite
-    if not sites or any(isinstance(site, no_attention) for site in sites.values()):
-        raise InputError(f"config.model.name={config.model.name!r} has no attention to analyze")
-    scheme, name = make_attention_init(config), config.attention_init.name
-    *weights, _ = initialize_model(model, scheme, config.seed, config.start_from, name)
-    return observe(config, model, 0, weights, images)
+    weights = _initial_weights(config, model)
+    return make_observer(config, model)(0, weights, images)
 
 
 def observe_run(
@@ -103,9 +98,18 @@ def observe_run(
       images: Images to average over.
     """
     model, state = restored
-    weights = state.params, state.model_state
-    start = observe_start(config, images)
-    return [start, observe(config, model, int(state.step), weights, images)]
+    initial, trained = _initial_weights(config, model), (state.params, state.model_state)
+    observe = make_observer(config, model)
+    return [observe(0, initial, images), observe(int(state.step), trained, images)]
+
+
+def _initial_weights(config, model):
+    sites = nnx.merge(model.graphdef, model.params, model.model_state).sites()
+    no_attention = ConvSite | TokenMixingSite
+    if not sites or any(isinstance(site, no_attention) for site in sites.values()):
+        raise InputError(f"config.model.name={config.model.name!r} has no attention to analyze")
+    scheme, name = make_attention_init(config), config.attention_init.name
+    return initialize_model(model, scheme, config.seed, config.start_from, name)[:2]
 
 
 def one_device() -> jax.sharding.Mesh:
@@ -113,50 +117,51 @@ def one_device() -> jax.sharding.Mesh:
     return make_mesh(devices=jax.local_devices()[:1])
 
 
-def observe(
-    config: ConfigDict,
-    model: AbstractModel,
-    step: int,
-    weights: Sequence[Any],
-    images: UInt8[np.ndarray, "n H H C"],
-) -> Snapshot:
-    """Observes a model with given weights.
+def make_observer(
+    config: ConfigDict, model: AbstractModel
+) -> Callable[[int, Sequence[Any], UInt8[np.ndarray, "n H H C"]], Snapshot]:
+    """Returns `(step, weights, images) -> snapshot`, which compiles once for all weights.
+
+    `weights` are parameters and model state after the training step `step`. The number of images n
+    is a multiple of `BATCH_SIZE`.
 
     Args:
       config: Config of the model.
       model: The model, on one device.
-      step: Training step of the weights.
-      weights: Parameters and model state.
-      images: Images to average over; n is a multiple of `BATCH_SIZE`.
     """
-    sites = nnx.merge(model.graphdef, *weights).sites()
     name, targets = "selected weights", {}
     if not config.start_from:
         name = config.attention_init.name
         targets = find_targets(model, make_attention_init(config), config.seed)
     observe_batch = jax.jit(functools.partial(_observe_batch, config, model.graphdef, targets))
-    totals, ranks = [], []
-    for batch in images.reshape(-1, BATCH_SIZE, *images.shape[1:]):
-        total, outputs = jax.device_get(observe_batch(weights, batch))
-        totals.append(total)
-        matrices = [output.reshape(len(output), -1, output.shape[-1]) for output in outputs]
-        ranks.append([measures.stable_rank(matrix).mean() for matrix in matrices])
-    stacks, shifts = jax.tree.map(lambda *values: np.mean(values, axis=0), *totals)
-    of_outputs = list(zip(np.mean(ranks, axis=0), shifts, strict=True))
-    layers = []
-    for stage, ((stack, site), averages) in enumerate(zip(sites.items(), stacks, strict=True), 1):
-        maps = averages.pop("maps")
-        heads = jax.device_get(measures.measure_mean_maps(maps, site.grid)) | averages
-        uniform = _measure_uniform_maps(site, targets.get(stack))
-        for i in range(site.num_layers):
-            values = {key: value[i] for key, value in heads.items() if i < len(value)}
-            rank, shift = of_outputs[len(layers)]
-            values["stable_rank"] = rank[None]
-            if shift is not None:
-                values["shift_distance"] = shift[None]
-            number = f"{stage}.{i + 1}" if len(sites) > 1 else str(i + 1)
-            layers.append(Layer(number, site.grid, maps[i], values, uniform))
-    return Snapshot(f"{name}, step {step:,}", layers)
+    sites = nnx.merge(model.graphdef, model.params, model.model_state).sites()
+
+    def observe(step, weights, images):
+        totals, ranks = [], []
+        for batch in images.reshape(-1, BATCH_SIZE, *images.shape[1:]):
+            total, outputs = jax.device_get(observe_batch(weights, batch))
+            totals.append(total)
+            matrices = [output.reshape(len(output), -1, output.shape[-1]) for output in outputs]
+            ranks.append([measures.stable_rank(matrix).mean() for matrix in matrices])
+        stacks, shifts = jax.tree.map(lambda *values: np.mean(values, axis=0), *totals)
+        of_outputs = list(zip(np.mean(ranks, axis=0), shifts, strict=True))
+        layers = []
+        of_stages = zip(sites.items(), stacks, strict=True)
+        for stage, ((stack, site), averages) in enumerate(of_stages, 1):
+            maps = averages.pop("maps")
+            heads = jax.device_get(measures.measure_mean_maps(maps, site.grid)) | averages
+            uniform = _measure_uniform_maps(site, targets.get(stack))
+            for i in range(site.num_layers):
+                values = {key: value[i] for key, value in heads.items() if i < len(value)}
+                rank, shift = of_outputs[len(layers)]
+                values["stable_rank"] = rank[None]
+                if shift is not None:
+                    values["shift_distance"] = shift[None]
+                number = f"{stage}.{i + 1}" if len(sites) > 1 else str(i + 1)
+                layers.append(Layer(number, site.grid, maps[i], values, uniform))
+        return Snapshot(f"{name}, step {step:,}", layers)
+
+    return observe
 
 
 def _observe_batch(config, graphdef, targets, weights, images):
