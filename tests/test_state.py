@@ -74,6 +74,14 @@ def test_weights_are_the_same_with_xla_options_for_programs_that_run_once(tiny_c
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, atol=1e-7), found, expected)
 
 
+def test_a_seed_gives_the_same_weights_on_any_number_of_devices(tiny_config):
+    tiny_config.model.update(width=64, depth=4, num_heads=4)
+    meshes = make_mesh(devices=jax.devices()[:1]), make_mesh(fsdp=4)
+    models = [abstract_model(tiny_config.model, tiny_config.data, mesh) for mesh in meshes]
+    one, several = (initialize(tiny_config, model) for model in models)
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, atol=1e-5), one, several)
+
+
 @pytest.mark.parametrize(("heads", "warned"), [(2, False), (8, True)])
 def test_targets_out_of_reach_are_reported_once(tiny_config, heads, warned, capsys):
     tiny_config.model.update(num_heads=heads, depth=1)

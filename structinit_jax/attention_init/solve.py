@@ -30,7 +30,8 @@ START_REGULARIZATION = 1e-3  # of the pseudo-inverse, relative to the strongest 
 MAX_ROWS = 1024
 # Adam needs about as many evaluations of the loss as L-BFGS with a line search, and compiles in a
 # third of the time.
-STEPS, LEARNING_RATE = 150, 0.1
+STEPS, LEARNING_RATE, B1, B2 = 150, 0.1, 0.9, 0.95
+EPSILON = 1e-12
 # Every step multiplies the norm by the ratio of the odds p / (1 - p) of the target mass to those of
 # the mass, to this power. With larger ones, the norm grows faster than the directions turn, and
 # narrow heads end with maps that peak on wrong tokens.
@@ -146,26 +147,40 @@ def minimize(
 ) -> tuple[Any, Float[Array, "*F"]]:
     """Minimizes a loss with Adam over `factors`, a tree of arrays, and returns factors and norm.
 
+    Entries along the last axis of a factor share Adam's second moment. With one for each entry,
+    rounding errors would grow to full steps where the loss is flat, and the weights would depend on
+    the number of devices.
+
     `loss_and_mass(factors, norm)` normalizes the factors, whose columns should have a norm of about
     1, so that only their directions matter. With a target mass, the norm rises while the mass is
     below it and falls while it is above, between 1/16 and 8 times its initial value.
     """
-    adam = optax.scale_by_adam(b2=0.95)
     bounds = [change * norm for change in NORM_CHANGE]
 
+    def mean_square(grads):
+        return jax.tree.map(lambda grad: jnp.mean(grad**2, axis=-1, keepdims=True), grads)
+
+    def step(rate, factor, first, second):
+        return factor - rate * first / (jnp.sqrt(second) + EPSILON)
+
     def body(carry, rate):
-        factors, state, norm = carry
-        grad, mass = jax.grad(loss_and_mass, has_aux=True)(factors, norm)
+        factors, first, second, norm = carry
+        grads, mass = jax.grad(loss_and_mass, has_aux=True)(factors, norm)
         if target_mass is not None:
             odds = mass / (1 - jnp.minimum(mass, 0.999))
             change = (target_mass / (1 - target_mass) / odds) ** ODDS_EXPONENT
             norm = jnp.clip(norm * change, *bounds).astype(norm.dtype)
-        updates, state = adam.update(grad, state)
-        factors = jax.tree.map(lambda factor, update: factor - rate * update, factors, updates)
-        return (factors, state, norm), None
+        first = optax.tree.update_moment(grads, first, B1, order=1)
+        second = optax.tree.update_moment(mean_square(grads), second, B2, order=1)
+        factors = jax.tree.map(functools.partial(step, rate), factors, first, second)
+        return (factors, first, second, norm), None
 
-    rates = np.linspace(LEARNING_RATE, 0, STEPS, endpoint=False, dtype=np.float32)
-    (factors, _, norm), _ = jax.lax.scan(body, (factors, adam.init(factors), norm), rates)
+    count = np.arange(1, STEPS + 1)
+    rates = LEARNING_RATE * (1 - (count - 1) / STEPS)
+    rates *= np.sqrt(1 - B2**count) / (1 - B1**count)  # corrects the bias of both moments
+    zeros = jax.tree.map(jnp.zeros_like, factors)
+    start = (factors, zeros, mean_square(zeros), norm)
+    (factors, _, _, norm), _ = jax.lax.scan(body, start, rates.astype(np.float32))
     return factors, norm
 
 
