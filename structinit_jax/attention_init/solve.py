@@ -232,10 +232,8 @@ def reach_warning(report: SolveReport) -> str | None:
     if report.hit_rate >= MIN_HIT_RATE:
         return None
     return (
-        f"only {100 * float(report.hit_rate):.0f} % of the attention rows peak on their target. "
-        "The head dimension, the rank of the positions (sin-cos for 'impulse', learned for "
-        "'impulse_2025'), the frequencies of rotary positions, a small target mass or norm, or few "
-        "steps may be the cause: use fewer heads, a smaller kernel, or a larger target mass"
+        f"only {100 * float(report.hit_rate):.0f} % of the attention rows peak on their target: use "
+        "fewer heads (so that each has more channels), a smaller kernel, or a larger target mass"
     )
 
 
