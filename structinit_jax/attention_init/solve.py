@@ -232,8 +232,8 @@ def reach_warning(report: SolveReport) -> str | None:
     if report.hit_rate >= MIN_HIT_RATE:
         return None
     return (
-        f"only {100 * float(report.hit_rate):.0f} % of the attention rows peak on their target: use "
-        "fewer heads (so that each has more channels), a smaller kernel, or a larger target mass"
+        f"only {100 * float(report.hit_rate):.0f} % of the attention rows peak on their target: use"
+        " fewer heads (so that each has more channels), a smaller kernel, or a larger target mass"
     )
 
 
