@@ -155,17 +155,17 @@ def find(name: str, known: Mapping[str, Any], field: str) -> Any:
     if name in known:
         return known[name]
     if is_reference(name):
-        return load_reference(name, field)
+        return load_reference(name, f"config.{field}")
     raise InputError(f"config.{field}={name!r} is unknown: {suggest(name, known)}")
 
 
 def load_reference(reference: str, field: str) -> Any:
-    """Imports the object that a config field names, such as 'my_package.schemes:my_scheme'."""
+    """Imports the object that `field` names, such as 'my_package.schemes:my_scheme'."""
     module_name, _, attribute = reference.partition(":")
     try:
         return getattr(importlib.import_module(module_name), attribute)
     except (ImportError, AttributeError) as error:
         raise InputError(
-            f"config.{field}={reference!r} cannot be imported ({error}): the module must be in the "
+            f"{field}={reference!r} cannot be imported ({error}): the module must be in the "
             f"working directory, {os.getcwd()}, or on PYTHONPATH"
         ) from error

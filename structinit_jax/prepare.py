@@ -9,7 +9,6 @@ others are downloaded and prepared by TFDS's own builder; only this needs Tensor
 """
 
 import importlib.util
-import re
 import sys
 
 import numpy as np
@@ -126,11 +125,8 @@ def main(overrides: command_line.Overrides) -> None:
     if overrides:
         raise InputError(f"prepare has no --config.{overrides[0][0]}; --help lists its flags")
     sys.stdout.reconfigure(errors="backslashreplace")  # the name of a file need not be text
-    try:
-        prepare(_NAME.value, _DATA_DIR.value, _MANUAL_DIR.value)
-        report(open_dataset(_NAME.value, _DATA_DIR.value), _CHECK.value)
-    except InputError as error:  # of the data sets, which name the fields of training
-        raise InputError(re.sub(r"(--)?config\.data\.", "--", str(error))) from error
+    prepare(_NAME.value, _DATA_DIR.value, _MANUAL_DIR.value)
+    report(open_dataset(_NAME.value, _DATA_DIR.value), _CHECK.value)
 
 
 if __name__ == "__main__":

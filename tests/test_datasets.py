@@ -6,7 +6,7 @@ from structinit_jax.errors import InputError
 
 
 def test_a_function_that_returns_no_data_set_is_named():
-    with pytest.raises(InputError, match=r"config\.data\.name='builtins:str' returned str"):
+    with pytest.raises(InputError, match=r"data set 'builtins:str' returned str"):
         open_dataset("builtins:str")
 
 

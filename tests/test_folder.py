@@ -71,7 +71,7 @@ def test_broken_folders_are_refused_by_name(root, change, reason):
     change(root)
     with pytest.raises(InputError, match=reason) as caught:
         open_dataset("folder", root).split("train+val")
-    assert str(caught.value).startswith(f"config.data.data_dir={str(root)!r}: ")
+    assert str(caught.value).startswith(f"data_dir={str(root)!r}: ")
 
 
 def test_only_images_are_read(root):

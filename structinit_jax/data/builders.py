@@ -19,14 +19,14 @@ def open_tfds(name: str, data_dir: Folder) -> Dataset:
     path = builder.data_path
     if not path.exists():
         raise InputError(
-            f"config.data.name={name!r} is not prepared: looked in {path}. Pass"
+            f"data set {name!r} is not prepared: looked in {path}. Pass"
             f" --config.data.data_dir=DIR, the folder that holds {name}/, or download it with\n"
             f"  python -m structinit_jax.prepare --name={name} --data_dir={builder.data_dir_root}"
         )
     builder = tfds.builder_from_directory(path)  # knows formats that were added later
     if tfds.core.FileFormat.ARRAY_RECORD not in builder.info.available_file_formats():
         raise InputError(
-            f"config.data.name={name!r} is not prepared as array_record. Convert it, once, where"
+            f"data set {name!r} is not prepared as array_record. Convert it, once, where"
             " TensorFlow is installed (pip install '.[prepare]'):\n"
             f"  tfds convert_format --dataset_version_dir={path} --out_file_format=array_record"
         )
@@ -35,7 +35,7 @@ def open_tfds(name: str, data_dir: Folder) -> Dataset:
     kinds = (tfds.features.Image, tfds.features.ClassLabel)
     if not all(map(isinstance, (image, label), kinds)):
         raise InputError(
-            f"config.data.name={name!r} has the features {sorted(features)}, expected an 'image'"
+            f"data set {name!r} has the features {sorted(features)}, expected an 'image'"
             " and a class 'label'. Choose a data set for image classification."
         )
     sizes = {split: info.num_examples for split, info in builder.info.splits.items()}
@@ -62,9 +62,9 @@ def find_builder(name: str, data_dir: Folder) -> tfds.core.DatasetBuilder:
     except tfds.core.DatasetNotFoundError as error:
         stock = tfds.list_builders(with_community_datasets=False)
         hint = suggest(name.lower(), ["folder", "digits", *stock])
-        raise InputError(f"config.data.name={name!r}: TFDS has no such data set: {hint}") from error
+        raise InputError(f"TFDS has no data set {name!r}: {hint}") from error
     except Exception as error:  # a malformed name or variant, a damaged file, a missing package
         raise InputError(
-            f"config.data.name={name!r}: TFDS cannot open it in config.data.data_dir="
-            f"{str(data_dir or '')!r}: {type(error).__name__}: {error}"
+            f"TFDS cannot open data set {name!r} in data_dir={str(data_dir or '')!r}:"
+            f" {type(error).__name__}: {error}"
         ) from error

@@ -49,11 +49,11 @@ def open_dataset(name: str, data_dir: Folder = None, channels: int | None = None
     elif name == "fashion_mnist":
         dataset = open_fashion_mnist(data_dir)
     elif is_reference(name):
-        dataset = load_reference(name, "data.name")(data_dir)
+        dataset = load_reference(name, "name")(data_dir)
         if not isinstance(dataset, Dataset):
             raise InputError(
-                f"config.data.name={name!r} returned {type(dataset).__name__}, expected a Dataset."
-                " Return structinit_jax.data.source.Dataset.from_records(...)."
+                f"data set {name!r} returned {type(dataset).__name__}, expected a Dataset. Return"
+                " structinit_jax.data.source.Dataset.from_records(...)."
             )
     else:
         from structinit_jax.data import builders  # imports TFDS

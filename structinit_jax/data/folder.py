@@ -12,7 +12,7 @@ SUFFIXES = (
     *(".jpg", ".jpeg", ".jpe", ".jfif", ".png", ".webp", ".avif"),
     *(".bmp", ".gif", ".tif", ".tiff", ".ppm", ".pgm"),
 )
-LAYOUT = "Expected DIR/train/CLASS/*.jpg and DIR/val/CLASS/*.jpg with --config.data.data_dir=DIR."
+LAYOUT = "Expected DIR/train/CLASS/*.jpg and DIR/val/CLASS/*.jpg with data_dir=DIR."
 
 
 class FileRecords:
@@ -53,7 +53,7 @@ def open_folder(root: Folder) -> Dataset:
     """
 
     def problem(what):
-        return InputError(f"config.data.data_dir={str(root or '')!r}: {what}. {LAYOUT}")
+        return InputError(f"data_dir={str(root or '')!r}: {what}. {LAYOUT}")
 
     folder = Path(root or "")
     if not root or not folder.is_dir():

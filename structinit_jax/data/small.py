@@ -26,8 +26,8 @@ CHECKSUMS = {
 }
 MANUAL_DOWNLOAD = (
     f"Put the four files {', '.join(f'{name}.gz' for name in CHECKSUMS)} into a folder and pass"
-    " --config.data.data_dir=DIR. On Debian and Ubuntu `apt-get install dataset-fashion-mnist`"
-    " installs them in /usr/share/datasets/fashion-mnist."
+    " it as data_dir. On Debian and Ubuntu `apt-get install dataset-fashion-mnist` installs them in"
+    " /usr/share/datasets/fashion-mnist."
 )
 FASHION_CLASSES = (
     *("T-shirt/top", "Trouser", "Pullover", "Dress", "Coat"),
