@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from typing import NamedTuple
 
 import jax
-from clu import parameter_overview
+from etils import epy
 from jax.experimental import topologies
 from ml_collections import ConfigDict
 
@@ -22,6 +22,9 @@ from structinit_jax.errors import InputError
 from structinit_jax.run import set_up
 from structinit_jax.training import mesh as mesh_lib
 from structinit_jax.training.setup import compile_step, memory_limit, mib
+
+with epy.lazy_imports():
+    from clu import parameter_overview
 
 # Memory of one device that programs can use, as libtpu states it when a program needs more.
 MEMORY = {

@@ -11,7 +11,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import jax
-from clu import parameter_overview
+from etils import epy
 from flax.traverse_util import flatten_dict
 from ml_collections import ConfigDict
 
@@ -24,6 +24,9 @@ from structinit_jax.training import mesh as mesh_lib
 from structinit_jax.training import workdir as workdir_lib
 from structinit_jax.training.metrics import MetricsLog, PendingMetrics, Progress, StepTrace, average
 from structinit_jax.training.setup import compile_step, memory_limit
+
+with epy.lazy_imports():  # while the training step compiles
+    from clu import parameter_overview
 
 # Exit code of a run that a signal has stopped: EX_TEMPFAIL of sysexits.h, "try again later".
 PREEMPTED_EXIT_CODE = 75

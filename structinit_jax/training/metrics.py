@@ -12,12 +12,13 @@ from typing import Any
 
 import jax
 import numpy as np
-from etils import epath
-from tensorboardX.proto.event_pb2 import Event, SessionLog
-from tensorboardX.proto.summary_pb2 import Summary
-from tensorboardX.record_writer import RecordWriter
+from etils import epath, epy
 
 from structinit_jax.training.workdir import is_url, write_atomically
+
+with epy.lazy_imports():  # while the training step compiles
+    from tensorboardX import record_writer
+    from tensorboardX.proto import event_pb2, summary_pb2
 
 # Steps dispatched ahead of the devices: enough to keep them busy, with few batches in memory.
 MAX_IN_FLIGHT = 2
@@ -86,12 +87,14 @@ class MetricsLog:
         folder = self._folder / "tensorboard"
         folder.mkdir(exist_ok=True)
         self._events_path = folder / f"events.out.tfevents.{time.time():.6f}.{socket.gethostname()}"
-        self._events = RecordWriter(str(self._events_path))
+        self._events = record_writer.RecordWriter(str(self._events_path))
         self._files.callback(self._events.close)
         self._write_event(file_version="brain.Event:2")
         # TensorBoard drops the events of earlier files from this step on.
         repeated = start_step + 1 if start_step else 0
-        self._write_event(step=repeated, session_log=SessionLog(status=SessionLog.START))
+        self._write_event(
+            step=repeated, session_log=event_pb2.SessionLog(status=event_pb2.SessionLog.START)
+        )
 
     def write(self, step: int, values: dict[str, float]) -> None:
         """Writes one JSON line, and one TensorBoard scalar per name."""
@@ -99,8 +102,11 @@ class MetricsLog:
             finite = {k: v if math.isfinite(v) else None for k, v in values.items()}  # as in JSON
             self._lines.write(json.dumps({"step": step, **finite}) + "\n")
             self._lines.flush()
-            scalars = [Summary.Value(tag=tag, simple_value=value) for tag, value in values.items()]
-            self._write_event(step=step, summary=Summary(value=scalars))
+            scalars = [
+                summary_pb2.Summary.Value(tag=tag, simple_value=value)
+                for tag, value in values.items()
+            ]
+            self._write_event(step=step, summary=summary_pb2.Summary(value=scalars))
 
     def upload(self) -> None:
         """Copies both files to the workdir if it is in object storage."""
@@ -115,7 +121,7 @@ class MetricsLog:
             self.upload()
 
     def _write_event(self, **fields):
-        self._events.write(Event(wall_time=time.time(), **fields).SerializeToString())
+        self._events.write(event_pb2.Event(wall_time=time.time(), **fields).SerializeToString())
         self._events.flush()
 
 
