@@ -55,15 +55,15 @@ def time_impulse(site: AttentionSite) -> dict:
 
 
 def reference_problem(site: AttentionSite):
-    """Returns the positions and the targets of one layer, each offset about equally often."""
-    offsets = center_first(3)[np.arange(site.num_heads) % 9]
-    targets = convolution_maps(impulse_kernels(3), site.grid)[offsets]
-    return np.asarray(site.positions), targets
+    """Returns positions, kernels and targets of one layer, each offset about equally often."""
+    kernels = impulse_kernels(3)[center_first(3)[np.arange(site.num_heads) % 9]]
+    return np.asarray(site.positions), kernels, convolution_maps(kernels, site.grid)
 
 
 def time_reference_in_jax(site: AttentionSite, steps: int) -> dict:
     """Runs one layer of `impulse_2024`, jitted as one loop, and `impulse` at its final norm."""
-    positions, targets = map(jnp.asarray, reference_problem(site))
+    positions, kernels, targets = reference_problem(site)
+    positions, targets = map(jnp.asarray, (positions, targets))
     options = dict(head_dim=site.head_dim, qk_scale=site.qk_scale)
     solve = papers._solve_2024.lower(
         jax.random.key(0), positions, targets, max_steps=steps, **options
@@ -71,7 +71,7 @@ def time_reference_in_jax(site: AttentionSite, steps: int) -> dict:
     start = time.perf_counter()
     *_, report = jax.block_until_ready(solve(jax.random.key(0), positions, targets))
     seconds = time.perf_counter() - start
-    solved = impulse(filters=np.asarray(targets), norm=float(report.norm))
+    solved = impulse(filters=kernels, norm=float(report.norm))
     ours = solved(jax.random.key(0), site).report
     return _scaled(seconds, steps, site) | {
         "loss": float(report.loss),
@@ -87,7 +87,8 @@ def time_reference_in_torch(site: AttentionSite) -> dict | None:
         import torch
     except ImportError:
         return None
-    positions, targets = map(torch.from_numpy, reference_problem(site))
+    positions, _, targets = reference_problem(site)
+    positions, targets = map(torch.from_numpy, (positions, targets))
     x = torch.nn.functional.layer_norm(positions, positions.shape[1:])
     bound = (site.num_heads * site.head_dim) ** -0.5
     shapes = [

@@ -182,7 +182,6 @@ def test_mimetic_weights_are_the_programs_factors_as_stored_by_pytorch():
         ("filters", dict(filters=-np.ones((1, 3, 3)))),
         ("filters", dict(filters=np.ones((1, 4, 4)))),
         ("filters", dict(filters=np.ones((1, 37, 37)))),
-        ("filters", dict(filters=np.full((1, 35, 35), 1.1 / 35))),
         ("filters", dict(dilation=5)),
         ("dilation", dict(dilation=(1, 2))),
     ],

@@ -83,8 +83,7 @@ def impulse(
 
     Args:
       kernel_size: Kernel size f of the impulses, odd; by default 3. A `ConvSite` has its own.
-      filters: Your own filters instead of impulses: kernels [F, f, f] or, except for windows and
-        convolutions, maps [F, N, N] whose rows sum to 1.
+      filters: Your own filters instead of impulses: kernels [F, f, f].
       dilation: Tokens between neighboring offsets, or one number per layer. By default 1, and on
         large grids with positions more in later layers (`kernels.growing_dilation`).
       target_mass: Share of the attention that the solve puts on the target. It sets how sharp the

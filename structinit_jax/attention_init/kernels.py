@@ -21,7 +21,7 @@ OddInt = Annotated[int, Check("an odd positive whole number", lambda x: is_count
 FilterArray = Annotated[
     np.ndarray | jax.Array,
     Check(
-        "an array of kernels [F, f, f] or maps [F, N, N] of finite numbers",
+        "an array of kernels [F, f, f] of finite numbers",
         lambda x: np.ndim(x) == 3 and np.size(x) > 0 and bool(np.isfinite(x).all()),
     ),
 ]
@@ -103,27 +103,24 @@ def filter_kernels(
     They are impulses unless `filters` are given, on R = 2 rows - 1 by C = 2 cols - 1 offsets.
     Raises `InputError` for even sizes, negative values or a wrong number of dilations.
     """
+    if filters is not None:
+        kernels = np.asarray(filters, np.float32)
+        if kernels.shape[1] != kernels.shape[2] or kernels.shape[1] % 2 == 0 or kernels.min() < 0:
+            raise InputError(
+                f"filters of shape {kernels.shape}: needs kernels [F, f, f] with odd f and no "
+                "negative values"
+            )
+        return crop_kernels(kernels, site.grid), ((0, len(kernels)),) * site.num_layers
     dilations = (dilation,) * site.num_layers if np.ndim(dilation) == 0 else tuple(dilation)
     if len(dilations) != site.num_layers:
         raise InputError(
             f"dilation={dilation!r} has {len(dilations)} values for {site.num_layers} layers: pass "
             "one for each layer, or a single one"
         )
-    ranges, banks, stop = {}, [], 0
-    for dilation in dict.fromkeys(dilations):
-        if filters is None:
-            bank = impulse_kernels(kernel_size, dilation)
-        else:
-            bank = np.asarray(filters, np.float32)
-            if bank.shape[1] != bank.shape[2] or bank.shape[1] % 2 == 0 or bank.min() < 0:
-                raise InputError(
-                    f"filters of shape {bank.shape}: needs kernels [F, f, f] with odd f and no "
-                    "negative values, or for attention with positions maps [F, N, N] of N tokens"
-                )
-        banks.append(crop_kernels(bank, site.grid))
-        start, stop = stop, stop + len(bank)
-        ranges[dilation] = (start, stop)
-    return np.concatenate(banks), tuple(ranges[dilation] for dilation in dilations)
+    distinct, count = list(dict.fromkeys(dilations)), kernel_size**2
+    kernels = [crop_kernels(impulse_kernels(kernel_size, each), site.grid) for each in distinct]
+    starts = [count * distinct.index(each) for each in dilations]
+    return np.concatenate(kernels), tuple((start, start + count) for start in starts)
 
 
 def filter_maps(
@@ -132,31 +129,18 @@ def filter_maps(
     filters: FilterArray | None = None,
     dilation: Dilation = 1,
 ) -> tuple[Float[np.ndarray, "F N N"], tuple[tuple[int, int], ...]]:
-    """Like `filter_kernels`, but returns target maps H. `filters` may also be such maps.
+    """Like `filter_kernels`, but returns target maps H.
 
-    Raises `InputError` if the filters do not fit the grid, or are neither kernels nor such maps.
+    Raises `InputError` also if a filter does not fit the grid.
     """
     rows, cols = site.grid
-    sides = () if filters is None else np.shape(filters)[1:]
-    if sides == (site.num_tokens,) * 2:
-        maps = np.asarray(filters, np.float32)
-        ranges = ((0, len(maps)),) * site.num_layers
-        sums = maps.sum(axis=-1)
-        is_attention = (maps >= 0).all() and ((sums == 0) | (np.abs(sums - 1) < 1e-3)).all()
-        if isinstance(site, AttentionSite) and not is_attention:
-            raise InputError(
-                "filters: attention maps need nonnegative values and rows that sum to 1, or to 0 "
-                "for tokens without a target"
-            )
-    else:
-        if max(sides, default=0) > 2 * max(site.grid) - 1:
-            raise InputError(
-                f"filters of {sides[0]}x{sides[1]} do not fit {rows}x{cols} tokens: pass smaller "
-                f"kernels, or maps [F, {site.num_tokens}, {site.num_tokens}] without class and "
-                "register tokens"
-            )
-        kernels, ranges = filter_kernels(site, kernel_size, filters, dilation)
-        maps = normalize_rows(convolution_maps(kernels, site.grid))
+    if filters is not None and np.shape(filters)[1] > 2 * max(site.grid) - 1:
+        raise InputError(
+            f"filters of shape {np.shape(filters)} do not fit {rows}x{cols} tokens: pass smaller "
+            "kernels"
+        )
+    kernels, ranges = filter_kernels(site, kernel_size, filters, dilation)
+    maps = normalize_rows(convolution_maps(kernels, site.grid))
     if not maps.any(axis=(1, 2)).all():
         raise InputError(
             f"filters: one leads off the {rows}x{cols} tokens from every token: use a smaller "
