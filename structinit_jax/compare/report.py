@@ -50,10 +50,8 @@ def markdown(comparison: Comparison) -> str:
         "# Comparison",
         _table(_summary(comparison)),
         "Accuracy after the last epoch in percent: mean ± standard deviation over seeds. "
-        + interval,
-        "Epochs to the baseline: the first evaluation at which a run reaches the baseline's mean "
-        "final accuracy, averaged over the runs that reach it. Seconds are spent in training "
-        "steps, without evaluations, checkpoints and compilation.",
+        f"{interval} Seconds are spent in training steps, without evaluations, checkpoints and "
+        "compilation.",
         *_other_fields(info),
     ]
     if any(facts["config"].get("ema_decay") for facts in info["settings"].values()):
@@ -86,7 +84,6 @@ def _summary(comparison: Comparison) -> list[list[str]]:
                 f"{comparison.metric}, %": _format_percent(comparison.accuracies(setting).values()),
                 "published, %": facts[setting]["published"] or "–",
                 "difference to the baseline (95 %)": _format_difference(comparison, setting),
-                "epochs to the baseline": _format_epochs(comparison, setting),
                 "training, s": f"{np.mean(seconds):.1f}" if seconds else "–",
             }
         )
@@ -128,21 +125,6 @@ def half_interval(values: Sequence[float]) -> float:
     """Returns half of Student's 95 % interval of the mean of two or more normal values."""
     n = len(values)
     return float(special.stdtrit(n - 1, 0.975) * np.std(values, ddof=1) / math.sqrt(n))
-
-
-def _format_epochs(comparison: Comparison, setting: str) -> str:
-    """Formats when the runs reach the baseline's mean final accuracy, and how many of them do."""
-    goals = [*comparison.accuracies(comparison.info["baselines"][setting]).values()]
-    runs = comparison.finished(setting)
-    if not (goals and runs):
-        return "–"
-    goal = np.mean(goals) - 1e-9  # the mean of equal accuracies may be rounded up
-    epochs = [[run.epoch(step) for step in run.curve if run.curve[step] >= goal] for run in runs]
-    first = [each[0] for each in epochs if each]
-    if not first:
-        return "not reached"
-    text = f"{np.mean(first):.1f}"
-    return text if len(first) == len(runs) else f"{text} ({len(first)} of {len(runs)} runs)"
 
 
 def _other_fields(info: Mapping[str, Any]) -> list[str]:
