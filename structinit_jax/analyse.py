@@ -3,8 +3,7 @@ r"""Analyzes what attention does in a model: maps, measures by layer and head, s
     python -m structinit_jax.analyse --workdir=DIR --out=analysis
 
 compares the newest checkpoint of a run, or another with --step=best or --step=N, with its initial
-weights, on training images. --other_workdir adds a second run of the same image size, at the same
---step. Without a run, it compares the initial weights of schemes:
+weights, on training images. Without a run, it compares the initial weights of schemes:
 
     python -m structinit_jax.analyse --config=configs/vit_fashion_mnist.py \
         --schemes=default,mimetic,impulse --out=analysis
@@ -31,17 +30,13 @@ import numpy as np
 from absl import flags
 
 from structinit_jax import command_line, evaluate
-from structinit_jax import config as config_lib
 from structinit_jax.analysis import figures
 from structinit_jax.analysis.collect import Snapshot, observe_run, observe_start, read_images
-from structinit_jax.command_line import STEP, TRUST, WORKDIR
+from structinit_jax.command_line import STEP, WORKDIR
 from structinit_jax.compare import train_grid
 from structinit_jax.errors import InputError
 
 _SCHEMES = flags.DEFINE_list("schemes", [], "Initializations to compare, without --workdir.")
-_OTHER_WORKDIR = flags.DEFINE_string(
-    "other_workdir", None, "Another run, on the same images and at the same --step."
-)
 _NUM_IMAGES = flags.DEFINE_integer("num_images", 64, "Number of training images.")
 
 
@@ -67,35 +62,23 @@ def write(snapshots: list[Snapshot], subject: str, out: Path) -> None:
 def main(overrides: command_line.Overrides) -> None:
     """Runs the command."""
     config = command_line.read_config(overrides)
-    runs = {WORKDIR.value: config} if WORKDIR.value else {}
-    if _SCHEMES.value and runs:
+    if _SCHEMES.value and WORKDIR.value:
         raise InputError("--schemes compares initial weights and cannot be used with --workdir")
-    if (STEP.value or _OTHER_WORKDIR.value) and not runs:
-        raise InputError("--step and --other_workdir need --workdir, the directory of a run")
-    if _OTHER_WORKDIR.value:
-        other = config_lib.load_run_config(_OTHER_WORKDIR.value, TRUST.value)
-        if any(config.data[field] != other.data[field] for field in ("image_size", "channels")):
-            raise InputError(
-                "--other_workdir must have config.data.image_size and config.data.channels of"
-                " --workdir, to take the same images"
-            )
-        runs[_OTHER_WORKDIR.value] = other
+    if STEP.value and not WORKDIR.value:
+        raise InputError("--step needs --workdir, the directory of a run")
     out = command_line.out_path("analysis")
     out.mkdir(parents=True, exist_ok=True)
 
-    images, snapshots = read_images(config, _NUM_IMAGES.value), []
-    for workdir, each in runs.items():
-        step = STEP.value or "newest"
-        restored = evaluate.restore_model(each, workdir, jax.local_devices()[:1], step)
-        observed = observe_run(each, restored, images)
-        place = f"{workdir}: " if len(runs) > 1 else ""
-        snapshots += [s._replace(name=f"{place}{s.name}") for s in observed]
-    if not runs:
+    images = read_images(config, _NUM_IMAGES.value)
+    if WORKDIR.value:
+        step, devices = STEP.value or "newest", jax.local_devices()[:1]
+        restored = evaluate.restore_model(config, WORKDIR.value, devices, step)
+        snapshots = observe_run(config, restored, images)
+    else:
         schemes = _SCHEMES.value or [config.attention_init.name]
         settings = [train_grid.with_scheme(config, scheme) for scheme in schemes]
         snapshots = [observe_start(setting, images) for setting in settings]
-    families = dict.fromkeys([config.model.name, *(each.model.name for each in runs.values())])
-    subject = f"{' and '.join(families)}, {len(images)} training images of {config.data.name}"
+    subject = f"{config.model.name}, {len(images)} training images of {config.data.name}"
     write(snapshots, subject, out)
     for snapshot in snapshots:
         print(f"{snapshot.name}: mean over heads")
