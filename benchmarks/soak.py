@@ -33,7 +33,6 @@ CONFIG = [
     "--config.model.num_heads=2",
     "--config.model.patch_size=2",
     "--config.model.drop_path=0.1",
-    "--config.ema_decay=0.99",
     "--config.augment.mixup=0.8",
     "--config.checkpoint_every_steps=15",
     "--config.log_every_steps=10",

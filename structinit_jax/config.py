@@ -62,7 +62,6 @@ class RunFields:
     adam_b2: Fraction = 0.999
     adam_epsilon: PositiveFloat = 1e-8
     clip_norm: NonNegativeFloat = 1.0  # global gradient norm; 0 disables clipping
-    ema_decay: Fraction = 0.0  # of averaged weights, which are evaluated as well; 0 disables them
 
     # -- devices -----------------------------------------------------------------------------------
     fsdp: PositiveInt = 1  # devices that share one copy of weights and optimizer state

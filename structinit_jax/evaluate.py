@@ -2,7 +2,7 @@
 
 import math
 import os
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from pathlib import Path
 
 import jax
@@ -55,20 +55,16 @@ class Evaluator:
         self._batch_size = -(-batch_size // mesh.size) * mesh.size
 
     def __call__(self, state: TrainState) -> dict[str, float]:
-        """Returns 'NAME/loss' and 'NAME/accuracy', and 'NAME/ema_…' for averaged weights."""
-        weights = {"": (state.params, state.model_state)}
-        if state.ema:
-            weights["ema_"] = (state.ema["params"], state.ema["model_state"])
-        results = {}
-        for kind, (params, model_state) in weights.items():
-            sums = []
-            for batch in self._loader.eval_batches(batch_size=self._batch_size):
-                sums.append(self._step(params, model_state, batch))
-                jax.block_until_ready(sums[-MAX_IN_FLIGHT - 1 : -MAX_IN_FLIGHT])
-            totals = jax.tree.map(lambda *leaves: float(np.sum(leaves)), *jax.device_get(sums))
-            results[f"{self._name}/{kind}loss"] = totals["loss"] / totals["count"]
-            results[f"{self._name}/{kind}accuracy"] = totals["correct"] / totals["count"]
-        return results
+        """Returns 'NAME/loss' and 'NAME/accuracy'."""
+        sums = []
+        for batch in self._loader.eval_batches(batch_size=self._batch_size):
+            sums.append(self._step(state.params, state.model_state, batch))
+            jax.block_until_ready(sums[-MAX_IN_FLIGHT - 1 : -MAX_IN_FLIGHT])
+        totals = jax.tree.map(lambda *leaves: float(np.sum(leaves)), *jax.device_get(sums))
+        return {
+            f"{self._name}/loss": totals["loss"] / totals["count"],
+            f"{self._name}/accuracy": totals["correct"] / totals["count"],
+        }
 
 
 def restore_model(
@@ -82,7 +78,7 @@ def restore_model(
     The number of devices and `config.batch_size` may differ from those in training.
 
     Args:
-      config: Config of the run. Averaged weights are restored if its `ema_decay` is not 0.
+      config: Config of the run.
       workdir: Output directory of the run.
       devices: Devices to use; the default is all. As in training, `config.fsdp` of them share one
         copy of the weights, or as many as divide both it and their number.
@@ -102,10 +98,8 @@ def restore_model(
     devices = devices or jax.devices()
     mesh = mesh_lib.make_mesh(math.gcd(config.fsdp, len(devices)), devices)
     model = abstract_model(config.model, config.data, mesh)
-    weights = {"params": model.params, "model_state": model.model_state}
     count = jax.ShapeDtypeStruct((), np.int32, sharding=mesh_lib.replicated(model.mesh))
-    ema = weights if config.ema_decay else {}
-    abstract_state = TrainState(step=count, **weights, opt_state={}, ema=ema)
+    abstract_state = TrainState(count, model.params, model.model_state, opt_state={})
     return model, checkpoint.restore(directory, number, abstract_state, weights_only=True)
 
 
@@ -132,18 +126,6 @@ def evaluate_checkpoint(
     return results
 
 
-def deciding_accuracy(results: Mapping[str, float | int], name: str) -> float:
-    """Returns the accuracy that determines the best checkpoint.
-
-    If the run has averaged weights, it is their accuracy, as in timm.
-
-    Args:
-      results: Results of an `Evaluator`, or a line of `metrics.jsonl` with them.
-      name: Name of the split, see `run.evaluation_name`.
-    """
-    return results.get(f"{name}/ema_accuracy", results[f"{name}/accuracy"])
-
-
 def describe(results: dict[str, float]) -> str:
     """Formats results, for example 'test loss 0.0613  test accuracy 0.9833'."""
     parts = ((*name.rpartition("/")[::2], value) for name, value in results.items())
@@ -153,8 +135,7 @@ def describe(results: dict[str, float]) -> str:
 class Classifier:
     """The model of a checkpoint, for image files.
 
-    Images are cropped, resized and normalized as in the run's evaluation. Averaged weights are used
-    if the run has them.
+    Images are cropped, resized and normalized as in the run's evaluation.
 
     Args:
       workdir: Output directory of the run.
@@ -175,12 +156,12 @@ class Classifier:
         run = checkpoint.read_run(open_path(workdir) / "checkpoints", int(state.step))
         self.class_names: list[str] = run["class_names"]
         self._mesh = model.mesh
-        self._weights = state.ema or {"params": state.params, "model_state": state.model_state}
+        self._weights = state.params, state.model_state
 
         @jax.jit
         def logits(weights, images):
             images = normalize(images, tuple(config.data.mean), tuple(config.data.std))
-            network = nnx.merge(model.graphdef, weights["params"], weights["model_state"])
+            network = nnx.merge(model.graphdef, *weights)
             return network(images)[0]
 
         self._logits = logits

@@ -15,7 +15,6 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import jax
-from absl import flags
 from flax import nnx
 from ml_collections import ConfigDict
 from safetensors.numpy import save
@@ -30,9 +29,6 @@ from structinit_jax.training.checkpoint import read_run
 from structinit_jax.training.workdir import open_path, write_atomically
 
 WEIGHTS = "model.safetensors"  # as timm expects it in a folder
-_AVERAGED = flags.DEFINE_bool(
-    "averaged", False, "Export the averaged weights of a run with config.ema_decay."
-)
 
 
 class TimmModel(NamedTuple):
@@ -129,7 +125,6 @@ def export(
     config: ConfigDict,
     workdir: str | Path,
     folder: Path,
-    averaged: bool = False,
     step: str = "newest",
 ) -> tuple[int, TimmModel]:
     """Exports the weights of a checkpoint. Needs no data.
@@ -138,23 +133,19 @@ def export(
       config: Config of the run.
       workdir: Its output directory.
       folder: Gets the weights and timm's `config.json`.
-      averaged: Whether to export the averaged weights.
       step: 'newest', 'best' or a number; see `checkpoint.find_step`.
 
     Returns:
       The step of the checkpoint, and timm's model of the weights.
     """
     config_lib.validate(config)
-    if averaged and not config.ema_decay:
-        raise InputError("--averaged needs a run with averaged weights, but config.ema_decay is 0")
     data = config.data
     size = dict(image_size=data.image_size, channels=data.channels)
     timm = timm_model(config.model.to_dict(), **size)
     if (folder / "checkpoints").exists():
         raise InputError(f"--out={folder} is the workdir of a run: choose another folder")
     model, state = restore_model(config, workdir, jax.local_devices()[:1], step)
-    source = state.ema if averaged else state._asdict()
-    weights = jax.device_get((source["params"], source["model_state"]))
+    weights = jax.device_get((state.params, state.model_state))
     weights = to_timm(nnx.merge(model.graphdef, *weights))
     run = read_run(open_path(workdir) / "checkpoints", int(state.step))
     text = json.dumps(timm.card(data.to_dict(), run["class_names"]), indent=2)
@@ -176,7 +167,7 @@ def main(overrides: command_line.Overrides) -> None:
     if not WORKDIR.value:
         raise InputError("--workdir is required: the output directory of the run")
     folder = command_line.out_path("model")
-    step, model = export(config, WORKDIR.value, folder, _AVERAGED.value, STEP.value or "newest")
+    step, model = export(config, WORKDIR.value, folder, STEP.value or "newest")
     print(f"wrote the weights of step {step} to {folder}")
     print(f'PyTorch: timm.create_model("local-dir:{folder}", pretrained=True), that is')
     print(f"PyTorch: {model.call()}")

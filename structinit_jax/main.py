@@ -3,10 +3,9 @@
     python -m structinit_jax.main --config=configs/vit_t_digits.py --workdir=/tmp/digits
 
 --mode=eval evaluates the newest checkpoint. --step=best selects the one with the highest accuracy
-on config.data.eval_split, of the averaged weights if config.ema_decay is set. To avoid choosing it
-by the test images, train with a validation split, such as --config.data.train_split=train[:90%]
---config.data.eval_split=train[90%:], and evaluate with --mode=eval --step=best
---config.data.eval_split=test.
+on config.data.eval_split. To avoid choosing it by the test images, train with a validation split,
+such as --config.data.train_split=train[:90%] --config.data.eval_split=train[90%:], and evaluate
+with --mode=eval --step=best --config.data.eval_split=test.
 
 Any field of the config can be set on the command line: --config.batch_size=256
 --config.model.depth=6 --config.attention_init.name=mimetic

@@ -121,7 +121,7 @@ def set_up(
     build = functools.partial(abstract_model, config.model, data, mesh)
     model, scheme = build(), config_lib.make_attention_init(config)
     check_attention_init(scheme, model)
-    make_state = functools.partial(init_state, optimizer=optimizer, with_ema=config.ema_decay > 0)
+    make_state = functools.partial(init_state, optimizer=optimizer)
     state = mesh_lib.shard(mesh, jax.eval_shape(make_state, model.params, model.model_state))
     state_shardings = jax.tree.map(lambda leaf: leaf.sharding, state)
     make_state = jax.jit(make_state, out_shardings=state_shardings, donate_argnums=(0, 1))
@@ -146,7 +146,6 @@ def set_up(
         loss=find(config.loss, LOSSES, "loss"),
         seed=config.seed,
         accumulate_steps=config.accumulate_steps,
-        ema_decay=config.ema_decay,
         mixes=config.augment.mixup > 0 or config.augment.cutmix > 0,
     )
 

@@ -17,7 +17,7 @@ from ml_collections import ConfigDict
 
 from structinit_jax.data.source import digest
 from structinit_jax.errors import InputError, StoppedError
-from structinit_jax.evaluate import Evaluator, deciding_accuracy, describe
+from structinit_jax.evaluate import Evaluator, describe
 from structinit_jax.run import Run, evaluation_name
 from structinit_jax.training import checkpoint, distributed, resume
 from structinit_jax.training import mesh as mesh_lib
@@ -161,7 +161,7 @@ def train(
                 if on_evaluation:
                     on_evaluation(step, results)
             if saves:
-                record["accuracy"] = deciding_accuracy(results, test_name) if evaluates else None
+                record["accuracy"] = results[f"{test_name}/accuracy"] if evaluates else None
                 with progress.wait("checkpoint"):
                     log.upload()  # first: a run resumed from the checkpoint needs the lines so far
                     checkpoints.save(step, state, record)

@@ -56,14 +56,13 @@ def make_tiny_config():
 
 
 def make_run_config():
-    """The config of `finished_run`, with drop path and averaged weights.
+    """The config of `finished_run`, with drop path.
 
     It logs at steps 5 and 10, and logs and saves at 4, 6, 8 and 12.
     """
     config = make_tiny_config()
     config.log_every_steps = 5
     config.model.drop_path = 0.2
-    config.ema_decay = 0.5
     return config
 
 

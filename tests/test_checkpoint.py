@@ -18,7 +18,7 @@ from structinit_jax.training.state import TrainState
 
 def make_state(step):
     values = jax.random.normal(jax.random.key(step), (200, 100))
-    return TrainState(jnp.int32(step), {"kernel": values}, {}, {"mu": values}, {})
+    return TrainState(jnp.int32(step), {"kernel": values}, {}, {"mu": values})
 
 
 def abstract(state):
@@ -213,26 +213,22 @@ def test_the_newest_the_best_or_any_checkpoint_is_found(directory, capsys):
 
 
 def test_a_state_must_fit_the_config(tmp_path):
-    state, averaged = make_state(4), ABSTRACT._replace(ema=ABSTRACT.params)
+    state = make_state(4)
     with opened(tmp_path) as checkpoints:
         save(checkpoints, 4, state)
-        save(checkpoints, 8, state._replace(ema=state.params))
     assert checkpoint.read_run(tmp_path, 4)["config"] == {"seed": 4}
-    with pytest.raises(InputError, match=r"8 does .* 'ema/kernel' is .* missing in the mo"):
-        checkpoint.restore(tmp_path, 8, ABSTRACT)
+    with pytest.raises(InputError, match=r"4 does .* 'opt_state/mu' is .* missing in the mo"):
+        checkpoint.restore(tmp_path, 4, ABSTRACT._replace(opt_state={}))
+    biased = ABSTRACT._replace(params=ABSTRACT.params | {"bias": ABSTRACT.step})
     for weights_only in (False, True):
-        with pytest.raises(InputError, match=r"'ema/kernel' is missing in the checkpoint"):
-            checkpoint.restore(tmp_path, 4, averaged, weights_only=weights_only)
+        with pytest.raises(InputError, match=r"'params/bias' is missing in the checkpoint"):
+            checkpoint.restore(tmp_path, 4, biased, weights_only=weights_only)
     other = ABSTRACT._replace(opt_state={"mu": ABSTRACT.opt_state["mu"], "nu": ABSTRACT.step})
     with pytest.raises(InputError, match=r"4 .* 'opt_state/nu' is missing in the checkpoint"):
         checkpoint.restore(tmp_path, 4, other)
-    checkpoint.restore(tmp_path, 4, other, weights_only=True)  # does not need it
-    # Evaluation may leave the averaged weights out.
-    restored = checkpoint.restore(tmp_path, 8, ABSTRACT, weights_only=True)
-    assert restored.ema == restored.opt_state == {}
+    restored = checkpoint.restore(tmp_path, 4, other, weights_only=True)  # does not need it
+    assert restored.opt_state == {}
     np.testing.assert_array_equal(restored.params["kernel"], state.params["kernel"])
-    restored = checkpoint.restore(tmp_path, 8, averaged, weights_only=True)
-    np.testing.assert_array_equal(restored.ema["kernel"], state.params["kernel"])
 
 
 def test_random_keys_in_the_state_are_restored(tmp_path):

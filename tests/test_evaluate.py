@@ -72,12 +72,11 @@ def test_the_checkpoint_can_be_chosen(run_config, finished_run, tmp_path, capsys
     assert "step 8  test[:90] loss" in capsys.readouterr().out
     lines = (finished_run.workdir / "metrics.jsonl").read_text().splitlines()
     metrics = [line for line in map(json.loads, lines) if "test[:90]/accuracy" in line]
-    # It has averaged weights, which decide.
-    best = max(metrics, key=lambda line: (line["test[:90]/ema_accuracy"], line["step"]))
+    best = max(metrics, key=lambda line: (line["test[:90]/accuracy"], line["step"]))
     _, state = evaluate.restore_model(run_config, finished_run.workdir, step="best")
     assert state.step == best["step"]
     run = checkpoint.read_run(finished_run.workdir / "checkpoints", best["step"])
-    assert run["accuracy"] == best["test[:90]/ema_accuracy"]
+    assert run["accuracy"] == best["test[:90]/accuracy"]
     for workdir, steps in ((finished_run.workdir, "12, 8"), (tmp_path / "missing", r"\(none\)")):
         message = rf"no complete checkpoint for --step=5, only those of steps {steps}"
         with pytest.raises(InputError, match=message):

@@ -15,14 +15,11 @@ from structinit_jax.models import create_model, default_config
 pytestmark = pytest.mark.usefixtures("library_promotion")
 
 
-@pytest.mark.parametrize("averaged", [False, True])
-def test_the_file_has_the_weights_of_the_newest_checkpoint(
-    run_config, finished_run, tmp_path, averaged
-):
+def test_the_file_has_the_weights_of_the_newest_checkpoint(run_config, finished_run, tmp_path):
     model, state = evaluate.restore_model(run_config, finished_run.workdir)
-    params = jax.device_get(state.ema["params"] if averaged else state.params)
+    params = jax.device_get(state.params)
     run_config.batch_size = 9  # does not fit the devices
-    assert export.export(run_config, finished_run.workdir, tmp_path, averaged)[0] == 12
+    assert export.export(run_config, finished_run.workdir, tmp_path)[0] == 12
     options = run_config.model.to_dict()
     loaded = create_model(options, image_size=8, channels=1, rngs=nnx.Rngs(9))
     from_timm(loaded, load_file(tmp_path / "model.safetensors"))
@@ -79,6 +76,3 @@ def test_mistakes_are_refused(run_config, finished_run, tmp_path):
         export.export(run_config, finished_run.workdir, tmp_path / "file" / "folder")
     with pytest.raises(InputError, match=r"--out=.* is the workdir of a run"):
         export.export(run_config, finished_run.workdir, finished_run.workdir)
-    run_config.ema_decay = 0.0
-    with pytest.raises(InputError, match=r"config\.ema_decay is 0"):
-        export.export(run_config, finished_run.workdir, tmp_path / "file", averaged=True)

@@ -76,7 +76,7 @@ def test_a_run_is_evaluated_and_exported_by_its_workdir(finished_run, tmp_path):
     assert result.returncode == 0, result.stderr
     assert re.match(r"step \d+  test\[:90\] loss .* 90 examples of digits", result.stdout)
     folder = tmp_path / "model"
-    arguments = (workdir, "--step=8", "--averaged", f"--out={folder}")
+    arguments = (workdir, "--step=8", f"--out={folder}")
     result = fork_main.run(*arguments, module="structinit_jax.export")
     assert result.returncode == 0, result.stderr
     assert result.stdout.startswith(f"wrote the weights of step 8 to {folder}\n")

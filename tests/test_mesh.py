@@ -32,7 +32,6 @@ def compile_step(config):
 def wide_config(tiny_config):
     """A model whose matrices are large enough to be split."""
     tiny_config.model.update(width=128, num_heads=2)
-    tiny_config.ema_decay = 0.9
     tiny_config.attention_init = dict(name="default")
     return tiny_config
 
@@ -73,25 +72,24 @@ def test_split_weights_are_gathered_and_images_stay_where_they_are(wide_config):
     assert sent["all-gather"] == 2 * num_bytes(split)  # forward and backward
     gradients = num_bytes(setup.abstract_state.params)
     assert gradients <= sent["all-reduce"] < gradients + 200  # and norms
-    whole = num_bytes(setup.abstract_state) - 4 * num_bytes(split)  # with Adam's two, and EMA
-    expected = whole + num_bytes(split)
+    whole = num_bytes(setup.abstract_state) - 3 * num_bytes(split)  # with Adam's two
+    expected = whole + 3 * num_bytes(split) / 4
     assert step.memory_analysis().alias_size_in_bytes == pytest.approx(expected, rel=0.01)
 
 
-def test_the_model_state_and_its_average_are_replicated(tiny_config):
+def test_the_model_state_is_replicated(tiny_config):
     base = base_config("convmixer")
     tiny_config.model, tiny_config.attention_init = base.model, base.attention_init
     tiny_config.model.update(
         num_classes=10, width=128, depth=2, kernel_size=8, spatial_filters="fixed"
     )
-    tiny_config.update(fsdp=4, ema_decay=0.9)
+    tiny_config.fsdp = 4
     state = set_up(tiny_config, 384).abstract_state
     kernel = state.model_state["blocks"]["spatial"]["kernel"]
     assert kernel.size >= MIN_SIZE_TO_SHARD
-    for model_state in (state.model_state, state.ema["model_state"]):
-        assert all(leaf.sharding.is_fully_replicated for leaf in jax.tree.leaves(model_state))
-    for params in (state.params, state.ema["params"]):
-        assert params["blocks"]["channel"]["kernel"].sharding.spec == PartitionSpec(None, "fsdp")
+    assert all(leaf.sharding.is_fully_replicated for leaf in jax.tree.leaves(state.model_state))
+    weights = state.params["blocks"]["channel"]["kernel"]
+    assert weights.sharding.spec == PartitionSpec(None, "fsdp")
 
 
 def test_an_evaluation_gathers_one_block_at_a_time(wide_config):

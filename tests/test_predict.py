@@ -30,10 +30,10 @@ def digits(tmp_path_factory):
     return images, files
 
 
-def test_logits_are_those_of_the_averaged_weights(classify, digits, run_config, finished_run):
+def test_logits_are_those_of_the_checkpoint(classify, digits, run_config, finished_run):
     images, files = digits
     model, state = restore_model(run_config, finished_run.workdir, jax.devices()[:1])
-    network = nnx.merge(model.graphdef, state.ema["params"], state.ema["model_state"])
+    network = nnx.merge(model.graphdef, state.params, state.model_state)
     expected, _ = network(
         normalize(jnp.asarray(images), *(tuple(run_config.data[x]) for x in ("mean", "std")))
     )

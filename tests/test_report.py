@@ -57,18 +57,12 @@ def test_steps_after_the_comparison_are_left_out(tmp_path):
     assert (row["epoch"], row["test_accuracy"]) == ("2.0", "0.9")
 
 
-def test_accuracies_are_those_of_the_averaged_weights(tmp_path):
-    def values(raw, averaged):
-        return {"test/accuracy": raw, "test/ema_accuracy": averaged}
-
-    averaged = {6: values(0.1, 0.9), 12: values(0.95, 0.8)}
-    runs = {"default": {0: {6: 0.8, 12: 0.75}}, "impulse": {0: averaged}}
-    facts = {"impulse": {"config": {"batch_size": 64, "ema_decay": 0.9}}}
-    comparison = record(tmp_path, runs, facts)
+def test_one_seed_is_compared_without_an_interval(tmp_path):
+    runs = {"default": {0: {6: 0.8, 12: 0.75}}, "impulse": {0: {6: 0.9, 12: 0.8}}}
+    comparison = record(tmp_path, runs)
     text = report.markdown(comparison)
     assert "| impulse | 1 of 1 | 80.00 | +5.00 (one seed) |" in text
     assert "With one seed there is no interval" in text
-    assert "evaluated with the averaged weights" in text
     rows = list(csv.DictReader(report.csv_text(comparison).splitlines()))
     assert rows[1]["test_accuracy"] == "0.8"
 

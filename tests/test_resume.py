@@ -39,7 +39,6 @@ def test_fields_that_may_change_are_listed():
         ("seed", 1, "seed: 0 -> 1"),
         ("data.train_split", "test", "data.train_split: 'train' -> 'test'"),
         ("model.depth", 6, "model.depth: 12 -> 6"),
-        ("ema_decay", 0.99, "ema_decay: 0.0 -> 0.99"),
         ("start_from", "b.safetensors", "start_from: '' -> 'b.safetensors'"),
     ],
 )

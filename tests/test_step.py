@@ -19,7 +19,7 @@ pytestmark = pytest.mark.usefixtures("library_promotion")
 def config():
     """Shared; tests that change it take a copy."""
     config = make_tiny_config()
-    config.update(learning_rate=1e-2, ema_decay=0.75)
+    config.learning_rate = 1e-2
     config.attention_init = dict(name="default")
     return config
 

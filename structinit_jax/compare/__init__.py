@@ -12,7 +12,6 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from structinit_jax.errors import InputError
-from structinit_jax.evaluate import deciding_accuracy
 from structinit_jax.training.metrics import read_lines
 
 GRID = "compare.json"
@@ -49,7 +48,7 @@ class SeedRun:
         texts = read_lines(metrics, facts["num_steps"]) if metrics.exists() else []
         lines = [json.loads(text) for text in texts]
         self.curve: dict[int, float] = {
-            line["step"]: deciding_accuracy(line, self.test_name)
+            line["step"]: line[f"{self.test_name}/accuracy"]
             for line in lines
             if f"{self.test_name}/accuracy" in line
         }

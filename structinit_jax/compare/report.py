@@ -54,8 +54,6 @@ def markdown(comparison: Comparison) -> str:
         "compilation.",
         *_other_fields(info),
     ]
-    if any(facts["config"].get("ema_decay") for facts in info["settings"].values()):
-        parts.append("Settings with config.ema_decay are evaluated with the averaged weights.")
     if any(run.status == "done" for run in every):
         parts.append(f"![Accuracy by epoch]({CURVES})")
     failures = [[run.setting, str(run.seed), run.error] for run in every if run.status == "failed"]

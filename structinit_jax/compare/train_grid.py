@@ -20,7 +20,7 @@ from typing import Any
 import jax
 from ml_collections import ConfigDict
 
-from structinit_jax import __version__, command_line, compare, evaluate
+from structinit_jax import __version__, command_line, compare
 from structinit_jax import config as config_lib
 from structinit_jax.compare import report
 from structinit_jax.data.source import digest
@@ -211,7 +211,7 @@ def _train(config, run, say, stop):
     config.seed, status = run.seed, compare.DONE
 
     def show_evaluation(step, results):
-        accuracy = evaluate.deciding_accuracy(results, run.test_name)
+        accuracy = results[f"{run.test_name}/accuracy"]
         say(f"step {step}, epoch {run.epoch(step):.1f}, {run.test_name} accuracy {accuracy:.2%}")
 
     log = (run.folder / LOG).open("a", buffering=1, encoding="utf-8", errors="backslashreplace")

@@ -183,7 +183,7 @@ def find_step(directory: epath.PathLike, wanted: str | int = "newest") -> int | 
     Args:
       directory: Directory of the checkpoints.
       wanted: 'newest', 'best' (of the highest accuracy on the split that training evaluated last,
-        see `evaluate.deciding_accuracy`, among those that are kept), or the number of a step.
+        among those that are kept), or the number of a step.
 
     Raises:
       InputError: `wanted` is none of these.
@@ -214,8 +214,7 @@ def restore(
       directory: Directory of the checkpoints.
       step: Step to restore.
       abstract_state: Shapes, types and shardings.
-      weights_only: Restore no optimizer state, and averaged weights only if `abstract_state` has
-        them: for evaluation and export.
+      weights_only: Restore no optimizer state: for evaluation and export.
 
     Raises:
       InputError: The checkpoint does not fit; the message names the first difference.
@@ -224,8 +223,6 @@ def restore(
     expected = abstract_state._asdict()
     if weights_only:
         del expected["opt_state"]
-    if weights_only and not expected["ema"]:
-        del expected["ema"]
     with _on_disk(folder) as path, contextlib.closing(_make_handler()) as handler:
         _check_fits(folder, handler.metadata(path).tree, expected)
         args = ocp.args.PyTreeRestore(
@@ -234,7 +231,7 @@ def restore(
             partial_restore=weights_only,
         )
         restored = handler.restore(path, args=args)
-    return TrainState(**{"opt_state": {}, "ema": {}} | restored)
+    return TrainState(**{"opt_state": {}} | restored)
 
 
 # -- parts of the format ---------------------------------------------------------------------------

@@ -47,7 +47,7 @@ def shard(mesh: Mesh, abstract_state: Any) -> Any:
     """Adds a sharding to the shape and type of every array of a (part of a) training state.
 
     Arrays are sharded over 'fsdp' by `models.model.weight_spec`; an array of stacked blocks is
-    sharded like that of one block. The model state, averaged or not, is replicated.
+    sharded like that of one block. The model state is replicated.
 
     Args:
       mesh: The device mesh.
@@ -56,7 +56,7 @@ def shard(mesh: Mesh, abstract_state: Any) -> Any:
 
     def place(path, leaf):
         names = jax.tree_util.keystr(path, simple=True, separator="/").split("/")
-        if "model_state" in names[:2]:
+        if names[0] == "model_state":
             sharding = replicated(mesh)
         else:
             layer_axes = 1 if stack_of(path) else 0

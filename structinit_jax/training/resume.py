@@ -63,8 +63,6 @@ def check(run: Mapping[str, Any], config: ConfigDict, data_digest: str, place: s
 
 
 def _fixed(field, old, new):
-    if field == "ema_decay":
-        return not (old and new)  # there are averaged weights, or there are none
     if ABSENT in (old, new) and not field.startswith("attention_init."):
         return False  # weights that appear or disappear with the field are found on restoring
     return (field in FIXED or field.split(".")[0] in FIXED) and field not in FREE

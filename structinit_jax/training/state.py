@@ -35,15 +35,12 @@ class TrainState(NamedTuple):
       model_state: The other arrays of the model, in the same form: fixed weights and the running
         statistics that the forward pass updates. Empty for a ViT.
       opt_state: State of the optimizer. Empty in a state that was restored for evaluation.
-      ema: Exponential moving averages 'params' and 'model_state', as in timm's ModelEmaV2 and V3.
-        Empty if `config.ema_decay` is 0.
     """
 
     step: Int[Array, ""]
     params: dict[str, Any]
     model_state: dict[str, Any]
     opt_state: optax.OptState
-    ema: dict[str, Any]
 
 
 class AbstractModel(NamedTuple):
@@ -202,13 +199,9 @@ def init_state(
     params: dict[str, Any],
     model_state: dict[str, Any],
     optimizer: optax.GradientTransformation,
-    *,
-    with_ema: bool = False,
 ) -> TrainState:
     """Returns the state before the first step."""
-    weights = {"params": params, "model_state": model_state}
-    ema = jax.tree.map(jnp.copy, weights) if with_ema else {}
-    return TrainState(jnp.zeros((), jnp.int32), params, model_state, optimizer.init(params), ema)
+    return TrainState(jnp.zeros((), jnp.int32), params, model_state, optimizer.init(params))
 
 
 def split_rng(rng: PRNGKeyArray) -> tuple[PRNGKeyArray, PRNGKeyArray, PRNGKeyArray]:

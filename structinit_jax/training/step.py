@@ -37,7 +37,6 @@ def make_train_step(
     loss: Callable[..., Array],
     seed: int,
     accumulate_steps: int = 1,
-    ema_decay: float = 0.0,
     mixes: bool = False,
 ) -> Callable[[TrainState, Batch], tuple[TrainState, Metrics]]:
     """Builds the training step, `(state, batch) -> (state, metrics)`.
@@ -54,7 +53,6 @@ def make_train_step(
       loss: `(logits, targets) -> losses`, [B, classes] -> [B].
       seed: Seed of the run.
       accumulate_steps: Parts into which each batch is split, to save memory.
-      ema_decay: Decay of the averaged weights; 0 disables them.
       mixes: Whether the augmentation mixes images.
     """
     value_and_grad = _make_value_and_grad(graphdef, loss)
@@ -69,9 +67,6 @@ def make_train_step(
         (loss, (accuracy, model_state)), grads = result
         updates, opt_state = optimizer.update(grads, state.opt_state, state.params)
         params = optax.apply_updates(state.params, updates)
-        ema = state.ema
-        if ema_decay:
-            ema = _average({"params": params, "model_state": model_state}, ema, ema_decay)
         metrics = {
             "loss": loss,
             **({} if mixes else {"accuracy": accuracy}),
@@ -79,7 +74,7 @@ def make_train_step(
             "gradient_norm": optax.tree.norm(grads),
             "finite": _is_finite((params, model_state, opt_state)),
         }
-        return TrainState(state.step + 1, params, model_state, opt_state, ema), metrics
+        return TrainState(state.step + 1, params, model_state, opt_state), metrics
 
     return train_step
 
@@ -122,17 +117,6 @@ def _in_parts(value_and_grad, num_parts):
         return (loss, (accuracy, model_state)), grads
 
     return accumulate
-
-
-def _average(new, ema, decay):
-    """Moves the averaged weights `ema` towards the new ones."""
-
-    def average(new, mean):
-        if not jnp.issubdtype(new.dtype, jnp.inexact):
-            return new  # a counter of a user's model
-        return optax.incremental_update(new, mean, 1 - decay)
-
-    return jax.tree.map(average, new, ema)
 
 
 def _is_finite(tree):
