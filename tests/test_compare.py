@@ -76,7 +76,6 @@ def test_a_failed_run_is_reported_and_the_others_go_on(start, tmp_path, capsys):
     # Fewer seeds of mimetic are paired with the baseline: 0 and 2.
     row = "| mimetic | 2 of 3 | 42.00 ± 2.83 | -10.00 [-10.00, -10.00] (2 common seeds) |"
     assert row in text
-    # default ends at 0.52 on average, which impulse reaches after the first epoch.
     assert "| default | 3 of 3 | 52.00 ± 2.00 | baseline | 6.0 |" in text
     assert "| impulse | 3 of 3 | 82.00 ± 2.00 | +30.00 [+30.00, +30.00] | 6.0 |" in text
     assert "the command" in text
