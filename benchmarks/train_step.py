@@ -70,7 +70,6 @@ ROWS = {
 AUGMENTED = ", augmentation"
 OURS = {  # changes to the config's model
     "structinit_jax": {},
-    "structinit_jax, cuDNN attention": dict(attention_implementation="cudnn"),
     "structinit_jax, remat dots": dict(remat="dots"),
     f"structinit_jax{AUGMENTED}": {},
 }

@@ -5,7 +5,6 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from structinit_jax.errors import InputError
 from structinit_jax.models import attention, layers
 from structinit_jax.models.model import REMAT_POLICIES
 
@@ -43,36 +42,6 @@ def test_attention_and_its_gradients_equal_those_of_jax(dtype, tolerance, bias_b
     found = value_and_gradients(attention.dot_product_attention, query, key, value, *bias)
     assert found[0].dtype == dtype
     close(found, value_and_gradients(reference, *wide, *bias), tolerance)
-
-
-@pytest.mark.parametrize("num_tokens", [5, 6])
-def test_attention_for_cudnn_pads_to_the_even_number_of_tokens_that_it_needs(
-    num_tokens, monkeypatch
-):
-    rngs = jax.random.split(jax.random.key(0), 3)
-    arrays = [jax.random.normal(rng, (2, num_tokens, 3, 4)) for rng in rngs]
-    expected = value_and_gradients(attention.dot_product_attention, *arrays)
-    by_xla, lengths = jax.nn.dot_product_attention, []
-
-    def replace(query, key, value, *, implementation, **options):
-        assert implementation == "cudnn"
-        lengths.append(query.shape[1])
-        return by_xla(query, key, value, implementation="xla", **options)
-
-    monkeypatch.setattr(jax.nn, "dot_product_attention", replace)
-    close(value_and_gradients(attention.cudnn_attention, *arrays), expected, 1e-5)
-    assert lengths == [6]
-
-
-def test_attention_that_cudnn_cannot_compute_is_refused_by_name(monkeypatch):
-    def refuse(*arrays, **options):
-        raise NotImplementedError("Q must be fp16/bf16, got float32.")
-
-    monkeypatch.setattr(jax.nn, "dot_product_attention", refuse)
-    x = jnp.ones((2, 6, 3, 4))
-    message = r"model\.attention_implementation='cudnn': Q must be .*float32\. .*dtype='bfloat16'"
-    with pytest.raises(InputError, match=message):
-        jax.jit(attention.cudnn_attention)(x, x, x)
 
 
 def test_a_step_without_remat_keeps_no_attention_maps():

@@ -1,7 +1,7 @@
 """Self-attention and the transformer block that ViT and Swin share."""
 
 import dataclasses
-from typing import Any, Literal
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -32,14 +32,13 @@ class TransformerConfig(ModelConfig):
 
     mlp_ratio: PositiveFloat = 4.0  # hidden width of the MLP over D
     dropout: Fraction = 0.0  # rate after attention projections and MLP layers
-    attention_implementation: Literal["auto", "cudnn"] = "auto"  # "cudnn" is a fused kernel
     layer_scale = 0.0  # a field of ViT only; as a class attribute, it lets Swin's blocks read it
 
 
 class Attention(nnx.Module):
     """Multi-head self-attention, with the parameters of Flax's `MultiHeadAttention`.
 
-    Unlike Flax's, it runs fused kernels, adds a bias to the logits and returns the maps.
+    Unlike Flax's, it keeps no maps for the gradient and can add a bias to the logits.
     """
 
     def __init__(self, config: TransformerConfig, *, width: int, num_heads: int, rngs: nnx.Rngs):
@@ -55,7 +54,6 @@ class Attention(nnx.Module):
         self.value = nnx.LinearGeneral(width, heads, **options)
         self.out = nnx.LinearGeneral(heads, width, axis=(-2, -1), **options)
         self.dropout = config.dropout
-        self.implementation = config.attention_implementation
 
     def __call__(
         self,
@@ -74,12 +72,9 @@ class Attention(nnx.Module):
         query, key, value = self.query(x), self.key(x), self.value(x)
         if angles is not None:
             query, key = rotate(query, angles), rotate(key, angles)
-        if self.implementation == "cudnn":
-            y = cudnn_attention(query, key, value, bias)
-        else:
-            y = dot_product_attention(query, key, value, bias)
+        y = dot_product_attention(query, key, value, bias)
         maps = {}
-        if with_maps:  # computed again in float32, since fused kernels do not return them
+        if with_maps:  # computed again in float32, since `dot_product_attention` returns none
             wide = (jnp.swapaxes(x.astype(jnp.float32), 1, 2) for x in (query, key))
             maps = {"attention_maps": jax.nn.softmax(_logits(*wide, bias))}
         return dropout(self.out(y), self.dropout, rng), maps
@@ -94,43 +89,6 @@ def rotate(x: Float[Array, "B N h d"], angles: Float[np.ndarray, "N p"]) -> Floa
     wide = x.astype(jnp.float32)
     swapped = jnp.flip(wide.reshape(*x.shape[:-1], -1, 2), axis=-1).reshape(x.shape)
     return (wide * cos + swapped * sin).astype(x.dtype)
-
-
-def cudnn_attention(
-    query: Float[Array, "B N h d"],
-    key: Float[Array, "B N h d"],
-    value: Float[Array, "B N h d"],
-    bias: Float[Array, "#B h N N"] | None = None,
-) -> Float[Array, "B N h d"]:
-    """Computes `dot_product_attention` with cuDNN's fused kernel; `bias` is cast to query's dtype.
-
-    JAX supports gradients only for even N, which a class token often makes odd. Without a bias, a
-    masked token is then appended. Raises `InputError` where JAX refuses the device, type or shape.
-    """
-    tokens, lengths = query.shape[1], None
-    if bias is not None:
-        bias = bias.astype(query.dtype)
-    elif tokens % 2:
-        query, key, value = (
-            jnp.pad(x, ((0, 0), (0, 1), (0, 0), (0, 0))) for x in (query, key, value)
-        )
-        lengths = jnp.full(len(query), tokens, jnp.int32)
-    try:
-        y = jax.nn.dot_product_attention(
-            query,
-            key,
-            value,
-            bias=bias,
-            query_seq_lengths=lengths,
-            key_value_seq_lengths=lengths,
-            implementation="cudnn",
-        )
-    except (RuntimeError, NotImplementedError, ValueError) as error:  # JAX's checks while tracing
-        raise InputError(
-            f"config.model.attention_implementation='cudnn': {str(error).rstrip('.')}. It needs an "
-            "NVIDIA GPU with cuDNN and config.model.dtype='bfloat16': meet that, or use 'auto'"
-        ) from error
-    return y[:, :tokens]
 
 
 def dot_product_attention(

@@ -38,12 +38,12 @@ from structinit_jax.models.layers import RESIDUAL, Rng, set_weight
 def _keep_costly(primitive, *args, **params):
     """Keeps the arrays that are small or costly to compute; the rest is faster to recompute.
 
-    It keeps the outputs of linear layers, convolutions and cuDNN's fused attention, and the arrays
-    that layers name. It recomputes the products inside `attention.dot_product_attention`, which are
-    as large as attention maps.
+    It keeps the outputs of linear layers and convolutions, and the arrays that layers name. It
+    recomputes the products inside `attention.dot_product_attention`, which are as large as
+    attention maps.
     """
     kept = _KEEP_LINEAR(primitive, *args, **params) or _KEEP_NAMED(primitive, *args, **params)
-    return kept or primitive.name.startswith(("dot_product_attention", "conv_general"))
+    return kept or primitive.name == "conv_general_dilated"
 
 
 _KEEP_LINEAR = jax.checkpoint_policies.dots_with_no_batch_dims_saveable

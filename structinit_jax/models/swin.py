@@ -28,10 +28,7 @@ _BASE = _SMALL | dict(width=128, num_heads=(4, 8, 16, 32))
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class SwinConfig(TransformerConfig):
-    """Fields of a `SwinTransformer`.
-
-    With attention_implementation='cudnn', windows must have an even number of tokens.
-    """
+    """Fields of a `SwinTransformer`."""
 
     patch_size: PositiveInt = 4
     width: PositiveInt = 96  # D of the first stage; it doubles in each further stage
