@@ -18,40 +18,37 @@ pytestmark = pytest.mark.usefixtures("library_promotion")
 
 
 @pytest.mark.parametrize(
-    ("family", "num_dropouts", "drop_path_rates"),
-    [  # a dropout after attention, two in each MLP, and one of ViT's input
-        ("vit", 2 * 3 + 1, [0, 0, 0.5, 0.5]),
-        ("swin", 3 * 3, [0, 0, 0.25, 0.25, 0.5, 0.5]),
-        ("mixer", 2 * 4, [0.5] * 4),
-        ("convmixer", 0, [0, 0.5]),
+    ("family", "expected"),
+    [
+        ("vit", [0, 0, 0.5, 0.5]),
+        ("swin", [0, 0, 0.25, 0.25, 0.5, 0.5]),
+        ("mixer", [0.5] * 4),
+        ("convmixer", [0, 0.5]),
     ],
 )
-def test_every_dropout_and_drop_path_has_its_own_key_and_its_documented_rate(
-    family, num_dropouts, drop_path_rates, monkeypatch
-):
-    keys, rates, drop = set(), [], layers._drop
+def test_every_drop_path_has_its_own_key_and_its_documented_rate(family, expected, monkeypatch):
+    keys, rates, drop = set(), [], layers.drop_path
 
     def seen(key, rate):
         keys.add(tuple(np.asarray(key)))
         rates.append(round(float(rate), 2))
 
-    def record(x, rate, rng, mask_shape):
+    def record(x, rate, rng):
         jax.debug.callback(seen, jax.random.key_data(rng), rate, ordered=True)
-        return drop(x, rate, rng, mask_shape)
+        return drop(x, rate, rng)
 
-    monkeypatch.setattr(layers, "_drop", record)
-    model = make(family, **({} if family == "convmixer" else {"dropout": 0.1}))
+    monkeypatch.setattr(layers, "drop_path", record)
+    model = make(family)
     run = jax.jit(lambda model: model(IMAGES, rng=jax.random.key(3))[0])
     jax.block_until_ready(run(model))
     jax.effects_barrier()
     assert len(keys) == len(rates)
-    assert rates.count(0.1) == num_dropouts
-    assert [rate for rate in rates if rate != 0.1] == drop_path_rates
+    assert rates == expected
 
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_evaluation_draws_no_random_numbers(family):
-    model = make(family)  # with drop path, and dropout in some
+    model = make(family)  # with drop path
     assert "random_bits" not in str(jax.make_jaxpr(model)(IMAGES))
 
 

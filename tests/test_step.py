@@ -87,7 +87,7 @@ def test_no_step_repeats_the_keys_of_the_weights():
 def test_parts_of_a_batch_and_operations_on_it_have_keys_of_their_own(config, monkeypatch):
     config = config.copy_and_resolve_references()
     config.accumulate_steps = 2
-    config.model.dropout = 0.1
+    config.model.drop_path = 0.1
     config.augment.update(crop="pad", flip=0.5, color_jitter=(0.4, 0.4, 0.4), erasing=0.25)
     config.augment.mixup = 0.8
     keys = set()
@@ -97,15 +97,15 @@ def test_parts_of_a_batch_and_operations_on_it_have_keys_of_their_own(config, mo
         jax.debug.callback(lambda data: keys.update(map(tuple, np.asarray(data))), data)
         return rngs
 
-    image_rngs, mix, drop = augment._image_rngs, augment.mix.mix, layers._drop
+    image_rngs, mix, drop = augment._image_rngs, augment.mix.mix, layers.drop_path
     monkeypatch.setattr(augment, "_image_rngs", lambda *args: record(image_rngs(*args)))
     monkeypatch.setattr(augment.mix, "mix", lambda rng, *a, **k: mix(record(rng), *a, **k))
-    monkeypatch.setattr(layers, "_drop", lambda x, rate, rng, s: drop(x, rate, record(rng), s))
+    monkeypatch.setattr(layers, "drop_path", lambda x, rate, rng: drop(x, rate, record(rng)))
     setup = set_up(config, 384)
     jax.block_until_ready(setup.train_step(setup.initialize()[0], make_batch()))
     jax.effects_barrier()
-    dropouts = 2 * (1 + 2 * 3)  # in both parts: of the input, and three in each of two blocks
-    assert len(keys) == dropouts + 4 * 64 + 1  # four operations on each image, and mixup
+    drops = 2 * 2 * 2  # in both parts, two in each of two blocks
+    assert len(keys) == drops + 4 * 64 + 1  # four operations on each image, and mixup
 
 
 def test_a_batch_in_parts_takes_the_same_step(config, setup, first_state):

@@ -102,12 +102,9 @@ def test_weights_are_loaded_at_another_resolution_as_timm_does_it():
 
 def test_a_block_drops_what_its_branches_add():
     x, rng = jax.random.normal(jax.random.key(2), (8, 16, 16)), jax.random.key(0)
-    block = jax.tree.map(lambda leaf: leaf[0], make(dropout=0.5).blocks)
-    run = jax.jit(lambda x, rate, rng: block(x, drop_path_rate=rate, rng=rng))
-    _, out = run(x, jnp.zeros(()), rng)
-    for name in ("attention", "mlp"):
-        assert abs(np.mean(out[name] == 0) - 0.5) < 0.05
-    np.testing.assert_array_equal(run(x, jnp.float32(0.9999), rng)[0], x)
+    block = jax.tree.map(lambda leaf: leaf[0], make().blocks)
+    run = jax.jit(lambda x, rate, rng: block(x, drop_path_rate=rate, rng=rng)[0])
+    np.testing.assert_array_equal(run(x, jnp.float32(0.9999), rng), x)
 
 
 def test_drop_path_keeps_expectation_and_drops_whole_examples():

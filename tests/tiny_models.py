@@ -13,10 +13,10 @@ from structinit_jax.models import create_model, default_config
 from structinit_jax.training.state import split_model
 
 SIZES = {
-    "vit": dict(width=16, depth=2, num_heads=2, patch_size=2, dropout=0.1),
+    "vit": dict(width=16, depth=2, num_heads=2, patch_size=2),
     # Lists, as in a config read from JSON.
     "swin": dict(width=16, depths=[2, 1], num_heads=[2, 4], patch_size=1, window_size=4),
-    "mixer": dict(width=16, depth=2, patch_size=2, token_mlp_ratio=2.0, dropout=0.1),
+    "mixer": dict(width=16, depth=2, patch_size=2, token_mlp_ratio=2.0),
     "convmixer": dict(width=16, depth=2, patch_size=2, kernel_size=3),
 }
 MESH = Mesh(np.asarray(jax.devices()[:2]), ("data",))

@@ -11,14 +11,12 @@ from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Array, Float
 
 from structinit_jax.attention_init import AttentionWeights
-from structinit_jax.errors import Fraction, InputError, PositiveFloat
+from structinit_jax.errors import InputError, PositiveFloat
 from structinit_jax.models.layers import (
     BASE_INITS,
     RESIDUAL,
     Mlp,
     PreNormBlock,
-    Rng,
-    dropout,
     layer_norm,
     set_weight,
     truncated_normal,
@@ -31,7 +29,6 @@ class TransformerConfig(ModelConfig):
     """Fields of the families whose stacks are `Block`s."""
 
     mlp_ratio: PositiveFloat = 4.0  # hidden width of the MLP over D
-    dropout: Fraction = 0.0  # rate after attention projections and MLP layers
     layer_scale = 0.0  # a field of ViT only; as a class attribute, it lets Swin's blocks read it
 
 
@@ -53,7 +50,6 @@ class Attention(nnx.Module):
         self.key = nnx.LinearGeneral(width, heads, **options)
         self.value = nnx.LinearGeneral(width, heads, **options)
         self.out = nnx.LinearGeneral(heads, width, axis=(-2, -1), **options)
-        self.dropout = config.dropout
 
     def __call__(
         self,
@@ -61,7 +57,6 @@ class Attention(nnx.Module):
         *,
         bias: Float[Array, "#B h N N"] | None = None,
         angles: Float[np.ndarray, "N p"] | None = None,
-        rng: Rng = None,
         with_maps: bool = False,
     ) -> tuple[Float[Array, "B N D"], dict[str, Float[Array, "B h N N"]]]:
         """Returns the output and, if requested, 'attention_maps'.
@@ -77,7 +72,7 @@ class Attention(nnx.Module):
         if with_maps:  # computed again in float32, since `dot_product_attention` returns none
             wide = (jnp.swapaxes(x.astype(jnp.float32), 1, 2) for x in (query, key))
             maps = {"attention_maps": jax.nn.softmax(_logits(*wide, bias))}
-        return dropout(self.out(y), self.dropout, rng), maps
+        return self.out(y), maps
 
 
 def rotate(x: Float[Array, "B N h d"], angles: Float[np.ndarray, "N p"]) -> Float[Array, "B N h d"]:
@@ -189,14 +184,14 @@ class Block(PreNormBlock):
             self.relative_position_bias = nnx.Param(table)
         self.norm2 = layer_norm(width, epsilon=epsilon, **options)
         init, hidden = BASE_INITS[config.base_init], int(width * config.mlp_ratio)
-        self.mlp = Mlp(width, hidden, dropout=config.dropout, init=init, **options)
+        self.mlp = Mlp(width, hidden, init=init, **options)
         if config.layer_scale:
             self.scale1 = nnx.Param(jnp.full((width,), config.layer_scale))
             self.scale2 = nnx.Param(jnp.full((width,), config.layer_scale))
 
-    def mix(self, x, *, rng, with_maps, angles=None):
+    def mix(self, x, *, with_maps, angles=None):
         """Attends to all tokens [B, N, D], with rotary positions if there are angles [N, d / 2]."""
-        return self.attention(x, angles=angles, rng=rng, with_maps=with_maps)
+        return self.attention(x, angles=angles, with_maps=with_maps)
 
     def sizes(self) -> dict[str, Any]:
         """Returns the sizes of a stack of these blocks, named as in `AttentionSite`."""

@@ -67,22 +67,14 @@ LinearInit = Callable[[int], dict[str, nnx.Initializer]]
 BASE_INITS: dict[str, LinearInit] = {"timm": timm_init, "pytorch": pytorch_init}
 
 
-def dropout(x: Array, rate: float, rng: Rng) -> Array:
-    """Zeroes elements with probability `rate` and rescales the others; identity without `rng`."""
-    return x if rate == 0 else _drop(x, rate, rng, x.shape)
-
-
 def drop_path(x: Float[Array, "B *rest"], rate: Float[Array, ""] | None, rng: Rng) -> Array:
     """Drops the residual branch of whole examples (stochastic depth, Huang et al. 2016).
 
     Identity without `rate` or `rng`.
     """
-    return x if rate is None else _drop(x, rate, rng, (x.shape[0],) + (1,) * (x.ndim - 1))
-
-
-def _drop(x, rate, rng, mask_shape):
-    if rng is None:
+    if rate is None or rng is None:
         return x
+    mask_shape = (x.shape[0],) + (1,) * (x.ndim - 1)
     keep = checkpoint_name(jax.random.bernoulli(rng, 1 - rate, mask_shape), RESIDUAL)
     return jnp.where(keep, x / (1 - rate), 0).astype(x.dtype)
 
@@ -144,14 +136,13 @@ class PatchEmbedding(nnx.Module):
 
 
 class Mlp(nnx.Module):
-    """Two linear layers, each followed by dropout, with a GELU between them."""
+    """Two linear layers with a GELU between them."""
 
     def __init__(
         self,
         width: int,
         hidden: int,
         *,
-        dropout: float = 0.0,
         init: LinearInit = timm_init,
         dtype,
         rngs: nnx.Rngs,
@@ -159,14 +150,11 @@ class Mlp(nnx.Module):
         options = dict(dtype=dtype, rngs=rngs)
         self.fc1 = nnx.Linear(width, hidden, **init(width), **options)
         self.fc2 = nnx.Linear(hidden, width, **init(hidden), **options)
-        self.dropout = dropout
 
-    def __call__(self, x: Float[Array, "*B D"], *, rng: Rng = None) -> Float[Array, "*B D"]:
+    def __call__(self, x: Float[Array, "*B D"]) -> Float[Array, "*B D"]:
         """Applies both layers."""
-        rngs = (None, None) if rng is None else jax.random.split(rng)
         hidden = checkpoint_name(self.fc1(x), RESIDUAL)
-        hidden = dropout(gelu(hidden), self.dropout, rngs[0])
-        return dropout(self.fc2(hidden), self.dropout, rngs[1])
+        return self.fc2(gelu(hidden))
 
 
 class PreNormBlock(nnx.Module):
@@ -180,7 +168,7 @@ class PreNormBlock(nnx.Module):
     scale2: nnx.Param | None = None  # and of `mlp` (LayerScale, Touvron et al. 2021)
 
     def mix(
-        self, x: Float[Array, "B *grid D"], *, rng: Rng, with_maps: bool
+        self, x: Float[Array, "B *grid D"], *, with_maps: bool
     ) -> tuple[Float[Array, "B *grid D"], dict[str, Array]]:
         """Mixes tokens; returns the result and further intermediates such as maps."""
         raise NotImplementedError
@@ -195,11 +183,12 @@ class PreNormBlock(nnx.Module):
         **mix_options,
     ) -> tuple[Float[Array, "B *grid D"], dict[str, Array]]:
         """Returns the block's output and its intermediates by name."""
+        # Two of four keys: with another number of keys, a seed would drop other branches.
         rngs = (None,) * 4 if rng is None else jax.random.split(rng, 4)
-        mixed, maps = self.mix(self.norm1(x), rng=rngs[0], with_maps=with_maps, **mix_options)
+        mixed, maps = self.mix(self.norm1(x), with_maps=with_maps, **mix_options)
         mixed = _scale_channels(mixed, self.scale1)
         x = checkpoint_name(x + drop_path(mixed, drop_path_rate, rngs[1]), RESIDUAL)
-        hidden = _scale_channels(self.mlp(self.norm2(x), rng=rngs[2]), self.scale2)
+        hidden = _scale_channels(self.mlp(self.norm2(x)), self.scale2)
         x = x + drop_path(hidden, drop_path_rate, rngs[3])
         return x, {self.mix_name: mixed, "mlp": hidden, "output": x} | maps
 

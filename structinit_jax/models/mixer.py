@@ -9,7 +9,7 @@ from flax import nnx
 from jaxtyping import Array, Float
 
 from structinit_jax.attention_init import TokenMixingSite, TokenMixingWeights
-from structinit_jax.errors import Fraction, InputError, PositiveFloat, PositiveInt
+from structinit_jax.errors import InputError, PositiveFloat, PositiveInt
 from structinit_jax.models import layers
 from structinit_jax.models.layers import Rng
 from structinit_jax.models.model import Model, ModelConfig, make_stack, run_stack, token_grid
@@ -23,7 +23,6 @@ class MixerConfig(ModelConfig):
     depth: PositiveInt = 8  # L, the number of blocks
     token_mlp_ratio: PositiveFloat = 0.5  # hidden width of the token-mixing MLP over D (not over N)
     mlp_ratio: PositiveFloat = 4.0  # hidden width of the channel MLP over D
-    dropout: Fraction = 0.0  # rate after both layers of both MLPs
 
 
 class MlpMixer(Model):
@@ -101,16 +100,16 @@ class MixerBlock(layers.PreNormBlock):
     def __init__(self, config: MixerConfig, *, num_tokens: int, rngs: nnx.Rngs):
         width, options = config.width, dict(dtype=jnp.dtype(config.dtype), rngs=rngs)
         init = _timm_mlp_init if config.base_init == "timm" else layers.pytorch_init
-        mlp_options = options | dict(dropout=config.dropout, init=init)
+        mlp_options = options | dict(init=init)
         self.norm1 = layers.layer_norm(width, **options)
         self.token_mlp = layers.Mlp(num_tokens, int(width * config.token_mlp_ratio), **mlp_options)
         self.norm2 = layers.layer_norm(width, **options)
         self.mlp = layers.Mlp(width, int(width * config.mlp_ratio), **mlp_options)
 
-    def mix(self, x, *, rng, with_maps):
+    def mix(self, x, *, with_maps):
         """Applies the token-mixing MLP to [B, N, D]."""
         del with_maps
-        return jnp.swapaxes(self.token_mlp(jnp.swapaxes(x, 1, 2), rng=rng), 1, 2), {}
+        return jnp.swapaxes(self.token_mlp(jnp.swapaxes(x, 1, 2)), 1, 2), {}
 
     def set_weights(self, weights: TokenMixingWeights) -> None:
         """Writes the weights that a scheme returns into a stack of these blocks."""

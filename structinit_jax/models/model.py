@@ -140,8 +140,8 @@ class Model(nnx.Module):
         """Computes logits of normalized images, and the intermediates by name.
 
         Logits are float32 for every dtype, because the loss exponentiates them. `rng` is the random
-        key for dropout and drop path in training, None in evaluation. `with_maps` adds attention
-        maps, whose memory grows with the square of the number of tokens.
+        key for drop path in training, None in evaluation. `with_maps` adds attention maps, whose
+        memory grows with the square of the number of tokens.
         """
         raise NotImplementedError
 

@@ -204,13 +204,13 @@ class SwinBlock(Block):
         super().__init__(config, position_bias_rows=rows, epsilon=EPSILON, **sizes)
         self.window = window
 
-    def mix(self, x, *, shift, rng, with_maps):
+    def mix(self, x, *, shift, with_maps):
         """Attends within the windows of the grid [B, rows, cols, D], cyclically shifted."""
         batch, *grid, _ = x.shape
         x = jnp.roll(x, (-shift[0], -shift[1]), axis=(1, 2))
         tokens = partition(x, self.window)
         bias = self._bias(tuple(grid), shift, batch)
-        y, maps = self.attention(tokens, bias=bias, rng=rng, with_maps=with_maps)
+        y, maps = self.attention(tokens, bias=bias, with_maps=with_maps)
         y = jnp.roll(unpartition(y, self.window, tuple(grid)), shift, axis=(1, 2))
         return y, {name: m.reshape(batch, -1, *m.shape[1:]) for name, m in maps.items()}
 

@@ -10,7 +10,7 @@ from flax import nnx
 from jaxtyping import Array, Float
 
 from structinit_jax.attention_init import AttentionSite, RotarySite, rotary_angles, sincos_positions
-from structinit_jax.errors import Fraction, NonNegativeFloat, PositiveInt
+from structinit_jax.errors import NonNegativeFloat, PositiveInt
 from structinit_jax.models import layers
 from structinit_jax.models.attention import Block, TransformerConfig
 from structinit_jax.models.layers import Rng
@@ -53,7 +53,6 @@ class ViTConfig(TransformerConfig):
     # keys: axial rotary positions of temperature 100 (Heo et al. 2024).
     positions: Literal["sincos", "learned", "rope"] = "sincos"
     pool: Literal["mean", "class_token"] = "mean"  # pooling of the tokens, before the final norm
-    dropout: Fraction = 0.0  # rate, as in `TransformerConfig`, and after positions are added
     # Initial LayerScale (Touvron et al. 2021), a trained factor per channel and branch; 0: none.
     layer_scale: NonNegativeFloat = 0.0
 
@@ -119,15 +118,15 @@ class VisionTransformer(Model):
         [L, B, T, D] and 'attention_maps' [L, B, h, T, T]; 'pooled' [B, D], after the norm.
         """
         config = self.config
-        dropout_rng, blocks_rng = (None, None) if rng is None else jax.random.split(rng)
         patches = self.patch_embedding.embed(images, self.grid)
         embedded = self._add_class_token_and_positions(patches)
         x, blocks = run_stack(
             self.blocks,
-            layers.dropout(embedded, config.dropout, dropout_rng),
+            embedded,
             config=config,
             drop_path_rates=np.linspace(0, config.drop_path, config.depth, dtype=np.float32),
-            rng=blocks_rng,
+            # The second of two keys: with `rng` itself, a seed would drop other branches.
+            rng=None if rng is None else jax.random.split(rng)[1],
             with_maps=with_maps,
             angles=self._angles(),
         )

@@ -16,7 +16,7 @@ FIXED = (
     *("data.image_size", "data.channels", "data.mean", "data.std"),
 )
 # Fields of `model` that may change: how the model is computed and regularized.
-FREE = [f"model.{field}" for field in ("drop_path", "dropout", "dtype", "remat")]
+FREE = [f"model.{field}" for field in ("drop_path", "dtype", "remat")]
 ABSENT = "(absent)"
 
 
