@@ -80,7 +80,7 @@ def test_all_tokens_share_a_vector_that_no_layer_changes(plain):
     assert sorted(common) == [-1] * (WIDTH // 2) + [1] * (WIDTH // 2)
     np.testing.assert_allclose(np.einsum("D,LDhd->Lhd", common, plain.value), 0, atol=1e-5)
     np.testing.assert_allclose(np.einsum("LhdD,D->Lhd", plain.out, common), 0, atol=1e-5)
-    assert (plain.patch_scale, plain.mlp_scale) == (0.3, 0)
+    assert plain.patch_scale is plain.mlp_scale is None
 
 
 def test_the_other_inputs_of_query_and_key_start_as_the_models_own(plain):

@@ -127,7 +127,8 @@ def test_class_token_gets_no_sincos_position():
 def test_rotary_heads_of_every_layer_attend_to_their_neighbor(library_promotion):
     options = dict(positions="rope", width=64, num_heads=8, depth=2)
     (site,) = make(**options).sites().values()
-    weights = attention_init.impulse()(jax.random.key(0), site)
+    scheme = attention_init.impulse(patch_scale=0.3, mlp_scale=0.0)
+    weights = scheme(jax.random.key(0), site)
     options |= dict(pool="class_token", dtype="bfloat16", remat="full")
     model = make(**options, attention_init=lambda rng, site: weights)
     _, out = jax.jit(lambda model: model(IMAGES, with_maps=True))(model)

@@ -97,8 +97,8 @@ def impulse(
         true, V and projection do not act on positions (at a `RotarySite`, on the vector that all
         tokens share). By default true at a `RotarySite` only.
       patch_scale: Factor on the kernel of the patch embedding. The weaker the content next to the
-        positions, the closer maps are to targets. By default 1, and 0.3 at a `RotarySite`.
-      mlp_scale: Factor on the output kernels of the MLPs. By default 1, and 0 at a `RotarySite`.
+        positions, the closer maps are to targets. By default 1.
+      mlp_scale: Factor on the output kernels of the MLPs. By default 1.
     """
     options = dict(locals())  # all arguments, since no other local is set yet
     if norm is not None and target_mass is not None:

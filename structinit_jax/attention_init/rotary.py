@@ -75,17 +75,19 @@ def impulse(
     target_mass: float = TARGET_MASS,
     vo_init: str = "balanced",
     keep_positions: bool = True,
-    patch_scale: float = 0.3,
-    mlp_scale: float = 0.0,
+    patch_scale: float = 1.0,
+    mlp_scale: float = 1.0,
 ) -> AttentionWeights:
     """Impulse initialization through RoPE: constant queries and keys, rotated by the model.
 
     The bias of the patch embedding gives all tokens a common vector of as many entries +1 as -1.
-    `keep_positions`, `patch_scale` and `mlp_scale` keep it the strongest part of every layer's
-    input. Query and key map it to the vectors q and k of each head; on all other input they act as
-    the model's `base_init`. The sizes of the coefficients are solved for: the maps closest to the
-    targets at the lowest norm are also those that content disturbs least. The phases of k are
-    random and independent for each head.
+    With `keep_positions`, no attention layer changes it. Query and key map it to the vectors q and
+    k of each head; on all other input they act as the model's `base_init`. The sizes of the
+    coefficients are solved for: the maps closest to the targets at the lowest norm are also those
+    that content disturbs least. The phases of k are random and independent for each head.
+
+    Tokens with no content have the target mass in the first layer; content takes some of it. A
+    `patch_scale` of 0.3 and an `mlp_scale` of 0 leave the maps of all layers close to the targets.
     """
     targets, ranges = filter_maps(site, kernel_size, filters, dilation)
     order_rng, place_rng = jax.random.split(rng)
