@@ -8,7 +8,6 @@ from flax import nnx
 from foreign_models import (
     GRID,
     HEADS,
-    LAYERS,
     MODELS,
     STATE_DICTS,
     WIDTH,
@@ -90,39 +89,28 @@ def test_position_scale_multiplies_the_whole_table():
     np.testing.assert_allclose(new["pos_embed"], 18 * params["pos_embed"], rtol=1e-6)
 
 
-SCALED = {  # the patch embedding, and the output layer of a block's MLP
-    "timm": ("patch_embed.proj", "blocks.{}.mlp.fc2"),
-    "timm_separate": ("patch_embed.proj", "blocks.{}.mlp.fc2"),  # gated
-    "dinov2": ("embeddings.patch_embeddings.projection", "encoder.layer.{}.mlp.down_proj"),
-    "aimv2": ("embeddings.rms_norm", "encoder.layers.{}.ffn.down_proj"),
-    "vit_pytorch": ("to_patch_embedding.3", "transformer.layers.{}.1.net.4"),
-    "torch_encoder": ("patches", "encoder.layers.{}.linear2"),
-    "open_clip": ("visual.conv1", "visual.transformer.resblocks.{}.mlp.c_proj"),
-    "equinox": ("patch_embed.proj", "blocks.{}.mlp.layers.2"),
-    "naflex": ("embeds.proj", "blocks.{}.mlp.fc2"),
-    "big_vision_scan": ("embedding", "Transformer.encoderblock.MlpBlock_0.Dense_1"),
-    "nnx_pure": ("patches", "encoder.layers.{}.mlp.layers.2"),
+PATCHES = {  # the patch embedding
+    "timm": "patch_embed.proj",
+    "dinov2": "embeddings.patch_embeddings.projection",
+    "vit_pytorch": "to_patch_embedding.2",
+    "torch_encoder": "patches",
+    "open_clip": "visual.conv1",
+    "equinox": "patch_embed.proj",
+    "naflex": "embeds.proj",
+    "big_vision_scan": "embedding",
+    "nnx_pure": "patches",
 }
 
 
-@pytest.mark.parametrize("name", SCALED)
-def test_scales_of_the_patch_embedding_and_the_mlps(name):
-    params, (patches, output) = MODELS[name](), SCALED[name]
-    weights = AttentionWeights(patch_scale=0.5, mlp_scale=0)
-    new = flatten(write(params, weights, **arguments(name)))[0]
+@pytest.mark.parametrize("name", PATCHES)
+def test_a_patch_bias_replaces_that_of_the_patch_embedding(name):
+    params, bias = MODELS[name](), f"{PATCHES[name]}.bias"
+    vector = 1 + jnp.arange(read(params, **arguments(name)).query.shape[1])
+    new = flatten(write(params, AttentionWeights(patch_bias=vector), **arguments(name)))[0]
     old = flatten(params)[0]
-    (kernel,) = {f"{patches}.weight", f"{patches}.kernel"} & old.keys()
-    width = read(params, **arguments(name)).query.shape[1]
-    # White images of variance 1 get half of what PyTorch's default kernel makes of them.
-    size = np.sqrt(np.square(to_numpy(old[kernel]), dtype=np.float64).sum() / width)
-    factors = {kernel: 0.5 * 3**-0.5 / size}
-    for layer in range(LAYERS):
-        module = output.format(layer)
-        factors |= dict.fromkeys([f"{module}.{leaf}" for leaf in ("weight", "kernel")], 0)
-    assert len(factors.keys() & old.keys()) == (2 if "{" not in output else 1 + LAYERS)
-    for path, before in old.items():
-        expected = factors.get(path, 1) * to_numpy(before)
-        np.testing.assert_allclose(to_numpy(new[path]), expected, rtol=1e-5, err_msg=path)
+    np.testing.assert_array_equal(new[bias].reshape(-1), vector)
+    changed = {p for p, leaf in old.items() if not np.array_equal(to_numpy(leaf), to_numpy(new[p]))}
+    assert changed == {bias}
 
 
 def test_parts_of_a_fused_tensor_that_a_scheme_does_not_set_stay():

@@ -169,5 +169,5 @@ def test_a_scheme_cannot_scale_positions_that_are_not_there():
     def scaled(rng, site):
         return AttentionWeights(position_scale=18.0)
 
-    with pytest.raises(InputError, match=r"^weights\.position_scale: the model has no place"):
+    with pytest.raises(InputError, match=r"^weights\.position_scale: initialize cannot write"):
         interop.initialize(interop.to_timm(model("swin")), scaled, RNG)

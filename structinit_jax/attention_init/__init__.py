@@ -98,7 +98,8 @@ def impulse(
         tokens share). By default true at a `RotarySite` only.
       patch_scale: Factor on the kernel of the patch embedding. The weaker the content next to the
         positions, the closer maps are to targets. By default 1.
-      mlp_scale: Factor on the output kernels of the MLPs. By default 1.
+      mlp_scale: Factor on the output kernels of the MLPs. By default 1. In other projects' models,
+        multiply the kernels yourself instead of passing these two factors.
     """
     options = dict(locals())  # all arguments, since no other local is set yet
     if norm is not None and target_mass is not None:

@@ -199,11 +199,10 @@ class AttentionWeights(NamedTuple):
     bias: Float[Array, "L R h"] | None = None
     # Factor on the model's own trainable positions, class token and registers included.
     position_scale: float | Float[Array, ""] | None = None
-    # Factor on the kernel of the patch embedding, as PyTorch initializes it. Flax's is 3^1/2 times
-    # as large; `interop` makes up for that.
+    # Factors on the kernels of the patch embedding and of the MLPs' output layers, in our models.
     patch_scale: float | Float[Array, ""] | None = None
+    mlp_scale: float | Float[Array, ""] | None = None
     patch_bias: Float[Array, " D"] | None = None  # of the patch embedding
-    mlp_scale: float | Float[Array, ""] | None = None  # factor on the output kernels of the MLPs
 
 
 class TokenMixingWeights(NamedTuple):

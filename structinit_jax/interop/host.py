@@ -31,10 +31,6 @@ _EXTRA_TOKENS = (
 )
 _RELATIVE = r"(?:.*[._])?(?:rel_pos|relative_pos|relative_att|position_bias|attention_bias).*"
 _ROTARY = r"(?:.*[._])?(?:rope|rotary|freqs).*"
-_PATCH_NORM = (  # timm, Hugging Face's AIMv2, vit-pytorch
-    r"(?:.*\.)?(?:(?:patch_embed|embeds)\.norm|embeddings\.rms_norm|to_patch_embedding\.3)"
-    r"\.(?:weight|scale)"
-)
 _BIAS_TABLE = "relative_position_bias_table"  # of Swin and BEiT
 _REFUSED = {  # by the names of their parameters
     re.compile(r"(?:.*\.)?att\w*\.(?:.*\.)?logit_scale"): "the cosine attention of SwinV2",
@@ -204,43 +200,9 @@ class Host:
         if len(found) != 1:
             raise InputError(
                 f"params hold {', '.join(found) or 'no kernel'} where a patch embedding to "
-                f"{self.width} channels is needed: build the scheme with patch_scale=1 and "
-                "multiply that kernel yourself"
+                f"{self.width} channels is needed, whose bias this scheme sets: use 'mimetic'"
             )
         return found[0]
-
-    def patch_norm(self) -> str | None:
-        """Returns the name of the scale of a norm of the patch embeddings, as in AIMv2."""
-        return next(self._names(_PATCH_NORM), None)
-
-    # -- blocks ------------------------------------------------------------------------------------
-
-    def mlp_outputs(self) -> list[str]:
-        """Returns the names of the kernels of the MLPs' output layers.
-
-        Raises:
-          InputError: A block does not have exactly one.
-        """
-        projections = {entry.name for entry in self.entries}
-        kernels = [name for name in self.floating if name not in projections]
-        outputs = []
-        for attention, block in zip(self.stack.attentions, self.blocks, strict=True):
-            found = [name for name in kernels if name.startswith(block) and self._is_mlp_out(name)]
-            if len(found) != 1:
-                raise InputError(
-                    f"params: next to {attention or 'the attention layer'} is "
-                    f"{', '.join(found) or 'nothing'} where the output layer of an MLP is needed: "
-                    "build the scheme with mlp_scale=1 and multiply its kernel yourself"
-                )
-            outputs += found
-        return outputs
-
-    def _is_mlp_out(self, name: str) -> bool:
-        """Whether a kernel ends an MLP, by its shape since users choose its name."""
-        layout = self.stack.layout
-        shape = self.leaves[name].shape[int(self.stack.stacked) :]
-        outputs, inputs = (shape if layout.torch else shape[::-1]) if len(shape) == 2 else (0, 0)
-        return name.endswith(f".{layout.leaf}") and inputs != outputs == self.width
 
     # -- names -------------------------------------------------------------------------------------
 

@@ -10,14 +10,10 @@ from jaxtyping import Float
 from structinit_jax.attention_init import AttentionInit, AttentionWeights
 from structinit_jax.attention_init.sites import GRID, check_shape
 from structinit_jax.errors import InputError, require
-from structinit_jax.interop.entries import check_array, like, replace_rows
+from structinit_jax.interop.entries import like, replace_rows
 from structinit_jax.interop.host import Grid, Host, find_hosts
 from structinit_jax.interop.layouts import Leaves, flatten
 from structinit_jax.interop.sites import find_site, num_offsets
-
-# Root mean square of the patch embeddings of white noise of variance 1 under PyTorch's default
-# kernel, whose variance is 1 / (3 fan-in).
-PATCH_RMS = 3**-0.5
 
 
 def initialize(
@@ -39,10 +35,8 @@ def initialize(
     of a torch model with `torch_maps`.
 
     The biases of the projections that the scheme sets become zero. If it has positions, they
-    replace a learned position table, except for class and register tokens. `mlp_scale` multiplies
-    the output kernels of the MLPs, `patch_scale` the kernel of the patch embedding or the norm
-    after it. The latter is relative to PyTorch's default kernel, so that the ratio of positions to
-    content is the same in every model.
+    replace a learned position table, except for class and register tokens. Kernels of the patch
+    embedding and the MLPs stay: a scheme with a `patch_scale` or an `mlp_scale` is refused.
 
     Args:
       params: A state dict, Linen tree, Equinox or NNX module, NNX state or pure dict; not changed.
@@ -83,12 +77,14 @@ def initialize(
 
 def _write(host: Host, weights: AttentionWeights, grid: Grid) -> Leaves:
     """Returns the leaves that the weights of a scheme change, or raises `InputError`."""
-    token_fields = ("positions", "position_scale", "patch_scale", "patch_bias", "mlp_scale")
-    for field in token_fields if host.bias_tables else ("bias",):  # which the model lacks
+    scales = ("patch_scale", "mlp_scale")  # of kernels whose names differ in every project
+    token_fields = ("positions", "position_scale", "patch_bias")
+    for field in (*scales, *(token_fields if host.bias_tables else ("bias",))):
         if getattr(weights, field) is not None:
+            instead = " and multiply the kernels yourself" if field in scales else ""
             raise InputError(
-                f"weights.{field}: the model has no place for it: leave it None, or leave out the "
-                "option of the scheme"
+                f"weights.{field}: initialize cannot write it into this model: leave it None, or "
+                f"leave out the option of the scheme{instead}"
             )
     new = host.write_attention(weights)
     if weights.bias is not None:
@@ -118,18 +114,6 @@ def _write(host: Host, weights: AttentionWeights, grid: Grid) -> Leaves:
             )
         old = host.leaves[name]
         new[name] = like(weights.patch_bias.reshape(old.shape), old)
-    scales = {}
-    if weights.patch_scale is not None:
-        name = host.patch_norm() or host.patch_kernel()
-        squares = jnp.square(jnp.asarray(host.leaves[name], jnp.float32))
-        rms = jnp.sqrt(jnp.sum(squares) / host.width)
-        scales[name] = weights.patch_scale * PATCH_RMS / jnp.maximum(rms, 1e-12)
-    if weights.mlp_scale is not None:
-        scales |= dict.fromkeys(host.mlp_outputs(), weights.mlp_scale)
-    for name, scale in scales.items():
-        old = host.leaves[name]
-        check_array("params", name, old)
-        new[name] = like(scale * jnp.asarray(old, jnp.float32), old)
     return new
 
 
