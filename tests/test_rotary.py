@@ -17,6 +17,7 @@ RNG = jax.random.key(0)
 
 SITE = RotarySite(GRID, WIDTH, HEADS, DIM, LAYERS, DIM**-0.5, angles=rotary_angles(GRID, DIM))
 make_site = functools.partial(dataclasses.replace, SITE)
+EVERYWHERE = dict(mimetic_layers=0.0, keep_positions=True)
 
 
 def mixed_angles():
@@ -53,7 +54,7 @@ def head_maps(weights, site):
 @pytest.mark.parametrize("angles", [rotary_angles(GRID, DIM), mixed_angles()])
 def test_every_head_attends_to_its_neighbor_with_the_target_mass(pairs, angles):
     site = make_site(angles=angles, pairs=pairs)
-    weights = impulse(vo_init="default")(RNG, site)
+    weights = impulse(vo_init="default", mimetic_layers=0.0)(RNG, site)
     maps = head_maps(weights, site)
     targets = np.asarray(weights.targets)[np.asarray(weights.filter_index)]
     has_target = targets.max(-1) > 0
@@ -72,7 +73,7 @@ def test_every_head_attends_to_its_neighbor_with_the_target_mass(pairs, angles):
 @pytest.fixture(scope="module")
 def plain():
     with library_promotion_rules():
-        return impulse()(RNG, make_site())
+        return impulse(**EVERYWHERE)(RNG, make_site())
 
 
 def test_all_tokens_share_a_vector_that_no_layer_changes(plain):
@@ -89,6 +90,16 @@ def test_the_other_inputs_of_query_and_key_start_as_the_models_own(plain):
         common = np.asarray(plain.patch_bias)
         rest = drawn - np.einsum("D,LEhd,E->LDhd", common, drawn, common) / WIDTH
         np.testing.assert_allclose(np.std(rest), np.std(base), rtol=0.1)
+
+
+@pytest.mark.parametrize("angles", [rotary_angles(GRID, DIM), mixed_angles()])
+def test_the_last_half_of_the_layers_attends_to_similar_tokens(angles):
+    weights = impulse()(RNG, make_site(angles=angles))
+    assert weights.filter_index.shape == (LAYERS // 2, HEADS)
+    products = jnp.einsum("LDhd,LEhd->LhDE", weights.query, weights.key)
+    own, others = jnp.trace(products, axis1=2, axis2=3) / WIDTH, products.std(axis=(2, 3))
+    assert own[LAYERS // 2 :].min() > 4 * abs(own[: LAYERS // 2]).max()
+    assert own[LAYERS // 2 :].min() > 0.2 > others[LAYERS // 2 :].max()
 
 
 def test_filters_of_few_rows_are_solved_on_larger_grids():

@@ -127,7 +127,8 @@ def test_class_token_gets_no_sincos_position():
 def test_rotary_heads_of_every_layer_attend_to_their_neighbor(library_promotion):
     options = dict(positions="rope", width=64, num_heads=8, depth=2)
     (site,) = make(**options).sites().values()
-    scheme = attention_init.impulse(patch_scale=0.3, mlp_scale=0.0)
+    positional = dict(mimetic_layers=0.0, keep_positions=True, patch_scale=0.3, mlp_scale=0.0)
+    scheme = attention_init.impulse(**positional)
     weights = scheme(jax.random.key(0), site)
     options |= dict(pool="class_token", dtype="bfloat16", remat="full")
     model = make(**options, attention_init=lambda rng, site: weights)

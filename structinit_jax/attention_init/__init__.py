@@ -93,9 +93,9 @@ def impulse(
         tokens. By default 0.5.
       vo_init: Value and output projection: 'balanced', the default, makes their product V Proj
         close to -0.4 I; 'default' keeps the model's own.
-      keep_positions: If false, each layer removes 0.4 of the positions from the residual stream. If
-        true, V and projection do not act on positions (at a `RotarySite`, on the vector that all
-        tokens share). By default true at a `RotarySite` only.
+      keep_positions: If false, the default, each layer removes 0.4 of the positions from the
+        residual stream. If true, V and projection do not act on positions (at a `RotarySite`, on
+        the vector that all tokens share).
       patch_scale: Factor on the kernel of the patch embedding. The weaker the content next to the
         positions, the closer maps are to targets. By default 1.
       mlp_scale: Factor on the output kernels of the MLPs. By default 1. In other projects' models,

@@ -36,7 +36,11 @@ from structinit_jax.attention_init.solve import (
     report_on_maps,
     warn_if_out_of_reach,
 )
-from structinit_jax.attention_init.tokens import remove_inputs, value_and_projection
+from structinit_jax.attention_init.tokens import (
+    remove_inputs,
+    similar_query_key,
+    value_and_projection,
+)
 from structinit_jax.errors import InputError
 
 START_NORM = 3.0  # root of the sum of |c| at the start; most grids need about this
@@ -73,34 +77,38 @@ def impulse(
     filters: FilterArray | None = None,
     dilation: Dilation = 1,
     target_mass: float = TARGET_MASS,
+    mimetic_layers: float = 0.5,
     vo_init: str = "balanced",
-    keep_positions: bool = True,
+    keep_positions: bool = False,
     patch_scale: float = 1.0,
     mlp_scale: float = 1.0,
 ) -> AttentionWeights:
     """Impulse initialization through RoPE: constant queries and keys, rotated by the model.
 
     The bias of the patch embedding gives all tokens a common vector of as many entries +1 as -1.
-    With `keep_positions`, no attention layer changes it. Query and key map it to the vectors q and
-    k of each head; on all other input they act as the model's `base_init`. The sizes of the
-    coefficients are solved for: the maps closest to the targets at the lowest norm are also those
-    that content disturbs least. The phases of k are random and independent for each head.
+    Query and key map it to the vectors q and k of each head; on all other input they act as the
+    model's `base_init`. The sizes of the coefficients are solved for: the maps closest to the
+    targets at the lowest norm are also those that content disturbs least. The phases of k are
+    random and independent for each head. In the last layers, a share of `mimetic_layers`, heads
+    attend to similar tokens instead.
 
-    Tokens with no content have the target mass in the first layer; content takes some of it. A
-    `patch_scale` of 0.3 and an `mlp_scale` of 0 leave the maps of all layers close to the targets.
+    Tokens with no content have the target mass in the first layer; content takes some of it.
+    `keep_positions`, a `patch_scale` of 0.3 and an `mlp_scale` of 0 leave the maps of all layers
+    close to the targets.
     """
     targets, ranges = filter_maps(site, kernel_size, filters, dilation)
     order_rng, place_rng = jax.random.split(rng)
-    filter_index = assign_by_layer(order_rng, site.num_heads, ranges)
+    num_impulse = site.num_layers - round(mimetic_layers * site.num_layers)
+    filter_index = assign_by_layer(order_rng, site.num_heads, ranges[:num_impulse])
     angles, targets = jnp.asarray(site.angles, jnp.float32), jnp.asarray(targets)
     if angles.shape[:2] == (1, 1):  # one solve for each filter serves all heads
-        bank, report = solve_coefficients(angles[0], targets, target_mass)
-        coefficients = bank[filter_index]
+        solved, report = solve_coefficients(angles[0], targets, target_mass)
+        coefficients = solved[filter_index]
     else:
-        tables = jnp.broadcast_to(angles, (*filter_index.shape, *angles.shape[2:]))
-        tables = tables.reshape(-1, *angles.shape[2:])
-        found, report = solve_coefficients(tables, targets[filter_index.ravel()], target_mass)
-        coefficients = found.reshape(*filter_index.shape, *found.shape[1:])
+        tables = jnp.broadcast_to(angles, (site.num_layers, site.num_heads, *angles.shape[2:]))
+        tables = tables[:num_impulse].reshape(-1, *angles.shape[2:])
+        solved, report = solve_coefficients(tables, targets[filter_index.ravel()], target_mass)
+        coefficients = solved.reshape(*filter_index.shape, *solved.shape[1:])
     weights = _draw_weights(
         place_rng,
         coefficients,
@@ -110,7 +118,7 @@ def impulse(
         keep_positions=keep_positions,
     )
     # Norm of the part of Q that reads the common vector: each column is that vector times q_i / D.
-    size = jnp.mean(jnp.linalg.norm(coefficients, axis=2))
+    size = jnp.mean(jnp.linalg.norm(solved, axis=1))
     norm = jnp.sqrt(size / (2 * site.qk_scale * site.width))
     report = report._replace(norm=norm)
     warn_if_out_of_reach(report)
@@ -125,9 +133,9 @@ def impulse(
 
 @functools.partial(jax.jit, static_argnames=("site", "vo_init", "keep_positions"))
 def _draw_weights(rng, coefficients, *, site, vo_init, keep_positions):
-    """Draws the weights of heads that have the coefficients [L, h, 2, p]."""
-    sign_rng, phase_rng, qk_rng, vo_rng = jax.random.split(rng, 4)
-    layers, heads, width = site.num_layers, site.num_heads, site.width
+    """Draws the weights of all layers, the first of which have the coefficients [l, h, 2, p]."""
+    sign_rng, phase_rng, qk_rng, vo_rng, similar_rng = jax.random.split(rng, 5)
+    layers, heads, width = len(coefficients), site.num_heads, site.width
     size = jnp.sqrt(jnp.linalg.norm(coefficients, axis=2) / site.qk_scale)  # of q and k, by pair
     phase = 2 * math.pi * jax.random.uniform(phase_rng, size.shape)
     turn = jnp.arctan2(coefficients[:, :, 1], coefficients[:, :, 0])
@@ -140,9 +148,14 @@ def _draw_weights(rng, coefficients, *, site, vo_init, keep_positions):
         if site.pairs == "halves":
             parts = jnp.swapaxes(parts, -1, -2)
         vectors = parts.reshape(layers, heads, site.head_dim)
-        return remove_inputs(kernel, basis) + jnp.einsum("D,Lhd->LDhd", common / width, vectors)
+        return remove_inputs(kernel[:layers], basis) + jnp.einsum(
+            "D,Lhd->LDhd", common / width, vectors
+        )
 
     query, key = place(phase - turn, drawn.query), place(phase, drawn.key)
+    if num_mimetic := site.num_layers - layers:
+        similar = similar_query_key(similar_rng, site, num_mimetic)
+        query, key = (jnp.concatenate(parts) for parts in zip((query, key), similar, strict=True))
     value, out = value_and_projection(vo_rng, site, vo_init, basis if keep_positions else None)
     return AttentionWeights(query, key, value, out, patch_bias=common)
 

@@ -228,7 +228,7 @@ def restore(
         args = ocp.args.PyTreeRestore(
             expected,
             restore_args=ocp.checkpoint_utils.construct_restore_args(expected),
-            partial_restore=weights_only,
+            partial_restore=True,  # earlier versions saved averaged weights, too
         )
         restored = handler.restore(path, args=args)
     return TrainState(**{"opt_state": {}} | restored)
