@@ -183,13 +183,12 @@ class PreNormBlock(nnx.Module):
         **mix_options,
     ) -> tuple[Float[Array, "B *grid D"], dict[str, Array]]:
         """Returns the block's output and its intermediates by name."""
-        # Two of four keys: with another number of keys, a seed would drop other branches.
-        rngs = (None,) * 4 if rng is None else jax.random.split(rng, 4)
+        mix_rng, mlp_rng = (None, None) if rng is None else jax.random.split(rng)
         mixed, maps = self.mix(self.norm1(x), with_maps=with_maps, **mix_options)
         mixed = _scale_channels(mixed, self.scale1)
-        x = checkpoint_name(x + drop_path(mixed, drop_path_rate, rngs[1]), RESIDUAL)
+        x = checkpoint_name(x + drop_path(mixed, drop_path_rate, mix_rng), RESIDUAL)
         hidden = _scale_channels(self.mlp(self.norm2(x)), self.scale2)
-        x = x + drop_path(hidden, drop_path_rate, rngs[3])
+        x = x + drop_path(hidden, drop_path_rate, mlp_rng)
         return x, {self.mix_name: mixed, "mlp": hidden, "output": x} | maps
 
 

@@ -125,8 +125,7 @@ class VisionTransformer(Model):
             embedded,
             config=config,
             drop_path_rates=np.linspace(0, config.drop_path, config.depth, dtype=np.float32),
-            # The second of two keys: with `rng` itself, a seed would drop other branches.
-            rng=None if rng is None else jax.random.split(rng)[1],
+            rng=rng,
             with_maps=with_maps,
             angles=self._angles(),
         )
