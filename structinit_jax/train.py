@@ -25,7 +25,7 @@ from structinit_jax.training import workdir as workdir_lib
 from structinit_jax.training.metrics import MetricsLog, PendingMetrics, Progress, StepTrace, average
 from structinit_jax.training.setup import compile_step, memory_limit
 
-with epy.lazy_imports():  # while the training step compiles
+with epy.lazy_imports():  # first used while the training step compiles
     from clu import parameter_overview
 
 # Exit code of a run that a signal has stopped: EX_TEMPFAIL of sysexits.h, "try again later".

@@ -48,7 +48,7 @@ def test_the_model_gets_the_weights_that_it_would_get_as_ours(model, written):
     ours = nnx.clone(model)
     ours.initialize_attention(scheme, RNG)
     for name, expected in interop.to_timm(ours).items():
-        # The solve stops a little earlier or later for angles that are rounded differently.
+        # The solve magnifies the rounding of the angles that the table holds.
         tolerance = 0.1 * np.abs(expected).max() if "qkv" in name else 1e-5
         np.testing.assert_allclose(written[name], expected, atol=tolerance, err_msg=name)
 

@@ -18,7 +18,7 @@ HEAVY = ("grain", "sklearn", "tensorflow", "tensorflow_datasets")
     ("module", "heavy"),
     [
         ("attention_init", ("clu", "flax", *HEAVY)),
-        # Orbax and tensorboardX are imported while the training step compiles.
+        # Training imports Orbax while the step compiles, and tensorboardX afterwards.
         ("main", ("orbax.checkpoint", "scipy", "tensorboardX", *HEAVY)),
     ],
 )

@@ -92,9 +92,9 @@ def impulse(
     random and independent for each head. In the last layers, a share of `mimetic_layers`, heads
     attend to similar tokens instead.
 
-    Tokens with no content have the target mass in the first layer; content takes some of it.
-    `keep_positions`, a `patch_scale` of 0.3 and an `mlp_scale` of 0 leave the maps of all layers
-    close to the targets.
+    In the first layer, tokens without content have the target mass; content takes some of it. With
+    no `mimetic_layers`, `keep_positions`, a `patch_scale` of 0.3 and an `mlp_scale` of 0, the maps
+    of all layers are close to the targets.
     """
     targets, ranges = filter_maps(site, kernel_size, filters, dilation)
     order_rng, place_rng = jax.random.split(rng)

@@ -18,9 +18,7 @@ GRID = "compare.json"
 STATUS = "status.txt"  # of a run: `DONE`, or why it failed
 DONE = "done"
 # Fields that change the results by rounding at most; the content of data is compared by digests.
-HARMLESS = (
-    *("checkpoint_every_steps", "keep_checkpoints", "fsdp", "data.data_dir", "model.remat"),
-)
+HARMLESS = ("checkpoint_every_steps", "keep_checkpoints", "fsdp", "data.data_dir", "model.remat")
 
 
 class SeedRun:

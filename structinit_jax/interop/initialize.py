@@ -36,7 +36,7 @@ def initialize(
 
     The biases of the projections that the scheme sets become zero. If it has positions, they
     replace a learned position table, except for class and register tokens. Kernels of the patch
-    embedding and the MLPs stay: a scheme with a `patch_scale` or an `mlp_scale` is refused.
+    embedding and the MLPs do not change: schemes with a `patch_scale` or `mlp_scale` are refused.
 
     Args:
       params: A state dict, Linen tree, Equinox or NNX module, NNX state or pure dict; not changed.

@@ -34,7 +34,7 @@ from structinit_jax.errors import InputError
 from structinit_jax.training.state import TrainState
 from structinit_jax.training.workdir import is_url
 
-with epy.lazy_imports():  # takes 0.4 s, while the training step compiles
+with epy.lazy_imports():  # takes 0.4 s; training does it while the step compiles
     import orbax.checkpoint as ocp
 
 # At every checkpoint, Orbax warns that without OCDBT there is nothing to merge.
@@ -228,7 +228,7 @@ def restore(
         args = ocp.args.PyTreeRestore(
             expected,
             restore_args=ocp.checkpoint_utils.construct_restore_args(expected),
-            partial_restore=True,  # earlier versions saved averaged weights, too
+            partial_restore=True,  # earlier versions also saved averaged weights
         )
         restored = handler.restore(path, args=args)
     return TrainState(**{"opt_state": {}} | restored)

@@ -16,7 +16,7 @@ from etils import epath, epy
 
 from structinit_jax.training.workdir import is_url, write_atomically
 
-with epy.lazy_imports():  # while the training step compiles
+with epy.lazy_imports():  # only the first process of a training run needs them
     from tensorboardX import record_writer
     from tensorboardX.proto import event_pb2, summary_pb2
 
