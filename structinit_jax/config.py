@@ -183,7 +183,10 @@ def load_run_config(workdir: str | Path, trust: bool = False) -> ConfigDict:
     config = base_config(model)
     # The options depend on the scheme, so those of the default are not kept.
     config.attention_init = scheme
-    config.update(fields)
+    known = flatten_dict(config.to_dict(), sep=".")
+    if gone := [f"{k}={value!r}" for k, value in values.items() if k not in known]:
+        print(f"note: {path} has fields that this version does not: {', '.join(gone)}")
+    config.update_from_flattened_dict({k: v for k, v in values.items() if k in known})
     return config
 
 

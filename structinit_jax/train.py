@@ -99,6 +99,10 @@ def train(
             state, init_metrics = setup.initialize()
         if jax.process_index() == 0:
             workdir_lib.write_atomically(workdir / "config.json", config.to_json(indent=2) + "\n")
+        log = MetricsLog(workdir, start_step)
+        on_exit.callback(log.close)
+        if init_metrics:
+            log.write(0, init_metrics)
 
         # -- Batches -------------------------------------------------------------------------------
         batches = run.train_batches(start_step)
@@ -117,10 +121,6 @@ def train(
             f"testing on {len(run.eval_source):,}",
             flush=True,
         )
-        log = MetricsLog(workdir, start_step)
-        on_exit.callback(log.close)
-        if init_metrics:
-            log.write(0, init_metrics)
         pending = PendingMetrics()
         progress = Progress(
             start_step, schedule.num_steps, schedule.steps_per_epoch, config.batch_size

@@ -55,7 +55,7 @@ TOLERANCES = {"impulse_2025": 1e-3}
     [(n, t) for n in SCHEMES for t in SITES if (n, t) not in UNSUPPORTED],
 )
 def test_every_scheme_has_the_documented_shapes_and_can_be_traced(name, site_type, request):
-    if name in ("impulse", "impulse_2024"):  # Adam relies on promotion
+    if name == "impulse_2024":  # optax's Adam relies on promotion
         request.getfixturevalue("library_promotion")
     scheme = SCHEMES[name](**OPTIONS.get((name, site_type), {}))
     site = SITES[site_type]

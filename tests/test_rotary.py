@@ -5,11 +5,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from conftest import library_promotion_rules
 
 from structinit_jax.attention_init import RotarySite, default, impulse, rotary_angles
-
-pytestmark = pytest.mark.usefixtures("library_promotion")  # Adam relies on promotion
 
 GRID, WIDTH, HEADS, DIM, LAYERS = (5, 7), 48, 3, 16, 4
 RNG = jax.random.key(0)
@@ -72,8 +69,7 @@ def test_every_head_attends_to_its_neighbor_with_the_target_mass(pairs, angles):
 
 @pytest.fixture(scope="module")
 def plain():
-    with library_promotion_rules():
-        return impulse(**EVERYWHERE)(RNG, make_site())
+    return impulse(**EVERYWHERE)(RNG, make_site())
 
 
 def test_all_tokens_share_a_vector_that_no_layer_changes(plain):

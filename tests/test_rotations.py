@@ -4,7 +4,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from conftest import library_promotion_rules
 from flax import nnx
 from foreign_models import renamed, site_of, split, write
 
@@ -13,8 +12,6 @@ from structinit_jax.analysis.measures import measure_mean_maps
 from structinit_jax.attention_init import AttentionWeights, default, impulse, rotary_angles
 from structinit_jax.errors import InputError
 from structinit_jax.models.vit import VisionTransformer
-
-pytestmark = pytest.mark.usefixtures("library_promotion")  # Adam relies on promotion
 
 HEADS, WIDTH, DIM, DEPTH, GRID = 2, 16, 8, 2, (4, 4)
 RNG = jax.random.key(0)
@@ -40,8 +37,7 @@ def params(model):
 
 @pytest.fixture(scope="module")
 def written(params):
-    with library_promotion_rules():
-        return interop.initialize(params, scheme, RNG, num_heads=HEADS, rotations=TABLE)
+    return interop.initialize(params, scheme, RNG, num_heads=HEADS, rotations=TABLE)
 
 
 def test_the_model_gets_the_weights_that_it_would_get_as_ours(model, written):

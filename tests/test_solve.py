@@ -1,13 +1,10 @@
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from conftest import library_promotion_rules
 from scipy.special import softmax
 
 from structinit_jax.attention_init import kernels, solve
 from structinit_jax.attention_init.kernels import layer_norm, sincos_positions
-
-pytestmark = pytest.mark.usefixtures("library_promotion")  # Adam relies on promotion
 
 GRID, WIDTH, HEAD_DIM, NORM = (8, 8), 48, 16, 1.0
 SCALE = HEAD_DIM**-0.5
@@ -23,8 +20,7 @@ def solved():
     x = layer_norm(sincos_positions(GRID, WIDTH))
     z, basis = map(jnp.asarray, solve.row_space(x))
     targets = kernels.convolution_maps(kernels.impulse_kernels(3), GRID)
-    with library_promotion_rules():
-        bank = solve_bank(z, targets, norm=NORM)
+    bank = solve_bank(z, targets, norm=NORM)
     return x, z, basis, targets, bank
 
 

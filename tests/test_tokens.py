@@ -6,7 +6,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from conftest import library_promotion_rules
 
 from structinit_jax.attention_init import (
     AttentionSite,
@@ -20,8 +19,6 @@ from structinit_jax.attention_init import (
 from structinit_jax.attention_init import kernels as kernels_lib
 from structinit_jax.attention_init.kernels import layer_norm
 from structinit_jax.errors import InputError
-
-pytestmark = pytest.mark.usefixtures("library_promotion")  # Adam relies on promotion
 
 GRID, WIDTH, HEADS, DIM, LAYERS = (7, 5), 48, 3, 16, 4
 
@@ -51,8 +48,7 @@ def target_mass(maps, targets):
 
 @pytest.fixture(scope="module")
 def plain():
-    with library_promotion_rules():
-        return impulse(**EVERYWHERE)(jax.random.key(0), make_site())
+    return impulse(**EVERYWHERE)(jax.random.key(0), make_site())
 
 
 def test_the_last_half_of_the_layers_attends_to_similar_tokens(plain):
