@@ -37,8 +37,8 @@ from structinit_jax.attention_init.solve import (
     warn_if_out_of_reach,
 )
 from structinit_jax.attention_init.tokens import (
+    add_similar_layers,
     remove_inputs,
-    similar_query_key,
     value_and_projection,
 )
 from structinit_jax.errors import InputError
@@ -153,9 +153,7 @@ def _draw_weights(rng, coefficients, *, site, vo_init, keep_positions):
         )
 
     query, key = place(phase - turn, drawn.query), place(phase, drawn.key)
-    if num_mimetic := site.num_layers - layers:
-        similar = similar_query_key(similar_rng, site, num_mimetic)
-        query, key = (jnp.concatenate(parts) for parts in zip((query, key), similar, strict=True))
+    query, key = add_similar_layers(similar_rng, site, query, key)
     value, out = value_and_projection(vo_rng, site, vo_init, basis if keep_positions else None)
     return AttentionWeights(query, key, value, out, patch_bias=common)
 

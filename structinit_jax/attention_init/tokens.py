@@ -87,13 +87,13 @@ def impulse(
     else:
         bank = solve_bank(z, targets, norm=norm, **sizes)
 
+    num_impulse = site.num_layers - round(mimetic_layers * site.num_layers)
     weights = _draw_weights(
         rng,
         (bank.query, bank.key),
         basis,
         site=dataclasses.replace(site, positions=None),  # hashable, as static arguments must be
-        ranges=ranges,
-        num_mimetic=round(mimetic_layers * site.num_layers),
+        ranges=ranges[:num_impulse],
         vo_init=vo_init,
         keep_positions=keep_positions,
     )
@@ -107,18 +107,15 @@ def impulse(
     )
 
 
-@functools.partial(
-    jax.jit, static_argnames=("site", "ranges", "num_mimetic", "vo_init", "keep_positions")
-)
-def _draw_weights(rng, bank, basis, *, site, ranges, num_mimetic, vo_init, keep_positions):
+@functools.partial(jax.jit, static_argnames=("site", "ranges", "vo_init", "keep_positions"))
+def _draw_weights(rng, bank, basis, *, site, ranges, vo_init, keep_positions):
     """Draws the weights of all heads from `bank`, Q' and K' [F, r, k], and `basis`, B [D, r]."""
     rotation_rng, order_rng, vo_rng, similar_rng = jax.random.split(rng, 4)
 
     # Rotation: every head draws an R [d, k] with orthonormal columns. From Q' and K' [r, k] of its
     # filter it gets Q = B Q' Rᵀ and K = B K' Rᵀ. Since Rᵀ R = I, the map stays the same, but the
     # weights of heads are independent. Q and K ignore all input outside the row space of X.
-    num_impulse = site.num_layers - num_mimetic
-    filter_index = assign_by_layer(order_rng, site.num_heads, ranges[:num_impulse])
+    filter_index = assign_by_layer(order_rng, site.num_heads, ranges)
     shape = (*filter_index.shape, site.head_dim, bank[0].shape[-1])
     rotations = random_rotations(rotation_rng, shape)
 
@@ -126,17 +123,27 @@ def _draw_weights(rng, bank, basis, *, site, ranges, num_mimetic, vo_init, keep_
         rotated = jnp.einsum("Lhrk,Lhdk->Lrhd", factors[filter_index], rotations)
         return jnp.einsum("Dr,Lrhd->LDhd", basis, rotated)
 
-    query, key = map(place, bank)
-
     # The last layers attend to similar tokens instead: Q Kᵀ near 0.7 I.
-    if num_mimetic:
-        similar = similar_query_key(similar_rng, site, num_mimetic)
-        query, key = (jnp.concatenate(parts) for parts in zip((query, key), similar, strict=True))
+    query, key = add_similar_layers(similar_rng, site, *map(place, bank))
 
     # V Proj near -0.4 I, so that every layer removes a part of the positions from the residual
     # stream, unless they are kept.
     value, out = value_and_projection(vo_rng, site, vo_init, basis if keep_positions else None)
     return AttentionWeights(query, key, value, out, filter_index=filter_index)
+
+
+def add_similar_layers(
+    rng: PRNGKeyArray,
+    site: AttentionSite,
+    query: Float[Array, "l D h d"],
+    key: Float[Array, "l D h d"],
+) -> tuple[Float[Array, "L D h d"], Float[Array, "L D h d"]]:
+    """Appends Q and K of the last layers, which attend to similar tokens, up to the site's L."""
+    num_similar = site.num_layers - len(query)
+    if not num_similar:
+        return query, key
+    similar = similar_query_key(rng, site, num_similar)
+    return jnp.concatenate([query, similar[0]]), jnp.concatenate([key, similar[1]])
 
 
 def similar_query_key(
