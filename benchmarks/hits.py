@@ -115,7 +115,9 @@ def main() -> None:
         params = quiet(params) if is_quiet else params
         params = initialize(params, impulse(**options), jax.random.key(0), num_heads=num_heads)
         model.load_state_dict({k: torch.from_numpy(v) for k, v in params.items()})
-        given = ", ".join(f"{k}={v}" for k, v in options.items())
+        given = ", ".join(
+            f"{k}={v:.4g}" if isinstance(v, float) else f"{k}={v}" for k, v in options.items()
+        )
         rates = []
         for maps in torch_maps(model, images)[:DEPTH]:
             side = math.isqrt(maps.shape[-1])
