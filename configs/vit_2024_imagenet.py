@@ -56,7 +56,7 @@ def get_config(init: Literal[*INITS] = "impulse3"):
 
     config.augment.crop = "resized"
     config.augment.flip = 0.5
-    config.augment.rand_augment = "rand-m9-mstd0.5-inc1"  # color jitter has no effect with it
+    config.augment.rand_augment = "rand-m9-mstd0.5-inc1"
     config.augment.erasing = 0.25
     config.augment.mixup = 1.0
     config.augment.cutmix = 0.8

@@ -88,7 +88,7 @@ def test_parts_of_a_batch_and_operations_on_it_have_keys_of_their_own(config, mo
     config = config.copy_and_resolve_references()
     config.accumulate_steps = 2
     config.model.drop_path = 0.1
-    config.augment.update(crop="pad", flip=0.5, color_jitter=(0.4, 0.4, 0.4), erasing=0.25)
+    config.augment.update(crop="pad", flip=0.5, rand_augment="rand-m9", erasing=0.25)
     config.augment.mixup = 0.8
     keys = set()
 

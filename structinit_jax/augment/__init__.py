@@ -7,7 +7,6 @@ flips, warps and colors), `rand_augment` and `mix` (mixup, cutmix and erasing).
 
 import dataclasses
 import functools
-import math
 from collections.abc import Callable
 from typing import Annotated, Literal
 
@@ -22,7 +21,8 @@ from structinit_jax.augment import mix, rand_augment, transforms
 from structinit_jax.errors import Check, InputError, NonNegativeFloat, NonNegativeInt, Probability
 
 # Each operation has its own random stream, so disabling one does not change the others' draws.
-CROP, FLIP, RAND_AUGMENT, COLOR_JITTER, ERASING, MIXING = range(6)
+# Stream 3 was that of color jitter in earlier versions.
+CROP, FLIP, RAND_AUGMENT, ERASING, MIXING = 0, 1, 2, 4, 5
 PADDING = 4  # pixels on each side, for crop='pad'
 
 Augment = Callable[
@@ -33,10 +33,6 @@ Augment = Callable[
 Shares = Annotated[
     tuple[float, float],
     Check("a pair with 0 < low <= high <= 1", lambda x: len(x) == 2 and 0 < x[0] <= x[1] <= 1),
-]
-Strengths = Annotated[
-    tuple[float, float, float],
-    Check("three numbers, 0 or more", lambda x: len(x) == 3 and all(0 <= s < math.inf for s in x)),
 ]
 PolicyText = Annotated[
     str, Check(f"empty or {rand_augment.POLICY}", lambda x: x == "" or rand_augment.parse(x))
@@ -54,9 +50,6 @@ class AugmentConfig:
     flip: Probability = 0.0  # of a horizontal flip
     # A string of timm with any of m, mstd, n and inc, 'rand-m9-mstd0.5-inc1'; empty disables it.
     rand_augment: PolicyText = ""
-    # Strengths of brightness, contrast and saturation (`transforms.color_jitter`); as in timm,
-    # without effect if rand_augment is set.
-    color_jitter: Strengths = (0.0, 0.0, 0.0)
     erasing: Probability = 0.0  # of random erasing, with noise
     # Alphas; 0 disables. If both are enabled, a group uses either with equal probability.
     mixup: NonNegativeFloat = 0.0
@@ -78,7 +71,7 @@ def make_augment(
     """Builds the function `(rng, images, labels) -> (images, targets)` to call within jit.
 
     The order of operations is that of timm's train script with its prefetcher: crop, flip,
-    RandAugment or else color jitter, mixing, rounding, normalization, erasing. The random numbers
+    RandAugment, mixing, rounding, normalization, erasing. The random numbers
     for an image depend only on `rng` and on its index in the batch, so the result does not depend
     on the number of devices. The function is pure, returns normalized float32 images and targets,
     and raises `InputError` if `mix_group` does not divide the batch.
@@ -107,9 +100,6 @@ def make_augment(
             fill = tuple(min(255, round(255 * x)) for x in mean)  # as in timm
             rngs = _image_rngs(rng, RAND_AUGMENT, index)
             images = rand_augment.rand_augment(rngs, images, policy, fill=fill)
-        elif any(config.color_jitter):
-            strengths = config.color_jitter
-            images = each(transforms.color_jitter, COLOR_JITTER, images, strengths=strengths)
         return images
 
     def normalize_and_erase(rng, index, images):

@@ -224,7 +224,7 @@ def _apply_lut(image, operation, argument):
         "Solarize": jnp.where(pixel < whole, pixel, 255 - pixel),
         "SolarizeAdd": jnp.where(pixel < 128, jnp.minimum(pixel + whole, 255), pixel),
         "Contrast": transforms.contrast_lut(image, argument),
-        "Brightness": transforms.brightness_lut(argument),
+        "Brightness": transforms.blend(jnp.zeros_like(pixel), pixel, argument),
     }
     selected = jnp.stack([operation == OPERATIONS.index(name) for name in luts])
     candidates = jnp.stack([jnp.broadcast_to(lut, (len(image), 256)) for lut in luts.values()])

@@ -91,35 +91,9 @@ def _cubic(a, b, c, d, fraction):
 # -- colors ----------------------------------------------------------------------------------------
 
 
-def color_jitter(
-    rng: Key[Array, ""], image: UInt8[Array, "H W C"], strengths: tuple[float, float, float]
-) -> UInt8[Array, "H W C"]:
-    """Changes brightness, contrast and saturation in random order, as torchvision does.
-
-    The factors are uniform in `[max(0, 1 - strength), 1 + strength]`.
-    """
-    strength = jnp.asarray(strengths, jnp.float32)
-    low, high = jnp.maximum(1 - strength, 0), 1 + strength
-    order_rng, factor_rng = jax.random.split(rng)
-    factors = low + (high - low) * jax.random.uniform(factor_rng, (3,))
-
-    image = image.transpose(2, 0, 1)
-    for operation in jax.random.permutation(order_rng, 3):
-        factor = jnp.where(jnp.arange(3) == operation, factors, 1.0)  # 1 has no effect
-        lut = jnp.where(operation == 0, brightness_lut(factor[0]), contrast_lut(image, factor[1]))
-        lut = jnp.broadcast_to(lut, (len(image), 256)).astype(jnp.uint8)
-        image = adjust_saturation(apply_lut(image, lut), factor[2])
-    return image.transpose(1, 2, 0)
-
-
 def apply_lut(image: UInt8[Array, "C H W"], lut: UInt8[Array, "C 256"]) -> UInt8[Array, "C H W"]:
     """Looks up every pixel in the lookup table of its channel."""
     return lut.reshape(-1).at[_lut_index(image)].get(mode="promise_in_bounds")
-
-
-def brightness_lut(factor: Float[Array, ""]) -> Int[Array, "256"]:
-    """Returns the lookup table that blends with black."""
-    return blend(jnp.zeros_like(VALUES), VALUES, factor)
 
 
 def contrast_lut(image: UInt8[Array, "C H W"], factor: Float[Array, ""]) -> Int[Array, "256"]:
