@@ -21,13 +21,13 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 
-from structinit_jax.analysis.collect import one_device
 from structinit_jax.augment import normalize
 from structinit_jax.command_line import set_field
 from structinit_jax.compare.train_grid import expand
 from structinit_jax.config import load_config, make_attention_init
 from structinit_jax.data.loader import decode_all
 from structinit_jax.run import open_data
+from structinit_jax.training.mesh import make_mesh
 from structinit_jax.training.state import abstract_model, initialize_model
 
 RIDGES = (1e-3, 1e-2, 3e-2, 0.1, 0.3, 1.0)  # relative to the mean diagonal of the kernel
@@ -37,7 +37,8 @@ DEFAULTS = ("data.train_split=train[:1000]", "data.eval_split=train[50000:54000]
 
 def gradients(config, images: np.ndarray, num_coordinates: int) -> np.ndarray:
     """Returns the gradient of a fixed combination of logits for each image, [n, coordinates]."""
-    model = abstract_model(config.model, config.data, one_device())
+    mesh = make_mesh(devices=jax.local_devices()[:1])
+    model = abstract_model(config.model, config.data, mesh)
     scheme = make_attention_init(config)
     params, model_state, _ = initialize_model(model, scheme, config.seed)
     leaves = jax.tree.leaves(params)

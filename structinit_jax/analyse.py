@@ -42,7 +42,7 @@ _NUM_IMAGES = flags.DEFINE_integer("num_images", 64, "Number of training images.
 
 def write(snapshots: list[Snapshot], subject: str, out: Path) -> None:
     """Writes the numbers and draws the figures; `subject` is for their titles."""
-    fields = ("name", "grid", "measures", "uniform")
+    fields = ("name", "grid", "measures")
     models = [
         dict(name=s.name, layers=[{k: getattr(layer, k) for k in fields} for layer in s.layers])
         for s in snapshots
@@ -80,11 +80,6 @@ def main(overrides: command_line.Overrides) -> None:
         snapshots = [observe_start(setting, images) for setting in settings]
     subject = f"{config.model.name}, {len(images)} training images of {config.data.name}"
     write(snapshots, subject, out)
-    for snapshot in snapshots:
-        print(f"{snapshot.name}: mean over heads")
-        for layer in snapshot.layers:
-            values = [f"{name} {heads.mean():.3f}" for name, heads in layer.measures.items()]
-            print(f"  layer {layer.name}: {'  '.join(values)}")
     print(f"wrote {', '.join(sorted(path.name for path in out.iterdir()))} to {out}")
 
 

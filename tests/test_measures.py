@@ -88,10 +88,9 @@ def test_a_convolution_is_equivariant_to_shifts(shift):
     x = RNG.normal(size=(4, 8, 9, 5)).astype(np.float32)
     moved = np.roll(x, shift, axis=(1, 2))
     circular = [convolve(images, "wrap") for images in (x, moved)]
-    assert measures.shift_distance(*circular, shift, margin=0) == 0
+    assert measures.shift_distance(*circular, shift) == 0
     padded = [convolve(images, "constant") for images in (x, moved)]
     assert measures.shift_distance(*padded, shift) == 0
-    assert measures.shift_distance(*padded, shift, margin=0) > 0.1
     assert measures.shift_distance(*padded, (6, 0)) is None  # all tokens are at the border
 
 

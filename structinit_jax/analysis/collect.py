@@ -36,29 +36,23 @@ class Layer(NamedTuple):
     Attributes:
       name: Number of the layer, from 1. With stages, the stage's number precedes it, as in '2.1'.
       grid: Rows and columns of the N tokens of a map.
-      maps: Maps of the heads, see `comparable_maps`.
+      maps: Maps of the heads over the tokens of the grid, whose rows sum to 1. Class and register
+        tokens are left out. Windows count as images.
       measures: Values of the heads [h] by the name of the measure, see `analysis.measures`; of the
         layer's output, 'stable_rank' and 'shift_distance' [1].
-      uniform: Measures of uniform maps.
     """
 
     name: str
     grid: tuple[int, int]
     maps: Float[np.ndarray, "h N N"]
     measures: dict[str, Float[np.ndarray, " h"]]
-    uniform: dict[str, float]
 
 
 class Snapshot(NamedTuple):
-    """A model with certain weights, on certain images.
+    """A model with certain weights, on certain images."""
 
-    Attributes:
-      name: Initialization and step, for titles; "selected weights" with `config.start_from`.
-      layers: First to last.
-    """
-
-    name: str
-    layers: list[Layer]
+    name: str  # initialization and step, for titles; "selected weights" with `config.start_from`
+    layers: list[Layer]  # first to last
 
 
 def read_images(config: ConfigDict, count: int) -> UInt8[np.ndarray, "n H H C"]:
@@ -80,7 +74,8 @@ def read_images(config: ConfigDict, count: int) -> UInt8[np.ndarray, "n H H C"]:
 
 def observe_start(config: ConfigDict, images: UInt8[np.ndarray, "n H H C"]) -> Snapshot:
     """Observes a model with its initial values."""
-    model = abstract_model(config.model, config.data, one_device())
+    mesh = make_mesh(devices=jax.local_devices()[:1])
+    model = abstract_model(config.model, config.data, mesh)
     weights = _initial_weights(config, model)
     return make_observer(config, model)(0, weights, images)
 
@@ -92,10 +87,7 @@ def observe_run(
 ) -> list[Snapshot]:
     """Observes a run before and after training.
 
-    Args:
-      config: Config of the run.
-      restored: The run's model on one device and its state, from `evaluate.restore_model`.
-      images: Images to average over.
+    `restored` is its model on one device and its state, from `evaluate.restore_model`.
     """
     model, state = restored
     initial, trained = _initial_weights(config, model), (state.params, state.model_state)
@@ -105,16 +97,10 @@ def observe_run(
 
 def _initial_weights(config, model):
     sites = nnx.merge(model.graphdef, model.params, model.model_state).sites()
-    no_attention = ConvSite | TokenMixingSite
-    if not sites or any(isinstance(site, no_attention) for site in sites.values()):
+    if not sites or any(isinstance(s, ConvSite | TokenMixingSite) for s in sites.values()):
         raise InputError(f"config.model.name={config.model.name!r} has no attention to analyze")
     scheme, name = make_attention_init(config), config.attention_init.name
     return initialize_model(model, scheme, config.seed, config.start_from, name)[:2]
-
-
-def one_device() -> jax.sharding.Mesh:
-    """Returns the mesh of a single device, on which models are observed."""
-    return make_mesh(devices=jax.local_devices()[:1])
 
 
 def make_observer(
@@ -122,12 +108,8 @@ def make_observer(
 ) -> Callable[[int, Sequence[Any], UInt8[np.ndarray, "n H H C"]], Snapshot]:
     """Returns `(step, weights, images) -> snapshot`, which compiles once for all weights.
 
-    `weights` are parameters and model state after the training step `step`. The number of images n
-    is a multiple of `BATCH_SIZE`.
-
-    Args:
-      config: Config of the model.
-      model: The model, on one device.
+    The model is on one device. `weights` are parameters and model state after the training step
+    `step`. The number of images n is a multiple of `BATCH_SIZE`.
     """
     name, targets = "selected weights", {}
     if not config.start_from:
@@ -144,21 +126,18 @@ def make_observer(
             matrices = [output.reshape(len(output), -1, output.shape[-1]) for output in outputs]
             ranks.append([measures.stable_rank(matrix).mean() for matrix in matrices])
         stacks, shifts = jax.tree.map(lambda *values: np.mean(values, axis=0), *totals)
-        of_outputs = list(zip(np.mean(ranks, axis=0), shifts, strict=True))
-        layers = []
-        of_stages = zip(sites.items(), stacks, strict=True)
-        for stage, ((stack, site), averages) in enumerate(of_stages, 1):
+        of_outputs, layers = zip(np.mean(ranks, axis=0), shifts, strict=True), []
+        for stage, (site, averages) in enumerate(zip(sites.values(), stacks, strict=True), 1):
             maps = averages.pop("maps")
             heads = jax.device_get(measures.measure_mean_maps(maps, site.grid)) | averages
-            uniform = _measure_uniform_maps(site, targets.get(stack))
             for i in range(site.num_layers):
                 values = {key: value[i] for key, value in heads.items() if i < len(value)}
-                rank, shift = of_outputs[len(layers)]
+                rank, shift = next(of_outputs)
                 values["stable_rank"] = rank[None]
                 if shift is not None:
                     values["shift_distance"] = shift[None]
                 number = f"{stage}.{i + 1}" if len(sites) > 1 else str(i + 1)
-                layers.append(Layer(number, site.grid, maps[i], values, uniform))
+                layers.append(Layer(number, site.grid, maps[i], values))
         return Snapshot(f"{name}, step {step:,}", layers)
 
     return observe
@@ -209,32 +188,13 @@ def _average_maps(blocks, site: AttentionSite, targets) -> dict[str, Array]:
 
     For the others, see `measures.measure_mean_maps`.
     """
-    maps = comparable_maps(blocks, site)
+    maps = blocks["attention_maps"][..., -site.num_tokens :, -site.num_tokens :]
+    maps = maps.reshape(len(maps), -1, *maps.shape[-3:])  # windows count as images
+    maps = jnp.moveaxis(maps, 1, 0)  # [B, L, h, N, N]
+    maps = maps / maps.sum(axis=-1, keepdims=True)
     averages = dict(maps=maps.mean(axis=0), entropy=measures.mean_entropy(maps))
     if targets is not None:
         index, filters = targets
         with_target = maps[:, : len(index)]  # the first layers; heads of `mimetic_layers` have none
         averages |= measures.measure_against_targets(with_target, jnp.asarray(filters[index]))
     return averages
-
-
-def comparable_maps(blocks: dict[str, Array], site: AttentionSite) -> Float[Array, "B L h N N"]:
-    """Returns maps over the tokens of a site's grid, whose rows sum to 1.
-
-    Class and register tokens are left out. Windows count as images.
-    """
-    maps = blocks["attention_maps"][..., -site.num_tokens :, -site.num_tokens :]
-    maps = maps.reshape(len(maps), -1, *maps.shape[-3:])
-    maps = jnp.moveaxis(maps, 1, 0)
-    return maps / maps.sum(axis=-1, keepdims=True)
-
-
-def _measure_uniform_maps(site: AttentionSite, targets) -> dict[str, float]:
-    """Returns the measures of uniform maps, averaged over the targets."""
-    maps = jnp.full((1, site.num_tokens, site.num_tokens), 1 / site.num_tokens)
-    values = measures.measure_mean_maps(maps, site.grid) | {"entropy": measures.mean_entropy(maps)}
-    if targets is not None:
-        every = jnp.asarray(targets[1])
-        against = measures.measure_against_targets(jnp.broadcast_to(maps, every.shape)[None], every)
-        values["target_mass"] = against["target_mass"].mean()
-    return {name: float(value.squeeze()) for name, value in values.items()}

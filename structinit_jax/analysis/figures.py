@@ -63,17 +63,10 @@ def draw_maps(
     title: str,
     path: str | Path,
 ) -> None:
-    """Like `draw_by_offset`, for attention maps of any models.
+    """Like `draw_by_offset`, for attention maps of any models, by their names.
 
-    Args:
-      maps: Maps of the N tokens of the grid, by the name of the model. Average them over images,
-        and cut off class and register tokens.
-      grid: Rows and columns of the tokens.
-      title: Title of the figure.
-      path: File to write.
-
-    Raises:
-      InputError: The maps are not of that grid.
+    Average the maps over images, and cut off class and register tokens: the N tokens that are left
+    are those of the grid (rows, columns). Raises `InputError` for maps of another grid.
     """
     tokens = grid[0] * grid[1]
     for name, array in maps.items():
@@ -152,7 +145,6 @@ def draw_by_layer(snapshots: Sequence[Snapshot], title: str, path: Path) -> None
     deepest = max(snapshots, key=lambda snapshot: len(snapshot.layers))
     labels = [layer.name for layer in deepest.layers]
     every = math.ceil(len(labels) / 8)
-    legend: dict[str, object] = {}
     for place, name in enumerate(names, 1):
         axis = figure.add_subplot(rows, columns, place)
         for number, snapshot in enumerate(snapshots):
@@ -163,9 +155,8 @@ def draw_by_layer(snapshots: Sequence[Snapshot], title: str, path: Path) -> None
         axis.grid(alpha=0.3)
         axis.set_xticks(range(1, len(labels) + 1, every), labels[::every])
         axis.set_xlabel("layer")
-        handles, texts = axis.get_legend_handles_labels()
-        legend |= dict(zip(texts, handles, strict=True))
-    add_legend(figure, [*legend.values()], [*legend])
+    # All models have the first measure, the distance.
+    add_legend(figure, *figure.axes[0].get_legend_handles_labels())
     _save(figure, title, path)
 
 
@@ -173,9 +164,6 @@ def _draw_measure(axis, name, snapshot, color, shift):
     """Draws a measure of a model; `shift` puts the dots of models side by side."""
     places = [i for i, layer in enumerate(snapshot.layers, 1) if name in layer.measures]
     values = [snapshot.layers[i - 1].measures[name] for i in places]
-    uniform = [snapshot.layers[i - 1].uniform.get(name, math.nan) for i in places]
-    if not np.isnan(uniform).all():
-        axis.plot(places, uniform, color="gray", linestyle="--", linewidth=1, label="uniform map")
     for place, heads in zip(places, values, strict=True):
         axis.plot([place + shift] * len(heads), heads, ".", color=color, alpha=0.4, ms=5)
     means, places = [heads.mean() for heads in values], [place + shift for place in places]

@@ -16,16 +16,15 @@ def measure_mean_maps(
 ) -> dict[str, Float[Array, "*heads"]]:
     """Measures attention maps, averaged over images, over the N tokens of a grid of rows, columns.
 
-    Returns:
-      Averages over tokens:
+    Returns averages over tokens:
 
-      - 'distance': distance in tokens between a token and what it attends to, as in Raghu et al.
-        2021 (arXiv:2108.08810).
-      - 'neighborhood_mass': attention on the 3×3 neighborhood, the token itself included. Tokens at
-        the border have fewer neighbors.
-      - 'neighbor_mass': attention on the token at one offset, over the tokens that have it, for the
-        offset with the most. Offsets are up to half the grid, so that a quarter of the tokens or
-        more have each. About 1 / N for a uniform map.
+    - 'distance': distance in tokens between a token and what it attends to, as in Raghu et al. 2021
+      (arXiv:2108.08810).
+    - 'neighborhood_mass': attention on the 3×3 neighborhood, the token itself included. Tokens at
+      the border have fewer neighbors.
+    - 'neighbor_mass': attention on the token at one offset, over the tokens that have it, for the
+      offset with the most. Offsets are up to half the grid, so that a quarter of the tokens or more
+      have each. About 1 / N for a uniform map.
     """
     num_tokens = grid[0] * grid[1]
     y, x = np.divmod(np.arange(num_tokens), grid[1])
@@ -75,10 +74,8 @@ def attention_by_offset(
 ) -> Float[Array, "*batch R C"]:
     """Averages attention over tokens at every offset: the map as a convolution kernel.
 
-    Each offset is averaged over the tokens of the grid (rows, columns) that have that neighbor.
-
-    Returns:
-      [*batch, 2 rows - 1, 2 columns - 1]; the center is a token's attention to itself.
+    Each offset is averaged over the tokens of the grid (rows, columns) that have that neighbor. The
+    result is [*batch, 2 rows - 1, 2 columns - 1]; the center is a token's attention to itself.
     """
     shape = (2 * grid[0] - 1, 2 * grid[1] - 1)
     place = relative_index(grid).T.ravel()  # from query to key
@@ -107,29 +104,22 @@ def stable_rank(x: Float[np.ndarray, "*batch N D"]) -> Float[np.ndarray, "*batch
 
 
 def shift_distance(
-    features: Float[Array, "B R C D"],
-    of_shifted: Float[Array, "B R C D"],
-    shift: tuple[int, int],
-    margin: int = 1,
+    features: Float[Array, "B R C D"], of_shifted: Float[Array, "B R C D"], shift: tuple[int, int]
 ) -> Float[Array, ""] | None:
-    """Returns how far the features of shifted images are from the shifted features.
+    """Returns the `relative_distance` of f(Sx) and S f(x); None if there are no inner tokens.
 
     0 means that the model is equivariant to the shift, as a convolution is; 1 is the distance
-    between unrelated features.
+    between unrelated features. Tokens that S moves across the border are left out, as are their
+    neighbors, whose features change with them in a 3×3 convolution.
 
     Args:
       features: Features f(x) of the tokens of B images x.
       of_shifted: Features f(Sx); S rolls an image by whole tokens.
       shift: Tokens by which S moves images, down and to the right; 0 or more.
-      margin: Tokens at the border that are left out where S moves them or their neighbors across
-        it: 1 suffices for a 3×3 convolution.
-
-    Returns:
-      `relative_distance` of f(Sx) and S f(x) over the inner tokens; None if there is none.
     """
     expected = jnp.roll(features, shift, axis=(1, 2))
     inner = [
-        slice(step + margin, size - margin) if step else slice(None)
+        slice(step + 1, size - 1) if step else slice(None)
         for step, size in zip(shift, features.shape[1:3], strict=True)
     ]
     if not of_shifted[:, *inner].size:
