@@ -75,9 +75,8 @@ def main(overrides: command_line.Overrides) -> None:
         restored = evaluate.restore_model(config, WORKDIR.value, devices, step)
         snapshots = observe_run(config, restored, images)
     else:
-        schemes = _SCHEMES.value or [config.attention_init.name]
-        settings = [train_grid.with_scheme(config, scheme) for scheme in schemes]
-        snapshots = [observe_start(setting, images) for setting in settings]
+        settings = train_grid.expand(config, _SCHEMES.value or [config.attention_init.name], {})
+        snapshots = [observe_start(setting, images) for setting in settings.values()]
     subject = f"{config.model.name}, {len(images)} training images of {config.data.name}"
     write(snapshots, subject, out)
     print(f"wrote {', '.join(sorted(path.name for path in out.iterdir()))} to {out}")

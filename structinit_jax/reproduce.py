@@ -25,7 +25,6 @@ resuming are as in `compare`.
 """
 
 import csv
-import shlex
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -102,7 +101,6 @@ def main(overrides: command_line.Overrides) -> None:
         workdir,
         baselines={name: rows[name]["baseline"] for name in settings},
         published={name: rows[name]["published"] for name in settings},
-        command=shlex.join(["python", "-m", "structinit_jax.reproduce", *sys.argv[1:]]),
     )
     if failed:
         sys.exit(f"{failed} runs failed: see the report; the same command trains them again")

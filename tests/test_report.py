@@ -13,7 +13,7 @@ from structinit_jax.compare import report
 
 FACTS = {
     **{"num_steps": 12, "steps_per_epoch": 6, "test_name": "test", "published": ""},
-    "config": {"batch_size": 64},
+    "config": {},
 }
 
 
@@ -40,7 +40,7 @@ def record(workdir, runs, facts=None):
                     file.write(json.dumps({"step": step} | metrics) + "\n")
             (folder / compare.STATUS).write_text(compare.DONE)
     baselines = dict.fromkeys(runs, "default")
-    info = {"settings": settings, "baselines": baselines, "commands": [], "machine": ""}
+    info = {"settings": settings, "baselines": baselines, "machine": ""}
     (workdir / compare.GRID).write_text(json.dumps(info))
     return compare.read_comparison(workdir)
 
@@ -70,7 +70,7 @@ def test_one_seed_is_compared_without_an_interval(tmp_path):
 def test_fields_that_differ_from_the_baseline_are_reported(tmp_path):
     def facts(positions, heads):
         model = {"positions": positions, "base_init": "timm", "num_heads": heads}
-        return {"config": {"batch_size": 64, "data": {"data_dir": positions}, "model": model}}
+        return {"config": {"data": {"data_dir": positions}, "model": model}}
 
     settings = {
         "default": facts("sincos", 1) | {"published": "50.10"},

@@ -57,4 +57,4 @@ def test_the_command_trains_a_teacher_and_selects_its_weights(tmp_path):
     log = (tmp_path / "run" / "cifar10,selected" / "seed_3" / "log.txt").read_text()
     weights = tmp_path / "run" / "teacher" / "model" / "model.safetensors"
     assert f"weights selected from {weights}" in log
-    assert "reproduce --table=2025.4" in (tmp_path / "run" / "report.md").read_text()
+    assert "| cifar10,selected | 1 of 1 |" in (tmp_path / "run" / "report.md").read_text()

@@ -9,9 +9,6 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
-import numpy as np
-
-from structinit_jax.errors import InputError
 from structinit_jax.training.metrics import read_lines
 
 GRID = "compare.json"
@@ -24,16 +21,13 @@ HARMLESS = ("checkpoint_every_steps", "keep_checkpoints", "fsdp", "data.data_dir
 class SeedRun:
     """One seed of one setting, as far as it has been trained.
 
+    `facts` is the entry of its setting in `compare.json`.
+
     Attributes:
-      setting: Name of the setting.
-      seed: Its seed.
-      facts: Entry of its setting in `compare.json`.
       folder: Its workdir.
       test_name: Name of the test set in its metrics.
       curve: The test accuracy by step, from 0 to 1, up to the last step of the comparison:
         `structinit_jax.main` may have trained the run longer.
-      seconds: Time spent in training steps, without evaluations, checkpoints and compilation;
-        None if no speed has been logged.
       status: 'done', 'failed' or 'unfinished'.
       error: Why the run failed, in one line.
     """
@@ -43,16 +37,10 @@ class SeedRun:
         self.folder, self.test_name = workdir / setting / f"seed_{seed}", facts["test_name"]
         metrics, status = self.folder / "metrics.jsonl", self.folder / STATUS
         texts = read_lines(metrics, facts["num_steps"]) if metrics.exists() else []
-        lines = [json.loads(text) for text in texts]
+        name = f"{self.test_name}/accuracy"
         self.curve: dict[int, float] = {
-            line["step"]: line[f"{self.test_name}/accuracy"]
-            for line in lines
-            if f"{self.test_name}/accuracy" in line
+            line["step"]: line[name] for line in map(json.loads, texts) if name in line
         }
-        name = "images_per_second"
-        speeds = {line["step"]: line[name] for line in lines if line.get(name)}
-        images = np.diff([0, *speeds]) * facts["config"]["batch_size"]
-        self.seconds = float(np.sum(images / [*speeds.values()])) if speeds else None
         recorded = status.read_text(encoding="utf-8").strip() if status.exists() else ""
         self.error = "" if recorded == DONE else recorded
         self.status = "failed" if self.error else "unfinished"
@@ -98,9 +86,7 @@ class Comparison(NamedTuple):
 
 
 def read_comparison(workdir: Path) -> Comparison:
-    """Reads a comparison; raises `InputError` if there is none."""
-    if not (workdir / GRID).exists():
-        raise InputError(f"--workdir={workdir} holds no comparison: there is no {GRID}")
+    """Reads a comparison."""
     info = json.loads((workdir / GRID).read_text(encoding="utf-8"))
     runs = {
         setting: [SeedRun(workdir, setting, seed, facts) for seed in facts["seeds"]]

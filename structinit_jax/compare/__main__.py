@@ -14,7 +14,6 @@ trains only what is missing. Started a second time while it runs, for example wi
 is a workdir of its own, SETTING/seed_K, for all other commands.
 """
 
-import shlex
 import sys
 
 from absl import flags
@@ -43,7 +42,6 @@ def main(overrides: command_line.Overrides) -> None:
         train_grid.expand(config, schemes, train_grid.parse_axes(_GRID.value)),
         range(config.seed, config.seed + _SEEDS.value),
         WORKDIR.value,
-        command=shlex.join(["python", "-m", "structinit_jax.compare", *sys.argv[1:]]),
     )
     if failed:
         sys.exit(f"{failed} runs failed: see the report; the same command trains them again")

@@ -29,7 +29,6 @@ STYLE = """
 body { font: 16px/1.5 system-ui, sans-serif; max-width: 70em; margin: 2em auto; padding: 0 1em }
 table { border-collapse: collapse; font-variant-numeric: tabular-nums }
 th, td { text-align: left; padding: .3em .9em .3em 0; border-bottom: 1px solid #ccc }
-pre { background: #f4f4f4; padding: 1em; overflow-x: auto }
 img { max-width: 100% }
 """
 
@@ -50,8 +49,7 @@ def markdown(comparison: Comparison) -> str:
         "# Comparison",
         _table(_summary(comparison)),
         "Accuracy after the last epoch in percent: mean ± standard deviation over seeds. "
-        f"{interval} Seconds are spent in training steps, without evaluations, checkpoints and "
-        "compilation.",
+        + interval,
         *_other_fields(info),
     ]
     if any(run.status == "done" for run in every):
@@ -59,8 +57,6 @@ def markdown(comparison: Comparison) -> str:
     failures = [[run.setting, str(run.seed), run.error] for run in every if run.status == "failed"]
     if failures:
         parts += ["## Failed runs", _table([["setting", "seed", "error"], *failures])]
-    if info["commands"]:
-        parts += ["## Commands", "```bash\n" + "\n".join(info["commands"]) + "\n```"]
     parts += ["## Machine and versions", info["machine"], "Every run: results.csv."]
     return "\n\n".join(parts) + "\n"
 
@@ -73,16 +69,13 @@ def _table(rows: list[list[str]]) -> str:
 def _summary(comparison: Comparison) -> list[list[str]]:
     facts, rows = comparison.info["settings"], []
     for setting, runs in comparison.runs.items():
-        done = comparison.finished(setting)
-        seconds = [run.seconds for run in done if run.seconds is not None]
         rows.append(
             {
                 "setting": setting,
-                "seeds": f"{len(done)} of {len(runs)}",
+                "seeds": f"{len(comparison.finished(setting))} of {len(runs)}",
                 f"{comparison.metric}, %": _format_percent(comparison.accuracies(setting).values()),
                 "published, %": facts[setting]["published"] or "–",
                 "difference to the baseline (95 %)": _format_difference(comparison, setting),
-                "training, s": f"{np.mean(seconds):.1f}" if seconds else "–",
             }
         )
     header = [*rows[0]]
@@ -171,7 +164,6 @@ def csv_text(comparison: Comparison) -> str:
                     "status": run.status,
                     "epoch": run.epoch(last),
                     "test_accuracy": run.curve.get(last),
-                    "training_seconds": run.seconds,
                     "baseline": comparison.info["baselines"][setting],
                     "published": run.facts["published"],
                     "error": run.error,

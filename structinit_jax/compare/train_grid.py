@@ -4,6 +4,7 @@ A setting is a scheme and values of fields; a run adds a seed. Unfinished runs a
 """
 
 import contextlib
+import functools
 import itertools
 import json
 import platform
@@ -11,7 +12,7 @@ import re
 import sys
 import time
 import traceback
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from importlib import metadata
 from operator import attrgetter
 from pathlib import Path
@@ -43,13 +44,9 @@ def expand(
 ) -> dict[str, ConfigDict]:
     """Returns the config of each setting by its name, such as 'impulse,model.num_heads=6'.
 
-    Each scheme is set by `config.set_scheme`. An axis for an option of `attention_init` applies to
-    the schemes that take the option; the others ignore it.
-
-    Args:
-      config: Config that all settings start from.
-      schemes: Values of `config.attention_init.name`.
-      axes: Values of further fields, by field, as text from the command line.
+    `schemes` are values of `config.attention_init.name`, set by `config.set_scheme`. `axes` holds
+    the values of further fields, by field, as text from the command line. An axis for an option of
+    `attention_init` applies to the schemes that take the option; the others ignore it.
 
     Raises:
       InputError: A scheme, a field or a value does not exist, or appears twice.
@@ -68,7 +65,8 @@ def expand(
             for field, values in sorted(axes.items())
             if not field.startswith("attention_init.") or field.split(".")[1] in options[scheme]
         }
-        start = with_scheme(config, scheme)
+        start = config.copy_and_resolve_references()
+        config_lib.set_scheme(start, scheme)
         for texts in itertools.product(*own.values()):
             point = start.copy_and_resolve_references()
             for field, text in zip(own, texts, strict=True):
@@ -80,13 +78,6 @@ def expand(
                 raise InputError(f"--schemes and --grid give {name} twice: give each value once")
             settings[name] = point.lock()
     return settings
-
-
-def with_scheme(config: ConfigDict, scheme: str) -> ConfigDict:
-    """Returns a copy of the config with another scheme, set by `config.set_scheme`."""
-    config = config.copy_and_resolve_references()
-    config_lib.set_scheme(config, scheme)
-    return config
 
 
 def parse_axes(flags: Iterable[str]) -> dict[str, list[str]]:
@@ -115,9 +106,8 @@ def run_grid(
     *,
     baselines: Mapping[str, str] | None = None,
     published: Mapping[str, str] | None = None,
-    command: str = "",
 ) -> int:
-    """Trains all runs that are not done, prints their progress and writes the report.
+    """Trains all runs that are not done and writes the report; returns how many of them failed.
 
     Args:
       settings: Config of each setting, by name. Their seeds are replaced.
@@ -126,10 +116,6 @@ def run_grid(
       baselines: Setting that each one is compared with, trained or not. By default the result of
         `find_baselines`.
       published: Published accuracies that are shown next to ours, by setting.
-      command: Command of this comparison, for the report.
-
-    Returns:
-      The number of runs of these settings and seeds that failed.
 
     Raises:
       InputError: A setting cannot be trained, or the workdir holds a comparison that disagrees.
@@ -142,7 +128,6 @@ def run_grid(
     with workdir_lib.lock_workdir(workdir):
         info = _merge(workdir, new, settings)
         info["baselines"] |= baselines or find_baselines(info["settings"])
-        info["commands"] = list(dict.fromkeys([*info["commands"], *filter(None, [command])]))
         text = json.dumps(info | {"machine": _describe_machine()}, indent=1) + "\n"
         workdir_lib.write_atomically(workdir / compare.GRID, text)
     try:
@@ -177,18 +162,19 @@ def _train_all(workdir, info, settings, seeds) -> int:
     runs = [(name, seed) for name in settings for seed in seeds]
     for number, (name, seed) in enumerate(runs, start=1):
         run = compare.SeedRun(workdir, name, seed, info["settings"][name])
-        say = _printer(f"[{number}/{len(runs)}] {name} seed {seed}")
+        # To the current output, even while it is redirected.
+        label = f"[{number}/{len(runs)}] {name} seed {seed}:"
+        say = functools.partial(print, label, file=sys.stdout, flush=True)
         if run.status == "done":
             say(f"done before, {run.result}")
             continue
         run.folder.mkdir(parents=True, exist_ok=True)
-        with contextlib.ExitStack() as stack:
-            try:
-                stack.enter_context(workdir_lib.lock_workdir(run.folder.parent))
-            except InputError:
-                say("another process trains this setting")
-                continue
-            _train(settings[name], run, say, stop)
+        try:
+            with workdir_lib.lock_workdir(run.folder.parent):
+                _train(settings[name], run, say, stop)
+        except InputError:  # of the lock: `_train` records its own
+            say("another process trains this setting")
+            continue
         run, trained = compare.SeedRun(workdir, name, seed, run.facts), trained + 1
         failed += run.status == "failed"
         left = (time.perf_counter() - began) / trained * (len(runs) - number)
@@ -196,12 +182,6 @@ def _train_all(workdir, info, settings, seeds) -> int:
         if stop.reached(0):  # by a signal during the last step
             raise StoppedError(STOPPED, PREEMPTED_EXIT_CODE)
     return failed
-
-
-def _printer(label: str) -> Callable[[str], None]:
-    """Returns a function that prints to the current output, even while it is redirected."""
-    out = sys.stdout
-    return lambda text: print(f"{label}: {text}", file=out, flush=True)
 
 
 def _train(config, run, say, stop):
@@ -259,7 +239,7 @@ def _merge(workdir, new, settings):
     """Merges settings and seeds into those of earlier commands, which must agree with them."""
     path = workdir / compare.GRID
     if not path.exists():
-        return {"settings": new, "baselines": {}, "commands": []}
+        return {"settings": new, "baselines": {}}
     info = json.loads(path.read_text(encoding="utf-8"))
     old = info["settings"]
     data = {k: value for facts in old.values() for k, value in facts["data"].items()}
