@@ -71,25 +71,21 @@ def make_augment(
     """Builds the function `(rng, images, labels) -> (images, targets)` to call within jit.
 
     The order of operations is that of timm's train script with its prefetcher: crop, flip,
-    RandAugment, mixing, rounding, normalization, erasing. The random numbers
-    for an image depend only on `rng` and on its index in the batch, so the result does not depend
-    on the number of devices. The function is pure, returns normalized float32 images and targets,
-    and raises `InputError` if `mix_group` does not divide the batch.
+    RandAugment, mixing, rounding, normalization, erasing. The random numbers for an image depend
+    only on `rng` and on its index in the batch, so the result does not depend on the number of
+    devices. The function returns normalized float32 images and targets, and raises `InputError` if
+    `mix_group` does not divide the batch.
 
-    Args:
-      config: `config.augment`, with the fields of `AugmentConfig`.
-      num_classes: Number of classes.
-      mean: Mean per channel, of pixels scaled to [0, 1].
-      std: Standard deviation per channel.
-      label_smoothing: Share of each target that is spread evenly over all classes.
-      mesh: Devices over which the batch is sharded, along all axes. None for a single device.
+    `mean` and `std` are per channel, of pixels scaled to [0, 1]. `label_smoothing` is the share of
+    each target that is spread evenly over all classes. The batch is sharded over all axes of
+    `mesh`; without one, it is on a single device.
     """
 
     def change_pixels(rng, index, images):
-        def each(function, stream, images, **arguments):
-            """Applies a function of one key and image."""
+        def each(function, stream, *arrays, **arguments):
+            """Maps a function of one random key, or of one key and image, over the batch."""
             function = jax.vmap(functools.partial(function, **arguments))
-            return function(_image_rngs(rng, stream, index), images)
+            return function(_image_rngs(rng, stream, index), *arrays)
 
         if config.crop == "pad":
             images = each(transforms.random_pad_crop, CROP, images, padding=PADDING)
@@ -97,9 +93,9 @@ def make_augment(
             images = each(transforms.random_flip, FLIP, images, probability=config.flip)
         if config.rand_augment:
             policy = rand_augment.parse(config.rand_augment)
+            drawn = each(rand_augment.draw_operations, RAND_AUGMENT, policy=policy)
             fill = tuple(min(255, round(255 * x)) for x in mean)  # as in timm
-            rngs = _image_rngs(rng, RAND_AUGMENT, index)
-            images = rand_augment.rand_augment(rngs, images, policy, fill=fill)
+            images = rand_augment.apply_operations(images, drawn, fill)
         return images
 
     def normalize_and_erase(rng, index, images):
@@ -110,7 +106,6 @@ def make_augment(
         return images
 
     def augment(rng, images, labels):
-        images, labels = jnp.asarray(images), jnp.asarray(labels)
         if config.mix_group and len(images) % config.mix_group:
             raise InputError(
                 f"config.augment.mix_group={config.mix_group} does not divide the batch size "

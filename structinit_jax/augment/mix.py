@@ -48,18 +48,12 @@ def mix(
 ) -> tuple[Float[Array, "B H W C"], Float[Array, "B classes"]]:
     """Mixes each image and its target with a partner's.
 
-    Consecutive images form groups that share one λ and one box. If mixup and cutmix are both
-    enabled, a group uses either with equal probability. Within a group, the first image is mixed
-    with the last, the second with the last but one, and so on.
+    `group` consecutive images, a divisor of B or 0 for the whole batch, share one λ and one box.
+    Within a group, the first image is mixed with the last, the second with the last but one, and so
+    on. With `group=1`, partners are found as in a group of the whole batch.
 
-    Args:
-      rng: A random key for the whole batch.
-      images: Images, normalized or not.
-      targets: Class probabilities.
-      mixup: α of mixup's λ ~ Beta(α, α); 0 disables mixup.
-      cutmix: α of cutmix's λ; 0 disables cutmix.
-      group: Number of images per group, a divisor of B; 0 is the whole batch. With 1, each image
-        has its own λ and box, and partners are found as in a group of the whole batch.
+    `mixup` and `cutmix` are the α of each one's λ ~ Beta(α, α), or 0 to disable it. If both are
+    enabled, a group uses either with equal probability.
     """
     B, H, W, _ = images.shape
     size = group or B
@@ -87,13 +81,7 @@ def _mirror(array, size):
 
 
 def draw_mixing(
-    rng: Key[Array, ""],
-    *,
-    height: int,
-    width: int,
-    mixup: float,
-    cutmix: float,
-    switch: float,
+    rng: Key[Array, ""], *, height: int, width: int, mixup: float, cutmix: float, switch: float
 ) -> tuple[Float[Array, ""], Bool[Array, ""], Box]:
     """Draws λ, whether to use cutmix, and the box of one group of images.
 

@@ -59,21 +59,6 @@ class DrawnOperations(NamedTuple):
     bicubic: Bool[Array, " n"]  # whether a warp interpolates bicubically rather than bilinearly
 
 
-def rand_augment(
-    rngs: Key[Array, " B"],
-    images: UInt8[Array, "B H W C"],
-    policy: Policy,
-    *,
-    fill: tuple[int, ...],
-) -> UInt8[Array, "B H W C"]:
-    """Draws operations for each image of one or three channels and applies them.
-
-    Warps show `fill`, a value per channel, outside the image.
-    """
-    draw = functools.partial(draw_operations, policy=policy)
-    return apply_operations(images, jax.vmap(draw)(rngs), fill)
-
-
 POLICY = (
     "a RandAugment policy: 'rand' followed by any of -mM, -mstdS (S <= 100), -nN (N >= 1), -inc0 "
     "or -inc1, for example 'rand-m9-mstd0.5-inc1'"
@@ -94,7 +79,7 @@ def parse(text: str) -> Policy:
       InputError: The string is malformed, or it has what is not supported: timm's 'p', 'mmax' and
         't', and an 'mstd' above 100, which means uniform magnitudes there.
     """
-    if isinstance(text, str) and _PATTERN.fullmatch(text):
+    if _PATTERN.fullmatch(text):
         fields = {}
         for prefix, number in re.findall(r"-([a-z]+)(\d+\.?\d*)", text):
             name, convert = _FIELDS[prefix]
@@ -169,7 +154,10 @@ def operation_arguments(
 def apply_operations(
     images: UInt8[Array, "B H W C"], drawn: DrawnOperations, fill: tuple[int, ...]
 ) -> UInt8[Array, "B H W C"]:
-    """Applies to each image its `n` operations in sequence; fields of `drawn` are `[B, n]`."""
+    """Applies to each image, of one or three channels, its `n` operations in sequence.
+
+    Fields of `drawn` are `[B, n]`. Outside of the image, warps show `fill`, a value per channel.
+    """
 
     def apply(images, drawn):
         return _apply_operation(images, drawn, fill), None
