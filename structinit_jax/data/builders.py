@@ -52,11 +52,7 @@ def open_tfds(name: str, data_dir: Folder) -> Dataset:
 
 
 def find_builder(name: str, data_dir: Folder) -> tfds.core.DatasetBuilder:
-    """Finds the TFDS builder of a data set, prepared or not.
-
-    Raises:
-      InputError: TFDS has no such data set, or its builder needs a missing package.
-    """
+    """Finds the TFDS builder of a data set, prepared or not, or raises `InputError`."""
     try:
         return tfds.builder(name, data_dir=data_dir)
     except tfds.core.DatasetNotFoundError as error:

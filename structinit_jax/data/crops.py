@@ -49,14 +49,10 @@ class RandomCrop:
     Aspect ratios are uniform in the logarithm, and crops are resized bicubically or bilinearly with
     equal probability, both antialiased. A crop depends only on the seed and on the position of the
     image in the training stream.
-
-    Attributes:
-      seed: Non-negative seed.
-      scale: Smallest and largest area, as fractions of the image's area.
     """
 
     seed: int
-    scale: tuple[float, float] = (0.08, 1.0)
+    scale: tuple[float, float] = (0.08, 1.0)  # smallest and largest share of the image's area
 
     def __call__(self, image: StoredImage, position: int, image_size: int) -> np.ndarray:
         """Crops an image. Returns uint8 [image_size, image_size, C]."""

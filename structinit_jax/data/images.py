@@ -21,11 +21,7 @@ TRANSPOSED = (5, 6, 7, 8)  # EXIF orientations that exchange height and width
 
 
 class BadImageError(InputError):
-    """An image cannot be decoded, or the meaning of its values is unknown.
-
-    Args:
-      problem: Names the image and says what is wrong with it.
-    """
+    """An image is missing or cannot be decoded; `problem` names it and says what is wrong."""
 
     def __init__(self, problem: str):
         super().__init__(
@@ -36,7 +32,10 @@ class BadImageError(InputError):
 
 
 class StoredImage:
-    """An image that is decoded on demand.
+    """An image that is decoded on demand, to 1 or 3 channels.
+
+    `data` is an encoded file, or pixels: uint8 [h, w] or [h, w, 1 or 3]. Error messages call the
+    image `name`.
 
     - Gray, palette, CMYK and YCCK images are converted to RGB, or to gray for one channel, as
       Pillow converts them.
@@ -47,10 +46,7 @@ class StoredImage:
     - Only the first picture of an animation or a multi-page file is read.
     - Truncated files are refused. Damage in a JPEG that Pillow tolerates is ignored.
 
-    Args:
-      data: An encoded file, or pixels: uint8 [h, w] or [h, w, 1 or 3].
-      channels: Number of channels to decode to, 1 or 3.
-      name: Name of the image in error messages.
+    `size` and `decode` raise `BadImageError` if the image is truncated, damaged or not supported.
     """
 
     def __init__(self, data: bytes | np.ndarray, channels: int, name: str):
@@ -61,9 +57,6 @@ class StoredImage:
         """Height and width in pixels, after applying the orientation.
 
         Formats other than JPEG are decoded for this.
-
-        Raises:
-          BadImageError: The image is damaged or not supported.
         """
         if self._jpeg is None:
             return self._pixels.shape[:2]
@@ -73,12 +66,8 @@ class StoredImage:
     def decode(self, at_least: tuple[int, int] = (0, 0)) -> np.ndarray:
         """Returns the pixels, uint8 [h, w, C].
 
-        Args:
-          at_least: Height and width that suffice: a JPEG may be decoded at a smaller size, in
-            eighths of its own, that is no smaller than this. (0, 0) decodes the full size.
-
-        Raises:
-          BadImageError: The image is truncated, damaged or not supported.
+        A JPEG may be decoded at a smaller size, in eighths of its own, that has at least the given
+        height and width. (0, 0) decodes the full size.
         """
         return self._pixels if self._jpeg is None else self._decode_jpeg(at_least)
 

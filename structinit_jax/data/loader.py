@@ -47,14 +47,12 @@ def stream_indices(
     repeats: int = 1,
     epoch_length: int | None = None,
 ) -> np.ndarray:
-    """Returns a part of the training stream: independently shuffled epochs, one after another.
+    """Returns the examples at positions `start` to `stop - 1` of the training stream, int64.
 
-    An epoch of `epoch_length` positions, by default `num_examples`, uses the first part of its
-    permutation. With repeated augmentation (Hoffer et al. 2020), each example occupies `repeats`
-    consecutive positions in an epoch of the same length, as in timm.
-
-    Returns:
-      The examples at the positions from `start` to `stop - 1`, int64 [stop - start].
+    The stream is independently shuffled epochs, one after another. An epoch of `epoch_length`
+    positions, by default `num_examples`, uses the first part of its permutation. With repeated
+    augmentation (Hoffer et al. 2020), each example occupies `repeats` consecutive positions in an
+    epoch of the same length, as in timm.
     """
     positions = np.arange(start, stop, dtype=np.int64)
     length = epoch_length or num_examples
@@ -98,17 +96,10 @@ class Loader(abc.ABC):
     ) -> Iterator[Batch]:
         """Yields the batches of the steps from `start_step` (counted from 0) to `num_steps - 1`.
 
-        Args:
-          batch_size: Global batch size B, a multiple of the number of devices.
-          seed: Seed of the order.
-          start_step: Number of steps already done.
-          num_steps: Number of steps of the whole run.
-          repeats: See `stream_indices`.
-          drop_remainder: Whether each epoch ends after its last whole batch; otherwise a batch may
-            straddle two epochs.
-
-        Yields:
-          `{"image": uint8 [B, H, W, C], "label": int32 [B]}`, split over the devices.
+        A batch is `{"image": uint8 [B, H, W, C], "label": int32 [B]}`, and the number of devices,
+        over which it is split, divides B. For `repeats` see `stream_indices`. With
+        `drop_remainder`, each epoch ends after its last whole batch; otherwise a batch may straddle
+        two epochs.
         """
         length = len(self) - (len(self) % batch_size if drop_remainder else 0)
 
@@ -142,12 +133,8 @@ def make_loader(
 ) -> Loader:
     """Makes the loader of a split, in device memory if the split takes less than 2 GB.
 
-    Args:
-      source: A split from `Dataset.split`.
-      mesh: The devices; batches are split over all its axes.
-      image_size: Side of the images in the batches, in pixels.
-      crop_fraction: See `resize_and_center_crop`.
-      random_crop: Random crop of the stored images instead; never kept in device memory.
+    Images are cropped to `image_size` pixels each way by `resize_and_center_crop`, or else by
+    `random_crop`, which keeps none in device memory. Batches are split over all axes of the mesh.
     """
     if random_crop is None and bytes_on_device(len(source), image_size, source.info.channels):
         return DeviceLoader(*decode_all(source, image_size, crop_fraction), mesh)
@@ -193,12 +180,8 @@ class HostLoader(Loader):
 class DeviceLoader(Loader):
     """Keeps a whole split in the memory of every device and gathers batches there.
 
-    The host sends the order of each epoch, 4 bytes per example, and nothing for a step.
-
-    Args:
-      images: uint8 [n, H, W, C], the same in every process.
-      labels: int32 [n].
-      mesh: The devices; batches are split over all its axes.
+    The host sends the order of each epoch, 4 bytes per example, and nothing for a step. The images,
+    uint8 [n, H, W, C], and labels, int32 [n], are the same in every process.
     """
 
     def __init__(self, images: np.ndarray, labels: np.ndarray, mesh: Mesh):
@@ -251,11 +234,7 @@ def _gather_batch(sharding, image_shape, images, labels, order, offset, batch_si
 def decode_all(
     source: ImageSource, image_size: int, crop_fraction: float = 1.0
 ) -> tuple[np.ndarray, np.ndarray]:
-    """Decodes the images of a split into memory.
-
-    Returns:
-      Images, uint8 [n, image_size, image_size, C], and labels, int32 [n].
-    """
+    """Returns images, uint8 [n, image_size, image_size, C], and labels, int32 [n], of a split."""
     images = np.empty((len(source), image_size, image_size, source.info.channels), np.uint8)
     labels = np.empty(len(source), np.int32)
 

@@ -58,12 +58,9 @@ def open_digits() -> Dataset:
 def open_fashion_mnist(data_dir: Folder) -> Dataset:
     """Opens Fashion-MNIST (Xiao et al. 2017): 70,000 28x28 gray images of clothes.
 
-    Args:
-      data_dir: Folder of the four original files; missing ones are downloaded to it. None is the
-        folder `fashion_mnist` in that of TFDS.
-
-    Raises:
-      InputError: A file cannot be read or downloaded, or is not the original.
+    `data_dir` is the folder of the four original files, by default `fashion_mnist` in that of TFDS.
+    Missing files are downloaded to it. Raises `InputError` if one cannot be read or downloaded, or
+    is not the original.
     """
     root = os.environ.get("TFDS_DATA_DIR") or "~/tensorflow_datasets"
     folder = Path(data_dir or Path(root, "fashion_mnist").expanduser())

@@ -27,17 +27,11 @@ SPLIT = re.compile(r"([\w-]+)(?:\[(-?[\d_]+%?)?:(-?[\d_]+%?)?\])?")  # 'train[10
 
 @dataclasses.dataclass(frozen=True)
 class DatasetInfo:
-    """Properties of a data set that the model and the schedule depend on.
+    """Properties of a data set that the model and the schedule depend on."""
 
-    Attributes:
-      num_classes: Number of classes. Labels are 0, ..., `num_classes - 1`.
-      channels: Channels that images are decoded to: 1 (gray) or 3 (color).
-      num_examples: Number of examples in each split.
-    """
-
-    num_classes: int
-    channels: int
-    num_examples: Mapping[str, int]
+    num_classes: int  # labels are 0, ..., num_classes - 1
+    channels: int  # that images are decoded to: 1 (gray) or 3 (color)
+    num_examples: Mapping[str, int]  # in each split
 
 
 @runtime_checkable
@@ -57,19 +51,12 @@ class Records(Protocol):
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class ImageSource:
-    """The examples of a split, decoded on demand, from any thread.
-
-    Attributes:
-      parts: Records that the examples are in.
-      rows: Part of each example and its index in that part, int64 [n, 2].
-      info: The data set.
-      name: Name of the split in messages.
-    """
+    """The examples of a split, decoded on demand, from any thread."""
 
     parts: Sequence[Records]
-    rows: np.ndarray
+    rows: np.ndarray  # part of each example and its index in that part, int64 [n, 2]
     info: DatasetInfo
-    name: str
+    name: str  # of the split, in messages
 
     def __len__(self) -> int:
         return len(self.rows)
@@ -81,9 +68,7 @@ class ImageSource:
     def read(self, indices: Sequence[int]) -> Iterator[tuple[StoredImage, int]]:
         """Yields several images, not yet decoded, and their labels.
 
-        Raises:
-          BadImageError: An image file is missing.
-          InputError: A label is out of range.
+        Raises `BadImageError` if an image file is missing, `InputError` if a label is out of range.
         """
         for index, record in zip(indices, self._fetch(indices), strict=True):
             yield self._open(index, record), self._label(index, record)
@@ -108,10 +93,7 @@ class ImageSource:
         return self.select(indices.astype(int))
 
     def split_bad_images(self) -> tuple["ImageSource", list[tuple[int, int]], list[str]]:
-        """Separates images that cannot be decoded.
-
-        Returns the others, their heights and widths, and the problems of those that cannot.
-        """
+        """Returns the good images, their heights and widths, and the problems of the others."""
 
         def check(index, record):
             try:
@@ -129,10 +111,7 @@ class ImageSource:
         return good, sizes, [problem for _, problem in checked if problem is not None]
 
     def map_blocks(self, function: Callable[[range], Any]) -> list[Any]:
-        """Calls a function with ranges that cover all indices, in threads; returns its results.
-
-        The first error is raised.
-        """
+        """Calls a function with ranges that cover all indices, in threads; returns its results."""
         # More threads than cores would contend for the interpreter lock.
         with ThreadPoolExecutor(num_cores()) as pool:
             return list(pool.map(function, self._blocks()))
@@ -171,16 +150,9 @@ class ImageSource:
 
 @dataclasses.dataclass(frozen=True)
 class Dataset:
-    """A data set whose splits can be opened.
+    """A data set whose splits can be opened."""
 
-    Attributes:
-      name: Name in messages.
-      info: Number of classes, channels and split sizes.
-      class_names: Name of each class.
-      open_split: Returns the records of a split.
-    """
-
-    name: str
+    name: str  # in messages
     info: DatasetInfo
     class_names: Sequence[str]
     open_split: Callable[[str], Records]
@@ -196,11 +168,11 @@ class Dataset:
         """Makes a data set from its records.
 
         Example: `Dataset.from_records("mine", {"train": records}, ["cat", "dog"])`, where `records`
-        is a list of `{"image": "cats/1.jpg", "label": 0}`.
+        is a list of `{"image": "cats/1.jpg", "label": 0}`, or other `Records`.
 
         Args:
           name: Name in messages.
-          splits: The records of each split; a list or other `Records`.
+          splits: The records of each split.
           class_names: Name of each class, by label. Other types are converted to strings.
           channels: Number of channels that images are converted to, 1 or 3.
         """
@@ -214,15 +186,12 @@ class Dataset:
     ) -> ImageSource:
         """Opens a split in TFDS syntax, for example `train[:2000]`.
 
-        Args:
-          spec: The split.
-          field: Config field that holds `spec`, for error messages.
-          on_bad_image: 'stop' raises `BadImageError` when an image that cannot be decoded is read.
-            'skip' decodes every image once now (1 to 3 ms per image and core), reports the bad ones
-            and leaves them out, so that all processes and restarts number the examples alike.
+        With `on_bad_image='stop'`, reading an image that cannot be decoded raises `BadImageError`.
+        'skip' decodes every image once now (1 to 3 ms per image and core), reports the bad ones and
+        leaves them out, so that all processes and restarts number the examples alike.
 
-        Raises:
-          InputError: There is no such split, or no good image in it.
+        Raises `InputError` if there is no such split, or no good image in it; the message names
+        `field`, the config field that holds `spec`.
         """
         terms = parse_split(spec, self.info, field)
         parts = [self.open_split(split) for split, _ in terms]
@@ -247,14 +216,12 @@ class Dataset:
 def parse_split(spec: str, info: DatasetInfo, field: str) -> list[tuple[str, range]]:
     """Parses a split in TFDS syntax, for example `train[10%:]` or `train[:2000]+test`.
 
-    Percentages are rounded as TFDS rounds them. Its slices in shards are not supported, because
-    their number depends on who prepared the set. `field` is the config field that holds `spec`.
+    Returns the name of a split and the indices in it, for each term of the sum. Percentages are
+    rounded as TFDS rounds them. Its slices in shards are not supported, because their number
+    depends on who prepared the set.
 
-    Returns:
-      The name of a split and the indices in it, for each term of the sum.
-
-    Raises:
-      InputError: `spec` is malformed, empty or names an unknown split.
+    Raises `InputError` if `spec`, which the config field `field` holds, is malformed, empty or
+    names an unknown split.
     """
 
     def problem(reason):
@@ -288,7 +255,7 @@ def parse_split(spec: str, info: DatasetInfo, field: str) -> list[tuple[str, ran
 
 
 def split_size(spec: str, info: DatasetInfo, field: str) -> int:
-    """Returns the number of examples in a split; for arguments and errors see `parse_split`."""
+    """Returns the number of examples in a split, see `parse_split`."""
     return sum(len(part) for _, part in parse_split(spec, info, field))
 
 
