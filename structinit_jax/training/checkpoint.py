@@ -49,17 +49,10 @@ class DamagedError(Exception):
 
 
 class Checkpoints:
-    """The checkpoints of a run that is being trained.
+    """The checkpoints of a run that is being trained: the newest `keep`, and the best one.
 
     Damaged checkpoints are reported and not used; those that a kill left unfinished are deleted,
-    unless their folder holds other files too.
-
-    Args:
-      directory: Created if it does not exist.
-      keep: Number of newest checkpoints to keep, in addition to the best.
-
-    Attributes:
-      latest_step: Step of the newest checkpoint, or None if there is no checkpoint.
+    unless their folder holds other files too. `latest_step` is that of the newest one, or None.
     """
 
     def __init__(self, directory: epath.PathLike, keep: int):
@@ -90,12 +83,8 @@ class Checkpoints:
         Blocks until the previous one is written and the state is copied to host memory. If a write
         fails, the next call of `save`, `wait` or `close` raises the error.
 
-        Args:
-          step: Number of the checkpoint.
-          state: Training state after this step.
-          run: JSON object to save with it; `read_run` reads it. The best checkpoint has the highest
-            'accuracy' (None if this step was not evaluated) among those with the same 'evaluation'
-            as the newest.
+        `run` is a JSON object that `read_run` reads. The best checkpoint has the highest 'accuracy'
+        (None if this step was not evaluated) among those with the same 'evaluation' as the newest.
         """
         self.wait()
         num_indexes = jax.process_count() if self._staged else 1
@@ -178,15 +167,9 @@ def step_folders(directory: epath.PathLike) -> list[epath.Path]:
 def find_step(directory: epath.PathLike, wanted: str | int = "newest") -> int | None:
     """Returns the step of an intact checkpoint, or None if there is none.
 
-    Changes nothing, so it can be called while a run writes to the directory.
-
-    Args:
-      directory: Directory of the checkpoints.
-      wanted: 'newest', 'best' (of the highest accuracy on the split that training evaluated last,
-        among those that are kept), or the number of a step.
-
-    Raises:
-      InputError: `wanted` is none of these.
+    Changes nothing, so it can be called while a run writes to the directory. `wanted` is 'newest',
+    'best' (of the highest accuracy on the split that training evaluated last, among those that are
+    kept), or the number of a step; raises `InputError` for anything else.
     """
     wanted, step = str(wanted), None
     if wanted not in ("newest", "best") and not wanted.isdecimal():
@@ -210,14 +193,8 @@ def restore(
 ) -> TrainState:
     """Restores a training state with the shapes, types and shardings of an abstract one.
 
-    Args:
-      directory: Directory of the checkpoints.
-      step: Step to restore.
-      abstract_state: Shapes, types and shardings.
-      weights_only: Restore no optimizer state: for evaluation and export.
-
-    Raises:
-      InputError: The checkpoint does not fit; the message names the first difference.
+    With `weights_only`, no optimizer state is restored: for evaluation and export. Raises
+    `InputError` if the checkpoint does not fit; the message names the first difference.
     """
     folder = epath.Path(directory) / str(step)
     expected = abstract_state._asdict()

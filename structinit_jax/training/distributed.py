@@ -28,18 +28,16 @@ def join(
     """Connects this process to the others of a run. Only process 0 prints to stdout afterwards.
 
     Without arguments JAX finds the other processes on Cloud TPU, SLURM and GKE; elsewhere the run
-    has a single process.
+    has a single process. `num_processes=1` disables the search. Raises `InputError` if the
+    arguments are incomplete or do not fit together.
 
     Args:
       coordinator_address: Host and port of process 0, for example '10.0.0.1:1234'.
-      num_processes: Number of processes. 1 disables the search.
+      num_processes: Number of processes.
       process_id: Index of this process, from 0 to num_processes - 1.
       timeout: Seconds to wait for the other processes before this one exits.
       lost_timeout: Seconds after which JAX ends all processes if one of them is silent, and which a
         process that has failed waits for the others.
-
-    Raises:
-      InputError: The arguments are incomplete or do not fit together.
     """
     given = (coordinator_address, num_processes, process_id)
     alone = given == (None, None, None) and not _in_cluster(os.environ)
@@ -78,10 +76,8 @@ def join(
 def check_equal(values: Mapping[str, Any]) -> None:
     """Raises the same `InputError` in all processes unless all have the same values.
 
-    Processes that differ would wait for each other forever, or train different models.
-
-    Args:
-      values: JSON objects by name. Every process must call this.
+    Processes that differ would wait for each other forever, or train different models. The values
+    are JSON objects by name. Every process must call this.
     """
     texts = [json.dumps(value, sort_keys=True).encode() for value in values.values()]
     digests = np.stack([np.frombuffer(hashlib.sha256(text).digest(), np.uint8) for text in texts])

@@ -13,14 +13,9 @@ from structinit_jax.models.model import FSDP_AXIS, stack_of, weight_spec
 def make_mesh(fsdp: int = 1, devices: list[jax.Device] | None = None) -> Mesh:
     """Arranges devices on two axes, 'data' and 'fsdp'. Devices along 'fsdp' are neighbors.
 
-    Batches are sharded over both axes, the training state over 'fsdp' only.
-
-    Args:
-      fsdp: Number of devices that share one copy of the state.
-      devices: Devices to use. The default is all devices of all processes.
-
-    Raises:
-      InputError: `fsdp` does not divide the number of devices.
+    Batches are sharded over both axes, the training state over 'fsdp' only, so that `fsdp` devices
+    share one copy of it. By default, all devices of all processes are used. Raises `InputError` if
+    `fsdp` does not divide their number.
     """
     # Sorted, so that the devices of a process hold one contiguous part of every batch.
     devices = sorted(devices or jax.devices(), key=lambda d: (d.process_index, d.id))
@@ -44,14 +39,10 @@ def replicated(mesh: Mesh) -> NamedSharding:
 
 
 def shard(mesh: Mesh, abstract_state: Any) -> Any:
-    """Adds a sharding to the shape and type of every array of a (part of a) training state.
+    """Adds a sharding to every `ShapeDtypeStruct` of a `TrainState`, or dict of some of its fields.
 
     Arrays are sharded over 'fsdp' by `models.model.weight_spec`; an array of stacked blocks is
     sharded like that of one block. The model state is replicated.
-
-    Args:
-      mesh: The device mesh.
-      abstract_state: A `TrainState`, or a dict with some of its fields, of `ShapeDtypeStruct`s.
     """
 
     def place(path, leaf):

@@ -46,11 +46,7 @@ class PendingMetrics:
 
 
 def average(steps: Mapping[int, dict[str, Any]]) -> dict[str, float]:
-    """Averages the metrics of steps, as `PendingMetrics.fetch` returns them.
-
-    Returns:
-      Means under 'train/…', but 'train/learning_rate' of the last step.
-    """
+    """Returns the means over steps as 'train/…', but 'train/learning_rate' of the last step."""
     every = list(steps.values())
     means = {f"train/{name}": float(np.mean([m[name] for m in every])) for name in every[0]}
     del means["train/finite"]
@@ -60,13 +56,9 @@ def average(steps: Mapping[int, dict[str, Any]]) -> dict[str, float]:
 class MetricsLog:
     """Appends metrics to `metrics.jsonl` and to a TensorBoard event file in `tensorboard/`.
 
-    Only the first process writes. tensorboardX's SummaryWriter is not used: its thread dies on a
-    full disk, and then its queue blocks the loop.
-
-    Args:
-      workdir: Output directory of the run.
-      start_step: Step that the run resumes from, or 0. Lines of later steps, left by a killed run,
-        are removed because these steps run again; with 0, all lines are removed.
+    Only the first process writes. Lines of steps after `start_step`, left by a killed run, are
+    removed because these steps run again; with 0, all lines are removed. tensorboardX's
+    SummaryWriter is not used: its thread dies on a full disk, and then its queue blocks the loop.
     """
 
     def __init__(self, workdir: epath.PathLike, start_step: int):
@@ -135,12 +127,6 @@ class Progress:
     """Measures speed and waiting times, and prints them with the metrics.
 
     tqdm would count evaluations as training time.
-
-    Args:
-      start_step: Steps taken before this run.
-      num_steps: Total number of steps.
-      steps_per_epoch: May be fractional.
-      batch_size: Images per step.
     """
 
     def __init__(self, start_step: int, num_steps: int, steps_per_epoch: float, batch_size: int):
@@ -159,9 +145,8 @@ class Progress:
     def measure(self, step: int) -> dict[str, float]:
         """Measures speed and waiting times since the last call.
 
-        Returns:
-          'images_per_second', without checkpoints and evaluations, and 'data_wait',
-          'checkpoint_wait' and 'evaluation_wait' as fractions of the elapsed time.
+        These are 'images_per_second', without checkpoints and evaluations, and 'data_wait',
+        'checkpoint_wait' and 'evaluation_wait' as fractions of the elapsed time.
         """
         now = time.perf_counter()
         seconds = now - self._last_time
@@ -189,13 +174,10 @@ def format_duration(seconds: float) -> str:
 
 
 class StepTrace:
-    """Records a JAX profiler trace of four steps, on the first process.
+    """Records a JAX profiler trace of four steps on the first process, unless `first_step` is None.
 
+    The directory receives `plugins/profile/<time>/` with files for XProf and Perfetto.
     clu.periodic_actions.Profile would import TensorFlow, and writes no Perfetto file.
-
-    Args:
-      directory: Receives `plugins/profile/<time>/` with files for XProf and Perfetto.
-      first_step: First step to trace, or None for no trace.
     """
 
     def __init__(self, directory: epath.PathLike, first_step: int | None):

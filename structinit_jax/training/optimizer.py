@@ -19,19 +19,12 @@ from structinit_jax.errors import InputError, find
 
 
 class Schedule(NamedTuple):
-    """Steps of a run.
-
-    Attributes:
-      num_steps: Total number of optimizer steps.
-      steps_per_epoch: Fractional if batches continue across the end of an epoch.
-      eval_steps: Steps after which the model is evaluated. The last step is among them.
-      learning_rate: Learning rate at each step, counted from 0.
-    """
+    """Steps of a run."""
 
     num_steps: int
-    steps_per_epoch: float
-    eval_steps: frozenset[int]
-    learning_rate: optax.Schedule
+    steps_per_epoch: float  # fractional if batches continue across the end of an epoch
+    eval_steps: frozenset[int]  # after which the model is evaluated; includes the last step
+    learning_rate: optax.Schedule  # of a step, counted from 0
 
 
 def make_schedule(
@@ -39,13 +32,9 @@ def make_schedule(
 ) -> Schedule:
     """Converts the epochs of a config to steps.
 
-    Args:
-      num_examples: Size of the training split.
-      fields: Fields of the config. The schedule gets those that its parameters name.
-      drop_remainder: Whether each epoch leaves out its last partial batch.
-
-    Raises:
-      InputError: An epoch has no whole batch.
+    `fields` are those of the config; the schedule gets the ones that its parameters name. With
+    `drop_remainder`, each epoch leaves out its last partial batch; raises `InputError` if it has no
+    whole one.
     """
     batch_size, num_epochs = fields["batch_size"], fields["num_epochs"]
     if drop_remainder:
@@ -178,10 +167,7 @@ def make_optimizer(
 ) -> optax.GradientTransformation:
     """Returns the optimizer that `config.optimizer` names, or raises `InputError`.
 
-    Args:
-      name: The name, or your own as 'module:function'.
-      learning_rate: Schedule of the learning rate.
-      fields: Fields of the config, of which the optimizer gets those that its parameters name.
+    It gets the fields of the config that its parameters name.
     """
     build = find(name, OPTIMIZERS, "optimizer")
     return _call(build, fields, learning_rate=learning_rate)

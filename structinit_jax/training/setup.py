@@ -26,25 +26,20 @@ HEADROOM = 0.1
 class Setup(NamedTuple):
     """The parts of a run that its config determines, before any array is allocated.
 
-    Attributes:
-      schedule: Number of steps, evaluations and the learning rate.
-      model: The model on the devices of the run, or those of a dry run's target.
-      initialize: Returns the state before the first step, and metrics of the initialization; see
-        `state.initialize_model`.
-      train_steps: `(state, batch) -> (state, metrics)`, jitted, by the values of
-        `config.model.remat` to try, fastest first. They donate the state.
-      abstract_state: Shapes, types and shardings of the training state.
-      abstract_batch: Shapes, types and shardings of a global batch.
-      data_bytes: Bytes of training and evaluation images in the memory of every device.
+    `abstract_state` and `abstract_batch` have the shapes, types and shardings of the training state
+    and of a global batch.
     """
 
     schedule: Schedule
-    model: AbstractModel
+    model: AbstractModel  # on the devices of the run, or those of a dry run's target
+    # Returns the state before the first step, and the metrics of `state.initialize_model`.
     initialize: Callable[[], tuple[TrainState, dict[str, float]]]
+    # `(state, batch) -> (state, metrics)`, jitted, by the values of `config.model.remat` to try,
+    # fastest first. They donate the state.
     train_steps: dict[str, jax.stages.Wrapped]
     abstract_state: TrainState
     abstract_batch: dict[str, jax.ShapeDtypeStruct]
-    data_bytes: int
+    data_bytes: int  # of training and evaluation images, in the memory of every device
 
     @property
     def train_step(self) -> jax.stages.Wrapped:
@@ -66,14 +61,10 @@ def compile_step(
 ) -> tuple[jax.stages.Compiled, str]:
     """Compiles the first of the training steps that fits next to the data.
 
-    All but the last must leave `HEADROOM` of the memory free. Every process of a run must call
+    All but the last must leave `HEADROOM` of the memory free. `memory` is the number of bytes of
+    one device that programs can use; if it is None, every step that compiles fits. `first` returns
+    the program of the fastest step, if it is compiled elsewhere. Every process of a run must call
     this, and all get the same step.
-
-    Args:
-      setup: The run.
-      memory: Bytes of one device that programs can use. If None, every step that compiles fits.
-      compiler_options: Options of XLA.
-      first: Returns the compiled program of the fastest step, if it is compiled elsewhere.
 
     Returns:
       The program, and its policy and memory, for example 'dots (needs 7,112 MiB of 14,515 MiB; none

@@ -27,36 +27,24 @@ from structinit_jax.training import mesh as mesh_lib
 
 
 class TrainState(NamedTuple):
-    """Everything that changes in training. Data order and random keys follow from (seed, step).
+    """Everything that changes in training. Data order and random keys follow from (seed, step)."""
 
-    Attributes:
-      step: Number of optimizer steps taken.
-      params: Trained parameters of the model, a nested dict of float32 arrays.
-      model_state: The other arrays of the model, in the same form: fixed weights and the running
-        statistics that the forward pass updates. Empty for a ViT.
-      opt_state: State of the optimizer. Empty in a state that was restored for evaluation.
-    """
-
-    step: Int[Array, ""]
-    params: dict[str, Any]
+    step: Int[Array, ""]  # number of optimizer steps taken
+    params: dict[str, Any]  # trained parameters of the model, a nested dict of float32 arrays
+    # The other arrays of the model, in the same form: fixed weights and the running statistics that
+    # the forward pass updates. Empty for a ViT.
     model_state: dict[str, Any]
-    opt_state: optax.OptState
+    opt_state: optax.OptState  # empty in a state that was restored for evaluation
 
 
 class AbstractModel(NamedTuple):
     """A model whose arrays are not allocated.
 
-    `nnx.merge(graphdef, params, model_state)`, given real arrays of these shapes, is the model.
-
-    Attributes:
-      build: Function `rng -> model` that draws real arrays.
-      mesh: Devices of the arrays.
-      graphdef: Static definition of the model.
-      params: Shapes, types and shardings of `TrainState.params`.
-      model_state: Shapes, types and shardings of `TrainState.model_state`.
+    `params` and `model_state` have shapes, types and shardings. Given real arrays of these shapes,
+    `nnx.merge(graphdef, params, model_state)` is the model.
     """
 
-    build: Callable[[PRNGKeyArray], nnx.Module]
+    build: Callable[[PRNGKeyArray], nnx.Module]  # draws real arrays
     mesh: jax.sharding.Mesh
     graphdef: nnx.GraphDef
     params: dict[str, Any]
@@ -72,16 +60,10 @@ def split_model(model: nnx.Module) -> tuple[nnx.GraphDef, dict[str, Any], dict[s
 def abstract_model(
     model: ConfigDict, data: ConfigDict, mesh: jax.sharding.Mesh, **changes
 ) -> AbstractModel:
-    """Builds the model of a config without allocating arrays.
+    """Builds the model of a config, with changed fields, without allocating arrays.
 
-    Args:
-      model: The section `config.model`.
-      data: The section `config.data`.
-      mesh: Devices of the arrays.
-      **changes: Fields that replace those of `config.model`.
-
-    Raises:
-      InputError: The fields of `config.model` do not fit together.
+    `model` and `data` are the sections of the config, and `changes` replace fields of `model`.
+    Raises `InputError` if these do not fit together.
     """
 
     def build(rng):
@@ -115,21 +97,13 @@ def initialize_model(
 ) -> tuple[dict, dict, dict[str, float]]:
     """Initializes a model and prints the cost and quality of the solve.
 
-    Args:
-      model: The model.
-      scheme: Scheme for the attention weights.
-      seed: `config.seed`.
-      start_from: `config.start_from`. If set, all weights but the head are selected from this file
-        instead (Xu et al. 2024, "Initializing Models with Larger Ones").
-      name: Name of the scheme, for the output.
+    If `start_from` is set, all weights but the head are selected from this file instead (Xu et al.
+    2024, "Initializing Models with Larger Ones"). Raises `InputError` if they do not fit the model.
 
     Returns:
       Parameters, model state and metrics: 'init/seconds', 'init/compile_seconds', and for a scheme
       that solves, 'init/loss', 'init/target_mass' and the other fields of its `SolveReport`. No
       metrics with `start_from`.
-
-    Raises:
-      InputError: The weights in `start_from` do not fit the model.
     """
     rng = jax.random.key(seed)  # split in `_initialize`: here, splits would compile separately
     if start_from:
@@ -179,9 +153,9 @@ def find_targets(
 ) -> dict[str, tuple[Int[np.ndarray, "first h"], Float[np.ndarray, "F N N"]]]:
     """Returns the target maps that the heads of a run started from.
 
-    Returns:
-      `(filter_index, targets)` by the name of each stack that has targets: the distinct maps, and
-      the index of each head's map. Last layers without targets have no row in `filter_index`.
+    These are `(filter_index, targets)` by the name of each stack that has targets: the index of
+    each head's map, and the distinct maps. Last layers without targets have no row in
+    `filter_index`.
     """
     params_rng, attention_rng, _ = split_rng(jax.random.key(seed))
 

@@ -44,16 +44,8 @@ def make_train_step(
     The metrics are 'loss', 'accuracy' (unless `mixes`, since mixed images have two classes),
     'learning_rate', 'gradient_norm' and 'finite': whether the new state has no NaN or infinity.
 
-    Args:
-      graphdef: Static definition of the model.
-      optimizer: Turns gradients into updates.
-      learning_rate: Schedule of the learning rate, for the metrics.
-      augment: Augmentation of a batch.
-      mesh: Devices of the state and the batch. Gradients and new weights stay sharded over them.
-      loss: `(logits, targets) -> losses`, [B, classes] -> [B].
-      seed: Seed of the run.
-      accumulate_steps: Parts into which each batch is split, to save memory.
-      mixes: Whether the augmentation mixes images.
+    `loss` maps logits and targets, both [B, classes], to losses [B]. To save memory, each batch is
+    split into `accumulate_steps` parts. Gradients and new weights stay sharded over the mesh.
     """
     value_and_grad = _make_value_and_grad(graphdef, loss)
     if accumulate_steps > 1:
@@ -148,13 +140,8 @@ def make_eval_step(
 ) -> Callable[[dict, dict, Batch], Metrics]:
     """Builds the evaluation step, `(params, model_state, batch) -> sums`.
 
-    The sums 'loss', 'correct' and 'count' are over the examples whose mask is 1.
-
-    Args:
-      graphdef: Static definition of the model.
-      mesh: Devices of the weights and the batch. Sharded weights are gathered layer by layer.
-      mean: Mean of each channel, of pixels scaled to [0, 1].
-      std: Standard deviation of each channel, of pixels scaled to [0, 1].
+    The sums 'loss', 'correct' and 'count' are over the examples whose mask is 1. `mean` and `std`
+    are per channel, of pixels scaled to [0, 1]. Sharded weights are gathered layer by layer.
     """
 
     def predict(params, model_state, images):

@@ -24,8 +24,7 @@ def is_url(workdir: epath.PathLike) -> bool:
 def open_path(workdir: epath.PathLike) -> epath.Path:
     """Returns --workdir as an absolute path, or as one in object storage.
 
-    Raises:
-      InputError: The storage is not supported, or cannot be reached.
+    Raises `InputError` if the storage is not supported, or cannot be reached.
     """
     if not is_url(workdir):
         return epath.Path(Path(workdir).expanduser().absolute())
@@ -46,10 +45,8 @@ def open_path(workdir: epath.PathLike) -> epath.Path:
 def open_workdir(workdir: epath.PathLike) -> Iterator[epath.Path]:
     """Creates and locks the output directory of a run within the context.
 
-    In object storage there is no lock: make sure that one run at a time uses it.
-
-    Raises:
-      InputError: It cannot be used, or another run uses it.
+    In object storage there is no lock: make sure that one run at a time uses it. Raises
+    `InputError` if it cannot be used, or another run uses it.
     """
     if is_url(workdir):
         yield open_path(workdir)
@@ -62,8 +59,7 @@ def open_workdir(workdir: epath.PathLike) -> Iterator[epath.Path]:
 def prepare_workdir(workdir: epath.PathLike) -> Path:
     """Creates the output directory and returns its absolute path.
 
-    Raises:
-      InputError: The directory cannot be created or written to, or it is a URL.
+    Raises `InputError` if it cannot be created or written to, or is a URL.
     """
     if is_url(workdir):
         raise InputError(f"--workdir={workdir} is a URL, but this command needs a directory")
@@ -81,10 +77,8 @@ def lock_workdir(workdir: Path) -> Iterator[None]:
     """Holds an exclusive lock on the directory within the context.
 
     The operating system releases the lock when the process ends, even after a SIGKILL. Between
-    hosts the lock works only if the network file system supports it.
-
-    Raises:
-      InputError: Another run holds the lock.
+    hosts the lock works only if the network file system supports it. Raises `InputError` if another
+    run holds it.
     """
     # filelock does not record which process holds a lock.
     with (workdir / LOCK).open("a+") as file:
