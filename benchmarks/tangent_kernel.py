@@ -26,7 +26,7 @@ from structinit_jax.command_line import set_field
 from structinit_jax.compare.train_grid import expand
 from structinit_jax.config import load_config, make_attention_init
 from structinit_jax.data.loader import decode_all
-from structinit_jax.run import open_data
+from structinit_jax.run import Run
 from structinit_jax.training.mesh import make_mesh
 from structinit_jax.training.state import abstract_model, initialize_model
 
@@ -118,7 +118,7 @@ def main() -> None:
         field, _, value = assignment.partition("=")
         set_field(config, field, value)
 
-    data, dataset = config.data, open_data(config)
+    data, dataset = config.data, Run(config).dataset
     images, labels = zip(
         *(
             decode_all(dataset.split(split, "data", "stop"), data.image_size, data.crop_fraction)

@@ -17,7 +17,7 @@ from structinit_jax.data.images import BadImageError
 from structinit_jax.data.loader import HostLoader, make_loader
 from structinit_jax.data.source import Dataset, ImageSource
 from structinit_jax.errors import InputError
-from structinit_jax.run import evaluation_name, open_data, open_eval_source
+from structinit_jax.run import Run, evaluation_name
 from structinit_jax.training import checkpoint
 from structinit_jax.training import mesh as mesh_lib
 from structinit_jax.training.metrics import MAX_IN_FLIGHT
@@ -31,19 +31,12 @@ BATCH_SIZE = 64  # of a Classifier
 class Evaluator:
     """Computes loss and accuracy over all examples of a split.
 
-    Args:
-      model: The model, on the mesh of the states to evaluate.
-      source: The split.
-      data: The section `config.data`.
-      batch_size: Rounded up to a multiple of the devices, since any size gives the same sums.
+    The model is on the mesh of the states to evaluate. `data` is the section `config.data`. The
+    batch size is rounded up to a multiple of the devices, since any size gives the same sums.
     """
 
     def __init__(
-        self,
-        model: AbstractModel,
-        source: ImageSource,
-        data: ConfigDict,
-        batch_size: int,
+        self, model: AbstractModel, source: ImageSource, data: ConfigDict, batch_size: int
     ):
         mesh = model.mesh
         step = make_eval_step(model.graphdef, mesh, data.mean, data.std)
@@ -82,7 +75,7 @@ def restore_model(
       workdir: Output directory of the run.
       devices: Devices to use; the default is all. As in training, `config.fsdp` of them share one
         copy of the weights, or as many as divide both it and their number.
-      step: 'newest', 'best' or a number; see `checkpoint.find_step`.
+      step: 'newest', 'best' or a number.
 
     Raises:
       InputError: There is no such checkpoint, or it does not fit the config.
@@ -108,17 +101,10 @@ def evaluate_checkpoint(
 ) -> dict[str, float]:
     """Evaluates a checkpoint of a run, possibly on other data, and prints the results.
 
-    Args:
-      config: Config of the run.
-      workdir: Output directory of the run.
-      step: 'newest', 'best' or a number; see `checkpoint.find_step`.
-
-    Raises:
-      InputError: There is no such checkpoint, it does not fit the config, or the data cannot be
-        used.
+    `step` is 'newest', 'best' or a number. Raises `InputError` if there is no such checkpoint, if
+    it does not fit the config, or if the data cannot be used.
     """
-    config_lib.validate(config)
-    source = open_eval_source(config, open_data(config))
+    source = Run(config).eval_source
     model, state = restore_model(config, workdir, step=step)
     results = Evaluator(model, source, config.data, config.batch_size)(state)
     name = f"{config.data.name} {config.data.eval_split}"
@@ -139,7 +125,7 @@ class Classifier:
 
     Args:
       workdir: Output directory of the run.
-      step: 'best', 'newest' or a number; see `training.checkpoint.find_step`.
+      step: 'best', 'newest' or a number.
       trust: Whether the run's config may name Python code to import.
 
     Attributes:

@@ -32,12 +32,7 @@ WEIGHTS = "model.safetensors"  # as timm expects it in a folder
 
 
 class TimmModel(NamedTuple):
-    """A model of timm.
-
-    Attributes:
-      name: Name for `timm.create_model`.
-      arguments: Keyword arguments.
-    """
+    """A model of timm: the name for `timm.create_model` and its keyword arguments."""
 
     name: str
     arguments: dict[str, Any]
@@ -49,17 +44,17 @@ class TimmModel(NamedTuple):
             return f"timm.model_entrypoint({self.name!r})({', '.join(texts)})"
         return f"timm.create_model({', '.join([repr(self.name), *texts])})"
 
-    def card(self, data: Mapping[str, Any], class_names: Sequence[str] = ()) -> dict[str, Any]:
+    def card(self, data: ConfigDict, class_names: Sequence[str]) -> dict[str, Any]:
         """Returns the `config.json` of a folder for `timm.create_model("local-dir:FOLDER")`.
 
-        `data` is `config.data`. An empty `class_names` stands for unknown names.
+        `data` is `config.data`.
         """
         num_classes, size = self.arguments["num_classes"], data["image_size"]
         return {
             "architecture": self.name,
             "num_classes": num_classes,
             "model_args": self.arguments,
-            **({"label_names": list(class_names)} if class_names else {}),
+            "label_names": class_names,
             "pretrained_cfg": {
                 "input_size": [self.arguments["in_chans"], size, size],
                 "fixed_input_size": True,
@@ -75,16 +70,22 @@ class TimmModel(NamedTuple):
 
 
 def timm_model(model: Mapping[str, Any], *, image_size: int, channels: int) -> TimmModel:
-    """Returns timm's equivalent of a model, given `config.model` and the size of its images.
-
-    Raises:
-      InputError: timm cannot build such a model from a folder.
-    """
+    """Returns timm's equivalent of a model, given `config.model` and the size of its images."""
     match model["name"]:
         case "vit":
-            rope = model["positions"] == "rope"
+            rope, by_token = model["positions"] == "rope", model["pool"] == "class_token"
             name = "vit_small_patch16_rope_224" if rope else "vit_base_patch16_224"
-            arguments = _vit_arguments(model)
+            arguments = dict(
+                embed_dim=model["width"],
+                depth=model["depth"],
+                num_heads=model["num_heads"],
+                mlp_ratio=model["mlp_ratio"],
+                class_token=by_token,
+                global_pool="token" if by_token else "avg",
+            )
+            scale = model["layer_scale"] or None
+            if rope or scale:  # timm's default is a scale with rotary positions, else none
+                arguments["init_values"] = scale
         case "swin":
             name = "swin_tiny_patch4_window7_224"
             arguments = dict(
@@ -106,37 +107,12 @@ def timm_model(model: Mapping[str, Any], *, image_size: int, channels: int) -> T
     return TimmModel(name, shared | arguments)
 
 
-def _vit_arguments(model):
-    by_token, scale = model["pool"] == "class_token", model["layer_scale"] or None
-    arguments = dict(
-        embed_dim=model["width"],
-        depth=model["depth"],
-        num_heads=model["num_heads"],
-        mlp_ratio=model["mlp_ratio"],
-        class_token=by_token,
-        global_pool="token" if by_token else "avg",
-    )
-    if model["positions"] == "rope":  # timm's default is a scale
-        return arguments | dict(init_values=scale)
-    return arguments | (dict(init_values=scale) if scale else {})
-
-
 def export(
-    config: ConfigDict,
-    workdir: str | Path,
-    folder: Path,
-    step: str = "newest",
+    config: ConfigDict, workdir: str | Path, folder: Path, step: str = "newest"
 ) -> tuple[int, TimmModel]:
-    """Exports the weights of a checkpoint. Needs no data.
+    """Writes the weights of a checkpoint and timm's `config.json` to a folder. Needs no data.
 
-    Args:
-      config: Config of the run.
-      workdir: Its output directory.
-      folder: Gets the weights and timm's `config.json`.
-      step: 'newest', 'best' or a number; see `checkpoint.find_step`.
-
-    Returns:
-      The step of the checkpoint, and timm's model of the weights.
+    Returns the step of the checkpoint, and timm's model of the weights.
     """
     config_lib.validate(config)
     data = config.data
@@ -148,7 +124,7 @@ def export(
     weights = jax.device_get((state.params, state.model_state))
     weights = to_timm(nnx.merge(model.graphdef, *weights))
     run = read_run(open_path(workdir) / "checkpoints", int(state.step))
-    text = json.dumps(timm.card(data.to_dict(), run["class_names"]), indent=2)
+    text = json.dumps(timm.card(data, run["class_names"]), indent=2)
     # "format" tells readers of safetensors that the layout is PyTorch's.
     metadata = {"format": "pt", "model": timm.call(), "config": text}
     try:

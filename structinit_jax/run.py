@@ -13,7 +13,7 @@ from structinit_jax.augment import Augment, make_augment
 from structinit_jax.data.crops import RandomCrop
 from structinit_jax.data.datasets import open_dataset
 from structinit_jax.data.loader import Batch, bytes_on_device, make_loader
-from structinit_jax.data.source import Dataset, ImageSource, check_classes
+from structinit_jax.data.source import ImageSource, check_classes
 from structinit_jax.errors import InputError, find
 from structinit_jax.models.model import REMAT_POLICIES
 from structinit_jax.training import mesh as mesh_lib
@@ -31,33 +31,30 @@ from structinit_jax.training.step import make_train_step
 class Run:
     """The data, model and training step that a config describes.
 
-    The training data are opened at once, everything else on first use. Only `train_batches` and
-    `setup.initialize` allocate device memory.
-
-    Args:
-      config: See `structinit_jax.config.base_config`.
-
-    Attributes:
-      dataset: The data set of `config.data`; its classes fit the model.
-      train_source: The training split.
-
-    Raises:
-      InputError: The config or the data cannot be used. The properties below may raise it on first
-        use.
+    The data set is opened at once, everything else on first use. Both raise `InputError` if the
+    config or the data cannot be used. Only `train_batches` and `setup.initialize` allocate device
+    memory.
     """
 
     def __init__(self, config: ConfigDict):
         config_lib.validate(config)
         self.config, data = config, config.data
-        self.dataset = open_data(config)
-        self.train_source = self.dataset.split(
-            data.train_split, "data.train_split", data.on_bad_image
-        )
+        self.dataset = open_dataset(data.name, data.data_dir or None, data.channels)
+        check_classes(self.dataset.info, config.model.num_classes)
+
+    @functools.cached_property
+    def train_source(self) -> ImageSource:
+        """The training split."""
+        return self._split("train_split")
 
     @functools.cached_property
     def eval_source(self) -> ImageSource:
         """The evaluation split."""
-        return open_eval_source(self.config, self.dataset)
+        return self._split("eval_split")
+
+    def _split(self, field):
+        data = self.config.data
+        return self.dataset.split(data[field], f"data.{field}", data.on_bad_image)
 
     @functools.cached_property
     def setup(self) -> Setup:
@@ -99,14 +96,8 @@ def set_up(
 ) -> Setup:
     """Returns mesh, schedule, model, optimizer and training step, without allocating arrays.
 
-    Args:
-      config: See `structinit_jax.config.base_config`.
-      num_examples: Size of the training split.
-      num_eval_examples: Size of the evaluation split.
-      devices: Devices of the mesh. The default is all devices of all processes.
-
-    Raises:
-      InputError: Fields of the config do not fit each other, the data or the devices.
+    The devices of the mesh are by default all devices of all processes. Raises `InputError` if
+    fields of the config do not fit each other, the sizes of the splits or the devices.
     """
     data = config.data
     mesh = mesh_lib.make_mesh(config.fsdp, devices)
@@ -183,20 +174,6 @@ def augmentation(config: ConfigDict, mesh: Mesh) -> Augment:
         label_smoothing=config.label_smoothing,
         mesh=mesh,
     )
-
-
-def open_data(config: ConfigDict) -> Dataset:
-    """Opens the data set of a config; raises `InputError` if it does not fit the model."""
-    data = config.data
-    dataset = open_dataset(data.name, data.data_dir or None, data.channels)
-    check_classes(dataset.info, config.model.num_classes)
-    return dataset
-
-
-def open_eval_source(config: ConfigDict, dataset: Dataset) -> ImageSource:
-    """Opens the split to evaluate on, `config.data.eval_split`."""
-    data = config.data
-    return dataset.split(data.eval_split, "data.eval_split", data.on_bad_image)
 
 
 def evaluation_name(data: ConfigDict) -> str:

@@ -65,7 +65,6 @@ def train(
 
         # -- Data, mesh, schedule, model, optimizer and training step; nothing is allocated yet ----
         run = Run(config)
-        workdir = on_exit.enter_context(workdir_lib.open_workdir(workdir))
         test_name, data = evaluation_name(config.data), config.data
         # Saved with each checkpoint, and checked when the run is resumed from it.
         record = {
@@ -74,6 +73,7 @@ def train(
             "class_names": list(run.dataset.class_names),
             "data_digest": digest(run.train_source, run.dataset.class_names),
         }
+        workdir = on_exit.enter_context(workdir_lib.open_workdir(workdir))
         _check_processes(record, len(run.eval_source), workdir)
         setup = run.setup
         schedule, mesh = setup.schedule, setup.model.mesh
