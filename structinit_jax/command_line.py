@@ -53,9 +53,8 @@ Overrides = Sequence[tuple[str, str]]  # path and text of each --config.FIELD=VA
 def run(main: Callable[[Overrides], None], shared: Sequence[str] = SHARED) -> None:
     """Runs a command and exits: with status 2 and no traceback if the user made a mistake.
 
-    Args:
-      main: The command, called with the fields of the config that the command line sets.
-      shared: Which of the flags in `SHARED` the command takes.
+    `main` is called with the fields of the config that the command line sets. Of the flags in
+    `SHARED`, the command takes those in `shared`.
     """
     for name in SHARED:
         if name in shared:  # --help lists the flags of the command's own module only

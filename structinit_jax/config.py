@@ -125,11 +125,9 @@ def _defaults(fields: type) -> dict[str, Any]:
 
 
 def load_config(location: str | Path) -> ConfigDict:
-    """Runs a config file and returns its config.
+    """Runs a config file, such as 'configs/vit_2025_small.py:food101', and returns its config.
 
-    Args:
-      location: Path of the file, optionally with a table row: 'configs/vit_2025_small.py:food101'.
-        The words of the row, separated by commas, are passed to the file's `get_config` in order.
+    The words after the colon, separated by commas, are passed to its `get_config` in order.
     """
     stem, suffix, row = str(location).partition(".py:")
     path = stem + suffix.removesuffix(":")
@@ -156,12 +154,8 @@ CODE_FIELDS = ("model.name", "data.name", "attention_init.name", "loss", "optimi
 def load_run_config(workdir: str | Path, trust: bool = False) -> ConfigDict:
     """Reads the config of a run from the `config.json` of its output directory.
 
-    Args:
-      workdir: Output directory of the run.
-      trust: Whether the file may name Python code to import, as 'module:name'.
-
-    Raises:
-      InputError: There is no config of this package, or it names code and is not trusted.
+    Raises `InputError` if there is no config of this package, or if it names Python code to import,
+    as 'module:name', without `trust`.
     """
     path = epath.Path(workdir).expanduser() / "config.json"
     try:

@@ -66,13 +66,9 @@ device_description_str: "NVIDIA H100 80GB HBM3"
 def dry_run(config: ConfigDict, target: str | None = None) -> None:
     """Compiles the training step of a config and prints parameters, memory and communication.
 
-    Args:
-      config: See `structinit_jax.config.base_config`.
-      target: Devices to compile for, see `find_target`. The default is the devices of this machine.
-
-    Raises:
-      InputError: The config, the data or the target cannot be used, or the step needs more memory
-        than a device of the target has.
+    The devices are those of this machine or of a target, see `find_target`. Raises `InputError` if
+    the config, the data or the target cannot be used, or if the step needs more memory than a
+    device has.
     """
     config_lib.validate(config)
     devices, memory, options = find_target(target) if target else (None, memory_limit(), {})
@@ -182,16 +178,12 @@ class Target(NamedTuple):
 
 
 def find_target(name: str) -> Target:
-    """Returns the target of a name like 'tpu-v5e:4x8' or 'h100:2x8' (machines × GPUs).
-
-    Raises:
-      InputError: There is no such target, or its compiler is not installed.
-    """
+    """Returns the target of a name like 'tpu-v5e:4x8' or 'h100:2x8' (machines × GPUs)."""
     try:
         if name.startswith("tpu-"):
             return _tpu(name.removeprefix("tpu-"))
-        if match := re.fullmatch(r"h100(?::(\d+)x(\d+))?", name):
-            return _h100(machines=match[1] or "1", gpus=match[2] or "8")
+        if match := re.fullmatch(r"h100:(\d+)x(\d+)", name):
+            return _h100(*match.groups())
     except RuntimeError as error:  # of JAX too
         raise InputError(
             f"--target={name!r} is no such slice, or its compiler is not installed (pip install "

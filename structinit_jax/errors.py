@@ -44,15 +44,10 @@ class StoppedError(RuntimeError):
 
 
 class Check(NamedTuple):
-    """A requirement on a value, written in `Annotated` after the type.
+    """A requirement on a value, written in `Annotated` after the type."""
 
-    Attributes:
-      needs: Completes the sentence 'NAME=VALUE must be …'.
-      holds: The test. A `TypeError` or `ValueError` counts as no.
-    """
-
-    needs: str
-    holds: Callable[[Any], bool]
+    needs: str  # completes the sentence 'NAME=VALUE must be …'
+    holds: Callable[[Any], bool]  # a `TypeError` or `ValueError` counts as no
 
     def accepts(self, value: Any) -> bool:
         """Whether a value passes the test."""
@@ -98,11 +93,8 @@ def check_fields(
 ) -> None:
     """Raises `InputError` unless every value is what the annotation of its field asks for.
 
-    Args:
-      owner: Dataclass or function whose annotations name the fields. Annotations other than
-        numbers, strings, `Literal`, tuples and unions of them are not checked.
-      values: Values by field.
-      prefix: Text before a field's name in messages, for example 'config.model.'.
+    The annotations are those of a dataclass or a function. Others than numbers, strings, `Literal`,
+    tuples and unions of them are not checked. The prefix precedes the names of fields in messages.
     """
     hints = typing.get_type_hints(owner, include_extras=True)
     for name, value in values.items():
@@ -125,7 +117,7 @@ def _check_of(hint: Any) -> Check:
                 " or ".join(dict.fromkeys(check.needs for check in checks)),
                 lambda x: any(check.accepts(x) for check in checks),
             )
-        case _ if hint is tuple or typing.get_origin(hint) is tuple:
+        case origin if origin is tuple:
             each = _check_of(arguments[0])
             return Check(
                 f"a tuple, each element {each.needs}",

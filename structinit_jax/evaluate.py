@@ -2,7 +2,7 @@
 
 import math
 import os
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 
 import jax
@@ -28,36 +28,33 @@ from structinit_jax.training.workdir import open_path
 BATCH_SIZE = 64  # of a Classifier
 
 
-class Evaluator:
-    """Computes loss and accuracy over all examples of a split.
+def make_evaluator(
+    config: ConfigDict, model: AbstractModel, source: ImageSource
+) -> Callable[[TrainState], dict[str, float]]:
+    """Returns a function that evaluates states of a model on all examples of a split.
 
-    The model is on the mesh of the states to evaluate. `data` is the section `config.data`. The
-    batch size is rounded up to a multiple of the devices, since any size gives the same sums.
+    Its results are 'NAME/loss' and 'NAME/accuracy', see `run.evaluation_name`. The model is on the
+    mesh of the states. Batches have `config.batch_size` examples, rounded up to a multiple of the
+    devices: any size gives the same sums.
     """
+    data, mesh = config.data, model.mesh
+    step = make_eval_step(model.graphdef, mesh, data.mean, data.std)
+    step = jax.jit(step, out_shardings=mesh_lib.replicated(mesh))
+    loader = make_loader(source, mesh, image_size=data.image_size, crop_fraction=data.crop_fraction)
+    name, batch_size = evaluation_name(data), -(-config.batch_size // mesh.size) * mesh.size
 
-    def __init__(
-        self, model: AbstractModel, source: ImageSource, data: ConfigDict, batch_size: int
-    ):
-        mesh = model.mesh
-        step = make_eval_step(model.graphdef, mesh, data.mean, data.std)
-        self._step = jax.jit(step, out_shardings=mesh_lib.replicated(mesh))
-        self._loader = make_loader(
-            source, mesh, image_size=data.image_size, crop_fraction=data.crop_fraction
-        )
-        self._name = evaluation_name(data)
-        self._batch_size = -(-batch_size // mesh.size) * mesh.size
-
-    def __call__(self, state: TrainState) -> dict[str, float]:
-        """Returns 'NAME/loss' and 'NAME/accuracy'."""
+    def evaluate(state):
         sums = []
-        for batch in self._loader.eval_batches(batch_size=self._batch_size):
-            sums.append(self._step(state.params, state.model_state, batch))
+        for batch in loader.eval_batches(batch_size=batch_size):
+            sums.append(step(state.params, state.model_state, batch))
             jax.block_until_ready(sums[-MAX_IN_FLIGHT - 1 : -MAX_IN_FLIGHT])
         totals = jax.tree.map(lambda *leaves: float(np.sum(leaves)), *jax.device_get(sums))
         return {
-            f"{self._name}/loss": totals["loss"] / totals["count"],
-            f"{self._name}/accuracy": totals["correct"] / totals["count"],
+            f"{name}/loss": totals["loss"] / totals["count"],
+            f"{name}/accuracy": totals["correct"] / totals["count"],
         }
+
+    return evaluate
 
 
 def restore_model(
@@ -106,7 +103,7 @@ def evaluate_checkpoint(
     """
     source = Run(config).eval_source
     model, state = restore_model(config, workdir, step=step)
-    results = Evaluator(model, source, config.data, config.batch_size)(state)
+    results = make_evaluator(config, model, source)(state)
     name = f"{config.data.name} {config.data.eval_split}"
     print(f"step {state.step}  {describe(results)} on {len(source):,} examples of {name}")
     return results

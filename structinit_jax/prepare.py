@@ -36,12 +36,10 @@ MAX_AVERAGED = 1000  # images, which fixes mean and deviation to about 0.01
 
 
 def prepare(name: str, data_dir: Folder = None, manual_dir: Folder = None) -> None:
-    """Prepares a data set so that `open_dataset` can open it.
+    """Prepares a data set so that `open_dataset` can open it by the same name and `data_dir`.
 
-    For `name` and `data_dir` see `open_dataset`; `manual_dir` holds archives downloaded by hand.
-
-    Raises:
-      InputError: The name is unknown, or TensorFlow or an archive is missing.
+    `manual_dir` holds archives downloaded by hand. Raises `InputError` if the name is unknown, or
+    if TensorFlow or an archive is missing.
     """
     if name in ("folder", "digits", "fashion_mnist") or is_reference(name):
         return
@@ -66,12 +64,10 @@ def prepare(name: str, data_dir: Folder = None, manual_dir: Folder = None) -> No
 
 
 def describe_split(source: ImageSource, num_classes: int, num_checked: int) -> list[str]:
-    """Decodes `num_checked` evenly spaced examples, or all if it is 0.
+    """Returns lines to print about `num_checked` evenly spaced examples, or about all if it is 0.
 
-    Returns:
-      Lines to print: classes, image sizes, mean and standard deviation of the pixels as
-      `config.data.mean` and `std` take them, invalid labels, and every image that cannot be
-      decoded.
+    They tell the classes, image sizes, mean and standard deviation of the pixels as
+    `config.data.mean` and `std` take them, invalid labels, and each image that cannot be decoded.
     """
     checked = source.evenly_spaced(num_checked or len(source))
     good, sizes, problems = checked.split_bad_images()

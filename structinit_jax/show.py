@@ -27,9 +27,8 @@ TILE = 1.1  # inches
 def training_batch(config: ConfigDict, step: int) -> tuple[np.ndarray, np.ndarray, Sequence[str]]:
     """Computes the augmented batch of training step `step`, counted from 1.
 
-    Returns:
-      Images with the normalization undone, uint8 [B, H, W, C], targets [B, classes], and the names
-      of the classes.
+    Returns images with the normalization undone, uint8 [B, H, W, C], targets [B, classes], and the
+    names of the classes.
     """
     run, data = Run(config), config.data
     mesh = make_mesh(devices=jax.devices()[:1])  # which any batch divides over

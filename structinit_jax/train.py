@@ -17,7 +17,7 @@ from ml_collections import ConfigDict
 
 from structinit_jax.data.source import digest
 from structinit_jax.errors import InputError, StoppedError
-from structinit_jax.evaluate import Evaluator, describe
+from structinit_jax.evaluate import describe, make_evaluator
 from structinit_jax.run import Run, evaluation_name
 from structinit_jax.training import checkpoint, distributed, resume
 from structinit_jax.training import mesh as mesh_lib
@@ -112,7 +112,7 @@ def train(
         # -- Compiled step and evaluation ----------------------------------------------------------
         train_step, remat = compile_step(setup, memory_limit(), first=compiling.result)
         print(f"remat: {remat}")
-        evaluate = Evaluator(setup.model, run.eval_source, data, config.batch_size)
+        evaluate = make_evaluator(config, setup.model, run.eval_source)
 
         # -- Loop ----------------------------------------------------------------------------------
         print(
