@@ -9,7 +9,7 @@ from scipy.special import log_softmax
 from structinit_jax import augment
 from structinit_jax.models import layers
 from structinit_jax.run import set_up
-from structinit_jax.training.state import split_rng
+from structinit_jax.training.state import split_seed
 from structinit_jax.training.step import make_eval_step, step_rngs
 
 pytestmark = pytest.mark.usefixtures("library_promotion")
@@ -76,7 +76,7 @@ def test_augmentation_depends_on_seed_and_step_only(config, setup, first_state):
 
 
 def test_no_step_repeats_the_keys_of_the_weights():
-    params_rng, attention_rng, _ = split_rng(jax.random.key(3))
+    params_rng, attention_rng, _ = split_seed(3)
     stream = nnx.Rngs(params=params_rng)
     used = [stream.params() for _ in range(64)] + list(jax.random.split(attention_rng, 64))
     drawn = [rng for step in range(8) for rng in step_rngs(3, step)]

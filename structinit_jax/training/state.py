@@ -13,6 +13,7 @@ import jaxlib.version
 import numpy as np
 import optax
 from flax import nnx
+from jax.typing import ArrayLike
 from jaxtyping import Array, Float, Int, PRNGKeyArray
 from ml_collections import ConfigDict
 from safetensors import SafetensorError
@@ -105,9 +106,9 @@ def initialize_model(
       that solves, 'init/loss', 'init/target_mass' and the other fields of its `SolveReport`. No
       metrics with `start_from`.
     """
-    rng = jax.random.key(seed)  # split in `_initialize`: here, splits would compile separately
+    seed = np.uint32(seed)  # the key is made and split in `_initialize`, within one program
     if start_from:
-        return *_select_from_file(model, rng, start_from), {}
+        return *_select_from_file(model, seed, start_from), {}
 
     print(f"attention_init {name}: compiling", flush=True)
     start = time.perf_counter()
@@ -116,9 +117,9 @@ def initialize_model(
         functools.partial(_initialize, model.build, scheme),
         out_shardings=(*shardings, mesh_lib.replicated(model.mesh)),
     )
-    initialize = initialize.lower(rng).compile(_options_for_one_run())
+    initialize = initialize.lower(seed).compile(_options_for_one_run())
     compiled = time.perf_counter()
-    params, model_state, report = jax.block_until_ready(initialize(rng))
+    params, model_state, report = jax.block_until_ready(initialize(seed))
     seconds, compile_seconds = time.perf_counter() - compiled, compiled - start
     metrics = {"init/seconds": seconds, "init/compile_seconds": compile_seconds}
     text = f"attention_init {name}: {seconds:.2f} s (plus {compile_seconds:.2f} s to compile)"
@@ -157,7 +158,7 @@ def find_targets(
     each head's map, and the distinct maps. Last layers without targets have no row in
     `filter_index`.
     """
-    params_rng, attention_rng, _ = split_rng(jax.random.key(seed))
+    params_rng, attention_rng, _ = split_seed(seed)
 
     @jax.jit  # removes the solve, whose result is not used
     def find(params_rng, attention_rng):
@@ -178,21 +179,21 @@ def init_state(
     return TrainState(jnp.zeros((), jnp.int32), params, model_state, optimizer.init(params))
 
 
-def split_rng(rng: PRNGKeyArray) -> tuple[PRNGKeyArray, PRNGKeyArray, PRNGKeyArray]:
-    """Splits the key of `config.seed` into the keys of weights, attention_init and steps."""
-    params_rng, attention_rng, steps_rng = jax.random.split(rng, 3)
+def split_seed(seed: ArrayLike) -> tuple[PRNGKeyArray, PRNGKeyArray, PRNGKeyArray]:
+    """Returns the random keys of weights, attention_init and steps for `config.seed`."""
+    params_rng, attention_rng, steps_rng = jax.random.split(jax.random.key(seed), 3)
     return params_rng, attention_rng, steps_rng
 
 
-def _initialize(build, scheme, rng):
+def _initialize(build, scheme, seed):
     """Draws a model and applies a scheme to it."""
-    params_rng, attention_rng, _ = split_rng(rng)
+    params_rng, attention_rng, _ = split_seed(seed)
     model = build(params_rng)
     report = model.initialize_attention(scheme, attention_rng)
     return *split_model(model)[1:], report
 
 
-def _select_from_file(model: AbstractModel, rng: PRNGKeyArray, path: str) -> tuple[dict, dict]:
+def _select_from_file(model: AbstractModel, seed: np.uint32, path: str) -> tuple[dict, dict]:
     """Selects all weights but the head, which is drawn, from a safetensors file."""
     try:
         teacher = load_file(Path(path).expanduser())
@@ -201,8 +202,8 @@ def _select_from_file(model: AbstractModel, rng: PRNGKeyArray, path: str) -> tup
             f"config.start_from={path!r} cannot be read: {error}. It must be a safetensors file of "
             "a timm model, such as structinit_jax.export writes"
         ) from error
-    draw = jax.jit(lambda rng: split_model(model.build(split_rng(rng)[0]))[1:])
-    student = nnx.merge(model.graphdef, *jax.device_get(draw(rng)))
+    draw = jax.jit(lambda seed: split_model(model.build(split_seed(seed)[0]))[1:])
+    student = nnx.merge(model.graphdef, *jax.device_get(draw(seed)))
     try:
         student = select_weights(teacher, student)
     except InputError as error:

@@ -15,14 +15,14 @@ from structinit_jax.augment import Augment, normalize
 from structinit_jax.data.loader import Batch
 from structinit_jax.models.model import FSDP_AXIS, stack_of
 from structinit_jax.training import mesh as mesh_lib
-from structinit_jax.training.state import TrainState, split_model, split_rng
+from structinit_jax.training.state import TrainState, split_model, split_seed
 
 Metrics = dict[str, Any]
 
 
 def step_rngs(seed: int | Array, step: int | Array) -> tuple[PRNGKeyArray, PRNGKeyArray]:
     """Returns the random keys of augmentation and model for a step, counted from 0."""
-    _, _, steps_rng = split_rng(jax.random.key(seed))
+    _, _, steps_rng = split_seed(seed)
     augment_rng, model_rng = jax.random.split(jax.random.fold_in(steps_rng, step))
     return augment_rng, model_rng
 
