@@ -8,20 +8,11 @@ a stack of equal layers. The weights have the layout of Flax's kernels:
                          qk_scale=64**-0.5, positions=sincos_positions((14, 14), 192))
     weights = init(jax.random.key(0), site)      # weights.query: [12, 192, 3, 64]
 
-Each kind of site has a module with its schemes:
-
-- `AttentionSite`: attention with positions, as in ViT (`tokens`, and `papers` as published).
-- `RotarySite`: attention with rotary positions only (`rotary`).
-- `WindowSite`: attention within windows, as in Swin (`windows`).
-- `TokenMixingSite`: token-mixing MLPs, as in MLP-Mixer (`token_mixing`).
-- `ConvSite`: depthwise convolutions, as in ConvMixer (`convolution`).
+Each kind of site (`sites`) has a module with its schemes; `papers` has those as published.
 
 Symbols follow the papers: N tokens on a grid, width D, h heads of d = D / h channels, L layers, F
 filters, kernel size f, positions P [N, D], X = LayerNorm(P), σ = d^-1/2, Q and K [D, d] of a head,
 target map H [N, N] of a convolution, attention map M = softmax(σ X Q Kᵀ Xᵀ) [N, N].
-
-To add a scheme, write a function that takes the options and returns `(rng, site) -> weights`, and
-add it to `SCHEMES`. A config also finds it as 'my_module:my_scheme', without a change here.
 """
 
 import inspect
@@ -29,12 +20,7 @@ from collections.abc import Callable
 from typing import Any
 
 from structinit_jax.attention_init import convolution, papers, rotary, token_mixing, tokens, windows
-from structinit_jax.attention_init.kernels import (
-    Dilation,
-    FilterArray,
-    OddInt,
-    sincos_positions,
-)
+from structinit_jax.attention_init.kernels import Dilation, FilterArray, OddInt, sincos_positions
 from structinit_jax.attention_init.papers import PseudoInput
 from structinit_jax.attention_init.rotary import rotary_angles
 from structinit_jax.attention_init.sites import (
@@ -170,9 +156,8 @@ def mimetic(*, replace_positions: bool | None = None) -> AttentionInit:
         Neighbors then have similar positions, to which heads attend. Learned positions start near
         zero, too small to matter; the 2025 paper's program keeps them.
     """
-    options = dict(locals())  # all arguments, since no other local is set yet
-    attention = dict.fromkeys(ATTENTION, papers.mimetic)
-    return _by_site(mimetic, attention | {TokenMixingSite: token_mixing.mimetic}, options)
+    functions = dict.fromkeys(ATTENTION, papers.mimetic) | {TokenMixingSite: token_mixing.mimetic}
+    return _by_site(mimetic, functions, dict(replace_positions=replace_positions))
 
 
 def default() -> AttentionInit:
@@ -205,10 +190,7 @@ def _by_site(
     functions: dict[type, Callable[..., Weights]],
     options: dict[str, Any],
 ) -> AttentionInit:
-    """Checks the options of a scheme and returns its `(rng, site) -> weights`.
-
-    That calls `functions[type(site)](rng, site, **options)`, without the options that are None.
-    """
+    """Returns a scheme's `(rng, site) -> weights`, which calls the function of the site's type."""
     check_fields(scheme, options, "")
     options = {name: value for name, value in options.items() if value is not None}
 

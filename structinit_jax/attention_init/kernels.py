@@ -129,10 +129,7 @@ def filter_maps(
     filters: FilterArray | None = None,
     dilation: Dilation = 1,
 ) -> tuple[Float[np.ndarray, "F N N"], tuple[tuple[int, int], ...]]:
-    """Like `filter_kernels`, but returns target maps H.
-
-    Raises `InputError` also if a filter does not fit the grid.
-    """
+    """Like `filter_kernels`, but returns target maps H; a filter must also fit the grid."""
     rows, cols = site.grid
     if filters is not None and np.shape(filters)[1] > 2 * max(site.grid) - 1:
         raise InputError(

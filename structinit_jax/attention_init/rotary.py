@@ -23,14 +23,8 @@ from structinit_jax.attention_init.kernels import (
     filter_maps,
 )
 from structinit_jax.attention_init.papers import default
-from structinit_jax.attention_init.sites import (
-    AttentionWeights,
-    RotarySite,
-    SolveReport,
-    unless_one,
-)
+from structinit_jax.attention_init.sites import AttentionWeights, RotarySite, SolveReport
 from structinit_jax.attention_init.solve import (
-    TARGET_MASS,
     minimize,
     overlap,
     report_on_maps,
@@ -76,12 +70,12 @@ def impulse(
     kernel_size: int = 3,
     filters: FilterArray | None = None,
     dilation: Dilation = 1,
-    target_mass: float = TARGET_MASS,
+    target_mass: float = 0.5,
     mimetic_layers: float = 0.5,
     vo_init: str = "balanced",
     keep_positions: bool = False,
-    patch_scale: float = 1.0,
-    mlp_scale: float = 1.0,
+    patch_scale: float | None = None,
+    mlp_scale: float | None = None,
 ) -> AttentionWeights:
     """Impulse initialization through RoPE: constant queries and keys, rotated by the model.
 
@@ -89,12 +83,8 @@ def impulse(
     Query and key map it to the vectors q and k of each head; on all other input they act as the
     model's `base_init`. The sizes of the coefficients are solved for: the maps closest to the
     targets at the lowest norm are also those that content disturbs least. The phases of k are
-    random and independent for each head. In the last layers, a share of `mimetic_layers`, heads
-    attend to similar tokens instead.
-
-    In the first layer, tokens without content have the target mass; content takes some of it. With
-    no `mimetic_layers`, `keep_positions`, a `patch_scale` of 0.3 and an `mlp_scale` of 0, the maps
-    of all layers are close to the targets.
+    random and independent for each head. In the first layer, tokens without content have the
+    target mass; content takes some of it.
     """
     targets, ranges = filter_maps(site, kernel_size, filters, dilation)
     order_rng, place_rng = jax.random.split(rng)
@@ -126,8 +116,8 @@ def impulse(
         report=report,
         filter_index=filter_index,
         targets=targets,
-        patch_scale=unless_one(patch_scale),
-        mlp_scale=unless_one(mlp_scale),
+        patch_scale=patch_scale,
+        mlp_scale=mlp_scale,
     )
 
 

@@ -76,11 +76,7 @@ class AttentionSite(_Site):
             )
 
     def require_positions(self) -> np.ndarray | jax.Array:
-        """Returns `positions`, as a NumPy array if they are concrete.
-
-        Raises:
-          InputError: There are none, or all are equal.
-        """
+        """Returns usable positions, as NumPy if they are concrete; else raises `InputError`."""
         if self.positions is None:
             raise InputError(
                 "AttentionSite.positions=None: this scheme solves for attention to positions; pass "
@@ -171,11 +167,6 @@ class SolveReport(NamedTuple):
     target_mass: Float[Array, ""]
     hit_rate: Float[Array, ""]
     norm: Float[Array, ""]
-
-
-def unless_one(factor: float) -> float | None:
-    """Returns a factor for `AttentionWeights`; 1 becomes None, which leaves the model's own."""
-    return None if factor == 1 else factor
 
 
 class AttentionWeights(NamedTuple):

@@ -10,7 +10,7 @@ are solved for instead of [D, d], once for each distinct filter.
 import functools
 import warnings
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -20,7 +20,6 @@ from jaxtyping import Array, Bool, Float
 
 from structinit_jax.attention_init.sites import SolveReport, is_concrete
 
-TARGET_MASS = 0.5  # default of windows and rotary positions
 MIN_HIT_RATE = 0.75  # below it, a warning says that the targets are out of reach
 # Directions weaker than this, relative to the strongest, cannot move a map at a reasonable norm.
 RANK_TOLERANCE = 1e-4
@@ -42,14 +41,6 @@ NORM_CHANGE = (1 / 16, 8.0)
 
 
 # -- the solve -------------------------------------------------------------------------------------
-
-
-class Bank(NamedTuple):
-    """Factors for every filter of a bank: a head's Q is B query, its K is B key."""
-
-    query: Float[Array, "F r k"]
-    key: Float[Array, "F r k"]
-    report: SolveReport
 
 
 def row_space(
@@ -96,8 +87,8 @@ def solve_bank(
     qk_scale: float,
     norm: float,
     target_mass: float | None = None,
-) -> Bank:
-    """Minimizes the mean of (H - M)² (2024, equation 8) for each target H.
+) -> tuple[Float[Array, "F r k"], Float[Array, "F r k"], SolveReport]:
+    """Minimizes the mean of (H - M)² (2024, equation 8) for each target H; returns BᵀQ and BᵀK.
 
     `norm` is the root mean square of the norms of the d columns of Q (and of K), and limits how
     sharp the maps are. With a target mass, it is only the initial value: each filter's norm is
@@ -111,7 +102,7 @@ def solve_bank(
 
 @functools.partial(jax.jit, static_argnames=("head_dim", "qk_scale"))
 def _solve(start, queries, z, targets, norm, target_mass, *, head_dim, qk_scale):
-    """Solves for a bank; `queries` and `targets` have only the rows that enter the loss."""
+    """See `solve_bank`; `queries` and `targets` have only the rows that enter the loss."""
     # In a traced caller these are constants, and XLA would evaluate all that depends on them alone,
     # such as the row maxima of the targets, at compile time, which is far slower.
     constants = (start, queries, z, targets)
@@ -123,7 +114,9 @@ def _solve(start, queries, z, targets, norm, target_mass, *, head_dim, qk_scale)
 
     def maps(factors, norm):
         query, key = (at_norm(factor, norm) for factor in factors)
-        return attention_maps(queries, z, query, key, qk_scale)
+        query = jnp.einsum("nr,frk->fnk", queries, query) * qk_scale
+        key = jnp.einsum("mr,frk->fmk", z, key)
+        return jax.nn.softmax(jnp.einsum("fnk,fmk->fnm", query, key), axis=-1)
 
     def loss_and_mass(factors, norm):
         found = maps(factors, norm)
@@ -136,7 +129,7 @@ def _solve(start, queries, z, targets, norm, target_mass, *, head_dim, qk_scale)
     factors = tuple(at_norm(factor, jnp.ones_like(norm)) for factor in start)
     factors, norm = minimize(loss_and_mass, factors, norm, target_mass)
     report = report_on_maps(targets, maps(factors, norm), norm=norm.mean())
-    return Bank(at_norm(factors[0], norm), at_norm(factors[1], norm), report)
+    return at_norm(factors[0], norm), at_norm(factors[1], norm), report
 
 
 def minimize(
@@ -185,19 +178,6 @@ def minimize(
 
 
 # -- maps and targets ------------------------------------------------------------------------------
-
-
-def attention_maps(
-    queries: Float[Array, "n r"],
-    keys: Float[Array, "m r"],
-    query: Float[Array, "F r k"],
-    key: Float[Array, "F r k"],
-    qk_scale: float,
-) -> Float[Array, "F n m"]:
-    """Returns softmax(σ Z Q Kᵀ Zᵀ) for every filter, given Z of querying and of all tokens."""
-    q = jnp.einsum("nr,frk->fnk", queries, query) * qk_scale
-    k = jnp.einsum("mr,frk->fmk", keys, key)
-    return jax.nn.softmax(jnp.einsum("fnk,fmk->fnm", q, k), axis=-1)
 
 
 def overlap(targets: Float[Array, "F n m"], maps: Float[Array, "F n m"]) -> Float[Array, " F"]:

@@ -1,8 +1,4 @@
-"""`impulse` for attention over a grid of tokens with positions (`AttentionSite`), as in ViT.
-
-`impulse` reads as the method, step by step: targets H, row space X = Z Bᵀ, the solve for Q and K,
-and in `_draw_weights` a rotated copy for each head, value and projection.
-"""
+"""`impulse` for attention over a grid of tokens with positions (`AttentionSite`), as in ViT."""
 
 import dataclasses
 import functools
@@ -26,7 +22,7 @@ from structinit_jax.attention_init.kernels import (
     random_rotations,
     sincos_positions,
 )
-from structinit_jax.attention_init.sites import AttentionSite, AttentionWeights, unless_one
+from structinit_jax.attention_init.sites import AttentionSite, AttentionWeights
 from structinit_jax.attention_init.solve import row_space, solve_bank, warn_if_out_of_reach
 from structinit_jax.errors import Check, InputError
 
@@ -51,8 +47,8 @@ def impulse(
     mimetic_layers: float = 0.5,
     vo_init: str = "balanced",
     keep_positions: bool = False,
-    patch_scale: float = 1.0,
-    mlp_scale: float = 1.0,
+    patch_scale: float | None = None,
+    mlp_scale: float | None = None,
 ) -> AttentionWeights:
     """Makes each head start as a convolution with one filter; see `attention_init.impulse`.
 
@@ -60,8 +56,7 @@ def impulse(
 
         mean of (H - M)²,   M = softmax(σ X Q Kᵀ Xᵀ),   X = LayerNorm(P) = Z Bᵀ.
 
-    M depends on Q and K only through BᵀQ and BᵀK [r, d], which are solved for once per filter. In
-    the last layers, a share of `mimetic_layers`, heads attend to similar tokens instead.
+    M depends on Q and K only through BᵀQ and BᵀK [r, d], which are solved for once per filter.
     """
     # Targets H [F, N, N]; heads of layer l draw from H[start:stop], where start, stop = ranges[l].
     if dilation is None and filters is None:
@@ -80,30 +75,30 @@ def impulse(
         )
 
     # Solve at the given norm of Q and K, or at the norm that gives the maps the target mass.
-    sizes = dict(head_dim=site.head_dim, qk_scale=site.qk_scale)
     if norm is None:
-        start = (START_SHARPNESS / (site.qk_scale * site.head_dim * site.width)) ** 0.5
-        bank = solve_bank(z, targets, norm=start, target_mass=target_mass, **sizes)
+        norm = (START_SHARPNESS / (site.qk_scale * site.head_dim * site.width)) ** 0.5
     else:
-        bank = solve_bank(z, targets, norm=norm, **sizes)
+        target_mass = None
+    sizes = dict(head_dim=site.head_dim, qk_scale=site.qk_scale)
+    *bank, report = solve_bank(z, targets, norm=norm, target_mass=target_mass, **sizes)
 
     num_impulse = site.num_layers - round(mimetic_layers * site.num_layers)
     weights = _draw_weights(
         rng,
-        (bank.query, bank.key),
+        bank,
         basis,
         site=dataclasses.replace(site, positions=None),  # hashable, as static arguments must be
         ranges=ranges[:num_impulse],
         vo_init=vo_init,
         keep_positions=keep_positions,
     )
-    warn_if_out_of_reach(bank.report)
+    warn_if_out_of_reach(report)
     return weights._replace(
         positions=jnp.asarray(positions) if trainable else None,
-        report=bank.report,
+        report=report,
         targets=targets,
-        patch_scale=unless_one(patch_scale),
-        mlp_scale=unless_one(mlp_scale),
+        patch_scale=patch_scale,
+        mlp_scale=mlp_scale,
     )
 
 
@@ -138,40 +133,35 @@ def add_similar_layers(
     query: Float[Array, "l D h d"],
     key: Float[Array, "l D h d"],
 ) -> tuple[Float[Array, "L D h d"], Float[Array, "L D h d"]]:
-    """Appends Q and K of the last layers, which attend to similar tokens, up to the site's L."""
+    """Appends Q and K of the last layers, up to the site's L, whose heads attend to similar tokens.
+
+    As in `mimetic`, but without its SVD: Q Kᵀ = W Wᵀ A projects A = 0.7 U + 0.7 I onto d
+    orthonormal columns W close to its leading singular vectors. They come from four subspace
+    iterations, which keep 93 to 98 % of the energy that the SVD keeps at widths 96 to 768; the SVDs
+    of half of ViT-B take half a minute on a CPU.
+    """
     num_similar = site.num_layers - len(query)
     if not num_similar:
         return query, key
-    similar = similar_query_key(rng, site, num_similar)
-    return jnp.concatenate([query, similar[0]]), jnp.concatenate([key, similar[1]])
-
-
-def similar_query_key(
-    rng: PRNGKeyArray, site: AttentionSite, num_layers: int
-) -> tuple[Float[Array, "L D h d"], Float[Array, "L D h d"]]:
-    """Draws Q and K of heads that attend to similar tokens, as in `mimetic` but without its SVD.
-
-    Q Kᵀ = W Wᵀ A projects A = 0.7 U + 0.7 I onto d orthonormal columns W close to its leading
-    singular vectors. They come from four subspace iterations, which keep 93 to 98 % of the energy
-    that the SVD keeps at widths 96 to 768; the SVDs of half of ViT-B take half a minute on a CPU.
-    """
     noise_rng, start_rng = jax.random.split(rng)
-    heads = (num_layers, site.num_heads, site.width)
+    heads = (num_similar, site.num_heads, site.width)
     a = near_identity(noise_rng, heads, noise=0.7, identity=0.7)
 
-    def iterate(_, query):
-        query = a @ (jnp.swapaxes(a, -1, -2) @ query)
+    def iterate(_, w):
+        w = a @ (jnp.swapaxes(a, -1, -2) @ w)
         # Cholesky, since a QR decomposition of this shape takes a hundred times as long on CPUs.
-        lower = jnp.linalg.cholesky(jnp.swapaxes(query, -1, -2) @ query)
+        lower = jnp.linalg.cholesky(jnp.swapaxes(w, -1, -2) @ w)
         identity = jnp.broadcast_to(jnp.eye(site.head_dim), lower.shape)
         inverse = jax.lax.linalg.triangular_solve(lower, identity, left_side=True, lower=True)
-        return query @ jnp.swapaxes(inverse, -1, -2)
+        return w @ jnp.swapaxes(inverse, -1, -2)
 
     start = draw_flat(jax.random.normal, start_rng, (*heads, site.head_dim))
-    query = jax.lax.fori_loop(0, 4, iterate, start)
-    key = jnp.swapaxes(a, -1, -2) @ query
-    balance = (jnp.linalg.norm(key, axis=(-2, -1), keepdims=True) / site.head_dim**0.5) ** 0.5
-    return jnp.moveaxis(balance * query, 1, 2), jnp.moveaxis(key / balance, 1, 2)
+    w = jax.lax.fori_loop(0, 4, iterate, start)
+    projected = jnp.swapaxes(a, -1, -2) @ w
+    balance = (jnp.linalg.norm(projected, axis=(-2, -1), keepdims=True) / site.head_dim**0.5) ** 0.5
+    query = jnp.concatenate([query, jnp.moveaxis(balance * w, 1, 2)])
+    key = jnp.concatenate([key, jnp.moveaxis(projected / balance, 1, 2)])
+    return query, key
 
 
 def value_and_projection(

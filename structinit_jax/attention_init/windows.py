@@ -25,7 +25,7 @@ from structinit_jax.attention_init.kernels import (
 )
 from structinit_jax.attention_init.papers import default
 from structinit_jax.attention_init.sites import AttentionWeights, WindowSite
-from structinit_jax.attention_init.solve import TARGET_MASS, report_on_maps
+from structinit_jax.attention_init.solve import report_on_maps
 from structinit_jax.attention_init.tokens import value_and_projection
 from structinit_jax.errors import InputError
 
@@ -39,7 +39,7 @@ def impulse(
     kernel_size: int = 3,
     filters: FilterArray | None = None,
     dilation: Dilation = 1,
-    target_mass: float = TARGET_MASS,
+    target_mass: float = 0.5,
     vo_init: str = "balanced",
 ) -> AttentionWeights:
     """Puts each head's kernel into its column of the relative position bias.
