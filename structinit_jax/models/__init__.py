@@ -37,12 +37,9 @@ def default_config(name: str) -> dict[str, Any]:
 
 
 def check_fields(fields: Mapping[str, Any]) -> None:
-    """Raises `InputError` unless `config.model` has valid fields of its family.
-
-    A family of your own checks its fields itself.
-    """
+    """Raises `InputError` unless `config.model` has valid fields of its family."""
     family = FAMILIES.get(fields["name"])
-    if family is not None:
+    if family is not None:  # a class of your own checks its fields itself
         family.Config.from_fields({k: v for k, v in fields.items() if k != "name"})
 
 
@@ -51,16 +48,11 @@ def create_model(
 ) -> nnx.Module:
     """Builds a model with its default initial values, drawn from the `params` stream of `rngs`.
 
-    `model.initialize_attention(scheme, rng)` then writes a scheme's values into it.
+    The options are `config.model`: the `name` of the family and fields of its `Config`. The size of
+    the images in pixels is `image_size`, or if it is None that of the options. Raises `InputError`
+    if the model is unknown or its sizes do not fit each other.
 
-    Args:
-      options: `config.model`: the `name` of the family and fields of its `Config`.
-      image_size: Height and width of the images; None takes the `image_size` of the options.
-      channels: Input channels.
-      rngs: Random streams.
-
-    Raises:
-      InputError: The model is unknown, or its sizes do not fit each other.
+    `model.initialize_attention(scheme, rng)` then writes a scheme's values into the model.
     """
     options = dict(options)
     name = options.pop("name")

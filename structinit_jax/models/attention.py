@@ -202,9 +202,7 @@ class Block(PreNormBlock):
     def set_weights(self, weights: AttentionWeights) -> None:
         """Writes the weights that a scheme returns into a stack of these blocks."""
         for name in ("query", "key", "value", "out"):
-            kernel = getattr(weights, name)
-            if kernel is not None:
-                set_weight(getattr(self.attention, name).kernel, name, kernel)
+            set_weight(getattr(self.attention, name).kernel, name, getattr(weights, name))
         if weights.mlp_scale is not None:
             self.mlp.fc2.kernel[...] = weights.mlp_scale * self.mlp.fc2.kernel[...]
         if weights.bias is not None:

@@ -79,13 +79,15 @@ def drop_path(x: Float[Array, "B *rest"], rate: Float[Array, ""] | None, rng: Rn
     return jnp.where(keep, x / (1 - rate), 0).astype(x.dtype)
 
 
-def set_weight(variable: nnx.Variable, field: str, value: Array | np.ndarray) -> None:
-    """Sets a variable to a weight of a scheme; raises `InputError` unless it has its shape.
+def set_weight(variable: nnx.Variable, field: str, value: Array | np.ndarray | None) -> None:
+    """Sets a variable to a weight of a scheme, if that is not None.
 
-    The assignment alone would broadcast, for example the weights of one layer to all layers.
+    Raises `InputError` if the shapes differ. The assignment alone would broadcast, for example the
+    weights of one layer to all layers.
     """
-    check_shape(field, value, variable.shape)
-    variable[...] = jnp.asarray(value, variable.dtype)
+    if value is not None:
+        check_shape(field, value, variable.shape)
+        variable[...] = jnp.asarray(value, variable.dtype)
 
 
 def layer_norm(width: int, *, dtype, rngs: nnx.Rngs, epsilon: float = 1e-6) -> nnx.LayerNorm:
@@ -138,15 +140,7 @@ class PatchEmbedding(nnx.Module):
 class Mlp(nnx.Module):
     """Two linear layers with a GELU between them."""
 
-    def __init__(
-        self,
-        width: int,
-        hidden: int,
-        *,
-        init: LinearInit = timm_init,
-        dtype,
-        rngs: nnx.Rngs,
-    ):
+    def __init__(self, width: int, hidden: int, *, init: LinearInit, dtype, rngs: nnx.Rngs):
         options = dict(dtype=dtype, rngs=rngs)
         self.fc1 = nnx.Linear(width, hidden, **init(width), **options)
         self.fc2 = nnx.Linear(hidden, width, **init(hidden), **options)
@@ -160,18 +154,13 @@ class Mlp(nnx.Module):
 class PreNormBlock(nnx.Module):
     """A residual block: x + mix(norm1(x)), then x + mlp(norm2(x)).
 
-    A subclass creates `norm1`, `norm2` and `mlp` and defines `mix`.
+    A subclass creates `norm1`, `norm2` and `mlp`, and defines `mix(x, *, with_maps, **options)`,
+    which returns the mixed tokens and a dict of further intermediates such as maps.
     """
 
     mix_name: ClassVar[str]  # of the output of `mix` among the block's intermediates
     scale1: nnx.Param | None = None  # trained factor [D] on the output of `mix`
     scale2: nnx.Param | None = None  # and of `mlp` (LayerScale, Touvron et al. 2021)
-
-    def mix(
-        self, x: Float[Array, "B *grid D"], *, with_maps: bool
-    ) -> tuple[Float[Array, "B *grid D"], dict[str, Array]]:
-        """Mixes tokens; returns the result and further intermediates such as maps."""
-        raise NotImplementedError
 
     def __call__(
         self,

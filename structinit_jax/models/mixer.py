@@ -113,10 +113,8 @@ class MixerBlock(layers.PreNormBlock):
 
     def set_weights(self, weights: TokenMixingWeights) -> None:
         """Writes the weights that a scheme returns into a stack of these blocks."""
-        for name in ("fc1", "fc2"):
-            kernel = getattr(weights, name)
-            if kernel is not None:
-                layers.set_weight(getattr(self.token_mlp, name).kernel, name, kernel)
+        layers.set_weight(self.token_mlp.fc1.kernel, "fc1", weights.fc1)
+        layers.set_weight(self.token_mlp.fc2.kernel, "fc2", weights.fc2)
 
 
 def _timm_mlp_init(fan_in: int) -> dict[str, nnx.Initializer]:

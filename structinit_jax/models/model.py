@@ -25,13 +25,7 @@ from structinit_jax.attention_init import (
     Weights,
 )
 from structinit_jax.attention_init.sites import check_shape
-from structinit_jax.errors import (
-    Fraction,
-    InputError,
-    PositiveInt,
-    check_fields,
-    is_count,
-)
+from structinit_jax.errors import Fraction, InputError, PositiveInt, check_fields, is_count
 from structinit_jax.models.layers import RESIDUAL, Rng, set_weight
 
 
@@ -92,14 +86,10 @@ class Model(nnx.Module):
     A family defines `Config`, `_make_layers`, `sites` and `__call__`. A class of your own may
     instead define a constructor and a static method `default_config`, in place of the first two.
 
-    Args:
-      channels: Channels of the input.
-      attention_init: Scheme for the initial weights of the stacks; None keeps the family's own.
-      rngs: Its `params` stream draws the initial weights.
-      **fields: Fields of `Config`.
-
-    Raises:
-      InputError: A field is invalid, or the sizes or the scheme do not fit.
+    The constructor takes the fields of `Config` and the number of `channels` of the input. Initial
+    weights are drawn from the `params` stream of `rngs`, those of the stacks by the scheme
+    `attention_init`, if there is one. Raises `InputError` if a field is invalid, or if the sizes or
+    the scheme do not fit.
     """
 
     Config: ClassVar[type[ModelConfig]]
@@ -157,11 +147,9 @@ class Model(nnx.Module):
         """Replaces the initial weights of every stack with those of a scheme.
 
         Some schemes also scale the patch embedding and the MLPs. No scheme undoes the scaling of an
-        earlier one, so initialize a new model for each. Raises `InputError` if the scheme does not
-        fit the model.
-
-        Returns:
-          The report of the scheme's solve, averaged over the stacks; None if it does not solve.
+        earlier one, so initialize a new model for each. Returns the report of the scheme's solve,
+        averaged over the stacks, or None if it does not solve. Raises `InputError` if the scheme
+        does not fit the model.
         """
         sites, reports = self.sites(), []
         for name, weights in self.initial_weights(scheme, rng).items():
