@@ -1,10 +1,5 @@
 """Converts weights of our models to and from timm, and selects a smaller model's from a larger's.
 
-    from safetensors.numpy import load_file, save_file
-
-    from_timm(model, load_file("vit_tiny.safetensors"))
-    save_file(to_timm(model), "ours.safetensors")
-
 A converter lists the entries of timm's state dict for a model: timm's name on the left, the path of
 our arrays on the right. Our arrays have a leading axis for the layers that timm numbers.
 """
@@ -63,11 +58,9 @@ def to_timm(model: nnx.Module) -> dict[str, np.ndarray]:
 def from_timm(model: nnx.Module, state_dict: Mapping[str, np.ndarray]) -> None:
     """Loads timm's weights into a model of the same architecture, in place.
 
-    Prefixes of torch's DataParallel and `torch.compile` are removed from the names.
-
-    Raises:
-      InputError: An entry is missing, of another shape, or unexpected, such as register tokens.
-        The model is then unchanged.
+    Prefixes of torch's DataParallel and `torch.compile` are removed from the names. Raises
+    `InputError` and leaves the model as it was if an entry is missing, of another shape, or
+    unexpected, such as register tokens.
     """
     old = _arrays_by_path(model)
     ours = {path: np.array(array) for path, array in old.items()}
@@ -120,21 +113,18 @@ def _timm_entries(model: nnx.Module) -> Iterator[Entry]:
 
 def _vit_entries(model: VisionTransformer) -> Iterator[Entry]:
     """Maps timm's `VisionTransformer`, or with rotary positions its `Eva`."""
+    rope = model.config.positions == "rope"
+    scales = ("gamma_1", "gamma_2") if rope else ("ls1.gamma", "ls2.gamma")
     yield from conv("patch_embed.proj", "patch_embedding")
     if model.config.pool == "class_token":
         yield same("cls_token", "class_token", lead=2)
     if model.positions is not None:
         yield same("pos_embed", "positions", lead=1)
-    elif model.config.positions != "rope":  # timm does not save rotations
+    elif not rope:  # timm does not save rotations
         yield _fixed_positions(model)
     for i in range(model.config.depth):
         yield from _block(f"blocks.{i}", "blocks", i)
         if model.blocks.scale1 is not None:
-            scales = (
-                ("gamma_1", "gamma_2")
-                if model.config.positions == "rope"
-                else ("ls1.gamma", "ls2.gamma")
-            )
             yield same(f"blocks.{i}.{scales[0]}", "blocks/scale1", i)
             yield same(f"blocks.{i}.{scales[1]}", "blocks/scale2", i)
     yield from norm("fc_norm" if model.config.pool == "mean" else "norm", "norm")
@@ -243,31 +233,21 @@ _CONVERTERS: Mapping[type[nnx.Module], Callable[..., Iterator[Entry]]] = {
 
 
 def select_weights(teacher: StateDict, student: nnx.Module) -> nnx.Module:
-    """Gives one of our models the weights selected from a larger model of timm.
-
-        student = select_weights(load_file("vit_small.safetensors"), vit_tiny)
+    """Returns a copy of one of our models with the weights selected from a larger model of timm.
 
     Xu et al. 2024, "Initializing Models with Larger Ones" (arXiv:2311.18823); from the command line
     with `config.start_from`. The student takes the teacher's first layers. If it has m of the
     teacher's n elements along an axis, it takes every (n / m)-th one from the first on if m divides
     n, else those nearest to m evenly spaced points from the first to the last.
 
-    Models are selected in timm's layout. As in the published program, query, key and value are then
-    3 h d outputs of one linear layer, so a student's head may mix channels of several heads.
+    The teacher is a state dict in timm's layout, in which weights are selected. As in the published
+    program, query, key and value are then 3 h d outputs of one linear layer, so a student's head
+    may mix channels of several heads.
 
     Patch and window size must be equal. A learned position table of another grid is first
     resampled, as timm does it; the table's grid is taken to be square. The head, fixed position
-    encodings and integers stay the student's.
-
-    Args:
-      teacher: The larger model's state dict in timm's layout.
-      student: The smaller model of the same family. It is not changed.
-
-    Returns:
-      A model like `student` with the selected weights and the student's head.
-
-    Raises:
-      InputError: The student is larger than the teacher or of another family.
+    encodings and integers stay the student's. Raises `InputError` if the student is larger than the
+    teacher or of another family.
     """
     large, small = _read_names(teacher), to_timm(student)
     if getattr(student, "positions", None) is not None and "pos_embed" in large:

@@ -114,40 +114,6 @@ def conv(name: str, path: str, layer: int | None = None) -> Iterator[Entry]:
     yield same(f"{name}.bias", f"{path}/bias", layer)
 
 
-def check_entries(
-    leaves: Mapping[str, Any], entries: Sequence[Entry], shapes: Mapping[str, Shape]
-) -> None:
-    """Raises `InputError` unless the tensors are arrays that hold our arrays of these shapes."""
-    for entry in entries:
-        check_array("params", entry.name, leaves[entry.name])
-        shape = leaves[entry.name].shape
-        expected = entry.shape([shapes[path] for path in entry.paths])
-        if shape != expected:
-            raise unsupported(entry.name, f"has shape {shape} where equal layers have {expected}")
-
-
-def write_entries(
-    leaves: Mapping[str, Any],
-    entries: Sequence[Entry],
-    ours: Mapping[str, Any],
-    shapes: Mapping[str, Shape],
-) -> dict[str, Any]:
-    """Returns the tensors that hold our arrays [L, ...]; other arrays in them keep their values."""
-    new = {}
-    for entry in entries:
-        if not any(path in ours for path in entry.paths):
-            continue
-        old = leaves[entry.name]
-        parts = entry.decode(old, [shapes[path] for path in entry.paths])
-        for i, path in enumerate(entry.paths):
-            if path in ours:
-                array = ours[path] if entry.layer is None else ours[path][entry.layer]
-                xp = np if _stays_numpy(array, old) else jnp
-                parts[i] = xp.asarray(array).astype(old.dtype)
-        new[entry.name] = like(entry.encode(*parts), old)
-    return new
-
-
 def unsupported(name: str, why: str) -> InputError:
     """Returns the error for a model in which no scheme can set the attention maps."""
     return InputError(
@@ -172,7 +138,7 @@ def check_array(argument: str, name: str, leaf: Any) -> None:
 
 def like(new: Any, old: np.ndarray | jax.Array) -> np.ndarray | jax.Array:
     """Converts new values to the array kind (NumPy or JAX), dtype and sharding of the old ones."""
-    if _stays_numpy(new, old):
+    if stays_numpy(new, old):
         return np.array(new, old.dtype, order="C")
     new = jnp.asarray(new).astype(old.dtype)
     if isinstance(old, np.ndarray | jax.core.Tracer) or not old.committed:
@@ -192,7 +158,7 @@ def replace_rows(
     return jnp.concatenate([*before, rows, *after])
 
 
-def _stays_numpy(new, old):
+def stays_numpy(new: Any, old: Any) -> bool:
     """Whether new values of a NumPy array can be one too, which traced values cannot."""
     return isinstance(old, np.ndarray) and not isinstance(new, jax.core.Tracer)
 

@@ -11,7 +11,7 @@ import numpy as np
 from structinit_jax.attention_init import AttentionWeights
 from structinit_jax.attention_init.sites import check_shape, is_concrete
 from structinit_jax.errors import InputError, is_count
-from structinit_jax.interop.entries import check_array, check_entries, unsupported, write_entries
+from structinit_jax.interop.entries import check_array, like, stays_numpy, unsupported
 from structinit_jax.interop.layouts import (
     FIELDS,
     Leaves,
@@ -51,9 +51,8 @@ class PositionTable(NamedTuple):
 class Host:
     """A model's parameters by name, the entries of one stack of attention layers, and their sizes.
 
-    `shapes` holds the shapes of our arrays by path, with a layer axis if the model stacks layers;
-    `blocks` are the prefixes of the blocks around the attention layers. `bias_tables` are the names
-    of the layers' relative position biases, if the model has them.
+    `shapes` holds the shapes of our arrays by path, with a layer axis if the model stacks layers.
+    `bias_tables` are the names of the layers' relative position biases, if the model has them.
     """
 
     def __init__(
@@ -69,7 +68,6 @@ class Host:
             for name, leaf in leaves.items()
             if jnp.issubdtype(getattr(leaf, "dtype", np.int8), np.floating)
         ]
-        self.blocks = stack.blocks
         self.entries = stack.entries(leaves, "attention")
         self._set_sizes(num_heads)
         heads = (self.num_heads, self.head_dim)
@@ -79,7 +77,13 @@ class Host:
         for field in ("query", "key", "value"):
             self.shapes[f"attention/{field}/kernel"] = (*lead, self.width, *heads)
             self.shapes[f"attention/{field}/bias"] = (*lead, *heads)
-        check_entries(leaves, self.entries, self.shapes)
+        for entry in self.entries:
+            check_array("params", entry.name, leaves[entry.name])
+            shape = leaves[entry.name].shape
+            expected = entry.shape([self.shapes[path] for path in entry.paths])
+            if shape != expected:
+                why = f"has shape {shape} where equal layers have {expected}"
+                raise unsupported(entry.name, why)
 
     def _set_sizes(self, num_heads: int | None) -> None:
         layout, attentions = self.stack.layout, self.stack.attentions
@@ -115,7 +119,10 @@ class Host:
     # -- attention ---------------------------------------------------------------------------------
 
     def write_attention(self, weights: AttentionWeights) -> Leaves:
-        """Returns the leaves of the projections that are not None, and zero biases for them."""
+        """Returns the leaves of the projections that are not None, and zero biases for them.
+
+        Other arrays that are fused with them keep their values.
+        """
         ours: dict[str, Any] = {}
         lead = () if self.stack.stacked else (self.num_layers,)
         for field in FIELDS:
@@ -124,13 +131,24 @@ class Host:
                 check_shape(field, kernel, (*lead, *self.shapes[f"{path}/kernel"]))
                 ours[f"{path}/kernel"] = kernel
                 ours[f"{path}/bias"] = np.zeros((*lead, *self.shapes[f"{path}/bias"]), np.float32)
-        return write_entries(self.leaves, self.entries, ours, self.shapes)
+        new = {}
+        for entry in self.entries:
+            if not any(path in ours for path in entry.paths):
+                continue
+            old = self.leaves[entry.name]
+            parts = entry.decode(old, [self.shapes[path] for path in entry.paths])
+            for i, path in enumerate(entry.paths):
+                if path in ours:
+                    array = ours[path] if entry.layer is None else ours[path][entry.layer]
+                    xp = np if stays_numpy(array, old) else jnp
+                    parts[i] = xp.asarray(array).astype(old.dtype)
+            new[entry.name] = like(entry.encode(*parts), old)
+        return new
 
     def require_assumptions(self) -> None:
         """Raises `InputError` if the parameters show that a scheme's maps would not be the model's.
 
-        Those are norms that have been trained, and parameters that change the maps besides the
-        projections and the bias tables, which schemes set.
+        These are trained norms, and parameters that change the maps but that no scheme sets.
         """
         prefixes = tuple(f"{a}." if a else "" for a in self.stack.attentions)
         known = {entry.name for entry in self.entries}
@@ -139,10 +157,11 @@ class Host:
         for name in self.floating:
             inside = name.startswith(prefixes)
             module, _, leaf = name.rpartition(".")
-            blocks = [block for block in self.blocks if name.startswith(block)]
+            blocks = [block for block in self.stack.blocks if name.startswith(block)]
             if blocks and _NORMS.fullmatch(module.removeprefix(blocks[0])):
                 start = {"weight": 1, "scale": 1, "gamma": 1, "bias": 0, "beta": 0}.get(leaf)
-                if start is not None and _differs(self.leaves[name], start):
+                array = self.leaves[name]
+                if start is not None and is_concrete(array) and np.any(np.asarray(array) != start):
                     raise InputError(
                         f"params: {name} is not {start}: schemes need a freshly built model, whose "
                         "norms before attention and MLP start with scale 1 and bias 0"
@@ -216,11 +235,7 @@ class Host:
 
 
 def find_hosts(leaves: Leaves, num_heads: int | None) -> list[Host]:
-    """Finds the stacks of attention layers: one of a ViT or BEiT, one for each stage of a Swin.
-
-    Raises:
-      InputError: No scheme fits this model.
-    """
+    """Finds the stacks of attention layers: one of a ViT or BEiT, one for each stage of a Swin."""
     for pattern, attention in _REFUSED.items():
         for name in filter(pattern.fullmatch, leaves):
             raise unsupported(name, f"belongs to {attention}")
@@ -275,8 +290,3 @@ def _split_rows(name, rows, extra, grid):
             "positions=[N, D] if the model computes its positions from this table"
         )
     return found[0]
-
-
-def _differs(array: Any, value: int) -> bool:
-    """Whether an array has another value; False if its values are not concrete."""
-    return is_concrete(array) and bool(np.any(np.asarray(array) != value))

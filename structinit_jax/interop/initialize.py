@@ -121,14 +121,9 @@ def torch_maps(model: Any, images: Any) -> list[Float[np.ndarray, "B h T T"]]:
     """Records the attention maps that a torch model computes.
 
     It records the result of every softmax over tokens by tokens, also of those inside
-    `scaled_dot_product_attention`. Pass a model that is not compiled.
-
-    Args:
-      model: A `torch.nn.Module`; it is called in evaluation mode.
-      images: Its input, a tensor [B, C, H, W] with normalized channels.
-
-    Returns:
-      The maps in the order in which the model computes them, over all T tokens.
+    `scaled_dot_product_attention`. Pass a `torch.nn.Module` that is not compiled, and its input, a
+    tensor [B, C, H, W] with normalized channels. The model is called in evaluation mode. Returns
+    the maps in the order in which it computes them, over all T tokens.
     """
     import torch
     from torch.nn.attention import SDPBackend, sdpa_kernel

@@ -18,11 +18,10 @@ _NUMBER = re.compile(r"(?<!\d)\d+(?=\.|$)")  # at the end of a part of a name
 
 
 def flatten(params: Any) -> tuple[Leaves, Callable[[Leaves], Any]]:
-    """Flattens a state dict, Linen tree, Equinox or NNX module, or NNX state.
+    """Flattens the `params` of `initialize`.
 
-    Returns:
-      The leaves by name, with dots between the levels ('blocks.0.attn.qkv.weight'), and the
-      function that rebuilds `params` from such a dict.
+    Returns the leaves by name, with dots between the levels ('blocks.0.attn.qkv.weight'), and the
+    function that rebuilds `params` from such a dict.
     """
     if callable(getattr(params, "state_dict", None)):
         raise InputError(
@@ -139,11 +138,7 @@ class Stack(NamedTuple):
 
 
 def find_stack(leaves: Leaves) -> Stack:
-    """Finds the attention layers of a model with a single grid of tokens.
-
-    Raises:
-      InputError: There are no attention layers, or several models that may be the one meant.
-    """
+    """Finds the attention layers of a model with a single grid of tokens."""
     stacks = find_stacks(leaves)
     # A single attention next to a stack of them pools tokens.
     stacks = [stack for stack in stacks if stack.stacked or len(stack.attentions) > 1] or stacks
@@ -166,11 +161,7 @@ def find_stack(leaves: Leaves) -> Stack:
 
 
 def find_stacks(leaves: Leaves) -> list[Stack]:
-    """Finds the stacks of attention layers of all layouts: the towers of a model may differ.
-
-    Raises:
-      InputError: There are none.
-    """
+    """Finds the stacks of attention layers of all layouts: the towers of a model may differ."""
     stacks = [stack for layout in LAYOUTS for stack in _stacks(leaves, layout)]
     if stacks:
         return stacks

@@ -24,10 +24,7 @@ def find_site(
     positions: np.ndarray | jax.Array | None,
     rotations: Any | None,
 ) -> AttentionSite:
-    """Returns the site of a model's attention layers; for the arguments see `initialize`.
-
-    Raises `InputError` if an argument is missing or does not fit the model.
-    """
+    """Returns the site of a model's attention layers; for arguments and errors see `initialize`."""
     if positions is not None and rotations is not None:
         raise InputError("positions and rotations exclude each other: pass one of them")
     host.require_assumptions()
