@@ -63,7 +63,7 @@ def draw_maps(
     title: str,
     path: str | Path,
 ) -> None:
-    """Like `draw_by_offset`, for attention maps of any models, by their names.
+    """Like `draw_by_offset`, for attention maps of any models, by the name of the model.
 
     Average the maps over images, and cut off class and register tokens: the N tokens that are left
     are those of the grid (rows, columns). Raises `InputError` for maps of another grid.
