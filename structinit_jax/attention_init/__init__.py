@@ -8,7 +8,13 @@ a stack of equal layers. The weights have the layout of Flax's kernels:
                          qk_scale=64**-0.5, positions=sincos_positions((14, 14), 192))
     weights = init(jax.random.key(0), site)      # weights.query: [12, 192, 3, 64]
 
-Each kind of site (`sites`) has a module with its schemes; `papers` has those as published.
+Each kind of site has a module with its schemes:
+
+- `AttentionSite`: attention with positions, as in ViT (`tokens`, and `papers` as published).
+- `RotarySite`: attention with rotary positions only (`rotary`).
+- `WindowSite`: attention within windows, as in Swin (`windows`).
+- `TokenMixingSite`: token-mixing MLPs, as in MLP-Mixer (`token_mixing`).
+- `ConvSite`: depthwise convolutions, as in ConvMixer (`convolution`).
 
 Symbols follow the papers: N tokens on a grid, width D, h heads of d = D / h channels, L layers, F
 filters, kernel size f, positions P [N, D], X = LayerNorm(P), σ = d^-1/2, Q and K [D, d] of a head,

@@ -84,7 +84,8 @@ def impulse(
     model's `base_init`. The sizes of the coefficients are solved for: the maps closest to the
     targets at the lowest norm are also those that content disturbs least. The phases of k are
     random and independent for each head. In the first layer, tokens without content have the
-    target mass; content takes some of it.
+    target mass; content takes some of it. In the last layers, a share of `mimetic_layers`, heads
+    attend to similar tokens instead.
     """
     targets, ranges = filter_maps(site, kernel_size, filters, dilation)
     order_rng, place_rng = jax.random.split(rng)

@@ -56,7 +56,9 @@ def impulse(
 
         mean of (H - M)²,   M = softmax(σ X Q Kᵀ Xᵀ),   X = LayerNorm(P) = Z Bᵀ.
 
-    M depends on Q and K only through BᵀQ and BᵀK [r, d], which are solved for once per filter.
+    M depends on Q and K only through BᵀQ and BᵀK [r, d], which are solved for once per filter; each
+    head has a copy of its own, randomly rotated. In the last layers, a share of `mimetic_layers`,
+    heads attend to similar tokens instead.
     """
     # Targets H [F, N, N]; heads of layer l draw from H[start:stop], where start, stop = ranges[l].
     if dilation is None and filters is None:
