@@ -70,14 +70,18 @@ def impulse(
     """Impulse initialization: layers that start as convolutions with one filter per head.
 
     `tokens.impulse` is the method for attention with positions, close to the 2024 paper's. The
-    forms for other sites are our own. None means the default for the site, given below. Invalid
-    values raise `InputError` here, options that do not apply to a site in the returned function.
+    forms for other sites are our own: a `RotarySite` takes all options but `norm`, a `WindowSite`
+    `kernel_size`, `filters`, `dilation`, `target_mass` and `vo_init`, a `TokenMixingSite` the first
+    three of these, and a `ConvSite` only `filters`. None means the site's default, given below.
+    Invalid values raise `InputError` here; options that a site does not take raise it when the
+    returned function is called.
 
     Args:
       kernel_size: Kernel size f of the impulses, odd; by default 3. A `ConvSite` has its own.
       filters: Your own filters instead of impulses: kernels [F, f, f].
-      dilation: Tokens between neighboring offsets, or one number per layer. By default 1, and on
-        large grids with positions more in later layers (`kernels.growing_dilation`).
+      dilation: Distance in tokens between neighboring offsets, one for all layers or one per layer.
+        By default 1, and more in the later layers of attention with positions on a large grid
+        (`kernels.growing_dilation`).
       target_mass: Share of the attention that the solve puts on the target. It sets how sharp the
         maps are, in any model and on any grid. By default 0.2 with positions and 0.5 otherwise.
       norm: Root mean square norm of the columns of Q and K, instead of a target mass.
@@ -196,7 +200,11 @@ def _by_site(
     functions: dict[type, Callable[..., Weights]],
     options: dict[str, Any],
 ) -> AttentionInit:
-    """Returns a scheme's `(rng, site) -> weights`, which calls the function of the site's type."""
+    """Checks the options and returns a scheme's `(rng, site) -> weights`.
+
+    The returned function calls the one for the site's type, without the options that are None, so
+    that its defaults apply.
+    """
     check_fields(scheme, options, "")
     options = {name: value for name, value in options.items() if value is not None}
 

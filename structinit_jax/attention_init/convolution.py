@@ -1,9 +1,9 @@
 """Schemes for the filters of depthwise convolutions (`ConvSite`), as in ConvMixer.
 
 The 2024 paper keeps such filters fixed at their initial values (section 5.5, table 4). GELU comes
-between them and BatchNorm, so their scale matters: it decides how nonlinear a layer is. That of
-`impulse_2024` is the program's, a squared norm of 1/f. `impulse` is our own; the largest value of
-each of its filters is 1.
+between them and BatchNorm, so their scale matters: it decides how nonlinear a layer is. The filters
+of `impulse_2024` have the program's scale, a squared norm of 1/f. `impulse` is our own: its
+impulses have the value 1, and filters of your own keep their scale.
 """
 
 import jax

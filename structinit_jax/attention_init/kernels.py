@@ -1,6 +1,6 @@
 """Convolution kernels, the attention maps that act like them, and their assignment to heads.
 
-Also the random draws, sin-cos encoding and LayerNorm that schemes share.
+The module also has the random draws, sin-cos encoding and LayerNorm that schemes share.
 """
 
 import functools
@@ -53,7 +53,8 @@ def impulse_kernels(kernel_size: int, dilation: int = 1) -> Float[np.ndarray, "F
 def relative_index(grid: tuple[int, int]) -> Int[np.ndarray, "N N"]:
     """Returns the row of a relative position bias table for each query i and key j, row-major.
 
-    As in timm, the row is (dy + rows - 1) (2 cols - 1) + dx + cols - 1, (dy, dx) query minus key.
+    As in timm, the row is (dy + rows - 1) (2 cols - 1) + dx + cols - 1, where (dy, dx) is the
+    position of the query minus that of the key.
     """
     rows, cols = grid
     y, x = np.divmod(np.arange(rows * cols), cols)
@@ -100,8 +101,8 @@ def filter_kernels(
 ) -> tuple[Float[np.ndarray, "F R C"], tuple[tuple[int, int], ...]]:
     """Returns the distinct kernels of all layers, and the range (start, stop) that each layer uses.
 
-    They are impulses unless `filters` are given, on R = 2 rows - 1 by C = 2 cols - 1 offsets.
-    Raises `InputError` for even sizes, negative values or a wrong number of dilations.
+    The kernels are impulses unless `filters` are given, and have R = 2 rows - 1 by C = 2 cols - 1
+    offsets. Raises `InputError` for even sizes, negative values or a wrong number of dilations.
     """
     if filters is not None:
         kernels = np.asarray(filters, np.float32)
@@ -129,7 +130,10 @@ def filter_maps(
     filters: FilterArray | None = None,
     dilation: Dilation = 1,
 ) -> tuple[Float[np.ndarray, "F N N"], tuple[tuple[int, int], ...]]:
-    """Like `filter_kernels`, but returns target maps H; a filter must also fit the grid."""
+    """Like `filter_kernels`, but returns target maps H instead of kernels.
+
+    Raises `InputError` also if a filter does not fit the grid.
+    """
     rows, cols = site.grid
     if filters is not None and np.shape(filters)[1] > 2 * max(site.grid) - 1:
         raise InputError(
@@ -189,7 +193,7 @@ def assign_by_layer(
 
 
 def random_rotations(rng: PRNGKeyArray, shape: tuple[int, ...]) -> Float[Array, "*batch m n"]:
-    """Draws matrices with orthonormal columns (m ≥ n), so that equal maps differ in weights."""
+    """Draws matrices with orthonormal columns (m ≥ n), by which heads with equal maps differ."""
     return jnp.linalg.qr(draw_flat(jax.random.normal, rng, shape))[0]
 
 

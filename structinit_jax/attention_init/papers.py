@@ -112,7 +112,7 @@ def optimize_2024(
     qk_scale: float,
     max_steps: int,
 ) -> tuple[Float[Array, "D h d"], Float[Array, "D h d"], SolveReport]:
-    """Returns Q, K and a report for one layer after `max_steps` from the initial values of Q and K.
+    """Returns Q, K and a report for one layer, after `max_steps` of Adam from `start`, (Q, K).
 
     Before steps 0, 100, 200, …, every column of Q (norm over D) and every row of K (norm over d) is
     rescaled to n, the mean column norm of Q at the start. Hence ‖Q‖ = n d^1/2, but ‖K‖ = n D^1/2.
@@ -236,7 +236,7 @@ def mimetic(
 ) -> AttentionWeights:
     """Trockman & Kolter (2023): Q Kᵀ = 0.7 U + 0.7 I per head and V Proj ≈ -0.4 I, by SVD.
 
-    The programs of both papers store the factors of V Proj untransposed as PyTorch weights, which
+    The programs of 2024 and 2025 store the factors of V Proj untransposed as PyTorch weights, which
     makes heads equally strong; so does this function.
     """
     positions = None
@@ -255,8 +255,9 @@ def mimetic_vo(
 ) -> tuple[Float[Array, "L D h d"], Float[Array, "L h d D"]]:
     """Returns V and projection from the factors of A Bᵀ = 0.4 U - 0.4 I over all heads of a layer.
 
-    V = A and Proj = Bᵀ, in which heads are sorted by singular values, the strongest first; or
-    transposed V = Aᵀ and Proj = B. Raises `InputError` if heads have more channels than the model.
+    V = A and Proj = Bᵀ, in which heads are sorted by singular values, the strongest first. If
+    `transposed`, V = Aᵀ and Proj = B, in which heads are equally strong. Raises `InputError` if the
+    heads together have more channels than the model.
     """
     layers, width, heads = site.num_layers, site.width, (site.num_heads, site.head_dim)
     inner = heads[0] * heads[1]

@@ -81,11 +81,11 @@ def impulse(
 
     The bias of the patch embedding gives all tokens a common vector of as many entries +1 as -1.
     Query and key map it to the vectors q and k of each head; on all other input they act as the
-    model's `base_init`. The sizes of the coefficients are solved for: the maps closest to the
-    targets at the lowest norm are also those that content disturbs least. The phases of k are
-    random and independent for each head. In the first layer, tokens without content have the
-    target mass; content takes some of it. In the last layers, a share of `mimetic_layers`, heads
-    attend to similar tokens instead.
+    model's `base_init`. The coefficients are solved for: maps that are closest to the targets at
+    the lowest norm are also the least disturbed by content. The phases of k are random and
+    independent for each head. In the first layer, tokens without content have the target mass;
+    content takes some of it. In the last layers, a share of `mimetic_layers`, heads attend to
+    similar tokens instead.
     """
     targets, ranges = filter_maps(site, kernel_size, filters, dilation)
     order_rng, place_rng = jax.random.split(rng)

@@ -76,7 +76,10 @@ class AttentionSite(_Site):
             )
 
     def require_positions(self) -> np.ndarray | jax.Array:
-        """Returns usable positions, as NumPy if they are concrete; else raises `InputError`."""
+        """Returns the positions, as NumPy if they are concrete.
+
+        Raises `InputError` if there are none, or if they are equal for all tokens or not finite.
+        """
         if self.positions is None:
             raise InputError(
                 "AttentionSite.positions=None: this scheme solves for attention to positions; pass "

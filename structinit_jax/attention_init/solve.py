@@ -181,7 +181,7 @@ def minimize(
 
 
 def overlap(targets: Float[Array, "F n m"], maps: Float[Array, "F n m"]) -> Float[Array, " F"]:
-    """Returns the attention mass on target, Σ min(H, M), averaged over the rows with a target."""
+    """Returns the attention mass Σ min(H, M) on each target, averaged over rows with a target."""
     rows = jnp.sum(targets.max(axis=-1) > 0, axis=-1, dtype=jnp.float32)
     return jnp.sum(jnp.minimum(targets, maps), axis=(1, 2)) / jnp.maximum(rows, 1)
 

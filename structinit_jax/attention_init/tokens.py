@@ -138,9 +138,9 @@ def add_similar_layers(
     """Appends Q and K of the last layers, up to the site's L, whose heads attend to similar tokens.
 
     As in `mimetic`, but without its SVD: Q Kᵀ = W Wᵀ A projects A = 0.7 U + 0.7 I onto d
-    orthonormal columns W close to its leading singular vectors. They come from four subspace
-    iterations, which keep 93 to 98 % of the energy that the SVD keeps at widths 96 to 768; the SVDs
-    of half of ViT-B take half a minute on a CPU.
+    orthonormal columns W close to its leading singular vectors. These columns come from four
+    subspace iterations, which keep 93 to 98 % of the energy that the SVD keeps at widths 96 to 768;
+    the SVDs of half of ViT-B take half a minute on a CPU.
     """
     num_similar = site.num_layers - len(query)
     if not num_similar:
@@ -175,8 +175,9 @@ def value_and_projection(
     """Returns V = c (I - U / 2) Π and Proj = -c Πᵀ (I - U' / 2), so V Proj ≈ -0.4 (I - noise).
 
     c² = 0.4, U and U' are uniform noise as in `mimetic`, and the permutation Π distributes the
-    channels over the heads: some are left out or used twice unless h d = D. V ignores inputs, and
-    Proj has no outputs, in the span of the orthonormal `kept`. 'default' returns None for both.
+    channels over the heads: some are left out or used twice unless h d = D. With an orthonormal
+    basis `kept`, V ignores inputs in its span, and Proj has no outputs there. Both are None, which
+    leaves the model's own, if `vo_init` is 'default'.
     """
     if vo_init == "default":
         return None, None

@@ -48,8 +48,8 @@ def impulse(
     deviation of about 0.02² D. With a target mass of 0.5, the blocks of Swin-T average 0.48 to
     0.50. Rows with the whole kernel inside the window have exactly the target mass; an impulse
     without its neighbor leaves the row uniform. The mask of a shifted block leaves fewer tokens in
-    a row, so the target gets more of it. Kernels without an offset inside the window are not
-    assigned to heads. The report describes the bias maps of all others.
+    a row, so the target gets more of the attention. Kernels without an offset inside the window are
+    not assigned to heads. The report describes the bias maps of all other kernels.
     """
     kernels, ranges = filter_kernels(site, kernel_size, filters, dilation)
     fits = kernels.sum(axis=(1, 2)) > 0
