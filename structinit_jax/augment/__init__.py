@@ -76,9 +76,13 @@ def make_augment(
     devices. The function returns normalized float32 images and targets, and raises `InputError` if
     `mix_group` does not divide the batch.
 
-    `mean` and `std` are per channel, of pixels scaled to [0, 1]. `label_smoothing` is the share of
-    each target that is spread evenly over all classes. The batch is sharded over all axes of
-    `mesh`; without one, it is on a single device.
+    Args:
+      config: The section `config.augment`, with the fields of `AugmentConfig`.
+      num_classes: Number of classes.
+      mean: Mean of each channel, of pixels scaled to [0, 1].
+      std: Standard deviation of each channel, likewise.
+      label_smoothing: Share of each target that is spread evenly over all classes.
+      mesh: Devices over which the batch is sharded, along all axes. None for a single device.
     """
 
     def change_pixels(rng, index, images):

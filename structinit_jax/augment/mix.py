@@ -48,12 +48,18 @@ def mix(
 ) -> tuple[Float[Array, "B H W C"], Float[Array, "B classes"]]:
     """Mixes each image and its target with a partner's.
 
-    `group` consecutive images, a divisor of B or 0 for the whole batch, share one λ and one box.
-    Within a group, the first image is mixed with the last, the second with the last but one, and so
-    on. With `group=1`, partners are found as in a group of the whole batch.
+    Consecutive images form groups that share one λ and one box. If mixup and cutmix are both
+    enabled, a group uses either with equal probability. Within a group, the first image is mixed
+    with the last, the second with the last but one, and so on.
 
-    `mixup` and `cutmix` are the α of each one's λ ~ Beta(α, α), or 0 to disable it. If both are
-    enabled, a group uses either with equal probability.
+    Args:
+      rng: A random key for the whole batch.
+      images: Images, normalized or not.
+      targets: Class probabilities.
+      mixup: α of mixup's λ ~ Beta(α, α); 0 disables mixup.
+      cutmix: α of cutmix's λ; 0 disables cutmix.
+      group: Number of images per group, a divisor of B; 0 is the whole batch. With 1, each image
+        has its own λ and box, and partners are found as in a group of the whole batch.
     """
     B, H, W, _ = images.shape
     size = group or B

@@ -76,8 +76,8 @@ def parse(text: str) -> Policy:
     """Parses a policy string of timm, such as 'rand-m9-mstd0.5-inc1'.
 
     Raises:
-      InputError: The string is malformed, or it has what is not supported: timm's 'p', 'mmax' and
-        't', and an 'mstd' above 100, which means uniform magnitudes there.
+      InputError: The string is malformed or not supported: timm's keys 'p', 'mmax' and 't', and an
+        'mstd' above 100, which means uniform magnitudes in timm.
     """
     if _PATTERN.fullmatch(text):
         fields = {}
@@ -154,9 +154,9 @@ def operation_arguments(
 def apply_operations(
     images: UInt8[Array, "B H W C"], drawn: DrawnOperations, fill: tuple[int, ...]
 ) -> UInt8[Array, "B H W C"]:
-    """Applies to each image, of one or three channels, its `n` operations in sequence.
+    """Applies the `n` operations drawn for each image, of one or three channels, in sequence.
 
-    Fields of `drawn` are `[B, n]`. Outside of the image, warps show `fill`, a value per channel.
+    The fields of `drawn` are [B, n]. Outside the image, warps show `fill`, one value per channel.
     """
 
     def apply(images, drawn):

@@ -48,11 +48,16 @@ def create_model(
 ) -> nnx.Module:
     """Builds a model with its default initial values, drawn from the `params` stream of `rngs`.
 
-    The options are `config.model`: the `name` of the family and fields of its `Config`. The size of
-    the images in pixels is `image_size`, or if it is None that of the options. Raises `InputError`
-    if the model is unknown or its sizes do not fit each other.
-
     `model.initialize_attention(scheme, rng)` then writes a scheme's values into the model.
+
+    Args:
+      options: The section `config.model`: the `name` of the family and fields of its `Config`.
+      image_size: Height and width of the images in pixels. None takes the options' `image_size`.
+      channels: Number of channels of the images.
+      rngs: Random streams.
+
+    Raises:
+      InputError: The model is unknown, or its sizes do not fit each other.
     """
     options = dict(options)
     name = options.pop("name")

@@ -128,7 +128,7 @@ def _attend_forward(query, key, value, bias):
 
 
 def _logits(query, key, bias):
-    """Logits [B, h, N, M] in float32 of queries and keys [B, h, N, d]."""
+    """Returns float32 logits [B, h, N, M] of queries [B, h, N, d] and keys [B, h, M, d]."""
     logits = jnp.einsum("bhnd,bhmd->bhnm", query, key, preferred_element_type=jnp.float32)
     logits = logits * query.shape[-1] ** -0.5
     return logits if bias is None else logits + bias

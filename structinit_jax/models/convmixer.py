@@ -130,9 +130,9 @@ class ConvMixerBlock(nnx.Module):
 
 
 class DepthwiseConv(nnx.Module):
-    """One f × f filter and a bias for each channel, zero-padded like PyTorch's 'same'.
+    """A convolution with one f × f filter and bias per channel, zero-padded like PyTorch's 'same'.
 
-    Not `nnx.Conv`, since kernel [f, f, D] and bias may each be a `FixedWeight`.
+    It is not `nnx.Conv`, since its kernel [f, f, D] and its bias may be `FixedWeight`s.
     """
 
     def __init__(self, width: int, kernel_size: int, *, fixed: bool, dtype, rngs: nnx.Rngs):
@@ -185,7 +185,7 @@ def _add_shifted(x, kernel):
 class BatchNorm(nnx.Module):
     """PyTorch's BatchNorm2d: momentum 0.1, epsilon 1e-5, computed in float32.
 
-    Not `nnx.BatchNorm`, which records the biased variance; PyTorch records the unbiased one.
+    It is not `nnx.BatchNorm`, which records the biased variance; PyTorch records the unbiased one.
     """
 
     momentum = 0.1

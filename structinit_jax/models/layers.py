@@ -1,7 +1,7 @@
 """Layers that the model families share, with timm's conventions.
 
-These are exact (erf) GELU and LayerNorm with epsilon 1e-6. `dtype` is the type of the computation;
-parameters are float32. Their initial values come from the `params` stream of `rngs`.
+The conventions are an exact (erf) GELU and a LayerNorm with epsilon 1e-6. `dtype` is the type of
+the computation; parameters are float32 and drawn from the `params` stream of `rngs`.
 """
 
 import functools
@@ -30,7 +30,8 @@ RESIDUAL = "residual"
 def gelu(x: Float[Array, "..."]) -> Float[Array, "..."]:
     """Exact GELU, x Φ(x), computed in float32.
 
-    `jax.nn.gelu` is written with erfc. On CPUs, a training step of ViT-Ti/16 then takes 4 % longer.
+    `jax.nn.gelu` is written with erfc, with which a training step of ViT-Ti/16 takes 4 % longer on
+    CPUs.
     """
     wide = x.astype(jnp.float32)
     return (wide * (0.5 + 0.5 * jax.lax.erf(wide * 0.5**0.5))).astype(x.dtype)
@@ -70,7 +71,7 @@ BASE_INITS: dict[str, LinearInit] = {"timm": timm_init, "pytorch": pytorch_init}
 def drop_path(x: Float[Array, "B *rest"], rate: Float[Array, ""] | None, rng: Rng) -> Array:
     """Drops the residual branch of whole examples (stochastic depth, Huang et al. 2016).
 
-    Identity without `rate` or `rng`.
+    Without a rate or a random key, nothing is dropped.
     """
     if rate is None or rng is None:
         return x
@@ -98,8 +99,8 @@ def layer_norm(width: int, *, dtype, rngs: nnx.Rngs, epsilon: float = 1e-6) -> n
 class PatchEmbedding(nnx.Module):
     """Maps each p × p patch to a token, like a convolution of size and stride p.
 
-    A matrix product rather than `nnx.Conv`: its gradient is deterministic on GPUs, whereas cuDNN's
-    need not be. It starts like PyTorch's Conv2d, as in timm.
+    It is a matrix product rather than `nnx.Conv`: the product's gradient is deterministic on GPUs,
+    whereas cuDNN's need not be. Its initial values are those of PyTorch's Conv2d, as in timm.
     """
 
     def __init__(self, patch_size: int, channels: int, width: int, *, dtype, rngs: nnx.Rngs):

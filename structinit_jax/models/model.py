@@ -86,10 +86,14 @@ class Model(nnx.Module):
     A family defines `Config`, `_make_layers`, `sites` and `__call__`. A class of your own may
     instead define a constructor and a static method `default_config`, in place of the first two.
 
-    The constructor takes the fields of `Config` and the number of `channels` of the input. Initial
-    weights are drawn from the `params` stream of `rngs`, those of the stacks by the scheme
-    `attention_init`, if there is one. Raises `InputError` if a field is invalid, or if the sizes or
-    the scheme do not fit.
+    Args:
+      channels: Number of channels of the images.
+      attention_init: Scheme for the initial weights of the stacks. None keeps the family's own.
+      rngs: Random streams. Initial weights are drawn from the stream `params`.
+      **fields: Fields of `Config`.
+
+    Raises:
+      InputError: A field is invalid, or the sizes or the scheme do not fit.
     """
 
     Config: ClassVar[type[ModelConfig]]
@@ -224,9 +228,11 @@ def run_stack(
     A block is called as `block(x, drop_path_rate=..., rng=..., **options) -> (x, intermediates)`,
     with None as the rate if all are zero. It may update its `nnx.BatchStat` variables in training.
     `cycle` holds static arguments of successive blocks, repeated along the stack; a step of the
-    scan runs one cycle. `config.remat` says what a step keeps for the gradient rather than
-    recompute: 'none' what is costly to compute, 'dots' the outputs of linear layers, 'full' only
-    its input; 'auto' is 'none' here, and training tries all. Intermediates get a layer axis first.
+    scan runs one cycle. In the results, intermediates have a leading layer axis.
+
+    `config.remat` says what a step keeps for the gradient instead of recomputing it: 'none' keeps
+    what is costly to compute, 'dots' the outputs of linear layers, and 'full' only the step's
+    input. 'auto' is 'none' here; training tries all three (`training.setup`).
     """
     depth, period = len(drop_path_rates), len(cycle)
     whole = depth - depth % period  # blocks in whole cycles
@@ -269,7 +275,10 @@ def run_stack(
 
 
 def weight_spec(shape: tuple[int, ...], parts: int) -> PartitionSpec:
-    """Returns the spec that shards a large array along its longest axis that `parts` divides."""
+    """Returns the spec that shards an array along its longest axis that `parts` divides.
+
+    Small arrays, and those without such an axis, are replicated.
+    """
     axes = [axis for axis, size in enumerate(shape) if size % parts == 0]
     if parts == 1 or not axes or math.prod(shape) < MIN_SIZE_TO_SHARD:
         return PartitionSpec()

@@ -175,7 +175,7 @@ class SwinStage(nnx.Module):
 
 
 class PatchMerging(nnx.Module):
-    """Concatenates the channels of 2×2 neighbors, then a norm and a linear layer to 2 D channels.
+    """Concatenates the channels of 2×2 neighbors, normalizes them, and maps 4 D to 2 D channels.
 
     A grid with an odd side is padded with zeros.
     """
@@ -215,7 +215,7 @@ class SwinBlock(Block):
         return y, {name: m.reshape(batch, -1, *m.shape[1:]) for name, m in maps.items()}
 
     def _bias(self, grid, shift, batch):
-        """[1, h, n, n], or with the mask of a shift [B W, h, n, n]."""
+        """Returns the bias of the logits, [1, h, n, n], or with a shift's mask [B W, h, n, n]."""
         bias = spread_bias(self.relative_position_bias[...], self.window)[None]
         if shift == UNSHIFTED:
             return bias
@@ -262,7 +262,8 @@ def shift_mask(grid: Sides, window: Sides, shift: Sides) -> Float[np.ndarray, "W
 def spread_bias(table: Float[Array, "R h"], window: Sides) -> Float[Array, "h n n"]:
     """Returns `table[relative_index(window)]`, the bias of each query and key, heads first.
 
-    By slices, since the gradient of indexing is a scatter, which adds in no fixed order on GPUs.
+    It takes slices, since the gradient of indexing is a scatter, which adds in no fixed order on
+    GPUs.
     """
     rows, cols = window
     x = table.reshape(2 * rows - 1, 2 * cols - 1, -1)
