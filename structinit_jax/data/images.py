@@ -14,7 +14,7 @@ from PIL import ExifTags, Image, UnidentifiedImageError
 from structinit_jax.errors import InputError
 
 PIL_MODES = {1: "L", 3: "RGB"}
-# JPEG color spaces that libjpeg-turbo decodes as Pillow does, and to what.
+# JPEG color spaces that libjpeg-turbo decodes as Pillow does, and what they are decoded to.
 JPEG_SPACES = {"Gray": "GRAY", "YCbCr": "RGB", "RGB": "RGB"}
 MAX_EXIF_START = 65_536  # bytes into a JPEG; searching all of it takes longer
 TRANSPOSED = (5, 6, 7, 8)  # EXIF orientations that exchange height and width
@@ -95,7 +95,7 @@ class StoredImage:
         try:
             pixels = simplejpeg.decode_jpeg(self._data, space, **scale)
         except ValueError:
-            # It stops at the first warning. Pillow goes on, but refuses a truncated file.
+            # simplejpeg stops at the first warning. Pillow goes on, but refuses a truncated file.
             return self._pixels
         if pixels.shape[-1] != self._channels:
             pixels = from_pillow(to_pillow(pixels), self._channels)

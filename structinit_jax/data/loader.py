@@ -96,10 +96,10 @@ class Loader(abc.ABC):
     ) -> Iterator[Batch]:
         """Yields the batches of the steps from `start_step` (counted from 0) to `num_steps - 1`.
 
-        A batch is `{"image": uint8 [B, H, W, C], "label": int32 [B]}`, and the number of devices,
-        over which it is split, divides B. For `repeats` see `stream_indices`. With
-        `drop_remainder`, each epoch ends after its last whole batch; otherwise a batch may straddle
-        two epochs.
+        A batch is `{"image": uint8 [B, H, W, C], "label": int32 [B]}`, split over the devices. The
+        batch size B is global, and a multiple of their number. For `repeats` see `stream_indices`.
+        With `drop_remainder`, each epoch ends after its last whole batch; otherwise a batch may
+        straddle two epochs.
         """
         length = len(self) - (len(self) % batch_size if drop_remainder else 0)
 
@@ -133,8 +133,9 @@ def make_loader(
 ) -> Loader:
     """Makes the loader of a split, in device memory if the split takes less than 2 GB.
 
-    Images are cropped to `image_size` pixels each way by `resize_and_center_crop`, or else by
-    `random_crop`, which keeps none in device memory. Batches are split over all axes of the mesh.
+    Images are cropped to `image_size` pixels each way, by `random_crop` if it is given, else by
+    `resize_and_center_crop` with `crop_fraction`. With random crops, no split is kept in device
+    memory. Batches are split over all axes of the mesh.
     """
     if random_crop is None and bytes_on_device(len(source), image_size, source.info.channels):
         return DeviceLoader(*decode_all(source, image_size, crop_fraction), mesh)

@@ -58,9 +58,9 @@ def open_digits() -> Dataset:
 def open_fashion_mnist(data_dir: Folder) -> Dataset:
     """Opens Fashion-MNIST (Xiao et al. 2017): 70,000 28x28 gray images of clothes.
 
-    `data_dir` is the folder of the four original files, by default `fashion_mnist` in that of TFDS.
-    Missing files are downloaded to it. Raises `InputError` if one cannot be read or downloaded, or
-    is not the original.
+    `data_dir` is the folder of the four original files, by default `fashion_mnist` in TFDS's
+    folder. Missing files are downloaded to it. Raises `InputError` if a file cannot be read or
+    downloaded, or is not the original.
     """
     root = os.environ.get("TFDS_DATA_DIR") or "~/tensorflow_datasets"
     folder = Path(data_dir or Path(root, "fashion_mnist").expanduser())
@@ -83,7 +83,7 @@ def open_fashion_mnist(data_dir: Folder) -> Dataset:
 
 
 def _in_order(split, indices, images, labels):
-    """Returns records in a fixed order that mixes the classes: that of a set that TFDS prepares."""
+    """Returns records in the order of a data set prepared by TFDS, which mixes the classes."""
 
     def checksum(index):
         return hashlib.md5(f"{split}{index}".encode(), usedforsecurity=False).digest()

@@ -40,8 +40,9 @@ class Records(Protocol):
 
     An example is a dict with an "image" (encoded bytes, the path of a file, or uint8 pixels [h, w,
     C]), a "label" (an integer), and optionally a "file_name" for messages. The optional method
-    `__getitems__(indices)` reads many examples at once. The optional attribute `names` (a name for
-    each example, in bytes) says that reading a record reads no image, and is part of the `digest`.
+    `__getitems__(indices)` reads many examples at once. A class with the attribute `names`, a list
+    of `bytes` with a name for each example, promises that reading a record reads no image; the
+    names are part of the `digest`.
     """
 
     def __len__(self) -> int: ...
@@ -154,8 +155,8 @@ class Dataset:
 
     name: str  # in messages
     info: DatasetInfo
-    class_names: Sequence[str]
-    open_split: Callable[[str], Records]
+    class_names: Sequence[str]  # by label
+    open_split: Callable[[str], Records]  # by the name of the split
 
     @classmethod
     def from_records(
@@ -217,8 +218,8 @@ def parse_split(spec: str, info: DatasetInfo, field: str) -> list[tuple[str, ran
     """Parses a split in TFDS syntax, for example `train[10%:]` or `train[:2000]+test`.
 
     Returns the name of a split and the indices in it, for each term of the sum. Percentages are
-    rounded as TFDS rounds them. Its slices in shards are not supported, because their number
-    depends on who prepared the set.
+    rounded as TFDS rounds them. TFDS's slices in shards are not supported, because the number of
+    shards depends on who prepared the set.
 
     Raises `InputError` if `spec`, which the config field `field` holds, is malformed, empty or
     names an unknown split.
@@ -255,7 +256,7 @@ def parse_split(spec: str, info: DatasetInfo, field: str) -> list[tuple[str, ran
 
 
 def split_size(spec: str, info: DatasetInfo, field: str) -> int:
-    """Returns the number of examples in a split, see `parse_split`."""
+    """Returns the number of examples in a split; for arguments and errors see `parse_split`."""
     return sum(len(part) for _, part in parse_split(spec, info, field))
 
 
@@ -271,9 +272,9 @@ def check_classes(info: DatasetInfo, num_classes: int) -> None:
 def digest(source: ImageSource, class_names: Sequence[str]) -> str:
     """Returns a checksum of a split, by which changed data are noticed without reading images.
 
-    It covers number and order of the examples, the names of the classes, and those names and labels
-    of examples that are known without reading images, which are those of image folders and lists.
-    An image folder may be moved.
+    It covers the number and order of the examples and the names of the classes. For image folders
+    and lists, whose labels are known without reading images, it also covers the labels, and for
+    folders the paths below the split, so that a folder may be moved.
     """
     found = hashlib.sha256(source.rows.tobytes() + json.dumps(list(class_names)).encode())
     for part in source.parts:
