@@ -4,10 +4,10 @@ A checkpoint is a folder `STEP/`, on a disk or in object storage:
 
 - `state/`: the training state, of which each process writes the shards on its devices (Orbax);
 - `index_0.json`: checksums of the files of `state/`, since Orbax restores flipped bytes without an
-  error. In object storage process K writes those of its own files to `index_K.json`;
+  error. In object storage process K writes the checksums of its own files to `index_K.json`;
 - `run.json`: the config, the data and the accuracy. It is written last.
 
-Both JSON files end with their own checksum. A checkpoint is intact if all files are there and match
+The JSON files end with their own checksums. A checkpoint is intact if all files are there and match
 their checksums. Others are skipped, so after a kill at any moment the earlier checkpoints are used.
 
 Orbax 0.12.8 writes to disks and gs:// only. For object storage each process stages its shards in
@@ -52,7 +52,8 @@ class Checkpoints:
     """The checkpoints of a run that is being trained: the newest `keep`, and the best one.
 
     Damaged checkpoints are reported and not used; those that a kill left unfinished are deleted,
-    unless their folder holds other files too. `latest_step` is that of the newest one, or None.
+    unless their folder holds other files too. `latest_step` is the step of the newest checkpoint,
+    or None if there is none.
     """
 
     def __init__(self, directory: epath.PathLike, keep: int):
@@ -260,7 +261,10 @@ def _shapes_by_name(tree) -> dict[str, str]:
 
 
 def _find_best(runs: dict[int, dict[str, Any]]) -> int | None:
-    """Returns the newest step of the highest accuracy on the images that were evaluated last."""
+    """Returns the step of the highest accuracy on the images that were evaluated last.
+
+    Of equal accuracies, the newest step counts.
+    """
     measured = [step for step in sorted(runs, reverse=True) if runs[step]["accuracy"] is not None]
     comparable = [s for s in measured if runs[s]["evaluation"] == runs[measured[0]]["evaluation"]]
     return max(comparable, key=lambda step: runs[step]["accuracy"], default=None)

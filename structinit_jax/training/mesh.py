@@ -39,7 +39,7 @@ def replicated(mesh: Mesh) -> NamedSharding:
 
 
 def shard(mesh: Mesh, abstract_state: Any) -> Any:
-    """Adds a sharding to every `ShapeDtypeStruct` of a `TrainState`, or dict of some of its fields.
+    """Adds a sharding to each `ShapeDtypeStruct` of a `TrainState` or a dict of some of its fields.
 
     Arrays are sharded over 'fsdp' by `models.model.weight_spec`; an array of stacked blocks is
     sharded like that of one block. The model state is replicated.

@@ -56,9 +56,10 @@ def average(steps: Mapping[int, dict[str, Any]]) -> dict[str, float]:
 class MetricsLog:
     """Appends metrics to `metrics.jsonl` and to a TensorBoard event file in `tensorboard/`.
 
-    Only the first process writes. Lines of steps after `start_step`, left by a killed run, are
-    removed because these steps run again; with 0, all lines are removed. tensorboardX's
-    SummaryWriter is not used: its thread dies on a full disk, and then its queue blocks the loop.
+    Only the first process writes. `start_step` is the step that the run resumes from, or 0. Lines
+    of later steps, left by a killed run, are removed because these steps run again; with 0, all
+    lines are removed. tensorboardX's SummaryWriter is not used: its thread dies on a full disk, and
+    then its queue blocks the loop.
     """
 
     def __init__(self, workdir: epath.PathLike, start_step: int):
@@ -174,10 +175,11 @@ def format_duration(seconds: float) -> str:
 
 
 class StepTrace:
-    """Records a JAX profiler trace of four steps on the first process, unless `first_step` is None.
+    """Records a JAX profiler trace of four steps on the first process.
 
-    The directory receives `plugins/profile/<time>/` with files for XProf and Perfetto.
-    clu.periodic_actions.Profile would import TensorFlow, and writes no Perfetto file.
+    The first of them is `first_step`; None records no trace. The directory receives
+    `plugins/profile/<time>/` with files for XProf and Perfetto. clu.periodic_actions.Profile would
+    import TensorFlow, and writes no Perfetto file.
     """
 
     def __init__(self, directory: epath.PathLike, first_step: int | None):

@@ -30,11 +30,11 @@ class Schedule(NamedTuple):
 def make_schedule(
     num_examples: int, fields: Mapping[str, Any], *, drop_remainder: bool
 ) -> Schedule:
-    """Converts the epochs of a config to steps.
+    """Converts the epochs of a config to steps, for a training split of `num_examples`.
 
-    `fields` are those of the config; the schedule gets the ones that its parameters name. With
-    `drop_remainder`, each epoch leaves out its last partial batch; raises `InputError` if it has no
-    whole one.
+    `fields` are the fields of the config, of which the schedule gets those that its parameters
+    name. With `drop_remainder`, each epoch leaves out its last partial batch. Raises `InputError`
+    if this leaves no batch.
     """
     batch_size, num_epochs = fields["batch_size"], fields["num_epochs"]
     if drop_remainder:
@@ -139,8 +139,9 @@ def adamw(
 ) -> optax.GradientTransformation:
     """AdamW (Loshchilov & Hutter 2019) as ViT recipes use it.
 
-    Gradients are clipped by their global norm, and weight decay applies to matrices only. Without
-    clipping its place in the optimizer state stays, so that it can be enabled on resume.
+    Gradients are clipped by their global norm, and weight decay applies to matrices only. A
+    `clip_norm` of 0 disables clipping, but keeps its place in the optimizer state, so that it can
+    be enabled on resume.
     """
     return optax.chain(
         optax.clip_by_global_norm(clip_norm) if clip_norm else optax.identity(),
@@ -167,7 +168,7 @@ def make_optimizer(
 ) -> optax.GradientTransformation:
     """Returns the optimizer that `config.optimizer` names, or raises `InputError`.
 
-    It gets the fields of the config that its parameters name.
+    The optimizer gets the fields of the config that its parameters name.
     """
     build = find(name, OPTIMIZERS, "optimizer")
     return _call(build, fields, learning_rate=learning_rate)
@@ -182,7 +183,7 @@ def _call(build: Callable, fields: Mapping[str, Any], **arguments) -> Any:
 def decay_mask(params: Any) -> Any:
     """Marks the weights that weight decay applies to: kernels, not biases, norms or positions.
 
-    Goes by name rather than rank, since the biases of stacked layers have two axes.
+    It goes by name rather than rank, since the biases of stacked layers have two axes.
     """
     return jax.tree_util.tree_map_with_path(
         lambda path, _: jax.tree_util.keystr(path[-1:], simple=True) == "kernel", params

@@ -36,9 +36,10 @@ def changes(old: Mapping[str, Any], config: ConfigDict) -> dict[str, tuple[Any, 
 def check(run: Mapping[str, Any], config: ConfigDict, data_digest: str, place: str) -> list[str]:
     """Checks that a config and its data continue a run; lists changed fields, one line each.
 
-    `run` is the JSON object of the checkpoint, and `place` names it in messages, for example 'step
-    400 in /tmp/digits'. `data_digest` is the `data.source.digest` of the current training split.
-    Raises `InputError` if the data or a field that must not change on resume have changed.
+    `run` is the JSON object of the checkpoint, with its 'config' and 'data_digest'. `place` names
+    the checkpoint in messages, for example 'step 400 in /tmp/digits'. `data_digest` is the
+    `data.source.digest` of the current training split. Raises `InputError` if the data have
+    changed, or a field that must not change on resume.
     """
     changed = changes(run["config"], config)
     if refused := [_line(field, *pair) for field, pair in changed.items() if _fixed(field, *pair)]:

@@ -63,8 +63,8 @@ def abstract_model(
 ) -> AbstractModel:
     """Builds the model of a config, with changed fields, without allocating arrays.
 
-    `model` and `data` are the sections of the config, and `changes` replace fields of `model`.
-    Raises `InputError` if these do not fit together.
+    `model` and `data` are these sections of the config, and `changes` replace fields of `model`.
+    Raises `InputError` if the fields do not fit together.
     """
 
     def build(rng):
@@ -96,10 +96,11 @@ def check_attention_init(scheme: AttentionInit, model: AbstractModel) -> None:
 def initialize_model(
     model: AbstractModel, scheme: AttentionInit, seed: int, start_from: str = "", name: str = ""
 ) -> tuple[dict, dict, dict[str, float]]:
-    """Initializes a model and prints the cost and quality of the solve.
+    """Initializes a model, and prints the scheme's `name` with the cost and quality of its solve.
 
-    If `start_from` is set, all weights but the head are selected from this file instead (Xu et al.
-    2024, "Initializing Models with Larger Ones"). Raises `InputError` if they do not fit the model.
+    If `start_from` is set, all weights but the head are selected from this safetensors file instead
+    (Xu et al. 2024, "Initializing Models with Larger Ones"). Raises `InputError` if they do not fit
+    the model.
 
     Returns:
       Parameters, model state and metrics: 'init/seconds', 'init/compile_seconds', and for a scheme

@@ -45,7 +45,8 @@ def make_train_step(
     'learning_rate', 'gradient_norm' and 'finite': whether the new state has no NaN or infinity.
 
     `loss` maps logits and targets, both [B, classes], to losses [B]. To save memory, each batch is
-    split into `accumulate_steps` parts. Gradients and new weights stay sharded over the mesh.
+    split into `accumulate_steps` parts. The schedule `learning_rate` is only for the metrics; the
+    optimizer has its own. Gradients and new weights stay sharded over the mesh.
     """
     value_and_grad = _make_value_and_grad(graphdef, loss)
     if accumulate_steps > 1:

@@ -45,8 +45,8 @@ def open_path(workdir: epath.PathLike) -> epath.Path:
 def open_workdir(workdir: epath.PathLike) -> Iterator[epath.Path]:
     """Creates and locks the output directory of a run within the context.
 
-    In object storage there is no lock: make sure that one run at a time uses it. Raises
-    `InputError` if it cannot be used, or another run uses it.
+    In object storage there is no lock: make sure that one run at a time uses a directory. Raises
+    `InputError` if the directory cannot be used, or if another run uses it.
     """
     if is_url(workdir):
         yield open_path(workdir)
