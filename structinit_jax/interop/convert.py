@@ -47,7 +47,10 @@ PLACES = {
 
 
 def to_timm(model: nnx.Module) -> dict[str, np.ndarray]:
-    """Returns all weights and running statistics of a model as timm's state dict."""
+    """Returns all weights and running statistics of a model as timm's state dict.
+
+    Raises `InputError` for a model of your own, which timm does not know.
+    """
     ours = {path: np.asarray(array) for path, array in _arrays_by_path(model).items()}
     return {
         entry.name: np.asarray(entry.encode(*entry.arrays(ours)), order="C")
@@ -235,19 +238,24 @@ _CONVERTERS: Mapping[type[nnx.Module], Callable[..., Iterator[Entry]]] = {
 def select_weights(teacher: StateDict, student: nnx.Module) -> nnx.Module:
     """Returns a copy of one of our models with the weights selected from a larger model of timm.
 
-    Xu et al. 2024, "Initializing Models with Larger Ones" (arXiv:2311.18823); from the command line
-    with `config.start_from`. The student takes the teacher's first layers. If it has m of the
-    teacher's n elements along an axis, it takes every (n / m)-th one from the first on if m divides
-    n, else those nearest to m evenly spaced points from the first to the last.
+    This is the method of Xu et al. 2024, "Initializing Models with Larger Ones" (arXiv:2311.18823),
+    which `config.start_from` uses. The student takes the teacher's first layers. If it has m of the
+    teacher's n elements along an axis, it takes every (n / m)-th element from the first on if m
+    divides n, else the elements nearest to m evenly spaced points from the first to the last.
 
-    The teacher is a state dict in timm's layout, in which weights are selected. As in the published
-    program, query, key and value are then 3 h d outputs of one linear layer, so a student's head
-    may mix channels of several heads.
+    Weights are selected in timm's layout. As in the published program, query, key and value are
+    then 3 h d outputs of one linear layer, so a student's head may mix channels of several heads.
 
     Patch and window size must be equal. A learned position table of another grid is first
     resampled, as timm does it; the table's grid is taken to be square. The head, fixed position
-    encodings and integers stay the student's. Raises `InputError` if the student is larger than the
-    teacher or of another family.
+    encodings and integers stay the student's.
+
+    Args:
+      teacher: The larger model's state dict in timm's layout.
+      student: The smaller model, of the same family. It is not changed.
+
+    Raises:
+      InputError: The student is larger than the teacher or of another family.
     """
     large, small = _read_names(teacher), to_timm(student)
     if getattr(student, "positions", None) is not None and "pos_embed" in large:

@@ -39,7 +39,7 @@ class Entry(NamedTuple):
     layer: int | None = None
 
     def arrays(self, ours: Mapping[str, Any]) -> list[Any]:
-        """Returns our arrays of this entry, without the layer axis; views if they are NumPy's."""
+        """Returns our arrays of this entry, without the layer axis; NumPy's as views."""
         arrays = [ours[path] for path in self.paths]
         return arrays if self.layer is None else [array[self.layer, ...] for array in arrays]
 
@@ -49,7 +49,7 @@ class Entry(NamedTuple):
 
 
 def same(name: str, path: str, layer: int | None = None, *, lead: int = 0) -> Entry:
-    """An array with the same axes in both, except for `lead` leading axes of length 1 in theirs."""
+    """Maps an array with the same axes, except for `lead` leading axes of length 1 in theirs."""
 
     def encode(array):
         return array.reshape((1,) * lead + array.shape)
@@ -58,7 +58,7 @@ def same(name: str, path: str, layer: int | None = None, *, lead: int = 0) -> En
 
 
 def norm(name: str, path: str, layer: int | None = None) -> Iterator[Entry]:
-    """Scale and bias of a normalization."""
+    """Maps the scale and bias of a normalization."""
     yield same(f"{name}.weight", f"{path}/scale", layer)
     yield same(f"{name}.bias", f"{path}/bias", layer)
 
@@ -66,7 +66,7 @@ def norm(name: str, path: str, layer: int | None = None) -> Iterator[Entry]:
 def linear(
     name: str, *paths: str, layer: int | None = None, in_axes: int = 1, bias: bool = True
 ) -> Iterator[Entry]:
-    """A linear layer that holds one or more of ours, of equal sizes, fused along `out`.
+    """Maps a linear layer that holds one or more of ours, of equal sizes, fused along `out`.
 
     Our kernels have `in_axes` input axes; the others are output axes.
     """
@@ -85,7 +85,7 @@ def linear(
 
 
 def linear_bias(name: str, *paths: str, layer: int | None) -> Entry:
-    """The bias of a linear layer that holds one or more of ours."""
+    """Maps the bias of a linear layer that holds one or more of ours."""
 
     def encode(*biases):
         return _concatenate([bias.reshape(-1) for bias in biases])
@@ -98,7 +98,7 @@ def linear_bias(name: str, *paths: str, layer: int | None) -> Entry:
 
 
 def conv(name: str, path: str, layer: int | None = None) -> Iterator[Entry]:
-    """A convolution. Ours may be [rows, cols, out] if depthwise and [in, out] if pointwise."""
+    """Maps a convolution. Ours may be [rows, cols, out] if depthwise, [in, out] if pointwise."""
 
     def encode(kernel):
         if kernel.ndim == 3:

@@ -119,9 +119,9 @@ class Host:
     # -- attention ---------------------------------------------------------------------------------
 
     def write_attention(self, weights: AttentionWeights) -> Leaves:
-        """Returns the leaves of the projections that are not None, and zero biases for them.
+        """Returns new leaves for the projections that are not None, with biases of zero.
 
-        Other arrays that are fused with them keep their values.
+        Projections that are None keep their values in a leaf that several projections share.
         """
         ours: dict[str, Any] = {}
         lead = () if self.stack.stacked else (self.num_layers,)
@@ -148,7 +148,8 @@ class Host:
     def require_assumptions(self) -> None:
         """Raises `InputError` if the parameters show that a scheme's maps would not be the model's.
 
-        These are trained norms, and parameters that change the maps but that no scheme sets.
+        Such parameters are norms that have been trained, and all that change the maps besides the
+        projections and the bias tables, which schemes set.
         """
         prefixes = tuple(f"{a}." if a else "" for a in self.stack.attentions)
         known = {entry.name for entry in self.entries}
@@ -180,7 +181,7 @@ class Host:
     # -- positions and patches ---------------------------------------------------------------------
 
     def position_table(self, grid: Grid | None) -> PositionTable | None:
-        """Finds the learned position table. See `initialize` for `grid`."""
+        """Finds the learned position table, or returns None. For `grid` see `initialize`."""
         found = {
             name: _table_shape(self.leaves[name], self.width) for name in self._names(_POSITIONS)
         }

@@ -34,9 +34,10 @@ def initialize(
     Parameters that show otherwise raise an error, but they do not show everything: check the maps
     of a torch model with `torch_maps`.
 
-    The biases of the projections that the scheme sets become zero. If it has positions, they
-    replace a learned position table, except for class and register tokens. Kernels of the patch
-    embedding and the MLPs do not change: schemes with a `patch_scale` or `mlp_scale` are refused.
+    The biases of the projections that the scheme sets become zero. If the scheme has positions,
+    they replace a learned position table, except for class and register tokens. Kernels of the
+    patch embedding and the MLPs do not change: schemes with a `patch_scale` or `mlp_scale` are
+    refused.
 
     Args:
       params: A state dict, Linen tree, Equinox or NNX module, NNX state or pure dict; not changed.
@@ -120,10 +121,16 @@ def _write(host: Host, weights: AttentionWeights, grid: Grid) -> Leaves:
 def torch_maps(model: Any, images: Any) -> list[Float[np.ndarray, "B h T T"]]:
     """Records the attention maps that a torch model computes.
 
-    It records the result of every softmax over tokens by tokens, also of those inside
-    `scaled_dot_product_attention`. Pass a `torch.nn.Module` that is not compiled, and its input, a
-    tensor [B, C, H, W] with normalized channels. The model is called in evaluation mode. Returns
-    the maps in the order in which it computes them, over all T tokens.
+    These are the results of every softmax over square logits [..., T, T], also of those inside
+    `scaled_dot_product_attention`.
+
+    Args:
+      model: A `torch.nn.Module` that is not compiled. It is called in evaluation mode.
+      images: Its input, a tensor [B, C, H, W] with normalized channels.
+
+    Returns:
+      The maps in the order in which the model computes them, over all T tokens, class and register
+      tokens included.
     """
     import torch
     from torch.nn.attention import SDPBackend, sdpa_kernel

@@ -196,9 +196,9 @@ def _stacks(leaves: Leaves, layout: Layout) -> list[Stack]:
 
 
 def _numbered(names: Iterable[str]) -> list[list[str]]:
-    """Returns groups of names that differ in their layer number, in order.
+    """Returns groups of names that differ in their layer number, in the order of these numbers.
 
-    It is the last number in which otherwise equal names differ.
+    The layer number is the last number in which otherwise equal names differ.
     """
     templates: dict[str, list[tuple[list[int], str]]] = {}
     for name in names:
