@@ -101,7 +101,7 @@ def use_compilation_cache() -> None:
 
 
 def out_path(default: str) -> Path:
-    """Returns --out, in which a shell leaves `~` as it is."""
+    """Returns the path of --out. Expands `~`, which shells leave alone in `--out=~/folder`."""
     return Path(OUT.value or default).expanduser()
 
 
@@ -127,8 +127,9 @@ def set_fields(config: ConfigDict, overrides: Overrides) -> None:
 def set_field(config: ConfigDict, path: str, text: str) -> None:
     """Sets a field, such as 'model.depth', as `--config.FIELD=VALUE` does.
 
-    Options of the scheme need not be in `attention_init`; see `config.set_scheme` for its name.
-    Raises `InputError` if there is no such field, or if the value has another type.
+    Options of the scheme need not be in `attention_init` yet. The scheme's name is set by
+    `config.set_scheme`, which changes other fields too. Raises `InputError` if there is no such
+    field, or if the value has another type.
     """
     if path == "attention_init.name":
         return config_lib.set_scheme(config, text)

@@ -127,7 +127,8 @@ def _defaults(fields: type) -> dict[str, Any]:
 def load_config(location: str | Path) -> ConfigDict:
     """Runs a config file, such as 'configs/vit_2025_small.py:food101', and returns its config.
 
-    The words after the colon, separated by commas, are passed to its `get_config` in order.
+    The words after the colon, separated by commas, are passed to its `get_config` in order. Raises
+    `InputError` if there is no such file or row.
     """
     stem, suffix, row = str(location).partition(".py:")
     path = stem + suffix.removesuffix(":")

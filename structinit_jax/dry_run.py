@@ -124,7 +124,8 @@ def bytes_by_kind(hlo: str) -> dict[str, int]:
     """Returns the bytes that one device exchanges in a compiled program, by kind of collective.
 
     An all-gather counts with its result, the others with their operands, and a collective in a loop
-    as often as the loop runs. TPU programs do not say how often: there it is the counter's bound.
+    as often as the loop runs. TPU programs do not say how often it runs: for them, the bound of the
+    loop's counter is taken.
     """
     totals = collections.defaultdict(collections.Counter)  # by computation; called ones come first
     sizes, bounds, channels, computation = {}, {}, set(), ""

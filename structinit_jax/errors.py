@@ -33,7 +33,10 @@ class InputError(ValueError):
 
 
 class StoppedError(RuntimeError):
-    """A run ended early; the message says why and how to resume it."""
+    """A run ended early; the message says why and how to resume it.
+
+    Commands exit with `exit_code`.
+    """
 
     def __init__(self, message: str, exit_code: int):
         super().__init__(message)
@@ -93,8 +96,9 @@ def check_fields(
 ) -> None:
     """Raises `InputError` unless every value is what the annotation of its field asks for.
 
-    The annotations are those of a dataclass or a function. Others than numbers, strings, `Literal`,
-    tuples and unions of them are not checked. The prefix precedes the names of fields in messages.
+    The annotations are those of `owner`, a dataclass or a function. Types other than numbers,
+    strings, `Literal`, and tuples and unions of these are checked only if they have a `Check`. The
+    prefix precedes the names of fields in messages.
     """
     hints = typing.get_type_hints(owner, include_extras=True)
     for name, value in values.items():
@@ -138,12 +142,18 @@ def suggest(word: str, known: Iterable[str]) -> str:
 
 
 def is_reference(name: str) -> bool:
-    """Whether a config value has the form `my_module:my_function`."""
+    """Whether a config value has the form `my_module:my_function`.
+
+    The exception is 'huggingface:NAME', a data set of TFDS.
+    """
     return re.fullmatch(r"(?!huggingface:)[A-Za-z_][\w.]*:[A-Za-z_]\w*", name) is not None
 
 
 def find(name: str, known: Mapping[str, Any], field: str) -> Any:
-    """Returns what a config field names: a known object, or your own as 'module:attribute'."""
+    """Returns what a config field names: a known object, or your own as 'module:attribute'.
+
+    Raises `InputError` if there is no such object.
+    """
     if name in known:
         return known[name]
     if is_reference(name):
@@ -152,7 +162,10 @@ def find(name: str, known: Mapping[str, Any], field: str) -> Any:
 
 
 def load_reference(reference: str, field: str) -> Any:
-    """Imports the object that `field` names, such as 'my_package.schemes:my_scheme'."""
+    """Imports the object of a reference such as 'my_package.schemes:my_scheme'.
+
+    Raises `InputError`, whose message names `field`, if it cannot be imported.
+    """
     module_name, _, attribute = reference.partition(":")
     try:
         return getattr(importlib.import_module(module_name), attribute)

@@ -33,9 +33,9 @@ def make_evaluator(
 ) -> Callable[[TrainState], dict[str, float]]:
     """Returns a function that evaluates states of a model on all examples of a split.
 
-    Its results are 'NAME/loss' and 'NAME/accuracy', see `run.evaluation_name`. The model is on the
-    mesh of the states. Batches have `config.batch_size` examples, rounded up to a multiple of the
-    devices: any size gives the same sums.
+    The function returns 'NAME/loss' and 'NAME/accuracy', where `run.evaluation_name` gives the
+    name. The model is on the mesh of the states. Batches have `config.batch_size` examples, rounded
+    up to a multiple of the number of devices: any size gives the same sums.
     """
     data, mesh = config.data, model.mesh
     step = make_eval_step(model.graphdef, mesh, data.mean, data.std)

@@ -47,7 +47,7 @@ class TimmModel(NamedTuple):
     def card(self, data: ConfigDict, class_names: Sequence[str]) -> dict[str, Any]:
         """Returns the `config.json` of a folder for `timm.create_model("local-dir:FOLDER")`.
 
-        `data` is `config.data`.
+        `data` is the section `config.data` of the run.
         """
         num_classes, size = self.arguments["num_classes"], data["image_size"]
         return {
@@ -112,7 +112,8 @@ def export(
 ) -> tuple[int, TimmModel]:
     """Writes the weights of a checkpoint and timm's `config.json` to a folder. Needs no data.
 
-    Returns the step of the checkpoint, and timm's model of the weights.
+    Returns the step of the checkpoint, and timm's model of the weights. Raises `InputError` if
+    there is no such checkpoint, or if timm cannot build its model from a folder.
     """
     config_lib.validate(config)
     data = config.data

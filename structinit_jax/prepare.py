@@ -64,9 +64,9 @@ def prepare(name: str, data_dir: Folder = None, manual_dir: Folder = None) -> No
 
 
 def describe_split(source: ImageSource, num_classes: int, num_checked: int) -> list[str]:
-    """Returns lines to print about `num_checked` evenly spaced examples, or about all if it is 0.
+    """Checks `num_checked` evenly spaced examples, or all if it is 0, and returns lines to print.
 
-    They tell the classes, image sizes, mean and standard deviation of the pixels as
+    The lines tell the classes, image sizes, mean and standard deviation of the pixels as
     `config.data.mean` and `std` take them, invalid labels, and each image that cannot be decoded.
     """
     checked = source.evenly_spaced(num_checked or len(source))

@@ -48,7 +48,7 @@ TEACHER = "teacher"  # name of the row whose model the others select their weigh
 
 
 def read_table(table: str | None) -> dict[str, dict[str, str]]:
-    """Returns the rows of a table of `configs/papers.csv` by name; the cells by column."""
+    """Returns the rows of a table of `configs/papers.csv` by name, each a dict by column."""
     if not PAPERS.exists():
         raise InputError(f"{PAPERS} is not in {Path.cwd()}: run this command in a checkout")
     rows = list(csv.DictReader(PAPERS.read_text(encoding="utf-8").splitlines()))

@@ -31,9 +31,9 @@ from structinit_jax.training.step import make_train_step
 class Run:
     """The data, model and training step that a config describes.
 
-    The data set is opened at once, everything else on first use. Both raise `InputError` if the
-    config or the data cannot be used. Only `train_batches` and `setup.initialize` allocate device
-    memory.
+    The constructor opens the data set; the splits and `setup` are made on first use. All of these
+    raise `InputError` if the config or the data cannot be used. Only `train_batches` and
+    `setup.initialize` allocate device memory.
     """
 
     def __init__(self, config: ConfigDict):
@@ -96,8 +96,9 @@ def set_up(
 ) -> Setup:
     """Returns mesh, schedule, model, optimizer and training step, without allocating arrays.
 
-    The devices of the mesh are by default all devices of all processes. Raises `InputError` if
-    fields of the config do not fit each other, the sizes of the splits or the devices.
+    `num_examples` and `num_eval_examples` are the sizes of the training and evaluation splits. The
+    devices of the mesh are by default all devices of all processes. Raises `InputError` if fields
+    of the config do not fit each other, the sizes of the splits or the devices.
     """
     data = config.data
     mesh = mesh_lib.make_mesh(config.fsdp, devices)
@@ -159,7 +160,7 @@ def set_up(
         policies = REMAT_POLICIES if remat == "auto" else [remat]
         steps = {policy: jit_step(remat=policy) for policy in policies}
     data_bytes = bytes_on_device(num_eval_examples, data.image_size, data.channels)
-    if config.augment.crop != "resized":  # those are taken while decoding
+    if config.augment.crop != "resized":  # images with such crops are decoded for every batch
         data_bytes += bytes_on_device(num_examples, data.image_size, data.channels)
     return Setup(schedule, model, initialize, steps, state, batch, data_bytes)
 

@@ -42,7 +42,7 @@ def training_batch(config: ConfigDict, step: int) -> tuple[np.ndarray, np.ndarra
 
 
 def describe_target(target: np.ndarray, smoothing: float, class_names: Sequence[str]) -> str:
-    """Returns the classes of a target without label smoothing, for example '70% cat, 30% dog'."""
+    """Names the classes of a target whose label smoothing is undone, such as '70% cat, 30% dog'."""
     weights = (target - smoothing / len(target)) / (1 - smoothing)
     classes = [label for label in np.argsort(-weights, kind="stable")[:2] if weights[label] > 0.005]
     if len(classes) == 1:

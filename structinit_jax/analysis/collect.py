@@ -38,8 +38,8 @@ class Layer(NamedTuple):
       grid: Rows and columns of the N tokens of a map.
       maps: Maps of the heads over the tokens of the grid, whose rows sum to 1. Class and register
         tokens are left out. Windows count as images.
-      measures: Values of the heads [h] by the name of the measure, see `analysis.measures`; of the
-        layer's output, 'stable_rank' and 'shift_distance' [1].
+      measures: Values by the name of the measure, see `analysis.measures`. There is one value for
+        each head, but a single one for the layer's output, 'stable_rank' and 'shift_distance'.
     """
 
     name: str
@@ -58,8 +58,8 @@ class Snapshot(NamedTuple):
 def read_images(config: ConfigDict, count: int) -> UInt8[np.ndarray, "n H H C"]:
     """Reads training images without augmentation, cropped as for evaluation.
 
-    They are among the first that a run with the config's seed sees: `count`, or all if there are
-    fewer, rounded down to whole batches.
+    The images are the first that a run with the config's seed sees: `count` of them, or all if
+    there are fewer, rounded down to a multiple of `BATCH_SIZE`.
     """
     data, source = config.data, Run(config).train_source
     whole = min(count, len(source)) // BATCH_SIZE * BATCH_SIZE
@@ -87,7 +87,7 @@ def observe_run(
 ) -> list[Snapshot]:
     """Observes a run before and after training.
 
-    `restored` is its model on one device and its state, from `evaluate.restore_model`.
+    `restored` is the run's model on one device, and its state, from `evaluate.restore_model`.
     """
     model, state = restored
     initial, trained = _initial_weights(config, model), (state.params, state.model_state)

@@ -1,4 +1,4 @@
-"""Draws the results of `collect`. Within a figure, equal colors mean equal values."""
+"""Draws the results of `collect`: heads as convolution kernels, and measures by layer."""
 
 import math
 import textwrap
@@ -92,7 +92,7 @@ def _crop_offsets(maps, grid):
 def _draw_kernels(models, title, path):
     """Draws one picture for each model, with a row for each layer and a column for each head.
 
-    `models` holds the maps [h, N, N] and the grid by model and layer.
+    `models` holds the maps [h, N, N] and the grid by model and layer. All share one color scale.
     """
     sizes = {maps.shape[-1] for layers in models.values() for maps, _ in layers.values()}
     models = {

@@ -77,7 +77,10 @@ class Comparison(NamedTuple):
         return f"{first['test_name']} accuracy"
 
     def finished(self, setting: str | None) -> list[SeedRun]:
-        """Returns the runs of a setting that are done; a baseline need not be a setting."""
+        """Returns the runs of a setting that are done.
+
+        A baseline may be None, or a setting that is not in the comparison: it has no runs.
+        """
         return [run for run in self.runs.get(setting, ()) if run.status == "done"]
 
     def accuracies(self, setting: str | None) -> dict[int, float]:

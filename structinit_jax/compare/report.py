@@ -152,7 +152,7 @@ def write_report(workdir: Path) -> None:
 
 
 def csv_text(comparison: Comparison) -> str:
-    """Returns one row for each run."""
+    """Returns the text of results.csv, which has one row for each run."""
     rows = []
     for setting, runs in comparison.runs.items():
         for run in runs:

@@ -162,7 +162,7 @@ def _train_all(workdir, info, settings, seeds) -> int:
     runs = [(name, seed) for name in settings for seed in seeds]
     for number, (name, seed) in enumerate(runs, start=1):
         run = compare.SeedRun(workdir, name, seed, info["settings"][name])
-        # To the current output, even while it is redirected.
+        # Prints to the output of this moment, also while `_train` redirects it.
         label = f"[{number}/{len(runs)}] {name} seed {seed}:"
         say = functools.partial(print, label, file=sys.stdout, flush=True)
         if run.status == "done":
