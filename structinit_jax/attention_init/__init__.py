@@ -8,6 +8,9 @@ a stack of equal layers. The weights have the layout of Flax's kernels:
                          qk_scale=64**-0.5, positions=sincos_positions((14, 14), 192))
     weights = init(jax.random.key(0), site)      # weights.query: [12, 192, 3, 64]
 
+Both calls may raise `InputError`: the first for invalid options, the second for a kind of site that
+the scheme does not support, or for options that do not apply to it.
+
 Each kind of site has a module with its schemes:
 
 - `AttentionSite`: attention with positions, as in ViT (`tokens`, and `papers` as published).
@@ -73,8 +76,6 @@ def impulse(
     forms for other sites are our own: a `RotarySite` takes all options but `norm`, a `WindowSite`
     `kernel_size`, `filters`, `dilation`, `target_mass` and `vo_init`, a `TokenMixingSite` the first
     three of these, and a `ConvSite` only `filters`. None means the site's default, given below.
-    Invalid values raise `InputError` here; options that a site does not take raise it when the
-    returned function is called.
 
     Args:
       kernel_size: Kernel size f of the impulses, odd; by default 3. A `ConvSite` has its own.

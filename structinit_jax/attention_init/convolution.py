@@ -17,7 +17,7 @@ from structinit_jax.errors import InputError
 
 
 def default(rng: PRNGKeyArray, site: ConvSite) -> ConvWeights:
-    """Uniform between ±1/f, PyTorch's default for a filter that sees one channel."""
+    """Draws uniformly between ±1/f, PyTorch's default for a filter that sees one channel."""
     shape = (site.num_layers, site.kernel_size, site.kernel_size, site.width)
     bound = 1 / site.kernel_size
     return ConvWeights(jax.random.uniform(rng, shape, minval=-bound, maxval=bound))
@@ -40,7 +40,7 @@ def impulse(
 
 
 def impulse_2024(rng: PRNGKeyArray, site: ConvSite, *, taps: int = 1) -> ConvWeights:
-    """The filters of the 2024 program, drawn independently for each channel."""
+    """Draws the filters of the 2024 program: `taps` equal entries at random places, by channel."""
     size = site.kernel_size
     if taps > size**2:
         raise InputError(f"taps={taps} must be at most {size**2} for this ConvSite")

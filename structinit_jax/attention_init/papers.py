@@ -289,14 +289,14 @@ def split_product(
 
 
 def default(rng: PRNGKeyArray, site: AttentionSite) -> AttentionWeights:
-    """The model's `base_init`: timm's truncated normal of deviation 0.02, or PyTorch's uniform."""
+    """Draws the site's `base_init`: timm's truncated normal of std 0.02, or PyTorch's uniform."""
     if site.base_init == "pytorch":
         return kaiming_uniform(rng, site)
     return _draw_all(rng, site, functools.partial(trunc_normal, std=0.02))
 
 
 def kaiming_uniform(rng: PRNGKeyArray, site: AttentionSite) -> AttentionWeights:
-    """Uniform between ±(inputs)^-1/2, PyTorch's default for Linear."""
+    """Draws uniformly between ±(fan-in)^-1/2, PyTorch's default for Linear."""
     inner = site.num_heads * site.head_dim
     weights = _draw_all(rng, site, functools.partial(jax.random.uniform, minval=-1.0, maxval=1.0))
     query, key, value = (site.width**-0.5 * w for w in weights[:3])

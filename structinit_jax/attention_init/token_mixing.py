@@ -46,7 +46,7 @@ def default(rng: PRNGKeyArray, site: TokenMixingSite) -> TokenMixingWeights:
 
 
 def kaiming_uniform(rng: PRNGKeyArray, site: TokenMixingSite) -> TokenMixingWeights:
-    """Uniform between ±(inputs)^-1/2, PyTorch's default for Linear."""
+    """Draws uniformly between ±(fan-in)^-1/2, PyTorch's default for Linear."""
 
     def draw(rng, shape):
         bound = shape[1] ** -0.5
@@ -88,10 +88,10 @@ def impulse(
 def output_basis(
     maps: Float[np.ndarray, "F N N"], site: TokenMixingSite
 ) -> Float[np.ndarray, "F N k"]:
-    """Returns the orthonormal U for which the site's hidden units hold U Uᵀ M of each map M.
+    """Returns an orthonormal U for each map M, such that the hidden units have room for U Uᵀ M.
 
-    These are the first k = min(N, hidden // 2) principal components of M u over tokens u whose
-    correlation is `CORRELATION` to the power of their distance in rows plus in columns.
+    Its columns are the first k = min(N, hidden // 2) principal components of M u over tokens u
+    whose correlation is `CORRELATION` to the power of their distance in rows plus in columns.
     """
     count = min(site.num_tokens, site.hidden // 2)
     if count == site.num_tokens:

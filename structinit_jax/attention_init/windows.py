@@ -98,7 +98,7 @@ def bias_of_kernels(
     an offset is m w + (1 - m) / n, which is a bias of ln(1 + n w m / (1 - m)). The mixture m is
     chosen so that the overlap with the kernel, the sum of min(w, m w + (1 - m) / n), is the target
     mass p. For an impulse the bias is ln((n - 1) p / (1 - p)) at the offset. A mass below that of a
-    uniform map gives the uniform map. Kernels are nonnegative, and cropped to the window's offsets.
+    uniform map gives the uniform map. Kernels must be nonnegative; they are cropped to the window.
     """
     offsets = crop_kernels(kernels, window).astype(np.float64)
     weights = (offsets / offsets.sum(axis=(1, 2), keepdims=True)).reshape(len(kernels), -1)

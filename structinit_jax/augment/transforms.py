@@ -183,5 +183,5 @@ def smooth(image: UInt8[Array, "C H W"]) -> Int[Array, "C H W"]:
 
 
 def _lut_index(image):
-    """Index of each pixel's value in a flattened `[C, 256]` table."""
+    """Returns the index of each pixel's value in a flattened `[C, 256]` table."""
     return 256 * jnp.arange(len(image))[:, None, None] + image.astype(jnp.int32)

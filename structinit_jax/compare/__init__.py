@@ -24,8 +24,8 @@ class SeedRun:
     `facts` is the entry of its setting in `compare.json`.
 
     Attributes:
-      folder: Its workdir.
-      test_name: Name of the test set in its metrics.
+      folder: Workdir of the run.
+      test_name: Name of the test set in the metrics.
       curve: The test accuracy by step, from 0 to 1, up to the last step of the comparison:
         `structinit_jax.main` may have trained the run longer.
       status: 'done', 'failed' or 'unfinished'.

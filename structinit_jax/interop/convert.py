@@ -135,7 +135,7 @@ def _vit_entries(model: VisionTransformer) -> Iterator[Entry]:
 
 
 def _fixed_positions(model: VisionTransformer) -> Entry:
-    """The sin-cos encoding, which timm stores as a weight and our model computes."""
+    """Maps the sin-cos encoding, which timm stores as a weight and our model computes."""
 
     def encoding(grid, width):
         return np.pad(sincos_positions(grid, width), ((model.config.num_prefix, 0), (0, 0)))[None]
@@ -204,7 +204,7 @@ def _convmixer_entries(model: ConvMixer) -> Iterator[Entry]:
 
 
 def _block(name: str, path: str, layer: int) -> Iterator[Entry]:
-    """The parts of a transformer block that ViT and Swin have in common."""
+    """Maps the parts of a transformer block that ViT and Swin have in common."""
     yield from norm(f"{name}.norm1", f"{path}/norm1", layer)
     yield from TIMM.entries(f"{name}.attn", f"{path}/attention", layer)
     yield from norm(f"{name}.norm2", f"{path}/norm2", layer)
