@@ -126,13 +126,14 @@ def make_observer(
             matrices = [output.reshape(len(output), -1, output.shape[-1]) for output in outputs]
             ranks.append([measures.stable_rank(matrix).mean() for matrix in matrices])
         stacks, shifts = jax.tree.map(lambda *values: np.mean(values, axis=0), *totals)
-        of_outputs, layers = zip(np.mean(ranks, axis=0), shifts, strict=True), []
+        of_outputs = list(zip(np.mean(ranks, axis=0), shifts, strict=True))
+        layers = []
         for stage, (site, averages) in enumerate(zip(sites.values(), stacks, strict=True), 1):
             maps = averages.pop("maps")
             heads = jax.device_get(measures.measure_mean_maps(maps, site.grid)) | averages
             for i in range(site.num_layers):
                 values = {key: value[i] for key, value in heads.items() if i < len(value)}
-                rank, shift = next(of_outputs)
+                rank, shift = of_outputs[len(layers)]
                 values["stable_rank"] = rank[None]
                 if shift is not None:
                     values["shift_distance"] = shift[None]

@@ -159,16 +159,16 @@ def find_targets(
     each head's map, and the distinct maps. Last layers without targets have no row in
     `filter_index`.
     """
-    params_rng, attention_rng, _ = split_seed(seed)
 
     @jax.jit  # removes the solve, whose result is not used
-    def find(params_rng, attention_rng):
+    def find(seed):
+        params_rng, attention_rng, _ = split_seed(seed)
         weights = model.build(params_rng).initial_weights(scheme, attention_rng)
         # Schemes that do not solve have no targets.
         with_targets = {k: w for k, w in weights.items() if getattr(w, "targets", None) is not None}
         return {k: (w.filter_index, w.targets) for k, w in with_targets.items()}
 
-    return jax.device_get(find(params_rng, attention_rng))
+    return jax.device_get(find(np.uint32(seed)))
 
 
 def init_state(
