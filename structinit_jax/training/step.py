@@ -35,7 +35,7 @@ def make_train_step(
     mesh: Mesh,
     *,
     loss: Callable[..., Array],
-    seed: int,
+    seed: int | Array,
     accumulate_steps: int = 1,
     mixes: bool = False,
 ) -> Callable[[TrainState, Batch], tuple[TrainState, Metrics]]:

@@ -1,0 +1,35 @@
+"""Runs that benchmarks/sweep.py trains at once, against the same runs one by one."""
+
+import runpy
+
+import fork_main
+import jax
+import numpy as np
+import pytest
+
+from structinit_jax.run import Run
+
+
+@pytest.mark.usefixtures("library_promotion")
+def test_runs_that_train_at_once_equal_single_runs(run_config):
+    script = runpy.run_path(str(fork_main.ROOT / "benchmarks" / "sweep.py"))
+    run_config.num_steps = 3
+    run_config.augment.rand_augment = "rand-m9-mstd0.5-inc1"
+    texts = ["default", "impulse:target_mass=0.6,vo_init='default'"]
+    schemes = [script["read_scheme"](text) for text in texts]
+    state, accuracies = script["sweep"](run_config, schemes, [1.0, 2.0], num_seeds=2)
+    (accuracy,) = accuracies.values()
+    assert accuracy.shape == (2, 4)
+
+    # The last run: seed 1, impulse, twice the learning rate.
+    run_config.seed = 1
+    run_config.learning_rate *= 2
+    run_config.warmup_learning_rate *= 2
+    run_config.final_learning_rate *= 2
+    run_config.attention_init = dict(name="impulse", target_mass=0.6, vo_init="default")
+    run = Run(run_config)
+    expected, _ = run.setup.initialize()
+    for batch in run.train_batches():
+        expected, _ = run.setup.train_step(expected, batch)
+    found = jax.tree.map(lambda leaf: leaf[1, 3], state.params)
+    jax.tree.map(lambda x, y: np.testing.assert_allclose(x, y, atol=1e-5), found, expected.params)
