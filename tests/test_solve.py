@@ -54,6 +54,14 @@ def test_a_target_mass_is_reached_for_every_filter(solved):
     assert report.norm > NORM
 
 
+def test_soft_maps_peak_where_sharp_ones_do(solved):
+    _, z, _, targets, _ = solved
+    *factors, report = solve_bank(z, targets, target_mass=0.05)
+    maps = jnp.asarray(attention_maps(z, *factors))
+    np.testing.assert_allclose(solve.overlap(jnp.asarray(targets), maps), 0.05, atol=1e-3)
+    assert report.hit_rate == 1
+
+
 def test_heads_of_few_channels_reach_a_target_mass():
     """If the norm grows faster than their directions turn, they attend to wrong tokens."""
     z, _ = solve.row_space(layer_norm(sincos_positions((16, 16), 64)))

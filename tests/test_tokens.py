@@ -85,6 +85,13 @@ def test_maps_are_equally_sharp_in_narrow_and_wide_models(width, heads):
     assert report.hit_rate > 0.98
 
 
+def test_impulses_are_softer_on_more_tokens_and_peak_on_their_targets():
+    site = make_site(grid=(16, 16), positions=sincos_positions((16, 16), WIDTH))
+    report = impulse(vo_init="default")(jax.random.key(0), site).report
+    np.testing.assert_allclose(report.target_mass, 12.8 / 256, atol=1e-3)
+    assert report.hit_rate > 0.9
+
+
 def test_given_filters_are_approached():
     weights = make(filters=np.ones((1, 3, 3), np.float32), target_mass=0.6)
     np.testing.assert_allclose(weights.report.target_mass, 0.6, atol=0.01)

@@ -20,6 +20,10 @@ from jaxtyping import Array, Bool, Float
 
 from structinit_jax.attention_init.sites import SolveReport, is_concrete
 
+# Maps with less mass on their targets are those of this mass with weaker logits: solved for
+# directly, they would not peak there.
+SHARP_MASS = 0.2
+SOFTEN_STEPS = 20  # bisections of the norm
 MIN_HIT_RATE = 0.75  # below it, a warning says that the targets are out of reach
 # Directions weaker than this, relative to the strongest, cannot move a map at a reasonable norm.
 RANK_TOLERANCE = 1e-4
@@ -92,7 +96,8 @@ def solve_bank(
 
     `norm` is the root mean square of the norms of the d columns of Q (and of K), and limits how
     sharp the maps are. With a target mass, it is only the initial value: each filter's norm is
-    adjusted to reach that mass. Only directions are optimized, from `start_factors`.
+    adjusted to reach that mass. Only directions are optimized, from `start_factors`; for a target
+    mass below `SHARP_MASS`, they are those of that mass, and then the norm is lowered.
     """
     start = start_factors(z, targets, head_dim)
     rows = np.linspace(0, len(z) - 1, min(len(z), MAX_ROWS)).round().astype(int)
@@ -127,7 +132,20 @@ def _solve(start, queries, z, targets, norm, target_mass, *, head_dim, qk_scale)
     norm = jnp.full(len(targets), norm, jnp.float32)
     # At unit norm, so that step sizes mean the same at any norm of the weights.
     factors = tuple(at_norm(factor, jnp.ones_like(norm)) for factor in start)
-    factors, norm = minimize(loss_and_mass, factors, norm, target_mass)
+    if target_mass is None:
+        factors, norm = minimize(loss_and_mass, factors, norm, None)
+    else:
+        sharp_mass = jnp.maximum(target_mass, SHARP_MASS)
+        factors, norm = minimize(loss_and_mass, factors, norm, sharp_mass)
+
+        def halve(_, ends):
+            low, high = ends
+            middle = (low + high) / 2
+            above = loss_and_mass(factors, middle)[1] > target_mass
+            return jnp.where(above, low, middle), jnp.where(above, middle, high)
+
+        steps = jnp.where(target_mass < SHARP_MASS, SOFTEN_STEPS, 0)
+        _, norm = jax.lax.fori_loop(0, steps, halve, (jnp.zeros_like(norm), norm))
     report = report_on_maps(targets, maps(factors, norm), norm=norm.mean())
     return at_norm(factors[0], norm), at_norm(factors[1], norm), report
 
