@@ -6,9 +6,9 @@
 
 A small model leaves a GPU almost idle. Here one program, the trainer's step under `jax.vmap`,
 advances all runs at once. Each has the weights, batches and augmentation that `main` would give it
-with its scheme and seed, if the config has the model fields that the scheme needs; a rate multiplies
-the whole schedule of the learning rate. On an H200, 125 runs of this config (938 steps) took 64 s
-once compiled. Only the accuracies are saved.
+with its scheme and seed, if the config has the model fields that the scheme needs. A rate
+multiplies the whole schedule of the learning rate. On an H200, 125 runs of this config (938 steps)
+took 64 s once compiled. Only the accuracies are saved.
 """
 
 import ast
