@@ -2,7 +2,7 @@
 
     python benchmarks/sweep.py --config=configs/vit_cifar10_small.py --config.data.data_dir=DIR \
         --config.model.dtype=bfloat16 --scheme=default --scheme=impulse:target_mass=0.1 \
-        --rates=0.5,1,2 --seeds=5 --out=sweep.json
+        --rates=0.5,1,2 --num_seeds=5 --out=sweep.json
 
 A small model leaves a GPU almost idle. Here one program, the trainer's step under `jax.vmap`,
 advances all runs at once. Each has the weights, batches and augmentation that `main` would give it
@@ -43,7 +43,7 @@ SCHEME = flags.DEFINE_multi_string(
     "scheme", ["default", "mimetic", "impulse"], "NAME or NAME:OPTION=VALUE,OPTION=VALUE; repeated."
 )
 RATES = flags.DEFINE_list("rates", ["1"], "Factors on the learning rate.")
-SEEDS = flags.DEFINE_integer("seeds", 5, "Number of seeds, from 0.", lower_bound=2)
+NUM_SEEDS = flags.DEFINE_integer("num_seeds", 5, "Number of seeds, from 0.", lower_bound=2)
 EVAL_BATCH = 250
 # Axes of a `TrainState` under vmap: all runs are at the same step, so that the runs of a seed share
 # their augmentation.
@@ -167,9 +167,9 @@ def main(overrides: command_line.Overrides) -> None:
     config, out = command_line.read_config(overrides), command_line.out_path("sweep.json")
     schemes, rates = list(map(read_scheme, SCHEME.value)), list(map(float, RATES.value))
     began = time.perf_counter()
-    _, accuracies = sweep(config, schemes, rates, SEEDS.value)
+    _, accuracies = sweep(config, schemes, rates, NUM_SEEDS.value)
     labels = [f"{name}, rate × {rate:g}" for rate in rates for name in SCHEME.value]
-    print(f"{SEEDS.value} runs each of {len(labels)}, {time.perf_counter() - began:.0f} s")
+    print(f"{NUM_SEEDS.value} runs each of {len(labels)}, {time.perf_counter() - began:.0f} s")
     by_step = {}
     for step, values in accuracies.items():
         print(f"{config.data.eval_split} accuracy in % after step {step}")
