@@ -25,18 +25,12 @@ from ml_collections import ConfigDict
 
 from structinit_jax import command_line
 from structinit_jax.attention_init import SCHEMES, AttentionInit
-from structinit_jax.data.loader import decode_all, stream_indices
+from structinit_jax.data.loader import Loader, make_loader
 from structinit_jax.errors import InputError, find
 from structinit_jax.run import Run, augmentation, set_up
 from structinit_jax.training.optimizer import LOSSES, make_optimizer
 from structinit_jax.training.setup import Setup
-from structinit_jax.training.state import (
-    AbstractModel,
-    TrainState,
-    init_state,
-    split_model,
-    split_seed,
-)
+from structinit_jax.training.state import AbstractModel, TrainState, draw_model, init_state
 from structinit_jax.training.step import make_eval_step, make_train_step
 
 SCHEME = flags.DEFINE_multi_string(
@@ -63,19 +57,13 @@ def read_scheme(text: str) -> AttentionInit:
 
 def draw_weights(model: AbstractModel, schemes: list[AttentionInit], seeds: np.ndarray) -> tuple:
     """Returns parameters and model state of all runs, with leading axes [seeds, schemes]."""
-
-    def draw(scheme, seed):
-        params_rng, attention_rng, _ = split_seed(seed)
-        module = model.build(params_rng)
-        module.initialize_attention(scheme, attention_rng)
-        return split_model(module)[1:]
-
-    drawn = [jax.jit(jax.vmap(functools.partial(draw, scheme)))(seeds) for scheme in schemes]
+    draws = [functools.partial(draw_model, model.build, scheme) for scheme in schemes]
+    drawn = [jax.jit(jax.vmap(draw))(seeds)[:2] for draw in draws]
     return jax.tree.map(lambda *leaves: jnp.stack(leaves, axis=1), *drawn)
 
 
 def make_step(config: ConfigDict, setup: Setup, factors: np.ndarray, seeds: np.ndarray) -> Callable:
-    """Returns the step of all runs, `(state, images, labels, indices [seeds, B]) -> state`."""
+    """Returns the step of all runs, `(state, batches of the seeds) -> state`."""
     model, schedule = setup.model, setup.schedule
     augment, loss = augmentation(config, model.mesh), find(config.loss, LOSSES, "loss")
 
@@ -99,15 +87,15 @@ def make_step(config: ConfigDict, setup: Setup, factors: np.ndarray, seeds: np.n
     step_of_seed = jax.vmap(step_of_run, in_axes=(STATE, 0, None, None), out_axes=STATE)
     step_of_all = jax.vmap(step_of_seed, in_axes=(STATE, None, 0, 0), out_axes=STATE)
 
-    def step(state, images, labels, indices):
-        batch = {"image": images[indices], "label": labels[indices]}
+    def step(state, batches):
+        batch = jax.tree.map(lambda *leaves: jnp.stack(leaves), *batches)
         return step_of_all(state, factors, seeds, batch)
 
     return jax.jit(step, donate_argnums=0)
 
 
-def make_evaluate(config: ConfigDict, model: AbstractModel) -> Callable:
-    """Returns `(state, images, labels) -> accuracies [seeds, runs]`."""
+def make_evaluate(config: ConfigDict, model: AbstractModel, loader: Loader) -> Callable:
+    """Returns `state -> accuracies [seeds, runs]` on the images of a loader."""
     eval_step = make_eval_step(model.graphdef, model.mesh, config.data.mean, config.data.std)
 
     @jax.jit
@@ -117,13 +105,10 @@ def make_evaluate(config: ConfigDict, model: AbstractModel) -> Callable:
 
         return jax.vmap(jax.vmap(of_run, in_axes=(STATE,)), in_axes=(STATE,))(state)
 
-    def evaluate(state, images, labels):
-        correct = 0
-        for start in range(0, len(images), EVAL_BATCH):
-            part = slice(start, start + EVAL_BATCH)
-            batch = {"image": images[part], "label": labels[part]}
-            correct += count_correct(state, batch | {"mask": np.ones(len(batch["label"]))})
-        return np.asarray(correct) / len(images)
+    def evaluate(state):
+        batches = loader.eval_batches(batch_size=EVAL_BATCH)
+        correct = sum(count_correct(state, batch) for batch in batches)
+        return np.asarray(correct) / len(loader)
 
     return evaluate
 
@@ -138,27 +123,32 @@ def sweep(
     """
     if config.augment.crop == "resized" or config.start_from:
         raise InputError("config.augment.crop='resized' and config.start_from are not supported")
-    run = Run(config)
-    sources, data = (run.train_source, run.eval_source), config.data
-    arrays = [decode_all(source, data.image_size, data.crop_fraction) for source in sources]
-    train, test = jax.device_put(arrays, jax.devices()[0])
-    setup = set_up(config, len(train[0]), devices=jax.devices()[:1])
-    remainder = len(train[0]) % config.batch_size if data.drop_remainder else 0
-    sizes = len(train[0]), data.repeats, len(train[0]) - remainder
-    schedule, seeds = setup.schedule, np.arange(num_seeds, dtype=np.uint32)
+    run, data, size = Run(config), config.data, config.data.image_size
+    setup = set_up(config, len(run.train_source), devices=jax.devices()[:1])
+    schedule, mesh = setup.schedule, setup.model.mesh
+    train = make_loader(run.train_source, mesh, image_size=size)
+    test = make_loader(run.eval_source, mesh, image_size=size, crop_fraction=data.crop_fraction)
+    seeds = np.arange(num_seeds, dtype=np.uint32)
     weights = draw_weights(setup.model, schemes, seeds)
     weights = jax.tree.map(lambda leaf: jnp.concatenate([leaf] * len(rates), axis=1), weights)
     optimizer = make_optimizer(config.optimizer, schedule.learning_rate, dict(config))
     init = functools.partial(init_state, optimizer=optimizer)
     state = jax.jit(jax.vmap(jax.vmap(init, out_axes=STATE), out_axes=STATE))(*weights)
     step = make_step(config, setup, np.repeat(np.float32(rates), len(schemes)), seeds)
-    evaluate, accuracies = make_evaluate(config, setup.model), {}
-    for number in range(1, schedule.num_steps + 1):
-        start, stop = (number - 1) * config.batch_size, number * config.batch_size
-        indices = [stream_indices(int(seed), start, stop, *sizes) for seed in seeds]
-        state = step(state, *train, np.stack(indices).astype(np.int32))
+    evaluate, accuracies = make_evaluate(config, setup.model, test), {}
+    stream = functools.partial(
+        train.train_batches,
+        batch_size=config.batch_size,
+        start_step=0,
+        num_steps=schedule.num_steps,
+        repeats=data.repeats,
+        drop_remainder=data.drop_remainder,
+    )
+    streams = [stream(seed=int(seed)) for seed in seeds]
+    for number, batches in enumerate(zip(*streams, strict=True), start=1):
+        state = step(state, batches)
         if number in schedule.eval_steps:
-            accuracies[number] = evaluate(state, *test)
+            accuracies[number] = evaluate(state)
     return state, accuracies
 
 

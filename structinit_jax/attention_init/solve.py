@@ -132,11 +132,9 @@ def _solve(start, queries, z, targets, norm, target_mass, *, head_dim, qk_scale)
     norm = jnp.full(len(targets), norm, jnp.float32)
     # At unit norm, so that step sizes mean the same at any norm of the weights.
     factors = tuple(at_norm(factor, jnp.ones_like(norm)) for factor in start)
-    if target_mass is None:
-        factors, norm = minimize(loss_and_mass, factors, norm, None)
-    else:
-        sharp_mass = jnp.maximum(target_mass, SHARP_MASS)
-        factors, norm = minimize(loss_and_mass, factors, norm, sharp_mass)
+    sharp_mass = None if target_mass is None else jnp.maximum(target_mass, SHARP_MASS)
+    factors, norm = minimize(loss_and_mass, factors, norm, sharp_mass)
+    if target_mass is not None:
 
         def halve(_, ends):
             low, high = ends

@@ -19,7 +19,7 @@ from ml_collections import ConfigDict
 from safetensors import SafetensorError
 from safetensors.numpy import load_file
 
-from structinit_jax.attention_init import AttentionInit
+from structinit_jax.attention_init import AttentionInit, SolveReport
 from structinit_jax.attention_init.solve import reach_warning
 from structinit_jax.errors import InputError
 from structinit_jax.interop import select_weights
@@ -107,7 +107,7 @@ def initialize_model(
       that solves, 'init/loss', 'init/target_mass' and the other fields of its `SolveReport`. No
       metrics with `start_from`.
     """
-    seed = np.uint32(seed)  # the key is made and split in `_initialize`, within one program
+    seed = np.uint32(seed)  # the key is made and split in `draw_model`, within one program
     if start_from:
         return *_select_from_file(model, seed, start_from), {}
 
@@ -115,7 +115,7 @@ def initialize_model(
     start = time.perf_counter()
     shardings = jax.tree.map(lambda leaf: leaf.sharding, (model.params, model.model_state))
     initialize = jax.jit(
-        functools.partial(_initialize, model.build, scheme),
+        functools.partial(draw_model, model.build, scheme),
         out_shardings=(*shardings, mesh_lib.replicated(model.mesh)),
     )
     initialize = initialize.lower(seed).compile(_options_for_one_run())
@@ -186,8 +186,10 @@ def split_seed(seed: ArrayLike) -> tuple[PRNGKeyArray, PRNGKeyArray, PRNGKeyArra
     return params_rng, attention_rng, steps_rng
 
 
-def _initialize(build, scheme, seed):
-    """Draws a model and applies a scheme to it."""
+def draw_model(
+    build: Callable[[PRNGKeyArray], nnx.Module], scheme: AttentionInit, seed: ArrayLike
+) -> tuple[dict[str, Any], dict[str, Any], SolveReport | None]:
+    """Returns parameters and model state that a run starts with, and the report of its solve."""
     params_rng, attention_rng, _ = split_seed(seed)
     model = build(params_rng)
     report = model.initialize_attention(scheme, attention_rng)
