@@ -30,7 +30,7 @@ from structinit_jax.errors import InputError, find
 from structinit_jax.run import Run, augmentation, set_up
 from structinit_jax.training.optimizer import LOSSES, make_optimizer
 from structinit_jax.training.setup import Setup
-from structinit_jax.training.state import AbstractModel, TrainState, draw_model, init_state
+from structinit_jax.training.state import AbstractModel, TrainState, _initialize, init_state
 from structinit_jax.training.step import make_eval_step, make_train_step
 
 SCHEME = flags.DEFINE_multi_string(
@@ -57,7 +57,7 @@ def read_scheme(text: str) -> AttentionInit:
 
 def draw_weights(model: AbstractModel, schemes: list[AttentionInit], seeds: np.ndarray) -> tuple:
     """Returns parameters and model state of all runs, with leading axes [seeds, schemes]."""
-    draws = [functools.partial(draw_model, model.build, scheme) for scheme in schemes]
+    draws = [functools.partial(_initialize, model.build, scheme) for scheme in schemes]
     drawn = [jax.jit(jax.vmap(draw))(seeds)[:2] for draw in draws]
     return jax.tree.map(lambda *leaves: jnp.stack(leaves, axis=1), *drawn)
 

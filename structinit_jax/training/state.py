@@ -107,7 +107,7 @@ def initialize_model(
       that solves, 'init/loss', 'init/target_mass' and the other fields of its `SolveReport`. No
       metrics with `start_from`.
     """
-    seed = np.uint32(seed)  # the key is made and split in `draw_model`, within one program
+    seed = np.uint32(seed)  # the key is made and split in `_initialize`, within one program
     if start_from:
         return *_select_from_file(model, seed, start_from), {}
 
@@ -115,7 +115,7 @@ def initialize_model(
     start = time.perf_counter()
     shardings = jax.tree.map(lambda leaf: leaf.sharding, (model.params, model.model_state))
     initialize = jax.jit(
-        functools.partial(draw_model, model.build, scheme),
+        functools.partial(_initialize, model.build, scheme),
         out_shardings=(*shardings, mesh_lib.replicated(model.mesh)),
     )
     initialize = initialize.lower(seed).compile(_options_for_one_run())
@@ -186,7 +186,7 @@ def split_seed(seed: ArrayLike) -> tuple[PRNGKeyArray, PRNGKeyArray, PRNGKeyArra
     return params_rng, attention_rng, steps_rng
 
 
-def draw_model(
+def _initialize(
     build: Callable[[PRNGKeyArray], nnx.Module], scheme: AttentionInit, seed: ArrayLike
 ) -> tuple[dict[str, Any], dict[str, Any], SolveReport | None]:
     """Returns parameters and model state that a run starts with, and the report of its solve."""
