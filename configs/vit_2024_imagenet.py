@@ -1,7 +1,7 @@
 """ViT-T/16 on ImageNet-1K: the 2024 paper's table 2, last column.
 
     python -m structinit_jax.main --config=configs/vit_2024_imagenet.py:impulse3 --workdir=DIR \
-        --config.data.data_dir=DIR
+        --config.data.data_dir=TFDS
 
 Paper: "Structured Initialization for Attention in Vision Transformers" (2024), section 5.2. Pass
 the initialization after a colon: impulse3 (the default), impulse5, mimetic, truncated_normal or

@@ -1,6 +1,6 @@
 """ViTs on ImageNet-1K: "Structured Initialization for Vision Transformers" (2025), table 2.
 
-    python -m structinit_jax.main --workdir=DIR --config.data.data_dir=DIR \
+    python -m structinit_jax.main --workdir=DIR --config.data.data_dir=TFDS \
         --config=configs/vit_2025_imagenet.py:vit_base_patch16_224,impulse
 
 Pass the row after a colon: vit_base_patch16_224, vit_small_patch16_224 or vit_tiny_patch16_224;

@@ -1,7 +1,7 @@
 """ViT-B/16 on ImageNet-1K with our `impulse` and the recipe of the 2025 paper.
 
     python -m structinit_jax.main --config=configs/vit_b_imagenet.py --workdir=DIR \
-        --config.data.data_dir=DIR
+        --config.data.data_dir=TFDS
 
 vit_2025_imagenet.py describes the recipe, and has the paper's own scheme and other sizes. The rest
 of the model starts from PyTorch's defaults there, and from timm's here (`model.base_init`).

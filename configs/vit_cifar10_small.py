@@ -1,13 +1,13 @@
 """A small ViT on CIFAR-10's first 5,000 images: natural images in minutes on a CPU.
 
     python -m structinit_jax.main --config=configs/vit_cifar10_small.py --workdir=/tmp/cifar10 \
-        --config.data.data_dir=DIR
+        --config.data.data_dir=IMAGES
 
 Hardware: one CPU core. Time: 9 minutes.
 Accuracy to expect: 54.4 % (mean of 5 seeds).
 
-DIR has the images as files, DIR/{train,test}/CLASS/*.jpg. --config.data.name=cifar10 reads them
-from TensorFlow Datasets instead.
+IMAGES has the images as files, IMAGES/{train,test}/CLASS/*.jpg. --config.data.name=cifar10 reads
+them from TensorFlow Datasets instead.
 """
 
 from structinit_jax.config import base_config
