@@ -101,8 +101,9 @@ def test_the_schemes_check_their_options_themselves():
         attention_init.impulse(kernel_size=4)
     with pytest.raises(InputError, match=r"norm=1\.0 and target_mass"):
         attention_init.impulse(norm=1.0, target_mass=0.5)
-    with pytest.raises(InputError, match="dilation=2"):
-        attention_init.impulse(filters=np.ones((1, 3, 3)), dilation=2)
+    for option in (dict(dilation=2), dict(kernel_size=5)):
+        with pytest.raises(InputError, match=r"^(dilation=2|kernel_size=5) is for impulses"):
+            attention_init.impulse(filters=np.ones((1, 3, 3)), **option)
     with pytest.raises(TypeError):
         attention_init.mimetic(kernel_size=3)
 

@@ -37,6 +37,12 @@ def test_keras_hub_and_flax(out):
 # -- models that are refused -----------------------------------------------------------------------
 
 
+class Tensor:
+    """What NumPy and JAX see of a torch tensor."""
+
+    dtype, shape = "torch.float32", (3 * WIDTH, WIDTH)
+
+
 class Module:
     def state_dict(self):
         raise AssertionError("its tensors would have to be converted")
@@ -79,6 +85,7 @@ REFUSED = {  # what the message says, and the parameters
         a__attn__kv=(8, 4), a__attn__sr=(4,)
     ),
     r"params is a Module, a torch module: pass \{k: v\.detach": Module,
+    "is a test_host.Tensor, not a NumPy": lambda: dict.fromkeys(state_dict("timm"), Tensor()),
     "q_norm.weight changes the attention": lambda: changed(blocks__0__attn__q_norm__weight=ONES),
     "rel_pos.* changes the attention": lambda: changed(rel_pos__mlp__fc1__weight=ONES),
     r"norm1\.weight is not 1": lambda: changed(blocks__1__norm1__weight=2 * ONES),
@@ -102,6 +109,7 @@ def test_unusable_parameters_are_refused(message):
         ("^num_heads=5", dict(num_heads=5)),
         ("^grid=", dict(grid=(5, 5))),
         (r"^AttentionSite\.positions", dict(positions=np.zeros((16, 8), np.float32))),
+        (r"^positions has shape \(1, 16, 8\)", dict(positions=np.zeros((1, 16, 8), np.float32))),
     ],
 )
 def test_arguments_that_do_not_fit_are_refused(message, options):

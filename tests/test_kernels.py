@@ -40,8 +40,8 @@ def test_center_first_goes_outwards():
     assert np.all(np.diff(distances) >= 0)
 
 
-def test_sincos_channels_of_the_moco_convention_are_sin_x_cos_x_sin_y_cos_y():
-    encoding = sincos_positions((3, 5), 16, convention="moco")
+def test_sincos_channels_of_the_big_vision_convention_are_sin_x_cos_x_sin_y_cos_y():
+    encoding = sincos_positions((3, 5), 16, convention="big_vision")
     y, x = 2, 4
     frequencies = 10_000.0 ** -(np.arange(4) / 3)
     expected = [f(v * frequencies) for v in (x, y) for f in (np.sin, np.cos)]

@@ -73,6 +73,15 @@ def test_the_last_half_of_the_layers_attends_to_similar_tokens(plain):
         assert len(weights.query) == LAYERS
 
 
+@pytest.mark.parametrize(("heads", "dim"), [(1, WIDTH), (2, WIDTH + 16)])
+def test_heads_as_wide_as_the_model_attend_to_similar_tokens(heads, dim):
+    site = make_site(num_heads=heads, head_dim=dim, qk_scale=dim**-0.5)
+    weights = impulse(mimetic_layers=1.0)(jax.random.key(0), site)
+    products = np.einsum("LDhd,LEhd->LhDE", weights.query, weights.key)
+    noise = products - 0.7 * np.eye(WIDTH)  # all of 0.7 U + 0.7 I, where U is uniform
+    np.testing.assert_allclose(np.abs(noise).max(), 0.7 * (3 / WIDTH) ** 0.5, rtol=0.01)
+
+
 @pytest.mark.parametrize(("width", "heads"), [(768, 3), (96, 12)])
 def test_maps_are_equally_sharp_in_narrow_and_wide_models(width, heads):
     dim = width // heads
@@ -185,8 +194,13 @@ def test_mimetic_weights_are_the_programs_factors_as_stored_by_pytorch():
         ("filters", dict(filters=-np.ones((1, 3, 3)))),
         ("filters", dict(filters=np.ones((1, 4, 4)))),
         ("filters", dict(filters=np.ones((1, 37, 37)))),
-        ("filters", dict(dilation=5)),
+        ("kernel_size, dilation or filters", dict(dilation=5)),
         ("dilation", dict(dilation=(1, 2))),
+        ("dilation", dict(dilation=())),
+        (
+            "target_mass=0.2, but uniform attention has 0.2",
+            dict(filters=np.ones((1, 3, 3)), target_mass=0.2),
+        ),
     ],
 )
 def test_filters_that_do_not_fit_the_site_are_refused(field, options):

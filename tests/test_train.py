@@ -158,7 +158,7 @@ def test_a_run_that_is_past_its_last_step_is_not_resumed(run_config, workdir):
         ("data.eval_split", "validation", r"data\.eval_split"),
         ("model.num_classes", 100, r"model\.num_classes=100"),
         ("batch_size", 60, r"config\.batch_size=60 must be a multiple of 8"),
-        ("attention_init.kernel_size", 9, r"filters: one leads off the 4x4 tokens"),
+        ("attention_init.kernel_size", 9, r"one filter leads off the 4x4 tokens"),
         ("optimizer", "test_train:nothing", r"config\.optimizer='test_train:nothing'"),
     ],
 )

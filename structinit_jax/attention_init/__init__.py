@@ -102,8 +102,9 @@ def impulse(
     options = dict(locals())  # all arguments, since no other local is set yet
     if norm is not None and target_mass is not None:
         raise InputError(f"norm={norm} and target_mass={target_mass} exclude each other: pass one")
-    if filters is not None and dilation is not None:
-        raise InputError(f"dilation={dilation} is for impulses: leave it out, or leave out filters")
+    for name, value in dict(kernel_size=kernel_size, dilation=dilation).items():
+        if filters is not None and value is not None:
+            raise InputError(f"{name}={value} is for impulses: leave it out, or leave out filters")
     functions = {
         AttentionSite: tokens.impulse,
         RotarySite: rotary.impulse,
@@ -173,7 +174,10 @@ def mimetic(*, replace_positions: bool | None = None) -> AttentionInit:
 
 
 def default() -> AttentionInit:
-    """The model's own initialization, timm's or PyTorch's (`config.model.base_init`)."""
+    """The base initialization of our models, timm's or PyTorch's (`config.model.base_init`).
+
+    In other projects' models it draws timm's. To keep their own, do not call `initialize`.
+    """
     attention = dict.fromkeys(ATTENTION, papers.default)
     others = {TokenMixingSite: token_mixing.default, ConvSite: convolution.default}
     return _by_site(default, attention | others, {})

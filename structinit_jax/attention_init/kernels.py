@@ -144,8 +144,8 @@ def filter_maps(
     maps = normalize_rows(convolution_maps(kernels, site.grid))
     if not maps.any(axis=(1, 2)).all():
         raise InputError(
-            f"filters: one leads off the {rows}x{cols} tokens from every token: use a smaller "
-            "kernel or dilation, or more tokens"
+            f"kernel_size, dilation or filters: one filter leads off the {rows}x{cols} tokens from "
+            "every token: use a smaller kernel or dilation, or more tokens"
         )
     return maps, ranges
 
@@ -247,9 +247,9 @@ def sincos_positions(
     """Returns the 2-D sine-cosine encoding of a grid (rows, cols), tokens in row-major order.
 
     'timm' is timm's `build_sincos2d_pos_embed`, which the 2024 paper uses: channels sin y, sin x,
-    cos y, cos x and frequencies 10,000^(-4 i / D), i = 0 … D/4 - 1. 'moco' is the encoding of
-    MoCo v3 and big_vision: sin x, cos x, sin y, cos y and 10,000^(-i / (D/4 - 1)). Raises
-    `InputError` unless the width D is a multiple of 4 and at least 8.
+    cos y, cos x and frequencies 10,000^(-4 i / D), i = 0 … D/4 - 1. 'big_vision' has channels
+    sin x, cos x, sin y, cos y and frequencies 10,000^(-i / (D/4 - 1)). Raises `InputError` unless
+    the width D is a multiple of 4 and at least 8.
     """
     if width % 4 or width < 8:
         raise InputError(
@@ -257,8 +257,8 @@ def sincos_positions(
             "change the width, or use learned positions and a scheme that keeps them, such as "
             "'default' or mimetic(replace_positions=False)"
         )
-    if convention not in ("timm", "moco"):
-        raise InputError(f"convention={convention!r}: choose 'timm' or 'moco'")
+    if convention not in ("timm", "big_vision"):
+        raise InputError(f"convention={convention!r}: choose 'timm' or 'big_vision'")
     quarter = width // 4
     steps = quarter if convention == "timm" else quarter - 1
     frequencies = 10_000.0 ** -(np.arange(quarter) / steps)

@@ -225,7 +225,7 @@ def report_on_maps(targets, maps, *, norm) -> SolveReport:
 
 def reach_warning(report: SolveReport) -> str | None:
     """Returns a warning if too few rows peak on their target, else None."""
-    if report.hit_rate >= MIN_HIT_RATE:
+    if not report.hit_rate < MIN_HIT_RATE:  # NaN if all layers attend to similar tokens
         return None
     return (
         f"only {100 * float(report.hit_rate):.0f} % of the attention rows peak on their target: use"

@@ -66,7 +66,7 @@ def impulse(
     # Targets H [F, N, N]; heads of layer l draw from H[start:stop], where start, stop = ranges[l].
     if dilation is None and filters is None:
         dilation = growing_dilation(kernel_size, site.num_layers, site.grid)
-    targets, ranges = filter_maps(site, kernel_size, filters, dilation or 1)
+    targets, ranges = filter_maps(site, kernel_size, filters, 1 if dilation is None else dilation)
 
     # Row space: coordinates Z [N, r] and orthonormal basis B [D, r]. Learned positions start as
     # noise, so the sin-cos encoding replaces them.
@@ -81,9 +81,14 @@ def impulse(
 
     # Solve at the given norm of Q and K, or at the norm that gives the maps the target mass.
     if norm is None:
+        uniform = float(np.minimum(targets, 1 / len(z)).sum() / (targets.max(axis=-1) > 0).sum())
         if target_mass is None:
-            uniform = np.minimum(targets, 1 / len(z)).sum() / (targets.max(axis=-1) > 0).sum()
-            target_mass = min(LARGEST_MASS, OVER_UNIFORM * float(uniform))
+            target_mass = min(LARGEST_MASS, OVER_UNIFORM * uniform)
+        if target_mass <= uniform:
+            raise InputError(
+                f"target_mass={target_mass:.3g}, but uniform attention has {uniform:.3g} on these "
+                "targets: pass a larger target_mass"
+            )
         norm = (START_SHARPNESS / (site.qk_scale * site.head_dim * site.width)) ** 0.5
     sizes = dict(head_dim=site.head_dim, qk_scale=site.qk_scale)
     *bank, report = solve_bank(z, targets, norm=norm, target_mass=target_mass, **sizes)
@@ -161,8 +166,11 @@ def add_similar_layers(
         inverse = jax.lax.linalg.triangular_solve(lower, identity, left_side=True, lower=True)
         return w @ jnp.swapaxes(inverse, -1, -2)
 
-    start = draw_flat(jax.random.normal, start_rng, (*heads, site.head_dim))
-    w = jax.lax.fori_loop(0, 4, iterate, start)
+    if site.head_dim < site.width:
+        start = draw_flat(jax.random.normal, start_rng, (*heads, site.head_dim))
+        w = jax.lax.fori_loop(0, 4, iterate, start)
+    else:  # W Wᵀ = I keeps all of A; Wᵀ W would have no Cholesky factor
+        w = jnp.swapaxes(random_rotations(start_rng, (*heads[:2], site.head_dim, site.width)), 2, 3)
     projected = jnp.swapaxes(a, -1, -2) @ w
     balance = (jnp.linalg.norm(projected, axis=(-2, -1), keepdims=True) / site.head_dim**0.5) ** 0.5
     query = jnp.concatenate([query, jnp.moveaxis(balance * w, 1, 2)])

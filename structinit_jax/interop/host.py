@@ -5,6 +5,7 @@ import re
 from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 
@@ -66,7 +67,7 @@ class Host:
         self.floating = [
             name
             for name, leaf in leaves.items()
-            if jnp.issubdtype(getattr(leaf, "dtype", np.int8), np.floating)
+            if isinstance(leaf, np.ndarray | jax.Array) and jnp.issubdtype(leaf.dtype, np.floating)
         ]
         self.entries = stack.entries(leaves, "attention")
         self._set_sizes(num_heads)

@@ -47,8 +47,9 @@ def initialize(
       grid: (rows, cols) of the image tokens, or in Swin and BEiT of the windows that are not
         square. If None, all are square.
       positions: [N, D] encoding that the model adds to its tokens without storing it in `params`,
-        for example `sincos_positions(grid, D)`, or for MoCo v3 and big_vision
-        `sincos_positions(grid, D, convention="moco")`. A table in `params` is then ignored.
+        for example `sincos_positions(grid, D)`, or for big_vision
+        `sincos_positions(grid, D, convention="big_vision")`. A table in `params` is then neither
+        read nor written: if the model adds it to the tokens, leave `positions` out.
       rotations: Rotary positions (RoPE) of the image tokens, in a model that adds no positions. As
         NumPy arrays, either sines and cosines [..., N, 2 d] of timm's `model.rope.get_embed(...)`,
         optionally with axes for layers and heads, or the pair (cosines, sines), each [..., N, d],
@@ -122,7 +123,7 @@ def torch_maps(model: Any, images: Any) -> list[Float[np.ndarray, "B h T T"]]:
     """Records the attention maps that a torch model computes.
 
     These are the results of every softmax over square logits [..., T, T], also of those inside
-    `scaled_dot_product_attention`.
+    `scaled_dot_product_attention`; in Swin, B is the number of windows.
 
     Args:
       model: A `torch.nn.Module` that is not compiled. It is called in evaluation mode.
@@ -136,13 +137,14 @@ def torch_maps(model: Any, images: Any) -> list[Float[np.ndarray, "B h T T"]]:
     from torch.nn.attention import SDPBackend, sdpa_kernel
     from torch.utils._python_dispatch import TorchDispatchMode
 
-    found, training = [], model.training
+    found, modes = [], [(module, module.training) for module in model.modules()]
     fast_path = torch.backends.mha.get_fastpath_enabled()
 
     class Recorder(TorchDispatchMode):
         def __torch_dispatch__(self, function, types, args=(), kwargs=None):
             out = function(*args, **(kwargs or {}))
-            if "softmax" in function.__name__ and out.shape[-1] == out.shape[-2] > 1:
+            square = out.ndim > 2 and out.shape[-1] == out.shape[-2] > 1
+            if "softmax" in function.__name__ and square:
                 maps = out if out.ndim == 4 else out.reshape(len(images), -1, *out.shape[-2:])
                 found.append(maps.float().cpu().numpy())
             return out
@@ -153,5 +155,6 @@ def torch_maps(model: Any, images: Any) -> list[Float[np.ndarray, "B h T T"]]:
             model.eval()(images)
     finally:
         torch.backends.mha.set_fastpath_enabled(fast_path)
-        model.train(training)
+        for module, training in modes:
+            module.training = training
     return found

@@ -45,8 +45,9 @@ def find_site(
     if rotary is not None:
         if host.position_table(grid) is None:
             raise InputError(
-                f"params: {rotary} rotates queries and keys: pass rotations=model.rope.get_embed("
-                "shape=grid).numpy() (timm) or model.rope_embeddings(pixel_values) (Hugging Face)"
+                f"params: {rotary} rotates queries and keys: pass rotations="
+                "model.rope.get_embed(shape=grid).detach().numpy() (timm) or "
+                "model.rope_embeddings(pixel_values) (Hugging Face)"
             )
         warnings.warn(
             f"params: {rotary} rotates queries and keys, which moves the scheme's maps: measure "
@@ -55,6 +56,8 @@ def find_site(
         )
     if positions is not None:
         check_array("positions", "the encoding", positions)
+        if positions.ndim != 2:
+            raise InputError(f"positions has shape {positions.shape}: pass [N, D]")
         grid = grid or square(len(positions))
         if grid is None:
             raise InputError(f"grid: pass grid=(rows, cols) of the {len(positions)} positions")
