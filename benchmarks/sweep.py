@@ -156,6 +156,10 @@ def main(overrides: command_line.Overrides) -> None:
     """Prints the accuracies of all runs and writes them as JSON."""
     config, out = command_line.read_config(overrides), command_line.out_path("sweep.json")
     schemes, rates = list(map(read_scheme, SCHEME.value)), list(map(float, RATES.value))
+    for field, _ in overrides:
+        if field == "seed" or field.startswith("attention_init."):
+            raise InputError(f"--config.{field} is not used: see --scheme and --num_seeds")
+    out.touch()  # fails now rather than after the training
     began = time.perf_counter()
     _, accuracies = sweep(config, schemes, rates, NUM_SEEDS.value)
     labels = [f"{name}, rate × {rate:g}" for rate in rates for name in SCHEME.value]
@@ -169,7 +173,8 @@ def main(overrides: command_line.Overrides) -> None:
                 f"  {label:40} {by_seed.mean():5.1f} ± {by_seed.std(ddof=1):.1f}", by_seed.round(2)
             )
     device = jax.devices()[0].device_kind
-    results = {"config": json.loads(config.to_json()), "device": device, "accuracies": by_step}
+    used = {k: v for k, v in config.to_dict().items() if k not in ("seed", "attention_init")}
+    results = {"config": used, "device": device, "accuracies": by_step}
     out.write_text(json.dumps(results, indent=1) + "\n")
 
 

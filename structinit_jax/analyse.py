@@ -66,20 +66,24 @@ def main(overrides: command_line.Overrides) -> None:
         raise InputError("--schemes compares initial weights and cannot be used with --workdir")
     if STEP.value and not WORKDIR.value:
         raise InputError("--step needs --workdir, the directory of a run")
-    out = command_line.out_path("analysis")
-    out.mkdir(parents=True, exist_ok=True)
 
     images = read_images(config, _NUM_IMAGES.value)
     if WORKDIR.value:
         step, devices = STEP.value or "newest", jax.local_devices()[:1]
-        restored = evaluate.restore_model(config, WORKDIR.value, devices, step)
+        fixed = ("model", "attention_init", "start_from", "seed")  # so that it started like this
+        restored = evaluate.restore_model(config, WORKDIR.value, devices, step, fixed)
         snapshots = observe_run(config, restored, images)
     else:
         settings = train_grid.expand(config, _SCHEMES.value or [config.attention_init.name], {})
         snapshots = [observe_start(setting, images) for setting in settings.values()]
     subject = f"{config.model.name}, {len(images)} training images of {config.data.name}"
-    write(snapshots, subject, out)
-    print(f"wrote {', '.join(sorted(path.name for path in out.iterdir()))} to {out}")
+    out = command_line.out_path("analysis")
+    try:
+        out.mkdir(parents=True, exist_ok=True)
+        write(snapshots, subject, out)
+    except OSError as error:
+        raise InputError(f"--out={out} cannot be written ({error}): name a folder") from error
+    print(f"wrote analysis.json, by_layer.png, maps.npz and maps_by_offset.png to {out}")
 
 
 if __name__ == "__main__":

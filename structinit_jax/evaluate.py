@@ -2,7 +2,7 @@
 
 import math
 import os
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 
 import jax
@@ -18,7 +18,7 @@ from structinit_jax.data.loader import HostLoader, make_loader
 from structinit_jax.data.source import Dataset, ImageSource
 from structinit_jax.errors import InputError
 from structinit_jax.run import Run, evaluation_name
-from structinit_jax.training import checkpoint
+from structinit_jax.training import checkpoint, resume
 from structinit_jax.training import mesh as mesh_lib
 from structinit_jax.training.metrics import MAX_IN_FLIGHT
 from structinit_jax.training.state import AbstractModel, TrainState, abstract_model
@@ -62,6 +62,7 @@ def restore_model(
     workdir: str | Path,
     devices: list[jax.Device] | None = None,
     step: str | int = "newest",
+    fixed: Sequence[str] = ("model",),
 ) -> tuple[AbstractModel, TrainState]:
     """Restores the model of a run, without optimizer state.
 
@@ -73,6 +74,7 @@ def restore_model(
       devices: Devices to use; the default is all. As in training, `config.fsdp` of them share one
         copy of the weights, or as many as divide both it and their number.
       step: 'newest', 'best' or a number.
+      fixed: Fields or sections of the config that must be those of the run.
 
     Raises:
       InputError: There is no such checkpoint, or it does not fit the config.
@@ -85,6 +87,8 @@ def restore_model(
             f"--workdir={workdir} has no complete checkpoint for --step={step}, only those of "
             f"steps {steps or '(none)'}"
         )
+    saved = checkpoint.read_run(directory, number)["config"]
+    resume.check_config(saved, config, f"step {number} in {workdir}", fixed)
     devices = devices or jax.devices()
     mesh = mesh_lib.make_mesh(math.gcd(config.fsdp, len(devices)), devices)
     model = abstract_model(config.model, config.data, mesh)

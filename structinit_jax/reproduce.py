@@ -37,6 +37,7 @@ from structinit_jax import config as config_lib
 from structinit_jax.command_line import WORKDIR
 from structinit_jax.compare import train_grid
 from structinit_jax.errors import InputError
+from structinit_jax.run import Run
 from structinit_jax.train import train
 from structinit_jax.training.workdir import prepare_workdir
 
@@ -89,6 +90,8 @@ def main(overrides: command_line.Overrides) -> None:
     workdir, teacher = prepare_workdir(WORKDIR.value), settings.pop(TEACHER, None)
     selected = [config for config in settings.values() if config.start_from == TEACHER]
     if selected:
+        for config in settings.values():
+            _ = Run(config).setup  # raises errors in config and data before the teacher trains
         train(teacher, workdir / TEACHER)
         folder = workdir / TEACHER / "model"
         export.export(teacher, workdir / TEACHER, folder)

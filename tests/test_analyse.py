@@ -117,6 +117,21 @@ def test_swin_is_measured_within_windows():
         np.testing.assert_allclose(layer.measures["hit_rate"], 1, atol=0.05)
 
 
+def test_images_are_shifted_by_whole_tokens_in_all_stages():
+    config = make_config("swin")
+    config.data.image_size = 7  # 7×7 and 4×4 tokens
+    images = collect.read_images(config, NUM_IMAGES)
+    model = abstract_model(config.model, config.data, make_mesh(devices=jax.devices()[:1]))
+    params, state, _ = initialize_model(model, make_attention_init(config), config.seed)
+
+    def silence(path, leaf):
+        return leaf * (not {"out", "fc2"} & {key.key for key in path})
+
+    params = jax.tree_util.tree_map_with_path(silence, params)
+    for layer in collect.make_observer(config, model)(0, (params, state), images).layers:
+        assert layer.measures["shift_distance"] < 1e-4
+
+
 @pytest.mark.parametrize("family", ["mixer", "convmixer"])
 def test_models_without_attention_are_refused(family):
     with pytest.raises(InputError, match=rf"^config\.model\.name='{family}' has no attention"):
@@ -151,3 +166,6 @@ def test_the_command_compares_a_run_with_its_start(finished_run, tmp_path):
         assert picture.std() > 10  # something is drawn
     with np.load(out / "maps.npz") as maps:
         assert maps["impulse, step 12/layer 2"].shape == (2, 16, 16)
+    result = fork_main.run(*arguments, "--config.seed=9", module=analyse.__name__)
+    assert result.returncode == 2
+    assert "seed: 0 -> 9" in result.stderr  # another start than that of the run

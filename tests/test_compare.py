@@ -52,10 +52,12 @@ def start(tiny_config, tmp_path, monkeypatch):
     tiny_config.lock()
     monkeypatch.setattr(train_grid, "Run", open_once)
 
-    def run_grid(schemes, seeds=(0, 1, 2), config=tiny_config, train=fake_train, **options):
+    def run_grid(
+        schemes, seeds=(0, 1, 2), config=tiny_config, train=fake_train, axes=None, **options
+    ):
         trained = []
         monkeypatch.setattr(train_grid, "train", functools.partial(train, trained=trained))
-        settings = train_grid.expand(config, schemes, {})
+        settings = train_grid.expand(config, schemes, axes or {})
         return train_grid.run_grid(settings, list(seeds), tmp_path, **options), trained
 
     return run_grid
@@ -112,7 +114,7 @@ def test_the_first_scheme_of_the_last_command_is_the_baseline(start, tmp_path):
     assert "| impulse | 1 of 1 | 80.00 | – |" in (tmp_path / "report.md").read_text()
 
 
-def test_lost_metrics_make_a_run_unfinished(start, tmp_path):
+def test_lost_metrics_make_a_run_unfinished(start, tmp_path, capsys):
     start(["default"], [0, 1])
     metrics = [tmp_path / "default" / f"seed_{seed}" / "metrics.jsonl" for seed in range(2)]
     metrics[0].unlink()
@@ -120,7 +122,18 @@ def test_lost_metrics_make_a_run_unfinished(start, tmp_path):
     report.write_report(tmp_path)
     text = (tmp_path / "report.md").read_text()
     assert "| default | 0 of 2 | – |" in text
+    # A run with all of its checkpoints trains no more, and writes no metrics.
+    failed, _ = start(["default"], [0], train=lambda *run, trained, **options: trained.append(run))
+    assert failed == 1
+    assert f"no result in {metrics[0].parent}: delete it" in capsys.readouterr().out
     assert start(["default"], [0, 1])[1] == [("default", 0), ("default", 1)]
+
+
+def test_settings_may_read_folders_of_the_same_name(start, monkeypatch):
+    monkeypatch.setattr(train_grid, "digest", lambda source, class_names: str(id(source)))
+    axes = {"data.data_dir": ["/here", "/there"]}
+    assert len(start(["default"], [0], axes=axes)[1]) == 2
+    assert len(start(["default"], [0, 1], axes=axes)[1]) == 2
 
 
 @pytest.mark.parametrize("split", ["train", "test"])

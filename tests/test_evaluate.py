@@ -67,6 +67,12 @@ def test_a_split_named_train_does_not_take_the_names_of_training_metrics():
         assert run.evaluation_name(config.data) == name
 
 
+def test_a_model_that_is_computed_otherwise_is_refused(run_config, finished_run):
+    run_config.model.positions = "rope"  # has the same parameters
+    with pytest.raises(InputError, match=r"as in step 12 in .*\n  model.positions: 'sincos' -> "):
+        evaluate.evaluate_checkpoint(run_config, finished_run.workdir)
+
+
 def test_the_checkpoint_can_be_chosen(run_config, finished_run, tmp_path, capsys):
     evaluate.evaluate_checkpoint(run_config, finished_run.workdir, "8")
     assert "step 8  test[:90] loss" in capsys.readouterr().out

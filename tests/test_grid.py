@@ -71,5 +71,12 @@ def test_mistaken_axes_are_refused(tiny_config, axis, message):
         train_grid.expand(tiny_config.lock(), ["impulse"], train_grid.parse_axes(axis.split()))
 
 
+def test_weights_that_replace_the_schemes_leave_nothing_to_compare(tiny_config):
+    tiny_config.start_from = "model.safetensors"
+    assert list(train_grid.expand(tiny_config.lock(), ["impulse"], {})) == ["impulse"]
+    with pytest.raises(InputError, match=r"^config.start_from replaces"):
+        train_grid.expand(tiny_config, ["impulse", "default"], {})
+
+
 def test_commas_within_brackets_do_not_separate_values():
     assert train_grid.parse_axes(["data.mean=(0.1,),(0.2,)"])["data.mean"] == ["(0.1,)", "(0.2,)"]

@@ -159,7 +159,8 @@ def _observe_batch(config, graphdef, targets, weights, images):
         for stage, (name, site) in zip(stages, sites.items(), strict=True)
     ]
     outputs = _output_grids(stages, sites)
-    size = data.image_size // outputs[-1].shape[1]  # pixels of a token of the last stage
+    # Pixels of a token of the last stage; the first stage alone has no padded tokens.
+    size = data.image_size // outputs[0].shape[1] * 2 ** (len(stages) - 1)
 
     def shift_distances(axis):
         shifted = _output_grids(run(jnp.roll(images, size, axis)), sites)

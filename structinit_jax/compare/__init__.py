@@ -14,7 +14,7 @@ from structinit_jax.training.metrics import read_lines
 GRID = "compare.json"
 STATUS = "status.txt"  # of a run: `DONE`, or why it failed
 DONE = "done"
-# Fields that change the results by rounding at most; the content of data is compared by digests.
+# Fields that change the results by rounding at most; names and labels of data are in digests.
 HARMLESS = ("checkpoint_every_steps", "keep_checkpoints", "fsdp", "data.data_dir", "model.remat")
 
 
@@ -57,7 +57,7 @@ class SeedRun:
         """How the run ended, in one line."""
         if self.status == "done":
             return f"{self.test_name} accuracy {self.accuracy:.2%}"
-        return f"failed: {self.error}"
+        return f"failed: {self.error or f'no result in {self.folder}: delete it to train again'}"
 
     def epoch(self, step: int) -> float:
         """Converts a step to epochs."""

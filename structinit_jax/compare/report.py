@@ -127,7 +127,8 @@ def _other_fields(info: Mapping[str, Any]) -> list[str]:
         different = [
             f"{field} is {value!r}, not {other!r}"
             for field, (other, value) in changes(configs.get(baseline, configs[name]), own).items()
-            if not field.startswith(("attention_init", *HARMLESS)) and f",{field}=" not in name
+            if not field.startswith(("attention_init", "seed", *HARMLESS))
+            and f",{field}=" not in name
         ]
         if different:
             lines.append(f"{name} differs from its baseline: {'; '.join(different)}.")

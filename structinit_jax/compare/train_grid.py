@@ -52,6 +52,8 @@ def expand(
       InputError: A scheme, a field or a value does not exist, or appears twice.
     """
     options = {scheme: config_lib.scheme_options(scheme) for scheme in schemes}
+    if config.start_from and len(options) > 1:
+        raise InputError("config.start_from replaces config.attention_init: pass a single scheme")
     for field in axes:
         section, _, option = field.partition(".")
         if field in ("seed", "attention_init.name"):
@@ -128,7 +130,9 @@ def run_grid(
     with workdir_lib.lock_workdir(workdir):
         info = _merge(workdir, new, settings)
         info["baselines"] |= baselines or find_baselines(info["settings"])
-        text = json.dumps(info | {"machine": _describe_machine()}, indent=1) + "\n"
+        machines = dict.fromkeys([*info.get("machine", "").split("\n\n"), _describe_machine()])
+        info["machine"] = "\n\n".join(filter(None, machines))
+        text = json.dumps(info, indent=1) + "\n"
         workdir_lib.write_atomically(workdir / compare.GRID, text)
     try:
         return _train_all(workdir, info, settings, seeds)
@@ -176,7 +180,7 @@ def _train_all(workdir, info, settings, seeds) -> int:
             say("another process trains this setting")
             continue
         run, trained = compare.SeedRun(workdir, name, seed, run.facts), trained + 1
-        failed += run.status == "failed"
+        failed += run.status != "done"
         left = (time.perf_counter() - began) / trained * (len(runs) - number)
         say(f"{run.result}; about {format_duration(left)} left")
         if stop.reached(0):  # by a signal during the last step
@@ -244,7 +248,8 @@ def _merge(workdir, new, settings):
     old = info["settings"]
     data = {k: value for facts in old.values() for k, value in facts["data"].items()}
     for name, facts in new.items():
-        if other := [k for k, value in facts["data"].items() if data.get(k, value) != value]:
+        known = data | old.get(name, {}).get("data", {})  # folders of an axis have equal keys
+        if other := [k for k, value in facts["data"].items() if known.get(k, value) != value]:
             raise InputError(
                 f"--workdir={workdir} holds results for other files, labels or classes of "
                 f"{other[0]}: restore the old data, or use another --workdir"

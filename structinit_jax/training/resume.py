@@ -1,7 +1,7 @@
 """Checks that a config and its data continue the run of a checkpoint."""
 
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from flax.traverse_util import flatten_dict
@@ -41,24 +41,35 @@ def check(run: Mapping[str, Any], config: ConfigDict, data_digest: str, place: s
     `data.source.digest` of the current training split. Raises `InputError` if the data have
     changed, or a field that must not change on resume.
     """
-    changed = changes(run["config"], config)
-    if refused := [_line(field, *pair) for field, pair in changed.items() if _fixed(field, *pair)]:
-        first = f"these fields of the config must not change when {place} is resumed:"
-        last = "Restore the old values, or start a new run in another --workdir"
-        raise InputError("\n".join([first, *refused, last]))
+    lines = check_config(run["config"], config, place)
     if run["data_digest"] != data_digest:
         raise InputError(
             f"config.data.train_split={config.data.train_split!r} does not hold the examples and "
             f"classes that {place} was trained on: restore the old data, or start a new run in "
             "another --workdir"
         )
+    return lines
+
+
+def check_config(
+    old: Mapping[str, Any], config: ConfigDict, place: str, fixed: Sequence[str] = FIXED
+) -> list[str]:
+    """Lists the fields that differ from a checkpoint's config; raises `InputError` for a fixed one.
+
+    See `check` and `changes`; `fixed` names fields and sections.
+    """
+
+    def is_fixed(field, pair):
+        if ABSENT in pair and not field.startswith("attention_init."):
+            return False  # weights that appear or disappear with the field are found on restoring
+        return (field in fixed or field.split(".")[0] in fixed) and field not in FREE
+
+    changed = changes(old, config)
+    if refused := [_line(field, *pair) for field, pair in changed.items() if is_fixed(field, pair)]:
+        first = f"these fields of the config must be as in {place}:"
+        last = "Restore the old values, or use another --workdir"
+        raise InputError("\n".join([first, *refused, last]))
     return [_line(field, *pair) for field, pair in changed.items()]
-
-
-def _fixed(field, old, new):
-    if ABSENT in (old, new) and not field.startswith("attention_init."):
-        return False  # weights that appear or disappear with the field are found on restoring
-    return (field in FIXED or field.split(".")[0] in FIXED) and field not in FREE
 
 
 def _line(field, old, new):
