@@ -23,7 +23,7 @@ for ((i = 0; i < 600; i++)); do
   running=true
   kill -0 $! 2> /dev/null || running=false
   new=$(tail --bytes="+$((before + 1))" ~/run.log)
-  if ! $running || [[ $new == *devices:* ]]; then break; fi
+  if ! $running || [[ $new =~ devices:|joined ]]; then break; fi
   sleep 0.2
 done
 head -n 30 <<< "$new"

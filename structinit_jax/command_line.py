@@ -7,6 +7,7 @@ prints a traceback for a missing file, an unknown field or a value of the wrong 
 import ast
 import os
 import sys
+import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -64,7 +65,10 @@ def run(main: Callable[[Overrides], None], shared: Sequence[str] = SHARED) -> No
     try:
         app.run(main, flags_parser=_parse_flags)
     except InputError as error:
-        print(f"error: {error}", file=sys.stderr)
+        print(f"error: {error}", file=sys.stderr, flush=True)
+        if jax.distributed.is_initialized():  # JAX's exit would wait for the others, then abort
+            time.sleep(5 * (jax.process_index() == 0))  # until they have reported the same
+            os._exit(2)
         sys.exit(2)
     except StoppedError as error:
         print(error, file=sys.stderr)

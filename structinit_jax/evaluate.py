@@ -105,8 +105,9 @@ def evaluate_checkpoint(
     `step` is 'newest', 'best' or a number. Raises `InputError` if there is no such checkpoint, if
     it does not fit the config, or if the data cannot be used.
     """
-    source = Run(config).eval_source
+    run = Run(config)
     model, state = restore_model(config, workdir, step=step)
+    source = run.eval_source
     results = make_evaluator(config, model, source)(state)
     name = f"{config.data.name} {config.data.eval_split}"
     print(f"step {state.step}  {describe(results)} on {len(source):,} examples of {name}")

@@ -65,6 +65,7 @@ def train(
 
         # -- Data, mesh, schedule, model, optimizer and training step; nothing is allocated yet ----
         run = Run(config)
+        workdir = on_exit.enter_context(workdir_lib.open_workdir(workdir))
         test_name, data = evaluation_name(config.data), config.data
         # Saved with each checkpoint, and checked when the run is resumed from it.
         record = {
@@ -73,7 +74,6 @@ def train(
             "class_names": list(run.dataset.class_names),
             "data_digest": digest(run.train_source, run.dataset.class_names),
         }
-        workdir = on_exit.enter_context(workdir_lib.open_workdir(workdir))
         _check_processes(record, len(run.eval_source), workdir)
         setup = run.setup
         schedule, mesh = setup.schedule, setup.model.mesh
@@ -166,7 +166,7 @@ def train(
                     log.upload()  # first: a run resumed from the checkpoint needs the lines so far
                     checkpoints.save(step, state, record)
             if stops:
-                checkpoints.wait()
+                checkpoints.wait_for_all()
                 raise StoppedError(
                     f"stopped by a signal after step {step} of {schedule.num_steps}, with a "
                     "checkpoint: run the same command again to resume",
@@ -174,7 +174,7 @@ def train(
                 )
         if not results:  # the run had finished before
             results = evaluate(state)
-        checkpoints.wait()  # for the last one
+        checkpoints.wait_for_all()
         print(
             f"done: {test_name} accuracy {results[f'{test_name}/accuracy']:.4f} after "
             f"{schedule.num_steps} steps, {time.perf_counter() - began:.0f} s; results in {workdir}"
@@ -219,5 +219,5 @@ def _check_finite(steps, workdir, checkpoint_step):
             f"--workdir={shlex.quote(str(workdir))} --step={step} --out=step_{step}.png\n"
             f"The same command resumes from step {checkpoint_step or 0} and repeats the step. "
             "Lower config.learning_rate or set config.clip_norm",
-            exit_code=1,
+            exit_code=2,  # a restart would end like this, too
         )

@@ -11,7 +11,7 @@ import pytest
 
 from structinit_jax import train
 from structinit_jax.errors import InputError
-from structinit_jax.training import distributed
+from structinit_jax.training import distributed, workdir
 
 TINY = [
     *fork_main.TINY,
@@ -42,16 +42,16 @@ def start_two(*arguments):
     return [start(4, *shared, f"--process_id={i}") for i in range(2)]
 
 
-def losses(workdir):
-    lines = [json.loads(line) for line in (workdir / "metrics.jsonl").read_text().splitlines()]
+def losses(folder):
+    lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
     return {m["step"]: m["train/loss"] for m in lines if "train/loss" in m}
 
 
 @pytest.mark.slow
 def test_a_run_goes_on_with_other_processes_and_devices_and_stops_together(tmp_path):
-    def arguments(workdir, num_steps, fsdp=1):
+    def arguments(folder, num_steps, fsdp=1):
         fields = [f"--config.num_steps={num_steps}", f"--config.fsdp={fsdp}"]
-        return [*TINY, *fields, f"--workdir={tmp_path / workdir}"]
+        return [*TINY, *fields, f"--workdir={tmp_path / folder}"]
 
     result = start(8, *arguments("one", 20)).wait()
     assert result.returncode == 0, result
@@ -93,6 +93,14 @@ def test_a_process_started_alone_gives_up_with_a_message(tmp_path):
     result = start(1, *alone, "--process_id=1", "--join_timeout=2").wait()
     assert result.returncode == 1
     assert re.search(r"error: .*, 2, 1\) waited 2 s, but not all .* joined", result.stderr)
+
+
+def test_a_mistake_that_one_process_sees_ends_the_run_with_its_message(tmp_path):
+    with workdir.lock_workdir(tmp_path):  # process 0 alone takes the lock
+        results = [command.wait() for command in start_two(*TINY, f"--workdir={tmp_path}")]
+    assert results[0].returncode == 2, results
+    assert "is in use by another run" in results[0].stderr
+    assert results[1].returncode != 0
 
 
 def test_processes_with_another_config_are_refused(monkeypatch):

@@ -2,7 +2,6 @@
 
 import csv
 import json
-import re
 
 import numpy as np
 import pytest
@@ -94,13 +93,3 @@ def test_curves_are_those_of_finished_runs(tmp_path):
     np.testing.assert_allclose(first.get_ydata(), [11, 51])
     np.testing.assert_allclose(second.get_ydata(), [40])
     assert report.draw_curves(record(tmp_path, {"impulse": {0: None}})) is None
-
-
-def test_the_page_needs_no_other_files(tmp_path):
-    record(tmp_path, {"default": {0: {6: 0.1, 12: 0.5}}, "<b>|x": {0: {12: 0.8}}})
-    report.write_report(tmp_path)
-    page = (tmp_path / "report.html").read_text()
-    assert "<td>+30.00 (one seed)</td>" in page
-    assert "<td>&lt;b&gt;|x</td>" in page
-    assert page.count('src="data:image/png;base64,') == 1
-    assert not re.search(r'(src|href)="(?!data:)', page)

@@ -194,7 +194,7 @@ def test_a_nonfinite_step_stops_the_run_and_traces_are_kept(bad_config, workdir,
     for profile_step in (13, 15):  # the second run repeats the step, and its trace ends early
         with pytest.raises(StoppedError) as caught:
             train.train(bad_config, workdir, profile_step)
-        assert caught.value.exit_code == 1
+        assert caught.value.exit_code == 2
         first, show, again = str(caught.value).splitlines()
         assert first.startswith("after step 15 the state is not finite (loss nan, gradient ")
         assert first.endswith("not affected.")  # a comparison reports the first line

@@ -139,7 +139,7 @@ case $action in
       if ((chips <= 4)) || { ((chips == 8)) && [[ $tpu == v[56]e:* ]]; }; then
         nodes=1
       else
-        nodes=$((chips / 4)) chips=4
+        nodes=$((chips / 4)) chips=4 join=' --join_timeout=86400' # until all have a node
       fi
       # All pods in one node pool, which is one slice. They find each other by variables of GKE.
       annotations='alpha.jobset.sigs.k8s.io/exclusive-topology: cloud.google.com/gke-nodepool'
@@ -157,7 +157,7 @@ case $action in
       if ((nodes > 1)); then
         join=" --coordinator_address=$name-workers-0-0.$name:8476 --num_processes=$nodes"
         # shellcheck disable=SC2016 # expands in the pod
-        join+=' --process_id="$JOB_COMPLETION_INDEX"'
+        join+=' --process_id="$JOB_COMPLETION_INDEX" --join_timeout=86400'
       fi
     fi
     if $spot; then

@@ -4,7 +4,7 @@ r"""Compares initializations, and any other fields, over several seeds.
         --schemes=default,mimetic,impulse --seeds=3
 
 Trains every setting with the seeds config.seed, config.seed + 1, …, prints a line for each run and
-each evaluation, and writes results.csv, report.md, report.html and curves.png to the workdir. Any
+each evaluation, and writes results.csv, report.md and curves.png to the workdir. Any
 field can be an axis: --grid=model.num_heads=3,6. The first scheme of the latest command is the
 baseline, or the first setting if all have the same scheme.
 

@@ -1,10 +1,9 @@
 """Writes the report of a comparison.
 
-The report is results.csv, report.md, curves.png and report.html, which holds the other two. It
-needs only the files that the runs have written, so it can be repeated.
+The report is results.csv, report.md and curves.png. It needs only the files that the runs have
+written, so it can be repeated.
 """
 
-import base64
 import csv
 import io
 import math
@@ -13,7 +12,6 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from markdown_it import MarkdownIt
 from matplotlib.figure import Figure
 from ml_collections import ConfigDict
 from scipy import special
@@ -25,12 +23,6 @@ from structinit_jax.training.workdir import write_atomically
 
 CURVES = "curves.png"
 LINES = ("-", "--", ":", "-.")  # a style for each pass through the colors
-STYLE = """
-body { font: 16px/1.5 system-ui, sans-serif; max-width: 70em; margin: 2em auto; padding: 0 1em }
-table { border-collapse: collapse; font-variant-numeric: tabular-nums }
-th, td { text-align: left; padding: .3em .9em .3em 0; border-bottom: 1px solid #ccc }
-img { max-width: 100% }
-"""
 
 # -- text ------------------------------------------------------------------------------------------
 
@@ -141,12 +133,14 @@ def _other_fields(info: Mapping[str, Any]) -> list[str]:
 def write_report(workdir: Path) -> None:
     """Writes the files of the report."""
     comparison = read_comparison(workdir)
-    text, curves = markdown(comparison), io.BytesIO()
-    files: dict[str, str | bytes] = {"results.csv": csv_text(comparison), "report.md": text}
+    files: dict[str, str | bytes] = {
+        "results.csv": csv_text(comparison),
+        "report.md": markdown(comparison),
+    }
     if figure := draw_curves(comparison):
+        curves = io.BytesIO()
         figure.savefig(curves, format="png", dpi=150)
         files[CURVES] = curves.getvalue()
-    files["report.html"] = html(text, curves.getvalue())
     for name, content in files.items():
         write_atomically(workdir / name, content)
     print(f"wrote {', '.join(files)} to {workdir}", flush=True)
@@ -204,15 +198,3 @@ def draw_curves(comparison: Comparison) -> Figure | None:
     axis.grid(alpha=0.25)
     add_legend(figure, *axis.get_legend_handles_labels())
     return figure
-
-
-def html(text: str, curves: bytes) -> str:
-    """Renders the report as a page that needs neither a network nor other files."""
-    body = MarkdownIt("js-default").render(text)  # escapes HTML in names and errors
-    if curves:
-        data = f"data:image/png;base64,{base64.b64encode(curves).decode()}"
-        body = body.replace(f'src="{CURVES}"', f'src="{data}"')
-    return (
-        '<!DOCTYPE html>\n<meta charset="utf-8">\n<title>Comparison</title>\n'
-        f"<style>{STYLE}</style>\n{body}"
-    )

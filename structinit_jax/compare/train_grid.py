@@ -132,8 +132,7 @@ def run_grid(
         info["baselines"] |= baselines or find_baselines(info["settings"])
         machines = dict.fromkeys([*info.get("machine", "").split("\n\n"), _describe_machine()])
         info["machine"] = "\n\n".join(filter(None, machines))
-        text = json.dumps(info, indent=1) + "\n"
-        workdir_lib.write_atomically(workdir / compare.GRID, text)
+        workdir_lib.write_atomically(workdir / compare.GRID, json.dumps(info, indent=1) + "\n")
     try:
         return _train_all(workdir, info, settings, seeds)
     except KeyboardInterrupt:

@@ -115,6 +115,12 @@ class Checkpoints:
         if writing is not None:
             writing.result()
 
+    def wait_for_all(self) -> None:
+        """Waits for the parts of all processes: JAX ends them soon after the first one exits."""
+        self.wait()
+        with jax.transfer_guard("allow"):
+            multihost_utils.sync_global_devices("checkpoint")
+
     def close(self) -> None:
         """Waits until everything is written."""
         try:

@@ -49,6 +49,8 @@ def join(
             f"last one must be below the number of processes: they are {given}"
         )
 
+    newer = jax.__version_info__ >= (0, 8, 1)
+    shutdown = {"shutdown_timeout_seconds": round(lost_timeout)} if newer else {}
     watchdog = threading.Timer(timeout, _give_up, (given, timeout))
     watchdog.daemon = True
     watchdog.start()
@@ -60,7 +62,7 @@ def join(
             cluster_detection_method="deactivate" if coordinator_address else None,
             initialization_timeout=round(timeout) + 60,
             heartbeat_timeout_seconds=round(lost_timeout),
-            shutdown_timeout_seconds=round(lost_timeout),
+            **shutdown,
         )
     except (RuntimeError, ValueError) as error:
         raise InputError(
@@ -70,6 +72,7 @@ def join(
     finally:
         watchdog.cancel()
     if jax.process_index() != 0:
+        print(f"process {jax.process_index()} has joined", flush=True)
         sys.stdout = Path(os.devnull).open("w")  # noqa: SIM115
 
 
@@ -114,12 +117,11 @@ class StopRequest:
             signal.signal(number, handler)
 
     def _receive(self, _number, _frame):
-        """Handles the first signal, and restores the default handlers for the second."""
+        """Handles a signal, and restores the default handler for a second Ctrl-C."""
         signal.signal(signal.SIGINT, signal.default_int_handler)
         if jax.process_count() > 1:
             signal.raise_signal(signal.SIGTERM)  # JAX passes it on to all processes
         else:
-            signal.signal(signal.SIGTERM, signal.SIG_DFL)
             self._received = True
 
     def reached(self, step: int) -> bool:

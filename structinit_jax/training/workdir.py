@@ -88,7 +88,7 @@ def lock_workdir(workdir: Path) -> Iterator[None]:
             file.seek(0)
             raise InputError(
                 f"--workdir={workdir} is in use by another run ({file.read().strip()}): wait until "
-                "it ends, stop it, or choose another directory"
+                f"it ends, stop it, or choose another directory; if its host is lost, delete {LOCK}"
             ) from None
         except OSError:
             print(f"note: {workdir} cannot be locked: make sure that no other run uses it")
