@@ -159,6 +159,7 @@ def main(overrides: command_line.Overrides) -> None:
     for field, _ in overrides:
         if field == "seed" or field.startswith("attention_init."):
             raise InputError(f"--config.{field} is not used: see --scheme and --num_seeds")
+    out.parent.mkdir(parents=True, exist_ok=True)
     out.touch()  # fails now rather than after the training
     began = time.perf_counter()
     _, accuracies = sweep(config, schemes, rates, NUM_SEEDS.value)

@@ -66,7 +66,11 @@ def main(overrides: command_line.Overrides) -> None:
         raise InputError("--schemes compares initial weights and cannot be used with --workdir")
     if STEP.value and not WORKDIR.value:
         raise InputError("--step needs --workdir, the directory of a run")
-
+    out = command_line.out_path("analysis")
+    try:
+        out.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise InputError(f"--out={out} is no folder to write to: {error}") from error
     images = read_images(config, _NUM_IMAGES.value)
     if WORKDIR.value:
         step, devices = STEP.value or "newest", jax.local_devices()[:1]
@@ -77,12 +81,7 @@ def main(overrides: command_line.Overrides) -> None:
         settings = train_grid.expand(config, _SCHEMES.value or [config.attention_init.name], {})
         snapshots = [observe_start(setting, images) for setting in settings.values()]
     subject = f"{config.model.name}, {len(images)} training images of {config.data.name}"
-    out = command_line.out_path("analysis")
-    try:
-        out.mkdir(parents=True, exist_ok=True)
-        write(snapshots, subject, out)
-    except OSError as error:
-        raise InputError(f"--out={out} cannot be written ({error}): name a folder") from error
+    write(snapshots, subject, out)
     print(f"wrote analysis.json, by_layer.png, maps.npz and maps_by_offset.png to {out}")
 
 

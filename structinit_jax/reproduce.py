@@ -37,7 +37,6 @@ from structinit_jax import config as config_lib
 from structinit_jax.command_line import WORKDIR
 from structinit_jax.compare import train_grid
 from structinit_jax.errors import InputError
-from structinit_jax.run import Run
 from structinit_jax.train import train
 from structinit_jax.training.workdir import prepare_workdir
 
@@ -90,8 +89,8 @@ def main(overrides: command_line.Overrides) -> None:
     workdir, teacher = prepare_workdir(WORKDIR.value), settings.pop(TEACHER, None)
     selected = [config for config in settings.values() if config.start_from == TEACHER]
     if selected:
-        for config in settings.values():
-            _ = Run(config).setup  # raises errors in config and data before the teacher trains
+        for name, config in settings.items():  # errors come before the teacher trains
+            train_grid.describe_setting(name, config)
         train(teacher, workdir / TEACHER)
         folder = workdir / TEACHER / "model"
         export.export(teacher, workdir / TEACHER, folder)
@@ -106,7 +105,7 @@ def main(overrides: command_line.Overrides) -> None:
         published={name: rows[name]["published"] for name in settings},
     )
     if failed:
-        sys.exit(f"{failed} runs failed: see the report; the same command trains them again")
+        sys.exit(f"{failed} runs failed: see the report; the same command tries them again")
 
 
 if __name__ == "__main__":

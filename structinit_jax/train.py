@@ -149,7 +149,7 @@ def train(
             # Every checkpoint is logged: a run resumed from it does not repeat the steps before it.
             if saves or step % config.log_every_steps == 0:
                 steps = pending.fetch()
-                _check_finite(steps, workdir, checkpoints.latest_step)
+                _check_finite(steps, workdir, checkpoints)
                 values = average(steps) | progress.measure(step)
                 log.write(step, values)
                 progress.show(step, values)
@@ -207,17 +207,18 @@ def _restore(run, checkpoints, record, workdir):
     return state
 
 
-def _check_finite(steps, workdir, checkpoint_step):
+def _check_finite(steps, workdir, checkpoints):
     """Raises `StoppedError` for the first step after which the state is not finite."""
     for step, values in steps.items():
         if values["finite"]:
             continue
+        checkpoints.wait_for_all()
         raise StoppedError(
             f"after step {step} the state is not finite (loss {values['loss']}, gradient norm "
             f"{values['gradient_norm']}). Training stops; the checkpoints are not affected.\n"
             "To draw the batch of this step: python -m structinit_jax.show "
             f"--workdir={shlex.quote(str(workdir))} --step={step} --out=step_{step}.png\n"
-            f"The same command resumes from step {checkpoint_step or 0} and repeats the step. "
-            "Lower config.learning_rate or set config.clip_norm",
+            f"The same command resumes from step {checkpoints.latest_step or 0} and repeats the "
+            "step. Lower config.learning_rate or set config.clip_norm",
             exit_code=2,  # a restart would end like this, too
         )

@@ -2,6 +2,7 @@
 
 import csv
 import functools
+import itertools
 import json
 import signal
 import time
@@ -125,15 +126,16 @@ def test_lost_metrics_make_a_run_unfinished(start, tmp_path, capsys):
     # A run with all of its checkpoints trains no more, and writes no metrics.
     failed, _ = start(["default"], [0], train=lambda *run, trained, **options: trained.append(run))
     assert failed == 1
-    assert f"no result in {metrics[0].parent}: delete it" in capsys.readouterr().out
+    assert f"failed: no result in {metrics[0]}: delete its folder" in capsys.readouterr().out
     assert start(["default"], [0, 1])[1] == [("default", 0), ("default", 1)]
 
 
 def test_settings_may_read_folders_of_the_same_name(start, monkeypatch):
-    monkeypatch.setattr(train_grid, "digest", lambda source, class_names: str(id(source)))
+    digests = itertools.cycle(["here", "here", "there", "there"])  # of two splits each
+    monkeypatch.setattr(train_grid, "digest", lambda source, class_names: next(digests))
     axes = {"data.data_dir": ["/here", "/there"]}
     assert len(start(["default"], [0], axes=axes)[1]) == 2
-    assert len(start(["default"], [0, 1], axes=axes)[1]) == 2
+    assert len(start(["default", "impulse"], [0], axes=axes)[1]) == 2
 
 
 @pytest.mark.parametrize("split", ["train", "test"])

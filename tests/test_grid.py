@@ -74,8 +74,12 @@ def test_mistaken_axes_are_refused(tiny_config, axis, message):
 def test_weights_that_replace_the_schemes_leave_nothing_to_compare(tiny_config):
     tiny_config.start_from = "model.safetensors"
     assert list(train_grid.expand(tiny_config.lock(), ["impulse"], {})) == ["impulse"]
-    with pytest.raises(InputError, match=r"^config.start_from replaces"):
-        train_grid.expand(tiny_config, ["impulse", "default"], {})
+    for schemes, axes in (
+        (["impulse", "default"], {}),
+        (["impulse"], {"attention_init.norm": "1"}),
+    ):
+        with pytest.raises(InputError, match=r"^config.start_from replaces"):
+            train_grid.expand(tiny_config, schemes, axes)
 
 
 def test_commas_within_brackets_do_not_separate_values():

@@ -1,6 +1,7 @@
 import dataclasses
 import functools
 import itertools
+import math
 
 import jax
 import jax.numpy as jnp
@@ -99,6 +100,14 @@ def test_impulses_are_softer_on_more_tokens_and_peak_on_their_targets():
     report = impulse(vo_init="default")(jax.random.key(0), site).report
     np.testing.assert_allclose(report.target_mass, 12.8 / 256, atol=1e-3)
     assert report.hit_rate > 0.9
+
+
+@pytest.mark.parametrize(("grid", "size"), [((2, 2), 1), ((8, 8), 5)])
+def test_wide_filters_have_more_than_uniform_attention_by_default(grid, size):
+    site = make_site(grid=grid, positions=sincos_positions(grid, WIDTH))
+    weights = impulse(filters=np.ones((1, size, size)))(jax.random.key(0), site)
+    uniform = np.minimum(weights.targets, 1 / math.prod(grid)).sum() / math.prod(grid)
+    np.testing.assert_allclose(weights.report.target_mass, uniform + 0.3 * (1 - uniform), atol=0.01)
 
 
 def test_given_filters_are_approached():

@@ -78,7 +78,7 @@ spec:
               # A stop with a checkpoint is not a failure: all pods end with 75, and are replaced.
               - action: Ignore
                 onExitCodes: {operator: In, values: [75]}
-              # A mistake, such as an unknown flag, would end every restart in the same way.
+              # A mistake, or a state that is not finite, would end every restart in the same way.
               - action: FailJob
                 onExitCodes: {operator: In, values: [2]}
           template:
@@ -91,7 +91,7 @@ spec:
                 - name: train
                   image: "$image"
                   # exec lets the signal of an eviction reach Python.
-                  command: [bash, -c, 'exec python -m structinit_jax.main "\$@"$join', train]
+                  command: [bash, -c, 'exec python -m structinit_jax.main$join "\$@"', train]
                   args:
 $arguments                  # Without a working accelerator the run fails instead of using the CPU.
                   env: [$environment]

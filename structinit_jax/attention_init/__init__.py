@@ -1,4 +1,4 @@
-"""Structured initialization of attention: JAX and optax only, for any model.
+"""Structured initialization of attention for any model; needs only JAX, optax and jaxtyping.
 
 A scheme is a function of options that returns a function `(rng, site) -> weights`. A site describes
 a stack of equal layers. The weights have the layout of Flax's kernels:
@@ -174,10 +174,7 @@ def mimetic(*, replace_positions: bool | None = None) -> AttentionInit:
 
 
 def default() -> AttentionInit:
-    """The base initialization of our models, timm's or PyTorch's (`config.model.base_init`).
-
-    In other projects' models it draws timm's. To keep their own, do not call `initialize`.
-    """
+    """The base initialization of our models, timm's or PyTorch's; in other models, timm's."""
     attention = dict.fromkeys(ATTENTION, papers.default)
     others = {TokenMixingSite: token_mixing.default, ConvSite: convolution.default}
     return _by_site(default, attention | others, {})

@@ -84,7 +84,9 @@ def impulse(
         uniform = float(np.minimum(targets, 1 / len(z)).sum() / (targets.max(axis=-1) > 0).sum())
         if target_mass is None:
             target_mass = min(LARGEST_MASS, OVER_UNIFORM * uniform)
-        if target_mass <= uniform:
+            if target_mass <= uniform:  # of wide filters, or on at most 5 tokens
+                target_mass = uniform + 0.3 * (1 - uniform)
+        elif target_mass <= uniform:
             raise InputError(
                 f"target_mass={target_mass:.3g}, but uniform attention has {uniform:.3g} on these "
                 "targets: pass a larger target_mass"

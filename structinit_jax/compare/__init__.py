@@ -43,9 +43,9 @@ class SeedRun:
         }
         recorded = status.read_text(encoding="utf-8").strip() if status.exists() else ""
         self.error = "" if recorded == DONE else recorded
-        self.status = "failed" if self.error else "unfinished"
-        if recorded == DONE and facts["num_steps"] in self.curve:
-            self.status = "done"
+        if recorded == DONE and facts["num_steps"] not in self.curve:
+            self.error = f"no result in {metrics}: delete its folder"
+        self.status = "failed" if self.error else recorded or "unfinished"
 
     @property
     def accuracy(self) -> float:
@@ -57,7 +57,7 @@ class SeedRun:
         """How the run ended, in one line."""
         if self.status == "done":
             return f"{self.test_name} accuracy {self.accuracy:.2%}"
-        return f"failed: {self.error or f'no result in {self.folder}: delete it to train again'}"
+        return f"failed: {self.error}"
 
     def epoch(self, step: int) -> float:
         """Converts a step to epochs."""

@@ -44,7 +44,7 @@ def main(overrides: command_line.Overrides) -> None:
         WORKDIR.value,
     )
     if failed:
-        sys.exit(f"{failed} runs failed: see the report; the same command trains them again")
+        sys.exit(f"{failed} runs failed: see the report; the same command tries them again")
 
 
 if __name__ == "__main__":

@@ -52,7 +52,8 @@ def expand(
       InputError: A scheme, a field or a value does not exist, or appears twice.
     """
     options = {scheme: config_lib.scheme_options(scheme) for scheme in schemes}
-    if config.start_from and len(options) > 1:
+    varied = len(options) > 1 or any(field.startswith("attention_init.") for field in axes)
+    if varied and (config.start_from or "start_from" in axes):
         raise InputError("config.start_from replaces config.attention_init: pass a single scheme")
     for field in axes:
         section, _, option = field.partition(".")
@@ -126,7 +127,7 @@ def run_grid(
     workdir, new = workdir_lib.prepare_workdir(workdir), {}
     for name, config in settings.items():
         extra = {"seeds": list(seeds), "published": (published or {}).get(name, "")}
-        new[name] = _describe_setting(name, config) | extra
+        new[name] = describe_setting(name, config) | extra
     with workdir_lib.lock_workdir(workdir):
         info = _merge(workdir, new, settings)
         info["baselines"] |= baselines or find_baselines(info["settings"])
@@ -179,7 +180,7 @@ def _train_all(workdir, info, settings, seeds) -> int:
             say("another process trains this setting")
             continue
         run, trained = compare.SeedRun(workdir, name, seed, run.facts), trained + 1
-        failed += run.status != "done"
+        failed += run.status == "failed"
         left = (time.perf_counter() - began) / trained * (len(runs) - number)
         say(f"{run.result}; about {format_duration(left)} left")
         if stop.reached(0):  # by a signal during the last step
@@ -218,7 +219,7 @@ def _describe_machine() -> str:
     )
 
 
-def _describe_setting(name: str, config: ConfigDict) -> dict[str, Any]:
+def describe_setting(name: str, config: ConfigDict) -> dict[str, Any]:
     """Checks a setting without training, and returns the facts that the report needs."""
     try:
         run = Run(config)
@@ -245,10 +246,11 @@ def _merge(workdir, new, settings):
         return {"settings": new, "baselines": {}}
     info = json.loads(path.read_text(encoding="utf-8"))
     old = info["settings"]
-    data = {k: value for facts in old.values() for k, value in facts["data"].items()}
+    # Folders at several places have the same name and several digests.
+    data = {pair for facts in old.values() for pair in facts["data"].items()}
+    known = {name for name, _ in data}
     for name, facts in new.items():
-        known = data | old.get(name, {}).get("data", {})  # folders of an axis have equal keys
-        if other := [k for k, value in facts["data"].items() if known.get(k, value) != value]:
+        if other := [k for k, v in facts["data"].items() if k in known and (k, v) not in data]:
             raise InputError(
                 f"--workdir={workdir} holds results for other files, labels or classes of "
                 f"{other[0]}: restore the old data, or use another --workdir"

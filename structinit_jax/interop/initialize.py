@@ -143,8 +143,8 @@ def torch_maps(model: Any, images: Any) -> list[Float[np.ndarray, "B h T T"]]:
     class Recorder(TorchDispatchMode):
         def __torch_dispatch__(self, function, types, args=(), kwargs=None):
             out = function(*args, **(kwargs or {}))
-            square = out.ndim > 2 and out.shape[-1] == out.shape[-2] > 1
-            if "softmax" in function.__name__ and square:
+            is_softmax = "softmax" in function.__name__ and out.ndim > 2
+            if is_softmax and out.shape[-1] == out.shape[-2] > 1:
                 maps = out if out.ndim == 4 else out.reshape(len(images), -1, *out.shape[-2:])
                 found.append(maps.float().cpu().numpy())
             return out

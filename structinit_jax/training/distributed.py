@@ -37,7 +37,7 @@ def join(
       process_id: Index of this process, from 0 to num_processes - 1.
       timeout: Seconds to wait for the other processes before this one exits.
       lost_timeout: Seconds after which JAX ends all processes if one of them is silent. A process
-        that has failed waits as long for the others.
+        that has crashed waits as long for the others.
     """
     given = (coordinator_address, num_processes, process_id)
     alone = given == (None, None, None) and not _in_cluster(os.environ)

@@ -54,10 +54,7 @@ def check(run: Mapping[str, Any], config: ConfigDict, data_digest: str, place: s
 def check_config(
     old: Mapping[str, Any], config: ConfigDict, place: str, fixed: Sequence[str] = FIXED
 ) -> list[str]:
-    """Lists the fields that differ from a checkpoint's config; raises `InputError` for a fixed one.
-
-    See `check` and `changes`; `fixed` names fields and sections.
-    """
+    """Lists changed fields, one per line; raises `InputError` for a field or section in `fixed`."""
 
     def is_fixed(field, pair):
         if ABSENT in pair and not field.startswith("attention_init."):
