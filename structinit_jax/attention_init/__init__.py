@@ -85,7 +85,8 @@ def impulse(
         (`kernels.growing_dilation`).
       target_mass: Share of the attention that the solve puts on the target. It sets how sharp the
         maps are, in any model and on any grid. By default 0.5; with positions 0.2, or 12.8 times
-        what uniform attention puts there if that is less: for impulses, on more than 64 tokens.
+        what uniform attention puts there if that is less (for impulses, on more than 64 tokens),
+        and always more than uniform attention.
       norm: Root mean square norm of the columns of Q and K, instead of a target mass.
       mimetic_layers: Share of the layers, counted from the last, in which heads attend to similar
         tokens. By default 0.5.
