@@ -166,6 +166,3 @@ def test_the_command_compares_a_run_with_its_start(finished_run, tmp_path):
         assert picture.std() > 10  # something is drawn
     with np.load(out / "maps.npz") as maps:
         assert maps["impulse, step 12/layer 2"].shape == (2, 16, 16)
-    result = fork_main.run(*arguments, "--config.seed=9", module=analyse.__name__)
-    assert result.returncode == 2
-    assert "seed: 0 -> 9" in result.stderr  # another start than that of the run

@@ -71,6 +71,9 @@ def test_a_model_that_is_computed_otherwise_is_refused(run_config, finished_run)
     run_config.model.positions = "rope"  # has the same parameters
     with pytest.raises(InputError, match=r"as in step 12 in .*\n  model.positions: 'sincos' -> "):
         evaluate.evaluate_checkpoint(run_config, finished_run.workdir)
+    run_config.seed = 9
+    with pytest.raises(InputError, match=r"\n  seed: 0 -> 9\n"):  # as analyse checks
+        evaluate.restore_model(run_config, finished_run.workdir, fixed=("seed",))
 
 
 def test_the_checkpoint_can_be_chosen(run_config, finished_run, tmp_path, capsys):
