@@ -66,7 +66,8 @@ def run(main: Callable[[Overrides], None], shared: Sequence[str] = SHARED) -> No
         app.run(main, flags_parser=_parse_flags)
     except InputError as error:
         print(f"error: {error}", file=sys.stderr, flush=True)
-        if jax.process_count() > 1:  # JAX's exit would wait for the others, then abort
+        # JAX's exit would wait for the others, then abort. Alone, no device is asked for.
+        if jax.distributed.is_initialized() and jax.process_count() > 1:
             sys.stdout.flush()
             time.sleep(5 * (jax.process_index() == 0))  # until they have reported the same
             os._exit(2)

@@ -30,6 +30,19 @@ def test_the_command_names_what_is_wrong(tmp_path, argument, words):
     assert "Traceback" not in result.stderr
 
 
+def test_a_mistake_is_named_where_no_device_works(tmp_path):
+    script = tmp_path / "main.py"
+    script.write_text(
+        "import jax, runpy\n"
+        "jax.config.update('jax_platforms', 'none')\n"
+        "runpy.run_module('structinit_jax.main', run_name='__main__', alter_sys=True)\n"
+    )
+    result = fork_main.run(CONFIG, module=str(script), timeout=60)
+    assert result.returncode == 2, result.stderr
+    assert "error: --workdir is required" in result.stderr
+    assert "Traceback" not in result.stderr
+
+
 @pytest.mark.parametrize(
     ("path", "text", "value"),
     [
