@@ -8,9 +8,9 @@ then the initialization, impulse (the default; the paper's), mimetic or default.
 --config.attention_init.name=impulse.
 
 All settings are from the authors' command (github.com/osiriszjq/structured_initialization):
-learning rate 1e-3, every image three times in a row, so that an epoch sees a third of the images,
-and one lambda of mixup for 64 images (sixteen processes; their rebuttal has eight GPUs of 128
-images, --config.augment.mix_group=128). From the program: all three start the whole model from
+learning rate 1e-3, every image three times, so that an epoch sees a third of the images, and one
+lambda of mixup for 64 images (sixteen processes; their rebuttal has eight GPUs of 128 images,
+--config.augment.mix_group=128). From the program: all three start the whole model from
 PyTorch's defaults (`model.base_init`). Not stated anywhere: a recipe for ViT-S and ViT-T, for which
 we use this one, and details of two more ViT-B configurations in the appendix, which differ in
 `learning_rate` and `data.repeats`.

@@ -90,7 +90,7 @@ class DataFields:
     train_split: str = "train"  # TFDS syntax: 'train[:90%]', 'train+validation'
     eval_split: str = "test"  # or a validation split such as 'train[90%:]', to choose the best step
     drop_remainder: bool = False  # whether to drop the last partial batch of each epoch
-    repeats: PositiveInt = 1  # consecutive copies of each training example (repeated augmentation)
+    repeats: PositiveInt = 1  # copies of each training example (repeated augmentation)
     image_size: PositiveInt = 224  # height and width of the model's input in pixels
     crop_fraction: Share = 1.0  # of the shorter side, kept by the center crop of test images
     channels: Literal[1, 3] = 3

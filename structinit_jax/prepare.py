@@ -80,7 +80,7 @@ def describe_split(source: ImageSource, num_classes: int, num_checked: int) -> l
         low, high = np.min(sizes, axis=0), np.max(sizes, axis=0)
         mean, std = mean_and_std(good.evenly_spaced(MAX_AVERAGED))
         lines += [
-            f"{np.count_nonzero(counts)} of {num_classes} classes, {counts.min():,} to"
+            f"in these, {np.count_nonzero(counts)} of {num_classes} classes, {counts.min():,} to"
             f" {counts.max():,} examples of each",
             f"{low[0]} to {high[0]} pixels high, {low[1]} to {high[1]} wide",
             f"pixels: mean {mean}, std {std}",

@@ -54,7 +54,9 @@ class Run:
 
     def _split(self, field):
         data = self.config.data
-        return self.dataset.split(data[field], f"data.{field}", data.on_bad_image)
+        source = self.dataset.split(data[field], f"data.{field}", data.on_bad_image)
+        source[0]  # fails now, rather than after hours, if the split has no labels
+        return source
 
     @functools.cached_property
     def setup(self) -> Setup:

@@ -68,7 +68,7 @@ def read_images(config: ConfigDict, count: int) -> UInt8[np.ndarray, "n H H C"]:
             f"--num_images={count} of the {len(source)} in "
             f"config.data.train_split={data.train_split!r}: needs at least {BATCH_SIZE}"
         )
-    wanted = np.sort(stream_indices(config.seed, 0, whole, len(source)))
+    wanted = np.sort(stream_indices(config.seed, np.arange(whole), len(source)))
     return decode_all(source.select(wanted), data.image_size, data.crop_fraction)[0]
 
 

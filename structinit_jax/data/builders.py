@@ -10,8 +10,6 @@ import tensorflow_datasets as tfds
 from structinit_jax.data.source import Dataset, DatasetInfo, Folder
 from structinit_jax.errors import InputError, suggest
 
-tfds.disable_progress_bar()
-
 
 def open_tfds(name: str, data_dir: Folder) -> Dataset:
     """Opens a TFDS data set; for arguments and errors see `datasets.open_dataset`."""

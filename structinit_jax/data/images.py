@@ -25,7 +25,7 @@ class BadImageError(InputError):
 
     def __init__(self, problem: str):
         super().__init__(
-            f"{problem}. Replace it with an intact image, or leave it out with"
+            f"{problem}. Replace it with an intact image, or start a new run with"
             " config.data.on_bad_image='skip'."
         )
         self.problem = problem
@@ -39,8 +39,8 @@ class StoredImage:
 
     - Gray, palette, CMYK and YCCK images are converted to RGB, or to gray for one channel, as
       Pillow converts them.
-    - 16-bit values keep their upper 8 bits. 32-bit and floating-point images are refused, because
-      their range is unknown.
+    - 16-bit values of PNG and TIFF keep their upper 8 bits. Those of PGM, which Pillow reads as
+      32-bit values, and floating-point images are refused, because their range is unknown.
     - Transparency is dropped, as in timm and torchvision.
     - The EXIF orientation is applied. (timm and torchvision ignore it.)
     - Only the first picture of an animation or a multi-page file is read.
@@ -119,7 +119,7 @@ class StoredImage:
         if image.mode.startswith("I;16"):  # Pillow itself clips at 255
             image = Image.fromarray((np.asarray(image) >> 8).astype(np.uint8))
         elif image.mode in ("I", "F"):
-            raise ValueError("32-bit and floating-point values have no known range: convert them")
+            raise ValueError(f"pixels of mode {image.mode} have no known range: convert to 8 bits")
         if "transparency" in image.info:
             image = image.convert("RGBA")  # Pillow warns when it drops a palette's
         return _turn(from_pillow(image, self._channels), orientation)

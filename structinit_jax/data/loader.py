@@ -41,24 +41,21 @@ def _epoch_order(seed, epoch, num_examples):
 
 def stream_indices(
     seed: int,
-    start: int,
-    stop: int,
+    positions: np.ndarray,
     num_examples: int,
     repeats: int = 1,
     epoch_length: int | None = None,
 ) -> np.ndarray:
-    """Returns the examples at positions `start` to `stop - 1` of the training stream, int64.
+    """Returns the examples at positions of the training stream, int64.
 
     The stream is independently shuffled epochs, one after another. An epoch of `epoch_length`
     positions, by default `num_examples`, uses the first part of its permutation. With repeated
     augmentation (Hoffer et al. 2020), each example occupies `repeats` consecutive positions in an
     epoch of the same length, as in timm.
     """
-    positions = np.arange(start, stop, dtype=np.int64)
-    length = epoch_length or num_examples
-    epochs, offsets = np.divmod(positions, length)
-    indices = np.empty_like(positions)
-    for epoch in range(start // length, -(-stop // length)):
+    epochs, offsets = np.divmod(positions, epoch_length or num_examples)
+    indices = np.empty(len(positions), np.int64)
+    for epoch in np.unique(epochs):
         inside = epochs == epoch
         indices[inside] = _epoch_order(seed, epoch, num_examples)[offsets[inside] // repeats]
     return indices
@@ -97,14 +94,18 @@ class Loader(abc.ABC):
         """Yields the batches of the steps from `start_step` (counted from 0) to `num_steps - 1`.
 
         A batch is `{"image": uint8 [B, H, W, C], "label": int32 [B]}`, split over the devices. The
-        batch size B is global, and a multiple of their number. For `repeats` see `stream_indices`.
-        With `drop_remainder`, each epoch ends after its last whole batch; otherwise a batch may
-        straddle two epochs.
+        batch size B is global, and a multiple of their number. With `drop_remainder`, each epoch
+        ends after its last whole batch; otherwise a batch may straddle two epochs. For `repeats`
+        see `stream_indices`; a batch has all first copies of its images, then all second ones, and
+        so on. As in timm, where they go to different processes, a mixing group has no image twice.
         """
         length = len(self) - (len(self) % batch_size if drop_remainder else 0)
+        by_copy = np.argsort(np.arange(batch_size) % repeats, kind="stable")
 
         def order(start, stop):
-            return stream_indices(seed, start, stop, len(self), repeats, length)
+            steps, places = np.divmod(np.arange(start, stop), batch_size)
+            positions = steps * batch_size + by_copy[places]
+            return stream_indices(seed, positions, len(self), repeats, length)
 
         for batch in self._batches(order, range(start_step, num_steps), batch_size):
             yield {key: batch[key] for key in ("image", "label")}

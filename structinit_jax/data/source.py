@@ -125,8 +125,8 @@ class ImageSource:
         rows = self.rows[np.asarray(indices, np.int64)].tolist()
         for number, group in itertools.groupby(rows, key=operator.itemgetter(0)):
             part, wanted = self.parts[number], [place for _, place in group]
-            # One call for many examples is far faster.
-            read_many = getattr(part, "__getitems__", None)
+            # One call for many examples is far faster; for one, TFDS would start a thread.
+            read_many = len(wanted) > 1 and getattr(part, "__getitems__", None)
             yield from read_many(wanted) if read_many else map(part.__getitem__, wanted)
 
     def _open(self, index, record):
