@@ -17,7 +17,7 @@
 #   --help             print this text
 #
 # Other options are passed to sbatch as they are: --time=12:00:00 --partition=P --account=A --qos=Q
-# --constraint=C --reservation=R. With --gres=gpu:h100:8, sbatch does not get --gpus-per-node.
+# --constraint=C --reservation=R. --gres=gpu:h100:4 replaces --gpus-per-node; pass --gpus=4, too.
 # At the time limit, the run saves a checkpoint, requeues itself and resumes. The workdir must be on a
 # file system that all nodes share. PYTHON=FILE selects the interpreter.
 

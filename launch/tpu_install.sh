@@ -29,7 +29,7 @@ if (($#)); then
     echo "deb [signed-by=$key] https://packages.cloud.google.com/apt gcsfuse-$(lsb_release -cs) main" |
       sudo tee /etc/apt/sources.list.d/gcsfuse.list
     sudo apt-get update
-    sudo apt-get install --yes gcsfuse
+    sudo apt-get install --yes -o DPkg::Lock::Timeout=300 gcsfuse # Ubuntu updates itself at boot
   fi
   mkdir -p ~/bucket
   mountpoint ~/bucket || gcsfuse --implicit-dirs "$1" ~/bucket

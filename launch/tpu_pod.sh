@@ -109,7 +109,9 @@ bash structinit_jax/launch/tpu_install.sh $bucket"
     on_workers all "$check; bash structinit_jax/launch/tpu_run.sh $arguments"
     ;;
   logs) on_workers 0 'tail -n 50 -F ~/run.log' ;;
-  stop) on_workers all "pkill -TERM -f '[s]tructinit_jax.main' || true" ;;
+  stop) # and wait for the lock of tpu_run.sh
+    on_workers all "pkill -TERM -f '[s]tructinit_jax.main' || true; flock ~/run.lock true"
+    ;;
   delete)
     run gcloud compute tpus queued-resources delete "$name" "${where[@]}" --force --quiet
     ;;

@@ -82,11 +82,7 @@ def restore_model(
     directory = open_path(workdir) / "checkpoints"
     number = checkpoint.find_step(directory, step)
     if number is None:
-        steps = ", ".join(folder.name for folder in checkpoint.step_folders(directory))
-        raise InputError(
-            f"--workdir={workdir} has no complete checkpoint for --step={step}, only those of "
-            f"steps {steps or '(none)'}"
-        )
+        raise InputError(f"--workdir={workdir} has no complete checkpoint for --step={step}")
     saved = checkpoint.read_run(directory, number)["config"]
     resume.check_config(saved, config, f"step {number} in {workdir}", fixed)
     devices = devices or jax.devices()

@@ -144,7 +144,7 @@ def train(
                 print(f"first step after {time.perf_counter() - began:.1f} s", flush=True)
 
             is_last, evaluates = step == schedule.num_steps, step in schedule.eval_steps
-            stops = stop_request.reached(step) and not is_last
+            stops = stop_request.reached(step - start_step) and not is_last
             saves = evaluates or stops or step % config.checkpoint_every_steps == 0
             # Every checkpoint is logged: a run resumed from it does not repeat the steps before it.
             if saves or step % config.log_every_steps == 0:

@@ -193,6 +193,15 @@ def test_arrays_are_restored_on_other_meshes(tmp_path):
             save(checkpoints, fsdp, jax.device_put(state, shardings))
 
 
+def test_a_checkpoint_is_saved_where_implicit_transfers_are_not_allowed(tmp_path):
+    # A CPU copies arrays of 4 bits as a TPU copies all, and shares the memory of others.
+    state = TrainState(jnp.int32(4), {"kernel": jnp.ones(8, jnp.int4)}, {}, {})
+    with opened(tmp_path) as checkpoints, jax.transfer_guard("disallow"):
+        save(checkpoints, 4, state)
+    restored = checkpoint.restore(tmp_path, 4, abstract(state))
+    np.testing.assert_array_equal(restored.params["kernel"], state.params["kernel"])
+
+
 def test_accuracies_on_other_images_are_not_compared(directory):
     with opened(directory) as checkpoints:
         for step, accuracy in ((16, 0.1), (20, 0.05), (24, None), (28, 0.02), (32, None)):

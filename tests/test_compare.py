@@ -96,7 +96,7 @@ def test_a_second_command_trains_only_what_is_missing(start, tiny_config, tmp_pa
     assert "| mimetic | 2 of 3 |" in text  # no command has asked for seed 3
     changed = tiny_config.copy_and_resolve_references()
     changed.num_epochs = 3.0
-    with pytest.raises(InputError, match=r"the setting default .*\(num_epochs: 2.0 -> 3.0\)"):
+    with pytest.raises(InputError, match=r"in the setting default .*\n  num_epochs: 2.0 -> 3.0\n"):
         start(["default"], config=changed)
     changed.update(num_epochs=2.0, keep_checkpoints=5)  # does not change the results
     assert start(["default"], [0], config=changed) == (0, [])

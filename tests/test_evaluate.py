@@ -86,7 +86,7 @@ def test_the_checkpoint_can_be_chosen(run_config, finished_run, tmp_path, capsys
     assert state.step == best["step"]
     run = checkpoint.read_run(finished_run.workdir / "checkpoints", best["step"])
     assert run["accuracy"] == best["test[:90]/accuracy"]
-    for workdir, steps in ((finished_run.workdir, "12, 8"), (tmp_path / "missing", r"\(none\)")):
-        message = rf"no complete checkpoint for --step=5, only those of steps {steps}"
+    for workdir in (finished_run.workdir, tmp_path / "missing"):
+        message = "no complete checkpoint for --step=5"
         with pytest.raises(InputError, match=message):
             evaluate.evaluate_checkpoint(run_config, workdir, "5")

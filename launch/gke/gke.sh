@@ -115,7 +115,7 @@ case $action in
   logs)
     run kubectl logs --follow --selector="jobset.sigs.k8s.io/jobset-name=$name,batch.kubernetes.io/job-completion-index=0"
     ;;
-  delete) run kubectl delete jobset "$name" --ignore-not-found ;;
+  delete) run kubectl delete jobset "$name" --ignore-not-found --cascade=foreground ;; # after the pods
   apply)
     [[ -n $image ]] || fail "--image=IMAGE is required: a container image with structinit_jax installed"
     need_flags "$@"

@@ -257,15 +257,7 @@ def _merge(workdir, new, settings):
             )
         if name not in old:
             continue
-        changes = [
-            f"{field}: {before!r} -> {now!r}"
-            for field, (before, now) in resume.changes(old[name]["config"], settings[name]).items()
-            if field not in ("seed", *compare.HARMLESS)
-        ]
-        if changes:
-            raise InputError(
-                f"--workdir={workdir} holds the setting {name} with another config "
-                f"({', '.join(changes)}): restore the old values, or use another --workdir"
-            )
+        place, free = f"the setting {name} in {workdir}", ("seed", *compare.HARMLESS)
+        resume.check_config(old[name]["config"], settings[name], place, tuple(settings[name]), free)
         facts["seeds"] = sorted({*old[name]["seeds"], *facts["seeds"]})
     return info | {"settings": new | {name: old[name] for name in old if name not in new}}

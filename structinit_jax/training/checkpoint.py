@@ -99,7 +99,8 @@ class Checkpoints:
                 )
             (folder / RUN).unlink(missing_ok=True)  # of a damaged checkpoint of the same step
         _index(folder, jax.process_index()).unlink(missing_ok=True)
-        with contextlib.ExitStack() as stage:
+        # On TPUs, and between processes, Orbax makes implicit transfers.
+        with jax.transfer_guard("allow"), contextlib.ExitStack() as stage:
             local = folder
             if self._staged:
                 local = epath.Path(stage.enter_context(tempfile.TemporaryDirectory()))
@@ -323,9 +324,12 @@ def _index(folder: epath.Path, process: int) -> epath.Path:
 
 
 def _copy(names: Iterable[str], source: epath.Path, target: epath.Path) -> None:
-    for name in names:
+    def copy(name):
         (target / name).parent.mkdir(parents=True, exist_ok=True)
         (source / name).copy(target / name, overwrite=True)
+
+    with ThreadPoolExecutor(16) as pool:  # each file waits for several requests
+        list(pool.map(copy, names))
 
 
 def _new_digest(content: bytes = b""):

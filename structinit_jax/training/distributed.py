@@ -71,6 +71,10 @@ def join(
         ) from error
     finally:
         watchdog.cancel()
+    if jax.process_count() > 1 and "JAX_COMPILATION_CACHE_DIR" not in os.environ:
+        # Only process 0 writes to the cache. The processes that miss what it finds there would wait
+        # for its part of the autotuning of GPU kernels.
+        jax.config.update("jax_compilation_cache_dir", None)
     if jax.process_index() != 0:
         print(f"process {jax.process_index()} has joined", flush=True)
         sys.stdout = Path(os.devnull).open("w")  # noqa: SIM115
@@ -96,17 +100,17 @@ def check_equal(values: Mapping[str, Any]) -> None:
 class StopRequest:
     """A context in which SIGTERM and SIGINT ask for a stop. It can be entered again.
 
-    Schedulers send SIGTERM before they take a machine away: 30 s before on spot VMs and GKE, 120 s
+    Schedulers send SIGTERM before they take a machine away: 15 to 30 s before on spot VMs, 120 s
     with `--signal=TERM@120` on SLURM. Ctrl-C sends SIGINT. With several processes JAX itself
-    handles SIGTERM, and a signal to any of them stops all of them after the same step. Signals
-    cannot be handled outside the main thread.
+    handles SIGTERM, from `join` on, and a signal to any of them stops all of them after the same
+    step. Signals cannot be handled outside the main thread.
     """
 
     _received = False
 
     def __enter__(self):
-        single = jax.process_count() == 1
-        numbers = (signal.SIGINT, signal.SIGTERM) if single else (signal.SIGINT,)
+        joined = jax.distributed.is_initialized()
+        numbers = (signal.SIGINT,) if joined else (signal.SIGINT, signal.SIGTERM)
         if threading.current_thread() is not threading.main_thread():
             numbers = ()
         self._handlers = {number: signal.signal(number, self._receive) for number in numbers}
@@ -119,15 +123,18 @@ class StopRequest:
     def _receive(self, _number, _frame):
         """Handles a signal, and restores the default handler for a second Ctrl-C."""
         signal.signal(signal.SIGINT, signal.default_int_handler)
-        if jax.process_count() > 1:
+        if jax.distributed.is_initialized():
             signal.raise_signal(signal.SIGTERM)  # JAX passes it on to all processes
         else:
             self._received = True
 
-    def reached(self, step: int) -> bool:
-        """Returns whether to stop after this step. Every process must ask after every step."""
-        if jax.process_count() > 1:
-            return multihost_utils.reached_preemption_sync_point(step)
+    def reached(self, count: int) -> bool:
+        """Returns whether to stop after this step, the `count`-th of this process, from 1.
+
+        Every process must ask after every step. JAX stops a signal before the first at count 1.
+        """
+        if jax.distributed.is_initialized():
+            return multihost_utils.reached_preemption_sync_point(count)
         return self._received
 
 

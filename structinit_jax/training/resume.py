@@ -16,7 +16,7 @@ FIXED = (
     *("data.image_size", "data.channels", "data.mean", "data.std"),
 )
 # Fields of `model` that may change: how the model is computed and regularized.
-FREE = [f"model.{field}" for field in ("drop_path", "dtype", "remat")]
+FREE = ("model.drop_path", "model.dtype", "model.remat")
 ABSENT = "(absent)"
 
 
@@ -52,14 +52,21 @@ def check(run: Mapping[str, Any], config: ConfigDict, data_digest: str, place: s
 
 
 def check_config(
-    old: Mapping[str, Any], config: ConfigDict, place: str, fixed: Sequence[str] = FIXED
+    old: Mapping[str, Any],
+    config: ConfigDict,
+    place: str,
+    fixed: Sequence[str] = FIXED,
+    free: Sequence[str] = FREE,
 ) -> list[str]:
-    """Lists changed fields, one per line; raises `InputError` for a field or section in `fixed`."""
+    """Lists changed fields, one per line.
+
+    Raises `InputError` for those in `fixed`, which has fields and sections, unless they are `free`.
+    """
 
     def is_fixed(field, pair):
         if ABSENT in pair and not field.startswith("attention_init."):
             return False  # weights that appear or disappear with the field are found on restoring
-        return (field in fixed or field.split(".")[0] in fixed) and field not in FREE
+        return (field in fixed or field.split(".")[0] in fixed) and field not in free
 
     changed = changes(old, config)
     if refused := [_line(field, *pair) for field, pair in changed.items() if is_fixed(field, pair)]:
