@@ -29,6 +29,9 @@ def test_initial_values_are_distributed_as_timms(family, base_init, scheme):
     options |= dict(base_init=base_init, attention_init=scheme)
     model = jax.jit(lambda: create_model(options, channels=3, rngs=nnx.Rngs(params=1)))()
     values = to_timm(model)
+    if family == "vit":
+        assert values["cls_token"].any() == (base_init == "timm")
+        assert abs(values["pos_embed"].std() - 0.02) < 0.002
     names, statistics = REFERENCE[prefix + "names"], REFERENCE[prefix + "statistics"]
     assert set(names) | {"cls_token", "pos_embed"} >= {
         name for name in values if "running" not in name and "num_batches" not in name

@@ -24,7 +24,7 @@ from scipy.special import softmax
 from structinit_jax import interop
 from structinit_jax.attention_init import AttentionWeights, sincos_positions
 from structinit_jax.attention_init.kernels import layer_norm
-from structinit_jax.interop.layouts import flatten
+from structinit_jax.interop.layouts import LAYOUTS, flatten
 
 RNG = jax.random.key(0)
 
@@ -62,11 +62,20 @@ def test_write_then_read_returns_the_weights_and_changes_nothing_else(name):
     assert name != "open_clip" or all(path.startswith("visual.") for path in changed)
 
 
+def test_modules_of_their_own_are_those_of_query_key_and_value():
+    for layout in LAYOUTS:
+        if len(set(layout.modules)) == 4:
+            last = [name.rpartition(".")[2].removeprefix("w") for name in layout.modules[:3]]
+            assert [name[0] for name in last] == ["q", "k", "v"]
+
+
 def test_torch_projections_have_the_maps_of_the_scheme():
     """The projections are computed as in torch, from the tensors of the state dict."""
     params = state_dict("timm")
     new = interop.initialize(params, normal_scheme, RNG, num_heads=3)
-    weights = normal_scheme(None, site_of(params, num_heads=3))
+    site = site_of(params, num_heads=3)
+    np.testing.assert_array_equal(site.positions, params["pos_embed"][0, 1:])
+    weights = normal_scheme(None, site)
     table = new["pos_embed"][0]
     np.testing.assert_array_equal(table[0], params["pos_embed"][0, 0])  # the class token's row
     np.testing.assert_array_equal(table[1:], weights.positions)

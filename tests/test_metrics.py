@@ -5,7 +5,7 @@ import pytest
 from tensorboardX import proto
 
 from structinit_jax.training import metrics as metrics_lib
-from structinit_jax.training.metrics import MetricsLog, PendingMetrics, Progress, average
+from structinit_jax.training.metrics import MetricsLog, PendingMetrics, Progress, StepTrace, average
 
 
 def lines(workdir):
@@ -42,7 +42,10 @@ def test_every_write_is_one_json_line_and_tensorboard_scalars(tmp_path):
     ]
 
 
-def test_resuming_removes_the_steps_that_will_be_repeated(tmp_path):
+@pytest.mark.parametrize("is_url", [False, True])
+def test_resuming_removes_the_steps_that_will_be_repeated(is_url, tmp_path, monkeypatch):
+    monkeypatch.setattr(metrics_lib, "is_url", lambda path: is_url)  # a folder as the bucket
+    (tmp_path / "tensorboard").mkdir()
     log = MetricsLog(tmp_path, 0)
     for step in (2, 4, 6):
         log.write(step, {"train/loss": float(step)})
@@ -97,3 +100,11 @@ def test_speed_and_time_left_are_those_of_training_alone(monkeypatch, capsys):
     )
     now[0] += 1
     assert progress.measure(101)["checkpoint_wait"] == 0.0
+
+
+def test_a_trace_ends_after_four_steps(tmp_path, capsys):
+    trace = StepTrace(tmp_path, first_step=2)
+    for step in range(1, 6):
+        assert not capsys.readouterr().out
+        trace.after(step, jnp.ones(1))
+    assert capsys.readouterr().out.startswith("wrote a trace from step 2 on")

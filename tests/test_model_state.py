@@ -50,7 +50,8 @@ def test_steps_update_statistics_but_not_fixed_filters(setup, first_state):
     assert losses[-1] < losses[0] - 0.1
     old, new = (s.model_state["blocks"] for s in (first_state, jax.device_get(state)))
     assert set(np.unique(old["spatial"]["kernel"])) == {0, 1}  # the scheme's impulses
-    np.testing.assert_array_equal(old["spatial"]["kernel"], new["spatial"]["kernel"])
+    assert old["spatial"].keys() == {"kernel", "bias"}
+    jax.tree.map(np.testing.assert_array_equal, old["spatial"], new["spatial"])
     for name in ("mean", "variance"):
         assert np.abs(new["norm1"][name] - old["norm1"][name]).min() > 1e-4
 

@@ -74,6 +74,12 @@ def test_images_that_the_model_was_not_built_for_are_refused(family, shape, mess
         make(family)(jnp.zeros(shape))
 
 
+def test_layer_norms_have_timms_epsilon():
+    for family, epsilon in (("vit", 1e-6), ("swin", 1e-5), ("mixer", 1e-6)):
+        modules = [module for _, module in nnx.iter_modules(make(family))]
+        assert {m.epsilon for m in modules if isinstance(m, nnx.LayerNorm)} == {epsilon}
+
+
 # -- sites and schemes -----------------------------------------------------------------------------
 
 

@@ -52,17 +52,22 @@ def test_weight_decay_applies_to_the_same_weights_as_in_timm(family):
 
 def test_updates_are_clipped_adamw(library_promotion):
     config = base_config()
-    config.update(clip_norm=0.5, weight_decay=0.1, adam_epsilon=1e-3)
+    config.update(clip_norm=0.5, weight_decay=0.1, adam_b2=0.9, adam_epsilon=1e-3)
     params = {"kernel": jnp.ones((2, 2)), "bias": jnp.ones(2)}
     grads = jax.tree.map(lambda x: 3 * x, params)
-    ours = make_optimizer("adamw", lambda step: 0.1, dict(config))
-    update, _ = ours.update(grads, ours.init(params), params)
+    ours = make_optimizer("adamw", lambda step: 0.1 * (1 + step), dict(config))
+    update, state = ours.update(grads, ours.init(params), params)
     clip = 0.5 / optax.tree.norm(grads)
     # The first step of Adam: both moments, bias-corrected, are the gradient and its square.
     gradient = 3 * np.asarray(clip)
     step = -0.1 * gradient / (gradient + 1e-3)
     np.testing.assert_allclose(update["bias"], np.full(2, step), rtol=1e-5)
     np.testing.assert_allclose(update["kernel"], np.full((2, 2), step - 0.1 * 0.1), rtol=1e-5)
+    # With the same gradient again, the corrected moments stay, and the rate is that of step 1.
+    second, state = ours.update(grads, state, params)
+    np.testing.assert_allclose(second["bias"], 2 * update["bias"], rtol=1e-5)
+    nu = optax.tree.get(state, "nu")["bias"]
+    np.testing.assert_allclose(nu, np.full(2, (1 - 0.9**2) * gradient**2), rtol=1e-5)
 
 
 @pytest.mark.parametrize(

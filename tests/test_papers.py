@@ -78,15 +78,27 @@ def test_2024_reaches_the_programs_figures(library_promotion):
     np.testing.assert_allclose(report.norm, np.sqrt(np.prod(norms) / 24), rtol=0.01)
 
 
-def test_2024_layers_are_equal_or_fresh_and_take_their_pseudo_inputs(library_promotion):
+def test_2024_layers_are_equal_or_fresh_and_take_their_pseudo_inputs(
+    library_promotion, monkeypatch
+):
     site = make_site()
     same = attention_init.impulse_2024(max_steps=2)(jax.random.key(0), site)
     assert np.array_equal(same.query[0], same.query[2])
+    # Columns of Q and rows of K are as long as those of a uniform draw up to (h d)^-1/2.
+    np.testing.assert_allclose(same.report.norm, 3**-0.5 * (32 / 8) ** 0.25, rtol=0.03)
     fresh = attention_init.impulse_2024(max_steps=2, same_layers=False)(jax.random.key(0), site)
     assert not np.array_equal(fresh.query[0], fresh.query[2])
+    names = []
+
+    def draw(rng, name, positions):
+        names.append(name)
+        return draw_pseudo_input(rng, name, positions)
+
+    monkeypatch.setattr(papers, "draw_pseudo_input", draw)
     mixed = attention_init.impulse_2024(max_steps=2, following_input="gaussian")(
         jax.random.key(0), site
     )
+    assert names == ["positions", "gaussian"]
     assert np.array_equal(mixed.query[1], mixed.query[2])
     assert not np.array_equal(mixed.filter_index[0], mixed.filter_index[1])
 
@@ -144,6 +156,12 @@ def test_2025_weights_are_those_of_its_parts():
     mass = np.mean(np.sum(maps * targets, axis=(2, 3)) / np.sum(targets, axis=(2, 3)))
     np.testing.assert_allclose(weights.report.target_mass, mass, rtol=1e-3)
     np.testing.assert_allclose(weights.report.loss, np.mean((maps - targets) ** 2), rtol=1e-3)
+    # The noise is small beside the target logits, and drawn for each layer.
+    for head, target in enumerate(targets[0]):
+        query, key = papers.factor_logits(jnp.asarray(x), jnp.asarray(target), 8)
+        product = weights.query[0, :, head] @ weights.key[0, :, head].T / 7**2
+        assert np.linalg.norm(product - query @ key.T) < 0.05 * np.linalg.norm(product)
+    assert not np.array_equal(weights.query[0], weights.query[1])
     assert attention_init.impulse_2025()(jax.random.key(0), make_site()).position_scale is None
 
 

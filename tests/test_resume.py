@@ -40,6 +40,12 @@ def test_fields_that_may_change_are_listed():
         ("data.train_split", "test", "data.train_split: 'train' -> 'test'"),
         ("model.depth", 6, "model.depth: 12 -> 6"),
         ("start_from", "b.safetensors", "start_from: '' -> 'b.safetensors'"),
+        ("batch_size", 256, "batch_size: 128 -> 256"),
+        ("optimizer", "optax:lion", "optimizer: 'adamw' -> 'optax:lion'"),
+        ("data.repeats", 3, "data.repeats: 1 -> 3"),
+        ("data.mean", (0.5,) * 3, "data.mean: [0.485"),
+        ("attention_init.name", "mimetic", "attention_init.name: 'impulse' -> 'mimetic'"),
+        ("attention_init.target_mass", 0.3, "attention_init.target_mass: (absent) -> 0.3"),
     ],
 )
 def test_fields_that_must_not_change_are_refused_by_name(field, value, line):

@@ -69,7 +69,7 @@ def test_every_head_attends_to_its_neighbor_with_the_target_mass(pairs, angles):
 
 @pytest.fixture(scope="module")
 def plain():
-    return impulse(**EVERYWHERE)(RNG, make_site())
+    return impulse(**EVERYWHERE)(RNG, make_site(base_init="pytorch"))
 
 
 def test_all_tokens_share_a_vector_that_no_layer_changes(plain):
@@ -81,7 +81,7 @@ def test_all_tokens_share_a_vector_that_no_layer_changes(plain):
 
 
 def test_the_other_inputs_of_query_and_key_start_as_the_models_own(plain):
-    own = default()(RNG, make_site())
+    own = default()(RNG, make_site(base_init="pytorch"))
     for drawn, base in ((plain.query, own.query), (plain.key, own.key)):
         common = np.asarray(plain.patch_bias)
         rest = drawn - np.einsum("D,LEhd,E->LDhd", common, drawn, common) / WIDTH

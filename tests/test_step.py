@@ -56,9 +56,12 @@ def test_losses_agree_with_scipy(setup, state):
     smoothed = 0.9 * np.eye(10)[batch["label"]] + 0.1 / 10
     metrics = setup.train_step(state, batch)[1]
     np.testing.assert_allclose(metrics["loss"], -(smoothed * log_p).sum(-1).mean(), rtol=1e-5)
+    correct = log_p.argmax(-1) == batch["label"]
+    np.testing.assert_allclose(metrics["accuracy"], correct.mean(), rtol=1e-6)
+    assert metrics["learning_rate"] == setup.schedule.learning_rate(0)
 
 
-def test_augmentation_depends_on_seed_and_step_only(config, setup, first_state):
+def test_augmentation_depends_on_the_step_only(config, setup, first_state):
     config = config.copy_and_resolve_references()
     config.augment.update(flip=0.5, mixup=0.8, erasing=0.25, crop="pad")
     random_setup = set_up(config, 384)

@@ -111,8 +111,10 @@ def test_wide_filters_have_more_than_uniform_attention_by_default(grid, size):
 
 
 def test_given_filters_are_approached():
-    weights = make(filters=np.ones((1, 3, 3), np.float32), target_mass=0.6)
+    scales = dict(patch_scale=0.3, mlp_scale=0.0)
+    weights = make(filters=np.ones((1, 3, 3), np.float32), target_mass=0.6, **scales)
     np.testing.assert_allclose(weights.report.target_mass, 0.6, atol=0.01)
+    assert (weights.patch_scale, weights.mlp_scale) == (0.3, 0.0)
 
 
 def test_dilation_may_differ_by_layer():

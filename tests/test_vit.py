@@ -166,6 +166,7 @@ def test_scales_multiply_the_initial_values():
     options = dict(pool="class_token", positions="learned")
     weights = AttentionWeights(position_scale=18.0, patch_scale=0.3, mlp_scale=0.0)
     model = make(**options)
+    np.testing.assert_array_equal(model.sites()["blocks"].positions, model.positions[...][1:])
     scaled = make(**options, attention_init=lambda rng, site: weights)
     np.testing.assert_allclose(scaled.positions[...], 18 * model.positions[...], rtol=1e-6)
     kernel = model.patch_embedding.kernel[...]

@@ -10,7 +10,7 @@ from structinit_jax.attention_init import kernels as kernels_lib
 from structinit_jax.models.swin import SwinTransformer, shift_mask
 
 WINDOW = (4, 5)
-SITE = WindowSite(grid=WINDOW, width=24, num_heads=3, head_dim=8, num_layers=6, qk_scale=8**-0.5)
+SITE = WindowSite(WINDOW, 24, 3, 8, num_layers=6, qk_scale=8**-0.5, base_init="pytorch")
 RNG = jax.random.key(0)
 
 
@@ -42,6 +42,7 @@ def test_impulse_rows_have_exactly_the_mass_and_others_are_uniform(mass):
     np.testing.assert_allclose(weights.bias.max(), np.log(19 * mass / (1 - mass)), rtol=1e-5)
     assert weights.report.hit_rate == 1
     np.testing.assert_allclose(weights.report.target_mass, mass, rtol=1e-5)
+    np.testing.assert_allclose(np.std(weights.query), 0.02, rtol=0.1)  # timm's all the same
     assert weights.value is None
     assert weights.out is None
 
