@@ -161,6 +161,9 @@ def test_fixed_positions_stay_the_students():
     found = to_timm(select_weights(to_timm(teacher), student))
     np.testing.assert_array_equal(found["pos_embed"][0, 1:], sincos_positions((2, 2), 12))
     np.testing.assert_array_equal(found["norm.bias"], to_timm(teacher)["norm.bias"][::2])
+    larger = vit(12, 2, 3, positions="sincos", image_size=24)
+    found = to_timm(select_weights(to_timm(teacher), larger))
+    np.testing.assert_array_equal(found["pos_embed"][0, 1:], sincos_positions((6, 6), 12))
     with pytest.raises(InputError, match=r"pos_embed.*positions='learned'"):
         select_weights(to_timm(vit(*TEACHER)), student)
 
@@ -180,6 +183,13 @@ UNFIT = {  # teacher and student from a teacher, and what the message says
     "windows": (lambda t: (swin(8), swin(8, window_size=2)), "window size"),
     "family": (lambda t: (t, mixer(8, 1)), "of the same family"),
 }
+
+
+def test_positions_of_another_grid_that_is_not_square_are_refused():
+    teacher = to_timm(vit(*TEACHER))
+    teacher["pos_embed"] = np.repeat(teacher["pos_embed"], 7, axis=1)  # 35 rows
+    with pytest.raises(InputError, match=r"pos_embed has shape .* number of tokens"):
+        select_weights(teacher, vit(12, 2, 3))
 
 
 @pytest.mark.parametrize("case", UNFIT)

@@ -75,6 +75,8 @@ def test_torch_projections_have_the_maps_of_the_scheme():
     new = interop.initialize(params, normal_scheme, RNG, num_heads=3)
     site = site_of(params, num_heads=3)
     np.testing.assert_array_equal(site.positions, params["pos_embed"][0, 1:])
+    tokens_first = params | {"pos_embed": params["pos_embed"].swapaxes(0, 1)}
+    assert site_of(tokens_first, num_heads=3).grid == site.grid
     weights = normal_scheme(None, site)
     table = new["pos_embed"][0]
     np.testing.assert_array_equal(table[0], params["pos_embed"][0, 0])  # the class token's row

@@ -38,6 +38,7 @@ BUFFERS = ("attn.relative_position_index", "attn_mask")
 UNSUPPORTED = re.compile(r"reg_token|\.[qk]_norm\.")  # parts of timm's ViT that ours lacks
 # Axes along which teacher and student must have equal sizes: places in a patch, window or image.
 PLACES = {
+    "pos_embed": slice(1, 2),
     "patch_embed.proj.weight": slice(2, 4),
     "stem.proj.weight": slice(2, 4),
     "stem.0.weight": slice(2, 4),
@@ -260,13 +261,12 @@ def select_weights(teacher: StateDict, student: nnx.Module) -> nnx.Module:
     large, small = _read_names(teacher), to_timm(student)
     if getattr(student, "positions", None) is not None and "pos_embed" in large:
         large["pos_embed"] = _fit_positions(large["pos_embed"], student)
-    selected = _select_all(large, small)
     for entry in _timm_entries(student):
-        if not entry.paths and entry.name in small:
+        if not entry.paths and entry.name in large:
             entry.decode(np.asarray(large[entry.name]), [])  # refuses another position encoding
-            selected[entry.name] = small[entry.name]
+            large[entry.name] = small[entry.name]
     model = nnx.clone(student)
-    from_timm(model, selected)
+    from_timm(model, _select_all(large, small))
     return model
 
 

@@ -170,9 +170,9 @@ class Host:
                     )
             elif (inside or self._matches(_RELATIVE, name)) and name not in known:
                 raise InputError(
-                    f"params: {name} changes the attention maps (as norms of queries and keys, "
-                    "position biases and temperatures do), so no scheme can set them: build the "
-                    "model without it"
+                    f"params: {name} may change the attention maps (as norms of queries and keys, "
+                    "position biases and temperatures do), which no scheme could then set: build "
+                    "the model without it"
                 )
 
     def rotary_positions(self) -> str | None:
@@ -194,7 +194,8 @@ class Host:
         found = {name: found[name] for name in found if shared[name] == max(shared.values())}
         if len(found) > 1:
             raise InputError(
-                f"params hold several position tables ({', '.join(found)}): pass the subtree of one"
+                f"params hold several position tables ({', '.join(found)}): pass the subtree of "
+                "one, or positions=[N, D]"
             )
         ((name, shape),) = found.items()
         check_array("params", name, self.leaves[name])
@@ -267,10 +268,9 @@ def square(tokens: int) -> Grid | None:
 
 def _table_shape(leaf: Any, width: int) -> tuple[int, ...]:
     """Returns (rows,) of a position table or (rows, cols) of one with the grid's axes, else ()."""
-    shape = list(getattr(leaf, "shape", ()))
-    while shape[:1] == [1]:
-        del shape[0]
-    return tuple(shape[:-1]) if len(shape) in (2, 3) and shape[-1] == width else ()
+    shape = getattr(leaf, "shape", ())
+    shape = (*(n for n in shape[:-1] if n > 1), *shape[-1:])
+    return shape[:-1] if len(shape) in (2, 3) and shape[-1] == width else ()
 
 
 def _split_rows(name, rows, extra, grid):

@@ -46,8 +46,8 @@ def find_site(
         if host.position_table(grid) is None:
             raise InputError(
                 f"params: {rotary} rotates queries and keys: pass rotations="
-                "model.rope.get_embed(shape=grid).detach().numpy() (timm) or "
-                "model.rope_embeddings(pixel_values) (Hugging Face)"
+                "model.eval().rope.get_embed(shape=grid).detach().numpy() (timm) or "
+                "model.eval().rope_embeddings(pixel_values) (Hugging Face)"
             )
         warnings.warn(
             f"params: {rotary} rotates queries and keys, which moves the scheme's maps: measure "

@@ -124,7 +124,9 @@ class Model(nnx.Module):
     def sites(self) -> dict[str, Site]:
         """Returns a site for each stack, by the attribute that holds the stack.
 
-        The stack has a method `set_weights` that takes what a scheme returns for the site.
+        The stack has a method `set_weights` that takes what a scheme returns for the site. Trained
+        positions are the model's `positions`, class token first; a scheme may also set its
+        `patch_embedding`.
         """
         raise NotImplementedError
 
