@@ -111,7 +111,7 @@ def test_every_scheme_fits_its_family(path):
 
 
 @pytest.mark.usefixtures("library_promotion")
-@pytest.mark.parametrize("name", ["vit_2024_imagenet", "vit_2024_small", "vit_2025_imagenet"])
+@pytest.mark.parametrize("name", ["vit_2024_imagenet", "vit_2025_imagenet"])
 def test_a_training_step_can_be_traced(name):
     config = load_config(ROOT / "configs" / f"{name}.py")
     setup = set_up(config, 10_000)

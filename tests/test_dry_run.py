@@ -81,17 +81,6 @@ def test_a_step_is_compiled_for_a_tpu_slice(tiny_config, capsys):
     assert re.search("collectives +all-reduce 6 MiB per step on each device\n", out)
 
 
-@pytest.mark.slow
-def test_split_weights_are_gathered_twice_and_each_gradient_is_reduced_once(tiny_config, capsys):
-    tiny_config.model.update(width=256, depth=2)
-    tiny_config.fsdp = 4
-    dry_run(tiny_config, "tpu-v5e:2x2")
-    (row,) = re.findall("collectives +(.*)", capsys.readouterr().out)
-    sizes = {kind: int(size) for kind, size in re.findall(r"(\S+) (\d+) MiB", row)}
-    assert sizes["all-gather"] == 2 * 3  # a TPU multiplies in bfloat16, and XLA gathers it
-    assert sizes["all-reduce"] + sizes["reduce-scatter"] == 6
-
-
 def test_a_step_that_does_not_fit_is_refused_with_remedies(tiny_config):
     tiny_config.batch_size = 2**25
     tiny_config.model.remat = "none"  # test_remat.py tries the others too

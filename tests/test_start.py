@@ -11,27 +11,25 @@ import pytest
 from structinit_jax.attention_init.kernels import draw_flat
 from structinit_jax.run import set_up
 
-HEAVY = ("grain", "sklearn", "tensorflow", "tensorflow_datasets")
+HEAVY = {"grain", "sklearn", "tensorflow", "tensorflow_datasets"}
 
 
-@pytest.mark.parametrize(
-    ("module", "heavy"),
-    [
-        ("attention_init", ("clu", "flax", *HEAVY)),
-        # Training imports Orbax while the step compiles, and tensorboardX afterwards.
-        ("main", ("orbax.checkpoint", "scipy", "tensorboardX", *HEAVY)),
-    ],
-)
-def test_heavy_libraries_are_imported_only_where_they_are_used(module, heavy):
-    code = (
-        f"import sys; import structinit_jax.{module}; "
-        f"sys.exit(', '.join(set({heavy}) & set(sys.modules)) or None)"
-    )
+def test_heavy_libraries_are_imported_only_where_they_are_used():
+    core = HEAVY | {"clu", "flax"}
+    # Training imports Orbax while the step compiles, and tensorboardX afterwards.
+    training = HEAVY | {"orbax.checkpoint", "scipy", "tensorboardX"}
+    code = f"""
+import sys
+import structinit_jax.attention_init
+assert not (found := {core} & set(sys.modules)), found
+import structinit_jax.main
+assert not (found := {training} & set(sys.modules)), found
+"""
     run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
     assert run.returncode == 0, run.stderr
 
 
-@pytest.mark.parametrize("shape", [(4, 3, 5), (7,), ()])
+@pytest.mark.parametrize("shape", [(4, 3, 5), ()])
 @pytest.mark.parametrize("draw", [jax.random.normal, jax.random.bits, jax.random.uniform])
 def test_a_flat_draw_has_the_same_values(draw, shape):
     rng = jax.random.key(3)
