@@ -1,4 +1,4 @@
-"""A small ViT on CIFAR-10's first 5,000 images: natural images in minutes on a CPU.
+"""A small ViT on 5,000 of CIFAR-10's images: natural images in minutes on a CPU.
 
     python -m structinit_jax.main --config=configs/vit_cifar10_small.py --workdir=/tmp/cifar10 \
         --config.data.data_dir=IMAGES

@@ -94,6 +94,7 @@ def _parse_flags(argv: list[str]) -> Overrides:
     if flags.FLAGS["verbosity"].using_default_value:
         flags.FLAGS.verbosity = logging.WARNING  # JAX and TFDS log much at INFO
     use_compilation_cache()
+    sys.stdout.reconfigure(errors="backslashreplace")  # the name of a file need not be text
     return [tuple(word.lstrip("-").removeprefix("config.").split("=", 1)) for word in fields]
 
 

@@ -34,14 +34,15 @@ def make_evaluator(
     """Returns a function that evaluates states of a model on all examples of a split.
 
     The function returns 'NAME/loss' and 'NAME/accuracy', where `run.evaluation_name` gives the
-    name. The model is on the mesh of the states. Batches have `config.batch_size` examples, rounded
-    up to a multiple of the number of devices: any size gives the same sums.
+    name. The model is on the mesh of the states. Batches have the size of those that training
+    computes at once, rounded up to a multiple of the number of devices: any gives the same sums.
     """
     data, mesh = config.data, model.mesh
     step = make_eval_step(model.graphdef, mesh, data.mean, data.std)
     step = jax.jit(step, out_shardings=mesh_lib.replicated(mesh))
     loader = make_loader(source, mesh, image_size=data.image_size, crop_fraction=data.crop_fraction)
-    name, batch_size = evaluation_name(data), -(-config.batch_size // mesh.size) * mesh.size
+    batch_size = -(-config.batch_size // (config.accumulate_steps * mesh.size)) * mesh.size
+    name = evaluation_name(data)
 
     def evaluate(state):
         sums = []

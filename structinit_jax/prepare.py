@@ -9,7 +9,6 @@ others are downloaded and prepared by TFDS's own builder; only this needs Tensor
 """
 
 import importlib.util
-import sys
 
 import numpy as np
 import tensorflow_datasets as tfds
@@ -80,7 +79,7 @@ def describe_split(source: ImageSource, num_classes: int, num_checked: int) -> l
         low, high = np.min(sizes, axis=0), np.max(sizes, axis=0)
         mean, std = mean_and_std(good.evenly_spaced(MAX_AVERAGED))
         lines += [
-            f"in these, {np.count_nonzero(counts)} of {num_classes} classes, {counts.min():,} to"
+            f"{np.count_nonzero(counts)} of {num_classes} classes in these, {counts.min():,} to"
             f" {counts.max():,} examples of each",
             f"{low[0]} to {high[0]} pixels high, {low[1]} to {high[1]} wide",
             f"pixels: mean {mean}, std {std}",
@@ -120,7 +119,6 @@ def main(overrides: command_line.Overrides) -> None:
         raise InputError("--name is required, such as --name=cifar10 or --name=folder")
     if overrides:
         raise InputError(f"prepare has no --config.{overrides[0][0]}; --help lists its flags")
-    sys.stdout.reconfigure(errors="backslashreplace")  # the name of a file need not be text
     prepare(_NAME.value, _DATA_DIR.value, _MANUAL_DIR.value)
     report(open_dataset(_NAME.value, _DATA_DIR.value), _CHECK.value)
 

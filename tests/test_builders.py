@@ -65,7 +65,7 @@ def test_the_report_names_classes_sizes_and_bad_images(tmp_path):
     for line in (
         "folder: 2 classes (cat, dog), 3 channels",
         "train: 6 examples; checked all",
-        "train: 2 of 2 classes, 2 to 3 examples of each",
+        "train: 2 of 2 classes in these, 2 to 3 examples of each",
         "val: 10 to 10 pixels high, 20 to 22 wide",
         "val: pixels: mean (1.0, 0.0, 0.0), std (0.0, 0.0, 0.0)",
     ):

@@ -28,6 +28,8 @@ import inspect
 from collections.abc import Callable
 from typing import Any
 
+import jax
+
 from structinit_jax.attention_init import convolution, papers, rotary, token_mixing, tokens, windows
 from structinit_jax.attention_init.kernels import Dilation, FilterArray, OddInt, sincos_positions
 from structinit_jax.attention_init.papers import PseudoInput
@@ -221,7 +223,9 @@ def _by_site(
         for name, value in options.items():
             if name not in inspect.signature(function).parameters:
                 raise InputError(f"{name}={value!r} does not apply to a {kind}: leave it out")
-        return function(rng, site, **options)
+        # TPUs would multiply in bfloat16: too coarse for a solve, and their compiler crashes on it.
+        with jax.default_matmul_precision("highest"):
+            return function(rng, site, **options)
 
     return init
 

@@ -189,7 +189,7 @@ class DeviceLoader(Loader):
     def __init__(self, images: np.ndarray, labels: np.ndarray, mesh: Mesh):
         self._replicated = NamedSharding(mesh, PartitionSpec())
         self._sharded = NamedSharding(mesh, PartitionSpec(mesh.axis_names))
-        # Rows of pixels, because a TPU would pad a last axis of 3 channels to 128.
+        # Rows of pixels, so that an example is contiguous in memory on TPUs, too.
         self._images = self._send(images.reshape(len(images), -1))
         self._labels = self._send(labels)
         # Not a method: jit would keep the loader, and with it the images, in a cycle.

@@ -261,12 +261,12 @@ def select_weights(teacher: StateDict, student: nnx.Module) -> nnx.Module:
     large, small = _read_names(teacher), to_timm(student)
     if getattr(student, "positions", None) is not None and "pos_embed" in large:
         large["pos_embed"] = _fit_positions(large["pos_embed"], student)
-    for entry in _timm_entries(student):
-        if not entry.paths and entry.name in large:
-            entry.decode(np.asarray(large[entry.name]), [])  # refuses another position encoding
-            large[entry.name] = small[entry.name]
+    fixed = [entry for entry in _timm_entries(student) if not entry.paths and entry.name in large]
+    selected = _select_all(large | {entry.name: small[entry.name] for entry in fixed}, small)
+    for entry in fixed:
+        entry.decode(np.asarray(large[entry.name]), [])  # refuses another position encoding
     model = nnx.clone(student)
-    from_timm(model, _select_all(large, small))
+    from_timm(model, selected)
     return model
 
 

@@ -228,7 +228,12 @@ def _make_handler(
     # OCDBT would merge the files of all processes, and looks for them with a glob that takes a path
     # with [ or ] for a pattern.
     options = options or ocp.options.MultiprocessingOptions()
-    return ocp.PyTreeCheckpointHandler(use_ocdbt=False, multiprocessing_options=options)
+    # By default, each device would write a slice of its own of every replicated array.
+    arrays = ocp.type_handlers.ArrayHandler(use_replica_parallel=False)
+    registry = ocp.type_handlers.create_type_handler_registry((jax.Array, arrays))
+    return ocp.PyTreeCheckpointHandler(
+        use_ocdbt=False, multiprocessing_options=options, type_handler_registry=registry
+    )
 
 
 @contextlib.contextmanager

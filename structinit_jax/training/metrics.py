@@ -192,8 +192,9 @@ class StepTrace:
         if step + 1 == self._first:
             options = jax.profiler.ProfileOptions()
             options.python_tracer_level = 0  # tracing Python calls would slow the steps down
+            on_disk = not is_url(self._directory)  # where JAX can write a file for Perfetto
             jax.profiler.start_trace(
-                self._directory, create_perfetto_trace=True, profiler_options=options
+                self._directory, create_perfetto_trace=on_disk, profiler_options=options
             )
             self._running = True
         elif self._running and step == self._first + 3:

@@ -14,6 +14,7 @@ from jax.experimental import multihost_utils
 from structinit_jax.errors import InputError
 
 LOCK = ".lock"
+os.environ.setdefault("EPATH_USE_TF", "false")  # else etils uses TensorFlow for URLs, if installed
 
 
 def is_url(workdir: epath.PathLike) -> bool:
