@@ -65,20 +65,12 @@ def restore_model(
     step: str | int = "newest",
     fixed: Sequence[str] = ("model",),
 ) -> tuple[AbstractModel, TrainState]:
-    """Restores the model of a run, without optimizer state.
+    """Restores the model of a run, without optimizer state, at step 'newest', 'best' or a number.
 
-    The number of devices and `config.batch_size` may differ from those in training.
-
-    Args:
-      config: Config of the run.
-      workdir: Output directory of the run.
-      devices: Devices to use; the default is all. As in training, `config.fsdp` of them share one
-        copy of the weights, or as many as divide both it and their number.
-      step: 'newest', 'best' or a number.
-      fixed: Fields or sections of the config that must be those of the run.
-
-    Raises:
-      InputError: There is no such checkpoint, or it does not fit the config.
+    The number of devices, by default all, and `config.batch_size` may differ from those in
+    training. As there, `config.fsdp` devices share one copy of the weights, or as many as divide
+    both it and their number. Raises `InputError` if there is no such checkpoint, or if the config
+    does not fit it or differs in the fields or sections that are `fixed`.
     """
     directory = open_path(workdir) / "checkpoints"
     number = checkpoint.find_step(directory, step)

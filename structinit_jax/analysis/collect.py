@@ -31,20 +31,13 @@ BATCH_SIZE = 8  # images at a time, whose maps are in memory together
 
 
 class Layer(NamedTuple):
-    """One layer of a model, averaged over images.
+    """One layer of a model, averaged over images; windows count as images."""
 
-    Attributes:
-      name: Number of the layer, from 1. With stages, the stage's number precedes it, as in '2.1'.
-      grid: Rows and columns of the N tokens of a map.
-      maps: Maps of the heads over the tokens of the grid, whose rows sum to 1. Class and register
-        tokens are left out. Windows count as images.
-      measures: Values by the name of the measure, see `analysis.measures`. There is one value for
-        each head, but a single one for the layer's output, 'stable_rank' and 'shift_distance'.
-    """
-
-    name: str
-    grid: tuple[int, int]
-    maps: Float[np.ndarray, "h N N"]
+    name: str  # number of the layer, from 1; '2.1' is the first one of stage 2
+    grid: tuple[int, int]  # rows and columns of the N tokens of a map
+    maps: Float[np.ndarray, "h N N"]  # without class and register tokens; rows sum to 1
+    # By the name in `analysis.measures`. 'stable_rank' and 'shift_distance', of the layer's output,
+    # have a single value.
     measures: dict[str, Float[np.ndarray, " h"]]
 
 

@@ -169,13 +169,9 @@ class Dataset:
         """Makes a data set from its records.
 
         Example: `Dataset.from_records("mine", {"train": records}, ["cat", "dog"])`, where `records`
-        is a list of `{"image": "cats/1.jpg", "label": 0}`, or other `Records`.
-
-        Args:
-          name: Name in messages.
-          splits: The records of each split.
-          class_names: Name of each class, by label. Other types are converted to strings.
-          channels: Number of channels that images are converted to, 1 or 3.
+        is a list of `{"image": "cats/1.jpg", "label": 0}`, or other `Records`. Messages contain the
+        name. Class names are in the order of the labels, and are converted to strings; images are
+        converted to 1 or 3 channels.
         """
         require(f"{name}: channels", channels, "1 or 3", PIL_MODES.__contains__)
         sizes = {split: len(records) for split, records in splits.items()}

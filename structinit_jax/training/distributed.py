@@ -28,16 +28,11 @@ def join(
     """Connects this process to the others of a run. Only process 0 prints to stdout afterwards.
 
     Without arguments JAX finds the other processes on Cloud TPU, SLURM and GKE; elsewhere the run
-    has a single process. `num_processes=1` disables the search. Raises `InputError` if the
-    arguments are incomplete or do not fit together.
-
-    Args:
-      coordinator_address: Host and port of process 0, for example '10.0.0.1:1234'.
-      num_processes: Number of processes.
-      process_id: Index of this process, from 0 to num_processes - 1.
-      timeout: Seconds to wait for the other processes before this one exits.
-      lost_timeout: Seconds after which JAX ends all processes if one of them is silent. A process
-        that has crashed waits as long for the others.
+    has a single process. `num_processes=1` disables the search. The coordinator, for example
+    '10.0.0.1:1234', is process 0. This process exits if the others do not join within `timeout`
+    seconds. Later, JAX ends all processes if one of them is silent for `lost_timeout` seconds; one
+    that has crashed waits as long for the others. Raises `InputError` if the arguments are
+    incomplete or do not fit together.
     """
     given = (coordinator_address, num_processes, process_id)
     alone = given == (None, None, None) and not _in_cluster(os.environ)
