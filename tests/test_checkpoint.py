@@ -121,7 +121,8 @@ ARRAY = "state/params.kernel/0.0"
 @pytest.mark.parametrize("damage", [truncate, flip_byte, remove])
 def test_a_damaged_checkpoint_is_skipped_and_overwritten(directory, damage, name, capsys):
     damage(directory / "12" / name)
-    message = f"{name} is missing" if damage is remove else f"{name} does not match its checksum"
+    missing = "it cannot be read ([Errno 2]" if name == ARRAY else f"{name} is missing"
+    message = missing if damage is remove else f"{name} does not match its checksum"
     assert checkpoint.find_step(directory) == 8  # only reads
     assert f"note: skipping checkpoint {directory / '12'}: {message}" in capsys.readouterr().out
     with opened(directory) as checkpoints:

@@ -97,7 +97,7 @@ class Loader(abc.ABC):
         batch size B is global, and a multiple of their number. With `drop_remainder`, each epoch
         ends after its last whole batch; otherwise a batch may straddle two epochs. For `repeats`
         see `stream_indices`; a batch has all first copies of its images, then all second ones, and
-        so on. As in timm, where they go to different processes, a mixing group has no image twice.
+        so on: as in timm, a mixing group has no image twice.
         """
         length = len(self) - (len(self) % batch_size if drop_remainder else 0)
         by_copy = np.argsort(np.arange(batch_size) % repeats, kind="stable")

@@ -20,7 +20,7 @@ import json
 import logging
 import re
 import tempfile
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -298,16 +298,18 @@ def _intact_runs(folders: Iterable[epath.Path]) -> Iterator[tuple[int, dict[str,
 
 def _read_intact(folder: epath.Path) -> dict[str, Any]:
     """Returns `run.json` of a checkpoint; raises `DamagedError` if any of its files is damaged."""
+
+    def check(name, digest):
+        if _digest_of(folder / name) != digest:
+            raise DamagedError(f"{name} does not match its checksum")
+
     try:
         run = _read_json(folder / RUN)
         if str(run["step"]) != folder.name:
             raise DamagedError(f"{RUN} belongs to step {run['step']}")
         for process in range(run["num_indexes"]):
-            for name, digest in _read_json(_index(folder, process)).items():
-                if not (folder / name).exists():
-                    raise DamagedError(f"{name} is missing")
-                if _digest_of(folder / name) != digest:
-                    raise DamagedError(f"{name} does not match its checksum")
+            files = _read_json(_index(folder, process))
+            _in_threads(check, files.keys(), files.values())
     except OSError as error:
         raise DamagedError(f"it cannot be read ({error})") from error
     return run
@@ -333,8 +335,13 @@ def _copy(names: Iterable[str], source: epath.Path, target: epath.Path) -> None:
         (target / name).parent.mkdir(parents=True, exist_ok=True)
         (source / name).copy(target / name, overwrite=True)
 
-    with ThreadPoolExecutor(16) as pool:  # each file waits for several requests
-        list(pool.map(copy, names))
+    _in_threads(copy, names)
+
+
+def _in_threads(function: Callable[..., None], *arguments: Iterable[Any]) -> None:
+    """Calls a function for each file: in object storage, each waits for several requests."""
+    with ThreadPoolExecutor(16) as pool:
+        list(pool.map(function, *arguments))
 
 
 def _new_digest(content: bytes = b""):

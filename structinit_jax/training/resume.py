@@ -58,10 +58,7 @@ def check_config(
     fixed: Sequence[str] = FIXED,
     free: Sequence[str] = FREE,
 ) -> list[str]:
-    """Lists changed fields, one per line.
-
-    Raises `InputError` for those in `fixed`, which has fields and sections, unless they are `free`.
-    """
+    """Lists changed fields; raises `InputError` for `fixed` fields and sections but `free` ones."""
 
     def is_fixed(field, pair):
         if ABSENT in pair and not field.startswith("attention_init."):
