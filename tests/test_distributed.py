@@ -74,11 +74,15 @@ def test_a_run_goes_on_with_other_processes_and_devices_and_stops_together(tmp_p
     assert all("stopped by a signal after step 11 " in result.stderr for result in results)
     assert "resumed from step 10" in results[0].stdout
 
+    result = start(4, *arguments("changed", 15)).wait()
+    assert result.returncode == 0, result
+    assert "resumed from step 11" in result.stdout
+
     pair = start_two(*arguments("changed", 20, fsdp=2))
     first, second = results = [command.wait() for command in pair]
     assert first.returncode == second.returncode == 0, results
     assert "devices: 8 × cpu (2 hosts), each copy of the state on 2" in first.stdout
-    assert "resumed from step 11" in first.stdout
+    assert "resumed from step 15" in first.stdout
     assert "done: test accuracy" in first.stdout
     assert "step" not in second.stdout
     actual = losses(changed)

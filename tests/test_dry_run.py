@@ -90,6 +90,18 @@ def test_a_step_is_compiled_for_a_tpu_slice(tiny_config, capsys):
 
 
 @needs_libtpu
+@pytest.mark.slow
+def test_split_weights_are_gathered_twice_and_each_gradient_is_reduced_once(tiny_config, capsys):
+    tiny_config.model.update(width=256, depth=2)
+    tiny_config.fsdp = 4
+    dry_run(tiny_config, "tpu-v5e:2x2")
+    (row,) = re.findall("collectives +(.*)", capsys.readouterr().out)
+    sizes = {kind: int(size) for kind, size in re.findall(r"(\S+) (\d+) MiB", row)}
+    assert sizes["all-gather"] == 2 * 3  # a TPU multiplies in bfloat16, and XLA gathers it
+    assert sizes["all-reduce"] + sizes["reduce-scatter"] == 6
+
+
+@needs_libtpu
 def test_impulse_is_compiled_for_a_tpu():
     # In bfloat16, the default there, libtpu crashed on the solve.
     positions = sincos_positions((8, 8), 96)

@@ -50,7 +50,7 @@ def test_a_run_killed_or_stopped_at_any_moment_ends_bit_equal(tmp_path):
         stopped_at = None
         if exit_code == PREEMPTED:
             stopped_at = int(re.search(r"after step (\d+)", result.stderr)[1])
-            assert stopped_at >= kill_after
+            assert kill_after <= stopped_at < kill_after + 70
     assert "resumed from step" in result.stdout
 
     def digests(workdir):  # of all arrays, those of the optimizer too
@@ -82,7 +82,7 @@ def test_a_run_is_evaluated_and_exported_by_its_workdir(finished_run, tmp_path):
 
 
 @pytest.mark.slow
-def test_the_readme_command_trains_from_nothing(tmp_path):
+def test_the_readme_command_trains_from_nothing_and_evaluates(tmp_path):
     """Two epochs in place of twenty, from a machine that holds no data."""
     readme = (fork_main.ROOT / "README.md").read_text()
     command = re.search(r"&& python -m structinit_jax\.main (.*)", readme)[1]
@@ -91,7 +91,10 @@ def test_the_readme_command_trains_from_nothing(tmp_path):
         "--config.num_epochs=2",
         f"--workdir={tmp_path / 'digits'}",
     ]
-    # So many steps are worth the compilation.
-    result = fork_main.run(*arguments, timeout=600, XLA_FLAGS="")
+    optimized = dict(XLA_FLAGS="")  # so many steps are worth the compilation
+    result = fork_main.run(*arguments, timeout=600, **optimized)
     assert result.returncode == 0, result.stderr
-    assert float(re.search(r"done: test accuracy ([\d.]+)", result.stdout)[1]) >= 0.6
+    accuracy = float(re.search(r"done: test accuracy ([\d.]+)", result.stdout)[1])
+    assert accuracy >= 0.6
+    evaluated = fork_main.run(*arguments, "--mode=eval", **optimized)
+    assert f"test accuracy {accuracy:.4f} on 359 examples of digits test" in evaluated.stdout

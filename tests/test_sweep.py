@@ -14,20 +14,19 @@ from structinit_jax.run import Run
 def test_runs_that_train_at_once_equal_single_runs(run_config, monkeypatch):
     script = runpy.run_path(str(fork_main.ROOT / "benchmarks" / "sweep.py"))
     run_config.num_steps = 3
-    run_config.adam_epsilon = 1e-6  # above the gradients of key biases, which are rounding errors
     run_config.augment.flip = 0.5
-    texts = ["default", "mimetic:replace_positions=False"]
+    texts = ["default", "impulse:target_mass=0.6,vo_init='default'"]
     schemes = [script["read_scheme"](text) for text in texts]
     state, accuracies = script["sweep"](run_config, schemes, [1.0, 2.0], num_seeds=2)
     (accuracy,) = accuracies.values()
     assert accuracy.shape == (2, 4)
 
-    # The last run: seed 1, mimetic, twice the learning rate.
+    # The last run: seed 1, impulse, twice the learning rate.
     run_config.seed = 1
     run_config.learning_rate *= 2
     run_config.warmup_learning_rate *= 2
     run_config.final_learning_rate *= 2
-    run_config.attention_init = dict(name="mimetic", replace_positions=False)
+    run_config.attention_init = dict(name="impulse", target_mass=0.6, vo_init="default")
     one_device = jax.devices()[:1]
     monkeypatch.setattr(jax, "devices", lambda: one_device)
     run = Run(run_config)

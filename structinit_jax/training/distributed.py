@@ -126,7 +126,7 @@ class StopRequest:
     def reached(self, count: int) -> bool:
         """Returns whether to stop after this step, the `count`-th of this process, from 1.
 
-        Every process must ask after every step. JAX stops a signal before the first at count 1.
+        Every process must ask after every step. After a signal before the first, JAX waits for 1.
         """
         if jax.distributed.is_initialized():
             return multihost_utils.reached_preemption_sync_point(count)

@@ -58,7 +58,7 @@ def check_config(
     fixed: Sequence[str] = FIXED,
     free: Sequence[str] = FREE,
 ) -> list[str]:
-    """Lists changed fields; raises `InputError` for `fixed` fields and sections but `free` ones."""
+    """Lists changed fields, one per line; `InputError` for those in `fixed` but not in `free`."""
 
     def is_fixed(field, pair):
         if ABSENT in pair and not field.startswith("attention_init."):
