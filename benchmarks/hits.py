@@ -26,6 +26,8 @@ SIZE, CROPS, DEPTH = 224, 4, 12
 POSITIONAL = dict(mimetic_layers=0, target_mass=0.5, keep_positions=True)
 SIGLIP, CLIP = "Hugging Face's `SiglipVisionConfig()`", "Hugging Face's `CLIPVisionConfig()`"
 NOTE = """\
+Share of tokens that attend most to their head's target, by layer, before training.
+
 Quiet content: the kernel of the patch embedding is 0.3 times as large as PyTorch's default, and the
 output kernels of the MLPs are 0.
 

@@ -15,7 +15,7 @@ kaiming_uniform. The recipe is as in vit_2025_small.py, but all schemes start fr
 initialization (`model.base_init`), since we do not know which one the authors used here.
 
 Hardware: one GPU or more. Time: not measured.
-Accuracy to expect: the published figures are in configs/papers.csv; not run here.
+Accuracy to expect: unknown, since configs/papers.csv lacks the published ones; not run here.
 """
 
 from pathlib import Path

@@ -19,7 +19,7 @@ Table 4 selects weights from a larger pretrained model. Pass its safetensors fil
 --config.start_from=vit_small.safetensors.
 
 Hardware: one GPU or more. Time: not measured.
-Accuracy to expect: the published figures are in configs/papers.csv; not run here.
+Accuracy to expect: unknown, since configs/papers.csv lacks the published ones; not run here.
 """
 
 from typing import Literal

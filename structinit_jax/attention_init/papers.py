@@ -46,8 +46,8 @@ def impulse_2024(
 
     Adam minimizes the mean squared error of every head's map (equation 8) over its Q and K. The
     details that the paper leaves open follow its program, which also rescales the weights every 100
-    steps. V and projection keep the model's initialization. `impulse` gets closer to the same
-    targets, and much faster.
+    steps. V and projection keep the model's initialization. At equal norms, `impulse` gets closer to
+    the same targets, and much faster.
     """
     positions = site.require_positions()
     offset_rng, input_rng, solve_rng = jax.random.split(rng, 3)
