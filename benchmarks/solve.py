@@ -22,7 +22,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from structinit_jax.attention_init import AttentionSite, impulse, papers, sincos_positions
-from structinit_jax.attention_init.kernels import center_first, convolution_maps, impulse_kernels
+from structinit_jax.attention_init.kernels import convolution_maps, impulse_kernels
 
 MODELS = {  # grid, width, heads, layers
     "ViT-T/16": ((14, 14), 192, 3, 12),
@@ -56,7 +56,7 @@ def time_impulse(site: AttentionSite) -> dict:
 
 def reference_problem(site: AttentionSite):
     """Returns positions, kernels and targets of one layer, each offset about equally often."""
-    kernels = impulse_kernels(3)[center_first(3)[np.arange(site.num_heads) % 9]]
+    kernels = impulse_kernels(3)[papers.CENTER_FIRST[np.arange(site.num_heads) % 9]]
     return np.asarray(site.positions), kernels, convolution_maps(kernels, site.grid)
 
 

@@ -79,10 +79,9 @@ def make_step(config: ConfigDict, setup: Setup, factors: np.ndarray, seeds: np.n
             augment,
             model.mesh,
             loss=loss,
-            seed=seed,
             accumulate_steps=config.accumulate_steps,
         )
-        return step(state, batch)[0]
+        return step(state, batch, seed)[0]
 
     step_of_seed = jax.vmap(step_of_run, in_axes=(STATE, 0, None, None), out_axes=STATE)
     step_of_all = jax.vmap(step_of_seed, in_axes=(STATE, None, 0, 0), out_axes=STATE)

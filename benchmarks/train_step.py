@@ -104,11 +104,12 @@ def make_ours(row: Row, program: str, dtype: str) -> tuple[Step, dict[str, Any]]
     images = (127 + 40 * images).clip(0, 255).astype(np.uint8)
     shardings = {name: array.sharding for name, array in setup.abstract_batch.items()}
     batch = jax.device_put({"image": images, "label": labels}, shardings)
-    step, costs = compile_step(setup.train_step, setup.abstract_state, setup.abstract_batch)
+    seed = jax.device_put(np.uint32(0), state.step.sharding)
+    step, costs = compile_step(setup.train_step, *setup.arguments)
 
     def run():
         nonlocal state
-        state, _ = jax.block_until_ready(step(state, batch))
+        state, _ = jax.block_until_ready(step(state, batch, seed))
 
     return run, costs | {"device": jax.devices()[0].device_kind}
 

@@ -74,7 +74,7 @@ def main(overrides: command_line.Overrides) -> None:
     images = read_images(config, _NUM_IMAGES.value)
     if WORKDIR.value:
         step, devices = STEP.value or "newest", jax.local_devices()[:1]
-        fixed = ("model", "attention_init", "start_from", "seed")  # so that it started like this
+        fixed = (*evaluate.WEIGHTS, "attention_init", "start_from", "seed")  # started like this
         restored = evaluate.restore_model(config, WORKDIR.value, devices, step, fixed)
         snapshots = observe_run(config, restored, images)
     else:

@@ -66,12 +66,10 @@ def run(main: Callable[[Overrides], None], shared: Sequence[str] = SHARED) -> No
         app.run(main, flags_parser=_parse_flags)
     except InputError as error:
         print(f"error: {error}", file=sys.stderr, flush=True)
-        # JAX's exit would wait for the others, then abort. Alone, no device is asked for.
+        sys.stdout.flush()
         if jax.distributed.is_initialized() and jax.process_count() > 1:
-            sys.stdout.flush()
-            time.sleep(5 * (jax.process_index() == 0))  # until they have reported the same
-            os._exit(2)
-        sys.exit(2)
+            time.sleep(5 * (jax.process_index() == 0))  # until the others have reported the same
+        os._exit(2)  # a normal exit would wait for the others, and for a step that is compiling
     except StoppedError as error:
         print(error, file=sys.stderr)
         sys.exit(error.exit_code)

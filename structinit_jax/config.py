@@ -142,7 +142,8 @@ def load_config(location: str | Path) -> ConfigDict:
     if len(words) > len(columns):
         raise InputError(f"--config={location} has more words than the file takes: {len(columns)}")
     choices = dict(zip(columns, words, strict=False))
-    errors.check_fields(get_config, choices, f"--config={location}: ")
+    annotated = {name: choices[name] for name in choices if name in get_config.__annotations__}
+    errors.check_fields(get_config, annotated, f"--config={location}: ")
     config = get_config(**choices)
     set_scheme(config, config.attention_init.name)
     return config
@@ -255,7 +256,9 @@ def set_scheme(config: ConfigDict, name: str) -> None:
     prints a note of each change. Options that no scheme takes stay, and are refused later.
     """
     section, own = config.attention_init, scheme_options(name)
-    others = {o for scheme in attention_init.SCHEMES for o in scheme_options(scheme)} - {*own}
+    others = {o for s in (section.name, *attention_init.SCHEMES) for o in scheme_options(s)} - {
+        *own
+    }
     with config.unlocked():
         section.name = name
         if foreign := sorted(others.intersection(section)):

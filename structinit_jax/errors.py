@@ -101,6 +101,7 @@ def check_fields(
     prefix precedes the names of fields in messages.
     """
     hints = typing.get_type_hints(owner, include_extras=True)
+    hints.pop("return", None)
     for name, value in values.items():
         if name not in hints:
             raise InputError(f"{prefix}{name} does not exist: {suggest(name, hints)}")
@@ -152,25 +153,17 @@ def is_reference(name: str) -> bool:
 def find(name: str, known: Mapping[str, Any], field: str) -> Any:
     """Returns what a config field names: a known object, or your own as 'module:attribute'.
 
-    Raises `InputError` if there is no such object.
+    Raises `InputError` if there is no such object, or if its module cannot be imported.
     """
     if name in known:
         return known[name]
-    if is_reference(name):
-        return load_reference(name, f"config.{field}")
-    raise InputError(f"config.{field}={name!r} is unknown: {suggest(name, known)}")
-
-
-def load_reference(reference: str, field: str) -> Any:
-    """Imports the object of a reference such as 'my_package.schemes:my_scheme'.
-
-    Raises `InputError`, whose message names `field`, if it cannot be imported.
-    """
-    module_name, _, attribute = reference.partition(":")
+    if not is_reference(name):
+        raise InputError(f"config.{field}={name!r} is unknown: {suggest(name, known)}")
+    module_name, _, attribute = name.partition(":")
     try:
         return getattr(importlib.import_module(module_name), attribute)
     except (ImportError, AttributeError) as error:
         raise InputError(
-            f"{field}={reference!r} cannot be imported ({error}): the module must be in the "
+            f"config.{field}={name!r} cannot be imported ({error}): the module must be in the "
             f"working directory, {os.getcwd()}, or on PYTHONPATH"
         ) from error

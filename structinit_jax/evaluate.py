@@ -26,6 +26,7 @@ from structinit_jax.training.step import make_eval_step
 from structinit_jax.training.workdir import open_path
 
 BATCH_SIZE = 64  # of a Classifier
+WEIGHTS = ("model", "data.mean", "data.std")  # fields that the weights were trained for
 
 
 def make_evaluator(
@@ -63,7 +64,7 @@ def restore_model(
     workdir: str | Path,
     devices: list[jax.Device] | None = None,
     step: str | int = "newest",
-    fixed: Sequence[str] = ("model",),
+    fixed: Sequence[str] = WEIGHTS,
 ) -> tuple[AbstractModel, TrainState]:
     """Restores the model of a run, without optimizer state, at step 'newest', 'best' or a number.
 
@@ -77,7 +78,9 @@ def restore_model(
     if number is None:
         raise InputError(f"--workdir={workdir} has no complete checkpoint for --step={step}")
     saved = checkpoint.read_run(directory, number)["config"]
-    resume.check_config(saved, config, f"step {number} in {workdir}", fixed)
+    place = f"step {number} in {workdir}"
+    if changed := resume.check_config(saved, config, place, fixed):
+        print(f"config changed since {place}:", *changed, sep="\n")
     devices = devices or jax.devices()
     mesh = mesh_lib.make_mesh(math.gcd(config.fsdp, len(devices)), devices)
     model = abstract_model(config.model, config.data, mesh)
@@ -96,6 +99,10 @@ def evaluate_checkpoint(
     """
     run = Run(config)
     model, state = restore_model(config, workdir, step=step)
+    saved = checkpoint.read_run(open_path(workdir) / "checkpoints", int(state.step))["class_names"]
+    pairs = zip(saved, run.dataset.class_names, strict=True)
+    if renamed := [f"  {old!r} -> {new!r}" for old, new in pairs if old != new]:
+        print("note: classes have other names than in training:", *renamed[:5], sep="\n")
     source = run.eval_source
     results = make_evaluator(config, model, source)(state)
     name = f"{config.data.name} {config.data.eval_split}"
@@ -105,8 +112,7 @@ def evaluate_checkpoint(
 
 def describe(results: dict[str, float]) -> str:
     """Formats results, for example 'test loss 0.0613  test accuracy 0.9833'."""
-    parts = ((*name.rpartition("/")[::2], value) for name, value in results.items())
-    return "  ".join(f"{part} {name.replace('_', ' ')} {value:.4f}" for part, name, value in parts)
+    return "  ".join(f"{name.replace('/', ' ')} {value:.4f}" for name, value in results.items())
 
 
 class Classifier:
@@ -116,7 +122,7 @@ class Classifier:
 
     Args:
       workdir: Output directory of the run.
-      step: 'best', 'newest' or a number.
+      step: 'newest', 'best' or a number.
       trust: Whether the run's config may name Python code to import.
 
     Attributes:
@@ -127,7 +133,7 @@ class Classifier:
       InputError: There is no such checkpoint.
     """
 
-    def __init__(self, workdir: str | Path, step: str | int = "best", trust: bool = False):
+    def __init__(self, workdir: str | Path, step: str | int = "newest", trust: bool = False):
         self.config = config = config_lib.load_run_config(workdir, trust)
         model, state = restore_model(config, workdir, jax.local_devices()[:1], step)
         run = checkpoint.read_run(open_path(workdir) / "checkpoints", int(state.step))

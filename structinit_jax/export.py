@@ -5,8 +5,8 @@
 Exports the newest checkpoint of a ViT or Swin, or that of --step=best or --step=N. Writes
 `model.safetensors` and `config.json` to the folder --out, so that
 `timm.create_model("local-dir:model", pretrained=True)` builds the model in PyTorch, with its
-normalization and class names, and prints the call that names all sizes. To start a new run from the
-weights, pass `--config.start_from=model/model.safetensors`.
+normalization and class names. To start a new run from the weights, pass
+`--config.start_from=model/model.safetensors`.
 """
 
 import json
@@ -36,13 +36,6 @@ class TimmModel(NamedTuple):
 
     name: str
     arguments: dict[str, Any]
-
-    def call(self) -> str:
-        """Returns the Python expression that builds it."""
-        texts = [f"{name}={value!r}" for name, value in self.arguments.items()]
-        if None in self.arguments.values():  # `create_model` drops arguments that are None
-            return f"timm.model_entrypoint({self.name!r})({', '.join(texts)})"
-        return f"timm.create_model({', '.join([repr(self.name), *texts])})"
 
     def card(self, data: ConfigDict, class_names: Sequence[str]) -> dict[str, Any]:
         """Returns the `config.json` of a folder for `timm.create_model("local-dir:FOLDER")`.
@@ -107,13 +100,11 @@ def timm_model(model: Mapping[str, Any], *, image_size: int, channels: int) -> T
     return TimmModel(name, shared | arguments)
 
 
-def export(
-    config: ConfigDict, workdir: str | Path, folder: Path, step: str = "newest"
-) -> tuple[int, TimmModel]:
+def export(config: ConfigDict, workdir: str | Path, folder: Path, step: str = "newest") -> int:
     """Writes the weights of a checkpoint and timm's `config.json` to a folder. Needs no data.
 
-    Returns the step of the checkpoint, and timm's model of the weights. Raises `InputError` if
-    there is no such checkpoint, or if timm cannot build its model from a folder.
+    Returns the step of the checkpoint. Raises `InputError` if there is no such checkpoint, or if
+    timm cannot build its model from a folder.
     """
     config_lib.validate(config)
     data = config.data
@@ -127,7 +118,7 @@ def export(
     run = read_run(open_path(workdir) / "checkpoints", int(state.step))
     text = json.dumps(timm.card(data, run["class_names"]), indent=2)
     # "format" tells readers of safetensors that the layout is PyTorch's.
-    metadata = {"format": "pt", "model": timm.call(), "config": text}
+    metadata = {"format": "pt", "config": text}
     try:
         folder.mkdir(parents=True, exist_ok=True)
         write_atomically(folder / "config.json", f"{text}\n")
@@ -135,7 +126,7 @@ def export(
         write_atomically(folder / WEIGHTS, save(weights, metadata))
     except OSError as error:
         raise InputError(f"--out={folder} cannot be written: {error}") from error
-    return int(state.step), timm
+    return int(state.step)
 
 
 def main(overrides: command_line.Overrides) -> None:
@@ -144,10 +135,9 @@ def main(overrides: command_line.Overrides) -> None:
     if not WORKDIR.value:
         raise InputError("--workdir is required: the output directory of the run")
     folder = command_line.out_path("model")
-    step, model = export(config, WORKDIR.value, folder, STEP.value or "newest")
+    step = export(config, WORKDIR.value, folder, STEP.value or "newest")
     print(f"wrote the weights of step {step} to {folder}")
-    print(f'PyTorch: timm.create_model("local-dir:{folder}", pretrained=True), that is')
-    print(f"PyTorch: {model.call()}")
+    print(f'PyTorch: timm.create_model("local-dir:{folder}", pretrained=True)')
 
 
 if __name__ == "__main__":

@@ -11,6 +11,8 @@ Any field of the config can be set on the command line: --config.batch_size=256
 --config.model.depth=6 --config.attention_init.name=mimetic
 """
 
+import signal
+
 from absl import flags
 
 from structinit_jax import command_line, dry_run, evaluate, train
@@ -28,7 +30,10 @@ TARGET = flags.DEFINE_string(
     "target", None, "With --dry_run: devices to compile for, such as tpu-v5e:4x8 or h100:2x8."
 )
 PROFILE_STEP = flags.DEFINE_integer(
-    "profile_step", None, "First of four steps to trace into WORKDIR/profile.", lower_bound=1
+    "profile_step",
+    None,
+    "First of four steps to trace into WORKDIR/profile, from the start or resume.",
+    lower_bound=1,
 )
 COORDINATOR_ADDRESS = flags.DEFINE_string(
     "coordinator_address", None, "Host and port of process 0, when several processes train."
@@ -61,6 +66,7 @@ def main(overrides: command_line.Overrides) -> None:
     elif not WORKDIR.value:
         raise InputError("--workdir is required: the output directory, such as /tmp/digits")
     elif MODE.value == "eval":
+        signal.signal(signal.SIGTERM, signal.SIG_DFL)  # in which `join` waits for a training step
         evaluate.evaluate_checkpoint(config, WORKDIR.value, STEP.value or "newest")
     else:
         train.train(config, WORKDIR.value, PROFILE_STEP.value)

@@ -16,7 +16,7 @@ from absl import flags
 
 from structinit_jax import command_line
 from structinit_jax.data.builders import find_builder
-from structinit_jax.data.datasets import open_dataset
+from structinit_jax.data.datasets import OPENERS, open_dataset
 from structinit_jax.data.source import Dataset, Folder, ImageSource, expand_user
 from structinit_jax.errors import InputError, is_reference
 
@@ -40,7 +40,7 @@ def prepare(name: str, data_dir: Folder = None, manual_dir: Folder = None) -> No
     `manual_dir` holds archives downloaded by hand. Raises `InputError` if the name is unknown, or
     if TensorFlow or an archive is missing.
     """
-    if name in ("folder", "digits", "fashion_mnist") or is_reference(name):
+    if name in OPENERS or is_reference(name):
         return
     builder = find_builder(name, expand_user(data_dir))
     if builder.data_path.exists():

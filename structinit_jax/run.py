@@ -69,6 +69,7 @@ class Run:
         """Yields the batches of steps `start_step` to `num_steps - 1`, counted from 0.
 
         By default these are all steps of the run, and batches are sharded over the mesh of `setup`.
+        With another mesh, images are decoded when they are needed.
         """
         config, augment = self.config, self.config.augment
         random_crop = None
@@ -79,6 +80,7 @@ class Run:
             mesh or self.setup.model.mesh,
             image_size=config.data.image_size,
             random_crop=random_crop,
+            in_memory=mesh is None,
         )
         return loader.train_batches(
             start_step=start_step,
@@ -138,7 +140,6 @@ def set_up(
         augment=augmentation(config, mesh),
         mesh=mesh,
         loss=find(config.loss, LOSSES, "loss"),
-        seed=config.seed,
         accumulate_steps=config.accumulate_steps,
         mixes=config.augment.mixup > 0 or config.augment.cutmix > 0,
     )
@@ -146,12 +147,12 @@ def set_up(
     def jit_step(**changes):
         """Jits the step with changed fields of the model, which is built when it is traced."""
 
-        def train_step(state, batch):
-            return make_step(build(**changes).graphdef)(state, batch)
+        def train_step(state, batch, seed):
+            return make_step(build(**changes).graphdef)(state, batch, seed)
 
         return jax.jit(
             train_step,
-            in_shardings=(state_shardings, batch_sharding),
+            in_shardings=(state_shardings, batch_sharding, mesh_lib.replicated(mesh)),
             out_shardings=(state_shardings, mesh_lib.replicated(mesh)),
             donate_argnums=0,
         )

@@ -1,7 +1,6 @@
 """The training loop. Read it from top to bottom."""
 
 import contextlib
-import gc
 import itertools
 import json
 import shlex
@@ -11,6 +10,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import jax
+import numpy as np
 from etils import epy
 from flax.traverse_util import flatten_dict
 from ml_collections import ConfigDict
@@ -45,7 +45,7 @@ def train(
       config: See `structinit_jax.config.base_config`.
       workdir: Gets `config.json`, `metrics.jsonl`, `tensorboard/` and `checkpoints/`. A path, or a
         URL of object storage, such as gs://BUCKET/RUN.
-      profile_step: First of four steps to trace to `profile/`.
+      profile_step: First of four steps to trace to `profile/`, counted from the start or resume.
       stop_request: Records SIGTERM and SIGINT. A caller that trains several runs passes one and
         checks it between runs, since a signal during the last step raises no `StoppedError`.
       on_evaluation: Called with the step and the results of each evaluation.
@@ -59,20 +59,19 @@ def train(
     """
     with contextlib.ExitStack() as on_exit:
         began = time.perf_counter()
-        gc.disable()  # nearly everything allocated at start-up survives
-        on_exit.callback(gc.enable)
-        on_exit.callback(gc.unfreeze)
 
         # -- Data, mesh, schedule, model, optimizer and training step; nothing is allocated yet ----
         run = Run(config)
         workdir = on_exit.enter_context(workdir_lib.open_workdir(workdir))
         test_name, data = evaluation_name(config.data), config.data
+        names = list(run.dataset.class_names)
         # Saved with each checkpoint, and checked when the run is resumed from it.
         record = {
             "config": json.loads(config.to_json()),
-            "evaluation": f"{data.name} {data.eval_split}, crop_fraction {data.crop_fraction}",
-            "class_names": list(run.dataset.class_names),
-            "data_digest": digest(run.train_source, run.dataset.class_names),
+            "evaluation": f"{data.name} {data.eval_split}, crop_fraction {data.crop_fraction}, "
+            f"digest {digest(run.eval_source, names)}",
+            "class_names": names,
+            "data_digest": digest(run.train_source, names),
         }
         _check_processes(record, len(run.eval_source), workdir)
         setup = run.setup
@@ -82,7 +81,7 @@ def train(
         # Compiled ahead of time, so that an unexpected shape is an error and not a recompilation.
         # Another thread compiles while this one initializes or restores the state. The step is
         # traced here, since JAX context managers are thread-local.
-        lowered = setup.train_step.lower(setup.abstract_state, setup.abstract_batch)
+        lowered = setup.train_step.lower(*setup.arguments)
         compiler = ThreadPoolExecutor(1, "compile")
         on_exit.callback(compiler.shutdown, wait=False)
         compiling = compiler.submit(lowered.compile)
@@ -125,18 +124,17 @@ def train(
         progress = Progress(
             start_step, schedule.num_steps, schedule.steps_per_epoch, config.batch_size
         )
-        trace = StepTrace(workdir / "profile", profile_step)
+        trace = StepTrace(workdir, profile_step and start_step + profile_step)
         on_exit.callback(trace.close)
         trace.after(start_step, state)
+        seed = jax.device_put(np.uint32(config.seed), mesh_lib.replicated(mesh))
         stop_request = on_exit.enter_context(stop_request or distributed.StopRequest())
         results: dict[str, float] = {}
-        gc.freeze()  # keep the collector from rescanning start-up objects
-        gc.enable()
         on_exit.enter_context(jax.transfer_guard("disallow"))
         for step in range(start_step + 1, schedule.num_steps + 1):
             with progress.wait("data"):
                 batch = next(batches)
-            state, metrics = train_step(state, batch)
+            state, metrics = train_step(state, batch, seed)
             pending.add(step, metrics)
             trace.after(step, state)
             if step == start_step + 1:

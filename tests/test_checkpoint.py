@@ -134,6 +134,14 @@ def test_a_damaged_checkpoint_is_skipped_and_overwritten(directory, damage, name
     assert checkpoint.find_step(directory) == 12
 
 
+def test_a_run_without_an_intact_checkpoint_does_not_start_anew(directory):
+    for step in (4, 8, 12):
+        flip_byte(directory / str(step) / "index_0.json")
+    with pytest.raises(InputError, match="has no intact checkpoint"), opened(directory):
+        pass
+    assert all((directory / str(step) / checkpoint.RUN).exists() for step in (4, 8, 12))
+
+
 def test_nothing_of_another_program_is_deleted(directory, capsys):
     (directory / "12" / checkpoint.RUN).unlink()
     others = [directory / name for name in ("16/notes.txt", "20/state_dict", "24/state/a", "24/b")]

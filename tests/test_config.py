@@ -2,7 +2,7 @@ import json
 
 import pytest
 
-from structinit_jax import command_line
+from structinit_jax import attention_init, command_line
 from structinit_jax import config as config_lib
 from structinit_jax.errors import InputError
 
@@ -41,12 +41,19 @@ def test_bad_values_are_refused_by_field_and_value(field, value):
     assert str(caught.value).startswith(f"config.{field}={value!r} must be ")
 
 
+def own_scheme(std=0.1):
+    return attention_init.default()
+
+
 def test_a_new_scheme_drops_the_options_of_the_former_alone(capsys):
     config = changed("seed", 0)
     config.attention_init = dict(name="impulse", kernel_size=5, norm=1.0, typo=1)
-    command_line.set_field(config, "attention_init.name", "impulse_2025")
-    assert config.attention_init.to_dict() == dict(name="impulse_2025", kernel_size=5, typo=1)
-    assert "'impulse_2025' does not use norm\n" in capsys.readouterr().out
+    command_line.set_field(config, "attention_init.name", "impulse_2024")
+    assert config.attention_init.to_dict() == dict(name="impulse_2024", kernel_size=5, typo=1)
+    assert "'impulse_2024' does not use norm\n" in capsys.readouterr().out
+    config.attention_init = dict(name="test_config:own_scheme", std=0.2)
+    command_line.set_field(config, "attention_init.name", "default")
+    assert config.attention_init.to_dict() == dict(name="default")
 
 
 @pytest.mark.parametrize(
@@ -116,6 +123,8 @@ def test_the_row_after_the_colon_gives_the_arguments_of_get_config(tmp_path):
             config_lib.load_config(f"{file}:{row}")
     with pytest.raises(InputError, match="no such file"):
         config_lib.load_config(folder / "d.py")
+    file.write_text(FILE.replace(': Literal["cifar10", "stl10"]', ""))
+    assert config_lib.load_config(f"{file}:mnist").data.name == "mnist"
 
 
 # -- the config of a workdir -----------------------------------------------------------------------

@@ -116,6 +116,6 @@ def test_a_training_step_can_be_traced(name):
     config = load_config(ROOT / "configs" / f"{name}.py")
     setup = set_up(config, 10_000)
     before = setup.abstract_state
-    after, metrics = jax.eval_shape(setup.train_step, before, setup.abstract_batch)
+    after, metrics = jax.eval_shape(setup.train_step, *setup.arguments)
     assert metrics["loss"].shape == ()
     assert jax.tree.structure(after) == jax.tree.structure(before)

@@ -68,8 +68,10 @@ def test_a_split_named_train_does_not_take_the_names_of_training_metrics():
 
 
 def test_a_model_that_is_computed_otherwise_is_refused(run_config, finished_run):
+    run_config.data.mean = (0.5,)
     run_config.model.positions = "rope"  # has the same parameters
-    with pytest.raises(InputError, match=r"as in step 12 in .*\n  model.positions: 'sincos' -> "):
+    message = r"as in step 12 in .*\n  data.mean: .*\n  model.positions: 'sincos' -> "
+    with pytest.raises(InputError, match=message):
         evaluate.evaluate_checkpoint(run_config, finished_run.workdir)
     run_config.seed = 9
     with pytest.raises(InputError, match=r"\n  seed: 0 -> 9\n"):  # as analyse checks

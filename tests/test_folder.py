@@ -62,7 +62,7 @@ def test_slices_hold_some_of_every_class_and_partition_the_split(root, tmp_path_
     ("change", "reason"),
     [
         (lambda root: root.rename(root.with_name("gone")), "there is no such folder"),
-        (lambda root: (root / "val" / "cat").rename(root / "val" / "cats"), "have: 'cat'"),
+        (lambda root: (root / "val" / "cat").rename(root / "val" / "cats"), "have: 'cats'"),
         (lambda root: [p.unlink() for p in (root / "train" / "cat").iterdir()], "train/cat holds"),
         (lambda root: [(root / "train" / n).rename(root / n) for n in CLASSES], "no class"),
     ],
@@ -72,6 +72,13 @@ def test_broken_folders_are_refused_by_name(root, change, reason):
     with pytest.raises(InputError, match=reason) as caught:
         open_dataset("folder", root).split("train+val")
     assert str(caught.value).startswith(f"data_dir={str(root)!r}: ")
+
+
+def test_a_class_may_lack_images_to_evaluate_on(root):
+    shutil.rmtree(root / "val" / "apple")
+    [path.unlink() for path in (root / "val" / "Birch").rglob("*.png")]
+    source = open_dataset("folder", root).split("val")
+    assert source.labels().tolist() == [2, 2]  # of cat, as in train
 
 
 def test_only_images_are_read(root):

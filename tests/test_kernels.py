@@ -34,12 +34,6 @@ def test_heads_use_all_filters_evenly():
     assert np.all(np.bincount(np.ravel(filter_index), minlength=9) == 4)
 
 
-def test_center_first_goes_outwards():
-    assert kernels_lib.center_first(3).tolist() == [4, 1, 5, 3, 7, 0, 2, 6, 8]
-    distances = np.sum(kernels_lib.kernel_offsets(5)[kernels_lib.center_first(5)] ** 2, axis=1)
-    assert np.all(np.diff(distances) >= 0)
-
-
 def test_sincos_channels_of_the_big_vision_convention_are_sin_x_cos_x_sin_y_cos_y():
     encoding = sincos_positions((3, 5), 16, convention="big_vision")
     y, x = 2, 4

@@ -71,7 +71,7 @@ def test_a_run_is_evaluated_and_exported_by_its_workdir(finished_run, tmp_path):
     workdir = f"--workdir={finished_run.workdir}"
     result = fork_main.run(workdir, "--mode=eval", "--step=best")
     assert result.returncode == 0, result.stderr
-    assert re.match(r"step \d+  test\[:90\] loss .* 90 examples of digits", result.stdout)
+    assert re.search(r"\nstep \d+  test\[:90\] loss .* 90 examples of digits", result.stdout)
     folder = tmp_path / "model"
     arguments = (workdir, "--step=8", f"--out={folder}")
     result = fork_main.run(*arguments, module="structinit_jax.export")

@@ -25,7 +25,7 @@ def num_bytes(tree):
 
 def compile_step(config):
     setup = set_up(config, 384)
-    return setup, setup.train_step.lower(setup.abstract_state, setup.abstract_batch).compile()
+    return setup, setup.train_step.lower(*setup.arguments).compile()
 
 
 @pytest.fixture

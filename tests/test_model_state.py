@@ -45,7 +45,7 @@ def first_state(setup):
 def test_steps_update_statistics_but_not_fixed_filters(setup, first_state):
     state, batch, losses = place(first_state, setup), make_batch(), []
     for _ in range(12):
-        state, metrics = setup.train_step(state, batch)
+        state, metrics = setup.train_step(state, batch, np.uint32(0))
         losses.append(float(metrics["loss"]))
     assert losses[-1] < losses[0] - 0.1
     old, new = (s.model_state["blocks"] for s in (first_state, jax.device_get(state)))
@@ -67,8 +67,8 @@ def test_one_and_eight_devices_normalize_by_the_global_batch(
     batch = make_batch()
     batch["image"] = np.sort(batch["image"], axis=0)  # so that each device sees another mean
     for _ in range(3):
-        state, metrics = setup.train_step(state, batch)
-        single_state, single_metrics = single.train_step(single_state, batch)
+        state, metrics = setup.train_step(state, batch, np.uint32(0))
+        single_state, single_metrics = single.train_step(single_state, batch, np.uint32(0))
         np.testing.assert_allclose(metrics["loss"], single_metrics["loss"], rtol=1e-5)
     jax.tree.map(
         lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-3, atol=1e-5),

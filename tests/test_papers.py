@@ -101,6 +101,11 @@ def test_2024_layers_are_equal_or_fresh_and_take_their_pseudo_inputs(
     assert names == ["positions", "gaussian"]
     assert np.array_equal(mixed.query[1], mixed.query[2])
     assert not np.array_equal(mixed.filter_index[0], mixed.filter_index[1])
+    noise = 0.02 * jax.random.normal(jax.random.key(5), site.positions.shape)
+    learned = dataclasses.replace(site, positions=noise, positions_trainable=True)
+    replaced = attention_init.impulse_2024(max_steps=2)(jax.random.key(0), learned)
+    np.testing.assert_array_equal(replaced.query, same.query)
+    np.testing.assert_allclose(replaced.positions, site.positions, atol=1e-6)
 
 
 def test_pseudo_inputs_have_the_papers_distributions():

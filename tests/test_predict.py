@@ -57,7 +57,7 @@ def test_the_example_in_the_docs_classifies_an_image(digits, finished_run, tmp_p
 
 @pytest.mark.parametrize(
     ("name", "message"),
-    [("gone.png", r"gone\.png\): there is no such file\.$"), ("text.png", r"text\.png")],
+    [("gone.png", r"gone\.png\): No such file or directory\.$"), ("text.png", r"text\.png")],
 )
 def test_files_that_are_no_images_are_named(classify, tmp_path, name, message):
     (tmp_path / "text.png").write_text("not an image")

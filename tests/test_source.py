@@ -73,7 +73,7 @@ def test_images_are_files_bytes_or_pixels(tmp_path):
     chosen = source.select(np.array([True, False, True]))
     assert [label for _, label in chosen.read([0, 1])] == chosen.labels().tolist() == [0, 2]
     (tmp_path / "0.png").unlink()
-    with pytest.raises(BadImageError, match=r"0\.png\): there is no such file"):
+    with pytest.raises(BadImageError, match=r"0\.png\): No such file"):
         source[0]
 
 

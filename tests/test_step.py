@@ -54,11 +54,18 @@ def test_losses_agree_with_scipy(setup, state):
     expected = -log_p[np.arange(44), batch["label"][:44]].sum()
     np.testing.assert_allclose(sums["loss"], expected, rtol=1e-5)
     smoothed = 0.9 * np.eye(10)[batch["label"]] + 0.1 / 10
-    metrics = setup.train_step(state, batch)[1]
+    metrics = setup.train_step(state, batch, np.uint32(0))[1]
     np.testing.assert_allclose(metrics["loss"], -(smoothed * log_p).sum(-1).mean(), rtol=1e-5)
     correct = log_p.argmax(-1) == batch["label"]
     np.testing.assert_allclose(metrics["accuracy"], correct.mean(), rtol=1e-6)
     assert metrics["learning_rate"] == setup.schedule.learning_rate(0)
+
+
+def test_seeds_share_a_program(config, setup):
+    config = config.copy_and_resolve_references()
+    config.seed = 1
+    programs = [s.train_step.lower(*s.arguments).as_text() for s in (setup, set_up(config, 384))]
+    assert programs[0] == programs[1]
 
 
 def test_augmentation_depends_on_the_step_only(config, setup, first_state):
@@ -68,7 +75,7 @@ def test_augmentation_depends_on_the_step_only(config, setup, first_state):
 
     def metrics_at(step, setup):
         state = place(first_state._replace(step=np.int32(step)), setup)
-        return setup.train_step(state, make_batch())[1]
+        return setup.train_step(state, make_batch(), np.uint32(0))[1]
 
     steps = [metrics_at(step, random_setup) for step in (3, 4, 3, 4)]
     losses = [float(metrics["loss"]) for metrics in steps]
@@ -105,18 +112,18 @@ def test_parts_of_a_batch_and_operations_on_it_have_keys_of_their_own(config, mo
     monkeypatch.setattr(augment.mix, "mix", lambda rng, *a, **k: mix(record(rng), *a, **k))
     monkeypatch.setattr(layers, "drop_path", lambda x, rate, rng: drop(x, rate, record(rng)))
     setup = set_up(config, 384)
-    jax.block_until_ready(setup.train_step(setup.initialize()[0], make_batch()))
+    jax.block_until_ready(setup.train_step(setup.initialize()[0], make_batch(), np.uint32(0)))
     jax.effects_barrier()
     drops = 2 * 2 * 2  # in both parts, two in each of two blocks
     assert len(keys) == drops + 4 * 64 + 1  # four operations on each image, and mixup
 
 
 def test_a_batch_in_parts_takes_the_same_step(config, setup, first_state):
-    whole, whole_metrics = setup.train_step(place(first_state, setup), make_batch())
+    whole, whole_metrics = setup.train_step(place(first_state, setup), make_batch(), np.uint32(0))
     config = config.copy_and_resolve_references()
     config.accumulate_steps = 4
     in_parts = set_up(config, 384)
-    parts, metrics = in_parts.train_step(place(first_state, in_parts), make_batch())
+    parts, metrics = in_parts.train_step(place(first_state, in_parts), make_batch(), np.uint32(0))
     for name in ("loss", "accuracy", "gradient_norm"):
         np.testing.assert_allclose(metrics[name], whole_metrics[name], rtol=1e-4)
     jax.tree.map(
@@ -126,10 +133,10 @@ def test_a_batch_in_parts_takes_the_same_step(config, setup, first_state):
 
 @pytest.mark.parametrize("part", ["params", "opt_state"])
 def test_a_state_that_is_not_finite_is_reported(setup, state, part):
-    state, metrics = setup.train_step(state, make_batch())
+    state, metrics = setup.train_step(state, make_batch(), np.uint32(0))
     assert metrics["finite"]
     leaves, structure = jax.tree.flatten(getattr(jax.device_get(state), part))
     large = max(range(len(leaves)), key=lambda i: leaves[i].size)
     leaves[large] = np.full_like(leaves[large], np.inf)
     bad = jax.device_get(state)._replace(**{part: jax.tree.unflatten(structure, leaves)})
-    assert not setup.train_step(place(bad, setup), make_batch())[1]["finite"]
+    assert not setup.train_step(place(bad, setup), make_batch(), np.uint32(0))[1]["finite"]

@@ -32,6 +32,6 @@ def test_runs_that_train_at_once_equal_single_runs(run_config, monkeypatch):
     run = Run(run_config)
     expected, _ = run.setup.initialize()
     for batch in run.train_batches():
-        expected, _ = run.setup.train_step(expected, batch)
+        expected, _ = run.setup.train_step(expected, batch, np.uint32(1))
     found = jax.tree.map(lambda leaf: leaf[1, 3], state.params)
     jax.tree.map(lambda x, y: np.testing.assert_allclose(x, y, atol=1e-5), found, expected.params)

@@ -1,5 +1,4 @@
 import contextlib
-import gc
 import gzip
 import json
 
@@ -122,7 +121,6 @@ def test_a_run_continues_with_fields_that_may_change(longer_config, workdir, cap
     assert len(traced) == 1
     assert len(uploaded) == 3  # with the checkpoints 15 and 18, and at the end
     # Not after a collection: none comes in time for the next run in the same process.
-    assert gc.get_freeze_count() == 0
     assert len(jax.live_arrays()) <= live
     out = capsys.readouterr().out
     assert "config changed since the checkpoint:\n  checkpoint_every_steps: 4 -> 3\n" in out
@@ -133,7 +131,7 @@ def test_a_run_continues_with_fields_that_may_change(longer_config, workdir, cap
     assert metrics[-2]["train/loss"] > 10  # the user's loss
     best = checkpoint.find_step(workdir / "checkpoints", "best")
     record = checkpoint.read_run(workdir / "checkpoints", best)
-    assert record["evaluation"] == "digits test[:90], crop_fraction 1.0"
+    assert record["evaluation"].startswith("digits test[:90], crop_fraction 1.0, digest ")
     # The newest two checkpoints are kept, and the best.
     kept = {int(p.name) for p in (workdir / "checkpoints").iterdir() if p.name.isdigit()}
     name = "test[:90]/accuracy"
@@ -161,7 +159,7 @@ def test_a_run_that_is_past_its_last_step_is_not_resumed(run_config, workdir):
         ("data.eval_split", "validation", r"data\.eval_split"),
         ("model.num_classes", 100, r"model\.num_classes=100"),
         ("batch_size", 60, r"config\.batch_size=60 must be a multiple of 8"),
-        ("attention_init.kernel_size", 9, r"one filter leads off the 4x4 tokens"),
+        ("attention_init.kernel_size", 9, r"on \(4, 4\) tokens, one filter leads off the grid"),
         ("optimizer", "test_train:nothing", r"config\.optimizer='test_train:nothing'"),
     ],
 )
@@ -195,7 +193,7 @@ def bad_config(longer_config, monkeypatch):
 def test_a_nonfinite_step_stops_the_run_and_its_trace_is_kept(bad_config, workdir, capsys):
     bad_config.update(log_every_steps=100, checkpoint_every_steps=2)
     with pytest.raises(StoppedError) as caught:
-        train.train(bad_config, workdir, profile_step=15)
+        train.train(bad_config, workdir, profile_step=3)  # after the resume from step 12
     assert caught.value.exit_code == 2
     show = f"python -m structinit_jax.show --workdir={workdir} --step=15 --out=step_15.png\n"
     assert show in str(caught.value)
@@ -214,7 +212,7 @@ def test_your_own_optimizer_may_leave_out_nonfinite_steps(tiny_config):
     tiny_config.loss = "test_train:cross_entropy_of_known_classes"
     setup = run.set_up(tiny_config, 384)
     batch = make_batch(label=np.full(64, -1, np.int32))
-    metrics = setup.train_step(setup.initialize()[0], batch)[1]
+    metrics = setup.train_step(setup.initialize()[0], batch, np.uint32(0))[1]
     assert np.isnan(metrics["loss"])
     assert metrics["finite"]
 

@@ -15,7 +15,7 @@ from structinit_jax.analysis import measures
 from structinit_jax.attention_init import AttentionSite, ConvSite, TokenMixingSite
 from structinit_jax.augment import normalize
 from structinit_jax.config import make_attention_init
-from structinit_jax.data.loader import decode_all, stream_indices
+from structinit_jax.data.loader import decode_all
 from structinit_jax.errors import InputError
 from structinit_jax.run import Run
 from structinit_jax.training.mesh import make_mesh
@@ -51,8 +51,8 @@ class Snapshot(NamedTuple):
 def read_images(config: ConfigDict, count: int) -> UInt8[np.ndarray, "n H H C"]:
     """Reads training images without augmentation, cropped as for evaluation.
 
-    The images are the first that a run with the config's seed sees: `count` of them, or all if
-    there are fewer, rounded down to a multiple of `BATCH_SIZE`.
+    The images are spread evenly over the split: `count` of them, or all if there are fewer, rounded
+    down to a multiple of `BATCH_SIZE`.
     """
     data, source = config.data, Run(config).train_source
     whole = min(count, len(source)) // BATCH_SIZE * BATCH_SIZE
@@ -61,8 +61,7 @@ def read_images(config: ConfigDict, count: int) -> UInt8[np.ndarray, "n H H C"]:
             f"--num_images={count} of the {len(source)} in "
             f"config.data.train_split={data.train_split!r}: needs at least {BATCH_SIZE}"
         )
-    wanted = np.sort(stream_indices(config.seed, np.arange(whole), len(source)))
-    return decode_all(source.select(wanted), data.image_size, data.crop_fraction)[0]
+    return decode_all(source.evenly_spaced(whole), data.image_size, data.crop_fraction)[0]
 
 
 def observe_start(config: ConfigDict, images: UInt8[np.ndarray, "n H H C"]) -> Snapshot:
@@ -152,13 +151,13 @@ def _observe_batch(config, graphdef, targets, weights, images):
         for stage, (name, site) in zip(stages, sites.items(), strict=True)
     ]
     outputs = _output_grids(stages, sites)
-    # Pixels of a token of the last stage; the first stage alone has no padded tokens.
-    size = data.image_size // outputs[0].shape[1] * 2 ** (len(stages) - 1)
+    coarsest = 2 ** (len(stages) - 1)  # patches on a side of a token of the last stage
+    size = coarsest * config.model.patch_size
 
     def shift_distances(axis):
         shifted = _output_grids(run(jnp.roll(images, size, axis)), sites)
         for output, moved in zip(outputs, shifted, strict=True):
-            tokens = size * output.shape[axis] // data.image_size
+            tokens = coarsest * output.shape[axis] // outputs[0].shape[axis]
             shift = (tokens, 0) if axis == 1 else (0, tokens)
             yield measures.shift_distance(output, moved, shift)
 

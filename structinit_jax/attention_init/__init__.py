@@ -150,15 +150,14 @@ def impulse_2024(
 
 def impulse_2025(
     *,
-    kernel_size: OddInt = 3,
     position_scale: PositiveFloat = 18.0,
     query_key_norm: PositiveFloat = 7.0,
 ) -> AttentionInit:
     """The impulse initialization of the 2025 paper as published, for learned positions.
 
     Args:
-      kernel_size: Kernel size f, odd; 3 in the paper.
-      position_scale: Factor on learned positions; fixed ones stay as they are.
+      position_scale: Factor on learned positions, whose standard deviation is 0.02 in the paper's
+        program; fixed ones stay as they are.
       query_key_norm: Frobenius norm of each head's Q and K.
     """
     return _by_site(impulse_2025, {AttentionSite: papers.impulse_2025}, dict(locals()))

@@ -134,18 +134,12 @@ def filter_maps(
 
     Raises `InputError` also if a filter does not fit the grid.
     """
-    rows, cols = site.grid
-    if filters is not None and np.shape(filters)[1] > 2 * max(site.grid) - 1:
-        raise InputError(
-            f"filters of shape {np.shape(filters)} do not fit {rows}x{cols} tokens: pass smaller "
-            "kernels"
-        )
     kernels, ranges = filter_kernels(site, kernel_size, filters, dilation)
     maps = normalize_rows(convolution_maps(kernels, site.grid))
     if not maps.any(axis=(1, 2)).all():
         raise InputError(
-            f"kernel_size, dilation or filters: one filter leads off the {rows}x{cols} tokens from "
-            "every token: use a smaller kernel or dilation, or more tokens"
+            f"kernel_size, dilation or filters: on {site.grid} tokens, one filter leads off the "
+            "grid from every token: use a smaller kernel or dilation, or more tokens"
         )
     return maps, ranges
 
@@ -163,13 +157,6 @@ def growing_dilation(kernel_size: int, num_layers: int, grid: tuple[int, int]) -
 
 
 # -- which head gets which filter ------------------------------------------------------------------
-
-
-def center_first(kernel_size: int) -> Int[np.ndarray, " F"]:
-    """Returns kernel indices from the center outwards; for 3×3 the order of the 2025 program."""
-    if kernel_size == 3:
-        return np.array([4, 1, 5, 3, 7, 0, 2, 6, 8])
-    return np.argsort(np.sum(kernel_offsets(kernel_size) ** 2, axis=1), kind="stable")
 
 
 def assign(rng: PRNGKeyArray, shape: tuple[int, int], num_filters: int) -> Int[Array, "L h"]:

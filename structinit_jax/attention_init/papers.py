@@ -14,7 +14,6 @@ import optax
 from jaxtyping import Array, Float, PRNGKeyArray
 
 from structinit_jax.attention_init.kernels import (
-    center_first,
     draw_flat,
     filter_maps,
     layer_norm,
@@ -30,6 +29,7 @@ PseudoInput = Literal["positions", "uniform", "gaussian", "positions+uniform", "
 PSEUDO_INPUT_EPSILON = 1e-5  # PyTorch's default for LayerNorm; the models themselves use 1e-6
 LEARNING_RATE = 1e-4  # of Adam in algorithm 1
 RESCALE_EVERY = 100  # steps of algorithm 1 between two rescalings
+CENTER_FIRST = np.array([4, 1, 5, 3, 7, 0, 2, 6, 8])  # offsets of successive heads in 2025
 
 
 def impulse_2024(
@@ -46,10 +46,12 @@ def impulse_2024(
 
     Adam minimizes the mean squared error of every head's map (equation 8) over its Q and K. The
     details that the paper leaves open follow its program, which also rescales the weights every 100
-    steps. V and projection keep the model's initialization. At equal norms, `impulse` gets closer to
+    steps. V and projection keep the model's initialization, and learned positions are replaced by
+    the sin-cos encoding. At equal norms, `impulse` gets closer to
     the same targets, and much faster.
     """
-    positions = site.require_positions()
+    trainable = site.positions_trainable
+    positions = sincos_positions(site.grid, site.width) if trainable else site.require_positions()
     offset_rng, input_rng, solve_rng = jax.random.split(rng, 3)
     targets = jnp.asarray(filter_maps(site, kernel_size)[0])
     shared = 1 + (first_input != following_input) if same_layers else site.num_layers
@@ -72,6 +74,7 @@ def impulse_2024(
     return AttentionWeights(
         query[layer],
         key[layer],
+        positions=jnp.asarray(positions) if trainable else None,
         report=report,
         filter_index=filter_index[layer],
         targets=targets,
@@ -154,7 +157,6 @@ def impulse_2025(
     rng: PRNGKeyArray,
     site: AttentionSite,
     *,
-    kernel_size: int = 3,
     position_scale: float = 18.0,
     query_key_norm: float = 7.0,
 ) -> AttentionWeights:
@@ -168,8 +170,8 @@ def impulse_2025(
     scale = position_scale if site.positions_trainable else None
     positions = (scale or 1) * jnp.asarray(site.require_positions())
     noise_rng, vo_rng, _ = jax.random.split(rng, 3)
-    targets = jnp.asarray(filter_maps(site, kernel_size)[0])
-    order = center_first(kernel_size)[np.arange(site.num_heads) % len(targets)]
+    targets = jnp.asarray(filter_maps(site)[0])
+    order = CENTER_FIRST[np.arange(site.num_heads) % len(targets)]
     filter_index = jnp.asarray(np.tile(order, (site.num_layers, 1)), jnp.int32)
     query, key, report = _solve_2025(
         noise_rng,

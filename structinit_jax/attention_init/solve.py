@@ -229,7 +229,7 @@ def reach_warning(report: SolveReport) -> str | None:
         return None
     return (
         f"only {100 * float(report.hit_rate):.0f} % of the attention rows peak on their target: use"
-        " fewer heads (so that each has more channels), a smaller kernel, or a larger target mass"
+        " fewer heads (so that each has more channels) or a smaller kernel"
     )
 
 

@@ -40,7 +40,7 @@ CORRELATION = 0.9  # between neighbors; the exact value hardly matters
 
 
 def default(rng: PRNGKeyArray, site: TokenMixingSite) -> TokenMixingWeights:
-    """Leaves the model's own initialization in place, which is timm's."""
+    """Leaves the model's own initialization in place."""
     del rng, site
     return TokenMixingWeights()
 

@@ -18,7 +18,6 @@ from structinit_jax.attention_init.kernels import (
     FilterArray,
     assign_by_layer,
     convolution_maps,
-    crop_kernels,
     filter_kernels,
     normalize_rows,
     relative_index,
@@ -77,20 +76,20 @@ def impulse(
 def _draw_weights(rng, table, targets, fitting, *, site, ranges, vo_init):
     """Runs everything random as one compiled program, given biases [F, R] and maps [F, n, n]."""
     order_rng, qk_rng, vo_rng = jax.random.split(rng, 3)
-    kernel = assign_by_layer(order_rng, site.num_heads, ranges)
+    filter_index = assign_by_layer(order_rng, site.num_heads, ranges)
     query, key, *_ = default(qk_rng, dataclasses.replace(site, base_init="timm"))
     maps = jax.nn.softmax(table[:, relative_index(site.grid)], axis=-1)
     norm = jnp.sqrt(jnp.mean(jnp.stack([query, key]) ** 2) * site.width)
     report = report_on_maps(targets, maps, norm=norm)
-    bias = jnp.swapaxes(table[kernel], 1, 2)
+    bias = jnp.swapaxes(table[filter_index], 1, 2)
     value, out = value_and_projection(vo_rng, site, vo_init)
     return AttentionWeights(
-        query, key, value, out, report=report, filter_index=fitting[kernel], bias=bias
+        query, key, value, out, report=report, filter_index=fitting[filter_index], bias=bias
     )
 
 
 def bias_of_kernels(
-    kernels: Float[np.ndarray, "F g w"], window: tuple[int, int], target_mass: float
+    kernels: Float[np.ndarray, "F rows cols"], window: tuple[int, int], target_mass: float
 ) -> Float[np.ndarray, "F R"]:
     """Returns biases whose softmax mixes the kernel with a uniform map to give the target mass.
 
@@ -98,9 +97,9 @@ def bias_of_kernels(
     an offset is m w + (1 - m) / n, which is a bias of ln(1 + n w m / (1 - m)). The mixture m is
     chosen so that the overlap with the kernel, the sum of min(w, m w + (1 - m) / n), is the target
     mass p. For an impulse the bias is ln((n - 1) p / (1 - p)) at the offset. A mass below that of a
-    uniform map gives the uniform map. Kernels must be nonnegative; they are cropped to the window.
+    uniform map gives the uniform map. Kernels must be nonnegative.
     """
-    offsets = crop_kernels(kernels, window).astype(np.float64)
+    offsets = kernels.astype(np.float64)
     weights = (offsets / offsets.sum(axis=(1, 2), keepdims=True)).reshape(len(kernels), -1)
     n = window[0] * window[1]
     low, high = np.zeros((len(weights), 1)), np.ones((len(weights), 1))

@@ -122,7 +122,7 @@ def make_augment(
         if config.mixup or config.cutmix:
             images, targets = mix.mix(
                 jax.random.fold_in(rng, MIXING),
-                images.astype(jnp.float32),
+                images,
                 targets,
                 mixup=config.mixup,
                 cutmix=config.cutmix,

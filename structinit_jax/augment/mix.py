@@ -11,7 +11,7 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array, Bool, Float, Int, Key
+from jaxtyping import Array, Bool, Float, Int, Key, Real
 
 from structinit_jax.augment.rand_augment import apply_where
 
@@ -39,7 +39,7 @@ def box_mask(box: Box, height: int, width: int) -> Bool[Array, "H W"]:
 
 def mix(
     rng: Key[Array, ""],
-    images: Float[Array, "B H W C"],
+    images: Real[Array, "B H W C"],
     targets: Float[Array, "B classes"],
     *,
     mixup: float = 0.0,
@@ -71,6 +71,8 @@ def mix(
     lam, use_cutmix, box = jax.tree.map(lambda x: jnp.repeat(x, size), jax.vmap(draw)(rngs))
 
     def mix_images(image, partner, lam, use_cutmix, box):
+        # Only now, so that devices exchange single bytes.
+        image, partner = image.astype(jnp.float32), partner.astype(jnp.float32)
         inside = box_mask(box, H, W)[..., None]
         interpolated = lam * image + (1 - lam) * partner
         return jnp.where(use_cutmix, jnp.where(inside, partner, image), interpolated)
@@ -105,15 +107,18 @@ def draw_mixing(
 
 
 def _cutmix_box(rng, lam, height, width) -> Box:
-    """Draws a box that covers 1 - λ of an image around a uniform pixel; clips it to the image."""
+    """Draws a box that covers 1 - λ of an image around a uniform pixel; clips it to the image.
+
+    As in timm, sides are rounded down to even numbers of pixels.
+    """
     side = jnp.sqrt(1 - lam)
     box_height = jnp.floor(height * side).astype(jnp.int32)
     box_width = jnp.floor(width * side).astype(jnp.int32)
     y, x = jax.random.randint(rng, (2,), jnp.zeros(2, int), jnp.array([height, width]))
     top = jnp.clip(y - box_height // 2, 0, height)
     left = jnp.clip(x - box_width // 2, 0, width)
-    bottom = jnp.clip(y + (box_height + 1) // 2, 0, height)
-    right = jnp.clip(x + (box_width + 1) // 2, 0, width)
+    bottom = jnp.clip(y + box_height // 2, 0, height)
+    right = jnp.clip(x + box_width // 2, 0, width)
     return Box(top, left, bottom - top, right - left)
 
 

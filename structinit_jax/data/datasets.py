@@ -9,7 +9,7 @@ import dataclasses
 from structinit_jax.data.folder import open_folder
 from structinit_jax.data.small import open_digits, open_fashion_mnist
 from structinit_jax.data.source import Dataset, DatasetInfo, Folder, expand_user
-from structinit_jax.errors import InputError, is_reference, load_reference
+from structinit_jax.errors import InputError, find, is_reference
 
 # Known data sets: a dry run needs no data. Splits without labels are left out: 'unlabelled' of
 # stl10, 'test' of imagenet2012.
@@ -25,6 +25,9 @@ CATALOG: dict[str, DatasetInfo] = {
     "food101": DatasetInfo(101, 3, {"train": 75_750, "validation": 25_250}),
     "imagenet2012": DatasetInfo(1000, 3, {"train": 1_281_167, "validation": 50_000}),
 }
+
+# Data sets that are not read through TFDS.
+OPENERS = {"digits": open_digits, "fashion_mnist": open_fashion_mnist, "folder": open_folder}
 
 
 def open_dataset(name: str, data_dir: Folder = None, channels: int | None = None) -> Dataset:
@@ -42,19 +45,11 @@ def open_dataset(name: str, data_dir: Folder = None, channels: int | None = None
       InputError: The name is unknown, or the data set cannot be read.
     """
     data_dir = expand_user(data_dir)
-    if name == "folder":
-        dataset = open_folder(data_dir)
-    elif name == "digits":
-        dataset = open_digits()
-    elif name == "fashion_mnist":
-        dataset = open_fashion_mnist(data_dir)
-    elif is_reference(name):
-        dataset = load_reference(name, "name")(data_dir)
+    if name in OPENERS or is_reference(name):
+        dataset = find(name, OPENERS, "data.name")(data_dir)
         if not isinstance(dataset, Dataset):
-            raise InputError(
-                f"data set {name!r} returned {type(dataset).__name__}, expected a Dataset. Return"
-                " structinit_jax.data.source.Dataset.from_records(...)."
-            )
+            kind = type(dataset).__name__
+            raise InputError(f"{name} returned {kind}: return Dataset.from_records(...)")
     else:
         from structinit_jax.data import builders  # imports TFDS
 

@@ -41,13 +41,14 @@ class FileRecords:
 def open_folder(root: Folder) -> Dataset:
     """Opens an image folder `root/{train,val,test}/class/**/*.jpg`, as torchvision's ImageFolder.
 
-    One of the three splits suffices. Classes are numbered in the order of their sorted names. Files
+    One of the three splits suffices; the first has all classes. They are numbered in the order of
+    their sorted names. Files
     are ordered by a checksum of their path below the split, so `train[:10%]` holds a mix of
     classes, the same on every machine.
 
     Raises:
       InputError: There is no such folder, no split or no class. A split raises it when it is
-        opened: a class is empty, or its classes differ from the first split's.
+        opened: a class of `train` is empty, or a class is not in the first split.
     """
 
     def problem(what):
@@ -66,15 +67,15 @@ def open_folder(root: Folder) -> Dataset:
         raise problem(f"it holds no class folder in {', '.join(SPLITS)}")
 
     def open_split(split):
-        # Checked here, so that a split that is not used may have other classes, or none.
-        for one, other in ((first, split), (split, first)):
-            if extra := [name for name in found[one] if name not in found[other]]:
-                shown = ", ".join(map(repr, extra[:5])) + (", …" if len(extra) > 5 else "")
-                raise problem(f"{one} has {len(extra)} classes that {other} does not have: {shown}")
-        if empty := [name for name, paths in found[split].items() if not paths]:
-            raise problem(f"the class {split}/{empty[0]} holds no image ({', '.join(SUFFIXES)})")
-        classes = enumerate(found[split].values())
-        files = [(path, label) for label, paths in classes for path in paths]
+        # Checked here, so that a split that is not used may have other classes.
+        if extra := [name for name in found[split] if name not in found[first]]:
+            shown = ", ".join(map(repr, extra[:5])) + (", …" if len(extra) > 5 else "")
+            raise problem(f"{split} has {len(extra)} classes that {first} does not have: {shown}")
+        empty = [name for name, paths in found[split].items() if not paths]
+        if empty and split == "train":
+            raise problem(f"the class train/{empty[0]} holds no image ({', '.join(SUFFIXES)})")
+        labels = {name: label for label, name in enumerate(found[first])}
+        files = [(path, labels[name]) for name, paths in found[split].items() for path in paths]
         return FileRecords(files, folder / split)
 
     sizes = {split: sum(map(len, classes.values())) for split, classes in found.items()}

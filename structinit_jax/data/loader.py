@@ -131,14 +131,17 @@ def make_loader(
     image_size: int,
     crop_fraction: float = 1.0,
     random_crop: RandomCrop | None = None,
+    in_memory: bool = True,
 ) -> Loader:
     """Makes the loader of a split, in device memory if the split takes less than 2 GB.
 
     Images are cropped to `image_size` pixels each way, by `random_crop` if it is given, else by
-    `resize_and_center_crop` with `crop_fraction`. With random crops, no split is kept in device
-    memory. Batches are split over all axes of the mesh.
+    `resize_and_center_crop` with `crop_fraction`. With random crops, or if `in_memory` is false, no
+    split is kept in device memory. Batches are split over all axes of the mesh.
     """
-    if random_crop is None and bytes_on_device(len(source), image_size, source.info.channels):
+    size = bytes_on_device(len(source), image_size, source.info.channels)
+    if in_memory and random_crop is None and size:
+        print(f"decoding the {len(source):,} images of {source.name}", flush=True)
         return DeviceLoader(*decode_all(source, image_size, crop_fraction), mesh)
     return HostLoader(source, mesh, image_size, crop_fraction, random_crop)
 

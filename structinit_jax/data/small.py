@@ -35,13 +35,13 @@ FASHION_CLASSES = (
 )
 
 
-def open_digits() -> Dataset:
+def open_digits(data_dir: Folder = None) -> Dataset:
     """Opens the 1,797 8x8 gray images that come with scikit-learn.
 
     They are the test part of "Optical Recognition of Handwritten Digits" (UCI,
     https://doi.org/10.24432/C50P49). The gray levels 0, ..., 16 are scaled to 0, ..., 255 and
     rounded. Every fifth image (index % 5 == 4) is in `test` (359), the others are in `train`
-    (1,438). The same writers appear in both.
+    (1,438). The same writers appear in both. `data_dir` is not used.
     """
     # The file itself, since importing scikit-learn takes a second.
     (package,) = find_spec("sklearn").submodule_search_locations

@@ -69,7 +69,8 @@ class ImageSource:
     def read(self, indices: Sequence[int]) -> Iterator[tuple[StoredImage, int]]:
         """Yields several images, not yet decoded, and their labels.
 
-        Raises `BadImageError` if an image file is missing, `InputError` if a label is out of range.
+        Raises `BadImageError` if an image file cannot be opened, `InputError` if a label is out of
+        range.
         """
         for index, record in zip(indices, self._fetch(indices), strict=True):
             yield self._open(index, record), self._label(index, record)
@@ -135,8 +136,8 @@ class ImageSource:
             name += f" ({os.fspath(image)})"
             try:
                 image = Path(image).read_bytes()
-            except FileNotFoundError as error:  # also a link to a missing file
-                raise BadImageError(f"{name}: there is no such file") from error
+            except (FileNotFoundError, PermissionError) as error:
+                raise BadImageError(f"{name}: {error.strerror}") from error
         elif file_name := record.get("file_name"):
             name += f" ({file_name.decode() if isinstance(file_name, bytes) else file_name})"
         return StoredImage(image, self.info.channels, name)

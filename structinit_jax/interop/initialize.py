@@ -47,7 +47,7 @@ def initialize(
       grid: (rows, cols) of the image tokens, or in Swin and BEiT of the windows that are not
         square. If None, all are square.
       positions: [N, D] encoding that the model adds to its tokens without storing it in `params`,
-        for example `sincos_positions(grid, D)`, or for big_vision
+        for example `sincos_positions(grid, D)`, or for big_vision and vit-pytorch's SimpleViT
         `sincos_positions(grid, D, convention="big_vision")`. A table in `params` is then neither
         read nor written: if the model adds it to the tokens, leave `positions` out.
       rotations: Rotary positions (RoPE) of the image tokens, in a model that adds no positions. As

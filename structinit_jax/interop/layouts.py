@@ -173,8 +173,8 @@ def find_stacks(leaves: Leaves) -> list[Stack]:
     raise InputError(
         f"params have {', '.join(similar[:6])}, but no attention layers with the names of a known "
         "project: if all layers have equal linear projections from and to all channels, rename "
-        "them for the call to timm's, blocks.0.attn.qkv.weight and blocks.0.attn.proj.weight; "
-        "other attention is not supported"
+        "them for the call to timm's, blocks.0.attn.qkv.weight and blocks.0.attn.proj.weight, and "
+        "transpose Flax kernels to torch's [out, in]; other attention is not supported"
     )
 
 

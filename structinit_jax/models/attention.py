@@ -29,7 +29,6 @@ class TransformerConfig(ModelConfig):
     """Fields of the families whose stacks are `Block`s."""
 
     mlp_ratio: PositiveFloat = 4.0  # hidden width of the MLP over D
-    layer_scale = 0.0  # a field of ViT only; as a class attribute, it lets Swin's blocks read it
 
 
 class Attention(nnx.Module):
@@ -160,8 +159,8 @@ _attend.defvjp(_attend_forward, _attend_backward)
 class Block(PreNormBlock):
     """A pre-norm transformer block.
 
-    `position_bias_rows` is the number of rows of a table `relative_position_bias` [rows, h], for
-    subclasses whose `mix` adds it to the logits; 0 omits it.
+    `layer_scale` is LayerScale's initial value, and `position_bias_rows` the number of rows of a
+    table `relative_position_bias` [rows, h], which subclasses add to the logits; 0 omits either.
     """
 
     mix_name = "attention"
@@ -173,6 +172,7 @@ class Block(PreNormBlock):
         width: int,
         num_heads: int,
         epsilon: float = 1e-6,
+        layer_scale: float = 0.0,
         position_bias_rows: int = 0,
         rngs: nnx.Rngs,
     ):
@@ -185,9 +185,9 @@ class Block(PreNormBlock):
         self.norm2 = layer_norm(width, epsilon=epsilon, **options)
         init, hidden = BASE_INITS[config.base_init], int(width * config.mlp_ratio)
         self.mlp = Mlp(width, hidden, init=init, **options)
-        if config.layer_scale:
-            self.scale1 = nnx.Param(jnp.full((width,), config.layer_scale))
-            self.scale2 = nnx.Param(jnp.full((width,), config.layer_scale))
+        if layer_scale:
+            self.scale1 = nnx.Param(jnp.full((width,), layer_scale))
+            self.scale2 = nnx.Param(jnp.full((width,), layer_scale))
 
     def mix(self, x, *, with_maps, angles=None):
         """Attends to all tokens [B, N, D], with rotary positions if there are angles [N, d / 2]."""

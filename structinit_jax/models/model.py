@@ -114,7 +114,7 @@ class Model(nnx.Module):
 
     @classmethod
     def default_config(cls) -> dict[str, Any]:
-        """Returns the fields of `config.model` with their defaults, and their `image_size`."""
+        """Returns the fields of `config.model`, among them `num_classes`, and an `image_size`."""
         return {field.name: field.default for field in dataclasses.fields(cls.Config)}
 
     def _make_layers(self, channels: int, rngs: nnx.Rngs) -> None:
@@ -137,7 +137,8 @@ class Model(nnx.Module):
 
         Logits are float32 for every dtype, because the loss exponentiates them. `rng` is the random
         key for drop path in training, None in evaluation. `with_maps` adds attention maps, whose
-        memory grows with the square of the number of tokens.
+        memory grows with the square of the number of tokens. To be analyzed, a stack has 'output'
+        and 'attention_maps', with a layer axis, in the intermediate 'blocks'.
         """
         raise NotImplementedError
 

@@ -88,9 +88,8 @@ class VisionTransformer(Model):
             else:
                 rotary_angles(self.grid, width // num_heads)  # likewise for the head dimension
 
-        self.blocks = make_stack(
-            Block, config.depth, config=config, width=width, num_heads=num_heads, rngs=rngs
-        )
+        sizes = dict(width=width, num_heads=num_heads, layer_scale=config.layer_scale)
+        self.blocks = make_stack(Block, config.depth, config=config, **sizes, rngs=rngs)
         self.norm = layers.layer_norm(width, **options)
         head_init = layers.BASE_INITS[config.base_init](width)
         self.head = nnx.Linear(width, config.num_classes, **head_init, rngs=rngs)

@@ -51,9 +51,9 @@ class DamagedError(Exception):
 class Checkpoints:
     """The checkpoints of a run that is being trained: the newest `keep`, and the best one.
 
-    Damaged checkpoints are reported and not used; those that a kill left unfinished are deleted,
-    unless their folder holds other files too. `latest_step` is the step of the newest checkpoint,
-    or None if there is none.
+    Damaged checkpoints are reported and not used; if all are, `InputError` is raised. Those that a
+    kill left unfinished are deleted, unless their folder holds other files too. `latest_step` is
+    the step of the newest checkpoint, or None if there is none.
     """
 
     def __init__(self, directory: epath.PathLike, keep: int):
@@ -75,7 +75,13 @@ class Checkpoints:
             self.directory.mkdir(parents=True, exist_ok=True)
             for folder in step_folders(self.directory):
                 _remove_unfinished(folder)
-            self._runs = dict(_intact_runs(step_folders(self.directory)))
+            folders = step_folders(self.directory)
+            self._runs = dict(_intact_runs(folders))
+            if not self._runs and any((folder / RUN).exists() for folder in folders):
+                raise InputError(
+                    f"{self.directory} has no intact checkpoint: restore one, or start a new run in"
+                    " another --workdir"
+                )
         self.latest_step = _from_process_0(max(self._runs, default=None))
 
     def save(self, step: int, state: TrainState, run: dict[str, Any]) -> None:
@@ -213,7 +219,7 @@ def restore(
         args = ocp.args.PyTreeRestore(
             expected,
             restore_args=ocp.checkpoint_utils.construct_restore_args(expected),
-            partial_restore=True,  # earlier versions also saved averaged weights
+            partial_restore=True,  # `expected` may lack the optimizer state
         )
         restored = handler.restore(path, args=args)
     return TrainState(**{"opt_state": {}} | restored)
@@ -225,12 +231,12 @@ def restore(
 def _make_handler(
     options: "ocp.options.MultiprocessingOptions | None" = None,
 ) -> "ocp.PyTreeCheckpointHandler":
-    # OCDBT would merge the files of all processes, and looks for them with a glob that takes a path
-    # with [ or ] for a pattern.
     options = options or ocp.options.MultiprocessingOptions()
     # By default, each device would write a slice of its own of every replicated array.
     arrays = ocp.type_handlers.ArrayHandler(use_replica_parallel=False)
     registry = ocp.type_handlers.create_type_handler_registry((jax.Array, arrays))
+    # OCDBT would merge the files of all processes, and looks for them with a glob that takes a path
+    # with [ or ] for a pattern.
     return ocp.PyTreeCheckpointHandler(
         use_ocdbt=False, multiprocessing_options=options, type_handler_registry=registry
     )

@@ -177,13 +177,14 @@ def format_duration(seconds: float) -> str:
 class StepTrace:
     """Records a JAX profiler trace of four steps on the first process.
 
-    The first of them is `first_step`; None records no trace. The directory receives
-    `plugins/profile/<time>/` with files for XProf and Perfetto. clu.periodic_actions.Profile would
-    import TensorFlow, and writes no Perfetto file.
+    The first of them is `first_step`; None records no trace. `profile/` of the workdir, or of the
+    working directory if the workdir is in object storage, receives `plugins/profile/<time>/` with
+    files for XProf and Perfetto. clu.periodic_actions.Profile would import TensorFlow, and writes
+    no Perfetto file.
     """
 
-    def __init__(self, directory: epath.PathLike, first_step: int | None):
-        self._directory = str(directory)
+    def __init__(self, workdir: epath.PathLike, first_step: int | None):
+        self._directory = "profile" if is_url(workdir) else str(workdir / "profile")
         self._first = first_step if jax.process_index() == 0 else None
         self._running = False
 
@@ -192,9 +193,8 @@ class StepTrace:
         if step + 1 == self._first:
             options = jax.profiler.ProfileOptions()
             options.python_tracer_level = 0  # tracing Python calls would slow the steps down
-            on_disk = not is_url(self._directory)  # where JAX can write a file for Perfetto
             jax.profiler.start_trace(
-                self._directory, create_perfetto_trace=on_disk, profiler_options=options
+                self._directory, create_perfetto_trace=True, profiler_options=options
             )
             self._running = True
         elif self._running and step == self._first + 3:

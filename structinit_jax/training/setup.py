@@ -8,7 +8,7 @@ another kind of device may take another one.
 """
 
 from collections.abc import Callable, Mapping
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import numpy as np
@@ -34,8 +34,8 @@ class Setup(NamedTuple):
     model: AbstractModel  # on the devices of the run, or those of a dry run's target
     # Returns the state before the first step, and the metrics of `state.initialize_model`.
     initialize: Callable[[], tuple[TrainState, dict[str, float]]]
-    # `(state, batch) -> (state, metrics)`, jitted, by the values of `config.model.remat` to try,
-    # fastest first. They donate the state.
+    # `(state, batch, seed) -> (state, metrics)`, jitted, by the values of `config.model.remat` to
+    # try, fastest first. They donate the state.
     train_steps: dict[str, jax.stages.Wrapped]
     abstract_state: TrainState
     abstract_batch: dict[str, jax.ShapeDtypeStruct]
@@ -45,6 +45,11 @@ class Setup(NamedTuple):
     def train_step(self) -> jax.stages.Wrapped:
         """The fastest of `train_steps`."""
         return next(iter(self.train_steps.values()))
+
+    @property
+    def arguments(self) -> tuple[Any, ...]:
+        """The shapes, types and shardings of the arguments of a training step."""
+        return self.abstract_state, self.abstract_batch, jax.ShapeDtypeStruct((), np.uint32)
 
 
 def memory_limit() -> int | None:
@@ -75,7 +80,7 @@ def compile_step(
     """
 
     def compile_(step):
-        lowered = step.lower(setup.abstract_state, setup.abstract_batch)
+        lowered = step.lower(*setup.arguments)
         return lowered.compile(dict(compiler_options or {}))
 
     memory = None if memory is None else memory - setup.data_bytes
@@ -98,11 +103,13 @@ def compile_step(
             details = "; ".join([f"needs {needs}{limit}", *tries])
             return compiled, f"{policy} ({details})"
         tries.append(f"{policy} needs {needs}")
-    limit = "" if memory is None else f" of {mib(memory)}"
+    limit = (
+        "" if memory is None else f" of {mib(memory)} (beside {mib(setup.data_bytes)} of images)"
+    )
     raise InputError(
         f"the training step does not fit into the memory{limit} of each device: with remat "
-        f"{', '.join(tries)}. To save memory: --config.model.remat=auto, "
-        "--config.accumulate_steps=2 (or more), --config.fsdp=N, or more devices"
+        f"{', '.join(tries)}. To save memory: --config.accumulate_steps=2 (or more), "
+        "--config.model.dtype=bfloat16, --config.model.remat=auto, --config.fsdp=N on N devices"
     )
 
 

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import optax
 from flax import nnx
 from jax.sharding import Mesh
-from jaxtyping import Array, PRNGKeyArray
+from jaxtyping import Array, ArrayLike, PRNGKeyArray
 
 from structinit_jax.augment import Augment, normalize
 from structinit_jax.data.loader import Batch
@@ -20,7 +20,7 @@ from structinit_jax.training.state import TrainState, split_model, split_seed
 Metrics = dict[str, Any]
 
 
-def step_rngs(seed: int | Array, step: int | Array) -> tuple[PRNGKeyArray, PRNGKeyArray]:
+def step_rngs(seed: ArrayLike, step: ArrayLike) -> tuple[PRNGKeyArray, PRNGKeyArray]:
     """Returns the random keys of augmentation and model for a step, counted from 0."""
     _, _, steps_rng = split_seed(seed)
     augment_rng, model_rng = jax.random.split(jax.random.fold_in(steps_rng, step))
@@ -35,11 +35,12 @@ def make_train_step(
     mesh: Mesh,
     *,
     loss: Callable[..., Array],
-    seed: int | Array,
     accumulate_steps: int = 1,
     mixes: bool = False,
-) -> Callable[[TrainState, Batch], tuple[TrainState, Metrics]]:
-    """Builds the training step, `(state, batch) -> (state, metrics)`.
+) -> Callable[[TrainState, Batch, ArrayLike], tuple[TrainState, Metrics]]:
+    """Builds the training step, `(state, batch, seed) -> (state, metrics)`.
+
+    The seed is an argument, so that runs that differ only in it share one compiled program.
 
     The metrics are 'loss', 'accuracy' (unless `mixes`, since mixed images have two classes),
     'learning_rate', 'gradient_norm' and 'finite': whether the new state has no NaN or infinity.
@@ -53,7 +54,7 @@ def make_train_step(
         value_and_grad = _in_parts(value_and_grad, accumulate_steps)
     value_and_grad = _gather_by_layer(value_and_grad, mesh)
 
-    def train_step(state: TrainState, batch: Batch) -> tuple[TrainState, Metrics]:
+    def train_step(state: TrainState, batch: Batch, seed: ArrayLike) -> tuple[TrainState, Metrics]:
         augment_rng, rng = step_rngs(seed, state.step)
         batch = augment(augment_rng, batch["image"], batch["label"])
         result = value_and_grad(state.params, state.model_state, batch, rng)
