@@ -41,7 +41,7 @@ def get_config(
     config.final_learning_rate = 1e-5
     config.log_every_steps = 50
     config.eval_every_epochs = 5.0
-    config.checkpoint_every_steps = 1250
+    config.checkpoint_every_steps = 1251  # one epoch
 
     config.model.num_classes = 1000
 

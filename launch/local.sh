@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# Trains with several processes on this machine, as a test of a cluster: one process drives all GPUs.
+# Trains with several processes on this machine, one for each GPU.
 #
 #   launch/local.sh [options] -- --config=FILE --workdir=DIR [flags of structinit_jax.main]
 #

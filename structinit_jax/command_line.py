@@ -74,8 +74,9 @@ def run(main: Callable[[Overrides], None], shared: Sequence[str] = SHARED) -> No
         print(error, file=sys.stderr)
         sys.exit(error.exit_code)
     except KeyboardInterrupt:  # before the loop of training, which ends with a checkpoint
-        print("interrupted", file=sys.stderr)
-        sys.exit(130)  # as shells report it
+        print("interrupted", file=sys.stderr, flush=True)
+        sys.stdout.flush()
+        os._exit(130)  # as shells report it
 
 
 def _parse_flags(argv: list[str]) -> Overrides:

@@ -256,9 +256,8 @@ def set_scheme(config: ConfigDict, name: str) -> None:
     prints a note of each change. Options that no scheme takes stay, and are refused later.
     """
     section, own = config.attention_init, scheme_options(name)
-    others = {o for s in (section.name, *attention_init.SCHEMES) for o in scheme_options(s)} - {
-        *own
-    }
+    schemes = (section.name, *attention_init.SCHEMES)
+    others = {option for scheme in schemes for option in scheme_options(scheme)} - {*own}
     with config.unlocked():
         section.name = name
         if foreign := sorted(others.intersection(section)):

@@ -165,7 +165,8 @@ class Classifier:
         dataset = Dataset.from_records("files", {"files": records}, names, data.channels)
         sizes = data.image_size, data.crop_fraction
         loader = HostLoader(dataset.split("files"), self._mesh, *sizes, random_crop=None)
-        batches = loader.eval_batches(batch_size=min(len(files), BATCH_SIZE))
+        size = 2 ** (len(files) - 1).bit_length()  # few sizes, since each has a program of its own
+        batches = loader.eval_batches(batch_size=min(size, BATCH_SIZE))
         try:
             logits = [self._logits(self._weights, batch["image"]) for batch in batches]
         except BadImageError as error:  # its advice is for training

@@ -30,10 +30,7 @@ TARGET = flags.DEFINE_string(
     "target", None, "With --dry_run: devices to compile for, such as tpu-v5e:4x8 or h100:2x8."
 )
 PROFILE_STEP = flags.DEFINE_integer(
-    "profile_step",
-    None,
-    "First of four steps to trace into WORKDIR/profile, from the start or resume.",
-    lower_bound=1,
+    "profile_step", None, "First of four steps after the start to trace to profile/.", lower_bound=1
 )
 COORDINATOR_ADDRESS = flags.DEFINE_string(
     "coordinator_address", None, "Host and port of process 0, when several processes train."

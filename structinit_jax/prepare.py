@@ -94,11 +94,15 @@ def mean_and_std(source: ImageSource) -> tuple[tuple[float, ...], tuple[float, .
 
     Every image counts as much as any other.
     """
-    moments = []
-    for image in source.images():
+
+    def moments(image):
         pixels = image.decode() / np.float32(255)
-        moments.append([power.mean(axis=(0, 1), dtype=float) for power in (pixels, pixels**2)])
-    mean, square = np.mean(moments, axis=0)
+        return [power.mean(axis=(0, 1), dtype=float) for power in (pixels, pixels**2)]
+
+    blocks = source.map_blocks(
+        lambda block: list(map(moments, source.select(np.asarray(block)).images()))
+    )
+    mean, square = np.mean(np.concatenate(blocks), axis=0)
     return tuple(mean.round(3).tolist()), tuple(np.sqrt(square - mean**2).round(3).tolist())
 
 

@@ -14,7 +14,8 @@ configs/papers.csv has the rows of all tables with their configs and published f
     2025.1        initializations of ViT-T on six small data sets at 224 pixels
     2025.2        initializations of ViT-T, ViT-S and ViT-B on ImageNet-1K
     2025.3        Swin and MLP-Mixer (our own impulse) on six small data sets
-    2025.4        ViT-T on six small data sets, and weights selected from a ViT-S
+    2025.4        ViT-T on six small data sets; rows 'selected' take weights from a ViT-S,
+                  vit_small.safetensors (how to make it: configs/vit_2025_small.py)
     2025.figure3  training curves of ViT-T on CIFAR-10 and ViT-B on ImageNet-1K
 
 One GPU suffices for the small data sets; ImageNet-1K needs eight or more.
@@ -32,19 +33,16 @@ from pathlib import Path
 from absl import flags
 from ml_collections import ConfigDict
 
-from structinit_jax import command_line, export
+from structinit_jax import command_line
 from structinit_jax import config as config_lib
 from structinit_jax.command_line import WORKDIR
 from structinit_jax.compare import train_grid
 from structinit_jax.errors import InputError
-from structinit_jax.train import train
-from structinit_jax.training.workdir import prepare_workdir
 
 PAPERS = Path("configs/papers.csv")  # of a checkout, like the configs that it names
 _TABLE = flags.DEFINE_string("table", None, "The table, such as 2024.2; --help lists them.")
 _ROWS = flags.DEFINE_list("rows", [], "Only the rows whose name has all these words.")
 _SEEDS = flags.DEFINE_integer("seeds", 1, "Seeds of each row, from config.seed on.", lower_bound=1)
-TEACHER = "teacher"  # name of the row whose model the others select their weights from
 
 
 def read_table(table: str | None) -> dict[str, dict[str, str]]:
@@ -68,14 +66,14 @@ def make_settings(
     """
     settings = {}
     for name, row in rows.items():
-        if name != TEACHER and not set(words) <= set(name.split(",")):
+        if not set(words) <= set(name.split(",")):
             continue
         config = config_lib.load_config(row["config"])
         fields = [tuple(field.split("=", 1)) for field in row["fields"].split()]
         command_line.set_fields(config, fields)
         command_line.set_fields(config, overrides)
         settings[name] = config.lock()
-    if not settings.keys() - {TEACHER}:
+    if not settings:
         raise InputError(f"--rows={','.join(words)}: no row has these words: {'; '.join(rows)}")
     return settings
 
@@ -86,21 +84,11 @@ def main(overrides: command_line.Overrides) -> None:
         raise InputError("--workdir is required: the output directory, such as /tmp/table")
     rows = read_table(_TABLE.value)
     settings = make_settings(rows, _ROWS.value, overrides)
-    workdir, teacher = prepare_workdir(WORKDIR.value), settings.pop(TEACHER, None)
-    selected = [config for config in settings.values() if config.start_from == TEACHER]
-    if selected:
-        for name, config in settings.items():  # errors come before the teacher trains
-            train_grid.describe_setting(name, config)
-        train(teacher, workdir / TEACHER)
-        folder = workdir / TEACHER / "model"
-        export.export(teacher, workdir / TEACHER, folder)
-        for config in selected:
-            config.start_from = str(folder / export.WEIGHTS)
     first_seed = next(iter(settings.values())).seed
     failed = train_grid.run_grid(
         settings,
         range(first_seed, first_seed + _SEEDS.value),
-        workdir,
+        WORKDIR.value,
         baselines={name: rows[name]["baseline"] for name in settings},
         published={name: rows[name]["published"] for name in settings},
     )

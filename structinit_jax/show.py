@@ -34,7 +34,7 @@ def training_batch(config: ConfigDict, step: int) -> tuple[np.ndarray, np.ndarra
     mesh = make_mesh(devices=jax.devices()[:1])  # which any batch divides over
     batch = next(run.train_batches(step - 1, step, mesh))
     augment = jax.jit(augmentation(config, mesh))
-    rng = step_rngs(config.seed, step - 1)[0]
+    rng = jax.jit(step_rngs)(np.uint32(config.seed), step - 1)[0]
     images, targets = augment(rng, batch["image"], batch["label"])
     pixels = 255 * (np.asarray(images) * np.asarray(data.std) + np.asarray(data.mean))
     images = np.clip(pixels.round(), 0, 255).astype(np.uint8)

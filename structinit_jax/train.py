@@ -109,9 +109,9 @@ def train(
         batches = itertools.chain(list(itertools.islice(batches, 1)), batches)
 
         # -- Compiled step and evaluation ----------------------------------------------------------
+        evaluate = make_evaluator(config, setup.model, run.eval_source)
         train_step, remat = compile_step(setup, memory_limit(), first=compiling.result)
         print(f"remat: {remat}")
-        evaluate = make_evaluator(config, setup.model, run.eval_source)
 
         # -- Loop ----------------------------------------------------------------------------------
         print(

@@ -21,7 +21,9 @@ from structinit_jax.training.state import abstract_model, find_targets, initiali
 pytestmark = pytest.mark.usefixtures("library_promotion")
 NUM_IMAGES = 16
 MODELS = {
-    "vit": dict(width=32, depth=1, num_heads=2, patch_size=2, pool="class_token"),
+    "vit": dict(
+        width=32, depth=1, num_heads=2, patch_size=2, pool="class_token", positions="learned"
+    ),
     "swin": dict(width=8, depths=(2, 1), num_heads=(1, 2), patch_size=1, window_size=4),
     "mixer": dict(width=16, depth=2, patch_size=1),
     "convmixer": dict(width=16, depth=2, patch_size=1),

@@ -1,5 +1,7 @@
 """Data sets of TFDS without TensorFlow, and `structinit_jax.prepare`."""
 
+import resource
+
 import fork_main
 import numpy as np
 import pytest
@@ -14,7 +16,10 @@ from structinit_jax.errors import InputError
 
 def test_a_prepared_set_is_read(tmp_path):
     write_small_set(tmp_path)
+    _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (1024, hard))
     dataset = open_dataset("imagenet_sketch", tmp_path)
+    assert resource.getrlimit(resource.RLIMIT_NOFILE)[0] == min(hard, 10_000)
     assert dataset.info == DatasetInfo(1000, 3, {"test": 2})
     assert len(dataset.class_names) == 1000
     for image, label in dataset.split("test").read([1, 0]):

@@ -109,7 +109,8 @@ def test_evaluation_sees_each_example_once(device_loader, host_loader, batch_siz
     assert seen == list(range(NUM))
 
 
-def test_processes_share_each_global_batch():
+@pytest.mark.parametrize("batch_size", [6, 3 * 128])
+def test_processes_share_each_global_batch(batch_size):
     def order(start, stop):
         return 100 + np.arange(start, stop)
 
@@ -117,12 +118,12 @@ def test_processes_share_each_global_batch():
         return {"position": np.int64(position), "index": np.int64(index)}
 
     parts = [
-        list(read_batches(read, order, range(2, 7), 6, number, process_count=3))
+        list(read_batches(read, order, range(2, 7), batch_size, number, process_count=3))
         for number in range(3)
     ]
     for step, batches in enumerate(zip(*parts, strict=True), start=2):
         whole = np.concatenate([batch["position"] for batch in batches])
-        np.testing.assert_array_equal(whole, np.arange(6 * step, 6 * step + 6))
+        np.testing.assert_array_equal(whole, batch_size * step + np.arange(batch_size))
         index = np.concatenate([batch["index"] for batch in batches])
         np.testing.assert_array_equal(index, whole + 100)
 

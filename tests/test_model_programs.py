@@ -92,8 +92,9 @@ def test_models_are_exported_for_every_batch_size(family):
     assert str(exported.out_avals[0].shape) == "(b, 4)"
 
 
-def test_models_run_on_a_mesh_of_the_users_own():
-    model = make("vit")
+@pytest.mark.parametrize("changes", [{}, {"pool": "class_token"}])
+def test_models_run_on_a_mesh_of_the_users_own(changes):
+    model = make("vit", **changes)
     expected = model(IMAGES)[0]
     mesh = jax.make_mesh((2,), ("data",), axis_types=(AxisType.Auto,))
     with jax.set_mesh(mesh):
@@ -102,3 +103,7 @@ def test_models_run_on_a_mesh_of_the_users_own():
     spec = PartitionSpec("data")
     split = jax.shard_map(lambda x: model(x)[0], mesh=mesh, in_specs=spec, out_specs=spec)
     np.testing.assert_allclose(jax.jit(split)(IMAGES), expected, atol=1e-5)
+    with jax.set_mesh(jax.make_mesh((2,), ("fsdp",), axis_types=(AxisType.Explicit,))):
+        images = jax.reshard(IMAGES, PartitionSpec("fsdp"))
+        logits = jax.jit(lambda images: model(images)[0])(images)
+    np.testing.assert_allclose(logits, expected, atol=1e-5)

@@ -42,7 +42,9 @@ def test_weight_decay_applies_to_the_same_weights_as_in_timm(family):
     )
     graphdef, params, model_state = split_model(model)
     fill = {True: jnp.ones, False: jnp.zeros}
-    marks = jax.tree.map(lambda leaf, decay: fill[decay](leaf.shape), params, decay_mask(params))
+    mask = decay_mask(params)
+    assert jax.tree.leaves(decay_mask(nnx.state(model, nnx.Param))) == jax.tree.leaves(mask)
+    marks = jax.tree.map(lambda leaf, decay: fill[decay](leaf.shape), params, mask)
     rest = jax.tree.map(lambda leaf: jnp.zeros(leaf.shape), model_state)
     ours = to_timm(nnx.merge(graphdef, marks, rest))
     names, decayed = (REFERENCE[f"{key}/{family}"] for key in ("names", "decayed"))

@@ -17,8 +17,7 @@ with open(reproduce.PAPERS) as file:
 def test_every_row_has_a_config_and_a_baseline(name):
     rows = reproduce.read_table(name)
     assert set(reproduce.make_settings(rows, [], [])) == set(rows)
-    names = rows.keys() - {reproduce.TEACHER}
-    assert {rows[row]["baseline"] for row in names} <= names
+    assert {row["baseline"] for row in rows.values()} <= rows.keys()
 
 
 def test_the_options_of_a_scheme_may_stand_before_its_name():
@@ -46,15 +45,12 @@ SMALL = {
 }
 
 
-def test_the_command_trains_a_teacher_and_selects_its_weights(tmp_path):
+def test_the_command_trains_a_row(tmp_path):
     fields = [f"--config.{part}.{k}={v}" for part in SMALL for k, v in SMALL[part].items()]
     arguments = [
-        *("--table=2025.4", "--rows=cifar10,selected", f"--workdir={tmp_path / 'run'}"),
+        *("--table=2025.4", "--rows=cifar10,default", f"--workdir={tmp_path / 'run'}"),
         *("--config.num_steps=2", "--config.batch_size=64", "--config.seed=3", *fields),
     ]
     result = fork_main.run(*arguments, module="structinit_jax.reproduce")
     assert result.returncode == 0, result.stderr
-    log = (tmp_path / "run" / "cifar10,selected" / "seed_3" / "log.txt").read_text()
-    weights = tmp_path / "run" / "teacher" / "model" / "model.safetensors"
-    assert f"weights selected from {weights}" in log
-    assert "| cifar10,selected | 1 of 1 |" in (tmp_path / "run" / "report.md").read_text()
+    assert "| cifar10,default | 1 of 1 |" in (tmp_path / "run" / "report.md").read_text()

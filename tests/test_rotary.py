@@ -51,7 +51,7 @@ def head_maps(weights, site):
 @pytest.mark.parametrize("angles", [rotary_angles(GRID, DIM), mixed_angles()])
 def test_every_head_attends_to_its_neighbor_with_the_target_mass(pairs, angles):
     site = make_site(angles=angles, pairs=pairs)
-    weights = impulse(vo_init="default", mimetic_layers=0.0)(RNG, site)
+    weights = impulse(mimetic_layers=0.0)(RNG, site)
     maps = head_maps(weights, site)
     targets = np.asarray(weights.targets)[np.asarray(weights.filter_index)]
     has_target = targets.max(-1) > 0
@@ -103,7 +103,7 @@ def test_filters_of_few_rows_are_solved_on_larger_grids():
     site = make_site(grid=(9, 10), angles=angles)
     kernels = np.zeros((2, 17, 17), np.float32)
     kernels[0, 0, 0] = kernels[1, 16, 0] = 1  # from two tokens each, not evenly spaced ones
-    report = impulse(filters=kernels, vo_init="default")(RNG, site).report
+    report = impulse(filters=kernels)(RNG, site).report
     np.testing.assert_allclose(report.target_mass, 0.5, atol=0.01)
 
 

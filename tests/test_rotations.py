@@ -18,7 +18,7 @@ RNG = jax.random.key(0)
 ANGLES = rotary_angles(GRID, DIM)[0, 0]
 TABLE = np.concatenate([np.sin(ANGLES).repeat(2, -1), np.cos(ANGLES).repeat(2, -1)], axis=-1)
 HALVES = (np.tile(np.cos(ANGLES), 2), np.tile(np.sin(ANGLES), 2))  # as Hugging Face orders them
-scheme = impulse(vo_init="default")
+scheme = impulse()
 
 
 @pytest.fixture(scope="module")

@@ -11,22 +11,23 @@ from structinit_jax.run import Run
 
 
 @pytest.mark.usefixtures("library_promotion")
+@pytest.mark.filterwarnings("ignore:only .* of the attention rows")
 def test_runs_that_train_at_once_equal_single_runs(run_config, monkeypatch):
     script = runpy.run_path(str(fork_main.ROOT / "benchmarks" / "sweep.py"))
     run_config.num_steps = 3
     run_config.augment.flip = 0.5
-    texts = ["default", "impulse:target_mass=0.6,vo_init='default'"]
+    texts = ["default", "impulse_2024:max_steps=3,first_input='uniform'"]
     schemes = [script["read_scheme"](text) for text in texts]
     state, accuracies = script["sweep"](run_config, schemes, [1.0, 2.0], num_seeds=2)
     (accuracy,) = accuracies.values()
     assert accuracy.shape == (2, 4)
 
-    # The last run: seed 1, impulse, twice the learning rate.
+    # The last run: seed 1, impulse_2024, twice the learning rate.
     run_config.seed = 1
     run_config.learning_rate *= 2
     run_config.warmup_learning_rate *= 2
     run_config.final_learning_rate *= 2
-    run_config.attention_init = dict(name="impulse", target_mass=0.6, vo_init="default")
+    run_config.attention_init = dict(name="impulse_2024", max_steps=3, first_input="uniform")
     one_device = jax.devices()[:1]
     monkeypatch.setattr(jax, "devices", lambda: one_device)
     run = Run(run_config)

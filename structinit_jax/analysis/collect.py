@@ -88,11 +88,12 @@ def observe_run(
 
 
 def _initial_weights(config, model):
-    sites = nnx.merge(model.graphdef, model.params, model.model_state).sites()
+    scheme, name = make_attention_init(config), config.attention_init.name
+    weights = initialize_model(model, scheme, config.seed, config.start_from, name)[:2]
+    sites = nnx.merge(model.graphdef, *weights).sites()
     if not sites or any(isinstance(s, ConvSite | TokenMixingSite) for s in sites.values()):
         raise InputError(f"config.model.name={config.model.name!r} has no attention to analyze")
-    scheme, name = make_attention_init(config), config.attention_init.name
-    return initialize_model(model, scheme, config.seed, config.start_from, name)[:2]
+    return weights
 
 
 def make_observer(
@@ -108,9 +109,9 @@ def make_observer(
         name = config.attention_init.name
         targets = find_targets(model, make_attention_init(config), config.seed)
     observe_batch = jax.jit(functools.partial(_observe_batch, config, model.graphdef, targets))
-    sites = nnx.merge(model.graphdef, model.params, model.model_state).sites()
 
     def observe(step, weights, images):
+        sites = nnx.merge(model.graphdef, *weights).sites()
         totals, ranks = [], []
         for batch in images.reshape(-1, BATCH_SIZE, *images.shape[1:]):
             total, outputs = jax.device_get(observe_batch(weights, batch))

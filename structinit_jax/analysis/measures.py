@@ -1,5 +1,7 @@
 """Measures of attention maps and of representations, as pure functions of arrays."""
 
+import functools
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -11,6 +13,7 @@ from structinit_jax.attention_init.solve import find_hits
 # -- attention maps --------------------------------------------------------------------------------
 
 
+@functools.partial(jax.jit, static_argnames="grid")
 def measure_mean_maps(
     maps: Float[Array | np.ndarray, "*heads N N"], grid: tuple[int, int]
 ) -> dict[str, Float[Array, "*heads"]]:

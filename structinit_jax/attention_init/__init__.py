@@ -48,7 +48,7 @@ from structinit_jax.attention_init.sites import (
     Weights,
     WindowSite,
 )
-from structinit_jax.attention_init.tokens import OpenFraction, VoInit
+from structinit_jax.attention_init.tokens import OpenFraction
 from structinit_jax.errors import (
     InputError,
     NonNegativeFloat,
@@ -67,7 +67,6 @@ def impulse(
     target_mass: OpenFraction | None = None,
     norm: PositiveFloat | None = None,
     mimetic_layers: Probability | None = None,
-    vo_init: VoInit | None = None,
     keep_positions: bool | None = None,
     patch_scale: PositiveFloat | None = None,
     mlp_scale: NonNegativeFloat | None = None,
@@ -76,7 +75,7 @@ def impulse(
 
     `tokens.impulse` is the method for attention with positions, close to the 2024 paper's. The
     forms for other sites are our own: a `RotarySite` takes all options but `norm`, a `WindowSite`
-    `kernel_size`, `filters`, `dilation`, `target_mass` and `vo_init`, a `TokenMixingSite` the first
+    `kernel_size`, `filters`, `dilation` and `target_mass`, a `TokenMixingSite` the first
     three of these, and a `ConvSite` only `filters`. None means the site's default, given below.
 
     Args:
@@ -92,11 +91,9 @@ def impulse(
       norm: Root mean square norm of the columns of Q and K, instead of a target mass.
       mimetic_layers: Share of the layers, counted from the last, in which heads attend to similar
         tokens. By default 0.5.
-      vo_init: Value and output projection: 'balanced', the default, makes their product V Proj
-        close to -0.4 I; 'default' keeps the model's own.
-      keep_positions: If false, the default, each layer removes 0.4 of the positions from the
-        residual stream. If true, V and projection do not act on positions (at a `RotarySite`, on
-        the vector that all tokens share).
+      keep_positions: If false, the default, value and output projection have a product near
+        -0.4 I, so that each layer removes 0.4 of the positions from the residual stream. If true,
+        they do not act on positions (at a `RotarySite`, on the vector that all tokens share).
       patch_scale: Factor on the kernel of the patch embedding. The weaker the content next to the
         positions, the closer maps are to targets. By default 1.
       mlp_scale: Factor on the output kernels of the MLPs. By default 1. In other projects' models,

@@ -166,6 +166,7 @@ def assign(rng: PRNGKeyArray, shape: tuple[int, int], num_filters: int) -> Int[A
     return permutations(rngs, num_filters).reshape(-1)[: layers * heads].reshape(shape)
 
 
+@functools.partial(jax.jit, static_argnums=(1, 2))  # `lax.map` would be compiled for every call
 def assign_by_layer(
     rng: PRNGKeyArray, num_heads: int, ranges: tuple[tuple[int, int], ...]
 ) -> Int[Array, "L h"]:

@@ -47,8 +47,7 @@ def impulse_2024(
     Adam minimizes the mean squared error of every head's map (equation 8) over its Q and K. The
     details that the paper leaves open follow its program, which also rescales the weights every 100
     steps. V and projection keep the model's initialization, and learned positions are replaced by
-    the sin-cos encoding. At equal norms, `impulse` gets closer to
-    the same targets, and much faster.
+    the sin-cos encoding. At equal norms, `impulse` gets closer to the targets, and much faster.
     """
     trainable = site.positions_trainable
     positions = sincos_positions(site.grid, site.width) if trainable else site.require_positions()
@@ -276,6 +275,7 @@ def mimetic_vo(
     return a[..., :inner].reshape(layers, width, *heads), out
 
 
+@functools.partial(jax.jit, static_argnames="rank")
 def split_product(
     product: Float[Array, "*batch D D"], rank: int
 ) -> tuple[Float[Array, "*batch D k"], Float[Array, "*batch D k"]]:

@@ -72,7 +72,6 @@ def impulse(
     dilation: Dilation = 1,
     target_mass: float = 0.5,
     mimetic_layers: float = 0.5,
-    vo_init: str = "balanced",
     keep_positions: bool = False,
     patch_scale: float | None = None,
     mlp_scale: float | None = None,
@@ -105,7 +104,6 @@ def impulse(
         coefficients,
         # Without angles a site is hashable, as static arguments must be.
         site=dataclasses.replace(site, angles=None),
-        vo_init=vo_init,
         keep_positions=keep_positions,
     )
     # Norm of the part of Q that reads the common vector: each column is that vector times q_i / D.
@@ -122,8 +120,8 @@ def impulse(
     )
 
 
-@functools.partial(jax.jit, static_argnames=("site", "vo_init", "keep_positions"))
-def _draw_weights(rng, coefficients, *, site, vo_init, keep_positions):
+@functools.partial(jax.jit, static_argnames=("site", "keep_positions"))
+def _draw_weights(rng, coefficients, *, site, keep_positions):
     """Draws the weights of all layers, the first of which have the coefficients [l, h, 2, p]."""
     sign_rng, phase_rng, qk_rng, vo_rng, similar_rng = jax.random.split(rng, 5)
     layers, heads, width = len(coefficients), site.num_heads, site.width
@@ -145,7 +143,7 @@ def _draw_weights(rng, coefficients, *, site, vo_init, keep_positions):
 
     query, key = place(phase - turn, drawn.query), place(phase, drawn.key)
     query, key = add_similar_layers(similar_rng, site, query, key)
-    value, out = value_and_projection(vo_rng, site, vo_init, basis if keep_positions else None)
+    value, out = value_and_projection(vo_rng, site, basis if keep_positions else None)
     return AttentionWeights(query, key, value, out, patch_bias=common)
 
 

@@ -2,7 +2,7 @@
 
 import dataclasses
 import functools
-from typing import Annotated, Literal
+from typing import Annotated
 
 import jax
 import jax.numpy as jnp
@@ -27,7 +27,6 @@ from structinit_jax.attention_init.solve import row_space, solve_bank, warn_if_o
 from structinit_jax.errors import Check, InputError
 
 OpenFraction = Annotated[int | float, Check("a number between 0 and 1", lambda x: 0 < x < 1)]
-VoInit = Literal["balanced", "default"]
 # Default target mass: this multiple of the share that uniform attention has, and at most
 # LARGEST_MASS. It is 0.2 on 8×8 tokens and 0.05 on 16×16, where 0.2 trains worse.
 OVER_UNIFORM, LARGEST_MASS = 12.8, 0.2
@@ -48,7 +47,6 @@ def impulse(
     target_mass: float | None = None,
     norm: float | None = None,
     mimetic_layers: float = 0.5,
-    vo_init: str = "balanced",
     keep_positions: bool = False,
     patch_scale: float | None = None,
     mlp_scale: float | None = None,
@@ -73,7 +71,7 @@ def impulse(
     trainable = site.positions_trainable
     positions = sincos_positions(site.grid, site.width) if trainable else site.require_positions()
     z, basis = row_space(layer_norm(np.asarray(positions)))
-    if keep_positions and vo_init != "default" and basis.shape[1] > MAX_RANK * site.width:
+    if keep_positions and basis.shape[1] > MAX_RANK * site.width:
         raise InputError(
             f"AttentionSite.positions have rank {basis.shape[1]}, which leaves too little of the "
             f"width {site.width} for value and projection: pass keep_positions=False"
@@ -102,7 +100,6 @@ def impulse(
         basis,
         site=dataclasses.replace(site, positions=None),  # hashable, as static arguments must be
         ranges=ranges[:num_impulse],
-        vo_init=vo_init,
         keep_positions=keep_positions,
     )
     warn_if_out_of_reach(report)
@@ -115,8 +112,8 @@ def impulse(
     )
 
 
-@functools.partial(jax.jit, static_argnames=("site", "ranges", "vo_init", "keep_positions"))
-def _draw_weights(rng, bank, basis, *, site, ranges, vo_init, keep_positions):
+@functools.partial(jax.jit, static_argnames=("site", "ranges", "keep_positions"))
+def _draw_weights(rng, bank, basis, *, site, ranges, keep_positions):
     """Draws the weights of all heads from `bank`, Q' and K' [F, r, k], and `basis`, B [D, r]."""
     rotation_rng, order_rng, vo_rng, similar_rng = jax.random.split(rng, 4)
 
@@ -136,7 +133,7 @@ def _draw_weights(rng, bank, basis, *, site, ranges, vo_init, keep_positions):
 
     # V Proj near -0.4 I, so that every layer removes a part of the positions from the residual
     # stream, unless they are kept.
-    value, out = value_and_projection(vo_rng, site, vo_init, basis if keep_positions else None)
+    value, out = value_and_projection(vo_rng, site, basis if keep_positions else None)
     return AttentionWeights(query, key, value, out, filter_index=filter_index)
 
 
@@ -183,18 +180,14 @@ def add_similar_layers(
 def value_and_projection(
     rng: PRNGKeyArray,
     site: AttentionSite,
-    vo_init: str,
     kept: Float[Array | np.ndarray, "D r"] | None = None,
-) -> tuple[Float[Array, "L D h d"] | None, Float[Array, "L h d D"] | None]:
+) -> tuple[Float[Array, "L D h d"], Float[Array, "L h d D"]]:
     """Returns V = c (I - U / 2) Π and Proj = -c Πᵀ (I - U' / 2), so V Proj ≈ -0.4 (I - noise).
 
     c² = 0.4, U and U' are uniform noise as in `mimetic`, and the permutation Π distributes the
     channels over the heads: some are left out or used twice unless h d = D. With an orthonormal
-    basis `kept`, V ignores inputs in its span, and Proj has no outputs there. Both are None, which
-    leaves the model's own, if `vo_init` is 'default'.
+    basis `kept`, V ignores inputs in its span, and Proj has no outputs there.
     """
-    if vo_init == "default":
-        return None, None
     noise_rng, channel_rng = jax.random.split(rng)
     layers, width = site.num_layers, site.width
     inner, bound = site.num_heads * site.head_dim, (3 / width) ** 0.5

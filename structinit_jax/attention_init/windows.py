@@ -39,7 +39,6 @@ def impulse(
     filters: FilterArray | None = None,
     dilation: Dilation = 1,
     target_mass: float = 0.5,
-    vo_init: str = "balanced",
 ) -> AttentionWeights:
     """Puts each head's kernel into its column of the relative position bias.
 
@@ -67,13 +66,12 @@ def impulse(
         np.flatnonzero(fits).astype(np.int32),
         site=site,
         ranges=ranges,
-        vo_init=vo_init,
     )
     return weights._replace(targets=targets)
 
 
-@functools.partial(jax.jit, static_argnames=("site", "ranges", "vo_init"))
-def _draw_weights(rng, table, targets, fitting, *, site, ranges, vo_init):
+@functools.partial(jax.jit, static_argnames=("site", "ranges"))
+def _draw_weights(rng, table, targets, fitting, *, site, ranges):
     """Runs everything random as one compiled program, given biases [F, R] and maps [F, n, n]."""
     order_rng, qk_rng, vo_rng = jax.random.split(rng, 3)
     filter_index = assign_by_layer(order_rng, site.num_heads, ranges)
@@ -82,7 +80,7 @@ def _draw_weights(rng, table, targets, fitting, *, site, ranges, vo_init):
     norm = jnp.sqrt(jnp.mean(jnp.stack([query, key]) ** 2) * site.width)
     report = report_on_maps(targets, maps, norm=norm)
     bias = jnp.swapaxes(table[filter_index], 1, 2)
-    value, out = value_and_projection(vo_rng, site, vo_init)
+    value, out = value_and_projection(vo_rng, site)
     return AttentionWeights(
         query, key, value, out, report=report, filter_index=fitting[filter_index], bias=bias
     )

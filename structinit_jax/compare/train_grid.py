@@ -124,6 +124,7 @@ def run_grid(
       InputError: A setting cannot be trained, or the workdir holds a comparison that disagrees.
       StoppedError: A signal stopped the runs.
     """
+    command_line.use_compilation_cache()  # through which runs share programs
     workdir, new = workdir_lib.prepare_workdir(workdir), {}
     for name, config in settings.items():
         extra = {"seeds": list(seeds), "published": (published or {}).get(name, "")}

@@ -4,6 +4,7 @@ Training reads prepared sets only; for their preparation see `structinit_jax.pre
 """
 
 import functools
+import resource
 
 import tensorflow_datasets as tfds
 
@@ -45,6 +46,9 @@ def open_tfds(name: str, data_dir: Folder) -> Dataset:
     }
     channels = 1 if image.shape[2] == 1 else 3
     info = DatasetInfo(label.num_classes, channels, sizes)
+    # array_record keeps a file open for each shard, of which ImageNet has 1,088.
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (max(soft, min(hard, 10_000)), hard))
     open_split = functools.partial(builder.as_data_source, decoders=decoders)
     return Dataset(name, info, label.names, open_split)
 

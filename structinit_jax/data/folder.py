@@ -42,9 +42,8 @@ def open_folder(root: Folder) -> Dataset:
     """Opens an image folder `root/{train,val,test}/class/**/*.jpg`, as torchvision's ImageFolder.
 
     One of the three splits suffices; the first has all classes. They are numbered in the order of
-    their sorted names. Files
-    are ordered by a checksum of their path below the split, so `train[:10%]` holds a mix of
-    classes, the same on every machine.
+    their sorted names. Files are ordered by a checksum of their path below the split, so
+    `train[:10%]` holds a mix of classes, the same on every machine.
 
     Raises:
       InputError: There is no such folder, no split or no class. A split raises it when it is

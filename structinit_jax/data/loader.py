@@ -11,6 +11,7 @@ import collections
 import dataclasses
 import functools
 import itertools
+import math
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -20,12 +21,11 @@ import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from structinit_jax.data.crops import RandomCrop, resize_and_center_crop
-from structinit_jax.data.source import ImageSource, num_cores
+from structinit_jax.data.source import MAX_THREADS, ImageSource, num_cores
 
 IN_MEMORY_BYTES = 2_000_000_000
-# One thread more than cores, to hide file latency. 16 threads on two cores run at a third of the
-# speed, and more than 16 only wait for the interpreter lock.
-READ_THREADS = min(16, num_cores() + 1)
+# One more than cores, to hide file latency. 16 threads on two cores run at a third of the speed.
+READ_THREADS = min(MAX_THREADS, num_cores() + 1)
 
 Batch = dict[str, jax.Array]
 
@@ -262,8 +262,8 @@ def read_batches(
 ) -> Iterator[dict[str, np.ndarray]]:
     """Reads the contiguous part of each global batch that belongs to this process.
 
-    Grain's threads call `read(position, index)`, which returns an example as a dict of arrays, and
-    stack the arrays to `[batch_size / process_count, ...]`.
+    Grain's threads call `read(position, index)`, which returns an example as a dict of arrays. The
+    arrays of a batch are stacked to `[batch_size / process_count, ...]`.
     """
     import grain
 
@@ -274,15 +274,23 @@ def read_batches(
         start = step * batch_size + process_index * size
         return start, order(start, start + size)
 
-    def read_number(number):
-        start, indices = part(steps[number // size])
-        return read(start + number % size, int(indices[number % size]))
+    # Grain's own time for a batch grows with the square of its elements, so these are chunks.
+    chunk = math.gcd(size, max(1, size // 64))
 
-    examples = grain.MapDataset.range(len(steps) * size).map(read_number)
-    ahead = 2 * size
+    def read_chunk(number):
+        step, first = divmod(number * chunk, size)
+        start, indices = part(steps[step])
+        examples = [read(start + i, int(indices[i])) for i in range(first, first + chunk)]
+        return jax.tree.map(lambda *arrays: np.stack(arrays), *examples)
+
+    def join(chunks):
+        return jax.tree.map(lambda *arrays: np.concatenate(arrays), *chunks)
+
+    chunks = grain.MapDataset.range(len(steps) * size // chunk).map(read_chunk)
+    ahead = 2 * size // chunk
     # Grain warns of threads that have nothing to read.
     options = grain.ReadOptions(num_threads=min(READ_THREADS, ahead), prefetch_buffer_size=ahead)
-    return iter(examples.to_iter_dataset(options).batch(size))
+    return iter(chunks.to_iter_dataset(options).batch(size // chunk, batch_fn=join))
 
 
 def _make_global(arrays, sharding):

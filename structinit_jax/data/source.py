@@ -22,6 +22,7 @@ from structinit_jax.errors import InputError, require
 
 Folder = str | os.PathLike | None
 READ_BLOCK = 256  # examples
+MAX_THREADS = 16  # that decode; more only wait for the interpreter lock
 SPLIT = re.compile(r"([\w-]+)(?:\[(-?[\d_]+%?)?:(-?[\d_]+%?)?\])?")  # 'train[10%:]'
 
 
@@ -115,7 +116,7 @@ class ImageSource:
     def map_blocks(self, function: Callable[[range], Any]) -> list[Any]:
         """Calls a function with ranges that cover all indices, in threads; returns its results."""
         # More threads than cores would contend for the interpreter lock.
-        with ThreadPoolExecutor(num_cores()) as pool:
+        with ThreadPoolExecutor(min(MAX_THREADS, num_cores())) as pool:
             return list(pool.map(function, self._blocks()))
 
     def _blocks(self):

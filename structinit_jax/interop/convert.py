@@ -80,8 +80,8 @@ def from_timm(model: nnx.Module, state_dict: Mapping[str, np.ndarray]) -> None:
         if tensor.shape != entry.shape(shapes):
             raise InputError(
                 f"state_dict[{entry.name!r}] has shape {tensor.shape}, but the model needs "
-                f"{entry.shape(shapes)}: create the model for these weights, or train from them "
-                "with config.start_from, which draws a new head and resamples the positions"
+                f"{entry.shape(shapes)}: create the model for these weights, or use select_weights "
+                "(config.start_from), which keeps the model's head and resamples the positions"
             )
         for target, value in zip(targets, entry.decode(tensor, shapes), strict=True):
             target[...] = value

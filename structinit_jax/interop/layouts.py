@@ -30,9 +30,9 @@ def flatten(params: Any) -> tuple[Leaves, Callable[[Leaves], Any]]:
             "result into it"
         )
     if isinstance(params, nnx.Module):
-        graphdef, state = nnx.split(params)
+        graphdef, state, sown = nnx.split(params, nnx.Not(nnx.Intermediate), ...)
         leaves, rebuild = flatten(state)
-        return leaves, lambda new: nnx.merge(graphdef, rebuild(new))
+        return leaves, lambda new: nnx.merge(graphdef, rebuild(new), sown)
     flat, treedef = jax.tree_util.tree_flatten_with_path(params)
     leaves = {_name(path): leaf for path, leaf in flat}
     return leaves, lambda new: jax.tree_util.tree_unflatten(treedef, new.values())

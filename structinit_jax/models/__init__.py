@@ -1,4 +1,4 @@
-"""The model families, and their creation by the name of a family, a variant, or your own class."""
+"""The model families, and their creation by the name of a family or your own class."""
 
 from collections.abc import Mapping
 from typing import Any

@@ -120,7 +120,9 @@ class PatchEmbedding(nnx.Module):
                 f"images have shape {images.shape}, but the model needs "
                 f"[B, H, W, {self.kernel.shape[2]}] with H and W divisible by its patch size {p}"
             )
-        patches = images.reshape(batch, height // p, p, width // p, p, channels)
+        # In two steps, as a batch that is split over an explicit mesh needs it.
+        patches = images.reshape(batch, height // p, p, width, channels)
+        patches = patches.reshape(batch, height // p, p, width // p, p, channels)
         kernel, bias = self.kernel[...].astype(self.dtype), self.bias[...].astype(self.dtype)
         tokens = jnp.einsum("brpcqi,pqid->brcd", patches.astype(self.dtype), kernel)
         return tokens + bias[None, None, None, :]

@@ -41,7 +41,8 @@ class SwinTransformer(Model):
     """Patch embedding, stages of windowed attention with patch merging between, pooling and head.
 
     As in timm, any image size is accepted: grids are padded with zeros to whole windows, and to
-    even sides before patch merging; pixels after the last whole patch are dropped.
+    even sides before patch merging; pixels after the last whole patch are dropped. Meshes with
+    explicit axes are not supported.
     """
 
     Config = SwinConfig

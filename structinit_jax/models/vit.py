@@ -133,10 +133,10 @@ class VisionTransformer(Model):
         return self.head(pooled.astype(jnp.float32)), out
 
     def _add_class_token_and_positions(self, patches):
-        config, (batch, _, width) = self.config, patches.shape
+        config, width = self.config, self.config.width
         if config.pool == "class_token":
             token = self.class_token[...].astype(patches.dtype)
-            token = jnp.broadcast_to(token, (batch, 1, width))
+            token = jnp.zeros_like(patches[:, :1]) + token[None, None]
             patches = jnp.concatenate([token, patches], axis=1)
         if config.positions == "rope":
             return patches

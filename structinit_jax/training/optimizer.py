@@ -185,6 +185,9 @@ def decay_mask(params: Any) -> Any:
 
     It goes by name rather than rank, since the biases of stacked layers have two axes.
     """
-    return jax.tree_util.tree_map_with_path(
-        lambda path, _: jax.tree_util.keystr(path[-1:], simple=True) == "kernel", params
-    )
+
+    def is_kernel(path, _):
+        name = jax.tree_util.keystr(path, simple=True, separator="/")
+        return name.removesuffix("/value").split("/")[-1] == "kernel"  # `value` is of an nnx.State
+
+    return jax.tree_util.tree_map_with_path(is_kernel, params)

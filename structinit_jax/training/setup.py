@@ -103,9 +103,7 @@ def compile_step(
             details = "; ".join([f"needs {needs}{limit}", *tries])
             return compiled, f"{policy} ({details})"
         tries.append(f"{policy} needs {needs}")
-    limit = (
-        "" if memory is None else f" of {mib(memory)} (beside {mib(setup.data_bytes)} of images)"
-    )
+    limit = "" if memory is None else f" of {mib(memory)} beside {mib(setup.data_bytes)} of images"
     raise InputError(
         f"the training step does not fit into the memory{limit} of each device: with remat "
         f"{', '.join(tries)}. To save memory: --config.accumulate_steps=2 (or more), "
