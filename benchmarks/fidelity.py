@@ -156,6 +156,7 @@ def main():
     if args.out:
         text = [
             "# Recipes\n",
+            "Our configs against the authors' programs; `ours` is the value of our config.\n",
             "| recipe | field | program | ours | |",
             "|---|---|---|---|---|",
             *recipes,

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from flax import nnx
 from jax import export
-from jax.sharding import AxisType, PartitionSpec
+from jax.sharding import AxisType, NamedSharding, PartitionSpec
 from tiny_models import IMAGES, make, train
 
 from structinit_jax.models import FAMILIES, default_config, layers
@@ -103,7 +103,8 @@ def test_models_run_on_a_mesh_of_the_users_own(changes):
     spec = PartitionSpec("data")
     split = jax.shard_map(lambda x: model(x)[0], mesh=mesh, in_specs=spec, out_specs=spec)
     np.testing.assert_allclose(jax.jit(split)(IMAGES), expected, atol=1e-5)
-    with jax.set_mesh(jax.make_mesh((2,), ("fsdp",), axis_types=(AxisType.Explicit,))):
-        images = jax.reshard(IMAGES, PartitionSpec("fsdp"))
+    mesh = jax.make_mesh((2,), ("fsdp",), axis_types=(AxisType.Explicit,))
+    images = jax.device_put(IMAGES, NamedSharding(mesh, PartitionSpec("fsdp")))
+    with jax.set_mesh(mesh):
         logits = jax.jit(lambda images: model(images)[0])(images)
     np.testing.assert_allclose(logits, expected, atol=1e-5)
