@@ -49,7 +49,7 @@ def open_dataset(name: str, data_dir: Folder = None, channels: int | None = None
         dataset = find(name, OPENERS, "data.name")(data_dir)
         if not isinstance(dataset, Dataset):
             kind = type(dataset).__name__
-            raise InputError(f"{name} returned {kind}: return Dataset.from_records(...)")
+            raise InputError(f"data set {name!r} returned {kind}: return Dataset.from_records(...)")
     else:
         from structinit_jax.data import builders  # imports TFDS
 
