@@ -102,7 +102,7 @@ def evaluate_checkpoint(
     saved = checkpoint.read_run(open_path(workdir) / "checkpoints", int(state.step))["class_names"]
     pairs = zip(saved, run.dataset.class_names, strict=True)
     if renamed := [f"  {old!r} -> {new!r}" for old, new in pairs if old != new]:
-        print("note: classes have other names than in training:", *renamed[:5], sep="\n")
+        print(f"note: {len(renamed)} classes were named otherwise in training:", *renamed, sep="\n")
     source = run.eval_source
     results = make_evaluator(config, model, source)(state)
     name = f"{config.data.name} {config.data.eval_split}"

@@ -63,7 +63,7 @@ def main(overrides: command_line.Overrides) -> None:
     elif not WORKDIR.value:
         raise InputError("--workdir is required: the output directory, such as /tmp/digits")
     elif MODE.value == "eval":
-        signal.signal(signal.SIGTERM, signal.SIG_DFL)  # in which `join` waits for a training step
+        signal.signal(signal.SIGTERM, signal.SIG_DFL)  # else noted for a training step
         evaluate.evaluate_checkpoint(config, WORKDIR.value, STEP.value or "newest")
     else:
         train.train(config, WORKDIR.value, PROFILE_STEP.value)

@@ -73,7 +73,7 @@ def train(
             "class_names": names,
             "data_digest": digest(run.train_source, names),
         }
-        _check_processes(record, len(run.eval_source), workdir)
+        _check_processes(record, workdir)
         setup = run.setup
         schedule, mesh = setup.schedule, setup.model.mesh
         print(f"devices: {mesh_lib.describe(mesh)}")
@@ -180,12 +180,12 @@ def train(
         return results
 
 
-def _check_processes(record, num_eval_examples, workdir):
+def _check_processes(record, workdir):
     """Checks that all processes have the same config, data and workdir."""
     fields = flatten_dict(record["config"], sep=".")
     del fields["data.data_dir"]  # each host may have its own copy of the data
-    facts = {"evaluation split": num_eval_examples, "--workdir": workdir_lib.identify(workdir)}
-    distributed.check_equal(record | facts | {"config": fields})
+    workdir = workdir_lib.identify(workdir)
+    distributed.check_equal(record | {"--workdir": workdir, "config": fields})
 
 
 def _restore(run, checkpoints, record, workdir):

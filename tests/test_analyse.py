@@ -121,7 +121,7 @@ def test_swin_is_measured_within_windows():
 
 def test_images_are_shifted_by_whole_tokens_in_all_stages():
     config = make_config("swin")
-    config.data.image_size, config.model.patch_size = 15, 2  # 8×8 and 4×4 tokens
+    config.data.image_size, config.model.patch_size = 15, 2  # 7×7 and 4×4 tokens
     images = collect.read_images(config, NUM_IMAGES)
     model = abstract_model(config.model, config.data, make_mesh(devices=jax.devices()[:1]))
     params, state, _ = initialize_model(model, make_attention_init(config), config.seed)

@@ -126,7 +126,8 @@ def impulse_2024(
 ) -> AttentionInit:
     """The impulse initialization of the 2024 paper as published, to reproduce it.
 
-    The first five options are for attention with positions, `taps` is for convolutions.
+    The first five options are for attention with positions, where the sin-cos encoding replaces a
+    learned table; `taps` is for convolutions.
 
     Args:
       kernel_size: Kernel size f, odd; 3 by default. Each head draws one of the f² offsets.

@@ -132,7 +132,7 @@ def filter_maps(
 ) -> tuple[Float[np.ndarray, "F N N"], tuple[tuple[int, int], ...]]:
     """Like `filter_kernels`, but returns target maps H instead of kernels.
 
-    Raises `InputError` also if a filter does not fit the grid.
+    Raises `InputError` also if a filter leads off the grid from every token.
     """
     kernels, ranges = filter_kernels(site, kernel_size, filters, dilation)
     maps = normalize_rows(convolution_maps(kernels, site.grid))

@@ -225,6 +225,8 @@ def describe_setting(name: str, config: ConfigDict) -> dict[str, Any]:
     try:
         run = Run(config)
         schedule, data = run.setup.schedule, config.data
+        if (file := config.start_from) and not Path(file).expanduser().is_file():
+            raise InputError(f"config.start_from={file!r} is no file")
     except InputError as error:
         raise InputError(f"setting {name}: {error}") from error
     sources = {

@@ -51,9 +51,9 @@ class DamagedError(Exception):
 class Checkpoints:
     """The checkpoints of a run that is being trained: the newest `keep`, and the best one.
 
-    Damaged checkpoints are reported and not used; if all are, `InputError` is raised. Those that a
-    kill left unfinished are deleted, unless their folder holds other files too. `latest_step` is
-    the step of the newest checkpoint, or None if there is none.
+    Damaged checkpoints are reported and not used; `InputError` if there are several and none is
+    intact. Those that a kill left unfinished are deleted, unless their folder holds other files
+    too. `latest_step` is the step of the newest checkpoint, or None if there is none.
     """
 
     def __init__(self, directory: epath.PathLike, keep: int):
@@ -77,11 +77,9 @@ class Checkpoints:
                 _remove_unfinished(folder)
             folders = step_folders(self.directory)
             self._runs = dict(_intact_runs(folders))
-            if not self._runs and any((folder / RUN).exists() for folder in folders):
-                raise InputError(
-                    f"{self.directory} has no intact checkpoint: restore one, or start a new run in"
-                    " another --workdir"
-                )
+            # The first one may be incomplete, if a process ended while others had finished.
+            if not self._runs and sum((folder / RUN).exists() for folder in folders) > 1:
+                raise InputError(f"{self.directory} has no intact checkpoint: repair or delete it")
         self.latest_step = _from_process_0(max(self._runs, default=None))
 
     def save(self, step: int, state: TrainState, run: dict[str, Any]) -> None:
