@@ -95,14 +95,14 @@ def evaluate_checkpoint(
     """Evaluates a checkpoint of a run, possibly on other data, and prints the results.
 
     `step` is 'newest', 'best' or a number. Raises `InputError` if there is no such checkpoint, if
-    it does not fit the config, or if the data cannot be used.
+    it does not fit the config, or if the data cannot be used or have other classes.
     """
     run = Run(config)
     model, state = restore_model(config, workdir, step=step)
     saved = checkpoint.read_run(open_path(workdir) / "checkpoints", int(state.step))["class_names"]
     pairs = zip(saved, run.dataset.class_names, strict=True)
     if renamed := [f"  {old!r} -> {new!r}" for old, new in pairs if old != new]:
-        print(f"note: {len(renamed)} classes were named otherwise in training:", *renamed, sep="\n")
+        raise InputError("\n".join(["classes must be named as in training:", *renamed]))
     source = run.eval_source
     results = make_evaluator(config, model, source)(state)
     name = f"{config.data.name} {config.data.eval_split}"

@@ -184,8 +184,7 @@ def _check_processes(record, workdir):
     """Checks that all processes have the same config, data and workdir."""
     fields = flatten_dict(record["config"], sep=".")
     del fields["data.data_dir"]  # each host may have its own copy of the data
-    workdir = workdir_lib.identify(workdir)
-    distributed.check_equal(record | {"--workdir": workdir, "config": fields})
+    distributed.check_equal(record | {"config": fields, "--workdir": workdir_lib.identify(workdir)})
 
 
 def _restore(run, checkpoints, record, workdir):

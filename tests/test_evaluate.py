@@ -1,3 +1,4 @@
+import dataclasses
 import json
 
 import jax
@@ -76,6 +77,15 @@ def test_a_model_that_is_computed_otherwise_is_refused(run_config, finished_run)
     run_config.seed = 9
     with pytest.raises(InputError, match=r"\n  seed: 0 -> 9\n"):  # as analyse checks
         evaluate.restore_model(run_config, finished_run.workdir, fixed=("seed",))
+
+
+def test_data_with_other_classes_are_refused(run_config, finished_run, monkeypatch):
+    dataset = open_dataset("digits")
+    names = ["1", "0", *dataset.class_names[2:]]
+    other = dataclasses.replace(dataset, class_names=names)
+    monkeypatch.setattr(run, "open_dataset", lambda *_: other)
+    with pytest.raises(InputError, match=r"as in training:\n  '0' -> '1'\n  '1' -> '0'$"):
+        evaluate.evaluate_checkpoint(run_config, finished_run.workdir)
 
 
 def test_the_checkpoint_can_be_chosen(run_config, finished_run, tmp_path, capsys):

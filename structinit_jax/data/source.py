@@ -263,7 +263,8 @@ def check_classes(info: DatasetInfo, num_classes: int) -> None:
     if num_classes != info.num_classes:
         raise InputError(
             f"config.model.num_classes={num_classes}: the data set has {info.num_classes} classes."
-            f" Pass --config.model.num_classes={info.num_classes}."
+            f" Pass --config.model.num_classes={info.num_classes}; to evaluate a folder, give it a"
+            " subfolder for each class, which may be empty."
         )
 
 
