@@ -128,8 +128,8 @@ def initialize_model(
         report = jax.device_get(report)
         metrics |= {f"init/{name}": float(value) for name, value in report._asdict().items()}
         text += (
-            f", loss {report.loss:.2e}, {100 * report.target_mass:.1f} % of the attention on "
-            f"target, {100 * report.hit_rate:.0f} % of the rows peak on target (without image content)"
+            f", loss {report.loss:.2e}; without image content, {100 * report.target_mass:.1f} % of "
+            f"the attention on target, {100 * report.hit_rate:.0f} % of the rows peak on target"
         )
         warning = reach_warning(report)
         text += f"\nwarning: {warning}" if warning else ""
