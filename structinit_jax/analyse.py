@@ -35,6 +35,7 @@ from structinit_jax.analysis.collect import Snapshot, observe_run, observe_start
 from structinit_jax.command_line import STEP, WORKDIR
 from structinit_jax.compare import train_grid
 from structinit_jax.errors import InputError
+from structinit_jax.training import resume
 
 _SCHEMES = flags.DEFINE_list("schemes", [], "Initializations to compare, without --workdir.")
 _NUM_IMAGES = flags.DEFINE_integer("num_images", 64, "Number of training images.")
@@ -74,7 +75,7 @@ def main(overrides: command_line.Overrides) -> None:
     images = read_images(config, _NUM_IMAGES.value)
     if WORKDIR.value:
         step, devices = STEP.value or "newest", jax.local_devices()[:1]
-        fixed = (*evaluate.WEIGHTS, "attention_init", "start_from", "seed")  # started like this
+        fixed = (*resume.OF_WEIGHTS, "attention_init", "start_from", "seed")  # started like this
         restored = evaluate.restore_model(config, WORKDIR.value, devices, step, fixed)
         snapshots = observe_run(config, restored, images)
     else:

@@ -26,7 +26,6 @@ from structinit_jax.training.step import make_eval_step
 from structinit_jax.training.workdir import open_path
 
 BATCH_SIZE = 64  # of a Classifier
-WEIGHTS = ("model", "data.mean", "data.std")  # fields that the weights were trained for
 
 
 def make_evaluator(
@@ -64,7 +63,7 @@ def restore_model(
     workdir: str | Path,
     devices: list[jax.Device] | None = None,
     step: str | int = "newest",
-    fixed: Sequence[str] = WEIGHTS,
+    fixed: Sequence[str] = resume.OF_WEIGHTS,
 ) -> tuple[AbstractModel, TrainState]:
     """Restores the model of a run, without optimizer state, at step 'newest', 'best' or a number.
 
@@ -89,6 +88,11 @@ def restore_model(
     return model, checkpoint.restore(directory, number, abstract_state, weights_only=True)
 
 
+def class_names(workdir: str | Path, state: TrainState) -> list[str]:
+    """Returns the names of the classes that a restored state was trained on, by label."""
+    return checkpoint.read_run(open_path(workdir) / "checkpoints", int(state.step))["class_names"]
+
+
 def evaluate_checkpoint(
     config: ConfigDict, workdir: str | Path, step: str = "newest"
 ) -> dict[str, float]:
@@ -99,8 +103,7 @@ def evaluate_checkpoint(
     """
     run = Run(config)
     model, state = restore_model(config, workdir, step=step)
-    saved = checkpoint.read_run(open_path(workdir) / "checkpoints", int(state.step))["class_names"]
-    pairs = zip(saved, run.dataset.class_names, strict=True)
+    pairs = zip(class_names(workdir, state), run.dataset.class_names, strict=True)
     if renamed := [f"  {old!r} -> {new!r}" for old, new in pairs if old != new]:
         raise InputError("\n".join(["classes must be named as in training:", *renamed]))
     source = run.eval_source
@@ -136,8 +139,7 @@ class Classifier:
     def __init__(self, workdir: str | Path, step: str | int = "newest", trust: bool = False):
         self.config = config = config_lib.load_run_config(workdir, trust)
         model, state = restore_model(config, workdir, jax.local_devices()[:1], step)
-        run = checkpoint.read_run(open_path(workdir) / "checkpoints", int(state.step))
-        self.class_names: list[str] = run["class_names"]
+        self.class_names = class_names(workdir, state)
         self._mesh = model.mesh
         self._weights = state.params, state.model_state
 

@@ -23,10 +23,9 @@ from structinit_jax import command_line
 from structinit_jax import config as config_lib
 from structinit_jax.command_line import STEP, WORKDIR
 from structinit_jax.errors import InputError
-from structinit_jax.evaluate import restore_model
+from structinit_jax.evaluate import class_names, restore_model
 from structinit_jax.interop import to_timm
-from structinit_jax.training.checkpoint import read_run
-from structinit_jax.training.workdir import open_path, write_atomically
+from structinit_jax.training.workdir import write_atomically
 
 WEIGHTS = "model.safetensors"  # as timm expects it in a folder
 
@@ -115,8 +114,7 @@ def export(config: ConfigDict, workdir: str | Path, folder: Path, step: str = "n
     model, state = restore_model(config, workdir, jax.local_devices()[:1], step)
     weights = jax.device_get((state.params, state.model_state))
     weights = to_timm(nnx.merge(model.graphdef, *weights))
-    run = read_run(open_path(workdir) / "checkpoints", int(state.step))
-    text = json.dumps(timm.card(data, run["class_names"]), indent=2)
+    text = json.dumps(timm.card(data, class_names(workdir, state)), indent=2)
     # "format" tells readers of safetensors that the layout is PyTorch's.
     metadata = {"format": "pt", "config": text}
     try:

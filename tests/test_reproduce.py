@@ -6,6 +6,7 @@ import fork_main
 import pytest
 
 from structinit_jax import reproduce
+from structinit_jax.compare import train_grid
 from structinit_jax.errors import InputError
 
 pytestmark = pytest.mark.usefixtures("library_promotion")
@@ -43,6 +44,14 @@ SMALL = {
     "model": dict(num_classes=10, patch_size=2, width=16, depth=1, num_heads=2, dtype="float32"),
     "augment": dict(crop="none", rand_augment="", erasing=0.0, mixup=0.0, cutmix=0.0),
 }
+
+
+def test_a_missing_file_of_weights_is_found_before_any_run():
+    row = {"cifar10,selected": reproduce.read_table("2025.4")["cifar10,selected"]}
+    fields = [(f"{part}.{k}", str(v)) for part in SMALL for k, v in SMALL[part].items()]
+    (config,) = reproduce.make_settings(row, [], fields).values()
+    with pytest.raises(InputError, match=r"^setting x: .*start_from='vit_small.safetensors' is no"):
+        train_grid.describe_setting("x", config)
 
 
 def test_the_command_trains_a_row(tmp_path):

@@ -136,7 +136,7 @@ class VisionTransformer(Model):
         config, width = self.config, self.config.width
         if config.pool == "class_token":
             token = self.class_token[...].astype(patches.dtype)
-            token = jnp.zeros_like(patches[:, :1]) + token[None, None]
+            token = jnp.zeros_like(patches[:, :1]) + token[None, None]  # sharded like the patches
             patches = jnp.concatenate([token, patches], axis=1)
         if config.positions == "rope":
             return patches

@@ -177,10 +177,9 @@ def format_duration(seconds: float) -> str:
 class StepTrace:
     """Records a JAX profiler trace of four steps on the first process.
 
-    The first of them is `first_step`; None records no trace. `profile/` of the workdir, or of the
-    working directory if the workdir is in object storage, receives `plugins/profile/<time>/` with
-    files for XProf and Perfetto. clu.periodic_actions.Profile would import TensorFlow, and writes
-    no Perfetto file.
+    The first of them is `first_step`; None records no trace. Files for XProf and Perfetto go to
+    `profile/` in the workdir, or in the working directory if the workdir is in object storage.
+    clu.periodic_actions.Profile would import TensorFlow, and writes no Perfetto file.
     """
 
     def __init__(self, workdir: epath.PathLike, first_step: int | None):

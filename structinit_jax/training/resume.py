@@ -9,11 +9,12 @@ from ml_collections import ConfigDict
 
 from structinit_jax.errors import InputError
 
+OF_WEIGHTS = ("model", "data.mean", "data.std")  # fields and sections that trained weights need
 # Fields and sections that must not change on resume: with another value it would be another run.
 FIXED = (
-    *("model", "attention_init", "start_from", "seed", "batch_size", "optimizer"),
+    *(*OF_WEIGHTS, "attention_init", "start_from", "seed", "batch_size", "optimizer"),
     *("data.name", "data.train_split", "data.repeats", "data.drop_remainder"),
-    *("data.image_size", "data.channels", "data.mean", "data.std"),
+    *("data.image_size", "data.channels"),
 )
 # Fields of `model` that may change: how the model is computed and regularized.
 FREE = ("model.drop_path", "model.dtype", "model.remat")
