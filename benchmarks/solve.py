@@ -22,7 +22,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from structinit_jax.attention_init import AttentionSite, impulse, papers, sincos_positions
-from structinit_jax.attention_init.kernels import convolution_maps, impulse_kernels
+from structinit_jax.attention_init.targets import convolution_maps, impulse_kernels
 
 MODELS = {  # grid, width, heads, layers
     "ViT-T/16": ((14, 14), 192, 3, 12),

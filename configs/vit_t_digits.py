@@ -26,10 +26,6 @@ def get_config():
     config.model.num_heads = 4
     config.model.patch_size = 1
 
-    # Centered images: keep the positions, which carry the convolutions to all layers.
-    config.attention_init.update(mimetic_layers=0.0, target_mass=0.5, keep_positions=True)
-    config.attention_init.update(patch_scale=0.3, mlp_scale=0.0)
-
     config.data.name = "digits"
     config.data.image_size = 8
     config.data.channels = 1

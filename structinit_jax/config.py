@@ -8,6 +8,7 @@ import dataclasses
 import inspect
 import json
 import runpy
+from collections.abc import Callable
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -222,18 +223,41 @@ def validate(config: ConfigDict) -> None:
 # -- the scheme ------------------------------------------------------------------------------------
 
 
+# Names that `config.attention_init` had, and what to write instead.
+FORMER_SCHEMES = {"kaiming_uniform": "name='default' with config.model.base_init='pytorch'"}
+FORMER_OPTIONS = {
+    "mimetic_layers": "name='impulse_mimetic', or name='impulse' for impulses in all layers",
+    "norm": "target_mass",
+    **dict.fromkeys(
+        ("keep_positions", "patch_scale", "mlp_scale"), "name='impulse' without this option"
+    ),
+}
+
+
+def find_scheme(name: str) -> Callable[..., attention_init.AttentionInit]:
+    """Returns the scheme of a name, or of a user's own 'module:function'."""
+    if name in FORMER_SCHEMES:
+        raise InputError(
+            f"config.attention_init.name={name!r} was removed: use {FORMER_SCHEMES[name]}"
+        )
+    return errors.find(name, attention_init.SCHEMES, "attention_init.name")
+
+
 def scheme_options(name: str) -> tuple[str, ...]:
     """Returns the names of a scheme's options, which `config.attention_init` may set."""
-    scheme = errors.find(name, attention_init.SCHEMES, "attention_init.name")
-    return tuple(inspect.signature(scheme).parameters)
+    return tuple(inspect.signature(find_scheme(name)).parameters)
 
 
 def make_attention_init(config: ConfigDict) -> attention_init.AttentionInit:
     """Returns the `(rng, site) -> weights` that `config.attention_init` describes."""
     options = dict(config.attention_init)
     name = options.pop("name", "")
-    scheme = errors.find(name, attention_init.SCHEMES, "attention_init.name")
+    scheme = find_scheme(name)
     if name in attention_init.SCHEMES:
+        for option in FORMER_OPTIONS.keys() & options.keys():
+            raise InputError(
+                f"config.attention_init.{option} was removed: use {FORMER_OPTIONS[option]}"
+            )
         errors.check_fields(scheme, options, "config.attention_init.")
     try:
         return scheme(**options)
@@ -244,8 +268,6 @@ def make_attention_init(config: ConfigDict) -> attention_init.AttentionInit:
 # Fields of `config.model` that a scheme needs.
 SCHEME_NEEDS = {
     "impulse_2025": {"positions": "learned"},
-    # The scheme is PyTorch's initialization of the whole model.
-    "kaiming_uniform": {"base_init": "pytorch"},
 }
 
 

@@ -11,7 +11,7 @@ from PIL import Image
 
 from structinit_jax import analyse
 from structinit_jax.analysis import collect, figures, measures
-from structinit_jax.attention_init.kernels import convolution_maps, impulse_kernels
+from structinit_jax.attention_init.targets import convolution_maps, impulse_kernels
 from structinit_jax.augment import normalize
 from structinit_jax.config import base_config, make_attention_init
 from structinit_jax.errors import InputError
@@ -91,7 +91,7 @@ def test_a_vit_is_averaged_over_images_without_its_extra_tokens():
 def test_targets_are_those_that_the_solve_reaches():
     config = make_config("vit")
     config.model.depth = 2
-    config.attention_init.update(mimetic_layers=0.5, target_mass=0.5, patch_scale=0.3)
+    config.attention_init = dict(name="impulse_mimetic", target_mass=0.5)
     images = collect.read_images(config, NUM_IMAGES)
     model = abstract_model(config.model, config.data, make_mesh(devices=jax.devices()[:1]))
     index, targets = find_targets(model, make_attention_init(config), config.seed)["blocks"]

@@ -39,9 +39,10 @@ EMPTY = {
 }
 UNSUPPORTED = [("mimetic", ConvSite)] + [
     (name, site_type)
-    for name in ("impulse_2024", "impulse_2025")
+    for name in ("impulse_2024", "impulse_2025", "impulse_mimetic")
     for site_type in SITES
-    if site_type is not AttentionSite and (name, site_type) != ("impulse_2024", ConvSite)
+    if site_type is not AttentionSite
+    and (name, site_type) not in (("impulse_2024", ConvSite), ("impulse_mimetic", RotarySite))
 ]
 OPTIONS = {("impulse_2024", AttentionSite): {"max_steps": 20}}
 # The pseudo-inverse amplifies rounding: positions that differ in their last bit already change the
@@ -97,11 +98,8 @@ def test_sizes_that_no_layer_has_are_refused(site_type, field, value):
 def test_the_schemes_check_their_options_themselves():
     with pytest.raises(InputError, match=r"^kernel_size=4"):
         attention_init.impulse(kernel_size=4)
-    with pytest.raises(InputError, match=r"norm=1\.0 and target_mass"):
-        attention_init.impulse(norm=1.0, target_mass=0.5)
-    for option in (dict(dilation=2), dict(kernel_size=5)):
-        with pytest.raises(InputError, match=r"^(dilation=2|kernel_size=5) is for impulses"):
-            attention_init.impulse(filters=np.ones((1, 3, 3)), **option)
+    with pytest.raises(InputError, match=r"^kernel_size=5"):
+        attention_init.impulse(filters=np.ones((1, 3, 3)), kernel_size=5)
     with pytest.raises(TypeError):
         attention_init.mimetic(kernel_size=3)
 
@@ -109,9 +107,10 @@ def test_the_schemes_check_their_options_themselves():
 @pytest.mark.parametrize(
     ("site_type", "options"),
     [
-        (WindowSite, dict(keep_positions=False)),
-        (TokenMixingSite, dict(target_mass=0.5)),
-        (ConvSite, dict(kernel_size=3)),
+        (WindowSite, dict(replace_positions=False)),
+        (RotarySite, dict(replace_positions=False)),
+        (TokenMixingSite, dict(target_mass=0.3)),
+        (ConvSite, dict(kernel_size=5)),
     ],
 )
 def test_options_without_meaning_for_a_site_are_refused(site_type, options):

@@ -47,10 +47,10 @@ def own_scheme(std=0.1):
 
 def test_a_new_scheme_drops_the_options_of_the_former_alone(capsys):
     config = changed("seed", 0)
-    config.attention_init = dict(name="impulse", kernel_size=5, norm=1.0, typo=1)
+    config.attention_init = dict(name="impulse", kernel_size=5, dilation=2, typo=1)
     command_line.set_field(config, "attention_init.name", "impulse_2024")
     assert config.attention_init.to_dict() == dict(name="impulse_2024", kernel_size=5, typo=1)
-    assert "'impulse_2024' does not use norm\n" in capsys.readouterr().out
+    assert "'impulse_2024' does not use dilation\n" in capsys.readouterr().out
     config.attention_init = dict(name="test_config:own_scheme", std=0.2)
     command_line.set_field(config, "attention_init.name", "default")
     assert config.attention_init.to_dict() == dict(name="default")
@@ -58,7 +58,7 @@ def test_a_new_scheme_drops_the_options_of_the_former_alone(capsys):
 
 @pytest.mark.parametrize(
     "options",
-    [dict(kernel_size=4), dict(norm=1.0, target_mass=0.5), dict(typo=1)],
+    [dict(kernel_size=4), dict(target_mass=1.0), dict(typo=1)],
 )
 def test_mistaken_options_of_a_scheme_name_the_section(options):
     config = changed("seed", 0)
@@ -67,14 +67,29 @@ def test_mistaken_options_of_a_scheme_name_the_section(options):
         config_lib.make_attention_init(config)
 
 
-@pytest.mark.parametrize("model", ["vit", "convmixer"])
-def test_a_scheme_sets_the_fields_that_it_needs(model):
-    config = config_lib.base_config(model)
+@pytest.mark.parametrize(
+    ("section", "instead"),
+    [
+        (dict(name="kaiming_uniform"), "base_init='pytorch'"),
+        (dict(name="impulse", mimetic_layers=0.5), "impulse_mimetic"),
+        (dict(name="impulse", norm=1.0), "target_mass"),
+        (dict(name="impulse", patch_scale=0.3), "name='impulse' without"),
+    ],
+)
+def test_former_names_say_what_to_write_instead(section, instead):
+    config = changed("seed", 0)
+    config.attention_init = section
+    with pytest.raises(InputError, match=rf"^config\.attention_init\..* was removed: .*{instead}"):
+        config_lib.make_attention_init(config)
+
+
+def test_a_scheme_sets_the_fields_that_it_needs():
+    config = config_lib.base_config("vit")
     config.data.name = "digits"
-    config.attention_init = dict(name="kaiming_uniform")
-    with pytest.raises(InputError, match=r"model\.base_init='timm' must be 'pytorch'"):
+    config.attention_init = dict(name="impulse_2025")
+    with pytest.raises(InputError, match=r"model\.positions='sincos' must be 'learned'"):
         config_lib.validate(config)
-    config_lib.set_scheme(config, "kaiming_uniform")
+    config_lib.set_scheme(config, "impulse_2025")
     config_lib.validate(config)
 
 

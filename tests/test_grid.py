@@ -9,23 +9,21 @@ pytestmark = pytest.mark.usefixtures("library_promotion")
 
 
 def test_settings_have_readable_names_and_what_their_scheme_needs(tiny_config, capsys):
-    axes = train_grid.parse_axes(["model.depth=1,2", "attention_init.norm=0.5"])
-    schemes = ["default", "kaiming_uniform", "impulse_2025", "impulse"]
+    axes = train_grid.parse_axes(["model.depth=1,2", "attention_init.dilation=2"])
+    schemes = ["default", "impulse_2025", "impulse"]
     settings = train_grid.expand(tiny_config.lock(), schemes, axes)
     assert list(settings) == [
         *("default,model.depth=1", "default,model.depth=2"),
-        *("kaiming_uniform,model.depth=1", "kaiming_uniform,model.depth=2"),
         *("impulse_2025,model.depth=1", "impulse_2025,model.depth=2"),
-        *(f"impulse,attention_init.norm=0.5,model.depth={depth}" for depth in (1, 2)),
+        *(f"impulse,attention_init.dilation=2,model.depth={depth}" for depth in (1, 2)),
     ]
     assert settings["default,model.depth=2"].model.depth == 2
-    assert settings["kaiming_uniform,model.depth=1"].model.base_init == "pytorch"
     assert settings["impulse_2025,model.depth=1"].model.positions == "learned"
-    assert settings["impulse,attention_init.norm=0.5,model.depth=1"].attention_init.norm == 0.5
+    assert settings["impulse,attention_init.dilation=2,model.depth=1"].attention_init.dilation == 2
     assert tiny_config.model.positions == "sincos"
     assert "impulse_2025 needs config.model.positions='learned'" in capsys.readouterr().out
     baselines = train_grid.find_baselines(settings)
-    assert baselines["impulse,attention_init.norm=0.5,model.depth=2"] == "default,model.depth=2"
+    assert baselines["impulse,attention_init.dilation=2,model.depth=2"] == "default,model.depth=2"
     assert baselines["default,model.depth=1"] == "default,model.depth=1"
 
 

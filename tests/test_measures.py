@@ -5,7 +5,7 @@ import pytest
 from scipy.stats import entropy
 
 from structinit_jax.analysis import measures
-from structinit_jax.attention_init import kernels
+from structinit_jax.attention_init.targets import convolution_maps, impulse_kernels, kernel_offsets
 
 GRID = (4, 5)
 RNG = np.random.default_rng(0)
@@ -43,7 +43,7 @@ def test_entropy_is_that_of_scipy():
 
 @pytest.mark.parametrize("index", [0, 4, 5])
 def test_an_impulse_is_recognized(index):
-    targets = kernels.convolution_maps(kernels.impulse_kernels(3), GRID)[[index, 8]]
+    targets = convolution_maps(impulse_kernels(3), GRID)[[index, 8]]
     # Rows without the neighbor attend evenly.
     maps = np.where(targets[0].sum(-1, keepdims=True), targets[0], np.float32(1 / 20))
     found = measures.measure_mean_maps(jnp.asarray(maps), GRID)
@@ -51,7 +51,7 @@ def test_an_impulse_is_recognized(index):
     kernel = measures.attention_by_offset(maps, GRID)
     assert kernel.shape == (7, 9)
     row, column = np.unravel_index(np.argmax(kernel), kernel.shape)
-    assert [row - 3, column - 4] == kernels.kernel_offsets(3)[index].tolist()
+    assert [row - 3, column - 4] == kernel_offsets(3)[index].tolist()
     both = jnp.asarray(np.stack([maps, maps])[None])
     for values in measures.measure_against_targets(both, jnp.asarray(targets)).values():
         np.testing.assert_allclose(values[0], 1, rtol=1e-6)

@@ -8,7 +8,7 @@ import jax
 import numpy as np
 import pytest
 
-from structinit_jax.attention_init.kernels import draw_flat
+from structinit_jax.attention_init.draws import draw_flat
 from structinit_jax.run import set_up
 
 HEAVY = {"grain", "sklearn", "tensorflow", "tensorflow_datasets"}

@@ -85,7 +85,7 @@ def test_a_seed_gives_the_same_weights_on_any_number_of_devices(tiny_config):
 @pytest.mark.parametrize(("heads", "warned"), [(2, False), (8, True)])
 def test_targets_out_of_reach_are_reported_once(tiny_config, heads, warned, capsys):
     tiny_config.model.update(num_heads=heads, depth=1)
-    tiny_config.attention_init.norm = 2.0  # so narrow a model has soft maps otherwise
+    tiny_config.attention_init.target_mass = 0.9
     start(tiny_config)
     assert capsys.readouterr().out.count("warning: only") == warned
 

@@ -9,7 +9,7 @@ import pytest
 import references
 from flax import nnx
 
-from structinit_jax.attention_init.kernels import relative_index
+from structinit_jax.attention_init.targets import relative_index
 from structinit_jax.errors import InputError
 from structinit_jax.interop import from_timm, to_timm
 from structinit_jax.models.swin import SwinTransformer, spread_bias

@@ -127,11 +127,13 @@ def test_class_token_gets_no_sincos_position():
 def test_rotary_heads_of_every_layer_attend_to_their_neighbor(library_promotion):
     options = dict(positions="rope", width=64, num_heads=8, depth=2)
     (site,) = make(**options).sites().values()
-    positional = dict(mimetic_layers=0.0, keep_positions=True, patch_scale=0.3, mlp_scale=0.0)
-    scheme = attention_init.impulse(**positional)
-    weights = scheme(jax.random.key(0), site)
+    weights = attention_init.impulse()(jax.random.key(0), site)
     options |= dict(pool="class_token", dtype="bfloat16", remat="full")
     model = make(**options, attention_init=lambda rng, site: weights)
+    # Without content and what layers write, all that tokens hold is their common vector.
+    quiet = [model.patch_embedding.kernel, model.blocks.attention.out.kernel]
+    for kernel in (*quiet, model.blocks.mlp.fc2.kernel):
+        kernel[...] = 0.0 * kernel[...]
     _, out = jax.jit(lambda model: model(IMAGES, with_maps=True))(model)
     maps = np.asarray(out["blocks"]["attention_maps"], np.float32)[..., 1:, 1:]
     targets = np.asarray(weights.targets)[np.asarray(weights.filter_index)][:, None]
@@ -162,18 +164,13 @@ def test_attention_init_is_asked_once_and_put_in_place(pool):
     assert len(model.positions[...]) == (17 if pool == "class_token" else 16)
 
 
-def test_scales_multiply_the_initial_values():
+def test_a_scale_multiplies_learned_positions():
     options = dict(pool="class_token", positions="learned")
-    weights = AttentionWeights(position_scale=18.0, patch_scale=0.3, mlp_scale=0.0)
+    weights = AttentionWeights(position_scale=18.0)
     model = make(**options)
     np.testing.assert_array_equal(model.sites()["blocks"].positions, model.positions[...][1:])
     scaled = make(**options, attention_init=lambda rng, site: weights)
     np.testing.assert_allclose(scaled.positions[...], 18 * model.positions[...], rtol=1e-6)
-    kernel = model.patch_embedding.kernel[...]
-    np.testing.assert_allclose(scaled.patch_embedding.kernel[...], 0.3 * kernel, rtol=1e-6)
-    assert not np.any(scaled.blocks.mlp.fc2.kernel[...])
-    unchanged = scaled.blocks.mlp.fc1.kernel[...], model.blocks.mlp.fc1.kernel[...]
-    np.testing.assert_array_equal(*unchanged)
 
 
 def test_a_scheme_cannot_set_fixed_positions():

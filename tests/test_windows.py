@@ -6,7 +6,7 @@ import pytest
 from flax import nnx
 
 from structinit_jax.attention_init import WindowSite, impulse
-from structinit_jax.attention_init import kernels as kernels_lib
+from structinit_jax.attention_init import targets as targets_lib
 from structinit_jax.models.swin import SwinTransformer, shift_mask
 
 WINDOW = (4, 5)
@@ -32,7 +32,7 @@ def maps_of(weights, window=WINDOW):
 def test_impulse_rows_have_exactly_the_mass_and_others_are_uniform(mass):
     weights = impulse(target_mass=mass)(RNG, SITE)
     maps = maps_of(weights)
-    targets = kernels_lib.convolution_maps(kernels_lib.impulse_kernels(3), WINDOW)[
+    targets = targets_lib.convolution_maps(targets_lib.impulse_kernels(3), WINDOW)[
         weights.filter_index
     ]
     has_target = targets.any(-1)
@@ -50,7 +50,7 @@ def test_given_kernels_are_mixed_with_a_uniform_floor():
     kernels = np.float32([[[0, 1, 3], [0, 0, 0], [0, 0, 0]]])
     scheme = impulse(filters=kernels, target_mass=mass)
     weights = scheme(RNG, dataclasses.replace(SITE, grid=window))
-    targets = kernels_lib.convolution_maps(kernels, window)[weights.filter_index]
+    targets = targets_lib.convolution_maps(kernels, window)[weights.filter_index]
     target, row = targets[:, :, 40], maps_of(weights, window)[:, :, 40]  # of the center
     target = target / target.sum(-1, keepdims=True)
     np.testing.assert_allclose(np.minimum(row, target).sum(-1), mass, rtol=1e-4)

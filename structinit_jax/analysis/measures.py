@@ -7,8 +7,8 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float
 
-from structinit_jax.attention_init.kernels import relative_index
 from structinit_jax.attention_init.solve import find_hits
+from structinit_jax.attention_init.targets import relative_index
 
 # -- attention maps --------------------------------------------------------------------------------
 

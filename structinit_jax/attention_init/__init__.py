@@ -13,7 +13,8 @@ the scheme does not support, or for options that do not apply to it.
 
 Each kind of site has a module with its schemes:
 
-- `AttentionSite`: attention with positions, as in ViT (`tokens`, and `papers` as published).
+- `AttentionSite`: attention with positions added to the tokens, as in ViT (`absolute`, and
+  `published` for the papers' programs).
 - `RotarySite`: attention with rotary positions only (`rotary`).
 - `WindowSite`: attention within windows, as in Swin (`windows`).
 - `TokenMixingSite`: token-mixing MLPs, as in MLP-Mixer (`token_mixing`).
@@ -25,14 +26,23 @@ target map H [N, N] of a convolution, attention map M = softmax(σ X Q Kᵀ Xᵀ
 """
 
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import jax
 
-from structinit_jax.attention_init import convolution, papers, rotary, token_mixing, tokens, windows
-from structinit_jax.attention_init.kernels import Dilation, FilterArray, OddInt, sincos_positions
-from structinit_jax.attention_init.papers import PseudoInput
+from structinit_jax.attention_init import (
+    absolute,
+    convolution,
+    draws,
+    near_identity,
+    published,
+    rotary,
+    token_mixing,
+    windows,
+)
+from structinit_jax.attention_init.positions import sincos_positions
+from structinit_jax.attention_init.published import PseudoInput
 from structinit_jax.attention_init.rotary import rotary_angles
 from structinit_jax.attention_init.sites import (
     AttentionInit,
@@ -48,81 +58,91 @@ from structinit_jax.attention_init.sites import (
     Weights,
     WindowSite,
 )
-from structinit_jax.attention_init.tokens import OpenFraction
-from structinit_jax.errors import (
-    InputError,
-    NonNegativeFloat,
-    PositiveFloat,
-    PositiveInt,
-    Probability,
-    check_fields,
-)
+from structinit_jax.attention_init.targets import FilterArray, OddInt, OpenFraction
+from structinit_jax.errors import InputError, PositiveFloat, PositiveInt, check_fields
 
 
 def impulse(
     *,
-    kernel_size: OddInt | None = None,
+    kernel_size: OddInt = 3,
     filters: FilterArray | None = None,
-    dilation: Dilation | None = None,
-    target_mass: OpenFraction | None = None,
-    norm: PositiveFloat | None = None,
-    mimetic_layers: Probability | None = None,
-    keep_positions: bool | None = None,
-    patch_scale: PositiveFloat | None = None,
-    mlp_scale: NonNegativeFloat | None = None,
+    dilation: PositiveInt = 1,
+    target_mass: OpenFraction = 0.5,
+    replace_positions: bool = True,
 ) -> AttentionInit:
-    """Impulse initialization: layers that start as convolutions with one filter per head.
+    """The papers' method: every head of every layer starts as an impulse convolution.
 
-    `tokens.impulse` is the method for attention with positions, close to the 2024 paper's. The
-    forms for other sites are our own: a `RotarySite` takes all options but `norm`, a `WindowSite`
-    `kernel_size`, `filters`, `dilation` and `target_mass`, a `TokenMixingSite` the first
-    three of these, and a `ConvSite` only `filters`. None means the site's default, given below.
+    Query and key weights are solved for, such that each head's attention to positions is
+
+        softmax(σ X Q Kᵀ Xᵀ) ≈ H,
+
+    where H attends to the neighbor at the head's offset (2024, equation 8). Value and output
+    projection have a product near -0.4 I, as in 2025. `impulse_2024` and `impulse_2025` are the
+    papers' own ways to solve for Q and K, algorithm 1 and a pseudo-inverse; this one gets closer to
+    H at the same norms, and takes less than a second. `absolute` has the method for ViTs.
+
+    The forms for rotary positions, windows (Swin) and token mixing (MLP-Mixer) are our own: the
+    papers have no impulse for them. So is the scale of the filters at a `ConvSite`.
 
     Args:
-      kernel_size: Kernel size f of the impulses, odd; by default 3. A `ConvSite` has its own.
-      filters: Your own filters instead of impulses: kernels [F, f, f].
-      dilation: Distance in tokens between neighboring offsets, one for all layers or one per layer.
-        By default 1, and more in the later layers of attention with positions on a large grid
-        (`kernels.growing_dilation`).
-      target_mass: Share of the attention that the solve puts on the target. It sets how sharp the
-        maps are, in any model and on any grid. By default 0.5; with positions 0.2, or 12.8 times
-        what uniform attention puts there if that is less (for impulses, on more than 64 tokens),
-        and always more than uniform attention.
-      norm: Root mean square norm of the columns of Q and K, instead of a target mass.
-      mimetic_layers: Share of the layers, counted from the last, in which heads attend to similar
-        tokens. By default 0.5.
-      keep_positions: If false, the default, value and output projection have a product near
-        -0.4 I, so that each layer removes 0.4 of the positions from the residual stream. If true,
-        they do not act on positions (at a `RotarySite`, on the vector that all tokens share).
-      patch_scale: Factor on the kernel of the patch embedding. The weaker the content next to the
-        positions, the closer maps are to targets. By default 1.
-      mlp_scale: Factor on the output kernels of the MLPs. By default 1. In other projects' models,
-        multiply the kernels yourself instead of passing these two factors.
+      kernel_size: Kernel size f of the impulses, odd. A `ConvSite` has its own.
+      filters: Kernels [F, f, f] to use instead of impulses.
+      dilation: Distance in tokens between neighboring taps of a kernel.
+      target_mass: Share of its attention that a token pays to the target, which sets how sharp the
+        maps are. Uniform attention to N tokens pays 1 / N to an impulse.
+      replace_positions: Whether a sin-cos encoding replaces learned positions. If false, learned
+        positions are multiplied by 18, as in 2025, and the weights are solved for these.
+
+    Returns:
+      The scheme, a function `(rng, site) -> weights`.
+
+    Raises:
+      InputError: An option is invalid. The scheme raises it if an option does not fit the site.
     """
-    options = dict(locals())  # all arguments, since no other local is set yet
-    if norm is not None and target_mass is not None:
-        raise InputError(f"norm={norm} and target_mass={target_mass} exclude each other: pass one")
-    for name, value in dict(kernel_size=kernel_size, dilation=dilation).items():
-        if filters is not None and value is not None:
-            raise InputError(f"{name}={value} is for impulses: leave it out, or leave out filters")
+    options = dict(locals())
+    check_fields(impulse, options, "")
+    kernels = ("kernel_size", "filters", "dilation")
     functions = {
-        AttentionSite: tokens.impulse,
-        RotarySite: rotary.impulse,
-        WindowSite: windows.impulse,
-        TokenMixingSite: token_mixing.impulse,
-        ConvSite: convolution.impulse,
+        AttentionSite: (absolute.impulse, (*kernels, "target_mass", "replace_positions")),
+        RotarySite: (rotary.impulse, (*kernels, "target_mass")),
+        WindowSite: (windows.impulse, (*kernels, "target_mass")),
+        TokenMixingSite: (token_mixing.impulse, kernels),
+        ConvSite: (convolution.impulse, ("filters",)),
     }
-    return _by_site(impulse, functions, options)
+    return _by_site(impulse, options, functions)
+
+
+def impulse_mimetic(
+    *,
+    kernel_size: OddInt = 3,
+    filters: FilterArray | None = None,
+    dilation: PositiveInt = 1,
+    target_mass: OpenFraction = 0.1,
+) -> AttentionInit:
+    """Our variant: `impulse` in the first half of the layers, similar tokens in the second.
+
+    In the second half heads attend to similar tokens, Q Kᵀ near 0.7 I as in `mimetic`. The default
+    mass on the target is smaller than that of `impulse`, since softer impulses in the early layers
+    train better on CIFAR-10 (docs/results.md). A sin-cos encoding replaces learned positions. For
+    the options, see `impulse`.
+    """
+    options = dict(locals())
+    check_fields(impulse_mimetic, options, "")
+    functions = {
+        AttentionSite: (absolute.impulse_mimetic, tuple(options)),
+        RotarySite: (rotary.impulse_mimetic, tuple(options)),
+    }
+    return _by_site(impulse_mimetic, options, functions)
 
 
 def impulse_2024(
     *,
-    kernel_size: OddInt | None = None,
-    same_layers: bool | None = None,
-    first_input: PseudoInput | None = None,
-    following_input: PseudoInput | None = None,
-    max_steps: PositiveInt | None = None,
-    taps: PositiveInt | None = None,
+    kernel_size: OddInt = 3,
+    same_layers: bool = True,
+    first_input: PseudoInput = "positions",
+    following_input: PseudoInput = "positions",
+    max_steps: PositiveInt = 10_000,
+    taps: PositiveInt = 1,
 ) -> AttentionInit:
     """The impulse initialization of the 2024 paper as published, to reproduce it.
 
@@ -130,20 +150,25 @@ def impulse_2024(
     learned table; `taps` is for convolutions.
 
     Args:
-      kernel_size: Kernel size f, odd; 3 by default. Each head draws one of the f² offsets.
-      same_layers: Whether all layers share Q and K, as in the paper's main results and by default.
-        With two pseudo inputs, the first layer has its own. Layers that are not shared draw their
-        own offsets and noise.
-      first_input: Pseudo input of the first layer (table 6): 'positions' (the default), 'uniform',
-        'gaussian', 'positions+uniform' or 'positions+gaussian'.
+      kernel_size: Kernel size f, odd. Each head draws one of the f² offsets.
+      same_layers: Whether all layers share Q and K, as in the paper's main results. With two pseudo
+        inputs, the first layer has its own. Layers that are not shared draw their own offsets and
+        noise.
+      first_input: Pseudo input of the first layer (table 6): 'positions', 'uniform', 'gaussian',
+        'positions+uniform' or 'positions+gaussian'.
       following_input: Pseudo input of the other layers.
-      max_steps: Number of Adam steps; 10,000 by default.
-      taps: Number of nonzero entries in each filter, all equal: 1, the default, gives the impulses
-        of table 4, and f² its box filters.
+      max_steps: Number of Adam steps.
+      taps: Number of nonzero entries in each filter, all equal: 1 gives the impulses of table 4,
+        and f² its box filters.
     """
-    options = dict(locals())  # all arguments, since no other local is set yet
-    functions = {AttentionSite: papers.impulse_2024, ConvSite: convolution.impulse_2024}
-    return _by_site(impulse_2024, functions, options)
+    options = dict(locals())
+    check_fields(impulse_2024, options, "")
+    attention = ("kernel_size", "same_layers", "first_input", "following_input", "max_steps")
+    functions = {
+        AttentionSite: (published.impulse_2024, attention),
+        ConvSite: (convolution.impulse_2024, ("taps",)),
+    }
+    return _by_site(impulse_2024, options, functions)
 
 
 def impulse_2025(
@@ -158,71 +183,87 @@ def impulse_2025(
         program; fixed ones stay as they are.
       query_key_norm: Frobenius norm of each head's Q and K.
     """
-    return _by_site(impulse_2025, {AttentionSite: papers.impulse_2025}, dict(locals()))
+    options = dict(locals())
+    check_fields(impulse_2025, options, "")
+    functions = {AttentionSite: (published.impulse_2025, tuple(options))}
+    return _by_site(impulse_2025, options, functions)
 
 
-def mimetic(*, replace_positions: bool | None = None) -> AttentionInit:
+def mimetic(*, replace_positions: bool = True) -> AttentionInit:
     """Mimetic initialization (Trockman & Kolter 2023): heads attend to similar tokens.
 
     Args:
-      replace_positions: Whether a sin-cos encoding replaces learned positions, by default true.
-        Neighbors then have similar positions, to which heads attend. Learned positions start near
-        zero, too small to matter; the 2025 paper's program keeps them.
+      replace_positions: Whether a sin-cos encoding replaces learned positions. Neighbors then have
+        similar positions, to which heads attend. Learned positions start near zero, too small to
+        matter; the 2025 paper's program keeps them.
     """
-    functions = dict.fromkeys(ATTENTION, papers.mimetic) | {TokenMixingSite: token_mixing.mimetic}
-    return _by_site(mimetic, functions, dict(replace_positions=replace_positions))
+    options = dict(locals())
+    check_fields(mimetic, options, "")
+    functions = {
+        AttentionSite: (near_identity.mimetic, ("replace_positions",)),
+        RotarySite: (near_identity.mimetic, ()),
+        WindowSite: (near_identity.mimetic, ()),
+        TokenMixingSite: (token_mixing.mimetic, ()),
+    }
+    return _by_site(mimetic, options, functions)
 
 
 def default() -> AttentionInit:
     """The base initialization of our models, timm's or PyTorch's; in other models, timm's."""
-    attention = dict.fromkeys(ATTENTION, papers.default)
-    others = {TokenMixingSite: token_mixing.default, ConvSite: convolution.default}
-    return _by_site(default, attention | others, {})
+    functions = {
+        AttentionSite: (draws.default, ()),
+        RotarySite: (draws.default, ()),
+        WindowSite: (draws.default, ()),
+        TokenMixingSite: (token_mixing.default, ()),
+        ConvSite: (convolution.default, ()),
+    }
+    return _by_site(default, {}, functions)
 
 
-def kaiming_uniform() -> AttentionInit:
-    """PyTorch's default for linear layers and convolutions: uniform between ±(fan-in)^-1/2."""
-    attention = dict.fromkeys(ATTENTION, papers.kaiming_uniform)
-    others = {TokenMixingSite: token_mixing.kaiming_uniform, ConvSite: convolution.default}
-    return _by_site(kaiming_uniform, attention | others, {})
-
-
-ATTENTION = (AttentionSite, RotarySite, WindowSite)
 SCHEMES: dict[str, Callable[..., AttentionInit]] = {
     "impulse": impulse,
     "impulse_2024": impulse_2024,
     "impulse_2025": impulse_2025,
+    "impulse_mimetic": impulse_mimetic,
     "mimetic": mimetic,
     "default": default,
-    "kaiming_uniform": kaiming_uniform,
 }
 
 
 def _by_site(
     scheme: Callable[..., AttentionInit],
-    functions: dict[type, Callable[..., Weights]],
-    options: dict[str, Any],
+    options: Mapping[str, Any],
+    functions: Mapping[type, tuple[Callable[..., Weights], tuple[str, ...]]],
 ) -> AttentionInit:
-    """Checks the options and returns a scheme's `(rng, site) -> weights`.
+    """Returns the `(rng, site) -> weights` that calls the function for the site's type.
 
-    The returned function calls the one for the site's type, without the options that are None, so
-    that its defaults apply.
+    Each function comes with the names of the options that it takes. Others are refused unless they
+    have the default value of the scheme's signature.
     """
-    check_fields(scheme, options, "")
-    options = {name: value for name, value in options.items() if value is not None}
+    defaults = inspect.unwrap(scheme).__kwdefaults__  # type checkers wrap it in the tests
+    changed = [
+        name
+        for name, value in options.items()
+        if value is not defaults[name] and (defaults[name] is None or value != defaults[name])
+    ]
+    if {"filters", "kernel_size"} <= set(changed):
+        raise InputError(
+            f"kernel_size={options['kernel_size']} is for impulses: leave it out, or the filters"
+        )
 
-    def init(rng, site):
+    def init(rng: jax.Array, site: Site) -> Weights:
         kind = type(site).__name__
         if type(site) not in functions:
             known = ", ".join(site_type.__name__ for site_type in functions)
-            raise InputError(f"this scheme is for {known}, not for a {kind}: use 'default'")
-        function = functions[type(site)]
-        for name, value in options.items():
-            if name not in inspect.signature(function).parameters:
+            raise InputError(f"{scheme.__name__} is for {known}, not for a {kind}: use 'default'")
+        function, names = functions[type(site)]
+        for name in changed:
+            if name not in names:
+                value = options[name]
                 raise InputError(f"{name}={value!r} does not apply to a {kind}: leave it out")
         # TPUs would multiply in bfloat16: too coarse for a solve, and their compiler crashes on it.
         with jax.default_matmul_precision("highest"):
-            return function(rng, site, **options)
+            return function(rng, site, **{name: options[name] for name in names})
 
     return init
 
@@ -245,7 +286,7 @@ __all__ = [
     "impulse",
     "impulse_2024",
     "impulse_2025",
-    "kaiming_uniform",
+    "impulse_mimetic",
     "mimetic",
     "rotary_angles",
     "sincos_positions",

@@ -11,8 +11,8 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import PRNGKeyArray
 
-from structinit_jax.attention_init.kernels import FilterArray, assign
 from structinit_jax.attention_init.sites import ConvSite, ConvWeights
+from structinit_jax.attention_init.targets import FilterArray, assign, impulse_kernels
 from structinit_jax.errors import InputError
 
 
@@ -23,12 +23,10 @@ def default(rng: PRNGKeyArray, site: ConvSite) -> ConvWeights:
     return ConvWeights(jax.random.uniform(rng, shape, minval=-bound, maxval=bound))
 
 
-def impulse(
-    rng: PRNGKeyArray, site: ConvSite, *, filters: FilterArray | None = None
-) -> ConvWeights:
+def impulse(rng: PRNGKeyArray, site: ConvSite, *, filters: FilterArray | None) -> ConvWeights:
     """Gives each channel an impulse at one of the f² places of the kernel, or one of `filters`."""
     size = site.kernel_size
-    bank = np.eye(size**2).reshape(-1, size, size) if filters is None else filters
+    bank = impulse_kernels(size) if filters is None else filters
     bank = np.asarray(bank, np.float32)
     if bank.shape[1:] != (size, size):
         raise InputError(
@@ -39,7 +37,7 @@ def impulse(
     return ConvWeights(jnp.moveaxis(jnp.asarray(bank)[filter_index], 1, -1))
 
 
-def impulse_2024(rng: PRNGKeyArray, site: ConvSite, *, taps: int = 1) -> ConvWeights:
+def impulse_2024(rng: PRNGKeyArray, site: ConvSite, *, taps: int) -> ConvWeights:
     """Draws the filters of the 2024 program: `taps` equal entries at random places, by channel."""
     size = site.kernel_size
     if taps > size**2:

@@ -7,7 +7,6 @@ depend only on the positions, and only on the offset if angles are linear in the
 solves for the coefficients c_p = σ conj(q_p) k_p. The other schemes are in `papers`.
 """
 
-import dataclasses
 import functools
 import math
 
@@ -16,13 +15,8 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float, Int, PRNGKeyArray
 
-from structinit_jax.attention_init.kernels import (
-    Dilation,
-    FilterArray,
-    assign_by_layer,
-    filter_maps,
-)
-from structinit_jax.attention_init.papers import default
+from structinit_jax.attention_init.draws import base_weights
+from structinit_jax.attention_init.near_identity import similar_heads, value_and_projection
 from structinit_jax.attention_init.sites import AttentionWeights, RotarySite, SolveReport
 from structinit_jax.attention_init.solve import (
     minimize,
@@ -30,11 +24,7 @@ from structinit_jax.attention_init.solve import (
     report_on_maps,
     warn_if_out_of_reach,
 )
-from structinit_jax.attention_init.tokens import (
-    add_similar_layers,
-    remove_inputs,
-    value_and_projection,
-)
+from structinit_jax.attention_init.targets import FilterArray, assign, filter_maps
 from structinit_jax.errors import InputError
 
 START_NORM = 3.0  # root of the sum of |c| at the start; most grids need about this
@@ -67,14 +57,10 @@ def impulse(
     rng: PRNGKeyArray,
     site: RotarySite,
     *,
-    kernel_size: int = 3,
-    filters: FilterArray | None = None,
-    dilation: Dilation = 1,
-    target_mass: float = 0.5,
-    mimetic_layers: float = 0.5,
-    keep_positions: bool = False,
-    patch_scale: float | None = None,
-    mlp_scale: float | None = None,
+    kernel_size: int,
+    filters: FilterArray | None,
+    dilation: int,
+    target_mass: float,
 ) -> AttentionWeights:
     """Impulse initialization through RoPE: constant queries and keys, rotated by the model.
 
@@ -83,14 +69,31 @@ def impulse(
     model's `base_init`. The coefficients are solved for: maps that are closest to the targets at
     the lowest norm are also the least disturbed by content. The phases of k are random and
     independent for each head. In the first layer, tokens without content have the target mass;
-    content takes some of it. In the last layers, a share of `mimetic_layers`, heads attend to
-    similar tokens instead.
+    content takes some of it.
     """
-    targets, ranges = filter_maps(site, kernel_size, filters, dilation)
+    targets = filter_maps(site.grid, kernel_size, filters, dilation)
+    return _impulse(rng, site, targets, target_mass, num_impulse=site.num_layers)
+
+
+def impulse_mimetic(
+    rng: PRNGKeyArray,
+    site: RotarySite,
+    *,
+    kernel_size: int,
+    filters: FilterArray | None,
+    dilation: int,
+    target_mass: float,
+) -> AttentionWeights:
+    """Does the same in the first half of the layers; see `attention_init.impulse_mimetic`."""
+    targets = filter_maps(site.grid, kernel_size, filters, dilation)
+    return _impulse(rng, site, targets, target_mass, num_impulse=-(-site.num_layers // 2))
+
+
+def _impulse(rng, site, targets, target_mass, *, num_impulse):
     order_rng, place_rng = jax.random.split(rng)
-    num_impulse = site.num_layers - round(mimetic_layers * site.num_layers)
-    filter_index = assign_by_layer(order_rng, site.num_heads, ranges[:num_impulse])
-    angles, targets = jnp.asarray(site.angles, jnp.float32), jnp.asarray(targets)
+    filter_index = assign(order_rng, (num_impulse, site.num_heads), len(targets))
+    targets = jnp.asarray(targets)
+    angles = jnp.asarray(site.angles, jnp.float32)
     if angles.shape[:2] == (1, 1):  # one solve for each filter serves all heads
         solved, report = solve_coefficients(angles[0], targets, target_mass)
         coefficients = solved[filter_index]
@@ -102,48 +105,47 @@ def impulse(
     weights = _draw_weights(
         place_rng,
         coefficients,
-        # Without angles a site is hashable, as static arguments must be.
-        site=dataclasses.replace(site, angles=None),
-        keep_positions=keep_positions,
+        sizes=site.sizes,
+        base_init=site.base_init,
+        qk_scale=site.qk_scale,
+        pairs=site.pairs,
     )
     # Norm of the part of Q that reads the common vector: each column is that vector times q_i / D.
     size = jnp.mean(jnp.linalg.norm(solved, axis=1))
-    norm = jnp.sqrt(size / (2 * site.qk_scale * site.width))
-    report = report._replace(norm=norm)
+    report = report._replace(norm=jnp.sqrt(size / (2 * site.qk_scale * site.width)))
     warn_if_out_of_reach(report)
-    return weights._replace(
-        report=report,
-        filter_index=filter_index,
-        targets=targets,
-        patch_scale=patch_scale,
-        mlp_scale=mlp_scale,
-    )
+    return weights._replace(report=report, filter_index=filter_index, targets=targets)
 
 
-@functools.partial(jax.jit, static_argnames=("site", "keep_positions"))
-def _draw_weights(rng, coefficients, *, site, keep_positions):
+@functools.partial(jax.jit, static_argnames=("sizes", "base_init", "qk_scale", "pairs"))
+def _draw_weights(rng, coefficients, *, sizes, base_init, qk_scale, pairs):
     """Draws the weights of all layers, the first of which have the coefficients [l, h, 2, p]."""
     sign_rng, phase_rng, qk_rng, vo_rng, similar_rng = jax.random.split(rng, 5)
-    layers, heads, width = len(coefficients), site.num_heads, site.width
-    size = jnp.sqrt(jnp.linalg.norm(coefficients, axis=2) / site.qk_scale)  # of q and k, by pair
+    drawn = base_weights(qk_rng, sizes, base_init)
+    num_impulse, heads = coefficients.shape[:2]
+    size = jnp.sqrt(jnp.linalg.norm(coefficients, axis=2) / qk_scale)  # of q and k, by pair
     phase = 2 * math.pi * jax.random.uniform(phase_rng, size.shape)
     turn = jnp.arctan2(coefficients[:, :, 1], coefficients[:, :, 0])
-    common = jax.random.permutation(sign_rng, np.repeat(np.float32([-1, 1]), width // 2))
-    basis = common[:, None] / width**0.5
-    drawn = default(qk_rng, site)
+    ones = np.repeat(np.float32([-1, 1]), sizes.width // 2)
+    common = jax.random.permutation(sign_rng, ones)
 
     def place(phase, kernel):
         parts = jnp.stack([size * jnp.cos(phase), size * jnp.sin(phase)], axis=-1)
-        if site.pairs == "halves":
+        if pairs == "halves":
             parts = jnp.swapaxes(parts, -1, -2)
-        vectors = parts.reshape(layers, heads, site.head_dim)
-        return remove_inputs(kernel[:layers], basis) + jnp.einsum(
-            "D,Lhd->LDhd", common / width, vectors
-        )
+        vectors = parts.reshape(num_impulse, heads, sizes.head_dim)
+        # What the base initialization makes of the common vector is replaced by the vectors.
+        change = vectors - jnp.einsum("D,LDhd->Lhd", common, kernel[:num_impulse])
+        return kernel[:num_impulse] + jnp.einsum("D,Lhd->LDhd", common / sizes.width, change)
 
-    query, key = place(phase - turn, drawn.query), place(phase, drawn.key)
-    query, key = add_similar_layers(similar_rng, site, query, key)
-    value, out = value_and_projection(vo_rng, site, basis if keep_positions else None)
+    query = place(phase - turn, drawn.query)
+    key = place(phase, drawn.key)
+    if num_impulse < sizes.num_layers:
+        rest = sizes._replace(num_layers=sizes.num_layers - num_impulse)
+        similar_query, similar_key = similar_heads(similar_rng, rest)
+        query = jnp.concatenate([query, similar_query])
+        key = jnp.concatenate([key, similar_key])
+    value, out = value_and_projection(vo_rng, sizes)
     return AttentionWeights(query, key, value, out, patch_bias=common)
 
 

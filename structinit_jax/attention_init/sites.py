@@ -49,6 +49,15 @@ class _Site:
         return self.grid[0] * self.grid[1]
 
 
+class Sizes(NamedTuple):
+    """Sizes of a stack of attention layers, without the arrays of a site."""
+
+    num_layers: int  # L
+    width: int  # D
+    num_heads: int  # h
+    head_dim: int  # d
+
+
 @dataclasses.dataclass(frozen=True)
 class AttentionSite(_Site):
     """Stack of equal attention layers over one grid of tokens."""
@@ -74,6 +83,11 @@ class AttentionSite(_Site):
                 f"grid={self.grid} and width={self.width} need {expected}: leave out class and "
                 "register tokens"
             )
+
+    @property
+    def sizes(self) -> Sizes:
+        """The numbers of layers, channels, heads and channels of a head."""
+        return Sizes(self.num_layers, self.width, self.num_heads, self.head_dim)
 
     def require_positions(self) -> np.ndarray | jax.Array:
         """Returns the positions, as NumPy if they are concrete.
@@ -185,17 +199,14 @@ class AttentionWeights(NamedTuple):
     out: Float[Array, "L h d D"] | None = None  # the output projection
     positions: Float[Array, "N D"] | None = None  # of a trainable position encoding
     report: SolveReport | None = None
-    # Index of each head's filter in `targets`, for the first layers; `mimetic_layers` have none.
-    filter_index: Int[Array, "first h"] | None = None
+    # Index of each head's filter in `targets`, for the first l ≤ L layers; the others have none.
+    filter_index: Int[Array, "l h"] | None = None
     targets: Float[Array | np.ndarray, "F N N"] | None = None  # the filters as maps, for analysis
     # Relative position bias of a `WindowSite`, R = (2 rows - 1) (2 cols - 1), in timm's order
     # (`kernels.relative_index`).
     bias: Float[Array, "L R h"] | None = None
     # Factor on the model's own trainable positions, class token and registers included.
     position_scale: float | Float[Array, ""] | None = None
-    # Factors on the kernels of the patch embedding and of the MLPs' output layers, in our models.
-    patch_scale: float | Float[Array, ""] | None = None
-    mlp_scale: float | Float[Array, ""] | None = None
     patch_bias: Float[Array, " D"] | None = None  # of the patch embedding
 
 

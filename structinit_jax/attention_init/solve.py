@@ -19,21 +19,28 @@ import optax
 from jaxtyping import Array, Bool, Float
 
 from structinit_jax.attention_init.sites import SolveReport, is_concrete
+from structinit_jax.errors import InputError
 
-# Maps with less mass on their targets are those of this mass with weaker logits: solved for
-# directly, they would not peak there.
+# Maps with less mass on their targets than `sharp_mass` are those of that mass with weaker logits:
+# solved for directly, fewer of their rows would peak on the target.
 SHARP_MASS = 0.2
 SOFTEN_STEPS = 20  # bisections of the norm
 MIN_HIT_RATE = 0.75  # below it, a warning says that the targets are out of reach
 # Directions weaker than this, relative to the strongest, cannot move a map at a reasonable norm.
 RANK_TOLERANCE = 1e-4
 START_REGULARIZATION = 1e-3  # of the pseudo-inverse, relative to the strongest direction
+# σ d norm² D at the start of a solve for a target mass. Logits are proportional to it, and sharp
+# maps need about 200 on 7×7 tokens and 850 on 24×24, at any width and number of heads.
+START_SHARPNESS = 128
 # Rows of the maps in the loss. All rows of a filter pose the same problem at different places, so
 # on a larger grid an evenly spaced subset determines the solution.
 MAX_ROWS = 1024
 # Adam needs about as many evaluations of the loss as L-BFGS with a line search, and compiles in a
 # third of the time.
-STEPS, LEARNING_RATE, B1, B2 = 150, 0.1, 0.9, 0.95
+STEPS = 150
+LEARNING_RATE = 0.1
+B1 = 0.9
+B2 = 0.95
 EPSILON = 1e-12
 # Every step multiplies the norm by the ratio of the odds p / (1 - p) of the target mass to those of
 # the mass, to this power. With larger ones, the norm grows faster than the directions turn, and
@@ -61,52 +68,80 @@ def row_space(
     return (x @ basis).astype(np.float32), basis.astype(np.float32)
 
 
+@jax.jit
+def learned_row_space(x: Float[Array, "N D"]) -> tuple[Float[Array, "N r"], Float[Array, "D r"]]:
+    """Splits X = Z Bᵀ as `row_space` does, at full rank r = min(N, D); X may be traced."""
+    u, s, vt = jnp.linalg.svd(x, full_matrices=False)
+    return u * s[None], vt.T
+
+
 def start_factors(
-    z: Float[np.ndarray, "N r"], targets: Float[np.ndarray, "F N N"], head_dim: int
-) -> tuple[Float[np.ndarray, "F r k"], Float[np.ndarray, "F r k"]]:
+    z: Float[np.ndarray | Array, "N r"], targets: Float[np.ndarray, "F N N"], head_dim: int
+) -> tuple[Float[np.ndarray | Array, "F r k"], Float[np.ndarray | Array, "F r k"]]:
     """Returns initial values of Q and K for the solve.
 
-    They factor Z⁺ H Z⁺ᵀ at rank k = min(d, r), as in `papers.factor_logits`, with a regularized
-    pseudo-inverse Z⁺ of `row_space`'s Z. Rows of H are centered, as softmax ignores constants.
+    As the closed form of 2025 (`published.factor_logits`), they factor Z⁺ H Z⁺ᵀ at rank
+    k = min(d, r), with a regularized pseudo-inverse Z⁺. Rows of H are centered, as softmax ignores
+    constants.
     """
+    xp = np if isinstance(z, np.ndarray) else jnp
     # The columns of Z are orthogonal, so Z⁺ needs no decomposition.
     squared = (z * z).sum(axis=0)
     centered = targets @ z - targets.mean(axis=-1)[..., None] * z.sum(axis=0)[None, None]
     inverse = 1 / (squared + START_REGULARIZATION**2 * squared.max())
-    product = inverse[:, None] * np.einsum("nr,fns->frs", z, centered) * inverse
+    product = inverse[None, :, None] * xp.einsum("nr,fns->frs", z, centered) * inverse[None, None]
     # A uniform target may project to zero, which cannot be normalized: start from the identity.
     nothing = (product == 0).all(axis=(1, 2), keepdims=True)
-    product = np.where(nothing, np.eye(z.shape[1], dtype=z.dtype), product)
+    product = xp.where(nothing, xp.eye(z.shape[1], dtype=z.dtype)[None], product)
     rank = min(head_dim, z.shape[1])
-    u, s, vt = np.linalg.svd(product)
-    root = np.sqrt(s[:, None, :rank])
-    return u[..., :rank] * root, np.swapaxes(vt, -1, -2)[..., :rank] * root
+    u, s, vt = xp.linalg.svd(product)
+    root = xp.sqrt(s[:, None, :rank])
+    return u[..., :rank] * root, xp.swapaxes(vt, -1, -2)[..., :rank] * root
 
 
 def solve_bank(
-    z: Float[np.ndarray, "N r"],
+    z: Float[np.ndarray | Array, "N r"],
     targets: Float[np.ndarray, "F N N"],
     *,
     head_dim: int,
     qk_scale: float,
-    norm: float,
+    width: int,
     target_mass: float | None = None,
+    norm: float | None = None,
+    learning_rate: float = LEARNING_RATE,
+    sharp_mass: float = SHARP_MASS,
 ) -> tuple[Float[Array, "F r k"], Float[Array, "F r k"], SolveReport]:
     """Minimizes the mean of (H - M)² (2024, equation 8) for each target H; returns BᵀQ and BᵀK.
 
-    `norm` is the root mean square of the norms of the d columns of Q (and of K), and limits how
-    sharp the maps are. With a target mass, it is only the initial value: each filter's norm is
-    adjusted to reach that mass. Only directions are optimized, from `start_factors`; for a target
-    mass below `SHARP_MASS`, they are those of that mass, and then the norm is lowered.
+    How sharp the maps are depends on the norm of Q and K, the root mean square of the norms of
+    their d columns. Pass it, or a `target_mass`, to which the norm of each filter is adjusted. Only
+    directions are optimized, from `start_factors`; for a target mass below `sharp_mass`, they are
+    those of that mass, and then the norm is lowered.
     """
-    start = start_factors(z, targets, head_dim)
+    if norm is None:
+        norm = (START_SHARPNESS / (qk_scale * head_dim * width)) ** 0.5
     rows = np.linspace(0, len(z) - 1, min(len(z), MAX_ROWS)).round().astype(int)
+    start = start_factors(z, targets, head_dim)
     sizes = dict(head_dim=head_dim, qk_scale=qk_scale)
-    return _solve(start, z[rows], z, targets[:, rows], norm, target_mass, **sizes)
+    options = (norm, target_mass, learning_rate, sharp_mass)
+    return _solve(start, z[rows], z, targets[:, rows], *options, **sizes)
+
+
+def require_above_uniform(target_mass: float, targets: Float[np.ndarray, "F N N"]) -> None:
+    """Raises `InputError` for a target mass that uniform attention already exceeds."""
+    rows = (targets.max(axis=-1) > 0).sum()
+    uniform = float(np.minimum(targets, 1 / targets.shape[-1]).sum() / rows)
+    if target_mass <= uniform:
+        raise InputError(
+            f"target_mass={target_mass:.3g}, but uniform attention has {uniform:.3g} on these "
+            "targets: pass a larger target_mass"
+        )
 
 
 @functools.partial(jax.jit, static_argnames=("head_dim", "qk_scale"))
-def _solve(start, queries, z, targets, norm, target_mass, *, head_dim, qk_scale):
+def _solve(
+    start, queries, z, targets, norm, target_mass, learning_rate, sharp_mass, *, head_dim, qk_scale
+):
     """See `solve_bank`; `queries` and `targets` have only the rows that enter the loss."""
     # In a traced caller these are constants, and XLA would evaluate all that depends on them alone,
     # such as the row maxima of the targets, at compile time, which is far slower.
@@ -132,8 +167,8 @@ def _solve(start, queries, z, targets, norm, target_mass, *, head_dim, qk_scale)
     norm = jnp.full(len(targets), norm, jnp.float32)
     # At unit norm, so that step sizes mean the same at any norm of the weights.
     factors = tuple(at_norm(factor, jnp.ones_like(norm)) for factor in start)
-    sharp_mass = None if target_mass is None else jnp.maximum(target_mass, SHARP_MASS)
-    factors, norm = minimize(loss_and_mass, factors, norm, sharp_mass)
+    solved_mass = None if target_mass is None else jnp.maximum(target_mass, sharp_mass)
+    factors, norm = minimize(loss_and_mass, factors, norm, solved_mass, learning_rate)
     if target_mass is not None:
 
         def halve(_, ends):
@@ -142,7 +177,7 @@ def _solve(start, queries, z, targets, norm, target_mass, *, head_dim, qk_scale)
             above = loss_and_mass(factors, middle)[1] > target_mass
             return jnp.where(above, low, middle), jnp.where(above, middle, high)
 
-        steps = jnp.where(target_mass < SHARP_MASS, SOFTEN_STEPS, 0)
+        steps = jnp.where(target_mass < sharp_mass, SOFTEN_STEPS, 0)
         _, norm = jax.lax.fori_loop(0, steps, halve, (jnp.zeros_like(norm), norm))
     report = report_on_maps(targets, maps(factors, norm), norm=norm.mean())
     return at_norm(factors[0], norm), at_norm(factors[1], norm), report
@@ -153,6 +188,7 @@ def minimize(
     factors: Any,
     norm: Float[Array, "*F"],
     target_mass: float | Float[Array, ""] | None,
+    learning_rate: float | Float[Array, ""] = LEARNING_RATE,
 ) -> tuple[Any, Float[Array, "*F"]]:
     """Minimizes a loss with Adam over `factors`, a tree of arrays, and returns factors and norm.
 
@@ -185,11 +221,12 @@ def minimize(
         return (factors, first, second, norm), None
 
     count = np.arange(1, STEPS + 1)
-    rates = LEARNING_RATE * (1 - (count - 1) / STEPS)
+    rates = 1 - (count - 1) / STEPS
     rates *= np.sqrt(1 - B2**count) / (1 - B1**count)  # corrects the bias of both moments
+    rates = learning_rate * jnp.asarray(rates, jnp.float32)
     zeros = jax.tree.map(jnp.zeros_like, factors)
     start = (factors, zeros, mean_square(zeros), norm)
-    (factors, _, _, norm), _ = jax.lax.scan(body, start, rates.astype(np.float32))
+    (factors, _, _, norm), _ = jax.lax.scan(body, start, rates)
     return factors, norm
 
 

@@ -26,15 +26,10 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Float, PRNGKeyArray
 
-from structinit_jax.attention_init.kernels import (
-    Dilation,
-    FilterArray,
-    assign_by_layer,
-    filter_maps,
-    near_identity,
-    random_rotations,
-)
+from structinit_jax.attention_init.draws import random_rotations
+from structinit_jax.attention_init.near_identity import near_identity
 from structinit_jax.attention_init.sites import TokenMixingSite, TokenMixingWeights
+from structinit_jax.attention_init.targets import FilterArray, assign, filter_maps
 
 CORRELATION = 0.9  # between neighbors; the exact value hardly matters
 
@@ -43,19 +38,6 @@ def default(rng: PRNGKeyArray, site: TokenMixingSite) -> TokenMixingWeights:
     """Leaves the model's own initialization in place."""
     del rng, site
     return TokenMixingWeights()
-
-
-def kaiming_uniform(rng: PRNGKeyArray, site: TokenMixingSite) -> TokenMixingWeights:
-    """Draws uniformly between ±(fan-in)^-1/2, PyTorch's default for Linear."""
-
-    def draw(rng, shape):
-        bound = shape[1] ** -0.5
-        return jax.random.uniform(rng, shape, minval=-bound, maxval=bound)
-
-    layers, tokens, hidden = site.num_layers, site.num_tokens, site.hidden
-    rngs = jax.random.split(rng)
-    shapes = (layers, tokens, hidden), (layers, hidden, tokens)
-    return TokenMixingWeights(*map(draw, rngs, shapes))
 
 
 def mimetic(rng: PRNGKeyArray, site: TokenMixingSite) -> TokenMixingWeights:
@@ -72,15 +54,15 @@ def impulse(
     rng: PRNGKeyArray,
     site: TokenMixingSite,
     *,
-    kernel_size: int = 3,
-    filters: FilterArray | None = None,
-    dilation: Dilation = 1,
+    kernel_size: int,
+    filters: FilterArray | None,
+    dilation: int,
 ) -> TokenMixingWeights:
     """Gives each layer one filter, exactly or at the rank that its hidden units allow."""
-    maps, ranges = filter_maps(site, kernel_size, filters, dilation)
+    maps = filter_maps(site.grid, kernel_size, filters, dilation)
     order_rng, rotation_rng = jax.random.split(rng)
     targets, bases = jnp.asarray(maps), jnp.asarray(output_basis(maps, site))
-    index = assign_by_layer(order_rng, 1, ranges)[:, 0]
+    index = assign(order_rng, (site.num_layers, 1), len(maps))[:, 0]
     fc1, fc2 = _factor_maps(rotation_rng, targets[index], bases[index], site.hidden)
     return TokenMixingWeights(fc1, fc2, index, maps)
 

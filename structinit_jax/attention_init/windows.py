@@ -5,7 +5,6 @@ near zero, the softmax of the bias alone is the map, in every window: no positio
 other schemes are in `papers`; they leave the bias to the model.
 """
 
-import dataclasses
 import functools
 
 import jax
@@ -13,19 +12,18 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Float, PRNGKeyArray
 
-from structinit_jax.attention_init.kernels import (
-    Dilation,
+from structinit_jax.attention_init.draws import base_weights
+from structinit_jax.attention_init.near_identity import value_and_projection
+from structinit_jax.attention_init.sites import AttentionWeights, WindowSite
+from structinit_jax.attention_init.solve import report_on_maps
+from structinit_jax.attention_init.targets import (
     FilterArray,
-    assign_by_layer,
+    assign,
     convolution_maps,
     filter_kernels,
     normalize_rows,
     relative_index,
 )
-from structinit_jax.attention_init.papers import default
-from structinit_jax.attention_init.sites import AttentionWeights, WindowSite
-from structinit_jax.attention_init.solve import report_on_maps
-from structinit_jax.attention_init.tokens import value_and_projection
 from structinit_jax.errors import InputError
 
 BISECTIONS = 50  # enough for the precision of float64
@@ -35,10 +33,10 @@ def impulse(
     rng: PRNGKeyArray,
     site: WindowSite,
     *,
-    kernel_size: int = 3,
-    filters: FilterArray | None = None,
-    dilation: Dilation = 1,
-    target_mass: float = 0.5,
+    kernel_size: int,
+    filters: FilterArray | None,
+    dilation: int,
+    target_mass: float,
 ) -> AttentionWeights:
     """Puts each head's kernel into its column of the relative position bias.
 
@@ -49,40 +47,33 @@ def impulse(
     a row, so the target gets more of the attention. Kernels without an offset inside the window are
     not assigned to heads. The report describes the bias maps of all other kernels.
     """
-    kernels, ranges = filter_kernels(site, kernel_size, filters, dilation)
-    fits = kernels.sum(axis=(1, 2)) > 0
-    place = np.cumsum([0, *fits]).tolist()  # index of each kernel among those that fit
-    ranges = tuple((place[start], place[stop]) for start, stop in ranges)
-    if any(start == stop for start, stop in ranges):
+    kernels = filter_kernels(site.grid, kernel_size, filters, dilation)
+    fitting = np.flatnonzero(kernels.sum(axis=(1, 2)) > 0)
+    if not fitting.size:
         raise InputError(
             f"filters: no kernel has an offset within the window {site.grid}: pass kernels with "
             "weight near their center"
         )
     targets = normalize_rows(convolution_maps(kernels, site.grid))
-    weights = _draw_weights(
-        rng,
-        bias_of_kernels(kernels[fits], site.grid, target_mass),
-        targets[fits],
-        np.flatnonzero(fits).astype(np.int32),
-        site=site,
-        ranges=ranges,
-    )
-    return weights._replace(targets=targets)
+    table = bias_of_kernels(kernels[fitting], site.grid, target_mass)
+    weights = _draw_weights(rng, table, targets[fitting], grid=site.grid, sizes=site.sizes)
+    filter_index = jnp.asarray(fitting, jnp.int32)[weights.filter_index]
+    return weights._replace(filter_index=filter_index, targets=targets)
 
 
-@functools.partial(jax.jit, static_argnames=("site", "ranges"))
-def _draw_weights(rng, table, targets, fitting, *, site, ranges):
-    """Runs everything random as one compiled program, given biases [F, R] and maps [F, n, n]."""
+@functools.partial(jax.jit, static_argnames=("grid", "sizes"))
+def _draw_weights(rng, table, targets, *, grid, sizes):
+    """Draws the weights of all layers, given biases [F, R] and their target maps [F, n, n]."""
     order_rng, qk_rng, vo_rng = jax.random.split(rng, 3)
-    filter_index = assign_by_layer(order_rng, site.num_heads, ranges)
-    query, key, *_ = default(qk_rng, dataclasses.replace(site, base_init="timm"))
-    maps = jax.nn.softmax(table[:, relative_index(site.grid)], axis=-1)
-    norm = jnp.sqrt(jnp.mean(jnp.stack([query, key]) ** 2) * site.width)
+    filter_index = assign(order_rng, (sizes.num_layers, sizes.num_heads), len(table))
+    query, key, *_ = base_weights(qk_rng, sizes, "timm")
+    maps = jax.nn.softmax(table[:, relative_index(grid)], axis=-1)
+    norm = jnp.sqrt(jnp.mean(jnp.stack([query, key]) ** 2) * sizes.width)
     report = report_on_maps(targets, maps, norm=norm)
     bias = jnp.swapaxes(table[filter_index], 1, 2)
-    value, out = value_and_projection(vo_rng, site)
+    value, out = value_and_projection(vo_rng, sizes)
     return AttentionWeights(
-        query, key, value, out, report=report, filter_index=fitting[filter_index], bias=bias
+        query, key, value, out, report=report, filter_index=filter_index, bias=bias
     )
 
 

@@ -35,9 +35,7 @@ def initialize(
     of a torch model with `torch_maps`.
 
     The biases of the projections that the scheme sets become zero. If the scheme has positions,
-    they replace a learned position table, except for class and register tokens. Kernels of the
-    patch embedding and the MLPs do not change: schemes with a `patch_scale` or `mlp_scale` are
-    refused.
+    they replace a learned position table, except for class and register tokens.
 
     Args:
       params: A state dict, Linen tree, Equinox or NNX module, NNX state or pure dict; not changed.
@@ -79,14 +77,12 @@ def initialize(
 
 def _write(host: Host, weights: AttentionWeights, grid: Grid) -> Leaves:
     """Returns the leaves that the weights of a scheme change, or raises `InputError`."""
-    scales = ("patch_scale", "mlp_scale")  # of kernels whose names differ in every project
     token_fields = ("positions", "position_scale", "patch_bias")
-    for field in (*scales, *(token_fields if host.bias_tables else ("bias",))):
+    for field in token_fields if host.bias_tables else ("bias",):
         if getattr(weights, field) is not None:
-            instead = " and multiply the kernels yourself" if field in scales else ""
             raise InputError(
                 f"weights.{field}: initialize cannot write it into this model: leave it None, or "
-                f"leave out the option of the scheme{instead}"
+                "leave out the option of the scheme"
             )
     new = host.write_attention(weights)
     if weights.bias is not None:

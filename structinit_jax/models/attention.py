@@ -203,7 +203,5 @@ class Block(PreNormBlock):
         """Writes the weights that a scheme returns into a stack of these blocks."""
         for name in ("query", "key", "value", "out"):
             set_weight(getattr(self.attention, name).kernel, name, getattr(weights, name))
-        if weights.mlp_scale is not None:
-            self.mlp.fc2.kernel[...] = weights.mlp_scale * self.mlp.fc2.kernel[...]
         if weights.bias is not None:
             set_weight(self.relative_position_bias, "bias", weights.bias)

@@ -16,7 +16,7 @@ from flax import nnx
 from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Array, Float, PRNGKeyArray
 
-from structinit_jax.attention_init.kernels import draw_flat, trunc_normal
+from structinit_jax.attention_init.draws import draw_flat, trunc_normal
 from structinit_jax.attention_init.sites import check_shape
 from structinit_jax.errors import InputError
 

@@ -153,17 +153,17 @@ class Model(nnx.Module):
     def initialize_attention(self, scheme: AttentionInit, rng: PRNGKeyArray) -> SolveReport | None:
         """Replaces the initial weights of every stack with those of a scheme.
 
-        Some schemes also scale the patch embedding and the MLPs. No scheme undoes the scaling of an
-        earlier one, so initialize a new model for each. Returns the report of the scheme's solve,
-        averaged over the stacks, or None if it does not solve. Raises `InputError` if the scheme
+        Some schemes also scale learned positions. No scheme undoes the scaling of an earlier one,
+        so initialize a new model for each. Returns the report of the scheme's solve, averaged over
+        the stacks, or None if it does not solve. Raises `InputError` if the scheme
         does not fit the model.
         """
         sites, reports = self.sites(), []
         for name, weights in self.initial_weights(scheme, rng).items():
             if isinstance(weights, AttentionWeights):
                 self._set_positions(sites[name], weights)
-                if name == next(iter(sites)):  # the stages share one patch embedding
-                    self._set_patch_embedding(weights)
+                if weights.patch_bias is not None:
+                    set_weight(self.patch_embedding.bias, "patch_bias", weights.patch_bias)
                 if weights.report is not None:
                     reports.append(weights.report)
             getattr(self, name).set_weights(weights)
@@ -186,13 +186,6 @@ class Model(nnx.Module):
             self.positions[...] = self.positions[...].at[-len(positions) :].set(positions)
         if scale is not None:
             self.positions[...] = scale * self.positions[...]
-
-    def _set_patch_embedding(self, weights: AttentionWeights) -> None:
-        if weights.patch_scale is not None:
-            kernel = self.patch_embedding.kernel
-            kernel[...] = weights.patch_scale * kernel[...]
-        if weights.patch_bias is not None:
-            set_weight(self.patch_embedding.bias, "patch_bias", weights.patch_bias)
 
 
 def make_stack(block: type[nnx.Module], depth: int, *, rngs: nnx.Rngs, **options) -> nnx.Module:

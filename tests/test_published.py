@@ -10,9 +10,10 @@ from references import load
 from scipy.special import softmax
 
 from structinit_jax import attention_init
-from structinit_jax.attention_init import AttentionSite, kernels, papers, sincos_positions
-from structinit_jax.attention_init.kernels import layer_norm
-from structinit_jax.attention_init.papers import draw_pseudo_input
+from structinit_jax.attention_init import AttentionSite, published, sincos_positions
+from structinit_jax.attention_init.positions import layer_norm
+from structinit_jax.attention_init.published import draw_pseudo_input
+from structinit_jax.attention_init.targets import convolution_maps, impulse_kernels
 
 # Few steps and small models leave the papers' targets out of reach.
 pytestmark = pytest.mark.filterwarnings("ignore:only .* of the attention rows")
@@ -28,8 +29,9 @@ make_site = functools.partial(dataclasses.replace, SITE)
 def optimize_2024(query, key, positions, targets, steps, compiler_options=None):
     """Runs the algorithm on factors as the program stores them: [h, D, d] and [h, d, D]."""
     start = jnp.asarray(query), jnp.asarray(key).swapaxes(1, 2)
+    options = dict(qk_scale=query.shape[2] ** -0.5, max_steps=steps)
     run = jax.jit(
-        functools.partial(papers.optimize_2024, qk_scale=query.shape[2] ** -0.5, max_steps=steps),
+        functools.partial(published.optimize_2024, **options),
         compiler_options=compiler_options,
     )
     query, key, report = run(start, jnp.asarray(positions), jnp.asarray(targets))
@@ -68,7 +70,7 @@ def draw_as_torch(heads, width, head_dim):
 def test_2024_reaches_the_programs_figures(library_promotion):
     """Those of the authors' program after 3,000 steps, seed 0, width 192, 8 heads on 8×8 tokens."""
     offsets, query, key = draw_as_torch(8, 192, 24)
-    targets = kernels.convolution_maps(kernels.impulse_kernels(3), (8, 8))[offsets]
+    targets = convolution_maps(impulse_kernels(3), (8, 8))[offsets]
     positions = sincos_positions((8, 8), 192)
     query, key, report = optimize_2024(query, key, positions, targets, 3000, OPTIMIZED)
     np.testing.assert_allclose(report.loss, 0.00331, rtol=0.01)
@@ -94,7 +96,7 @@ def test_2024_layers_are_equal_or_fresh_and_take_their_pseudo_inputs(
         names.append(name)
         return draw_pseudo_input(rng, name, positions)
 
-    monkeypatch.setattr(papers, "draw_pseudo_input", draw)
+    monkeypatch.setattr(published, "draw_pseudo_input", draw)
     mixed = attention_init.impulse_2024(max_steps=2, following_input="gaussian")(
         jax.random.key(0), site
     )
@@ -134,7 +136,7 @@ def test_2025_factors_agree_with_an_independent_float64_evaluation():
         f / np.linalg.norm(f)
         for f in (u[:, :head_dim] * np.sqrt(s[:head_dim]), vt[:head_dim].T * np.sqrt(s[:head_dim]))
     ]
-    query, key = papers.factor_logits(
+    query, key = published.factor_logits(
         jnp.asarray(x, jnp.float32), jnp.asarray(logits, jnp.float32), head_dim
     )
     # Columns of a decomposition are determined up to a common sign.
@@ -157,13 +159,13 @@ def test_2025_weights_are_those_of_its_parts():
         * np.einsum("nD,LDhd,LEhd,mE->Lhnm", x, weights.query, weights.key, x, optimize=True),
         axis=-1,
     )
-    targets = kernels.convolution_maps(kernels.impulse_kernels(3), site.grid)[weights.filter_index]
+    targets = convolution_maps(impulse_kernels(3), site.grid)[weights.filter_index]
     mass = np.mean(np.sum(maps * targets, axis=(2, 3)) / np.sum(targets, axis=(2, 3)))
     np.testing.assert_allclose(weights.report.target_mass, mass, rtol=1e-3)
     np.testing.assert_allclose(weights.report.loss, np.mean((maps - targets) ** 2), rtol=1e-3)
     # The noise is small beside the target logits, and drawn for each layer.
     for head, target in enumerate(targets[0]):
-        query, key = papers.factor_logits(jnp.asarray(x), jnp.asarray(target), 8)
+        query, key = published.factor_logits(jnp.asarray(x), jnp.asarray(target), 8)
         product = weights.query[0, :, head] @ weights.key[0, :, head].T / 7**2
         assert np.linalg.norm(product - query @ key.T) < 0.05 * np.linalg.norm(product)
     assert not np.array_equal(weights.query[0], weights.query[1])

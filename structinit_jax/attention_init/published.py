@@ -1,8 +1,4 @@
-"""Initializations as published, for comparison with our `impulse`.
-
-`mimetic`, `default` and `kaiming_uniform` need no positions, so they also serve attention within
-windows and with rotary positions.
-"""
+"""`impulse_2024` and `impulse_2025`: the two papers' programs, to reproduce their results."""
 
 import functools
 from typing import Literal
@@ -13,17 +9,12 @@ import numpy as np
 import optax
 from jaxtyping import Array, Float, PRNGKeyArray
 
-from structinit_jax.attention_init.kernels import (
-    draw_flat,
-    filter_maps,
-    layer_norm,
-    near_identity,
-    sincos_positions,
-    trunc_normal,
-)
+from structinit_jax.attention_init.draws import trunc_normal
+from structinit_jax.attention_init.near_identity import mimetic_vo, split_product
+from structinit_jax.attention_init.positions import layer_norm, sincos_positions
 from structinit_jax.attention_init.sites import AttentionSite, AttentionWeights, SolveReport
 from structinit_jax.attention_init.solve import report_on_maps, warn_if_out_of_reach
-from structinit_jax.errors import InputError
+from structinit_jax.attention_init.targets import filter_maps
 
 PseudoInput = Literal["positions", "uniform", "gaussian", "positions+uniform", "positions+gaussian"]
 PSEUDO_INPUT_EPSILON = 1e-5  # PyTorch's default for LayerNorm; the models themselves use 1e-6
@@ -36,11 +27,11 @@ def impulse_2024(
     rng: PRNGKeyArray,
     site: AttentionSite,
     *,
-    kernel_size: int = 3,
-    same_layers: bool = True,
-    first_input: str = "positions",
-    following_input: str = "positions",
-    max_steps: int = 10_000,
+    kernel_size: int,
+    same_layers: bool,
+    first_input: str,
+    following_input: str,
+    max_steps: int,
 ) -> AttentionWeights:
     """Algorithm 1 of "Structured Initialization for Attention in Vision Transformers" (2024).
 
@@ -52,7 +43,7 @@ def impulse_2024(
     trainable = site.positions_trainable
     positions = sincos_positions(site.grid, site.width) if trainable else site.require_positions()
     offset_rng, input_rng, solve_rng = jax.random.split(rng, 3)
-    targets = jnp.asarray(filter_maps(site, kernel_size)[0])
+    targets = jnp.asarray(filter_maps(site.grid, kernel_size))
     shared = 1 + (first_input != following_input) if same_layers else site.num_layers
     num_solved = min(shared, site.num_layers)
     filter_index = jax.random.randint(offset_rng, (num_solved, site.num_heads), 0, len(targets))
@@ -156,8 +147,8 @@ def impulse_2025(
     rng: PRNGKeyArray,
     site: AttentionSite,
     *,
-    position_scale: float = 18.0,
-    query_key_norm: float = 7.0,
+    position_scale: float,
+    query_key_norm: float,
 ) -> AttentionWeights:
     """The closed form of "Structured Initialization for Vision Transformers" (arXiv:2505.19985).
 
@@ -169,7 +160,7 @@ def impulse_2025(
     scale = position_scale if site.positions_trainable else None
     positions = (scale or 1) * jnp.asarray(site.require_positions())
     noise_rng, vo_rng, _ = jax.random.split(rng, 3)
-    targets = jnp.asarray(filter_maps(site)[0])
+    targets = jnp.asarray(filter_maps(site.grid))
     order = CENTER_FIRST[np.arange(site.num_heads) % len(targets)]
     filter_index = jnp.asarray(np.tile(order, (site.num_layers, 1)), jnp.int32)
     query, key, report = _solve_2025(
@@ -230,84 +221,3 @@ def factor_logits(
     return tuple(
         jnp.pad(f / jnp.linalg.norm(f), ((0, 0), (0, head_dim - rank))) for f in (query, key)
     )
-
-
-def mimetic(
-    rng: PRNGKeyArray, site: AttentionSite, *, replace_positions: bool = True
-) -> AttentionWeights:
-    """Trockman & Kolter (2023): Q Kᵀ = 0.7 U + 0.7 I per head and V Proj ≈ -0.4 I, by SVD.
-
-    The programs of 2024 and 2025 store the factors of V Proj untransposed as PyTorch weights, which
-    makes heads equally strong; so does this function.
-    """
-    positions = None
-    if replace_positions and site.positions_trainable:
-        positions = jnp.asarray(sincos_positions(site.grid, site.width))
-    qk_rng, vo_rng = jax.random.split(rng)
-    value, out = mimetic_vo(vo_rng, site, transposed=True)
-    shape = (site.num_layers, site.num_heads, site.width)
-    products = near_identity(qk_rng, shape, noise=0.7, identity=0.7)
-    query, key = (jnp.moveaxis(f, 1, 2) for f in split_product(products, site.head_dim))
-    return AttentionWeights(query, key, value, out, positions)
-
-
-def mimetic_vo(
-    rng: PRNGKeyArray, site: AttentionSite, *, transposed: bool
-) -> tuple[Float[Array, "L D h d"], Float[Array, "L h d D"]]:
-    """Returns V and projection from the factors of A Bᵀ = 0.4 U - 0.4 I over all heads of a layer.
-
-    V = A and Proj = Bᵀ, in which heads are sorted by singular values, the strongest first. If
-    `transposed`, V = Aᵀ and Proj = B, in which heads are equally strong. Raises `InputError` if the
-    heads together have more channels than the model.
-    """
-    layers, width, heads = site.num_layers, site.width, (site.num_heads, site.head_dim)
-    inner = heads[0] * heads[1]
-    if inner > width:
-        raise InputError(
-            f"num_heads={heads[0]} × head_dim={heads[1]} = {inner} channels are more than "
-            f"width={width}, which mimetic weights do not allow: use 'default' or 'impulse'"
-        )
-    product = near_identity(rng, (layers, width), noise=0.4, identity=-0.4)
-    a, b = split_product(product, width)
-    if transposed:
-        a, b = jnp.swapaxes(a, -1, -2), jnp.swapaxes(b, -1, -2)
-    out = jnp.swapaxes(b[..., :inner], -1, -2).reshape(layers, *heads, width)
-    return a[..., :inner].reshape(layers, width, *heads), out
-
-
-@functools.partial(jax.jit, static_argnames="rank")
-def split_product(
-    product: Float[Array, "*batch D D"], rank: int
-) -> tuple[Float[Array, "*batch D k"], Float[Array, "*batch D k"]]:
-    """Returns A, B with A Bᵀ closest to the product, singular values split evenly."""
-    # One by one: on CPUs, batches that several programs or devices decompose at the same time wait
-    # for each other's threads, without end or for long.
-    matrices = product.reshape(-1, *product.shape[-2:])
-    u, s, vt = (
-        x.reshape(*product.shape[:-2], *x.shape[1:]) for x in jax.lax.map(jnp.linalg.svd, matrices)
-    )
-    root = jnp.sqrt(s[..., None, :rank])
-    return u[..., :rank] * root, jnp.swapaxes(vt, -1, -2)[..., :rank] * root
-
-
-def default(rng: PRNGKeyArray, site: AttentionSite) -> AttentionWeights:
-    """Draws the site's `base_init`: timm's truncated normal of std 0.02, or PyTorch's uniform."""
-    if site.base_init == "pytorch":
-        return kaiming_uniform(rng, site)
-    return _draw_all(rng, site, functools.partial(trunc_normal, std=0.02))
-
-
-def kaiming_uniform(rng: PRNGKeyArray, site: AttentionSite) -> AttentionWeights:
-    """Draws uniformly between ±(fan-in)^-1/2, PyTorch's default for Linear."""
-    inner = site.num_heads * site.head_dim
-    weights = _draw_all(rng, site, functools.partial(jax.random.uniform, minval=-1.0, maxval=1.0))
-    query, key, value = (site.width**-0.5 * w for w in weights[:3])
-    return AttentionWeights(query, key, value, inner**-0.5 * weights.out)
-
-
-def _draw_all(rng, site, draw):
-    layers, width, heads, dim = site.num_layers, site.width, site.num_heads, site.head_dim
-    rngs = jax.random.split(rng, 4)
-    query, key, value = (draw_flat(draw, r, (layers, width, heads, dim)) for r in rngs[:3])
-    out = draw_flat(draw, rngs[3], (layers, heads, dim, width))
-    return AttentionWeights(query, key, value, out)

@@ -1,0 +1,131 @@
+"""The method for attention over a grid of tokens with positions (`AttentionSite`), as in ViT.
+
+Both papers ask for the query and key weights whose attention to positions alone is a convolution.
+With the position encoding P [N, D] and X = LayerNorm(P), each head's Q and K [D, d] minimize
+
+    mean of (H - M)²,   M = softmax(σ X Q Kᵀ Xᵀ)                        (2024, equation 8)
+
+where the target H [N, N] moves every token's attention by the head's offset. Three facts make this
+cheap. With X = Z Bᵀ, Z [N, r] and B [D, r] orthonormal, M depends only on BᵀQ and BᵀK [r, d], and a
+sin-cos encoding has a rank r of about 20 at any width. There are only F = f² distinct targets, so
+each is solved for once. And a random rotation R of the d channels, Q R and K R, leaves M as it is,
+so that every head of every layer gets weights of its own.
+"""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Array, Float, PRNGKeyArray
+
+from structinit_jax.attention_init.draws import random_rotations
+from structinit_jax.attention_init.near_identity import similar_heads, value_and_projection
+from structinit_jax.attention_init.positions import layer_norm, sincos_positions
+from structinit_jax.attention_init.sites import AttentionSite, AttentionWeights, Sizes
+from structinit_jax.attention_init.solve import (
+    learned_row_space,
+    require_above_uniform,
+    row_space,
+    solve_bank,
+    warn_if_out_of_reach,
+)
+from structinit_jax.attention_init.targets import FilterArray, assign, filter_maps
+
+POSITION_SCALE = 18.0  # of learned positions that are kept, as in the 2025 paper
+# Learned positions start as noise of full rank. Their closed form is near the solution already, and
+# larger steps lead away from it; sharp maps, softened afterwards, peak in more rows.
+LEARNED_SOLVE = dict(learning_rate=0.02, sharp_mass=0.9)
+
+
+def impulse(
+    rng: PRNGKeyArray,
+    site: AttentionSite,
+    *,
+    kernel_size: int,
+    filters: FilterArray | None,
+    dilation: int,
+    target_mass: float,
+    replace_positions: bool,
+) -> AttentionWeights:
+    """Makes every head of every layer attend by its filter; see `attention_init.impulse`."""
+    targets = filter_maps(site.grid, kernel_size, filters, dilation)
+    require_above_uniform(target_mass, targets)
+    if replace_positions or not site.positions_trainable:
+        return _impulse(rng, site, targets, target_mass, num_impulse=site.num_layers)
+    scaled = POSITION_SCALE * jnp.asarray(site.require_positions(), jnp.float32)
+    z, basis = learned_row_space(layer_norm(scaled))
+    bank = solve_bank(z, targets, target_mass=target_mass, **_sizes(site), **LEARNED_SOLVE)
+    weights = _place(rng, site, targets, bank, basis, num_impulse=site.num_layers)
+    return weights._replace(position_scale=POSITION_SCALE)
+
+
+def impulse_mimetic(
+    rng: PRNGKeyArray,
+    site: AttentionSite,
+    *,
+    kernel_size: int,
+    filters: FilterArray | None,
+    dilation: int,
+    target_mass: float,
+) -> AttentionWeights:
+    """Does the same in the first half of the layers; see `attention_init.impulse_mimetic`."""
+    targets = filter_maps(site.grid, kernel_size, filters, dilation)
+    require_above_uniform(target_mass, targets)
+    return _impulse(rng, site, targets, target_mass, num_impulse=-(-site.num_layers // 2))
+
+
+def _impulse(rng, site, targets, target_mass, *, num_impulse):
+    """Solves for the fixed positions, or for the sin-cos encoding that replaces learned ones."""
+    trainable = site.positions_trainable
+    positions = sincos_positions(site.grid, site.width) if trainable else site.require_positions()
+    z, basis = row_space(layer_norm(np.asarray(positions)))
+    bank = solve_bank(z, targets, target_mass=target_mass, **_sizes(site))
+    weights = _place(rng, site, targets, bank, basis, num_impulse=num_impulse)
+    return weights._replace(positions=jnp.asarray(positions) if trainable else None)
+
+
+def _sizes(site):
+    return dict(head_dim=site.head_dim, qk_scale=site.qk_scale, width=site.width)
+
+
+def _place(rng, site, targets, bank, basis, *, num_impulse):
+    *factors, report = bank
+    weights = _draw_weights(rng, factors, basis, sizes=site.sizes, num_impulse=num_impulse)
+    warn_if_out_of_reach(report)
+    return weights._replace(report=report, targets=targets)
+
+
+@functools.partial(jax.jit, static_argnames=("sizes", "num_impulse"))
+def _draw_weights(
+    rng: PRNGKeyArray,
+    bank: list[Float[Array, "F r k"]],
+    basis: Float[Array | np.ndarray, "D r"],
+    *,
+    sizes: Sizes,
+    num_impulse: int,
+) -> AttentionWeights:
+    """Draws the weights of all heads from `bank`, BᵀQ and BᵀK of each filter, and `basis`, B.
+
+    Heads of the layers after the first `num_impulse` attend to similar tokens.
+    """
+    rotation_rng, filter_rng, vo_rng, similar_rng = jax.random.split(rng, 4)
+
+    # Every head has the factors [r, k] of its filter, times a rotation Rᵀ [k, d] of its own:
+    # Rᵀ R = I keeps the map. Q and K ignore all input outside the row space of X.
+    filter_index = assign(filter_rng, (num_impulse, sizes.num_heads), len(bank[0]))
+    shape = (*filter_index.shape, sizes.head_dim, bank[0].shape[-1])
+    rotations = random_rotations(rotation_rng, shape)
+
+    def place(factors):
+        rotated = jnp.einsum("Lhrk,Lhdk->Lrhd", factors[filter_index], rotations)
+        return jnp.einsum("Dr,Lrhd->LDhd", basis, rotated)
+
+    query, key = map(place, bank)
+    if num_impulse < sizes.num_layers:
+        rest = sizes._replace(num_layers=sizes.num_layers - num_impulse)
+        similar_query, similar_key = similar_heads(similar_rng, rest)
+        query = jnp.concatenate([query, similar_query])
+        key = jnp.concatenate([key, similar_key])
+    value, out = value_and_projection(vo_rng, sizes)
+    return AttentionWeights(query, key, value, out, filter_index=filter_index)

@@ -1,0 +1,150 @@
+"""Weights whose products are near a multiple of the identity, as in mimetic initialization.
+
+`mimetic` (Trockman & Kolter 2023) factors such products by SVD. `similar_heads` and
+`value_and_projection` are cheaper forms of the same, for `impulse_mimetic` and `impulse`.
+"""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Float, PRNGKeyArray
+
+from structinit_jax.attention_init.draws import draw_flat, permutations, random_rotations
+from structinit_jax.attention_init.positions import sincos_positions
+from structinit_jax.attention_init.sites import AttentionSite, AttentionWeights, Sizes
+from structinit_jax.errors import InputError
+
+
+def near_identity(
+    rng: PRNGKeyArray, shape: tuple[int, ...], *, noise: float, identity: float
+) -> Float[Array, "*batch D D"]:
+    """Draws matrices noise · U + identity · I of shape [*shape, D], where D = shape[-1].
+
+    U is uniform between ±(3 / D)^1/2, so that its entries have variance 1 / D.
+    """
+    width = shape[-1]
+    bound = (3 / width) ** 0.5
+    draw = functools.partial(jax.random.uniform, minval=-bound, maxval=bound)
+    uniform = draw_flat(draw, rng, (*shape, width))
+    eye = jnp.broadcast_to(jnp.eye(width), uniform.shape)
+    return noise * uniform + identity * eye
+
+
+def mimetic(
+    rng: PRNGKeyArray, site: AttentionSite, *, replace_positions: bool = False
+) -> AttentionWeights:
+    """Trockman & Kolter (2023): Q Kᵀ = 0.7 U + 0.7 I per head and V Proj ≈ -0.4 I, by SVD.
+
+    The programs of 2024 and 2025 store the factors of V Proj untransposed as PyTorch weights, which
+    makes heads equally strong; so does this function.
+    """
+    positions = None
+    if replace_positions and site.positions_trainable:
+        positions = jnp.asarray(sincos_positions(site.grid, site.width))
+    qk_rng, vo_rng = jax.random.split(rng)
+    value, out = mimetic_vo(vo_rng, site, transposed=True)
+    shape = (site.num_layers, site.num_heads, site.width)
+    products = near_identity(qk_rng, shape, noise=0.7, identity=0.7)
+    query, key = (jnp.moveaxis(f, 1, 2) for f in split_product(products, site.head_dim))
+    return AttentionWeights(query, key, value, out, positions)
+
+
+def mimetic_vo(
+    rng: PRNGKeyArray, site: AttentionSite, *, transposed: bool
+) -> tuple[Float[Array, "L D h d"], Float[Array, "L h d D"]]:
+    """Returns V and projection from the factors of A Bᵀ = 0.4 U - 0.4 I over all heads of a layer.
+
+    V = A and Proj = Bᵀ, in which heads are sorted by singular values, the strongest first. If
+    `transposed`, V = Aᵀ and Proj = B, in which heads are equally strong. Raises `InputError` if the
+    heads together have more channels than the model.
+    """
+    layers, width, heads = site.num_layers, site.width, (site.num_heads, site.head_dim)
+    inner = heads[0] * heads[1]
+    if inner > width:
+        raise InputError(
+            f"num_heads={heads[0]} × head_dim={heads[1]} = {inner} channels are more than "
+            f"width={width}, which mimetic weights do not allow: use 'default' or 'impulse'"
+        )
+    product = near_identity(rng, (layers, width), noise=0.4, identity=-0.4)
+    a, b = split_product(product, width)
+    if transposed:
+        a, b = jnp.swapaxes(a, -1, -2), jnp.swapaxes(b, -1, -2)
+    out = jnp.swapaxes(b[..., :inner], -1, -2).reshape(layers, *heads, width)
+    return a[..., :inner].reshape(layers, width, *heads), out
+
+
+@functools.partial(jax.jit, static_argnames="rank")
+def split_product(
+    product: Float[Array, "*batch D D"], rank: int
+) -> tuple[Float[Array, "*batch D k"], Float[Array, "*batch D k"]]:
+    """Returns A, B with A Bᵀ closest to the product, singular values split evenly."""
+    # One by one: on CPUs, batches that several programs or devices decompose at the same time wait
+    # for each other's threads, without end or for long.
+    matrices = product.reshape(-1, *product.shape[-2:])
+    u, s, vt = (
+        x.reshape(*product.shape[:-2], *x.shape[1:]) for x in jax.lax.map(jnp.linalg.svd, matrices)
+    )
+    root = jnp.sqrt(s[..., None, :rank])
+    return u[..., :rank] * root, jnp.swapaxes(vt, -1, -2)[..., :rank] * root
+
+
+# -- without SVDs ----------------------------------------------------------------------------------
+
+
+def similar_heads(
+    rng: PRNGKeyArray, sizes: Sizes
+) -> tuple[Float[Array, "L D h d"], Float[Array, "L D h d"]]:
+    """Returns Q and K of heads that attend to similar tokens.
+
+    As in `mimetic`, but without its SVD: Q Kᵀ = W Wᵀ A projects A = 0.7 U + 0.7 I onto d
+    orthonormal columns W close to its leading singular vectors. These columns come from four
+    subspace iterations, which keep 93 to 98 % of the energy that the SVD keeps at widths 96 to 768;
+    the SVDs of half of ViT-B take half a minute on a CPU.
+    """
+    noise_rng, start_rng = jax.random.split(rng)
+    heads = (sizes.num_layers, sizes.num_heads, sizes.width)
+    a = near_identity(noise_rng, heads, noise=0.7, identity=0.7)
+
+    def iterate(_, w):
+        w = a @ (jnp.swapaxes(a, -1, -2) @ w)
+        # Cholesky, since a QR decomposition of this shape takes a hundred times as long on CPUs.
+        lower = jnp.linalg.cholesky(jnp.swapaxes(w, -1, -2) @ w)
+        identity = jnp.broadcast_to(jnp.eye(sizes.head_dim), lower.shape)
+        inverse = jax.lax.linalg.triangular_solve(lower, identity, left_side=True, lower=True)
+        return w @ jnp.swapaxes(inverse, -1, -2)
+
+    if sizes.head_dim < sizes.width:
+        start = draw_flat(jax.random.normal, start_rng, (*heads, sizes.head_dim))
+        w = jax.lax.fori_loop(0, 4, iterate, start)
+    else:  # W Wᵀ = I keeps all of A; Wᵀ W would have no Cholesky factor
+        rotations = random_rotations(start_rng, (*heads[:2], sizes.head_dim, sizes.width))
+        w = jnp.swapaxes(rotations, 2, 3)
+    projected = jnp.swapaxes(a, -1, -2) @ w
+    length = jnp.linalg.norm(projected, axis=(-2, -1), keepdims=True)
+    balance = (length / sizes.head_dim**0.5) ** 0.5
+    return jnp.moveaxis(balance * w, 1, 2), jnp.moveaxis(projected / balance, 1, 2)
+
+
+def value_and_projection(
+    rng: PRNGKeyArray, sizes: Sizes
+) -> tuple[Float[Array, "L D h d"], Float[Array, "L h d D"]]:
+    """Returns V = c (I - U / 2) Π and Proj = -c Πᵀ (I - U' / 2), so V Proj ≈ -0.4 (I - noise).
+
+    c² = 0.4, U and U' are uniform noise as in `mimetic`, and the permutation Π distributes the
+    channels over the heads: some are left out or used twice unless h d = D.
+    """
+    layers, width, heads, head_dim = sizes
+    noise_rng, channel_rng = jax.random.split(rng)
+    inner = heads * head_dim
+    bound = (3 / width) ** 0.5
+    channels = permutations(jax.random.split(channel_rng, layers), width)
+    channels = jnp.tile(channels, (1, -(-inner // width)))[:, :inner]
+    identity = jax.nn.one_hot(channels, width)  # [L, inner, D], the rows of Πᵀ
+    # 16 random bits are plenty for noise, and half the cost of 32.
+    draw = functools.partial(jax.random.bits, dtype="uint16")
+    bits = draw_flat(draw, noise_rng, (2, *identity.shape))
+    half_noise = bound * ((bits.astype(jnp.float32) + 0.5) / 2**16 - 0.5)
+    value, out = 0.4**0.5 * (identity[None] - half_noise)
+    shape = (layers, heads, head_dim, width)
+    return jnp.moveaxis(value.reshape(shape), -1, 1), -out.reshape(shape)

@@ -1,0 +1,212 @@
+import dataclasses
+import functools
+import itertools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from structinit_jax.attention_init import (
+    AttentionSite,
+    impulse,
+    impulse_2025,
+    impulse_mimetic,
+    mimetic,
+    published,
+    sincos_positions,
+    solve,
+)
+from structinit_jax.attention_init.positions import layer_norm
+from structinit_jax.attention_init.targets import convolution_maps, dilate, impulse_kernels
+from structinit_jax.errors import InputError
+
+GRID, WIDTH, HEADS, DIM, LAYERS = (7, 5), 48, 3, 16, 4
+RNG = jax.random.key(0)
+
+
+SITE = AttentionSite(
+    GRID, WIDTH, HEADS, DIM, LAYERS, DIM**-0.5, positions=sincos_positions(GRID, WIDTH)
+)
+make_site = functools.partial(dataclasses.replace, SITE)
+
+
+def head_maps(weights, positions=SITE.positions):
+    x = layer_norm(np.asarray(positions))
+    logits = np.einsum("nD,LDhd,LEhd,mE->Lhnm", x, weights.query, weights.key, x, optimize=True)
+    return np.asarray(jax.nn.softmax(jnp.asarray(logits) * DIM**-0.5, axis=-1))
+
+
+def mass_and_hits(maps, targets):
+    rows = targets.max(-1) > 0
+    mass = np.minimum(maps, targets).sum((-1, -2)) / rows.sum(-1)
+    return mass, (maps.argmax(-1) == targets.argmax(-1))[rows].mean()
+
+
+@pytest.fixture(scope="module")
+def plain():
+    return impulse()(RNG, SITE)
+
+
+def test_every_head_of_every_layer_attends_to_its_neighbor(plain):
+    assert plain.filter_index.shape == (LAYERS, HEADS)
+    assert set(np.ravel(plain.filter_index)) == set(range(9))
+    targets = convolution_maps(impulse_kernels(3), GRID)[plain.filter_index]
+    mass, hits = mass_and_hits(head_maps(plain), targets)
+    np.testing.assert_allclose(mass, 0.5, atol=0.01)
+    assert hits == 1
+    np.testing.assert_allclose(plain.report.target_mass, 0.5, atol=0.01)
+    assert plain.report.hit_rate == 1
+
+
+# Grids, widths and heads of the papers' models, and of those in configs/.
+MODELS = [
+    ((14, 14), 192, 3),
+    ((14, 14), 384, 6),
+    ((14, 14), 768, 12),
+    ((16, 16), 192, 3),
+    ((16, 16), 192, 8),
+    ((8, 8), 96, 6),
+    ((8, 8), 192, 3),
+]
+
+
+@pytest.mark.parametrize(("grid", "width", "heads"), MODELS)
+@pytest.mark.parametrize("mass", [0.5, 0.9])
+def test_the_target_mass_is_reached_in_the_papers_models(grid, width, heads, mass):
+    dim = width // heads
+    positions = sincos_positions(grid, width)
+    site = AttentionSite(grid, width, heads, dim, 1, dim**-0.5, positions)
+    report = impulse(target_mass=mass)(RNG, site).report
+    np.testing.assert_allclose(report.target_mass, mass, atol=0.01)
+    assert report.hit_rate == 1
+
+
+def test_at_the_norm_of_algorithm_1_the_loss_is_below_its_loss(library_promotion):
+    weights = published.impulse_2024(
+        RNG,
+        make_site(num_layers=1),
+        kernel_size=3,
+        same_layers=True,
+        first_input="positions",
+        following_input="positions",
+        max_steps=3000,
+    )
+    z, _ = solve.row_space(layer_norm(SITE.positions))
+    targets = np.asarray(weights.targets)[np.ravel(weights.filter_index)]
+    sizes = dict(head_dim=DIM, qk_scale=DIM**-0.5, width=WIDTH)
+    *_, report = solve.solve_bank(z, targets, norm=float(weights.report.norm), **sizes)
+    assert report.loss < 0.9 * weights.report.loss
+
+
+def test_soft_maps_peak_on_their_targets():
+    site = make_site(grid=(16, 16), positions=sincos_positions((16, 16), WIDTH))
+    report = impulse(target_mass=0.05)(RNG, site).report
+    np.testing.assert_allclose(report.target_mass, 0.05, atol=1e-3)
+    assert report.hit_rate > 0.9
+
+
+@pytest.mark.parametrize("traced", [True, False])
+def test_learned_positions_are_kept_on_request_and_scaled(traced):
+    """The solve starts from the closed form of 2025 and ends nearer to the targets."""
+    positions = 0.02 * jax.random.truncated_normal(jax.random.key(5), -2, 2, (35, WIDTH))
+    site = make_site(positions=positions, positions_trainable=True)
+    scheme = impulse(replace_positions=False)
+
+    def init(positions):
+        return scheme(RNG, dataclasses.replace(site, positions=positions))
+
+    weights = (jax.jit(init) if traced else init)(positions)
+    assert weights.positions is None
+    assert weights.position_scale == 18
+    maps = head_maps(weights, 18 * np.asarray(positions))
+    targets = convolution_maps(impulse_kernels(3), GRID)[weights.filter_index]
+    mass, hits = mass_and_hits(maps, targets)
+    np.testing.assert_allclose(mass, 0.5, atol=0.01)
+    assert hits > 0.95
+    np.testing.assert_allclose(weights.report.loss, np.mean((maps - targets) ** 2), rtol=0.05)
+
+    published_report = impulse_2025()(RNG, site).report
+    z, _ = solve.learned_row_space(layer_norm(18 * positions))
+    sizes = dict(head_dim=DIM, qk_scale=DIM**-0.5, width=WIDTH)
+    targets = convolution_maps(impulse_kernels(3), GRID)[[4, 1, 5]]
+    *_, ours = solve.solve_bank(z, targets, norm=7 / DIM**0.5, **sizes)
+    assert ours.loss < 0.8 * published_report.loss
+    assert ours.target_mass > published_report.target_mass
+
+
+def test_impulse_mimetic_has_impulses_in_the_first_half_and_similar_tokens_in_the_second():
+    weights = impulse_mimetic(target_mass=0.3)(RNG, SITE)
+    assert weights.filter_index.shape == (LAYERS // 2, HEADS)
+    assert len(weights.query) == LAYERS
+    targets = convolution_maps(impulse_kernels(3), GRID)[weights.filter_index]
+    mass, hits = mass_and_hits(head_maps(weights)[: LAYERS // 2], targets)
+    np.testing.assert_allclose(mass, 0.3, atol=0.01)
+    assert hits == 1
+    products = np.einsum("LDhd,LEhd->LhDE", weights.query, weights.key)
+    own = np.trace(products, axis1=2, axis2=3) / WIDTH
+    assert own[LAYERS // 2 :].min() > 0.2
+    assert own[LAYERS // 2 :].min() > 2 * abs(own[: LAYERS // 2]).max()
+
+
+def test_given_filters_are_approached():
+    weights = impulse(filters=np.ones((1, 3, 3), np.float32), target_mass=0.6)(RNG, SITE)
+    np.testing.assert_allclose(weights.report.target_mass, 0.6, atol=0.01)
+
+
+def test_dilation_spreads_the_offsets():
+    dilated = impulse(dilation=2, target_mass=0.4)(RNG, SITE)
+    targets = convolution_maps(dilate(impulse_kernels(3), 2), GRID)[dilated.filter_index]
+    np.testing.assert_allclose(mass_and_hits(head_maps(dilated), targets)[0], 0.4, atol=0.01)
+
+
+def test_targets_out_of_reach_warn(monkeypatch):
+    """test_state.py has a model whose heads have too few channels."""
+    monkeypatch.setattr(solve, "MIN_HIT_RATE", 1.1)
+    with pytest.warns(UserWarning, match="only .* of the attention rows peak .*fewer heads"):
+        impulse()(RNG, SITE)
+
+
+def test_equal_filters_have_equal_maps_and_independent_weights(plain):
+    heads = LAYERS * HEADS  # 12 heads of 9 filters: three must repeat
+    maps = head_maps(plain).reshape(heads, -1)
+    query = np.moveaxis(np.asarray(plain.query), 2, 1).reshape(heads, -1)
+    distance = np.abs(maps[:, None] - maps[None]).max(-1)
+    pairs = [(i, j) for i, j in itertools.combinations(range(heads), 2) if distance[i, j] < 1e-3]
+    assert len(pairs) == 3
+    for i, j in pairs:
+        cosine = query[i] @ query[j] / np.linalg.norm(query[i]) / np.linalg.norm(query[j])
+        assert abs(cosine) < 0.6
+
+
+@pytest.mark.parametrize("scheme", [impulse(), impulse_mimetic(), mimetic()])
+def test_trainable_positions_start_from_the_sincos_encoding(scheme):
+    site = make_site(positions=jnp.zeros((35, WIDTH)), positions_trainable=True)
+    weights, fixed = (scheme(RNG, s) for s in (site, SITE))
+    np.testing.assert_array_equal(weights.positions, sincos_positions(GRID, WIDTH))
+    assert fixed.positions is None
+    assert mimetic(replace_positions=False)(RNG, site).positions is None
+
+
+@pytest.mark.parametrize(
+    ("field", "options"),
+    [
+        ("filters", dict(filters=-np.ones((1, 3, 3)))),
+        ("filters", dict(filters=np.ones((1, 4, 4)))),
+        ("kernel_size, dilation or filters", dict(dilation=5)),
+        ("target_mass=0.2", dict(filters=np.ones((1, 3, 3)), target_mass=0.2)),
+    ],
+)
+def test_filters_that_do_not_fit_the_site_are_refused(field, options):
+    with pytest.raises(InputError, match=f"^{field}"):
+        impulse(**options)(RNG, SITE)
+
+
+def test_positions_are_required_and_checked():
+    with pytest.raises(InputError, match=r"AttentionSite.positions=None"):
+        impulse()(RNG, make_site(positions=None))
+    for same in (np.ones((35, WIDTH), np.float32), jnp.full((35, WIDTH), jnp.nan)):
+        for scheme in (impulse_2025(), impulse(replace_positions=False)):
+            site = make_site(positions=same, positions_trainable=True)
+            with pytest.raises(InputError, match="positions are equal for all tokens or not fin"):
+                scheme(RNG, site)

@@ -1,0 +1,69 @@
+import dataclasses
+
+import jax
+import numpy as np
+import pytest
+
+from structinit_jax.attention_init import (
+    AttentionSite,
+    impulse_2025,
+    mimetic,
+    near_identity,
+    sincos_positions,
+)
+from structinit_jax.attention_init.sites import Sizes
+from structinit_jax.errors import InputError
+
+WIDTH, LAYERS = 48, 4
+SITE = AttentionSite((7, 5), WIDTH, 3, 16, LAYERS, 0.25, sincos_positions((7, 5), WIDTH))
+RNG = jax.random.key(0)
+
+
+def test_similar_heads_have_as_much_of_the_identity_as_mimetics_factors():
+    query, key = near_identity.similar_heads(RNG, SITE.sizes)
+    products = np.einsum("LDhd,LEhd->LhDE", query, key)
+    factors = mimetic()(RNG, SITE)
+    best = np.einsum("LDhd,LEhd->LhDE", factors.query, factors.key)
+    for measure in (lambda p: np.trace(p, axis1=2, axis2=3).mean(), np.linalg.norm):
+        assert 0.93 < measure(products) / measure(best) < 1.02
+    sizes = [np.linalg.norm(w, axis=(1, 3)) for w in (query, key)]
+    np.testing.assert_allclose(*sizes, rtol=1e-4)
+
+
+@pytest.mark.parametrize(("heads", "dim"), [(1, WIDTH), (2, WIDTH + 16)])
+def test_heads_as_wide_as_the_model_attend_to_similar_tokens(heads, dim):
+    query, key = near_identity.similar_heads(RNG, Sizes(LAYERS, WIDTH, heads, dim))
+    noise = np.einsum("LDhd,LEhd->LhDE", query, key) - 0.7 * np.eye(WIDTH)
+    # All of 0.7 U + 0.7 I, where U is uniform.
+    np.testing.assert_allclose(np.abs(noise).max(), 0.7 * (3 / WIDTH) ** 0.5, rtol=0.01)
+
+
+def test_the_product_of_value_and_projection_is_near_minus_the_identity():
+    value, out = near_identity.value_and_projection(RNG, SITE.sizes)
+    noise = np.einsum("LDhd,LhdE->LDE", value, out) + 0.4 * np.eye(WIDTH)
+    np.testing.assert_allclose(noise.std(), 0.4 * WIDTH**-0.5, rtol=0.3)
+    assert abs(noise.mean()) < 0.01
+    strengths = np.linalg.norm(np.einsum("LDhd,LhdE->LhDE", value, out), axis=(2, 3))
+    assert strengths.max() / strengths.min() < 1.3
+
+
+def test_mimetic_weights_are_the_programs_factors_as_stored_by_pytorch():
+    weights = mimetic()(RNG, dataclasses.replace(SITE, num_heads=1, head_dim=WIDTH))
+    qk = np.einsum("LDhd,LEhd->LDE", weights.query, weights.key)
+    # As PyTorch's [out, in] weights of all heads, V is U S^1/2 and Proj is S^1/2 Vᵀ.
+    v, out = (np.swapaxes(w, 1, 2) for w in (weights.value[:, :, 0], weights.out[:, 0]))
+    v, out = np.asarray(v), np.asarray(out)
+    for product, scale, diagonal in ((qk, 0.7, 0.7), (v @ out, 0.4, -0.4)):
+        noise = product - diagonal * np.eye(WIDTH)
+        assert abs(noise.std() - scale * WIDTH**-0.5) < 0.1 * scale * WIDTH**-0.5
+        assert np.abs(noise).max() <= scale * (3 / WIDTH) ** 0.5 + 1e-4
+    singular = np.swapaxes(v, 1, 2) @ v
+    np.testing.assert_allclose(singular, out @ np.swapaxes(out, 1, 2), atol=1e-4)
+    np.testing.assert_allclose(singular, singular * np.eye(WIDTH), atol=1e-4)
+
+
+def test_more_channels_in_heads_than_in_the_model_are_refused():
+    wide_heads = dataclasses.replace(SITE, num_heads=2, head_dim=32)
+    for scheme in (mimetic(), impulse_2025()):
+        with pytest.raises(InputError, match="head_dim=32"):
+            jax.eval_shape(lambda rng, scheme=scheme: scheme(rng, wide_heads), RNG)
