@@ -23,7 +23,6 @@ from structinit_jax.attention_init import impulse
 from structinit_jax.interop import initialize, torch_maps
 
 SIZE, CROPS, DEPTH = 224, 4, 12
-POSITIONAL = dict(mimetic_layers=0, target_mass=0.5, keep_positions=True)
 SIGLIP, CLIP = "Hugging Face's `SiglipVisionConfig()`", "Hugging Face's `CLIPVisionConfig()`"
 NOTE = """\
 Share of tokens that attend most to their head's target, by layer, before training.
@@ -31,17 +30,16 @@ Share of tokens that attend most to their head's target, by layer, before traini
 Quiet content: the kernel of the patch embedding is 0.3 times as large as PyTorch's default, and the
 output kernels of the MLPs are 0.
 
-| model | `impulse` with | content | layers 1 to the last |
-|---|---|---|---|"""
-ROWS = [  # model, heads, options of `impulse`, whether content is quiet
-    ("vit_tiny_patch16_224", 3, POSITIONAL, True),
-    ("vit_tiny_patch16_224", 3, POSITIONAL, False),
-    ("vit_base_patch16_224", 12, POSITIONAL, True),
-    ("vit_base_patch16_224", 12, POSITIONAL, False),
-    ("vit_base_patch16_224", 12, POSITIONAL | dict(target_mass=None, norm=3**-0.5), True),
-    (SIGLIP, 12, POSITIONAL, True),
-    ("torchvision's `vit_b_16`", 12, POSITIONAL, True),
-    (CLIP, 12, POSITIONAL, True),
+| model | content | layers 1 to the last |
+|---|---|---|"""
+ROWS = [  # model, heads, whether content is quiet
+    ("vit_tiny_patch16_224", 3, True),
+    ("vit_tiny_patch16_224", 3, False),
+    ("vit_base_patch16_224", 12, True),
+    ("vit_base_patch16_224", 12, False),
+    (SIGLIP, 12, True),
+    ("torchvision's `vit_b_16`", 12, True),
+    (CLIP, 12, True),
 ]
 
 
@@ -111,15 +109,12 @@ def main() -> None:
     parser.add_argument("--out", default="hits.md", help="Markdown file (default: hits.md)")
     arguments = parser.parse_args()
     images, lines = photographs(), [NOTE]
-    for name, num_heads, options, is_quiet in ROWS:
+    for name, num_heads, is_quiet in ROWS:
         model = make_model(name)
         params = {k: v.numpy() for k, v in model.state_dict().items()}
         params = quiet(params) if is_quiet else params
-        params = initialize(params, impulse(**options), jax.random.key(0), num_heads=num_heads)
+        params = initialize(params, impulse(), jax.random.key(0), num_heads=num_heads)
         model.load_state_dict({k: torch.from_numpy(v) for k, v in params.items()})
-        given = ", ".join(
-            f"{k}={v:.4g}" if isinstance(v, float) else f"{k}={v}" for k, v in options.items()
-        )
         rates = []
         for maps in torch_maps(model, images)[:DEPTH]:
             side = math.isqrt(maps.shape[-1])
@@ -127,7 +122,7 @@ def main() -> None:
             rates.append(hit_rate(maps[..., -tokens:, -tokens:], side))
         rates = " ".join(f"{rate:.2f}" for rate in rates)
         content = "quiet" if is_quiet else "as built"
-        lines.append(f"| {name} | {given} | {content} | {rates} |")
+        lines.append(f"| {name} | {content} | {rates} |")
         print(lines[-1], flush=True)
     with open(arguments.out, "w") as file:
         file.write("\n".join(lines) + "\n")

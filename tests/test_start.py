@@ -8,6 +8,8 @@ import jax
 import numpy as np
 import pytest
 
+import structinit_jax
+from structinit_jax import attention_init
 from structinit_jax.attention_init.draws import draw_flat
 from structinit_jax.run import set_up
 
@@ -20,6 +22,8 @@ def test_heavy_libraries_are_imported_only_where_they_are_used():
     training = HEAVY | {"orbax.checkpoint", "scipy", "tensorboardX"}
     code = f"""
 import sys
+import structinit_jax
+assert not (found := {{"jax", "numpy"}} & set(sys.modules)), found
 import structinit_jax.attention_init
 assert not (found := {core} & set(sys.modules)), found
 import structinit_jax.main
@@ -27,6 +31,15 @@ assert not (found := {training} & set(sys.modules)), found
 """
     run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
     assert run.returncode == 0, run.stderr
+
+
+def test_public_names_are_those_of_their_modules():
+    assert set(structinit_jax.__all__) <= set(dir(structinit_jax))
+    for name in structinit_jax.__all__:
+        assert callable(getattr(structinit_jax, name))
+    assert structinit_jax.impulse is attention_init.impulse
+    with pytest.raises(AttributeError, match="no attribute 'impulses'"):
+        structinit_jax.impulses  # noqa: B018
 
 
 @pytest.mark.parametrize("shape", [(4, 3, 5), ()])
