@@ -12,7 +12,8 @@ from jaxtyping import Array, Float, UInt8
 from ml_collections import ConfigDict
 
 from structinit_jax.analysis import measures
-from structinit_jax.attention_init import AttentionSite, ConvSite, TokenMixingSite
+from structinit_jax.attention_init import ConvSite, TokenMixingSite
+from structinit_jax.attention_init.sites import AttentionStack
 from structinit_jax.augment import normalize
 from structinit_jax.config import make_attention_init
 from structinit_jax.data.loader import decode_all
@@ -178,7 +179,7 @@ def _output_grids(stages, sites):
     return grids
 
 
-def _average_maps(blocks, site: AttentionSite, targets) -> dict[str, Array]:
+def _average_maps(blocks, site: AttentionStack, targets) -> dict[str, Array]:
     """Averages maps [L, h, N, N] and the measures that need the maps of each image.
 
     For the others, see `measures.measure_mean_maps`.

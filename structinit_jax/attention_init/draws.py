@@ -9,7 +9,7 @@ import jax.numpy as jnp
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Int, PRNGKeyArray
 
-from structinit_jax.attention_init.sites import AttentionSite, AttentionWeights, Sizes
+from structinit_jax.attention_init.sites import AttentionStack, AttentionWeights, Sizes
 
 
 def draw_flat(
@@ -43,7 +43,7 @@ def random_rotations(rng: PRNGKeyArray, shape: tuple[int, ...]) -> Float[Array, 
 # -- the base initialization -----------------------------------------------------------------------
 
 
-def default(rng: PRNGKeyArray, site: AttentionSite) -> AttentionWeights:
+def default(rng: PRNGKeyArray, site: AttentionStack) -> AttentionWeights:
     """Draws all weights as the site's `base_init` does."""
     return base_weights(rng, site.sizes, site.base_init)
 

@@ -12,7 +12,7 @@ from jaxtyping import Array, Float, PRNGKeyArray
 
 from structinit_jax.attention_init.draws import draw_flat, permutations, random_rotations
 from structinit_jax.attention_init.positions import sincos_positions
-from structinit_jax.attention_init.sites import AttentionSite, AttentionWeights, Sizes
+from structinit_jax.attention_init.sites import AttentionStack, AttentionWeights, Sizes
 from structinit_jax.errors import InputError
 
 
@@ -32,7 +32,7 @@ def near_identity(
 
 
 def mimetic(
-    rng: PRNGKeyArray, site: AttentionSite, *, replace_positions: bool = False
+    rng: PRNGKeyArray, site: AttentionStack, *, replace_positions: bool = False
 ) -> AttentionWeights:
     """Trockman & Kolter (2023): Q Kᵀ = 0.7 U + 0.7 I per head and V Proj ≈ -0.4 I, by SVD.
 
@@ -51,7 +51,7 @@ def mimetic(
 
 
 def mimetic_vo(
-    rng: PRNGKeyArray, site: AttentionSite, *, transposed: bool
+    rng: PRNGKeyArray, site: AttentionStack, *, transposed: bool
 ) -> tuple[Float[Array, "L D h d"], Float[Array, "L h d D"]]:
     """Returns V and projection from the factors of A Bᵀ = 0.4 U - 0.4 I over all heads of a layer.
 

@@ -59,8 +59,8 @@ class Sizes(NamedTuple):
 
 
 @dataclasses.dataclass(frozen=True)
-class AttentionSite(_Site):
-    """Stack of equal attention layers over one grid of tokens."""
+class AttentionStack(_Site):
+    """What the sites of attention have in common: a stack of equal layers over a grid of tokens."""
 
     grid: Grid  # rows and columns of the image tokens, without class and register tokens
     width: PositiveInt  # channels D of a token
@@ -68,11 +68,22 @@ class AttentionSite(_Site):
     head_dim: PositiveInt  # channels d of one head
     num_layers: PositiveInt  # L
     qk_scale: PositiveFloat  # factor σ on query-key products before the softmax, usually d^-1/2
+    base_init: Literal["timm", "pytorch"] = dataclasses.field(default="timm", kw_only=True)
+
+    @property
+    def sizes(self) -> Sizes:
+        """The numbers of layers, channels, heads and channels of a head."""
+        return Sizes(self.num_layers, self.width, self.num_heads, self.head_dim)
+
+
+@dataclasses.dataclass(frozen=True)
+class AttentionSite(AttentionStack):
+    """Attention whose model adds positions to its tokens, as in ViT."""
+
     # Encoding [N, D] that the model adds to its tokens, N = rows × cols in row-major order. Only
     # trainable ones may be traced: `impulse` solves for the values of the others.
     positions: np.ndarray | jax.Array | None = None
     positions_trainable: bool = False  # whether the model uses `AttentionWeights.positions`
-    base_init: Literal["timm", "pytorch"] = "timm"  # of the model's other layers
 
     def __post_init__(self):
         super().__post_init__()
@@ -83,11 +94,6 @@ class AttentionSite(_Site):
                 f"grid={self.grid} and width={self.width} need {expected}: leave out class and "
                 "register tokens"
             )
-
-    @property
-    def sizes(self) -> Sizes:
-        """The numbers of layers, channels, heads and channels of a head."""
-        return Sizes(self.num_layers, self.width, self.num_heads, self.head_dim)
 
     def require_positions(self) -> np.ndarray | jax.Array:
         """Returns the positions, as NumPy if they are concrete.
@@ -111,37 +117,32 @@ class AttentionSite(_Site):
 
 
 @dataclasses.dataclass(frozen=True)
-class WindowSite(AttentionSite):
-    """Stack of attention layers within windows, as in Swin; `grid` is the window.
+class WindowSite(AttentionStack):
+    """Attention within windows, as in Swin; `grid` is the window.
 
     Instead of positions the model adds a relative position bias to the logits, which a scheme sets
     with `AttentionWeights.bias`.
     """
 
-    positions: None = dataclasses.field(default=None, init=False)
-    positions_trainable: bool = dataclasses.field(default=False, init=False)
-
 
 @dataclasses.dataclass(frozen=True)
-class RotarySite(AttentionSite):
-    """Stack of attention layers that rotate queries and keys (RoPE) and add no positions.
+class RotarySite(AttentionStack):
+    """Attention that rotates queries and keys (RoPE), in a model that adds no positions.
 
     The rotation by the angle θ takes the channels (a, b) of a pair to
     (a cos θ - b sin θ, b cos θ + a sin θ).
     """
 
-    positions: None = dataclasses.field(default=None, init=False)
-    positions_trainable: bool = dataclasses.field(default=False, init=False)
     # Rotation [L, h, N, d / 2] of each pair of channels in radians; 1 for L or h if all share it.
-    angles: np.ndarray | jax.Array | None = dataclasses.field(kw_only=True)
+    angles: np.ndarray | jax.Array = dataclasses.field(kw_only=True)
     # Channels that are rotated together: 2 k and 2 k + 1, or k and k + d / 2.
     pairs: Literal["interleaved", "halves"] = dataclasses.field(default="interleaved", kw_only=True)
 
     def __post_init__(self):
         super().__post_init__()
-        if self.angles is None:
-            return
-        shape, layers, heads = np.shape(self.angles), self.num_layers, self.num_heads
+        shape = np.shape(self.angles)
+        layers = self.num_layers
+        heads = self.num_heads
         allowed = (1, layers), (1, heads), (self.num_tokens,), (self.head_dim / 2,)
         if len(shape) != 4 or any(n not in ns for n, ns in zip(shape, allowed, strict=True)):
             raise InputError(
@@ -225,7 +226,7 @@ class ConvWeights(NamedTuple):
     kernel: Float[Array, "L f f D"]
 
 
-Site = AttentionSite | TokenMixingSite | ConvSite
+Site = AttentionSite | RotarySite | WindowSite | TokenMixingSite | ConvSite
 Weights = AttentionWeights | TokenMixingWeights | ConvWeights
 AttentionInit = Callable[[jax.Array, Site], Weights]
 """Function `(rng, site) -> weights`: pure, and traceable by jit, vmap and eval_shape."""

@@ -10,6 +10,7 @@ import numpy as np
 from jaxtyping import Complex
 
 from structinit_jax.attention_init import AttentionSite, RotarySite, WindowSite
+from structinit_jax.attention_init.sites import AttentionStack
 from structinit_jax.errors import InputError
 from structinit_jax.interop.entries import check_array
 from structinit_jax.interop.host import Grid, Host, square
@@ -23,7 +24,7 @@ def find_site(
     grid: Grid | None,
     positions: np.ndarray | jax.Array | None,
     rotations: Any | None,
-) -> AttentionSite:
+) -> AttentionStack:
     """Returns the site of a model's attention layers; for arguments and errors see `initialize`."""
     if positions is not None and rotations is not None:
         raise InputError("positions and rotations exclude each other: pass one of them")

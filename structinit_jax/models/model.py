@@ -175,7 +175,7 @@ class Model(nnx.Module):
         positions, scale = weights.positions, weights.position_scale
         if positions is None and scale is None:
             return
-        if not site.positions_trainable:
+        if not getattr(site, "positions_trainable", False):
             raise InputError(
                 "the scheme sets the position encoding, but this model has no trainable one: use a "
                 "ViT with config.model.positions='learned'"

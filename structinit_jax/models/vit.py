@@ -10,6 +10,7 @@ from flax import nnx
 from jaxtyping import Array, Float
 
 from structinit_jax.attention_init import AttentionSite, RotarySite, rotary_angles, sincos_positions
+from structinit_jax.attention_init.sites import AttentionStack
 from structinit_jax.errors import NonNegativeFloat, PositiveInt
 from structinit_jax.models import layers
 from structinit_jax.models.attention import Block, TransformerConfig
@@ -94,7 +95,7 @@ class VisionTransformer(Model):
         head_init = layers.BASE_INITS[config.base_init](width)
         self.head = nnx.Linear(width, config.num_classes, **head_init, rngs=rngs)
 
-    def sites(self) -> dict[str, AttentionSite]:
+    def sites(self) -> dict[str, AttentionStack]:
         """See `Model.sites`."""
         options = dict(grid=self.grid, base_init=self.config.base_init, **self.blocks.sizes())
         if self.config.positions == "rope":
