@@ -71,7 +71,7 @@ def make_step(config: ConfigDict, setup: Setup, factors: np.ndarray, seeds: np.n
         def learning_rate(step):
             return factor * schedule.learning_rate(step)
 
-        optimizer = make_optimizer(config.optimizer, learning_rate, dict(config))
+        optimizer = make_optimizer(config.optimizer, learning_rate, dict(config), model.stacks)
         step = make_train_step(
             model.graphdef,
             optimizer,
@@ -130,7 +130,9 @@ def sweep(
     seeds = np.arange(num_seeds, dtype=np.uint32)
     weights = draw_weights(setup.model, schemes, seeds)
     weights = jax.tree.map(lambda leaf: jnp.concatenate([leaf] * len(rates), axis=1), weights)
-    optimizer = make_optimizer(config.optimizer, schedule.learning_rate, dict(config))
+    optimizer = make_optimizer(
+        config.optimizer, schedule.learning_rate, dict(config), setup.model.stacks
+    )
     init = functools.partial(init_state, optimizer=optimizer)
     state = jax.jit(jax.vmap(jax.vmap(init, out_axes=STATE), out_axes=STATE))(*weights)
     step = make_step(config, setup, np.repeat(np.float32(rates), len(schemes)), seeds)

@@ -7,9 +7,13 @@ Exports the newest checkpoint of a ViT or Swin, or that of --step=best or --step
 `timm.create_model("local-dir:model", pretrained=True)` builds the model in PyTorch, with its
 normalization and class names. To start a new run from the weights, pass
 `--config.start_from=model/model.safetensors`.
+
+`class_map.pkl`, a dict of the label of each class, is timm's `--class-map`. timm's scripts need it
+for image folders, whose classes timm orders differently: 2 before 10, and without regard to case.
 """
 
 import json
+import pickle
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -28,6 +32,7 @@ from structinit_jax.interop import to_timm
 from structinit_jax.training.workdir import write_atomically
 
 WEIGHTS = "model.safetensors"  # as timm expects it in a folder
+CLASS_MAP = "class_map.pkl"  # timm's text format cannot hold every name of a folder
 
 
 class TimmModel(NamedTuple):
@@ -100,7 +105,7 @@ def timm_model(model: Mapping[str, Any], *, image_size: int, channels: int) -> T
 
 
 def export(config: ConfigDict, workdir: str | Path, folder: Path, step: str = "newest") -> int:
-    """Writes the weights of a checkpoint and timm's `config.json` to a folder. Needs no data.
+    """Writes a checkpoint's weights, timm's `config.json` and its class map. Needs no data.
 
     Returns the step of the checkpoint. Raises `InputError` if there is no such checkpoint, or if
     timm cannot build its model from a folder.
@@ -114,12 +119,15 @@ def export(config: ConfigDict, workdir: str | Path, folder: Path, step: str = "n
     model, state = restore_model(config, workdir, jax.local_devices()[:1], step)
     weights = jax.device_get((state.params, state.model_state))
     weights = to_timm(nnx.merge(model.graphdef, *weights))
-    text = json.dumps(timm.card(data, class_names(workdir, state)), indent=2)
+    names = class_names(workdir, state)
+    text = json.dumps(timm.card(data, names), indent=2)
+    labels = {name: label for label, name in enumerate(names)}
     # "format" tells readers of safetensors that the layout is PyTorch's.
     metadata = {"format": "pt", "config": text}
     try:
         folder.mkdir(parents=True, exist_ok=True)
         write_atomically(folder / "config.json", f"{text}\n")
+        write_atomically(folder / CLASS_MAP, pickle.dumps(labels))
         # `save_file` would write a file that only its owner can read.
         write_atomically(folder / WEIGHTS, save(weights, metadata))
     except OSError as error:
@@ -136,6 +144,7 @@ def main(overrides: command_line.Overrides) -> None:
     step = export(config, WORKDIR.value, folder, STEP.value or "newest")
     print(f"wrote the weights of step {step} to {folder}")
     print(f'PyTorch: timm.create_model("local-dir:{folder}", pretrained=True)')
+    print(f"timm's scripts, on image folders: --class-map {folder / CLASS_MAP}")
 
 
 if __name__ == "__main__":

@@ -113,12 +113,14 @@ def set_up(
             f"split over {mesh.size} devices and config.accumulate_steps={config.accumulate_steps}"
         )
     schedule = make_schedule(num_examples, dict(config), drop_remainder=data.drop_remainder)
-    optimizer = make_optimizer(config.optimizer, schedule.learning_rate, dict(config))
     build = functools.partial(abstract_model, config.model, data, mesh)
     model, scheme = build(), config_lib.make_attention_init(config)
+    rate = schedule.learning_rate
+    optimizer = make_optimizer(config.optimizer, rate, dict(config), model.stacks)
     check_attention_init(scheme, model)
     make_state = functools.partial(init_state, optimizer=optimizer)
-    state = mesh_lib.shard(mesh, jax.eval_shape(make_state, model.params, model.model_state))
+    state = jax.eval_shape(make_state, model.params, model.model_state)
+    state = mesh_lib.shard(mesh, state, model.stacks)
     state_shardings = jax.tree.map(lambda leaf: leaf.sharding, state)
     make_state = jax.jit(make_state, out_shardings=state_shardings, donate_argnums=(0, 1))
 

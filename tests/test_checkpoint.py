@@ -192,7 +192,7 @@ def test_arrays_are_restored_on_other_meshes(tmp_path):
         opt_state={"number": jnp.int32(7)},
     )
     for fsdp in (1, 2, 4):
-        placed = shard(make_mesh(fsdp), jax.eval_shape(lambda: state))
+        placed = shard(make_mesh(fsdp), jax.eval_shape(lambda: state), stacks=())
         shardings = jax.tree.map(lambda leaf: leaf.sharding, placed)
         if fsdp > 1:
             restored = checkpoint.restore(tmp_path, fsdp // 2, placed)

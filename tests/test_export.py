@@ -1,4 +1,5 @@
 import json
+import pickle
 
 import jax
 import numpy as np
@@ -40,6 +41,16 @@ def test_a_folder_has_the_card_that_timm_reads(run_config, finished_run, tmp_pat
     with safe_open(tmp_path / "model" / "model.safetensors", "numpy") as file:
         metadata = file.metadata()
     assert json.loads(metadata["config"]) == card
+
+
+# timm's ImageFolder orders these names as 1, 2, 10, apple, "cat ", Zebra; with the map it has the
+# labels of data/folder.py: checked with timm.data.create_dataset(class_map=FILE) of timm 1.0.31.
+def test_a_folder_has_timms_class_map(run_config, finished_run, tmp_path, monkeypatch):
+    names = ["1", "10", "2", "Zebra", "apple", "cat "]
+    monkeypatch.setattr(export, "class_names", lambda *_: names)
+    export.export(run_config, finished_run.workdir, tmp_path)
+    labels = pickle.loads((tmp_path / "class_map.pkl").read_bytes())
+    assert labels == dict(zip(names, range(6), strict=True))
 
 
 # What timm 1.0.31 builds from these arguments has our weights' names and shapes and computes the

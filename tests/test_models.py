@@ -16,6 +16,7 @@ from tiny_models import EVERYWHERE, SIZES, make, train_fn
 from structinit_jax import attention_init
 from structinit_jax.errors import InputError
 from structinit_jax.models import VARIANTS, check_fields, create_model, default_config
+from structinit_jax.models.model import is_stacked
 from structinit_jax.training.state import split_model
 
 COUNTS = json.loads((Path(references.__file__).parent / "parameter_counts.json").read_text())
@@ -78,6 +79,21 @@ def test_layer_norms_have_timms_epsilon():
     for family, epsilon in (("vit", 1e-6), ("swin", 1e-5), ("mixer", 1e-6)):
         modules = [module for _, module in nnx.iter_modules(make(family))]
         assert {m.epsilon for m in modules if isinstance(m, nnx.LayerNorm)} == {epsilon}
+
+
+def test_models_say_which_arrays_have_a_layer_axis():
+    stacks = {family: make(family).stacks() for family in SIZES}
+    assert stacks.pop("swin") == ("stage1/blocks", "stage2/blocks")
+    assert set(stacks.values()) == {("blocks",)}
+    paths = {
+        "params/blocks/mlp/fc1/kernel": True,
+        "opt_state/0/mu/blocks/mlp/fc1/kernel": True,
+        "opt_state/0/mu/blocks/0/mlp/fc1/kernel": False,  # of a list of layers
+        "params/my_blocks/kernel": False,
+    }
+    for path, expected in paths.items():
+        keys = tuple(jax.tree_util.DictKey(name) for name in path.split("/"))
+        assert is_stacked(keys, ["blocks"]) == expected
 
 
 # -- sites and schemes -----------------------------------------------------------------------------

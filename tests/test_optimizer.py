@@ -57,7 +57,7 @@ def test_updates_are_clipped_adamw(library_promotion):
     config.update(clip_norm=0.5, weight_decay=0.1, adam_b2=0.9, adam_epsilon=1e-3)
     params = {"kernel": jnp.ones((2, 2)), "bias": jnp.ones(2)}
     grads = jax.tree.map(lambda x: 3 * x, params)
-    ours = make_optimizer("adamw", lambda step: 0.1 * (1 + step), dict(config))
+    ours = make_optimizer("adamw", lambda step: 0.1 * (1 + step), dict(config), ())
     update, state = ours.update(grads, ours.init(params), params)
     clip = 0.5 / optax.tree.norm(grads)
     # The first step of Adam: both moments, bias-corrected, are the gradient and its square.
@@ -99,9 +99,53 @@ def test_an_epoch_without_a_whole_batch_is_refused():
 
 
 def test_an_optimizer_gets_the_fields_that_its_parameters_name():
-    lion = make_optimizer("optax:lion", lambda step: 0.1, dict(base_config()))
+    lion = make_optimizer("optax:lion", lambda step: 0.1, dict(base_config()), ())
     update, _ = lion.update(jnp.ones(2), lion.init(jnp.ones(2)), jnp.ones(2))
     np.testing.assert_allclose(update, -0.1 * (1 + 0.05), rtol=1e-5)
+
+
+PER_LAYER = {  # they take the norms, ranks or shapes of arrays; Prodigy's also of all arrays
+    "optax:lamb": optax.lamb(0.1, weight_decay=0.1),
+    "optax:lars": optax.lars(0.1, weight_decay=0.1),
+    "optax:adafactor": optax.adafactor(0.1),
+    "optax.contrib:muon": optax.contrib.muon(0.1, weight_decay=0.1),
+    "optax.contrib:prodigy": optax.contrib.prodigy(0.1, weight_decay=0.1),
+}
+
+
+@pytest.mark.parametrize("name", PER_LAYER)
+def test_an_optimizer_of_optax_sees_one_layer_at_a_time(name, library_promotion):
+    def draw(seed):
+        rng = np.random.default_rng(seed)
+        blocks = {"kernel": (2, 128, 130), "bias": (2, 130), "out": {"kernel": (2, 2, 65, 128)}}
+        sizes = {"head": (130, 10), "stage1": {"norm": (5,), "blocks": blocks}}
+        return jax.tree.map(
+            lambda size: rng.standard_normal(size, np.float32),
+            sizes,
+            is_leaf=lambda x: isinstance(x, tuple),
+        )
+
+    def listed(tree):
+        """The tree with lists of layers in place of the stacks."""
+        blocks = tree["stage1"]["blocks"]
+        layers = [jax.tree.map(lambda x, i=i: x[i], blocks) for i in range(2)]
+        return tree | {"stage1": tree["stage1"] | {"blocks": layers}}
+
+    params = draw(0)
+    fields = dict(base_config(), weight_decay=0.1)
+    ours = make_optimizer(name, lambda step: 0.1, fields, ["stage1/blocks"])
+    state = ours.init(params)
+    expected_params = listed(params)
+    expected_state = PER_LAYER[name].init(expected_params)
+    for step in range(2):
+        grads = draw(1 + step)
+        updates, state = ours.update(grads, state, params)
+        expected, expected_state = PER_LAYER[name].update(
+            listed(grads), expected_state, expected_params
+        )
+        jax.tree.map(np.testing.assert_array_equal, listed(updates), expected)
+        params = optax.apply_updates(params, updates)
+        expected_params = optax.apply_updates(expected_params, expected)
 
 
 def make_rate(num_steps=100, steps_per_epoch=10.0, **fields):

@@ -4,11 +4,16 @@ import re
 import sys
 from pathlib import Path
 
+import jax
+import numpy as np
 import pytest
+from tiny_models import make
 
 from structinit_jax import config as config_lib
 from structinit_jax import export, train
 from structinit_jax.errors import InputError
+from structinit_jax.training.optimizer import make_optimizer
+from structinit_jax.training.state import split_model
 
 PAGE = Path(__file__).parent.parent / "docs" / "extending.md"
 SHOWN = re.search(r"<!-- mine\.py -->\n```python\n(.*?)```", PAGE.read_text(), re.DOTALL)[1]
@@ -47,3 +52,22 @@ def test_the_readmes_objects_train_and_the_model_is_not_exported(mine, tmp_path,
     monkeypatch.setattr(sys.modules[mine], "halves", swapped)
     with pytest.raises(InputError, match=r"does not hold the examples .* trained on"):
         train.train(config, tmp_path / "run")
+
+
+@pytest.mark.usefixtures("library_promotion")
+def test_the_readmes_optimizer_makes_the_updates_of_kernels_orthogonal(mine):
+    model = make("vit")
+    _, params, _ = split_model(model)
+    rng = np.random.default_rng(0)
+    grads = jax.tree.map(lambda x: rng.standard_normal(x.shape, np.float32), params)
+    fields = dict(weight_decay=0.0)
+    optimizer = make_optimizer("mine:muon", lambda step: 0.1, fields, model.stacks())
+    updates, _ = jax.jit(optimizer.update)(grads, optimizer.init(params), params)
+    attention = updates["blocks"]["attention"]
+    for field, side in (("query", 16), ("out", 16)):
+        for layer in attention[field]["kernel"]:
+            values = np.linalg.svd(layer.reshape(side, side), compute_uv=False)
+            assert 0.03 < values.min() < values.max() < 0.13  # nearly 0.1 times a rotation
+    # The first step of Adam with Nesterov's momentum is equal for all other parameters.
+    for update in (attention["query"]["bias"], updates["head"]["kernel"]):
+        np.testing.assert_allclose(np.abs(update), 0.1474, rtol=1e-3)

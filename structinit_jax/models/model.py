@@ -7,6 +7,7 @@ layer axis on each variable.
 
 import dataclasses
 import math
+import re
 from collections.abc import Mapping, Sequence
 from typing import Any, ClassVar, Literal
 
@@ -142,6 +143,14 @@ class Model(nnx.Module):
         """
         raise NotImplementedError
 
+    def stacks(self) -> tuple[str, ...]:
+        """Returns the path of each stack of blocks (`make_stack`), such as 'stage1/blocks'.
+
+        All arrays below these paths, and no others, have a leading layer axis.
+        """
+        modules = nnx.iter_modules(self)
+        return tuple("/".join(path) for path, module in modules if hasattr(module, "is_stack"))
+
     def initial_weights(self, scheme: AttentionInit, rng: PRNGKeyArray) -> dict[str, Weights]:
         """Returns a scheme's weights for each stack, by name, without changing the model."""
         sites = self.sites()
@@ -189,24 +198,24 @@ class Model(nnx.Module):
 
 
 def make_stack(block: type[nnx.Module], depth: int, *, rngs: nnx.Rngs, **options) -> nnx.Module:
-    """Returns `depth` blocks, each made by `block(**options, rngs=...)`, as one module."""
-    layer_rngs = jax.random.split(rngs.params(), depth)
-    return jax.vmap(lambda rng: block(**options, rngs=nnx.Rngs(rng)))(layer_rngs)
+    """Returns `depth` blocks, each made by `block(**options, rngs=...)`, as one module.
 
-
-def stack_of(path: jax.tree_util.KeyPath) -> str:
-    """Returns the stack that an array of a model or state belongs to, such as 'stage1/blocks'.
-
-    Returns '' for an array of no stack. Models name their stacks 'blocks'; an `nnx.List` of that
-    name, whose arrays have no layer axis, is not a stack.
+    `Model.stacks` finds it.
     """
-    names = jax.tree_util.keystr(path, simple=True, separator="/").split("/")
-    if "blocks" not in names:
-        return ""
-    end = names.index("blocks") + 1
-    if end == len(names) or names[end].isdecimal():
-        return ""
-    return "/".join(names[:end])
+    layer_rngs = jax.random.split(rngs.params(), depth)
+    stack = jax.vmap(lambda rng: block(**options, rngs=nnx.Rngs(rng)))(layer_rngs)
+    stack.is_stack = True
+    return stack
+
+
+def is_stacked(path: jax.tree_util.KeyPath, stacks: Sequence[str]) -> bool:
+    """Whether an array of a training state has a layer axis, given `Model.stacks`.
+
+    An array has none if a number follows the stack in its path: it belongs to a list of layers
+    (`training.optimizer.by_layer`).
+    """
+    name = "/" + jax.tree_util.keystr(path, simple=True, separator="/")
+    return any(re.search(rf"/{re.escape(stack)}/(?!\d)", name) for stack in stacks)
 
 
 def run_stack(

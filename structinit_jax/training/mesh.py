@@ -1,5 +1,6 @@
 """The device mesh and the placement of arrays on it."""
 
+from collections.abc import Sequence
 from typing import Any
 
 import jax
@@ -7,7 +8,7 @@ import numpy as np
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
 from structinit_jax.errors import InputError
-from structinit_jax.models.model import FSDP_AXIS, stack_of, weight_spec
+from structinit_jax.models.model import FSDP_AXIS, is_stacked, weight_spec
 
 
 def make_mesh(fsdp: int = 1, devices: list[jax.Device] | None = None) -> Mesh:
@@ -38,11 +39,11 @@ def replicated(mesh: Mesh) -> NamedSharding:
     return NamedSharding(mesh, PartitionSpec())
 
 
-def shard(mesh: Mesh, abstract_state: Any) -> Any:
+def shard(mesh: Mesh, abstract_state: Any, stacks: Sequence[str]) -> Any:
     """Adds a sharding to each `ShapeDtypeStruct` of a `TrainState` or a dict of some of its fields.
 
-    Arrays are sharded over 'fsdp' by `models.model.weight_spec`; an array of stacked blocks is
-    sharded like that of one block. The model state is replicated.
+    Arrays are sharded over 'fsdp' by `models.model.weight_spec`; an array of the model's `stacks`
+    is sharded like that of one block. The model state is replicated.
     """
 
     def place(path, leaf):
@@ -50,7 +51,7 @@ def shard(mesh: Mesh, abstract_state: Any) -> Any:
         if names[0] == "model_state":
             sharding = replicated(mesh)
         else:
-            layer_axes = 1 if stack_of(path) else 0
+            layer_axes = 1 if is_stacked(path, stacks) else 0
             spec = weight_spec(leaf.shape[layer_axes:], mesh.shape[FSDP_AXIS])
             sharding = NamedSharding(mesh, PartitionSpec(*(None,) * layer_axes, *spec))
         return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding)

@@ -7,7 +7,7 @@ with the schedule as `learning_rate`, and with the fields of the config that its
 
 import inspect
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -160,18 +160,56 @@ SCHEDULES: Mapping[str, Callable] = {"cosine": cosine, "timm_cosine": timm_cosin
 # loss(logits [B, C], targets [B, C]) -> [B]; targets are probabilities, mixed and smoothed.
 LOSSES: Mapping[str, Callable] = {"softmax_cross_entropy": optax.softmax_cross_entropy}
 # optimizer(learning_rate schedule, any fields of the config) -> optax.GradientTransformation
+# These see stacked blocks as they are, so that updates must not depend on the shapes of arrays.
 OPTIMIZERS: Mapping[str, Callable] = {"adamw": adamw}
 
 
 def make_optimizer(
-    name: str, learning_rate: optax.Schedule, fields: Mapping[str, Any]
+    name: str, learning_rate: optax.Schedule, fields: Mapping[str, Any], stacks: Sequence[str]
 ) -> optax.GradientTransformation:
     """Returns the optimizer that `config.optimizer` names, or raises `InputError`.
 
-    The optimizer gets the fields of the config that its parameters name.
+    The optimizer gets the fields of the config that its parameters name. One that is not in
+    `OPTIMIZERS` sees the model's `stacks` as lists of layers.
     """
     build = find(name, OPTIMIZERS, "optimizer")
-    return _call(build, fields, learning_rate=learning_rate)
+    optimizer = _call(build, fields, learning_rate=learning_rate)
+    return optimizer if name in OPTIMIZERS else by_layer(optimizer, stacks)
+
+
+def by_layer(
+    optimizer: optax.GradientTransformation, stacks: Sequence[str]
+) -> optax.GradientTransformation:
+    """Shows an optimizer each of the model's stacks as a list of layers.
+
+    Optimizers such as Muon, LAMB and Adafactor take an array for the weights of a single layer.
+    They are not mapped over the layer axis, since others compute norms over all parameters.
+    """
+
+    def split(stack):
+        leaves, structure = jax.tree.flatten(stack)
+        return [structure.unflatten(layer) for layer in zip(*map(jnp.unstack, leaves), strict=True)]
+
+    def join(layers):
+        return jax.tree.map(lambda *arrays: jnp.stack(arrays), *layers)
+
+    def change(function, tree, path=()):
+        """Applies a function to the stacks in a tree of parameters."""
+        if "/".join(path) in stacks:
+            return function(tree)
+        if not isinstance(tree, Mapping):
+            return tree
+        return {name: change(function, part, (*path, name)) for name, part in tree.items()}
+
+    def init(params):
+        return optimizer.init(change(split, params))
+
+    def update(updates, state, params=None):
+        arguments = change(split, updates), state, change(split, params)
+        updates, state = optimizer.update(*arguments)
+        return change(join, updates), state
+
+    return optax.GradientTransformation(init, update)
 
 
 def _call(build: Callable, fields: Mapping[str, Any], **arguments) -> Any:

@@ -50,6 +50,7 @@ class AbstractModel(NamedTuple):
     graphdef: nnx.GraphDef
     params: dict[str, Any]
     model_state: dict[str, Any]
+    stacks: tuple[str, ...]  # see `Model.stacks`
 
 
 def split_model(model: nnx.Module) -> tuple[nnx.GraphDef, dict[str, Any], dict[str, Any]]:
@@ -75,9 +76,11 @@ def abstract_model(
             rngs=nnx.Rngs(params=rng),
         )
 
-    graphdef, params, model_state = split_model(nnx.eval_shape(lambda: build(jax.random.key(0))))
-    shapes = mesh_lib.shard(mesh, {"params": params, "model_state": model_state})
-    return AbstractModel(build, mesh, graphdef, **shapes)
+    abstract = nnx.eval_shape(lambda: build(jax.random.key(0)))
+    stacks = abstract.stacks()
+    graphdef, params, model_state = split_model(abstract)
+    shapes = mesh_lib.shard(mesh, {"params": params, "model_state": model_state}, stacks)
+    return AbstractModel(build, mesh, graphdef, **shapes, stacks=stacks)
 
 
 def check_attention_init(scheme: AttentionInit, model: AbstractModel) -> None:

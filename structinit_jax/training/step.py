@@ -13,7 +13,7 @@ from jaxtyping import Array, ArrayLike, PRNGKeyArray
 
 from structinit_jax.augment import Augment, normalize
 from structinit_jax.data.loader import Batch
-from structinit_jax.models.model import FSDP_AXIS, stack_of
+from structinit_jax.models.model import FSDP_AXIS, is_stacked
 from structinit_jax.training import mesh as mesh_lib
 from structinit_jax.training.state import TrainState, split_model, split_seed
 
@@ -52,7 +52,7 @@ def make_train_step(
     value_and_grad = _make_value_and_grad(graphdef, loss)
     if accumulate_steps > 1:
         value_and_grad = _in_parts(value_and_grad, accumulate_steps)
-    value_and_grad = _gather_by_layer(value_and_grad, mesh)
+    value_and_grad = _gather_by_layer(value_and_grad, graphdef, mesh)
 
     def train_step(state: TrainState, batch: Batch, seed: ArrayLike) -> tuple[TrainState, Metrics]:
         augment_rng, rng = step_rngs(seed, state.step)
@@ -119,20 +119,24 @@ def _is_finite(tree):
     return jnp.stack([jnp.isfinite(x).all() for x in arrays]).all()
 
 
-def _gather_by_layer(function, mesh):
-    """Wraps `function(params, ...)` so that the model gathers sharded weights layer by layer."""
+def _gather_by_layer(function, graphdef, mesh):
+    """Wraps `function(params, model_state, ...)` so that sharded weights are gathered by layer."""
     replicated = mesh_lib.replicated(mesh)
 
-    def gather_outside_stacks(path, leaf):
-        # Without this, XLA would shard activations along the channels like the weights.
-        return leaf if stack_of(path) else jax.lax.with_sharding_constraint(leaf, replicated)
+    def wrapped(params, model_state, *args):
+        stacks = nnx.merge(graphdef, params, model_state).stacks()
 
-    def wrapped(params, *args):
+        def gather_outside_stacks(path, leaf):
+            # Without this, XLA would shard activations along the channels like the weights.
+            if is_stacked(path, stacks):
+                return leaf
+            return jax.lax.with_sharding_constraint(leaf, replicated)
+
         params = jax.tree_util.tree_map_with_path(gather_outside_stacks, params)
         # Tells stacks to gather the weights of each block (`models.model.gather_weights`).
         sharded = mesh.shape[FSDP_AXIS] > 1
         with jax.sharding.use_abstract_mesh(mesh.abstract_mesh) if sharded else nullcontext():
-            return function(params, *args)
+            return function(params, model_state, *args)
 
     return wrapped
 
@@ -152,7 +156,7 @@ def make_eval_step(
 
     def eval_step(params: dict, model_state: dict, batch: Batch) -> Metrics:
         images = normalize(batch["image"], tuple(mean), tuple(std))
-        logits = _gather_by_layer(predict, mesh)(params, model_state, images)
+        logits = _gather_by_layer(predict, graphdef, mesh)(params, model_state, images)
         labels, mask = batch["label"], batch["mask"]
         losses = optax.softmax_cross_entropy_with_integer_labels(logits, labels)
         return {
