@@ -15,7 +15,6 @@ from structinit_jax.data.datasets import open_dataset
 from structinit_jax.data.loader import Batch, bytes_on_device, make_loader
 from structinit_jax.data.source import ImageSource, check_classes
 from structinit_jax.errors import InputError, find
-from structinit_jax.models.model import REMAT_POLICIES
 from structinit_jax.training import mesh as mesh_lib
 from structinit_jax.training.optimizer import LOSSES, make_optimizer, make_schedule
 from structinit_jax.training.setup import Setup
@@ -114,8 +113,8 @@ def set_up(
         )
     schedule = make_schedule(num_examples, dict(config), drop_remainder=data.drop_remainder)
     optimizer = make_optimizer(config.optimizer, schedule.learning_rate, dict(config))
-    build = functools.partial(abstract_model, config.model, data, mesh)
-    model, scheme = build(), config_lib.make_attention_init(config)
+    model = abstract_model(config.model, data, mesh)
+    scheme = config_lib.make_attention_init(config)
     check_attention_init(scheme, model)
     make_state = functools.partial(init_state, optimizer=optimizer)
     state = mesh_lib.shard(mesh, jax.eval_shape(make_state, model.params, model.model_state))
@@ -133,39 +132,26 @@ def set_up(
         "image": jax.ShapeDtypeStruct(shape, np.uint8, sharding=batch_sharding),
         "label": jax.ShapeDtypeStruct(shape[:1], np.int32, sharding=batch_sharding),
     }
-    make_step = functools.partial(
-        make_train_step,
-        optimizer=optimizer,
-        learning_rate=schedule.learning_rate,
-        augment=augmentation(config, mesh),
-        mesh=mesh,
+    train_step = make_train_step(
+        model.graphdef,
+        optimizer,
+        schedule.learning_rate,
+        augmentation(config, mesh),
+        mesh,
         loss=find(config.loss, LOSSES, "loss"),
         accumulate_steps=config.accumulate_steps,
         mixes=config.augment.mixup > 0 or config.augment.cutmix > 0,
     )
-
-    def jit_step(**changes):
-        """Jits the step with changed fields of the model, which is built when it is traced."""
-
-        def train_step(state, batch, seed):
-            return make_step(build(**changes).graphdef)(state, batch, seed)
-
-        return jax.jit(
-            train_step,
-            in_shardings=(state_shardings, batch_sharding, mesh_lib.replicated(mesh)),
-            out_shardings=(state_shardings, mesh_lib.replicated(mesh)),
-            donate_argnums=0,
-        )
-
-    if (remat := config.model.get("remat")) is None:  # a model of your own without this field
-        steps = {"none": jit_step()}
-    else:
-        policies = REMAT_POLICIES if remat == "auto" else [remat]
-        steps = {policy: jit_step(remat=policy) for policy in policies}
+    train_step = jax.jit(
+        train_step,
+        in_shardings=(state_shardings, batch_sharding, mesh_lib.replicated(mesh)),
+        out_shardings=(state_shardings, mesh_lib.replicated(mesh)),
+        donate_argnums=0,
+    )
     data_bytes = bytes_on_device(num_eval_examples, data.image_size, data.channels)
     if config.augment.crop != "resized":  # images with such crops are decoded for every batch
         data_bytes += bytes_on_device(num_examples, data.image_size, data.channels)
-    return Setup(schedule, model, initialize, steps, state, batch, data_bytes)
+    return Setup(schedule, model, initialize, train_step, state, batch, data_bytes)
 
 
 def augmentation(config: ConfigDict, mesh: Mesh) -> Augment:

@@ -23,7 +23,7 @@ from structinit_jax.training import checkpoint, distributed, resume
 from structinit_jax.training import mesh as mesh_lib
 from structinit_jax.training import workdir as workdir_lib
 from structinit_jax.training.metrics import MetricsLog, PendingMetrics, Progress, StepTrace, average
-from structinit_jax.training.setup import compile_step, memory_limit
+from structinit_jax.training.setup import check_memory, explain_out_of_memory, memory_limit
 
 with epy.lazy_imports():  # first used while the training step compiles
     from clu import parameter_overview
@@ -59,6 +59,7 @@ def train(
     """
     with contextlib.ExitStack() as on_exit:
         began = time.perf_counter()
+        on_exit.enter_context(explain_out_of_memory())
 
         # -- Data, mesh, schedule, model, optimizer and training step; nothing is allocated yet ----
         run = Run(config)
@@ -110,8 +111,9 @@ def train(
 
         # -- Compiled step and evaluation ----------------------------------------------------------
         evaluate = make_evaluator(config, setup.model, run.eval_source)
-        train_step, remat = compile_step(setup, memory_limit(), first=compiling.result)
-        print(f"remat: {remat}")
+        train_step = compiling.result()
+        needs = check_memory(train_step, setup.data_bytes, memory_limit())
+        print(f"memory per device: {needs}")
 
         # -- Loop ----------------------------------------------------------------------------------
         print(

@@ -44,7 +44,7 @@ def longer_config(run_config):
 def test_training_writes_the_documented_files_and_output(finished_run):
     for text in (
         "of the attention on target",
-        "remat: none (needs ",
+        "memory per device: ",
         "training on 384 examples for 12 steps (2.0 epochs), testing on 90",
         "step 12/12",
         "done: test[:90] accuracy",
@@ -54,7 +54,7 @@ def test_training_writes_the_documented_files_and_output(finished_run):
         *(".lock", "checkpoints", "config.json", "metrics.jsonl", "tensorboard")
     }
     saved = json.loads((finished_run.workdir / "config.json").read_text())
-    assert (saved["model"]["width"], saved["model"]["remat"]) == (16, "auto")
+    assert (saved["model"]["width"], saved["model"]["remat"]) == (16, "none")
     metrics = read_metrics(finished_run.workdir)
     assert [m["step"] for m in metrics] == [0, 4, 5, 6, 6, 8, 10, 12, 12]
     assert metrics[0].keys() == {
