@@ -53,7 +53,8 @@ SHARED = {
         flags.DEFINE_string,
         "out",
         None,
-        "File or directory to write: by default analysis, model (export) or batch.png (show).",
+        "File or directory to write: by default analysis, evaluation (main --mode=eval), model "
+        "(export) or batch.png (show).",
     ),
     "trust_workdir": partial(
         flags.DEFINE_bool,

@@ -11,14 +11,22 @@ Any field of the config can be set on the command line: --config.batch_size=256
 --config.model.depth=6 --config.attention_init.name=mimetic
 """
 
+import json
 import signal
 
+import jax
 from absl import flags
+from etils import epy
 
 from structinit_jax import command_line, dry_run, evaluate, train
 from structinit_jax.command_line import FLAGS
 from structinit_jax.errors import InputError
 from structinit_jax.training import distributed
+from structinit_jax.training.metrics import read_lines
+from structinit_jax.training.workdir import open_path, write_atomically
+
+with epy.lazy_imports():  # imports matplotlib
+    from structinit_jax.training import figures
 
 
 def define_flags() -> None:
@@ -58,12 +66,22 @@ def define_flags() -> None:
     )
 
 
+def draw_curves(step: int, results: dict[str, float]) -> None:
+    """Draws the metrics up to an evaluation."""
+    if jax.process_index() == 0:
+        workdir = open_path(FLAGS.workdir)
+        lines = map(json.loads, read_lines(workdir / "metrics.jsonl", step))
+        write_atomically(workdir / "curves.png", figures.png(figures.draw_curves(lines)))
+
+
 def main(overrides: command_line.Overrides) -> None:
     """Trains, evaluates or does a dry run, as the flags say; `overrides` set config fields."""
     if FLAGS.target and not FLAGS.dry_run:
         raise InputError(f"--target={FLAGS.target} needs --dry_run, which compiles for it")
     if FLAGS.mode == "eval" and (FLAGS.dry_run or FLAGS.profile_step):
         raise InputError("--dry_run and --profile_step are about training: omit --mode=eval")
+    if FLAGS.out and FLAGS.mode != "eval":
+        raise InputError(f"--out={FLAGS.out} is for the results of an evaluation: add --mode=eval")
     if FLAGS.step and FLAGS.mode != "eval":
         raise InputError(f"--step={FLAGS.step} is the checkpoint to evaluate: add --mode=eval")
     config = command_line.read_config(overrides)
@@ -75,10 +93,11 @@ def main(overrides: command_line.Overrides) -> None:
         raise InputError("--workdir is required: the output directory, such as /tmp/digits")
     elif FLAGS.mode == "eval":
         signal.signal(signal.SIGTERM, signal.SIG_DFL)  # else noted for a training step
-        evaluate.evaluate_checkpoint(config, FLAGS.workdir, FLAGS.step or "newest")
+        out = command_line.out_path("evaluation")
+        evaluate.evaluate_checkpoint(config, FLAGS.workdir, FLAGS.step or "newest", out)
     else:
-        train.train(config, FLAGS.workdir, FLAGS.profile_step)
+        train.train(config, FLAGS.workdir, FLAGS.profile_step, on_evaluation=draw_curves)
 
 
 if __name__ == "__main__":
-    command_line.run(main, define_flags, shared=["config", "workdir", "step", "trust_workdir"])
+    command_line.run(main, define_flags)

@@ -164,11 +164,3 @@ def augmentation(config: ConfigDict, mesh: Mesh) -> Augment:
         label_smoothing=config.label_smoothing,
         mesh=mesh,
     )
-
-
-def evaluation_name(data: ConfigDict) -> str:
-    """Returns the name of `config.data.eval_split` in metrics, for example 'test'.
-
-    The split 'train' is named 'eval', since the names of training metrics begin with 'train'.
-    """
-    return "eval" if data.eval_split == "train" else data.eval_split
