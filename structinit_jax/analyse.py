@@ -32,13 +32,16 @@ from absl import flags
 from structinit_jax import command_line, evaluate
 from structinit_jax.analysis import figures
 from structinit_jax.analysis.collect import Snapshot, observe_run, observe_start, read_images
-from structinit_jax.command_line import STEP, WORKDIR
+from structinit_jax.command_line import FLAGS
 from structinit_jax.compare import train_grid
 from structinit_jax.errors import InputError
 from structinit_jax.training import resume
 
-_SCHEMES = flags.DEFINE_list("schemes", [], "Initializations to compare, without --workdir.")
-_NUM_IMAGES = flags.DEFINE_integer("num_images", 64, "Number of training images.")
+
+def define_flags() -> None:
+    """Defines the flags of this command alone."""
+    flags.DEFINE_list("schemes", [], "Initializations to compare, without --workdir.")
+    flags.DEFINE_integer("num_images", 64, "Number of training images.")
 
 
 def write(snapshots: list[Snapshot], subject: str, out: Path) -> None:
@@ -63,23 +66,23 @@ def write(snapshots: list[Snapshot], subject: str, out: Path) -> None:
 def main(overrides: command_line.Overrides) -> None:
     """Runs the command."""
     config = command_line.read_config(overrides)
-    if _SCHEMES.value and WORKDIR.value:
+    if FLAGS.schemes and FLAGS.workdir:
         raise InputError("--schemes compares initial weights and cannot be used with --workdir")
-    if STEP.value and not WORKDIR.value:
+    if FLAGS.step and not FLAGS.workdir:
         raise InputError("--step needs --workdir, the directory of a run")
     out = command_line.out_path("analysis")
     try:
         out.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         raise InputError(f"--out={out} is no folder to write to: {error}") from error
-    images = read_images(config, _NUM_IMAGES.value)
-    if WORKDIR.value:
-        step, devices = STEP.value or "newest", jax.local_devices()[:1]
+    images = read_images(config, FLAGS.num_images)
+    if FLAGS.workdir:
+        step, devices = FLAGS.step or "newest", jax.local_devices()[:1]
         fixed = (*resume.OF_WEIGHTS, "attention_init", "start_from", "seed")  # started like this
-        restored = evaluate.restore_model(config, WORKDIR.value, devices, step, fixed)
+        restored = evaluate.restore_model(config, FLAGS.workdir, devices, step, fixed)
         snapshots = observe_run(config, restored, images)
     else:
-        settings = train_grid.expand(config, _SCHEMES.value or [config.attention_init.name], {})
+        settings = train_grid.expand(config, FLAGS.schemes or [config.attention_init.name], {})
         snapshots = [observe_start(setting, images) for setting in settings.values()]
     subject = f"{config.model.name}, {len(images)} training images of {config.data.name}"
     write(snapshots, subject, out)
@@ -87,4 +90,4 @@ def main(overrides: command_line.Overrides) -> None:
 
 
 if __name__ == "__main__":
-    command_line.run(main)
+    command_line.run(main, define_flags)

@@ -1,7 +1,10 @@
 """Code shared by the commands: flags, fields of the config, error messages, compilation cache.
 
-`ml_collections.config_flags` does not parse `--config=FILE.py:ROW` and `--config.FIELD=VALUE`: it
-prints a traceback for a missing file, an unknown field or a value of the wrong type.
+Flags are defined when a command runs, so that an import defines none beside a user's own.
+
+`ml_collections.config_flags` does not parse `--config=FILE.py:ROW` and `--config.FIELD=VALUE`. It
+needs the config while it parses flags, but without --config ours is that of --workdir. It knows no
+options of a scheme that the config does not set, and not that a scheme's name changes other fields.
 """
 
 import ast
@@ -9,6 +12,7 @@ import os
 import sys
 import time
 from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -20,48 +24,63 @@ from ml_collections import ConfigDict
 from structinit_jax import config as config_lib
 from structinit_jax.errors import InputError, StoppedError, suggest
 
-CONFIG = flags.DEFINE_string(
-    "config",
-    None,
-    "Config file, FILE.py or FILE.py:ROW. Required unless --workdir already holds a run. "
-    "--config.FIELD=VALUE sets a field: seed, batch_size, model.depth, attention_init.name, "
-    "augment.flip, data.data_dir, ...; structinit_jax/config.py lists them.",
-)
-WORKDIR = flags.DEFINE_string(
-    "workdir",
-    None,
-    "Output directory. Training resumes from the newest checkpoint that it holds. compare and "
-    "reproduce put all their runs in it.",
-)
-STEP = flags.DEFINE_string(
-    "step",
-    None,
-    "Checkpoint: its step, 'newest' (default) or 'best'. For show: a training step, from 1 "
-    "(default).",
-)
-OUT = flags.DEFINE_string(
-    "out",
-    None,
-    "File or directory to write: by default analysis, model (export) or batch.png (show).",
-)
-TRUST = flags.DEFINE_bool(
-    "trust_workdir", False, "Import Python code that the config of --workdir names."
-)
-SHARED = ("config", "workdir", "step", "out", "trust_workdir")
+FLAGS = flags.FLAGS
+# Defines each flag that several commands share.
+SHARED = {
+    "config": partial(
+        flags.DEFINE_string,
+        "config",
+        None,
+        "Config file, FILE.py or FILE.py:ROW. Required unless --workdir already holds a run. "
+        "--config.FIELD=VALUE sets a field: seed, batch_size, model.depth, attention_init.name, "
+        "augment.flip, data.data_dir, ...; structinit_jax/config.py lists them.",
+    ),
+    "workdir": partial(
+        flags.DEFINE_string,
+        "workdir",
+        None,
+        "Output directory. Training resumes from the newest checkpoint that it holds. compare and "
+        "reproduce put all their runs in it.",
+    ),
+    "step": partial(
+        flags.DEFINE_string,
+        "step",
+        None,
+        "Checkpoint: its step, 'newest' (default) or 'best'. For show: a training step, from 1 "
+        "(default).",
+    ),
+    "out": partial(
+        flags.DEFINE_string,
+        "out",
+        None,
+        "File or directory to write: by default analysis, evaluation (main --mode=eval), model "
+        "(export) or batch.png (show).",
+    ),
+    "trust_workdir": partial(
+        flags.DEFINE_bool,
+        "trust_workdir",
+        False,
+        "Import Python code that the config of --workdir names.",
+    ),
+}
 Overrides = Sequence[tuple[str, str]]  # path and text of each --config.FIELD=VALUE
 
 
-def run(main: Callable[[Overrides], None], shared: Sequence[str] = SHARED) -> None:
+def run(
+    main: Callable[[Overrides], None],
+    define_flags: Callable[[], None] = lambda: None,
+    shared: Sequence[str] = tuple(SHARED),
+) -> None:
     """Runs a command and exits: with status 2 and no traceback if the user made a mistake.
 
-    `main` is called with the fields of the config that the command line sets. Of the flags in
-    `SHARED`, the command takes those in `shared`.
+    `main` is called with the fields of the config that the command line sets. `define_flags`
+    defines the flags of the command alone; of those in `SHARED`, it takes the ones in `shared`.
     """
-    for name in SHARED:
-        if name in shared:  # --help lists the flags of the command's own module only
-            flags.FLAGS.register_key_flag_for_module(sys.argv[0], flags.FLAGS[name])
-        else:
-            delattr(flags.FLAGS, name)
+    define_flags()
+    for name in shared:
+        SHARED[name]()
+        # --help lists the flags of the command's own module only.
+        FLAGS.register_key_flag_for_module(sys.argv[0], FLAGS[name])
     try:
         app.run(main, flags_parser=_parse_flags)
     except InputError as error:
@@ -81,20 +100,40 @@ def run(main: Callable[[Overrides], None], shared: Sequence[str] = SHARED) -> No
 
 def _parse_flags(argv: list[str]) -> Overrides:
     """Parses all flags and prepares JAX."""
-    fields = [word for word in argv if word.startswith(("--config.", "-config.")) and "=" in word]
     try:
-        _, *words = flags.FLAGS([word for word in argv if word not in fields])
+        # The files of --flagfile may set fields too.
+        words = FLAGS.read_flags_from_files(argv[1:], force_gnu=True)
+        fields, others = _split_fields(words)
+        _, *words = FLAGS([argv[0], *others])
     except SystemExit as error:  # absl has printed the help, and ends with status 1
         raise SystemExit(0) from error
     except flags.Error as error:
         raise InputError(f"{error}; fields of the config are --config.FIELD=VALUE") from error
     if words:
         raise InputError(f"unrecognized argument {words[0]!r}: write --name=value")
-    if flags.FLAGS["verbosity"].using_default_value:
-        flags.FLAGS.verbosity = logging.WARNING  # JAX and TFDS log much at INFO
+    if FLAGS["verbosity"].using_default_value:
+        FLAGS.verbosity = logging.WARNING  # JAX and TFDS log much at INFO
     use_compilation_cache()
     sys.stdout.reconfigure(errors="backslashreplace")  # the name of a file need not be text
-    return [tuple(word.lstrip("-").removeprefix("config.").split("=", 1)) for word in fields]
+    return fields
+
+
+def _split_fields(argv: Sequence[str]) -> tuple[list[tuple[str, str]], list[str]]:
+    """Splits arguments into fields of the config, '--config.x=3' or '--config.x 3', and others."""
+    fields = []
+    others = []
+    words = iter(argv)
+    for word in words:
+        if not word.startswith(("--config.", "-config.")):
+            others.append(word)
+            continue
+        name, equals, value = word.lstrip("-").partition("=")
+        if not equals:
+            value = next(words, "--")
+            if value.startswith("--"):
+                raise InputError(f"{word} has no value: write --config.FIELD=VALUE")
+        fields.append((name.removeprefix("config."), value))
+    return fields, others
 
 
 def use_compilation_cache() -> None:
@@ -108,15 +147,15 @@ def use_compilation_cache() -> None:
 
 def out_path(default: str) -> Path:
     """Returns the path of --out. Expands `~`, which shells leave alone in `--out=~/folder`."""
-    return Path(OUT.value or default).expanduser()
+    return Path(FLAGS.out or default).expanduser()
 
 
 def read_config(overrides: Overrides) -> ConfigDict:
     """Returns the config of --config, or else of the run in --workdir, with the overrides."""
-    if CONFIG.value is not None:
-        config = config_lib.load_config(CONFIG.value)
-    elif WORKDIR.value:
-        config = config_lib.load_run_config(WORKDIR.value, TRUST.value)
+    if FLAGS.config is not None:
+        config = config_lib.load_config(FLAGS.config)
+    elif FLAGS.get_flag_value("workdir", None):
+        config = config_lib.load_run_config(FLAGS.workdir, FLAGS.trust_workdir)
     else:
         raise InputError("--config is required, such as --config=configs/vit_t_digits.py")
     set_fields(config, overrides)

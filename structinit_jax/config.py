@@ -171,6 +171,8 @@ def load_run_config(workdir: str | Path, trust: bool = False) -> ConfigDict:
             "directory of a run, or --config with its config file"
         ) from error
     values = flatten_dict(fields, sep=".")
+    if values.get("model.remat") == "auto":  # of earlier versions
+        values["model.remat"] = "none"
     code = [f"{k}={values[k]!r}" for k in CODE_FIELDS if is_reference(str(values.get(k)))]
     if code and not trust:
         raise InputError(

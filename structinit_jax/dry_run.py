@@ -21,7 +21,12 @@ from structinit_jax.data.source import check_classes, split_size
 from structinit_jax.errors import InputError
 from structinit_jax.run import set_up
 from structinit_jax.training import mesh as mesh_lib
-from structinit_jax.training.setup import compile_step, memory_limit, mib
+from structinit_jax.training.setup import (
+    check_memory,
+    explain_out_of_memory,
+    memory_limit,
+    mib,
+)
 
 with epy.lazy_imports():
     from clu import parameter_overview
@@ -81,8 +86,11 @@ def dry_run(config: ConfigDict, target: str | None = None) -> None:
     schedule, mesh = setup.schedule, setup.model.mesh
     print(parameter_overview.get_parameter_overview(setup.model.params, include_stats=False))
 
-    step, remat = compile_step(setup, memory, options)
-    needs, epochs = step.memory_analysis(), schedule.num_steps / schedule.steps_per_epoch
+    with explain_out_of_memory():
+        step = setup.train_step.lower(*setup.arguments).compile(dict(options))
+    total = check_memory(step, setup.data_bytes, memory)
+    needs = step.memory_analysis()
+    epochs = schedule.num_steps / schedule.steps_per_epoch
     num_hosts = len({device.process_index for device in mesh.devices.flat})
     num_parameters = parameter_overview.count_parameters(setup.model.params)
     rows = {
@@ -95,10 +103,8 @@ def dry_run(config: ConfigDict, target: str | None = None) -> None:
         f"{num_eval_examples:,} test examples ({data.eval_split})",
         "steps": f"{schedule.num_steps:,}, {epochs:.1f} epochs of {schedule.steps_per_epoch:.1f}; "
         f"{len(schedule.eval_steps)} evaluations",
-        "memory per device": f"{mib(needs.argument_size_in_bytes)} state and batch, "
-        f"{mib(needs.temp_size_in_bytes)} activations and temporaries"
-        + (f"; {mib(memory)} available" if memory else ""),
-        "remat": remat,
+        "memory per device": f"{total}: {mib(needs.argument_size_in_bytes)} state and batch, "
+        f"{mib(needs.temp_size_in_bytes)} activations and temporaries",
     }
     if mesh.size > 1:
         sizes = bytes_by_kind(step.as_text()).items()

@@ -1,14 +1,18 @@
 """Restores a model from a checkpoint and evaluates it on every example of a split."""
 
+import csv
+import io
 import math
 import os
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
+from typing import Any, NamedTuple
 
 import jax
 import numpy as np
+from etils import epath, epy
 from flax import nnx
-from jaxtyping import Float
+from jaxtyping import Float, Int
 from ml_collections import ConfigDict
 
 from structinit_jax import config as config_lib
@@ -17,43 +21,61 @@ from structinit_jax.data.images import BadImageError
 from structinit_jax.data.loader import HostLoader, make_loader
 from structinit_jax.data.source import Dataset, ImageSource
 from structinit_jax.errors import InputError
-from structinit_jax.run import Run, evaluation_name
+from structinit_jax.run import Run
 from structinit_jax.training import checkpoint, resume
 from structinit_jax.training import mesh as mesh_lib
 from structinit_jax.training.metrics import MAX_IN_FLIGHT
 from structinit_jax.training.state import AbstractModel, TrainState, abstract_model
 from structinit_jax.training.step import make_eval_step
-from structinit_jax.training.workdir import open_path
+from structinit_jax.training.workdir import open_path, write_atomically
+
+with epy.lazy_imports():  # imports matplotlib
+    from structinit_jax.training import figures
 
 BATCH_SIZE = 64  # of a Classifier
+MAX_CONFUSED_CLASSES = 1000  # with more, a confusion matrix would be too large to be of use
+
+
+class Evaluation(NamedTuple):
+    """The results of an evaluation.
+
+    `metrics` has 'eval/loss', the cross-entropy, and 'eval/accuracy'. `labels` and `predicted` are
+    the classes of all examples, and of padding, whose label is -1.
+    """
+
+    metrics: dict[str, float]
+    labels: Int[np.ndarray, " n"]
+    predicted: Int[np.ndarray, " n"]
 
 
 def make_evaluator(
     config: ConfigDict, model: AbstractModel, source: ImageSource
-) -> Callable[[TrainState], dict[str, float]]:
+) -> Callable[[TrainState], Evaluation]:
     """Returns a function that evaluates states of a model on all examples of a split.
 
-    The function returns 'NAME/loss' and 'NAME/accuracy', where `run.evaluation_name` gives the
-    name. The model is on the mesh of the states. Batches have the size of those that training
-    computes at once, rounded up to a multiple of the number of devices: any gives the same sums.
+    The model is on the mesh of the states. Batches have the size of those that training computes at
+    once, rounded up to a multiple of the number of devices: any gives the same sums.
     """
     data, mesh = config.data, model.mesh
     step = make_eval_step(model.graphdef, mesh, data.mean, data.std)
     step = jax.jit(step, out_shardings=mesh_lib.replicated(mesh))
     loader = make_loader(source, mesh, image_size=data.image_size, crop_fraction=data.crop_fraction)
     batch_size = -(-config.batch_size // (config.accumulate_steps * mesh.size)) * mesh.size
-    name = evaluation_name(data)
 
     def evaluate(state):
-        sums = []
+        parts = []
         for batch in loader.eval_batches(batch_size=batch_size):
-            sums.append(step(state.params, state.model_state, batch))
-            jax.block_until_ready(sums[-MAX_IN_FLIGHT - 1 : -MAX_IN_FLIGHT])
-        totals = jax.tree.map(lambda *leaves: float(np.sum(leaves)), *jax.device_get(sums))
-        return {
-            f"{name}/loss": totals["loss"] / totals["count"],
-            f"{name}/accuracy": totals["correct"] / totals["count"],
-        }
+            parts.append(step(state.params, state.model_state, batch))
+            jax.block_until_ready(parts[-MAX_IN_FLIGHT - 1 : -MAX_IN_FLIGHT])
+        parts = jax.device_get(parts)
+        loss, correct, count = (
+            float(np.sum([part[name] for part in parts])) for name in ("loss", "correct", "count")
+        )
+        labels, predicted = (
+            np.concatenate([part[name] for part in parts]) for name in ("label", "predicted")
+        )
+        metrics = {"eval/loss": loss / count, "eval/accuracy": correct / count}
+        return Evaluation(metrics, labels, predicted)
 
     return evaluate
 
@@ -94,27 +116,73 @@ def class_names(workdir: str | Path, state: TrainState) -> list[str]:
 
 
 def evaluate_checkpoint(
-    config: ConfigDict, workdir: str | Path, step: str = "newest"
+    config: ConfigDict, workdir: str | Path, step: str = "newest", out: Path | None = None
 ) -> dict[str, float]:
     """Evaluates a checkpoint of a run, possibly on other data, and prints the results.
 
-    `step` is 'newest', 'best' or a number. Raises `InputError` if there is no such checkpoint, if
-    it does not fit the config, or if the data cannot be used or have other classes.
+    `step` is 'newest', 'best' or a number. If `out` is set, the results by class are written to
+    this folder, see `write_by_class`. Raises `InputError` if there is no such checkpoint, if it
+    does not fit the config, or if the data cannot be used or have other classes.
     """
     run = Run(config)
+    if out:
+        try:
+            out.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            raise InputError(f"--out={out} is no folder to write to: {error}") from error
     model, state = restore_model(config, workdir, step=step)
     pairs = zip(class_names(workdir, state), run.dataset.class_names, strict=True)
     if renamed := [f"  {old!r} -> {new!r}" for old, new in pairs if old != new]:
         raise InputError("\n".join(["classes must be named as in training:", *renamed]))
     source = run.eval_source
-    results = make_evaluator(config, model, source)(state)
+    evaluation = make_evaluator(config, model, source)(state)
     name = f"{config.data.name} {config.data.eval_split}"
-    print(f"step {state.step}  {describe(results)} on {len(source):,} examples of {name}")
-    return results
+    results = describe(evaluation.metrics)
+    print(f"step {state.step}  {results} on {len(source):,} examples of {name}")
+    if out and jax.process_index() == 0:
+        names = write_by_class(epath.Path(out), evaluation, run.dataset.class_names)
+        print(f"wrote {', '.join(names)} to {out}")
+    return evaluation.metrics
+
+
+def write_by_class(
+    folder: epath.Path, evaluation: Evaluation, class_names: Sequence[str]
+) -> list[str]:
+    """Writes the accuracy of each class and the confusion matrix, and returns the files' names.
+
+    `per_class.csv` has a row for each class. In `confusion.csv` and `confusion.png` rows are true
+    classes and columns predicted ones; more than 1,000 classes get neither.
+    """
+    num_classes = len(class_names)
+    known = (evaluation.labels >= 0) & (evaluation.labels < num_classes)
+    labels = evaluation.labels[known]
+    predicted = evaluation.predicted[known]
+    counts = np.bincount(labels, minlength=num_classes)
+    correct = np.bincount(labels[labels == predicted], minlength=num_classes)
+    rows = [
+        [name, n, k, k / n if n else ""]
+        for name, n, k in zip(class_names, counts, correct, strict=True)
+    ]
+    files = {"per_class.csv": _csv(["class", "examples", "correct", "accuracy"], rows)}
+    if num_classes <= MAX_CONFUSED_CLASSES:
+        pairs = np.bincount(labels * num_classes + predicted, minlength=num_classes**2)
+        confusion = pairs.reshape(num_classes, num_classes)
+        rows = [[name, *row] for name, row in zip(class_names, confusion.tolist(), strict=True)]
+        files["confusion.csv"] = _csv(["true class", *class_names], rows)
+        files["confusion.png"] = figures.png(figures.draw_confusion(confusion, class_names))
+    for name, content in files.items():
+        write_atomically(folder / name, content)
+    return list(files)
+
+
+def _csv(header: Sequence[str], rows: Iterable[Sequence[Any]]) -> str:
+    file = io.StringIO()
+    csv.writer(file, lineterminator="\n").writerows([header, *rows])
+    return file.getvalue()
 
 
 def describe(results: dict[str, float]) -> str:
-    """Formats results, for example 'test loss 0.0613  test accuracy 0.9833'."""
+    """Formats results, for example 'eval loss 0.0613  eval accuracy 0.9833'."""
     return "  ".join(f"{name.replace('/', ' ')} {value:.4f}" for name, value in results.items())
 
 

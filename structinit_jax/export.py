@@ -25,7 +25,7 @@ from safetensors.numpy import save
 
 from structinit_jax import command_line
 from structinit_jax import config as config_lib
-from structinit_jax.command_line import STEP, WORKDIR
+from structinit_jax.command_line import FLAGS
 from structinit_jax.errors import InputError
 from structinit_jax.evaluate import class_names, restore_model
 from structinit_jax.interop import to_timm
@@ -138,10 +138,10 @@ def export(config: ConfigDict, workdir: str | Path, folder: Path, step: str = "n
 def main(overrides: command_line.Overrides) -> None:
     """Runs the command."""
     config = command_line.read_config(overrides)
-    if not WORKDIR.value:
+    if not FLAGS.workdir:
         raise InputError("--workdir is required: the output directory of the run")
     folder = command_line.out_path("model")
-    step = export(config, WORKDIR.value, folder, STEP.value or "newest")
+    step = export(config, FLAGS.workdir, folder, FLAGS.step or "newest")
     print(f"wrote the weights of step {step} to {folder}")
     print(f'PyTorch: timm.create_model("local-dir:{folder}", pretrained=True)')
     print(f"timm's scripts, on image folders: --class-map {folder / CLASS_MAP}")

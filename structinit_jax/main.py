@@ -11,63 +11,93 @@ Any field of the config can be set on the command line: --config.batch_size=256
 --config.model.depth=6 --config.attention_init.name=mimetic
 """
 
+import json
 import signal
 
+import jax
 from absl import flags
+from etils import epy
 
 from structinit_jax import command_line, dry_run, evaluate, train
-from structinit_jax.command_line import STEP, WORKDIR
+from structinit_jax.command_line import FLAGS
 from structinit_jax.errors import InputError
 from structinit_jax.training import distributed
+from structinit_jax.training.metrics import read_lines
+from structinit_jax.training.workdir import open_path, write_atomically
 
-MODE = flags.DEFINE_enum(
-    "mode", "train", ["train", "eval"], "Train, or evaluate a checkpoint in --workdir."
-)
-DRY_RUN = flags.DEFINE_bool(
-    "dry_run", False, "Print sizes and costs without reading images or allocating weights."
-)
-TARGET = flags.DEFINE_string(
-    "target", None, "With --dry_run: devices to compile for, such as tpu-v5e:4x8 or h100:2x8."
-)
-PROFILE_STEP = flags.DEFINE_integer(
-    "profile_step", None, "First of four steps after the start to trace to profile/.", lower_bound=1
-)
-COORDINATOR_ADDRESS = flags.DEFINE_string(
-    "coordinator_address", None, "Host and port of process 0, when several processes train."
-)
-NUM_PROCESSES = flags.DEFINE_integer(
-    "num_processes", None, "Number of processes that train together. Detected on known clusters."
-)
-PROCESS_ID = flags.DEFINE_integer("process_id", None, "Index of this process, counted from 0.")
-JOIN_TIMEOUT = flags.DEFINE_integer(
-    "join_timeout", 300, "Seconds to wait for the other processes to start.", lower_bound=1
-)
-LOST_TIMEOUT = flags.DEFINE_integer(
-    "lost_timeout", 60, "Seconds after which processes end if one of them is lost.", lower_bound=1
-)
+with epy.lazy_imports():  # imports matplotlib
+    from structinit_jax.training import figures
+
+
+def define_flags() -> None:
+    """Defines the flags of this command alone."""
+    flags.DEFINE_enum(
+        "mode", "train", ["train", "eval"], "Train, or evaluate a checkpoint in --workdir."
+    )
+    flags.DEFINE_bool(
+        "dry_run", False, "Print sizes and costs without reading images or allocating weights."
+    )
+    flags.DEFINE_string(
+        "target", None, "With --dry_run: devices to compile for, such as tpu-v5e:4x8 or h100:2x8."
+    )
+    flags.DEFINE_integer(
+        "profile_step",
+        None,
+        "First of four steps after the start to trace to profile/.",
+        lower_bound=1,
+    )
+    flags.DEFINE_string(
+        "coordinator_address", None, "Host and port of process 0, when several processes train."
+    )
+    flags.DEFINE_integer(
+        "num_processes",
+        None,
+        "Number of processes that train together. Detected on known clusters.",
+    )
+    flags.DEFINE_integer("process_id", None, "Index of this process, counted from 0.")
+    flags.DEFINE_integer(
+        "join_timeout", 300, "Seconds to wait for the other processes to start.", lower_bound=1
+    )
+    flags.DEFINE_integer(
+        "lost_timeout",
+        60,
+        "Seconds after which processes end if one of them is lost.",
+        lower_bound=1,
+    )
+
+
+def draw_curves(step: int, results: dict[str, float]) -> None:
+    """Draws the metrics up to an evaluation."""
+    if jax.process_index() == 0:
+        workdir = open_path(FLAGS.workdir)
+        lines = map(json.loads, read_lines(workdir / "metrics.jsonl", step))
+        write_atomically(workdir / "curves.png", figures.png(figures.draw_curves(lines)))
 
 
 def main(overrides: command_line.Overrides) -> None:
     """Trains, evaluates or does a dry run, as the flags say; `overrides` set config fields."""
-    if TARGET.value and not DRY_RUN.value:
-        raise InputError(f"--target={TARGET.value} needs --dry_run, which compiles for it")
-    if MODE.value == "eval" and (DRY_RUN.value or PROFILE_STEP.value):
+    if FLAGS.target and not FLAGS.dry_run:
+        raise InputError(f"--target={FLAGS.target} needs --dry_run, which compiles for it")
+    if FLAGS.mode == "eval" and (FLAGS.dry_run or FLAGS.profile_step):
         raise InputError("--dry_run and --profile_step are about training: omit --mode=eval")
-    if STEP.value and MODE.value != "eval":
-        raise InputError(f"--step={STEP.value} is the checkpoint to evaluate: add --mode=eval")
+    if FLAGS.out and FLAGS.mode != "eval":
+        raise InputError(f"--out={FLAGS.out} is for the results of an evaluation: add --mode=eval")
+    if FLAGS.step and FLAGS.mode != "eval":
+        raise InputError(f"--step={FLAGS.step} is the checkpoint to evaluate: add --mode=eval")
     config = command_line.read_config(overrides)
-    processes = (COORDINATOR_ADDRESS.value, NUM_PROCESSES.value, PROCESS_ID.value)
-    distributed.join(*processes, JOIN_TIMEOUT.value, LOST_TIMEOUT.value)
-    if DRY_RUN.value:
-        dry_run.dry_run(config, TARGET.value)
-    elif not WORKDIR.value:
+    processes = (FLAGS.coordinator_address, FLAGS.num_processes, FLAGS.process_id)
+    distributed.join(*processes, FLAGS.join_timeout, FLAGS.lost_timeout)
+    if FLAGS.dry_run:
+        dry_run.dry_run(config, FLAGS.target)
+    elif not FLAGS.workdir:
         raise InputError("--workdir is required: the output directory, such as /tmp/digits")
-    elif MODE.value == "eval":
+    elif FLAGS.mode == "eval":
         signal.signal(signal.SIGTERM, signal.SIG_DFL)  # else noted for a training step
-        evaluate.evaluate_checkpoint(config, WORKDIR.value, STEP.value or "newest")
+        out = command_line.out_path("evaluation")
+        evaluate.evaluate_checkpoint(config, FLAGS.workdir, FLAGS.step or "newest", out)
     else:
-        train.train(config, WORKDIR.value, PROFILE_STEP.value)
+        train.train(config, FLAGS.workdir, FLAGS.profile_step, on_evaluation=draw_curves)
 
 
 if __name__ == "__main__":
-    command_line.run(main, shared=["config", "workdir", "step", "trust_workdir"])
+    command_line.run(main, define_flags)

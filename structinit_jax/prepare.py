@@ -15,23 +15,28 @@ import tensorflow_datasets as tfds
 from absl import flags
 
 from structinit_jax import command_line
+from structinit_jax.command_line import FLAGS
 from structinit_jax.data.builders import find_builder
 from structinit_jax.data.datasets import OPENERS, open_dataset
 from structinit_jax.data.source import Dataset, Folder, ImageSource, expand_user
 from structinit_jax.errors import InputError, is_reference
 
-_NAME = flags.DEFINE_string("name", None, "TFDS name, 'folder' or 'module:function'.")
-_DATA_DIR = flags.DEFINE_string(
-    "data_dir", None, "Folder of TFDS's data sets, of the images ('folder'), or of fashion_mnist."
-)
-_MANUAL_DIR = flags.DEFINE_string(
-    "manual_dir", None, "With TFDS: folder of archives that you downloaded by hand."
-)
-_CHECK = flags.DEFINE_integer(
-    "check", 1000, "Images to decode in each split; 0 for all.", lower_bound=0
-)
 MAX_SHOWN_CLASSES = 10
 MAX_AVERAGED = 1000  # images, which fixes mean and deviation to about 0.01
+
+
+def define_flags() -> None:
+    """Defines the flags of this command."""
+    flags.DEFINE_string("name", None, "TFDS name, 'folder' or 'module:function'.")
+    flags.DEFINE_string(
+        "data_dir",
+        None,
+        "Folder of TFDS's data sets, of the images ('folder'), or of fashion_mnist.",
+    )
+    flags.DEFINE_string(
+        "manual_dir", None, "With TFDS: folder of archives that you downloaded by hand."
+    )
+    flags.DEFINE_integer("check", 1000, "Images to decode in each split; 0 for all.", lower_bound=0)
 
 
 def prepare(name: str, data_dir: Folder = None, manual_dir: Folder = None) -> None:
@@ -119,13 +124,13 @@ def report(dataset: Dataset, num_checked: int) -> None:
 
 def main(overrides: command_line.Overrides) -> None:
     """Prepares a data set and prints a report."""
-    if not _NAME.value:
+    if not FLAGS.name:
         raise InputError("--name is required, such as --name=cifar10 or --name=folder")
     if overrides:
         raise InputError(f"prepare has no --config.{overrides[0][0]}; --help lists its flags")
-    prepare(_NAME.value, _DATA_DIR.value, _MANUAL_DIR.value)
-    report(open_dataset(_NAME.value, _DATA_DIR.value), _CHECK.value)
+    prepare(FLAGS.name, FLAGS.data_dir, FLAGS.manual_dir)
+    report(open_dataset(FLAGS.name, FLAGS.data_dir), FLAGS.check)
 
 
 if __name__ == "__main__":
-    command_line.run(main, shared=())
+    command_line.run(main, define_flags, shared=())

@@ -35,14 +35,18 @@ from ml_collections import ConfigDict
 
 from structinit_jax import command_line
 from structinit_jax import config as config_lib
-from structinit_jax.command_line import WORKDIR
+from structinit_jax.command_line import FLAGS
 from structinit_jax.compare import train_grid
 from structinit_jax.errors import InputError
 
 PAPERS = Path("configs/papers.csv")  # of a checkout, like the configs that it names
-_TABLE = flags.DEFINE_string("table", None, "The table, such as 2024.2; --help lists them.")
-_ROWS = flags.DEFINE_list("rows", [], "Only the rows whose name has all these words.")
-_SEEDS = flags.DEFINE_integer("seeds", 1, "Seeds of each row, from config.seed on.", lower_bound=1)
+
+
+def define_flags() -> None:
+    """Defines the flags of this command alone."""
+    flags.DEFINE_string("table", None, "The table, such as 2024.2; --help lists them.")
+    flags.DEFINE_list("rows", [], "Only the rows whose name has all these words.")
+    flags.DEFINE_integer("seeds", 1, "Seeds of each row, from config.seed on.", lower_bound=1)
 
 
 def read_table(table: str | None) -> dict[str, dict[str, str]]:
@@ -80,15 +84,15 @@ def make_settings(
 
 def main(overrides: command_line.Overrides) -> None:
     """Runs the command; exits with status 1 if a run failed."""
-    if not WORKDIR.value:
+    if not FLAGS.workdir:
         raise InputError("--workdir is required: the output directory, such as /tmp/table")
-    rows = read_table(_TABLE.value)
-    settings = make_settings(rows, _ROWS.value, overrides)
+    rows = read_table(FLAGS.table)
+    settings = make_settings(rows, FLAGS.rows, overrides)
     first_seed = next(iter(settings.values())).seed
     failed = train_grid.run_grid(
         settings,
-        range(first_seed, first_seed + _SEEDS.value),
-        WORKDIR.value,
+        range(first_seed, first_seed + FLAGS.seeds),
+        FLAGS.workdir,
         baselines={name: rows[name]["baseline"] for name in settings},
         published={name: rows[name]["published"] for name in settings},
     )
@@ -97,4 +101,4 @@ def main(overrides: command_line.Overrides) -> None:
 
 
 if __name__ == "__main__":
-    command_line.run(main, shared=["workdir"])
+    command_line.run(main, define_flags, shared=["workdir"])

@@ -15,7 +15,6 @@ from structinit_jax.data.datasets import open_dataset
 from structinit_jax.data.loader import Batch, bytes_on_device, make_loader
 from structinit_jax.data.source import ImageSource, check_classes
 from structinit_jax.errors import InputError, find
-from structinit_jax.models.model import REMAT_POLICIES
 from structinit_jax.training import mesh as mesh_lib
 from structinit_jax.training.optimizer import LOSSES, make_optimizer, make_schedule
 from structinit_jax.training.setup import Setup
@@ -113,10 +112,10 @@ def set_up(
             f"split over {mesh.size} devices and config.accumulate_steps={config.accumulate_steps}"
         )
     schedule = make_schedule(num_examples, dict(config), drop_remainder=data.drop_remainder)
-    build = functools.partial(abstract_model, config.model, data, mesh)
-    model, scheme = build(), config_lib.make_attention_init(config)
+    model = abstract_model(config.model, data, mesh)
     rate = schedule.learning_rate
     optimizer = make_optimizer(config.optimizer, rate, dict(config), model.stacks)
+    scheme = config_lib.make_attention_init(config)
     check_attention_init(scheme, model)
     make_state = functools.partial(init_state, optimizer=optimizer)
     state = jax.eval_shape(make_state, model.params, model.model_state)
@@ -135,39 +134,26 @@ def set_up(
         "image": jax.ShapeDtypeStruct(shape, np.uint8, sharding=batch_sharding),
         "label": jax.ShapeDtypeStruct(shape[:1], np.int32, sharding=batch_sharding),
     }
-    make_step = functools.partial(
-        make_train_step,
-        optimizer=optimizer,
-        learning_rate=schedule.learning_rate,
-        augment=augmentation(config, mesh),
-        mesh=mesh,
+    train_step = make_train_step(
+        model.graphdef,
+        optimizer,
+        schedule.learning_rate,
+        augmentation(config, mesh),
+        mesh,
         loss=find(config.loss, LOSSES, "loss"),
         accumulate_steps=config.accumulate_steps,
         mixes=config.augment.mixup > 0 or config.augment.cutmix > 0,
     )
-
-    def jit_step(**changes):
-        """Jits the step with changed fields of the model, which is built when it is traced."""
-
-        def train_step(state, batch, seed):
-            return make_step(build(**changes).graphdef)(state, batch, seed)
-
-        return jax.jit(
-            train_step,
-            in_shardings=(state_shardings, batch_sharding, mesh_lib.replicated(mesh)),
-            out_shardings=(state_shardings, mesh_lib.replicated(mesh)),
-            donate_argnums=0,
-        )
-
-    if (remat := config.model.get("remat")) is None:  # a model of your own without this field
-        steps = {"none": jit_step()}
-    else:
-        policies = REMAT_POLICIES if remat == "auto" else [remat]
-        steps = {policy: jit_step(remat=policy) for policy in policies}
+    train_step = jax.jit(
+        train_step,
+        in_shardings=(state_shardings, batch_sharding, mesh_lib.replicated(mesh)),
+        out_shardings=(state_shardings, mesh_lib.replicated(mesh)),
+        donate_argnums=0,
+    )
     data_bytes = bytes_on_device(num_eval_examples, data.image_size, data.channels)
     if config.augment.crop != "resized":  # images with such crops are decoded for every batch
         data_bytes += bytes_on_device(num_examples, data.image_size, data.channels)
-    return Setup(schedule, model, initialize, steps, state, batch, data_bytes)
+    return Setup(schedule, model, initialize, train_step, state, batch, data_bytes)
 
 
 def augmentation(config: ConfigDict, mesh: Mesh) -> Augment:
@@ -180,11 +166,3 @@ def augmentation(config: ConfigDict, mesh: Mesh) -> Augment:
         label_smoothing=config.label_smoothing,
         mesh=mesh,
     )
-
-
-def evaluation_name(data: ConfigDict) -> str:
-    """Returns the name of `config.data.eval_split` in metrics, for example 'test'.
-
-    The split 'train' is named 'eval', since the names of training metrics begin with 'train'.
-    """
-    return "eval" if data.eval_split == "train" else data.eval_split

@@ -14,7 +14,7 @@ from matplotlib.figure import Figure
 from ml_collections import ConfigDict
 
 from structinit_jax import command_line
-from structinit_jax.command_line import STEP
+from structinit_jax.command_line import FLAGS
 from structinit_jax.errors import InputError
 from structinit_jax.run import Run, augmentation
 from structinit_jax.training.mesh import make_mesh
@@ -65,7 +65,7 @@ def draw(images: np.ndarray, captions: Sequence[str]) -> Figure:
 def main(overrides: command_line.Overrides) -> None:
     """Draws up to 48 images of the batch with their targets."""
     config = command_line.read_config(overrides)
-    step = STEP.value or "1"
+    step = FLAGS.step or "1"
     if not step.isdecimal() or int(step) < 1:
         raise InputError(f"--step={step} must be a training step: 1 or more")
     path = command_line.out_path("batch.png")

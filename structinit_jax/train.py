@@ -17,13 +17,13 @@ from ml_collections import ConfigDict
 
 from structinit_jax.data.source import digest
 from structinit_jax.errors import InputError, StoppedError
-from structinit_jax.evaluate import describe, make_evaluator
-from structinit_jax.run import Run, evaluation_name
+from structinit_jax.evaluate import describe, make_evaluator, write_by_class
+from structinit_jax.run import Run
 from structinit_jax.training import checkpoint, distributed, resume
 from structinit_jax.training import mesh as mesh_lib
 from structinit_jax.training import workdir as workdir_lib
 from structinit_jax.training.metrics import MetricsLog, PendingMetrics, Progress, StepTrace, average
-from structinit_jax.training.setup import compile_step, memory_limit
+from structinit_jax.training.setup import check_memory, explain_out_of_memory, memory_limit
 
 with epy.lazy_imports():  # first used while the training step compiles
     from clu import parameter_overview
@@ -37,18 +37,19 @@ def train(
     workdir: str | Path,
     profile_step: int | None = None,
     stop_request: distributed.StopRequest | None = None,
-    on_evaluation: Callable[[int, dict[str, float]], None] | None = None,
+    on_evaluation: Callable[[int, dict[str, float]], bool | None] | None = None,
 ) -> dict[str, float]:
     """Trains a model. If the workdir holds a checkpoint, training resumes from it.
 
     Args:
       config: See `structinit_jax.config.base_config`.
-      workdir: Gets `config.json`, `metrics.jsonl`, `tensorboard/` and `checkpoints/`. A path, or a
-        URL of object storage, such as gs://BUCKET/RUN.
+      workdir: Gets `config.json`, `metrics.jsonl`, `tensorboard/`, `checkpoints/` and the files of
+        `evaluate.write_by_class`. A path, or a URL of object storage, such as gs://BUCKET/RUN.
       profile_step: First of four steps to trace to `profile/`, counted from the start or resume.
       stop_request: Records SIGTERM and SIGINT. A caller that trains several runs passes one and
         checks it between runs, since a signal during the last step raises no `StoppedError`.
-      on_evaluation: Called with the step and the results of each evaluation.
+      on_evaluation: Called with the step and the results of each evaluation, when they are logged
+        and the checkpoint of the step is being written. If it returns True, training ends there.
 
     Returns:
       The results of the last evaluation.
@@ -59,11 +60,12 @@ def train(
     """
     with contextlib.ExitStack() as on_exit:
         began = time.perf_counter()
+        on_exit.enter_context(explain_out_of_memory())
 
         # -- Data, mesh, schedule, model, optimizer and training step; nothing is allocated yet ----
         run = Run(config)
         workdir = on_exit.enter_context(workdir_lib.open_workdir(workdir))
-        test_name, data = evaluation_name(config.data), config.data
+        data = config.data
         names = list(run.dataset.class_names)
         # Saved with each checkpoint, and checked when the run is resumed from it.
         record = {
@@ -110,14 +112,15 @@ def train(
 
         # -- Compiled step and evaluation ----------------------------------------------------------
         evaluate = make_evaluator(config, setup.model, run.eval_source)
-        train_step, remat = compile_step(setup, memory_limit(), first=compiling.result)
-        print(f"remat: {remat}")
+        train_step = compiling.result()
+        needs = check_memory(train_step, setup.data_bytes, memory_limit())
+        print(f"memory per device: {needs}")
 
         # -- Loop ----------------------------------------------------------------------------------
         print(
             f"training on {len(run.train_source):,} examples for {schedule.num_steps:,} steps "
             f"({schedule.num_steps / schedule.steps_per_epoch:.1f} epochs), "
-            f"testing on {len(run.eval_source):,}",
+            f"evaluating on {len(run.eval_source):,} of {data.name} {data.eval_split}",
             flush=True,
         )
         pending = PendingMetrics()
@@ -129,7 +132,7 @@ def train(
         trace.after(start_step, state)
         seed = jax.device_put(np.uint32(config.seed), mesh_lib.replicated(mesh))
         stop_request = on_exit.enter_context(stop_request or distributed.StopRequest())
-        results: dict[str, float] = {}
+        evaluation = None
         on_exit.enter_context(jax.transfer_guard("disallow"))
         for step in range(start_step + 1, schedule.num_steps + 1):
             with progress.wait("data"):
@@ -137,8 +140,10 @@ def train(
             state, metrics = train_step(state, batch, seed)
             pending.add(step, metrics)
             trace.after(step, state)
-            if step == start_step + 1:
+            if step - start_step in (1, 4):
                 jax.block_until_ready(metrics)
+                progress.estimate(step)
+            if step == start_step + 1:
                 print(f"first step after {time.perf_counter() - began:.1f} s", flush=True)
 
             is_last, evaluates = step == schedule.num_steps, step in schedule.eval_steps
@@ -153,16 +158,17 @@ def train(
                 progress.show(step, values)
             if evaluates:
                 with progress.wait("evaluation"):
-                    results = evaluate(state)
+                    evaluation = evaluate(state)
+                results = evaluation.metrics
                 log.write(step, results)
                 print(f"step {step}  {describe(results)}", flush=True)
-                if on_evaluation:
-                    on_evaluation(step, results)
             if saves:
-                record["accuracy"] = results[f"{test_name}/accuracy"] if evaluates else None
+                record["accuracy"] = results["eval/accuracy"] if evaluates else None
                 with progress.wait("checkpoint"):
                     log.upload()  # first: a run resumed from the checkpoint needs the lines so far
                     checkpoints.save(step, state, record)
+            if evaluates and on_evaluation and on_evaluation(step, results):
+                break
             if stops:
                 checkpoints.wait_for_all()
                 raise StoppedError(
@@ -170,12 +176,15 @@ def train(
                     "checkpoint: run the same command again to resume",
                     exit_code=PREEMPTED_EXIT_CODE,
                 )
-        if not results:  # the run had finished before
-            results = evaluate(state)
+        if not evaluation:  # the run had finished before
+            evaluation = evaluate(state)
+        if jax.process_index() == 0:
+            write_by_class(workdir, evaluation, names)
         checkpoints.wait_for_all()
+        results = evaluation.metrics
         print(
-            f"done: {test_name} accuracy {results[f'{test_name}/accuracy']:.4f} after "
-            f"{schedule.num_steps} steps, {time.perf_counter() - began:.0f} s; results in {workdir}"
+            f"done: accuracy {results['eval/accuracy']:.4f} after {checkpoints.latest_step} steps, "
+            f"{time.perf_counter() - began:.0f} s; results in {workdir}"
         )
         return results
 

@@ -1,3 +1,4 @@
+import csv
 import dataclasses
 import json
 
@@ -5,12 +6,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from etils import epath
 from flax import nnx
 from PIL import Image
 from tfds_sets import write_small_set
 
 from structinit_jax import evaluate, run
-from structinit_jax.config import base_config
 from structinit_jax.data.datasets import open_dataset
 from structinit_jax.errors import InputError
 from structinit_jax.models import model as model_lib
@@ -28,7 +29,7 @@ def test_a_checkpoint_is_evaluated_as_in_training(run_config, finished_run, caps
 def test_a_checkpoint_is_evaluated_on_another_data_set(run_config, finished_run, tmp_path, capsys):
     write_small_set(tmp_path, num_classes=10)
     run_config.data.update(name="imagenet_sketch", eval_split="test", data_dir=str(tmp_path))
-    assert "test/accuracy" in evaluate.evaluate_checkpoint(run_config, finished_run.workdir)
+    assert "eval/accuracy" in evaluate.evaluate_checkpoint(run_config, finished_run.workdir)
     assert "on 2 examples of imagenet_sketch test" in capsys.readouterr().out
 
 
@@ -57,15 +58,8 @@ def test_images_are_cropped_as_the_config_says(run_config, finished_run):
     images = (images / 255 - np.asarray(run_config.data.mean)) / np.asarray(run_config.data.std)
     logits, _ = nnx.merge(model.graphdef, state.params, state.model_state)(jnp.float32(images))
     accuracy = np.mean(np.argmax(logits, axis=1) == np.asarray(labels))
-    assert results["test[:90]/accuracy"] == pytest.approx(accuracy)
-    assert accuracy != finished_run.results["test[:90]/accuracy"]
-
-
-def test_a_split_named_train_does_not_take_the_names_of_training_metrics():
-    config = base_config()
-    for split, name in (("test", "test"), ("train[:10%]", "train[:10%]"), ("train", "eval")):
-        config.data.eval_split = split
-        assert run.evaluation_name(config.data) == name
+    assert results["eval/accuracy"] == pytest.approx(accuracy)
+    assert accuracy != finished_run.results["eval/accuracy"]
 
 
 def test_a_model_that_is_computed_otherwise_is_refused(run_config, finished_run):
@@ -88,16 +82,41 @@ def test_data_with_other_classes_are_refused(run_config, finished_run, monkeypat
         evaluate.evaluate_checkpoint(run_config, finished_run.workdir)
 
 
+def test_results_by_class_are_counted(tmp_path):
+    labels = np.array([0, 0, 1, 2, -1, 9], np.int32)  # padding, and a label that is no class
+    predicted = np.array([0, 1, 1, 0, 0, 0], np.int32)
+    evaluation = evaluate.Evaluation({}, labels, predicted)
+    names = ["a", "$x_{$", 'b, "c"', "none"]
+    files = evaluate.write_by_class(epath.Path(tmp_path), evaluation, names)
+    assert files == ["per_class.csv", "confusion.csv", "confusion.png"]
+    with (tmp_path / "per_class.csv").open() as file:
+        rows = list(csv.DictReader(file))
+    assert [row["class"] for row in rows] == names
+    assert [row["examples"] for row in rows] == ["2", "1", "1", "0"]
+    assert [row["accuracy"] for row in rows] == ["0.5", "1.0", "0.0", ""]
+    with (tmp_path / "confusion.csv").open() as file:
+        confusion = [row[1:] for row in csv.reader(file)][1:]
+    assert confusion == [list("1100"), list("0100"), list("1000"), list("0000")]
+    assert (tmp_path / "confusion.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_many_classes_have_no_confusion_matrix(tmp_path):
+    labels = np.arange(1001, dtype=np.int32)
+    evaluation = evaluate.Evaluation({}, labels, labels)
+    names = [str(label) for label in labels]
+    assert evaluate.write_by_class(epath.Path(tmp_path), evaluation, names) == ["per_class.csv"]
+
+
 def test_the_checkpoint_can_be_chosen(run_config, finished_run, tmp_path, capsys):
     evaluate.evaluate_checkpoint(run_config, finished_run.workdir, "8")
-    assert "step 8  test[:90] loss" in capsys.readouterr().out
+    assert "step 8  eval loss" in capsys.readouterr().out
     lines = (finished_run.workdir / "metrics.jsonl").read_text().splitlines()
-    metrics = [line for line in map(json.loads, lines) if "test[:90]/accuracy" in line]
-    best = max(metrics, key=lambda line: (line["test[:90]/accuracy"], line["step"]))
+    metrics = [line for line in map(json.loads, lines) if "eval/accuracy" in line]
+    best = max(metrics, key=lambda line: (line["eval/accuracy"], line["step"]))
     _, state = evaluate.restore_model(run_config, finished_run.workdir, step="best")
     assert state.step == best["step"]
     run = checkpoint.read_run(finished_run.workdir / "checkpoints", best["step"])
-    assert run["accuracy"] == best["test[:90]/accuracy"]
+    assert run["accuracy"] == best["eval/accuracy"]
     for workdir in (finished_run.workdir, tmp_path / "missing"):
         message = "no complete checkpoint for --step=5"
         with pytest.raises(InputError, match=message):

@@ -53,6 +53,8 @@ def test_a_run_killed_or_stopped_at_any_moment_ends_bit_equal(tmp_path):
             assert kill_after <= stopped_at < kill_after + 70
     assert "resumed from step" in result.stdout
 
+    assert (killed / "curves.png").read_bytes().startswith(b"\x89PNG")
+
     def digests(workdir):  # of all arrays, those of the optimizer too
         index = (workdir / "checkpoints" / "120" / "index_0.json").read_text()
         files = json.loads(index.splitlines()[0])
@@ -62,23 +64,29 @@ def test_a_run_killed_or_stopped_at_any_moment_ends_bit_equal(tmp_path):
     soak = runpy.run_path(str(fork_main.ROOT / "benchmarks" / "soak.py"))
 
     def evaluations(workdir):  # since a stop adds a line of training metrics
-        return [line for line in soak["lines_without_times"](workdir) if "test/accuracy" in line]
+        return [line for line in soak["lines_without_times"](workdir) if "eval/accuracy" in line]
 
     assert evaluations(killed) == evaluations(whole)
 
 
 def test_a_run_is_evaluated_and_exported_by_its_workdir(finished_run, tmp_path):
     workdir = f"--workdir={finished_run.workdir}"
-    result = fork_main.run(workdir, "--mode=eval", "--step=best")
+    out = tmp_path / "evaluation"
+    result = fork_main.run(workdir, "--mode=eval", "--step=best", f"--out={out}")
     assert result.returncode == 0, result.stderr
-    assert re.search(r"\nstep \d+  test\[:90\] loss .* 90 examples of digits", result.stdout)
+    assert {path.name for path in out.iterdir()} == {
+        *("per_class.csv", "confusion.csv", "confusion.png")
+    }
+    assert re.search(r"\nstep \d+  eval loss .* 90 examples of digits", result.stdout)
     folder = tmp_path / "model"
     arguments = (workdir, "--step=8", f"--out={folder}")
     result = fork_main.run(*arguments, module="structinit_jax.export")
     assert result.returncode == 0, result.stderr
     assert result.stdout.startswith(f"wrote the weights of step 8 to {folder}\n")
     assert f'timm.create_model("local-dir:{folder}", pretrained=True)' in result.stdout
-    assert {path.name for path in folder.iterdir()} == {"config.json", "model.safetensors"}
+    assert {path.name for path in folder.iterdir()} == {
+        *("class_map.pkl", "config.json", "model.safetensors")
+    }
 
 
 @pytest.mark.slow
@@ -94,7 +102,7 @@ def test_the_readme_command_trains_from_nothing_and_evaluates(tmp_path):
     optimized = dict(XLA_FLAGS="")  # so many steps are worth the compilation
     result = fork_main.run(*arguments, timeout=600, **optimized)
     assert result.returncode == 0, result.stderr
-    accuracy = float(re.search(r"done: test accuracy ([\d.]+)", result.stdout)[1])
+    accuracy = float(re.search(r"done: accuracy ([\d.]+)", result.stdout)[1])
     assert accuracy >= 0.6
     evaluated = fork_main.run(*arguments, "--mode=eval", **optimized)
-    assert f"test accuracy {accuracy:.4f} on 359 examples of digits test" in evaluated.stdout
+    assert f"eval accuracy {accuracy:.4f} on 359 examples of digits test" in evaluated.stdout

@@ -1,7 +1,9 @@
 import json
+import time
 
 import jax.numpy as jnp
 import pytest
+from conftest import small_files_only
 from tensorboardX import proto
 
 from structinit_jax.training import metrics as metrics_lib
@@ -25,12 +27,12 @@ def read_events(path):
 def test_every_write_is_one_json_line_and_tensorboard_scalars(tmp_path):
     log = MetricsLog(tmp_path, 0)
     log.write(2, {"train/loss": 1.5})
-    log.write(4, {"train/loss": 1.0, "test/accuracy": 0.5})
+    log.write(4, {"train/loss": 1.0, "eval/accuracy": 0.5})
     log.write(5, {"train/loss": float("nan")})
     log.close()
     assert lines(tmp_path) == [
         {"step": 2, "train/loss": 1.5},
-        {"step": 4, "train/loss": 1.0, "test/accuracy": 0.5},
+        {"step": 4, "train/loss": 1.0, "eval/accuracy": 0.5},
         {"step": 5, "train/loss": None},
     ]
     (path,) = (tmp_path / "tensorboard").iterdir()
@@ -38,7 +40,7 @@ def test_every_write_is_one_json_line_and_tensorboard_scalars(tmp_path):
     assert scalars[:3] == [
         (2, "train/loss", 1.5),
         (4, "train/loss", 1.0),
-        (4, "test/accuracy", 0.5),
+        (4, "eval/accuracy", 0.5),
     ]
 
 
@@ -59,6 +61,26 @@ def test_resuming_removes_the_steps_that_will_be_repeated(is_url, tmp_path, monk
     events = [e for p in (tmp_path / "tensorboard").iterdir() for e in read_events(p)]
     restarts = [e.step for e in events if e.session_log.status == proto.event_pb2.SessionLog.START]
     assert sorted(restarts) == [0, 5]  # TensorBoard drops what earlier runs wrote from there on
+
+
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
+def test_a_full_disk_costs_only_the_events(tmp_path):
+    # An event takes some 40 bytes, and a number in a line of JSON 10.
+    values = dict.fromkeys("abcdefghijklmnopqrst", 1.0)
+    log = MetricsLog(tmp_path, 0)
+    with small_files_only(10_000):
+        for step in range(20):
+            log.write(step, values)
+        thread = log._events.file_writer.event_writer._worker
+        deadline = time.monotonic() + 10
+        while thread.is_alive():
+            assert time.monotonic() < deadline
+            time.sleep(0.01)
+        for step in range(20, 40):
+            log.write(step, values)
+        log.close()
+    assert [line["step"] for line in lines(tmp_path)] == list(range(40))
+    log._events.close()  # as it does on exit, when there is room again
 
 
 def test_metrics_are_averaged_over_steps():
@@ -100,6 +122,21 @@ def test_speed_and_time_left_are_those_of_training_alone(monkeypatch, capsys):
     )
     now[0] += 1
     assert progress.measure(101)["checkpoint_wait"] == 0.0
+
+
+@pytest.mark.parametrize("logged", [False, True])
+def test_the_time_left_is_estimated_before_the_first_log_line(monkeypatch, capsys, logged):
+    now = [0.0]
+    monkeypatch.setattr(metrics_lib.time, "perf_counter", lambda: now[0])
+    progress = Progress(10, 1010, 10.0, 64)
+    now[0] += 60  # the first step waits for the compiler
+    progress.estimate(11)
+    now[0] += 6
+    if logged:
+        progress.measure(13)
+    progress.estimate(14)
+    expected = "2 s per step: 0:33:12 left, plus evaluations\n"  # 996 steps
+    assert capsys.readouterr().out == ("" if logged else expected)
 
 
 def test_a_trace_ends_after_four_steps(tmp_path, capsys):

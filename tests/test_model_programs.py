@@ -11,7 +11,7 @@ from jax import export
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 from tiny_models import IMAGES, make, train
 
-from structinit_jax.models import FAMILIES, default_config, layers
+from structinit_jax.models import FAMILIES, layers
 from structinit_jax.training.state import split_model
 
 pytestmark = pytest.mark.usefixtures("library_promotion")
@@ -77,11 +77,6 @@ def test_a_scan_in_one_step_recomputes_too():
     # XLA removes the loop, and could then merge the copies.
     assert "prevent_cse=False" in gradient_program("vit", remat="full")
     assert "prevent_cse=False" not in gradient_program("vit", depth=1, remat="full")
-
-
-def test_a_model_with_remat_auto_recomputes_as_with_none():
-    assert default_config("vit")["remat"] == "auto"
-    assert gradient_program("vit") == gradient_program("vit", remat="none")
 
 
 @pytest.mark.parametrize("family", FAMILIES)

@@ -37,7 +37,7 @@ def test_the_readmes_objects_train_and_the_model_is_not_exported(mine, tmp_path,
     config.data.update(name="mine:halves", channels=1, mean=(0.5,), std=(0.5,), image_size=8)
     config_lib.set_scheme(config, "default")
     results = train.train(config, tmp_path / "run")
-    assert results["test/accuracy"] > 0.9
+    assert results["eval/accuracy"] > 0.9
     with pytest.raises(InputError, match=r"config\.model\.name='mine:Linear' cannot be exported"):
         export.export(config, tmp_path / "run", tmp_path / "model")
     # The run is not resumed with other labels.

@@ -35,7 +35,7 @@ def record(workdir, runs, facts=None):
             folder.mkdir(parents=True, exist_ok=True)
             with (folder / "metrics.jsonl").open("w") as file:
                 for step, value in curve.items():
-                    metrics = value if isinstance(value, dict) else {"test/accuracy": value}
+                    metrics = value if isinstance(value, dict) else {"eval/accuracy": value}
                     file.write(json.dumps({"step": step} | metrics) + "\n")
             (folder / compare.STATUS).write_text(compare.DONE)
     baselines = dict.fromkeys(runs, "default")

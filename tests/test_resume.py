@@ -28,7 +28,7 @@ def test_fields_that_may_change_are_listed():
     assert resume.check(saved(), make_config(**fields), DIGEST, PLACE) == [
         "  data.data_dir: '' -> '/moved'",
         "  loss: 'softmax_cross_entropy' -> 'm:f'",
-        "  model.remat: 'auto' -> 'full'",
+        "  model.remat: 'none' -> 'full'",
         "  num_epochs: 30.0 -> 90.0",
     ]
 

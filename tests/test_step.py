@@ -51,6 +51,9 @@ def test_losses_agree_with_scipy(setup, state):
     eval_step = make_eval_step(setup.model.graphdef, setup.model.mesh, (0.3,), (0.4,))
     sums = jax.jit(eval_step)(state.params, state.model_state, batch | {"mask": mask})
     assert float(sums["count"]) == 44
+    np.testing.assert_array_equal(sums["label"], np.where(mask > 0, batch["label"], -1))
+    np.testing.assert_array_equal(sums["predicted"], log_p.argmax(-1))
+    assert sums["correct"] == np.sum(sums["label"] == sums["predicted"])
     expected = -log_p[np.arange(44), batch["label"][:44]].sum()
     np.testing.assert_allclose(sums["loss"], expected, rtol=1e-5)
     smoothed = 0.9 * np.eye(10)[batch["label"]] + 0.1 / 10

@@ -25,7 +25,7 @@ class SeedRun:
 
     Attributes:
       folder: Workdir of the run.
-      test_name: Name of the test set in the metrics.
+      test_name: The split that was evaluated.
       curve: The test accuracy by step, from 0 to 1, up to the last step of the comparison:
         `structinit_jax.main` may have trained the run longer.
       status: 'done', 'failed' or 'unfinished'.
@@ -37,9 +37,12 @@ class SeedRun:
         self.folder, self.test_name = workdir / setting / f"seed_{seed}", facts["test_name"]
         metrics, status = self.folder / "metrics.jsonl", self.folder / STATUS
         texts = read_lines(metrics, facts["num_steps"]) if metrics.exists() else []
-        name = f"{self.test_name}/accuracy"
+        names = ("eval/accuracy", f"{self.test_name}/accuracy")  # the latter in earlier versions
         self.curve: dict[int, float] = {
-            line["step"]: line[name] for line in map(json.loads, texts) if name in line
+            line["step"]: line[name]
+            for line in map(json.loads, texts)
+            for name in names
+            if name in line
         }
         recorded = status.read_text(encoding="utf-8").strip() if status.exists() else ""
         self.error = "" if recorded == DONE else recorded

@@ -19,33 +19,36 @@ import sys
 from absl import flags
 
 from structinit_jax import command_line
-from structinit_jax.command_line import CONFIG, WORKDIR
+from structinit_jax.command_line import FLAGS
 from structinit_jax.compare import train_grid
 from structinit_jax.errors import InputError
 
-_SCHEMES = flags.DEFINE_list("schemes", [], "Initializations to compare.")
-_SEEDS = flags.DEFINE_integer("seeds", 3, "Seeds of each setting.", lower_bound=1)
-_GRID = flags.DEFINE_multi_string(
-    "grid", [], "A field and its values, such as model.num_heads=3,6. May be repeated."
-)
+
+def define_flags() -> None:
+    """Defines the flags of this command alone."""
+    flags.DEFINE_list("schemes", [], "Initializations to compare.")
+    flags.DEFINE_integer("seeds", 3, "Seeds of each setting.", lower_bound=1)
+    flags.DEFINE_multi_string(
+        "grid", [], "A field and its values, such as model.num_heads=3,6. May be repeated."
+    )
 
 
 def main(overrides: command_line.Overrides) -> None:
     """Runs the command; exits with status 1 if a run failed."""
-    if not WORKDIR.value:
+    if not FLAGS.workdir:
         raise InputError("--workdir is required: the output directory, such as /tmp/compare")
-    if CONFIG.value is None:
+    if FLAGS.config is None:
         raise InputError("--config is required, such as --config=configs/vit_fashion_mnist.py")
     config = command_line.read_config(overrides)
-    schemes = _SCHEMES.value or [config.attention_init.name]
+    schemes = FLAGS.schemes or [config.attention_init.name]
     failed = train_grid.run_grid(
-        train_grid.expand(config, schemes, train_grid.parse_axes(_GRID.value)),
-        range(config.seed, config.seed + _SEEDS.value),
-        WORKDIR.value,
+        train_grid.expand(config, schemes, train_grid.parse_axes(FLAGS.grid)),
+        range(config.seed, config.seed + FLAGS.seeds),
+        FLAGS.workdir,
     )
     if failed:
         sys.exit(f"{failed} runs failed: see the report; the same command tries them again")
 
 
 if __name__ == "__main__":
-    command_line.run(main, shared=["config", "workdir"])
+    command_line.run(main, define_flags, shared=["config", "workdir"])

@@ -26,7 +26,7 @@ from structinit_jax import config as config_lib
 from structinit_jax.compare import report
 from structinit_jax.data.source import digest
 from structinit_jax.errors import InputError, StoppedError
-from structinit_jax.run import Run, evaluation_name
+from structinit_jax.run import Run
 from structinit_jax.train import PREEMPTED_EXIT_CODE, train
 from structinit_jax.training import distributed, resume
 from structinit_jax.training import workdir as workdir_lib
@@ -196,7 +196,7 @@ def _train(config, run, say, stop):
     config.seed, status = run.seed, compare.DONE
 
     def show_evaluation(step, results):
-        accuracy = results[f"{run.test_name}/accuracy"]
+        accuracy = results["eval/accuracy"]
         say(f"step {step}, epoch {run.epoch(step):.1f}, {run.test_name} accuracy {accuracy:.2%}")
 
     log = (run.folder / LOG).open("a", buffering=1, encoding="utf-8", errors="backslashreplace")
@@ -238,7 +238,7 @@ def describe_setting(name: str, config: ConfigDict) -> dict[str, Any]:
         "data": {k: digest(source, run.dataset.class_names) for k, source in sources.items()},
         "num_steps": schedule.num_steps,
         "steps_per_epoch": schedule.steps_per_epoch,
-        "test_name": evaluation_name(data),
+        "test_name": data.eval_split,
     }
 
 

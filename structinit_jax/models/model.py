@@ -68,9 +68,8 @@ class ModelConfig:
     # Initial weights: "timm" as in timm's model, "pytorch" the defaults of PyTorch's layers.
     base_init: Literal["timm", "pytorch"] = "timm"
     dtype: Literal["float32", "bfloat16"] = "float32"  # of the computation, not of parameters
-    # What the training step recomputes to save memory (see `run_stack`); "auto" is the first policy
-    # that fits the device.
-    remat: Literal["auto", "none", "dots", "full"] = "auto"
+    # What the training step recomputes to save memory, from little to much (see `run_stack`).
+    remat: Literal["none", "dots", "full"] = "none"
 
     @classmethod
     def from_fields(cls, fields: Mapping[str, Any]) -> "ModelConfig":
@@ -237,7 +236,7 @@ def run_stack(
 
     `config.remat` says what a step keeps for the gradient instead of recomputing it: 'none' keeps
     what is costly to compute, 'dots' the outputs of linear layers, and 'full' only the step's
-    input. 'auto' is 'none' here; training tries all three (`training.setup`).
+    input. All give the same gradients up to rounding.
     """
     depth, period = len(drop_path_rates), len(cycle)
     whole = depth - depth % period  # blocks in whole cycles
@@ -259,7 +258,7 @@ def run_stack(
             outs.append(out)
         return x, jax.tree.map(lambda *leaves: jnp.stack(leaves), *outs)
 
-    policy = REMAT_POLICIES["none" if config.remat == "auto" else config.remat]
+    policy = REMAT_POLICIES[config.remat]
     # Only outside loops can XLA merge what the backward pass recomputes with the forward pass, and
     # it unrolls a scan of one step.
     step = jax.checkpoint(step, policy=policy, prevent_cse=whole == period)

@@ -4,9 +4,9 @@ import contextlib
 import datetime
 import json
 import math
-import socket
 import tempfile
 import time
+import uuid
 from collections.abc import Iterator, Mapping
 from typing import Any
 
@@ -17,8 +17,7 @@ from etils import epath, epy
 from structinit_jax.training.workdir import is_url, write_atomically
 
 with epy.lazy_imports():  # only the first process of a training run needs them
-    from tensorboardX import record_writer
-    from tensorboardX.proto import event_pb2, summary_pb2
+    import tensorboardX
 
 # Steps dispatched ahead of the devices: enough to keep them busy, with few batches in memory.
 MAX_IN_FLIGHT = 2
@@ -58,8 +57,7 @@ class MetricsLog:
 
     Only the first process writes. `start_step` is the step that the run resumes from, or 0. Lines
     of later steps, left by a killed run, are removed because these steps run again; with 0, all
-    lines are removed. tensorboardX's SummaryWriter is not used: its thread dies on a full disk, and
-    then its queue blocks the loop.
+    lines are removed.
     """
 
     def __init__(self, workdir: epath.PathLike, start_step: int):
@@ -79,14 +77,13 @@ class MetricsLog:
         self._lines = self._files.enter_context(path.open("a"))
         folder = self._folder / "tensorboard"
         folder.mkdir(exist_ok=True)
-        self._events_path = folder / f"events.out.tfevents.{time.time():.6f}.{socket.gethostname()}"
-        self._events = record_writer.RecordWriter(str(self._events_path))
-        self._files.callback(self._events.close)
-        self._write_event(file_version="brain.Event:2")
-        # TensorBoard drops the events of earlier files from this step on.
-        repeated = start_step + 1 if start_step else 0
-        self._write_event(
-            step=repeated, session_log=event_pb2.SessionLog(status=event_pb2.SessionLog.START)
+        self._events = tensorboardX.SummaryWriter(
+            str(folder),
+            # TensorBoard drops the events of earlier files from this step on.
+            purge_step=start_step + 1 if start_step else 0,
+            max_queue=0,  # unlimited, so that writing never waits
+            flush_secs=10,
+            filename_suffix=f".{uuid.uuid4().hex[:8]}",  # two starts may share a second
         )
 
     def write(self, step: int, values: dict[str, float]) -> None:
@@ -95,27 +92,26 @@ class MetricsLog:
             finite = {k: v if math.isfinite(v) else None for k, v in values.items()}  # as in JSON
             self._lines.write(json.dumps({"step": step, **finite}) + "\n")
             self._lines.flush()
-            scalars = [
-                summary_pb2.Summary.Value(tag=tag, simple_value=value)
-                for tag, value in values.items()
-            ]
-            self._write_event(step=step, summary=summary_pb2.Summary(value=scalars))
+            # A full disk ends the writer's thread. What is added after that would keep the process
+            # from ending.
+            if self._events.file_writer.event_writer._worker.is_alive():
+                for tag, value in values.items():
+                    self._events.add_scalar(tag, value, step)
 
     def upload(self) -> None:
         """Copies both files to the workdir if it is in object storage."""
         if self._folder != self._workdir and jax.process_index() == 0:
-            for path in (self._folder / "metrics.jsonl", self._events_path):
+            for path in (self._folder / "metrics.jsonl", *self._folder.glob("tensorboard/*")):
                 target = self._workdir / path.relative_to(self._folder)
                 target.write_bytes(path.read_bytes())
 
     def close(self) -> None:
         """Closes both files."""
         with self._files:
+            if jax.process_index() == 0:
+                with contextlib.suppress(OSError):  # a full disk may cost the events, not the run
+                    self._events.close()
             self.upload()
-
-    def _write_event(self, **fields):
-        self._events.write(event_pb2.Event(wall_time=time.time(), **fields).SerializeToString())
-        self._events.flush()
 
 
 def read_lines(path: epath.PathLike, last_step: int) -> list[str]:
@@ -133,6 +129,7 @@ class Progress:
     def __init__(self, start_step: int, num_steps: int, steps_per_epoch: float, batch_size: int):
         self._num_steps, self._steps_per_epoch = num_steps, steps_per_epoch
         self._batch_size = batch_size
+        self._start_step = start_step
         self._last_step, self._last_time = start_step, time.perf_counter()
         self._waited = dict.fromkeys(WAITS, 0.0)
 
@@ -142,6 +139,19 @@ class Progress:
         start = time.perf_counter()
         yield
         self._waited[name] += time.perf_counter() - start
+
+    def estimate(self, step: int) -> None:
+        """Prints how long the steps will take, before the first log line, which may be far away.
+
+        Called when the first step has ended, which may have had to wait, and when a later one has.
+        """
+        now = time.perf_counter()
+        if step == self._start_step + 1:
+            self._first_time = now
+        elif self._last_step == self._start_step:  # no log line yet
+            seconds = (now - self._first_time) / (step - self._start_step - 1)
+            left = format_duration(seconds * (self._num_steps - step))
+            print(f"{seconds:.2g} s per step: {left} left, plus evaluations", flush=True)
 
     def measure(self, step: int) -> dict[str, float]:
         """Measures speed and waiting times since the last call.

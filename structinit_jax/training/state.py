@@ -59,18 +59,16 @@ def split_model(model: nnx.Module) -> tuple[nnx.GraphDef, dict[str, Any], dict[s
     return graphdef, nnx.to_pure_dict(params), nnx.to_pure_dict(model_state)
 
 
-def abstract_model(
-    model: ConfigDict, data: ConfigDict, mesh: jax.sharding.Mesh, **changes
-) -> AbstractModel:
-    """Builds the model of a config, with changed fields, without allocating arrays.
+def abstract_model(model: ConfigDict, data: ConfigDict, mesh: jax.sharding.Mesh) -> AbstractModel:
+    """Builds the model of a config without allocating arrays.
 
-    `model` and `data` are these sections of the config, and `changes` replace fields of `model`.
-    Raises `InputError` if the fields do not fit together.
+    `model` and `data` are these sections of the config. Raises `InputError` if the fields do not
+    fit together.
     """
 
     def build(rng):
         return create_model(
-            model.to_dict() | changes,
+            model.to_dict(),
             image_size=data.image_size,
             channels=data.channels,
             rngs=nnx.Rngs(params=rng),

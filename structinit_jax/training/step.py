@@ -146,8 +146,10 @@ def make_eval_step(
 ) -> Callable[[dict, dict, Batch], Metrics]:
     """Builds the evaluation step, `(params, model_state, batch) -> sums`.
 
-    The sums 'loss', 'correct' and 'count' are over the examples whose mask is 1. `mean` and `std`
-    are per channel, of pixels scaled to [0, 1]. Sharded weights are gathered layer by layer.
+    The sums 'loss', 'correct' and 'count' are over the examples whose mask is 1. In addition there
+    are 'label' and 'predicted', the classes of each example; the label is -1 where the mask is 0.
+    `mean` and `std` are per channel, of pixels scaled to [0, 1]. Sharded weights are gathered layer
+    by layer.
     """
 
     def predict(params, model_state, images):
@@ -159,10 +161,13 @@ def make_eval_step(
         logits = _gather_by_layer(predict, graphdef, mesh)(params, model_state, images)
         labels, mask = batch["label"], batch["mask"]
         losses = optax.softmax_cross_entropy_with_integer_labels(logits, labels)
+        predicted = logits.argmax(-1)
         return {
             "loss": jnp.sum(jnp.where(mask > 0, losses, 0)),
-            "correct": jnp.sum((logits.argmax(-1) == labels) * mask),
+            "correct": jnp.sum((predicted == labels) * mask),
             "count": jnp.sum(mask),
+            "label": jnp.where(mask > 0, labels, -1),
+            "predicted": predicted,
         }
 
     return eval_step

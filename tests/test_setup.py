@@ -1,0 +1,41 @@
+"""The memory of the training step, and the fields that save it."""
+
+import jax
+import jax.numpy as jnp
+import pytest
+
+from structinit_jax import run
+from structinit_jax.errors import InputError
+from structinit_jax.training.setup import bytes_needed, check_memory, explain_out_of_memory
+
+
+def test_a_step_fits_what_images_leave():
+    step = jax.jit(jnp.sort).lower(jnp.zeros(10**6)).compile()
+    needed = bytes_needed(step)
+    assert needed >= 2 * 4 * 10**6  # argument and result
+    assert check_memory(step, 1000, None) == f"{needed / 2**20:,.0f} MiB"
+    assert check_memory(step, 1000, needed + 1000).startswith(f"{needed / 2**20:,.0f} MiB of ")
+    with pytest.raises(InputError, match=r"config\.model\.remat"):
+        check_memory(step, 1001, needed + 1000)
+
+
+def test_out_of_memory_names_fields_and_other_errors_pass():
+    message = "RESOURCE_EXHAUSTED: Out of memory while trying to allocate 9 bytes.\nmore"
+    fields = r"allocate 9 bytes\.\).*config\.accumulate_steps=2"
+    with pytest.raises(InputError, match=fields), explain_out_of_memory():
+        raise jax.errors.JaxRuntimeError(message)
+    with pytest.raises(jax.errors.JaxRuntimeError, match="INTERNAL"), explain_out_of_memory():
+        raise jax.errors.JaxRuntimeError("INTERNAL: something")
+
+
+@pytest.mark.usefixtures("library_promotion")
+def test_recomputing_saves_memory(tiny_config):
+    tiny_config.batch_size = 512
+    tiny_config.model.update(depth=6, mlp_ratio=8.0)
+    needed = []
+    for remat in ("none", "dots", "full"):
+        tiny_config.model.remat = remat
+        setup = run.set_up(tiny_config, 384, 90)
+        needed.append(bytes_needed(setup.train_step.lower(*setup.arguments).compile()))
+    assert setup.data_bytes == (384 + 90) * 8 * 8
+    assert needed[0] > needed[1] > needed[2]
