@@ -33,6 +33,7 @@ from structinit_jax.attention_init import (
     impulse_2025,
     sincos_positions,
 )
+from structinit_jax.attention_init.absolute import LEARNED_SOLVE
 from structinit_jax.attention_init.positions import layer_norm
 from structinit_jax.attention_init.published import RESCALE_EVERY
 from structinit_jax.attention_init.solve import learned_row_space, row_space, solve_bank
@@ -87,9 +88,9 @@ def impulse_at_norm(site: AttentionSite, norm: float) -> dict:
     else:
         z, _ = row_space(layer_norm(np.asarray(site.positions)))
     sizes = dict(head_dim=site.head_dim, qk_scale=site.qk_scale, width=site.width)
-    learning_rate = 0.02 if site.positions_trainable else 0.1
+    options = LEARNED_SOLVE if site.positions_trainable else {}
     targets = filter_maps(site.grid)
-    *_, report = solve_bank(z, targets, norm=norm, learning_rate=learning_rate, **sizes)
+    *_, report = solve_bank(z, targets, norm=norm, **options, **sizes)
     return numbers(report)
 
 

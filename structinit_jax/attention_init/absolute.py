@@ -35,7 +35,7 @@ from structinit_jax.attention_init.targets import FilterArray, assign, filter_ma
 POSITION_SCALE = 18.0  # of learned positions that are kept, as in the 2025 paper
 # Learned positions start as noise of full rank. Their closed form is near the solution already, and
 # larger steps lead away from it; sharp maps, softened afterwards, peak in more rows.
-LEARNED_SOLVE = dict(learning_rate=0.02, sharp_mass=0.9)
+LEARNED_SOLVE = dict(learning_rate=0.005, sharp_mass=0.9, steps=300)
 
 
 def impulse(

@@ -110,6 +110,7 @@ def solve_bank(
     norm: float | None = None,
     learning_rate: float = LEARNING_RATE,
     sharp_mass: float = SHARP_MASS,
+    steps: int = STEPS,
 ) -> tuple[Float[Array, "F r k"], Float[Array, "F r k"], SolveReport]:
     """Minimizes the mean of (H - M)² (2024, equation 8) for each target H; returns BᵀQ and BᵀK.
 
@@ -122,7 +123,7 @@ def solve_bank(
         norm = (START_SHARPNESS / (qk_scale * head_dim * width)) ** 0.5
     rows = np.linspace(0, len(z) - 1, min(len(z), MAX_ROWS)).round().astype(int)
     start = start_factors(z, targets, head_dim)
-    sizes = dict(head_dim=head_dim, qk_scale=qk_scale)
+    sizes = dict(head_dim=head_dim, qk_scale=qk_scale, steps=steps)
     options = (norm, target_mass, learning_rate, sharp_mass)
     return _solve(start, z[rows], z, targets[:, rows], *options, **sizes)
 
@@ -138,9 +139,20 @@ def require_above_uniform(target_mass: float, targets: Float[np.ndarray, "F N N"
         )
 
 
-@functools.partial(jax.jit, static_argnames=("head_dim", "qk_scale"))
+@functools.partial(jax.jit, static_argnames=("head_dim", "qk_scale", "steps"))
 def _solve(
-    start, queries, z, targets, norm, target_mass, learning_rate, sharp_mass, *, head_dim, qk_scale
+    start,
+    queries,
+    z,
+    targets,
+    norm,
+    target_mass,
+    learning_rate,
+    sharp_mass,
+    *,
+    head_dim,
+    qk_scale,
+    steps,
 ):
     """See `solve_bank`; `queries` and `targets` have only the rows that enter the loss."""
     # In a traced caller these are constants, and XLA would evaluate all that depends on them alone,
@@ -168,7 +180,9 @@ def _solve(
     # At unit norm, so that step sizes mean the same at any norm of the weights.
     factors = tuple(at_norm(factor, jnp.ones_like(norm)) for factor in start)
     solved_mass = None if target_mass is None else jnp.maximum(target_mass, sharp_mass)
-    factors, norm = minimize(loss_and_mass, factors, norm, solved_mass, learning_rate)
+    factors, norm = minimize(
+        loss_and_mass, factors, norm, solved_mass, learning_rate=learning_rate, steps=steps
+    )
     if target_mass is not None:
 
         def halve(_, ends):
@@ -177,8 +191,8 @@ def _solve(
             above = loss_and_mass(factors, middle)[1] > target_mass
             return jnp.where(above, low, middle), jnp.where(above, middle, high)
 
-        steps = jnp.where(target_mass < sharp_mass, SOFTEN_STEPS, 0)
-        _, norm = jax.lax.fori_loop(0, steps, halve, (jnp.zeros_like(norm), norm))
+        bisections = jnp.where(target_mass < sharp_mass, SOFTEN_STEPS, 0)
+        _, norm = jax.lax.fori_loop(0, bisections, halve, (jnp.zeros_like(norm), norm))
     report = report_on_maps(targets, maps(factors, norm), norm=norm.mean())
     return at_norm(factors[0], norm), at_norm(factors[1], norm), report
 
@@ -188,7 +202,9 @@ def minimize(
     factors: Any,
     norm: Float[Array, "*F"],
     target_mass: float | Float[Array, ""] | None,
+    *,
     learning_rate: float | Float[Array, ""] = LEARNING_RATE,
+    steps: int = STEPS,
 ) -> tuple[Any, Float[Array, "*F"]]:
     """Minimizes a loss with Adam over `factors`, a tree of arrays, and returns factors and norm.
 
@@ -220,8 +236,8 @@ def minimize(
         factors = jax.tree.map(functools.partial(step, rate), factors, first, second)
         return (factors, first, second, norm), None
 
-    count = np.arange(1, STEPS + 1)
-    rates = 1 - (count - 1) / STEPS
+    count = np.arange(1, steps + 1)
+    rates = 1 - (count - 1) / steps
     rates *= np.sqrt(1 - B2**count) / (1 - B1**count)  # corrects the bias of both moments
     rates = learning_rate * jnp.asarray(rates, jnp.float32)
     zeros = jax.tree.map(jnp.zeros_like, factors)
