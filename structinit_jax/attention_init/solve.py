@@ -208,9 +208,9 @@ def minimize(
 ) -> tuple[Any, Float[Array, "*F"]]:
     """Minimizes a loss with Adam over `factors`, a tree of arrays, and returns factors and norm.
 
-    Entries along the last axis of a factor share Adam's second moment. With one for each entry,
-    rounding errors would grow to full steps where the loss is flat, and the weights would depend on
-    the number of devices.
+    This is `optax.adam`, but for one thing: entries along the last axis of a factor share their
+    second moment. With one for each entry, as in optax, rounding errors grow to full steps where
+    the loss is flat, and the weights of a seed would differ between one device and eight.
 
     `loss_and_mass(factors, norm)` normalizes the factors, whose columns should have a norm of about
     1, so that only their directions matter. With a target mass, the norm rises while the mass is
