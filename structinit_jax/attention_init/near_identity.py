@@ -59,7 +59,9 @@ def mimetic_vo(
     `transposed`, V = Aᵀ and Proj = B, in which heads are equally strong. Raises `InputError` if the
     heads together have more channels than the model.
     """
-    layers, width, heads = site.num_layers, site.width, (site.num_heads, site.head_dim)
+    layers = site.num_layers
+    width = site.width
+    heads = (site.num_heads, site.head_dim)
     inner = heads[0] * heads[1]
     if inner > width:
         raise InputError(
@@ -69,7 +71,8 @@ def mimetic_vo(
     product = near_identity(rng, (layers, width), noise=0.4, identity=-0.4)
     a, b = split_product(product, width)
     if transposed:
-        a, b = jnp.swapaxes(a, -1, -2), jnp.swapaxes(b, -1, -2)
+        a = jnp.swapaxes(a, -1, -2)
+        b = jnp.swapaxes(b, -1, -2)
     out = jnp.swapaxes(b[..., :inner], -1, -2).reshape(layers, *heads, width)
     return a[..., :inner].reshape(layers, width, *heads), out
 

@@ -91,7 +91,8 @@ def draw_pseudo_input(
 @functools.partial(jax.jit, static_argnames=("head_dim", "qk_scale", "max_steps"))
 def _solve_2024(rng, pseudo_input, targets, *, head_dim, **options):
     """Solves one layer: `optimize_2024` from a random start."""
-    heads, width = len(targets), pseudo_input.shape[1]
+    heads = len(targets)
+    width = pseudo_input.shape[1]
     bound = (head_dim * heads) ** -0.5
     start = jax.random.uniform(rng, (2, heads, width, head_dim), minval=-bound, maxval=bound)
     return optimize_2024(tuple(start), pseudo_input, targets, **options)

@@ -164,7 +164,8 @@ def solve_coefficients(
 
     def solve(problem):
         angles, target = problem
-        cos, sin = jnp.cos(angles), jnp.sin(angles)
+        cos = jnp.cos(angles)
+        sin = jnp.sin(angles)
         rows = _loss_rows(target)
         some = target[rows]
 
@@ -186,7 +187,8 @@ def solve_coefficients(
             return loss, overlap(some[None], jnp.exp(log_maps)[None])[0]
 
         # The sum of H_ij exp(i (θ_j - θ_i)), conjugate, at unit size.
-        mean_cos, mean_sin = target @ cos, target @ sin
+        mean_cos = target @ cos
+        mean_sin = target @ sin
         start = jnp.stack([cos * mean_cos + sin * mean_sin, sin * mean_cos - cos * mean_sin])
         start = start.sum(axis=1)
         start = start / jnp.maximum(jnp.linalg.norm(start, axis=0, keepdims=True), 1e-6)

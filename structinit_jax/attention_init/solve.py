@@ -63,7 +63,8 @@ def row_space(
     gram = x.T @ x if x.shape[0] > x.shape[1] else x @ x.T
     squared, vectors = np.linalg.eigh(gram)
     kept = squared > RANK_TOLERANCE**2 * squared[-1]
-    s, vectors = np.sqrt(squared[kept][::-1]), vectors[:, kept][:, ::-1]
+    s = np.sqrt(squared[kept][::-1])
+    vectors = vectors[:, kept][:, ::-1]
     basis = vectors if x.shape[0] > x.shape[1] else x.T @ (vectors / s)
     return (x @ basis).astype(np.float32), basis.astype(np.float32)
 

@@ -55,7 +55,8 @@ def relative_index(grid: tuple[int, int]) -> Int[np.ndarray, "N N"]:
     """
     rows, cols = grid
     y, x = np.divmod(np.arange(rows * cols), cols)
-    dy, dx = y[:, None] - y[None, :], x[:, None] - x[None, :]
+    dy = y[:, None] - y[None, :]
+    dx = x[:, None] - x[None, :]
     return (dy + rows - 1) * (2 * cols - 1) + dx + cols - 1
 
 

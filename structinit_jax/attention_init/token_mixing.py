@@ -61,7 +61,8 @@ def impulse(
     """Gives each layer one filter, exactly or at the rank that its hidden units allow."""
     maps = filter_maps(site.grid, kernel_size, filters, dilation)
     order_rng, rotation_rng = jax.random.split(rng)
-    targets, bases = jnp.asarray(maps), jnp.asarray(output_basis(maps, site))
+    targets = jnp.asarray(maps)
+    bases = jnp.asarray(output_basis(maps, site))
     index = assign(order_rng, (site.num_layers, 1), len(maps))[:, 0]
     fc1, fc2 = _factor_maps(rotation_rng, targets[index], bases[index], site.hidden)
     return TokenMixingWeights(fc1, fc2, index, maps)
@@ -87,7 +88,9 @@ def output_basis(
 @functools.partial(jax.jit, static_argnames="hidden")
 def _factor_maps(rng, maps, bases, hidden):
     """Returns fc1 and fc2 that map u to U Uᵀ M u; M [L, N, N], U [#L, N, k]."""
-    layers, pairs, rank = len(maps), hidden // 2, bases.shape[-1]
+    layers = len(maps)
+    pairs = hidden // 2
+    rank = bases.shape[-1]
     rotations = random_rotations(rng, (layers, pairs, rank))
     bases = jnp.broadcast_to(bases, (layers, *bases.shape[1:]))
     second = jnp.einsum("Lmk,Lpk->Lpm", bases, rotations)

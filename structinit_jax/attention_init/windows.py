@@ -91,11 +91,13 @@ def bias_of_kernels(
     offsets = kernels.astype(np.float64)
     weights = (offsets / offsets.sum(axis=(1, 2), keepdims=True)).reshape(len(kernels), -1)
     n = window[0] * window[1]
-    low, high = np.zeros((len(weights), 1)), np.ones((len(weights), 1))
+    low = np.zeros((len(weights), 1))
+    high = np.ones((len(weights), 1))
     for _ in range(BISECTIONS):
         middle = (low + high) / 2
         mixed = middle * weights + (1 - middle) / n
         enough = np.minimum(weights, mixed).sum(axis=1, keepdims=True) >= target_mass
-        low, high = np.where(enough, low, middle), np.where(enough, middle, high)
+        low = np.where(enough, low, middle)
+        high = np.where(enough, middle, high)
     bias = np.log1p(n * weights * low / (1 - low))
     return bias[:, ::-1].astype(np.float32)  # the table runs over query minus key

@@ -22,7 +22,11 @@ from structinit_jax.errors import Check, InputError, NonNegativeFloat, NonNegati
 
 # Each operation has its own random stream, so disabling one does not change the others' draws.
 # Stream 3 was that of color jitter in earlier versions.
-CROP, FLIP, RAND_AUGMENT, ERASING, MIXING = 0, 1, 2, 4, 5
+CROP = 0
+FLIP = 1
+RAND_AUGMENT = 2
+ERASING = 4
+MIXING = 5
 PADDING = 4  # pixels on each side, for crop='pad'
 
 Augment = Callable[

@@ -32,7 +32,8 @@ class Box(NamedTuple):
 
 def box_mask(box: Box, height: int, width: int) -> Bool[Array, "H W"]:
     """Returns a mask of the pixels inside the box."""
-    y, x = jnp.arange(height)[:, None], jnp.arange(width)[None, :]
+    y = jnp.arange(height)[:, None]
+    x = jnp.arange(width)[None, :]
     rows = (y >= box.top) & (y < box.top + box.height)
     return rows & (x >= box.left) & (x < box.left + box.width)
 
@@ -72,7 +73,8 @@ def mix(
 
     def mix_images(image, partner, lam, use_cutmix, box):
         # Only now, so that devices exchange single bytes.
-        image, partner = image.astype(jnp.float32), partner.astype(jnp.float32)
+        image = image.astype(jnp.float32)
+        partner = partner.astype(jnp.float32)
         inside = box_mask(box, H, W)[..., None]
         interpolated = lam * image + (1 - lam) * partner
         return jnp.where(use_cutmix, jnp.where(inside, partner, image), interpolated)
@@ -131,7 +133,8 @@ def beta_quantile(probability: Float[Array, ""], alpha: float) -> Float[Array, "
     table = jnp.asarray(_beta_quantiles(alpha))
     position = probability * (NUM_QUANTILES - 1)
     below = jnp.clip(position.astype(jnp.int32), 0, NUM_QUANTILES - 2)
-    low, high = table[below], table[below + 1]
+    low = table[below]
+    high = table[below + 1]
     return low + (position - below.astype(jnp.float32)) * (high - low)
 
 

@@ -130,9 +130,11 @@ def operation_arguments(
     threshold = jnp.floor(level * 256)
     factor = level * 1.8 + 0.1
     if increasing:
-        bits, threshold = 4 - bits, 256 - threshold
+        bits = 4 - bits
+        threshold = 256 - threshold
         factor = 1 + sign * (level * 0.9)
-    shear, translation = sign * (level * 0.3), sign * (level * 0.45)
+    shear = sign * (level * 0.3)
+    translation = sign * (level * 0.45)
     arguments = {
         "Rotate": sign * (level * 30),
         "Posterize": bits,

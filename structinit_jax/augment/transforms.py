@@ -47,18 +47,23 @@ def affine_warp(
     a, b, c, d, e, f = matrix
     x = (jnp.arange(W, dtype=jnp.float32) + 0.5)[None, :]
     y = (jnp.arange(H, dtype=jnp.float32) + 0.5)[:, None]
-    source_x, source_y = a * x + b * y + c, d * x + e * y + f
+    source_x = a * x + b * y + c
+    source_y = d * x + e * y + f
     inside = (source_x >= 0) & (source_x < W) & (source_y >= 0) & (source_y < H)
-    left, top = jnp.floor(source_x - 0.5), jnp.floor(source_y - 0.5)
-    dx, dy = source_x - 0.5 - left, source_y - 0.5 - top
-    left, top = left.astype(jnp.int32), top.astype(jnp.int32)
+    left = jnp.floor(source_x - 0.5)
+    top = jnp.floor(source_y - 0.5)
+    dx = source_x - 0.5 - left
+    dy = source_y - 0.5 - top
+    left = left.astype(jnp.int32)
+    top = top.astype(jnp.int32)
     offsets, interpolate = ((-1, 0, 1, 2), _cubic) if bicubic else ((0, 1), _linear)
     # The channels of a pixel are packed into one integer, so that each neighbor is read once.
     shift = 8 * jnp.arange(C)[:, None, None]
     packed = jnp.sum(image.astype(jnp.int32) << shift, axis=0)
 
     def read(row, column):
-        y, x = jnp.clip(top + row, 0, H - 1), jnp.clip(left + column, 0, W - 1)
+        y = jnp.clip(top + row, 0, H - 1)
+        x = jnp.clip(left + column, 0, W - 1)
         pixel = packed.reshape(H * W).at[y * W + x].get(mode="promise_in_bounds")
         return ((pixel[None] >> shift) & 255).astype(jnp.float32)
 
@@ -70,8 +75,10 @@ def affine_warp(
 def rotation_matrix(degrees: Float[Array, ""], height: int, width: int) -> Float[Array, "6"]:
     """Returns the inverse map of a counterclockwise rotation about the center of an image."""
     radians = -degrees * (jnp.pi / 180)
-    cos, sin = jnp.cos(radians), jnp.sin(radians)
-    x, y = width / 2, height / 2
+    cos = jnp.cos(radians)
+    sin = jnp.sin(radians)
+    x = width / 2
+    y = height / 2
     return jnp.stack([cos, sin, x - (cos * x + sin * y), -sin, cos, y - (cos * y - sin * x)])
 
 
@@ -84,7 +91,9 @@ def _linear(a, b, fraction):
 
 
 def _cubic(a, b, c, d, fraction):
-    first, second, third = c - a, 2 * (a - b) + c - d, b - a - c + d
+    first = c - a
+    second = 2 * (a - b) + c - d
+    third = b - a - c + d
     return b + fraction * (first + fraction * (second + fraction * third))
 
 
@@ -177,7 +186,8 @@ def smooth(image: UInt8[Array, "C H W"]) -> Int[Array, "C H W"]:
     box = box[..., :-2] + box[..., 1:-1] + box[..., 2:]
     # No sum is halfway between two multiples of 13, so single precision rounds correctly.
     mean = jnp.floor((box + 4 * pixels) * (1 / 13) + 0.5)
-    y, x = jnp.arange(H)[None, :, None], jnp.arange(W)[None, None, :]
+    y = jnp.arange(H)[None, :, None]
+    x = jnp.arange(W)[None, None, :]
     interior = (y > 0) & (y < H - 1) & (x > 0) & (x < W - 1)
     return jnp.where(interior, mean, pixels).astype(jnp.int32)
 
