@@ -62,6 +62,9 @@ class RunFields:
     adam_b2: Fraction = 0.999
     adam_epsilon: PositiveFloat = 1e-8
     clip_norm: NonNegativeFloat = 1.0  # global gradient norm; 0 disables clipping
+    # If positive, evaluation and export use an exponential moving average of the weights. The
+    # papers' commands pass 0.9999 to timm, but not the switch without which it keeps no average.
+    ema_decay: Fraction = 0.0
 
     # -- devices -----------------------------------------------------------------------------------
     fsdp: PositiveInt = 1  # devices that share one copy of weights and optimizer state

@@ -116,7 +116,7 @@ def set_up(
     model = abstract_model(config.model, data, mesh)
     scheme = config_lib.make_attention_init(config)
     check_attention_init(scheme, model)
-    make_state = functools.partial(init_state, optimizer=optimizer)
+    make_state = functools.partial(init_state, optimizer=optimizer, ema_decay=config.ema_decay)
     state = mesh_lib.shard(mesh, jax.eval_shape(make_state, model.params, model.model_state))
     state_shardings = jax.tree.map(lambda leaf: leaf.sharding, state)
     make_state = jax.jit(make_state, out_shardings=state_shardings, donate_argnums=(0, 1))
@@ -140,6 +140,7 @@ def set_up(
         mesh,
         loss=find(config.loss, LOSSES, "loss"),
         accumulate_steps=config.accumulate_steps,
+        ema_decay=config.ema_decay,
         mixes=config.augment.mixup > 0 or config.augment.cutmix > 0,
     )
     train_step = jax.jit(
