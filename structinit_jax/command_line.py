@@ -12,7 +12,6 @@ import os
 import sys
 import time
 from collections.abc import Callable, Sequence
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -25,43 +24,18 @@ from structinit_jax import config as config_lib
 from structinit_jax.errors import InputError, StoppedError, suggest
 
 FLAGS = flags.FLAGS
-# Defines each flag that several commands share.
+# Flags that several commands share.
 SHARED = {
-    "config": partial(
-        flags.DEFINE_string,
-        "config",
-        None,
-        "Config file, FILE.py or FILE.py:ROW. Required unless --workdir already holds a run. "
-        "--config.FIELD=VALUE sets a field: seed, batch_size, model.depth, attention_init.name, "
-        "augment.flip, data.data_dir, ...; structinit_jax/config.py lists them.",
-    ),
-    "workdir": partial(
-        flags.DEFINE_string,
-        "workdir",
-        None,
-        "Output directory. Training resumes from the newest checkpoint that it holds. compare and "
-        "reproduce put all their runs in it.",
-    ),
-    "step": partial(
-        flags.DEFINE_string,
-        "step",
-        None,
-        "Checkpoint: its step, 'newest' (default) or 'best'. For show: a training step, from 1 "
-        "(default).",
-    ),
-    "out": partial(
-        flags.DEFINE_string,
-        "out",
-        None,
-        "File or directory to write: by default analysis, evaluation (main --mode=eval), model "
-        "(export) or batch.png (show).",
-    ),
-    "trust_workdir": partial(
-        flags.DEFINE_bool,
-        "trust_workdir",
-        False,
-        "Import Python code that the config of --workdir names.",
-    ),
+    "config": "Config file, FILE.py or FILE.py:ROW. Required unless --workdir already holds a run. "
+    "--config.FIELD=VALUE sets a field: seed, batch_size, model.depth, attention_init.name, "
+    "augment.flip, data.data_dir, ...; structinit_jax/config.py lists them.",
+    "workdir": "Output directory. Training resumes from the newest checkpoint that it holds. "
+    "compare and reproduce put all their runs in it.",
+    "step": "Checkpoint: its step, 'newest' (default) or 'best'. For show: a training step, from 1 "
+    "(default).",
+    "out": "File or directory to write: by default analysis, evaluation (main --mode=eval), model "
+    "(export) or batch.png (show).",
+    "trust_workdir": "Import Python code that the config of --workdir names.",
 }
 Overrides = Sequence[tuple[str, str]]  # path and text of each --config.FIELD=VALUE
 
@@ -78,7 +52,8 @@ def run(
     """
     define_flags()
     for name in shared:
-        SHARED[name]()
+        define = flags.DEFINE_bool if name == "trust_workdir" else flags.DEFINE_string
+        define(name, None, SHARED[name])
         # --help lists the flags of the command's own module only.
         FLAGS.register_key_flag_for_module(sys.argv[0], FLAGS[name])
     try:
@@ -155,7 +130,7 @@ def read_config(overrides: Overrides) -> ConfigDict:
     if FLAGS.config is not None:
         config = config_lib.load_config(FLAGS.config)
     elif FLAGS.get_flag_value("workdir", None):
-        config = config_lib.load_run_config(FLAGS.workdir, FLAGS.trust_workdir)
+        config = config_lib.load_run_config(FLAGS.workdir, bool(FLAGS.trust_workdir))
     else:
         raise InputError("--config is required, such as --config=configs/vit_t_digits.py")
     set_fields(config, overrides)

@@ -1,4 +1,4 @@
-"""Prints the sizes and costs of a run without reading images or allocating weights.
+"""Prints the sizes and costs of a run without reading images or computing initial weights.
 
 Data sets that `data.datasets` lists need not be present.
 """
@@ -7,10 +7,13 @@ import collections
 import math
 import os
 import re
+import time
 from collections.abc import Mapping
 from typing import NamedTuple
 
 import jax
+import jax.numpy as jnp
+import numpy as np
 from etils import epy
 from jax.experimental import topologies
 from ml_collections import ConfigDict
@@ -21,7 +24,10 @@ from structinit_jax.data.source import check_classes, split_size
 from structinit_jax.errors import InputError
 from structinit_jax.run import set_up
 from structinit_jax.training import mesh as mesh_lib
+from structinit_jax.training.metrics import format_duration
 from structinit_jax.training.setup import (
+    Setup,
+    bytes_needed,
     check_memory,
     explain_out_of_memory,
     memory_limit,
@@ -39,6 +45,7 @@ MEMORY = {
     "TPU v6 lite": int(31.25 * 2**30),
     "NVIDIA H100 80GB HBM3": 84_929_347_584 * 3 // 4,  # JAX's default share of a GPU's memory
 }
+MAX_TIMED = 2**30  # bytes: CPUs would take minutes for steps that need more
 # Describes an H100 SXM to XLA where there is none: a GpuTargetConfigProto.
 H100 = """
 gpu_device_info {
@@ -71,7 +78,8 @@ device_description_str: "NVIDIA H100 80GB HBM3"
 def dry_run(config: ConfigDict, target: str | None = None) -> None:
     """Compiles the training step of a config and prints parameters, memory and communication.
 
-    The devices are those of this machine or of a target, see `find_target`. Raises `InputError` if
+    The devices are those of this machine, where a step is timed, or of a target, see `find_target`.
+    Raises `InputError` if
     the config, the data or the target cannot be used, or if the step needs more memory than a
     device has.
     """
@@ -110,9 +118,30 @@ def dry_run(config: ConfigDict, target: str | None = None) -> None:
         sizes = bytes_by_kind(step.as_text()).items()
         rows["collectives"] = ", ".join(f"{kind} {mib(size)}" for kind, size in sizes)
         rows["collectives"] += " per step on each device"
+    if not target and (memory or bytes_needed(step) <= MAX_TIMED):
+        seconds = time_step(setup, step)
+        duration = format_duration(seconds * schedule.num_steps)
+        rows["time"] = f"{seconds:.2g} s per step, {duration} for all, plus evaluations"
     width = max(map(len, rows))
     for name, value in rows.items():
         print(f"{name:<{width}}  {value}")
+
+
+def time_step(setup: Setup, step: jax.stages.Compiled) -> float:
+    """Returns the seconds of a training step, measured with weights and images that are zero."""
+    state, batch, _ = setup.arguments
+    shardings = jax.tree.map(lambda leaf: leaf.sharding, (state, batch))
+
+    def make_zeros():
+        return jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, leaf.dtype), (state, batch))
+
+    state, batch = jax.jit(make_zeros, out_shardings=shardings)()
+    seconds = []
+    for _ in range(3):
+        start = time.perf_counter()
+        state, _ = jax.block_until_ready(step(state, batch, np.uint32(0)))
+        seconds.append(time.perf_counter() - start)
+    return min(seconds)
 
 
 # -- communication ---------------------------------------------------------------------------------

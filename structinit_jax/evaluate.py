@@ -65,7 +65,7 @@ def make_evaluator(
     def evaluate(state):
         parts = []
         for batch in loader.eval_batches(batch_size=batch_size):
-            parts.append(step(state.params, state.model_state, batch))
+            parts.append(step(*state.weights, batch))
             jax.block_until_ready(parts[-MAX_IN_FLIGHT - 1 : -MAX_IN_FLIGHT])
         parts = jax.device_get(parts)
         loss, correct, count = (
@@ -89,6 +89,8 @@ def restore_model(
 ) -> tuple[AbstractModel, TrainState]:
     """Restores the model of a run, without optimizer state, at step 'newest', 'best' or a number.
 
+    With `config.ema_decay`, its weights are the averages that the run has kept.
+
     The number of devices, by default all, and `config.batch_size` may differ from those in
     training. As there, `config.fsdp` devices share one copy of the weights, or as many as divide
     both it and their number. Raises `InputError` if there is no such checkpoint, or if the config
@@ -107,7 +109,11 @@ def restore_model(
     model = abstract_model(config.model, config.data, mesh)
     count = jax.ShapeDtypeStruct((), np.int32, sharding=mesh_lib.replicated(model.mesh))
     abstract_state = TrainState(count, model.params, model.model_state, opt_state={})
-    return model, checkpoint.restore(directory, number, abstract_state, weights_only=True)
+    if config.ema_decay:
+        averages = {"params": model.params, "model_state": model.model_state}
+        abstract_state = TrainState(count, None, None, opt_state={}, ema=averages)
+    state = checkpoint.restore(directory, number, abstract_state, weights_only=True)
+    return model, TrainState(state.step, *state.weights, opt_state={})
 
 
 def class_names(workdir: str | Path, state: TrainState) -> list[str]:

@@ -31,39 +31,22 @@ with epy.lazy_imports():  # imports matplotlib
 
 def define_flags() -> None:
     """Defines the flags of this command alone."""
-    flags.DEFINE_enum(
-        "mode", "train", ["train", "eval"], "Train, or evaluate a checkpoint in --workdir."
-    )
-    flags.DEFINE_bool(
-        "dry_run", False, "Print sizes and costs without reading images or allocating weights."
-    )
-    flags.DEFINE_string(
-        "target", None, "With --dry_run: devices to compile for, such as tpu-v5e:4x8 or h100:2x8."
-    )
-    flags.DEFINE_integer(
-        "profile_step",
-        None,
-        "First of four steps after the start to trace to profile/.",
-        lower_bound=1,
-    )
-    flags.DEFINE_string(
-        "coordinator_address", None, "Host and port of process 0, when several processes train."
-    )
-    flags.DEFINE_integer(
-        "num_processes",
-        None,
-        "Number of processes that train together. Detected on known clusters.",
-    )
+    flags.DEFINE_enum("mode", "train", ["train", "eval"], "Train, or evaluate a checkpoint.")
+    text = "Print sizes and costs without reading images or computing initial weights."
+    flags.DEFINE_bool("dry_run", False, text)
+    text = "With --dry_run: devices to compile for, such as tpu-v5e:4x8 or h100:2x8."
+    flags.DEFINE_string("target", None, text)
+    text = "First of four steps after the start to trace to profile/."
+    flags.DEFINE_integer("profile_step", None, text, lower_bound=1)
+    text = "Host and port of process 0, when several processes train."
+    flags.DEFINE_string("coordinator_address", None, text)
+    text = "Number of processes that train together. Detected on known clusters."
+    flags.DEFINE_integer("num_processes", None, text)
     flags.DEFINE_integer("process_id", None, "Index of this process, counted from 0.")
-    flags.DEFINE_integer(
-        "join_timeout", 300, "Seconds to wait for the other processes to start.", lower_bound=1
-    )
-    flags.DEFINE_integer(
-        "lost_timeout",
-        60,
-        "Seconds after which processes end if one of them is lost.",
-        lower_bound=1,
-    )
+    text = "Seconds to wait for the other processes to start."
+    flags.DEFINE_integer("join_timeout", 300, text, lower_bound=1)
+    text = "Seconds after which processes end if one of them is lost."
+    flags.DEFINE_integer("lost_timeout", 60, text, lower_bound=1)
 
 
 def draw_curves(step: int, results: dict[str, float]) -> None:

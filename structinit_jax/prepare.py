@@ -28,14 +28,10 @@ MAX_AVERAGED = 1000  # images, which fixes mean and deviation to about 0.01
 def define_flags() -> None:
     """Defines the flags of this command."""
     flags.DEFINE_string("name", None, "TFDS name, 'folder' or 'module:function'.")
-    flags.DEFINE_string(
-        "data_dir",
-        None,
-        "Folder of TFDS's data sets, of the images ('folder'), or of fashion_mnist.",
-    )
-    flags.DEFINE_string(
-        "manual_dir", None, "With TFDS: folder of archives that you downloaded by hand."
-    )
+    text = "Folder of TFDS's data sets, of the images ('folder'), or of fashion_mnist."
+    flags.DEFINE_string("data_dir", None, text)
+    text = "With TFDS: folder of archives that you downloaded by hand."
+    flags.DEFINE_string("manual_dir", None, text)
     flags.DEFINE_integer("check", 1000, "Images to decode in each split; 0 for all.", lower_bound=0)
 
 

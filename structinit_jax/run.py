@@ -117,7 +117,7 @@ def set_up(
     optimizer = make_optimizer(config.optimizer, rate, dict(config), model.stacks)
     scheme = config_lib.make_attention_init(config)
     check_attention_init(scheme, model)
-    make_state = functools.partial(init_state, optimizer=optimizer)
+    make_state = functools.partial(init_state, optimizer=optimizer, ema_decay=config.ema_decay)
     state = jax.eval_shape(make_state, model.params, model.model_state)
     state = mesh_lib.shard(mesh, state, model.stacks)
     state_shardings = jax.tree.map(lambda leaf: leaf.sharding, state)
@@ -142,6 +142,7 @@ def set_up(
         mesh,
         loss=find(config.loss, LOSSES, "loss"),
         accumulate_steps=config.accumulate_steps,
+        ema_decay=config.ema_decay,
         mixes=config.augment.mixup > 0 or config.augment.cutmix > 0,
     )
     train_step = jax.jit(

@@ -142,9 +142,7 @@ def train(
             trace.after(step, state)
             if step - start_step in (1, 4):
                 jax.block_until_ready(metrics)
-                progress.estimate(step)
-            if step == start_step + 1:
-                print(f"first step after {time.perf_counter() - began:.1f} s", flush=True)
+                progress.estimate(step, began)
 
             is_last, evaluates = step == schedule.num_steps, step in schedule.eval_steps
             stops = stop_request.reached(step - start_step) and not is_last
@@ -167,8 +165,11 @@ def train(
                 with progress.wait("checkpoint"):
                     log.upload()  # first: a run resumed from the checkpoint needs the lines so far
                     checkpoints.save(step, state, record)
-            if evaluates and on_evaluation and on_evaluation(step, results):
-                break
+            if evaluates and on_evaluation:
+                with progress.wait("evaluation"):
+                    ends = on_evaluation(step, results)
+                if ends:
+                    break
             if stops:
                 checkpoints.wait_for_all()
                 raise StoppedError(

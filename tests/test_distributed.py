@@ -83,7 +83,7 @@ def test_a_run_goes_on_with_other_processes_and_devices_and_stops_together(tmp_p
     assert first.returncode == second.returncode == 0, results
     assert "devices: 8 × cpu (2 hosts), each copy of the state on 2" in first.stdout
     assert "resumed from step 15" in first.stdout
-    assert "done: test accuracy" in first.stdout
+    assert "done: accuracy" in first.stdout
     assert "step" not in second.stdout
     actual = losses(changed)
     assert list(actual) == list(expected)  # every line once

@@ -24,6 +24,7 @@ def test_sizes_and_costs_are_printed_without_data_and_memory(tiny_config, capsys
     counts = "384 training examples (train[:384]), 50,000 test examples (validation)"
     for text in ("head/kernel", "64 global", "memory per device", "all-reduce", counts):
         assert text in out
+    assert re.search(r"\ntime +[\d.e-]+ s per step, 0:00:\d\d for all, plus evaluations\n", out)
 
 
 def test_mistakes_are_found_without_data(tiny_config):
@@ -84,6 +85,7 @@ def test_a_step_is_compiled_for_a_tpu_slice(tiny_config, capsys):
     dry_run(tiny_config, "tpu-v5e:2x2")
     out = capsys.readouterr().out
     assert "4 × TPU v5 lite" in out
+    assert "\ntime " not in out
     assert "64 global, 16 per device, 64 per host" in out
     assert " of 16,128 MiB: " in out
     assert re.search("collectives +all-reduce 6 MiB per step on each device\n", out)

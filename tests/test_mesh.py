@@ -58,6 +58,12 @@ def test_data_parallel_devices_exchange_gradients_and_nothing_else(wide_config):
     assert step.memory_analysis().alias_size_in_bytes == num_bytes(setup.abstract_state)
 
 
+def test_averages_are_sharded_like_the_weights(wide_config):
+    wide_config.update(fsdp=4, ema_decay=0.9)
+    state = set_up(wide_config, 384).abstract_state
+    assert state.ema == {"params": state.params, "model_state": state.model_state}
+
+
 def test_split_weights_are_gathered_and_images_stay_where_they_are(wide_config):
     wide_config.fsdp = 4
     setup, step = compile_step(wide_config)

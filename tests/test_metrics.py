@@ -130,11 +130,12 @@ def test_the_time_left_is_estimated_before_the_first_log_line(monkeypatch, capsy
     monkeypatch.setattr(metrics_lib.time, "perf_counter", lambda: now[0])
     progress = Progress(10, 1010, 10.0, 64)
     now[0] += 60  # the first step waits for the compiler
-    progress.estimate(11)
+    progress.estimate(11, began=-5.0)
+    assert capsys.readouterr().out == "first step after 65.0 s\n"
     now[0] += 6
     if logged:
         progress.measure(13)
-    progress.estimate(14)
+    progress.estimate(14, began=-5.0)
     expected = "2 s per step: 0:33:12 left, plus evaluations\n"  # 996 steps
     assert capsys.readouterr().out == ("" if logged else expected)
 

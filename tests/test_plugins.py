@@ -1,7 +1,10 @@
-"""Objects of the user's own, as docs/extending.md shows them."""
+"""Objects and scripts of the user's own, as docs/extending.md shows them."""
 
+import json
 import re
+import runpy
 import sys
+import types
 from pathlib import Path
 
 import jax
@@ -16,13 +19,25 @@ from structinit_jax.training.optimizer import make_optimizer
 from structinit_jax.training.state import split_model
 
 PAGE = Path(__file__).parent.parent / "docs" / "extending.md"
-SHOWN = re.search(r"<!-- mine\.py -->\n```python\n(.*?)```", PAGE.read_text(), re.DOTALL)[1]
+TINY = """
+from conftest import make_tiny_config
+
+def get_config():
+    config = make_tiny_config()
+    config.attention_init = dict(name="default")
+    return config
+"""
+
+
+def shown(name):
+    """Returns an example of the page."""
+    return re.search(rf"<!-- {name}\.py -->\n```python\n(.*?)```", PAGE.read_text(), re.DOTALL)[1]
 
 
 @pytest.fixture
 def mine(tmp_path, monkeypatch):
     """The module of docs/extending.md, importable."""
-    (tmp_path / "mine.py").write_text(SHOWN)
+    (tmp_path / "mine.py").write_text(shown("mine"))
     monkeypatch.syspath_prepend(tmp_path)
     yield "mine"
     sys.modules.pop("mine", None)
@@ -71,3 +86,58 @@ def test_the_readmes_optimizer_makes_the_updates_of_kernels_orthogonal(mine):
     # The first step of Adam with Nesterov's momentum is equal for all other parameters.
     for update in (attention["query"]["bias"], updates["head"]["kernel"]):
         np.testing.assert_allclose(np.abs(update), 0.1474, rtol=1e-3)
+
+
+@pytest.fixture
+def run_example(tmp_path, monkeypatch):
+    """Runs an example of the page as a script, in a folder whose recipe is a tiny one."""
+    (tmp_path / "configs").mkdir()
+    (tmp_path / "configs" / "vit_t_digits.py").write_text(TINY)
+    monkeypatch.chdir(tmp_path)
+
+    def run(name):
+        (tmp_path / f"{name}.py").write_text(shown(name))
+        return runpy.run_path(f"{name}.py", run_name="__main__")
+
+    return run
+
+
+def evaluations():
+    lines = map(json.loads, Path("DIR", "metrics.jsonl").read_text().splitlines())
+    return {line["step"]: line["eval/accuracy"] for line in lines if "eval/accuracy" in line}
+
+
+@pytest.mark.usefixtures("library_promotion")
+def test_the_pages_early_stopping_waits_for_a_better_accuracy(run_example):
+    hook = run_example("early_stopping")["EarlyStopping"](patience=2)
+    assert list(evaluations()) == [6, 12]
+    accuracies = (0.1, 0.1, 0.3, 0.2, 0.3)
+    assert [hook(0, {"eval/accuracy": a}) for a in accuracies] == [False] * 4 + [True]
+
+
+@pytest.mark.usefixtures("library_promotion")
+def test_the_page_logs_to_wandb(run_example, monkeypatch):
+    logged, started = {}, {}
+
+    def log(results, step):
+        logged[step] = results["eval/accuracy"]
+
+    def init(**options):
+        started.update(options)
+        return types.SimpleNamespace(log=log)
+
+    monkeypatch.setitem(sys.modules, "wandb", types.SimpleNamespace(init=init))
+    run_example("log_to_wandb")
+    assert logged == evaluations()
+    assert started["config"]["data"]["name"] == "digits"
+
+
+@pytest.mark.usefixtures("library_promotion")
+def test_the_pages_class_weights_balance_the_classes(run_example):
+    found = run_example("class_weights")
+    np.testing.assert_allclose(found["WEIGHTS"] * found["counts"], 384 / 10, rtol=1e-6)
+    targets = np.eye(10, dtype=np.float32)
+    losses = found["weighted_cross_entropy"](np.zeros((10, 10), np.float32), targets)
+    np.testing.assert_allclose(losses, np.log(10) * found["WEIGHTS"], rtol=1e-6)
+    config = json.loads(Path("DIR", "config.json").read_text())
+    assert config["loss"] == "__main__:weighted_cross_entropy"

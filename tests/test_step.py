@@ -1,3 +1,5 @@
+import functools
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -10,7 +12,7 @@ from structinit_jax import augment
 from structinit_jax.models import layers
 from structinit_jax.run import set_up
 from structinit_jax.training.state import split_seed
-from structinit_jax.training.step import make_eval_step, step_rngs
+from structinit_jax.training.step import _move_average, make_eval_step, step_rngs
 
 pytestmark = pytest.mark.usefixtures("library_promotion")
 
@@ -62,6 +64,28 @@ def test_losses_agree_with_scipy(setup, state):
     correct = log_p.argmax(-1) == batch["label"]
     np.testing.assert_allclose(metrics["accuracy"], correct.mean(), rtol=1e-6)
     assert metrics["learning_rate"] == setup.schedule.learning_rate(0)
+
+
+def test_averages_follow_the_weights(config):
+    config = config.copy_and_resolve_references()
+    config.ema_decay = 0.75
+    setup = set_up(config, 384)
+    state = setup.initialize()[0]
+    expected = jax.device_get(state.params)
+    for _ in range(2):
+        state = setup.train_step(state, make_batch(), np.uint32(0))[0]
+        new = jax.device_get(state.params)
+        expected = jax.tree.map(lambda old, new: 0.75 * old + 0.25 * new, expected, new)
+    assert np.any(expected["head"]["bias"] != new["head"]["bias"])
+    compare = functools.partial(np.testing.assert_allclose, rtol=1e-5, atol=1e-7)
+    jax.tree.map(compare, jax.device_get(state.ema["params"]), expected)
+
+
+def test_fixed_weights_and_counters_are_their_own_average():
+    weight = jnp.float32(0.1) + jnp.arange(100) / 7
+    average = jax.jit(functools.partial(_move_average, 0.9999))
+    np.testing.assert_array_equal(average(weight, weight), weight)
+    assert average(jnp.int32(1), jnp.int32(2)) == 2
 
 
 def test_seeds_share_a_program(config, setup):

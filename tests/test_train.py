@@ -8,8 +8,9 @@ import numpy as np
 import optax
 import pytest
 from conftest import make_batch, small_files_only
+from safetensors.numpy import load_file
 
-from structinit_jax import run, train
+from structinit_jax import evaluate, export, run, train
 from structinit_jax.data.loader import DeviceLoader
 from structinit_jax.errors import InputError, StoppedError
 from structinit_jax.training import checkpoint
@@ -95,6 +96,35 @@ def test_an_interrupted_and_resumed_run_is_bit_equal(
     jax.tree.map(np.testing.assert_array_equal, whole, resumed)
     whole, resumed = (without_times(read_metrics(d)) for d in (finished_run.workdir, tmp_path))
     assert whole == resumed
+
+
+def test_averaged_weights_are_resumed_evaluated_and_exported(run_config, tmp_path):
+    run_config.attention_init = dict(name="default")
+    run_config.ema_decay = 0.8
+    results = train.train(run_config, tmp_path / "whole")
+    stopped = train.train(run_config, tmp_path / "part", on_evaluation=lambda step, _: step == 6)
+    assert [m["step"] for m in read_metrics(tmp_path / "part") if "eval/loss" in m] == [6]
+    assert stopped != results
+    assert train.train(run_config, tmp_path / "part") == results
+    whole, resumed = (final_state(run_config, tmp_path / name) for name in ("whole", "part"))
+    assert whole.step == resumed.step == 12
+    jax.tree.map(np.testing.assert_array_equal, whole, resumed)
+
+    found = evaluate.evaluate_checkpoint(run_config, tmp_path / "part")
+    assert found == pytest.approx(results, rel=1e-6)
+    export.export(run_config, tmp_path / "part", tmp_path / "model")
+    bias = load_file(tmp_path / "model" / "model.safetensors")["head.bias"]
+    np.testing.assert_array_equal(bias, whole.ema["params"]["head"]["bias"])
+    run_config.ema_decay = 0.0  # of the same checkpoint, the weights of the last step
+    _, state = evaluate.restore_model(run_config, tmp_path / "part")
+    np.testing.assert_array_equal(state.params["head"]["bias"], whole.params["head"]["bias"])
+    assert np.any(state.params["head"]["bias"] != bias)
+
+
+def test_averages_that_a_checkpoint_does_not_have_are_refused(run_config, workdir):
+    run_config.ema_decay = 0.8
+    with pytest.raises(InputError, match=r"'ema/params/.* is missing in the checkpoint"):
+        evaluate.evaluate_checkpoint(run_config, workdir)
 
 
 def test_a_finished_run_started_again_is_evaluated(run_config, finished_run, workdir, capsys):

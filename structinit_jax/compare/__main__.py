@@ -28,9 +28,8 @@ def define_flags() -> None:
     """Defines the flags of this command alone."""
     flags.DEFINE_list("schemes", [], "Initializations to compare.")
     flags.DEFINE_integer("seeds", 3, "Seeds of each setting.", lower_bound=1)
-    flags.DEFINE_multi_string(
-        "grid", [], "A field and its values, such as model.num_heads=3,6. May be repeated."
-    )
+    text = "A field and its values, such as model.num_heads=3,6. May be repeated."
+    flags.DEFINE_multi_string("grid", [], text)
 
 
 def main(overrides: command_line.Overrides) -> None:

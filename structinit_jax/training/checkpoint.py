@@ -109,7 +109,7 @@ class Checkpoints:
             if self._staged:
                 local = epath.Path(stage.enter_context(tempfile.TemporaryDirectory()))
             local.mkdir(parents=True, exist_ok=True)
-            tree = ocp.args.PyTreeSave(state._asdict())
+            tree = ocp.args.PyTreeSave(_parts(state))
             self._saver.save(local / STATE, args=tree, force=True)
             self._writing = self._writer.submit(self._finish, folder, local, stage.pop_all(), run)
         self.latest_step = step
@@ -205,11 +205,12 @@ def restore(
 ) -> TrainState:
     """Restores a training state with the shapes, types and shardings of an abstract one.
 
-    With `weights_only`, no optimizer state is restored: for evaluation and export. Raises
-    `InputError` if the checkpoint does not fit; the message names the first difference.
+    Parts that are None there are not restored. With `weights_only`, no optimizer state is restored:
+    for evaluation and export. Raises `InputError` if the checkpoint does not fit; the message names
+    the first difference.
     """
     folder = epath.Path(directory) / str(step)
-    expected = abstract_state._asdict()
+    expected = _parts(abstract_state)
     if weights_only:
         del expected["opt_state"]
     with _on_disk(folder) as path, contextlib.closing(_make_handler()) as handler:
@@ -217,10 +218,10 @@ def restore(
         args = ocp.args.PyTreeRestore(
             expected,
             restore_args=ocp.checkpoint_utils.construct_restore_args(expected),
-            partial_restore=True,  # `expected` may lack the optimizer state
+            partial_restore=True,  # `expected` may lack parts
         )
         restored = handler.restore(path, args=args)
-    return TrainState(**{"opt_state": {}} | restored)
+    return TrainState(**dict.fromkeys(TrainState._fields) | {"opt_state": {}} | restored)
 
 
 # -- parts of the format ---------------------------------------------------------------------------
@@ -252,8 +253,12 @@ def _on_disk(folder: epath.Path) -> Iterator[Path]:
         yield Path(copy) / STATE
 
 
+def _parts(state: TrainState) -> dict[str, Any]:
+    return {name: part for name, part in state._asdict().items() if part is not None}
+
+
 def _check_fits(folder: epath.Path, saved: dict[str, Any], expected: dict[str, Any]) -> None:
-    old = _shapes_by_name({part: saved[part] for part in expected})
+    old = _shapes_by_name({part: saved.get(part, {}) for part in expected})
     new = _shapes_by_name(expected)
     for name in sorted(old.keys() | new.keys()):
         if old.get(name) != new.get(name):

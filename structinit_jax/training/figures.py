@@ -29,7 +29,7 @@ def draw_curves(lines: Iterable[Mapping[str, Any]]) -> Figure:
                 axis.plot(steps, values, color=color, marker=marker, label=part)
         axis.set(xlabel="step", title=name.replace("_", " "))
         axis.grid(alpha=0.25)
-        if len(axis.get_lines()) > 1:
+        if axis.get_lines() and name != "learning_rate":
             axis.legend()
     return figure
 
@@ -37,8 +37,7 @@ def draw_curves(lines: Iterable[Mapping[str, Any]]) -> Figure:
 def draw_confusion(counts: Int[np.ndarray, "C C"], class_names: Sequence[str]) -> Figure:
     """Draws the share of each true class, by row, that is predicted as each class, by column."""
     num_classes = len(class_names)
-    totals = counts.sum(axis=1, keepdims=True)
-    shares = counts / np.maximum(totals, 1)
+    shares = counts / np.maximum(counts.sum(axis=1, keepdims=True), 1)
     named = num_classes <= MAX_NAMED_CLASSES
     side = 3 + 0.34 * num_classes if named else 8
     figure = Figure(figsize=(side + 0.6, side), layout="constrained")
@@ -53,8 +52,8 @@ def draw_confusion(counts: Int[np.ndarray, "C C"], class_names: Sequence[str]) -
         axis.set_yticks(range(num_classes), names, parse_math=False)
         for row, column in np.argwhere(counts):
             color = "white" if shares[row, column] > 0.5 else "black"
-            text = str(counts[row, column])
-            axis.text(column, row, text, ha="center", va="center", color=color, fontsize=7)
+            place = dict(ha="center", va="center", fontsize=7)
+            axis.text(column, row, counts[row, column], color=color, **place)
     return figure
 
 

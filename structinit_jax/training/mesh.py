@@ -48,7 +48,7 @@ def shard(mesh: Mesh, abstract_state: Any, stacks: Sequence[str]) -> Any:
 
     def place(path, leaf):
         names = jax.tree_util.keystr(path, simple=True, separator="/").split("/")
-        if names[0] == "model_state":
+        if "model_state" in names[:2]:  # the first name may be 'ema'
             sharding = replicated(mesh)
         else:
             layer_axes = 1 if is_stacked(path, stacks) else 0

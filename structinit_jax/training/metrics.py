@@ -140,14 +140,15 @@ class Progress:
         yield
         self._waited[name] += time.perf_counter() - start
 
-    def estimate(self, step: int) -> None:
-        """Prints how long the steps will take, before the first log line, which may be far away.
+    def estimate(self, step: int, began: float) -> None:
+        """Prints when the first step has ended, and from a later one on the time that is left.
 
-        Called when the first step has ended, which may have had to wait, and when a later one has.
+        The first log line may be far away. Nothing is printed after it.
         """
         now = time.perf_counter()
         if step == self._start_step + 1:
             self._first_time = now
+            print(f"first step after {now - began:.1f} s", flush=True)
         elif self._last_step == self._start_step:  # no log line yet
             seconds = (now - self._first_time) / (step - self._start_step - 1)
             left = format_duration(seconds * (self._num_steps - step))

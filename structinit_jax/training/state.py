@@ -36,6 +36,14 @@ class TrainState(NamedTuple):
     # the forward pass updates. Empty for a ViT.
     model_state: dict[str, Any]
     opt_state: optax.OptState  # empty in a state that was restored for evaluation
+    # Moving averages of params and model_state, by these names; None if there are none.
+    ema: dict[str, Any] | None = None
+
+    @property
+    def weights(self) -> tuple[dict[str, Any], dict[str, Any]]:
+        """The params and model_state to evaluate: their averages, if there are any."""
+        averages = self.ema or self._asdict()
+        return averages["params"], averages["model_state"]
 
 
 class AbstractModel(NamedTuple):
@@ -176,9 +184,14 @@ def init_state(
     params: dict[str, Any],
     model_state: dict[str, Any],
     optimizer: optax.GradientTransformation,
+    ema_decay: float = 0.0,
 ) -> TrainState:
     """Returns the state before the first step."""
-    return TrainState(jnp.zeros((), jnp.int32), params, model_state, optimizer.init(params))
+    ema = None
+    if ema_decay:
+        # Copies, since a training step could not donate one array twice.
+        ema = jax.tree.map(jnp.copy, {"params": params, "model_state": model_state})
+    return TrainState(jnp.zeros((), jnp.int32), params, model_state, optimizer.init(params), ema)
 
 
 def split_seed(seed: ArrayLike) -> tuple[PRNGKeyArray, PRNGKeyArray, PRNGKeyArray]:

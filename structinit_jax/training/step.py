@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
+from functools import partial
 from typing import Any
 
 import jax
@@ -36,6 +37,7 @@ def make_train_step(
     *,
     loss: Callable[..., Array],
     accumulate_steps: int = 1,
+    ema_decay: float = 0.0,
     mixes: bool = False,
 ) -> Callable[[TrainState, Batch, ArrayLike], tuple[TrainState, Metrics]]:
     """Builds the training step, `(state, batch, seed) -> (state, metrics)`.
@@ -47,7 +49,8 @@ def make_train_step(
 
     `loss` maps logits and targets, both [B, classes], to losses [B]. To save memory, each batch is
     split into `accumulate_steps` parts. The schedule `learning_rate` is only for the metrics; the
-    optimizer has its own. Gradients and new weights stay sharded over the mesh.
+    optimizer has its own. `ema_decay` is the weight of the old average in the new one, if the state
+    has averages. Gradients and new weights stay sharded over the mesh.
     """
     value_and_grad = _make_value_and_grad(graphdef, loss)
     if accumulate_steps > 1:
@@ -68,9 +71,17 @@ def make_train_step(
             "gradient_norm": optax.tree.norm(grads),
             "finite": _is_finite((params, model_state, opt_state)),
         }
-        return TrainState(state.step + 1, params, model_state, opt_state), metrics
+        new = {"params": params, "model_state": model_state}
+        ema = state.ema and jax.tree.map(partial(_move_average, ema_decay), state.ema, new)
+        return TrainState(state.step + 1, params, model_state, opt_state, ema), metrics
 
     return train_step
+
+
+def _move_average(decay, average, value):
+    if not jnp.issubdtype(value.dtype, jnp.inexact):  # a counter
+        return value
+    return average + (1 - decay) * (value - average)  # exact for weights that do not change
 
 
 def _make_value_and_grad(graphdef, loss):
