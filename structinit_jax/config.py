@@ -12,6 +12,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
+import numpy as np
 from etils import epath
 from flax.traverse_util import flatten_dict
 from ml_collections import ConfigDict
@@ -32,7 +33,11 @@ from structinit_jax.errors import (
 )
 
 Seed = Annotated[int, Check("a whole number in [0, 2**32)", lambda x: is_count(x, 0) and x < 2**32)]
-Share = Annotated[float, Check("a number in (0, 1]", lambda x: 0 < x <= 1)]
+Share = Annotated[float, Check("a number from 0.1 to 1", lambda x: 0.1 <= x <= 1)]
+Mean = Annotated[float, Check("in [0, 1] (of pixels divided by 255)", lambda x: 0 <= x <= 1)]
+Deviation = Annotated[
+    float, Check("from 0.001 to 1 (of pixels divided by 255)", lambda x: 0.001 <= x <= 1)
+]
 Name = Annotated[str, Check("a name", lambda x: isinstance(x, str) and x != "")]
 # A crash can damage the newest checkpoint.
 AtLeastTwo = Annotated[int, Check("a whole number, 2 or more", lambda x: is_count(x, 2))]
@@ -98,8 +103,8 @@ class DataFields:
     image_size: PositiveInt = 224  # height and width of the model's input in pixels
     crop_fraction: Share = 1.0  # of the shorter side, kept by the center crop of test images
     channels: Literal[1, 3] = 3
-    mean: tuple[float, ...] = (0.485, 0.456, 0.406)  # per channel, of pixels scaled to [0, 1]
-    std: tuple[PositiveFloat, ...] = (0.229, 0.224, 0.225)
+    mean: tuple[Mean, ...] = (0.485, 0.456, 0.406)  # per channel, of pixels scaled to [0, 1]
+    std: tuple[Deviation, ...] = (0.229, 0.224, 0.225)
 
 
 def base_config(model: str = "vit") -> ConfigDict:
@@ -201,6 +206,27 @@ def _with_tuples(value):
 
 # -- validation ------------------------------------------------------------------------------------
 
+# A larger value is a mistake. Many of them would take minutes, or all memory, to fail.
+LARGEST = {
+    "num_epochs": 100_000,
+    "num_steps": 10_000_000,
+    "batch_size": 100_000_000,
+    "learning_rate": 100,
+    "warmup_learning_rate": 100,
+    "final_learning_rate": 100,
+    "weight_decay": 100,
+    "adam_epsilon": 1,
+    "data.image_size": 10_000,
+    "data.repeats": 100,
+    "augment.mixup": 100,
+    "augment.cutmix": 100,
+    "model.width": 100_000,
+    "model.depth": 10_000,
+    "model.depths": 10_000,
+    "model.mlp_ratio": 1_000,
+    "model.token_mlp_ratio": 1_000,
+}
+
 
 def validate(config: ConfigDict) -> None:
     """Raises `InputError` for errors that can be found without data, devices or initial weights.
@@ -213,6 +239,11 @@ def validate(config: ConfigDict) -> None:
     errors.check_fields(DataFields, dict(data), "config.data.")
     errors.check_fields(AugmentConfig, dict(config.augment), "config.augment.")
     models.check_fields(dict(model))
+    values = flatten_dict(config.to_dict(), sep=".")
+    for field, most in LARGEST.items():
+        value = values.get(field, 0)  # the families of models have different fields
+        if np.max(value) > most:
+            raise InputError(f"config.{field}={value!r} must be at most {most:,}")
     for field in ("mean", "std"):
         needs = f"a tuple of config.data.channels={data.channels} numbers"
         require(f"config.data.{field}", data[field], needs, lambda x: len(x) == data.channels)

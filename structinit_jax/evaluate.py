@@ -142,7 +142,7 @@ def evaluate_checkpoint(
         raise InputError("\n".join(["classes must be named as in training:", *renamed]))
     source = run.eval_source
     evaluation = make_evaluator(config, model, source)(state)
-    name = f"{config.data.name} {config.data.eval_split}"
+    name = f"{run.dataset.name} {config.data.eval_split}"
     results = describe(evaluation.metrics)
     print(f"step {state.step}  {results} on {len(source):,} examples of {name}")
     if out and jax.process_index() == 0:
