@@ -36,6 +36,7 @@ from structinit_jax.command_line import STEP, WORKDIR
 from structinit_jax.compare import train_grid
 from structinit_jax.errors import InputError
 from structinit_jax.training import resume
+from structinit_jax.training.workdir import replace_files
 
 _SCHEMES = flags.DEFINE_list("schemes", [], "Initializations to compare, without --workdir.")
 _NUM_IMAGES = flags.DEFINE_integer("num_images", 64, "Number of training images.")
@@ -53,11 +54,12 @@ def write(snapshots: list[Snapshot], subject: str, out: Path) -> None:
         return np.round(x, 5).tolist() if isinstance(x, float | np.ndarray) else x
 
     text = json.dumps(dict(subject=subject, models=jax.tree.map(rounded, models)), indent=1)
-    (out / "analysis.json").write_text(text + "\n", encoding="utf-8")
-    figures.draw_by_layer(snapshots, f"Measures by layer: {subject}", out / "by_layer.png")
-    figures.draw_by_offset(snapshots, f"Heads by offset: {subject}", out / "maps_by_offset.png")
     maps = {f"{s.name}/layer {layer.name}": layer.maps for s in snapshots for layer in s.layers}
-    np.savez_compressed(out / "maps.npz", **maps)
+    with replace_files(out) as new:
+        (new / "analysis.json").write_text(text + "\n", encoding="utf-8")
+        figures.draw_by_layer(snapshots, f"Measures by layer: {subject}", new / "by_layer.png")
+        figures.draw_by_offset(snapshots, f"Heads by offset: {subject}", new / "maps_by_offset.png")
+        np.savez_compressed(new / "maps.npz", **maps)
 
 
 def main(overrides: command_line.Overrides) -> None:

@@ -114,7 +114,7 @@ def export(config: ConfigDict, workdir: str | Path, folder: Path, step: str = "n
     model, state = restore_model(config, workdir, jax.local_devices()[:1], step)
     weights = jax.device_get((state.params, state.model_state))
     weights = to_timm(nnx.merge(model.graphdef, *weights))
-    text = json.dumps(timm.card(data, class_names(workdir, state)), indent=2)
+    text = json.dumps(timm.card(data, class_names(config, workdir, state)), indent=2)
     # "format" tells readers of safetensors that the layout is PyTorch's.
     metadata = {"format": "pt", "config": text}
     try:

@@ -11,6 +11,8 @@ Any field of the config can be set on the command line: --config.batch_size=256
 --config.model.depth=6 --config.attention_init.name=mimetic
 """
 
+import contextlib
+import io
 import signal
 
 from absl import flags
@@ -55,9 +57,12 @@ def main(overrides: command_line.Overrides) -> None:
         raise InputError("--dry_run and --profile_step are about training: omit --mode=eval")
     if STEP.value and MODE.value != "eval":
         raise InputError(f"--step={STEP.value} is the checkpoint to evaluate: add --mode=eval")
-    config = command_line.read_config(overrides)
+    notes = io.StringIO()
+    with contextlib.redirect_stdout(notes):
+        config = command_line.read_config(overrides)
     processes = (COORDINATOR_ADDRESS.value, NUM_PROCESSES.value, PROCESS_ID.value)
     distributed.join(*processes, JOIN_TIMEOUT.value, LOST_TIMEOUT.value)
+    print(notes.getvalue(), end="")  # once: by process 0
     if DRY_RUN.value:
         dry_run.dry_run(config, TARGET.value)
     elif not WORKDIR.value:

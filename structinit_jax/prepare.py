@@ -18,7 +18,7 @@ from structinit_jax import command_line
 from structinit_jax.data.builders import find_builder
 from structinit_jax.data.datasets import OPENERS, open_dataset
 from structinit_jax.data.source import Dataset, Folder, ImageSource, expand_user
-from structinit_jax.errors import InputError, is_reference
+from structinit_jax.errors import InputError, is_reference, printable
 
 _NAME = flags.DEFINE_string("name", None, "TFDS name, 'folder' or 'module:function'.")
 _DATA_DIR = flags.DEFINE_string(
@@ -109,7 +109,8 @@ def mean_and_std(source: ImageSource) -> tuple[tuple[float, ...], tuple[float, .
 def report(dataset: Dataset, num_checked: int) -> None:
     """Prints the contents of a data set; for `num_checked` see `describe_split`."""
     names = dataset.class_names
-    shown = ", ".join(names[:MAX_SHOWN_CLASSES]) + (", …" if len(names) > MAX_SHOWN_CLASSES else "")
+    shown = ", ".join(map(printable, names[:MAX_SHOWN_CLASSES]))
+    shown += ", …" if len(names) > MAX_SHOWN_CLASSES else ""
     print(f"{dataset.name}: {len(names)} classes ({shown}), {dataset.info.channels} channels")
     for split, size in dataset.info.num_examples.items():
         if size:

@@ -5,6 +5,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from etils import epath
 from flax import nnx
 from PIL import Image
 from tfds_sets import write_small_set
@@ -14,7 +15,7 @@ from structinit_jax.config import base_config
 from structinit_jax.data.datasets import open_dataset
 from structinit_jax.errors import InputError
 from structinit_jax.models import model as model_lib
-from structinit_jax.training import checkpoint
+from structinit_jax.training import checkpoint, checkpoint_files
 
 pytestmark = pytest.mark.usefixtures("library_promotion")
 
@@ -86,6 +87,21 @@ def test_data_with_other_classes_are_refused(run_config, finished_run, monkeypat
     monkeypatch.setattr(run, "open_dataset", lambda *_: other)
     with pytest.raises(InputError, match=r"as in training:\n  '0' -> '1'\n  '1' -> '0'$"):
         evaluate.evaluate_checkpoint(run_config, finished_run.workdir)
+
+
+def test_a_checkpoint_with_too_few_class_names_is_refused(run_config, workdir):
+    folder = epath.Path(workdir / "checkpoints" / "12")
+    run = checkpoint.read_run(folder.parent, 12)
+    files = checkpoint_files.read_indexes(folder, run)
+    run["class_names"] = ["zero"]
+    checkpoint_files.write_index(folder, 0, run, files)
+    checkpoint_files.write_run(folder, run)
+    for read in (
+        lambda: evaluate.evaluate_checkpoint(run_config, workdir),
+        lambda: evaluate.Classifier(workdir),
+    ):
+        with pytest.raises(InputError, match="1 class names for 10 classes"):
+            read()
 
 
 def test_the_checkpoint_can_be_chosen(run_config, finished_run, tmp_path, capsys):

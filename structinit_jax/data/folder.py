@@ -5,7 +5,7 @@ import os
 from pathlib import Path
 
 from structinit_jax.data.source import Dataset, DatasetInfo, Folder
-from structinit_jax.errors import InputError
+from structinit_jax.errors import InputError, printable
 
 SPLITS = ("train", "val", "test")
 SUFFIXES = (
@@ -72,7 +72,9 @@ def open_folder(root: Folder) -> Dataset:
             raise problem(f"{split} has {len(extra)} classes that {first} does not have: {shown}")
         empty = [name for name, paths in found[split].items() if not paths]
         if empty and split == "train":
-            raise problem(f"the class train/{empty[0]} holds no image ({', '.join(SUFFIXES)})")
+            raise problem(
+                f"the class train/{printable(empty[0])} holds no image ({', '.join(SUFFIXES)})"
+            )
         labels = {name: label for label, name in enumerate(found[first])}
         files = [(path, labels[name]) for name, paths in found[split].items() for path in paths]
         return FileRecords(files, folder / split)
