@@ -37,6 +37,7 @@ from structinit_jax.compare import train_grid
 from structinit_jax.data.folder import title
 from structinit_jax.errors import InputError
 from structinit_jax.training import resume
+from structinit_jax.training.workdir import replace_files
 
 
 def define_flags() -> None:
@@ -57,11 +58,12 @@ def write(snapshots: list[Snapshot], subject: str, out: Path) -> None:
         return np.round(x, 5).tolist() if isinstance(x, float | np.ndarray) else x
 
     text = json.dumps(dict(subject=subject, models=jax.tree.map(rounded, models)), indent=1)
-    (out / "analysis.json").write_text(text + "\n", encoding="utf-8")
-    figures.draw_by_layer(snapshots, f"Measures by layer: {subject}", out / "by_layer.png")
-    figures.draw_by_offset(snapshots, f"Heads by offset: {subject}", out / "maps_by_offset.png")
     maps = {f"{s.name}/layer {layer.name}": layer.maps for s in snapshots for layer in s.layers}
-    np.savez_compressed(out / "maps.npz", **maps)
+    with replace_files(out) as new:
+        (new / "analysis.json").write_text(text + "\n", encoding="utf-8")
+        figures.draw_by_layer(snapshots, f"Measures by layer: {subject}", new / "by_layer.png")
+        figures.draw_by_offset(snapshots, f"Heads by offset: {subject}", new / "maps_by_offset.png")
+        np.savez_compressed(new / "maps.npz", **maps)
 
 
 def main(overrides: command_line.Overrides) -> None:

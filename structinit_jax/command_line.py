@@ -21,7 +21,7 @@ from flax.traverse_util import flatten_dict
 from ml_collections import ConfigDict
 
 from structinit_jax import config as config_lib
-from structinit_jax.errors import InputError, StoppedError, suggest
+from structinit_jax.errors import InputError, StoppedError, printable, suggest
 
 FLAGS = flags.FLAGS
 # Flags that several commands share.
@@ -59,9 +59,12 @@ def run(
     try:
         app.run(main, flags_parser=_parse_flags)
     except InputError as error:
-        print(f"error: {error}", file=sys.stderr, flush=True)
+        # Texts of other libraries may quote files.
+        print("error:", printable(str(error), keep="\n"), file=sys.stderr, flush=True)
         sys.stdout.flush()
         if jax.distributed.is_initialized() and jax.process_count() > 1:
+            # JAX would report at length that the others end.
+            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stderr.fileno())
             time.sleep(5 * (jax.process_index() == 0))  # until the others have reported the same
         os._exit(2)  # a normal exit would wait for the others, and for a step that is compiling
     except StoppedError as error:

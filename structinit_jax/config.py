@@ -6,7 +6,6 @@ defines the fields of `config.model`, and `augment.AugmentConfig` those of `conf
 
 import dataclasses
 import inspect
-import json
 import runpy
 from collections.abc import Callable
 from pathlib import Path
@@ -29,8 +28,10 @@ from structinit_jax.errors import (
     PositiveInt,
     is_count,
     is_reference,
+    printable,
     require,
 )
+from structinit_jax.training.workdir import read_json
 
 Seed = Annotated[int, Check("a whole number in [0, 2**32)", lambda x: is_count(x, 0) and x < 2**32)]
 Share = Annotated[float, Check("a number from 0.1 to 1", lambda x: 0.1 <= x <= 1)]
@@ -170,30 +171,36 @@ def load_run_config(workdir: str | Path, trust: bool = False) -> ConfigDict:
     """
     path = epath.Path(workdir).expanduser() / "config.json"
     try:
-        fields = _with_tuples(json.loads(path.read_text(encoding="utf-8")))
+        fields = _with_tuples(read_json(path))
         # ConfigDict refuses keys with dots, which flatten_dict would confuse with nested fields.
         model, scheme = ConfigDict(fields).model.name, ConfigDict(fields).attention_init
-    except (OSError, ValueError, AttributeError, TypeError) as error:
+        values = flatten_dict(fields, sep=".")
+        names = {field: values[field] for field in CODE_FIELDS if field in values}
+        for field, value in names.items():
+            require(field, value, "a string", lambda x: isinstance(x, str))
+    except (ValueError, AttributeError, TypeError, RecursionError) as error:
         raise InputError(
-            f"--workdir={workdir}: config.json cannot be read ({error!r}): pass the output "
-            "directory of a run, or --config with its config file"
+            f"--workdir={workdir}: config.json cannot be used ({error}): pass the output directory "
+            "of a run, or --config with its config file"
         ) from error
-    values = flatten_dict(fields, sep=".")
     if values.get("model.remat") == "auto":  # of earlier versions
         values["model.remat"] = "none"
-    code = [f"{k}={values[k]!r}" for k in CODE_FIELDS if is_reference(str(values.get(k)))]
+    code = [f"{field}={value!r}" for field, value in names.items() if is_reference(value)]
     if code and not trust:
         raise InputError(
             f"{workdir} names Python code to import: {', '.join(code)}. If you trust whoever wrote "
             "this directory, pass --trust_workdir (in Python trust=True)"
         )
     config = base_config(model)
-    # The options depend on the scheme, so those of the default are not kept.
-    config.attention_init = scheme
-    known = flatten_dict(config.to_dict(), sep=".")
-    if gone := [f"{k}={value!r}" for k, value in values.items() if k not in known]:
+    try:
+        # The options depend on the scheme, so those of the default are not kept.
+        config.attention_init = scheme
+        known = flatten_dict(config.to_dict(), sep=".")
+        config.update_from_flattened_dict({k: v for k, v in values.items() if k in known})
+    except (TypeError, ValueError) as error:  # of a value of another type
+        raise InputError(f"--workdir={workdir}: config.json cannot be used: {error}") from error
+    if gone := [f"{printable(k)}={value!r}" for k, value in values.items() if k not in known]:
         print(f"note: {path} has fields that this version does not: {', '.join(gone)}")
-    config.update_from_flattened_dict({k: v for k, v in values.items() if k in known})
     return config
 
 

@@ -11,6 +11,7 @@ the value must be, in a dataclass of fields or in the signature of a function:
 `check_fields` checks values by these annotations, and `require` whatever depends on several fields.
 """
 
+import dataclasses
 import difflib
 import importlib
 import math
@@ -25,6 +26,15 @@ from typing import Annotated, Any, NamedTuple
 import numpy as np
 
 MAX_LISTED = 40  # names in a message
+
+
+def printable(text: str, keep: str = "") -> str:
+    """Escapes control characters of a name that comes from a file, all but those in `keep`.
+
+    Printed as they are, they could move the cursor of a terminal, or make a line of their own that
+    looks like one of this program.
+    """
+    return "".join(c if c.isprintable() or c in keep else ascii(c)[1:-1] for c in str(text))
 
 
 class InputError(ValueError):
@@ -77,6 +87,7 @@ NonNegativeFloat = Annotated[
 ]
 Fraction = Annotated[Number, Check("a number in [0, 1)", lambda x: 0 <= x < 1)]
 Probability = Annotated[Number, Check("a number in [0, 1]", lambda x: 0 <= x <= 1)]
+JsonObject = Annotated[dict, Check("a JSON object", lambda x: isinstance(x, dict))]
 
 _CHECKS = {
     bool: Check("True or False", lambda x: isinstance(x, bool)),
@@ -90,7 +101,9 @@ _CHECKS = {
 def require(name: str, value: Any, needs: str, holds: Callable[[Any], bool]) -> None:
     """Raises `InputError` unless the test `holds`; the message is 'NAME=VALUE must be NEEDS'."""
     if not Check(needs, holds).accepts(value):
-        raise InputError(f"{name}={value!r} must be {needs}")
+        text = repr(value)
+        text = text if len(text) <= 200 else f"{text[:200]}…"
+        raise InputError(f"{name}={text} must be {needs}")
 
 
 def check_fields(
@@ -106,8 +119,21 @@ def check_fields(
     hints.pop("return", None)
     for name, value in values.items():
         if name not in hints:
-            raise InputError(f"{prefix}{name} does not exist: {suggest(name, hints)}")
+            raise InputError(f"{prefix}{printable(name)} does not exist: {suggest(name, hints)}")
         require(f"{prefix}{name}", value, *_check_of(hints[name]))
+
+
+def check_record(owner: type, record: Any, name: str) -> None:
+    """Raises `InputError` unless a record, read from JSON, has all fields of a dataclass.
+
+    Their values are checked as by `check_fields`; further fields are ignored. Messages begin with
+    `name`.
+    """
+    require(name, record, *_check_of(JsonObject))
+    fields = [field.name for field in dataclasses.fields(owner)]
+    if missing := [field for field in fields if field not in record]:
+        raise InputError(f"{name} lacks the fields {', '.join(missing)}")
+    check_fields(owner, {field: record[field] for field in fields}, f"{name}: ")
 
 
 def _check_of(hint: Any) -> Check:
@@ -145,7 +171,7 @@ def suggest(word: str, known: Iterable[str]) -> str:
     nearness = 0.6 if len(names) <= MAX_LISTED else 0.0
     if near := difflib.get_close_matches(str(word), names, n=3, cutoff=nearness):
         return f"did you mean {' or '.join(map(repr, near))}?"
-    return f"choose from {', '.join(names)}" if names else "there are none"
+    return f"choose from {', '.join(map(printable, names))}" if names else "there are none"
 
 
 def is_reference(name: str) -> bool:

@@ -116,9 +116,18 @@ def restore_model(
     return model, TrainState(state.step, *state.weights, opt_state={})
 
 
-def class_names(workdir: str | Path, state: TrainState) -> list[str]:
-    """Returns the names of the classes that a restored state was trained on, by label."""
-    return checkpoint.read_run(open_path(workdir) / "checkpoints", int(state.step))["class_names"]
+def class_names(config: ConfigDict, workdir: str | Path, state: TrainState) -> list[str]:
+    """Returns the names of the classes that a restored state was trained on, by label.
+
+    Raises `InputError` unless the checkpoint has as many names as the model of the config has.
+    """
+    run = checkpoint.read_run(open_path(workdir) / "checkpoints", int(state.step))
+    names, count = run["class_names"], config.model.num_classes
+    if len(names) != count:
+        raise InputError(
+            f"step {state.step} in {workdir} has {len(names)} class names for {count} classes"
+        )
+    return names
 
 
 def evaluate_checkpoint(
@@ -137,7 +146,7 @@ def evaluate_checkpoint(
         except OSError as error:
             raise InputError(f"--out={out} is no folder to write to: {error}") from error
     model, state = restore_model(config, workdir, step=step)
-    pairs = zip(class_names(workdir, state), run.dataset.class_names, strict=True)
+    pairs = zip(class_names(config, workdir, state), run.dataset.class_names, strict=True)
     if renamed := [f"  {old!r} -> {new!r}" for old, new in pairs if old != new]:
         raise InputError("\n".join(["classes must be named as in training:", *renamed]))
     source = run.eval_source
@@ -213,7 +222,7 @@ class Classifier:
     def __init__(self, workdir: str | Path, step: str | int = "newest", trust: bool = False):
         self.config = config = config_lib.load_run_config(workdir, trust)
         model, state = restore_model(config, workdir, jax.local_devices()[:1], step)
-        self.class_names = class_names(workdir, state)
+        self.class_names = class_names(config, workdir, state)
         self._mesh = model.mesh
         self._weights = state.params, state.model_state
 

@@ -119,7 +119,7 @@ def export(config: ConfigDict, workdir: str | Path, folder: Path, step: str = "n
     model, state = restore_model(config, workdir, jax.local_devices()[:1], step)
     weights = jax.device_get((state.params, state.model_state))
     weights = to_timm(nnx.merge(model.graphdef, *weights))
-    names = class_names(workdir, state)
+    names = class_names(config, workdir, state)
     text = json.dumps(timm.card(data, names), indent=2)
     labels = {name: label for label, name in enumerate(names)}
     # "format" tells readers of safetensors that the layout is PyTorch's.

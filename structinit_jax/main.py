@@ -11,7 +11,8 @@ Any field of the config can be set on the command line: --config.batch_size=256
 --config.model.depth=6 --config.attention_init.name=mimetic
 """
 
-import json
+import contextlib
+import io
 import signal
 
 import jax
@@ -22,7 +23,7 @@ from structinit_jax import command_line, dry_run, evaluate, train
 from structinit_jax.command_line import FLAGS
 from structinit_jax.errors import InputError
 from structinit_jax.training import distributed
-from structinit_jax.training.metrics import read_lines
+from structinit_jax.training.metrics import read_metrics
 from structinit_jax.training.workdir import open_path, write_atomically
 
 with epy.lazy_imports():  # imports matplotlib
@@ -53,7 +54,7 @@ def draw_curves(step: int, results: dict[str, float]) -> None:
     """Draws the metrics up to an evaluation."""
     if jax.process_index() == 0:
         workdir = open_path(FLAGS.workdir)
-        lines = map(json.loads, read_lines(workdir / "metrics.jsonl", step))
+        lines, _ = read_metrics(workdir / "metrics.jsonl", step)
         write_atomically(workdir / "curves.png", figures.png(figures.draw_curves(lines)))
 
 
@@ -67,9 +68,12 @@ def main(overrides: command_line.Overrides) -> None:
         raise InputError(f"--out={FLAGS.out} is for the results of an evaluation: add --mode=eval")
     if FLAGS.step and FLAGS.mode != "eval":
         raise InputError(f"--step={FLAGS.step} is the checkpoint to evaluate: add --mode=eval")
-    config = command_line.read_config(overrides)
+    notes = io.StringIO()
+    with contextlib.redirect_stdout(notes):
+        config = command_line.read_config(overrides)
     processes = (FLAGS.coordinator_address, FLAGS.num_processes, FLAGS.process_id)
     distributed.join(*processes, FLAGS.join_timeout, FLAGS.lost_timeout)
+    print(notes.getvalue(), end="")  # once: by process 0
     if FLAGS.dry_run:
         dry_run.dry_run(config, FLAGS.target)
     elif not FLAGS.workdir:

@@ -19,7 +19,7 @@ from structinit_jax.command_line import FLAGS
 from structinit_jax.data.builders import find_builder
 from structinit_jax.data.datasets import OPENERS, open_dataset
 from structinit_jax.data.source import Dataset, Folder, ImageSource, expand_user
-from structinit_jax.errors import InputError, is_reference
+from structinit_jax.errors import InputError, is_reference, printable
 
 MAX_SHOWN_CLASSES = 10
 MAX_AVERAGED = 1000  # images, which fixes mean and deviation to about 0.01
@@ -110,7 +110,8 @@ def mean_and_std(source: ImageSource) -> tuple[tuple[float, ...], tuple[float, .
 def report(dataset: Dataset, num_checked: int) -> None:
     """Prints the contents of a data set; for `num_checked` see `describe_split`."""
     names = dataset.class_names
-    shown = ", ".join(names[:MAX_SHOWN_CLASSES]) + (", …" if len(names) > MAX_SHOWN_CLASSES else "")
+    shown = ", ".join(map(printable, names[:MAX_SHOWN_CLASSES]))
+    shown += ", …" if len(names) > MAX_SHOWN_CLASSES else ""
     print(f"{dataset.name}: {len(names)} classes ({shown}), {dataset.info.channels} channels")
     if left_out := [f"{kind} ({count:,})" for kind, count in dataset.left_out.items() if count]:
         print(f"  left out: {', '.join(left_out)}")

@@ -56,11 +56,13 @@ def train(
 
     Raises:
       InputError: The config, the data or the workdir cannot be used.
-      StoppedError: A signal stopped the run, or its state is not finite. Checkpoints are complete.
+      StoppedError: A signal stopped the run, its state is not finite, or the disk is full.
+        Checkpoints are complete.
     """
     with contextlib.ExitStack() as on_exit:
         began = time.perf_counter()
         on_exit.enter_context(explain_out_of_memory())
+        on_exit.enter_context(workdir_lib.report_full_disk(workdir))
 
         # -- Data, mesh, schedule, model, optimizer and training step; nothing is allocated yet ----
         run = Run(config)

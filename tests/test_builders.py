@@ -1,5 +1,6 @@
 """Data sets of TFDS without TensorFlow, and `structinit_jax.prepare`."""
 
+import json
 import resource
 
 import fork_main
@@ -50,9 +51,35 @@ def test_damaged_sets_and_those_prepared_as_tfrecord_are_named(tmp_path):
     info.write_text(info.read_text().replace("array_record", "tfrecord"))
     with pytest.raises(InputError, match=rf"tfds convert_format --dataset_version_dir={tmp_path}"):
         open_dataset("imagenet_sketch", tmp_path)
-    info.write_text("{")
-    with pytest.raises(InputError, match=rf"open data set 'imagenet_sketch'.*{tmp_path}"):
-        open_dataset("imagenet_sketch", tmp_path)
+    for path in (info, info.with_name("features.json")):
+        text = path.read_text()
+        for damaged in ("{", "[]", "[" * 100_000):
+            path.write_text(damaged)
+            with pytest.raises(InputError, match=rf"open data set 'imagenet_sketch'.*{tmp_path}"):
+                open_dataset("imagenet_sketch", tmp_path)
+        path.write_text(text)
+
+
+@pytest.mark.parametrize("name", ["imagenet_sketch", "not_of_tfds"])
+@pytest.mark.parametrize("key", ["pythonClassName", "python_class_name", "type"])
+def test_classes_that_a_set_names_are_not_imported(tmp_path, monkeypatch, name, key):
+    write_small_set(tmp_path)
+    (tmp_path / "imagenet_sketch").rename(tmp_path / name)
+    folder = tmp_path / name / "1.0.0"
+    info = folder / "dataset_info.json"
+    info.write_text(info.read_text().replace("imagenet_sketch", name))
+    features = folder / "features.json"
+    content = json.loads(features.read_text())
+    if key == "type":
+        content = {"type": "payload.Text", "content": {}}
+    else:
+        del content["featuresDict"]["features"]["file_name"]["pythonClassName"]
+        content["featuresDict"]["features"]["file_name"][key] = "payload.Text"
+    features.write_text(json.dumps(content))
+    (tmp_path / "payload.py").write_text("raise KeyboardInterrupt('imported')")
+    monkeypatch.syspath_prepend(tmp_path)
+    with pytest.raises(InputError, match=r"payload\.Text"):
+        open_dataset(name, tmp_path)
 
 
 def test_another_version_is_named(tmp_path):

@@ -139,6 +139,69 @@ def test_settings_may_read_folders_of_the_same_name(start, monkeypatch):
     assert len(start(["default", "impulse"], [0], axes=axes)[1]) == 2
 
 
+def test_runs_without_a_record_are_checked_against_their_own_config(start, tiny_config, tmp_path):
+    start(["default"], [0, 1])
+    folder = tmp_path / "default" / "seed_1"
+    for seed in (0, 1):
+        tiny_config = tiny_config.copy_and_resolve_references()
+        tiny_config.attention_init.name, tiny_config.seed = "default", seed
+        (folder.parent / f"seed_{seed}" / "config.json").write_text(tiny_config.to_json())
+    (tmp_path / compare.GRID).unlink()
+    changed = tiny_config.copy_and_resolve_references()
+    changed.update(learning_rate=0.5, seed=0)
+    with pytest.raises(InputError, match=r"seed_0:\n  learning_rate: 0.001 -> 0.5\n"):
+        start(["default"], [0, 1], config=changed)
+    assert start(["default"], [0, 1]) == (0, [])  # the same settings: done before
+    (tmp_path / compare.GRID).unlink()
+    (folder / "config.json").unlink()
+    with pytest.raises(InputError, match=r"seed_1/config\.json is missing"):
+        start(["default"], [0, 1])
+    (folder / "config.json").write_text("[1]")
+    with pytest.raises(InputError, match=r"seed_1/config\.json"):
+        start(["default"], [0, 1])
+
+
+@pytest.mark.parametrize(
+    "damage",
+    [
+        "{",
+        "[" * 100_000,
+        "[]",
+        {"settings": [1]},
+        {"settings": {"default": {}}},
+        {"settings": {"../default": {}}},
+        {"machine": None},
+        {"baselines": {"default": 3}},
+    ],
+)
+def test_a_damaged_record_is_named(start, tmp_path, damage):
+    start(["default"], [0])
+    path = tmp_path / compare.GRID
+    if isinstance(damage, dict):
+        damage = json.dumps(json.loads(path.read_text()) | damage)
+    path.write_text(damage)
+    for read in (lambda: start(["default"], [0]), lambda: report.write_report(tmp_path)):
+        with pytest.raises(InputError, match=r"compare\.json.* Delete "):
+            read()
+
+
+def test_a_comparison_writes_through_no_link(start, tmp_path):
+    (tmp_path / "photos").mkdir()
+    (tmp_path / "rc").write_text("rc")
+    for name in ("report.md", "results.csv", compare.GRID):
+        (tmp_path / name).symlink_to(tmp_path / "none" if name == compare.GRID else tmp_path / "rc")
+    (tmp_path / "default").symlink_to(tmp_path / "photos")
+    with pytest.raises(InputError, match="default is a symbolic link"):
+        start(["default"], [0])
+    (tmp_path / "default").unlink()
+    (tmp_path / "default" / "seed_0").mkdir(parents=True)
+    (tmp_path / "default" / "seed_0" / "log.txt").symlink_to(tmp_path / "rc")
+    with pytest.raises(InputError, match=r"log\.txt is a symbolic link"):
+        start(["default"], [0])
+    assert (tmp_path / "rc").read_text() == "rc"
+    assert not list((tmp_path / "photos").iterdir())
+
+
 @pytest.mark.parametrize("split", ["train", "test"])
 def test_other_data_under_the_same_names_are_refused(start, monkeypatch, split):
     start(["default"], [0])

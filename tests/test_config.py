@@ -181,12 +181,25 @@ def test_a_run_of_an_earlier_version_is_read_without_the_fields_that_are_gone(tm
         '{"architecture": "vit_tiny"}',
         '{"model": {"name": "vit"}}',
         '{"model": {"name": "evil:X"}, "model.name": "vit"}',  # whose flat form hides a module
+        '{"model": {"name": ["x"]}, "attention_init": {"name": "impulse"}}',
+        '{"model": {"name": "vit"}, "attention_init": []}',
+        '{"model": {"name": "vit", "width": "x"}, "attention_init": {"name": "impulse"}}',
+        '{"model": {"name": "vit"}, "attention_init": {"name": "impulse"}, "loss": ["os:system"]}',
+        "[" * 100_000,
+        '{"a":' * 100_000,
     ],
 )
 def test_another_config_json_is_refused(tmp_path, text):
     (tmp_path / "config.json").write_text(text)
-    with pytest.raises(InputError, match=r"config\.json cannot be read"):
+    with pytest.raises(InputError, match=r"config\.json cannot be used"):
         config_lib.load_run_config(tmp_path)
+
+
+def test_keys_of_a_config_are_printed_as_text(tmp_path, capsys):
+    fields = changed("seed", 3).to_dict() | {"a\x1b]0;t\x07\nerror: b": 1}
+    (tmp_path / "config.json").write_text(json.dumps(fields))
+    config_lib.load_run_config(tmp_path)
+    assert r"a\x1b]0;t\x07\nerror: b=1" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize("field", config_lib.CODE_FIELDS)

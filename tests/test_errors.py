@@ -14,8 +14,10 @@ from structinit_jax.errors import (
     PositiveInt,
     Probability,
     check_fields,
+    check_record,
     find,
     is_reference,
+    printable,
     suggest,
 )
 
@@ -80,3 +82,28 @@ def test_references_name_a_module_and_an_attribute():
     for name in ("no_such_module:f", "math:no_such_name", "knwon"):
         with pytest.raises(InputError, match=rf"^config\.loss='{name}'"):
             find(name, {"known": 3}, "loss")
+
+
+def test_control_characters_of_names_are_escaped():
+    assert printable("Zürich 1×2 猫") == "Zürich 1×2 猫"
+    assert printable("a\x1b]0;t\x07\nerror: b\u202e\udc80") == (
+        r"a\x1b]0;t\x07\nerror: b\u202e\udc80"
+    )
+    assert printable("two\nlines\x1b", keep="\n") == "two\nlines\\x1b"
+    with pytest.raises(InputError, match=r"^config\.a\\nerror: b does not exist"):
+        check_fields(Fields, {"a\nerror: b": 1})
+
+
+def test_records_have_all_fields():
+    @dataclasses.dataclass
+    class Record:
+        step: PositiveInt
+        names: tuple[str, ...]
+
+    check_record(Record, {"step": 3, "names": [], "more": None}, "run.json")
+    for record in ([], None, {"step": 3}, {"step": 3, "names": [1]}, {"step": 0, "names": []}):
+        with pytest.raises(InputError, match=r"^run\.json"):
+            check_record(Record, record, "run.json")
+    with pytest.raises(InputError, match=r"^x=") as caught:
+        check_record(Record, ["long"] * 10_000, "x")
+    assert len(str(caught.value)) < 300

@@ -15,7 +15,7 @@ from structinit_jax import evaluate, run
 from structinit_jax.data.datasets import open_dataset
 from structinit_jax.errors import InputError
 from structinit_jax.models import model as model_lib
-from structinit_jax.training import checkpoint
+from structinit_jax.training import checkpoint, checkpoint_files
 
 pytestmark = pytest.mark.usefixtures("library_promotion")
 
@@ -105,6 +105,21 @@ def test_many_classes_have_no_confusion_matrix(tmp_path):
     evaluation = evaluate.Evaluation({}, labels, labels)
     names = [str(label) for label in labels]
     assert evaluate.write_by_class(epath.Path(tmp_path), evaluation, names) == ["per_class.csv"]
+
+
+def test_a_checkpoint_with_too_few_class_names_is_refused(run_config, workdir):
+    folder = epath.Path(workdir / "checkpoints" / "12")
+    run = checkpoint.read_run(folder.parent, 12)
+    files = checkpoint_files.read_indexes(folder, run)
+    run["class_names"] = ["zero"]
+    checkpoint_files.write_index(folder, 0, run, files)
+    checkpoint_files.write_run(folder, run)
+    for read in (
+        lambda: evaluate.evaluate_checkpoint(run_config, workdir),
+        lambda: evaluate.Classifier(workdir),
+    ):
+        with pytest.raises(InputError, match="1 class names for 10 classes"):
+            read()
 
 
 def test_the_checkpoint_can_be_chosen(run_config, finished_run, tmp_path, capsys):

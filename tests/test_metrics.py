@@ -6,6 +6,7 @@ import pytest
 from conftest import small_files_only
 from tensorboardX import proto
 
+from structinit_jax.errors import InputError
 from structinit_jax.training import metrics as metrics_lib
 from structinit_jax.training.metrics import MetricsLog, PendingMetrics, Progress, StepTrace, average
 
@@ -81,6 +82,47 @@ def test_a_full_disk_costs_only_the_events(tmp_path):
         log.close()
     assert [line["step"] for line in lines(tmp_path)] == list(range(40))
     log._events.close()  # as it does on exit, when there is room again
+
+
+@pytest.mark.parametrize(
+    "damage",
+    [
+        *(b"", b"3", b"[1]", b"[" * 100_000, b"\xff\xfe", b'{"step": 3, "x'),
+        *(b'{"x": 1}', b'{"step": "3"}', b'{"step": 3, "x": []}'),
+    ],
+)
+def test_a_damaged_line_is_left_out_and_named(damage, tmp_path, capsys):
+    log = MetricsLog(tmp_path, 0)
+    for step in (2, 4, 6):
+        log.write(step, {"train/loss": float(step)})
+    log.close()
+    path = tmp_path / "metrics.jsonl"
+    before = path.read_bytes().splitlines(keepends=True)
+    path.write_bytes(b"".join([before[0], damage + b"\n", *before[1:]]))
+    assert metrics_lib.read_metrics(path, 4) == ([json.loads(x) for x in before[:2]], [2])
+    MetricsLog(tmp_path, 6).close()
+    assert path.read_bytes() == b"".join(before)
+    assert f"{path}: left out lines that cannot be read: [2]\n" in capsys.readouterr().out
+
+
+def test_metrics_are_not_written_through_links(tmp_path):
+    (tmp_path / "photos").mkdir()
+    (tmp_path / "rc").write_text("rc")
+    (tmp_path / "metrics.jsonl").symlink_to(tmp_path / "rc")
+    MetricsLog(tmp_path, 0).close()
+    assert (tmp_path / "rc").read_text() == "rc"
+    trace = StepTrace(tmp_path, first_step=1)
+    (tmp_path / "profile" / "plugins").mkdir(parents=True)
+    (tmp_path / "profile" / "plugins" / "profile").symlink_to(tmp_path / "photos")
+    with pytest.raises(InputError, match="profile is a symbolic link"):
+        trace.after(0, None)
+    for path in (tmp_path / "tensorboard").iterdir():
+        path.unlink()
+    (tmp_path / "tensorboard").rmdir()
+    (tmp_path / "tensorboard").symlink_to(tmp_path / "photos")
+    with pytest.raises(InputError, match="tensorboard is a symbolic link"):
+        MetricsLog(tmp_path, 0)
+    assert not list((tmp_path / "photos").iterdir())
 
 
 def test_metrics_are_averaged_over_steps():

@@ -12,7 +12,7 @@ from structinit_jax.compare import report
 
 FACTS = {
     **{"num_steps": 12, "steps_per_epoch": 6, "test_name": "test", "published": ""},
-    "config": {},
+    **{"config": {}, "data": {}},
 }
 
 

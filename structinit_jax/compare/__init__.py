@@ -4,12 +4,26 @@ Here are the runs of a comparison, as its workdir records them: `compare.json` h
 each run is a workdir of its own, `SETTING/seed_K`.
 """
 
-import json
+import dataclasses
+import re
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Annotated, Any, NamedTuple
 
-from structinit_jax.training.metrics import read_lines
+from ml_collections import ConfigDict
+
+from structinit_jax.errors import (
+    Check,
+    InputError,
+    JsonObject,
+    NonNegativeInt,
+    PositiveFloat,
+    PositiveInt,
+    check_record,
+    printable,
+)
+from structinit_jax.training.metrics import read_metrics
+from structinit_jax.training.workdir import read_file, read_json
 
 GRID = "compare.json"
 STATUS = "status.txt"  # of a run: `DONE`, or why it failed
@@ -36,15 +50,16 @@ class SeedRun:
         self.setting, self.seed, self.facts = setting, seed, facts
         self.folder, self.test_name = workdir / setting / f"seed_{seed}", facts["test_name"]
         metrics, status = self.folder / "metrics.jsonl", self.folder / STATUS
-        texts = read_lines(metrics, facts["num_steps"]) if metrics.exists() else []
+        lines, _ = read_metrics(metrics, facts["num_steps"])
         names = ("eval/accuracy", f"{self.test_name}/accuracy")  # the latter in earlier versions
         self.curve: dict[int, float] = {
             line["step"]: line[name]
-            for line in map(json.loads, texts)
+            for line in lines
             for name in names
-            if name in line
+            if line.get(name) is not None
         }
-        recorded = status.read_text(encoding="utf-8").strip() if status.exists() else ""
+        recorded = read_file(status).decode(errors="replace") if status.exists() else ""
+        recorded = printable(recorded.strip())
         self.error = "" if recorded == DONE else recorded
         if recorded == DONE and facts["num_steps"] not in self.curve:
             self.error = f"no result in {metrics}: delete its folder"
@@ -91,9 +106,53 @@ class Comparison(NamedTuple):
         return {run.seed: run.accuracy for run in self.finished(setting)}
 
 
+@dataclasses.dataclass(frozen=True)
+class Grid:
+    """Fields of `compare.json`."""
+
+    settings: JsonObject  # `Facts` of each setting, by name
+    baselines: JsonObject  # by setting; None if it has none
+    machine: str
+
+
+@dataclasses.dataclass(frozen=True)
+class Facts:
+    """Fields of a setting in `compare.json`."""
+
+    # ConfigDict refuses keys with dots.
+    config: Annotated[
+        dict, Check("a config", lambda x: isinstance(x, dict) and ConfigDict(x) is not None)
+    ]
+    data: JsonObject  # digests of the splits
+    num_steps: PositiveInt
+    steps_per_epoch: PositiveFloat
+    test_name: str
+    seeds: tuple[NonNegativeInt, ...]
+    published: str
+
+
+def read_grid(workdir: Path) -> dict[str, Any]:
+    """Reads `compare.json`; raises `InputError` if it is damaged."""
+    path = workdir / GRID
+    try:
+        grid = read_json(path)
+        check_record(Grid, grid, GRID)
+        for name, facts in grid["settings"].items():
+            if not re.fullmatch(r"[\w=+-][\w.=+,-]*", name):  # it is also the name of a folder
+                raise InputError(f"{GRID}: {name!r} is not the name of a setting")
+            check_record(Facts, facts, f"{GRID}: {name}")
+            if not isinstance(grid["baselines"].get(name), str | None):
+                raise InputError(f"{GRID}: the baseline of {name} is not the name of a setting")
+    except InputError as error:
+        raise InputError(
+            f"{error}. Delete {path}; the command that trained the runs writes it anew"
+        ) from error
+    return grid
+
+
 def read_comparison(workdir: Path) -> Comparison:
-    """Reads a comparison."""
-    info = json.loads((workdir / GRID).read_text(encoding="utf-8"))
+    """Reads a comparison; raises `InputError` if its `compare.json` is damaged."""
+    info = read_grid(workdir)
     runs = {
         setting: [SeedRun(workdir, setting, seed, facts) for seed in facts["seeds"]]
         for setting, facts in info["settings"].items()

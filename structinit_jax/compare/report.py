@@ -87,7 +87,7 @@ def _format_percent(accuracies: Iterable[float]) -> str:
 def _format_difference(comparison: Comparison, setting: str) -> str:
     """Formats the difference to the baseline in percentage points, '+1.20 [+0.40, +2.00]'."""
     baselines = comparison.info["baselines"]
-    if (baseline := baselines[setting]) == setting:
+    if (baseline := baselines.get(setting)) == setting:
         return "baseline"
     own, other = comparison.accuracies(setting), comparison.accuracies(baseline)
     differences = [100 * (own[seed] - other[seed]) for seed in own if seed in other]
@@ -159,7 +159,7 @@ def csv_text(comparison: Comparison) -> str:
                     "status": run.status,
                     "epoch": run.epoch(last),
                     "test_accuracy": run.curve.get(last),
-                    "baseline": comparison.info["baselines"][setting],
+                    "baseline": comparison.info["baselines"].get(setting),
                     "published": run.facts["published"],
                     "error": run.error,
                 }

@@ -25,7 +25,7 @@ from structinit_jax import __version__, command_line, compare
 from structinit_jax import config as config_lib
 from structinit_jax.compare import report
 from structinit_jax.data.source import digest
-from structinit_jax.errors import InputError, StoppedError
+from structinit_jax.errors import InputError, StoppedError, printable, require
 from structinit_jax.run import Run
 from structinit_jax.train import PREEMPTED_EXIT_CODE, train
 from structinit_jax.training import distributed, resume
@@ -121,26 +121,28 @@ def run_grid(
       published: Published accuracies that are shown next to ours, by setting.
 
     Raises:
-      InputError: A setting cannot be trained, or the workdir holds a comparison that disagrees.
-      StoppedError: A signal stopped the runs.
+      InputError: A setting cannot be trained, or the workdir holds a comparison that disagrees, or
+        runs of other settings under the same names.
+      StoppedError: A signal stopped the runs, or the disk is full.
     """
     command_line.use_compilation_cache()  # through which runs share programs
     workdir, new = workdir_lib.prepare_workdir(workdir), {}
     for name, config in settings.items():
         extra = {"seeds": list(seeds), "published": (published or {}).get(name, "")}
         new[name] = describe_setting(name, config) | extra
-    with workdir_lib.lock_workdir(workdir):
-        info = _merge(workdir, new, settings)
-        info["baselines"] |= baselines or find_baselines(info["settings"])
-        machines = dict.fromkeys([*info.get("machine", "").split("\n\n"), _describe_machine()])
-        info["machine"] = "\n\n".join(filter(None, machines))
-        workdir_lib.write_atomically(workdir / compare.GRID, json.dumps(info, indent=1) + "\n")
-    try:
-        return _train_all(workdir, info, settings, seeds)
-    except KeyboardInterrupt:
-        raise StoppedError(STOPPED, PREEMPTED_EXIT_CODE) from None
-    finally:
-        report.write_report(workdir)
+    with workdir_lib.report_full_disk(workdir):
+        with workdir_lib.lock_workdir(workdir):
+            info = _merge(workdir, new, settings)
+            info["baselines"] |= baselines or find_baselines(info["settings"])
+            machines = dict.fromkeys([*info["machine"].split("\n\n"), _describe_machine()])
+            info["machine"] = "\n\n".join(filter(None, machines))
+            workdir_lib.write_atomically(workdir / compare.GRID, json.dumps(info, indent=1) + "\n")
+        try:
+            return _train_all(workdir, info, settings, seeds)
+        except KeyboardInterrupt:
+            raise StoppedError(STOPPED, PREEMPTED_EXIT_CODE) from None
+        finally:
+            report.write_report(workdir)
 
 
 def find_baselines(names: Iterable[str]) -> dict[str, str | None]:
@@ -173,13 +175,16 @@ def _train_all(workdir, info, settings, seeds) -> int:
         if run.status == "done":
             say(f"done before, {run.result}")
             continue
-        run.folder.mkdir(parents=True, exist_ok=True)
-        try:
-            with workdir_lib.lock_workdir(run.folder.parent):
-                _train(settings[name], run, say, stop)
-        except InputError:  # of the lock: `_train` records its own
-            say("another process trains this setting")
-            continue
+        for folder in (run.folder.parent, run.folder):
+            workdir_lib.make_folder(folder)
+            workdir_lib.prepare_workdir(folder)
+        with contextlib.ExitStack() as locked:
+            try:
+                locked.enter_context(workdir_lib.lock_workdir(run.folder.parent))
+            except InputError:
+                say("another process trains this setting")
+                continue
+            _train(settings[name], run, say, stop)
         run, trained = compare.SeedRun(workdir, name, seed, run.facts), trained + 1
         failed += run.status == "failed"
         left = (time.perf_counter() - began) / trained * (len(runs) - number)
@@ -199,7 +204,7 @@ def _train(config, run, say, stop):
         accuracy = results["eval/accuracy"]
         say(f"step {step}, epoch {run.epoch(step):.1f}, {run.test_name} accuracy {accuracy:.2%}")
 
-    log = (run.folder / LOG).open("a", buffering=1, encoding="utf-8", errors="backslashreplace")
+    log = workdir_lib.open_to_append(run.folder / LOG)
     with log, contextlib.redirect_stdout(log):
         try:
             train(config.lock(), run.folder, stop_request=stop, on_evaluation=show_evaluation)
@@ -207,7 +212,7 @@ def _train(config, run, say, stop):
             if isinstance(error, StoppedError) and error.exit_code == PREEMPTED_EXIT_CODE:
                 raise
             traceback.print_exc(file=log)
-            status = f"{type(error).__name__}: {error}".splitlines()[0]
+            status = printable(f"{type(error).__name__}: {error}".splitlines()[0])
     workdir_lib.write_atomically(run.folder / compare.STATUS, status + "\n")
 
 
@@ -244,10 +249,9 @@ def describe_setting(name: str, config: ConfigDict) -> dict[str, Any]:
 
 def _merge(workdir, new, settings):
     """Merges settings and seeds into those of earlier commands, which must agree with them."""
-    path = workdir / compare.GRID
-    if not path.exists():
-        return {"settings": new, "baselines": {}}
-    info = json.loads(path.read_text(encoding="utf-8"))
+    info: dict[str, Any] = {"settings": {}, "baselines": {}, "machine": ""}
+    if (workdir / compare.GRID).exists():
+        info = compare.read_grid(workdir)
     old = info["settings"]
     for name, facts in new.items():
         # Settings may read folders of the same name at several places.
@@ -261,8 +265,23 @@ def _merge(workdir, new, settings):
                     f"{data}: restore the old data, or use another --workdir"
                 )
         if name not in old:
+            _check_unrecorded(workdir / name, settings[name], facts["seeds"])
             continue
         place, free = f"the setting {name} in {workdir}", ("seed", *compare.HARMLESS)
         resume.check_config(old[name]["config"], settings[name], place, tuple(settings[name]), free)
         facts["seeds"] = sorted({*old[name]["seeds"], *facts["seeds"]})
     return info | {"settings": new | {name: old[name] for name in old if name not in new}}
+
+
+def _check_unrecorded(folder, config, seeds):
+    """Checks that runs of a setting that `compare.json` lacks were trained with its config."""
+    for seed in seeds:
+        path, config = folder / f"seed_{seed}" / "config.json", config.copy_and_resolve_references()
+        config.seed = seed
+        if path.exists():
+            saved = workdir_lib.read_json(path)
+            require(str(path), saved, "a JSON object", lambda x: isinstance(x, dict))
+            place = str(path.parent)
+            resume.check_config(saved, config, place, tuple(config), compare.HARMLESS)
+        elif (path.parent / compare.STATUS).exists():
+            raise InputError(f"{path} is missing, so its run cannot be checked: delete its folder")

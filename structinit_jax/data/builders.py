@@ -3,6 +3,7 @@
 Training reads prepared sets only; for their preparation see `structinit_jax.prepare`.
 """
 
+import contextlib
 import functools
 import resource
 
@@ -25,7 +26,8 @@ def open_tfds(name: str, data_dir: Folder) -> Dataset:
             f" --config.data.data_dir=DIR, the folder that holds {folder}/, or download it with\n"
             f"  python -m structinit_jax.prepare --name={name} --data_dir={builder.data_dir_root}"
         )
-    builder = tfds.builder_from_directory(path)  # knows formats that were added later
+    with _reading(name, data_dir):
+        builder = tfds.builder_from_directory(path)  # knows formats that were added later
     if tfds.core.FileFormat.ARRAY_RECORD not in builder.info.available_file_formats():
         raise InputError(
             f"data set {name!r} is not prepared as array_record. Convert it, once, where"
@@ -58,8 +60,28 @@ def open_tfds(name: str, data_dir: Folder) -> Dataset:
 
 def find_builder(name: str, data_dir: Folder) -> tfds.core.DatasetBuilder:
     """Finds the TFDS builder of a data set, prepared or not, or raises `InputError`."""
-    try:
+    with _reading(name, data_dir):
         return tfds.builder(name, data_dir=data_dir)
+
+
+@contextlib.contextmanager
+def _reading(name, data_dir):
+    """Raises `InputError` for errors of TFDS, which reads the files of a data set in the context.
+
+    The files may come from somebody else. TFDS imports the modules of the classes that their
+    `features.json` names; in the context it takes only its own, and those that are imported.
+    """
+    connector = tfds.features.FeatureConnector
+    find_class = connector.__dict__["cls_from_name"]
+
+    def find_known_class(cls, class_name):
+        if class_name in cls._registered_features or class_name.startswith("tensorflow_datasets."):
+            return find_class.__func__(cls, class_name)
+        raise ValueError(f"its features.json names {class_name!r}, which is not a class of TFDS")
+
+    connector.cls_from_name = classmethod(find_known_class)
+    try:
+        yield
     except tfds.core.DatasetNotFoundError as error:
         stock = tfds.list_builders(with_community_datasets=False)
         hint = suggest(name.lower(), {"folder", "digits", *stock})
@@ -69,3 +91,5 @@ def find_builder(name: str, data_dir: Folder) -> tfds.core.DatasetBuilder:
             f"TFDS cannot open data set {name!r} in data_dir={str(data_dir or '')!r}:"
             f" {type(error).__name__}: {error}"
         ) from error
+    finally:
+        connector.cls_from_name = find_class

@@ -102,7 +102,8 @@ def _download(url, path, sha256):
     # Other processes, on other hosts too, may download the same file. A file of `tempfile` could be
     # read by its owner alone.
     partial = path.with_name(f"{path.name}.{socket.gethostname()}.{os.getpid()}")
-    partial.write_bytes(content)
+    with partial.open("xb") as file:  # a new file: it is not written through somebody's link
+        file.write(content)
     partial.replace(path)
     return array
 

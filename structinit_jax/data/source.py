@@ -20,7 +20,7 @@ from typing import Any, Protocol, runtime_checkable
 import numpy as np
 
 from structinit_jax.data.images import PIL_MODES, BadImageError, StoredImage
-from structinit_jax.errors import InputError, require
+from structinit_jax.errors import InputError, printable, require
 
 Folder = str | os.PathLike | None
 READ_BLOCK = 256  # examples
@@ -153,13 +153,14 @@ class ImageSource:
     def _open(self, index, record):
         image, name = self._value(index, record, "image", _is_image), self._place(index)
         if isinstance(image, str | os.PathLike):
-            name += f" ({os.fspath(image)})"
+            name += f" ({printable(os.fspath(image))})"
             try:
                 image = read_file(image)
             except OSError as error:
                 raise BadImageError(f"{name}: {error.strerror}") from error
         elif file_name := record.get("file_name"):
-            name += f" ({file_name.decode() if isinstance(file_name, bytes) else file_name})"
+            text = file_name.decode() if isinstance(file_name, bytes) else file_name
+            name += f" ({printable(text)})"
         return StoredImage(image, self.info.channels, name)
 
     def _num_bytes(self, index, record):

@@ -1,26 +1,16 @@
 """Checkpoints through Orbax: the newest few and the best one, written while training continues.
 
-A checkpoint is a folder `STEP/`, on a disk or in object storage:
-
-- `state/`: the training state, of which each process writes the shards on its devices (Orbax);
-- `index_0.json`: checksums of the files of `state/`, since Orbax restores flipped bytes without an
-  error. In object storage process K writes the checksums of its own files to `index_K.json`;
-- `run.json`: the config, the data and the accuracy. It is written last.
-
-The JSON files end with their own checksums. A checkpoint is intact if all files are there and match
-their checksums. Others are skipped, so after a kill at any moment the earlier checkpoints are used.
+`checkpoint_files` describes and checks the files of a checkpoint. Damaged checkpoints are skipped,
+so after a kill at any moment the earlier ones are used.
 
 Orbax 0.12.8 writes to disks and gs:// only. For object storage each process stages its shards in
 a temporary directory and copies them, which serves gs:// and s3:// alike.
 """
 
 import contextlib
-import hashlib
-import json
 import logging
-import re
 import tempfile
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -31,8 +21,11 @@ from etils import epath, epy
 from jax.experimental import multihost_utils
 
 from structinit_jax.errors import InputError
+from structinit_jax.training import checkpoint_files as files_lib
+from structinit_jax.training import distributed
+from structinit_jax.training.checkpoint_files import RUN, STATE, step_folders
 from structinit_jax.training.state import TrainState
-from structinit_jax.training.workdir import is_url
+from structinit_jax.training.workdir import is_url, make_folder
 
 with epy.lazy_imports():  # takes 0.4 s; training does it while the step compiles
     import orbax.checkpoint as ocp
@@ -40,20 +33,14 @@ with epy.lazy_imports():  # takes 0.4 s; training does it while the step compile
 # At every checkpoint, Orbax warns that without OCDBT there is nothing to merge.
 logging.getLogger("absl").addFilter(lambda record: "merge of OCDBT" not in record.getMessage())
 
-STATE, RUN = "state", "run.json"
-PART = re.compile(r"state(\.orbax-checkpoint-tmp.*)?|index_\d+\.json|run\.json")
-
-
-class DamagedError(Exception):
-    """A file of a checkpoint is missing or not what was written; the message says which one."""
-
 
 class Checkpoints:
     """The checkpoints of a run that is being trained: the newest `keep`, and the best one.
 
     Damaged checkpoints are reported and not used; `InputError` if there are several and none is
-    intact. Those that a kill left unfinished are deleted, unless their folder holds other files
-    too. `latest_step` is the step of the newest checkpoint, or None if there is none.
+    intact, or if one is a symbolic link. Those that a kill left unfinished are deleted, unless
+    their folder holds other files too. `latest_step` is the step of the newest checkpoint, or None
+    if there is none.
     """
 
     def __init__(self, directory: epath.PathLike, keep: int):
@@ -71,16 +58,22 @@ class Checkpoints:
         self._writer = ThreadPoolExecutor(1, "checkpoint")
         self._writing: Future | None = None
         self._runs: dict[int, dict[str, Any]] = {}  # of all intact checkpoints; on process 0
-        if jax.process_index() == 0:
-            self.directory.mkdir(parents=True, exist_ok=True)
-            for folder in step_folders(self.directory):
-                _remove_unfinished(folder)
-            folders = step_folders(self.directory)
-            self._runs = dict(_intact_runs(folders))
-            # The first one may be incomplete, if a process ended while others had finished.
-            if not self._runs and sum((folder / RUN).exists() for folder in folders) > 1:
-                raise InputError(f"{self.directory} has no intact checkpoint: repair or delete it")
+        with distributed.shared_errors():
+            if jax.process_index() == 0:
+                self._read()
         self.latest_step = _from_process_0(max(self._runs, default=None))
+
+    def _read(self):
+        """Finds the intact checkpoints, and deletes unfinished ones."""
+        for folder in [self.directory, *step_folders(self.directory)]:
+            make_folder(folder)
+        for folder in step_folders(self.directory):
+            files_lib.remove_unfinished(folder)
+        folders = step_folders(self.directory)
+        self._runs = dict(files_lib.intact_runs(folders))
+        # The first one may be incomplete, if a process ended while others had finished.
+        if not self._runs and sum((folder / RUN).exists() for folder in folders) > 1:
+            raise InputError(f"{self.directory} has no intact checkpoint: repair or delete it")
 
     def save(self, step: int, state: TrainState, run: dict[str, Any]) -> None:
         """Starts to save a checkpoint in the background.
@@ -88,27 +81,28 @@ class Checkpoints:
         Blocks until the previous one is written and the state is copied to host memory. If a write
         fails, the next call of `save`, `wait` or `close` raises the error.
 
-        `run` is a JSON object that `read_run` reads. The best checkpoint has the highest 'accuracy'
-        (None if this step was not evaluated) among those with the same 'evaluation' as the newest.
+        `run` has the fields of `RunRecord` but the first two. The best checkpoint has the highest
+        'accuracy' among those with the same 'evaluation' as the newest.
         """
         self.wait()
         num_indexes = jax.process_count() if self._staged else 1
-        run = run | {"step": step, "num_indexes": num_indexes}
+        run = run | {"version": files_lib.VERSION, "step": step, "num_indexes": num_indexes}
         folder = self.directory / str(step)
+        if not self._staged:
+            make_folder(folder)
         if jax.process_index() == 0:
-            if (folder / STATE).exists() and not _is_ours(folder):
+            if (folder / STATE).exists() and not files_lib.is_ours(folder):
                 raise InputError(
-                    f"{folder} has {STATE}/ next to files of another program: move the folder away "
-                    "and run the same command again to resume"
+                    f"{folder} has {STATE}/ next to links or to files of another program: move the "
+                    "folder away and run the same command again to resume"
                 )
             (folder / RUN).unlink(missing_ok=True)  # of a damaged checkpoint of the same step
-        _index(folder, jax.process_index()).unlink(missing_ok=True)
+        files_lib.index_path(folder, jax.process_index()).unlink(missing_ok=True)
         # On TPUs, and between processes, Orbax makes implicit transfers.
         with jax.transfer_guard("allow"), contextlib.ExitStack() as stage:
             local = folder
             if self._staged:
                 local = epath.Path(stage.enter_context(tempfile.TemporaryDirectory()))
-            local.mkdir(parents=True, exist_ok=True)
             tree = ocp.args.PyTreeSave(_parts(state))
             self._saver.save(local / STATE, args=tree, force=True)
             self._writing = self._writer.submit(self._finish, folder, local, stage.pop_all(), run)
@@ -144,12 +138,12 @@ class Checkpoints:
                 if process > 0:  # process 0 lists the files that describe the whole
                     paths = [path for path in paths if path.parent.name != STATE]
                 names = [path.relative_to(local).as_posix() for path in paths]
-                files = {name: _digest_of(local / name) for name in names}
+                files = {name: files_lib.digest_of(local / name) for name in names}
                 if self._staged:
-                    _copy(files, local, folder)
-                _write_json(_index(folder, process), files)
+                    files_lib.copy(files, local, folder)
+                files_lib.write_index(folder, process, run, files)
             if process == 0:
-                _write_json(folder / RUN, run)
+                files_lib.write_run(folder, run)
                 self._runs[run["step"]] = run
                 self._remove_old()
 
@@ -161,19 +155,11 @@ class Checkpoints:
             del self._runs[step]
             folder = self.directory / str(step)
             (folder / RUN).unlink()  # first, so that the rest is not used
-            _remove_unfinished(folder)
+            files_lib.remove_unfinished(folder)
 
     def _is_finished(self, step):
         others = range(1, self._runs[step]["num_indexes"])
-        return all(_index(self.directory / str(step), k).exists() for k in others)
-
-
-def step_folders(directory: epath.PathLike) -> list[epath.Path]:
-    """Lists the checkpoints in a directory, newest step first."""
-    directory = epath.Path(directory)
-    paths = directory.iterdir() if directory.is_dir() else ()
-    names = [path.name for path in paths if path.name.isascii() and path.name.isdigit()]
-    return [directory / name for name in sorted(names, key=int, reverse=True)]
+        return all(files_lib.index_path(self.directory / str(step), k).exists() for k in others)
 
 
 def find_step(directory: epath.PathLike, wanted: str | int = "newest") -> int | None:
@@ -189,15 +175,15 @@ def find_step(directory: epath.PathLike, wanted: str | int = "newest") -> int | 
     if jax.process_index() == 0:
         folders = step_folders(directory)
         if wanted.isdecimal():
-            folders = [folder for folder in folders if int(folder.name) == int(wanted)]
-        intact = _intact_runs(folders)
+            folders = [folder for folder in folders if folder.name == wanted]
+        intact = files_lib.intact_runs(folders)
         step = _find_best(dict(intact)) if wanted == "best" else next(intact, (None,))[0]
     return _from_process_0(step)
 
 
 def read_run(directory: epath.PathLike, step: int) -> dict[str, Any]:
-    """Reads the JSON object that was saved with a checkpoint."""
-    return _read_json(epath.Path(directory) / str(step) / RUN)
+    """Reads the record that was saved with a checkpoint, with the fields of `RunRecord`."""
+    return files_lib.read_run(epath.Path(directory) / str(step))
 
 
 def restore(
@@ -206,21 +192,26 @@ def restore(
     """Restores a training state with the shapes, types and shardings of an abstract one.
 
     Parts that are None there are not restored. With `weights_only`, no optimizer state is restored:
-    for evaluation and export. Raises `InputError` if the checkpoint does not fit; the message names
-    the first difference.
+    for evaluation and export. Raises `InputError` if the checkpoint does not fit, and names the
+    first difference, or if it holds the state of another step.
     """
     folder = epath.Path(directory) / str(step)
     expected = _parts(abstract_state)
     if weights_only:
         del expected["opt_state"]
     with _on_disk(folder) as path, contextlib.closing(_make_handler()) as handler:
-        _check_fits(folder, handler.metadata(path).tree, expected)
+        with _named_errors(folder):
+            saved = dict(handler.metadata(path).tree)
+        _check_fits(folder, saved, expected)
         args = ocp.args.PyTreeRestore(
             expected,
             restore_args=ocp.checkpoint_utils.construct_restore_args(expected),
             partial_restore=True,  # `expected` may lack parts
         )
-        restored = handler.restore(path, args=args)
+        with _named_errors(folder):
+            restored = handler.restore(path, args=args)
+    if (found := int(restored["step"])) != step:
+        raise InputError(f"checkpoint {folder} holds the state of step {found}: delete the folder")
     return TrainState(**dict.fromkeys(TrainState._fields) | {"opt_state": {}} | restored)
 
 
@@ -242,14 +233,23 @@ def _make_handler(
 
 
 @contextlib.contextmanager
+def _named_errors(folder: epath.Path) -> Iterator[None]:
+    """Names the checkpoint in errors of Orbax: the checksums are right, but not the content."""
+    try:
+        yield
+    except (AttributeError, LookupError, OSError, TypeError, ValueError) as error:
+        raise InputError(f"checkpoint {folder} cannot be restored: {error!r}") from error
+
+
+@contextlib.contextmanager
 def _on_disk(folder: epath.Path) -> Iterator[Path]:
     """Yields the saved state of a checkpoint, or a temporary copy of one in object storage."""
     if not is_url(folder):
         yield Path(folder) / STATE
         return
     with tempfile.TemporaryDirectory() as copy:
-        for process in range(_read_json(folder / RUN)["num_indexes"]):
-            _copy(_read_json(_index(folder, process)), folder, epath.Path(copy))
+        names = files_lib.read_indexes(folder, files_lib.read_run(folder))
+        files_lib.copy(names, folder, epath.Path(copy))
         yield Path(copy) / STATE
 
 
@@ -294,85 +294,3 @@ def _find_best(runs: dict[int, dict[str, Any]]) -> int | None:
 def _from_process_0(step: int | None) -> int | None:
     step = int(multihost_utils.broadcast_one_to_all(np.int32(-1 if step is None else step)))
     return None if step < 0 else step
-
-
-def _intact_runs(folders: Iterable[epath.Path]) -> Iterator[tuple[int, dict[str, Any]]]:
-    """Yields step and `run.json` of the intact checkpoints; reports the others."""
-    for folder in folders:
-        try:
-            yield int(folder.name), _read_intact(folder)
-        except DamagedError as error:
-            print(f"note: skipping checkpoint {folder}: {error}")
-
-
-def _read_intact(folder: epath.Path) -> dict[str, Any]:
-    """Returns `run.json` of a checkpoint; raises `DamagedError` if any of its files is damaged."""
-
-    def check(name, digest):
-        if _digest_of(folder / name) != digest:
-            raise DamagedError(f"{name} does not match its checksum")
-
-    try:
-        run = _read_json(folder / RUN)
-        if str(run["step"]) != folder.name:
-            raise DamagedError(f"{RUN} belongs to step {run['step']}")
-        for process in range(run["num_indexes"]):
-            files = _read_json(_index(folder, process))
-            _in_threads(check, files.keys(), files.values())
-    except OSError as error:
-        raise DamagedError(f"it cannot be read ({error})") from error
-    return run
-
-
-def _remove_unfinished(folder: epath.Path) -> None:
-    """Deletes a checkpoint without `run.json`: half written, or half deleted."""
-    if not (folder / RUN).exists() and _is_ours(folder):
-        folder.rmtree()
-
-
-def _is_ours(folder: epath.Path) -> bool:
-    """Whether a folder holds nothing but parts of a checkpoint of this program."""
-    return all(PART.fullmatch(path.name) for path in folder.iterdir())
-
-
-def _index(folder: epath.Path, process: int) -> epath.Path:
-    return folder / f"index_{process}.json"
-
-
-def _copy(names: Iterable[str], source: epath.Path, target: epath.Path) -> None:
-    def copy(name):
-        (target / name).parent.mkdir(parents=True, exist_ok=True)
-        (source / name).copy(target / name, overwrite=True)
-
-    _in_threads(copy, names)
-
-
-def _in_threads(function: Callable[..., None], *arguments: Iterable[Any]) -> None:
-    """Calls a function for each file: in object storage, each waits for several requests."""
-    with ThreadPoolExecutor(16) as pool:
-        list(pool.map(function, *arguments))
-
-
-def _new_digest(content: bytes = b""):
-    return hashlib.blake2b(content, digest_size=16)
-
-
-def _digest_of(path: epath.Path) -> str:
-    with path.open("rb") as file:
-        return hashlib.file_digest(file, _new_digest).hexdigest()
-
-
-def _write_json(path: epath.Path, content: Any) -> None:
-    """Writes a JSON object in one line, and its checksum in the next."""
-    line = json.dumps(content).encode()
-    path.write_bytes(line + f"\n{_new_digest(line).hexdigest()}\n".encode())
-
-
-def _read_json(path: epath.Path) -> Any:
-    """Reads what `_write_json` wrote; raises `DamagedError` if it is anything else."""
-    if not path.exists():
-        raise DamagedError(f"{path.name} is missing")
-    line, _, checksum = path.read_bytes().partition(b"\n")
-    if checksum != f"{_new_digest(line).hexdigest()}\n".encode():
-        raise DamagedError(f"{path.name} does not match its checksum")
-    return json.loads(line)

@@ -1,5 +1,6 @@
 """The processes of a run: how they join, what must agree, and the signals that stop them."""
 
+import contextlib
 import hashlib
 import importlib.util
 import json
@@ -7,7 +8,7 @@ import os
 import signal
 import sys
 import threading
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -90,6 +91,24 @@ def check_equal(values: Mapping[str, Any]) -> None:
             "processes with the same flags and data, and with one --workdir on a shared disk or in "
             "object storage"
         )
+
+
+@contextlib.contextmanager
+def shared_errors() -> Iterator[None]:
+    """Raises an `InputError` in all processes if one of them raises it within the context.
+
+    Without it, JAX would end the others with messages of its own. Every process must enter it.
+    """
+    error = None
+    try:
+        yield
+    except InputError as own:
+        error = own
+    failed = multihost_utils.process_allgather(np.asarray(error is not None)).reshape(-1)
+    if error is not None:
+        raise error
+    if failed.any():
+        raise InputError(f"process {failed.argmax()} cannot go on: its message says why")
 
 
 class StopRequest:

@@ -8,13 +8,23 @@ import tempfile
 import time
 import uuid
 from collections.abc import Iterator, Mapping
+from pathlib import Path
 from typing import Any
 
 import jax
 import numpy as np
 from etils import epath, epy
 
-from structinit_jax.training.workdir import is_url, write_atomically
+from structinit_jax.errors import InputError
+from structinit_jax.training import distributed
+from structinit_jax.training.workdir import (
+    is_url,
+    make_folder,
+    open_to_append,
+    parse_json,
+    read_file,
+    write_atomically,
+)
 
 with epy.lazy_imports():  # only the first process of a training run needs them
     import tensorboardX
@@ -57,7 +67,7 @@ class MetricsLog:
 
     Only the first process writes. `start_step` is the step that the run resumes from, or 0. Lines
     of later steps, left by a killed run, are removed because these steps run again; with 0, all
-    lines are removed.
+    lines are removed. Lines that cannot be read are removed too, with a note.
     """
 
     def __init__(self, workdir: epath.PathLike, start_step: int):
@@ -67,16 +77,20 @@ class MetricsLog:
         if is_url(workdir):  # where files cannot be appended to
             folder = self._files.enter_context(tempfile.TemporaryDirectory())
             self._folder = epath.Path(folder)
-        if jax.process_index() == 0:
-            self._open(start_step)
+        with distributed.shared_errors():
+            if jax.process_index() == 0:
+                self._open(start_step)
 
     def _open(self, start_step: int) -> None:
-        path, earlier = self._folder / "metrics.jsonl", self._workdir / "metrics.jsonl"
-        lines = read_lines(earlier, start_step) if start_step and earlier.exists() else []
-        write_atomically(path, "".join(lines))
-        self._lines = self._files.enter_context(path.open("a"))
         folder = self._folder / "tensorboard"
-        folder.mkdir(exist_ok=True)
+        make_folder(folder)
+        path = self._folder / "metrics.jsonl"
+        earlier = self._workdir / "metrics.jsonl"
+        lines, damaged = read_metrics(earlier, start_step) if start_step else ([], [])
+        if damaged:
+            print(f"note: {earlier}: left out lines that cannot be read: {damaged}")
+        write_atomically(path, "".join(json.dumps(line) + "\n" for line in lines))
+        self._lines = self._files.enter_context(open_to_append(path))
         self._events = tensorboardX.SummaryWriter(
             str(folder),
             # TensorBoard drops the events of earlier files from this step on.
@@ -114,10 +128,32 @@ class MetricsLog:
             self.upload()
 
 
-def read_lines(path: epath.PathLike, last_step: int) -> list[str]:
-    """Returns the lines of a `metrics.jsonl` up to a step, without one that a kill cut off."""
-    lines = epath.Path(path).read_text().splitlines(keepends=True)
-    return [line for line in lines if line.endswith("\n") and json.loads(line)["step"] <= last_step]
+def read_metrics(path: epath.PathLike, last_step: int) -> tuple[list[dict[str, Any]], list[int]]:
+    """Reads the lines of a `metrics.jsonl` up to a step, as dicts; there are none without a file.
+
+    Also returns the numbers, from 1, of lines that are damaged. A kill may cut off the last line,
+    which does not count.
+    """
+    if not epath.Path(path).exists():
+        return [], []
+    metrics, damaged = [], []
+    *lines, _ = read_file(path).split(b"\n")
+    for number, line in enumerate(lines, start=1):
+        try:
+            values = parse_json(line, path)
+        except InputError:
+            values = None
+        if not _are_metrics(values):
+            damaged.append(number)
+        elif values["step"] <= last_step:
+            metrics.append(values)
+    return metrics, damaged
+
+
+def _are_metrics(values):
+    if not isinstance(values, dict) or type(values.get("step")) is not int:
+        return False
+    return all(type(value) in (int, float, type(None)) for value in values.values())
 
 
 class Progress:
@@ -194,7 +230,7 @@ class StepTrace:
     """
 
     def __init__(self, workdir: epath.PathLike, first_step: int | None):
-        self._directory = "profile" if is_url(workdir) else str(workdir / "profile")
+        self._directory = Path("profile") if is_url(workdir) else Path(workdir) / "profile"
         self._first = first_step if jax.process_index() == 0 else None
         self._running = False
 
@@ -203,6 +239,8 @@ class StepTrace:
         if step + 1 == self._first:
             options = jax.profiler.ProfileOptions()
             options.python_tracer_level = 0  # tracing Python calls would slow the steps down
+            for folder in (".", "plugins", "plugins/profile"):  # in which JAX makes a new one
+                make_folder(self._directory / folder)
             jax.profiler.start_trace(
                 self._directory, create_perfetto_trace=True, profiler_options=options
             )

@@ -7,7 +7,7 @@ from typing import Any
 from flax.traverse_util import flatten_dict
 from ml_collections import ConfigDict
 
-from structinit_jax.errors import InputError
+from structinit_jax.errors import InputError, printable
 
 OF_WEIGHTS = ("model", "data.mean", "data.std")  # fields and sections that trained weights need
 # Fields and sections that must not change on resume: with another value it would be another run.
@@ -77,4 +77,4 @@ def check_config(
 
 def _line(field, old, new):
     old, new = (value if value is ABSENT else repr(value) for value in (old, new))
-    return f"  {field}: {old} -> {new}"
+    return f"  {printable(field)}: {old} -> {new}"

@@ -1,0 +1,228 @@
+"""The files of a checkpoint next to Orbax's, and the checks of all of them.
+
+A checkpoint is a folder `STEP/`, on a disk or in object storage:
+
+- `state/`: the training state, of which each process writes the shards on its devices (Orbax);
+- `index_0.json`: checksums of the files of `state/`, since Orbax restores flipped bytes without an
+  error. In object storage process K writes the checksums of its own files to `index_K.json`;
+- `run.json`: the config, the data and the accuracy. It is written last.
+
+The JSON files end with their own checksums, and an index holds that of its `run.json`, so that
+files of another run or step are noticed. A checkpoint is intact if `state/` has the files of its
+indexes and all of them match their checksums.
+
+Checkpoints of version 1, whose index lacks the checksum of `run.json`, are used: `restore` compares
+the step in `state/`, but files of another run at the same step are not noticed.
+
+The files may come from somebody else, so each has one reader, which checks what it reads. A name in
+an index is used only if it is that of a file in `state/`.
+"""
+
+import dataclasses
+import hashlib
+import json
+import re
+from collections.abc import Callable, Iterable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from os.path import islink
+from pathlib import Path
+from typing import Any
+
+from etils import epath
+from flax.traverse_util import flatten_dict
+
+from structinit_jax.errors import (
+    InputError,
+    JsonObject,
+    PositiveInt,
+    Probability,
+    check_record,
+    printable,
+)
+from structinit_jax.training.workdir import (
+    PARTIAL,
+    is_regular,
+    is_url,
+    parse_json,
+    read_file,
+    write_atomically,
+)
+
+STATE, RUN = "state", "run.json"
+VERSION = 2
+_PART = re.compile(rf"state(\.orbax-checkpoint-tmp.*)?|index_\d+\.json|run\.json|{PARTIAL}.*")
+_STEP = re.compile(r"[1-9][0-9]{0,8}")  # fits int32
+_FILE = re.compile(r"state(/(?!\.\.?(/|$))[^/]+)+")  # no part of the path is empty, '.' or '..'
+
+
+@dataclasses.dataclass(frozen=True)
+class RunRecord:
+    """Fields of `run.json`."""
+
+    step: PositiveInt
+    num_indexes: PositiveInt
+    config: JsonObject
+    class_names: tuple[str, ...]  # by label
+    data_digest: str  # of the training split
+    evaluation: str  # what the accuracy was measured on
+    accuracy: Probability | None  # None if the step was not evaluated
+
+
+@dataclasses.dataclass(frozen=True)
+class IndexRecord:
+    """Fields of `index_K.json`."""
+
+    run: str  # checksum of `run.json`
+    files: JsonObject  # checksums by name, such as 'state/params.head.bias/0'
+
+
+# -- folders ---------------------------------------------------------------------------------------
+
+
+def step_folders(directory: epath.PathLike) -> list[epath.Path]:
+    """Lists the checkpoints in a directory, newest step first."""
+    directory = epath.Path(directory)
+    paths = directory.iterdir() if directory.is_dir() else ()
+    names = [path.name for path in paths if _STEP.fullmatch(path.name)]
+    return [directory / name for name in sorted(names, key=int, reverse=True)]
+
+
+def remove_unfinished(folder: epath.Path) -> None:
+    """Deletes a checkpoint without `run.json`: half written, or half deleted."""
+    if not (folder / RUN).exists() and is_ours(folder):
+        folder.rmtree()
+
+
+def is_ours(folder: epath.Path) -> bool:
+    """Whether a folder holds nothing but parts of a checkpoint of this program, and no link."""
+    return all(_PART.fullmatch(path.name) and not islink(path) for path in folder.iterdir())
+
+
+def index_path(folder: epath.Path, process: int) -> epath.Path:
+    """Returns the path of `index_K.json` of a process."""
+    return folder / f"index_{process}.json"
+
+
+# -- reading ---------------------------------------------------------------------------------------
+
+
+def intact_runs(folders: Iterable[epath.Path]) -> Iterator[tuple[int, dict[str, Any]]]:
+    """Yields step and `run.json` of the intact checkpoints; reports the others."""
+    for folder in folders:
+        try:
+            yield int(folder.name), _read_intact(folder)
+        except (InputError, RecursionError) as error:
+            print(f"note: skipping checkpoint {folder}: {error}")
+
+
+def read_run(folder: epath.Path) -> dict[str, Any]:
+    """Reads `run.json`, which has the fields of `RunRecord`; `InputError` if it is damaged."""
+    run = _read_json(folder / RUN)
+    check_record(RunRecord, run, RUN)
+    if str(run["step"]) != folder.name:
+        raise InputError(f"{RUN} belongs to step {run['step']}")
+    return run
+
+
+def read_indexes(folder: epath.Path, run: dict[str, Any]) -> dict[str, Any]:
+    """Returns the checksums of the files of `state/`, by name; `InputError` if one is damaged."""
+    files = {}
+    for process in range(run["num_indexes"]):
+        path = index_path(folder, process)
+        index = _read_json(path)
+        if "version" not in run:
+            index = {"run": _identity(run), "files": index}
+        check_record(IndexRecord, index, path.name)
+        if index["run"] != _identity(run):
+            raise InputError(f"{path.name} belongs to another {RUN}")
+        if others := [name for name in index["files"] if not _FILE.fullmatch(name)]:
+            raise InputError(f"{path.name} names {others[0]!r}, which is not a file of {STATE}/")
+        files |= index["files"]
+    return files
+
+
+def _read_intact(folder):
+    """Returns `run.json` of a checkpoint; raises `InputError` if any of its files is damaged."""
+
+    def check(name, digest):
+        if not is_regular(folder / name):
+            raise InputError(f"{printable(name)} is missing")
+        if digest_of(folder / name) != digest:
+            raise InputError(f"{printable(name)} does not match its checksum")
+
+    try:
+        run = read_run(folder)
+        files = read_indexes(folder, run)
+        if not is_url(folder):  # from where only the files of the index are copied
+            for path in Path(folder / STATE).rglob("*"):
+                # Zarr has no other hidden files, and file managers leave some where they look.
+                needed = path.name == ".zarray" or not path.name.startswith(".")
+                name = path.relative_to(folder).as_posix()
+                if needed and name not in files and not path.is_dir():
+                    raise InputError(f"{printable(name)} is in no index")
+        in_threads(check, files.keys(), files.values())
+    except OSError as error:
+        raise InputError(f"it cannot be read ({error})") from error
+    return run
+
+
+def _read_json(path):
+    """Reads what `_write_json` wrote; raises `InputError` if it is anything else."""
+    if not path.exists():
+        raise InputError(f"{path.name} is missing")
+    line, _, checksum = read_file(path).partition(b"\n")
+    if checksum != f"{_new_digest(line).hexdigest()}\n".encode():
+        raise InputError(f"{path.name} does not match its checksum")
+    return parse_json(line, path.name)
+
+
+# -- writing ---------------------------------------------------------------------------------------
+
+
+def write_index(folder: epath.Path, process: int, run: dict[str, Any], files: dict) -> None:
+    """Writes the checksums of the files of a process, by name."""
+    _write_json(index_path(folder, process), {"run": _identity(run), "files": files})
+
+
+def write_run(folder: epath.Path, run: dict[str, Any]) -> None:
+    """Writes `run.json`, which completes a checkpoint."""
+    _write_json(folder / RUN, run)
+
+
+def _write_json(path, content):
+    """Writes a JSON object in one line, and its checksum in the next."""
+    line = json.dumps(content).encode()
+    write_atomically(path, line + f"\n{_new_digest(line).hexdigest()}\n".encode())
+
+
+def _identity(run):
+    """Returns the checksum of `run.json`, but for `data_dir`, which may differ between hosts."""
+    config = flatten_dict(run["config"], sep=".")
+    config.pop("data.data_dir", None)
+    return _new_digest(json.dumps(run | {"config": config}).encode()).hexdigest()
+
+
+def _new_digest(content: bytes = b""):
+    return hashlib.blake2b(content, digest_size=16)
+
+
+def digest_of(path: epath.Path) -> str:
+    """Returns the checksum of a file."""
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, _new_digest).hexdigest()
+
+
+def in_threads(function: Callable[..., None], *arguments: Iterable[Any]) -> None:
+    """Calls a function for each file: in object storage, each waits for several requests."""
+    with ThreadPoolExecutor(16) as pool:
+        list(pool.map(function, *arguments))
+
+
+def copy(names: Iterable[str], source: epath.Path, target: epath.Path) -> None:
+    """Copies files from or to object storage."""
+
+    def copy_one(name):
+        (target / name).parent.mkdir(parents=True, exist_ok=True)
+        (source / name).copy(target / name, overwrite=True)
+
+    in_threads(copy_one, names)
