@@ -20,7 +20,8 @@ compute.
 
 Every program runs in a process of its own, and those of a row take turns, so that other load on
 the machine meets all of them; on a GPU they share its memory. Peers that are not given are left
-out. Temporaries are those of XLA's compiled step; timm has no such number.
+out. Temporaries and calls of cuDNN's attention are those of XLA's compiled step; timm has no such
+numbers.
 """
 
 import argparse
@@ -90,8 +91,12 @@ def compile_step(step, *arguments) -> tuple[Any, dict[str, float]]:
     start = time.perf_counter()
     compiled = step.lower(*arguments).compile()
     seconds = time.perf_counter() - start
-    temporaries = compiled.memory_analysis().temp_size_in_bytes
-    return compiled, {"compile_seconds": seconds, "temporary_bytes": temporaries}
+    costs = {
+        "compile_seconds": seconds,
+        "temporary_bytes": compiled.memory_analysis().temp_size_in_bytes,
+        "cudnn_attention_calls": compiled.as_text().count('"__cudnn$fmha'),
+    }
+    return compiled, costs
 
 
 def make_ours(row: Row, program: str, dtype: str) -> tuple[Step, dict[str, Any]]:

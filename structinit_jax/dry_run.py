@@ -215,7 +215,11 @@ class Target(NamedTuple):
 
 
 def find_target(name: str) -> Target:
-    """Returns the target of a name like 'tpu-v5e:4x8' or 'h100:2x8' (machines × GPUs)."""
+    """Returns the target of a name like 'tpu-v5e:4x8' or 'h100:2x8' (machines × GPUs).
+
+    JAX then uses this machine's CPU only: its plugins for GPUs cannot start where there is no CUDA.
+    """
+    jax.config.update("jax_platforms", "cpu")
     try:
         if name.startswith("tpu-"):
             return _tpu(name.removeprefix("tpu-"))
@@ -247,6 +251,10 @@ def _tpu(slice_name):
 
 
 def _h100(machines, gpus):
+    # JAX asks this machine for its cuDNN before it traces `models.attention`.
+    from jax._src.cudnn import fused_attention_stablehlo
+
+    fused_attention_stablehlo.check_cudnn_version = lambda: 90800
     topology = topologies.get_topology_desc(
         "h100", platform="cuda", target_config=H100, topology=f"1x{machines}x{gpus}"
     )

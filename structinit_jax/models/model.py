@@ -33,14 +33,15 @@ from structinit_jax.models.layers import RESIDUAL, Rng, set_weight
 def _keep_costly(primitive, *args, **params):
     """Keeps the arrays that are small or costly to compute; the rest is faster to recompute.
 
-    It keeps the outputs of linear layers and convolutions, and the arrays that layers name. It
-    recomputes the products inside `attention.dot_product_attention`, which are as large as
-    attention maps.
+    It keeps the outputs of linear layers, convolutions and cuDNN's attention, and the arrays that
+    layers name. It recomputes the products inside `attention.dot_product_attention`, which are as
+    large as attention maps.
     """
     kept = _KEEP_LINEAR(primitive, *args, **params) or _KEEP_NAMED(primitive, *args, **params)
-    return kept or primitive.name == "conv_general_dilated"
+    return kept or primitive.name in _COSTLY
 
 
+_COSTLY = ("conv_general_dilated", "dot_product_attention_fwd_wrapper")
 _KEEP_LINEAR = jax.checkpoint_policies.dots_with_no_batch_dims_saveable
 _KEEP_NAMED = jax.checkpoint_policies.save_only_these_names(RESIDUAL)
 # By the values of `config.model.remat`, fastest first.

@@ -1,0 +1,136 @@
+"""Attention and its projections for CUDA devices: the programs, and the same numbers on the CPU."""
+
+import functools
+import re
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+from jax.sharding import AxisType, NamedSharding, PartitionSpec
+from tiny_models import IMAGES, make
+
+from structinit_jax.models import attention
+
+pytestmark = pytest.mark.usefixtures("library_promotion")
+CHECK = "jax._src.cudnn.fused_attention_stablehlo.check_cudnn_version"
+BF16 = dict(dtype="bfloat16")
+FORWARD, BACKWARD = "__cudnn$fmhaSoftmax(", "__cudnn$fmhaSoftmaxBackward("
+
+
+@pytest.fixture
+def cudnn(monkeypatch):
+    """JAX traces a call of cuDNN only if it finds the library on this machine."""
+    monkeypatch.setattr(CHECK, lambda: 90800)
+
+
+def gradient(model):
+    return jax.grad(lambda images: model(images)[0].sum())
+
+
+def lower(function, *arguments, platform="cuda"):
+    return jax.jit(function).trace(*arguments).lower(lowering_platforms=(platform,)).as_text()
+
+
+def calls(program):
+    return [program.count(f"@{name}") for name in (FORWARD, BACKWARD)]
+
+
+@pytest.mark.parametrize(
+    ("changes", "expected"),
+    [
+        ({}, [1, 1]),
+        (dict(pool="class_token"), [1, 1]),  # an odd number of tokens
+        (dict(pool="class_token", positions="rope"), [1, 1]),
+        (dict(remat="dots"), [2, 1]),
+        (dict(remat="full", depth=1), [2, 1]),
+    ],
+)
+def test_cuda_programs_call_cudnn_and_hold_no_maps(cudnn, changes, expected):
+    program = lower(gradient(make("vit", **BF16, **changes)), IMAGES)
+    assert calls(program) == expected
+    assert not re.search("x2x(16x16|17x17|18x18)x", program)
+
+
+@pytest.mark.parametrize("changes", [{}, dict(pool="class_token")])
+def test_runs_under_vmap_share_one_call(cudnn, changes):
+    model = make("vit", **BF16, **changes)
+    images = jnp.stack([IMAGES, -IMAGES])
+    assert calls(lower(jax.vmap(gradient(model)), images)) == [1, 1]
+    stacked = jax.tree.map(lambda leaf: jnp.stack([leaf] * 3), model)
+    step = jax.vmap(jax.vmap(lambda model, x: gradient(model)(x), (0, None)), (None, 0))
+    assert calls(lower(step, stacked, images)) == [1, 1]
+
+
+@pytest.mark.parametrize(
+    ("family", "changes"),
+    [
+        ("vit", {}),
+        ("vit", dict(**BF16, num_heads=4)),  # of 4 channels, where cuDNN needs a multiple of 8
+        ("swin", BF16),  # with a bias
+    ],
+)
+def test_programs_that_cudnn_does_not_take_have_our_attention(cudnn, family, changes):
+    assert "cudnn" not in lower(gradient(make(family, **changes)), IMAGES)
+
+
+def test_a_machine_without_cudnn_traces_no_call(monkeypatch):
+    def check():
+        raise RuntimeError("cuDNN is not detected.")
+
+    monkeypatch.setattr(CHECK, check)
+    model = make("vit", **BF16, num_heads=1)  # a size that no other test has traced
+    assert "cudnn" not in lower(gradient(model), IMAGES)
+
+
+def test_other_devices_and_explicit_meshes_do_not_call_it(cudnn):
+    model = make("vit", **BF16)
+    assert "cudnn" not in lower(gradient(model), IMAGES, platform="cpu")
+    mesh = jax.make_mesh((2,), ("data",), axis_types=(AxisType.Explicit,))
+    images = jax.device_put(IMAGES, NamedSharding(mesh, PartitionSpec("data")))
+    with jax.set_mesh(mesh):
+        assert "dot_product_attention" not in str(jax.make_jaxpr(gradient(model))(images))
+
+
+def test_a_padded_token_changes_neither_attention_nor_gradients(monkeypatch):
+    rngs = jax.random.split(jax.random.key(0), 4)
+    arrays = [jax.random.normal(rng, (2, 17, 3, 8), jnp.bfloat16) for rng in rngs]
+
+    def run(attend, *arrays, cotangent):
+        y, pull_back = jax.vjp(attend, *arrays)
+        return y, *pull_back(cotangent)
+
+    def without_cudnn(*arrays, implementation, **lengths):
+        assert implementation == "cudnn"
+        return original(*arrays, **lengths)
+
+    original = jax.nn.dot_product_attention
+    monkeypatch.setattr(jax.nn, "dot_product_attention", without_cudnn)
+    found, expected = (
+        jax.jit(functools.partial(run, attend))(*arrays[:3], cotangent=arrays[3])
+        for attend in (attention._attend_with_cudnn, attention._attend_with_xla)
+    )
+    jax.tree.map(close, found, expected)
+
+
+def test_one_product_projects_like_three():
+    layers = tuple(
+        nnx.LinearGeneral(
+            16,
+            (2, 8),
+            dtype=jnp.bfloat16,
+            bias_init=nnx.initializers.normal(),
+            rngs=nnx.Rngs(i),
+        )
+        for i in range(3)
+    )
+    x = jax.random.normal(jax.random.key(3), (2, 5, 16), jnp.bfloat16)
+    for found, expected in zip(
+        attention._project_at_once(x, layers), attention._project_one_by_one(x, layers), strict=True
+    ):
+        close(found, expected)
+
+
+def close(found, expected):
+    np.testing.assert_allclose(np.float32(found), np.float32(expected), atol=3e-2, rtol=3e-2)
