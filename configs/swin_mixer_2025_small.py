@@ -1,18 +1,19 @@
 """Swin and MLP-Mixer on small data sets: "Structured Initialization for ViTs" (2025), table 3.
 
     python -m structinit_jax.main --workdir=DIR \
-        --config=configs/swin_mixer_2025_small.py:cifar10,swin_tiny_patch4_window7_224
+        --config=configs/swin_mixer_2025_small.py:cifar10,swin_tiny_patch4_window7_224,mimetic
 
 Pass the row after a colon: the data set, cifar10, cifar100, stl10, oxford_flowers102,
 oxford_iiit_pet or food101; then the model, swin_tiny_patch4_window7_224 (the default),
-swin_base_patch4_window7_224, mixer_s16_224 or mixer_b16_224. The paper trains its Mixer on CIFAR-10
-only; its size is not known to us.
+swin_base_patch4_window7_224, mixer_s16_224 or mixer_b16_224; then the scheme, impulse (the
+default), mimetic or default. The paper trains its Mixer on CIFAR-10 only; its size is not known to
+us.
 
 The paper's closed form is for attention with positions; we do not know how the authors applied it
-to these two families. The scheme here is our own: `impulse` in Swin's relative position bias
-and in Mixer's token-mixing MLPs. Others: --config.attention_init.name=default, mimetic or
-kaiming_uniform. The recipe is as in vit_2025_small.py, but all schemes start from timm's base
-initialization (`model.base_init`), since we do not know which one the authors used here.
+to these two families. `impulse` is our own, in Swin's relative position bias and in Mixer's
+token-mixing MLPs. The recipe is as in vit_2025_small.py, but all schemes start from timm's base
+initialization, since we do not know which one the authors used here; PyTorch's is
+--config.model.base_init=pytorch.
 
 Hardware: one GPU or more. Time: not measured.
 Accuracy to expect: unknown, since configs/papers.csv lacks the published ones; not run here.
@@ -36,10 +37,11 @@ MODELS = (
 def get_config(
     dataset: Literal[*DATASETS] = "cifar10",
     model: Literal[*MODELS] = "swin_tiny_patch4_window7_224",
+    scheme: Literal["impulse", "mimetic", "default"] = "impulse",
 ):
     config = load_config(f"{RECIPE}:{dataset}")
     changes = {name: config.model[name] for name in ("num_classes", "drop_path", "dtype")}
     config.model = base_config(model).model
     config.model.update(changes)
-    config.attention_init = dict(name="impulse", kernel_size=3)
+    config.attention_init = dict(name=scheme)
     return config

@@ -7,21 +7,23 @@ Paper: "Structured Initialization for Attention in Vision Transformers" (2024), 
 the row after a colon: the data set, cifar10, cifar100 or svhn_cropped; then the model,
 vit_tiny_patch2_32 (the default), vit_tiny_h8_patch2_32, vit_small_patch2_32,
 vit_small_h16_patch2_32, or of depth 8 vit_wD_hH_patch2_32 with width D of 64, 128, 256 or 512 and
-H of 4, 8, 16 or 32 heads; then the initialization, impulse3 (the default), impulse5, mimetic,
-truncated_normal or kaiming_uniform.
+H of 4, 8, 16 or 32 heads; then the initialization, impulse_2024 (the default, and the paper's),
+mimetic, truncated_normal or kaiming_uniform (the scheme default with timm's and PyTorch's base), or
+our impulse; then the kernel size of the impulses, 3 (the default) or 5.
 
 Table 1 varies --config.model.positions=learned and --config.model.pool=class_token of ViT-T; its
 initialization is not stated, and configs/papers.csv takes truncated_normal. Table 6 varies the
 pseudo inputs of the solve, --config.attention_init.first_input=uniform and
 --config.attention_init.following_input=uniform; its right half has
---config.attention_init.same_layers=False. Our own scheme: --config.attention_init.name=impulse.
+--config.attention_init.same_layers=False. The solve follows the program, which also rescales the
+weights; algorithm 1 as printed has --config.attention_init.rescale=False.
 
 From the text: AdamW, learning rate 1e-3, weight decay 0.01, batch 512, 200 epochs, RandAugment.
 From the authors' command (github.com/osiriszjq/structured_init): the schedule, epsilon 1e-3,
-clipping at 3, timm's variant of RandAugment, no crops, label smoothing 0.1. From their program: all
-but truncated_normal start the whole model from PyTorch's defaults (`model.base_init`). Not stated
-anywhere: the mean and standard deviation of the pixels (here the data set's own), and the command
-for widths of 64 to 512 (here the same recipe).
+clipping at 3, timm's variant of RandAugment, no crops, label smoothing 0.1, mixed precision (there
+float16, here bfloat16). From their program: all but truncated_normal start the whole model from
+PyTorch's defaults (`model.base_init`). Not stated anywhere: the mean and standard deviation of the
+pixels (here the data set's own), and the command for widths of 64 to 512 (here the same recipe).
 
 Hardware: one GPU. Time: not measured.
 Accuracy to expect: the published figures are in configs/papers.csv; not run here.
@@ -37,13 +39,13 @@ DATASETS = {
     "cifar100": (100, (0.5071, 0.4867, 0.4408), (0.2675, 0.2565, 0.2761)),
     "svhn_cropped": (10, (0.4377, 0.4438, 0.4728), (0.1980, 0.2010, 0.1970)),
 }
-# Initialization -> `model.base_init`, and the scheme for attention.
+# Initialization -> scheme, and `model.base_init`.
 INITS = {
-    "impulse3": ("pytorch", dict(name="impulse_2024", kernel_size=3)),
-    "impulse5": ("pytorch", dict(name="impulse_2024", kernel_size=5)),
-    "mimetic": ("pytorch", dict(name="mimetic")),
-    "truncated_normal": ("timm", dict(name="default")),
-    "kaiming_uniform": ("pytorch", dict(name="kaiming_uniform")),
+    "impulse_2024": ("impulse_2024", "pytorch"),
+    "mimetic": ("mimetic", "pytorch"),
+    "truncated_normal": ("default", "timm"),
+    "kaiming_uniform": ("default", "pytorch"),
+    "impulse": ("impulse", "pytorch"),
 }
 DEPTH_8 = [f"vit_w{d}_h{h}_patch2_32" for d in (64, 128, 256, 512) for h in (4, 8, 16, 32)]
 MODELS = (
@@ -58,7 +60,8 @@ MODELS = (
 def get_config(
     dataset: Literal[*DATASETS] = "cifar10",
     model: Literal[*MODELS] = "vit_tiny_patch2_32",
-    init: Literal[*INITS] = "impulse3",
+    init: Literal[*INITS] = "impulse_2024",
+    kernel_size: Literal["3", "5"] = "3",
 ):
     num_classes, mean, std = DATASETS[dataset]
     config = base_config(model)
@@ -77,7 +80,11 @@ def get_config(
     config.model.num_classes = num_classes
     config.model.positions = "sincos"
     config.model.pool = "mean"
-    config.model.base_init, config.attention_init = INITS[init]
+    config.model.dtype = "bfloat16"
+    scheme, config.model.base_init = INITS[init]
+    config.attention_init = dict(name=scheme)
+    if kernel_size != "3":
+        config.attention_init.kernel_size = int(kernel_size)
 
     config.augment.flip = 0.5
     config.augment.rand_augment = "rand-m9-mstd0.5-inc1"

@@ -5,18 +5,22 @@
 
 Pass the row after a colon: the data set, cifar10, cifar100, stl10, oxford_flowers102,
 oxford_iiit_pet or food101; then the model, vit_tiny_patch16_224 (the default, and the paper's),
-vit_small_patch16_224 or vit_base_patch16_224; then the initialization, impulse (the default; the
-paper's), mimetic or default. Our own scheme: --config.attention_init.name=impulse.
+vit_small_patch16_224 or vit_base_patch16_224; then the scheme, impulse_2025 (the default, and the
+paper's), mimetic, default, or our impulse. All rows keep the learned positions.
 
 All settings are from the authors' command (github.com/osiriszjq/structured_initialization): eight
 processes of 64 images, 300 epochs, learning rate 2e-3, 50 epochs of warm-up from 1e-6. Its color
 jitter has no effect with RandAugment, and it keeps no averaged weights: it sets their decay
-without switching them on. From the program: all three start the whole model from PyTorch's defaults
-(`model.base_init`). Not stated anywhere: which splits of the data sets are used.
+without switching them on. From the program: all rows start the whole model from PyTorch's defaults
+(`model.base_init`). It can also scale positions, Q and K, V and projection of mimetic and default
+(`attention_init.position_scale`, `query_key_scale`, `value_scale`), by factors not known to us. Not
+stated anywhere: which splits of the data sets are used.
 
-Table 4 selects weights from a larger pretrained model. Pass its safetensors file, written by
-`structinit_jax.export` after vit_2025_imagenet.py:vit_small_patch16_224 or by timm:
---config.start_from=vit_small.safetensors.
+Table 4 selects weights from a larger pretrained model. Pass its safetensors file, such as
+--config.start_from=vit_small_impulse_2025.safetensors, written by `structinit_jax.export` after
+vit_2025_imagenet.py:vit_small_patch16_224,impulse_2025. The authors' rebuttal also has a teacher
+trained from default, and one pretrained on ImageNet-21K, which timm can save
+(vit_small_patch16_224.augreg_in21k; which weights they took is not stated).
 
 Hardware: one GPU or more. Time: not measured.
 Accuracy to expect: unknown, since configs/papers.csv lacks the published ones; not run here.
@@ -35,18 +39,13 @@ DATASETS = {
     "oxford_iiit_pet": (37, "train", "test"),
     "food101": (101, "train", "validation"),
 }
-SCHEMES = {
-    "impulse": dict(name="impulse_2025"),
-    "mimetic": dict(name="mimetic", replace_positions=False),  # the program keeps learned ones
-    "default": dict(name="default"),
-}
 MODELS = ("vit_tiny_patch16_224", "vit_small_patch16_224", "vit_base_patch16_224")
 
 
 def get_config(
     dataset: Literal[*DATASETS] = "cifar10",
     model: Literal[*MODELS] = "vit_tiny_patch16_224",
-    init: Literal[*SCHEMES] = "impulse",
+    scheme: Literal["impulse_2025", "mimetic", "default", "impulse"] = "impulse_2025",
 ):
     num_classes, train_split, eval_split = DATASETS[dataset]
     config = base_config(model)
@@ -66,7 +65,8 @@ def get_config(
     config.model.drop_path = 0.1
     config.model.dtype = "bfloat16"
     config.model.base_init = "pytorch"
-    config.attention_init = SCHEMES[init]
+    # All schemes take this option, so that --schemes=A,B keeps learned positions from every row.
+    config.attention_init = dict(name=scheme, replace_positions=False)
 
     config.augment.crop = "resized"
     config.augment.flip = 0.5

@@ -161,6 +161,8 @@ def set_field(config: ConfigDict, path: str, text: str) -> None:
         options = config_lib.scheme_options(config.attention_init.name)
         fields = dict.fromkeys(f"attention_init.{option}" for option in options) | fields
     if path not in fields:
+        if path.startswith("attention_init."):
+            config_lib.refuse_former_option(path.removeprefix("attention_init."))
         raise InputError(f"config.{path} does not exist: {suggest(path, fields)}")
     section, _, name = path.rpartition(".")
     try:

@@ -266,7 +266,8 @@ def validate(config: ConfigDict) -> None:
 # -- the scheme ------------------------------------------------------------------------------------
 
 
-# Names that `config.attention_init` had, and what to write instead.
+# Names that `config.attention_init` had, and what to write instead. Runs that started with them can
+# still be evaluated and exported, which needs no scheme.
 FORMER_SCHEMES = {"kaiming_uniform": "name='default' with config.model.base_init='pytorch'"}
 FORMER_OPTIONS = {
     "mimetic_layers": "name='impulse_mimetic', or name='impulse' for impulses in all layers",
@@ -291,16 +292,22 @@ def scheme_options(name: str) -> tuple[str, ...]:
     return tuple(inspect.signature(find_scheme(name)).parameters)
 
 
+def refuse_former_option(option: str) -> None:
+    """Raises `InputError`, with what replaces it, for an option that schemes no longer have."""
+    if option in FORMER_OPTIONS:
+        raise InputError(
+            f"config.attention_init.{option} was removed: use {FORMER_OPTIONS[option]}"
+        )
+
+
 def make_attention_init(config: ConfigDict) -> attention_init.AttentionInit:
     """Returns the `(rng, site) -> weights` that `config.attention_init` describes."""
     options = dict(config.attention_init)
     name = options.pop("name", "")
     scheme = find_scheme(name)
     if name in attention_init.SCHEMES:
-        for option in FORMER_OPTIONS.keys() & options.keys():
-            raise InputError(
-                f"config.attention_init.{option} was removed: use {FORMER_OPTIONS[option]}"
-            )
+        for option in options:
+            refuse_former_option(option)
         errors.check_fields(scheme, options, "config.attention_init.")
     try:
         return scheme(**options)
@@ -321,8 +328,10 @@ def set_scheme(config: ConfigDict, name: str) -> None:
     prints a note of each change. Options that no scheme takes stay, and are refused later.
     """
     section, own = config.attention_init, scheme_options(name)
-    schemes = (section.name, *attention_init.SCHEMES)
+    schemes = {section.name, *attention_init.SCHEMES} - FORMER_SCHEMES.keys()
     others = {option for scheme in schemes for option in scheme_options(scheme)} - {*own}
+    if name != section.name:
+        others |= FORMER_OPTIONS.keys() - {*own}
     with config.unlocked():
         section.name = name
         if foreign := sorted(others.intersection(section)):

@@ -14,11 +14,13 @@ configs/papers.csv has the rows of all tables with their configs and published f
     2025.1        initializations of ViT-T on six small data sets at 224 pixels
     2025.2        initializations of ViT-T, ViT-S and ViT-B on ImageNet-1K
     2025.3        Swin and MLP-Mixer (our own impulse) on six small data sets
-    2025.4        ViT-T on six small data sets; rows 'selected' take weights from a ViT-S,
-                  vit_small.safetensors (how to make it: configs/vit_2025_small.py)
+    2025.4        ViT-T on six small data sets; rows 'from_X' take weights from a ViT-S,
+                  vit_small_X.safetensors (how to make it: configs/vit_2025_small.py)
+    2025.5        ViT-B on ImageNet-1K in three configurations, whose curves are in figure 5
     2025.figure3  training curves of ViT-T on CIFAR-10 and ViT-B on ImageNet-1K
 
-One GPU suffices for the small data sets; ImageNet-1K needs eight or more.
+One GPU suffices for the small data sets; ImageNet-1K needs eight or more. The report has the notes
+of configs/papers.csv, such as where published figures disagree.
 
 --rows=A,B selects the rows whose names contain all of these words; the difference to a baseline is
 reported once its row is trained too. --config.FIELD=VALUE applies to all rows. Workdir, report and
@@ -95,6 +97,7 @@ def main(overrides: command_line.Overrides) -> None:
         FLAGS.workdir,
         baselines={name: rows[name]["baseline"] for name in settings},
         published={name: rows[name]["published"] for name in settings},
+        notes={name: rows[name]["note"] for name in settings},
     )
     if failed:
         sys.exit(f"{failed} runs failed: see the report; the same command tries them again")

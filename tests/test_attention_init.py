@@ -104,6 +104,32 @@ def test_the_schemes_check_their_options_themselves():
         attention_init.mimetic(kernel_size=3)
 
 
+@pytest.mark.parametrize("name", ["default", "mimetic"])
+@pytest.mark.parametrize("site_type", [AttentionSite, RotarySite, WindowSite])
+def test_the_baselines_take_the_factors_of_the_2025_program(name, site_type):
+    site = SITES[site_type]
+    options = dict(query_key_scale=3.0, value_scale=0.5)
+    if site_type is AttentionSite:
+        site = dataclasses.replace(site, positions_trainable=True)
+        options |= dict(position_scale=2.0, replace_positions=False)
+    base, weights = SCHEMES[name]()(RNG, site), SCHEMES[name](**options)(RNG, site)
+    for field, factor in dict(query=3.0, key=3.0, value=0.5, out=0.5).items():
+        np.testing.assert_array_equal(getattr(weights, field), factor * getattr(base, field))
+    if site_type is AttentionSite:
+        assert (weights.positions, weights.position_scale) == (None, 2.0)
+
+
+@pytest.mark.parametrize("name", ["default", "mimetic", "impulse_2025"])
+def test_positions_are_scaled_or_replaced_but_not_both(name):
+    noise = 0.02 * jax.random.normal(RNG, (30, 32))
+    site = dataclasses.replace(SITES[AttentionSite], positions=noise, positions_trainable=True)
+    replaced = SCHEMES[name](replace_positions=True)(RNG, site)
+    np.testing.assert_array_equal(replaced.positions, sincos_positions((5, 6), 32))
+    assert replaced.position_scale is None
+    with pytest.raises(InputError, match=r"^position_scale=2\.0"):
+        SCHEMES[name](replace_positions=True, position_scale=2.0)
+
+
 @pytest.mark.parametrize(
     ("site_type", "options"),
     [

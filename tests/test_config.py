@@ -96,6 +96,23 @@ def test_former_names_say_what_to_write_instead(section, instead):
         config_lib.make_attention_init(config)
 
 
+@pytest.mark.parametrize(
+    ("path", "text"),
+    [("attention_init.name", "kaiming_uniform"), ("attention_init.mimetic_layers", "0")],
+)
+def test_former_names_on_the_command_line_say_what_to_write_instead(path, text):
+    with pytest.raises(InputError, match=rf"^config\.{path}.* was removed: use name="):
+        command_line.set_field(changed("seed", 0), path, text)
+
+
+def test_a_new_scheme_replaces_a_former_one_and_its_options():
+    config = changed("seed", 0)
+    for former in (dict(name="kaiming_uniform"), dict(name="impulse", norm=1.0, mlp_scale=0.0)):
+        config.attention_init = former
+        command_line.set_field(config, "attention_init.name", "default")
+        assert config.attention_init.to_dict() == dict(name="default")
+
+
 def test_a_scheme_sets_the_fields_that_it_needs():
     config = config_lib.base_config("vit")
     config.data.name = "digits"

@@ -13,6 +13,8 @@ import jax
 import pytest
 
 from structinit_jax import command_line
+from structinit_jax.attention_init import SCHEMES
+from structinit_jax.compare import train_grid
 from structinit_jax.config import load_config, make_attention_init, validate
 from structinit_jax.data.datasets import CATALOG
 from structinit_jax.data.source import split_size
@@ -72,6 +74,29 @@ def test_every_row_is_a_valid_config_of_its_data_set_and_model(path):
                 model = config.model
                 sizes = [model.width, model.depth, model.num_heads]
                 assert sizes == REFERENCE["models"]["sizes"][word]
+
+
+@each_file
+def test_a_word_that_names_a_scheme_means_this_scheme(path):
+    for row, config in load_rows(path).items():
+        for word in row.split(","):
+            assert word not in SCHEMES or word == config.attention_init.name
+
+
+SCHEMES_2025 = ("impulse_2025", "mimetic", "default", "impulse")
+
+
+@pytest.mark.parametrize("scheme", SCHEMES_2025)
+def test_vit_b_imagenet_has_the_rows_of_table_2(scheme):
+    row = load_config(f"{ROOT}/configs/vit_2025_imagenet.py:vit_base_patch16_224,{scheme}")
+    assert load_config(f"{ROOT}/configs/vit_b_imagenet.py:{scheme}").to_dict() == row.to_dict()
+    model = row.model
+    assert (model.base_init, model.positions, model.pool) == ("pytorch", "learned", "class_token")
+    # The schemes of a comparison keep the learned positions, whichever row it starts from.
+    for config in train_grid.expand(row, SCHEMES_2025, {}).values():
+        assert not config.attention_init.replace_positions
+    default = load_config(ROOT / "configs" / "vit_b_imagenet.py").attention_init.to_dict()
+    assert default == dict(name="impulse", replace_positions=False)
 
 
 @each_file

@@ -122,6 +122,83 @@ def test_pseudo_inputs_have_the_papers_distributions():
     np.testing.assert_allclose(summed - positions, gaussian, atol=1e-6)
 
 
+def adam_in_float64(query, key, x, targets, qk_scale, steps):
+    """Algorithm 1 as printed: Adam on the mean squared error, and nothing else."""
+    factors = [np.array(query, np.float64), np.array(key, np.float64)]
+    moments = [(0, 0), (0, 0)]
+    for step in range(1, steps + 1):
+        q, k = (x @ factor for factor in factors)
+        maps = softmax(qk_scale * q @ k.swapaxes(1, 2), axis=-1)
+        error = 2 * (maps - targets) / maps.size
+        logits = qk_scale * maps * (error - (error * maps).sum(-1, keepdims=True))
+        gradients = x.T @ logits @ k, x.T @ logits.swapaxes(1, 2) @ q
+        for i, gradient in enumerate(gradients):
+            m, v = moments[i]
+            moments[i] = m, v = 0.9 * m + 0.1 * gradient, 0.999 * v + 0.001 * gradient**2
+            m, v = m / (1 - 0.9**step), v / (1 - 0.999**step)
+            factors[i] = factors[i] - 1e-4 * m / (np.sqrt(v) + 1e-8)
+    return factors
+
+
+def test_2024_without_rescaling_is_algorithm_1_as_printed(library_promotion):
+    rng = np.random.default_rng(0)
+    start = rng.uniform(-0.25, 0.25, (2, 2, 16, 8)).astype(np.float32)
+    positions = sincos_positions((4, 4), 16)
+    targets = convolution_maps(impulse_kernels(3), (4, 4))[[1, 5]]
+    expected = adam_in_float64(*start, layer_norm(positions, 1e-5), targets, 8**-0.5, steps=3)
+    solve = functools.partial(
+        published.optimize_2024,
+        tuple(jnp.asarray(start)),
+        jnp.asarray(positions),
+        jnp.asarray(targets),
+    )
+    query, key, _ = solve(qk_scale=8**-0.5, max_steps=3, rescale=False)
+    for factor, wanted in zip((query, key), expected, strict=True):
+        np.testing.assert_allclose(jnp.moveaxis(factor, 1, 0), wanted, atol=3e-6)
+    site = make_site(num_layers=1)
+    weights, rescaled = (
+        attention_init.impulse_2024(max_steps=1, rescale=rescale)(jax.random.key(0), site)
+        for rescale in (False, True)
+    )
+    columns = [np.linalg.norm(w.query, axis=1) for w in (weights, rescaled)]
+    assert np.std(columns[0]) > 0.01
+    np.testing.assert_allclose(columns[1], columns[1].mean(), atol=1e-3)
+
+
+LEARNED = make_site(
+    positions=0.02 * jax.random.normal(jax.random.key(5), (36, 32)), positions_trainable=True
+)
+
+
+def test_2025_target_scale_noise_and_norms_are_options():
+    options = dict(target_scale=40.0, target_noise=1.0, query_key_norm=2.0, value_scale=0.5)
+    weights = attention_init.impulse_2025(**options)(jax.random.key(0), LEARNED)
+    base = attention_init.impulse_2025()(jax.random.key(0), LEARNED)
+    np.testing.assert_array_equal(weights.value, 0.5 * base.value)
+    np.testing.assert_array_equal(weights.out, 0.5 * base.out)
+    noise_rng = jax.random.split(jax.random.split(jax.random.key(0), 3)[0], 12)[0]
+    noise = 0.6 * jax.random.truncated_normal(noise_rng, -2 / 0.6, 2 / 0.6, (36, 36))
+    target = convolution_maps(impulse_kernels(3), LEARNED.grid)[4]
+    logits = 40.0 * target + np.asarray(noise, np.float64) * (target == 0)
+    x = layer_norm(18 * np.asarray(LEARNED.positions), 1e-5)
+    u, s, vt = np.linalg.svd(x, full_matrices=False)
+    inverse = vt[:8].T @ np.diag(1 / s[:8]) @ u[:, :8].T
+    u, s, vt = np.linalg.svd(inverse @ logits @ inverse.T)
+    # Both factors of norm Σ s^1/2 are scaled to a norm of 2.
+    expected = 4 * (u[:, :8] * s[:8]) @ vt[:8] / s[:8].sum()
+    product = weights.query[0, :, 0] @ weights.key[0, :, 0].T
+    np.testing.assert_allclose(product, expected, atol=2e-3 * np.abs(expected).max())
+
+
+def test_2025_solves_for_the_encoding_that_replaces_learned_positions():
+    fixed = attention_init.impulse_2025()(jax.random.key(0), make_site())
+    options = dict(replace_positions=True)
+    weights = attention_init.impulse_2025(**options)(jax.random.key(0), LEARNED)
+    np.testing.assert_array_equal(weights.positions, sincos_positions((6, 6), 32))
+    np.testing.assert_array_equal(weights.query, fixed.query)
+    assert weights.position_scale is None
+
+
 def test_2025_factors_agree_with_an_independent_float64_evaluation():
     rng = np.random.default_rng(0)
     x = rng.normal(size=(20, 12))
@@ -145,9 +222,7 @@ def test_2025_factors_agree_with_an_independent_float64_evaluation():
 
 
 def test_2025_weights_are_those_of_its_parts():
-    site = make_site(
-        positions=0.02 * jax.random.normal(jax.random.key(5), (36, 32)), positions_trainable=True
-    )
+    site = LEARNED
     weights = attention_init.impulse_2025()(jax.random.key(0), site)
     assert (weights.positions, weights.position_scale) == (None, 18)
     assert weights.filter_index.tolist() == [[4, 1, 5, 3]] * 3

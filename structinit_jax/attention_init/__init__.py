@@ -59,7 +59,13 @@ from structinit_jax.attention_init.sites import (
     WindowSite,
 )
 from structinit_jax.attention_init.targets import FilterArray, OddInt, OpenFraction
-from structinit_jax.errors import InputError, PositiveFloat, PositiveInt, check_fields
+from structinit_jax.errors import (
+    InputError,
+    NonNegativeFloat,
+    PositiveFloat,
+    PositiveInt,
+    check_fields,
+)
 
 
 def impulse(
@@ -142,12 +148,13 @@ def impulse_2024(
     first_input: PseudoInput = "positions",
     following_input: PseudoInput = "positions",
     max_steps: PositiveInt = 10_000,
+    rescale: bool = True,
     taps: PositiveInt = 1,
 ) -> AttentionInit:
     """The impulse initialization of the 2024 paper as published, to reproduce it.
 
-    The first five options are for attention with positions, where the sin-cos encoding replaces a
-    learned table; `taps` is for convolutions.
+    All options but `taps`, which is for convolutions, are for attention with positions, where the
+    sin-cos encoding replaces a learned table.
 
     Args:
       kernel_size: Kernel size f, odd. Each head draws one of the f² offsets.
@@ -158,14 +165,16 @@ def impulse_2024(
         'positions+uniform' or 'positions+gaussian'.
       following_input: Pseudo input of the other layers.
       max_steps: Number of Adam steps.
+      rescale: Whether Q and K are rescaled every 100 steps, which bounds their norms. The program
+        does so; algorithm 1 as printed does not.
       taps: Number of nonzero entries in each filter, all equal: 1 gives the impulses of table 4,
         and f² its box filters.
     """
     options = dict(locals())
     check_fields(impulse_2024, options, "")
-    attention = ("kernel_size", "same_layers", "first_input", "following_input", "max_steps")
+    attention = [option for option in options if option != "taps"]
     functions = {
-        AttentionSite: (published.impulse_2024, attention),
+        AttentionSite: (published.impulse_2024, tuple(attention)),
         ConvSite: (convolution.impulse_2024, ("taps",)),
     }
     return _by_site(impulse_2024, options, functions)
@@ -175,13 +184,25 @@ def impulse_2025(
     *,
     position_scale: PositiveFloat = 18.0,
     query_key_norm: PositiveFloat = 7.0,
+    value_scale: PositiveFloat = 1.0,
+    target_scale: PositiveFloat = 1000.0,
+    target_noise: NonNegativeFloat = 3.0,
+    replace_positions: bool = False,
 ) -> AttentionInit:
     """The impulse initialization of the 2025 paper as published, for learned positions.
+
+    The defaults are those of the paper's program. A summary of the paper has other values, which we
+    know at second hand only: target_scale=40, target_noise=1 and query_key_norm=2.
 
     Args:
       position_scale: Factor on learned positions, whose standard deviation is 0.02 in the paper's
         program; fixed ones stay as they are.
       query_key_norm: Frobenius norm of each head's Q and K.
+      value_scale: Factor on V and on the output projection.
+      target_scale: Logit of the target. Only its ratio to `target_noise` matters.
+      target_noise: Factor on the noise of the other logits.
+      replace_positions: Whether a sin-cos encoding replaces learned positions, as in `impulse`; the
+        program keeps them.
     """
     options = dict(locals())
     check_fields(impulse_2025, options, "")
@@ -189,35 +210,61 @@ def impulse_2025(
     return _by_site(impulse_2025, options, functions)
 
 
-def mimetic(*, replace_positions: bool = True) -> AttentionInit:
+def mimetic(
+    *,
+    replace_positions: bool = True,
+    position_scale: PositiveFloat = 1.0,
+    query_key_scale: PositiveFloat = 1.0,
+    value_scale: PositiveFloat = 1.0,
+) -> AttentionInit:
     """Mimetic initialization (Trockman & Kolter 2023): heads attend to similar tokens.
+
+    The factors are those of the 2025 paper's program, whose `mimetica_b_c` has position_scale=a,
+    query_key_scale=b and value_scale=c.
 
     Args:
       replace_positions: Whether a sin-cos encoding replaces learned positions. Neighbors then have
         similar positions, to which heads attend. Learned positions start near zero, too small to
         matter; the 2025 paper's program keeps them.
+      position_scale: Factor on learned positions that are kept.
+      query_key_scale: Factor on Q and on K.
+      value_scale: Factor on V and on the output projection.
     """
     options = dict(locals())
     check_fields(mimetic, options, "")
+    scales = ("query_key_scale", "value_scale")
     functions = {
-        AttentionSite: (near_identity.mimetic, ("replace_positions",)),
-        RotarySite: (near_identity.mimetic, ()),
-        WindowSite: (near_identity.mimetic, ()),
+        AttentionSite: (near_identity.mimetic, tuple(options)),
+        RotarySite: (near_identity.mimetic, scales),
+        WindowSite: (near_identity.mimetic, scales),
         TokenMixingSite: (token_mixing.mimetic, ()),
     }
     return _by_site(mimetic, options, functions)
 
 
-def default() -> AttentionInit:
-    """The base initialization of our models, timm's or PyTorch's; in other models, timm's."""
+def default(
+    *,
+    replace_positions: bool = False,
+    position_scale: PositiveFloat = 1.0,
+    query_key_scale: PositiveFloat = 1.0,
+    value_scale: PositiveFloat = 1.0,
+) -> AttentionInit:
+    """The base initialization of our models, timm's or PyTorch's; in other models, timm's.
+
+    The options are those of `mimetic`. The 2025 paper's program has the factors too: its
+    `defaulta_b_c` compares initializations at equal norms.
+    """
+    options = dict(locals())
+    check_fields(default, options, "")
+    scales = ("query_key_scale", "value_scale")
     functions = {
-        AttentionSite: (draws.default, ()),
-        RotarySite: (draws.default, ()),
-        WindowSite: (draws.default, ()),
+        AttentionSite: (draws.default, tuple(options)),
+        RotarySite: (draws.default, scales),
+        WindowSite: (draws.default, scales),
         TokenMixingSite: (token_mixing.default, ()),
         ConvSite: (convolution.default, ()),
     }
-    return _by_site(default, {}, functions)
+    return _by_site(default, options, functions)
 
 
 SCHEMES: dict[str, Callable[..., AttentionInit]] = {
@@ -249,6 +296,11 @@ def _by_site(
     if {"filters", "kernel_size"} <= set(changed):
         raise InputError(
             f"kernel_size={options['kernel_size']} is for impulses: leave it out, or the filters"
+        )
+    if options.get("replace_positions") and "position_scale" in changed:
+        raise InputError(
+            f"position_scale={options['position_scale']} is for learned positions that are kept: "
+            "leave it out, or set replace_positions=False"
         )
 
     def init(rng: jax.Array, site: Site) -> Weights:

@@ -4,6 +4,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float
 
+from structinit_jax.attention_init.sites import AttentionSite, AttentionStack
 from structinit_jax.errors import InputError
 
 
@@ -35,6 +36,20 @@ def sincos_positions(
     else:
         channels = [np.sin(x), np.cos(x), np.sin(y), np.cos(y)]
     return np.concatenate(channels, axis=1).astype(np.float32)
+
+
+def trained_positions(
+    site: AttentionStack, *, replace: bool, scale: float
+) -> tuple[Float[Array, "N D"] | None, float | None]:
+    """Returns what replaces a site's learned positions, or the factor on them, in a pair.
+
+    These are `AttentionWeights.positions` and `position_scale`. Fixed positions stay as they are.
+    """
+    if not isinstance(site, AttentionSite) or not site.positions_trainable:
+        return None, None
+    if replace:
+        return jnp.asarray(sincos_positions(site.grid, site.width)), None
+    return None, scale if scale != 1 else None
 
 
 def layer_norm(x: Float[Array | np.ndarray, "N D"], epsilon: float = 1e-6):

@@ -11,7 +11,11 @@ from jaxtyping import Array, Float, PRNGKeyArray
 
 from structinit_jax.attention_init.draws import trunc_normal
 from structinit_jax.attention_init.near_identity import mimetic_vo, split_product
-from structinit_jax.attention_init.positions import layer_norm, sincos_positions
+from structinit_jax.attention_init.positions import (
+    layer_norm,
+    sincos_positions,
+    trained_positions,
+)
 from structinit_jax.attention_init.sites import AttentionSite, AttentionWeights, SolveReport
 from structinit_jax.attention_init.solve import report_on_maps, warn_if_out_of_reach
 from structinit_jax.attention_init.targets import filter_maps
@@ -32,13 +36,15 @@ def impulse_2024(
     first_input: str,
     following_input: str,
     max_steps: int,
+    rescale: bool,
 ) -> AttentionWeights:
     """Algorithm 1 of "Structured Initialization for Attention in Vision Transformers" (2024).
 
     Adam minimizes the mean squared error of every head's map (equation 8) over its Q and K. The
     details that the paper leaves open follow its program, which also rescales the weights every 100
-    steps. V and projection keep the model's initialization, and learned positions are replaced by
-    the sin-cos encoding. At equal norms, `impulse` gets closer to the targets, and much faster.
+    steps (`rescale`). V and projection keep the model's initialization, and learned positions are
+    replaced by the sin-cos encoding. At equal norms, `impulse` gets closer to the targets, and much
+    faster.
     """
     trainable = site.positions_trainable
     positions = sincos_positions(site.grid, site.width) if trainable else site.require_positions()
@@ -52,7 +58,9 @@ def impulse_2024(
         draw_pseudo_input(rng, name, jnp.asarray(positions))
         for rng, name in zip(jax.random.split(input_rng, num_solved), names, strict=True)
     ]
-    options = dict(head_dim=site.head_dim, qk_scale=site.qk_scale, max_steps=max_steps)
+    options = dict(
+        head_dim=site.head_dim, qk_scale=site.qk_scale, max_steps=max_steps, rescale=rescale
+    )
     solve = functools.partial(_solve_2024, **options)
     query, key, reports = jax.vmap(solve)(
         jax.random.split(solve_rng, num_solved), jnp.stack(inputs), targets[filter_index]
@@ -88,7 +96,7 @@ def draw_pseudo_input(
     return noise + positions if name.startswith("positions+") else noise
 
 
-@functools.partial(jax.jit, static_argnames=("head_dim", "qk_scale", "max_steps"))
+@functools.partial(jax.jit, static_argnames=("head_dim", "qk_scale", "max_steps", "rescale"))
 def _solve_2024(rng, pseudo_input, targets, *, head_dim, **options):
     """Solves one layer: `optimize_2024` from a random start."""
     heads = len(targets)
@@ -105,17 +113,19 @@ def optimize_2024(
     *,
     qk_scale: float,
     max_steps: int,
+    rescale: bool = True,
 ) -> tuple[Float[Array, "D h d"], Float[Array, "D h d"], SolveReport]:
     """Returns Q, K and a report for one layer, after `max_steps` of Adam from `start`, (Q, K).
 
     Before steps 0, 100, 200, …, every column of Q (norm over D) and every row of K (norm over d) is
     rescaled to n, the mean column norm of Q at the start. Hence ‖Q‖ = n d^1/2, but ‖K‖ = n D^1/2.
+    If not `rescale`, nothing bounds the norms, as in the printed algorithm.
     """
     x = layer_norm(pseudo_input, PSEUDO_INPUT_EPSILON)
     adam = optax.adam(LEARNING_RATE, eps=1e-8)
     norm = jnp.linalg.norm(start[0], axis=1).mean()
 
-    def rescale(factors):
+    def bound_norms(factors):
         query, key = factors
         query *= norm / jnp.linalg.norm(query, axis=1, keepdims=True)
         return query, key * (norm / jnp.linalg.norm(key, axis=2, keepdims=True))
@@ -130,7 +140,9 @@ def optimize_2024(
 
     def body(step, carry):
         factors, state = carry
-        factors = jax.lax.cond(step % RESCALE_EVERY == 0, rescale, lambda same: same, factors)
+        if rescale:
+            due = step % RESCALE_EVERY == 0
+            factors = jax.lax.cond(due, bound_norms, lambda same: same, factors)
         updates, state = adam.update(jax.grad(loss)(factors), state)
         return optax.apply_updates(factors, updates), state
 
@@ -150,25 +162,31 @@ def impulse_2025(
     *,
     position_scale: float,
     query_key_norm: float,
+    value_scale: float,
+    target_scale: float,
+    target_noise: float,
+    replace_positions: bool,
 ) -> AttentionWeights:
     """The closed form of "Structured Initialization for Vision Transformers" (arXiv:2505.19985).
 
-    Learned positions are scaled; X is their LayerNorm. The target logits W are 1000 where the
-    target map is 1, and 3 times truncated normal noise of standard deviation 0.6 elsewhere;
-    `factor_logits` gives Q and K. Offsets go to heads in a fixed order, center first. V and
-    projection are mimetic, with heads sorted by singular values, as in the program.
+    Learned positions are scaled; X is their LayerNorm. The target logits W are `target_scale` where
+    the target map is 1, and `target_noise` times truncated normal noise of standard deviation 0.6
+    elsewhere; `factor_logits` gives Q and K. Offsets go to heads in a fixed order, center first. V
+    and projection are mimetic, with heads sorted by singular values, as in the program.
     """
-    scale = position_scale if site.positions_trainable else None
-    positions = (scale or 1) * jnp.asarray(site.require_positions())
+    positions, scale = trained_positions(site, replace=replace_positions, scale=position_scale)
+    inputs = site.require_positions() if positions is None else positions
     noise_rng, vo_rng, _ = jax.random.split(rng, 3)
     targets = jnp.asarray(filter_maps(site.grid))
     order = CENTER_FIRST[np.arange(site.num_heads) % len(targets)]
     filter_index = jnp.asarray(np.tile(order, (site.num_layers, 1)), jnp.int32)
     query, key, report = _solve_2025(
         noise_rng,
-        layer_norm(positions, PSEUDO_INPUT_EPSILON),
+        layer_norm((scale or 1) * jnp.asarray(inputs), PSEUDO_INPUT_EPSILON),
         targets,
         filter_index,
+        target_scale,
+        target_noise,
         head_dim=site.head_dim,
         qk_scale=site.qk_scale,
         norm=query_key_norm,
@@ -178,8 +196,9 @@ def impulse_2025(
     return AttentionWeights(
         query,
         key,
-        value,
-        out,
+        value_scale * value,
+        value_scale * out,
+        positions,
         report=report,
         filter_index=filter_index,
         targets=targets,
@@ -188,13 +207,15 @@ def impulse_2025(
 
 
 @functools.partial(jax.jit, static_argnames=("head_dim", "qk_scale"))
-def _solve_2025(rng, x, targets, filter_index, *, head_dim, qk_scale, norm):
+def _solve_2025(
+    rng, x, targets, filter_index, target_scale, target_noise, *, head_dim, qk_scale, norm
+):
     """Returns Q and K [L, D, h, d] and a report; each head's target is targets[filter_index]."""
     layers, heads = filter_index.shape
 
     def solve_head(rng, target):
         noise = trunc_normal(rng, target.shape, std=0.6)
-        logits = 1000 * target + 3 * jnp.where(target == 0, noise, 0)
+        logits = target_scale * target + target_noise * jnp.where(target == 0, noise, 0)
         query, key = (norm * factor for factor in factor_logits(x, logits, head_dim))
         maps = jax.nn.softmax(qk_scale * (x @ query) @ (x @ key).T, axis=-1)
         report = report_on_maps(target[None], maps[None], norm=norm / head_dim**0.5)

@@ -60,6 +60,7 @@ def expand(
         if field in ("seed", "attention_init.name"):
             raise InputError(f"--grid={field} cannot be an axis: use --seeds=N and --schemes=A,B")
         if section == "attention_init" and not any(option in own for own in options.values()):
+            config_lib.refuse_former_option(option)
             raise InputError(f"--grid={field}: no scheme of --schemes has the option {option!r}")
     settings = {}
     for scheme in schemes:
@@ -109,6 +110,7 @@ def run_grid(
     *,
     baselines: Mapping[str, str] | None = None,
     published: Mapping[str, str] | None = None,
+    notes: Mapping[str, str] | None = None,
 ) -> int:
     """Trains all runs that are not done and writes the report; returns how many of them failed.
 
@@ -119,6 +121,7 @@ def run_grid(
       baselines: Setting that each one is compared with, trained or not. By default the result of
         `find_baselines`.
       published: Published accuracies that are shown next to ours, by setting.
+      notes: Notes that the report shows, by setting; empty for none.
 
     Raises:
       InputError: A setting cannot be trained, or the workdir holds a comparison that disagrees, or
@@ -128,8 +131,11 @@ def run_grid(
     command_line.use_compilation_cache()  # through which runs share programs
     workdir, new = workdir_lib.prepare_workdir(workdir), {}
     for name, config in settings.items():
-        extra = {"seeds": list(seeds), "published": (published or {}).get(name, "")}
-        new[name] = describe_setting(name, config) | extra
+        new[name] = describe_setting(name, config) | {
+            "seeds": list(seeds),
+            "published": (published or {}).get(name, ""),
+            "note": (notes or {}).get(name, ""),
+        }
     with workdir_lib.report_full_disk(workdir):
         with workdir_lib.lock_workdir(workdir):
             info = _merge(workdir, new, settings)

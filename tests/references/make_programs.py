@@ -45,22 +45,22 @@ MODELS = {
         "vit_2025_imagenet.py:vit_base_patch16_224": ("vit_base_patch16_224", {}, 1000),
     },
 }
-# Paper -> initialization, as our configs name it -> arguments of the model.
+# Paper -> initialization, in the words of our configs -> arguments of the model.
 INITS = {
     "2024": {
         "truncated_normal": dict(weight_init=""),
         "kaiming_uniform": dict(weight_init="skip"),
         "mimetic": dict(weight_init="mimetic0.7_0.7"),
-        "impulse3": dict(weight_init="impulse3"),
-        "impulse5": dict(weight_init="impulse5"),
+        "impulse_2024": dict(weight_init="impulse3"),
+        "impulse_2024,5": dict(weight_init="impulse5"),
     },
     "2025": {
-        name: dict(weight_init="skip", post_weight_init=name, img_size=224)
-        for name in ("default", "mimetic", "impulse")
+        name: dict(weight_init="skip", post_weight_init=name.removesuffix("_2025"), img_size=224)
+        for name in ("default", "mimetic", "impulse_2025")
     },
 }
 CONVMIXERS = ("256_8_3", "512_6_3", "512_6_5")  # width, depth, kernel size
-FILTERS = {"trained": "train", "random": "random", "impulse": "impulse", "box": "box"}
+FILTERS = {"trained": "train", "random": "random", "impulse_2024": "impulse", "box": "box"}
 
 
 def main(paper, checkout):
