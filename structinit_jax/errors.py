@@ -14,6 +14,7 @@ the value must be, in a dataclass of fields or in the signature of a function:
 import dataclasses
 import difflib
 import importlib
+import inspect
 import math
 import os
 import re
@@ -23,6 +24,7 @@ import typing
 from collections.abc import Callable, Iterable, Mapping
 from typing import Annotated, Any, NamedTuple
 
+import jax
 import numpy as np
 
 MAX_LISTED = 40  # names in a message
@@ -157,6 +159,24 @@ def _check_of(hint: Any) -> Check:
                 lambda x: isinstance(x, tuple | list) and all(map(each.holds, x)),
             )
     return _CHECKS.get(hint, Check("", lambda _: True))
+
+
+def check_scheme(name: str, scheme: Any, rng: Any) -> None:
+    """Raises `InputError` unless a scheme can be called with a random key and a site."""
+    try:
+        inspect.signature(scheme).bind("rng", "site")
+    except (TypeError, ValueError) as error:
+        other = repr(scheme) if isinstance(scheme, str) else type(scheme).__name__
+        given = getattr(scheme, "__name__", other)
+        raise InputError(
+            f"{name}={given} must be a function of (rng, site): call the scheme, as in impulse()"
+        ) from error
+    try:
+        jax.eval_shape(jax.random.split, rng)
+    except (TypeError, ValueError) as error:
+        raise InputError(
+            f"rng of type {type(rng).__name__} must be one random key, such as jax.random.key(0)"
+        ) from error
 
 
 # -- names and references --------------------------------------------------------------------------

@@ -6,7 +6,7 @@ import pytest
 from foreign_models import normal_scheme, read, site_of, state_dict, write
 
 from structinit_jax import interop
-from structinit_jax.attention_init import sincos_positions
+from structinit_jax.attention_init import AttentionWeights, impulse, sincos_positions
 from structinit_jax.errors import InputError
 
 HEADS, WIDTH, GRID = 3, 192, (14, 14)
@@ -52,6 +52,15 @@ def changed(**tensors):
     return state_dict("timm") | {k.replace("__", "."): v for k, v in tensors.items()}
 
 
+def patches(*sides):
+    """A convolution over a sequence or a video."""
+    return changed(patch_embed__proj__weight=np.ones((WIDTH, 3, *sides), np.float32))
+
+
+def integers(name):
+    return changed(**{name.replace(".", "__"): state_dict("timm")[name].astype(np.int8)})
+
+
 def without(part):
     return {name: value for name, value in state_dict("timm").items() if part not in name}
 
@@ -84,7 +93,7 @@ REFUSED = {  # what the message says, and the parameters
     r"attn\.kv\.weight.* other attention is not": lambda: shapes(
         a__attn__kv=(8, 4), a__attn__sr=(4,)
     ),
-    r"params is a Module, a torch module: pass \{k: v\.detach": Module,
+    r"params is a Module, .* state_dict\(\)": Module,
     "is a test_host.Tensor, not a NumPy": lambda: dict.fromkeys(state_dict("timm"), Tensor()),
     "q_norm.weight may change the attention": lambda: changed(blocks__0__attn__q_norm__weight=ONES),
     "rel_pos.* may change the attention": lambda: changed(rel_pos__mlp__fc1__weight=ONES),
@@ -92,6 +101,12 @@ REFUSED = {  # what the message says, and the parameters
     "positions: .* width 192: pass": lambda: without("pos_embed"),
     r"qkv\.weight.*, but no attention layers": lambda: without("blocks.1.attn.qkv"),
     r"\.qkv\.weight .*not supported": lambda: changed(blocks__1__attn__qkv__weight=WIDE),
+    r"^grid: .*\(192, 3, 2, 16, 16\)": lambda: patches(2, 16, 16),
+    r"^grid: .*\(192, 3, 16\)": lambda: patches(16),
+    r"^grid: time_token": lambda: changed(time_token=np.ones((1, 4, WIDTH), np.float32)),
+    r"qkv\.weight has dtype int8": lambda: integers("blocks.0.attn.qkv.weight"),
+    r"attn\.proj\.bias has dtype int8": lambda: integers("blocks.1.attn.proj.bias"),
+    "pos_embed has dtype int8": lambda: integers("pos_embed"),
     r"several models \(a\.blocks\.0\.attn, b\..*\): pass the subtree": two_models,
     "several stages is not supported": stages,
 }
@@ -106,7 +121,8 @@ def test_unusable_parameters_are_refused(message):
 @pytest.mark.parametrize(
     ("message", "options"),
     [
-        ("^num_heads=5", dict(num_heads=5)),
+        ("^num_heads=5 .* 192 channels", dict(num_heads=5)),
+        ("^num_heads: ", dict(num_heads=None)),
         ("^grid=", dict(grid=(5, 5))),
         (r"^AttentionSite\.positions", dict(positions=np.zeros((16, 8), np.float32))),
         (r"^positions has shape \(1, 16, 8\)", dict(positions=np.zeros((1, 16, 8), np.float32))),
@@ -117,6 +133,26 @@ def test_arguments_that_do_not_fit_are_refused(message, options):
         interop.initialize(
             state_dict("timm"), normal_scheme, RNG, **dict(num_heads=HEADS) | options
         )
+
+
+def test_a_sequence_of_tokens_is_a_grid_of_one_row():
+    params = patches(16) | {"pos_embed": np.ones((1, 17, WIDTH), np.float32)}
+    assert site_of(params, num_heads=HEADS, grid=(1, 16)).grid == (1, 16)
+    new = write(params, AttentionWeights(patch_bias=np.ones(WIDTH)), num_heads=HEADS, grid=(1, 16))
+    assert new["patch_embed.proj.bias"].all()
+
+
+@pytest.mark.parametrize(
+    ("message", "scheme", "rng"),
+    [
+        (r"^attention_init=impulse must .* impulse\(\)", impulse, RNG),
+        ("^attention_init returned a function", lambda a, b: normal_scheme, RNG),
+        ("^rng of type .* must be one", normal_scheme, jax.random.split(RNG)),
+    ],
+)
+def test_schemes_and_keys_that_are_none_are_refused(message, scheme, rng):
+    with pytest.raises(InputError, match=message):
+        interop.initialize(state_dict("timm"), scheme, rng, num_heads=HEADS)
 
 
 def test_rotary_positions_beside_a_table_are_reported():

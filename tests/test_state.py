@@ -9,7 +9,12 @@ from structinit_jax.errors import InputError
 from structinit_jax.interop import to_timm
 from structinit_jax.models.vit import VisionTransformer
 from structinit_jax.training.mesh import make_mesh
-from structinit_jax.training.state import abstract_model, initialize_model, split_model
+from structinit_jax.training.state import (
+    abstract_model,
+    initialize_model,
+    split_model,
+    split_seed,
+)
 
 pytestmark = pytest.mark.usefixtures("library_promotion")
 TEACHER = dict(
@@ -31,6 +36,15 @@ def start(config):
 def initialize(config, model):
     scheme = make_attention_init(config)
     return initialize_model(model, scheme, config.seed, config.start_from)[:2]
+
+
+def test_the_keys_of_a_run_do_not_depend_on_jaxs_default():
+    expected = split_seed(3)
+    with jax.default_prng_impl("rbg"):
+        found = split_seed(3)
+    assert all(jax.random.key_impl(rng) == "threefry2x32" for rng in found)
+    for rng, same in zip(found, expected, strict=True):
+        np.testing.assert_array_equal(jax.random.key_data(rng), jax.random.key_data(same))
 
 
 @pytest.fixture

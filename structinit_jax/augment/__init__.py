@@ -75,10 +75,10 @@ def make_augment(
     """Builds the function `(rng, images, labels) -> (images, targets)` to call within jit.
 
     The order of operations is that of timm's train script with its prefetcher: crop, flip,
-    RandAugment, mixing, rounding, normalization, erasing. The random numbers for an image depend
-    only on `rng` and on its index in the batch, so the result does not depend on the number of
-    devices. The function returns normalized float32 images and targets, and raises `InputError` if
-    `mix_group` does not divide the batch.
+    RandAugment, mixing, rounding, normalization, erasing. With a Threefry key, which is JAX's
+    default, the random numbers for an image depend only on `rng` and on its index in the batch, so
+    the result does not depend on the number of devices. The function returns normalized float32
+    images and targets, and raises `InputError` if `mix_group` does not divide the batch.
 
     Args:
       config: The section `config.augment`, with the fields of `AugmentConfig`.

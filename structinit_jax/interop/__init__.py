@@ -3,7 +3,7 @@
 `initialize` puts an attention scheme into the parameters of another project's model, and
 `torch_maps` records the attention maps that a torch model computes. `from_timm` and `to_timm`
 convert the weights of our own models. `select_weights` starts a smaller model from a larger one.
-State dicts hold NumPy or JAX arrays, not torch tensors; only `torch_maps` needs torch.
+State dicts may hold NumPy or JAX arrays or torch tensors; only `torch_maps` needs torch.
 """
 
 from structinit_jax.interop.convert import from_timm, select_weights, to_timm

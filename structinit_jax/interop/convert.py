@@ -17,6 +17,7 @@ from structinit_jax.attention_init import sincos_positions
 from structinit_jax.errors import InputError
 from structinit_jax.interop.entries import (
     Entry,
+    as_array,
     check_array,
     conv,
     like,
@@ -31,7 +32,7 @@ from structinit_jax.models.mixer import MlpMixer
 from structinit_jax.models.swin import SwinTransformer
 from structinit_jax.models.vit import VisionTransformer, resample_positions
 
-StateDict = Mapping[str, Any]  # of NumPy or JAX arrays
+StateDict = Mapping[str, Any]  # of NumPy or JAX arrays or torch tensors
 HEADS = ("head", "head_dist", "classifier")
 # Functions of the sizes, in Swin weights of older versions of timm.
 BUFFERS = ("attn.relative_position_index", "attn_mask")
@@ -59,7 +60,7 @@ def to_timm(model: nnx.Module) -> dict[str, np.ndarray]:
     }
 
 
-def from_timm(model: nnx.Module, state_dict: Mapping[str, np.ndarray]) -> None:
+def from_timm(model: nnx.Module, state_dict: StateDict) -> None:
     """Loads timm's weights into a model of the same architecture, in place.
 
     Prefixes of torch's DataParallel and `torch.compile` are removed from the names. Raises
@@ -75,6 +76,8 @@ def from_timm(model: nnx.Module, state_dict: Mapping[str, np.ndarray]) -> None:
                 f"state_dict has no {entry.name!r}: is it of the same architecture and depth?"
             )
         tensor = np.asarray(remaining.pop(entry.name))
+        if entry.paths:
+            check_array("state_dict", entry.name, tensor)
         targets = entry.arrays(ours)
         shapes = [target.shape for target in targets]
         if tensor.shape != entry.shape(shapes):
@@ -95,7 +98,7 @@ def from_timm(model: nnx.Module, state_dict: Mapping[str, np.ndarray]) -> None:
 
 def _read_names(state_dict: StateDict) -> dict[str, Any]:
     """Returns the weights by timm's names, without buffers and the prefixes of wrappers."""
-    weights = {unwrapped(k): v for k, v in state_dict.items() if not k.endswith(BUFFERS)}
+    weights = {unwrapped(k): as_array(v) for k, v in state_dict.items() if not k.endswith(BUFFERS)}
     for name in weights:
         if UNSUPPORTED.search(name):
             raise InputError(

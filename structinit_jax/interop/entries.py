@@ -7,6 +7,7 @@ axes: query, key and value [D, h, d], output projection [h, d, D].
 
 import math
 import re
+import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -127,12 +128,28 @@ def unwrapped(name: str) -> str:
     return re.sub(r"^(?:(?:module|_orig_mod)\.)+|(?<=\.)_orig_mod\.", "", name)
 
 
+def is_tensor(leaf: Any) -> bool:
+    """Whether a leaf is a torch tensor. Does not import torch."""
+    return "torch" in sys.modules and isinstance(leaf, sys.modules["torch"].Tensor)
+
+
+def as_array(leaf: Any) -> Any:
+    """Converts a torch tensor to NumPy, which has no bfloat16: floats of 8 or 16 bits to 32."""
+    if not is_tensor(leaf):
+        return leaf
+    leaf = leaf.detach().cpu()
+    return (leaf.float() if leaf.is_floating_point() and leaf.itemsize < 4 else leaf).numpy()
+
+
 def check_array(argument: str, name: str, leaf: Any) -> None:
-    """Raises `InputError` for anything but a NumPy or JAX array, such as a torch tensor."""
+    """Raises `InputError` for anything but a NumPy or JAX array of floats."""
     if not isinstance(leaf, np.ndarray | jax.Array):
+        kind = f"{type(leaf).__module__}.{type(leaf).__name__}"
+        raise InputError(f"{argument}: {name} is a {kind}, not a NumPy or JAX array: convert it")
+    if not jnp.issubdtype(leaf.dtype, jnp.floating):
         raise InputError(
-            f"{argument}: {name} is a {type(leaf).__module__}.{type(leaf).__name__}, not a NumPy "
-            "or JAX array: convert torch tensors with {k: v.numpy() for k, v in state_dict.items()}"
+            f"{argument}: {name} has dtype {leaf.dtype}, not a floating-point one: use the model "
+            "before it is quantized"
         )
 
 

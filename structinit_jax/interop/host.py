@@ -11,7 +11,7 @@ import numpy as np
 
 from structinit_jax.attention_init import AttentionWeights
 from structinit_jax.attention_init.sites import check_shape, is_concrete
-from structinit_jax.errors import InputError, is_count
+from structinit_jax.errors import InputError, is_count, require
 from structinit_jax.interop.entries import check_array, like, stays_numpy, unsupported
 from structinit_jax.interop.layouts import (
     FIELDS,
@@ -27,9 +27,10 @@ Grid = tuple[int, int]
 # Patterns of names, below the stem of the model or, of norms, below the block.
 _POSITIONS = r"(?:.*\.)?(?:[^.]*pos[^.]*(?:\.(?:embeddings?|weight))?|wpe)"
 _EXTRA_TOKENS = (
-    r"(?i:(?:.*\.)?(?:cls|class|dist|distillation|reg|registers?)_?"
+    r"(?i:(?:.*\.)?(?:cls|class|dist|distillation|reg|registers?|storage)_?"
     r"(?:tok|tokens?|emb|embed|embeddings?)?)"
 )
+_OTHER_TOKENS = r"(?i:(?:.*\.)?(?!mask)[a-z_]+_tok(?:en)?s?)"  # unless they are extra tokens
 _RELATIVE = r"(?:.*[._])?(?:rel_pos|relative_pos|relative_att|position_bias|attention_bias).*"
 _ROTARY = r"(?:.*[._])?(?:rope|rotary|freqs).*"
 _BIAS_TABLE = "relative_position_bias_table"  # of Swin and BEiT
@@ -100,11 +101,13 @@ class Host:
         if len(shape) != 2:
             raise unsupported(name, f"has shape {shape} and is no linear layer")
         self.width, inner = shape
-        if not is_count(num_heads) or inner % num_heads:
+        if num_heads is None:
             raise InputError(
-                f"num_heads={num_heads!r}: pass the number of heads that share {inner} channels, "
-                "which torch's parameters do not show"
+                f"num_heads: pass the number of heads that share {inner} channels, which torch's "
+                "parameters do not show"
             )
+        divides = f"a positive whole number that divides the {inner} channels of {name}"
+        require("num_heads", num_heads, divides, lambda n: is_count(n) and inner % n == 0)
         self.num_heads, self.head_dim = num_heads, inner // num_heads
 
     def sizes(self) -> dict[str, Any]:
@@ -206,25 +209,54 @@ class Host:
         extra = sum(math.prod(s) // self.width for s in shapes if s[-1:] == (self.width,))
         return PositionTable(name, rows, *_split_rows(name, len(rows), extra, grid))
 
-    def patch_kernel(self) -> str:
-        """Returns the name of the patch embedding's kernel, a convolution's or a linear layer's."""
-        layout = self.stack.layout
-        inside = tuple(f"{attention}." for attention in self.stack.attentions)
-        ranks = {}
-        for name in self._names(rf".*\.{layout.leaf}"):
+    def require_image_tokens(self) -> None:
+        """Raises `InputError` if the parameters show that the tokens need not fill a square.
+
+        These are parameters of sequences, of videos, and of tokens that may have positions.
+        """
+        kernels = self._patch_kernels()
+        if kernels and not {2, 4} & set(kernels.values()):
+            name = next(iter(kernels))
+            raise InputError(
+                f"grid: {name} of shape {np.shape(self.leaves[name])} embeds patches of a sequence "
+                "or a video: pass grid=(1, N) for a sequence of N tokens, or grid=(rows, cols) if "
+                "there is a single frame"
+            )
+        for name in self._names(_OTHER_TOKENS):
             shape = np.shape(self.leaves[name])
-            ends_here = len(shape) in (2, 4) and shape[0 if layout.torch else -1] == self.width
-            # The backbone of a hybrid model is not its patch embedding.
-            if ends_here and not name.startswith(inside) and "patch_embed.backbone" not in name:
-                ranks[name] = len(shape)
-        named = [name for name in ranks if re.search(r"patch|embeds\.proj", name.lower())]
-        found = named or [name for name, rank in ranks.items() if rank == 4]
+            if shape[-1:] == (self.width,) and not self._matches(_EXTRA_TOKENS, name):
+                raise InputError(
+                    f"grid: {name} of shape {shape} may be tokens with positions of their own: "
+                    "pass grid=(rows, cols) of the image tokens"
+                )
+
+    def patch_kernel(self) -> str:
+        """Returns the name of the patch embedding's kernel."""
+        found = list(self._patch_kernels())
         if len(found) != 1:
             raise InputError(
                 f"params hold {', '.join(found) or 'no kernel'} where a patch embedding to "
                 f"{self.width} channels is needed, whose bias this scheme sets: use 'mimetic'"
             )
         return found[0]
+
+    def _patch_kernels(self) -> dict[str, int]:
+        """Returns the ranks of kernels that may be the patch embedding's, by name.
+
+        They are convolutions' with one to three spatial axes, or linear layers'.
+        """
+        layout = self.stack.layout
+        inside = tuple(f"{attention}." for attention in self.stack.attentions)
+        ranks = {}
+        for name in self._names(rf".*\.{layout.leaf}"):
+            shape = np.shape(self.leaves[name])
+            ends_here = 2 <= len(shape) <= 5 and shape[0 if layout.torch else -1] == self.width
+            # The backbone of a hybrid model is not its patch embedding.
+            if ends_here and not name.startswith(inside) and "patch_embed.backbone" not in name:
+                ranks[name] = len(shape)
+        named = [name for name in ranks if re.search(r"patch|embeds\.proj", name.lower())]
+        found = named or [name for name, rank in ranks.items() if rank >= 4]
+        return {name: ranks[name] for name in found}
 
     # -- names -------------------------------------------------------------------------------------
 

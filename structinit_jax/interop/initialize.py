@@ -9,8 +9,8 @@ from jaxtyping import Float
 
 from structinit_jax.attention_init import AttentionInit, AttentionWeights
 from structinit_jax.attention_init.sites import GRID, check_shape
-from structinit_jax.errors import InputError, require
-from structinit_jax.interop.entries import like, replace_rows
+from structinit_jax.errors import InputError, check_scheme, require
+from structinit_jax.interop.entries import check_array, like, replace_rows
 from structinit_jax.interop.host import Grid, Host, find_hosts
 from structinit_jax.interop.layouts import Leaves, flatten
 from structinit_jax.interop.sites import find_site, num_offsets
@@ -39,11 +39,12 @@ def initialize(
 
     Args:
       params: A state dict, Linen tree, Equinox or NNX module, NNX state or pure dict; not changed.
+        The weights of a state dict may be torch tensors.
       attention_init: The scheme, such as `impulse()`; or `lambda rng, site: weights`.
       rng: Random key for the scheme.
       num_heads: Number of heads h; required for torch and Equinox, whose shapes do not show it.
-      grid: (rows, cols) of the image tokens, or in Swin and BEiT of the windows that are not
-        square. If None, all are square.
+      grid: (rows, cols) of the image tokens, (1, N) in a model of sequences, or in Swin and BEiT
+        (rows, cols) of the windows that are not square. If None, all are square.
       positions: [N, D] encoding that the model adds to its tokens without storing it in `params`,
         for example `sincos_positions(grid, D)`, or for big_vision and vit-pytorch's SimpleViT
         `sincos_positions(grid, D, convention="big_vision")`. A table in `params` is then neither
@@ -54,12 +55,13 @@ def initialize(
         of Hugging Face's `model.rope_embeddings(pixel_values)`.
 
     Returns:
-      Parameters of the same structure, array kinds (NumPy or JAX), dtypes and shardings. Unchanged
-      arrays may be shared with `params`.
+      Parameters of the same structure, array kinds (NumPy, JAX or torch), dtypes and shardings.
+      Unchanged arrays may be shared with `params`.
 
     Raises:
       InputError: An argument is missing, or the model does not fit the scheme.
     """
+    check_scheme("attention_init", attention_init, rng)
     if grid is not None:
         require("grid", grid, *GRID)
     leaves, rebuild = flatten(params)
@@ -75,8 +77,11 @@ def initialize(
     return rebuild(leaves)
 
 
-def _write(host: Host, weights: AttentionWeights, grid: Grid) -> Leaves:
+def _write(host: Host, weights: Any, grid: Grid) -> Leaves:
     """Returns the leaves that the weights of a scheme change, or raises `InputError`."""
+    if not isinstance(weights, AttentionWeights):
+        kind = type(weights).__name__
+        raise InputError(f"attention_init returned a {kind}: it must return AttentionWeights")
     token_fields = ("positions", "position_scale", "patch_bias")
     for field in token_fields if host.bias_tables else ("bias",):
         if getattr(weights, field) is not None:
@@ -112,6 +117,8 @@ def _write(host: Host, weights: AttentionWeights, grid: Grid) -> Leaves:
             )
         old = host.leaves[name]
         new[name] = like(weights.patch_bias.reshape(old.shape), old)
+    for name in new:
+        check_array("params", name, host.leaves[name])
     return new
 
 
@@ -128,6 +135,9 @@ def torch_maps(model: Any, images: Any) -> list[Float[np.ndarray, "B h T T"]]:
     Returns:
       The maps in the order in which the model computes them, over all T tokens, class and register
       tokens included.
+
+    Raises:
+      InputError: No map was found.
     """
     import torch
     from torch.nn.attention import SDPBackend, sdpa_kernel
@@ -138,7 +148,12 @@ def torch_maps(model: Any, images: Any) -> list[Float[np.ndarray, "B h T T"]]:
 
     class Recorder(TorchDispatchMode):
         def __torch_dispatch__(self, function, types, args=(), kwargs=None):
-            out = function(*args, **(kwargs or {}))
+            kwargs = kwargs or {}
+            with self:  # in inference mode, operations that contain a softmax arrive whole
+                out = function.decompose(*args, **kwargs)
+            if out is not NotImplemented:
+                return out
+            out = function(*args, **kwargs)
             is_softmax = "softmax" in function.__name__ and out.ndim > 2
             if is_softmax and out.shape[-1] == out.shape[-2] > 1:
                 maps = out if out.ndim == 4 else out.reshape(len(images), -1, *out.shape[-2:])
@@ -153,4 +168,9 @@ def torch_maps(model: Any, images: Any) -> list[Float[np.ndarray, "B h T T"]]:
         torch.backends.mha.set_fastpath_enabled(fast_path)
         for module, training in modes:
             module.training = training
+    if not found:
+        raise InputError(
+            "model: its call computed no softmax over square logits [..., T, T]: pass one that is "
+            "not compiled, and whose attention torch computes"
+        )
     return found

@@ -2,6 +2,7 @@
 
 import itertools
 import re
+import sys
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any, NamedTuple
 
@@ -9,7 +10,15 @@ import jax
 from flax import nnx
 
 from structinit_jax.errors import InputError
-from structinit_jax.interop.entries import Entry, linear, linear_bias, same, unwrapped
+from structinit_jax.interop.entries import (
+    Entry,
+    as_array,
+    is_tensor,
+    linear,
+    linear_bias,
+    same,
+    unwrapped,
+)
 
 FIELDS = ("query", "key", "value", "out")
 Leaves = dict[str, Any]
@@ -25,17 +34,25 @@ def flatten(params: Any) -> tuple[Leaves, Callable[[Leaves], Any]]:
     """
     if callable(getattr(params, "state_dict", None)):
         raise InputError(
-            f"params is a {type(params).__name__}, a torch module: pass "
-            "{k: v.detach().cpu().numpy() for k, v in model.state_dict().items()} and load the "
-            "result into it"
+            f"params is a {type(params).__name__}, a torch module: pass its state_dict(), and load "
+            "the result into it"
         )
     if isinstance(params, nnx.Module):
         graphdef, state, sown = nnx.split(params, nnx.Not(nnx.Intermediate), ...)
         leaves, rebuild = flatten(state)
         return leaves, lambda new: nnx.merge(graphdef, rebuild(new), sown)
     flat, treedef = jax.tree_util.tree_flatten_with_path(params)
-    leaves = {_name(path): leaf for path, leaf in flat}
-    return leaves, lambda new: jax.tree_util.tree_unflatten(treedef, new.values())
+    given = {_name(path): leaf for path, leaf in flat}
+    tensors = {name: leaf for name, leaf in given.items() if is_tensor(leaf)}
+    leaves = given | {name: as_array(tensor) for name, tensor in tensors.items()}
+
+    def rebuild(new):
+        # A tensor takes new values in its own dtype and on its own device.
+        for name, tensor in tensors.items():
+            new[name] = sys.modules["torch"].from_numpy(new[name]).to(tensor)
+        return treedef.unflatten(new.values())
+
+    return leaves, rebuild
 
 
 def _name(path) -> str:

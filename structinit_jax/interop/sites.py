@@ -34,6 +34,8 @@ def find_site(
             if value is not None:
                 raise InputError(f"{name}: leave it out, the model has {host.bias_tables[0]}")
         return WindowSite(grid=_find_window(host, grid), **host.sizes())
+    if grid is None and rotations is None:
+        host.require_image_tokens()
     table = host.position_table(grid) if positions is None else None
     if rotations is not None:
         if table is not None:

@@ -195,8 +195,13 @@ def init_state(
 
 
 def split_seed(seed: ArrayLike) -> tuple[PRNGKeyArray, PRNGKeyArray, PRNGKeyArray]:
-    """Returns the random keys of weights, attention_init and steps for `config.seed`."""
-    params_rng, attention_rng, steps_rng = jax.random.split(jax.random.key(seed), 3)
+    """Returns the random keys of weights, attention_init and steps for `config.seed`.
+
+    They are Threefry's whatever JAX's default is: with others, such as 'rbg', what `jax.vmap` draws
+    for an image depends on the number of images of its device.
+    """
+    rng = jax.random.key(seed, impl="threefry2x32")
+    params_rng, attention_rng, steps_rng = jax.random.split(rng, 3)
     return params_rng, attention_rng, steps_rng
 
 

@@ -1,0 +1,41 @@
+"""What only torch itself can show: its tensors, and the maps that it computes."""
+
+import jax
+import numpy as np
+import pytest
+from foreign_models import normal_scheme, state_dict
+
+from structinit_jax.errors import InputError
+from structinit_jax.interop import initialize, torch_maps
+
+torch = pytest.importorskip("torch")
+
+
+def test_tensors_of_all_dtypes_become_what_arrays_become():
+    arrays = state_dict("timm")
+    given = dict(attention_init=normal_scheme, rng=jax.random.key(0), num_heads=3)
+    expected = initialize(arrays, **given)
+    for dtype in (torch.float32, torch.float16, torch.bfloat16):
+        tensors = {name: torch.from_numpy(array).to(dtype) for name, array in arrays.items()}
+        new = initialize(tensors, **given)
+        for name, tensor in new.items():
+            assert tensor.dtype == dtype
+            assert torch.equal(tensor, torch.from_numpy(expected[name]).to(dtype))
+        assert torch.equal(tensors["pos_embed"], torch.from_numpy(arrays["pos_embed"]).to(dtype))
+
+
+def test_maps_are_recorded_in_inference_mode_too():
+    layer = torch.nn.TransformerEncoderLayer(8, 2, 8, batch_first=True, norm_first=True)
+    model = torch.nn.TransformerEncoder(layer, 2, enable_nested_tensor=False)
+    tokens = torch.randn(3, 5, 8)
+    expected = torch_maps(model, tokens)
+    assert [maps.shape for maps in expected] == [(3, 2, 5, 5)] * 2
+    with torch.inference_mode():
+        found = torch_maps(model, tokens)
+    for maps, same in zip(expected, found, strict=True):
+        np.testing.assert_array_equal(maps, same)
+
+
+def test_a_model_without_maps_is_refused():
+    with pytest.raises(InputError, match=r"^model: "):
+        torch_maps(torch.nn.Linear(4, 4), torch.ones(2, 4, 4))
