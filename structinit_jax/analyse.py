@@ -14,12 +14,15 @@ It writes to the directory --out:
 
 - `analysis.json`: all measures by layer and head.
 - `maps.npz`: the maps [h, N, N] of each model and layer, averaged over the images.
-- `maps_by_offset.png`: every head as a convolution kernel.
+- `maps.png`: the maps of the first layer, with queries as rows and keys as columns, and their upper
+  left corners with two rows of tokens; every head of all layers as a convolution kernel. Deep
+  models have room for the maps of further layers.
 - `by_layer.png`: every measure against the layer. The distance from shift equivariance tells how
   far each layer's output is from moving with an image that is shifted by one patch (in Swin by one
   token of the last stage): 0 for a convolution, 1 for unrelated features.
 
-`analysis.measures` defines the measures. In Swin they describe maps within windows.
+`analysis.measures` defines the measures. In Swin they describe maps within windows. ConvMixer has
+no maps: its measures are the stable rank of each layer's input and the shift distance.
 """
 
 import json
@@ -55,9 +58,10 @@ def write(snapshots: list[Snapshot], subject: str, out: Path) -> None:
     text = json.dumps(dict(subject=subject, models=jax.tree.map(rounded, models)), indent=1)
     (out / "analysis.json").write_text(text + "\n", encoding="utf-8")
     figures.draw_by_layer(snapshots, f"Measures by layer: {subject}", out / "by_layer.png")
-    figures.draw_by_offset(snapshots, f"Heads by offset: {subject}", out / "maps_by_offset.png")
-    maps = {f"{s.name}/layer {layer.name}": layer.maps for s in snapshots for layer in s.layers}
-    np.savez_compressed(out / "maps.npz", **maps)
+    if snapshots[0].layers[0].maps is not None:
+        figures.draw_snapshots(snapshots, f"Attention maps: {subject}", out / "maps.png")
+        maps = {f"{s.name}/layer {layer.name}": layer.maps for s in snapshots for layer in s.layers}
+        np.savez_compressed(out / "maps.npz", **maps)
 
 
 def main(overrides: command_line.Overrides) -> None:
@@ -77,13 +81,14 @@ def main(overrides: command_line.Overrides) -> None:
         step, devices = STEP.value or "newest", jax.local_devices()[:1]
         fixed = (*resume.OF_WEIGHTS, "attention_init", "start_from", "seed")  # started like this
         restored = evaluate.restore_model(config, WORKDIR.value, devices, step, fixed)
-        snapshots = observe_run(config, restored, images)
+        snapshots, when = observe_run(config, restored, images), ""
     else:
         settings = train_grid.expand(config, _SCHEMES.value or [config.attention_init.name], {})
         snapshots = [observe_start(setting, images) for setting in settings.values()]
-    subject = f"{config.model.name}, {len(images)} training images of {config.data.name}"
+        when = " before training"
+    subject = f"{config.model.name}{when}, {len(images)} training images of {config.data.name}"
     write(snapshots, subject, out)
-    print(f"wrote analysis.json, by_layer.png, maps.npz and maps_by_offset.png to {out}")
+    print(f"wrote analysis.json and figures to {out}")
 
 
 if __name__ == "__main__":
