@@ -172,7 +172,7 @@ def test_maps_their_corners_and_kernels_are_drawn_as_they_are(monkeypatch):
     figure = []
     monkeypatch.setattr(figures, "_save", lambda *args: figure.append(args[0]))
     maps = convolution_maps(impulse_kernels(3), (4, 5))[:6].reshape(2, 3, 20, 20)
-    figures.draw_maps({"model": maps}, (4, 5), "Maps", "")
+    figures.draw_maps({"$x_": maps}, (4, 5), "Maps", "")
     drawn = [image.get_array() for image in figure[0].axes[0].images]
     assert len(drawn) == 3 * 2 + 6
     for head in range(3):

@@ -17,7 +17,8 @@ from structinit_jax.errors import InputError
 REACH = 4  # largest offset that is drawn: on a large grid, an impulse would be too small
 STEP = 1.06  # from one map to the next, in units of the side of a map
 KERNEL = 0.35  # the same for kernels
-SIDEWAYS = dict(rotation=90, ha="right", va="center")  # text to the left of a tile
+# Text to the left of a tile; names from users may have dollar signs.
+SIDEWAYS = dict(rotation=90, ha="right", va="center", parse_math=False)
 COLORS = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#56b4e9", "#e69f00")  # Okabe & Ito
 
 PANELS = {
@@ -47,7 +48,7 @@ def _wrap(text, width):
 
 
 def _save(figure, title, path):
-    figure.suptitle(_wrap(title, figure.get_figwidth()))
+    figure.suptitle(_wrap(title, figure.get_figwidth()), parse_math=False)
     figure.savefig(path, dpi=150)
 
 
@@ -135,14 +136,14 @@ def _kernels(layer):
 
 def _draw_layer(axis, layer, top, scale):
     """Draws the maps of the heads of a layer, and their upper left corners below them."""
-    columns = layer.grid[1]
-    size = 2 * columns
+    rows, columns = layer.grid
+    size = min(2, rows) * columns
     axis.text(-0.06, top + 0.5, f"layer {layer.name}", **SIDEWAYS)
     axis.text(-0.06, top + STEP + 0.5, "corner", color="red", **SIDEWAYS)
     for head, maps in enumerate(layer.maps):
         left = STEP * head
         _draw_tile(axis, maps, (left, top), 1, scale, [(0, 0, size)], "red")
-        blocks = [(start, start, columns) for start in (0, columns)]
+        blocks = [(start, start, columns) for start in range(0, size, columns)]
         _draw_tile(axis, maps[:size, :size], (left, top + STEP), 1, scale, blocks)
 
 
