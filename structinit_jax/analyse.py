@@ -14,12 +14,15 @@ It writes to the directory --out:
 
 - `analysis.json`: all measures by layer and head.
 - `maps.npz`: the maps [h, N, N] of each model and layer, averaged over the images.
-- `maps_by_offset.png`: every head as a convolution kernel.
+- `maps.png`: the maps of the first layer, with queries as rows and keys as columns, and their upper
+  left corners with two rows of tokens; every head of all layers as a convolution kernel. Deep
+  models have room for the maps of further layers.
 - `by_layer.png`: every measure against the layer. The distance from shift equivariance tells how
   far each layer's output is from moving with an image that is shifted by one patch (in Swin by one
   token of the last stage): 0 for a convolution, 1 for unrelated features.
 
-`analysis.measures` defines the measures. In Swin they describe maps within windows.
+`analysis.measures` defines the measures. In Swin they describe maps within windows. ConvMixer has
+no maps: its measures are the stable rank of each layer's input and the shift distance.
 """
 
 import json
@@ -58,12 +61,14 @@ def write(snapshots: list[Snapshot], subject: str, out: Path) -> None:
         return np.round(x, 5).tolist() if isinstance(x, float | np.ndarray) else x
 
     text = json.dumps(dict(subject=subject, models=jax.tree.map(rounded, models)), indent=1)
-    maps = {f"{s.name}/layer {layer.name}": layer.maps for s in snapshots for layer in s.layers}
     with replace_files(out) as new:
         (new / "analysis.json").write_text(text + "\n", encoding="utf-8")
         figures.draw_by_layer(snapshots, f"Measures by layer: {subject}", new / "by_layer.png")
-        figures.draw_by_offset(snapshots, f"Heads by offset: {subject}", new / "maps_by_offset.png")
-        np.savez_compressed(new / "maps.npz", **maps)
+        if snapshots[0].layers[0].maps is not None:
+            figures.draw_snapshots(snapshots, f"Attention maps: {subject}", new / "maps.png")
+            layers = [(s.name, layer) for s in snapshots for layer in s.layers]
+            maps = {f"{name}/layer {layer.name}": layer.maps for name, layer in layers}
+            np.savez_compressed(new / "maps.npz", **maps)
 
 
 def main(overrides: command_line.Overrides) -> None:
@@ -83,14 +88,15 @@ def main(overrides: command_line.Overrides) -> None:
         step, devices = FLAGS.step or "newest", jax.local_devices()[:1]
         fixed = (*resume.OF_WEIGHTS, "attention_init", "start_from", "seed")  # started like this
         restored = evaluate.restore_model(config, FLAGS.workdir, devices, step, fixed)
-        snapshots = observe_run(config, restored, images)
+        snapshots, when = observe_run(config, restored, images), ""
     else:
         settings = train_grid.expand(config, FLAGS.schemes or [config.attention_init.name], {})
         snapshots = [observe_start(setting, images) for setting in settings.values()]
+        when = " before training"
     data = title(config.data.name, config.data.data_dir)
-    subject = f"{config.model.name}, {len(images)} training images of {data}"
+    subject = f"{config.model.name}{when}, {len(images)} training images of {data}"
     write(snapshots, subject, out)
-    print(f"wrote analysis.json, by_layer.png, maps.npz and maps_by_offset.png to {out}")
+    print(f"wrote analysis.json and figures to {out}")
 
 
 if __name__ == "__main__":

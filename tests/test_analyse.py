@@ -13,7 +13,7 @@ from PIL import Image
 
 from structinit_jax import analyse
 from structinit_jax.analysis import collect, figures, measures
-from structinit_jax.attention_init.targets import convolution_maps, impulse_kernels
+from structinit_jax.attention_init.targets import convolution_maps, impulse_kernels, kernel_offsets
 from structinit_jax.augment import normalize
 from structinit_jax.config import base_config, make_attention_init
 from structinit_jax.errors import InputError
@@ -28,7 +28,7 @@ MODELS = {
     ),
     "swin": dict(width=8, depths=(2, 1), num_heads=(1, 2), patch_size=1, window_size=4),
     "mixer": dict(width=16, depth=2, patch_size=1),
-    "convmixer": dict(width=16, depth=2, patch_size=1),
+    "convmixer": dict(width=16, depth=2, patch_size=1, kernel_size=3),
 }
 
 
@@ -136,10 +136,25 @@ def test_images_are_shifted_by_whole_tokens_in_all_stages():
         assert layer.measures["shift_distance"] < 1e-4
 
 
-@pytest.mark.parametrize("family", ["mixer", "convmixer"])
-def test_models_without_attention_are_refused(family):
-    with pytest.raises(InputError, match=rf"^config\.model\.name='{family}' has no attention"):
-        start(family)
+def test_models_with_token_mixing_are_refused():
+    with pytest.raises(InputError, match=r"^config\.model\.name='mixer' has no attention"):
+        start("mixer")
+
+
+def test_the_inputs_of_a_convmixer_have_a_stable_rank(tmp_path):
+    config, images, snapshot = start("convmixer")
+    model = abstract_model(config.model, config.data, make_mesh(devices=jax.devices()[:1]))
+    *weights, _ = initialize_model(model, make_attention_init(config), config.seed)
+    model = nnx.merge(model.graphdef, *weights)
+    out = model(normalize(jnp.asarray(images), (0.3,), (0.4,)))[1]
+    inputs = np.stack([out["stem"], out["blocks"]["output"][0]]).reshape(2, NUM_IMAGES, 64, 16)
+    values = np.linalg.svd(inputs, compute_uv=False)
+    ranks = ((values**2).sum(axis=-1) / values[..., 0] ** 2).mean(axis=-1)
+    found = [layer.measures["input_rank"] for layer in snapshot.layers]
+    np.testing.assert_allclose(found, ranks[:, None], rtol=1e-4)
+    assert snapshot.layers[0].measures["shift_distance"] < 1e-4  # a convolution
+    analyse.write([snapshot], "ConvMixer", tmp_path)
+    assert {path.name for path in tmp_path.iterdir()} == {"analysis.json", "by_layer.png"}
 
 
 def test_maps_of_any_model_are_drawn(tmp_path):
@@ -148,8 +163,9 @@ def test_maps_of_any_model_are_drawn(tmp_path):
     show({"before": np.full_like(maps, 1 / 25), "after": maps}, (5, 5))
     pixels = np.asarray(Image.open(tmp_path / "maps.png").convert("RGB"))[:, :-200]
     yellow = np.all(pixels == (253, 231, 36), axis=-1)  # viridis of 1, not the color bar
-    assert not yellow[:, : yellow.shape[1] // 2].any()  # before
-    assert 4 * 5**2 < yellow.sum() < 4 * 20**2  # one token for each of the four heads
+    before, after = np.array_split(yellow, 2)
+    assert not before.any()
+    assert 500 < after.sum() < 5000
     with pytest.raises(InputError, match=r"maps\['after'\] has shape .* 20, 20\]: cut off"):
         show({"after": maps}, (4, 5))
 
@@ -164,6 +180,20 @@ def test_names_and_titles_are_no_markup(tmp_path):
     figure.savefig(tmp_path / "legend.png")
 
 
+def test_maps_their_corners_and_kernels_are_drawn_as_they_are(monkeypatch):
+    figure = []
+    monkeypatch.setattr(figures, "_save", lambda *args: figure.append(args[0]))
+    maps = convolution_maps(impulse_kernels(3), (4, 5))[:6].reshape(2, 3, 20, 20)
+    figures.draw_maps({"$x_": maps}, (4, 5), "Maps", "")
+    drawn = [image.get_array() for image in figure[0].axes[0].images]
+    assert len(drawn) == 3 * 2 + 6
+    for head in range(3):
+        np.testing.assert_array_equal(drawn[2 * head], maps[0, head])
+        np.testing.assert_array_equal(drawn[2 * head + 1], maps[0, head, :10, :10])
+    for kernel, (dy, dx) in zip(drawn[6:], kernel_offsets(3), strict=False):
+        assert np.argwhere(kernel == 1).tolist() == [[3 + dy, 4 + dx]]
+
+
 def test_the_command_compares_a_run_with_its_start(finished_run, tmp_path):
     out = tmp_path / "out"
     arguments = (f"--workdir={finished_run.workdir}", f"--out={out}", "--num_images=8")
@@ -176,7 +206,7 @@ def test_the_command_compares_a_run_with_its_start(finished_run, tmp_path):
     before, after = [model["layers"][0]["measures"] for model in models]
     assert len(after["target_mass"]) == 2
     assert before["entropy"] != after["entropy"]
-    for name in ("by_layer", "maps_by_offset"):
+    for name in ("by_layer", "maps"):
         picture = np.asarray(Image.open(out / f"{name}.png").convert("L"), np.float32)
         assert picture.shape[1] > 500
         assert picture.std() > 10  # something is drawn

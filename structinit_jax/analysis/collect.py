@@ -36,16 +36,17 @@ class Layer(NamedTuple):
 
     name: str  # number of the layer, from 1; '2.1' is the first one of stage 2
     grid: tuple[int, int]  # rows and columns of the N tokens of a map
-    maps: Float[np.ndarray, "h N N"]  # without class and register tokens; rows sum to 1
-    # By the name in `analysis.measures`. 'stable_rank' and 'shift_distance', of the layer's output,
-    # have a single value.
+    # Without class and register tokens; rows sum to 1. None in a ConvMixer.
+    maps: Float[np.ndarray, "h N N"] | None
+    # By the name in `analysis.measures`. 'stable_rank' and 'shift_distance' of the layer's output
+    # have a single value, as has 'input_rank', the stable rank of a ConvMixer layer's input.
     measures: dict[str, Float[np.ndarray, " h"]]
 
 
 class Snapshot(NamedTuple):
     """A model with certain weights, on certain images."""
 
-    name: str  # initialization and step, for titles; "selected weights" with `config.start_from`
+    name: str  # initialization and step of a run; "selected weights" with `config.start_from`
     layers: list[Layer]  # first to last
 
 
@@ -70,7 +71,8 @@ def observe_start(config: ConfigDict, images: UInt8[np.ndarray, "n H H C"]) -> S
     mesh = make_mesh(devices=jax.local_devices()[:1])
     model = abstract_model(config.model, config.data, mesh)
     weights = _initial_weights(config, model)
-    return make_observer(config, model)(0, weights, images)
+    snapshot = make_observer(config, model)(0, weights, images)
+    return snapshot._replace(name=snapshot.name.removesuffix(", step 0"))
 
 
 def observe_run(
@@ -92,7 +94,7 @@ def _initial_weights(config, model):
     scheme, name = make_attention_init(config), config.attention_init.name
     weights = initialize_model(model, scheme, config.seed, config.start_from, name)[:2]
     sites = nnx.merge(model.graphdef, *weights).sites()
-    if not sites or any(isinstance(s, ConvSite | TokenMixingSite) for s in sites.values()):
+    if not sites or any(isinstance(site, TokenMixingSite) for site in sites.values()):
         raise InputError(f"config.model.name={config.model.name!r} has no attention to analyze")
     return weights
 
@@ -115,44 +117,55 @@ def make_observer(
         sites = nnx.merge(model.graphdef, *weights).sites()
         totals, ranks = [], []
         for batch in images.reshape(-1, BATCH_SIZE, *images.shape[1:]):
-            total, outputs = jax.device_get(observe_batch(weights, batch))
+            total, features = jax.device_get(observe_batch(weights, batch))
             totals.append(total)
-            matrices = [output.reshape(len(output), -1, output.shape[-1]) for output in outputs]
+            matrices = [each.reshape(len(each), -1, each.shape[-1]) for each in features]
             ranks.append([measures.stable_rank(matrix).mean() for matrix in matrices])
         stacks, shifts = jax.tree.map(lambda *values: np.mean(values, axis=0), *totals)
-        of_outputs = list(zip(np.mean(ranks, axis=0), shifts, strict=True))
+        of_layers = zip(features, np.mean(ranks, axis=0), shifts, strict=True)
         layers = []
         for stage, (site, averages) in enumerate(zip(sites.values(), stacks, strict=True), 1):
-            maps = averages.pop("maps")
-            heads = jax.device_get(measures.measure_mean_maps(maps, site.grid)) | averages
+            maps = averages.pop("maps", None)
+            if maps is not None:
+                averages |= jax.device_get(measures.measure_mean_maps(maps, site.grid))
             for i in range(site.num_layers):
-                values = {key: value[i] for key, value in heads.items() if i < len(value)}
-                rank, shift = of_outputs[len(layers)]
-                values["stable_rank"] = rank[None]
+                values = {key: value[i] for key, value in averages.items() if i < len(value)}
+                feature, rank, shift = next(of_layers)
+                values["input_rank" if maps is None else "stable_rank"] = rank[None]
                 if shift is not None:
                     values["shift_distance"] = shift[None]
                 number = f"{stage}.{i + 1}" if len(sites) > 1 else str(i + 1)
-                layers.append(Layer(number, site.grid, maps[i], values))
+                if maps is None:
+                    layers.append(Layer(number, feature.shape[1:3], None, values))
+                else:
+                    layers.append(Layer(number, site.grid, maps[i], values))
         return Snapshot(f"{name}, step {step:,}", layers)
 
     return observe
 
 
 def _observe_batch(config, graphdef, targets, weights, images):
-    """Returns averages over a batch, by stack and by layer, and the outputs of all layers."""
+    """Returns averages over a batch, by stack and by layer, and the features to take ranks of."""
     model, data = nnx.merge(graphdef, *weights), config.data
+    sites = model.sites()
+    with_attention = not any(isinstance(site, ConvSite) for site in sites.values())
 
     def run(images, with_maps=False):
         images = normalize(images, tuple(data.mean), tuple(data.std))
         out = model(images, with_maps=with_maps)[1]
         return out.get("stages", [out])
 
-    stages, sites = run(images, with_maps=True), model.sites()
-    stacks = [
-        _average_maps(stage["blocks"], site, targets.get(name))
-        for stage, (name, site) in zip(stages, sites.items(), strict=True)
-    ]
+    stages = run(images, with_maps=with_attention)
     outputs = _output_grids(stages, sites)
+    if with_attention:
+        features = outputs
+        stacks = [
+            _average_maps(stage["blocks"], site, targets.get(name))
+            for stage, (name, site) in zip(stages, sites.items(), strict=True)
+        ]
+    else:
+        features = [stages[0]["stem"].astype(jnp.float32), *outputs[:-1]]
+        stacks = [{}]
     coarsest = 2 ** (len(stages) - 1)  # patches on a side of a token of the last stage
     size = coarsest * config.model.patch_size
 
@@ -165,7 +178,7 @@ def _observe_batch(config, graphdef, targets, weights, images):
 
     both = zip(shift_distances(1), shift_distances(2), strict=True)
     shifts = [None if down is None else (down + right) / 2 for down, right in both]
-    return (stacks, shifts), outputs
+    return (stacks, shifts), features
 
 
 def _output_grids(stages, sites):
@@ -191,6 +204,6 @@ def _average_maps(blocks, site: AttentionStack, targets) -> dict[str, Array]:
     averages = dict(maps=maps.mean(axis=0), entropy=measures.mean_entropy(maps))
     if targets is not None:
         index, filters = targets
-        with_target = maps[:, : len(index)]  # the first layers; heads of `mimetic_layers` have none
+        with_target = maps[:, : len(index)]  # `impulse_mimetic` has none in the last layers
         averages |= measures.measure_against_targets(with_target, jnp.asarray(filters[index]))
     return averages

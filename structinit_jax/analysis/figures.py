@@ -1,4 +1,4 @@
-"""Draws the results of `collect`: heads as convolution kernels, and measures by layer."""
+"""Draws the results of `collect`: attention maps, and measures by layer."""
 
 import math
 import textwrap
@@ -11,11 +11,14 @@ from matplotlib.figure import Figure
 from matplotlib.patches import Rectangle
 
 from structinit_jax.analysis import measures
-from structinit_jax.analysis.collect import Snapshot
+from structinit_jax.analysis.collect import Layer, Snapshot
 from structinit_jax.errors import InputError
 
 REACH = 4  # largest offset that is drawn: on a large grid, an impulse would be too small
-MAX_WIDTH = 17.0  # inches; further models are drawn below the first
+STEP = 1.06  # from one map to the next, in units of the side of a map
+KERNEL = 0.35  # the same for kernels
+# Text to the left of a tile; names from users may have dollar signs.
+SIDEWAYS = dict(rotation=90, ha="right", va="center", parse_math=False)
 COLORS = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#56b4e9", "#e69f00")  # Okabe & Ito
 
 PANELS = {
@@ -26,6 +29,7 @@ PANELS = {
     "target_mass": "share of the head's target",
     "hit_rate": "rows that peak on the target",
     "stable_rank": "stable rank of the output",
+    "input_rank": "stable rank of the input",
     "shift_distance": "distance from shift equivariance",
 }
 
@@ -56,10 +60,14 @@ def _save(figure, title, path):
 # -- maps ------------------------------------------------------------------------------------------
 
 
-def draw_by_offset(snapshots: Sequence[Snapshot], title: str, path: Path) -> None:
-    """Draws every head as a convolution kernel."""
-    models = {s.name: {each.name: (each.maps, each.grid) for each in s.layers} for s in snapshots}
-    _draw_kernels(models, title, path)
+def draw_snapshots(snapshots: Sequence[Snapshot], title: str, path: str | Path) -> None:
+    """Draws the attention maps of models, as in figures 3 to 6 of the 2024 paper.
+
+    For every head of the first layer: the map [N, N] with queries as rows and keys as columns, and
+    below it the upper left corner with two rows of tokens. Beside them, every head of all layers as
+    a convolution kernel. Deep models have room for the maps of further layers.
+    """
+    _draw_maps({s.name: s.layers for s in snapshots}, title, path)
 
 
 def draw_maps(
@@ -68,7 +76,7 @@ def draw_maps(
     title: str,
     path: str | Path,
 ) -> None:
-    """Like `draw_by_offset`, for attention maps of any models, by the name of the model.
+    """Like `draw_snapshots`, for attention maps of any models, by the name of the model.
 
     Average the maps over images, and cut off class and register tokens: the N tokens that are left
     are those of the grid (rows, columns). Raises `InputError` for maps of another grid.
@@ -81,60 +89,95 @@ def draw_maps(
                 f"{tokens}, {tokens}]: cut off class and register tokens, or pass the grid"
             )
     models = {
-        name: {str(i): (layer, grid) for i, layer in enumerate(layers, 1)}
+        name: [Layer(str(i), grid, np.asarray(layer), {}) for i, layer in enumerate(layers, 1)]
         for name, layers in maps.items()
     }
-    _draw_kernels(models, title, path)
+    _draw_maps(models, title, path)
 
 
-def _crop_offsets(maps, grid):
-    kernels = np.asarray(measures.attention_by_offset(maps, grid))
-    rows, cols = grid
+def _draw_maps(models, title, path):
+    """Draws a band for each model, one below the other; the unit of length is a tile with a map."""
+    everything = [layer for layers in models.values() for layer in layers]
+    kernels = {name: [_kernels(layer) for layer in layers] for name, layers in models.items()}
+    uniform = 1 / min(layer.maps.shape[-1] for layer in everything)
+    # A scale of at least twice the uniform level, so that flat maps look flat.
+    peak = max(2 * uniform, *(float(k.max()) for each in kernels.values() for k in each))
+    scale = dict(vmin=0, vmax=peak)
+    figure = Figure(layout="constrained")
+    axis = figure.add_subplot()
+    heads = max(len(layer.maps) for layer in everything)
+    right = STEP * heads + 0.25
+    for head in range(heads):
+        axis.text(STEP * head + 0.5, -0.05, f"head {head + 1}", ha="center")
+    axis.text(right, -0.05, "by offset")
+    top = 0.0
+    for name, layers in models.items():
+        rows = math.ceil(KERNEL * len(layers) / (2 * STEP))
+        height = 2 * STEP * rows
+        label = _wrap(name, height)
+        axis.text(-0.3, top + height / 2, label, size=13, weight="bold", **SIDEWAYS)
+        shown = np.linspace(0, len(layers) - 1, rows).round().astype(int)
+        for row, number in enumerate(shown):
+            _draw_layer(axis, layers[number], top + 2 * STEP * row, scale)
+        image = _draw_kernels(axis, layers, kernels[name], (right, top), scale)
+        top += height + 0.1
+    width = right + KERNEL * heads
+    axis.set(xlim=(-0.6, width), ylim=(top - 0.15, -0.3), aspect="equal")
+    axis.set_axis_off()
+    bar = figure.colorbar(image, ax=axis, extend="max", shrink=0.5, aspect=30)
+    bar.ax.axhline(uniform, color="white", linewidth=1.5)
+    bar.set_label(f"share of attention (white line: uniform, {uniform:.2g})")
+    figure.set_size_inches(width + 1.5, top + 0.1)
+    _save(figure, title, path)
+
+
+def _kernels(layer):
+    """Returns the heads of a layer as kernels, up to the largest offset that is drawn."""
+    kernels = np.asarray(measures.attention_by_offset(layer.maps, layer.grid))
+    rows, cols = layer.grid
     y, x = min(REACH, rows - 1), min(REACH, cols - 1)
     return kernels[:, rows - 1 - y : rows + y, cols - 1 - x : cols + x]
 
 
-def _draw_kernels(models, title, path):
-    """Draws one picture for each model, with a row for each layer and a column for each head.
+def _draw_layer(axis, layer, top, scale):
+    """Draws the maps of the heads of a layer, and their upper left corners below them."""
+    rows, columns = layer.grid
+    size = min(2, rows) * columns
+    axis.text(-0.06, top + 0.5, f"layer {layer.name}", **SIDEWAYS)
+    axis.text(-0.06, top + STEP + 0.5, "corner", color="red", **SIDEWAYS)
+    for head, maps in enumerate(layer.maps):
+        left = STEP * head
+        _draw_tile(axis, maps, (left, top), 1, scale, [(0, 0, size)], "red")
+        blocks = [(start, start, columns) for start in range(0, size, columns)]
+        _draw_tile(axis, maps[:size, :size], (left, top + STEP), 1, scale, blocks)
 
-    `models` holds the maps [h, N, N] and the grid by model and layer. All share one color scale.
-    """
-    sizes = {maps.shape[-1] for layers in models.values() for maps, _ in layers.values()}
-    models = {
-        name: {layer: _crop_offsets(maps, grid) for layer, (maps, grid) in layers.items()}
-        for name, layers in models.items()
-    }
-    kernels = [each for layers in models.values() for each in layers.values()]
-    side = max(max(each.shape[1:]) for each in kernels) + 1  # one pixel lies between kernels
-    # A scale of at least twice the uniform level, so that flat maps look flat.
-    peak = max(2 / min(sizes), *(float(each.max()) for each in kernels))
-    uniform = ", ".join(f"{1 / size:.2g}" for size in sorted(sizes, reverse=True))
-    label = f"share by offset; uniform: {uniform}"
-    heads = max(len(each) for each in kernels)
-    width, height = 0.6 * heads + 1.0, 0.6 * max(map(len, models.values())) + 0.9
-    columns = min(len(models), max(1, int(MAX_WIDTH / width)))
-    rows = math.ceil(len(models) / columns)
-    size = max(width * columns, 4.5) + 1, max(height * rows, 3.0)
-    figure = Figure(size, layout="constrained")
-    for number, (name, layers) in enumerate(models.items(), 1):
-        axis = figure.add_subplot(rows, columns, number)
-        canvas = np.full((side * len(layers) - 1, side * heads - 1), np.nan)
-        for y, each in enumerate(layers.values()):
-            for x, kernel in enumerate(each):
-                top, left = y * side, x * side
-                canvas[top : top + kernel.shape[0], left : left + kernel.shape[1]] = kernel
-                corner = (left + kernel.shape[1] // 2 - 0.5, top + kernel.shape[0] // 2 - 0.5)
-                # A frame around the token itself.
-                axis.add_patch(Rectangle(corner, 1, 1, fill=False, color="white", linewidth=0.7))
-        image = axis.imshow(canvas, interpolation="nearest", vmin=0, vmax=peak)
-        axis.spines[:].set_visible(False)
-        axis.set_xticks([x * side + side / 2 - 1 for x in range(heads)], range(1, heads + 1))
-        axis.set_yticks([y * side + side / 2 - 1 for y in range(len(layers))], [*layers])
-        axis.tick_params(length=0)
-        axis.set(xlabel="head", ylabel="layer")
-        axis.set_title(_wrap(name, width), size=10, parse_math=False)
-    figure.colorbar(image, ax=figure.axes, label=_wrap(label, figure.get_figheight()))
-    _save(figure, title, path)
+
+def _draw_kernels(axis, layers, kernels, corner, scale):
+    """Draws all heads as kernels: a row for each layer and a column for each head."""
+    left, top = corner
+    for row, (layer, each) in enumerate(zip(layers, kernels, strict=True)):
+        y = top + KERNEL * row
+        axis.text(left - 0.04, y + KERNEL / 2, layer.name, ha="right", va="center")
+        for head, kernel in enumerate(each):
+            place = left + KERNEL * head, y
+            itself = [(kernel.shape[0] // 2, kernel.shape[1] // 2, 1)]
+            image = _draw_tile(axis, kernel, place, 0.93 * KERNEL, scale, itself)
+    return image
+
+
+def _draw_tile(axis, array, corner, size, scale, frames, color="white"):
+    """Draws a matrix in a square, with frames around square parts (row, column, rows) of it."""
+    left, top = corner
+    extent = (left, left + size, top + size, top)
+    # A large matrix has more entries than the square has pixels.
+    interpolation = "auto" if len(array) > 128 else "nearest"
+    image = axis.imshow(array, extent=extent, interpolation=interpolation, **scale)
+    height, width = size / array.shape[0], size / array.shape[1]
+    for row, column, count in frames:
+        place = left + width * column, top + height * row
+        sides = width * count, height * count
+        axis.add_patch(Rectangle(place, *sides, fill=False, color=color, linewidth=0.8))
+    return image
 
 
 # -- numbers ---------------------------------------------------------------------------------------
@@ -160,7 +203,7 @@ def draw_by_layer(snapshots: Sequence[Snapshot], title: str, path: Path) -> None
         axis.grid(alpha=0.3)
         axis.set_xticks(range(1, len(labels) + 1, every), labels[::every])
         axis.set_xlabel("layer")
-    # All models have the first measure, the distance.
+    # All models have the first measure: the distance, or a ConvMixer's rank.
     add_legend(figure, *figure.axes[0].get_legend_handles_labels())
     _save(figure, title, path)
 
