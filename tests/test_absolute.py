@@ -54,9 +54,9 @@ def test_every_head_of_every_layer_attends_to_its_neighbor(plain):
     assert set(np.ravel(plain.filter_index)) == set(range(9))
     targets = convolution_maps(impulse_kernels(3), GRID)[plain.filter_index]
     mass, hits = mass_and_hits(head_maps(plain), targets)
-    np.testing.assert_allclose(mass, 0.5, atol=0.01)
+    np.testing.assert_allclose(mass, 0.3, atol=0.01)
     assert hits == 1
-    np.testing.assert_allclose(plain.report.target_mass, 0.5, atol=0.01)
+    np.testing.assert_allclose(plain.report.target_mass, 0.3, atol=0.01)
     assert plain.report.hit_rate == 1
 
 
@@ -73,7 +73,7 @@ MODELS = [
 
 
 @pytest.mark.parametrize(("grid", "width", "heads"), MODELS)
-@pytest.mark.parametrize("mass", [0.5, 0.9])
+@pytest.mark.parametrize("mass", [0.3, 0.9])
 def test_the_target_mass_is_reached_in_the_papers_models(grid, width, heads, mass):
     dim = width // heads
     positions = sincos_positions(grid, width)
@@ -123,7 +123,7 @@ def test_learned_positions_are_kept_on_request_and_scaled(traced):
     maps = head_maps(weights, 18 * np.asarray(positions))
     targets = convolution_maps(impulse_kernels(3), GRID)[weights.filter_index]
     mass, hits = mass_and_hits(maps, targets)
-    np.testing.assert_allclose(mass, 0.5, atol=0.01)
+    np.testing.assert_allclose(mass, 0.3, atol=0.01)
     assert hits > 0.95
     np.testing.assert_allclose(weights.report.loss, np.mean((maps - targets) ** 2), rtol=0.05)
 

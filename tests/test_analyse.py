@@ -117,7 +117,7 @@ def test_swin_is_measured_within_windows():
     assert [layer.maps.shape for layer in layers] == [(1, 16, 16)] * 2 + [(2, 16, 16)]
     # The first block of a stage is not shifted, so that it has the default target mass.
     for layer in (layers[0], layers[2]):
-        np.testing.assert_allclose(layer.measures["target_mass"], 0.5, atol=0.05)
+        np.testing.assert_allclose(layer.measures["target_mass"], 0.3, atol=0.05)
         np.testing.assert_allclose(layer.measures["hit_rate"], 1, atol=0.05)
 
 

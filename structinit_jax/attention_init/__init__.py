@@ -73,7 +73,7 @@ def impulse(
     kernel_size: OddInt = 3,
     filters: FilterArray | None = None,
     dilation: PositiveInt = 1,
-    target_mass: OpenFraction = 0.5,
+    target_mass: OpenFraction = 0.3,
     replace_positions: bool = True,
 ) -> AttentionInit:
     """The papers' method: every head of every layer starts as an impulse convolution.
