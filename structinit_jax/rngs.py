@@ -1,0 +1,39 @@
+"""Every random stream of a run, as a function of its seed.
+
+JAX's keys serve what runs on devices: initial weights, and augmentation and drop path by step. What
+hosts draw, the order of the examples and the boxes of random crops, comes from NumPy's Philox, of
+which NumPy guarantees the raw output across versions, unlike that of `Generator`.
+"""
+
+import jax
+import numpy as np
+from jaxtyping import ArrayLike, PRNGKeyArray, UInt64
+
+# Counters of Philox, by what is drawn.
+ORDER = 0
+BOX = 1
+INTERPOLATION = 2
+
+
+def split_seed(seed: ArrayLike) -> tuple[PRNGKeyArray, PRNGKeyArray, PRNGKeyArray]:
+    """Returns the random keys of weights, attention_init and steps for `config.seed`.
+
+    They are Threefry's whatever JAX's default is: with others, such as 'rbg', what `jax.vmap` draws
+    for an image depends on the number of images of its device.
+    """
+    rng = jax.random.key(seed, impl="threefry2x32")
+    params_rng, attention_rng, steps_rng = jax.random.split(rng, 3)
+    return params_rng, attention_rng, steps_rng
+
+
+def step_rngs(seed: ArrayLike, step: ArrayLike) -> tuple[PRNGKeyArray, PRNGKeyArray]:
+    """Returns the random keys of augmentation and model for a step, counted from 0."""
+    _, _, steps_rng = split_seed(seed)
+    augment_rng, model_rng = jax.random.split(jax.random.fold_in(steps_rng, step))
+    return augment_rng, model_rng
+
+
+def host_bits(seed: int, index: int, counter: int, count: int) -> UInt64[np.ndarray, " n"]:
+    """Draws 64-bit numbers on the host, for an epoch or for a position in the training stream."""
+    key = np.array([seed, index], np.uint64)
+    return np.random.Philox(key=key, counter=counter).random_raw(count)
