@@ -81,7 +81,8 @@ def main(overrides: command_line.Overrides) -> None:
         step, devices = STEP.value or "newest", jax.local_devices()[:1]
         fixed = (*resume.OF_WEIGHTS, "attention_init", "start_from", "seed")  # started like this
         restored = evaluate.restore_model(config, WORKDIR.value, devices, step, fixed)
-        snapshots, when = observe_run(config, restored, images), ""
+        snapshots = observe_run(config, restored, images)
+        when = ""
     else:
         settings = train_grid.expand(config, _SCHEMES.value or [config.attention_init.name], {})
         snapshots = [observe_start(setting, images) for setting in settings.values()]
