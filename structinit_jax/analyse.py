@@ -88,7 +88,8 @@ def main(overrides: command_line.Overrides) -> None:
         step, devices = FLAGS.step or "newest", jax.local_devices()[:1]
         fixed = (*resume.OF_WEIGHTS, "attention_init", "start_from", "seed")  # started like this
         restored = evaluate.restore_model(config, FLAGS.workdir, devices, step, fixed)
-        snapshots, when = observe_run(config, restored, images), ""
+        snapshots = observe_run(config, restored, images)
+        when = ""
     else:
         settings = train_grid.expand(config, FLAGS.schemes or [config.attention_init.name], {})
         snapshots = [observe_start(setting, images) for setting in settings.values()]

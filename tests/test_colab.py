@@ -40,6 +40,7 @@ assert not failed and "| impulse | 1 of 1 |" in (workdir / "report.md").read_tex
 spans = {line.get_label(): line.get_ydata() for line in axes[0].lines}
 assert spans["random"][8] == 9 > spans["impulse"][8]  # nine random filters, more impulses
 assert (spans["impulse"][-1] > 8.5, spans["box"][-1], failed) == (True, 1, 0)
+assert len(ranks) == 4 and np.all((ranks >= 1) & (ranks < 32))
 """,
     "your_own_model": """
 mass = [measures.measure_mean_maps(m, GRID) for m in (before, after, nnx_maps(new))]

@@ -163,7 +163,7 @@ def _observe_batch(config, graphdef, targets, weights, images):
             _average_maps(stage["blocks"], site, targets.get(name))
             for stage, (name, site) in zip(stages, sites.items(), strict=True)
         ]
-    else:
+    else:  # the inputs of a ConvMixer's layers
         features = [stages[0]["stem"].astype(jnp.float32), *outputs[:-1]]
         stacks = [{}]
     coarsest = 2 ** (len(stages) - 1)  # patches on a side of a token of the last stage
