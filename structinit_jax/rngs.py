@@ -10,9 +10,9 @@ import numpy as np
 from jaxtyping import ArrayLike, PRNGKeyArray, UInt64
 
 # Counters of Philox, by what is drawn.
-ORDER = 0
-BOX = 1
-INTERPOLATION = 2
+ORDER = (0, 0, 0, 0)
+BOX = (0, 0, 0, 1)
+INTERPOLATION = (0, 0, 0, 2)
 
 
 def split_seed(seed: ArrayLike) -> tuple[PRNGKeyArray, PRNGKeyArray, PRNGKeyArray]:
@@ -33,7 +33,10 @@ def step_rngs(seed: ArrayLike, step: ArrayLike) -> tuple[PRNGKeyArray, PRNGKeyAr
     return augment_rng, model_rng
 
 
-def host_bits(seed: int, index: int, counter: int, count: int) -> UInt64[np.ndarray, " n"]:
+def host_bits(
+    seed: int | np.integer, index: int | np.integer, counter: tuple[int, ...], count: int
+) -> UInt64[np.ndarray, " count"]:
     """Draws 64-bit numbers on the host, for an epoch or for a position in the training stream."""
     key = np.array([seed, index], np.uint64)
+    counter = np.array(counter, np.uint64)
     return np.random.Philox(key=key, counter=counter).random_raw(count)

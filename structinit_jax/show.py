@@ -17,9 +17,9 @@ from structinit_jax import command_line
 from structinit_jax.command_line import FLAGS
 from structinit_jax.data.folder import title
 from structinit_jax.errors import InputError
+from structinit_jax.rngs import step_rngs
 from structinit_jax.run import Run, augmentation
 from structinit_jax.training.mesh import make_mesh
-from structinit_jax.training.step import step_rngs
 
 MAX_IMAGES, COLUMNS = 48, 8
 TILE = 1.1  # inches

@@ -10,9 +10,9 @@ from scipy.special import log_softmax
 
 from structinit_jax import augment
 from structinit_jax.models import layers
+from structinit_jax.rngs import split_seed, step_rngs
 from structinit_jax.run import set_up
-from structinit_jax.training.state import split_seed
-from structinit_jax.training.step import _move_average, make_eval_step, step_rngs
+from structinit_jax.training.step import _move_average, make_eval_step
 
 pytestmark = pytest.mark.usefixtures("library_promotion")
 

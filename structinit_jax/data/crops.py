@@ -6,6 +6,7 @@ import math
 import numpy as np
 from PIL import Image
 
+from structinit_jax import rngs
 from structinit_jax.data.images import StoredImage, from_pillow, to_pillow
 
 try:
@@ -16,9 +17,6 @@ except ImportError:  # there is no wheel for this platform, for example ARM Linu
 LONGEST = 16  # longer side over the shorter one, of images that are resized whole
 RATIO = (3 / 4, 4 / 3)  # smallest and largest width / height of random boxes, as in timm
 ATTEMPTS = 10  # as in torchvision
-# Counters of one Philox key, different from the counter of the epoch order.
-BOX_COUNTER = np.array([0, 0, 0, 1], np.uint64)
-INTERPOLATION_COUNTER = np.array([0, 0, 0, 2], np.uint64)
 
 
 def resize_and_center_crop(
@@ -71,7 +69,7 @@ class RandomCrop:
         If no attempt fits into the image, the box is the largest central one of an allowed ratio.
         """
         height, width = size
-        bits = self._random_bits(position, BOX_COUNTER, 4 * ATTEMPTS)
+        bits = rngs.host_bits(self.seed, position, rngs.BOX, 4 * ATTEMPTS)
         uniforms = ((bits >> np.uint64(11)) * 2.0**-53).reshape(ATTEMPTS, 4)  # in [0, 1)
         for area, ratio, down, across in uniforms.tolist():
             area = height * width * (self.scale[0] + area * (self.scale[1] - self.scale[0]))
@@ -88,13 +86,8 @@ class RandomCrop:
 
     def draw_interpolation(self, position: int) -> str:
         """Returns 'bicubic' or 'bilinear'."""
-        bits = self._random_bits(position, INTERPOLATION_COUNTER, 1)
+        bits = rngs.host_bits(self.seed, position, rngs.INTERPOLATION, 1)
         return ("bilinear", "bicubic")[int(bits[0]) >> 63]
-
-    def _random_bits(self, position, counter, count):
-        # NumPy guarantees the raw output of Philox across versions, unlike Generator's.
-        key = np.array([self.seed, position], np.uint64)
-        return np.random.Philox(key=key, counter=counter).random_raw(count)
 
 
 def crop_and_resize(

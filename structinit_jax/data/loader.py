@@ -20,6 +20,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
+from structinit_jax import rngs
 from structinit_jax.data.crops import RandomCrop, resize_and_center_crop
 from structinit_jax.data.source import MAX_THREADS, ImageSource, num_cores
 
@@ -32,9 +33,8 @@ Batch = dict[str, jax.Array]
 
 @functools.lru_cache(maxsize=4)  # a batch reads at most two epochs at a time
 def _epoch_order(seed, epoch, num_examples):
-    # NumPy guarantees the raw output of Philox across versions, unlike `Generator.permutation`.
-    key = np.array([seed, epoch], np.uint64)
-    order = np.argsort(np.random.Philox(key=key).random_raw(num_examples), kind="stable")
+    bits = rngs.host_bits(seed, epoch, rngs.ORDER, num_examples)
+    order = np.argsort(bits, kind="stable")
     order.flags.writeable = False  # the cache returns the same array again
     return order
 

@@ -24,6 +24,7 @@ from structinit_jax.attention_init.solve import reach_warning
 from structinit_jax.errors import InputError
 from structinit_jax.interop import select_weights
 from structinit_jax.models import create_model
+from structinit_jax.rngs import split_seed
 from structinit_jax.training import mesh as mesh_lib
 
 
@@ -192,17 +193,6 @@ def init_state(
         # Copies, since a training step could not donate one array twice.
         ema = jax.tree.map(jnp.copy, {"params": params, "model_state": model_state})
     return TrainState(jnp.zeros((), jnp.int32), params, model_state, optimizer.init(params), ema)
-
-
-def split_seed(seed: ArrayLike) -> tuple[PRNGKeyArray, PRNGKeyArray, PRNGKeyArray]:
-    """Returns the random keys of weights, attention_init and steps for `config.seed`.
-
-    They are Threefry's whatever JAX's default is: with others, such as 'rbg', what `jax.vmap` draws
-    for an image depends on the number of images of its device.
-    """
-    rng = jax.random.key(seed, impl="threefry2x32")
-    params_rng, attention_rng, steps_rng = jax.random.split(rng, 3)
-    return params_rng, attention_rng, steps_rng
 
 
 def _initialize(

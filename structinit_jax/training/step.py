@@ -10,22 +10,16 @@ import jax.numpy as jnp
 import optax
 from flax import nnx
 from jax.sharding import Mesh
-from jaxtyping import Array, ArrayLike, PRNGKeyArray
+from jaxtyping import Array, ArrayLike
 
 from structinit_jax.augment import Augment, normalize
 from structinit_jax.data.loader import Batch
 from structinit_jax.models.model import FSDP_AXIS, is_stacked
+from structinit_jax.rngs import step_rngs
 from structinit_jax.training import mesh as mesh_lib
-from structinit_jax.training.state import TrainState, split_model, split_seed
+from structinit_jax.training.state import TrainState, split_model
 
 Metrics = dict[str, Any]
-
-
-def step_rngs(seed: ArrayLike, step: ArrayLike) -> tuple[PRNGKeyArray, PRNGKeyArray]:
-    """Returns the random keys of augmentation and model for a step, counted from 0."""
-    _, _, steps_rng = split_seed(seed)
-    augment_rng, model_rng = jax.random.split(jax.random.fold_in(steps_rng, step))
-    return augment_rng, model_rng
 
 
 def make_train_step(
