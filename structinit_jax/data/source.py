@@ -82,23 +82,20 @@ class ImageSource:
 
     def images(self) -> Iterator[StoredImage]:
         """Yields every image in order, not yet decoded; labels are not checked."""
-        return self._map(self._open)
+        for indices in self._blocks():
+            yield from map(self._open, indices, self._fetch(indices))
 
     def labels(self) -> np.ndarray:
         """Returns all labels, int64 [n], which may be out of range; decodes no image."""
-        return np.array([*self._map(self._label)], np.int64)
+        return np.array(self._map(self._label), np.int64)
 
     def num_bytes(self) -> np.ndarray:
         """Returns the size of each image as stored, int64 [n]; opens no file."""
-        return np.array([*self._map(self._num_bytes)], np.int64)
+        return np.array(self._map(self._num_bytes), np.int64)
 
     def checksums(self) -> list[bytes]:
         """Returns the checksum of each image as stored."""
-
-        def read(block):
-            return [image.checksum() for image in map(self._open, block, self._fetch(block))]
-
-        return list(itertools.chain.from_iterable(self.map_blocks(read)))
+        return self._map(lambda index, record: self._open(index, record).checksum())
 
     def select(self, wanted: np.ndarray) -> "ImageSource":
         """Returns the examples that `wanted` selects, bool [n] or indices in ascending order."""
@@ -121,8 +118,7 @@ class ImageSource:
                 return None, error.problem
             return image.size, None
 
-        blocks = self.map_blocks(lambda indices: list(map(check, indices, self._fetch(indices))))
-        checked = list(itertools.chain.from_iterable(blocks))
+        checked = self._map(check)
         good = self.select(np.array([problem is None for _, problem in checked], bool))
         sizes = [size for size, _ in checked if size is not None]
         return good, sizes, [problem for _, problem in checked if problem is not None]
@@ -134,9 +130,9 @@ class ImageSource:
             return list(pool.map(function, self._blocks()))
 
     def _map(self, function):
-        """Yields `function(index, record)` for every example in order."""
-        for block in self._blocks():
-            yield from map(function, block, self._fetch(block))
+        """Calls a function with index and record of every example, in threads."""
+        blocks = self.map_blocks(lambda block: list(map(function, block, self._fetch(block))))
+        return list(itertools.chain.from_iterable(blocks))
 
     def _blocks(self):
         starts = range(0, len(self), READ_BLOCK)
@@ -166,8 +162,10 @@ class ImageSource:
     def _num_bytes(self, index, record):
         image = self._value(index, record, "image", _is_image)
         if isinstance(image, str | os.PathLike):
-            # Reading a missing file reports it.
-            return os.stat(image).st_size if os.path.exists(image) else 0
+            try:
+                return os.stat(image).st_size
+            except OSError:  # which reading the image reports
+                return 0
         return image.nbytes if isinstance(image, np.ndarray) else len(image)
 
     def _label(self, index, record):
