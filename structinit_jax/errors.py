@@ -24,6 +24,8 @@ from typing import Annotated, Any, NamedTuple
 
 import numpy as np
 
+MAX_LISTED = 40  # names in a message
+
 
 class InputError(ValueError):
     """A flag, config field, file or argument cannot be used.
@@ -135,9 +137,13 @@ def _check_of(hint: Any) -> Check:
 
 
 def suggest(word: str, known: Iterable[str]) -> str:
-    """Returns "did you mean 'x'?" for the known names near a word, or the names to choose from."""
+    """Returns "did you mean 'x'?" for the known names near a word, or the names to choose from.
+
+    Of many names, it returns the nearest ones even if none is near.
+    """
     names = list(map(str, known))
-    if near := difflib.get_close_matches(str(word), names, n=3):
+    nearness = 0.6 if len(names) <= MAX_LISTED else 0.0
+    if near := difflib.get_close_matches(str(word), names, n=3, cutoff=nearness):
         return f"did you mean {' or '.join(map(repr, near))}?"
     return f"choose from {', '.join(names)}" if names else "there are none"
 

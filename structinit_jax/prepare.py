@@ -111,6 +111,8 @@ def report(dataset: Dataset, num_checked: int) -> None:
     names = dataset.class_names
     shown = ", ".join(names[:MAX_SHOWN_CLASSES]) + (", …" if len(names) > MAX_SHOWN_CLASSES else "")
     print(f"{dataset.name}: {len(names)} classes ({shown}), {dataset.info.channels} channels")
+    if left_out := [f"{kind} ({count:,})" for kind, count in dataset.left_out.items() if count]:
+        print(f"  left out: {', '.join(left_out)}")
     for split, size in dataset.info.num_examples.items():
         if size:
             for line in describe_split(dataset.split(split), len(names), num_checked):

@@ -13,7 +13,7 @@ from structinit_jax.augment import Augment, make_augment
 from structinit_jax.data.crops import RandomCrop
 from structinit_jax.data.datasets import open_dataset
 from structinit_jax.data.loader import Batch, bytes_on_device, make_loader
-from structinit_jax.data.source import ImageSource, check_classes
+from structinit_jax.data.source import ImageSource, check_classes, count_common
 from structinit_jax.errors import InputError, find
 from structinit_jax.models.model import REMAT_POLICIES
 from structinit_jax.training import mesh as mesh_lib
@@ -61,6 +61,12 @@ class Run:
     @functools.cached_property
     def setup(self) -> Setup:
         """Mesh, schedule, model, optimizer and training step."""
+        data = self.config.data
+        if common := count_common(data.train_split, data.eval_split, self.dataset.info):
+            print(
+                f"note: training sees {common:,} examples of the evaluation split:"
+                f" config.data.train_split={data.train_split!r}, eval_split={data.eval_split!r}"
+            )
         return set_up(self.config, len(self.train_source), len(self.eval_source))
 
     def train_batches(

@@ -10,7 +10,7 @@ from tfds_sets import write_small_set
 
 from structinit_jax import prepare
 from structinit_jax.data.datasets import open_dataset
-from structinit_jax.data.source import Dataset, DatasetInfo
+from structinit_jax.data.source import Dataset, DatasetInfo, digest
 from structinit_jax.errors import InputError
 
 
@@ -34,6 +34,7 @@ def test_a_prepared_set_is_read(tmp_path):
     ("name", "reason"),
     [
         ("cifr10", "did you mean 'cifar10'"),
+        ("xyzzy", "did you mean '[^ ]*' or '[^ ]*' or '[^ ]*'\\?$"),  # and not all 300
         ("digits:9.9.9", "did you mean 'digits'"),
         ("imagenet2012", r"structinit_jax\.prepare --name=imagenet2012 --data_dir="),
     ],
@@ -54,6 +55,26 @@ def test_damaged_sets_and_those_prepared_as_tfrecord_are_named(tmp_path):
         open_dataset("imagenet_sketch", tmp_path)
 
 
+def test_another_version_is_named(tmp_path):
+    write_small_set(tmp_path)
+    folder = tmp_path / "imagenet_sketch"
+    (folder / "1.0.0").rename(folder / "0.9.0")
+    info = folder / "0.9.0" / "dataset_info.json"
+    info.write_text(info.read_text().replace("1.0.0", "0.9.0"))
+    with pytest.raises(InputError, match=r"pass imagenet_sketch:0\.9\.0\."):
+        open_dataset("imagenet_sketch", tmp_path)
+    assert open_dataset("imagenet_sketch:0.9.0", tmp_path).info.num_examples == {"test": 2}
+
+
+def test_the_digest_covers_the_images(tmp_path):
+    def of_set(folder, blue):
+        write_small_set(tmp_path / folder, blue=blue)
+        dataset = open_dataset("imagenet_sketch", tmp_path / folder)
+        return digest(dataset.split("test"), dataset.class_names)
+
+    assert of_set("here", 9) == of_set("there", 9) != of_set("changed", 10)
+
+
 # -- structinit_jax.prepare ------------------------------------------------------------------------
 
 
@@ -65,10 +86,13 @@ def test_the_report_names_classes_sizes_and_bad_images(tmp_path):
                 image = Image.new("RGB", (20 + number, 10), "red")
                 image.save(tmp_path / split / name / f"{number}.png")
     (tmp_path / "train" / "dog" / "1.png").write_bytes(b"nothing")
+    for name in (".0.png", "0.heic", "1.HEIC"):
+        (tmp_path / "train" / "dog" / name).touch()
     arguments = ("--name=folder", f"--data_dir={tmp_path}", "--check=0")
     said = fork_main.run(*arguments, module=prepare.__name__).stdout
     for line in (
-        "folder: 2 classes (cat, dog), 3 channels",
+        f"{tmp_path.name}: 2 classes (cat, dog), 3 channels",
+        "left out: hidden (1), .heic (2)",
         "train: 6 examples; checked all",
         "train: 2 of 2 classes in these, 2 to 3 examples of each",
         "val: 10 to 10 pixels high, 20 to 22 wide",

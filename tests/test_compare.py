@@ -9,6 +9,7 @@ import time
 
 import fork_main
 import pytest
+from PIL import Image
 
 from structinit_jax import compare, train
 from structinit_jax.compare import report, train_grid
@@ -146,8 +147,48 @@ def test_other_data_under_the_same_names_are_refused(start, monkeypatch, split):
         return "another" if f"'{split}" in source.name else digest(source, class_names)
 
     monkeypatch.setattr(train_grid, "digest", other_digest)
-    with pytest.raises(InputError, match=rf"other files, labels or classes of .*{split}"):
+    with pytest.raises(InputError, match=rf"other images, labels or classes of .*{split}"):
         start(["mimetic"], [0])
+
+
+def test_a_second_seed_on_other_images_of_the_same_names_is_refused(start, tiny_config, tmp_path):
+    def config_of(folder, value):
+        for name in ("train/a", "train/b", "test/a", "test/b"):
+            (folder / name).mkdir(parents=True)
+            for number in range(45):
+                image = Image.new("L", (8, 8), 5 * number + value)
+                image.save(folder / name / f"{number}.bmp")  # all files have the same size
+        config = tiny_config.copy_and_resolve_references()
+        config.data.update(name="folder", data_dir=str(folder))
+        config.data.update(train_split="train")
+        config.model.num_classes, config.num_steps = 2, 12
+        return config
+
+    config = config_of(tmp_path / "here", 0)
+    start(["default"], [0], config)
+    other = config_of(tmp_path / "other", 1)
+    for schemes in (["default"], ["mimetic"]):
+        with pytest.raises(InputError, match="other images, labels or classes of folder train"):
+            start(schemes, [1], other)
+    config.data.data_dir = str((tmp_path / "here").rename(tmp_path / "there"))
+    assert start(["default"], [0, 1], config)[1] == [("default", 1)]
+
+
+def test_a_setting_keeps_its_data_where_another_reads_other_data(start, monkeypatch):
+    def digest_of(*values):
+        digests = itertools.cycle(values)
+        monkeypatch.setattr(train_grid, "digest", lambda source, class_names: next(digests))
+
+    digest_of("here", "here")  # of two splits; without contents, as earlier versions recorded them
+    start(["default"], [0])
+    digest_of("here-a", "here-a")
+    assert start(["default"], [1])[1] == [("default", 1)]
+    digest_of("there", "there")
+    with pytest.raises(InputError, match="other images"):
+        start(["default"], [2])
+    digest_of("here-b", "here-b")
+    with pytest.raises(InputError, match="other images"):
+        start(["default"], [2])
 
 
 def test_a_signal_during_the_last_step_of_a_run_stops_the_others(start, tmp_path):

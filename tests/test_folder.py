@@ -1,3 +1,4 @@
+import os
 import shutil
 
 import jax
@@ -5,6 +6,7 @@ import pytest
 from PIL import Image
 
 from structinit_jax.data.datasets import open_dataset
+from structinit_jax.data.folder import title
 from structinit_jax.data.images import BadImageError
 from structinit_jax.data.loader import HostLoader
 from structinit_jax.data.source import DatasetInfo
@@ -89,7 +91,12 @@ def test_only_images_are_read(root):
         (cat / name).touch()
     (cat / "link.png").symlink_to(cat / "0.bmp")
     (root / "test").mkdir()
+    (root / "validation").mkdir()
+    write_image(root / "val" / "0.png", 50)
     dataset = open_dataset("folder", root)
+    left_out = {kind: count for kind, count in dataset.left_out.items() if count}
+    outside = "images outside of class folders"
+    assert left_out == {"hidden": 5, ".heic": 1, "validation/": 1, outside: 1}
     assert dataset.class_names == sorted(CLASSES)
     assert len(dataset.split("train")) == 32
     with pytest.raises(InputError):  # has no classes, which matters only if it is used
@@ -103,7 +110,9 @@ def test_bad_images_stop_or_are_left_out(root, capsys):
     mesh = jax.make_mesh((8,), ("data",), axis_types=(jax.sharding.AxisType.Auto,))
     loader = HostLoader(open_dataset("folder", root).split("train"), mesh, 8, 1.0)
     batches = loader.train_batches(batch_size=8, seed=0, start_step=0, num_steps=4)
-    with pytest.raises(BadImageError, match=r"^folder 'train', example \d+ \(.*(cat/3|apple)"):
+    with pytest.raises(
+        BadImageError, match=rf"^{root.name} 'train', example \d+ \(.*(cat/3|apple)"
+    ):
         list(batches)
 
     (root / "train" / "cat" / "gone.png").symlink_to(root / "nothing")
@@ -116,3 +125,53 @@ def test_bad_images_stop_or_are_left_out(root, capsys):
         path.write_bytes(b"")
     with pytest.raises(InputError, match=r"config\.data\.eval_split='val': none of its 6 images"):
         open_dataset("folder", root).split("val", "data.eval_split", "skip")
+
+
+def test_a_folder_of_classes_is_the_split_train(root, tmp_path_factory):
+    whole = open_dataset("folder", root).split("train")
+    flat = (root / "train").rename(tmp_path_factory.mktemp("flat") / "fruit")
+    dataset = open_dataset("folder", f"{flat}/")
+    assert dataset.name == title("folder", f"{flat}/") == "fruit"
+    assert dataset.info == DatasetInfo(3, 3, {"train": 30})
+    first, rest = dataset.split("train[:90%]"), dataset.split("train[90%:]")
+    assert values(first) + values(rest) == values(dataset.split("train"))
+    assert dataset.split("train").labels().tolist() == whole.labels().tolist()
+    # Splits under other names are not taken for classes.
+    for name in ("training", "validation"):
+        shutil.copytree(flat, flat.parent / "other" / name)
+    with pytest.raises(InputError, match="no class folder with images"):
+        open_dataset("folder", flat.parent / "other")
+
+
+def test_only_regular_files_are_opened(root, capsys):
+    cat = root / "train" / "cat"
+    os.mkfifo(cat / "fifo.png")
+    (cat / "device.png").symlink_to("/dev/zero")
+    (cat / "itself.png").symlink_to("itself.png")
+    source = open_dataset("folder", root).split("train", on_bad_image="skip")
+    assert sorted(values(source)) == list(range(30))
+    output = capsys.readouterr().out
+    assert "left out 3 bad images of 33:" in output
+    for line in ("fifo.png): not a regular file", "device.png): not a regular", "itself.png): "):
+        assert line in output
+
+
+def test_links_in_a_circle_are_not_followed(root):
+    cat = root / "train" / "cat"
+    for name, target in (("here", "."), ("above", ".."), ("link", "link")):
+        (cat / name).symlink_to(target)
+    elsewhere = (root / "val").rename(root / "elsewhere")
+    (cat / "more").symlink_to(elsewhere)
+    dataset = open_dataset("folder", root)
+    assert dataset.info.num_examples == {"train": 36}
+    assert dataset.left_out["folders linked in a circle"] == 2
+
+
+def test_empty_classes_are_told(root, capsys):
+    shutil.rmtree(root / "train")
+    [path.unlink() for path in (root / "val" / "Birch").rglob("*.png")]
+    open_dataset("folder", root).split("val")
+    assert capsys.readouterr().out == "note: 1 of the 3 classes hold no image\n"
+    [path.unlink() for path in root.rglob("*.png")]
+    with pytest.raises(InputError, match=r"no class folder with images"):
+        open_dataset("folder", root)

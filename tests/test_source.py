@@ -1,10 +1,20 @@
+from pathlib import Path
+
 import numpy as np
 import pytest
 from PIL import Image
 
+from structinit_jax.data import source as source_lib
 from structinit_jax.data.datasets import open_dataset
 from structinit_jax.data.images import BadImageError
-from structinit_jax.data.source import Dataset, DatasetInfo, digest, parse_split, split_size
+from structinit_jax.data.source import (
+    Dataset,
+    DatasetInfo,
+    count_common,
+    digest,
+    parse_split,
+    split_size,
+)
 from structinit_jax.errors import InputError
 
 INFO = DatasetInfo(10, 1, {"train": 57, "test": 9})
@@ -84,6 +94,40 @@ def test_labels_out_of_range_are_named():
         list(source.read([0, 1]))
 
 
+@pytest.mark.parametrize(
+    "record",
+    [
+        {"img": PIXELS, "label": 0},
+        {"image": PIXELS},
+        (PIXELS, 0),
+        PIXELS,
+        {"image": Image.new("RGB", (4, 4)), "label": 0},
+        {"image": PIXELS.astype(np.float32), "label": 0},
+        {"image": np.zeros((3, 8, 8), np.uint8), "label": 0},
+        {"image": PIXELS, "label": "cat"},
+        {"image": PIXELS, "label": 0.0},
+        {"image": PIXELS, "label": np.eye(2, dtype=int)[0]},
+    ],
+)
+def test_a_mistaken_record_is_told_what_a_record_is(record):
+    records = [{"image": PIXELS, "label": 1}, record]
+    source = Dataset.from_records("mine", {"train": records}, ["a", "b"]).split("train")
+    with pytest.raises(InputError, match=r"^mine 'train', example 1: .* \"label\" \(an integer\)$"):
+        list(source.read([0, 1]))
+    with pytest.raises(InputError, match=r"^mine 'train', example 1: "):
+        digest(source, ["a", "b"])
+
+
+def test_common_examples_of_two_splits_are_counted():
+    for first, second, common in (
+        ("train", "test", 0),
+        ("train[:90%]", "train[90%:]", 0),
+        ("train[:20]+test", "train[15:30]+test[3:]", 5 + 6),
+        ("train+train", "train", 57),
+    ):
+        assert count_common(first, second, INFO) == common
+
+
 # -- changed data ----------------------------------------------------------------------------------
 
 
@@ -94,7 +138,7 @@ def root(tmp_path):
         folder = tmp_path / "here" / name
         folder.mkdir(parents=True)
         for number in range(10):
-            (folder / f"{number}.png").touch()  # the digest reads no image
+            (folder / f"{number}.png").write_bytes(b"pixels")  # the digest decodes no image
     return tmp_path / "here"
 
 
@@ -115,7 +159,11 @@ def add(folder):
     (folder / "bee" / "30.png").touch()
 
 
-@pytest.mark.parametrize("change", [move_to_another_class, rename, add])
+def change_pixels(folder):
+    (folder / "bee" / "7.png").write_bytes(b"others")
+
+
+@pytest.mark.parametrize("change", [move_to_another_class, rename, add, change_pixels])
 def test_changed_files_change_the_digest_of_their_split(root, change):
     train, val, both = of_folder(root, "train", "val", "val+train")
     change(root / "train")
@@ -129,6 +177,29 @@ def test_the_digest_is_of_the_chosen_examples_in_their_order(root):
     assert len(set(before)) == len(specs)
     (root / "train" / "ant" / "notes.txt").touch()
     assert of_folder(root.rename(root.parent / "elsewhere"), *specs) == before
+
+
+def test_of_a_large_set_all_sizes_and_a_sample_are_covered(root, monkeypatch):
+    monkeypatch.setattr(source_lib, "SMALL_SET", 20)
+    monkeypatch.setattr(source_lib, "MAX_DIGESTED", 5)
+    (before,) = of_folder(root, "train")
+    sampled = open_dataset("folder", root).split("train").evenly_spaced(5)
+    paths = [Path(sampled.parts[0][index]["image"]) for index in sampled.rows[:, 1].tolist()]
+    for path in (root / "train").rglob("*.png"):
+        path.write_bytes(b"others")
+        assert (of_folder(root, "train") == [before]) == (path not in paths)
+        path.write_bytes(b"longer than before")
+        assert of_folder(root, "train") != [before]
+        path.write_bytes(b"pixels")
+
+
+def test_the_digest_covers_the_pixels_of_a_list():
+    def of_pixels(*images):
+        records = [{"image": image, "label": 0} for image in images]
+        return digest(Dataset.from_records("mine", {"train": records}, "a").split("train"), "a")
+
+    others = [(PIXELS, PIXELS + 1), (PIXELS, PIXELS.reshape(2, 8, 3)), (PIXELS, PIXELS.tobytes())]
+    assert len({of_pixels(PIXELS, PIXELS), *(of_pixels(*images) for images in others)}) == 4
 
 
 def test_the_digest_covers_the_labels_of_a_list_and_the_classes():

@@ -169,6 +169,15 @@ def test_mistakes_are_refused_before_training(tiny_config, tmp_path, field, valu
         train.train(tiny_config, tmp_path)
 
 
+def test_a_split_that_overlaps_the_training_split_is_noted(tiny_config, capsys):
+    assert "note" not in capsys.readouterr().out
+    _ = run.Run(tiny_config).setup
+    assert capsys.readouterr().out == ""
+    tiny_config.data.eval_split = "train[300:400]"
+    _ = run.Run(tiny_config).setup
+    assert capsys.readouterr().out.startswith("note: training sees 84 examples of the evaluation")
+
+
 def cross_entropy_of_known_classes(logits, targets):
     losses = -jnp.sum(targets * jax.nn.log_softmax(logits), axis=-1)
     return losses * jnp.where(targets.max(axis=-1) > 0.5, 1.0, jnp.nan)

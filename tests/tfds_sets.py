@@ -5,7 +5,7 @@ from PIL import Image
 
 
 @tfds.core.registered.skip_registration()
-def write_small_set(data_dir, num_classes=1000):
+def write_small_set(data_dir, num_classes=1000, blue=9):
     """Writes two images in the place and with the features of TFDS's imagenet_sketch.
 
     The red value of an image is its label; TFDS stores them in an order of its own.
@@ -30,7 +30,7 @@ def write_small_set(data_dir, num_classes=1000):
 
         def _generate_examples(self):
             for label in (4, 7):
-                image = Image.new("RGB", (3, 2), (label, 0, 9))
+                image = Image.new("RGB", (3, 2), (label, 0, blue))
                 yield label, {"image": image, "label": label, "file_name": f"{label}.JPEG"}
 
     SmallSet(data_dir=data_dir).download_and_prepare(file_format="array_record")

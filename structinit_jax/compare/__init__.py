@@ -14,7 +14,7 @@ from structinit_jax.training.metrics import read_lines
 GRID = "compare.json"
 STATUS = "status.txt"  # of a run: `DONE`, or why it failed
 DONE = "done"
-# Fields that change the results by rounding at most; names and labels of data are in digests.
+# Fields that change the results by rounding at most; data have digests of their contents.
 HARMLESS = ("checkpoint_every_steps", "keep_checkpoints", "fsdp", "data.data_dir", "model.remat")
 
 

@@ -249,15 +249,17 @@ def _merge(workdir, new, settings):
         return {"settings": new, "baselines": {}}
     info = json.loads(path.read_text(encoding="utf-8"))
     old = info["settings"]
-    # Folders at several places have the same name and several digests.
-    data = {pair for facts in old.values() for pair in facts["data"].items()}
-    known = {name for name, _ in data}
     for name, facts in new.items():
-        if other := [k for k, v in facts["data"].items() if k in known and (k, v) not in data]:
-            raise InputError(
-                f"--workdir={workdir} holds results for other files, labels or classes of "
-                f"{other[0]}: restore the old data, or use another --workdir"
-            )
+        # Settings may read folders of the same name at several places.
+        earlier = [old[name]] if name in old else old.values()
+        for data, new_digest in facts["data"].items():
+            digests = [each["data"][data] for each in earlier if data in each["data"]]
+            # An earlier version recorded the first part of the digest only.
+            if digests and not new_digest.startswith(tuple(digests)):
+                raise InputError(
+                    f"--workdir={workdir} holds results for other images, labels or classes of "
+                    f"{data}: restore the old data, or use another --workdir"
+                )
         if name not in old:
             continue
         place, free = f"the setting {name} in {workdir}", ("seed", *compare.HARMLESS)

@@ -17,9 +17,12 @@ def open_tfds(name: str, data_dir: Folder) -> Dataset:
     builder = find_builder(name, data_dir)
     path = builder.data_path
     if not path.exists():
+        folder, _, _ = name.partition(":")
+        versions = [f"{folder}:{v}" for v in tfds.core.utils.version.list_all_versions(path.parent)]
+        there = f" Another version is there: pass {' or '.join(versions)}." if versions else ""
         raise InputError(
-            f"data set {name!r} is not prepared: looked in {path}. Pass"
-            f" --config.data.data_dir=DIR, the folder that holds {name}/, or download it with\n"
+            f"data set {name!r} is not prepared: looked in {path}.{there} Pass"
+            f" --config.data.data_dir=DIR, the folder that holds {folder}/, or download it with\n"
             f"  python -m structinit_jax.prepare --name={name} --data_dir={builder.data_dir_root}"
         )
     builder = tfds.builder_from_directory(path)  # knows formats that were added later
@@ -59,7 +62,7 @@ def find_builder(name: str, data_dir: Folder) -> tfds.core.DatasetBuilder:
         return tfds.builder(name, data_dir=data_dir)
     except tfds.core.DatasetNotFoundError as error:
         stock = tfds.list_builders(with_community_datasets=False)
-        hint = suggest(name.lower(), ["folder", "digits", *stock])
+        hint = suggest(name.lower(), {"folder", "digits", *stock})
         raise InputError(f"TFDS has no data set {name!r}: {hint}") from error
     except Exception as error:  # a malformed name or variant, a damaged file, a missing package
         raise InputError(

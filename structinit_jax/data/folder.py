@@ -2,6 +2,7 @@
 
 import hashlib
 import os
+from collections import Counter
 from pathlib import Path
 
 from structinit_jax.data.source import Dataset, DatasetInfo, Folder
@@ -12,7 +13,11 @@ SUFFIXES = (
     *(".jpg", ".jpeg", ".jpe", ".jfif", ".png", ".webp", ".avif"),
     *(".bmp", ".gif", ".tif", ".tiff", ".ppm", ".pgm"),
 )
-LAYOUT = "Expected DIR/train/CLASS/*.jpg and DIR/val/CLASS/*.jpg with data_dir=DIR."
+OUTSIDE = "images outside of class folders"
+LAYOUT = (
+    "With data_dir=DIR, expected DIR/train/CLASS/*.jpg and DIR/val/CLASS/*.jpg, or DIR/CLASS/*.jpg,"
+    " of which train_split='train[:90%]' and eval_split='train[90%:]' take parts."
+)
 
 
 class FileRecords:
@@ -38,16 +43,22 @@ class FileRecords:
         return os.fsencode(path[self._start :].replace(os.sep, "/"))
 
 
+def title(name: str, root: Folder) -> str:
+    """Returns the name of a data set in messages and titles: for 'folder', that of the folder."""
+    return os.path.basename(os.path.abspath(root or "")) if name == "folder" else name
+
+
 def open_folder(root: Folder) -> Dataset:
     """Opens an image folder `root/{train,val,test}/class/**/*.jpg`, as torchvision's ImageFolder.
 
     One of the three splits suffices; the first has all classes. They are numbered in the order of
-    their sorted names. Files are ordered by a checksum of their path below the split, so
-    `train[:10%]` holds a mix of classes, the same on every machine.
+    their sorted names. Without these splits, the images `root/class/*.jpg` are the split `train`.
+    Files are ordered by a checksum of their path below the split, so `train[:10%]` holds a mix of
+    classes, the same on every machine.
 
     Raises:
-      InputError: There is no such folder, no split or no class. A split raises it when it is
-        opened: a class of `train` is empty, or a class is not in the first split.
+      InputError: There is no such folder, or no image in it. A split raises it when it is opened: a
+        class of `train` is empty, or a class is not in the first split.
     """
 
     def problem(what):
@@ -56,14 +67,20 @@ def open_folder(root: Folder) -> Dataset:
     folder = Path(root or "")
     if not root or not folder.is_dir():
         raise problem(f"there is no such folder (from {Path.cwd()})")
-    found = {}
-    for split in SPLITS:
-        if (folder / split).is_dir():
-            classes = (entry for entry in _scan(folder / split) if entry.is_dir())
-            found[split] = {entry.name: _find_images(entry) for entry in classes}
-    first = next(iter(found), None)
-    if first is None or not found[first]:
-        raise problem(f"it holds no class folder in {', '.join(SPLITS)}")
+    left_out = Counter()
+    folders = {split: folder / split for split in SPLITS if (folder / split).is_dir()}
+    try:
+        if deep := bool(folders):
+            entries, images = _list(folder, left_out)
+            left_out.update(f"{entry.name}/" for entry in entries if entry.name not in folders)
+            left_out[OUTSIDE] += len(images)
+        folders = folders or {"train": folder}
+        found = {split: _find_classes(path, left_out, deep) for split, path in folders.items()}
+    except OSError as error:
+        raise problem(f"it cannot be read ({error})") from error
+    first = next(iter(found))
+    if not found[first] or not any(any(classes.values()) for classes in found.values()):
+        raise problem("it holds no class folder with images")
 
     def open_split(split):
         # Checked here, so that a split that is not used may have other classes.
@@ -72,28 +89,62 @@ def open_folder(root: Folder) -> Dataset:
             raise problem(f"{split} has {len(extra)} classes that {first} does not have: {shown}")
         empty = [name for name, paths in found[split].items() if not paths]
         if empty and split == "train":
-            raise problem(f"the class train/{empty[0]} holds no image ({', '.join(SUFFIXES)})")
+            path = (folders[split] / empty[0]).relative_to(folder)
+            raise problem(f"the class {path} holds no image ({', '.join(SUFFIXES)})")
+        if empty and split == first:
+            print(f"note: {len(empty):,} of the {len(found[first]):,} classes hold no image")
         labels = {name: label for label, name in enumerate(found[first])}
         files = [(path, labels[name]) for name, paths in found[split].items() for path in paths]
-        return FileRecords(files, folder / split)
+        return FileRecords(files, folders[split])
 
     sizes = {split: sum(map(len, classes.values())) for split, classes in found.items()}
     info = DatasetInfo(len(found[first]), 3, sizes)
-    return Dataset("folder", info, list(found[first]), open_split)
+    return Dataset(title("folder", root), info, list(found[first]), open_split, left_out)
 
 
-def _scan(folder):
-    """Lists a folder without hidden entries, such as .ipynb_checkpoints and @eaDir."""
-    entries = (entry for entry in os.scandir(folder) if entry.name[0] not in ".@")
-    return sorted(entries, key=lambda entry: entry.name)
+def _find_classes(folder, left_out, deep):
+    """Returns the paths of the images of each class; if `deep`, also those in its subfolders."""
+    entries, images = _list(folder, left_out)
+    left_out[OUTSIDE] += len(images)
+    above = _identify(folder)
+    return {entry.name: _find_images(entry.path, left_out, {above}, deep) for entry in entries}
 
 
-def _find_images(folder):
-    """Returns the paths of the images in a folder and its subfolders."""
-    found = []
-    for entry in _scan(folder):
-        if entry.is_dir():
-            found += _find_images(entry)
+def _find_images(folder, left_out, seen, deep):
+    """Returns the paths of the images in a folder, unless it is in `seen`, and adds it there."""
+    if (identity := _identify(folder)) in seen:
+        left_out["folders linked in a circle"] += 1
+        return []
+    seen.add(identity)
+    entries, images = _list(folder, left_out)
+    if not deep:
+        left_out["subfolders"] += len(entries)
+        return images
+    for entry in entries:
+        images += _find_images(entry.path, left_out, seen, deep)
+    return images
+
+
+def _identify(folder):
+    status = os.stat(folder)
+    return status.st_dev, status.st_ino
+
+
+def _list(folder, left_out):
+    """Returns the subfolders and the images in a folder, in order, and counts all else.
+
+    Hidden entries are left out, such as .ipynb_checkpoints and @eaDir.
+    """
+    folders, images = [], []
+    for entry in sorted(os.scandir(folder), key=lambda entry: entry.name):
+        # For a link to itself, `DirEntry.is_dir` raises an error.
+        is_folder = os.path.isdir if entry.is_symlink() else os.DirEntry.is_dir
+        if entry.name[0] in ".@":
+            left_out["hidden"] += 1
+        elif is_folder(entry):
+            folders.append(entry)
         elif entry.name.lower().endswith(SUFFIXES):
-            found.append(entry.path)
-    return found
+            images.append(entry.path)
+        else:
+            left_out[os.path.splitext(entry.name)[1].lower() or "without a suffix"] += 1
+    return folders, images

@@ -5,6 +5,7 @@ can decode at a fraction of the size. Pillow decodes every other format, and CMY
 """
 
 import functools
+import hashlib
 import io
 
 import numpy as np
@@ -70,6 +71,12 @@ class StoredImage:
         height and width. (0, 0) decodes the full size.
         """
         return self._pixels if self._jpeg is None else self._decode_jpeg(at_least)
+
+    def checksum(self) -> bytes:
+        """Returns the SHA-256 of the encoded file, or of the pixels and their shape."""
+        if isinstance(self._data, bytes):
+            return hashlib.sha256(self._data).digest()
+        return hashlib.sha256(f"{self._data.shape}".encode() + self._data.tobytes()).digest()
 
     @functools.cached_property
     def _jpeg(self) -> tuple[int, int, str, int] | None:

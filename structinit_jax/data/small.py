@@ -12,7 +12,7 @@ from pathlib import Path
 
 import numpy as np
 
-from structinit_jax.data.source import Dataset, Folder
+from structinit_jax.data.source import Dataset, Folder, read_file
 from structinit_jax.errors import InputError
 
 URL = "http://fashion-mnist.s3-website.eu-central-1.amazonaws.com"
@@ -69,7 +69,7 @@ def open_fashion_mnist(data_dir: Folder) -> Dataset:
         path = folder / f"{name}.gz"
         try:
             if path.exists():
-                arrays.append(_parse_idx(path.read_bytes(), sha256))
+                arrays.append(_parse_idx(read_file(path), sha256))
             else:
                 arrays.append(_download(f"{URL}/{path.name}", path, sha256))
         # Of the network, the file system, gzip or the checksum.

@@ -1,6 +1,7 @@
 """A data set, its splits in TFDS syntax, and the images and labels of a split."""
 
 import dataclasses
+import errno
 import functools
 import hashlib
 import itertools
@@ -9,6 +10,7 @@ import math
 import operator
 import os
 import re
+import stat
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -23,6 +25,8 @@ from structinit_jax.errors import InputError, require
 Folder = str | os.PathLike | None
 READ_BLOCK = 256  # examples
 MAX_THREADS = 16  # that decode; more only wait for the interpreter lock
+SMALL_SET = 2**25  # bytes, which `digest` reads in a tenth of a second
+MAX_DIGESTED = 1000  # images of a larger set, which `digest` reads
 SPLIT = re.compile(r"([\w-]+)(?:\[(-?[\d_]+%?)?:(-?[\d_]+%?)?\])?")  # 'train[10%:]'
 
 
@@ -39,11 +43,11 @@ class DatasetInfo:
 class Records(Protocol):
     """The examples of a split, as stored; a list, or a class of your own.
 
-    An example is a dict with an "image" (encoded bytes, the path of a file, or uint8 pixels [h, w,
-    C]), a "label" (an integer), and optionally a "file_name" for messages. The optional method
-    `__getitems__(indices)` reads many examples at once. A class with the attribute `names`, a list
-    of `bytes` with a name for each example, promises that reading a record reads no image; the
-    names are part of the `digest`.
+    An example is a dict with an "image" (encoded bytes, the path of a file, or uint8 pixels [h, w]
+    or [h, w, C]), a "label" (an integer), and optionally a "file_name" for messages. The optional
+    method `__getitems__(indices)` reads many examples at once. A class with the attribute `names`,
+    a list of `bytes` with a name for each example, promises that reading a record reads no image;
+    the names are part of the `digest`.
     """
 
     def __len__(self) -> int: ...
@@ -74,7 +78,7 @@ class ImageSource:
         range.
         """
         for index, record in zip(indices, self._fetch(indices), strict=True):
-            yield self._open(index, record), self._label(index, record)
+            yield self._open(index, record), self._known_label(index, record)
 
     def images(self) -> Iterator[StoredImage]:
         """Yields every image in order, not yet decoded; labels are not checked."""
@@ -83,8 +87,15 @@ class ImageSource:
 
     def labels(self) -> np.ndarray:
         """Returns all labels, int64 [n], which may be out of range; decodes no image."""
-        records = itertools.chain.from_iterable(map(self._fetch, self._blocks()))
-        return np.array([operator.index(record["label"]) for record in records], np.int64)
+        return np.array(self._map(self._label), np.int64)
+
+    def num_bytes(self) -> np.ndarray:
+        """Returns the size of each image as stored, int64 [n]; opens no file."""
+        return np.array(self._map(self._num_bytes), np.int64)
+
+    def checksums(self) -> list[bytes]:
+        """Returns the checksum of each image as stored."""
+        return self._map(lambda index, record: self._open(index, record).checksum())
 
     def select(self, wanted: np.ndarray) -> "ImageSource":
         """Returns the examples that `wanted` selects, bool [n] or indices in ascending order."""
@@ -107,8 +118,7 @@ class ImageSource:
                 return None, error.problem
             return image.size, None
 
-        blocks = self.map_blocks(lambda indices: list(map(check, indices, self._fetch(indices))))
-        checked = list(itertools.chain.from_iterable(blocks))
+        checked = self._map(check)
         good = self.select(np.array([problem is None for _, problem in checked], bool))
         sizes = [size for size, _ in checked if size is not None]
         return good, sizes, [problem for _, problem in checked if problem is not None]
@@ -118,6 +128,11 @@ class ImageSource:
         # More threads than cores would contend for the interpreter lock.
         with ThreadPoolExecutor(min(MAX_THREADS, num_cores())) as pool:
             return list(pool.map(function, self._blocks()))
+
+    def _map(self, function):
+        """Calls a function with index and record of every example, in threads."""
+        blocks = self.map_blocks(lambda block: list(map(function, block, self._fetch(block))))
+        return list(itertools.chain.from_iterable(blocks))
 
     def _blocks(self):
         starts = range(0, len(self), READ_BLOCK)
@@ -132,23 +147,78 @@ class ImageSource:
             yield from read_many(wanted) if read_many else map(part.__getitem__, wanted)
 
     def _open(self, index, record):
-        image, name = record["image"], f"{self.name}, example {self.rows[index, 1]}"
+        image, name = self._value(index, record, "image", _is_image), self._place(index)
         if isinstance(image, str | os.PathLike):
             name += f" ({os.fspath(image)})"
             try:
-                image = Path(image).read_bytes()
-            except (FileNotFoundError, PermissionError) as error:
+                image = read_file(image)
+            except OSError as error:
                 raise BadImageError(f"{name}: {error.strerror}") from error
         elif file_name := record.get("file_name"):
             name += f" ({file_name.decode() if isinstance(file_name, bytes) else file_name})"
         return StoredImage(image, self.info.channels, name)
 
+    def _num_bytes(self, index, record):
+        image = self._value(index, record, "image", _is_image)
+        if isinstance(image, str | os.PathLike):
+            try:
+                return os.stat(image).st_size
+            except OSError:  # which reading the image reports
+                return 0
+        return image.nbytes if isinstance(image, np.ndarray) else len(image)
+
     def _label(self, index, record):
-        label = operator.index(record["label"])
+        return operator.index(self._value(index, record, "label", _is_label))
+
+    def _known_label(self, index, record):
+        label = self._label(index, record)
         if not 0 <= label < self.info.num_classes:
-            place = f"{self.name}, example {self.rows[index, 1]}"
-            raise InputError(f"{place}: label {label} is not in [0, {self.info.num_classes}).")
+            limit = f"label {label} is not in [0, {self.info.num_classes})"
+            raise InputError(f"{self._place(index)}: {limit}.")
         return label
+
+    def _value(self, index, record, key, is_right):
+        value = record.get(key) if isinstance(record, Mapping) else None
+        if not is_right(value):
+            raise InputError(
+                f'{self._place(index)}: "{key}" is {_describe(value)}, in a record'
+                f' {_describe(record)}. A record is a dict with an "image" (encoded bytes, the path'
+                ' of a file, or uint8 pixels [h, w] or [h, w, 1 or 3]) and a "label" (an integer)'
+            )
+        return value
+
+    def _place(self, index):
+        return f"{self.name}, example {self.rows[index, 1]}"
+
+
+def _is_image(value):
+    if isinstance(value, np.ndarray):
+        return value.dtype == np.uint8 and value.ndim > 1 and value.shape[2:] in ((), (1,), (3,))
+    return isinstance(value, bytes | str | os.PathLike)
+
+
+def _is_label(value):
+    try:
+        operator.index(value)
+    except TypeError:
+        return False
+    return True
+
+
+def _describe(value):
+    if isinstance(value, np.ndarray):
+        return f"an array of {value.dtype} {list(value.shape)}"
+    if isinstance(value, Mapping):
+        return f"with the keys {list(value)}"
+    return "missing" if value is None else f"of type {type(value).__name__}"
+
+
+def read_file(path: str | os.PathLike) -> bytes:
+    """Reads a regular file. Others, such as a FIFO or a device, might never end: `OSError`."""
+    if not stat.S_ISREG(os.stat(path).st_mode):
+        raise OSError(errno.ENOENT, "not a regular file", os.fspath(path))
+    with open(path, "rb") as file:
+        return file.read()
 
 
 @dataclasses.dataclass(frozen=True)
@@ -159,6 +229,7 @@ class Dataset:
     info: DatasetInfo
     class_names: Sequence[str]  # by label
     open_split: Callable[[str], Records]  # by the name of the split
+    left_out: Mapping[str, int] = dataclasses.field(default_factory=dict)  # files, by their kind
 
     @classmethod
     def from_records(
@@ -258,6 +329,16 @@ def split_size(spec: str, info: DatasetInfo, field: str) -> int:
     return sum(len(part) for _, part in parse_split(spec, info, field))
 
 
+def count_common(first: str, second: str, info: DatasetInfo) -> int:
+    """Returns how many examples are in both of two splits, written in TFDS syntax."""
+
+    def members(spec, split):
+        parts = parse_split(spec, info, "data")
+        return set().union(*(part for name, part in parts if name == split))
+
+    return sum(len(members(first, split) & members(second, split)) for split in info.num_examples)
+
+
 def check_classes(info: DatasetInfo, num_classes: int) -> None:
     """Raises an `InputError` if a model's outputs do not fit the data set."""
     if num_classes != info.num_classes:
@@ -269,18 +350,26 @@ def check_classes(info: DatasetInfo, num_classes: int) -> None:
 
 
 def digest(source: ImageSource, class_names: Sequence[str]) -> str:
-    """Returns a checksum of a split, by which changed data are noticed without reading images.
+    """Returns a checksum of a split, by which changed data are noticed.
 
-    It covers the number and order of the examples and the names of the classes. For image folders
-    and lists, whose labels are known without reading images, it also covers the labels, and for
-    folders the paths below the split, so that a folder may be moved.
+    It has two parts. The first one, all that earlier versions recorded, covers the number and order
+    of the examples and the names of the classes; for image folders and lists, whose records hold no
+    image that is not read yet, also the labels, and for folders the paths below the split, so that
+    a folder may be moved. The second part covers the images as they are stored: for folders and
+    lists the size of each, and all bytes if these are at most 32 MB; otherwise the bytes of 1,000
+    images, spread evenly over the split, and their labels.
     """
-    found = hashlib.sha256(source.rows.tobytes() + json.dumps(list(class_names)).encode())
+    names = hashlib.sha256(source.rows.tobytes() + json.dumps(list(class_names)).encode())
     for part in source.parts:
-        found.update(b"\0".join(getattr(part, "names", ())))
+        names.update(b"\0".join(getattr(part, "names", ())))
+    contents, sample = hashlib.sha256(), source.evenly_spaced(MAX_DIGESTED)
     if all(isinstance(part, list) or hasattr(part, "names") for part in source.parts):
-        found.update(source.labels().tobytes())
-    return found.hexdigest()
+        names.update(source.labels().tobytes())
+        sizes = source.num_bytes()
+        contents.update(sizes.tobytes())
+        sample = source if sizes.sum() <= SMALL_SET else sample
+    contents.update(sample.labels().tobytes() + b"".join(sample.checksums()))
+    return f"{names.hexdigest()}-{contents.hexdigest()}"
 
 
 def expand_user(path: Folder) -> Folder:
