@@ -34,6 +34,7 @@ from structinit_jax.analysis import figures
 from structinit_jax.analysis.collect import Snapshot, observe_run, observe_start, read_images
 from structinit_jax.command_line import STEP, WORKDIR
 from structinit_jax.compare import train_grid
+from structinit_jax.data.folder import title
 from structinit_jax.errors import InputError
 from structinit_jax.training import resume
 
@@ -81,7 +82,8 @@ def main(overrides: command_line.Overrides) -> None:
     else:
         settings = train_grid.expand(config, _SCHEMES.value or [config.attention_init.name], {})
         snapshots = [observe_start(setting, images) for setting in settings.values()]
-    subject = f"{config.model.name}, {len(images)} training images of {config.data.name}"
+    data = title(config.data.name, config.data.data_dir)
+    subject = f"{config.model.name}, {len(images)} training images of {data}"
     write(snapshots, subject, out)
     print(f"wrote analysis.json, by_layer.png, maps.npz and maps_by_offset.png to {out}")
 

@@ -108,7 +108,7 @@ def evaluate_checkpoint(
         raise InputError("\n".join(["classes must be named as in training:", *renamed]))
     source = run.eval_source
     results = make_evaluator(config, model, source)(state)
-    name = f"{config.data.name} {config.data.eval_split}"
+    name = f"{run.dataset.name} {config.data.eval_split}"
     print(f"step {state.step}  {describe(results)} on {len(source):,} examples of {name}")
     return results
 

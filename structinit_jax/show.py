@@ -15,6 +15,7 @@ from ml_collections import ConfigDict
 
 from structinit_jax import command_line
 from structinit_jax.command_line import STEP
+from structinit_jax.data.folder import title
 from structinit_jax.errors import InputError
 from structinit_jax.run import Run, augmentation
 from structinit_jax.training.mesh import make_mesh
@@ -58,7 +59,9 @@ def draw(images: np.ndarray, captions: Sequence[str]) -> Figure:
         axis = figure.add_subplot(rows, COLUMNS, place)
         axis.set_axis_off()
         axis.imshow(image, cmap="gray", vmin=0, vmax=255, interpolation="nearest")
-        axis.set_title(caption[:24], fontsize=5)
+        # The name of a class is that of a folder, which need not be text.
+        caption = caption.encode("utf-8", "backslashreplace").decode()
+        axis.set_title(caption[:24], fontsize=5, parse_math=False)
     return figure
 
 
@@ -76,7 +79,8 @@ def main(overrides: command_line.Overrides) -> None:
         draw(images[:MAX_IMAGES], captions).savefig(path, dpi=150)
     except (OSError, ValueError) as error:  # a ValueError is about the suffix
         raise InputError(f"--out={path} cannot be written ({error}): name a .png file") from error
-    print(f"wrote {path}: {len(captions)} of the {len(images)} images of step {step}")
+    data = title(config.data.name, config.data.data_dir)
+    print(f"wrote {path}: {len(captions)} of the {len(images)} images of step {step}, from {data}")
 
 
 if __name__ == "__main__":

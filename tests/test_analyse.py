@@ -1,5 +1,6 @@
 import functools
 import json
+import os
 
 import fork_main
 import jax
@@ -7,6 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax import nnx
+from matplotlib.figure import Figure
 from PIL import Image
 
 from structinit_jax import analyse
@@ -152,12 +154,24 @@ def test_maps_of_any_model_are_drawn(tmp_path):
         show({"after": maps}, (4, 5))
 
 
+def test_names_and_titles_are_no_markup(tmp_path):
+    maps = np.full((1, 1, 4, 4), 0.25)
+    title = os.fsdecode(b"$x_{$ \xff")
+    figures.draw_maps({"$x_{$": maps}, (2, 2), title, tmp_path / "maps.png")
+    figure = Figure()
+    (line,) = figure.subplots().plot([1])
+    figures.add_legend(figure, [line], ["$x_{$"])
+    figure.savefig(tmp_path / "legend.png")
+
+
 def test_the_command_compares_a_run_with_its_start(finished_run, tmp_path):
     out = tmp_path / "out"
     arguments = (f"--workdir={finished_run.workdir}", f"--out={out}", "--num_images=8")
     result = fork_main.run(*arguments, module=analyse.__name__)
     assert result.returncode == 0, result.stderr
-    models = json.loads((out / "analysis.json").read_text())["models"]
+    analysis = json.loads((out / "analysis.json").read_text())
+    assert analysis["subject"] == "vit, 8 training images of digits"
+    models = analysis["models"]
     assert [model["name"] for model in models] == ["impulse, step 0", "impulse, step 12"]
     before, after = [model["layers"][0]["measures"] for model in models]
     assert len(after["target_mass"]) == 2

@@ -1,3 +1,5 @@
+import os
+
 import fork_main
 import numpy as np
 import pytest
@@ -40,7 +42,7 @@ def test_a_batch_of_a_run_needs_no_config(finished_run, tmp_path):
     arguments = [f"--workdir={finished_run.workdir}", "--step=9", f"--out={path}"]
     result = fork_main.run(*arguments, module=show.__name__)
     assert result.returncode == 0, result.stderr
-    assert "48 of the 64 images of step 9" in result.stdout
+    assert "48 of the 64 images of step 9, from digits" in result.stdout
     with Image.open(path) as picture:
         assert picture.format == "PNG"
 
@@ -50,3 +52,10 @@ def test_targets_are_described_without_their_smoothing():
     names = [f"class {label}" for label in range(10)]
     assert show.describe_target(mixed, 0.1, names) == "70% class 3, 30% class 8"
     assert show.describe_target(0.9 * np.eye(10)[4] + 0.01, 0.1, names) == "class 4"
+
+
+def test_captions_are_no_markup_and_need_not_be_text(tmp_path):
+    captions = ["$x_{$", "$x$ $", os.fsdecode(b"\xff")]
+    figure = show.draw(np.zeros((3, 8, 8, 3), np.uint8), captions)
+    figure.savefig(tmp_path / "batch.png")
+    assert [axis.get_title() for axis in figure.axes] == [*captions[:2], r"\udcff"]

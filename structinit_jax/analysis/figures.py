@@ -35,16 +35,21 @@ def add_legend(figure, handles, labels) -> None:
     width, height = figure.get_size_inches()
     columns = max(1, min(4, int(width / (0.09 * max(map(len, labels)) + 0.6))))
     figure.set_size_inches(width, height + 0.22 * math.ceil(len(labels) / columns))
-    figure.legend(handles, labels, loc="outside lower center", ncols=columns, frameon=False)
+    legend = figure.legend(
+        handles, labels, loc="outside lower center", ncols=columns, frameon=False
+    )
+    for text in legend.get_texts():
+        text.set_parse_math(False)
 
 
 def _wrap(text, width):
     """Breaks a title of 12 points into lines of a width in inches."""
+    text = text.encode("utf-8", "backslashreplace").decode()  # the name of a folder may be bytes
     return textwrap.fill(text, max(12, int(width * 10)))
 
 
 def _save(figure, title, path):
-    figure.suptitle(_wrap(title, figure.get_figwidth()))
+    figure.suptitle(_wrap(title, figure.get_figwidth()), parse_math=False)
     figure.savefig(path, dpi=150)
 
 
@@ -127,7 +132,7 @@ def _draw_kernels(models, title, path):
         axis.set_yticks([y * side + side / 2 - 1 for y in range(len(layers))], [*layers])
         axis.tick_params(length=0)
         axis.set(xlabel="head", ylabel="layer")
-        axis.set_title(_wrap(name, width), size=10)
+        axis.set_title(_wrap(name, width), size=10, parse_math=False)
     figure.colorbar(image, ax=figure.axes, label=_wrap(label, figure.get_figheight()))
     _save(figure, title, path)
 
