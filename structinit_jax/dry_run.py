@@ -17,6 +17,7 @@ from ml_collections import ConfigDict
 
 from structinit_jax import config as config_lib
 from structinit_jax.data.datasets import find_info
+from structinit_jax.data.folder import title
 from structinit_jax.data.source import check_classes, split_size
 from structinit_jax.errors import InputError
 from structinit_jax.run import set_up
@@ -91,8 +92,8 @@ def dry_run(config: ConfigDict, target: str | None = None) -> None:
         "devices": mesh_lib.describe(mesh),
         "batch": f"{config.batch_size} global, {config.batch_size // mesh.size} per device, "
         f"{config.batch_size // num_hosts} per host",
-        "data": f"{data.name}, {num_examples:,} training examples ({data.train_split}), "
-        f"{num_eval_examples:,} test examples ({data.eval_split})",
+        "data": f"{title(data.name, data.data_dir)}, {num_examples:,} training examples "
+        f"({data.train_split}), {num_eval_examples:,} test examples ({data.eval_split})",
         "steps": f"{schedule.num_steps:,}, {epochs:.1f} epochs of {schedule.steps_per_epoch:.1f}; "
         f"{len(schedule.eval_steps)} evaluations",
         "memory per device": f"{mib(needs.argument_size_in_bytes)} state and batch, "
