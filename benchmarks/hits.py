@@ -34,6 +34,7 @@ output kernels of the MLPs are 0.
 | model | `impulse` with | content | layers 1 to the last |
 |---|---|---|---|"""
 ROWS = [  # model, heads, options of `impulse`, whether content is quiet
+    ("vit_tiny_patch16_224", 3, {}, False),  # the README's example
     ("vit_tiny_patch16_224", 3, POSITIONAL, True),
     ("vit_tiny_patch16_224", 3, POSITIONAL, False),
     ("vit_base_patch16_224", 12, POSITIONAL, True),
@@ -57,7 +58,7 @@ def make_model(name: str) -> torch.nn.Module:
     return timm.create_model(name)
 
 
-def quiet(params: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
+def quiet(params: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
     """Scales the patch embedding to 0.3 of PyTorch's default and the MLPs' output kernels to 0.
 
     PyTorch draws the kernel [D, ...] with a variance of 1 / (3 fan-in): its squares sum to D / 3.
@@ -65,7 +66,7 @@ def quiet(params: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
     new = dict(params)
     for name, kernel in params.items():
         if re.search(r"(patch_embed.*|conv_proj)\.weight", name):
-            new[name] = kernel * (0.3 * math.sqrt(len(kernel) / 3 / np.sum(kernel**2)))
+            new[name] = kernel * (0.3 * math.sqrt(len(kernel) / 3 / torch.sum(kernel**2)))
         elif re.search(r"mlp\.(fc2|3)\.weight", name):
             new[name] = 0 * kernel
     return new
@@ -113,13 +114,11 @@ def main() -> None:
     images, lines = photographs(), [NOTE]
     for name, num_heads, options, is_quiet in ROWS:
         model = make_model(name)
-        params = {k: v.numpy() for k, v in model.state_dict().items()}
-        params = quiet(params) if is_quiet else params
+        params = quiet(model.state_dict()) if is_quiet else model.state_dict()
         params = initialize(params, impulse(**options), jax.random.key(0), num_heads=num_heads)
-        model.load_state_dict({k: torch.from_numpy(v) for k, v in params.items()})
-        given = ", ".join(
-            f"{k}={v:.4g}" if isinstance(v, float) else f"{k}={v}" for k, v in options.items()
-        )
+        model.load_state_dict(params)
+        given = [f"{k}={v:.4g}" if isinstance(v, float) else f"{k}={v}" for k, v in options.items()]
+        given = ", ".join(given) or "its defaults"
         rates = []
         for maps in torch_maps(model, images)[:DEPTH]:
             side = math.isqrt(maps.shape[-1])
