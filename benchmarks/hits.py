@@ -55,7 +55,7 @@ def make_model(name: str) -> torch.nn.Module:
     return timm.create_model(name)
 
 
-def quiet(params: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
+def quiet(params: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
     """Scales the patch embedding to 0.3 of PyTorch's default and the MLPs' output kernels to 0.
 
     PyTorch draws the kernel [D, ...] with a variance of 1 / (3 fan-in): its squares sum to D / 3.
@@ -63,7 +63,7 @@ def quiet(params: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
     new = dict(params)
     for name, kernel in params.items():
         if re.search(r"(patch_embed.*|conv_proj)\.weight", name):
-            new[name] = kernel * (0.3 * math.sqrt(len(kernel) / 3 / np.sum(kernel**2)))
+            new[name] = kernel * (0.3 * math.sqrt(len(kernel) / 3 / torch.sum(kernel**2)))
         elif re.search(r"mlp\.(fc2|3)\.weight", name):
             new[name] = 0 * kernel
     return new
@@ -111,10 +111,9 @@ def main() -> None:
     images, lines = photographs(), [NOTE]
     for name, num_heads, is_quiet in ROWS:
         model = make_model(name)
-        params = {k: v.numpy() for k, v in model.state_dict().items()}
-        params = quiet(params) if is_quiet else params
+        params = quiet(model.state_dict()) if is_quiet else model.state_dict()
         params = initialize(params, impulse(), jax.random.key(0), num_heads=num_heads)
-        model.load_state_dict({k: torch.from_numpy(v) for k, v in params.items()})
+        model.load_state_dict(params)
         rates = []
         for maps in torch_maps(model, images)[:DEPTH]:
             side = math.isqrt(maps.shape[-1])

@@ -59,6 +59,8 @@ def test_a_state_dict_that_does_not_fit_is_refused_and_changes_nothing(state_dic
     missing = {k: v for k, v in state_dict.items() if k != "blocks.1.mlp.fc1.bias"}
     with pytest.raises(InputError, match=r"no 'blocks\.1\.mlp\.fc1\.bias'"):
         from_timm(model, missing)
+    with pytest.raises(InputError, match=r"blocks\.1\.mlp\.fc1\.bias has dtype int8"):
+        from_timm(model, missing | {"blocks.1.mlp.fc1.bias": np.zeros(64, np.int8)})
     with pytest.raises(InputError, match=r"no place for: extra\.weight"):
         from_timm(model, state_dict | {"extra.weight": np.ones(3)})
     with pytest.raises(InputError, match=r"\['pos_embed'\].*9, 16.*4, 16.*start_from"):

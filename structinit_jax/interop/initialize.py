@@ -10,7 +10,7 @@ from jaxtyping import Float
 from structinit_jax.attention_init import AttentionInit, AttentionWeights
 from structinit_jax.attention_init.sites import GRID, check_shape
 from structinit_jax.errors import InputError, check_scheme, require
-from structinit_jax.interop.entries import check_array, like, replace_rows
+from structinit_jax.interop.entries import as_array, check_array, like, replace_rows
 from structinit_jax.interop.host import Grid, Host, find_hosts
 from structinit_jax.interop.layouts import Leaves, flatten
 from structinit_jax.interop.sites import find_site, num_offsets
@@ -23,7 +23,7 @@ def initialize(
     *,
     num_heads: int | None = None,
     grid: Grid | None = None,
-    positions: np.ndarray | jax.Array | None = None,
+    positions: Any | None = None,
     rotations: Any | None = None,
 ) -> Any:
     """Writes the weights of a scheme into the parameters of a freshly built model.
@@ -39,7 +39,7 @@ def initialize(
 
     Args:
       params: A state dict, Linen tree, Equinox or NNX module, NNX state or pure dict; not changed.
-        The weights of a state dict may be torch tensors.
+        All arrays, also the following, may be NumPy's, JAX's or torch's.
       attention_init: The scheme, such as `impulse()`; or `lambda rng, site: weights`.
       rng: Random key for the scheme.
       num_heads: Number of heads h; required for torch and Equinox, whose shapes do not show it.
@@ -49,10 +49,10 @@ def initialize(
         for example `sincos_positions(grid, D)`, or for big_vision and vit-pytorch's SimpleViT
         `sincos_positions(grid, D, convention="big_vision")`. A table in `params` is then neither
         read nor written: if the model adds it to the tokens, leave `positions` out.
-      rotations: Rotary positions (RoPE) of the image tokens, in a model that adds no positions. As
-        NumPy arrays, either sines and cosines [..., N, 2 d] of timm's `model.rope.get_embed(...)`,
-        optionally with axes for layers and heads, or the pair (cosines, sines), each [..., N, d],
-        of Hugging Face's `model.rope_embeddings(pixel_values)`.
+      rotations: Rotary positions (RoPE) of the image tokens, in a model that adds no positions:
+        either sines and cosines [..., N, 2 d] of timm's `model.rope.get_embed(...)`, optionally
+        with axes for layers and heads, or the pair (cosines, sines), each [..., N, d], of Hugging
+        Face's `model.rope_embeddings(pixel_values)`.
 
     Returns:
       Parameters of the same structure, array kinds (NumPy, JAX or torch), dtypes and shardings.
@@ -65,6 +65,7 @@ def initialize(
     if grid is not None:
         require("grid", grid, *GRID)
     leaves, rebuild = flatten(params)
+    positions = as_array(positions)
     hosts, sites = find_hosts(leaves, num_heads), []
     for host in hosts:
         sites.append(find_site(host, grid, positions, rotations))

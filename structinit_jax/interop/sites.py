@@ -12,7 +12,7 @@ from jaxtyping import Complex
 from structinit_jax.attention_init import AttentionSite, RotarySite, WindowSite
 from structinit_jax.attention_init.sites import AttentionStack
 from structinit_jax.errors import InputError
-from structinit_jax.interop.entries import check_array
+from structinit_jax.interop.entries import as_array, check_array
 from structinit_jax.interop.host import Grid, Host, square
 
 # Tolerance for rotations from one token to the next, computed from bfloat16 sines and cosines.
@@ -49,7 +49,7 @@ def find_site(
         if host.position_table(grid) is None:
             raise InputError(
                 f"params: {rotary} rotates queries and keys: pass rotations="
-                "model.eval().rope.get_embed(shape=grid).detach().numpy() (timm) or "
+                "model.eval().rope.get_embed(shape=grid) (timm) or "
                 "model.eval().rope_embeddings(pixel_values) (Hugging Face)"
             )
         warnings.warn(
@@ -103,7 +103,7 @@ def _find_window(host: Host, grid: Grid | None) -> Grid:
 
 def _rotary_site(host: Host, given: Any, grid: Grid | None) -> RotarySite:
     """Returns the site for the `rotations` of `initialize`, timm's table or Hugging Face's pair."""
-    parts = tuple(given) if isinstance(given, tuple | list) else (given,)
+    parts = tuple(map(as_array, given if isinstance(given, tuple | list) else (given,)))
     for part in parts:
         check_array("rotations", "the table", part)
     shapes, d, is_pair = [part.shape for part in parts], host.head_dim, len(parts) == 2
