@@ -4,8 +4,8 @@
 
 `tests/references/programs.json` holds what the programs do; `tests/references/make_programs.py`
 recorded it. A recipe is compared field by field. Initial weights are compared by their root mean
-square, for each kind of weight, averaged over the layers. The solves of `impulse_2024` take their
-10,000 steps, so this takes half an hour on two CPU cores.
+square, for each kind of weight, averaged over the layers. --rows selects rows: the solves of
+`impulse_2024` take 10,000 steps each.
 """
 
 import argparse

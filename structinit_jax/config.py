@@ -266,8 +266,8 @@ def validate(config: ConfigDict) -> None:
 # -- the scheme ------------------------------------------------------------------------------------
 
 
-# Names that `config.attention_init` had, and what to write instead. Runs that started with them can
-# still be evaluated and exported, which needs no scheme.
+# Names that `config.attention_init` had, and what to write instead. A run that started with them
+# can be evaluated and exported, which needs no scheme.
 FORMER_SCHEMES = {"kaiming_uniform": "name='default' with config.model.base_init='pytorch'"}
 FORMER_OPTIONS = {
     "mimetic_layers": "name='impulse_mimetic', or name='impulse' for impulses in all layers",
@@ -282,7 +282,8 @@ def find_scheme(name: str) -> Callable[..., attention_init.AttentionInit]:
     """Returns the scheme of a name, or of a user's own 'module:function'."""
     if name in FORMER_SCHEMES:
         raise InputError(
-            f"config.attention_init.name={name!r} was removed: use {FORMER_SCHEMES[name]}"
+            f"config.attention_init.name={name!r} was removed: in a new run, use "
+            f"{FORMER_SCHEMES[name]}"
         )
     return errors.find(name, attention_init.SCHEMES, "attention_init.name")
 
@@ -295,9 +296,8 @@ def scheme_options(name: str) -> tuple[str, ...]:
 def refuse_former_option(option: str) -> None:
     """Raises `InputError`, with what replaces it, for an option that schemes no longer have."""
     if option in FORMER_OPTIONS:
-        raise InputError(
-            f"config.attention_init.{option} was removed: use {FORMER_OPTIONS[option]}"
-        )
+        instead = FORMER_OPTIONS[option]
+        raise InputError(f"config.attention_init.{option} was removed: in a new run, use {instead}")
 
 
 def make_attention_init(config: ConfigDict) -> attention_init.AttentionInit:

@@ -101,7 +101,9 @@ def test_former_names_say_what_to_write_instead(section, instead):
     [("attention_init.name", "kaiming_uniform"), ("attention_init.mimetic_layers", "0")],
 )
 def test_former_names_on_the_command_line_say_what_to_write_instead(path, text):
-    with pytest.raises(InputError, match=rf"^config\.{path}.* was removed: use name="):
+    with pytest.raises(
+        InputError, match=rf"^config\.{path}.* was removed: in a new run, use name="
+    ):
         command_line.set_field(changed("seed", 0), path, text)
 
 

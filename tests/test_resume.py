@@ -45,7 +45,7 @@ def test_fields_that_may_change_are_listed():
         ("data.repeats", 3, "data.repeats: 1 -> 3"),
         ("data.mean", (0.5,) * 3, "data.mean: [0.485"),
         ("attention_init.name", "mimetic", "attention_init.name: 'impulse' -> 'mimetic'"),
-        ("attention_init.target_mass", 0.3, "attention_init.target_mass: (absent) -> 0.3"),
+        ("attention_init.target_mass", 0.3, "attention_init.target_mass: 0.5 -> 0.3"),
     ],
 )
 def test_fields_that_must_not_change_are_refused_by_name(field, value, line):
@@ -69,6 +69,13 @@ def test_fields_that_only_one_config_has_may_differ():
         "  model.layer_scale: (absent) -> 0.0",
         "  section.a: 3 -> (absent)",
     ]
+
+
+def test_an_option_of_the_scheme_that_is_not_set_has_its_default():
+    config = make_config(**{"attention_init.kernel_size": 3})
+    assert resume.check(saved(), config, DIGEST, PLACE) == []
+    run = saved(**{"attention_init.kernel_size": 3})
+    assert resume.check(run, make_config(), DIGEST, PLACE) == []
 
 
 def test_other_data_are_refused():

@@ -1,5 +1,6 @@
 """Checks that a config and its data continue the run of a checkpoint."""
 
+import inspect
 import json
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -7,6 +8,7 @@ from typing import Any
 from flax.traverse_util import flatten_dict
 from ml_collections import ConfigDict
 
+from structinit_jax.attention_init import SCHEMES
 from structinit_jax.errors import InputError, printable
 
 OF_WEIGHTS = ("model", "data.mean", "data.std")  # fields and sections that trained weights need
@@ -25,12 +27,17 @@ def changes(old: Mapping[str, Any], config: ConfigDict) -> dict[str, tuple[Any, 
     """Compares the config of a checkpoint, as read from JSON, with the current one.
 
     Returns the old and new value of every field that differs, by its path, such as 'model.depth'. A
-    field that only one config has is `ABSENT` in the other.
+    field that only one config has is `ABSENT` in the other, unless it is an option of their common
+    scheme, which has its default.
     """
     # Through JSON, which makes lists of tuples as in the old config.
     new, old = (flatten_dict(c, sep=".") for c in (json.loads(config.to_json()), old))
-    fields = sorted(new.keys() | old.keys())
-    pairs = {field: (old.get(field, ABSENT), new.get(field, ABSENT)) for field in fields}
+    absent = dict.fromkeys(new.keys() | old.keys(), ABSENT)
+    scheme = SCHEMES.get(new.get("attention_init.name"))
+    if scheme is not None and new["attention_init.name"] == old.get("attention_init.name"):
+        for name, option in inspect.signature(scheme).parameters.items():
+            absent[f"attention_init.{name}"] = option.default
+    pairs = {field: (old.get(field, x), new.get(field, x)) for field, x in sorted(absent.items())}
     return {field: pair for field, pair in pairs.items() if pair[0] != pair[1]}
 
 
