@@ -21,7 +21,7 @@ from structinit_jax.augment import AugmentConfig
 from structinit_jax.config import load_config, make_attention_init
 from structinit_jax.data.datasets import CATALOG
 from structinit_jax.data.source import split_size
-from structinit_jax.interop import to_timm
+from structinit_jax.models.timm import to_timm
 from structinit_jax.training import mesh as mesh_lib
 from structinit_jax.training.optimizer import decay_mask, make_schedule
 from structinit_jax.training.state import abstract_model, initialize_model

@@ -26,8 +26,9 @@ _NAMES = {
         "rotary_angles",
         "sincos_positions",
     ),
-    "interop": ("from_timm", "initialize", "select_weights", "to_timm", "torch_maps"),
+    "interop": ("initialize", "torch_maps"),
     "models": ("ConvMixer", "MlpMixer", "SwinTransformer", "VisionTransformer"),
+    "models.timm": ("from_timm", "select_weights", "to_timm"),
 }
 _MODULES = {name: module for module, names in _NAMES.items() for name in names}
 

@@ -28,7 +28,7 @@ from structinit_jax import config as config_lib
 from structinit_jax.command_line import FLAGS
 from structinit_jax.errors import InputError
 from structinit_jax.evaluate import class_names, restore_model
-from structinit_jax.interop import to_timm
+from structinit_jax.models.timm import to_timm
 from structinit_jax.training.workdir import write_atomically
 
 WEIGHTS = "model.safetensors"  # as timm expects it in a folder
@@ -96,8 +96,8 @@ def timm_model(model: Mapping[str, Any], *, image_size: int, channels: int) -> T
             raise InputError(
                 f"config.model.name={other!r} cannot be exported, since timm builds only ViT and "
                 "Swin from a folder: in Python, evaluate.restore_model(config, workdir) returns "
-                "the weights of any model, and interop.to_timm(model) has those of MLP-Mixer and "
-                "ConvMixer in timm's layout"
+                "the weights of any model, and models.timm.to_timm(model) has those of MLP-Mixer "
+                "and ConvMixer in timm's layout"
             )
     shared = dict(in_chans=channels, num_classes=model["num_classes"])
     shared |= dict(img_size=image_size, patch_size=model["patch_size"])

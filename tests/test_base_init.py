@@ -7,8 +7,8 @@ import references
 from flax import nnx
 
 from structinit_jax import attention_init
-from structinit_jax.interop import to_timm
 from structinit_jax.models import FAMILIES, create_model, default_config
+from structinit_jax.models.timm import to_timm
 
 REFERENCE = references.load("base_init")
 SIZES = {

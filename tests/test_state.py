@@ -6,7 +6,7 @@ from safetensors.numpy import save_file
 
 from structinit_jax.config import make_attention_init
 from structinit_jax.errors import InputError
-from structinit_jax.interop import to_timm
+from structinit_jax.models.timm import to_timm
 from structinit_jax.models.vit import VisionTransformer
 from structinit_jax.training.mesh import make_mesh
 from structinit_jax.training.state import (

@@ -11,8 +11,8 @@ from flax import nnx
 
 from structinit_jax.attention_init.targets import relative_index
 from structinit_jax.errors import InputError
-from structinit_jax.interop import from_timm, to_timm
 from structinit_jax.models.swin import SwinTransformer, spread_bias
+from structinit_jax.models.timm import from_timm, to_timm
 from structinit_jax.training.state import split_model
 
 REFERENCES = references.load("swin")

@@ -14,8 +14,8 @@ from references.vit_cases import CASES, SMALL
 from structinit_jax import attention_init
 from structinit_jax.attention_init import AttentionWeights
 from structinit_jax.errors import InputError
-from structinit_jax.interop import from_timm, select_weights, to_timm
 from structinit_jax.models.layers import drop_path
+from structinit_jax.models.timm import from_timm, select_weights, to_timm
 from structinit_jax.models.vit import VisionTransformer, resample_positions
 from structinit_jax.training.state import split_model
 

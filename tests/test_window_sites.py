@@ -10,6 +10,7 @@ from foreign_models import NAMES, split
 from structinit_jax import interop
 from structinit_jax.attention_init import AttentionWeights, WindowSite
 from structinit_jax.errors import InputError
+from structinit_jax.models import timm
 from structinit_jax.models.convmixer import ConvMixer
 from structinit_jax.models.mixer import MlpMixer
 from structinit_jax.models.swin import SwinTransformer
@@ -54,7 +55,7 @@ def model(name):
 def test_a_swin_gets_the_weights_of_our_trainer():
     ours = nnx.clone(model("swin"))
     ours.initialize_attention(scheme, RNG)
-    expected, start = interop.to_timm(ours), interop.to_timm(model("swin"))
+    expected, start = timm.to_timm(ours), timm.to_timm(model("swin"))
     found = interop.initialize(start, scheme, RNG)
     assert found.keys() == start.keys()
     for key, value in expected.items():
@@ -67,7 +68,7 @@ def test_a_swin_on_a_mesh_stays_on_it():
     sharding = jax.sharding.NamedSharding(
         jax.make_mesh((8,), ("data",)), jax.sharding.PartitionSpec()
     )
-    start = interop.to_timm(model("swin"))
+    start = timm.to_timm(model("swin"))
     found = interop.initialize(jax.device_put(start, sharding), scheme, RNG)
     for name, array in interop.initialize(start, scheme, RNG).items():
         assert found[name].sharding == sharding
@@ -78,7 +79,7 @@ def test_initialization_can_be_traced():
     def bias_alone(rng, site):
         return AttentionWeights(bias=jax.random.normal(rng, (2, 49, site.num_heads)))
 
-    start = interop.to_timm(model("swin"))
+    start = timm.to_timm(model("swin"))
     shapes = jax.eval_shape(lambda params: interop.initialize(params, bias_alone, RNG), start)
     assert {key: value.shape for key, value in shapes.items()} == jax.tree.map(np.shape, start)
 
@@ -95,7 +96,7 @@ SWIN_NAMES = {  # ours by timm's, and those of query, key and value
 @pytest.mark.parametrize("project", SWIN_NAMES)
 def test_swin_of_other_projects(project):
     names, parts = SWIN_NAMES[project]
-    start = interop.to_timm(model("swin"))
+    start = timm.to_timm(model("swin"))
 
     def renamed(params):
         for old, new in names.items():
@@ -123,7 +124,7 @@ def test_rows_of_the_class_token_stay():
 
 def test_windows_that_are_not_square_in_one_stage():
     """Images of 256×128 pixels in timm's Swin-T, whose last stage has fewer columns."""
-    params = interop.to_timm(model("swin"))
+    params = timm.to_timm(model("swin"))
     tables = [name for name in params if name.endswith("bias_table")]
     params |= dict.fromkeys(tables[2:], np.zeros((7 * 5, 4), np.float32))
     with pytest.raises(InputError, match=r"the 35 rows of layers\.1\..*pass grid=\(rows, cols\)"):
@@ -158,7 +159,7 @@ ONES = np.ones((2, 2), np.float32)
 )
 def test_models_that_do_not_fit_are_refused(name, changes, options, message):
     with pytest.raises(InputError, match=message):
-        interop.initialize(interop.to_timm(model(name)) | changes, scheme, RNG, **options)
+        interop.initialize(timm.to_timm(model(name)) | changes, scheme, RNG, **options)
 
 
 def test_a_scheme_cannot_scale_positions_that_are_not_there():
@@ -166,4 +167,4 @@ def test_a_scheme_cannot_scale_positions_that_are_not_there():
         return AttentionWeights(position_scale=18.0)
 
     with pytest.raises(InputError, match=r"^weights\.position_scale: initialize cannot write"):
-        interop.initialize(interop.to_timm(model("swin")), scaled, RNG)
+        interop.initialize(timm.to_timm(model("swin")), scaled, RNG)

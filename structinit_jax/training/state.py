@@ -22,8 +22,8 @@ from safetensors.numpy import load_file
 from structinit_jax.attention_init import AttentionInit, SolveReport
 from structinit_jax.attention_init.solve import reach_warning
 from structinit_jax.errors import InputError
-from structinit_jax.interop import select_weights
 from structinit_jax.models import create_model
+from structinit_jax.models.timm import select_weights
 from structinit_jax.rngs import split_seed
 from structinit_jax.training import mesh as mesh_lib
 

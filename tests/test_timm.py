@@ -12,9 +12,9 @@ from references.vit_cases import CASES, SMALL
 
 from structinit_jax.attention_init import sincos_positions
 from structinit_jax.errors import InputError
-from structinit_jax.interop import from_timm, select_weights, to_timm
 from structinit_jax.models.mixer import MlpMixer
 from structinit_jax.models.swin import SwinTransformer
+from structinit_jax.models.timm import from_timm, select_weights, to_timm
 from structinit_jax.models.vit import VisionTransformer
 
 
