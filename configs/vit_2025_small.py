@@ -18,9 +18,9 @@ stated anywhere: which splits of the data sets are used.
 
 Table 4 selects weights from a larger pretrained model. Pass its safetensors file, such as
 --config.start_from=vit_small_impulse_2025.safetensors, written by `structinit_jax.export` after
-vit_2025_imagenet.py:vit_small_patch16_224,impulse_2025. The authors' rebuttal also has a teacher
-trained from default, and one pretrained on ImageNet-21K, which timm can save
-(vit_small_patch16_224.augreg_in21k; which weights they took is not stated).
+vit_2025_imagenet.py:vit_small_patch16_224,impulse_2025. The authors' rebuttal compares this teacher
+with default and with one pretrained on ImageNet-21K, for which timm has
+vit_small_patch16_224.augreg_in21k; which weights they took is not stated.
 
 Hardware: one GPU or more. Time: not measured.
 Accuracy to expect: unknown, since configs/papers.csv lacks the published ones; not run here.
