@@ -11,10 +11,10 @@ from structinit_jax.attention_init import (
     AttentionSite,
     absolute,
     impulse,
+    impulse_2024,
     impulse_2025,
     impulse_mimetic,
     mimetic,
-    published,
     sincos_positions,
     solve,
 )
@@ -84,15 +84,7 @@ def test_the_target_mass_is_reached_in_the_papers_models(grid, width, heads, mas
 
 
 def test_at_the_norm_of_algorithm_1_the_loss_is_below_its_loss(library_promotion):
-    weights = published.impulse_2024(
-        RNG,
-        make_site(num_layers=1),
-        kernel_size=3,
-        same_layers=True,
-        first_input="positions",
-        following_input="positions",
-        max_steps=3000,
-    )
+    weights = impulse_2024(max_steps=3000)(RNG, make_site(num_layers=1))
     z, _ = solve.row_space(layer_norm(SITE.positions))
     targets = np.asarray(weights.targets)[np.ravel(weights.filter_index)]
     sizes = dict(head_dim=DIM, qk_scale=DIM**-0.5, width=WIDTH)

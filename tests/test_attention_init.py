@@ -135,7 +135,7 @@ def test_positions_are_scaled_or_replaced_but_not_both(name):
     [
         (WindowSite, dict(replace_positions=False)),
         (RotarySite, dict(replace_positions=False)),
-        (TokenMixingSite, dict(target_mass=0.3)),
+        (TokenMixingSite, dict(target_mass=0.5)),
         (ConvSite, dict(kernel_size=5)),
     ],
 )

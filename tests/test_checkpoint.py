@@ -18,6 +18,9 @@ from structinit_jax.training import checkpoint_files as files_lib
 from structinit_jax.training.mesh import make_mesh, replicated, shard
 from structinit_jax.training.state import TrainState
 
+# TensorStore may call back into the event loop of a failed save or restore, which is closed.
+pytestmark = pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
+
 
 def make_state(step):
     values = jax.random.normal(jax.random.key(step), (200, 100))
@@ -353,6 +356,10 @@ def test_checkpoints_are_kept_at_odd_paths_and_in_object_storage(request, storag
     with opened(directory) as checkpoints:
         assert checkpoints.latest_step == 12
     assert_restores(directory, 12)
+    index = read_json(directory / "12" / "index_0.json")
+    index["files"]["../../../outside"] = "0" * 32
+    write_json(directory / "12" / "index_0.json", index)
+    assert checkpoint.find_step(directory) == 4  # a name that we do not write is not read
 
 
 def test_arrays_are_restored_on_other_meshes(tmp_path):

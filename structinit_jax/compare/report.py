@@ -18,6 +18,7 @@ from scipy import special
 
 from structinit_jax.analysis.figures import COLORS, add_legend
 from structinit_jax.compare import HARMLESS, Comparison, read_comparison
+from structinit_jax.errors import printable
 from structinit_jax.training.resume import changes
 from structinit_jax.training.workdir import write_atomically
 
@@ -135,10 +136,9 @@ def _other_fields(info: Mapping[str, Any]) -> list[str]:
 def write_report(workdir: Path) -> None:
     """Writes the files of the report."""
     comparison = read_comparison(workdir)
-    files: dict[str, str | bytes] = {
-        "results.csv": csv_text(comparison),
-        "report.md": markdown(comparison),
-    }
+    texts = {"results.csv": csv_text(comparison), "report.md": markdown(comparison)}
+    # `compare.json` may come from somebody else.
+    files: dict[str, str | bytes] = {k: printable(text, keep="\n") for k, text in texts.items()}
     if figure := draw_curves(comparison):
         curves = io.BytesIO()
         figure.savefig(curves, format="png", dpi=150)

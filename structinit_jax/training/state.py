@@ -21,7 +21,7 @@ from safetensors.numpy import load_file
 
 from structinit_jax.attention_init import AttentionInit, SolveReport
 from structinit_jax.attention_init.solve import reach_warning
-from structinit_jax.errors import InputError
+from structinit_jax.errors import InputError, printable
 from structinit_jax.models import create_model
 from structinit_jax.models.timm import select_weights
 from structinit_jax.rngs import split_seed
@@ -220,7 +220,7 @@ def _select_from_file(model: AbstractModel, seed: np.uint32, path: str) -> tuple
         student = select_weights(teacher, student)
     except InputError as error:
         raise InputError(f"config.start_from={path!r} does not fit the model: {error}") from error
-    print(f"weights selected from {path}; config.attention_init is not used", flush=True)
+    print(f"weights selected from {printable(path)}; config.attention_init is not used", flush=True)
 
     def place(weight, like):
         weight = np.asarray(weight)
