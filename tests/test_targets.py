@@ -24,6 +24,12 @@ def test_dilation_moves_taps_apart():
     assert np.argwhere(kernels[5]).tolist() == [[2, 4]]
 
 
+@pytest.mark.parametrize("grid", [(1, 7), (7, 1)])
+def test_impulses_on_a_row_of_tokens_are_those_along_it(grid):
+    maps = targets_lib.filter_maps(grid)
+    np.testing.assert_array_equal(maps, [np.eye(7, k=offset) for offset in (-1, 0, 1)])
+
+
 def test_heads_use_all_filters_evenly():
     filter_index = targets_lib.assign(jax.random.key(0), (4, 9), 9)
     assert np.all(np.sort(filter_index, axis=1) == np.arange(9))

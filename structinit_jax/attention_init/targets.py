@@ -119,9 +119,13 @@ def filter_maps(
 ) -> Float[np.ndarray, "F N N"]:
     """Returns the target map H of each of `filter_kernels`, with rows of sum 1 or 0.
 
-    Raises `InputError` also if a filter leads off the grid from every token.
+    On a single row or column of tokens, the impulses are those along it. Raises `InputError` also
+    if a filter leads off the grid from every token.
     """
     kernels = filter_kernels(grid, kernel_size, filters, dilation)
+    if filters is None:
+        across = kernel_offsets(kernel_size)[:, np.equal(grid, 1)]
+        kernels = kernels[(across == 0).all(axis=1)]
     maps = normalize_rows(convolution_maps(kernels, grid))
     if not maps.any(axis=(1, 2)).all():
         raise InputError(
