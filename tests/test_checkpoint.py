@@ -10,6 +10,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from conftest import small_files_only
 from etils import epath
 
 from structinit_jax.errors import InputError
@@ -383,6 +384,20 @@ def test_a_checkpoint_is_saved_where_implicit_transfers_are_not_allowed(tmp_path
         save(checkpoints, 4, state)
     restored = checkpoint.restore(tmp_path, 4, abstract(state))
     np.testing.assert_array_equal(restored.params["kernel"], state.params["kernel"])
+
+
+# TensorStore may call back into the event loop of Orbax's failed save, which is closed.
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
+def test_an_error_of_a_save_is_raised_and_not_logged_as_well(directory, caplog):
+    def save_to_full_disk():
+        with opened(directory) as checkpoints, small_files_only(4096):
+            save(checkpoints, 16)
+            checkpoints.wait()
+
+    with pytest.raises(Exception, match="File too large"):
+        save_to_full_disk()
+    assert not [record for record in caplog.records if record.exc_info]
+    assert checkpoint.find_step(directory) == 12
 
 
 def test_accuracies_on_other_images_are_not_compared(directory):

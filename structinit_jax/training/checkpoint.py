@@ -30,8 +30,15 @@ from structinit_jax.training.workdir import is_url, make_folder
 with epy.lazy_imports():  # takes 0.4 s; training does it while the step compiles
     import orbax.checkpoint as ocp
 
-# At every checkpoint, Orbax warns that without OCDBT there is nothing to merge.
-logging.getLogger("absl").addFilter(lambda record: "merge of OCDBT" not in record.getMessage())
+
+def _is_news(record: logging.LogRecord) -> bool:
+    # At every checkpoint, Orbax warns that without OCDBT there is nothing to merge. It logs the
+    # errors of its threads with their tracebacks, and raises them in `Checkpoints.wait`, too.
+    raised = record.exc_info and "orbax" in record.pathname
+    return not raised and "merge of OCDBT" not in record.getMessage()
+
+
+logging.getLogger("absl").addFilter(_is_news)
 
 
 class Checkpoints:
