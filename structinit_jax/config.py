@@ -173,7 +173,8 @@ def load_run_config(workdir: str | Path, trust: bool = False) -> ConfigDict:
     try:
         fields = _with_tuples(read_json(path))
         # ConfigDict refuses keys with dots, which flatten_dict would confuse with nested fields.
-        model, scheme = ConfigDict(fields).model.name, ConfigDict(fields).attention_init
+        model = ConfigDict(fields).model.name
+        scheme = ConfigDict(fields).attention_init
         values = flatten_dict(fields, sep=".")
         names = {field: values[field] for field in CODE_FIELDS if field in values}
         for field, value in names.items():
@@ -240,7 +241,8 @@ def validate(config: ConfigDict) -> None:
 
     Scheme, loss and optimizer, which only training needs, are checked by `run.set_up`.
     """
-    data, model = config.data, config.model
+    data = config.data
+    model = config.model
     run = {k: value for k, value in config.items() if not isinstance(value, ConfigDict)}
     errors.check_fields(RunFields, run)
     errors.check_fields(DataFields, dict(data), "config.data.")
@@ -327,7 +329,8 @@ def set_scheme(config: ConfigDict, name: str) -> None:
     Removes options that only other schemes take, sets the model fields that the scheme needs, and
     prints a note of each change. Options that no scheme takes stay, and are refused later.
     """
-    section, own = config.attention_init, scheme_options(name)
+    section = config.attention_init
+    own = scheme_options(name)
     schemes = {section.name, *attention_init.SCHEMES} - FORMER_SCHEMES.keys()
     others = {option for scheme in schemes for option in scheme_options(scheme)} - {*own}
     if name != section.name:

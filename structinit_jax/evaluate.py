@@ -56,7 +56,8 @@ def make_evaluator(
     The model is on the mesh of the states. Batches have the size of those that training computes at
     once, rounded up to a multiple of the number of devices: any gives the same sums.
     """
-    data, mesh = config.data, model.mesh
+    data = config.data
+    mesh = model.mesh
     step = make_eval_step(model.graphdef, mesh, data.mean, data.std)
     step = jax.jit(step, out_shardings=mesh_lib.replicated(mesh))
     loader = make_loader(source, mesh, image_size=data.image_size, crop_fraction=data.crop_fraction)
@@ -122,7 +123,8 @@ def class_names(config: ConfigDict, workdir: str | Path, state: TrainState) -> l
     Raises `InputError` unless the checkpoint has as many names as the model of the config has.
     """
     run = checkpoint.read_run(open_path(workdir) / "checkpoints", int(state.step))
-    names, count = run["class_names"], config.model.num_classes
+    names = run["class_names"]
+    count = config.model.num_classes
     if len(names) != count:
         raise InputError(
             f"step {state.step} in {workdir} has {len(names)} class names for {count} classes"
@@ -246,7 +248,8 @@ class Classifier:
         if not files:
             return np.zeros((0, len(self.class_names)), np.float32)
         records = [{"image": os.fspath(file), "label": 0} for file in files]
-        data, names = self.config.data, self.class_names
+        data = self.config.data
+        names = self.class_names
         dataset = Dataset.from_records("files", {"files": records}, names, data.channels)
         sizes = data.image_size, data.crop_fraction
         loader = HostLoader(dataset.split("files"), self._mesh, *sizes, random_crop=None)

@@ -46,7 +46,8 @@ class TimmModel(NamedTuple):
 
         `data` is the section `config.data` of the run.
         """
-        num_classes, size = self.arguments["num_classes"], data["image_size"]
+        num_classes = self.arguments["num_classes"]
+        size = data["image_size"]
         return {
             "architecture": self.name,
             "num_classes": num_classes,
@@ -70,7 +71,8 @@ def timm_model(model: Mapping[str, Any], *, image_size: int, channels: int) -> T
     """Returns timm's equivalent of a model, given `config.model` and the size of its images."""
     match model["name"]:
         case "vit":
-            rope, by_token = model["positions"] == "rope", model["pool"] == "class_token"
+            rope = model["positions"] == "rope"
+            by_token = model["pool"] == "class_token"
             name = "vit_small_patch16_rope_224" if rope else "vit_base_patch16_224"
             arguments = dict(
                 embed_dim=model["width"],

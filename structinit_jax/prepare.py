@@ -77,7 +77,8 @@ def describe_split(source: ImageSource, num_classes: int, num_checked: int) -> l
         labels = good.labels()
         known = (labels >= 0) & (labels < num_classes)
         counts = np.bincount(labels[known], minlength=num_classes)
-        low, high = np.min(sizes, axis=0), np.max(sizes, axis=0)
+        low = np.min(sizes, axis=0)
+        high = np.max(sizes, axis=0)
         mean, std = mean_and_std(good.evenly_spaced(MAX_AVERAGED))
         lines += [
             f"{np.count_nonzero(counts)} of {num_classes} classes in these, {counts.min():,} to"

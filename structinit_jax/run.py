@@ -37,7 +37,8 @@ class Run:
 
     def __init__(self, config: ConfigDict):
         config_lib.validate(config)
-        self.config, data = config, config.data
+        self.config = config
+        data = config.data
         self.dataset = open_dataset(data.name, data.data_dir or None, data.channels)
         check_classes(self.dataset.info, config.model.num_classes)
 
@@ -76,7 +77,8 @@ class Run:
         By default these are all steps of the run, and batches are sharded over the mesh of `setup`.
         With another mesh, images are decoded when they are needed.
         """
-        config, augment = self.config, self.config.augment
+        config = self.config
+        augment = self.config.augment
         random_crop = None
         if augment.crop == "resized":
             random_crop = RandomCrop(config.seed, augment.crop_scale)

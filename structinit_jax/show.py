@@ -21,7 +21,8 @@ from structinit_jax.rngs import step_rngs
 from structinit_jax.run import Run, augmentation
 from structinit_jax.training.mesh import make_mesh
 
-MAX_IMAGES, COLUMNS = 48, 8
+MAX_IMAGES = 48
+COLUMNS = 8
 TILE = 1.1  # inches
 
 
@@ -31,7 +32,8 @@ def training_batch(config: ConfigDict, step: int) -> tuple[np.ndarray, np.ndarra
     Returns images with the normalization undone, uint8 [B, H, W, C], targets [B, classes], and the
     names of the classes.
     """
-    run, data = Run(config), config.data
+    run = Run(config)
+    data = config.data
     mesh = make_mesh(devices=jax.devices()[:1])  # which any batch divides over
     batch = next(run.train_batches(step - 1, step, mesh))
     augment = jax.jit(augmentation(config, mesh))

@@ -79,7 +79,8 @@ def train(
         }
         _check_processes(record, workdir)
         setup = run.setup
-        schedule, mesh = setup.schedule, setup.model.mesh
+        schedule = setup.schedule
+        mesh = setup.model.mesh
         print(f"devices: {mesh_lib.describe(mesh)}")
 
         # Compiled ahead of time, so that an unexpected shape is an error and not a recompilation.
@@ -95,7 +96,8 @@ def train(
         on_exit.callback(checkpoints.close)
         start_step = checkpoints.latest_step or 0
         if start_step:
-            state, init_metrics = _restore(run, checkpoints, record, workdir), {}
+            state = _restore(run, checkpoints, record, workdir)
+            init_metrics = {}
         else:
             params = setup.model.params
             print(parameter_overview.get_parameter_overview(params, include_stats=False))
@@ -146,7 +148,8 @@ def train(
                 jax.block_until_ready(metrics)
                 progress.estimate(step, began)
 
-            is_last, evaluates = step == schedule.num_steps, step in schedule.eval_steps
+            is_last = step == schedule.num_steps
+            evaluates = step in schedule.eval_steps
             stops = stop_request.reached(step - start_step) and not is_last
             saves = evaluates or stops or step % config.checkpoint_every_steps == 0
             # Every checkpoint is logged: a run resumed from it does not repeat the steps before it.
@@ -201,8 +204,11 @@ def _check_processes(record, workdir):
 
 def _restore(run, checkpoints, record, workdir):
     """Restores the state of the newest checkpoint, or raises `InputError` if it does not fit."""
-    step, config, num_steps = checkpoints.latest_step, run.config, run.setup.schedule.num_steps
-    saved, name = checkpoint.read_run(checkpoints.directory, step), f"step {step} in {workdir}"
+    step = checkpoints.latest_step
+    config = run.config
+    num_steps = run.setup.schedule.num_steps
+    saved = checkpoint.read_run(checkpoints.directory, step)
+    name = f"step {step} in {workdir}"
     if changed := resume.check(saved, config, record["data_digest"], name):
         print("config changed since the checkpoint:", *changed, sep="\n")
     if step > num_steps:

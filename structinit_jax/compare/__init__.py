@@ -47,9 +47,13 @@ class SeedRun:
     """
 
     def __init__(self, workdir: Path, setting: str, seed: int, facts: Mapping[str, Any]):
-        self.setting, self.seed, self.facts = setting, seed, facts
-        self.folder, self.test_name = workdir / setting / f"seed_{seed}", facts["test_name"]
-        metrics, status = self.folder / "metrics.jsonl", self.folder / STATUS
+        self.setting = setting
+        self.seed = seed
+        self.facts = facts
+        self.folder = workdir / setting / f"seed_{seed}"
+        self.test_name = facts["test_name"]
+        metrics = self.folder / "metrics.jsonl"
+        status = self.folder / STATUS
         lines, _ = read_metrics(metrics, facts["num_steps"])
         names = ("eval/accuracy", f"{self.test_name}/accuracy")  # the latter in earlier versions
         self.curve: dict[int, float] = {

@@ -30,7 +30,8 @@ LINES = ("-", "--", ":", "-.")  # a style for each pass through the colors
 
 def markdown(comparison: Comparison) -> str:
     """Returns the report in Markdown."""
-    info, runs = comparison.info, comparison.runs
+    info = comparison.info
+    runs = comparison.runs
     every = [run for group in runs.values() for run in group]
     interval = (
         "The difference to the baseline is paired by seed, with Student's 95 % interval, which "
@@ -62,7 +63,8 @@ def _table(rows: list[list[str]]) -> str:
 
 
 def _summary(comparison: Comparison) -> list[list[str]]:
-    facts, rows = comparison.info["settings"], []
+    facts = comparison.info["settings"]
+    rows = []
     for setting, runs in comparison.runs.items():
         rows.append(
             {
@@ -92,7 +94,8 @@ def _format_difference(comparison: Comparison, setting: str) -> str:
     baselines = comparison.info["baselines"]
     if (baseline := baselines.get(setting)) == setting:
         return "baseline"
-    own, other = comparison.accuracies(setting), comparison.accuracies(baseline)
+    own = comparison.accuracies(setting)
+    other = comparison.accuracies(baseline)
     differences = [100 * (own[seed] - other[seed]) for seed in own if seed in other]
     pairs = len(differences)
     if not pairs:
@@ -189,8 +192,10 @@ def draw_curves(comparison: Comparison) -> Figure | None:
         # `structinit_jax.main` may have evaluated some of them at other steps, too.
         steps = sorted(set.intersection(*(set(run.curve) for run in runs)))
         curves = 100 * np.array([[run.curve[step] for step in steps] for run in runs])
-        epochs, mean = [runs[0].epoch(step) for step in steps], curves.mean(axis=0)
-        color, line = COLORS[number % len(COLORS)], LINES[number // len(COLORS) % len(LINES)]
+        epochs = [runs[0].epoch(step) for step in steps]
+        mean = curves.mean(axis=0)
+        color = COLORS[number % len(COLORS)]
+        line = LINES[number // len(COLORS) % len(LINES)]
         axis.plot(epochs, mean, color=color, linestyle=line, marker=".", label=setting)
         if len(runs) > 1:
             deviation = curves.std(axis=0, ddof=1)

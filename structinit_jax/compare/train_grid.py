@@ -129,7 +129,8 @@ def run_grid(
       StoppedError: A signal stopped the runs, or the disk is full.
     """
     command_line.use_compilation_cache()  # through which runs share programs
-    workdir, new = workdir_lib.prepare_workdir(workdir), {}
+    workdir = workdir_lib.prepare_workdir(workdir)
+    new = {}
     for name, config in settings.items():
         new[name] = describe_setting(name, config) | {
             "seeds": list(seeds),
@@ -157,7 +158,8 @@ def find_baselines(names: Iterable[str]) -> dict[str, str | None]:
     It is the first setting with the scheme of the very first one and the same values of all fields
     outside `attention_init`. If all settings have the same scheme, it is the very first setting.
     """
-    schemes, fields = {}, {}
+    schemes = {}
+    fields = {}
     for name in names:
         schemes[name], *words = name.split(",")
         fields[name] = tuple(word for word in words if not word.startswith("attention_init."))
@@ -171,7 +173,10 @@ def find_baselines(names: Iterable[str]) -> dict[str, str | None]:
 
 def _train_all(workdir, info, settings, seeds) -> int:
     """Trains the runs that are not done, and returns how many of them failed."""
-    stop, began, trained, failed = distributed.StopRequest(), time.perf_counter(), 0, 0
+    stop = distributed.StopRequest()
+    began = time.perf_counter()
+    trained = 0
+    failed = 0
     runs = [(name, seed) for name in settings for seed in seeds]
     for number, (name, seed) in enumerate(runs, start=1):
         run = compare.SeedRun(workdir, name, seed, info["settings"][name])
@@ -191,7 +196,8 @@ def _train_all(workdir, info, settings, seeds) -> int:
                 say("another process trains this setting")
                 continue
             _train(settings[name], run, say, stop)
-        run, trained = compare.SeedRun(workdir, name, seed, run.facts), trained + 1
+        run = compare.SeedRun(workdir, name, seed, run.facts)
+        trained = trained + 1
         failed += run.status == "failed"
         left = (time.perf_counter() - began) / trained * (len(runs) - number)
         say(f"{run.result}; about {format_duration(left)} left")
@@ -204,7 +210,8 @@ def _train(config, run, say, stop):
     """Trains a run, with its output in `log.txt`, and records how it ended."""
     say("started")
     config = config.copy_and_resolve_references()
-    config.seed, status = run.seed, compare.DONE
+    config.seed = run.seed
+    status = compare.DONE
 
     def show_evaluation(step, results):
         accuracy = results["eval/accuracy"]
@@ -235,7 +242,8 @@ def describe_setting(name: str, config: ConfigDict) -> dict[str, Any]:
     """Checks a setting without training, and returns the facts that the report needs."""
     try:
         run = Run(config)
-        schedule, data = run.setup.schedule, config.data
+        schedule = run.setup.schedule
+        data = config.data
         if (file := config.start_from) and not Path(file).expanduser().is_file():
             raise InputError(f"config.start_from={file!r} is no file")
     except InputError as error:
@@ -273,7 +281,8 @@ def _merge(workdir, new, settings):
         if name not in old:
             _check_unrecorded(workdir / name, settings[name], facts["seeds"])
             continue
-        place, free = f"the setting {name} in {workdir}", ("seed", *compare.HARMLESS)
+        place = f"the setting {name} in {workdir}"
+        free = ("seed", *compare.HARMLESS)
         resume.check_config(old[name]["config"], settings[name], place, tuple(settings[name]), free)
         facts["seeds"] = sorted({*old[name]["seeds"], *facts["seeds"]})
     return info | {"settings": new | {name: old[name] for name in old if name not in new}}
@@ -282,7 +291,8 @@ def _merge(workdir, new, settings):
 def _check_unrecorded(folder, config, seeds):
     """Checks that runs of a setting that `compare.json` lacks were trained with its config."""
     for seed in seeds:
-        path, config = folder / f"seed_{seed}" / "config.json", config.copy_and_resolve_references()
+        path = folder / f"seed_{seed}" / "config.json"
+        config = config.copy_and_resolve_references()
         config.seed = seed
         if path.exists():
             saved = workdir_lib.read_json(path)

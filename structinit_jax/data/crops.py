@@ -32,7 +32,8 @@ def resize_and_center_crop(
     if max(pixels.shape[:2]) > (longest := LONGEST * min(pixels.shape[:2])):
         top, left = (max(0, side - longest) // 2 for side in pixels.shape[:2])
         pixels = pixels[top : top + longest, left : left + longest]
-    shorter, shape = math.floor(image_size / crop_fraction), pixels.shape[:2]
+    shorter = math.floor(image_size / crop_fraction)
+    shape = pixels.shape[:2]
     height, width = (int(shorter * side / min(shape)) for side in shape)
     # timm and torchvision round a half to the even number, as Python does.
     top, left = (round((side - image_size) / 2) for side in (height, width))
@@ -75,7 +76,8 @@ class RandomCrop:
             area = height * width * (self.scale[0] + area * (self.scale[1] - self.scale[0]))
             low, high = map(math.log, RATIO)
             ratio = math.exp(low + ratio * (high - low))
-            box_height, box_width = round(math.sqrt(area / ratio)), round(math.sqrt(area * ratio))
+            box_height = round(math.sqrt(area / ratio))
+            box_width = round(math.sqrt(area * ratio))
             if 0 < box_height <= height and 0 < box_width <= width:
                 top = int(down * (height - box_height + 1))
                 left = int(across * (width - box_width + 1))
@@ -106,9 +108,11 @@ def crop_and_resize(
     scale = round(8 * max(height, width) / max(full)) / 8
     bottom = min((top + sides[0]) * scale, height)
     right = min((left + sides[1]) * scale, width)
-    top, left = top * scale, left * scale
+    top = top * scale
+    left = left * scale
     # Cut out first, as timm does, so that pixels outside the box do not bleed into its edge.
-    y, x = math.floor(top), math.floor(left)
+    y = math.floor(top)
+    x = math.floor(left)
     inside = pixels[y : math.ceil(bottom), x : math.ceil(right)]
     return _resize(inside, (left - x, top - y, right - x, bottom - y), image_size, interpolation)
 

@@ -137,7 +137,8 @@ def _list(folder, left_out):
 
     Hidden entries are left out, such as .ipynb_checkpoints and @eaDir.
     """
-    folders, images = [], []
+    folders = []
+    images = []
     for entry in sorted(os.scandir(folder), key=lambda entry: entry.name):
         # For a link to itself, `DirEntry.is_dir` raises an error.
         is_folder = os.path.isdir if entry.is_symlink() else os.DirEntry.is_dir

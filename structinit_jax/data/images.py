@@ -51,7 +51,9 @@ class StoredImage:
     """
 
     def __init__(self, data: bytes | np.ndarray, channels: int, name: str):
-        self.name, self._data, self._channels = name, data, channels
+        self.name = name
+        self._data = data
+        self._channels = channels
 
     @functools.cached_property
     def size(self) -> tuple[int, int]:

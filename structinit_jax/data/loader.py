@@ -208,7 +208,9 @@ class DeviceLoader(Loader):
     def _batches(self, order, steps, batch_size):
         # One epoch plus the overlap of its last batch.
         window = len(self) + batch_size
-        indices, offset, end = None, None, -1
+        indices = None
+        offset = None
+        end = -1
         for step in steps:
             first = step * batch_size
             if first + batch_size > end:

@@ -47,7 +47,8 @@ def open_digits(data_dir: Folder = None) -> Dataset:
     (package,) = find_spec("sklearn").submodule_search_locations
     table = np.loadtxt(Path(package, "datasets", "data", "digits.csv.gz"), delimiter=",")
     images = np.rint(table[:, :-1].reshape(-1, 8, 8) * (255 / 16)).astype(np.uint8)
-    labels, is_test = table[:, -1].astype(int), np.arange(len(table)) % 5 == 4
+    labels = table[:, -1].astype(int)
+    is_test = np.arange(len(table)) % 5 == 4
     splits = {
         split: _in_order(split, np.flatnonzero(chosen), images, labels)
         for split, chosen in (("train", ~is_test), ("test", is_test))

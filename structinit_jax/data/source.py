@@ -141,13 +141,15 @@ class ImageSource:
     def _fetch(self, indices):
         rows = self.rows[np.asarray(indices, np.int64)].tolist()
         for number, group in itertools.groupby(rows, key=operator.itemgetter(0)):
-            part, wanted = self.parts[number], [place for _, place in group]
+            part = self.parts[number]
+            wanted = [place for _, place in group]
             # One call for many examples is far faster; for one, TFDS would start a thread.
             read_many = len(wanted) > 1 and getattr(part, "__getitems__", None)
             yield from read_many(wanted) if read_many else map(part.__getitem__, wanted)
 
     def _open(self, index, record):
-        image, name = self._value(index, record, "image", _is_image), self._place(index)
+        image = self._value(index, record, "image", _is_image)
+        name = self._place(index)
         if isinstance(image, str | os.PathLike):
             name += f" ({printable(os.fspath(image))})"
             try:
@@ -363,7 +365,8 @@ def digest(source: ImageSource, class_names: Sequence[str]) -> str:
     names = hashlib.sha256(source.rows.tobytes() + json.dumps(list(class_names)).encode())
     for part in source.parts:
         names.update(b"\0".join(getattr(part, "names", ())))
-    contents, sample = hashlib.sha256(), source.evenly_spaced(MAX_DIGESTED)
+    contents = hashlib.sha256()
+    sample = source.evenly_spaced(MAX_DIGESTED)
     if all(isinstance(part, list) or hasattr(part, "names") for part in source.parts):
         names.update(source.labels().tobytes())
         sizes = source.num_bytes()

@@ -64,7 +64,9 @@ class Host:
         num_heads: int | None,
         bias_tables: Sequence[str] = (),
     ):
-        self.leaves, self.stack, self.bias_tables = leaves, stack, bias_tables
+        self.leaves = leaves
+        self.stack = stack
+        self.bias_tables = bias_tables
         self.floating = [
             name
             for name, leaf in leaves.items()
@@ -88,7 +90,8 @@ class Host:
                 raise unsupported(entry.name, why)
 
     def _set_sizes(self, num_heads: int | None) -> None:
-        layout, attentions = self.stack.layout, self.stack.attentions
+        layout = self.stack.layout
+        attentions = self.stack.attentions
         name = layout.weights(attentions[0])[FIELDS.index("out" if layout.torch else "query")]
         check_array("params", name, self.leaves[name])
         shape = self.leaves[name].shape
@@ -108,7 +111,8 @@ class Host:
             )
         divides = f"a positive whole number that divides the {inner} channels of {name}"
         require("num_heads", num_heads, divides, lambda n: is_count(n) and inner % n == 0)
-        self.num_heads, self.head_dim = num_heads, inner // num_heads
+        self.num_heads = num_heads
+        self.head_dim = inner // num_heads
 
     def sizes(self) -> dict[str, Any]:
         """Returns the arguments of an `AttentionSite` besides the grid and the positions."""
@@ -130,7 +134,8 @@ class Host:
         ours: dict[str, Any] = {}
         lead = () if self.stack.stacked else (self.num_layers,)
         for field in FIELDS:
-            kernel, path = getattr(weights, field), f"attention/{field}"
+            kernel = getattr(weights, field)
+            path = f"attention/{field}"
             if kernel is not None:
                 check_shape(field, kernel, (*lead, *self.shapes[f"{path}/kernel"]))
                 ours[f"{path}/kernel"] = kernel

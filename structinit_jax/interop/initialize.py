@@ -66,7 +66,8 @@ def initialize(
         require("grid", grid, *GRID)
     leaves, rebuild = flatten(params)
     positions = as_array(positions)
-    hosts, sites = find_hosts(leaves, num_heads), []
+    hosts = find_hosts(leaves, num_heads)
+    sites = []
     for host in hosts:
         sites.append(find_site(host, grid, positions, rotations))
     if grid is not None and all(site.grid != grid for site in sites):
@@ -144,7 +145,8 @@ def torch_maps(model: Any, images: Any) -> list[Float[np.ndarray, "B h T T"]]:
     from torch.nn.attention import SDPBackend, sdpa_kernel
     from torch.utils._python_dispatch import TorchDispatchMode
 
-    found, modes = [], [(module, module.training) for module in model.modules()]
+    found = []
+    modes = [(module, module.training) for module in model.modules()]
     fast_path = torch.backends.mha.get_fastpath_enabled()
 
     class Recorder(TorchDispatchMode):

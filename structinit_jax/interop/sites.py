@@ -106,7 +106,9 @@ def _rotary_site(host: Host, given: Any, grid: Grid | None) -> RotarySite:
     parts = tuple(map(as_array, given if isinstance(given, tuple | list) else (given,)))
     for part in parts:
         check_array("rotations", "the table", part)
-    shapes, d, is_pair = [part.shape for part in parts], host.head_dim, len(parts) == 2
+    shapes = [part.shape for part in parts]
+    d = host.head_dim
+    is_pair = len(parts) == 2
     lead = (1,) * (4 - len(shapes[0])) + shapes[0][:-2]
     heads = (host.num_layers, host.num_heads)
     fits = len(lead) == 2 and all(n in (1, m) for n, m in zip(lead, heads, strict=True))

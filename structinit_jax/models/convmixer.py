@@ -103,7 +103,8 @@ class ConvMixerBlock(nnx.Module):
     """x + norm1(gelu(spatial(x))), then norm2(gelu(channel(x))): depthwise, then pointwise."""
 
     def __init__(self, config: ConvMixerConfig, *, rngs: nnx.Rngs):
-        width, options = config.width, dict(dtype=jnp.dtype(config.dtype), rngs=rngs)
+        width = config.width
+        options = dict(dtype=jnp.dtype(config.dtype), rngs=rngs)
         fixed = config.spatial_filters == "fixed"
         self.spatial = DepthwiseConv(width, config.kernel_size, fixed=fixed, **options)
         self.norm1 = BatchNorm(width)
@@ -202,7 +203,8 @@ class BatchNorm(nnx.Module):
     ) -> Float[Array, "B rows cols D"]:
         """Normalizes each channel; training uses and records the statistics of the batch."""
         wide = x.astype(jnp.float32)
-        mean, variance = self.mean[...], self.variance[...]
+        mean = self.mean[...]
+        variance = self.variance[...]
         if training:
             mean = wide.mean(axis=(0, 1, 2))
             variance = jnp.square(wide - mean[None, None, None, :]).mean(axis=(0, 1, 2))

@@ -123,7 +123,8 @@ class PatchEmbedding(nnx.Module):
         # In two steps, as a batch that is split over an explicit mesh needs it.
         patches = images.reshape(batch, height // p, p, width, channels)
         patches = patches.reshape(batch, height // p, p, width // p, p, channels)
-        kernel, bias = self.kernel[...].astype(self.dtype), self.bias[...].astype(self.dtype)
+        kernel = self.kernel[...].astype(self.dtype)
+        bias = self.bias[...].astype(self.dtype)
         tokens = jnp.einsum("brpcqi,pqid->brcd", patches.astype(self.dtype), kernel)
         return tokens + bias[None, None, None, :]
 

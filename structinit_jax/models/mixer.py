@@ -51,7 +51,8 @@ class MlpMixer(Model):
         head_init = layers.pytorch_init(width)
         if config.base_init == "timm":
             head_init = dict(kernel_init=nnx.initializers.zeros)
-            kernel, bias = self.patch_embedding.kernel, self.patch_embedding.bias
+            kernel = self.patch_embedding.kernel
+            bias = self.patch_embedding.bias
             kernel[...] = nnx.initializers.lecun_normal()(rngs.params(), kernel.shape)
             bias[...] = jnp.zeros(bias.shape)
 
@@ -98,7 +99,8 @@ class MixerBlock(layers.PreNormBlock):
     mix_name = "token_mixing"
 
     def __init__(self, config: MixerConfig, *, num_tokens: int, rngs: nnx.Rngs):
-        width, options = config.width, dict(dtype=jnp.dtype(config.dtype), rngs=rngs)
+        width = config.width
+        options = dict(dtype=jnp.dtype(config.dtype), rngs=rngs)
         init = _timm_mlp_init if config.base_init == "timm" else layers.pytorch_init
         mlp_options = options | dict(init=init)
         self.norm1 = layers.layer_norm(width, **options)

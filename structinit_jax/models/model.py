@@ -175,7 +175,8 @@ class Model(nnx.Module):
         the stacks, or None if it does not solve. Raises `InputError` if the scheme
         does not fit the model.
         """
-        sites, reports = self.sites(), []
+        sites = self.sites()
+        reports = []
         for name, weights in self.initial_weights(scheme, rng).items():
             if isinstance(weights, AttentionWeights):
                 self._set_positions(sites[name], weights)
@@ -189,7 +190,8 @@ class Model(nnx.Module):
         return jax.tree.map(lambda *values: sum(values) / len(values), *reports)
 
     def _set_positions(self, site: Site, weights: AttentionWeights) -> None:
-        positions, scale = weights.positions, weights.position_scale
+        positions = weights.positions
+        scale = weights.position_scale
         if positions is None and scale is None:
             return
         if not getattr(site, "positions_trainable", False):
@@ -247,7 +249,8 @@ def run_stack(
     what is costly to compute, 'dots' the outputs of linear layers, and 'full' only the step's
     input. All give the same gradients up to rounding.
     """
-    depth, period = len(drop_path_rates), len(cycle)
+    depth = len(drop_path_rates)
+    period = len(cycle)
     whole = depth - depth % period  # blocks in whole cycles
 
     def take(layers, index):

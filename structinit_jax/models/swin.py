@@ -62,13 +62,15 @@ class SwinTransformer(Model):
                 f"config.model.depths={config.depths} and config.model.num_heads="
                 f"{config.num_heads} must have one number for each stage"
             )
-        width, options = config.width, dict(dtype=jnp.dtype(config.dtype), rngs=rngs)
+        width = config.width
+        options = dict(dtype=jnp.dtype(config.dtype), rngs=rngs)
         self.patch_embedding = layers.PatchEmbedding(config.patch_size, channels, width, **options)
         self.patch_norm = layers.layer_norm(width, epsilon=EPSILON, **options)
         grid = tuple(side // config.patch_size for side in self.image_size)
         for i, (depth, num_heads) in enumerate(zip(config.depths, config.num_heads, strict=True)):
             if i:
-                grid, width = tuple(-(-side // 2) for side in grid), 2 * width
+                grid = tuple(-(-side // 2) for side in grid)
+                width = 2 * width
             stage = SwinStage(
                 config,
                 width=width,
@@ -182,7 +184,8 @@ class PatchMerging(nnx.Module):
     """
 
     def __init__(self, config: SwinConfig, width: int, *, rngs: nnx.Rngs):
-        options, inputs = dict(dtype=jnp.dtype(config.dtype), rngs=rngs), 4 * width
+        options = dict(dtype=jnp.dtype(config.dtype), rngs=rngs)
+        inputs = 4 * width
         self.norm = layers.layer_norm(inputs, epsilon=EPSILON, **options)
         init = layers.BASE_INITS[config.base_init](inputs)
         self.reduction = nnx.Linear(inputs, 2 * width, use_bias=False, **init, **options)
@@ -228,7 +231,8 @@ def partition(x: Float[Array, "B rows cols D"], window: Sides) -> Float[Array, "
     """Splits a grid, zero-padded at its ends, into windows of n tokens."""
     batch, rows, cols, width = x.shape
     r, c = window
-    down, across = -(-rows // r), -(-cols // c)
+    down = -(-rows // r)
+    across = -(-cols // c)
     x = jnp.pad(x, ((0, 0), (0, down * r - rows), (0, across * c - cols), (0, 0)))
     return x.reshape(batch, down, r, across, c, width).swapaxes(2, 3).reshape(-1, r * c, width)
 
@@ -238,7 +242,8 @@ def unpartition(
 ) -> Float[Array, "B rows cols D"]:
     """Inverts `partition` and removes the padding."""
     (rows, cols), (r, c), width = grid, window, windows.shape[-1]
-    down, across = -(-rows // r), -(-cols // c)
+    down = -(-rows // r)
+    across = -(-cols // c)
     x = windows.reshape(-1, down, across, r, c, width).swapaxes(2, 3)
     return x.reshape(-1, down * r, across * c, width)[:, :rows, :cols]
 

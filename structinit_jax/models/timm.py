@@ -167,13 +167,15 @@ def _swin_entries(model: SwinTransformer) -> Iterator[Entry]:
     yield from conv("patch_embed.proj", "patch_embedding")
     yield from norm("patch_embed.norm", "patch_norm")
     for s in range(len(model.config.depths)):
-        stage, ours = f"layers.{s}", f"stage{s + 1}"
+        stage = f"layers.{s}"
+        ours = f"stage{s + 1}"
         if s:
             yield from norm(f"{stage}.downsample.norm", f"{ours}/merging/norm")
             reduction = f"{stage}.downsample.reduction"
             yield from linear(reduction, f"{ours}/merging/reduction", bias=False)
         for i in range(model.config.depths[s]):
-            block, blocks = f"{stage}.blocks.{i}", f"{ours}/blocks"
+            block = f"{stage}.blocks.{i}"
+            blocks = f"{ours}/blocks"
             yield from _block(block, blocks, i)
             table = f"{block}.attn.relative_position_bias_table"
             yield same(table, f"{blocks}/relative_position_bias", i)
@@ -261,7 +263,8 @@ def select_weights(teacher: StateDict, student: nnx.Module) -> nnx.Module:
     Raises:
       InputError: The student is larger than the teacher or of another family.
     """
-    large, small = _read_names(teacher), to_timm(student)
+    large = _read_names(teacher)
+    small = to_timm(student)
     if getattr(student, "positions", None) is not None and "pos_embed" in large:
         large["pos_embed"] = _fit_positions(large["pos_embed"], student)
     fixed = [entry for entry in _timm_entries(student) if not entry.paths and entry.name in large]

@@ -71,7 +71,8 @@ class VisionTransformer(Model):
 
     def _make_layers(self, channels: int, rngs: nnx.Rngs) -> None:
         config = self.config
-        width, num_heads = config.width, config.num_heads
+        width = config.width
+        num_heads = config.num_heads
         self.grid = token_grid(config.image_size, config.patch_size)
         options = dict(dtype=jnp.dtype(config.dtype), rngs=rngs)
         self.patch_embedding = layers.PatchEmbedding(config.patch_size, channels, width, **options)
@@ -134,7 +135,8 @@ class VisionTransformer(Model):
         return self.head(pooled.astype(jnp.float32)), out
 
     def _add_class_token_and_positions(self, patches):
-        config, width = self.config, self.config.width
+        config = self.config
+        width = self.config.width
         if config.pool == "class_token":
             token = self.class_token[...].astype(patches.dtype)
             token = jnp.zeros_like(patches[:, :1]) + token[None, None]  # sharded like the patches
@@ -166,6 +168,7 @@ def resample_positions(
     """
     num_prefix = len(positions) - old_grid[0] * old_grid[1]
     width = positions.shape[-1]
-    prefix, grid = positions[:num_prefix], positions[num_prefix:].reshape(*old_grid, width)
+    prefix = positions[:num_prefix]
+    grid = positions[num_prefix:].reshape(*old_grid, width)
     grid = jax.image.resize(grid, (*new_grid, width), "cubic", antialias=True)
     return jnp.concatenate([prefix, grid.reshape(-1, width)])

@@ -117,7 +117,8 @@ class Checkpoints:
 
     def wait(self) -> None:
         """Waits until this process's part of the newest checkpoint is written."""
-        writing, self._writing = self._writing, None
+        writing = self._writing
+        self._writing = None
         if writing is not None:
             writing.result()
 
@@ -176,7 +177,8 @@ def find_step(directory: epath.PathLike, wanted: str | int = "newest") -> int | 
     'best' (of the highest accuracy on the split that training evaluated last, among those that are
     kept), or the number of a step; raises `InputError` for anything else.
     """
-    wanted, step = str(wanted), None
+    wanted = str(wanted)
+    step = None
     if wanted not in ("newest", "best") and not wanted.isdecimal():
         raise InputError(f"--step={wanted} must be 'newest', 'best' or the number of a step")
     if jax.process_index() == 0:

@@ -48,7 +48,8 @@ from structinit_jax.training.workdir import (
     write_atomically,
 )
 
-STATE, RUN = "state", "run.json"
+STATE = "state"
+RUN = "run.json"
 VERSION = 2
 _PART = re.compile(rf"state(\.orbax-checkpoint-tmp.*)?|index_\d+\.json|run\.json|{PARTIAL}.*")
 _STEP = re.compile(r"[1-9][0-9]{0,8}")  # fits int32

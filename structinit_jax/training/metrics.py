@@ -50,7 +50,8 @@ class PendingMetrics:
 
     def fetch(self) -> dict[int, dict[str, Any]]:
         """Waits for all steps, and returns the metrics of those since the last call, by step."""
-        steps, self._steps = self._steps, {}
+        steps = self._steps
+        self._steps = {}
         return jax.device_get(steps)
 
 
@@ -136,7 +137,8 @@ def read_metrics(path: epath.PathLike, last_step: int) -> tuple[list[dict[str, A
     """
     if not epath.Path(path).exists():
         return [], []
-    metrics, damaged = [], []
+    metrics = []
+    damaged = []
     *lines, _ = read_file(path).split(b"\n")
     for number, line in enumerate(lines, start=1):
         try:
@@ -163,10 +165,12 @@ class Progress:
     """
 
     def __init__(self, start_step: int, num_steps: int, steps_per_epoch: float, batch_size: int):
-        self._num_steps, self._steps_per_epoch = num_steps, steps_per_epoch
+        self._num_steps = num_steps
+        self._steps_per_epoch = steps_per_epoch
         self._batch_size = batch_size
         self._start_step = start_step
-        self._last_step, self._last_time = start_step, time.perf_counter()
+        self._last_step = start_step
+        self._last_time = time.perf_counter()
         self._waited = dict.fromkeys(WAITS, 0.0)
 
     @contextlib.contextmanager
@@ -201,7 +205,8 @@ class Progress:
         waits = {f"{name}_wait": waited / seconds for name, waited in self._waited.items()}
         training = seconds - self._waited["checkpoint"] - self._waited["evaluation"]
         steps = step - self._last_step
-        self._last_step, self._last_time = step, now
+        self._last_step = step
+        self._last_time = now
         self._waited = dict.fromkeys(WAITS, 0.0)
         return {"images_per_second": steps * self._batch_size / training, **waits}
 

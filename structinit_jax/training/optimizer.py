@@ -36,7 +36,8 @@ def make_schedule(
     name. With `drop_remainder`, each epoch leaves out its last partial batch. Raises `InputError`
     if this leaves no batch.
     """
-    batch_size, num_epochs = fields["batch_size"], fields["num_epochs"]
+    batch_size = fields["batch_size"]
+    num_epochs = fields["num_epochs"]
     if drop_remainder:
         if num_examples < batch_size:
             raise InputError(

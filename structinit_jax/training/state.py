@@ -131,7 +131,8 @@ def initialize_model(
     initialize = initialize.lower(seed).compile(_options_for_one_run())
     compiled = time.perf_counter()
     params, model_state, report = jax.block_until_ready(initialize(seed))
-    seconds, compile_seconds = time.perf_counter() - compiled, compiled - start
+    seconds = time.perf_counter() - compiled
+    compile_seconds = compiled - start
     metrics = {"init/seconds": seconds, "init/compile_seconds": compile_seconds}
     text = f"attention_init {name}: {seconds:.2f} s (plus {compile_seconds:.2f} s to compile)"
     if report is not None:

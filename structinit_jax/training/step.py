@@ -164,7 +164,8 @@ def make_eval_step(
     def eval_step(params: dict, model_state: dict, batch: Batch) -> Metrics:
         images = normalize(batch["image"], tuple(mean), tuple(std))
         logits = _gather_by_layer(predict, graphdef, mesh)(params, model_state, images)
-        labels, mask = batch["label"], batch["mask"]
+        labels = batch["label"]
+        mask = batch["mask"]
         losses = optax.softmax_cross_entropy_with_integer_labels(logits, labels)
         predicted = logits.argmax(-1)
         return {

@@ -203,7 +203,8 @@ def replace_files(folder: epath.PathLike) -> Iterator[Path]:
 
 def write_atomically(path: epath.PathLike, content: str | bytes) -> None:
     """Replaces the content of a file. After a failure or a kill the old content is still there."""
-    path, content = epath.Path(path), content.encode() if isinstance(content, str) else content
+    path = epath.Path(path)
+    content = content.encode() if isinstance(content, str) else content
     if is_url(path):  # objects are written whole or not at all
         path.write_bytes(content)
         return
