@@ -27,6 +27,7 @@ import numpy as np
 from structinit_jax.attention_init import (
     AttentionInit,
     AttentionSite,
+    AttentionWeights,
     SolveReport,
     impulse,
     impulse_2024,
@@ -63,8 +64,10 @@ def with_learned_positions(site: AttentionSite) -> AttentionSite:
     return dataclasses.replace(site, positions=positions, positions_trainable=True)
 
 
-def time_scheme(scheme: AttentionInit, site: AttentionSite, repeats: int = 5) -> dict:
-    """Times the first and the later calls, and returns the report of the solve."""
+def time_scheme(
+    scheme: AttentionInit, site: AttentionSite, repeats: int = 5
+) -> tuple[dict, AttentionWeights]:
+    """Times the first and the later calls; returns times and report, and the last weights."""
     seconds = []
     for seed in range(1 + repeats):
         start = time.perf_counter()
@@ -73,7 +76,7 @@ def time_scheme(scheme: AttentionInit, site: AttentionSite, repeats: int = 5) ->
     times = {"cold_s": seconds[0]}
     if repeats:
         times["warm_s"] = float(np.median(seconds[1:]))
-    return times | numbers(weights.report)
+    return times | numbers(weights.report), weights
 
 
 def numbers(report: SolveReport) -> dict:
@@ -81,16 +84,18 @@ def numbers(report: SolveReport) -> dict:
     return {name: float(value) for name, value in report._asdict().items()}
 
 
-def impulse_at_norm(site: AttentionSite, norm: float) -> dict:
-    """Returns the report of `impulse` at a given norm instead of a target mass."""
+def impulse_at_norm(site: AttentionSite, weights: AttentionWeights) -> dict:
+    """Returns the report of `impulse` for the targets of other weights, at their norm."""
     if site.positions_trainable:
         z, _ = learned_row_space(layer_norm(18.0 * site.positions))
     else:
         z, _ = row_space(layer_norm(np.asarray(site.positions)))
+    # The targets of one layer, each as often as heads have it. At so large a norm, the solve needs
+    # the small steps that `impulse` takes for learned positions.
+    targets = np.asarray(weights.targets)[np.asarray(weights.filter_index)[0]]
     sizes = dict(head_dim=site.head_dim, qk_scale=site.qk_scale, width=site.width)
-    options = LEARNED_SOLVE if site.positions_trainable else {}
-    targets = filter_maps(site.grid)
-    *_, report = solve_bank(z, targets, norm=norm, **options, **sizes)
+    options = {key: LEARNED_SOLVE[key] for key in ("learning_rate", "steps")}
+    *_, report = solve_bank(z, targets, norm=float(weights.report.norm), **options, **sizes)
     return numbers(report)
 
 
@@ -136,19 +141,21 @@ def measure(name: str) -> dict:
     """Returns all figures of one model."""
     fixed = make_site(name)
     learned = with_learned_positions(fixed)
-    algorithm_1 = time_scheme(impulse_2024(), fixed, repeats=0)
-    closed_form = time_scheme(impulse_2025(), learned)
+    ours, _ = time_scheme(impulse(), fixed)
+    algorithm_1, solved = time_scheme(impulse_2024(), fixed, repeats=0)
+    ours_learned, _ = time_scheme(impulse(replace_positions=False), learned)
+    closed_form, factored = time_scheme(impulse_2025(), learned)
     return {
         "sin-cos positions": {
-            "impulse": time_scheme(impulse(), fixed),
+            "impulse": ours,
             "algorithm 1": algorithm_1,
             "algorithm 1 in PyTorch, extrapolated": {"cold_s": time_algorithm_1_in_torch(fixed)},
-            "impulse at the norm of algorithm 1": impulse_at_norm(fixed, algorithm_1["norm"]),
+            "impulse at the norm of algorithm 1": impulse_at_norm(fixed, solved),
         },
         "learned positions": {
-            "impulse": time_scheme(impulse(replace_positions=False), learned),
+            "impulse": ours_learned,
             "closed form": closed_form,
-            "impulse at the norm of the closed form": impulse_at_norm(learned, closed_form["norm"]),
+            "impulse at the norm of the closed form": impulse_at_norm(learned, factored),
         },
     }
 
