@@ -120,8 +120,8 @@ def sweep(
     Arrays have leading axes [seeds, runs]; runs are ordered by rate, then by scheme. Accuracies are
     on `config.data.eval_split`.
     """
-    if config.augment.crop == "resized" or config.start_from:
-        raise InputError("config.augment.crop='resized' and config.start_from are not supported")
+    if config.augment.crop == "resized" or config.start_from or config.ema_decay:
+        raise InputError("augment.crop='resized', start_from and ema_decay are not supported")
     run, data, size = Run(config), config.data, config.data.image_size
     setup = set_up(config, len(run.train_source), devices=jax.devices()[:1])
     schedule, mesh = setup.schedule, setup.model.mesh

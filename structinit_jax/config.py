@@ -12,7 +12,6 @@ from pathlib import Path
 from typing import Annotated, Any, Literal
 
 import numpy as np
-from etils import epath
 from flax.traverse_util import flatten_dict
 from ml_collections import ConfigDict
 
@@ -31,7 +30,7 @@ from structinit_jax.errors import (
     printable,
     require,
 )
-from structinit_jax.training.workdir import read_json
+from structinit_jax.training.workdir import open_path, read_json
 
 Seed = Annotated[int, Check("a whole number in [0, 2**32)", lambda x: is_count(x, 0) and x < 2**32)]
 Share = Annotated[float, Check("a number from 0.1 to 1", lambda x: 0.1 <= x <= 1)]
@@ -169,7 +168,7 @@ def load_run_config(workdir: str | Path, trust: bool = False) -> ConfigDict:
     Raises `InputError` if there is no config of this package, or if it names Python code to import,
     as 'module:name', without `trust`.
     """
-    path = epath.Path(workdir).expanduser() / "config.json"
+    path = open_path(workdir) / "config.json"
     try:
         fields = _with_tuples(read_json(path))
         # ConfigDict refuses keys with dots, which flatten_dict would confuse with nested fields.

@@ -408,6 +408,12 @@ def test_accuracies_on_other_images_are_not_compared(directory):
     assert [p.name for p in checkpoint.step_folders(directory)] == ["32", "28", "16"]
 
 
+def test_accuracies_on_the_same_images_in_an_earlier_version_are_compared(directory):
+    with opened(directory) as checkpoints:  # which has an accuracy of 1/4 at step 4 on 'test'
+        save(checkpoints, 16, accuracy=0.2, evaluation="test-and-digest-of-images")
+    assert checkpoint.find_step(directory, "best") == 4
+
+
 def test_the_newest_the_best_or_any_checkpoint_is_found(directory, capsys):
     steps = {wanted: checkpoint.find_step(directory, wanted) for wanted in ("newest", "best", "8")}
     assert steps == {"newest": 12, "best": 4, "8": 8}

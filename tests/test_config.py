@@ -214,6 +214,11 @@ def test_another_config_json_is_refused(tmp_path, text):
         config_lib.load_run_config(tmp_path)
 
 
+def test_storage_that_is_not_supported_is_named():
+    with pytest.raises(InputError, match=r"--workdir=nothing://x cannot be used"):
+        config_lib.load_run_config("nothing://x")
+
+
 def test_keys_of_a_config_are_printed_as_text(tmp_path, capsys):
     fields = changed("seed", 3).to_dict() | {"a\x1b]0;t\x07\nerror: b": 1}
     (tmp_path / "config.json").write_text(json.dumps(fields))

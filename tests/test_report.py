@@ -56,6 +56,12 @@ def test_steps_after_the_comparison_are_left_out(tmp_path):
     assert (row["epoch"], row["test_accuracy"]) == ("2.0", "0.9")
 
 
+def test_the_accuracy_of_training_batches_is_not_that_of_the_split_train(tmp_path):
+    curve = {3: {"train/accuracy": 0.2}, 12: {"eval/accuracy": 0.5}}
+    runs = record(tmp_path, {"default": {0: curve}}, {"default": {"test_name": "train"}}).runs
+    assert runs["default"][0].curve == {12: 0.5}
+
+
 def test_one_seed_is_compared_without_an_interval(tmp_path):
     runs = {"default": {0: {6: 0.8, 12: 0.75}}, "impulse": {0: {6: 0.9, 12: 0.8}}}
     comparison = record(tmp_path, runs)

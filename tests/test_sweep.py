@@ -7,6 +7,7 @@ import jax
 import numpy as np
 import pytest
 
+from structinit_jax.errors import InputError
 from structinit_jax.run import Run
 
 
@@ -18,6 +19,10 @@ def test_runs_that_train_at_once_equal_single_runs(run_config, monkeypatch):
     run_config.augment.flip = 0.5
     texts = ["default", "impulse_2024:max_steps=3,first_input='uniform'"]
     schemes = [script["read_scheme"](text) for text in texts]
+    run_config.ema_decay = 0.9
+    with pytest.raises(InputError, match="ema_decay"):
+        script["sweep"](run_config, schemes, [1.0, 2.0], num_seeds=2)
+    run_config.ema_decay = 0.0
     state, accuracies = script["sweep"](run_config, schemes, [1.0, 2.0], num_seeds=2)
     (accuracy,) = accuracies.values()
     assert accuracy.shape == (2, 4)

@@ -55,7 +55,9 @@ class SeedRun:
         metrics = self.folder / "metrics.jsonl"
         status = self.folder / STATUS
         lines, _ = read_metrics(metrics, facts["num_steps"])
-        names = ("eval/accuracy", f"{self.test_name}/accuracy")  # the latter in earlier versions
+        names = ["eval/accuracy"]
+        if self.test_name != "train":  # whose 'train/accuracy' is that of the batches
+            names.append(f"{self.test_name}/accuracy")  # in earlier versions
         self.curve: dict[int, float] = {
             line["step"]: line[name]
             for line in lines

@@ -19,6 +19,7 @@ from scipy import special
 from structinit_jax.analysis.figures import COLORS, add_legend
 from structinit_jax.compare import HARMLESS, Comparison, read_comparison
 from structinit_jax.errors import printable
+from structinit_jax.training.figures import png
 from structinit_jax.training.resume import changes
 from structinit_jax.training.workdir import write_atomically
 
@@ -143,9 +144,7 @@ def write_report(workdir: Path) -> None:
     # `compare.json` may come from somebody else.
     files: dict[str, str | bytes] = {k: printable(text, keep="\n") for k, text in texts.items()}
     if figure := draw_curves(comparison):
-        curves = io.BytesIO()
-        figure.savefig(curves, format="png", dpi=150)
-        files[CURVES] = curves.getvalue()
+        files[CURVES] = png(figure)
     for name, content in files.items():
         write_atomically(workdir / name, content)
     print(f"wrote {', '.join(files)} to {workdir}", flush=True)

@@ -296,7 +296,9 @@ def _find_best(runs: dict[int, dict[str, Any]]) -> int | None:
     Of equal accuracies, the newest step counts.
     """
     measured = [step for step in sorted(runs, reverse=True) if runs[step]["accuracy"] is not None]
-    comparable = [s for s in measured if runs[s]["evaluation"] == runs[measured[0]]["evaluation"]]
+    last = runs[measured[0]]["evaluation"] if measured else ""
+    # That of an earlier version ends with the first part of the digest.
+    comparable = [step for step in measured if last.startswith(runs[step]["evaluation"])]
     return max(comparable, key=lambda step: runs[step]["accuracy"], default=None)
 
 
