@@ -20,7 +20,7 @@ from structinit_jax.augment import normalize
 from structinit_jax.data.images import BadImageError
 from structinit_jax.data.loader import HostLoader, make_loader
 from structinit_jax.data.source import Dataset, ImageSource
-from structinit_jax.errors import InputError
+from structinit_jax.errors import InputError, printable
 from structinit_jax.run import Run
 from structinit_jax.training import checkpoint, resume
 from structinit_jax.training import mesh as mesh_lib
@@ -170,6 +170,7 @@ def write_by_class(
     `per_class.csv` has a row for each class. In `confusion.csv` and `confusion.png` rows are true
     classes and columns predicted ones; more than 1,000 classes get neither.
     """
+    class_names = list(map(printable, class_names))  # of folders, whose names need not be text
     num_classes = len(class_names)
     known = (evaluation.labels >= 0) & (evaluation.labels < num_classes)
     labels = evaluation.labels[known]

@@ -101,10 +101,7 @@ def mean_and_std(source: ImageSource) -> tuple[tuple[float, ...], tuple[float, .
         pixels = image.decode() / np.float32(255)
         return [power.mean(axis=(0, 1), dtype=float) for power in (pixels, pixels**2)]
 
-    blocks = source.map_blocks(
-        lambda block: list(map(moments, source.select(np.asarray(block)).images()))
-    )
-    mean, square = np.mean(np.concatenate(blocks), axis=0)
+    mean, square = np.mean(source.map_images(moments), axis=0)
     return tuple(mean.round(3).tolist()), tuple(np.sqrt(square - mean**2).round(3).tolist())
 
 

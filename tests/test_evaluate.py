@@ -86,12 +86,12 @@ def test_results_by_class_are_counted(tmp_path):
     labels = np.array([0, 0, 1, 2, -1, 9], np.int32)  # padding, and a label that is no class
     predicted = np.array([0, 1, 1, 0, 0, 0], np.int32)
     evaluation = evaluate.Evaluation({}, labels, predicted)
-    names = ["a", "$x_{$", 'b, "c"', "none"]
+    names = ["a", "$x_{$", 'b, "c"', "none\udcff"]  # the last one is a folder's in Latin-1
     files = evaluate.write_by_class(epath.Path(tmp_path), evaluation, names)
     assert files == ["per_class.csv", "confusion.csv", "confusion.png"]
     with (tmp_path / "per_class.csv").open() as file:
         rows = list(csv.DictReader(file))
-    assert [row["class"] for row in rows] == names
+    assert [row["class"] for row in rows] == [*names[:3], r"none\udcff"]
     assert [row["examples"] for row in rows] == ["2", "1", "1", "0"]
     assert [row["accuracy"] for row in rows] == ["0.5", "1.0", "0.0", ""]
     with (tmp_path / "confusion.csv").open() as file:

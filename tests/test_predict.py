@@ -23,7 +23,7 @@ def classify(finished_run):
 def digits(tmp_path_factory):
     """Images of the test split and files of them: more than a batch."""
     source = open_dataset("digits").split(f"test[:{BATCH_SIZE + 1}]")
-    images = np.stack([image.decode() for image in source.images()])
+    images = np.stack(source.map_images(lambda image: image.decode()))
     files = [tmp_path_factory.getbasetemp() / f"digit_{i}.png" for i in range(len(images))]
     for file, image in zip(files, images, strict=True):
         Image.fromarray(image[..., 0]).save(file)

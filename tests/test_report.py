@@ -75,10 +75,12 @@ def test_one_seed_is_compared_without_an_interval(tmp_path):
 def test_fields_that_differ_from_the_baseline_are_reported(tmp_path):
     def facts(positions, heads):
         model = {"positions": positions, "base_init": "timm", "num_heads": heads}
-        return {"config": {"data": {"data_dir": positions}, "model": model}}
+        config = {"data": {"data_dir": positions}, "model": model, "ema_decay": 0.0}
+        return {"config": config}
 
     settings = {
         "default": facts("sincos", 1) | {"published": "50.10"},
+        "of_an_earlier_version": {"config": {"model": facts("sincos", 1)["config"]["model"]}},
         "a": facts("learned", 1),
         "b,model.num_heads=2": facts("learned", 2),
     }
@@ -86,6 +88,7 @@ def test_fields_that_differ_from_the_baseline_are_reported(tmp_path):
     for name in ("a", "b,model.num_heads=2"):
         line = f"{name} differs from its baseline: model.positions is 'learned', not 'sincos'.\n"
         assert line in text
+    assert "of_an_earlier_version differs" not in text
     assert "| default | 1 of 1 | 50.00 | 50.10 | baseline |" in text
 
 

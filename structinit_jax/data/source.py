@@ -80,10 +80,9 @@ class ImageSource:
         for index, record in zip(indices, self._fetch(indices), strict=True):
             yield self._open(index, record), self._known_label(index, record)
 
-    def images(self) -> Iterator[StoredImage]:
-        """Yields every image in order, not yet decoded; labels are not checked."""
-        for indices in self._blocks():
-            yield from map(self._open, indices, self._fetch(indices))
+    def map_images(self, function: Callable[[StoredImage], Any]) -> list[Any]:
+        """Calls a function with every image, in threads; returns its results in order."""
+        return self._map(lambda index, record: function(self._open(index, record)))
 
     def labels(self) -> np.ndarray:
         """Returns all labels, int64 [n], which may be out of range; decodes no image."""
@@ -92,10 +91,6 @@ class ImageSource:
     def num_bytes(self) -> np.ndarray:
         """Returns the size of each image as stored, int64 [n]; opens no file."""
         return np.array(self._map(self._num_bytes), np.int64)
-
-    def checksums(self) -> list[bytes]:
-        """Returns the checksum of each image as stored."""
-        return self._map(lambda index, record: self._open(index, record).checksum())
 
     def select(self, wanted: np.ndarray) -> "ImageSource":
         """Returns the examples that `wanted` selects, bool [n] or indices in ascending order."""
@@ -372,7 +367,7 @@ def digest(source: ImageSource, class_names: Sequence[str]) -> str:
         sizes = source.num_bytes()
         contents.update(sizes.tobytes())
         sample = source if sizes.sum() <= SMALL_SET else sample
-    contents.update(sample.labels().tobytes() + b"".join(sample.checksums()))
+    contents.update(sample.labels().tobytes() + b"".join(sample.map_images(StoredImage.checksum)))
     return f"{names.hexdigest()}-{contents.hexdigest()}"
 
 
