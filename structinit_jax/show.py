@@ -16,7 +16,7 @@ from ml_collections import ConfigDict
 from structinit_jax import command_line
 from structinit_jax.command_line import FLAGS
 from structinit_jax.data.folder import title
-from structinit_jax.errors import InputError
+from structinit_jax.errors import InputError, printable
 from structinit_jax.rngs import step_rngs
 from structinit_jax.run import Run, augmentation
 from structinit_jax.training.mesh import make_mesh
@@ -62,8 +62,7 @@ def draw(images: np.ndarray, captions: Sequence[str]) -> Figure:
         axis.set_axis_off()
         axis.imshow(image, cmap="gray", vmin=0, vmax=255, interpolation="nearest")
         # The name of a class is that of a folder, which need not be text.
-        caption = caption.encode("utf-8", "backslashreplace").decode()
-        axis.set_title(caption[:24], fontsize=5, parse_math=False)
+        axis.set_title(printable(caption)[:24], fontsize=5, parse_math=False)
     return figure
 
 

@@ -12,7 +12,7 @@ from matplotlib.patches import Rectangle
 
 from structinit_jax.analysis import measures
 from structinit_jax.analysis.collect import Layer, Snapshot
-from structinit_jax.errors import InputError
+from structinit_jax.errors import InputError, printable
 
 REACH = 4  # largest offset that is drawn: on a large grid, an impulse would be too small
 STEP = 1.06  # from one map to the next, in units of the side of a map
@@ -48,8 +48,7 @@ def add_legend(figure, handles, labels) -> None:
 
 def _wrap(text, width):
     """Breaks a title of 12 points into lines of a width in inches."""
-    text = text.encode("utf-8", "backslashreplace").decode()  # the name of a folder may be bytes
-    return textwrap.fill(text, max(12, int(width * 10)))
+    return textwrap.fill(printable(text), max(12, int(width * 10)))  # a folder's name may be bytes
 
 
 def _save(figure, title, path):
