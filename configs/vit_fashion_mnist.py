@@ -8,7 +8,6 @@ Without a network, pass --config.data.data_dir=DIR, the folder of the four idx.g
 The learning rate was tuned for the default initialization (benchmarks/protocol.md).
 
 Hardware: one CPU core. Time: 2 to 4 minutes for 1,000 images.
-Accuracy to expect: 80.4 % for 1,000 images (mean of 5 seeds).
 """
 
 from structinit_jax.config import base_config
