@@ -156,7 +156,8 @@ class Model(nnx.Module):
         All arrays below these paths, and no others, have a leading layer axis.
         """
         modules = nnx.iter_modules(self)
-        return tuple("/".join(path) for path, module in modules if hasattr(module, "is_stack"))
+        paths = (path for path, module in modules if hasattr(module, "is_stack"))
+        return tuple("/".join(map(str, path)) for path in paths)
 
     def initial_weights(self, scheme: AttentionInit, rng: PRNGKeyArray) -> dict[str, Weights]:
         """Returns a scheme's weights for each stack, by name, without changing the model."""
