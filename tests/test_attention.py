@@ -2,6 +2,7 @@
 
 import functools
 import re
+import types
 
 import jax
 import jax.numpy as jnp
@@ -134,3 +135,11 @@ def test_one_product_projects_like_three():
 
 def close(found, expected):
     np.testing.assert_allclose(np.float32(found), np.float32(expected), atol=3e-2, rtol=3e-2)
+
+
+@pytest.mark.parametrize(("capability", "old"), [("7.5", True), ("10.0", False), ("gfx942", False)])
+def test_gpus_older_than_ampere_run_xlas_attention(monkeypatch, capability, old):
+    device = types.SimpleNamespace(compute_capability=capability)
+    monkeypatch.setattr(jax, "local_devices", lambda: [device])
+    monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
+    assert attention._has_old_gpu() == old

@@ -85,6 +85,9 @@ def test_models_say_which_arrays_have_a_layer_axis():
     stacks = {family: make(family).stacks() for family in SIZES}
     assert stacks.pop("swin") == ("stage1/blocks", "stage2/blocks")
     assert set(stacks.values()) == {("blocks",)}
+    model = nnx.clone(make("vit"))
+    model.stages = nnx.List([nnx.clone(model.blocks)])
+    assert model.stacks() == ("blocks", "stages/0")
     paths = {
         "params/blocks/mlp/fc1/kernel": True,
         "opt_state/0/mu/blocks/mlp/fc1/kernel": True,

@@ -268,3 +268,16 @@ def test_value_and_projection_of_vit_tiny_have_the_programs_norms():
     np.testing.assert_allclose(head_norms(impulse), [(7.17, 5.65, 3.57)] * 2, rtol=0.02)
     mimetic = attention_init.mimetic()(jax.random.key(0), site)
     np.testing.assert_allclose(head_norms(mimetic), [(5.65, 5.67, 5.65)] * 2, rtol=0.02)
+
+
+@pytest.mark.parametrize("grid", [(1, 12), (12, 1)])
+def test_2025_has_the_offsets_of_a_single_row_or_column(grid):
+    positions = jax.random.normal(jax.random.key(1), (12, 32))
+    site = make_site(grid=grid, positions=positions, positions_trainable=True)
+    weights = attention_init.impulse_2025()(jax.random.key(0), site)
+    np.testing.assert_array_equal(weights.filter_index, [[1, 2, 0, 1]] * 3)  # center first
+    x = layer_norm(np.asarray(positions))
+    logits = np.einsum("nD,LDhd,LEhd,mE->Lhnm", x, weights.query, weights.key, x, optimize=True)
+    targets = np.asarray(weights.targets)[np.asarray(weights.filter_index)]
+    has_target = targets.max(axis=-1) > 0
+    assert (logits.argmax(axis=-1) == targets.argmax(axis=-1))[has_target].mean() > 0.8

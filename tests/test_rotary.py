@@ -13,6 +13,7 @@ from structinit_jax.attention_init import (
     impulse_mimetic,
     rotary_angles,
 )
+from structinit_jax.errors import InputError
 
 GRID, WIDTH, HEADS, DIM, LAYERS = (5, 7), 48, 3, 16, 4
 RNG = jax.random.key(0)
@@ -97,6 +98,11 @@ def test_the_last_half_of_the_layers_attends_to_similar_tokens(angles):
     own, others = jnp.trace(products, axis1=2, axis2=3) / WIDTH, products.std(axis=(2, 3))
     assert own[LAYERS // 2 :].min() > 4 * abs(own[: LAYERS // 2]).max()
     assert own[LAYERS // 2 :].min() > 0.2 > others[LAYERS // 2 :].max()
+
+
+def test_a_target_mass_below_that_of_uniform_attention_is_refused():
+    with pytest.raises(InputError, match="target_mass"):
+        impulse(filters=np.ones((1, 3, 3), np.float32), target_mass=0.1)(RNG, SITE)
 
 
 def test_filters_of_few_rows_are_solved_on_larger_grids():

@@ -25,6 +25,7 @@ filters, kernel size f, positions P [N, D], X = LayerNorm(P), σ = d^-1/2, Q and
 target map H [N, N] of a convolution, attention map M = softmax(σ X Q Kᵀ Xᵀ) [N, N].
 """
 
+import functools
 import inspect
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -95,7 +96,8 @@ def impulse(
       filters: Kernels [F, f, f] to use instead of impulses.
       dilation: Distance in tokens between neighboring taps of a kernel.
       target_mass: Share of its attention that a token pays to the target, which sets how sharp the
-        maps are. Uniform attention to N tokens pays 1 / N to an impulse.
+        maps are. Uniform attention to N tokens pays 1 / N to an impulse. Smaller masses raise an
+        error, except at a `WindowSite`, whose maps are then uniform.
       replace_positions: Whether a sin-cos encoding replaces learned positions. If false, learned
         positions are multiplied by 18, as in 2025, and the weights are solved for these.
 
@@ -135,8 +137,8 @@ def impulse_mimetic(
     options = dict(locals())
     check_fields(impulse_mimetic, options, "")
     functions = {
-        AttentionSite: (absolute.impulse_mimetic, tuple(options)),
-        RotarySite: (rotary.impulse_mimetic, tuple(options)),
+        AttentionSite: (functools.partial(absolute.impulse, half=True), tuple(options)),
+        RotarySite: (functools.partial(rotary.impulse, half=True), tuple(options)),
     }
     return _by_site(impulse_mimetic, options, functions)
 

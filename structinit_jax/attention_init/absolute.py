@@ -46,54 +46,36 @@ def impulse(
     filters: FilterArray | None,
     dilation: int,
     target_mass: float,
-    replace_positions: bool,
+    replace_positions: bool = True,
+    half: bool = False,
 ) -> AttentionWeights:
-    """Makes every head of every layer attend by its filter; see `attention_init.impulse`."""
+    """Makes every head attend by its filter; see `attention_init.impulse`.
+
+    If `half`, this is `attention_init.impulse_mimetic`, with filters in the first half of the
+    layers only.
+    """
     targets = filter_maps(site.grid, kernel_size, filters, dilation)
     require_above_uniform(target_mass, targets)
-    if replace_positions or not site.positions_trainable:
-        return _impulse(rng, site, targets, target_mass, num_impulse=site.num_layers)
-    scaled = POSITION_SCALE * jnp.asarray(site.require_positions(), jnp.float32)
-    z, basis = learned_row_space(layer_norm(scaled))
-    bank = solve_bank(z, targets, target_mass=target_mass, **_sizes(site), **LEARNED_SOLVE)
-    weights = _place(rng, site, targets, bank, basis, num_impulse=site.num_layers)
-    return weights._replace(position_scale=POSITION_SCALE)
-
-
-def impulse_mimetic(
-    rng: PRNGKeyArray,
-    site: AttentionSite,
-    *,
-    kernel_size: int,
-    filters: FilterArray | None,
-    dilation: int,
-    target_mass: float,
-) -> AttentionWeights:
-    """Does the same in the first half of the layers; see `attention_init.impulse_mimetic`."""
-    targets = filter_maps(site.grid, kernel_size, filters, dilation)
-    require_above_uniform(target_mass, targets)
-    return _impulse(rng, site, targets, target_mass, num_impulse=-(-site.num_layers // 2))
-
-
-def _impulse(rng, site, targets, target_mass, *, num_impulse):
-    """Solves for the fixed positions, or for the sin-cos encoding that replaces learned ones."""
-    trainable = site.positions_trainable
-    positions = sincos_positions(site.grid, site.width) if trainable else site.require_positions()
-    z, basis = row_space(layer_norm(np.asarray(positions)))
-    bank = solve_bank(z, targets, target_mass=target_mass, **_sizes(site))
-    weights = _place(rng, site, targets, bank, basis, num_impulse=num_impulse)
-    return weights._replace(positions=jnp.asarray(positions) if trainable else None)
-
-
-def _sizes(site):
-    return dict(head_dim=site.head_dim, qk_scale=site.qk_scale, width=site.width)
-
-
-def _place(rng, site, targets, bank, basis, *, num_impulse):
-    *factors, report = bank
+    replaced = replace_positions and site.positions_trainable
+    positions = sincos_positions(site.grid, site.width) if replaced else site.require_positions()
+    options = dict(head_dim=site.head_dim, qk_scale=site.qk_scale, width=site.width)
+    scale = None
+    if site.positions_trainable and not replaced:
+        scale = POSITION_SCALE
+        z, basis = learned_row_space(layer_norm(scale * jnp.asarray(positions, jnp.float32)))
+        options |= LEARNED_SOLVE
+    else:
+        z, basis = row_space(layer_norm(np.asarray(positions)))
+    *factors, report = solve_bank(z, targets, target_mass=target_mass, **options)
+    num_impulse = -(-site.num_layers // 2) if half else site.num_layers
     weights = _draw_weights(rng, factors, basis, sizes=site.sizes, num_impulse=num_impulse)
     warn_if_out_of_reach(report)
-    return weights._replace(report=report, targets=targets)
+    return weights._replace(
+        positions=jnp.asarray(positions) if replaced else None,
+        report=report,
+        targets=targets,
+        position_scale=scale,
+    )
 
 
 @functools.partial(jax.jit, static_argnames=("sizes", "num_impulse"))

@@ -178,7 +178,10 @@ def impulse_2025(
     inputs = site.require_positions() if positions is None else positions
     noise_rng, vo_rng, _ = jax.random.split(rng, 3)
     targets = jnp.asarray(filter_maps(site.grid))
-    order = CENTER_FIRST[np.arange(site.num_heads) % len(targets)]
+    order = CENTER_FIRST
+    if len(targets) < 9:  # a single row or column of tokens
+        order = np.roll(np.arange(len(targets)), -(len(targets) // 2))
+    order = np.resize(order, site.num_heads)
     filter_index = jnp.asarray(np.tile(order, (site.num_layers, 1)), jnp.int32)
     query, key, report = _solve_2025(
         noise_rng,

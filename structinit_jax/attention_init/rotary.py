@@ -4,7 +4,7 @@ RoPE rotates each pair of channels of query i and key j by angles θ_i and θ_j.
 the rotation, all queries of a head equal one vector q and all keys one vector k. With pairs of
 channels as complex numbers, the logits are then σ Re Σ_p conj(q_p) k_p exp(i (θ_jp - θ_ip)): they
 depend only on the positions, and only on the offset if angles are linear in the position. `impulse`
-solves for the coefficients c_p = σ conj(q_p) k_p. The other schemes are in `papers`.
+solves for the coefficients c_p = σ conj(q_p) k_p.
 """
 
 import functools
@@ -22,6 +22,7 @@ from structinit_jax.attention_init.solve import (
     minimize,
     overlap,
     report_on_maps,
+    require_above_uniform,
     warn_if_out_of_reach,
 )
 from structinit_jax.attention_init.targets import FilterArray, assign, filter_maps
@@ -61,6 +62,7 @@ def impulse(
     filters: FilterArray | None,
     dilation: int,
     target_mass: float,
+    half: bool = False,
 ) -> AttentionWeights:
     """Impulse initialization through RoPE: constant queries and keys, rotated by the model.
 
@@ -69,27 +71,12 @@ def impulse(
     model's `base_init`. The coefficients are solved for: maps that are closest to the targets at
     the lowest norm are also the least disturbed by content. The phases of k are random and
     independent for each head. In the first layer, tokens without content have the target mass;
-    content takes some of it.
+    content takes some of it. If `half`, heads in the second half of the layers attend to similar
+    tokens.
     """
     targets = filter_maps(site.grid, kernel_size, filters, dilation)
-    return _impulse(rng, site, targets, target_mass, num_impulse=site.num_layers)
-
-
-def impulse_mimetic(
-    rng: PRNGKeyArray,
-    site: RotarySite,
-    *,
-    kernel_size: int,
-    filters: FilterArray | None,
-    dilation: int,
-    target_mass: float,
-) -> AttentionWeights:
-    """Does the same in the first half of the layers; see `attention_init.impulse_mimetic`."""
-    targets = filter_maps(site.grid, kernel_size, filters, dilation)
-    return _impulse(rng, site, targets, target_mass, num_impulse=-(-site.num_layers // 2))
-
-
-def _impulse(rng, site, targets, target_mass, *, num_impulse):
+    require_above_uniform(target_mass, targets)
+    num_impulse = -(-site.num_layers // 2) if half else site.num_layers
     order_rng, place_rng = jax.random.split(rng)
     filter_index = assign(order_rng, (num_impulse, site.num_heads), len(targets))
     targets = jnp.asarray(targets)

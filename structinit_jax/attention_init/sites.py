@@ -204,7 +204,7 @@ class AttentionWeights(NamedTuple):
     filter_index: Int[Array, "l h"] | None = None
     targets: Float[Array | np.ndarray, "F N N"] | None = None  # the filters as maps, for analysis
     # Relative position bias of a `WindowSite`, R = (2 rows - 1) (2 cols - 1), in timm's order
-    # (`kernels.relative_index`).
+    # (`targets.relative_index`).
     bias: Float[Array, "L R h"] | None = None
     # Factor on the model's own trainable positions, class token and registers included.
     position_scale: float | Float[Array, ""] | None = None

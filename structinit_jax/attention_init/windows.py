@@ -1,8 +1,8 @@
 """Schemes for attention within windows (`WindowSite`), as in Swin; the impulse is our own.
 
 The logits of windowed attention are content plus a bias by relative position. While the content is
-near zero, the softmax of the bias alone is the map, in every window: no positions, no solve. The
-other schemes are in `papers`; they leave the bias to the model.
+near zero, the softmax of the bias alone is the map, in every window: no positions, no solve.
+`mimetic` and `default` leave the bias to the model.
 """
 
 import functools

@@ -144,7 +144,7 @@ def read_grid(workdir: Path) -> dict[str, Any]:
         grid = read_json(path)
         check_record(Grid, grid, GRID)
         for name, facts in grid["settings"].items():
-            if not re.fullmatch(r"[\w=+-][\w.=+,-]*", name):  # it is also the name of a folder
+            if not re.fullmatch(r"[^./\\\0][^/\\\0]*", name):  # it is also the name of a folder
                 raise InputError(f"{GRID}: {name!r} is not the name of a setting")
             check_record(Facts, facts, f"{GRID}: {name}")
             if not isinstance(grid["baselines"].get(name), str | None):

@@ -155,8 +155,8 @@ class Model(nnx.Module):
 
         All arrays below these paths, and no others, have a leading layer axis.
         """
-        nodes = nnx.iter_graph(self)
-        return tuple("/".join(path) for path, node in nodes if hasattr(node, "is_stack"))
+        paths = (path for path, node in nnx.iter_graph(self) if hasattr(node, "is_stack"))
+        return tuple("/".join(map(str, path)) for path in paths)
 
     def initial_weights(self, scheme: AttentionInit, rng: PRNGKeyArray) -> dict[str, Weights]:
         """Returns a scheme's weights for each stack, by name, without changing the model."""
