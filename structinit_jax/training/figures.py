@@ -22,9 +22,7 @@ def draw_curves(lines: Iterable[Mapping[str, Any]]) -> Figure:
             key = f"{part}/{name}"
             points = [(line["step"], line[key]) for line in lines if key in line]
             if points:
-                steps, values = np.array(
-                    points, float
-                ).T  # None, for a value like NaN, leaves a gap
+                steps, values = np.array(points, float).T  # None, for NaN, leaves a gap
                 marker = "." if part == "eval" else ""
                 axis.plot(steps, values, color=color, marker=marker, label=part)
         axis.set(xlabel="step", title=name.replace("_", " "))
