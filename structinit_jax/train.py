@@ -124,7 +124,7 @@ def train(
         print(
             f"training on {len(run.train_source):,} examples for {schedule.num_steps:,} steps "
             f"({schedule.num_steps / schedule.steps_per_epoch:.1f} epochs), "
-            f"evaluating on {len(run.eval_source):,} of {data.name} {data.eval_split}",
+            f"evaluating on {len(run.eval_source):,} of {run.dataset.name} {data.eval_split}",
             flush=True,
         )
         pending = PendingMetrics()
