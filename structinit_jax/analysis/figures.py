@@ -13,6 +13,7 @@ from matplotlib.patches import Rectangle
 from structinit_jax.analysis import measures
 from structinit_jax.analysis.collect import Layer, Snapshot
 from structinit_jax.errors import InputError, printable
+from structinit_jax.training.figures import png
 
 REACH = 4  # largest offset that is drawn: on a large grid, an impulse would be too small
 STEP = 1.06  # from one map to the next, in units of the side of a map
@@ -53,7 +54,7 @@ def _wrap(text, width):
 
 def _save(figure, title, path):
     figure.suptitle(_wrap(title, figure.get_figwidth()), parse_math=False)
-    figure.savefig(path, dpi=150)
+    Path(path).write_bytes(png(figure))
 
 
 # -- maps ------------------------------------------------------------------------------------------
