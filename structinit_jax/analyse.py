@@ -85,7 +85,8 @@ def main(overrides: command_line.Overrides) -> None:
         raise InputError(f"--out={out} is no folder to write to: {error}") from error
     images = read_images(config, FLAGS.num_images)
     if FLAGS.workdir:
-        step, devices = FLAGS.step or "newest", jax.local_devices()[:1]
+        step = FLAGS.step or "newest"
+        devices = jax.local_devices()[:1]
         fixed = (*resume.OF_WEIGHTS, "attention_init", "start_from", "seed")  # started like this
         restored = evaluate.restore_model(config, FLAGS.workdir, devices, step, fixed)
         snapshots = observe_run(config, restored, images)

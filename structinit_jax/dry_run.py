@@ -92,7 +92,8 @@ def dry_run(config: ConfigDict, target: str | None = None) -> None:
     num_examples = split_size(data.train_split, info, "data.train_split")
     num_eval_examples = split_size(data.eval_split, info, "data.eval_split")
     setup = set_up(config, num_examples, num_eval_examples, devices)
-    schedule, mesh = setup.schedule, setup.model.mesh
+    schedule = setup.schedule
+    mesh = setup.model.mesh
     print(parameter_overview.get_parameter_overview(setup.model.params, include_stats=False))
 
     with explain_out_of_memory():
@@ -164,7 +165,10 @@ def bytes_by_kind(hlo: str) -> dict[str, int]:
     loop's counter is taken.
     """
     totals = collections.defaultdict(collections.Counter)  # by computation; called ones come first
-    sizes, bounds, channels, computation = {}, {}, set(), ""
+    sizes = {}
+    bounds = {}
+    channels = set()
+    computation = ""
     for line in hlo.splitlines():
         if match := _COMPUTATION.match(line):
             computation = match[1]

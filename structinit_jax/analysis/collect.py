@@ -56,7 +56,8 @@ def read_images(config: ConfigDict, count: int) -> UInt8[np.ndarray, "n H H C"]:
     The images are spread evenly over the split: `count` of them, or all if there are fewer, rounded
     down to a multiple of `BATCH_SIZE`.
     """
-    data, source = config.data, Run(config).train_source
+    data = config.data
+    source = Run(config).train_source
     whole = min(count, len(source)) // BATCH_SIZE * BATCH_SIZE
     if whole < 1:
         raise InputError(
@@ -85,13 +86,15 @@ def observe_run(
     `restored` is the run's model on one device, and its state, from `evaluate.restore_model`.
     """
     model, state = restored
-    initial, trained = _initial_weights(config, model), (state.params, state.model_state)
+    initial = _initial_weights(config, model)
+    trained = (state.params, state.model_state)
     observe = make_observer(config, model)
     return [observe(0, initial, images), observe(int(state.step), trained, images)]
 
 
 def _initial_weights(config, model):
-    scheme, name = make_attention_init(config), config.attention_init.name
+    scheme = make_attention_init(config)
+    name = config.attention_init.name
     weights = initialize_model(model, scheme, config.seed, config.start_from, name)[:2]
     sites = nnx.merge(model.graphdef, *weights).sites()
     if not sites or any(isinstance(site, TokenMixingSite) for site in sites.values()):
@@ -107,7 +110,8 @@ def make_observer(
     The model is on one device. `weights` are parameters and model state after the training step
     `step`. The number of images n is a multiple of `BATCH_SIZE`.
     """
-    name, targets = "selected weights", {}
+    name = "selected weights"
+    targets = {}
     if not config.start_from:
         name = config.attention_init.name
         targets = find_targets(model, make_attention_init(config), config.seed)
@@ -115,7 +119,8 @@ def make_observer(
 
     def observe(step, weights, images):
         sites = nnx.merge(model.graphdef, *weights).sites()
-        totals, ranks = [], []
+        totals = []
+        ranks = []
         for batch in images.reshape(-1, BATCH_SIZE, *images.shape[1:]):
             total, features = jax.device_get(observe_batch(weights, batch))
             totals.append(total)
@@ -146,7 +151,8 @@ def make_observer(
 
 def _observe_batch(config, graphdef, targets, weights, images):
     """Returns averages over a batch, by stack and by layer, and the features to take ranks of."""
-    model, data = nnx.merge(graphdef, *weights), config.data
+    model = nnx.merge(graphdef, *weights)
+    data = config.data
     sites = model.sites()
     with_attention = not any(isinstance(site, ConvSite) for site in sites.values())
 

@@ -135,7 +135,8 @@ def _kernels(layer):
     """Returns the heads of a layer as kernels, up to the largest offset that is drawn."""
     kernels = np.asarray(measures.attention_by_offset(layer.maps, layer.grid))
     rows, cols = layer.grid
-    y, x = min(REACH, rows - 1), min(REACH, cols - 1)
+    y = min(REACH, rows - 1)
+    x = min(REACH, cols - 1)
     return kernels[:, rows - 1 - y : rows + y, cols - 1 - x : cols + x]
 
 
@@ -172,7 +173,8 @@ def _draw_tile(axis, array, corner, size, scale, frames, color="white"):
     # A large matrix has more entries than the square has pixels.
     interpolation = "auto" if len(array) > 128 else "nearest"
     image = axis.imshow(array, extent=extent, interpolation=interpolation, **scale)
-    height, width = size / array.shape[0], size / array.shape[1]
+    height = size / array.shape[0]
+    width = size / array.shape[1]
     for row, column, count in frames:
         place = left + width * column, top + height * row
         sides = width * count, height * count
@@ -214,5 +216,6 @@ def _draw_measure(axis, name, snapshot, color, shift):
     values = [snapshot.layers[i - 1].measures[name] for i in places]
     for place, heads in zip(places, values, strict=True):
         axis.plot([place + shift] * len(heads), heads, ".", color=color, alpha=0.4, ms=5)
-    means, places = [heads.mean() for heads in values], [place + shift for place in places]
+    means = [heads.mean() for heads in values]
+    places = [place + shift for place in places]
     axis.plot(places, means, color=color, label=snapshot.name)

@@ -137,7 +137,8 @@ def relative_distance(
 
     It is 0 for equal and about 1 for unrelated points of equal mean, and 0 if all are equal.
     """
-    a, b = a.reshape(-1, a.shape[-1]), b.reshape(-1, b.shape[-1])
+    a = a.reshape(-1, a.shape[-1])
+    b = b.reshape(-1, b.shape[-1])
     spread = a.var(axis=0, ddof=1).sum() + b.var(axis=0, ddof=1).sum()
     squared = jnp.square(a - b).sum(axis=-1).mean()
     return jnp.sqrt(squared / jnp.where(spread > 0, spread, 1))

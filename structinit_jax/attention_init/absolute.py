@@ -20,7 +20,7 @@ import numpy as np
 from jaxtyping import Array, Float, PRNGKeyArray
 
 from structinit_jax.attention_init.draws import random_rotations
-from structinit_jax.attention_init.near_identity import similar_heads, value_and_projection
+from structinit_jax.attention_init.near_identity import append_similar_heads, value_and_projection
 from structinit_jax.attention_init.positions import layer_norm, sincos_positions
 from structinit_jax.attention_init.sites import AttentionSite, AttentionWeights, Sizes
 from structinit_jax.attention_init.solve import (
@@ -104,10 +104,6 @@ def _draw_weights(
         return jnp.einsum("Dr,Lrhd->LDhd", basis, rotated)
 
     query, key = map(place, bank)
-    if num_impulse < sizes.num_layers:
-        rest = sizes._replace(num_layers=sizes.num_layers - num_impulse)
-        similar_query, similar_key = similar_heads(similar_rng, rest)
-        query = jnp.concatenate([query, similar_query])
-        key = jnp.concatenate([key, similar_key])
+    query, key = append_similar_heads(similar_rng, sizes, query, key)
     value, out = value_and_projection(vo_rng, sizes)
     return AttentionWeights(query, key, value, out, filter_index=filter_index)

@@ -140,6 +140,20 @@ def similar_heads(
     return jnp.moveaxis(balance * w, 1, 2), jnp.moveaxis(projected / balance, 1, 2)
 
 
+def append_similar_heads(
+    rng: PRNGKeyArray,
+    sizes: Sizes,
+    query: Float[Array, "l D h d"],
+    key: Float[Array, "l D h d"],
+) -> tuple[Float[Array, "L D h d"], Float[Array, "L D h d"]]:
+    """Appends Q and K of `similar_heads` for the last layers, up to the L of the sizes."""
+    num_similar = sizes.num_layers - len(query)
+    if not num_similar:
+        return query, key
+    similar_query, similar_key = similar_heads(rng, sizes._replace(num_layers=num_similar))
+    return jnp.concatenate([query, similar_query]), jnp.concatenate([key, similar_key])
+
+
 def value_and_projection(
     rng: PRNGKeyArray, sizes: Sizes
 ) -> tuple[Float[Array, "L D h d"], Float[Array, "L h d D"]]:

@@ -16,7 +16,7 @@ import numpy as np
 from jaxtyping import Array, Float, Int, PRNGKeyArray
 
 from structinit_jax.attention_init.draws import base_weights
-from structinit_jax.attention_init.near_identity import similar_heads, value_and_projection
+from structinit_jax.attention_init.near_identity import append_similar_heads, value_and_projection
 from structinit_jax.attention_init.sites import AttentionWeights, RotarySite, SolveReport
 from structinit_jax.attention_init.solve import (
     minimize,
@@ -127,11 +127,7 @@ def _draw_weights(rng, coefficients, *, sizes, base_init, qk_scale, pairs):
 
     query = place(phase - turn, drawn.query)
     key = place(phase, drawn.key)
-    if num_impulse < sizes.num_layers:
-        rest = sizes._replace(num_layers=sizes.num_layers - num_impulse)
-        similar_query, similar_key = similar_heads(similar_rng, rest)
-        query = jnp.concatenate([query, similar_query])
-        key = jnp.concatenate([key, similar_key])
+    query, key = append_similar_heads(similar_rng, sizes, query, key)
     value, out = value_and_projection(vo_rng, sizes)
     return AttentionWeights(query, key, value, out, patch_bias=common)
 

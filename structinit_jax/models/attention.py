@@ -65,7 +65,8 @@ class Attention(nnx.Module):
         """
         query, key, value = project(x, (self.query, self.key, self.value))
         if angles is not None:
-            query, key = rotate(query, angles), rotate(key, angles)
+            query = rotate(query, angles)
+            key = rotate(key, angles)
         y = dot_product_attention(query, key, value, bias)
         maps = {}
         if with_maps:  # computed again in float32, since `dot_product_attention` returns none
@@ -263,7 +264,8 @@ class Block(PreNormBlock):
             table = truncated_normal(rngs.params(), (position_bias_rows, num_heads))
             self.relative_position_bias = nnx.Param(table)
         self.norm2 = layer_norm(width, epsilon=epsilon, **options)
-        init, hidden = BASE_INITS[config.base_init], int(width * config.mlp_ratio)
+        init = BASE_INITS[config.base_init]
+        hidden = int(width * config.mlp_ratio)
         self.mlp = Mlp(width, hidden, init=init, **options)
         if layer_scale:
             self.scale1 = nnx.Param(jnp.full((width,), layer_scale))
