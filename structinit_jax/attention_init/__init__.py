@@ -108,7 +108,6 @@ def impulse(
       InputError: An option is invalid. The scheme raises it if an option does not fit the site.
     """
     options = dict(locals())
-    check_fields(impulse, options, "")
     kernels = ("kernel_size", "filters", "dilation")
     functions = {
         AttentionSite: (absolute.impulse, (*kernels, "target_mass", "replace_positions")),
@@ -135,7 +134,6 @@ def impulse_mimetic(
     the options, see `impulse`.
     """
     options = dict(locals())
-    check_fields(impulse_mimetic, options, "")
     functions = {
         AttentionSite: (functools.partial(absolute.impulse, half=True), tuple(options)),
         RotarySite: (functools.partial(rotary.impulse, half=True), tuple(options)),
@@ -173,7 +171,6 @@ def impulse_2024(
         and f² its box filters.
     """
     options = dict(locals())
-    check_fields(impulse_2024, options, "")
     attention = [option for option in options if option != "taps"]
     functions = {
         AttentionSite: (published.impulse_2024, tuple(attention)),
@@ -207,7 +204,6 @@ def impulse_2025(
         program keeps them.
     """
     options = dict(locals())
-    check_fields(impulse_2025, options, "")
     functions = {AttentionSite: (published.impulse_2025, tuple(options))}
     return _by_site(impulse_2025, options, functions)
 
@@ -233,7 +229,6 @@ def mimetic(
       value_scale: Factor on V and on the output projection.
     """
     options = dict(locals())
-    check_fields(mimetic, options, "")
     scales = ("query_key_scale", "value_scale")
     functions = {
         AttentionSite: (near_identity.mimetic, tuple(options)),
@@ -257,7 +252,6 @@ def default(
     `defaulta_b_c` compares initializations at equal norms.
     """
     options = dict(locals())
-    check_fields(default, options, "")
     scales = ("query_key_scale", "value_scale")
     functions = {
         AttentionSite: (draws.default, tuple(options)),
@@ -284,11 +278,12 @@ def _by_site(
     options: Mapping[str, Any],
     functions: Mapping[type, tuple[Callable[..., Weights], tuple[str, ...]]],
 ) -> AttentionInit:
-    """Returns the `(rng, site) -> weights` that calls the function for the site's type.
+    """Checks a scheme's options, and returns its `(rng, site) -> weights`.
 
-    Each function comes with the names of the options that it takes. Others are refused unless they
-    have the default value of the scheme's signature.
+    This calls the function for the site's type. Each function comes with the names of the options
+    that it takes. Others are refused unless they have the default value of the scheme's signature.
     """
+    check_fields(scheme, options, "")
     defaults = inspect.unwrap(scheme).__kwdefaults__  # type checkers wrap it in the tests
     changed = [
         name
