@@ -11,6 +11,7 @@ the value must be, in a dataclass of fields or in the signature of a function:
 `check_fields` checks values by these annotations, and `require` whatever depends on several fields.
 """
 
+import contextlib
 import dataclasses
 import difflib
 import importlib
@@ -21,7 +22,7 @@ import re
 import sys
 import types
 import typing
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Annotated, Any, NamedTuple
 
 import jax
@@ -44,6 +45,21 @@ class InputError(ValueError):
 
     The message names it, its value, what is needed and the fix. Commands print no traceback.
     """
+
+
+@contextlib.contextmanager
+def prefixed(place: str) -> Iterator[None]:
+    """Puts a place before the messages of `InputError`s that are raised inside.
+
+    A library function names its own argument; whoever passes a field of the config adds the path:
+
+        with prefixed("config.model: "):
+            grid = token_grid(image_size, patch_size)  # 'config.model: image_size=30 is not …'
+    """
+    try:
+        yield
+    except InputError as error:
+        raise InputError(f"{place}{error}") from error
 
 
 class StoppedError(RuntimeError):

@@ -21,7 +21,7 @@ from safetensors.numpy import load_file
 
 from structinit_jax.attention_init import AttentionInit, SolveReport
 from structinit_jax.attention_init.solve import reach_warning
-from structinit_jax.errors import InputError, printable
+from structinit_jax.errors import InputError, prefixed, printable
 from structinit_jax.models import create_model
 from structinit_jax.models.timm import select_weights
 from structinit_jax.rngs import split_seed
@@ -97,10 +97,8 @@ def check_attention_init(scheme: AttentionInit, model: AbstractModel) -> None:
         return nnx.merge(model.graphdef, params, model_state).initialize_attention(scheme, rng)
 
     rng = jax.eval_shape(jax.random.key, 0)
-    try:
+    with prefixed("config.attention_init: "):
         jax.eval_shape(initialize, model.params, model.model_state, rng)
-    except InputError as error:
-        raise InputError(f"config.attention_init: {error}") from error
 
 
 def initialize_model(
@@ -217,10 +215,8 @@ def _select_from_file(model: AbstractModel, seed: np.uint32, path: str) -> tuple
         ) from error
     draw = jax.jit(lambda seed: split_model(model.build(split_seed(seed)[0]))[1:])
     student = nnx.merge(model.graphdef, *jax.device_get(draw(seed)))
-    try:
+    with prefixed(f"config.start_from={path!r} does not fit the model: "):
         student = select_weights(teacher, student)
-    except InputError as error:
-        raise InputError(f"config.start_from={path!r} does not fit the model: {error}") from error
     print(f"weights selected from {printable(path)}; config.attention_init is not used", flush=True)
 
     def place(weight, like):
