@@ -393,7 +393,7 @@ def test_the_newest_the_best_or_any_checkpoint_is_found(directory, capsys):
     steps = {wanted: checkpoint.find_step(directory, wanted) for wanted in ("newest", "best", "8")}
     assert steps == {"newest": 12, "best": 4, "8": 8}
     assert checkpoint.find_step(directory, "5") is None
-    with pytest.raises(InputError, match=r"--step=last must be 'newest', 'best' or the number"):
+    with pytest.raises(InputError, match=r"step=last must be 'newest', 'best' or the number"):
         checkpoint.find_step(directory, "last")
     flip_byte(directory / "4" / "run.json")  # the accuracy, too, counts only if it is intact
     assert checkpoint.find_step(directory, "best") == 8

@@ -19,7 +19,8 @@ from structinit_jax.training import train
 from structinit_jax.training.workdir import lock_workdir
 
 pytestmark = pytest.mark.usefixtures("library_promotion")
-OPENED = {}
+DESCRIBED = {}
+describe_setting = train_grid.describe_setting
 ACCURACIES = {"default": (0.1, 0.5), "impulse": (0.6, 0.8), "mimetic": (0.3, 0.4)}
 
 
@@ -46,7 +47,7 @@ def fake_train(config, workdir, trained, stop_request=None, on_evaluation=None):
 def describe_once(name, config):
     """Describes equal settings once: tracing takes most of a comparison's time here."""
     key = (config.to_json(), train_grid.digest)
-    return OPENED.get(key) or OPENED.setdefault(key, describe_setting(name, config))
+    return DESCRIBED.get(key) or DESCRIBED.setdefault(key, describe_setting(name, config))
 
 
 @pytest.fixture

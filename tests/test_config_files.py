@@ -11,6 +11,7 @@ from pathlib import Path
 
 import jax
 import pytest
+from conftest import set_up
 
 from structinit_jax import command_line
 from structinit_jax.attention_init import SCHEMES

@@ -56,7 +56,7 @@ def test_fields_that_must_not_change_are_refused_by_name(field, value, line):
     assert PLACE in first
     assert len(lines) == 1  # without the learning rate
     assert line in lines[0]
-    assert "--workdir" in last
+    assert "workdir" in last
 
 
 def test_fields_of_another_version_do_not_count():

@@ -10,7 +10,7 @@ from structinit_jax.training.workdir import lock_workdir, open_path, prepare_wor
 
 
 def test_a_second_run_is_refused_until_the_first_has_ended(tmp_path):
-    holder = rf"--workdir={tmp_path} is in use by another run \(process {os.getpid()} on "
+    holder = rf"workdir={tmp_path} is in use by another run \(process {os.getpid()} on "
     for _ in range(2):
         with lock_workdir(tmp_path), pytest.raises(InputError, match=holder):
             lock_workdir(tmp_path).__enter__()
@@ -19,12 +19,12 @@ def test_a_second_run_is_refused_until_the_first_has_ended(tmp_path):
 def test_unusable_directories_are_refused(tmp_path):
     assert open_path("~/run") == Path("~/run").expanduser()
     (tmp_path / "file").write_text("")
-    with pytest.raises(InputError, match=r"--workdir=.*file cannot be written to"):
+    with pytest.raises(InputError, match=r"workdir=.*file cannot be written to"):
         prepare_workdir(tmp_path / "file")
-    with pytest.raises(InputError, match=r"--workdir=gs://bucket/run is a URL"):
+    with pytest.raises(InputError, match=r"workdir=gs://bucket/run is a URL"):
         prepare_workdir("gs://bucket/run")
     for url in ("nothing://x", "gs://bucket/[a]"):
-        with pytest.raises(InputError, match="--workdir="):
+        with pytest.raises(InputError, match="workdir="):
             open_path(url)
 
 

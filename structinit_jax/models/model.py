@@ -19,7 +19,6 @@ from structinit_jax.attention_init import (
     AttentionInit,
     AttentionWeights,
     Site,
-    SolveReport,
     Weights,
 )
 from structinit_jax.attention_init.sites import check_shape
@@ -150,7 +149,7 @@ class Model(nnx.Module):
         paths = (path for path, node in nnx.iter_graph(self) if hasattr(node, "is_stack"))
         return tuple("/".join(map(str, path)) for path in paths)
 
-    def decays(self, path: Sequence[str]) -> bool:
+    def decays(self, path: Sequence[str | int]) -> bool:
         """Whether weight decay applies to a parameter, given the names on its path in the model.
 
         By default, it applies to kernels, as Flax's layers call their weights, and not to biases,
@@ -159,36 +158,26 @@ class Model(nnx.Module):
         """
         return path[-1] == "kernel"
 
-    def initial_weights(self, scheme: AttentionInit, rng: PRNGKeyArray) -> dict[str, Weights]:
-        """Returns a scheme's weights for each stack, by name, without changing the model."""
+    def initialize_attention(self, scheme: AttentionInit, rng: PRNGKeyArray) -> dict[str, Weights]:
+        """Replaces the initial weights of every stack with those of a scheme.
+
+        Some schemes also scale learned positions. No scheme undoes the scaling of an earlier one,
+        so initialize a new model for each. Returns what the scheme returned for each stack, by
+        name. Raises `InputError` if the scheme does not fit the model.
+        """
         check_scheme("attention_init", scheme, rng)
         sites = self.sites()
         # Models with stages split the key even if there is a single one.
         rngs = [rng] if list(sites) == ["blocks"] else jax.random.split(rng, len(sites))
         stacks = zip(sites.items(), rngs, strict=True)
-        return {name: scheme(stack_rng, site) for (name, site), stack_rng in stacks}
-
-    def initialize_attention(self, scheme: AttentionInit, rng: PRNGKeyArray) -> SolveReport | None:
-        """Replaces the initial weights of every stack with those of a scheme.
-
-        Some schemes also scale learned positions. No scheme undoes the scaling of an earlier one,
-        so initialize a new model for each. Returns the report of the scheme's solve, averaged over
-        the stacks, or None if it does not solve. Raises `InputError` if the scheme
-        does not fit the model.
-        """
-        sites = self.sites()
-        reports = []
-        for name, weights in self.initial_weights(scheme, rng).items():
-            if isinstance(weights, AttentionWeights):
-                self._set_positions(sites[name], weights)
-                if weights.patch_bias is not None:
-                    set_weight(self.patch_embedding.bias, "patch_bias", weights.patch_bias)
-                if weights.report is not None:
-                    reports.append(weights.report)
-            getattr(self, name).set_weights(weights)
-        if not reports:
-            return None
-        return jax.tree.map(lambda *values: sum(values) / len(values), *reports)
+        weights = {name: scheme(stack_rng, site) for (name, site), stack_rng in stacks}
+        for name, of_stack in weights.items():
+            if isinstance(of_stack, AttentionWeights):
+                self._set_positions(sites[name], of_stack)
+                if of_stack.patch_bias is not None:
+                    set_weight(self.patch_embedding.bias, "patch_bias", of_stack.patch_bias)
+            getattr(self, name).set_weights(of_stack)
+        return weights
 
     def _set_positions(self, site: Site, weights: AttentionWeights) -> None:
         positions = weights.positions

@@ -180,7 +180,7 @@ def make_scheme(config: ConfigDict, model: AbstractModel) -> AttentionInit:
     scheme = config_lib.make_attention_init(config)
 
     def initialize(params, model_state, rng):
-        return nnx.merge(model.graphdef, params, model_state).initialize_attention(scheme, rng)
+        nnx.merge(model.graphdef, params, model_state).initialize_attention(scheme, rng)
 
     rng = jax.eval_shape(jax.random.key, 0)
     with prefixed("config.attention_init: "):

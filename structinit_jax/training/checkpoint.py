@@ -180,7 +180,7 @@ def find_step(directory: epath.PathLike, wanted: str | int = "newest") -> int | 
     wanted = str(wanted)
     step = None
     if wanted not in ("newest", "best") and not wanted.isdecimal():
-        raise InputError(f"--step={wanted} must be 'newest', 'best' or the number of a step")
+        raise InputError(f"step={wanted} must be 'newest', 'best' or the number of a step")
     if jax.process_index() == 0:
         folders = step_folders(directory)
         if wanted.isdecimal():
@@ -263,7 +263,7 @@ def _check_fits(folder: epath.Path, saved: dict[str, Any], expected: dict[str, A
             raise InputError(
                 f"checkpoint {folder} does not fit: {name!r} is {old.get(name, 'missing')} in the "
                 f"checkpoint, {new.get(name, 'missing')} in the model of this config. Use the "
-                "config of the checkpoint, or another --workdir"
+                "config of the checkpoint, or another workdir"
             )
 
 

@@ -55,7 +55,7 @@ def check(run: Mapping[str, Any], config: ConfigDict, data_digest: str, place: s
         raise InputError(
             f"config.data.train_split={config.data.train_split!r} does not hold the examples and "
             f"classes that {place} was trained on: restore the old data, or start a new run in "
-            "another --workdir"
+            "another workdir"
         )
     return lines
 
@@ -75,7 +75,7 @@ def check_config(
     changed = changes(old, config)
     if refused := [_line(field, *pair) for field, pair in changed.items() if is_fixed(field)]:
         first = f"these fields of the config must be as in {place}:"
-        last = "Restore the old values, or use another --workdir"
+        last = "Restore the old values, or use another workdir"
         raise InputError("\n".join([first, *refused, last]))
     return [_line(field, *pair) for field, pair in changed.items()]
 

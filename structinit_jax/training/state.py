@@ -120,8 +120,8 @@ def initialize_model(
 
     Returns:
       Parameters, model state and metrics: 'init/seconds', 'init/compile_seconds', and for a scheme
-      that solves, 'init/loss', 'init/target_mass' and the other fields of its `SolveReport`. No
-      metrics with `start_from`.
+      that solves, 'init/loss', 'init/target_mass' and the other fields of its `SolveReport`,
+      averaged over the stacks. No metrics with `start_from`.
     """
     seed = np.uint32(seed)  # the key is made and split in `draw`, within one program
     if start_from:
@@ -130,7 +130,11 @@ def initialize_model(
     def draw(seed):
         params_rng, attention_rng, _ = split_seed(seed)
         network = model.create(params_rng)
-        report = network.initialize_attention(scheme, attention_rng)
+        weights = network.initialize_attention(scheme, attention_rng).values()
+        reports = [w.report for w in weights if getattr(w, "report", None) is not None]
+        report = None
+        if reports:
+            report = jax.tree.map(lambda *values: sum(values) / len(values), *reports)
         return *split_model(network)[1:], report
 
     print(f"attention_init {name}: compiling", flush=True)
@@ -183,7 +187,7 @@ def find_targets(
     @jax.jit  # removes the solve, whose result is not used
     def find(seed):
         params_rng, attention_rng, _ = split_seed(seed)
-        weights = model.create(params_rng).initial_weights(scheme, attention_rng)
+        weights = model.create(params_rng).initialize_attention(scheme, attention_rng)
         # Schemes that do not solve have no targets.
         with_targets = {k: w for k, w in weights.items() if getattr(w, "targets", None) is not None}
         return {k: (w.filter_index, w.targets) for k, w in with_targets.items()}

@@ -214,7 +214,7 @@ def _check_processes(record, workdir):
     """Checks that all processes have the same config, data and workdir."""
     fields = flatten_dict(record["config"], sep=".")
     del fields["data.data_dir"]  # each host may have its own copy of the data
-    distributed.check_equal(record | {"config": fields, "--workdir": workdir_lib.identify(workdir)})
+    distributed.check_equal(record | {"config": fields, "workdir": workdir_lib.identify(workdir)})
 
 
 def _check_resume(config, schedule, checkpoints, record, workdir):
@@ -227,8 +227,8 @@ def _check_resume(config, schedule, checkpoints, record, workdir):
     if step > schedule.num_steps:
         field = "num_steps" if config.num_steps else "num_epochs"
         raise InputError(
-            f"--workdir={workdir} has a checkpoint of step {step}, but the config ends at step "
-            f"{schedule.num_steps}: raise config.{field}, or use another --workdir"
+            f"workdir={workdir} has a checkpoint of step {step}, but the config ends at step "
+            f"{schedule.num_steps}: raise config.{field}, or use another workdir"
         )
 
 

@@ -36,20 +36,20 @@ def is_url(workdir: epath.PathLike) -> bool:
 
 
 def open_path(workdir: epath.PathLike) -> epath.Path:
-    """Returns --workdir as an absolute path, or as one in object storage.
+    """Returns a workdir as an absolute path, or as one in object storage.
 
     Raises `InputError` if the storage is not supported, or cannot be reached.
     """
     if not is_url(workdir):
         return epath.Path(Path(workdir).expanduser().absolute())
     if set(str(workdir)) & set("[]*?"):
-        raise InputError(f"--workdir={workdir} must not contain [, ], * or ?, which are patterns")
+        raise InputError(f"workdir={workdir} must not contain [, ], * or ?, which are patterns")
     try:
         path = epath.Path(workdir)
         path.exists()
     except Exception as error:  # each storage has its own errors
         raise InputError(
-            f"--workdir={workdir} cannot be used ({type(error).__name__}: {error}): gs:// needs "
+            f"workdir={workdir} cannot be used ({type(error).__name__}: {error}): gs:// needs "
             "pip install '.[gcs]', s3:// '.[s3]', and both need access to the bucket"
         ) from error
     return path
@@ -82,13 +82,13 @@ def prepare_workdir(workdir: epath.PathLike) -> Path:
     Raises `InputError` if it cannot be created or written to, or is a URL.
     """
     if is_url(workdir):
-        raise InputError(f"--workdir={workdir} is a URL, but this command needs a directory")
+        raise InputError(f"workdir={workdir} is a URL, but this command needs a directory")
     path = Path(workdir).expanduser().absolute()
     try:
         path.mkdir(parents=True, exist_ok=True)
         open_to_append(path / LOCK).close()
     except OSError as error:
-        raise InputError(f"--workdir={workdir} cannot be written to: {error}") from error
+        raise InputError(f"workdir={workdir} cannot be written to: {error}") from error
     return path
 
 
@@ -108,7 +108,7 @@ def lock_workdir(workdir: Path) -> Iterator[None]:
             file.seek(0)
             holder = printable(file.read(200).strip())
             raise InputError(
-                f"--workdir={workdir} is in use by another run ({holder}): wait until it ends, stop"
+                f"workdir={workdir} is in use by another run ({holder}): wait until it ends, stop"
                 f" it, or choose another directory; if its host is lost, delete {LOCK}"
             ) from None
         except OSError:
@@ -220,5 +220,5 @@ def report_full_disk(workdir: epath.PathLike) -> Iterator[None]:
 def _link_error(path):
     return InputError(
         f"{path} is a symbolic link, through which nothing is written: delete it. To write to "
-        "another disk, pass a folder there as --workdir"
+        "another disk, pass a folder there as workdir"
     )
