@@ -238,7 +238,7 @@ LARGEST = {
 def validate(config: ConfigDict) -> None:
     """Raises `InputError` for errors that can be found without data, devices or initial weights.
 
-    Scheme, loss and optimizer, which only training needs, are checked by `run.set_up`.
+    Scheme, loss and optimizer, which only training needs, are checked by `training.build`.
     """
     data = config.data
     model = config.model
