@@ -31,7 +31,6 @@ from structinit_jax.errors import (
     InputError,
     PositiveInt,
     check_fields,
-    check_scheme,
     is_count,
 )
 from structinit_jax.models.layers import RESIDUAL, Rng, set_weight
@@ -160,7 +159,6 @@ class Model(nnx.Module):
 
     def initial_weights(self, scheme: AttentionInit, rng: PRNGKeyArray) -> dict[str, Weights]:
         """Returns a scheme's weights for each stack, by name, without changing the model."""
-        check_scheme("attention_init", scheme, rng)
         sites = self.sites()
         # Models with stages split the key even if there is a single one.
         rngs = [rng] if list(sites) == ["blocks"] else jax.random.split(rng, len(sites))
