@@ -124,6 +124,73 @@ def _defaults(fields: type) -> dict[str, Any]:
     return {field.name: field.default for field in dataclasses.fields(fields)}
 
 
+def validate(config: ConfigDict) -> None:
+    """Raises `InputError` for errors that can be found without data, devices or initial weights.
+
+    Scheme, loss and optimizer, which only training needs, are checked by `run.set_up`.
+    """
+    data = config.data
+    run = {k: value for k, value in config.items() if not isinstance(value, ConfigDict)}
+    errors.check_fields(RunFields, run, "config.")
+    errors.check_fields(DataFields, dict(data), "config.data.")
+    errors.check_fields(AugmentConfig, dict(config.augment), "config.augment.")
+    models.check_fields(dict(config.model))
+    for field in ("mean", "std"):
+        if len(data[field]) != data.channels:
+            raise InputError(
+                f"config.data.{field}={data[field]} must be a tuple of "
+                f"config.data.channels={data.channels} numbers"
+            )
+    if not config.num_steps and config.cooldown_epochs >= config.num_epochs:
+        raise InputError(
+            f"config.cooldown_epochs={config.cooldown_epochs} must be below "
+            f"config.num_epochs={config.num_epochs}, which includes them"
+        )
+
+
+# -- the scheme ------------------------------------------------------------------------------------
+
+
+def find_scheme(name: str) -> Callable[..., attention_init.AttentionInit]:
+    """Returns the scheme of a name, or of a user's own 'module:function'."""
+    return errors.find(name, attention_init.SCHEMES, "attention_init.name")
+
+
+def scheme_options(name: str) -> tuple[str, ...]:
+    """Returns the names of a scheme's options, which `config.attention_init` may set."""
+    return tuple(inspect.signature(find_scheme(name)).parameters)
+
+
+def make_attention_init(config: ConfigDict) -> attention_init.AttentionInit:
+    """Returns the `(rng, site) -> weights` that `config.attention_init` describes."""
+    options = dict(config.attention_init)
+    scheme = find_scheme(options.pop("name", ""))
+    try:
+        return scheme(**options)
+    except (InputError, TypeError) as error:
+        raise InputError(f"config.attention_init: {error}") from error
+
+
+def set_scheme(config: ConfigDict, name: str) -> None:
+    """Sets `config.attention_init.name` and what depends on it, and prints a note of each change.
+
+    Removes the options of the former scheme that the new one does not take. The closed form of
+    `impulse_2025` needs learned positions.
+    """
+    section = config.attention_init
+    own = scheme_options(name)
+    foreign = [option for option in section if option != "name" and option not in own]
+    with config.unlocked():
+        if name != section.name:
+            section.name = name
+            for option in foreign:
+                print(f"note: attention_init: {name!r} does not use {option}")
+                del section[option]
+        if name == "impulse_2025" and config.model.get("positions", "learned") != "learned":
+            print(f"note: {name} needs config.model.positions='learned': it is set")
+            config.model.positions = "learned"
+
+
 # -- config files and the config of a workdir ------------------------------------------------------
 
 
@@ -190,70 +257,3 @@ def load_run_config(workdir: str | Path, trust: bool = False) -> ConfigDict:
     if gone := [f"{printable(k)}={value!r}" for k, value in values.items() if k not in known]:
         print(f"note: {path} has fields that this version does not: {', '.join(gone)}")
     return config
-
-
-def validate(config: ConfigDict) -> None:
-    """Raises `InputError` for errors that can be found without data, devices or initial weights.
-
-    Scheme, loss and optimizer, which only training needs, are checked by `run.set_up`.
-    """
-    data = config.data
-    run = {k: value for k, value in config.items() if not isinstance(value, ConfigDict)}
-    errors.check_fields(RunFields, run, "config.")
-    errors.check_fields(DataFields, dict(data), "config.data.")
-    errors.check_fields(AugmentConfig, dict(config.augment), "config.augment.")
-    models.check_fields(dict(config.model))
-    for field in ("mean", "std"):
-        if len(data[field]) != data.channels:
-            raise InputError(
-                f"config.data.{field}={data[field]} must be a tuple of "
-                f"config.data.channels={data.channels} numbers"
-            )
-    if not config.num_steps and config.cooldown_epochs >= config.num_epochs:
-        raise InputError(
-            f"config.cooldown_epochs={config.cooldown_epochs} must be below "
-            f"config.num_epochs={config.num_epochs}, which includes them"
-        )
-
-
-# -- the scheme ------------------------------------------------------------------------------------
-
-
-def find_scheme(name: str) -> Callable[..., attention_init.AttentionInit]:
-    """Returns the scheme of a name, or of a user's own 'module:function'."""
-    return errors.find(name, attention_init.SCHEMES, "attention_init.name")
-
-
-def scheme_options(name: str) -> tuple[str, ...]:
-    """Returns the names of a scheme's options, which `config.attention_init` may set."""
-    return tuple(inspect.signature(find_scheme(name)).parameters)
-
-
-def make_attention_init(config: ConfigDict) -> attention_init.AttentionInit:
-    """Returns the `(rng, site) -> weights` that `config.attention_init` describes."""
-    options = dict(config.attention_init)
-    name = options.pop("name", "")
-    try:
-        return find_scheme(name)(**options)
-    except (InputError, TypeError) as error:
-        raise InputError(f"config.attention_init: {error}") from error
-
-
-def set_scheme(config: ConfigDict, name: str) -> None:
-    """Sets `config.attention_init.name` and what depends on it, and prints a note of each change.
-
-    Removes the options of the former scheme that the new one does not take. The closed form of
-    `impulse_2025` needs learned positions.
-    """
-    section = config.attention_init
-    own = scheme_options(name)
-    foreign = [option for option in section if option != "name" and option not in own]
-    with config.unlocked():
-        if name != section.name:
-            section.name = name
-            for option in foreign:
-                print(f"note: attention_init: {name!r} does not use {option}")
-                del section[option]
-        if name == "impulse_2025" and config.model.get("positions", "learned") != "learned":
-            print(f"note: {name} needs config.model.positions='learned': it is set")
-            config.model.positions = "learned"
