@@ -47,9 +47,9 @@ class RunFields:
     batch_size: PositiveInt = 128  # global: summed over all devices of all hosts
 
     # -- loss and optimizer ------------------------------------------------------------------------
-    loss: str = "softmax_cross_entropy"  # or your own, as 'module:function'
+    loss: str = "softmax_cross_entropy"  # or 'module:function'
     label_smoothing: Fraction = 0.1
-    optimizer: str = "adamw"  # or your own, as 'module:function'
+    optimizer: str = "adamw"  # or 'module:function'
     schedule: Literal["cosine", "timm_cosine"] = "cosine"  # 'timm_cosine' goes by epoch, as in timm
     learning_rate: PositiveFloat = 1e-3  # peak of the schedule
     warmup_epochs: NonNegativeFloat = 2.0  # linear, from warmup_learning_rate to learning_rate
@@ -85,7 +85,7 @@ class RunFields:
 class DataFields:
     """Fields of `config.data`."""
 
-    name: str = ""  # TFDS name, 'folder', or your own data set, as 'module:function'
+    name: str = ""  # TFDS name, 'folder', or 'module:function'
     # Folder of TFDS's data sets, of the images ('folder') or of the files of 'fashion_mnist'. If
     # empty, $TFDS_DATA_DIR or ~/tensorflow_datasets, and its fashion_mnist/ for those files.
     data_dir: str = ""
@@ -106,14 +106,14 @@ def base_config(model: str = "vit") -> ConfigDict:
 
     Args:
       model: Model family ('vit', 'swin', 'mixer', 'convmixer'), a variant under timm's name
-        ('vit_tiny_patch16_224'), or a family of your own as 'module:Class'.
+        ('vit_tiny_patch16_224'), or 'module:Class'.
     """
     model_fields = models.default_config(model)
     config = ConfigDict(_defaults(RunFields))
     config.data = _defaults(DataFields) | {"image_size": model_fields.pop("image_size", 224)}
     config.augment = _defaults(AugmentConfig)
     config.model = model_fields
-    # Name of the scheme, or your own as 'module:function', and its options.
+    # Name of the scheme, or 'module:function', and its options.
     config.attention_init = dict(name="impulse")
     if config.model.name == "mixer":  # no other scheme helps it, see attention_init.token_mixing
         config.attention_init.name = "default"
@@ -152,7 +152,7 @@ def validate(config: ConfigDict) -> None:
 
 
 def find_scheme(name: str) -> Callable[..., attention_init.AttentionInit]:
-    """Returns the scheme of a name, or of a user's own 'module:function'."""
+    """Returns the scheme of a name, or of 'module:function'."""
     return errors.find(name, attention_init.SCHEMES, "attention_init.name")
 
 
