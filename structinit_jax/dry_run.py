@@ -79,9 +79,8 @@ def dry_run(config: ConfigDict, target: str | None = None) -> None:
     """Compiles the training step of a config and prints parameters, memory and communication.
 
     The devices are those of this machine, where a step is timed, or of a target, see `find_target`.
-    Raises `InputError` if
-    the config, the data or the target cannot be used, or if the step needs more memory than a
-    device has.
+    Raises `InputError` if the config, the data or the target cannot be used, or if the step needs
+    more memory than a device has.
     """
     config_lib.validate(config)
     devices, memory, options = find_target(target) if target else (None, memory_limit(), {})
@@ -159,12 +158,12 @@ def time_step(
 # -- communication ---------------------------------------------------------------------------------
 
 # Parts of a compiled program's HLO text.
-_COMPUTATION = re.compile(r"^(?:ENTRY )?%([\w.\-]+) \(.*\{$")
-_INSTRUCTION = re.compile(r"%([\w.\-]+) = (.*?) ([\w\-]+)\((.*?)\)")
-_KINDS = "all-reduce|all-gather|reduce-scatter|all-to-all|collective-permute"
-_COLLECTIVE = re.compile(rf"({_KINDS})(-start)?")
-_ARRAY = re.compile(r"\b(pred|[a-z]+?(\d+)\w*)\[([\d,]*)\]")
+_COMPUTATION = re.compile(r"^(?:ENTRY )?%([\w.\-]+) \(.*?\{\n(.*?)^\}", re.MULTILINE | re.DOTALL)
+_INSTRUCTION = re.compile(r"%([\w.\-]+) = (.*?) ([\w\-]+)\((.*?)\)(.*)")
 _CALL = re.compile(r"(?:body|to_apply|calls|\w+_computation)=%([\w.\-]+)")
+_COLLECTIVE = re.compile(
+    r"(all-reduce|all-gather|reduce-scatter|all-to-all|collective-permute)(-start)?"
+)
 
 
 def bytes_by_kind(hlo: str) -> dict[str, int]:
@@ -177,33 +176,27 @@ def bytes_by_kind(hlo: str) -> dict[str, int]:
     totals = collections.defaultdict(collections.Counter)  # by computation; called ones come first
     sizes = {}
     bounds = {}
-    channels = set()
-    computation = ""
-    for line in hlo.splitlines():
-        if match := _COMPUTATION.match(line):
-            computation = match[1]
-        if not (match := _INSTRUCTION.search(line)):
-            continue
-        name, type_, op, operands = match.groups()
-        sizes[name] = _num_bytes(type_)
-        if op == "constant" and operands.isdigit():
-            bounds[computation] = int(operands)  # if the computation is the condition of a loop
-        known = re.search(r'"known_trip_count":\{"n":"(\d+)"', line)
-        condition = re.search(r"condition=%([\w.\-]+)", line)
-        times = int(known[1]) if known else bounds.get(condition and condition[1], 1)
-        for called in _CALL.findall(line):
-            totals[computation].update({k: times * n for k, n in totals[called].items()})
-        if match := _COLLECTIVE.fullmatch(op):
+    seen = set()
+    for computation, body in _COMPUTATION.findall(hlo):
+        for name, type_, op, operands, rest in _INSTRUCTION.findall(body):
+            sizes[name] = _num_bytes(type_)
+            if op == "constant" and operands.isdigit():
+                bounds[computation] = int(operands)  # if it is the condition of a loop
+            known = re.search(r'"known_trip_count":\{"n":"(\d+)"', rest)
+            condition = re.search(r"condition=%([\w.\-]+)", rest)
+            times = int(known[1]) if known else bounds.get(condition and condition[1], 1)
+            for called in _CALL.findall(rest):
+                totals[computation].update({k: times * n for k, n in totals[called].items()})
+            # TPU programs repeat a collective, under one channel, in computations that overlap it.
+            channel = re.search(r"channel_id=\d+", rest)
+            key = channel[0] if channel else name
+            if not (match := _COLLECTIVE.fullmatch(op)) or key in seen:
+                continue
+            seen.add(key)
             kind, start = match.groups()
-            channel = re.search(r"channel_id=\d+", line)
-            if channel and channel[0] in channels:
-                continue  # TPU programs repeat a collective in all computations it overlaps with
-            channels.add(channel and channel[0])
             size = sum(sizes[operand] for operand in re.findall(r"%([\w.\-]+)", operands))
             if kind == "all-gather":  # its start returns the operands, too
                 size = sizes[name] - (size if start else 0)
-            if computation.startswith("all-reduce-scatter"):  # in TPU programs, and a slice
-                kind = "reduce-scatter"
             totals[computation][kind] += size
     return totals[computation]
 
@@ -211,9 +204,8 @@ def bytes_by_kind(hlo: str) -> dict[str, int]:
 def _num_bytes(type_):
     """Returns the bytes of a type in HLO, such as '(f32[2,3], bf16[])'."""
     return sum(
-        (1 if name == "pred" else math.ceil(int(bits) / 8))
-        * math.prod(int(size) for size in shape.split(",") if size)
-        for name, bits, shape in _ARRAY.findall(type_)
+        int(bits) // 8 * math.prod(map(int, filter(None, shape.split(","))))
+        for bits, shape in re.findall(r"\b[a-z]+(\d+)\[([\d,]*)\]", type_)
     )
 
 
@@ -225,7 +217,7 @@ class Target(NamedTuple):
 
     devices: list[jax.Device]
     memory: int | None  # bytes of one device that programs can use; None if not known
-    compiler_options: Mapping[str, bool | int] = {}
+    compiler_options: Mapping[str, bool | int]
 
 
 def find_target(name: str) -> Target:
@@ -236,18 +228,17 @@ def find_target(name: str) -> Target:
     jax.config.update("jax_platforms", "cpu")
     try:
         if name.startswith("tpu-"):
-            return _tpu(name.removeprefix("tpu-"))
-        if match := re.fullmatch(r"h100:(\d+)x(\d+)", name):
-            return _h100(*match.groups())
+            devices, options = _tpu(name.removeprefix("tpu-"))
+        elif match := re.fullmatch(r"h100:(\d+x\d+)", name):
+            devices, options = _h100(match[1])
+        else:
+            raise RuntimeError("use a name such as 'tpu-v5e:4x8', 'tpu-v4:2x2x4' or 'h100:2x8'")
     except RuntimeError as error:  # of JAX too
         raise InputError(
             f"--target={name!r} is no such slice, or its compiler is not installed (pip install "
             f"'.[targets]'): {error}"
         ) from error
-    raise InputError(
-        f"--target={name!r} is unknown: use 'tpu-' and the name of a slice, such as 'tpu-v5e:4x8' "
-        "or 'tpu-v4:2x2x4', or 'h100:2x8' for two machines of eight GPUs"
-    )
+    return Target(devices, MEMORY.get(devices[0].device_kind), options)
 
 
 def _tpu(slice_name):
@@ -260,18 +251,17 @@ def _tpu(slice_name):
     os.environ.setdefault("ALLOW_MULTIPLE_LIBTPU_LOAD", "1")
     # A v4 chip has two cores that programs see as one device, which is not libtpu's default here.
     options = {"chip_config_name": "megacore"} if slice_name.startswith("v4:") else {}
-    devices = topologies.get_topology_desc(slice_name, platform="tpu", **options).devices
-    return Target(devices, MEMORY.get(devices[0].device_kind))
+    return topologies.get_topology_desc(slice_name, platform="tpu", **options).devices, {}
 
 
-def _h100(machines, gpus):
+def _h100(size):
     # JAX asks this machine for its cuDNN before it traces `models.attention`.
     from jax._src.cudnn import fused_attention_stablehlo
 
     fused_attention_stablehlo.check_cudnn_version = lambda: 90800
     topology = topologies.get_topology_desc(
-        "h100", platform="cuda", target_config=H100, topology=f"1x{machines}x{gpus}"
+        "h100", platform="cuda", target_config=H100, topology=f"1x{size}"
     )
     # Both would time kernels on a GPU.
     options = {"xla_gpu_enable_triton_gemm": False, "xla_gpu_autotune_level": 0}
-    return Target(topology.devices, MEMORY[topology.devices[0].device_kind], options)
+    return topology.devices, options

@@ -112,16 +112,6 @@ def test_commands_and_flags_in_the_docstring_work(path):
         validate(config)
 
 
-def test_the_config_for_image_folders_is_valid(tmp_path):
-    page = (ROOT / "docs" / "data.md").read_text()
-    shown = re.search(r"<!-- my_config\.py -->\n```python\n(.*?)```", page, re.DOTALL)[1]
-    path = tmp_path / "my_config.py"
-    path.write_text(shown)
-    config = load_config(path)
-    validate(config)
-    assert config.data.image_size % config.model.patch_size == 0
-
-
 @pytest.mark.usefixtures("library_promotion")
 @each_file
 def test_every_scheme_fits_its_family(path):

@@ -59,7 +59,6 @@ def expand(
         if field in ("seed", "attention_init.name"):
             raise InputError(f"--grid={field} cannot be an axis: use --seeds=N and --schemes=A,B")
         if section == "attention_init" and not any(option in own for own in options.values()):
-            config_lib.refuse_former_option(option)
             raise InputError(f"--grid={field}: no scheme of --schemes has the option {option!r}")
     settings = {}
     for scheme in schemes:

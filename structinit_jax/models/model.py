@@ -27,7 +27,6 @@ from structinit_jax.errors import (
     InputError,
     PositiveInt,
     check_fields,
-    check_scheme,
     is_count,
 )
 from structinit_jax.models.layers import RESIDUAL, Rng, set_weight
@@ -165,7 +164,6 @@ class Model(nnx.Module):
         so initialize a new model for each. Returns what the scheme returned for each stack, by
         name. Raises `InputError` if the scheme does not fit the model.
         """
-        check_scheme("attention_init", scheme, rng)
         sites = self.sites()
         # Models with stages split the key even if there is a single one.
         rngs = [rng] if list(sites) == ["blocks"] else jax.random.split(rng, len(sites))
