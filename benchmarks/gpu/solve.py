@@ -1,7 +1,4 @@
-"""Prints the seconds of `impulse` on the default device, the first and the fifth time.
-
-    python benchmarks/gpu/solve.py ViT-T/16 ViT-B/16
-"""
+"""Prints the seconds of `impulse`, the first and the fifth time: solve.py ViT-T/16 ViT-B/16."""
 
 import sys
 import time
