@@ -127,7 +127,7 @@ def _defaults(fields: type) -> dict[str, Any]:
 def validate(config: ConfigDict) -> None:
     """Raises `InputError` for errors that can be found without data, devices or initial weights.
 
-    Scheme, loss and optimizer, which only training needs, are checked by `run.set_up`.
+    Scheme, loss and optimizer, which only training needs, are checked by `training.build`.
     """
     data = config.data
     run = {k: value for k, value in config.items() if not isinstance(value, ConfigDict)}

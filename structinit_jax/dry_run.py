@@ -23,17 +23,16 @@ from structinit_jax.data.datasets import find_info
 from structinit_jax.data.folder import title
 from structinit_jax.data.source import check_classes, split_size
 from structinit_jax.errors import InputError
-from structinit_jax.run import set_up
-from structinit_jax.training import mesh as mesh_lib
-from structinit_jax.training.metrics import format_duration
-from structinit_jax.training.setup import (
-    Setup,
+from structinit_jax.training import build, sharding
+from structinit_jax.training.memory import (
     bytes_needed,
     check_memory,
     explain_out_of_memory,
     memory_limit,
     mib,
 )
+from structinit_jax.training.metrics import format_duration
+from structinit_jax.training.state import TrainState, abstract_state
 
 with epy.lazy_imports():
     from clu import parameter_overview
@@ -90,22 +89,29 @@ def dry_run(config: ConfigDict, target: str | None = None) -> None:
     check_classes(info, config.model.num_classes)
     num_examples = split_size(data.train_split, info, "data.train_split")
     num_eval_examples = split_size(data.eval_split, info, "data.eval_split")
-    setup = set_up(config, num_examples, num_eval_examples, devices)
-    schedule = setup.schedule
-    mesh = setup.model.mesh
-    print(parameter_overview.get_parameter_overview(setup.model.params, include_stats=False))
+    mesh = build.make_mesh(config, devices)
+    schedule = build.make_schedule(config, num_examples)
+    model = build.make_model(config, mesh)
+    build.make_scheme(config, model)
+    optimizer = build.make_optimizer(config, schedule.learning_rate, model)
+    state = abstract_state(model, optimizer, config.ema_decay > 0)
+    batch = build.abstract_batch(config, mesh)
+    step = build.make_step(config, model, optimizer, schedule.learning_rate)
+    print(parameter_overview.get_parameter_overview(model.params, include_stats=False))
 
     with explain_out_of_memory():
-        step = setup.train_step.lower(*setup.arguments).compile(dict(options))
-    total = check_memory(step, setup.data_bytes, memory)
+        lowered = build.jit_step(step, mesh, state).lower(state, batch, build.SEED)
+        step = lowered.compile(dict(options))
+    data_bytes = build.data_bytes(config, num_examples, num_eval_examples)
+    total = check_memory(step, data_bytes, memory)
     needs = step.memory_analysis()
     epochs = schedule.num_steps / schedule.steps_per_epoch
     num_hosts = len({device.process_index for device in mesh.devices.flat})
-    num_parameters = parameter_overview.count_parameters(setup.model.params)
+    num_parameters = parameter_overview.count_parameters(model.params)
     rows = {
         "model": f"{config.model.name}, {num_parameters:,} parameters",
         "attention_init": ", ".join(f"{k}={v}" for k, v in config.attention_init.items()),
-        "devices": mesh_lib.describe(mesh),
+        "devices": sharding.describe(mesh),
         "batch": f"{config.batch_size} global, {config.batch_size // mesh.size} per device, "
         f"{config.batch_size // num_hosts} per host",
         "data": f"{title(data.name, data.data_dir)}, {num_examples:,} training examples "
@@ -120,7 +126,7 @@ def dry_run(config: ConfigDict, target: str | None = None) -> None:
         rows["collectives"] = ", ".join(f"{kind} {mib(size)}" for kind, size in sizes)
         rows["collectives"] += " per step on each device"
     if not target and (memory or bytes_needed(step) <= MAX_TIMED):
-        seconds = time_step(setup, step)
+        seconds = time_step(step, state, batch)
         duration = format_duration(seconds * schedule.num_steps)
         rows["time"] = f"{seconds:.2g} s per step, {duration} for all, plus evaluations"
     width = max(map(len, rows))
@@ -128,9 +134,13 @@ def dry_run(config: ConfigDict, target: str | None = None) -> None:
         print(f"{name:<{width}}  {value}")
 
 
-def time_step(setup: Setup, step: jax.stages.Compiled) -> float:
-    """Returns the seconds of a training step, measured with weights and images that are zero."""
-    state, batch, _ = setup.arguments
+def time_step(
+    step: jax.stages.Compiled, state: TrainState, batch: dict[str, jax.ShapeDtypeStruct]
+) -> float:
+    """Returns the seconds of a training step, measured with weights and images that are zero.
+
+    `state` and `batch` are its abstract arguments.
+    """
     shardings = jax.tree.map(lambda leaf: leaf.sharding, (state, batch))
 
     def make_zeros():

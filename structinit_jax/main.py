@@ -19,11 +19,12 @@ import jax
 from absl import flags
 from etils import epy
 
-from structinit_jax import command_line, dry_run, evaluate, train
+from structinit_jax import command_line, dry_run, evaluate
 from structinit_jax.command_line import FLAGS
 from structinit_jax.errors import InputError
 from structinit_jax.training import distributed
 from structinit_jax.training.metrics import read_metrics
+from structinit_jax.training.train import train
 from structinit_jax.training.workdir import open_path, write_atomically
 
 with epy.lazy_imports():  # imports matplotlib
@@ -54,7 +55,7 @@ def draw_curves(step: int, results: dict[str, float]) -> None:
     """Draws the metrics up to an evaluation."""
     if jax.process_index() == 0:
         workdir = open_path(FLAGS.workdir)
-        lines, _ = read_metrics(workdir / "metrics.jsonl", step)
+        lines = read_metrics(workdir / "metrics.jsonl", step)
         write_atomically(workdir / "curves.png", figures.png(figures.draw_curves(lines)))
 
 
@@ -79,7 +80,7 @@ def main(overrides: command_line.Overrides) -> None:
         out = command_line.out_path("evaluation")
         evaluate.evaluate_checkpoint(config, FLAGS.workdir, FLAGS.step or "newest", out)
     else:
-        train.train(config, FLAGS.workdir, FLAGS.profile_step, on_evaluation=draw_curves)
+        train(config, FLAGS.workdir, FLAGS.profile_step, on_evaluation=draw_curves)
 
 
 if __name__ == "__main__":

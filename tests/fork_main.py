@@ -20,7 +20,8 @@ import jaxlib.version
 
 ROOT = Path(__file__).parent.parent
 CONTEXT = multiprocessing.get_context("forkserver")
-CONTEXT.set_forkserver_preload(["pytest", "structinit_jax.dry_run", "structinit_jax.train"])
+MODULES = ["structinit_jax.dry_run", "structinit_jax.training.train"]
+CONTEXT.set_forkserver_preload(["pytest", *MODULES])
 # Most of the tests' time is compilation, of which the first and the last flag leave a quarter. The
 # second keeps programs from rounding differently: it leaves out fused multiply-add instructions.
 # The third keeps programs whole: splitting one takes longer than compiling its parts at once saves.

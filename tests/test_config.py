@@ -160,7 +160,7 @@ def test_another_config_json_is_refused(tmp_path, text):
 
 
 def test_storage_that_is_not_supported_is_named():
-    with pytest.raises(InputError, match=r"--workdir=nothing://x cannot be used"):
+    with pytest.raises(InputError, match=r"workdir=nothing://x cannot be used"):
         config_lib.load_run_config("nothing://x")
 
 
