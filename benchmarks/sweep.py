@@ -65,7 +65,7 @@ def draw_weights(model: AbstractModel, schemes: list[AttentionInit], seeds: np.n
 def make_step(config: ConfigDict, setup: Setup, factors: np.ndarray, seeds: np.ndarray) -> Callable:
     """Returns the step of all runs, `(state, batches of the seeds) -> state`."""
     model, schedule = setup.model, setup.schedule
-    augment, loss = augmentation(config, model.mesh), find(config.loss, LOSSES, "loss")
+    augment, loss = augmentation(config, model.mesh), find(config.loss, LOSSES, "config.loss")
 
     def step_of_run(state, factor, seed, batch):
         def learning_rate(step):

@@ -114,7 +114,8 @@ def base_config(model: str = "vit") -> ConfigDict:
       model: Model family ('vit', 'swin', 'mixer', 'convmixer'), a variant under timm's name
         ('vit_tiny_patch16_224'), or a family of your own as 'module:Class'.
     """
-    model_fields = models.default_config(model)
+    with errors.prefixed("config.model."):
+        model_fields = models.default_config(model)
     config = ConfigDict(_defaults(RunFields))
     config.data = _defaults(DataFields) | {"image_size": model_fields.pop("image_size", 224)}
     config.augment = _defaults(AugmentConfig)
@@ -246,7 +247,8 @@ def validate(config: ConfigDict) -> None:
     errors.check_fields(RunFields, run)
     errors.check_fields(DataFields, dict(data), "config.data.")
     errors.check_fields(AugmentConfig, dict(config.augment), "config.augment.")
-    models.check_fields(dict(model))
+    with errors.prefixed("config.model."):
+        models.check_fields(dict(model))
     values = flatten_dict(config.to_dict(), sep=".")
     for field, most in LARGEST.items():
         value = values.get(field, 0)  # the families of models have different fields
@@ -286,7 +288,7 @@ def find_scheme(name: str) -> Callable[..., attention_init.AttentionInit]:
             f"config.attention_init.name={name!r} was removed: in a new run, use "
             f"{FORMER_SCHEMES[name]}"
         )
-    return errors.find(name, attention_init.SCHEMES, "attention_init.name")
+    return errors.find(name, attention_init.SCHEMES, "config.attention_init.name")
 
 
 def scheme_options(name: str) -> tuple[str, ...]:

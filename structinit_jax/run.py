@@ -148,7 +148,7 @@ def set_up(
         schedule.learning_rate,
         augmentation(config, mesh),
         mesh,
-        loss=find(config.loss, LOSSES, "loss"),
+        loss=find(config.loss, LOSSES, "config.loss"),
         accumulate_steps=config.accumulate_steps,
         ema_decay=config.ema_decay,
         mixes=config.augment.mixup > 0 or config.augment.cutmix > 0,

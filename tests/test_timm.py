@@ -57,17 +57,15 @@ def test_a_state_dict_that_does_not_fit_is_refused_and_changes_nothing(state_dic
     state_dict, model = state_dicts["mean"], make(**CASES["mean"])
     before = to_timm(model)
     missing = {k: v for k, v in state_dict.items() if k != "blocks.1.mlp.fc1.bias"}
-    with pytest.raises(InputError, match=r"no 'blocks\.1\.mlp\.fc1\.bias'"):
+    with pytest.raises(InputError, match=r"has no blocks\.1\.mlp\.fc1\.bias"):
         from_timm(model, missing)
     with pytest.raises(InputError, match=r"blocks\.1\.mlp\.fc1\.bias has dtype int8"):
         from_timm(model, missing | {"blocks.1.mlp.fc1.bias": np.zeros(64, np.int8)})
-    with pytest.raises(InputError, match=r"no place for: extra\.weight"):
-        from_timm(model, state_dict | {"extra.weight": np.ones(3)})
-    with pytest.raises(InputError, match=r"\['pos_embed'\].*9, 16.*4, 16.*start_from"):
+    with pytest.raises(InputError, match=r"\['pos_embed'\].*9, 16.*4, 16.*select_weights"):
         from_timm(model, state_dict | {"pos_embed": np.ones((1, 9, 16))})
     for name in ("reg_token", "blocks.0.attn.q_norm.weight"):
         for convert in (from_timm, lambda model, state_dict: select_weights(state_dict, model)):
-            with pytest.raises(InputError, match=f"{name}.* no register tokens and no norms"):
+            with pytest.raises(InputError, match=f"no place for {name}"):
                 convert(model, state_dict | {name: np.ones(8, np.float32)})
     after = to_timm(model)
     assert all(np.array_equal(before[name], after[name]) for name in before)
@@ -179,8 +177,8 @@ def test_buffers_of_older_files_are_ignored():
 
 
 UNFIT = {  # teacher and student from a teacher, and what the message says
-    "deeper": (lambda t: (t, vit(12, 5, 3)), r"teacher has no blocks\.4\.\S+: .* as deep"),
-    "pool": (lambda t: (t, vit(12, 2, 3, pool="mean")), r"has no .* same config\.model\.pool"),
+    "deeper": (lambda t: (t, vit(12, 5, 3)), r"has no blocks\.4\.\S+, .* depth"),
+    "pool": (lambda t: (t, vit(12, 2, 3, pool="mean")), r"has no fc_norm.* pool"),
     "tokens": (lambda t: (mixer(16, 3), mixer(8, 1, image_size=4)), "number of tokens"),
     "windows": (lambda t: (swin(8), swin(8, window_size=2)), "window size"),
     "family": (lambda t: (t, mixer(8, 1)), "of the same family"),

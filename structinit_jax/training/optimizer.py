@@ -173,7 +173,7 @@ def make_optimizer(
     The optimizer gets the fields of the config that its parameters name. One that is not in
     `OPTIMIZERS` sees the model's `stacks` as lists of layers.
     """
-    build = find(name, OPTIMIZERS, "optimizer")
+    build = find(name, OPTIMIZERS, "config.optimizer")
     optimizer = _call(build, fields, learning_rate=learning_rate)
     return optimizer if name in OPTIMIZERS else by_layer(optimizer, stacks)
 

@@ -83,7 +83,8 @@ def abstract_model(model: ConfigDict, data: ConfigDict, mesh: jax.sharding.Mesh)
             rngs=nnx.Rngs(params=rng),
         )
 
-    abstract = nnx.eval_shape(lambda: build(jax.random.key(0)))
+    with prefixed("config.model: "):
+        abstract = nnx.eval_shape(lambda: build(jax.random.key(0)))
     stacks = abstract.stacks()
     graphdef, params, model_state = split_model(abstract)
     shapes = mesh_lib.shard(mesh, {"params": params, "model_state": model_state}, stacks)
