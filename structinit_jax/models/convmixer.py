@@ -163,7 +163,8 @@ def _convolve(x, kernel):
 
 
 def _add_shifted(x, kernel):
-    size, (rows, cols) = len(kernel), x.shape[1:3]
+    size = len(kernel)
+    rows, cols = x.shape[1:3]
     pad = ((size - 1) // 2, size // 2)
     padded = jnp.pad(x.astype(jnp.float32), ((0, 0), pad, pad, (0, 0)))
     weights = kernel.astype(jnp.float32)[:, :, None, None, None]

@@ -33,7 +33,6 @@ from structinit_jax.models.swin import SwinTransformer
 from structinit_jax.models.vit import VisionTransformer, resample_positions
 
 StateDict = Mapping[str, Any]  # of NumPy or JAX arrays or torch tensors
-HEADS = ("head", "head_dist", "classifier")
 # Functions of the sizes, in Swin weights of older versions of timm.
 BUFFERS = ("attn.relative_position_index", "attn_mask")
 # Axes along which teacher and student must have equal sizes: places in a patch, window or image.
@@ -315,7 +314,7 @@ def _select(name, teacher, shape):
 
 def _is_own(name: str) -> bool:
     """Whether a weight belongs to a head, so that the student keeps its own."""
-    return any(part in HEADS for part in name.split("."))
+    return name.startswith("head.")
 
 
 def _without_numbers(name: str) -> str:
