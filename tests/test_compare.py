@@ -279,7 +279,7 @@ def test_a_second_process_trains_other_settings(start, tmp_path, capsys):
 def test_a_setting_that_cannot_be_trained_is_refused_before_the_first_run(start, tiny_config):
     config = tiny_config.copy_and_resolve_references()
     config.model.num_heads = 3
-    with pytest.raises(InputError, match=r"setting default: .*config\.model\.num_heads"):
+    with pytest.raises(InputError, match=r"setting default: .*config\.model: num_heads"):
         start(["default"], config=config)
 
 
