@@ -26,7 +26,7 @@ from safetensors.numpy import save
 from structinit_jax import command_line
 from structinit_jax import config as config_lib
 from structinit_jax.command_line import FLAGS
-from structinit_jax.errors import InputError
+from structinit_jax.errors import InputError, prefixed
 from structinit_jax.evaluate import class_names, restore_model
 from structinit_jax.models.timm import to_timm
 from structinit_jax.training.workdir import write_atomically
@@ -96,10 +96,8 @@ def timm_model(model: Mapping[str, Any], *, image_size: int, channels: int) -> T
             )
         case other:
             raise InputError(
-                f"config.model.name={other!r} cannot be exported, since timm builds only ViT and "
-                "Swin from a folder: in Python, evaluate.restore_model(config, workdir) returns "
-                "the weights of any model, and models.timm.to_timm(model) has those of MLP-Mixer "
-                "and ConvMixer in timm's layout"
+                f"name={other!r} cannot be exported: timm builds only ViT and Swin from a folder. "
+                "In Python, models.timm.to_timm(model) has the weights of other models"
             )
     shared = dict(in_chans=channels, num_classes=model["num_classes"])
     shared |= dict(img_size=image_size, patch_size=model["patch_size"])
@@ -107,43 +105,39 @@ def timm_model(model: Mapping[str, Any], *, image_size: int, channels: int) -> T
 
 
 def export(config: ConfigDict, workdir: str | Path, folder: Path, step: str = "newest") -> int:
-    """Writes a checkpoint's weights, timm's `config.json` and its class map. Needs no data.
+    """Writes a checkpoint's weights, timm's `config.json` and its class map to an existing folder.
 
-    Returns the step of the checkpoint. Raises `InputError` if there is no such checkpoint, or if
-    timm cannot build its model from a folder.
+    Needs no data. Returns the step of the checkpoint. Raises `InputError` if there is no such
+    checkpoint, or if timm cannot build its model from a folder.
     """
     config_lib.validate(config)
     data = config.data
     size = dict(image_size=data.image_size, channels=data.channels)
-    timm = timm_model(config.model.to_dict(), **size)
+    with prefixed("config.model: "):
+        timm = timm_model(config.model.to_dict(), **size)
     if (folder / "checkpoints").exists():
-        raise InputError(f"--out={folder} is the workdir of a run: choose another folder")
+        raise InputError(f"folder={folder} is the workdir of a run: choose another")
     model, state = restore_model(config, workdir, jax.local_devices()[:1], step)
     weights = jax.device_get((state.params, state.model_state))
     weights = to_timm(nnx.merge(model.graphdef, *weights))
-    names = class_names(config, workdir, state)
+    names = class_names(workdir, state)
     text = json.dumps(timm.card(data, names), indent=2)
     labels = {name: label for label, name in enumerate(names)}
     # "format" tells readers of safetensors that the layout is PyTorch's.
     metadata = {"format": "pt", "config": text}
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-        write_atomically(folder / "config.json", f"{text}\n")
-        write_atomically(folder / CLASS_MAP, pickle.dumps(labels))
-        # `save_file` would write a file that only its owner can read.
-        write_atomically(folder / WEIGHTS, save(weights, metadata))
-    except OSError as error:
-        raise InputError(f"--out={folder} cannot be written: {error}") from error
+    write_atomically(folder / "config.json", f"{text}\n")
+    write_atomically(folder / CLASS_MAP, pickle.dumps(labels))
+    # `save_file` would write a file that only its owner can read.
+    write_atomically(folder / WEIGHTS, save(weights, metadata))
     return int(state.step)
 
 
 def main(overrides: command_line.Overrides) -> None:
     """Runs the command."""
     config = command_line.read_config(overrides)
-    if not FLAGS.workdir:
-        raise InputError("--workdir is required: the output directory of the run")
-    folder = command_line.out_path("model")
-    step = export(config, FLAGS.workdir, folder, FLAGS.step or "newest")
+    workdir = command_line.required_workdir()
+    folder = command_line.out_folder("model")
+    step = export(config, workdir, folder, FLAGS.step or "newest")
     print(f"wrote the weights of step {step} to {folder}")
     print(f'PyTorch: timm.create_model("local-dir:{folder}", pretrained=True)')
     print(f"timm's scripts, on image folders: --class-map {folder / CLASS_MAP}")

@@ -76,14 +76,14 @@ def main(overrides: command_line.Overrides) -> None:
     print(notes.getvalue(), end="")  # once: by process 0
     if FLAGS.dry_run:
         dry_run.dry_run(config, FLAGS.target)
-    elif not FLAGS.workdir:
-        raise InputError("--workdir is required: the output directory, such as /tmp/digits")
-    elif FLAGS.mode == "eval":
+        return
+    workdir = command_line.required_workdir()
+    if FLAGS.mode == "eval":
         signal.signal(signal.SIGTERM, signal.SIG_DFL)  # else noted for a training step
-        out = command_line.out_path("evaluation")
-        evaluate.evaluate_checkpoint(config, FLAGS.workdir, FLAGS.step or "newest", out)
+        out = command_line.out_folder("") if FLAGS.out else None
+        evaluate.evaluate_checkpoint(config, workdir, FLAGS.step or "newest", out)
     else:
-        train.train(config, FLAGS.workdir, FLAGS.profile_step, on_evaluation=draw_curves)
+        train.train(config, workdir, FLAGS.profile_step, on_evaluation=draw_curves)
 
 
 if __name__ == "__main__":

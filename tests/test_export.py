@@ -29,26 +29,23 @@ def test_the_file_has_the_weights_of_the_newest_checkpoint(run_config, finished_
     np.testing.assert_allclose(loaded(images)[0], expected, atol=1e-6)
 
 
-def test_a_folder_has_the_card_that_timm_reads(run_config, finished_run, tmp_path):
-    for _ in range(2):  # the second replaces the first
-        export.export(run_config, finished_run.workdir, tmp_path / "model")
-    card = json.loads((tmp_path / "model" / "config.json").read_text())
-    assert card["architecture"] == "vit_base_patch16_224"
-    assert card["model_args"]["embed_dim"] == 16
-    assert card["label_names"] == [str(digit) for digit in range(10)]
-    assert card["pretrained_cfg"]["input_size"] == [1, 8, 8]
-    assert card["pretrained_cfg"]["mean"] == [0.3]
-    with safe_open(tmp_path / "model" / "model.safetensors", "numpy") as file:
-        metadata = file.metadata()
-    assert json.loads(metadata["config"]) == card
-
-
 # timm's ImageFolder orders these names as 1, 2, 10, apple, "cat ", Zebra; with the map it has the
 # labels of data/folder.py: checked with timm.data.create_dataset(class_map=FILE) of timm 1.0.31.
-def test_a_folder_has_timms_class_map(run_config, finished_run, tmp_path, monkeypatch):
+def test_a_folder_has_the_card_and_the_class_map_of_timm(
+    run_config, finished_run, tmp_path, monkeypatch
+):
     names = ["1", "10", "2", "Zebra", "apple", "cat "]
     monkeypatch.setattr(export, "class_names", lambda *_: names)
-    export.export(run_config, finished_run.workdir, tmp_path)
+    for _ in range(2):  # the second replaces the first
+        export.export(run_config, finished_run.workdir, tmp_path)
+    card = json.loads((tmp_path / "config.json").read_text())
+    assert card["architecture"] == "vit_base_patch16_224"
+    assert card["model_args"]["embed_dim"] == 16
+    assert card["label_names"] == names
+    assert card["pretrained_cfg"]["input_size"] == [1, 8, 8]
+    assert card["pretrained_cfg"]["mean"] == [0.3]
+    with safe_open(tmp_path / "model.safetensors", "numpy") as file:
+        assert json.loads(file.metadata()["config"]) == card
     labels = pickle.loads((tmp_path / "class_map.pkl").read_bytes())
     assert labels == dict(zip(names, range(6), strict=True))
 
@@ -77,11 +74,8 @@ def test_timms_arguments_name_every_size(options, name, arguments):
     assert found == (name, sizes | arguments)
 
 
-def test_mistakes_are_refused(run_config, finished_run, tmp_path):
-    with pytest.raises(InputError, match=r"name='mixer' cannot .*timm\.to_timm\(model\)"):
+def test_other_models_and_the_workdir_of_a_run_are_refused(run_config, finished_run):
+    with pytest.raises(InputError, match=r"name='mixer'"):
         export.timm_model(default_config("mixer"), image_size=32, channels=3)
-    (tmp_path / "file").write_text("")
-    with pytest.raises(InputError, match=r"--out=.*cannot be written"):
-        export.export(run_config, finished_run.workdir, tmp_path / "file" / "folder")
-    with pytest.raises(InputError, match=r"--out=.* is the workdir of a run"):
+    with pytest.raises(InputError, match=r"^folder="):
         export.export(run_config, finished_run.workdir, finished_run.workdir)
