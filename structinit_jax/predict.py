@@ -62,8 +62,6 @@ class Classifier:
         if isinstance(files, str | os.PathLike):
             raise InputError(f"files={os.fspath(files)!r} must be a list of paths: put it in [ ]")
         files = list(files)
-        if not files:
-            return np.zeros((0, len(self.class_names)), np.float32)
         records = [{"image": os.fspath(file), "label": 0} for file in files]
         data = self.config.data
         names = self.class_names

@@ -13,7 +13,6 @@ from PIL import Image
 
 from structinit_jax import train
 from structinit_jax.compare import grid, records, report, settings
-from structinit_jax.data.source import digest
 from structinit_jax.errors import InputError, StoppedError
 from structinit_jax.run import Run
 from structinit_jax.training.workdir import lock_workdir
@@ -144,30 +143,11 @@ def test_runs_without_a_record_are_checked_against_their_own_config(start, tiny_
     with pytest.raises(InputError, match=r"seed_0:\n  learning_rate: 0.001 -> 0.5\n"):
         start(["default"], [0, 1], config=changed)
     assert start(["default"], [0, 1]) == (0, [])  # the same settings: done before
-    (tmp_path / records.GRID).unlink()
-    (tmp_path / "default" / "seed_1" / "config.json").unlink()
-    with pytest.raises(InputError, match=r"seed_1/config\.json"):
-        start(["default"], [0, 1])
 
 
-@pytest.mark.parametrize(
-    "damage",
-    [
-        "{",
-        "[]",
-        {"settings": [1]},
-        {"settings": {"default": {}}},
-        {"settings": {"../default": {}}},
-        {"machine": None},
-        {"baselines": {"default": 3}},
-    ],
-)
-def test_a_damaged_record_is_named(start, tmp_path, damage):
+def test_a_damaged_record_is_named(start, tmp_path):
     start(["default"], [0])
-    path = tmp_path / records.GRID
-    if isinstance(damage, dict):
-        damage = json.dumps(json.loads(path.read_text()) | damage)
-    path.write_text(damage)
+    (tmp_path / records.GRID).write_text("{")
     for read in (lambda: start(["default"], [0]), lambda: report.write_report(tmp_path)):
         with pytest.raises(InputError, match=r"compare\.json"):
             read()
@@ -191,36 +171,26 @@ def test_a_comparison_writes_through_no_link(start, tmp_path):
     assert not list((tmp_path / "photos").iterdir())
 
 
-@pytest.mark.parametrize("split", ["train", "test"])
-def test_other_data_under_the_same_names_are_refused(start, monkeypatch, split):
-    start(["default"], [0])
-
-    def other_digest(source, class_names):
-        return "another" if f"'{split}" in source.name else digest(source, class_names)
-
-    monkeypatch.setattr(grid, "digest", other_digest)
-    with pytest.raises(InputError, match=rf"other images, labels or classes of .*{split}"):
-        start(["mimetic"], [0])
-
-
-def test_a_second_seed_on_other_images_of_the_same_names_is_refused(start, tiny_config, tmp_path):
-    def config_of(folder, value):
-        for name in ("train/a", "train/b", "test/a", "test/b"):
-            (folder / name).mkdir(parents=True)
-            for number in range(45):
-                image = Image.new("L", (8, 8), 5 * number + value)
-                image.save(folder / name / f"{number}.bmp")  # all files have the same size
+def test_other_images_of_the_same_names_are_refused(start, tiny_config, tmp_path):
+    def config_of(folder, **values):
+        for split in ("train", "test"):
+            for name in ("a", "b"):
+                (folder / split / name).mkdir(parents=True)
+                for number in range(45):  # all files have the same size
+                    image = Image.new("L", (8, 8), 5 * number + values.get(split, 0))
+                    image.save(folder / split / name / f"{number}.bmp")
         config = tiny_config.copy_and_resolve_references()
         config.data.update(name="folder", data_dir=str(folder), train_split="train")
         config.update(model=dict(num_classes=2), num_steps=12)
         return config
 
-    config = config_of(tmp_path / "here", 0)
+    config = config_of(tmp_path / "here")
     start(["default"], [0], config)
-    other = config_of(tmp_path / "other", 1)
-    for schemes in (["default"], ["mimetic"]):
-        with pytest.raises(InputError, match="other images, labels or classes of folder train"):
-            start(schemes, [1], other)
+    for split in ("train", "test"):
+        other = config_of(tmp_path / split, **{split: 1})
+        for scheme in ("default", "mimetic"):
+            with pytest.raises(InputError, match=f"classes of folder {split}"):
+                start([scheme], [1], other)
     config.data.data_dir = str((tmp_path / "here").rename(tmp_path / "there"))
     assert start(["default"], [0, 1], config)[1] == [("default", 1)]
 
@@ -262,13 +232,6 @@ def test_a_second_process_trains_other_settings(start, tmp_path, capsys):
     with lock_workdir(tmp_path / "default"):  # as the first does
         assert start(["default", "impulse"], [0]) == (0, [("impulse", 0)])
     assert "default seed 0: another process trains this setting\n" in capsys.readouterr().out
-
-
-def test_a_setting_that_cannot_be_trained_is_refused_before_the_first_run(start, tiny_config):
-    config = tiny_config.copy_and_resolve_references()
-    config.model.num_heads = 3
-    with pytest.raises(InputError, match=r"setting default: .*num_heads"):
-        start(["default"], config=config)
 
 
 def run(*arguments):

@@ -119,7 +119,10 @@ def test_the_options_of_a_scheme_may_stand_before_its_name():
         settings.read_table("2024.9")
 
 
-def test_a_missing_file_of_weights_is_found_before_any_run(tiny_config):
+def test_a_setting_that_cannot_be_trained_is_refused_before_the_first_run(tiny_config):
     tiny_config.start_from = "vit_small_default.safetensors"
     with pytest.raises(InputError, match=r"^setting x: .*start_from='vit_small_default\.safeten"):
+        grid.describe_setting("x", tiny_config)
+    tiny_config.model.num_heads = 3
+    with pytest.raises(InputError, match=r"^setting x: .*num_heads"):
         grid.describe_setting("x", tiny_config)

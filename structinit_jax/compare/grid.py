@@ -122,24 +122,16 @@ def _merge(workdir, new, settings):
                     f"--workdir={workdir} holds results for other images, labels or classes of "
                     f"{data}: restore the old data, or use another --workdir"
                 )
-        if name not in old:
-            _check_unrecorded(workdir / name, settings[name], facts["seeds"])
-            continue
-        place = f"the setting {name} in {workdir}"
-        free = ("seed", *records.HARMLESS)
-        resume.check_config(old[name]["config"], settings[name], place, tuple(settings[name]), free)
-        facts["seeds"] = sorted({*old[name]["seeds"], *facts["seeds"]})
+        if name in old:
+            configs = {f"the setting {name} in {workdir}": old[name]["config"]}
+            facts["seeds"] = sorted({*old[name]["seeds"], *facts["seeds"]})
+        else:  # runs that `compare.json` lacks, since it was deleted
+            paths = sorted((workdir / name).glob("seed_*/config.json"))
+            configs = {str(path.parent): workdir_lib.read_json(path) for path in paths}
+        for place, config in configs.items():
+            free = ("seed", *records.HARMLESS)
+            resume.check_config(config, settings[name], place, tuple(settings[name]), free)
     return info | {"settings": new | {name: old[name] for name in old if name not in new}}
-
-
-def _check_unrecorded(folder, config, seeds):
-    """Checks that runs of a setting that `compare.json` lacks were trained with its config."""
-    free = ("seed", *records.HARMLESS)
-    for seed in seeds:
-        run = folder / f"seed_{seed}"
-        if (run / records.STATUS).exists():
-            saved = workdir_lib.read_json(run / "config.json")
-            resume.check_config(saved, config, str(run), tuple(config), free)
 
 
 def _describe_machine() -> str:

@@ -3,24 +3,11 @@
 `compare.json` has the settings, and each run is a workdir of its own, `SETTING/seed_K`.
 """
 
-import dataclasses
-import re
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Annotated, Any, NamedTuple
+from typing import Any, NamedTuple
 
-from ml_collections import ConfigDict
-
-from structinit_jax.errors import (
-    Check,
-    JsonObject,
-    NonNegativeInt,
-    PositiveFloat,
-    PositiveInt,
-    check_record,
-    prefixed,
-    printable,
-)
+from structinit_jax.errors import prefixed, printable
 from structinit_jax.training.metrics import read_metrics
 from structinit_jax.training.workdir import read_file, read_json
 
@@ -109,51 +96,14 @@ class Comparison(NamedTuple):
         return {run.seed: run.accuracy for run in self.finished(setting)}
 
 
-def _is_name(x: Any) -> bool:
-    """Whether a setting can have this name, which is also that of a folder."""
-    return re.fullmatch(r"[^./\\\0][^/\\\0]*", x) is not None
-
-
-@dataclasses.dataclass(frozen=True)
-class Grid:
-    """Fields of `compare.json`."""
-
-    # `Facts` of each setting, by name.
-    settings: Annotated[
-        dict, Check("settings by name", lambda x: isinstance(x, dict) and all(map(_is_name, x)))
-    ]
-    # By setting; None if it has none.
-    baselines: Annotated[
-        dict, Check("names", lambda x: all(isinstance(y, str | None) for y in dict(x).values()))
-    ]
-    machine: str
-
-
-@dataclasses.dataclass(frozen=True)
-class Facts:
-    """Fields of a setting in `compare.json`; those of earlier versions have no note."""
-
-    # ConfigDict refuses keys with dots.
-    config: Annotated[
-        dict, Check("a config", lambda x: isinstance(x, dict) and ConfigDict(x) is not None)
-    ]
-    data: JsonObject  # digests of the splits
-    num_steps: PositiveInt
-    steps_per_epoch: PositiveFloat
-    test_name: str
-    seeds: tuple[NonNegativeInt, ...]
-    published: str
-
-
 def read_grid(workdir: Path) -> dict[str, Any]:
-    """Reads `compare.json`; raises `InputError` if it is damaged."""
-    path = workdir / GRID
-    with prefixed(f"{path} is damaged: delete it, and the same command writes it anew. "):
-        grid = read_json(path)
-        check_record(Grid, grid, GRID)
-        for name, facts in grid["settings"].items():
-            check_record(Facts, facts, f"{GRID}: {name}")
-    return grid
+    """Reads `compare.json`; raises `InputError` if it is damaged.
+
+    It has the 'machine', by setting the 'baselines', and as 'settings' by name what
+    `grid.describe_setting` returns, with the 'seeds', the 'published' accuracy and the 'note'.
+    """
+    with prefixed("delete this file, and the command that trained the runs writes it anew: "):
+        return read_json(workdir / GRID)
 
 
 def read_comparison(workdir: Path) -> Comparison:
