@@ -103,7 +103,7 @@ def test_targets_are_those_that_the_solve_reaches():
     params, state, _ = initialize_model(model, make_attention_init(config), config.seed)
     # Without content, what is left is the position encoding, for which the heads were solved.
     params["patch_embedding"] = jax.tree.map(lambda x: 0 * x, params["patch_embedding"])
-    layer, last = collect.make_observer(config, model)(0, (params, state), images).layers
+    layer, last = collect.make_observer(config, model)("", (params, state), images).layers
     assert "target_mass" not in last.measures  # its heads attend to similar tokens
     assert np.all(layer.measures["hit_rate"] > 0.9)
     assert np.all(layer.measures["target_mass"] > 2 / 16)  # twice that of a uniform map
@@ -134,7 +134,7 @@ def test_images_are_shifted_by_whole_tokens_in_all_stages():
         return leaf * (not {"out", "fc2"} & {key.key for key in path})
 
     params = jax.tree_util.tree_map_with_path(silence, params)
-    for layer in collect.make_observer(config, model)(0, (params, state), images).layers:
+    for layer in collect.make_observer(config, model)("", (params, state), images).layers:
         assert layer.measures["shift_distance"] < 1e-4
 
 

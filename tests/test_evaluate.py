@@ -18,17 +18,17 @@ from structinit_jax.training import checkpoint
 pytestmark = pytest.mark.usefixtures("library_promotion")
 
 
-def test_a_checkpoint_is_evaluated_as_in_training(run_config, finished_run, capsys):
+def test_a_checkpoint_is_evaluated_as_in_training_or_on_other_data(
+    run_config, finished_run, tmp_path, capsys
+):
     results = evaluate.evaluate_checkpoint(run_config, finished_run.workdir)
     assert results == pytest.approx(finished_run.results, rel=1e-6)
-    assert "on 90 examples of digits test[:90]" in capsys.readouterr().out
-
-
-def test_a_checkpoint_is_evaluated_on_another_data_set(run_config, finished_run, tmp_path, capsys):
     write_small_set(tmp_path, num_classes=10)
     run_config.data.update(name="imagenet_sketch", eval_split="test", data_dir=str(tmp_path))
     evaluate.evaluate_checkpoint(run_config, finished_run.workdir)
-    assert "on 2 examples of imagenet_sketch test" in capsys.readouterr().out
+    output = capsys.readouterr().out
+    assert "on 90 examples of digits test[:90]" in output
+    assert "on 2 examples of imagenet_sketch test" in output
 
 
 def test_weights_are_split_over_the_devices_that_there_are(run_config, finished_run, monkeypatch):

@@ -9,8 +9,9 @@ from safetensors import safe_open
 from safetensors.numpy import load_file
 
 from structinit_jax import evaluate, export
+from structinit_jax.config import base_config
 from structinit_jax.errors import InputError
-from structinit_jax.models import create_model, default_config
+from structinit_jax.models import create_model
 from structinit_jax.models.timm import from_timm
 
 pytestmark = pytest.mark.usefixtures("library_promotion")
@@ -56,26 +57,28 @@ def test_a_folder_has_the_card_and_the_class_map_of_timm(
     ("options", "name", "arguments"),
     [
         (
-            default_config("vit") | dict(pool="class_token", layer_scale=0.1),
+            dict(pool="class_token", layer_scale=0.1),
             "vit_base_patch16_224",
             dict(patch_size=16, class_token=True, global_pool="token", init_values=0.1),
         ),
         (
-            default_config("vit") | dict(positions="rope", patch_size=4),
+            dict(positions="rope", patch_size=4),
             "vit_small_patch16_rope_224",
             dict(patch_size=4, class_token=False, global_pool="avg", init_values=None),
         ),
     ],
 )
 def test_timms_arguments_name_every_size(options, name, arguments):
-    sizes = dict(in_chans=3, num_classes=1000, img_size=32)
+    sizes = dict(in_chans=3, num_classes=1000, img_size=224)
     sizes |= dict(embed_dim=192, depth=12, num_heads=3, mlp_ratio=4.0)
-    found = export.timm_model(options, image_size=32, channels=3)
-    assert found == (name, sizes | arguments)
+    config = base_config("vit")
+    config.model.update(options)
+    card = export.timm_card(config)
+    assert (card["architecture"], card["model_args"]) == (name, sizes | arguments)
 
 
 def test_other_models_and_the_workdir_of_a_run_are_refused(run_config, finished_run):
     with pytest.raises(InputError, match=r"name='mixer'"):
-        export.timm_model(default_config("mixer"), image_size=32, channels=3)
+        export.timm_card(base_config("mixer"))
     with pytest.raises(InputError, match=r"^folder="):
         export.export(run_config, finished_run.workdir, finished_run.workdir)

@@ -72,8 +72,7 @@ def observe_start(config: ConfigDict, images: UInt8[np.ndarray, "n H H C"]) -> S
     mesh = make_mesh(devices=jax.local_devices()[:1])
     model = abstract_model(config.model, config.data, mesh)
     weights = _initial_weights(config, model)
-    snapshot = make_observer(config, model)(0, weights, images)
-    return snapshot._replace(name=snapshot.name.removesuffix(", step 0"))
+    return make_observer(config, model)(_start_name(config), weights, images)
 
 
 def observe_run(
@@ -89,7 +88,15 @@ def observe_run(
     initial = _initial_weights(config, model)
     trained = (state.params, state.model_state)
     observe = make_observer(config, model)
-    return [observe(0, initial, images), observe(int(state.step), trained, images)]
+    name = _start_name(config)
+    return [
+        observe(f"{name}, step 0", initial, images),
+        observe(f"{name}, step {int(state.step):,}", trained, images),
+    ]
+
+
+def _start_name(config):
+    return "selected weights" if config.start_from else config.attention_init.name
 
 
 def _initial_weights(config, model):
@@ -104,20 +111,18 @@ def _initial_weights(config, model):
 
 def make_observer(
     config: ConfigDict, model: AbstractModel
-) -> Callable[[int, Sequence[Any], UInt8[np.ndarray, "n H H C"]], Snapshot]:
-    """Returns `(step, weights, images) -> snapshot`, which compiles once for all weights.
+) -> Callable[[str, Sequence[Any], UInt8[np.ndarray, "n H H C"]], Snapshot]:
+    """Returns `(name, weights, images) -> snapshot`, which compiles once for all weights.
 
-    The model is on one device. `weights` are parameters and model state after the training step
-    `step`. The number of images n is a multiple of `BATCH_SIZE`.
+    The model is on one device. `weights` are parameters and model state. The number of images n is
+    a multiple of `BATCH_SIZE`.
     """
-    name = "selected weights"
     targets = {}
     if not config.start_from:
-        name = config.attention_init.name
         targets = find_targets(model, make_attention_init(config), config.seed)
     observe_batch = jax.jit(functools.partial(_observe_batch, config, model.graphdef))
 
-    def observe(step, weights, images):
+    def observe(name, weights, images):
         sites = nnx.merge(model.graphdef, *weights).sites()
         totals = []
         for batch in images.reshape(-1, BATCH_SIZE, *images.shape[1:]):
@@ -139,7 +144,7 @@ def make_observer(
                 values = {key: value[i] for key, value in averages.items() if i < len(value)}
                 number = f"{stage}.{i + 1}" if len(sites) > 1 else str(i + 1)
                 layers.append(Layer(number, grid, maps[i], values))
-        return Snapshot(f"{name}, step {step:,}", layers)
+        return Snapshot(name, layers)
 
     return observe
 

@@ -102,7 +102,7 @@ def read_grid(workdir: Path) -> dict[str, Any]:
     It has the 'machine', by setting the 'baselines', and as 'settings' by name what
     `grid.describe_setting` returns, with the 'seeds', the 'published' accuracy and the 'note'.
     """
-    with prefixed("delete this file, and the command that trained the runs writes it anew: "):
+    with prefixed("if this file is damaged, delete it and run the same command again: "):
         return read_json(workdir / GRID)
 
 
