@@ -67,7 +67,7 @@ def main(overrides: command_line.Overrides) -> None:
     of_grid = {"config"} <= given <= {"config", "schemes", "grid"}
     of_table = {"table"} <= given <= {"table", "rows"}
     if not (of_grid or of_table):
-        raise InputError("pass --config, with --schemes and --grid, or --table, with --rows")
+        raise InputError("pass either --config (--schemes, --grid) or --table (--rows)")
     rows = {}
     if of_table:
         table = settings_lib.read_table(FLAGS.table)
