@@ -14,11 +14,9 @@ from ml_collections import ConfigDict
 from structinit_jax.data.loader import make_loader
 from structinit_jax.data.source import ImageSource
 from structinit_jax.errors import InputError
-from structinit_jax.run import Run
-from structinit_jax.training import checkpoint, resume
-from structinit_jax.training import mesh as mesh_lib
+from structinit_jax.training import build, checkpoint, resume, sharding
 from structinit_jax.training.metrics import MAX_IN_FLIGHT
-from structinit_jax.training.state import AbstractModel, TrainState, abstract_model
+from structinit_jax.training.state import AbstractModel, TrainState
 from structinit_jax.training.step import make_eval_step
 from structinit_jax.training.workdir import open_path
 
@@ -48,8 +46,8 @@ def make_evaluator(
     """
     data = config.data
     mesh = model.mesh
-    step = make_eval_step(model.graphdef, mesh, data.mean, data.std)
-    step = jax.jit(step, out_shardings=mesh_lib.replicated(mesh))
+    step = make_eval_step(model, data.mean, data.std)
+    step = jax.jit(step, out_shardings=sharding.replicated(mesh))
     loader = make_loader(source, mesh, image_size=data.image_size, crop_fraction=data.crop_fraction)
     batch_size = -(-config.batch_size // (config.accumulate_steps * mesh.size)) * mesh.size
 
@@ -94,9 +92,9 @@ def restore_model(
     if changed := resume.check_config(saved, config, place, fixed):
         print(f"config changed since {place}:", *changed, sep="\n")
     devices = devices or jax.devices()
-    mesh = mesh_lib.make_mesh(math.gcd(config.fsdp, len(devices)), devices)
-    model = abstract_model(config.model, config.data, mesh)
-    count = jax.ShapeDtypeStruct((), np.int32, sharding=mesh_lib.replicated(model.mesh))
+    mesh = sharding.make_mesh(math.gcd(config.fsdp, len(devices)), devices)
+    model = build.make_model(config, mesh)
+    count = jax.ShapeDtypeStruct((), np.int32, sharding=sharding.replicated(mesh))
     abstract_state = TrainState(count, model.params, model.model_state, opt_state={})
     if config.ema_decay:
         averages = {"params": model.params, "model_state": model.model_state}
@@ -120,16 +118,17 @@ def evaluate_checkpoint(
     this folder, see `figures.write_by_class`. Raises `InputError` if there is no such checkpoint,
     if it does not fit the config, or if the data cannot be used or have other classes.
     """
-    run = Run(config)
+    dataset = build.open_data(config)
     model, state = restore_model(config, workdir, step=step)
-    names = run.dataset.class_names
+    names = dataset.class_names
     pairs = zip(class_names(workdir, state), names, strict=True)
     if renamed := [f"  {old!r} -> {new!r}" for old, new in pairs if old != new]:
         raise InputError("\n".join(["classes must be named as in training:", *renamed]))
-    evaluation = make_evaluator(config, model, run.eval_source)(state)
+    source = build.open_split(config, dataset, "eval_split")
+    evaluation = make_evaluator(config, model, source)(state)
     results = describe(evaluation.metrics)
-    name = f"{run.dataset.name} {config.data.eval_split}"
-    print(f"step {state.step}  {results} on {len(run.eval_source):,} examples of {name}")
+    name = f"{dataset.name} {config.data.eval_split}"
+    print(f"step {state.step}  {results} on {len(source):,} examples of {name}")
     if out and jax.process_index() == 0:
         files = figures.write_by_class(out, evaluation.labels, evaluation.predicted, names)
         print(f"wrote {', '.join(files)} to {out}")

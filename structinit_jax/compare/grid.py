@@ -21,11 +21,10 @@ from structinit_jax.compare import records, report
 from structinit_jax.compare.settings import find_baselines
 from structinit_jax.data.source import digest
 from structinit_jax.errors import InputError, StoppedError, prefixed, printable
-from structinit_jax.run import Run
-from structinit_jax.train import PREEMPTED_EXIT_CODE, train
-from structinit_jax.training import distributed, resume
+from structinit_jax.training import build, distributed, resume
 from structinit_jax.training import workdir as workdir_lib
 from structinit_jax.training.metrics import format_duration
+from structinit_jax.training.train import PREEMPTED_EXIT_CODE, train
 
 PACKAGES = ("jax", "jaxlib", "flax", "optax", "numpy")
 LOG = "log.txt"
@@ -87,15 +86,20 @@ def describe_setting(name: str, config: ConfigDict) -> dict[str, Any]:
     """Checks a setting without training, and returns the facts that the report needs."""
     data = config.data
     with prefixed(f"setting {name}: "):
-        run = Run(config)
-        schedule = run.setup.schedule
+        dataset = build.open_data(config)
+        train_source, eval_source = build.open_splits(config, dataset)
+        schedule = build.make_schedule(config, len(train_source))
+        model = build.make_model(config, build.make_mesh(config))
+        build.make_scheme(config, model)
+        optimizer = build.make_optimizer(config, schedule.learning_rate, model)
+        build.make_step(config, model, optimizer, schedule.learning_rate)
         if (file := config.start_from) and not Path(file).expanduser().is_file():
             raise InputError(f"config.start_from={file!r} is no file")
         sources = {
-            f"{data.name} {data.train_split}": run.train_source,
-            f"{data.name} {data.eval_split}": run.eval_source,
+            f"{data.name} {data.train_split}": train_source,
+            f"{data.name} {data.eval_split}": eval_source,
         }
-        digests = {k: digest(source, run.dataset.class_names) for k, source in sources.items()}
+        digests = {k: digest(source, dataset.class_names) for k, source in sources.items()}
     return {
         "config": json.loads(config.to_json()),
         "data": digests,

@@ -40,7 +40,7 @@ class SeedRun:
         names = ["eval/accuracy"]
         if facts["test_name"] != "train":  # whose 'train/accuracy' is that of the batches
             names.append(f"{facts['test_name']}/accuracy")  # in earlier versions
-        lines, _ = read_metrics(metrics, facts["num_steps"])
+        lines = read_metrics(metrics, facts["num_steps"])
         self.curve: dict[int, float] = {
             line["step"]: line[name]
             for line in lines
