@@ -108,7 +108,7 @@ class ImageSource:
             try:
                 image = self._open(index, record)
                 # Decoding at 1/8 size still reads every byte of a JPEG, in a third of the time.
-                image.decode(at_least=(1, 1))
+                image.decode_top(image.size[0], reduction=8.0)
             except BadImageError as error:
                 return None, error.problem
             return image.size, None
