@@ -9,8 +9,9 @@ point: decoding and RandomResizedCropAndInterpolation in Pillow, and the array t
 collate takes. Decoding alone, with libjpeg-turbo and with Pillow, is the upper limit.
 
 Each loader runs on one core. Times are processor times, medians of interleaved rounds, to limit the
-influence of other processes; `ratio` is the median of ours over PyTorch's in the same round. PyTorch and timm are measured if the interpreter given by
---torch_python (by default the running one) has them.
+influence of other processes; `ratio` is the median of ours over PyTorch's in the same round.
+PyTorch and timm are measured if the interpreter given by --torch_python (by default the running
+one) has them.
 """
 
 import argparse
