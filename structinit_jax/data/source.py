@@ -120,18 +120,15 @@ class ImageSource:
 
     def map_blocks(self, function: Callable[[range], Any]) -> list[Any]:
         """Calls a function with ranges that cover all indices, in threads; returns its results."""
+        blocks = [range(len(self))[i : i + READ_BLOCK] for i in range(0, len(self), READ_BLOCK)]
         # More threads than cores would contend for the interpreter lock.
         with ThreadPoolExecutor(min(MAX_THREADS, num_cores())) as pool:
-            return list(pool.map(function, self._blocks()))
+            return list(pool.map(function, blocks))
 
     def _map(self, function):
         """Calls a function with index and record of every example, in threads."""
         blocks = self.map_blocks(lambda block: list(map(function, block, self._fetch(block))))
         return list(itertools.chain.from_iterable(blocks))
-
-    def _blocks(self):
-        starts = range(0, len(self), READ_BLOCK)
-        return [range(start, min(start + READ_BLOCK, len(self))) for start in starts]
 
     def _fetch(self, indices):
         rows = self.rows[np.asarray(indices, np.int64)].tolist()
@@ -249,19 +246,16 @@ class Dataset:
         names = [str(class_name) for class_name in class_names]
         return cls(name, DatasetInfo(len(names), channels, sizes), names, splits.__getitem__)
 
-    def split(
-        self, spec: str, field: str = "data.train_split", on_bad_image: str = "stop"
-    ) -> ImageSource:
+    def split(self, spec: str, on_bad_image: str = "stop") -> ImageSource:
         """Opens a split in TFDS syntax, for example `train[:2000]`.
 
         With `on_bad_image='stop'`, reading an image that cannot be decoded raises `BadImageError`.
         'skip' decodes every image once now (1 to 3 ms per image and core), reports the bad ones and
         leaves them out, so that all processes and restarts number the examples alike.
 
-        Raises `InputError` if there is no such split, or no good image in it; the message names
-        `field`, the config field that holds `spec`.
+        Raises `InputError` if there is no such split, or no good image in it.
         """
-        terms = parse_split(spec, self.info, field)
+        terms = parse_split(spec, self.info)
         parts = [self.open_split(split) for split, _ in terms]
         numbers = np.repeat(np.arange(len(terms)), [len(indices) for _, indices in terms])
         indices = [np.arange(part.start, part.stop) for _, part in terms]
@@ -271,31 +265,27 @@ class Dataset:
             return source
         good, _, problems = source.split_bad_images()
         if problems:
-            counts = f"{len(problems):,} bad images of {len(rows):,}"
+            counts = f"{len(problems):,} bad images of {len(source):,}"
             shown = problems[:10] + (["…"] if len(problems) > 10 else [])
-            print(f"config.{field}={spec!r}: left out {counts}:", *shown, sep="\n  ", flush=True)
+            print(f"{source.name}: left out {counts}:", *shown, sep="\n  ", flush=True)
         if not len(good):
-            raise InputError(
-                f"config.{field}={spec!r}: none of its {len(rows):,} images can be decoded."
-            )
+            raise InputError(f"split={spec!r}: none of its {len(source):,} images can be decoded")
         return good
 
 
-def parse_split(spec: str, info: DatasetInfo, field: str) -> list[tuple[str, range]]:
+def parse_split(spec: str, info: DatasetInfo) -> list[tuple[str, range]]:
     """Parses a split in TFDS syntax, for example `train[10%:]` or `train[:2000]+test`.
 
     Returns the name of a split and the indices in it, for each term of the sum. Percentages are
     rounded as TFDS rounds them. TFDS's slices in shards are not supported, because the number of
-    shards depends on who prepared the set.
-
-    Raises `InputError` if `spec`, which the config field `field` holds, is malformed, empty or
+    shards depends on who prepared the set. Raises `InputError` if `spec` is malformed, empty or
     names an unknown split.
     """
 
     def problem(reason):
         splits = ", ".join(f"{split!r} ({n:,})" for split, n in info.num_examples.items())
         return InputError(
-            f"config.{field}={spec!r}: {reason}. The splits are {splits}; a part of one is written"
+            f"split={spec!r}: {reason}. The splits are {splits}; a part of one is written"
             " like 'train[:100]' or 'train[90%:]', and a sum like 'train+test'."
         )
 
@@ -310,11 +300,10 @@ def parse_split(spec: str, info: DatasetInfo, field: str) -> list[tuple[str, ran
 
     parts = []
     for term in info.num_examples if spec == "all" else spec.split("+"):
-        if not (match := SPLIT.fullmatch(term.strip())):
+        match = SPLIT.fullmatch(term.strip())
+        if not match or match[1] not in info.num_examples:
             raise problem(f"{term!r} is not a split or a part of one")
         split, start, stop = match.groups()
-        if split not in info.num_examples:
-            raise problem(f"there is no split {split!r}")
         size = info.num_examples[split]
         parts.append((split, range(position(start, size, 0), position(stop, size, size))))
     if not any(part for _, part in parts):
@@ -322,16 +311,16 @@ def parse_split(spec: str, info: DatasetInfo, field: str) -> list[tuple[str, ran
     return parts
 
 
-def split_size(spec: str, info: DatasetInfo, field: str) -> int:
+def split_size(spec: str, info: DatasetInfo) -> int:
     """Returns the number of examples in a split; for arguments and errors see `parse_split`."""
-    return sum(len(part) for _, part in parse_split(spec, info, field))
+    return sum(len(part) for _, part in parse_split(spec, info))
 
 
 def count_common(first: str, second: str, info: DatasetInfo) -> int:
     """Returns how many examples are in both of two splits, written in TFDS syntax."""
 
     def members(spec, split):
-        parts = parse_split(spec, info, "data")
+        parts = parse_split(spec, info)
         return set().union(*(part for name, part in parts if name == split))
 
     return sum(len(members(first, split) & members(second, split)) for split in info.num_examples)
@@ -339,12 +328,11 @@ def count_common(first: str, second: str, info: DatasetInfo) -> int:
 
 def check_classes(info: DatasetInfo, num_classes: int) -> None:
     """Raises an `InputError` if a model's outputs do not fit the data set."""
-    if num_classes != info.num_classes:
-        raise InputError(
-            f"config.model.num_classes={num_classes}: the data set has {info.num_classes} classes."
-            f" Pass --config.model.num_classes={info.num_classes}; to evaluate a folder, give it a"
-            " subfolder for each class, which may be empty."
-        )
+    needs = (
+        f"{info.num_classes}, the number of classes in the data set; to evaluate a folder, give it"
+        " a subfolder for each class, which may be empty"
+    )
+    require("num_classes", num_classes, needs, lambda x: x == info.num_classes)
 
 
 def digest(source: ImageSource, class_names: Sequence[str]) -> str:
