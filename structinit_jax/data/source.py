@@ -15,7 +15,7 @@ import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Any, Protocol, runtime_checkable
+from typing import Any, NamedTuple, Protocol, runtime_checkable
 
 import numpy as np
 
@@ -77,20 +77,24 @@ class ImageSource:
         Raises `BadImageError` if an image file cannot be opened, `InputError` if a label is out of
         range.
         """
-        for index, record in zip(indices, self._fetch(indices), strict=True):
-            yield self._open(index, record), self._known_label(index, record)
+        num_classes = self.info.num_classes
+        for example in self._fetch(indices):
+            if not 0 <= example.label < num_classes:
+                limit = f"label {example.label} is not in [0, {num_classes})"
+                raise InputError(f"{example.place}: {limit}")
+            yield self._open(example), example.label
 
     def map_images(self, function: Callable[[StoredImage], Any]) -> list[Any]:
         """Calls a function with every image, in threads; returns its results in order."""
-        return self._map(lambda index, record: function(self._open(index, record)))
+        return self._map(lambda example: function(self._open(example)))
 
     def labels(self) -> np.ndarray:
         """Returns all labels, int64 [n], which may be out of range; decodes no image."""
-        return np.array(self._map(self._label), np.int64)
+        return np.array(self._map(lambda example: example.label), np.int64)
 
     def num_bytes(self) -> np.ndarray:
         """Returns the size of each image as stored, int64 [n]; opens no file."""
-        return np.array(self._map(self._num_bytes), np.int64)
+        return np.array(self._map(_num_bytes), np.int64)
 
     def select(self, wanted: np.ndarray) -> "ImageSource":
         """Returns the examples that `wanted` selects, bool [n] or indices in ascending order."""
@@ -104,9 +108,9 @@ class ImageSource:
     def split_bad_images(self) -> tuple["ImageSource", list[tuple[int, int]], list[str]]:
         """Returns the good images, their heights and widths, and the problems of the others."""
 
-        def check(index, record):
+        def check(example):
             try:
-                image = self._open(index, record)
+                image = self._open(example)
                 # Decoding at 1/8 size still reads every byte of a JPEG, in a third of the time.
                 image.decode_top(image.size[0], reduction=8.0)
             except BadImageError as error:
@@ -126,86 +130,80 @@ class ImageSource:
             return list(pool.map(function, blocks))
 
     def _map(self, function):
-        """Calls a function with index and record of every example, in threads."""
-        blocks = self.map_blocks(lambda block: list(map(function, block, self._fetch(block))))
+        """Calls a function with every example, in threads."""
+        blocks = self.map_blocks(lambda block: list(map(function, self._fetch(block))))
         return list(itertools.chain.from_iterable(blocks))
 
     def _fetch(self, indices):
+        """Yields examples; their images may be paths."""
         rows = self.rows[np.asarray(indices, np.int64)].tolist()
         for number, group in itertools.groupby(rows, key=operator.itemgetter(0)):
             part = self.parts[number]
             wanted = [place for _, place in group]
             # One call for many examples is far faster; for one, TFDS would start a thread.
             read_many = len(wanted) > 1 and getattr(part, "__getitems__", None)
-            yield from read_many(wanted) if read_many else map(part.__getitem__, wanted)
+            records = read_many(wanted) if read_many else map(part.__getitem__, wanted)
+            for place, record in zip(wanted, records, strict=True):
+                yield _check_record(f"{self.name}, example {place}", record)
 
-    def _open(self, index, record):
-        image = self._value(index, record, "image", _is_image)
-        name = self._place(index)
+    def _open(self, example):
+        image = example.image
+        name = example.place
         if isinstance(image, str | os.PathLike):
             name += f" ({printable(os.fspath(image))})"
             try:
                 image = read_file(image)
             except OSError as error:
                 raise BadImageError(f"{name}: {error.strerror}") from error
-        elif file_name := record.get("file_name"):
+        elif file_name := example.file_name:
             text = file_name.decode() if isinstance(file_name, bytes) else file_name
             name += f" ({printable(text)})"
         return StoredImage(image, self.info.channels, name)
 
-    def _num_bytes(self, index, record):
-        image = self._value(index, record, "image", _is_image)
-        if isinstance(image, str | os.PathLike):
-            try:
-                return os.stat(image).st_size
-            except OSError:  # which reading the image reports
-                return 0
-        return image.nbytes if isinstance(image, np.ndarray) else len(image)
 
-    def _label(self, index, record):
-        return operator.index(self._value(index, record, "label", _is_label))
+class Example(NamedTuple):
+    """A record of known form."""
 
-    def _known_label(self, index, record):
-        label = self._label(index, record)
-        if not 0 <= label < self.info.num_classes:
-            limit = f"label {label} is not in [0, {self.info.num_classes})"
-            raise InputError(f"{self._place(index)}: {limit}.")
-        return label
-
-    def _value(self, index, record, key, is_right):
-        value = record.get(key) if isinstance(record, Mapping) else None
-        if not is_right(value):
-            raise InputError(
-                f'{self._place(index)}: "{key}" is {_describe(value)}, in a record'
-                f' {_describe(record)}. A record is a dict with an "image" (encoded bytes, the path'
-                ' of a file, or uint8 pixels [h, w] or [h, w, 1 or 3]) and a "label" (an integer)'
-            )
-        return value
-
-    def _place(self, index):
-        return f"{self.name}, example {self.rows[index, 1]}"
+    place: str  # in messages
+    image: bytes | np.ndarray | str | os.PathLike
+    label: int
+    file_name: str | bytes | None
 
 
-def _is_image(value):
-    if isinstance(value, np.ndarray):
-        return value.dtype == np.uint8 and value.ndim > 1 and value.shape[2:] in ((), (1,), (3,))
-    return isinstance(value, bytes | str | os.PathLike)
-
-
-def _is_label(value):
+def _check_record(place, record):
+    """Returns a record as an `Example`, or raises `InputError`."""
     try:
-        operator.index(value)
-    except TypeError:
-        return False
-    return True
+        image = record["image"]
+        label = operator.index(record["label"])
+        is_right = isinstance(image, bytes | str | os.PathLike) or (
+            image.dtype == np.uint8 and image.ndim > 1 and image.shape[2:] in ((), (1,), (3,))
+        )
+    except (LookupError, TypeError, AttributeError):
+        is_right = False
+    if not is_right:
+        raise InputError(
+            f'{place}: {_describe(record)} must be a dict with an "image" (encoded bytes, the path'
+            ' of a file, or uint8 pixels [h, w] or [h, w, 1 or 3]) and a "label" (an integer)'
+        )
+    return Example(place, image, label, record.get("file_name"))
 
 
 def _describe(value):
-    if isinstance(value, np.ndarray):
-        return f"an array of {value.dtype} {list(value.shape)}"
     if isinstance(value, Mapping):
-        return f"with the keys {list(value)}"
-    return "missing" if value is None else f"of type {type(value).__name__}"
+        return f"{{{', '.join(f'{key!r}: {_describe(x)}' for key, x in value.items())}}}"
+    if isinstance(value, np.ndarray):
+        return f"{value.dtype} {list(value.shape)}"
+    return type(value).__name__
+
+
+def _num_bytes(example):
+    image = example.image
+    if isinstance(image, str | os.PathLike):
+        try:
+            return os.stat(image).st_size
+        except OSError:  # which reading the image reports
+            return 0
+    return image.nbytes if isinstance(image, np.ndarray) else len(image)
 
 
 def read_file(path: str | os.PathLike) -> bytes:
