@@ -98,7 +98,9 @@ def crop_and_resize(
     """Decodes a box of an image and resizes it to uint8 [image_size, image_size, C].
 
     The box is (top, left, height, width) in pixels, `interpolation` 'bicubic' or 'bilinear'. A JPEG
-    is decoded at a fraction of its size if the box still has `image_size` pixels each way.
+    is decoded at a fraction of its size if the box still has `image_size` pixels each way, as with
+    Pillow's `draft`. Decoding ends below the box, as with TensorFlow's `decode_and_crop_jpeg`; this
+    changes no pixel. (timm and torchvision decode whole images.)
     """
     top, left, height, width = box
     pixels, scale = image.decode_top(top + height, min(height, width) / image_size)
