@@ -42,14 +42,16 @@ def open_data(config: ConfigDict) -> Dataset:
     config_lib.validate(config)
     data = config.data
     dataset = datasets.open_dataset(data.name, data.data_dir or None, data.channels)
-    check_classes(dataset.info, config.model.num_classes)
+    with prefixed("config.model: "):
+        check_classes(dataset.info, config.model.num_classes)
     return dataset
 
 
 def open_split(config: ConfigDict, dataset: Dataset, field: str) -> ImageSource:
     """Opens the split that `config.data` names in 'train_split' or 'eval_split'."""
     data = config.data
-    source = dataset.split(data[field], f"data.{field}", data.on_bad_image)
+    with prefixed(f"config.data.{field}: "):
+        source = dataset.split(data[field], data.on_bad_image)
     source[0]  # fails now, rather than after hours, if the split has no labels
     return source
 
