@@ -54,7 +54,7 @@ def test_the_readmes_objects_train_and_the_model_is_not_exported(mine, tmp_path,
     results = train.train(config, tmp_path / "run")
     assert results["eval/accuracy"] > 0.9
     with pytest.raises(InputError, match=r"config\.model\.name='mine:Linear' cannot be exported"):
-        export.export(config, tmp_path / "run", tmp_path / "model")
+        export.export(config, tmp_path / "run", tmp_path)
     # The run is not resumed with other labels.
     halves = sys.modules[mine].halves
 

@@ -112,8 +112,8 @@ def test_averaged_weights_are_resumed_evaluated_and_exported(run_config, tmp_pat
 
     found = evaluate.evaluate_checkpoint(run_config, tmp_path / "part")
     assert found == pytest.approx(results, rel=1e-6)
-    export.export(run_config, tmp_path / "part", tmp_path / "model")
-    bias = load_file(tmp_path / "model" / "model.safetensors")["head.bias"]
+    export.export(run_config, tmp_path / "part", tmp_path)
+    bias = load_file(tmp_path / "model.safetensors")["head.bias"]
     np.testing.assert_array_equal(bias, whole.ema["params"]["head"]["bias"])
     run_config.ema_decay = 0.0  # of the same checkpoint, the weights of the last step
     _, state = evaluate.restore_model(run_config, tmp_path / "part")
