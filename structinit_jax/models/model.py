@@ -40,7 +40,7 @@ def _keep_costly(primitive, *args, **params):
 _COSTLY = ("conv_general_dilated", "dot_product_attention_fwd_wrapper")
 _KEEP_LINEAR = jax.checkpoint_policies.dots_with_no_batch_dims_saveable
 _KEEP_NAMED = jax.checkpoint_policies.save_only_these_names(RESIDUAL)
-# By the values of `config.model.remat`, fastest first.
+# By the values of `remat`, fastest first.
 REMAT_POLICIES = {
     "none": _keep_costly,
     "dots": _KEEP_LINEAR,

@@ -245,10 +245,10 @@ _CONVERTERS: Mapping[type[nnx.Module], Callable[..., Iterator[Entry]]] = {
 def select_weights(teacher: StateDict, student: nnx.Module) -> nnx.Module:
     """Returns a copy of one of our models with the weights selected from a larger model of timm.
 
-    This is the method of Xu et al. 2024, "Initializing Models with Larger Ones" (arXiv:2311.18823),
-    which `config.start_from` uses. The student takes the teacher's first layers. If it has m of the
-    teacher's n elements along an axis, it takes every (n / m)-th element from the first on if m
-    divides n, else the elements nearest to m evenly spaced points from the first to the last.
+    This is the method of Xu et al. 2024, "Initializing Models with Larger Ones" (arXiv:2311.18823).
+    The student takes the teacher's first layers. If it has m of the teacher's n elements along an
+    axis, it takes every (n / m)-th element from the first on if m divides n, else the elements
+    nearest to m evenly spaced points from the first to the last.
 
     Weights are selected in timm's layout. As in the published program, query, key and value are
     then 3 h d outputs of one linear layer, so a student's head may mix channels of several heads.
