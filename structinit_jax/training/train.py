@@ -17,10 +17,10 @@ from ml_collections import ConfigDict
 
 from structinit_jax.data.source import digest
 from structinit_jax.errors import InputError, StoppedError
-from structinit_jax.evaluate import describe, make_evaluator
 from structinit_jax.training import build, checkpoint, distributed, memory, resume, sharding
 from structinit_jax.training import state as state_lib
 from structinit_jax.training import workdir as workdir_lib
+from structinit_jax.training.evaluation import describe, make_evaluator
 from structinit_jax.training.metrics import MAX_IN_FLIGHT, MetricsLog, Progress, StepTrace, average
 
 with epy.lazy_imports():  # first used while the training step compiles
