@@ -174,7 +174,8 @@ def make_model(config: ConfigDict, mesh: Mesh) -> AbstractModel:
         rngs = nnx.Rngs(params=rng)
         return create_model(options, image_size=data.image_size, channels=data.channels, rngs=rngs)
 
-    return abstract_model(create, mesh)
+    with prefixed("config.model: "):
+        return abstract_model(create, mesh)
 
 
 def make_scheme(config: ConfigDict, model: AbstractModel) -> AttentionInit:
@@ -208,7 +209,7 @@ def make_optimizer(
             clip_norm=config.clip_norm,
             decayed=model.decayed,
         )
-    make = find(config.optimizer, {"adamw": optimizer_lib.adamw}, "optimizer")
+    make = find(config.optimizer, {"adamw": optimizer_lib.adamw}, "config.optimizer")
     parameters = inspect.signature(make).parameters
     options = {name: value for name, value in config.items() if name in parameters}
     optimizer = make(**options | {"learning_rate": learning_rate})
@@ -253,7 +254,7 @@ def make_step(
         optimizer,
         learning_rate,
         make_augmentation(config, model.mesh),
-        loss=find(config.loss, LOSSES, "loss"),
+        loss=find(config.loss, LOSSES, "config.loss"),
         accumulate_steps=config.accumulate_steps,
         ema_decay=config.ema_decay,
         mixes=config.augment.mixup > 0 or config.augment.cutmix > 0,
