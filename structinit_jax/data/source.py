@@ -357,11 +357,6 @@ def digest(source: ImageSource, class_names: Sequence[str]) -> str:
     return f"{names.hexdigest()}-{contents.hexdigest()}"
 
 
-def expand_user(path: Folder) -> Folder:
-    """Expands `~`, which shells leave alone in `--flag=~/folder`."""
-    return path and os.path.expanduser(path)
-
-
 @functools.cache
 def num_cores() -> int:
     """Returns how many cores this process may use; SLURM and containers may limit them."""

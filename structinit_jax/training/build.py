@@ -41,7 +41,8 @@ def open_data(config: ConfigDict) -> Dataset:
     """Checks a config, and opens its data set, which must have the classes of the model."""
     config_lib.validate(config)
     data = config.data
-    dataset = datasets.open_dataset(data.name, data.data_dir or None, data.channels)
+    with prefixed("config.data: "):
+        dataset = datasets.open_dataset(data.name, data.data_dir or None, data.channels)
     with prefixed("config.model: "):
         check_classes(dataset.info, config.model.num_classes)
     return dataset
