@@ -24,6 +24,7 @@ from structinit_jax.errors import (
     NonNegativeInt,
     PositiveFloat,
     PositiveInt,
+    is_count,
     is_reference,
     printable,
 )
@@ -34,6 +35,8 @@ Mean = Annotated[float, Check("in [0, 1] (of pixels divided by 255)", lambda x: 
 Deviation = Annotated[
     float, Check("from 0.001 to 1 (of pixels divided by 255)", lambda x: 0.001 <= x <= 1)
 ]
+# A crash can damage the newest checkpoint.
+AtLeastTwo = Annotated[int, Check("a whole number, 2 or more", lambda x: is_count(x, 2))]
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -73,8 +76,7 @@ class RunFields:
     log_every_steps: PositiveInt = 20
     eval_every_epochs: PositiveFloat = 5.0
     checkpoint_every_steps: PositiveInt = 500
-    # The newest ones, and the best one in addition. Keep two: a crash can damage the newest.
-    keep_checkpoints: PositiveInt = 2
+    keep_checkpoints: AtLeastTwo = 2  # the newest ones; the best one is kept in addition
 
     # Safetensors file of a timm model of the same size or larger, at any resolution. If set, all
     # weights but the head are selected from it (Xu et al. 2024), and attention_init is not used.
