@@ -4,22 +4,19 @@ from typing import Annotated, Literal
 
 import pytest
 
-from structinit_jax.errors import (
+from structinit_jax.checks import (
     Check,
     Fraction,
-    InputError,
     NonNegativeFloat,
     NonNegativeInt,
     PositiveFloat,
     PositiveInt,
     Probability,
     check_fields,
-    check_record,
     find,
     is_reference,
-    printable,
-    suggest,
 )
+from structinit_jax.errors import InputError, printable, suggest
 
 
 @dataclasses.dataclass
@@ -92,18 +89,3 @@ def test_control_characters_of_names_are_escaped():
     assert printable("two\nlines\x1b", keep="\n") == "two\nlines\\x1b"
     with pytest.raises(InputError, match=r"^config\.a\\nerror: b does not exist"):
         check_fields(Fields, {"a\nerror: b": 1})
-
-
-def test_records_have_all_fields():
-    @dataclasses.dataclass
-    class Record:
-        step: PositiveInt
-        names: tuple[str, ...]
-
-    check_record(Record, {"step": 3, "names": [], "more": None}, "run.json")
-    for record in ([], None, {"step": 3}, {"step": 3, "names": [1]}, {"step": 0, "names": []}):
-        with pytest.raises(InputError, match=r"^run\.json"):
-            check_record(Record, record, "run.json")
-    with pytest.raises(InputError, match=r"^x=") as caught:
-        check_record(Record, ["long"] * 10_000, "x")
-    assert len(str(caught.value)) < 300
