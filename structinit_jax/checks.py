@@ -77,9 +77,7 @@ def require(name: str, value: Any, needs: str, holds: Callable[[Any], bool]) -> 
         raise InputError(f"{name}={text} must be {needs}")
 
 
-def check_fields(
-    owner: Callable[..., Any], values: Mapping[str, Any], prefix: str = "config."
-) -> None:
+def check_fields(owner: Callable[..., Any], values: Mapping[str, Any], prefix: str = "") -> None:
     """Raises `InputError` unless every value is what the annotation of its field asks for.
 
     The annotations are those of `owner`, a dataclass or a function. Types other than numbers,
@@ -126,7 +124,7 @@ def is_reference(name: str) -> bool:
 
 
 def find(name: str, known: Mapping[str, Any], field: str) -> Any:
-    """Returns what a field names: a known object, or your own as 'module:attribute'.
+    """Returns what a name stands for: a known object, or that of 'module:attribute'.
 
     Raises `InputError`, which names the `field`, if there is no such object, or if its module
     cannot be imported.
