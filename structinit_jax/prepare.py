@@ -16,11 +16,12 @@ import tensorflow_datasets as tfds
 from absl import flags
 
 from structinit_jax import command_line
+from structinit_jax.checks import is_reference
 from structinit_jax.command_line import FLAGS
 from structinit_jax.data.builders import find_builder
 from structinit_jax.data.datasets import OPENERS, open_dataset
 from structinit_jax.data.source import Dataset, Folder, ImageSource
-from structinit_jax.errors import InputError, is_reference, printable
+from structinit_jax.errors import InputError, printable
 
 MAX_SHOWN_CLASSES = 10
 MAX_AVERAGED = 1000  # images, which fixes mean and deviation to about 0.01

@@ -60,13 +60,8 @@ from structinit_jax.attention_init.sites import (
     WindowSite,
 )
 from structinit_jax.attention_init.targets import FilterArray, OddInt, OpenFraction
-from structinit_jax.errors import (
-    InputError,
-    NonNegativeFloat,
-    PositiveFloat,
-    PositiveInt,
-    check_fields,
-)
+from structinit_jax.checks import NonNegativeFloat, PositiveFloat, PositiveInt, check_fields
+from structinit_jax.errors import InputError
 
 
 def impulse(

@@ -8,14 +8,8 @@ import jax
 import numpy as np
 from jaxtyping import Array, Float, Int
 
-from structinit_jax.errors import (
-    Check,
-    InputError,
-    PositiveFloat,
-    PositiveInt,
-    check_fields,
-    is_count,
-)
+from structinit_jax.checks import Check, PositiveFloat, PositiveInt, check_fields, is_count
+from structinit_jax.errors import InputError
 
 GRID = Check(
     "a tuple (rows, cols) of two positive whole numbers",

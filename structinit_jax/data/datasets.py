@@ -7,10 +7,11 @@ To use your own data set, write a function `my_dataset(data_dir) -> Dataset` tha
 import dataclasses
 import os
 
+from structinit_jax.checks import find, is_reference
 from structinit_jax.data.folder import open_folder
 from structinit_jax.data.small import open_digits, open_fashion_mnist
 from structinit_jax.data.source import Dataset, DatasetInfo, Folder
-from structinit_jax.errors import InputError, find, is_reference
+from structinit_jax.errors import InputError
 
 # Known data sets: a dry run needs no data. Splits without labels are left out: 'unlabelled' of
 # stl10, 'test' of imagenet2012.

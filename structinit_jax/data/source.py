@@ -19,8 +19,9 @@ from typing import Any, NamedTuple, Protocol, runtime_checkable
 
 import numpy as np
 
+from structinit_jax.checks import require
 from structinit_jax.data.images import PIL_MODES, BadImageError, StoredImage
-from structinit_jax.errors import InputError, printable, require
+from structinit_jax.errors import InputError, printable
 
 Folder = str | os.PathLike | None
 READ_BLOCK = 256  # examples

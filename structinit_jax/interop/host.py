@@ -11,7 +11,8 @@ import numpy as np
 
 from structinit_jax.attention_init import AttentionWeights
 from structinit_jax.attention_init.sites import check_shape, is_concrete
-from structinit_jax.errors import InputError, is_count, require
+from structinit_jax.checks import is_count, require
+from structinit_jax.errors import InputError
 from structinit_jax.interop.entries import check_array, like, stays_numpy, unsupported
 from structinit_jax.interop.layouts import (
     FIELDS,

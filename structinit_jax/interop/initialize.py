@@ -9,7 +9,8 @@ from jaxtyping import Float
 
 from structinit_jax.attention_init import AttentionInit, AttentionWeights
 from structinit_jax.attention_init.sites import GRID, check_shape
-from structinit_jax.errors import InputError, require
+from structinit_jax.checks import require
+from structinit_jax.errors import InputError
 from structinit_jax.interop.entries import as_array, check_array, like, replace_rows
 from structinit_jax.interop.host import Grid, Host, find_hosts
 from structinit_jax.interop.layouts import Leaves, flatten

@@ -22,7 +22,8 @@ from structinit_jax.attention_init import (
     Weights,
 )
 from structinit_jax.attention_init.sites import check_shape
-from structinit_jax.errors import Fraction, InputError, PositiveInt, check_fields
+from structinit_jax.checks import Fraction, PositiveInt, check_fields
+from structinit_jax.errors import InputError
 from structinit_jax.models.layers import RESIDUAL, Rng, set_weight
 
 
