@@ -25,7 +25,7 @@ from scipy.special import softmax
 
 from structinit_jax import interop
 from structinit_jax.attention_init import AttentionWeights, sincos_positions
-from structinit_jax.attention_init.positions import layer_norm
+from structinit_jax.attention_init.sites import layer_norm
 from structinit_jax.interop.layouts import LAYOUTS, flatten
 
 RNG = jax.random.key(0)

@@ -4,16 +4,18 @@ import pytest
 from scipy.special import softmax
 
 from structinit_jax.attention_init import solve
-from structinit_jax.attention_init.positions import layer_norm, sincos_positions
+from structinit_jax.attention_init.sites import layer_norm, sincos_positions
 from structinit_jax.attention_init.targets import convolution_maps, impulse_kernels
 
 GRID, WIDTH, HEAD_DIM, NORM = (8, 8), 48, 16, 1.0
 SCALE = HEAD_DIM**-0.5
 
 
-def solve_bank(z, targets, head_dim=HEAD_DIM, width=WIDTH, **options):
-    sizes = dict(head_dim=head_dim, qk_scale=head_dim**-0.5, width=width)
-    return solve.solve_bank(np.asarray(z), targets, **sizes, **options)
+def solve_bank(z, targets, norm=None, head_dim=HEAD_DIM, width=WIDTH, **options):
+    start = solve.start_factors(np.asarray(z), targets, head_dim)
+    sizes = dict(head_dim=head_dim, qk_scale=head_dim**-0.5)
+    norm = norm or solve.start_norm(**sizes, width=width)
+    return solve.solve(start, z, targets, norm, **sizes, **options)
 
 
 def attention_maps(x, query, key):
@@ -74,6 +76,6 @@ def test_heads_of_few_channels_reach_a_target_mass():
 def test_part_of_the_rows_determines_the_solution(solved, monkeypatch):
     _, z, _, targets, bank = solved
     monkeypatch.setattr(solve, "MAX_ROWS", 32)
-    *factors, _ = solve_bank(z, targets, norm=NORM)
+    *factors, _ = solve_bank(z, targets, norm=NORM, steps=solve.STEPS + 1)  # not the cached program
     loss = np.mean((targets - attention_maps(z, *factors)) ** 2)
     np.testing.assert_allclose(loss, bank[2].loss, rtol=0.15)

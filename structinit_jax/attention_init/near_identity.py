@@ -11,8 +11,12 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, PRNGKeyArray
 
 from structinit_jax.attention_init.draws import draw_flat, permutations, random_rotations
-from structinit_jax.attention_init.positions import trained_positions
-from structinit_jax.attention_init.sites import AttentionStack, AttentionWeights, Sizes
+from structinit_jax.attention_init.sites import (
+    AttentionStack,
+    AttentionWeights,
+    Sizes,
+    rescale,
+)
 from structinit_jax.errors import InputError
 
 
@@ -31,34 +35,18 @@ def near_identity(
     return noise * uniform + identity * eye
 
 
-def mimetic(
-    rng: PRNGKeyArray,
-    site: AttentionStack,
-    *,
-    replace_positions: bool = False,
-    position_scale: float = 1.0,
-    query_key_scale: float = 1.0,
-    value_scale: float = 1.0,
-) -> AttentionWeights:
+def mimetic(rng: PRNGKeyArray, site: AttentionStack, **options) -> AttentionWeights:
     """Trockman & Kolter (2023): Q Kᵀ = 0.7 U + 0.7 I per head and V Proj ≈ -0.4 I, by SVD.
 
     The programs of 2024 and 2025 store the factors of V Proj untransposed as PyTorch weights, which
-    makes heads equally strong; so does this function.
+    makes heads equally strong; so does this function. For the options see `rescale`.
     """
     qk_rng, vo_rng = jax.random.split(rng)
     value, out = mimetic_vo(vo_rng, site, transposed=True)
     shape = (site.num_layers, site.num_heads, site.width)
     products = near_identity(qk_rng, shape, noise=0.7, identity=0.7)
     query, key = (jnp.moveaxis(f, 1, 2) for f in split_product(products, site.head_dim))
-    positions, scale = trained_positions(site, replace=replace_positions, scale=position_scale)
-    return AttentionWeights(
-        query_key_scale * query,
-        query_key_scale * key,
-        value_scale * value,
-        value_scale * out,
-        positions,
-        position_scale=scale,
-    )
+    return rescale(AttentionWeights(query, key, value, out), site, **options)
 
 
 def mimetic_vo(
