@@ -122,10 +122,10 @@ def test_unusable_parameters_are_refused(message):
     ("message", "options"),
     [
         ("^num_heads=5 .* 192 channels", dict(num_heads=5)),
-        ("^num_heads: ", dict(num_heads=None)),
+        ("^num_heads=None", dict(num_heads=None)),
         ("^grid=", dict(grid=(5, 5))),
         (r"^AttentionSite\.positions", dict(positions=np.zeros((16, 8), np.float32))),
-        (r"^positions has shape \(1, 16, 8\)", dict(positions=np.zeros((1, 16, 8), np.float32))),
+        (r"^AttentionSite\.positions", dict(positions=np.zeros((1, 16, 8), np.float32))),
     ],
 )
 def test_arguments_that_do_not_fit_are_refused(message, options):
@@ -146,7 +146,6 @@ def test_a_sequence_of_tokens_is_a_grid_of_one_row():
     ("message", "scheme", "rng"),
     [
         (r"^attention_init=impulse must .* impulse\(\)", impulse, RNG),
-        ("^attention_init returned a function", lambda a, b: normal_scheme, RNG),
         ("^rng of type .* must be one", normal_scheme, jax.random.split(RNG)),
     ],
 )

@@ -149,7 +149,7 @@ ONES = np.ones((2, 2), np.float32)
     [
         ("swin", {TABLE: np.ones((48, 2), np.float32)}, {}, rf"grid: the 48 rows of {TABLE}"),
         ("swin", {}, dict(grid=(4, 5)), r"grid=\(4, 5\) is none of the windows \(4, 4\)"),
-        ("swin", {}, dict(positions=ONES), "positions: leave it out"),
+        ("swin", {}, dict(positions=ONES), "positions and rotations: leave them out"),
         ("swin", {"layers.0.blocks.0.attn.tau": ONES}, {}, "attn.tau"),
         ("swin", {"layers.0.blocks.0.attn.logit_scale": ONES}, {}, "SwinV2; .* not supported"),
         ("swin", {"layers.0.blocks.0.attn_grid.qkv.weight": ONES}, {}, "grid attention of MaxViT"),
