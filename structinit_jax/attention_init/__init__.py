@@ -18,7 +18,7 @@ Each kind of site has a module with its schemes:
 - `RotarySite`: attention with rotary positions only (`rotary`).
 - `WindowSite`: attention within windows, as in Swin (`windows`).
 - `TokenMixingSite`: token-mixing MLPs, as in MLP-Mixer (`token_mixing`).
-- `ConvSite`: depthwise convolutions, as in ConvMixer (`convolution`).
+- `ConvSite`: depthwise convolutions, as in ConvMixer (`token_mixing`).
 
 Symbols follow the papers: N tokens on a grid, width D, h heads of d = D / h channels, L layers, F
 filters, kernel size f, positions P [N, D], X = LayerNorm(P), σ = d^-1/2, Q and K [D, d] of a head,
@@ -35,7 +35,6 @@ import numpy as np
 
 from structinit_jax.attention_init import (
     absolute,
-    convolution,
     draws,
     near_identity,
     published,
@@ -114,8 +113,8 @@ def impulse(
         AttentionSite: partial(absolute.impulse, **maps, replace_positions=replace_positions),
         RotarySite: partial(rotary.impulse, **maps),
         WindowSite: partial(windows.impulse, **maps),
-        TokenMixingSite: partial(token_mixing.impulse, **kernels),
-        ConvSite: partial(convolution.impulse, filters=filters),
+        TokenMixingSite: partial(token_mixing.mlp_impulse, **kernels),
+        ConvSite: partial(token_mixing.conv_impulse, filters=filters),
     }
     return _by_site(impulse, options, functions)
 
@@ -182,7 +181,7 @@ def impulse_2024(
             max_steps=max_steps,
             rescale=rescale,
         ),
-        ConvSite: partial(convolution.impulse_2024, taps=taps),
+        ConvSite: partial(token_mixing.conv_impulse_2024, taps=taps),
     }
     return _by_site(impulse_2024, options, functions)
 
@@ -243,7 +242,7 @@ def mimetic(
         AttentionSite: partial(near_identity.mimetic, **options),
         RotarySite: partial(near_identity.mimetic, **scales),
         WindowSite: partial(near_identity.mimetic, **scales),
-        TokenMixingSite: partial(token_mixing.mimetic),
+        TokenMixingSite: partial(token_mixing.mlp_mimetic),
     }
     return _by_site(mimetic, options, functions)
 
@@ -266,8 +265,8 @@ def default(
         AttentionSite: partial(draws.default, **options),
         RotarySite: partial(draws.default, **scales),
         WindowSite: partial(draws.default, **scales),
-        TokenMixingSite: partial(token_mixing.default),
-        ConvSite: partial(convolution.default),
+        TokenMixingSite: partial(lambda rng, site: TokenMixingWeights()),  # the model keeps its own
+        ConvSite: partial(token_mixing.conv_default),
     }
     return _by_site(default, options, functions)
 

@@ -1,7 +1,7 @@
 """Weights whose products are near a multiple of the identity, as in mimetic initialization.
 
-`mimetic` (Trockman & Kolter 2023) factors such products by SVD. `similar_heads` and
-`value_and_projection` are cheaper forms of the same, for `impulse_mimetic` and `impulse`.
+`mimetic` (Trockman & Kolter 2023) factors such products by SVD. `append_similar_heads`
+and `value_and_projection` are cheaper forms of the same, for `impulse_mimetic` and `impulse`.
 """
 
 import functools
@@ -94,18 +94,24 @@ def split_product(
 # -- without SVDs ----------------------------------------------------------------------------------
 
 
-def similar_heads(
-    rng: PRNGKeyArray, sizes: Sizes
+def append_similar_heads(
+    rng: PRNGKeyArray,
+    sizes: Sizes,
+    query: Float[Array, "l D h d"],
+    key: Float[Array, "l D h d"],
 ) -> tuple[Float[Array, "L D h d"], Float[Array, "L D h d"]]:
-    """Returns Q and K of heads that attend to similar tokens.
+    """Appends Q and K of heads that attend to similar tokens, up to the L layers of `sizes`.
 
     As in `mimetic`, but without its SVD: Q Kᵀ = W Wᵀ A projects A = 0.7 U + 0.7 I onto d
     orthonormal columns W close to its leading singular vectors. These columns come from four
     subspace iterations, which keep 93 to 98 % of the energy that the SVD keeps at widths 96 to 768;
     the SVDs of half of ViT-B take half a minute on a CPU.
     """
+    num_similar = sizes.num_layers - len(query)
+    if not num_similar:
+        return query, key
     noise_rng, start_rng = jax.random.split(rng)
-    heads = (sizes.num_layers, sizes.num_heads, sizes.width)
+    heads = (num_similar, sizes.num_heads, sizes.width)
     a = near_identity(noise_rng, heads, noise=0.7, identity=0.7)
 
     def iterate(_, w):
@@ -125,20 +131,8 @@ def similar_heads(
     projected = jnp.swapaxes(a, -1, -2) @ w
     length = jnp.linalg.norm(projected, axis=(-2, -1), keepdims=True)
     balance = (length / sizes.head_dim**0.5) ** 0.5
-    return jnp.moveaxis(balance * w, 1, 2), jnp.moveaxis(projected / balance, 1, 2)
-
-
-def append_similar_heads(
-    rng: PRNGKeyArray,
-    sizes: Sizes,
-    query: Float[Array, "l D h d"],
-    key: Float[Array, "l D h d"],
-) -> tuple[Float[Array, "L D h d"], Float[Array, "L D h d"]]:
-    """Appends Q and K of `similar_heads` for the last layers, up to the L of the sizes."""
-    num_similar = sizes.num_layers - len(query)
-    if not num_similar:
-        return query, key
-    similar_query, similar_key = similar_heads(rng, sizes._replace(num_layers=num_similar))
+    similar_query = jnp.moveaxis(balance * w, 1, 2)
+    similar_key = jnp.moveaxis(projected / balance, 1, 2)
     return jnp.concatenate([query, similar_query]), jnp.concatenate([key, similar_key])
 
 
